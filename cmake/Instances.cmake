@@ -1,0 +1,119 @@
+# The CUDA instances: which (family, pass, dtype, head dim) exist, and everything that
+# is generated from that list into the build folder.
+#
+#   add_attention_instances(<family> <pass>
+#     ARCHITECTURES <entry>...     CMake's CUDA_ARCHITECTURES: 80 is SASS and PTX, 90a-real SASS
+#     DTYPES <dtype>...            bfloat16, float16, float32
+#     HEAD_DIMS <n>...             ascending; a head dim in between uses the next larger one
+#     [SPILL_BYTES <instance>=<bytes>...])
+#
+# The calls in CMakeLists.txt are the one table. <family> is sm80, sm90, ...; <pass> is forward
+# or backward. All passes of a family share its architectures.
+#
+# For each dtype and head dim, plain and general, one source <family>_<pass>_<dtype>_<head
+# dim>_<plain|general>.cu includes "<family>/<pass>.cuh" and explicitly instantiates
+#
+#   namespace jax_flash::<family> {
+#   template <typename Element, int kHeadDim, bool kGeneral>
+#   Status launch_<pass>(const <Forward|Backward>& params, cudaStream_t stream);
+#   }
+#
+# with Element __nv_bfloat16, __half or float. kHeadDim bounds max(head_dim, value_dim).
+# A source that is not per instance joins with target_sources(cuda_<family> PRIVATE ...).
+#
+# finish_attention_instances(<target>), after the last entry, links all of them into <target>,
+# with JAX_FLASH_WITH_CUDA defined, and writes "instances.h": the tables kForwardInstances and
+# kBackwardInstances, and find_instance(), with which cuda/launch.cc (plain C++: it compiles no
+# kernel) dispatches. See instances.h.in.
+#
+# Every object is compiled through check_ptxas.py, which fails on a register spill beyond
+# SPILL_BYTES of the instance (0 if it is not named; name the measurement that justifies
+# more beside it), and on ptxas's reports of serialized wgmma.
+
+set(instances_template_dir "${CMAKE_CURRENT_LIST_DIR}")
+set_property(GLOBAL PROPERTY attention_families "")
+foreach(pass forward backward)
+  set_property(GLOBAL PROPERTY attention_${pass}_rows "")
+endforeach()
+
+set(element_of_bfloat16 __nv_bfloat16)
+set(element_of_float16 __half)
+set(element_of_float32 float)
+set(enum_of_bfloat16 kBFloat16)
+set(enum_of_float16 kFloat16)
+set(enum_of_float32 kFloat32)
+set(params_of_forward Forward)
+set(params_of_backward Backward)
+set(variant_of_false plain)
+set(variant_of_true general)
+
+# The object library of a family, made on first use.
+function(attention_family family architectures)
+  get_property(families GLOBAL PROPERTY attention_families)
+  if(family IN_LIST families)
+    return()
+  endif()
+  set_property(GLOBAL APPEND PROPERTY attention_families ${family})
+  add_library(cuda_${family} OBJECT)
+  set_target_properties(cuda_${family} PROPERTIES CUDA_ARCHITECTURES "${architectures}")
+  target_include_directories(cuda_${family} PRIVATE "${PROJECT_SOURCE_DIR}/cuda")
+  target_link_libraries(cuda_${family} PRIVATE jax_flash_cuda_options)
+  set_property(TARGET cuda_${family} PROPERTY CUDA_COMPILER_LAUNCHER
+    "${Python_EXECUTABLE}" "${instances_template_dir}/check_ptxas.py")
+endfunction()
+
+function(add_attention_instances family pass)
+  cmake_parse_arguments(PARSE_ARGV 2 arg "" "" "ARCHITECTURES;DTYPES;HEAD_DIMS;SPILL_BYTES")
+  attention_family(${family} "${arg_ARCHITECTURES}")
+  string(REGEX MATCH "[0-9]+" family_number ${family})
+  set(params ${params_of_${pass}})
+  foreach(dtype IN LISTS arg_DTYPES)
+    foreach(head_dim IN LISTS arg_HEAD_DIMS)
+      foreach(general false true)
+        set(variant ${variant_of_${general}})
+        set(element ${element_of_${dtype}})
+        set(name ${family}_${pass}_${dtype}_${head_dim}_${variant})
+        set(source "${PROJECT_BINARY_DIR}/instances/${name}.cu")
+        configure_file("${instances_template_dir}/instance.cu.in" "${source}" @ONLY)
+        target_sources(cuda_${family} PRIVATE "${source}")
+        string(CONCAT row "    {${family_number}, DType::${enum_of_${dtype}}, ${head_dim}, ${general}, "
+          "&${family}::launch_${pass}<${element}, ${head_dim}, ${general}>},\n")
+        set_property(GLOBAL APPEND PROPERTY attention_${pass}_rows "${row}")
+      endforeach()
+    endforeach()
+  endforeach()
+
+  foreach(allowance IN LISTS arg_SPILL_BYTES)
+    set_property(TARGET cuda_${family} APPEND PROPERTY CUDA_COMPILER_LAUNCHER
+      --spill-bytes ${family}_${pass}_${allowance})
+  endforeach()
+endfunction()
+
+function(finish_attention_instances target)
+  get_property(families GLOBAL PROPERTY attention_families)
+  set(declarations "")
+  foreach(family IN LISTS families)
+    # Ends the launcher's own arguments: nvcc's command follows.
+    set_property(TARGET cuda_${family} APPEND PROPERTY CUDA_COMPILER_LAUNCHER --)
+    string(APPEND declarations
+      "namespace jax_flash::${family} {\n"
+      "template <typename Element, int kHeadDim, bool kGeneral>\n"
+      "Status launch_forward(const Forward& params, cudaStream_t stream);\n"
+      "template <typename Element, int kHeadDim, bool kGeneral>\n"
+      "Status launch_backward(const Backward& params, cudaStream_t stream);\n"
+      "}  // namespace jax_flash::${family}\n")
+  endforeach()
+  foreach(pass forward backward)
+    get_property(rows GLOBAL PROPERTY attention_${pass}_rows)
+    list(LENGTH rows ${pass}_count)
+    list(JOIN rows "" ${pass}_rows)
+  endforeach()
+  configure_file("${instances_template_dir}/instances.h.in"
+    "${PROJECT_BINARY_DIR}/instances/instances.h" @ONLY)
+  list(TRANSFORM families PREPEND cuda_ OUTPUT_VARIABLE libraries)
+  target_link_libraries(${target} PRIVATE ${libraries} jax_flash_cuda_options)
+  target_include_directories(${target} PRIVATE "${PROJECT_BINARY_DIR}/instances")
+  target_compile_definitions(${target} PRIVATE JAX_FLASH_WITH_CUDA)
+  # jax_flash_cuda_options names the static runtime; CMake would add it by a bare name as well.
+  set_target_properties(${target} PROPERTIES LINKER_LANGUAGE CXX CUDA_RUNTIME_LIBRARY None)
+endfunction()

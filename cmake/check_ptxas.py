@@ -1,0 +1,67 @@
+"""Runs a compiler command and fails where ptxas reports a slow kernel.
+
+    check_ptxas.py [--spill-bytes INSTANCE=BYTES]... -- nvcc ... -Xptxas=-v ... -o OBJECT
+
+CMake puts this before each nvcc command (CUDA_COMPILER_LAUNCHER). It fails, after nvcc
+succeeded, if a kernel spills more registers (stores plus loads, in bytes) than its instance
+allows, or if ptxas reports that it serialized wgmma instructions, which it does without failing.
+What ptxas says of each kernel is kept beside the object, as OBJECT.ptxas.txt.
+"""
+
+import argparse
+import pathlib
+import re
+import subprocess
+import sys
+
+_SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
+_SERIALIZED = re.compile(r"wgmma.*serializ|serializ.*wgmma|\bC751\d\b", re.IGNORECASE)
+_PTXAS_INFO = re.compile(r"^ptxas (info|\.)|^\s*(\d+ bytes (gmem|stack frame))|^\s*Function prop")
+
+
+def find_problems(log, allowed_spill_bytes):
+    """Sentences on what in `log`, the output of ptxas -v, is not acceptable."""
+    problems = []
+    kernel = "a kernel"
+    for line in log.splitlines():
+        if match := re.search(r"(?:entry function|properties for) '?([\w$.]+)'?", line):
+            kernel = match[1]
+        if match := _SPILLS.search(line):
+            spilled = int(match[1]) + int(match[2])
+            if spilled > allowed_spill_bytes:
+                problems.append(
+                    f"{kernel} spills {spilled} bytes of registers; allowed: {allowed_spill_bytes}"
+                )
+        if _SERIALIZED.search(line):
+            problems.append(f"wgmma serialized: {line.strip()}")
+    return problems
+
+
+def main(argv):
+    split = argv.index("--")
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--spill-bytes", action="append", default=[])
+    allowances = dict(item.split("=") for item in parser.parse_args(argv[:split]).spill_bytes)
+    command = argv[split + 1 :]
+
+    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    info = [line for line in done.stdout.splitlines() if _PTXAS_INFO.match(line)]
+    rest = [line for line in done.stdout.splitlines() if not _PTXAS_INFO.match(line)]
+    if rest:
+        print("\n".join(rest), file=sys.stderr)
+    if done.returncode or "-o" not in command:
+        return done.returncode
+
+    target = pathlib.Path(command[command.index("-o") + 1])
+    target.with_name(target.name + ".ptxas.txt").write_text("\n".join(info) + "\n")
+    instance = target.name.partition(".")[0]
+    problems = find_problems(done.stdout, int(allowances.get(instance, 0)))
+    for problem in problems:
+        print(f"{instance}: error: {problem}", file=sys.stderr)
+    if problems:
+        target.unlink(missing_ok=True)  # or the next build would take it as done
+    return 1 if problems else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

@@ -1,0 +1,182 @@
+// The backward pass: delta, then dkey, dvalue and partial sums of dquery, then dquery.
+//
+// A task of the middle step owns every `chunks`-th block of keys of one (batch,
+// key/value head): under a causal mask, early blocks meet more queries, so each task
+// gets a share of both. It meets all queries of all heads of the group, one block of
+// keys after the other, and accumulates dkey and dvalue of the block in scratch and
+// dquery in its own part of the workspace, in an order that is always the same.
+#pragma once
+
+#include "host/gradient.h"
+
+namespace jax_flash::host::JAX_FLASH_ISA {
+
+// delta = rowsum(dout * out) - dlse, of one (batch, head).
+inline bool delta_task(const Backward& call, int64_t task) {
+  const Shape& shape = call.shape;
+  const int64_t batch = task / shape.heads, n = task % shape.heads;
+  const int64_t q_len = length_of(shape, call.query_seq_lengths, batch, shape.q_len);
+  const Rows out = rows_of(shape, call.out, batch, n, shape.value_dim);
+  const Rows dout = rows_of(shape, call.dout, batch, n, shape.value_dim);
+  const float* lse = floats_of(shape, call.lse, batch, n);
+  const float* dlse = call.dlse.data ? floats_of(shape, call.dlse, batch, n) : nullptr;
+  float* delta = delta_of(call, batch, n);
+  with_type(out.dtype, [&]<typename T>(T*) {
+    for (int64_t i = 0; i < shape.q_len; ++i) {
+      delta[i] = 0.0f;
+      if (i >= q_len || lse[i * call.lse.row] == -kInfinity) continue;
+      const T* a = static_cast<const T*>(out.data) + i * out.row;
+      const T* b = static_cast<const T*>(dout.data) + i * dout.row;
+      Vec sum = {};
+      for (int c = 0; c < out.dim; c += kLanes) {
+        sum += load_first(a + c, out.dim - c) * load_first(b + c, out.dim - c);
+      }
+      delta[i] = reduce_add(sum) - (dlse ? dlse[i * call.dlse.row] : 0.0f);
+    }
+  });
+  return true;
+}
+
+// Partial dquery [T, padded(H)] of one chunk, batch and head.
+inline float* partial_dquery(const Backward& call, int64_t chunk, int64_t batch, int64_t n) {
+  const Shape& shape = call.shape;
+  return static_cast<float*>(call.workspace) + delta_floats(shape) + chunk * dquery_floats(shape) +
+         (batch * shape.heads + n) * shape.q_len * padded(shape.head_dim);
+}
+
+struct BackwardScratch : GradientScratch {
+  Matrix key;     // [kBlockKv, H], zero where no row of the tile may attend
+  Matrix dkey;    // [kBlockKv, H]
+  Matrix dvalue;  // [kBlockKv, h]
+};
+
+inline void clear(Matrix m, int64_t rows) {
+  for (int64_t c = 0; c < rows * m.row; c += kLanes) store(m.data + c, Vec{});
+}
+
+// Writes block b of dbias, where each element belongs to one logit, at the keys from
+// kv_begin on: ds, and zeros outside the part of the tile that may be attended to.
+inline void write_dbias(const Plane& dbias, const Shape& shape, int64_t b, const Tile& tile,
+                        Matrix ds) {
+  const int64_t begin = b * kBlockQ, end = min_of<int64_t>(begin + kBlockQ, shape.q_len);
+  const auto cols = static_cast<int>(min_of<int64_t>(shape.kv_len - tile.kv_begin, kBlockKv));
+  for (int64_t i = begin; i < end; ++i) {
+    const int r = static_cast<int>(i - begin);
+    const bool inside = r >= tile.row_begin && r < tile.row_end;
+    float row[kBlockKv];
+    for (int v = 0; v < kBlockKv / kLanes; ++v) {
+      const bool computed = inside && v < tile.vectors();
+      store(row + v * kLanes, computed ? load(ds.data + r * ds.row + v * kLanes) : Vec{});
+    }
+    store_strided(row, cols, dbias.at(i, tile.kv_begin, size_of(dbias.dtype)), dbias.dtype,
+                  dbias.col);
+  }
+}
+
+// Where one head's results go, besides scratch.dkey and scratch.dvalue.
+struct HeadGradients {
+  Matrix dquery;  // [T, H]: a partial sum
+  Plane dbias;    // absent if another pass computes it
+};
+
+// One query head against one block of keys: adds to scratch.dkey, scratch.dvalue and
+// the partial dquery. `packed` says whether key_t and value_t are in place already.
+inline void backward_head(const GradientHead& head, int64_t kv_begin, const Shape& shape,
+                          const BackwardScratch& scratch, const HeadGradients& to, bool& packed) {
+  uint64_t packed_keys = 0;
+  for (int64_t b = 0; b < q_blocks(shape); ++b) {
+    const QueryBlock block = query_block(head, b * kBlockQ);
+    Tile tile;
+    if (!make_tile(head, block, kv_begin, tile)) {
+      tile.kv_begin = kv_begin;
+      tile.row_begin = tile.row_end = tile.cols = 0;
+      if (to.dbias.data) write_dbias(to.dbias, shape, b, tile, scratch.ds);
+      continue;
+    }
+    if (!packed) pack_key_value_t(head, kv_begin, scratch);
+    packed = true;
+    gradient_tile(head, tile, scratch);
+    if (to.dbias.data) write_dbias(to.dbias, shape, b, tile, scratch.ds);
+    if (packed_keys != tile.any) {
+      pack_rows(head.key, kv_begin, tile.cols, 1.0f, scratch.key,
+                [&](int c) { return tile.any >> c & 1; });
+      packed_keys = tile.any;
+    }
+    const int r0 = tile.row_begin, rows = tile.rows();
+    const Matrix p = from_row(scratch.s, r0), ds = from_row(scratch.ds, r0);
+    gemm({tile.cols, head.value.dim, rows, true}, transposed(p), from_row(scratch.dout, r0),
+         scratch.dvalue);
+    gemm({tile.cols, head.key.dim, rows, true}, transposed(ds), from_row(scratch.q, r0),
+         scratch.dkey);
+    gemm({rows, head.key.dim, tile.cols, true}, as_left(ds), scratch.key,
+         from_row(to.dquery, tile.q_begin + r0));
+  }
+}
+
+inline void write_rows(Matrix from, int count, int dim, const Rows& to, int64_t first) {
+  char* data = static_cast<char*>(const_cast<void*>(to.data));
+  for (int c = 0; c < count; ++c) {
+    store_strided(from.data + c * from.row, dim, data + (first + c) * to.row * size_of(to.dtype),
+                  to.dtype, 1);
+  }
+}
+
+inline bool backward_task(const Backward& call, int64_t task) {
+  const Shape& shape = call.shape;
+  const int64_t chunks = backward_chunks(shape), chunk = task % chunks;
+  const int64_t batch = task / chunks / shape.kv_heads, kv_head = task / chunks % shape.kv_heads;
+  const int64_t group = shape.heads / shape.kv_heads;
+  const int64_t head_dim = padded(shape.head_dim), value_dim = padded(shape.value_dim);
+
+  Arena arena(gradient_floats(head_dim, value_dim) + kBlockKv * (2 * head_dim + value_dim));
+  if (!arena.ok()) return false;
+  BackwardScratch scratch = {gradient_scratch(arena, head_dim, value_dim), {}, {}, {}};
+  scratch.key = {arena.take(kBlockKv * head_dim), head_dim};
+  scratch.dkey = {arena.take(kBlockKv * head_dim), head_dim};
+  scratch.dvalue = {arena.take(kBlockKv * value_dim), value_dim};
+
+  for (int64_t n = kv_head * group; n < (kv_head + 1) * group; ++n) {
+    clear({partial_dquery(call, chunk, batch, n), head_dim}, shape.q_len);
+  }
+  const Rows dkey = rows_of(shape, call.dkey, batch, kv_head, shape.head_dim);
+  const Rows dvalue = rows_of(shape, call.dvalue, batch, kv_head, shape.value_dim);
+  const bool writes_dbias = call.dbias.data && keeps_every_axis(shape, call.dbias);
+  for (int64_t b = chunk; b < kv_blocks(shape); b += chunks) {
+    const int64_t kv_begin = b * kBlockKv;
+    clear(scratch.dkey, kBlockKv);
+    clear(scratch.dvalue, kBlockKv);
+    bool packed = false;
+    for (int64_t n = kv_head * group; n < (kv_head + 1) * group; ++n) {
+      HeadGradients to = {{partial_dquery(call, chunk, batch, n), head_dim}, {}};
+      if (writes_dbias) {
+        to.dbias = plane_of(shape, call.dbias, batch, n, size_of(call.dbias.dtype));
+      }
+      backward_head(gradient_head_of(call, batch, n), kv_begin, shape, scratch, to, packed);
+    }
+    const int count = static_cast<int>(min_of<int64_t>(shape.kv_len - kv_begin, kBlockKv));
+    write_rows(scratch.dkey, count, shape.head_dim, dkey, kv_begin);
+    write_rows(scratch.dvalue, count, shape.value_dim, dvalue, kv_begin);
+  }
+  return true;
+}
+
+// dquery = scale * the sum of its parts, for a block of queries of one (batch, head).
+inline bool reduce_dquery_task(const Backward& call, int64_t task) {
+  const Shape& shape = call.shape;
+  const int64_t blocks = q_blocks(shape), chunks = backward_chunks(shape);
+  const int64_t batch = task / blocks / shape.heads, n = task / blocks % shape.heads;
+  const int64_t begin = task % blocks * kBlockQ;
+  const int64_t end = min_of<int64_t>(begin + kBlockQ, shape.q_len);
+  const int64_t head_dim = padded(shape.head_dim), stride = dquery_floats(shape);
+  const Rows dquery = rows_of(shape, call.dquery, batch, n, shape.head_dim);
+  float* parts = partial_dquery(call, 0, batch, n) + begin * head_dim;
+  for (int64_t c = 0; c < (end - begin) * head_dim; c += kLanes) {
+    Vec sum = load(parts + c);
+    for (int64_t chunk = 1; chunk < chunks; ++chunk) sum += load(parts + chunk * stride + c);
+    store(parts + c, sum * call.options.scale);
+  }
+  write_rows({parts, head_dim}, static_cast<int>(end - begin), shape.head_dim, dquery, begin);
+  return true;
+}
+
+}  // namespace jax_flash::host::JAX_FLASH_ISA

@@ -1,0 +1,124 @@
+// One (batch, head) of a call: where its operands are, and which keys its rows see.
+#pragma once
+
+#include "host/pack.h"
+
+namespace jax_flash::host::JAX_FLASH_ISA {
+
+// The address of element (batch, row 0, head, column 0).
+inline char* address(const Shape& shape, const Operand& operand, int64_t batch, int64_t head,
+                     int64_t element_size) {
+  const int64_t offset = batch_offset(shape, operand, batch) + head * operand.head;
+  return static_cast<char*>(operand.data) + offset * element_size;
+}
+
+inline Rows rows_of(const Shape& shape, const Operand& operand, int64_t batch, int64_t head,
+                    int dim) {
+  return {address(shape, operand, batch, head, size_of(operand.dtype)), operand.dtype, operand.row,
+          dim};
+}
+
+inline float* floats_of(const Shape& shape, const Operand& operand, int64_t batch, int64_t head) {
+  return reinterpret_cast<float*>(address(shape, operand, batch, head, sizeof(float)));
+}
+
+// Element `col` of a [batch] or [batch, N] or [batch, col] operand of 32-bit integers.
+inline int32_t int_of(const Shape& shape, const Operand& operand, int64_t batch, int64_t head = 0,
+                      int64_t col = 0) {
+  const char* data = address(shape, operand, batch, head, sizeof(int32_t));
+  return reinterpret_cast<const int32_t*>(data)[col * operand.col];
+}
+
+// [T, S] of the bias, its gradient or the mask, for one batch and head.
+struct Plane {
+  char* data = nullptr;
+  DType dtype = DType::kFloat32;
+  int64_t row = 0, col = 0;
+
+  char* at(int64_t i, int64_t j, int64_t element_size) const {
+    return data + (i * row + j * col) * element_size;
+  }
+};
+
+struct SegmentIds {
+  const int32_t* data = nullptr;
+  int64_t stride = 0;
+
+  int32_t operator[](int64_t index) const { return data[index * stride]; }
+};
+
+// Key positions [begin, end).
+struct Span {
+  int64_t begin, end;
+};
+
+struct Head {
+  const Options* options;
+  Rows query, key, value;
+  int64_t q_len, kv_len;  // what the sequence lengths leave of T and S
+  // Row i may attend to [i + first, i + last) within [0, kv_len), as far as causality
+  // and window go. 64 bits hold the sum of any row, offset and window.
+  int64_t first, last;
+  Plane bias, mask;
+  SegmentIds query_segments, kv_segments;
+  uint32_t seed[2], dropout_batch, dropout_head;
+
+  Span span(int64_t i) const {
+    const int64_t begin = min_of(max_of<int64_t>(i + first, 0), kv_len);
+    return {begin, max_of(begin, min_of(i + last, kv_len))};
+  }
+  // The keys that any, or that all of rows [begin, end) may attend to.
+  Span any_of(int64_t begin, int64_t end) const { return {span(begin).begin, span(end - 1).end}; }
+  Span all_of(int64_t begin, int64_t end) const { return {span(end - 1).begin, span(begin).end}; }
+};
+
+inline Plane plane_of(const Shape& shape, const Operand& operand, int64_t batch, int64_t head,
+                      int64_t element_size) {
+  if (operand.data == nullptr) return {};
+  return {address(shape, operand, batch, head, element_size), operand.dtype, operand.row,
+          operand.col};
+}
+
+inline SegmentIds segments_of(const Shape& shape, const Operand& operand, int64_t batch) {
+  if (operand.data == nullptr) return {};
+  const char* data = address(shape, operand, batch, 0, sizeof(int32_t));
+  return {reinterpret_cast<const int32_t*>(data), operand.row};
+}
+
+// A sequence length of a batch, clamped to [0, limit]; the limit where there is none.
+inline int64_t length_of(const Shape& shape, const Operand& lengths, int64_t batch, int64_t limit) {
+  if (lengths.data == nullptr) return limit;
+  return min_of(max_of<int64_t>(int_of(shape, lengths, batch), 0), limit);
+}
+
+inline Head head_of(const Forward& call, int64_t batch, int64_t n) {
+  constexpr int64_t kUnbounded = int64_t{1} << 40;
+  const Shape& shape = call.shape;
+  const Options& options = call.options;
+  const int64_t kv_head = n / (shape.heads / shape.kv_heads);
+  const int64_t offset = call.query_offset.data ? int_of(shape, call.query_offset, batch) : 0;
+
+  Head head = {};
+  head.options = &options;
+  head.query = rows_of(shape, call.query, batch, n, shape.head_dim);
+  head.key = rows_of(shape, call.key, batch, kv_head, shape.head_dim);
+  head.value = rows_of(shape, call.value, batch, kv_head, shape.value_dim);
+  head.q_len = length_of(shape, call.query_seq_lengths, batch, shape.q_len);
+  head.kv_len = length_of(shape, call.key_value_seq_lengths, batch, shape.kv_len);
+  head.first = options.window_left >= 0 ? offset - options.window_left : -kUnbounded;
+  head.last = options.window_right >= 0 ? offset + options.window_right + 1 : kUnbounded;
+  if (options.is_causal) head.last = min_of(head.last, offset + 1);
+  head.bias = plane_of(shape, call.bias, batch, n, size_of(call.bias.dtype));
+  head.mask = plane_of(shape, call.mask, batch, n, 1);
+  head.query_segments = segments_of(shape, call.query_segment_ids, batch);
+  head.kv_segments = segments_of(shape, call.key_value_segment_ids, batch);
+  if (options.dropout_threshold != 0) {
+    head.seed[0] = static_cast<uint32_t>(int_of(shape, call.dropout_seed, batch, 0, 0));
+    head.seed[1] = static_cast<uint32_t>(int_of(shape, call.dropout_seed, batch, 0, 1));
+    head.dropout_batch = static_cast<uint32_t>(int_of(shape, call.dropout_batch_ids, batch));
+    head.dropout_head = static_cast<uint32_t>(int_of(shape, call.dropout_head_ids, batch, n));
+  }
+  return head;
+}
+
+}  // namespace jax_flash::host::JAX_FLASH_ISA

@@ -1,0 +1,216 @@
+// Operands to and from tiles of float32 scratch memory.
+#pragma once
+
+#include <cstdlib>
+
+#include "host/gemm.h"
+#include "host/kernel.h"
+
+namespace jax_flash::host::JAX_FLASH_ISA {
+
+// Scratch memory of one task: one allocation, handed out in cache lines.
+class Arena {
+ public:
+  explicit Arena(int64_t floats)
+      : begin_(static_cast<float*>(::aligned_alloc(kAlignment, bytes(floats)))), next_(begin_) {}
+  ~Arena() { ::free(begin_); }
+  Arena(const Arena&) = delete;
+  Arena& operator=(const Arena&) = delete;
+
+  bool ok() const { return begin_ != nullptr; }
+  // `floats` is a multiple of kRowPadding.
+  float* take(int64_t floats) {
+    float* taken = next_;
+    next_ += floats;
+    return taken;
+  }
+
+ private:
+  static constexpr int64_t kAlignment = 64;
+  static int64_t bytes(int64_t floats) {
+    return ceil_div(floats * int64_t{sizeof(float)}, kAlignment) * kAlignment;
+  }
+  float* begin_;
+  float* next_;
+};
+
+struct BFloat16 {
+  uint16_t bits;
+};
+struct Float16 {
+  uint16_t bits;
+};
+
+JAX_FLASH_INLINE Vec load_vector(const float* p) { return load(p); }
+
+JAX_FLASH_INLINE VecU load_halves(const void* p) {
+  VecHalf halves;
+  __builtin_memcpy(&halves, p, sizeof halves);
+  return __builtin_convertvector(halves, VecU);
+}
+
+JAX_FLASH_INLINE Vec load_vector(const BFloat16* p) { return (Vec)(load_halves(p) << 16); }
+
+// Subnormals go through an integer conversion, which works where the thread has
+// subnormals flushed to zero, as XLA's threads do.
+JAX_FLASH_INLINE Vec load_vector(const Float16* p) {
+  const VecU half = load_halves(p);
+  const VecU magnitude = half & 0x7fff;
+  const VecU normal = (magnitude << 13) + (112u << 23);
+  const VecU special = (magnitude << 13) | 0x7f800000;
+  const Vec subnormal = __builtin_convertvector((VecI)magnitude, Vec) * 0x1p-24f;
+  const VecU bits = magnitude < 0x0400 ? (VecU)subnormal : magnitude < 0x7c00 ? normal : special;
+  return (Vec)(bits | (half & 0x8000) << 16);
+}
+
+JAX_FLASH_INLINE void store_vector(float* p, Vec v) { store(p, v); }
+
+JAX_FLASH_INLINE void store_halves(void* p, VecU v) {
+  const VecHalf halves = __builtin_convertvector(v, VecHalf);
+  __builtin_memcpy(p, &halves, sizeof halves);
+}
+
+// Both round to nearest, ties to even.
+JAX_FLASH_INLINE void store_vector(BFloat16* p, Vec v) {
+  const VecU bits = (VecU)v;
+  const VecU rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  store_halves(p, v == v ? rounded : (bits >> 16 | 0x0040));
+}
+
+JAX_FLASH_INLINE void store_vector(Float16* p, Vec v) {
+  const VecU sign = (VecU)v & 0x80000000, magnitude = (VecU)v ^ sign;
+  const VecU normal = (magnitude - (112u << 23) + 0x0fff + (magnitude >> 13 & 1)) >> 13;
+  // Below 2^-14 the spacing is 2^-24, that of float32 in [0.5, 1): adding 0.5 rounds.
+  const VecU subnormal = (VecU)((Vec)magnitude + 0.5f) - 0x3f000000;
+  VecU half = magnitude < (113u << 23) ? subnormal : normal;
+  half = magnitude >= (143u << 23) ? VecU{} + 0x7c00 : half;
+  half = magnitude > 0x7f800000 ? VecU{} + 0x7e00 : half;
+  store_halves(p, half | sign >> 16);
+}
+
+// The first `count` of a vector's elements, which may be fewer than kLanes; zeros follow.
+template <typename T>
+JAX_FLASH_INLINE Vec load_first(const T* p, int64_t count) {
+  if (count >= kLanes) return load_vector(p);
+  T elements[kLanes] = {};
+  for (int64_t i = 0; i < count; ++i) elements[i] = p[i];
+  return load_vector(elements);
+}
+
+template <typename T>
+JAX_FLASH_INLINE void store_first(T* p, Vec v, int64_t count) {
+  if (count >= kLanes) return store_vector(p, v);
+  T elements[kLanes];
+  store_vector(elements, v);
+  for (int64_t i = 0; i < count; ++i) p[i] = elements[i];
+}
+
+// Calls f with a typed null pointer for the dtype.
+template <typename F>
+JAX_FLASH_INLINE auto with_type(DType dtype, F f) {
+  switch (dtype) {
+    case DType::kBFloat16:
+      return f(static_cast<BFloat16*>(nullptr));
+    case DType::kFloat16:
+      return f(static_cast<Float16*>(nullptr));
+    case DType::kFloat32:
+      break;
+  }
+  return f(static_cast<float*>(nullptr));
+}
+
+inline int64_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
+
+// Rows of an operand, of one batch and head: unit stride along `dim` columns.
+struct Rows {
+  const void* data;
+  DType dtype;
+  int64_t row;  // stride
+  int dim;
+};
+
+// Asks for memory that a tile to come will read. The rows of one head lie far apart,
+// often in pages of their own, where the hardware does not prefetch.
+inline void prefetch_bytes(const void* data, int64_t bytes) {
+  const char* begin = static_cast<const char*>(data);
+  for (int64_t offset = 0; offset < bytes; offset += 64) __builtin_prefetch(begin + offset);
+  __builtin_prefetch(begin + bytes - 1);  // in a further cache line if `data` is unaligned
+}
+
+inline void prefetch_row(const Rows& rows, int64_t index) {
+  const int64_t size = size_of(rows.dtype);
+  prefetch_bytes(static_cast<const char*>(rows.data) + index * rows.row * size, rows.dim * size);
+}
+
+// Packs `count` rows from `first` on, times `scale`. A row that is not alive, which
+// may hold anything, NaN included, becomes zeros, as do the columns up to `to.row`.
+template <typename Alive>
+void pack_rows(const Rows& from, int64_t first, int count, float scale, Matrix to, Alive alive) {
+  with_type(from.dtype, [&]<typename T>(T*) {
+    const T* data = static_cast<const T*>(from.data);
+    for (int i = 0; i < count; ++i) {
+      const T* in = data + (first + i) * from.row;
+      float* out = to.data + i * to.row;
+      if (!alive(i)) {
+        for (int64_t c = 0; c < to.row; c += kLanes) store(out + c, Vec{});
+        continue;
+      }
+      for (int64_t c = 0; c < to.row; c += kLanes) {
+        store(out + c, c < from.dim ? load_first(in + c, from.dim - c) * scale : Vec{});
+      }
+    }
+  });
+}
+
+// Packs `count` rows from `first` on as columns: to[d][c] for d < padded(dim), with
+// zeros for columns from `count` to the next whole vector.
+inline void pack_columns(const Rows& from, int64_t first, int count, Matrix to) {
+  with_type(from.dtype, [&]<typename T>(T*) {
+    const T* data = static_cast<const T*>(from.data);
+    for (int c = 0; c < count; c += kLanes) {
+      for (int d = 0; d < from.dim; d += kLanes) {
+        Vec block[kLanes];
+        for (int i = 0; i < kLanes; ++i) {
+          const T* in = data + (first + min_of(c + i, count - 1)) * from.row + d;
+          block[i] = c + i < count ? load_first(in, from.dim - d) : Vec{};
+        }
+        transpose(block);
+        for (int i = 0; i < kLanes; ++i) store(to.data + (d + i) * to.row + c, block[i]);
+      }
+    }
+  });
+}
+
+// `count` elements `stride` apart as floats; zeros up to the next whole vector.
+inline void load_strided(const void* data, DType dtype, int64_t stride, int count, float* to) {
+  with_type(dtype, [&]<typename T>(T*) {
+    const T* in = static_cast<const T*>(data);
+    for (int c = 0; c < count; c += kLanes) {
+      if (stride == 1) {
+        store(to + c, load_first(in + c, count - c));
+        continue;
+      }
+      T elements[kLanes] = {};
+      for (int i = 0; i < min_of(count - c, kLanes); ++i) elements[i] = in[(c + i) * stride];
+      store(to + c, load_vector(elements));
+    }
+  });
+}
+
+// Writes `count` floats, `stride` apart.
+inline void store_strided(const float* from, int count, void* data, DType dtype, int64_t stride) {
+  with_type(dtype, [&]<typename T>(T*) {
+    T* out = static_cast<T*>(data);
+    for (int c = 0; c < count; c += kLanes) {
+      if (stride == 1) {
+        store_first(out + c, load(from + c), count - c);
+        continue;
+      }
+      T elements[kLanes];
+      store_vector(elements, load(from + c));
+      for (int i = 0; i < min_of(count - c, kLanes); ++i) out[(c + i) * stride] = elements[i];
+    }
+  });
+}
+
+}  // namespace jax_flash::host::JAX_FLASH_ISA

@@ -1,0 +1,159 @@
+// Which elements of a tile of logits may be attended to: a word of 64 bits for each
+// row, bit c for key position kv_begin + c.
+#pragma once
+
+#include "host/head.h"
+
+namespace jax_flash::host::JAX_FLASH_ISA {
+
+static_assert(kBlockKv == 64, "one word of bits is one row of a tile");
+
+// Query rows [begin, begin + rows) of a head, with what skipping tiles needs.
+struct QueryBlock {
+  int64_t begin;
+  int rows;
+  Span keys;                         // attended to by any of the rows
+  Span shared_keys;                  // by all of them, as far as causality and window go
+  int32_t min_segment, max_segment;  // of the rows
+};
+
+struct Tile {
+  int64_t q_begin, kv_begin;
+  // The part that may be attended to: rows [row_begin, row_end), columns [0, cols).
+  int row_begin, row_end, cols;
+  uint64_t any;            // columns that some row may attend to
+  uint64_t bits[kBlockQ];  // by row of the block
+
+  int rows() const { return row_end - row_begin; }
+  int vectors() const { return (cols + kLanes - 1) / kLanes; }
+  // Whether row r may attend to every column that a vector operation touches.
+  bool whole(int r) const {
+    const int width = vectors() * kLanes;
+    const uint64_t all = width == 64 ? ~uint64_t{0} : (uint64_t{1} << width) - 1;
+    return (bits[r] & all) == all;
+  }
+};
+
+inline QueryBlock query_block(const Head& head, int64_t begin) {
+  const int64_t end = min_of(begin + kBlockQ, head.q_len);
+  QueryBlock block = {begin, static_cast<int>(end - begin), {0, 0}, {0, 0}, 0, 0};
+  if (end <= begin) {
+    block.rows = 0;
+    return block;
+  }
+  block.keys = head.any_of(begin, end);
+  block.shared_keys = head.all_of(begin, end);
+  if (head.query_segments.data) {
+    block.min_segment = block.max_segment = head.query_segments[begin];
+    for (int64_t i = begin + 1; i < end; ++i) {
+      block.min_segment = min_of(block.min_segment, head.query_segments[i]);
+      block.max_segment = max_of(block.max_segment, head.query_segments[i]);
+    }
+  }
+  return block;
+}
+
+// Bits [span.begin, span.end) - kv_begin.
+JAX_FLASH_INLINE uint64_t span_bits(Span span, int64_t kv_begin) {
+  const auto below = [&](int64_t end) {
+    const int64_t count = min_of<int64_t>(max_of<int64_t>(end - kv_begin, 0), 64);
+    return count == 64 ? ~uint64_t{0} : (uint64_t{1} << count) - 1;
+  };
+  return below(span.end) & ~below(span.begin);
+}
+
+// Bit c says whether byte c is not zero.
+JAX_FLASH_INLINE uint64_t nonzero_bytes(const uint8_t* bytes) {
+  constexpr uint64_t kLow = 0x7f7f7f7f7f7f7f7f;
+  uint64_t bits = 0;
+  for (int i = 0; i < 8; ++i) {
+    uint64_t word;
+    __builtin_memcpy(&word, bytes + 8 * i, sizeof word);
+    const uint64_t ones = (((word & kLow) + kLow) | word) >> 7 & 0x0101010101010101;
+    // Byte b of `ones` arrives at bit 56 + b of the product, and nothing carries.
+    bits |= (ones * 0x0102040810204080) >> 56 << (8 * i);
+  }
+  return bits;
+}
+
+// The mask's bits of row i.
+inline uint64_t mask_bits(const Plane& mask, int64_t i, int64_t kv_begin, int cols) {
+  const auto* data = reinterpret_cast<const uint8_t*>(mask.at(i, kv_begin, 1));
+  if (mask.col == 0) return *data ? ~uint64_t{0} : 0;
+  if (mask.col == 1 && cols == 64) return nonzero_bytes(data);
+  uint8_t bytes[64] = {};
+  for (int c = 0; c < cols; ++c) bytes[c] = data[c * mask.col];
+  return nonzero_bytes(bytes);
+}
+
+// Takes what the segments forbid out of tile.bits.
+inline void apply_segments(const Head& head, const QueryBlock& block, int cols, Tile& tile) {
+  int32_t ids[64];
+  int32_t low = INT32_MAX, high = INT32_MIN;
+  for (int c = 0; c < cols; ++c) {
+    ids[c] = head.kv_segments[tile.kv_begin + c];
+    low = min_of(low, ids[c]);
+    high = max_of(high, ids[c]);
+  }
+  if (low > block.max_segment || high < block.min_segment) {
+    for (uint64_t& bits : tile.bits) bits = 0;
+    return;
+  }
+  const bool uniform = low == high && block.min_segment == block.max_segment;
+  if (uniform) return;  // and equal
+  int32_t known_id = 0;
+  uint64_t equal = 0;
+  for (int r = 0; r < block.rows; ++r) {
+    const int32_t id = head.query_segments[block.begin + r];
+    if (r == 0 || id != known_id) {  // most rows continue the segment of the row before
+      uint8_t bytes[64] = {};
+      for (int c = 0; c < cols; ++c) bytes[c] = ids[c] == id;
+      equal = nonzero_bytes(bytes);
+      known_id = id;
+    }
+    tile.bits[r] &= equal;
+  }
+}
+
+// Fills in the tile of `block` at keys [kv_begin, kv_begin + 64); false if nothing in
+// it may be attended to. Costs a few hundred cycles where a tile's products cost 20,000.
+inline bool make_tile(const Head& head, const QueryBlock& block, int64_t kv_begin, Tile& tile) {
+  if (block.rows == 0 || block.keys.end <= kv_begin || block.keys.begin >= kv_begin + kBlockKv) {
+    return false;
+  }
+  const int cols = static_cast<int>(min_of<int64_t>(head.kv_len - kv_begin, kBlockKv));
+  tile.q_begin = block.begin;
+  tile.kv_begin = kv_begin;
+  if (span_bits(block.shared_keys, kv_begin) == ~uint64_t{0}) {
+    for (int r = 0; r < block.rows; ++r) tile.bits[r] = ~uint64_t{0};
+  } else {
+    for (int r = 0; r < block.rows; ++r) {
+      tile.bits[r] = span_bits(head.span(block.begin + r), kv_begin);
+    }
+  }
+  if (head.query_segments.data) apply_segments(head, block, cols, tile);
+  if (head.mask.data) {
+    uint64_t bits = 0;
+    for (int r = 0; r < block.rows; ++r) {
+      if (tile.bits[r] == 0) continue;
+      if (head.mask.row != 0 || bits == 0) {
+        bits = mask_bits(head.mask, block.begin + r, kv_begin, cols);
+      }
+      tile.bits[r] &= bits;
+    }
+  }
+  tile.any = 0;
+  tile.row_begin = block.rows;
+  tile.row_end = 0;
+  for (int r = 0; r < block.rows; ++r) {
+    if (tile.bits[r] == 0) continue;
+    tile.any |= tile.bits[r];
+    tile.row_begin = min_of(tile.row_begin, r);
+    tile.row_end = r + 1;
+  }
+  if (tile.any == 0) return false;
+  tile.cols = 64 - __builtin_clzll(tile.any);
+  return true;
+}
+
+}  // namespace jax_flash::host::JAX_FLASH_ISA

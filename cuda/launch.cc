@@ -1,0 +1,108 @@
+// Chooses the kernel instance for a call. See cmake/Instances.cmake for the table.
+
+#include "launch.h"
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+#include <utility>
+
+#include "instances.h"
+#include "sm80/workspace.h"
+
+namespace jax_flash::cuda {
+namespace {
+
+// The kernels hold row and column indices, and sums of the two, in 32 bits, a tile past the end
+// included.
+constexpr int64_t kMaxTotalLength = (int64_t{1} << 31) - 1024;
+
+// Whether only the general instance takes the call.
+bool needs_general(const Forward& params) {
+  const Options& options = params.options;
+  // A plain instance takes row maxima before scaling.
+  return params.bias || params.mask || params.query_segment_ids || options.dropout_threshold != 0 ||
+         options.logits_soft_cap > 0.0f || !(options.scale > 0.0f);
+}
+
+Status check_operand(const char* name, const Shape& shape, const Operand& operand) {
+  bool aligned = reinterpret_cast<uintptr_t>(operand.data) % 16 == 0 && operand.row % 8 == 0 &&
+                 operand.head % 8 == 0;
+  for (int axis = 0; axis < shape.num_batch_dims; ++axis) {
+    aligned = aligned && operand.batch[axis] % 8 == 0;
+  }
+  if (aligned) return {};
+  return Status::invalid_argument(std::string("jax_flash: ") + name +
+                                  ": expected an address and strides that are multiples of 16 "
+                                  "bytes");
+}
+
+Status check_call(const Forward& params) {
+  const Shape& shape = params.shape;
+  const auto bad_dim = [](int32_t dim) { return dim <= 0 || dim % 8 != 0; };
+  if (bad_dim(shape.head_dim) || bad_dim(shape.value_dim)) {
+    return Status::unimplemented("jax_flash: head dims: expected multiples of 8, got " +
+                                 std::to_string(shape.head_dim) + " and " +
+                                 std::to_string(shape.value_dim));
+  }
+  if (int64_t{shape.q_len} + shape.kv_len > kMaxTotalLength) {
+    return Status::unimplemented("jax_flash: q_len + kv_len: expected at most " +
+                                 std::to_string(kMaxTotalLength) + ", got " +
+                                 std::to_string(int64_t{shape.q_len} + shape.kv_len));
+  }
+  for (const auto& [name, operand] : {std::pair<const char*, const Operand&>{"query", params.query},
+                                      {"key", params.key},
+                                      {"value", params.value},
+                                      {"out", params.out}}) {
+    if (Status status = check_operand(name, shape, operand); !status.ok()) return status;
+  }
+  return {};
+}
+
+template <typename Params, typename Table>
+Status launch(const Table& table, const Params& params, int family, cudaStream_t stream) {
+  const Shape& shape = params.shape;
+  if (family != 0 && family != 80) {
+    return Status::unimplemented("jax_flash: kernel family: expected 80, got " +
+                                 std::to_string(family));
+  }
+  const auto* instance = find_instance(table, 80, params.query.dtype, shape, needs_general(params));
+  if (instance == nullptr) {
+    return Status::unimplemented(
+        "jax_flash: no kernel for this dtype with head_dim " + std::to_string(shape.head_dim) +
+        " and value_dim " + std::to_string(shape.value_dim));
+  }
+  return instance->launch(params, stream);
+}
+
+}  // namespace
+
+Status forward(const Forward& params, int family, cudaStream_t stream) {
+  if (Status status = check_call(params); !status.ok()) return status;
+  return launch(kForwardInstances, params, family, stream);
+}
+
+Status backward(const Backward& params, int family, cudaStream_t stream) {
+  if (Status status = check_call(params); !status.ok()) return status;
+  for (const auto& [name, operand] : {std::pair<const char*, const Operand&>{"dout", params.dout},
+                                      {"dquery", params.dquery},
+                                      {"dkey", params.dkey},
+                                      {"dvalue", params.dvalue}}) {
+    if (Status status = check_operand(name, params.shape, operand); !status.ok()) return status;
+  }
+  return launch(kBackwardInstances, params, family, stream);
+}
+
+int64_t forward_workspace_bytes(const Shape& shape, bool segments) {
+  return segments ? SegmentSpans::bytes(shape) : 0;
+}
+
+int64_t backward_workspace_bytes(const Shape& shape, bool segments, bool deterministic) {
+  // No instance has a head dim above the next multiple of 64.
+  const int64_t head_dim = (std::max(shape.head_dim, shape.value_dim) + 63) / 64 * 64;
+  sm80::BackwardWorkspace workspace;
+  return sm80::BackwardWorkspace::plan(shape, head_dim, segments, deterministic, nullptr,
+                                       workspace);
+}
+
+}  // namespace jax_flash::cuda

@@ -1,0 +1,27 @@
+// The operation on an NVIDIA GPU, as the custom calls see it.
+#pragma once
+
+#include <cuda_runtime_api.h>
+
+#include <cstdint>
+
+#include "params.h"
+#include "status.h"
+
+namespace jax_flash::cuda {
+
+// Enqueue the pass on `stream` of the current device. They allocate nothing, read no device
+// memory, wait for nothing, and enqueue the same kernels for the same shapes and options.
+// `family` is 0 for the best that the device runs, or 80.
+//
+// float32 operands, and head dims that are no multiple of 8 or above 256, are Unimplemented.
+// Pointers of the operands of matrix products are multiples of 16 bytes, as are their strides.
+Status forward(const Forward& params, int family, cudaStream_t stream);
+Status backward(const Backward& params, int family, cudaStream_t stream);
+
+// Bytes that the passes need at `workspace`; 0: it may be null. `segments`: whether the call has
+// segment ids.
+int64_t forward_workspace_bytes(const Shape& shape, bool segments);
+int64_t backward_workspace_bytes(const Shape& shape, bool segments, bool deterministic);
+
+}  // namespace jax_flash::cuda

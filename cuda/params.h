@@ -1,0 +1,110 @@
+// What a call of the operation consists of, as plain structs: no XLA, no Python.
+// Handlers fill them from a custom call; every kernel, on the CPU and on a GPU,
+// takes them. Shapes are given in comments, innermost axis last, with
+//   batch    up to kMaxBatchDims axes, folded from all leading and vmapped axes
+//   T, S     query and key/value length           N, K  query and key/value heads
+//   H, h     head dim of query/key, and of value
+#pragma once
+
+#include <cstdint>
+
+#if defined(__CUDACC__)
+#define JAX_FLASH_HOST_DEVICE __host__ __device__
+#else
+// Inlined always: sources compiled for different instruction sets include this file, and
+// a shared out-of-line copy could be one that the CPU cannot execute.
+#define JAX_FLASH_HOST_DEVICE [[gnu::always_inline]]
+#endif
+
+namespace jax_flash {
+
+// Batch axes after folding: one suffices for a plain call; each vmap that leaves
+// some operand unmapped can add one, since that operand is not copied.
+inline constexpr int kMaxBatchDims = 4;
+
+enum class DType : int32_t { kFloat32, kBFloat16, kFloat16 };
+
+// One operand or result: where it is and how far apart its elements are, in
+// elements. A broadcast axis has stride 0. An absent operand has data == nullptr.
+struct Operand {
+  void* data = nullptr;
+  DType dtype = DType::kFloat32;  // floating operands only
+  int64_t batch[kMaxBatchDims] = {};
+  int64_t row = 0;   // along T for query-like operands, S for key-like ones
+  int64_t head = 0;  // along N or K
+  int64_t col = 0;   // along H, h or, for bias and mask, S
+
+  JAX_FLASH_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
+};
+
+struct Shape {
+  int num_batch_dims = 1;
+  int64_t batch_dims[kMaxBatchDims] = {1, 1, 1, 1};
+  int64_t batch = 1;  // the product of batch_dims
+  int32_t q_len = 0, kv_len = 0;        // T, S
+  int32_t heads = 0, kv_heads = 0;      // N, K; N is a multiple of K
+  int32_t head_dim = 0, value_dim = 0;  // H, h
+};
+
+struct Options {
+  float scale = 1.0f;
+  bool is_causal = false;
+  int32_t window_left = -1, window_right = -1;  // -1: unbounded
+  float logits_soft_cap = 0.0f;                 // 0: none
+  // Dropout keeps an element whose 16 random bits are >= dropout_threshold, and
+  // multiplies it by dropout_scale = 1 / (1 - rate). Threshold 0: no dropout.
+  uint32_t dropout_threshold = 0;
+  float dropout_scale = 1.0f;
+  bool deterministic = false;
+};
+
+struct Forward {
+  Shape shape;
+  Options options;
+  Operand query;  // [batch, T, N, H]
+  Operand key;    // [batch, S, K, H]
+  Operand value;  // [batch, S, K, h]
+
+  Operand bias;                    // [batch, N, T, S], any axis broadcast, any float dtype
+  Operand mask;                    // [batch, N, T, S], any axis broadcast, one byte each
+  Operand query_seq_lengths;       // [batch] int32
+  Operand key_value_seq_lengths;   // [batch] int32
+  Operand query_segment_ids;       // [batch, T] int32
+  Operand key_value_segment_ids;   // [batch, S] int32
+  Operand query_offset;            // [batch] int32
+  Operand sinks;                   // [batch, N] float32
+  Operand dropout_seed;            // [batch, 2] uint32, along col
+  Operand dropout_batch_ids;       // [batch] int32: the index b that dropout counts with
+  Operand dropout_head_ids;        // [batch, N] int32: the index n that dropout counts with
+
+  Operand out;  // [batch, T, N, h]; an input of the backward pass
+  Operand lse;  // [batch, N, T] float32; likewise
+
+  void* workspace = nullptr;  // *_workspace_bytes() of the pass and platform, uninitialised
+};
+
+struct Backward : Forward {
+  Operand dout;  // [batch, T, N, h]
+  Operand dlse;  // [batch, N, T] float32, or absent: zero
+
+  Operand dquery;  // [batch, T, N, H]
+  Operand dkey;    // [batch, S, K, H]
+  Operand dvalue;  // [batch, S, K, h]
+  // The bias's gradient, summed over every axis whose stride is 0, in the bias's
+  // dtype. Its batch strides can differ from the bias's: a vmapped axis that the
+  // bias is not mapped over still has one gradient per index. Absent: not wanted.
+  Operand dbias;
+};
+
+// Offset in elements of batch `index` (of shape.batch) in an operand.
+JAX_FLASH_HOST_DEVICE inline int64_t batch_offset(const Shape& shape, const Operand& operand,
+                                                  int64_t index) {
+  int64_t offset = 0;
+  for (int axis = shape.num_batch_dims - 1; axis >= 0; --axis) {
+    offset += index % shape.batch_dims[axis] * operand.batch[axis];
+    index /= shape.batch_dims[axis];
+  }
+  return offset;
+}
+
+}  // namespace jax_flash

@@ -1,0 +1,31 @@
+// Reductions and ordered accesses to global memory.
+// PTX ISA, "Parallel synchronization and communication instructions: red" and
+// "Data movement and conversion instructions: ld, st".
+#pragma once
+
+#include <cstdint>
+
+namespace jax_flash::ptx {
+
+__device__ __forceinline__ void red_add_f32(float* address, float value) {
+  asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
+}
+
+// Four neighbouring floats in one instruction: sm_90 and later.
+__device__ __forceinline__ void red_add_v4_f32(float* address, const float (&value)[4]) {
+  asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address),
+               "f"(value[0]), "f"(value[1]), "f"(value[2]), "f"(value[3])
+               : "memory");
+}
+
+__device__ __forceinline__ int32_t ld_acquire(const int32_t* address) {
+  int32_t value;
+  asm volatile("ld.acquire.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void st_release(int32_t* address, int32_t value) {
+  asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+}  // namespace jax_flash::ptx

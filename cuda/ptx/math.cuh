@@ -1,0 +1,32 @@
+// Single-instruction arithmetic and conversions.
+// PTX ISA, "Floating-point instructions: ex2" and "Data movement and conversion: cvt".
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+namespace jax_flash::ptx {
+
+// 2^x, relative error below 2^-22; subnormal results are flushed to zero.
+__device__ __forceinline__ float ex2_approx_ftz(float x) {
+  float y;
+  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// Two floats rounded to nearest even, `low` in the lower half.
+template <typename Element>
+__device__ __forceinline__ uint32_t cvt_rn_x2(float low, float high) {
+  uint32_t packed;
+  if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+    asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+}
+
+}  // namespace jax_flash::ptx

@@ -1,0 +1,32 @@
+// Addresses of, and stores to, shared memory.
+// PTX ISA, "Data movement and conversion instructions: st, ld, cvta".
+#pragma once
+
+#include <cstdint>
+
+namespace jax_flash::ptx {
+
+__device__ __forceinline__ uint32_t shared_address(const void* pointer_smem) {
+  return static_cast<uint32_t>(__cvta_generic_to_shared(pointer_smem));
+}
+
+__device__ __forceinline__ void st_shared_b32(uint32_t address_smem, uint32_t value) {
+  asm volatile("st.shared.b32 [%0], %1;" ::"r"(address_smem), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void st_shared_v4(uint32_t address_smem, uint4 value) {
+  asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address_smem), "r"(value.x),
+               "r"(value.y), "r"(value.z), "r"(value.w)
+               : "memory");
+}
+
+__device__ __forceinline__ uint4 ld_shared_v4(uint32_t address_smem) {
+  uint4 value;
+  asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(address_smem)
+               : "memory");
+  return value;
+}
+
+}  // namespace jax_flash::ptx

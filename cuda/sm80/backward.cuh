@@ -1,0 +1,443 @@
+// Backward pass with warp-level matrix instructions: FlashAttention-2 (arXiv:2307.08691).
+//
+//   for each query head of the group, for each tile of rows that may attend to the block's keys
+//     S = Q K^T,  dP = dO V^T         each warp its part of the tile
+//     P = 2^(scale log2(e) S - lse),  dS = P (dP - delta)
+//     P, dS to shared memory: the products below divide them otherwise
+//     dV += P^T dO,  dK += dS^T Q     accumulators of the block
+//     dQ += dS K                      added to float32 sums in global memory
+//
+// A block owns its keys for all query heads of the group, so dK and dV need no atomics. dQ is
+// what blocks share; when the result must not depend on their timing, they add in turns, in the
+// order of their keys. Blocks then take their keys by ticket, so that one only waits for blocks
+// that have started before it.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "params.h"
+#include "ptx/cp_async.cuh"
+#include "ptx/global.cuh"
+#include "ptx/math.cuh"
+#include "ptx/shared.cuh"
+#include "sm80/backward_edges.cuh"
+#include "sm80/bias_gradient.cuh"
+#include "sm80/config.cuh"
+#include "sm80/launch.cuh"
+#include "sm80/workspace.h"
+#include "status.h"
+#include "tile/band.cuh"
+#include "tile/batch_index.cuh"
+#include "tile/logits.cuh"
+#include "tile/matmul.cuh"
+#include "tile/score_gradient.cuh"
+#include "tile/segments.cuh"
+#include "tile/smem_tile.cuh"
+
+namespace jax_flash::sm80 {
+
+// Sums that several blocks add to, in turn.
+struct Turn {
+  int32_t* counter;  // null: no turns
+  int32_t mine;
+
+  __device__ __forceinline__ void wait() const {
+    if (counter == nullptr) return;
+    if (threadIdx.x == 0) {
+      while (ptx::ld_acquire(counter) != mine) __nanosleep(32);
+    }
+    __syncthreads();
+  }
+  __device__ __forceinline__ void pass() const {
+    if (counter == nullptr) return;
+    __threadfence();
+    __syncthreads();
+    if (threadIdx.x == 0) ptx::st_release(counter, mine + 1);
+  }
+};
+
+// The query tiles of all heads of a group that a block visits, head by head.
+struct QueryTileWalk {
+  TileRange range;
+  int32_t group;  // query heads per key/value head
+  const SegmentSpan* query_spans = nullptr;
+  int32_t query_blocks = 0;
+  SegmentSpan key_span = {};
+  int32_t head = 0, tile = 0;  // head == group: done
+
+  template <int kBlockQ>
+  __device__ __forceinline__ void skip() {
+    if (query_spans) {
+      tile = next_tile<kBlockQ>(query_spans, query_blocks, key_span, tile,
+                                              range.end);
+    }
+    if (tile >= range.end) {
+      ++head;
+      tile = range.first;
+      // Segments are the same for all heads: a first tile that was skipped is skipped again.
+      if (query_spans && head < group) {
+        tile = next_tile<kBlockQ>(query_spans, query_blocks, key_span, tile,
+                                                range.end);
+        if (tile >= range.end) head = group;
+      }
+    }
+  }
+  template <int kBlockQ>
+  __device__ __forceinline__ void start() {
+    tile = range.first;
+    if (range.first >= range.end) {
+      head = group;
+    } else {
+      skip<kBlockQ>();
+    }
+  }
+  template <int kBlockQ>
+  __device__ __forceinline__ void advance() {
+    ++tile;
+    skip<kBlockQ>();
+  }
+  __device__ __forceinline__ bool done() const { return head >= group; }
+};
+
+// Rounds accumulator fragments into a tile at (row, 8 * chunk).
+template <typename Element, typename Tile, int kM, int kN>
+__device__ __forceinline__ void store_fragments(const Tile& tile, int row, int chunk,
+                                                const float (&values)[kM][kN][4]) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        ptx::st_shared_b32(
+            tile.address(row + fragment_row(m, 2 * half), chunk + n) + threadIdx.x % 4 * 4,
+            ptx::cvt_rn_x2<Element>(values[m][n][2 * half], values[m][n][2 * half + 1]));
+      }
+    }
+  }
+}
+
+// Stores a block's dK or dV, whose columns the warps hold 16 at a time in turn, by way of
+// shared memory.
+template <int kThreads, int kWarpCols, typename Element, typename Tile, int kM, int kN>
+__device__ __forceinline__ void store_key_gradient(const Tile& tile, Element* gmem,
+                                                   int64_t row_stride, int rows, int cols,
+                                                   int warp_row, int warp_col, float scale,
+                                                   float (&values)[kM][kN][4]) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const int chunk = (n / 2 * kWarpCols + warp_col) * 2 + n % 2;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        ptx::st_shared_b32(
+            tile.address(warp_row + fragment_row(m, 2 * half), chunk) + threadIdx.x % 4 * 4,
+            ptx::cvt_rn_x2<Element>(values[m][n][2 * half] * scale,
+                                    values[m][n][2 * half + 1] * scale));
+      }
+    }
+  }
+  __syncthreads();
+  for (int i = threadIdx.x; i < Tile::kRows * (Tile::kCols / kChunk); i += kThreads) {
+    const int row = i / (Tile::kCols / kChunk), chunk = i % (Tile::kCols / kChunk);
+    if (row < rows && chunk * kChunk < cols) {
+      *reinterpret_cast<uint4*>(gmem + row * row_stride + chunk * kChunk) =
+          ptx::ld_shared_v4(tile.address(row, chunk));
+    }
+  }
+}
+
+template <typename Config, int kM, int kN>
+__device__ __forceinline__ void add_dquery(float* tile_gmem, const float (&values)[kM][kN][4]) {
+  using Order = DqueryOrder<Config>;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      float* address = tile_gmem + Order::offset(threadIdx.x / 32, m, n, threadIdx.x % 32);
+#if __CUDA_ARCH__ >= 900
+      ptx::red_add_v4_f32(address, values[m][n]);
+#else
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        ptx::red_add_f32(address + e * Order::kElementStride, values[m][n][e]);
+      }
+#endif
+    }
+  }
+}
+
+template <typename Config, typename Element, bool kGeneral>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    backward_kernel(const __grid_constant__ Backward params, const BackwardWorkspace workspace) {
+  constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv, kWarps = Config::kWarps;
+  constexpr int kScoreCols = kWarps / Config::kScoreWarpRows;
+  constexpr int kKeyCols = kWarps / Config::kKeyWarpRows;
+  constexpr int kQueryCols = kWarps / Config::kQueryWarpRows;
+  constexpr int kScoreM = kBlockQ / 16 / Config::kScoreWarpRows, kScoreN = kBlockKv / 8 / kScoreCols;
+  constexpr int kKeyM = kBlockKv / 16 / Config::kKeyWarpRows;
+  constexpr int kDkeyN = Config::kHeadDim / 8 / kKeyCols;
+  constexpr int kDvalueN = Config::kValueDim / 8 / kKeyCols;
+  constexpr int kDqueryM = kBlockQ / 16 / Config::kQueryWarpRows;
+  constexpr int kDqueryN = Config::kHeadDim / 8 / kQueryCols;
+  constexpr auto kRowsFirst = BlockOrder::kRowsFirst, kColsFirst = BlockOrder::kColsFirst;
+  const Shape& shape = params.shape;
+  const int warp = threadIdx.x / 32;
+  const int32_t group = shape.heads / shape.kv_heads;
+
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const uint32_t base = ptx::shared_address(smem);
+  const typename Config::KeyTile key_smem{base};
+  const typename Config::ValueTile value_smem{base + Config::kValueOffset};
+  const typename Config::ScoreTile probability_smem{base + Config::kProbabilityOffset};
+  const typename Config::ScoreTile score_smem{base + Config::kScoreOffset};
+  const auto query_smem = [&](int stage) {
+    return typename Config::QueryTile{base + Config::kQueryOffset +
+                                      stage * Config::QueryTile::kBytes};
+  };
+  const auto dout_smem = [&](int stage) {
+    return typename Config::OutTile{base + Config::kOutOffset + stage * Config::OutTile::kBytes};
+  };
+
+  __shared__ uint32_t ticket_smem;
+  uint32_t block = blockIdx.x;
+  if (workspace.ticket) {
+    if (threadIdx.x == 0) ticket_smem = static_cast<uint32_t>(atomicAdd(workspace.ticket, 1));
+    __syncthreads();
+    block = ticket_smem;
+  }
+  // Under a causal mask the first keys have the most rows, and go first.
+  const uint32_t kv_tiles_total = (shape.kv_len + kBlockKv - 1) / kBlockKv;
+  const int32_t kv_tile = static_cast<int32_t>(block % kv_tiles_total);
+  const int32_t kv_head = static_cast<int32_t>(block / kv_tiles_total % shape.kv_heads);
+  const int64_t batch_index = block / kv_tiles_total / shape.kv_heads;
+  const BatchIndex batch(shape, batch_index);
+  const int32_t col0 = kv_tile * kBlockKv;
+
+  const Band band(params, batch);
+  QueryTileWalk walk{q_tiles<kBlockQ>(band, col0, col0 + kBlockKv), group};
+  if (kGeneral && workspace.spans.query && !workspace.turns) {
+    const SegmentSpans& spans = workspace.spans;
+    walk.query_blocks = spans.query_blocks;
+    walk.query_spans = spans.query + batch_index * spans.query_blocks;
+    walk.key_span = tile_span<kBlockKv>(
+        spans.key + batch_index * spans.key_blocks, spans.key_blocks, kv_tile);
+  }
+  walk.start<kBlockQ>();
+
+  const Element* query_gmem = batch.pointer<const Element>(params.query, kv_head * group);
+  const Element* dout_gmem = batch.pointer<const Element>(params.dout, kv_head * group);
+  const auto load_rows = [&](const QueryTileWalk& at, int stage) {
+    const int32_t row0 = at.tile * kBlockQ;
+    load_tile<Config::kThreads>(query_smem(stage), query_gmem + at.head * params.query.head,
+                                params.query.row, row0, row0, band.q_len, shape.head_dim);
+    load_tile<Config::kThreads>(dout_smem(stage), dout_gmem + at.head * params.dout.head,
+                                params.dout.row, row0, row0, band.q_len, shape.value_dim);
+  };
+  __shared__ uint32_t bad_keys_smem[kGeneral ? kBlockKv / 32 : 1];
+  bool any_bad_key = false;
+  if (!walk.done()) {
+    // Keys and values that no row may attend to are zeros: see load_tile().
+    const int32_t first = max(0, band.lo), end = min(band.kv_len, band.q_len - 1 + band.hi);
+    load_tile<Config::kThreads>(key_smem, batch.pointer<const Element>(params.key, kv_head),
+                                params.key.row, col0, first, end, shape.head_dim);
+    load_tile<Config::kThreads>(value_smem, batch.pointer<const Element>(params.value, kv_head),
+                                params.value.row, col0, first, end, shape.value_dim);
+    load_rows(walk, 0);
+    ptx::cp_async_commit_group();
+    if constexpr (kGeneral) {
+      ptx::cp_async_wait_group<0>();
+      __syncthreads();
+      any_bad_key = clear_bad_keys<Config::kThreads, Element>(key_smem, bad_keys_smem);
+    }
+  }
+
+  float dkey[kKeyM][kDkeyN][4], dvalue[kKeyM][kDvalueN][4];
+  set_zero(dkey);
+  set_zero(dvalue);
+
+  // Each warp's place in the three kinds of products.
+  const int score_row = warp / kScoreCols * kScoreM * 16, score_col = warp % kScoreCols * kScoreN * 8;
+  const int key_row = warp / kKeyCols * kKeyM * 16, key_col = warp % kKeyCols;
+  const int dquery_row = warp / kQueryCols * kDqueryM * 16, dquery_col = warp % kQueryCols;
+  const BlockReader key_reader(key_smem, kColsFirst, score_col, 0);
+  const BlockReader value_reader(value_smem, kColsFirst, score_col, 0);
+  const BlockReader probability_reader(probability_smem, kColsFirst, 0, key_row / kChunk);
+  const BlockReader score_trans_reader(score_smem, kColsFirst, 0, key_row / kChunk);
+  const BlockReader score_reader(score_smem, kRowsFirst, dquery_row, 0);
+  const BlockReader key_trans_reader(key_smem, kRowsFirst, 0, dquery_col * 2);
+  const float to_log2 = params.options.scale * kLog2E;
+
+  for (int stage = 0; !walk.done(); stage ^= Config::kStages - 1) {
+    const int32_t head = kv_head * group + walk.head, row0 = walk.tile * kBlockQ;
+    const int64_t batch_head = batch_index * shape.heads + head;
+    QueryTileWalk next = walk;
+    next.advance<kBlockQ>();
+    ptx::cp_async_wait_group<0>();
+    __syncthreads();  // the tile has arrived, and nobody reads the one before it, nor P and dS
+    if (Config::kStages == 2 && !next.done()) load_rows(next, stage ^ 1);
+    ptx::cp_async_commit_group();
+
+    float lse_log2[kScoreM][2], delta[kScoreM][2];
+#pragma unroll
+    for (int m = 0; m < kScoreM; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int64_t index =
+            batch_head * workspace.rows + row0 + score_row + fragment_row(m, 2 * half);
+        lse_log2[m][half] = workspace.lse_log2[index];
+        delta[m][half] = workspace.delta[index];
+      }
+    }
+
+    // S = Q K^T, P
+    float scores[kScoreM][kScoreN][4];
+    set_zero(scores);
+    const BlockReader query_reader(query_smem(stage), kRowsFirst, score_row, 0);
+    matmul<Element, Config::kHeadDim / 16>(
+        scores,
+        [&](uint32_t(&a)[4], int m, int k) {
+          ptx::ldmatrix_x4(a, query_reader.at(m * 16, k * 2));
+        },
+        [&](uint32_t(&b)[4], int n, int k) {
+          ptx::ldmatrix_x4(b, key_reader.at(n * 8, k * 2));
+        });
+    const ScoreGradient<kGeneral, kScoreM, kScoreN> gradient(params, batch, head, row0 + score_row,
+                                                             col0 + score_col);
+    if (kGeneral && any_bad_key) mark_bad_keys(scores, bad_keys_smem, score_col);
+    if (kGeneral || !band.all_allowed(row0, min(row0 + kBlockQ, band.q_len), col0,
+                                      col0 + kBlockKv)) {
+      gradient.mask(scores, band);
+    }
+    gradient.probabilities(scores, lse_log2, to_log2);
+
+    // dP = dO V^T, dS
+    float dscores[kScoreM][kScoreN][4];
+    set_zero(dscores);
+    const BlockReader dout_reader(dout_smem(stage), kRowsFirst, score_row, 0);
+    matmul<Element, Config::kValueDim / 16>(
+        dscores,
+        [&](uint32_t(&a)[4], int m, int k) {
+          ptx::ldmatrix_x4(a, dout_reader.at(m * 16, k * 2));
+        },
+        [&](uint32_t(&b)[4], int n, int k) {
+          ptx::ldmatrix_x4(b, value_reader.at(n * 8, k * 2));
+        });
+    gradient.finish(scores, dscores, lse_log2, delta);
+    store_fragments<Element>(probability_smem, score_row, score_col / kChunk, scores);
+    store_fragments<Element>(score_smem, score_row, score_col / kChunk, dscores);
+    __syncthreads();
+
+    // dV += P^T dO, dK += dS^T Q
+    const BlockReader dout_trans_reader(dout_smem(stage), kRowsFirst, 0, key_col * 2);
+    matmul<Element, kBlockQ / 16>(
+        dvalue,
+        [&](uint32_t(&a)[4], int m, int k) {
+          ptx::ldmatrix_x4_trans(a, probability_reader.at(k * 16, m * 2));
+        },
+        [&](uint32_t(&b)[4], int n, int k) {
+          ptx::ldmatrix_x4_trans(b, dout_trans_reader.at(k * 16, n * kKeyCols));
+        });
+    const BlockReader query_trans_reader(query_smem(stage), kRowsFirst, 0, key_col * 2);
+    matmul<Element, kBlockQ / 16>(
+        dkey,
+        [&](uint32_t(&a)[4], int m, int k) {
+          ptx::ldmatrix_x4_trans(a, score_trans_reader.at(k * 16, m * 2));
+        },
+        [&](uint32_t(&b)[4], int n, int k) {
+          ptx::ldmatrix_x4_trans(b, query_trans_reader.at(k * 16, n * kKeyCols));
+        });
+    if constexpr (Config::kStages == 1) {
+      __syncthreads();  // nobody reads Q and dO any more
+      if (!next.done()) load_rows(next, 0);
+      ptx::cp_async_commit_group();
+    }
+
+    // dQ += dS K
+    float dquery[kDqueryM][kDqueryN][4];
+    set_zero(dquery);
+    matmul<Element, kBlockKv / 16>(
+        dquery,
+        [&](uint32_t(&a)[4], int m, int k) {
+          ptx::ldmatrix_x4(a, score_reader.at(m * 16, k * 2));
+        },
+        [&](uint32_t(&b)[4], int n, int k) {
+          ptx::ldmatrix_x4_trans(b, key_trans_reader.at(k * 16, n * kQueryCols));
+        });
+    Turn turn = {nullptr, 0};
+    if (workspace.turns) {
+      turn.counter = workspace.turns + batch_head * (workspace.rows / 32) + walk.tile;
+      turn.mine = kv_tile - kv_tiles<kBlockKv>(band, row0, row0 + kBlockQ).first;
+    }
+    turn.wait();
+    add_dquery<Config>(workspace.dquery + (batch_head * workspace.rows + row0) * Config::kHeadDim,
+                       dquery);
+    turn.pass();
+    walk = next;
+  }
+
+  ptx::cp_async_wait_group<0>();
+  __syncthreads();  // nobody reads K any more: dK takes its place, and dV that of V
+  store_key_gradient<Config::kThreads, kKeyCols>(
+      key_smem, batch.pointer<Element>(params.dkey, kv_head) + col0 * params.dkey.row,
+      params.dkey.row, shape.kv_len - col0, shape.head_dim, key_row, key_col, params.options.scale,
+      dkey);
+  store_key_gradient<Config::kThreads, kKeyCols>(
+      value_smem, batch.pointer<Element>(params.dvalue, kv_head) + col0 * params.dvalue.row,
+      params.dvalue.row, shape.kv_len - col0, shape.value_dim, key_row, key_col, 1.0f, dvalue);
+}
+
+template <typename Config, typename Element, bool kGeneral>
+Status launch_backward_config(const Backward& params, BackwardWorkspace workspace,
+                              cudaStream_t stream) {
+  const Shape& shape = params.shape;
+  const int64_t heads = shape.batch * shape.heads;
+  Status status = launch_kernel("sm80::backward_begin_kernel", shape,
+                                backward_begin_kernel<Element>, heads * workspace.rows / kRowPadding,
+                                kEdgeThreads, 0, stream, params, workspace, Config::kHeadDim);
+  if (!status.ok()) return status;
+  status = launch_kernel("sm80::backward_kernel", shape, backward_kernel<Config, Element, kGeneral>,
+                         ceil_div(shape.kv_len, Config::kBlockKv) * shape.kv_heads * shape.batch,
+                         Config::kThreads, Config::kSmemBytes, stream, params, workspace);
+  if (!status.ok()) return status;
+  return launch_kernel("sm80::backward_end_kernel", shape, backward_end_kernel<Config, Element>,
+                       ceil_div(shape.q_len, Config::kBlockQ) * heads, kEdgeThreads, 0, stream,
+                       params, workspace);
+}
+
+// kHeadDim bounds head_dim and value_dim; a head dim of 192 comes mostly with a value dim of 128.
+template <typename Element, int kHeadDim, bool kGeneral>
+Status launch_backward(const Backward& params, cudaStream_t stream) {
+  using Large = BackwardConfig<kHeadDim, kHeadDim, false>;
+  using LargeNarrowValue = BackwardConfig<kHeadDim, kHeadDim == 192 ? 128 : kHeadDim, false>;
+  using Small = std::conditional_t<Large::kSmemBytes <= kSmallSmemBytes, Large,
+                                   BackwardConfig<kHeadDim, kHeadDim, true>>;
+  BackwardWorkspace workspace;
+  BackwardWorkspace::plan(params.shape, kHeadDim, bool{params.query_segment_ids},
+                          params.options.deterministic, params.workspace, workspace);
+  Status status;
+  if (params.query_segment_ids) status = launch_segment_spans(params, workspace.spans, stream);
+  int smem_bytes = 0;
+  if (status.ok()) status = max_smem_bytes(smem_bytes);
+  if (!status.ok()) return status;
+  if (smem_bytes < Large::kSmemBytes) {
+    status = launch_backward_config<Small, Element, kGeneral>(params, workspace, stream);
+  } else if (params.shape.value_dim <= LargeNarrowValue::kValueDim) {
+    status = launch_backward_config<LargeNarrowValue, Element, kGeneral>(params, workspace, stream);
+  } else {
+    status = launch_backward_config<Large, Element, kGeneral>(params, workspace, stream);
+  }
+  if constexpr (kGeneral) {
+    if (status.ok() && params.dbias) {
+      status = launch_bias_gradient<Element>(params, workspace, stream);
+    }
+  }
+  return status;
+}
+
+}  // namespace jax_flash::sm80

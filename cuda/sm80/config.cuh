@@ -1,0 +1,83 @@
+// Tile sizes, warp roles and shared-memory plans of the sm_80 family.
+#pragma once
+
+#include <cstdint>
+
+#include "tile/smem_tile.cuh"
+
+namespace jax_flash::sm80 {
+
+// Shared memory a block may have on sm_86, sm_89 and sm_120, and on sm_80.
+inline constexpr int kSmallSmemBytes = 99 * 1024, kLargeSmemBytes = 163 * 1024;
+
+// The forward pass: a block computes kBlockQ rows of one head's output and walks over tiles of
+// kBlockKv keys and values. A warp owns kMTiles * 16 rows, so that softmax needs no other warp,
+// and reads each key and value fragment once for all of them.
+template <int kHeadDimension, int kValueDimension, bool kGeneral>
+struct ForwardConfig {
+  static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension;
+  static_assert(kHeadDim % 16 == 0 && kValueDim % 16 == 0 && kValueDim <= kHeadDim);
+
+  static constexpr int kBlockQ = 128;
+  static constexpr int kBlockKv = kHeadDim <= (kGeneral ? 128 : 192) ? 64 : 32;
+  static constexpr int kWarps = kHeadDim <= (kGeneral ? 64 : 128) ? 4 : 8;
+  static constexpr int kThreads = 32 * kWarps;
+  static constexpr int kMTiles = kBlockQ / (16 * kWarps);
+  static constexpr bool kQueryInRegisters = kHeadDim <= 64;
+  static constexpr int kStages = kHeadDim <= 64 ? 2 : 1;  // of K and V each
+  static constexpr int kMinBlocks = kWarps == 4 ? 2 : 1;
+
+  using QueryTile = SmemTile<kBlockQ, kHeadDim>;
+  using KeyTile = SmemTile<kBlockKv, kHeadDim>;
+  using ValueTile = SmemTile<kBlockKv, kValueDim>;
+  using OutTile = SmemTile<kBlockQ, kValueDim>;  // in the place of the query tile
+
+  // Shared memory: query (then out), kStages times key, kStages times value.
+  static constexpr int kKeyOffset = QueryTile::kBytes;
+  static constexpr int kValueOffset = kKeyOffset + kStages * KeyTile::kBytes;
+  static constexpr int kSmemBytes = kValueOffset + kStages * ValueTile::kBytes;
+  static_assert(kSmemBytes <= kSmallSmemBytes);
+};
+
+// The backward pass: a block owns kBlockKv keys and values of one key/value head and walks over
+// tiles of kBlockQ rows of the group's query heads. Three kinds of products divide the warps in
+// three ways, rows x columns of the result, so that each operand fragment read from shared
+// memory, which bounds this kernel, serves several products:
+//   S, dP  [kBlockQ, kBlockKv]     kScoreWarpRows x the rest
+//   dK, dV [kBlockKv, head dim]    kKeyWarpRows x the rest
+//   dQ     [kBlockQ, head dim]     kQueryWarpRows x the rest
+// kSmall: within kSmallSmemBytes.
+template <int kHeadDimension, int kValueDimension, bool kSmall>
+struct BackwardConfig {
+  static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension;
+  static_assert(kHeadDim % 32 == 0 && kValueDim % 32 == 0 && kValueDim <= kHeadDim);
+
+  static constexpr int kBlockQ = kSmall && kHeadDim >= 192 ? 32 : 64;
+  static constexpr int kBlockKv = kHeadDim <= (kSmall ? 64 : 128)     ? 128
+                                  : kSmall && kHeadDim > 192 ? 32
+                                                             : 64;
+  static constexpr int kStages = kHeadDim <= (kSmall ? 64 : 192) ? 2 : 1;  // of Q and dO each
+  static constexpr int kWarps = kBlockKv == 32 ? 4 : 8;
+  static constexpr int kThreads = 32 * kWarps;
+
+  static constexpr int kScoreWarpRows = kBlockQ == 64 && kBlockKv == 64 ? 4 : 2;
+  static constexpr int kKeyWarpRows = kBlockKv == 128 || kHeadDim == 96 ? 4 : kBlockKv / 32;
+  static constexpr int kQueryWarpRows = kHeadDim == 96 || kHeadDim == 32 ? 4 : kBlockKv == 32 ? 1 : 2;
+
+  using QueryTile = SmemTile<kBlockQ, kHeadDim>;
+  using OutTile = SmemTile<kBlockQ, kValueDim>;  // of dO
+  using KeyTile = SmemTile<kBlockKv, kHeadDim>;
+  using ValueTile = SmemTile<kBlockKv, kValueDim>;
+  using ScoreTile = SmemTile<kBlockQ, kBlockKv>;
+
+  // Shared memory: key (then dK), value (then dV), P, dS, kStages times query, kStages times dO.
+  static constexpr int kValueOffset = KeyTile::kBytes;
+  static constexpr int kProbabilityOffset = kValueOffset + ValueTile::kBytes;
+  static constexpr int kScoreOffset = kProbabilityOffset + ScoreTile::kBytes;
+  static constexpr int kQueryOffset = kScoreOffset + ScoreTile::kBytes;
+  static constexpr int kOutOffset = kQueryOffset + kStages * QueryTile::kBytes;
+  static constexpr int kSmemBytes = kOutOffset + kStages * OutTile::kBytes;
+  static_assert(kSmemBytes <= (kSmall ? kSmallSmemBytes : kLargeSmemBytes));
+};
+
+}  // namespace jax_flash::sm80

@@ -1,0 +1,343 @@
+// Forward pass with warp-level matrix instructions: FlashAttention-2 (arXiv:2307.08691).
+//
+//   for each tile of keys and values that some row of the block may attend to
+//     S = Q K^T                     accumulators of the owning warp
+//     P = 2^(scale log2(e) S - m)   m the running reference of each row
+//     O = O 2^(m_old - m) + P V     P goes from accumulators to operands within a thread
+//   out = O / l, lse = m + log l
+//
+// Every warp does the same work on its own rows. A block's warps meet only to pass tiles of K
+// and V, which cp.async brings while they compute: with two stages, both of the next tile
+// during the current one; with one, V during Q K^T and the next K during P V.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "params.h"
+#include "ptx/cp_async.cuh"
+#include "ptx/math.cuh"
+#include "ptx/shared.cuh"
+#include "sm80/config.cuh"
+#include "sm80/launch.cuh"
+#include "status.h"
+#include "tile/band.cuh"
+#include "tile/batch_index.cuh"
+#include "tile/logits.cuh"
+#include "tile/matmul.cuh"
+#include "tile/segments.cuh"
+#include "tile/smem_tile.cuh"
+#include "tile/softmax.cuh"
+
+namespace jax_flash::sm80 {
+
+// The tiles of keys that a block reads, in order.
+struct KeyTileWalk {
+  int32_t tile, end;
+  const SegmentSpan* key_spans = nullptr;  // of this batch, or null
+  int32_t key_blocks = 0;
+  SegmentSpan query_span = {};
+
+  template <int kBlockKv>
+  __device__ __forceinline__ int32_t skip_to(int32_t candidate) const {
+    if (!key_spans) return candidate;
+    return next_tile<kBlockKv>(key_spans, key_blocks, query_span, candidate, end);
+  }
+};
+
+// A bit per column (n, e) of the tile, set if some row of this warp may attend to it; all lanes
+// that hold rows of V for these columns in operand fragments get the bits they need.
+template <int kM, int kN>
+__device__ __forceinline__ uint32_t attended_columns(const float (&logits)[kM][kN][4]) {
+  uint32_t bits = 0;
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      bool any = false;
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        any |= logits[m][n][e] != minus_infinity() || logits[m][n][e + 2] != minus_infinity();
+      }
+      bits |= static_cast<uint32_t>(any) << (2 * n + e);
+    }
+  }
+  for (int distance = 4; distance < 32; distance *= 2) {
+    bits |= __shfl_xor_sync(0xffffffff, bits, distance);
+  }
+  return bits;
+}
+
+// Keeps the half words of an operand register whose rows of V some row attends to.
+__device__ __forceinline__ uint32_t keep_halves(uint32_t pair, uint32_t bits) {
+  return pair & ((bits & 1 ? 0x0000ffffu : 0) | (bits & 2 ? 0xffff0000u : 0));
+}
+
+template <typename Config, typename Element, int kM, int kN>
+__device__ __forceinline__ void store_out(const Forward& params, const BatchIndex& batch,
+                                          int32_t head, int32_t row0,
+                                          const typename Config::OutTile& out_smem,
+                                          const float (&out)[kM][kN][4]) {
+  const int lane = threadIdx.x % 32;
+  const int warp_row = threadIdx.x / 32 * kM * 16;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        ptx::st_shared_b32(
+            out_smem.address(warp_row + fragment_row(m, 2 * half), n) + lane % 4 * 4,
+            ptx::cvt_rn_x2<Element>(out[m][n][2 * half], out[m][n][2 * half + 1]));
+      }
+    }
+  }
+  __syncwarp();
+  Element* out_gmem = batch.pointer<Element>(params.out, head);
+#pragma unroll
+  for (int row = lane / 8; row < kM * 16; row += 4) {
+    const int32_t global_row = row0 + warp_row + row;
+    if (global_row >= params.shape.q_len) break;
+#pragma unroll
+    for (int chunk = lane % 8; chunk < Config::kValueDim / kChunk; chunk += 8) {
+      if (chunk * kChunk >= params.shape.value_dim) break;
+      *reinterpret_cast<uint4*>(out_gmem + global_row * params.out.row + chunk * kChunk) =
+          ptx::ld_shared_v4(out_smem.address(warp_row + row, chunk));
+    }
+  }
+}
+
+template <typename Config, typename Element, bool kGeneral>
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+    forward_kernel(const __grid_constant__ Forward params, const SegmentSpans spans) {
+  constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv;
+  constexpr int kM = Config::kMTiles, kN = kBlockKv / 8, kOutN = Config::kValueDim / 8;
+  constexpr int kSteps = Config::kHeadDim / 16;
+  constexpr auto kRowsFirst = BlockOrder::kRowsFirst, kColsFirst = BlockOrder::kColsFirst;
+  const Shape& shape = params.shape;
+
+  // Heads of a group are neighbours and share keys in L2; under a causal mask the last rows,
+  // which have the most to do, go first.
+  const int32_t q_tiles = (shape.q_len + kBlockQ - 1) / kBlockQ;
+  const int32_t q_tile = q_tiles - 1 - static_cast<int32_t>(blockIdx.x % q_tiles);
+  const int32_t head = static_cast<int32_t>(blockIdx.x / q_tiles % shape.heads);
+  const int64_t batch_index = blockIdx.x / q_tiles / shape.heads;
+  const BatchIndex batch(shape, batch_index);
+  const int32_t kv_head = head / (shape.heads / shape.kv_heads);
+  const int32_t row0 = q_tile * kBlockQ;
+  const int32_t warp_row0 = row0 + threadIdx.x / 32 * kM * 16;
+
+  const Band band(params, batch);
+  const TileRange range = kv_tiles<kBlockKv>(band, row0, row0 + kBlockQ);
+  const int32_t row_end = min(row0 + kBlockQ, band.q_len);
+  const int32_t first_col = band.first_col(row0), end_col = band.end_col(row_end - 1);
+  KeyTileWalk walk = {range.first, range.end};
+  if (kGeneral && spans.query) {
+    walk.key_blocks = spans.key_blocks;
+    walk.key_spans = spans.key + batch_index * spans.key_blocks;
+    walk.query_span = tile_span<kBlockQ>(
+        spans.query + batch_index * spans.query_blocks, spans.query_blocks, q_tile);
+  }
+  walk.tile = walk.skip_to<kBlockKv>(walk.tile);
+
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const uint32_t smem_base = ptx::shared_address(smem);
+  const typename Config::QueryTile query_smem{smem_base};
+  const auto key_smem = [&](int stage) {
+    return typename Config::KeyTile{smem_base + Config::kKeyOffset +
+                                    stage * Config::KeyTile::kBytes};
+  };
+  const auto value_smem = [&](int stage) {
+    return typename Config::ValueTile{smem_base + Config::kValueOffset +
+                                      stage * Config::ValueTile::kBytes};
+  };
+  const Element* key_gmem = batch.pointer<const Element>(params.key, kv_head);
+  const Element* value_gmem = batch.pointer<const Element>(params.value, kv_head);
+  // Columns that no row of the block may attend to are zeros: see load_tile().
+  const auto load_key = [&](int32_t tile, int stage) {
+    load_tile<Config::kThreads>(key_smem(stage), key_gmem, params.key.row,
+                                tile * kBlockKv, first_col, end_col, shape.head_dim);
+  };
+  const auto load_value = [&](int32_t tile, int stage) {
+    load_tile<Config::kThreads>(value_smem(stage), value_gmem, params.value.row,
+                                tile * kBlockKv, first_col, end_col, shape.value_dim);
+  };
+
+  float out[kM][kOutN][4];
+  set_zero(out);
+  OnlineSoftmax<kM> softmax;
+  const float to_log2 = kGeneral ? 1.0f : params.options.scale * kLog2E;
+
+  const BlockReader query_reader(query_smem, kRowsFirst, threadIdx.x / 32 * kM * 16, 0);
+  uint32_t query_rmem[Config::kQueryInRegisters ? kM : 1][kSteps][4];
+  if (walk.tile < walk.end) {
+    load_tile<Config::kThreads>(query_smem, batch.pointer<const Element>(params.query, head),
+                                params.query.row, row0, row0, row_end, shape.head_dim);
+    load_key(walk.tile, 0);
+    if constexpr (Config::kStages == 2) load_value(walk.tile, 0);
+    ptx::cp_async_commit_group();
+    if constexpr (Config::kQueryInRegisters) {
+      ptx::cp_async_wait_group<0>();
+      __syncthreads();
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          ptx::ldmatrix_x4(query_rmem[m][k], query_reader.at(m * 16, k * 2));
+        }
+      }
+    }
+  }
+
+  for (int stage = 0; walk.tile < walk.end; stage ^= Config::kStages - 1) {
+    const int32_t col0 = walk.tile * kBlockKv;
+    const int32_t next = walk.skip_to<kBlockKv>(walk.tile + 1);
+    ptx::cp_async_wait_group<0>();
+    __syncthreads();  // the tile has arrived, and nobody reads the one before it
+    if constexpr (Config::kStages == 2) {
+      if (next < walk.end) {
+        load_key(next, stage ^ 1);
+        load_value(next, stage ^ 1);
+      }
+    } else {
+      load_value(walk.tile, 0);
+    }
+    ptx::cp_async_commit_group();
+
+    // S = Q K^T
+    float logits[kM][kN][4];
+    set_zero(logits);
+    const BlockReader key_reader(key_smem(stage), kColsFirst, 0, 0);
+    matmul<Element, kSteps>(
+        logits,
+        [&](uint32_t(&a)[4], int m, int k) {
+          if constexpr (Config::kQueryInRegisters) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[i] = query_rmem[m][k][i];
+          } else {
+            ptx::ldmatrix_x4(a, query_reader.at(m * 16, k * 2));
+          }
+        },
+        [&](uint32_t(&b)[4], int n, int k) {
+          ptx::ldmatrix_x4(b, key_reader.at(n * 8, k * 2));
+        });
+
+    if constexpr (Config::kStages == 1) {
+      ptx::cp_async_wait_group<0>();
+      __syncthreads();  // V has arrived, and nobody reads K any more
+      if (next < walk.end) load_key(next, 0);
+      ptx::cp_async_commit_group();
+    }
+
+    // softmax
+    uint32_t attended = 0xffffffff;
+    if constexpr (kGeneral) {
+      const LogitModifiers modifiers(params, batch, head);
+      modifiers.apply(logits, band, warp_row0, col0);
+      attended = attended_columns(logits);
+    } else if (!band.all_allowed(row0, row_end, col0, col0 + kBlockKv)) {
+      mask_band(logits, band, warp_row0, col0);
+    }
+    softmax.update(logits, to_log2, out);
+    if (kGeneral && params.options.dropout_threshold != 0) {
+      const LogitModifiers modifiers(params, batch, head);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint32_t kept =
+              modifiers.kept<kN>(warp_row0 + fragment_row(m, 2 * half), col0);
+#pragma unroll
+          for (int n = 0; n < kN; ++n) {
+#pragma unroll
+            for (int e = 0; e < 2; ++e) {
+              if (!(kept >> (2 * n + e) & 1)) logits[m][n][2 * half + e] = 0.0f;
+            }
+          }
+        }
+      }
+    }
+
+    // O += P V
+    const BlockReader value_reader(value_smem(stage), kRowsFirst, 0, 0);
+    matmul<Element, kBlockKv / 16>(
+        out,
+        [&](uint32_t(&a)[4], int m, int k) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float(&pair)[4] = logits[m][2 * k + i / 2];
+            a[i] = ptx::cvt_rn_x2<Element>(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
+          }
+        },
+        [&](uint32_t(&b)[4], int n, int k) {
+          ptx::ldmatrix_x4_trans(b, value_reader.at(k * 16, n));
+          if constexpr (kGeneral) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) b[i] = keep_halves(b[i], attended >> (4 * k + i % 2 * 2));
+          }
+        });
+    walk.tile = next;
+  }
+
+  // Also for a block with no tile at all: nothing is under way towards the query tile's memory.
+  ptx::cp_async_wait_group<0>();
+  __syncthreads();
+  const float sink_log2 =
+      params.sinks ? *batch.pointer<const float>(params.sinks, head) * kLog2E : minus_infinity();
+  float* lse_gmem = batch.pointer<float>(params.lse, head);
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = warp_row0 + fragment_row(m, 2 * half);
+      float lse, normalizer;
+      softmax.finish(m, half, to_log2, sink_log2, lse, normalizer);
+      if (row >= band.q_len) {
+        lse = minus_infinity();
+        normalizer = 0.0f;
+      }
+      if (threadIdx.x % 4 == 0 && row < shape.q_len) lse_gmem[row * params.lse.row] = lse;
+      if (kGeneral) normalizer *= params.options.dropout_scale;
+#pragma unroll
+      for (int n = 0; n < kOutN; ++n) {
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; ++e) {
+          out[m][n][e] = normalizer == 0.0f ? 0.0f : out[m][n][e] * normalizer;
+        }
+      }
+    }
+  }
+  store_out<Config, Element>(params, batch, head, row0, typename Config::OutTile{smem_base}, out);
+}
+
+template <typename Config, typename Element, bool kGeneral>
+Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
+                             cudaStream_t stream) {
+  const Shape& shape = params.shape;
+  return launch_kernel("sm80::forward_kernel", shape, forward_kernel<Config, Element, kGeneral>,
+                       ceil_div(shape.q_len, Config::kBlockQ) * shape.heads * shape.batch,
+                       Config::kThreads, Config::kSmemBytes, stream, params, spans);
+}
+
+// kHeadDim bounds head_dim and value_dim; a head dim of 192 comes mostly with a value dim of 128.
+template <typename Element, int kHeadDim, bool kGeneral>
+Status launch_forward(const Forward& params, cudaStream_t stream) {
+  SegmentSpans spans;
+  if (params.query_segment_ids) {
+    spans = SegmentSpans::at(params.shape, params.workspace);
+    const Status status = launch_segment_spans(params, spans, stream);
+    if (!status.ok()) return status;
+  }
+  if constexpr (kHeadDim == 192) {
+    if (params.shape.value_dim <= 128) {
+      return launch_forward_config<ForwardConfig<192, 128, kGeneral>, Element, kGeneral>(params, spans,
+                                                                               stream);
+    }
+  }
+  return launch_forward_config<ForwardConfig<kHeadDim, kHeadDim, kGeneral>, Element, kGeneral>(params, spans,
+                                                                                     stream);
+}
+
+}  // namespace jax_flash::sm80

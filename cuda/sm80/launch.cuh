@@ -1,0 +1,76 @@
+// Host side of the kernels: launches, and the errors they can return.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+
+#include "params.h"
+#include "status.h"
+#include "tile/segments.cuh"
+
+namespace jax_flash::sm80 {
+
+inline std::string shape_text(const Shape& shape) {
+  return "batch " + std::to_string(shape.batch) + ", q_len " + std::to_string(shape.q_len) +
+         ", kv_len " + std::to_string(shape.kv_len) + ", heads " + std::to_string(shape.heads) +
+         "/" + std::to_string(shape.kv_heads) + ", head_dim " + std::to_string(shape.head_dim) +
+         ", value_dim " + std::to_string(shape.value_dim);
+}
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Launches a kernel of one-dimensional grid. Its shared-memory limit is set on every call: the
+// attribute belongs to the current device's context, and setting it costs less than remembering
+// for which devices it is set, and is safe from any thread.
+template <typename... Parameters, typename... Arguments>
+Status launch_kernel(const char* name, const Shape& shape, void (*kernel)(Parameters...),
+                     int64_t blocks, int threads, int smem_bytes, cudaStream_t stream,
+                     const Arguments&... arguments) {
+  if (blocks == 0) return {};
+  const auto failed = [&](cudaError_t error) {
+    return Status::internal(std::string("jax_flash: kernel ") + name + " (" + shape_text(shape) +
+                            "): " + cudaGetErrorString(error));
+  };
+  if (blocks > INT32_MAX) {
+    return Status::unimplemented(std::string("jax_flash: kernel ") + name + " (" +
+                                 shape_text(shape) + "): needs " + std::to_string(blocks) +
+                                 " blocks, more than 2^31 - 1");
+  }
+  if (smem_bytes > 48 * 1024) {
+    const cudaError_t error =
+        cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                             cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+    if (error != cudaSuccess) return failed(error);
+  }
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
+  config.stream = stream;
+  const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
+  return error == cudaSuccess ? Status{} : failed(error);
+}
+
+// The most shared memory a block can have on the current device.
+inline Status max_smem_bytes(int& bytes) {
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  }
+  if (error == cudaSuccess) return {};
+  return Status::internal(std::string("jax_flash: cannot read the device's shared memory: ") +
+                          cudaGetErrorString(error));
+}
+
+inline Status launch_segment_spans(const Forward& params, const SegmentSpans& spans,
+                                   cudaStream_t stream) {
+  const int64_t warps =
+      params.shape.batch * (int64_t{spans.query_blocks} + spans.key_blocks);
+  return launch_kernel("segment_spans_kernel", params.shape, segment_spans_kernel,
+                       ceil_div(warps, 4), 128, 0, stream, params, spans);
+}
+
+}  // namespace jax_flash::sm80

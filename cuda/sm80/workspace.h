@@ -1,0 +1,64 @@
+// What the backward kernels keep in device memory between them.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+#include "tile/segment_spans.h"
+
+namespace jax_flash::sm80 {
+
+inline constexpr int kRowPadding = 128;  // a multiple of every kBlockQ
+
+struct BackwardWorkspace {
+  SegmentSpans spans;  // pointers are null without segment ids
+  // [batch, N, rows], rows being T rounded up to kRowPadding: lse / ln 2, +inf for rows that
+  // attend to nothing and for padding; and sum(dout * out) - dlse, zero there.
+  float* lse_log2;
+  float* delta;
+  // [batch, N, rows, head dim of the instance]: dquery / scale. Within a tile of kBlockQ rows
+  // elements lie in the order of the accumulators' fragments: see DqueryOrder.
+  float* dquery;
+  // [batch, N, rows / 32], of which the first rows / kBlockQ count the blocks that have added to
+  // a query tile; then one ticket. For deterministic runs.
+  int32_t* turns;
+  int32_t* ticket;
+  int32_t rows;
+
+  static int64_t padded_rows(const Shape& shape) {
+    return (int64_t{shape.q_len} + kRowPadding - 1) / kRowPadding * kRowPadding;
+  }
+  static int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+  // Sets the pointers from `base` and returns the size in bytes; base may be null. `head_dim` is
+  // the instance's, at least both head dims.
+  static int64_t plan(const Shape& shape, int64_t head_dim, bool segments, bool deterministic,
+                      void* base, BackwardWorkspace& workspace) {
+    uint8_t* const start = static_cast<uint8_t*>(base);
+    int64_t offset = 0;
+    const auto take = [&](int64_t bytes) {
+      const int64_t at = offset;
+      offset += aligned(bytes);
+      return start + at;
+    };
+    const int64_t rows = padded_rows(shape);
+    const int64_t total_rows = shape.batch * shape.heads * rows;
+    workspace.rows = static_cast<int32_t>(rows);
+    workspace.spans = {};
+    if (segments) {
+      workspace.spans = SegmentSpans::at(shape, take(SegmentSpans::bytes(shape)));
+    }
+    workspace.lse_log2 = reinterpret_cast<float*>(take(total_rows * 4));
+    workspace.delta = reinterpret_cast<float*>(take(total_rows * 4));
+    workspace.dquery = reinterpret_cast<float*>(take(total_rows * head_dim * 4));
+    workspace.turns = nullptr;
+    workspace.ticket = nullptr;
+    if (deterministic) {
+      workspace.turns = reinterpret_cast<int32_t*>(take((total_rows / 32 + 1) * 4));
+      workspace.ticket = workspace.turns + total_rows / 32;
+    }
+    return offset;
+  }
+};
+
+}  // namespace jax_flash::sm80

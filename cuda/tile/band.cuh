@@ -1,0 +1,81 @@
+// Which logits position alone allows. Lengths, causal order, window and offset together leave
+// row i the columns [i + lo, i + hi) within [0, kv_len): an interval that moves by one from row
+// to row. All of it is known at run time only, from device memory in part.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+#include "tile/batch_index.cuh"
+
+namespace jax_flash {
+
+struct Band {
+  int32_t lo, hi;  // within [-q_len, kv_len], beyond which they change nothing
+  int32_t q_len, kv_len;
+
+  __device__ __forceinline__ Band(const Forward& params, const BatchIndex& batch) {
+    const Options& options = params.options;
+    q_len = clamped_length(params.query_seq_lengths, batch, params.shape.q_len);
+    kv_len = clamped_length(params.key_value_seq_lengths, batch, params.shape.kv_len);
+    const int64_t offset =
+        params.query_offset ? *batch.pointer<const int32_t>(params.query_offset) : 0;
+    const int64_t right = options.is_causal ? 0 : options.window_right;
+    lo = options.window_left < 0 ? -q_len : clamp_shift(offset - options.window_left);
+    hi = right < 0 ? kv_len : clamp_shift(offset + right + 1);
+  }
+
+  // Columns that row i may attend to: [first_col(i), end_col(i)).
+  __device__ __forceinline__ int32_t first_col(int32_t row) const { return clamp_col(row + lo); }
+  __device__ __forceinline__ int32_t end_col(int32_t row) const { return clamp_col(row + hi); }
+
+  // Rows that may attend to some column of [col0, col1), col0 < kv_len: [first_row, end_row).
+  __device__ __forceinline__ int32_t first_row(int32_t col0) const { return max(0, col0 - hi + 1); }
+  __device__ __forceinline__ int32_t end_row(int32_t col1) const {
+    return min(q_len, min(col1, kv_len) - lo);
+  }
+
+  // Whether every row of [row0, row1) may attend to every column of [col0, col1).
+  __device__ __forceinline__ bool all_allowed(int32_t row0, int32_t row1, int32_t col0,
+                                              int32_t col1) const {
+    return col1 <= kv_len && col0 >= row1 - 1 + lo && col1 <= row0 + hi;
+  }
+
+ private:
+  __device__ __forceinline__ int32_t clamp_col(int32_t col) const {
+    return min(max(col, 0), kv_len);
+  }
+  __device__ __forceinline__ int32_t clamp_shift(int64_t shift) const {
+    return static_cast<int32_t>(min(max(shift, int64_t{-q_len}), int64_t{kv_len}));
+  }
+  static __device__ __forceinline__ int32_t clamped_length(const Operand& lengths,
+                                                           const BatchIndex& batch, int32_t size) {
+    return lengths ? min(max(*batch.pointer<const int32_t>(lengths), 0), size) : size;
+  }
+};
+
+// A half-open range of tiles of the other operand.
+struct TileRange {
+  int32_t first, end;
+};
+
+// The key/value tiles of kBlockKv columns that rows [row0, row1) read.
+template <int kBlockKv>
+__device__ __forceinline__ TileRange kv_tiles(const Band& band, int32_t row0, int32_t row1) {
+  row1 = min(row1, band.q_len);
+  if (row0 >= row1) return {0, 0};
+  const int32_t first = band.first_col(row0), end = band.end_col(row1 - 1);
+  if (first >= end) return {0, 0};
+  return {first / kBlockKv, (end + kBlockKv - 1) / kBlockKv};
+}
+
+// The query tiles of kBlockQ rows that read columns [col0, col1).
+template <int kBlockQ>
+__device__ __forceinline__ TileRange q_tiles(const Band& band, int32_t col0, int32_t col1) {
+  if (col0 >= band.kv_len) return {0, 0};
+  const int32_t first = band.first_row(col0), end = band.end_row(col1);
+  if (first >= end) return {0, 0};
+  return {first / kBlockQ, (end + kBlockQ - 1) / kBlockQ};
+}
+
+}  // namespace jax_flash

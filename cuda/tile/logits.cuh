@@ -1,0 +1,168 @@
+// From products of query and key to logits, one by one, in accumulator fragments.
+//   mask_band       what a plain call needs, and only in tiles at the edge of the band
+//   LogitModifiers  what a general call needs everywhere: bias, soft cap, mask, segments, dropout
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "params.h"
+#include "tile/band.cuh"
+#include "tile/batch_index.cuh"
+#include "tile/matmul.cuh"
+#include "tile/philox.h"
+#include "tile/softmax.cuh"
+
+namespace jax_flash {
+
+// Sets to -inf what the band does not allow. Row 0 of the fragments is row0 of the operand.
+template <int kM, int kN>
+__device__ __forceinline__ void mask_band(float (&logits)[kM][kN][4], const Band& band,
+                                          int32_t row0, int32_t col0) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = row0 + fragment_row(m, 2 * half);
+      const int32_t base = col0 + fragment_col(0, 0);
+      const int32_t first = band.first_col(row) - base, end = band.end_col(row) - base;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int col = n * 8 + e;
+          if (col < first || col >= end) logits[m][n][2 * half + e] = minus_infinity();
+        }
+      }
+    }
+  }
+}
+
+// Loads an element of an array whose type is known at run time only.
+__device__ __forceinline__ float load_float(const Operand& operand, int64_t index) {
+  switch (operand.dtype) {
+    case DType::kBFloat16:
+      return __bfloat162float(static_cast<const __nv_bfloat16*>(operand.data)[index]);
+    case DType::kFloat16: return __half2float(static_cast<const __half*>(operand.data)[index]);
+    case DType::kFloat32: break;
+  }
+  return static_cast<const float*>(operand.data)[index];
+}
+
+// What changes the logits of one batch and query head.
+struct LogitModifiers {
+  const Forward& params;
+  int64_t bias0 = 0;  // of element [0, 0] of this batch and head
+  const uint8_t* mask = nullptr;
+  const int32_t *query_ids = nullptr, *key_ids = nullptr;
+  uint32_t seed0 = 0, seed1 = 0, dropout_batch = 0, dropout_head = 0;
+
+  __device__ __forceinline__ LogitModifiers(const Forward& forward, const BatchIndex& batch,
+                                            int32_t head)
+      : params(forward) {
+    if (params.bias) bias0 = batch.offset(params.bias) + head * params.bias.head;
+    if (params.mask) mask = batch.pointer<const uint8_t>(params.mask, head);
+    if (params.query_segment_ids) {
+      query_ids = batch.pointer<const int32_t>(params.query_segment_ids);
+      key_ids = batch.pointer<const int32_t>(params.key_value_segment_ids);
+    }
+    if (params.options.dropout_threshold != 0) {
+      const uint32_t* seed = batch.pointer<const uint32_t>(params.dropout_seed);
+      seed0 = seed[0];
+      seed1 = seed[params.dropout_seed.col];
+      dropout_batch = *batch.pointer<const uint32_t>(params.dropout_batch_ids);
+      dropout_head = *batch.pointer<const uint32_t>(params.dropout_head_ids, head);
+    }
+  }
+
+  // Turns products into logits in log2 units, -inf where not allowed.
+  template <int kM, int kN>
+  __device__ __forceinline__ void apply(float (&products)[kM][kN][4], const Band& band,
+                                        int32_t row0, int32_t col0) const {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int32_t row = row0 + fragment_row(m, 2 * half);
+        const bool row_valid = row < band.q_len;
+        const int32_t first = row_valid ? band.first_col(row) : 0;
+        const int32_t end = row_valid ? band.end_col(row) : 0;
+        const int32_t query_id =
+            query_ids && row_valid ? query_ids[row * params.query_segment_ids.row] : 0;
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const int32_t col = col0 + fragment_col(n, e);
+            float& value = products[m][n][2 * half + e];
+            bool allowed = col >= first && col < end;
+            if (allowed && mask) {
+              allowed = mask[row * params.mask.row + col * params.mask.col] != 0;
+            }
+            if (allowed && query_ids) {
+              allowed = query_id == key_ids[col * params.key_value_segment_ids.row];
+            }
+            value = allowed ? logit_log2(value, row, col) : minus_infinity();
+          }
+        }
+      }
+    }
+  }
+
+  // d logit / d (logit before the soft cap), from the logit in log2 units.
+  __device__ __forceinline__ float soft_cap_slope(float logit_log2) const {
+    const float ratio = logit_log2 * (kLn2 / params.options.logits_soft_cap);
+    return 1.0f - ratio * ratio;
+  }
+
+  // Bit 2 n + e of the result says whether dropout keeps column fragment_col(n, e) of `row`.
+  // Called by whole warps; col0 is a multiple of kDropoutGroup. One counter serves the eight
+  // columns of a block, which four lanes hold: each lane draws for one of kShared blocks, and
+  // they exchange words.
+  template <int kN>
+  __device__ __forceinline__ uint32_t kept(int32_t row, int32_t col0) const {
+    constexpr int kShared = kN % 4 == 0 ? 4 : 2;
+    static_assert(kN % kShared == 0 && kN <= 16 && kDropoutGroup == 8);
+    const int lane = threadIdx.x % 4;
+    uint32_t bits = 0;
+#pragma unroll
+    for (int n0 = 0; n0 < kN; n0 += kShared) {
+      const int mine = n0 + lane % kShared;
+      const PhiloxWords words =
+          dropout_words(seed0, seed1, dropout_batch, dropout_head, static_cast<uint32_t>(row),
+                        static_cast<uint32_t>(col0) + mine * kDropoutGroup);
+#pragma unroll
+      for (int distance = 0; distance < kShared; ++distance) {
+        const int wanted = lane ^ distance;  // the partner's lane, and the word it needs of mine
+        const uint32_t low = wanted & 1 ? words.word[1] : words.word[0];
+        const uint32_t high = wanted & 1 ? words.word[3] : words.word[2];
+        const uint32_t pair = __shfl_xor_sync(0xffffffff, wanted & 2 ? high : low, distance);
+        const uint32_t threshold = params.options.dropout_threshold;
+        const uint32_t keep =
+            ((pair & 0xffff) >= threshold ? 1 : 0) | (pair >> 16 >= threshold ? 2 : 0);
+        bits |= keep << 2 * (n0 + (wanted % kShared));
+      }
+    }
+    return bits;
+  }
+
+ private:
+  __device__ __forceinline__ float logit_log2(float product, int32_t row, int32_t col) const {
+    const Options& options = params.options;
+    float logit = product * options.scale;
+    if (params.bias) {
+      logit += load_float(params.bias, bias0 + row * params.bias.row + col * params.bias.col);
+    }
+    if (options.logits_soft_cap > 0.0f) {
+      // tanh(x) = 1 - 2 / (exp(2 x) + 1): tanh.approx is off by 2^-11, which times the cap shows.
+      const float exponential =
+          ptx::ex2_approx_ftz(logit * (2.0f * kLog2E / options.logits_soft_cap));
+      logit = options.logits_soft_cap * (1.0f - __fdividef(2.0f, exponential + 1.0f));
+    }
+    return logit * kLog2E;
+  }
+};
+
+}  // namespace jax_flash

@@ -1,0 +1,55 @@
+// acc += A B on one warp's share of a tile, operands coming from shared memory or registers.
+#pragma once
+
+#include <cstdint>
+
+#include "ptx/mma.cuh"
+
+namespace jax_flash {
+
+// acc[m][n] are the 16x8 blocks of a [16 kM, 8 kN] matrix; the inner dimension is 16 kSteps.
+// load_a(a, m, k) sets the fragment of A's block (m, k), load_b(b, n, k) those of the two blocks
+// (k, n) and (k, n + 1) of B, n even.
+template <typename Element, int kSteps, int kM, int kN, typename LoadA, typename LoadB>
+__device__ __forceinline__ void matmul(float (&acc)[kM][kN][4], LoadA load_a, LoadB load_b) {
+  static_assert(kN % 2 == 0);
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    uint32_t a[kM][4];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) load_a(a[m], m, k);
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      uint32_t b[4];
+      load_b(b, n, k);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        ptx::mma_m16n8k16<Element>(acc[m][n], a[m], b[0], b[1]);
+        ptx::mma_m16n8k16<Element>(acc[m][n + 1], a[m], b[2], b[3]);
+      }
+    }
+  }
+}
+
+template <int kM, int kN>
+__device__ __forceinline__ void set_zero(float (&acc)[kM][kN][4]) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) acc[m][n][e] = 0.0f;
+    }
+  }
+}
+
+// Row and column, within a warp's matrix of 16x8 blocks, of this thread's element e of block
+// (m, n): see ptx::mma_m16n8k16.
+__device__ __forceinline__ int fragment_row(int m, int e) {
+  return m * 16 + (threadIdx.x % 32) / 4 + e / 2 * 8;
+}
+__device__ __forceinline__ int fragment_col(int n, int e) {
+  return n * 8 + threadIdx.x % 4 * 2 + e % 2;
+}
+
+}  // namespace jax_flash

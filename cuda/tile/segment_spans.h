@@ -1,0 +1,45 @@
+// Segment ids: the smallest and largest id of every kSegmentBlock rows or columns, computed on
+// the device before the attention kernel, which then skips pairs of tiles whose ranges of ids
+// do not meet. Exact for packed sequences, whose ids do not decrease; never wrong for others.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace jax_flash {
+
+inline constexpr int kSegmentBlock = 32;
+
+struct SegmentSpan {
+  int32_t least, greatest;
+
+  JAX_FLASH_HOST_DEVICE bool meets(const SegmentSpan& other) const {
+    return least <= other.greatest && other.least <= greatest;
+  }
+};
+
+// In the workspace: [batch, ceil(T / kSegmentBlock)] spans, then [batch, ceil(S / kSegmentBlock)].
+struct SegmentSpans {
+  SegmentSpan* query = nullptr;
+  SegmentSpan* key = nullptr;
+  int32_t query_blocks = 0, key_blocks = 0;
+
+  static int32_t blocks(int32_t length) {
+    return length / kSegmentBlock + (length % kSegmentBlock != 0);
+  }
+  static int64_t bytes(const Shape& shape) {
+    return shape.batch * (int64_t{blocks(shape.q_len)} + blocks(shape.kv_len)) *
+           static_cast<int64_t>(sizeof(SegmentSpan));
+  }
+  static SegmentSpans at(const Shape& shape, void* workspace) {
+    SegmentSpans spans;
+    spans.query_blocks = blocks(shape.q_len);
+    spans.key_blocks = blocks(shape.kv_len);
+    spans.query = static_cast<SegmentSpan*>(workspace);
+    spans.key = spans.query + shape.batch * spans.query_blocks;
+    return spans;
+  }
+};
+
+}  // namespace jax_flash

@@ -1,0 +1,83 @@
+// Matrices of 16-bit elements in shared memory, and mma fragments read from them.
+//
+// A matrix lies in panels of 64 columns; a row of a panel is 128 bytes, eight chunks of 16.
+// Chunk c of row r is stored at position c ^ (r % 8): eight rows of one chunk, which is what
+// one phase of ldmatrix reads, then lie in all 32 banks, and so do the eight chunks of a row.
+#pragma once
+
+#include <cstdint>
+
+#include "ptx/cp_async.cuh"
+#include "ptx/ldmatrix.cuh"
+
+namespace jax_flash {
+
+inline constexpr int kChunk = 8;  // elements in 16 bytes, the unit of copies
+
+template <int kRowCount, int kColCount>
+struct SmemTile {
+  static constexpr int kRows = kRowCount, kCols = kColCount;
+  static constexpr int kPanels = (kCols + 63) / 64;
+  static constexpr int kPanelBytes = kRows * 128;
+  static constexpr int kBytes = kPanels * kPanelBytes;
+
+  uint32_t base_smem;  // a multiple of 1024
+
+  __device__ __forceinline__ uint32_t address(int row, int chunk) const {
+    return base_smem + (chunk >> 3) * kPanelBytes + row * 128 + ((chunk ^ row) & 7) * 16;
+  }
+};
+
+// Where a warp reads 16x16 blocks of a tile from: one address per lane, from which the address
+// of another block is an exclusive or and an addition of constants.
+//
+// The two orders in which the four 8x8 matrices of a block come are what the operands need:
+//   kRowsFirst: A stored [m, k] (plain), B stored [k, n] (transposed)
+//   kColsFirst: B stored [n, k] (plain), A stored [k, m] (transposed)
+enum class BlockOrder { kRowsFirst, kColsFirst };
+
+template <typename Tile>
+struct BlockReader {
+  uint32_t lane_address;
+
+  __device__ __forceinline__ BlockReader(const Tile& tile, BlockOrder order, int row, int chunk) {
+    const int lane = threadIdx.x % 32;
+    const bool rows_first = order == BlockOrder::kRowsFirst;
+    const int lane_row = rows_first ? lane & 15 : (lane & 7) + (lane >> 4) * 8;
+    const int lane_chunk = rows_first ? lane >> 4 : (lane >> 3) & 1;
+    lane_address = tile.address(row + lane_row, chunk + lane_chunk);
+  }
+
+  // `rows` is a multiple of 8; `chunks` has no bit below 8 in common with the reader's chunk.
+  __device__ __forceinline__ uint32_t at(int rows, int chunks) const {
+    return (lane_address ^ (chunks % 8 * 16)) + chunks / 8 * Tile::kPanelBytes + rows * 128;
+  }
+};
+
+// Starts copying rows row0 ... row0 + kRows - 1 of a [*, cols] matrix in global memory into a
+// tile. Rows outside [first, end) and columns from `cols` on are filled with zeros unread, so
+// that padding and what nobody may attend to, NaN perhaps, never takes part.
+template <int kThreads, typename Element, typename Tile>
+__device__ __forceinline__ void load_tile(const Tile& tile, const Element* gmem, int64_t row_stride,
+                                          int32_t row0, int32_t first, int32_t end, int cols) {
+  constexpr int kRowStep = kThreads / 8;
+  static_assert(kRowStep % 8 == 0 && Tile::kRows % kRowStep == 0);
+  const int chunk = threadIdx.x % 8, row = threadIdx.x / 8;
+  const uint32_t address = tile.address(row, chunk);
+  const Element* source = gmem + int64_t{row0 + row} * row_stride + chunk * kChunk;
+#pragma unroll
+  for (int step = 0; step < Tile::kRows / kRowStep; ++step) {
+    const int32_t global_row = row0 + row + step * kRowStep;
+    const bool row_valid = global_row >= first && global_row < end;
+#pragma unroll
+    for (int panel = 0; panel < Tile::kPanels; ++panel) {
+      // The last panel of 96 columns is half empty.
+      if (panel * 64 + chunk * kChunk >= Tile::kCols) continue;
+      const bool valid = row_valid && panel * 64 + chunk * kChunk < cols;
+      ptx::cp_async_16(address + step * kRowStep * 128 + panel * Tile::kPanelBytes,
+                       valid ? source + step * kRowStep * row_stride + panel * 64 : gmem, valid);
+    }
+  }
+}
+
+}  // namespace jax_flash

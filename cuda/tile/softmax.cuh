@@ -1,0 +1,126 @@
+// Online softmax over tiles of logits that lie in mma accumulator fragments
+// (Milakov and Gimelshein, arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691).
+//
+// A row's exponentials are taken relative to a reference that is its greatest logit so far, up
+// to 2^kSlack: raising it rescales the output accumulators, one multiplication each, and the
+// first tiles usually set it for good. float32 and the operand types hold 2^kSlack with ease.
+#pragma once
+
+#include <cstdint>
+
+#include "ptx/math.cuh"
+
+namespace jax_flash {
+
+inline constexpr float kLog2E = 1.44269504088896340736f;
+inline constexpr float kLn2 = 0.69314718055994530942f;
+
+__device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
+
+// Statistics of this thread's rows: [m][half] is row g + 8 half of the m-th 16 rows of its warp.
+template <int kM>
+struct OnlineSoftmax {
+  static constexpr float kSlack = 8.0f;
+
+  float reference[kM][2];  // in the units of the logits given to update()
+  float sum[kM][2];        // of this thread's own columns
+
+  __device__ __forceinline__ OnlineSoftmax() {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      reference[m][0] = reference[m][1] = minus_infinity();
+      sum[m][0] = sum[m][1] = 0.0f;
+    }
+  }
+
+  // Replaces each logit by 2^(to_log2 (logit - reference)); -inf gives 0. Multiplies `out`,
+  // accumulated so far, by 2^(to_log2 (old - new reference)) where the reference rises.
+  template <int kN, int kOutN>
+  __device__ __forceinline__ void update(float (&logits)[kM][kN][4], float to_log2,
+                                         float (&out)[kM][kOutN][4]) {
+    float greatest[kM][2];
+    bool rises = false;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float value = minus_infinity();
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+          value = fmaxf(value, fmaxf(logits[m][n][2 * half], logits[m][n][2 * half + 1]));
+        }
+        value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
+        value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
+        greatest[m][half] = value;
+        rises |= (value - reference[m][half]) * to_log2 > kSlack;
+      }
+    }
+    if (__any_sync(0xffffffff, rises)) raise(greatest, to_log2, out);
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float shift = shift_log2(m, half, to_log2);
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+#pragma unroll
+          for (int e = 2 * half; e < 2 * half + 2; ++e) {
+            logits[m][n][e] = ptx::ex2_approx_ftz(fmaf(logits[m][n][e], to_log2, -shift));
+            sum[m][half] += logits[m][n][e];
+          }
+        }
+      }
+    }
+  }
+
+  // After the last tile: the row's natural log-sum-exp, and what its output must be multiplied
+  // by. `sink_log2` is the sink logit in log2 units, or -inf.
+  __device__ __forceinline__ void finish(int m, int half, float to_log2, float sink_log2,
+                                         float& lse, float& normalizer) const {
+    float total = sum[m][half];
+    total += __shfl_xor_sync(0xffffffff, total, 1);
+    total += __shfl_xor_sync(0xffffffff, total, 2);
+    if (total == 0.0f) {  // nothing allowed
+      lse = sink_log2 * kLn2;
+      normalizer = 0.0f;
+      return;
+    }
+    const float shift = shift_log2(m, half, to_log2);
+    const float top = fmaxf(shift, sink_log2);
+    const float factor = ptx::ex2_approx_ftz(shift - top);
+    total = fmaf(total, factor, ptx::ex2_approx_ftz(sink_log2 - top));
+    lse = (top + log2f(total)) * kLn2;
+    normalizer = factor / total;
+  }
+
+ private:
+  // The reference in log2 units, 0 for a row that has had nothing but -inf.
+  __device__ __forceinline__ float shift_log2(int m, int half, float to_log2) const {
+    const float value = reference[m][half];
+    return value == minus_infinity() ? 0.0f : value * to_log2;
+  }
+
+  template <int kOutN>
+  __device__ __forceinline__ void raise(const float (&greatest)[kM][2], float to_log2,
+                                        float (&out)[kM][kOutN][4]) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float old = reference[m][half];
+        const float raised = fmaxf(old, greatest[m][half]);
+        const float factor =
+            old == raised ? 1.0f : ptx::ex2_approx_ftz((old - raised) * to_log2);
+        reference[m][half] = raised;
+        sum[m][half] *= factor;
+#pragma unroll
+        for (int n = 0; n < kOutN; ++n) {
+          out[m][n][2 * half] *= factor;
+          out[m][n][2 * half + 1] *= factor;
+        }
+      }
+    }
+  }
+};
+
+}  // namespace jax_flash

@@ -1,0 +1,246 @@
+"""The public functions: `dot_product_attention`, `merge_attention` and `explain`."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_flash import autodiff, dispatch
+from jax_flash.spec import AttentionSpec, make_spec
+from jax_flash.validation import make_operands
+
+
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    query_offset: ArrayLike = 0,
+    sinks: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: ArrayLike | None = None,
+    deterministic: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""Scaled dot-product attention, fused: no array of size T * S is ever stored.
+
+    A drop-in for :func:`jax.nn.dot_product_attention`, with further options. With batch b,
+    query head n, query i, key j and key/value head :math:`k = \lfloor n / (N / K) \rfloor`,
+
+    .. math::
+      x_{bnij} &= \mathrm{scale} \cdot q_{bin} \cdot k_{bjk} + \mathrm{bias}_{bnij}, \qquad
+      x \leftarrow c \tanh(x / c) \text{ with a soft cap } c \\
+      \mathrm{lse}_{bin} &= \log\bigl( \textstyle\sum_j e^{x_{bnij}} + e^{\mathrm{sink}_n} \bigr),
+      \qquad p_{bnij} = e^{x_{bnij} - \mathrm{lse}_{bin}} \\
+      \mathrm{out}_{bin} &= \textstyle\sum_j p_{bnij} v_{bjk}
+
+    where j runs over the keys that query i may attend to. A query that may attend to none
+    gets out 0, lse -inf and zero gradients (jax.nn gives it the mean of value). Softmax and
+    accumulators are float32.
+
+    Letters: \*B any number of batch axes, none included; T and S query and key/value length;
+    N and K query and key/value heads, N a multiple of K (grouped-query attention); H head dim
+    of query and key, h of value.
+
+    Args:
+      query: [\*B,T,N,H], bfloat16, float16 or float32 (float64, too, runs as the reference).
+      key: [\*B,S,K,H], query's dtype.
+      value: [\*B,S,K,h], query's dtype.
+      bias: added to the logits; broadcastable to [\*B,N,T,S], any float dtype.
+      mask: bool, True where attention is allowed; broadcastable to [\*B,N,T,S].
+      scale: factor on the logits; 1/sqrt(H) if None.
+      is_causal: query i attends to keys j <= i + query_offset.
+      query_seq_lengths: int [\*B]; queries at or past it get out 0. Clamped to [0, T].
+      key_value_seq_lengths: int [\*B]; keys at or past it are not attended to. Clamped to
+        [0, S].
+      local_window_size: (left, right): query i attends to keys from i + query_offset - left to
+        i + query_offset + right; None is unbounded; one int stands for both.
+      implementation: None: the best there is for the call and platform, see `explain`;
+        "flash": the platform's native kernel; "flash_sm80", "flash_sm90": that family of CUDA
+        kernels; "reference": jax.numpy, differentiable in any mode. jax.nn's "xla" and "cudnn"
+        stand for "reference" and "flash".
+      return_residual: whether to return lse, too.
+      query_segment_ids: int [\*B,T], with key_value_segment_ids [\*B,S]: a query attends only
+        to keys of its own segment (packed sequences). Blocks without a pair are skipped.
+      key_value_segment_ids: see query_segment_ids.
+      query_offset: int, scalar or [\*B]: position of query 0 on the key axis, for `is_causal`
+        and `local_window_size`; S - T aligns the last query with the last key.
+      sinks: float [N]: a logit per head that takes part in the softmax and has no value.
+      logits_soft_cap: c above, positive.
+      dropout_rate: probability in [0, 1) with which each p is dropped; the others are
+        multiplied by 1 / (1 - rate).
+      dropout_seed: uint32 [2], such as ``jax.random.bits(key, (2,), "uint32")``. The mask is
+        a function of it and of the index (b, n, i, j) alone: the same on every platform.
+      deterministic: gradients are bitwise equal between runs (the output always is).
+
+    Returns:
+      out [\*B,T,N,h] in query's dtype, or (out, lse) with lse [\*B,T,N] float32, the natural
+      logarithm of the softmax's denominator. Both are differentiable.
+
+    Raises:
+      TypeError: an argument is of the wrong kind, or traced where it must be static.
+      ValueError: a shape, dtype or number does not fit.
+      NotImplementedError: `implementation` names one that does not support the call.
+
+    References:
+      Dao et al., "FlashAttention", 2022, algorithms 1 and 4; Dao, "FlashAttention-2", 2023,
+      section 3.1; grouped heads: Ainslie et al., "GQA", 2023; sinks: Xiao et al., "Efficient
+      streaming language models with attention sinks", 2023; soft cap: Gemma 2 report, 2024,
+      section 2.
+    """
+    arguments = dict(locals())
+    return_residual = arguments.pop("return_residual")
+    if not isinstance(return_residual, bool):
+        raise TypeError(f"return_residual: expected a bool, got {type(return_residual).__name__}")
+    spec, operands = _canonicalize(**arguments)
+    if spec.implementation is not None:
+        dispatch.choose(spec, dispatch.Problem.of(operands), dispatch.current_platform())
+    out, lse = autodiff.attention(spec, operands)
+    if jnp.ndim(query) == 3:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_residual else out
+
+
+def _canonicalize(query, key, value, **arguments) -> tuple[AttentionSpec, dict[str, jax.Array]]:
+    static = (
+        "scale",
+        "is_causal",
+        "local_window_size",
+        "logits_soft_cap",
+        "dropout_rate",
+        "deterministic",
+        "implementation",
+    )
+    options = {name: arguments.pop(name) for name in static}
+    shape = jnp.shape(query)
+    spec = make_spec(head_dim=shape[-1] if shape else 0, **options)
+    return spec, make_operands(spec, query, key, value, **arguments)
+
+
+def merge_attention(
+    out1: jax.Array, lse1: jax.Array, out2: jax.Array, lse2: jax.Array
+) -> tuple[jax.Array, jax.Array]:
+    r"""Merges attention over two disjoint sets of keys into attention over both.
+
+    .. math::
+      \mathrm{lse} = \log(e^{\mathrm{lse}_1} + e^{\mathrm{lse}_2}), \qquad
+      \mathrm{out} = e^{\mathrm{lse}_1 - \mathrm{lse}} \mathrm{out}_1
+                   + e^{\mathrm{lse}_2 - \mathrm{lse}} \mathrm{out}_2
+
+    Associative, and differentiable in every argument, so split, cascade and ring attention
+    built from it have correct gradients. A part with lse -inf contributes nothing.
+
+    Args:
+      out1: [\*B,T,N,h], any float dtype, from `dot_product_attention(return_residual=True)`.
+      lse1: [\*B,T,N] float32, likewise.
+      out2: like out1.
+      lse2: like lse1.
+
+    Returns:
+      (out [\*B,T,N,h] in out1's dtype, lse [\*B,T,N] float32).
+
+    Raises:
+      ValueError: the shapes do not fit.
+
+    Reference:
+      Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, section 3.1.
+    """
+    for name, x, shape in (
+        ("out2", out2, out1.shape),
+        ("lse1", lse1, out1.shape[:-1]),
+        ("lse2", lse2, out1.shape[:-1]),
+    ):
+        if x.shape != shape:
+            raise ValueError(f"{name}: expected shape {shape}, got {x.shape}")
+    highest = jnp.maximum(lse1, lse2)
+    # Where neither part attended to anything, exp(-inf - 0) gives the zeros wanted.
+    base = jax.lax.stop_gradient(jnp.where(highest == -jnp.inf, 0.0, highest))
+    weight1, weight2 = jnp.exp(lse1 - base), jnp.exp(lse2 - base)
+    total = weight1 + weight2
+    empty = total == 0.0
+    total = jnp.where(empty, 1.0, total)
+    lse = jnp.where(empty, -jnp.inf, base + jnp.log(total))
+
+    def share(weight, out):
+        return jnp.where(weight == 0.0, 0.0, weight / total)[..., None] * out
+
+    out = share(weight1, out1.astype(lse.dtype)) + share(weight2, out2.astype(lse.dtype))
+    return out.astype(out1.dtype), lse
+
+
+@dataclasses.dataclass(frozen=True)
+class Explanation:
+    """Which implementation a call gets, by platform, and why.
+
+    Attributes:
+      choices: for each platform ("cpu", "cuda") a `dispatch.Choice`, or the text of the
+        NotImplementedError that the call raises there.
+      current: the platform that a call made now would run on.
+    """
+
+    choices: dict[str, dispatch.Choice | str]
+    current: str
+
+    def __str__(self) -> str:
+        lines = []
+        for platform, choice in self.choices.items():
+            here = " (this process)" if platform == self.current else ""
+            if isinstance(choice, str):
+                lines.append(f"{platform}{here}: not supported: {choice}")
+            else:
+                lines.append(f"{platform}{here}: {choice.implementation}: {choice.reason}")
+        return "\n".join(lines)
+
+
+def explain(*args: Any, **kwargs: Any) -> Explanation:
+    """Says which implementation `dot_product_attention(*args, **kwargs)` gets, and why.
+
+    Args:
+      *args: as for `dot_product_attention`; arrays, or `jax.ShapeDtypeStruct`s.
+      **kwargs: likewise.
+
+    Returns:
+      An `Explanation`; print it.
+
+    Raises:
+      TypeError, ValueError: as `dot_product_attention` does.
+    """
+    arguments = _DEFAULTS | dict(zip(_POSITIONAL, args, strict=False)) | kwargs
+    del arguments["return_residual"]
+    arrays = {n: x for n, x in arguments.items() if hasattr(x, "shape")}
+    others = {n: x for n, x in arguments.items() if n not in arrays}
+    found = []
+
+    def look(arrays):
+        found.extend(_canonicalize(**arrays, **others))
+
+    jax.eval_shape(look, arrays)
+    spec, operands = found
+    problem = dispatch.Problem.of(operands)
+    current = dispatch.current_platform()
+    choices: dict[str, dispatch.Choice | str] = {}
+    for platform in dict.fromkeys((*dispatch.PLATFORMS, current)):
+        try:
+            choices[platform] = dispatch.choose(spec, problem, platform)
+        except NotImplementedError as error:
+            choices[platform] = str(error)
+    return Explanation(choices, current)
+
+
+_POSITIONAL = ("query", "key", "value", "bias", "mask")
+_DEFAULTS = {"bias": None, "mask": None, **(dot_product_attention.__kwdefaults__ or {})}

@@ -1,0 +1,93 @@
+"""Which implementation a call gets on each platform, and why."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash import ffi
+from jax_flash.spec import AttentionSpec
+
+PLATFORMS = ("cpu", "cuda")
+
+
+@dataclasses.dataclass(frozen=True)
+class Choice:
+    """What a call runs as on one platform.
+
+    Attributes:
+      implementation: "flash" or "reference".
+      reason: one sentence.
+    """
+
+    implementation: str
+    reason: str
+
+
+@dataclasses.dataclass(frozen=True)
+class Problem:
+    """The part of a call's shapes and dtypes that decides what supports it."""
+
+    dtype: str
+    head_dim: int
+    value_dim: int
+
+    @classmethod
+    def of(cls, operands) -> Problem:
+        query, value = operands["query"], operands["value"]
+        return cls(jnp.dtype(query.dtype).name, query.shape[-1], value.shape[-1])
+
+
+def choose(spec: AttentionSpec, problem: Problem, platform: str) -> Choice:
+    """The implementation of a call on "cpu", "cuda" or any other of JAX's platforms.
+
+    Raises:
+      NotImplementedError: `spec.implementation` names one that cannot run the call there.
+    """
+    if spec.implementation == "reference":
+        return Choice("reference", 'implementation="reference" asks for it')
+    unsupported = _unsupported(spec, problem, platform)
+    if unsupported is None:
+        return Choice("flash", _reason(platform))
+    if spec.implementation is not None:
+        raise NotImplementedError(
+            f"implementation={spec.implementation!r} on platform {platform!r}: {unsupported}; "
+            'use implementation=None, which runs implementation="reference" here'
+        )
+    return Choice("reference", unsupported)
+
+
+def _reason(platform: str) -> str:
+    if platform == "cpu":
+        return f"the native CPU kernel ({ffi.native.instruction_set()}) supports the call"
+    return "the CUDA kernels support the call"
+
+
+def _unsupported(spec: AttentionSpec, problem: Problem, platform: str) -> str | None:
+    """Why the native kernel cannot run a call, or None if it can."""
+    if platform not in PLATFORMS:
+        return f"there is no kernel for platform {platform!r} (there is for cpu and cuda)"
+    if ffi.native is None:
+        return ffi.load_error
+    if problem.dtype not in ("float32", "bfloat16", "float16"):
+        return (
+            f"the kernels take float32, bfloat16 and float16, not {problem.dtype} "
+            "(cast to float32 to use them)"
+        )
+    if platform == "cpu":
+        if spec.implementation in ("flash_sm80", "flash_sm90"):
+            return f"{spec.implementation} is a CUDA kernel (the CPU's is called flash)"
+        return None
+    if not ffi.native.has_cuda():
+        return "this build of jax_flash contains no CUDA kernels"
+    return "this build of jax_flash contains no CUDA kernels"
+
+
+def current_platform() -> str:
+    """The platform that a call made now runs on, unless its arguments are placed elsewhere."""
+    device = jax.config.jax_default_device
+    platform = device if isinstance(device, str) else getattr(device, "platform", None)
+    platform = platform or jax.default_backend()
+    return "cuda" if platform in ("gpu", "cuda") else platform

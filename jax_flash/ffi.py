@@ -1,0 +1,136 @@
+"""The native library: loads it, registers its custom calls, and calls them.
+
+One target name serves both platforms, so the same `jax.ffi.ffi_call` lowers for "cpu" and
+for "CUDA", also on a machine that has no GPU.
+"""
+
+from __future__ import annotations
+
+import importlib
+import math
+import warnings
+
+import jax
+import jax.export
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flash.reference import batch_shape
+from jax_flash.spec import OPTIONAL_OPERANDS, AttentionSpec
+
+Operands = dict[str, jax.Array]
+
+FORWARD_TARGET = "jax_flash_forward"
+BACKWARD_TARGET = "jax_flash_backward"
+
+# For jax.export: `jax.export.export(f, disabled_checks=jax_flash.EXPORT_SAFETY_CHECKS)`.
+EXPORT_SAFETY_CHECKS = tuple(
+    jax.export.DisabledSafetyCheck.custom_call(target)
+    for target in (FORWARD_TARGET, BACKWARD_TARGET)
+)
+
+# Batch axes that native code takes (kMaxBatchDims in cuda/params.h).
+MAX_BATCH_AXES = 4
+
+
+def _load():
+    try:
+        library = importlib.import_module("jax_flash._native")
+    except ImportError as error:
+        sentence = (
+            f"the native library of jax_flash cannot be loaded ({error}); "
+            "`pip install --force-reinstall jax-flash` builds it anew"
+        )
+        warnings.warn(f"{sentence}; until then calls run as the reference", stacklevel=2)
+        return None, sentence
+    for target, platform, handler in library.registrations():
+        jax.ffi.register_ffi_target(target, handler, platform=platform)
+    return library, None
+
+
+native, load_error = _load()
+
+
+def _attributes(spec: AttentionSpec, operands: Operands) -> tuple[list[jax.Array], dict]:
+    """The optional operands in native order, and the attributes of a call."""
+    present = [name for name in OPTIONAL_OPERANDS if name in operands]
+    bits = sum(1 << i for i, name in enumerate(OPTIONAL_OPERANDS) if name in operands)
+    return [operands[name] for name in present], {
+        "options": spec.ffi_attributes(),
+        "operands": np.int32(bits),
+    }
+
+
+def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
+    """The forward custom call: out [*B,T,N,h] and lse [*B,N,T] float32."""
+    query, value = operands["query"], operands["value"]
+    batch = batch_shape(operands)
+    q_len, heads, _ = query.shape[-3:]
+    optional, attributes = _attributes(spec, operands)
+    call = jax.ffi.ffi_call(
+        FORWARD_TARGET,
+        (
+            jax.ShapeDtypeStruct((*batch, q_len, heads, value.shape[-1]), query.dtype),
+            jax.ShapeDtypeStruct((*batch, heads, q_len), jnp.float32),
+        ),
+    )
+    out, lse = call(query, operands["key"], value, *optional, **attributes)
+    return out, lse
+
+
+def backward(
+    spec: AttentionSpec,
+    operands: Operands,
+    platform: str,
+    dbias_shape: tuple[int, ...] | None,
+) -> Operands:
+    """The backward custom call.
+
+    Args:
+      spec: the static options.
+      operands: by name; with out, lse, dout and, unless it is zero, dlse.
+      platform: "cpu" or "cuda"; the size of the workspace depends on it.
+      dbias_shape: shape of the bias's gradient, or None if it is not wanted.
+
+    Returns:
+      Gradients of query, key, value and perhaps bias, by name; each has all batch axes in
+      full, except the bias's.
+    """
+    names = ("query", "key", "value", "out", "lse", "dout")
+    batch = batch_shape(operands)
+    results = {
+        name: jax.ShapeDtypeStruct((*batch, *operands[name].shape[-3:]), operands[name].dtype)
+        for name in names[:3]
+    }
+    if dbias_shape is not None:
+        results["bias"] = jax.ShapeDtypeStruct(dbias_shape, operands["bias"].dtype)
+    workspace = _workspace_bytes(spec, operands, platform, dbias_shape)
+    results["workspace"] = jax.ShapeDtypeStruct((workspace,), jnp.uint8)
+    optional, attributes = _attributes(spec, operands)
+    call = jax.ffi.ffi_call(BACKWARD_TARGET, tuple(results.values()))
+    outputs = call(*(operands[name] for name in names), *optional, **attributes)
+    grads = dict(zip(results, outputs, strict=True))
+    del grads["workspace"]
+    return grads
+
+
+def _workspace_bytes(spec, operands: Operands, platform: str, dbias_shape) -> int:
+    q_len, heads, head_dim = operands["query"].shape[-3:]
+    kv_len, kv_heads, value_dim = operands["value"].shape[-3:]
+    sizes = {
+        "batch": math.prod(batch_shape(operands)),
+        "q_len": q_len,
+        "kv_len": kv_len,
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "head_dim": head_dim,
+        "value_dim": value_dim,
+        "dtype": operands["query"].dtype.name,
+    }
+    if platform == "cpu":
+        return native.host_backward_workspace_bytes(**sizes)
+    return native.cuda_backward_workspace_bytes(
+        **sizes,
+        deterministic=spec.deterministic,
+        dbias_elements=0 if dbias_shape is None else math.prod(dbias_shape),
+    )

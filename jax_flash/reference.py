@@ -1,0 +1,247 @@
+"""The operation in jax.numpy: its definition, the tests' oracle, and the fallback.
+
+It differs from the mathematics in `dot_product_attention`'s docstring in one way only: it
+goes through blocks of queries, so that O(block * S) logits exist at a time, and recomputes
+them when differentiated. Being plain JAX it can be differentiated in any mode, any number
+of times.
+"""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash.philox import dropout_keep
+from jax_flash.spec import OPERAND_AXES, AttentionSpec
+
+Operands = dict[str, jax.Array]
+
+# Logits that may exist at a time, in elements.
+_BLOCK_ELEMENTS = 2**24
+
+
+def forward(
+    spec: AttentionSpec, operands: Operands, *, block_q: int | None = None
+) -> tuple[jax.Array, jax.Array]:
+    """Returns (out [*B,T,N,h], lse [*B,N,T]), computed in float32, or in float64 for float64.
+
+    Args:
+      spec: the static options.
+      operands: arrays by name, each with all batch axes `*B` (full or of size 1) and then the
+        axes of `spec.OPERAND_AXES`.
+      block_q: queries in a block; None chooses by memory.
+    """
+    query, key, value = operands["query"], operands["key"], operands["value"]
+    batch = batch_shape(operands)
+    q_len, heads, _ = query.shape[-3:]
+    kv_len, _, value_dim = value.shape[-3:]
+    accumulator = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    if 0 in (*batch, q_len, heads):
+        out = jnp.zeros((*batch, q_len, heads, value_dim), query.dtype)
+        return out, jnp.full((*batch, heads, q_len), -jnp.inf, accumulator)
+
+    operands = {**operands, "key": key.astype(accumulator), "value": value.astype(accumulator)}
+    if block_q is None:
+        per_query = max(1, heads * kv_len * functools.reduce(lambda x, y: x * y, batch, 1))
+        block_q = max(16, _BLOCK_ELEMENTS // per_query)
+    if _has_mask(spec, operands):
+        # NaN in a key or value that nobody attends to must not meet a zero.
+        attended = _over_query_blocks(
+            functools.partial(_attended_keys, spec), operands, block_q, reduce=jnp.logical_or
+        )
+        attended = jnp.moveaxis(attended, -2, -1)[..., None]  # [*B|1,S,K,1]
+        operands["key"] = jnp.where(attended, operands["key"], 0)
+        operands["value"] = jnp.where(attended, operands["value"], 0)
+    block = jax.checkpoint(functools.partial(_forward_block, spec, accumulator))
+    out, lse = _over_query_blocks(block, operands, block_q)
+    out = jnp.broadcast_to(out, (*batch, *out.shape[-3:]))
+    lse = jnp.broadcast_to(lse, (*batch, *lse.shape[-2:]))
+    return out.astype(query.dtype), lse
+
+
+def backward(spec: AttentionSpec, operands: Operands, grad_of: tuple[str, ...]) -> Operands:
+    """Gradients of `forward` by recomputation.
+
+    Args:
+      spec: the static options.
+      operands: as for `forward`, with dout [*B,T,N,h] and perhaps dlse [*B,N,T].
+      grad_of: names of the operands to differentiate with respect to.
+
+    Returns:
+      Gradients by name, each in its operand's shape and dtype.
+    """
+    inputs = {n: x for n, x in operands.items() if n not in ("out", "lse", "dout", "dlse")}
+    wanted = {name: inputs[name] for name in grad_of}
+    (_, lse), vjp = jax.vjp(lambda x: forward(spec, {**inputs, **x}), wanted)
+    dlse = operands.get("dlse")
+    dlse = jnp.zeros_like(lse) if dlse is None else dlse.astype(lse.dtype)
+    (grads,) = vjp((operands["dout"], dlse))
+    return grads
+
+
+def batch_shape(operands: Operands) -> tuple[int, ...]:
+    """The batch axes of a call: those of all its operands, broadcast."""
+    return jnp.broadcast_shapes(
+        *(x.shape[: x.ndim - len(OPERAND_AXES[name])] for name, x in operands.items())
+    )
+
+
+def _has_mask(spec: AttentionSpec, operands: Operands) -> bool:
+    return (
+        spec.is_causal
+        or spec.has_window
+        or any(name.endswith(("mask", "lengths", "segment_ids")) for name in operands)
+    )
+
+
+def _over_query_blocks(function, operands: Operands, block_q: int, reduce=None) -> Any:
+    """Calls `function(operands, first)` for blocks of queries that start at `first`.
+
+    The results, whose axis T is where `OPERAND_AXES` of out and lse have it, are
+    concatenated, or combined by `reduce`.
+    """
+    q_len = operands["query"].shape[-3]
+
+    def slice_block(first, size):
+        block = {}
+        for name, x in operands.items():
+            axes = OPERAND_AXES[name]
+            axis = x.ndim - len(axes) + axes.index("T") if "T" in axes else None
+            if axis is None or x.shape[axis] != q_len:
+                block[name] = x
+            else:
+                block[name] = jax.lax.dynamic_slice_in_dim(x, first, size, axis)
+        return function(block, first)
+
+    if block_q >= q_len:
+        return slice_block(0, q_len)
+    count, rest = divmod(q_len, block_q)
+    starts = jnp.arange(count, dtype=jnp.int32) * block_q
+    main = jax.lax.map(lambda first: slice_block(first, block_q), starts)
+    tail = slice_block(count * block_q, rest) if rest else None
+    if reduce is not None:
+        main = main.any(axis=0)
+        return main if tail is None else reduce(main, tail)
+
+    def join(blocks, last, axis):
+        # [count, ..., block_q, ...] to [..., count * block_q, ...]
+        blocks = jnp.moveaxis(blocks, 0, axis - 1)
+        shape = blocks.shape
+        axis %= len(shape)
+        blocks = blocks.reshape(*shape[: axis - 1], -1, *shape[axis + 1 :])
+        return blocks if last is None else jnp.concatenate([blocks, last], axis - 1)
+
+    out_tail, lse_tail = (None, None) if tail is None else tail
+    return join(main[0], out_tail, -3), join(main[1], lse_tail, -1)
+
+
+def _heads_last_group(x: jax.Array, axis: int, kv_heads: int) -> jax.Array:
+    """Splits a query-head axis N (or 1) into [K, N // K] (or [1, 1])."""
+    axis %= x.ndim
+    heads = x.shape[axis]
+    split = (1, 1) if heads == 1 else (kv_heads, heads // kv_heads)
+    return x.reshape(*x.shape[:axis], *split, *x.shape[axis + 1 :])
+
+
+def _allowed(spec: AttentionSpec, operands: Operands, first) -> jax.Array:
+    """Which logits of a block exist: bool, broadcastable to [*B,K,G,T,S]."""
+    q_len, kv_len = operands["query"].shape[-3], operands["key"].shape[-3]
+    kv_heads = operands["key"].shape[-2]
+    i = first + jnp.arange(q_len, dtype=jnp.int32)[:, None]
+    j = jnp.arange(kv_len, dtype=jnp.int32)[None, :]
+    allowed = jnp.ones((1,) * (operands["query"].ndim - 1) + (1, 1), bool)
+
+    def per_batch(name):
+        x = operands[name]
+        return x.reshape(*x.shape, 1, 1, 1, 1)
+
+    if "mask" in operands:
+        allowed &= _heads_last_group(operands["mask"], -3, kv_heads)
+    if "query_segment_ids" in operands:
+        q_ids = operands["query_segment_ids"][..., None, None, :, None]
+        allowed &= q_ids == operands["key_value_segment_ids"][..., None, None, None, :]
+    if "query_seq_lengths" in operands:
+        allowed &= i < per_batch("query_seq_lengths")
+    if "key_value_seq_lengths" in operands:
+        allowed &= j < per_batch("key_value_seq_lengths")
+    left, right = spec.window
+    if spec.is_causal or spec.has_window:
+        # distance = i + offset - j must not wrap around for any offset: 2^28 is room for
+        # any i and j, and no query reaches a key across the distances given up.
+        offset = per_batch("query_offset") if "query_offset" in operands else jnp.int32(0)
+        distance = i + jnp.clip(offset, -(2**31) + 2**28, 2**31 - 1 - 2**28) - j
+        if spec.is_causal:
+            allowed &= distance >= 0
+        if left is not None:
+            allowed &= distance <= left
+        if right is not None:
+            allowed &= -distance <= right
+    return allowed
+
+
+def _attended_keys(spec: AttentionSpec, operands: Operands, first) -> jax.Array:
+    """Whether any query of the block attends to a key: bool [*B|1,K,S]."""
+    allowed = _allowed(spec, operands, first)
+    allowed = allowed.any(axis=(-3, -2))
+    key = operands["key"]
+    return jnp.broadcast_to(allowed, (*allowed.shape[:-2], key.shape[-2], key.shape[-3]))
+
+
+def _forward_block(spec, accumulator, operands: Operands, first) -> tuple[jax.Array, jax.Array]:
+    """One block of queries: (out [*B,T,N,h] in the accumulator's dtype, lse [*B,N,T])."""
+    key, value = operands["key"], operands["value"]
+    kv_heads = key.shape[-2]
+    query = operands["query"].astype(accumulator)
+    q_len, heads = query.shape[-3:-1]
+    allowed = _allowed(spec, operands, first)
+    row_exists = jnp.ones((), bool)
+    if "query_seq_lengths" in operands:
+        lengths = operands["query_seq_lengths"]
+        i = first + jnp.arange(q_len, dtype=jnp.int32)
+        row_exists = (i < lengths[..., None])[..., None, None, :]  # [*B,K,G,T]
+        query = jnp.where(jnp.moveaxis(row_exists, -1, -3), query, 0)
+
+    grouped = _heads_last_group(query, -2, kv_heads)  # [*B,T,K,G,H]
+    highest = jax.lax.Precision.HIGHEST
+    logits = spec.scale * jnp.einsum("...tkgd,...skd->...kgts", grouped, key, precision=highest)
+    if "bias" in operands:
+        logits = logits + _heads_last_group(operands["bias"].astype(accumulator), -3, kv_heads)
+    # Selecting before and after every nonlinear step keeps NaN and Inf of masked
+    # positions out of the gradients too.
+    logits = jnp.where(allowed, logits, 0)
+    if spec.logits_soft_cap is not None:
+        logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
+
+    maximum = jnp.max(jnp.where(allowed, logits, -jnp.inf), axis=-1, initial=-jnp.inf)
+    if "sinks" in operands:
+        sinks = _heads_last_group(operands["sinks"].astype(accumulator), -1, kv_heads)[..., None]
+        maximum = jnp.maximum(maximum, sinks)
+    maximum = jax.lax.stop_gradient(jnp.where(maximum == -jnp.inf, 0, maximum))
+    weights = jnp.where(allowed, jnp.exp(logits - maximum[..., None]), 0)
+    total = weights.sum(axis=-1)
+    if "sinks" in operands:
+        total = total + jnp.where(row_exists, jnp.exp(sinks - maximum), 0)
+    empty = total == 0
+    total = jnp.where(empty, 1, total)
+    lse = jnp.where(empty, -jnp.inf, maximum + jnp.log(total))
+    weights = weights / total[..., None]
+    if spec.dropout_threshold:
+        keep = dropout_keep(
+            operands["dropout_seed"],
+            operands["dropout_batch_ids"],
+            operands["dropout_head_ids"],
+            rows=first + jnp.arange(q_len, dtype=jnp.int32),
+            kv_len=key.shape[-3],
+            threshold=spec.dropout_threshold,
+        )
+        keep = _heads_last_group(keep, -3, kv_heads)
+        weights = jnp.where(keep, weights / (1.0 - spec.dropout_rate), 0)
+    out = jnp.einsum("...kgts,...skd->...tkgd", weights, value, precision=highest)
+    out = jnp.where(jnp.moveaxis(empty, -1, -3)[..., None], 0, out)
+    return (
+        out.reshape(*out.shape[:-3], heads, out.shape[-1]),
+        lse.reshape(*lse.shape[:-3], heads, q_len),
+    )

@@ -1,0 +1,183 @@
+"""The static side of a call: every option, checked once, and how it reaches native code."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+import numbers
+from typing import Any
+
+import numpy as np
+
+# Operands besides query, key and value, in the order native code numbers them
+# (`optional_operands` in cuda/handlers.cc). Internally every operand carries all the
+# call's batch axes, each full or of size 1 (broadcast), before the axes given here.
+OPTIONAL_OPERANDS: dict[str, tuple[str, ...]] = {
+    "bias": ("N", "T", "S"),
+    "mask": ("N", "T", "S"),
+    "query_seq_lengths": (),
+    "key_value_seq_lengths": (),
+    "query_segment_ids": ("T",),
+    "key_value_segment_ids": ("S",),
+    "query_offset": (),
+    "sinks": ("N",),
+    "dropout_seed": ("2",),
+    "dropout_batch_ids": (),
+    "dropout_head_ids": ("N",),
+    "dlse": ("N", "T"),
+}
+
+# Every array that takes part in a forward or backward call, by name. "K" counts the
+# key/value heads, "h" the value head dim.
+OPERAND_AXES: dict[str, tuple[str, ...]] = {
+    "query": ("T", "N", "H"),
+    "key": ("S", "K", "H"),
+    "value": ("S", "K", "h"),
+    "out": ("T", "N", "h"),
+    "lse": ("N", "T"),
+    "dout": ("T", "N", "h"),
+    **OPTIONAL_OPERANDS,
+}
+
+IMPLEMENTATIONS = (None, "flash", "flash_sm80", "flash_sm90", "reference")
+# Names that jax.nn.dot_product_attention uses, and ours for the same wish.
+_JAX_NN_IMPLEMENTATIONS = {"xla": "reference", "cudnn": "flash"}
+
+_INT32_MAX = 2**31 - 1
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSpec:
+    """The static options of one call, validated and normalised.
+
+    Attributes:
+      scale: factor on the logits.
+      is_causal: query i attends to keys j <= i + query_offset.
+      window: keys that a query sees to its left and right; None is unbounded.
+      logits_soft_cap: logits become cap * tanh(logits / cap); None is no cap.
+      dropout_rate: probability in [0, 1) that a probability is dropped.
+      deterministic: gradients are bitwise equal between runs.
+      implementation: one of `IMPLEMENTATIONS`.
+    """
+
+    scale: float
+    is_causal: bool = False
+    window: tuple[int | None, int | None] = (None, None)
+    logits_soft_cap: float | None = None
+    dropout_rate: float = 0.0
+    deterministic: bool = False
+    implementation: str | None = None
+
+    @property
+    def dropout_threshold(self) -> int:
+        """An element is kept if its 16 random bits are at least this."""
+        return round(self.dropout_rate * 65536)
+
+    @property
+    def has_window(self) -> bool:
+        return self.window != (None, None)
+
+    def ffi_attributes(self) -> dict[str, Any]:
+        """The `options` attribute; fields as `OptionAttributes` in cuda/handlers.cc."""
+        left, right = (-1 if side is None else side for side in self.window)
+        family = {"flash_sm80": 80, "flash_sm90": 90}.get(self.implementation, 0)
+        return {
+            "scale": np.float32(self.scale),
+            "is_causal": np.bool_(self.is_causal),
+            "window_left": np.int32(left),
+            "window_right": np.int32(right),
+            "logits_soft_cap": np.float32(self.logits_soft_cap or 0.0),
+            "dropout_threshold": np.int32(self.dropout_threshold),
+            "dropout_scale": np.float32(1.0 / (1.0 - self.dropout_rate)),
+            "deterministic": np.bool_(self.deterministic),
+            "family": np.int32(family),
+        }
+
+
+def make_spec(
+    *,
+    head_dim: int,
+    scale: float | None,
+    is_causal: bool,
+    local_window_size: int | tuple[int | None, int | None] | None,
+    logits_soft_cap: float | None,
+    dropout_rate: float,
+    deterministic: bool,
+    implementation: str | None,
+) -> AttentionSpec:
+    """Checks the static arguments of `dot_product_attention` and returns them as a spec.
+
+    Raises:
+      TypeError: an argument is of the wrong kind, or traced where it must be static.
+      ValueError: an argument is out of range.
+    """
+    if scale is None:
+        scale = 1.0 / math.sqrt(head_dim) if head_dim else 1.0
+    else:
+        scale = _number("scale", scale)
+    if logits_soft_cap is not None:
+        logits_soft_cap = _number("logits_soft_cap", logits_soft_cap)
+        if not 0.0 < logits_soft_cap < math.inf:
+            raise ValueError(
+                f"logits_soft_cap: expected a positive finite number or None, got {logits_soft_cap}"
+            )
+    dropout_rate = _number("dropout_rate", dropout_rate)
+    if not 0.0 <= dropout_rate < 1.0:
+        raise ValueError(f"dropout_rate: expected a number in [0, 1), got {dropout_rate}")
+    if implementation not in IMPLEMENTATIONS:
+        if implementation not in _JAX_NN_IMPLEMENTATIONS:
+            raise ValueError(
+                f"implementation: expected one of {IMPLEMENTATIONS}, got {implementation!r}"
+            )
+        implementation = _JAX_NN_IMPLEMENTATIONS[implementation]
+    return AttentionSpec(
+        scale=scale,
+        is_causal=_flag("is_causal", is_causal),
+        window=_window(local_window_size),
+        logits_soft_cap=logits_soft_cap,
+        dropout_rate=dropout_rate,
+        deterministic=_flag("deterministic", deterministic),
+        implementation=implementation,
+    )
+
+
+def _number(name: str, value: Any) -> float:
+    if isinstance(value, bool) or not isinstance(value, numbers.Real | np.number):
+        raise TypeError(
+            f"{name}: expected a Python number, known when the function is traced, "
+            f"got {type(value).__name__}"
+        )
+    return float(value)
+
+
+def _flag(name: str, value: Any) -> bool:
+    if not isinstance(value, bool | np.bool_):
+        raise TypeError(
+            f"{name}: expected a bool, known when the function is traced, "
+            f"got {type(value).__name__}"
+        )
+    return bool(value)
+
+
+def _window(size: Any) -> tuple[int | None, int | None]:
+    if size is None:
+        return None, None
+    sides = size if isinstance(size, tuple | list) else (size, size)
+    if len(sides) != 2:
+        raise ValueError(f"local_window_size: expected an int or (left, right), got {size!r}")
+    return _side(sides[0], size), _side(sides[1], size)
+
+
+def _side(side: Any, size: Any) -> int | None:
+    if side is None:
+        return None
+    if isinstance(side, bool) or not isinstance(side, numbers.Integral):
+        raise TypeError(
+            "local_window_size: expected an int or (left, right) of ints, known when the "
+            f"function is traced, got {size!r}"
+        )
+    if side < 0:
+        raise ValueError(
+            f"local_window_size: expected non-negative sizes (None is unbounded), got {size!r}"
+        )
+    return min(int(side), _INT32_MAX)

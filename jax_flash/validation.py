@@ -1,0 +1,170 @@
+"""Checks the array arguments of a call and brings them into internal form.
+
+All of it happens while JAX traces, from shapes and dtypes alone. Internal form: a dict by
+the names of `spec.OPERAND_AXES`, where every array has all batch axes.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flash.spec import AttentionSpec
+
+Operands = dict[str, jax.Array]
+
+
+def make_operands(spec: AttentionSpec, query, key, value, **optional) -> Operands:
+    """Validates the arrays of `dot_product_attention`, whose argument names these are.
+
+    Raises:
+      TypeError: an argument is no array, or of the wrong kind of dtype.
+      ValueError: a shape or dtype does not fit the others.
+    """
+    operands = _query_key_value(query, key, value)
+    *batch, q_len, heads, _ = operands["query"].shape
+    kv_len = operands["key"].shape[-3]
+    batch = tuple(batch)
+    logits = (*batch, heads, q_len, kv_len)
+
+    if optional["bias"] is not None:
+        bias = _array("bias", optional["bias"], jnp.floating, "a float dtype (a mask is `mask`)")
+        if bias.dtype == jnp.float64 and operands["query"].dtype != jnp.float64:
+            bias = bias.astype(jnp.float32)
+        elif bias.dtype.itemsize < 2:
+            bias = bias.astype(jnp.float32)
+        operands["bias"] = _broadcastable("bias", bias, logits)
+    if optional["mask"] is not None:
+        mask = _array("mask", optional["mask"], jnp.bool_, "bool (an additive mask is `bias`)")
+        operands["mask"] = _broadcastable("mask", mask, logits)
+    for name in ("query_seq_lengths", "key_value_seq_lengths"):
+        if optional[name] is not None:
+            operands[name] = _integers(name, optional[name], batch)
+    _segment_ids(operands, optional, (*batch, q_len), (*batch, kv_len))
+    _query_offset(operands, optional["query_offset"], batch)
+    if optional["sinks"] is not None:
+        sinks = _array("sinks", optional["sinks"], jnp.floating, "a float dtype")
+        _expect_shape("sinks", sinks, (heads,))
+        if operands["query"].dtype != jnp.float64:
+            sinks = sinks.astype(jnp.float32)
+        operands["sinks"] = sinks.reshape((1,) * len(batch) + (heads,))
+    _dropout(spec, operands, optional["dropout_seed"], batch, heads)
+    if not batch:
+        operands = {name: x[None] for name, x in operands.items()}
+    return operands
+
+
+def _query_key_value(query, key, value) -> Operands:
+    operands = {
+        name: _array(name, x, jnp.floating, "a float dtype")
+        for name, x in (("query", query), ("key", key), ("value", value))
+    }
+    query, key, value = operands.values()
+    if query.ndim < 3:
+        raise ValueError(
+            f"query: expected shape [..., T, N, H] of 3 or more axes, got {query.shape}"
+        )
+    *batch, _, heads, head_dim = query.shape
+    kv_shape = (*batch, "S", "K")
+    for name, x, last in (("key", key, head_dim), ("value", value, "h")):
+        fits = x.ndim == query.ndim and list(x.shape[:-3]) == batch
+        if not fits or (name == "key" and x.shape[-1] != head_dim):
+            raise ValueError(
+                f"{name}: expected shape {_text((*kv_shape, last))} to go with query "
+                f"{query.shape}, got {x.shape}"
+            )
+        if x.dtype != query.dtype:
+            raise ValueError(f"{name}: expected query's dtype {query.dtype}, got {x.dtype}")
+    if value.shape[-3:-1] != key.shape[-3:-1]:
+        raise ValueError(
+            f"value: expected shape {_text((*key.shape[:-1], 'h'))} to go with key {key.shape}, "
+            f"got {value.shape}"
+        )
+    kv_heads = key.shape[-2]
+    if kv_heads == 0 or heads % kv_heads:
+        raise ValueError(
+            f"key: expected a number of heads that divides query's {heads}, got {kv_heads}"
+        )
+    return operands
+
+
+def _segment_ids(operands: Operands, optional, q_shape, kv_shape) -> None:
+    names = ("query_segment_ids", "key_value_segment_ids")
+    given = [name for name in names if optional[name] is not None]
+    if len(given) == 1:
+        (missing,) = set(names) - set(given)
+        raise ValueError(f"{missing}: expected with {given[0]}, got None")
+    for name, shape in zip(names, (q_shape, kv_shape), strict=True):
+        if given:
+            operands[name] = _integers(name, optional[name], shape)
+
+
+def _query_offset(operands: Operands, offset, batch) -> None:
+    if isinstance(offset, int | np.integer) and not isinstance(offset, bool) and offset == 0:
+        return
+    offset = _array("query_offset", offset, jnp.integer, "an integer dtype").astype(jnp.int32)
+    if offset.ndim == 0:
+        offset = offset.reshape((1,) * len(batch))
+    else:
+        _expect_shape("query_offset", offset, batch)
+    operands["query_offset"] = offset
+
+
+def _dropout(spec: AttentionSpec, operands: Operands, seed, batch, heads: int) -> None:
+    if not spec.dropout_threshold:
+        return
+    if seed is None:
+        raise ValueError("dropout_seed: expected uint32 [2] with a dropout_rate above 0, got None")
+    seed = _array("dropout_seed", seed, jnp.unsignedinteger, "uint32 (jax.random.bits makes it)")
+    if seed.dtype != jnp.uint32:
+        raise TypeError(f"dropout_seed: expected dtype uint32, got {seed.dtype}")
+    _expect_shape("dropout_seed", seed, (2,))
+    ones = (1,) * len(batch)
+    operands["dropout_seed"] = seed.reshape(*ones, 2)
+    # Dropout counts with these numbers, so a shard or a vmapped call that holds only some
+    # of the batch entries and heads draws the bits of the whole call.
+    count = int(np.prod(batch, dtype=np.int64))
+    operands["dropout_batch_ids"] = jnp.arange(count, dtype=jnp.int32).reshape(batch)
+    operands["dropout_head_ids"] = jnp.arange(heads, dtype=jnp.int32).reshape(*ones, heads)
+
+
+def _array(name: str, x: Any, kind, expected: str) -> jax.Array:
+    try:
+        x = jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name}: expected an array, got {type(x).__name__}") from error
+    if not jnp.issubdtype(x.dtype, kind):
+        raise TypeError(f"{name}: expected {expected}, got {x.dtype}")
+    return x
+
+
+def _integers(name: str, x: Any, shape) -> jax.Array:
+    x = _array(name, x, jnp.integer, "an integer dtype")
+    _expect_shape(name, x, shape)
+    return x.astype(jnp.int32)
+
+
+def _expect_shape(name: str, x: jax.Array, shape) -> None:
+    if x.shape != tuple(shape):
+        raise ValueError(f"{name}: expected shape {_text(shape)}, got {x.shape}")
+
+
+def _broadcastable(name: str, x: jax.Array, shape) -> jax.Array:
+    """Gives x the rank of `shape`, each axis full or 1."""
+    padded = (1,) * (len(shape) - x.ndim) + x.shape
+    fits = len(padded) == len(shape) and all(
+        p in (1, s) for p, s in zip(padded, shape, strict=True)
+    )
+    if not fits:
+        raise ValueError(
+            f"{name}: expected a shape that broadcasts to [*B, N, T, S] = {_text(shape)}, "
+            f"got {x.shape}"
+        )
+    return x.reshape(padded)
+
+
+def _text(shape) -> str:
+    return "(" + ", ".join(str(s) for s in shape) + ("," if len(shape) == 1 else "") + ")"

@@ -1,0 +1,57 @@
+"""What the build promises: its checks of kernels, and what is in the library."""
+
+import importlib.util
+import pathlib
+
+import pytest
+
+from jax_flash import ffi
+
+_SCRIPT = pathlib.Path(__file__).resolve().parent.parent / "cmake" / "check_ptxas.py"
+_SPEC = importlib.util.spec_from_file_location("check_ptxas", _SCRIPT)
+check_ptxas = importlib.util.module_from_spec(_SPEC)
+_SPEC.loader.exec_module(check_ptxas)
+
+_LOG = """\
+ptxas info    : 0 bytes gmem
+ptxas info    : Compiling entry function '_Z6kernelv' for 'sm_80'
+ptxas info    : Function properties for _Z6kernelv
+    {spills}
+ptxas info    : Used 255 registers, used 1 barriers, 1608 bytes cmem[0]
+"""
+_CLEAN = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
+_SPILLED = "24 bytes stack frame, 16 bytes spill stores, 24 bytes spill loads"
+_SERIALIZED = (
+    "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are "
+    "serialized due to insufficient register resources in function '_Z6kernelv'"
+)
+
+
+@pytest.mark.parametrize(
+    ("log", "allowed", "words"),
+    [
+        (_LOG.format(spills=_CLEAN), 0, []),
+        (_LOG.format(spills=_SPILLED), 0, ["_Z6kernelv spills 40 bytes"]),
+        (_LOG.format(spills=_SPILLED), 39, ["allowed: 39"]),
+        (_LOG.format(spills=_SPILLED), 40, []),
+        (_LOG.format(spills=_CLEAN) + _SERIALIZED, 0, ["wgmma serialized"]),
+    ],
+    ids=["clean", "spills", "spills_too_much", "spill_allowed", "serialized"],
+)
+def test_ptxas_log_is_judged(log, allowed, words):
+    problems = check_ptxas.find_problems(log, allowed)
+    assert len(problems) == len(words), problems
+    for problem, word in zip(problems, words, strict=True):
+        assert word in problem
+
+
+def test_library_is_small():
+    assert pathlib.Path(ffi.native.__file__).stat().st_size < 40e6
+
+
+def test_cuda_instances_come_in_pairs_of_passes():
+    table = ffi.native.cuda_instances()
+    assert bool(table) == ffi.native.has_cuda()
+    forward = {row[1:] for row in table if row[0] == "forward"}
+    backward = {row[1:] for row in table if row[0] == "backward"}
+    assert forward == backward

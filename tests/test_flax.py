@@ -1,0 +1,270 @@
+"""`jax_flash.flax` against Flax's own attention, which it stands in for."""
+
+import functools
+import inspect
+import subprocess
+import sys
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("flax")
+from flax import linen, nnx
+
+from jax_flash.flax import dot_product_attention
+
+BATCH, LENGTH, FEATURES, HEADS = 2, 9, 16, 4
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def assert_close(actual, expected, dtype=jnp.float32):
+    tolerance = 2e-5 if dtype == jnp.float32 else 4e-2
+    actual, expected = (np.asarray(x, np.float32) for x in (actual, expected))
+    np.testing.assert_allclose(actual, expected, rtol=tolerance, atol=tolerance)
+
+
+def assert_trees_close(actual, expected):
+    assert jax.tree.structure(actual) == jax.tree.structure(expected)
+    jax.tree.map(assert_close, actual, expected)
+
+
+def masks():
+    tokens = jnp.ones((BATCH, LENGTH))
+    causal = nnx.make_causal_mask(tokens)
+    padding = jnp.arange(LENGTH) < jnp.array([[LENGTH], [5]])
+    padding = nnx.make_attention_mask(tokens, padding)
+    random = jax.random.bernoulli(jax.random.key(9), 0.5, (BATCH, HEADS, LENGTH, LENGTH))
+    assert causal.dtype == padding.dtype == jnp.float32  # what Flax's helpers make
+    return {
+        "none": None,
+        "float_causal": causal,
+        "float_padding": padding,
+        "float_both": nnx.combine_masks(causal, padding),
+        "bool": random | jnp.eye(LENGTH, dtype=bool),
+        "int": causal.astype(jnp.int32),
+    }
+
+
+def pair_of_nnx_modules(**options):
+    """The same layer with Flax's attention and with ours."""
+    options = {"num_heads": HEADS, "in_features": FEATURES, "decode": False} | options
+    return [
+        nnx.MultiHeadAttention(**options, **attention, rngs=nnx.Rngs(0))
+        for attention in ({}, {"attention_fn": dot_product_attention})
+    ]
+
+
+def pair_of_linen_modules(**options):
+    return [
+        linen.MultiHeadDotProductAttention(num_heads=HEADS, **options, **attention)
+        for attention in ({}, {"attention_fn": dot_product_attention})
+    ]
+
+
+@pytest.mark.parametrize("mask", masks())
+def test_nnx_output_and_gradients(mask):
+    x = normal(1, BATCH, LENGTH, FEATURES)
+
+    @nnx.jit
+    def run(module, x):
+        def loss(module, x):
+            out = module(x, mask=masks()[mask])
+            return (out * normal(2, *out.shape)).sum(), out
+
+        return nnx.grad(loss, argnums=(0, 1), has_aux=True)(module, x)
+
+    expected, actual = (run(module, x) for module in pair_of_nnx_modules())
+    assert_trees_close(nnx.to_pure_dict(actual[0][0]), nnx.to_pure_dict(expected[0][0]))
+    assert_close(actual[0][1], expected[0][1])
+    assert_close(actual[1], expected[1])
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"num_kv_heads": 2},
+        {"dtype": jnp.bfloat16},
+        {"param_dtype": jnp.bfloat16},
+        {"normalize_qk": True},
+        {"qkv_features": 24, "out_features": 5},
+        {"precision": "highest"},
+        {"dropout_rate": 0.5, "deterministic": True},
+    ],
+    ids=str,
+)
+def test_nnx_options(options):
+    flax_module, module = pair_of_nnx_modules(**options)
+    x, context = normal(1, BATCH, LENGTH, FEATURES), normal(2, BATCH, 7, FEATURES)
+    out, expected = module(x, context), flax_module(x, context)
+    assert out.dtype == expected.dtype
+    assert_close(out, expected, jnp.bfloat16 if jnp.bfloat16 in options.values() else jnp.float32)
+    assert_close(
+        module(x, is_causal=True),
+        flax_module(x, is_causal=True),
+        jnp.bfloat16 if jnp.bfloat16 in options.values() else jnp.float32,
+    )
+
+
+@pytest.mark.parametrize("batch", [(), (3, 2)], ids=str)
+def test_nnx_any_number_of_batch_axes(batch):
+    flax_module, module = pair_of_nnx_modules()
+    x = normal(1, *batch, LENGTH, FEATURES)
+    if batch:
+        assert_close(module(x), flax_module(x))
+    else:  # Flax's own attention wants a batch axis
+        assert_close(module(x), flax_module(x[None])[0])
+
+
+def test_nnx_decode():
+    flax_module, module = pair_of_nnx_modules(decode=True)
+    x = normal(1, BATCH, LENGTH, FEATURES)
+    for each in (flax_module, module):
+        each.init_cache(x.shape)
+    for t in range(LENGTH):
+        token = x[:, t : t + 1]
+        assert_close(module(token), flax_module(token))
+
+
+@pytest.mark.parametrize("mask", masks())
+def test_linen_output_and_gradients(mask):
+    x = normal(1, BATCH, LENGTH, FEATURES)
+    flax_module, module = pair_of_linen_modules()
+    variables = flax_module.init(jax.random.key(0), x)
+
+    def run(module):
+        @functools.partial(jax.jit)
+        @functools.partial(jax.grad, argnums=(0, 1), has_aux=True)
+        def loss(variables, x):
+            out = module.apply(variables, x, mask=masks()[mask])
+            return (out * normal(2, *out.shape)).sum(), out
+
+        return loss(variables, x)
+
+    assert_trees_close(run(module), run(flax_module))
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"dtype": jnp.bfloat16}, {"force_fp32_for_softmax": True}, {"precision": "high"},
+     {"dropout_rate": 0.5, "deterministic": True}, {"normalize_qk": True}],
+    ids=str,
+)  # fmt: skip
+def test_linen_options(options):
+    flax_module, module = pair_of_linen_modules(**options)
+    x = normal(1, BATCH, LENGTH, FEATURES)
+    variables = flax_module.init(jax.random.key(0), x)
+    out, expected = (m.apply(variables, x) for m in (module, flax_module))
+    assert out.dtype == expected.dtype
+    assert_close(out, expected, out.dtype)
+
+
+def test_linen_decode():
+    x = normal(1, BATCH, LENGTH, FEATURES)
+    outputs = []
+    for module in pair_of_linen_modules(decode=True):
+        variables = module.init(jax.random.key(0), x)
+        for t in range(LENGTH):
+            out, cache = module.apply(variables, x[:, t : t + 1], mutable=["cache"])
+            variables |= cache
+            outputs.append(out)
+    assert_close(jnp.stack(outputs[LENGTH:]), jnp.stack(outputs[:LENGTH]))
+
+
+def test_takes_every_keyword_that_flax_knows_by_name():
+    ours = set(inspect.signature(dot_product_attention).parameters)
+    linens = set(inspect.signature(linen.dot_product_attention).parameters)
+    nnxs = set(inspect.signature(nnx.dot_product_attention).parameters)
+    assert linens <= ours
+    assert nnxs - ours == {"promote_dtype"}  # which the module never passes
+
+
+@pytest.mark.parametrize("make", ["nnx", "linen"])
+def test_options_bound_by_partial(make):
+    x = normal(1, BATCH, LENGTH, FEATURES)
+    windowed = functools.partial(dot_product_attention, local_window_size=(2, 0))
+    distance = jnp.arange(LENGTH)[:, None] - jnp.arange(LENGTH)
+    mask = ((distance >= 0) & (distance <= 2))[None, None]
+    if make == "nnx":
+        flax_module, module = pair_of_nnx_modules()
+        module.attention_fn = windowed
+        assert_close(module(x), flax_module(x, mask=mask))
+    else:
+        flax_module, module = pair_of_linen_modules()
+        variables = flax_module.init(jax.random.key(0), x)
+        out = module.clone(attention_fn=windowed).apply(variables, x)
+        assert_close(out, flax_module.apply(variables, x, mask=mask))
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_dropout_through_the_modules(broadcast):
+    x = normal(1, BATCH, LENGTH, FEATURES)
+    options = {"dropout_rate": 0.5, "deterministic": False, "broadcast_dropout": broadcast}
+    _, module = pair_of_nnx_modules(**options)
+    assert (module(x) != module(x)).any()  # the module's stream moves on
+    assert_close(module(x, rngs=nnx.Rngs(1)), module(x, rngs=nnx.Rngs(1)))
+    _, module = pair_of_linen_modules(**options)
+    variables = module.init({"params": jax.random.key(0), "dropout": jax.random.key(1)}, x)
+    outs = [module.apply(variables, x, rngs={"dropout": jax.random.key(i)}) for i in (2, 2, 3)]
+    assert_close(outs[0], outs[1])
+    assert (outs[0] != outs[2]).any()
+
+
+def test_row_without_any_key_is_zero():
+    query, key, value = (normal(i, BATCH, LENGTH, HEADS, 8) for i in range(3))
+    mask = jnp.ones((BATCH, 1, LENGTH, LENGTH)).at[:, :, 3].set(0)
+    out = dot_product_attention(query, key, value, mask=mask)
+    assert (out[:, 3] == 0).all()
+    assert (out[:, :3] != 0).all()
+
+
+@pytest.mark.parametrize(
+    "precision",
+    [None, "highest", jax.lax.Precision.HIGH, "bfloat16", ("default", "highest")],
+    ids=str,
+)
+def test_precision_accepted(precision):
+    x = normal(0, BATCH, LENGTH, HEADS, 8)
+    assert_close(
+        dot_product_attention(x, x, x, precision=precision), dot_product_attention(x, x, x)
+    )
+
+
+def test_what_cannot_be_honoured_is_refused():
+    x = normal(0, BATCH, LENGTH, HEADS, 8)
+    inputs = normal(1, BATCH, LENGTH, FEATURES)
+    with pytest.raises(NotImplementedError, match="sow_weights=True"):
+        pair_of_nnx_modules()[1](inputs, sow_weights=True)
+    module = pair_of_linen_modules()[1]
+    variables = module.init(jax.random.key(0), inputs)
+    with pytest.raises(NotImplementedError, match="sow_weights=True"):
+        module.apply(variables, inputs, sow_weights=True, mutable=["intermediates"])
+    quantised = module.clone(
+        qk_attn_weights_einsum_cls=lambda: jnp.einsum,
+        attn_weights_value_einsum_cls=lambda: jnp.einsum,
+    )
+    with pytest.raises(NotImplementedError, match="qk_attn_weights_einsum must be None"):
+        quantised.apply(variables, inputs)
+    with pytest.raises(NotImplementedError, match="dot algorithm"):
+        dot_product_attention(x, x, x, precision=jax.lax.DotAlgorithmPreset.F32_F32_F32)
+    with pytest.raises(ValueError, match="dropout_rng must be a PRNG key"):
+        dot_product_attention(x, x, x, dropout_rate=0.5)
+    with pytest.raises(TypeError, match="input_positions"):
+        dot_product_attention(x, x, x, input_positions=jnp.arange(LENGTH))
+
+
+def run_python(code):
+    return subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+
+
+def test_flax_is_imported_only_when_asked_for():
+    done = run_python("import sys, jax_flash; assert 'flax' not in sys.modules")
+    assert done.returncode == 0, done.stderr
+    done = run_python("import sys; sys.modules['flax'] = None; import jax_flash, jax_flash.flax")
+    assert done.stderr.strip().endswith(
+        "ImportError: jax_flash.flax needs flax: pip install 'jax-flash[flax]'"
+    )

@@ -1,0 +1,63 @@
+"""Dropout as Flax asks for it: a PRNG key, a rate, and whether batch and heads share the mask."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+pytest.importorskip("flax")
+from jax_flash.flax import dot_product_attention
+
+
+def dropped(rate, broadcast, rng, batch=3, heads=4, length=32):
+    """Where dropout kept weights, [batch, heads, query, key], read off uniform attention."""
+    query = jnp.zeros((batch, length, heads, length))
+    value = jnp.broadcast_to(jnp.eye(length)[:, None], query.shape)
+    out = dot_product_attention(
+        query, query, value, dropout_rate=rate, dropout_rng=rng, broadcast_dropout=broadcast
+    )
+    out = np.asarray(out.transpose(0, 2, 1, 3)) * length
+    kept = out > 0
+    np.testing.assert_allclose(out, kept / (1 - rate), rtol=1e-4)
+    return kept
+
+
+@pytest.mark.parametrize("new_style_key", [True, False])
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_dropout(broadcast, new_style_key):
+    key = (jax.random.key if new_style_key else jax.random.PRNGKey)(0)
+    kept = dropped(0.25, broadcast, key)
+    alike = (kept == kept[:1, :1]).mean()
+    if broadcast:
+        assert alike == 1
+        kept = kept[0, 0]
+    else:
+        assert abs(alike - 11 / 12 * (0.75**2 + 0.25**2) - 1 / 12) < 0.05
+    assert abs(kept.mean() - 0.75) < 5 * np.sqrt(0.25 * 0.75 / kept.size)
+    np.testing.assert_array_equal(kept, dropped(0.25, broadcast, key)[(0, 0) if broadcast else ...])
+    assert (kept != dropped(0.25, broadcast, jax.random.split(key)[0])).any()
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_dropout_gradients(broadcast):
+    rate, rng = 0.25, jax.random.key(3)
+    kept = dropped(rate, broadcast, rng)
+    query, key, value = (jax.random.normal(jax.random.key(i), (3, 32, 4, 8)) for i in range(3))
+
+    def expected(query, key, value):
+        logits = jnp.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(8)
+        weights = jax.nn.softmax(logits) * kept / (1 - rate)
+        return jnp.einsum("bnts,bsnh->btnh", weights, value)
+
+    def actual(query, key, value):
+        return dot_product_attention(
+            query, key, value, dropout_rate=rate, dropout_rng=rng, broadcast_dropout=broadcast
+        )
+
+    def gradients(function):
+        return jax.grad(lambda *a: (function(*a) ** 2).sum(), argnums=(0, 1, 2))(query, key, value)
+
+    pairs = [(actual(query, key, value), expected(query, key, value))]
+    pairs += zip(gradients(actual), gradients(expected), strict=True)
+    for a, b in pairs:
+        np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
