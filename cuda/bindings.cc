@@ -41,9 +41,8 @@ nb::list registrations() {
   return all;
 }
 
-int64_t host_backward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_len, int32_t heads,
-                                      int32_t kv_heads, int32_t head_dim, int32_t value_dim,
-                                      const std::string& dtype) {
+Shape make_shape(int64_t batch, int32_t q_len, int32_t kv_len, int32_t heads, int32_t kv_heads,
+                 int32_t head_dim, int32_t value_dim) {
   Shape shape;
   shape.batch_dims[0] = shape.batch = batch;
   shape.q_len = q_len;
@@ -52,11 +51,31 @@ int64_t host_backward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_l
   shape.kv_heads = kv_heads;
   shape.head_dim = head_dim;
   shape.value_dim = value_dim;
+  return shape;
+}
+
+int64_t host_backward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_len, int32_t heads,
+                                      int32_t kv_heads, int32_t head_dim, int32_t value_dim,
+                                      const std::string& dtype) {
+  const Shape shape = make_shape(batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim);
   const DType type = dtype == "float32"    ? DType::kFloat32
                      : dtype == "bfloat16" ? DType::kBFloat16
                                            : DType::kFloat16;
   return host::backward_workspace_bytes(shape, type);
 }
+
+#ifdef JAX_FLASH_WITH_CUDA
+int64_t cuda_forward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_len, bool segments) {
+  return cuda::forward_workspace_bytes(make_shape(batch, q_len, kv_len, 1, 1, 1, 1), segments);
+}
+
+int64_t cuda_backward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_len, int32_t heads,
+                                      int32_t head_dim, int32_t value_dim, bool segments,
+                                      bool deterministic) {
+  const Shape shape = make_shape(batch, q_len, kv_len, heads, 1, head_dim, value_dim);
+  return cuda::backward_workspace_bytes(shape, segments, deterministic);
+}
+#endif
 
 // Whether this build has the CUDA kernels; it has them wherever nvcc could run.
 bool has_cuda() {
@@ -97,6 +116,13 @@ NB_MODULE(_native, module) {
   module.def("host_backward_workspace_bytes", &host_backward_workspace_bytes, nb::arg("batch"),
              nb::arg("q_len"), nb::arg("kv_len"), nb::arg("heads"), nb::arg("kv_heads"),
              nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("dtype"));
+#ifdef JAX_FLASH_WITH_CUDA
+  module.def("cuda_forward_workspace_bytes", &cuda_forward_workspace_bytes, nb::arg("batch"),
+             nb::arg("q_len"), nb::arg("kv_len"), nb::arg("segments"));
+  module.def("cuda_backward_workspace_bytes", &cuda_backward_workspace_bytes, nb::arg("batch"),
+             nb::arg("q_len"), nb::arg("kv_len"), nb::arg("heads"), nb::arg("head_dim"),
+             nb::arg("value_dim"), nb::arg("segments"), nb::arg("deterministic"));
+#endif
 }
 
 }  // namespace jax_flash

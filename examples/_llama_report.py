@@ -131,11 +131,22 @@ def format_results(results: list[dict[str, Any]]) -> str:
         agreement = result.get("agreement")
         cells.append(("yes" if agreement["agrees"] else "NO") if agreement else "-")
         rows.append(cells)
-    return format_table(
-        ["attention", "forward tok/s", "ms [95% CI]", "train tok/s", "ms [95% CI]", "vs xla",
+    table = format_table(
+        ["attention", "forward tok/s", "ms [interval]", "train tok/s", "ms [interval]", "vs xla",
          "peak memory", "agrees"],
         rows,
     )  # fmt: skip
+    lines = [table]
+    trained = [result["train"] for result in results if "train" in result]
+    if trained:
+        rounds, coverage = min((len(t["times_s"]), t["coverage"]) for t in trained)
+        lines.append(
+            f"ms: median of {rounds} rounds [interval with the true median, {coverage:.0%} sure]"
+        )
+    for source in sorted({r["peak_memory_source"] for r in results if "train" in r}):
+        names = [r["attention"] for r in results if r.get("peak_memory_source") == source]
+        lines.append(f"peak memory of a training step, {', '.join(names)}: {source}")
+    return "\n".join(lines)
 
 
 def plot_results(results: list[dict[str, Any]], title: str, path: str) -> None:

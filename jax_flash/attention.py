@@ -103,11 +103,7 @@ def dot_product_attention(
       streaming language models with attention sinks", 2023; soft cap: Gemma 2 report, 2024,
       section 2.
     """
-    arguments = dict(locals())
-    return_residual = arguments.pop("return_residual")
-    if not isinstance(return_residual, bool):
-        raise TypeError(f"return_residual: expected a bool, got {type(return_residual).__name__}")
-    spec, operands = _canonicalize(**arguments)
+    spec, operands = _canonicalize(**locals())
     if spec.implementation is not None:
         dispatch.choose(spec, dispatch.Problem.of(operands), dispatch.current_platform())
     out, lse = autodiff.attention(spec, operands)
@@ -116,7 +112,11 @@ def dot_product_attention(
     return (out, lse) if return_residual else out
 
 
-def _canonicalize(query, key, value, **arguments) -> tuple[AttentionSpec, dict[str, jax.Array]]:
+def _canonicalize(
+    query, key, value, *, return_residual, **arguments
+) -> tuple[AttentionSpec, dict[str, jax.Array]]:
+    if not isinstance(return_residual, bool):
+        raise TypeError(f"return_residual: expected a bool, got {type(return_residual).__name__}")
     static = (
         "scale",
         "is_causal",
@@ -221,7 +221,6 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
       TypeError, ValueError: as `dot_product_attention` does.
     """
     arguments = _DEFAULTS | dict(zip(_POSITIONAL, args, strict=False)) | kwargs
-    del arguments["return_residual"]
     arrays = {n: x for n, x in arguments.items() if hasattr(x, "shape")}
     others = {n: x for n, x in arguments.items() if n not in arrays}
     found = []

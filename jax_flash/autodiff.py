@@ -22,7 +22,12 @@ from jax.custom_derivatives import SymbolicZero
 from jax_flash import dispatch, ffi, reference
 from jax_flash.batching import fold_batch_axes, vmappable
 from jax_flash.forward_mode import forbid_forward_mode
-from jax_flash.partitioning import match_sharding, partitioned
+from jax_flash.partitioning import (
+    match_head_sharding,
+    match_sharding,
+    partitioned,
+    unify_varying,
+)
 from jax_flash.spec import AttentionSpec
 
 Operands = dict[str, jax.Array]
@@ -75,7 +80,7 @@ class _Pass:
 
     def _native(self, platform: str, dbias_full, operands: Operands) -> Operands:
         if not self.is_backward:
-            out, lse = ffi.forward(self.spec, operands)
+            out, lse = ffi.forward(self.spec, operands, platform)
             return {"out": out, "lse": lse}
         shape = None if dbias_full is None else _dbias_shape(operands, dbias_full)
         return ffi.backward(self.spec, operands, platform, shape)
@@ -160,7 +165,8 @@ _attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
 
 def _sinks_gradient(operands: Operands) -> jax.Array:
     """-sum over batch and queries of exp(sink - lse) * delta: [*1,N], as the operand."""
-    lse, sinks = operands["lse"], operands["sinks"]
+    lse = operands["lse"]
+    sinks = match_head_sharding(operands["sinks"], lse)
     delta = jnp.einsum(
         "...tnh,...tnh->...nt",
         operands["out"].astype(lse.dtype),
@@ -184,5 +190,5 @@ def attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.A
     else:
         names = ("query", "key", "value", "bias", "sinks")
         guarded = {n: forbid_forward_mode(x) for n, x in operands.items() if n in names}
-        out, lse = _attention(spec, {**operands, **guarded})
+        out, lse = _attention(spec, unify_varying({**operands, **guarded}))
     return out, jnp.swapaxes(lse, -1, -2)

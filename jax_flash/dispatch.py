@@ -82,7 +82,43 @@ def _unsupported(spec: AttentionSpec, problem: Problem, platform: str) -> str | 
         return None
     if not ffi.native.has_cuda():
         return "this build of jax_flash contains no CUDA kernels"
-    return "this build of jax_flash contains no CUDA kernels"
+    return _unsupported_on_cuda(spec, problem)
+
+
+def _unsupported_on_cuda(spec: AttentionSpec, problem: Problem) -> str | None:
+    wanted = {"flash_sm80": 80, "flash_sm90": 90}.get(spec.implementation)
+    families = {family for _, family, _, _ in ffi.native.cuda_instances()}
+    if wanted is not None and wanted not in families:
+        return f"this build of jax_flash contains no sm_{wanted} kernels"
+    limit = max(
+        (
+            head_dim
+            for _, family, dtype, head_dim in ffi.native.cuda_instances()
+            if dtype == problem.dtype and wanted in (None, family)
+        ),
+        default=None,
+    )
+    if limit is None:
+        return f"no CUDA kernel takes {problem.dtype} (they take bfloat16 and float16)"
+    for name, dim in (("head_dim", problem.head_dim), ("value_dim", problem.value_dim)):
+        if dim % 8 != 0 or not 0 < dim <= limit:
+            return f"the CUDA kernels take multiples of 8 up to {limit} as {name}, not {dim}"
+    capability = _oldest_compute_capability()
+    needed = wanted or min(families)
+    if capability is not None and capability < needed:
+        return f"the kernels need sm_{needed} or newer, and this GPU is sm_{capability}"
+    return None
+
+
+def _oldest_compute_capability() -> int | None:
+    """Of this process's GPUs, 80 for 8.0; None without a GPU, where calls can only be lowered."""
+    if jax.default_backend() != "gpu":
+        return None
+    capabilities = [
+        getattr(device, "compute_capability", None) for device in jax.local_devices(backend="gpu")
+    ]
+    numbers = [int(str(c).replace(".", "")) for c in capabilities if c]
+    return min(numbers, default=None)
 
 
 def current_platform() -> str:

@@ -61,20 +61,34 @@ def _attributes(spec: AttentionSpec, operands: Operands) -> tuple[list[jax.Array
     }
 
 
-def forward(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """The forward custom call: out [*B,T,N,h] and lse [*B,N,T] float32."""
+def forward(
+    spec: AttentionSpec, operands: Operands, platform: str
+) -> tuple[jax.Array, jax.Array]:
+    """The forward custom call: out [*B,T,N,h] and lse [*B,N,T] float32.
+
+    Args:
+      spec: the static options.
+      operands: by name.
+      platform: "cpu" or "cuda"; the size of the workspace depends on it.
+    """
     query, value = operands["query"], operands["value"]
     batch = batch_shape(operands)
     q_len, heads, _ = query.shape[-3:]
+    workspace = 0
+    if platform == "cuda":
+        workspace = native.cuda_forward_workspace_bytes(
+            math.prod(batch), q_len, value.shape[-3], "query_segment_ids" in operands
+        )
     optional, attributes = _attributes(spec, operands)
     call = jax.ffi.ffi_call(
         FORWARD_TARGET,
         (
             jax.ShapeDtypeStruct((*batch, q_len, heads, value.shape[-1]), query.dtype),
             jax.ShapeDtypeStruct((*batch, heads, q_len), jnp.float32),
+            jax.ShapeDtypeStruct((workspace,), jnp.uint8),
         ),
     )
-    out, lse = call(query, operands["key"], value, *optional, **attributes)
+    out, lse, _ = call(query, operands["key"], value, *optional, **attributes)
     return out, lse
 
 
@@ -104,7 +118,7 @@ def backward(
     }
     if dbias_shape is not None:
         results["bias"] = jax.ShapeDtypeStruct(dbias_shape, operands["bias"].dtype)
-    workspace = _workspace_bytes(spec, operands, platform, dbias_shape)
+    workspace = _workspace_bytes(spec, operands, platform)
     results["workspace"] = jax.ShapeDtypeStruct((workspace,), jnp.uint8)
     optional, attributes = _attributes(spec, operands)
     call = jax.ffi.ffi_call(BACKWARD_TARGET, tuple(results.values()))
@@ -114,7 +128,7 @@ def backward(
     return grads
 
 
-def _workspace_bytes(spec, operands: Operands, platform: str, dbias_shape) -> int:
+def _workspace_bytes(spec, operands: Operands, platform: str) -> int:
     q_len, heads, head_dim = operands["query"].shape[-3:]
     kv_len, kv_heads, value_dim = operands["value"].shape[-3:]
     sizes = {
@@ -122,15 +136,14 @@ def _workspace_bytes(spec, operands: Operands, platform: str, dbias_shape) -> in
         "q_len": q_len,
         "kv_len": kv_len,
         "heads": heads,
-        "kv_heads": kv_heads,
         "head_dim": head_dim,
         "value_dim": value_dim,
-        "dtype": operands["query"].dtype.name,
     }
     if platform == "cpu":
-        return native.host_backward_workspace_bytes(**sizes)
+        dtype = operands["query"].dtype.name
+        return native.host_backward_workspace_bytes(**sizes, kv_heads=kv_heads, dtype=dtype)
     return native.cuda_backward_workspace_bytes(
         **sizes,
+        segments="query_segment_ids" in operands,
         deterministic=spec.deterministic,
-        dbias_elements=0 if dbias_shape is None else math.prod(dbias_shape),
     )

@@ -35,8 +35,26 @@ def partitioned(call: Callable[[Operands], Operands], operands: Operands) -> Ope
     if AxisType.Explicit in types:
         return _explicit(call, operands, mesh)
     if AxisType.Manual in types:
-        return call(operands)
+        # Native calls do not say over which axes of a shard_map their results vary.
+        return {n: _vary(x, _varying(operands)) for n, x in call(operands).items()}
     return _automatic(call, operands)
+
+
+def unify_varying(operands: Operands) -> Operands:
+    """Inside a shard_map, lets every operand vary over the axes that any of them varies over.
+
+    The transpose of that is the sum that the gradient of an operand that did not vary needs.
+    """
+    return {name: _vary(x, _varying(operands)) for name, x in operands.items()}
+
+
+def _varying(operands: Operands) -> frozenset[str]:
+    return frozenset().union(*(jax.typeof(x).manual_axis_type.varying for x in operands.values()))
+
+
+def _vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
+    missing = tuple(sorted(axes - jax.typeof(x).manual_axis_type.varying))
+    return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
 def match_sharding(gradient: jax.Array | None, operand: jax.Array) -> jax.Array | None:
@@ -44,6 +62,14 @@ def match_sharding(gradient: jax.Array | None, operand: jax.Array) -> jax.Array 
     if gradient is None or AxisType.Explicit not in jax.typeof(operand).sharding.mesh.axis_types:
         return gradient
     return jax.sharding.reshard(gradient, jax.typeof(operand).sharding)
+
+
+def match_head_sharding(sinks: jax.Array, lse: jax.Array) -> jax.Array:
+    """On an Explicit mesh, sinks [*1,N] sharded over heads as lse [*B,N,T] is."""
+    if AxisType.Explicit not in jax.typeof(lse).sharding.mesh.axis_types:
+        return sinks
+    heads = jax.typeof(lse).sharding.spec[-2]
+    return jax.sharding.reshard(sinks, PartitionSpec(*[None] * (sinks.ndim - 1), heads))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -209,11 +235,14 @@ def _automatic(call, operands: Operands) -> Operands:
 
 
 def _sharding_rule(operand_shapes, result_shapes, batch) -> SdyShardingRule:
-    """Batch and heads pass through; a grouped query-head axis is (key/value head, member)."""
+    """Batch and heads pass through; a grouped query-head axis is (key/value head, member).
+
+    A single key/value head is whole everywhere, however the query heads are sharded.
+    """
     num_batch = len(batch)
     heads = operand_shapes["query"][num_batch + OPERAND_AXES["query"].index("N")]
     kv_heads = operand_shapes["key"][num_batch + OPERAND_AXES["key"].index("K")]
-    grouped = heads != kv_heads
+    grouped = 1 < kv_heads < heads
     fresh = itertools.count()
     replicated: list[str] = []
 
@@ -222,10 +251,10 @@ def _sharding_rule(operand_shapes, result_shapes, batch) -> SdyShardingRule:
         return replicated[-1]
 
     def factor(letter, size):
-        if letter == "K" or (letter == "N" and size == heads and not grouped):
+        if letter == "N" and size == heads > 1:
+            return CompoundFactor("kv_head", "member") if grouped else "kv_head"
+        if letter == "K" and size > 1:
             return "kv_head"
-        if letter == "N" and size == heads:
-            return CompoundFactor("kv_head", "member")
         return alone()
 
     def mapping(name, shape):

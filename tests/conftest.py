@@ -16,6 +16,11 @@ if not any((_ROOT / "jax_flash").glob("_native*.so")):
     sys.path[:] = [entry for entry in sys.path if pathlib.Path(entry).resolve() != _ROOT]
     os.environ["PYTHONSAFEPATH"] = "1"
 
+# The sharding tests need several devices; JAX reads this when it first looks for any.
+os.environ["XLA_FLAGS"] = (
+    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
+)
+
 _GPU_REPORT = _ROOT / "tests" / "gpu_report.json"
 
 

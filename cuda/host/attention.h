@@ -1,4 +1,4 @@
-// The operation on the CPU. See kernel.inc for the algorithm.
+// The operation on the CPU. See kernel.cc for the algorithm.
 #pragma once
 
 #include <cstdint>

@@ -50,10 +50,6 @@ struct BackwardScratch : GradientScratch {
   Matrix dvalue;  // [kBlockKv, h]
 };
 
-inline void clear(Matrix m, int64_t rows) {
-  for (int64_t c = 0; c < rows * m.row; c += kLanes) store(m.data + c, Vec{});
-}
-
 // Writes block b of dbias, where each element belongs to one logit, at the keys from
 // kv_begin on: ds, and zeros outside the part of the tile that may be attended to.
 inline void write_dbias(const Plane& dbias, const Shape& shape, int64_t b, const Tile& tile,
@@ -113,14 +109,6 @@ inline void backward_head(const GradientHead& head, int64_t kv_begin, const Shap
   }
 }
 
-inline void write_rows(Matrix from, int count, int dim, const Rows& to, int64_t first) {
-  char* data = static_cast<char*>(const_cast<void*>(to.data));
-  for (int c = 0; c < count; ++c) {
-    store_strided(from.data + c * from.row, dim, data + (first + c) * to.row * size_of(to.dtype),
-                  to.dtype, 1);
-  }
-}
-
 inline bool backward_task(const Backward& call, int64_t task) {
   const Shape& shape = call.shape;
   const int64_t chunks = backward_chunks(shape), chunk = task % chunks;
@@ -154,8 +142,8 @@ inline bool backward_task(const Backward& call, int64_t task) {
       backward_head(gradient_head_of(call, batch, n), kv_begin, shape, scratch, to, packed);
     }
     const int count = static_cast<int>(min_of<int64_t>(shape.kv_len - kv_begin, kBlockKv));
-    write_rows(scratch.dkey, count, shape.head_dim, dkey, kv_begin);
-    write_rows(scratch.dvalue, count, shape.value_dim, dvalue, kv_begin);
+    write_rows(scratch.dkey, count, dkey, kv_begin);
+    write_rows(scratch.dvalue, count, dvalue, kv_begin);
   }
   return true;
 }
@@ -175,7 +163,7 @@ inline bool reduce_dquery_task(const Backward& call, int64_t task) {
     for (int64_t chunk = 1; chunk < chunks; ++chunk) sum += load(parts + chunk * stride + c);
     store(parts + c, sum * call.options.scale);
   }
-  write_rows({parts, head_dim}, static_cast<int>(end - begin), shape.head_dim, dquery, begin);
+  write_rows({parts, head_dim}, static_cast<int>(end - begin), dquery, begin);
   return true;
 }
 

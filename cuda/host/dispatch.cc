@@ -47,7 +47,9 @@ const char* instruction_set() { return kernel().instruction_set; }
 
 Status forward(const Forward& params, const ParallelFor& parallel_for) {
   const Shape& s = params.shape;
-  return status_of(run(parallel_for, kernel().forward, params, s.batch * s.heads * q_blocks(s)));
+  const ForwardSplit split = forward_split(s);
+  const int64_t tasks = s.batch * s.kv_heads * split.parts * split.q_blocks;
+  return status_of(run(parallel_for, kernel().forward, params, tasks));
 }
 
 int64_t backward_workspace_bytes(const Shape& shape, DType) {

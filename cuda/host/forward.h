@@ -1,4 +1,6 @@
-// The forward pass: a task is one block of queries of one (batch, head).
+// The forward pass: a task is one block of queries of one (batch, head), or, where
+// there is just one block of queries, of several heads that share keys and values, whose
+// packing is then most of the work.
 #pragma once
 
 #include "host/dropout.h"
@@ -6,51 +8,69 @@
 
 namespace jax_flash::host::JAX_FLASH_ISA {
 
-// Scratch of a task, all float32. Rows of q and o as padded.
-struct ForwardScratch {
-  Matrix q;      // [kBlockQ, H]: scale * query
-  Matrix o;      // [kBlockQ, h]: sum of exp(logits - max) value
-  Matrix s;      // [kBlockQ, kBlockKv]: logits, then probabilities
-  Matrix key_t;  // [H, kBlockKv]
-  Matrix value;  // [kBlockKv, h]
-  Matrix sum;    // [kBlockQ, kLanes]: of exp(logits - max), by lane
-  float* max;    // [kBlockQ]
+// Where the sums over keys of one block of queries of one head stand, all float32.
+// Rows of q and o as padded.
+struct Accumulators {
+  Matrix q;    // [rows, H]: scale * query
+  Matrix o;    // [rows, h]: sum of exp(logits - max) value
+  Matrix sum;  // [rows, kLanes]: of exp(logits - max), by lane
+  float* max;  // [rows]
 };
 
-inline int64_t forward_floats(int64_t head_dim, int64_t value_dim) {
-  return head_dim * (kBlockQ + kBlockKv) + value_dim * (kBlockQ + kBlockKv) + kBlockQ * kBlockKv +
-         kBlockQ * kRowPadding + kBlockQ;
+// Scratch that the heads of a task take turns with.
+struct ForwardScratch {
+  Matrix s;         // [kBlockQ, kBlockKv]: logits, then probabilities
+  Matrix key_t;     // [H, kBlockKv]
+  Matrix value;     // [kBlockKv, h]: zero where no row of the tile may attend
+  bool has_key;     // whether key_t holds the present block of keys
+  uint64_t values;  // which rows of value hold those of the present block; 0: none
+};
+
+inline int64_t forward_floats(int64_t head_dim, int64_t value_dim, int64_t rows, int heads) {
+  return (head_dim + value_dim) * kBlockKv + kBlockQ * kBlockKv +
+         heads * (rows * (head_dim + value_dim + kRowPadding) + padded(rows));
 }
 
 inline ForwardScratch forward_scratch(Arena& arena, int64_t head_dim, int64_t value_dim) {
-  ForwardScratch scratch;
-  scratch.q = {arena.take(kBlockQ * head_dim), head_dim};
-  scratch.o = {arena.take(kBlockQ * value_dim), value_dim};
+  ForwardScratch scratch = {};
   scratch.s = {arena.take(kBlockQ * kBlockKv), kBlockKv};
   scratch.key_t = {arena.take(head_dim * kBlockKv), kBlockKv};
   scratch.value = {arena.take(kBlockKv * value_dim), value_dim};
-  scratch.sum = {arena.take(kBlockQ * kRowPadding), kLanes};
-  scratch.max = arena.take(kBlockQ);
   return scratch;
+}
+
+inline Accumulators accumulators(Arena& arena, const Head& head, const QueryBlock& block,
+                                 int64_t rows) {
+  const int64_t head_dim = padded(head.key.dim), value_dim = padded(head.value.dim);
+  Accumulators acc;
+  acc.q = {arena.take(rows * head_dim), head_dim};
+  acc.o = {arena.take(rows * value_dim), value_dim};
+  acc.sum = {arena.take(rows * kRowPadding), kRowPadding};
+  acc.max = arena.take(padded(rows));
+  pack_rows(head.query, block.begin, block.rows, head.options->scale, acc.q,
+            [](int) { return true; });
+  clear(acc.o, rows);
+  clear(acc.sum, rows);
+  for (int64_t r = 0; r < rows; ++r) acc.max[r] = -kInfinity;
+  return acc;
 }
 
 // One step of the online softmax for row r: logits become exp(logits - max), the sums
 // so far are rescaled if the maximum grew. A NaN is never the maximum, but reaches
 // the sum and, by the product with value, the output.
-inline void softmax_row(const ForwardScratch& scratch, int r, int vectors) {
-  float* s = scratch.s.data + r * scratch.s.row;
-  float* sum = scratch.sum.data + r * scratch.sum.row;
-  Vec top = splat(scratch.max[r]);
+inline void softmax_row(const Accumulators& acc, int r, float* s, int vectors) {
+  float* sum = acc.sum.data + r * acc.sum.row;
+  Vec top = splat(acc.max[r]);
   for (int v = 0; v < vectors; ++v) top = max_ignoring_nan(top, load(s + v * kLanes));
   const float new_max = reduce_max(top);
   const float base = new_max == -kInfinity ? 0.0f : new_max;  // -inf - -inf is NaN
   Vec total = load(sum);
-  if (new_max > scratch.max[r]) {
-    const Vec rescale = exp(splat(scratch.max[r] - base));
+  if (new_max > acc.max[r]) {
+    const Vec rescale = exp(splat(acc.max[r] - base));
     total *= rescale;
-    float* o = scratch.o.data + r * scratch.o.row;
-    for (int64_t c = 0; c < scratch.o.row; c += kLanes) store(o + c, load(o + c) * rescale);
-    scratch.max[r] = new_max;
+    float* o = acc.o.data + r * acc.o.row;
+    for (int64_t c = 0; c < acc.o.row; c += kLanes) store(o + c, load(o + c) * rescale);
+    acc.max[r] = new_max;
   }
   for (int v = 0; v < vectors; ++v) {
     const Vec p = exp(load(s + v * kLanes) - base);
@@ -68,94 +88,95 @@ inline void drop_row(const Head& head, const Tile& tile, int r, float* p) {
   }
 }
 
-// What row r of the next tile will read, requested while the processor computes this one.
-inline void prefetch_next(const Head& head, const Tile& tile, int r) {
-  const int64_t kv_begin = tile.kv_begin + kBlockKv, j = kv_begin + r;
-  if (kv_begin < head.kv_len) prefetch_logits_row(head, tile.q_begin + r, kv_begin);
-  if (r >= kBlockKv || j >= head.kv_len) return;
-  prefetch_row(head.key, j);
-  prefetch_row(head.value, j);
-}
-
-inline void forward_tile(const Head& head, const Tile& tile, const ForwardScratch& scratch) {
-  const int r0 = tile.row_begin;
-  pack_columns(head.key, tile.kv_begin, tile.cols, scratch.key_t);
-  pack_rows(head.value, tile.kv_begin, tile.cols, 1.0f, scratch.value,
-            [&](int c) { return tile.any >> c & 1; });
-
-  gemm({tile.rows(), tile.cols, head.key.dim, false}, as_left(from_row(scratch.q, r0)),
-       scratch.key_t, from_row(scratch.s, r0));
-  for (int r = r0; r < tile.row_end; ++r) {
+inline void forward_tile(const Head& head, const Tile& tile, const Accumulators& acc,
+                         ForwardScratch& scratch) {
+  if (!scratch.has_key) {
+    const auto cols = static_cast<int>(min_of<int64_t>(head.kv_len - tile.kv_begin, kBlockKv));
+    pack_columns(head.key, tile.kv_begin, cols, scratch.key_t);
+    scratch.has_key = true;
+  }
+  if (scratch.values != tile.any) {
+    pack_rows(head.value, tile.kv_begin, tile.cols, 1.0f, scratch.value,
+              [&](int c) { return tile.any >> c & 1; });
+    scratch.values = tile.any;
+  }
+  start_logits(head, tile, acc.q, scratch.key_t, scratch.s);
+  for (int r = tile.row_begin; r < tile.row_end; ++r) {
     float* s = scratch.s.data + r * scratch.s.row;
-    prefetch_next(head, tile, r);
     finish_logits_row(head, tile, r, s);
-    softmax_row(scratch, r, tile.vectors());
+    softmax_row(acc, r, s, tile.vectors());
     if (head.options->dropout_threshold != 0) drop_row(head, tile, r, s);
   }
-  gemm({tile.rows(), head.value.dim, tile.cols, true}, as_left(from_row(scratch.s, r0)),
-       scratch.value, from_row(scratch.o, r0));
+  gemm({tile.rows(), head.value.dim, tile.cols, true}, as_left(from_row(scratch.s, tile.row_begin)),
+       scratch.value, from_row(acc.o, tile.row_begin));
 }
 
-// Writes row r of the block: out, and lse = max + log(sum), with the sink, a logit
-// without a value, joining the sum.
-inline float finish_row(const ForwardScratch& scratch, int r, float sink, float* out) {
-  const float max = max_of(scratch.max[r], sink);
+// Finishes row r: writes its output to `out` and returns lse = max + log(sum), where the
+// sink, a logit without a value, joins the sum.
+inline float finish_row(const Accumulators& acc, int r, float sink, float* out) {
+  const float max = max_of(acc.max[r], sink);
   const float base = max == -kInfinity ? 0.0f : max;
-  const float rescale = exp(scratch.max[r] - base);
-  const float sum =
-      reduce_add(load(scratch.sum.data + r * scratch.sum.row)) * rescale + exp(sink - base);
-  const float* o = scratch.o.data + r * scratch.o.row;
-  const Vec weight = splat(sum == 0.0f ? 0.0f : rescale / sum);
-  for (int64_t c = 0; c < scratch.o.row; c += kLanes) {
+  const float rescale = exp(acc.max[r] - base);
+  const float sum = reduce_add(load(acc.sum.data + r * acc.sum.row)) * rescale + exp(sink - base);
+  const float* o = acc.o.data + r * acc.o.row;
+  const Vec weight = splat(rescale / sum);
+  for (int64_t c = 0; c < acc.o.row; c += kLanes) {
     store(out + c, sum == 0.0f ? Vec{} : load(o + c) * weight);
   }
   return base + __builtin_logf(sum);
 }
 
+// Writes out and lse of all rows of the block, those past the query length included.
+inline void finish_block(const Forward& call, int64_t batch, int64_t n, const QueryBlock& block,
+                         const Accumulators& acc) {
+  const Shape& shape = call.shape;
+  const float sink = call.sinks.data ? *floats_of(shape, call.sinks, batch, n) : -kInfinity;
+  const Rows out = rows_of(shape, call.out, batch, n, shape.value_dim);
+  float* lse = floats_of(shape, call.lse, batch, n);
+  const int64_t rows = min_of<int64_t>(shape.q_len - block.begin, kBlockQ);
+  for (int r = 0; r < rows; ++r) {
+    float* o = acc.o.data + r * acc.o.row;  // zero in rows past the query length
+    const float row_lse = r < block.rows ? finish_row(acc, r, sink, o) : -kInfinity;
+    lse[(block.begin + r) * call.lse.row] = row_lse;
+  }
+  write_rows(acc.o, static_cast<int>(rows), out, block.begin);
+}
+
 inline bool forward_task(const Forward& call, int64_t task) {
   const Shape& shape = call.shape;
-  const int64_t blocks = q_blocks(shape);
-  const int64_t batch = task / blocks / shape.heads, n = task / blocks % shape.heads;
+  const ForwardSplit split = forward_split(shape);
   // Under a causal mask later blocks attend to more keys: the long tasks start first.
-  const int64_t q_begin = (blocks - 1 - task % blocks) * kBlockQ;
-  const Head head = head_of(call, batch, n);
-  const QueryBlock block = query_block(head, q_begin);
+  const int64_t q_begin = (split.q_blocks - 1 - task % split.q_blocks) * kBlockQ;
+  const int64_t part = task / split.q_blocks % split.parts;
+  const int64_t kv_head = task / split.q_blocks / split.parts % shape.kv_heads;
+  const int64_t batch = task / split.q_blocks / split.parts / shape.kv_heads;
+  const int64_t group = shape.heads / shape.kv_heads;
+  const int64_t first = kv_head * group + part * split.heads;
+  const int heads = static_cast<int>(min_of<int64_t>(split.heads, group - part * split.heads));
 
   const int64_t head_dim = padded(shape.head_dim), value_dim = padded(shape.value_dim);
-  Arena arena(forward_floats(head_dim, value_dim));
+  const int64_t rows = min_of<int64_t>(shape.q_len, kBlockQ);
+  Arena arena(forward_floats(head_dim, value_dim, rows, heads));
   if (!arena.ok()) return false;
-  const ForwardScratch scratch = forward_scratch(arena, head_dim, value_dim);
-  pack_rows(head.query, q_begin, block.rows, call.options.scale, scratch.q,
-            [](int) { return true; });
-  for (int r = 0; r < block.rows; ++r) {
-    scratch.max[r] = -kInfinity;
-    store(scratch.sum.data + r * scratch.sum.row, Vec{});
-    float* o = scratch.o.data + r * scratch.o.row;
-    for (int64_t c = 0; c < scratch.o.row; c += kLanes) store(o + c, Vec{});
+  ForwardScratch scratch = forward_scratch(arena, head_dim, value_dim);
+  Head head[kMaxHeadsPerTask];
+  Accumulators acc[kMaxHeadsPerTask];
+  QueryBlock block = {};  // the same for all heads
+  for (int n = 0; n < heads; ++n) {
+    head[n] = head_of(call, batch, first + n);
+    block = query_block(head[n], q_begin);
+    acc[n] = accumulators(arena, head[n], block, rows);
   }
-
   for (int64_t kv_begin = block.keys.begin / kBlockKv * kBlockKv; kv_begin < block.keys.end;
        kv_begin += kBlockKv) {
-    Tile tile;
-    if (make_tile(head, block, kv_begin, tile)) forward_tile(head, tile, scratch);
-  }
-
-  const float sink = call.sinks.data ? *floats_of(shape, call.sinks, batch, n) : -kInfinity;
-  float* lse = floats_of(shape, call.lse, batch, n);
-  char* out = address(shape, call.out, batch, n, size_of(call.out.dtype));
-  const int64_t row_bytes = call.out.row * size_of(call.out.dtype);
-  float* row = scratch.value.data;
-  const int64_t q_end = min_of<int64_t>(q_begin + kBlockQ, shape.q_len);
-  for (int64_t i = q_begin; i < q_end; ++i) {
-    float row_lse = -kInfinity;
-    if (i < head.q_len) {
-      row_lse = finish_row(scratch, static_cast<int>(i - q_begin), sink, row);
-    } else {
-      for (int64_t c = 0; c < value_dim; c += kLanes) store(row + c, Vec{});
+    scratch.has_key = false;
+    scratch.values = 0;
+    for (int n = 0; n < heads; ++n) {
+      Tile tile;
+      if (make_tile(head[n], block, kv_begin, tile)) forward_tile(head[n], tile, acc[n], scratch);
     }
-    lse[i * call.lse.row] = row_lse;
-    store_strided(row, shape.value_dim, out + i * row_bytes, call.out.dtype, 1);
   }
+  for (int n = 0; n < heads; ++n) finish_block(call, batch, first + n, block, acc[n]);
   return true;
 }
 

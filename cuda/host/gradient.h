@@ -92,15 +92,6 @@ inline void gradient_row(const GradientHead& head, const Tile& tile, int r, floa
   }
 }
 
-// What row r of the next block of queries will read, requested while this one is computed.
-inline void prefetch_next(const GradientHead& head, const Tile& tile, int r) {
-  const int64_t i = tile.q_begin + kBlockQ + r;
-  if (i >= head.q_len) return;
-  prefetch_row(head.query, i);
-  prefetch_row(head.dout, i);
-  prefetch_logits_row(head, i, tile.kv_begin);
-}
-
 // Fills rows [row_begin, row_end) of scratch.q, dout, s and ds. scratch.key_t and
 // value_t are those of the tile's keys.
 inline void gradient_tile(const GradientHead& head, const Tile& tile,
@@ -110,13 +101,12 @@ inline void gradient_tile(const GradientHead& head, const Tile& tile,
   const Matrix q = from_row(scratch.q, r0), dout = from_row(scratch.dout, r0);
   pack_rows(head.query, tile.q_begin + r0, rows, head.options->scale, q, alive);
   pack_rows(head.dout, tile.q_begin + r0, rows, 1.0f, dout, alive);
-  gemm({rows, tile.cols, head.key.dim, false}, as_left(q), scratch.key_t, from_row(scratch.s, r0));
+  start_logits(head, tile, scratch.q, scratch.key_t, scratch.s);
   gemm({rows, tile.cols, head.value.dim, false}, as_left(dout), scratch.value_t,
        from_row(scratch.ds, r0));
   for (int r = r0; r < tile.row_end; ++r) {
     float* s = scratch.s.data + r * scratch.s.row;
     float* ds = scratch.ds.data + r * scratch.ds.row;
-    prefetch_next(head, tile, r);
     if (head.alive(tile, r)) {
       finish_logits_row(head, tile, r, s);
       gradient_row(head, tile, r, s, ds);

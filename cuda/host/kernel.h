@@ -27,6 +27,18 @@ static inline int64_t padded(int64_t dim) { return ceil_div(dim, kRowPadding) * 
 static inline int64_t q_blocks(const Shape& s) { return ceil_div(s.q_len, kBlockQ); }
 static inline int64_t kv_blocks(const Shape& s) { return ceil_div(s.kv_len, kBlockKv); }
 
+// The forward pass gives a task `heads` heads of one group, a group to `parts` tasks.
+struct ForwardSplit {
+  int64_t q_blocks, parts, heads;
+};
+inline constexpr int kMaxHeadsPerTask = 8;
+static inline ForwardSplit forward_split(const Shape& s) {
+  const int64_t group = s.kv_heads > 0 ? s.heads / s.kv_heads : 1;
+  const int64_t most = q_blocks(s) > 1 ? 1 : kMaxHeadsPerTask;
+  const int64_t parts = ceil_div(group, most);
+  return {q_blocks(s), parts, parts > 0 ? ceil_div(group, parts) : 1};
+}
+
 // The backward pass gives each (batch, key/value head) to `chunks` tasks, each with
 // its own partial dquery. A function of shapes alone: the number of threads must not
 // change how a sum is split, and so its rounding.
@@ -77,7 +89,7 @@ static inline bool keeps_every_axis(const Shape& s, const Operand& dbias) {
 // could be allocated.
 struct Kernel {
   const char* instruction_set;
-  bool (*forward)(const Forward& call, int64_t task);         // batch * N * q_blocks
+  bool (*forward)(const Forward& call, int64_t task);         // batch * K * ForwardSplit
   bool (*delta)(const Backward& call, int64_t task);          // batch * N
   bool (*backward)(const Backward& call, int64_t task);       // batch * K * chunks
   bool (*reduce_dquery)(const Backward& call, int64_t task);  // batch * N * q_blocks

@@ -7,28 +7,23 @@
 
 namespace jax_flash::host::JAX_FLASH_ISA {
 
-// Asks for what finish_logits_row will read of the bias and the mask at row i.
-inline void prefetch_logits_row(const Head& head, int64_t i, int64_t kv_begin) {
-  const auto prefetch = [&](const Plane& plane, int64_t element_size) {
-    if (plane.data == nullptr || plane.row == 0 || plane.col == 0) return;
-    prefetch_bytes(plane.at(i, kv_begin, element_size), kBlockKv * element_size);
-  };
-  prefetch(head.bias, size_of(head.bias.dtype));
-  prefetch(head.mask, 1);
+// s = q key_t + bias, for the tile's rows of q and s. The bias goes first, row after row
+// in a tight loop: it comes from memory, often a page a row, and only loads that follow
+// one another closely overlap their latency.
+inline void start_logits(const Head& head, const Tile& tile, Matrix q, Matrix key_t, Matrix s) {
+  const Plane& bias = head.bias;
+  const bool has_bias = bias.data != nullptr;
+  for (int r = tile.row_begin; has_bias && r < tile.row_end; ++r) {
+    load_strided(bias.at(tile.q_begin + r, tile.kv_begin, size_of(bias.dtype)), bias.dtype,
+                 bias.col, tile.cols, s.data + r * s.row);
+  }
+  gemm({tile.rows(), tile.cols, head.key.dim, has_bias}, as_left(from_row(q, tile.row_begin)),
+       key_t, from_row(s, tile.row_begin));
 }
 
-// Turns row r of a tile of products into logits, -inf where r may not attend.
+// Turns row r of s into logits: soft cap, and -inf where r may not attend.
 inline void finish_logits_row(const Head& head, const Tile& tile, int r, float* s) {
   const int vectors = tile.vectors();
-  if (head.bias.data) {
-    const Plane& bias = head.bias;
-    float row[kBlockKv];
-    load_strided(bias.at(tile.q_begin + r, tile.kv_begin, size_of(bias.dtype)), bias.dtype,
-                 bias.col, tile.cols, row);
-    for (int v = 0; v < vectors; ++v) {
-      store(s + v * kLanes, load(s + v * kLanes) + load(row + v * kLanes));
-    }
-  }
   if (const float cap = head.options->logits_soft_cap; cap != 0.0f) {
     for (int v = 0; v < vectors; ++v) {
       store(s + v * kLanes, tanh(load(s + v * kLanes) / cap) * cap);

@@ -109,12 +109,9 @@ JAX_FLASH_INLINE void store_first(T* p, Vec v, int64_t count) {
 template <typename F>
 JAX_FLASH_INLINE auto with_type(DType dtype, F f) {
   switch (dtype) {
-    case DType::kBFloat16:
-      return f(static_cast<BFloat16*>(nullptr));
-    case DType::kFloat16:
-      return f(static_cast<Float16*>(nullptr));
-    case DType::kFloat32:
-      break;
+    case DType::kBFloat16: return f(static_cast<BFloat16*>(nullptr));
+    case DType::kFloat16: return f(static_cast<Float16*>(nullptr));
+    case DType::kFloat32: break;
   }
   return f(static_cast<float*>(nullptr));
 }
@@ -128,19 +125,6 @@ struct Rows {
   int64_t row;  // stride
   int dim;
 };
-
-// Asks for memory that a tile to come will read. The rows of one head lie far apart,
-// often in pages of their own, where the hardware does not prefetch.
-inline void prefetch_bytes(const void* data, int64_t bytes) {
-  const char* begin = static_cast<const char*>(data);
-  for (int64_t offset = 0; offset < bytes; offset += 64) __builtin_prefetch(begin + offset);
-  __builtin_prefetch(begin + bytes - 1);  // in a further cache line if `data` is unaligned
-}
-
-inline void prefetch_row(const Rows& rows, int64_t index) {
-  const int64_t size = size_of(rows.dtype);
-  prefetch_bytes(static_cast<const char*>(rows.data) + index * rows.row * size, rows.dim * size);
-}
 
 // Packs `count` rows from `first` on, times `scale`. A row that is not alive, which
 // may hold anything, NaN included, becomes zeros, as do the columns up to `to.row`.
@@ -211,6 +195,19 @@ inline void store_strided(const float* from, int count, void* data, DType dtype,
       for (int i = 0; i < min_of(count - c, kLanes); ++i) out[(c + i) * stride] = elements[i];
     }
   });
+}
+
+// Writes `count` rows to those of an operand from `first` on.
+inline void write_rows(Matrix from, int count, const Rows& to, int64_t first) {
+  char* data = static_cast<char*>(const_cast<void*>(to.data));
+  for (int r = 0; r < count; ++r) {
+    store_strided(from.data + r * from.row, to.dim, data + (first + r) * to.row * size_of(to.dtype),
+                  to.dtype, 1);
+  }
+}
+
+inline void clear(Matrix m, int64_t rows) {
+  for (int64_t c = 0; c < rows * m.row; c += kLanes) store(m.data + c, Vec{});
 }
 
 }  // namespace jax_flash::host::JAX_FLASH_ISA

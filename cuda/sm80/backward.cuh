@@ -103,6 +103,24 @@ struct QueryTileWalk {
   __device__ __forceinline__ bool done() const { return head >= group; }
 };
 
+// Starts copying kCount floats, of a multiple of 16 bytes, to shared memory.
+template <int kCount>
+__device__ __forceinline__ void load_floats(float* smem, const float* gmem) {
+  if (threadIdx.x < kCount / 4) {
+    ptx::cp_async_16(ptx::shared_address(smem + threadIdx.x * 4), gmem + threadIdx.x * 4, true);
+  }
+}
+
+// Reads what belongs to the rows of this thread's fragments.
+template <int kM>
+__device__ __forceinline__ void load_rows(float (&values)[kM][2], const float* smem) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) values[m][half] = smem[fragment_row(m, 2 * half)];
+  }
+}
+
 // Rounds accumulator fragments into a tile at (row, 8 * chunk).
 template <typename Element, typename Tile, int kM, int kN>
 __device__ __forceinline__ void store_fragments(const Tile& tile, int row, int chunk,
@@ -173,7 +191,7 @@ __device__ __forceinline__ void add_dquery(float* tile_gmem, const float (&value
 }
 
 template <typename Config, typename Element, bool kGeneral>
-__global__ void __launch_bounds__(Config::kThreads, 1)
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     backward_kernel(const __grid_constant__ Backward params, const BackwardWorkspace workspace) {
   constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv, kWarps = Config::kWarps;
   constexpr int kScoreCols = kWarps / Config::kScoreWarpRows;
@@ -192,16 +210,16 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
   extern __shared__ __align__(1024) uint8_t smem[];
   const uint32_t base = ptx::shared_address(smem);
-  const typename Config::KeyTile key_smem{base};
-  const typename Config::ValueTile value_smem{base + Config::kValueOffset};
-  const typename Config::ScoreTile probability_smem{base + Config::kProbabilityOffset};
-  const typename Config::ScoreTile score_smem{base + Config::kScoreOffset};
-  const auto query_smem = [&](int stage) {
-    return typename Config::QueryTile{base + Config::kQueryOffset +
-                                      stage * Config::QueryTile::kBytes};
+  const typename Config::KeyTile key_smem{base, 0};
+  const typename Config::ValueTile value_smem{base, Config::kValueOffset};
+  const typename Config::ScoreTile probability_smem{base, Config::kProbabilityOffset};
+  const typename Config::ScoreTile score_smem{base, Config::kScoreOffset};
+  const auto query_smem = [&](uint32_t stage) {
+    return typename Config::QueryTile{base,
+                                      Config::kQueryOffset + stage * Config::QueryTile::kBytes};
   };
-  const auto dout_smem = [&](int stage) {
-    return typename Config::OutTile{base + Config::kOutOffset + stage * Config::OutTile::kBytes};
+  const auto dout_smem = [&](uint32_t stage) {
+    return typename Config::OutTile{base, Config::kOutOffset + stage * Config::OutTile::kBytes};
   };
 
   __shared__ uint32_t ticket_smem;
@@ -220,6 +238,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const int32_t col0 = kv_tile * kBlockKv;
 
   const Band band(params, batch);
+  // Needed once a tile: in shared memory, because registers are short.
+  __shared__ const Element *query_gmem, *dout_gmem;
+  if (threadIdx.x == 0) {
+    query_gmem = batch.pointer<const Element>(params.query, kv_head * group);
+    dout_gmem = batch.pointer<const Element>(params.dout, kv_head * group);
+  }
+  __syncthreads();
   QueryTileWalk walk{q_tiles<kBlockQ>(band, col0, col0 + kBlockKv), group};
   if (kGeneral && workspace.spans.query && !workspace.turns) {
     const SegmentSpans& spans = workspace.spans;
@@ -230,14 +255,23 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   walk.start<kBlockQ>();
 
-  const Element* query_gmem = batch.pointer<const Element>(params.query, kv_head * group);
-  const Element* dout_gmem = batch.pointer<const Element>(params.dout, kv_head * group);
-  const auto load_rows = [&](const QueryTileWalk& at, int stage) {
+  __shared__ __align__(16) float lse_smem[Config::kStages][kBlockQ];
+  __shared__ __align__(16) float delta_smem[Config::kStages][kBlockQ];
+  const auto row_index = [&](const QueryTileWalk& at) {
+    const int64_t head = batch_index * shape.heads + kv_head * group + at.head;
+    return head * workspace.rows + at.tile * kBlockQ;
+  };
+  const auto load_query = [&](const QueryTileWalk& at, int stage) {
     const int32_t row0 = at.tile * kBlockQ;
     load_tile<Config::kThreads>(query_smem(stage), query_gmem + at.head * params.query.head,
                                 params.query.row, row0, row0, band.q_len, shape.head_dim);
+    load_floats<kBlockQ>(lse_smem[stage], workspace.lse_log2 + row_index(at));
+  };
+  const auto load_dout = [&](const QueryTileWalk& at, int stage) {
+    const int32_t row0 = at.tile * kBlockQ;
     load_tile<Config::kThreads>(dout_smem(stage), dout_gmem + at.head * params.dout.head,
                                 params.dout.row, row0, row0, band.q_len, shape.value_dim);
+    load_floats<kBlockQ>(delta_smem[stage], workspace.delta + row_index(at));
   };
   __shared__ uint32_t bad_keys_smem[kGeneral ? kBlockKv / 32 : 1];
   bool any_bad_key = false;
@@ -248,7 +282,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                                 params.key.row, col0, first, end, shape.head_dim);
     load_tile<Config::kThreads>(value_smem, batch.pointer<const Element>(params.value, kv_head),
                                 params.value.row, col0, first, end, shape.value_dim);
-    load_rows(walk, 0);
+    load_query(walk, 0);
+    ptx::cp_async_commit_group();
+    load_dout(walk, 0);
     ptx::cp_async_commit_group();
     if constexpr (kGeneral) {
       ptx::cp_async_wait_group<0>();
@@ -265,12 +301,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const int score_row = warp / kScoreCols * kScoreM * 16, score_col = warp % kScoreCols * kScoreN * 8;
   const int key_row = warp / kKeyCols * kKeyM * 16, key_col = warp % kKeyCols;
   const int dquery_row = warp / kQueryCols * kDqueryM * 16, dquery_col = warp % kQueryCols;
-  const BlockReader key_reader(key_smem, kColsFirst, score_col, 0);
-  const BlockReader value_reader(value_smem, kColsFirst, score_col, 0);
-  const BlockReader probability_reader(probability_smem, kColsFirst, 0, key_row / kChunk);
-  const BlockReader score_trans_reader(score_smem, kColsFirst, 0, key_row / kChunk);
-  const BlockReader score_reader(score_smem, kRowsFirst, dquery_row, 0);
-  const BlockReader key_trans_reader(key_smem, kRowsFirst, 0, dquery_col * 2);
   const float to_log2 = params.options.scale * kLog2E;
 
   for (int stage = 0; !walk.done(); stage ^= Config::kStages - 1) {
@@ -278,27 +308,24 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const int64_t batch_head = batch_index * shape.heads + head;
     QueryTileWalk next = walk;
     next.advance<kBlockQ>();
-    ptx::cp_async_wait_group<0>();
-    __syncthreads();  // the tile has arrived, and nobody reads the one before it, nor P and dS
-    if (Config::kStages == 2 && !next.done()) load_rows(next, stage ^ 1);
-    ptx::cp_async_commit_group();
-
-    float lse_log2[kScoreM][2], delta[kScoreM][2];
-#pragma unroll
-    for (int m = 0; m < kScoreM; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int64_t index =
-            batch_head * workspace.rows + row0 + score_row + fragment_row(m, 2 * half);
-        lse_log2[m][half] = workspace.lse_log2[index];
-        delta[m][half] = workspace.delta[index];
+    if constexpr (Config::kStages == 2) {
+      ptx::cp_async_wait_group<0>();
+      __syncthreads();  // Q and dO have arrived; nobody reads those before them, nor P and dS
+      if (!next.done()) {
+        load_query(next, stage ^ 1);
+        load_dout(next, stage ^ 1);
       }
+      ptx::cp_async_commit_group();
+    } else {
+      ptx::cp_async_wait_group<1>();
+      __syncthreads();  // Q has arrived
     }
 
-    // S = Q K^T, P
+    // S = Q K^T
     float scores[kScoreM][kScoreN][4];
     set_zero(scores);
     const BlockReader query_reader(query_smem(stage), kRowsFirst, score_row, 0);
+    const BlockReader key_reader(key_smem, kColsFirst, score_col, 0);
     matmul<Element, Config::kHeadDim / 16>(
         scores,
         [&](uint32_t(&a)[4], int m, int k) {
@@ -314,36 +341,39 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                                       col0 + kBlockKv)) {
       gradient.mask(scores, band);
     }
-    gradient.probabilities(scores, lse_log2, to_log2);
 
-    // dP = dO V^T, dS
+    // dP = dO V^T, dS. Exponentials stand among the products, whose tensor cores they leave free.
+    if constexpr (Config::kStages == 1) {
+      ptx::cp_async_wait_group<0>();
+      __syncthreads();  // dO has arrived
+    }
+    float lse_log2[kScoreM][2];
+    load_rows(lse_log2, lse_smem[stage] + score_row);
+    constexpr int kValueSteps = Config::kValueDim / 16;
     float dscores[kScoreM][kScoreN][4];
     set_zero(dscores);
     const BlockReader dout_reader(dout_smem(stage), kRowsFirst, score_row, 0);
-    matmul<Element, Config::kValueDim / 16>(
+    const BlockReader value_reader(value_smem, kColsFirst, score_col, 0);
+    matmul<Element, kValueSteps>(
         dscores,
         [&](uint32_t(&a)[4], int m, int k) {
           ptx::ldmatrix_x4(a, dout_reader.at(m * 16, k * 2));
+          gradient.probabilities(scores[m], lse_log2[m], to_log2, kScoreN * k / kValueSteps,
+                                 kScoreN * (k + 1) / kValueSteps);
         },
         [&](uint32_t(&b)[4], int n, int k) {
           ptx::ldmatrix_x4(b, value_reader.at(n * 8, k * 2));
         });
+    float delta[kScoreM][2];
+    load_rows(delta, delta_smem[stage] + score_row);
     gradient.finish(scores, dscores, lse_log2, delta);
     store_fragments<Element>(probability_smem, score_row, score_col / kChunk, scores);
     store_fragments<Element>(score_smem, score_row, score_col / kChunk, dscores);
     __syncthreads();
 
-    // dV += P^T dO, dK += dS^T Q
-    const BlockReader dout_trans_reader(dout_smem(stage), kRowsFirst, 0, key_col * 2);
-    matmul<Element, kBlockQ / 16>(
-        dvalue,
-        [&](uint32_t(&a)[4], int m, int k) {
-          ptx::ldmatrix_x4_trans(a, probability_reader.at(k * 16, m * 2));
-        },
-        [&](uint32_t(&b)[4], int n, int k) {
-          ptx::ldmatrix_x4_trans(b, dout_trans_reader.at(k * 16, n * kKeyCols));
-        });
+    // dK += dS^T Q, dV += P^T dO
     const BlockReader query_trans_reader(query_smem(stage), kRowsFirst, 0, key_col * 2);
+    const BlockReader score_trans_reader(score_smem, kColsFirst, 0, key_row / kChunk);
     matmul<Element, kBlockQ / 16>(
         dkey,
         [&](uint32_t(&a)[4], int m, int k) {
@@ -353,12 +383,29 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
           ptx::ldmatrix_x4_trans(b, query_trans_reader.at(k * 16, n * kKeyCols));
         });
     if constexpr (Config::kStages == 1) {
-      __syncthreads();  // nobody reads Q and dO any more
-      if (!next.done()) load_rows(next, 0);
+      __syncthreads();  // nobody reads Q any more
+      if (!next.done()) load_query(next, 0);
+      ptx::cp_async_commit_group();
+    }
+    const BlockReader dout_trans_reader(dout_smem(stage), kRowsFirst, 0, key_col * 2);
+    const BlockReader probability_reader(probability_smem, kColsFirst, 0, key_row / kChunk);
+    matmul<Element, kBlockQ / 16>(
+        dvalue,
+        [&](uint32_t(&a)[4], int m, int k) {
+          ptx::ldmatrix_x4_trans(a, probability_reader.at(k * 16, m * 2));
+        },
+        [&](uint32_t(&b)[4], int n, int k) {
+          ptx::ldmatrix_x4_trans(b, dout_trans_reader.at(k * 16, n * kKeyCols));
+        });
+    if constexpr (Config::kStages == 1) {
+      __syncthreads();  // nor dO
+      if (!next.done()) load_dout(next, 0);
       ptx::cp_async_commit_group();
     }
 
     // dQ += dS K
+    const BlockReader score_reader(score_smem, kRowsFirst, dquery_row, 0);
+    const BlockReader key_trans_reader(key_smem, kRowsFirst, 0, dquery_col * 2);
     float dquery[kDqueryM][kDqueryN][4];
     set_zero(dquery);
     matmul<Element, kBlockKv / 16>(
@@ -413,10 +460,14 @@ Status launch_backward_config(const Backward& params, BackwardWorkspace workspac
 // kHeadDim bounds head_dim and value_dim; a head dim of 192 comes mostly with a value dim of 128.
 template <typename Element, int kHeadDim, bool kGeneral>
 Status launch_backward(const Backward& params, cudaStream_t stream) {
-  using Large = BackwardConfig<kHeadDim, kHeadDim, false>;
-  using LargeNarrowValue = BackwardConfig<kHeadDim, kHeadDim == 192 ? 128 : kHeadDim, false>;
-  using Small = std::conditional_t<Large::kSmemBytes <= kSmallSmemBytes, Large,
-                                   BackwardConfig<kHeadDim, kHeadDim, true>>;
+  constexpr int kNarrow = kHeadDim == 192 ? 128 : kHeadDim;
+  using Small = BackwardConfig<kHeadDim, kHeadDim, kGeneral, 99>;
+  using Medium = BackwardConfig<kHeadDim, kHeadDim, kGeneral, 163>;
+  using Large = BackwardConfig<kHeadDim, kHeadDim, kGeneral, 227>;
+  using MediumNarrow = BackwardConfig<kHeadDim, kNarrow, kGeneral, 163>;
+  // No second instance of the same configuration.
+  using SmallOrMedium = std::conditional_t<(Medium::kSmemBytes > Small::kSmemLimit), Small, Medium>;
+  using LargeOrMedium = std::conditional_t<(Large::kSmemBytes > Medium::kSmemLimit), Large, Medium>;
   BackwardWorkspace workspace;
   BackwardWorkspace::plan(params.shape, kHeadDim, bool{params.query_segment_ids},
                           params.options.deterministic, params.workspace, workspace);
@@ -425,12 +476,14 @@ Status launch_backward(const Backward& params, cudaStream_t stream) {
   int smem_bytes = 0;
   if (status.ok()) status = max_smem_bytes(smem_bytes);
   if (!status.ok()) return status;
-  if (smem_bytes < Large::kSmemBytes) {
-    status = launch_backward_config<Small, Element, kGeneral>(params, workspace, stream);
-  } else if (params.shape.value_dim <= LargeNarrowValue::kValueDim) {
-    status = launch_backward_config<LargeNarrowValue, Element, kGeneral>(params, workspace, stream);
+  if (smem_bytes < Medium::kSmemLimit) {
+    status = launch_backward_config<SmallOrMedium, Element, kGeneral>(params, workspace, stream);
+  } else if (kNarrow < kHeadDim && params.shape.value_dim <= kNarrow) {
+    status = launch_backward_config<MediumNarrow, Element, kGeneral>(params, workspace, stream);
+  } else if (smem_bytes < Large::kSmemLimit) {
+    status = launch_backward_config<Medium, Element, kGeneral>(params, workspace, stream);
   } else {
-    status = launch_backward_config<Large, Element, kGeneral>(params, workspace, stream);
+    status = launch_backward_config<LargeOrMedium, Element, kGeneral>(params, workspace, stream);
   }
   if constexpr (kGeneral) {
     if (status.ok() && params.dbias) {

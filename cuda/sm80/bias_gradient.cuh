@@ -89,8 +89,8 @@ __device__ __forceinline__ void add_products(float (&products)[1][8][4], const E
                                              const Element* b_gmem, int64_t b_stride, int32_t col0,
                                              int32_t col_end, int32_t dim) {
   extern __shared__ __align__(1024) uint8_t smem[];
-  const BiasOperandTile a_smem{ptx::shared_address(smem)};
-  const BiasOperandTile b_smem{a_smem.base_smem + BiasOperandTile::kBytes};
+  const BiasOperandTile a_smem{ptx::shared_address(smem), 0};
+  const BiasOperandTile b_smem{a_smem.root, BiasOperandTile::kBytes};
   const BlockReader a_reader(a_smem, BlockOrder::kRowsFirst, threadIdx.x / 32 * 16, 0);
   const BlockReader b_reader(b_smem, BlockOrder::kColsFirst, 0, 0);
   for (int32_t k0 = 0; k0 < dim; k0 += 64) {
@@ -144,7 +144,7 @@ __device__ __forceinline__ void add_score_gradient(float (&total)[1][8][4], cons
   }
   const ScoreGradient<true, 1, 8> gradient(params, batch, head, warp_row0, col0);
   gradient.mask(scores, band);
-  gradient.probabilities(scores, lse_log2, 1.0f);
+  gradient.probabilities(scores[0], lse_log2[0], 1.0f, 0, 8);
 
   float dscores[1][8][4];
   set_zero(dscores);

@@ -7,23 +7,24 @@
 
 namespace jax_flash::sm80 {
 
-// Shared memory a block may have on sm_86, sm_89 and sm_120, and on sm_80.
-inline constexpr int kSmallSmemBytes = 99 * 1024, kLargeSmemBytes = 163 * 1024;
+// Configurations come for up to three amounts of shared memory that a block can have, in KB:
+//   99 on sm_86, sm_89 and sm_120; 163 on sm_80 and sm_87; 227 on sm_90 and sm_100
 
 // The forward pass: a block computes kBlockQ rows of one head's output and walks over tiles of
 // kBlockKv keys and values. A warp owns kMTiles * 16 rows, so that softmax needs no other warp,
 // and reads each key and value fragment once for all of them.
-template <int kHeadDimension, int kValueDimension, bool kGeneral>
+template <int kHeadDimension, int kValueDimension, bool kGeneral, int kSmemKb>
 struct ForwardConfig {
+  static constexpr int kSmemLimit = kSmemKb * 1024;
   static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension;
   static_assert(kHeadDim % 16 == 0 && kValueDim % 16 == 0 && kValueDim <= kHeadDim);
 
   static constexpr int kBlockQ = 128;
-  static constexpr int kBlockKv = kHeadDim <= (kGeneral ? 128 : 192) ? 64 : 32;
+  static constexpr int kBlockKv = kHeadDim <= 192 || (kSmemKb > 99 && !kGeneral) ? 64 : 32;
   static constexpr int kWarps = kHeadDim <= (kGeneral ? 64 : 128) ? 4 : 8;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kMTiles = kBlockQ / (16 * kWarps);
-  static constexpr bool kQueryInRegisters = kHeadDim <= 64;
+  static constexpr bool kQueryInRegisters = kHeadDim <= 64 && !kGeneral;
   static constexpr int kStages = kHeadDim <= 64 ? 2 : 1;  // of K and V each
   static constexpr int kMinBlocks = kWarps == 4 ? 2 : 1;
 
@@ -36,7 +37,7 @@ struct ForwardConfig {
   static constexpr int kKeyOffset = QueryTile::kBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * KeyTile::kBytes;
   static constexpr int kSmemBytes = kValueOffset + kStages * ValueTile::kBytes;
-  static_assert(kSmemBytes <= kSmallSmemBytes);
+  static_assert(kSmemBytes <= kSmemLimit);
 };
 
 // The backward pass: a block owns kBlockKv keys and values of one key/value head and walks over
@@ -46,23 +47,27 @@ struct ForwardConfig {
 //   S, dP  [kBlockQ, kBlockKv]     kScoreWarpRows x the rest
 //   dK, dV [kBlockKv, head dim]    kKeyWarpRows x the rest
 //   dQ     [kBlockQ, head dim]     kQueryWarpRows x the rest
-// kSmall: within kSmallSmemBytes.
-template <int kHeadDimension, int kValueDimension, bool kSmall>
+template <int kHeadDimension, int kValueDimension, bool kGeneral, int kSmemKb>
 struct BackwardConfig {
+  static constexpr int kSmemLimit = kSmemKb * 1024;
   static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension;
   static_assert(kHeadDim % 32 == 0 && kValueDim % 32 == 0 && kValueDim <= kHeadDim);
+  static constexpr bool kSmall = kSmemKb <= 99;
 
   static constexpr int kBlockQ = kSmall && kHeadDim >= 192 ? 32 : 64;
-  static constexpr int kBlockKv = kHeadDim <= (kSmall ? 64 : 128)     ? 128
-                                  : kSmall && kHeadDim > 192 ? 32
-                                                             : 64;
-  static constexpr int kStages = kHeadDim <= (kSmall ? 64 : 192) ? 2 : 1;  // of Q and dO each
-  static constexpr int kWarps = kBlockKv == 32 ? 4 : 8;
+  static constexpr int kBlockKv = !kSmall && (kHeadDim == 96 || kHeadDim == 128) ? 128
+                                  : kSmall && kHeadDim > 192                      ? 32
+                                                                                  : 64;
+  // Of Q and dO each.
+  static constexpr int kStages = kHeadDim <= (kSmall ? 64 : kSmemKb <= 163 ? 192 : 256) ? 2 : 1;
+  static constexpr int kWarps = kHeadDim <= 64 || kBlockKv == 32 ? 4 : 8;
   static constexpr int kThreads = 32 * kWarps;
+  // Three blocks of four warps leave 168 registers a thread, which suffices without modifiers.
+  static constexpr int kMinBlocks = kHeadDim > 64 ? 1 : kGeneral ? 2 : 3;
 
-  static constexpr int kScoreWarpRows = kBlockQ == 64 && kBlockKv == 64 ? 4 : 2;
+  static constexpr int kScoreWarpRows = kBlockQ == 64 && kBlockKv == 64 && kWarps == 8 ? 4 : 2;
   static constexpr int kKeyWarpRows = kBlockKv == 128 || kHeadDim == 96 ? 4 : kBlockKv / 32;
-  static constexpr int kQueryWarpRows = kHeadDim == 96 || kHeadDim == 32 ? 4 : kBlockKv == 32 ? 1 : 2;
+  static constexpr int kQueryWarpRows = kHeadDim == 96 ? 4 : kBlockKv == 32 ? 1 : 2;
 
   using QueryTile = SmemTile<kBlockQ, kHeadDim>;
   using OutTile = SmemTile<kBlockQ, kValueDim>;  // of dO
@@ -77,7 +82,8 @@ struct BackwardConfig {
   static constexpr int kQueryOffset = kScoreOffset + ScoreTile::kBytes;
   static constexpr int kOutOffset = kQueryOffset + kStages * QueryTile::kBytes;
   static constexpr int kSmemBytes = kOutOffset + kStages * OutTile::kBytes;
-  static_assert(kSmemBytes <= (kSmall ? kSmallSmemBytes : kLargeSmemBytes));
+  static constexpr int kStaticSmemBytes = 2048;  // row statistics and the like, at most
+  static_assert(kSmemBytes <= kSmemLimit);
 };
 
 }  // namespace jax_flash::sm80

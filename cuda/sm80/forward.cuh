@@ -15,6 +15,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "params.h"
 #include "ptx/cp_async.cuh"
@@ -132,7 +133,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   const Band band(params, batch);
   const TileRange range = kv_tiles<kBlockKv>(band, row0, row0 + kBlockQ);
   const int32_t row_end = min(row0 + kBlockQ, band.q_len);
-  const int32_t first_col = band.first_col(row0), end_col = band.end_col(row_end - 1);
   KeyTileWalk walk = {range.first, range.end};
   if (kGeneral && spans.query) {
     walk.key_blocks = spans.key_blocks;
@@ -144,25 +144,33 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
 
   extern __shared__ __align__(1024) uint8_t smem[];
   const uint32_t smem_base = ptx::shared_address(smem);
-  const typename Config::QueryTile query_smem{smem_base};
-  const auto key_smem = [&](int stage) {
-    return typename Config::KeyTile{smem_base + Config::kKeyOffset +
-                                    stage * Config::KeyTile::kBytes};
+  const typename Config::QueryTile query_smem{smem_base, 0};
+  const auto key_smem = [&](uint32_t stage) {
+    return typename Config::KeyTile{smem_base,
+                                    Config::kKeyOffset + stage * Config::KeyTile::kBytes};
   };
-  const auto value_smem = [&](int stage) {
-    return typename Config::ValueTile{smem_base + Config::kValueOffset +
-                                      stage * Config::ValueTile::kBytes};
+  const auto value_smem = [&](uint32_t stage) {
+    return typename Config::ValueTile{smem_base,
+                                      Config::kValueOffset + stage * Config::ValueTile::kBytes};
   };
-  const Element* key_gmem = batch.pointer<const Element>(params.key, kv_head);
-  const Element* value_gmem = batch.pointer<const Element>(params.value, kv_head);
+  // Needed once a tile: in shared memory, because registers are short.
+  __shared__ const Element *key_gmem, *value_gmem;
+  if (threadIdx.x == 0) {
+    key_gmem = batch.pointer<const Element>(params.key, kv_head);
+    value_gmem = batch.pointer<const Element>(params.value, kv_head);
+  }
+  __syncthreads();
   // Columns that no row of the block may attend to are zeros: see load_tile().
+  const auto load_rows = [&](const auto& tile_smem, const Element* gmem, int64_t stride,
+                             int32_t tile, int32_t cols) {
+    load_tile<Config::kThreads>(tile_smem, gmem, stride, tile * kBlockKv, band.first_col(row0),
+                                band.end_col(row_end - 1), cols);
+  };
   const auto load_key = [&](int32_t tile, int stage) {
-    load_tile<Config::kThreads>(key_smem(stage), key_gmem, params.key.row,
-                                tile * kBlockKv, first_col, end_col, shape.head_dim);
+    load_rows(key_smem(stage), key_gmem, params.key.row, tile, shape.head_dim);
   };
   const auto load_value = [&](int32_t tile, int stage) {
-    load_tile<Config::kThreads>(value_smem(stage), value_gmem, params.value.row,
-                                tile * kBlockKv, first_col, end_col, shape.value_dim);
+    load_rows(value_smem(stage), value_gmem, params.value.row, tile, shape.value_dim);
   };
 
   float out[kM][kOutN][4];
@@ -170,7 +178,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   OnlineSoftmax<kM> softmax;
   const float to_log2 = kGeneral ? 1.0f : params.options.scale * kLog2E;
 
-  const BlockReader query_reader(query_smem, kRowsFirst, threadIdx.x / 32 * kM * 16, 0);
   uint32_t query_rmem[Config::kQueryInRegisters ? kM : 1][kSteps][4];
   if (walk.tile < walk.end) {
     load_tile<Config::kThreads>(query_smem, batch.pointer<const Element>(params.query, head),
@@ -181,6 +188,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     if constexpr (Config::kQueryInRegisters) {
       ptx::cp_async_wait_group<0>();
       __syncthreads();
+      const BlockReader query_reader(query_smem, kRowsFirst, threadIdx.x / 32 * kM * 16, 0);
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -207,6 +215,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     ptx::cp_async_commit_group();
 
     // S = Q K^T
+    const BlockReader query_reader(query_smem, kRowsFirst, threadIdx.x / 32 * kM * 16, 0);
     float logits[kM][kN][4];
     set_zero(logits);
     const BlockReader key_reader(key_smem(stage), kColsFirst, 0, 0);
@@ -240,35 +249,38 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     } else if (!band.all_allowed(row0, row_end, col0, col0 + kBlockKv)) {
       mask_band(logits, band, warp_row0, col0);
     }
-    softmax.update(logits, to_log2, out);
-    if (kGeneral && params.options.dropout_threshold != 0) {
+    softmax.update_reference(logits, to_log2, out);
+    uint32_t kept[kGeneral ? kM : 1][2];
+    const bool drops = kGeneral && params.options.dropout_threshold != 0;
+    if (drops) {
       const LogitModifiers modifiers(params, batch, head);
 #pragma unroll
-      for (int m = 0; m < kM; ++m) {
+      for (int m = 0; m < (kGeneral ? kM : 1); ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const uint32_t kept =
-              modifiers.kept<kN>(warp_row0 + fragment_row(m, 2 * half), col0);
-#pragma unroll
-          for (int n = 0; n < kN; ++n) {
-#pragma unroll
-            for (int e = 0; e < 2; ++e) {
-              if (!(kept >> (2 * n + e) & 1)) logits[m][n][2 * half + e] = 0.0f;
-            }
-          }
+          kept[m][half] = modifiers.kept<kN>(warp_row0 + fragment_row(m, 2 * half), col0);
         }
       }
     }
 
-    // O += P V
+    // P, O += P V. The exponentials of each 16 columns stand before the products that use them:
+    // they run while the tensor cores are busy with the 16 columns before.
     const BlockReader value_reader(value_smem(stage), kRowsFirst, 0, 0);
     matmul<Element, kBlockKv / 16>(
         out,
         [&](uint32_t(&a)[4], int m, int k) {
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const float(&pair)[4] = logits[m][2 * k + i / 2];
-            a[i] = ptx::cvt_rn_x2<Element>(pair[i % 2 * 2], pair[i % 2 * 2 + 1]);
+            const int n = 2 * k + i / 2, half = i % 2;
+            float pair[2];
+            softmax.exponentials(pair, logits[m][n], m, half, to_log2);
+            if constexpr (kGeneral) {
+              if (drops) {
+                pair[0] = kept[m][half] >> (2 * n) & 1 ? pair[0] : 0.0f;
+                pair[1] = kept[m][half] >> (2 * n + 1) & 1 ? pair[1] : 0.0f;
+              }
+            }
+            a[i] = ptx::cvt_rn_x2<Element>(pair[0], pair[1]);
           }
         },
         [&](uint32_t(&b)[4], int n, int k) {
@@ -309,7 +321,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
       }
     }
   }
-  store_out<Config, Element>(params, batch, head, row0, typename Config::OutTile{smem_base}, out);
+  store_out<Config, Element>(params, batch, head, row0, typename Config::OutTile{smem_base, 0}, out);
 }
 
 template <typename Config, typename Element, bool kGeneral>
@@ -330,14 +342,21 @@ Status launch_forward(const Forward& params, cudaStream_t stream) {
     const Status status = launch_segment_spans(params, spans, stream);
     if (!status.ok()) return status;
   }
-  if constexpr (kHeadDim == 192) {
-    if (params.shape.value_dim <= 128) {
-      return launch_forward_config<ForwardConfig<192, 128, kGeneral>, Element, kGeneral>(params, spans,
-                                                                               stream);
-    }
+  constexpr int kNarrow = kHeadDim == 192 ? 128 : kHeadDim;
+  using Small = ForwardConfig<kHeadDim, kHeadDim, kGeneral, 99>;
+  using Medium = ForwardConfig<kHeadDim, kHeadDim, kGeneral, 163>;
+  // No second instance of the same configuration.
+  using SmallOrMedium = std::conditional_t<(Medium::kSmemBytes > Small::kSmemLimit), Small, Medium>;
+  int smem_bytes = 0;
+  if (const Status status = max_smem_bytes(smem_bytes); !status.ok()) return status;
+  if (smem_bytes < Medium::kSmemLimit) {
+    return launch_forward_config<SmallOrMedium, Element, kGeneral>(params, spans, stream);
   }
-  return launch_forward_config<ForwardConfig<kHeadDim, kHeadDim, kGeneral>, Element, kGeneral>(params, spans,
-                                                                                     stream);
+  if (kNarrow < kHeadDim && params.shape.value_dim <= kNarrow) {
+    return launch_forward_config<ForwardConfig<kHeadDim, kNarrow, kGeneral, 163>, Element,
+                                 kGeneral>(params, spans, stream);
+  }
+  return launch_forward_config<Medium, Element, kGeneral>(params, spans, stream);
 }
 
 }  // namespace jax_flash::sm80

@@ -14,6 +14,7 @@ struct Band {
   int32_t lo, hi;  // within [-q_len, kv_len], beyond which they change nothing
   int32_t q_len, kv_len;
 
+  Band() = default;
   __device__ __forceinline__ Band(const Forward& params, const BatchIndex& batch) {
     const Options& options = params.options;
     q_len = clamped_length(params.query_seq_lengths, batch, params.shape.q_len);

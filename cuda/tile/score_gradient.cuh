@@ -37,19 +37,16 @@ struct ScoreGradient {
     }
   }
 
-  // P = 2^(S - lse): S is in log2 units already if kGeneral.
-  __device__ __forceinline__ void probabilities(float (&scores)[kM][kN][4],
-                                                const float (&lse_log2)[kM][2],
-                                                float to_log2) const {
+  // P = 2^(S - lse) in blocks [first, end) of 16 rows: S is in log2 units already if kGeneral.
+  __device__ __forceinline__ void probabilities(float (&scores)[kN][4], const float (&lse_log2)[2],
+                                                float to_log2, int first, int end) const {
 #pragma unroll
-    for (int m = 0; m < kM; ++m) {
+    for (int n = 0; n < kN; ++n) {
+      if (n < first || n >= end) continue;
 #pragma unroll
-      for (int n = 0; n < kN; ++n) {
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          scores[m][n][e] = ptx::ex2_approx_ftz(
-              fmaf(scores[m][n][e], kGeneral ? 1.0f : to_log2, -lse_log2[m][e / 2]));
-        }
+      for (int e = 0; e < 4; ++e) {
+        scores[n][e] = ptx::ex2_approx_ftz(
+            fmaf(scores[n][e], kGeneral ? 1.0f : to_log2, -lse_log2[e / 2]));
       }
     }
   }

@@ -21,15 +21,21 @@ struct SmemTile {
   static constexpr int kPanelBytes = kRows * 128;
   static constexpr int kBytes = kPanels * kPanelBytes;
 
-  uint32_t base_smem;  // a multiple of 1024
+  uint32_t root;    // where the block's shared memory begins: a multiple of 1024
+  uint32_t offset;  // of the tile from there, likewise
 
+  // Where chunk `chunk` of row `row` would be in a tile at the root.
+  __device__ __forceinline__ uint32_t root_address(int row, int chunk) const {
+    return root + (chunk >> 3) * kPanelBytes + row * 128 + ((chunk ^ row) & 7) * 16;
+  }
   __device__ __forceinline__ uint32_t address(int row, int chunk) const {
-    return base_smem + (chunk >> 3) * kPanelBytes + row * 128 + ((chunk ^ row) & 7) * 16;
+    return root_address(row, chunk) + offset;
   }
 };
 
 // Where a warp reads 16x16 blocks of a tile from: one address per lane, from which the address
-// of another block is an exclusive or and an addition of constants.
+// of another block is an exclusive or and an addition of constants. The tile's own offset is
+// among the latter, so that tiles that are read alike share registers.
 //
 // The two orders in which the four 8x8 matrices of a block come are what the operands need:
 //   kRowsFirst: A stored [m, k] (plain), B stored [k, n] (transposed)
@@ -39,18 +45,21 @@ enum class BlockOrder { kRowsFirst, kColsFirst };
 template <typename Tile>
 struct BlockReader {
   uint32_t lane_address;
+  uint32_t offset;
 
-  __device__ __forceinline__ BlockReader(const Tile& tile, BlockOrder order, int row, int chunk) {
+  __device__ __forceinline__ BlockReader(const Tile& tile, BlockOrder order, int row, int chunk)
+      : offset(tile.offset) {
     const int lane = threadIdx.x % 32;
     const bool rows_first = order == BlockOrder::kRowsFirst;
     const int lane_row = rows_first ? lane & 15 : (lane & 7) + (lane >> 4) * 8;
     const int lane_chunk = rows_first ? lane >> 4 : (lane >> 3) & 1;
-    lane_address = tile.address(row + lane_row, chunk + lane_chunk);
+    lane_address = tile.root_address(row + lane_row, chunk + lane_chunk);
   }
 
   // `rows` is a multiple of 8; `chunks` has no bit below 8 in common with the reader's chunk.
   __device__ __forceinline__ uint32_t at(int rows, int chunks) const {
-    return (lane_address ^ (chunks % 8 * 16)) + chunks / 8 * Tile::kPanelBytes + rows * 128;
+    return (lane_address ^ (chunks % 8 * 16)) +
+           (offset + chunks / 8 * Tile::kPanelBytes + rows * 128);
   }
 };
 

@@ -33,11 +33,11 @@ struct OnlineSoftmax {
     }
   }
 
-  // Replaces each logit by 2^(to_log2 (logit - reference)); -inf gives 0. Multiplies `out`,
-  // accumulated so far, by 2^(to_log2 (old - new reference)) where the reference rises.
+  // Takes a tile's logits into account: where their greatest is far above the reference, raises
+  // it and multiplies `out`, accumulated so far, by 2^(to_log2 (old - new reference)).
   template <int kN, int kOutN>
-  __device__ __forceinline__ void update(float (&logits)[kM][kN][4], float to_log2,
-                                         float (&out)[kM][kOutN][4]) {
+  __device__ __forceinline__ void update_reference(const float (&logits)[kM][kN][4],
+                                                   float to_log2, float (&out)[kM][kOutN][4]) {
     float greatest[kM][2];
     bool rises = false;
 #pragma unroll
@@ -56,20 +56,17 @@ struct OnlineSoftmax {
       }
     }
     if (__any_sync(0xffffffff, rises)) raise(greatest, to_log2, out);
+  }
+
+  // 2^(to_log2 (logit - reference)) of the two logits of a block that are in row g + 8 half, and
+  // their part of the sum. -inf gives 0.
+  __device__ __forceinline__ void exponentials(float (&pair)[2], const float (&block)[4], int m,
+                                               int half, float to_log2) {
+    const float shift = shift_log2(m, half, to_log2);
 #pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float shift = shift_log2(m, half, to_log2);
-#pragma unroll
-        for (int n = 0; n < kN; ++n) {
-#pragma unroll
-          for (int e = 2 * half; e < 2 * half + 2; ++e) {
-            logits[m][n][e] = ptx::ex2_approx_ftz(fmaf(logits[m][n][e], to_log2, -shift));
-            sum[m][half] += logits[m][n][e];
-          }
-        }
-      }
+    for (int e = 0; e < 2; ++e) {
+      pair[e] = ptx::ex2_approx_ftz(fmaf(block[2 * half + e], to_log2, -shift));
+      sum[m][half] += pair[e];
     }
   }
 

@@ -1,0 +1,156 @@
+"""Every message a wrong call gets, and that none is raised later than tracing."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+
+Q = np.ones((2, 8, 4, 16), np.float32)
+K = np.ones((2, 9, 2, 16), np.float32)
+LENGTHS = np.ones(2, np.int32)
+SEED = np.array([1, 2], np.uint32)
+IDS_Q, IDS_K = np.ones((2, 8), np.int32), np.ones((2, 9), np.int32)
+
+
+
+CASES = [
+    # Kind of argument.
+    (dict(query="text"), TypeError, "query: expected an array, got str"),
+    (dict(query=Q.astype(np.int32)), TypeError, "query: expected a float dtype, got int32"),
+    (dict(mask=np.ones((8, 9), np.float32)), TypeError, "mask: expected bool .*`bias`.*float32"),
+    (dict(mask=np.ones((8, 9), np.int32)), TypeError, "mask: expected bool .*int32"),
+    (dict(bias=np.ones((8, 9), bool)), TypeError, "bias: expected a float dtype .*`mask`.* bool"),
+    (dict(query_seq_lengths=np.ones(2)), TypeError, "query_seq_lengths: expected an integer"),
+    (dict(query_offset=1.5), TypeError, "query_offset: expected an integer dtype"),
+    (dict(sinks=np.ones(4, np.int32)), TypeError, "sinks: expected a float dtype, got int32"),
+    (dict(scale="big"), TypeError, "scale: expected a Python number"),
+    (dict(is_causal=1), TypeError, "is_causal: expected a bool"),
+    (dict(deterministic=None), TypeError, "deterministic: expected a bool"),
+    (dict(return_residual=1), TypeError, "return_residual: expected a bool"),
+    (dict(local_window_size=2.0), TypeError, "local_window_size: expected an int"),
+    (
+        dict(dropout_rate=0.1, dropout_seed=np.ones(2, np.int32)),
+        TypeError,
+        "dropout_seed: expected uint32 .*got int32",
+    ),
+    (
+        dict(dropout_rate=0.1, dropout_seed=np.ones(2, np.uint16)),
+        TypeError,
+        "dropout_seed: expected dtype uint32, got uint16",
+    ),
+    # Shapes and values.
+    (dict(query=Q[0, 0]), ValueError, r"query: expected shape \[..., T, N, H\] .*\(4, 16\)"),
+    (dict(key=K[..., :8]), ValueError, r"key: expected shape \(2, S, K, 16\) .*\(2, 9, 2, 8\)"),
+    (dict(key=K[:1]), ValueError, r"key: expected shape \(2, S, K, 16\) .*\(1, 9, 2, 16\)"),
+    (dict(key=K[0]), ValueError, "key: expected shape"),
+    (dict(value=K[:, :8]), ValueError, r"value: expected shape \(2, 9, 2, h\) .*\(2, 8, 2, 16\)"),
+    (dict(value=K[:, :, :1]), ValueError, "value: expected shape"),
+    (dict(key=K.astype(np.float16)), ValueError, "key: expected query's dtype float32, got float16"),
+    (dict(query=Q[:, :, :3]), ValueError, "key: expected a number of heads that divides .*3, got 2"),
+    (
+        dict(bias=np.ones((3, 9), np.float32)),
+        ValueError,
+        r"bias: expected a shape that broadcasts to .*\(2, 4, 8, 9\), got \(3, 9\)",
+    ),
+    (dict(mask=np.ones((1, 2, 4, 8, 9), bool)), ValueError, "mask: expected a shape that"),
+    (dict(query_seq_lengths=np.ones(3, np.int32)), ValueError, r"expected shape \(2,\), got \(3,\)"),
+    (dict(query_segment_ids=IDS_Q), ValueError, "key_value_segment_ids: expected with query_seg"),
+    (dict(key_value_segment_ids=IDS_K), ValueError, "query_segment_ids: expected with key_value"),
+    (
+        dict(query_segment_ids=IDS_K, key_value_segment_ids=IDS_K),
+        ValueError,
+        r"query_segment_ids: expected shape \(2, 8\), got \(2, 9\)",
+    ),
+    (dict(query_offset=np.ones(3, np.int32)), ValueError, r"query_offset: expected shape \(2,\)"),
+    (dict(sinks=np.ones(2, np.float32)), ValueError, r"sinks: expected shape \(4,\), got \(2,\)"),
+    (dict(logits_soft_cap=0.0), ValueError, "logits_soft_cap: expected a positive finite"),
+    (dict(logits_soft_cap=float("inf")), ValueError, "logits_soft_cap: expected a positive"),
+    (dict(dropout_rate=1.0), ValueError, r"dropout_rate: expected a number in \[0, 1\), got 1.0"),
+    (dict(dropout_rate=-0.1), ValueError, "dropout_rate: expected a number in"),
+    (dict(dropout_rate=0.1), ValueError, r"dropout_seed: expected uint32 \[2\] .*got None"),
+    (
+        dict(dropout_rate=0.1, dropout_seed=np.ones(3, np.uint32)),
+        ValueError,
+        r"dropout_seed: expected shape \(2,\), got \(3,\)",
+    ),
+    (dict(local_window_size=-1), ValueError, "local_window_size: expected non-negative"),
+    (dict(local_window_size=(1, 2, 3)), ValueError, "local_window_size: expected an int or"),
+    (dict(implementation="fast"), ValueError, "implementation: expected one of .*'flash'.*'fast'"),
+]
+
+
+@pytest.mark.parametrize(
+    ("change", "error", "message"), CASES, ids=lambda x: "-".join(x) if isinstance(x, dict) else ""
+)
+def test_message(change, error, message):
+    arguments = {"query": Q, "key": K, "value": K} | change
+    with pytest.raises(error, match=message):
+        jax_flash.dot_product_attention(**arguments)
+    # The same from shapes alone, so it is raised while tracing, and by explain().
+    with pytest.raises(error, match=message):
+        jax_flash.explain(**arguments)
+
+
+@pytest.mark.parametrize("name", ["scale", "logits_soft_cap", "dropout_rate"])
+def test_traced_number_where_static(name):
+    def run(x):
+        return jax_flash.dot_product_attention(Q, K, K, **{name: x})
+
+    with pytest.raises(TypeError, match=f"{name}: expected a Python number, known when"):
+        jax.jit(run)(0.5)
+
+
+def test_float64_runs_as_the_reference():
+    with jax.enable_x64(True):
+        query, key = jnp.asarray(Q, jnp.float64), jnp.asarray(K, jnp.float64)
+        out, lse = jax_flash.dot_product_attention(query, key, key, return_residual=True)
+        assert (out.dtype, lse.dtype) == (jnp.float64, jnp.float64)
+        explanation = jax_flash.explain(query, key, key)
+        assert explanation.choices["cpu"].implementation == "reference"
+        assert "float64" in explanation.choices["cpu"].reason
+        with pytest.raises(NotImplementedError, match="not float64 .*cast to float32"):
+            jax_flash.dot_product_attention(query, key, key, implementation="flash")
+        # A float64 bias of float32 operands keeps its gradient's dtype.
+        bias = jnp.ones((8, 9), jnp.float64)
+        grad = jax.grad(lambda b: jax_flash.dot_product_attention(Q, K, K, b).sum())(bias)
+        assert grad.dtype == jnp.float64
+
+
+def test_implementation_of_another_platform():
+    if jax.default_backend() != "cpu":
+        pytest.skip("about CPUs")
+    for name in ("flash_sm80", "flash_sm90"):
+        with pytest.raises(NotImplementedError, match=f"{name} is a CUDA kernel .*use impl"):
+            jax_flash.dot_product_attention(Q, K, K, implementation=name)
+
+
+def test_names_of_jax_nn():
+    expected = jax_flash.dot_product_attention(Q, K, K)
+    for name in ("xla", "cudnn"):
+        got = jax_flash.dot_product_attention(Q, K, K, implementation=name)
+        np.testing.assert_allclose(got, expected, rtol=1e-5)
+
+
+def test_explain():
+    explanation = jax_flash.explain(Q, K, K, is_causal=True)
+    assert explanation.choices["cpu"].implementation == "flash"
+    text = str(explanation)
+    assert "cpu" in text
+    assert "cuda" in text
+    assert explanation.current in explanation.choices
+    shape = jax.ShapeDtypeStruct((1, 8, 2, 16), jnp.bfloat16)
+    assert jax_flash.explain(shape, shape, shape).choices["cpu"].implementation == "flash"
+    forced = jax_flash.explain(Q, K, K, implementation="reference")
+    assert forced.choices["cpu"].implementation == "reference"
+    refused = jax_flash.explain(Q, K, K, implementation="flash_sm80")
+    assert "CUDA kernel" in refused.choices["cpu"]
+
+
+def test_merge_attention_shapes():
+    out, lse = jax_flash.dot_product_attention(Q, K, K, return_residual=True)
+    with pytest.raises(ValueError, match=r"lse1: expected shape \(2, 8, 4\), got"):
+        jax_flash.merge_attention(out, lse.swapaxes(1, 2), out, lse)
+    with pytest.raises(ValueError, match="out2: expected shape"):
+        jax_flash.merge_attention(out, lse, out[:1], lse)

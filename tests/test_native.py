@@ -1,0 +1,128 @@
+"""The custom calls themselves: what they check, and where they run."""
+
+import concurrent.futures
+import importlib
+import subprocess
+import sys
+import warnings
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+from jax_flash import ffi
+from jax_flash.spec import AttentionSpec
+
+
+def call(query, key, value, *optional, operands=0, out=None, lse=None, options=None):
+    """The forward call as an exported program or other caller would make it."""
+    batch, q_len, heads, _ = query.shape
+    results = (
+        jax.ShapeDtypeStruct(out or (batch, q_len, heads, value.shape[-1]), query.dtype),
+        jax.ShapeDtypeStruct(lse or (batch, heads, q_len), jnp.float32),
+        jax.ShapeDtypeStruct((0,), jnp.uint8),
+    )
+    attributes = {"options": AttentionSpec(scale=1.0).ffi_attributes() | (options or {})}
+    function = jax.ffi.ffi_call(ffi.FORWARD_TARGET, results)
+    return jax.block_until_ready(
+        function(query, key, value, *optional, operands=np.int32(operands), **attributes)
+    )
+
+
+X = np.ones((2, 8, 4, 16), np.float32)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (dict(key=X[:, :, :3]), "4 query heads are no multiple of 3 key/value heads"),
+        (dict(key=X[..., :8]), r"key: expected shape \[2,8,4,16\], got \[2,8,4,8\]"),
+        (dict(value=X[:, :4]), r"value: expected shape \[2,8,4,16\], got \[2,4,4,16\]"),
+        (dict(query=X[None]), "equal ranks of 4 to 7"),
+        (dict(key=X.astype(np.float16)), "differ in dtype"),
+        (dict(key=X.astype(np.int32)), "key: unexpected element type"),
+        (dict(lse=(2, 8, 4)), r"lse: expected shape \[2,4,8\], got \[2,8,4\]"),
+        (dict(out=(2, 8, 4, 8)), r"out: expected shape"),
+        (dict(operands=1), "bias is missing"),
+        (dict(extra=[np.ones((1, 3, 1, 8), np.float32)], operands=1), "bias: expected shape"),
+        (dict(extra=[np.ones((2, 8), np.int32)], operands=16), "segment ids come for both"),
+        (dict(options={"dropout_threshold": np.int32(9)}), "dropout needs seed"),
+    ],
+)
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about the CPU's handlers")
+def test_handlers_check_again(arguments, message):
+    arguments = {"query": X, "key": X, "value": X} | arguments
+    extra = arguments.pop("extra", [])
+    if arguments["query"].ndim == 5:
+        arguments |= {"out": (1, 2, 8, 4, 16), "lse": (1, 2, 4, 8)}
+        arguments["query"] = arguments["query"]
+    query, key, value = (arguments.pop(n) for n in ("query", "key", "value"))
+    if query.ndim == 5:
+        with pytest.raises((jax.errors.JaxRuntimeError, ValueError)):
+            call(query, key, value, **arguments)
+        return
+    with pytest.raises(jax.errors.JaxRuntimeError, match=message):
+        call(query, key, value, *extra, **arguments)
+
+
+def test_calls_from_several_threads():
+    queries = [np.random.default_rng(i).standard_normal((2, 200, 4, 32)) for i in range(16)]
+    queries = [q.astype(np.float32) for q in queries]
+    run = jax.jit(jax.value_and_grad(lambda q: (jax_flash.dot_product_attention(q, q, q) ** 2).sum()))
+    expected = [jax.device_get(run(q)) for q in queries]
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        got = list(pool.map(lambda q: jax.device_get(run(q)), queries))
+    for g, e in zip(got, expected, strict=True):
+        np.testing.assert_array_equal(g[0], e[0])
+        np.testing.assert_array_equal(g[1], e[1])
+
+
+def test_a_missing_library_gives_one_sentence(monkeypatch):
+    def refuse(name):
+        raise ImportError("no such file")
+
+    monkeypatch.setattr(importlib, "import_module", refuse)
+    with pytest.warns(UserWarning, match=r"native library of jax_flash cannot be loaded \(no such"):
+        library, sentence = ffi._load()
+    assert library is None
+    assert sentence.count(". ") == 0
+    monkeypatch.setattr(ffi, "native", None)
+    monkeypatch.setattr(ffi, "load_error", sentence)
+    explanation = jax_flash.explain(X, X, X)
+    assert explanation.choices["cpu"].implementation == "reference"
+    assert "cannot be loaded" in explanation.choices["cpu"].reason
+    with pytest.raises(NotImplementedError, match="cannot be loaded"):
+        jax_flash.dot_product_attention(X, X, X, implementation="flash")
+
+
+def test_import_is_light():
+    code = (
+        "import sys, jax_flash; "
+        "print([m for m in ('flax', 'optax', 'matplotlib', 'torch') if m in sys.modules])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout.strip() == "[]"
+    assert not done.stderr
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about the CPU kernel's memory")
+def test_memory_is_linear_in_the_length():
+    shape = jax.ShapeDtypeStruct((1, 32768, 1, 64), jnp.float32)
+
+    def temporary(function):
+        compiled = jax.jit(function).lower(shape, shape, shape).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    attend = jax_flash.dot_product_attention
+    gradient = jax.grad(lambda *x: (attend(*x) ** 2).sum(), (0, 1, 2))
+    assert temporary(attend) < 2**20
+    # Residuals, cotangent and workspace: a multiple of an operand (8 MiB), not 4 GiB.
+    assert temporary(gradient) < 2**30
+
+
+def test_no_warnings_on_a_plain_call():
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        jax.block_until_ready(jax_flash.dot_product_attention(X, X, X))

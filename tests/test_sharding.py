@@ -1,0 +1,193 @@
+"""Partitioning over batch and heads on eight virtual devices, with no all-gather."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from test_transforms import assert_close
+
+import jax_flash
+
+pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
+
+NAMES = ("query", "key", "value", "bias", "sinks")
+
+
+def arguments():
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = ((4, 24, 8, 16), (4, 32, 4, 16), (4, 32, 4, 16), (1, 8, 24, 32), (8,))
+    return tuple(jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True))
+
+
+def attend(query, key, value, bias, sinks, implementation="flash"):
+    return jax_flash.dot_product_attention(
+        query, key, value, bias, sinks=sinks, is_causal=True, query_offset=8,
+        dropout_rate=0.2, dropout_seed=np.array([3, 4], np.uint32),
+        key_value_seq_lengths=jnp.array([32, 5, 0, 17]), implementation=implementation,
+        return_residual=True,
+    )  # fmt: skip
+
+
+def loss(*args, **kwargs):
+    out, lse = attend(*args, **kwargs)
+    return (out**2).sum() + jnp.where(jnp.isfinite(lse), lse, 0).sum()
+
+
+GRADIENT = jax.grad(loss, (0, 1, 2, 3, 4))
+
+SHARDINGS = {
+    # By name: query, key and value, bias, sinks.
+    "batch": (P("x"), P("x"), P(), P()),
+    "batch-on-two-axes": (P(("x", "y")), P(("x", "y")), P(), P()),
+    "heads": (P(None, None, "x"), P(None, None, "x"), P(None, "x"), P("x")),
+    "batch-and-heads": (P("x", None, "y"), P("x", None, "y"), P(None, "y"), P("y")),
+    "heads-on-two-axes": (
+        P(None, None, ("x", "y")),
+        P(None, None, ("x", "y")),
+        P(None, ("x", "y")),
+        P(("x", "y")),
+    ),
+}
+
+
+def collectives(compiled: str, kind: str) -> int:
+    return sum(f" {kind}(" in line or f" {kind}-start(" in line for line in compiled.splitlines())
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("name", SHARDINGS)
+def test_batch_and_heads_need_no_gather(name, kind):
+    mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=(kind,) * 3)
+    q_spec, kv_spec, bias_spec, sinks_spec = SHARDINGS[name]
+    specs = (q_spec, kv_spec, kv_spec, bias_spec, sinks_spec)
+    with jax.set_mesh(mesh):
+        sharded = [
+            jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arguments(), specs, strict=True)
+        ]
+        forward = jax.jit(attend)
+        text = forward.lower(*sharded).compile().as_text()
+        assert collectives(text, "all-gather") == 0, text
+        out, lse = forward(*sharded)
+        assert out.sharding.is_equivalent_to(sharded[0].sharding, out.ndim)
+        gradient = jax.jit(GRADIENT)
+        text = gradient.lower(*sharded).compile().as_text()
+        assert collectives(text, "all-gather") == 0, text
+        grads = gradient(*sharded)
+        for grad, x in zip(grads[:3], sharded[:3], strict=True):
+            assert grad.sharding.is_equivalent_to(x.sharding, grad.ndim)
+    reference = functools.partial(attend, implementation="reference")
+    assert_close(jax.device_get((out, lse)), reference(*arguments()))
+    expected = jax.grad(functools.partial(loss, implementation="reference"), (0, 1, 2, 3, 4))
+    assert_close(jax.device_get(grads), expected(*arguments()))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize(
+    "specs",
+    [
+        (P(None, "x"), P(), P(), P(), P()),  # sequence: gathered
+        (P("x", None, ("y", "z")), P("x"), P("x"), P(), P()),
+        (P("x"), P(None, None, "y"), P(None, "z"), P(None, None, "x"), P("x")),  # mixed
+        (P(), P("x"), P(), P(), P()),
+    ],
+    ids=str,
+)
+def test_any_sharding_is_correct(specs, kind):
+    mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=(kind,) * 3)
+    with jax.set_mesh(mesh):
+        sharded = [
+            jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arguments(), specs, strict=True)
+        ]
+        results = jax.device_get((jax.jit(attend)(*sharded), jax.jit(GRADIENT)(*sharded)))
+    reference = functools.partial(attend, implementation="reference")
+    expected = jax.grad(functools.partial(loss, implementation="reference"), (0, 1, 2, 3, 4))
+    assert_close(results, (reference(*arguments()), expected(*arguments())))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_one_key_value_head_stays_whole(kind):
+    query, key, value, *_ = arguments()
+    key, value = key[:, :, :1], value[:, :, :1]
+    mesh = jax.make_mesh((4, 2), ("x", "y"), axis_types=(kind,) * 2)
+
+    def run(query, key, value, implementation="flash"):
+        return (
+            jax_flash.dot_product_attention(query, key, value, implementation=implementation) ** 2
+        ).sum()
+
+    with jax.set_mesh(mesh):
+        q = jax.device_put(query, NamedSharding(mesh, P("y", None, "x")))
+        k, v = (jax.device_put(x, NamedSharding(mesh, P("y"))) for x in (key, value))
+        gradient = jax.jit(jax.grad(run, (0, 1, 2)))
+        assert collectives(gradient.lower(q, k, v).compile().as_text(), "all-gather") == 0
+        grads = jax.device_get(gradient(q, k, v))
+    expected = jax.grad(functools.partial(run, implementation="reference"), (0, 1, 2))
+    assert_close(grads, expected(query, key, value))
+
+
+def test_vmap_over_a_sharded_axis():
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    query, key, value, *_ = arguments()
+    queries = jnp.stack([query + i for i in range(8)])
+
+    def run(queries, key, value, implementation="flash"):
+        attention = functools.partial(
+            jax_flash.dot_product_attention, implementation=implementation
+        )
+        mapped = jax.vmap(attention, (0, None, None))
+        return (mapped(queries, key, value) ** 2).sum()
+
+    with jax.set_mesh(mesh):
+        sharded = jax.device_put(queries, NamedSharding(mesh, P("x")))
+        gradient = jax.jit(jax.grad(run, (0, 1, 2)))
+        assert collectives(gradient.lower(sharded, key, value).compile().as_text(), "all-gather") == 0
+        grads = jax.device_get(gradient(sharded, key, value))
+    expected = jax.grad(functools.partial(run, implementation="reference"), (0, 1, 2))
+    assert_close(grads, expected(queries, key, value))
+
+
+@pytest.mark.parametrize("check_vma", [False, True])
+def test_shard_map(check_vma):
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Auto,) * 2)
+    args = arguments()[:3]
+
+    def run(implementation):
+        def attend(query, key, value):
+            return jax_flash.dot_product_attention(
+                query, key, value, is_causal=True, implementation=implementation
+            )
+
+        spec = P("x", None, "y")
+        mapped = jax.shard_map(
+            attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=check_vma
+        )
+        return jax.jit(jax.value_and_grad(lambda *x: (mapped(*x) ** 2).sum(), (0, 1, 2)))
+
+    assert_close(run("flash")(*args), run("reference")(*args))
+
+
+def test_ring_by_hand_from_merge():
+    # Each device keeps its queries and passes its keys and values on.
+    mesh = jax.make_mesh((4,), ("x",), axis_types=(AxisType.Auto,))
+    query, key, value, *_ = arguments()
+    query = query[:, :24]
+
+    def ring(query, key, value):
+        out = lse = None
+        for _ in range(4):
+            part = jax_flash.dot_product_attention(query, key, value, return_residual=True)
+            out, lse = part if out is None else jax_flash.merge_attention(out, lse, *part)
+            shift = [(i, (i + 1) % 4) for i in range(4)]
+            key, value = (jax.lax.ppermute(x, "x", shift) for x in (key, value))
+        return out
+
+    spec = P(None, "x")
+    mapped = jax.shard_map(ring, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
+    got = jax.jit(jax.value_and_grad(lambda *x: (mapped(*x) ** 2).sum(), (0, 1, 2)))
+    whole = functools.partial(jax_flash.dot_product_attention, implementation="reference")
+    expected = jax.value_and_grad(lambda *x: (whole(*x) ** 2).sum(), (0, 1, 2))
+    assert_close(got(query, key, value), expected(query, key, value))

@@ -1,0 +1,283 @@
+"""JAX's transformations: each must give what the reference gives under the same one."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+from jax_flash import dot_product_attention
+
+REFERENCE = functools.partial(dot_product_attention, implementation="reference")
+FLASH = functools.partial(dot_product_attention, implementation="flash")
+NAMES = ("query", "key", "value", "bias", "sinks")
+
+
+def arguments():
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = ((2, 37, 4, 16), (2, 45, 2, 16), (2, 45, 2, 24), (1, 4, 37, 45), (4,))
+    return tuple(jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True))
+
+
+def loss(attention, query, key, value, bias, sinks):
+    out, lse = attention(
+        query, key, value, bias, sinks=sinks, is_causal=True, query_offset=8, return_residual=True
+    )
+    return (out**2).sum() + jnp.sin(lse).sum()
+
+
+def gradient(attention):
+    return jax.grad(functools.partial(loss, attention), (0, 1, 2, 3, 4))
+
+
+def assert_close(got, expected):
+    for g, e in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert g.shape == e.shape
+        assert g.dtype == e.dtype
+        np.testing.assert_allclose(g, e, rtol=1e-5, atol=2e-5 * max(1.0, np.abs(e).max()))
+
+
+def test_value_and_grad_under_jit():
+    def run(attention):
+        return jax.jit(jax.value_and_grad(functools.partial(loss, attention), (0, 1, 2, 3, 4)))
+
+    assert_close(run(FLASH)(*arguments()), run(REFERENCE)(*arguments()))
+
+
+@pytest.mark.parametrize(
+    "axes",
+    [
+        *[tuple(0 if i == j else None for j in range(5)) for i in range(5)],
+        (0, 0, 0, 0, 0),
+        (1, 0, 3, None, None),
+        (None, 2, 4, 4, 1),
+        (-1, None, None, -1, None),
+    ],
+    ids=str,
+)
+def test_vmap_in_either_order_with_grad(axes):
+    args = arguments()
+    stacked = [
+        x if a is None else jnp.stack([x, 1.1 * x, x - 0.1], a)
+        for x, a in zip(args, axes, strict=True)
+    ]
+
+    def of_each(attention):
+        return jax.vmap(gradient(attention), axes)(*stacked)
+
+    def of_sum(attention):
+        mapped = jax.vmap(functools.partial(loss, attention), axes)
+        return jax.grad(lambda *x: mapped(*x).sum(), (0, 1, 2, 3, 4))(*stacked)
+
+    assert_close(of_each(FLASH), of_each(REFERENCE))
+    assert_close(of_sum(FLASH), of_sum(REFERENCE))
+
+
+def test_nested_vmap_folds_into_one_call_and_copies_nothing():
+    query, key, value, _, _ = arguments()
+    queries = jnp.stack([jnp.stack([query] * 5)] * 3)
+    keys = jnp.stack([key, key + 1, key + 2])
+
+    def mapped(attention):
+        inner = jax.vmap(attention, (0, None, None))
+        return jax.jit(jax.vmap(inner, (0, 0, None)))
+
+    assert_close(mapped(FLASH)(queries, keys, value), mapped(REFERENCE)(queries, keys, value))
+    text = mapped(FLASH).lower(queries, keys, value).as_text()
+    calls = [line for line in text.splitlines() if "@jax_flash_forward" in line]
+    assert len(calls) == 1
+    # query has all 3 * 5 * 2 batch entries; key is folded to (3, 1, 2), value to (1, 2).
+    assert "tensor<3x5x2x37x4x16xf32>" in calls[0]
+    assert "tensor<3x1x2x45x2x16xf32>" in calls[0]
+    assert "tensor<1x1x2x45x2x24xf32>" in calls[0]
+
+
+def test_more_batch_patterns_than_native_code_takes():
+    query, key, value, bias, sinks = arguments()
+    sizes = (2, 3, 2, 2, 2)
+    # Six vmaps, each over other operands, so that no two neighbouring axes fold.
+    patterns = [(0, None), (None, 0), (0, None), (None, 0), (0, None)]
+
+    def attend(attention, q, k):
+        return attention(q, k, value, bias, sinks=sinks)
+
+    def mapped(attention):
+        f = functools.partial(attend, attention)
+        for pattern in reversed(patterns):
+            f = jax.vmap(f, pattern)
+        return f
+
+    q_sizes = [s for s, p in zip(sizes, patterns, strict=True) if p[0] == 0]
+    k_sizes = [s for s, p in zip(sizes, patterns, strict=True) if p[1] == 0]
+    keys = jax.random.split(jax.random.key(1))
+    queries = jax.random.normal(keys[0], (*q_sizes, *query.shape))
+    many_keys = jax.random.normal(keys[1], (*k_sizes, *key.shape))
+    assert_close(mapped(FLASH)(queries, many_keys), mapped(REFERENCE)(queries, many_keys))
+
+    def total(attention):
+        return jax.grad(lambda q, k: (mapped(attention)(q, k) ** 2).sum(), (0, 1))
+
+    assert_close(total(FLASH)(queries, many_keys), total(REFERENCE)(queries, many_keys))
+
+
+def test_vmap_of_dropout_equals_a_loop():
+    query, key, value, _, _ = arguments()
+    queries = jnp.stack([query, query + 1])
+    attend = functools.partial(
+        FLASH, key=key, value=value, dropout_rate=0.4, dropout_seed=np.array([1, 2], np.uint32)
+    )
+    loop = jnp.stack([attend(q) for q in queries])
+    np.testing.assert_array_equal(jax.vmap(attend)(queries), loop)
+
+
+def test_vmap_over_seeds_lengths_segments_and_offset():
+    query, key, value, _, _ = arguments()
+    rng = np.random.default_rng(0)
+    mapped = {
+        "dropout_seed": jnp.asarray(rng.integers(0, 2**32, (3, 2), np.uint32)),
+        "key_value_seq_lengths": jnp.asarray(rng.integers(0, 46, (3, 2), np.int32)),
+        "query_segment_ids": jnp.asarray(rng.integers(0, 2, (3, 2, 37), np.int32)),
+        "key_value_segment_ids": jnp.asarray(rng.integers(0, 2, (3, 2, 45), np.int32)),
+        "query_offset": jnp.asarray([0, 8, -3], jnp.int32),
+    }
+
+    def run(attention):
+        def one(query, extra):
+            out = attention(query, key, value, is_causal=True, dropout_rate=0.2, **extra)
+            return (out**2).sum()
+
+        return jax.vmap(jax.value_and_grad(one), (None, 0))(query, mapped)
+
+    assert_close(run(FLASH), run(REFERENCE))
+
+
+@pytest.mark.parametrize("policy", ["nothing", "residuals"])
+def test_checkpoint(policy):
+    policies = {
+        "nothing": None,
+        "residuals": jax.checkpoint_policies.save_only_these_names(*jax_flash.RESIDUAL_NAMES),
+    }
+
+    def run(attention):
+        inner = jax.checkpoint(functools.partial(loss, attention), policy=policies[policy])
+        return jax.jit(jax.grad(inner, (0, 1, 2, 3, 4)))
+
+    assert_close(run(FLASH)(*arguments()), run(REFERENCE)(*arguments()))
+    compiled = run(FLASH).lower(*arguments()).compile().as_text()
+    forwards = compiled.count('custom_call_target="jax_flash_forward"')
+    # The forward pass that nobody reads is dropped: with saved residuals none is recomputed.
+    assert forwards == 1, compiled
+
+
+def test_checkpoint_policy_saves_the_residuals():
+    def run(policy):
+        inner = jax.checkpoint(functools.partial(loss, FLASH), policy=policy)
+        _, vjp = jax.vjp(inner, *arguments())
+        shapes = [x.shape for x in jax.tree.leaves(vjp) if hasattr(x, "shape")]
+        return (2, 37, 4, 24) in shapes and (2, 4, 37) in shapes
+
+    assert run(jax.checkpoint_policies.save_only_these_names(*jax_flash.RESIDUAL_NAMES))
+    assert not run(jax.checkpoint_policies.nothing_saveable)
+
+
+def test_gradients_wanted_are_not_mixed_up_between_calls():
+    # A gradient for one operand first: nothing that it left behind may drop the others.
+    args = arguments()
+    inner = jax.checkpoint(functools.partial(loss, FLASH))
+    jax.grad(inner)(*args)
+    assert_close(jax.grad(inner, (0, 1, 2, 3, 4))(*args), gradient(REFERENCE)(*args))
+
+
+def test_scan():
+    query, key, _, bias, _ = arguments()
+
+    def run(attention, query):
+        def body(carry, factor):
+            return attention(carry, key, key, factor * bias) + carry, None
+
+        return (jax.lax.scan(body, query, jnp.arange(3.0))[0] ** 2).sum()
+
+    assert_close(
+        jax.grad(functools.partial(run, FLASH))(query),
+        jax.grad(functools.partial(run, REFERENCE))(query),
+    )
+
+
+def test_only_out_or_only_lse_differentiated():
+    query, key, value, _, _ = arguments()
+    for index in (0, 1):
+
+        def pick(attention, *args, index=index):
+            return (attention(*args, return_residual=True)[index] ** 2).sum()
+
+        flash, reference = (
+            jax.grad(functools.partial(pick, f), (0, 1, 2))(query, key, value)
+            for f in (FLASH, REFERENCE)
+        )
+        assert_close(flash, reference)
+
+
+def test_second_derivatives_go_through_the_reference():
+    query, *rest = arguments()
+
+    def twice(attention):
+        def inner(query):
+            return (jax.grad(functools.partial(loss, attention))(query, *rest) ** 2).sum()
+
+        return jax.grad(inner)(query)
+
+    assert_close(twice(FLASH), twice(REFERENCE))
+    sinks = rest[-1]
+
+    def hessian(attention):
+        return jax.hessian(lambda s: loss(attention, query, *rest[:-1], s))(sinks)
+
+    assert_close(hessian(FLASH), hessian(REFERENCE))
+
+
+@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
+def test_forward_mode_says_what_to_use(wrap):
+    query, *rest = arguments()
+    with pytest.raises(NotImplementedError, match='implementation="reference", which supports'):
+        wrap(lambda q: jax.jvp(lambda x: loss(FLASH, x, *rest), (q,), (q,)))(query)
+    primal, tangent = jax.jvp(lambda x: loss(REFERENCE, x, *rest), (query,), (query,))
+    assert np.isfinite(primal)
+    assert np.isfinite(tangent)
+
+
+def test_batch_axes_none_and_several():
+    query, key, value, _, _ = arguments()
+    whole = FLASH(query, key, value, is_causal=True, return_residual=True)
+    single = FLASH(query[1], key[1], value[1], is_causal=True, return_residual=True)
+    assert_close(single, [x[1] for x in whole])
+    split = [x.reshape(1, 2, 1, *x.shape[1:]) for x in (query, key, value)]
+    several = FLASH(*split, is_causal=True, return_residual=True)
+    assert_close([x.reshape(y.shape) for x, y in zip(several, whole, strict=True)], whole)
+
+
+def test_merge_is_attention_over_both_and_differentiable():
+    query, key, value, _, sinks = arguments()
+
+    def whole(query, key, value):
+        out, lse = REFERENCE(query, key, value, sinks=sinks, return_residual=True)
+        return (out**2).sum() + (lse**2).sum()
+
+    def split(query, key, value):
+        first = FLASH(query, key[:, :20], value[:, :20], sinks=sinks, return_residual=True)
+        second = FLASH(query, key[:, 20:], value[:, 20:], return_residual=True)
+        nothing = FLASH(query, key[:, :0], value[:, :0], return_residual=True)
+        out, lse = jax_flash.merge_attention(*first, *second)
+        out, lse = jax_flash.merge_attention(*nothing, out, lse)
+        return (out**2).sum() + (lse**2).sum()
+
+    assert_close(
+        jax.value_and_grad(split, (0, 1, 2))(query, key, value),
+        jax.value_and_grad(whole, (0, 1, 2))(query, key, value),
+    )
+    empty = jnp.full(query.shape[:-1], -jnp.inf)
+    out, lse = jax_flash.merge_attention(query, empty, query, empty)
+    assert not out.any()
+    assert (lse == -jnp.inf).all()
+
