@@ -68,9 +68,9 @@ Status launch(const Table& table, const Params& params, int family, cudaStream_t
   }
   const auto* instance = find_instance(table, 80, params.query.dtype, shape, needs_general(params));
   if (instance == nullptr) {
-    return Status::unimplemented(
-        "jax_flash: no kernel for this dtype with head_dim " + std::to_string(shape.head_dim) +
-        " and value_dim " + std::to_string(shape.value_dim));
+    return Status::unimplemented("jax_flash: no kernel for this dtype with head_dim " +
+                                 std::to_string(shape.head_dim) + " and value_dim " +
+                                 std::to_string(shape.value_dim));
   }
   return instance->launch(params, stream);
 }

@@ -40,7 +40,7 @@ struct Operand {
 struct Shape {
   int num_batch_dims = 1;
   int64_t batch_dims[kMaxBatchDims] = {1, 1, 1, 1};
-  int64_t batch = 1;  // the product of batch_dims
+  int64_t batch = 1;                    // the product of batch_dims
   int32_t q_len = 0, kv_len = 0;        // T, S
   int32_t heads = 0, kv_heads = 0;      // N, K; N is a multiple of K
   int32_t head_dim = 0, value_dim = 0;  // H, h
@@ -65,17 +65,17 @@ struct Forward {
   Operand key;    // [batch, S, K, H]
   Operand value;  // [batch, S, K, h]
 
-  Operand bias;                    // [batch, N, T, S], any axis broadcast, any float dtype
-  Operand mask;                    // [batch, N, T, S], any axis broadcast, one byte each
-  Operand query_seq_lengths;       // [batch] int32
-  Operand key_value_seq_lengths;   // [batch] int32
-  Operand query_segment_ids;       // [batch, T] int32
-  Operand key_value_segment_ids;   // [batch, S] int32
-  Operand query_offset;            // [batch] int32
-  Operand sinks;                   // [batch, N] float32
-  Operand dropout_seed;            // [batch, 2] uint32, along col
-  Operand dropout_batch_ids;       // [batch] int32: the index b that dropout counts with
-  Operand dropout_head_ids;        // [batch, N] int32: the index n that dropout counts with
+  Operand bias;                   // [batch, N, T, S], any axis broadcast, any float dtype
+  Operand mask;                   // [batch, N, T, S], any axis broadcast, one byte each
+  Operand query_seq_lengths;      // [batch] int32
+  Operand key_value_seq_lengths;  // [batch] int32
+  Operand query_segment_ids;      // [batch, T] int32
+  Operand key_value_segment_ids;  // [batch, S] int32
+  Operand query_offset;           // [batch] int32
+  Operand sinks;                  // [batch, N] float32
+  Operand dropout_seed;           // [batch, 2] uint32, along col
+  Operand dropout_batch_ids;      // [batch] int32: the index b that dropout counts with
+  Operand dropout_head_ids;       // [batch, N] int32: the index n that dropout counts with
 
   Operand out;  // [batch, T, N, h]; an input of the backward pass
   Operand lse;  // [batch, N, T] float32; likewise

@@ -103,18 +103,14 @@ def dot_product_attention(
       streaming language models with attention sinks", 2023; soft cap: Gemma 2 report, 2024,
       section 2.
     """
-    spec, operands = _canonicalize(**locals())
-    if spec.implementation is not None:
-        dispatch.choose(spec, dispatch.Problem.of(operands), dispatch.current_platform())
-    out, lse = autodiff.attention(spec, operands)
-    if jnp.ndim(query) == 3:
-        out, lse = out[0], lse[0]
-    return (out, lse) if return_residual else out
+    spec, operands = canonicalize(**locals())
+    return run(spec, operands, has_batch=jnp.ndim(query) > 3, return_residual=return_residual)
 
 
-def _canonicalize(
+def canonicalize(
     query, key, value, *, return_residual, **arguments
 ) -> tuple[AttentionSpec, dict[str, jax.Array]]:
+    """Checks the arguments of `dot_product_attention`; returns what `run` takes."""
     if not isinstance(return_residual, bool):
         raise TypeError(f"return_residual: expected a bool, got {type(return_residual).__name__}")
     static = (
@@ -130,6 +126,22 @@ def _canonicalize(
     shape = jnp.shape(query)
     spec = make_spec(head_dim=shape[-1] if shape else 0, **options)
     return spec, make_operands(spec, query, key, value, **arguments)
+
+
+def run(
+    spec: AttentionSpec,
+    operands: dict[str, jax.Array],
+    *,
+    has_batch: bool,
+    return_residual: bool,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """`dot_product_attention` of canonical arguments; `has_batch`: query has batch axes."""
+    if spec.implementation is not None:
+        dispatch.choose(spec, dispatch.Problem.of(operands), dispatch.current_platform())
+    out, lse = autodiff.attention(spec, operands)
+    if not has_batch:
+        out, lse = out[0], lse[0]
+    return (out, lse) if return_residual else out
 
 
 def merge_attention(
@@ -226,7 +238,7 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     found = []
 
     def look(arrays):
-        found.extend(_canonicalize(**arrays, **others))
+        found.extend(canonicalize(**arrays, **others))
 
     jax.eval_shape(look, arrays)
     spec, operands = found

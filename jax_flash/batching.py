@@ -114,5 +114,3 @@ def _map_first_axis(call, operands: Operands, dbias_full, axis: int):
         total = results["bias"].astype(jax.numpy.float32).sum(axis, keepdims=True)
         results["bias"] = total.astype(results["bias"].dtype)
     return results
-
-

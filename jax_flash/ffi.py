@@ -61,9 +61,7 @@ def _attributes(spec: AttentionSpec, operands: Operands) -> tuple[list[jax.Array
     }
 
 
-def forward(
-    spec: AttentionSpec, operands: Operands, platform: str
-) -> tuple[jax.Array, jax.Array]:
+def forward(spec: AttentionSpec, operands: Operands, platform: str) -> tuple[jax.Array, jax.Array]:
     """The forward custom call: out [*B,T,N,h] and lse [*B,N,T] float32.
 
     Args:

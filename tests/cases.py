@@ -86,9 +86,7 @@ def _offset(case, rng, kind):
         return {"query_offset": case.kv_len - case.q_len}
     if kind == "extreme":
         return {"query_offset": rng.choice([2**31 - 1, -(2**31), 0], case.batch).astype(np.int32)}
-    return {
-        "query_offset": rng.integers(-case.q_len, case.kv_len + 1, case.batch).astype(np.int32)
-    }
+    return {"query_offset": rng.integers(-case.q_len, case.kv_len + 1, case.batch).astype(np.int32)}
 
 
 _FEATURES = {
@@ -136,7 +134,9 @@ def make_inputs(case: Case) -> Inputs:
 
 def _alone() -> list[Case]:
     settings: dict[str, list[Any]] = {
-        "bias": [(axes, "float32") for axes in ("BNTS", "NTS", "TS", "BNT", "BNS", "S", "T", "N", "")]
+        "bias": [
+            (axes, "float32") for axes in ("BNTS", "NTS", "TS", "BNT", "BNS", "S", "T", "N", "")
+        ]
         + [("NTS", "bfloat16"), ("BTS", "float16")],
         "mask": ["BNTS", "TS", "BS", "NT"],
         "lengths": ["q", "k", "qk"],
@@ -167,7 +167,9 @@ def _alone() -> list[Case]:
         cases.append(Case(name, head_dim=head_dim, value_dim=value_dim, q_len=33, kv_len=70))
     for dtype in ("bfloat16", "float16"):
         cases.append(Case(f"plain-{dtype}", dtype=dtype))
-        cases.append(Case(f"causal-{dtype}", dtype=dtype, features=(("causal", True),), head_dim=64))
+        cases.append(
+            Case(f"causal-{dtype}", dtype=dtype, features=(("causal", True),), head_dim=64)
+        )
     cases.append(Case("large-logits", std=10.0, features=(("scale", 1.0),)))
     cases.append(Case("large-logits-bfloat16", std=10.0, dtype="bfloat16", head_dim=64))
     return cases

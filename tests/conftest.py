@@ -1,8 +1,11 @@
 """Makes the tests run against the installed package, and reports runs on a GPU."""
 
+import datetime
+import hashlib
 import json
 import os
 import pathlib
+import subprocess
 import sys
 
 import pytest
@@ -22,6 +25,7 @@ os.environ["XLA_FLAGS"] = (
 )
 
 _GPU_REPORT = _ROOT / "tests" / "gpu_report.json"
+_NATIVE_SUFFIXES = (".h", ".cc", ".cu", ".cuh")
 
 
 def pytest_addoption(parser):
@@ -48,6 +52,18 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="JAX sees no GPU"))
 
 
+@pytest.fixture(autouse=True)
+def _default_device(request):
+    """Where there is a GPU, tests that are not about it run on the CPU all the same."""
+    import jax
+
+    if request.node.get_closest_marker("gpu") or not _gpus():
+        yield
+        return
+    with jax.default_device(jax.local_devices(backend="cpu")[0]):
+        yield
+
+
 def pytest_terminal_summary(terminalreporter, config):
     if not config.getoption("--gpu-report"):
         return
@@ -55,25 +71,47 @@ def pytest_terminal_summary(terminalreporter, config):
     import jaxlib
 
     import jax_flash
+    from jax_flash import ffi
 
     stats = terminalreporter.stats
-    client = jax.devices()[0].client
+    outcomes = {name: len(stats.get(name, [])) for name in ("passed", "failed", "skipped", "error")}
     report = {
         "command": "python -m pytest " + " ".join(config.invocation_params.args),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "devices": [device.device_kind for device in _gpus()],
-        "platform": client.platform_version,
+        "driver": _driver_version(),
+        "platform": jax.devices()[0].client.platform_version,
         "python": sys.version.split()[0],
         "jax": jax.__version__,
         "jaxlib": jaxlib.__version__,
-        "jax_flash": getattr(jax_flash, "__version__", "unknown"),
-        "instances": len(jax_flash.ffi.native.cuda_instances()),
-        "counts": {
-            outcome: len(stats.get(outcome, [])) for outcome in ("passed", "failed", "skipped")
-        },
-        "failed": sorted({item.nodeid for item in stats.get("failed", [])}),
+        "jax_flash": jax_flash.__version__,
+        "instances": len(ffi.native.cuda_instances()),
+        **outcomes,
+        "not_passed": sorted({x.nodeid for n in ("failed", "error") for x in stats.get(n, [])}),
+        "sources_sha256": sources_hash(),
     }
     _GPU_REPORT.write_text(json.dumps(report, indent=2) + "\n")
     terminalreporter.write_line(f"wrote {_GPU_REPORT}")
+
+
+def sources_hash() -> str:
+    """A hash of all that decides what runs on a GPU: native sources, build, calls into them."""
+    files = [path for path in (_ROOT / "cuda").rglob("*") if path.suffix in _NATIVE_SUFFIXES]
+    files += [*(_ROOT / "cmake").iterdir(), _ROOT / "CMakeLists.txt", _ROOT / "jax_flash/ffi.py"]
+    digest = hashlib.sha256()
+    for path in sorted(files):
+        digest.update(path.relative_to(_ROOT).as_posix().encode() + b"\0")
+        digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def _driver_version() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return text.splitlines()[0].strip()
 
 
 def _gpus():

@@ -211,7 +211,9 @@ def _attention(inputs: Inputs, wide, rounded) -> Results:
     parts = np.abs(dout * out).sum(axis=-1).transpose(0, 2, 1)
     if inputs.dlse is not None:
         parts = parts + np.abs(dlse)
-    size = p * (np.einsum("btnh,bsnh->bnts", np.abs(dout), np.abs(value_n)) * keep + parts[..., None])
+    size = p * (
+        np.einsum("btnh,bsnh->bnts", np.abs(dout), np.abs(value_n)) * keep + parts[..., None]
+    )
     sums = logit_sums(size, np.abs(query), np.abs(key_n), np.abs(scale))
     sums["value"] = value_sums(dropped, np.abs(dout))
     sums["sinks"] = (share * parts).sum(axis=(0, 2))

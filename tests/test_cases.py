@@ -48,7 +48,9 @@ def test_random_combination(index):
     check(run(inputs, "flash"), inputs)
 
 
-@pytest.mark.parametrize("case", [*TABLE[::4], *(random_case(i) for i in range(0, 300, 12))], ids=str)
+@pytest.mark.parametrize(
+    "case", [*TABLE[::4], *(random_case(i) for i in range(0, 300, 12))], ids=str
+)
 def test_reference(case):
     inputs = make_inputs(case)
     check(run(inputs, "reference"), inputs)

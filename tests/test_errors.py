@@ -14,7 +14,6 @@ SEED = np.array([1, 2], np.uint32)
 IDS_Q, IDS_K = np.ones((2, 8), np.int32), np.ones((2, 9), np.int32)
 
 
-
 CASES = [
     # Kind of argument.
     (dict(query="text"), TypeError, "query: expected an array, got str"),
@@ -47,15 +46,27 @@ CASES = [
     (dict(key=K[0]), ValueError, "key: expected shape"),
     (dict(value=K[:, :8]), ValueError, r"value: expected shape \(2, 9, 2, h\) .*\(2, 8, 2, 16\)"),
     (dict(value=K[:, :, :1]), ValueError, "value: expected shape"),
-    (dict(key=K.astype(np.float16)), ValueError, "key: expected query's dtype float32, got float16"),
-    (dict(query=Q[:, :, :3]), ValueError, "key: expected a number of heads that divides .*3, got 2"),
+    (
+        dict(key=K.astype(np.float16)),
+        ValueError,
+        "key: expected query's dtype float32, got float16",
+    ),
+    (
+        dict(query=Q[:, :, :3]),
+        ValueError,
+        "key: expected a number of heads that divides .*3, got 2",
+    ),
     (
         dict(bias=np.ones((3, 9), np.float32)),
         ValueError,
         r"bias: expected a shape that broadcasts to .*\(2, 4, 8, 9\), got \(3, 9\)",
     ),
     (dict(mask=np.ones((1, 2, 4, 8, 9), bool)), ValueError, "mask: expected a shape that"),
-    (dict(query_seq_lengths=np.ones(3, np.int32)), ValueError, r"expected shape \(2,\), got \(3,\)"),
+    (
+        dict(query_seq_lengths=np.ones(3, np.int32)),
+        ValueError,
+        r"expected shape \(2,\), got \(3,\)",
+    ),
     (dict(query_segment_ids=IDS_Q), ValueError, "key_value_segment_ids: expected with query_seg"),
     (dict(key_value_segment_ids=IDS_K), ValueError, "query_segment_ids: expected with key_value"),
     (
@@ -110,7 +121,7 @@ def test_float64_runs_as_the_reference():
         explanation = jax_flash.explain(query, key, key)
         assert explanation.choices["cpu"].implementation == "reference"
         assert "float64" in explanation.choices["cpu"].reason
-        with pytest.raises(NotImplementedError, match="not float64 .*cast to float32"):
+        with pytest.raises(NotImplementedError, match=r"not float64 .*cast to float32"):
             jax_flash.dot_product_attention(query, key, key, implementation="flash")
         # A float64 bias of float32 operands keeps its gradient's dtype.
         bias = jnp.ones((8, 9), jnp.float64)

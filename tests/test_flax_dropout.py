@@ -62,3 +62,15 @@ def test_dropout_gradients(broadcast):
     pairs += zip(gradients(actual), gradients(expected), strict=True)
     for a, b in pairs:
         np.testing.assert_allclose(a, b, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.parametrize("broadcast", [True, False])
+def test_dropout_without_a_batch_axis(broadcast):
+    query = jax.random.normal(jax.random.key(0), (16, 4, 8))
+    options = {"dropout_rate": 0.5, "dropout_rng": jax.random.key(1), "return_residual": True}
+
+    def run(query):
+        return dot_product_attention(query, query, query, broadcast_dropout=broadcast, **options)
+
+    for actual, expected in zip(run(query), run(query[None]), strict=True):
+        np.testing.assert_allclose(actual, expected[0], rtol=1e-6)

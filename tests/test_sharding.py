@@ -66,7 +66,8 @@ def test_batch_and_heads_need_no_gather(name, kind):
     specs = (q_spec, kv_spec, kv_spec, bias_spec, sinks_spec)
     with jax.set_mesh(mesh):
         sharded = [
-            jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arguments(), specs, strict=True)
+            jax.device_put(x, NamedSharding(mesh, s))
+            for x, s in zip(arguments(), specs, strict=True)
         ]
         forward = jax.jit(attend)
         text = forward.lower(*sharded).compile().as_text()
@@ -100,7 +101,8 @@ def test_any_sharding_is_correct(specs, kind):
     mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=(kind,) * 3)
     with jax.set_mesh(mesh):
         sharded = [
-            jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(arguments(), specs, strict=True)
+            jax.device_put(x, NamedSharding(mesh, s))
+            for x, s in zip(arguments(), specs, strict=True)
         ]
         results = jax.device_get((jax.jit(attend)(*sharded), jax.jit(GRADIENT)(*sharded)))
     reference = functools.partial(attend, implementation="reference")
@@ -144,7 +146,9 @@ def test_vmap_over_a_sharded_axis():
     with jax.set_mesh(mesh):
         sharded = jax.device_put(queries, NamedSharding(mesh, P("x")))
         gradient = jax.jit(jax.grad(run, (0, 1, 2)))
-        assert collectives(gradient.lower(sharded, key, value).compile().as_text(), "all-gather") == 0
+        assert (
+            collectives(gradient.lower(sharded, key, value).compile().as_text(), "all-gather") == 0
+        )
         grads = jax.device_get(gradient(sharded, key, value))
     expected = jax.grad(functools.partial(run, implementation="reference"), (0, 1, 2))
     assert_close(grads, expected(queries, key, value))

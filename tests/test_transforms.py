@@ -280,4 +280,3 @@ def test_merge_is_attention_over_both_and_differentiable():
     out, lse = jax_flash.merge_attention(query, empty, query, empty)
     assert not out.any()
     assert (lse == -jnp.inf).all()
-

@@ -229,11 +229,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     __syncthreads();
     block = ticket_smem;
   }
-  // Under a causal mask the first keys have the most rows, and go first.
+  // Under a causal mask the first keys have the most rows, and go first. Blocks of one head share
+  // its rows in L2, unless they have to take turns: then as few of a head as can be run at a time.
   const uint32_t kv_tiles_total = (shape.kv_len + kBlockKv - 1) / kBlockKv;
-  const int32_t kv_tile = static_cast<int32_t>(block % kv_tiles_total);
-  const int32_t kv_head = static_cast<int32_t>(block / kv_tiles_total % shape.kv_heads);
-  const int64_t batch_index = block / kv_tiles_total / shape.kv_heads;
+  const uint32_t heads_total = static_cast<uint32_t>(shape.batch * shape.kv_heads);
+  const bool by_tile = workspace.ticket != nullptr;
+  const int32_t kv_tile =
+      static_cast<int32_t>(by_tile ? block / heads_total : block % kv_tiles_total);
+  const uint32_t batch_kv_head = by_tile ? block % heads_total : block / kv_tiles_total;
+  const int32_t kv_head = static_cast<int32_t>(batch_kv_head % shape.kv_heads);
+  const int64_t batch_index = batch_kv_head / shape.kv_heads;
   const BatchIndex batch(shape, batch_index);
   const int32_t col0 = kv_tile * kBlockKv;
 

@@ -27,6 +27,9 @@ struct ForwardConfig {
   static constexpr bool kQueryInRegisters = kHeadDim <= 64 && !kGeneral;
   static constexpr int kStages = kHeadDim <= 64 ? 2 : 1;  // of K and V each
   static constexpr int kMinBlocks = kWarps == 4 ? 2 : 1;
+  // Whether the exponentials of 16 columns stand before the products that use them, and so run
+  // beside the products before, or all of a tile's stand before them. See TUNING.md.
+  static constexpr bool kInterleaved = kHeadDim <= 64;
 
   using QueryTile = SmemTile<kBlockQ, kHeadDim>;
   using KeyTile = SmemTile<kBlockKv, kHeadDim>;
@@ -55,11 +58,11 @@ struct BackwardConfig {
   static constexpr bool kSmall = kSmemKb <= 99;
 
   static constexpr int kBlockQ = kSmall && kHeadDim >= 192 ? 32 : 64;
-  static constexpr int kBlockKv = !kSmall && (kHeadDim == 96 || kHeadDim == 128) ? 128
-                                  : kSmall && kHeadDim > 192                      ? 32
-                                                                                  : 64;
+  static constexpr bool kWide = kHeadDim == 128 || (kHeadDim == 96 && !kGeneral);
+  static constexpr int kBlockKv = kWide && !kSmall ? 128 : kHeadDim > 192 && kSmall ? 32 : 64;
   // Of Q and dO each.
-  static constexpr int kStages = kHeadDim <= (kSmall ? 64 : kSmemKb <= 163 ? 192 : 256) ? 2 : 1;
+  static constexpr int kStages =
+      kHeadDim <= (kSmall ? 64 : kSmemKb <= 163 || kGeneral ? 192 : 256) ? 2 : 1;
   static constexpr int kWarps = kHeadDim <= 64 || kBlockKv == 32 ? 4 : 8;
   static constexpr int kThreads = 32 * kWarps;
   // Three blocks of four warps leave 168 registers a thread, which suffices without modifiers.

@@ -132,7 +132,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
 
   const Band band(params, batch);
   const TileRange range = kv_tiles<kBlockKv>(band, row0, row0 + kBlockQ);
-  const int32_t row_end = min(row0 + kBlockQ, band.q_len);
+  const auto row_end = [&] { return min(row0 + kBlockQ, band.q_len); };
   KeyTileWalk walk = {range.first, range.end};
   if (kGeneral && spans.query) {
     walk.key_blocks = spans.key_blocks;
@@ -164,7 +164,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   const auto load_rows = [&](const auto& tile_smem, const Element* gmem, int64_t stride,
                              int32_t tile, int32_t cols) {
     load_tile<Config::kThreads>(tile_smem, gmem, stride, tile * kBlockKv, band.first_col(row0),
-                                band.end_col(row_end - 1), cols);
+                                band.end_col(row_end() - 1), cols);
   };
   const auto load_key = [&](int32_t tile, int stage) {
     load_rows(key_smem(stage), key_gmem, params.key.row, tile, shape.head_dim);
@@ -181,7 +181,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   uint32_t query_rmem[Config::kQueryInRegisters ? kM : 1][kSteps][4];
   if (walk.tile < walk.end) {
     load_tile<Config::kThreads>(query_smem, batch.pointer<const Element>(params.query, head),
-                                params.query.row, row0, row0, row_end, shape.head_dim);
+                                params.query.row, row0, row0, row_end(), shape.head_dim);
     load_key(walk.tile, 0);
     if constexpr (Config::kStages == 2) load_value(walk.tile, 0);
     ptx::cp_async_commit_group();
@@ -246,7 +246,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
       const LogitModifiers modifiers(params, batch, head);
       modifiers.apply(logits, band, warp_row0, col0);
       attended = attended_columns(logits);
-    } else if (!band.all_allowed(row0, row_end, col0, col0 + kBlockKv)) {
+    } else if (!band.all_allowed(row0, row_end(), col0, col0 + kBlockKv)) {
       mask_band(logits, band, warp_row0, col0);
     }
     softmax.update_reference(logits, to_log2, out);
@@ -263,24 +263,37 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
       }
     }
 
-    // P, O += P V. The exponentials of each 16 columns stand before the products that use them:
-    // they run while the tensor cores are busy with the 16 columns before.
+    const auto exponentials = [&](int m, int n) {
+      softmax.exponentials(logits[m][n], m, to_log2);
+      if constexpr (kGeneral) {
+        if (!drops) return;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (!(kept[m][e / 2] >> (2 * n + e % 2) & 1)) logits[m][n][e] = 0.0f;
+        }
+      }
+    };
+    if constexpr (!Config::kInterleaved) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n) exponentials(m, n);
+      }
+    }
+
+    // O += P V
     const BlockReader value_reader(value_smem(stage), kRowsFirst, 0, 0);
     matmul<Element, kBlockKv / 16>(
         out,
         [&](uint32_t(&a)[4], int m, int k) {
+          if constexpr (Config::kInterleaved) {
+            exponentials(m, 2 * k);
+            exponentials(m, 2 * k + 1);
+          }
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const int n = 2 * k + i / 2, half = i % 2;
-            float pair[2];
-            softmax.exponentials(pair, logits[m][n], m, half, to_log2);
-            if constexpr (kGeneral) {
-              if (drops) {
-                pair[0] = kept[m][half] >> (2 * n) & 1 ? pair[0] : 0.0f;
-                pair[1] = kept[m][half] >> (2 * n + 1) & 1 ? pair[1] : 0.0f;
-              }
-            }
-            a[i] = ptx::cvt_rn_x2<Element>(pair[0], pair[1]);
+            const float(&block)[4] = logits[m][2 * k + i / 2];
+            a[i] = ptx::cvt_rn_x2<Element>(block[i % 2 * 2], block[i % 2 * 2 + 1]);
           }
         },
         [&](uint32_t(&b)[4], int n, int k) {

@@ -21,6 +21,9 @@ inline std::string shape_text(const Shape& shape) {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
+// Less than the 48 KB that need no attribute: a kernel's static shared memory counts too.
+inline constexpr int kSmemWithoutAsking = 40 * 1024;
+
 // Launches a kernel of one-dimensional grid. Its shared-memory limit is set on every call: the
 // attribute belongs to the current device's context, and setting it costs less than remembering
 // for which devices it is set, and is safe from any thread.
@@ -38,7 +41,7 @@ Status launch_kernel(const char* name, const Shape& shape, void (*kernel)(Parame
                                  shape_text(shape) + "): needs " + std::to_string(blocks) +
                                  " blocks, more than 2^31 - 1");
   }
-  if (smem_bytes > 48 * 1024) {
+  if (smem_bytes > kSmemWithoutAsking) {
     const cudaError_t error =
         cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
                              cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);

@@ -21,7 +21,9 @@ struct PhiloxWords {
   uint32_t word[4];
 
   // The 16 bits of element j of the group, 0 <= j < kDropoutGroup.
-  JAX_FLASH_HOST_DEVICE uint32_t half(int j) const { return word[j >> 1] >> (16 * (j & 1)) & 0xffff; }
+  JAX_FLASH_HOST_DEVICE uint32_t half(int j) const {
+    return word[j >> 1] >> (16 * (j & 1)) & 0xffff;
+  }
 };
 
 JAX_FLASH_HOST_DEVICE inline PhiloxWords philox4x32_10(PhiloxWords counter, uint32_t key0,

@@ -84,7 +84,7 @@ __device__ __forceinline__ void load_tile(const Tile& tile, const Element* gmem,
       if (panel * 64 + chunk * kChunk >= Tile::kCols) continue;
       const bool valid = row_valid && panel * 64 + chunk * kChunk < cols;
       ptx::cp_async_16(address + step * kRowStep * 128 + panel * Tile::kPanelBytes,
-                       valid ? source + step * kRowStep * row_stride + panel * 64 : gmem, valid);
+                       source + step * kRowStep * row_stride + panel * 64, valid);
     }
   }
 }

@@ -58,15 +58,13 @@ struct OnlineSoftmax {
     if (__any_sync(0xffffffff, rises)) raise(greatest, to_log2, out);
   }
 
-  // 2^(to_log2 (logit - reference)) of the two logits of a block that are in row g + 8 half, and
-  // their part of the sum. -inf gives 0.
-  __device__ __forceinline__ void exponentials(float (&pair)[2], const float (&block)[4], int m,
-                                               int half, float to_log2) {
-    const float shift = shift_log2(m, half, to_log2);
+  // Replaces the logits of a block of the m-th rows by 2^(to_log2 (logit - reference)), of which
+  // it adds up its part. -inf gives 0.
+  __device__ __forceinline__ void exponentials(float (&block)[4], int m, float to_log2) {
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      pair[e] = ptx::ex2_approx_ftz(fmaf(block[2 * half + e], to_log2, -shift));
-      sum[m][half] += pair[e];
+    for (int e = 0; e < 4; ++e) {
+      block[e] = ptx::ex2_approx_ftz(fmaf(block[e], to_log2, -shift_log2(m, e / 2, to_log2)));
+      sum[m][e / 2] += block[e];
     }
   }
 

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_flash
-from jax_flash import attention, autodiff, dispatch
+from jax_flash import attention
 
 
 def dot_product_attention(
@@ -118,19 +118,20 @@ def dot_product_attention(
 
 def _attention_dropping_alike(
     query: jax.Array, key: jax.Array, value: jax.Array, **options: Any
-) -> jax.Array:
+) -> Any:
     """`jax_flash.dot_product_attention` with one dropout mask for all batch elements and heads."""
-    defaults = dict(jax_flash.dot_product_attention.__kwdefaults__)
-    del defaults["return_residual"]
-    spec, operands = attention._canonicalize(query, key, value, **(defaults | options))
-    if spec.implementation is not None:
-        dispatch.choose(spec, dispatch.Problem.of(operands), dispatch.current_platform())
+    arguments = jax_flash.dot_product_attention.__kwdefaults__ | options
+    spec, operands = attention.canonicalize(query, key, value, **arguments)
     # The mask is a function of (seed, batch id, head id, i, j): equal ids, equal masks.
     for ids in ("dropout_batch_ids", "dropout_head_ids"):
         if ids in operands:  # they are not where the rate rounds to 0
             operands[ids] = jnp.zeros_like(operands[ids])
-    out, _ = autodiff.attention(spec, operands)
-    return out if query.ndim > 3 else out[0]
+    return attention.run(
+        spec,
+        operands,
+        has_batch=query.ndim > 3,
+        return_residual=arguments["return_residual"],
+    )
 
 
 def _check_precision(precision: Any) -> None:

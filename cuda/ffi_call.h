@@ -1,0 +1,52 @@
+// Reads the buffers and attributes of a custom call into the structs of params.h, checking every
+// shape (Python has checked already; exported programs and other callers have not).
+//
+// Arguments: query, key, value, [out, lse, dout,] then those of optional_operands() that the
+// attribute `operands` names by its bits, in order. Every operand has the same number of leading
+// batch axes, each full or 1 (broadcast).
+// Results: out, lse, workspace, or dquery, dkey, dvalue, [dbias,] workspace.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+#include "status.h"
+#include "xla/ffi/api/ffi.h"
+
+namespace jax_flash {
+
+// The attribute `options`; the fields are those of spec.py's ffi_attributes().
+struct OptionAttributes {
+  float scale;
+  bool is_causal;
+  int32_t window_left;
+  int32_t window_right;
+  float logits_soft_cap;
+  int32_t dropout_threshold;
+  float dropout_scale;
+  bool deterministic;
+  int32_t family;  // CUDA kernel family: 0 the best, 80, 90
+};
+
+struct Call {
+  Backward params;  // of a forward call, only what Forward has
+  int64_t workspace_bytes = 0;
+};
+
+Status read_forward(xla::ffi::RemainingArgs args, xla::ffi::RemainingRets results,
+                    const OptionAttributes& options, int32_t operands, Call& call);
+Status read_backward(xla::ffi::RemainingArgs args, xla::ffi::RemainingRets results,
+                     const OptionAttributes& options, int32_t operands, Call& call);
+
+}  // namespace jax_flash
+
+XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_flash::OptionAttributes,
+                                      ::xla::ffi::StructMember<float>("scale"),
+                                      ::xla::ffi::StructMember<bool>("is_causal"),
+                                      ::xla::ffi::StructMember<int32_t>("window_left"),
+                                      ::xla::ffi::StructMember<int32_t>("window_right"),
+                                      ::xla::ffi::StructMember<float>("logits_soft_cap"),
+                                      ::xla::ffi::StructMember<int32_t>("dropout_threshold"),
+                                      ::xla::ffi::StructMember<float>("dropout_scale"),
+                                      ::xla::ffi::StructMember<bool>("deterministic"),
+                                      ::xla::ffi::StructMember<int32_t>("family"));

@@ -1,0 +1,167 @@
+"""The CUDA kernels, through the same custom call and against the same cases as the CPU's."""
+
+import concurrent.futures
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import TABLE, Case, check, make_inputs, random_case
+from oracle import allowed_logits
+from test_cases import run
+
+import jax_flash
+
+pytestmark = pytest.mark.gpu
+
+
+def on_gpu(case: Case, dtype: str) -> Case:
+    """The case as the kernels take it: a 16-bit dtype, head dims of multiples of 8."""
+    return dataclasses.replace(
+        case,
+        name=f"{case.name}-{dtype}",
+        dtype=dtype,
+        head_dim=-(-case.head_dim // 8) * 8,
+        value_dim=-(-case.value_dim // 8) * 8,
+    )
+
+
+def of_16_bits(case: Case) -> str:
+    return case.dtype if case.dtype != "float32" else "bfloat16"
+
+
+@pytest.mark.parametrize("case", [on_gpu(c, of_16_bits(c)) for c in TABLE], ids=str)
+def test_feature(case):
+    inputs = make_inputs(case)
+    check(run(inputs, "flash_sm80"), inputs)
+
+
+@pytest.mark.parametrize("index", range(1000, 1400))
+def test_random_combination(index):
+    case = random_case(index, head_dims=(8, 32, 40, 64, 96, 128, 192, 256))
+    case = on_gpu(case, of_16_bits(case))
+    inputs = make_inputs(case)
+    deterministic = index % 3 == 0
+    check(run(inputs, "flash_sm80", deterministic=deterministic), inputs)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("length", [31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257])
+def test_tile_boundaries(length, head_dim):
+    for features in ((), (("causal", True),), (("bias", ("S", "float32")),)):
+        case = Case(
+            f"tile-{length}-{head_dim}", batch=1, heads=2, kv_heads=1, q_len=length, kv_len=length,
+            head_dim=head_dim, value_dim=head_dim, dtype="bfloat16", features=features,
+        )  # fmt: skip
+        inputs = make_inputs(case)
+        check(run(inputs, "flash_sm80"), inputs)
+
+
+@pytest.mark.parametrize("features", [("lengths", "qk"), ("mask", "BS"), ("segments", "packed")])
+def test_poison_where_nobody_attends(features):
+    case = Case(
+        "poison", q_len=300, kv_len=330, head_dim=64, value_dim=64, dtype="bfloat16",
+        features=(features, ("causal", True)),
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    allowed = allowed_logits(inputs)
+    by_kv_head = allowed.reshape(2, case.kv_heads, -1, case.q_len, case.kv_len)
+    unattended = ~by_kv_head.any(axis=(2, 3)).transpose(0, 2, 1)[..., None]
+    inputs.key = np.where(unattended, np.nan, inputs.key).astype(inputs.key.dtype)
+    inputs.value = np.where(unattended, np.inf, inputs.value).astype(inputs.key.dtype)
+    check(run(inputs, "flash_sm80"), inputs)
+
+
+def random_normal(*shape, dtype=jnp.bfloat16, seed=0):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+def gradient_of(**options):
+    attend = functools.partial(jax_flash.dot_product_attention, **options)
+    return jax.jit(
+        jax.value_and_grad(lambda *x: (attend(*x).astype(jnp.float32) ** 2).sum(), (0, 1, 2))
+    )
+
+
+def test_deterministic_gradients_are_bitwise_equal():
+    query = random_normal(2, 1000, 8, 64)
+    key, value = random_normal(2, 1000, 2, 64, seed=1), random_normal(2, 1000, 2, 64, seed=2)
+    run_once = gradient_of(is_causal=True, deterministic=True)
+    first = run_once(query, key, value)
+    for _ in range(100):
+        for got, expected in zip(
+            jax.tree.leaves(run_once(query, key, value)), jax.tree.leaves(first), strict=True
+        ):
+            np.testing.assert_array_equal(got, expected)
+
+
+def test_long_sequence_equals_its_parts():
+    # 128k tokens: the last queries against all keys, computed as one and in two halves.
+    length = 131072
+    key, value = random_normal(1, length, 1, 64), random_normal(1, length, 1, 64, seed=1)
+    query = random_normal(1, length, 1, 64, seed=2)
+    attend = functools.partial(jax_flash.dot_product_attention, return_residual=True)
+    out, _ = jax.jit(functools.partial(attend, is_causal=True))(query, key, value)
+    last, half = query[:, -256:], length // 2
+    first = attend(last, key[:, :half], value[:, :half])
+    second = attend(last, key[:, half:], value[:, half:], is_causal=True, query_offset=half - 256)
+    merged, _ = jax_flash.merge_attention(*first, *second)
+    difference = jnp.abs(out[:, -256:].astype(jnp.float32) - merged.astype(jnp.float32))
+    assert difference.max() < 2e-3  # out is about 1/sqrt(length); bfloat16 steps of that
+    grads = gradient_of(is_causal=True)(query, key, value)[1]
+    assert all(bool(jnp.isfinite(g.astype(jnp.float32)).all()) for g in grads)
+
+
+def test_calls_run_inside_command_buffers():
+    x = random_normal(1, 256, 4, 64)
+
+    def chain(x):
+        for _ in range(8):
+            x = jax_flash.dot_product_attention(x, x, x)
+        return x
+
+    text = jax.jit(chain).lower(x).compile().as_text()
+    command_buffers = [c for c in text.split("\n\n") if "command_buffer" in c.split("{")[0]]
+    assert sum(c.count('custom_call_target="jax_flash_forward"') for c in command_buffers) == 8
+
+
+def test_threads_and_repeats():
+    run_once = gradient_of()
+    inputs = [random_normal(1, 300 + i, 4, 64, seed=i) for i in range(8)]
+    expected = [jax.device_get(run_once(x, x, x)[1][1]) for x in inputs]
+
+    def work(i):
+        x = inputs[i % 8]
+        return jax.device_get(run_once(x, x, x)[1][1])
+
+    with concurrent.futures.ThreadPoolExecutor(8) as pool:
+        for i, got in enumerate(pool.map(work, range(64))):
+            np.testing.assert_array_equal(got, expected[i % 8])
+
+
+def test_vmap_leaves_unmapped_operands_alone():
+    query = random_normal(5, 2, 100, 4, 64)
+    key = random_normal(2, 120, 2, 64, seed=1)
+
+    def mapped(implementation):
+        attend = functools.partial(
+            jax_flash.dot_product_attention, implementation=implementation, is_causal=True
+        )
+        return jax.jit(jax.vmap(attend, (0, None, None)))(query, key, key)
+
+    got, expected = mapped("flash"), mapped("reference")
+    np.testing.assert_allclose(
+        got.astype(np.float32), expected.astype(np.float32), rtol=2e-2, atol=1e-2
+    )
+
+
+def test_float32_runs_as_the_reference():
+    x = random_normal(1, 64, 2, 64, dtype=jnp.float32)
+    choice = jax_flash.explain(x, x, x).choices["cuda"]
+    assert choice.implementation == "reference"
+    assert "float32" in choice.reason
+    with pytest.raises(NotImplementedError, match="float32"):
+        jax_flash.dot_product_attention(x, x, x, implementation="flash")
+    assert jnp.isfinite(jax_flash.dot_product_attention(x, x, x)).all()
