@@ -117,6 +117,22 @@ def test_memory_is_linear_in_the_length():
     assert temporary(gradient) < 2**30
 
 
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about the CPU kernel's memory")
+def test_32768_tokens_run_in_little_memory():
+    # One logit for each pair would be 4 GiB. Peak resident memory, above that of a small call.
+    code = """
+import resource, jax, jax.numpy as jnp, jax_flash
+def run(length):
+    x = jax.random.normal(jax.random.key(0), (1, length, 1, 64))
+    loss = lambda *x: (jax_flash.dot_product_attention(*x, is_causal=True) ** 2).sum()
+    jax.block_until_ready(jax.jit(jax.grad(loss, (0, 1, 2)))(x, x, x))
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+print(run(128) - run(32768))
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert -int(done.stdout) < 2**20  # in KiB: 1 GiB
+
+
 def test_no_warnings_on_a_plain_call():
     with warnings.catch_warnings():
         warnings.simplefilter("error")

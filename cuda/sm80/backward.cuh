@@ -21,10 +21,9 @@
 
 #include "params.h"
 #include "ptx/cp_async.cuh"
-#include "ptx/global.cuh"
-#include "ptx/math.cuh"
 #include "ptx/shared.cuh"
 #include "sm80/backward_edges.cuh"
+#include "sm80/backward_parts.cuh"
 #include "sm80/bias_gradient.cuh"
 #include "sm80/config.cuh"
 #include "sm80/launch.cuh"
@@ -40,156 +39,6 @@
 
 namespace jax_flash::sm80 {
 
-// Sums that several blocks add to, in turn.
-struct Turn {
-  int32_t* counter;  // null: no turns
-  int32_t mine;
-
-  __device__ __forceinline__ void wait() const {
-    if (counter == nullptr) return;
-    if (threadIdx.x == 0) {
-      while (ptx::ld_acquire(counter) != mine) __nanosleep(32);
-    }
-    __syncthreads();
-  }
-  __device__ __forceinline__ void pass() const {
-    if (counter == nullptr) return;
-    __threadfence();
-    __syncthreads();
-    if (threadIdx.x == 0) ptx::st_release(counter, mine + 1);
-  }
-};
-
-// The query tiles of all heads of a group that a block visits, head by head.
-struct QueryTileWalk {
-  TileRange range;
-  int32_t group;  // query heads per key/value head
-  const SegmentSpan* query_spans = nullptr;
-  int32_t query_blocks = 0;
-  SegmentSpan key_span = {};
-  int32_t head = 0, tile = 0;  // head == group: done
-
-  template <int kBlockQ>
-  __device__ __forceinline__ void skip() {
-    if (query_spans) {
-      tile = next_tile<kBlockQ>(query_spans, query_blocks, key_span, tile,
-                                              range.end);
-    }
-    if (tile >= range.end) {
-      ++head;
-      tile = range.first;
-      // Segments are the same for all heads: a first tile that was skipped is skipped again.
-      if (query_spans && head < group) {
-        tile = next_tile<kBlockQ>(query_spans, query_blocks, key_span, tile,
-                                                range.end);
-        if (tile >= range.end) head = group;
-      }
-    }
-  }
-  template <int kBlockQ>
-  __device__ __forceinline__ void start() {
-    tile = range.first;
-    if (range.first >= range.end) {
-      head = group;
-    } else {
-      skip<kBlockQ>();
-    }
-  }
-  template <int kBlockQ>
-  __device__ __forceinline__ void advance() {
-    ++tile;
-    skip<kBlockQ>();
-  }
-  __device__ __forceinline__ bool done() const { return head >= group; }
-};
-
-// Starts copying kCount floats, of a multiple of 16 bytes, to shared memory.
-template <int kCount>
-__device__ __forceinline__ void load_floats(float* smem, const float* gmem) {
-  if (threadIdx.x < kCount / 4) {
-    ptx::cp_async_16(ptx::shared_address(smem + threadIdx.x * 4), gmem + threadIdx.x * 4, true);
-  }
-}
-
-// Reads what belongs to the rows of this thread's fragments.
-template <int kM>
-__device__ __forceinline__ void load_rows(float (&values)[kM][2], const float* smem) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) values[m][half] = smem[fragment_row(m, 2 * half)];
-  }
-}
-
-// Rounds accumulator fragments into a tile at (row, 8 * chunk).
-template <typename Element, typename Tile, int kM, int kN>
-__device__ __forceinline__ void store_fragments(const Tile& tile, int row, int chunk,
-                                                const float (&values)[kM][kN][4]) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        ptx::st_shared_b32(
-            tile.address(row + fragment_row(m, 2 * half), chunk + n) + threadIdx.x % 4 * 4,
-            ptx::cvt_rn_x2<Element>(values[m][n][2 * half], values[m][n][2 * half + 1]));
-      }
-    }
-  }
-}
-
-// Stores a block's dK or dV, whose columns the warps hold 16 at a time in turn, by way of
-// shared memory.
-template <int kThreads, int kWarpCols, typename Element, typename Tile, int kM, int kN>
-__device__ __forceinline__ void store_key_gradient(const Tile& tile, Element* gmem,
-                                                   int64_t row_stride, int rows, int cols,
-                                                   int warp_row, int warp_col, float scale,
-                                                   float (&values)[kM][kN][4]) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      const int chunk = (n / 2 * kWarpCols + warp_col) * 2 + n % 2;
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        ptx::st_shared_b32(
-            tile.address(warp_row + fragment_row(m, 2 * half), chunk) + threadIdx.x % 4 * 4,
-            ptx::cvt_rn_x2<Element>(values[m][n][2 * half] * scale,
-                                    values[m][n][2 * half + 1] * scale));
-      }
-    }
-  }
-  __syncthreads();
-  for (int i = threadIdx.x; i < Tile::kRows * (Tile::kCols / kChunk); i += kThreads) {
-    const int row = i / (Tile::kCols / kChunk), chunk = i % (Tile::kCols / kChunk);
-    if (row < rows && chunk * kChunk < cols) {
-      *reinterpret_cast<uint4*>(gmem + row * row_stride + chunk * kChunk) =
-          ptx::ld_shared_v4(tile.address(row, chunk));
-    }
-  }
-}
-
-template <typename Config, int kM, int kN>
-__device__ __forceinline__ void add_dquery(float* tile_gmem, const float (&values)[kM][kN][4]) {
-  using Order = DqueryOrder<Config>;
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      float* address = tile_gmem + Order::offset(threadIdx.x / 32, m, n, threadIdx.x % 32);
-#if __CUDA_ARCH__ >= 900
-      ptx::red_add_v4_f32(address, values[m][n]);
-#else
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        ptx::red_add_f32(address + e * Order::kElementStride, values[m][n][e]);
-      }
-#endif
-    }
-  }
-}
-
 template <typename Config, typename Element, bool kGeneral>
 __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     backward_kernel(const __grid_constant__ Backward params, const BackwardWorkspace workspace) {
@@ -197,7 +46,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   constexpr int kScoreCols = kWarps / Config::kScoreWarpRows;
   constexpr int kKeyCols = kWarps / Config::kKeyWarpRows;
   constexpr int kQueryCols = kWarps / Config::kQueryWarpRows;
-  constexpr int kScoreM = kBlockQ / 16 / Config::kScoreWarpRows, kScoreN = kBlockKv / 8 / kScoreCols;
+  constexpr int kScoreM = kBlockQ / 16 / Config::kScoreWarpRows,
+                kScoreN = kBlockKv / 8 / kScoreCols;
   constexpr int kKeyM = kBlockKv / 16 / Config::kKeyWarpRows;
   constexpr int kDkeyN = Config::kHeadDim / 8 / kKeyCols;
   constexpr int kDvalueN = Config::kValueDim / 8 / kKeyCols;
@@ -215,8 +65,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   const typename Config::ScoreTile probability_smem{base, Config::kProbabilityOffset};
   const typename Config::ScoreTile score_smem{base, Config::kScoreOffset};
   const auto query_smem = [&](uint32_t stage) {
-    return typename Config::QueryTile{base,
-                                      Config::kQueryOffset + stage * Config::QueryTile::kBytes};
+    return
+        typename Config::QueryTile{base, Config::kQueryOffset + stage * Config::QueryTile::kBytes};
   };
   const auto dout_smem = [&](uint32_t stage) {
     return typename Config::OutTile{base, Config::kOutOffset + stage * Config::OutTile::kBytes};
@@ -255,8 +105,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     const SegmentSpans& spans = workspace.spans;
     walk.query_blocks = spans.query_blocks;
     walk.query_spans = spans.query + batch_index * spans.query_blocks;
-    walk.key_span = tile_span<kBlockKv>(
-        spans.key + batch_index * spans.key_blocks, spans.key_blocks, kv_tile);
+    walk.key_span =
+        tile_span<kBlockKv>(spans.key + batch_index * spans.key_blocks, spans.key_blocks, kv_tile);
   }
   walk.start<kBlockQ>();
 
@@ -303,7 +153,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   set_zero(dvalue);
 
   // Each warp's place in the three kinds of products.
-  const int score_row = warp / kScoreCols * kScoreM * 16, score_col = warp % kScoreCols * kScoreN * 8;
+  const int score_row = warp / kScoreCols * kScoreM * 16,
+            score_col = warp % kScoreCols * kScoreN * 8;
   const int key_row = warp / kKeyCols * kKeyM * 16, key_col = warp % kKeyCols;
   const int dquery_row = warp / kQueryCols * kDqueryM * 16, dquery_col = warp % kQueryCols;
   const float to_log2 = params.options.scale * kLog2E;
@@ -333,17 +184,15 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     const BlockReader key_reader(key_smem, kColsFirst, score_col, 0);
     matmul<Element, Config::kHeadDim / 16>(
         scores,
-        [&](uint32_t(&a)[4], int m, int k) {
+        [&](uint32_t (&a)[4], int m, int k) {
           ptx::ldmatrix_x4(a, query_reader.at(m * 16, k * 2));
         },
-        [&](uint32_t(&b)[4], int n, int k) {
-          ptx::ldmatrix_x4(b, key_reader.at(n * 8, k * 2));
-        });
+        [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, key_reader.at(n * 8, k * 2)); });
     const ScoreGradient<kGeneral, kScoreM, kScoreN> gradient(params, batch, head, row0 + score_row,
                                                              col0 + score_col);
     if (kGeneral && any_bad_key) mark_bad_keys(scores, bad_keys_smem, score_col);
-    if (kGeneral || !band.all_allowed(row0, min(row0 + kBlockQ, band.q_len), col0,
-                                      col0 + kBlockKv)) {
+    if (kGeneral ||
+        !band.all_allowed(row0, min(row0 + kBlockQ, band.q_len), col0, col0 + kBlockKv)) {
       gradient.mask(scores, band);
     }
 
@@ -361,12 +210,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     const BlockReader value_reader(value_smem, kColsFirst, score_col, 0);
     matmul<Element, kValueSteps>(
         dscores,
-        [&](uint32_t(&a)[4], int m, int k) {
+        [&](uint32_t (&a)[4], int m, int k) {
           ptx::ldmatrix_x4(a, dout_reader.at(m * 16, k * 2));
           gradient.probabilities(scores[m], lse_log2[m], to_log2, kScoreN * k / kValueSteps,
                                  kScoreN * (k + 1) / kValueSteps);
         },
-        [&](uint32_t(&b)[4], int n, int k) {
+        [&](uint32_t (&b)[4], int n, int k) {
           ptx::ldmatrix_x4(b, value_reader.at(n * 8, k * 2));
         });
     float delta[kScoreM][2];
@@ -381,10 +230,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     const BlockReader score_trans_reader(score_smem, kColsFirst, 0, key_row / kChunk);
     matmul<Element, kBlockQ / 16>(
         dkey,
-        [&](uint32_t(&a)[4], int m, int k) {
+        [&](uint32_t (&a)[4], int m, int k) {
           ptx::ldmatrix_x4_trans(a, score_trans_reader.at(k * 16, m * 2));
         },
-        [&](uint32_t(&b)[4], int n, int k) {
+        [&](uint32_t (&b)[4], int n, int k) {
           ptx::ldmatrix_x4_trans(b, query_trans_reader.at(k * 16, n * kKeyCols));
         });
     if constexpr (Config::kStages == 1) {
@@ -396,10 +245,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     const BlockReader probability_reader(probability_smem, kColsFirst, 0, key_row / kChunk);
     matmul<Element, kBlockQ / 16>(
         dvalue,
-        [&](uint32_t(&a)[4], int m, int k) {
+        [&](uint32_t (&a)[4], int m, int k) {
           ptx::ldmatrix_x4_trans(a, probability_reader.at(k * 16, m * 2));
         },
-        [&](uint32_t(&b)[4], int n, int k) {
+        [&](uint32_t (&b)[4], int n, int k) {
           ptx::ldmatrix_x4_trans(b, dout_trans_reader.at(k * 16, n * kKeyCols));
         });
     if constexpr (Config::kStages == 1) {
@@ -415,10 +264,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     set_zero(dquery);
     matmul<Element, kBlockKv / 16>(
         dquery,
-        [&](uint32_t(&a)[4], int m, int k) {
+        [&](uint32_t (&a)[4], int m, int k) {
           ptx::ldmatrix_x4(a, score_reader.at(m * 16, k * 2));
         },
-        [&](uint32_t(&b)[4], int n, int k) {
+        [&](uint32_t (&b)[4], int n, int k) {
           ptx::ldmatrix_x4_trans(b, key_trans_reader.at(k * 16, n * kQueryCols));
         });
     Turn turn = {nullptr, 0};
@@ -449,9 +298,10 @@ Status launch_backward_config(const Backward& params, BackwardWorkspace workspac
                               cudaStream_t stream) {
   const Shape& shape = params.shape;
   const int64_t heads = shape.batch * shape.heads;
-  Status status = launch_kernel("sm80::backward_begin_kernel", shape,
-                                backward_begin_kernel<Element>, heads * workspace.rows / kRowPadding,
-                                kEdgeThreads, 0, stream, params, workspace, Config::kHeadDim);
+  Status status =
+      launch_kernel("sm80::backward_begin_kernel", shape, backward_begin_kernel<Element>,
+                    heads * workspace.rows / kRowPadding, kEdgeThreads, 0, stream, params,
+                    workspace, Config::kHeadDim);
   if (!status.ok()) return status;
   status = launch_kernel("sm80::backward_kernel", shape, backward_kernel<Config, Element, kGeneral>,
                          ceil_div(shape.kv_len, Config::kBlockKv) * shape.kv_heads * shape.batch,

@@ -57,8 +57,8 @@ __global__ void __launch_bounds__(kEdgeThreads)
   const BatchIndex batch(shape, batch_head / shape.heads);
   const Band band(params, batch);
 
-  float4* dquery = reinterpret_cast<float4*>(
-      workspace.dquery + (batch_head * workspace.rows + row0) * dquery_cols);
+  float4* dquery = reinterpret_cast<float4*>(workspace.dquery +
+                                             (batch_head * workspace.rows + row0) * dquery_cols);
   for (int i = threadIdx.x; i < kRowPadding * dquery_cols / 4; i += kEdgeThreads) {
     dquery[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
@@ -125,7 +125,8 @@ __global__ void __launch_bounds__(kEdgeThreads)
     if (row0 + row >= shape.q_len || chunk * kChunk >= shape.head_dim) continue;
     // Warps take turns at 16 columns: see the main kernel's product dQ.
     const int warp_row = row / (16 * Order::kM), m = row / 16 % Order::kM;
-    const int warp_col = chunk / 2 % Order::kWarpCols, n = chunk / 2 / Order::kWarpCols * 2 + chunk % 2;
+    const int warp_col = chunk / 2 % Order::kWarpCols,
+              n = chunk / 2 / Order::kWarpCols * 2 + chunk % 2;
     const int warp = warp_row * Order::kWarpCols + warp_col;
     const int half = row / 8 % 2;
     uint32_t pairs[4];

@@ -101,9 +101,8 @@ __device__ __forceinline__ void add_products(float (&products)[1][8][4], const E
     ptx::cp_async_wait_group<0>();
     __syncthreads();
     matmul<Element, 4>(
-        products,
-        [&](uint32_t(&a)[4], int, int k) { ptx::ldmatrix_x4(a, a_reader.at(0, k * 2)); },
-        [&](uint32_t(&b)[4], int n, int k) { ptx::ldmatrix_x4(b, b_reader.at(n * 8, k * 2)); });
+        products, [&](uint32_t (&a)[4], int, int k) { ptx::ldmatrix_x4(a, a_reader.at(0, k * 2)); },
+        [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, b_reader.at(n * 8, k * 2)); });
   }
 }
 
@@ -122,8 +121,8 @@ __device__ __forceinline__ void add_score_gradient(float (&total)[1][8][4], cons
   if (spans.query) {
     const SegmentSpan query_span = tile_span<kBiasBlock>(
         spans.query + batch_index * spans.query_blocks, spans.query_blocks, row0 / kBiasBlock);
-    const SegmentSpan key_span = tile_span<kBiasBlock>(
-        spans.key + batch_index * spans.key_blocks, spans.key_blocks, col0 / kBiasBlock);
+    const SegmentSpan key_span = tile_span<kBiasBlock>(spans.key + batch_index * spans.key_blocks,
+                                                       spans.key_blocks, col0 / kBiasBlock);
     if (!query_span.meets(key_span)) return;
   }
   const int32_t kv_head = head / (shape.heads / shape.kv_heads);
@@ -137,8 +136,8 @@ __device__ __forceinline__ void add_score_gradient(float (&total)[1][8][4], cons
   float lse_log2[1][2], delta[1][2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int64_t index = (batch_index * shape.heads + head) * workspace.rows + warp_row0 +
-                          fragment_row(0, 2 * half);
+    const int64_t index =
+        (batch_index * shape.heads + head) * workspace.rows + warp_row0 + fragment_row(0, 2 * half);
     lse_log2[0][half] = workspace.lse_log2[index];
     delta[0][half] = workspace.delta[index];
   }
@@ -203,8 +202,8 @@ __device__ __forceinline__ void sum_cols(float (&total)[1][8][4]) {
 
 template <typename Element>
 __global__ void __launch_bounds__(kBiasThreads, 2)
-    bias_gradient_kernel(const __grid_constant__ Backward params,
-                         const BackwardWorkspace workspace, const BiasOwnership ownership) {
+    bias_gradient_kernel(const __grid_constant__ Backward params, const BackwardWorkspace workspace,
+                         const BiasOwnership ownership) {
   const Shape& shape = params.shape;
   const Operand& dbias = params.dbias;
   int64_t block = blockIdx.x;

@@ -60,9 +60,9 @@ struct BackwardConfig {
   static constexpr int kBlockQ = kSmall && kHeadDim >= 192 ? 32 : 64;
   static constexpr bool kWide = kHeadDim == 128 || (kHeadDim == 96 && !kGeneral);
   static constexpr int kBlockKv = kWide && !kSmall ? 128 : kHeadDim > 192 && kSmall ? 32 : 64;
-  // Of Q and dO each.
-  static constexpr int kStages =
-      kHeadDim <= (kSmall ? 64 : kSmemKb <= 163 || kGeneral ? 192 : 256) ? 2 : 1;
+  // The greatest head dim with two stages of Q and dO; beyond it there is one.
+  static constexpr int kTwoStages = kSmall ? 64 : kSmemKb > 163 && !kGeneral ? 256 : 192;
+  static constexpr int kStages = kHeadDim <= kTwoStages ? 2 : 1;
   static constexpr int kWarps = kHeadDim <= 64 || kBlockKv == 32 ? 4 : 8;
   static constexpr int kThreads = 32 * kWarps;
   // Three blocks of four warps leave 168 registers a thread, which suffices without modifiers.
@@ -86,7 +86,7 @@ struct BackwardConfig {
   static constexpr int kOutOffset = kQueryOffset + kStages * QueryTile::kBytes;
   static constexpr int kSmemBytes = kOutOffset + kStages * OutTile::kBytes;
   static constexpr int kStaticSmemBytes = 2048;  // row statistics and the like, at most
-  static_assert(kSmemBytes <= kSmemLimit);
+  static_assert(kSmemBytes + kStaticSmemBytes <= kSmemLimit);
 };
 
 }  // namespace jax_flash::sm80

@@ -89,9 +89,8 @@ __device__ __forceinline__ void store_out(const Forward& params, const BatchInde
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        ptx::st_shared_b32(
-            out_smem.address(warp_row + fragment_row(m, 2 * half), n) + lane % 4 * 4,
-            ptx::cvt_rn_x2<Element>(out[m][n][2 * half], out[m][n][2 * half + 1]));
+        ptx::st_shared_b32(out_smem.address(warp_row + fragment_row(m, 2 * half), n) + lane % 4 * 4,
+                           ptx::cvt_rn_x2<Element>(out[m][n][2 * half], out[m][n][2 * half + 1]));
       }
     }
   }
@@ -137,8 +136,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   if (kGeneral && spans.query) {
     walk.key_blocks = spans.key_blocks;
     walk.key_spans = spans.key + batch_index * spans.key_blocks;
-    walk.query_span = tile_span<kBlockQ>(
-        spans.query + batch_index * spans.query_blocks, spans.query_blocks, q_tile);
+    walk.query_span = tile_span<kBlockQ>(spans.query + batch_index * spans.query_blocks,
+                                         spans.query_blocks, q_tile);
   }
   walk.tile = walk.skip_to<kBlockKv>(walk.tile);
 
@@ -146,8 +145,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   const uint32_t smem_base = ptx::shared_address(smem);
   const typename Config::QueryTile query_smem{smem_base, 0};
   const auto key_smem = [&](uint32_t stage) {
-    return typename Config::KeyTile{smem_base,
-                                    Config::kKeyOffset + stage * Config::KeyTile::kBytes};
+    return
+        typename Config::KeyTile{smem_base, Config::kKeyOffset + stage * Config::KeyTile::kBytes};
   };
   const auto value_smem = [&](uint32_t stage) {
     return typename Config::ValueTile{smem_base,
@@ -221,7 +220,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     const BlockReader key_reader(key_smem(stage), kColsFirst, 0, 0);
     matmul<Element, kSteps>(
         logits,
-        [&](uint32_t(&a)[4], int m, int k) {
+        [&](uint32_t (&a)[4], int m, int k) {
           if constexpr (Config::kQueryInRegisters) {
 #pragma unroll
             for (int i = 0; i < 4; ++i) a[i] = query_rmem[m][k][i];
@@ -229,9 +228,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
             ptx::ldmatrix_x4(a, query_reader.at(m * 16, k * 2));
           }
         },
-        [&](uint32_t(&b)[4], int n, int k) {
-          ptx::ldmatrix_x4(b, key_reader.at(n * 8, k * 2));
-        });
+        [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, key_reader.at(n * 8, k * 2)); });
 
     if constexpr (Config::kStages == 1) {
       ptx::cp_async_wait_group<0>();
@@ -285,18 +282,18 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     const BlockReader value_reader(value_smem(stage), kRowsFirst, 0, 0);
     matmul<Element, kBlockKv / 16>(
         out,
-        [&](uint32_t(&a)[4], int m, int k) {
+        [&](uint32_t (&a)[4], int m, int k) {
           if constexpr (Config::kInterleaved) {
             exponentials(m, 2 * k);
             exponentials(m, 2 * k + 1);
           }
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
-            const float(&block)[4] = logits[m][2 * k + i / 2];
+            const float (&block)[4] = logits[m][2 * k + i / 2];
             a[i] = ptx::cvt_rn_x2<Element>(block[i % 2 * 2], block[i % 2 * 2 + 1]);
           }
         },
-        [&](uint32_t(&b)[4], int n, int k) {
+        [&](uint32_t (&b)[4], int n, int k) {
           ptx::ldmatrix_x4_trans(b, value_reader.at(k * 16, n));
           if constexpr (kGeneral) {
 #pragma unroll
@@ -334,7 +331,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
       }
     }
   }
-  store_out<Config, Element>(params, batch, head, row0, typename Config::OutTile{smem_base, 0}, out);
+  store_out<Config, Element>(params, batch, head, row0, typename Config::OutTile{smem_base, 0},
+                             out);
 }
 
 template <typename Config, typename Element, bool kGeneral>

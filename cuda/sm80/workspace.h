@@ -53,7 +53,7 @@ struct BackwardWorkspace {
     workspace.dquery = reinterpret_cast<float*>(take(total_rows * head_dim * 4));
     workspace.turns = nullptr;
     workspace.ticket = nullptr;
-    if (deterministic) {
+    if (deterministic && rows > 0) {  // without rows nothing is summed, and nothing sets the ticket
       workspace.turns = reinterpret_cast<int32_t*>(take((total_rows / 32 + 1) * 4));
       workspace.ticket = workspace.turns + total_rows / 32;
     }

@@ -45,8 +45,8 @@ struct ScoreGradient {
       if (n < first || n >= end) continue;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        scores[n][e] = ptx::ex2_approx_ftz(
-            fmaf(scores[n][e], kGeneral ? 1.0f : to_log2, -lse_log2[e / 2]));
+        scores[n][e] =
+            ptx::ex2_approx_ftz(fmaf(scores[n][e], kGeneral ? 1.0f : to_log2, -lse_log2[e / 2]));
       }
     }
   }
@@ -72,10 +72,10 @@ struct ScoreGradient {
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const uint32_t kept = options.dropout_threshold == 0
-                                    ? 0xffffffff
-                                    : modifiers.template kept<kN>(
-                                          row0 + fragment_row(m, 2 * half), col0);
+          const uint32_t kept =
+              options.dropout_threshold == 0
+                  ? 0xffffffff
+                  : modifiers.template kept<kN>(row0 + fragment_row(m, 2 * half), col0);
 #pragma unroll
           for (int n = 0; n < kN; ++n) {
 #pragma unroll
@@ -113,8 +113,8 @@ __device__ __forceinline__ bool clear_bad_keys(const Tile& key, uint32_t* bad_sm
     bool bad = false;
     for (int chunk = 0; chunk < Tile::kCols / kChunk; ++chunk) {
       const uint4 words = ptx::ld_shared_v4(key.address(row, chunk));
-      bad |= not_finite(words.x) || not_finite(words.y) || not_finite(words.z) ||
-             not_finite(words.w);
+      bad |=
+          not_finite(words.x) || not_finite(words.y) || not_finite(words.z) || not_finite(words.w);
     }
     if (!bad) continue;
     found = true;

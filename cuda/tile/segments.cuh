@@ -12,7 +12,7 @@ namespace jax_flash {
 // Of tile `tile`, of kBlock rows, among `blocks` spans of one batch.
 template <int kBlock>
 __device__ __forceinline__ SegmentSpan tile_span(const SegmentSpan* spans, int32_t blocks,
-                                                        int64_t tile) {
+                                                 int64_t tile) {
   static_assert(kBlock % kSegmentBlock == 0);
   constexpr int kRatio = kBlock / kSegmentBlock;
   SegmentSpan span = {INT32_MAX, INT32_MIN};
@@ -27,8 +27,7 @@ __device__ __forceinline__ SegmentSpan tile_span(const SegmentSpan* spans, int32
 // whole warps: the lanes look at 32 tiles at a time.
 template <int kBlock>
 __device__ __forceinline__ int32_t next_tile(const SegmentSpan* spans, int32_t blocks,
-                                                    const SegmentSpan& span, int32_t tile,
-                                                    int32_t end) {
+                                             const SegmentSpan& span, int32_t tile, int32_t end) {
   for (; tile < end; tile += 32) {
     const int32_t mine = tile + static_cast<int32_t>(threadIdx.x % 32);
     const bool meets = mine < end && span.meets(tile_span<kBlock>(spans, blocks, mine));

@@ -36,8 +36,8 @@ struct OnlineSoftmax {
   // Takes a tile's logits into account: where their greatest is far above the reference, raises
   // it and multiplies `out`, accumulated so far, by 2^(to_log2 (old - new reference)).
   template <int kN, int kOutN>
-  __device__ __forceinline__ void update_reference(const float (&logits)[kM][kN][4],
-                                                   float to_log2, float (&out)[kM][kOutN][4]) {
+  __device__ __forceinline__ void update_reference(const float (&logits)[kM][kN][4], float to_log2,
+                                                   float (&out)[kM][kOutN][4]) {
     float greatest[kM][2];
     bool rises = false;
 #pragma unroll
@@ -104,8 +104,7 @@ struct OnlineSoftmax {
       for (int half = 0; half < 2; ++half) {
         const float old = reference[m][half];
         const float raised = fmaxf(old, greatest[m][half]);
-        const float factor =
-            old == raised ? 1.0f : ptx::ex2_approx_ftz((old - raised) * to_log2);
+        const float factor = old == raised ? 1.0f : ptx::ex2_approx_ftz((old - raised) * to_log2);
         reference[m][half] = raised;
         sum[m][half] *= factor;
 #pragma unroll

@@ -1,0 +1,87 @@
+"""Runs a representative subset of calls under NVIDIA's compute-sanitizer, on a GPU.
+
+    python tests/sanitize.py                      # memcheck, initcheck, racecheck, synccheck
+    python tests/sanitize.py racecheck            # one of them
+
+Only this project's kernels are instrumented. Every buffer is an allocation of its own and
+command buffers are off, so that each access is checked against the operand it is meant for.
+Exits with 1 if a tool reports anything, or if a result is wrong.
+"""
+
+import os
+import pathlib
+import subprocess
+import sys
+import time
+
+TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
+_ERRORS_FOUND = 99
+
+
+def run_cases() -> None:
+    """The subset: forward and backward of each kind of kernel, at ragged sizes."""
+    sys.path.insert(0, str(pathlib.Path(__file__).parent))
+    from cases import Case, check, make_inputs
+    from test_cases import run
+
+    everything = (
+        ("bias", ("NTS", "float32")),
+        ("mask", "TS"),
+        ("lengths", "qk"),
+        ("segments", "packed"),
+        ("causal", True),
+        ("offset", "random"),
+        ("soft_cap", 5.0),
+        ("sinks", True),
+        ("dropout", 0.2),
+        ("dlse", True),
+    )
+    small = {"batch": 2, "q_len": 150, "kv_len": 200, "heads": 4, "kv_heads": 2}
+    for dtype, dims, features, deterministic in (
+        ("bfloat16", (64, 64), (("causal", True),), False),
+        ("bfloat16", (128, 128), (("causal", True),), True),
+        ("bfloat16", (192, 128), (), False),
+        ("bfloat16", (256, 256), (("lengths", "qk"),), False),
+        ("float16", (40, 24), (("window", (30, 20)),), True),
+        ("bfloat16", (64, 64), everything, False),
+        ("bfloat16", (128, 128), everything, True),
+        ("float16", (256, 256), everything, False),
+        ("bfloat16", (96, 96), (("bias", ("S", "bfloat16")),), True),
+    ):
+        case = Case(
+            "sanitize", **small, dtype=dtype, head_dim=dims[0], value_dim=dims[1], features=features
+        )
+        inputs = make_inputs(case)
+        check(run(inputs, "flash_sm80", deterministic=deterministic), inputs)
+    print("all results right")
+
+
+def main(tools: list[str]) -> int:
+    environment = os.environ | {
+        "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
+        "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer=",
+    }
+    failures = 0
+    for tool in tools:
+        start = time.perf_counter()
+        command = ["compute-sanitizer", "--tool", tool, "--kernel-regex", "kns=jax_flash"]
+        command += ["--error-exitcode", str(_ERRORS_FOUND), sys.executable, __file__, "--cases"]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
+        clean = done.returncode == 0 and "all results right" in done.stdout
+        summary = [line for line in done.stdout.splitlines() if "SUMMARY" in line]
+        print(
+            f"{tool}: {'clean' if clean else 'FAILED'} in {time.perf_counter() - start:.0f} s; "
+            f"{' '.join(summary)}"
+        )
+        if not clean:
+            failures += 1
+            print(done.stdout[-6000:], done.stderr[-3000:], sep="\n")
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    if sys.argv[1:] == ["--cases"]:
+        run_cases()
+    else:
+        sys.exit(main(sys.argv[1:] or list(TOOLS)))
