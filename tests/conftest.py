@@ -45,11 +45,13 @@ def pytest_configure(config):
         raise pytest.UsageError("--gpu-report: JAX sees no GPU")
 
 
-def pytest_collection_modifyitems(items):
-    if any("gpu" in item.keywords for item in items) and not _gpus():
-        for item in items:
-            if item.get_closest_marker("gpu"):
-                item.add_marker(pytest.mark.skip(reason="JAX sees no GPU"))
+def pytest_collection_modifyitems(config, items):
+    if _gpus():
+        return
+    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
+    if on_gpu:
+        config.hook.pytest_deselected(items=on_gpu)
+        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
 
 
 @pytest.fixture(autouse=True)
