@@ -1,34 +1,30 @@
-"""Time jax_flash against jax.nn.dot_product_attention on one shape, in one process.
+"""Time jax_flash against other attentions on one shape, in one process.
 
     python examples/attention_speed.py                               # float32 (1,2048,8,64)
     python examples/attention_speed.py --dtype bfloat16 --shape 4 4096 16 128 --kv-heads 4
 
-Forward, and forward with the gradients of query, key and value; full and causal. The calls are
-made in turn, round after round, so that a disturbance hits all of them. The inputs are random
-normal; before timing, each attention is compared with jax.nn's in float32.
+The others are jax.nn's "xla" and, on a GPU, "cudnn" and PyTorch's FlashAttention-2 ("torch"),
+if PyTorch is installed. Forward, and forward with the gradients of query, key and value; full and
+causal. The calls are made in turn, round after round, so that a disturbance hits all of them; a
+time is that of one call out of `--calls` enqueued together. The inputs are random normal; before
+timing, each attention is compared with jax.nn's in float32.
 """
 
 import argparse
 import functools
+import importlib.util
 import json
+import math
 import pathlib
+import sys
 import time
 
 import _llama_report as report
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jax_flash
-
-
-def attentions(names: list[str]) -> dict:
-    """The attention functions by name; jax.nn's take no other names than XLA's and cuDNN's."""
-    return {
-        name: jax_flash.dot_product_attention
-        if name == "jax_flash"
-        else functools.partial(jax.nn.dot_product_attention, implementation=name)
-        for name in names
-    }
 
 
 def make_inputs(arguments) -> tuple[jax.Array, ...]:
@@ -41,19 +37,62 @@ def make_inputs(arguments) -> tuple[jax.Array, ...]:
     )
 
 
-def passes(attention, is_causal: bool) -> dict:
-    """Forward, and forward with gradients, compiled on first use."""
+def passes(name: str, inputs, is_causal: bool) -> dict:
+    """Forward, and forward with gradients, each a function that enqueues one call."""
+    if name == "torch":
+        return torch_passes(inputs, is_causal)
+    attention = jax_flash.dot_product_attention
+    if name in ("xla", "cudnn"):
+        attention = functools.partial(jax.nn.dot_product_attention, implementation=name)
+    elif name != "jax_flash":
+        attention = functools.partial(attention, implementation=name)
+    attention = functools.partial(attention, is_causal=is_causal)
 
-    def loss(query, key, value):
-        return (attention(query, key, value, is_causal=is_causal).astype(jnp.float32) ** 2).sum()
+    def loss(*args):
+        return (attention(*args).astype(jnp.float32) ** 2).sum()
+
+    forward, both = jax.jit(attention), jax.jit(jax.value_and_grad(loss, (0, 1, 2)))
+    return {"forward": lambda: forward(*inputs), "forward+backward": lambda: both(*inputs)}
+
+
+def torch_passes(inputs, is_causal: bool) -> dict:
+    """The same for PyTorch's FlashAttention-2."""
+    import torch
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    def convert(x):
+        x = torch.from_numpy(np.asarray(x.astype(jnp.float32))).cuda()
+        return x.to(getattr(torch, inputs[0].dtype.name)).transpose(1, 2).requires_grad_()
+
+    args = [convert(x) for x in inputs]
+
+    def attend():
+        with sdpa_kernel(SDPBackend.FLASH_ATTENTION):
+            return torch.nn.functional.scaled_dot_product_attention(
+                *args, is_causal=is_causal, enable_gqa=True
+            )
+
+    def forward():
+        with torch.no_grad():
+            return attend().transpose(1, 2)
 
     return {
-        "forward": jax.jit(functools.partial(attention, is_causal=is_causal)),
-        "forward+backward": jax.jit(jax.value_and_grad(loss, (0, 1, 2))),
+        "forward": forward,
+        "forward+backward": lambda: torch.autograd.grad((attend().float() ** 2).sum(), args),
     }
 
 
+def wait(result) -> None:
+    """Until a result of either library has been computed."""
+    if isinstance(jax.tree.leaves(result)[0], jax.Array):
+        jax.block_until_ready(result)
+    else:
+        sys.modules["torch"].cuda.synchronize()
+
+
 def relative_error(got, exact) -> float:
+    if not isinstance(got, jax.Array):
+        got = got.float().cpu().numpy()
     got, exact = (jnp.asarray(x, jnp.float32) for x in (got, exact))
     return float(jnp.linalg.norm(got - exact) / jnp.linalg.norm(exact))
 
@@ -63,26 +102,27 @@ def measure(arguments, mask: str) -> list[dict]:
     inputs = make_inputs(arguments)
     functions = {
         (name, what): function
-        for name, attention in attentions(arguments.attention).items()
-        for what, function in passes(attention, mask == "causal").items()
+        for name in arguments.attention
+        for what, function in passes(name, inputs, mask == "causal").items()
     }
     with jax.default_matmul_precision("highest"):
         exact = jax.nn.dot_product_attention(
             *(x.astype(jnp.float32) for x in inputs), is_causal=mask == "causal"
         )
     errors = {
-        name: relative_error(functions[name, "forward"](*inputs), exact)
-        for name in arguments.attention
+        name: relative_error(functions[name, "forward"](), exact) for name in arguments.attention
     }
     for function in functions.values():
         for _ in range(arguments.warmup):
-            jax.block_until_ready(function(*inputs))
+            wait(function())
     times: dict[tuple[str, str], list[float]] = {key: [] for key in functions}
     for _ in report.progress(range(arguments.rounds), mask, arguments.rounds):
         for key, function in functions.items():
             start = time.perf_counter()
-            jax.block_until_ready(function(*inputs))
-            times[key].append(time.perf_counter() - start)
+            for _ in range(arguments.calls):
+                result = function()
+            wait(result)
+            times[key].append((time.perf_counter() - start) / arguments.calls)
     tokens = inputs[0].shape[0] * inputs[0].shape[1]
     return [
         {
@@ -107,21 +147,30 @@ def main() -> None:
     add("--dtype", choices=("float32", "bfloat16", "float16"), default="float32")
     add("--rounds", type=int, default=15)
     add("--warmup", type=int, default=2)
-    peers = ["jax_flash", "xla"] + (["cudnn"] if jax.default_backend() == "gpu" else [])
-    add("--attention", nargs="+", default=peers, help="of jax_flash, xla, cudnn")
+    add("--calls", type=int, help="enqueued at a time; default: 1, on a GPU 10")
+    peers = ["jax_flash", "xla"]
+    if on_gpu := jax.default_backend() == "gpu":
+        peers += ["cudnn"] + ["torch"] * (importlib.util.find_spec("torch") is not None)
+    add("--attention", nargs="+", default=peers, help="of jax_flash, xla, cudnn, torch")
     add("--json", metavar="FILE", help="also write the results there")
     arguments = parser.parse_args()
+    arguments.calls = arguments.calls or (10 if on_gpu else 1)
 
     rows = [row for mask in ("full", "causal") for row in measure(arguments, mask)]
-    header = ("mask", "pass", "attention", "ms", "95% interval", "over xla", "error")
-    print("{:7} {:17} {:10} {:>9} {:>19} {:>9} {:>9}".format(*header))
+    flops = 4 * math.prod(arguments.shape) * arguments.shape[1]
+    header = ("mask", "pass", "attention", "ms", "95% interval", "TFLOP/s", "over xla", "error")
+    print("{:7} {:17} {:10} {:>9} {:>19} {:>8} {:>9} {:>9}".format(*header))
     for row in rows:
         same = [r for r in rows if (r["mask"], r["pass"]) == (row["mask"], row["pass"])]
         base = next((r["median_s"] for r in same if r["attention"] == "xla"), float("nan"))
         low, high = (1e3 * t for t in row["interval_s"])
+        work = flops * (0.5 if row["mask"] == "causal" else 1)
+        work *= 3.5 if row["pass"] == "forward+backward" else 1
+        row["tflops"] = work / row["median_s"] / 1e12
         print(
             f"{row['mask']:7} {row['pass']:17} {row['attention']:10} {1e3 * row['median_s']:9.2f} "
-            f"{f'{low:.2f}-{high:.2f}':>19} {base / row['median_s']:8.2f}x {row['error']:9.1e}"
+            f"{f'{low:.2f}-{high:.2f}':>19} {row['tflops']:8.2f} "
+            f"{base / row['median_s']:8.2f}x {row['error']:9.1e}"
         )
     if arguments.json:
         document = report.environment(jax.devices()[0])

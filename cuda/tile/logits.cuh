@@ -87,37 +87,33 @@ struct LogitModifiers {
     }
   }
 
-  // Turns products into logits in log2 units, -inf where not allowed. What belongs to a row or a
-  // column is loaded once for all elements of 16 rows there.
+  // Turns products into logits in log2 units, -inf where not allowed.
   template <int kM, int kN>
   __device__ __forceinline__ void apply(float (&products)[kM][kN][4], const Band& band,
                                         int32_t row0, int32_t col0) const {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
-      int32_t first[2], end[2], query_id[2];
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const int32_t row = row0 + fragment_row(m, 2 * half);
         const bool valid = row < band.q_len;
-        first[half] = valid ? band.first_col(row) : 0;
-        end[half] = valid ? band.end_col(row) : 0;
-        query_id[half] = query_ids && valid ? query_ids[row * params.query_segment_ids.row] : 0;
-      }
+        const int32_t first = valid ? band.first_col(row) : 0;
+        const int32_t end = valid ? band.end_col(row) : 0;
+        const int32_t query_id =
+            query_ids && valid ? query_ids[row * params.query_segment_ids.row] : 0;
 #pragma unroll
-      for (int n = 0; n < kN; ++n) {
+        for (int n = 0; n < kN; ++n) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int32_t col = col0 + fragment_col(n, e);
-          const int32_t key_id =
-              key_ids && col < band.kv_len ? key_ids[col * params.key_value_segment_ids.row] : 0;
-#pragma unroll
-          for (int half = 0; half < 2; ++half) {
-            const int32_t row = row0 + fragment_row(m, 2 * half);
-            float& value = products[m][n][2 * half + e];
-            bool allowed = col >= first[half] && col < end[half] && query_id[half] == key_id;
+          for (int e = 0; e < 2; ++e) {
+            const int32_t col = col0 + fragment_col(n, e);
+            // Loaded whether or not the row may attend to it: without a branch of its own.
+            const int32_t key_id =
+                key_ids && col < band.kv_len ? key_ids[col * params.key_value_segment_ids.row] : 0;
+            bool allowed = col >= first && col < end && query_id == key_id;
             if (mask && allowed) {
               allowed = mask[row * params.mask.row + col * params.mask.col] != 0;
             }
+            float& value = products[m][n][2 * half + e];
             value = allowed ? logit_log2(value, row, col) : minus_infinity();
           }
         }
