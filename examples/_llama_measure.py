@@ -10,7 +10,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-import _llama_report as report
+import _report as report
 import jax
 import jax.numpy as jnp
 import optax

@@ -19,7 +19,7 @@ import pathlib
 import sys
 import time
 
-import _llama_report as report
+import _report as report
 import jax
 import jax.numpy as jnp
 import numpy as np

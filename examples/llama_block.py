@@ -19,7 +19,7 @@ import pathlib
 import sys
 from typing import Any
 
-import _llama_report as report
+import _report as report
 import jax
 import jax.numpy as jnp
 from _llama_measure import ROUNDING, check, measure, train

@@ -129,7 +129,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     load_floats<kBlockQ>(delta_smem[stage], workspace.delta + row_index(at));
   };
   __shared__ uint32_t bad_keys_smem[kGeneral ? kBlockKv / 32 : 1];
-  bool any_bad_key = false;
   if (!walk.done()) {
     // Keys and values that no row may attend to are zeros: see load_tile().
     const int32_t first = max(0, band.lo), end = min(band.kv_len, band.q_len - 1 + band.hi);
@@ -144,7 +143,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     if constexpr (kGeneral) {
       ptx::cp_async_wait_group<0>();
       __syncthreads();
-      any_bad_key = clear_bad_keys<Config::kThreads, Element>(key_smem, bad_keys_smem);
+      clear_bad_keys<Config::kThreads, Element>(key_smem, bad_keys_smem);
     }
   }
 
@@ -190,7 +189,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
         [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, key_reader.at(n * 8, k * 2)); });
     const ScoreGradient<kGeneral, kScoreM, kScoreN> gradient(params, batch, head, row0 + score_row,
                                                              col0 + score_col);
-    if (kGeneral && any_bad_key) mark_bad_keys(scores, bad_keys_smem, score_col);
+    if constexpr (kGeneral) mark_bad_keys(scores, bad_keys_smem, score_col);
     if (kGeneral ||
         !band.all_allowed(row0, min(row0 + kBlockQ, band.q_len), col0, col0 + kBlockKv)) {
       gradient.mask(scores, band);

@@ -98,9 +98,9 @@ struct ScoreGradient {
 
 // Keys that are NaN or infinite and that mask or segments hide from every query must not reach
 // dQ, where they meet dS = 0. Replaces them by zeros; mark_bad_keys() gives the queries that do
-// attend to them their NaN. `bad` has a bit per row; the result is the same in all threads.
+// attend to them their NaN. `bad` has a bit per row.
 template <int kThreads, typename Element, typename Tile>
-__device__ __forceinline__ bool clear_bad_keys(const Tile& key, uint32_t* bad_smem) {
+__device__ __forceinline__ void clear_bad_keys(const Tile& key, uint32_t* bad_smem) {
   // An exponent of all ones.
   constexpr uint32_t kExponent = std::is_same_v<Element, __half> ? 0x7c00u : 0x7f80u;
   const auto not_finite = [](uint32_t pair) {
@@ -108,7 +108,6 @@ __device__ __forceinline__ bool clear_bad_keys(const Tile& key, uint32_t* bad_sm
   };
   if (threadIdx.x < Tile::kRows / 32) bad_smem[threadIdx.x] = 0;
   __syncthreads();
-  bool found = false;
   for (int row = threadIdx.x; row < Tile::kRows; row += kThreads) {
     bool bad = false;
     for (int chunk = 0; chunk < Tile::kCols / kChunk; ++chunk) {
@@ -117,13 +116,12 @@ __device__ __forceinline__ bool clear_bad_keys(const Tile& key, uint32_t* bad_sm
           not_finite(words.x) || not_finite(words.y) || not_finite(words.z) || not_finite(words.w);
     }
     if (!bad) continue;
-    found = true;
     atomicOr(&bad_smem[row / 32], 1u << row % 32);
     for (int chunk = 0; chunk < Tile::kCols / kChunk; ++chunk) {
       ptx::st_shared_v4(key.address(row, chunk), make_uint4(0, 0, 0, 0));
     }
   }
-  return __syncthreads_or(found);
+  __syncthreads();
 }
 
 template <int kM, int kN>
@@ -131,10 +129,11 @@ __device__ __forceinline__ void mark_bad_keys(float (&scores)[kM][kN][4], const 
                                               int col0) {
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
+    const uint32_t bad = bad_smem[(col0 + n * 8) / 32] >> (col0 + n * 8) % 32 & 0xff;
+    if (bad == 0) continue;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      const int col = col0 + fragment_col(n, e);
-      if (!(bad_smem[col / 32] >> col % 32 & 1)) continue;
+      if (!(bad >> fragment_col(0, e) & 1)) continue;
 #pragma unroll
       for (int m = 0; m < kM; ++m) scores[m][n][e] = __int_as_float(0x7fffffff);
     }

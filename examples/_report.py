@@ -26,9 +26,9 @@ def progress(items: Iterable, description: str, total: int) -> Iterator:
     if tqdm is not None:
         yield from tqdm(items, description, total, leave=False, file=sys.stderr)
         return
-    for done, item in enumerate(items):
-        print(f"{description}: {done + 1}/{total}", file=sys.stderr, flush=True)
+    for done, item in enumerate(items, start=1):
         yield item
+        print(f"{description}: {done}/{total}", file=sys.stderr, flush=True)
 
 
 def summarise(times: list[float], tokens: int) -> dict[str, Any]:
