@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 import jax_flash
+from jax_flash import dispatch, ffi
 
 Q = np.ones((2, 8, 4, 16), np.float32)
 K = np.ones((2, 9, 2, 16), np.float32)
@@ -165,3 +166,26 @@ def test_merge_attention_shapes():
         jax_flash.merge_attention(out, lse.swapaxes(1, 2), out, lse)
     with pytest.raises(ValueError, match="out2: expected shape"):
         jax_flash.merge_attention(out, lse, out[:1], lse)
+
+
+@pytest.mark.skipif(not ffi.native.has_cuda(), reason="a build without CUDA kernels")
+def test_what_the_cuda_kernels_take(monkeypatch):
+    def choice(shape, dtype, **options):
+        x = jax.ShapeDtypeStruct(shape, dtype)
+        return jax_flash.explain(x, x, x, **options).choices["cuda"]
+
+    monkeypatch.setattr(dispatch, "_oldest_compute_capability", lambda: 80)
+    assert choice((1, 8, 2, 64), jnp.bfloat16).implementation == "flash"
+    assert choice((1, 8, 2, 64), jnp.float16, implementation="flash_sm80").implementation == "flash"
+    for shape, dtype, reason in (
+        ((1, 8, 2, 64), jnp.float32, "float32"),
+        ((1, 8, 2, 100), jnp.bfloat16, "multiples of 8"),
+        ((1, 8, 2, 264), jnp.bfloat16, "up to 256"),
+    ):
+        fallback = choice(shape, dtype)
+        assert fallback.implementation == "reference"
+        assert reason in fallback.reason
+    monkeypatch.setattr(dispatch, "_oldest_compute_capability", lambda: 75)
+    old = choice((1, 8, 2, 64), jnp.bfloat16)
+    assert old.implementation == "reference"
+    assert "sm_75" in old.reason

@@ -128,7 +128,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
                                 params.dout.row, row0, row0, band.q_len, shape.value_dim);
     load_floats<kBlockQ>(delta_smem[stage], workspace.delta + row_index(at));
   };
-  __shared__ uint32_t bad_keys_smem[kGeneral ? kBlockKv / 32 : 1];
+  __shared__ uint32_t bad_keys_smem[kGeneral ? kBlockKv / 32 + 1 : 1];
   if (!walk.done()) {
     // Keys and values that no row may attend to are zeros: see load_tile().
     const int32_t first = max(0, band.lo), end = min(band.kv_len, band.q_len - 1 + band.hi);
@@ -189,7 +189,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
         [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, key_reader.at(n * 8, k * 2)); });
     const ScoreGradient<kGeneral, kScoreM, kScoreN> gradient(params, batch, head, row0 + score_row,
                                                              col0 + score_col);
-    if constexpr (kGeneral) mark_bad_keys(scores, bad_keys_smem, score_col);
+    if constexpr (kGeneral) mark_bad_keys<kBlockKv>(scores, bad_keys_smem, score_col);
     if (kGeneral ||
         !band.all_allowed(row0, min(row0 + kBlockQ, band.q_len), col0, col0 + kBlockKv)) {
       gradient.mask(scores, band);

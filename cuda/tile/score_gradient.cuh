@@ -98,7 +98,8 @@ struct ScoreGradient {
 
 // Keys that are NaN or infinite and that mask or segments hide from every query must not reach
 // dQ, where they meet dS = 0. Replaces them by zeros; mark_bad_keys() gives the queries that do
-// attend to them their NaN. `bad` has a bit per row.
+// attend to them their NaN. `bad` has a bit per row, and after those a word that says whether one
+// is set.
 template <int kThreads, typename Element, typename Tile>
 __device__ __forceinline__ void clear_bad_keys(const Tile& key, uint32_t* bad_smem) {
   // An exponent of all ones.
@@ -106,7 +107,7 @@ __device__ __forceinline__ void clear_bad_keys(const Tile& key, uint32_t* bad_sm
   const auto not_finite = [](uint32_t pair) {
     return (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
   };
-  if (threadIdx.x < Tile::kRows / 32) bad_smem[threadIdx.x] = 0;
+  if (threadIdx.x <= Tile::kRows / 32) bad_smem[threadIdx.x] = 0;
   __syncthreads();
   for (int row = threadIdx.x; row < Tile::kRows; row += kThreads) {
     bool bad = false;
@@ -117,6 +118,7 @@ __device__ __forceinline__ void clear_bad_keys(const Tile& key, uint32_t* bad_sm
     }
     if (!bad) continue;
     atomicOr(&bad_smem[row / 32], 1u << row % 32);
+    bad_smem[Tile::kRows / 32] = 1;
     for (int chunk = 0; chunk < Tile::kCols / kChunk; ++chunk) {
       ptx::st_shared_v4(key.address(row, chunk), make_uint4(0, 0, 0, 0));
     }
@@ -124,16 +126,16 @@ __device__ __forceinline__ void clear_bad_keys(const Tile& key, uint32_t* bad_sm
   __syncthreads();
 }
 
-template <int kM, int kN>
+template <int kRows, int kM, int kN>
 __device__ __forceinline__ void mark_bad_keys(float (&scores)[kM][kN][4], const uint32_t* bad_smem,
                                               int col0) {
+  if (bad_smem[kRows / 32] == 0) return;
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
-    const uint32_t bad = bad_smem[(col0 + n * 8) / 32] >> (col0 + n * 8) % 32 & 0xff;
-    if (bad == 0) continue;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      if (!(bad >> fragment_col(0, e) & 1)) continue;
+      const int col = col0 + fragment_col(n, e);
+      if (!(bad_smem[col / 32] >> col % 32 & 1)) continue;
 #pragma unroll
       for (int m = 0; m < kM; ++m) scores[m][n][e] = __int_as_float(0x7fffffff);
     }
