@@ -56,6 +56,7 @@ struct Options {
   uint32_t dropout_threshold = 0;
   float dropout_scale = 1.0f;
   bool deterministic = false;
+  int32_t smem_limit = 0;  // bytes of shared memory a block may have; 0: what the device has
 };
 
 struct Forward {

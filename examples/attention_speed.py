@@ -4,7 +4,7 @@
     python examples/attention_speed.py --dtype bfloat16 --shape 4 4096 16 128 --kv-heads 4
 
 The others are jax.nn's "xla" and, on a GPU, "cudnn" and PyTorch's FlashAttention-2 ("torch"),
-if PyTorch is installed. Forward, and forward with the gradients of query, key and value; full and
+if PyTorch is installed; "deterministic" is jax_flash with bitwise repeatable gradients. Forward, and forward with the gradients of query, key and value; full and
 causal. The calls are made in turn, round after round, so that a disturbance hits all of them; a
 time is that of one call out of `--calls` enqueued together. The inputs are random normal; before
 timing, each attention is compared with jax.nn's in float32.
@@ -44,8 +44,8 @@ def passes(name: str, inputs, is_causal: bool) -> dict:
     attention = jax_flash.dot_product_attention
     if name in ("xla", "cudnn"):
         attention = functools.partial(jax.nn.dot_product_attention, implementation=name)
-    elif name != "jax_flash":
-        attention = functools.partial(attention, implementation=name)
+    elif name == "deterministic":
+        attention = functools.partial(attention, deterministic=True)
     attention = functools.partial(attention, is_causal=is_causal)
 
     def loss(*args):
@@ -150,8 +150,15 @@ def main() -> None:
     add("--calls", type=int, help="enqueued at a time; default: 1, on a GPU 10")
     peers = ["jax_flash", "xla"]
     if on_gpu := jax.default_backend() == "gpu":
-        peers += ["cudnn"] + ["torch"] * (importlib.util.find_spec("torch") is not None)
-    add("--attention", nargs="+", default=peers, help="of jax_flash, xla, cudnn, torch")
+        peers += ["deterministic", "cudnn"] + ["torch"] * (
+            importlib.util.find_spec("torch") is not None
+        )
+    add(
+        "--attention",
+        nargs="+",
+        default=peers,
+        help="of jax_flash, deterministic, xla, cudnn, torch",
+    )
     add("--json", metavar="FILE", help="also write the results there")
     arguments = parser.parse_args()
     arguments.calls = arguments.calls or (10 if on_gpu else 1)

@@ -58,6 +58,8 @@ class AttentionSpec:
       dropout_rate: probability in [0, 1) that a probability is dropped.
       deterministic: gradients are bitwise equal between runs.
       implementation: one of `IMPLEMENTATIONS`.
+      smem_limit: bytes of shared memory that a CUDA block may have, 0 for what the device has.
+        Tests set it to run the configurations of GPUs with less.
     """
 
     scale: float
@@ -67,6 +69,7 @@ class AttentionSpec:
     dropout_rate: float = 0.0
     deterministic: bool = False
     implementation: str | None = None
+    smem_limit: int = 0
 
     @property
     def dropout_threshold(self) -> int:
@@ -90,6 +93,7 @@ class AttentionSpec:
             "dropout_threshold": np.int32(self.dropout_threshold),
             "dropout_scale": np.float32(1.0 / (1.0 - self.dropout_rate)),
             "deterministic": np.bool_(self.deterministic),
+            "smem_limit": np.int32(self.smem_limit),
             "family": np.int32(family),
         }
 

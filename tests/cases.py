@@ -243,7 +243,7 @@ def random_case(index: int, *, head_dims=(8, 16, 24, 40, 64, 72, 128), sizes=SIZ
 TABLE = _alone() + _sizes()
 
 
-def check(got: Results, inputs: Inputs, *, slack: float = 1.0) -> None:
+def check(got: Results, inputs: Inputs) -> None:
     """Compares a call's results with the truth; prints the worst element of what fails."""
     dtype = inputs.query.dtype.type
     truth, plain = attention(inputs), attention(inputs, dtype)
@@ -258,8 +258,10 @@ def check(got: Results, inputs: Inputs, *, slack: float = 1.0) -> None:
     for name, grad in got.grads.items():
         rows.append(("d" + name, grad, truth.grads[name], plain.grads[name], coarser(name)))
     for name, value, true, simple, kind in rows:
-        magnitude = truth.magnitudes[name.removeprefix("d")]
-        compare(name, value, true, slack * tolerance(true, simple, kind, magnitude))
+        plain_name = name.removeprefix("d")
+        deviation = truth.deviations.get(plain_name, 0.0)
+        limit = tolerance(true, simple, kind, truth.magnitudes[plain_name], deviation)
+        compare(name, value, true, limit)
 
 
 def compare(name: str, got, truth, limit: float) -> None:

@@ -34,6 +34,9 @@ class Results:
     grads: dict[str, np.ndarray]
     # By name, the largest sum of absolute values of the terms that a result adds up.
     magnitudes: dict[str, float] = dataclasses.field(default_factory=dict)
+    # By name, the largest standard deviation that rounding P and out gives a gradient through
+    # delta, in units of the roundoff of one rounding.
+    deviations: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def philox_keep(seed, batch, heads, q_len, kv_len, threshold) -> np.ndarray:
@@ -219,8 +222,29 @@ def _attention(inputs: Inputs, wide, rounded) -> Results:
     sums["sinks"] = (share * parts).sum(axis=(0, 2))
     sums["out"] = np.einsum("bnts,bsnh->btnh", dropped, np.abs(value_n))
     sums["lse"] = np.abs(top) + 1  # a relative error of the total is an absolute one of its log
-    magnitudes = {n: float(np.nan_to_num(np.abs(x)).max(initial=0)) for n, x in sums.items()}
-    return Results(out, lse, grads, magnitudes)
+
+    # delta = sum_h dout out, where out and the P it came from were rounded, is off by a random
+    # number of this variance for each query; it is off alike for all its keys, so that sums
+    # over keys do not average it away.
+    squares = np.einsum("bnts,bsnh->btnh", dropped**2, value_n**2) + out**2
+    variance = (dout**2 * squares).sum(axis=-1).transpose(0, 2, 1)
+    spread = {
+        "query": (scale * np.einsum("bnts,bsnh->btnh", p, key_n)) ** 2
+        * variance.transpose(0, 2, 1)[..., None],
+        "key": scale**2
+        * sum_group(np.einsum("bnts,btnh->bsnh", p**2 * variance[..., None], query**2)),
+        "sinks": (share**2 * variance).sum(axis=(0, 2)),
+    }
+    if bias is not None:
+        same_key = (1, *np.shape(bias))[-1] == 1
+        per_element = p.sum(axis=-1, keepdims=True) if same_key else p
+        spread["bias"] = _sum_to(per_element**2 * variance[..., None], np.shape(bias))
+
+    def largest(arrays):
+        return {n: float(np.nan_to_num(np.abs(x)).max(initial=0)) for n, x in arrays.items()}
+
+    deviations = {name: x**0.5 for name, x in largest(spread).items()}
+    return Results(out, lse, grads, largest(sums), deviations)
 
 
 def _sum_to(x: np.ndarray, shape) -> np.ndarray:
@@ -229,25 +253,29 @@ def _sum_to(x: np.ndarray, shape) -> np.ndarray:
     return x.sum(axis=axes, keepdims=True).reshape(shape)
 
 
-def tolerance(truth: np.ndarray, plain: np.ndarray, dtype, magnitude: float) -> float:
+def tolerance(truth, plain, dtype, magnitude: float, deviation: float) -> float:
     """The largest absolute error accepted: twice the plain computation's, and rounding.
 
     The plain computation's error is one sample, on a small tensor perhaps a lucky one, so what
     rounding alone may do is added: for a sum in float32 a few steps of the sum of absolute
     values of its terms (Higham, "Accuracy and stability of numerical algorithms", section
-    4.2; where the terms cancel that is far above the result), and for results in a shorter
-    dtype, or from matrix operands rounded to it, two of its steps.
+    4.2; where the terms cancel that is far above the result); for results in a shorter dtype,
+    or from matrix operands rounded to it, two of its steps, and six standard deviations of what
+    rounding does through delta (a rounding error is uniform within one roundoff, so its own is
+    1/sqrt(3) of that).
 
     Args:
       truth: in float64.
       plain: in `dtype`.
       dtype: the coarser of the operands' and the result's.
-      magnitude: the sum of absolute values.
+      magnitude: the sum of absolute values, of `Results.magnitudes`.
+      deviation: of `Results.deviations`.
     """
     finite = np.isfinite(truth) & np.isfinite(plain)
     if not finite.any():
         return 0.0
     limit = 2 * np.abs(plain[finite] - truth[finite]).max() + 4 * 2.0**-23 * magnitude
     if dtype != np.float32:
-        limit += 2 * float(ml_dtypes.finfo(dtype).eps) * np.abs(truth[finite]).max()
+        step = float(ml_dtypes.finfo(dtype).eps)
+        limit += 2 * step * np.abs(truth[finite]).max() + 6 * (step / 2) / 3**0.5 * deviation
     return float(limit)

@@ -60,12 +60,15 @@ def main(tools: list[str]) -> int:
     environment = os.environ | {
         "XLA_PYTHON_CLIENT_ALLOCATOR": "platform",
         "XLA_PYTHON_CLIENT_PREALLOCATE": "false",
-        "XLA_FLAGS": os.environ.get("XLA_FLAGS", "") + " --xla_gpu_enable_command_buffer=",
+        # XLA's autotuner compares buffers that nothing wrote.
+        "XLA_FLAGS": "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0",
     }
     failures = 0
     for tool in tools:
         start = time.perf_counter()
-        command = ["compute-sanitizer", "--tool", tool, "--kernel-regex", "kns=jax_flash"]
+        command = ["compute-sanitizer", "--tool", tool, "--print-limit", "10"]
+        if tool != "initcheck":  # which has to see what XLA's kernels write
+            command += ["--kernel-name", "kns=jax_flash"]
         command += ["--error-exitcode", str(_ERRORS_FOUND), sys.executable, __file__, "--cases"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         clean = done.returncode == 0 and "all results right" in done.stdout
@@ -76,7 +79,7 @@ def main(tools: list[str]) -> int:
         )
         if not clean:
             failures += 1
-            print(done.stdout[-6000:], done.stderr[-3000:], sep="\n")
+            print(done.stdout[:6000], done.stderr[-3000:], sep="\n")
     return 1 if failures else 0
 
 

@@ -14,6 +14,7 @@ from oracle import allowed_logits
 from test_cases import run
 
 import jax_flash
+from jax_flash import attention
 
 pytestmark = pytest.mark.gpu
 
@@ -46,6 +47,30 @@ def test_random_combination(index):
     inputs = make_inputs(case)
     deterministic = index % 3 == 0
     check(run(inputs, "flash_sm80", deterministic=deterministic), inputs)
+
+
+@pytest.mark.parametrize("smem_kb", [99, 163])
+@pytest.mark.parametrize(
+    "case",
+    [
+        *(on_gpu(c, of_16_bits(c)) for c in TABLE[::3]),
+        *(
+            on_gpu(dataclasses.replace(c, head_dim=dim, value_dim=dim), of_16_bits(c))
+            for i, dim in enumerate((64, 96, 128, 192, 256) * 12)
+            for c in [random_case(5000 + i, sizes=(63, 65, 129, 300))]
+        ),
+    ],
+    ids=str,
+)
+def test_configurations_of_gpus_with_less_shared_memory(case, smem_kb, monkeypatch):
+    make_spec = attention.make_spec
+    monkeypatch.setattr(
+        attention,
+        "make_spec",
+        lambda **options: dataclasses.replace(make_spec(**options), smem_limit=smem_kb * 1024),
+    )
+    inputs = make_inputs(case)
+    check(run(inputs, "flash_sm80"), inputs)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128, 256])

@@ -328,7 +328,7 @@ Status launch_backward(const Backward& params, cudaStream_t stream) {
   Status status;
   if (params.query_segment_ids) status = launch_segment_spans(params, workspace.spans, stream);
   int smem_bytes = 0;
-  if (status.ok()) status = max_smem_bytes(smem_bytes);
+  if (status.ok()) status = max_smem_bytes(params.options, smem_bytes);
   if (!status.ok()) return status;
   if (smem_bytes < Medium::kSmemLimit) {
     status = launch_backward_config<SmallOrMedium, Element, kGeneral>(params, workspace, stream);

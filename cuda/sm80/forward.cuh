@@ -359,7 +359,7 @@ Status launch_forward(const Forward& params, cudaStream_t stream) {
   // No second instance of the same configuration.
   using SmallOrMedium = std::conditional_t<(Medium::kSmemBytes > Small::kSmemLimit), Small, Medium>;
   int smem_bytes = 0;
-  if (const Status status = max_smem_bytes(smem_bytes); !status.ok()) return status;
+  if (const Status status = max_smem_bytes(params.options, smem_bytes); !status.ok()) return status;
   if (smem_bytes < Medium::kSmemLimit) {
     return launch_forward_config<SmallOrMedium, Element, kGeneral>(params, spans, stream);
   }

@@ -33,6 +33,7 @@ Status launch_kernel(const char* name, const Shape& shape, void (*kernel)(Parame
                      const Arguments&... arguments) {
   if (blocks == 0) return {};
   const auto failed = [&](cudaError_t error) {
+    cudaGetLastError();  // reported here, so not left for whoever asks next
     return Status::internal(std::string("jax_flash: kernel ") + name + " (" + shape_text(shape) +
                             "): " + cudaGetErrorString(error));
   };
@@ -56,13 +57,14 @@ Status launch_kernel(const char* name, const Shape& shape, void (*kernel)(Parame
   return error == cudaSuccess ? Status{} : failed(error);
 }
 
-// The most shared memory a block can have on the current device.
-inline Status max_smem_bytes(int& bytes) {
+// The most shared memory a block can have on the current device, or may have by the options.
+inline Status max_smem_bytes(const Options& options, int& bytes) {
   int device = 0;
   cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) {
     error = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
   }
+  if (options.smem_limit > 0 && options.smem_limit < bytes) bytes = options.smem_limit;
   if (error == cudaSuccess) return {};
   return Status::internal(std::string("jax_flash: cannot read the device's shared memory: ") +
                           cudaGetErrorString(error));
