@@ -3,11 +3,12 @@
     python examples/attention_speed.py                               # float32 (1,2048,8,64)
     python examples/attention_speed.py --dtype bfloat16 --shape 4 4096 16 128 --kv-heads 4
 
-The others are jax.nn's "xla" and, on a GPU, "cudnn" and PyTorch's FlashAttention-2 ("torch"),
-if PyTorch is installed; "deterministic" is jax_flash with bitwise repeatable gradients. Forward, and forward with the gradients of query, key and value; full and
-causal. The calls are made in turn, round after round, so that a disturbance hits all of them; a
-time is that of one call out of `--calls` enqueued together. The inputs are random normal; before
-timing, each attention is compared with jax.nn's in float32.
+The others are jax.nn's "xla" and, on a GPU, "cudnn", PyTorch's FlashAttention-2 ("torch", if
+PyTorch is installed) and jax_flash with bitwise repeatable gradients ("deterministic"). Forward,
+and forward with the gradients of query, key and value; full and causal. The calls are made in
+turn, round after round, so that a disturbance hits all of them; a time is that of one call out of
+`--calls` enqueued together. The inputs are random normal; before timing, each attention is
+compared with jax.nn's in float32.
 """
 
 import argparse
