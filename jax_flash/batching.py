@@ -11,6 +11,7 @@ from __future__ import annotations
 import math
 
 import jax
+import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from jax_flash.ffi import MAX_BATCH_AXES
@@ -37,7 +38,7 @@ def vmappable(make_call):
         @call.def_vmap
         def rule(axis_size, is_mapped, operands):
             del axis_size
-            (is_mapped,) = (is_mapped,) if isinstance(is_mapped, dict) else is_mapped
+            (is_mapped,) = is_mapped
             operands = {n: x if is_mapped[n] else x[None] for n, x in operands.items()}
             results = with_vmapped(vmapped + 1)(operands)
             return results, jax.tree.map(lambda _: True, results)
@@ -75,16 +76,14 @@ def fold_batch_axes(call, operands: Operands, dbias_full: tuple[bool, ...] | Non
     if len(groups) > MAX_BATCH_AXES:
         return _map_first_axis(call, operands, dbias_full, groups[0][0][0])
 
-    def fold(shape):
-        return tuple(math.prod(shape[a] for a in axes) for axes, _ in groups) or (1,)
-
-    def reshape(name, x):
-        return x.reshape(*fold(x.shape), *x.shape[len(batch) :])
+    def fold(x):
+        folded = [math.prod(x.shape[a] for a in axes) for axes, _ in groups] or [1]
+        return x.reshape(*folded, *x.shape[len(batch) :])
 
     folded_full = None
     if dbias_full is not None:
         folded_full = tuple(pattern[-1] for _, pattern in groups) or (True,)
-    results = call({n: reshape(n, x) for n, x in operands.items()}, folded_full)
+    results = call({n: fold(x) for n, x in operands.items()}, folded_full)
     number = max(1, len(groups))
 
     def unfold(name, x):
@@ -102,15 +101,15 @@ def _map_first_axis(call, operands: Operands, dbias_full, axis: int):
     rest = None if dbias_full is None else dbias_full[:axis] + (True,) + dbias_full[axis + 1 :]
 
     def body(sliced):
-        one = {n: jax.numpy.expand_dims(x, axis) for n, x in sliced.items()}
+        one = {n: jnp.expand_dims(x, axis) for n, x in sliced.items()}
         full = {n: one.get(n, x) for n, x in operands.items()}
         results = fold_batch_axes(call, full, rest)
         return {n: x.squeeze(axis) for n, x in results.items()}
 
-    moved = {n: jax.numpy.moveaxis(x, axis, 0) for n, x in mapped.items()}
+    moved = {n: jnp.moveaxis(x, axis, 0) for n, x in mapped.items()}
     results = jax.lax.map(body, moved)
-    results = {n: jax.numpy.moveaxis(x, 0, axis) for n, x in results.items()}
+    results = {n: jnp.moveaxis(x, 0, axis) for n, x in results.items()}
     if dbias_full is not None and not dbias_full[axis]:
-        total = results["bias"].astype(jax.numpy.float32).sum(axis, keepdims=True)
+        total = results["bias"].astype(jnp.float32).sum(axis, keepdims=True)
         results["bias"] = total.astype(results["bias"].dtype)
     return results
