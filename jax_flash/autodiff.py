@@ -50,6 +50,15 @@ class _Pass:
 
     def run(self, operands: Operands) -> Operands:
         """The pass on one device."""
+        if self.is_backward:
+            # A vmap may leave any of these unmapped: a constant cotangent, or, under jacrev,
+            # the residuals. Native code takes them with every batch entry.
+            batch = reference.batch_shape(operands)
+            operands = dict(operands)
+            for name in ("out", "lse", "dout", "dlse"):
+                if name in operands:
+                    x = operands[name]
+                    operands[name] = jnp.broadcast_to(x, (*batch, *x.shape[len(batch) :]))
         dbias_full = None
         if self.needs_dbias:
             batch = reference.batch_shape(operands)
