@@ -31,6 +31,12 @@
 # more beside it), and on ptxas's reports of serialized wgmma. Both are only warnings with an nvcc
 # of another release than the build requirements' (a user's own toolkit) and JAX_FLASH_WERROR off.
 
+# For builds that measure one change (`python -m jax_flash.benchmark ablation`): JAX_FLASH_DEFINES
+# is a list of NAME=VALUE for the kernels' sources, with which spills are only warnings, and
+# JAX_FLASH_INSTANCES a regular expression: instances whose name it does not match are left out.
+set(JAX_FLASH_DEFINES "" CACHE STRING "Definitions for the CUDA kernels, to measure what they change")
+set(JAX_FLASH_INSTANCES "" CACHE STRING "A regular expression: CUDA instances to build")
+
 set(instances_template_dir "${CMAKE_CURRENT_LIST_DIR}")
 set_property(GLOBAL PROPERTY attention_families "")
 foreach(pass forward backward)
@@ -59,16 +65,35 @@ function(attention_family family architectures)
   set_target_properties(cuda_${family} PROPERTIES CUDA_ARCHITECTURES "${architectures}")
   target_include_directories(cuda_${family} PRIVATE "${PROJECT_SOURCE_DIR}/cuda")
   target_link_libraries(cuda_${family} PRIVATE jax_flash_cuda_options)
+  target_compile_definitions(cuda_${family} PRIVATE ${JAX_FLASH_DEFINES})
+  if(family STREQUAL sm90)
+    generate_wgmma()
+    target_include_directories(cuda_${family} PRIVATE "${PROJECT_BINARY_DIR}/generated")
+  endif()
   set_property(TARGET cuda_${family} PROPERTY CUDA_COMPILER_LAUNCHER
     "${Python_EXECUTABLE}" "${instances_template_dir}/check_ptxas.py")
-  if(NOT CMAKE_CUDA_COMPILER_VERSION MATCHES "^13\\.0\\." AND NOT JAX_FLASH_WERROR)
+  if(JAX_FLASH_DEFINES
+      OR (NOT CMAKE_CUDA_COMPILER_VERSION MATCHES "^13\\.0\\." AND NOT JAX_FLASH_WERROR))
     set_property(TARGET cuda_${family} APPEND PROPERTY CUDA_COMPILER_LAUNCHER --warn)
   endif()
 endfunction()
 
+# "wgmma.h", every width up to 256 that is a multiple of 16, and 8.
+function(generate_wgmma)
+  set(generator "${instances_template_dir}/generate_wgmma.py")
+  set_property(DIRECTORY APPEND PROPERTY CMAKE_CONFIGURE_DEPENDS "${generator}")
+  file(MAKE_DIRECTORY "${PROJECT_BINARY_DIR}/generated")
+  set(widths 8)
+  foreach(width RANGE 16 256 16)
+    list(APPEND widths ${width})
+  endforeach()
+  execute_process(
+    COMMAND "${Python_EXECUTABLE}" "${generator}" "${PROJECT_BINARY_DIR}/generated/wgmma.h" ${widths}
+    COMMAND_ERROR_IS_FATAL ANY)
+endfunction()
+
 function(add_attention_instances family pass)
   cmake_parse_arguments(PARSE_ARGV 2 arg "" "" "ARCHITECTURES;DTYPES;HEAD_DIMS;SPILL_BYTES")
-  attention_family(${family} "${arg_ARCHITECTURES}")
   string(REGEX MATCH "[0-9]+" family_number ${family})
   set(params ${params_of_${pass}})
   foreach(dtype IN LISTS arg_DTYPES)
@@ -77,6 +102,10 @@ function(add_attention_instances family pass)
         set(variant ${variant_of_${general}})
         set(element ${element_of_${dtype}})
         set(name ${family}_${pass}_${dtype}_${head_dim}_${variant})
+        if(NOT name MATCHES "${JAX_FLASH_INSTANCES}")
+          continue()
+        endif()
+        attention_family(${family} "${arg_ARCHITECTURES}")
         set(source "${PROJECT_BINARY_DIR}/instances/${name}.cu")
         configure_file("${instances_template_dir}/instance.cu.in" "${source}" @ONLY)
         target_sources(cuda_${family} PRIVATE "${source}")
@@ -87,6 +116,9 @@ function(add_attention_instances family pass)
     endforeach()
   endforeach()
 
+  if(NOT TARGET cuda_${family})
+    return()
+  endif()
   foreach(allowance IN LISTS arg_SPILL_BYTES)
     set_property(TARGET cuda_${family} APPEND PROPERTY CUDA_COMPILER_LAUNCHER
       --spill-bytes ${family}_${pass}_${allowance})

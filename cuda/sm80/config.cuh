@@ -5,6 +5,40 @@
 
 #include "tile/smem_tile.cuh"
 
+// The switches of `python -m jax_flash.benchmark ablation`, with what is shipped as their values;
+// it builds variants with -D. jax_flash/benchmark/switches.py lists which values it tries.
+#ifndef JAX_FLASH_SM80_FORWARD_BLOCK_Q
+#define JAX_FLASH_SM80_FORWARD_BLOCK_Q 128
+#endif
+#ifndef JAX_FLASH_SM80_FORWARD_BLOCK_KV
+#define JAX_FLASH_SM80_FORWARD_BLOCK_KV (kHeadDim <= 192 || (kSmemKb > 99 && !kGeneral) ? 64 : 32)
+#endif
+#ifndef JAX_FLASH_SM80_FORWARD_WARPS
+#define JAX_FLASH_SM80_FORWARD_WARPS (kHeadDim <= (kGeneral ? 64 : 128) ? 4 : 8)
+#endif
+#ifndef JAX_FLASH_SM80_FORWARD_QUERY_IN_REGISTERS
+#define JAX_FLASH_SM80_FORWARD_QUERY_IN_REGISTERS (kHeadDim <= 64 && !kGeneral)
+#endif
+#ifndef JAX_FLASH_SM80_FORWARD_STAGES
+#define JAX_FLASH_SM80_FORWARD_STAGES (kHeadDim <= 64 ? 2 : 1)
+#endif
+#ifndef JAX_FLASH_SM80_FORWARD_INTERLEAVED
+#define JAX_FLASH_SM80_FORWARD_INTERLEAVED (kHeadDim <= 64)
+#endif
+#ifndef JAX_FLASH_SM80_FORWARD_LONGEST_FIRST
+#define JAX_FLASH_SM80_FORWARD_LONGEST_FIRST 1
+#endif
+#ifndef JAX_FLASH_SM80_BACKWARD_STAGES
+#define JAX_FLASH_SM80_BACKWARD_STAGES (kHeadDim <= kTwoStages ? 2 : 1)
+#endif
+#ifndef JAX_FLASH_SM80_BACKWARD_BLOCK_KV
+#define JAX_FLASH_SM80_BACKWARD_BLOCK_KV \
+  (kWide && !kSmall ? 128 : kHeadDim > 192 && kSmall ? 32 : 64)
+#endif
+#ifndef JAX_FLASH_SM80_BACKWARD_MIN_BLOCKS
+#define JAX_FLASH_SM80_BACKWARD_MIN_BLOCKS (kHeadDim > 64 ? 1 : kGeneral ? 2 : 3)
+#endif
+
 namespace jax_flash::sm80 {
 
 // Configurations come for up to three amounts of shared memory that a block can have, in KB:
@@ -19,17 +53,19 @@ struct ForwardConfig {
   static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension;
   static_assert(kHeadDim % 16 == 0 && kValueDim % 16 == 0 && kValueDim <= kHeadDim);
 
-  static constexpr int kBlockQ = 128;
-  static constexpr int kBlockKv = kHeadDim <= 192 || (kSmemKb > 99 && !kGeneral) ? 64 : 32;
-  static constexpr int kWarps = kHeadDim <= (kGeneral ? 64 : 128) ? 4 : 8;
+  static constexpr int kBlockQ = JAX_FLASH_SM80_FORWARD_BLOCK_Q;
+  static constexpr int kBlockKv = JAX_FLASH_SM80_FORWARD_BLOCK_KV;
+  static constexpr int kWarps = JAX_FLASH_SM80_FORWARD_WARPS;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kMTiles = kBlockQ / (16 * kWarps);
-  static constexpr bool kQueryInRegisters = kHeadDim <= 64 && !kGeneral;
-  static constexpr int kStages = kHeadDim <= 64 ? 2 : 1;  // of K and V each
+  static constexpr bool kQueryInRegisters = JAX_FLASH_SM80_FORWARD_QUERY_IN_REGISTERS;
+  static constexpr int kStages = JAX_FLASH_SM80_FORWARD_STAGES;  // of K and V each
   static constexpr int kMinBlocks = kWarps == 4 ? 2 : 1;
   // Whether the exponentials of 16 columns stand before the products that use them, and so run
   // beside the products before, or all of a tile's stand before them. See TUNING.md.
-  static constexpr bool kInterleaved = kHeadDim <= 64;
+  static constexpr bool kInterleaved = JAX_FLASH_SM80_FORWARD_INTERLEAVED;
+  // Under a causal mask the last rows, which have the most to do, go first.
+  static constexpr bool kLongestFirst = JAX_FLASH_SM80_FORWARD_LONGEST_FIRST;
 
   using QueryTile = SmemTile<kBlockQ, kHeadDim>;
   using KeyTile = SmemTile<kBlockKv, kHeadDim>;
@@ -59,14 +95,14 @@ struct BackwardConfig {
 
   static constexpr int kBlockQ = kSmall && kHeadDim >= 192 ? 32 : 64;
   static constexpr bool kWide = kHeadDim == 128 || (kHeadDim == 96 && !kGeneral);
-  static constexpr int kBlockKv = kWide && !kSmall ? 128 : kHeadDim > 192 && kSmall ? 32 : 64;
+  static constexpr int kBlockKv = JAX_FLASH_SM80_BACKWARD_BLOCK_KV;
   // The greatest head dim with two stages of Q and dO; beyond it there is one.
   static constexpr int kTwoStages = kSmall ? 64 : kSmemKb > 163 && !kGeneral ? 256 : 192;
-  static constexpr int kStages = kHeadDim <= kTwoStages ? 2 : 1;
+  static constexpr int kStages = JAX_FLASH_SM80_BACKWARD_STAGES;
   static constexpr int kWarps = kHeadDim <= 64 || kBlockKv == 32 ? 4 : 8;
   static constexpr int kThreads = 32 * kWarps;
   // Three blocks of four warps leave 168 registers a thread, which suffices without modifiers.
-  static constexpr int kMinBlocks = kHeadDim > 64 ? 1 : kGeneral ? 2 : 3;
+  static constexpr int kMinBlocks = JAX_FLASH_SM80_BACKWARD_MIN_BLOCKS;
 
   static constexpr int kScoreWarpRows = kBlockQ == 64 && kBlockKv == 64 && kWarps == 8 ? 4 : 2;
   static constexpr int kKeyWarpRows = kBlockKv == 128 || kHeadDim == 96 ? 4 : kBlockKv / 32;

@@ -22,10 +22,10 @@
 #include "ptx/math.cuh"
 #include "ptx/shared.cuh"
 #include "sm80/config.cuh"
-#include "sm80/launch.cuh"
 #include "status.h"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
+#include "tile/launch.cuh"
 #include "tile/logits.cuh"
 #include "tile/matmul.cuh"
 #include "tile/segments.cuh"
@@ -118,10 +118,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   constexpr auto kRowsFirst = BlockOrder::kRowsFirst, kColsFirst = BlockOrder::kColsFirst;
   const Shape& shape = params.shape;
 
-  // Heads of a group are neighbours and share keys in L2; under a causal mask the last rows,
-  // which have the most to do, go first.
+  // Heads of a group are neighbours and share keys in L2.
   const int32_t q_tiles = (shape.q_len + kBlockQ - 1) / kBlockQ;
-  const int32_t q_tile = q_tiles - 1 - static_cast<int32_t>(blockIdx.x % q_tiles);
+  const int32_t position = static_cast<int32_t>(blockIdx.x % q_tiles);
+  const int32_t q_tile = Config::kLongestFirst ? q_tiles - 1 - position : position;
   const int32_t head = static_cast<int32_t>(blockIdx.x / q_tiles % shape.heads);
   const int64_t batch_index = blockIdx.x / q_tiles / shape.heads;
   const BatchIndex batch(shape, batch_index);

@@ -10,6 +10,11 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
 
+// A switch of the ablation (sm80/config.cuh): 0 stores chunk c at position c.
+#ifndef JAX_FLASH_SM80_SWIZZLE
+#define JAX_FLASH_SM80_SWIZZLE 1
+#endif
+
 namespace jax_flash {
 
 inline constexpr int kChunk = 8;  // elements in 16 bytes, the unit of copies
@@ -26,7 +31,8 @@ struct SmemTile {
 
   // Where chunk `chunk` of row `row` would be in a tile at the root.
   __device__ __forceinline__ uint32_t root_address(int row, int chunk) const {
-    return root + (chunk >> 3) * kPanelBytes + row * 128 + ((chunk ^ row) & 7) * 16;
+    return root + (chunk >> 3) * kPanelBytes + row * 128 +
+           ((chunk ^ (JAX_FLASH_SM80_SWIZZLE ? row : 0)) & 7) * 16;
   }
   __device__ __forceinline__ uint32_t address(int row, int chunk) const {
     return root_address(row, chunk) + offset;

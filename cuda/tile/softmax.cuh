@@ -10,6 +10,11 @@
 
 #include "ptx/math.cuh"
 
+// A switch of the ablation (sm80/config.cuh): 0 rescales whenever a maximum rises.
+#ifndef JAX_FLASH_SM80_RESCALE_SLACK
+#define JAX_FLASH_SM80_RESCALE_SLACK 8.0f
+#endif
+
 namespace jax_flash {
 
 inline constexpr float kLog2E = 1.44269504088896340736f;
@@ -20,7 +25,7 @@ __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff80
 // Statistics of this thread's rows: [m][half] is row g + 8 half of the m-th 16 rows of its warp.
 template <int kM>
 struct OnlineSoftmax {
-  static constexpr float kSlack = 8.0f;
+  static constexpr float kSlack = JAX_FLASH_SM80_RESCALE_SLACK;
 
   float reference[kM][2];  // in the units of the logits given to update()
   float sum[kM][2];        // of this thread's own columns

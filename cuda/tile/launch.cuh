@@ -10,7 +10,7 @@
 #include "status.h"
 #include "tile/segments.cuh"
 
-namespace jax_flash::sm80 {
+namespace jax_flash {
 
 inline std::string shape_text(const Shape& shape) {
   return "batch " + std::to_string(shape.batch) + ", q_len " + std::to_string(shape.q_len) +
@@ -77,4 +77,4 @@ inline Status launch_segment_spans(const Forward& params, const SegmentSpans& sp
                        ceil_div(warps, 4), 128, 0, stream, params, spans);
 }
 
-}  // namespace jax_flash::sm80
+}  // namespace jax_flash

@@ -1,0 +1,46 @@
+// Barriers in shared memory that threads and asynchronous copies arrive at: sm_90.
+// PTX ISA, "Parallel synchronization and communication instructions: mbarrier".
+#pragma once
+
+#include <cstdint>
+
+namespace jax_flash::ptx {
+
+__device__ __forceinline__ void mbarrier_init(uint32_t barrier_smem, uint32_t arrivals) {
+  asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(barrier_smem), "r"(arrivals)
+               : "memory");
+}
+
+// Makes initialised barriers visible to asynchronous copies.
+__device__ __forceinline__ void fence_mbarrier_init() {
+  asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+}
+
+__device__ __forceinline__ void mbarrier_arrive(uint32_t barrier_smem) {
+  asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier_smem) : "memory");
+}
+
+// Arrives, and makes the phase wait for `bytes` of asynchronous copies as well.
+__device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier_smem, uint32_t bytes) {
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier_smem),
+               "r"(bytes)
+               : "memory");
+}
+
+// Waits for the end of the phase of this parity; the barrier's first phase has parity 0, and the
+// phase before it counts as ended.
+__device__ __forceinline__ void mbarrier_wait(uint32_t barrier_smem, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\n"
+      "bra again;\n"
+      "finished:\n"
+      "}" ::"r"(barrier_smem),
+      "r"(parity)
+      : "memory");
+}
+
+}  // namespace jax_flash::ptx

@@ -1,0 +1,64 @@
+// Warpgroups: order of their matrix products, registers, barriers among them; dependent launch.
+// PTX ISA, "Asynchronous warpgroup level matrix instructions", "setmaxnreg", "barrier",
+// "griddepcontrol". The products themselves are generated: see cmake/generate_wgmma.py.
+#pragma once
+
+#include <cstdint>
+
+namespace jax_flash::ptx {
+
+// Before the first product after registers that it uses, accumulators too, were written.
+__device__ __forceinline__ void wgmma_fence() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+__device__ __forceinline__ void wgmma_commit_group() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+
+// Waits until at most kPending of the latest groups are under way. Accumulators of those that
+// are complete go through wgmma_results() before they are read.
+template <int kPending>
+__device__ __forceinline__ void wgmma_wait_group() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
+}
+
+// Keeps the compiler from using accumulators before the wait that precedes this call.
+template <int kBlocks>
+__device__ __forceinline__ void wgmma_results(float (&d)[kBlocks][4]) {
+#pragma unroll
+  for (int n = 0; n < kBlocks; ++n) {
+    asm volatile("" : "+f"(d[n][0]), "+f"(d[n][1]), "+f"(d[n][2]), "+f"(d[n][3])::"memory");
+  }
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_inc() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+template <int kRegisters>
+__device__ __forceinline__ void setmaxnreg_dec() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
+}
+
+// Named barriers of `threads` threads, by whole warps. Barrier 0 is __syncthreads().
+__device__ __forceinline__ void barrier_sync(int id, int threads) {
+  asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+__device__ __forceinline__ void barrier_arrive(int id, int threads) {
+  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// With programmatic dependent launch: what precedes the wait may run beside the kernel before
+// this one; what that kernel wrote is visible after it.
+__device__ __forceinline__ void griddepcontrol_wait() {
+  asm volatile("griddepcontrol.wait;" ::: "memory");
+}
+
+__device__ __forceinline__ void griddepcontrol_launch_dependents() {
+  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+}
+
+}  // namespace jax_flash::ptx

@@ -1,0 +1,91 @@
+// Tensor maps: how the copy engine finds the tiles of an operand. Host side, and the coordinates.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+
+#include "params.h"
+#include "ptx/tma.cuh"
+#include "status.h"
+#include "tile/batch_index.cuh"
+
+namespace jax_flash {
+
+// The map's axes: columns, rows, heads, two batch axes.
+inline constexpr int kTensorMapBatchDims = 2;
+
+// cuTensorMapEncodeTiled, found through the runtime: the library does not link the driver, so
+// that it loads where there is none. Null if the driver lacks it.
+inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
+  static const auto encoder = [] {
+    void* function = nullptr;
+    cudaDriverEntryPointQueryResult result = cudaDriverEntryPointSymbolNotFound;
+    const cudaError_t error = cudaGetDriverEntryPointByVersion("cuTensorMapEncodeTiled", &function,
+                                                               12000, cudaEnableDefault, &result);
+    if (error != cudaSuccess || result != cudaDriverEntryPointSuccess) function = nullptr;
+    return reinterpret_cast<decltype(&cuTensorMapEncodeTiled)>(function);
+  }();
+  return encoder;
+}
+
+// A map of [batch, rows, heads, cols] of 16-bit elements, for boxes of box_rows rows of one head
+// by 64 columns, swizzled as SmemTile is. Axes of stride 0 are left out: see load_box().
+inline Status make_tensor_map(const char* name, const Shape& shape, const Operand& operand,
+                              int64_t rows, int64_t heads, int64_t cols, int box_rows,
+                              CUtensorMap& map) {
+  const auto encode = tensor_map_encoder();
+  if (encode == nullptr) {
+    return Status::internal("jax_flash: the CUDA driver has no cuTensorMapEncodeTiled");
+  }
+  const int64_t sizes[4] = {rows, heads, shape.batch_dims[0],
+                            shape.num_batch_dims > 1 ? shape.batch_dims[1] : 1};
+  const int64_t strides[4] = {operand.row, operand.head, operand.batch[0], operand.batch[1]};
+  cuuint64_t global_dims[5] = {static_cast<cuuint64_t>(cols)};
+  cuuint64_t global_strides[4];
+  for (int axis = 0; axis < 4; ++axis) {
+    const bool broadcast = strides[axis] == 0 || sizes[axis] == 1;
+    global_dims[axis + 1] = broadcast ? 1 : static_cast<cuuint64_t>(sizes[axis]);
+    global_strides[axis] = broadcast ? 16 : static_cast<cuuint64_t>(strides[axis]) * 2;
+  }
+  const cuuint32_t box[5] = {64, static_cast<cuuint32_t>(box_rows), 1, 1, 1};
+  const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
+  const CUtensorMapDataType type = operand.dtype == DType::kBFloat16
+                                       ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
+                                       : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
+  const CUresult result =
+      encode(&map, type, 5, operand.data, global_dims, global_strides, box, element_strides,
+             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B,
+             CU_TENSOR_MAP_L2_PROMOTION_L2_256B, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+  if (result == CUDA_SUCCESS) return {};
+  return Status::internal(std::string("jax_flash: cannot make a tensor map of ") + name +
+                          ": CUDA error " + std::to_string(static_cast<int>(result)));
+}
+
+// Whether a map can describe the operand: non-negative strides below 2^40 bytes, and no more
+// batch axes than it has.
+inline bool fits_tensor_map(const Shape& shape, const Operand& operand) {
+  const auto fits = [](int64_t stride) { return stride >= 0 && stride < int64_t{1} << 38; };
+  bool all = shape.num_batch_dims <= kTensorMapBatchDims && fits(operand.row) && fits(operand.head);
+  for (int axis = 0; axis < shape.num_batch_dims; ++axis) all = all && fits(operand.batch[axis]);
+  return all;
+}
+
+// Starts copying the box of rows from row0 and 64 columns from col0 on of a head to shared memory.
+// By one thread, which has announced the bytes at the barrier.
+__device__ __forceinline__ void load_box(uint32_t address_smem, const CUtensorMap& map,
+                                         uint32_t barrier_smem, const Operand& operand,
+                                         const BatchIndex& batch, int32_t head, int32_t row0,
+                                         int32_t col0) {
+  const auto coordinate = [](int64_t stride, int64_t index) {
+    return stride == 0 ? 0 : static_cast<int32_t>(index);
+  };
+  ptx::cp_async_bulk_tensor_5d(address_smem, map, barrier_smem, col0, coordinate(operand.row, row0),
+                               coordinate(operand.head, head),
+                               coordinate(operand.batch[0], batch.coordinate[0]),
+                               coordinate(operand.batch[1], batch.coordinate[1]));
+}
+
+}  // namespace jax_flash

@@ -1,0 +1,39 @@
+// Tiles in shared memory as operands of warpgroup matrix products: matrix descriptors
+// (PTX ISA, "Asynchronous warpgroup level matrix shared memory layout: matrix descriptor") and
+// products of whole tiles.
+//
+// A SmemTile has the 128-byte swizzle that the tensor memory accelerator writes: panels of 64
+// columns, 1024 bytes per eight rows.
+#pragma once
+
+#include <cstdint>
+
+#include "tile/smem_tile.cuh"
+#include "wgmma.h"
+
+namespace jax_flash {
+
+// The constant part: layout type 1 (128-byte swizzle) at bit 62, offsets in units of 16 bytes.
+__device__ __forceinline__ constexpr uint64_t descriptor_layout(uint32_t leading_bytes,
+                                                                uint32_t stride_bytes) {
+  return uint64_t{1} << 62 | uint64_t{stride_bytes / 16} << 32 | uint64_t{leading_bytes / 16} << 16;
+}
+
+// Operand whose rows are rows (of a) or columns (of b) of the product, and whose columns are the
+// inner dimension: rows row0... of the tile, 16 columns from 16 k on.
+template <typename Tile>
+__device__ __forceinline__ uint64_t descriptor_k_major(const Tile& tile, int row0, int k) {
+  const uint32_t address =
+      tile.root + tile.offset + k / 4 * Tile::kPanelBytes + row0 * 128 + k % 4 * 32;
+  return descriptor_layout(16, 1024) | (address & 0x3ffff) >> 4;
+}
+
+// Operand whose rows are the inner dimension: 16 rows from 16 k on, columns from col0 (a multiple
+// of 64) on. Transposed, in the terms of Wgmma.
+template <typename Tile>
+__device__ __forceinline__ uint64_t descriptor_mn_major(const Tile& tile, int col0, int k) {
+  const uint32_t address = tile.root + tile.offset + col0 / 64 * Tile::kPanelBytes + k * 16 * 128;
+  return descriptor_layout(Tile::kPanelBytes, 1024) | (address & 0x3ffff) >> 4;
+}
+
+}  // namespace jax_flash
