@@ -162,6 +162,7 @@ std::vector<Field> optional_fields(const Shape& s) {
       {"dropout_batch_ids", &Backward::dropout_batch_ids, Kind::kInt32, {}},
       {"dropout_head_ids", &Backward::dropout_head_ids, Kind::kInt32, {head}},
       {"dlse", &Backward::dlse, Kind::kFloat32, lse_axes(s), false},
+      {"dropout_start", &Backward::dropout_start, Kind::kInt32, {word}},
   };
 }
 

@@ -77,6 +77,9 @@ struct Forward {
   Operand dropout_seed;           // [batch, 2] uint32, along col
   Operand dropout_batch_ids;      // [batch] int32: the index b that dropout counts with
   Operand dropout_head_ids;       // [batch, N] int32: the index n that dropout counts with
+  // [batch, 2] int32, along col: the indices i and j that dropout counts row 0 and column 0 with,
+  // where the call is a block of a larger one; j a multiple of 8. Absent: 0.
+  Operand dropout_start;
 
   Operand out;  // [batch, T, N, h]; an input of the backward pass
   Operand lse;  // [batch, N, T] float32; likewise

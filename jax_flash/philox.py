@@ -52,6 +52,7 @@ def dropout_keep(
     rows: jax.Array,
     kv_len: int,
     threshold: int,
+    first_group: jax.Array | int = 0,
 ) -> jax.Array:
     """The elements that dropout keeps.
 
@@ -59,18 +60,20 @@ def dropout_keep(
       seed: uint32 [*B,2].
       batch_ids: int32 [*B], the index b to count with.
       head_ids: int32 [*B,N], the index n to count with.
-      rows: int32 [T], the index i to count with.
+      rows: int32 [T] or [*B,1,T], the index i to count with.
       kv_len: number of keys S.
       threshold: an element is kept if its 16 bits are at least this.
+      first_group: int32 [*B,1,1,1], the index j to count key 0 with, divided by 8.
 
     Returns:
       bool [*B,N,T,S].
     """
     groups = jnp.arange(-(-kv_len // _GROUP), dtype=jnp.uint32)
+    groups = groups + jnp.asarray(first_group).astype(jnp.uint32)
     seed = seed.astype(jnp.uint32)[..., None, None, None, :]
     counter = (
         groups,
-        rows.astype(jnp.uint32)[:, None],
+        rows.astype(jnp.uint32)[..., None],
         head_ids.astype(jnp.uint32)[..., None, None],
         batch_ids.astype(jnp.uint32)[..., None, None, None],
     )

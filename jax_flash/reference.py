@@ -229,13 +229,18 @@ def _forward_block(spec, accumulator, operands: Operands, first) -> tuple[jax.Ar
     lse = jnp.where(empty, -jnp.inf, maximum + jnp.log(total))
     weights = weights / total[..., None]
     if spec.dropout_threshold:
+        rows, first_group = first + jnp.arange(q_len, dtype=jnp.int32), 0
+        if "dropout_start" in operands:
+            start = operands["dropout_start"][..., None, None, :]
+            rows, first_group = rows + start[..., 0], start[..., None, 1] // 8
         keep = dropout_keep(
             operands["dropout_seed"],
             operands["dropout_batch_ids"],
             operands["dropout_head_ids"],
-            rows=first + jnp.arange(q_len, dtype=jnp.int32),
+            rows=rows,
             kv_len=key.shape[-3],
             threshold=spec.dropout_threshold,
+            first_group=first_group,
         )
         keep = _heads_last_group(keep, -3, kv_heads)
         weights = jnp.where(keep, weights / (1.0 - spec.dropout_rate), 0)

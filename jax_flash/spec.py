@@ -25,6 +25,7 @@ OPTIONAL_OPERANDS: dict[str, tuple[str, ...]] = {
     "dropout_batch_ids": (),
     "dropout_head_ids": ("N",),
     "dlse": ("N", "T"),
+    "dropout_start": ("2",),
 }
 
 # Every array that takes part in a forward or backward call, by name. "K" counts the

@@ -15,8 +15,9 @@ inline uint64_t keep_bits(const Head& head, int64_t i, int64_t kv_begin) {
   constexpr uint64_t kWord = 0xffffffff;
   constexpr uint64_t kMultiplier0 = 0xD2511F53, kMultiplier1 = 0xCD9E8D57;
   constexpr uint32_t kWeyl0 = 0x9E3779B9, kWeyl1 = 0xBB67AE85;
-  Counters c0 = Counters{0, 1, 2, 3, 4, 5, 6, 7} + static_cast<uint64_t>(kv_begin / kGroup);
-  Counters c1 = Counters{} + (static_cast<uint64_t>(i) & kWord);
+  const uint64_t first = (static_cast<uint64_t>(kv_begin) + head.dropout_col) / kGroup;
+  Counters c0 = Counters{0, 1, 2, 3, 4, 5, 6, 7} + first;
+  Counters c1 = Counters{} + ((static_cast<uint64_t>(i) + head.dropout_row) & kWord);
   Counters c2 = Counters{} + uint64_t{head.dropout_head};
   Counters c3 = Counters{} + uint64_t{head.dropout_batch};
   uint32_t key0 = head.seed[0], key1 = head.seed[1];

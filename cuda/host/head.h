@@ -62,6 +62,7 @@ struct Head {
   Plane bias, mask;
   SegmentIds query_segments, kv_segments;
   uint32_t seed[2], dropout_batch, dropout_head;
+  uint32_t dropout_row, dropout_col;  // what row 0 and column 0 count as
 
   Span span(int64_t i) const {
     const int64_t begin = min_of(max_of<int64_t>(i + first, 0), kv_len);
@@ -117,6 +118,10 @@ inline Head head_of(const Forward& call, int64_t batch, int64_t n) {
     head.seed[1] = static_cast<uint32_t>(int_of(shape, call.dropout_seed, batch, 0, 1));
     head.dropout_batch = static_cast<uint32_t>(int_of(shape, call.dropout_batch_ids, batch));
     head.dropout_head = static_cast<uint32_t>(int_of(shape, call.dropout_head_ids, batch, n));
+    if (call.dropout_start.data) {
+      head.dropout_row = static_cast<uint32_t>(int_of(shape, call.dropout_start, batch, 0, 0));
+      head.dropout_col = static_cast<uint32_t>(int_of(shape, call.dropout_start, batch, 0, 1));
+    }
   }
   return head;
 }

@@ -68,6 +68,7 @@ struct LogitModifiers {
   const uint8_t* mask = nullptr;
   const int32_t *query_ids = nullptr, *key_ids = nullptr;
   uint32_t seed0 = 0, seed1 = 0, dropout_batch = 0, dropout_head = 0;
+  uint32_t dropout_row = 0, dropout_col = 0;  // what row 0 and column 0 count as
 
   __device__ __forceinline__ LogitModifiers(const Forward& forward, const BatchIndex& batch,
                                             int32_t head)
@@ -84,6 +85,11 @@ struct LogitModifiers {
       seed1 = seed[params.dropout_seed.col];
       dropout_batch = *batch.pointer<const uint32_t>(params.dropout_batch_ids);
       dropout_head = *batch.pointer<const uint32_t>(params.dropout_head_ids, head);
+      if (params.dropout_start) {
+        const uint32_t* start = batch.pointer<const uint32_t>(params.dropout_start);
+        dropout_row = start[0];
+        dropout_col = start[params.dropout_start.col];
+      }
     }
   }
 
@@ -141,8 +147,8 @@ struct LogitModifiers {
     for (int n0 = 0; n0 < kN; n0 += kShared) {
       const int mine = n0 + lane % kShared;
       const PhiloxWords words =
-          dropout_words(seed0, seed1, dropout_batch, dropout_head, static_cast<uint32_t>(row),
-                        static_cast<uint32_t>(col0) + mine * kDropoutGroup);
+          dropout_words(seed0, seed1, dropout_batch, dropout_head, dropout_row + row,
+                        dropout_col + col0 + mine * kDropoutGroup);
 #pragma unroll
       for (int distance = 0; distance < kShared; ++distance) {
         const int wanted = lane ^ distance;  // the partner's lane, and the word it needs of mine
