@@ -1,0 +1,157 @@
+"""The calls that are measured: shapes, masks and features, their inputs and their work.
+
+Work follows the usual convention: 4 B N T S H floating-point operations forward, half of that
+under a causal mask, exactly those of the allowed (query, key) pairs under a window or packed
+segments; 2.5 times as many backward. Bytes are operands and results, each moved once.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+PASSES = ("forward", "backward", "both")
+_WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
+FEATURES = ("lengths", "bias", "mask", "soft_cap", "sinks", "dropout", "lse", "deterministic")
+
+
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """One call of dot_product_attention; `group` is the table that it belongs to.
+
+    `segments` is the number of equal packed segments, 0 for none; `feature` one of `FEATURES`.
+    """
+
+    group: str
+    batch: int
+    q_len: int
+    heads: int
+    head_dim: int
+    kv_len: int = 0  # q_len if 0
+    kv_heads: int = 0  # heads if 0
+    dtype: str = "bfloat16"
+    is_causal: bool = False
+    window: tuple[int | None, int | None] | None = None
+    segments: int = 0
+    feature: str = ""
+    passes: tuple[str, ...] = PASSES
+
+    def __post_init__(self):
+        object.__setattr__(self, "kv_len", self.kv_len or self.q_len)
+        object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+
+    @property
+    def mask_name(self) -> str:
+        parts = ["causal"] * self.is_causal
+        if self.window is not None:
+            parts.append("window " + ",".join("-" if w is None else str(w) for w in self.window))
+        if self.segments:
+            parts.append(f"{self.segments} segments")
+        return " + ".join(parts) or "full"
+
+    @property
+    def name(self) -> str:
+        """Unique among cases: shape, dtype, mask and feature."""
+        heads = str(self.heads) + (f"/{self.kv_heads}" if self.kv_heads != self.heads else "")
+        length = str(self.q_len) + (f"x{self.kv_len}" if self.kv_len != self.q_len else "")
+        feature = f", {self.feature}" if self.feature else ""
+        return (
+            f"({self.batch},{length},{heads},{self.head_dim}) {self.dtype} "
+            f"{self.mask_name}{feature}"
+        )
+
+    @property
+    def is_decode(self) -> bool:
+        """Few queries: bound by the bytes of keys and values, and told in bytes a second."""
+        return self.q_len < 16
+
+    def allowed_pairs(self) -> float:
+        """(query, key) pairs of one head that the masks allow, by the convention above."""
+        if self.window is None and not self.segments:
+            return self.q_len * self.kv_len * (0.5 if self.is_causal else 1.0)
+        low, high = self.band()
+        return float(np.maximum(high - low, 0).sum())
+
+    def band(self) -> tuple[np.ndarray, np.ndarray]:
+        """For each query the first key that it may attend to, and one past the last."""
+        i = np.arange(self.q_len)
+        low, high = np.zeros_like(i), np.full_like(i, self.kv_len)
+        if self.is_causal:
+            high = np.minimum(high, i + 1)
+        left, right = self.window or (None, None)
+        if left is not None:
+            low = np.maximum(low, i - left)
+        if right is not None:
+            high = np.minimum(high, i + right + 1)
+        if self.segments:
+            size = -(-self.q_len // self.segments)
+            low = np.maximum(low, i // size * size)
+            high = np.minimum(high, (i // size + 1) * size)
+        return low, high
+
+    def flops(self, what: str) -> float:
+        """Floating-point operations of a pass."""
+        return 4 * self.batch * self.heads * self.head_dim * self.allowed_pairs() * _WORK[what]
+
+    def bytes(self, what: str) -> float:
+        """Bytes of operands and results of a pass."""
+        size = jnp.dtype(self.dtype).itemsize
+        query = self.batch * self.q_len * self.heads * self.head_dim * size
+        key = self.batch * self.kv_len * self.kv_heads * self.head_dim * size
+        forward = 2 * query + 2 * key
+        backward = 4 * query + 4 * key
+        return {"forward": forward, "backward": backward, "both": forward + backward}[what]
+
+
+def make_inputs(case: Case, seed: int) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
+    """((query, key, value, dout), further array arguments), random normal."""
+    keys = jax.random.split(jax.random.key(seed), 5)
+    query = (case.batch, case.q_len, case.heads, case.head_dim)
+    key = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
+
+    @jax.jit
+    def draw():
+        shapes = zip(keys[:4], (query, key, key, query), strict=True)
+        return tuple(jax.random.normal(k, shape, case.dtype) for k, shape in shapes)
+
+    return draw(), _extras(case, keys[4])
+
+
+def _extras(case: Case, key: jax.Array) -> dict[str, jax.Array]:
+    logits = (1, case.heads, case.q_len, case.kv_len)
+    extras: dict[str, jax.Array] = {}
+    if case.segments:
+        size = -(-case.q_len // case.segments)
+        ids = jnp.broadcast_to(jnp.arange(case.q_len) // size, (case.batch, case.q_len))
+        extras |= {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    if case.feature == "lengths":  # those of the whole arrays: the same work, all of it checked
+        extras["key_value_seq_lengths"] = jnp.full(case.batch, case.kv_len)
+    elif case.feature == "bias":
+        extras["bias"] = jax.random.normal(key, logits, case.dtype)
+    elif case.feature == "mask":
+        extras["mask"] = jax.random.bernoulli(key, 0.9, (1, 1, case.q_len, case.kv_len))
+    elif case.feature == "sinks":
+        extras["sinks"] = jax.random.normal(key, (case.heads,), jnp.float32)
+    elif case.feature == "dropout":
+        extras["dropout_seed"] = jax.random.bits(key, (2,), jnp.uint32)
+    return extras
+
+
+def options(case: Case) -> dict[str, Any]:
+    """The static arguments of the call."""
+    static: dict[str, Any] = {"is_causal": case.is_causal}
+    if case.window is not None:
+        static["local_window_size"] = case.window
+    if case.feature == "soft_cap":
+        static["logits_soft_cap"] = 30.0
+    elif case.feature == "dropout":
+        static["dropout_rate"] = 0.1
+    elif case.feature == "deterministic":
+        static["deterministic"] = True
+    elif case.feature == "lse":
+        static["return_residual"] = True
+    return static

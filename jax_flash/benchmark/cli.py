@@ -1,0 +1,182 @@
+"""The command line: speed (the default), profile, ablation, host."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import importlib
+import importlib.util
+
+import jax
+
+from jax_flash.benchmark import environment, peak, report, speed, timing
+from jax_flash.benchmark.cases import PASSES, Case
+from jax_flash.benchmark.contenders import all_contenders
+from jax_flash.benchmark.layer import LAYERS, measure_layer
+from jax_flash.benchmark.tables import TABLES, select
+
+COMMANDS = {
+    "speed": "times attentions beside each other (the default)",
+    "profile": "where a kernel's time goes, by Nsight Compute",
+    "ablation": "what each switch of the kernels' configurations is worth",
+    "host": "tracing, lowering, dispatch and import",
+}
+
+
+def main(argv: list[str]) -> int:
+    """Runs a command; returns the exit status."""
+    command = argv[0] if argv and argv[0] in COMMANDS else "speed"
+    if command != "speed":
+        return importlib.import_module(f"jax_flash.benchmark.{command}").main(argv[1:])
+    return speed_command(argv[1:] if argv and argv[0] == command else argv)
+
+
+def add_timing_options(add) -> None:
+    """Those that every command has which times calls."""
+    add("--timer", choices=("auto", "cupti", "wall"), default="auto",
+        help="auto: CUPTI on GPUs where it works, else wall time")  # fmt: skip
+    add("--warmup", type=int, default=20, help="untimed calls of each (default: %(default)s)")
+    add("--calls", type=int, default=100, help="timed calls of each (default: %(default)s)")
+    add("--seconds", type=float, metavar="S",
+        help="fewer calls, 10 at least, where one pass of a case would take longer")  # fmt: skip
+    add("--commit", help="of the sources, where this does not run from a checkout of them")
+    add("--save", metavar="FILE", help="write the results there, as JSON")
+
+
+def add_case_options(add) -> None:
+    """A case of one's own."""
+    add("--shape", type=int, nargs=4, metavar=("BATCH", "LENGTH", "HEADS", "HEAD_DIM"),
+        help="measure this shape, full and causal, instead of tables")  # fmt: skip
+    add("--kv-heads", type=int, default=0)
+    add("--kv-length", type=int, default=0)
+    add("--dtype", choices=("bfloat16", "float16", "float32"))
+    add("--mask", choices=("full", "causal"), help="of --shape; default: both")
+
+
+def own_cases(arguments: argparse.Namespace) -> list[Case]:
+    """The cases of --shape."""
+    batch, length, heads, head_dim = arguments.shape
+    masks = {None: (False, True), "full": (False,), "causal": (True,)}[arguments.mask]
+    dtype = arguments.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
+    return [
+        Case("shape", batch, length, heads, head_dim, kv_len=arguments.kv_length,
+             kv_heads=arguments.kv_heads, dtype=dtype, is_causal=causal)
+        for causal in masks
+    ]  # fmt: skip
+
+
+def parse_speed(argv: list[str]) -> argparse.Namespace:
+    tables = ", ".join([*TABLES, *LAYERS])
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_flash.benchmark",
+        description="Times jax_flash beside other attentions, call by call in turn, and compares "
+        "each with a float64 oracle. Other commands: "
+        + "; ".join(f"{name}: {text}" for name, text in list(COMMANDS.items())[1:]) + ".",
+    )  # fmt: skip
+    add = parser.add_argument
+    add("--cases", nargs="+", metavar="TABLE", choices=[*TABLES, *LAYERS],
+        help=f"of {tables}; default: targets and decode, without a GPU cpu")  # fmt: skip
+    add("--only", metavar="TEXT", help="cases whose name contains this")
+    add_case_options(add)
+    add("--contenders", nargs="+", metavar="NAME", help="default: all; --list names them")
+    add("--passes", nargs="+", choices=PASSES, help="default: all that a case has")
+    add("--cold", action="store_true",
+        help="rotate inputs, so that none is left in the cache from the call before")  # fmt: skip
+    add("--sustained", type=float, default=0.0, metavar="S",
+        help="also keep the device busy for S seconds with each, and time those calls")  # fmt: skip
+    add_timing_options(add)
+    add("--against", metavar="OLD.json",
+        help="compare with these results; exits with 1 if something became slower")  # fmt: skip
+    add("--tolerance", type=float, default=0.02, help="of --against (default: %(default)s)")
+    add("--plot", metavar="FOLDER", help="also draw the results there, as PNGs")
+    add("--list", action="store_true", help="list cases and contenders, and exit")
+    arguments = parser.parse_args(argv)
+    if arguments.plot and importlib.util.find_spec("matplotlib") is None:
+        parser.error("--plot needs matplotlib: pip install 'jax-flash[benchmark]'")
+    if arguments.calls < 1 or arguments.warmup < 0:
+        parser.error("--calls must be at least 1, --warmup at least 0")
+    unknown = sorted(set(arguments.contenders or ()) - all_contenders().keys())
+    if unknown:
+        parser.error(f"--contenders: no {unknown[0]!r}; --list names them")
+    return arguments
+
+
+def speed_command(argv: list[str]) -> int:
+    arguments = parse_speed(argv)
+    on_gpu = jax.default_backend() == "gpu"
+    names = arguments.cases or (["targets", "decode"] if on_gpu else ["cpu"])
+    cases = own_cases(arguments) if arguments.shape else select([n for n in names if n in TABLES])
+    cases = [case for case in cases if (arguments.only or "") in case.name]
+    layers = [] if arguments.shape else [LAYERS[name] for name in names if name in LAYERS]
+    contenders = all_contenders()
+    if arguments.list:
+        print("\n".join(f"{case.group}: {case.name}" for case in cases))
+        print("contenders:", ", ".join(contenders))
+        return 0
+    chosen = [contenders[name] for name in arguments.contenders or contenders]
+    old = report.load(arguments.against) if arguments.against else None
+    document, timer, sentence = start(arguments)
+    peaks = document["peaks"]
+    for dtype in dict.fromkeys(case.dtype for case in cases):
+        peaks[dtype] = peak.measure_peak(timer, dtype, sustained=arguments.sustained)
+        print(f"{dtype}: {peak.describe(peaks[dtype])}")
+    settings = speed.Settings(
+        timer, arguments.warmup, arguments.calls, arguments.seconds, arguments.cold,
+        arguments.sustained, tuple(arguments.passes) if arguments.passes else None,
+    )  # fmt: skip
+    document["timing"] |= {"sustained_s": arguments.sustained, "cold": arguments.cold}
+    document["cases"] = [{"name": case.name, **dataclasses.asdict(case)} for case in cases]
+    results = document["results"] = []
+    try:
+        for rows in speed.measure_cases(cases, chosen, settings):
+            results += rows
+            dtype = next(case.dtype for case in cases if case.name == rows[0]["case"])
+            print(f"\n{rows[0]['group']}: {rows[0]['case']}")
+            print(report.format_case(rows, peaks, dtype), flush=True)
+        for layer in layers:
+            rows = measure_layer(layer, chosen, settings)
+            results += rows
+            print(f"\n{rows[0]['case']}\n{report.format_case(rows, {}, layer.dtype)}", flush=True)
+    except KeyboardInterrupt:
+        document["interrupted"] = True
+        speed.say("\ninterrupted; this is what was measured")
+    if on_gpu:
+        document["clocks_after"] = environment.clocks()
+    print(f"\n{sentence}\n{report.FOOTNOTE}")
+    return finish(arguments, document, old)
+
+
+def start(arguments: argparse.Namespace) -> tuple[dict, timing.Timer, str]:
+    """What every document begins with, the timer, and the sentence about it."""
+    device = jax.devices()[0]
+    timer, sentence = timing.choose_timer(arguments.timer)
+    document = {
+        "format": report.FORMAT,
+        **environment.environment(device, arguments.commit),
+        "timing": {"source": timer.source, "sentence": sentence, "warmup": arguments.warmup,
+                   "calls": arguments.calls},
+        "peaks": {},
+    }  # fmt: skip
+    where = document["device"]
+    driver = f", driver {where['driver']}" if where["driver"] else ""
+    print(f"{where['kind']}{driver}, jax {jax.__version__}; times: {sentence}")
+    return document, timer, sentence
+
+
+def finish(arguments: argparse.Namespace, document: dict, old: dict | None) -> int:
+    """Saves, draws and compares, as asked; returns the exit status."""
+    if arguments.save:
+        report.save(document, arguments.save)
+        print(f"wrote {arguments.save}")
+    if arguments.plot:
+        from jax_flash.benchmark import plots
+
+        for path in plots.draw_all(document, arguments.plot):
+            print(f"wrote {path}")
+    if document.get("interrupted"):
+        return 130
+    if old is None:
+        return 0
+    found = report.changes(document, old, arguments.tolerance)
+    print(f"\nagainst {arguments.against}:\n" + report.format_changes(found, document, old))
+    return 1 if any(entry["regression"] for entry in found) else 0

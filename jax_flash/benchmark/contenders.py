@@ -1,0 +1,229 @@
+"""What is compared, and how a case is built for it. Peers from elsewhere are in `peers`."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import re
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+import jax_flash
+from jax_flash import dispatch, ffi
+from jax_flash.benchmark.cases import Case, options
+
+
+class UnavailableError(Exception):
+    """A contender cannot run a case, or anything here; the text says why, in a few words."""
+
+
+@dataclasses.dataclass
+class Prepared:
+    """A contender's passes of one case, ready to be timed.
+
+    Attributes:
+      calls: by pass, a function that enqueues the call with input set i and returns its result.
+      wait: until a result has been computed.
+      results: by pass, the results as numpy arrays by name (out, dquery, dkey, dvalue) of a call
+        with input set 0.
+      memory: by pass, bytes beside operands and results, if known.
+      refused: by pass that it cannot run, why.
+    """
+
+    calls: dict[str, Callable[[int], Any]]
+    wait: Callable[[Any], Any]
+    results: Callable[[str], dict[str, np.ndarray]]
+    memory: dict[str, int]
+    refused: dict[str, str]
+
+
+class Contender:
+    """One attention: `prepare` raises `UnavailableError` for what it cannot run."""
+
+    name: str
+
+    def prepare(self, case: Case, inputs: list, extras: dict[str, jax.Array]) -> Prepared:
+        raise NotImplementedError
+
+
+@dataclasses.dataclass
+class JaxContender(Contender):
+    """An attention that JAX compiles and differentiates.
+
+    Attributes:
+      name: as in tables.
+      build: from a case, the function (query, key, value, **extras) -> out; raises
+        `UnavailableError`.
+      query_scale: from a case, a factor that the query is given with, before timing, for an
+        attention that has no scale of its own.
+    """
+
+    name: str
+    build: Callable[[Case], Callable[..., jax.Array]]
+    query_scale: Callable[[Case], float] | None = None
+
+    def prepare(self, case, inputs, extras):
+        attention = self.build(case)
+        scale = self.query_scale(case) if self.query_scale else 1.0
+        if scale != 1.0:
+            inputs = [(query * jnp.asarray(scale, query.dtype), *rest)
+                      for query, *rest in inputs]  # fmt: skip
+
+        def attend(extras, *qkv):
+            out = attention(*qkv, **extras)
+            return out[0] if isinstance(out, tuple) else out  # lse
+
+        def forward(extras, query, key, value, dout):
+            return attend(extras, query, key, value)
+
+        def residuals(extras, query, key, value):
+            return jax.vjp(functools.partial(attend, extras), query, key, value)[1]
+
+        def backward(pullback, dout):
+            return pullback(dout)
+
+        def both(extras, query, key, value, dout):
+            out, pullback = jax.vjp(functools.partial(attend, extras), query, key, value)
+            return out, *pullback(dout)
+
+        calls: dict[str, Callable[[int], Any]] = {}
+        memory: dict[str, int] = {}
+        refused: dict[str, str] = {}
+
+        def prepare_backward():
+            arguments = (extras, *inputs[0][:3])
+            save = jax.jit(residuals).lower(*arguments).compile()
+            saved = jax.eval_shape(residuals, *arguments)
+            run = jax.jit(backward).lower(saved, inputs[0][3]).compile()
+            _check_memory(len(inputs), save, run)
+            kept = [save(extras, *x[:3]) for x in inputs]
+            calls["backward"] = lambda i: run(kept[i % len(kept)], inputs[i % len(inputs)][3])
+            # What is kept for the backward pass counts as memory that it needs.
+            own = int(run.memory_analysis().temp_size_in_bytes)
+            memory["backward"] = own + max(0, _bytes(saved) - _bytes(arguments))
+
+        def prepare_other(what, function):
+            run = jax.jit(function).lower(extras, *inputs[0]).compile()
+            _check_memory(1, run)
+            calls[what] = lambda i: run(extras, *inputs[i % len(inputs)])
+            memory[what] = int(run.memory_analysis().temp_size_in_bytes)
+
+        for what in case.passes:
+            try:
+                if what == "backward":
+                    prepare_backward()
+                else:
+                    prepare_other(what, forward if what == "forward" else both)
+            except Exception as error:  # each has its own ways to refuse
+                refused[what] = reason(error)
+
+        def results(what):
+            values = [np.asarray(x) for x in jax.tree.leaves(calls[what](0))]
+            names = {
+                "forward": ("out",),
+                "backward": ("dquery", "dkey", "dvalue"),
+                "both": ("out", "dquery", "dkey", "dvalue"),
+            }[what]
+            named = dict(zip(names, values, strict=True))
+            if "dquery" in named and scale != 1.0:
+                named["dquery"] = named["dquery"].astype(np.float32) * scale
+            return named
+
+        return Prepared(calls, jax.block_until_ready, results, memory, refused)
+
+
+def _bytes(tree) -> int:
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+
+
+def _check_memory(copies: int, *compiled) -> None:
+    """Refuses what would not fit, rather than let the allocator find out."""
+    stats = jax.devices()[0].memory_stats() or {}
+    free = stats.get("bytes_limit", np.inf) - stats.get("bytes_in_use", 0)
+    plans = [x.memory_analysis() for x in compiled]
+    needed = max(p.temp_size_in_bytes for p in plans) + sum(p.output_size_in_bytes for p in plans)
+    if needed * (copies if len(compiled) > 1 else 1) > 0.95 * free:
+        sizes = f"{needed / 2**30:.0f} GiB, of which {free / 2**30:.0f} are free"
+        raise UnavailableError(f"needs {sizes}")
+
+
+def reason(error: Exception) -> str:
+    """The first line of an error, short enough for a table."""
+    if isinstance(error, UnavailableError):
+        return str(error)
+    text = str(error).strip() or type(error).__name__
+    line = next((x for x in text.splitlines() if x.strip()), "")
+    return re.sub(r"/\S*/", "", line)[:120]
+
+
+def _flash(implementation: str | None, **static) -> Callable[[Case], Callable]:
+    def build(case):
+        return functools.partial(
+            jax_flash.dot_product_attention,
+            implementation=implementation,
+            **(options(case) | static),
+        )
+
+    return build
+
+
+def _jax_nn(implementation: str) -> Callable[[Case], Callable]:
+    def build(case):
+        static = options(case)
+        lacking = sorted(
+            static.keys() & {"logits_soft_cap", "dropout_rate", "deterministic", "return_residual"}
+        )
+        lacking += ["segments"] * bool(case.segments) + ["sinks"] * (case.feature == "sinks")
+        if lacking:
+            raise UnavailableError(f"jax.nn has no {lacking[0]}, or not as an equal")
+        return functools.partial(
+            jax.nn.dot_product_attention, implementation=implementation, **static
+        )
+
+    return build
+
+
+def flash_families() -> list[JaxContender]:
+    """jax_flash as it chooses, and on a GPU with more than one family of kernels each of them."""
+    found = [JaxContender("jax_flash", _flash(None))]
+    if dispatch.current_platform() == "cuda" and ffi.native is not None:
+        families = sorted({family for _, family, _, _ in ffi.native.cuda_instances()})
+        for family in (80, 90):
+            if family in families:
+                contender = JaxContender(f"jax_flash sm_{family}", _flash(f"flash_sm{family}"))
+            else:
+                contender = JaxContender(f"jax_flash sm_{family}", _absent(family))
+            found.append(contender)
+    return found
+
+
+def _absent(family: int) -> Callable[[Case], Callable]:
+    def build(case):
+        raise UnavailableError(f"this build has no sm_{family} kernels")
+
+    return build
+
+
+def all_contenders() -> dict[str, Contender]:
+    """Every contender by name, those first that this package has."""
+    from jax_flash.benchmark import peers
+
+    own = flash_families()
+    if dispatch.current_platform() == "cuda":
+        own.append(JaxContender("jax_flash deterministic", _flash(None, deterministic=True)))
+    everyone = [
+        *own,
+        JaxContender("jax.nn xla", _jax_nn("xla")),
+        JaxContender("jax.nn cudnn", _jax_nn("cudnn")),
+        *peers.all_peers(),
+    ]
+    return {contender.name: contender for contender in everyone}
+
+
+def is_own(name: str) -> bool:
+    """Whether a contender is jax_flash, rather than a peer to compare with."""
+    return name.split()[0] == "jax_flash"

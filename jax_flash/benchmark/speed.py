@@ -1,0 +1,175 @@
+"""Measures cases: every contender of a case in turn, its errors, and its ratio to the others."""
+
+from __future__ import annotations
+
+import concurrent.futures
+import dataclasses
+import gc
+import sys
+import time
+from collections.abc import Iterable
+from typing import Any
+
+import jax
+
+from jax_flash.benchmark import oracle, stats, timing
+from jax_flash.benchmark.cases import Case, make_inputs
+from jax_flash.benchmark.contenders import (
+    Contender,
+    JaxContender,
+    Prepared,
+    is_own,
+    reason,
+)
+from jax_flash.benchmark.environment import cache_bytes
+
+MAX_SETS = 64  # of inputs that are rotated
+
+
+@dataclasses.dataclass(frozen=True)
+class Settings:
+    """How to measure; as the command line's options."""
+
+    timer: timing.Timer
+    warmup: int = 20
+    calls: int = 100
+    seconds: float | None = None
+    cold: bool = False
+    sustained: float = 0.0
+    passes: tuple[str, ...] | None = None
+
+
+def say(text: str) -> None:
+    print(text, file=sys.stderr, flush=True)
+
+
+def input_sets(case: Case, cold: bool) -> list:
+    """One set of inputs, or as many as make a call find none of its own in the cache."""
+    count = 1
+    if cold:
+        one = case.bytes("forward")
+        count = min(MAX_SETS, max(1, int(-(-2 * cache_bytes(jax.devices()[0]) // one))))
+    return [make_inputs(case, seed)[0] for seed in range(count)]
+
+
+def prepare_all(
+    case: Case, contenders: Iterable[Contender], inputs, extras
+) -> dict[str, Prepared | str]:
+    """Each contender prepared, or why it is not. Several compile at a time."""
+
+    def prepare(contender: Contender) -> Prepared | str:
+        try:
+            return contender.prepare(case, inputs, extras)
+        except Exception as error:  # each has its own ways to refuse
+            return reason(error)
+
+    contenders = list(contenders)
+    compiled = [c for c in contenders if isinstance(c, JaxContender)]
+    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+        done = dict(zip((c.name for c in compiled), pool.map(prepare, compiled), strict=True))
+    # PyTorch chooses its backend by global flags: one at a time.
+    return {c.name: done[c.name] if c.name in done else prepare(c) for c in contenders}
+
+
+def measure_case(case: Case, contenders: list[Contender], settings: Settings) -> list[dict]:
+    """A row for each contender and pass."""
+    if settings.passes is not None:
+        passes = tuple(what for what in case.passes if what in settings.passes)
+        case = dataclasses.replace(case, passes=passes)
+    inputs = input_sets(case, settings.cold)
+    extras = make_inputs(case, 0)[1]
+    with concurrent.futures.ThreadPoolExecutor(1) as pool:
+        truth = pool.submit(oracle.compute, case, inputs[0], extras)
+        prepared = prepare_all(case, contenders, inputs, extras)
+        truth = truth.result()
+    rows = []
+    for what in case.passes:
+        rows += _measure_pass(case, what, prepared, truth, settings, len(inputs))
+    return rows
+
+
+def _measure_pass(case, what, prepared, truth, settings, sets) -> list[dict[str, Any]]:
+    rows, runs = {}, {}
+    for name, one in prepared.items():
+        row = rows[name] = {"case": case.name, "group": case.group, "contender": name, "pass": what}
+        if isinstance(one, str) or what in one.refused:
+            row["unavailable"] = one if isinstance(one, str) else one.refused[what]
+            continue
+        try:
+            row["errors"] = oracle.errors(truth, one.results(what)) if truth else {}
+        except Exception as error:
+            row["unavailable"] = reason(error)
+            continue
+        row["wrong"] = oracle.is_wrong(case, row["errors"])
+        row["memory_bytes"] = one.memory.get(what)
+        runs[name] = lambda i, one=one: one.wait(one.calls[what](i))
+    times = timing.measure(
+        runs,
+        settings.timer,
+        warmup=settings.warmup,
+        calls=settings.calls,
+        seconds=settings.seconds,
+    )
+    for name, taken in times.items():
+        row, one = rows[name], prepared[name]
+        row["source"] = source = settings.timer.source if settings.timer.source in taken else "wall"
+        row["inputs"] = sets
+        row["time"] = stats.summarise(taken[source])
+        if source != "wall":
+            row["wall"] = stats.summarise(taken["wall"])
+        row |= rates(case, what, row["time"]["median_s"])
+        if settings.sustained and isinstance(settings.timer, timing.CuptiTimer):
+            row["sustained"] = _sustained(case, what, one, row, settings)
+    compare(rows, times)
+    return list(rows.values())
+
+
+def rates(case: Case, what: str, seconds: float) -> dict[str, float]:
+    """TFLOP/s, and for decoding TB/s."""
+    if case.is_decode:
+        return {"tbps": case.bytes(what) / seconds / 1e12}
+    return {"tflops": case.flops(what) / seconds / 1e12}
+
+
+def _sustained(case, what, one, row, settings) -> dict[str, Any] | None:
+    """The same, enqueued without a pause for as long as asked: what the power limit leaves."""
+    calls = 2 * max(5, int(settings.sustained / row["time"]["median_s"] / 2))
+    if calls > 4000 or row["source"] == "wall":
+        return None  # too short for the host to keep the device busy
+    index = iter(range(calls))
+    taken = settings.timer.sustained(lambda: one.calls[what](next(index)), one.wait, calls)
+    if not taken:
+        return None
+    summary = stats.summarise(taken)
+    return summary | rates(case, what, summary["median_s"])
+
+
+def compare(rows: dict[str, dict], times: dict[str, dict[str, list[float]]]) -> None:
+    """Puts into each row of jax_flash its ratio to the fastest peer that is right."""
+
+    def series(name):
+        return times[name][rows[name]["source"]]
+
+    fair = [name for name in times if not is_own(name) and not rows[name]["wrong"]]
+    for name in times:
+        peers = [peer for peer in fair if rows[peer]["source"] == rows[name]["source"]]
+        if not is_own(name) or not peers:
+            continue
+        best = min(peers, key=lambda peer: rows[peer]["time"]["median_s"])
+        ratio = stats.compare(series(name), series(best))
+        rows[name]["best_peer"] = {"name": best, **ratio}
+
+
+def measure_cases(
+    cases: list[Case], contenders: list[Contender], settings: Settings
+) -> Iterable[list[dict[str, Any]]]:
+    """The rows of one case after the other, with progress on stderr."""
+    start = time.perf_counter()
+    for number, case in enumerate(cases, start=1):
+        spent = time.perf_counter() - start
+        say(f"[{number}/{len(cases)}, {spent:.0f} s] {case.group}: {case.name}")
+        try:
+            yield measure_case(case, contenders, settings)
+        except jax.errors.JaxRuntimeError as error:  # inputs that do not fit, say
+            say(f"  left out: {reason(error)}")
+        gc.collect()  # what closures of the case hold is device memory

@@ -1,0 +1,86 @@
+"""Medians, their bootstrap intervals, ratios of two series, and what counts as a difference."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+NOISY = 0.02  # of the median: a standard deviation above it is flagged
+RESAMPLES = 2000
+COVERAGE = 0.95
+
+
+def _medians(rows: np.ndarray, indices: np.ndarray) -> np.ndarray:
+    return np.median(rows[indices], axis=1)
+
+
+def _indices(count: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(count, size=(RESAMPLES, count))
+
+
+def _interval(values: np.ndarray) -> list[float]:
+    tail = 50 * (1 - COVERAGE)
+    return [float(x) for x in np.percentile(values, [tail, 100 - tail])]
+
+
+def summarise(times: Sequence[float]) -> dict[str, Any]:
+    """Of times in seconds: median, 95% bootstrap interval for it, standard deviation, flag.
+
+    The interval is the percentile bootstrap's (Efron and Tibshirani, "An introduction to the
+    bootstrap", 1993, chapter 13) with a fixed seed, so that the same times give the same one.
+    """
+    series = np.asarray(times, np.float64)
+    if series.size == 0:
+        raise ValueError("summarise: expected at least one time, got none")
+    median = float(np.median(series))
+    std = float(series.std(ddof=1)) if series.size > 1 else 0.0
+    return {
+        "calls": int(series.size),
+        "median_s": median,
+        "interval_s": _interval(_medians(series, _indices(series.size, 0))),
+        "std_s": std,
+        "noisy": std > NOISY * median,
+    }
+
+
+def disjoint(a: Sequence[float], b: Sequence[float]) -> bool:
+    """Whether two closed intervals have no point in common."""
+    return a[1] < b[0] or b[1] < a[0]
+
+
+def compare(times: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
+    """How much faster `times` is than `others`: the ratio of medians, others' over times'.
+
+    Series of one length were measured in turn, round by round: the same rounds are drawn for
+    both, so that what disturbed a round does not widen the ratio's interval.
+    """
+    a, b = np.asarray(times, np.float64), np.asarray(others, np.float64)
+    drawn = _indices(a.size, 1)
+    of_others = _medians(b, drawn if a.size == b.size else _indices(b.size, 2))
+    ratio = float(np.median(b) / np.median(a))
+    return {
+        "ratio": ratio,
+        "interval": _interval(of_others / _medians(a, drawn)),
+        "disjoint": disjoint(summarise(times)["interval_s"], summarise(others)["interval_s"]),
+    }
+
+
+def regression(new: dict[str, Any], old: dict[str, Any], tolerance: float) -> dict[str, Any]:
+    """A change between two summaries of different runs, and whether it is a regression.
+
+    Intervals say how well one run knows its median, and nothing of how runs differ (clocks,
+    memory placement): beyond noise is a change whose intervals are disjoint and which exceeds
+    `tolerance`, a fraction, or both runs' standard deviations of the median where these are
+    larger.
+    """
+    ratio = new["median_s"] / old["median_s"]
+    spread = math.hypot(
+        *(3 * s["std_s"] / s["median_s"] / math.sqrt(s["calls"]) for s in (new, old))
+    )
+    beyond = disjoint(new["interval_s"], old["interval_s"]) and abs(ratio - 1) > max(
+        tolerance, spread
+    )
+    return {"ratio": ratio, "beyond_noise": beyond, "regression": beyond and ratio > 1}

@@ -1,0 +1,160 @@
+"""The tables of cases, by name: `--cases NAME...`."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+
+from jax_flash.benchmark.cases import FEATURES, Case
+
+_BOTH = (False, True)
+
+
+def _targets() -> list[Case]:
+    """Shapes from the latency-bound to the large, full and causal, and decoding."""
+    shapes = [  # batch, heads, kv_heads, length, head_dim, masks
+        (1, 8, 8, 512, 64, _BOTH), (1, 16, 16, 1024, 64, _BOTH), (16, 16, 16, 2048, 64, _BOTH),
+        (4, 16, 16, 4096, 64, _BOTH), (4, 16, 16, 2048, 128, _BOTH), (4, 16, 16, 4096, 128, _BOTH),
+        (2, 16, 16, 8192, 128, (True,)), (1, 16, 16, 16384, 128, _BOTH),
+        (1, 32, 8, 8192, 128, (True,)), (2, 8, 8, 8192, 256, _BOTH),
+    ]  # fmt: skip
+    return [
+        Case("targets", batch, length, heads, dim, kv_heads=kv_heads, is_causal=causal)
+        for batch, heads, kv_heads, length, dim, masks in shapes
+        for causal in masks
+    ]
+
+
+def _decode() -> list[Case]:
+    """One query a sequence, against the keys of a long one."""
+    return [
+        Case("decode", batch, 1, 32, 128, kv_len=kv_len, kv_heads=8, passes=("forward",))
+        for batch, kv_len in ((32, 8192), (1, 32768), (64, 2048))
+    ]
+
+
+def _earlier() -> list[Case]:
+    """Shapes that earlier flash attentions for JAX were measured at."""
+    return [
+        Case("earlier", batch, length, heads, 64, is_causal=causal)
+        for batch, heads, length in (
+            (1, 8, 128), (1, 8, 256), (1, 8, 512), (1, 8, 1024), (1, 8, 2048), (1, 16, 1024),
+            (16, 16, 2048),
+        )
+        for causal in _BOTH
+    ]  # fmt: skip
+
+
+def _length() -> list[Case]:
+    """512 to 131072 keys with 131072 tokens in all, for three head dims."""
+    tokens = 2**17
+    return [
+        Case("length", tokens // length, length, 512 // dim, dim, is_causal=causal)
+        for dim in (64, 128, 256)
+        for causal in _BOTH
+        for length in (2**k for k in range(9, 18))
+    ]
+
+
+def _head_dim() -> list[Case]:
+    return [
+        Case("head-dim", 4, 4096, 2048 // dim, dim, is_causal=causal)
+        for dim in (32, 64, 128, 256)
+        for causal in _BOTH
+    ] + [Case("head-dim", 4, 4096, 16, dim, is_causal=c) for dim in (96, 192) for c in _BOTH]
+
+
+def _batch() -> list[Case]:
+    return [Case("batch", batch, 2048, 16, 128, is_causal=True) for batch in (1, 2, 4, 8, 16, 32)]
+
+
+def _heads() -> list[Case]:
+    return [
+        Case("heads", 1, 8192, 32, 128, kv_heads=kv_heads, is_causal=True)
+        for kv_heads in (32, 8, 4, 1)
+    ]
+
+
+def _window() -> list[Case]:
+    plain = Case("window", 1, 16384, 16, 128, is_causal=True)
+    return [plain] + [
+        dataclasses.replace(plain, window=(left, 0), is_causal=False) for left in (255, 1023, 4095)
+    ]
+
+
+def _segments() -> list[Case]:
+    plain = Case("segments", 1, 32768, 8, 128, is_causal=True)
+    return [dataclasses.replace(plain, segments=count) for count in (0, 1, 4, 16, 64)]
+
+
+def _features() -> list[Case]:
+    """One feature at a time: what each costs over the first, plain, case."""
+    plain = Case("features", 4, 4096, 16, 128)
+    return [
+        plain,
+        dataclasses.replace(plain, is_causal=True),
+        dataclasses.replace(plain, window=(1023, 0)),
+        dataclasses.replace(plain, segments=4),
+        *(dataclasses.replace(plain, feature=feature) for feature in FEATURES),
+    ]
+
+
+def _cpu() -> list[Case]:
+    """Sizes that take a couple of cores well under a second."""
+    return [
+        Case("cpu", 1, 2048, 8, 64, is_causal=causal, dtype=dtype)
+        for dtype in ("float32", "bfloat16")
+        for causal in _BOTH
+    ]
+
+
+def _cpu_length() -> list[Case]:
+    """512 to 8192 keys with 8192 tokens in all."""
+    return [
+        Case("cpu-length", 2**13 // length, length, 128 // dim, dim, is_causal=causal,
+             dtype="float32")
+        for dim in (64, 128)
+        for causal in _BOTH
+        for length in (512, 1024, 2048, 4096, 8192)
+    ]  # fmt: skip
+
+
+def _cpu_features() -> list[Case]:
+    small = {"batch": 1, "q_len": 1024, "heads": 4, "head_dim": 64, "dtype": "float32"}
+    shrunk = []
+    for case in _features():
+        window = case.window and (255, 0)
+        shrunk.append(dataclasses.replace(case, group="cpu-features", kv_len=1024, kv_heads=4,
+                                          window=window, **small))  # fmt: skip
+    return shrunk
+
+
+def _tiny() -> list[Case]:
+    """For trying the program out: seconds on anything."""
+    return [
+        Case("tiny", 1, 128, 2, 32, kv_heads=1, dtype="float32", is_causal=causal)
+        for causal in _BOTH
+    ]
+
+
+TABLES: dict[str, Callable[[], list[Case]]] = {
+    "targets": _targets,
+    "decode": _decode,
+    "earlier": _earlier,
+    "length": _length,
+    "head-dim": _head_dim,
+    "batch": _batch,
+    "heads": _heads,
+    "window": _window,
+    "segments": _segments,
+    "features": _features,
+    "cpu": _cpu,
+    "cpu-length": _cpu_length,
+    "cpu-features": _cpu_features,
+    "tiny": _tiny,
+}
+
+
+def select(names: list[str]) -> list[Case]:
+    """The cases of these tables, in order, each once in a table."""
+    return [case for name in dict.fromkeys(names) for case in TABLES[name]()]
