@@ -3,6 +3,8 @@
 from jax_flash.attention import Explanation, dot_product_attention, explain, merge_attention
 from jax_flash.autodiff import RESIDUAL_NAMES
 from jax_flash.ffi import EXPORT_SAFETY_CHECKS
+from jax_flash.ring import ring_attention
+from jax_flash.sequence import sequence_positions, zigzag_permute, zigzag_restore
 
 __all__ = [
     "EXPORT_SAFETY_CHECKS",
@@ -11,6 +13,10 @@ __all__ = [
     "dot_product_attention",
     "explain",
     "merge_attention",
+    "ring_attention",
+    "sequence_positions",
+    "zigzag_permute",
+    "zigzag_restore",
 ]
 
 __version__ = "0.1.0"

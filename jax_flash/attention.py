@@ -10,6 +10,8 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_flash import autodiff, dispatch
+from jax_flash.sequence import check as check_sequence
+from jax_flash.sequence import sequence_of_mesh, shard_sequence
 from jax_flash.spec import AttentionSpec, make_spec
 from jax_flash.validation import make_operands
 
@@ -36,6 +38,9 @@ def dot_product_attention(
     dropout_rate: float = 0.0,
     dropout_seed: ArrayLike | None = None,
     deterministic: bool = False,
+    sequence_axis: str | tuple[str, ...] | None = None,
+    sequence_order: str = "contiguous",
+    sequence_mode: str = "ring",
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Scaled dot-product attention, fused: no array of size T * S is ever stored.
 
@@ -87,6 +92,12 @@ def dot_product_attention(
       dropout_seed: uint32 [2], such as ``jax.random.bits(key, (2,), "uint32")``. The mask is
         a function of it and of the index (b, n, i, j) alone: the same on every platform.
       deterministic: gradients are bitwise equal between runs (the output always is).
+      sequence_axis: mesh axis, or axes, of the current mesh (`jax.set_mesh`) to shard query, key
+        and value over along T and S. None: as they are sharded. A sequence that is sharded makes
+        the call a ring, see `ring_attention`.
+      sequence_order: with sequence_axis, the order that axes T and S of all arrays are stored in:
+        "contiguous", or "zigzag" as `zigzag_permute` makes it. Positions are those before it.
+      sequence_mode: with sequence_axis, "ring" or "all_to_all".
 
     Returns:
       out [\*B,T,N,h] in query's dtype, or (out, lse) with lse [\*B,T,N] float32, the natural
@@ -95,7 +106,8 @@ def dot_product_attention(
     Raises:
       TypeError: an argument is of the wrong kind, or traced where it must be static.
       ValueError: a shape, dtype or number does not fit.
-      NotImplementedError: `implementation` names one that does not support the call.
+      NotImplementedError: `implementation` names one that does not support the call, or the
+        sequence cannot be sharded so.
 
     References:
       Dao et al., "FlashAttention", 2022, algorithms 1 and 4; Dao, "FlashAttention-2", 2023,
@@ -103,14 +115,26 @@ def dot_product_attention(
       streaming language models with attention sinks", 2023; soft cap: Gemma 2 report, 2024,
       section 2.
     """
-    spec, operands = canonicalize(**locals())
+    arguments = locals()
+    axis, order, mode = (arguments.pop(f"sequence_{what}") for what in ("axis", "order", "mode"))
+    sequence = sequence_of_mesh(axis, order, mode, arguments["query_offset"])
+    spec, operands = canonicalize(**arguments, sequence=sequence)
+    if sequence is not None:
+        check_sequence(sequence, operands, local=False, dropout=spec.dropout_threshold > 0)
+        operands |= shard_sequence(sequence, operands)
     return run(spec, operands, has_batch=jnp.ndim(query) > 3, return_residual=return_residual)
 
 
 def canonicalize(
-    query, key, value, *, return_residual, **arguments
+    query, key, value, *, return_residual, sequence=None, parts=1, **arguments
 ) -> tuple[AttentionSpec, dict[str, jax.Array]]:
-    """Checks the arguments of `dot_product_attention`; returns what `run` takes."""
+    """Checks the arguments of `dot_product_attention`; returns what `run` takes.
+
+    Args:
+      query, key, value, return_residual, **arguments: `dot_product_attention`'s.
+      sequence: the `SequenceSharding`, or None.
+      parts: of how many parts of the sequence query and key are one; bias and mask may have all.
+    """
     if not isinstance(return_residual, bool):
         raise TypeError(f"return_residual: expected a bool, got {type(return_residual).__name__}")
     static = (
@@ -125,7 +149,8 @@ def canonicalize(
     options = {name: arguments.pop(name) for name in static}
     shape = jnp.shape(query)
     spec = make_spec(head_dim=shape[-1] if shape else 0, **options)
-    return spec, make_operands(spec, query, key, value, **arguments)
+    spec = dataclasses.replace(spec, sequence=sequence)
+    return spec, make_operands(spec, query, key, value, parts=parts, **arguments)
 
 
 def run(
@@ -235,6 +260,8 @@ def explain(*args: Any, **kwargs: Any) -> Explanation:
     arguments = _DEFAULTS | dict(zip(_POSITIONAL, args, strict=False)) | kwargs
     arrays = {n: x for n, x in arguments.items() if hasattr(x, "shape")}
     others = {n: x for n, x in arguments.items() if n not in arrays}
+    for name in ("sequence_axis", "sequence_order", "sequence_mode"):
+        others.pop(name, None)  # the kernels are the same
     found = []
 
     def look(arrays):

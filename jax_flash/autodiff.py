@@ -19,15 +19,17 @@ import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jax.custom_derivatives import SymbolicZero
 
-from jax_flash import dispatch, ffi, reference
+from jax_flash import all_to_all, dispatch, ffi, reference, ring_passes
 from jax_flash.batching import fold_batch_axes, vmappable
 from jax_flash.forward_mode import forbid_forward_mode
 from jax_flash.partitioning import (
+    is_manual,
     match_head_sharding,
     match_sharding,
     partitioned,
     unify_varying,
 )
+from jax_flash.sequence import SequenceSharding, in_position_order
 from jax_flash.spec import AttentionSpec
 
 Operands = dict[str, jax.Array]
@@ -44,12 +46,34 @@ class _Pass:
     is_backward: bool = False
     needs_dbias: bool = False
     vmapped: int = 0  # leading batch axes that come from vmap
+    is_block: bool = False  # the keys are a part of those that out, lse and cotangents belong to
+    plain: bool = False  # run as the reference, unfolded: to be differentiated
 
     def __call__(self, operands: Operands) -> Operands:
-        return partitioned(self.run, operands)
+        return partitioned(self, operands)
+
+    def on_shard(self, operands: Operands) -> Operands:
+        """The pass inside a shard_map."""
+        if self.spec.sequence is None:
+            return self.run(operands)
+        return self.run_sharded(self.spec.sequence, operands)
+
+    def run_sharded(self, sequence: SequenceSharding, operands: Operands) -> Operands:
+        """The pass on one device's shards of the sequences."""
+        whole = dataclasses.replace(self, spec=dataclasses.replace(self.spec, sequence=None))
+        if sequence.mode == "all_to_all":
+            return all_to_all.exchanged(whole.run, sequence, operands)
+        block = dataclasses.replace(whole, is_block=True)
+        ring = ring_passes.backward if self.is_backward else ring_passes.forward
+        return ring(block.run, whole.spec, sequence, operands)
 
     def run(self, operands: Operands) -> Operands:
-        """The pass on one device."""
+        """The pass on one device that has all of the sequences."""
+        if self.spec.sequence is None:
+            return self._run(operands)
+        return in_position_order(self._run, self.spec.sequence, operands)
+
+    def _run(self, operands: Operands) -> Operands:
         if self.is_backward:
             # A vmap may leave any of these unmapped: a constant cotangent, or, under jacrev,
             # the residuals. Native code takes them with every batch entry.
@@ -66,6 +90,8 @@ class _Pass:
             dbias_full = tuple(
                 axis < self.vmapped or bias[axis] == size for axis, size in enumerate(batch)
             )
+        if self.plain:
+            return self._reference(dbias_full, operands)
         return fold_batch_axes(self._on_platform, operands, dbias_full)
 
     def _on_platform(self, operands: Operands, dbias_full) -> Operands:
@@ -108,7 +134,7 @@ class _Pass:
             names.append("bias")
             bias = operands["bias"]
             operands["bias"] = jnp.broadcast_to(bias, _dbias_shape(operands, dbias_full))
-        return reference.backward(self.spec, operands, tuple(names))
+        return reference.backward(self.spec, operands, tuple(names), is_block=self.is_block)
 
 
 def _dbias_shape(operands: Operands, dbias_full) -> tuple[int, ...]:
@@ -124,12 +150,9 @@ def _differentiable(one_pass: _Pass):
 
     @call.defjvp
     def rule(primals, tangents):
-        dbias_full = None
-        if one_pass.needs_dbias:
-            batch = reference.batch_shape(primals[0])
-            bias = primals[0]["bias"].shape
-            dbias_full = tuple(bias[axis] == size for axis, size in enumerate(batch))
-        return jax.jvp(functools.partial(one_pass._reference, dbias_full), primals, tangents)
+        plain = dataclasses.replace(one_pass, plain=True)
+        function = plain.on_shard if is_manual(primals[0]) else plain.run
+        return jax.jvp(function, primals, tangents)
 
     return call
 
@@ -194,10 +217,11 @@ def _sinks_gradient(operands: Operands) -> jax.Array:
 @functools.partial(jax.jit, static_argnums=0)
 def attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """(out [*B,T,N,h], lse [*B,T,N]) of validated operands."""
-    if spec.implementation == "reference":
+    if spec.implementation == "reference" and spec.sequence is None:
         out, lse = reference.forward(spec, operands)
     else:
         names = ("query", "key", "value", "bias", "sinks")
+        axes = spec.sequence.axes if spec.sequence else ()
         guarded = {n: forbid_forward_mode(x) for n, x in operands.items() if n in names}
-        out, lse = _attention(spec, unify_varying({**operands, **guarded}))
+        out, lse = _attention(spec, unify_varying({**operands, **guarded}, axes))
     return out, jnp.swapaxes(lse, -1, -2)

@@ -62,24 +62,49 @@ def forward(
     return out.astype(query.dtype), lse
 
 
-def backward(spec: AttentionSpec, operands: Operands, grad_of: tuple[str, ...]) -> Operands:
+def backward(
+    spec: AttentionSpec, operands: Operands, grad_of: tuple[str, ...], *, is_block: bool = False
+) -> Operands:
     """Gradients of `forward` by recomputation.
 
     Args:
       spec: the static options.
       operands: as for `forward`, with dout [*B,T,N,h] and perhaps dlse [*B,N,T].
       grad_of: names of the operands to differentiate with respect to.
+      is_block: whether the keys are a part of those that lse, out and the cotangents belong to.
 
     Returns:
       Gradients by name, each in its operand's shape and dtype.
     """
     inputs = {n: x for n, x in operands.items() if n not in ("out", "lse", "dout", "dlse")}
     wanted = {name: inputs[name] for name in grad_of}
-    (_, lse), vjp = jax.vjp(lambda x: forward(spec, {**inputs, **x}), wanted)
-    dlse = operands.get("dlse")
+    (out, lse), vjp = jax.vjp(lambda x: forward(spec, {**inputs, **x}), wanted)
+    dout, dlse = operands["dout"], operands.get("dlse")
     dlse = jnp.zeros_like(lse) if dlse is None else dlse.astype(lse.dtype)
-    (grads,) = vjp((operands["dout"], dlse))
+    if is_block:
+        dout, dlse = _block_cotangents(operands, out, lse, dlse)
+    (grads,) = vjp((dout, dlse))
     return grads
+
+
+def _block_cotangents(operands: Operands, out, lse, dlse) -> tuple[jax.Array, jax.Array]:
+    """Cotangents of a block's own out and lse, from those of the whole call.
+
+    The whole call's out is sum_blocks w out_block with w = exp(lse_block - lse), and lse depends
+    on lse_block with slope w, so with delta = sum_h dout out - dlse of the whole call,
+      dout_block = w dout,   dlse_block = w (sum_h dout out_block - delta).
+    """
+    whole, exists = operands["lse"].astype(lse.dtype), lse != -jnp.inf
+    weight = jnp.where(exists, jnp.exp(jnp.where(exists, lse - whole, 0)), 0)
+    dout = operands["dout"].astype(lse.dtype)
+
+    def dot(x):
+        highest = jax.lax.Precision.HIGHEST
+        return jnp.einsum("...tnh,...tnh->...nt", dout, x.astype(lse.dtype), precision=highest)
+
+    dlse = jnp.where(exists, weight * (dot(out) - dot(operands["out"]) + dlse), 0)
+    dout = jnp.swapaxes(weight, -1, -2)[..., None] * dout
+    return dout.astype(out.dtype), dlse
 
 
 def batch_shape(operands: Operands) -> tuple[int, ...]:

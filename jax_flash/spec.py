@@ -47,6 +47,53 @@ _JAX_NN_IMPLEMENTATIONS = {"xla": "reference", "cudnn": "flash"}
 _INT32_MAX = 2**31 - 1
 
 
+# Of a sharded sequence: see sequence.py, and ring.py and all_to_all.py.
+ORDERS = ("contiguous", "zigzag")
+MODES = ("ring", "all_to_all")
+
+
+@dataclasses.dataclass(frozen=True)
+class SequenceSharding:
+    """How query, key and value are spread over the sequence.
+
+    Attributes:
+      axes: the mesh axes, major first.
+      devices: D, the product of their sizes.
+      order: one of `ORDERS`.
+      mode: one of `MODES`.
+      offset: `query_offset` where it is known while tracing, else None.
+    """
+
+    axes: tuple[str, ...]
+    devices: int
+    order: str = "contiguous"
+    mode: str = "ring"
+    offset: int | None = None
+
+    @property
+    def axis_name(self):
+        """For collectives."""
+        return self.axes if len(self.axes) > 1 else self.axes[0]
+
+    @property
+    def chunks(self) -> int:
+        """Stretches of neighbouring positions that a device holds."""
+        return 2 if self.order == "zigzag" else 1
+
+    def chunk_starts(self, device, length: int) -> list:
+        """The position of the first token of each chunk of `device` (int or traced int32).
+
+        Args:
+          device: index along the axes.
+          length: of the whole sequence.
+        """
+        size = length // (self.devices * self.chunks)
+        starts = [device * size]
+        if self.order == "zigzag":
+            starts.append((2 * self.devices - 1 - device) * size)
+        return starts
+
+
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
     """The static options of one call, validated and normalised.
@@ -61,6 +108,8 @@ class AttentionSpec:
       implementation: one of `IMPLEMENTATIONS`.
       smem_limit: bytes of shared memory that a CUDA block may have, 0 for what the device has.
         Tests set it to run the configurations of GPUs with less.
+      sequence: how query, key and value are spread over the sequence, where the caller says so;
+        None: not at all, or as partitioning finds them.
     """
 
     scale: float
@@ -71,6 +120,7 @@ class AttentionSpec:
     deterministic: bool = False
     implementation: str | None = None
     smem_limit: int = 0
+    sequence: SequenceSharding | None = None
 
     @property
     def dropout_threshold(self) -> int:

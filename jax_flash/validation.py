@@ -17,8 +17,13 @@ from jax_flash.spec import AttentionSpec
 Operands = dict[str, jax.Array]
 
 
-def make_operands(spec: AttentionSpec, query, key, value, **optional) -> Operands:
+def make_operands(spec: AttentionSpec, query, key, value, *, parts=1, **optional) -> Operands:
     """Validates the arrays of `dot_product_attention`, whose argument names these are.
+
+    Args:
+      spec: the static options.
+      query, key, value, **optional: the arrays.
+      parts: of how many parts of the sequence query and key are one; bias and mask may have all.
 
     Raises:
       TypeError: an argument is no array, or of the wrong kind of dtype.
@@ -36,10 +41,10 @@ def make_operands(spec: AttentionSpec, query, key, value, **optional) -> Operand
             bias = bias.astype(jnp.float32)
         elif bias.dtype.itemsize < 2:
             bias = bias.astype(jnp.float32)
-        operands["bias"] = _broadcastable("bias", bias, logits)
+        operands["bias"] = _broadcastable("bias", bias, logits, parts)
     if optional["mask"] is not None:
         mask = _array("mask", optional["mask"], jnp.bool_, "bool (an additive mask is `bias`)")
-        operands["mask"] = _broadcastable("mask", mask, logits)
+        operands["mask"] = _broadcastable("mask", mask, logits, parts)
     for name in ("query_seq_lengths", "key_value_seq_lengths"):
         if optional[name] is not None:
             operands[name] = _integers(name, optional[name], batch)
@@ -152,15 +157,17 @@ def _expect_shape(name: str, x: jax.Array, shape) -> None:
         raise ValueError(f"{name}: expected shape {_text(shape)}, got {x.shape}")
 
 
-def _broadcastable(name: str, x: jax.Array, shape) -> jax.Array:
-    """Gives x the rank of `shape`, each axis full or 1."""
+def _broadcastable(name: str, x: jax.Array, shape, parts: int) -> jax.Array:
+    """Gives x the rank of `shape`, each axis full or 1, the last two perhaps `parts` times that."""
     padded = (1,) * (len(shape) - x.ndim) + x.shape
+    most = (*shape[:-2], *(size * parts for size in shape[-2:]))
     fits = len(padded) == len(shape) and all(
-        p in (1, s) for p, s in zip(padded, shape, strict=True)
+        p in (1, *sizes) for p, *sizes in zip(padded, shape, most, strict=True)
     )
     if not fits:
+        whole = f", or {parts} times that along T or S" if parts > 1 else ""
         raise ValueError(
-            f"{name}: expected a shape that broadcasts to [*B, N, T, S] = {_text(shape)}, "
+            f"{name}: expected a shape that broadcasts to [*B, N, T, S] = {_text(shape)}{whole}, "
             f"got {x.shape}"
         )
     return x.reshape(padded)

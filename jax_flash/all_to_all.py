@@ -1,0 +1,100 @@
+"""Sharded sequences by all-to-all: each device gets whole sequences of its share of the heads.
+
+Two exchanges of all operands, one before and one after, instead of a ring; in between is the
+ordinary call. The heads, query's and key/value's, must divide among the devices.
+
+Reference: Jacobs et al., "DeepSpeed Ulysses", 2023, section 3.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash.sequence import SequenceSharding, in_position_order
+from jax_flash.spec import OPERAND_AXES
+
+Operands = dict[str, jax.Array]
+
+
+def exchanged(
+    run: Callable[[Operands], Operands], sequence: SequenceSharding, operands: Operands
+) -> Operands:
+    """A pass, forward or backward, on this device's shards.
+
+    Args:
+      run: the pass on whole sequences, a function of operands by name.
+      sequence: the sharding.
+      operands: by name, this device's shards.
+    """
+    exchange = _Exchange(sequence, operands)
+    heads = {name: exchange.to_heads(name, x) for name, x in operands.items()}
+    results = in_position_order(run, sequence, heads)
+    return {name: exchange.to_sequence(name, x, operands.get(name)) for name, x in results.items()}
+
+
+class _Exchange:
+    def __init__(self, sequence: SequenceSharding, operands: Operands):
+        self._devices, self._axis_name = sequence.devices, sequence.axis_name
+        self._local = {n: operands[o].shape[-3] for n, o in (("T", "query"), ("S", "key"))}
+        self._device = jax.lax.axis_index(self._axis_name)
+
+    def _axes(self, name: str, x: jax.Array) -> tuple[int | None, int | None]:
+        """The axis of heads, and that along which the sequence is sharded; None: there is none.
+
+        A bias or mask is sharded along T alone, and need have neither.
+        """
+        names = OPERAND_AXES[name]
+        first = x.ndim - len(names)
+        heads = next((first + a for a, letter in enumerate(names) if letter in "NK"), None)
+        tokens = next((first + a for a, letter in enumerate(names) if letter in "TS"), None)
+        if name in ("bias", "mask"):
+            heads, tokens = (axis if x.shape[axis] > 1 else None for axis in (heads, tokens))
+        return heads, tokens
+
+    def to_heads(self, name: str, x: jax.Array) -> jax.Array:
+        heads, tokens = self._axes(name, x)
+        if name in ("bias", "mask"):
+            self._check(name, x)
+        if heads is not None and tokens is not None:
+            return jax.lax.all_to_all(x, self._axis_name, heads, tokens, tiled=True)
+        if heads is not None:
+            size = x.shape[heads] // self._devices
+            return jax.lax.dynamic_slice_in_dim(x, self._device * size, size, heads)
+        if tokens is not None:
+            return jax.lax.all_gather(x, self._axis_name, axis=tokens, tiled=True)
+        return x
+
+    def _check(self, name: str, x: jax.Array) -> None:
+        q_len, kv_len = x.shape[-2:]
+        whole = self._local["S"] * self._devices
+        if q_len not in (1, self._local["T"]) or kv_len not in (1, whole):
+            raise NotImplementedError(
+                f'{name}: mode="all_to_all" takes it sharded along T and whole along S, as '
+                f"[..., {self._local['T']}, {whole}] or broadcast there, not [..., {q_len}, "
+                f'{kv_len}]; mode="ring" takes more'
+            )
+
+    def to_sequence(self, name: str, x: jax.Array, operand: jax.Array | None) -> jax.Array:
+        if name != "bias":
+            heads, tokens = self._axes(name, x)
+            return jax.lax.all_to_all(x, self._axis_name, tokens, heads, tiled=True)
+        heads, tokens = self._axes(name, operand)
+        if heads is not None and tokens is not None:
+            return jax.lax.all_to_all(x, self._axis_name, tokens, heads, tiled=True)
+        if heads is not None:
+            # This device's heads among zeros: the gradient of an operand that is the same on
+            # every device is summed over them by the caller's shard_map.
+            whole = jnp.zeros(
+                (*x.shape[:heads], operand.shape[heads], *x.shape[heads + 1 :]), x.dtype
+            )
+            start = self._device * x.shape[heads]
+            return jax.lax.dynamic_update_slice_in_dim(whole, x, start, heads)
+        if tokens is not None:
+            total = jax.lax.psum_scatter(
+                x.astype(jnp.float32), self._axis_name, scatter_dimension=tokens, tiled=True
+            )
+            return total.astype(x.dtype)
+        return x

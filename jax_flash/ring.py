@@ -1,0 +1,98 @@
+"""`ring_attention`: attention over a sequence that is sharded over the devices of a `shard_map`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+from jax.typing import ArrayLike
+
+from jax_flash.attention import canonicalize, run
+from jax_flash.sequence import check, make_sequence, mesh_axes
+
+
+def ring_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    axis_name: str | tuple[str, ...],
+    order: str = "contiguous",
+    mode: str = "ring",
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    query_offset: ArrayLike = 0,
+    sinks: ArrayLike | None = None,
+    logits_soft_cap: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: ArrayLike | None = None,
+    deterministic: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]:
+    r"""`dot_product_attention` of a sequence sharded over the devices of a `shard_map`.
+
+    Every device holds T / D of the queries and S / D of the keys and values of D devices. Keys and
+    values go round (`jax.lax.ppermute`) while the block at hand is attended to, forward and
+    backward; memory per device is O((T + S) / D), and no device ever holds all keys. What causal
+    order and window make useless is neither computed nor sent. The result is that of the same call
+    on one device, dropout's bits included.
+
+    Args:
+      query: [\*B,T/D,N,H], this device's part, as `dot_product_attention` takes it.
+      key: [\*B,S/D,K,H].
+      value: [\*B,S/D,K,h].
+      bias: broadcastable to [\*B,N,T/D,S]: whole along the keys, which are then read in part.
+        Or to [\*B,N,T,S/D]: it travels with the keys. In the storage order along T and S.
+      mask: like bias; bool.
+      axis_name: mesh axis, or axes, of the enclosing `shard_map` that T and S are sharded over.
+      order: which part: "contiguous", the d-th of D; or "zigzag", chunks d and 2 D - 1 - d of 2 D,
+        as `zigzag_permute` stores them, which gives causal attention the same work everywhere.
+        Causal order, window, lengths, offset and dropout go by position in either.
+      mode: "ring"; or "all_to_all": each device exchanges its part of all heads for all of its
+        part of the heads (Ulysses): two exchanges, less to hide, memory O(T + S) for 1 / D of the
+        heads. N and K must be multiples of D.
+      query_seq_lengths: int [\*B], of the whole sequence.
+      key_value_seq_lengths: int [\*B], of the whole sequence.
+      query_segment_ids: int [\*B,T/D], this device's part.
+      key_value_segment_ids: int [\*B,S/D]; they travel with the keys.
+      query_offset: int, scalar or [\*B]: the position of the whole sequence's query 0.
+      sinks: float [N].
+      scale: as for `dot_product_attention`, like all that follows: is_causal, local_window_size,
+        implementation, return_residual, logits_soft_cap, dropout_rate, dropout_seed,
+        deterministic.
+
+    Returns:
+      out [\*B,T/D,N,h], or (out, lse [\*B,T/D,N] float32), both differentiable.
+
+    Raises:
+      TypeError, ValueError: as `dot_product_attention` does; or axis_name is no axis of an
+        enclosing shard_map, or a length does not divide into the chunks.
+      NotImplementedError: mode "all_to_all" with heads that do not divide; dropout with chunks
+        that are no multiple of 8 keys; a bias or mask sharded along T and S alike.
+
+    References:
+      Liu et al., "Ring attention with blockwise transformers", 2023, section 3; Jacobs et al.,
+      "DeepSpeed Ulysses", 2023, section 3.
+    """
+    arguments = locals()
+    for name in ("axis_name", "order", "mode"):
+        del arguments[name]
+    mesh = jax.sharding.get_abstract_mesh()
+    axes, devices = mesh_axes("axis_name", axis_name, mesh)
+    if not set(axes) <= set(mesh.manual_axes):
+        raise ValueError(
+            f"axis_name: expected an axis of an enclosing shard_map, which is over "
+            f"{tuple(mesh.manual_axes)}, got {axis_name!r}; outside of one, "
+            f"use jax_flash.dot_product_attention(..., sequence_axis={axis_name!r})"
+        )
+    sequence = make_sequence(axes, devices, order, mode, query_offset)
+    spec, operands = canonicalize(**arguments, sequence=sequence, parts=devices)
+    check(sequence, operands, local=True, dropout=spec.dropout_threshold > 0)
+    return run(spec, operands, has_batch=jnp.ndim(query) > 3, return_residual=return_residual)

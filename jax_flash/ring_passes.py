@@ -1,0 +1,229 @@
+"""Forward and backward pass of ring attention, on one device's shards.
+
+Every device keeps its queries. Keys and values go round, and each step attends to the block that
+is visiting while the next one is on its way (the transfer depends on nothing that the step
+computes, so XLA runs them side by side). The forward pass merges the steps' outputs by their lse.
+The backward pass goes round again: with the lse, output and cotangent of the whole call, the
+gradients of a block are exact by themselves, so that nothing is kept from the forward pass but
+out and lse. dK and dV are summed in float32 by the devices that the block visits, one step behind
+it, and end at home.
+
+Reference: Liu et al., "Ring attention with blockwise transformers", 2023, section 3.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash.ring_blocks import Blocks, restore
+from jax_flash.sequence import SequenceSharding
+from jax_flash.spec import AttentionSpec
+
+Operands = dict[str, jax.Array]
+Run = Callable[[Operands], Operands]
+
+
+@dataclasses.dataclass(frozen=True)
+class Route:
+    """Where blocks of keys travel: at step k, device d is visited by that of d - shifts[k].
+
+    Attributes:
+      devices: on the ring.
+      shifts: ascending from 0.
+      visits: for each step, the devices whose queries may attend to what visits them.
+    """
+
+    devices: int
+    shifts: tuple[int, ...]
+    visits: tuple[frozenset[int], ...]
+
+    def hop(self, step: int) -> list[tuple[int, int]]:
+        """(from, to) of each block that is needed at some step after `step`."""
+        shift, following = self.shifts[step], self.shifts[step + 1]
+        pairs = []
+        for home in range(self.devices):
+            later = zip(self.shifts[step + 1 :], self.visits[step + 1 :], strict=True)
+            if any((home + s) % self.devices in visited for s, visited in later):
+                pairs.append(((home + shift) % self.devices, (home + following) % self.devices))
+        return pairs
+
+    def hop_of_gradients(self, step: int) -> list[tuple[int, int]]:
+        """(from, to) of the gradients' hop after `step`: all of them, the last one home."""
+        shift, following = self.shifts[step], (*self.shifts, 0)[step + 1]
+        return [((d + shift) % self.devices, (d + following) % self.devices)
+                for d in range(self.devices)]  # fmt: skip
+
+
+@functools.lru_cache(maxsize=256)
+def plan_route(spec: AttentionSpec, sequence: SequenceSharding, q_len: int, kv_len: int) -> Route:
+    """Leaves out every visit that causal order and window make useless, as far as is known."""
+    devices = sequence.devices
+    left, right = spec.window
+    if spec.is_causal:
+        right = 0
+    q_size, kv_size = (length // (devices * sequence.chunks) for length in (q_len, kv_len))
+
+    def sees(device, source):
+        if sequence.offset is None:
+            return True
+        for q_start in sequence.chunk_starts(device, q_len):
+            first = q_start + sequence.offset
+            last = first + q_size - 1
+            for kv_start in sequence.chunk_starts(source, kv_len):
+                before = right is None or kv_start <= last + right
+                after = left is None or kv_start + kv_size - 1 >= first - left
+                if before and after:
+                    return True
+        return False
+
+    shifts, visits = [], []
+    for shift in range(devices):
+        visited = frozenset(d for d in range(devices) if sees(d, (d - shift) % devices))
+        if visited or shift == 0:
+            shifts.append(shift)
+            visits.append(visited)
+    return Route(devices, tuple(shifts), tuple(visits))
+
+
+class _Ring:
+    """What both passes share: the order of the steps, and the transfers."""
+
+    def __init__(self, spec: AttentionSpec, sequence: SequenceSharding, operands: Operands):
+        self.blocks = Blocks(spec, sequence, operands)
+        self.route = plan_route(spec, sequence, self.blocks.q_len, self.blocks.kv_len)
+        self.axis_name = sequence.axis_name
+        self.device = jax.lax.axis_index(self.axis_name)
+        self._operands = operands
+        dtype = operands["query"].dtype
+        self.accumulator = jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+    def steps(self):
+        """Yields (step, source of the visiting keys, operands of the step)."""
+        visiting = {name: self._operands[name] for name in self.blocks.travelling}
+        for step, shift in enumerate(self.route.shifts):
+            # Sent on before the step that reads it, to be under way meanwhile.
+            following = None
+            if step + 1 < len(self.route.shifts):
+                following = self._send(visiting, self.route.hop(step))
+            source = (self.device - shift) % self.route.devices
+            yield step, source, self.blocks.take(visiting, self.device, source)
+            visiting = following
+
+    def _send(self, arrays: Operands, pairs) -> Operands:
+        return {name: jax.lax.ppermute(x, self.axis_name, pairs) for name, x in arrays.items()}
+
+    def send_gradients(self, gradients: Operands, step: int) -> Operands:
+        pairs = self.route.hop_of_gradients(step)
+        if all(source == target for source, target in pairs):
+            return gradients
+        return self._send(gradients, pairs)
+
+
+def forward(
+    run: Run, spec: AttentionSpec, sequence: SequenceSharding, operands: Operands
+) -> Operands:
+    """out [*B,T/D,N,h] and lse [*B,N,T/D] of this device's queries.
+
+    Args:
+      run: the forward pass of one block, a function of operands by name.
+      spec: the static options.
+      sequence: the sharding.
+      operands: by name, this device's shards; bias and mask may be whole along T or S.
+    """
+    ring = _Ring(spec, sequence, operands)
+    out = lse = None
+    for _, _, block in ring.steps():
+        part = run(block)
+        # [*B,q chunk,kv chunk,T,N,h] and [*B,q chunk,kv chunk,N,T]: kv chunks merge.
+        parts = [(out, lse)] if out is not None else []
+        place = part["out"].ndim - 4
+        for chunk in range(part["out"].shape[place]):
+            parts.append(
+                tuple(
+                    jax.lax.index_in_dim(part[name], chunk, place, keepdims=False)
+                    for name in ("out", "lse")
+                )
+            )
+        out, lse = _merge(parts, ring.accumulator)
+    out = restore("out", jnp.expand_dims(out, out.ndim - 3), ring.accumulator)
+    lse = restore("lse", jnp.expand_dims(lse, lse.ndim - 2), ring.accumulator)
+    if "sinks" in operands:
+        out, lse = _add_sinks(out, lse, ring.blocks.rows(ring.device), operands, ring.blocks.q_len)
+    return {"out": out.astype(operands["query"].dtype), "lse": lse}
+
+
+def _merge(parts, accumulator):
+    """Attention over the union of the keys of (out [...,T,N,h], lse [...,N,T]) parts."""
+    lses = [lse.astype(accumulator) for _, lse in parts]
+    highest = functools.reduce(jnp.maximum, lses)
+    # Where no part attended to anything, exp(-inf - 0) gives the zeros wanted.
+    base = jax.lax.stop_gradient(jnp.where(highest == -jnp.inf, 0, highest))
+    weights = [jnp.exp(lse - base) for lse in lses]
+    total = sum(weights)
+    empty = total == 0
+    total = jnp.where(empty, 1, total)
+    outs = [
+        jnp.swapaxes(weight / total, -1, -2)[..., None] * out.astype(accumulator)
+        for weight, (out, _) in zip(weights, parts, strict=True)
+    ]
+    return sum(outs), jnp.where(empty, -jnp.inf, base + jnp.log(total))
+
+
+def _add_sinks(out, lse, rows, operands: Operands, q_len: int):
+    """A sink is one more part, of rows that exist, with no output."""
+    sinks = operands["sinks"][..., None].astype(lse.dtype)
+    if "query_seq_lengths" in operands:
+        lengths = jnp.clip(operands["query_seq_lengths"], 0, q_len)
+        sinks = jnp.where(rows < lengths[..., None, None], sinks, -jnp.inf)
+    sinks = jnp.broadcast_to(sinks, lse.shape)
+    return _merge([(out, lse), (jnp.zeros((), out.dtype), sinks)], out.dtype)
+
+
+def backward(
+    run: Run, spec: AttentionSpec, sequence: SequenceSharding, operands: Operands
+) -> Operands:
+    """Gradients of query, key, value and, if `run` returns it, bias: this device's shards.
+
+    Args:
+      run: the backward pass of one block, given out, lse and cotangents of the whole call.
+      spec: the static options.
+      sequence: the sharding.
+      operands: as for `forward`, with out, lse, dout and perhaps dlse.
+    """
+    ring = _Ring(spec, sequence, operands)
+    kept: Operands = {}  # gradients of what stays on this device
+    carried: Operands = {}  # gradients of what visits, from the devices visited before
+    for step, source, block in ring.steps():
+        if step > 0:
+            carried = ring.send_gradients(carried, step - 1)
+        grads = run(block)
+        parts = {name: restore(name, x, ring.accumulator) for name, x in grads.items()}
+        for name, part in parts.items():
+            stays = name == "query" or (name == "bias" and name not in ring.blocks.travelling)
+            sums = kept if stays else carried
+            if name == "bias":
+                part = _place(part, sums.get(name), operands[name], ring, source)
+            elif name in sums:
+                part = sums[name] + part
+            sums[name] = part
+    carried = ring.send_gradients(carried, len(ring.route.shifts) - 1)
+    return {name: x.astype(operands[name].dtype) for name, x in {**kept, **carried}.items()}
+
+
+def _place(part, total, bias, ring: _Ring, source):
+    """Adds the gradient of the part of the bias that a step read to that of the whole."""
+    batch = part.shape[: part.ndim - 3]
+    starts, sizes = ring.blocks.window("bias", bias, ring.device, source)
+    starts, sizes = ([0] * len(batch) + list(x)[len(batch) :] for x in (starts, sizes))
+    whole = (*batch, *bias.shape[len(batch) :])
+    if total is None:
+        total = jnp.zeros(whole, part.dtype)
+    if part.shape == whole:
+        return total + part
+    old = jax.lax.dynamic_slice(total, starts, part.shape)
+    return jax.lax.dynamic_update_slice(total, old + part, starts)

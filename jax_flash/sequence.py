@@ -1,0 +1,224 @@
+"""How a sequence is spread over devices, and which position a stored token has.
+
+In "contiguous" order device d of D holds the d-th of D equal pieces. Causal attention then gives
+the last device D times the work of the first. In "zigzag" order a sequence is cut into 2 D chunks
+and device d holds chunks d and 2 D - 1 - d, so that any two devices have the same work. Arrays
+are stored in that order; whatever goes by position (causal order, window, lengths, offset,
+dropout) goes by the position that a token had before.
+
+Reference: Grattafiori et al., "The Llama 3 herd of models", 2024, section 3.3.2 (the 2 D chunks).
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import AxisType, PartitionSpec
+from jax.typing import ArrayLike
+
+from jax_flash.spec import MODES, OPERAND_AXES, ORDERS, SequenceSharding
+
+Operands = dict[str, jax.Array]
+
+
+def fits(sequence: SequenceSharding, q_len: int, kv_len: int, dropout: bool) -> bool:
+    """Whether a ring can run whole sequences of these lengths, that are not empty."""
+    parts = sequence.devices * sequence.chunks
+    divide = q_len % parts == 0 and kv_len % parts == 0 and q_len > 0 and kv_len > 0
+    return divide and not (dropout and kv_len // parts % 8)
+
+
+def check(sequence: SequenceSharding, operands: Operands, *, local: bool, dropout: bool) -> None:
+    """Raises where a call's sizes do not fit the sharding.
+
+    Args:
+      sequence: the sharding.
+      operands: by name.
+      local: whether they are one device's shards.
+      dropout: whether the call drops probabilities.
+
+    Raises:
+      ValueError: a length does not divide into the chunks.
+      NotImplementedError: what cannot be spread this way.
+    """
+    parts = sequence.chunks * (1 if local else sequence.devices)
+    lengths = {name: operands[name].shape[-3] for name in ("query", "key")}
+    for name, length in lengths.items():
+        if length % parts:
+            what = "its shard's length" if local else "its length"
+            raise ValueError(
+                f"{name}: expected {what} to be a multiple of {parts} ({sequence.order} order over "
+                f"{sequence.devices} devices), got {length}; pad it, with key_value_seq_lengths"
+            )
+    if sequence.mode == "all_to_all":
+        for name, axis in (("query", "N"), ("key", "K")):
+            heads = operands[name].shape[-2]
+            if heads % sequence.devices:
+                raise NotImplementedError(
+                    f'mode="all_to_all" gives each device whole heads, and {heads} {axis} heads '
+                    f'of {name} do not divide into {sequence.devices}; use mode="ring"'
+                )
+    elif dropout and lengths["key"] // parts % 8:
+        raise NotImplementedError(
+            "dropout in a ring takes chunks of keys whose length is a multiple of 8 (keys share "
+            f"random bits in eights), not {lengths['key'] // parts}; pad key and value, with "
+            "key_value_seq_lengths"
+        )
+
+
+def make_sequence(axes, devices: int, order, mode, query_offset) -> SequenceSharding:
+    """Checks the options that `dot_product_attention` and `ring_attention` have in common."""
+    for name, value, known in (("order", order, ORDERS), ("mode", mode, MODES)):
+        if value not in known:
+            raise ValueError(f"{name}: expected one of {known}, got {value!r}")
+    static = isinstance(query_offset, int | np.integer) and not isinstance(query_offset, bool)
+    offset = int(query_offset) if static else None
+    return SequenceSharding(axes, devices, order, mode, offset)
+
+
+def mesh_axes(name: str, axis: Any, mesh) -> tuple[tuple[str, ...], int]:
+    """The mesh axes that an argument names, and the product of their sizes.
+
+    Raises:
+      ValueError: the mesh lacks one.
+    """
+    axes = tuple(axis) if isinstance(axis, tuple | list) else (axis,)
+    known = tuple(mesh.axis_names) if not mesh.empty else ()
+    if not axes or any(each not in known for each in axes) or len(set(axes)) < len(axes):
+        raise ValueError(
+            f"{name}: expected an axis, or different axes, of the current mesh, which has {known} "
+            f"(jax.set_mesh makes a mesh the current one), got {axis!r}"
+        )
+    return axes, math.prod(mesh.shape[each] for each in axes)
+
+
+def sequence_of_mesh(axis, order, mode, query_offset) -> SequenceSharding | None:
+    """The sharding that `dot_product_attention`'s arguments ask for."""
+    if axis is None:
+        if order != "contiguous" or mode != "ring":
+            raise ValueError(
+                "sequence_order, sequence_mode: expected sequence_axis with them, got None"
+            )
+        return None
+    mesh = jax.sharding.get_abstract_mesh()
+    axes, devices = mesh_axes("sequence_axis", axis, mesh)
+    if set(axes) & set(mesh.manual_axes):
+        raise ValueError(
+            f"sequence_axis: {axis!r} is an axis of the shard_map around the call; use "
+            f"jax_flash.ring_attention(..., axis_name={axis!r})"
+        )
+    return make_sequence(axes, devices, order, mode, query_offset)
+
+
+def shard_sequence(sequence: SequenceSharding, operands: Operands) -> Operands:
+    """Query, key and value sharded so; their other axes as they are."""
+    mesh = jax.sharding.get_abstract_mesh()
+    types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
+    explicit = any(types[axis] == AxisType.Explicit for axis in sequence.axes)
+    sharded = {}
+    for name in ("query", "key", "value"):
+        x = operands[name]
+        if explicit:
+            entries = [*jax.typeof(x).sharding.spec]
+            entries += [None] * (x.ndim - len(entries))
+            entries[-3] = sequence.axes
+            sharded[name] = jax.sharding.reshard(x, PartitionSpec(*entries))
+        else:
+            free = PartitionSpec.UNCONSTRAINED
+            spec = PartitionSpec(*[free] * (x.ndim - 3), sequence.axes, free, free)
+            sharded[name] = jax.lax.with_sharding_constraint(x, spec)
+    return sharded
+
+
+def sequence_positions(
+    length: int, *, axis_name: str | tuple[str, ...], order: str = "contiguous"
+) -> jax.Array:
+    """Positions of the tokens that this device holds, within a `shard_map`.
+
+    For rotary embeddings and whatever else goes by position.
+
+    Args:
+      length: number of tokens on this device.
+      axis_name: mesh axis, or axes, that the sequence is sharded over.
+      order: "contiguous" or "zigzag".
+
+    Returns:
+      int32 [length].
+    """
+    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
+    devices = math.prod(jax.lax.axis_size(axis) for axis in axes)
+    sequence = SequenceSharding(axes, devices, order)
+    starts = sequence.chunk_starts(jax.lax.axis_index(sequence.axis_name), length * devices)
+    chunk = jnp.arange(length // sequence.chunks, dtype=jnp.int32)
+    return jnp.concatenate([start + chunk for start in starts])
+
+
+@functools.lru_cache(maxsize=64)
+def _chunk_order(devices: int) -> tuple[int, ...]:
+    """For each stored chunk, its place in the sequence."""
+    pairs = ((device, 2 * devices - 1 - device) for device in range(devices))
+    return tuple(chunk for pair in pairs for chunk in pair)
+
+
+def _take_chunks(x: jax.Array, order, axis: int) -> jax.Array:
+    axis %= x.ndim
+    if x.shape[axis] % len(order):
+        raise ValueError(
+            f"axis {axis}: expected a multiple of {len(order)} (2 chunks for each device), got "
+            f"shape {x.shape}"
+        )
+    split = x.reshape(*x.shape[:axis], len(order), -1, *x.shape[axis + 1 :])
+    return jnp.take(split, np.array(order), axis=axis).reshape(x.shape)
+
+
+def zigzag_permute(x: ArrayLike, devices: int, *, axis: int = 1) -> jax.Array:
+    """Brings a token array into zigzag order, for sharding over `devices` devices.
+
+    Apply it to tokens, targets, positions and segment ids before they are sharded; what is
+    computed from them token by token is then in that order, too.
+
+    Args:
+      x: any shape and dtype; the axis's size is a multiple of 2 * devices.
+      devices: size of the mesh axis, or axes, of the sequence.
+      axis: of the sequence.
+
+    Returns:
+      An array like x.
+
+    Raises:
+      ValueError: the size does not fit.
+    """
+    return _take_chunks(jnp.asarray(x), _chunk_order(devices), axis)
+
+
+def zigzag_restore(x: ArrayLike, devices: int, *, axis: int = 1) -> jax.Array:
+    """The inverse of `zigzag_permute`, with its arguments."""
+    order = np.argsort(_chunk_order(devices))
+    return _take_chunks(jnp.asarray(x), tuple(map(int, order)), axis)
+
+
+def in_position_order(
+    run: Callable[[Operands], Operands], sequence: SequenceSharding, operands: Operands
+) -> Operands:
+    """`run` on whole sequences that are stored in the sharding's order."""
+    if sequence.order == "contiguous" or sequence.devices == 1:
+        return run(operands)
+
+    def reorder(function, arrays):
+        changed = {}
+        for name, x in arrays.items():
+            axes = OPERAND_AXES[name]
+            for letter in ("T", "S"):
+                axis = x.ndim - len(axes) + axes.index(letter) if letter in axes else None
+                if axis is not None and x.shape[axis] > 1:
+                    x = function(x, sequence.devices, axis=axis)
+            changed[name] = x
+        return changed
+
+    return reorder(zigzag_permute, run(reorder(zigzag_restore, operands)))

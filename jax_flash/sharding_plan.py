@@ -1,0 +1,204 @@
+"""How a call is spread over a mesh: which sharding of its operands is kept, and what that needs."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import math
+
+import jax
+import jax.numpy as jnp
+from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule
+from jax.sharding import PartitionSpec
+
+from jax_flash.sequence import SequenceSharding, fits
+from jax_flash.spec import OPERAND_AXES, AttentionSpec
+
+Operands = dict[str, jax.Array]
+Shapes = dict[str, tuple[int, ...]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Plan:
+    """How each array of a call is sharded, and what its results need.
+
+    Attributes:
+      operands, results: by name.
+      sums: mesh axes to add a result over, by name.
+      sequence: how the sequence is sharded, if it is.
+    """
+
+    operands: dict[str, PartitionSpec]
+    results: dict[str, PartitionSpec]
+    sums: dict[str, tuple[str, ...]]
+    sequence: SequenceSharding | None
+
+    def run(self, one_pass, operands: Operands) -> Operands:
+        """The pass (of autodiff.py) on one device's shards."""
+        if self.sequence is None:
+            results = one_pass.run(operands)
+        else:
+            results = one_pass.run_sharded(self.sequence, operands)
+        for name, axes in self.sums.items():
+            total = jax.lax.psum(results[name].astype(jnp.float32), axes)
+            results[name] = total.astype(results[name].dtype)
+        return results
+
+
+def _axis_names(entry) -> tuple[str, ...]:
+    if entry is None or entry is PartitionSpec.UNCONSTRAINED:
+        return ()
+    return entry if isinstance(entry, tuple) else (entry,)
+
+
+def make_plan(
+    spec: AttentionSpec,
+    operand_shapes: Shapes,
+    result_shapes: Shapes,
+    specs: dict[str, PartitionSpec],
+    axis_sizes: dict[str, int],
+) -> Plan:
+    """Keeps the sharding that operands have over batch, heads and sequence where it divides them.
+
+    Args:
+      spec: the static options; `spec.sequence`, if given, is the sharding of the sequence.
+      operand_shapes, result_shapes: by name.
+      specs: the operands' current PartitionSpecs, by name.
+      axis_sizes: size of each mesh axis.
+    """
+    rank = len(operand_shapes["query"])
+    num_batch = rank - len(OPERAND_AXES["query"])
+    q_len, heads, _ = operand_shapes["query"][num_batch:]
+    kv_len, kv_heads, _ = operand_shapes["key"][num_batch:]
+    used = set(spec.sequence.axes if spec.sequence else ())
+
+    def first_entry(candidates, fitting):
+        for entry in candidates:
+            names = _axis_names(entry)
+            parts = math.prod(axis_sizes[name] for name in names)
+            if names and not used & set(names) and fitting(names, parts):
+                used.update(names)
+                return names
+        return ()
+
+    def dividing(*sizes):
+        return lambda _, parts: all(size % parts == 0 for size in sizes)
+
+    def entry_of(name, axis):
+        spec = specs[name]
+        return spec[axis] if axis < len(spec) else None
+
+    def entries_of(letters):
+        for name, letter in zip(("query", "key"), letters, strict=True):
+            yield entry_of(name, num_batch + OPERAND_AXES[name].index(letter))
+
+    batch_entries = []
+    for axis in range(num_batch):
+        size = max(shape[axis] for shape in operand_shapes.values())
+        full = [name for name, shape in operand_shapes.items() if shape[axis] == size > 1]
+        batch_entries.append(first_entry((entry_of(name, axis) for name in full), dividing(size)))
+    divided = (heads,) if kv_heads == 1 else (heads, kv_heads)
+    head_entry = first_entry(entries_of("NK"), dividing(*divided))
+
+    def sequence_of(names, parts):
+        offset = None if "query_offset" in operand_shapes else 0
+        return SequenceSharding(names, parts, offset=offset)
+
+    sequence, dropout = spec.sequence, spec.dropout_threshold > 0
+    if sequence is None:
+        names = first_entry(
+            entries_of("TS"), lambda *x: fits(sequence_of(*x), q_len, kv_len, dropout)
+        )
+        if names:
+            sequence = sequence_of(names, math.prod(axis_sizes[name] for name in names))
+    tokens_entry = sequence.axes if sequence else ()
+
+    def entry(name, letter):
+        if letter in "NK":
+            return head_entry
+        # Bias and mask are whole along the keys: that is all of what a device's queries need.
+        return (
+            tokens_entry
+            if letter in "TS" and not (letter == "S" and "T" in OPERAND_AXES[name])
+            else ()
+        )
+
+    def trailing(name, shape):
+        return zip(OPERAND_AXES[name], shape[num_batch:], strict=True)
+
+    def spec_of(name, shape):
+        entries = [e if shape[a] > 1 else () for a, e in enumerate(batch_entries)]
+        entries += [
+            entry(name, letter) if size > 1 else () for letter, size in trailing(name, shape)
+        ]
+        return PartitionSpec(*(e or None for e in entries))
+
+    def sums_of(name, shape):
+        missing = [e for a, e in enumerate(batch_entries) if shape[a] == 1]
+        missing += [entry(name, letter) for letter, size in trailing(name, shape) if size == 1]
+        return tuple(itertools.chain.from_iterable(missing))
+
+    sums = {name: sums_of(name, shape) for name, shape in result_shapes.items()}
+    return Plan(
+        {name: spec_of(name, shape) for name, shape in operand_shapes.items()},
+        {name: spec_of(name, shape) for name, shape in result_shapes.items()},
+        {name: axes for name, axes in sums.items() if axes},
+        sequence,
+    )
+
+
+def sharding_rule(operand_shapes: Shapes, result_shapes: Shapes, batch) -> SdyShardingRule:
+    """Batch, heads and sequence pass through, for Shardy.
+
+    A grouped query-head axis is (key/value head, member). A single key/value head is whole
+    everywhere, however the query heads are sharded. Queries and keys share a factor, since both
+    are sharded over the same devices in a ring; where their lengths differ, it is the largest
+    that divides both. Along the keys, a bias or mask is whole.
+    """
+    num_batch = len(batch)
+    q_len, heads, _ = operand_shapes["query"][num_batch:]
+    kv_len, kv_heads, _ = operand_shapes["key"][num_batch:]
+    grouped = 1 < kv_heads < heads
+    common = math.gcd(q_len, kv_len)
+    fresh = itertools.count()
+    replicated: list[str] = []
+    sizes = {"member": heads // kv_heads} if grouped else {}
+
+    def alone():
+        replicated.append(f"alone_{next(fresh)}")
+        return replicated[-1]
+
+    def token_factor(length, rest):
+        if common == 1:
+            return alone()
+        if length == common:
+            return "token"
+        sizes.setdefault(rest, length // common)
+        if common not in (q_len, kv_len):
+            sizes.setdefault("token", common)
+        return CompoundFactor("token", rest)
+
+    def factor(name, letter, size):
+        if letter == "N" and size == heads > 1:
+            return CompoundFactor("kv_head", "member") if grouped else "kv_head"
+        if letter == "K" and size > 1:
+            return "kv_head"
+        if letter == "T" and size == q_len:
+            return token_factor(size, "query_rest")
+        if letter == "S" and size == kv_len and "T" not in OPERAND_AXES[name]:
+            return token_factor(size, "key_rest")
+        return alone()
+
+    def mapping(name, shape):
+        dims = [f"batch_{a}" if shape[a] == size else alone() for a, size in enumerate(batch)]
+        trailing = zip(OPERAND_AXES[name], shape[num_batch:], strict=True)
+        return ArrayMapping(*dims, *(factor(name, letter, size) for letter, size in trailing))
+
+    operand_mappings = tuple(mapping(n, s) for n, s in operand_shapes.items())
+    result_mappings = tuple(mapping(n, s) for n, s in result_shapes.items())
+    return SdyShardingRule(
+        operand_mappings,
+        result_mappings,
+        need_replication_factors=tuple(replicated),
+        **sizes,
+    )
