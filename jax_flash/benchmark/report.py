@@ -95,7 +95,7 @@ def rate(row: dict[str, Any]) -> str:
 
 
 def ratio(best: dict[str, Any] | None) -> str:
-    """ "1.20x [1.19, 1.21] of NAME": above 1 is faster than the best peer; ~ where it may not be."""
+    """As in 1.20x [1.19, 1.21] of NAME: above 1 is faster than the best peer; ~ perhaps not."""
     if best is None:
         return "-"
     low, high = best["interval"]
