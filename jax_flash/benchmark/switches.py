@@ -1,0 +1,94 @@
+"""The switches of the kernels' configurations: the one table that the ablation is made from.
+
+A switch is a macro with the shipped value as its default, in its family's config.cuh:
+
+    #ifndef JAX_FLASH_SM90_FORWARD_STAGES
+    #define JAX_FLASH_SM90_FORWARD_STAGES 2
+    #endif
+    static constexpr int kStages = JAX_FLASH_SM90_FORWARD_STAGES;
+
+so that it is compiled in, and nothing of it runs in the library that is shipped. A new switch is
+that macro and a row here. Values that do not compile, or spill, say so in the table.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+
+
+@dataclasses.dataclass(frozen=True)
+class Switch:
+    """One macro and the values to try.
+
+    Attributes:
+      family: 80 or 90.
+      what: the pass, "forward" or "backward".
+      macro: its name.
+      values: as the compiler takes them; the shipped one, where it is among them, is a check.
+      about: what it changes, for the table.
+      head_dims: of the instances that have it.
+    """
+
+    family: int
+    what: str
+    macro: str
+    values: tuple[str, ...]
+    about: str
+    head_dims: tuple[int, ...] = (32, 64, 96, 128, 192, 256)
+
+    @property
+    def name(self) -> str:
+        return self.macro.removeprefix(f"JAX_FLASH_SM{self.family}_").lower()
+
+
+def _sm80(what: str, name: str, values, about: str, **more) -> Switch:
+    return Switch(80, what, f"JAX_FLASH_SM80_{name}", tuple(map(str, values)), about, **more)
+
+
+def _sm90(what: str, name: str, values, about: str, **more) -> Switch:
+    return Switch(90, what, f"JAX_FLASH_SM90_{name}", tuple(map(str, values)), about, **more)
+
+
+SWITCHES: tuple[Switch, ...] = (
+    _sm80("forward", "FORWARD_STAGES", (1, 2), "tiles of K and of V under way"),
+    _sm80("forward", "FORWARD_QUERY_IN_REGISTERS", (0, 1), "Q fragments kept, not read again"),
+    _sm80("forward", "FORWARD_INTERLEAVED", (0, 1), "exponentials among the products of P V"),
+    _sm80("forward", "RESCALE_SLACK", ("0.0f", "8.0f"), "rescale only above 2^this (lazy)"),
+    _sm80("forward", "SWIZZLE", (0, 1), "XOR swizzle of shared memory"),
+    _sm80("forward", "FORWARD_LONGEST_FIRST", (0, 1), "last query tiles first"),
+    _sm80("forward", "FORWARD_BLOCK_KV", (32, 64, 128), "keys a tile"),
+    _sm80("forward", "FORWARD_BLOCK_Q", (64, 128), "queries a block"),
+    _sm80("forward", "FORWARD_WARPS", (4, 8), "warps a block, of 32 or 16 rows each"),
+    _sm80("backward", "BACKWARD_STAGES", (1, 2), "tiles of Q and of dO under way"),
+    _sm80("backward", "BACKWARD_BLOCK_KV", (64, 128), "keys a block"),
+    _sm80("backward", "BACKWARD_MIN_BLOCKS", (1, 2, 3), "blocks an SM that registers are cut for",
+          head_dims=(32, 64)),
+    _sm80("backward", "SWIZZLE", (0, 1), "XOR swizzle of shared memory"),
+    _sm90("forward", "PING_PONG", (0, 1), "warpgroups take turns at the exponentials"),
+    _sm90("forward", "OVERLAP", (0, 1), "the next Q K^T under way during the softmax"),
+    _sm90("forward", "STAGES", (1, 2), "tiles of K and of V under way"),
+    _sm90("forward", "PAIRED", (0, 1), "causal: long and short query tiles in pairs"),
+    _sm90("forward", "CONSUMERS_64", (2, 3), "warpgroups of 64 queries", head_dims=(64,)),
+    _sm90("forward", "BLOCK_KV_64", (64, 128, 192), "keys a tile", head_dims=(64,)),
+    _sm90("forward", "CONSUMERS_128", (2, 3), "warpgroups of 64 queries", head_dims=(128,)),
+    _sm90("forward", "BLOCK_KV_128", (64, 128, 176), "keys a tile", head_dims=(128,)),
+    _sm90("forward", "CONSUMERS_128_BANDED", (2, 3), "the same, causal", head_dims=(128,)),
+    _sm90("forward", "BLOCK_KV_128_BANDED", (64, 128), "the same, causal", head_dims=(128,)),
+    _sm90("forward", "BLOCK_KV_256", (64, 80), "keys a tile", head_dims=(256,)),
+    _sm90("backward", "BWD_BLOCK_Q", (64, 128), "queries a tile"),
+    _sm90("backward", "BWD_EARLY_DVALUE", (0, 1), "dV's products before dS is ready"),
+    _sm90("backward", "BWD_NEXT_SCORES_FIRST", (0, 1), "the next S issued before dQ"),
+    _sm90("backward", "BWD_LONGEST_FIRST", (0, 1), "causal: longest key tiles first"),
+    _sm90("backward", "BWD_DEPENDENT_LAUNCH", (0, 1), "kernels chained by dependent launch"),
+)  # fmt: skip
+
+
+def select(family: int, what: str, head_dim: int, names: list[str] | None = None) -> list[Switch]:
+    """The switches of a kernel, or of these names."""
+    return [
+        switch
+        for switch in SWITCHES
+        if (switch.family, switch.what) == (family, what)
+        and head_dim in switch.head_dims
+        and (names is None or switch.name in names)
+    ]
