@@ -6,7 +6,7 @@ computes, so XLA runs them side by side). The forward pass merges the steps' out
 The backward pass goes round again: with the lse, output and cotangent of the whole call, the
 gradients of a block are exact by themselves, so that nothing is kept from the forward pass but
 out and lse. dK and dV are summed in float32 by the devices that the block visits, one step behind
-it, and end at home.
+it, and get home while each device attends to its own keys.
 
 Reference: Liu et al., "Ring attention with blockwise transformers", 2023, section 3.
 """
@@ -53,7 +53,7 @@ class Route:
         return pairs
 
     def hop_of_gradients(self, step: int) -> list[tuple[int, int]]:
-        """(from, to) of the gradients' hop after `step`: all of them, the last one home."""
+        """(from, to) of the gradients' hop after `step`, the last one home: all of them."""
         shift, following = self.shifts[step], (*self.shifts, 0)[step + 1]
         return [((d + shift) % self.devices, (d + following) % self.devices)
                 for d in range(self.devices)]  # fmt: skip
@@ -102,26 +102,29 @@ class _Ring:
         dtype = operands["query"].dtype
         self.accumulator = jnp.float64 if dtype == jnp.float64 else jnp.float32
 
-    def steps(self):
-        """Yields (step, source of the visiting keys, operands of the step)."""
-        visiting = {name: self._operands[name] for name in self.blocks.travelling}
+    def steps(self, *, own_last: bool = False):
+        """Yields (step, source of the visiting keys, operands of the step).
+
+        Args:
+          own_last: whether step 0, the device's own keys, comes last instead of first.
+        """
+        own = {name: self._operands[name] for name in self.blocks.travelling}
+        visiting, last = own, len(self.route.shifts) - 1
         for step, shift in enumerate(self.route.shifts):
             # Sent on before the step that reads it, to be under way meanwhile.
-            following = None
-            if step + 1 < len(self.route.shifts):
-                following = self._send(visiting, self.route.hop(step))
-            source = (self.device - shift) % self.route.devices
-            yield step, source, self.blocks.take(visiting, self.device, source)
+            following = self._send(visiting, self.route.hop(step)) if step < last else None
+            if step > 0 or not own_last:
+                source = (self.device - shift) % self.route.devices
+                yield step, source, self.blocks.take(visiting, self.device, source)
             visiting = following
+        if own_last:
+            yield 0, self.device, self.blocks.take(own, self.device, self.device)
 
     def _send(self, arrays: Operands, pairs) -> Operands:
         return {name: jax.lax.ppermute(x, self.axis_name, pairs) for name, x in arrays.items()}
 
     def send_gradients(self, gradients: Operands, step: int) -> Operands:
-        pairs = self.route.hop_of_gradients(step)
-        if all(source == target for source, target in pairs):
-            return gradients
-        return self._send(gradients, pairs)
+        return self._send(gradients, self.route.hop_of_gradients(step))
 
 
 def forward(
@@ -198,9 +201,12 @@ def backward(
     ring = _Ring(spec, sequence, operands)
     kept: Operands = {}  # gradients of what stays on this device
     carried: Operands = {}  # gradients of what visits, from the devices visited before
-    for step, source, block in ring.steps():
-        if step > 0:
-            carried = ring.send_gradients(carried, step - 1)
+    previous = None
+    # The device's own keys last: the gradients of the others get home meanwhile.
+    for step, source, block in ring.steps(own_last=True):
+        if previous is not None:
+            carried = ring.send_gradients(carried, previous)
+        previous = step
         grads = run(block)
         parts = {name: restore(name, x, ring.accumulator) for name, x in grads.items()}
         for name, part in parts.items():
@@ -211,7 +217,6 @@ def backward(
             elif name in sums:
                 part = sums[name] + part
             sums[name] = part
-    carried = ring.send_gradients(carried, len(ring.route.shifts) - 1)
     return {name: x.astype(operands[name].dtype) for name, x in {**kept, **carried}.items()}
 
 
