@@ -23,11 +23,12 @@ from jax_flash import all_to_all, dispatch, ffi, reference, ring_passes
 from jax_flash.batching import fold_batch_axes, vmappable
 from jax_flash.forward_mode import forbid_forward_mode
 from jax_flash.partitioning import (
-    is_manual,
+    is_differentiable,
     match_head_sharding,
     match_sharding,
     partitioned,
     unify_varying,
+    vary_like,
 )
 from jax_flash.sequence import SequenceSharding, in_position_order
 from jax_flash.spec import AttentionSpec
@@ -114,11 +115,13 @@ class _Pass:
         return jax.lax.platform_dependent(operands, **branches, default=default)
 
     def _native(self, platform: str, dbias_full, operands: Operands) -> Operands:
-        if not self.is_backward:
+        if self.is_backward:
+            shape = None if dbias_full is None else _dbias_shape(operands, dbias_full)
+            results = ffi.backward(self.spec, operands, platform, shape)
+        else:
             out, lse = ffi.forward(self.spec, operands, platform)
-            return {"out": out, "lse": lse}
-        shape = None if dbias_full is None else _dbias_shape(operands, dbias_full)
-        return ffi.backward(self.spec, operands, platform, shape)
+            results = {"out": out, "lse": lse}
+        return vary_like(operands, results)
 
     def _reference(self, dbias_full, operands: Operands) -> Operands:
         batch = reference.batch_shape(operands)
@@ -151,7 +154,7 @@ def _differentiable(one_pass: _Pass):
     @call.defjvp
     def rule(primals, tangents):
         plain = dataclasses.replace(one_pass, plain=True)
-        function = plain.on_shard if is_manual(primals[0]) else plain.run
+        function = plain if is_differentiable(primals[0]) else plain.run
         return jax.jvp(function, primals, tangents)
 
     return call

@@ -20,22 +20,30 @@ Operands = dict[str, jax.Array]
 
 def partitioned(one_pass, operands: Operands) -> Operands:
     """Runs a pass (of autodiff.py) on each shard of the operands; see the module's description."""
-    mesh = jax.typeof(operands["query"]).sharding.mesh
-    types = set(mesh.axis_types) if mesh.axis_names else set()
+    types = _axis_types(operands)
     if AxisType.Explicit in types:
-        return _explicit(one_pass, operands, mesh)
+        return _explicit(one_pass, operands)
     if AxisType.Manual in types:
-        # Native calls do not say over which axes of a shard_map their results vary.
-        results = one_pass.on_shard(operands)
-        return {n: _vary(x, _varying(operands)) for n, x in results.items()}
+        return vary_like(operands, one_pass.on_shard(operands))
     return _automatic(one_pass, operands)
 
 
-def is_manual(operands: Operands) -> bool:
-    """Whether the call is inside a shard_map, and on an axis of it that is not Explicit."""
+def is_differentiable(operands: Operands) -> bool:
+    """Whether `partitioned` can be differentiated: custom_partitioning cannot."""
+    return bool(_axis_types(operands) & {AxisType.Explicit, AxisType.Manual})
+
+
+def _axis_types(operands: Operands) -> set[AxisType]:
     mesh = jax.typeof(operands["query"]).sharding.mesh
-    types = set(mesh.axis_types) if mesh.axis_names else set()
-    return AxisType.Manual in types and AxisType.Explicit not in types
+    return set(mesh.axis_types) if mesh.axis_names else set()
+
+
+def vary_like(operands: Operands, results: Operands) -> Operands:
+    """Inside a shard_map, lets results vary over the axes that any of the operands varies over.
+
+    Native calls do not say that theirs do.
+    """
+    return {name: _vary(x, _varying(operands)) for name, x in results.items()}
 
 
 def unify_varying(operands: Operands, axes: tuple[str, ...] = ()) -> Operands:
@@ -48,7 +56,7 @@ def unify_varying(operands: Operands, axes: tuple[str, ...] = ()) -> Operands:
       axes: to vary over in any case, inside a shard_map.
     """
     varying = _varying(operands)
-    if is_manual(operands):
+    if AxisType.Manual in _axis_types(operands):
         varying |= frozenset(axes)
     return {name: _vary(x, varying) for name, x in operands.items()}
 
@@ -81,8 +89,9 @@ def _shapes(arrays) -> dict[str, tuple[int, ...]]:
     return {name: tuple(x.shape) for name, x in arrays.items()}
 
 
-def _explicit(one_pass, operands: Operands, mesh) -> Operands:
+def _explicit(one_pass, operands: Operands) -> Operands:
     """On a mesh with Explicit axes: a shard_map over them."""
+    mesh = jax.typeof(operands["query"]).sharding.mesh
     specs = {name: jax.typeof(x).sharding.spec for name, x in operands.items()}
     explicit = {
         name

@@ -102,29 +102,33 @@ class _Ring:
         dtype = operands["query"].dtype
         self.accumulator = jnp.float64 if dtype == jnp.float64 else jnp.float32
 
-    def steps(self, *, own_last: bool = False):
-        """Yields (step, source of the visiting keys, operands of the step).
+    def go_round(self, step_of, carry, *, own_last: bool = False):
+        """Makes every step; returns the last carry.
 
         Args:
+          step_of: `step_of(carry, step, source, block)` returns the next carry: the step's number,
+            the device whose keys visit, and the operands.
+          carry: any pytree of arrays.
           own_last: whether step 0, the device's own keys, comes last instead of first.
         """
         own = {name: self._operands[name] for name in self.blocks.travelling}
         visiting, last = own, len(self.route.shifts) - 1
         for step, shift in enumerate(self.route.shifts):
-            # Sent on before the step that reads it, to be under way meanwhile.
-            following = self._send(visiting, self.route.hop(step)) if step < last else None
+            # A block is sent on before the step that reads it, to be under way meanwhile, but
+            # after the step before: else all of them might arrive at once, and fill the memory.
+            visiting, carry = jax.lax.optimization_barrier((visiting, carry))
+            following = self.send(visiting, self.route.hop(step)) if step < last else None
             if step > 0 or not own_last:
                 source = (self.device - shift) % self.route.devices
-                yield step, source, self.blocks.take(visiting, self.device, source)
+                block = self.blocks.take(visiting, self.device, source)
+                carry = step_of(carry, step, source, block)
             visiting = following
         if own_last:
-            yield 0, self.device, self.blocks.take(own, self.device, self.device)
+            carry = step_of(carry, 0, self.device, self.blocks.take(own, self.device, self.device))
+        return carry
 
-    def _send(self, arrays: Operands, pairs) -> Operands:
+    def send(self, arrays: Operands, pairs) -> Operands:
         return {name: jax.lax.ppermute(x, self.axis_name, pairs) for name, x in arrays.items()}
-
-    def send_gradients(self, gradients: Operands, step: int) -> Operands:
-        return self._send(gradients, self.route.hop_of_gradients(step))
 
 
 def forward(
@@ -139,20 +143,21 @@ def forward(
       operands: by name, this device's shards; bias and mask may be whole along T or S.
     """
     ring = _Ring(spec, sequence, operands)
-    out = lse = None
-    for _, _, block in ring.steps():
+
+    def step_of(parts, step, source, block):
+        del step, source
         part = run(block)
         # [*B,q chunk,kv chunk,T,N,h] and [*B,q chunk,kv chunk,N,T]: kv chunks merge.
-        parts = [(out, lse)] if out is not None else []
         place = part["out"].ndim - 4
         for chunk in range(part["out"].shape[place]):
-            parts.append(
-                tuple(
-                    jax.lax.index_in_dim(part[name], chunk, place, keepdims=False)
-                    for name in ("out", "lse")
-                )
+            one = (
+                jax.lax.index_in_dim(part[name], chunk, place, keepdims=False)
+                for name in ("out", "lse")
             )
-        out, lse = _merge(parts, ring.accumulator)
+            parts = [*parts, tuple(one)]
+        return [_merge(parts, ring.accumulator)]
+
+    ((out, lse),) = ring.go_round(step_of, [])
     out = restore("out", jnp.expand_dims(out, out.ndim - 3), ring.accumulator)
     lse = restore("lse", jnp.expand_dims(lse, lse.ndim - 2), ring.accumulator)
     if "sinks" in operands:
@@ -199,17 +204,16 @@ def backward(
       operands: as for `forward`, with out, lse, dout and perhaps dlse.
     """
     ring = _Ring(spec, sequence, operands)
-    kept: Operands = {}  # gradients of what stays on this device
-    carried: Operands = {}  # gradients of what visits, from the devices visited before
-    previous = None
-    # The device's own keys last: the gradients of the others get home meanwhile.
-    for step, source, block in ring.steps(own_last=True):
-        if previous is not None:
-            carried = ring.send_gradients(carried, previous)
-        previous = step
-        grads = run(block)
-        parts = {name: restore(name, x, ring.accumulator) for name, x in grads.items()}
-        for name, part in parts.items():
+
+    def step_of(carry, step, source, block):
+        # kept: gradients of what stays on this device; carried: of what visits, from the devices
+        # that it visited before.
+        kept, carried = ({**sums} for sums in carry)
+        if carried:
+            before = (step or len(ring.route.shifts)) - 1
+            carried = ring.send(carried, ring.route.hop_of_gradients(before))
+        for name, part in run(block).items():
+            part = restore(name, part, ring.accumulator)
             stays = name == "query" or (name == "bias" and name not in ring.blocks.travelling)
             sums = kept if stays else carried
             if name == "bias":
@@ -217,6 +221,10 @@ def backward(
             elif name in sums:
                 part = sums[name] + part
             sums[name] = part
+        return kept, carried
+
+    # The device's own keys last: the gradients of the others get home meanwhile.
+    kept, carried = ring.go_round(step_of, ({}, {}), own_last=True)
     return {name: x.astype(operands[name].dtype) for name, x in {**kept, **carried}.items()}
 
 

@@ -11,7 +11,6 @@ Reference: Grattafiori et al., "The Llama 3 herd of models", 2024, section 3.3.2
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -159,22 +158,16 @@ def sequence_positions(
     return jnp.concatenate([start + chunk for start in starts])
 
 
-@functools.lru_cache(maxsize=64)
-def _chunk_order(devices: int) -> tuple[int, ...]:
-    """For each stored chunk, its place in the sequence."""
-    pairs = ((device, 2 * devices - 1 - device) for device in range(devices))
-    return tuple(chunk for pair in pairs for chunk in pair)
-
-
-def _take_chunks(x: jax.Array, order, axis: int) -> jax.Array:
+def _split(x: ArrayLike, devices: int, axis: int, shape) -> tuple[jax.Array, int]:
+    """x with `axis` as axes of the shape and one more, and the axis's number from the front."""
+    x = jnp.asarray(x)
     axis %= x.ndim
-    if x.shape[axis] % len(order):
+    if x.shape[axis] % (2 * devices):
         raise ValueError(
-            f"axis {axis}: expected a multiple of {len(order)} (2 chunks for each device), got "
+            f"axis {axis}: expected a multiple of {2 * devices} (2 chunks for each device), got "
             f"shape {x.shape}"
         )
-    split = x.reshape(*x.shape[:axis], len(order), -1, *x.shape[axis + 1 :])
-    return jnp.take(split, np.array(order), axis=axis).reshape(x.shape)
+    return x.reshape(*x.shape[:axis], *shape, -1, *x.shape[axis + 1 :]), axis
 
 
 def zigzag_permute(x: ArrayLike, devices: int, *, axis: int = 1) -> jax.Array:
@@ -194,13 +187,17 @@ def zigzag_permute(x: ArrayLike, devices: int, *, axis: int = 1) -> jax.Array:
     Raises:
       ValueError: the size does not fit.
     """
-    return _take_chunks(jnp.asarray(x), _chunk_order(devices), axis)
+    split, place = _split(x, devices, axis, (2, devices))
+    first, second = (jax.lax.index_in_dim(split, i, place, keepdims=False) for i in range(2))
+    stored = jnp.stack([first, jnp.flip(second, place)], place + 1)
+    return stored.reshape(jnp.shape(x))
 
 
 def zigzag_restore(x: ArrayLike, devices: int, *, axis: int = 1) -> jax.Array:
     """The inverse of `zigzag_permute`, with its arguments."""
-    order = np.argsort(_chunk_order(devices))
-    return _take_chunks(jnp.asarray(x), tuple(map(int, order)), axis)
+    split, place = _split(x, devices, axis, (devices, 2))
+    first, second = (jax.lax.index_in_dim(split, i, place + 1, keepdims=False) for i in range(2))
+    return jnp.concatenate([first, jnp.flip(second, place)], place).reshape(jnp.shape(x))
 
 
 def in_position_order(

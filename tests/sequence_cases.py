@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from oracle import Inputs, Results
 
@@ -114,6 +115,65 @@ def run(inputs: Inputs, *, mesh, axis_name, order, mode="ring", check_vma=True, 
     )  # fmt: skip
     out, lse, grads = jax.device_get(jax.jit(mapped)(arrays))
     results = {"dout": out, "dlse": lse, **grads}
+    if order == "zigzag":
+        results = {n: reorder(jax_flash.zigzag_restore, n, x, devices) for n, x in results.items()}
+    return unpadded(results, inputs)
+
+
+def plain_call(inputs: Inputs, mesh, *, order="contiguous", spread=True, **sequence):
+    """The jitted function that makes one plain call with all gradients, and its arguments.
+
+    Args:
+      inputs: the call.
+      mesh: with axes "b", "s" and "h": of batch, sequence and heads.
+      order: that the arguments are stored in.
+      spread: whether query, key and value are sharded over the sequence beforehand.
+      **sequence: of `dot_product_attention`'s sequence arguments, those to give.
+    """
+    devices = mesh.shape["s"]
+    dropout = 8 if inputs.options.get("dropout_rate") else 1
+    arrays, static = padded(inputs, 2 * devices * dropout), static_of(inputs)
+    arrays.setdefault("dlse", np.zeros(arrays["dout"].shape[:-1], np.float32))
+    if order == "zigzag":
+        arrays = {n: reorder(jax_flash.zigzag_permute, n, x, devices) for n, x in arrays.items()}
+    kv_heads = "h" if inputs.key.shape[2] > 1 else None
+    specs = {
+        name: P("b", "s" if spread else None, kv_heads if name in ("key", "value") else "h")
+        for name in ("query", "key", "value", "dout")
+    }
+    for name in {"bias", "mask"} & arrays.keys():
+        axes = zip(("b", "h", "s"), arrays[name].shape, strict=False)
+        specs[name] = P(*(axis if size > 1 else None for axis, size in axes))
+    specs["sinks"] = P("h")
+    arrays = {
+        n: jax.device_put(x, NamedSharding(mesh, specs.get(n, P()))) for n, x in arrays.items()
+    }
+    wanted = [n for n in ("query", "key", "value", "bias", "sinks") if n in arrays]
+
+    def call(arrays):
+        others = {n: x for n, x in arrays.items() if n not in (*wanted, "dout", "dlse")}
+
+        def attend(x):
+            return jax_flash.dot_product_attention(
+                **x, **others, **static, **sequence, return_residual=True, implementation="flash"
+            )
+
+        (out, lse), vjp = jax.vjp(attend, {n: arrays[n] for n in wanted})
+        if any(kind == AxisType.Explicit for kind in mesh.axis_types):
+            cotangents = [
+                jax.sharding.reshard(arrays[name], jax.typeof(x).sharding)
+                for name, x in (("dout", out), ("dlse", lse))
+            ]
+        else:
+            cotangents = [arrays["dout"], arrays["dlse"]]
+        return {"dout": out, "dlse": lse, **vjp(tuple(cotangents))[0]}
+
+    return jax.jit(call), arrays
+
+
+def plain_results(inputs: Inputs, results, mesh, order="contiguous") -> Results:
+    """What the function of `plain_call` returned, for `cases.check`."""
+    results, devices = jax.device_get(results), mesh.shape["s"]
     if order == "zigzag":
         results = {n: reorder(jax_flash.zigzag_restore, n, x, devices) for n, x in results.items()}
     return unpadded(results, inputs)

@@ -1,0 +1,324 @@
+"""Sharded sequences: the plain call on any mesh, what is sent, memory, errors, transformations."""
+
+import functools
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import TABLE, Case, check, make_inputs
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from sequence_cases import plain_call, plain_results, run
+from test_transforms import assert_close
+
+import jax_flash
+from jax_flash.ring_passes import plan_route
+from jax_flash.spec import AttentionSpec, SequenceSharding
+
+pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
+
+CASES = {case.name: case for case in TABLE}
+EVERYTHING = Case(
+    "everything",
+    q_len=64,
+    kv_len=64,
+    features=(
+        ("causal", True), ("bias", ("NT", "float32")), ("segments", "packed"), ("lengths", "qk"),
+        ("soft_cap", 5.0), ("sinks", True), ("dropout", 0.2), ("dlse", True),
+    ),
+)  # fmt: skip
+PLAIN = [
+    EVERYTHING, CASES["causal-True"], CASES["window-(3,5)"], CASES["bias-('BNTS','float32')"],
+    CASES["mask-BS"], CASES["causal-offset-random"], CASES["heads-8-1"],
+]  # fmt: skip
+
+
+def mesh_of(kind=AxisType.Auto, **sizes):
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
+
+
+def ring_mesh(devices=8):
+    return jax.make_mesh(
+        (devices,), ("s",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
+    )
+
+
+def sharded(function, mesh, **kwargs):
+    """`ring_attention` and the like over the sequence, as a function of whole arrays."""
+    body = functools.partial(function, axis_name="s", **kwargs)
+    return jax.shard_map(
+        lambda *x: body(*x), mesh=mesh, in_specs=(P(None, "s"),) * 3, out_specs=P(None, "s")
+    )
+
+
+def tokens(length=64, heads=4, kv_heads=2, batch=2, dim=16):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = [(batch, length, n, dim) for n in (heads, kv_heads, kv_heads)]
+    return [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
+
+
+def lines(compiled: str, kind: str) -> list[str]:
+    return [x for x in compiled.splitlines() if f" {kind}(" in x or f" {kind}-start(" in x]
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("case", PLAIN, ids=str)
+def test_plain_call_of_sharded_arrays(case, kind):
+    mesh, inputs = mesh_of(kind, b=2, s=2, h=2), make_inputs(case)
+    with jax.set_mesh(mesh):
+        call, arrays = plain_call(inputs, mesh)
+        text = call.lower(arrays).compile().as_text()
+        assert not lines(text, "all-gather"), lines(text, "all-gather")
+        assert lines(text, "collective-permute")
+        check(plain_results(inputs, call(arrays), mesh), inputs)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("spread", [True, False], ids=["sharded", "replicated"])
+@pytest.mark.parametrize(
+    ("order", "mode"), [("zigzag", "ring"), ("contiguous", "all_to_all"), ("zigzag", "all_to_all")]
+)
+def test_plain_call_with_sequence_axis(order, mode, spread, kind):
+    mesh, inputs = mesh_of(kind, b=2, s=2, h=1), make_inputs(EVERYTHING)
+    with jax.set_mesh(mesh):
+        call, arrays = plain_call(
+            inputs, mesh, order=order, spread=spread, sequence_axis="s", sequence_order=order,
+            sequence_mode=mode,
+        )  # fmt: skip
+        text = call.lower(arrays).compile().as_text()
+        assert lines(text, "collective-permute" if mode == "ring" else "all-to-all")
+        check(plain_results(inputs, call(arrays), mesh, order), inputs)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+@pytest.mark.parametrize(
+    "case", [EVERYTHING, CASES["window-20"], CASES["bias-('NTS','float32')"], CASES["mask-NT"]],
+    ids=str,
+)  # fmt: skip
+def test_all_to_all(case, order):
+    mesh, inputs = mesh_of(b=1, x=2), make_inputs(case)
+    check(run(inputs, mesh=mesh, axis_name="x", order=order, mode="all_to_all"), inputs)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_bias_that_travels_with_the_keys(order):
+    mesh = ring_mesh(4)
+    keys = jax.random.split(jax.random.key(1), 2)
+    bias, mask = jax.random.normal(keys[0], (4, 64, 64)), jax.random.bernoulli(keys[1], 0.7, (64,))
+
+    def ring(query, key, value, bias, mask):
+        return jax_flash.ring_attention(
+            query, key, value, bias, mask, axis_name="s", order=order, is_causal=True
+        )
+
+    token, column = P(None, "s"), P(None, None, "s")
+    mapped = jax.shard_map(
+        ring, mesh=mesh, in_specs=(token, token, token, column, P("s")), out_specs=token
+    )
+
+    def through_ring(*args):
+        if order == "zigzag":
+            *qkv, bias, mask = args
+            permute = functools.partial(jax_flash.zigzag_permute, devices=4)
+            bias = permute(permute(bias, axis=1), axis=2)
+            args = (*map(permute, qkv), bias, permute(mask, axis=0))
+            return jax_flash.zigzag_restore(mapped(*args), 4)
+        return mapped(*args)
+
+    def loss(attention, mask, *args):
+        return (attention(*args, mask) ** 2).sum()
+
+    plain = functools.partial(jax_flash.dot_product_attention, is_causal=True)
+    args = (*tokens(), bias)
+    got, expected = (
+        jax.jit(jax.grad(functools.partial(loss, f, mask), (0, 1, 2, 3)))(*args)
+        for f in (through_ring, plain)
+    )
+    assert_close(got, expected)
+
+
+def test_memory_does_not_grow_with_the_devices():
+    # The same tokens on each device, in rings of 2 and 8.
+    sizes = {}
+    for devices in (2, 8):
+        ring = sharded(jax_flash.ring_attention, ring_mesh(devices), is_causal=True, order="zigzag")
+        grad = jax.jit(jax.grad(lambda *x, ring=ring: (ring(*x) ** 2).sum(), (0, 1, 2)))
+        shapes = [jax.ShapeDtypeStruct((1, 256 * devices, n, 32), jnp.float32) for n in (4, 2, 2)]
+        compiled = grad.lower(*shapes).compile()
+        assert not lines(compiled.as_text(), "all-gather")
+        sizes[devices] = compiled.memory_analysis().temp_size_in_bytes
+    # Two steps do not need the buffers of blocks that arrive while others visit and leave.
+    assert sizes[8] < 1.5 * sizes[2], sizes
+
+
+def test_blocks_outside_the_window_are_not_sent():
+    # 8 tokens a device; a window of 8 to the left reaches one device back, of 9 two.
+    for window, steps in (((8, 0), 2), ((9, 0), 3), ((8, 1), 3), ((0, 0), 1)):
+        ring = sharded(
+            jax_flash.ring_attention, ring_mesh(), local_window_size=window, is_causal=False
+        )
+        query, key, value = tokens()
+        text = jax.jit(ring).lower(query, key, value).compile().as_text()
+        assert len(re.findall(r"jax_flash_forward", text)) >= steps
+        sent = lines(text, "collective-permute")
+        assert len(sent) == 2 * (steps - 1), text  # keys and values
+    ring = sharded(jax_flash.ring_attention, ring_mesh(), local_window_size=8, is_causal=True)
+    (sent, *_) = lines(jax.jit(ring).lower(*tokens()).compile().as_text(), "collective-permute")
+    assert "{6,7}" in sent
+    assert "{7,0}" not in sent  # device 0 has nothing to its left
+
+
+def test_route():
+    spec = AttentionSpec(scale=1.0, is_causal=True)
+    contiguous = SequenceSharding(("s",), 4, offset=0)
+    route = plan_route(spec, contiguous, 64, 64)
+    assert route.shifts == (0, 1, 2, 3)
+    assert route.visits[3] == {3}
+    assert route.hop(2) == [(2, 3)]
+    zigzag = SequenceSharding(("s",), 4, "zigzag", offset=0)
+    assert all(visited == set(range(4)) for visited in plan_route(spec, zigzag, 64, 64).visits)
+    # An offset that is traced may be any.
+    traced = SequenceSharding(("s",), 4)
+    assert all(visited == set(range(4)) for visited in plan_route(spec, traced, 64, 64).visits)
+    past = SequenceSharding(("s",), 4, offset=-64)  # every key is in the future
+    assert plan_route(spec, past, 64, 64).shifts == (0,)
+
+
+def test_zigzag_order():
+    x = jnp.arange(16)
+    stored = jax_flash.zigzag_permute(x, 4, axis=0)
+    assert stored.tolist() == [0, 1, 14, 15, 2, 3, 12, 13, 4, 5, 10, 11, 6, 7, 8, 9]
+    assert jax_flash.zigzag_restore(stored, 4, axis=-1).tolist() == x.tolist()
+    with pytest.raises(ValueError, match="multiple of 8"):
+        jax_flash.zigzag_permute(jnp.zeros((2, 12)), 4)
+    for order, expected in (("zigzag", stored), ("contiguous", x)):
+        positions = jax.shard_map(
+            lambda order=order: jax_flash.sequence_positions(4, axis_name="s", order=order),
+            mesh=ring_mesh(4), in_specs=(), out_specs=P("s"),
+        )()  # fmt: skip
+        assert positions.tolist() == expected.tolist()
+
+
+def ring_and_plain(order="zigzag", devices=4, **options):
+    """Two functions of whole arrays in contiguous order, which are to agree."""
+    ring = sharded(jax_flash.ring_attention, ring_mesh(devices), order=order, **options)
+
+    def through_ring(*args):
+        permuted = [jax_flash.zigzag_permute(x, devices) for x in args]
+        return jax_flash.zigzag_restore(ring(*permuted), devices)
+
+    plain = functools.partial(jax_flash.dot_product_attention, **options)
+    return (ring if order == "contiguous" else through_ring), plain
+
+
+def test_vmap_and_checkpoint():
+    def loss(attention, *args):
+        mapped = jax.vmap(jax.checkpoint(attention), (1, None, 1), 1)
+        return (mapped(*args) ** 2).sum()
+
+    query, key, value = tokens()
+    args = (jnp.stack([query, query + 1], 1), key, jnp.stack([value, value * 2], 1))
+    got, expected = (
+        jax.jit(jax.value_and_grad(functools.partial(loss, f), (0, 1, 2)))(*args)
+        for f in ring_and_plain("contiguous", is_causal=True)
+    )
+    assert_close(got, expected)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_second_derivatives(order):
+    args = tokens(16, dim=8)
+
+    def squared_gradient(attention, *args):
+        grads = jax.grad(lambda *x: (attention(*x) ** 2).sum(), (0, 1, 2))(*args)
+        return sum((g**2).sum() for g in grads)
+
+    got, expected = (
+        jax.jit(jax.grad(functools.partial(squared_gradient, f), (0, 1, 2)))(*args)
+        for f in ring_and_plain(order, devices=2, is_causal=True, logits_soft_cap=3.0)
+    )
+    assert_close(got, expected)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_second_derivatives_of_the_plain_call(kind):
+    mesh, args = mesh_of(kind, s=2, b=1), tokens(16, dim=8)
+
+    def squared_gradient(attention, *args):
+        grads = jax.grad(lambda *x: (attention(*x) ** 2).sum(), (0, 1, 2))(*args)
+        return sum((g**2).sum() for g in grads)
+
+    plain = functools.partial(jax_flash.dot_product_attention, is_causal=True)
+    zigzag = functools.partial(plain, sequence_axis="s", sequence_order="zigzag")
+    expected = jax.grad(functools.partial(squared_gradient, plain), (0, 1, 2))(*args)
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(jax_flash.zigzag_permute(x, 2), NamedSharding(mesh, P(None, "s")))
+            for x in args
+        ]
+        got = jax.jit(jax.grad(functools.partial(squared_gradient, zigzag), (0, 1, 2)))(*placed)
+    assert_close([jax_flash.zigzag_restore(jax.device_get(x), 2) for x in got], expected)
+
+
+@pytest.mark.parametrize("dtype", ["float64", "float32"])
+def test_reference_blocks(dtype):
+    with jax.enable_x64(dtype == "float64"):
+        args = [x.astype(dtype) for x in tokens(32)]
+
+        def loss(attention, *args):
+            return (attention(*args) ** 2).sum()
+
+        options = {"is_causal": True, "implementation": "reference"}
+        got, expected = (
+            jax.jit(jax.value_and_grad(functools.partial(loss, f), (0, 1, 2)))(*args)
+            for f in ring_and_plain(**options)
+        )
+        assert_close(got, expected)
+
+
+def raises_in_ring(error, match, *, shapes=None, **options):
+    arrays = tokens(**(shapes or {}))
+    ring = sharded(jax_flash.ring_attention, ring_mesh(), **options)
+    with pytest.raises(error, match=match):
+        jax.eval_shape(ring, *arrays)
+
+
+def test_errors():
+    seed = np.zeros(2, np.uint32)
+    raises_in_ring(ValueError, "order: expected one of", order="striped")
+    raises_in_ring(ValueError, "mode: expected one of", mode="tree")
+    raises_in_ring(ValueError, "multiple of 2 .zigzag", order="zigzag", shapes={"length": 8})
+    raises_in_ring(NotImplementedError, 'heads.*use mode="ring"', mode="all_to_all")
+    raises_in_ring(
+        NotImplementedError, "multiple of 8", dropout_rate=0.1, dropout_seed=seed, order="zigzag"
+    )
+    raises_in_ring(
+        NotImplementedError, "sharded over queries and keys alike", bias=np.zeros((8, 8), "f4")
+    )
+    raises_in_ring(ValueError, "or 8 times that along T or S", bias=np.zeros((8, 24), "f4"))
+    raises_in_ring(
+        NotImplementedError, "takes it sharded along T", mode="all_to_all",
+        shapes={"heads": 8, "kv_heads": 8}, bias=np.zeros((64, 8), "f4"),
+    )  # fmt: skip
+    query, key, value = tokens()
+    with pytest.raises(ValueError, match="axis_name: expected an axis"):
+        jax_flash.ring_attention(query, key, value, axis_name="s")
+    with jax.set_mesh(ring_mesh()):
+        with pytest.raises(ValueError, match="sequence_axis='s'"):
+            jax_flash.ring_attention(query, key, value, axis_name="s")
+        with pytest.raises(ValueError, match="sequence_axis: expected an axis"):
+            jax_flash.dot_product_attention(query, key, value, sequence_axis="t")
+        with pytest.raises(ValueError, match="expected sequence_axis with them"):
+            jax_flash.dot_product_attention(query, key, value, sequence_order="zigzag")
+        with pytest.raises(ValueError, match="its length to be a multiple of 8"):
+            jax_flash.dot_product_attention(query[:, :60], key, value, sequence_axis="s")
+    with pytest.raises(ValueError, match=r"use jax_flash\.ring_attention"):
+        jax.eval_shape(
+            jax.shard_map(
+                functools.partial(jax_flash.dot_product_attention, sequence_axis="s"),
+                mesh=ring_mesh(), in_specs=(P(None, "s"),) * 3, out_specs=P(None, "s"),
+            ),
+            query, key, value,
+        )  # fmt: skip
