@@ -42,6 +42,11 @@ class Route:
     shifts: tuple[int, ...]
     visits: tuple[frozenset[int], ...]
 
+    @property
+    def is_regular(self) -> bool:
+        """Whether every hop is to the next device."""
+        return self.shifts == tuple(range(len(self.shifts)))
+
     def hop(self, step: int) -> list[tuple[int, int]]:
         """(from, to) of each block that is needed at some step after `step`."""
         shift, following = self.shifts[step], self.shifts[step + 1]
@@ -106,25 +111,44 @@ class _Ring:
         """Makes every step; returns the last carry.
 
         Args:
-          step_of: `step_of(carry, step, source, block)` returns the next carry: the step's number,
-            the device whose keys visit, and the operands.
+          step_of: `step_of(carry, hop, source, block)` returns the next carry, given the device
+            whose keys visit, the operands, and the hop from the step before, for gradients.
           carry: any pytree of arrays.
           own_last: whether step 0, the device's own keys, comes last instead of first.
         """
-        own = {name: self._operands[name] for name in self.blocks.travelling}
-        visiting, last = own, len(self.route.shifts) - 1
-        for step, shift in enumerate(self.route.shifts):
-            # A block is sent on before the step that reads it, to be under way meanwhile, but
-            # after the step before: else all of them might arrive at once, and fill the memory.
-            visiting, carry = jax.lax.optimization_barrier((visiting, carry))
-            following = self.send(visiting, self.route.hop(step)) if step < last else None
-            if step > 0 or not own_last:
-                source = (self.device - shift) % self.route.devices
-                block = self.blocks.take(visiting, self.device, source)
-                carry = step_of(carry, step, source, block)
-            visiting = following
+        route, last = self.route, len(self.route.shifts) - 1
+        own = visiting = {name: self._operands[name] for name in self.blocks.travelling}
+
+        def visit(visiting, carry, shift, hop, gradient_hop):
+            # Sent on before the step that reads it, to be under way meanwhile.
+            following = None if hop is None else self.send(visiting, hop)
+            source = (self.device - shift) % route.devices
+            block = self.blocks.take(visiting, self.device, source)
+            return following, step_of(carry, gradient_hop, source, block)
+
+        step = 0
+        if own_last and last > 0:
+            step, visiting = 1, self.send(visiting, route.hop(0))
+        while step <= last and not (own_last and step == 0):
+            gradient_hop = route.hop_of_gradients(step - 1) if step else None
+            if step >= 1 + own_last and last - step >= 2 and route.is_regular:
+                # A loop, lest all blocks arrive at once and fill the memory. Its body is the same
+                # for all steps, so that a hop is made where any of them needs it.
+                hop = sorted({pair for k in range(step, last) for pair in route.hop(k)})
+
+                def body(state, shift, hop=hop, gradient_hop=gradient_hop):
+                    return visit(*state, shift, hop, gradient_hop), None
+
+                shifts = jnp.arange(step, last, dtype=jnp.int32)
+                (visiting, carry), _ = jax.lax.scan(body, (visiting, carry), shifts)
+                step = last
+                continue
+            hop = route.hop(step) if step < last else None
+            visiting, carry = visit(visiting, carry, route.shifts[step], hop, gradient_hop)
+            step += 1
         if own_last:
-            carry = step_of(carry, 0, self.device, self.blocks.take(own, self.device, self.device))
+            gradient_hop = route.hop_of_gradients(last) if last else None
+            _, carry = visit(own, carry, 0, None, gradient_hop)
         return carry
 
     def send(self, arrays: Operands, pairs) -> Operands:
@@ -144,8 +168,8 @@ def forward(
     """
     ring = _Ring(spec, sequence, operands)
 
-    def step_of(parts, step, source, block):
-        del step, source
+    def step_of(parts, gradient_hop, source, block):
+        del gradient_hop, source
         part = run(block)
         # [*B,q chunk,kv chunk,T,N,h] and [*B,q chunk,kv chunk,N,T]: kv chunks merge.
         place = part["out"].ndim - 4
@@ -205,13 +229,12 @@ def backward(
     """
     ring = _Ring(spec, sequence, operands)
 
-    def step_of(carry, step, source, block):
+    def step_of(carry, gradient_hop, source, block):
         # kept: gradients of what stays on this device; carried: of what visits, from the devices
         # that it visited before.
         kept, carried = ({**sums} for sums in carry)
         if carried:
-            before = (step or len(ring.route.shifts)) - 1
-            carried = ring.send(carried, ring.route.hop_of_gradients(before))
+            carried = ring.send(carried, gradient_hop)
         for name, part in run(block).items():
             part = restore(name, part, ring.accumulator)
             stays = name == "query" or (name == "bias" and name not in ring.blocks.travelling)

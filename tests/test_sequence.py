@@ -140,17 +140,16 @@ def test_bias_that_travels_with_the_keys(order):
 
 
 def test_memory_does_not_grow_with_the_devices():
-    # The same tokens on each device, in rings of 2 and 8.
+    # The same tokens on each device, in rings of 4 and 8: more than that are a loop.
     sizes = {}
-    for devices in (2, 8):
+    for devices in (4, 8):
         ring = sharded(jax_flash.ring_attention, ring_mesh(devices), is_causal=True, order="zigzag")
         grad = jax.jit(jax.grad(lambda *x, ring=ring: (ring(*x) ** 2).sum(), (0, 1, 2)))
         shapes = [jax.ShapeDtypeStruct((1, 256 * devices, n, 32), jnp.float32) for n in (4, 2, 2)]
         compiled = grad.lower(*shapes).compile()
         assert not lines(compiled.as_text(), "all-gather")
         sizes[devices] = compiled.memory_analysis().temp_size_in_bytes
-    # Two steps do not need the buffers of blocks that arrive while others visit and leave.
-    assert sizes[8] < 1.5 * sizes[2], sizes
+    assert sizes[8] < 1.2 * sizes[4], sizes
 
 
 def test_blocks_outside_the_window_are_not_sent():
