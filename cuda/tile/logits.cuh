@@ -127,6 +127,14 @@ struct LogitModifiers {
     }
   }
 
+  // Whether `row` may attend to `col`, which is below kv_len.
+  __device__ __forceinline__ bool allows(const Band& band, int32_t row, int32_t col) const {
+    return row < band.q_len && col >= band.first_col(row) && col < band.end_col(row) &&
+           (!query_ids || query_ids[row * params.query_segment_ids.row] ==
+                              key_ids[col * params.key_value_segment_ids.row]) &&
+           (!mask || mask[row * params.mask.row + col * params.mask.col] != 0);
+  }
+
   // d logit / d (logit before the soft cap), from the logit in log2 units.
   __device__ __forceinline__ float soft_cap_slope(float logit_log2) const {
     const float ratio = logit_log2 * (kLn2 / params.options.logits_soft_cap);
@@ -164,7 +172,7 @@ struct LogitModifiers {
     return bits;
   }
 
- private:
+  // The logit of an allowed element in log2 units, from its product.
   __device__ __forceinline__ float logit_log2(float product, int32_t row, int32_t col) const {
     const Options& options = params.options;
     float logit = product * options.scale;

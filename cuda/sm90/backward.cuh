@@ -1,0 +1,460 @@
+// Backward pass with warpgroup-level matrix instructions: FlashAttention-3 (arXiv:2407.08608).
+//
+//   for each query head of the group, for each tile of rows that may attend to the block's keys
+//     S^T = K Q^T,  dP^T = V dO^T     registers of a warpgroup, 64 keys
+//     P^T = 2^(scale log2(e) S^T - lse),  dS^T = P^T (dP^T - delta)
+//     dV += P^T dO,  dK += dS^T Q     from registers; accumulators of the block
+//     dQ = dS K                       dS from shared memory, both warpgroups' keys
+//     dQ is added to float32 sums in global memory, by bulk copies from shared memory
+//
+// Warp roles. Warp 0 starts copies (TMA) of K, V and, tile by tile, of Q with lse and of dO with
+// delta. Warp 1 adds dQ to the sums; in deterministic runs it also waits for the block's turn,
+// which the others then need not. Two consumer warpgroups own 64 keys each. They start products
+// such that exponentials run beside dP, dS beside dV, and what stores dQ beside dK and the next
+// tile's S.
+//
+// Shared memory: K, V; two stages each of Q, dO (with barriers full, empty) and dS^T; dQ on its
+// way out, in the accumulators' fragment order; lse and delta of two tiles. Two stages of dS^T
+// make one barrier of the consumers a tile enough.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "params.h"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/warpgroup.cuh"
+#include "sm80/bias_gradient.cuh"
+#include "sm90/backward_config.cuh"
+#include "sm90/backward_edges.cuh"
+#include "sm90/backward_launch.cuh"
+#include "sm90/backward_parts.cuh"
+#include "sm90/backward_pipeline.cuh"
+#include "sm90/backward_wide.cuh"
+#include "status.h"
+#include "tile/band.cuh"
+#include "tile/batch_index.cuh"
+#include "tile/launch.cuh"
+#include "tile/matmul.cuh"
+#include "tile/quad.cuh"
+#include "tile/score_gradient.cuh"
+#include "tile/score_gradient_transposed.cuh"
+#include "tile/wgmma_tile.cuh"
+
+namespace jax_flash::sm90 {
+
+// Named barriers: of the consumers; of each; of each with the warp that adds even tiles of dQ,
+// and with that for odd tiles.
+enum BackwardBarrier : int { kScoresStored = 1, kZeroed = 2, kDqueryFull = 4, kDqueryEmpty = 8 };
+
+// By two warps, which take every other tile: one can wait for its sums to be complete, as turns
+// demand, while the other starts the next. `parity` tells them apart.
+template <typename Config>
+__device__ __forceinline__ void add_dquery(const Backward& params,
+                                           const BackwardWorkspace& workspace, TurnOrder order,
+                                           const BackwardSmem<Config>& smem,
+                                           const BackwardBlock& block, int parity) {
+  constexpr int kPair = 128 + 32;  // threads at a barrier with one consumer
+  constexpr int kConsumers = Config::kConsumers;
+  const bool leader = threadIdx.x % 32 == 0;
+  const QueryTileWalk& walk = block.walk;
+  if (parity == 0) {
+    for (int group = 0; group < kConsumers; ++group) {
+      ptx::barrier_arrive(kDqueryEmpty + group, kPair);
+    }
+  }
+  ptx::griddepcontrol_wait();  // for the zeros
+  int next = 0;
+  for (QueryTileCursor at = walk.begin(); !walk.done(at); walk.advance<Config::kBlockQ>(at)) {
+    next ^= 1;
+    if (next == parity) continue;
+    const int32_t row0 = at.tile * Config::kBlockQ;
+    const int64_t batch_head = block.batch_head(params.shape, at.head);
+    float* sums = workspace.dquery + (batch_head * workspace.rows + row0) * Config::kDqueryCols;
+    int32_t* turns = workspace.turns + batch_head * (workspace.rows / kEdgeRows) + at.tile;
+    int32_t mine = 0;
+    if (order != TurnOrder::kNone && leader) {
+      mine = turn_of<Config::kBlockKv>(block.band, order, block.kv_tile, at.tile, walk.range.end,
+                                       row0, row0 + Config::kBlockQ);
+    }
+    for (int group = 0; group < kConsumers; ++group) {
+      ptx::barrier_sync(kDqueryFull + group + kConsumers * parity, kPair);
+      if (leader) {
+        if (order != TurnOrder::kNone && group == 0) {
+          while (ptx::ld_acquire(turns) != mine) {
+          }
+          ptx::fence_proxy_async_global();
+        }
+        ptx::cp_reduce_async_bulk_add_f32(sums + group * (Config::kStagingBytes / 4),
+                                          smem.staging(group), Config::kStagingBytes);
+        ptx::cp_async_bulk_commit_group();
+        ptx::cp_async_bulk_wait_group_read<0>();
+      }
+      __syncwarp();
+      ptx::barrier_arrive(kDqueryEmpty + group + kConsumers * (parity ^ 1), kPair);
+    }
+    if (order != TurnOrder::kNone && leader) {
+      ptx::cp_async_bulk_wait_group<0>();
+      ptx::fence_proxy_async_global();
+      ptx::st_release(turns, mine + 1);
+    }
+  }
+  if (leader) ptx::cp_async_bulk_wait_group<0>();
+}
+
+template <typename Config, typename Element, bool kGeneral>
+__device__ __forceinline__ void consume_tiles(const Backward& params,
+                                              const BackwardSmem<Config>& smem,
+                                              const BackwardBlock& block) {
+  constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv;
+  constexpr int kHalves = kBlockQ / 64;  // a tile's rows are worked on 64 at a time
+  constexpr int kHeadN = Config::kHeadDim / 8, kHeadSteps = Config::kHeadDim / 16;
+  using ScoreProduct = ptx::Wgmma<Element, 64>;
+  using KeyProduct = ptx::Wgmma<Element, Config::kHeadDim>;
+  using DqueryProduct = ptx::Wgmma<Element, 64>;
+  const Shape& shape = params.shape;
+  const Band& band = block.band;  // read again whenever needed: registers are short
+  const int32_t col0 = block.kv_tile * kBlockKv;
+  // Known to be the same in the whole warp, so that descriptors need no registers of threads.
+  const int group = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0) - 1;
+  const int warp_key = group * 64 + threadIdx.x % 128 / 32 * 16;
+  const int dquery_row = Config::kDqueryByRows ? group * 64 : 0;
+  const int dquery_col = Config::kDqueryByRows ? 0 : group * 64;
+  const float to_log2 = params.options.scale * kLog2E;
+
+  float dkey[kHeadN][4], dvalue[kHeadN][4];
+  clear(dkey);
+  clear(dvalue);
+  const auto write_key_gradients = [&] {
+    const int32_t row0 = col0 + warp_key, rows = shape.kv_len - row0;
+    store_rows(
+        block.batch.template pointer<Element>(params.dkey, block.kv_head) + row0 * params.dkey.row,
+        params.dkey.row, rows, shape.head_dim, params.options.scale, dkey);
+    store_rows(block.batch.template pointer<Element>(params.dvalue, block.kv_head) +
+                   row0 * params.dvalue.row,
+               params.dvalue.row, rows, shape.value_dim, 1.0f, dvalue);
+  };
+  Ring<Config::kStages> ring;
+  ptx::mbarrier_wait(smem.query_full(0), 0);
+  int2 tile = smem.tiles[0];
+  if (tile.x < 0) {
+    write_key_gradients();
+    return;
+  }
+
+  // Keys and values that no row may attend to are zeros.
+  __shared__ uint32_t bad_keys_smem[kGeneral ? kBlockKv / 32 + 1 : 1];
+  const int32_t first = max(0, band.lo) - col0;
+  const int32_t end = min(band.kv_len, band.q_len - 1 + band.hi) - col0;
+  const bool has_unattended = first > 0 || (end < kBlockKv && col0 + end < shape.kv_len);
+  ptx::mbarrier_wait(smem.key_full(), 0);
+  if (has_unattended) zero_rows(smem.key(), first, end, kZeroed + group);
+  if constexpr (kGeneral) {
+    clear_bad_key_rows<Config::kConsumerThreads, kScoresStored, Element>(smem.key(), bad_keys_smem);
+  }
+  // The rows of a tile that has arrived, from the end of the sequence on, become zeros. The copy
+  // engine sees to those that are no part of the operand.
+  const auto zero_padding = [&](const typename Config::QueryTile& rows_smem, int32_t row0) {
+    if (row0 + kBlockQ > band.q_len && band.q_len < shape.q_len) {
+      zero_rows(rows_smem, 0, band.q_len - row0, kZeroed + group);
+    }
+  };
+  uint32_t key_rmem[kHeadSteps][4], value_rmem[kHeadSteps][4];
+  // a of 64 keys times b^T of 64 query rows
+  const auto start_scores = [&](float (&d)[8][4], const typename Config::KeyTile& a,
+                                const uint32_t (&a_rmem)[kHeadSteps][4],
+                                const typename Config::QueryTile& b, int half) {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kHeadSteps; ++k) {
+      if constexpr (Config::kKeysInRegisters) {
+        ScoreProduct::template rs<0>(d, a_rmem[k], descriptor_k_major(b, half * 64, k), k > 0);
+      } else {
+        ScoreProduct::template ss<0, 0>(d, descriptor_k_major(a, group * 64, k),
+                                        descriptor_k_major(b, half * 64, k), k > 0);
+      }
+    }
+    ptx::wgmma_commit_group();
+  };
+  // sum += a of 64 keys times b of 64 query rows
+  const auto start_sum = [&](float (&sum)[kHeadN][4], const uint32_t (&a)[4][4],
+                             const typename Config::QueryTile& b, int half) {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      KeyProduct::template rs<1>(sum, a[k], descriptor_mn_major(b, 0, half * 4 + k), 1);
+    }
+    ptx::wgmma_commit_group();
+  };
+
+  float scores[kHalves][8][4];
+  zero_padding(smem.query(0), tile.x);
+  if constexpr (Config::kKeysInRegisters) load_fragments(key_rmem, smem.key(), warp_key);
+  if constexpr (Config::kNextScoresFirst) {
+    start_scores(scores[0], smem.key(), key_rmem, smem.query(0), 0);
+  }
+  ptx::mbarrier_wait(smem.value_full(), 0);
+  if (has_unattended) zero_rows(smem.value(), first, end, kZeroed + group);
+  if constexpr (Config::kKeysInRegisters) load_fragments(value_rmem, smem.value(), warp_key);
+  if constexpr (Config::kNextScoresFirst) {
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_results(scores[0]);
+  }
+  uint32_t parity = 0;
+  do {
+    const int32_t row0 = tile.x;
+    const uint32_t stage = ring.stage;
+    uint32_t rounded[4][4];
+    float dscores[8][4];
+    if constexpr (!Config::kNextScoresFirst) {
+      start_scores(scores[0], smem.key(), key_rmem, smem.query(stage), 0);
+    }
+    ptx::mbarrier_wait(smem.dout_full(stage), ring.parity);
+    zero_padding(smem.dout(stage), row0);
+#pragma unroll
+    for (int half = 0; half < kHalves; ++half) {
+      const TransposedGradient<kGeneral, 8> gradient{params, block.batch_index, tile.y,
+                                                     col0 + warp_key, row0 + half * 64};
+      const float* lse_smem = smem.lse + stage * kBlockQ + half * 64;
+      const float* delta_smem = smem.delta + stage * kBlockQ + half * 64;
+      // dP^T = V dO^T, the next half's S^T, and P^T beside them
+      start_scores(dscores, smem.value(), value_rmem, smem.dout(stage), half);
+      if (half + 1 < kHalves) {
+        start_scores(scores[half + 1], smem.key(), key_rmem, smem.query(stage), half + 1);
+      }
+      if (!Config::kNextScoresFirst && half == 0) {
+        ptx::wgmma_wait_group<(kHalves > 1 ? 2 : 1)>();
+        ptx::wgmma_results(scores[0]);
+      }
+      if constexpr (kGeneral) mark_bad_key_rows<kBlockKv>(scores[half], bad_keys_smem, warp_key);
+      if (kGeneral || !band.all_allowed(row0 + half * 64, min(row0 + half * 64 + 64, band.q_len),
+                                        col0 + group * 64, col0 + group * 64 + 64)) {
+        gradient.mask(scores[half], band);
+      }
+      gradient.probabilities(scores[half], lse_smem, to_log2);
+
+      // dS^T; dV += P^T dO
+      uint32_t kept[2][1], probabilities[4][4];
+      gradient.draw(kept);
+      if (half + 1 < kHalves) {
+        ptx::wgmma_wait_group<1>();
+      } else {
+        ptx::wgmma_wait_group<0>();
+        if (half > 0) ptx::wgmma_results(scores[half]);
+      }
+      ptx::wgmma_results(dscores);
+      gradient.finish(scores[half], dscores, lse_smem, delta_smem, kept);
+      if constexpr (kGeneral) gradient.drop(scores[half], kept);
+      round_fragments<Element>(probabilities, scores[half]);
+      start_sum(dvalue, probabilities, smem.dout(stage), half);
+      round_fragments<Element>(rounded, dscores);
+      store_rounded(smem.score(stage), warp_key, half, rounded);
+      // dK += dS^T Q, in the last half after dQ
+      if (half + 1 < kHalves) {
+        start_sum(dkey, rounded, smem.query(stage), half);
+        ptx::wgmma_wait_group<2>();
+        ptx::wgmma_results(scores[half + 1]);
+      }
+    }
+    ptx::fence_proxy_async_shared();
+    ptx::barrier_sync(kScoresStored, Config::kConsumerThreads);
+
+    // dQ = dS K, of both warpgroups' keys
+    float dquery[8][4];
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kBlockKv / 16; ++k) {
+      DqueryProduct::template ss<1, 1>(dquery,
+                                       descriptor_mn_major(smem.score(stage), dquery_row, k),
+                                       descriptor_mn_major(smem.key(), dquery_col, k), k > 0);
+    }
+    ptx::wgmma_commit_group();
+    start_sum(dkey, rounded, smem.query(stage), kHalves - 1);
+    ptx::wgmma_wait_group<2>();
+    ptx::wgmma_results(dvalue);
+    arrive_by_warp(smem.dout_empty(stage));
+
+    // The next tile's S^T, and dQ on its way out beside it. After the last tile S^T is computed
+    // of a stage of old, for nothing: a branch around it would make the compiler wait.
+    ring.advance();
+    ptx::mbarrier_wait(smem.query_full(ring.stage), ring.parity);
+    tile = smem.tiles[ring.stage];
+    if (tile.x >= 0) zero_padding(smem.query(ring.stage), tile.x);
+    if constexpr (Config::kNextScoresFirst) {
+      start_scores(scores[0], smem.key(), key_rmem, smem.query(ring.stage), 0);
+    }
+    ptx::wgmma_wait_group<1 + Config::kNextScoresFirst>();
+    ptx::wgmma_results(dquery);
+    const int pair = group + Config::kConsumers * parity;
+    ptx::barrier_sync(kDqueryEmpty + pair, 128 + 32);
+    stage_accumulators(smem.staging(group), dquery);
+    ptx::fence_proxy_async_shared();
+    ptx::barrier_arrive(kDqueryFull + pair, 128 + 32);
+    parity ^= 1;
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_results(dkey);
+    if constexpr (Config::kNextScoresFirst) ptx::wgmma_results(scores[0]);
+    arrive_by_warp(smem.query_empty(stage));
+  } while (tile.x >= 0);
+  write_key_gradients();
+}
+
+template <typename Config, typename Element, bool kGeneral>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    backward_kernel(const __grid_constant__ Backward params,
+                    const __grid_constant__ BackwardMaps maps, const BackwardWorkspace workspace,
+                    const TileSchedule schedule, const TurnOrder order) {
+  extern __shared__ __align__(1024) uint8_t tiles_smem[];
+  __shared__ __align__(128) float statistics_smem[2][Config::kStages * Config::kBlockQ];
+  __shared__ __align__(8) uint64_t barriers_smem[BackwardSmem<Config>::kBarriers];
+  __shared__ int2 tile_indices_smem[Config::kStages];
+  __shared__ uint32_t ticket_smem;
+  __shared__ __align__(16) uint8_t block_bytes_smem[sizeof(BackwardBlock)];
+  BackwardBlock& block_smem = *reinterpret_cast<BackwardBlock*>(block_bytes_smem);
+  const BackwardSmem<Config> smem{ptx::shared_address(tiles_smem),
+                                  ptx::shared_address(barriers_smem), statistics_smem[0],
+                                  statistics_smem[1], tile_indices_smem};
+  if (threadIdx.x == 0) {
+    ptx::prefetch_tensormap(maps.query);
+    ptx::prefetch_tensormap(maps.key);
+    ptx::prefetch_tensormap(maps.value);
+    ptx::prefetch_tensormap(maps.dout);
+    smem.init_barriers();
+    ticket_smem = blockIdx.x;
+    if (order != TurnOrder::kNone) {
+      // Blocks then work in the order in which they start, whatever order that is.
+      ptx::griddepcontrol_wait();
+      ticket_smem = static_cast<uint32_t>(atomicAdd(workspace.ticket, 1));
+    }
+  }
+  __syncthreads();
+  ptx::griddepcontrol_launch_dependents();
+  int32_t head, tile;
+  schedule.at(ticket_smem, head, tile);
+  const auto here = BackwardBlock::at<Config, kGeneral>(params, head, tile, workspace.spans, order);
+  if (threadIdx.x == 0) block_smem = here;
+  __syncthreads();
+  if (threadIdx.x < 128) {
+    ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+    if (threadIdx.x < 32) {
+      load_tiles(params, maps, workspace, smem, block_smem);
+    } else if (threadIdx.x < 96) {
+      add_dquery(params, workspace, order, smem, block_smem, threadIdx.x / 32 - 1);
+    }
+  } else {
+    ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+    consume_tiles<Config, Element, kGeneral>(params, smem, block_smem);
+  }
+}
+
+template <typename Config, typename Element, bool kGeneral>
+Status launch_backward_config(const Backward& params, const BackwardWorkspace& workspace,
+                              cudaStream_t stream) {
+  const Shape& shape = params.shape;
+  const int64_t heads = shape.batch * shape.heads, kv_heads = shape.batch * shape.kv_heads;
+  const int64_t kv_tiles_total = ceil_div(shape.kv_len, Config::kBlockKv);
+  BackwardMaps maps;
+  Status status;
+  if (heads > 0 && shape.q_len > 0 && shape.kv_len > 0) {
+    status = make_backward_maps(params, Config::kBlockQ, Config::kBlockKv, maps);
+  }
+  if (!status.ok()) return status;
+  TileSchedule schedule = make_schedule(params, kv_tiles_total, kv_heads,
+                                        int64_t{shape.q_len} * shape.heads / shape.kv_heads,
+                                        4 * (Config::kHeadDim + Config::kDqueryCols), false);
+  TurnOrder order = TurnOrder::kNone;
+  if (workspace.turns) {
+    // Blocks of a head run at a time if there are no more of them than multiprocessors. If there
+    // are more, blocks of as many heads as possible stand side by side, so as not to wait.
+    int multiprocessors = 0;
+    status = multiprocessor_count(multiprocessors);
+    const bool fits = kv_tiles_total <= multiprocessors &&
+                      kv_tiles_total * ceil_div(shape.q_len, Config::kBlockQ) < INT32_MAX;
+    order = fits ? TurnOrder::kShifted : TurnOrder::kAscending;
+    schedule.section_heads = fits ? 1 : schedule.total_heads;
+  }
+  if (status.ok()) {
+    status = launch_kernel("sm90::backward_begin_kernel", shape, backward_begin_kernel<Element>,
+                           heads * workspace.rows / kEdgeRows, kEdgeThreads, 0, stream, params,
+                           workspace, Config::kDqueryCols);
+  }
+  if (status.ok()) {
+    status =
+        launch_dependent("sm90::backward_kernel", shape, backward_kernel<Config, Element, kGeneral>,
+                         kv_tiles_total * kv_heads, Config::kThreads, Config::kSmemBytes, stream,
+                         params, maps, workspace, schedule, order);
+  }
+  if (!status.ok()) return status;
+  return launch_dependent("sm90::backward_end_kernel", shape, backward_end_kernel<Config, Element>,
+                          ceil_div(shape.q_len, 64) * heads, kEdgeThreads, 0, stream, params,
+                          workspace);
+}
+
+template <typename Element, int kHeadDim, bool kGeneral>
+Status launch_wide_backward(const Backward& params, const BackwardWorkspace& workspace,
+                            cudaStream_t stream) {
+  using KeyConfig = WideKeyConfig<kHeadDim>;
+  using QueryConfig = WideQueryConfig<kHeadDim>;
+  const Shape& shape = params.shape;
+  const int64_t heads = shape.batch * shape.heads, kv_heads = shape.batch * shape.kv_heads;
+  const int64_t kv_tiles_total = ceil_div(shape.kv_len, KeyConfig::kBlockKv);
+  const int64_t q_tiles_total = ceil_div(shape.q_len, QueryConfig::kBlockQ);
+  BackwardMaps key_maps, query_maps;
+  Status status;
+  if (heads > 0 && shape.q_len > 0 && shape.kv_len > 0) {
+    status = make_backward_maps(params, KeyConfig::kBlockQ, KeyConfig::kBlockKv, key_maps);
+    if (status.ok()) {
+      status = make_backward_maps(params, QueryConfig::kBlockQ, QueryConfig::kBlockKv, query_maps);
+    }
+  }
+  if (status.ok()) {
+    status = launch_kernel("sm90::backward_begin_kernel", shape, backward_begin_kernel<Element>,
+                           heads * workspace.rows / kEdgeRows, kEdgeThreads, 0, stream, params,
+                           workspace, 0);
+  }
+  if (status.ok()) {
+    const TileSchedule schedule =
+        make_schedule(params, kv_tiles_total, kv_heads,
+                      int64_t{shape.q_len} * shape.heads / shape.kv_heads, 4 * kHeadDim, false);
+    status = launch_dependent("sm90::backward_wide_key_kernel", shape,
+                              backward_wide_key_kernel<KeyConfig, Element, kGeneral>,
+                              kv_tiles_total * kv_heads, KeyConfig::kThreads, KeyConfig::kSmemBytes,
+                              stream, params, key_maps, workspace, schedule);
+  }
+  if (!status.ok()) return status;
+  const TileSchedule schedule =
+      make_schedule(params, q_tiles_total, heads, shape.kv_len, 4 * kHeadDim, true);
+  return launch_dependent("sm90::backward_wide_query_kernel", shape,
+                          backward_wide_query_kernel<QueryConfig, Element, kGeneral>,
+                          q_tiles_total * heads, QueryConfig::kThreads, QueryConfig::kSmemBytes,
+                          stream, params, query_maps, workspace, schedule);
+}
+
+// kHeadDim bounds head_dim and value_dim.
+template <typename Element, int kHeadDim, bool kGeneral>
+Status launch_backward(const Backward& params, cudaStream_t stream) {
+  BackwardWorkspace workspace;
+  BackwardWorkspace::plan(params.shape, (kHeadDim + 63) / 64 * 64, bool{params.query_segment_ids},
+                          params.options.deterministic, params.workspace, workspace);
+  Status status;
+  if (params.query_segment_ids) status = launch_segment_spans(params, workspace.spans, stream);
+  if (!status.ok()) return status;
+  if constexpr (kHeadDim > 128) {
+    status = launch_wide_backward<Element, kHeadDim, kGeneral>(params, workspace, stream);
+  } else {
+    status = launch_backward_config<BackwardConfig<kHeadDim, kGeneral>, Element, kGeneral>(
+        params, workspace, stream);
+  }
+  if constexpr (kGeneral) {
+    if (status.ok() && params.dbias) {
+      status = sm80::launch_bias_gradient<Element>(params, workspace, stream);
+    }
+  }
+  return status;
+}
+
+}  // namespace jax_flash::sm90

@@ -1,0 +1,97 @@
+// Host side of the sm_90 backward kernels: tensor maps, the order of blocks, and launches of
+// which each may begin while the one before it ends.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+
+#include "params.h"
+#include "sm90/backward_config.cuh"
+#include "sm90/backward_parts.cuh"
+#include "status.h"
+#include "tile/launch.cuh"
+#include "tile/tensor_map.cuh"
+
+namespace jax_flash::sm90 {
+
+// launch_kernel() of a kernel that waits, by griddepcontrol, for what the kernel before it wrote.
+template <typename... Parameters, typename... Arguments>
+Status launch_dependent(const char* name, const Shape& shape, void (*kernel)(Parameters...),
+                        int64_t blocks, int threads, int smem_bytes, cudaStream_t stream,
+                        const Arguments&... arguments) {
+  if (!JAX_FLASH_SM90_BWD_DEPENDENT_LAUNCH || blocks == 0 || blocks > INT32_MAX) {
+    return launch_kernel(name, shape, kernel, blocks, threads, smem_bytes, stream, arguments...);
+  }
+  cudaError_t error = cudaSuccess;
+  if (smem_bytes > kSmemWithoutAsking) {
+    error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
+                                 cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
+  }
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
+  cudaLaunchConfig_t config = {};
+  config.gridDim = dim3(static_cast<unsigned>(blocks));
+  config.blockDim = dim3(static_cast<unsigned>(threads));
+  config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
+  config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = 1;
+  if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, arguments...);
+  if (error == cudaSuccess) return {};
+  cudaGetLastError();  // reported here, so not left for whoever asks next
+  return Status::internal(std::string("jax_flash: kernel ") + name + " (" + shape_text(shape) +
+                          "): " + cudaGetErrorString(error));
+}
+
+// Maps for tiles of block_q query rows and block_kv keys.
+inline Status make_backward_maps(const Backward& params, int block_q, int block_kv,
+                                 BackwardMaps& maps) {
+  const Shape& shape = params.shape;
+  Status status = make_tensor_map("query", shape, params.query, shape.q_len, shape.heads,
+                                  shape.head_dim, block_q, maps.query);
+  if (status.ok()) {
+    status = make_tensor_map("key", shape, params.key, shape.kv_len, shape.kv_heads, shape.head_dim,
+                             block_kv, maps.key);
+  }
+  if (status.ok()) {
+    status = make_tensor_map("value", shape, params.value, shape.kv_len, shape.kv_heads,
+                             shape.value_dim, block_kv, maps.value);
+  }
+  if (status.ok()) {
+    status = make_tensor_map("dout", shape, params.dout, shape.q_len, shape.heads, shape.value_dim,
+                             block_q, maps.dout);
+  }
+  return status;
+}
+
+// Blocks of one head side by side share its rows in L2. Where blocks differ in length, as under a
+// causal mask, as many heads as L2 holds (half of 50 MB) go together, their long blocks first.
+// `row_bytes` is what a block reads and adds to for each row of the other operand.
+inline TileSchedule make_schedule(const Backward& params, int64_t tiles, int64_t total_heads,
+                                  int64_t rows, int64_t row_bytes, bool last_first) {
+  const Options& options = params.options;
+  const bool uneven = options.is_causal || options.window_left >= 0 || options.window_right >= 0;
+  int64_t section = 1;
+  if (uneven && JAX_FLASH_SM90_BWD_LONGEST_FIRST) {
+    const int64_t fits = (int64_t{25} << 20) / (rows * row_bytes + 1);
+    section = fits < 1 ? 1 : fits < total_heads ? fits : total_heads;
+  }
+  return {static_cast<int32_t>(tiles), static_cast<int32_t>(section),
+          static_cast<int32_t>(total_heads), uneven && last_first};
+}
+
+inline Status multiprocessor_count(int& count) {
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error == cudaSuccess) return {};
+  return Status::internal(std::string("jax_flash: cannot read the device's size: ") +
+                          cudaGetErrorString(error));
+}
+
+}  // namespace jax_flash::sm90

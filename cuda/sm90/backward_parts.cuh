@@ -1,0 +1,240 @@
+// Parts of the sm_90 backward kernels: the order of blocks and of their tiles, turns, copies,
+// and shared memory that must not hold what nobody may attend to.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "params.h"
+#include "ptx/global.cuh"
+#include "ptx/math.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/stmatrix.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warpgroup.cuh"
+#include "sm80/workspace.h"
+#include "tile/band.cuh"
+#include "tile/batch_index.cuh"
+#include "tile/matmul.cuh"
+#include "tile/segments.cuh"
+#include "tile/smem_tile.cuh"
+#include "tile/tensor_map.cuh"
+
+namespace jax_flash::sm90 {
+
+using sm80::BackwardWorkspace;
+
+struct BackwardMaps {
+  CUtensorMap query, key, value, dout;
+};
+
+// Which tile of which head a block owns: sections of `section_heads` heads (of all batches in one
+// row) one after the other, within one all heads' first tiles, then all heads' second tiles...
+struct TileSchedule {
+  int32_t tiles, section_heads, total_heads;
+  bool last_first;
+
+  __device__ __forceinline__ void at(uint32_t index, int32_t& head, int32_t& tile) const {
+    const int32_t section = static_cast<int32_t>(index / (section_heads * tiles));
+    const int32_t first_head = section * section_heads;
+    const int32_t heads_here = min(section_heads, total_heads - first_head);
+    const int32_t rest = static_cast<int32_t>(index - static_cast<uint32_t>(first_head) * tiles);
+    tile = rest / heads_here;
+    head = first_head + rest - tile * heads_here;
+    if (last_first) tile = tiles - 1 - tile;
+  }
+};
+
+// Sums for dQ that several blocks add to, in turns that do not depend on timing.
+enum class TurnOrder : int32_t {
+  kNone,
+  kShifted,    // blocks start at different tiles; all blocks of a head have to run at a time
+  kAscending,  // a block waits only for those of lower keys
+};
+
+// A tile of a query head.
+struct QueryTileCursor {
+  int32_t head, tile;
+};
+
+// The query tiles of all heads of a group that a block visits, head by head. Within a head it may
+// start at any tile and come round. Its functions are called by whole warps.
+struct QueryTileWalk {
+  TileRange range;
+  int32_t first_head, end_head;
+  int32_t start = 0;
+  const SegmentSpan* query_spans = nullptr;
+  int32_t query_blocks = 0;
+  SegmentSpan key_span = {};
+
+  template <int kBlockQ>
+  __device__ __forceinline__ int32_t skip_to(int32_t candidate) const {
+    if (query_spans == nullptr) return candidate;
+    return next_tile<kBlockQ>(query_spans, query_blocks, key_span, candidate, range.end);
+  }
+  template <int kBlockQ>
+  __device__ __forceinline__ void start_at(int32_t shift) {
+    start = skip_to<kBlockQ>(range.first + shift);
+    if (range.first >= range.end || start >= range.end) first_head = end_head;
+  }
+  __device__ __forceinline__ QueryTileCursor begin() const { return {first_head, start}; }
+  __device__ __forceinline__ bool done(const QueryTileCursor& at) const {
+    return at.head >= end_head;
+  }
+  template <int kBlockQ>
+  __device__ __forceinline__ void advance(QueryTileCursor& at) const {
+    at.tile = skip_to<kBlockQ>(at.tile + 1);
+    // With segments nothing is shifted, and the first tile that is not skipped is `start`.
+    if (at.tile >= range.end) at.tile = query_spans ? start : range.first;
+    if (at.tile == start) ++at.head;
+  }
+};
+
+// Whether every row may attend to every key: then all blocks visit all tiles, and start shifted.
+__device__ __forceinline__ bool is_rectangle(const Band& band) {
+  return band.lo <= 1 - band.q_len && band.hi >= band.kv_len;
+}
+
+// How many tiles further on than the first a block starts, if there are turns.
+template <int kBlockKv>
+__device__ __forceinline__ int32_t shifted_start(const Band& band, TurnOrder order,
+                                                 const TileRange& range, int32_t kv_tile) {
+  if (order != TurnOrder::kShifted || !is_rectangle(band)) return 0;
+  const int32_t kv_tiles_here = (band.kv_len + kBlockKv - 1) / kBlockKv;
+  return static_cast<int32_t>(static_cast<uint32_t>(kv_tile) * (range.end - range.first) /
+                              kv_tiles_here);
+}
+
+// How many blocks add to rows [row0, row1) before the block of tile kv_tile: those that come to
+// them earlier, when all start at a time and take equally long for a tile.
+template <int kBlockKv>
+__device__ __forceinline__ int32_t turn_of(const Band& band, TurnOrder order, int32_t kv_tile,
+                                           int32_t q_tile, int32_t q_tiles_total, int32_t row0,
+                                           int32_t row1) {
+  const TileRange range = kv_tiles<kBlockKv>(band, row0, row1);
+  if (order == TurnOrder::kAscending) return kv_tile - range.first;
+  if (!is_rectangle(band)) return range.end - 1 - kv_tile;
+  // Blocks up to `last` start at this tile or before it; the later of them come first. The
+  // others come round to it.
+  const uint32_t ends = static_cast<uint32_t>(q_tile + 1) * range.end;  // host: fits
+  const int32_t last = static_cast<int32_t>((ends + q_tiles_total - 1) / q_tiles_total) - 1;
+  return kv_tile <= last ? last - kv_tile : last + range.end - kv_tile;
+}
+
+// A stage of a ring, and the parity of the phase of its barriers that is in use.
+template <int kStages>
+struct Ring {
+  uint32_t stage = 0, parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+};
+
+__device__ __forceinline__ void arrive_by_warp(uint32_t barrier_smem) {
+  if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier_smem);
+}
+
+// Starts copying rows row0... of a head to a tile of shared memory. By one thread, which has
+// announced the bytes.
+template <typename Tile>
+__device__ __forceinline__ void load_tile_panels(const Tile& tile, const CUtensorMap& map,
+                                                 uint32_t barrier_smem, const Operand& operand,
+                                                 const BatchIndex& batch, int32_t head,
+                                                 int32_t row0) {
+#pragma unroll
+  for (int panel = 0; panel < Tile::kPanels; ++panel) {
+    load_box(tile.root + tile.offset + panel * Tile::kPanelBytes, map, barrier_smem, operand, batch,
+             head, row0, panel * 64);
+  }
+}
+
+// Zeroes the rows of a tile outside [first, end), which may hold NaN that would not vanish in a
+// product with 0. Every consumer warpgroup does so before it reads the tile, with the same result;
+// `barrier` is its own.
+template <typename Tile>
+__device__ __forceinline__ void zero_rows(const Tile& tile, int32_t first, int32_t end,
+                                          int barrier) {
+  for (int index = threadIdx.x % 128; index < Tile::kBytes / 16; index += 128) {
+    const int row = index % (Tile::kPanelBytes / 16) / 8;
+    if (row < first || row >= end) {
+      ptx::st_shared_v4(tile.root + tile.offset + index * 16, uint4{});
+    }
+  }
+  ptx::fence_proxy_async_shared();
+  ptx::barrier_sync(barrier, 128);
+}
+
+// Rounds 16 rows of fragments of kN blocks to register operands of kN / 2 products.
+template <typename Element, int kN>
+__device__ __forceinline__ void round_fragments(uint32_t (&out)[kN / 2][4],
+                                                const float (&values)[kN][4]) {
+#pragma unroll
+  for (int k = 0; k < kN / 2; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float (&block)[4] = values[2 * k + i / 2];
+      out[k][i] = ptx::cvt_rn_x2<Element>(block[i % 2 * 2], block[i % 2 * 2 + 1]);
+    }
+  }
+}
+
+// Stores 64 columns of them as rows [row, row + 16) of a panel of a tile.
+template <typename Tile>
+__device__ __forceinline__ void store_rounded(const Tile& tile, int row, int panel,
+                                              const uint32_t (&values)[4][4]) {
+  const int lane = threadIdx.x % 32;
+  const uint32_t base = tile.address(row + lane % 16, lane / 16) + panel * Tile::kPanelBytes;
+#pragma unroll
+  for (int k = 0; k < 4; ++k) ptx::stmatrix_x4(base ^ (k * 32), values[k]);
+}
+
+// Loads rows [row, row + 16) of a tile as register operands.
+template <typename Tile, int kSteps>
+__device__ __forceinline__ void load_fragments(uint32_t (&values)[kSteps][4], const Tile& tile,
+                                               int row) {
+  const BlockReader reader(tile, BlockOrder::kRowsFirst, row, 0);
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) ptx::ldmatrix_x4(values[k], reader.at(0, k * 2));
+}
+
+template <int kN>
+__device__ __forceinline__ void clear(float (&values)[kN][4]) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) values[n][e] = 0.0f;
+  }
+}
+
+// Stores accumulators in the order of the workspace: block n of all threads, then block n + 1.
+template <int kN>
+__device__ __forceinline__ void stage_accumulators(uint32_t address_smem,
+                                                   const float (&values)[kN][4]) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    ptx::st_shared_v4(address_smem + (n * 128 + threadIdx.x % 128) * 16,
+                      make_uint4(__float_as_uint(values[n][0]), __float_as_uint(values[n][1]),
+                                 __float_as_uint(values[n][2]), __float_as_uint(values[n][3])));
+  }
+}
+
+// The same thread's, or that of the same place in another warpgroup.
+template <int kN>
+__device__ __forceinline__ void load_staged(float (&values)[kN][4], uint32_t address_smem) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    const uint4 words = ptx::ld_shared_v4(address_smem + (n * 128 + threadIdx.x % 128) * 16);
+    values[n][0] = __uint_as_float(words.x);
+    values[n][1] = __uint_as_float(words.y);
+    values[n][2] = __uint_as_float(words.z);
+    values[n][3] = __uint_as_float(words.w);
+  }
+}
+
+}  // namespace jax_flash::sm90

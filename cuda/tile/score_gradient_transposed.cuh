@@ -1,0 +1,224 @@
+// What score_gradient.cuh does, for fragments of the transposed products S^T = K Q^T and
+// dP^T = V dO^T: a fragment's rows are keys, its columns queries. P^T and dS^T then are register
+// operands of dV = P^T dO and dK = dS^T Q.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "params.h"
+#include "ptx/math.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/warpgroup.cuh"
+#include "tile/band.cuh"
+#include "tile/batch_index.cuh"
+#include "tile/logits.cuh"
+#include "tile/matmul.cuh"
+#include "tile/smem_tile.cuh"
+
+namespace jax_flash {
+
+// For the fragments whose element [0, 0] is (key0, row0) of one batch and query head, 16 keys by
+// 8 kN queries. `lse_smem` and `delta_smem` are those of query row0 on.
+template <bool kGeneral, int kN>
+struct TransposedGradient {
+  const Forward& params;
+  int32_t batch_index, head, key0, row0;
+
+  // Sets to -inf what is not allowed; if kGeneral, turns products into logits in log2 units.
+  __device__ __forceinline__ void mask(float (&scores)[kN][4], const Band& band) const {
+    if constexpr (kGeneral) {
+      apply(scores, band, modifiers());
+      return;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t key = key0 + fragment_row(0, 2 * half), base = row0 + fragment_col(0, 0);
+      const int32_t first = band.first_row(key) - base;
+      const int32_t end = key < band.kv_len ? band.end_row(key + 1) - base : INT32_MIN;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int row = n * 8 + e;
+          if (row < first || row >= end) scores[n][2 * half + e] = minus_infinity();
+        }
+      }
+    }
+  }
+
+  // P^T = 2^(S^T - lse)
+  __device__ __forceinline__ void probabilities(float (&scores)[kN][4], const float* lse_smem,
+                                                float to_log2) const {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 lse = *reinterpret_cast<const float2*>(lse_smem + fragment_col(n, 0));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        scores[n][e] = ptx::ex2_approx_ftz(
+            fmaf(scores[n][e], kGeneral ? 1.0f : to_log2, e % 2 ? -lse.y : -lse.x));
+      }
+    }
+  }
+
+  // Turns dP into dS = P (dP - delta). An element that is not allowed has P = 0 and, in general
+  // calls, dS = 0 whatever dP is.
+  __device__ __forceinline__ void finish(const float (&p)[kN][4], float (&dp)[kN][4],
+                                         const float* lse_smem, const float* delta_smem,
+                                         const uint32_t (&kept)[2][(kN + 15) / 16]) const {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 delta = *reinterpret_cast<const float2*>(delta_smem + fragment_col(n, 0));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float row_delta = e % 2 ? delta.y : delta.x;
+        if constexpr (!kGeneral) {
+          dp[n][e] = p[n][e] * (dp[n][e] - row_delta);
+        } else {
+          float ds = p[n][e] * (dp[n][e] * factor(kept, n, e) - row_delta);
+          if (params.options.logits_soft_cap > 0.0f) {
+            // The logit, again: keeping all of them would take too many registers.
+            const float logit = __log2f(p[n][e]) + lse_smem[fragment_col(n, e % 2)];
+            const float ratio = logit * (kLn2 / params.options.logits_soft_cap);
+            ds *= 1.0f - ratio * ratio;
+          }
+          dp[n][e] = p[n][e] == 0.0f ? 0.0f : ds;
+        }
+      }
+    }
+  }
+
+  // What dropout multiplies an element by: bit 2 (n % 16) + e % 2 of kept[e / 2][n / 16].
+  __device__ __forceinline__ float factor(const uint32_t (&kept)[2][(kN + 15) / 16], int n,
+                                          int e) const {
+    return kept[e / 2][n / 16] >> (n % 16 * 2 + e % 2) & 1 ? params.options.dropout_scale : 0.0f;
+  }
+
+  // P^T to what dV needs of it.
+  __device__ __forceinline__ void drop(float (&p)[kN][4],
+                                       const uint32_t (&kept)[2][(kN + 15) / 16]) const {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) p[n][e] *= factor(kept, n, e);
+    }
+  }
+
+  // Which elements dropout keeps. One counter serves eight keys of one query, which the eight
+  // lanes of equal threadIdx.x % 4 hold: each of them draws for one of eight pairs of query and
+  // key group, and they exchange words. By whole warps; key0 is a multiple of 16.
+  __device__ __forceinline__ void draw(uint32_t (&kept)[2][(kN + 15) / 16]) const {
+    const bool drops = kGeneral && params.options.dropout_threshold != 0;
+#pragma unroll
+    for (int i = 0; i < (kN + 15) / 16; ++i) kept[0][i] = kept[1][i] = drops ? 0 : 0xffffffff;
+    if (!drops) return;
+    static_assert(kN % 2 == 0 && kDropoutGroup == 8);
+    const LogitModifiers modifiers = this->modifiers();
+    const int lane = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int n0 = 0; n0 < kN; n0 += 2) {
+      // Lane g draws for query column g % 2 of block n0 + g / 2 % 2, keys of half g / 4.
+      const uint32_t row = row0 + fragment_col(n0 + lane / 2 % 2, lane % 2);
+      const PhiloxWords words = dropout_words(
+          modifiers.seed0, modifiers.seed1, modifiers.dropout_batch, modifiers.dropout_head,
+          modifiers.dropout_row + row, modifiers.dropout_col + key0 + lane / 4 * kDropoutGroup);
+#pragma unroll
+      for (int distance = 0; distance < 8; ++distance) {
+        const int partner = lane ^ distance;  // it needs element `partner` of the group, and
+                                              // what it drew is for counter `partner`
+        const uint32_t low = partner & 2 ? words.word[1] : words.word[0];
+        const uint32_t high = partner & 2 ? words.word[3] : words.word[2];
+        uint32_t word = __shfl_xor_sync(0xffffffff, partner & 4 ? high : low, distance * 4);
+        word = lane & 1 ? word >> 16 : word & 0xffff;
+        const uint32_t keep = word >= params.options.dropout_threshold ? 1 : 0;
+        const uint32_t bit = keep << ((n0 + partner / 2 % 2) % 16 * 2 + partner % 2);
+        if (partner & 4) {
+          kept[1][n0 / 16] |= bit;
+        } else {
+          kept[0][n0 / 16] |= bit;
+        }
+      }
+    }
+  }
+
+ private:
+  __device__ __forceinline__ LogitModifiers modifiers() const {
+    return LogitModifiers(params, BatchIndex(params.shape, batch_index), head);
+  }
+
+  __device__ __forceinline__ void apply(float (&products)[kN][4], const Band& band,
+                                        const LogitModifiers& modifiers) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t key = key0 + fragment_row(0, 2 * half);
+      const bool valid = key < band.kv_len;
+      const int32_t first = band.first_row(key), end = valid ? band.end_row(key + 1) : INT32_MIN;
+      const int32_t key_id = modifiers.key_ids && valid
+                                 ? modifiers.key_ids[key * params.key_value_segment_ids.row]
+                                 : 0;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int32_t row = row0 + fragment_col(n, e);
+          const int32_t query_id = modifiers.query_ids && row < band.q_len
+                                       ? modifiers.query_ids[row * params.query_segment_ids.row]
+                                       : 0;
+          bool allowed = row >= first && row < end && query_id == key_id;
+          if (modifiers.mask && allowed) {
+            allowed = modifiers.mask[row * params.mask.row + key * params.mask.col] != 0;
+          }
+          float& value = products[n][2 * half + e];
+          value = allowed ? modifiers.logit_log2(value, row, key) : minus_infinity();
+        }
+      }
+    }
+  }
+};
+
+// score_gradient.cuh's clear_bad_keys() and mark_bad_keys(), by kThreads threads from thread 128
+// on, with the named barrier kBarrier, for fragments of 16 keys from `key` of the tile on.
+template <int kThreads, int kBarrier, typename Element, typename Tile>
+__device__ __forceinline__ void clear_bad_key_rows(const Tile& key, uint32_t* bad_smem) {
+  // An exponent of all ones.
+  constexpr uint32_t kExponent = std::is_same_v<Element, __half> ? 0x7c00u : 0x7f80u;
+  const int thread = threadIdx.x - 128;
+  if (thread <= Tile::kRows / 32) bad_smem[thread] = 0;
+  ptx::barrier_sync(kBarrier, kThreads);
+  for (int row = thread; row < Tile::kRows; row += kThreads) {
+    bool bad = false;
+    for (int chunk = 0; chunk < Tile::kCols / kChunk; ++chunk) {
+      const uint4 words = ptx::ld_shared_v4(key.address(row, chunk));
+      for (const uint32_t pair : {words.x, words.y, words.z, words.w}) {
+        bad |= (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
+      }
+    }
+    if (!bad) continue;
+    atomicOr(&bad_smem[row / 32], 1u << row % 32);
+    bad_smem[Tile::kRows / 32] = 1;
+    for (int chunk = 0; chunk < Tile::kCols / kChunk; ++chunk) {
+      ptx::st_shared_v4(key.address(row, chunk), uint4{});
+    }
+  }
+  ptx::fence_proxy_async_shared();
+  ptx::barrier_sync(kBarrier, kThreads);
+}
+
+template <int kRows, int kN>
+__device__ __forceinline__ void mark_bad_key_rows(float (&scores)[kN][4], const uint32_t* bad_smem,
+                                                  int key) {
+  if (bad_smem[kRows / 32] == 0) return;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = key + fragment_row(0, 2 * half);
+    if (!(bad_smem[row / 32] >> row % 32 & 1)) continue;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      scores[n][2 * half] = scores[n][2 * half + 1] = __int_as_float(0x7fffffff);
+    }
+  }
+}
+
+}  // namespace jax_flash
