@@ -92,14 +92,17 @@ class Block(nnx.Module):
         self.up = linear(config.d_model, config.ffn)
         self.down = linear(config.ffn, config.d_model)
 
-    def __call__(self, x: jax.Array) -> jax.Array:
-        x = x + self.attention(self.attention_norm(x))
+    def __call__(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
+        x = x + self.attention(self.attention_norm(x), positions=positions)
         y = self.ffn_norm(x)
         return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y))
 
 
 class Llama(nnx.Module):
-    """Embedding, blocks, norm, output projection: tokens [batch, seq] to logits over bytes."""
+    """Embedding, blocks, norm, output projection: tokens [batch, seq] to logits over bytes.
+
+    positions [seq]: of the tokens, where they are not in order.
+    """
 
     def __init__(self, config: ModelConfig, attention: str, *, rngs: nnx.Rngs):
         dtype = jnp.dtype(config.dtype)
@@ -108,10 +111,10 @@ class Llama(nnx.Module):
         self.norm = nnx.RMSNorm(config.d_model, epsilon=1e-5, dtype=dtype, rngs=rngs)
         self.head = nnx.Linear(config.d_model, VOCABULARY, use_bias=False, dtype=dtype, rngs=rngs)
 
-    def __call__(self, tokens: jax.Array) -> jax.Array:
+    def __call__(self, tokens: jax.Array, positions: jax.Array | None = None) -> jax.Array:
         x = self.embed(tokens)
         for block in self.blocks:
-            x = block(x)
+            x = block(x, positions)
         return self.head(self.norm(x)).astype(jnp.float32)
 
 
@@ -126,10 +129,10 @@ def init_params(config: ModelConfig, seed: int = 0) -> nnx.State:
 
 
 def make_forward(config: ModelConfig, attention: str) -> Callable[..., jax.Array]:
-    """The pure function (params, tokens) -> logits of a model with that attention."""
+    """The pure function (params, tokens, *positions) -> logits of a model with that attention."""
     model = nnx.eval_shape(lambda: Llama(config, attention, rngs=nnx.Rngs(0)))
     graph = nnx.graphdef(model)
-    return lambda params, tokens: nnx.merge(graph, params)(tokens)
+    return lambda params, *tokens: nnx.merge(graph, params)(*tokens)
 
 
 def make_loss(config: ModelConfig, attention: str) -> Callable[..., tuple[jax.Array, jax.Array]]:

@@ -95,6 +95,37 @@ def plan_route(spec: AttentionSpec, sequence: SequenceSharding, q_len: int, kv_l
     return Route(devices, tuple(shifts), tuple(visits))
 
 
+class _Parcel:
+    """Arrays that travel together, as one array for each dtype.
+
+    XLA runs one collective at a time beside the computation; a second would wait for it, and keep
+    the computation waiting.
+    """
+
+    def __init__(self, arrays: Operands):
+        self._shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
+        self._groups: dict[str, list[str]] = {}
+        for name, x in arrays.items():
+            self._groups.setdefault(str(x.dtype), []).append(name)
+
+    def pack(self, arrays: Operands) -> Operands:
+        return {
+            dtype: jnp.concatenate([arrays[name].reshape(-1) for name in names])
+            for dtype, names in self._groups.items()
+        }
+
+    def unpack(self, packed: Operands) -> Operands:
+        arrays = {}
+        for dtype, names in self._groups.items():
+            start = 0
+            for name in names:
+                shape = self._shapes[name]
+                part = jax.lax.slice_in_dim(packed[dtype], start, start + shape.size)
+                arrays[name] = part.reshape(shape.shape)
+                start += shape.size
+        return arrays
+
+
 class _Ring:
     """What both passes share: the order of the steps, and the transfers."""
 
@@ -117,13 +148,15 @@ class _Ring:
           own_last: whether step 0, the device's own keys, comes last instead of first.
         """
         route, last = self.route, len(self.route.shifts) - 1
-        own = visiting = {name: self._operands[name] for name in self.blocks.travelling}
+        own = {name: self._operands[name] for name in self.blocks.travelling}
+        parcel = _Parcel(own)
+        own = visiting = parcel.pack(own)
 
         def visit(visiting, carry, shift, hop, gradient_hop):
             # Sent on before the step that reads it, to be under way meanwhile.
             following = None if hop is None else self.send(visiting, hop)
             source = (self.device - shift) % route.devices
-            block = self.blocks.take(visiting, self.device, source)
+            block = self.blocks.take(parcel.unpack(visiting), self.device, source)
             return following, step_of(carry, gradient_hop, source, block)
 
         step = 0
@@ -229,12 +262,15 @@ def backward(
     """
     ring = _Ring(spec, sequence, operands)
 
+    parcel = None
+
     def step_of(carry, gradient_hop, source, block):
         # kept: gradients of what stays on this device; carried: of what visits, from the devices
         # that it visited before.
-        kept, carried = ({**sums} for sums in carry)
-        if carried:
-            carried = ring.send(carried, gradient_hop)
+        nonlocal parcel
+        kept, carried = carry
+        arrived = ring.send(carried, gradient_hop) if carried else {}
+        kept, carried = dict(kept), parcel.unpack(arrived) if arrived else {}
         for name, part in run(block).items():
             part = restore(name, part, ring.accumulator)
             stays = name == "query" or (name == "bias" and name not in ring.blocks.travelling)
@@ -244,11 +280,13 @@ def backward(
             elif name in sums:
                 part = sums[name] + part
             sums[name] = part
-        return kept, carried
+        parcel = _Parcel(carried)
+        return kept, parcel.pack(carried)
 
     # The device's own keys last: the gradients of the others get home meanwhile.
     kept, carried = ring.go_round(step_of, ({}, {}), own_last=True)
-    return {name: x.astype(operands[name].dtype) for name, x in {**kept, **carried}.items()}
+    grads = {**kept, **parcel.unpack(carried)}
+    return {name: x.astype(operands[name].dtype) for name, x in grads.items()}
 
 
 def _place(part, total, bias, ring: _Ring, source):

@@ -162,7 +162,7 @@ def test_blocks_outside_the_window_are_not_sent():
         text = jax.jit(ring).lower(query, key, value).compile().as_text()
         assert len(re.findall(r"jax_flash_forward", text)) >= steps
         sent = lines(text, "collective-permute")
-        assert len(sent) == 2 * (steps - 1), text  # keys and values
+        assert len(sent) == steps - 1, text  # keys and values together
     ring = sharded(jax_flash.ring_attention, ring_mesh(), local_window_size=8, is_causal=True)
     (sent, *_) = lines(jax.jit(ring).lower(*tokens()).compile().as_text(), "collective-permute")
     assert "{6,7}" in sent
@@ -226,8 +226,7 @@ def test_vmap_and_checkpoint():
     assert_close(got, expected)
 
 
-@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
-def test_second_derivatives(order):
+def test_second_derivatives():
     args = tokens(16, dim=8)
 
     def squared_gradient(attention, *args):
@@ -236,7 +235,7 @@ def test_second_derivatives(order):
 
     got, expected = (
         jax.jit(jax.grad(functools.partial(squared_gradient, f), (0, 1, 2)))(*args)
-        for f in ring_and_plain(order, devices=2, is_causal=True, logits_soft_cap=3.0)
+        for f in ring_and_plain(devices=2, is_causal=True, logits_soft_cap=3.0)
     )
     assert_close(got, expected)
 
@@ -261,20 +260,21 @@ def test_second_derivatives_of_the_plain_call(kind):
     assert_close([jax_flash.zigzag_restore(jax.device_get(x), 2) for x in got], expected)
 
 
-@pytest.mark.parametrize("dtype", ["float64", "float32"])
-def test_reference_blocks(dtype):
-    with jax.enable_x64(dtype == "float64"):
-        args = [x.astype(dtype) for x in tokens(32)]
+def test_reference_blocks():
+    with jax.enable_x64(True):
+        args = [x.astype(jnp.float64) for x in tokens(32)]
 
         def loss(attention, *args):
             return (attention(*args) ** 2).sum()
 
-        options = {"is_causal": True, "implementation": "reference"}
         got, expected = (
             jax.jit(jax.value_and_grad(functools.partial(loss, f), (0, 1, 2)))(*args)
-            for f in ring_and_plain(**options)
+            for f in ring_and_plain(is_causal=True, implementation="reference")
         )
-        assert_close(got, expected)
+        np.testing.assert_allclose(got[0], expected[0], rtol=1e-12)
+        for g, e in zip(got[1], expected[1], strict=True):
+            assert g.dtype == jnp.float64
+            np.testing.assert_allclose(g, e, rtol=1e-9, atol=1e-12)
 
 
 def raises_in_ring(error, match, *, shapes=None, **options):
