@@ -1,109 +1,27 @@
-"""What a benchmark says besides its numbers: statistics, environment, table, progress, plot."""
+"""What the examples say besides their numbers: summaries, table and plot.
 
-import datetime
-import importlib.metadata
-import math
-import os
-import pathlib
-import platform
-import shlex
-import statistics
-import subprocess
-import sys
-from collections.abc import Iterable, Iterator
+Statistics, environment and the layout of tables are those of `jax_flash.benchmark`.
+"""
+
+from collections.abc import Sequence
 from typing import Any
 
-import jax
+from jax_flash.benchmark import stats
+from jax_flash.benchmark.environment import environment
+from jax_flash.benchmark.report import format_table, progress
 
-try:
-    from tqdm import tqdm
-except ModuleNotFoundError:
-    tqdm = None
-
-
-def progress(items: Iterable, description: str, total: int) -> Iterator:
-    """Yields the items behind a progress bar, or lines on stderr where tqdm is not installed."""
-    if tqdm is not None:
-        yield from tqdm(items, description, total, leave=False, file=sys.stderr)
-        return
-    for done, item in enumerate(items, start=1):
-        yield item
-        print(f"{description}: {done}/{total}", file=sys.stderr, flush=True)
+__all__ = ["environment", "format_results", "format_table", "plot_results", "progress", "summarise"]
 
 
-def summarise(times: list[float], tokens: int) -> dict[str, Any]:
-    """Median of times in seconds and a confidence interval for it.
-
-    The interval runs between two order statistics, the tightest pair that covers the true median
-    with probability 0.95 whatever the distribution of the times; with fewer than 6 times it is
-    all of them and covers less, as `coverage` says.
-    """
-    n, ordered = len(times), sorted(times)
-    k, below = 1, 1 / 2**n  # probability that fewer than k times lie below the true median
-    while k < n // 2 and (wider := below + math.comb(n, k) / 2**n) <= 0.025:
-        k, below = k + 1, wider
-    median = statistics.median(ordered)
+def summarise(times: Sequence[float], tokens: int) -> dict[str, Any]:
+    """Of times in seconds, what `stats.summarise` says, the times, and tokens per second."""
+    summary = stats.summarise(times)
     return {
-        "times_s": times,
-        "median_s": median,
-        "interval_s": [ordered[k - 1], ordered[n - k]],
-        "coverage": max(0.0, 1 - 2 * below),
-        "tokens_per_second": tokens / median,
+        "times_s": list(times),
+        **summary,
+        "coverage": stats.COVERAGE,
+        "tokens_per_second": tokens / summary["median_s"],
     }
-
-
-def environment(device: jax.Device) -> dict[str, Any]:
-    """Where and with what a measurement was made."""
-    names = ("jax", "jaxlib", "flax", "optax", "numpy", "jax-flash", "jax-cuda12-plugin",
-             "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13")  # fmt: skip
-    versions = {"python": platform.python_version()}
-    for name in names:
-        try:
-            versions[name] = importlib.metadata.version(name)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return {
-        "device": {
-            "platform": device.platform,
-            "kind": device.device_kind if device.platform != "cpu" else _cpu_name(),
-            "count": len(jax.devices()),
-            "driver": _driver() if device.platform == "gpu" else None,
-            "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
-        },
-        "system": platform.platform(),
-        "versions": versions,
-        "command": shlex.join([pathlib.Path(sys.executable).name, *sys.argv]),
-        "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
-    }
-
-
-def _cpu_name() -> str:
-    try:
-        lines = pathlib.Path("/proc/cpuinfo").read_text().splitlines()
-    except OSError:
-        lines = []
-    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
-    return names[0] if names else platform.processor() or platform.machine()
-
-
-def _driver() -> str | None:
-    query = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        done = subprocess.run(query, capture_output=True, text=True, timeout=20, check=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.split("\n")[0].strip() or None
-
-
-def format_table(header: list[str], rows: list[list[str]]) -> str:
-    """Columns padded to their widest cell: the first to the left, the others to the right."""
-    widths = [max(map(len, column)) for column in zip(header, *rows, strict=True)]
-    lines = []
-    for row in (header, ["-" * width for width in widths], *rows):
-        first, *others = zip(row, widths, strict=True)
-        cells = [first[0].ljust(first[1]), *(cell.rjust(width) for cell, width in others)]
-        lines.append("  ".join(cells).rstrip())
-    return "\n".join(lines)
 
 
 def format_results(results: list[dict[str, Any]]) -> str:

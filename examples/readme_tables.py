@@ -2,26 +2,25 @@
 
 python examples/readme_tables.py            # rewrites the part of README.md between markers
 python examples/readme_tables.py --check    # exits with 1 if it is not what the files say
+
+`examples/measure.sh` makes those files; a table whose file is not there is left out.
 """
 
 import json
 import pathlib
 import sys
+from typing import Any
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _RESULTS = _ROOT / "examples" / "results"
 _BEGIN, _END = "<!-- measured -->", "<!-- end of measured -->"
-_NAMES = {
-    "jax_flash": "jax_flash",
-    "deterministic": "jax_flash deterministic",
-    "xla": "jax.nn xla",
-    "cudnn": "jax.nn cudnn",
-    "torch": "FlashAttention-2 (torch)",
-}
+_NAMES = {"jax_flash": "jax_flash", "xla": "jax.nn xla", "cudnn": "jax.nn cudnn"}
+_MACHINES = ("h200", "cpu")  # in the names of files
 
 
-def load(name: str) -> dict:
-    return json.loads((_RESULTS / name).read_text())
+def load(name: str) -> dict[str, Any] | None:
+    path = _RESULTS / name
+    return json.loads(path.read_text()) if path.exists() else None
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
@@ -30,78 +29,180 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 
 
 def where(document: dict) -> str:
+    """Device, driver, JAX and, where it is known, the commit."""
     device, versions = document["device"], document["versions"]
-    what = device["kind"] if device["platform"] == "gpu" else f"{device['cores']} cores, AVX-512"
-    driver = f", driver {device['driver']}" if device.get("driver") else ""
-    return f"{what}{driver}, jax {versions['jax']}"
+    what = device["kind"] if device["platform"] == "gpu" else f"{device['cores']} cores"
+    isa = (document.get("native") or {}).get("instruction_set", "AVX-512")
+    driver = f", driver {device['driver']}" if device.get("driver") else f", {isa}"
+    commit = f", commit {document['commit']}" if document.get("commit") else ""
+    return f"{what}{driver}, jax {versions['jax']}{commit}"
 
 
-def speed(names: list[str], unit: str) -> str:
-    """One row a shape, mask and pass; one column an attention, fastest in bold."""
-    documents = [load(name) for name in names]
-    attentions = list(
-        dict.fromkeys(row["attention"] for document in documents for row in document["results"])
-    )
-    rows = []
-    for document in documents:
-        kinds = dict.fromkeys((r["mask"], r["pass"]) for r in document["results"])
-        shape = "(" + ",".join(str(s) for s in document["shape"]) + ")"
-        for mask, what in kinds:
-            found = {
-                r["attention"]: r
-                for r in document["results"]
-                if (r["mask"], r["pass"]) == (mask, what)
-            }
-            best = min(r["median_s"] for r in found.values())
-            cells = []
-            for name in attentions:
-                row = found.get(name)
-                text = "-"
-                if row is not None and unit == "ms":
-                    text = f"{1e3 * row['median_s']:.1f}"
-                elif row is not None:
-                    text = f"{row['tflops']:.0f}"
-                cells.append(f"**{text}**" if row and row["median_s"] == best else text)
-            rows.append([f"{shape} {document['dtype']}", mask, what, *cells])
-    header = ["(B,T,N,H)", "mask", f"pass, {unit}", *(_NAMES[n] for n in attentions)]
-    commands = "\n".join(document["command"] for document in documents)
-    return f"{where(documents[0])}:\n\n{table(header, rows)}\n\n```bash\n{commands}\n```"
+def command(document: dict) -> str:
+    """How a file was made, under the name that it has here."""
+    return document["command"].replace("python3 ", "python ")
+
+
+def block(commands: list[str]) -> str:
+    return "```bash\n" + "\n".join(commands) + "\n```"
 
 
 def llama(names: list[str]) -> str:
-    rows, documents = [], [load(name) for name in names]
-    for document in documents:
-        for result in document["results"]:
-            rows.append(
-                [
-                    document["preset"],
-                    _NAMES[result["attention"]],
-                    f"{result['forward']['tokens_per_second']:,.0f}",
-                    f"{result['train']['tokens_per_second']:,.0f}",
-                    f"{result['peak_memory_bytes'] / 2**20:,.0f} MiB",
-                ]
-            )
+    documents = [document for name in names if (document := load(name))]
+    rows = [
+        [
+            document["preset"],
+            _NAMES[result["attention"]],
+            f"{result['forward']['tokens_per_second']:,.0f}",
+            f"{result['train']['tokens_per_second']:,.0f}",
+            f"{result['peak_memory_bytes'] / 2**20:,.0f} MiB",
+        ]
+        for document in documents
+        for result in document["results"]
+    ]
     header = ["preset", "attention", "forward tokens/s", "training tokens/s", "peak memory"]
-    commands = "\n".join(document["command"] for document in documents)
-    return f"{where(documents[0])}:\n\n{table(header, rows)}\n\n```bash\n{commands}\n```"
+    commands = block([document["command"] for document in documents])
+    return f"{where(documents[0])}:\n\n{table(header, rows)}\n\n{commands}"
+
+
+def cell(row: dict[str, Any] | None, unit: str) -> str:
+    """A figure of a row, in a unit; "wrong" where the oracle says so, "-" where there is none."""
+    if row is None or "time" not in row:
+        return "-"
+    if row.get("wrong"):
+        return "wrong"
+    seconds = row["time"]["median_s"]
+    if unit == "tokens/s":
+        return f"{row['tokens_per_second']:,.0f}"
+    return {
+        "us": lambda: f"{1e6 * seconds:.1f}",
+        "ms": lambda: f"{1e3 * seconds:.1f}",
+        "TFLOP/s": lambda: f"{row['tflops']:.0f}",
+        "TB/s": lambda: f"{row['tbps']:.2f}",
+    }[unit]()
+
+
+def contest(document: dict, group: str, unit: str) -> str:
+    """A row a case and pass, a column a contender that ran; the fastest right one in bold."""
+    rows = [row for row in document["results"] if row["group"] == group]
+    names = list(dict.fromkeys(row["contender"] for row in rows if "time" in row))
+    lines = []
+    for case, what in dict.fromkeys((row["case"], row["pass"]) for row in rows):
+        found = {r["contender"]: r for r in rows if (r["case"], r["pass"]) == (case, what)}
+        right = [r for r in found.values() if "time" in r and not r.get("wrong")]
+        if not right:
+            continue
+        best = min(right, key=lambda r: r["time"]["median_s"])["contender"]
+        cells = [cell(found.get(name), unit) for name in names]
+        cells = [f"**{c}**" if n == best else c for n, c in zip(names, cells, strict=True)]
+        lines.append([case, what, *cells, over(found.get("jax_flash"))])
+    return table(["(B,T,N,H)", f"pass, {unit}", *names, "over best peer"], lines)
+
+
+def over(row: dict[str, Any] | None) -> str:
+    best = (row or {}).get("best_peer")
+    if not best:
+        return "-"
+    low, high = best["interval"]
+    return f"{best['ratio']:.2f} [{low:.2f}, {high:.2f}]"
+
+
+def features(document: dict) -> str:
+    """What each feature costs over the plain case, per pass."""
+    rows = [
+        row
+        for row in document["results"]
+        if row["group"].endswith("features") and row["contender"] == "jax_flash" and "time" in row
+    ]
+    passes = list(dict.fromkeys(row["pass"] for row in rows))
+    times = {(r["case"], r["pass"]): r["time"]["median_s"] for r in rows}
+    cases = list(dict.fromkeys(row["case"] for row in rows))
+    lines = []
+    for case in cases:
+        cells = []
+        for what in passes:
+            seconds, plain = times.get((case, what)), times.get((cases[0], what))
+            cells.append("-" if seconds is None else
+                         f"{1e3 * seconds:.2f} ({seconds / plain:.2f}x)")  # fmt: skip
+        lines.append([case, *cells])
+    return table(["case", *(f"{what}, ms" for what in passes)], lines)
+
+
+def host(document: dict) -> str:
+    rows = [row for row in document["results"] if "time" in row]
+    names = list(dict.fromkeys(r["contender"] for r in rows if r["case"] != "import"))
+    lines = []
+    for step, what in dict.fromkeys((r["case"], r["pass"]) for r in rows if r["case"] != "import"):
+        found = {r["contender"]: r["time"]["median_s"] for r in rows
+                 if (r["case"], r["pass"]) == (step, what)}  # fmt: skip
+        cells = [f"{1e3 * found[n]:.3g}" if n in found else "-" for n in names]
+        lines.append([f"{step}, {what}", *cells])
+    imports = [r for r in rows if r["case"] == "import"]
+    rest = ["-"] * (len(names) - 1)
+    for row in imports:
+        taken = f"{1e3 * row['time']['median_s']:.3g}"
+        lines.append([f"import {row['contender']}", taken, *rest])
+    return table(["step, ms", *names], lines)
+
+
+def ablation(document: dict) -> str:
+    rows = []
+    for row in document["results"]:
+        value = f"{row['switch']} = {row['value']}" if row["value"] else row["switch"]
+        kernel = f"{row['case'].split(' bfloat16 ')[-1]}, {row['pass']}"
+        shape = row["case"].split(" ")[0]
+        if "time" not in row:
+            rows.append([shape, kernel, value, "-", "-", row["unavailable"]])
+            continue
+        ratio = row.get("over_shipped")
+        rows.append([shape, kernel, value, f"{row['tflops']:.0f}",
+                     f"{ratio['ratio']:.2f}" if ratio else "-", row["about"]])  # fmt: skip
+    header = ["(B,T,N,H)", "kernel", "switch", "TFLOP/s", "over shipped", "what it is"]
+    return table(header, rows)
+
+
+# By file: a title, and either the groups of cases with their units or what makes the table.
+_GROUPS = [("targets", "TFLOP/s"), ("decode", "TB/s"), ("cpu", "ms"), ("layer", "tokens/s")]
+_SECTIONS: dict[str, tuple[str, Any]] = {
+    "speed": ("One call, and a layer", _GROUPS),
+    "earlier": ("Small calls, inputs not in the cache", [("earlier", "us")]),
+    "sweeps": ("What each feature costs", features),
+    "ablation": ("Ablation", ablation),
+    "host": ("On the host", host),
+}
+
+
+def sections(machine: str) -> list[str]:
+    """The tables of one machine, each with where it was measured and by which command."""
+    found = []
+    for name, (title, make) in _SECTIONS.items():
+        document = load(f"{name}_{machine}.json")
+        if document is None:
+            continue
+        if isinstance(make, list):
+            have = {row["group"] for row in document["results"]}
+            text = "\n\n".join(contest(document, g, unit) for g, unit in make if g in have)
+        else:
+            text = make(document)
+        how = block([command(document)])
+        found.append(f"**{title}** on {where(document)}:\n\n{text}\n\n{how}")
+    return found
 
 
 def measured() -> str:
-    return "\n\n".join(
-        [
-            "Written by `python examples/readme_tables.py` from `examples/results/`. Medians of "
-            "calls made in turn in one process; fastest in bold.",
-            "**LLaMA blocks**, two of them with embedding and output layer, on "
-            + llama(["llama_cpu.json"]),
-            "on one " + llama(["llama_h200_7b.json", "llama_h200_8b.json"]),
-            "**One call** on "
-            + speed(["speed_cpu.json", "speed_cpu_bfloat16.json"], "ms"),
-            "on one "
-            + speed(
-                ["speed_h200_64.json", "speed_h200_128.json", "speed_h200_256.json"], "TFLOP/s"
-            ),
-        ]
-    )  # fmt: skip
+    parts = [
+        "Written by `python examples/readme_tables.py` from `examples/results/`, which "
+        "`examples/measure.sh` makes. Medians of calls made in turn in one process, on GPUs of "
+        "kernel times by CUPTI; fastest in bold. Over best peer: its time over jax_flash's, with "
+        "a 95% interval. Every figure's error against float64, interval and deviation are in the "
+        "JSON files; plots lie beside them.",
+        "**LLaMA blocks**, two of them with embedding and output layer, on "
+        + llama(["llama_cpu.json"]),
+        "on one " + llama(["llama_h200_7b.json", "llama_h200_8b.json"]),
+    ]
+    for machine in _MACHINES:
+        parts += sections(machine)
+    return "\n\n".join(parts)
 
 
 def main() -> int:

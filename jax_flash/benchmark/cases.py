@@ -8,6 +8,7 @@ segments; 2.5 times as many backward. Bytes are operands and results, each moved
 from __future__ import annotations
 
 import dataclasses
+import functools
 from typing import Any
 
 import jax
@@ -109,16 +110,16 @@ class Case:
 
 def make_inputs(case: Case, seed: int) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
     """((query, key, value, dout), further array arguments), random normal."""
-    keys = jax.random.split(jax.random.key(seed), 5)
+    key = jax.random.key(seed)
+    return _draw(case, key), _extras(case, jax.random.fold_in(key, 1))
+
+
+@functools.partial(jax.jit, static_argnums=0)
+def _draw(case: Case, key: jax.Array) -> tuple[jax.Array, ...]:
     query = (case.batch, case.q_len, case.heads, case.head_dim)
-    key = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
-
-    @jax.jit
-    def draw():
-        shapes = zip(keys[:4], (query, key, key, query), strict=True)
-        return tuple(jax.random.normal(k, shape, case.dtype) for k, shape in shapes)
-
-    return draw(), _extras(case, keys[4])
+    keys = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
+    shapes = zip(jax.random.split(key, 4), (query, keys, keys, query), strict=True)
+    return tuple(jax.random.normal(k, shape, case.dtype) for k, shape in shapes)
 
 
 def _extras(case: Case, key: jax.Array) -> dict[str, jax.Array]:

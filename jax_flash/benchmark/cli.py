@@ -9,6 +9,7 @@ import importlib.util
 
 import jax
 
+from jax_flash import ffi
 from jax_flash.benchmark import environment, peak, report, speed, timing
 from jax_flash.benchmark.cases import PASSES, Case
 from jax_flash.benchmark.contenders import all_contenders
@@ -148,6 +149,11 @@ def speed_command(argv: list[str]) -> int:
 
 def start(arguments: argparse.Namespace) -> tuple[dict, timing.Timer, str]:
     """What every document begins with, the timer, and the sentence about it."""
+    if ffi.native is None:  # the reference would be measured under the kernels' name
+        raise SystemExit(
+            f"benchmark: {ffi.load_error} (imported from {ffi.__file__}; in a checkout that is "
+            "not the installed package: python -P -m jax_flash.benchmark, or another folder)"
+        )
     device = jax.devices()[0]
     timer, sentence = timing.choose_timer(arguments.timer)
     document = {
@@ -168,7 +174,7 @@ def finish(arguments: argparse.Namespace, document: dict, old: dict | None) -> i
     if arguments.save:
         report.save(document, arguments.save)
         print(f"wrote {arguments.save}")
-    if arguments.plot:
+    if getattr(arguments, "plot", None):
         from jax_flash.benchmark import plots
 
         for path in plots.draw_all(document, arguments.plot):

@@ -60,18 +60,21 @@ class JaxContender(Contender):
         `UnavailableError`.
       query_scale: from a case, a factor that the query is given with, before timing, for an
         attention that has no scale of its own.
+      dtype: of the operands that it is given, if not the case's.
     """
 
     name: str
     build: Callable[[Case], Callable[..., jax.Array]]
     query_scale: Callable[[Case], float] | None = None
+    dtype: str | None = None
 
     def prepare(self, case, inputs, extras):
         attention = self.build(case)
         scale = self.query_scale(case) if self.query_scale else 1.0
         if scale != 1.0:
-            inputs = [(query * jnp.asarray(scale, query.dtype), *rest)
-                      for query, *rest in inputs]  # fmt: skip
+            inputs = [(query * jnp.asarray(scale, query.dtype), *rest) for query, *rest in inputs]
+        if self.dtype:
+            inputs = [tuple(x.astype(self.dtype) for x in one) for one in inputs]
 
         def attend(extras, *qkv):
             out = attention(*qkv, **extras)
@@ -82,9 +85,6 @@ class JaxContender(Contender):
 
         def residuals(extras, query, key, value):
             return jax.vjp(functools.partial(attend, extras), query, key, value)[1]
-
-        def backward(pullback, dout):
-            return pullback(dout)
 
         def both(extras, query, key, value, dout):
             out, pullback = jax.vjp(functools.partial(attend, extras), query, key, value)
@@ -97,18 +97,24 @@ class JaxContender(Contender):
         def prepare_backward():
             arguments = (extras, *inputs[0][:3])
             save = jax.jit(residuals).lower(*arguments).compile()
-            saved = jax.eval_shape(residuals, *arguments)
-            run = jax.jit(backward).lower(saved, inputs[0][3]).compile()
-            _check_memory(len(inputs), save, run)
-            kept = [save(extras, *x[:3]) for x in inputs]
-            calls["backward"] = lambda i: run(kept[i % len(kept)], inputs[i % len(inputs)][3])
+            _check_memory(save, copies=len(inputs))
+            # As leaves: a pullback is a tree that holds functions, new ones after each trace.
+            kept = [jax.tree.flatten(save(extras, *x[:3])) for x in inputs]
+            tree = kept[0][1]
+
+            def backward(leaves, dout):
+                return jax.tree.unflatten(tree, leaves)(dout)
+
+            run = jax.jit(backward).lower(kept[0][0], inputs[0][3]).compile()
+            _check_memory(run)
+            calls["backward"] = lambda i: run(kept[i % len(kept)][0], inputs[i % len(inputs)][3])
             # What is kept for the backward pass counts as memory that it needs.
             own = int(run.memory_analysis().temp_size_in_bytes)
-            memory["backward"] = own + max(0, _bytes(saved) - _bytes(arguments))
+            memory["backward"] = own + max(0, _bytes(kept[0][0]) - _bytes(arguments))
 
         def prepare_other(what, function):
             run = jax.jit(function).lower(extras, *inputs[0]).compile()
-            _check_memory(1, run)
+            _check_memory(run)
             calls[what] = lambda i: run(extras, *inputs[i % len(inputs)])
             memory[what] = int(run.memory_analysis().temp_size_in_bytes)
 
@@ -140,13 +146,13 @@ def _bytes(tree) -> int:
     return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
 
 
-def _check_memory(copies: int, *compiled) -> None:
+def _check_memory(compiled, copies: int = 1) -> None:
     """Refuses what would not fit, rather than let the allocator find out."""
     stats = jax.devices()[0].memory_stats() or {}
     free = stats.get("bytes_limit", np.inf) - stats.get("bytes_in_use", 0)
-    plans = [x.memory_analysis() for x in compiled]
-    needed = max(p.temp_size_in_bytes for p in plans) + sum(p.output_size_in_bytes for p in plans)
-    if needed * (copies if len(compiled) > 1 else 1) > 0.95 * free:
+    plan = compiled.memory_analysis()
+    needed = plan.temp_size_in_bytes + copies * plan.output_size_in_bytes
+    if needed > 0.95 * free:
         sizes = f"{needed / 2**30:.0f} GiB, of which {free / 2**30:.0f} are free"
         raise UnavailableError(f"needs {sizes}")
 

@@ -58,10 +58,11 @@ def environment(device: jax.Device, commit: str | None = None) -> dict[str, Any]
 def command_line() -> str:
     """This process's command, without the folders of this machine."""
     python = pathlib.Path(sys.executable).name
-    program = pathlib.Path(sys.argv[0])
-    if program.name == "__main__.py":  # python -m
-        return shlex.join([python, "-m", "jax_flash.benchmark", *sys.argv[1:]])
-    return shlex.join([python, *sys.argv])
+    program, *rest = sys.argv
+    arguments = [pathlib.Path(x).name if x.startswith("/") else x for x in rest]
+    if pathlib.Path(program).name == "__main__.py":  # python -m
+        return shlex.join([python, "-m", "jax_flash.benchmark", *arguments])
+    return shlex.join([python, program, *arguments])
 
 
 def clocks() -> dict[str, str] | None:

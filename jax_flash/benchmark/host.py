@@ -45,7 +45,7 @@ def main(argv: list[str]) -> int:
     add("--against", metavar="OLD.json", help="compare; exits with 1 if something became slower")
     add("--tolerance", type=float, default=0.1, help="of --against (default: %(default)s)")
     arguments = parser.parse_args(argv)
-    arguments.timer, arguments.warmup, arguments.plot = "wall", 1, None
+    arguments.timer, arguments.warmup = "wall", 1
     old = report.load(arguments.against) if arguments.against else None
     document, _, _ = cli.start(arguments)
     document["cases"] = []
@@ -121,9 +121,11 @@ def _time_steps(function, x) -> dict[str, float]:
 
 def measure_imports(calls: int) -> list[dict[str, Any]]:
     """Seconds that an import takes in a new process, after importing jax."""
+    # On the CPU: a GPU's start would be part of the first import that touches the device.
     package = str(pathlib.Path(jax_flash.__file__).parent.parent)
     environment = os.environ | {
-        "PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+        "PYTHONPATH": os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH")))),
+        "JAX_PLATFORMS": "cpu",
     }
     rows = []
     for name, statement in _IMPORTS.items():

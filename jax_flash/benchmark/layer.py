@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_flash.benchmark import stats, timing
+from jax_flash.benchmark import cases, stats, timing
 from jax_flash.benchmark.cases import Case
 from jax_flash.benchmark.contenders import Contender, JaxContender, reason
 from jax_flash.benchmark.speed import compare
@@ -92,7 +92,9 @@ def measure_layer(layer: Layer, contenders: list[Contender], settings) -> list[d
     params = init(layer)
     x = jax.random.normal(jax.random.key(1), (layer.batch, layer.seq, layer.width), layer.dtype)
     rows, runs = {}, {}
-    passes = [w for w in ("forward", "both") if settings.passes is None or w in settings.passes]
+    # A layer's backward pass alone would need all its activations handed over: both stand for it.
+    wanted = {"both" if what == "backward" else what for what in settings.passes or cases.PASSES}
+    passes = [what for what in ("forward", "both") if what in wanted]
     # A factor on the query, for who needs one, is part of the layer: nobody can have it outside.
     jax_only = [c for c in contenders if isinstance(c, JaxContender) and not c.query_scale]
     exact = None

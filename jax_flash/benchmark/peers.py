@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import logging
 import math
 from typing import Any
 
@@ -27,7 +28,13 @@ def all_peers() -> list[Contender]:
     return [
         JaxContender("tokamax mosaic", functools.partial(_tokamax, "mosaic")),
         JaxContender("tokamax triton", functools.partial(_tokamax, "triton")),
-        JaxContender("pallas mgpu", _pallas_mgpu, query_scale=lambda c: c.head_dim**-0.5),
+        # Its kernels take bfloat16 and mix it with float16 inside (jax 0.11.2).
+        JaxContender(
+            "pallas mgpu (float16)",
+            _pallas_mgpu,
+            query_scale=lambda case: case.head_dim**-0.5,
+            dtype="float16",
+        ),
         JaxContender("pallas triton", _pallas_triton),
         JaxContender("flash-attn-jax", _flash_attn_jax),
         TorchContender("FlashAttention-2 (torch)", "FLASH_ATTENTION"),
@@ -65,6 +72,7 @@ def _only_plain(case: Case, *supported: str) -> None:
 
 
 def _tokamax(implementation: str, case: Case):
+    logging.getLogger("absl").setLevel(logging.ERROR)  # a warning a call that it is not autotuned
     tokamax = _import("tokamax")
     _only_plain(case, "window", "grouped heads", "q_len other than kv_len", "lengths", "bias",
                 "mask", "soft_cap")  # fmt: skip

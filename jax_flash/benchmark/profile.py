@@ -152,7 +152,15 @@ def run_ncu(ncu: str, argv: list[str]) -> tuple[list[dict[str, tuple[str, str]]]
                "--clock-control", "none", "--target-processes", "all"]  # fmt: skip
     for section in _SECTIONS:
         command += ["--section", section]
-    command += [sys.executable, "-m", "jax_flash.benchmark", "profile", *argv, "--inside"]
+    command += [
+        sys.executable,
+        *(["-P"] if sys.flags.safe_path else []),
+        "-m",
+        "jax_flash.benchmark",
+        "profile",
+        *argv,
+        "--inside",
+    ]
     done = subprocess.run(command, capture_output=True, text=True)
     kernels = parse_csv(done.stdout)
     if kernels:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import gc
+import os
 import sys
 import time
 from collections.abc import Iterable
@@ -65,7 +66,7 @@ def prepare_all(
 
     contenders = list(contenders)
     compiled = [c for c in contenders if isinstance(c, JaxContender)]
-    with concurrent.futures.ThreadPoolExecutor(4) as pool:
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         done = dict(zip((c.name for c in compiled), pool.map(prepare, compiled), strict=True))
     # PyTorch chooses its backend by global flags: one at a time.
     return {c.name: done[c.name] if c.name in done else prepare(c) for c in contenders}
@@ -80,8 +81,10 @@ def measure_case(case: Case, contenders: list[Contender], settings: Settings) ->
     extras = make_inputs(case, 0)[1]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         truth = pool.submit(oracle.compute, case, inputs[0], extras)
+        start = time.perf_counter()
         prepared = prepare_all(case, contenders, inputs, extras)
         truth = truth.result()
+        say(f"  compiled, and the oracle computed, in {time.perf_counter() - start:.1f} s")
     rows = []
     for what in case.passes:
         rows += _measure_pass(case, what, prepared, truth, settings, len(inputs))

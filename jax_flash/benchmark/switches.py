@@ -24,7 +24,7 @@ class Switch:
       family: 80 or 90.
       what: the pass, "forward" or "backward".
       macro: its name.
-      values: as the compiler takes them; the shipped one, where it is among them, is a check.
+      values: as the compiler takes them; the shipped one among them is left out of the table.
       about: what it changes, for the table.
       head_dims: of the instances that have it.
     """
@@ -59,24 +59,28 @@ SWITCHES: tuple[Switch, ...] = (
     _sm80("forward", "FORWARD_BLOCK_KV", (32, 64, 128), "keys a tile"),
     _sm80("forward", "FORWARD_BLOCK_Q", (64, 128), "queries a block"),
     _sm80("forward", "FORWARD_WARPS", (4, 8), "warps a block, of 32 or 16 rows each"),
-    _sm80("backward", "BACKWARD_STAGES", (1, 2), "tiles of Q and of dO under way"),
+    _sm80("backward", "BACKWARD_STAGES", (1,), "tiles of Q and of dO under way"),
     _sm80("backward", "BACKWARD_BLOCK_KV", (64, 128), "keys a block"),
     _sm80("backward", "BACKWARD_MIN_BLOCKS", (1, 2, 3), "blocks an SM that registers are cut for",
           head_dims=(32, 64)),
     _sm80("backward", "SWIZZLE", (0, 1), "XOR swizzle of shared memory"),
-    _sm90("forward", "PING_PONG", (0, 1), "warpgroups take turns at the exponentials"),
-    _sm90("forward", "OVERLAP", (0, 1), "the next Q K^T under way during the softmax"),
-    _sm90("forward", "STAGES", (1, 2), "tiles of K and of V under way"),
+    _sm90("forward", "STAGES", (2, 3, 4), "tiles of K and V under way"),
+    _sm90("forward", "OPTIMISTIC", (0, 1), "exponentials before the row maxima are known"),
     _sm90("forward", "PAIRED", (0, 1), "causal: long and short query tiles in pairs"),
-    _sm90("forward", "CONSUMERS_64", (2, 3), "warpgroups of 64 queries", head_dims=(64,)),
+    _sm90("forward", "CONSUMERS_64", (2, 3), "warpgroups of 64 rows", head_dims=(64,)),
     _sm90("forward", "BLOCK_KV_64", (64, 128, 192), "keys a tile", head_dims=(64,)),
-    _sm90("forward", "CONSUMERS_128", (2, 3), "warpgroups of 64 queries", head_dims=(128,)),
+    _sm90("forward", "CONSUMERS_64_BANDED", (2, 3), "warpgroups, masked", head_dims=(64,)),
+    _sm90("forward", "BLOCK_KV_64_BANDED", (64, 128), "keys a tile, masked", head_dims=(64,)),
+    _sm90("forward", "CONSUMERS_96", (2, 3), "warpgroups of 64 rows", head_dims=(96,)),
+    _sm90("forward", "BLOCK_KV_96", (64, 128, 144), "keys a tile", head_dims=(96,)),
+    _sm90("forward", "CONSUMERS_128", (2, 3), "warpgroups of 64 rows", head_dims=(128,)),
     _sm90("forward", "BLOCK_KV_128", (64, 128, 176), "keys a tile", head_dims=(128,)),
-    _sm90("forward", "CONSUMERS_128_BANDED", (2, 3), "the same, causal", head_dims=(128,)),
-    _sm90("forward", "BLOCK_KV_128_BANDED", (64, 128), "the same, causal", head_dims=(128,)),
+    _sm90("forward", "CONSUMERS_192", (2, 3), "warpgroups of 64 rows", head_dims=(192,)),
+    _sm90("forward", "BLOCK_KV_192", (64, 80, 112), "keys a tile", head_dims=(192,)),
+    _sm90("forward", "CONSUMERS_256", (2, 3), "warpgroups of 64 rows", head_dims=(256,)),
     _sm90("forward", "BLOCK_KV_256", (64, 80), "keys a tile", head_dims=(256,)),
     _sm90("backward", "BWD_BLOCK_Q", (64, 128), "queries a tile"),
-    _sm90("backward", "BWD_EARLY_DVALUE", (0, 1), "dV's products before dS is ready"),
+    _sm90("backward", "BWD_KEYS_IN_REGISTERS", (0, 1), "K fragments kept, not read again"),
     _sm90("backward", "BWD_NEXT_SCORES_FIRST", (0, 1), "the next S issued before dQ"),
     _sm90("backward", "BWD_LONGEST_FIRST", (0, 1), "causal: longest key tiles first"),
     _sm90("backward", "BWD_DEPENDENT_LAUNCH", (0, 1), "kernels chained by dependent launch"),

@@ -70,7 +70,10 @@ def find_source(path: str | None) -> pathlib.Path:
 def build(
     planned: list[tuple[Variant, str]], source: pathlib.Path, folder: pathlib.Path
 ) -> list[Variant]:
-    """Builds each into the folder, in one CMake build that recompiles what a switch changes."""
+    """Builds each into the folder, in one CMake build that recompiles what a switch changes.
+
+    A value that changes no byte of the library is the shipped one, and is left out.
+    """
     work = folder / "build"
     work.mkdir(parents=True, exist_ok=True)
     built = []
@@ -93,6 +96,10 @@ def build(
         else:
             library = next(work.glob("_native*.so"))
             shutil.copy(library, folder / variant.file)
+            first = folder / _unchanged(built, variant)
+            if first != folder / variant.file and _same(first, folder / variant.file):
+                (folder / variant.file).unlink()  # the value is the one that is shipped
+                continue
         reports = [p.read_text() for p in work.rglob(f"{instance}.cu.o.ptxas.txt")]
         built.append(
             dataclasses.replace(
@@ -104,6 +111,20 @@ def build(
         )
         _write(folder, built)
     return built
+
+
+def _unchanged(built: list[Variant], variant: Variant) -> str:
+    """The file of the unchanged library of a variant's kernel."""
+    kernel = (variant.family, variant.what, variant.head_dim)
+    return next(
+        (v.file for v in built
+         if v.switch == SHIPPED and (v.family, v.what, v.head_dim) == kernel),
+        variant.file,
+    )  # fmt: skip
+
+
+def _same(a: pathlib.Path, b: pathlib.Path) -> bool:
+    return a.is_file() and a.read_bytes() == b.read_bytes()
 
 
 def _first_error(output: str) -> str:

@@ -1,0 +1,64 @@
+#!/usr/bin/env bash
+# Measures what examples/results holds of one machine, with the installed package:
+#
+#   examples/measure.sh cpu FOLDER               # a few minutes on 2 cores
+#   examples/measure.sh h200 FOLDER              # about 9 minutes on an H200
+#   examples/measure.sh h200 FOLDER speed host   # some of its steps
+#
+# VARIANTS names the folder of libraries that `python -m jax_flash.benchmark ablation --build-only`
+# made, for the step ablation; COMMIT is recorded where this does not run from a checkout. Steps
+# are commands of their own, and a failing one does not stop the others. Afterwards
+# `python examples/readme_tables.py` writes the README's tables from what lies in examples/results.
+set -uo pipefail
+name=$1 folder=$2
+shift 2
+mkdir -p "$folder"
+status=0
+
+run() { # STEP ARGUMENTS...: benchmarks, and saves FOLDER/STEP_NAME.json
+  local step=$1
+  shift
+  printf '\n=== %s (%d s)\n' "$step" "$SECONDS"
+  # -P: not the source folder jax_flash/ of a checkout, which has no native library.
+  python3 -P -m jax_flash.benchmark "$@" ${COMMIT:+--commit "$COMMIT"} \
+    --save "$folder/${step}_$name.json" || { status=1; echo "=== failed: $step"; }
+}
+
+step_cpu() {
+  case $1 in
+    speed) run speed --cases cpu cpu-layer --warmup 2 --calls 30 --seconds 12 ;;
+    sweeps) run sweeps --cases cpu-length cpu-features --passes forward both --warmup 1 \
+      --calls 10 --seconds 3 --plot "$folder/plots_cpu" ;;
+    host) run host host ;;
+  esac
+}
+
+step_gpu() {
+  local plain=(--passes forward backward --warmup 3 --calls 15 --seconds 1)
+  case $1 in
+    speed) run speed --cases targets decode layer --passes forward backward --warmup 10 \
+      --calls 50 --seconds 1.5 --plot "$folder/plots_$name" ;;
+    earlier) run earlier --cases earlier --cold --warmup 10 --calls 50 --seconds 1 \
+      --contenders jax_flash 'jax.nn xla' 'jax.nn cudnn' ;;
+    sustained) run sustained --shape 4 4096 16 128 --passes forward backward --sustained 1 \
+      --warmup 5 --calls 20 --contenders jax_flash 'jax.nn cudnn' 'cuDNN (torch)' ;;
+    length) run length --cases length --only '128) bfloat16 causal' "${plain[@]}" \
+      --contenders jax_flash 'jax.nn cudnn' 'FlashAttention-2 (torch)' \
+      --plot "$folder/plots_length_$name" ;;
+    sweeps) run sweeps --cases features segments "${plain[@]}" \
+      --contenders jax_flash 'jax.nn cudnn' ;;
+    host) run host host --calls 8 ;;
+    profile) run profile profile --shape 4 4096 16 128 --mask full ;;
+    ablation) run ablation ablation --libraries "${VARIANTS:?names no folder}" --warmup 3 \
+      --calls 20 ;;
+  esac
+}
+
+if [ "$name" = cpu ]; then
+  [ $# -gt 0 ] || set -- speed sweeps host
+  for step in "$@"; do step_cpu "$step"; done
+else
+  [ $# -gt 0 ] || set -- speed earlier sustained length sweeps host profile ${VARIANTS:+ablation}
+  for step in "$@"; do step_gpu "$step"; done
+fi
+exit $status

@@ -1,0 +1,225 @@
+"""python -m jax_flash.benchmark: its statistics, oracle, tables, files, and short runs of it."""
+
+import dataclasses
+import pathlib
+import re
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+import jax_flash
+from jax_flash.benchmark import oracle, peers, profile, report, speed, stats, timing
+from jax_flash.benchmark.cases import FEATURES, Case, make_inputs, options
+from jax_flash.benchmark.contenders import JaxContender, UnavailableError
+from jax_flash.benchmark.switches import SWITCHES
+from jax_flash.benchmark.tables import TABLES, select
+
+_ROOT = pathlib.Path(__file__).resolve().parent.parent
+_FLASH = JaxContender(
+    "jax_flash", lambda case: lambda *x, **more: jax_flash.dot_product_attention(
+        *x, **more, **options(case)
+    )
+)  # fmt: skip
+
+
+def tiny(**changes) -> Case:
+    return dataclasses.replace(Case("tiny", 2, 40, 4, 16, kv_heads=2, dtype="float32"), **changes)
+
+
+def test_summary_of_known_times():
+    summary = stats.summarise(list(range(1, 101)))
+    assert summary["median_s"] == 50.5
+    low, high = summary["interval_s"]
+    # Between the 40th and the 61st, by the binomial distribution of the ranks.
+    assert 38 <= low <= 43
+    assert 58 <= high <= 63
+    assert summary["noisy"]
+    assert not stats.summarise([1.0, 1.001, 0.999])["noisy"]
+
+
+def test_bootstrap_interval_covers_the_median():
+    generator = np.random.default_rng(0)
+    covered = [
+        (low <= 1.0 <= high, high - low)
+        for low, high in (
+            stats.summarise(generator.normal(1, 0.1, 50))["interval_s"] for _ in range(200)
+        )
+    ]
+    # 95% of 200, and no interval is so wide that it could not miss.
+    assert 180 <= sum(hit for hit, _ in covered) <= 199
+    assert max(width for _, width in covered) < 0.12
+
+
+def test_ratio_of_paired_series_ignores_what_both_suffer():
+    disturbance = np.random.default_rng(1).uniform(1, 3, 100)
+    found = stats.compare(disturbance, 2 * disturbance)
+    assert found["ratio"] == pytest.approx(2)
+    assert found["interval"] == pytest.approx([2, 2])
+    apart = stats.compare(np.linspace(1, 1.1, 50), np.linspace(2, 2.1, 50))
+    assert apart["disjoint"]
+    assert not stats.compare(np.linspace(1, 1.1, 50), np.linspace(1, 1.1, 50)[::-1])["disjoint"]
+
+
+def test_activities_belong_to_the_call_in_whose_span_they_fall():
+    spans = {0: (0.0, 100.0), 1: (110.0, 200.0), 2: (210.0, 300.0)}
+    # Two that overlap by 5 count once there; one of call 1; one between calls, nobody's.
+    activities = [(10.0, 30.0), (25.0, 40.0), (120.0, 130.0), (202.0, 206.0)]
+    assert timing.attribute(spans, activities) == pytest.approx({0: 30e-9, 1: 10e-9})
+
+
+def test_every_round_calls_everyone_once():
+    plan = timing.schedule(["a", "b", "c"], 20)
+    rounds = [plan[i : i + 3] for i in range(0, 60, 3)]
+    assert all({key for key, _ in one} == {"a", "b", "c"} for one in rounds)
+    assert len({tuple(key for key, _ in one) for one in rounds}) > 1
+
+
+@pytest.mark.parametrize(
+    ("case", "pairs"),
+    [
+        (tiny(), 1600),
+        (tiny(is_causal=True), 800),
+        (tiny(window=(3, 0)), 4 * 40 - 6),
+        (tiny(segments=4), 400),
+        (tiny(segments=4, is_causal=True), 4 * 55),
+    ],
+    ids=lambda x: x.mask_name if isinstance(x, Case) else "",
+)
+def test_work_is_that_of_the_allowed_pairs(case, pairs):
+    assert case.allowed_pairs() == pairs
+    assert case.flops("forward") == 4 * 2 * 4 * 16 * pairs
+    assert case.flops("both") == 3.5 * case.flops("forward")
+
+
+_CASES = [
+    tiny(), tiny(is_causal=True), tiny(window=(5, 2)), tiny(segments=3),
+    *(tiny(feature=feature) for feature in FEATURES if feature != "dropout"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("case", _CASES, ids=lambda case: case.mask_name + case.feature)
+def test_oracle_agrees_and_notices(case):
+    inputs, extras = make_inputs(case, 0)
+    truth = oracle.compute(case, inputs, extras)
+    prepared = _FLASH.prepare(case, [inputs], extras)
+    assert not prepared.refused
+    results = prepared.results("both")
+    found = oracle.errors(truth, results)
+    assert found.keys() == {"out", "dquery", "dkey", "dvalue"}
+    assert max(found.values()) < 1e-5
+    assert not oracle.is_wrong(case, found)
+    for name in results:
+        spoiled = {**results, name: results[name] * 1.01}
+        assert oracle.is_wrong(case, oracle.errors(truth, spoiled)), name
+    assert oracle.is_wrong(case, {"out": float("nan")})
+
+
+def test_oracle_beyond_its_budget_takes_rows(monkeypatch):
+    monkeypatch.setattr(oracle, "BUDGET", 0)
+    monkeypatch.setattr(oracle, "BLOCK", 8)
+    case = tiny(is_causal=True)
+    inputs, extras = make_inputs(case, 0)
+    truth = oracle.compute(case, inputs, extras)
+    assert truth.values.keys() == {"out", "dquery"}
+    assert truth.values["out"].shape == (24, 2, 16)
+    found = oracle.errors(truth, _FLASH.prepare(case, [inputs], extras).results("both"))
+    assert max(found.values()) < 1e-5
+
+
+def test_tables_name_cases_once():
+    for name in TABLES:
+        names = [case.name for case in select([name])]
+        assert len(set(names)) == len(names) > 0, name
+    assert len(select(["targets"])) == 18
+
+
+def test_who_is_wrong_is_nobodys_best_peer():
+    case = tiny(passes=("forward",))
+    half = JaxContender("half", lambda case: lambda q, k, v: q / 2)
+    xla = JaxContender("jax.nn xla", lambda case: jax.nn.dot_product_attention)
+
+    def refuse(case):
+        raise UnavailableError("does not want to")
+
+    settings = speed.Settings(timing.WallTimer(), warmup=1, calls=3, cold=True)
+    everyone = [_FLASH, half, xla, JaxContender("none", refuse)]
+    rows = {row["contender"]: row for row in speed.measure_case(case, everyone, settings)}
+    assert rows["half"]["wrong"]
+    assert not rows["jax_flash"]["wrong"]
+    assert rows["jax_flash"]["best_peer"]["name"] == "jax.nn xla"
+    assert rows["none"]["unavailable"] == "does not want to"
+    assert rows["jax_flash"]["inputs"] > 1
+    text = report.format_case(list(rows.values()), {}, "float32")
+    assert "WRONG" in text
+    assert "none: does not want to" in text
+
+
+@pytest.mark.skipif(jax.default_backend() == "gpu", reason="there the peers run")
+def test_peers_say_why_they_do_not_run():
+    inputs, extras = make_inputs(tiny(), 0)
+    for contender in peers.all_peers():
+        try:
+            reasons = contender.prepare(tiny(), [inputs], extras).refused.values()
+        except UnavailableError as error:
+            reasons = [str(error)]
+        assert set(reasons) == {"runs on NVIDIA GPUs only"}
+
+
+def test_noise_is_no_regression():
+    steady = {"median_s": 1.0, "interval_s": [0.99, 1.01], "std_s": 0.01, "calls": 100}
+
+    def slower(by, std=0.01):
+        return {"median_s": by, "interval_s": [by - 0.005, by + 0.005], "std_s": std, "calls": 100}
+
+    assert stats.regression(slower(1.1), steady, 0.02)["regression"]
+    assert not stats.regression(slower(1.1), steady, 0.15)["regression"]
+    assert not stats.regression(slower(1.1, std=0.5), steady, 0.02)["regression"]
+    faster = stats.regression(slower(0.8), steady, 0.02)
+    assert faster["beyond_noise"]
+    assert not faster["regression"]
+
+
+_NCU = """==PROF== Connected to process 1
+"ID","Kernel Name","gpu__time_duration.sum","launch__registers_per_thread",\
+"sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",\
+"smsp__average_warps_issue_stalled_wait_per_issue_active.ratio",\
+"smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio"
+"","","us","register/thread","%","inst","inst"
+"0","void ns::forward_kernel<64>(Params)","1,234.50","168","41.5","3.0","1.0"
+"""
+
+
+def test_profile_is_read_and_printed():
+    (kernel,) = map(profile.summarise, profile.parse_csv(_NCU))
+    assert kernel["time"] == pytest.approx(1.2345e-3)
+    assert kernel["registers"] == 168
+    printed = profile.format_kernels([kernel])
+    for text in ("ns::forward_kernel<64>", "1.23 ms", "41.5%", "stalled: wait", "75%", "n/a"):
+        assert text in printed
+    assert profile.parse_csv("==ERROR== no permission") == []
+    case = Case("shape", 4, 4096, 16, 128)
+    # 550 GFLOP at 4096 a clock, 1.07e9 exponentials at 16, of 132 SMs at 1.7 GHz.
+    rows = profile.floors(case, ["forward"], "9.0", 132 * 1.7e9, 4e12)
+    assert rows == [["forward", "598.1", "299.1", "67.1"]]
+
+
+def test_switches_are_in_the_sources_and_the_other_way_round():
+    texts = {
+        family: "".join(p.read_text() for p in (_ROOT / "cuda").rglob("*.cuh"))
+        for family in {switch.family for switch in SWITCHES}
+        if (_ROOT / "cuda" / f"sm{family}").is_dir()
+    }
+    for switch in SWITCHES:
+        if switch.family in texts:
+            assert f"#ifndef {switch.macro}\n" in texts[switch.family], switch.macro
+    macros = set(re.findall(r"#ifndef (JAX_FLASH_SM\d+_\w+)", "".join(texts.values())))
+    assert macros <= {switch.macro for switch in SWITCHES}
+
+
+def test_inputs_are_normal_and_repeatable():
+    first, second = (make_inputs(tiny(), 3)[0] for _ in range(2))
+    for a, b in zip(first, second, strict=True):
+        assert jnp.array_equal(a, b)
+        assert 0.8 < float(a.std()) < 1.2
