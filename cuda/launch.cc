@@ -4,11 +4,13 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <initializer_list>
 #include <string>
 #include <utility>
 
 #include "instances.h"
 #include "sm80/workspace.h"
+#include "tile/tensor_map.h"
 
 namespace jax_flash::cuda {
 namespace {
@@ -59,14 +61,59 @@ Status check_call(const Forward& params) {
   return {};
 }
 
+// The current device's compute capability, 90 for 9.0.
+Status compute_capability(int32_t& capability) {
+  int device = 0, major = 0, minor = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&major, cudaDevAttrComputeCapabilityMajor, device);
+  }
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&minor, cudaDevAttrComputeCapabilityMinor, device);
+  }
+  capability = 10 * major + minor;
+  if (error == cudaSuccess) return {};
+  return Status::internal(std::string("jax_flash: cannot read the device's compute capability: ") +
+                          cudaGetErrorString(error));
+}
+
+// Whether the copy engine can fetch the operands' tiles: the sm_90 family has no other way.
+bool fits_copy_engine(const Shape& shape, const std::initializer_list<const Operand*>& operands) {
+  return std::all_of(operands.begin(), operands.end(),
+                     [&](const Operand* operand) { return fits_tensor_map(shape, *operand); });
+}
+
+// `fits_90`: whether the sm_90 family takes the operands as they lie.
 template <typename Params, typename Table>
-Status launch(const Table& table, const Params& params, int family, cudaStream_t stream) {
+Status launch(const Table& table, const Params& params, int family, bool fits_90,
+              cudaStream_t stream) {
   const Shape& shape = params.shape;
-  if (family != 0 && family != 80) {
-    return Status::unimplemented("jax_flash: kernel family: expected 80, got " +
+  if (family != 0 && family != 80 && family != 90) {
+    return Status::unimplemented("jax_flash: kernel family: expected 80 or 90, got " +
                                  std::to_string(family));
   }
-  const auto* instance = find_instance(table, 80, params.query.dtype, shape, needs_general(params));
+  const auto find = [&](int32_t number) {
+    return find_instance(table, number, params.query.dtype, shape, needs_general(params));
+  };
+  const auto* instance = find(80);
+  if (family != 80) {
+    int32_t capability = 0;
+    if (Status status = compute_capability(capability); !status.ok()) return status;
+    const bool takes = capability == 90 && fits_90;
+    if (family == 90 && !takes) {
+      return Status::unimplemented(
+          capability == 90 ? "jax_flash: the sm_90 kernels take operands of at most " +
+                                 std::to_string(kTensorMapBatchDims) +
+                                 " batch axes that no axis of length or heads is broadcast in"
+                           : "jax_flash: the sm_90 kernels run on sm_90 only, and this GPU is sm_" +
+                                 std::to_string(capability));
+    }
+    if (const auto* newer = takes ? find(90) : nullptr; newer != nullptr) {
+      instance = newer;
+    } else if (family == 90) {
+      instance = nullptr;
+    }
+  }
   if (instance == nullptr) {
     return Status::unimplemented("jax_flash: no kernel for this dtype with head_dim " +
                                  std::to_string(shape.head_dim) + " and value_dim " +
@@ -79,7 +126,8 @@ Status launch(const Table& table, const Params& params, int family, cudaStream_t
 
 Status forward(const Forward& params, int family, cudaStream_t stream) {
   if (Status status = check_call(params); !status.ok()) return status;
-  return launch(kForwardInstances, params, family, stream);
+  const bool fits = fits_copy_engine(params.shape, {&params.query, &params.key, &params.value});
+  return launch(kForwardInstances, params, family, fits, stream);
 }
 
 Status backward(const Backward& params, int family, cudaStream_t stream) {
@@ -90,7 +138,9 @@ Status backward(const Backward& params, int family, cudaStream_t stream) {
                                       {"dvalue", params.dvalue}}) {
     if (Status status = check_operand(name, params.shape, operand); !status.ok()) return status;
   }
-  return launch(kBackwardInstances, params, family, stream);
+  const bool fits = fits_copy_engine(
+      params.shape, {&params.query, &params.key, &params.value, &params.out, &params.dout});
+  return launch(kBackwardInstances, params, family, fits, stream);
 }
 
 int64_t forward_workspace_bytes(const Shape& shape, bool segments) {

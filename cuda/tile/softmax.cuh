@@ -43,24 +43,73 @@ struct OnlineSoftmax {
   template <int kN, int kOutN>
   __device__ __forceinline__ void update_reference(const float (&logits)[kM][kN][4], float to_log2,
                                                    float (&out)[kM][kOutN][4]) {
+    float factor[kM][2];
+    if (raise_reference<1>(logits, to_log2, factor)) rescale(out, factor);
+  }
+
+  // The same in two steps: whether `out` is to be rescaled, by what; the answer is the warp's. The
+  // search for the greatest runs in kChains chains: one would wait for its own results, and more
+  // take registers.
+  template <int kChains, int kN>
+  __device__ __forceinline__ bool raise_reference(const float (&logits)[kM][kN][4], float to_log2,
+                                                  float (&factor)[kM][2]) {
     float greatest[kM][2];
     bool rises = false;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        float value = minus_infinity();
+        float chain[kChains];
 #pragma unroll
         for (int n = 0; n < kN; ++n) {
-          value = fmaxf(value, fmaxf(logits[m][n][2 * half], logits[m][n][2 * half + 1]));
+          const float pair = fmaxf(logits[m][n][2 * half], logits[m][n][2 * half + 1]);
+          chain[n % kChains] = n < kChains ? pair : fmaxf(chain[n % kChains], pair);
         }
+        float value = chain[0];
+#pragma unroll
+        for (int n = 1; n < kChains; ++n) value = fmaxf(value, chain[n]);
         value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
         value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
         greatest[m][half] = value;
         rises |= (value - reference[m][half]) * to_log2 > kSlack;
       }
     }
-    if (__any_sync(0xffffffff, rises)) raise(greatest, to_log2, out);
+    if (!__any_sync(0xffffffff, rises)) return false;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float old = reference[m][half];
+        const float raised = fmaxf(old, greatest[m][half]);
+        factor[m][half] = old == raised ? 1.0f : ptx::ex2_approx_ftz((old - raised) * to_log2);
+        reference[m][half] = raised;
+        sum[m][half] *= factor[m][half];
+      }
+    }
+    return true;
+  }
+
+  // Whether every row of the warp has a reference.
+  __device__ __forceinline__ bool ready() const {
+    bool all = true;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      all = all && reference[m][0] != minus_infinity() && reference[m][1] != minus_infinity();
+    }
+    return __all_sync(0xffffffff, all);
+  }
+
+  template <int kOutN>
+  static __device__ __forceinline__ void rescale(float (&out)[kM][kOutN][4],
+                                                 const float (&factor)[kM][2]) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kOutN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) out[m][n][e] *= factor[m][e / 2];
+      }
+    }
   }
 
   // Replaces the logits of a block of the m-th rows by 2^(to_log2 (logit - reference)), of which
@@ -98,27 +147,6 @@ struct OnlineSoftmax {
   __device__ __forceinline__ float shift_log2(int m, int half, float to_log2) const {
     const float value = reference[m][half];
     return value == minus_infinity() ? 0.0f : value * to_log2;
-  }
-
-  template <int kOutN>
-  __device__ __forceinline__ void raise(const float (&greatest)[kM][2], float to_log2,
-                                        float (&out)[kM][kOutN][4]) {
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float old = reference[m][half];
-        const float raised = fmaxf(old, greatest[m][half]);
-        const float factor = old == raised ? 1.0f : ptx::ex2_approx_ftz((old - raised) * to_log2);
-        reference[m][half] = raised;
-        sum[m][half] *= factor;
-#pragma unroll
-        for (int n = 0; n < kOutN; ++n) {
-          out[m][n][2 * half] *= factor;
-          out[m][n][2 * half + 1] *= factor;
-        }
-      }
-    }
   }
 };
 

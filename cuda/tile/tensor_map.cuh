@@ -11,11 +11,9 @@
 #include "ptx/tma.cuh"
 #include "status.h"
 #include "tile/batch_index.cuh"
+#include "tile/tensor_map.h"
 
 namespace jax_flash {
-
-// The map's axes: columns, rows, heads, two batch axes.
-inline constexpr int kTensorMapBatchDims = 2;
 
 // cuTensorMapEncodeTiled, found through the runtime: the library does not link the driver, so
 // that it loads where there is none. Null if the driver lacks it.
@@ -62,15 +60,6 @@ inline Status make_tensor_map(const char* name, const Shape& shape, const Operan
   if (result == CUDA_SUCCESS) return {};
   return Status::internal(std::string("jax_flash: cannot make a tensor map of ") + name +
                           ": CUDA error " + std::to_string(static_cast<int>(result)));
-}
-
-// Whether a map can describe the operand: non-negative strides below 2^40 bytes, and no more
-// batch axes than it has.
-inline bool fits_tensor_map(const Shape& shape, const Operand& operand) {
-  const auto fits = [](int64_t stride) { return stride >= 0 && stride < int64_t{1} << 38; };
-  bool all = shape.num_batch_dims <= kTensorMapBatchDims && fits(operand.row) && fits(operand.head);
-  for (int axis = 0; axis < shape.num_batch_dims; ++axis) all = all && fits(operand.batch[axis]);
-  return all;
 }
 
 // Starts copying the box of rows from row0 and 64 columns from col0 on of a head to shared memory.

@@ -1,0 +1,96 @@
+// Tile sizes, warp roles and shared-memory plans of the sm_90 forward kernel.
+#pragma once
+
+#include <cstdint>
+
+#include "tile/smem_tile.cuh"
+
+// Switches of `python -m jax_flash.benchmark ablation`, with what is shipped as their values.
+#ifndef JAX_FLASH_SM90_OPTIMISTIC
+#define JAX_FLASH_SM90_OPTIMISTIC 1
+#endif
+#ifndef JAX_FLASH_SM90_STAGES
+#define JAX_FLASH_SM90_STAGES 4
+#endif
+#ifndef JAX_FLASH_SM90_PAIRED
+#define JAX_FLASH_SM90_PAIRED 1
+#endif
+// Per head dim: consumer warpgroups of 64 queries and keys a tile.
+#ifndef JAX_FLASH_SM90_CONSUMERS_64
+#define JAX_FLASH_SM90_CONSUMERS_64 3
+#endif
+#ifndef JAX_FLASH_SM90_BLOCK_KV_64
+#define JAX_FLASH_SM90_BLOCK_KV_64 128
+#endif
+#ifndef JAX_FLASH_SM90_CONSUMERS_96
+#define JAX_FLASH_SM90_CONSUMERS_96 2
+#endif
+#ifndef JAX_FLASH_SM90_BLOCK_KV_96
+#define JAX_FLASH_SM90_BLOCK_KV_96 128
+#endif
+#ifndef JAX_FLASH_SM90_CONSUMERS_128
+#define JAX_FLASH_SM90_CONSUMERS_128 2
+#endif
+#ifndef JAX_FLASH_SM90_BLOCK_KV_128
+#define JAX_FLASH_SM90_BLOCK_KV_128 128
+#endif
+#ifndef JAX_FLASH_SM90_CONSUMERS_64_BANDED
+#define JAX_FLASH_SM90_CONSUMERS_64_BANDED 2
+#endif
+#ifndef JAX_FLASH_SM90_BLOCK_KV_64_BANDED
+#define JAX_FLASH_SM90_BLOCK_KV_64_BANDED 128
+#endif
+#ifndef JAX_FLASH_SM90_CONSUMERS_192
+#define JAX_FLASH_SM90_CONSUMERS_192 2
+#endif
+#ifndef JAX_FLASH_SM90_BLOCK_KV_192
+#define JAX_FLASH_SM90_BLOCK_KV_192 112
+#endif
+#ifndef JAX_FLASH_SM90_CONSUMERS_256
+#define JAX_FLASH_SM90_CONSUMERS_256 2
+#endif
+#ifndef JAX_FLASH_SM90_BLOCK_KV_256
+#define JAX_FLASH_SM90_BLOCK_KV_256 80
+#endif
+
+namespace jax_flash::sm90 {
+
+inline constexpr int kSmemLimit = 227 * 1024;
+inline constexpr int kStaticSmemBytes = 1024;  // barriers, at most
+// Of a thread's probabilities in a row of a tile, relative to the row's reference: safe in float16.
+inline constexpr float kOptimisticLimit = 1024.0f;
+inline constexpr int kWarpgroup = 128;  // threads
+
+// A block has one warpgroup whose first warp starts the copies, and kConsumerGroups that compute
+// 64 rows of the output each. It walks over tiles of kBlockKvRows keys and values.
+template <int kHeadDimension, int kValueDimension, int kConsumerGroups, int kBlockKvRows>
+struct ForwardConfig {
+  static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension;
+  static constexpr int kConsumers = kConsumerGroups;
+  static constexpr int kBlockQ = 64 * kConsumers, kBlockKv = kBlockKvRows;
+  static_assert(kHeadDim % 16 == 0 && kValueDim % 16 == 0 && kBlockKv % 16 == 0);
+  static constexpr int kThreads = kWarpgroup * (kConsumers + 1);
+  // The register file, divided at run time: the kernel starts with an even share.
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kConsumers == 2 ? 240 : 256;
+
+  using QueryTile = SmemTile<kBlockQ, kHeadDim>;
+  using KeyTile = SmemTile<kBlockKv, kHeadDim>;
+  using ValueTile = SmemTile<kBlockKv, kValueDim>;
+
+  // Shared memory: kQueryStages times query, kStages times key, kStages times value.
+  static constexpr int kQueryStages = 1;
+  static constexpr int kFree = kSmemLimit - kStaticSmemBytes - kQueryStages * QueryTile::kBytes;
+  static constexpr int kFit = kFree / (KeyTile::kBytes + ValueTile::kBytes);
+  static constexpr int kStages = kFit < JAX_FLASH_SM90_STAGES ? kFit : JAX_FLASH_SM90_STAGES;
+  static_assert(kStages >= 2);
+  // Whether, after a query tile's first key tile, the exponentials are computed without looking
+  // for greater scores first: a sum beyond kOptimisticLimit tells of one, and the tile is done
+  // again. Keys are kept for that, which takes a third stage.
+  static constexpr bool kOptimistic = JAX_FLASH_SM90_OPTIMISTIC && kStages >= 3;
+  static constexpr int kKeyOffset = kQueryStages * QueryTile::kBytes;
+  static constexpr int kValueOffset = kKeyOffset + kStages * KeyTile::kBytes;
+  static constexpr int kSmemBytes = kValueOffset + kStages * ValueTile::kBytes;
+};
+
+}  // namespace jax_flash::sm90

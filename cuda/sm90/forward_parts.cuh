@@ -1,0 +1,382 @@
+// Parts of the sm_90 forward kernel: shared memory and its barriers, turns, edges, the epilogue.
+#pragma once
+
+#include <cuda.h>
+
+#include <cstdint>
+
+#include "params.h"
+#include "ptx/math.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warpgroup.cuh"
+#include "sm90/config.cuh"
+#include "sm90/schedule.cuh"
+#include "tile/band.cuh"
+#include "tile/batch_index.cuh"
+#include "tile/launch.cuh"
+#include "tile/logits.cuh"
+#include "tile/matmul.cuh"
+#include "tile/quad.cuh"
+#include "tile/segments.cuh"
+#include "tile/softmax.cuh"
+#include "tile/tensor_map.cuh"
+
+namespace jax_flash::sm90 {
+
+struct ForwardMaps {
+  CUtensorMap query, key, value;
+};
+
+// Where a block's tiles and barriers are. `full`: the copy has arrived; `empty`: every consumer
+// warp has done with it.
+template <typename Config>
+struct ForwardSmem {
+  static constexpr int kBarriers = 2 * Config::kQueryStages + 4 * Config::kStages;
+  uint32_t root, barriers;
+
+  __device__ __forceinline__ typename Config::QueryTile query(uint32_t stage) const {
+    return {root, stage * Config::QueryTile::kBytes};
+  }
+  __device__ __forceinline__ typename Config::KeyTile key(uint32_t stage) const {
+    return {root, Config::kKeyOffset + stage * Config::KeyTile::kBytes};
+  }
+  __device__ __forceinline__ typename Config::ValueTile value(uint32_t stage) const {
+    return {root, Config::kValueOffset + stage * Config::ValueTile::kBytes};
+  }
+  __device__ __forceinline__ uint32_t query_full(uint32_t stage) const {
+    return barriers + stage * 8;
+  }
+  __device__ __forceinline__ uint32_t query_empty(uint32_t stage) const {
+    return barriers + (Config::kQueryStages + stage) * 8;
+  }
+  __device__ __forceinline__ uint32_t key_full(uint32_t stage) const { return at(0, stage); }
+  __device__ __forceinline__ uint32_t key_empty(uint32_t stage) const { return at(1, stage); }
+  __device__ __forceinline__ uint32_t value_full(uint32_t stage) const { return at(2, stage); }
+  __device__ __forceinline__ uint32_t value_empty(uint32_t stage) const { return at(3, stage); }
+
+  __device__ __forceinline__ void init_barriers() const {
+    constexpr uint32_t kConsumerWarps = Config::kConsumers * 4;
+    for (uint32_t stage = 0; stage < Config::kQueryStages; ++stage) {
+      ptx::mbarrier_init(query_full(stage), 1);
+      ptx::mbarrier_init(query_empty(stage), kConsumerWarps);
+    }
+    for (uint32_t stage = 0; stage < Config::kStages; ++stage) {
+      ptx::mbarrier_init(key_full(stage), 1);
+      ptx::mbarrier_init(key_empty(stage), kConsumerWarps);
+      ptx::mbarrier_init(value_full(stage), 1);
+      ptx::mbarrier_init(value_empty(stage), kConsumerWarps);
+    }
+    ptx::fence_mbarrier_init();
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t at(uint32_t kind, uint32_t stage) const {
+    return barriers + 16 * Config::kQueryStages + (kind * Config::kStages + stage) * 8;
+  }
+};
+
+// A stage of a ring, and the parity of the phase of its barriers that is in use.
+template <int kStages>
+struct RingState {
+  uint32_t stage = 0, parity = 0;
+
+  __device__ __forceinline__ void advance() {
+    if (++stage == kStages) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+  __device__ __forceinline__ RingState next() const {
+    RingState state = *this;
+    state.advance();
+    return state;
+  }
+};
+
+__device__ __forceinline__ void arrive_warp(uint32_t barrier_smem) {
+  if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier_smem);
+}
+
+// Starts copying rows row0... of a head to a tile of shared memory. By one thread.
+template <typename Tile>
+__device__ __forceinline__ void load_tile_boxes(const Tile& tile, const CUtensorMap& map,
+                                                uint32_t barrier_smem, const Operand& operand,
+                                                const BatchIndex& batch, int32_t head,
+                                                int32_t row0) {
+  ptx::mbarrier_arrive_expect_tx(barrier_smem, Tile::kBytes);
+#pragma unroll
+  for (int panel = 0; panel < Tile::kPanels; ++panel) {
+    load_box(tile.root + tile.offset + panel * Tile::kPanelBytes, map, barrier_smem, operand, batch,
+             head, row0, panel * 64);
+  }
+}
+
+// The tiles of keys that a block reads, in order. Called by whole warps.
+template <typename Config, bool kGeneral>
+struct KeyTileWalk {
+  int32_t tile, end;
+  const SegmentSpan* key_spans = nullptr;  // of this batch, or null
+  int32_t key_blocks = 0;
+  SegmentSpan query_span = {};
+
+  // `candidate`, or the next tile that has keys of segments that the block's rows have.
+  __device__ __forceinline__ int32_t skip_to(int32_t candidate) const {
+    if constexpr (kGeneral) {
+      if (key_spans) {
+        return next_tile<Config::kBlockKv>(key_spans, key_blocks, query_span, candidate, end);
+      }
+    }
+    return candidate;
+  }
+
+  // Whether all rows of the block and all keys of the tile are of one segment.
+  __device__ __forceinline__ bool one_segment(int32_t key_tile) const {
+    if constexpr (kGeneral) {
+      if (key_spans && query_span.least == query_span.greatest) {
+        const SegmentSpan span = tile_span<Config::kBlockKv>(key_spans, key_blocks, key_tile);
+        return span.least == query_span.least && span.greatest == query_span.least;
+      }
+    }
+    return false;
+  }
+};
+
+template <typename Config, bool kGeneral>
+__device__ __forceinline__ KeyTileWalk<Config, kGeneral> walk_keys(const Forward& params,
+                                                                   const Band& band,
+                                                                   const SegmentSpans& spans,
+                                                                   const QueryTileIndex& q) {
+  const int32_t row0 = q.tile * Config::kBlockQ;
+  const TileRange range = kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ);
+  KeyTileWalk<Config, kGeneral> walk = {range.first, range.end};
+  if constexpr (kGeneral) {
+    if (spans.query) {
+      walk.key_blocks = spans.key_blocks;
+      walk.key_spans = spans.key + q.batch * spans.key_blocks;
+      walk.query_span = tile_span<Config::kBlockQ>(spans.query + q.batch * spans.query_blocks,
+                                                   spans.query_blocks, q.tile);
+      walk.tile = walk.skip_to(walk.tile);
+    }
+  }
+  return walk;
+}
+
+struct RowRange {
+  int32_t first, end;
+};
+
+// Zeroes the rows of a tile of V outside `attended`, which no row of the block may attend to: they
+// may hold NaN, which would not vanish in a product with a probability of 0. Rows from kv_len on
+// are zeros already. Every consumer warpgroup does it, with the same result.
+template <typename Config>
+__device__ __forceinline__ void zero_unattended(const typename Config::ValueTile& tile_smem,
+                                                int32_t tile, const RowRange& attended,
+                                                int32_t kv_len) {
+  const int32_t row0 = tile * Config::kBlockKv;
+  const int32_t first = max(attended.first - row0, 0), end = attended.end - row0;
+  if (first == 0 && (end >= Config::kBlockKv || attended.end >= kv_len)) return;
+  using Tile = typename Config::ValueTile;
+  for (int index = threadIdx.x % kWarpgroup; index < Tile::kBytes / 16; index += kWarpgroup) {
+    const int row = index % (Tile::kPanelBytes / 16) / 8;
+    if (row < first || row >= end) {
+      ptx::st_shared_v4(tile_smem.root + tile_smem.offset + index * 16, uint4{});
+    }
+  }
+  ptx::fence_proxy_async_shared();
+  ptx::barrier_sync(8 + threadIdx.x / kWarpgroup, kWarpgroup);
+}
+
+// Sets a warp's rows from `rows` on to -inf.
+template <int kN>
+__device__ __forceinline__ void mask_rows(float (&logits)[1][kN][4], int32_t rows) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    if (fragment_row(0, 2 * half) < rows) continue;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      logits[0][n][2 * half] = logits[0][n][2 * half + 1] = minus_infinity();
+    }
+  }
+}
+
+// A bit 2 n + e per column fragment_col(n, e), set if some row of the warp attends to it.
+template <int kN>
+__device__ __forceinline__ uint32_t attended_columns(const float (&logits)[1][kN][4]) {
+  static_assert(kN <= 16);
+  uint32_t bits = 0;
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      // Both -inf if their maximum is; NaN, which fmaxf passes over, is attended to.
+      const float both = fmaxf(logits[0][n][e], logits[0][n][e + 2]);
+      bits |= static_cast<uint32_t>(both != minus_infinity()) << (2 * n + e);
+    }
+  }
+  for (int distance = 4; distance < 32; distance *= 2) {
+    bits |= __shfl_xor_sync(0xffffffff, bits, distance);
+  }
+  return bits;
+}
+
+template <int kN>
+__device__ __forceinline__ void drop(float (&probabilities)[1][kN][4],
+                                     const LogitModifiers& modifiers, int32_t warp_row0,
+                                     int32_t col0) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const uint32_t kept = modifiers.kept<kN>(warp_row0 + fragment_row(0, 2 * half), col0);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        if (!(kept >> (2 * n + e) & 1)) probabilities[0][n][2 * half + e] = 0.0f;
+      }
+    }
+  }
+}
+
+// Bit 15 or 31 is set if the lower or upper half is an infinity or NaN.
+template <typename Element>
+__device__ __forceinline__ uint32_t not_finite(uint32_t pair) {
+  constexpr uint32_t kExponent = std::is_same_v<Element, __half> ? 0x7c007c00 : 0x7f807f80;
+  constexpr uint32_t kLowest = std::is_same_v<Element, __half> ? 0x04000400 : 0x00800080;
+  return ((pair & kExponent) + kLowest) & 0x80008000;
+}
+
+// Zeroes the rows of a tile of V that hold NaN or infinities and that no row of the block may
+// attend to, for the same reason as zero_unattended(). A warp looks after the columns that it does
+// not attend to itself; where another warp attends to one, the row stays, and both may use it.
+template <typename Config, typename Element>
+__device__ __forceinline__ void clear_unattended(const typename Config::ValueTile& tile_smem,
+                                                 uint32_t attended, const LogitModifiers& modifiers,
+                                                 const Band& band, int32_t row0, int32_t tile) {
+  using Tile = typename Config::ValueTile;
+  constexpr uint32_t kAll = Config::kBlockKv == 128 ? ~0u : (1u << Config::kBlockKv / 4) - 1;
+  if (__all_sync(0xffffffff, attended == kAll)) return;
+  const int lane = threadIdx.x % 32;
+  const uint32_t root = tile_smem.root + tile_smem.offset;
+  uint32_t found = 0;
+  for (int index = lane; index < Tile::kBytes / 16; index += 32) {
+    const uint4 chunk = ptx::ld_shared_v4(root + index * 16);
+    found |= not_finite<Element>(chunk.x) | not_finite<Element>(chunk.y) |
+             not_finite<Element>(chunk.z) | not_finite<Element>(chunk.w);
+  }
+  if (!__any_sync(0xffffffff, found != 0)) return;
+  for (int col = 0; col < Config::kBlockKv; ++col) {
+    const uint32_t bits = __shfl_sync(0xffffffff, attended, col % 8 / 2);
+    if (bits >> (col / 8 * 2 + col % 2) & 1) continue;
+    const int32_t global_col = tile * Config::kBlockKv + col;
+    bool allowed = false;
+    if (global_col < band.kv_len) {
+      for (int32_t row = row0 + lane; row < row0 + Config::kBlockQ; row += 32) {
+        allowed = allowed || modifiers.allows(band, row, global_col);
+      }
+    }
+    if (__any_sync(0xffffffff, allowed)) continue;
+    for (int index = lane; index < Tile::kPanels * 8; index += 32) {
+      ptx::st_shared_v4(root + index / 8 * Tile::kPanelBytes + col * 128 + index % 8 * 16, uint4{});
+    }
+  }
+  ptx::fence_proxy_async_shared();
+  __syncwarp();
+}
+
+// A warp's scores by its own products, the same but for the order of additions.
+template <typename Config, typename Element, int kN>
+__device__ __forceinline__ void warp_scores(float (&scores)[1][kN][4],
+                                            const typename Config::QueryTile& query_smem,
+                                            const typename Config::KeyTile& key_smem,
+                                            int warp_row) {
+  const BlockReader query_reader(query_smem, BlockOrder::kRowsFirst, warp_row, 0);
+  const BlockReader key_reader(key_smem, BlockOrder::kColsFirst, 0, 0);
+  set_zero(scores);
+  matmul<Element, Config::kHeadDim / 16>(
+      scores,
+      [&](uint32_t (&a)[4], int m, int k) { ptx::ldmatrix_x4(a, query_reader.at(m * 16, k * 2)); },
+      [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, key_reader.at(n * 8, k * 2)); });
+}
+
+// Writes a warp's 16 rows of out and lse. Straight from registers: shared memory already takes the
+// next tile's operands.
+template <typename Config, typename Element, bool kGeneral, int kOutN>
+__device__ __forceinline__ void finish_rows(const Forward& params, const BatchIndex& batch,
+                                            const Band& band, int32_t head, int32_t warp_row0,
+                                            const OnlineSoftmax<1>& softmax, float to_log2,
+                                            float (&out)[1][kOutN][4]) {
+  const Shape& shape = params.shape;
+  const float sink_log2 =
+      params.sinks ? *batch.pointer<const float>(params.sinks, head) * kLog2E : minus_infinity();
+  float* lse_gmem = batch.pointer<float>(params.lse, head);
+  Element* out_gmem = batch.pointer<Element>(params.out, head);
+  const int lane = threadIdx.x % 4;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int32_t row = warp_row0 + fragment_row(0, 2 * half);
+    float lse, normalizer;
+    softmax.finish(0, half, to_log2, sink_log2, lse, normalizer);
+    if (row >= band.q_len) {
+      lse = minus_infinity();
+      normalizer = 0.0f;
+    }
+    if (lane == 0 && row < shape.q_len) lse_gmem[row * params.lse.row] = lse;
+    if (kGeneral) normalizer *= params.options.dropout_scale;
+    const auto normalized = [&](float value) {
+      return normalizer == 0.0f ? 0.0f : value * normalizer;
+    };
+#pragma unroll
+    for (int n0 = 0; n0 < kOutN; n0 += 4) {
+      uint32_t words[4] = {};
+#pragma unroll
+      for (int i = 0; i < 4 && n0 + i < kOutN; ++i) {
+        words[i] = ptx::cvt_rn_x2<Element>(normalized(out[0][n0 + i][2 * half]),
+                                           normalized(out[0][n0 + i][2 * half + 1]));
+      }
+      const uint4 chunk = exchange_quad(words);
+      const int col = (n0 + lane) * 8;
+      if (row < shape.q_len && col < shape.value_dim) {
+        *reinterpret_cast<uint4*>(out_gmem + row * params.out.row + col) = chunk;
+      }
+    }
+  }
+}
+
+// The same for rows that may attend to nothing.
+template <typename Config, typename Element>
+__device__ __forceinline__ void finish_empty_rows(const Forward& params, const BatchIndex& batch,
+                                                  int32_t head, int32_t warp_row0, int32_t q_len) {
+  const int lane = threadIdx.x % 32;
+  const float sink =
+      params.sinks ? *batch.pointer<const float>(params.sinks, head) : minus_infinity();
+  float* lse_gmem = batch.pointer<float>(params.lse, head);
+  Element* out_gmem = batch.pointer<Element>(params.out, head);
+  for (int32_t row = warp_row0; row < min(warp_row0 + 16, params.shape.q_len); ++row) {
+    if (lane == 0) lse_gmem[row * params.lse.row] = row < q_len ? sink : minus_infinity();
+    for (int col = lane * 8; col < params.shape.value_dim; col += 32 * 8) {
+      *reinterpret_cast<uint4*>(out_gmem + row * params.out.row + col) = uint4{};
+    }
+  }
+}
+
+inline int64_t tiles(const Shape& shape, int rows) {
+  return ceil_div(shape.q_len, rows) * shape.heads * shape.batch;
+}
+
+inline bool banded(const Options& options) {
+  return options.is_causal || options.window_left >= 0 || options.window_right >= 0;
+}
+
+inline Status multiprocessors(int& count) {
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error == cudaSuccess) return {};
+  return Status::internal(std::string("jax_flash: cannot read the device's size: ") +
+                          cudaGetErrorString(error));
+}
+
+}  // namespace jax_flash::sm90
