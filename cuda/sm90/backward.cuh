@@ -47,9 +47,16 @@
 
 namespace jax_flash::sm90 {
 
-// Named barriers: of the consumers; of each; of each with the warp that adds even tiles of dQ,
-// and with that for odd tiles.
-enum BackwardBarrier : int { kScoresStored = 1, kZeroed = 2, kDqueryFull = 4, kDqueryEmpty = 8 };
+// Named barriers: of one consumer with the other, which says that its dS^T is stored, in turn of
+// two; of each consumer; of each with the warp that adds even tiles of dQ, and with that for odd
+// tiles; of both consumers.
+enum BackwardBarrier : int {
+  kScoresStored = 1,
+  kZeroed = 5,
+  kDqueryFull = 7,
+  kDqueryEmpty = 11,
+  kConsumers = 15
+};
 
 // By two warps, which take every other tile: one can wait for its sums to be complete, as turns
 // demand, while the other starts the next. `parity` tells them apart.
@@ -59,11 +66,11 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
                                            const BackwardSmem<Config>& smem,
                                            const BackwardBlock& block, int parity) {
   constexpr int kPair = 128 + 32;  // threads at a barrier with one consumer
-  constexpr int kConsumers = Config::kConsumers;
+  constexpr int kGroups = Config::kConsumers;
   const bool leader = threadIdx.x % 32 == 0;
   const QueryTileWalk& walk = block.walk;
   if (parity == 0) {
-    for (int group = 0; group < kConsumers; ++group) {
+    for (int group = 0; group < kGroups; ++group) {
       ptx::barrier_arrive(kDqueryEmpty + group, kPair);
     }
   }
@@ -81,8 +88,8 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
       mine = turn_of<Config::kBlockKv>(block.band, order, block.kv_tile, at.tile, walk.range.end,
                                        row0, row0 + Config::kBlockQ);
     }
-    for (int group = 0; group < kConsumers; ++group) {
-      ptx::barrier_sync(kDqueryFull + group + kConsumers * parity, kPair);
+    for (int group = 0; group < kGroups; ++group) {
+      ptx::barrier_sync(kDqueryFull + group + kGroups * parity, kPair);
       if (leader) {
         if (order != TurnOrder::kNone && group == 0) {
           while (ptx::ld_acquire(turns) != mine) {
@@ -95,7 +102,7 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
         ptx::cp_async_bulk_wait_group_read<0>();
       }
       __syncwarp();
-      ptx::barrier_arrive(kDqueryEmpty + group + kConsumers * (parity ^ 1), kPair);
+      ptx::barrier_arrive(kDqueryEmpty + group + kGroups * (parity ^ 1), kPair);
     }
     if (order != TurnOrder::kNone && leader) {
       ptx::cp_async_bulk_wait_group<0>();
@@ -154,7 +161,7 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
   ptx::mbarrier_wait(smem.key_full(), 0);
   if (has_unattended) zero_rows(smem.key(), first, end, kZeroed + group);
   if constexpr (kGeneral) {
-    clear_bad_key_rows<Config::kConsumerThreads, kScoresStored, Element>(smem.key(), bad_keys_smem);
+    clear_bad_key_rows<Config::kConsumerThreads, kConsumers, Element>(smem.key(), bad_keys_smem);
   }
   // The rows of a tile that has arrived, from the end of the sequence on, become zeros. The copy
   // engine sees to those that are no part of the operand.
@@ -168,6 +175,7 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
   const auto start_scores = [&](float (&d)[8][4], const typename Config::KeyTile& a,
                                 const uint32_t (&a_rmem)[kHeadSteps][4],
                                 const typename Config::QueryTile& b, int half) {
+    forget(d);
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kHeadSteps; ++k) {
@@ -191,27 +199,54 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
     ptx::wgmma_commit_group();
   };
 
-  float scores[kHalves][8][4];
+  float scores[8][4], dscores[8][4], dquery[8][4];
   zero_padding(smem.query(0), tile.x);
   if constexpr (Config::kKeysInRegisters) load_fragments(key_rmem, smem.key(), warp_key);
   if constexpr (Config::kNextScoresFirst) {
-    start_scores(scores[0], smem.key(), key_rmem, smem.query(0), 0);
+    start_scores(scores, smem.key(), key_rmem, smem.query(0), 0);
   }
   ptx::mbarrier_wait(smem.value_full(), 0);
   if (has_unattended) zero_rows(smem.value(), first, end, kZeroed + group);
   if constexpr (Config::kKeysInRegisters) load_fragments(value_rmem, smem.value(), warp_key);
   if constexpr (Config::kNextScoresFirst) {
     ptx::wgmma_wait_group<0>();
-    ptx::wgmma_results(scores[0]);
+    ptx::wgmma_results(scores);
   }
-  uint32_t parity = 0;
+  // dQ of the tile before: its dS^T is in the other stage. Before the first tile it is computed
+  // of what is there, for nothing: a branch around it would make the compiler wait.
+  int parity = 0;
+  bool has_before = false;
+  const auto await_scores = [&] {
+    if (has_before) {
+      ptx::barrier_sync(kScoresStored + (group ^ 1) * 2 + (parity ^ 1), Config::kConsumerThreads);
+    }
+  };
+  const auto start_dquery = [&](uint32_t stage) {
+    forget(dquery);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kBlockKv / 16; ++k) {
+      DqueryProduct::template ss<1, 1>(dquery,
+                                       descriptor_mn_major(smem.score(stage), dquery_row, k),
+                                       descriptor_mn_major(smem.key(), dquery_col, k), k > 0);
+    }
+    ptx::wgmma_commit_group();
+  };
+  const auto stage_dquery = [&] {
+    ptx::wgmma_results(dquery);
+    if (!has_before) return;
+    const int pair = group + Config::kConsumers * (parity ^ 1);
+    ptx::barrier_sync(kDqueryEmpty + pair, 128 + 32);
+    stage_accumulators(smem.staging(group), dquery);
+    ptx::fence_proxy_async_shared();
+    ptx::barrier_arrive(kDqueryFull + pair, 128 + 32);
+  };
+
   do {
     const int32_t row0 = tile.x;
     const uint32_t stage = ring.stage;
-    uint32_t rounded[4][4];
-    float dscores[8][4];
     if constexpr (!Config::kNextScoresFirst) {
-      start_scores(scores[0], smem.key(), key_rmem, smem.query(stage), 0);
+      start_scores(scores, smem.key(), key_rmem, smem.query(stage), 0);
     }
     ptx::mbarrier_wait(smem.dout_full(stage), ring.parity);
     zero_padding(smem.dout(stage), row0);
@@ -221,85 +256,80 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
                                                      col0 + warp_key, row0 + half * 64};
       const float* lse_smem = smem.lse + stage * kBlockQ + half * 64;
       const float* delta_smem = smem.delta + stage * kBlockQ + half * 64;
-      // dP^T = V dO^T, the next half's S^T, and P^T beside them
+      // dP^T = V dO^T, and P^T beside it
       start_scores(dscores, smem.value(), value_rmem, smem.dout(stage), half);
-      if (half + 1 < kHalves) {
-        start_scores(scores[half + 1], smem.key(), key_rmem, smem.query(stage), half + 1);
+      if (!Config::kNextScoresFirst || half > 0) {
+        ptx::wgmma_wait_group<1>();
+        ptx::wgmma_results(scores);
       }
-      if (!Config::kNextScoresFirst && half == 0) {
-        ptx::wgmma_wait_group<(kHalves > 1 ? 2 : 1)>();
-        ptx::wgmma_results(scores[0]);
-      }
-      if constexpr (kGeneral) mark_bad_key_rows<kBlockKv>(scores[half], bad_keys_smem, warp_key);
+      if constexpr (kGeneral) mark_bad_key_rows<kBlockKv>(scores, bad_keys_smem, warp_key);
       if (kGeneral || !band.all_allowed(row0 + half * 64, min(row0 + half * 64 + 64, band.q_len),
                                         col0 + group * 64, col0 + group * 64 + 64)) {
-        gradient.mask(scores[half], band);
+        gradient.mask(scores, band);
       }
-      gradient.probabilities(scores[half], lse_smem, to_log2);
+      gradient.probabilities(scores, lse_smem, to_log2);
 
-      // dS^T; dV += P^T dO
-      uint32_t kept[2][1], probabilities[4][4];
+      // dS^T, where there are registers beside the last tile's dQ; dV += P^T dO
+      uint32_t kept[2][1], probabilities[4][4], rounded[4][4];
       gradient.draw(kept);
-      if (half + 1 < kHalves) {
+      if (Config::kEarlyDquery && half == 0) {
+        await_scores();
+        start_dquery(stage ^ 1);
         ptx::wgmma_wait_group<1>();
       } else {
         ptx::wgmma_wait_group<0>();
-        if (half > 0) ptx::wgmma_results(scores[half]);
       }
       ptx::wgmma_results(dscores);
-      gradient.finish(scores[half], dscores, lse_smem, delta_smem, kept);
-      if constexpr (kGeneral) gradient.drop(scores[half], kept);
-      round_fragments<Element>(probabilities, scores[half]);
+      gradient.finish(scores, dscores, lse_smem, delta_smem, kept);
+      if constexpr (kGeneral) gradient.drop(scores, kept);
+      round_fragments<Element>(probabilities, scores);
       start_sum(dvalue, probabilities, smem.dout(stage), half);
       round_fragments<Element>(rounded, dscores);
+      if (!Config::kEarlyDquery && half == 0) {
+        await_scores();
+        start_dquery(stage ^ 1);
+      }
+      // dK += dS^T Q, and the next half's S^T
+      start_sum(dkey, rounded, smem.query(stage), half);
       store_rounded(smem.score(stage), warp_key, half, rounded);
-      // dK += dS^T Q, in the last half after dQ
       if (half + 1 < kHalves) {
-        start_sum(dkey, rounded, smem.query(stage), half);
-        ptx::wgmma_wait_group<2>();
-        ptx::wgmma_results(scores[half + 1]);
+        start_scores(scores, smem.key(), key_rmem, smem.query(stage), half + 1);
+        if (half == 0) {
+          ptx::wgmma_wait_group<3>();
+          stage_dquery();
+        }
       }
     }
     ptx::fence_proxy_async_shared();
-    ptx::barrier_sync(kScoresStored, Config::kConsumerThreads);
-
-    // dQ = dS K, of both warpgroups' keys
-    float dquery[8][4];
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kBlockKv / 16; ++k) {
-      DqueryProduct::template ss<1, 1>(dquery,
-                                       descriptor_mn_major(smem.score(stage), dquery_row, k),
-                                       descriptor_mn_major(smem.key(), dquery_col, k), k > 0);
-    }
-    ptx::wgmma_commit_group();
-    start_sum(dkey, rounded, smem.query(stage), kHalves - 1);
-    ptx::wgmma_wait_group<2>();
-    ptx::wgmma_results(dvalue);
-    arrive_by_warp(smem.dout_empty(stage));
-
-    // The next tile's S^T, and dQ on its way out beside it. After the last tile S^T is computed
-    // of a stage of old, for nothing: a branch around it would make the compiler wait.
     ring.advance();
+    if constexpr (kHalves == 1) {
+      ptx::wgmma_wait_group<1>();
+      stage_dquery();
+      ptx::wgmma_results(dvalue);
+      arrive_by_warp(smem.dout_empty(stage));
+    }
+    ptx::barrier_arrive(kScoresStored + group * 2 + parity, Config::kConsumerThreads);
+    parity ^= 1;
+    has_before = true;
+
+    // The next tile's S^T; after the last tile that of a stage of old, for nothing.
     ptx::mbarrier_wait(smem.query_full(ring.stage), ring.parity);
     tile = smem.tiles[ring.stage];
     if (tile.x >= 0) zero_padding(smem.query(ring.stage), tile.x);
     if constexpr (Config::kNextScoresFirst) {
-      start_scores(scores[0], smem.key(), key_rmem, smem.query(ring.stage), 0);
+      start_scores(scores, smem.key(), key_rmem, smem.query(ring.stage), 0);
     }
-    ptx::wgmma_wait_group<1 + Config::kNextScoresFirst>();
-    ptx::wgmma_results(dquery);
-    const int pair = group + Config::kConsumers * parity;
-    ptx::barrier_sync(kDqueryEmpty + pair, 128 + 32);
-    stage_accumulators(smem.staging(group), dquery);
-    ptx::fence_proxy_async_shared();
-    ptx::barrier_arrive(kDqueryFull + pair, 128 + 32);
-    parity ^= 1;
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_results(dkey);
-    if constexpr (Config::kNextScoresFirst) ptx::wgmma_results(scores[0]);
+    ptx::wgmma_results(dvalue);
+    if constexpr (Config::kNextScoresFirst) ptx::wgmma_results(scores);
+    if constexpr (kHalves > 1) arrive_by_warp(smem.dout_empty(stage));
     arrive_by_warp(smem.query_empty(stage));
   } while (tile.x >= 0);
+  await_scores();
+  start_dquery(ring.stage ^ 1);
+  ptx::wgmma_wait_group<0>();
+  stage_dquery();
   write_key_gradients();
 }
 

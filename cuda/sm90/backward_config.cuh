@@ -42,7 +42,9 @@ struct BackwardConfig {
   static constexpr int kStages = 2;  // of Q, dO and dS each
   // Whether K and V are also in registers, as operands of S and dP: half the bytes these read.
   static constexpr bool kKeysInRegisters = JAX_FLASH_SM90_BWD_KEYS_IN_REGISTERS;
-  // Whether the next tile's S starts before dQ is stored: where there are registers for both.
+  // Whether the next tile's S starts before the last dK is done, and whether dS is computed beside
+  // dQ of the tile before: where there are registers for both.
+  static constexpr bool kEarlyDquery = kHeadDim <= 64;
   static constexpr bool kNextScoresFirst = JAX_FLASH_SM90_BWD_NEXT_SCORES_FIRST;
 
   // dQ [kBlockQ, kDqueryCols]: warpgroups divide its rows if there are 128, else its columns.

@@ -203,6 +203,17 @@ __device__ __forceinline__ void load_fragments(uint32_t (&values)[kSteps][4], co
   for (int k = 0; k < kSteps; ++k) ptx::ldmatrix_x4(values[k], reader.at(0, k * 2));
 }
 
+// Says that the values are of no use any more: a product that overwrites accumulators names them
+// as inputs as well, and would keep their registers from other use until then.
+template <int kN>
+__device__ __forceinline__ void forget(float (&values)[kN][4]) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) asm volatile("" : "=f"(values[n][e]));
+  }
+}
+
 template <int kN>
 __device__ __forceinline__ void clear(float (&values)[kN][4]) {
 #pragma unroll

@@ -41,6 +41,7 @@ __device__ __forceinline__ void start_product_k_major(float (&d)[kN / 8][4], Til
                                                       const TileB& b) {
   // Or the compiler keeps all descriptors of an operand that stays, and spills them.
   asm volatile("" : "+r"(a.root));
+  forget(d);
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < TileA::kCols / 16; ++k) {
