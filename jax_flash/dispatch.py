@@ -12,6 +12,10 @@ from jax_flash.spec import AttentionSpec
 
 PLATFORMS = ("cpu", "cuda")
 
+# The families of CUDA kernels by name, and those that run on one compute capability only.
+_FAMILIES = {"flash_sm80": 80, "flash_sm90": 90}
+_ONLY_ON = (90,)
+
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
@@ -50,7 +54,7 @@ def choose(spec: AttentionSpec, problem: Problem, platform: str) -> Choice:
         return Choice("reference", 'implementation="reference" asks for it')
     unsupported = _unsupported(spec, problem, platform)
     if unsupported is None:
-        return Choice("flash", _reason(platform))
+        return Choice("flash", _reason(spec, platform))
     if spec.implementation is not None:
         raise NotImplementedError(
             f"implementation={spec.implementation!r} on platform {platform!r}: {unsupported}; "
@@ -59,10 +63,19 @@ def choose(spec: AttentionSpec, problem: Problem, platform: str) -> Choice:
     return Choice("reference", unsupported)
 
 
-def _reason(platform: str) -> str:
+def _reason(spec: AttentionSpec, platform: str) -> str:
     if platform == "cpu":
         return f"the native CPU kernel ({ffi.native.instruction_set()}) supports the call"
-    return "the CUDA kernels support the call"
+    families = _families()
+    if spec.implementation in _FAMILIES:
+        return f"the sm_{_FAMILIES[spec.implementation]} kernels support the call"
+    capabilities = _compute_capabilities()
+    if not capabilities:  # lowered here, to run elsewhere
+        return "the CUDA kernels support the call"
+    # As cuda/launch.cc chooses; it also looks at strides, which are not known here.
+    chosen = {c if c in families and c in _ONLY_ON else min(families) for c in capabilities}
+    names = " and ".join(f"sm_{family}" for family in sorted(chosen))
+    return f"the {names} kernels support the call"
 
 
 def _unsupported(spec: AttentionSpec, problem: Problem, platform: str) -> str | None:
@@ -77,7 +90,7 @@ def _unsupported(spec: AttentionSpec, problem: Problem, platform: str) -> str | 
             "(cast to float32 to use them)"
         )
     if platform == "cpu":
-        if spec.implementation in ("flash_sm80", "flash_sm90"):
+        if spec.implementation in _FAMILIES:
             return f"{spec.implementation} is a CUDA kernel (the CPU's is called flash)"
         return None
     if not ffi.native.has_cuda():
@@ -86,8 +99,8 @@ def _unsupported(spec: AttentionSpec, problem: Problem, platform: str) -> str | 
 
 
 def _unsupported_on_cuda(spec: AttentionSpec, problem: Problem) -> str | None:
-    wanted = {"flash_sm80": 80, "flash_sm90": 90}.get(spec.implementation)
-    families = {family for _, family, _, _ in ffi.native.cuda_instances()}
+    wanted = _FAMILIES.get(spec.implementation)
+    families = _families()
     if wanted is not None and wanted not in families:
         return f"this build of jax_flash contains no sm_{wanted} kernels"
     limit = max(
@@ -103,22 +116,27 @@ def _unsupported_on_cuda(spec: AttentionSpec, problem: Problem) -> str | None:
     for name, dim in (("head_dim", problem.head_dim), ("value_dim", problem.value_dim)):
         if dim % 8 != 0 or not 0 < dim <= limit:
             return f"the CUDA kernels take multiples of 8 up to {limit} as {name}, not {dim}"
-    capability = _oldest_compute_capability()
     needed = wanted or min(families)
-    if capability is not None and capability < needed:
-        return f"the kernels need sm_{needed} or newer, and this GPU is sm_{capability}"
+    for capability in _compute_capabilities():
+        if needed in _ONLY_ON and capability != needed:
+            return f"the sm_{needed} kernels run on sm_{needed} only; this GPU is sm_{capability}"
+        if capability < needed:
+            return f"the kernels need sm_{needed} or newer, and this GPU is sm_{capability}"
     return None
 
 
-def _oldest_compute_capability() -> int | None:
-    """Of this process's GPUs, 80 for 8.0; None without a GPU, where calls can only be lowered."""
+def _families() -> set[int]:
+    return {family for _, family, _, _ in ffi.native.cuda_instances()}
+
+
+def _compute_capabilities() -> list[int]:
+    """Of this process's GPUs, 80 for 8.0; none without a GPU, where calls can only be lowered."""
     if jax.default_backend() != "gpu":
-        return None
-    capabilities = [
+        return []
+    capabilities = {
         getattr(device, "compute_capability", None) for device in jax.local_devices(backend="gpu")
-    ]
-    numbers = [int(str(c).replace(".", "")) for c in capabilities if c]
-    return min(numbers, default=None)
+    }
+    return sorted(int(str(c).replace(".", "")) for c in capabilities if c)
 
 
 def current_platform() -> str:

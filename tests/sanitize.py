@@ -23,6 +23,7 @@ def run_cases() -> None:
     sys.path.insert(0, str(pathlib.Path(__file__).parent))
     from cases import Case, check, make_inputs
     from test_cases import run
+    from test_gpu import FAMILIES
 
     everything = (
         ("bias", ("NTS", "float32")),
@@ -52,7 +53,8 @@ def run_cases() -> None:
             "sanitize", **small, dtype=dtype, head_dim=dims[0], value_dim=dims[1], features=features
         )
         inputs = make_inputs(case)
-        check(run(inputs, "flash_sm80", deterministic=deterministic), inputs)
+        for family in FAMILIES:
+            check(run(inputs, family, deterministic=deterministic), inputs)
     print("all results right")
 
 

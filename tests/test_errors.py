@@ -172,7 +172,7 @@ def test_what_the_cuda_kernels_take(monkeypatch):
         x = jax.ShapeDtypeStruct(shape, dtype)
         return jax_flash.explain(x, x, x, **options).choices["cuda"]
 
-    monkeypatch.setattr(dispatch, "_oldest_compute_capability", lambda: 80)
+    monkeypatch.setattr(dispatch, "_compute_capabilities", lambda: [80])
     assert choice((1, 8, 2, 64), jnp.bfloat16).implementation == "flash"
     assert choice((1, 8, 2, 64), jnp.float16, implementation="flash_sm80").implementation == "flash"
     for shape, dtype, reason in (
@@ -183,7 +183,25 @@ def test_what_the_cuda_kernels_take(monkeypatch):
         fallback = choice(shape, dtype)
         assert fallback.implementation == "reference"
         assert reason in fallback.reason
-    monkeypatch.setattr(dispatch, "_oldest_compute_capability", lambda: 75)
+    monkeypatch.setattr(dispatch, "_compute_capabilities", lambda: [75, 80])
     old = choice((1, 8, 2, 64), jnp.bfloat16)
     assert old.implementation == "reference"
     assert "sm_75" in old.reason
+
+
+@pytest.mark.skipif(not ffi.native.has_cuda(), reason="a build without CUDA kernels")
+@pytest.mark.parametrize(
+    ("capabilities", "by_default"),
+    [([80], "sm_80"), ([90], "sm_90"), ([89, 90], "sm_80 and sm_90"), ([100], "sm_80")],
+)
+def test_family_of_cuda_kernels(monkeypatch, capabilities, by_default):
+    monkeypatch.setattr(dispatch, "_compute_capabilities", lambda: capabilities)
+    x = jax.ShapeDtypeStruct((1, 8, 2, 64), jnp.bfloat16)
+    choice = jax_flash.explain(x, x, x).choices["cuda"]
+    assert choice.implementation == "flash"
+    assert f"the {by_default} kernels" in choice.reason
+    forced = jax_flash.explain(x, x, x, implementation="flash_sm90").choices["cuda"]
+    if capabilities == [90]:
+        assert forced.implementation == "flash"
+    else:
+        assert "the sm_90 kernels run on sm_90 only" in forced

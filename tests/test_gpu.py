@@ -19,6 +19,18 @@ from jax_flash import attention
 pytestmark = pytest.mark.gpu
 
 
+def _families() -> list[str]:
+    """The families of kernels that this GPU runs, by the names that force them."""
+    x = jax.ShapeDtypeStruct((1, 1, 1, 64), jnp.bfloat16)
+    names = ("flash_sm80", "flash_sm90")
+    choices = [jax_flash.explain(x, x, x, implementation=name).choices["cuda"] for name in names]
+    return [n for n, choice in zip(names, choices, strict=True) if not isinstance(choice, str)]
+
+
+FAMILIES = _families()
+each_family = pytest.mark.parametrize("family", FAMILIES)
+
+
 def on_gpu(case: Case, dtype: str) -> Case:
     """The case as the kernels take it: a 16-bit dtype, head dims of multiples of 8."""
     return dataclasses.replace(
@@ -34,10 +46,11 @@ def of_16_bits(case: Case) -> str:
     return case.dtype if case.dtype != "float32" else "bfloat16"
 
 
+@each_family
 @pytest.mark.parametrize("case", [on_gpu(c, of_16_bits(c)) for c in TABLE], ids=str)
-def test_feature(case):
+def test_feature(case, family):
     inputs = make_inputs(case)
-    check(run(inputs, "flash_sm80"), inputs)
+    check(run(inputs, family), inputs)
 
 
 @pytest.mark.parametrize("index", range(1000, 3000))
@@ -45,8 +58,8 @@ def test_random_combination(index):
     case = random_case(index, head_dims=(8, 32, 40, 64, 96, 128, 192, 256))
     case = on_gpu(case, of_16_bits(case))
     inputs = make_inputs(case)
-    deterministic = index % 3 == 0
-    check(run(inputs, "flash_sm80", deterministic=deterministic), inputs)
+    family = FAMILIES[index % len(FAMILIES)]
+    check(run(inputs, family, deterministic=index % 3 == 0), inputs)
 
 
 @pytest.mark.parametrize("smem_kb", [99, 163])
@@ -73,20 +86,22 @@ def test_configurations_of_gpus_with_less_shared_memory(case, smem_kb, monkeypat
     check(run(inputs, "flash_sm80"), inputs)
 
 
+@each_family
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("length", [31, 32, 33, 63, 64, 65, 127, 128, 129, 191, 192, 193, 256, 257])
-def test_tile_boundaries(length, head_dim):
+def test_tile_boundaries(length, head_dim, family):
     for features in ((), (("causal", True),), (("bias", ("S", "float32")),)):
         case = Case(
             f"tile-{length}-{head_dim}", batch=1, heads=2, kv_heads=1, q_len=length, kv_len=length,
             head_dim=head_dim, value_dim=head_dim, dtype="bfloat16", features=features,
         )  # fmt: skip
         inputs = make_inputs(case)
-        check(run(inputs, "flash_sm80"), inputs)
+        check(run(inputs, family), inputs)
 
 
+@each_family
 @pytest.mark.parametrize("features", [("lengths", "qk"), ("mask", "BS"), ("segments", "packed")])
-def test_poison_where_nobody_attends(features):
+def test_poison_where_nobody_attends(features, family):
     case = Case(
         "poison", q_len=300, kv_len=330, head_dim=64, value_dim=64, dtype="bfloat16",
         features=(features, ("causal", True)),
@@ -97,7 +112,7 @@ def test_poison_where_nobody_attends(features):
     unattended = ~by_kv_head.any(axis=(2, 3)).transpose(0, 2, 1)[..., None]
     inputs.key = np.where(unattended, np.nan, inputs.key).astype(inputs.key.dtype)
     inputs.value = np.where(unattended, np.inf, inputs.value).astype(inputs.key.dtype)
-    check(run(inputs, "flash_sm80"), inputs)
+    check(run(inputs, family), inputs)
 
 
 def random_normal(*shape, dtype=jnp.bfloat16, seed=0):
@@ -111,10 +126,12 @@ def gradient_of(**options):
     )
 
 
-def test_deterministic_gradients_are_bitwise_equal():
-    query = random_normal(2, 1000, 8, 64)
-    key, value = random_normal(2, 1000, 2, 64, seed=1), random_normal(2, 1000, 2, 64, seed=2)
-    run_once = gradient_of(is_causal=True, deterministic=True)
+@each_family
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_deterministic_gradients_are_bitwise_equal(family, head_dim):
+    query = random_normal(2, 1000, 8, head_dim)
+    key, value = (random_normal(2, 1000, 2, head_dim, seed=seed) for seed in (1, 2))
+    run_once = gradient_of(is_causal=True, deterministic=True, implementation=family)
     first = run_once(query, key, value)
     for _ in range(100):
         for got, expected in zip(
