@@ -13,7 +13,6 @@ Reference: Liu et al., "Ring attention with blockwise transformers", 2023, secti
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 from collections.abc import Callable
 
@@ -21,78 +20,12 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash.ring_blocks import Blocks, restore
+from jax_flash.ring_route import plan_route
 from jax_flash.sequence import SequenceSharding
 from jax_flash.spec import AttentionSpec
 
 Operands = dict[str, jax.Array]
 Run = Callable[[Operands], Operands]
-
-
-@dataclasses.dataclass(frozen=True)
-class Route:
-    """Where blocks of keys travel: at step k, device d is visited by that of d - shifts[k].
-
-    Attributes:
-      devices: on the ring.
-      shifts: ascending from 0.
-      visits: for each step, the devices whose queries may attend to what visits them.
-    """
-
-    devices: int
-    shifts: tuple[int, ...]
-    visits: tuple[frozenset[int], ...]
-
-    @property
-    def is_regular(self) -> bool:
-        """Whether every hop is to the next device."""
-        return self.shifts == tuple(range(len(self.shifts)))
-
-    def hop(self, step: int) -> list[tuple[int, int]]:
-        """(from, to) of each block that is needed at some step after `step`."""
-        shift, following = self.shifts[step], self.shifts[step + 1]
-        pairs = []
-        for home in range(self.devices):
-            later = zip(self.shifts[step + 1 :], self.visits[step + 1 :], strict=True)
-            if any((home + s) % self.devices in visited for s, visited in later):
-                pairs.append(((home + shift) % self.devices, (home + following) % self.devices))
-        return pairs
-
-    def hop_of_gradients(self, step: int) -> list[tuple[int, int]]:
-        """(from, to) of the gradients' hop after `step`, the last one home: all of them."""
-        shift, following = self.shifts[step], (*self.shifts, 0)[step + 1]
-        return [((d + shift) % self.devices, (d + following) % self.devices)
-                for d in range(self.devices)]  # fmt: skip
-
-
-@functools.lru_cache(maxsize=256)
-def plan_route(spec: AttentionSpec, sequence: SequenceSharding, q_len: int, kv_len: int) -> Route:
-    """Leaves out every visit that causal order and window make useless, as far as is known."""
-    devices = sequence.devices
-    left, right = spec.window
-    if spec.is_causal:
-        right = 0
-    q_size, kv_size = (length // (devices * sequence.chunks) for length in (q_len, kv_len))
-
-    def sees(device, source):
-        if sequence.offset is None:
-            return True
-        for q_start in sequence.chunk_starts(device, q_len):
-            first = q_start + sequence.offset
-            last = first + q_size - 1
-            for kv_start in sequence.chunk_starts(source, kv_len):
-                before = right is None or kv_start <= last + right
-                after = left is None or kv_start + kv_size - 1 >= first - left
-                if before and after:
-                    return True
-        return False
-
-    shifts, visits = [], []
-    for shift in range(devices):
-        visited = frozenset(d for d in range(devices) if sees(d, (d - shift) % devices))
-        if visited or shift == 0:
-            shifts.append(shift)
-            visits.append(visited)
-    return Route(devices, tuple(shifts), tuple(visits))
 
 
 class _Parcel:

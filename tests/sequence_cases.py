@@ -1,5 +1,7 @@
 """Runs calls of the case table with sequences sharded over devices, for `cases.check`."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -21,6 +23,30 @@ TOKEN_AXES = {
     "query_segment_ids": {"T": -1},
     "key_value_segment_ids": {"S": -1},
 }
+
+
+def mesh_of(kind=AxisType.Auto, **sizes):
+    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
+
+
+def ring_mesh(devices=8):
+    return jax.make_mesh(
+        (devices,), ("s",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
+    )
+
+
+def sharded(function, mesh, **kwargs):
+    """`ring_attention` and the like over the sequence, as a function of whole arrays."""
+    body = functools.partial(function, axis_name="s", **kwargs)
+    return jax.shard_map(
+        lambda *x: body(*x), mesh=mesh, in_specs=(P(None, "s"),) * 3, out_specs=P(None, "s")
+    )
+
+
+def tokens(length=64, heads=4, kv_heads=2, batch=2, dim=16):
+    keys = jax.random.split(jax.random.key(0), 3)
+    shapes = [(batch, length, n, dim) for n in (heads, kv_heads, kv_heads)]
+    return [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
 
 
 def arrays_of(inputs: Inputs) -> dict[str, np.ndarray]:

@@ -1,4 +1,4 @@
-"""Sharded sequences: the plain call on any mesh, what is sent, memory, errors, transformations."""
+"""Sharded sequences: the plain call on any mesh, what is sent, memory, errors."""
 
 import functools
 import re
@@ -8,13 +8,13 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import TABLE, Case, check, make_inputs
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
-from sequence_cases import plain_call, plain_results, run
+from sequence_cases import mesh_of, plain_call, plain_results, ring_mesh, run, sharded, tokens
 from test_transforms import assert_close
 
 import jax_flash
-from jax_flash.ring_passes import plan_route
+from jax_flash.ring_route import plan_route
 from jax_flash.spec import AttentionSpec, SequenceSharding
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
@@ -33,30 +33,6 @@ PLAIN = [
     EVERYTHING, CASES["causal-True"], CASES["window-(3,5)"], CASES["bias-('BNTS','float32')"],
     CASES["mask-BS"], CASES["causal-offset-random"], CASES["heads-8-1"],
 ]  # fmt: skip
-
-
-def mesh_of(kind=AxisType.Auto, **sizes):
-    return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
-
-
-def ring_mesh(devices=8):
-    return jax.make_mesh(
-        (devices,), ("s",), axis_types=(AxisType.Auto,), devices=jax.devices()[:devices]
-    )
-
-
-def sharded(function, mesh, **kwargs):
-    """`ring_attention` and the like over the sequence, as a function of whole arrays."""
-    body = functools.partial(function, axis_name="s", **kwargs)
-    return jax.shard_map(
-        lambda *x: body(*x), mesh=mesh, in_specs=(P(None, "s"),) * 3, out_specs=P(None, "s")
-    )
-
-
-def tokens(length=64, heads=4, kv_heads=2, batch=2, dim=16):
-    keys = jax.random.split(jax.random.key(0), 3)
-    shapes = [(batch, length, n, dim) for n in (heads, kv_heads, kv_heads)]
-    return [jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True)]
 
 
 def lines(compiled: str, kind: str) -> list[str]:
@@ -198,83 +174,6 @@ def test_zigzag_order():
             mesh=ring_mesh(4), in_specs=(), out_specs=P("s"),
         )()  # fmt: skip
         assert positions.tolist() == expected.tolist()
-
-
-def ring_and_plain(order="zigzag", devices=4, **options):
-    """Two functions of whole arrays in contiguous order, which are to agree."""
-    ring = sharded(jax_flash.ring_attention, ring_mesh(devices), order=order, **options)
-
-    def through_ring(*args):
-        permuted = [jax_flash.zigzag_permute(x, devices) for x in args]
-        return jax_flash.zigzag_restore(ring(*permuted), devices)
-
-    plain = functools.partial(jax_flash.dot_product_attention, **options)
-    return (ring if order == "contiguous" else through_ring), plain
-
-
-def test_vmap_and_checkpoint():
-    def loss(attention, *args):
-        mapped = jax.vmap(jax.checkpoint(attention), (1, None, 1), 1)
-        return (mapped(*args) ** 2).sum()
-
-    query, key, value = tokens()
-    args = (jnp.stack([query, query + 1], 1), key, jnp.stack([value, value * 2], 1))
-    got, expected = (
-        jax.jit(jax.value_and_grad(functools.partial(loss, f), (0, 1, 2)))(*args)
-        for f in ring_and_plain("contiguous", is_causal=True)
-    )
-    assert_close(got, expected)
-
-
-def test_second_derivatives():
-    args = tokens(16, dim=8)
-
-    def squared_gradient(attention, *args):
-        grads = jax.grad(lambda *x: (attention(*x) ** 2).sum(), (0, 1, 2))(*args)
-        return sum((g**2).sum() for g in grads)
-
-    got, expected = (
-        jax.jit(jax.grad(functools.partial(squared_gradient, f), (0, 1, 2)))(*args)
-        for f in ring_and_plain(devices=2, is_causal=True, logits_soft_cap=3.0)
-    )
-    assert_close(got, expected)
-
-
-@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_second_derivatives_of_the_plain_call(kind):
-    mesh, args = mesh_of(kind, s=2, b=1), tokens(16, dim=8)
-
-    def squared_gradient(attention, *args):
-        grads = jax.grad(lambda *x: (attention(*x) ** 2).sum(), (0, 1, 2))(*args)
-        return sum((g**2).sum() for g in grads)
-
-    plain = functools.partial(jax_flash.dot_product_attention, is_causal=True)
-    zigzag = functools.partial(plain, sequence_axis="s", sequence_order="zigzag")
-    expected = jax.grad(functools.partial(squared_gradient, plain), (0, 1, 2))(*args)
-    with jax.set_mesh(mesh):
-        placed = [
-            jax.device_put(jax_flash.zigzag_permute(x, 2), NamedSharding(mesh, P(None, "s")))
-            for x in args
-        ]
-        got = jax.jit(jax.grad(functools.partial(squared_gradient, zigzag), (0, 1, 2)))(*placed)
-    assert_close([jax_flash.zigzag_restore(jax.device_get(x), 2) for x in got], expected)
-
-
-def test_reference_blocks():
-    with jax.enable_x64(True):
-        args = [x.astype(jnp.float64) for x in tokens(32)]
-
-        def loss(attention, *args):
-            return (attention(*args) ** 2).sum()
-
-        got, expected = (
-            jax.jit(jax.value_and_grad(functools.partial(loss, f), (0, 1, 2)))(*args)
-            for f in ring_and_plain(is_causal=True, implementation="reference")
-        )
-        np.testing.assert_allclose(got[0], expected[0], rtol=1e-12)
-        for g, e in zip(got[1], expected[1], strict=True):
-            assert g.dtype == jnp.float64
-            np.testing.assert_allclose(g, e, rtol=1e-9, atol=1e-12)
 
 
 def raises_in_ring(error, match, *, shapes=None, **options):
