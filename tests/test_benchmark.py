@@ -116,14 +116,20 @@ def test_oracle_agrees_and_notices(case):
     assert oracle.is_wrong(case, {"out": float("nan")})
 
 
-def test_oracle_beyond_its_budget_takes_rows(monkeypatch):
+@pytest.mark.parametrize(
+    ("case", "keys"),
+    [(tiny(), 0), (tiny(is_causal=True), 8), (tiny(window=(3, 0)), 5 + 5 + 8)],
+    ids=lambda x: x.mask_name if isinstance(x, Case) else "",
+)
+def test_oracle_beyond_its_budget_takes_rows(monkeypatch, case, keys):
     monkeypatch.setattr(oracle, "BUDGET", 0)
     monkeypatch.setattr(oracle, "BLOCK", 8)
-    case = tiny(is_causal=True)
     inputs, extras = make_inputs(case, 0)
     truth = oracle.compute(case, inputs, extras)
-    assert truth.values.keys() == {"out", "dquery"}
     assert truth.values["out"].shape == (24, 2, 16)
+    # Of keys, those that only the first, middle and last 8 queries may attend to.
+    assert truth.values.keys() >= {"out", "dquery"}
+    assert truth.values.get("dkey", np.zeros(0)).shape[0] == keys
     found = oracle.errors(truth, _FLASH.prepare(case, [inputs], extras).results("both"))
     assert max(found.values()) < 1e-5
 

@@ -14,7 +14,7 @@ import pytest
 
 import jax_flash
 from jax_flash import ffi
-from jax_flash.benchmark import cli, report, variants
+from jax_flash.benchmark import cli, peak, report, speed, variants
 from jax_flash.benchmark.tables import select
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -46,6 +46,7 @@ def test_run_is_complete(measured):
     assert document["device"]["platform"] == jax.default_backend()
     assert document["versions"].keys() >= {"python", "jax", "jaxlib"}
     assert document["timing"]["source"] == "wall"
+    assert "interrupted" not in document
     assert document["command"].startswith(f"{pathlib.Path(sys.executable).name} -m jax_flash.b")
     assert document["peaks"]["float32"]["matmul_tflops"] > 0
     assert {case["name"] for case in document["cases"]} == {c.name for c in select(["tiny"])}
@@ -67,6 +68,30 @@ def test_run_is_complete(measured):
     assert "runs on NVIDIA GPUs only" in printed or jax.default_backend() == "gpu"
     for word in ("TFLOP/s", "tokens/s", "of jax.nn xla", "wall time"):
         assert word in printed
+
+
+def test_what_is_cut_off_is_kept(monkeypatch, tmp_path):
+    path = str(tmp_path / "out.json")
+    arguments = ["--cases", "tiny", "--contenders", "jax_flash", "--passes", "forward", "--timer",
+                 "wall", "--warmup", "0", "--calls", "1", "--save", path]  # fmt: skip
+    monkeypatch.setattr(peak, "measure_peak", lambda *_, **__: {"matmul_tflops": 1.0})
+    monkeypatch.setattr(peak, "describe", str)
+    measure, seen = speed.measure_case, []
+
+    def fails_the_second_time(case, *others):
+        seen.append(case)
+        if len(seen) == 2:
+            raise ValueError("no more")
+        return measure(case, *others)
+
+    monkeypatch.setattr(speed, "measure_case", fails_the_second_time)
+    with pytest.raises(ValueError, match="no more"):
+        cli.speed_command(arguments)
+    document = report.load(path)
+    assert document["interrupted"]
+    assert [row["case"] for row in document["results"]] == [seen[0].name]
+    assert cli.speed_command([*arguments, "--stop-after", "0"]) == 130
+    assert report.load(path)["results"] == []
 
 
 def test_plots_are_made(measured):

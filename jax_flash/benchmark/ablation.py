@@ -128,7 +128,7 @@ def measure_case(case: Case, chosen, folder, timer, arguments) -> list[dict[str,
         rows[key] = {"case": case.name, "group": "ablation", "pass": what, **row}
         try:
             call = make()
-            results = [np.asarray(x) for x in jax.tree.leaves(call())]
+            results = [np.asarray(x[-1]) for x in jax.tree.leaves(call())]
         except Exception as error:  # a variant may fail to load, launch or fit
             rows[key]["unavailable"] = reason(error)
             return

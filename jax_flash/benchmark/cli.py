@@ -6,6 +6,7 @@ import argparse
 import dataclasses
 import importlib
 import importlib.util
+import time
 
 import jax
 
@@ -39,9 +40,10 @@ def add_timing_options(add) -> None:
     add("--warmup", type=int, default=20, help="untimed calls of each (default: %(default)s)")
     add("--calls", type=int, default=100, help="timed calls of each (default: %(default)s)")
     add("--seconds", type=float, metavar="S",
-        help="fewer calls, 10 at least, where one pass of a case would take longer")  # fmt: skip
+        help="fewer calls, 10 at least, where all calls of a case would take longer")  # fmt: skip
     add("--commit", help="of the sources, where this does not run from a checkout of them")
-    add("--save", metavar="FILE", help="write the results there, as JSON")
+    add("--save", metavar="FILE",
+        help="write the results there, as JSON, anew after each case")  # fmt: skip
 
 
 def add_case_options(add) -> None:
@@ -85,6 +87,8 @@ def parse_speed(argv: list[str]) -> argparse.Namespace:
         help="rotate inputs, so that none is left in the cache from the call before")  # fmt: skip
     add("--sustained", type=float, default=0.0, metavar="S",
         help="also keep the device busy for S seconds with each, and time those calls")  # fmt: skip
+    add("--stop-after", type=float, metavar="S",
+        help="begin no further case S seconds after the start")  # fmt: skip
     add_timing_options(add)
     add("--against", metavar="OLD.json",
         help="compare with these results; exits with 1 if something became slower")  # fmt: skip
@@ -103,6 +107,7 @@ def parse_speed(argv: list[str]) -> argparse.Namespace:
 
 
 def speed_command(argv: list[str]) -> int:
+    begun = time.perf_counter()
     arguments = parse_speed(argv)
     on_gpu = jax.default_backend() == "gpu"
     names = arguments.cases or (["targets", "decode"] if on_gpu else ["cpu"])
@@ -128,16 +133,27 @@ def speed_command(argv: list[str]) -> int:
     document["timing"] |= {"sustained_s": arguments.sustained, "cold": arguments.cold}
     document["cases"] = [{"name": case.name, **dataclasses.asdict(case)} for case in cases]
     results = document["results"] = []
+
+    def include(rows: list[dict], dtype: str, peaks: dict) -> None:
+        results.extend(rows)
+        print(f"\n{rows[0]['group']}: {rows[0]['case']}")
+        print(report.format_case(rows, peaks, dtype), flush=True)
+        if arguments.save:  # what is there if the run is cut off
+            report.save({**document, "interrupted": True}, arguments.save)
+
+    def late() -> bool:
+        if arguments.stop_after is None or time.perf_counter() - begun <= arguments.stop_after:
+            return False
+        document["interrupted"] = True
+        return True
+
     try:
-        for rows in speed.measure_cases(cases, chosen, settings):
-            results += rows
-            dtype = next(case.dtype for case in cases if case.name == rows[0]["case"])
-            print(f"\n{rows[0]['group']}: {rows[0]['case']}")
-            print(report.format_case(rows, peaks, dtype), flush=True)
+        dtypes = {case.name: case.dtype for case in cases}
+        for rows in speed.measure_cases(cases, chosen, settings, late):
+            include(rows, dtypes[rows[0]["case"]], peaks)
         for layer in layers:
-            rows = measure_layer(layer, chosen, settings)
-            results += rows
-            print(f"\n{rows[0]['case']}\n{report.format_case(rows, {}, layer.dtype)}", flush=True)
+            if not late():
+                include(measure_layer(layer, chosen, settings), layer.dtype, {})
     except KeyboardInterrupt:
         document["interrupted"] = True
         speed.say("\ninterrupted; this is what was measured")

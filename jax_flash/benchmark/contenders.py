@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
 import functools
 import re
@@ -29,7 +30,7 @@ class Prepared:
       calls: by pass, a function that enqueues the call with input set i and returns its result.
       wait: until a result has been computed.
       results: by pass, the results as numpy arrays by name (out, dquery, dkey, dvalue) of a call
-        with input set 0.
+        with input set 0: of the last batch entry, which is what the oracle looks at.
       memory: by pass, bytes beside operands and results, if known.
       refused: by pass that it cannot run, why.
     """
@@ -118,7 +119,7 @@ class JaxContender(Contender):
             calls[what] = lambda i: run(extras, *inputs[i % len(inputs)])
             memory[what] = int(run.memory_analysis().temp_size_in_bytes)
 
-        for what in case.passes:
+        def prepare_pass(what):
             try:
                 if what == "backward":
                     prepare_backward()
@@ -127,8 +128,11 @@ class JaxContender(Contender):
             except Exception as error:  # each has its own ways to refuse
                 refused[what] = reason(error)
 
+        with concurrent.futures.ThreadPoolExecutor(len(case.passes)) as pool:
+            list(pool.map(prepare_pass, case.passes))
+
         def results(what):
-            values = [np.asarray(x) for x in jax.tree.leaves(calls[what](0))]
+            values = [np.asarray(x[-1]) for x in jax.tree.leaves(calls[what](0))]
             names = {
                 "forward": ("out",),
                 "backward": ("dquery", "dkey", "dvalue"),

@@ -6,7 +6,9 @@ x + attention(norm(x)), then x + SwiGLU(norm(x)), with rotary embedding: a layer
 
 from __future__ import annotations
 
+import concurrent.futures
 import dataclasses
+import os
 from typing import Any
 
 import jax
@@ -14,7 +16,12 @@ import jax.numpy as jnp
 
 from jax_flash.benchmark import cases, stats, timing
 from jax_flash.benchmark.cases import Case
-from jax_flash.benchmark.contenders import Contender, JaxContender, reason
+from jax_flash.benchmark.contenders import (
+    Contender,
+    JaxContender,
+    UnavailableError,
+    reason,
+)
 from jax_flash.benchmark.speed import compare
 
 # Relative differences of outputs, in the 2-norm, that rounding explains.
@@ -98,22 +105,33 @@ def measure_layer(layer: Layer, contenders: list[Contender], settings) -> list[d
     # A factor on the query, for who needs one, is part of the layer: nobody can have it outside.
     jax_only = [c for c in contenders if isinstance(c, JaxContender) and not c.query_scale]
     exact = None
-    for contender in jax_only:
-        for what in passes:
-            key = (contender.name, what)
-            rows[key] = {"case": _name(layer), "group": "layer", "contender": contender.name,
-                         "pass": what}  # fmt: skip
-            try:
-                run = _compile(layer, contender.build(case), what, params, x)
-                result = run(params, x).block_until_ready() if what == "forward" else None
-            except Exception as error:  # each has its own ways to refuse
-                rows[key]["unavailable"] = reason(error)
-                continue
-            if result is not None:  # differences between attentions, as there is no oracle
-                exact = result if exact is None else exact
-                rows[key]["difference"] = _relative(result, exact)
-            rows[key]["wrong"] = not rows[key].get("difference", 0) < AGREE[layer.dtype]
-            runs[key] = lambda i, run=run: jax.block_until_ready(run(params, x))
+    keys = [(contender, what) for contender in jax_only for what in passes]
+
+    def compiled(key):
+        contender, what = key
+        try:
+            return _compile(layer, contender.build(case), what, params, x)
+        except Exception as error:  # each has its own ways to refuse
+            return reason(error)
+
+    with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
+        programs = list(pool.map(compiled, keys))
+    for (contender, what), run in zip(keys, programs, strict=True):
+        key = (contender.name, what)
+        rows[key] = {"case": _name(layer), "group": "layer", "contender": contender.name,
+                     "pass": what}  # fmt: skip
+        try:
+            if isinstance(run, str):
+                raise UnavailableError(run)
+            result = jax.block_until_ready(run(params, x))
+        except Exception as error:  # a call may fail that has compiled
+            rows[key]["unavailable"] = reason(error)
+            continue
+        if what == "forward":  # differences between attentions, as there is no oracle
+            exact = result if exact is None else exact
+            rows[key]["difference"] = _relative(result, exact)
+        rows[key]["wrong"] = not rows[key].get("difference", 0) < AGREE[layer.dtype]
+        runs[key] = lambda i, run=run: jax.block_until_ready(run(params, x))
     times = timing.measure(
         runs, settings.timer, warmup=settings.warmup, calls=settings.calls, seconds=settings.seconds
     )

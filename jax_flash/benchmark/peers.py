@@ -181,7 +181,7 @@ class TorchContender(Contender):
         def results(what):
             names = ("out",) if what != "backward" else ()
             names += ("dquery", "dkey", "dvalue") if what != "forward" else ()
-            values = [x.detach().transpose(1, 2).float().cpu().numpy() for x in calls[what](0)]
+            values = [x[-1].detach().transpose(0, 1).float().cpu().numpy() for x in calls[what](0)]
             return dict(zip(names, values, strict=True))
 
         return Prepared(calls, wait, results, _torch_memory(torch, calls, wait), refused)

@@ -119,7 +119,7 @@ FOOTNOTE = (
 
 
 def save(document: dict[str, Any], path: str) -> None:
-    """Writes JSON with one row of results a line, figures to five digits."""
+    """Writes JSON with one row of results a line, figures to five digits; whole or not at all."""
     target = pathlib.Path(path)
     target.parent.mkdir(parents=True, exist_ok=True)
     parts = []
@@ -129,7 +129,9 @@ def save(document: dict[str, Any], path: str) -> None:
             parts.append(f" {json.dumps(key)}: [\n{lines}\n ]")
         else:
             parts.append(f" {json.dumps(key)}: {json.dumps(_short(value))}")
-    target.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    whole = target.with_name(f".{target.name}.part")
+    whole.write_text("{\n" + ",\n".join(parts) + "\n}\n")
+    whole.replace(target)
 
 
 def _short(value: Any) -> Any:

@@ -8,7 +8,7 @@ import gc
 import os
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import jax
@@ -57,19 +57,26 @@ def prepare_all(
     case: Case, contenders: Iterable[Contender], inputs, extras
 ) -> dict[str, Prepared | str]:
     """Each contender prepared, or why it is not. Several compile at a time."""
+    taken = {}
 
     def prepare(contender: Contender) -> Prepared | str:
+        start = time.perf_counter()
         try:
             return contender.prepare(case, inputs, extras)
         except Exception as error:  # each has its own ways to refuse
             return reason(error)
+        finally:
+            taken[contender.name] = time.perf_counter() - start
 
     contenders = list(contenders)
     compiled = [c for c in contenders if isinstance(c, JaxContender)]
     with concurrent.futures.ThreadPoolExecutor(os.cpu_count()) as pool:
         done = dict(zip((c.name for c in compiled), pool.map(prepare, compiled), strict=True))
     # PyTorch chooses its backend by global flags: one at a time.
-    return {c.name: done[c.name] if c.name in done else prepare(c) for c in contenders}
+    prepared = {c.name: done[c.name] if c.name in done else prepare(c) for c in contenders}
+    slow = sorted((name for name in taken if taken[name] > 0.5), key=taken.get, reverse=True)
+    say("  compiled" + "".join(f", {name} in {taken[name]:.1f} s" for name in slow))
+    return prepared
 
 
 def measure_case(case: Case, contenders: list[Contender], settings: Settings) -> list[dict]:
@@ -81,31 +88,18 @@ def measure_case(case: Case, contenders: list[Contender], settings: Settings) ->
     extras = make_inputs(case, 0)[1]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         truth = pool.submit(oracle.compute, case, inputs[0], extras)
-        start = time.perf_counter()
         prepared = prepare_all(case, contenders, inputs, extras)
         truth = truth.result()
-        say(f"  compiled, and the oracle computed, in {time.perf_counter() - start:.1f} s")
-    rows = []
+    # All passes take turns, too: starting the profiler takes longer than most of what it times.
+    rows: dict[tuple[str, str], dict[str, Any]] = {}
+    runs: dict[tuple[str, str], timing.Run] = {}
     for what in case.passes:
-        rows += _measure_pass(case, what, prepared, truth, settings, len(inputs))
-    return rows
-
-
-def _measure_pass(case, what, prepared, truth, settings, sets) -> list[dict[str, Any]]:
-    rows, runs = {}, {}
-    for name, one in prepared.items():
-        row = rows[name] = {"case": case.name, "group": case.group, "contender": name, "pass": what}
-        if isinstance(one, str) or what in one.refused:
-            row["unavailable"] = one if isinstance(one, str) else one.refused[what]
-            continue
-        try:
-            row["errors"] = oracle.errors(truth, one.results(what)) if truth else {}
-        except Exception as error:
-            row["unavailable"] = reason(error)
-            continue
-        row["wrong"] = oracle.is_wrong(case, row["errors"])
-        row["memory_bytes"] = one.memory.get(what)
-        runs[name] = lambda i, one=one: one.wait(one.calls[what](i))
+        for name, one in prepared.items():
+            row = rows[name, what] = {
+                "case": case.name, "group": case.group, "contender": name, "pass": what,
+            }  # fmt: skip
+            if (call := _checked(case, what, one, truth, row)) is not None:
+                runs[name, what] = call
     times = timing.measure(
         runs,
         settings.timer,
@@ -113,18 +107,37 @@ def _measure_pass(case, what, prepared, truth, settings, sets) -> list[dict[str,
         calls=settings.calls,
         seconds=settings.seconds,
     )
-    for name, taken in times.items():
-        row, one = rows[name], prepared[name]
+    for (name, what), taken in times.items():
+        row, one = rows[name, what], prepared[name]
         row["source"] = source = settings.timer.source if settings.timer.source in taken else "wall"
-        row["inputs"] = sets
+        row["inputs"] = len(inputs)
         row["time"] = stats.summarise(taken[source])
         if source != "wall":
             row["wall"] = stats.summarise(taken["wall"])
         row |= rates(case, what, row["time"]["median_s"])
         if settings.sustained and isinstance(settings.timer, timing.CuptiTimer):
             row["sustained"] = _sustained(case, what, one, row, settings)
-    compare(rows, times)
+    for what in case.passes:
+        compare(
+            {name: row for (name, of), row in rows.items() if of == what},
+            {name: taken for (name, of), taken in times.items() if of == what},
+        )
     return list(rows.values())
+
+
+def _checked(case, what: str, one: Prepared | str, truth, row) -> timing.Run | None:
+    """The call of a pass, whose errors and memory go into its row; None if it has none."""
+    if isinstance(one, str) or what in one.refused:
+        row["unavailable"] = one if isinstance(one, str) else one.refused[what]
+        return None
+    try:
+        row["errors"] = oracle.errors(truth, one.results(what)) if truth else {}
+    except Exception as error:  # a call may fail that has compiled
+        row["unavailable"] = reason(error)
+        return None
+    row["wrong"] = oracle.is_wrong(case, row["errors"])
+    row["memory_bytes"] = one.memory.get(what)
+    return lambda i: one.wait(one.calls[what](i))
 
 
 def rates(case: Case, what: str, seconds: float) -> dict[str, float]:
@@ -164,11 +177,17 @@ def compare(rows: dict[str, dict], times: dict[str, dict[str, list[float]]]) -> 
 
 
 def measure_cases(
-    cases: list[Case], contenders: list[Contender], settings: Settings
+    cases: list[Case],
+    contenders: list[Contender],
+    settings: Settings,
+    stop: Callable[[], bool] = lambda: False,
 ) -> Iterable[list[dict[str, Any]]]:
-    """The rows of one case after the other, with progress on stderr."""
+    """The rows of one case after the other, with progress on stderr, until it is time to stop."""
     start = time.perf_counter()
     for number, case in enumerate(cases, start=1):
+        if stop():
+            say(f"left out for lack of time: the last {len(cases) - number + 1} cases")
+            return
         spent = time.perf_counter() - start
         say(f"[{number}/{len(cases)}, {spent:.0f} s] {case.group}: {case.name}")
         try:

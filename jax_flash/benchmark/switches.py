@@ -65,6 +65,7 @@ SWITCHES: tuple[Switch, ...] = (
           head_dims=(32, 64)),
     _sm80("backward", "SWIZZLE", (0, 1), "XOR swizzle of shared memory"),
     _sm90("forward", "STAGES", (2, 3, 4), "tiles of K and V under way"),
+    _sm90("forward", "QUERY_STAGES", (1, 2), "query tiles under way"),
     _sm90("forward", "OPTIMISTIC", (0, 1), "exponentials before the row maxima are known"),
     _sm90("forward", "PAIRED", (0, 1), "causal: long and short query tiles in pairs"),
     _sm90("forward", "CONSUMERS_64", (2, 3), "warpgroups of 64 rows", head_dims=(64,)),

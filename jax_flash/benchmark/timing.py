@@ -185,7 +185,7 @@ def measure(
       timer: the source of times besides wall time.
       warmup: untimed calls of each.
       calls: timed calls of each, and from each source.
-      seconds: an estimate above it reduces calls to what fits, 10 at least.
+      seconds: an estimate for all of them above it reduces calls to what fits, 10 at least.
     """
     start = time.perf_counter()
     for key, index in schedule(list(runs), warmup):
