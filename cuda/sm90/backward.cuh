@@ -36,6 +36,7 @@
 #include "sm90/backward_pipeline.cuh"
 #include "sm90/backward_wide.cuh"
 #include "status.h"
+#include "tile/bad_key_rows.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
 #include "tile/launch.cuh"
@@ -69,16 +70,18 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
   constexpr int kGroups = Config::kConsumers;
   const bool leader = threadIdx.x % 32 == 0;
   const QueryTileWalk& walk = block.walk;
-  if (parity == 0) {
+  if (parity == 0 && !walk.done(walk.begin())) {
     for (int group = 0; group < kGroups; ++group) {
       ptx::barrier_arrive(kDqueryEmpty + group, kPair);
     }
   }
   ptx::griddepcontrol_wait();  // for the zeros
-  int next = 0;
-  for (QueryTileCursor at = walk.begin(); !walk.done(at); walk.advance<Config::kBlockQ>(at)) {
-    next ^= 1;
-    if (next == parity) continue;
+  int next_parity = 0;
+  for (QueryTileCursor next = walk.begin(); !walk.done(next);) {
+    const QueryTileCursor at = next;
+    walk.advance<Config::kBlockQ>(next);
+    next_parity ^= 1;
+    if (next_parity == parity) continue;
     const int32_t row0 = at.tile * Config::kBlockQ;
     const int64_t batch_head = block.batch_head(params.shape, at.head);
     float* sums = workspace.dquery + (batch_head * workspace.rows + row0) * Config::kDqueryCols;
@@ -102,7 +105,8 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
         ptx::cp_async_bulk_wait_group_read<0>();
       }
       __syncwarp();
-      ptx::barrier_arrive(kDqueryEmpty + group + kGroups * (parity ^ 1), kPair);
+      if (!walk.done(next))
+        ptx::barrier_arrive(kDqueryEmpty + group + kGroups * next_parity, kPair);
     }
     if (order != TurnOrder::kNone && leader) {
       ptx::cp_async_bulk_wait_group<0>();
@@ -349,10 +353,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                                   ptx::shared_address(barriers_smem), statistics_smem[0],
                                   statistics_smem[1], tile_indices_smem};
   if (threadIdx.x == 0) {
-    ptx::prefetch_tensormap(maps.query);
-    ptx::prefetch_tensormap(maps.key);
-    ptx::prefetch_tensormap(maps.value);
-    ptx::prefetch_tensormap(maps.dout);
+    if (params.shape.q_len > 0) {  // else there are no maps
+      ptx::prefetch_tensormap(maps.query);
+      ptx::prefetch_tensormap(maps.key);
+      ptx::prefetch_tensormap(maps.value);
+      ptx::prefetch_tensormap(maps.dout);
+    }
     smem.init_barriers();
     ticket_smem = blockIdx.x;
     if (order != TurnOrder::kNone) {

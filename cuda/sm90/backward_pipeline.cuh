@@ -125,6 +125,8 @@ __device__ __forceinline__ void load_tiles(const Backward& params, const Backwar
     ptx::mbarrier_arrive_expect_tx(smem.key_full(), Config::KeyTile::kBytes);
     load_tile_panels(smem.key(), maps.key, smem.key_full(), params.key, batch, block.kv_head, col0);
     ptx::griddepcontrol_wait();  // for lse and delta
+    // The second kernel of wide heads reads them too, and does not wait: it may start from here on.
+    ptx::griddepcontrol_launch_dependents();
   }
   bool has_value = false;
   Ring<Config::kStages> ring;

@@ -9,7 +9,9 @@
 //     S = Q K^T,  dP = dO V^T,  P = ...,  dS = ...,  dQ += dS K
 //
 // A warpgroup starts the next tile's S or dP before the product that adds to its accumulators,
-// and computes exponentials or dS beside that. Warp 0 starts the copies.
+// and computes exponentials or dS beside that. Warp 0 starts the copies. Blocks of the second
+// kernel start where those of the first leave multiprocessors idle, and wait for none of them: what
+// both read is complete when the last of the first kernel has found it so, and let them start.
 //
 // Shared memory: backward_config.cuh.
 #pragma once
@@ -23,6 +25,7 @@
 #include "sm90/backward_config.cuh"
 #include "sm90/backward_parts.cuh"
 #include "sm90/backward_pipeline.cuh"
+#include "tile/bad_key_rows.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
 #include "tile/matmul.cuh"
@@ -36,8 +39,17 @@ namespace jax_flash::sm90 {
 // Named barriers: of both consumers, and of each.
 enum WideBarrier : int { kWideConsumers = 1, kWideZeroed = 2 };
 
+// A tile's rows from row0 on, a multiple of 8: where they begin is then part of the tile's address,
+// which is in one register, not of every descriptor's.
+template <typename Tile>
+__device__ __forceinline__ Tile rows_from(Tile tile, int row0) {
+  tile.offset += row0 * 128;
+  return tile;
+}
+
+// d = 64 rows of a, from its first on, times b^T.
 template <typename Element, int kN, typename TileA, typename TileB>
-__device__ __forceinline__ void start_product_k_major(float (&d)[kN / 8][4], TileA a, int row0,
+__device__ __forceinline__ void start_product_k_major(float (&d)[kN / 8][4], TileA a,
                                                       const TileB& b) {
   // Or the compiler keeps all descriptors of an operand that stays, and spills them.
   asm volatile("" : "+r"(a.root));
@@ -45,7 +57,7 @@ __device__ __forceinline__ void start_product_k_major(float (&d)[kN / 8][4], Til
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < TileA::kCols / 16; ++k) {
-    ptx::Wgmma<Element, kN>::template ss<0, 0>(d, descriptor_k_major(a, row0, k),
+    ptx::Wgmma<Element, kN>::template ss<0, 0>(d, descriptor_k_major(a, 0, k),
                                                descriptor_k_major(b, 0, k), k > 0);
   }
   ptx::wgmma_commit_group();
@@ -68,8 +80,7 @@ __device__ __forceinline__ void start_product_add(float (&d)[kN / 8][4],
 template <typename Config, typename Element, bool kGeneral, bool kScores>
 __device__ __forceinline__ void consume_wide_tiles(const Backward& params,
                                                    const BackwardSmem<Config>& smem,
-                                                   const BackwardBlock& block,
-                                                   uint32_t* bad_keys_smem) {
+                                                   const BackwardBlock& block) {
   constexpr int kN = Config::kBlockQ / 8, kSteps = Config::kBlockQ / 16;
   constexpr int kGroup = kScores ? 0 : 1;
   const Shape& shape = params.shape;
@@ -96,16 +107,12 @@ __device__ __forceinline__ void consume_wide_tiles(const Backward& params,
   }
 
   // Keys and values that no row may attend to are zeros.
-  ptx::mbarrier_wait(kScores || kGeneral ? smem.key_full() : smem.value_full(), 0);
-  if (kGeneral && !kScores) ptx::mbarrier_wait(smem.value_full(), 0);
+  ptx::mbarrier_wait(kScores ? smem.key_full() : smem.value_full(), 0);
   const auto own = kScores ? smem.key() : smem.value();
   const int32_t first = max(0, band.lo) - col0;
   const int32_t end = min(band.kv_len, band.q_len - 1 + band.hi) - col0;
   if (first > 0 || (end < Config::kBlockKv && col0 + end < shape.kv_len)) {
     zero_rows(own, first, end, kWideZeroed + kGroup);
-  }
-  if constexpr (kGeneral) {
-    clear_bad_key_rows<256, kWideConsumers, Element>(smem.key(), bad_keys_smem);
   }
   const auto zero_padding = [&](const typename Config::QueryTile& rows_smem, int32_t row0) {
     if (row0 + Config::kBlockQ > band.q_len && band.q_len < shape.q_len) {
@@ -124,9 +131,6 @@ __device__ __forceinline__ void consume_wide_tiles(const Backward& params,
     const uint32_t staged = smem.staging(at.stage);
     gradient.draw(kept);
     if constexpr (kScores) {
-      if constexpr (kGeneral) {
-        mark_bad_key_rows<Config::kBlockKv>(products, bad_keys_smem, warp_key);
-      }
       if (kGeneral || !band.all_allowed(here.x, min(here.x + Config::kBlockQ, band.q_len), col0,
                                         col0 + Config::kBlockKv)) {
         gradient.mask(products, band);
@@ -149,7 +153,7 @@ __device__ __forceinline__ void consume_wide_tiles(const Backward& params,
   uint32_t rounded[kSteps][4], kept[2][(kN + 15) / 16];
   if (!kScores) ptx::mbarrier_wait(smem.dout_full(0), 0);
   zero_padding(near(0), tile.x);
-  start_product_k_major<Element, Config::kBlockQ>(products, own, 0, near(0));
+  start_product_k_major<Element, Config::kBlockQ>(products, own, near(0));
   ptx::wgmma_wait_group<0>();
   ptx::wgmma_results(products);
   refine(products, ring, tile, kept);
@@ -165,7 +169,7 @@ __device__ __forceinline__ void consume_wide_tiles(const Backward& params,
       if (!kScores) ptx::mbarrier_wait(smem.dout_full(ring.stage), ring.parity);
       zero_padding(near(ring.stage), tile.x);
     }
-    start_product_k_major<Element, Config::kBlockQ>(products, own, 0, near(ring.stage));
+    start_product_k_major<Element, Config::kBlockQ>(products, own, near(ring.stage));
     // dV += P^T dO or dK += dS^T Q
     if (kScores) ptx::mbarrier_wait(smem.dout_full(at.stage), at.parity);
     zero_padding(far(at.stage), row0);
@@ -191,7 +195,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __shared__ __align__(8) uint64_t barriers_smem[BackwardSmem<Config>::kBarriers];
   __shared__ int2 tile_indices_smem[Config::kStages];
   __shared__ __align__(16) uint8_t block_bytes_smem[sizeof(BackwardBlock)];
-  __shared__ uint32_t bad_keys_smem[Config::kBlockKv / 32 + 1];
   BackwardBlock& block = *reinterpret_cast<BackwardBlock*>(block_bytes_smem);
   const BackwardSmem<Config> smem{ptx::shared_address(tiles_smem),
                                   ptx::shared_address(barriers_smem), statistics_smem[0],
@@ -211,9 +214,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     if (threadIdx.x < 256) {
-      consume_wide_tiles<Config, Element, kGeneral, true>(params, smem, block, bad_keys_smem);
+      consume_wide_tiles<Config, Element, kGeneral, true>(params, smem, block);
     } else {
-      consume_wide_tiles<Config, Element, kGeneral, false>(params, smem, block, bad_keys_smem);
+      consume_wide_tiles<Config, Element, kGeneral, false>(params, smem, block);
     }
   }
 }
@@ -317,6 +320,7 @@ __device__ __forceinline__ void load_key_tiles(const Backward& params, const Bac
     smem.tiles[key_ring.stage] = -1;
     ptx::mbarrier_arrive(smem.key_full(key_ring.stage));
   }
+  ptx::griddepcontrol_wait();  // so as not to seem complete before the first kernel is
 }
 
 template <typename Config, typename Element, bool kGeneral>
@@ -363,21 +367,20 @@ __device__ __forceinline__ void consume_key_tiles(const Backward& params,
       zero_rows(smem.query(), 0, rows, kWideZeroed + group);
       zero_rows(smem.dout(), 0, rows, kWideZeroed + group);
     }
-    ptx::griddepcontrol_wait();  // for lse and delta
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t index =
           (int64_t{block.batch_index} * shape.heads + block.head) * workspace.rows + warp_row0 +
           fragment_row(0, 2 * half);
-      lse_log2[0][half] = workspace.lse_log2[index];
-      delta[0][half] = workspace.delta[index];
+      lse_log2[0][half] = __ldcg(workspace.lse_log2 + index);
+      delta[0][half] = __ldcg(workspace.delta + index);
     }
 
     float scores[1][kN][4], dscores[1][kN][4];
     uint32_t rounded[kSteps][4];
     const auto start_dscores = [&] {
-      start_product_k_major<Element, Config::kBlockKv>(dscores[0], smem.dout(), group * 64,
-                                                       smem.value(value_ring.stage));
+      start_product_k_major<Element, Config::kBlockKv>(
+          dscores[0], rows_from(smem.dout(), group * 64), smem.value(value_ring.stage));
     };
     const auto await_value = [&](int32_t tile_col0) {
       ptx::mbarrier_wait(smem.value_full(value_ring.stage), value_ring.parity);
@@ -403,7 +406,7 @@ __device__ __forceinline__ void consume_key_tiles(const Backward& params,
     };
 
     prepare_key(0, col0);
-    start_product_k_major<Element, Config::kBlockKv>(scores[0], smem.query(), group * 64,
+    start_product_k_major<Element, Config::kBlockKv>(scores[0], rows_from(smem.query(), group * 64),
                                                      smem.key(0));
     await_value(col0);
     start_dscores();
@@ -421,8 +424,8 @@ __device__ __forceinline__ void consume_key_tiles(const Backward& params,
       col0 = smem.tiles[key_ring.stage];
       // The next tile's S and dP; after the last tile those of stages of old, for nothing.
       if (col0 >= 0) prepare_key(key_ring.stage, col0);
-      start_product_k_major<Element, Config::kBlockKv>(scores[0], smem.query(), group * 64,
-                                                       smem.key(key_ring.stage));
+      start_product_k_major<Element, Config::kBlockKv>(
+          scores[0], rows_from(smem.query(), group * 64), smem.key(key_ring.stage));
       start_product_add<Element, Config::kHeadDim>(dquery, rounded, smem.key(stage));
       if (col0 >= 0) await_value(col0);
       start_dscores();

@@ -3,20 +3,14 @@
 // operands of dV = P^T dO and dK = dS^T Q.
 #pragma once
 
-#include <cuda_fp16.h>
-
 #include <cstdint>
-#include <type_traits>
 
 #include "params.h"
 #include "ptx/math.cuh"
-#include "ptx/shared.cuh"
-#include "ptx/warpgroup.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
 #include "tile/logits.cuh"
 #include "tile/matmul.cuh"
-#include "tile/smem_tile.cuh"
 
 namespace jax_flash {
 
@@ -31,19 +25,19 @@ struct TransposedGradient {
   __device__ __forceinline__ void mask(float (&scores)[kN][4], const Band& band) const {
     if constexpr (kGeneral) {
       apply(scores, band, modifiers());
-      return;
-    }
+    } else {
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int32_t key = key0 + fragment_row(0, 2 * half), base = row0 + fragment_col(0, 0);
-      const int32_t first = band.first_row(key) - base;
-      const int32_t end = key < band.kv_len ? band.end_row(key + 1) - base : INT32_MIN;
+      for (int half = 0; half < 2; ++half) {
+        const int32_t key = key0 + fragment_row(0, 2 * half), base = row0 + fragment_col(0, 0);
+        const int32_t first = band.first_row(key) - base;
+        const int32_t end = key < band.kv_len ? band.end_row(key + 1) - base : INT32_MIN;
 #pragma unroll
-      for (int n = 0; n < kN; ++n) {
+        for (int n = 0; n < kN; ++n) {
 #pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int row = n * 8 + e;
-          if (row < first || row >= end) scores[n][2 * half + e] = minus_infinity();
+          for (int e = 0; e < 2; ++e) {
+            const int row = n * 8 + e;
+            if (row < first || row >= end) scores[n][2 * half + e] = minus_infinity();
+          }
         }
       }
     }
@@ -177,48 +171,5 @@ struct TransposedGradient {
     }
   }
 };
-
-// score_gradient.cuh's clear_bad_keys() and mark_bad_keys(), by kThreads threads from thread 128
-// on, with the named barrier kBarrier, for fragments of 16 keys from `key` of the tile on.
-template <int kThreads, int kBarrier, typename Element, typename Tile>
-__device__ __forceinline__ void clear_bad_key_rows(const Tile& key, uint32_t* bad_smem) {
-  // An exponent of all ones.
-  constexpr uint32_t kExponent = std::is_same_v<Element, __half> ? 0x7c00u : 0x7f80u;
-  const int thread = threadIdx.x - 128;
-  if (thread <= Tile::kRows / 32) bad_smem[thread] = 0;
-  ptx::barrier_sync(kBarrier, kThreads);
-  for (int row = thread; row < Tile::kRows; row += kThreads) {
-    bool bad = false;
-    for (int chunk = 0; chunk < Tile::kCols / kChunk; ++chunk) {
-      const uint4 words = ptx::ld_shared_v4(key.address(row, chunk));
-      for (const uint32_t pair : {words.x, words.y, words.z, words.w}) {
-        bad |= (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
-      }
-    }
-    if (!bad) continue;
-    atomicOr(&bad_smem[row / 32], 1u << row % 32);
-    bad_smem[Tile::kRows / 32] = 1;
-    for (int chunk = 0; chunk < Tile::kCols / kChunk; ++chunk) {
-      ptx::st_shared_v4(key.address(row, chunk), uint4{});
-    }
-  }
-  ptx::fence_proxy_async_shared();
-  ptx::barrier_sync(kBarrier, kThreads);
-}
-
-template <int kRows, int kN>
-__device__ __forceinline__ void mark_bad_key_rows(float (&scores)[kN][4], const uint32_t* bad_smem,
-                                                  int key) {
-  if (bad_smem[kRows / 32] == 0) return;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int row = key + fragment_row(0, 2 * half);
-    if (!(bad_smem[row / 32] >> row % 32 & 1)) continue;
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      scores[n][2 * half] = scores[n][2 * half + 1] = __int_as_float(0x7fffffff);
-    }
-  }
-}
 
 }  // namespace jax_flash
