@@ -162,6 +162,20 @@ def test_who_is_wrong_is_nobodys_best_peer():
     assert "none: does not want to" in text
 
 
+def test_who_takes_long_to_compile_is_left_out_of_later_cases():
+    cases = [tiny(q_len=8 * n) for n in (1, 2, 3)]
+    xla = JaxContender("jax.nn xla", lambda case: jax.nn.dot_product_attention)
+    settings = speed.Settings(
+        timing.WallTimer(), warmup=0, calls=1, passes=("forward",), setup_limit=0.0
+    )
+    found = list(speed.measure_cases(cases, [_FLASH, xla], settings))
+    assert [[row["contender"] for row in rows] for rows in found] == 3 * [["jax_flash", xla.name]]
+    assert all("time" in rows[0] for rows in found)
+    assert "time" in found[1][1]  # the first case, which may import, is no reason
+    assert "to compile" in found[2][1]["unavailable"]
+    assert not list(speed.measure_cases(cases, [_FLASH], settings, lambda: True))
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there the peers run")
 def test_peers_say_why_they_do_not_run():
     inputs, extras = make_inputs(tiny(), 0)

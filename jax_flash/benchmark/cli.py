@@ -1,4 +1,4 @@
-"""The command line: speed (the default), profile, ablation, host."""
+"""The command line: speed (the default), profile, ablation, host, plots."""
 
 from __future__ import annotations
 
@@ -22,6 +22,7 @@ COMMANDS = {
     "profile": "where a kernel's time goes, by Nsight Compute",
     "ablation": "what each switch of the kernels' configurations is worth",
     "host": "tracing, lowering, dispatch and import",
+    "plots": "draws the results of a file",
 }
 
 
@@ -79,7 +80,7 @@ def parse_speed(argv: list[str]) -> argparse.Namespace:
     add = parser.add_argument
     add("--cases", nargs="+", metavar="TABLE", choices=[*TABLES, *LAYERS],
         help=f"of {tables}; default: targets and decode, without a GPU cpu")  # fmt: skip
-    add("--only", metavar="TEXT", help="cases whose name contains this")
+    add("--only", nargs="+", metavar="TEXT", help="cases whose name contains one of these")
     add_case_options(add)
     add("--contenders", nargs="+", metavar="NAME", help="default: all; --list names them")
     add("--passes", nargs="+", choices=PASSES, help="default: all that a case has")
@@ -87,6 +88,9 @@ def parse_speed(argv: list[str]) -> argparse.Namespace:
         help="rotate inputs, so that none is left in the cache from the call before")  # fmt: skip
     add("--sustained", type=float, default=0.0, metavar="S",
         help="also keep the device busy for S seconds with each, and time those calls")  # fmt: skip
+    add("--setup-limit", type=float, metavar="S",
+        help="leave out of the cases that follow who took longer to compile one, the first one "
+        "excepted, which imports")  # fmt: skip
     add("--stop-after", type=float, metavar="S",
         help="begin no further case S seconds after the start")  # fmt: skip
     add_timing_options(add)
@@ -112,7 +116,7 @@ def speed_command(argv: list[str]) -> int:
     on_gpu = jax.default_backend() == "gpu"
     names = arguments.cases or (["targets", "decode"] if on_gpu else ["cpu"])
     cases = own_cases(arguments) if arguments.shape else select([n for n in names if n in TABLES])
-    cases = [case for case in cases if (arguments.only or "") in case.name]
+    cases = [case for case in cases if any(text in case.name for text in arguments.only or [""])]
     layers = [] if arguments.shape else [LAYERS[name] for name in names if name in LAYERS]
     contenders = all_contenders()
     if arguments.list:
@@ -129,6 +133,7 @@ def speed_command(argv: list[str]) -> int:
     settings = speed.Settings(
         timer, arguments.warmup, arguments.calls, arguments.seconds, arguments.cold,
         arguments.sustained, tuple(arguments.passes) if arguments.passes else None,
+        arguments.setup_limit,
     )  # fmt: skip
     document["timing"] |= {"sustained_s": arguments.sustained, "cold": arguments.cold}
     document["cases"] = [{"name": case.name, **dataclasses.asdict(case)} for case in cases]

@@ -1,11 +1,25 @@
-"""The results as PNGs: `--plot FOLDER`."""
+"""The results as PNGs: `--plot FOLDER`, or `python -m jax_flash.benchmark plots FILE FOLDER`."""
 
 from __future__ import annotations
 
+import argparse
 import pathlib
 from typing import Any
 
+from jax_flash.benchmark import report
 from jax_flash.benchmark.contenders import is_own
+
+
+def main(argv: list[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="python -m jax_flash.benchmark plots", description="Draws what --save wrote, as PNGs."
+    )
+    parser.add_argument("file", metavar="FILE.json")
+    parser.add_argument("folder", metavar="FOLDER")
+    arguments = parser.parse_args(argv)
+    for path in draw_all(report.load(arguments.file), arguments.folder):
+        print(f"wrote {path}")
+    return 0
 
 
 def _pyplot():

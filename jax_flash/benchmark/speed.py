@@ -38,6 +38,7 @@ class Settings:
     cold: bool = False
     sustained: float = 0.0
     passes: tuple[str, ...] | None = None
+    setup_limit: float | None = None
 
 
 def say(text: str) -> None:
@@ -55,9 +56,9 @@ def input_sets(case: Case, cold: bool) -> list:
 
 def prepare_all(
     case: Case, contenders: Iterable[Contender], inputs, extras
-) -> dict[str, Prepared | str]:
-    """Each contender prepared, or why it is not. Several compile at a time."""
-    taken = {}
+) -> tuple[dict[str, Prepared | str], dict[str, float]]:
+    """Each contender prepared, or why it is not, and the seconds it took. Several at a time."""
+    taken: dict[str, float] = {}
 
     def prepare(contender: Contender) -> Prepared | str:
         start = time.perf_counter()
@@ -76,20 +77,24 @@ def prepare_all(
     prepared = {c.name: done[c.name] if c.name in done else prepare(c) for c in contenders}
     slow = sorted((name for name in taken if taken[name] > 0.5), key=taken.get, reverse=True)
     say("  compiled" + "".join(f", {name} in {taken[name]:.1f} s" for name in slow))
-    return prepared
+    return prepared, taken
 
 
-def measure_case(case: Case, contenders: list[Contender], settings: Settings) -> list[dict]:
-    """A row for each contender and pass."""
-    if settings.passes is not None:
-        passes = tuple(what for what in case.passes if what in settings.passes)
-        case = dataclasses.replace(case, passes=passes)
+def measure_case(
+    case: Case,
+    contenders: list[Contender],
+    settings: Settings,
+    setup: dict[str, float] | None = None,
+) -> list[dict]:
+    """A row for each contender and pass; puts into `setup` the seconds that compiling took."""
     inputs = input_sets(case, settings.cold)
     extras = make_inputs(case, 0)[1]
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
         truth = pool.submit(oracle.compute, case, inputs[0], extras)
-        prepared = prepare_all(case, contenders, inputs, extras)
+        prepared, taken = prepare_all(case, contenders, inputs, extras)
         truth = truth.result()
+    if setup is not None:
+        setup.update(taken)
     # All passes take turns, too: starting the profiler takes longer than most of what it times.
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     runs: dict[tuple[str, str], timing.Run] = {}
@@ -184,14 +189,32 @@ def measure_cases(
 ) -> Iterable[list[dict[str, Any]]]:
     """The rows of one case after the other, with progress on stderr, until it is time to stop."""
     start = time.perf_counter()
+    left_out: dict[str, str] = {}
     for number, case in enumerate(cases, start=1):
+        if settings.passes is not None:
+            passes = tuple(what for what in case.passes if what in settings.passes)
+            case = dataclasses.replace(case, passes=passes)
         if stop():
             say(f"left out for lack of time: the last {len(cases) - number + 1} cases")
             return
         spent = time.perf_counter() - start
         say(f"[{number}/{len(cases)}, {spent:.0f} s] {case.group}: {case.name}")
         try:
-            yield measure_case(case, contenders, settings)
+            setup: dict[str, float] = {}
+            chosen = [c for c in contenders if c.name not in left_out]
+            rows = measure_case(case, chosen, settings, setup)
+            yield rows + [
+                {"case": case.name, "group": case.group, "contender": name, "pass": what,
+                 "unavailable": why}
+                for name, why in left_out.items()
+                for what in case.passes
+            ]  # fmt: skip
+            if settings.setup_limit is not None and number > 1:
+                left_out |= {
+                    name: f"left out: took {seconds:.1f} s to compile {case.name}"
+                    for name, seconds in setup.items()
+                    if seconds > settings.setup_limit and not is_own(name)
+                }
         except jax.errors.JaxRuntimeError as error:  # inputs that do not fit, say
             say(f"  left out: {reason(error)}")
         gc.collect()  # what closures of the case hold is device memory
