@@ -12,6 +12,12 @@
 #ifndef JAX_FLASH_SM90_STAGES
 #define JAX_FLASH_SM90_STAGES 4
 #endif
+#ifndef JAX_FLASH_SM90_QUERY_STAGES
+#define JAX_FLASH_SM90_QUERY_STAGES 2
+#endif
+#ifndef JAX_FLASH_SM90_SPLIT_KEYS
+#define JAX_FLASH_SM90_SPLIT_KEYS 1
+#endif
 #ifndef JAX_FLASH_SM90_PAIRED
 #define JAX_FLASH_SM90_PAIRED 1
 #endif
@@ -63,11 +69,16 @@ inline constexpr int kWarpgroup = 128;  // threads
 
 // A block has one warpgroup whose first warp starts the copies, and kConsumerGroups that compute
 // 64 rows of the output each. It walks over tiles of kBlockKvRows keys and values.
-template <int kHeadDimension, int kValueDimension, int kConsumerGroups, int kBlockKvRows>
+//
+// With kSplit, all of them have the same 64 rows and divide the tiles instead.
+template <int kHeadDimension, int kValueDimension, int kConsumerGroups, int kBlockKvRows,
+          bool kSplit = false>
 struct ForwardConfig {
   static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension;
   static constexpr int kConsumers = kConsumerGroups;
-  static constexpr int kBlockQ = 64 * kConsumers, kBlockKv = kBlockKvRows;
+  static constexpr bool kSplitKeys = kSplit;
+  static constexpr int kBlockQ = kSplitKeys ? 64 : 64 * kConsumers, kBlockKv = kBlockKvRows;
+  static constexpr int kTileStep = kSplitKeys ? kConsumers : 1;  // of a consumer
   static_assert(kHeadDim % 16 == 0 && kValueDim % 16 == 0 && kBlockKv % 16 == 0);
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1);
   // The register file, divided at run time: the kernel starts with an even share.
@@ -78,19 +89,25 @@ struct ForwardConfig {
   using KeyTile = SmemTile<kBlockKv, kHeadDim>;
   using ValueTile = SmemTile<kBlockKv, kValueDim>;
 
-  // Shared memory: kQueryStages times query, kStages times key, kStages times value.
-  static constexpr int kQueryStages = 1;
-  static constexpr int kFree = kSmemLimit - kStaticSmemBytes - kQueryStages * QueryTile::kBytes;
+  // Shared memory: kQueryStages times query, kStages times key, kStages times value; one
+  // consumer's output in float32 for the other one, and statistics.
+  // A second place for Q where there is room: else the next Q is fetched when the last scores of
+  // this one are done.
+  static constexpr int kQueryStages = kHeadDim <= 64 ? JAX_FLASH_SM90_QUERY_STAGES : 1;
+  static constexpr int kPartialBytes = kSplitKeys ? 64 * kValueDim * 4 + kWarpgroup * 16 : 0;
+  static constexpr int kFree =
+      kSmemLimit - kStaticSmemBytes - kQueryStages * QueryTile::kBytes - kPartialBytes;
   static constexpr int kFit = kFree / (KeyTile::kBytes + ValueTile::kBytes);
   static constexpr int kStages = kFit < JAX_FLASH_SM90_STAGES ? kFit : JAX_FLASH_SM90_STAGES;
-  static_assert(kStages >= 2);
+  static_assert(kStages >= 2 && (!kSplitKeys || (kStages >= 4 && kQueryStages > 1)));
   // Whether, after a query tile's first key tile, the exponentials are computed without looking
   // for greater scores first: a sum beyond kOptimisticLimit tells of one, and the tile is done
   // again. Keys are kept for that, which takes a third stage.
   static constexpr bool kOptimistic = JAX_FLASH_SM90_OPTIMISTIC && kStages >= 3;
   static constexpr int kKeyOffset = kQueryStages * QueryTile::kBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * KeyTile::kBytes;
-  static constexpr int kSmemBytes = kValueOffset + kStages * ValueTile::kBytes;
+  static constexpr int kPartialOffset = kValueOffset + kStages * ValueTile::kBytes;
+  static constexpr int kSmemBytes = kPartialOffset + kPartialBytes;
 };
 
 }  // namespace jax_flash::sm90

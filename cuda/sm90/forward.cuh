@@ -12,7 +12,7 @@
 // exponentials also run beside another's products. Blocks are persistent: while the consumers
 // finish one query tile, the next one's operands are on their way.
 //
-// Shared memory: Q, two stages of K, two of V, each with a pair of barriers (full, empty).
+// Shared memory: Q, some stages of K and of V, each with a pair of barriers (full, empty).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,24 +22,20 @@
 #include <type_traits>
 
 #include "params.h"
-#include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/config.cuh"
+#include "sm90/forward_consumer.cuh"
 #include "sm90/forward_parts.cuh"
 #include "sm90/schedule.cuh"
 #include "status.h"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
 #include "tile/launch.cuh"
-#include "tile/logits.cuh"
-#include "tile/matmul.cuh"
-#include "tile/modifiers.cuh"
 #include "tile/segments.cuh"
 #include "tile/softmax.cuh"
 #include "tile/tensor_map.cuh"
-#include "tile/wgmma_tile.cuh"
 
 namespace jax_flash::sm90 {
 
@@ -91,243 +87,152 @@ __device__ __forceinline__ void produce(const Forward& params, const ForwardMaps
   }
 }
 
-template <typename Config, typename Element, bool kGeneral>
-__device__ __forceinline__ void consume(const Forward& params, const SegmentSpans& spans,
-                                        const QueryTileSchedule& schedule,
-                                        const ForwardSmem<Config>& smem) {
-  constexpr int kN = Config::kBlockKv / 8, kOutN = Config::kValueDim / 8;
-  constexpr int kHeadSteps = Config::kHeadDim / 16, kKeySteps = Config::kBlockKv / 16;
-  using ScoreProduct = ptx::Wgmma<Element, Config::kBlockKv>;
-  using OutProduct = ptx::Wgmma<Element, Config::kValueDim>;
-  const int group = threadIdx.x / kWarpgroup - 1;  // of the consumers
-  const int warp_row = group * 64 + threadIdx.x % kWarpgroup / 32 * 16;
-
-  RingState<Config::kStages> key_stage, value_stage;
-  uint32_t query_parity = 0;
+// A query tile after the other, their key tiles in one chain: a query tile's first scores and
+// exponentials run beside the last product of the one before.
+template <typename Config, typename Element>
+__device__ __forceinline__ void consume_plain(const Forward& params,
+                                              const QueryTileSchedule& schedule,
+                                              const ForwardSmem<Config>& smem) {
+  ForwardConsumer<Config, Element, false> consumer(params, smem);
+  auto& work = consumer.work;
+  QueryTileIndex unfinished;  // whose output is in registers, but for one product
+  bool started = false;
   for (QueryTileCursor cursor{schedule}; cursor.valid(); cursor.advance()) {
-    const QueryTileIndex q = cursor.index();
-    const BatchIndex batch(params.shape, q.batch);
-    const Band band(params, batch);
-    const auto walk = walk_keys<Config, kGeneral>(params, band, spans, q);
-    const int32_t row0 = q.tile * Config::kBlockQ, warp_row0 = row0 + warp_row;
-    const int32_t row_end = min(row0 + Config::kBlockQ, band.q_len);
-    const RowRange attended = {band.first_col(row0), band.end_col(row_end - 1)};
-    if (walk.tile >= walk.end) {
-      finish_empty_rows<Config, Element>(params, batch, q.head, warp_row0, band.q_len);
+    const QueryTileIndex current = cursor.index();
+    work = QueryWork<Config, false>(params, SegmentSpans(), current);
+    if (work.walk.tile >= work.walk.end) {
+      finish_empty_rows<Config, Element>(params, work, consumer.warp_row);
       continue;
     }
-
-    float out[1][kOutN][4];
-    int out_started = 0;
-    OnlineSoftmax<1> softmax;
-    const float to_log2 = kGeneral ? 1.0f : params.options.scale * kLog2E;
-
-    float scores[1][kN][4];
-    uint32_t probabilities[kKeySteps][4];
-    float factor[1][2];
-    uint32_t columns = 0;  // a bit per column of this thread: whether its warp attends to it
-
-    // S = Q K^T
-    const auto wait_key = [&] {
-      ptx::mbarrier_wait(smem.key_full(key_stage.stage), key_stage.parity);
-    };
-    const auto start_scores = [&] {
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < kHeadSteps; ++k) {
-        ScoreProduct::template ss<0, 0>(scores[0], descriptor_k_major(smem.query(0), group * 64, k),
-                                        descriptor_k_major(smem.key(key_stage.stage), 0, k), k > 0);
-      }
-      ptx::wgmma_commit_group();
-    };
-    const auto release_key = [&] {
-      arrive_warp(smem.key_empty(key_stage.stage));
-      key_stage.advance();
-    };
-    // O += P V
-    const auto start_out = [&](int32_t tile) {
-      zero_unattended<Config>(smem.value(value_stage.stage), tile, attended, params.shape.kv_len);
-      ptx::wgmma_fence();
-#pragma unroll
-      for (int k = 0; k < kKeySteps; ++k) {
-        OutProduct::template rs<1>(out[0], probabilities[k],
-                                   descriptor_mn_major(smem.value(value_stage.stage), 0, k),
-                                   k > 0 ? 1 : out_started);
-      }
-      ptx::wgmma_commit_group();
-      out_started = 1;
-    };
-    const auto finish_out = [&] {
-      ptx::wgmma_results(out[0]);
-      arrive_warp(smem.value_empty(value_stage.stage));
-      value_stage.advance();
-    };
-    // The exponentials are to run beside products under way, but the assembler likes to move them
-    // behind the wait for those. So this wait precedes it, on a parity that depends on their sums
-    // in a way that never matters: they are not negative. The vote keeps the loop uniform.
-    const auto wait_value_after = [&](const auto& stage, float witness) {
-      const uint32_t flip = __any_sync(0xffffffff, witness < 0.0f);
-      ptx::mbarrier_wait(smem.value_full(stage.stage), stage.parity ^ flip);
-    };
-    // What the call does to logits; with modifiers they are in log2 units afterwards.
-    const auto modify = [&](int32_t tile) {
-      const int32_t col0 = tile * Config::kBlockKv, group_row0 = row0 + group * 64;
-      if constexpr (kGeneral) {
-        modify_scores(scores, LogitModifiers(params, batch, q.head), band, warp_row0, col0,
-                      walk.one_segment(tile));
-      }
-      const int32_t valid_end = kGeneral ? group_row0 + 64 : min(group_row0 + 64, band.q_len);
-      if (!band.all_allowed(group_row0, valid_end, col0, col0 + Config::kBlockKv) ||
-          valid_end > band.q_len) {
-        mask_band(scores, band, warp_row0, col0);
-        if (kGeneral && valid_end > band.q_len) mask_rows(scores, band.q_len - warp_row0);
-      }
-      if constexpr (kGeneral) columns = attended_columns(scores);
-    };
-    const auto exponentials = [&](int32_t tile) {
-#pragma unroll
-      for (int n = 0; n < kN; ++n) softmax.exponentials(scores[0][n], 0, to_log2);
-      if constexpr (kGeneral) {
-        if (params.options.dropout_threshold != 0) {
-          drop<kN>(scores, LogitModifiers(params, batch, q.head), warp_row0,
-                   tile * Config::kBlockKv);
-        }
-      }
-    };
-    // Before the product of a tile of V that has arrived.
-    const auto clear_value = [&](int32_t tile) {
-      if constexpr (kGeneral) {
-        clear_unattended<Config, Element>(smem.value(value_stage.stage), columns,
-                                          LogitModifiers(params, batch, q.head), band, row0, tile);
-      }
-    };
-    const auto convert = [&] {
-#pragma unroll
-      for (int k = 0; k < kKeySteps; ++k) {
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float (&block)[4] = scores[0][2 * k + i / 2];
-          probabilities[k][i] = ptx::cvt_rn_x2<Element>(block[i % 2 * 2], block[i % 2 * 2 + 1]);
-        }
-      }
-    };
-
-    // This warpgroup's own rows may need fewer tiles than the block's.
-    const auto pass_over = [&](int32_t count) {
-#pragma unroll 1
-      for (int i = 0; i < count; ++i) {
-        wait_key();
-        release_key();
-        ptx::mbarrier_wait(smem.value_full(value_stage.stage), value_stage.parity);
-        arrive_warp(smem.value_empty(value_stage.stage));
-        value_stage.advance();
-      }
-    };
-    int32_t tile = walk.tile, own_end = walk.end;
-    if constexpr (!kGeneral) {
-      const int32_t group_row0 = row0 + group * 64;
-      const TileRange own = kv_tiles<Config::kBlockKv>(band, group_row0, group_row0 + 64);
-      // By reductions, whose results the compiler knows to be the same in all lanes.
-      own_end = __reduce_min_sync(0xffffffff, min(own_end, own.end));
-      const int32_t own_first = __reduce_max_sync(0xffffffff, max(tile, min(own.first, own_end)));
-      pass_over(own_first - tile);
-      tile = own_first;
-    }
-
-    ptx::mbarrier_wait(smem.query_full(0), query_parity);
-    query_parity ^= 1;
-    if (tile >= own_end) {
-      arrive_warp(smem.query_empty(0));
-      pass_over(walk.end - tile);
-      finish_empty_rows<Config, Element>(params, batch, q.head, warp_row0, band.q_len);
-      continue;
-    }
-    wait_key();
-    start_scores();
-    ptx::wgmma_wait_group<0>();
-    ptx::wgmma_results(scores[0]);
-    release_key();
-    if constexpr (kGeneral) {
-      // One copy of the modifiers' code: O of this tile and S of the next are under way together,
-      // and another warpgroup's exponentials beside them.
-      for (bool more = true; more;) {
-        const int32_t next = walk.skip_to(tile + 1);
-        more = next < walk.end;
-        modify(tile);
-        if (softmax.raise_reference<4>(scores, to_log2, factor) && out_started) {
-          softmax.rescale(out, factor);
-        }
-        exponentials(tile);
-        convert();
-        ptx::mbarrier_wait(smem.value_full(value_stage.stage), value_stage.parity);
-        clear_value(tile);
-        start_out(tile);
-        if (more) wait_key();
-        start_scores();  // without a next tile, of what is there: nobody looks at it
-        ptx::wgmma_wait_group<0>();
-        ptx::wgmma_results(scores[0]);
-        finish_out();
-        if (more) release_key();
-        tile = next;
-      }
-      arrive_warp(smem.query_empty(0));
+    int32_t tile = work.walk.tile;
+    consumer.wait_query();
+    consumer.wait_key();
+    consumer.start_scores();
+    if (started) {
+      const OnlineSoftmax<1> softmax = consumer.softmax;
+      consumer.start_out();
+      consumer.template first_tile<true>(tile);
+      finish_rows<Config, Element, false>(params, unfinished, consumer.warp_row, softmax,
+                                          consumer.to_log2, consumer.out);
+      consumer.out_started = 0;
     } else {
-      modify(tile);
-      softmax.raise_reference<4>(scores, to_log2, factor);
-      exponentials(tile);
-      convert();
-      ptx::mbarrier_wait(smem.value_full(value_stage.stage), value_stage.parity);
-      for (int32_t next; (next = walk.skip_to(tile + 1)) < own_end; tile = next) {
-        wait_key();
-        start_scores();
-        start_out(tile);
-        ptx::wgmma_wait_group<1>();
-        ptx::wgmma_results(scores[0]);
-        if constexpr (Config::kOptimistic) {
-          modify(next);
-          bool rises = !softmax.ready() && softmax.raise_reference<4>(scores, to_log2, factor);
-          float before[2] = {softmax.sum[0][0], softmax.sum[0][1]};
-          softmax.sum[0][0] = softmax.sum[0][1] = 0.0f;
-          exponentials(next);
-          const float greatest = fmaxf(softmax.sum[0][0], softmax.sum[0][1]);
-          softmax.sum[0][0] += before[0];
-          softmax.sum[0][1] += before[1];
-          wait_value_after(value_stage.next(), fminf(softmax.sum[0][0], softmax.sum[0][1]));
-          ptx::wgmma_wait_group<0>();
-          finish_out();
-          if (__any_sync(0xffffffff, greatest > kOptimisticLimit)) {
-            softmax.sum[0][0] = before[0];
-            softmax.sum[0][1] = before[1];
-            if (rises) softmax.rescale(out, factor);
-            warp_scores<Config, Element>(scores, smem.query(0), smem.key(key_stage.stage),
-                                         warp_row);
-            modify(next);
-            rises = softmax.raise_reference<4>(scores, to_log2, factor);
-            exponentials(next);
-          }
-          release_key();
-          convert();
-          if (rises) softmax.rescale(out, factor);
-        } else {
-          release_key();
-          modify(next);
-          const bool rises = softmax.raise_reference<4>(scores, to_log2, factor);
-          exponentials(next);
-          wait_value_after(value_stage.next(), fminf(softmax.sum[0][0], softmax.sum[0][1]));
-          ptx::wgmma_wait_group<0>();
-          finish_out();
-          convert();
-          if (rises) softmax.rescale(out, factor);
-        }
-      }
-      arrive_warp(smem.query_empty(0));
-      start_out(tile);
-      ptx::wgmma_wait_group<0>();
-      finish_out();
-      pass_over(walk.end - own_end);
+      consumer.template first_tile<false>(tile);
+      started = true;
     }
-    finish_rows<Config, Element, kGeneral>(params, batch, band, q.head, warp_row0, softmax, to_log2,
-                                           out);
+    unfinished = current;
+    for (; !consumer.is_last(tile); ++tile) {
+      consumer.clear_values(tile, work.attended);
+      consumer.next_tile(tile + 1);
+    }
+    consumer.clear_values(tile, work.attended);
+    if constexpr (Config::kQueryStages > 1) consumer.release_query();
+  }
+  if (!started) return;
+  consumer.start_out();
+  consumer.await_out();
+  finish_rows<Config, Element, false>(params, unfinished, consumer.warp_row, consumer.softmax,
+                                      consumer.to_log2, consumer.out);
+}
+
+// With one copy of the modifiers' code: O of a tile and S of the next are under way together, and
+// another warpgroup's exponentials beside them.
+template <typename Config, typename Element>
+__device__ __forceinline__ void consume_general(const Forward& params, const SegmentSpans& spans,
+                                                const QueryTileSchedule& schedule,
+                                                const ForwardSmem<Config>& smem) {
+  ForwardConsumer<Config, Element, true> consumer(params, smem);
+  auto& work = consumer.work;
+  for (QueryTileCursor cursor{schedule}; cursor.valid(); cursor.advance()) {
+    const QueryTileIndex current = cursor.index();
+    work = QueryWork<Config, true>(params, spans, current);
+    if (work.walk.tile >= work.walk.end) {
+      finish_empty_rows<Config, Element>(params, work, consumer.warp_row);
+      continue;
+    }
+    int32_t tile = work.walk.tile;
+    consumer.softmax = OnlineSoftmax<1>();
+    consumer.out_started = 0;
+    consumer.wait_query();
+    consumer.wait_key();
+    consumer.start_scores();
+    consumer.template await_scores<0>();
+    consumer.release_key();
+    for (bool more = true; more;) {
+      const int32_t next = work.walk.skip_to(tile + 1);
+      more = next < work.walk.end;
+      consumer.modify(tile);
+      if (consumer.raise_reference() && consumer.out_started) consumer.rescale();
+      consumer.exponentials(tile);
+      consumer.convert();
+      consumer.wait_value();
+      consumer.clear_values(tile, work.attended);
+      consumer.start_out();
+      if (more) consumer.wait_key();
+      consumer.start_scores();  // without a next tile, of what is there: nobody looks at it
+      consumer.template await_scores<0>();
+      consumer.await_out();
+      if (more) consumer.release_key();
+      tile = next;
+    }
+    consumer.release_query();
+    finish_rows<Config, Element, true>(params, current, consumer.warp_row, consumer.softmax,
+                                       consumer.to_log2, consumer.out);
+  }
+}
+
+// For few query tiles: the warpgroups divide a tile's keys, and the first adds up their outputs.
+template <typename Config, typename Element>
+__device__ __forceinline__ void consume_split(const Forward& params,
+                                              const QueryTileSchedule& schedule,
+                                              const ForwardSmem<Config>& smem) {
+  static_assert(Config::kConsumers == 2);
+  constexpr int kThreads = Config::kConsumers * kWarpgroup;
+  ForwardConsumer<Config, Element, false> consumer(params, smem);
+  auto& work = consumer.work;
+  const int group = __shfl_sync(0xffffffff, consumer.group, 0);
+  RingState<Config::kStages> stage;  // of the query tile's first key tile
+  bool partial_used = false;
+  for (QueryTileCursor cursor{schedule}; cursor.valid(); cursor.advance()) {
+    const QueryTileIndex current = cursor.index();
+    work = QueryWork<Config, false>(params, SegmentSpans(), current);
+    if (work.walk.tile >= work.walk.end) {
+      if (group == 0) finish_empty_rows<Config, Element>(params, work, consumer.warp_row);
+      continue;
+    }
+    // Every other tile, from this warpgroup's first on.
+    int32_t tile = work.walk.tile + group;
+    consumer.key_stage = consumer.value_stage = stage;
+    consumer.key_stage.advance(group);
+    consumer.value_stage.advance(group);
+    stage.advance(work.walk.end - work.walk.tile);
+    consumer.softmax = OnlineSoftmax<1>();
+    consumer.out_started = 0;
+    consumer.wait_query();
+    if (tile < work.walk.end) {
+      consumer.wait_key();
+      consumer.start_scores();
+      consumer.template first_tile<false>(tile);
+      for (; !consumer.is_last(tile); tile += Config::kTileStep) {
+        consumer.clear_values(tile, work.attended);
+        consumer.next_tile(tile + Config::kTileStep);
+      }
+      consumer.clear_values(tile, work.attended);
+      consumer.start_out();
+      consumer.await_out();
+    }
+    consumer.release_query();
+    if (group == 1) {
+      if (partial_used) ptx::barrier_sync(kPartialEmpty, kThreads);
+      store_partial(smem, consumer.softmax, consumer.out, consumer.out_started != 0);
+      ptx::barrier_arrive(kPartialFull, kThreads);
+    } else {
+      ptx::barrier_sync(kPartialFull, kThreads);
+      add_partial(smem, consumer.to_log2, consumer.softmax, consumer.out);
+      ptx::barrier_arrive(kPartialEmpty, kThreads);
+      finish_rows<Config, Element, false>(params, current, consumer.warp_row, consumer.softmax,
+                                          consumer.to_log2, consumer.out);
+    }
+    partial_used = true;
   }
 }
 
@@ -353,7 +258,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (threadIdx.x < 32) produce<Config, Element, kGeneral>(params, maps, spans, schedule, smem);
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-    consume<Config, Element, kGeneral>(params, spans, schedule, smem);
+    if constexpr (kGeneral) {
+      consume_general<Config, Element>(params, spans, schedule, smem);
+    } else if constexpr (Config::kSplitKeys) {
+      consume_split<Config, Element>(params, schedule, smem);
+    } else {
+      consume_plain<Config, Element>(params, schedule, smem);
+    }
   }
 }
 
@@ -404,7 +315,14 @@ Status launch_forward(const Forward& params, cudaStream_t stream) {
     constexpr int kBlockKv = kHeadDim == 256 ? 64 : kHeadDim == 192 ? 96 : 128;
     return launch(ForwardConfig<kHeadDim, kHeadDim, 2, kBlockKv>{});
   } else if constexpr (kHeadDim == 64) {
-    if (tiles(params.shape, 192) < 132 || banded(params.options)) {
+    int sms = 0;
+    if (const Status status = multiprocessors(sms); !status.ok()) return status;
+    // In pairs (QueryTileSchedule) if the tiles differ in length.
+    if (JAX_FLASH_SM90_SPLIT_KEYS &&
+        tiles(params.shape, 64) <= (params.options.is_causal ? 2 : 1) * sms) {
+      return launch(ForwardConfig<64, 64, 2, JAX_FLASH_SM90_BLOCK_KV_64_BANDED, true>{});
+    }
+    if (tiles(params.shape, 192) < sms || banded(params.options)) {
       return launch(ForwardConfig<64, 64, JAX_FLASH_SM90_CONSUMERS_64_BANDED,
                                   JAX_FLASH_SM90_BLOCK_KV_64_BANDED>{});
     }

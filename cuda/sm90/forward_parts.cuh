@@ -45,6 +45,7 @@ struct ForwardSmem {
   __device__ __forceinline__ typename Config::ValueTile value(uint32_t stage) const {
     return {root, Config::kValueOffset + stage * Config::ValueTile::kBytes};
   }
+  __device__ __forceinline__ uint32_t partial() const { return root + Config::kPartialOffset; }
   __device__ __forceinline__ uint32_t query_full(uint32_t stage) const {
     return barriers + stage * 8;
   }
@@ -58,15 +59,16 @@ struct ForwardSmem {
 
   __device__ __forceinline__ void init_barriers() const {
     constexpr uint32_t kConsumerWarps = Config::kConsumers * 4;
+    constexpr uint32_t kKeyWarps = Config::kSplitKeys ? 4 : kConsumerWarps;
     for (uint32_t stage = 0; stage < Config::kQueryStages; ++stage) {
       ptx::mbarrier_init(query_full(stage), 1);
       ptx::mbarrier_init(query_empty(stage), kConsumerWarps);
     }
     for (uint32_t stage = 0; stage < Config::kStages; ++stage) {
       ptx::mbarrier_init(key_full(stage), 1);
-      ptx::mbarrier_init(key_empty(stage), kConsumerWarps);
+      ptx::mbarrier_init(key_empty(stage), kKeyWarps);
       ptx::mbarrier_init(value_full(stage), 1);
-      ptx::mbarrier_init(value_empty(stage), kConsumerWarps);
+      ptx::mbarrier_init(value_empty(stage), kKeyWarps);
     }
     ptx::fence_mbarrier_init();
   }
@@ -88,9 +90,15 @@ struct RingState {
       parity ^= 1;
     }
   }
-  __device__ __forceinline__ RingState next() const {
+  __device__ __forceinline__ void advance(int count) {
+    if (count == 1) return advance();
+    stage += count;
+    parity ^= stage / kStages & 1;
+    stage %= kStages;
+  }
+  __device__ __forceinline__ RingState next(int count) const {
     RingState state = *this;
-    state.advance();
+    state.advance(count);
     return state;
   }
 };
@@ -160,11 +168,35 @@ __device__ __forceinline__ KeyTileWalk<Config, kGeneral> walk_keys(const Forward
       walk.tile = walk.skip_to(walk.tile);
     }
   }
+  // By reductions, whose results the compiler knows to be the same in all lanes: around a loop of
+  // uncertain length it would have every warp converge, and move descriptors, again and again.
+  walk.tile = __reduce_max_sync(0xffffffff, walk.tile);
+  walk.end = __reduce_max_sync(0xffffffff, walk.end);
   return walk;
 }
 
 struct RowRange {
   int32_t first, end;
+};
+
+// A query tile that a block works on. Made by whole warps.
+template <typename Config, bool kGeneral>
+struct QueryWork {
+  BatchIndex batch;
+  Band band;
+  KeyTileWalk<Config, kGeneral> walk;
+  int32_t head, row0;
+  RowRange attended;  // keys that some row may attend to
+
+  QueryWork() = default;
+  __device__ __forceinline__ QueryWork(const Forward& params, const SegmentSpans& spans,
+                                       const QueryTileIndex& q)
+      : batch(params.shape, q.batch),
+        band(params, batch),
+        walk(walk_keys<Config, kGeneral>(params, band, spans, q)),
+        head(q.head),
+        row0(q.tile * Config::kBlockQ),
+        attended{band.first_col(row0), band.end_col(min(row0 + Config::kBlockQ, band.q_len) - 1)} {}
 };
 
 // Zeroes the rows of a tile of V outside `attended`, which no row of the block may attend to: they
@@ -299,14 +331,77 @@ __device__ __forceinline__ void warp_scores(float (&scores)[1][kN][4],
       [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, key_reader.at(n * 8, k * 2)); });
 }
 
+// Named barriers of the warpgroups that divide the keys; zero_unattended() has those from 9 on.
+enum ForwardBarrier : int { kPartialFull = 1, kPartialEmpty = 2 };
+
+// What a warpgroup found out about its part of the keys, for another one with the same rows: each
+// thread's for the thread of the same place.
+template <typename Smem, int kOutN>
+__device__ __forceinline__ void store_partial(const Smem& smem, const OnlineSoftmax<1>& softmax,
+                                              const float (&out)[1][kOutN][4], bool has_out) {
+  uint32_t at = smem.partial() + threadIdx.x % kWarpgroup * 16;
+  const auto store = [&](float x, float y, float z, float w) {
+    ptx::st_shared_v4(
+        at, uint4{__float_as_uint(x), __float_as_uint(y), __float_as_uint(z), __float_as_uint(w)});
+    at += kWarpgroup * 16;
+  };
+  store(softmax.reference[0][0], softmax.reference[0][1], softmax.sum[0][0], softmax.sum[0][1]);
+#pragma unroll
+  for (int n = 0; n < kOutN; ++n) {
+    const float (&block)[4] = out[0][n];
+    store(has_out ? block[0] : 0.0f, has_out ? block[1] : 0.0f, has_out ? block[2] : 0.0f,
+          has_out ? block[3] : 0.0f);
+  }
+}
+
+template <typename Smem, int kOutN>
+__device__ __forceinline__ void add_partial(const Smem& smem, float to_log2,
+                                            OnlineSoftmax<1>& softmax, float (&out)[1][kOutN][4]) {
+  uint32_t at = smem.partial() + threadIdx.x % kWarpgroup * 16;
+  const auto load = [&](float (&values)[4]) {
+    const uint4 words = ptx::ld_shared_v4(at);
+    values[0] = __uint_as_float(words.x);
+    values[1] = __uint_as_float(words.y);
+    values[2] = __uint_as_float(words.z);
+    values[3] = __uint_as_float(words.w);
+    at += kWarpgroup * 16;
+  };
+  float statistics[4], factor[2], other_factor[2];
+  load(statistics);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float& reference = softmax.reference[0][half];
+    const float other = statistics[half], top = fmaxf(reference, other);
+    const auto factor_of = [&](float value) {
+      return value == minus_infinity() ? 0.0f : ptx::ex2_approx_ftz((value - top) * to_log2);
+    };
+    factor[half] = factor_of(reference);
+    other_factor[half] = factor_of(other);
+    reference = top;
+    softmax.sum[0][half] =
+        softmax.sum[0][half] * factor[half] + statistics[2 + half] * other_factor[half];
+  }
+#pragma unroll
+  for (int n = 0; n < kOutN; ++n) {
+    float others[4];
+    load(others);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      out[0][n][e] = out[0][n][e] * factor[e / 2] + others[e] * other_factor[e / 2];
+    }
+  }
+}
+
 // Writes a warp's 16 rows of out and lse. Straight from registers: shared memory already takes the
 // next tile's operands.
 template <typename Config, typename Element, bool kGeneral, int kOutN>
-__device__ __forceinline__ void finish_rows(const Forward& params, const BatchIndex& batch,
-                                            const Band& band, int32_t head, int32_t warp_row0,
-                                            const OnlineSoftmax<1>& softmax, float to_log2,
-                                            float (&out)[1][kOutN][4]) {
+__device__ __forceinline__ void finish_rows(const Forward& params, const QueryTileIndex& q,
+                                            int32_t warp_row, const OnlineSoftmax<1>& softmax,
+                                            float to_log2, float (&out)[1][kOutN][4]) {
   const Shape& shape = params.shape;
+  const BatchIndex batch(shape, q.batch);
+  const Band band(params, batch);
+  const int32_t head = q.head, warp_row0 = q.tile * Config::kBlockQ + warp_row;
   const float sink_log2 =
       params.sinks ? *batch.pointer<const float>(params.sinks, head) * kLog2E : minus_infinity();
   float* lse_gmem = batch.pointer<float>(params.lse, head);
@@ -344,9 +439,11 @@ __device__ __forceinline__ void finish_rows(const Forward& params, const BatchIn
 }
 
 // The same for rows that may attend to nothing.
-template <typename Config, typename Element>
-__device__ __forceinline__ void finish_empty_rows(const Forward& params, const BatchIndex& batch,
-                                                  int32_t head, int32_t warp_row0, int32_t q_len) {
+template <typename Config, typename Element, typename Work>
+__device__ __forceinline__ void finish_empty_rows(const Forward& params, const Work& work,
+                                                  int warp_row) {
+  const BatchIndex& batch = work.batch;
+  const int32_t head = work.head, warp_row0 = work.row0 + warp_row, q_len = work.band.q_len;
   const int lane = threadIdx.x % 32;
   const float sink =
       params.sinks ? *batch.pointer<const float>(params.sinks, head) : minus_infinity();

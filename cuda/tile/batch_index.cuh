@@ -11,6 +11,7 @@ namespace jax_flash {
 struct BatchIndex {
   int64_t coordinate[kMaxBatchDims] = {};
 
+  BatchIndex() = default;
   __device__ __forceinline__ BatchIndex(const Shape& shape, int64_t index) {
 #pragma unroll
     for (int axis = kMaxBatchDims - 1; axis > 0; --axis) {

@@ -43,8 +43,20 @@ struct OnlineSoftmax {
   template <int kN, int kOutN>
   __device__ __forceinline__ void update_reference(const float (&logits)[kM][kN][4], float to_log2,
                                                    float (&out)[kM][kOutN][4]) {
-    float factor[kM][2];
-    if (raise_reference<1>(logits, to_log2, factor)) rescale(out, factor);
+    float greatest[kM][2];
+    if (!find_greatest<1>(logits, to_log2, greatest)) return;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float factor = raise(m, half, greatest[m][half], to_log2);
+#pragma unroll
+        for (int n = 0; n < kOutN; ++n) {
+          out[m][n][2 * half] *= factor;
+          out[m][n][2 * half + 1] *= factor;
+        }
+      }
+    }
   }
 
   // The same in two steps: whether `out` is to be rescaled, by what; the answer is the warp's. The
@@ -54,37 +66,11 @@ struct OnlineSoftmax {
   __device__ __forceinline__ bool raise_reference(const float (&logits)[kM][kN][4], float to_log2,
                                                   float (&factor)[kM][2]) {
     float greatest[kM][2];
-    bool rises = false;
+    if (!find_greatest<kChains>(logits, to_log2, greatest)) return false;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        float chain[kChains];
-#pragma unroll
-        for (int n = 0; n < kN; ++n) {
-          const float pair = fmaxf(logits[m][n][2 * half], logits[m][n][2 * half + 1]);
-          chain[n % kChains] = n < kChains ? pair : fmaxf(chain[n % kChains], pair);
-        }
-        float value = chain[0];
-#pragma unroll
-        for (int n = 1; n < kChains; ++n) value = fmaxf(value, chain[n]);
-        value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
-        value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
-        greatest[m][half] = value;
-        rises |= (value - reference[m][half]) * to_log2 > kSlack;
-      }
-    }
-    if (!__any_sync(0xffffffff, rises)) return false;
-#pragma unroll
-    for (int m = 0; m < kM; ++m) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float old = reference[m][half];
-        const float raised = fmaxf(old, greatest[m][half]);
-        factor[m][half] = old == raised ? 1.0f : ptx::ex2_approx_ftz((old - raised) * to_log2);
-        reference[m][half] = raised;
-        sum[m][half] *= factor[m][half];
-      }
+      factor[m][0] = raise(m, 0, greatest[m][0], to_log2);
+      factor[m][1] = raise(m, 1, greatest[m][1], to_log2);
     }
     return true;
   }
@@ -143,6 +129,43 @@ struct OnlineSoftmax {
   }
 
  private:
+  // Whether some row's greatest logit is far above its reference.
+  template <int kChains, int kN>
+  __device__ __forceinline__ bool find_greatest(const float (&logits)[kM][kN][4], float to_log2,
+                                                float (&greatest)[kM][2]) const {
+    bool rises = false;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        float chain[kChains];
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+          const float pair = fmaxf(logits[m][n][2 * half], logits[m][n][2 * half + 1]);
+          chain[n % kChains] = n < kChains ? pair : fmaxf(chain[n % kChains], pair);
+        }
+        float value = chain[0];
+#pragma unroll
+        for (int n = 1; n < kChains; ++n) value = fmaxf(value, chain[n]);
+        value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
+        value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
+        greatest[m][half] = value;
+        rises |= (value - reference[m][half]) * to_log2 > kSlack;
+      }
+    }
+    return __any_sync(0xffffffff, rises);
+  }
+
+  // Returns the factor for what was computed with the old reference.
+  __device__ __forceinline__ float raise(int m, int half, float greatest, float to_log2) {
+    const float old = reference[m][half];
+    const float raised = fmaxf(old, greatest);
+    const float factor = old == raised ? 1.0f : ptx::ex2_approx_ftz((old - raised) * to_log2);
+    reference[m][half] = raised;
+    sum[m][half] *= factor;
+    return factor;
+  }
+
   // The reference in log2 units, 0 for a row that has had nothing but -inf.
   __device__ __forceinline__ float shift_log2(int m, int half, float to_log2) const {
     const float value = reference[m][half];

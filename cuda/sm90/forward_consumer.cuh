@@ -1,0 +1,238 @@
+// What a consumer warpgroup of the sm_90 forward kernel keeps in registers for its 64 rows, and the
+// steps that it takes with a tile of keys and values. The order of the steps: forward.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+#include "ptx/math.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/warpgroup.cuh"
+#include "sm90/config.cuh"
+#include "sm90/forward_parts.cuh"
+#include "tile/logits.cuh"
+#include "tile/modifiers.cuh"
+#include "tile/softmax.cuh"
+#include "tile/wgmma_tile.cuh"
+
+namespace jax_flash::sm90 {
+
+template <typename Config, typename Element, bool kGeneral>
+struct ForwardConsumer {
+  static constexpr int kN = Config::kBlockKv / 8, kOutN = Config::kValueDim / 8;
+  static constexpr int kHeadSteps = Config::kHeadDim / 16, kKeySteps = Config::kBlockKv / 16;
+  using ScoreProduct = ptx::Wgmma<Element, Config::kBlockKv>;
+  using OutProduct = ptx::Wgmma<Element, Config::kValueDim>;
+
+  const Forward& params;
+  const ForwardSmem<Config>& smem;
+  int group;     // of the consumers
+  int warp_row;  // of the block's rows, this warp's first
+  float to_log2;
+
+  RingState<Config::kStages> key_stage, value_stage;
+  RingState<Config::kQueryStages> query_stage;
+  QueryWork<Config, kGeneral> work;  // of the scores
+  float out[1][kOutN][4];
+  int out_started = 0;
+  OnlineSoftmax<1> softmax;
+  float scores[1][kN][4];
+  uint32_t probabilities[kKeySteps][4];
+  float factor[1][2];    // by which `out` is to be multiplied if a reference rises
+  uint32_t columns = 0;  // a bit per column of this thread: whether its warp attends to it
+
+  __device__ __forceinline__ ForwardConsumer(const Forward& forward,
+                                             const ForwardSmem<Config>& where)
+      : params(forward),
+        smem(where),
+        group(static_cast<int>(threadIdx.x) / kWarpgroup - 1),
+        warp_row(group_row() + threadIdx.x % kWarpgroup / 32 * 16),
+        to_log2(kGeneral ? 1.0f : forward.options.scale * kLog2E) {}
+
+  __device__ __forceinline__ int group_row() const { return Config::kSplitKeys ? 0 : group * 64; }
+
+  // S = Q K^T
+  __device__ __forceinline__ void wait_query() const {
+    ptx::mbarrier_wait(smem.query_full(query_stage.stage), query_stage.parity);
+  }
+  __device__ __forceinline__ void release_query() {
+    arrive_warp(smem.query_empty(query_stage.stage));
+    query_stage.advance();
+  }
+  __device__ __forceinline__ void wait_key() const {
+    ptx::mbarrier_wait(smem.key_full(key_stage.stage), key_stage.parity);
+  }
+  __device__ __forceinline__ void release_key() {
+    arrive_warp(smem.key_empty(key_stage.stage));
+    key_stage.advance(Config::kTileStep);
+  }
+  __device__ __forceinline__ void start_scores() {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kHeadSteps; ++k) {
+      ScoreProduct::template ss<0, 0>(
+          scores[0], descriptor_k_major(smem.query(query_stage.stage), group_row(), k),
+          descriptor_k_major(smem.key(key_stage.stage), 0, k), k > 0);
+    }
+    ptx::wgmma_commit_group();
+  }
+  template <int kOthers>
+  __device__ __forceinline__ void await_scores() {
+    ptx::wgmma_wait_group<kOthers>();
+    ptx::wgmma_results(scores[0]);
+  }
+
+  // O += P V
+  __device__ __forceinline__ void wait_value() const {
+    ptx::mbarrier_wait(smem.value_full(value_stage.stage), value_stage.parity);
+  }
+  // For the next tile of V, while products are under way. The exponentials are to run beside those,
+  // but the assembler likes to move them behind the wait for the products. So this wait precedes
+  // it, on a parity that depends on the exponentials' sums in a way that never matters: they are
+  // not negative. The vote keeps the loop uniform.
+  __device__ __forceinline__ void wait_next_value_after_exponentials() const {
+    const uint32_t flip =
+        __any_sync(0xffffffff, fminf(softmax.sum[0][0], softmax.sum[0][1]) < 0.0f);
+    const auto next = value_stage.next(Config::kTileStep);
+    ptx::mbarrier_wait(smem.value_full(next.stage), next.parity ^ flip);
+  }
+  // Rows of V that may not reach the output even by a product with 0, before its product.
+  __device__ __forceinline__ void clear_values(int32_t tile, const RowRange& attended) const {
+    const auto value_smem = smem.value(value_stage.stage);
+    if constexpr (kGeneral) {
+      clear_unattended<Config, Element>(value_smem, columns,
+                                        LogitModifiers(params, work.batch, work.head), work.band,
+                                        work.row0, tile);
+    }
+    zero_unattended<Config>(value_smem, tile, attended, params.shape.kv_len);
+  }
+  __device__ __forceinline__ void start_out() {
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kKeySteps; ++k) {
+      OutProduct::template rs<1>(out[0], probabilities[k],
+                                 descriptor_mn_major(smem.value(value_stage.stage), 0, k),
+                                 k > 0 ? 1 : out_started);
+    }
+    ptx::wgmma_commit_group();
+    out_started = 1;
+  }
+  __device__ __forceinline__ void await_out() {
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_results(out[0]);
+    arrive_warp(smem.value_empty(value_stage.stage));
+    value_stage.advance(Config::kTileStep);
+  }
+
+  // What the call does to logits; with modifiers they are in log2 units afterwards.
+  __device__ __forceinline__ void modify(int32_t tile) {
+    const Band& band = work.band;
+    const int32_t col0 = tile * Config::kBlockKv, group_row0 = work.row0 + group_row();
+    const int32_t warp_row0 = work.row0 + warp_row;
+    if constexpr (kGeneral) {
+      modify_scores(scores, LogitModifiers(params, work.batch, work.head), band, warp_row0, col0,
+                    work.walk.one_segment(tile));
+    }
+    const int32_t valid_end = kGeneral ? group_row0 + 64 : min(group_row0 + 64, band.q_len);
+    if (!band.all_allowed(group_row0, valid_end, col0, col0 + Config::kBlockKv) ||
+        valid_end > band.q_len) {
+      mask_band(scores, band, warp_row0, col0);
+      if (kGeneral && valid_end > band.q_len) mask_rows(scores, band.q_len - warp_row0);
+    }
+    if constexpr (kGeneral) columns = attended_columns(scores);
+  }
+  __device__ __forceinline__ bool raise_reference() {
+    return softmax.template raise_reference<4>(scores, to_log2, factor);
+  }
+  __device__ __forceinline__ void rescale() { softmax.rescale(out, factor); }
+  __device__ __forceinline__ void exponentials(int32_t tile) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) softmax.exponentials(scores[0][n], 0, to_log2);
+    if constexpr (kGeneral) {
+      if (params.options.dropout_threshold != 0) {
+        drop<kN>(scores, LogitModifiers(params, work.batch, work.head), work.row0 + warp_row,
+                 tile * Config::kBlockKv);
+      }
+    }
+  }
+  __device__ __forceinline__ void convert() {
+#pragma unroll
+    for (int k = 0; k < kKeySteps; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (&block)[4] = scores[0][2 * k + i / 2];
+        probabilities[k][i] = ptx::cvt_rn_x2<Element>(block[i % 2 * 2], block[i % 2 * 2 + 1]);
+      }
+    }
+  }
+
+  // The first tile of a query tile: with kBesideOut, beside the last product of the one before,
+  // whose output is in `out`.
+  template <bool kBesideOut>
+  __device__ __forceinline__ void first_tile(int32_t tile) {
+    await_scores<kBesideOut ? 1 : 0>();
+    release_key();
+    release_query_early(tile);
+    softmax = OnlineSoftmax<1>();
+    modify(tile);
+    raise_reference();
+    exponentials(tile);
+    if constexpr (kBesideOut) {
+      wait_next_value_after_exponentials();
+      await_out();
+      convert();
+    } else {
+      convert();
+      wait_value();
+    }
+  }
+
+  // From the probabilities of one tile to those of the next, with the former's product beside.
+  __device__ __forceinline__ void next_tile(int32_t tile) {
+    wait_key();
+    start_scores();
+    start_out();
+    await_scores<1>();
+    bool careful = true;
+    if constexpr (Config::kOptimistic) {
+      careful = (Config::kQueryStages == 1 && is_last(tile)) || !softmax.ready();
+    } else {
+      release_key();
+    }
+    release_query_early(tile);
+    modify(tile);
+    bool rises = careful && raise_reference();
+    const float before[2] = {softmax.sum[0][0], softmax.sum[0][1]};
+    softmax.sum[0][0] = softmax.sum[0][1] = 0.0f;
+    exponentials(tile);
+    const float greatest = fmaxf(softmax.sum[0][0], softmax.sum[0][1]);
+    softmax.sum[0][0] += before[0];
+    softmax.sum[0][1] += before[1];
+    wait_next_value_after_exponentials();
+    await_out();
+    if constexpr (Config::kOptimistic) {
+      if (!careful && __any_sync(0xffffffff, greatest > kOptimisticLimit)) {
+        softmax.sum[0][0] = before[0];
+        softmax.sum[0][1] = before[1];
+        warp_scores<Config, Element>(scores, smem.query(query_stage.stage),
+                                     smem.key(key_stage.stage), warp_row);
+        modify(tile);
+        rises = raise_reference();
+        exponentials(tile);
+      }
+      release_key();
+    }
+    convert();
+    if (rises) rescale();
+  }
+
+  __device__ __forceinline__ bool is_last(int32_t tile) const {
+    return tile + Config::kTileStep >= work.walk.end;
+  }
+  // With one place for Q the next one is to come as soon as the last scores are there.
+  __device__ __forceinline__ void release_query_early(int32_t tile) {
+    if (Config::kQueryStages == 1 && is_last(tile)) release_query();
+  }
+};
+
+}  // namespace jax_flash::sm90
