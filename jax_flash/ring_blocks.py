@@ -9,6 +9,9 @@ skip what a pair may not attend to as they skip tiles.
 
 from __future__ import annotations
 
+import math
+from collections.abc import Callable
+
 import jax
 import jax.numpy as jnp
 
@@ -16,6 +19,7 @@ from jax_flash.sequence import SequenceSharding
 from jax_flash.spec import OPERAND_AXES, AttentionSpec
 
 Operands = dict[str, jax.Array]
+Run = Callable[[Operands], Operands]
 
 # Operands of the whole call that each block gets in another way, or that the ring applies itself.
 _REPLACED = ("query_offset", "sinks")
@@ -69,6 +73,34 @@ def restore(name: str, x: jax.Array, accumulator) -> jax.Array:
         x = jnp.moveaxis(x, place, axis)
         x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
     return x.astype(accumulator)
+
+
+def one_key_chunk_at_a_time(run: Run) -> Run:
+    """`run` of a block as a call for each chunk of keys, where there are other batch axes.
+
+    The copy engine's descriptions have room for two batch axes. With more that do not fold, the
+    CUDA kernels that use it would stand back for older ones.
+    """
+
+    def run_in_turn(block: Operands) -> Operands:
+        *batch, _, chunks = block["key"].shape[:-3]
+        if chunks == 1 or math.prod(batch) == 1:
+            return run(block)
+        axis = len(batch) + 1
+        parts = [
+            run({name: jax.lax.slice_in_dim(x, i, i + 1, axis=axis) if x.shape[axis] > 1 else x
+                 for name, x in block.items()})
+            for i in range(chunks)
+        ]  # fmt: skip
+        results = {}
+        for name in parts[0]:
+            each = [part[name] for part in parts]
+            # The gradient of a bias that is broadcast over the keys is a sum over all of them.
+            is_sum = name == "bias" and block["bias"].shape[axis] == 1
+            results[name] = sum(each) if is_sum else jnp.concatenate(each, axis)
+        return results
+
+    return run_in_turn
 
 
 class Blocks:

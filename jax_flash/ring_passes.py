@@ -14,18 +14,16 @@ Reference: Liu et al., "Ring attention with blockwise transformers", 2023, secti
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
 
-from jax_flash.ring_blocks import Blocks, restore
+from jax_flash.ring_blocks import Blocks, Run, one_key_chunk_at_a_time, restore
 from jax_flash.ring_route import plan_route
 from jax_flash.sequence import SequenceSharding
 from jax_flash.spec import AttentionSpec
 
 Operands = dict[str, jax.Array]
-Run = Callable[[Operands], Operands]
 
 
 class _Parcel:
@@ -133,6 +131,7 @@ def forward(
       operands: by name, this device's shards; bias and mask may be whole along T or S.
     """
     ring = _Ring(spec, sequence, operands)
+    run = one_key_chunk_at_a_time(run)
 
     def step_of(parts, gradient_hop, source, block):
         del gradient_hop, source
@@ -194,6 +193,7 @@ def backward(
       operands: as for `forward`, with out, lse, dout and perhaps dlse.
     """
     ring = _Ring(spec, sequence, operands)
+    run = one_key_chunk_at_a_time(run)
 
     parcel = None
 
