@@ -1,11 +1,12 @@
 """The switches of the kernels' configurations: the one table that the ablation is made from.
 
-A switch is a macro with the shipped value as its default, in its family's config.cuh:
+A switch is a macro with the shipped value as its default, in its family's config.cuh (of the
+sm_90 family's backward pass, backward_config.cuh):
 
-    #ifndef JAX_FLASH_SM90_FORWARD_STAGES
-    #define JAX_FLASH_SM90_FORWARD_STAGES 2
+    #ifndef JAX_FLASH_SM90_STAGES
+    #define JAX_FLASH_SM90_STAGES 4
     #endif
-    static constexpr int kStages = JAX_FLASH_SM90_FORWARD_STAGES;
+    static constexpr int kStages = JAX_FLASH_SM90_STAGES;
 
 so that it is compiled in, and nothing of it runs in the library that is shipped. A new switch is
 that macro and a row here. Values that do not compile, or spill, say so in the table.
@@ -65,7 +66,9 @@ SWITCHES: tuple[Switch, ...] = (
           head_dims=(32, 64)),
     _sm80("backward", "SWIZZLE", (0, 1), "XOR swizzle of shared memory"),
     _sm90("forward", "STAGES", (2, 3, 4), "tiles of K and V under way"),
-    _sm90("forward", "QUERY_STAGES", (1, 2), "query tiles under way"),
+    _sm90("forward", "QUERY_STAGES", (1, 2), "query tiles under way", head_dims=(64,)),
+    _sm90("forward", "SPLIT_KEYS", (0, 1), "few tiles: keys divided among warpgroups",
+          head_dims=(64,)),
     _sm90("forward", "OPTIMISTIC", (0, 1), "exponentials before the row maxima are known"),
     _sm90("forward", "PAIRED", (0, 1), "causal: long and short query tiles in pairs"),
     _sm90("forward", "CONSUMERS_64", (2, 3), "warpgroups of 64 rows", head_dims=(64,)),
