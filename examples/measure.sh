@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Measures what examples/results holds of one machine, with the installed package:
 #
-#   examples/measure.sh cpu FOLDER               # a few minutes on 2 cores
-#   examples/measure.sh h200 FOLDER              # about 9 minutes on an H200
+#   examples/measure.sh cpu FOLDER               # some minutes on 2 cores
+#   examples/measure.sh h200 FOLDER              # some minutes on an H200
 #   examples/measure.sh h200 FOLDER speed host   # some of its steps
 #
 # VARIANTS names the folder of libraries that `python -m jax_flash.benchmark ablation --build-only`
@@ -26,9 +26,9 @@ run() { # STEP ARGUMENTS...: benchmarks, and saves FOLDER/STEP_NAME.json
 
 step_cpu() {
   case $1 in
-    speed) run speed --cases cpu cpu-layer --warmup 2 --calls 30 --seconds 12 ;;
+    speed) run speed --cases cpu cpu-layer --warmup 2 --calls 30 --seconds 30 ;;
     sweeps) run sweeps --cases cpu-length cpu-features --passes forward both --warmup 1 \
-      --calls 10 --seconds 3 --plot "$folder/plots_cpu" ;;
+      --calls 10 --seconds 5 --plot "$folder/plots_cpu" ;;
     host) run host host ;;
   esac
 }
@@ -36,8 +36,12 @@ step_cpu() {
 step_gpu() {
   local plain=(--passes forward backward --warmup 3 --calls 15 --seconds 1)
   case $1 in
-    speed) run speed --cases targets decode layer --passes forward backward --warmup 10 \
-      --calls 50 --seconds 1.5 --plot "$folder/plots_$name" ;;
+    speed) run speed --cases targets decode layer --passes forward backward --warmup 5 \
+      --calls 30 --seconds 0.8 --setup-limit 5 --plot "$folder/plots_$name" \
+      --contenders jax_flash 'jax.nn cudnn' 'tokamax mosaic' 'cuDNN (torch)' ;;
+    families) run families --cases targets --only '(4,4096,16,' '(2,8192,8,256)' --warmup 3 \
+      --calls 15 --seconds 0.5 --passes forward backward \
+      --contenders jax_flash 'jax_flash sm_80' 'FlashAttention-2 (torch)' ;;
     earlier) run earlier --cases earlier --cold --warmup 10 --calls 50 --seconds 1 \
       --contenders jax_flash 'jax.nn xla' 'jax.nn cudnn' ;;
     sustained) run sustained --shape 4 4096 16 128 --passes forward backward --sustained 1 \
@@ -58,7 +62,7 @@ if [ "$name" = cpu ]; then
   [ $# -gt 0 ] || set -- speed sweeps host
   for step in "$@"; do step_cpu "$step"; done
 else
-  [ $# -gt 0 ] || set -- speed earlier sustained length sweeps host profile ${VARIANTS:+ablation}
+  [ $# -gt 0 ] || set -- speed families earlier sustained length sweeps host profile ${VARIANTS:+ablation}
   for step in "$@"; do step_gpu "$step"; done
 fi
 exit $status

@@ -1,6 +1,6 @@
 """Writes the README's measured tables from the JSON files in examples/results.
 
-python examples/readme_tables.py            # rewrites the part of README.md between markers
+python examples/readme_tables.py            # rewrites what stands between markers in README.md
 python examples/readme_tables.py --check    # exits with 1 if it is not what the files say
 
 `examples/measure.sh` makes those files; a table whose file is not there is left out.
@@ -11,9 +11,10 @@ import pathlib
 import sys
 from typing import Any
 
+import _readme_ring
+
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _RESULTS = _ROOT / "examples" / "results"
-_BEGIN, _END = "<!-- measured -->", "<!-- end of measured -->"
 _NAMES = {"jax_flash": "jax_flash", "xla": "jax.nn xla", "cudnn": "jax.nn cudnn"}
 _MACHINES = ("h200", "cpu")  # in the names of files
 
@@ -31,11 +32,14 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 def where(document: dict) -> str:
     """Device, driver, JAX and, where it is known, the commit."""
     device, versions = document["device"], document["versions"]
-    what = device["kind"] if device["platform"] == "gpu" else f"{device['cores']} cores"
-    isa = (document.get("native") or {}).get("instruction_set", "AVX-512")
-    driver = f", driver {device['driver']}" if device.get("driver") else f", {isa}"
+    isa = (document.get("native") or {}).get("instruction_set", "avx512")
+    what = device["kind"] if device["platform"] == "gpu" else f"{device['cores']} cores, {isa}"
+    driver = f", driver {device['driver']}" if device.get("driver") else ""
+    families = (document.get("native") or {}).get("cuda_families") if driver else None
+    kernels = f", kernels for sm_{' and sm_'.join(map(str, families))}" if families else ""
     commit = f", commit {document['commit']}" if document.get("commit") else ""
-    return f"{what}{driver}, jax {versions['jax']}{commit}"
+    cut = ", cut off before its last cases" if document.get("interrupted") else ""
+    return f"{what}{driver}, jax {versions['jax']}{kernels}{commit}{cut}"
 
 
 def command(document: dict) -> str:
@@ -48,21 +52,28 @@ def block(commands: list[str]) -> str:
 
 
 def llama(names: list[str]) -> str:
-    documents = [document for name in names if (document := load(name))]
-    rows = [
-        [
-            document["preset"],
-            _NAMES[result["attention"]],
-            f"{result['forward']['tokens_per_second']:,.0f}",
-            f"{result['train']['tokens_per_second']:,.0f}",
-            f"{result['peak_memory_bytes'] / 2**20:,.0f} MiB",
-        ]
-        for document in documents
-        for result in document["results"]
-    ]
+    """A table and its commands for each machine and commit among the files."""
+    groups: dict[str, list[dict]] = {}
+    for name in names:
+        if document := load(name):
+            groups.setdefault(where(document), []).append(document)
     header = ["preset", "attention", "forward tokens/s", "training tokens/s", "peak memory"]
-    commands = block([document["command"] for document in documents])
-    return f"{where(documents[0])}:\n\n{table(header, rows)}\n\n{commands}"
+    parts = []
+    for place, documents in groups.items():
+        rows = [
+            [
+                document["preset"],
+                _NAMES[result["attention"]],
+                *(f"{result[what]['tokens_per_second']:,.0f}" if what in result else "-"
+                  for what in ("forward", "train")),
+                f"{result['peak_memory_bytes'] / 2**20:,.0f} MiB",
+            ]
+            for document in documents
+            for result in document["results"]
+        ]  # fmt: skip
+        commands = block([command(document) for document in documents])
+        parts.append(f"on {place}:\n\n{table(header, rows)}\n\n{commands}")
+    return "\n\n".join(parts)
 
 
 def cell(row: dict[str, Any] | None, unit: str) -> str:
@@ -149,8 +160,8 @@ def ablation(document: dict) -> str:
     rows = []
     for row in document["results"]:
         value = f"{row['switch']} = {row['value']}" if row["value"] else row["switch"]
-        kernel = f"{row['case'].split(' bfloat16 ')[-1]}, {row['pass']}"
-        shape = row["case"].split(" ")[0]
+        shape, _, mask = row["case"].split(" ", 2)
+        kernel = f"{mask}, {row['pass']}"
         if "time" not in row:
             rows.append([shape, kernel, value, "-", "-", row["unavailable"]])
             continue
@@ -161,13 +172,31 @@ def ablation(document: dict) -> str:
     return table(header, rows)
 
 
+def profile(document: dict) -> str:
+    """Kernel by kernel: how busy the units are, and what warps wait for most."""
+    units = ["tensor", "issue", "MUFU", "shared memory", "L2", "DRAM", "occupancy"]
+    lines = []
+    for row in document["results"]:
+        name = row["kernel"].split("<")[0].removeprefix("void ")
+        total = sum(row["stalls"].values())
+        stalls = sorted(row["stalls"].items(), key=lambda item: -item[1])[:2]
+        lines.append([name, f"{1e6 * row['time']:,.0f}",
+                      *(f"{row[unit]:.0f}%" if unit in row else "-" for unit in units),
+                      f"{row['registers']:.0f}",
+                      ", ".join(f"{n} {x / total:.0%}" for n, x in stalls)])  # fmt: skip
+    return table(["kernel", "us", *units, "registers", "warps wait for"], lines)
+
+
 # By file: a title, and either the groups of cases with their units or what makes the table.
 _GROUPS = [("targets", "TFLOP/s"), ("decode", "TB/s"), ("cpu", "ms"), ("layer", "tokens/s")]
 _SECTIONS: dict[str, tuple[str, Any]] = {
     "speed": ("One call, and a layer", _GROUPS),
+    "families": ("The kernels for Ampere, on the same GPU", [("targets", "TFLOP/s")]),
     "earlier": ("Small calls, inputs not in the cache", [("earlier", "us")]),
     "sweeps": ("What each feature costs", features),
-    "ablation": ("Ablation", ablation),
+    "profile": ("Where the time goes", profile),
+    "ablation": ("Ablation, kernels for sm_80", ablation),
+    "ablation_sm90": ("Ablation, kernels for sm_90", ablation),
     "host": ("On the host", host),
 }
 
@@ -196,21 +225,49 @@ def measured() -> str:
         "kernel times by CUPTI; fastest in bold. Over best peer: its time over jax_flash's, with "
         "a 95% interval. Every figure's error against float64, interval and deviation are in the "
         "JSON files; plots lie beside them.",
-        "**LLaMA blocks**, two of them with embedding and output layer, on "
-        + llama(["llama_cpu.json"]),
-        "on one " + llama(["llama_h200_7b.json", "llama_h200_8b.json"]),
+        "**LLaMA blocks**, two of them with embedding and output layer, "
+        + llama(["llama_cpu.json", "llama_h200_7b.json", "llama_h200_8b.json"]),
     ]
     for machine in _MACHINES:
         parts += sections(machine)
     return "\n\n".join(parts)
 
 
+def several_devices() -> str:
+    documents = [d for n in (2, 4, 8) if (d := load(f"ring_h200_x{n}.json"))]
+    shape = documents[0]["shape"]
+    heads = f"{shape['heads']}/{shape['kv_heads']}"
+    return "\n\n".join(
+        [
+            f"Causal, {shape['dtype']}, {heads} heads of dim {shape['head_dim']}, on "
+            f"{where(documents[0])}, of one host. Efficiency: TFLOP/s over that many times one "
+            "GPU's with the whole sequence, in the same run. MiB: temporaries as XLA plans them, "
+            "forward / with backward. Sending: of one call, and what of it ran beside computing.",
+            _readme_ring.measured(documents, table),
+            block([command(document) for document in documents]),
+            _readme_ring.sentences(documents),
+        ]
+    )
+
+
+def hiding() -> str:
+    return _readme_ring.calculation(
+        [d for n in (2, 4, 8) if (d := load(f"ring_h200_x{n}.json"))], table
+    )
+
+
+# What stands between <!-- NAME --> and <!-- end of NAME -->.
+_PARTS = {"several devices": several_devices, "hiding": hiding, "measured": measured}
+
+
 def main() -> int:
     readme = _ROOT / "README.md"
-    text = readme.read_text()
-    head, rest = text.split(_BEGIN)
-    _, tail = rest.split(_END)
-    wanted = f"{head}{_BEGIN}\n{measured()}\n{_END}{tail}"
+    text = wanted = readme.read_text()
+    for name, make in _PARTS.items():
+        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
+        head, rest = wanted.split(begin)
+        _, tail = rest.split(end)
+        wanted = f"{head}{begin}\n{make()}\n{end}{tail}"
     if sys.argv[1:] == ["--check"]:
         return int(text != wanted)
     readme.write_text(wanted)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 
 import pytest
+from test_examples import environment
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _README = (_ROOT / "README.md").read_text()
@@ -13,7 +14,8 @@ _README = (_ROOT / "README.md").read_text()
 
 def test_tables_are_those_of_the_results():
     script = _ROOT / "examples" / "readme_tables.py"
-    assert subprocess.run([sys.executable, script, "--check"]).returncode == 0
+    done = subprocess.run([sys.executable, script, "--check"], env=environment())
+    assert done.returncode == 0
 
 
 @pytest.mark.parametrize("code", re.findall(r"```python\n(.*?)```", _README, re.DOTALL))
