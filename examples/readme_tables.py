@@ -172,6 +172,17 @@ def ablation(document: dict) -> str:
     return table(header, rows)
 
 
+def sustained(document: dict) -> str:
+    """With a pause after each call, and with none for a while, which the power limit slows."""
+    lines = [
+        [row["case"], row["pass"], row["contender"], cell(row, "TFLOP/s"),
+         f"{row['sustained']['tflops']:.0f}"]
+        for row in document["results"]
+        if row.get("sustained")
+    ]  # fmt: skip
+    return table(["(B,T,N,H)", "pass", "", "TFLOP/s", "sustained"], lines)
+
+
 def profile(document: dict) -> str:
     """Kernel by kernel: how busy the units are, and what warps wait for most."""
     units = ["tensor", "issue", "MUFU", "shared memory", "L2", "DRAM", "occupancy"]
@@ -194,6 +205,7 @@ _SECTIONS: dict[str, tuple[str, Any]] = {
     "families": ("The kernels for Ampere, on the same GPU", [("targets", "TFLOP/s")]),
     "earlier": ("Small calls, inputs not in the cache", [("earlier", "us")]),
     "sweeps": ("What each feature costs", features),
+    "sustained": ("Without pauses", sustained),
     "profile": ("Where the time goes", profile),
     "ablation": ("Ablation, kernels for sm_80", ablation),
     "ablation_sm90": ("Ablation, kernels for sm_90", ablation),
