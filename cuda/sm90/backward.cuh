@@ -184,10 +184,10 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
 #pragma unroll
     for (int k = 0; k < kHeadSteps; ++k) {
       if constexpr (Config::kKeysInRegisters) {
-        ScoreProduct::template rs<0>(d, a_rmem[k], descriptor_k_major(b, half * 64, k), k > 0);
+        ScoreProduct::template rs<0>(d, a_rmem[k], operand_k_major(b, half * 64, k), k > 0);
       } else {
-        ScoreProduct::template ss<0, 0>(d, descriptor_k_major(a, group * 64, k),
-                                        descriptor_k_major(b, half * 64, k), k > 0);
+        ScoreProduct::template ss<0, 0>(d, operand_k_major(a, group * 64, k),
+                                        operand_k_major(b, half * 64, k), k > 0);
       }
     }
     ptx::wgmma_commit_group();
@@ -198,7 +198,7 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      KeyProduct::template rs<1>(sum, a[k], descriptor_mn_major(b, 0, half * 4 + k), 1);
+      KeyProduct::template rs<1>(sum, a[k], operand_mn_major(b, 0, half * 4 + k), 1);
     }
     ptx::wgmma_commit_group();
   };
@@ -230,9 +230,8 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kBlockKv / 16; ++k) {
-      DqueryProduct::template ss<1, 1>(dquery,
-                                       descriptor_mn_major(smem.score(stage), dquery_row, k),
-                                       descriptor_mn_major(smem.key(), dquery_col, k), k > 0);
+      DqueryProduct::template ss<1, 1>(dquery, operand_mn_major(smem.score(stage), dquery_row, k),
+                                       operand_mn_major(smem.key(), dquery_col, k), k > 0);
     }
     ptx::wgmma_commit_group();
   };
@@ -254,14 +253,14 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
     }
     ptx::mbarrier_wait(smem.dout_full(stage), ring.parity);
     zero_padding(smem.dout(stage), row0);
+    start_scores(dscores, smem.value(), value_rmem, smem.dout(stage), 0);
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       const TransposedGradient<kGeneral, 8> gradient{params, block.batch_index, tile.y,
                                                      col0 + warp_key, row0 + half * 64};
       const float* lse_smem = smem.lse + stage * kBlockQ + half * 64;
       const float* delta_smem = smem.delta + stage * kBlockQ + half * 64;
-      // dP^T = V dO^T, and P^T beside it
-      start_scores(dscores, smem.value(), value_rmem, smem.dout(stage), half);
+      // P^T beside dP^T; dV += P^T dO
       if (!Config::kNextScoresFirst || half > 0) {
         ptx::wgmma_wait_group<1>();
         ptx::wgmma_results(scores);
@@ -271,63 +270,67 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
                                         col0 + group * 64, col0 + group * 64 + 64)) {
         gradient.mask(scores, band);
       }
-      gradient.probabilities(scores, lse_smem, to_log2);
-
-      // dS^T, where there are registers beside the last tile's dQ; dV += P^T dO
-      uint32_t kept[2][1], probabilities[4][4], rounded[4][4];
-      gradient.draw(kept);
       if (Config::kEarlyDquery && half == 0) {
         await_scores();
         start_dquery(stage ^ 1);
-        ptx::wgmma_wait_group<1>();
+      }
+      uint32_t kept[2][1], probabilities[4][4], rounded[4][4];
+      gradient.draw(kept);
+      gradient.probabilities(scores, lse_smem, to_log2);
+      if constexpr (Config::kEarlyDvalue) {
+        round_fragments<Element>(probabilities, scores);
+        start_sum(dvalue, probabilities, smem.dout(stage), half);
+      }
+
+      // dS^T beside that; dK += dS^T Q
+      if (Config::kEarlyDquery && half == 0) {
+        ptx::wgmma_wait_group<1 + Config::kEarlyDvalue>();
       } else {
-        ptx::wgmma_wait_group<0>();
+        ptx::wgmma_wait_group<Config::kEarlyDvalue>();
       }
       ptx::wgmma_results(dscores);
       gradient.finish(scores, dscores, lse_smem, delta_smem, kept);
-      if constexpr (kGeneral) gradient.drop(scores, kept);
-      round_fragments<Element>(probabilities, scores);
-      start_sum(dvalue, probabilities, smem.dout(stage), half);
+      if constexpr (!Config::kEarlyDvalue) {
+        gradient.drop(scores, kept);
+        round_fragments<Element>(probabilities, scores);
+        start_sum(dvalue, probabilities, smem.dout(stage), half);
+      }
       round_fragments<Element>(rounded, dscores);
       if (!Config::kEarlyDquery && half == 0) {
         await_scores();
         start_dquery(stage ^ 1);
       }
-      // dK += dS^T Q, and the next half's S^T
       start_sum(dkey, rounded, smem.query(stage), half);
       store_rounded(smem.score(stage), warp_key, half, rounded);
       if (half + 1 < kHalves) {
         start_scores(scores, smem.key(), key_rmem, smem.query(stage), half + 1);
         if (half == 0) {
-          ptx::wgmma_wait_group<3>();
+          ptx::wgmma_wait_group<2>();
           stage_dquery();
         }
+        start_scores(dscores, smem.value(), value_rmem, smem.dout(stage), half + 1);
       }
     }
     ptx::fence_proxy_async_shared();
-    ring.advance();
-    if constexpr (kHalves == 1) {
-      ptx::wgmma_wait_group<1>();
-      stage_dquery();
-      ptx::wgmma_results(dvalue);
-      arrive_by_warp(smem.dout_empty(stage));
-    }
-    ptx::barrier_arrive(kScoresStored + group * 2 + parity, Config::kConsumerThreads);
-    parity ^= 1;
-    has_before = true;
 
     // The next tile's S^T; after the last tile that of a stage of old, for nothing.
+    ring.advance();
     ptx::mbarrier_wait(smem.query_full(ring.stage), ring.parity);
     tile = smem.tiles[ring.stage];
     if (tile.x >= 0) zero_padding(smem.query(ring.stage), tile.x);
     if constexpr (Config::kNextScoresFirst) {
       start_scores(scores, smem.key(), key_rmem, smem.query(ring.stage), 0);
     }
+    ptx::wgmma_wait_group<1 + Config::kNextScoresFirst>();
+    if constexpr (kHalves == 1) stage_dquery();
+    arrive_by_warp(smem.dout_empty(stage));
+    ptx::barrier_arrive(kScoresStored + group * 2 + parity, Config::kConsumerThreads);
+    parity ^= 1;
+    has_before = true;
     ptx::wgmma_wait_group<0>();
+    if constexpr (Config::kNextScoresFirst) ptx::wgmma_results(scores);
     ptx::wgmma_results(dkey);
     ptx::wgmma_results(dvalue);
-    if constexpr (Config::kNextScoresFirst) ptx::wgmma_results(scores);
-    if constexpr (kHalves > 1) arrive_by_warp(smem.dout_empty(stage));
     arrive_by_warp(smem.query_empty(stage));
   } while (tile.x >= 0);
   await_scores();

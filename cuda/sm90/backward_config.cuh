@@ -13,7 +13,7 @@
 #define JAX_FLASH_SM90_BWD_KEYS_IN_REGISTERS (kHeadDim <= 64 && !kGeneral)
 #endif
 #ifndef JAX_FLASH_SM90_BWD_NEXT_SCORES_FIRST
-#define JAX_FLASH_SM90_BWD_NEXT_SCORES_FIRST (kHeadDim <= 64)
+#define JAX_FLASH_SM90_BWD_NEXT_SCORES_FIRST (kHeadDim <= (kGeneral ? 64 : 96))
 #endif
 #ifndef JAX_FLASH_SM90_BWD_LONGEST_FIRST
 #define JAX_FLASH_SM90_BWD_LONGEST_FIRST 1
@@ -42,9 +42,10 @@ struct BackwardConfig {
   static constexpr int kStages = 2;  // of Q, dO and dS each
   // Whether K and V are also in registers, as operands of S and dP: half the bytes these read.
   static constexpr bool kKeysInRegisters = JAX_FLASH_SM90_BWD_KEYS_IN_REGISTERS;
-  // Whether the next tile's S starts before the last dK is done, and whether dS is computed beside
-  // dQ of the tile before: where there are registers for both.
-  static constexpr bool kEarlyDquery = kHeadDim <= 64;
+  // What runs side by side where there are registers for both: dS is computed beside dV, P beside
+  // dQ of the tile before, and the next tile's S starts before the last dK is done.
+  static constexpr bool kEarlyDvalue = !kGeneral;
+  static constexpr bool kEarlyDquery = kHeadDim <= (kGeneral ? 64 : 96);
   static constexpr bool kNextScoresFirst = JAX_FLASH_SM90_BWD_NEXT_SCORES_FIRST;
 
   // dQ [kBlockQ, kDqueryCols]: warpgroups divide its rows if there are 128, else its columns.

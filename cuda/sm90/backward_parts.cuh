@@ -21,6 +21,7 @@
 #include "tile/segments.cuh"
 #include "tile/smem_tile.cuh"
 #include "tile/tensor_map.cuh"
+#include "tile/wgmma_tile.cuh"
 
 namespace jax_flash::sm90 {
 
@@ -121,6 +122,22 @@ __device__ __forceinline__ int32_t turn_of(const Band& band, TurnOrder order, in
   const uint32_t ends = static_cast<uint32_t>(q_tile + 1) * range.end;  // host: fits
   const int32_t last = static_cast<int32_t>((ends + q_tiles_total - 1) / q_tiles_total) - 1;
   return kv_tile <= last ? last - kv_tile : last + range.end - kv_tile;
+}
+
+// wgmma_tile.cuh's descriptors as sums whose constant terms the compiler adds up: one addition for
+// each, where an or with the constant bits takes another instruction.
+template <typename Tile>
+__device__ __forceinline__ uint64_t summed_descriptor(const Tile& tile, uint32_t leading_bytes,
+                                                      uint32_t offset) {
+  return descriptor_layout(leading_bytes, 1024) + (offset >> 4) + ((tile.root + tile.offset) >> 4);
+}
+template <typename Tile>
+__device__ __forceinline__ uint64_t operand_k_major(const Tile& tile, int row0, int k) {
+  return summed_descriptor(tile, 16, k / 4 * Tile::kPanelBytes + row0 * 128 + k % 4 * 32);
+}
+template <typename Tile>
+__device__ __forceinline__ uint64_t operand_mn_major(const Tile& tile, int col0, int k) {
+  return summed_descriptor(tile, Tile::kPanelBytes, col0 / 64 * Tile::kPanelBytes + k * 16 * 128);
 }
 
 // A stage of a ring, and the parity of the phase of its barriers that is in use.

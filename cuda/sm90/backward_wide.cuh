@@ -57,8 +57,8 @@ __device__ __forceinline__ void start_product_k_major(float (&d)[kN / 8][4], Til
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < TileA::kCols / 16; ++k) {
-    ptx::Wgmma<Element, kN>::template ss<0, 0>(d, descriptor_k_major(a, 0, k),
-                                               descriptor_k_major(b, 0, k), k > 0);
+    ptx::Wgmma<Element, kN>::template ss<0, 0>(d, operand_k_major(a, 0, k),
+                                               operand_k_major(b, 0, k), k > 0);
   }
   ptx::wgmma_commit_group();
 }
@@ -70,7 +70,7 @@ __device__ __forceinline__ void start_product_add(float (&d)[kN / 8][4],
   ptx::wgmma_fence();
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
-    ptx::Wgmma<Element, kN>::template rs<1>(d, a[k], descriptor_mn_major(b, 0, k), 1);
+    ptx::Wgmma<Element, kN>::template rs<1>(d, a[k], operand_mn_major(b, 0, k), 1);
   }
   ptx::wgmma_commit_group();
 }
