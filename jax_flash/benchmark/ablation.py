@@ -111,6 +111,8 @@ def measure_folder(folder: pathlib.Path, arguments: argparse.Namespace) -> int:
             document["cases"].append({"name": case.name, **dataclasses.asdict(case)})
             document["results"] += rows
             print(f"\nsm_{family} {what}: {case.name}\n{format_rows(rows)}", flush=True)
+            if arguments.save:  # what is there if the run is cut off
+                report.save({**document, "interrupted": True}, arguments.save)
     print(f"\n{sentence}; ratio: time as shipped over this one's, above 1 is faster than shipped")
     return cli.finish(arguments, document, None) or int(wrong)
 
