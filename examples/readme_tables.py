@@ -33,7 +33,8 @@ def where(document: dict) -> str:
     """Device, driver, JAX and, where it is known, the commit."""
     device, versions = document["device"], document["versions"]
     isa = (document.get("native") or {}).get("instruction_set", "avx512")
-    what = device["kind"] if device["platform"] == "gpu" else f"{device['cores']} cores, {isa}"
+    on_cpu = f"{device['cores']} cores of {device['kind']}, {isa}"
+    what = device["kind"] if device["platform"] == "gpu" else on_cpu
     driver = f", driver {device['driver']}" if device.get("driver") else ""
     families = (document.get("native") or {}).get("cuda_families") if driver else None
     kernels = f", kernels for sm_{' and sm_'.join(map(str, families))}" if families else ""
