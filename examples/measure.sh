@@ -27,8 +27,10 @@ run() { # STEP ARGUMENTS...: benchmarks, and saves FOLDER/STEP_NAME.json
 step_cpu() {
   case $1 in
     speed) run speed --cases cpu cpu-layer --warmup 2 --calls 30 --seconds 30 ;;
-    sweeps) run sweeps --cases cpu-length cpu-features --passes forward both --warmup 1 \
-      --calls 10 --seconds 5 --plot "$folder/plots_cpu" ;;
+    length) run length --cases cpu-length --passes forward both --warmup 1 --calls 10 \
+      --seconds 5 --plot "$folder/plots_cpu" ;;
+    features) run features --cases cpu-features --passes forward both --warmup 3 --calls 50 \
+      --contenders jax_flash ;;
     host) run host host ;;
   esac
 }
@@ -49,7 +51,8 @@ step_gpu() {
     length) run length --cases length --only '128) bfloat16 causal' "${plain[@]}" \
       --contenders jax_flash 'jax.nn cudnn' 'FlashAttention-2 (torch)' \
       --plot "$folder/plots_length_$name" ;;
-    sweeps) run sweeps --cases features segments "${plain[@]}" \
+    features) run features --cases features "${plain[@]}" --contenders jax_flash 'jax.nn cudnn' ;;
+    sweeps) run sweeps --cases segments window heads head-dim batch "${plain[@]}" \
       --contenders jax_flash 'jax.nn cudnn' ;;
     host) run host host --calls 8 ;;
     profile) run profile profile --shape 4 4096 16 128 --mask full ;;
@@ -59,10 +62,10 @@ step_gpu() {
 }
 
 if [ "$name" = cpu ]; then
-  [ $# -gt 0 ] || set -- speed sweeps host
+  [ $# -gt 0 ] || set -- speed length features host
   for step in "$@"; do step_cpu "$step"; done
 else
-  [ $# -gt 0 ] || set -- speed families earlier sustained length sweeps host profile ${VARIANTS:+ablation}
+  [ $# -gt 0 ] || set -- speed families earlier sustained length features sweeps host profile ${VARIANTS:+ablation}
   for step in "$@"; do step_gpu "$step"; done
 fi
 exit $status

@@ -107,6 +107,8 @@ def contest(document: dict, group: str, unit: str) -> str:
         best = min(right, key=lambda r: r["time"]["median_s"])["contender"]
         cells = [cell(found.get(name), unit) for name in names]
         cells = [f"**{c}**" if n == best else c for n, c in zip(names, cells, strict=True)]
+        noisy = [n in found and found[n].get("time", {}).get("noisy") for n in names]
+        cells = [c + "!" * bool(flag) for c, flag in zip(cells, noisy, strict=True)]
         lines.append([case, what, *cells, over(found.get("jax_flash"))])
     return table(["(B,T,N,H)", f"pass, {unit}", *names, "over best peer"], lines)
 
@@ -120,24 +122,21 @@ def over(row: dict[str, Any] | None) -> str:
 
 
 def features(document: dict) -> str:
-    """What each feature costs over the plain case, per pass."""
-    rows = [
-        row
-        for row in document["results"]
-        if row["group"].endswith("features") and row["contender"] == "jax_flash" and "time" in row
-    ]
+    """What each feature costs over the plain call, which took turns with it, per pass."""
+    rows = [row for row in document["results"]
+            if row["group"].endswith("features") and row["contender"] == "jax_flash"]  # fmt: skip
     passes = list(dict.fromkeys(row["pass"] for row in rows))
-    times = {(r["case"], r["pass"]): r["time"]["median_s"] for r in rows}
-    cases = list(dict.fromkeys(row["case"] for row in rows))
     lines = []
-    for case in cases:
+    for case in dict.fromkeys(row["case"] for row in rows):
+        found = {row["pass"]: row for row in rows if row["case"] == case and "time" in row}
         cells = []
         for what in passes:
-            seconds, plain = times.get((case, what)), times.get((cases[0], what))
-            cells.append("-" if seconds is None else
-                         f"{1e3 * seconds:.2f} ({seconds / plain:.2f}x)")  # fmt: skip
+            cells.append(cell(found.get(what), "ms"))
+            over = found.get(what, {}).get("over_plain")
+            low, high = over["interval"] if over else (0, 0)
+            cells.append(f"{over['ratio']:.2f} [{low:.2f}, {high:.2f}]" if over else "-")
         lines.append([case, *cells])
-    return table(["case", *(f"{what}, ms" for what in passes)], lines)
+    return table(["case", *(x for what in passes for x in (f"{what}, ms", "over plain"))], lines)
 
 
 def host(document: dict) -> str:
@@ -205,7 +204,7 @@ _SECTIONS: dict[str, tuple[str, Any]] = {
     "speed": ("One call, and a layer", _GROUPS),
     "families": ("The kernels for Ampere, on the same GPU", [("targets", "TFLOP/s")]),
     "earlier": ("Small calls, inputs not in the cache", [("earlier", "us")]),
-    "sweeps": ("What each feature costs", features),
+    "features": ("What each feature costs", features),
     "sustained": ("Without pauses", sustained),
     "profile": ("Where the time goes", profile),
     "ablation": ("Ablation, kernels for sm_80", ablation),
@@ -235,9 +234,9 @@ def measured() -> str:
     parts = [
         "Written by `python examples/readme_tables.py` from `examples/results/`, which "
         "`examples/measure.sh` makes. Medians of calls made in turn in one process, on GPUs of "
-        "kernel times by CUPTI; fastest in bold. Over best peer: its time over jax_flash's, with "
-        "a 95% interval. Every figure's error against float64, interval and deviation are in the "
-        "JSON files; plots lie beside them.",
+        "kernel times by CUPTI; fastest in bold, ! where the standard deviation is above 2%. Over "
+        "best peer: its time over jax_flash's, with a 95% interval. Every figure's error against "
+        "float64, interval and deviation are in the JSON files; plots lie beside them.",
         "**LLaMA blocks**, two of them with embedding and output layer, "
         + llama(["llama_cpu.json", "llama_h200_7b.json", "llama_h200_8b.json"]),
     ]

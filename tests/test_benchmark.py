@@ -162,6 +162,16 @@ def test_who_is_wrong_is_nobodys_best_peer():
     assert "none: does not want to" in text
 
 
+def test_features_take_turns_with_the_plain_call():
+    settings = speed.Settings(timing.WallTimer(), warmup=0, calls=2, passes=("forward",))
+    plain = tiny(group="tiny-features")
+    cases = [plain, dataclasses.replace(plain, feature="soft_cap")]
+    found = [rows[0] for rows in speed.measure_cases(cases, [_FLASH], settings)]
+    assert ["over_plain" in row for row in found] == [False, True]
+    assert not any(row["wrong"] for row in found)
+    assert found[1]["over_plain"]["ratio"] > 0
+
+
 def test_who_takes_long_to_compile_is_left_out_of_later_cases():
     cases = [tiny(q_len=8 * n) for n in (1, 2, 3)]
     xla = JaxContender("jax.nn xla", lambda case: jax.nn.dot_product_attention)

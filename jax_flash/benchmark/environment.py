@@ -47,6 +47,7 @@ def environment(device: jax.Device, commit: str | None = None) -> dict[str, Any]
         },
         "clocks": clocks() if on_gpu else None,
         "system": platform.platform(),
+        "load": os.getloadavg()[0] if hasattr(os, "getloadavg") else None,  # of others, at start
         "versions": versions,
         "native": _native(),
         "commit": commit or _commit(),

@@ -25,6 +25,7 @@ from jax_flash.benchmark.contenders import (
 from jax_flash.benchmark.environment import cache_bytes
 
 MAX_SETS = 64  # of inputs that are rotated
+_OWN, _PLAIN = "jax_flash", "plain"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,6 +96,7 @@ def measure_case(
         truth = truth.result()
     if setup is not None:
         setup.update(taken)
+    plain = _prepare_plain(case, contenders, inputs)
     # All passes take turns, too: starting the profiler takes longer than most of what it times.
     rows: dict[tuple[str, str], dict[str, Any]] = {}
     runs: dict[tuple[str, str], timing.Run] = {}
@@ -105,6 +107,8 @@ def measure_case(
             }  # fmt: skip
             if (call := _checked(case, what, one, truth, row)) is not None:
                 runs[name, what] = call
+        if plain is not None and what in plain.calls and (_OWN, what) in runs:
+            runs[_PLAIN, what] = lambda i, what=what: plain.wait(plain.calls[what](i))
     times = timing.measure(
         runs,
         settings.timer,
@@ -112,6 +116,7 @@ def measure_case(
         calls=settings.calls,
         seconds=settings.seconds,
     )
+    beside = {what: times.pop((_PLAIN, what), {}) for what in case.passes}
     for (name, what), taken in times.items():
         row, one = rows[name, what], prepared[name]
         row["source"] = source = settings.timer.source if settings.timer.source in taken else "wall"
@@ -120,6 +125,8 @@ def measure_case(
         if source != "wall":
             row["wall"] = stats.summarise(taken["wall"])
         row |= rates(case, what, row["time"]["median_s"])
+        if name == _OWN and source in beside[what]:
+            row["over_plain"] = stats.compare(beside[what][source], taken[source])
         if settings.sustained and isinstance(settings.timer, timing.CuptiTimer):
             row["sustained"] = _sustained(case, what, one, row, settings)
     for what in case.passes:
@@ -128,6 +135,15 @@ def measure_case(
             {name: taken for (name, of), taken in times.items() if of == what},
         )
     return list(rows.values())
+
+
+def _prepare_plain(case: Case, contenders, inputs) -> Prepared | None:
+    """In a table of features: the call without any, to be measured beside the one with it."""
+    own = [contender for contender in contenders if contender.name == _OWN]
+    plain = dataclasses.replace(case, is_causal=False, window=None, segments=0, feature="")
+    if not own or not case.group.endswith("features") or plain == case:
+        return None
+    return own[0].prepare(plain, inputs, {})
 
 
 def _checked(case, what: str, one: Prepared | str, truth, row) -> timing.Run | None:
