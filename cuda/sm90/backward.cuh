@@ -8,10 +8,10 @@
 //     dQ is added to float32 sums in global memory, by bulk copies from shared memory
 //
 // Warp roles. Warp 0 starts copies (TMA) of K, V and, tile by tile, of Q with lse and of dO with
-// delta. Warp 1 adds dQ to the sums; in deterministic runs it also waits for the block's turn,
-// which the others then need not. Two consumer warpgroups own 64 keys each. They start products
-// such that exponentials run beside dP, dS beside dV, and what stores dQ beside dK and the next
-// tile's S.
+// delta. Warps 1 and 2 add dQ to the sums; in deterministic runs they also wait for the block's
+// turn, which the others then need not. Two consumer warpgroups own 64 keys each. They start
+// products such that exponentials run beside dP, dS beside dV, and what stores dQ beside dK and the
+// next tile's S.
 //
 // Shared memory: K, V; two stages each of Q, dO (with barriers full, empty) and dS^T; dQ on its
 // way out, in the accumulators' fragment order; lse and delta of two tiles. Two stages of dS^T
@@ -47,75 +47,6 @@
 #include "tile/wgmma_tile.cuh"
 
 namespace jax_flash::sm90 {
-
-// Named barriers: of one consumer with the other, which says that its dS^T is stored, in turn of
-// two; of each consumer; of each with the warp that adds even tiles of dQ, and with that for odd
-// tiles; of both consumers.
-enum BackwardBarrier : int {
-  kScoresStored = 1,
-  kZeroed = 5,
-  kDqueryFull = 7,
-  kDqueryEmpty = 11,
-  kConsumers = 15
-};
-
-// By two warps, which take every other tile: one can wait for its sums to be complete, as turns
-// demand, while the other starts the next. `parity` tells them apart.
-template <typename Config>
-__device__ __forceinline__ void add_dquery(const Backward& params,
-                                           const BackwardWorkspace& workspace, TurnOrder order,
-                                           const BackwardSmem<Config>& smem,
-                                           const BackwardBlock& block, int parity) {
-  constexpr int kPair = 128 + 32;  // threads at a barrier with one consumer
-  constexpr int kGroups = Config::kConsumers;
-  const bool leader = threadIdx.x % 32 == 0;
-  const QueryTileWalk& walk = block.walk;
-  if (parity == 0 && !walk.done(walk.begin())) {
-    for (int group = 0; group < kGroups; ++group) {
-      ptx::barrier_arrive(kDqueryEmpty + group, kPair);
-    }
-  }
-  ptx::griddepcontrol_wait();  // for the zeros
-  int next_parity = 0;
-  for (QueryTileCursor next = walk.begin(); !walk.done(next);) {
-    const QueryTileCursor at = next;
-    walk.advance<Config::kBlockQ>(next);
-    next_parity ^= 1;
-    if (next_parity == parity) continue;
-    const int32_t row0 = at.tile * Config::kBlockQ;
-    const int64_t batch_head = block.batch_head(params.shape, at.head);
-    float* sums = workspace.dquery + (batch_head * workspace.rows + row0) * Config::kDqueryCols;
-    int32_t* turns = workspace.turns + batch_head * (workspace.rows / kEdgeRows) + at.tile;
-    int32_t mine = 0;
-    if (order != TurnOrder::kNone && leader) {
-      mine = turn_of<Config::kBlockKv>(block.band, order, block.kv_tile, at.tile, walk.range.end,
-                                       row0, row0 + Config::kBlockQ);
-    }
-    for (int group = 0; group < kGroups; ++group) {
-      ptx::barrier_sync(kDqueryFull + group + kGroups * parity, kPair);
-      if (leader) {
-        if (order != TurnOrder::kNone && group == 0) {
-          while (ptx::ld_acquire(turns) != mine) {
-          }
-          ptx::fence_proxy_async_global();
-        }
-        ptx::cp_reduce_async_bulk_add_f32(sums + group * (Config::kStagingBytes / 4),
-                                          smem.staging(group), Config::kStagingBytes);
-        ptx::cp_async_bulk_commit_group();
-        ptx::cp_async_bulk_wait_group_read<0>();
-      }
-      __syncwarp();
-      if (!walk.done(next))
-        ptx::barrier_arrive(kDqueryEmpty + group + kGroups * next_parity, kPair);
-    }
-    if (order != TurnOrder::kNone && leader) {
-      ptx::cp_async_bulk_wait_group<0>();
-      ptx::fence_proxy_async_global();
-      ptx::st_release(turns, mine + 1);
-    }
-  }
-  if (leader) ptx::cp_async_bulk_wait_group<0>();
-}
 
 template <typename Config, typename Element, bool kGeneral>
 __device__ __forceinline__ void consume_tiles(const Backward& params,
@@ -169,8 +100,9 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
   }
   // The rows of a tile that has arrived, from the end of the sequence on, become zeros. The copy
   // engine sees to those that are no part of the operand.
+  const bool has_padding = kGeneral || band.q_len < shape.q_len;
   const auto zero_padding = [&](const typename Config::QueryTile& rows_smem, int32_t row0) {
-    if (row0 + kBlockQ > band.q_len && band.q_len < shape.q_len) {
+    if (has_padding && row0 + kBlockQ > band.q_len) {
       zero_rows(rows_smem, 0, band.q_len - row0, kZeroed + group);
     }
   };
@@ -218,11 +150,10 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
   }
   // dQ of the tile before: its dS^T is in the other stage. Before the first tile it is computed
   // of what is there, for nothing: a branch around it would make the compiler wait.
-  int parity = 0;
   bool has_before = false;
-  const auto await_scores = [&] {
+  const auto await_scores = [&](uint32_t stage) {
     if (has_before) {
-      ptx::barrier_sync(kScoresStored + (group ^ 1) * 2 + (parity ^ 1), Config::kConsumerThreads);
+      ptx::barrier_sync(kScoresStored + (group ^ 1) * 2 + stage, Config::kConsumerThreads);
     }
   };
   const auto start_dquery = [&](uint32_t stage) {
@@ -235,16 +166,20 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
     }
     ptx::wgmma_commit_group();
   };
-  const auto stage_dquery = [&] {
+  const auto stage_dquery = [&](uint32_t stage, uint32_t empty_parity) {
     ptx::wgmma_results(dquery);
     if (!has_before) return;
-    const int pair = group + Config::kConsumers * (parity ^ 1);
-    ptx::barrier_sync(kDqueryEmpty + pair, 128 + 32);
-    stage_accumulators(smem.staging(group), dquery);
+    ptx::mbarrier_wait(smem.dquery_empty(group, stage), empty_parity);
+    stage_accumulators(smem.staging(group * 2 + stage), dquery);
     ptx::fence_proxy_async_shared();
-    ptx::barrier_arrive(kDqueryFull + pair, 128 + 32);
+    ptx::barrier_arrive(kDqueryFull + group * 2 + stage, 128 + 32);
   };
 
+  // Consumers take turns in computing, so that one's products run beside the other's exponentials.
+  if (Config::kAlternates && group == 1) {
+    ptx::barrier_arrive(kMayCompute, Config::kConsumerThreads);
+  }
+  const bool has_masks = !is_rectangle(band) || col0 + kBlockKv > band.kv_len;
   do {
     const int32_t row0 = tile.x;
     const uint32_t stage = ring.stage;
@@ -266,20 +201,27 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
         ptx::wgmma_results(scores);
       }
       if constexpr (kGeneral) mark_bad_key_rows<kBlockKv>(scores, bad_keys_smem, warp_key);
-      if (kGeneral || !band.all_allowed(row0 + half * 64, min(row0 + half * 64 + 64, band.q_len),
-                                        col0 + group * 64, col0 + group * 64 + 64)) {
+      if (kGeneral ||
+          (has_masks && !band.all_allowed(row0 + half * 64, min(row0 + half * 64 + 64, band.q_len),
+                                          col0 + group * 64, col0 + group * 64 + 64))) {
         gradient.mask(scores, band);
       }
       if (Config::kEarlyDquery && half == 0) {
-        await_scores();
+        await_scores(stage ^ 1);
         start_dquery(stage ^ 1);
       }
       uint32_t kept[2][1], probabilities[4][4], rounded[4][4];
       gradient.draw(kept);
+      if constexpr (Config::kAlternates) {
+        ptx::barrier_sync(kMayCompute + group, Config::kConsumerThreads);
+      }
       gradient.probabilities(scores, lse_smem, to_log2);
       if constexpr (Config::kEarlyDvalue) {
         round_fragments<Element>(probabilities, scores);
         start_sum(dvalue, probabilities, smem.dout(stage), half);
+      }
+      if constexpr (Config::kAlternates) {
+        ptx::barrier_arrive(kMayCompute + (group ^ 1), Config::kConsumerThreads);
       }
 
       // dS^T beside that; dK += dS^T Q
@@ -297,7 +239,7 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
       }
       round_fragments<Element>(rounded, dscores);
       if (!Config::kEarlyDquery && half == 0) {
-        await_scores();
+        await_scores(stage ^ 1);
         start_dquery(stage ^ 1);
       }
       start_sum(dkey, rounded, smem.query(stage), half);
@@ -306,7 +248,7 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
         start_scores(scores, smem.key(), key_rmem, smem.query(stage), half + 1);
         if (half == 0) {
           ptx::wgmma_wait_group<2>();
-          stage_dquery();
+          stage_dquery(stage ^ 1, ring.parity ^ stage);
         }
         start_scores(dscores, smem.value(), value_rmem, smem.dout(stage), half + 1);
       }
@@ -322,10 +264,9 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
       start_scores(scores, smem.key(), key_rmem, smem.query(ring.stage), 0);
     }
     ptx::wgmma_wait_group<1 + Config::kNextScoresFirst>();
-    if constexpr (kHalves == 1) stage_dquery();
+    if constexpr (kHalves == 1) stage_dquery(ring.stage, ring.parity);
     arrive_by_warp(smem.dout_empty(stage));
-    ptx::barrier_arrive(kScoresStored + group * 2 + parity, Config::kConsumerThreads);
-    parity ^= 1;
+    ptx::barrier_arrive(kScoresStored + group * 2 + stage, Config::kConsumerThreads);
     has_before = true;
     ptx::wgmma_wait_group<0>();
     if constexpr (Config::kNextScoresFirst) ptx::wgmma_results(scores);
@@ -333,10 +274,13 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
     ptx::wgmma_results(dvalue);
     arrive_by_warp(smem.query_empty(stage));
   } while (tile.x >= 0);
-  await_scores();
+  if (Config::kAlternates && group == 0) {  // the other's last
+    ptx::barrier_sync(kMayCompute, Config::kConsumerThreads);
+  }
+  await_scores(ring.stage ^ 1);
   start_dquery(ring.stage ^ 1);
   ptx::wgmma_wait_group<0>();
-  stage_dquery();
+  stage_dquery(ring.stage ^ 1, ring.parity ^ ring.stage);
   write_key_gradients();
 }
 

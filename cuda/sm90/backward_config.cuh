@@ -42,10 +42,12 @@ struct BackwardConfig {
   static constexpr int kStages = 2;  // of Q, dO and dS each
   // Whether K and V are also in registers, as operands of S and dP: half the bytes these read.
   static constexpr bool kKeysInRegisters = JAX_FLASH_SM90_BWD_KEYS_IN_REGISTERS;
+  // Whether consumers compute exponentials one after the other.
+  static constexpr bool kAlternates = kHeadDim <= 64 && !kGeneral;
   // What runs side by side where there are registers for both: dS is computed beside dV, P beside
   // dQ of the tile before, and the next tile's S starts before the last dK is done.
   static constexpr bool kEarlyDvalue = !kGeneral;
-  static constexpr bool kEarlyDquery = kHeadDim <= (kGeneral ? 64 : 96);
+  static constexpr bool kEarlyDquery = kHeadDim <= (kGeneral ? 64 : 96) && !kAlternates;
   static constexpr bool kNextScoresFirst = JAX_FLASH_SM90_BWD_NEXT_SCORES_FIRST;
 
   // dQ [kBlockQ, kDqueryCols]: warpgroups divide its rows if there are 128, else its columns.
@@ -59,13 +61,14 @@ struct BackwardConfig {
   using KeyTile = SmemTile<kBlockKv, kHeadDim>;
   using ScoreTile = SmemTile<kBlockKv, kBlockQ>;  // dS^T
 
-  // Shared memory: K, V, kStages times Q, dO and dS^T, dQ's staging.
+  // Shared memory: K, V, kStages times Q, dO and dS^T, two stages of dQ of each consumer.
   static constexpr int kValueOffset = KeyTile::kBytes;
   static constexpr int kQueryOffset = kValueOffset + KeyTile::kBytes;
   static constexpr int kOutOffset = kQueryOffset + kStages * QueryTile::kBytes;
   static constexpr int kScoreOffset = kOutOffset + kStages * QueryTile::kBytes;
   static constexpr int kStagingOffset = kScoreOffset + kStages * ScoreTile::kBytes;
-  static constexpr int kSmemBytes = kStagingOffset + kConsumers * kStagingBytes;
+  static constexpr int kSmemBytes = kStagingOffset + 2 * kConsumers * kStagingBytes;
+  static constexpr int kStagingArrivals = 1;
   static constexpr int kStaticSmemBytes = 3072;  // row statistics, barriers, alignment, at most
   static_assert(kSmemBytes + kStaticSmemBytes <= kBackwardSmemLimit);
 };
@@ -93,6 +96,7 @@ struct WideKeyConfig {
   static constexpr int kStagingOffset = kOutOffset + kStages * QueryTile::kBytes;
   static constexpr int kStagingBytes = kBlockQ * kBlockKv * 4;
   static constexpr int kSmemBytes = kStagingOffset + kStages * kStagingBytes;
+  static constexpr int kStagingArrivals = 4;     // warps
   static constexpr int kStaticSmemBytes = 2048;  // row statistics, barriers, at most
   static_assert(kSmemBytes + kStaticSmemBytes <= kBackwardSmemLimit);
   using ScoreTile = KeyTile;
@@ -107,7 +111,7 @@ struct WideQueryConfig {
   static constexpr int kConsumerThreads = 128 * kConsumers;
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   static constexpr int kBlockQ = 64 * kConsumers, kBlockKv = 64;
-  static constexpr int kKeyStages = 2, kValueStages = kHeadDim > 192 ? 1 : 2;
+  static constexpr int kKeyStages = kHeadDim > 192 ? 2 : 3, kValueStages = kHeadDim > 192 ? 1 : 2;
 
   using QueryTile = SmemTile<kBlockQ, kHeadDim>;
   using KeyTile = SmemTile<kBlockKv, kHeadDim>;

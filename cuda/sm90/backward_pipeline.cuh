@@ -1,5 +1,5 @@
-// How query tiles reach the consumers of a backward kernel whose block owns keys: what the block
-// works on, its shared memory, and the warp that starts the copies.
+// How query tiles reach the consumers of a backward kernel whose block owns keys, and dQ leaves
+// them: what the block works on, its shared memory, and the warps that start the copies.
 #pragma once
 
 #include <cstdint>
@@ -49,6 +49,11 @@ struct BackwardSmem {
   __device__ __forceinline__ uint32_t dout_full(uint32_t stage) const { return at(2, stage); }
   __device__ __forceinline__ uint32_t dout_empty(uint32_t stage) const { return at(3, stage); }
 
+  // Of dQ on its way out, of which a consumer has two stages: the other kernel has no barriers like
+  // that, but the following.
+  __device__ __forceinline__ uint32_t dquery_empty(int group, uint32_t stage) const {
+    return at(4 + group, stage);
+  }
   // Of P^T on its way from one consumer to the other, in the kernel that has it.
   __device__ __forceinline__ uint32_t staging_full(uint32_t stage) const { return at(4, stage); }
   __device__ __forceinline__ uint32_t staging_empty(uint32_t stage) const { return at(5, stage); }
@@ -62,8 +67,8 @@ struct BackwardSmem {
       ptx::mbarrier_init(query_empty(stage), Config::kConsumers * 4);
       ptx::mbarrier_init(dout_full(stage), 1);
       ptx::mbarrier_init(dout_empty(stage), Config::kConsumers * 4);
-      ptx::mbarrier_init(staging_full(stage), 4);
-      ptx::mbarrier_init(staging_empty(stage), 4);
+      ptx::mbarrier_init(staging_full(stage), Config::kStagingArrivals);
+      ptx::mbarrier_init(staging_empty(stage), Config::kStagingArrivals);
     }
     ptx::fence_mbarrier_init();
   }
@@ -160,6 +165,65 @@ __device__ __forceinline__ void load_tiles(const Backward& params, const Backwar
     smem.tiles[ring.stage] = {-1, 0};
     ptx::mbarrier_arrive(smem.query_full(ring.stage));
   }
+}
+
+// Named barriers: of one consumer with the other, which says that its dS^T is stored, in turn of
+// two; of each consumer; of each with the warp that adds its dQ, in turn of two; of both consumers;
+// of one with the other, which lets it compute.
+enum BackwardBarrier : int {
+  kScoresStored = 1,
+  kZeroed = 5,
+  kDqueryFull = 7,
+  kConsumers = 11,
+  kMayCompute = 12
+};
+
+// By a warp for each consumer, so that neither waits for the other's dQ; nor for the turns of its
+// own, of which there are two for a tile.
+template <typename Config>
+__device__ __forceinline__ void add_dquery(const Backward& params,
+                                           const BackwardWorkspace& workspace, TurnOrder order,
+                                           const BackwardSmem<Config>& smem,
+                                           const BackwardBlock& block, int group) {
+  const bool leader = threadIdx.x % 32 == 0;
+  const QueryTileWalk& walk = block.walk;
+  ptx::griddepcontrol_wait();  // for the zeros
+  int half = 0, count = 0;
+  for (QueryTileCursor at = walk.begin(); !walk.done(at); walk.advance<Config::kBlockQ>(at)) {
+    const int32_t row0 = at.tile * Config::kBlockQ;
+    const int64_t batch_head = block.batch_head(params.shape, at.head);
+    float* sums = workspace.dquery + (batch_head * workspace.rows + row0) * Config::kDqueryCols +
+                  group * (Config::kStagingBytes / 4);
+    int32_t* turns = workspace.turns + batch_head * (workspace.rows / kEdgeRows) +
+                     at.tile * Config::kConsumers + group;
+    int32_t mine = 0;
+    if (order != TurnOrder::kNone && leader) {
+      mine = turn_of<Config::kBlockKv>(block.band, order, block.kv_tile, at.tile, walk.range.end,
+                                       row0, row0 + Config::kBlockQ);
+    }
+    ptx::barrier_sync(kDqueryFull + group * 2 + half, 128 + 32);
+    if (leader) {
+      if (order != TurnOrder::kNone) {
+        while (ptx::ld_acquire(turns) != mine) {
+        }
+        ptx::fence_proxy_async_global();
+      }
+      ptx::cp_reduce_async_bulk_add_f32(sums, smem.staging(group * 2 + half),
+                                        Config::kStagingBytes);
+      ptx::cp_async_bulk_commit_group();
+      ptx::cp_async_bulk_wait_group_read<1>();
+      if (count > 0) ptx::mbarrier_arrive(smem.dquery_empty(group, half ^ 1));
+      if (order != TurnOrder::kNone) {
+        ptx::cp_async_bulk_wait_group<0>();
+        ptx::fence_proxy_async_global();
+        ptx::st_release(turns, mine + 1);
+      }
+    }
+    __syncwarp();
+    half ^= 1;
+    count = 1;
+  }
+  if (leader) ptx::cp_async_bulk_wait_group<0>();
 }
 
 }  // namespace jax_flash::sm90

@@ -8,8 +8,10 @@
 //   backward_wide_query_kernel   for each key tile, 64 keys; a warpgroup owns 64 rows:
 //     S = Q K^T,  dP = dO V^T,  P = ...,  dS = ...,  dQ += dS K
 //
-// A warpgroup starts the next tile's S or dP before the product that adds to its accumulators,
-// and computes exponentials or dS beside that. Warp 0 starts the copies. Blocks of the second
+// A warpgroup starts the next tile's S or dP right after the product that adds to its accumulators:
+// its part of a tile's stage then is free while the former runs, which hides the copy that comes
+// there. Exponentials and dS run beside the other warpgroup's products. Warp 0 starts the copies.
+// Blocks of the second
 // kernel start where those of the first leave multiprocessors idle, and wait for none of them: what
 // both read is complete when the last of the first kernel has found it so, and let them start.
 //
@@ -160,7 +162,10 @@ __device__ __forceinline__ void consume_wide_tiles(const Backward& params,
   do {
     round_fragments<Element>(rounded, products);
     const Ring<Config::kStages> at = ring;
-    const int32_t row0 = tile.x;
+    // dV += P^T dO or dK += dS^T Q
+    if (kScores) ptx::mbarrier_wait(smem.dout_full(at.stage), at.parity);
+    zero_padding(far(at.stage), tile.x);
+    start_product_add<Element, Config::kHeadDim>(sum, rounded, far(at.stage));
     // The next tile's S^T or dP^T; after the last tile that of a stage of old, for nothing.
     ring.advance();
     ptx::mbarrier_wait(smem.query_full(ring.stage), ring.parity);
@@ -170,17 +175,13 @@ __device__ __forceinline__ void consume_wide_tiles(const Backward& params,
       zero_padding(near(ring.stage), tile.x);
     }
     start_product_k_major<Element, Config::kBlockQ>(products, own, near(ring.stage));
-    // dV += P^T dO or dK += dS^T Q
-    if (kScores) ptx::mbarrier_wait(smem.dout_full(at.stage), at.parity);
-    zero_padding(far(at.stage), row0);
-    start_product_add<Element, Config::kHeadDim>(sum, rounded, far(at.stage));
     ptx::wgmma_wait_group<1>();
-    ptx::wgmma_results(products);
-    if (tile.x >= 0) refine(products, ring, tile, kept);
-    ptx::wgmma_wait_group<0>();
     ptx::wgmma_results(sum);
     arrive_by_warp(smem.query_empty(at.stage));
     arrive_by_warp(smem.dout_empty(at.stage));
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_results(products);
+    if (tile.x >= 0) refine(products, ring, tile, kept);
   } while (tile.x >= 0);
   write_gradient();
 }
@@ -419,6 +420,7 @@ __device__ __forceinline__ void consume_key_tiles(const Backward& params,
     do {
       round_fragments<Element>(rounded, dscores[0]);
       const uint32_t stage = key_ring.stage;
+      start_product_add<Element, Config::kHeadDim>(dquery, rounded, smem.key(stage));
       key_ring.advance();
       ptx::mbarrier_wait(smem.key_full(key_ring.stage), key_ring.parity);
       col0 = smem.tiles[key_ring.stage];
@@ -426,15 +428,14 @@ __device__ __forceinline__ void consume_key_tiles(const Backward& params,
       if (col0 >= 0) prepare_key(key_ring.stage, col0);
       start_product_k_major<Element, Config::kBlockKv>(
           scores[0], rows_from(smem.query(), group * 64), smem.key(key_ring.stage));
-      start_product_add<Element, Config::kHeadDim>(dquery, rounded, smem.key(stage));
       if (col0 >= 0) await_value(col0);
       start_dscores();
       ptx::wgmma_wait_group<2>();
-      ptx::wgmma_results(scores[0]);
-      if (col0 >= 0) soften(key_ring.stage, col0);
-      ptx::wgmma_wait_group<1>();
       ptx::wgmma_results(dquery);
       arrive_by_warp(smem.key_empty(stage));
+      ptx::wgmma_wait_group<1>();
+      ptx::wgmma_results(scores[0]);
+      if (col0 >= 0) soften(key_ring.stage, col0);
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_results(dscores[0]);
       if (col0 >= 0) finish(col0);
