@@ -15,6 +15,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jax_flash.reference import batch_shape
 from jax_flash.sequence import SequenceSharding
 from jax_flash.spec import OPERAND_AXES, AttentionSpec
 
@@ -83,7 +84,7 @@ def one_key_chunk_at_a_time(run: Run) -> Run:
     """
 
     def run_in_turn(block: Operands) -> Operands:
-        *batch, _, chunks = block["key"].shape[:-3]
+        *batch, _, chunks = batch_shape(block)
         if chunks == 1 or math.prod(batch) == 1:
             return run(block)
         axis = len(batch) + 1
