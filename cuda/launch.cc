@@ -77,10 +77,16 @@ Status compute_capability(int32_t& capability) {
                           cudaGetErrorString(error));
 }
 
-// Whether the copy engine can fetch the operands' tiles: the sm_90 family has no other way.
-bool fits_copy_engine(const Shape& shape, const std::initializer_list<const Operand*>& operands) {
-  return std::all_of(operands.begin(), operands.end(),
-                     [&](const Operand* operand) { return fits_tensor_map(shape, *operand); });
+// Whether the copy engine can fetch tiles of the operands, of which the first ones have query rows
+// and the others keys: the sm_90 family has no other way.
+bool fits_copy_engine(const Shape& shape, const std::initializer_list<const Operand*>& queries,
+                      const std::initializer_list<const Operand*>& keys) {
+  const auto all_fit = [&](const auto& operands, int64_t rows) {
+    return std::all_of(operands.begin(), operands.end(), [&](const Operand* operand) {
+      return fits_tensor_map(shape, *operand, rows);
+    });
+  };
+  return all_fit(queries, shape.q_len) && all_fit(keys, shape.kv_len);
 }
 
 // `fits_90`: whether the sm_90 family takes the operands as they lie.
@@ -126,7 +132,7 @@ Status launch(const Table& table, const Params& params, int family, bool fits_90
 
 Status forward(const Forward& params, int family, cudaStream_t stream) {
   if (Status status = check_call(params); !status.ok()) return status;
-  const bool fits = fits_copy_engine(params.shape, {&params.query, &params.key, &params.value});
+  const bool fits = fits_copy_engine(params.shape, {&params.query}, {&params.key, &params.value});
   return launch(kForwardInstances, params, family, fits, stream);
 }
 
@@ -138,8 +144,8 @@ Status backward(const Backward& params, int family, cudaStream_t stream) {
                                       {"dvalue", params.dvalue}}) {
     if (Status status = check_operand(name, params.shape, operand); !status.ok()) return status;
   }
-  const bool fits = fits_copy_engine(
-      params.shape, {&params.query, &params.key, &params.value, &params.out, &params.dout});
+  const bool fits = fits_copy_engine(params.shape, {&params.query, &params.out, &params.dout},
+                                     {&params.key, &params.value});
   return launch(kBackwardInstances, params, family, fits, stream);
 }
 

@@ -43,4 +43,21 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier_smem, uint32_t pa
       : "memory");
 }
 
+// The same for a thread that has nothing else to do, and may sleep: it looks less often, which
+// would take issue slots from others.
+__device__ __forceinline__ void mbarrier_wait_asleep(uint32_t barrier_smem, uint32_t parity) {
+  constexpr uint32_t kNanoseconds = 10'000'000;  // at most, before it looks again
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, %2;\n"
+      "@done bra finished;\n"
+      "bra again;\n"
+      "finished:\n"
+      "}" ::"r"(barrier_smem),
+      "r"(parity), "r"(kNanoseconds)
+      : "memory");
+}
+
 }  // namespace jax_flash::ptx

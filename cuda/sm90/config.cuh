@@ -12,6 +12,12 @@
 #ifndef JAX_FLASH_SM90_STAGES
 #define JAX_FLASH_SM90_STAGES 4
 #endif
+#ifndef JAX_FLASH_SM90_OUT_PARTS_64
+#define JAX_FLASH_SM90_OUT_PARTS_64 2
+#endif
+#ifndef JAX_FLASH_SM90_OUT_PARTS
+#define JAX_FLASH_SM90_OUT_PARTS 1
+#endif
 #ifndef JAX_FLASH_SM90_QUERY_STAGES
 #define JAX_FLASH_SM90_QUERY_STAGES 2
 #endif
@@ -62,7 +68,7 @@
 namespace jax_flash::sm90 {
 
 inline constexpr int kSmemLimit = 227 * 1024;
-inline constexpr int kStaticSmemBytes = 1024;  // barriers, at most
+inline constexpr int kStaticSmemBytes = 2048;  // barriers, work, at most
 // Of a thread's probabilities in a row of a tile, relative to the row's reference: safe in float16.
 inline constexpr float kOptimisticLimit = 1024.0f;
 inline constexpr int kWarpgroup = 128;  // threads
@@ -78,25 +84,29 @@ struct ForwardConfig {
   static constexpr int kConsumers = kConsumerGroups;
   static constexpr bool kSplitKeys = kSplit;
   static constexpr int kBlockQ = kSplitKeys ? 64 : 64 * kConsumers, kBlockKv = kBlockKvRows;
+  // In how many parts P V is started, among exponentials.
+  static constexpr int kOutParts =
+      kHeadDim <= 64 ? JAX_FLASH_SM90_OUT_PARTS_64 : JAX_FLASH_SM90_OUT_PARTS;
   static constexpr int kTileStep = kSplitKeys ? kConsumers : 1;  // of a consumer
   static_assert(kHeadDim % 16 == 0 && kValueDim % 16 == 0 && kBlockKv % 16 == 0);
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1);
   // The register file, divided at run time: the kernel starts with an even share.
-  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 24;
-  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : kConsumers == 2 ? 240 : 256;
+  static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
+  static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
 
-  using QueryTile = SmemTile<kBlockQ, kHeadDim>;
+  // Each consumer's rows of Q are a tile with barriers of its own, so that none waits for another.
+  using QueryTile = SmemTile<64, kHeadDim>;
+  static constexpr int kQueryTiles = kBlockQ / 64;
   using KeyTile = SmemTile<kBlockKv, kHeadDim>;
   using ValueTile = SmemTile<kBlockKv, kValueDim>;
 
-  // Shared memory: kQueryStages times query, kStages times key, kStages times value; one
-  // consumer's output in float32 for the other one, and statistics.
-  // A second place for Q where there is room: else the next Q is fetched when the last scores of
-  // this one are done.
+  // Shared memory: kQueryStages times kQueryTiles query, kStages times key, kStages times value;
+  // one consumer's output in float32 for the other one, and statistics. A second place for Q where
+  // there is room: else the next Q is fetched when the last scores of this one are done.
   static constexpr int kQueryStages = kHeadDim <= 64 ? JAX_FLASH_SM90_QUERY_STAGES : 1;
   static constexpr int kPartialBytes = kSplitKeys ? 64 * kValueDim * 4 + kWarpgroup * 16 : 0;
-  static constexpr int kFree =
-      kSmemLimit - kStaticSmemBytes - kQueryStages * QueryTile::kBytes - kPartialBytes;
+  static constexpr int kFree = kSmemLimit - kStaticSmemBytes -
+                               kQueryStages * kQueryTiles * QueryTile::kBytes - kPartialBytes;
   static constexpr int kFit = kFree / (KeyTile::kBytes + ValueTile::kBytes);
   static constexpr int kStages = kFit < JAX_FLASH_SM90_STAGES ? kFit : JAX_FLASH_SM90_STAGES;
   static_assert(kStages >= 2 && (!kSplitKeys || (kStages >= 4 && kQueryStages > 1)));
@@ -104,8 +114,11 @@ struct ForwardConfig {
   // for greater scores first: a sum beyond kOptimisticLimit tells of one, and the tile is done
   // again. Keys are kept for that, which takes a third stage.
   static constexpr bool kOptimistic = JAX_FLASH_SM90_OPTIMISTIC && kStages >= 3;
-  static constexpr int kKeyOffset = kQueryStages * QueryTile::kBytes;
+  static constexpr int kKeyOffset = kQueryStages * kQueryTiles * QueryTile::kBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * KeyTile::kBytes;
+  // Descriptions of query tiles that are kept: of those with scores under way, output to be
+  // finished and Q under way, and one more.
+  static constexpr int kWorks = 4;
   static constexpr int kPartialOffset = kValueOffset + kStages * ValueTile::kBytes;
   static constexpr int kSmemBytes = kPartialOffset + kPartialBytes;
 };

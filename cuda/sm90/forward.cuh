@@ -6,11 +6,12 @@
 //     O = O 2^(m_old - m) + P V     P from registers
 //   out = O / l, lse = m + log l
 //
-// Warp roles. One warp starts copies (TMA) of Q, K and V; every consumer warpgroup owns 64 rows.
-// It starts S of the next tile and O of this one together and computes the exponentials of the
-// next tile beside the latter; warpgroups take turns in starting products, so that one's
-// exponentials also run beside another's products. Blocks are persistent: while the consumers
-// finish one query tile, the next one's operands are on their way.
+// Warp roles. One warp starts copies (TMA) of K and V, another one for each consumer those of Q,
+// and tells it what the query tile is. Every consumer warpgroup owns 64 rows: it starts S of a tile
+// and O of the one before, and computes the tile's exponentials beside the latter. Blocks are
+// persistent, and the chain goes on over query tiles: the first scores of one stand beside the last
+// product of the one before. Where there are few query tiles, two warpgroups share one, and divide
+// its keys.
 //
 // Shared memory: Q, some stages of K and of V, each with a pair of barriers (full, empty).
 #pragma once
@@ -39,20 +40,20 @@
 
 namespace jax_flash::sm90 {
 
-template <typename Config, typename Element, bool kGeneral>
-__device__ __forceinline__ void produce(const Forward& params, const ForwardMaps& maps,
-                                        const SegmentSpans& spans,
-                                        const QueryTileSchedule& schedule,
-                                        const ForwardSmem<Config>& smem) {
-  const bool leader = threadIdx.x == 0;
+// By one warp: keys and values of all query tiles.
+template <typename Config, bool kGeneral>
+__device__ __forceinline__ void produce_keys(const Forward& params, const ForwardMaps& maps,
+                                             const SegmentSpans& spans,
+                                             const QueryTileSchedule& schedule,
+                                             const ForwardSmem<Config>& smem) {
+  const bool leader = threadIdx.x % 32 == 0;
   RingState<Config::kStages> key_stage, value_stage;
-  RingState<Config::kQueryStages> query_stage;
   for (QueryTileCursor cursor{schedule}; cursor.valid(); cursor.advance()) {
     const QueryTileIndex q = cursor.index();
     const BatchIndex batch(params.shape, q.batch);
     const int32_t kv_head = q.head / (params.shape.heads / params.shape.kv_heads);
-    const Band band(params, batch);
-    const auto walk = walk_keys<Config, kGeneral>(params, band, spans, q);
+    const auto walk =
+        walk_keys<Config, kGeneral>(Band(params, batch), spans, q.batch, q.tile * Config::kBlockQ);
     const auto load_key = [&](int32_t tile) {
       if (leader) {
         ptx::mbarrier_wait(smem.key_empty(key_stage.stage), key_stage.parity ^ 1);
@@ -72,12 +73,6 @@ __device__ __forceinline__ void produce(const Forward& params, const ForwardMaps
     };
     if (walk.tile >= walk.end) continue;
     load_key(walk.tile);
-    if (leader) {
-      ptx::mbarrier_wait(smem.query_empty(query_stage.stage), query_stage.parity ^ 1);
-      load_tile_boxes(smem.query(query_stage.stage), maps.query, smem.query_full(query_stage.stage),
-                      params.query, batch, q.head, q.tile * Config::kBlockQ);
-    }
-    query_stage.advance();
     for (int32_t tile = walk.tile; tile < walk.end;) {
       const int32_t next = walk.skip_to(tile + 1);
       if (next < walk.end) load_key(next);
@@ -87,141 +82,175 @@ __device__ __forceinline__ void produce(const Forward& params, const ForwardMaps
   }
 }
 
+// By one warp: a consumer's rows of the query tiles, and what it is to know of them.
+template <typename Config, bool kGeneral>
+__device__ __forceinline__ void produce_queries(const Forward& params, const ForwardMaps& maps,
+                                                const SegmentSpans& spans,
+                                                const QueryTileSchedule& schedule,
+                                                const ForwardSmem<Config>& smem, int group) {
+  const bool leader = threadIdx.x % 32 == 0;
+  RingState<Config::kQueryStages> stage;
+  uint32_t works = 0;
+  const auto wait_empty = [&] {
+    ptx::mbarrier_wait_asleep(smem.query_empty(stage.stage, group), stage.parity ^ 1);
+  };
+  for (QueryTileCursor cursor{schedule}; cursor.valid(); cursor.advance()) {
+    const QueryTileIndex q = cursor.index();
+    const BatchIndex batch(params.shape, q.batch);
+    const Band band(params, batch);
+    const int32_t row0 = q.tile * Config::kBlockQ;
+    const auto walk = walk_keys<Config, kGeneral>(band, spans, q.batch, row0);
+    if (leader) {
+      const uint32_t full = smem.query_full(stage.stage, group);
+      wait_empty();
+      if (walk.tile < walk.end) {  // first of all: the description takes a while
+        load_tile_boxes(smem.query(stage.stage, group), maps.query, full, params.query, batch,
+                        q.head, row0 + group * 64);
+      } else {
+        ptx::mbarrier_arrive(full);
+      }
+      QueryWork& work = smem.work(group, works);
+      work.out = batch.offset(params.out) + q.head * params.out.head + row0 * params.out.row;
+      work.lse = batch.offset(params.lse) + q.head * params.lse.head + row0 * params.lse.row;
+      work.band = band;
+      const int32_t row_end = min(row0 + Config::kBlockQ, band.q_len);
+      work.attended = {band.first_col(row0), band.end_col(row_end - 1)};
+      work.tile = walk.tile;
+      work.end = walk.end;
+      work.row0 = row0;
+      work.batch = static_cast<int32_t>(q.batch);
+      work.head = q.head;
+      work.sink_log2 = params.sinks ? *batch.pointer<const float>(params.sinks, q.head) * kLog2E
+                                    : minus_infinity();
+      ptx::mbarrier_arrive(full);
+    }
+    stage.advance();
+    ++works;
+  }
+  if (leader) {
+    wait_empty();
+    smem.work(group, works).row0 = -1;
+    for (int i = 0; i < 2; ++i) ptx::mbarrier_arrive(smem.query_full(stage.stage, group));
+  }
+}
+
 // A query tile after the other, their key tiles in one chain: a query tile's first scores and
 // exponentials run beside the last product of the one before.
 template <typename Config, typename Element>
 __device__ __forceinline__ void consume_plain(const Forward& params,
-                                              const QueryTileSchedule& schedule,
                                               const ForwardSmem<Config>& smem) {
   ForwardConsumer<Config, Element, false> consumer(params, smem);
-  auto& work = consumer.work;
-  QueryTileIndex unfinished;  // whose output is in registers, but for one product
-  bool started = false;
-  for (QueryTileCursor cursor{schedule}; cursor.valid(); cursor.advance()) {
-    const QueryTileIndex current = cursor.index();
-    work = QueryWork<Config, false>(params, SegmentSpans(), current);
-    if (work.walk.tile >= work.walk.end) {
-      finish_empty_rows<Config, Element>(params, work, consumer.warp_row);
+  const QueryWork& work = consumer.work;
+  // Of the query tile before, whose output is here, but for one product.
+  bool unfinished = false;
+  RowRange attended;
+  int32_t tile = 0;
+  const auto finish = [&] {
+    consumer.clear_values(tile, attended);
+    consumer.start_out();
+    consumer.await_out();
+    finish_rows<Config, Element, false>(params, consumer.work_before(1), consumer.warp_row,
+                                        consumer.softmax, consumer.to_log2, consumer.out);
+    consumer.out_started = 0;
+  };
+  while (consumer.wait_query()) {
+    if (!consumer.has_keys()) {
+      if (unfinished) finish();
+      unfinished = false;
+      finish_empty_rows<Element>(params, work, consumer.warp_row);
+      consumer.release_query();
       continue;
     }
-    int32_t tile = work.walk.tile;
-    consumer.wait_query();
     consumer.wait_key();
     consumer.start_scores();
-    if (started) {
+    if (unfinished) {
       const OnlineSoftmax<1> softmax = consumer.softmax;
+      consumer.clear_values(tile, attended);
       consumer.start_out();
-      consumer.template first_tile<true>(tile);
-      finish_rows<Config, Element, false>(params, unfinished, consumer.warp_row, softmax,
-                                          consumer.to_log2, consumer.out);
+      consumer.template first_tile<true>(work.tile);
+      finish_rows<Config, Element, false>(params, consumer.work_before(1), consumer.warp_row,
+                                          softmax, consumer.to_log2, consumer.out);
       consumer.out_started = 0;
     } else {
-      consumer.template first_tile<false>(tile);
-      started = true;
+      consumer.template first_tile<false>(work.tile);
     }
-    unfinished = current;
-    for (; !consumer.is_last(tile); ++tile) {
-      consumer.clear_values(tile, work.attended);
-      consumer.next_tile(tile + 1);
-    }
-    consumer.clear_values(tile, work.attended);
+    unfinished = true;
+    attended = work.attended;
+    tile = work.tile;
+    for (; !consumer.is_last(tile); ++tile) consumer.next_tile(tile, tile + 1);
     if constexpr (Config::kQueryStages > 1) consumer.release_query();
   }
-  if (!started) return;
-  consumer.start_out();
-  consumer.await_out();
-  finish_rows<Config, Element, false>(params, unfinished, consumer.warp_row, consumer.softmax,
-                                      consumer.to_log2, consumer.out);
+  if (unfinished) finish();
 }
 
-// With one copy of the modifiers' code: O of a tile and S of the next are under way together, and
-// another warpgroup's exponentials beside them.
+// With modifiers: one query tile at a time.
 template <typename Config, typename Element>
 __device__ __forceinline__ void consume_general(const Forward& params, const SegmentSpans& spans,
-                                                const QueryTileSchedule& schedule,
                                                 const ForwardSmem<Config>& smem) {
   ForwardConsumer<Config, Element, true> consumer(params, smem);
-  auto& work = consumer.work;
-  for (QueryTileCursor cursor{schedule}; cursor.valid(); cursor.advance()) {
-    const QueryTileIndex current = cursor.index();
-    work = QueryWork<Config, true>(params, spans, current);
-    if (work.walk.tile >= work.walk.end) {
-      finish_empty_rows<Config, Element>(params, work, consumer.warp_row);
+  const QueryWork& work = consumer.work;
+  while (consumer.wait_query()) {
+    if (!consumer.has_keys()) {
+      finish_empty_rows<Element>(params, work, consumer.warp_row);
+      consumer.release_query();
       continue;
     }
-    int32_t tile = work.walk.tile;
-    consumer.softmax = OnlineSoftmax<1>();
+    const auto walk = walk_keys<Config, true>(work.band, spans, work.batch, work.row0);
+    int32_t tile = work.tile;
     consumer.out_started = 0;
-    consumer.wait_query();
     consumer.wait_key();
     consumer.start_scores();
-    consumer.template await_scores<0>();
-    consumer.release_key();
-    for (bool more = true; more;) {
-      const int32_t next = work.walk.skip_to(tile + 1);
-      more = next < work.walk.end;
-      consumer.modify(tile);
-      if (consumer.raise_reference() && consumer.out_started) consumer.rescale();
-      consumer.exponentials(tile);
-      consumer.convert();
-      consumer.wait_value();
-      consumer.clear_values(tile, work.attended);
-      consumer.start_out();
-      if (more) consumer.wait_key();
-      consumer.start_scores();  // without a next tile, of what is there: nobody looks at it
-      consumer.template await_scores<0>();
-      consumer.await_out();
-      if (more) consumer.release_key();
-      tile = next;
+    consumer.template first_tile<false>(tile, walk.one_segment(tile));
+    for (int32_t next; (next = __reduce_max_sync(0xffffffff, walk.skip_to(tile + 1))) < work.end;
+         tile = next) {
+      consumer.next_tile(tile, next, walk.one_segment(next));
     }
     consumer.release_query();
-    finish_rows<Config, Element, true>(params, current, consumer.warp_row, consumer.softmax,
-                                       consumer.to_log2, consumer.out);
+    consumer.clear_values(tile, work.attended);
+    consumer.start_out();
+    consumer.await_out();
+    finish_rows<Config, Element, true>(params, consumer.work_before(0), consumer.warp_row,
+                                       consumer.softmax, consumer.to_log2, consumer.out);
   }
 }
 
 // For few query tiles: the warpgroups divide a tile's keys, and the first adds up their outputs.
 template <typename Config, typename Element>
 __device__ __forceinline__ void consume_split(const Forward& params,
-                                              const QueryTileSchedule& schedule,
                                               const ForwardSmem<Config>& smem) {
   static_assert(Config::kConsumers == 2);
   constexpr int kThreads = Config::kConsumers * kWarpgroup;
   ForwardConsumer<Config, Element, false> consumer(params, smem);
-  auto& work = consumer.work;
-  const int group = __shfl_sync(0xffffffff, consumer.group, 0);
+  const QueryWork& work = consumer.work;
   RingState<Config::kStages> stage;  // of the query tile's first key tile
   bool partial_used = false;
-  for (QueryTileCursor cursor{schedule}; cursor.valid(); cursor.advance()) {
-    const QueryTileIndex current = cursor.index();
-    work = QueryWork<Config, false>(params, SegmentSpans(), current);
-    if (work.walk.tile >= work.walk.end) {
-      if (group == 0) finish_empty_rows<Config, Element>(params, work, consumer.warp_row);
+  while (consumer.wait_query()) {
+    if (!consumer.has_keys()) {
+      if (consumer.group == 0) finish_empty_rows<Element>(params, work, consumer.warp_row);
+      consumer.release_query();
       continue;
     }
     // Every other tile, from this warpgroup's first on.
-    int32_t tile = work.walk.tile + group;
+    int32_t tile = work.tile + consumer.group;
     consumer.key_stage = consumer.value_stage = stage;
-    consumer.key_stage.advance(group);
-    consumer.value_stage.advance(group);
-    stage.advance(work.walk.end - work.walk.tile);
+    consumer.key_stage.advance(consumer.group);
+    consumer.value_stage.advance(consumer.group);
+    stage.advance(work.end - work.tile);
     consumer.softmax = OnlineSoftmax<1>();
     consumer.out_started = 0;
-    consumer.wait_query();
-    if (tile < work.walk.end) {
+    if (tile < work.end) {
       consumer.wait_key();
       consumer.start_scores();
       consumer.template first_tile<false>(tile);
       for (; !consumer.is_last(tile); tile += Config::kTileStep) {
-        consumer.clear_values(tile, work.attended);
-        consumer.next_tile(tile + Config::kTileStep);
+        consumer.next_tile(tile, tile + Config::kTileStep);
       }
       consumer.clear_values(tile, work.attended);
       consumer.start_out();
       consumer.await_out();
     }
     consumer.release_query();
-    if (group == 1) {
+    if (consumer.group == 1) {
       if (partial_used) ptx::barrier_sync(kPartialEmpty, kThreads);
       store_partial(smem, consumer.softmax, consumer.out, consumer.out_started != 0);
       ptx::barrier_arrive(kPartialFull, kThreads);
@@ -229,8 +258,8 @@ __device__ __forceinline__ void consume_split(const Forward& params,
       ptx::barrier_sync(kPartialFull, kThreads);
       add_partial(smem, consumer.to_log2, consumer.softmax, consumer.out);
       ptx::barrier_arrive(kPartialEmpty, kThreads);
-      finish_rows<Config, Element, false>(params, current, consumer.warp_row, consumer.softmax,
-                                          consumer.to_log2, consumer.out);
+      finish_rows<Config, Element, false>(params, consumer.work_before(0), consumer.warp_row,
+                                          consumer.softmax, consumer.to_log2, consumer.out);
     }
     partial_used = true;
   }
@@ -242,8 +271,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                    const SegmentSpans spans, const QueryTileSchedule schedule) {
   extern __shared__ __align__(1024) uint8_t smem_bytes[];
   __shared__ __align__(8) uint64_t barriers[ForwardSmem<Config>::kBarriers];
+  __shared__ QueryWork works[ForwardSmem<Config>::kWorks];
   // Opaque, or the compiler converts the addresses anew wherever it needs them.
-  ForwardSmem<Config> smem{ptx::shared_address(smem_bytes), ptx::shared_address(barriers)};
+  ForwardSmem<Config> smem{ptx::shared_address(smem_bytes), ptx::shared_address(barriers), works};
   asm volatile("" : "+r"(smem.root), "+r"(smem.barriers));
 
   if (threadIdx.x == 0) {
@@ -255,15 +285,20 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-    if (threadIdx.x < 32) produce<Config, Element, kGeneral>(params, maps, spans, schedule, smem);
+    const int warp = threadIdx.x / 32;
+    if (warp == 0) {
+      produce_keys<Config, kGeneral>(params, maps, spans, schedule, smem);
+    } else if (warp <= Config::kQueryTiles) {
+      produce_queries<Config, kGeneral>(params, maps, spans, schedule, smem, warp - 1);
+    }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     if constexpr (kGeneral) {
-      consume_general<Config, Element>(params, spans, schedule, smem);
+      consume_general<Config, Element>(params, spans, smem);
     } else if constexpr (Config::kSplitKeys) {
-      consume_split<Config, Element>(params, schedule, smem);
+      consume_split<Config, Element>(params, smem);
     } else {
-      consume_plain<Config, Element>(params, schedule, smem);
+      consume_plain<Config, Element>(params, smem);
     }
   }
 }
@@ -277,7 +312,7 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   if (tiles == 0) return {};
   ForwardMaps maps;
   Status status = make_tensor_map("query", shape, params.query, shape.q_len, shape.heads,
-                                  shape.head_dim, Config::kBlockQ, maps.query);
+                                  shape.head_dim, Config::QueryTile::kRows, maps.query);
   if (status.ok()) {
     status = make_tensor_map("key", shape, params.key, shape.kv_len, shape.kv_heads, shape.head_dim,
                              Config::kBlockKv, maps.key);

@@ -32,7 +32,8 @@ struct ForwardConsumer {
 
   RingState<Config::kStages> key_stage, value_stage;
   RingState<Config::kQueryStages> query_stage;
-  QueryWork<Config, kGeneral> work;  // of the scores
+  uint32_t works = 0;  // query tiles before the one in `work`
+  QueryWork work;      // of the scores
   float out[1][kOutN][4];
   int out_started = 0;
   OnlineSoftmax<1> softmax;
@@ -45,20 +46,40 @@ struct ForwardConsumer {
                                              const ForwardSmem<Config>& where)
       : params(forward),
         smem(where),
-        group(static_cast<int>(threadIdx.x) / kWarpgroup - 1),
+        // A reduction: in a uniform register, and so is what descriptors derive from it.
+        group(__reduce_max_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup - 1)),
         warp_row(group_row() + threadIdx.x % kWarpgroup / 32 * 16),
-        to_log2(kGeneral ? 1.0f : forward.options.scale * kLog2E) {}
-
-  __device__ __forceinline__ int group_row() const { return Config::kSplitKeys ? 0 : group * 64; }
-
-  // S = Q K^T
-  __device__ __forceinline__ void wait_query() const {
-    ptx::mbarrier_wait(smem.query_full(query_stage.stage), query_stage.parity);
+        to_log2(kGeneral && has_natural_logits(forward) ? kLog2E : forward.options.scale * kLog2E) {
   }
+
+  __device__ __forceinline__ int query_tile() const { return Config::kSplitKeys ? 0 : group; }
+  __device__ __forceinline__ int group_row() const { return query_tile() * 64; }
+
+  // Waits for the next query tile; false after the last one. One without keys is finished here, as
+  // far as kFinishEmpty says.
+  __device__ __forceinline__ bool wait_query() {
+    ptx::mbarrier_wait(smem.query_full(query_stage.stage, query_tile()), query_stage.parity);
+    work = smem.work(query_tile(), works);
+    ++works;
+    // By reductions, whose results the compiler knows to be the same in all lanes: else it would
+    // have every warp converge, and move descriptors, again and again.
+    const auto same = [](int32_t& value) { value = __reduce_max_sync(0xffffffff, value); };
+    same(work.tile);
+    same(work.end);
+    same(work.row0);
+    return work.row0 >= 0;
+  }
+  __device__ __forceinline__ bool has_keys() const { return work.tile < work.end; }
   __device__ __forceinline__ void release_query() {
-    arrive_warp(smem.query_empty(query_stage.stage));
+    arrive_warp(smem.query_empty(query_stage.stage, query_tile()));
     query_stage.advance();
   }
+  // The query tile `before` tiles before the one in `work`.
+  __device__ __forceinline__ const QueryWork& work_before(int before) const {
+    return smem.work(query_tile(), works - 1 - before);
+  }
+
+  // S = Q K^T
   __device__ __forceinline__ void wait_key() const {
     ptx::mbarrier_wait(smem.key_full(key_stage.stage), key_stage.parity);
   }
@@ -71,7 +92,7 @@ struct ForwardConsumer {
 #pragma unroll
     for (int k = 0; k < kHeadSteps; ++k) {
       ScoreProduct::template ss<0, 0>(
-          scores[0], descriptor_k_major(smem.query(query_stage.stage), group_row(), k),
+          scores[0], descriptor_k_major(smem.query(query_stage.stage, query_tile()), 0, k),
           descriptor_k_major(smem.key(key_stage.stage), 0, k), k > 0);
     }
     ptx::wgmma_commit_group();
@@ -99,10 +120,9 @@ struct ForwardConsumer {
   // Rows of V that may not reach the output even by a product with 0, before its product.
   __device__ __forceinline__ void clear_values(int32_t tile, const RowRange& attended) const {
     const auto value_smem = smem.value(value_stage.stage);
-    if constexpr (kGeneral) {
-      clear_unattended<Config, Element>(value_smem, columns,
-                                        LogitModifiers(params, work.batch, work.head), work.band,
-                                        work.row0, tile);
+    if (kGeneral && has_element_masks(params)) {
+      clear_unattended<Config, Element>(value_smem, columns, modifiers(), work.band, work.row0,
+                                        tile);
     }
     zero_unattended<Config>(value_smem, tile, attended, params.shape.kv_len);
   }
@@ -117,6 +137,35 @@ struct ForwardConsumer {
     ptx::wgmma_commit_group();
     out_started = 1;
   }
+  // One part of kOutParts, and the exponentials of the next tile among them: started all at once,
+  // they would keep another warpgroup's scores waiting, which it needs sooner.
+  static constexpr int kOutParts = Config::kOutParts;
+  template <int kPart>
+  __device__ __forceinline__ void start_out_part(uint32_t zero) {
+    ptx::wgmma_fence();
+    auto value_smem = smem.value(value_stage.stage);
+    value_smem.root += zero;
+#pragma unroll
+    for (int k = kPart * kKeySteps / kOutParts; k < (kPart + 1) * kKeySteps / kOutParts; ++k) {
+      OutProduct::template rs<1>(out[0], probabilities[k], descriptor_mn_major(value_smem, 0, k),
+                                 k > 0 ? 1 : out_started);
+    }
+    ptx::wgmma_commit_group();
+    out_started = 1;
+  }
+  template <int kPart>
+  __device__ __forceinline__ void exponentials_beside_out() {
+#pragma unroll
+    for (int n = kPart * kN / kOutParts; n < (kPart + 1) * kN / kOutParts; ++n) {
+      softmax.exponentials(scores[0][n], 0, to_log2);
+    }
+    if constexpr (kPart + 1 < kOutParts) {
+      const uint32_t zero =
+          __any_sync(0xffffffff, fminf(softmax.sum[0][0], softmax.sum[0][1]) < 0.0f);
+      start_out_part<kPart + 1>(zero);
+      exponentials_beside_out<kPart + 1>();
+    }
+  }
   __device__ __forceinline__ void await_out() {
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_results(out[0]);
@@ -124,35 +173,44 @@ struct ForwardConsumer {
     value_stage.advance(Config::kTileStep);
   }
 
-  // What the call does to logits; with modifiers they are in log2 units afterwards.
-  __device__ __forceinline__ void modify(int32_t tile) {
+  __device__ __forceinline__ LogitModifiers modifiers() const {
+    return LogitModifiers(params, BatchIndex(params.shape, work.batch), work.head);
+  }
+  // Whether the band cuts into a tile, for this warpgroup's rows.
+  __device__ __forceinline__ bool at_edge(int32_t tile) const {
     const Band& band = work.band;
     const int32_t col0 = tile * Config::kBlockKv, group_row0 = work.row0 + group_row();
-    const int32_t warp_row0 = work.row0 + warp_row;
-    if constexpr (kGeneral) {
-      modify_scores(scores, LogitModifiers(params, work.batch, work.head), band, warp_row0, col0,
-                    work.walk.one_segment(tile));
-    }
     const int32_t valid_end = kGeneral ? group_row0 + 64 : min(group_row0 + 64, band.q_len);
-    if (!band.all_allowed(group_row0, valid_end, col0, col0 + Config::kBlockKv) ||
-        valid_end > band.q_len) {
-      mask_band(scores, band, warp_row0, col0);
-      if (kGeneral && valid_end > band.q_len) mask_rows(scores, band.q_len - warp_row0);
+    return !band.all_allowed(group_row0, valid_end, col0, col0 + Config::kBlockKv) ||
+           valid_end > band.q_len;
+  }
+  // What the call does to products, but for a factor of to_log2.
+  __device__ __forceinline__ void modify(int32_t tile, bool edge, bool one_segment = false) {
+    const Band& band = work.band;
+    const int32_t col0 = tile * Config::kBlockKv, warp_row0 = work.row0 + warp_row;
+    if constexpr (kGeneral) {
+      modify_scores(scores, params, work.batch, work.head, band, warp_row0, col0, one_segment);
     }
-    if constexpr (kGeneral) columns = attended_columns(scores);
+    if (edge) {
+      mask_edges(scores, band, warp_row0, col0);
+      if (kGeneral && work.row0 + group_row() + 64 > band.q_len) {
+        mask_rows(scores, band.q_len - warp_row0);
+      }
+    }
+    if (kGeneral && has_element_masks(params)) columns = attended_columns(scores);
   }
   __device__ __forceinline__ bool raise_reference() {
     return softmax.template raise_reference<4>(scores, to_log2, factor);
   }
   __device__ __forceinline__ void rescale() { softmax.rescale(out, factor); }
-  __device__ __forceinline__ void exponentials(int32_t tile) {
+  __device__ __forceinline__ void exponentials() {
 #pragma unroll
     for (int n = 0; n < kN; ++n) softmax.exponentials(scores[0][n], 0, to_log2);
+  }
+  __device__ __forceinline__ void drop_some(int32_t tile) {
     if constexpr (kGeneral) {
-      if (params.options.dropout_threshold != 0) {
-        drop<kN>(scores, LogitModifiers(params, work.batch, work.head), work.row0 + warp_row,
-                 tile * Config::kBlockKv);
-      }
+      if (params.options.dropout_threshold == 0) return;
+      drop<kN>(scores, modifiers(), work.row0 + warp_row, tile * Config::kBlockKv);
     }
   }
   __device__ __forceinline__ void convert() {
@@ -169,14 +227,16 @@ struct ForwardConsumer {
   // The first tile of a query tile: with kBesideOut, beside the last product of the one before,
   // whose output is in `out`.
   template <bool kBesideOut>
-  __device__ __forceinline__ void first_tile(int32_t tile) {
+  __device__ __forceinline__ void first_tile(int32_t tile, bool one_segment = false) {
+    const bool edge = at_edge(tile);
     await_scores<kBesideOut ? 1 : 0>();
     release_key();
     release_query_early(tile);
     softmax = OnlineSoftmax<1>();
-    modify(tile);
+    modify(tile, edge, one_segment);
     raise_reference();
-    exponentials(tile);
+    exponentials();
+    drop_some(tile);
     if constexpr (kBesideOut) {
       wait_next_value_after_exponentials();
       await_out();
@@ -187,51 +247,55 @@ struct ForwardConsumer {
     }
   }
 
-  // From the probabilities of one tile to those of the next, with the former's product beside.
-  __device__ __forceinline__ void next_tile(int32_t tile) {
+  // From the probabilities of tile `last` to those of the next, with the former's product beside.
+  __device__ __forceinline__ void next_tile(int32_t last, int32_t tile, bool one_segment = false) {
+    constexpr bool kOptimistic = Config::kOptimistic && !kGeneral;
+    const bool edge = at_edge(tile);  // before the wait
     wait_key();
     start_scores();
-    start_out();
+    clear_values(last, work.attended);
+    start_out_part<0>(0);
     await_scores<1>();
     bool careful = true;
-    if constexpr (Config::kOptimistic) {
+    if constexpr (kOptimistic) {
       careful = (Config::kQueryStages == 1 && is_last(tile)) || !softmax.ready();
     } else {
       release_key();
     }
     release_query_early(tile);
-    modify(tile);
+    modify(tile, edge, one_segment);
     bool rises = careful && raise_reference();
     const float before[2] = {softmax.sum[0][0], softmax.sum[0][1]};
     softmax.sum[0][0] = softmax.sum[0][1] = 0.0f;
-    exponentials(tile);
+    exponentials_beside_out<0>();
     const float greatest = fmaxf(softmax.sum[0][0], softmax.sum[0][1]);
     softmax.sum[0][0] += before[0];
     softmax.sum[0][1] += before[1];
     wait_next_value_after_exponentials();
     await_out();
-    if constexpr (Config::kOptimistic) {
+    if constexpr (kOptimistic) {
       if (!careful && __any_sync(0xffffffff, greatest > kOptimisticLimit)) {
         softmax.sum[0][0] = before[0];
         softmax.sum[0][1] = before[1];
-        warp_scores<Config, Element>(scores, smem.query(query_stage.stage),
-                                     smem.key(key_stage.stage), warp_row);
-        modify(tile);
+        warp_scores<Config, Element>(scores, smem.query(query_stage.stage, query_tile()),
+                                     smem.key(key_stage.stage), warp_row - group_row());
+        modify(tile, edge);
         rises = raise_reference();
-        exponentials(tile);
+        exponentials();
       }
       release_key();
     }
+    drop_some(tile);
     convert();
     if (rises) rescale();
   }
 
   __device__ __forceinline__ bool is_last(int32_t tile) const {
-    return tile + Config::kTileStep >= work.walk.end;
+    return tile + Config::kTileStep >= work.end;
   }
   // With one place for Q the next one is to come as soon as the last scores are there.
   __device__ __forceinline__ void release_query_early(int32_t tile) {
-    if (Config::kQueryStages == 1 && is_last(tile)) release_query();
+    if (!kGeneral && Config::kQueryStages == 1 && is_last(tile)) release_query();
   }
 };
 

@@ -29,15 +29,33 @@ struct ForwardMaps {
   CUtensorMap query, key, value;
 };
 
+struct RowRange {
+  int32_t first, end;
+};
+
+// A query tile: what a producer warp tells a consumer of it, which saves the latter the divisions.
+struct QueryWork {
+  int64_t out, lse;  // offsets in the operands, in elements, of the block's first row
+  Band band;
+  RowRange attended;  // keys that some row of the block may attend to
+  int32_t tile, end;  // of keys: from the first to read to behind the last
+  int32_t row0;       // the block's first; negative: there is no more work
+  int32_t batch, head;
+  float sink_log2;
+};
+
 // Where a block's tiles and barriers are. `full`: the copy has arrived; `empty`: every consumer
 // warp has done with it.
 template <typename Config>
 struct ForwardSmem {
-  static constexpr int kBarriers = 2 * Config::kQueryStages + 4 * Config::kStages;
+  static constexpr int kQueryBarriers = Config::kQueryStages * Config::kQueryTiles;
+  static constexpr int kBarriers = 2 * kQueryBarriers + 4 * Config::kStages;
+  static constexpr int kWorks = Config::kQueryTiles * Config::kWorks;
   uint32_t root, barriers;
+  QueryWork* works;  // [kQueryTiles][kWorks]
 
-  __device__ __forceinline__ typename Config::QueryTile query(uint32_t stage) const {
-    return {root, stage * Config::QueryTile::kBytes};
+  __device__ __forceinline__ typename Config::QueryTile query(uint32_t stage, int group) const {
+    return {root, (stage * Config::kQueryTiles + group) * Config::QueryTile::kBytes};
   }
   __device__ __forceinline__ typename Config::KeyTile key(uint32_t stage) const {
     return {root, Config::kKeyOffset + stage * Config::KeyTile::kBytes};
@@ -46,11 +64,15 @@ struct ForwardSmem {
     return {root, Config::kValueOffset + stage * Config::ValueTile::kBytes};
   }
   __device__ __forceinline__ uint32_t partial() const { return root + Config::kPartialOffset; }
-  __device__ __forceinline__ uint32_t query_full(uint32_t stage) const {
-    return barriers + stage * 8;
+  // The n-th query tile of a consumer; the next kWorks - 1 leave it alone.
+  __device__ __forceinline__ QueryWork& work(int group, uint32_t n) const {
+    return works[group * Config::kWorks + n % Config::kWorks];
   }
-  __device__ __forceinline__ uint32_t query_empty(uint32_t stage) const {
-    return barriers + (Config::kQueryStages + stage) * 8;
+  __device__ __forceinline__ uint32_t query_full(uint32_t stage, int group) const {
+    return barriers + (stage * Config::kQueryTiles + group) * 8;
+  }
+  __device__ __forceinline__ uint32_t query_empty(uint32_t stage, int group) const {
+    return query_full(stage, group) + kQueryBarriers * 8;
   }
   __device__ __forceinline__ uint32_t key_full(uint32_t stage) const { return at(0, stage); }
   __device__ __forceinline__ uint32_t key_empty(uint32_t stage) const { return at(1, stage); }
@@ -60,9 +82,10 @@ struct ForwardSmem {
   __device__ __forceinline__ void init_barriers() const {
     constexpr uint32_t kConsumerWarps = Config::kConsumers * 4;
     constexpr uint32_t kKeyWarps = Config::kSplitKeys ? 4 : kConsumerWarps;
-    for (uint32_t stage = 0; stage < Config::kQueryStages; ++stage) {
-      ptx::mbarrier_init(query_full(stage), 1);
-      ptx::mbarrier_init(query_empty(stage), kConsumerWarps);
+    for (int index = 0; index < kQueryBarriers; ++index) {
+      ptx::mbarrier_init(barriers + index * 8, 2);  // Q, and its description
+      ptx::mbarrier_init(barriers + (kQueryBarriers + index) * 8,
+                         kConsumerWarps / Config::kQueryTiles);
     }
     for (uint32_t stage = 0; stage < Config::kStages; ++stage) {
       ptx::mbarrier_init(key_full(stage), 1);
@@ -75,7 +98,7 @@ struct ForwardSmem {
 
  private:
   __device__ __forceinline__ uint32_t at(uint32_t kind, uint32_t stage) const {
-    return barriers + 16 * Config::kQueryStages + (kind * Config::kStages + stage) * 8;
+    return barriers + (2 * kQueryBarriers + kind * Config::kStages + stage) * 8;
   }
 };
 
@@ -151,53 +174,24 @@ struct KeyTileWalk {
   }
 };
 
+// Of a block's rows from row0 on.
 template <typename Config, bool kGeneral>
-__device__ __forceinline__ KeyTileWalk<Config, kGeneral> walk_keys(const Forward& params,
-                                                                   const Band& band,
+__device__ __forceinline__ KeyTileWalk<Config, kGeneral> walk_keys(const Band& band,
                                                                    const SegmentSpans& spans,
-                                                                   const QueryTileIndex& q) {
-  const int32_t row0 = q.tile * Config::kBlockQ;
+                                                                   int64_t batch, int32_t row0) {
   const TileRange range = kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ);
   KeyTileWalk<Config, kGeneral> walk = {range.first, range.end};
   if constexpr (kGeneral) {
     if (spans.query) {
       walk.key_blocks = spans.key_blocks;
-      walk.key_spans = spans.key + q.batch * spans.key_blocks;
-      walk.query_span = tile_span<Config::kBlockQ>(spans.query + q.batch * spans.query_blocks,
-                                                   spans.query_blocks, q.tile);
+      walk.key_spans = spans.key + batch * spans.key_blocks;
+      walk.query_span = tile_span<Config::kBlockQ>(spans.query + batch * spans.query_blocks,
+                                                   spans.query_blocks, row0 / Config::kBlockQ);
       walk.tile = walk.skip_to(walk.tile);
     }
   }
-  // By reductions, whose results the compiler knows to be the same in all lanes: around a loop of
-  // uncertain length it would have every warp converge, and move descriptors, again and again.
-  walk.tile = __reduce_max_sync(0xffffffff, walk.tile);
-  walk.end = __reduce_max_sync(0xffffffff, walk.end);
   return walk;
 }
-
-struct RowRange {
-  int32_t first, end;
-};
-
-// A query tile that a block works on. Made by whole warps.
-template <typename Config, bool kGeneral>
-struct QueryWork {
-  BatchIndex batch;
-  Band band;
-  KeyTileWalk<Config, kGeneral> walk;
-  int32_t head, row0;
-  RowRange attended;  // keys that some row may attend to
-
-  QueryWork() = default;
-  __device__ __forceinline__ QueryWork(const Forward& params, const SegmentSpans& spans,
-                                       const QueryTileIndex& q)
-      : batch(params.shape, q.batch),
-        band(params, batch),
-        walk(walk_keys<Config, kGeneral>(params, band, spans, q)),
-        head(q.head),
-        row0(q.tile * Config::kBlockQ),
-        attended{band.first_col(row0), band.end_col(min(row0 + Config::kBlockQ, band.q_len) - 1)} {}
-};
 
 // Zeroes the rows of a tile of V outside `attended`, which no row of the block may attend to: they
 // may hold NaN, which would not vanish in a product with a probability of 0. Rows from kv_len on
@@ -218,6 +212,34 @@ __device__ __forceinline__ void zero_unattended(const typename Config::ValueTile
   }
   ptx::fence_proxy_async_shared();
   ptx::barrier_sync(8 + threadIdx.x / kWarpgroup, kWarpgroup);
+}
+
+// mask_band() for a warp, which looks only for what cuts into its tile: mostly the right edge.
+template <int kN>
+__device__ __forceinline__ void mask_edges(float (&logits)[1][kN][4], const Band& band,
+                                           int32_t row0, int32_t col0) {
+  int32_t first[2], end[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int32_t row = row0 + fragment_row(0, 2 * half), base = col0 + fragment_col(0, 0);
+    first[half] = band.first_col(row) - base;
+    end[half] = band.end_col(row) - base;
+  }
+  const auto mask = [&](auto allowed) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (!allowed(n * 8 + e % 2, e / 2)) logits[0][n][e] = minus_infinity();
+      }
+    }
+  };
+  if (__any_sync(0xffffffff, min(end[0], end[1]) < kN * 8)) {
+    mask([&](int col, int half) { return col < end[half]; });
+  }
+  if (__any_sync(0xffffffff, max(first[0], first[1]) > 0)) {
+    mask([&](int col, int half) { return col >= first[half]; });
+  }
 }
 
 // Sets a warp's rows from `rows` on to -inf.
@@ -395,62 +417,58 @@ __device__ __forceinline__ void add_partial(const Smem& smem, float to_log2,
 // Writes a warp's 16 rows of out and lse. Straight from registers: shared memory already takes the
 // next tile's operands.
 template <typename Config, typename Element, bool kGeneral, int kOutN>
-__device__ __forceinline__ void finish_rows(const Forward& params, const QueryTileIndex& q,
-                                            int32_t warp_row, const OnlineSoftmax<1>& softmax,
+__device__ __forceinline__ void finish_rows(const Forward& params, const QueryWork& work,
+                                            int warp_row, const OnlineSoftmax<1>& softmax,
                                             float to_log2, float (&out)[1][kOutN][4]) {
   const Shape& shape = params.shape;
-  const BatchIndex batch(shape, q.batch);
-  const Band band(params, batch);
-  const int32_t head = q.head, warp_row0 = q.tile * Config::kBlockQ + warp_row;
-  const float sink_log2 =
-      params.sinks ? *batch.pointer<const float>(params.sinks, head) * kLog2E : minus_infinity();
-  float* lse_gmem = batch.pointer<float>(params.lse, head);
-  Element* out_gmem = batch.pointer<Element>(params.out, head);
+  float* lse_gmem = static_cast<float*>(params.lse.data) + work.lse;
+  Element* out_gmem = static_cast<Element*>(params.out.data) + work.out;
   const int lane = threadIdx.x % 4;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int32_t row = warp_row0 + fragment_row(0, 2 * half);
+    const int block_row = warp_row + fragment_row(0, 2 * half);
+    const int32_t row = work.row0 + block_row;
     float lse, normalizer;
-    softmax.finish(0, half, to_log2, sink_log2, lse, normalizer);
-    if (row >= band.q_len) {
+    softmax.finish(0, half, to_log2, work.sink_log2, lse, normalizer);
+    if (row >= work.band.q_len) {
       lse = minus_infinity();
       normalizer = 0.0f;
     }
-    if (lane == 0 && row < shape.q_len) lse_gmem[row * params.lse.row] = lse;
+    if (lane == 0 && row < shape.q_len) lse_gmem[block_row * params.lse.row] = lse;
     if (kGeneral) normalizer *= params.options.dropout_scale;
-    const auto normalized = [&](float value) {
-      return normalizer == 0.0f ? 0.0f : value * normalizer;
-    };
+    if (__any_sync(0xffffffff, normalizer == 0.0f) && normalizer == 0.0f) {
+#pragma unroll
+      for (int n = 0; n < kOutN; ++n) out[0][n][2 * half] = out[0][n][2 * half + 1] = 0.0f;
+    }
 #pragma unroll
     for (int n0 = 0; n0 < kOutN; n0 += 4) {
       uint32_t words[4] = {};
 #pragma unroll
       for (int i = 0; i < 4 && n0 + i < kOutN; ++i) {
-        words[i] = ptx::cvt_rn_x2<Element>(normalized(out[0][n0 + i][2 * half]),
-                                           normalized(out[0][n0 + i][2 * half + 1]));
+        words[i] = ptx::cvt_rn_x2<Element>(out[0][n0 + i][2 * half] * normalizer,
+                                           out[0][n0 + i][2 * half + 1] * normalizer);
       }
       const uint4 chunk = exchange_quad(words);
       const int col = (n0 + lane) * 8;
       if (row < shape.q_len && col < shape.value_dim) {
-        *reinterpret_cast<uint4*>(out_gmem + row * params.out.row + col) = chunk;
+        *reinterpret_cast<uint4*>(out_gmem + block_row * params.out.row + col) = chunk;
       }
     }
   }
 }
 
 // The same for rows that may attend to nothing.
-template <typename Config, typename Element, typename Work>
-__device__ __forceinline__ void finish_empty_rows(const Forward& params, const Work& work,
+template <typename Element>
+__device__ __forceinline__ void finish_empty_rows(const Forward& params, const QueryWork& work,
                                                   int warp_row) {
-  const BatchIndex& batch = work.batch;
-  const int32_t head = work.head, warp_row0 = work.row0 + warp_row, q_len = work.band.q_len;
   const int lane = threadIdx.x % 32;
-  const float sink =
-      params.sinks ? *batch.pointer<const float>(params.sinks, head) : minus_infinity();
-  float* lse_gmem = batch.pointer<float>(params.lse, head);
-  Element* out_gmem = batch.pointer<Element>(params.out, head);
-  for (int32_t row = warp_row0; row < min(warp_row0 + 16, params.shape.q_len); ++row) {
-    if (lane == 0) lse_gmem[row * params.lse.row] = row < q_len ? sink : minus_infinity();
+  float* lse_gmem = static_cast<float*>(params.lse.data) + work.lse;
+  Element* out_gmem = static_cast<Element*>(params.out.data) + work.out;
+  for (int row = warp_row; row < min(warp_row + 16, params.shape.q_len - work.row0); ++row) {
+    if (lane == 0) {
+      lse_gmem[row * params.lse.row] =
+          work.row0 + row < work.band.q_len ? work.sink_log2 * kLn2 : minus_infinity();
+    }
     for (int col = lane * 8; col < params.shape.value_dim; col += 32 * 8) {
       *reinterpret_cast<uint4*>(out_gmem + row * params.out.row + col) = uint4{};
     }

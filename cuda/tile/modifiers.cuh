@@ -59,100 +59,123 @@ __device__ __forceinline__ void for_pairs(const T* data, int64_t row_stride, int
   }
 }
 
-// tanh(x) for |x| <= kTanhRange within 4e-8 of it, without a special function: fitted by Chebyshev
-// interpolation of tanh(x) / x in x^2.
 inline constexpr float kTanhRange = 0.75f;
-__device__ __forceinline__ float tanh_near(float x) {
-  const float y = x * x;
-  float p = fmaf(-0.004756069f, y, 0.019643430f);
-  p = fmaf(p, y, -0.053377547f);
-  p = fmaf(p, y, 0.133261829f);
-  p = fmaf(p, y, -0.333330298f);
-  return x * fmaf(p, y, 0.999999986f);
+
+// Whether a call's modifiers need logits in natural units: the softmax scales products otherwise.
+__device__ __forceinline__ bool has_natural_logits(const Forward& params) {
+  return params.bias || params.options.logits_soft_cap > 0.0f;
+}
+// Whether they may forbid single elements.
+__device__ __forceinline__ bool has_element_masks(const Forward& params) {
+  return params.mask || params.query_segment_ids;
 }
 
+// Replaces logits / cap by logits after the soft cap.
 template <int kN>
-__device__ __forceinline__ void soft_cap(float (&logits)[1][kN][4], float cap) {
-  const float inverse = 1.0f / cap;
-  float greatest = 0.0f;
+__device__ __forceinline__ void soft_cap_ratios(float (&ratios)[1][kN][4], float cap) {
+  float greatest = 0.0f;  // fmaxf passes over NaN, and so does the polynomial
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      logits[0][n][e] *= inverse;
-      greatest = fmaxf(greatest, fabsf(logits[0][n][e]));
-    }
+    for (int e = 0; e < 4; ++e) greatest = fmaxf(greatest, fabsf(ratios[0][n][e]));
   }
-  if (__all_sync(0xffffffff, greatest <= kTanhRange)) {  // most tiles: fmaxf ignores NaN, as does
-#pragma unroll                                           // the polynomial
+  if (__all_sync(0xffffffff, greatest <= kTanhRange)) {  // most tiles
+    // tanh(x) / x for |x| <= kTanhRange, as a polynomial in x^2: tanh within 4e-8, without a
+    // special function. Fitted by Chebyshev interpolation.
+    constexpr int kTerms = 6;
+    const float factor[kTerms] = {0.999999986f * cap,  -0.333330298f * cap, 0.133261829f * cap,
+                                  -0.053377547f * cap, 0.019643430f * cap,  -0.004756069f * cap};
+#pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) logits[0][n][e] = cap * tanh_near(logits[0][n][e]);
+      for (int e = 0; e < 4; ++e) {
+        float& ratio = ratios[0][n][e];
+        const float square = ratio * ratio;
+        float sum = factor[kTerms - 1];
+#pragma unroll
+        for (int i = kTerms - 2; i >= 0; --i) sum = fmaf(sum, square, factor[i]);
+        ratio *= sum;
+      }
     }
   } else {
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) logits[0][n][e] = cap * tanh_accurate(logits[0][n][e]);
+      for (int e = 0; e < 4; ++e) ratios[0][n][e] = cap * tanh_accurate(ratios[0][n][e]);
     }
   }
 }
 
-// Turns a warp's products into logits in log2 units, -inf where not allowed, but for the band.
-// `one_segment`: all ids of the tile's rows and columns are equal.
 template <int kN>
-__device__ __forceinline__ void modify_scores(float (&scores)[1][kN][4],
-                                              const LogitModifiers& modifiers, const Band& band,
-                                              int32_t row0, int32_t col0, bool one_segment) {
-  const Extent extent = {band.q_len, band.kv_len};
-  const Forward& params = modifiers.params;
-  const Options& options = params.options;
-  const bool natural = params.bias || options.logits_soft_cap > 0.0f;
-  const float factor = natural ? options.scale : options.scale * kLog2E;
+__device__ __forceinline__ void soft_cap(float (&logits)[1][kN][4], float cap) {
+  const float inverse = 1.0f / cap;
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
 #pragma unroll
-    for (int e = 0; e < 4; ++e) scores[0][n][e] *= factor;
+    for (int e = 0; e < 4; ++e) logits[0][n][e] *= inverse;
   }
-  if (natural) {
-    if (params.bias) {
-      const auto add = [&](const auto* data) {
-        for_pairs<std::remove_cvref_t<decltype(*data)>, kN>(
-            data + modifiers.bias0, params.bias.row, params.bias.col, row0, col0, extent,
-            [&](int n, int half, auto first, auto second) {
-              scores[0][n][2 * half] += to_float(first);
-              scores[0][n][2 * half + 1] += to_float(second);
-            });
-      };
-      switch (params.bias.dtype) {
-        case DType::kFloat32: add(static_cast<const float*>(params.bias.data)); break;
-        case DType::kBFloat16: add(static_cast<const __nv_bfloat16*>(params.bias.data)); break;
-        case DType::kFloat16: add(static_cast<const __half*>(params.bias.data)); break;
-      }
+  soft_cap_ratios(logits, cap);
+}
+
+// Turns a warp's products into logits, -inf where not allowed, but for the band: in natural units
+// if has_natural_logits(), else unscaled. `one_segment`: all ids of the tile's rows and columns are
+// equal.
+template <int kN>
+__device__ __forceinline__ void modify_scores(float (&scores)[1][kN][4], const Forward& params,
+                                              int32_t batch, int32_t head, const Band& band,
+                                              int32_t row0, int32_t col0, bool one_segment) {
+  const Options& options = params.options;
+  const bool by_segment = params.query_segment_ids && !one_segment;
+  const Extent extent = {band.q_len, band.kv_len};
+  const BatchIndex index(params.shape, batch);
+  if (params.bias) {
+    const float scale = options.scale;
+    const int64_t bias0 = index.offset(params.bias) + head * params.bias.head;
+    const auto add = [&](const auto* data) {
+      for_pairs<std::remove_cvref_t<decltype(*data)>, kN>(
+          data + bias0, params.bias.row, params.bias.col, row0, col0, extent,
+          [&](int n, int half, auto first, auto second) {
+            float& x = scores[0][n][2 * half];
+            float& y = scores[0][n][2 * half + 1];
+            x = fmaf(x, scale, to_float(first));
+            y = fmaf(y, scale, to_float(second));
+          });
+    };
+    switch (params.bias.dtype) {
+      case DType::kFloat32: add(static_cast<const float*>(params.bias.data)); break;
+      case DType::kBFloat16: add(static_cast<const __nv_bfloat16*>(params.bias.data)); break;
+      case DType::kFloat16: add(static_cast<const __half*>(params.bias.data)); break;
     }
-    if (options.logits_soft_cap > 0.0f) soft_cap(scores, options.logits_soft_cap);
+  }
+  if (options.logits_soft_cap > 0.0f) {
+    const float cap = options.logits_soft_cap;
+    const float factor = params.bias ? 1.0f / cap : options.scale / cap;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) scores[0][n][e] *= kLog2E;
+      for (int e = 0; e < 4; ++e) scores[0][n][e] *= factor;
     }
+    soft_cap_ratios(scores, cap);
   }
-  if (modifiers.mask) {
-    for_pairs<uint8_t, kN>(modifiers.mask, params.mask.row, params.mask.col, row0, col0, extent,
+  if (params.mask) {
+    for_pairs<uint8_t, kN>(index.pointer<const uint8_t>(params.mask, head), params.mask.row,
+                           params.mask.col, row0, col0, extent,
                            [&](int n, int half, uint8_t first, uint8_t second) {
                              if (!first) scores[0][n][2 * half] = minus_infinity();
                              if (!second) scores[0][n][2 * half + 1] = minus_infinity();
                            });
   }
-  if (modifiers.query_ids && !one_segment) {
+  if (by_segment) {
     int32_t ids[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      ids[half] =
-          modifiers.query_ids[(row0 + fragment_row(0, 2 * half)) * params.query_segment_ids.row];
+      const int32_t row = min(row0 + fragment_row(0, 2 * half), extent.rows - 1);
+      ids[half] = index.pointer<const int32_t>(
+          params.query_segment_ids)[row * params.query_segment_ids.row];
     }
-    for_pairs<int32_t, kN>(modifiers.key_ids, 0, params.key_value_segment_ids.row, row0, col0,
-                           extent, [&](int n, int half, int32_t first, int32_t second) {
+    for_pairs<int32_t, kN>(index.pointer<const int32_t>(params.key_value_segment_ids), 0,
+                           params.key_value_segment_ids.row, row0, col0, extent,
+                           [&](int n, int half, int32_t first, int32_t second) {
                              if (first != ids[half]) scores[0][n][2 * half] = minus_infinity();
                              if (second != ids[half]) {
                                scores[0][n][2 * half + 1] = minus_infinity();
