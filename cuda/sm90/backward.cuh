@@ -100,7 +100,7 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
   }
   // The rows of a tile that has arrived, from the end of the sequence on, become zeros. The copy
   // engine sees to those that are no part of the operand.
-  const bool has_padding = kGeneral || band.q_len < shape.q_len;
+  const bool has_padding = band.q_len < shape.q_len;
   const auto zero_padding = [&](const typename Config::QueryTile& rows_smem, int32_t row0) {
     if (has_padding && row0 + kBlockQ > band.q_len) {
       zero_rows(rows_smem, 0, band.q_len - row0, kZeroed + group);
@@ -150,10 +150,12 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
   }
   // dQ of the tile before: its dS^T is in the other stage. Before the first tile it is computed
   // of what is there, for nothing: a branch around it would make the compiler wait.
+  int parity = 0;
   bool has_before = false;
-  const auto await_scores = [&](uint32_t stage) {
+  Ring<2> staging;
+  const auto await_scores = [&] {
     if (has_before) {
-      ptx::barrier_sync(kScoresStored + (group ^ 1) * 2 + stage, Config::kConsumerThreads);
+      ptx::barrier_sync(kScoresStored + (group ^ 1) * 2 + (parity ^ 1), Config::kConsumerThreads);
     }
   };
   const auto start_dquery = [&](uint32_t stage) {
@@ -166,13 +168,14 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
     }
     ptx::wgmma_commit_group();
   };
-  const auto stage_dquery = [&](uint32_t stage, uint32_t empty_parity) {
+  const auto stage_dquery = [&] {
     ptx::wgmma_results(dquery);
     if (!has_before) return;
-    ptx::mbarrier_wait(smem.dquery_empty(group, stage), empty_parity);
-    stage_accumulators(smem.staging(group * 2 + stage), dquery);
+    ptx::mbarrier_wait(smem.dquery_empty(group, staging.stage), staging.parity ^ 1);
+    stage_accumulators(smem.staging(group * 2 + staging.stage), dquery);
     ptx::fence_proxy_async_shared();
-    ptx::barrier_arrive(kDqueryFull + group * 2 + stage, 128 + 32);
+    ptx::barrier_arrive(kDqueryFull + group * 2 + staging.stage, 128 + 32);
+    staging.advance();
   };
 
   // Consumers take turns in computing, so that one's products run beside the other's exponentials.
@@ -207,7 +210,7 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
         gradient.mask(scores, band);
       }
       if (Config::kEarlyDquery && half == 0) {
-        await_scores(stage ^ 1);
+        await_scores();
         start_dquery(stage ^ 1);
       }
       uint32_t kept[2][1], probabilities[4][4], rounded[4][4];
@@ -239,7 +242,7 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
       }
       round_fragments<Element>(rounded, dscores);
       if (!Config::kEarlyDquery && half == 0) {
-        await_scores(stage ^ 1);
+        await_scores();
         start_dquery(stage ^ 1);
       }
       start_sum(dkey, rounded, smem.query(stage), half);
@@ -248,7 +251,7 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
         start_scores(scores, smem.key(), key_rmem, smem.query(stage), half + 1);
         if (half == 0) {
           ptx::wgmma_wait_group<2>();
-          stage_dquery(stage ^ 1, ring.parity ^ stage);
+          stage_dquery();
         }
         start_scores(dscores, smem.value(), value_rmem, smem.dout(stage), half + 1);
       }
@@ -264,9 +267,10 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
       start_scores(scores, smem.key(), key_rmem, smem.query(ring.stage), 0);
     }
     ptx::wgmma_wait_group<1 + Config::kNextScoresFirst>();
-    if constexpr (kHalves == 1) stage_dquery(ring.stage, ring.parity);
+    if constexpr (kHalves == 1) stage_dquery();
     arrive_by_warp(smem.dout_empty(stage));
-    ptx::barrier_arrive(kScoresStored + group * 2 + stage, Config::kConsumerThreads);
+    ptx::barrier_arrive(kScoresStored + group * 2 + parity, Config::kConsumerThreads);
+    parity ^= 1;
     has_before = true;
     ptx::wgmma_wait_group<0>();
     if constexpr (Config::kNextScoresFirst) ptx::wgmma_results(scores);
@@ -277,10 +281,10 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
   if (Config::kAlternates && group == 0) {  // the other's last
     ptx::barrier_sync(kMayCompute, Config::kConsumerThreads);
   }
-  await_scores(ring.stage ^ 1);
+  await_scores();
   start_dquery(ring.stage ^ 1);
   ptx::wgmma_wait_group<0>();
-  stage_dquery(ring.stage ^ 1, ring.parity ^ ring.stage);
+  stage_dquery();
   write_key_gradients();
 }
 
