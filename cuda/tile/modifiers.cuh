@@ -61,9 +61,11 @@ __device__ __forceinline__ void for_pairs(const T* data, int64_t row_stride, int
 
 inline constexpr float kTanhRange = 0.75f;
 
-// Whether a call's modifiers need logits in natural units: the softmax scales products otherwise.
+// Whether logits are to be in natural units: the softmax scales products otherwise, which it can by
+// a positive factor only.
 __device__ __forceinline__ bool has_natural_logits(const Forward& params) {
-  return params.bias || params.options.logits_soft_cap > 0.0f;
+  const Options& options = params.options;
+  return params.bias || options.logits_soft_cap > 0.0f || !(options.scale > 0.0f);
 }
 // Whether they may forbid single elements.
 __device__ __forceinline__ bool has_element_masks(const Forward& params) {
@@ -147,15 +149,17 @@ __device__ __forceinline__ void modify_scores(float (&scores)[1][kN][4], const F
       case DType::kFloat16: add(static_cast<const __half*>(params.bias.data)); break;
     }
   }
-  if (options.logits_soft_cap > 0.0f) {
+  const bool capped = options.logits_soft_cap > 0.0f;
+  if (capped || (!params.bias && !(options.scale > 0.0f))) {
     const float cap = options.logits_soft_cap;
-    const float factor = params.bias ? 1.0f / cap : options.scale / cap;
+    const float scale = params.bias ? 1.0f : options.scale;
+    const float factor = capped ? scale / cap : scale;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) scores[0][n][e] *= factor;
     }
-    soft_cap_ratios(scores, cap);
+    if (capped) soft_cap_ratios(scores, cap);
   }
   if (params.mask) {
     for_pairs<uint8_t, kN>(index.pointer<const uint8_t>(params.mask, head), params.mask.row,
