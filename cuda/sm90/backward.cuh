@@ -100,7 +100,7 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
   }
   // The rows of a tile that has arrived, from the end of the sequence on, become zeros. The copy
   // engine sees to those that are no part of the operand.
-  const bool has_padding = band.q_len < shape.q_len;
+  const bool has_padding = kGeneral || band.q_len < shape.q_len;
   const auto zero_padding = [&](const typename Config::QueryTile& rows_smem, int32_t row0) {
     if (has_padding && row0 + kBlockQ > band.q_len) {
       zero_rows(rows_smem, 0, band.q_len - row0, kZeroed + group);
@@ -112,14 +112,16 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
                                 const uint32_t (&a_rmem)[kHeadSteps][4],
                                 const typename Config::QueryTile& b, int half) {
     forget(d);
+    const auto a_rows = unknown_address(a);
+    const auto b_rows = unknown_address(b);
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kHeadSteps; ++k) {
       if constexpr (Config::kKeysInRegisters) {
-        ScoreProduct::template rs<0>(d, a_rmem[k], operand_k_major(b, half * 64, k), k > 0);
+        ScoreProduct::template rs<0>(d, a_rmem[k], operand_k_major(b_rows, half * 64, k), k > 0);
       } else {
-        ScoreProduct::template ss<0, 0>(d, operand_k_major(a, group * 64, k),
-                                        operand_k_major(b, half * 64, k), k > 0);
+        ScoreProduct::template ss<0, 0>(d, operand_k_major(a_rows, group * 64, k),
+                                        operand_k_major(b_rows, half * 64, k), k > 0);
       }
     }
     ptx::wgmma_commit_group();
@@ -127,10 +129,11 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
   // sum += a of 64 keys times b of 64 query rows
   const auto start_sum = [&](float (&sum)[kHeadN][4], const uint32_t (&a)[4][4],
                              const typename Config::QueryTile& b, int half) {
+    const auto b_rows = unknown_address(b);
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < 4; ++k) {
-      KeyProduct::template rs<1>(sum, a[k], operand_mn_major(b, 0, half * 4 + k), 1);
+      KeyProduct::template rs<1>(sum, a[k], operand_mn_major(b_rows, 0, half * 4 + k), 1);
     }
     ptx::wgmma_commit_group();
   };
@@ -150,32 +153,31 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
   }
   // dQ of the tile before: its dS^T is in the other stage. Before the first tile it is computed
   // of what is there, for nothing: a branch around it would make the compiler wait.
-  int parity = 0;
   bool has_before = false;
-  Ring<2> staging;
-  const auto await_scores = [&] {
+  const auto await_scores = [&](uint32_t stage) {
     if (has_before) {
-      ptx::barrier_sync(kScoresStored + (group ^ 1) * 2 + (parity ^ 1), Config::kConsumerThreads);
+      ptx::barrier_sync(kScoresStored + (group ^ 1) * 2 + stage, Config::kConsumerThreads);
     }
   };
   const auto start_dquery = [&](uint32_t stage) {
     forget(dquery);
+    const auto a = unknown_address(smem.score(stage));
+    const auto b = unknown_address(smem.key());
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kBlockKv / 16; ++k) {
-      DqueryProduct::template ss<1, 1>(dquery, operand_mn_major(smem.score(stage), dquery_row, k),
-                                       operand_mn_major(smem.key(), dquery_col, k), k > 0);
+      DqueryProduct::template ss<1, 1>(dquery, operand_mn_major(a, dquery_row, k),
+                                       operand_mn_major(b, dquery_col, k), k > 0);
     }
     ptx::wgmma_commit_group();
   };
-  const auto stage_dquery = [&] {
+  const auto stage_dquery = [&](uint32_t stage, uint32_t empty_parity) {
     ptx::wgmma_results(dquery);
     if (!has_before) return;
-    ptx::mbarrier_wait(smem.dquery_empty(group, staging.stage), staging.parity ^ 1);
-    stage_accumulators(smem.staging(group * 2 + staging.stage), dquery);
+    ptx::mbarrier_wait(smem.dquery_empty(group, stage), empty_parity);
+    stage_accumulators(smem.staging(group * 2 + stage), dquery);
     ptx::fence_proxy_async_shared();
-    ptx::barrier_arrive(kDqueryFull + group * 2 + staging.stage, 128 + 32);
-    staging.advance();
+    ptx::barrier_arrive(kDqueryFull + group * 2 + stage, 128 + 32);
   };
 
   // Consumers take turns in computing, so that one's products run beside the other's exponentials.
@@ -210,7 +212,7 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
         gradient.mask(scores, band);
       }
       if (Config::kEarlyDquery && half == 0) {
-        await_scores();
+        await_scores(stage ^ 1);
         start_dquery(stage ^ 1);
       }
       uint32_t kept[2][1], probabilities[4][4], rounded[4][4];
@@ -221,10 +223,11 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
       gradient.probabilities(scores, lse_smem, to_log2);
       if constexpr (Config::kEarlyDvalue) {
         round_fragments<Element>(probabilities, scores);
+        if constexpr (Config::kAlternates) {
+          ptx::wgmma_fence();  // or exponentials sink below what follows
+          ptx::barrier_arrive(kMayCompute + (group ^ 1), Config::kConsumerThreads);
+        }
         start_sum(dvalue, probabilities, smem.dout(stage), half);
-      }
-      if constexpr (Config::kAlternates) {
-        ptx::barrier_arrive(kMayCompute + (group ^ 1), Config::kConsumerThreads);
       }
 
       // dS^T beside that; dK += dS^T Q
@@ -242,7 +245,7 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
       }
       round_fragments<Element>(rounded, dscores);
       if (!Config::kEarlyDquery && half == 0) {
-        await_scores();
+        await_scores(stage ^ 1);
         start_dquery(stage ^ 1);
       }
       start_sum(dkey, rounded, smem.query(stage), half);
@@ -251,7 +254,7 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
         start_scores(scores, smem.key(), key_rmem, smem.query(stage), half + 1);
         if (half == 0) {
           ptx::wgmma_wait_group<2>();
-          stage_dquery();
+          stage_dquery(stage ^ 1, ring.parity ^ stage);
         }
         start_scores(dscores, smem.value(), value_rmem, smem.dout(stage), half + 1);
       }
@@ -267,10 +270,9 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
       start_scores(scores, smem.key(), key_rmem, smem.query(ring.stage), 0);
     }
     ptx::wgmma_wait_group<1 + Config::kNextScoresFirst>();
-    if constexpr (kHalves == 1) stage_dquery();
+    if constexpr (kHalves == 1) stage_dquery(ring.stage, ring.parity);
     arrive_by_warp(smem.dout_empty(stage));
-    ptx::barrier_arrive(kScoresStored + group * 2 + parity, Config::kConsumerThreads);
-    parity ^= 1;
+    ptx::barrier_arrive(kScoresStored + group * 2 + stage, Config::kConsumerThreads);
     has_before = true;
     ptx::wgmma_wait_group<0>();
     if constexpr (Config::kNextScoresFirst) ptx::wgmma_results(scores);
@@ -281,10 +283,10 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
   if (Config::kAlternates && group == 0) {  // the other's last
     ptx::barrier_sync(kMayCompute, Config::kConsumerThreads);
   }
-  await_scores();
+  await_scores(ring.stage ^ 1);
   start_dquery(ring.stage ^ 1);
   ptx::wgmma_wait_group<0>();
-  stage_dquery();
+  stage_dquery(ring.stage ^ 1, ring.parity ^ ring.stage);
   write_key_gradients();
 }
 

@@ -43,7 +43,7 @@ struct BackwardConfig {
   // Whether K and V are also in registers, as operands of S and dP: half the bytes these read.
   static constexpr bool kKeysInRegisters = JAX_FLASH_SM90_BWD_KEYS_IN_REGISTERS;
   // Whether consumers compute exponentials one after the other.
-  static constexpr bool kAlternates = (kHeadDim <= 64 || kHeadDim > 96) && !kGeneral;
+  static constexpr bool kAlternates = !kGeneral;
   // What runs side by side where there are registers for both: dS is computed beside dV, P beside
   // dQ of the tile before, and the next tile's S starts before the last dK is done.
   static constexpr bool kEarlyDvalue = !kGeneral;

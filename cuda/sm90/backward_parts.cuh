@@ -124,6 +124,14 @@ __device__ __forceinline__ int32_t turn_of(const Band& band, TurnOrder order, in
   return kv_tile <= last ? last - kv_tile : last + range.end - kv_tile;
 }
 
+// The tile with an address that the compiler knows nothing of: or it computes all descriptors of a
+// tile that stays before the loop, and spills them.
+template <typename Tile>
+__device__ __forceinline__ Tile unknown_address(Tile tile) {
+  asm volatile("" : "+r"(tile.root));
+  return tile;
+}
+
 // wgmma_tile.cuh's descriptors as sums whose constant terms the compiler adds up: one addition for
 // each, where an or with the constant bits takes another instruction.
 template <typename Tile>

@@ -11,6 +11,7 @@
 #include "tile/batch_index.cuh"
 #include "tile/logits.cuh"
 #include "tile/matmul.cuh"
+#include "tile/modifiers_transposed.cuh"
 
 namespace jax_flash {
 
@@ -24,20 +25,22 @@ struct TransposedGradient {
   // Sets to -inf what is not allowed; if kGeneral, turns products into logits in log2 units.
   __device__ __forceinline__ void mask(float (&scores)[kN][4], const Band& band) const {
     if constexpr (kGeneral) {
-      apply(scores, band, modifiers());
-    } else {
+      modify_transposed(scores, modifiers(), band, key0, row0);
+      // Rows past the end, too, have modifiers of some sort, perhaps NaN.
+      const int32_t row1 = row0 + 8 * kN;
+      if (row1 <= band.q_len && band.all_allowed(row0, row1, key0, key0 + 16)) return;
+    }
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const int32_t key = key0 + fragment_row(0, 2 * half), base = row0 + fragment_col(0, 0);
-        const int32_t first = band.first_row(key) - base;
-        const int32_t end = key < band.kv_len ? band.end_row(key + 1) - base : INT32_MIN;
+    for (int half = 0; half < 2; ++half) {
+      const int32_t key = key0 + fragment_row(0, 2 * half), base = row0 + fragment_col(0, 0);
+      const int32_t first = band.first_row(key) - base;
+      const int32_t end = key < band.kv_len ? band.end_row(key + 1) - base : INT32_MIN;
 #pragma unroll
-        for (int n = 0; n < kN; ++n) {
+      for (int n = 0; n < kN; ++n) {
 #pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int row = n * 8 + e;
-            if (row < first || row >= end) scores[n][2 * half + e] = minus_infinity();
-          }
+        for (int e = 0; e < 2; ++e) {
+          const int row = n * 8 + e;
+          if (row < first || row >= end) scores[n][2 * half + e] = minus_infinity();
         }
       }
     }
@@ -62,24 +65,26 @@ struct TransposedGradient {
   __device__ __forceinline__ void finish(const float (&p)[kN][4], float (&dp)[kN][4],
                                          const float* lse_smem, const float* delta_smem,
                                          const uint32_t (&kept)[2][(kN + 15) / 16]) const {
+    const Options& options = params.options;
+    if constexpr (kGeneral) drop(dp, kept);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const float2 delta = *reinterpret_cast<const float2*>(delta_smem + fragment_col(n, 0));
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float row_delta = e % 2 ? delta.y : delta.x;
-        if constexpr (!kGeneral) {
-          dp[n][e] = p[n][e] * (dp[n][e] - row_delta);
-        } else {
-          float ds = p[n][e] * (dp[n][e] * factor(kept, n, e) - row_delta);
-          if (params.options.logits_soft_cap > 0.0f) {
-            // The logit, again: keeping all of them would take too many registers.
-            const float logit = __log2f(p[n][e]) + lse_smem[fragment_col(n, e % 2)];
-            const float ratio = logit * (kLn2 / params.options.logits_soft_cap);
-            ds *= 1.0f - ratio * ratio;
-          }
-          dp[n][e] = p[n][e] == 0.0f ? 0.0f : ds;
-        }
+        const float ds = p[n][e] * (dp[n][e] - (e % 2 ? delta.y : delta.x));
+        dp[n][e] = kGeneral && p[n][e] == 0.0f ? 0.0f : ds;
+      }
+    }
+    if (!kGeneral || options.logits_soft_cap <= 0.0f) return;
+    const float to_ratio = kLn2 / options.logits_soft_cap;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        // The logit, again: keeping all of them would take too many registers.
+        const float ratio = (__log2f(p[n][e]) + lse_smem[fragment_col(n, e % 2)]) * to_ratio;
+        dp[n][e] = p[n][e] == 0.0f ? 0.0f : dp[n][e] * (1.0f - ratio * ratio);
       }
     }
   }
@@ -93,6 +98,7 @@ struct TransposedGradient {
   // P^T to what dV needs of it.
   __device__ __forceinline__ void drop(float (&p)[kN][4],
                                        const uint32_t (&kept)[2][(kN + 15) / 16]) const {
+    if (params.options.dropout_threshold == 0) return;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
@@ -140,35 +146,6 @@ struct TransposedGradient {
  private:
   __device__ __forceinline__ LogitModifiers modifiers() const {
     return LogitModifiers(params, BatchIndex(params.shape, batch_index), head);
-  }
-
-  __device__ __forceinline__ void apply(float (&products)[kN][4], const Band& band,
-                                        const LogitModifiers& modifiers) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int32_t key = key0 + fragment_row(0, 2 * half);
-      const bool valid = key < band.kv_len;
-      const int32_t first = band.first_row(key), end = valid ? band.end_row(key + 1) : INT32_MIN;
-      const int32_t key_id = modifiers.key_ids && valid
-                                 ? modifiers.key_ids[key * params.key_value_segment_ids.row]
-                                 : 0;
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int32_t row = row0 + fragment_col(n, e);
-          const int32_t query_id = modifiers.query_ids && row < band.q_len
-                                       ? modifiers.query_ids[row * params.query_segment_ids.row]
-                                       : 0;
-          bool allowed = row >= first && row < end && query_id == key_id;
-          if (modifiers.mask && allowed) {
-            allowed = modifiers.mask[row * params.mask.row + key * params.mask.col] != 0;
-          }
-          float& value = products[n][2 * half + e];
-          value = allowed ? modifiers.logit_log2(value, row, key) : minus_infinity();
-        }
-      }
-    }
   }
 };
 
