@@ -235,7 +235,8 @@ def measured() -> str:
         "Written by `python examples/readme_tables.py` from `examples/results/`, which "
         "`examples/measure.sh` makes. Medians of calls made in turn in one process, on GPUs of "
         "kernel times by CUPTI; fastest in bold, ! where the standard deviation is above 2%. Over "
-        "best peer: its time over jax_flash's, with a 95% interval. Every figure's error against "
+        "best peer: its time over jax_flash's, with a 95% interval; a dash is who cannot run the "
+        "case, or took longer to set it up than the command allows. Every figure's error against "
         "float64, interval and deviation are in the JSON files; plots lie beside them. The CPU is "
         "a virtual machine that did other work meanwhile: its ratios say more than its times.",
         "**LLaMA blocks**, two of them with embedding and output layer, "
