@@ -36,7 +36,8 @@ def where(document: dict) -> str:
     on_cpu = f"{device['cores']} cores of {device['kind']}, {isa}"
     what = device["kind"] if device["platform"] == "gpu" else on_cpu
     driver = f", driver {device['driver']}" if device.get("driver") else ""
-    families = (document.get("native") or {}).get("cuda_families") if driver else None
+    # Files that do not say are from before there were others.
+    families = (document.get("native") or {}).get("cuda_families", [80]) if driver else None
     kernels = f", kernels for sm_{' and sm_'.join(map(str, families))}" if families else ""
     commit = f", commit {document['commit']}" if document.get("commit") else ""
     cut = ", cut off before its last cases" if document.get("interrupted") else ""
