@@ -239,7 +239,7 @@ def measured() -> str:
         "best peer: its time over jax_flash's, with a 95% interval; a dash is who cannot run the "
         "case, or took longer to set it up than the command allows. Every figure's error against "
         "float64, interval and deviation are in the JSON files; plots lie beside them. The CPU is "
-        "a virtual machine that did other work meanwhile: its ratios say more than its times.",
+        "a virtual machine's.",
         "**LLaMA blocks**, two of them with embedding and output layer, "
         + llama(["llama_cpu.json", "llama_h200_7b.json", "llama_h200_8b.json"]),
     ]
