@@ -8,12 +8,11 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash import ffi
-from jax_flash.spec import AttentionSpec
+from jax_flash.spec import FAMILIES, AttentionSpec
 
 PLATFORMS = ("cpu", "cuda")
 
-# The families of CUDA kernels by name, and those that run on one compute capability only.
-_FAMILIES = {"flash_sm80": 80, "flash_sm90": 90}
+# Families of CUDA kernels that run on one compute capability only.
 _ONLY_ON = (90,)
 
 
@@ -67,8 +66,8 @@ def _reason(spec: AttentionSpec, platform: str) -> str:
     if platform == "cpu":
         return f"the native CPU kernel ({ffi.native.instruction_set()}) supports the call"
     families = _families()
-    if spec.implementation in _FAMILIES:
-        return f"the sm_{_FAMILIES[spec.implementation]} kernels support the call"
+    if spec.implementation in FAMILIES:
+        return f"the sm_{FAMILIES[spec.implementation]} kernels support the call"
     capabilities = _compute_capabilities()
     if not capabilities:  # lowered here, to run elsewhere
         return "the CUDA kernels support the call"
@@ -90,7 +89,7 @@ def _unsupported(spec: AttentionSpec, problem: Problem, platform: str) -> str | 
             "(cast to float32 to use them)"
         )
     if platform == "cpu":
-        if spec.implementation in _FAMILIES:
+        if spec.implementation in FAMILIES:
             return f"{spec.implementation} is a CUDA kernel (the CPU's is called flash)"
         return None
     if not ffi.native.has_cuda():
@@ -99,7 +98,7 @@ def _unsupported(spec: AttentionSpec, problem: Problem, platform: str) -> str | 
 
 
 def _unsupported_on_cuda(spec: AttentionSpec, problem: Problem) -> str | None:
-    wanted = _FAMILIES.get(spec.implementation)
+    wanted = FAMILIES.get(spec.implementation)
     families = _families()
     if wanted is not None and wanted not in families:
         return f"this build of jax_flash contains no sm_{wanted} kernels"

@@ -40,7 +40,9 @@ OPERAND_AXES: dict[str, tuple[str, ...]] = {
     **OPTIONAL_OPERANDS,
 }
 
-IMPLEMENTATIONS = (None, "flash", "flash_sm80", "flash_sm90", "reference")
+# The families of CUDA kernels, by the implementations that insist on them.
+FAMILIES = {"flash_sm80": 80, "flash_sm90": 90}
+IMPLEMENTATIONS = (None, "flash", *FAMILIES, "reference")
 # Names that jax.nn.dot_product_attention uses, and ours for the same wish.
 _JAX_NN_IMPLEMENTATIONS = {"xla": "reference", "cudnn": "flash"}
 
@@ -134,7 +136,6 @@ class AttentionSpec:
     def ffi_attributes(self) -> dict[str, Any]:
         """The `options` attribute; fields as `OptionAttributes` in cuda/handlers.cc."""
         left, right = (-1 if side is None else side for side in self.window)
-        family = {"flash_sm80": 80, "flash_sm90": 90}.get(self.implementation, 0)
         return {
             "scale": np.float32(self.scale),
             "is_causal": np.bool_(self.is_causal),
@@ -145,7 +146,7 @@ class AttentionSpec:
             "dropout_scale": np.float32(1.0 / (1.0 - self.dropout_rate)),
             "deterministic": np.bool_(self.deterministic),
             "smem_limit": np.int32(self.smem_limit),
-            "family": np.int32(family),
+            "family": np.int32(FAMILIES.get(self.implementation, 0)),
         }
 
 
