@@ -4,6 +4,7 @@
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 
@@ -68,8 +69,11 @@ inline Status make_backward_maps(const Backward& params, int block_q, int block_
 }
 
 // Blocks of one head side by side share its rows in L2. Where blocks differ in length, as under a
-// causal mask, as many heads as L2 holds (half of 50 MB) go together, their long blocks first.
-// `row_bytes` is what a block reads and adds to for each row of the other operand.
+// causal mask, sections of several heads go together, their long blocks first: as many heads as L2
+// holds (half of 50 MB), and at least so many that they have a block for most multiprocessors, or
+// the long blocks of the last head would start when the others end. A last section that is much
+// smaller than the rest has long blocks at the end, too. `row_bytes` is what a block reads and adds
+// to for each row of the other operand.
 inline TileSchedule make_schedule(const Backward& params, int64_t tiles, int64_t total_heads,
                                   int64_t rows, int64_t row_bytes, bool last_first) {
   const Options& options = params.options;
@@ -77,7 +81,15 @@ inline TileSchedule make_schedule(const Backward& params, int64_t tiles, int64_t
   int64_t section = 1;
   if (uneven && JAX_FLASH_SM90_BWD_LONGEST_FIRST) {
     const int64_t fits = (int64_t{25} << 20) / (rows * row_bytes + 1);
-    section = fits < 1 ? 1 : fits < total_heads ? fits : total_heads;
+    section = std::min(std::max({fits, 128 / std::max<int64_t>(tiles, 1), int64_t{1}}), total_heads);
+    const auto leaves_few = [&](int64_t heads) {
+      return total_heads % heads != 0 && 2 * (total_heads % heads) < heads;
+    };
+    for (int64_t heads = section; 2 * heads > section; --heads) {
+      if (leaves_few(heads)) continue;
+      section = heads;
+      break;
+    }
   }
   return {static_cast<int32_t>(tiles), static_cast<int32_t>(section),
           static_cast<int32_t>(total_heads), uneven && last_first};
