@@ -1,5 +1,5 @@
 // Single-instruction arithmetic and conversions.
-// PTX ISA, "Floating-point instructions: ex2" and "Data movement and conversion: cvt".
+// PTX ISA, "Floating-point instructions: ex2, rcp" and "Data movement and conversion: cvt".
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,6 +14,13 @@ namespace jax_flash::ptx {
 __device__ __forceinline__ float ex2_approx_ftz(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
+// 1 / x, relative error below 2^-23; subnormal numbers are flushed to zero.
+__device__ __forceinline__ float rcp_approx_ftz(float x) {
+  float y;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 

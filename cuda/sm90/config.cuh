@@ -27,6 +27,10 @@
 #ifndef JAX_FLASH_SM90_PAIRED
 #define JAX_FLASH_SM90_PAIRED 1
 #endif
+// Keys times head dim from which on a unit of work is a block of its own.
+#ifndef JAX_FLASH_SM90_LONG_UNIT
+#define JAX_FLASH_SM90_LONG_UNIT (4096 * 128)
+#endif
 // Per head dim: consumer warpgroups of 64 queries and keys a tile.
 #ifndef JAX_FLASH_SM90_CONSUMERS_64
 #define JAX_FLASH_SM90_CONSUMERS_64 3
@@ -73,21 +77,21 @@ inline constexpr int kStaticSmemBytes = 2048;  // barriers, work, at most
 inline constexpr float kOptimisticLimit = 1024.0f;
 inline constexpr int kWarpgroup = 128;  // threads
 
-// A block has one warpgroup whose first warp starts the copies, and kConsumerGroups that compute
-// 64 rows of the output each. It walks over tiles of kBlockKvRows keys and values.
+// A block has one warpgroup whose warps start the copies, and kConsumerGroups that compute 64 rows
+// of the output each. It walks over tiles of kBlockKvRows keys and values.
 //
-// With kSplit, all of them have the same 64 rows and divide the tiles instead.
+// With kKeyShares above 1, so many consumers have the same 64 rows, and divide the tiles.
 template <int kHeadDimension, int kValueDimension, int kConsumerGroups, int kBlockKvRows,
-          bool kSplit = false>
+          int kKeyShares = 1>
 struct ForwardConfig {
   static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension;
   static constexpr int kConsumers = kConsumerGroups;
-  static constexpr bool kSplitKeys = kSplit;
-  static constexpr int kBlockQ = kSplitKeys ? 64 : 64 * kConsumers, kBlockKv = kBlockKvRows;
+  static constexpr int kKeyGroups = kKeyShares, kRowGroups = kConsumers / kKeyGroups;
+  static_assert(kConsumers % kKeyGroups == 0);
+  static constexpr int kBlockQ = 64 * kRowGroups, kBlockKv = kBlockKvRows;
   // In how many parts P V is started, among exponentials.
   static constexpr int kOutParts =
       kHeadDim <= 64 ? JAX_FLASH_SM90_OUT_PARTS_64 : JAX_FLASH_SM90_OUT_PARTS;
-  static constexpr int kTileStep = kSplitKeys ? kConsumers : 1;  // of a consumer
   static_assert(kHeadDim % 16 == 0 && kValueDim % 16 == 0 && kBlockKv % 16 == 0);
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1);
   // The register file, divided at run time: the kernel starts with an even share.
@@ -96,25 +100,27 @@ struct ForwardConfig {
 
   // Each consumer's rows of Q are a tile with barriers of its own, so that none waits for another.
   using QueryTile = SmemTile<64, kHeadDim>;
-  static constexpr int kQueryTiles = kBlockQ / 64;
   using KeyTile = SmemTile<kBlockKv, kHeadDim>;
   using ValueTile = SmemTile<kBlockKv, kValueDim>;
 
-  // Shared memory: kQueryStages times kQueryTiles query, kStages times key, kStages times value;
-  // one consumer's output in float32 for the other one, and statistics. A second place for Q where
+  // Shared memory: kQueryStages times kRowGroups query, kStages times key, kStages times value;
+  // consumers' outputs in float32 for another one, and statistics. A second place for Q where
   // there is room: else the next Q is fetched when the last scores of this one are done.
   static constexpr int kQueryStages = kHeadDim <= 64 ? JAX_FLASH_SM90_QUERY_STAGES : 1;
-  static constexpr int kPartialBytes = kSplitKeys ? 64 * kValueDim * 4 + kWarpgroup * 16 : 0;
+  static constexpr int kPartials = kConsumers - kRowGroups;
+  static constexpr int kOnePartialBytes = 64 * kValueDim * 4 + kWarpgroup * 16;
+  static constexpr int kPartialBytes = kPartials * kOnePartialBytes;
   static constexpr int kFree = kSmemLimit - kStaticSmemBytes -
-                               kQueryStages * kQueryTiles * QueryTile::kBytes - kPartialBytes;
+                               kQueryStages * kRowGroups * QueryTile::kBytes - kPartialBytes;
   static constexpr int kFit = kFree / (KeyTile::kBytes + ValueTile::kBytes);
   static constexpr int kStages = kFit < JAX_FLASH_SM90_STAGES ? kFit : JAX_FLASH_SM90_STAGES;
-  static_assert(kStages >= 2 && (!kSplitKeys || (kStages >= 4 && kQueryStages > 1)));
+  static_assert(kStages >= 2 &&
+                (kKeyGroups == 1 || (kStages >= 2 * kKeyGroups && kQueryStages > 1)));
   // Whether, after a query tile's first key tile, the exponentials are computed without looking
   // for greater scores first: a sum beyond kOptimisticLimit tells of one, and the tile is done
   // again. Keys are kept for that, which takes a third stage.
   static constexpr bool kOptimistic = JAX_FLASH_SM90_OPTIMISTIC && kStages >= 3;
-  static constexpr int kKeyOffset = kQueryStages * kQueryTiles * QueryTile::kBytes;
+  static constexpr int kKeyOffset = kQueryStages * kRowGroups * QueryTile::kBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * KeyTile::kBytes;
   // Descriptions of query tiles that are kept: of those with scores under way, output to be
   // finished and Q under way, and one more.

@@ -29,6 +29,7 @@
 #include "sm90/config.cuh"
 #include "sm90/forward_consumer.cuh"
 #include "sm90/forward_parts.cuh"
+#include "sm90/forward_plan.cuh"
 #include "sm90/schedule.cuh"
 #include "status.h"
 #include "tile/band.cuh"
@@ -42,23 +43,23 @@ namespace jax_flash::sm90 {
 
 // By one warp: keys and values of all query tiles.
 template <typename Config, bool kGeneral>
-__device__ __forceinline__ void produce_keys(const Forward& params, const ForwardMaps& maps,
-                                             const SegmentSpans& spans,
-                                             const QueryTileSchedule& schedule,
+__device__ __forceinline__ void produce_keys(const Forward& params, const ForwardPlan& plan,
+                                             const ForwardMaps& maps, const SegmentSpans& spans,
                                              const ForwardSmem<Config>& smem) {
   const bool leader = threadIdx.x % 32 == 0;
   RingState<Config::kStages> key_stage, value_stage;
-  for (QueryTileCursor cursor{schedule}; cursor.valid(); cursor.advance()) {
+  bool first = true;
+  for (QueryTileCursor cursor{plan.schedule}; cursor.valid(); cursor.advance()) {
     const QueryTileIndex q = cursor.index();
-    const BatchIndex batch(params.shape, q.batch);
-    const int32_t kv_head = q.head / (params.shape.heads / params.shape.kv_heads);
-    const auto walk =
-        walk_keys<Config, kGeneral>(Band(params, batch), spans, q.batch, q.tile * Config::kBlockQ);
+    const auto walk = walk_keys<Config, kGeneral>(plan.band_of(params, q.batch), spans, q.batch,
+                                                  q.tile * Config::kBlockQ);
+    if (first) smem.await_start();
+    first = false;
     const auto load_key = [&](int32_t tile) {
       if (leader) {
         ptx::mbarrier_wait(smem.key_empty(key_stage.stage), key_stage.parity ^ 1);
         load_tile_boxes(smem.key(key_stage.stage), maps.key, smem.key_full(key_stage.stage),
-                        params.key, batch, kv_head, tile * Config::kBlockKv);
+                        plan.key, q.batch_axes, q.kv_head, tile * Config::kBlockKv);
       }
       key_stage.advance();
     };
@@ -66,7 +67,7 @@ __device__ __forceinline__ void produce_keys(const Forward& params, const Forwar
       if (leader) {
         ptx::mbarrier_wait(smem.value_empty(value_stage.stage), value_stage.parity ^ 1);
         load_tile_boxes(smem.value(value_stage.stage), maps.value,
-                        smem.value_full(value_stage.stage), params.value, batch, kv_head,
+                        smem.value_full(value_stage.stage), plan.value, q.batch_axes, q.kv_head,
                         tile * Config::kBlockKv);
       }
       value_stage.advance();
@@ -83,10 +84,9 @@ __device__ __forceinline__ void produce_keys(const Forward& params, const Forwar
 }
 
 // By one warp: a consumer's rows of the query tiles, and what it is to know of them.
-template <typename Config, bool kGeneral>
-__device__ __forceinline__ void produce_queries(const Forward& params, const ForwardMaps& maps,
-                                                const SegmentSpans& spans,
-                                                const QueryTileSchedule& schedule,
+template <typename Config, typename Element, bool kGeneral>
+__device__ __forceinline__ void produce_queries(const Forward& params, const ForwardPlan& plan,
+                                                const ForwardMaps& maps, const SegmentSpans& spans,
                                                 const ForwardSmem<Config>& smem, int group) {
   const bool leader = threadIdx.x % 32 == 0;
   RingState<Config::kQueryStages> stage;
@@ -94,34 +94,34 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
   const auto wait_empty = [&] {
     ptx::mbarrier_wait_asleep(smem.query_empty(stage.stage, group), stage.parity ^ 1);
   };
-  for (QueryTileCursor cursor{schedule}; cursor.valid(); cursor.advance()) {
+  for (QueryTileCursor cursor{plan.schedule}; cursor.valid(); cursor.advance()) {
     const QueryTileIndex q = cursor.index();
-    const BatchIndex batch(params.shape, q.batch);
-    const Band band(params, batch);
+    const Band band = plan.band_of(params, q.batch);
     const int32_t row0 = q.tile * Config::kBlockQ;
     const auto walk = walk_keys<Config, kGeneral>(band, spans, q.batch, row0);
+    if (works == 0) smem.await_start();
     if (leader) {
       const uint32_t full = smem.query_full(stage.stage, group);
       wait_empty();
       if (walk.tile < walk.end) {  // first of all: the description takes a while
-        load_tile_boxes(smem.query(stage.stage, group), maps.query, full, params.query, batch,
+        load_tile_boxes(smem.query(stage.stage, group), maps.query, full, plan.query, q.batch_axes,
                         q.head, row0 + group * 64);
       } else {
         ptx::mbarrier_arrive(full);
       }
       QueryWork& work = smem.work(group, works);
-      work.out = batch.offset(params.out) + q.head * params.out.head + row0 * params.out.row;
-      work.lse = batch.offset(params.lse) + q.head * params.lse.head + row0 * params.lse.row;
+      work.out = plan.out.at<Element>(q, row0);
+      work.lse = plan.lse.at<float>(q, row0);
       work.band = band;
       const int32_t row_end = min(row0 + Config::kBlockQ, band.q_len);
       work.attended = {band.first_col(row0), band.end_col(row_end - 1)};
       work.tile = walk.tile;
       work.end = walk.end;
       work.row0 = row0;
-      work.batch = static_cast<int32_t>(q.batch);
+      work.batch = q.batch;
       work.head = q.head;
-      work.sink_log2 = params.sinks ? *batch.pointer<const float>(params.sinks, q.head) * kLog2E
-                                    : minus_infinity();
+      work.sink_log2 =
+          plan.sinks.data ? *plan.sinks.at<const float>(q, 0) * kLog2E : minus_infinity();
       ptx::mbarrier_arrive(full);
     }
     stage.advance();
@@ -137,9 +137,9 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
 // A query tile after the other, their key tiles in one chain: a query tile's first scores and
 // exponentials run beside the last product of the one before.
 template <typename Config, typename Element>
-__device__ __forceinline__ void consume_plain(const Forward& params,
+__device__ __forceinline__ void consume_plain(const Forward& params, const ForwardPlan& plan,
                                               const ForwardSmem<Config>& smem) {
-  ForwardConsumer<Config, Element, false> consumer(params, smem);
+  ForwardConsumer<Config, Element, false> consumer(params, plan, smem);
   const QueryWork& work = consumer.work;
   // Of the query tile before, whose output is here, but for one product.
   bool unfinished = false;
@@ -149,15 +149,15 @@ __device__ __forceinline__ void consume_plain(const Forward& params,
     consumer.clear_values(tile, attended);
     consumer.start_out();
     consumer.await_out();
-    finish_rows<Config, Element, false>(params, consumer.work_before(1), consumer.warp_row,
-                                        consumer.softmax, consumer.to_log2, consumer.out);
+    finish_rows<Config, Element, false>(plan, consumer.work_before(1), consumer.warp_row,
+                                        consumer.softmax, consumer.out);
     consumer.out_started = 0;
   };
   while (consumer.wait_query()) {
     if (!consumer.has_keys()) {
       if (unfinished) finish();
       unfinished = false;
-      finish_empty_rows<Element>(params, work, consumer.warp_row);
+      finish_empty_rows<Element>(plan, work, consumer.warp_row);
       consumer.release_query();
       continue;
     }
@@ -168,8 +168,8 @@ __device__ __forceinline__ void consume_plain(const Forward& params,
       consumer.clear_values(tile, attended);
       consumer.start_out();
       consumer.template first_tile<true>(work.tile);
-      finish_rows<Config, Element, false>(params, consumer.work_before(1), consumer.warp_row,
-                                          softmax, consumer.to_log2, consumer.out);
+      finish_rows<Config, Element, false>(plan, consumer.work_before(1), consumer.warp_row,
+                                          softmax, consumer.out);
       consumer.out_started = 0;
     } else {
       consumer.template first_tile<false>(work.tile);
@@ -185,13 +185,14 @@ __device__ __forceinline__ void consume_plain(const Forward& params,
 
 // With modifiers: one query tile at a time.
 template <typename Config, typename Element>
-__device__ __forceinline__ void consume_general(const Forward& params, const SegmentSpans& spans,
+__device__ __forceinline__ void consume_general(const Forward& params, const ForwardPlan& plan,
+                                                const SegmentSpans& spans,
                                                 const ForwardSmem<Config>& smem) {
-  ForwardConsumer<Config, Element, true> consumer(params, smem);
+  ForwardConsumer<Config, Element, true> consumer(params, plan, smem);
   const QueryWork& work = consumer.work;
   while (consumer.wait_query()) {
     if (!consumer.has_keys()) {
-      finish_empty_rows<Element>(params, work, consumer.warp_row);
+      finish_empty_rows<Element>(plan, work, consumer.warp_row);
       consumer.release_query();
       continue;
     }
@@ -209,32 +210,33 @@ __device__ __forceinline__ void consume_general(const Forward& params, const Seg
     consumer.clear_values(tile, work.attended);
     consumer.start_out();
     consumer.await_out();
-    finish_rows<Config, Element, true>(params, consumer.work_before(0), consumer.warp_row,
-                                       consumer.softmax, consumer.to_log2, consumer.out);
+    finish_rows<Config, Element, true>(plan, consumer.work_before(0), consumer.warp_row,
+                                       consumer.softmax, consumer.out);
   }
 }
 
-// For few query tiles: the warpgroups divide a tile's keys, and the first adds up their outputs.
+// For few query tiles: warpgroups divide a tile's keys, and the first adds up their outputs.
 template <typename Config, typename Element>
-__device__ __forceinline__ void consume_split(const Forward& params,
+__device__ __forceinline__ void consume_split(const Forward& params, const ForwardPlan& plan,
                                               const ForwardSmem<Config>& smem) {
-  static_assert(Config::kConsumers == 2);
-  constexpr int kThreads = Config::kConsumers * kWarpgroup;
-  ForwardConsumer<Config, Element, false> consumer(params, smem);
+  constexpr int kThreads = 2 * kWarpgroup;
+  static_assert(Config::kPartials <= kPartialEmpty - kPartialFull);
+  ForwardConsumer<Config, Element, false> consumer(params, plan, smem);
   const QueryWork& work = consumer.work;
+  const int key_group = consumer.key_group();
   RingState<Config::kStages> stage;  // of the query tile's first key tile
   bool partial_used = false;
   while (consumer.wait_query()) {
     if (!consumer.has_keys()) {
-      if (consumer.group == 0) finish_empty_rows<Element>(params, work, consumer.warp_row);
+      if (key_group == 0) finish_empty_rows<Element>(plan, work, consumer.warp_row);
       consumer.release_query();
       continue;
     }
-    // Every other tile, from this warpgroup's first on.
-    int32_t tile = work.tile + consumer.group;
+    // Every kKeyGroups-th tile, from this warpgroup's first on.
+    int32_t tile = work.tile + key_group;
     consumer.key_stage = consumer.value_stage = stage;
-    consumer.key_stage.advance(consumer.group);
-    consumer.value_stage.advance(consumer.group);
+    consumer.key_stage.advance(key_group);
+    consumer.value_stage.advance(key_group);
     stage.advance(work.end - work.tile);
     consumer.softmax = OnlineSoftmax<1>();
     consumer.out_started = 0;
@@ -242,24 +244,29 @@ __device__ __forceinline__ void consume_split(const Forward& params,
       consumer.wait_key();
       consumer.start_scores();
       consumer.template first_tile<false>(tile);
-      for (; !consumer.is_last(tile); tile += Config::kTileStep) {
-        consumer.next_tile(tile, tile + Config::kTileStep);
+      for (; !consumer.is_last(tile); tile += Config::kKeyGroups) {
+        consumer.next_tile(tile, tile + Config::kKeyGroups);
       }
       consumer.clear_values(tile, work.attended);
       consumer.start_out();
       consumer.await_out();
     }
     consumer.release_query();
-    if (consumer.group == 1) {
-      if (partial_used) ptx::barrier_sync(kPartialEmpty, kThreads);
-      store_partial(smem, consumer.softmax, consumer.out, consumer.out_started != 0);
-      ptx::barrier_arrive(kPartialFull, kThreads);
+    if (key_group > 0) {
+      const int partial = consumer.group - Config::kRowGroups;
+      if (partial_used) ptx::barrier_sync(kPartialEmpty + partial, kThreads);
+      store_partial(smem, partial, consumer.softmax, consumer.out, consumer.out_started != 0);
+      ptx::barrier_arrive(kPartialFull + partial, kThreads);
     } else {
-      ptx::barrier_sync(kPartialFull, kThreads);
-      add_partial(smem, consumer.to_log2, consumer.softmax, consumer.out);
-      ptx::barrier_arrive(kPartialEmpty, kThreads);
-      finish_rows<Config, Element, false>(params, consumer.work_before(0), consumer.warp_row,
-                                          consumer.softmax, consumer.to_log2, consumer.out);
+#pragma unroll 1
+      for (int partial = consumer.group; partial < Config::kPartials;
+           partial += Config::kRowGroups) {
+        ptx::barrier_sync(kPartialFull + partial, kThreads);
+        add_partial(smem, partial, consumer.to_log2, consumer.softmax, consumer.out);
+        ptx::barrier_arrive(kPartialEmpty + partial, kThreads);
+      }
+      finish_rows<Config, Element, false>(plan, consumer.work_before(0), consumer.warp_row,
+                                          consumer.softmax, consumer.out);
     }
     partial_used = true;
   }
@@ -267,8 +274,9 @@ __device__ __forceinline__ void consume_split(const Forward& params,
 
 template <typename Config, typename Element, bool kGeneral>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    forward_kernel(const __grid_constant__ Forward params, const __grid_constant__ ForwardMaps maps,
-                   const SegmentSpans spans, const QueryTileSchedule schedule) {
+    forward_kernel(const __grid_constant__ ForwardPlan plan,
+                   const __grid_constant__ ForwardMaps maps, const __grid_constant__ Forward params,
+                   const SegmentSpans spans) {
   extern __shared__ __align__(1024) uint8_t smem_bytes[];
   __shared__ __align__(8) uint64_t barriers[ForwardSmem<Config>::kBarriers];
   __shared__ QueryWork works[ForwardSmem<Config>::kWorks];
@@ -276,29 +284,30 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   ForwardSmem<Config> smem{ptx::shared_address(smem_bytes), ptx::shared_address(barriers), works};
   asm volatile("" : "+r"(smem.root), "+r"(smem.barriers));
 
-  if (threadIdx.x == 0) {
-    smem.init_barriers();
-    ptx::prefetch_tensormap(maps.query);
-    ptx::prefetch_tensormap(maps.key);
-    ptx::prefetch_tensormap(maps.value);
-  }
-  __syncthreads();
+  // While one consumer thread initialises the barriers, producers find out what to copy first.
   if (threadIdx.x < kWarpgroup) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
-      produce_keys<Config, kGeneral>(params, maps, spans, schedule, smem);
-    } else if (warp <= Config::kQueryTiles) {
-      produce_queries<Config, kGeneral>(params, maps, spans, schedule, smem, warp - 1);
+      produce_keys<Config, kGeneral>(params, plan, maps, spans, smem);
+    } else if (warp <= Config::kRowGroups) {
+      produce_queries<Config, Element, kGeneral>(params, plan, maps, spans, smem, warp - 1);
+    } else {
+      smem.await_start();
     }
   } else {
+    if (threadIdx.x == kWarpgroup) smem.init_barriers();
+    if (threadIdx.x == kWarpgroup + 32) ptx::prefetch_tensormap(maps.query);
+    if (threadIdx.x == kWarpgroup + 64) ptx::prefetch_tensormap(maps.key);
+    if (threadIdx.x == kWarpgroup + 96) ptx::prefetch_tensormap(maps.value);
+    smem.await_start();
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     if constexpr (kGeneral) {
-      consume_general<Config, Element>(params, spans, smem);
-    } else if constexpr (Config::kSplitKeys) {
-      consume_split<Config, Element>(params, smem);
+      consume_general<Config, Element>(params, plan, spans, smem);
+    } else if constexpr (Config::kKeyGroups > 1) {
+      consume_split<Config, Element>(params, plan, smem);
     } else {
-      consume_plain<Config, Element>(params, smem);
+      consume_plain<Config, Element>(params, plan, smem);
     }
   }
 }
@@ -324,14 +333,16 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   if (!status.ok()) return status;
   int sms = 0;
   if (status = multiprocessors(sms); !status.ok()) return status;
-  QueryTileSchedule schedule;
-  schedule.q_tiles = static_cast<int32_t>(q_tiles);
-  schedule.heads = shape.heads;
-  schedule.total_heads = static_cast<int32_t>(shape.heads * shape.batch);
-  schedule.paired = JAX_FLASH_SM90_PAIRED && params.options.is_causal && tiles > sms;
+  const QueryTileSchedule schedule(
+      shape, static_cast<int32_t>(q_tiles),
+      JAX_FLASH_SM90_PAIRED && params.options.is_causal && tiles > sms);
+  const ForwardPlan plan(params, schedule, kGeneral && has_natural_logits(params));
+  // Of long units a block takes one: the hardware then shares them out as multiprocessors become
+  // free, also where other kernels hold some of these for a while, as collectives do.
+  const bool is_long = int64_t{shape.kv_len} * Config::kHeadDim >= JAX_FLASH_SM90_LONG_UNIT;
   return launch_kernel("sm90::forward_kernel", shape, forward_kernel<Config, Element, kGeneral>,
-                       schedule.units() < sms ? schedule.units() : sms, Config::kThreads,
-                       Config::kSmemBytes, stream, params, maps, spans, schedule);
+                       is_long || schedule.units < sms ? schedule.units : sms, Config::kThreads,
+                       Config::kSmemBytes, stream, plan, maps, params, spans);
 }
 
 // kHeadDim bounds head_dim and value_dim; a head dim of 192 comes mostly with a value dim of 128.
@@ -355,7 +366,7 @@ Status launch_forward(const Forward& params, cudaStream_t stream) {
     // In pairs (QueryTileSchedule) if the tiles differ in length.
     if (JAX_FLASH_SM90_SPLIT_KEYS &&
         tiles(params.shape, 64) <= (params.options.is_causal ? 2 : 1) * sms) {
-      return launch(ForwardConfig<64, 64, 2, JAX_FLASH_SM90_BLOCK_KV_64_BANDED, true>{});
+      return launch(ForwardConfig<64, 64, 2, JAX_FLASH_SM90_BLOCK_KV_64_BANDED, 2>{});
     }
     if (tiles(params.shape, 192) < sms || banded(params.options)) {
       return launch(ForwardConfig<64, 64, JAX_FLASH_SM90_CONSUMERS_64_BANDED,

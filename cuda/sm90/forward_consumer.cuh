@@ -24,7 +24,8 @@ struct ForwardConsumer {
   using ScoreProduct = ptx::Wgmma<Element, Config::kBlockKv>;
   using OutProduct = ptx::Wgmma<Element, Config::kValueDim>;
 
-  const Forward& params;
+  const Forward& params;  // for what `plan` lacks
+  const ForwardPlan& plan;
   const ForwardSmem<Config>& smem;
   int group;     // of the consumers
   int warp_row;  // of the block's rows, this warp's first
@@ -42,21 +43,21 @@ struct ForwardConsumer {
   float factor[1][2];    // by which `out` is to be multiplied if a reference rises
   uint32_t columns = 0;  // a bit per column of this thread: whether its warp attends to it
 
-  __device__ __forceinline__ ForwardConsumer(const Forward& forward,
+  __device__ __forceinline__ ForwardConsumer(const Forward& forward, const ForwardPlan& planned,
                                              const ForwardSmem<Config>& where)
       : params(forward),
+        plan(planned),
         smem(where),
         // A reduction: in a uniform register, and so is what descriptors derive from it.
         group(__reduce_max_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup - 1)),
         warp_row(group_row() + threadIdx.x % kWarpgroup / 32 * 16),
-        to_log2(kGeneral && has_natural_logits(forward) ? kLog2E : forward.options.scale * kLog2E) {
-  }
+        to_log2(planned.to_log2) {}
 
-  __device__ __forceinline__ int query_tile() const { return Config::kSplitKeys ? 0 : group; }
+  __device__ __forceinline__ int query_tile() const { return group % Config::kRowGroups; }
+  __device__ __forceinline__ int key_group() const { return group / Config::kRowGroups; }
   __device__ __forceinline__ int group_row() const { return query_tile() * 64; }
 
-  // Waits for the next query tile; false after the last one. One without keys is finished here, as
-  // far as kFinishEmpty says.
+  // Waits for the next query tile; false after the last one.
   __device__ __forceinline__ bool wait_query() {
     ptx::mbarrier_wait(smem.query_full(query_stage.stage, query_tile()), query_stage.parity);
     work = smem.work(query_tile(), works);
@@ -85,7 +86,7 @@ struct ForwardConsumer {
   }
   __device__ __forceinline__ void release_key() {
     arrive_warp(smem.key_empty(key_stage.stage));
-    key_stage.advance(Config::kTileStep);
+    key_stage.advance(Config::kKeyGroups);
   }
   __device__ __forceinline__ void start_scores() {
     ptx::wgmma_fence();
@@ -114,7 +115,7 @@ struct ForwardConsumer {
   __device__ __forceinline__ void wait_next_value_after_exponentials() const {
     const uint32_t flip =
         __any_sync(0xffffffff, fminf(softmax.sum[0][0], softmax.sum[0][1]) < 0.0f);
-    const auto next = value_stage.next(Config::kTileStep);
+    const auto next = value_stage.next(Config::kKeyGroups);
     ptx::mbarrier_wait(smem.value_full(next.stage), next.parity ^ flip);
   }
   // Rows of V that may not reach the output even by a product with 0, before its product.
@@ -124,7 +125,7 @@ struct ForwardConsumer {
       clear_unattended<Config, Element>(value_smem, columns, modifiers(), work.band, work.row0,
                                         tile);
     }
-    zero_unattended<Config>(value_smem, tile, attended, params.shape.kv_len);
+    zero_unattended<Config>(value_smem, tile, attended, plan.kv_len);
   }
   __device__ __forceinline__ void start_out() {
     ptx::wgmma_fence();
@@ -170,7 +171,7 @@ struct ForwardConsumer {
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_results(out[0]);
     arrive_warp(smem.value_empty(value_stage.stage));
-    value_stage.advance(Config::kTileStep);
+    value_stage.advance(Config::kKeyGroups);
   }
 
   __device__ __forceinline__ LogitModifiers modifiers() const {
@@ -291,7 +292,7 @@ struct ForwardConsumer {
   }
 
   __device__ __forceinline__ bool is_last(int32_t tile) const {
-    return tile + Config::kTileStep >= work.end;
+    return tile + Config::kKeyGroups >= work.end;
   }
   // With one place for Q the next one is to come as soon as the last scores are there.
   __device__ __forceinline__ void release_query_early(int32_t tile) {

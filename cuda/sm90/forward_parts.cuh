@@ -12,6 +12,7 @@
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/config.cuh"
+#include "sm90/forward_plan.cuh"
 #include "sm90/schedule.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
@@ -25,37 +26,22 @@
 
 namespace jax_flash::sm90 {
 
-struct ForwardMaps {
-  CUtensorMap query, key, value;
-};
-
-struct RowRange {
-  int32_t first, end;
-};
-
-// A query tile: what a producer warp tells a consumer of it, which saves the latter the divisions.
-struct QueryWork {
-  int64_t out, lse;  // offsets in the operands, in elements, of the block's first row
-  Band band;
-  RowRange attended;  // keys that some row of the block may attend to
-  int32_t tile, end;  // of keys: from the first to read to behind the last
-  int32_t row0;       // the block's first; negative: there is no more work
-  int32_t batch, head;
-  float sink_log2;
-};
+// Named barriers: of all threads; of warpgroups that divide the keys; and from which on those of
+// one are that zero_unattended() uses.
+enum ForwardBarrier : int { kStarted = 0, kPartialFull = 1, kPartialEmpty = 5, kZeroed = 8 };
 
 // Where a block's tiles and barriers are. `full`: the copy has arrived; `empty`: every consumer
 // warp has done with it.
 template <typename Config>
 struct ForwardSmem {
-  static constexpr int kQueryBarriers = Config::kQueryStages * Config::kQueryTiles;
+  static constexpr int kQueryBarriers = Config::kQueryStages * Config::kRowGroups;
   static constexpr int kBarriers = 2 * kQueryBarriers + 4 * Config::kStages;
-  static constexpr int kWorks = Config::kQueryTiles * Config::kWorks;
+  static constexpr int kWorks = Config::kRowGroups * Config::kWorks;
   uint32_t root, barriers;
-  QueryWork* works;  // [kQueryTiles][kWorks]
+  QueryWork* works;  // [kRowGroups][kWorks]
 
   __device__ __forceinline__ typename Config::QueryTile query(uint32_t stage, int group) const {
-    return {root, (stage * Config::kQueryTiles + group) * Config::QueryTile::kBytes};
+    return {root, (stage * Config::kRowGroups + group) * Config::QueryTile::kBytes};
   }
   __device__ __forceinline__ typename Config::KeyTile key(uint32_t stage) const {
     return {root, Config::kKeyOffset + stage * Config::KeyTile::kBytes};
@@ -63,13 +49,15 @@ struct ForwardSmem {
   __device__ __forceinline__ typename Config::ValueTile value(uint32_t stage) const {
     return {root, Config::kValueOffset + stage * Config::ValueTile::kBytes};
   }
-  __device__ __forceinline__ uint32_t partial() const { return root + Config::kPartialOffset; }
+  __device__ __forceinline__ uint32_t partial(int index) const {
+    return root + Config::kPartialOffset + index * Config::kOnePartialBytes;
+  }
   // The n-th query tile of a consumer; the next kWorks - 1 leave it alone.
   __device__ __forceinline__ QueryWork& work(int group, uint32_t n) const {
     return works[group * Config::kWorks + n % Config::kWorks];
   }
   __device__ __forceinline__ uint32_t query_full(uint32_t stage, int group) const {
-    return barriers + (stage * Config::kQueryTiles + group) * 8;
+    return barriers + (stage * Config::kRowGroups + group) * 8;
   }
   __device__ __forceinline__ uint32_t query_empty(uint32_t stage, int group) const {
     return query_full(stage, group) + kQueryBarriers * 8;
@@ -79,13 +67,18 @@ struct ForwardSmem {
   __device__ __forceinline__ uint32_t value_full(uint32_t stage) const { return at(2, stage); }
   __device__ __forceinline__ uint32_t value_empty(uint32_t stage) const { return at(3, stage); }
 
+  // Once in every thread: whoever uses the barriers waits here for their initialisation.
+  __device__ __forceinline__ void await_start() const {
+    ptx::barrier_sync(kStarted, Config::kThreads);
+  }
+  // By one thread: lanes side by side would take longer.
   __device__ __forceinline__ void init_barriers() const {
     constexpr uint32_t kConsumerWarps = Config::kConsumers * 4;
-    constexpr uint32_t kKeyWarps = Config::kSplitKeys ? 4 : kConsumerWarps;
+    constexpr uint32_t kKeyWarps = Config::kRowGroups * 4;
     for (int index = 0; index < kQueryBarriers; ++index) {
       ptx::mbarrier_init(barriers + index * 8, 2);  // Q, and its description
       ptx::mbarrier_init(barriers + (kQueryBarriers + index) * 8,
-                         kConsumerWarps / Config::kQueryTiles);
+                         kConsumerWarps / Config::kRowGroups);
     }
     for (uint32_t stage = 0; stage < Config::kStages; ++stage) {
       ptx::mbarrier_init(key_full(stage), 1);
@@ -133,13 +126,13 @@ __device__ __forceinline__ void arrive_warp(uint32_t barrier_smem) {
 // Starts copying rows row0... of a head to a tile of shared memory. By one thread.
 template <typename Tile>
 __device__ __forceinline__ void load_tile_boxes(const Tile& tile, const CUtensorMap& map,
-                                                uint32_t barrier_smem, const Operand& operand,
-                                                const BatchIndex& batch, int32_t head,
-                                                int32_t row0) {
+                                                uint32_t barrier_smem, const BoxAxes& axes,
+                                                const int32_t (&batch)[kTensorMapBatchDims],
+                                                int32_t head, int32_t row0) {
   ptx::mbarrier_arrive_expect_tx(barrier_smem, Tile::kBytes);
 #pragma unroll
   for (int panel = 0; panel < Tile::kPanels; ++panel) {
-    load_box(tile.root + tile.offset + panel * Tile::kPanelBytes, map, barrier_smem, operand, batch,
+    load_box(tile.root + tile.offset + panel * Tile::kPanelBytes, map, barrier_smem, axes, batch,
              head, row0, panel * 64);
   }
 }
@@ -211,7 +204,7 @@ __device__ __forceinline__ void zero_unattended(const typename Config::ValueTile
     }
   }
   ptx::fence_proxy_async_shared();
-  ptx::barrier_sync(8 + threadIdx.x / kWarpgroup, kWarpgroup);
+  ptx::barrier_sync(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup);
 }
 
 // mask_band() for a warp, which looks only for what cuts into its tile: mostly the right edge.
@@ -353,15 +346,13 @@ __device__ __forceinline__ void warp_scores(float (&scores)[1][kN][4],
       [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, key_reader.at(n * 8, k * 2)); });
 }
 
-// Named barriers of the warpgroups that divide the keys; zero_unattended() has those from 9 on.
-enum ForwardBarrier : int { kPartialFull = 1, kPartialEmpty = 2 };
-
 // What a warpgroup found out about its part of the keys, for another one with the same rows: each
 // thread's for the thread of the same place.
 template <typename Smem, int kOutN>
-__device__ __forceinline__ void store_partial(const Smem& smem, const OnlineSoftmax<1>& softmax,
+__device__ __forceinline__ void store_partial(const Smem& smem, int index,
+                                              const OnlineSoftmax<1>& softmax,
                                               const float (&out)[1][kOutN][4], bool has_out) {
-  uint32_t at = smem.partial() + threadIdx.x % kWarpgroup * 16;
+  uint32_t at = smem.partial(index) + threadIdx.x % kWarpgroup * 16;
   const auto store = [&](float x, float y, float z, float w) {
     ptx::st_shared_v4(
         at, uint4{__float_as_uint(x), __float_as_uint(y), __float_as_uint(z), __float_as_uint(w)});
@@ -377,9 +368,9 @@ __device__ __forceinline__ void store_partial(const Smem& smem, const OnlineSoft
 }
 
 template <typename Smem, int kOutN>
-__device__ __forceinline__ void add_partial(const Smem& smem, float to_log2,
+__device__ __forceinline__ void add_partial(const Smem& smem, int index, float to_log2,
                                             OnlineSoftmax<1>& softmax, float (&out)[1][kOutN][4]) {
-  uint32_t at = smem.partial() + threadIdx.x % kWarpgroup * 16;
+  uint32_t at = smem.partial(index) + threadIdx.x % kWarpgroup * 16;
   const auto load = [&](float (&values)[4]) {
     const uint4 words = ptx::ld_shared_v4(at);
     values[0] = __uint_as_float(words.x);
@@ -417,41 +408,52 @@ __device__ __forceinline__ void add_partial(const Smem& smem, float to_log2,
 // Writes a warp's 16 rows of out and lse. Straight from registers: shared memory already takes the
 // next tile's operands.
 template <typename Config, typename Element, bool kGeneral, int kOutN>
-__device__ __forceinline__ void finish_rows(const Forward& params, const QueryWork& work,
+__device__ __forceinline__ void finish_rows(const ForwardPlan& plan, const QueryWork& work,
                                             int warp_row, const OnlineSoftmax<1>& softmax,
-                                            float to_log2, float (&out)[1][kOutN][4]) {
-  const Shape& shape = params.shape;
-  float* lse_gmem = static_cast<float*>(params.lse.data) + work.lse;
-  Element* out_gmem = static_cast<Element*>(params.out.data) + work.out;
+                                            float (&out)[1][kOutN][4]) {
+  Element* out_gmem = static_cast<Element*>(work.out);
   const int lane = threadIdx.x % 4;
+  const int first_row = warp_row + fragment_row(0, 0);
+  float normalizer[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int block_row = warp_row + fragment_row(0, 2 * half);
-    const int32_t row = work.row0 + block_row;
-    float lse, normalizer;
-    softmax.finish(0, half, to_log2, work.sink_log2, lse, normalizer);
-    if (row >= work.band.q_len) {
+    const int block_row = first_row + 8 * half;
+    float lse;
+    softmax.finish(0, half, plan.to_log2, work.sink_log2, lse, normalizer[half]);
+    if (work.row0 + block_row >= work.band.q_len) {
       lse = minus_infinity();
-      normalizer = 0.0f;
+      normalizer[half] = 0.0f;
     }
-    if (lane == 0 && row < shape.q_len) lse_gmem[block_row * params.lse.row] = lse;
-    if (kGeneral) normalizer *= params.options.dropout_scale;
-    if (__any_sync(0xffffffff, normalizer == 0.0f) && normalizer == 0.0f) {
+    if (lane == 0 && work.row0 + block_row < plan.q_len) {
+      work.lse[block_row * plan.lse.row] = lse;
+    }
+    if (kGeneral) normalizer[half] *= plan.dropout_scale;
+  }
+  if (__any_sync(0xffffffff, normalizer[0] == 0.0f || normalizer[1] == 0.0f)) {
 #pragma unroll
-      for (int n = 0; n < kOutN; ++n) out[0][n][2 * half] = out[0][n][2 * half + 1] = 0.0f;
+    for (int n = 0; n < kOutN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (normalizer[e / 2] == 0.0f) out[0][n][e] = 0.0f;
+      }
     }
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int block_row = first_row + 8 * half;
+    const bool exists = work.row0 + block_row < plan.q_len;
 #pragma unroll
     for (int n0 = 0; n0 < kOutN; n0 += 4) {
       uint32_t words[4] = {};
 #pragma unroll
       for (int i = 0; i < 4 && n0 + i < kOutN; ++i) {
-        words[i] = ptx::cvt_rn_x2<Element>(out[0][n0 + i][2 * half] * normalizer,
-                                           out[0][n0 + i][2 * half + 1] * normalizer);
+        words[i] = ptx::cvt_rn_x2<Element>(out[0][n0 + i][2 * half] * normalizer[half],
+                                           out[0][n0 + i][2 * half + 1] * normalizer[half]);
       }
       const uint4 chunk = exchange_quad(words);
       const int col = (n0 + lane) * 8;
-      if (row < shape.q_len && col < shape.value_dim) {
-        *reinterpret_cast<uint4*>(out_gmem + block_row * params.out.row + col) = chunk;
+      if (exists && col < plan.value_dim) {
+        *reinterpret_cast<uint4*>(out_gmem + block_row * plan.out.row + col) = chunk;
       }
     }
   }
@@ -459,39 +461,19 @@ __device__ __forceinline__ void finish_rows(const Forward& params, const QueryWo
 
 // The same for rows that may attend to nothing.
 template <typename Element>
-__device__ __forceinline__ void finish_empty_rows(const Forward& params, const QueryWork& work,
+__device__ __forceinline__ void finish_empty_rows(const ForwardPlan& plan, const QueryWork& work,
                                                   int warp_row) {
   const int lane = threadIdx.x % 32;
-  float* lse_gmem = static_cast<float*>(params.lse.data) + work.lse;
-  Element* out_gmem = static_cast<Element*>(params.out.data) + work.out;
-  for (int row = warp_row; row < min(warp_row + 16, params.shape.q_len - work.row0); ++row) {
+  Element* out_gmem = static_cast<Element*>(work.out);
+  for (int row = warp_row; row < min(warp_row + 16, plan.q_len - work.row0); ++row) {
     if (lane == 0) {
-      lse_gmem[row * params.lse.row] =
+      work.lse[row * plan.lse.row] =
           work.row0 + row < work.band.q_len ? work.sink_log2 * kLn2 : minus_infinity();
     }
-    for (int col = lane * 8; col < params.shape.value_dim; col += 32 * 8) {
-      *reinterpret_cast<uint4*>(out_gmem + row * params.out.row + col) = uint4{};
+    for (int col = lane * 8; col < plan.value_dim; col += 32 * 8) {
+      *reinterpret_cast<uint4*>(out_gmem + row * plan.out.row + col) = uint4{};
     }
   }
-}
-
-inline int64_t tiles(const Shape& shape, int rows) {
-  return ceil_div(shape.q_len, rows) * shape.heads * shape.batch;
-}
-
-inline bool banded(const Options& options) {
-  return options.is_causal || options.window_left >= 0 || options.window_right >= 0;
-}
-
-inline Status multiprocessors(int& count) {
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  }
-  if (error == cudaSuccess) return {};
-  return Status::internal(std::string("jax_flash: cannot read the device's size: ") +
-                          cudaGetErrorString(error));
 }
 
 }  // namespace jax_flash::sm90

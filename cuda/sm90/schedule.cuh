@@ -1,13 +1,18 @@
-// Which query tiles a block of a persistent grid computes, in which order.
+// Which query tiles a block computes, in which order.
 #pragma once
 
 #include <cstdint>
 
+#include "params.h"
+#include "tile/divisor.h"
+#include "tile/tensor_map.h"
+
 namespace jax_flash::sm90 {
 
 struct QueryTileIndex {
-  int64_t batch;
-  int32_t head;
+  int32_t batch;
+  int32_t batch_axes[kTensorMapBatchDims];
+  int32_t head, kv_head;
   int32_t tile;
 };
 
@@ -17,42 +22,57 @@ struct QueryTileIndex {
 // such a pair are the same for all. So every block gets its share without a counter in memory,
 // which something would have to reset before each call.
 struct QueryTileSchedule {
-  int32_t q_tiles, heads;
-  int32_t total_heads;  // batch * heads
-  bool paired;
+  int32_t q_tiles = 0, units = 0;
+  bool paired = false;
+  Divisor units_per_head, heads, group, inner_batch;
 
-  __host__ __device__ __forceinline__ int32_t units_per_head() const {
-    return paired ? (q_tiles + 1) / 2 : q_tiles;
-  }
-  __host__ __device__ __forceinline__ int32_t units() const {
-    return units_per_head() * total_heads;
+  QueryTileSchedule() = default;
+  QueryTileSchedule(const Shape& shape, int32_t tiles, bool in_pairs)
+      : q_tiles(tiles),
+        paired(in_pairs),
+        units_per_head(in_pairs ? (tiles + 1) / 2 : tiles),
+        heads(shape.heads),
+        group(shape.heads / shape.kv_heads),
+        inner_batch(shape.num_batch_dims > 1 ? static_cast<int32_t>(shape.batch_dims[1]) : 1) {
+    units = static_cast<int32_t>(units_per_head.divisor * shape.heads * shape.batch);
   }
 };
 
+#if defined(__CUDACC__)
 // A block's place in its list of query tiles.
 struct QueryTileCursor {
   const QueryTileSchedule& schedule;
   int32_t unit = static_cast<int32_t>(blockIdx.x);
   bool second = false;
 
-  __device__ __forceinline__ bool valid() const { return unit < schedule.units(); }
+  __device__ __forceinline__ bool valid() const { return unit < schedule.units; }
 
   __device__ __forceinline__ QueryTileIndex index() const {
-    const int32_t head = unit / schedule.units_per_head();
-    const int32_t position = unit % schedule.units_per_head();
-    return {head / schedule.heads, head % schedule.heads,
-            schedule.paired && !second ? schedule.q_tiles - 1 - position : position};
+    const int32_t head = schedule.units_per_head.quotient(unit);
+    const int32_t position = unit - head * schedule.units_per_head.divisor;
+    QueryTileIndex q;
+    q.batch = schedule.heads.quotient(head);
+    q.head = head - q.batch * schedule.heads.divisor;
+    q.kv_head = schedule.group.quotient(q.head);
+    q.batch_axes[0] = schedule.inner_batch.quotient(q.batch);
+    q.batch_axes[1] = q.batch - q.batch_axes[0] * schedule.inner_batch.divisor;
+    q.tile = schedule.paired && !second ? schedule.q_tiles - 1 - position : position;
+    return q;
   }
 
   __device__ __forceinline__ void advance() {
-    const int32_t position = unit % schedule.units_per_head();
-    if (schedule.paired && !second && position != schedule.q_tiles - 1 - position) {
-      second = true;
-      return;
+    if (schedule.paired && !second) {
+      const int32_t head = schedule.units_per_head.quotient(unit);
+      const int32_t position = unit - head * schedule.units_per_head.divisor;
+      if (position != schedule.q_tiles - 1 - position) {
+        second = true;
+        return;
+      }
     }
     second = false;
     unit += static_cast<int32_t>(gridDim.x);
   }
 };
+#endif
 
 }  // namespace jax_flash::sm90

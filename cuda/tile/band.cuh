@@ -15,16 +15,18 @@ struct Band {
   int32_t q_len, kv_len;
 
   Band() = default;
-  __device__ __forceinline__ Band(const Forward& params, const BatchIndex& batch) {
-    const Options& options = params.options;
-    q_len = clamped_length(params.query_seq_lengths, batch, params.shape.q_len);
-    kv_len = clamped_length(params.key_value_seq_lengths, batch, params.shape.kv_len);
-    const int64_t offset =
-        params.query_offset ? *batch.pointer<const int32_t>(params.query_offset) : 0;
+  // Of a call whose lengths and offset are given: on the host, too.
+  __host__ __device__ __forceinline__ Band(const Options& options, int32_t rows, int32_t cols,
+                                           int64_t offset)
+      : q_len(rows), kv_len(cols) {
     const int64_t right = options.is_causal ? 0 : options.window_right;
     lo = options.window_left < 0 ? -q_len : clamp_shift(offset - options.window_left);
     hi = right < 0 ? kv_len : clamp_shift(offset + right + 1);
   }
+  __device__ __forceinline__ Band(const Forward& params, const BatchIndex& batch)
+      : Band(params.options, clamped_length(params.query_seq_lengths, batch, params.shape.q_len),
+             clamped_length(params.key_value_seq_lengths, batch, params.shape.kv_len),
+             params.query_offset ? *batch.pointer<const int32_t>(params.query_offset) : 0) {}
 
   // Columns that row i may attend to: [first_col(i), end_col(i)).
   __device__ __forceinline__ int32_t first_col(int32_t row) const { return clamp_col(row + lo); }
@@ -46,8 +48,9 @@ struct Band {
   __device__ __forceinline__ int32_t clamp_col(int32_t col) const {
     return min(max(col, 0), kv_len);
   }
-  __device__ __forceinline__ int32_t clamp_shift(int64_t shift) const {
-    return static_cast<int32_t>(min(max(shift, int64_t{-q_len}), int64_t{kv_len}));
+  __host__ __device__ __forceinline__ int32_t clamp_shift(int64_t shift) const {
+    const int64_t least = -q_len, greatest = kv_len;
+    return static_cast<int32_t>(shift < least ? least : shift > greatest ? greatest : shift);
   }
   static __device__ __forceinline__ int32_t clamped_length(const Operand& lengths,
                                                            const BatchIndex& batch, int32_t size) {

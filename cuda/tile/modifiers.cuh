@@ -63,7 +63,7 @@ inline constexpr float kTanhRange = 0.75f;
 
 // Whether logits are to be in natural units: the softmax scales products otherwise, which it can by
 // a positive factor only.
-__device__ __forceinline__ bool has_natural_logits(const Forward& params) {
+__host__ __device__ __forceinline__ bool has_natural_logits(const Forward& params) {
   const Options& options = params.options;
   return params.bias || options.logits_soft_cap > 0.0f || !(options.scale > 0.0f);
 }

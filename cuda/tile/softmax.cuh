@@ -115,17 +115,13 @@ struct OnlineSoftmax {
     float total = sum[m][half];
     total += __shfl_xor_sync(0xffffffff, total, 1);
     total += __shfl_xor_sync(0xffffffff, total, 2);
-    if (total == 0.0f) {  // nothing allowed
-      lse = sink_log2 * kLn2;
-      normalizer = 0.0f;
-      return;
-    }
+    const bool nothing_allowed = total == 0.0f;
     const float shift = shift_log2(m, half, to_log2);
     const float top = fmaxf(shift, sink_log2);
     const float factor = ptx::ex2_approx_ftz(shift - top);
     total = fmaf(total, factor, ptx::ex2_approx_ftz(sink_log2 - top));
-    lse = (top + log2f(total)) * kLn2;
-    normalizer = factor / total;
+    lse = (nothing_allowed ? sink_log2 : top + log2f(total)) * kLn2;
+    normalizer = nothing_allowed ? 0.0f : factor * ptx::rcp_approx_ftz(total);
   }
 
  private:

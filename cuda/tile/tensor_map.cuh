@@ -62,6 +62,28 @@ inline Status make_tensor_map(const char* name, const Shape& shape, const Operan
                           ": CUDA error " + std::to_string(static_cast<int>(result)));
 }
 
+// 1 for the axes that an operand's map has, 0 for those left out.
+struct BoxAxes {
+  int32_t row, head, batch[kTensorMapBatchDims];
+
+  BoxAxes() = default;
+  explicit BoxAxes(const Operand& operand)
+      : row(operand.row != 0),
+        head(operand.head != 0),
+        batch{operand.batch[0] != 0, operand.batch[1] != 0} {}
+};
+
+// Starts copying the box of rows from row0 and 64 columns from col0 on of a head to shared memory.
+// By one thread, which has announced the bytes at the barrier.
+__device__ __forceinline__ void load_box(uint32_t address_smem, const CUtensorMap& map,
+                                         uint32_t barrier_smem, const BoxAxes& axes,
+                                         const int32_t (&batch)[kTensorMapBatchDims], int32_t head,
+                                         int32_t row0, int32_t col0) {
+  ptx::cp_async_bulk_tensor_5d(address_smem, map, barrier_smem, col0, axes.row * row0,
+                               axes.head * head, axes.batch[0] * batch[0],
+                               axes.batch[1] * batch[1]);
+}
+
 // Starts copying the box of rows from row0 and 64 columns from col0 on of a head to shared memory.
 // By one thread, which has announced the bytes at the barrier.
 __device__ __forceinline__ void load_box(uint32_t address_smem, const CUtensorMap& map,

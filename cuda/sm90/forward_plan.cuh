@@ -1,0 +1,118 @@
+// What the sm_90 forward kernel is told of a call.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+#include <string>
+
+#include "params.h"
+#include "sm90/schedule.cuh"
+#include "status.h"
+#include "tile/band.cuh"
+#include "tile/launch.cuh"
+#include "tile/modifiers.cuh"
+#include "tile/softmax.cuh"
+#include "tile/tensor_map.cuh"
+
+namespace jax_flash::sm90 {
+
+struct ForwardMaps {
+  CUtensorMap query, key, value;
+};
+
+// out [batch, T, N, h] or lse [batch, N, T].
+struct RowsOperand {
+  void* data = nullptr;
+  int64_t batch[kTensorMapBatchDims] = {}, head = 0, row = 0;  // in elements
+
+  RowsOperand() = default;
+  explicit RowsOperand(const Operand& operand)
+      : data(operand.data),
+        batch{operand.batch[0], operand.batch[1]},
+        head(operand.head),
+        row(operand.row) {}
+
+  template <typename Element>
+  __device__ __forceinline__ Element* at(const QueryTileIndex& q, int32_t row0) const {
+    return static_cast<Element*>(data) + q.batch_axes[0] * batch[0] + q.batch_axes[1] * batch[1] +
+           q.head * head + row0 * row;
+  }
+};
+
+// What every call reads, side by side, and derived on the host as far as that can be: a kernel's
+// parameters are new to the constant cache in every launch, and each line of them that is read for
+// the first time takes hundreds of clocks, which a short call spends waiting.
+struct ForwardPlan {
+  QueryTileSchedule schedule;
+  BoxAxes query, key, value;
+  Band band;  // unless `band_varies`: then it depends on operands
+  bool band_varies = false;
+  int32_t q_len = 0, kv_len = 0, value_dim = 0;
+  float to_log2 = 0.0f;  // from the kernel's logits, natural or not, to those in log2 units
+  float dropout_scale = 1.0f;
+  RowsOperand out, lse, sinks;
+
+  ForwardPlan() = default;
+  ForwardPlan(const Forward& params, const QueryTileSchedule& tiles, bool natural_logits)
+      : schedule(tiles),
+        query(params.query),
+        key(params.key),
+        value(params.value),
+        band(params.options, params.shape.q_len, params.shape.kv_len, 0),
+        band_varies(params.query_seq_lengths || params.key_value_seq_lengths ||
+                    params.query_offset),
+        q_len(params.shape.q_len),
+        kv_len(params.shape.kv_len),
+        value_dim(params.shape.value_dim),
+        to_log2(natural_logits ? kLog2E : params.options.scale * kLog2E),
+        dropout_scale(params.options.dropout_scale),
+        out(params.out),
+        lse(params.lse),
+        sinks(params.sinks) {}
+
+  __device__ __forceinline__ Band band_of(const Forward& params, int32_t batch) const {
+    if (band_varies) [[unlikely]] {
+      return Band(params, BatchIndex(params.shape, batch));
+    }
+    return band;
+  }
+};
+
+struct RowRange {
+  int32_t first, end;
+};
+
+// A query tile: what a producer warp tells a consumer of it, which saves the latter the search.
+struct QueryWork {
+  void* out;  // of the block's first row
+  float* lse;
+  Band band;
+  RowRange attended;  // keys that some row of the block may attend to
+  int32_t tile, end;  // of keys: from the first to read to behind the last
+  int32_t row0;       // the block's first; negative: there is no more work
+  int32_t batch, head;
+  float sink_log2;
+};
+
+inline int64_t tiles(const Shape& shape, int rows) {
+  return ceil_div(shape.q_len, rows) * shape.heads * shape.batch;
+}
+
+inline bool banded(const Options& options) {
+  return options.is_causal || options.window_left >= 0 || options.window_right >= 0;
+}
+
+inline Status multiprocessors(int& count) {
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error == cudaSuccess) return {};
+  return Status::internal(std::string("jax_flash: cannot read the device's size: ") +
+                          cudaGetErrorString(error));
+}
+
+}  // namespace jax_flash::sm90
