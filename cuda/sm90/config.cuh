@@ -110,8 +110,8 @@ struct ForwardConfig {
   static constexpr int kPartials = kConsumers - kRowGroups;
   static constexpr int kOnePartialBytes = 64 * kValueDim * 4 + kWarpgroup * 16;
   static constexpr int kPartialBytes = kPartials * kOnePartialBytes;
-  static constexpr int kFree = kSmemLimit - kStaticSmemBytes -
-                               kQueryStages * kRowGroups * QueryTile::kBytes - kPartialBytes;
+  static constexpr int kFree =
+      kSmemLimit - kStaticSmemBytes - kQueryStages * kRowGroups * QueryTile::kBytes - kPartialBytes;
   static constexpr int kFit = kFree / (KeyTile::kBytes + ValueTile::kBytes);
   static constexpr int kStages = kFit < JAX_FLASH_SM90_STAGES ? kFit : JAX_FLASH_SM90_STAGES;
   static_assert(kStages >= 2 &&

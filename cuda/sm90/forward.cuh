@@ -168,8 +168,8 @@ __device__ __forceinline__ void consume_plain(const Forward& params, const Forwa
       consumer.clear_values(tile, attended);
       consumer.start_out();
       consumer.template first_tile<true>(work.tile);
-      finish_rows<Config, Element, false>(plan, consumer.work_before(1), consumer.warp_row,
-                                          softmax, consumer.out);
+      finish_rows<Config, Element, false>(plan, consumer.work_before(1), consumer.warp_row, softmax,
+                                          consumer.out);
       consumer.out_started = 0;
     } else {
       consumer.template first_tile<false>(work.tile);

@@ -15,15 +15,16 @@ struct Divisor {
   explicit Divisor(int32_t number) : divisor(number) {  // above 0
     if (number == 1) return;
     while ((int64_t{2} << shift) < number) ++shift;  // ceil(log2(number)) - 1
-    multiplier =
-        static_cast<uint32_t>(((uint64_t{1} << (32 + shift)) + number - 1) / static_cast<uint32_t>(number));
+    multiplier = static_cast<uint32_t>(((uint64_t{1} << (32 + shift)) + number - 1) /
+                                       static_cast<uint32_t>(number));
   }
 
 #if defined(__CUDACC__)
   // Of 0 <= dividend < 2^31.
   __device__ __forceinline__ int32_t quotient(int32_t dividend) const {
     return divisor == 1 ? dividend
-                        : static_cast<int32_t>(__umulhi(static_cast<uint32_t>(dividend), multiplier) >> shift);
+                        : static_cast<int32_t>(
+                              __umulhi(static_cast<uint32_t>(dividend), multiplier) >> shift);
   }
 #endif
 };
