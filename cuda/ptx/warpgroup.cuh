@@ -44,11 +44,17 @@ __device__ __forceinline__ void setmaxnreg_dec() {
 
 // Named barriers of `threads` threads, by whole warps. Barrier 0 is __syncthreads().
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
-  asm volatile("barrier.cta.sync %0, %1;" ::"r"(id), "r"(threads) : "memory");
+  asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
+}
+
+// The barrier of all threads, which warps may come to from different places. To the assembler this
+// one, without a number of threads, is a sign that each warp is together.
+__device__ __forceinline__ void barrier_sync_all() {
+  asm volatile("barrier.cta.sync.aligned 0;" ::: "memory");
 }
 
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {
-  asm volatile("barrier.cta.arrive %0, %1;" ::"r"(id), "r"(threads) : "memory");
+  asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
 // With programmatic dependent launch: what precedes the wait may run beside the kernel before

@@ -80,14 +80,14 @@ inline constexpr int kWarpgroup = 128;  // threads
 // A block has one warpgroup whose warps start the copies, and kConsumerGroups that compute 64 rows
 // of the output each. It walks over tiles of kBlockKvRows keys and values.
 //
-// With kKeyShares above 1, so many consumers have the same 64 rows, and divide the tiles.
+// With two kKeyShares, both consumers have the same 64 rows, and divide the tiles.
 template <int kHeadDimension, int kValueDimension, int kConsumerGroups, int kBlockKvRows,
           int kKeyShares = 1>
 struct ForwardConfig {
   static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension;
   static constexpr int kConsumers = kConsumerGroups;
   static constexpr int kKeyGroups = kKeyShares, kRowGroups = kConsumers / kKeyGroups;
-  static_assert(kConsumers % kKeyGroups == 0);
+  static_assert(kKeyGroups == 1 || (kKeyGroups == 2 && kConsumers == 2));
   static constexpr int kBlockQ = 64 * kRowGroups, kBlockKv = kBlockKvRows;
   // In how many parts P V is started, among exponentials.
   static constexpr int kOutParts =
@@ -104,18 +104,15 @@ struct ForwardConfig {
   using ValueTile = SmemTile<kBlockKv, kValueDim>;
 
   // Shared memory: kQueryStages times kRowGroups query, kStages times key, kStages times value;
-  // consumers' outputs in float32 for another one, and statistics. A second place for Q where
+  // one consumer's output in float32 for the other one, and statistics. A second place for Q where
   // there is room: else the next Q is fetched when the last scores of this one are done.
   static constexpr int kQueryStages = kHeadDim <= 64 ? JAX_FLASH_SM90_QUERY_STAGES : 1;
-  static constexpr int kPartials = kConsumers - kRowGroups;
-  static constexpr int kOnePartialBytes = 64 * kValueDim * 4 + kWarpgroup * 16;
-  static constexpr int kPartialBytes = kPartials * kOnePartialBytes;
+  static constexpr int kPartialBytes = kKeyGroups > 1 ? 64 * kValueDim * 4 + kWarpgroup * 16 : 0;
   static constexpr int kFree =
       kSmemLimit - kStaticSmemBytes - kQueryStages * kRowGroups * QueryTile::kBytes - kPartialBytes;
   static constexpr int kFit = kFree / (KeyTile::kBytes + ValueTile::kBytes);
   static constexpr int kStages = kFit < JAX_FLASH_SM90_STAGES ? kFit : JAX_FLASH_SM90_STAGES;
-  static_assert(kStages >= 2 &&
-                (kKeyGroups == 1 || (kStages >= 2 * kKeyGroups && kQueryStages > 1)));
+  static_assert(kStages >= 2 && (kKeyGroups == 1 || (kStages >= 4 && kQueryStages > 1)));
   // Whether, after a query tile's first key tile, the exponentials are computed without looking
   // for greater scores first: a sum beyond kOptimisticLimit tells of one, and the tile is done
   // again. Keys are kept for that, which takes a third stage.

@@ -42,7 +42,7 @@
 namespace jax_flash::sm90 {
 
 // By one warp: keys and values of all query tiles.
-template <typename Config, bool kGeneral>
+template <typename Config, bool kSkips>
 __device__ __forceinline__ void produce_keys(const Forward& params, const ForwardPlan& plan,
                                              const ForwardMaps& maps, const SegmentSpans& spans,
                                              const ForwardSmem<Config>& smem) {
@@ -51,13 +51,15 @@ __device__ __forceinline__ void produce_keys(const Forward& params, const Forwar
   bool first = true;
   for (QueryTileCursor cursor{plan.schedule}; cursor.valid(); cursor.advance()) {
     const QueryTileIndex q = cursor.index();
-    const auto walk = walk_keys<Config, kGeneral>(plan.band_of(params, q.batch), spans, q.batch,
-                                                  q.tile * Config::kBlockQ);
-    if (first) smem.await_start();
+    const auto walk = walk_keys<Config, kSkips>(plan.band_of(params, q.batch), spans, q.batch,
+                                                q.tile * Config::kBlockQ);
+    if (first) ptx::barrier_sync_all();
     first = false;
-    const auto load_key = [&](int32_t tile) {
+    const auto load_key = [&](int32_t tile, bool is_last) {
+      const bool one_segment = kSkips && walk.one_segment(tile);
       if (leader) {
         ptx::mbarrier_wait(smem.key_empty(key_stage.stage), key_stage.parity ^ 1);
+        if constexpr (kSkips) smem.notes[key_stage.stage] = {tile, is_last, one_segment};
         load_tile_boxes(smem.key(key_stage.stage), maps.key, smem.key_full(key_stage.stage),
                         plan.key, q.batch_axes, q.kv_head, tile * Config::kBlockKv);
       }
@@ -73,18 +75,20 @@ __device__ __forceinline__ void produce_keys(const Forward& params, const Forwar
       value_stage.advance();
     };
     if (walk.tile >= walk.end) continue;
-    load_key(walk.tile);
-    for (int32_t tile = walk.tile; tile < walk.end;) {
-      const int32_t next = walk.skip_to(tile + 1);
-      if (next < walk.end) load_key(next);
+    int32_t tile = walk.tile, next = walk.skip_to(tile + 1);
+    load_key(tile, next >= walk.end);
+    while (tile < walk.end) {
+      const int32_t after = next < walk.end ? walk.skip_to(next + 1) : next;
+      if (next < walk.end) load_key(next, after >= walk.end);
       load_value(tile);
       tile = next;
+      next = after;
     }
   }
 }
 
 // By one warp: a consumer's rows of the query tiles, and what it is to know of them.
-template <typename Config, typename Element, bool kGeneral>
+template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void produce_queries(const Forward& params, const ForwardPlan& plan,
                                                 const ForwardMaps& maps, const SegmentSpans& spans,
                                                 const ForwardSmem<Config>& smem, int group) {
@@ -98,8 +102,8 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
     const QueryTileIndex q = cursor.index();
     const Band band = plan.band_of(params, q.batch);
     const int32_t row0 = q.tile * Config::kBlockQ;
-    const auto walk = walk_keys<Config, kGeneral>(band, spans, q.batch, row0);
-    if (works == 0) smem.await_start();
+    const auto walk = walk_keys<Config, (kModifiers & kSegments) != 0>(band, spans, q.batch, row0);
+    if (works == 0) ptx::barrier_sync_all();
     if (leader) {
       const uint32_t full = smem.query_full(stage.stage, group);
       wait_empty();
@@ -120,6 +124,9 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
       work.row0 = row0;
       work.batch = q.batch;
       work.head = q.head;
+      if constexpr (kModifiers != kNoModifier) {
+        work.modifiers = ModifierOffsets(params, q.batch_axes, q.head);
+      }
       work.sink_log2 =
           plan.sinks.data ? *plan.sinks.at<const float>(q, 0) * kLog2E : minus_infinity();
       ptx::mbarrier_arrive(full);
@@ -136,10 +143,10 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
 
 // A query tile after the other, their key tiles in one chain: a query tile's first scores and
 // exponentials run beside the last product of the one before.
-template <typename Config, typename Element>
-__device__ __forceinline__ void consume_plain(const Forward& params, const ForwardPlan& plan,
-                                              const ForwardSmem<Config>& smem) {
-  ForwardConsumer<Config, Element, false> consumer(params, plan, smem);
+template <typename Config, typename Element, uint32_t kModifiers>
+__device__ __forceinline__ void consume_chained(const Forward& params, const ForwardPlan& plan,
+                                                const ForwardSmem<Config>& smem) {
+  ForwardConsumer<Config, Element, kModifiers> consumer(params, plan, smem);
   const QueryWork& work = consumer.work;
   // Of the query tile before, whose output is here, but for one product.
   bool unfinished = false;
@@ -149,8 +156,8 @@ __device__ __forceinline__ void consume_plain(const Forward& params, const Forwa
     consumer.clear_values(tile, attended);
     consumer.start_out();
     consumer.await_out();
-    finish_rows<Config, Element, false>(plan, consumer.work_before(1), consumer.warp_row,
-                                        consumer.softmax, consumer.out);
+    finish_rows<Config, Element, kModifiers>(plan, consumer.work_before(1), consumer.warp_row,
+                                             consumer.softmax, consumer.out);
     consumer.out_started = 0;
   };
   while (consumer.wait_query()) {
@@ -168,8 +175,8 @@ __device__ __forceinline__ void consume_plain(const Forward& params, const Forwa
       consumer.clear_values(tile, attended);
       consumer.start_out();
       consumer.template first_tile<true>(work.tile);
-      finish_rows<Config, Element, false>(plan, consumer.work_before(1), consumer.warp_row, softmax,
-                                          consumer.out);
+      finish_rows<Config, Element, kModifiers>(plan, consumer.work_before(1), consumer.warp_row,
+                                               softmax, consumer.out);
       consumer.out_started = 0;
     } else {
       consumer.template first_tile<false>(work.tile);
@@ -183,12 +190,11 @@ __device__ __forceinline__ void consume_plain(const Forward& params, const Forwa
   if (unfinished) finish();
 }
 
-// With modifiers: one query tile at a time.
-template <typename Config, typename Element>
-__device__ __forceinline__ void consume_general(const Forward& params, const ForwardPlan& plan,
-                                                const SegmentSpans& spans,
-                                                const ForwardSmem<Config>& smem) {
-  ForwardConsumer<Config, Element, true> consumer(params, plan, smem);
+// One query tile at a time: where single elements may be forbidden, and key tiles skipped.
+template <typename Config, typename Element, uint32_t kModifiers>
+__device__ __forceinline__ void consume_masked(const Forward& params, const ForwardPlan& plan,
+                                               const ForwardSmem<Config>& smem) {
+  ForwardConsumer<Config, Element, kModifiers> consumer(params, plan, smem);
   const QueryWork& work = consumer.work;
   while (consumer.wait_query()) {
     if (!consumer.has_keys()) {
@@ -196,47 +202,48 @@ __device__ __forceinline__ void consume_general(const Forward& params, const For
       consumer.release_query();
       continue;
     }
-    const auto walk = walk_keys<Config, true>(work.band, spans, work.batch, work.row0);
-    int32_t tile = work.tile;
+    const auto wait_key = [&](int32_t tile) -> KeyTileNote {
+      consumer.wait_key();
+      if constexpr ((kModifiers & kSegments) != 0) return consumer.key_note();
+      return {tile, consumer.is_last(tile), false};
+    };
+    KeyTileNote note = wait_key(work.tile);
     consumer.out_started = 0;
-    consumer.wait_key();
     consumer.start_scores();
-    consumer.template first_tile<false>(tile, walk.one_segment(tile));
-    for (int32_t next; (next = __reduce_max_sync(0xffffffff, walk.skip_to(tile + 1))) < work.end;
-         tile = next) {
-      consumer.next_tile(tile, next, walk.one_segment(next));
+    consumer.template first_tile<false>(note.tile, note.one_segment);
+    while (!__reduce_max_sync(0xffffffff, note.is_last)) {
+      const KeyTileNote next = wait_key(note.tile + 1);
+      consumer.next_tile(note.tile, next.tile, next.one_segment);
+      note = next;
     }
     consumer.release_query();
-    consumer.clear_values(tile, work.attended);
+    consumer.clear_values(note.tile, work.attended);
     consumer.start_out();
     consumer.await_out();
-    finish_rows<Config, Element, true>(plan, consumer.work_before(0), consumer.warp_row,
-                                       consumer.softmax, consumer.out);
+    finish_rows<Config, Element, kModifiers>(plan, consumer.work_before(0), consumer.warp_row,
+                                             consumer.softmax, consumer.out);
   }
 }
 
-// For few query tiles: warpgroups divide a tile's keys, and the first adds up their outputs.
+// For few query tiles: the warpgroups divide a tile's keys, and the first adds up their outputs.
 template <typename Config, typename Element>
 __device__ __forceinline__ void consume_split(const Forward& params, const ForwardPlan& plan,
                                               const ForwardSmem<Config>& smem) {
-  constexpr int kThreads = 2 * kWarpgroup;
-  static_assert(Config::kPartials <= kPartialEmpty - kPartialFull);
-  ForwardConsumer<Config, Element, false> consumer(params, plan, smem);
+  ForwardConsumer<Config, Element, kNoModifier> consumer(params, plan, smem);
   const QueryWork& work = consumer.work;
-  const int key_group = consumer.key_group();
   RingState<Config::kStages> stage;  // of the query tile's first key tile
   bool partial_used = false;
   while (consumer.wait_query()) {
     if (!consumer.has_keys()) {
-      if (key_group == 0) finish_empty_rows<Element>(plan, work, consumer.warp_row);
+      if (consumer.group == 0) finish_empty_rows<Element>(plan, work, consumer.warp_row);
       consumer.release_query();
       continue;
     }
-    // Every kKeyGroups-th tile, from this warpgroup's first on.
-    int32_t tile = work.tile + key_group;
+    // Every other tile, from this warpgroup's first on.
+    int32_t tile = work.tile + consumer.group;
     consumer.key_stage = consumer.value_stage = stage;
-    consumer.key_stage.advance(key_group);
-    consumer.value_stage.advance(key_group);
+    consumer.key_stage.advance(consumer.group);
+    consumer.value_stage.advance(consumer.group);
     stage.advance(work.end - work.tile);
     consumer.softmax = OnlineSoftmax<1>();
     consumer.out_started = 0;
@@ -252,36 +259,34 @@ __device__ __forceinline__ void consume_split(const Forward& params, const Forwa
       consumer.await_out();
     }
     consumer.release_query();
-    if (key_group > 0) {
-      const int partial = consumer.group - Config::kRowGroups;
-      if (partial_used) ptx::barrier_sync(kPartialEmpty + partial, kThreads);
-      store_partial(smem, partial, consumer.softmax, consumer.out, consumer.out_started != 0);
-      ptx::barrier_arrive(kPartialFull + partial, kThreads);
+    if (consumer.group == 1) {
+      if (partial_used) ptx::barrier_sync(kPartialEmpty, Config::kConsumers * kWarpgroup);
+      store_partial(smem, consumer.softmax, consumer.out, consumer.out_started != 0);
+      ptx::barrier_arrive(kPartialFull, Config::kConsumers * kWarpgroup);
     } else {
-#pragma unroll 1
-      for (int partial = consumer.group; partial < Config::kPartials;
-           partial += Config::kRowGroups) {
-        ptx::barrier_sync(kPartialFull + partial, kThreads);
-        add_partial(smem, partial, consumer.to_log2, consumer.softmax, consumer.out);
-        ptx::barrier_arrive(kPartialEmpty + partial, kThreads);
-      }
-      finish_rows<Config, Element, false>(plan, consumer.work_before(0), consumer.warp_row,
-                                          consumer.softmax, consumer.out);
+      ptx::barrier_sync(kPartialFull, Config::kConsumers * kWarpgroup);
+      add_partial(smem, consumer.to_log2, consumer.softmax, consumer.out);
+      ptx::barrier_arrive(kPartialEmpty, Config::kConsumers * kWarpgroup);
+      finish_rows<Config, Element, kNoModifier>(plan, consumer.work_before(0), consumer.warp_row,
+                                                consumer.softmax, consumer.out);
     }
     partial_used = true;
   }
 }
 
-template <typename Config, typename Element, bool kGeneral>
+template <typename Config, typename Element, uint32_t kModifiers>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardPlan plan,
                    const __grid_constant__ ForwardMaps maps, const __grid_constant__ Forward params,
                    const SegmentSpans spans) {
+  constexpr bool kSkips = (kModifiers & kSegments) != 0;
   extern __shared__ __align__(1024) uint8_t smem_bytes[];
   __shared__ __align__(8) uint64_t barriers[ForwardSmem<Config>::kBarriers];
   __shared__ QueryWork works[ForwardSmem<Config>::kWorks];
+  __shared__ KeyTileNote notes[kSkips ? Config::kStages : 1];
   // Opaque, or the compiler converts the addresses anew wherever it needs them.
-  ForwardSmem<Config> smem{ptx::shared_address(smem_bytes), ptx::shared_address(barriers), works};
+  ForwardSmem<Config> smem{ptx::shared_address(smem_bytes), ptx::shared_address(barriers), works,
+                           notes};
   asm volatile("" : "+r"(smem.root), "+r"(smem.barriers));
 
   // While one consumer thread initialises the barriers, producers find out what to copy first.
@@ -289,30 +294,30 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
-      produce_keys<Config, kGeneral>(params, plan, maps, spans, smem);
+      produce_keys<Config, kSkips>(params, plan, maps, spans, smem);
     } else if (warp <= Config::kRowGroups) {
-      produce_queries<Config, Element, kGeneral>(params, plan, maps, spans, smem, warp - 1);
+      produce_queries<Config, Element, kModifiers>(params, plan, maps, spans, smem, warp - 1);
     } else {
-      smem.await_start();
+      ptx::barrier_sync_all();
     }
   } else {
     if (threadIdx.x == kWarpgroup) smem.init_barriers();
     if (threadIdx.x == kWarpgroup + 32) ptx::prefetch_tensormap(maps.query);
     if (threadIdx.x == kWarpgroup + 64) ptx::prefetch_tensormap(maps.key);
     if (threadIdx.x == kWarpgroup + 96) ptx::prefetch_tensormap(maps.value);
-    smem.await_start();
+    ptx::barrier_sync_all();
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-    if constexpr (kGeneral) {
-      consume_general<Config, Element>(params, plan, spans, smem);
+    if constexpr ((kModifiers & (kMask | kSegments)) != 0) {
+      consume_masked<Config, Element, kModifiers>(params, plan, smem);
     } else if constexpr (Config::kKeyGroups > 1) {
       consume_split<Config, Element>(params, plan, smem);
     } else {
-      consume_plain<Config, Element>(params, plan, smem);
+      consume_chained<Config, Element, kModifiers>(params, plan, smem);
     }
   }
 }
 
-template <typename Config, typename Element, bool kGeneral>
+template <typename Config, typename Element, uint32_t kModifiers>
 Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
                              cudaStream_t stream) {
   const Shape& shape = params.shape;
@@ -336,13 +341,40 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   const QueryTileSchedule schedule(
       shape, static_cast<int32_t>(q_tiles),
       JAX_FLASH_SM90_PAIRED && params.options.is_causal && tiles > sms);
-  const ForwardPlan plan(params, schedule, kGeneral && has_natural_logits(params));
+  const ForwardPlan plan(params, schedule, kModifiers != kNoModifier && has_natural_logits(params));
   // Of long units a block takes one: the hardware then shares them out as multiprocessors become
   // free, also where other kernels hold some of these for a while, as collectives do.
   const bool is_long = int64_t{shape.kv_len} * Config::kHeadDim >= JAX_FLASH_SM90_LONG_UNIT;
-  return launch_kernel("sm90::forward_kernel", shape, forward_kernel<Config, Element, kGeneral>,
+  return launch_kernel("sm90::forward_kernel", shape, forward_kernel<Config, Element, kModifiers>,
                        is_long || schedule.units < sms ? schedule.units : sms, Config::kThreads,
                        Config::kSmemBytes, stream, plan, maps, params, spans);
+}
+
+// With modifiers. Kernels for one of them alone, at the usual head dims, are much faster than the
+// one for all: its loop has ten times the instructions that a call executes.
+template <typename Element, int kHeadDim>
+Status launch_modified(const Forward& params, const SegmentSpans& spans, cudaStream_t stream) {
+  const auto launch = [&](auto config, auto made_for) {
+    return launch_forward_config<decltype(config), Element, decltype(made_for)::value>(
+        params, spans, stream);
+  };
+  // Two consumers have the registers.
+  using Config = ForwardConfig<kHeadDim, kHeadDim, 2, kHeadDim == 256 ? 80 : 128>;
+  using SegmentConfig =  // multiples of kSegmentBlock
+      ForwardConfig<kHeadDim, kHeadDim, 2,
+                    kHeadDim == 256   ? 64
+                    : kHeadDim == 192 ? 96
+                                      : 128>;
+  if constexpr (kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256) {
+    switch (modifiers_of(params)) {
+      case kBias: return launch(Config{}, std::integral_constant<uint32_t, kBias>{});
+      case kSoftCap: return launch(Config{}, std::integral_constant<uint32_t, kSoftCap>{});
+      case kMask: return launch(Config{}, std::integral_constant<uint32_t, kMask>{});
+      case kSegments: return launch(SegmentConfig{}, std::integral_constant<uint32_t, kSegments>{});
+      default: break;
+    }
+  }
+  return launch(SegmentConfig{}, std::integral_constant<uint32_t, kEveryModifier>{});
 }
 
 // kHeadDim bounds head_dim and value_dim; a head dim of 192 comes mostly with a value dim of 128.
@@ -355,11 +387,10 @@ Status launch_forward(const Forward& params, cudaStream_t stream) {
     if (!status.ok()) return status;
   }
   const auto launch = [&](auto config) {
-    return launch_forward_config<decltype(config), Element, kGeneral>(params, spans, stream);
+    return launch_forward_config<decltype(config), Element, kNoModifier>(params, spans, stream);
   };
-  if constexpr (kGeneral) {  // two consumers have the registers
-    constexpr int kBlockKv = kHeadDim == 256 ? 64 : kHeadDim == 192 ? 96 : 128;
-    return launch(ForwardConfig<kHeadDim, kHeadDim, 2, kBlockKv>{});
+  if constexpr (kGeneral) {
+    return launch_modified<Element, kHeadDim>(params, spans, stream);
   } else if constexpr (kHeadDim == 64) {
     int sms = 0;
     if (const Status status = multiprocessors(sms); !status.ok()) return status;

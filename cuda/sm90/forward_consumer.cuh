@@ -17,9 +17,14 @@
 
 namespace jax_flash::sm90 {
 
-template <typename Config, typename Element, bool kGeneral>
+template <typename Config, typename Element, uint32_t kModifiers>
 struct ForwardConsumer {
+  static constexpr bool kGeneral = kModifiers != kNoModifier;
+  static constexpr bool kMasks = (kModifiers & (kMask | kSegments)) != 0;
+  // Whether query tiles are chained, and Q is released early.
+  static constexpr bool kChained = !kMasks;
   static constexpr int kN = Config::kBlockKv / 8, kOutN = Config::kValueDim / 8;
+  static constexpr uint32_t kAllColumns = kN == 16 ? ~0u : (1u << 2 * kN) - 1;
   static constexpr int kHeadSteps = Config::kHeadDim / 16, kKeySteps = Config::kBlockKv / 16;
   using ScoreProduct = ptx::Wgmma<Element, Config::kBlockKv>;
   using OutProduct = ptx::Wgmma<Element, Config::kValueDim>;
@@ -54,7 +59,6 @@ struct ForwardConsumer {
         to_log2(planned.to_log2) {}
 
   __device__ __forceinline__ int query_tile() const { return group % Config::kRowGroups; }
-  __device__ __forceinline__ int key_group() const { return group / Config::kRowGroups; }
   __device__ __forceinline__ int group_row() const { return query_tile() * 64; }
 
   // Waits for the next query tile; false after the last one.
@@ -83,6 +87,13 @@ struct ForwardConsumer {
   // S = Q K^T
   __device__ __forceinline__ void wait_key() const {
     ptx::mbarrier_wait(smem.key_full(key_stage.stage), key_stage.parity);
+  }
+  // Of the key tile that was waited for.
+  __device__ __forceinline__ KeyTileNote key_note() const {
+    KeyTileNote note = smem.notes[key_stage.stage];
+    note.tile = __reduce_max_sync(0xffffffff, note.tile);
+    note.one_segment = __reduce_max_sync(0xffffffff, note.one_segment) != 0;
+    return note;
   }
   __device__ __forceinline__ void release_key() {
     arrive_warp(smem.key_empty(key_stage.stage));
@@ -121,9 +132,9 @@ struct ForwardConsumer {
   // Rows of V that may not reach the output even by a product with 0, before its product.
   __device__ __forceinline__ void clear_values(int32_t tile, const RowRange& attended) const {
     const auto value_smem = smem.value(value_stage.stage);
-    if (kGeneral && has_element_masks(params)) {
-      clear_unattended<Config, Element>(value_smem, columns, modifiers(), work.band, work.row0,
-                                        tile);
+    if (has_element_masks<kModifiers>(params)) {
+      clear_unattended<Config, Element>(
+          value_smem, columns, [&] { return modifiers(); }, work.band, work.row0, tile);
     }
     zero_unattended<Config>(value_smem, tile, attended, plan.kv_len);
   }
@@ -181,7 +192,7 @@ struct ForwardConsumer {
   __device__ __forceinline__ bool at_edge(int32_t tile) const {
     const Band& band = work.band;
     const int32_t col0 = tile * Config::kBlockKv, group_row0 = work.row0 + group_row();
-    const int32_t valid_end = kGeneral ? group_row0 + 64 : min(group_row0 + 64, band.q_len);
+    const int32_t valid_end = kMasks ? group_row0 + 64 : min(group_row0 + 64, band.q_len);
     return !band.all_allowed(group_row0, valid_end, col0, col0 + Config::kBlockKv) ||
            valid_end > band.q_len;
   }
@@ -190,15 +201,18 @@ struct ForwardConsumer {
     const Band& band = work.band;
     const int32_t col0 = tile * Config::kBlockKv, warp_row0 = work.row0 + warp_row;
     if constexpr (kGeneral) {
-      modify_scores(scores, params, work.batch, work.head, band, warp_row0, col0, one_segment);
+      modify_scores<kModifiers>(scores, params, work.modifiers, band, warp_row0, col0, one_segment);
     }
     if (edge) {
       mask_edges(scores, band, warp_row0, col0);
-      if (kGeneral && work.row0 + group_row() + 64 > band.q_len) {
+      if (kMasks && work.row0 + group_row() + 64 > band.q_len) {
         mask_rows(scores, band.q_len - warp_row0);
       }
     }
-    if (kGeneral && has_element_masks(params)) columns = attended_columns(scores);
+    if (has_element_masks<kModifiers>(params)) {
+      const bool forbids = kModifiers != kSegments || edge || !one_segment;
+      columns = forbids ? attended_columns(scores) : kAllColumns;
+    }
   }
   __device__ __forceinline__ bool raise_reference() {
     return softmax.template raise_reference<4>(scores, to_log2, factor);
@@ -209,7 +223,7 @@ struct ForwardConsumer {
     for (int n = 0; n < kN; ++n) softmax.exponentials(scores[0][n], 0, to_log2);
   }
   __device__ __forceinline__ void drop_some(int32_t tile) {
-    if constexpr (kGeneral) {
+    if constexpr ((kModifiers & kDropout) != 0) {
       if (params.options.dropout_threshold == 0) return;
       drop<kN>(scores, modifiers(), work.row0 + warp_row, tile * Config::kBlockKv);
     }
@@ -250,7 +264,7 @@ struct ForwardConsumer {
 
   // From the probabilities of tile `last` to those of the next, with the former's product beside.
   __device__ __forceinline__ void next_tile(int32_t last, int32_t tile, bool one_segment = false) {
-    constexpr bool kOptimistic = Config::kOptimistic && !kGeneral;
+    constexpr bool kOptimistic = Config::kOptimistic && kModifiers != kEveryModifier;
     const bool edge = at_edge(tile);  // before the wait
     wait_key();
     start_scores();
@@ -259,7 +273,7 @@ struct ForwardConsumer {
     await_scores<1>();
     bool careful = true;
     if constexpr (kOptimistic) {
-      careful = (Config::kQueryStages == 1 && is_last(tile)) || !softmax.ready();
+      careful = (kChained && Config::kQueryStages == 1 && is_last(tile)) || !softmax.ready();
     } else {
       release_key();
     }
@@ -280,7 +294,7 @@ struct ForwardConsumer {
         softmax.sum[0][1] = before[1];
         warp_scores<Config, Element>(scores, smem.query(query_stage.stage, query_tile()),
                                      smem.key(key_stage.stage), warp_row - group_row());
-        modify(tile, edge);
+        modify(tile, edge, one_segment);
         rises = raise_reference();
         exponentials();
       }
@@ -296,7 +310,7 @@ struct ForwardConsumer {
   }
   // With one place for Q the next one is to come as soon as the last scores are there.
   __device__ __forceinline__ void release_query_early(int32_t tile) {
-    if (!kGeneral && Config::kQueryStages == 1 && is_last(tile)) release_query();
+    if (kChained && Config::kQueryStages == 1 && is_last(tile)) release_query();
   }
 };
 

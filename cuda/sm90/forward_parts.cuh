@@ -26,9 +26,9 @@
 
 namespace jax_flash::sm90 {
 
-// Named barriers: of all threads; of warpgroups that divide the keys; and from which on those of
-// one are that zero_unattended() uses.
-enum ForwardBarrier : int { kStarted = 0, kPartialFull = 1, kPartialEmpty = 5, kZeroed = 8 };
+// Named barriers of warpgroups that divide the keys, and from which on those of one are that
+// zero_unattended() uses.
+enum ForwardBarrier : int { kPartialFull = 1, kPartialEmpty = 2, kZeroed = 8 };
 
 // Where a block's tiles and barriers are. `full`: the copy has arrived; `empty`: every consumer
 // warp has done with it.
@@ -38,7 +38,8 @@ struct ForwardSmem {
   static constexpr int kBarriers = 2 * kQueryBarriers + 4 * Config::kStages;
   static constexpr int kWorks = Config::kRowGroups * Config::kWorks;
   uint32_t root, barriers;
-  QueryWork* works;  // [kRowGroups][kWorks]
+  QueryWork* works;    // [kRowGroups][kWorks]
+  KeyTileNote* notes;  // [kStages], if key tiles are skipped
 
   __device__ __forceinline__ typename Config::QueryTile query(uint32_t stage, int group) const {
     return {root, (stage * Config::kRowGroups + group) * Config::QueryTile::kBytes};
@@ -49,9 +50,7 @@ struct ForwardSmem {
   __device__ __forceinline__ typename Config::ValueTile value(uint32_t stage) const {
     return {root, Config::kValueOffset + stage * Config::ValueTile::kBytes};
   }
-  __device__ __forceinline__ uint32_t partial(int index) const {
-    return root + Config::kPartialOffset + index * Config::kOnePartialBytes;
-  }
+  __device__ __forceinline__ uint32_t partial() const { return root + Config::kPartialOffset; }
   // The n-th query tile of a consumer; the next kWorks - 1 leave it alone.
   __device__ __forceinline__ QueryWork& work(int group, uint32_t n) const {
     return works[group * Config::kWorks + n % Config::kWorks];
@@ -67,10 +66,6 @@ struct ForwardSmem {
   __device__ __forceinline__ uint32_t value_full(uint32_t stage) const { return at(2, stage); }
   __device__ __forceinline__ uint32_t value_empty(uint32_t stage) const { return at(3, stage); }
 
-  // Once in every thread: whoever uses the barriers waits here for their initialisation.
-  __device__ __forceinline__ void await_start() const {
-    ptx::barrier_sync(kStarted, Config::kThreads);
-  }
   // By one thread: lanes side by side would take longer.
   __device__ __forceinline__ void init_barriers() const {
     constexpr uint32_t kConsumerWarps = Config::kConsumers * 4;
@@ -137,17 +132,18 @@ __device__ __forceinline__ void load_tile_boxes(const Tile& tile, const CUtensor
   }
 }
 
-// The tiles of keys that a block reads, in order. Called by whole warps.
-template <typename Config, bool kGeneral>
+// The tiles of keys that a block reads, in order, without those whose segments none of its rows
+// has. Called by whole warps.
+template <typename Config, bool kSkips>
 struct KeyTileWalk {
   int32_t tile, end;
   const SegmentSpan* key_spans = nullptr;  // of this batch, or null
   int32_t key_blocks = 0;
   SegmentSpan query_span = {};
 
-  // `candidate`, or the next tile that has keys of segments that the block's rows have.
+  // `candidate`, or the next tile to read.
   __device__ __forceinline__ int32_t skip_to(int32_t candidate) const {
-    if constexpr (kGeneral) {
+    if constexpr (kSkips) {
       if (key_spans) {
         return next_tile<Config::kBlockKv>(key_spans, key_blocks, query_span, candidate, end);
       }
@@ -157,7 +153,7 @@ struct KeyTileWalk {
 
   // Whether all rows of the block and all keys of the tile are of one segment.
   __device__ __forceinline__ bool one_segment(int32_t key_tile) const {
-    if constexpr (kGeneral) {
+    if constexpr (kSkips) {
       if (key_spans && query_span.least == query_span.greatest) {
         const SegmentSpan span = tile_span<Config::kBlockKv>(key_spans, key_blocks, key_tile);
         return span.least == query_span.least && span.greatest == query_span.least;
@@ -168,13 +164,13 @@ struct KeyTileWalk {
 };
 
 // Of a block's rows from row0 on.
-template <typename Config, bool kGeneral>
-__device__ __forceinline__ KeyTileWalk<Config, kGeneral> walk_keys(const Band& band,
-                                                                   const SegmentSpans& spans,
-                                                                   int64_t batch, int32_t row0) {
+template <typename Config, bool kSkips>
+__device__ __forceinline__ KeyTileWalk<Config, kSkips> walk_keys(const Band& band,
+                                                                 const SegmentSpans& spans,
+                                                                 int64_t batch, int32_t row0) {
   const TileRange range = kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ);
-  KeyTileWalk<Config, kGeneral> walk = {range.first, range.end};
-  if constexpr (kGeneral) {
+  KeyTileWalk<Config, kSkips> walk = {range.first, range.end};
+  if constexpr (kSkips) {
     if (spans.query) {
       walk.key_blocks = spans.key_blocks;
       walk.key_spans = spans.key + batch * spans.key_blocks;
@@ -296,9 +292,10 @@ __device__ __forceinline__ uint32_t not_finite(uint32_t pair) {
 // Zeroes the rows of a tile of V that hold NaN or infinities and that no row of the block may
 // attend to, for the same reason as zero_unattended(). A warp looks after the columns that it does
 // not attend to itself; where another warp attends to one, the row stays, and both may use it.
-template <typename Config, typename Element>
+// `make_modifiers` returns the LogitModifiers, which are seldom needed.
+template <typename Config, typename Element, typename MakeModifiers>
 __device__ __forceinline__ void clear_unattended(const typename Config::ValueTile& tile_smem,
-                                                 uint32_t attended, const LogitModifiers& modifiers,
+                                                 uint32_t attended, MakeModifiers make_modifiers,
                                                  const Band& band, int32_t row0, int32_t tile) {
   using Tile = typename Config::ValueTile;
   constexpr uint32_t kAll = Config::kBlockKv == 128 ? ~0u : (1u << Config::kBlockKv / 4) - 1;
@@ -312,6 +309,7 @@ __device__ __forceinline__ void clear_unattended(const typename Config::ValueTil
              not_finite<Element>(chunk.z) | not_finite<Element>(chunk.w);
   }
   if (!__any_sync(0xffffffff, found != 0)) return;
+  const LogitModifiers modifiers = make_modifiers();
   for (int col = 0; col < Config::kBlockKv; ++col) {
     const uint32_t bits = __shfl_sync(0xffffffff, attended, col % 8 / 2);
     if (bits >> (col / 8 * 2 + col % 2) & 1) continue;
@@ -349,10 +347,9 @@ __device__ __forceinline__ void warp_scores(float (&scores)[1][kN][4],
 // What a warpgroup found out about its part of the keys, for another one with the same rows: each
 // thread's for the thread of the same place.
 template <typename Smem, int kOutN>
-__device__ __forceinline__ void store_partial(const Smem& smem, int index,
-                                              const OnlineSoftmax<1>& softmax,
+__device__ __forceinline__ void store_partial(const Smem& smem, const OnlineSoftmax<1>& softmax,
                                               const float (&out)[1][kOutN][4], bool has_out) {
-  uint32_t at = smem.partial(index) + threadIdx.x % kWarpgroup * 16;
+  uint32_t at = smem.partial() + threadIdx.x % kWarpgroup * 16;
   const auto store = [&](float x, float y, float z, float w) {
     ptx::st_shared_v4(
         at, uint4{__float_as_uint(x), __float_as_uint(y), __float_as_uint(z), __float_as_uint(w)});
@@ -368,9 +365,9 @@ __device__ __forceinline__ void store_partial(const Smem& smem, int index,
 }
 
 template <typename Smem, int kOutN>
-__device__ __forceinline__ void add_partial(const Smem& smem, int index, float to_log2,
+__device__ __forceinline__ void add_partial(const Smem& smem, float to_log2,
                                             OnlineSoftmax<1>& softmax, float (&out)[1][kOutN][4]) {
-  uint32_t at = smem.partial(index) + threadIdx.x % kWarpgroup * 16;
+  uint32_t at = smem.partial() + threadIdx.x % kWarpgroup * 16;
   const auto load = [&](float (&values)[4]) {
     const uint4 words = ptx::ld_shared_v4(at);
     values[0] = __uint_as_float(words.x);
@@ -407,7 +404,7 @@ __device__ __forceinline__ void add_partial(const Smem& smem, int index, float t
 
 // Writes a warp's 16 rows of out and lse. Straight from registers: shared memory already takes the
 // next tile's operands.
-template <typename Config, typename Element, bool kGeneral, int kOutN>
+template <typename Config, typename Element, uint32_t kModifiers, int kOutN>
 __device__ __forceinline__ void finish_rows(const ForwardPlan& plan, const QueryWork& work,
                                             int warp_row, const OnlineSoftmax<1>& softmax,
                                             float (&out)[1][kOutN][4]) {
@@ -427,7 +424,7 @@ __device__ __forceinline__ void finish_rows(const ForwardPlan& plan, const Query
     if (lane == 0 && work.row0 + block_row < plan.q_len) {
       work.lse[block_row * plan.lse.row] = lse;
     }
-    if (kGeneral) normalizer[half] *= plan.dropout_scale;
+    if constexpr ((kModifiers & kDropout) != 0) normalizer[half] *= plan.dropout_scale;
   }
   if (__any_sync(0xffffffff, normalizer[0] == 0.0f || normalizer[1] == 0.0f)) {
 #pragma unroll

@@ -94,6 +94,14 @@ struct QueryWork {
   int32_t row0;       // the block's first; negative: there is no more work
   int32_t batch, head;
   float sink_log2;
+  ModifierOffsets modifiers;
+};
+
+// Of a tile of keys where some are skipped.
+struct KeyTileNote {
+  int32_t tile;
+  bool is_last;      // of the query tile
+  bool one_segment;  // all keys, and all of the block's rows
 };
 
 inline int64_t tiles(const Shape& shape, int rows) {

@@ -2,64 +2,44 @@
 // loaded together, and a feature that a call lacks costs one branch a tile.
 #pragma once
 
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
-
 #include <cstdint>
 #include <type_traits>
 
 #include "params.h"
 #include "tile/logits.cuh"
 #include "tile/matmul.cuh"
+#include "tile/pairs.cuh"
 
 namespace jax_flash {
 
-__device__ __forceinline__ float to_float(float value) { return value; }
-__device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
-__device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
+inline constexpr float kTanhRange = 0.75f;
 
-// Rows and columns that exist. Elements beyond are taken from the last: what becomes of them does
-// not matter, but there is nothing to read.
-struct Extent {
-  int32_t rows, cols;
-
-  __device__ __forceinline__ bool contains(int32_t row_end, int32_t col_end) const {
-    return row_end <= rows && col_end <= cols;
-  }
+// What a kernel is made for doing to logits, as bits.
+enum Modifier : uint32_t {
+  kNoModifier = 0,
+  kBias = 1,
+  kSoftCap = 2,
+  kMask = 4,
+  kSegments = 8,
+  kDropout = 16,
+  kAnyScale = 32,  // zero and negative ones, too
+  kEveryModifier = 63,
 };
 
-// Calls body(n, half, first, second) with the elements of an array under each pair of fragment
-// elements, `data` being at row 0 and column 0 of the operand's batch and head.
-template <typename T, int kN, typename Body>
-__device__ __forceinline__ void for_pairs(const T* data, int64_t row_stride, int64_t col_stride,
-                                          int32_t row0, int32_t col0, const Extent& extent,
-                                          Body body) {
-  struct alignas(2 * sizeof(T)) Pair {
-    T first, second;
-  };
-  const bool together = col_stride == 1 && row_stride % 2 == 0 &&
-                        reinterpret_cast<uintptr_t>(data) % sizeof(Pair) == 0 &&
-                        extent.contains(row0 + 16, col0 + kN * 8);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const T* row = data + min(row0 + fragment_row(0, 2 * half), extent.rows - 1) * row_stride;
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      const int32_t col = col0 + fragment_col(n, 0);
-      if (together) {
-        const Pair pair = *reinterpret_cast<const Pair*>(row + col);
-        body(n, half, pair.first, pair.second);
-      } else {
-        body(n, half, row[min(col, extent.cols - 1) * col_stride],
-             row[min(col + 1, extent.cols - 1) * col_stride]);
-      }
-      // No more loads in flight than registers for them.
-      if (n % 4 == 3) asm volatile("" ::: "memory");
-    }
-  }
+// What a call asks for.
+inline uint32_t modifiers_of(const Forward& params) {
+  const Options& options = params.options;
+  return (params.bias ? kBias : 0) | (options.logits_soft_cap > 0.0f ? kSoftCap : 0) |
+         (params.mask ? kMask : 0) | (params.query_segment_ids ? kSegments : 0) |
+         (options.dropout_threshold != 0 ? kDropout : 0) | (options.scale > 0.0f ? 0 : kAnyScale);
 }
 
-inline constexpr float kTanhRange = 0.75f;
+// Whether a call has a modifier: one that a kernel is made for alone, every call of it has.
+template <uint32_t kModifiers, uint32_t kModifier>
+__device__ __forceinline__ bool has_modifier(bool in_call) {
+  if constexpr ((kModifiers & kModifier) == 0) return false;
+  return kModifiers == kModifier || in_call;
+}
 
 // Whether logits are to be in natural units: the softmax scales products otherwise, which it can by
 // a positive factor only.
@@ -68,8 +48,10 @@ __host__ __device__ __forceinline__ bool has_natural_logits(const Forward& param
   return params.bias || options.logits_soft_cap > 0.0f || !(options.scale > 0.0f);
 }
 // Whether they may forbid single elements.
+template <uint32_t kModifiers>
 __device__ __forceinline__ bool has_element_masks(const Forward& params) {
-  return params.mask || params.query_segment_ids;
+  return has_modifier<kModifiers, kMask>(bool{params.mask}) ||
+         has_modifier<kModifiers, kSegments>(bool{params.query_segment_ids});
 }
 
 // Replaces logits / cap by logits after the soft cap.
@@ -82,11 +64,11 @@ __device__ __forceinline__ void soft_cap_ratios(float (&ratios)[1][kN][4], float
     for (int e = 0; e < 4; ++e) greatest = fmaxf(greatest, fabsf(ratios[0][n][e]));
   }
   if (__all_sync(0xffffffff, greatest <= kTanhRange)) {  // most tiles
-    // tanh(x) / x for |x| <= kTanhRange, as a polynomial in x^2: tanh within 4e-8, without a
-    // special function. Fitted by Chebyshev interpolation.
-    constexpr int kTerms = 6;
-    const float factor[kTerms] = {0.999999986f * cap,  -0.333330298f * cap, 0.133261829f * cap,
-                                  -0.053377547f * cap, 0.019643430f * cap,  -0.004756069f * cap};
+    // tanh(x) / x for |x| <= kTanhRange, as a polynomial in x^2: tanh within 2e-7, without a
+    // special function. Fitted for the least greatest error.
+    constexpr int kTerms = 5;
+    const float factor[kTerms] = {0.999997228f * cap, -0.333230765f * cap, 0.132260914f * cap,
+                                  -0.049280443f * cap, 0.012318829f * cap};
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
@@ -119,23 +101,45 @@ __device__ __forceinline__ void soft_cap(float (&logits)[1][kN][4], float cap) {
   soft_cap_ratios(logits, cap);
 }
 
+// Where a batch and head are in the operands, in elements. Computed once a query tile, without the
+// divisions of BatchIndex, which are calls: of calls, which operands of at most two batch axes.
+struct ModifierOffsets {
+  int64_t bias, mask, query_ids, key_ids;
+
+  ModifierOffsets() = default;
+  __device__ __forceinline__ ModifierOffsets(const Forward& params, const int32_t (&batch)[2],
+                                             int32_t head) {
+    const auto offset = [&](const Operand& operand) {
+      return batch[0] * operand.batch[0] + batch[1] * operand.batch[1] + head * operand.head;
+    };
+    bias = offset(params.bias);
+    mask = offset(params.mask);
+    query_ids = offset(params.query_segment_ids);
+    key_ids = offset(params.key_value_segment_ids);
+  }
+};
+
 // Turns a warp's products into logits, -inf where not allowed, but for the band: in natural units
 // if has_natural_logits(), else unscaled. `one_segment`: all ids of the tile's rows and columns are
 // equal.
-template <int kN>
+template <uint32_t kModifiers, int kN>
 __device__ __forceinline__ void modify_scores(float (&scores)[1][kN][4], const Forward& params,
-                                              int32_t batch, int32_t head, const Band& band,
+                                              const ModifierOffsets& offsets, const Band& band,
                                               int32_t row0, int32_t col0, bool one_segment) {
+  // Pairs of elements that are loaded side by side: a kernel for few modifiers has the registers.
+  constexpr int kInFlight = kModifiers == kEveryModifier ? 4 : kN;
   const Options& options = params.options;
-  const bool by_segment = params.query_segment_ids && !one_segment;
+  const bool has_bias = has_modifier<kModifiers, kBias>(bool{params.bias});
+  const bool capped = has_modifier<kModifiers, kSoftCap>(options.logits_soft_cap > 0.0f);
+  const bool any_scale = has_modifier<kModifiers, kAnyScale>(!(options.scale > 0.0f));
+  const bool by_segment =
+      has_modifier<kModifiers, kSegments>(bool{params.query_segment_ids}) && !one_segment;
   const Extent extent = {band.q_len, band.kv_len};
-  const BatchIndex index(params.shape, batch);
-  if (params.bias) {
+  if (has_bias) {
     const float scale = options.scale;
-    const int64_t bias0 = index.offset(params.bias) + head * params.bias.head;
     const auto add = [&](const auto* data) {
-      for_pairs<std::remove_cvref_t<decltype(*data)>, kN>(
-          data + bias0, params.bias.row, params.bias.col, row0, col0, extent,
+      for_pairs<std::remove_cvref_t<decltype(*data)>, kInFlight, kN>(
+          data + offsets.bias, params.bias.row, params.bias.col, row0, col0, extent,
           [&](int n, int half, auto first, auto second) {
             float& x = scores[0][n][2 * half];
             float& y = scores[0][n][2 * half + 1];
@@ -149,11 +153,10 @@ __device__ __forceinline__ void modify_scores(float (&scores)[1][kN][4], const F
       case DType::kFloat16: add(static_cast<const __half*>(params.bias.data)); break;
     }
   }
-  const bool capped = options.logits_soft_cap > 0.0f;
-  if (capped || (!params.bias && !(options.scale > 0.0f))) {
+  if (capped || (!has_bias && any_scale)) {
     const float cap = options.logits_soft_cap;
-    const float scale = params.bias ? 1.0f : options.scale;
-    const float factor = capped ? scale / cap : scale;
+    const float scale = has_bias ? 1.0f : options.scale;
+    const float factor = capped ? __fdividef(scale, cap) : scale;  // no call
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
@@ -161,30 +164,32 @@ __device__ __forceinline__ void modify_scores(float (&scores)[1][kN][4], const F
     }
     if (capped) soft_cap_ratios(scores, cap);
   }
-  if (params.mask) {
-    for_pairs<uint8_t, kN>(index.pointer<const uint8_t>(params.mask, head), params.mask.row,
-                           params.mask.col, row0, col0, extent,
-                           [&](int n, int half, uint8_t first, uint8_t second) {
-                             if (!first) scores[0][n][2 * half] = minus_infinity();
-                             if (!second) scores[0][n][2 * half + 1] = minus_infinity();
-                           });
+  if (has_modifier<kModifiers, kMask>(bool{params.mask})) {
+    for_pairs<uint8_t, kInFlight, kN>(static_cast<const uint8_t*>(params.mask.data) + offsets.mask,
+                                      params.mask.row, params.mask.col, row0, col0, extent,
+                                      [&](int n, int half, uint8_t first, uint8_t second) {
+                                        if (!first) scores[0][n][2 * half] = minus_infinity();
+                                        if (!second) scores[0][n][2 * half + 1] = minus_infinity();
+                                      });
   }
   if (by_segment) {
+    const auto* query_ids =
+        static_cast<const int32_t*>(params.query_segment_ids.data) + offsets.query_ids;
+    const auto* key_ids =
+        static_cast<const int32_t*>(params.key_value_segment_ids.data) + offsets.key_ids;
     int32_t ids[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t row = min(row0 + fragment_row(0, 2 * half), extent.rows - 1);
-      ids[half] = index.pointer<const int32_t>(
-          params.query_segment_ids)[row * params.query_segment_ids.row];
+      ids[half] = query_ids[row * params.query_segment_ids.row];
     }
-    for_pairs<int32_t, kN>(index.pointer<const int32_t>(params.key_value_segment_ids), 0,
-                           params.key_value_segment_ids.row, row0, col0, extent,
-                           [&](int n, int half, int32_t first, int32_t second) {
-                             if (first != ids[half]) scores[0][n][2 * half] = minus_infinity();
-                             if (second != ids[half]) {
-                               scores[0][n][2 * half + 1] = minus_infinity();
-                             }
-                           });
+    for_pairs<int32_t, kInFlight, kN>(key_ids, 0, params.key_value_segment_ids.row, row0, col0,
+                                      extent, [&](int n, int half, int32_t first, int32_t second) {
+                                        if (first != ids[half])
+                                          scores[0][n][2 * half] = minus_infinity();
+                                        if (second != ids[half])
+                                          scores[0][n][2 * half + 1] = minus_infinity();
+                                      });
   }
 }
 

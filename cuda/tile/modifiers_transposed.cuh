@@ -39,7 +39,7 @@ __device__ __forceinline__ void modify_transposed(float (&scores)[kN][4],
   multiply(natural ? options.scale : options.scale * kLog2E);
   if (natural) {
     const auto add = [&](const auto* bias) {
-      for_pairs<std::remove_cvref_t<decltype(*bias)>, kN>(
+      for_pairs<std::remove_cvref_t<decltype(*bias)>, 4, kN>(
           bias + modifiers.bias0, params.bias.col, params.bias.row, key0, row0, extent,
           [&](int n, int half, auto first, auto second) {
             scores[n][2 * half] += to_float(first);
@@ -59,7 +59,7 @@ __device__ __forceinline__ void modify_transposed(float (&scores)[kN][4],
     multiply(kLog2E);
   }
   if (modifiers.mask) {
-    for_pairs<uint8_t, kN>(
+    for_pairs<uint8_t, 4, kN>(
         modifiers.mask, params.mask.col, params.mask.row, key0, row0, extent,
         [&](int n, int half, uint8_t a, uint8_t b) { hide(n, half, a == 0, b == 0); });
   }
@@ -70,7 +70,7 @@ __device__ __forceinline__ void modify_transposed(float (&scores)[kN][4],
       const int32_t key = min(key0 + fragment_row(0, 2 * half), band.kv_len - 1);
       ids[half] = modifiers.key_ids[key * params.key_value_segment_ids.row];
     }
-    for_pairs<int32_t, kN>(modifiers.query_ids, 0, params.query_segment_ids.row, key0, row0, extent,
+    for_pairs<int32_t, 4, kN>(modifiers.query_ids, 0, params.query_segment_ids.row, key0, row0, extent,
                            [&](int n, int half, int32_t a, int32_t b) {
                              hide(n, half, a != ids[half], b != ids[half]);
                            });
