@@ -10,6 +10,7 @@
 
 #include "instances.h"
 #include "sm80/workspace.h"
+#include "sm90/decode_plan.h"
 #include "tile/tensor_map.h"
 
 namespace jax_flash::cuda {
@@ -150,7 +151,7 @@ Status backward(const Backward& params, int family, cudaStream_t stream) {
 }
 
 int64_t forward_workspace_bytes(const Shape& shape, bool segments) {
-  return segments ? SegmentSpans::bytes(shape) : 0;
+  return segments ? SegmentSpans::bytes(shape) : sm90::DecodeWorkspace::bytes(shape);
 }
 
 int64_t backward_workspace_bytes(const Shape& shape, bool segments, bool deterministic) {

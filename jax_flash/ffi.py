@@ -72,16 +72,23 @@ def forward(spec: AttentionSpec, operands: Operands, platform: str) -> tuple[jax
     query, value = operands["query"], operands["value"]
     batch = batch_shape(operands)
     q_len, heads, _ = query.shape[-3:]
+    kv_len, kv_heads, value_dim = value.shape[-3:]
     workspace = 0
     if platform == "cuda":
         workspace = native.cuda_forward_workspace_bytes(
-            math.prod(batch), q_len, value.shape[-3], "query_segment_ids" in operands
+            batch=math.prod(batch),
+            q_len=q_len,
+            kv_len=kv_len,
+            heads=heads,
+            kv_heads=kv_heads,
+            value_dim=value_dim,
+            segments="query_segment_ids" in operands,
         )
     optional, attributes = _attributes(spec, operands)
     call = jax.ffi.ffi_call(
         FORWARD_TARGET,
         (
-            jax.ShapeDtypeStruct((*batch, q_len, heads, value.shape[-1]), query.dtype),
+            jax.ShapeDtypeStruct((*batch, q_len, heads, value_dim), query.dtype),
             jax.ShapeDtypeStruct((*batch, heads, q_len), jnp.float32),
             jax.ShapeDtypeStruct((workspace,), jnp.uint8),
         ),

@@ -17,36 +17,6 @@
 
 namespace jax_flash::sm90 {
 
-// launch_kernel() of a kernel that waits, by griddepcontrol, for what the kernel before it wrote.
-template <typename... Parameters, typename... Arguments>
-Status launch_dependent(const char* name, const Shape& shape, void (*kernel)(Parameters...),
-                        int64_t blocks, int threads, int smem_bytes, cudaStream_t stream,
-                        const Arguments&... arguments) {
-  if (!JAX_FLASH_SM90_BWD_DEPENDENT_LAUNCH || blocks == 0 || blocks > INT32_MAX) {
-    return launch_kernel(name, shape, kernel, blocks, threads, smem_bytes, stream, arguments...);
-  }
-  cudaError_t error = cudaSuccess;
-  if (smem_bytes > kSmemWithoutAsking) {
-    error = cudaFuncSetAttribute(reinterpret_cast<const void*>(kernel),
-                                 cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
-  }
-  cudaLaunchAttribute attribute = {};
-  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
-  attribute.val.programmaticStreamSerializationAllowed = 1;
-  cudaLaunchConfig_t config = {};
-  config.gridDim = dim3(static_cast<unsigned>(blocks));
-  config.blockDim = dim3(static_cast<unsigned>(threads));
-  config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
-  config.stream = stream;
-  config.attrs = &attribute;
-  config.numAttrs = 1;
-  if (error == cudaSuccess) error = cudaLaunchKernelEx(&config, kernel, arguments...);
-  if (error == cudaSuccess) return {};
-  cudaGetLastError();  // reported here, so not left for whoever asks next
-  return Status::internal(std::string("jax_flash: kernel ") + name + " (" + shape_text(shape) +
-                          "): " + cudaGetErrorString(error));
-}
-
 // Maps for tiles of block_q query rows and block_kv keys.
 inline Status make_backward_maps(const Backward& params, int block_q, int block_kv,
                                  BackwardMaps& maps) {
@@ -81,7 +51,8 @@ inline TileSchedule make_schedule(const Backward& params, int64_t tiles, int64_t
   int64_t section = 1;
   if (uneven && JAX_FLASH_SM90_BWD_LONGEST_FIRST) {
     const int64_t fits = (int64_t{25} << 20) / (rows * row_bytes + 1);
-    section = std::min(std::max({fits, 128 / std::max<int64_t>(tiles, 1), int64_t{1}}), total_heads);
+    section =
+        std::min(std::max({fits, 128 / std::max<int64_t>(tiles, 1), int64_t{1}}), total_heads);
     const auto leaves_few = [&](int64_t heads) {
       return total_heads % heads != 0 && 2 * (total_heads % heads) < heads;
     };

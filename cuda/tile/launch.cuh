@@ -10,6 +10,12 @@
 #include "status.h"
 #include "tile/segments.cuh"
 
+// A switch of the ablation (sm90/backward_config.cuh): 0 starts each kernel when the one before it
+// has ended.
+#ifndef JAX_FLASH_SM90_BWD_DEPENDENT_LAUNCH
+#define JAX_FLASH_SM90_BWD_DEPENDENT_LAUNCH 1
+#endif
+
 namespace jax_flash {
 
 inline std::string shape_text(const Shape& shape) {
@@ -26,11 +32,12 @@ inline constexpr int kSmemWithoutAsking = 40 * 1024;
 
 // Launches a kernel of one-dimensional grid. Its shared-memory limit is set on every call: the
 // attribute belongs to the current device's context, and setting it costs less than remembering
-// for which devices it is set, and is safe from any thread.
+// for which devices it is set, and is safe from any thread. `dependent`: it may begin while the
+// kernel before it ends, and waits by griddepcontrol for what that one wrote.
 template <typename... Parameters, typename... Arguments>
-Status launch_kernel(const char* name, const Shape& shape, void (*kernel)(Parameters...),
-                     int64_t blocks, int threads, int smem_bytes, cudaStream_t stream,
-                     const Arguments&... arguments) {
+Status launch_grid(bool dependent, const char* name, const Shape& shape,
+                   void (*kernel)(Parameters...), int64_t blocks, int threads, int smem_bytes,
+                   cudaStream_t stream, const Arguments&... arguments) {
   if (blocks == 0) return {};
   const auto failed = [&](cudaError_t error) {
     cudaGetLastError();  // reported here, so not left for whoever asks next
@@ -48,13 +55,28 @@ Status launch_kernel(const char* name, const Shape& shape, void (*kernel)(Parame
                              cudaFuncAttributeMaxDynamicSharedMemorySize, smem_bytes);
     if (error != cudaSuccess) return failed(error);
   }
+  cudaLaunchAttribute attribute = {};
+  attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+  attribute.val.programmaticStreamSerializationAllowed = 1;
   cudaLaunchConfig_t config = {};
   config.gridDim = dim3(static_cast<unsigned>(blocks));
   config.blockDim = dim3(static_cast<unsigned>(threads));
   config.dynamicSmemBytes = static_cast<size_t>(smem_bytes);
   config.stream = stream;
+  config.attrs = &attribute;
+  config.numAttrs = dependent ? 1 : 0;
   const cudaError_t error = cudaLaunchKernelEx(&config, kernel, arguments...);
   return error == cudaSuccess ? Status{} : failed(error);
+}
+
+template <typename... Arguments>
+Status launch_kernel(const Arguments&... arguments) {
+  return launch_grid(false, arguments...);
+}
+
+template <typename... Arguments>
+Status launch_dependent(const Arguments&... arguments) {
+  return launch_grid(JAX_FLASH_SM90_BWD_DEPENDENT_LAUNCH != 0, arguments...);
 }
 
 // The most shared memory a block can have on the current device, or may have by the options.

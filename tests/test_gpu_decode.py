@@ -1,0 +1,200 @@
+"""Calls with few query rows on a GPU: grouped heads in one tile, keys split over blocks."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Case, check, make_inputs, random_case
+from oracle import allowed_logits
+from test_cases import run
+from test_gpu import FAMILIES, random_normal
+
+import jax_flash
+
+pytestmark = pytest.mark.gpu
+DTYPES = ("bfloat16", "float16")
+PLAIN_FEATURES = ("lengths", "causal", "window", "offset", "sinks", "dlse")
+
+
+def decode_case(name: str, **fields) -> Case:
+    defaults = {
+        "batch": 3,
+        "q_len": 1,
+        "kv_len": 700,
+        "heads": 8,
+        "kv_heads": 2,
+        "head_dim": 128,
+        "value_dim": fields.get("head_dim", 128),
+        "dtype": "bfloat16",
+    }
+    return Case(name, **(defaults | fields))
+
+
+def verify(case: Case, implementation: str = "flash") -> None:
+    inputs = make_inputs(case)
+    check(run(inputs, implementation), inputs)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("head_dim", [64, 72, 96, 104, 128, 136, 192, 200, 256])
+@pytest.mark.parametrize("kv_len", [1, 63, 256, 257, 1500])
+def test_sizes(dtype, head_dim, kv_len):
+    verify(decode_case("sizes", head_dim=head_dim, kv_len=kv_len, dtype=dtype))
+
+
+@pytest.mark.parametrize("dims", [(192, 128), (64, 8), (8, 64), (256, 64), (128, 120)])
+def test_value_dim_of_its_own(dims):
+    verify(decode_case("dims", head_dim=dims[0], value_dim=dims[1]))
+
+
+@pytest.mark.parametrize("q_len", [1, 2, 3, 7, 8, 16])
+@pytest.mark.parametrize("heads", [(1, 1), (4, 4), (3, 1), (8, 2), (24, 3), (64, 8), (12, 12)])
+def test_groups(q_len, heads):
+    for features in ((), (("causal", True), ("offset", "align"))):
+        fields = {"heads": heads[0], "kv_heads": heads[1], "kv_len": 900, "features": features}
+        verify(decode_case("groups", q_len=q_len, **fields))
+
+
+FEATURES = [
+    (("lengths", "k"),),
+    (("lengths", "qk"), ("sinks", True)),
+    (("lengths", "k"), ("causal", True), ("offset", "random")),
+    (("causal", True), ("offset", "align"), ("sinks", True)),
+    (("window", (70, 9)), ("offset", "random")),
+    (("window", (300, None)), ("offset", "align"), ("causal", True)),
+    (("window", (None, 4)), ("offset", "extreme"), ("lengths", "k")),
+    (("sinks", True), ("dlse", True)),
+    (("scale", 1.0),),
+]
+
+
+@pytest.mark.parametrize("features", FEATURES, ids=str)
+@pytest.mark.parametrize("batch", [1, 5, 40])
+def test_feature(features, batch):
+    for q_len in (1, 6):
+        verify(decode_case("feature", batch=batch, q_len=q_len, features=features, kv_len=777))
+
+
+@pytest.mark.parametrize("index", range(7000, 7400))
+def test_random_combination(index):
+    case = random_case(index, head_dims=(40, 64, 96, 128, 136, 192, 256), sizes=(1, 2, 4, 5, 9, 16))
+    kv_len = int(np.random.default_rng(index).choice([1, 17, 64, 255, 300, 513, 1100, 2500]))
+    features = tuple(f for f in case.features if f[0] in PLAIN_FEATURES)
+    dtype = DTYPES[index % 2]
+    case = dataclasses.replace(case, kv_len=kv_len, features=features, dtype=dtype)
+    verify(case, FAMILIES[index % len(FAMILIES)])
+
+
+def test_lengths_of_many_batches():
+    # More batches than a warp has lanes, and lengths of any kind, as in a server's batch.
+    batch, length = 150, 600
+    rng = np.random.default_rng(0)
+    lengths = np.where(rng.random(batch) < 0.3, 0, rng.integers(0, length + 1, batch))
+    query = random_normal(batch, 1, 8, 64)
+    key, value = (random_normal(batch, length, 2, 64, seed=seed) for seed in (1, 2))
+
+    def attend(implementation):
+        return jax.jit(
+            functools.partial(
+                jax_flash.dot_product_attention, implementation=implementation,
+                return_residual=True,
+            )
+        )(query, key, value, key_value_seq_lengths=jnp.asarray(lengths, jnp.int32))  # fmt: skip
+
+    (out, lse), (expected, expected_lse) = attend("flash"), attend("reference")
+    np.testing.assert_allclose(
+        out.astype(np.float32), expected.astype(np.float32), rtol=2e-2, atol=1e-2
+    )
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-4, atol=1e-4)
+    assert not np.asarray(out)[lengths == 0].any()
+
+
+@pytest.mark.parametrize("features", [("lengths", "k"), ("window", (90, 20))], ids=str)
+@pytest.mark.parametrize("q_len", [1, 5])
+def test_poison_where_nobody_attends(features, q_len):
+    case = decode_case(
+        "poison", q_len=q_len, kv_len=1300, features=(features, ("offset", "random"))
+    )
+    inputs = make_inputs(case)
+    by_kv_head = allowed_logits(inputs).reshape(
+        case.batch, case.kv_heads, -1, case.q_len, case.kv_len
+    )
+    unattended = ~by_kv_head.any(axis=(2, 3)).transpose(0, 2, 1)[..., None]
+    inputs.key = np.where(unattended, np.nan, inputs.key).astype(inputs.key.dtype)
+    inputs.value = np.where(unattended, np.nan, inputs.value).astype(inputs.value.dtype)
+    check(run(inputs, "flash"), inputs)
+
+
+@pytest.mark.parametrize("shape", [(1, 20000), (3, 5000), (40, 700)])
+def test_repeats_are_bitwise_equal(shape):
+    batch, length = shape
+    query = random_normal(batch, 1, 32, 128)
+    key, value = (random_normal(batch, length, 8, 128, seed=seed) for seed in (1, 2))
+    lengths = jnp.asarray(np.random.default_rng(1).integers(0, length + 1, batch), jnp.int32)
+    attend = jax.jit(
+        functools.partial(
+            jax_flash.dot_product_attention, implementation="flash", return_residual=True
+        )
+    )
+    first = jax.device_get(attend(query, key, value, key_value_seq_lengths=lengths))
+    for _ in range(50):
+        again = jax.device_get(attend(query, key, value, key_value_seq_lengths=lengths))
+        for got, expected in zip(again, first, strict=True):
+            np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 1, 1), (2, 0, None)])
+def test_vmap(axes):
+    size = 3
+
+    def operand(axis, *shape, seed):
+        whole = shape if axis is None else (*shape[:axis], size, *shape[axis:])
+        return random_normal(*whole, seed=seed)
+
+    query = operand(axes[0], 2, 2, 8, 64, seed=0)
+    key = operand(axes[1], 2, 800, 2, 64, seed=1)
+    value = operand(axes[2], 2, 800, 2, 64, seed=2)
+
+    def mapped(implementation):
+        attend = functools.partial(jax_flash.dot_product_attention, implementation=implementation)
+        return jax.jit(jax.vmap(attend, axes))(query, key, value).astype(np.float32)
+
+    np.testing.assert_allclose(mapped("flash"), mapped("reference"), rtol=2e-2, atol=1e-2)
+
+
+def test_slices_of_a_cache():
+    cache = random_normal(3, 4, 1024, 2, 2, 72)
+    query = random_normal(4, 1, 8, 64)
+    lengths = jnp.array([0, 5, 700, 1000], jnp.int32)
+
+    @functools.partial(jax.jit, static_argnums=0)
+    def step(implementation, cache, query):
+        key, value = cache[1, :, 3:1003, 0, :, 8:], cache[1, :, 3:1003, 1, :, :64]
+        return jax_flash.dot_product_attention(
+            query, key, value, key_value_seq_lengths=lengths, implementation=implementation
+        )
+
+    got, expected = (step(n, cache, query).astype(np.float32) for n in ("flash", "reference"))
+    np.testing.assert_allclose(got, expected, rtol=2e-2, atol=1e-2)
+
+
+def test_split_equals_the_whole():
+    # Long enough for every block to have a part of each head.
+    length = 100_000
+    query = random_normal(1, 1, 32, 128)
+    key, value = (random_normal(1, length, 8, 128, seed=seed) for seed in (1, 2))
+    attend = jax.jit(
+        functools.partial(
+            jax_flash.dot_product_attention, implementation="flash", return_residual=True
+        )
+    )
+    out, lse = attend(query, key, value)
+    parts = [attend(query, key[:, i : i + 20_000], value[:, i : i + 20_000])
+             for i in range(0, length, 20_000)]  # fmt: skip
+    merged, merged_lse = functools.reduce(lambda a, b: jax_flash.merge_attention(*a, *b), parts)
+    difference = jnp.abs(out.astype(jnp.float32) - merged.astype(jnp.float32))
+    assert difference.max() < 2e-3  # out is about 1/sqrt(length); bfloat16 steps of that
+    np.testing.assert_allclose(lse, merged_lse, atol=1e-4)
