@@ -27,6 +27,7 @@
 #include "ptx/shared.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/config.cuh"
+#include "sm90/decode.cuh"
 #include "sm90/forward_consumer.cuh"
 #include "sm90/forward_parts.cuh"
 #include "sm90/forward_plan.cuh"
@@ -380,6 +381,9 @@ Status launch_modified(const Forward& params, const SegmentSpans& spans, cudaStr
 // kHeadDim bounds head_dim and value_dim; a head dim of 192 comes mostly with a value dim of 128.
 template <typename Element, int kHeadDim, bool kGeneral>
 Status launch_forward(const Forward& params, cudaStream_t stream) {
+  if constexpr (!kGeneral) {
+    if (takes_decode(params.shape)) return launch_decode<Element, kHeadDim>(params, stream);
+  }
   SegmentSpans spans;
   if (params.query_segment_ids) {
     spans = SegmentSpans::at(params.shape, params.workspace);
