@@ -38,7 +38,8 @@ def run_cases() -> None:
         ("dlse", True),
     )
     small = {"batch": 2, "q_len": 150, "kv_len": 200, "heads": 4, "kv_heads": 2}
-    for dtype, dims, features, deterministic in (
+    few_rows = {"batch": 2, "q_len": 3, "kv_len": 1500, "heads": 8, "kv_heads": 2}
+    for dtype, dims, features, deterministic, *shape in (
         ("bfloat16", (64, 64), (("causal", True),), False),
         ("bfloat16", (128, 128), (("causal", True),), True),
         ("bfloat16", (192, 128), (), False),
@@ -48,9 +49,21 @@ def run_cases() -> None:
         ("bfloat16", (128, 128), everything, True),
         ("float16", (256, 256), everything, False),
         ("bfloat16", (96, 96), (("bias", ("S", "bfloat16")),), True),
+        # Kernels for one modifier alone, and for few query rows.
+        ("bfloat16", (128, 128), (("bias", ("TS", "bfloat16")),), False),
+        ("bfloat16", (64, 64), (("soft_cap", 5.0), ("causal", True)), False),
+        ("bfloat16", (128, 128), (("mask", "TS"),), False),
+        ("bfloat16", (64, 64), (("segments", "packed"),), False),
+        ("bfloat16", (128, 128), (("lengths", "qk"), ("sinks", True)), False, few_rows),
+        ("float16", (64, 64), (("causal", True), ("offset", "random")), False, few_rows),
     ):
         case = Case(
-            "sanitize", **small, dtype=dtype, head_dim=dims[0], value_dim=dims[1], features=features
+            "sanitize",
+            **(shape[0] if shape else small),
+            dtype=dtype,
+            head_dim=dims[0],
+            value_dim=dims[1],
+            features=features,
         )
         inputs = make_inputs(case)
         for family in FAMILIES:
