@@ -3,9 +3,8 @@
 // The query rows of all heads that share a key/value head are one tile of up to 64 rows, so that
 // keys and values are read once. Persistent blocks divide the keys of all of these evenly
 // (decode_plan.h): a warp keeps a ring of K and V tiles under way that does not stop between units,
-// one warpgroup computes, as the forward kernel does but one step after the other, which is several
-// times faster than the tiles come. What blocks computed of a unit that they divided is added up by
-// a second kernel (decode_combine.cuh).
+// and one warpgroup computes, faster than the tiles come. What blocks computed of a unit that they
+// divided is added up by a second kernel (decode_combine.cuh).
 #pragma once
 
 #include <cstdint>
@@ -38,10 +37,9 @@ template <typename Config>
 __device__ __forceinline__ void produce_decode_keys(const DecodeCall& call, const Forward& params,
                                                     const ForwardMaps& maps,
                                                     const DecodeSmem<Config>& smem) {
-  const auto block = static_cast<int32_t>(blockIdx.x);
   RingState<Config::kSlots> slot;
-  for (DecodeWalk<Config::kBlockKv> walk(params, call, call.worker(block)); walk.valid();) {
-    const DecodeUnit unit(call, call.lane(block), walk.unit);
+  for (DecodeWalk<Config::kBlockKv> walk(params, call, blockIdx.x); walk.valid();) {
+    const DecodeUnit unit(call, walk.unit);
     const TileRange tiles = call.tiles_of<Config::kBlockKv>(call.band_of(params, unit.batch));
     const TileRange part = walk.part(decode_cost(tiles));
     const int32_t end = min(tiles.first + part.end, tiles.end);
@@ -72,8 +70,8 @@ __device__ __forceinline__ void produce_decode_queries(const DecodeCall& call,
   const auto block = static_cast<int32_t>(blockIdx.x);
   DecodeWorkspace::Ends ends = {-1, -1};
   uint32_t parity = 1;
-  for (DecodeWalk<Config::kBlockKv> walk(params, call, call.worker(block)); walk.valid();) {
-    const DecodeUnit unit(call, call.lane(block), walk.unit);
+  for (DecodeWalk<Config::kBlockKv> walk(params, call, block); walk.valid();) {
+    const DecodeUnit unit(call, walk.unit);
     const Band band = call.band_of(params, unit.batch);
     const TileRange tiles = call.tiles_of<Config::kBlockKv>(band);
     const int32_t cost = decode_cost(tiles);
@@ -388,7 +386,7 @@ Status launch_decode_plan(const Forward& params, const DecodePlan& plan, cudaStr
   Status status =
       make_tensor_map("query", shape, params.query, shape.q_len, shape.heads, shape.head_dim,
                       shape.q_len, maps.query, shape.heads / shape.kv_heads);
-  // Lines of 256 bytes in L2, which other kernels' maps ask for, cost a tenth of the bandwidth.
+  // Not 256 bytes at a time in L2, as other kernels have it: that takes 7% of the bandwidth.
   constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   if (status.ok()) {
     status = make_tensor_map("key", shape, params.key, shape.kv_len, shape.kv_heads, shape.head_dim,
@@ -400,9 +398,8 @@ Status launch_decode_plan(const Forward& params, const DecodePlan& plan, cudaStr
   }
   if (!status.ok()) return status;
   const DecodeCall call(params, plan, Config::kBlockKv);
-  status = launch_kernel("sm90::decode_kernel", shape, decode_kernel<Config, Element>,
-                         int64_t{plan.workers} * plan.lanes, Config::kThreads, Config::kSmemBytes,
-                         stream, call, maps, params);
+  status = launch_kernel("sm90::decode_kernel", shape, decode_kernel<Config, Element>, plan.workers,
+                         Config::kThreads, Config::kSmemBytes, stream, call, maps, params);
   if (!status.ok() || plan.whole_units) return status;
   return launch_combine<Config::kHeadDim, Element>(call, params, stream);
 }

@@ -39,11 +39,10 @@ struct DividedUnit {
   static __device__ __forceinline__ DividedUnit found(const DecodeCall& call, int32_t block) {
     const int32_t unit = call.workspace.ends[block].tail;
     if (unit < 0) return {-1, 0};
-    const int32_t blocks = call.plan.workers * call.plan.lanes;
     int32_t parts = 1;
     for (int32_t more = 32; more == 32; parts += more) {
-      const int32_t other = block + (parts + static_cast<int>(threadIdx.x % 32)) * call.plan.lanes;
-      const bool has_part = other < blocks && call.workspace.ends[other].head == unit;
+      const int32_t other = block + parts + static_cast<int>(threadIdx.x % 32);
+      const bool has_part = other < call.plan.workers && call.workspace.ends[other].head == unit;
       const uint32_t without = __ballot_sync(0xffffffff, !has_part);
       more = without ? __ffs(without) - 1 : 32;
     }
@@ -51,9 +50,9 @@ struct DividedUnit {
   }
 };
 
-// Grid: [workers, lanes, row_blocks]. A block looks after some rows of the unit that the worker
+// Grid: [workers, row_blocks]. A block looks after some rows of the unit that the worker
 // begins and another one ends, if there is one. Its warps divide the parts of the unit: those of
-// this worker and of the next ones in its lane.
+// this worker and of the next ones.
 template <int kHeadDim, typename Element>
 __global__ void __launch_bounds__(kCombineWarps * 32)
     decode_combine_kernel(const __grid_constant__ DecodeCall call, const int32_t row_blocks,
@@ -65,7 +64,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32)
   const auto row_block = static_cast<int32_t>(blockIdx.x) % row_blocks;
   DividedUnit divided = {-1, 0};
   if (!call.plan.ragged) {
-    divided = DividedUnit::computed(call, call.worker(block));
+    divided = DividedUnit::computed(call, block);
     if (divided.unit < 0) return;
   }
   ptx::griddepcontrol_wait();
@@ -74,11 +73,11 @@ __global__ void __launch_bounds__(kCombineWarps * 32)
     if (divided.unit < 0) return;
   }
   const int32_t parts = divided.parts;
-  const DecodeUnit unit(call, call.lane(block), divided.unit);
+  const DecodeUnit unit(call, divided.unit);
   const int32_t q_len = call.band_of(params, unit.batch).q_len;
   for (int32_t row = row_block; row < call.rows; row += row_blocks) {
     const auto row_of = [&](int32_t part) {  // in the workspace
-      return ((int64_t{block} + part * call.plan.lanes) * 2 + (part == 0)) * call.rows + row;
+      return ((int64_t{block} + part) * 2 + (part == 0)) * call.rows + row;
     };
     const auto statistics_of = [&](int32_t part) {
       return part < parts ? reinterpret_cast<const float2*>(call.workspace.statistics)[row_of(part)]
@@ -185,10 +184,9 @@ Status launch_combine(const DecodeCall& call, const Forward& params, cudaStream_
   // About a warp for each part, as a unit has them on average.
   const int32_t parts = call.plan.workers / call.plan.units + 1;
   const int32_t warps = std::max(2, std::min(parts, kCombineWarps));
-  return launch_dependent("sm90::decode_combine_kernel", params.shape,
-                          decode_combine_kernel<kHeadDim, Element>,
-                          int64_t{call.plan.workers} * call.plan.lanes * row_blocks, warps * 32, 0,
-                          stream, call, row_blocks, params);
+  return launch_dependent(
+      "sm90::decode_combine_kernel", params.shape, decode_combine_kernel<kHeadDim, Element>,
+      int64_t{call.plan.workers} * row_blocks, warps * 32, 0, stream, call, row_blocks, params);
 }
 
 }  // namespace jax_flash::sm90

@@ -2,8 +2,8 @@
 // size of the workspace.
 //
 // A unit is the query rows of one key/value head of one batch. Its keys are a row of tiles, and the
-// units of a lane (every kLanes-th head) lie in a row, too. Workers divide a lane, either at the
-// ends of units or anywhere, evenly by tiles; then what they computed of a unit is added up.
+// units lie in a row, too, [batch, kv_heads]. Workers divide that row, either at the ends of units
+// or anywhere, evenly by tiles; then what they computed of a unit is added up.
 #pragma once
 
 #include <algorithm>
@@ -68,34 +68,22 @@ struct DecodeWorkspace {
 };
 
 struct DecodePlan {
-  int32_t lanes;           // a divisor of kv_heads
-  int32_t workers;         // of a lane
-  int32_t heads_per_lane;  // kv_heads / lanes
-  int32_t units;           // of a lane: [batch, heads_per_lane]
-  bool whole_units;        // workers divide none
-  bool ragged;             // batches may differ in the keys that they attend to
+  int32_t workers, units;
+  bool whole_units;  // workers divide none
+  bool ragged;       // batches may differ in the keys that they attend to
 
   // `max_workers`: as many run at once. `ragged`: some operand may make batches differ.
   static DecodePlan make(const Shape& shape, int64_t max_workers, bool ragged) {
     DecodePlan plan;
-    // Workers of neighbouring heads walk side by side: the heads of a key lie side by side in
-    // memory. As many as leave few workers over.
-    plan.lanes = 1;
-    for (int32_t lanes = 2; lanes <= shape.kv_heads && lanes <= max_workers; ++lanes) {
-      if (shape.kv_heads % lanes == 0 && max_workers % lanes * 20 <= max_workers) {
-        plan.lanes = lanes;
-      }
-    }
-    plan.heads_per_lane = shape.kv_heads / plan.lanes;
-    plan.units = static_cast<int32_t>(shape.batch * plan.heads_per_lane);
+    const int64_t units = shape.batch * shape.kv_heads;
+    const int64_t rounds = (units + max_workers - 1) / max_workers;
+    plan.units = static_cast<int32_t>(units);
     plan.ragged = ragged;
-    const int64_t most = max_workers / plan.lanes, units = plan.units;
-    const int64_t rounds = (units + most - 1) / most;
     plan.whole_units = decode_splits(shape) == 1 || shape.batch > kDecodeMaxRaggedBatch ||
-                       (!ragged && units * 10 >= rounds * most * 9);
-    plan.workers =
-        static_cast<int32_t>(plan.whole_units ? (units + rounds - 1) / rounds
-                                              : std::min(most, units * decode_splits(shape)));
+                       (!ragged && units * 10 >= rounds * max_workers * 9);
+    plan.workers = static_cast<int32_t>(plan.whole_units
+                                            ? (units + rounds - 1) / rounds
+                                            : std::min(max_workers, units * decode_splits(shape)));
     return plan;
   }
 };

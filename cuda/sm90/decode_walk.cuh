@@ -21,7 +21,7 @@ __host__ __device__ __forceinline__ int32_t decode_cost(const TileRange& tiles) 
   return tiles.end > tiles.first ? tiles.end - tiles.first : 1;
 }
 
-// Tiles of a lane, divided among as many of its workers as are to have some.
+// All tiles, divided among as many workers as are to have some.
 struct DecodeShares {
   int32_t workers, share, rest;
 
@@ -47,7 +47,7 @@ struct DecodeCall {
   TileRange tiles;  // of keys, if batches are alike; and then:
   Divisor cost;     // of a unit
   DecodeShares shares;
-  Divisor inner_batch, q_len;
+  Divisor inner_batch, kv_heads, q_len;
   int32_t group, rows, kv_len, value_dim;
   float to_log2;
   RowsOperand out, lse, sinks;
@@ -66,6 +66,7 @@ struct DecodeCall {
         shares(plan, block_kv, plan.units * cost.divisor),
         inner_batch(
             params.shape.num_batch_dims > 1 ? static_cast<int32_t>(params.shape.batch_dims[1]) : 1),
+        kv_heads(params.shape.kv_heads),
         q_len(params.shape.q_len),
         group(params.shape.heads / params.shape.kv_heads),
         rows(group * params.shape.q_len),
@@ -88,9 +89,6 @@ struct DecodeCall {
   __device__ __forceinline__ TileRange tiles_of(const Band& batch_band) const {
     return plan.ragged || band_varies ? kv_tiles<kBlockKv>(batch_band, 0, batch_band.q_len) : tiles;
   }
-  // A block's worker and lane.
-  __device__ __forceinline__ int32_t worker(int32_t block) const { return block / plan.lanes; }
-  __device__ __forceinline__ int32_t lane(int32_t block) const { return block % plan.lanes; }
 
  private:
   // kv_tiles() on the host.
@@ -107,9 +105,9 @@ struct DecodeUnit {
   int32_t batch, kv_head, head;
   int32_t batch_axes[kTensorMapBatchDims];
 
-  __device__ __forceinline__ DecodeUnit(const DecodeCall& call, int32_t lane, int32_t unit) {
-    batch = unit / call.plan.heads_per_lane;
-    kv_head = (unit - batch * call.plan.heads_per_lane) * call.plan.lanes + lane;
+  __device__ __forceinline__ DecodeUnit(const DecodeCall& call, int32_t unit) {
+    batch = call.kv_heads.quotient(unit);
+    kv_head = unit - batch * call.kv_heads.divisor;
     head = kv_head * call.group;
     batch_axes[0] = call.inner_batch.quotient(batch);
     batch_axes[1] = batch - batch_axes[0] * call.inner_batch.divisor;
@@ -123,7 +121,7 @@ struct DecodeUnit {
   }
 };
 
-// A worker's place in its lane. Called by whole warps.
+// A worker's place among the units. Called by whole warps.
 template <int kBlockKv>
 struct DecodeWalk {
   int32_t unit, end_unit;
@@ -181,13 +179,13 @@ struct DecodeWalk {
       mine = cost(batch + lane);
       total += mine;
     }
-    total = __reduce_add_sync(0xffffffff, total) * call.plan.heads_per_lane;
+    total = __reduce_add_sync(0xffffffff, total) * call.kv_heads.divisor;
     const DecodeShares shares(call.plan, kBlockKv, total);
     const int32_t start = min(shares.start(worker), total - 1);
     int32_t before = 0;
     for (int32_t batch = 0;; batch += 32) {
       if (batches > 32) mine = cost(batch + lane);
-      int32_t sum = mine * call.plan.heads_per_lane;
+      int32_t sum = mine * call.kv_heads.divisor;
 #pragma unroll
       for (int distance = 1; distance < 32; distance *= 2) {
         const int32_t lower = __shfl_up_sync(0xffffffff, sum, distance);
@@ -196,9 +194,9 @@ struct DecodeWalk {
       const uint32_t beyond = __ballot_sync(0xffffffff, before + sum > start);
       if (beyond) {
         const int at = __ffs(beyond) - 1;
-        before += __shfl_sync(0xffffffff, sum - mine * call.plan.heads_per_lane, at);
+        before += __shfl_sync(0xffffffff, sum - mine * call.kv_heads.divisor, at);
         const int32_t its_cost = __shfl_sync(0xffffffff, mine, at);
-        unit = (batch + at) * call.plan.heads_per_lane + (start - before) / its_cost;
+        unit = (batch + at) * call.kv_heads.divisor + (start - before) / its_cost;
         first = (start - before) % its_cost;
         set_end(shares, call.plan, worker);
         return;
