@@ -354,7 +354,7 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
   if (!status.ok()) return status;
   TileSchedule schedule = make_schedule(params, kv_tiles_total, kv_heads,
                                         int64_t{shape.q_len} * shape.heads / shape.kv_heads,
-                                        4 * (Config::kHeadDim + Config::kDqueryCols), false);
+                                        4 * (Config::kHeadDim + Config::kDqueryCols), 2, false);
   TurnOrder order = TurnOrder::kNone;
   if (workspace.turns) {
     // Blocks of a head run at a time if there are no more of them than multiprocessors. If there
@@ -408,7 +408,7 @@ Status launch_wide_backward(const Backward& params, const BackwardWorkspace& wor
   if (status.ok()) {
     const TileSchedule schedule =
         make_schedule(params, kv_tiles_total, kv_heads,
-                      int64_t{shape.q_len} * shape.heads / shape.kv_heads, 4 * kHeadDim, false);
+                      int64_t{shape.q_len} * shape.heads / shape.kv_heads, 4 * kHeadDim, 1, false);
     status = launch_dependent("sm90::backward_wide_key_kernel", shape,
                               backward_wide_key_kernel<KeyConfig, Element, kGeneral>,
                               kv_tiles_total * kv_heads, KeyConfig::kThreads, KeyConfig::kSmemBytes,
@@ -416,7 +416,7 @@ Status launch_wide_backward(const Backward& params, const BackwardWorkspace& wor
   }
   if (!status.ok()) return status;
   const TileSchedule schedule =
-      make_schedule(params, q_tiles_total, heads, shape.kv_len, 4 * kHeadDim, true);
+      make_schedule(params, q_tiles_total, heads, shape.kv_len, 4 * kHeadDim, 1, true);
   return launch_dependent("sm90::backward_wide_query_kernel", shape,
                           backward_wide_query_kernel<QueryConfig, Element, kGeneral>,
                           q_tiles_total * heads, QueryConfig::kThreads, QueryConfig::kSmemBytes,

@@ -39,20 +39,23 @@ inline Status make_backward_maps(const Backward& params, int block_q, int block_
 }
 
 // Blocks of one head side by side share its rows in L2. Where blocks differ in length, as under a
-// causal mask, sections of several heads go together, their long blocks first: as many heads as L2
-// holds (half of 50 MB), and at least so many that they have a block for most multiprocessors, or
-// the long blocks of the last head would start when the others end. A last section that is much
-// smaller than the rest has long blocks at the end, too. `row_bytes` is what a block reads and adds
-// to for each row of the other operand.
+// causal mask, sections of several heads go together, their long blocks first: else the long blocks
+// of the last head start when the others end. `waves` says for how many blocks a multiprocessor a
+// section suffices, of which there is one wave less if L2 (half of 50 MB) does not hold so many
+// heads. A last section that is much smaller than the rest has long blocks at the end, too.
+// `row_bytes` is what a block reads and adds to for each row of the other operand.
 inline TileSchedule make_schedule(const Backward& params, int64_t tiles, int64_t total_heads,
-                                  int64_t rows, int64_t row_bytes, bool last_first) {
+                                  int64_t rows, int64_t row_bytes, int waves, bool last_first) {
   const Options& options = params.options;
   const bool uneven = options.is_causal || options.window_left >= 0 || options.window_right >= 0;
   int64_t section = 1;
   if (uneven && JAX_FLASH_SM90_BWD_LONGEST_FIRST) {
-    const int64_t fits = (int64_t{25} << 20) / (rows * row_bytes + 1);
-    section =
-        std::min(std::max({fits, 128 / std::max<int64_t>(tiles, 1), int64_t{1}}), total_heads);
+    const auto heads_of = [&](int blocks) {
+      return std::clamp<int64_t>(128 * blocks / std::max<int64_t>(tiles, 1), 1,
+                                 std::max<int64_t>(total_heads, 1));
+    };
+    section = heads_of(waves);
+    if (waves > 1 && section * rows * row_bytes > int64_t{25} << 20) section = heads_of(waves - 1);
     const auto leaves_few = [&](int64_t heads) {
       return total_heads % heads != 0 && 2 * (total_heads % heads) < heads;
     };
