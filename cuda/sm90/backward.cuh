@@ -6,21 +6,26 @@
 //     dV += P^T dO,  dK += dS^T Q     from registers; accumulators of the block
 //     dQ = dS K                       dS from shared memory, both warpgroups' keys
 //     dQ is added to float32 sums in global memory, by bulk copies from shared memory
+//   dK, dV to global memory, by bulk copies from where dQ is staged before it is added
+//
+// Thread blocks stay, and work on one such block after the other: on the first that nobody has, of
+// an order that has long ones first. So what begins a block runs beside the end of the one before.
 //
 // Warp roles. Warp 0 starts copies (TMA) of K, V and, tile by tile, of Q with lse and of dO with
 // delta. Warps 1 and 2 add dQ to the sums; in deterministic runs they also wait for the block's
-// turn, which the others then need not. Two consumer warpgroups own 64 keys each. They start
-// products such that exponentials run beside dP, dS beside dV, and what stores dQ beside dK and the
-// next tile's S.
+// turn, which the others then need not. Warp 3 chooses the blocks. Two consumer warpgroups own 64
+// keys each. They start products such that exponentials run beside dP, dS beside dV, and what
+// stores dQ beside dK and the next tile's S.
 //
-// Shared memory: K, V; two stages each of Q, dO (with barriers full, empty) and dS^T; dQ on its
-// way out, in the accumulators' fragment order; lse and delta of two tiles. Two stages of dS^T
-// make one barrier of the consumers a tile enough.
+// Shared memory: K, V; two blocks' descriptions; two stages each of Q, dO (with barriers full,
+// empty) and dS^T; dQ on its way out, in the accumulators' fragment order; lse and delta of two
+// tiles. Two stages of dS^T make one barrier of the consumers a tile enough.
 #pragma once
 
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -49,9 +54,10 @@
 namespace jax_flash::sm90 {
 
 template <typename Config, typename Element, bool kGeneral>
-__device__ __forceinline__ void consume_tiles(const Backward& params,
+__device__ __forceinline__ void consume_tiles(const Backward& params, const KeyGradientMaps& maps,
                                               const BackwardSmem<Config>& smem,
-                                              const BackwardBlock& block) {
+                                              const BackwardBlock& block,
+                                              Ring<Config::kStages>& ring, uint32_t key_parity) {
   constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv;
   constexpr int kHalves = kBlockQ / 64;  // a tile's rows are worked on 64 at a time
   constexpr int kHeadN = Config::kHeadDim / 8, kHeadSteps = Config::kHeadDim / 16;
@@ -60,7 +66,7 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
   using DqueryProduct = ptx::Wgmma<Element, 64>;
   const Shape& shape = params.shape;
   const Band& band = block.band;  // read again whenever needed: registers are short
-  const int32_t col0 = block.kv_tile * kBlockKv;
+  const auto first_key = [&] { return block.kv_tile * kBlockKv; };
   // Known to be the same in the whole warp, so that descriptors need no registers of threads.
   const int group = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0) - 1;
   const int warp_key = group * 64 + threadIdx.x % 128 / 32 * 16;
@@ -71,29 +77,45 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
   float dkey[kHeadN][4], dvalue[kHeadN][4];
   clear(dkey);
   clear(dvalue);
-  const auto write_key_gradients = [&] {
-    const int32_t row0 = col0 + warp_key, rows = shape.kv_len - row0;
-    store_rows(
-        block.batch.template pointer<Element>(params.dkey, block.kv_head) + row0 * params.dkey.row,
-        params.dkey.row, rows, shape.head_dim, params.options.scale, dkey);
-    store_rows(block.batch.template pointer<Element>(params.dvalue, block.kv_head) +
-                   row0 * params.dvalue.row,
-               params.dvalue.row, rows, shape.value_dim, 1.0f, dvalue);
+  // dK and dV leave from where dQ is staged, by bulk copies of one thread for each consumer.
+  const bool copies = threadIdx.x % 128 == 0;
+  const auto await_copies = [&] {
+    if (copies) ptx::cp_async_bulk_wait_group_read<0>();
+    ptx::barrier_sync(kZeroed + group, 128);
   };
-  Ring<Config::kStages> ring;
-  ptx::mbarrier_wait(smem.query_full(0), 0);
-  int2 tile = smem.tiles[0];
-  if (tile.x < 0) {
+  const auto write_key_gradients = [&] {
+    const typename Config::GradientTile dkey_smem{smem.staging(group * 2), 0};
+    const typename Config::GradientTile dvalue_smem{smem.staging(group * 2 + 1), 0};
+    const int row = threadIdx.x % 128 / 32 * 16;
+    store_sums<Element>(dkey_smem, row, params.options.scale, dkey);
+    store_sums<Element>(dvalue_smem, row, 1.0f, dvalue);
+    ptx::fence_proxy_async_shared();
+    ptx::barrier_sync(kZeroed + group, 128);
+    if (!copies) return;
+    const int32_t row0 = first_key() + group * 64;
+    store_tile_panels(dkey_smem, maps.dkey, params.dkey, block.batch, block.kv_head, row0);
+    store_tile_panels(dvalue_smem, maps.dvalue, params.dvalue, block.batch, block.kv_head, row0);
+    ptx::cp_async_bulk_commit_group();
+  };
+  // As a maximum, so that the compiler knows that all threads have the same.
+  const int tile_count = __reduce_max_sync(0xffffffff, block.tile_count);
+  if (tile_count == 0) {
+    // Not before the warp that copies has seen that they were empty: it would miss that.
+    ptx::mbarrier_wait(smem.key_full(), key_parity);
+    arrive_by_warp(smem.keys_empty());
+    await_copies();
     write_key_gradients();
     return;
   }
+  ptx::mbarrier_wait(smem.query_full(ring.stage), ring.parity);
+  int2 tile = smem.tiles[ring.stage];
 
   // Keys and values that no row may attend to are zeros.
   __shared__ uint32_t bad_keys_smem[kGeneral ? kBlockKv / 32 + 1 : 1];
-  const int32_t first = max(0, band.lo) - col0;
-  const int32_t end = min(band.kv_len, band.q_len - 1 + band.hi) - col0;
-  const bool has_unattended = first > 0 || (end < kBlockKv && col0 + end < shape.kv_len);
-  ptx::mbarrier_wait(smem.key_full(), 0);
+  const int32_t first = max(0, band.lo) - first_key();
+  const int32_t end = min(band.kv_len, band.q_len - 1 + band.hi) - first_key();
+  const bool has_unattended = first > 0 || (end < kBlockKv && first_key() + end < shape.kv_len);
+  ptx::mbarrier_wait(smem.key_full(), key_parity);
   if (has_unattended) zero_rows(smem.key(), first, end, kZeroed + group);
   if constexpr (kGeneral) {
     clear_bad_key_rows<Config::kConsumerThreads, kConsumers, Element>(smem.key(), bad_keys_smem);
@@ -139,12 +161,13 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
   };
 
   float scores[8][4], dscores[8][4], dquery[8][4];
-  zero_padding(smem.query(0), tile.x);
+  zero_padding(smem.query(ring.stage), tile.x);
   if constexpr (Config::kKeysInRegisters) load_fragments(key_rmem, smem.key(), warp_key);
   if constexpr (Config::kNextScoresFirst) {
-    start_scores(scores, smem.key(), key_rmem, smem.query(0), 0);
+    start_scores(scores, smem.key(), key_rmem, smem.query(ring.stage), 0);
   }
-  ptx::mbarrier_wait(smem.value_full(), 0);
+  await_copies();
+  ptx::mbarrier_wait(smem.value_full(), key_parity);
   if (has_unattended) zero_rows(smem.value(), first, end, kZeroed + group);
   if constexpr (Config::kKeysInRegisters) load_fragments(value_rmem, smem.value(), warp_key);
   if constexpr (Config::kNextScoresFirst) {
@@ -153,9 +176,9 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
   }
   // dQ of the tile before: its dS^T is in the other stage. Before the first tile it is computed
   // of what is there, for nothing: a branch around it would make the compiler wait.
-  bool has_before = false;
+  int tiles_done = 0;
   const auto await_scores = [&](uint32_t stage) {
-    if (has_before) {
+    if (tiles_done > 0) {
       ptx::barrier_sync(kScoresStored + (group ^ 1) * 2 + stage, Config::kConsumerThreads);
     }
   };
@@ -173,18 +196,13 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
   };
   const auto stage_dquery = [&](uint32_t stage, uint32_t empty_parity) {
     ptx::wgmma_results(dquery);
-    if (!has_before) return;
+    if (tiles_done == 0) return;
     ptx::mbarrier_wait(smem.dquery_empty(group, stage), empty_parity);
     stage_accumulators(smem.staging(group * 2 + stage), dquery);
     ptx::fence_proxy_async_shared();
     ptx::barrier_arrive(kDqueryFull + group * 2 + stage, 128 + 32);
   };
 
-  // Consumers take turns in computing, so that one's products run beside the other's exponentials.
-  if (Config::kAlternates && group == 1) {
-    ptx::barrier_arrive(kMayCompute, Config::kConsumerThreads);
-  }
-  const bool has_masks = !is_rectangle(band) || col0 + kBlockKv > band.kv_len;
   do {
     const int32_t row0 = tile.x;
     const uint32_t stage = ring.stage;
@@ -197,7 +215,7 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
       const TransposedGradient<kGeneral, 8> gradient{params, block.batch_index, tile.y,
-                                                     col0 + warp_key, row0 + half * 64};
+                                                     first_key() + warp_key, row0 + half * 64};
       const float* lse_smem = smem.lse + stage * kBlockQ + half * 64;
       const float* delta_smem = smem.delta + stage * kBlockQ + half * 64;
       // P^T beside dP^T; dV += P^T dO
@@ -207,8 +225,9 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
       }
       if constexpr (kGeneral) mark_bad_key_rows<kBlockKv>(scores, bad_keys_smem, warp_key);
       if (kGeneral ||
-          (has_masks && !band.all_allowed(row0 + half * 64, min(row0 + half * 64 + 64, band.q_len),
-                                          col0 + group * 64, col0 + group * 64 + 64))) {
+          (block.has_masks &&
+           !band.all_allowed(row0 + half * 64, min(row0 + half * 64 + 64, band.q_len),
+                             first_key() + group * 64, first_key() + group * 64 + 64))) {
         gradient.mask(scores, band);
       }
       if (Config::kEarlyDquery && half == 0) {
@@ -263,9 +282,11 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
 
     // The next tile's S^T; after the last tile that of a stage of old, for nothing.
     ring.advance();
-    ptx::mbarrier_wait(smem.query_full(ring.stage), ring.parity);
-    tile = smem.tiles[ring.stage];
-    if (tile.x >= 0) zero_padding(smem.query(ring.stage), tile.x);
+    if (tiles_done + 1 < tile_count) {
+      ptx::mbarrier_wait(smem.query_full(ring.stage), ring.parity);
+      tile = smem.tiles[ring.stage];
+      zero_padding(smem.query(ring.stage), tile.x);
+    }
     if constexpr (Config::kNextScoresFirst) {
       start_scores(scores, smem.key(), key_rmem, smem.query(ring.stage), 0);
     }
@@ -273,70 +294,89 @@ __device__ __forceinline__ void consume_tiles(const Backward& params,
     if constexpr (kHalves == 1) stage_dquery(ring.stage, ring.parity);
     arrive_by_warp(smem.dout_empty(stage));
     ptx::barrier_arrive(kScoresStored + group * 2 + stage, Config::kConsumerThreads);
-    has_before = true;
+    ++tiles_done;
     ptx::wgmma_wait_group<0>();
     if constexpr (Config::kNextScoresFirst) ptx::wgmma_results(scores);
     ptx::wgmma_results(dkey);
     ptx::wgmma_results(dvalue);
     arrive_by_warp(smem.query_empty(stage));
-  } while (tile.x >= 0);
-  if (Config::kAlternates && group == 0) {  // the other's last
-    ptx::barrier_sync(kMayCompute, Config::kConsumerThreads);
-  }
+  } while (tiles_done < tile_count);
   await_scores(ring.stage ^ 1);
   start_dquery(ring.stage ^ 1);
   ptx::wgmma_wait_group<0>();
+  arrive_by_warp(smem.keys_empty());
   stage_dquery(ring.stage ^ 1, ring.parity ^ ring.stage);
+  // The last two tiles' dQ is on its way from there.
+  ptx::mbarrier_wait(smem.dquery_empty(group, ring.stage), ring.parity ^ 1);
+  ptx::mbarrier_wait(smem.dquery_empty(group, ring.stage ^ 1), ring.parity ^ ring.stage ^ 1);
   write_key_gradients();
 }
 
 template <typename Config, typename Element, bool kGeneral>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_kernel(const __grid_constant__ Backward params,
-                    const __grid_constant__ BackwardMaps maps, const BackwardWorkspace workspace,
-                    const TileSchedule schedule, const TurnOrder order) {
+                    const __grid_constant__ BackwardMaps maps,
+                    const __grid_constant__ KeyGradientMaps gradient_maps,
+                    const BackwardWorkspace workspace, const TileSchedule schedule,
+                    const TurnOrder order) {
   extern __shared__ __align__(1024) uint8_t tiles_smem[];
   __shared__ __align__(128) float statistics_smem[2][Config::kStages * Config::kBlockQ];
   __shared__ __align__(8) uint64_t barriers_smem[BackwardSmem<Config>::kBarriers];
   __shared__ int2 tile_indices_smem[Config::kStages];
-  __shared__ uint32_t ticket_smem;
-  __shared__ __align__(16) uint8_t block_bytes_smem[sizeof(BackwardBlock)];
-  BackwardBlock& block_smem = *reinterpret_cast<BackwardBlock*>(block_bytes_smem);
+  __shared__ __align__(16) uint8_t block_bytes_smem[2 * sizeof(BackwardBlock)];
   const BackwardSmem<Config> smem{ptx::shared_address(tiles_smem),
-                                  ptx::shared_address(barriers_smem), statistics_smem[0],
-                                  statistics_smem[1], tile_indices_smem};
-  if (threadIdx.x == 0) {
-    if (params.shape.q_len > 0) {  // else there are no maps
-      ptx::prefetch_tensormap(maps.query);
+                                  ptx::shared_address(barriers_smem),
+                                  statistics_smem[0],
+                                  statistics_smem[1],
+                                  tile_indices_smem,
+                                  reinterpret_cast<BackwardBlock*>(block_bytes_smem)};
+  if (threadIdx.x < 32) {
+    smem.init_barriers();
+    if (threadIdx.x == 0 && params.shape.q_len > 0) {  // else there are no maps
       ptx::prefetch_tensormap(maps.key);
+      ptx::prefetch_tensormap(maps.query);
       ptx::prefetch_tensormap(maps.value);
       ptx::prefetch_tensormap(maps.dout);
     }
-    smem.init_barriers();
-    ticket_smem = blockIdx.x;
-    if (order != TurnOrder::kNone) {
-      // Blocks then work in the order in which they start, whatever order that is.
-      ptx::griddepcontrol_wait();
-      ticket_smem = static_cast<uint32_t>(atomicAdd(workspace.ticket, 1));
-    }
+  } else if (threadIdx.x >= 128) {
+    touch_parameters<Config::kConsumers * 4>(params, threadIdx.x / 32 - 4);
   }
   __syncthreads();
   ptx::griddepcontrol_launch_dependents();
-  int32_t head, tile;
-  schedule.at(ticket_smem, head, tile);
-  const auto here = BackwardBlock::at<Config, kGeneral>(params, head, tile, workspace.spans, order);
-  if (threadIdx.x == 0) block_smem = here;
-  __syncthreads();
   if (threadIdx.x < 128) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if (threadIdx.x < 32) {
-      load_tiles(params, maps, workspace, smem, block_smem);
+      StagePair next;
+      for_blocks(smem, [&](const BackwardBlock& block, uint32_t key_parity) {
+        load_tiles<true>(params, maps, workspace, smem, block, key_parity, next);
+      });
     } else if (threadIdx.x < 96) {
-      add_dquery(params, workspace, order, smem, block_smem, threadIdx.x / 32 - 1);
+      ptx::griddepcontrol_wait();  // for the zeros
+      StagePair next;
+      for_blocks(smem, [&](const BackwardBlock& block, uint32_t) {
+        add_dquery(params, workspace, order, smem, block, threadIdx.x / 32 - 1, next);
+      });
+      if (threadIdx.x % 32 == 0) ptx::cp_async_bulk_wait_group<0>();
+    } else {
+      choose_blocks<Config, kGeneral>(params, workspace, schedule, order, smem);
     }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-    consume_tiles<Config, Element, kGeneral>(params, smem, block_smem);
+    const int group = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0) - 1;
+    // Consumers take turns in computing, so that one's products run beside the other's
+    // exponentials.
+    if (Config::kAlternates && group == 1) {
+      ptx::barrier_arrive(kMayCompute, Config::kConsumerThreads);
+    }
+    Ring<Config::kStages> ring;
+    for_blocks(smem, [&](const BackwardBlock& block, uint32_t key_parity) {
+      consume_tiles<Config, Element, kGeneral>(params, gradient_maps, smem, block, ring,
+                                               key_parity);
+    });
+    if (threadIdx.x % 128 == 0) ptx::cp_async_bulk_wait_group<0>();
+    if (Config::kAlternates && group == 0) {  // the other's last
+      ptx::barrier_sync(kMayCompute, Config::kConsumerThreads);
+    }
   }
 }
 
@@ -351,31 +391,36 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
   if (heads > 0 && shape.q_len > 0 && shape.kv_len > 0) {
     status = make_backward_maps(params, Config::kBlockQ, Config::kBlockKv, maps);
   }
+  KeyGradientMaps gradient_maps;
+  if (status.ok() && kv_heads > 0 && shape.kv_len > 0) {
+    status = make_gradient_maps(params, 64, gradient_maps);
+  }
   if (!status.ok()) return status;
   TileSchedule schedule = make_schedule(params, kv_tiles_total, kv_heads,
                                         int64_t{shape.q_len} * shape.heads / shape.kv_heads,
                                         4 * (Config::kHeadDim + Config::kDqueryCols), 2, false);
   TurnOrder order = TurnOrder::kNone;
+  int multiprocessors = 0;
+  status = multiprocessor_count(multiprocessors);
   if (workspace.turns) {
     // Blocks of a head run at a time if there are no more of them than multiprocessors. If there
     // are more, blocks of as many heads as possible stand side by side, so as not to wait.
-    int multiprocessors = 0;
-    status = multiprocessor_count(multiprocessors);
     const bool fits = kv_tiles_total <= multiprocessors &&
                       kv_tiles_total * ceil_div(shape.q_len, Config::kBlockQ) < INT32_MAX;
     order = fits ? TurnOrder::kShifted : TurnOrder::kAscending;
     schedule.section_heads = fits ? 1 : schedule.total_heads;
   }
   if (status.ok()) {
-    status = launch_kernel("sm90::backward_begin_kernel", shape, backward_begin_kernel<Element>,
-                           heads * workspace.rows / kEdgeRows, kEdgeThreads, 0, stream, params,
-                           workspace, Config::kDqueryCols);
+    status = launch_begin<Element>(params, workspace, Config::kDqueryCols, stream);
   }
   if (status.ok()) {
-    status =
-        launch_dependent("sm90::backward_kernel", shape, backward_kernel<Config, Element, kGeneral>,
-                         kv_tiles_total * kv_heads, Config::kThreads, Config::kSmemBytes, stream,
-                         params, maps, workspace, schedule, order);
+    const int64_t total = kv_tiles_total * kv_heads;
+    // Without rows there is no dQ, where the counter of blocks would be.
+    const bool counted = shape.q_len > 0 && total <= INT32_MAX;
+    status = launch_dependent(
+        "sm90::backward_kernel", shape, backward_kernel<Config, Element, kGeneral>,
+        counted ? std::min<int64_t>(total, multiprocessors) : total, Config::kThreads,
+        Config::kSmemBytes, stream, params, maps, gradient_maps, workspace, schedule, order);
   }
   if (!status.ok()) return status;
   return launch_dependent("sm90::backward_end_kernel", shape, backward_end_kernel<Config, Element>,
@@ -401,9 +446,7 @@ Status launch_wide_backward(const Backward& params, const BackwardWorkspace& wor
     }
   }
   if (status.ok()) {
-    status = launch_kernel("sm90::backward_begin_kernel", shape, backward_begin_kernel<Element>,
-                           heads * workspace.rows / kEdgeRows, kEdgeThreads, 0, stream, params,
-                           workspace, 0);
+    status = launch_begin<Element>(params, workspace, 0, stream);
   }
   if (status.ok()) {
     const TileSchedule schedule =

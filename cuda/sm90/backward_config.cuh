@@ -35,7 +35,7 @@ struct BackwardConfig {
   static constexpr int kConsumers = 2;  // warpgroups
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kConsumerThreads = 128 * kConsumers;
-  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
 
   static constexpr int kBlockQ = JAX_FLASH_SM90_BWD_BLOCK_Q;
   static constexpr int kBlockKv = 64 * kConsumers;
@@ -60,6 +60,8 @@ struct BackwardConfig {
   using QueryTile = SmemTile<kBlockQ, kHeadDim>;
   using KeyTile = SmemTile<kBlockKv, kHeadDim>;
   using ScoreTile = SmemTile<kBlockKv, kBlockQ>;  // dS^T
+  using GradientTile = SmemTile<64, kHeadDim>;    // dK or dV of a warpgroup, where dQ has been
+  static_assert(GradientTile::kBytes <= kStagingBytes);
 
   // Shared memory: K, V, kStages times Q, dO and dS^T, two stages of dQ of each consumer.
   static constexpr int kValueOffset = KeyTile::kBytes;

@@ -9,8 +9,10 @@
 #include "ptx/math.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm80/workspace.h"
+#include "status.h"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
+#include "tile/launch.cuh"
 #include "tile/quad.cuh"
 #include "tile/smem_tile.cuh"
 #include "tile/softmax.cuh"
@@ -20,66 +22,92 @@ namespace jax_flash::sm90 {
 using sm80::BackwardWorkspace;
 
 inline constexpr int kEdgeThreads = 256;
-inline constexpr int kEdgeRows = 32;  // a block of the first kernel
+inline constexpr int kEdgeRows = 32;  // for which there is a turn
 
-// Grid: batch x head x tiles of kEdgeRows rows. `dquery_cols` accumulators a row.
-template <typename Element>
+// Grid: batch x head x tiles of kRows rows. `dquery_cols` accumulators a row. What is written first
+// needs nothing that is read, and the rows of several iterations are under way at a time.
+template <typename Element, int kRows>
 __global__ void __launch_bounds__(kEdgeThreads)
     backward_begin_kernel(const __grid_constant__ Backward params,
                           const BackwardWorkspace workspace, int32_t dquery_cols) {
+  static_assert(kRows % kEdgeRows == 0 && sm80::kRowPadding % kRows == 0);
   ptx::griddepcontrol_launch_dependents();
   const Shape& shape = params.shape;
-  const int32_t tiles = workspace.rows / kEdgeRows;
-  const int32_t row0 = static_cast<int32_t>(blockIdx.x % tiles) * kEdgeRows;
-  const int64_t batch_head = blockIdx.x / tiles;
-  const int32_t head = static_cast<int32_t>(batch_head % shape.heads);
-  const BatchIndex batch(shape, batch_head / shape.heads);
-  const Band band(params, batch);
+  const uint32_t tiles = static_cast<uint32_t>(workspace.rows / kRows);
+  const int32_t batch_head = static_cast<int32_t>(blockIdx.x / tiles);
+  const int32_t row0 = static_cast<int32_t>(blockIdx.x - batch_head * tiles) * kRows;
+  const int64_t row_index = int64_t{batch_head} * workspace.rows + row0;
+  float4* dquery = reinterpret_cast<float4*>(workspace.dquery + row_index * dquery_cols);
+  for (int i = threadIdx.x; i < kRows * dquery_cols / 4; i += kEdgeThreads) {
+    dquery[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+  if (workspace.turns && threadIdx.x < kRows / kEdgeRows) {
+    workspace.turns[row_index / kEdgeRows + threadIdx.x] = 0;
+  }
+  if (blockIdx.x == 0 && threadIdx.x == 0) {
+    if (workspace.turns) *workspace.ticket = 0;
+    // See choose_blocks().
+    if (dquery_cols > 0) *static_cast<int32_t*>(params.dquery.data) = 0;
+  }
 
+  const int32_t batch_index = batch_head / static_cast<int32_t>(shape.heads);
+  const int32_t head = batch_head - batch_index * static_cast<int32_t>(shape.heads);
+  const BatchIndex batch(shape, batch_index);
+  const Band band(params, batch);
   // 8, 16 or 32 lanes read a row of up to 64, 128 or 256 elements.
   const int lanes = shape.value_dim <= 64 ? 8 : shape.value_dim <= 128 ? 16 : 32;
   const int chunk = threadIdx.x % lanes;
   const bool chunk_valid = chunk * kChunk < shape.value_dim;
-  const Element* out = batch.pointer<const Element>(params.out, head);
-  const Element* dout = batch.pointer<const Element>(params.dout, head);
+  const Element* out = batch.pointer<const Element>(params.out, head) + chunk * kChunk;
+  const Element* dout = batch.pointer<const Element>(params.dout, head) + chunk * kChunk;
   const float* lse = batch.pointer<const float>(params.lse, head);
   const float* dlse = params.dlse ? batch.pointer<const float>(params.dlse, head) : nullptr;
   const int rows_at_a_time = kEdgeThreads / lanes;
-#pragma unroll 4
-  for (int i = threadIdx.x / lanes; i < kEdgeRows; i += rows_at_a_time) {
-    const int32_t row = row0 + i;
-    float sum = 0.0f;
-    if (row < band.q_len && chunk_valid) {
-      const uint4 a = *reinterpret_cast<const uint4*>(out + row * params.out.row + chunk * kChunk);
-      const uint4 b =
-          *reinterpret_cast<const uint4*>(dout + row * params.dout.row + chunk * kChunk);
-      const Element* a_elements = reinterpret_cast<const Element*>(&a);
-      const Element* b_elements = reinterpret_cast<const Element*>(&b);
+  constexpr int kBatch = kRows / kEdgeRows;
+  for (int i0 = threadIdx.x / lanes; i0 < kRows; i0 += kBatch * rows_at_a_time) {
+    uint4 a[kBatch] = {}, b[kBatch] = {};
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u) {
+      const int32_t row = row0 + i0 + u * rows_at_a_time;
+      if (row >= band.q_len || !chunk_valid) continue;
+      a[u] = *reinterpret_cast<const uint4*>(out + row * params.out.row);
+      b[u] = *reinterpret_cast<const uint4*>(dout + row * params.dout.row);
+    }
+#pragma unroll
+    for (int u = 0; u < kBatch; ++u) {
+      const int i = i0 + u * rows_at_a_time;
+      const int32_t row = row0 + i;
+      const Element* a_elements = reinterpret_cast<const Element*>(&a[u]);
+      const Element* b_elements = reinterpret_cast<const Element*>(&b[u]);
+      float sum = 0.0f;
 #pragma unroll
       for (int e = 0; e < kChunk; ++e) {
         sum = fmaf(static_cast<float>(a_elements[e]), static_cast<float>(b_elements[e]), sum);
       }
+      for (int distance = lanes / 2; distance > 0; distance /= 2) {
+        sum += __shfl_xor_sync(0xffffffff, sum, distance);
+      }
+      if (chunk != 0) continue;
+      const float row_lse = row < band.q_len ? lse[row * params.lse.row] : minus_infinity();
+      const bool dead = row_lse == minus_infinity();
+      workspace.lse_log2[row_index + i] = dead ? -minus_infinity() : row_lse * kLog2E;
+      workspace.delta[row_index + i] = dead ? 0.0f : dlse ? sum - dlse[row * params.dlse.row] : sum;
     }
-    for (int distance = lanes / 2; distance > 0; distance /= 2) {
-      sum += __shfl_xor_sync(0xffffffff, sum, distance);
-    }
-    if (chunk != 0) continue;
-    const float row_lse = row < band.q_len ? lse[row * params.lse.row] : minus_infinity();
-    const bool dead = row_lse == minus_infinity();
-    const int64_t index = batch_head * workspace.rows + row;
-    workspace.lse_log2[index] = dead ? -minus_infinity() : row_lse * kLog2E;
-    workspace.delta[index] = dead ? 0.0f : dlse ? sum - dlse[row * params.dlse.row] : sum;
   }
+}
 
-  float4* dquery = reinterpret_cast<float4*>(workspace.dquery +
-                                             (batch_head * workspace.rows + row0) * dquery_cols);
-  for (int i = threadIdx.x; i < kEdgeRows * dquery_cols / 4; i += kEdgeThreads) {
-    dquery[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+// Few rows a block where there would not be enough blocks otherwise.
+template <typename Element>
+Status launch_begin(const Backward& params, const BackwardWorkspace& workspace, int dquery_cols,
+                    cudaStream_t stream) {
+  const Shape& shape = params.shape;
+  const int64_t rows = shape.batch * shape.heads * workspace.rows;
+  if (rows < 512 * 128) {
+    return launch_kernel("sm90::backward_begin_kernel", shape, backward_begin_kernel<Element, 32>,
+                         rows / 32, kEdgeThreads, 0, stream, params, workspace, dquery_cols);
   }
-  if (workspace.turns) {
-    if (threadIdx.x == 0) workspace.turns[(batch_head * workspace.rows + row0) / kEdgeRows] = 0;
-    if (blockIdx.x == 0 && threadIdx.x == 0) *workspace.ticket = 0;
-  }
+  return launch_kernel("sm90::backward_begin_kernel", shape, backward_begin_kernel<Element, 128>,
+                       rows / 128, kEdgeThreads, 0, stream, params, workspace, dquery_cols);
 }
 
 // Grid: batch x head x tiles of 64 query rows. A warp converts 16 rows by 32 columns at a time.

@@ -38,6 +38,15 @@ inline Status make_backward_maps(const Backward& params, int block_q, int block_
   return status;
 }
 
+inline Status make_gradient_maps(const Backward& params, int rows, KeyGradientMaps& maps) {
+  const Shape& shape = params.shape;
+  const Status status = make_tensor_map("dkey", shape, params.dkey, shape.kv_len, shape.kv_heads,
+                                        shape.head_dim, rows, maps.dkey);
+  if (!status.ok()) return status;
+  return make_tensor_map("dvalue", shape, params.dvalue, shape.kv_len, shape.kv_heads,
+                         shape.value_dim, rows, maps.dvalue);
+}
+
 // Blocks of one head side by side share its rows in L2. Where blocks differ in length, as under a
 // causal mask, sections of several heads go together, their long blocks first: else the long blocks
 // of the last head start when the others end. `waves` says for how many blocks a multiprocessor a

@@ -30,6 +30,9 @@ using sm80::BackwardWorkspace;
 struct BackwardMaps {
   CUtensorMap query, key, value, dout;
 };
+struct KeyGradientMaps {
+  CUtensorMap dkey, dvalue;
+};
 
 // Which tile of which head a block owns: sections of `section_heads` heads (of all batches in one
 // row) one after the other, within one all heads' first tiles, then all heads' second tiles...
@@ -83,6 +86,13 @@ struct QueryTileWalk {
   __device__ __forceinline__ QueryTileCursor begin() const { return {first_head, start}; }
   __device__ __forceinline__ bool done(const QueryTileCursor& at) const {
     return at.head >= end_head;
+  }
+  template <int kBlockQ>
+  __device__ __forceinline__ int32_t count() const {
+    if (query_spans == nullptr) return (range.end - range.first) * (end_head - first_head);
+    int32_t tiles = 0;
+    for (QueryTileCursor at = begin(); !done(at); advance<kBlockQ>(at)) ++tiles;
+    return tiles;
   }
   template <int kBlockQ>
   __device__ __forceinline__ void advance(QueryTileCursor& at) const {
@@ -161,6 +171,27 @@ struct Ring {
   }
 };
 
+// Reads every kStep-th line of 64 bytes of a kernel's parameters from line `first` on, for nothing
+// but that they are near when another warp needs them: it would wait for one after the other.
+template <int kStep, typename Parameters>
+__device__ __forceinline__ void touch_parameters(const Parameters& params, int first) {
+  constexpr int kLines = sizeof(Parameters) / 64;
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(&params);
+  uint32_t any = 0;
+#pragma unroll
+  for (int i = 0; i < kLines / kStep; ++i) any |= words[(first + i * kStep) * 16];
+  asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, 1; @p nanosleep.u32 0; }" ::"r"(any));
+}
+
+// A ring of two stages in one register.
+struct StagePair {
+  uint32_t count = 0;
+
+  __device__ __forceinline__ uint32_t stage() const { return count & 1; }
+  __device__ __forceinline__ uint32_t parity() const { return count >> 1 & 1; }
+  __device__ __forceinline__ void advance() { ++count; }
+};
+
 __device__ __forceinline__ void arrive_by_warp(uint32_t barrier_smem) {
   if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier_smem);
 }
@@ -176,6 +207,28 @@ __device__ __forceinline__ void load_tile_panels(const Tile& tile, const CUtenso
   for (int panel = 0; panel < Tile::kPanels; ++panel) {
     load_box(tile.root + tile.offset + panel * Tile::kPanelBytes, map, barrier_smem, operand, batch,
              head, row0, panel * 64);
+  }
+}
+
+// Starts copying a tile to rows row0... of a head, by one thread. What is past the end of the
+// operand is not written.
+template <typename Tile>
+__device__ __forceinline__ void store_tile_panels(const Tile& tile, const CUtensorMap& map,
+                                                  const Operand& operand, const BatchIndex& batch,
+                                                  int32_t head, int32_t row0) {
+  const auto coordinate = [](int64_t stride, int64_t index) {
+    return stride == 0 ? 0 : static_cast<int32_t>(index);
+  };
+#pragma unroll
+  for (int panel = 0; panel < Tile::kPanels; ++panel) {
+    asm volatile(
+        "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group"
+        " [%0, {%1, %2, %3, %4, %5}], [%6];" ::"l"(&map),
+        "r"(panel * 64), "r"(coordinate(operand.row, row0)), "r"(coordinate(operand.head, head)),
+        "r"(coordinate(operand.batch[0], batch.coordinate[0])),
+        "r"(coordinate(operand.batch[1], batch.coordinate[1])),
+        "r"(tile.root + tile.offset + panel * Tile::kPanelBytes)
+        : "memory");
   }
 }
 
@@ -217,6 +270,25 @@ __device__ __forceinline__ void store_rounded(const Tile& tile, int row, int pan
   const uint32_t base = tile.address(row + lane % 16, lane / 16) + panel * Tile::kPanelBytes;
 #pragma unroll
   for (int k = 0; k < 4; ++k) ptx::stmatrix_x4(base ^ (k * 32), values[k]);
+}
+
+// Stores accumulators, times `scale`, as rows [row, row + 16) of a tile.
+template <typename Element, typename Tile, int kN>
+__device__ __forceinline__ void store_sums(const Tile& tile, int row, float scale,
+                                           float (&sums)[kN][4]) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) sums[n][e] *= scale;
+  }
+  uint32_t rounded[kN / 2][4];
+  round_fragments<Element>(rounded, sums);
+  const int lane = threadIdx.x % 32;
+  const uint32_t base = tile.address(row + lane % 16, lane / 16);
+#pragma unroll
+  for (int k = 0; k < kN / 2; ++k) {
+    ptx::stmatrix_x4((base ^ (k % 4 * 32)) + k / 4 * Tile::kPanelBytes, rounded[k]);
+  }
 }
 
 // Loads rows [row, row + 16) of a tile as register operands.

@@ -17,13 +17,17 @@
 
 namespace jax_flash::sm90 {
 
+struct BackwardBlock;
+
 template <typename Config>
 struct BackwardSmem {
   uint32_t root;      // of the tiles
-  uint32_t barriers;  // key_full, value_full, then kStages of each of the others
+  uint32_t barriers;  // four single ones, then two or kStages of each of the others
   float* lse;         // [kStages][kBlockQ]
   float* delta;       // likewise
-  int2* tiles;        // [kStages]: a tile's first row, -1 after the last tile; its head
+  int2* tiles;        // [kStages]: a tile's first row and its head; where there is but one block of
+                      // keys, a row of -1 after the last tile
+  BackwardBlock* blocks;  // [2], or [1] where there is but one
 
   __device__ __forceinline__ typename Config::KeyTile key() const { return {root, 0}; }
   __device__ __forceinline__ typename Config::KeyTile value() const {
@@ -44,6 +48,15 @@ struct BackwardSmem {
   }
   __device__ __forceinline__ uint32_t key_full() const { return barriers; }
   __device__ __forceinline__ uint32_t value_full() const { return barriers + 8; }
+  __device__ __forceinline__ uint32_t keys_empty() const { return barriers + 16; }  // and values
+  // Says that the next block may be chosen.
+  __device__ __forceinline__ uint32_t block_wanted() const { return barriers + 24; }
+  __device__ __forceinline__ uint32_t block_full(uint32_t stage) const {
+    return barriers + 32 + stage * 8;
+  }
+  __device__ __forceinline__ uint32_t block_empty(uint32_t stage) const {
+    return barriers + 48 + stage * 8;
+  }
   __device__ __forceinline__ uint32_t query_full(uint32_t stage) const { return at(0, stage); }
   __device__ __forceinline__ uint32_t query_empty(uint32_t stage) const { return at(1, stage); }
   __device__ __forceinline__ uint32_t dout_full(uint32_t stage) const { return at(2, stage); }
@@ -58,45 +71,51 @@ struct BackwardSmem {
   __device__ __forceinline__ uint32_t staging_full(uint32_t stage) const { return at(4, stage); }
   __device__ __forceinline__ uint32_t staging_empty(uint32_t stage) const { return at(5, stage); }
 
-  static constexpr int kBarriers = 2 + 6 * Config::kStages;
+  static constexpr int kBarriers = 8 + 6 * Config::kStages;
+  // By one thread of a warp: lanes side by side take longer.
   __device__ __forceinline__ void init_barriers() const {
-    ptx::mbarrier_init(key_full(), 1);
-    ptx::mbarrier_init(value_full(), 1);
-    for (uint32_t stage = 0; stage < Config::kStages; ++stage) {
-      ptx::mbarrier_init(query_full(stage), 1);
-      ptx::mbarrier_init(query_empty(stage), Config::kConsumers * 4);
-      ptx::mbarrier_init(dout_full(stage), 1);
-      ptx::mbarrier_init(dout_empty(stage), Config::kConsumers * 4);
-      ptx::mbarrier_init(staging_full(stage), Config::kStagingArrivals);
-      ptx::mbarrier_init(staging_empty(stage), Config::kStagingArrivals);
+    constexpr int kConsumerWarps = Config::kConsumers * 4;
+    if (threadIdx.x % 32 != 0) return;
+#pragma unroll
+    for (int index = 0; index < kBarriers; ++index) {
+      const int kind = (index - 8) / Config::kStages;
+      int arrivals = 1;
+      if (index == 2) arrivals = kConsumerWarps;
+      if (index == 6 || index == 7) arrivals = kConsumerWarps + 3;  // who copies, who add dQ
+      if (index >= 8 && (kind == 1 || kind == 3)) arrivals = kConsumerWarps;
+      if (index >= 8 && kind >= 4) arrivals = Config::kStagingArrivals;
+      ptx::mbarrier_init(barriers + index * 8, arrivals);
     }
     ptx::fence_mbarrier_init();
   }
 
  private:
   __device__ __forceinline__ uint32_t at(uint32_t kind, uint32_t stage) const {
-    return barriers + 16 + (kind * Config::kStages + stage) * 8;
+    return barriers + 64 + (kind * Config::kStages + stage) * 8;
   }
 };
 
-// What a block works on: in shared memory, since the warps that copy have few registers.
+// What is worked on at a time: a tile of keys and the query tiles of its group of heads. In shared
+// memory, since the warps that copy have few registers.
 struct BackwardBlock {
   BatchIndex batch;
   Band band;
   QueryTileWalk walk;
-  int32_t kv_head, kv_tile, batch_index;
+  int32_t kv_head, kv_tile, batch_index;  // kv_tile is -1 after the last block
+  int32_t tile_count;
+  bool has_masks;  // whether there are tiles of which not all is allowed
 
-  // By whole warps.
+  // By a whole warp.
   template <typename Config, bool kGeneral>
   static __device__ __forceinline__ BackwardBlock at(const Backward& params, int32_t batch_kv_head,
                                                      int32_t kv_tile, const SegmentSpans& spans,
                                                      TurnOrder order) {
     const Shape& shape = params.shape;
+    const int32_t col0 = kv_tile * Config::kBlockKv, group = shape.heads / shape.kv_heads;
     const int32_t batch_index = batch_kv_head / shape.kv_heads;
-    const int32_t kv_head = batch_kv_head % shape.kv_heads, group = shape.heads / shape.kv_heads;
+    const int32_t kv_head = batch_kv_head - batch_index * shape.kv_heads;
     const BatchIndex batch(shape, batch_index);
     const Band band(params, batch);
-    const int32_t col0 = kv_tile * Config::kBlockKv;
     QueryTileWalk walk{q_tiles<Config::kBlockQ>(band, col0, col0 + Config::kBlockKv),
                        kv_head * group, kv_head * group + group};
     if (kGeneral && spans.query && order == TurnOrder::kNone) {
@@ -107,7 +126,9 @@ struct BackwardBlock {
     }
     walk.start_at<Config::kBlockQ>(
         shifted_start<Config::kBlockKv>(band, order, walk.range, kv_tile));
-    return {batch, band, walk, kv_head, kv_tile, batch_index};
+    const bool has_masks = !is_rectangle(band) || col0 + Config::kBlockKv > band.kv_len;
+    return {batch,    band, walk, kv_head, kv_tile, batch_index, walk.count<Config::kBlockQ>(),
+            has_masks};
   }
   // Of a query head among those of all batches.
   __device__ __forceinline__ int64_t batch_head(const Shape& shape, int32_t head) const {
@@ -115,55 +136,128 @@ struct BackwardBlock {
   }
 };
 
-template <typename Config>
+// The next block is chosen when so many tiles of the one before have still to be copied: until
+// then others may take it, so that all end at about the same time.
+inline constexpr int kTilesAhead = 3;
+
+// Gives the blocks to the other warps.
+template <typename Config, bool kGeneral>
+__device__ __forceinline__ void choose_blocks(const Backward& params,
+                                              const BackwardWorkspace& workspace,
+                                              const TileSchedule& schedule, TurnOrder order,
+                                              const BackwardSmem<Config>& smem) {
+  const bool leader = threadIdx.x % 32 == 0;
+  const uint32_t end = static_cast<uint32_t>(schedule.tiles * schedule.total_heads);
+  // With turns blocks work in the order in which they start, whatever order that is. Else the
+  // counter is where dQ will be, which nothing writes before the last kernel.
+  const bool ordered = order != TurnOrder::kNone;
+  const auto take = [&] {
+    uint32_t index = 0;
+    if (leader) {
+      ptx::griddepcontrol_wait();  // for what it counts from
+      int32_t* const next = ordered ? workspace.ticket : static_cast<int32_t*>(params.dquery.data);
+      index = static_cast<uint32_t>(atomicAdd(next, 1));
+    }
+    return __shfl_sync(0xffffffff, index, 0);
+  };
+  uint32_t index = ordered ? take() : blockIdx.x;
+  StagePair at;
+  for (; index < end; at.advance()) {
+    int32_t head, tile;
+    schedule.at(index, head, tile);
+    const auto block =
+        BackwardBlock::at<Config, kGeneral>(params, head, tile, workspace.spans, order);
+    ptx::mbarrier_wait_asleep(smem.block_empty(at.stage()), at.parity() ^ 1);
+    if (leader) {
+      smem.blocks[at.stage()] = block;
+      ptx::mbarrier_arrive(smem.block_full(at.stage()));
+    }
+    ptx::mbarrier_wait_asleep(smem.block_wanted(), at.count & 1);
+    // A block that waits for turns must not keep the one from starting that it waits for.
+    if (ordered) ptx::mbarrier_wait_asleep(smem.block_empty(at.stage()), at.parity());
+    __syncwarp();
+    index = gridDim.x >= end ? end : ordered ? take() : take() + gridDim.x;
+  }
+  ptx::mbarrier_wait_asleep(smem.block_empty(at.stage()), at.parity() ^ 1);
+  if (leader) {
+    smem.blocks[at.stage()].kv_tile = -1;
+    ptx::mbarrier_arrive(smem.block_full(at.stage()));
+  }
+}
+
+// Calls f(block, parity) for each block; the parity is that of the barriers of its K and V.
+template <typename Config, typename Function>
+__device__ __forceinline__ void for_blocks(const BackwardSmem<Config>& smem, const Function& f) {
+  for (StagePair at;; at.advance()) {
+    ptx::mbarrier_wait(smem.block_full(at.stage()), at.parity());
+    const BackwardBlock& block = smem.blocks[at.stage()];
+    if (__reduce_max_sync(0xffffffff, block.kv_tile) < 0) break;
+    f(block, at.count & 1);
+    __syncwarp();
+    arrive_by_warp(smem.block_empty(at.stage()));
+  }
+}
+
+// kSeveral: other blocks may follow, of which consumers know how many tiles they have.
+template <bool kSeveral, typename Config>
 __device__ __forceinline__ void load_tiles(const Backward& params, const BackwardMaps& maps,
                                            const BackwardWorkspace& workspace,
                                            const BackwardSmem<Config>& smem,
-                                           const BackwardBlock& block) {
+                                           const BackwardBlock& block, uint32_t key_parity,
+                                           StagePair& next) {
   constexpr uint32_t kStatisticsBytes = Config::kBlockQ * 4;
   const bool leader = threadIdx.x == 0;
   const BatchIndex& batch = block.batch;
-  const int32_t col0 = block.kv_tile * Config::kBlockKv;
   const QueryTileWalk& walk = block.walk;
   QueryTileCursor at = walk.begin();
-  if (leader && !walk.done(at)) {
-    ptx::mbarrier_arrive_expect_tx(smem.key_full(), Config::KeyTile::kBytes);
-    load_tile_panels(smem.key(), maps.key, smem.key_full(), params.key, batch, block.kv_head, col0);
-    ptx::griddepcontrol_wait();  // for lse and delta
-    // The second kernel of wide heads reads them too, and does not wait: it may start from here on.
-    ptx::griddepcontrol_launch_dependents();
+  if (leader && block.tile_count == 0) {  // the barriers go on all the same
+    ptx::mbarrier_wait(smem.keys_empty(), key_parity ^ 1);
+    ptx::mbarrier_arrive(smem.key_full());
+    ptx::mbarrier_arrive(smem.value_full());
+    if (kSeveral) ptx::mbarrier_arrive(smem.block_wanted());
   }
-  bool has_value = false;
-  Ring<Config::kStages> ring;
-  for (; !walk.done(at); walk.advance<Config::kBlockQ>(at), ring.advance()) {
+  for (int32_t left = block.tile_count; left > 0;
+       --left, walk.advance<Config::kBlockQ>(at), next.advance()) {
     if (!leader) continue;
+    const bool first = left == block.tile_count;
     const int32_t row0 = at.tile * Config::kBlockQ;
     const int64_t row_index = block.batch_head(params.shape, at.head) * workspace.rows + row0;
-    const uint32_t query_full = smem.query_full(ring.stage), dout_full = smem.dout_full(ring.stage);
-    ptx::mbarrier_wait(smem.query_empty(ring.stage), ring.parity ^ 1);
-    smem.tiles[ring.stage] = {row0, at.head};
+    const uint32_t stage = next.stage();
+    const uint32_t query_full = smem.query_full(stage), dout_full = smem.dout_full(stage);
+    ptx::mbarrier_wait(smem.query_empty(stage), next.parity() ^ 1);
+    smem.tiles[stage] = {row0, at.head};
     ptx::mbarrier_arrive_expect_tx(query_full, Config::QueryTile::kBytes + kStatisticsBytes);
-    load_tile_panels(smem.query(ring.stage), maps.query, query_full, params.query, batch, at.head,
-                     row0);
-    ptx::cp_async_bulk_load(ptx::shared_address(smem.lse + ring.stage * Config::kBlockQ),
+    load_tile_panels(smem.query(stage), maps.query, query_full, params.query, batch, at.head, row0);
+    const int32_t col0 = block.kv_tile * Config::kBlockKv;
+    if (first) {
+      ptx::mbarrier_wait(smem.keys_empty(), key_parity ^ 1);
+      ptx::mbarrier_arrive_expect_tx(smem.key_full(), Config::KeyTile::kBytes);
+      load_tile_panels(smem.key(), maps.key, smem.key_full(), params.key, batch, block.kv_head,
+                       col0);
+      ptx::griddepcontrol_wait();  // for lse and delta
+      // The second kernel of wide heads reads them too, and does not wait: it may start from here.
+      ptx::griddepcontrol_launch_dependents();
+    }
+    ptx::cp_async_bulk_load(ptx::shared_address(smem.lse + stage * Config::kBlockQ),
                             workspace.lse_log2 + row_index, kStatisticsBytes, query_full);
-    if (!has_value) {  // after what the first product needs
+    if (first) {  // after what the first product needs
       ptx::mbarrier_arrive_expect_tx(smem.value_full(), Config::KeyTile::kBytes);
       load_tile_panels(smem.value(), maps.value, smem.value_full(), params.value, batch,
                        block.kv_head, col0);
-      has_value = true;
     }
-    ptx::mbarrier_wait(smem.dout_empty(ring.stage), ring.parity ^ 1);
+    ptx::mbarrier_wait(smem.dout_empty(stage), next.parity() ^ 1);
     ptx::mbarrier_arrive_expect_tx(dout_full, Config::QueryTile::kBytes + kStatisticsBytes);
-    load_tile_panels(smem.dout(ring.stage), maps.dout, dout_full, params.dout, batch, at.head,
-                     row0);
-    ptx::cp_async_bulk_load(ptx::shared_address(smem.delta + ring.stage * Config::kBlockQ),
+    load_tile_panels(smem.dout(stage), maps.dout, dout_full, params.dout, batch, at.head, row0);
+    ptx::cp_async_bulk_load(ptx::shared_address(smem.delta + stage * Config::kBlockQ),
                             workspace.delta + row_index, kStatisticsBytes, dout_full);
+    if (kSeveral && left == min(block.tile_count, kTilesAhead)) {
+      ptx::mbarrier_arrive(smem.block_wanted());
+    }
   }
-  if (leader) {
-    ptx::mbarrier_wait(smem.query_empty(ring.stage), ring.parity ^ 1);
-    smem.tiles[ring.stage] = {-1, 0};
-    ptx::mbarrier_arrive(smem.query_full(ring.stage));
+  if (leader && !kSeveral) {
+    ptx::mbarrier_wait(smem.query_empty(next.stage()), next.parity() ^ 1);
+    smem.tiles[next.stage()] = {-1, 0};
+    ptx::mbarrier_arrive(smem.query_full(next.stage()));
   }
 }
 
@@ -184,12 +278,12 @@ template <typename Config>
 __device__ __forceinline__ void add_dquery(const Backward& params,
                                            const BackwardWorkspace& workspace, TurnOrder order,
                                            const BackwardSmem<Config>& smem,
-                                           const BackwardBlock& block, int group) {
+                                           const BackwardBlock& block, int group, StagePair& next) {
   const bool leader = threadIdx.x % 32 == 0;
   const QueryTileWalk& walk = block.walk;
-  ptx::griddepcontrol_wait();  // for the zeros
-  int half = 0, count = 0;
-  for (QueryTileCursor at = walk.begin(); !walk.done(at); walk.advance<Config::kBlockQ>(at)) {
+  QueryTileCursor at = walk.begin();
+  for (int32_t left = block.tile_count; left > 0;
+       --left, walk.advance<Config::kBlockQ>(at), next.advance()) {
     const int32_t row0 = at.tile * Config::kBlockQ;
     const int64_t batch_head = block.batch_head(params.shape, at.head);
     float* sums = workspace.dquery + (batch_head * workspace.rows + row0) * Config::kDqueryCols +
@@ -201,18 +295,23 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
       mine = turn_of<Config::kBlockKv>(block.band, order, block.kv_tile, at.tile, walk.range.end,
                                        row0, row0 + Config::kBlockQ);
     }
-    ptx::barrier_sync(kDqueryFull + group * 2 + half, 128 + 32);
+    const int stage = next.stage();
+    ptx::barrier_sync(kDqueryFull + group * 2 + stage, 128 + 32);
     if (leader) {
       if (order != TurnOrder::kNone) {
         while (ptx::ld_acquire(turns) != mine) {
         }
         ptx::fence_proxy_async_global();
       }
-      ptx::cp_reduce_async_bulk_add_f32(sums, smem.staging(group * 2 + half),
+      ptx::cp_reduce_async_bulk_add_f32(sums, smem.staging(group * 2 + stage),
                                         Config::kStagingBytes);
       ptx::cp_async_bulk_commit_group();
       ptx::cp_async_bulk_wait_group_read<1>();
-      if (count > 0) ptx::mbarrier_arrive(smem.dquery_empty(group, half ^ 1));
+      if (left < block.tile_count) ptx::mbarrier_arrive(smem.dquery_empty(group, stage ^ 1));
+      if (left == 1) {  // where dK and dV may be next
+        ptx::cp_async_bulk_wait_group_read<0>();
+        ptx::mbarrier_arrive(smem.dquery_empty(group, stage));
+      }
       if (order != TurnOrder::kNone) {
         ptx::cp_async_bulk_wait_group<0>();
         ptx::fence_proxy_async_global();
@@ -220,10 +319,7 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
       }
     }
     __syncwarp();
-    half ^= 1;
-    count = 1;
   }
-  if (leader) ptx::cp_async_bulk_wait_group<0>();
 }
 
 }  // namespace jax_flash::sm90

@@ -198,20 +198,26 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __shared__ __align__(16) uint8_t block_bytes_smem[sizeof(BackwardBlock)];
   BackwardBlock& block = *reinterpret_cast<BackwardBlock*>(block_bytes_smem);
   const BackwardSmem<Config> smem{ptx::shared_address(tiles_smem),
-                                  ptx::shared_address(barriers_smem), statistics_smem[0],
-                                  statistics_smem[1], tile_indices_smem};
+                                  ptx::shared_address(barriers_smem),
+                                  statistics_smem[0],
+                                  statistics_smem[1],
+                                  tile_indices_smem,
+                                  &block};
   int32_t head, tile;
   schedule.at(blockIdx.x, head, tile);
-  const auto here =
-      BackwardBlock::at<Config, kGeneral>(params, head, tile, workspace.spans, TurnOrder::kNone);
-  if (threadIdx.x == 0) {
+  if (threadIdx.x < 32) {
     smem.init_barriers();
-    block = here;
+    const auto here =
+        BackwardBlock::at<Config, kGeneral>(params, head, tile, workspace.spans, TurnOrder::kNone);
+    if (threadIdx.x == 0) block = here;
   }
   __syncthreads();
   if (threadIdx.x < 128) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-    if (threadIdx.x < 32) load_tiles(params, maps, workspace, smem, block);
+    if (threadIdx.x < 32) {
+      StagePair next;
+      load_tiles<false>(params, maps, workspace, smem, block, 0, next);
+    }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     if (threadIdx.x < 256) {
