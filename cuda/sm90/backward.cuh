@@ -57,7 +57,8 @@ template <typename Config, typename Element, bool kGeneral>
 __device__ __forceinline__ void consume_tiles(const Backward& params, const KeyGradientMaps& maps,
                                               const BackwardSmem<Config>& smem,
                                               const BackwardBlock& block,
-                                              Ring<Config::kStages>& ring, uint32_t key_parity) {
+                                              RingState<Config::kStages>& ring,
+                                              uint32_t key_parity) {
   constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv;
   constexpr int kHalves = kBlockQ / 64;  // a tile's rows are worked on 64 at a time
   constexpr int kHeadN = Config::kHeadDim / 8, kHeadSteps = Config::kHeadDim / 16;
@@ -368,7 +369,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (Config::kAlternates && group == 1) {
       ptx::barrier_arrive(kMayCompute, Config::kConsumerThreads);
     }
-    Ring<Config::kStages> ring;
+    RingState<Config::kStages> ring;
     for_blocks(smem, [&](const BackwardBlock& block, uint32_t key_parity) {
       consume_tiles<Config, Element, kGeneral>(params, gradient_maps, smem, block, ring,
                                                key_parity);
@@ -400,12 +401,12 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
                                         int64_t{shape.q_len} * shape.heads / shape.kv_heads,
                                         4 * (Config::kHeadDim + Config::kDqueryCols), 2, false);
   TurnOrder order = TurnOrder::kNone;
-  int multiprocessors = 0;
-  status = multiprocessor_count(multiprocessors);
+  int sms = 0;
+  status = multiprocessors(sms);
   if (workspace.turns) {
     // Blocks of a head run at a time if there are no more of them than multiprocessors. If there
     // are more, blocks of as many heads as possible stand side by side, so as not to wait.
-    const bool fits = kv_tiles_total <= multiprocessors &&
+    const bool fits = kv_tiles_total <= sms &&
                       kv_tiles_total * ceil_div(shape.q_len, Config::kBlockQ) < INT32_MAX;
     order = fits ? TurnOrder::kShifted : TurnOrder::kAscending;
     schedule.section_heads = fits ? 1 : schedule.total_heads;
@@ -419,8 +420,8 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
     const bool counted = shape.q_len > 0 && total <= INT32_MAX;
     status = launch_dependent(
         "sm90::backward_kernel", shape, backward_kernel<Config, Element, kGeneral>,
-        counted ? std::min<int64_t>(total, multiprocessors) : total, Config::kThreads,
-        Config::kSmemBytes, stream, params, maps, gradient_maps, workspace, schedule, order);
+        counted ? std::min<int64_t>(total, sms) : total, Config::kThreads, Config::kSmemBytes,
+        stream, params, maps, gradient_maps, workspace, schedule, order);
   }
   if (!status.ok()) return status;
   return launch_dependent("sm90::backward_end_kernel", shape, backward_end_kernel<Config, Element>,

@@ -78,15 +78,4 @@ inline TileSchedule make_schedule(const Backward& params, int64_t tiles, int64_t
           static_cast<int32_t>(total_heads), uneven && last_first};
 }
 
-inline Status multiprocessor_count(int& count) {
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  }
-  if (error == cudaSuccess) return {};
-  return Status::internal(std::string("jax_flash: cannot read the device's size: ") +
-                          cudaGetErrorString(error));
-}
-
 }  // namespace jax_flash::sm90

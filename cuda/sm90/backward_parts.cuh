@@ -15,6 +15,7 @@
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm80/workspace.h"
+#include "sm90/ring.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
 #include "tile/matmul.cuh"
@@ -157,19 +158,6 @@ template <typename Tile>
 __device__ __forceinline__ uint64_t operand_mn_major(const Tile& tile, int col0, int k) {
   return summed_descriptor(tile, Tile::kPanelBytes, col0 / 64 * Tile::kPanelBytes + k * 16 * 128);
 }
-
-// A stage of a ring, and the parity of the phase of its barriers that is in use.
-template <int kStages>
-struct Ring {
-  uint32_t stage = 0, parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-};
 
 // Reads every kStep-th line of 64 bytes of a kernel's parameters from line `first` on, for nothing
 // but that they are near when another warp needs them: it would wait for one after the other.

@@ -100,7 +100,7 @@ __device__ __forceinline__ void consume_wide_tiles(const Backward& params,
                gradient.row, shape.kv_len - row0, kScores ? shape.value_dim : shape.head_dim,
                kScores ? 1.0f : params.options.scale, sum);
   };
-  Ring<Config::kStages> ring;
+  RingState<Config::kStages> ring;
   ptx::mbarrier_wait(smem.query_full(0), 0);
   int2 tile = smem.tiles[0];
   if (tile.x < 0) {
@@ -125,7 +125,7 @@ __device__ __forceinline__ void consume_wide_tiles(const Backward& params,
   const auto near = [&](uint32_t stage) { return kScores ? smem.query(stage) : smem.dout(stage); };
   const auto far = [&](uint32_t stage) { return kScores ? smem.dout(stage) : smem.query(stage); };
   // From finished products to P^T, which goes to the other warpgroup too, or to dS^T.
-  const auto refine = [&](float (&products)[kN][4], const Ring<Config::kStages>& at,
+  const auto refine = [&](float (&products)[kN][4], const RingState<Config::kStages>& at,
                           const int2& here, uint32_t (&kept)[2][(kN + 15) / 16]) {
     const float* lse_smem = smem.lse + at.stage * Config::kBlockQ;
     const TransposedGradient<kGeneral, kN> gradient{params, block.batch_index, here.y,
@@ -161,7 +161,7 @@ __device__ __forceinline__ void consume_wide_tiles(const Backward& params,
   refine(products, ring, tile, kept);
   do {
     round_fragments<Element>(rounded, products);
-    const Ring<Config::kStages> at = ring;
+    const RingState<Config::kStages> at = ring;
     // dV += P^T dO or dK += dS^T Q
     if (kScores) ptx::mbarrier_wait(smem.dout_full(at.stage), at.parity);
     zero_padding(far(at.stage), tile.x);
@@ -292,8 +292,8 @@ __device__ __forceinline__ void load_key_tiles(const Backward& params, const Bac
   const bool leader = threadIdx.x == 0;
   int32_t tile = block.skip_to<Config::kBlockKv>(block.range.first);
   const bool any = tile < block.range.end;
-  Ring<Config::kKeyStages> key_ring;
-  Ring<Config::kValueStages> value_ring;
+  RingState<Config::kKeyStages> key_ring;
+  RingState<Config::kValueStages> value_ring;
   if (leader && any) {
     ptx::mbarrier_arrive_expect_tx(smem.query_full(), Config::QueryTile::kBytes);
     load_tile_panels(smem.query(), maps.query, smem.query_full(), params.query, block.batch,
@@ -345,8 +345,8 @@ __device__ __forceinline__ void consume_key_tiles(const Backward& params,
 
   float dquery[Config::kHeadDim / 8][4];
   clear(dquery);
-  Ring<Config::kKeyStages> key_ring;
-  Ring<Config::kValueStages> value_ring;
+  RingState<Config::kKeyStages> key_ring;
+  RingState<Config::kValueStages> value_ring;
   ptx::mbarrier_wait(smem.key_full(0), 0);
   int32_t col0 = smem.tiles[0];
   __shared__ uint32_t bad_keys_smem[Config::kKeyStages][Config::kBlockKv / 32 + 1];

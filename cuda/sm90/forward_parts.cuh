@@ -13,6 +13,7 @@
 #include "ptx/warpgroup.cuh"
 #include "sm90/config.cuh"
 #include "sm90/forward_plan.cuh"
+#include "sm90/ring.cuh"
 #include "sm90/schedule.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
@@ -87,30 +88,6 @@ struct ForwardSmem {
  private:
   __device__ __forceinline__ uint32_t at(uint32_t kind, uint32_t stage) const {
     return barriers + (2 * kQueryBarriers + kind * Config::kStages + stage) * 8;
-  }
-};
-
-// A stage of a ring, and the parity of the phase of its barriers that is in use.
-template <int kStages>
-struct RingState {
-  uint32_t stage = 0, parity = 0;
-
-  __device__ __forceinline__ void advance() {
-    if (++stage == kStages) {
-      stage = 0;
-      parity ^= 1;
-    }
-  }
-  __device__ __forceinline__ void advance(int count) {
-    if (count == 1) return advance();
-    stage += count;
-    parity ^= stage / kStages & 1;
-    stage %= kStages;
-  }
-  __device__ __forceinline__ RingState next(int count) const {
-    RingState state = *this;
-    state.advance(count);
-    return state;
   }
 };
 

@@ -5,7 +5,6 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <string>
 
 #include "params.h"
 #include "sm90/schedule.cuh"
@@ -110,17 +109,6 @@ inline int64_t tiles(const Shape& shape, int rows) {
 
 inline bool banded(const Options& options) {
   return options.is_causal || options.window_left >= 0 || options.window_right >= 0;
-}
-
-inline Status multiprocessors(int& count) {
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
-  }
-  if (error == cudaSuccess) return {};
-  return Status::internal(std::string("jax_flash: cannot read the device's size: ") +
-                          cudaGetErrorString(error));
 }
 
 }  // namespace jax_flash::sm90

@@ -79,6 +79,17 @@ Status launch_dependent(const Arguments&... arguments) {
   return launch_grid(JAX_FLASH_SM90_BWD_DEPENDENT_LAUNCH != 0, arguments...);
 }
 
+inline Status multiprocessors(int& count) {
+  int device = 0;
+  cudaError_t error = cudaGetDevice(&device);
+  if (error == cudaSuccess) {
+    error = cudaDeviceGetAttribute(&count, cudaDevAttrMultiProcessorCount, device);
+  }
+  if (error == cudaSuccess) return {};
+  return Status::internal(std::string("jax_flash: cannot read the device's size: ") +
+                          cudaGetErrorString(error));
+}
+
 // The most shared memory a block can have on the current device, or may have by the options.
 inline Status max_smem_bytes(const Options& options, int& bytes) {
   int device = 0;
