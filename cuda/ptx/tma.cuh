@@ -26,6 +26,19 @@ __device__ __forceinline__ void cp_async_bulk_tensor_5d(uint32_t address_smem,
       : "memory");
 }
 
+// Copies shared memory to the box at these coordinates, but for what lies outside the tensor.
+// Belongs to the bulk group that the thread commits next.
+__device__ __forceinline__ void cp_async_bulk_tensor_store_5d(const CUtensorMap& map,
+                                                              uint32_t address_smem, int32_t c0,
+                                                              int32_t c1, int32_t c2, int32_t c3,
+                                                              int32_t c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group"
+      " [%0, {%1, %2, %3, %4, %5}], [%6];" ::"l"(&map),
+      "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4), "r"(address_smem)
+      : "memory");
+}
+
 // Copies `bytes`, a multiple of 16, from global to shared memory.
 __device__ __forceinline__ void cp_async_bulk_load(uint32_t address_smem, const void* gmem,
                                                    uint32_t bytes, uint32_t barrier_smem) {

@@ -92,8 +92,9 @@ __device__ __forceinline__ void consume_tiles(const Backward& params, const KeyG
     store_sums<Element>(dvalue_smem, row, 1.0f, dvalue);
     ptx::fence_proxy_async_shared();
     ptx::barrier_sync(kZeroed + group, 128);
-    if (!copies) return;
     const int32_t row0 = first_key() + group * 64;
+    // A single row has no axis in the maps, and every index would be its own.
+    if (!copies || row0 >= shape.kv_len) return;
     store_tile_panels(dkey_smem, maps.dkey, params.dkey, block.batch, block.kv_head, row0);
     store_tile_panels(dvalue_smem, maps.dvalue, params.dvalue, block.batch, block.kv_head, row0);
     ptx::cp_async_bulk_commit_group();

@@ -209,14 +209,11 @@ __device__ __forceinline__ void store_tile_panels(const Tile& tile, const CUtens
   };
 #pragma unroll
   for (int panel = 0; panel < Tile::kPanels; ++panel) {
-    asm volatile(
-        "cp.async.bulk.tensor.5d.global.shared::cta.tile.bulk_group"
-        " [%0, {%1, %2, %3, %4, %5}], [%6];" ::"l"(&map),
-        "r"(panel * 64), "r"(coordinate(operand.row, row0)), "r"(coordinate(operand.head, head)),
-        "r"(coordinate(operand.batch[0], batch.coordinate[0])),
-        "r"(coordinate(operand.batch[1], batch.coordinate[1])),
-        "r"(tile.root + tile.offset + panel * Tile::kPanelBytes)
-        : "memory");
+    ptx::cp_async_bulk_tensor_store_5d(map, tile.root + tile.offset + panel * Tile::kPanelBytes,
+                                       panel * 64, coordinate(operand.row, row0),
+                                       coordinate(operand.head, head),
+                                       coordinate(operand.batch[0], batch.coordinate[0]),
+                                       coordinate(operand.batch[1], batch.coordinate[1]));
   }
 }
 

@@ -70,10 +70,10 @@ __device__ __forceinline__ void modify_transposed(float (&scores)[kN][4],
       const int32_t key = min(key0 + fragment_row(0, 2 * half), band.kv_len - 1);
       ids[half] = modifiers.key_ids[key * params.key_value_segment_ids.row];
     }
-    for_pairs<int32_t, 4, kN>(modifiers.query_ids, 0, params.query_segment_ids.row, key0, row0, extent,
-                           [&](int n, int half, int32_t a, int32_t b) {
-                             hide(n, half, a != ids[half], b != ids[half]);
-                           });
+    for_pairs<int32_t, 4, kN>(modifiers.query_ids, 0, params.query_segment_ids.row, key0, row0,
+                              extent, [&](int n, int half, int32_t a, int32_t b) {
+                                hide(n, half, a != ids[half], b != ids[half]);
+                              });
   }
 }
 
