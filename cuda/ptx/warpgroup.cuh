@@ -47,12 +47,6 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// The barrier of all threads, which warps may come to from different places. To the assembler this
-// one, without a number of threads, is a sign that each warp is together.
-__device__ __forceinline__ void barrier_sync_all() {
-  asm volatile("barrier.cta.sync.aligned 0;" ::: "memory");
-}
-
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {
   asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

@@ -49,13 +49,10 @@ __device__ __forceinline__ void produce_keys(const Forward& params, const Forwar
                                              const ForwardSmem<Config>& smem) {
   const bool leader = threadIdx.x % 32 == 0;
   RingState<Config::kStages> key_stage, value_stage;
-  bool first = true;
   for (QueryTileCursor cursor{plan.schedule}; cursor.valid(); cursor.advance()) {
     const QueryTileIndex q = cursor.index();
     const auto walk = walk_keys<Config, kSkips>(plan.band_of(params, q.batch), spans, q.batch,
                                                 q.tile * Config::kBlockQ);
-    if (first) ptx::barrier_sync_all();
-    first = false;
     const auto load_key = [&](int32_t tile, bool is_last) {
       const bool one_segment = kSkips && walk.one_segment(tile);
       if (leader) {
@@ -104,7 +101,6 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
     const Band band = plan.band_of(params, q.batch);
     const int32_t row0 = q.tile * Config::kBlockQ;
     const auto walk = walk_keys<Config, (kModifiers & kSegments) != 0>(band, spans, q.batch, row0);
-    if (works == 0) ptx::barrier_sync_all();
     if (leader) {
       const uint32_t full = smem.query_full(stage.stage, group);
       wait_empty();
@@ -290,7 +286,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                            notes};
   asm volatile("" : "+r"(smem.root), "+r"(smem.barriers));
 
-  // While one consumer thread initialises the barriers, producers find out what to copy first.
+  if (threadIdx.x == 0) smem.init_barriers();
+  if (threadIdx.x == 32) ptx::prefetch_tensormap(maps.query);
+  if (threadIdx.x == 64) ptx::prefetch_tensormap(maps.key);
+  if (threadIdx.x == 96) ptx::prefetch_tensormap(maps.value);
+  __syncthreads();
   if (threadIdx.x < kWarpgroup) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     const int warp = threadIdx.x / 32;
@@ -298,15 +298,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       produce_keys<Config, kSkips>(params, plan, maps, spans, smem);
     } else if (warp <= Config::kRowGroups) {
       produce_queries<Config, Element, kModifiers>(params, plan, maps, spans, smem, warp - 1);
-    } else {
-      ptx::barrier_sync_all();
     }
   } else {
-    if (threadIdx.x == kWarpgroup) smem.init_barriers();
-    if (threadIdx.x == kWarpgroup + 32) ptx::prefetch_tensormap(maps.query);
-    if (threadIdx.x == kWarpgroup + 64) ptx::prefetch_tensormap(maps.key);
-    if (threadIdx.x == kWarpgroup + 96) ptx::prefetch_tensormap(maps.value);
-    ptx::barrier_sync_all();
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     if constexpr ((kModifiers & (kMask | kSegments)) != 0) {
       consume_masked<Config, Element, kModifiers>(params, plan, smem);

@@ -29,9 +29,14 @@ enum Modifier : uint32_t {
 // What a call asks for.
 inline uint32_t modifiers_of(const Forward& params) {
   const Options& options = params.options;
-  return (params.bias ? kBias : 0) | (options.logits_soft_cap > 0.0f ? kSoftCap : 0) |
-         (params.mask ? kMask : 0) | (params.query_segment_ids ? kSegments : 0) |
-         (options.dropout_threshold != 0 ? kDropout : 0) | (options.scale > 0.0f ? 0 : kAnyScale);
+  uint32_t modifiers = kNoModifier;
+  if (params.bias) modifiers |= kBias;
+  if (options.logits_soft_cap > 0.0f) modifiers |= kSoftCap;
+  if (params.mask) modifiers |= kMask;
+  if (params.query_segment_ids) modifiers |= kSegments;
+  if (options.dropout_threshold != 0) modifiers |= kDropout;
+  if (!(options.scale > 0.0f)) modifiers |= kAnyScale;
+  return modifiers;
 }
 
 // Whether a call has a modifier: one that a kernel is made for alone, every call of it has.
