@@ -3,11 +3,12 @@
     python tests/sanitize.py                      # memcheck, initcheck, racecheck, synccheck
     python tests/sanitize.py racecheck            # one of them
 
-Only this project's kernels are instrumented. Those for sm_90 are left out where a tool takes what
-it does not follow for an error: bulk copies to global memory (initcheck: what they write counts as
-not initialised) and barrier.arrive on named barriers (racecheck: what it orders counts as a race). Every buffer is an allocation of its own and
-command buffers are off, so that each access is checked against the operand it is meant for.
-Exits with 1 if a tool reports anything, or if a result is wrong.
+Only this project's kernels are instrumented. Every buffer is an allocation of its own and command
+buffers are off, so that each access is checked against the operand it is meant for. Kernels for
+sm_90 are left out where a tool takes what it does not follow for an error: bulk copies to global
+memory (initcheck: what they write counts as not initialised) and barrier.arrive on named barriers
+(racecheck: what it orders counts as a race). Exits with 1 if a tool reports anything, or if a
+result is wrong.
 """
 
 import os
