@@ -106,8 +106,8 @@ __device__ __forceinline__ void soft_cap(float (&logits)[1][kN][4], float cap) {
   soft_cap_ratios(logits, cap);
 }
 
-// Where a batch and head are in the operands, in elements. Computed once a query tile, without the
-// divisions of BatchIndex, which are calls: of calls, which operands of at most two batch axes.
+// Where a batch and head are in operands of at most two batch axes, in elements: for once a query
+// tile, without the divisions of BatchIndex, which are calls.
 struct ModifierOffsets {
   int64_t bias, mask, query_ids, key_ids;
 
@@ -125,8 +125,7 @@ struct ModifierOffsets {
 };
 
 // Turns a warp's products into logits, -inf where not allowed, but for the band: in natural units
-// if has_natural_logits(), else unscaled. `one_segment`: all ids of the tile's rows and columns are
-// equal.
+// if has_natural_logits(), else unscaled. `one_segment`: the tile's ids are all equal.
 template <uint32_t kModifiers, int kN>
 __device__ __forceinline__ void modify_scores(float (&scores)[1][kN][4], const Forward& params,
                                               const ModifierOffsets& offsets, const Band& band,
