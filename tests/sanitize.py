@@ -4,11 +4,12 @@
     python tests/sanitize.py racecheck            # one of them
 
 Only this project's kernels are instrumented. Every buffer is an allocation of its own and command
-buffers are off, so that each access is checked against the operand it is meant for. Kernels for
-sm_90 are left out where a tool takes what it does not follow for an error: bulk copies to global
-memory (initcheck: what they write counts as not initialised) and barrier.arrive on named barriers
-(racecheck: what it orders counts as a race). Exits with 1 if a tool reports anything, or if a
-result is wrong.
+buffers are off, so that each access is checked against the operand it is meant for. Exits with 1
+if a tool reports anything, or if a result is wrong.
+
+On the kernels for sm_90, initcheck and racecheck do report: results of bulk copies as not
+initialised, and accesses on both sides of barrier.arrive and barrier.sync as races. Whether the
+tools do not follow these instructions, or there is something wrong, is not settled.
 """
 
 import os
@@ -18,11 +19,10 @@ import sys
 import time
 
 TOOLS = ("memcheck", "initcheck", "racecheck", "synccheck")
-_NOT_SM90 = ("initcheck", "racecheck")
 _ERRORS_FOUND = 99
 
 
-def run_cases(tool: str) -> None:
+def run_cases() -> None:
     """The subset: forward and backward of each kind of kernel, at ragged sizes."""
     sys.path.insert(0, str(pathlib.Path(__file__).parent))
     from cases import Case, check, make_inputs
@@ -71,8 +71,6 @@ def run_cases(tool: str) -> None:
         )
         inputs = make_inputs(case)
         for family in FAMILIES:
-            if family == "flash_sm90" and tool in _NOT_SM90:
-                continue
             check(run(inputs, family, deterministic=deterministic), inputs)
     print("all results right")
 
@@ -90,8 +88,7 @@ def main(tools: list[str]) -> int:
         command = ["compute-sanitizer", "--tool", tool, "--print-limit", "10"]
         if tool != "initcheck":  # which has to see what XLA's kernels write
             command += ["--kernel-name", "kns=jax_flash"]
-        command += ["--error-exitcode", str(_ERRORS_FOUND), sys.executable, __file__]
-        command += ["--cases", tool]
+        command += ["--error-exitcode", str(_ERRORS_FOUND), sys.executable, __file__, "--cases"]
         done = subprocess.run(command, env=environment, capture_output=True, text=True)
         clean = done.returncode == 0 and "all results right" in done.stdout
         summary = [line for line in done.stdout.splitlines() if "SUMMARY" in line]
@@ -106,7 +103,7 @@ def main(tools: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    if sys.argv[1:2] == ["--cases"]:
-        run_cases(sys.argv[2])
+    if sys.argv[1:] == ["--cases"]:
+        run_cases()
     else:
         sys.exit(main(sys.argv[1:] or list(TOOLS)))
