@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash.benchmark import oracle, peers, profile, report, speed, stats, timing
+from jax_flash.benchmark import oracle, peers, report, speed, stats, timing
 from jax_flash.benchmark.cases import FEATURES, Case, make_inputs, options
 from jax_flash.benchmark.contenders import JaxContender, UnavailableError
 from jax_flash.benchmark.switches import SWITCHES
@@ -209,30 +209,6 @@ def test_noise_is_no_regression():
     faster = stats.regression(slower(0.8), steady, 0.02)
     assert faster["beyond_noise"]
     assert not faster["regression"]
-
-
-_NCU = """==PROF== Connected to process 1
-"ID","Kernel Name","gpu__time_duration.sum","launch__registers_per_thread",\
-"sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",\
-"smsp__average_warps_issue_stalled_wait_per_issue_active.ratio",\
-"smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio"
-"","","us","register/thread","%","inst","inst"
-"0","void ns::forward_kernel<64>(Params)","1,234.50","168","41.5","3.0","1.0"
-"""
-
-
-def test_profile_is_read_and_printed():
-    (kernel,) = map(profile.summarise, profile.parse_csv(_NCU))
-    assert kernel["time"] == pytest.approx(1.2345e-3)
-    assert kernel["registers"] == 168
-    printed = profile.format_kernels([kernel])
-    for text in ("ns::forward_kernel<64>", "1.23 ms", "41.5%", "stalled: wait", "75%", "n/a"):
-        assert text in printed
-    assert profile.parse_csv("==ERROR== no permission") == []
-    case = Case("shape", 4, 4096, 16, 128)
-    # 550 GFLOP at 4096 a clock, 1.07e9 exponentials at 16, of 132 SMs at 1.7 GHz.
-    rows = profile.floors(case, ["forward"], "9.0", 132 * 1.7e9, 4e12)
-    assert rows == [["forward", "598.1", "299.1", "67.1"]]
 
 
 def test_switches_are_in_the_sources_and_the_other_way_round():

@@ -1,11 +1,8 @@
 """Where a kernel's time goes: `python -m jax_flash.benchmark profile`, by Nsight Compute.
 
-Runs itself under `ncu`, one call of each pass, and prints for each kernel how busy the units are,
-what warps wait for, and how the time compares with the least that each limit allows:
-
-  tensor   floating-point operations of the products, by what an SM does in a clock
-  EX2      one exponential a logit, 16 a clock and SM
-  DRAM     operands and results, each moved once
+Runs itself under `ncu`, one call of each pass, and prints for each kernel how busy the units are
+and what warps wait for; then for each call the least time that each limit allows, and where the
+rest of its time went (`floors`).
 """
 
 from __future__ import annotations
@@ -13,15 +10,18 @@ from __future__ import annotations
 import argparse
 import csv
 import ctypes
+import dataclasses
 import io
+import json
 import shutil
 import subprocess
 import sys
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 
-from jax_flash.benchmark import cli, peak, report, timing
+from jax_flash.benchmark import cli, floors, peak, report, timing
 from jax_flash.benchmark.cases import PASSES, Case, make_inputs
 from jax_flash.benchmark.contenders import UnavailableError, all_contenders
 from jax_flash.benchmark.tables import TABLES, select
@@ -53,6 +53,7 @@ _METRICS = {
         "gpu__dram_throughput.avg.pct_of_peak_sustained_elapsed",
         "dram__throughput.avg.pct_of_peak_sustained_elapsed",
     ),
+    "SMs": ("sm__cycles_active.avg.pct_of_peak_sustained_elapsed",),
     "occupancy": ("sm__warps_active.avg.pct_of_peak_sustained_active",),
     "registers": ("launch__registers_per_thread",),
     "spill requests": (
@@ -69,8 +70,8 @@ _METRICS = {
     "blocks": ("launch__grid_size",),
 }
 _STALL = "smsp__average_warps_issue_stalled_"
-# Dense 16-bit FLOP a clock and SM.
-_TENSOR_RATE = {80: 2048, 90: 4096}
+_CALL = "#call "  # before what is profiled next, as JSON
+_MARK = "xor"  # in the name of a kernel that stands before those of each call
 _FACTORS = {"ns": 1e-9, "us": 1e-6, "ms": 1e-3, "s": 1.0, "usecond": 1e-6, "nsecond": 1e-9,
             "msecond": 1e-3, "second": 1.0, "Ghz": 1e9, "GHz": 1e9, "Mhz": 1e6, "MHz": 1e6,
             "hz": 1.0, "Hz": 1.0}  # fmt: skip
@@ -88,7 +89,12 @@ def main(argv: list[str]) -> int:
     add("--contender", default="jax_flash", metavar="NAME")
     add("--passes", nargs="+", choices=PASSES[:2], default=list(PASSES[:2]))
     add("--commit", help="of the sources, where this does not run from a checkout of them")
-    add("--save", metavar="FILE", help="write all the metrics there, as JSON")
+    add(
+        "--brief",
+        action="store_true",
+        help="collect only what is printed, in fewer runs of each kernel, and print calls alone",
+    )
+    add("--save", metavar="FILE", help="write the metrics there, as JSON")
     add("--ncu", default="ncu", metavar="PATH", help="Nsight Compute's command line")
     add("--inside", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args(argv)
@@ -108,18 +114,30 @@ def main(argv: list[str]) -> int:
             file=sys.stderr,
         )
         return 2
-    kernels, problem = run_ncu(arguments.ncu, argv)
+    chosen = choose_metrics(arguments.ncu) if arguments.brief else []
+    text, problem = run_ncu(arguments.ncu, argv, chosen)
     if problem:
         print(problem, file=sys.stderr)
         return 1
     arguments.timer, arguments.warmup, arguments.calls = "wall", 0, 0
     document, _, _ = cli.start(arguments)
-    document["results"] = [summarise(kernel) for kernel in kernels]
-    print(format_kernels(document["results"]))
     copy = 1e12 * peak.measure_peak(timing.WallTimer(), "bfloat16", calls=5)["copy_tbps"]
-    for case in cases:
-        print(f"\n{case.name}, the least time that each limit allows, us:")
-        print(format_floors(case, arguments.passes, document["results"], copy))
+    device = floors.Device(copy, getattr(jax.devices()[0], "core_count", 0),
+                           str(getattr(jax.devices()[0], "compute_capability", "")))  # fmt: skip
+    calls = [
+        floors.account(case, what, kernels, device)
+        for case, what, kernels in split_calls(text)
+        if kernels
+    ]
+    document["cases"] = [{"name": case.name, **dataclasses.asdict(case)} for case in cases]
+    document["copy_tbps"] = copy / 1e12
+    if arguments.brief:
+        document["results"] = calls
+    else:
+        document["results"] = [kernel for call in calls for kernel in call.pop("kernels")]
+        document["calls"] = calls
+        print(format_kernels(document["results"]))
+    print(f"\n{floors.format_calls(calls)}")
     if arguments.save:
         report.save(document, arguments.save)
         print(f"wrote {arguments.save}")
@@ -129,6 +147,8 @@ def main(argv: list[str]) -> int:
 def run_calls(cases: list[Case], arguments: argparse.Namespace) -> int:
     """Under ncu: each pass of each case once for its code, and once more to be profiled."""
     cuda = ctypes.CDLL("libcuda.so.1")
+    numbers = jnp.zeros(32, jnp.uint32)
+    mark = jax.jit(lambda x: x ^ 7).lower(numbers).compile()
     contender = all_contenders()[arguments.contender]
     for case in cases:
         inputs, extras = make_inputs(case, 0)
@@ -139,19 +159,36 @@ def run_calls(cases: list[Case], arguments: argparse.Namespace) -> int:
             continue
         for what in (w for w in arguments.passes if w in prepared.calls):
             prepared.wait(prepared.calls[what](0))
+            call = {"case": dataclasses.asdict(case), "pass": what}
+            print(_CALL + json.dumps(call), flush=True)
             cuda.cuProfilerStart()
+            mark(numbers).block_until_ready()
             prepared.wait(prepared.calls[what](0))
             cuda.cuProfilerStop()
     return 0
 
 
-def run_ncu(ncu: str, argv: list[str]) -> tuple[list[dict[str, tuple[str, str]]], str]:
-    """(for each kernel its metrics, (unit, value) by name; or none and what went wrong)."""
+def choose_metrics(ncu: str) -> list[str]:
+    """What is printed, by the names that this ncu has for this device."""
+    done = subprocess.run([ncu, "--query-metrics"], capture_output=True, text=True)
+    known = {line.split()[0] for line in done.stdout.splitlines() if line.strip()}
+    chosen = []
+    for names in _METRICS.values():
+        have = (n for n in names if n.split(".")[0] in known or n.startswith("launch__"))
+        chosen += list(have)[:1]
+    stalls = (n for n in known if n.startswith(_STALL) and n.endswith("_per_issue_active"))
+    return chosen + sorted(f"{name}.ratio" for name in stalls if "not_issued" not in name)
+
+
+def run_ncu(ncu: str, argv: list[str], metrics: list[str]) -> tuple[str, str]:
+    """(ncu's output, or nothing and what went wrong); without `metrics`, those of `_SECTIONS`."""
     command = [ncu, "--csv", "--page", "raw", "--profile-from-start", "off",
                # Whoever measures must not change the clocks for others.
                "--clock-control", "none", "--target-processes", "all"]  # fmt: skip
-    for section in _SECTIONS:
-        command += ["--section", section]
+    if metrics:
+        command += ["--metrics", ",".join(metrics)]
+    else:
+        command += [word for section in _SECTIONS for word in ("--section", section)]
     command += [
         sys.executable,
         *(["-P"] if sys.flags.safe_path else []),
@@ -162,12 +199,11 @@ def run_ncu(ncu: str, argv: list[str]) -> tuple[list[dict[str, tuple[str, str]]]
         "--inside",
     ]
     done = subprocess.run(command, capture_output=True, text=True)
-    kernels = parse_csv(done.stdout)
-    if kernels:
-        return kernels, ""
+    if parse_csv(done.stdout):
+        return done.stdout, ""
     said = [line for line in (done.stdout + done.stderr).splitlines() if "==ERROR==" in line]
     said = said or (done.stdout + done.stderr).splitlines()[-5:]
-    return [], "profile: ncu recorded no kernel:\n" + "\n".join(said)
+    return "", "profile: ncu recorded no kernel:\n" + "\n".join(said)
 
 
 def parse_csv(text: str) -> list[dict[str, tuple[str, str]]]:
@@ -182,6 +218,25 @@ def parse_csv(text: str) -> list[dict[str, tuple[str, str]]]:
         for row in rows
         if len(row) == len(names)
     ]
+
+
+def split_calls(text: str) -> list[tuple[Case, str, list[dict[str, Any]]]]:
+    """From ncu's output for each call its case, its pass, and its kernels by `summarise`."""
+    found = []
+    for line in text.splitlines():
+        if line.startswith(_CALL):
+            call = json.loads(line[len(_CALL) :])
+            fields = call["case"] | {"passes": tuple(call["case"]["passes"])}
+            if fields["window"] is not None:
+                fields["window"] = tuple(fields["window"])
+            found.append((Case(**fields), call["pass"], []))
+    kernels = [summarise(kernel) for kernel in parse_csv(text)]
+    marks = [i for i, kernel in enumerate(kernels) if _MARK in kernel["kernel"]]
+    if len(marks) != len(found):
+        raise ValueError(f"{len(found)} calls, but {len(marks)} marks between their kernels")
+    for (_, _, own), start, end in zip(found, marks, [*marks[1:], len(kernels)], strict=True):
+        own += kernels[start + 1 : end]
+    return found
 
 
 def _number(kernel, names) -> float | None:
@@ -229,36 +284,3 @@ def format_kernels(kernels: list[dict[str, Any]]) -> str:
         name = kernel["kernel"].split("(")[0][:90]
         blocks.append(f"\n{name}\n{report.format_table(['metric', 'value'], rows)}")
     return "\n".join(blocks)
-
-
-def format_floors(case: Case, passes: list[str], kernels: list[dict[str, Any]], copy: float) -> str:
-    """Per pass: what the products, the exponentials and the memory need at the clock measured.
-
-    `copy` is the bandwidth of a copy, in bytes a second.
-    """
-    device = jax.devices()[0]
-    clock = max((kernel["clock"] or 0.0 for kernel in kernels), default=0.0)
-    capability = str(getattr(device, "compute_capability", ""))
-    speed = clock * getattr(device, "core_count", 0)
-    return report.format_table(
-        ["pass", "tensor", "EX2", "DRAM"], floors(case, passes, capability, speed, copy)
-    )
-
-
-def floors(case: Case, passes, capability: str, speed: float, copy: float) -> list[list[str]]:
-    """The rows of `format_floors`; `speed` is clocks a second of all SMs, 0 if not known."""
-    tensor_rate = _TENSOR_RATE.get(int(capability.replace(".", "") or 0), 0)
-    exponentials = case.allowed_pairs() * case.batch * case.heads
-
-    def text(work, rate):
-        return f"{1e6 * work / rate:.1f}" if rate else "n/a"
-
-    return [
-        [
-            what,
-            text(case.flops(what), tensor_rate * speed),
-            text(exponentials, 16 * speed),
-            text(case.bytes(what), copy),
-        ]
-        for what in passes
-    ]

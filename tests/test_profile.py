@@ -1,0 +1,63 @@
+"""Profiles: ncu's output is read, and the time of a call accounted for."""
+
+import dataclasses
+import json
+
+import pytest
+
+from jax_flash.benchmark import floors, profile
+from jax_flash.benchmark.cases import Case
+
+_NCU = """==PROF== Connected to process 1
+"ID","Kernel Name","gpu__time_duration.sum","launch__registers_per_thread",\
+"sm__inst_executed_pipe_xu.avg.pct_of_peak_sustained_active",\
+"smsp__average_warps_issue_stalled_wait_per_issue_active.ratio",\
+"smsp__average_warps_issue_stalled_barrier_per_issue_active.ratio"
+"","","us","register/thread","%","inst","inst"
+"0","void ns::forward_kernel<64>(Params)","1,234.50","168","41.5","3.0","1.0"
+"""
+
+
+def test_profile_is_read_and_printed():
+    (kernel,) = map(profile.summarise, profile.parse_csv(_NCU))
+    assert kernel["time"] == pytest.approx(1.2345e-3)
+    assert kernel["registers"] == 168
+    printed = profile.format_kernels([kernel])
+    for text in ("ns::forward_kernel<64>", "1.23 ms", "41.5%", "stalled: wait", "75%", "n/a"):
+        assert text in printed
+    assert profile.parse_csv("==ERROR== no permission") == []
+
+
+def test_time_beyond_the_floor_is_accounted_for():
+    case = Case("shape", 4, 4096, 16, 128)
+    device = floors.Device(copy=4e12, sms=132, capability="9.0")
+    # 550 GFLOP at 4096 a clock, 1.07e9 exponentials at 16, of 132 SMs at 1.7 GHz.
+    limits = {name: 1e6 * s for name, s in floors.floors(case, "forward", 1.7e9, device).items()}
+    assert limits == pytest.approx({"tensor": 598.1, "EX2": 299.1, "DRAM": 67.1}, abs=0.1)
+    units = dict.fromkeys(floors.UNITS, 10.0) | {"SMs": 90.0, "tensor": 80.0, "clock": 1.7e9}
+    units |= {"kernel": "longest", "stalls": {"wait": 3.0, "selected": 1.0}}
+    longest = {"time": 900e-6, **units}
+    call = floors.account(case, "forward", [longest | {"time": 100e-6}, longest], device)
+    shares = {"tensor floor": 0.598, "other kernels": 0.1, "idle SMs": 0.09, "more products": 0.05,
+              "tensor idle": 0.162}  # fmt: skip
+    assert call["shares"] == pytest.approx(shares, abs=1e-3)
+    assert sum(call["shares"].values()) == pytest.approx(1)
+    text = floors.format_calls([call])
+    for part in ("1 ms", "598 us (tensor)", "60%", "idle 16%; other kernels 10%", "wait: wait"):
+        assert part in text
+    unknown = floors.account(case, "forward", [longest | {"clock": None}], device)
+    assert set(unknown["floors"]) == {"DRAM"}
+
+
+def test_kernels_are_those_of_the_call_before_them():
+    case = Case("shape", 1, 128, 2, 64, window=(3, None))
+    call = json.dumps({"case": dataclasses.asdict(case), "pass": "forward"})
+    row = '"1","{}","1,234.50","168","41.5","3.0","1.0"\n'
+    kernels = "".join(row.format(name) for name in ("wrapped_xor", "a", "b", "wrapped_xor", "c"))
+    text = 2 * f"#call {call}\n" + _NCU + kernels
+    first, second = profile.split_calls(text)
+    assert first[:2] == (case, "forward")
+    assert [kernel["kernel"] for kernel in first[2]] == ["a", "b"]
+    assert [kernel["kernel"] for kernel in second[2]] == ["c"]
+    with pytest.raises(ValueError, match="3 calls, but 2 marks"):
+        profile.split_calls(f"#call {call}\n" + text)
