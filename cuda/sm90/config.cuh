@@ -24,6 +24,9 @@
 #ifndef JAX_FLASH_SM90_SPLIT_KEYS
 #define JAX_FLASH_SM90_SPLIT_KEYS 1
 #endif
+#ifndef JAX_FLASH_SM90_SCORES_AHEAD
+#define JAX_FLASH_SM90_SCORES_AHEAD 1
+#endif
 #ifndef JAX_FLASH_SM90_PAIRED
 #define JAX_FLASH_SM90_PAIRED 1
 #endif
@@ -80,15 +83,17 @@ inline constexpr int kWarpgroup = 128;  // threads
 // A block has one warpgroup whose warps start the copies, and kConsumerGroups that compute 64 rows
 // of the output each. It walks over tiles of kBlockKvRows keys and values.
 //
-// With two kKeyShares, both consumers have the same 64 rows, and divide the tiles.
+// With two kKeyShares, both consumers have the same 64 rows, and divide the tiles. With
+// kTwoTilesOfScores, a consumer computes the next tile's scores beside this one's exponentials.
 template <int kHeadDimension, int kValueDimension, int kConsumerGroups, int kBlockKvRows,
-          int kKeyShares = 1>
+          int kKeyShares = 1, bool kTwoTilesOfScores = false>
 struct ForwardConfig {
   static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension;
   static constexpr int kConsumers = kConsumerGroups;
   static constexpr int kKeyGroups = kKeyShares, kRowGroups = kConsumers / kKeyGroups;
   static_assert(kKeyGroups == 1 || (kKeyGroups == 2 && kConsumers == 2));
   static constexpr int kBlockQ = 64 * kRowGroups, kBlockKv = kBlockKvRows;
+  static constexpr bool kScoresAhead = kTwoTilesOfScores;
   // In how many parts P V is started, among exponentials.
   static constexpr int kOutParts =
       kHeadDim <= 64 ? JAX_FLASH_SM90_OUT_PARTS_64 : JAX_FLASH_SM90_OUT_PARTS;
@@ -111,12 +116,15 @@ struct ForwardConfig {
   static constexpr int kFree =
       kSmemLimit - kStaticSmemBytes - kQueryStages * kRowGroups * QueryTile::kBytes - kPartialBytes;
   static constexpr int kFit = kFree / (KeyTile::kBytes + ValueTile::kBytes);
-  static constexpr int kStages = kFit < JAX_FLASH_SM90_STAGES ? kFit : JAX_FLASH_SM90_STAGES;
+  // Two warpgroups that each keep a tile's keys beside those of the next one need more.
+  static constexpr int kMostStages = JAX_FLASH_SM90_STAGES + (kScoresAhead ? kKeyGroups - 1 : 0);
+  static constexpr int kStages = kFit < kMostStages ? kFit : kMostStages;
   static_assert(kStages >= 2 && (kKeyGroups == 1 || (kStages >= 4 && kQueryStages > 1)));
   // Whether, after a query tile's first key tile, the exponentials are computed without looking
   // for greater scores first: a sum beyond kOptimisticLimit tells of one, and the tile is done
   // again. Keys are kept for that, which takes a third stage.
   static constexpr bool kOptimistic = JAX_FLASH_SM90_OPTIMISTIC && kStages >= 3;
+  static_assert(!kScoresAhead || (kOptimistic && kStages >= 4 && kQueryStages > 1));
   static constexpr int kKeyOffset = kQueryStages * kRowGroups * QueryTile::kBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * KeyTile::kBytes;
   // Descriptions of query tiles that are kept: of those with scores under way, output to be

@@ -9,9 +9,10 @@
 // Warp roles. One warp starts copies (TMA) of K and V, another one for each consumer those of Q,
 // and tells it what the query tile is. Every consumer warpgroup owns 64 rows: it starts S of a tile
 // and O of the one before, and computes the tile's exponentials beside the latter. Blocks are
-// persistent, and the chain goes on over query tiles: the first scores of one stand beside the last
-// product of the one before. Where there are few query tiles, two warpgroups share one, and divide
-// its keys.
+// persistent, unless query tiles are long, and the chain goes on over query tiles: the first scores
+// of one stand beside the last product of the one before. Where there are few query tiles, none is
+// chained; S is computed a tile ahead (forward_ahead.cuh), and of very few, two warpgroups share
+// each, and divide its keys.
 //
 // Shared memory: Q, some stages of K and of V, each with a pair of barriers (full, empty).
 #pragma once
@@ -28,6 +29,7 @@
 #include "ptx/warpgroup.cuh"
 #include "sm90/config.cuh"
 #include "sm90/decode.cuh"
+#include "sm90/forward_ahead.cuh"
 #include "sm90/forward_consumer.cuh"
 #include "sm90/forward_parts.cuh"
 #include "sm90/forward_plan.cuh"
@@ -53,13 +55,16 @@ __device__ __forceinline__ void produce_keys(const Forward& params, const Forwar
     const QueryTileIndex q = cursor.index();
     const auto walk = walk_keys<Config, kSkips>(plan.band_of(params, q.batch), spans, q.batch,
                                                 q.tile * Config::kBlockQ);
+    const auto first_row = [&](int32_t tile) {
+      return (Config::kScoresAhead ? tile_from_end(walk.end, tile) : tile) * Config::kBlockKv;
+    };
     const auto load_key = [&](int32_t tile, bool is_last) {
       const bool one_segment = kSkips && walk.one_segment(tile);
       if (leader) {
         ptx::mbarrier_wait(smem.key_empty(key_stage.stage), key_stage.parity ^ 1);
         if constexpr (kSkips) smem.notes[key_stage.stage] = {tile, is_last, one_segment};
         load_tile_boxes(smem.key(key_stage.stage), maps.key, smem.key_full(key_stage.stage),
-                        plan.key, q.batch_axes, q.kv_head, tile * Config::kBlockKv);
+                        plan.key, q.batch_axes, q.kv_head, first_row(tile));
       }
       key_stage.advance();
     };
@@ -68,7 +73,7 @@ __device__ __forceinline__ void produce_keys(const Forward& params, const Forwar
         ptx::mbarrier_wait(smem.value_empty(value_stage.stage), value_stage.parity ^ 1);
         load_tile_boxes(smem.value(value_stage.stage), maps.value,
                         smem.value_full(value_stage.stage), plan.value, q.batch_axes, q.kv_head,
-                        tile * Config::kBlockKv);
+                        first_row(tile));
       }
       value_stage.advance();
     };
@@ -222,48 +227,46 @@ __device__ __forceinline__ void consume_masked(const Forward& params, const Forw
   }
 }
 
-// For few query tiles: the warpgroups divide a tile's keys, and the first adds up their outputs.
+// One query tile at a time: for few of them. With two key groups, the warpgroups divide a tile's
+// keys, and the first adds up their outputs.
 template <typename Config, typename Element>
-__device__ __forceinline__ void consume_split(const Forward& params, const ForwardPlan& plan,
+__device__ __forceinline__ void consume_apart(const Forward& params, const ForwardPlan& plan,
                                               const ForwardSmem<Config>& smem) {
-  ForwardConsumer<Config, Element, kNoModifier> consumer(params, plan, smem);
+  using Consumer = std::conditional_t<Config::kScoresAhead, AheadConsumer<Config, Element>,
+                                      ForwardConsumer<Config, Element, kNoModifier>>;
+  Consumer consumer(params, plan, smem);
   const QueryWork& work = consumer.work;
+  const int key_group = consumer.group / Config::kRowGroups;
   RingState<Config::kStages> stage;  // of the query tile's first key tile
   bool partial_used = false;
   while (consumer.wait_query()) {
     if (!consumer.has_keys()) {
-      if (consumer.group == 0) finish_empty_rows<Element>(plan, work, consumer.warp_row);
+      if (key_group == 0) finish_empty_rows<Element>(plan, work, consumer.warp_row);
       consumer.release_query();
       continue;
     }
-    // Every other tile, from this warpgroup's first on.
-    int32_t tile = work.tile + consumer.group;
-    consumer.key_stage = consumer.value_stage = stage;
-    consumer.key_stage.advance(consumer.group);
-    consumer.value_stage.advance(consumer.group);
-    stage.advance(work.end - work.tile);
+    // Every kKeyGroups-th tile, from this warpgroup's first on.
+    const int32_t tile = work.tile + key_group;
+    if constexpr (Config::kKeyGroups > 1) {
+      consumer.key_stage = consumer.value_stage = stage;
+      consumer.key_stage.advance(key_group);
+      consumer.value_stage.advance(key_group);
+      stage.advance(work.end - work.tile);
+    }
     consumer.softmax = OnlineSoftmax<1>();
     consumer.out_started = 0;
-    if (tile < work.end) {
-      consumer.wait_key();
-      consumer.start_scores();
-      consumer.template first_tile<false>(tile);
-      for (; !consumer.is_last(tile); tile += Config::kKeyGroups) {
-        consumer.next_tile(tile, tile + Config::kKeyGroups);
-      }
-      consumer.clear_values(tile, work.attended);
-      consumer.start_out();
-      consumer.await_out();
-    }
+    if (Config::kKeyGroups == 1 || tile < work.end) consumer.attend(tile);
     consumer.release_query();
-    if (consumer.group == 1) {
+    if (key_group == 1) {
       if (partial_used) ptx::barrier_sync(kPartialEmpty, Config::kConsumers * kWarpgroup);
       store_partial(smem, consumer.softmax, consumer.out, consumer.out_started != 0);
       ptx::barrier_arrive(kPartialFull, Config::kConsumers * kWarpgroup);
     } else {
-      ptx::barrier_sync(kPartialFull, Config::kConsumers * kWarpgroup);
-      add_partial(smem, consumer.to_log2, consumer.softmax, consumer.out);
-      ptx::barrier_arrive(kPartialEmpty, Config::kConsumers * kWarpgroup);
+      if constexpr (Config::kKeyGroups > 1) {
+        ptx::barrier_sync(kPartialFull, Config::kConsumers * kWarpgroup);
+        add_partial(smem, consumer.to_log2, consumer.softmax, consumer.out);
+        ptx::barrier_arrive(kPartialEmpty, Config::kConsumers * kWarpgroup);
+      }
       finish_rows<Config, Element, kNoModifier>(plan, consumer.work_before(0), consumer.warp_row,
                                                 consumer.softmax, consumer.out);
     }
@@ -303,8 +306,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     if constexpr ((kModifiers & (kMask | kSegments)) != 0) {
       consume_masked<Config, Element, kModifiers>(params, plan, smem);
-    } else if constexpr (Config::kKeyGroups > 1) {
-      consume_split<Config, Element>(params, plan, smem);
+    } else if constexpr (Config::kKeyGroups > 1 || Config::kScoresAhead) {
+      consume_apart<Config, Element>(params, plan, smem);
     } else {
       consume_chained<Config, Element, kModifiers>(params, plan, smem);
     }
@@ -392,8 +395,18 @@ Status launch_forward(const Forward& params, cudaStream_t stream) {
     int sms = 0;
     if (const Status status = multiprocessors(sms); !status.ok()) return status;
     // In pairs (QueryTileSchedule) if the tiles differ in length.
-    if (JAX_FLASH_SM90_SPLIT_KEYS &&
-        tiles(params.shape, 64) <= (params.options.is_causal ? 2 : 1) * sms) {
+    const bool halves_keys = JAX_FLASH_SM90_SPLIT_KEYS &&
+                             tiles(params.shape, 64) <= (params.options.is_causal ? 2 : 1) * sms;
+#if JAX_FLASH_SM90_SCORES_AHEAD && JAX_FLASH_SM90_OPTIMISTIC && JAX_FLASH_SM90_STAGES >= 4 && \
+    JAX_FLASH_SM90_QUERY_STAGES > 1
+    if (halves_keys && params.options.window_left < 0) {
+      return launch(ForwardConfig<64, 64, 2, 128, 2, true>{});
+    }
+    if (!halves_keys && tiles(params.shape, 192) < sms && !banded(params.options)) {
+      return launch(ForwardConfig<64, 64, 2, 128, 1, true>{});
+    }
+#endif
+    if (halves_keys) {
       return launch(ForwardConfig<64, 64, 2, JAX_FLASH_SM90_BLOCK_KV_64_BANDED, 2>{});
     }
     if (tiles(params.shape, 192) < sms || banded(params.options)) {

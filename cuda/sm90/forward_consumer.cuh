@@ -28,6 +28,7 @@ struct ForwardConsumer {
   static constexpr int kHeadSteps = Config::kHeadDim / 16, kKeySteps = Config::kBlockKv / 16;
   using ScoreProduct = ptx::Wgmma<Element, Config::kBlockKv>;
   using OutProduct = ptx::Wgmma<Element, Config::kValueDim>;
+  using Scores = float[1][kN][4];
 
   const Forward& params;  // for what `plan` lacks
   const ForwardPlan& plan;
@@ -43,7 +44,7 @@ struct ForwardConsumer {
   float out[1][kOutN][4];
   int out_started = 0;
   OnlineSoftmax<1> softmax;
-  float scores[1][kN][4];
+  Scores scores;
   uint32_t probabilities[kKeySteps][4];
   float factor[1][2];    // by which `out` is to be multiplied if a reference rises
   uint32_t columns = 0;  // a bit per column of this thread: whether its warp attends to it
@@ -99,13 +100,14 @@ struct ForwardConsumer {
     arrive_warp(smem.key_empty(key_stage.stage));
     key_stage.advance(Config::kKeyGroups);
   }
-  __device__ __forceinline__ void start_scores() {
+  __device__ __forceinline__ void start_scores() { start_scores(scores, key_stage.stage); }
+  __device__ __forceinline__ void start_scores(Scores& of, uint32_t stage) {
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kHeadSteps; ++k) {
       ScoreProduct::template ss<0, 0>(
-          scores[0], descriptor_k_major(smem.query(query_stage.stage, query_tile()), 0, k),
-          descriptor_k_major(smem.key(key_stage.stage), 0, k), k > 0);
+          of[0], descriptor_k_major(smem.query(query_stage.stage, query_tile()), 0, k),
+          descriptor_k_major(smem.key(stage), 0, k), k > 0);
     }
     ptx::wgmma_commit_group();
   }
@@ -218,9 +220,10 @@ struct ForwardConsumer {
     return softmax.template raise_reference<4>(scores, to_log2, factor);
   }
   __device__ __forceinline__ void rescale() { softmax.rescale(out, factor); }
-  __device__ __forceinline__ void exponentials() {
+  __device__ __forceinline__ void exponentials() { exponentials(scores); }
+  __device__ __forceinline__ void exponentials(Scores& of) {
 #pragma unroll
-    for (int n = 0; n < kN; ++n) softmax.exponentials(scores[0][n], 0, to_log2);
+    for (int n = 0; n < kN; ++n) softmax.exponentials(of[0][n], 0, to_log2);
   }
   __device__ __forceinline__ void drop_some(int32_t tile) {
     if constexpr ((kModifiers & kDropout) != 0) {
@@ -228,12 +231,13 @@ struct ForwardConsumer {
       drop<kN>(scores, modifiers(), work.row0 + warp_row, tile * Config::kBlockKv);
     }
   }
-  __device__ __forceinline__ void convert() {
+  __device__ __forceinline__ void convert() { convert(scores); }
+  __device__ __forceinline__ void convert(const Scores& of) {
 #pragma unroll
     for (int k = 0; k < kKeySteps; ++k) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        const float (&block)[4] = scores[0][2 * k + i / 2];
+        const float (&block)[4] = of[0][2 * k + i / 2];
         probabilities[k][i] = ptx::cvt_rn_x2<Element>(block[i % 2 * 2], block[i % 2 * 2 + 1]);
       }
     }
@@ -303,6 +307,19 @@ struct ForwardConsumer {
     drop_some(tile);
     convert();
     if (rises) rescale();
+  }
+
+  // A query tile's keys from `tile` on.
+  __device__ __forceinline__ void attend(int32_t tile) {
+    wait_key();
+    start_scores();
+    first_tile<false>(tile);
+    for (; !is_last(tile); tile += Config::kKeyGroups) {
+      next_tile(tile, tile + Config::kKeyGroups);
+    }
+    clear_values(tile, work.attended);
+    start_out();
+    await_out();
   }
 
   __device__ __forceinline__ bool is_last(int32_t tile) const {

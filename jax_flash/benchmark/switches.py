@@ -69,6 +69,8 @@ SWITCHES: tuple[Switch, ...] = (
     _sm90("forward", "QUERY_STAGES", (1, 2), "query tiles under way", head_dims=(64,)),
     _sm90("forward", "SPLIT_KEYS", (0, 1), "few tiles: keys divided among warpgroups",
           head_dims=(64,)),
+    _sm90("forward", "SCORES_AHEAD", (0, 1), "few tiles: scores of the next tile in registers, too",
+          head_dims=(64,)),
     _sm90("forward", "OPTIMISTIC", (0, 1), "exponentials before the row maxima are known"),
     _sm90("forward", "PAIRED", (0, 1), "causal: long and short query tiles in pairs"),
     _sm90("forward", "LONG_UNIT", ("0", "(4096 * 128)", "(1 << 30)"),

@@ -1,0 +1,115 @@
+// A consumer of the sm_90 forward kernel with registers for the scores of two tiles: the next
+// tile's scores and the last one's part of the output are computed beside this tile's exponentials,
+// and it waits for neither. For calls with little work, whose blocks have only two consumers, and
+// without modifiers or a left edge.
+#pragma once
+
+#include <cstdint>
+
+#include "ptx/mbarrier.cuh"
+#include "ptx/warpgroup.cuh"
+#include "sm90/config.cuh"
+#include "sm90/forward_consumer.cuh"
+#include "sm90/forward_parts.cuh"
+#include "tile/softmax.cuh"
+
+namespace jax_flash::sm90 {
+
+// Tiles are taken from the last one on, so that only a warpgroup's first may be cut by an edge.
+__device__ __forceinline__ int32_t tile_from_end(int32_t end, int32_t index) {
+  return end - 1 - index;
+}
+
+template <typename Config, typename Element>
+struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
+  using Base = ForwardConsumer<Config, Element, kNoModifier>;
+  using Base::Base, Base::factor, Base::key_stage, Base::out, Base::query_stage, Base::smem,
+      Base::softmax, Base::to_log2, Base::value_stage, Base::warp_row, Base::work;
+  using typename Base::Scores;
+
+  Scores other_scores;  // `scores` and these in turn
+  // Of a thread's sums of a tile, above which it is computed again: any, while a row has had
+  // nothing but -inf.
+  float limit;
+
+  __device__ __forceinline__ void raise_reference(const Scores& now) {
+    factor[0][0] = factor[0][1] = 1.0f;  // unless it rises
+    softmax.template raise_reference<4>(now, to_log2, factor);
+    const bool missing =
+        softmax.reference[0][0] == minus_infinity() || softmax.reference[0][1] == minus_infinity();
+    limit = missing ? -1.0f : kOptimisticLimit;
+  }
+
+  // From the scores of the index-th tile, in `now`, to its probabilities; with the product of the
+  // last ones, unless kFirst, and the next tile's scores, to `next`, beside.
+  //
+  // A warp that starts a product stops until the tensor cores take it. So there is no branch from
+  // the first product to the wait for all of them: the assembler then mixes products and
+  // exponentials, one of the former every so many of the latter.
+  template <bool kFirst>
+  __device__ __forceinline__ void step(Scores& now, Scores& next, int32_t index) {
+    if constexpr (kFirst) {
+      const int32_t tile = tile_from_end(work.end, index);
+      if (this->at_edge(tile)) {
+        mask_edges(now, work.band, work.row0 + warp_row, tile * Config::kBlockKv);
+      }
+      raise_reference(now);
+    }
+    const float before[2] = {softmax.sum[0][0], softmax.sum[0][1]};
+    softmax.sum[0][0] = softmax.sum[0][1] = 0.0f;
+    // Behind the last tile its own again, for nothing: cheaper than a branch.
+    auto behind = key_stage;
+    behind.stage += index + Config::kKeyGroups < work.end ? Config::kKeyGroups : 0;
+    behind.parity ^= behind.stage / Config::kStages & 1;
+    behind.stage %= Config::kStages;
+    ptx::mbarrier_wait(smem.key_full(behind.stage), behind.parity);
+    this->start_scores(next, behind.stage);
+    if constexpr (!kFirst) this->start_out();
+    this->exponentials(now);
+    const float greatest = fmaxf(softmax.sum[0][0], softmax.sum[0][1]);
+    const uint32_t again = __reduce_max_sync(0xffffffff, greatest > limit ? 1u : 0u);
+    softmax.sum[0][0] += before[0];
+    softmax.sum[0][1] += before[1];
+    // Before the wait for products, on a parity that depends on all exponentials in a way that
+    // never matters: the assembler would move these behind it.
+    const auto next_value = kFirst ? value_stage : value_stage.next(Config::kKeyGroups);
+    ptx::mbarrier_wait(smem.value_full(next_value.stage), next_value.parity ^ again >> 1);
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_results(next[0]);
+    if constexpr (!kFirst) {
+      ptx::wgmma_results(out[0]);
+      arrive_warp(smem.value_empty(value_stage.stage));
+      value_stage.advance(Config::kKeyGroups);
+      if (again) [[unlikely]] {
+        softmax.sum[0][0] = before[0];
+        softmax.sum[0][1] = before[1];
+        warp_scores<Config, Element>(now, smem.query(query_stage.stage, this->query_tile()),
+                                     smem.key(key_stage.stage), warp_row - this->group_row());
+        raise_reference(now);
+        this->exponentials(now);
+        this->rescale();
+      }
+    }
+    this->release_key();
+    this->convert(now);
+  }
+
+  // A query tile's keys from the index-th tile on.
+  __device__ __forceinline__ void attend(int32_t index) {
+    this->wait_key();
+    this->start_scores();
+    this->template await_scores<0>();
+    step<true>(this->scores, other_scores, index);
+    this->clear_values(tile_from_end(work.end, index), work.attended);
+    for (index += Config::kKeyGroups; index < work.end; index += Config::kKeyGroups) {
+      step<false>(other_scores, this->scores, index);
+      index += Config::kKeyGroups;
+      if (index >= work.end) break;
+      step<false>(this->scores, other_scores, index);
+    }
+    this->start_out();
+    this->await_out();
+  }
+};
+
+}  // namespace jax_flash::sm90
