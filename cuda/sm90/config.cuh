@@ -80,20 +80,24 @@ inline constexpr int kStaticSmemBytes = 2048;  // barriers, work, at most
 inline constexpr float kOptimisticLimit = 1024.0f;
 inline constexpr int kWarpgroup = 128;  // threads
 
+// Whether a consumer computes the next tile's scores beside this one's exponentials, and of how
+// many of its tiles, the last ones, an edge of the band may cut off a part.
+enum class ScoresAhead { kNo, kOneCut, kTwoCut };
+
 // A block has one warpgroup whose warps start the copies, and kConsumerGroups that compute 64 rows
 // of the output each. It walks over tiles of kBlockKvRows keys and values.
 //
-// With two kKeyShares, both consumers have the same 64 rows, and divide the tiles. With
-// kTwoTilesOfScores, a consumer computes the next tile's scores beside this one's exponentials.
+// With two kKeyShares, both consumers have the same 64 rows, and divide the tiles.
 template <int kHeadDimension, int kValueDimension, int kConsumerGroups, int kBlockKvRows,
-          int kKeyShares = 1, bool kTwoTilesOfScores = false>
+          int kKeyShares = 1, ScoresAhead kAhead = ScoresAhead::kNo>
 struct ForwardConfig {
   static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension;
   static constexpr int kConsumers = kConsumerGroups;
   static constexpr int kKeyGroups = kKeyShares, kRowGroups = kConsumers / kKeyGroups;
   static_assert(kKeyGroups == 1 || (kKeyGroups == 2 && kConsumers == 2));
   static constexpr int kBlockQ = 64 * kRowGroups, kBlockKv = kBlockKvRows;
-  static constexpr bool kScoresAhead = kTwoTilesOfScores;
+  static constexpr bool kScoresAhead = kAhead != ScoresAhead::kNo;
+  static constexpr bool kSecondCut = kAhead == ScoresAhead::kTwoCut;
   // In how many parts P V is started, among exponentials.
   static constexpr int kOutParts =
       kHeadDim <= 64 ? JAX_FLASH_SM90_OUT_PARTS_64 : JAX_FLASH_SM90_OUT_PARTS;

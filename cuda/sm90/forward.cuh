@@ -10,9 +10,9 @@
 // and tells it what the query tile is. Every consumer warpgroup owns 64 rows: it starts S of a tile
 // and O of the one before, and computes the tile's exponentials beside the latter. Blocks are
 // persistent, unless query tiles are long, and the chain goes on over query tiles: the first scores
-// of one stand beside the last product of the one before. Where there are few query tiles, none is
-// chained; S is computed a tile ahead (forward_ahead.cuh), and of very few, two warpgroups share
-// each, and divide its keys.
+// of one stand beside the last product of the one before. With registers for more scores, S is
+// computed a tile ahead instead (forward_ahead.cuh). Where there are very few query tiles, two
+// warpgroups share each, and divide its keys.
 //
 // Shared memory: Q, some stages of K and of V, each with a pair of barriers (full, empty).
 #pragma once
@@ -227,8 +227,8 @@ __device__ __forceinline__ void consume_masked(const Forward& params, const Forw
   }
 }
 
-// One query tile at a time: for few of them. With two key groups, the warpgroups divide a tile's
-// keys, and the first adds up their outputs.
+// One query tile at a time: with scores ahead, or for few query tiles. With two key groups, the
+// warpgroups divide a tile's keys, and the first adds up their outputs.
 template <typename Config, typename Element>
 __device__ __forceinline__ void consume_apart(const Forward& params, const ForwardPlan& plan,
                                               const ForwardSmem<Config>& smem) {
@@ -399,11 +399,15 @@ Status launch_forward(const Forward& params, cudaStream_t stream) {
                              tiles(params.shape, 64) <= (params.options.is_causal ? 2 : 1) * sms;
 #if JAX_FLASH_SM90_SCORES_AHEAD && JAX_FLASH_SM90_OPTIMISTIC && JAX_FLASH_SM90_STAGES >= 4 && \
     JAX_FLASH_SM90_QUERY_STAGES > 1
-    if (halves_keys && params.options.window_left < 0) {
-      return launch(ForwardConfig<64, 64, 2, 128, 2, true>{});
-    }
-    if (!halves_keys && tiles(params.shape, 192) < sms && !banded(params.options)) {
-      return launch(ForwardConfig<64, 64, 2, 128, 1, true>{});
+    if (params.options.window_left < 0) {
+      // Of a tile of 64 queries with two warpgroups, an edge cuts one tile of keys each.
+      if (halves_keys) return launch(ForwardConfig<64, 64, 2, 128, 2, ScoresAhead::kOneCut>{});
+      if (banded(params.options)) {
+        return launch(ForwardConfig<64, 64, 2, 128, 1, ScoresAhead::kTwoCut>{});
+      }
+      if (tiles(params.shape, 192) < sms) {
+        return launch(ForwardConfig<64, 64, 2, 128, 1, ScoresAhead::kOneCut>{});
+      }
     }
 #endif
     if (halves_keys) {

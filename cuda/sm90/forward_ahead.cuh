@@ -1,7 +1,6 @@
 // A consumer of the sm_90 forward kernel with registers for the scores of two tiles: the next
 // tile's scores and the last one's part of the output are computed beside this tile's exponentials,
-// and it waits for neither. For calls with little work, whose blocks have only two consumers, and
-// without modifiers or a left edge.
+// and it waits for neither. For two consumers, and calls without modifiers or a left edge.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +14,7 @@
 
 namespace jax_flash::sm90 {
 
-// Tiles are taken from the last one on, so that only a warpgroup's first may be cut by an edge.
+// Tiles are taken from the last one on: an edge cuts off a part of the first ones only.
 __device__ __forceinline__ int32_t tile_from_end(int32_t end, int32_t index) {
   return end - 1 - index;
 }
@@ -26,6 +25,8 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
   using Base::Base, Base::factor, Base::key_stage, Base::out, Base::query_stage, Base::smem,
       Base::softmax, Base::to_log2, Base::value_stage, Base::warp_row, Base::work;
   using typename Base::Scores;
+
+  static constexpr int kStep = Config::kKeyGroups;
 
   Scores other_scores;  // `scores` and these in turn
   // Of a thread's sums of a tile, above which it is computed again: any, while a row has had
@@ -40,26 +41,29 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     limit = missing ? -1.0f : kOptimisticLimit;
   }
 
+  __device__ __forceinline__ void cut(Scores& now, int32_t index) const {
+    const int32_t tile = tile_from_end(work.end, index);
+    if (this->at_edge(tile)) {
+      mask_edges(now, work.band, work.row0 + warp_row, tile * Config::kBlockKv);
+    }
+  }
+
   // From the scores of the index-th tile, in `now`, to its probabilities; with the product of the
-  // last ones, unless kFirst, and the next tile's scores, to `next`, beside.
+  // last ones, unless kFirst, and the next tile's scores, to `next`, beside. An edge may cut the
+  // tile if kCut.
   //
   // A warp that starts a product stops until the tensor cores take it. So there is no branch from
   // the first product to the wait for all of them: the assembler then mixes products and
   // exponentials, one of the former every so many of the latter.
-  template <bool kFirst>
+  template <bool kFirst, bool kCut>
   __device__ __forceinline__ void step(Scores& now, Scores& next, int32_t index) {
-    if constexpr (kFirst) {
-      const int32_t tile = tile_from_end(work.end, index);
-      if (this->at_edge(tile)) {
-        mask_edges(now, work.band, work.row0 + warp_row, tile * Config::kBlockKv);
-      }
-      raise_reference(now);
-    }
+    if constexpr (kCut) cut(now, index);
+    if constexpr (kFirst) raise_reference(now);
     const float before[2] = {softmax.sum[0][0], softmax.sum[0][1]};
     softmax.sum[0][0] = softmax.sum[0][1] = 0.0f;
     // Behind the last tile its own again, for nothing: cheaper than a branch.
     auto behind = key_stage;
-    behind.stage += index + Config::kKeyGroups < work.end ? Config::kKeyGroups : 0;
+    behind.stage += index + kStep < work.end ? kStep : 0;
     behind.parity ^= behind.stage / Config::kStages & 1;
     behind.stage %= Config::kStages;
     ptx::mbarrier_wait(smem.key_full(behind.stage), behind.parity);
@@ -72,19 +76,20 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     softmax.sum[0][1] += before[1];
     // Before the wait for products, on a parity that depends on all exponentials in a way that
     // never matters: the assembler would move these behind it.
-    const auto next_value = kFirst ? value_stage : value_stage.next(Config::kKeyGroups);
+    const auto next_value = kFirst ? value_stage : value_stage.next(kStep);
     ptx::mbarrier_wait(smem.value_full(next_value.stage), next_value.parity ^ again >> 1);
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_results(next[0]);
     if constexpr (!kFirst) {
       ptx::wgmma_results(out[0]);
       arrive_warp(smem.value_empty(value_stage.stage));
-      value_stage.advance(Config::kKeyGroups);
+      value_stage.advance(kStep);
       if (again) [[unlikely]] {
         softmax.sum[0][0] = before[0];
         softmax.sum[0][1] = before[1];
         warp_scores<Config, Element>(now, smem.query(query_stage.stage, this->query_tile()),
                                      smem.key(key_stage.stage), warp_row - this->group_row());
+        if constexpr (kCut) cut(now, index);
         raise_reference(now);
         this->exponentials(now);
         this->rescale();
@@ -99,13 +104,20 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     this->wait_key();
     this->start_scores();
     this->template await_scores<0>();
-    step<true>(this->scores, other_scores, index);
+    step<true, true>(this->scores, other_scores, index);
     this->clear_values(tile_from_end(work.end, index), work.attended);
-    for (index += Config::kKeyGroups; index < work.end; index += Config::kKeyGroups) {
-      step<false>(other_scores, this->scores, index);
-      index += Config::kKeyGroups;
+    index += kStep;
+    if constexpr (Config::kSecondCut) {
+      if (index < work.end) step<false, true>(other_scores, this->scores, index);
+      index += kStep;
+    }
+    Scores& now = Config::kSecondCut ? this->scores : other_scores;
+    Scores& next = Config::kSecondCut ? other_scores : this->scores;
+    for (; index < work.end; index += kStep) {
+      step<false, false>(now, next, index);
+      index += kStep;
       if (index >= work.end) break;
-      step<false>(this->scores, other_scores, index);
+      step<false, false>(next, now, index);
     }
     this->start_out();
     this->await_out();
