@@ -69,6 +69,11 @@ _METRICS = {
     "smem per block": ("launch__shared_mem_per_block_dynamic",),
     "blocks": ("launch__grid_size",),
 }
+# Those of _METRICS that take many runs of a kernel, in place of which --brief has these.
+_BRIEF = {
+    "L2": ("lts__t_sectors.avg.pct_of_peak_sustained_elapsed",),
+    "DRAM": ("dram__bytes.sum.pct_of_peak_sustained_elapsed",),
+}
 _STALL = "smsp__average_warps_issue_stalled_"
 _CALL = "#call "  # before what is profiled next, as JSON
 _MARK = "xor"  # in the name of a kernel that stands before those of each call
@@ -173,7 +178,7 @@ def choose_metrics(ncu: str) -> list[str]:
     done = subprocess.run([ncu, "--query-metrics"], capture_output=True, text=True)
     known = {line.split()[0] for line in done.stdout.splitlines() if line.strip()}
     chosen = []
-    for names in _METRICS.values():
+    for names in (_METRICS | _BRIEF).values():
         have = (n for n in names if n.split(".")[0] in known or n.startswith("launch__"))
         chosen += list(have)[:1]
     stalls = (n for n in known if n.startswith(_STALL) and n.endswith("_per_issue_active"))
@@ -186,7 +191,8 @@ def run_ncu(ncu: str, argv: list[str], metrics: list[str]) -> tuple[str, str]:
                # Whoever measures must not change the clocks for others.
                "--clock-control", "none", "--target-processes", "all"]  # fmt: skip
     if metrics:
-        command += ["--metrics", ",".join(metrics)]
+        # Of small calls, with what the call before left in the caches, as they are timed.
+        command += ["--metrics", ",".join(metrics), "--cache-control", "none"]
     else:
         command += [word for section in _SECTIONS for word in ("--section", section)]
     command += [
@@ -257,7 +263,8 @@ def summarise(kernel: dict[str, tuple[str, str]]) -> dict[str, Any]:
         if metric.startswith(_STALL) and metric.endswith("_per_issue_active.ratio"):
             reason = metric[len(_STALL) : -len("_per_issue_active.ratio")]
             stalls[reason] = _number(kernel, (metric,)) or 0.0
-    found = {label: _number(kernel, names) for label, names in _METRICS.items()}
+    names_of = {label: (*names, *_BRIEF.get(label, ())) for label, names in _METRICS.items()}
+    found = {label: _number(kernel, names) for label, names in names_of.items()}
     return {"kernel": name, **found, "stalls": stalls, "metrics": len(kernel)}
 
 

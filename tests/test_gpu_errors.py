@@ -1,0 +1,163 @@
+"""Errors against float64, beside cuDNN's on the same inputs: with large logits as well."""
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import DTYPES
+from test_gpu import FAMILIES
+
+import jax_flash
+
+pytestmark = pytest.mark.gpu
+LENGTH = 384
+
+
+@dataclasses.dataclass(frozen=True)
+class Setting:
+    """A call; `scale` is that of the logits, None for 1/sqrt(head_dim), `std` of query, key, value.
+
+    Where logits are large, a gradient is other than zero only in the few rows whose largest ones
+    are close to each other: one in 150 with std 10, scale 1 and 256 dims. Hence so many heads.
+    """
+
+    dtype: str
+    head_dim: int
+    causal: bool
+    scale: float | None
+    std: float
+    bias: bool = False
+    batch: int = 4
+    heads: int = 16
+
+    def __str__(self):
+        parts = (self.dtype, self.head_dim, "causal" if self.causal else "full", self.scale,
+                 self.std, *["bias"] * self.bias)  # fmt: skip
+        return "-".join(map(str, parts))
+
+
+def make_operands(setting: Setting) -> dict[str, np.ndarray]:
+    rng = np.random.default_rng(0)
+    shape = (setting.batch, LENGTH, setting.heads, setting.head_dim)
+
+    def normal(shape, std=1.0):
+        drawn = rng.standard_normal(shape, dtype=np.float32)
+        return (std * drawn).astype(DTYPES[setting.dtype])
+
+    operands = {name: normal(shape, setting.std) for name in ("query", "key", "value")}
+    if setting.bias:
+        operands["bias"] = normal((1, setting.heads, LENGTH, LENGTH))
+    return operands | {"dout": normal(shape)}
+
+
+def compute_truth(setting: Setting, operands: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Output and gradients in float64, a sequence at a time."""
+    scale = setting.scale or setting.head_dim**-0.5
+    forbidden = np.triu(np.ones((LENGTH, LENGTH), bool), 1) & setting.causal
+    found: dict[str, list[np.ndarray]] = {}
+    dbias = 0.0
+    for b in range(setting.batch):
+        q, k, v, do = (operands[name][b].astype(np.float64).transpose(1, 0, 2)
+                       for name in ("query", "key", "value", "dout"))  # fmt: skip
+        logits = scale * (q @ k.transpose(0, 2, 1))
+        if setting.bias:
+            logits += operands["bias"][0].astype(np.float64)
+        logits[:, forbidden] = -np.inf
+        p = np.exp(logits - logits.max(axis=-1, keepdims=True))
+        p /= p.sum(axis=-1, keepdims=True)
+        out = p @ v
+        dlogits = p * (do @ v.transpose(0, 2, 1) - (do * out).sum(axis=-1, keepdims=True))
+        results = {
+            "out": out,
+            "query": scale * (dlogits @ k),
+            "key": scale * (dlogits.transpose(0, 2, 1) @ q),
+            "value": p.transpose(0, 2, 1) @ do,
+        }
+        for name, x in results.items():
+            found.setdefault(name, []).append(x.transpose(1, 0, 2))
+        dbias = dbias + dlogits
+    truth = {name: np.stack(parts) for name, parts in found.items()}
+    return truth | ({"bias": dbias[None]} if setting.bias else {})
+
+
+@functools.cache
+def compiled(contender: str, setting: Setting):
+    """Output and gradients by name; `contender` is a family of kernels or cuDNN."""
+    attend = jax_flash.dot_product_attention
+    if contender == "cudnn":
+        attend = jax.nn.dot_product_attention
+    options = {"is_causal": setting.causal, "scale": setting.scale, "implementation": contender}
+
+    def call(operands, dout):
+        out, vjp = jax.vjp(lambda x: attend(**x, **options), operands)
+        return {"out": out} | vjp(dout)[0]
+
+    shape = (setting.batch, LENGTH, setting.heads, setting.head_dim)
+    operand = jax.ShapeDtypeStruct(shape, setting.dtype)
+    operands = dict.fromkeys(("query", "key", "value"), operand)
+    if setting.bias:
+        logits = (1, setting.heads, LENGTH, LENGTH)
+        operands["bias"] = jax.ShapeDtypeStruct(logits, setting.dtype)
+    return jax.jit(call).lower(operands, operand).compile()
+
+
+def errors(contender: str, setting: Setting, operands, truth) -> dict[str, float]:
+    """Root mean squares by result."""
+    arrays = {name: jnp.asarray(x) for name, x in operands.items()}
+    dout = arrays.pop("dout")
+    run = compiled(contender, dataclasses.replace(setting, std=1.0))  # which the code knows not
+    return {
+        name: float(np.sqrt(((np.asarray(x, np.float64) - truth[name]) ** 2).mean()))
+        for name, x in run(arrays, dout).items()
+    }
+
+
+def compare(setting: Setting) -> dict[str, float]:
+    """Our errors over cuDNN's, by result."""
+    operands = make_operands(setting)
+    truth = compute_truth(setting, operands)
+    ours, theirs = (errors(who, setting, operands, truth) for who in (FAMILIES[-1], "cudnn"))
+    return {name: ours[name] / theirs[name] for name in theirs}
+
+
+# Both round P, dS and results to the operands' type, so that errors are of one size and differ by
+# chance: by 2% where these roundings are what counts (bfloat16, scale 1, std 10, 64 heads). One
+# part is not chance: cuDNN's P is relative to a row's greatest logit, whose P is then 1, and has no
+# rounding error. Ours is relative to the greatest of some first keys until another one's P would be
+# 2^8. Where few P count, but more than one, that adds to the errors: 5% for logits of variance 1,
+# 10% for variance 2 (bias), at most 20% (variance 10 or so).
+SLACK = 1.08
+SLACK_BIAS = 1.15
+
+SETTINGS = [
+    *(
+        Setting("bfloat16", head_dim, causal, scale, std)
+        for head_dim in (64, 128, 256)
+        for causal in (False, True)
+        for scale in (None, 1.0)
+        for std in (1.0, 10.0)
+    ),
+    *(
+        Setting("float16", head_dim, False, 1.0, std)
+        for head_dim in (64, 128)
+        for std in (1.0, 10.0)
+    ),
+    Setting("float16", 256, False, 1.0, 1.0),
+    *(Setting("bfloat16", head_dim, False, None, 1.0, bias=True) for head_dim in (64, 128, 256)),
+]
+
+
+@pytest.mark.parametrize("setting", SETTINGS, ids=str)
+def test_errors_are_no_larger_than_those_of_cudnn(setting):
+    ratios = compare(setting)
+    slack = SLACK_BIAS if setting.bias else SLACK
+    assert max(ratios.values()) <= slack, ratios
+
+
+@pytest.mark.xfail(strict=False, reason="products of 256 dims: 1.3 to 1.6 times cuDNN's errors")
+@pytest.mark.parametrize("causal", [False, True])
+def test_errors_of_half_precision_with_the_largest_logits(causal):
+    assert max(compare(Setting("float16", 256, causal, 1.0, 10.0)).values()) <= SLACK

@@ -1,0 +1,46 @@
+"""What sanitize.py makes of a tool's reports; the tools themselves need a GPU."""
+
+import sanitize
+
+_RACE = (
+    "========= Error: Race reported between Write access at void jax_flash::sm90::{}(Params)+0x10\n"
+    "=========     and Read access at void jax_flash::sm90::{}(Params)+0x20 [3 hazards]\n"
+)
+_FORWARD = "forward_kernel<ForwardConfig<(int)64, (int)64>, __nv_bfloat16, (unsigned int){}>"
+
+
+def test_races_are_explained_only_by_limits_of_the_tool(capsys):
+    kernels = ["backward_kernel<A>", "backward_wide_key_kernel<B>", "backward_wide_query_kernel<C>"]
+    kernels += [_FORWARD.format(63), _FORWARD.format(2)]
+    output = "".join(_RACE.format(kernel, kernel) for kernel in kernels)
+    assert sanitize.explained_races(output, {"mbarrier_leader"}) == 3
+    assert "2 reports explained: one thread arrives" in capsys.readouterr().out
+    assert sanitize.explained_races(output, {"copy_leader"}) == 1
+
+
+def test_only_transfers_of_what_tensor_copies_stored_are_explained():
+    read = (
+        "========= Host API memory access error at host access to 0x7f of size {} bytes\n"
+        "=========     Uninitialized access to 0x7f on access by cudaMemcpy source\n"
+    )
+    output = read.format("1,536") * 2 + read.format("53,760") + f"{sanitize._STORED} 512 1536\n"
+    assert sanitize.explained_reads(output, {"store_tensor"}) == 2
+    assert sanitize.explained_reads(output, set()) == 0
+    assert sanitize.explained_reads(read.format("1,536"), {"store_tensor"}) == 0
+
+
+def test_sizes_tell_what_tensor_copies_stored_from_all_else():
+    stored, others = set(), set()
+    for _, dims, features, _, shape in sanitize.cases("initcheck"):
+        batch, q_len, heads = (shape[name] for name in ("batch", "q_len", "heads"))
+        rows = batch * q_len * heads
+        others |= {rows * 2 * dims[0], rows * 2 * dims[1], rows * 4, heads * 4}
+        if any(name == "bias" for name, _ in features):
+            keys = shape["kv_len"]
+            others |= {heads * q_len * keys * 4, q_len * keys * 2, keys * 2}
+        for family in ("flash_sm80", "flash_sm90"):
+            keys = sanitize.kv_len_of(shape, family) * shape["kv_heads"] * batch
+            sizes = {keys * 2 * dim for dim in dims}
+            by_copies = family == "flash_sm90" and max(dims) <= 128
+            (stored if by_copies else others).update(sizes)
+    assert not stored & others
