@@ -55,7 +55,8 @@ step_gpu() {
     sweeps) run sweeps --cases segments window heads head-dim batch "${plain[@]}" \
       --contenders jax_flash 'jax.nn cudnn' ;;
     host) run host host --calls 8 ;;
-    profile) run profile profile --shape 4 4096 16 128 --mask full ;;
+    profile) run profile profile --shape 4 4096 16 128 --mask full
+      run floors profile --brief --cases targets ;;
     ablation) run ablation ablation --libraries "${VARIANTS:?names no folder}" --warmup 3 \
       --calls 20 ;;
   esac

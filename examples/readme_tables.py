@@ -11,6 +11,7 @@ import pathlib
 import sys
 from typing import Any
 
+import _readme_floors
 import _readme_ring
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -199,6 +200,10 @@ def profile(document: dict) -> str:
     return table(["kernel", "us", *units, "registers", "warps wait for"], lines)
 
 
+def floors(document: dict) -> str:
+    return table(_readme_floors.HEADER, _readme_floors.rows(document))
+
+
 # By file: a title, and either the groups of cases with their units or what makes the table.
 _GROUPS = [("targets", "TFLOP/s"), ("decode", "TB/s"), ("cpu", "ms"), ("layer", "tokens/s")]
 _SECTIONS: dict[str, tuple[str, Any]] = {
@@ -208,6 +213,7 @@ _SECTIONS: dict[str, tuple[str, Any]] = {
     "features": ("What each feature costs", features),
     "sustained": ("Without pauses", sustained),
     "profile": ("Where the time goes", profile),
+    "floors": ("The least time of each call, and the rest of it", floors),
     "ablation": ("Ablation, kernels for sm_80", ablation),
     "ablation_sm90": ("Ablation, kernels for sm_90", ablation),
     "host": ("On the host", host),
