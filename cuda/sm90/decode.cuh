@@ -311,7 +311,7 @@ struct DecodeConsumer {
       const int64_t at = int64_t{work.place} * call.rows + row(half);
       if (threadIdx.x % 4 == 0) {
         reinterpret_cast<float2*>(call.workspace.statistics)[at] = {
-            softmax.reference[0][half] * call.to_log2, total};
+            to_log2_units(softmax.reference[0][half], call.to_log2), total};
       }
       float* part_gmem = call.workspace.out + at * call.value_dim;
 #pragma unroll

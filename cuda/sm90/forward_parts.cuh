@@ -360,7 +360,9 @@ __device__ __forceinline__ void add_partial(const Smem& smem, float to_log2,
     float& reference = softmax.reference[0][half];
     const float other = statistics[half], top = fmaxf(reference, other);
     const auto factor_of = [&](float value) {
-      return value == minus_infinity() ? 0.0f : ptx::ex2_approx_ftz((value - top) * to_log2);
+      return value == minus_infinity()
+                 ? 0.0f
+                 : ptx::ex2_approx_ftz(to_log2_units(value, to_log2) - to_log2_units(top, to_log2));
     };
     factor[half] = factor_of(reference);
     other_factor[half] = factor_of(other);

@@ -22,6 +22,14 @@ inline constexpr float kLn2 = 0.69314718055994530942f;
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
+// A reference in log2 units, rounded: what is subtracted from logits is what factors are to be
+// computed of. Else large logits have errors of their own with each reference, which do not cancel
+// when exponentials are divided by their sum: 2^-11 at logits of 6,000. Not part of an FMA, which
+// would not round it.
+__device__ __forceinline__ float to_log2_units(float reference, float to_log2) {
+  return __fmul_rn(reference, to_log2);
+}
+
 // Statistics of this thread's rows: [m][half] is row g + 8 half of the m-th 16 rows of its warp.
 template <int kM>
 struct OnlineSoftmax {
@@ -116,7 +124,8 @@ struct OnlineSoftmax {
     total += __shfl_xor_sync(0xffffffff, total, 1);
     total += __shfl_xor_sync(0xffffffff, total, 2);
     const bool nothing_allowed = total == 0.0f;
-    const float shift = shift_log2(m, half, to_log2);
+    const float shift =
+        reference[m][half] == minus_infinity() ? 0.0f : to_log2_units(reference[m][half], to_log2);
     const float top = fmaxf(shift, sink_log2);
     const float factor = ptx::ex2_approx_ftz(shift - top);
     total = fmaf(total, factor, ptx::ex2_approx_ftz(sink_log2 - top));
@@ -156,7 +165,10 @@ struct OnlineSoftmax {
   __device__ __forceinline__ float raise(int m, int half, float greatest, float to_log2) {
     const float old = reference[m][half];
     const float raised = fmaxf(old, greatest);
-    const float factor = old == raised ? 1.0f : ptx::ex2_approx_ftz((old - raised) * to_log2);
+    const float factor =
+        old == raised
+            ? 1.0f
+            : ptx::ex2_approx_ftz(to_log2_units(old, to_log2) - to_log2_units(raised, to_log2));
     reference[m][half] = raised;
     sum[m][half] *= factor;
     return factor;
