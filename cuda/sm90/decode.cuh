@@ -40,7 +40,7 @@ __device__ __forceinline__ void produce_decode_keys(const DecodeCall& call, cons
   RingState<Config::kSlots> slot;
   for (DecodeWalk<Config::kBlockKv> walk(params, call, blockIdx.x); walk.valid();) {
     const DecodeUnit unit(call, walk.unit);
-    const TileRange tiles = call.tiles_of<Config::kBlockKv>(call.band_of(params, unit.batch));
+    const TileRange tiles = call.tiles_of<Config::kBlockKv>(call.band.of(params, unit.batch));
     const TileRange part = walk.part(decode_cost(tiles));
     const int32_t end = min(tiles.first + part.end, tiles.end);
     if (threadIdx.x % 32 == 0) {
@@ -72,7 +72,7 @@ __device__ __forceinline__ void produce_decode_queries(const DecodeCall& call,
   uint32_t parity = 1;
   for (DecodeWalk<Config::kBlockKv> walk(params, call, block); walk.valid();) {
     const DecodeUnit unit(call, walk.unit);
-    const Band band = call.band_of(params, unit.batch);
+    const Band band = call.band.of(params, unit.batch);
     const TileRange tiles = call.tiles_of<Config::kBlockKv>(band);
     const int32_t cost = decode_cost(tiles);
     const TileRange part = walk.part(cost);

@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32)
   }
   const int32_t parts = divided.parts;
   const DecodeUnit unit(call, divided.unit);
-  const int32_t q_len = call.band_of(params, unit.batch).q_len;
+  const int32_t q_len = call.band.of(params, unit.batch).q_len;
   for (int32_t row = row_block; row < call.rows; row += row_blocks) {
     const auto row_of = [&](int32_t part) {  // in the workspace
       return ((int64_t{block} + part) * 2 + (part == 0)) * call.rows + row;

@@ -42,8 +42,7 @@ struct DecodeShares {
 struct DecodeCall {
   DecodePlan plan;
   BoxAxes key, value, query;
-  Band band;  // unless `band_varies`: then it depends on operands
-  bool band_varies;
+  CallBand band;
   TileRange tiles;  // of keys, if batches are alike; and then:
   Divisor cost;     // of a unit
   DecodeShares shares;
@@ -58,10 +57,8 @@ struct DecodeCall {
         key(params.key),
         value(params.value),
         query(params.query),
-        band(params.options, params.shape.q_len, params.shape.kv_len, 0),
-        band_varies(params.query_seq_lengths || params.key_value_seq_lengths ||
-                    params.query_offset),
-        tiles(tiles_of(band, block_kv)),
+        band(params),
+        tiles(tiles_of(band.band, block_kv)),
         cost(decode_cost(tiles)),
         shares(plan, block_kv, plan.units * cost.divisor),
         inner_batch(
@@ -78,16 +75,10 @@ struct DecodeCall {
         sinks(params.sinks),
         workspace(DecodeWorkspace::at(params.shape, params.workspace)) {}
 
-  __device__ __forceinline__ Band band_of(const Forward& params, int32_t batch) const {
-    if (band_varies) [[unlikely]] {
-      return Band(params, BatchIndex(params.shape, batch));
-    }
-    return band;
-  }
   // Of the keys that a batch attends to.
   template <int kBlockKv>
   __device__ __forceinline__ TileRange tiles_of(const Band& batch_band) const {
-    return plan.ragged || band_varies ? kv_tiles<kBlockKv>(batch_band, 0, batch_band.q_len) : tiles;
+    return plan.ragged || band.varies ? kv_tiles<kBlockKv>(batch_band, 0, batch_band.q_len) : tiles;
   }
 
  private:
@@ -170,7 +161,7 @@ struct DecodeWalk {
     const auto batches = static_cast<int32_t>(params.shape.batch);
     const int lane = threadIdx.x % 32;
     const auto cost = [&](int32_t batch) {
-      return batch < batches ? decode_cost(call.tiles_of<kBlockKv>(call.band_of(params, batch)))
+      return batch < batches ? decode_cost(call.tiles_of<kBlockKv>(call.band.of(params, batch)))
                              : 0;
     };
     int32_t mine = 0, total = 0;  // mine: of the 32 batches looked at last

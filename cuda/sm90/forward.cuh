@@ -53,7 +53,7 @@ __device__ __forceinline__ void produce_keys(const Forward& params, const Forwar
   RingState<Config::kStages> key_stage, value_stage;
   for (QueryTileCursor cursor{plan.schedule}; cursor.valid(); cursor.advance()) {
     const QueryTileIndex q = cursor.index();
-    const auto walk = walk_keys<Config, kSkips>(plan.band_of(params, q.batch), spans, q.batch,
+    const auto walk = walk_keys<Config, kSkips>(plan.band.of(params, q.batch), spans, q.batch,
                                                 q.tile * Config::kBlockQ);
     const auto first_row = [&](int32_t tile) {
       return (Config::kScoresAhead ? tile_from_end(walk.end, tile) : tile) * Config::kBlockKv;
@@ -103,7 +103,7 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
   };
   for (QueryTileCursor cursor{plan.schedule}; cursor.valid(); cursor.advance()) {
     const QueryTileIndex q = cursor.index();
-    const Band band = plan.band_of(params, q.batch);
+    const Band band = plan.band.of(params, q.batch);
     const int32_t row0 = q.tile * Config::kBlockQ;
     const auto walk = walk_keys<Config, (kModifiers & kSegments) != 0>(band, spans, q.batch, row0);
     if (leader) {

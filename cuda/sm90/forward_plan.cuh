@@ -46,8 +46,7 @@ struct RowsOperand {
 struct ForwardPlan {
   QueryTileSchedule schedule;
   BoxAxes query, key, value;
-  Band band;  // unless `band_varies`: then it depends on operands
-  bool band_varies = false;
+  CallBand band;
   int32_t q_len = 0, kv_len = 0, value_dim = 0;
   float to_log2 = 0.0f;  // from the kernel's logits, natural or not, to those in log2 units
   float dropout_scale = 1.0f;
@@ -59,9 +58,7 @@ struct ForwardPlan {
         query(params.query),
         key(params.key),
         value(params.value),
-        band(params.options, params.shape.q_len, params.shape.kv_len, 0),
-        band_varies(params.query_seq_lengths || params.key_value_seq_lengths ||
-                    params.query_offset),
+        band(params),
         q_len(params.shape.q_len),
         kv_len(params.shape.kv_len),
         value_dim(params.shape.value_dim),
@@ -70,13 +67,6 @@ struct ForwardPlan {
         out(params.out),
         lse(params.lse),
         sinks(params.sinks) {}
-
-  __device__ __forceinline__ Band band_of(const Forward& params, int32_t batch) const {
-    if (band_varies) [[unlikely]] {
-      return Band(params, BatchIndex(params.shape, batch));
-    }
-    return band;
-  }
 };
 
 struct RowRange {

@@ -58,6 +58,24 @@ struct Band {
   }
 };
 
+// A call's band: the host's, unless it depends on operands, and so on the batch.
+struct CallBand {
+  Band band;
+  bool varies = false;
+
+  CallBand() = default;
+  explicit CallBand(const Forward& params)
+      : band(params.options, params.shape.q_len, params.shape.kv_len, 0),
+        varies(params.query_seq_lengths || params.key_value_seq_lengths || params.query_offset) {}
+
+  __device__ __forceinline__ Band of(const Forward& params, int32_t batch) const {
+    if (varies) [[unlikely]] {
+      return Band(params, BatchIndex(params.shape, batch));
+    }
+    return band;
+  }
+};
+
 // A half-open range of tiles of the other operand.
 struct TileRange {
   int32_t first, end;
