@@ -8,10 +8,11 @@ buffers are off, so that each access is checked against the operand it is meant 
 if a tool reports anything that is not explained below, or if a result is wrong.
 
 The tool is $COMPUTE_SANITIZER, else that of the package nvidia-cuda-sanitizer-api, else the one on
-the PATH. It should be 2026.1 or later (CUDA 13.2): earlier ones take what barrier.arrive and
-barrier.sync order for races. What it does not follow all the same is seen from what it says of the
-kernels in sanitizer_limits.cu, which are right beyond doubt. What is explained by such a limit
-(`EXPLAINED`) does not count, for as long as the tool has it. Needs nvcc; without it all counts.
+the PATH. That of CUDA 13.0 takes what barrier.arrive and barrier.sync order for races, and does not
+see what bulk copies store; 2026.4 (nvidia-cuda-sanitizer-api 13.5) is the one that passes. What it
+does not follow all the same is seen from what it says of the kernels in sanitizer_limits.cu, which
+are right. What such a limit explains (`EXPLAINED`) does not count, for as long as the tool has it.
+Needs nvcc; without it all counts.
 
 Under racecheck a build in which all threads of a warp arrive at barriers needs no such explanation
 but the last one: -Ccmake.define.JAX_FLASH_DEFINES=JAX_FLASH_EVERY_THREAD_ARRIVES=1.
