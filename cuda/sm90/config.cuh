@@ -87,9 +87,10 @@ enum class ScoresAhead { kNo, kOneCut, kTwoCut };
 // A block has one warpgroup whose warps start the copies, and kConsumerGroups that compute 64 rows
 // of the output each. It walks over tiles of kBlockKvRows keys and values.
 //
-// With two kKeyShares, both consumers have the same 64 rows, and divide the tiles.
+// With two kKeyShares, both consumers have the same 64 rows, and divide the tiles. A consumer warp
+// has kWarpBytes of shared memory for itself.
 template <int kHeadDimension, int kValueDimension, int kConsumerGroups, int kBlockKvRows,
-          int kKeyShares = 1, ScoresAhead kAhead = ScoresAhead::kNo>
+          int kKeyShares = 1, ScoresAhead kAhead = ScoresAhead::kNo, int kWarpBytes = 0>
 struct ForwardConfig {
   static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension;
   static constexpr int kConsumers = kConsumerGroups;
@@ -117,8 +118,10 @@ struct ForwardConfig {
   // there is room: else the next Q is fetched when the last scores of this one are done.
   static constexpr int kQueryStages = kHeadDim <= 64 ? JAX_FLASH_SM90_QUERY_STAGES : 1;
   static constexpr int kPartialBytes = kKeyGroups > 1 ? 64 * kValueDim * 4 + kWarpgroup * 16 : 0;
-  static constexpr int kFree =
-      kSmemLimit - kStaticSmemBytes - kQueryStages * kRowGroups * QueryTile::kBytes - kPartialBytes;
+  static constexpr int kOwnBytes = kWarpBytes;
+  static constexpr int kFree = kSmemLimit - kStaticSmemBytes -
+                               kQueryStages * kRowGroups * QueryTile::kBytes - kPartialBytes -
+                               kConsumers * 4 * kOwnBytes;
   static constexpr int kFit = kFree / (KeyTile::kBytes + ValueTile::kBytes);
   // Two warpgroups that each keep a tile's keys beside those of the next one need more.
   static constexpr int kMostStages = JAX_FLASH_SM90_STAGES + (kScoresAhead ? kKeyGroups - 1 : 0);
@@ -135,7 +138,8 @@ struct ForwardConfig {
   // finished and Q under way, and one more.
   static constexpr int kWorks = 4;
   static constexpr int kPartialOffset = kValueOffset + kStages * ValueTile::kBytes;
-  static constexpr int kSmemBytes = kPartialOffset + kPartialBytes;
+  static constexpr int kOwnOffset = kPartialOffset + kPartialBytes;
+  static constexpr int kSmemBytes = kOwnOffset + kConsumers * 4 * kOwnBytes;
 };
 
 }  // namespace jax_flash::sm90

@@ -58,14 +58,19 @@ __device__ __forceinline__ void produce_keys(const Forward& params, const Forwar
     const auto first_row = [&](int32_t tile) {
       return (Config::kScoresAhead ? tile_from_end(walk.end, tile) : tile) * Config::kBlockKv;
     };
-    const auto load_key = [&](int32_t tile, bool is_last) {
-      const bool one_segment = kSkips && walk.one_segment(tile);
+    bool one_segment = kSkips && walk.tile < walk.end && walk.one_segment(walk.tile);
+    const auto load_key = [&](int32_t tile, int32_t after) {
+      const bool next_one_segment = kSkips && after < walk.end && walk.one_segment(after);
       if (leader) {
         ptx::mbarrier_wait(smem.key_empty(key_stage.stage), key_stage.parity ^ 1);
-        if constexpr (kSkips) smem.notes[key_stage.stage] = {tile, is_last, one_segment};
+        if constexpr (kSkips) {
+          smem.notes[key_stage.stage] =
+              KeyTileNote(after < walk.end ? after : -1, one_segment, next_one_segment);
+        }
         load_tile_boxes(smem.key(key_stage.stage), maps.key, smem.key_full(key_stage.stage),
                         plan.key, q.batch_axes, q.kv_head, first_row(tile));
       }
+      one_segment = next_one_segment;
       key_stage.advance();
     };
     const auto load_value = [&](int32_t tile) {
@@ -79,10 +84,10 @@ __device__ __forceinline__ void produce_keys(const Forward& params, const Forwar
     };
     if (walk.tile >= walk.end) continue;
     int32_t tile = walk.tile, next = walk.skip_to(tile + 1);
-    load_key(tile, next >= walk.end);
+    load_key(tile, next);
     while (tile < walk.end) {
       const int32_t after = next < walk.end ? walk.skip_to(next + 1) : next;
-      if (next < walk.end) load_key(next, after >= walk.end);
+      if (next < walk.end) load_key(next, after);
       load_value(tile);
       tile = next;
       next = after;
@@ -170,6 +175,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
       consumer.release_query();
       continue;
     }
+    consumer.read_ahead(work.tile);
     consumer.wait_key();
     consumer.start_scores();
     if (unfinished) {
@@ -204,22 +210,20 @@ __device__ __forceinline__ void consume_masked(const Forward& params, const Forw
       consumer.release_query();
       continue;
     }
-    const auto wait_key = [&](int32_t tile) -> KeyTileNote {
-      consumer.wait_key();
-      if constexpr ((kModifiers & kSegments) != 0) return consumer.key_note();
-      return {tile, consumer.is_last(tile), false};
-    };
-    KeyTileNote note = wait_key(work.tile);
+    int32_t tile = work.tile;
+    consumer.read_ahead(tile);
+    consumer.wait_key();
     consumer.out_started = 0;
     consumer.start_scores();
-    consumer.template first_tile<false>(note.tile, note.one_segment);
-    while (!__reduce_max_sync(0xffffffff, note.is_last)) {
-      const KeyTileNote next = wait_key(note.tile + 1);
-      consumer.next_tile(note.tile, next.tile, next.one_segment);
-      note = next;
+    KeyTileNote note = consumer.key_note(tile);
+    consumer.template first_tile<false>(tile, note.one_segment());
+    while (note.next() >= 0) {
+      const int32_t last = tile;
+      tile = note.next();
+      consumer.next_tile(last, tile, note.next_one_segment(), &note);
     }
     consumer.release_query();
-    consumer.clear_values(note.tile, work.attended);
+    consumer.clear_values(tile, work.attended);
     consumer.start_out();
     consumer.await_out();
     finish_rows<Config, Element, kModifiers>(plan, consumer.work_before(0), consumer.warp_row,
@@ -347,31 +351,40 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
                        Config::kSmemBytes, stream, plan, maps, params, spans);
 }
 
+// Two consumers have the registers for modifiers, at head dim 64 with fewer keys three.
+template <int kHeadDim, uint32_t kModifiers>
+struct ModifiedConfig {
+  static constexpr bool kChained = kModifiers == kBias || kModifiers == kSoftCap;
+  static constexpr int kConsumers = kHeadDim == 64 && kChained ? 3 : 2;
+  static constexpr int keys() {  // multiples of kSegmentBlock with segments
+    if (kHeadDim == 64) return kChained ? 96 : 128;
+    if (kHeadDim == 128) return kModifiers == kBias ? 96 : 128;
+    if (kHeadDim == 256) return kModifiers == kSoftCap || kModifiers == kMask ? 80 : 64;
+    return kHeadDim == 192 ? 96 : 128;
+  }
+  using Type = ForwardConfig<kHeadDim, kHeadDim, kConsumers, keys(), 1, ScoresAhead::kNo,
+                             kModifiers == kBias ? BiasTile<keys() / 8>::kWarpBytes : 0>;
+};
+
 // With modifiers. Kernels for one of them alone, at the usual head dims, are much faster than the
 // one for all: its loop has ten times the instructions that a call executes.
 template <typename Element, int kHeadDim>
 Status launch_modified(const Forward& params, const SegmentSpans& spans, cudaStream_t stream) {
-  const auto launch = [&](auto config, auto made_for) {
-    return launch_forward_config<decltype(config), Element, decltype(made_for)::value>(
-        params, spans, stream);
+  const auto launch = [&](auto made_for) {
+    constexpr uint32_t kModifiers = decltype(made_for)::value;
+    return launch_forward_config<typename ModifiedConfig<kHeadDim, kModifiers>::Type, Element,
+                                 kModifiers>(params, spans, stream);
   };
-  // Two consumers have the registers.
-  using Config = ForwardConfig<kHeadDim, kHeadDim, 2, kHeadDim == 256 ? 80 : 128>;
-  using SegmentConfig =  // multiples of kSegmentBlock
-      ForwardConfig<kHeadDim, kHeadDim, 2,
-                    kHeadDim == 256   ? 64
-                    : kHeadDim == 192 ? 96
-                                      : 128>;
   if constexpr (kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256) {
     switch (modifiers_of(params)) {
-      case kBias: return launch(Config{}, std::integral_constant<uint32_t, kBias>{});
-      case kSoftCap: return launch(Config{}, std::integral_constant<uint32_t, kSoftCap>{});
-      case kMask: return launch(Config{}, std::integral_constant<uint32_t, kMask>{});
-      case kSegments: return launch(SegmentConfig{}, std::integral_constant<uint32_t, kSegments>{});
+      case kBias: return launch(std::integral_constant<uint32_t, kBias>{});
+      case kSoftCap: return launch(std::integral_constant<uint32_t, kSoftCap>{});
+      case kMask: return launch(std::integral_constant<uint32_t, kMask>{});
+      case kSegments: return launch(std::integral_constant<uint32_t, kSegments>{});
       default: break;
     }
   }
-  return launch(SegmentConfig{}, std::integral_constant<uint32_t, kEveryModifier>{});
+  return launch(std::integral_constant<uint32_t, kEveryModifier>{});
 }
 
 // kHeadDim bounds head_dim and value_dim; a head dim of 192 comes mostly with a value dim of 128.

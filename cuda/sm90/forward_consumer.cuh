@@ -9,6 +9,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/config.cuh"
+#include "sm90/forward_modified_tile.cuh"
 #include "sm90/forward_parts.cuh"
 #include "tile/logits.cuh"
 #include "tile/modifiers.cuh"
@@ -24,7 +25,7 @@ struct ForwardConsumer {
   // Whether query tiles are chained, and Q is released early.
   static constexpr bool kChained = !kMasks;
   static constexpr int kN = Config::kBlockKv / 8, kOutN = Config::kValueDim / 8;
-  static constexpr uint32_t kAllColumns = kN == 16 ? ~0u : (1u << 2 * kN) - 1;
+  using Modified = ModifiedTile<Config, kModifiers>;  // in kernels for one modifier
   static constexpr int kHeadSteps = Config::kHeadDim / 16, kKeySteps = Config::kBlockKv / 16;
   using ScoreProduct = ptx::Wgmma<Element, Config::kBlockKv>;
   using OutProduct = ptx::Wgmma<Element, Config::kValueDim>;
@@ -48,6 +49,7 @@ struct ForwardConsumer {
   uint32_t probabilities[kKeySteps][4];
   float factor[1][2];    // by which `out` is to be multiplied if a reference rises
   uint32_t columns = 0;  // a bit per column of this thread: whether its warp attends to it
+  Modified modified;
 
   __device__ __forceinline__ ForwardConsumer(const Forward& forward, const ForwardPlan& planned,
                                              const ForwardSmem<Config>& where)
@@ -57,7 +59,8 @@ struct ForwardConsumer {
         // A reduction: in a uniform register, and so is what descriptors derive from it.
         group(__reduce_max_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup - 1)),
         warp_row(group_row() + threadIdx.x % kWarpgroup / 32 * 16),
-        to_log2(planned.to_log2) {}
+        to_log2(planned.to_log2),
+        modified(forward, planned, where.own(threadIdx.x / 32 - 4)) {}
 
   __device__ __forceinline__ int query_tile() const { return group % Config::kRowGroups; }
   __device__ __forceinline__ int group_row() const { return query_tile() * 64; }
@@ -73,6 +76,7 @@ struct ForwardConsumer {
     same(work.tile);
     same(work.end);
     same(work.row0);
+    modified.begin(work, work.row0 + warp_row);
     return work.row0 >= 0;
   }
   __device__ __forceinline__ bool has_keys() const { return work.tile < work.end; }
@@ -90,10 +94,10 @@ struct ForwardConsumer {
     ptx::mbarrier_wait(smem.key_full(key_stage.stage), key_stage.parity);
   }
   // Of the key tile that was waited for.
-  __device__ __forceinline__ KeyTileNote key_note() const {
-    KeyTileNote note = smem.notes[key_stage.stage];
-    note.tile = __reduce_max_sync(0xffffffff, note.tile);
-    note.one_segment = __reduce_max_sync(0xffffffff, note.one_segment) != 0;
+  __device__ __forceinline__ KeyTileNote key_note(int32_t tile) const {
+    KeyTileNote note(is_last(tile) ? -1 : tile + 1, false, false);
+    if constexpr ((kModifiers & kSegments) != 0) note = smem.notes[key_stage.stage];
+    note.packed = __reduce_max_sync(0xffffffff, note.packed);
     return note;
   }
   __device__ __forceinline__ void release_key() {
@@ -134,9 +138,23 @@ struct ForwardConsumer {
   // Rows of V that may not reach the output even by a product with 0, before its product.
   __device__ __forceinline__ void clear_values(int32_t tile, const RowRange& attended) const {
     const auto value_smem = smem.value(value_stage.stage);
-    if (has_element_masks<kModifiers>(params)) {
-      clear_unattended<Config, Element>(
-          value_smem, columns, [&] { return modifiers(); }, work.band, work.row0, tile);
+    const auto clear = [&](auto make_allows) {
+      clear_unattended<Config, Element>(value_smem, columns, make_allows, work.band, work.row0,
+                                        tile);
+    };
+    if constexpr (Modified::kBits) {  // without the divisions of BatchIndex, which are calls
+      if (!modified.all_allowed) {
+        clear([&] {
+          return [&](int32_t row, int32_t col) {
+            return allows_element<kModifiers>(params, work.modifiers, work.band, row, col);
+          };
+        });
+      }
+    } else if (has_element_masks<kModifiers>(params)) {
+      clear([&] {
+        const LogitModifiers all = modifiers();
+        return [all, this](int32_t row, int32_t col) { return all.allows(work.band, row, col); };
+      });
     }
     zero_unattended<Config>(value_smem, tile, attended, plan.kv_len);
   }
@@ -153,7 +171,7 @@ struct ForwardConsumer {
   }
   // One part of kOutParts, and the exponentials of the next tile among them: started all at once,
   // they would keep another warpgroup's scores waiting, which it needs sooner.
-  static constexpr int kOutParts = Config::kOutParts;
+  static constexpr int kOutParts = kGeneral ? 1 : Config::kOutParts;
   template <int kPart>
   __device__ __forceinline__ void start_out_part(uint32_t zero) {
     ptx::wgmma_fence();
@@ -198,11 +216,30 @@ struct ForwardConsumer {
     return !band.all_allowed(group_row0, valid_end, col0, col0 + Config::kBlockKv) ||
            valid_end > band.q_len;
   }
-  // What the call does to products, but for a factor of to_log2.
-  __device__ __forceinline__ void modify(int32_t tile, bool edge, bool one_segment = false) {
+  // Of mask or bias, for a tile to come, if there is one.
+  __device__ __forceinline__ void read_ahead(int32_t tile) {
+    modified.read_ahead(work, work.row0 + warp_row, tile);
+  }
+  // Of the mask: finds the bits of tile `next`, and reads those of the tile behind it.
+  __device__ __forceinline__ void look_ahead(int32_t next) {
+    modified.look_ahead(work, work.row0 + warp_row, next + 1);
+  }
+  __device__ __forceinline__ void attended_columns_of_bits() {
+    columns = attended_by_warp<kN>(modified.allowed);
+  }
+  // What the call does to products, but for a factor of to_log2. `again`: what was read ahead is
+  // gone.
+  __device__ __forceinline__ void modify(Scores& scores, int32_t tile, bool edge,
+                                         bool one_segment = false, bool again = false) {
     const Band& band = work.band;
     const int32_t col0 = tile * Config::kBlockKv, warp_row0 = work.row0 + warp_row;
-    if constexpr (kGeneral) {
+    if constexpr (Modified::kBits) {
+      modified.forbid_all(scores);
+      return;
+    }
+    if (Modified::kBiased && !again && modified.reads_ahead()) {
+      modified.add_bias(scores);
+    } else if constexpr (kGeneral) {
       modify_scores<kModifiers>(scores, params, work.modifiers, band, warp_row0, col0, one_segment);
     }
     if (edge) {
@@ -211,13 +248,25 @@ struct ForwardConsumer {
         mask_rows(scores, band.q_len - warp_row0);
       }
     }
-    if (has_element_masks<kModifiers>(params)) {
-      const bool forbids = kModifiers != kSegments || edge || !one_segment;
-      columns = forbids ? attended_columns(scores) : kAllColumns;
-    }
+    if (has_element_masks<kModifiers>(params)) columns = attended_columns(scores);
   }
   __device__ __forceinline__ bool raise_reference() {
     return softmax.template raise_reference<4>(scores, to_log2, factor);
+  }
+  // The same before the soft cap, which keeps the order of products.
+  __device__ __forceinline__ bool raise_capped_reference() {
+    const float cap = params.options.logits_soft_cap;
+    const float to_ratio = __fdividef(params.options.scale, cap);  // no call
+    float greatest[1][1][4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      greatest[0][0][e] = scores[0][0][e];
+#pragma unroll
+      for (int n = 1; n < kN; ++n) greatest[0][0][e] = fmaxf(greatest[0][0][e], scores[0][n][e]);
+      greatest[0][0][e] *= to_ratio;
+    }
+    soft_cap_ratios(greatest, cap);
+    return softmax.template raise_reference<1>(greatest, to_log2, factor);
   }
   __device__ __forceinline__ void rescale() { softmax.rescale(out, factor); }
   __device__ __forceinline__ void exponentials() { exponentials(scores); }
@@ -248,13 +297,21 @@ struct ForwardConsumer {
   template <bool kBesideOut>
   __device__ __forceinline__ void first_tile(int32_t tile, bool one_segment = false) {
     const bool edge = at_edge(tile);
+    if constexpr (Modified::kLooksAhead) look_ahead(tile);
+    modified.prepare(work, work.row0 + warp_row, tile, edge, one_segment);
+    if constexpr (kModifiers == kMask && !Modified::kLooksAhead) {
+      read_ahead(min(tile + 1, work.end - 1));
+    }
     await_scores<kBesideOut ? 1 : 0>();
     release_key();
     release_query_early(tile);
     softmax = OnlineSoftmax<1>();
-    modify(tile, edge, one_segment);
+    modify(scores, tile, edge, one_segment);
+    if constexpr (Modified::kBiased) read_ahead(is_last(tile) ? -1 : tile + 1);
     raise_reference();
     exponentials();
+    if constexpr (Modified::kLooksAhead) look_ahead(tile + 1);
+    if constexpr (Modified::kBits) attended_columns_of_bits();
     drop_some(tile);
     if constexpr (kBesideOut) {
       wait_next_value_after_exponentials();
@@ -267,13 +324,28 @@ struct ForwardConsumer {
   }
 
   // From the probabilities of tile `last` to those of the next, with the former's product beside.
-  __device__ __forceinline__ void next_tile(int32_t last, int32_t tile, bool one_segment = false) {
+  // With masks, `note` is set to the tile's.
+  __device__ __forceinline__ void next_tile(int32_t last, int32_t tile, bool one_segment = false,
+                                            KeyTileNote* note = nullptr) {
     constexpr bool kOptimistic = Config::kOptimistic && kModifiers != kEveryModifier;
     const bool edge = at_edge(tile);  // before the wait
     wait_key();
     start_scores();
     clear_values(last, work.attended);
-    start_out_part<0>(0);
+    if constexpr (kMasks && !kOptimistic) *note = key_note(tile);
+    const auto prepare = [&] {
+      modified.prepare(work, work.row0 + warp_row, tile, edge, one_segment);
+    };
+    if constexpr (Modified::kBits && !Modified::kLooksAhead) {
+      prepare();
+      columns = kAllBits<kN>;
+      if (!modified.all_allowed) attended_columns_of_bits();
+      if constexpr (kModifiers == kMask) read_ahead(note->next());
+      start_out_part<0>(0);
+    } else {
+      start_out_part<0>(0);
+      prepare();
+    }
     await_scores<1>();
     bool careful = true;
     if constexpr (kOptimistic) {
@@ -282,23 +354,63 @@ struct ForwardConsumer {
       release_key();
     }
     release_query_early(tile);
-    modify(tile, edge, one_segment);
-    bool rises = careful && raise_reference();
+    // Whether all logits are to be there before the exponentials.
+    bool whole = true;
+    bool assumes_small = false;  // products: the tile is done again if they are not
+    bool longer = false;         // polynomial of the soft cap
+    if constexpr (Modified::kBits && kOptimistic) {
+      whole = careful;
+    } else if constexpr (Modified::kBiased && kOptimistic) {
+      whole = careful || edge || !modified.reads_ahead();
+    } else if constexpr (Modified::kCapped) {
+      whole = edge;
+      assumes_small = kOptimistic && !careful && modified.products_small;
+      if (!edge && !assumes_small) {
+        const float greatest = greatest_magnitude(scores);
+        whole = !(greatest <= plan.modifiers.soft_cap.limit4);
+        longer = !(greatest <= plan.modifiers.soft_cap.limit3);
+      }
+    }
+    bool rises = false;
+    if (whole) {
+      modify(scores, tile, edge, one_segment);
+      rises = careful && raise_reference();
+    } else if constexpr (Modified::kCapped) {
+      rises = careful && raise_capped_reference();
+    }
     const float before[2] = {softmax.sum[0][0], softmax.sum[0][1]};
     softmax.sum[0][0] = softmax.sum[0][1] = 0.0f;
-    exponentials_beside_out<0>();
+    // What the next tile needs.
+    const auto beside = [&] {
+      if constexpr (kMasks && kOptimistic) *note = key_note(tile);
+      if constexpr (Modified::kLooksAhead) {
+        look_ahead(tile + 1);
+        attended_columns_of_bits();
+      }
+    };
+    bool great = false;
+    if (whole) {
+      beside();
+      exponentials_beside_out<0>();
+    } else if constexpr (kGeneral) {
+      great = modified.exponentials(scores, softmax, to_log2, longer, beside) && assumes_small;
+    }
+    if constexpr (Modified::kBiased) read_ahead(is_last(tile) ? -1 : tile + 1);
     const float greatest = fmaxf(softmax.sum[0][0], softmax.sum[0][1]);
     softmax.sum[0][0] += before[0];
     softmax.sum[0][1] += before[1];
     wait_next_value_after_exponentials();
     await_out();
     if constexpr (kOptimistic) {
-      if (!careful && __any_sync(0xffffffff, greatest > kOptimisticLimit)) {
+      if (!careful && __any_sync(0xffffffff, greatest > kOptimisticLimit || great)) {
+        if constexpr (Modified::kCapped) {
+          modified.products_small = !__any_sync(0xffffffff, great);
+        }
         softmax.sum[0][0] = before[0];
         softmax.sum[0][1] = before[1];
         warp_scores<Config, Element>(scores, smem.query(query_stage.stage, query_tile()),
                                      smem.key(key_stage.stage), warp_row - group_row());
-        modify(tile, edge, one_segment);
+        modify(scores, tile, edge, one_segment, true);
         rises = raise_reference();
         exponentials();
       }

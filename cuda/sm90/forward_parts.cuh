@@ -51,6 +51,10 @@ struct ForwardSmem {
   __device__ __forceinline__ typename Config::ValueTile value(uint32_t stage) const {
     return {root, Config::kValueOffset + stage * Config::ValueTile::kBytes};
   }
+  // What a consumer warp copies for itself.
+  __device__ __forceinline__ uint32_t own(int consumer_warp) const {
+    return root + Config::kOwnOffset + consumer_warp * Config::kOwnBytes;
+  }
   __device__ __forceinline__ uint32_t partial() const { return root + Config::kPartialOffset; }
   // The n-th query tile of a consumer; the next kWorks - 1 leave it alone.
   __device__ __forceinline__ QueryWork& work(int group, uint32_t n) const {
@@ -269,10 +273,10 @@ __device__ __forceinline__ uint32_t not_finite(uint32_t pair) {
 // Zeroes the rows of a tile of V that hold NaN or infinities and that no row of the block may
 // attend to, for the same reason as zero_unattended(). A warp looks after the columns that it does
 // not attend to itself; where another warp attends to one, the row stays, and both may use it.
-// `make_modifiers` returns the LogitModifiers, which are seldom needed.
-template <typename Config, typename Element, typename MakeModifiers>
+// `make_allows` returns a function that says whether a row may attend to a column: seldom needed.
+template <typename Config, typename Element, typename MakeAllows>
 __device__ __forceinline__ void clear_unattended(const typename Config::ValueTile& tile_smem,
-                                                 uint32_t attended, MakeModifiers make_modifiers,
+                                                 uint32_t attended, MakeAllows make_allows,
                                                  const Band& band, int32_t row0, int32_t tile) {
   using Tile = typename Config::ValueTile;
   constexpr uint32_t kAll = Config::kBlockKv == 128 ? ~0u : (1u << Config::kBlockKv / 4) - 1;
@@ -286,7 +290,7 @@ __device__ __forceinline__ void clear_unattended(const typename Config::ValueTil
              not_finite<Element>(chunk.z) | not_finite<Element>(chunk.w);
   }
   if (!__any_sync(0xffffffff, found != 0)) return;
-  const LogitModifiers modifiers = make_modifiers();
+  const auto allows = make_allows();
   for (int col = 0; col < Config::kBlockKv; ++col) {
     const uint32_t bits = __shfl_sync(0xffffffff, attended, col % 8 / 2);
     if (bits >> (col / 8 * 2 + col % 2) & 1) continue;
@@ -294,7 +298,7 @@ __device__ __forceinline__ void clear_unattended(const typename Config::ValueTil
     bool allowed = false;
     if (global_col < band.kv_len) {
       for (int32_t row = row0 + lane; row < row0 + Config::kBlockQ; row += 32) {
-        allowed = allowed || modifiers.allows(band, row, global_col);
+        allowed = allowed || allows(row, global_col);
       }
     }
     if (__any_sync(0xffffffff, allowed)) continue;

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "params.h"
+#include "sm90/forward_modified.cuh"
 #include "sm90/schedule.cuh"
 #include "status.h"
 #include "tile/band.cuh"
@@ -51,6 +52,7 @@ struct ForwardPlan {
   float to_log2 = 0.0f;  // from the kernel's logits, natural or not, to those in log2 units
   float dropout_scale = 1.0f;
   RowsOperand out, lse, sinks;
+  ModifierPlan modifiers;
 
   ForwardPlan() = default;
   ForwardPlan(const Forward& params, const QueryTileSchedule& tiles, bool natural_logits)
@@ -66,7 +68,8 @@ struct ForwardPlan {
         dropout_scale(params.options.dropout_scale),
         out(params.out),
         lse(params.lse),
-        sinks(params.sinks) {}
+        sinks(params.sinks),
+        modifiers(params) {}
 };
 
 struct RowRange {
@@ -86,11 +89,19 @@ struct QueryWork {
   ModifierOffsets modifiers;
 };
 
-// Of a tile of keys where some are skipped.
+// Of a tile of keys where some are skipped, and of the one after it: what is to be known of that
+// one is known before its own copy arrives.
 struct KeyTileNote {
-  int32_t tile;
-  bool is_last;      // of the query tile
-  bool one_segment;  // all keys, and all of the block's rows
+  int32_t packed;
+
+  KeyTileNote() = default;
+  // `next`: the tile after it, negative if it is the query tile's last. One segment: that of all
+  // keys, and of all of the block's rows.
+  __device__ __forceinline__ KeyTileNote(int32_t next, bool one_segment, bool next_one_segment)
+      : packed(next * 4 + (one_segment ? 2 : 0) + (next_one_segment ? 1 : 0)) {}
+  __device__ __forceinline__ int32_t next() const { return packed >> 2; }
+  __device__ __forceinline__ bool one_segment() const { return (packed & 2) != 0; }
+  __device__ __forceinline__ bool next_one_segment() const { return (packed & 1) != 0; }
 };
 
 inline int64_t tiles(const Shape& shape, int rows) {

@@ -1,0 +1,200 @@
+// A tile's modifier in kernels for a single one: what of it is read ahead, or found out before the
+// scores are there, and exponentials beside it.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "params.h"
+#include "sm90/forward_modified.cuh"
+#include "sm90/forward_plan.cuh"
+#include "tile/softmax.cuh"
+
+namespace jax_flash::sm90 {
+
+template <typename Config, uint32_t kModifiers>
+struct ModifiedTile {
+  static constexpr int kN = Config::kBlockKv / 8;
+  // With bits: what is allowed is known before the scores are.
+  static constexpr bool kBits = kModifiers == kMask || kModifiers == kSegments;
+  static constexpr bool kBiased = kModifiers == kBias, kCapped = kModifiers == kSoftCap;
+  // Whether what the next tile needs is found out beside the exponentials of this one, or, where
+  // there are no registers for it, when it is needed.
+  static constexpr bool kLooksAhead = kBits && Config::kOptimistic;
+  using Scores = float[1][kN][4];
+
+  const Forward& params;
+  const ForwardPlan& plan;
+  BiasTile<kN> bias;  // of this warp
+  typename BiasTile<kN>::Rows bias_rows;
+  MaskBytes<kN> mask;
+  AllowedBits allowed, next_allowed;
+  bool all_allowed, next_all_allowed;
+  bool products_small = true;  // for the shortest polynomial of the soft cap, so far
+
+  __device__ __forceinline__ ModifiedTile(const Forward& forward, const ForwardPlan& planned,
+                                          uint32_t own_smem)
+      : params(forward), plan(planned), bias{own_smem} {}
+
+  // Whether mask and bias are read a tile ahead: where they lie in vectors.
+  __device__ __forceinline__ bool reads_ahead() const { return plan.modifiers.vectors; }
+
+  // A query tile: the warp's rows are those from row0 on.
+  __device__ __forceinline__ void begin(const QueryWork& work, int32_t row0) {
+    if constexpr (kBiased) {
+      const auto rows = [&](auto bytes) {
+        return BiasTile<kN>::template rows<decltype(bytes)::value>(params.bias.row, row0,
+                                                                   plan.q_len);
+      };
+      bias_rows = params.bias.dtype == DType::kFloat32 ? rows(std::integral_constant<int, 4>{})
+                                                       : rows(std::integral_constant<int, 2>{});
+    }
+  }
+  // Of the bias, or the bytes of the mask, if there is such a tile. With kLooksAhead, there has to
+  // be, and there are no branches.
+  __device__ __forceinline__ void read_ahead(const QueryWork& work, int32_t row0, int32_t tile) {
+    const int32_t col0 = tile * Config::kBlockKv;
+    if constexpr (kModifiers == kMask) {
+      if constexpr (!kLooksAhead) {
+        mask = {};  // or registers would be kept for what was there
+        if (tile < 0 || !reads_ahead()) return;
+      }
+      mask.load(static_cast<const uint8_t*>(params.mask.data) + work.modifiers.mask,
+                params.mask.row, row0, plan.q_len, col0, reads_ahead() ? plan.kv_len : 0);
+    } else if constexpr (kBiased) {
+      if (tile < 0 || !reads_ahead()) return;
+      const auto copy = [&](auto bytes) {
+        constexpr int kBytes = decltype(bytes)::value;
+        const auto* data = static_cast<const uint8_t*>(params.bias.data);
+        bias.template copy<kBytes>(data + (work.modifiers.bias + col0) * kBytes, bias_rows,
+                                   plan.kv_len - col0);
+      };
+      if (params.bias.dtype == DType::kFloat32) {
+        copy(std::integral_constant<int, 4>{});
+      } else {
+        copy(std::integral_constant<int, 2>{});
+      }
+    }
+  }
+  // From the mask's bytes of the next tile to its bits, and the bytes of the tile behind it.
+  __device__ __forceinline__ void look_ahead(const QueryWork& work, int32_t row0, int32_t behind) {
+    if constexpr (kModifiers == kMask) {
+      next_allowed = mask.bits();
+      next_all_allowed = all_of(next_allowed);
+      read_ahead(work, row0, min(behind, work.end - 1));
+    }
+  }
+  // Before a tile's scores are there.
+  __device__ __forceinline__ void prepare(const QueryWork& work, int32_t row0, int32_t tile,
+                                          bool edge, bool one_segment) {
+    if constexpr (kBits) {
+      const Band& band = work.band;
+      const int32_t col0 = tile * Config::kBlockKv;
+      const Extent extent = {band.q_len, band.kv_len};
+      allowed = {kAllBits<kN>, kAllBits<kN>};
+      all_allowed = true;
+      if constexpr (kModifiers == kMask) {
+        if (!reads_ahead()) {
+          allowed = mask_bits<kN>(params.mask, work.modifiers.mask, row0, col0, extent);
+          all_allowed = all_of(allowed);
+        } else if constexpr (kLooksAhead) {
+          allowed = next_allowed;
+          all_allowed = next_all_allowed;
+        } else {
+          allowed = mask.bits();
+          all_allowed = all_of(allowed);
+        }
+      } else if (!one_segment) {
+        allowed = segment_bits<kN>(params, work.modifiers, row0, col0, extent);
+        all_allowed = all_of(allowed);
+      }
+      if (edge) {
+        forbid_edges(allowed, band, row0, col0);
+        all_allowed = all_of(allowed);
+      }
+    } else if constexpr (kBiased) {
+      if (reads_ahead()) bias.wait();
+    }
+  }
+  static __device__ __forceinline__ bool all_of(const AllowedBits& bits) {
+    return __reduce_and_sync(0xffffffff, bits.row[0] & bits.row[1]) == kAllBits<kN>;
+  }
+
+  __device__ __forceinline__ void forbid_all(Scores& scores) const {
+    if (all_allowed) return;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) forbid(scores[0][n], allowed, n);
+  }
+  // From what was read ahead.
+  __device__ __forceinline__ void add_bias(Scores& scores) const {
+    with_bias_type([&](auto zero) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        bias.template add<decltype(zero)>(scores[0][n], params.options.scale, n);
+      }
+    });
+  }
+  // Exponentials of a tile that no edge cuts, with what the call does to its products side by side:
+  // in one block of code, in which the assembler mixes them. `longer`: by the second polynomial of
+  // the soft cap. Returns whether products are too great for the first one. What `beside` does, so
+  // has no branches, is mixed in, too.
+  template <typename Beside>
+  __device__ __forceinline__ bool exponentials(Scores& scores, OnlineSoftmax<1>& softmax,
+                                               float to_log2, bool longer, Beside beside) {
+    const auto all = [&](auto modify) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        if (n == kN / 4) beside();
+        modify(scores[0][n], n);
+        softmax.exponentials(scores[0][n], 0, to_log2);
+      }
+    };
+    if constexpr (kBits) {
+      if (all_allowed) {
+        all([](float (&)[4], int) {});
+      } else {
+        all([&](float (&block)[4], int n) { forbid(block, allowed, n); });
+      }
+    } else if constexpr (kBiased) {
+      with_bias_type([&](auto zero) {
+        all([&](float (&block)[4], int n) {
+          bias.template add<decltype(zero)>(block, params.options.scale, n);
+        });
+      });
+    } else if constexpr (kCapped) {
+      const SoftCapPlan& cap = plan.modifiers.soft_cap;
+      float shift[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float reference = softmax.reference[0][half];
+        shift[half] = reference == minus_infinity() ? 0.0f : to_log2_units(reference, to_log2);
+      }
+      int32_t greatest_square = 0;
+      const auto capped = [&](const auto& terms) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+          soft_cap_exponentials(scores[0][n], terms, shift, softmax.sum[0], greatest_square);
+        }
+      };
+      if (longer) {
+        capped(cap.factor4);
+      } else {
+        capped(cap.factor3);
+      }
+      return greatest_square > cap.limit3_square;
+    }
+    return false;
+  }
+
+ private:
+  template <typename Visit>
+  __device__ __forceinline__ void with_bias_type(Visit visit) const {
+    switch (params.bias.dtype) {
+      case DType::kFloat32: visit(float{}); break;
+      case DType::kBFloat16: visit(__nv_bfloat16{}); break;
+      case DType::kFloat16: visit(__half{}); break;
+    }
+  }
+};
+
+}  // namespace jax_flash::sm90
