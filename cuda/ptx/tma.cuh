@@ -49,6 +49,15 @@ __device__ __forceinline__ void cp_async_bulk_load(uint32_t address_smem, const 
       : "memory");
 }
 
+// Copies `bytes`, a multiple of 16, from shared to global memory. Belongs to the bulk group that
+// the thread commits next.
+__device__ __forceinline__ void cp_async_bulk_store(void* gmem, uint32_t address_smem,
+                                                    uint32_t bytes) {
+  asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(gmem),
+               "r"(address_smem), "r"(bytes)
+               : "memory");
+}
+
 // Adds `bytes` / 4 floats of shared memory to those in global memory. Belongs to the bulk group
 // that the thread commits next.
 __device__ __forceinline__ void cp_reduce_async_bulk_add_f32(float* gmem, uint32_t address_smem,

@@ -104,6 +104,7 @@ __device__ __forceinline__ void consume_tiles(const Backward& params, const KeyG
   if (tile_count == 0) {
     // Not before the warp that copies has seen that they were empty: it would miss that.
     ptx::mbarrier_wait(smem.key_full(), key_parity);
+    ptx::mbarrier_wait(smem.value_full(), key_parity);
     arrive_by_warp(smem.keys_empty());
     await_copies();
     write_key_gradients();
@@ -319,8 +320,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_kernel(const __grid_constant__ Backward params,
                     const __grid_constant__ BackwardMaps maps,
                     const __grid_constant__ KeyGradientMaps gradient_maps,
-                    const BackwardWorkspace workspace, const TileSchedule schedule,
-                    const TurnOrder order) {
+                    const BackwardWorkspace workspace,
+                    const __grid_constant__ TileSchedule schedule, const TurnOrder order,
+                    const __grid_constant__ BlockPlan plan) {
   extern __shared__ __align__(1024) uint8_t tiles_smem[];
   __shared__ __align__(128) float statistics_smem[2][Config::kStages * Config::kBlockQ];
   __shared__ __align__(8) uint64_t barriers_smem[BackwardSmem<Config>::kBarriers];
@@ -332,25 +334,42 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                                   statistics_smem[1],
                                   tile_indices_smem,
                                   reinterpret_cast<BackwardBlock*>(block_bytes_smem)};
+  // What can begin at once does: the first block's K and V, and who is to do what.
+  const bool has_rows = params.shape.q_len > 0;  // else there are no maps
   if (threadIdx.x < 32) {
     smem.init_barriers();
-    if (threadIdx.x == 0 && params.shape.q_len > 0) {  // else there are no maps
-      ptx::prefetch_tensormap(maps.key);
-      ptx::prefetch_tensormap(maps.query);
-      ptx::prefetch_tensormap(maps.value);
-      ptx::prefetch_tensormap(maps.dout);
+    if (threadIdx.x == 0 && has_rows) load_first_keys(params, plan, schedule, maps, smem);
+  } else if (threadIdx.x < 64) {
+    if (threadIdx.x == 32 && has_rows) {
+      for (const CUtensorMap* map : {&maps.key, &maps.query, &maps.value, &maps.dout,
+                                     &gradient_maps.dkey, &gradient_maps.dvalue}) {
+        ptx::prefetch_tensormap(*map);
+      }
     }
   } else if (threadIdx.x >= 128) {
     touch_parameters<Config::kConsumers * 4>(params, threadIdx.x / 32 - 4);
+    touch_parameters(plan);
+    touch_parameters(schedule);
+  } else if (threadIdx.x >= 96) {
+    const auto block = BackwardBlock::at<Config, kGeneral>(params, plan, schedule, blockIdx.x,
+                                                           workspace.spans, order);
+    if (threadIdx.x == 96) smem.blocks[0] = block;
   }
   __syncthreads();
+  if (threadIdx.x == 96) {
+    const BackwardBlock& block = smem.blocks[0];
+    if (block.tile_count > 0) load_query(params, maps, smem, 0, block, block.walk.begin());
+    ptx::mbarrier_arrive(smem.block_full(0));
+  }
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x < 128) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if (threadIdx.x < 32) {
       StagePair next;
+      bool begun = has_rows;
       for_blocks(smem, [&](const BackwardBlock& block, uint32_t key_parity) {
-        load_tiles<true>(params, maps, workspace, smem, block, key_parity, next);
+        load_tiles<true>(params, maps, workspace, smem, block, begun, key_parity, next);
+        begun = false;
       });
     } else if (threadIdx.x < 96) {
       ptx::griddepcontrol_wait();  // for the zeros
@@ -358,9 +377,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       for_blocks(smem, [&](const BackwardBlock& block, uint32_t) {
         add_dquery(params, workspace, order, smem, block, threadIdx.x / 32 - 1, next);
       });
-      if (threadIdx.x % 32 == 0) ptx::cp_async_bulk_wait_group<0>();
     } else {
-      choose_blocks<Config, kGeneral>(params, workspace, schedule, order, smem);
+      choose_blocks<Config, kGeneral>(params, plan, workspace, schedule, order, smem);
     }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
@@ -375,7 +393,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       consume_tiles<Config, Element, kGeneral>(params, gradient_maps, smem, block, ring,
                                                key_parity);
     });
-    if (threadIdx.x % 128 == 0) ptx::cp_async_bulk_wait_group<0>();
+    if (threadIdx.x % 128 == 0) ptx::cp_async_bulk_wait_group_read<0>();
     if (Config::kAlternates && group == 0) {  // the other's last
       ptx::barrier_sync(kMayCompute, Config::kConsumerThreads);
     }
@@ -387,7 +405,6 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
                               cudaStream_t stream) {
   const Shape& shape = params.shape;
   const int64_t heads = shape.batch * shape.heads, kv_heads = shape.batch * shape.kv_heads;
-  const int64_t kv_tiles_total = ceil_div(shape.kv_len, Config::kBlockKv);
   BackwardMaps maps;
   Status status;
   if (heads > 0 && shape.q_len > 0 && shape.kv_len > 0) {
@@ -397,37 +414,24 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
   if (status.ok() && kv_heads > 0 && shape.kv_len > 0) {
     status = make_gradient_maps(params, 64, gradient_maps);
   }
-  if (!status.ok()) return status;
-  TileSchedule schedule = make_schedule(params, kv_tiles_total, kv_heads,
-                                        int64_t{shape.q_len} * shape.heads / shape.kv_heads,
-                                        4 * (Config::kHeadDim + Config::kDqueryCols), 2, false);
-  TurnOrder order = TurnOrder::kNone;
   int sms = 0;
-  status = multiprocessors(sms);
-  if (workspace.turns) {
-    // Blocks of a head run at a time if there are no more of them than multiprocessors. If there
-    // are more, blocks of as many heads as possible stand side by side, so as not to wait.
-    const bool fits = kv_tiles_total <= sms &&
-                      kv_tiles_total * ceil_div(shape.q_len, Config::kBlockQ) < INT32_MAX;
-    order = fits ? TurnOrder::kShifted : TurnOrder::kAscending;
-    schedule.section_heads = fits ? 1 : schedule.total_heads;
-  }
+  if (status.ok()) status = multiprocessors(sms);
+  if (!status.ok()) return status;
+  const KeyBlocks blocks = divide_keys<Config>(params, workspace.turns != nullptr, sms);
+  status = launch_begin<Element>(params, workspace, Config::kDqueryCols, stream);
   if (status.ok()) {
-    status = launch_begin<Element>(params, workspace, Config::kDqueryCols, stream);
-  }
-  if (status.ok()) {
-    const int64_t total = kv_tiles_total * kv_heads;
-    // Without rows there is no dQ, where the counter of blocks would be.
-    const bool counted = shape.q_len > 0 && total <= INT32_MAX;
     status = launch_dependent(
-        "sm90::backward_kernel", shape, backward_kernel<Config, Element, kGeneral>,
-        counted ? std::min<int64_t>(total, sms) : total, Config::kThreads, Config::kSmemBytes,
-        stream, params, maps, gradient_maps, workspace, schedule, order);
+        "sm90::backward_kernel", shape, backward_kernel<Config, Element, kGeneral>, blocks.launched,
+        Config::kThreads, Config::kSmemBytes, stream, params, maps, gradient_maps, workspace,
+        blocks.schedule, blocks.order, BlockPlan(params));
   }
   if (!status.ok()) return status;
+  const int64_t tiles = ceil_div(shape.q_len, 64);
+  // Few of them start on the multiprocessors that are free first, unless those do not have room.
+  const int end_smem_bytes = tiles * heads <= 2 * sms ? kSpreadSmemBytes : 0;
   return launch_dependent("sm90::backward_end_kernel", shape, backward_end_kernel<Config, Element>,
-                          ceil_div(shape.q_len, 64) * heads, kEdgeThreads, 0, stream, params,
-                          workspace);
+                          tiles * heads, kEdgeThreads, end_smem_bytes, stream,
+                          BackwardEdgePlan(params, workspace, tiles, Config::kDqueryCols));
 }
 
 template <typename Element, int kHeadDim, bool kGeneral>
@@ -457,7 +461,7 @@ Status launch_wide_backward(const Backward& params, const BackwardWorkspace& wor
     status = launch_dependent("sm90::backward_wide_key_kernel", shape,
                               backward_wide_key_kernel<KeyConfig, Element, kGeneral>,
                               kv_tiles_total * kv_heads, KeyConfig::kThreads, KeyConfig::kSmemBytes,
-                              stream, params, key_maps, workspace, schedule);
+                              stream, params, key_maps, workspace, schedule, BlockPlan(params));
   }
   if (!status.ok()) return status;
   const TileSchedule schedule =

@@ -74,8 +74,48 @@ inline TileSchedule make_schedule(const Backward& params, int64_t tiles, int64_t
       break;
     }
   }
-  return {static_cast<int32_t>(tiles), static_cast<int32_t>(section),
-          static_cast<int32_t>(total_heads), uneven && last_first};
+  return {tiles, total_heads, section, uneven && last_first};
+}
+
+// The same where blocks take turns: sections of `blocks` blocks at most, all of about the same
+// size. Every other one is the other way round, so that who had a long block gets a short one.
+inline TileSchedule make_turn_schedule(const Backward& params, int64_t tiles, int64_t total_heads,
+                                       int64_t blocks) {
+  const int64_t most = std::clamp<int64_t>(blocks / tiles, 1, total_heads);
+  const int64_t sections = ceil_div(total_heads, most);
+  const Options& options = params.options;
+  TileSchedule schedule(tiles, total_heads, ceil_div(total_heads, sections), false);
+  schedule.alternates = options.is_causal || options.window_left >= 0 || options.window_right >= 0;
+  return schedule;
+}
+
+// What the kernel for head dims up to 128 is launched with.
+struct KeyBlocks {
+  TileSchedule schedule;
+  TurnOrder order = TurnOrder::kNone;
+  int64_t launched = 0;
+};
+
+template <typename Config>
+KeyBlocks divide_keys(const Backward& params, bool turns, int sms) {
+  const Shape& shape = params.shape;
+  const int64_t tiles = ceil_div(shape.kv_len, Config::kBlockKv);
+  const int64_t heads = shape.batch * shape.kv_heads, total = tiles * heads;
+  KeyBlocks blocks;
+  // Without rows there is no dQ, where the counter of blocks would be.
+  const bool counted = shape.q_len > 0 && total > 0 && total <= INT32_MAX;
+  blocks.launched = counted ? std::min<int64_t>(total, sms) : total;
+  if (!turns || !counted) {
+    blocks.schedule =
+        make_schedule(params, tiles, heads, int64_t{shape.q_len} * shape.heads / shape.kv_heads,
+                      4 * (Config::kHeadDim + Config::kDqueryCols), 2, false);
+    return blocks;
+  }
+  const bool fits = tiles <= sms && tiles * ceil_div(shape.q_len, Config::kBlockQ) < INT32_MAX;
+  blocks.order = fits ? TurnOrder::kTogether : TurnOrder::kAscending;
+  blocks.schedule = make_turn_schedule(params, tiles, heads, fits ? sms : total);
+  if (fits) blocks.launched = blocks.schedule.section_blocks.divisor;
+  return blocks;
 }
 
 }  // namespace jax_flash::sm90

@@ -4,6 +4,7 @@
 
 #include <cuda.h>
 
+#include <algorithm>
 #include <cstdint>
 
 #include "params.h"
@@ -14,10 +15,11 @@
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
-#include "sm80/workspace.h"
+#include "sm90/backward_plan.cuh"
 #include "sm90/ring.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
+#include "tile/divisor.h"
 #include "tile/matmul.cuh"
 #include "tile/segments.cuh"
 #include "tile/smem_tile.cuh"
@@ -25,8 +27,6 @@
 #include "tile/wgmma_tile.cuh"
 
 namespace jax_flash::sm90 {
-
-using sm80::BackwardWorkspace;
 
 struct BackwardMaps {
   CUtensorMap query, key, value, dout;
@@ -38,25 +38,44 @@ struct KeyGradientMaps {
 // Which tile of which head a block owns: sections of `section_heads` heads (of all batches in one
 // row) one after the other, within one all heads' first tiles, then all heads' second tiles...
 struct TileSchedule {
-  int32_t tiles, section_heads, total_heads;
-  bool last_first;
+  int32_t tiles = 0, total_heads = 0, sections = 0;
+  Divisor section_heads, last_section_heads, section_blocks;
+  bool last_first = false;
+  bool alternates = false;  // every other section has its heads' last tiles first
 
-  __device__ __forceinline__ void at(uint32_t index, int32_t& head, int32_t& tile) const {
-    const int32_t section = static_cast<int32_t>(index / (section_heads * tiles));
-    const int32_t first_head = section * section_heads;
-    const int32_t heads_here = min(section_heads, total_heads - first_head);
-    const int32_t rest = static_cast<int32_t>(index - static_cast<uint32_t>(first_head) * tiles);
-    tile = rest / heads_here;
-    head = first_head + rest - tile * heads_here;
-    if (last_first) tile = tiles - 1 - tile;
+  TileSchedule() = default;
+  TileSchedule(int64_t tiles_of_head, int64_t heads, int64_t heads_of_section,
+               bool last_tiles_first)
+      : tiles(static_cast<int32_t>(tiles_of_head)),
+        total_heads(static_cast<int32_t>(heads)),
+        sections(static_cast<int32_t>((heads + heads_of_section - 1) / heads_of_section)),
+        section_heads(static_cast<int32_t>(heads_of_section)),
+        last_section_heads(
+            static_cast<int32_t>(std::max<int64_t>(heads - (sections - 1) * heads_of_section, 1))),
+        section_blocks(static_cast<int32_t>(
+            std::clamp<int64_t>(heads_of_section * tiles_of_head, 1, INT32_MAX))),
+        last_first(last_tiles_first) {}
+
+  // The section's number is returned.
+  __device__ __forceinline__ int32_t at(int32_t index, int32_t& head, int32_t& tile) const {
+    const int32_t section = section_blocks.quotient(index);
+    const int32_t rest = index - section * section_blocks.divisor;
+    const Divisor& heads_here = section == sections - 1 ? last_section_heads : section_heads;
+    tile = heads_here.quotient(rest);
+    head = section * section_heads.divisor + rest - tile * heads_here.divisor;
+    if (last_first || (alternates && section % 2 != 0)) tile = tiles - 1 - tile;
+    return section;
   }
 };
 
-// Sums for dQ that several blocks add to, in turns that do not depend on timing.
+// Sums for dQ that several blocks add to, in turns that do not depend on timing. Blocks take turns
+// as they would come if all of a section started at a time, or each when one of the section before
+// ends: then hardly any waits. All of a section have to run at a time, which they do if a launch
+// has as many blocks as a section, and each of them takes one of every section.
 enum class TurnOrder : int32_t {
   kNone,
-  kShifted,    // blocks start at different tiles; all blocks of a head have to run at a time
-  kAscending,  // a block waits only for those of lower keys
+  kTogether,
+  kAscending,  // a head has too many blocks: one waits for those of lower keys only
 };
 
 // A tile of a query head.
@@ -65,11 +84,13 @@ struct QueryTileCursor {
 };
 
 // The query tiles of all heads of a group that a block visits, head by head. Within a head it may
-// start at any tile and come round. Its functions are called by whole warps.
+// start at any tile and come round, or go from the last to the first. Its functions are called by
+// whole warps.
 struct QueryTileWalk {
   TileRange range;
   int32_t first_head, end_head;
   int32_t start = 0;
+  bool backward = false;
   const SegmentSpan* query_spans = nullptr;
   int32_t query_blocks = 0;
   SegmentSpan key_span = {};
@@ -97,7 +118,8 @@ struct QueryTileWalk {
   }
   template <int kBlockQ>
   __device__ __forceinline__ void advance(QueryTileCursor& at) const {
-    at.tile = skip_to<kBlockQ>(at.tile + 1);
+    at.tile = backward ? at.tile - 1 : skip_to<kBlockQ>(at.tile + 1);
+    if (backward && at.tile < range.first) at.tile = start;
     // With segments nothing is shifted, and the first tile that is not skipped is `start`.
     if (at.tile >= range.end) at.tile = query_spans ? start : range.first;
     if (at.tile == start) ++at.head;
@@ -109,24 +131,21 @@ __device__ __forceinline__ bool is_rectangle(const Band& band) {
   return band.lo <= 1 - band.q_len && band.hi >= band.kv_len;
 }
 
-// How many tiles further on than the first a block starts, if there are turns.
+// How many tiles further on than the first a block of a rectangle starts, if there are turns.
 template <int kBlockKv>
-__device__ __forceinline__ int32_t shifted_start(const Band& band, TurnOrder order,
-                                                 const TileRange& range, int32_t kv_tile) {
-  if (order != TurnOrder::kShifted || !is_rectangle(band)) return 0;
+__device__ __forceinline__ int32_t shifted_start(const Band& band, const TileRange& range,
+                                                 int32_t kv_tile) {
   const int32_t kv_tiles_here = (band.kv_len + kBlockKv - 1) / kBlockKv;
   return static_cast<int32_t>(static_cast<uint32_t>(kv_tile) * (range.end - range.first) /
                               kv_tiles_here);
 }
 
-// How many blocks add to rows [row0, row1) before the block of tile kv_tile: those that come to
-// them earlier, when all start at a time and take equally long for a tile.
-template <int kBlockKv>
-__device__ __forceinline__ int32_t turn_of(const Band& band, TurnOrder order, int32_t kv_tile,
-                                           int32_t q_tile, int32_t q_tiles_total, int32_t row0,
-                                           int32_t row1) {
-  const TileRange range = kv_tiles<kBlockKv>(band, row0, row1);
-  if (order == TurnOrder::kAscending) return kv_tile - range.first;
+// How many of the blocks that add to a query tile, those of `range`, do so before the one of tile
+// kv_tile: those that come to it earlier, see TurnOrder, when all take equally long for a tile.
+__device__ __forceinline__ int32_t turn_of(const Band& band, bool ascending, int32_t kv_tile,
+                                           int32_t q_tile, int32_t q_tiles_total,
+                                           const TileRange& range) {
+  if (ascending) return kv_tile - range.first;
   if (!is_rectangle(band)) return range.end - 1 - kv_tile;
   // Blocks up to `last` start at this tile or before it; the later of them come first. The
   // others come round to it.
@@ -157,18 +176,6 @@ __device__ __forceinline__ uint64_t operand_k_major(const Tile& tile, int row0, 
 template <typename Tile>
 __device__ __forceinline__ uint64_t operand_mn_major(const Tile& tile, int col0, int k) {
   return summed_descriptor(tile, Tile::kPanelBytes, col0 / 64 * Tile::kPanelBytes + k * 16 * 128);
-}
-
-// Reads every kStep-th line of 64 bytes of a kernel's parameters from line `first` on, for nothing
-// but that they are near when another warp needs them: it would wait for one after the other.
-template <int kStep, typename Parameters>
-__device__ __forceinline__ void touch_parameters(const Parameters& params, int first) {
-  constexpr int kLines = sizeof(Parameters) / 64;
-  const uint32_t* words = reinterpret_cast<const uint32_t*>(&params);
-  uint32_t any = 0;
-#pragma unroll
-  for (int i = 0; i < kLines / kStep; ++i) any |= words[(first + i * kStep) * 16];
-  asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, 1; @p nanosleep.u32 0; }" ::"r"(any));
 }
 
 // A ring of two stages in one register.

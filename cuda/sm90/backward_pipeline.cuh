@@ -104,18 +104,20 @@ struct BackwardBlock {
   int32_t kv_head, kv_tile, batch_index;  // kv_tile is -1 after the last block
   int32_t tile_count;
   bool has_masks;  // whether there are tiles of which not all is allowed
+  bool ascending;  // whether blocks of lower keys take their turns before this one
 
   // By a whole warp.
   template <typename Config, bool kGeneral>
-  static __device__ __forceinline__ BackwardBlock at(const Backward& params, int32_t batch_kv_head,
-                                                     int32_t kv_tile, const SegmentSpans& spans,
-                                                     TurnOrder order) {
-    const Shape& shape = params.shape;
-    const int32_t col0 = kv_tile * Config::kBlockKv, group = shape.heads / shape.kv_heads;
-    const int32_t batch_index = batch_kv_head / shape.kv_heads;
-    const int32_t kv_head = batch_kv_head - batch_index * shape.kv_heads;
-    const BatchIndex batch(shape, batch_index);
-    const Band band(params, batch);
+  static __device__ __forceinline__ BackwardBlock at(const Backward& params, const BlockPlan& plan,
+                                                     const TileSchedule& schedule, int32_t place,
+                                                     const SegmentSpans& spans, TurnOrder order) {
+    int32_t batch_kv_head, kv_tile;
+    const int32_t section = schedule.at(place, batch_kv_head, kv_tile);
+    const int32_t col0 = kv_tile * Config::kBlockKv, group = plan.group;
+    const HeadIndex index = plan.kv_heads.at(batch_kv_head);
+    const int32_t batch_index = index.batch, kv_head = index.head;
+    const BatchIndex batch = index.batch_index();
+    const Band band = plan.band_of(params, batch);
     QueryTileWalk walk{q_tiles<Config::kBlockQ>(band, col0, col0 + Config::kBlockKv),
                        kv_head * group, kv_head * group + group};
     if (kGeneral && spans.query && order == TurnOrder::kNone) {
@@ -124,11 +126,21 @@ struct BackwardBlock {
       walk.key_span = tile_span<Config::kBlockKv>(
           spans.key + int64_t{batch_index} * spans.key_blocks, spans.key_blocks, kv_tile);
     }
-    walk.start_at<Config::kBlockQ>(
-        shifted_start<Config::kBlockKv>(band, order, walk.range, kv_tile));
-    const bool has_masks = !is_rectangle(band) || col0 + Config::kBlockKv > band.kv_len;
-    return {batch,    band, walk, kv_head, kv_tile, batch_index, walk.count<Config::kBlockQ>(),
-            has_masks};
+    const bool full = is_rectangle(band), together = order == TurnOrder::kTogether;
+    walk.backward = together && !full && section % 2 != 0;
+    int32_t shift = 0;
+    if (walk.backward) shift = walk.range.end - 1 - walk.range.first;
+    if (together && full) shift = shifted_start<Config::kBlockKv>(band, walk.range, kv_tile);
+    walk.start_at<Config::kBlockQ>(shift);
+    return {batch,
+            band,
+            walk,
+            kv_head,
+            kv_tile,
+            batch_index,
+            walk.count<Config::kBlockQ>(),
+            !full || col0 + Config::kBlockKv > band.kv_len,
+            walk.backward || order == TurnOrder::kAscending};
   }
   // Of a query head among those of all batches.
   __device__ __forceinline__ int64_t batch_head(const Shape& shape, int32_t head) const {
@@ -140,43 +152,41 @@ struct BackwardBlock {
 // then others may take it, so that all end at about the same time.
 inline constexpr int kTilesAhead = 3;
 
-// Gives the blocks to the other warps.
+// Gives the blocks to the other warps, but for the launch's first, of index blockIdx.x.
 template <typename Config, bool kGeneral>
-__device__ __forceinline__ void choose_blocks(const Backward& params,
+__device__ __forceinline__ void choose_blocks(const Backward& params, const BlockPlan& plan,
                                               const BackwardWorkspace& workspace,
                                               const TileSchedule& schedule, TurnOrder order,
                                               const BackwardSmem<Config>& smem) {
   const bool leader = threadIdx.x % 32 == 0;
   const uint32_t end = static_cast<uint32_t>(schedule.tiles * schedule.total_heads);
-  // With turns blocks work in the order in which they start, whatever order that is. Else the
-  // counter is where dQ will be, which nothing writes before the last kernel.
-  const bool ordered = order != TurnOrder::kNone;
-  const auto take = [&] {
-    uint32_t index = 0;
+  // With turns nobody may have two blocks of a section: see TurnOrder. Else the counter is where dQ
+  // will be, which nothing writes before the last kernel.
+  const auto next = [&](uint32_t index) {
+    if (gridDim.x >= end) return end;
+    if (order != TurnOrder::kNone) return index + gridDim.x;
+    uint32_t taken = 0;
     if (leader) {
       ptx::griddepcontrol_wait();  // for what it counts from
-      int32_t* const next = ordered ? workspace.ticket : static_cast<int32_t*>(params.dquery.data);
-      index = static_cast<uint32_t>(atomicAdd(next, 1));
+      taken = static_cast<uint32_t>(atomicAdd(static_cast<int32_t*>(params.dquery.data), 1));
     }
-    return __shfl_sync(0xffffffff, index, 0);
+    return __shfl_sync(0xffffffff, taken, 0) + gridDim.x;
   };
-  uint32_t index = ordered ? take() : blockIdx.x;
+  uint32_t index = blockIdx.x;
   StagePair at;
-  for (; index < end; at.advance()) {
-    int32_t head, tile;
-    schedule.at(index, head, tile);
-    const auto block =
-        BackwardBlock::at<Config, kGeneral>(params, head, tile, workspace.spans, order);
+  while (true) {
+    ptx::mbarrier_wait_asleep(smem.block_wanted(), at.count & 1);
+    __syncwarp();
+    at.advance();
+    index = next(index);
+    if (index >= end) break;
+    const auto block = BackwardBlock::at<Config, kGeneral>(
+        params, plan, schedule, static_cast<int32_t>(index), workspace.spans, order);
     ptx::mbarrier_wait_asleep(smem.block_empty(at.stage()), at.parity() ^ 1);
     if (leader) {
       smem.blocks[at.stage()] = block;
       ptx::mbarrier_arrive(smem.block_full(at.stage()));
     }
-    ptx::mbarrier_wait_asleep(smem.block_wanted(), at.count & 1);
-    // A block that waits for turns must not keep the one from starting that it waits for.
-    if (ordered) ptx::mbarrier_wait_asleep(smem.block_empty(at.stage()), at.parity());
-    __syncwarp();
-    index = gridDim.x >= end ? end : ordered ? take() : take() + gridDim.x;
   }
   ptx::mbarrier_wait_asleep(smem.block_empty(at.stage()), at.parity() ^ 1);
   if (leader) {
@@ -198,22 +208,62 @@ __device__ __forceinline__ void for_blocks(const BackwardSmem<Config>& smem, con
   }
 }
 
-// kSeveral: other blocks may follow, of which consumers know how many tiles they have.
+// Starts copying K or V of a block. By one thread.
+template <typename Tile>
+__device__ __forceinline__ void load_keys(const Tile& tile, const CUtensorMap& map,
+                                          uint32_t barrier_smem, const Operand& operand,
+                                          const BatchIndex& batch, int32_t kv_head, int32_t col0) {
+  ptx::mbarrier_arrive_expect_tx(barrier_smem, Tile::kBytes);
+  load_tile_panels(tile, map, barrier_smem, operand, batch, kv_head, col0);
+}
+
+// K and V of the block that the launch begins with, before that is described.
+template <typename Config>
+__device__ __forceinline__ void load_first_keys(const Backward& params, const BlockPlan& plan,
+                                                const TileSchedule& schedule,
+                                                const BackwardMaps& maps,
+                                                const BackwardSmem<Config>& smem) {
+  int32_t batch_kv_head, tile;
+  schedule.at(static_cast<int32_t>(blockIdx.x), batch_kv_head, tile);
+  const HeadIndex index = plan.kv_heads.at(batch_kv_head);
+  const BatchIndex batch = index.batch_index();
+  const int32_t col0 = tile * Config::kBlockKv;
+  load_keys(smem.key(), maps.key, smem.key_full(), params.key, batch, index.head, col0);
+  load_keys(smem.value(), maps.value, smem.value_full(), params.value, batch, index.head, col0);
+}
+
+// Starts copying Q of a tile, which lse follows. By one thread.
+template <typename Config>
+__device__ __forceinline__ void load_query(const Backward& params, const BackwardMaps& maps,
+                                           const BackwardSmem<Config>& smem, uint32_t stage,
+                                           const BackwardBlock& block, const QueryTileCursor& at) {
+  const int32_t row0 = at.tile * Config::kBlockQ;
+  smem.tiles[stage] = {row0, at.head};
+  ptx::mbarrier_arrive_expect_tx(smem.query_full(stage),
+                                 Config::QueryTile::kBytes + Config::kBlockQ * 4);
+  load_tile_panels(smem.query(stage), maps.query, smem.query_full(stage), params.query, block.batch,
+                   at.head, row0);
+}
+
+// kSeveral: other blocks may follow, of which consumers know how many tiles they have. `begun`: the
+// copies of K, V and the first Q have been started.
 template <bool kSeveral, typename Config>
 __device__ __forceinline__ void load_tiles(const Backward& params, const BackwardMaps& maps,
                                            const BackwardWorkspace& workspace,
                                            const BackwardSmem<Config>& smem,
-                                           const BackwardBlock& block, uint32_t key_parity,
-                                           StagePair& next) {
+                                           const BackwardBlock& block, bool begun,
+                                           uint32_t key_parity, StagePair& next) {
   constexpr uint32_t kStatisticsBytes = Config::kBlockQ * 4;
   const bool leader = threadIdx.x == 0;
   const BatchIndex& batch = block.batch;
   const QueryTileWalk& walk = block.walk;
   QueryTileCursor at = walk.begin();
   if (leader && block.tile_count == 0) {  // the barriers go on all the same
-    ptx::mbarrier_wait(smem.keys_empty(), key_parity ^ 1);
-    ptx::mbarrier_arrive(smem.key_full());
-    ptx::mbarrier_arrive(smem.value_full());
+    if (!begun) {
+      ptx::mbarrier_wait(smem.keys_empty(), key_parity ^ 1);
+      ptx::mbarrier_arrive(smem.key_full());
+      ptx::mbarrier_arrive(smem.value_full());
+    }
     if (kSeveral) ptx::mbarrier_arrive(smem.block_wanted());
   }
   for (int32_t left = block.tile_count; left > 0;
@@ -224,26 +274,25 @@ __device__ __forceinline__ void load_tiles(const Backward& params, const Backwar
     const int64_t row_index = block.batch_head(params.shape, at.head) * workspace.rows + row0;
     const uint32_t stage = next.stage();
     const uint32_t query_full = smem.query_full(stage), dout_full = smem.dout_full(stage);
-    ptx::mbarrier_wait(smem.query_empty(stage), next.parity() ^ 1);
-    smem.tiles[stage] = {row0, at.head};
-    ptx::mbarrier_arrive_expect_tx(query_full, Config::QueryTile::kBytes + kStatisticsBytes);
-    load_tile_panels(smem.query(stage), maps.query, query_full, params.query, batch, at.head, row0);
+    if (!first || !begun) {
+      ptx::mbarrier_wait(smem.query_empty(stage), next.parity() ^ 1);
+      load_query(params, maps, smem, stage, block, at);
+    }
     const int32_t col0 = block.kv_tile * Config::kBlockKv;
     if (first) {
-      ptx::mbarrier_wait(smem.keys_empty(), key_parity ^ 1);
-      ptx::mbarrier_arrive_expect_tx(smem.key_full(), Config::KeyTile::kBytes);
-      load_tile_panels(smem.key(), maps.key, smem.key_full(), params.key, batch, block.kv_head,
-                       col0);
+      if (!begun) {
+        ptx::mbarrier_wait(smem.keys_empty(), key_parity ^ 1);
+        load_keys(smem.key(), maps.key, smem.key_full(), params.key, batch, block.kv_head, col0);
+      }
       ptx::griddepcontrol_wait();  // for lse and delta
       // The second kernel of wide heads reads them too, and does not wait: it may start from here.
       ptx::griddepcontrol_launch_dependents();
     }
     ptx::cp_async_bulk_load(ptx::shared_address(smem.lse + stage * Config::kBlockQ),
                             workspace.lse_log2 + row_index, kStatisticsBytes, query_full);
-    if (first) {  // after what the first product needs
-      ptx::mbarrier_arrive_expect_tx(smem.value_full(), Config::KeyTile::kBytes);
-      load_tile_panels(smem.value(), maps.value, smem.value_full(), params.value, batch,
-                       block.kv_head, col0);
+    if (first && !begun) {  // after what the first product needs
+      load_keys(smem.value(), maps.value, smem.value_full(), params.value, batch, block.kv_head,
+                col0);
     }
     ptx::mbarrier_wait(smem.dout_empty(stage), next.parity() ^ 1);
     ptx::mbarrier_arrive_expect_tx(dout_full, Config::QueryTile::kBytes + kStatisticsBytes);
@@ -273,48 +322,55 @@ enum BackwardBarrier : int {
 };
 
 // By a warp for each consumer, so that neither waits for the other's dQ; nor for the turns of its
-// own, of which there are two for a tile.
+// own, of which there are two for a tile. The first turn stores instead of adding.
 template <typename Config>
 __device__ __forceinline__ void add_dquery(const Backward& params,
                                            const BackwardWorkspace& workspace, TurnOrder order,
                                            const BackwardSmem<Config>& smem,
                                            const BackwardBlock& block, int group, StagePair& next) {
-  const bool leader = threadIdx.x % 32 == 0;
+  const bool leader = threadIdx.x % 32 == 0, ordered = order != TurnOrder::kNone;
   const QueryTileWalk& walk = block.walk;
+  const auto turns_of = [&](const QueryTileCursor& at) {
+    return workspace.turns +
+           block.batch_head(params.shape, at.head) * (workspace.rows / kEdgeRows) +
+           at.tile * Config::kConsumers + group;
+  };
   QueryTileCursor at = walk.begin();
-  for (int32_t left = block.tile_count; left > 0;
-       --left, walk.advance<Config::kBlockQ>(at), next.advance()) {
+  int32_t turn = -1;  // as it was when last looked at
+  for (int32_t left = block.tile_count; left > 0; --left, next.advance()) {
     const int32_t row0 = at.tile * Config::kBlockQ;
-    const int64_t batch_head = block.batch_head(params.shape, at.head);
-    float* sums = workspace.dquery + (batch_head * workspace.rows + row0) * Config::kDqueryCols +
-                  group * (Config::kStagingBytes / 4);
-    int32_t* turns = workspace.turns + batch_head * (workspace.rows / kEdgeRows) +
-                     at.tile * Config::kConsumers + group;
+    int32_t* const turns = turns_of(at);
     int32_t mine = 0;
-    if (order != TurnOrder::kNone && leader) {
-      mine = turn_of<Config::kBlockKv>(block.band, order, block.kv_tile, at.tile, walk.range.end,
-                                       row0, row0 + Config::kBlockQ);
+    if (ordered && leader) {
+      mine = turn_of(block.band, block.ascending, block.kv_tile, at.tile, walk.range.end,
+                     kv_tiles<Config::kBlockKv>(block.band, row0, row0 + Config::kBlockQ));
+      while (turn != mine) turn = ptx::ld_acquire(turns);
+      ptx::fence_proxy_async_global();
     }
+    __syncwarp();
     const int stage = next.stage();
+    const uint32_t staged = smem.staging(group * 2 + stage);
     ptx::barrier_sync(kDqueryFull + group * 2 + stage, 128 + 32);
     if (leader) {
-      if (order != TurnOrder::kNone) {
-        while (ptx::ld_acquire(turns) != mine) {
-        }
-        ptx::fence_proxy_async_global();
+      const int64_t row_index = block.batch_head(params.shape, at.head) * workspace.rows + row0;
+      float* const sums =
+          workspace.dquery + row_index * Config::kDqueryCols + group * (Config::kStagingBytes / 4);
+      if (ordered && mine == 0) {
+        ptx::cp_async_bulk_store(sums, staged, Config::kStagingBytes);
+      } else {
+        ptx::cp_reduce_async_bulk_add_f32(sums, staged, Config::kStagingBytes);
       }
-      ptx::cp_reduce_async_bulk_add_f32(sums, smem.staging(group * 2 + stage),
-                                        Config::kStagingBytes);
       ptx::cp_async_bulk_commit_group();
-      ptx::cp_async_bulk_wait_group_read<1>();
-      if (left < block.tile_count) ptx::mbarrier_arrive(smem.dquery_empty(group, stage ^ 1));
-      if (left == 1) {  // where dK and dV may be next
-        ptx::cp_async_bulk_wait_group_read<0>();
-        ptx::mbarrier_arrive(smem.dquery_empty(group, stage));
-      }
-      if (order != TurnOrder::kNone) {
+    }
+    __syncwarp();
+    walk.advance<Config::kBlockQ>(at);
+    if (leader) {
+      // Meanwhile, whether the next turn has come: that alone takes several hundred clocks.
+      if (ordered && left > 1) turn = ptx::ld_acquire(turns_of(at));
+      ptx::cp_async_bulk_wait_group_read<0>();
+      ptx::mbarrier_arrive(smem.dquery_empty(group, stage));
+      if (ordered) {
         ptx::cp_async_bulk_wait_group<0>();
-        ptx::fence_proxy_async_global();
         ptx::st_release(turns, mine + 1);
       }
     }

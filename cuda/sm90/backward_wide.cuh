@@ -11,9 +11,8 @@
 // A warpgroup starts the next tile's S or dP right after the product that adds to its accumulators:
 // its part of a tile's stage then is free while the former runs, which hides the copy that comes
 // there. Exponentials and dS run beside the other warpgroup's products. Warp 0 starts the copies.
-// Blocks of the second
-// kernel start where those of the first leave multiprocessors idle, and wait for none of them: what
-// both read is complete when the last of the first kernel has found it so, and let them start.
+// Blocks of the second kernel start where those of the first leave multiprocessors idle, and need
+// not wait: what both read is complete when the last of the first has found it so, and let them.
 //
 // Shared memory: backward_config.cuh.
 #pragma once
@@ -190,7 +189,9 @@ template <typename Config, typename Element, bool kGeneral>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_wide_key_kernel(const __grid_constant__ Backward params,
                              const __grid_constant__ BackwardMaps maps,
-                             const BackwardWorkspace workspace, const TileSchedule schedule) {
+                             const BackwardWorkspace workspace,
+                             const __grid_constant__ TileSchedule schedule,
+                             const __grid_constant__ BlockPlan plan) {
   extern __shared__ __align__(1024) uint8_t tiles_smem[];
   __shared__ __align__(128) float statistics_smem[2][Config::kStages * Config::kBlockQ];
   __shared__ __align__(8) uint64_t barriers_smem[BackwardSmem<Config>::kBarriers];
@@ -203,12 +204,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                                   statistics_smem[1],
                                   tile_indices_smem,
                                   &block};
-  int32_t head, tile;
-  schedule.at(blockIdx.x, head, tile);
   if (threadIdx.x < 32) {
     smem.init_barriers();
-    const auto here =
-        BackwardBlock::at<Config, kGeneral>(params, head, tile, workspace.spans, TurnOrder::kNone);
+    const auto here = BackwardBlock::at<Config, kGeneral>(params, plan, schedule, blockIdx.x,
+                                                          workspace.spans, TurnOrder::kNone);
     if (threadIdx.x == 0) block = here;
   }
   __syncthreads();
@@ -216,7 +215,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if (threadIdx.x < 32) {
       StagePair next;
-      load_tiles<false>(params, maps, workspace, smem, block, 0, next);
+      load_tiles<false>(params, maps, workspace, smem, block, false, 0, next);
     }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
@@ -457,7 +456,8 @@ template <typename Config, typename Element, bool kGeneral>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_wide_query_kernel(const __grid_constant__ Backward params,
                                const __grid_constant__ BackwardMaps maps,
-                               const BackwardWorkspace workspace, const TileSchedule schedule) {
+                               const BackwardWorkspace workspace,
+                               const __grid_constant__ TileSchedule schedule) {
   extern __shared__ __align__(1024) uint8_t tiles_smem[];
   __shared__ __align__(8) uint64_t barriers_smem[WideQuerySmem<Config>::kBarriers];
   __shared__ int32_t tile_indices_smem[Config::kKeyStages];

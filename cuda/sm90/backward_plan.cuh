@@ -1,0 +1,135 @@
+// What the sm_90 backward kernels are told of a call: as ForwardPlan, side by side what every call
+// reads, and derived on the host as far as that can be.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "params.h"
+#include "sm80/workspace.h"
+#include "tile/band.cuh"
+#include "tile/batch_index.cuh"
+#include "tile/divisor.h"
+#include "tile/tensor_map.h"
+
+namespace jax_flash::sm90 {
+
+using sm80::BackwardWorkspace;
+
+// A head among those of all batches, as the axes of an operand have it.
+struct HeadIndex {
+  int32_t batch, batch_axes[kTensorMapBatchDims], head;
+
+  __device__ __forceinline__ BatchIndex batch_index() const {
+    BatchIndex index;
+    index.coordinate[0] = batch_axes[0];
+    index.coordinate[1] = batch_axes[1];
+    return index;
+  }
+};
+struct HeadDivisors {
+  Divisor heads, inner_batch;
+
+  HeadDivisors() = default;
+  HeadDivisors(const Shape& shape, int32_t heads_of_batch)
+      : heads(std::max(heads_of_batch, 1)),
+        inner_batch(shape.num_batch_dims > 1
+                        ? static_cast<int32_t>(std::max<int64_t>(shape.batch_dims[1], 1))
+                        : 1) {}
+
+  __device__ __forceinline__ HeadIndex at(int32_t batch_head) const {
+    HeadIndex index;
+    index.batch = heads.quotient(batch_head);
+    index.head = batch_head - index.batch * heads.divisor;
+    index.batch_axes[0] = inner_batch.quotient(index.batch);
+    index.batch_axes[1] = index.batch - index.batch_axes[0] * inner_batch.divisor;
+    return index;
+  }
+};
+
+// An operand [batch, T, N, ...], or [batch, N, T].
+struct EdgeOperand {
+  void* data = nullptr;
+  int64_t batch[kTensorMapBatchDims] = {}, head = 0, row = 0;  // in elements
+
+  EdgeOperand() = default;
+  explicit EdgeOperand(const Operand& operand)
+      : data(operand.data),
+        batch{operand.batch[0], operand.batch[1]},
+        head(operand.head),
+        row(operand.row) {}
+
+  template <typename Element>
+  __device__ __forceinline__ Element* at(const HeadIndex& index, int32_t row0) const {
+    return static_cast<Element*>(data) + index.batch_axes[0] * batch[0] +
+           index.batch_axes[1] * batch[1] + index.head * head + row0 * row;
+  }
+};
+
+// What the kernels before and after need.
+struct BackwardEdgePlan {
+  Divisor tiles;  // of a head
+  HeadDivisors heads;
+  int32_t q_len = 0, head_dim = 0, value_dim = 0, dquery_cols = 0;
+  bool band_varies = false;
+  float scale = 1.0f;
+  EdgeOperand out, dout, lse, dlse, dquery;
+  BackwardWorkspace workspace;
+
+  BackwardEdgePlan() = default;
+  BackwardEdgePlan(const Backward& params, const BackwardWorkspace& space, int64_t tiles_of_head,
+                   int32_t cols)
+      : tiles(static_cast<int32_t>(std::max<int64_t>(tiles_of_head, 1))),
+        heads(params.shape, params.shape.heads),
+        q_len(params.shape.q_len),
+        head_dim(params.shape.head_dim),
+        value_dim(params.shape.value_dim),
+        dquery_cols(cols),
+        band_varies(bool{params.query_seq_lengths}),
+        scale(params.options.scale),
+        out(params.out),
+        dout(params.dout),
+        lse(params.lse),
+        dlse(params.dlse),
+        dquery(params.dquery),
+        workspace(space) {}
+};
+
+// What the description of a block needs of a call.
+struct BlockPlan {
+  HeadDivisors kv_heads;
+  int32_t group = 0;
+  bool band_varies = false;
+  Band band;  // unless it varies
+
+  BlockPlan() = default;
+  explicit BlockPlan(const Backward& params)
+      : kv_heads(params.shape, params.shape.kv_heads),
+        group(params.shape.heads / params.shape.kv_heads),
+        band_varies(params.query_seq_lengths || params.key_value_seq_lengths ||
+                    params.query_offset),
+        band(params.options, params.shape.q_len, params.shape.kv_len, 0) {}
+
+  __device__ __forceinline__ Band band_of(const Forward& params, const BatchIndex& batch) const {
+    if (band_varies) [[unlikely]] {
+      return Band(params, batch);
+    }
+    return band;
+  }
+};
+
+// Reads every kStep-th line of 64 bytes of a kernel's parameters from line `first` on, for nothing
+// but that they are near when they are needed: one would wait for one after the other.
+template <int kStep = 1, typename Parameters>
+__device__ __forceinline__ void touch_parameters(const Parameters& params, int first = 0) {
+  constexpr int kWords = sizeof(Parameters) / 4;
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(&params);
+  uint32_t any = 0;
+#pragma unroll
+  for (int word = 0; word < kWords; word += 16 * kStep) {
+    any |= words[min(word + first * 16, kWords - 1)];
+  }
+  asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, 1; @p nanosleep.u32 0; }" ::"r"(any));
+}
+
+}  // namespace jax_flash::sm90
