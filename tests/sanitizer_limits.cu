@@ -179,9 +179,7 @@ __device__ void copy_out(const CUtensorMap& map, float* results) {
       } else if (kCopy == kReduce) {
         ptx::cp_reduce_async_bulk_add_f32(to, place, kTile * 4);
       } else {
-        asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(to),
-                     "r"(place), "r"(kTile * 4)
-                     : "memory");
+        ptx::cp_async_bulk_store(to, place, kTile * 4);
       }
       ptx::cp_async_bulk_commit_group();
       ptx::cp_async_bulk_wait_group<0>();
