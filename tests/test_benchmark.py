@@ -1,10 +1,8 @@
 """python -m jax_flash.benchmark: its statistics, oracle, tables, files, and short runs of it."""
 
-import contextlib
 import dataclasses
 import pathlib
 import re
-import signal
 
 import jax
 import jax.numpy as jnp
@@ -24,22 +22,6 @@ _FLASH = JaxContender(
         *x, **more, **options(case)
     )
 )  # fmt: skip
-
-
-def test_ctrl_c_ends_a_loop_though_its_exception_is_dropped():
-    seen = []
-
-    def count():
-        for item in report.progress(range(5), "counting", 5):
-            seen.append(item)
-            if item == 2:
-                with contextlib.suppress(KeyboardInterrupt):  # as in a finalizer
-                    signal.raise_signal(signal.SIGINT)
-
-    with pytest.raises(KeyboardInterrupt):
-        count()
-    assert seen == [0, 1, 2]
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def tiny(**changes) -> Case:

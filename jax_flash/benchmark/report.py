@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import pathlib
-import signal
 import sys
-import threading
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 from jax_flash.benchmark import stats
@@ -22,49 +19,14 @@ except ModuleNotFoundError:
 FORMAT = 1  # of the JSON files; `load` refuses others
 
 
-@contextlib.contextmanager
-def watch_interrupts() -> Iterator[Callable[[], None]]:
-    """Gives a function that raises KeyboardInterrupt if Ctrl-C was pressed since.
-
-    It is raised at once, too; but Python drops it where that is within a finalizer or a callback.
-    """
-    pressed = threading.Event()
-
-    def interrupt(number, frame):
-        pressed.set()
-        raise KeyboardInterrupt
-
-    def check() -> None:
-        if pressed.is_set():
-            raise KeyboardInterrupt
-
-    if (
-        threading.current_thread() is not threading.main_thread()
-        or signal.getsignal(signal.SIGINT) is not signal.default_int_handler
-    ):
-        yield check
-        return
-    signal.signal(signal.SIGINT, interrupt)
-    try:
-        yield check
-    finally:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-
 def progress(items: Iterable, description: str, total: int) -> Iterator:
-    """Yields the items behind a progress bar, or lines on stderr where tqdm is not installed.
-
-    Raises:
-      KeyboardInterrupt: Ctrl-C was pressed, before the next item at the latest.
-    """
-    with watch_interrupts() as check:
-        if tqdm is not None:
-            items = tqdm(items, description, total, leave=False, file=sys.stderr)
-        for done, item in enumerate(items, start=1):
-            yield item
-            check()
-            if tqdm is None:
-                print(f"{description}: {done}/{total}", file=sys.stderr, flush=True)
+    """Yields the items behind a progress bar, or lines on stderr where tqdm is not installed."""
+    if tqdm is not None:
+        yield from tqdm(items, description, total, leave=False, file=sys.stderr)
+        return
+    for done, item in enumerate(items, start=1):
+        yield item
+        print(f"{description}: {done}/{total}", file=sys.stderr, flush=True)
 
 
 def format_table(header: list[str], rows: list[list[str]]) -> str:
