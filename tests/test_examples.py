@@ -87,10 +87,13 @@ def test_llama_block_trains(tmp_path):
 
 
 def test_llama_block_keeps_what_was_measured_before_an_interrupt(tmp_path):
+    # What a script starts in the background ignores it, and so would the process.
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
     process = subprocess.Popen(
         command(tmp_path, "--rounds", "1000000"), cwd=tmp_path, env=environment(),
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
+    signal.signal(signal.SIGINT, handler)
     try:
         seen = b""  # until 2 rounds or more are done
         while not re.search(rb"\b([2-9]|\d\d+)/1000000", seen[-80:]):
