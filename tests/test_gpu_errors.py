@@ -157,10 +157,10 @@ SETTINGS = [
     ),
     *(
         Setting("float16", head_dim, False, 1.0, std)
-        for head_dim in (64, 128)
+        for head_dim in (64, 128, 256)
         for std in (1.0, 10.0)
     ),
-    Setting("float16", 256, False, 1.0, 1.0),
+    Setting("float16", 256, True, 1.0, 10.0),
     *(Setting("bfloat16", head_dim, False, None, 1.0, bias=True) for head_dim in (64, 128, 256)),
 ]
 
@@ -168,11 +168,4 @@ SETTINGS = [
 @pytest.mark.parametrize("setting", SETTINGS, ids=str)
 def test_errors_are_no_larger_than_those_of_cudnn(setting):
     ratios, expected = compare(setting)
-    assert max(ratios.values()) <= CHANCE * expected, (ratios, expected)
-
-
-@pytest.mark.xfail(strict=False, reason="1.3 to 1.6 times cuDNN's errors, cause not found")
-@pytest.mark.parametrize("causal", [False, True])
-def test_errors_of_half_precision_with_the_largest_logits(causal):
-    ratios, expected = compare(Setting("float16", 256, causal, 1.0, 10.0))
     assert max(ratios.values()) <= CHANCE * expected, (ratios, expected)
