@@ -1,4 +1,4 @@
-// Addresses of, and stores to, shared memory.
+// Addresses in, stores to and loads from shared memory.
 // PTX ISA, "Data movement and conversion instructions: st, ld, cvta".
 #pragma once
 
@@ -24,6 +24,15 @@ __device__ __forceinline__ uint4 ld_shared_v4(uint32_t address_smem) {
   uint4 value;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(address_smem)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ float2 ld_shared_v2_f32(uint32_t address_smem) {
+  float2 value;
+  asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+               : "=f"(value.x), "=f"(value.y)
                : "r"(address_smem)
                : "memory");
   return value;

@@ -2,7 +2,9 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
+#include "tile/score_gradient_transposed.cuh"
 #include "tile/smem_tile.cuh"
 
 // Switches of `python -m jax_flash.benchmark ablation`, with what is shipped as their values.
@@ -15,6 +17,9 @@
 #ifndef JAX_FLASH_SM90_BWD_NEXT_SCORES_FIRST
 #define JAX_FLASH_SM90_BWD_NEXT_SCORES_FIRST (kHeadDim <= (kGeneral ? 64 : 96))
 #endif
+#ifndef JAX_FLASH_SM90_BWD_EARLY_LSE
+#define JAX_FLASH_SM90_BWD_EARLY_LSE (kHeadDim <= 64 && !kGeneral)
+#endif
 #ifndef JAX_FLASH_SM90_BWD_LONGEST_FIRST
 #define JAX_FLASH_SM90_BWD_LONGEST_FIRST 1
 #endif
@@ -22,7 +27,15 @@
 #define JAX_FLASH_SM90_BWD_DEPENDENT_LAUNCH 1
 #endif
 
+// 1 has all threads of a warp arrive at barriers where else one does for them: the racecheck of
+// compute-sanitizer does not follow a __syncwarp() before an arrival (tests/sanitize.py).
+#ifndef JAX_FLASH_EVERY_THREAD_ARRIVES
+#define JAX_FLASH_EVERY_THREAD_ARRIVES 0
+#endif
+
 namespace jax_flash::sm90 {
+
+inline constexpr int kWarpArrivals = JAX_FLASH_EVERY_THREAD_ARRIVES ? 32 : 1;
 
 inline constexpr int kBackwardSmemLimit = 227 * 1024;
 
@@ -49,6 +62,9 @@ struct BackwardConfig {
   static constexpr bool kEarlyDvalue = !kGeneral;
   static constexpr bool kEarlyDquery = kHeadDim <= (kGeneral ? 64 : 96) && !kAlternates;
   static constexpr bool kNextScoresFirst = JAX_FLASH_SM90_BWD_NEXT_SCORES_FIRST;
+  // lse before S is there, where there are registers for it.
+  using LseColumns =
+      std::conditional_t<JAX_FLASH_SM90_BWD_EARLY_LSE, ColumnsInRegisters<8>, ColumnsInShared>;
 
   // dQ [kBlockQ, kDqueryCols]: warpgroups divide its rows if there are 128, else its columns.
   static constexpr int kDqueryCols = (kHeadDim + 63) / 64 * 64;
@@ -98,7 +114,7 @@ struct WideKeyConfig {
   static constexpr int kStagingOffset = kOutOffset + kStages * QueryTile::kBytes;
   static constexpr int kStagingBytes = kBlockQ * kBlockKv * 4;
   static constexpr int kSmemBytes = kStagingOffset + kStages * kStagingBytes;
-  static constexpr int kStagingArrivals = 4;     // warps
+  static constexpr int kStagingArrivals = 4 * kWarpArrivals;
   static constexpr int kStaticSmemBytes = 2048;  // row statistics, barriers, at most
   static_assert(kSmemBytes + kStaticSmemBytes <= kBackwardSmemLimit);
   using ScoreTile = KeyTile;

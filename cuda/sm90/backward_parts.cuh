@@ -15,6 +15,7 @@
 #include "ptx/stmatrix.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
+#include "sm90/backward_config.cuh"
 #include "sm90/backward_plan.cuh"
 #include "sm90/ring.cuh"
 #include "tile/band.cuh"
@@ -116,10 +117,12 @@ struct QueryTileWalk {
     for (QueryTileCursor at = begin(); !done(at); advance<kBlockQ>(at)) ++tiles;
     return tiles;
   }
-  template <int kBlockQ>
+  // kOrdered: with turns, without which none goes backward.
+  template <int kBlockQ, bool kOrdered = false>
   __device__ __forceinline__ void advance(QueryTileCursor& at) const {
-    at.tile = backward ? at.tile - 1 : skip_to<kBlockQ>(at.tile + 1);
-    if (backward && at.tile < range.first) at.tile = start;
+    const bool down = kOrdered && backward;
+    at.tile = down ? at.tile - 1 : skip_to<kBlockQ>(at.tile + 1);
+    if (down && at.tile < range.first) at.tile = start;
     // With segments nothing is shifted, and the first tile that is not skipped is `start`.
     if (at.tile >= range.end) at.tile = query_spans ? start : range.first;
     if (at.tile == start) ++at.head;
@@ -162,6 +165,14 @@ __device__ __forceinline__ Tile unknown_address(Tile tile) {
   return tile;
 }
 
+// threadIdx.x, which the compiler keeps: it would read the special register again wherever it needs
+// it, and that waits until the tensor cores have taken all products that the warp has started.
+__device__ __forceinline__ int kept_thread_index() {
+  int index = threadIdx.x;
+  asm volatile("" : "+r"(index));
+  return index;
+}
+
 // wgmma_tile.cuh's descriptors as sums whose constant terms the compiler adds up: one addition for
 // each, where an or with the constant bits takes another instruction.
 template <typename Tile>
@@ -187,8 +198,10 @@ struct StagePair {
   __device__ __forceinline__ void advance() { ++count; }
 };
 
+// By a whole warp: what all its threads have done comes before what waits for the barrier.
 __device__ __forceinline__ void arrive_by_warp(uint32_t barrier_smem) {
-  if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier_smem);
+  __syncwarp();
+  if (kWarpArrivals > 1 || threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier_smem);
 }
 
 // Starts copying rows row0... of a head to a tile of shared memory. By one thread, which has
@@ -225,19 +238,19 @@ __device__ __forceinline__ void store_tile_panels(const Tile& tile, const CUtens
 }
 
 // Zeroes the rows of a tile outside [first, end), which may hold NaN that would not vanish in a
-// product with 0. Every consumer warpgroup does so before it reads the tile, with the same result;
-// `barrier` is its own.
-template <typename Tile>
+// product with 0. By kThreads threads beyond the first 128, whose `barrier` it is: a consumer
+// warpgroup, or both where threads read the tile, whose own rows the other one must not write then.
+template <int kThreads = 128, typename Tile>
 __device__ __forceinline__ void zero_rows(const Tile& tile, int32_t first, int32_t end,
                                           int barrier) {
-  for (int index = threadIdx.x % 128; index < Tile::kBytes / 16; index += 128) {
+  for (int index = (threadIdx.x - 128) % kThreads; index < Tile::kBytes / 16; index += kThreads) {
     const int row = index % (Tile::kPanelBytes / 16) / 8;
     if (row < first || row >= end) {
       ptx::st_shared_v4(tile.root + tile.offset + index * 16, uint4{});
     }
   }
   ptx::fence_proxy_async_shared();
-  ptx::barrier_sync(barrier, 128);
+  ptx::barrier_sync(barrier, kThreads);
 }
 
 // Rounds 16 rows of fragments of kN blocks to register operands of kN / 2 products.
@@ -254,11 +267,10 @@ __device__ __forceinline__ void round_fragments(uint32_t (&out)[kN / 2][4],
   }
 }
 
-// Stores 64 columns of them as rows [row, row + 16) of a panel of a tile.
+// Stores 64 columns of them as rows [row, row + 16) of a panel of a tile; by lane `lane` of a warp.
 template <typename Tile>
 __device__ __forceinline__ void store_rounded(const Tile& tile, int row, int panel,
-                                              const uint32_t (&values)[4][4]) {
-  const int lane = threadIdx.x % 32;
+                                              const uint32_t (&values)[4][4], int lane) {
   const uint32_t base = tile.address(row + lane % 16, lane / 16) + panel * Tile::kPanelBytes;
 #pragma unroll
   for (int k = 0; k < 4; ++k) ptx::stmatrix_x4(base ^ (k * 32), values[k]);
@@ -312,13 +324,14 @@ __device__ __forceinline__ void clear(float (&values)[kN][4]) {
   }
 }
 
-// Stores accumulators in the order of the workspace: block n of all threads, then block n + 1.
+// Stores accumulators in the order of the workspace: block n of all threads, then block n + 1; by
+// thread `thread` of a warpgroup.
 template <int kN>
 __device__ __forceinline__ void stage_accumulators(uint32_t address_smem,
-                                                   const float (&values)[kN][4]) {
+                                                   const float (&values)[kN][4], int thread) {
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
-    ptx::st_shared_v4(address_smem + (n * 128 + threadIdx.x % 128) * 16,
+    ptx::st_shared_v4(address_smem + (n * 128 + thread) * 16,
                       make_uint4(__float_as_uint(values[n][0]), __float_as_uint(values[n][1]),
                                  __float_as_uint(values[n][2]), __float_as_uint(values[n][3])));
   }

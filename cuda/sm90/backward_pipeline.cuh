@@ -1,5 +1,10 @@
 // How query tiles reach the consumers of a backward kernel whose block owns keys, and dQ leaves
 // them: what the block works on, its shared memory, and the warps that start the copies.
+//
+// Between what threads read or write in shared memory and what copies and products do there stands
+// a proxy fence by who starts these, behind the barrier that orders the two, in the same block: the
+// memory model asks for one on the way (Lustig, Cooksey, Giroux, ISCA 2022). In front of the
+// barrier, as often seen, all threads would wait there for their own accesses: 600 clocks a tile.
 #pragma once
 
 #include <cstdint>
@@ -74,15 +79,16 @@ struct BackwardSmem {
   static constexpr int kBarriers = 8 + 6 * Config::kStages;
   // By one thread of a warp: lanes side by side take longer.
   __device__ __forceinline__ void init_barriers() const {
-    constexpr int kConsumerWarps = Config::kConsumers * 4;
+    constexpr int kConsumerArrivals = Config::kConsumers * 4 * kWarpArrivals;
     if (threadIdx.x % 32 != 0) return;
 #pragma unroll
     for (int index = 0; index < kBarriers; ++index) {
       const int kind = (index - 8) / Config::kStages;
       int arrivals = 1;
-      if (index == 2) arrivals = kConsumerWarps;
-      if (index == 6 || index == 7) arrivals = kConsumerWarps + 3;  // who copies, who add dQ
-      if (index >= 8 && (kind == 1 || kind == 3)) arrivals = kConsumerWarps;
+      if (index == 2) arrivals = kConsumerArrivals;
+      // Besides, the warps that copy and that add dQ.
+      if (index == 6 || index == 7) arrivals = kConsumerArrivals + 3 * kWarpArrivals;
+      if (index >= 8 && (kind == 1 || kind == 3)) arrivals = kConsumerArrivals;
       if (index >= 8 && kind >= 4) arrivals = Config::kStagingArrivals;
       ptx::mbarrier_init(barriers + index * 8, arrivals);
     }
@@ -203,7 +209,6 @@ __device__ __forceinline__ void for_blocks(const BackwardSmem<Config>& smem, con
     const BackwardBlock& block = smem.blocks[at.stage()];
     if (__reduce_max_sync(0xffffffff, block.kv_tile) < 0) break;
     f(block, at.count & 1);
-    __syncwarp();
     arrive_by_warp(smem.block_empty(at.stage()));
   }
 }
@@ -247,7 +252,7 @@ __device__ __forceinline__ void load_query(const Backward& params, const Backwar
 
 // kSeveral: other blocks may follow, of which consumers know how many tiles they have. `begun`: the
 // copies of K, V and the first Q have been started.
-template <bool kSeveral, typename Config>
+template <bool kSeveral, bool kOrdered, typename Config>
 __device__ __forceinline__ void load_tiles(const Backward& params, const BackwardMaps& maps,
                                            const BackwardWorkspace& workspace,
                                            const BackwardSmem<Config>& smem,
@@ -267,7 +272,7 @@ __device__ __forceinline__ void load_tiles(const Backward& params, const Backwar
     if (kSeveral) ptx::mbarrier_arrive(smem.block_wanted());
   }
   for (int32_t left = block.tile_count; left > 0;
-       --left, walk.advance<Config::kBlockQ>(at), next.advance()) {
+       --left, walk.template advance<Config::kBlockQ, kOrdered>(at), next.advance()) {
     if (!leader) continue;
     const bool first = left == block.tile_count;
     const int32_t row0 = at.tile * Config::kBlockQ;
@@ -276,12 +281,14 @@ __device__ __forceinline__ void load_tiles(const Backward& params, const Backwar
     const uint32_t query_full = smem.query_full(stage), dout_full = smem.dout_full(stage);
     if (!first || !begun) {
       ptx::mbarrier_wait(smem.query_empty(stage), next.parity() ^ 1);
+      ptx::fence_proxy_async_shared();
       load_query(params, maps, smem, stage, block, at);
     }
     const int32_t col0 = block.kv_tile * Config::kBlockKv;
     if (first) {
       if (!begun) {
         ptx::mbarrier_wait(smem.keys_empty(), key_parity ^ 1);
+        ptx::fence_proxy_async_shared();
         load_keys(smem.key(), maps.key, smem.key_full(), params.key, batch, block.kv_head, col0);
       }
       ptx::griddepcontrol_wait();  // for lse and delta
@@ -295,6 +302,7 @@ __device__ __forceinline__ void load_tiles(const Backward& params, const Backwar
                 col0);
     }
     ptx::mbarrier_wait(smem.dout_empty(stage), next.parity() ^ 1);
+    ptx::fence_proxy_async_shared();
     ptx::mbarrier_arrive_expect_tx(dout_full, Config::QueryTile::kBytes + kStatisticsBytes);
     load_tile_panels(smem.dout(stage), maps.dout, dout_full, params.dout, batch, at.head, row0);
     ptx::cp_async_bulk_load(ptx::shared_address(smem.delta + stage * Config::kBlockQ),
@@ -323,12 +331,12 @@ enum BackwardBarrier : int {
 
 // By a warp for each consumer, so that neither waits for the other's dQ; nor for the turns of its
 // own, of which there are two for a tile. The first turn stores instead of adding.
-template <typename Config>
+template <bool kOrdered, typename Config>
 __device__ __forceinline__ void add_dquery(const Backward& params,
-                                           const BackwardWorkspace& workspace, TurnOrder order,
+                                           const BackwardWorkspace& workspace,
                                            const BackwardSmem<Config>& smem,
                                            const BackwardBlock& block, int group, StagePair& next) {
-  const bool leader = threadIdx.x % 32 == 0, ordered = order != TurnOrder::kNone;
+  const bool leader = threadIdx.x % 32 == 0;
   const QueryTileWalk& walk = block.walk;
   const auto turns_of = [&](const QueryTileCursor& at) {
     return workspace.turns +
@@ -341,7 +349,7 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
     const int32_t row0 = at.tile * Config::kBlockQ;
     int32_t* const turns = turns_of(at);
     int32_t mine = 0;
-    if (ordered && leader) {
+    if (kOrdered && leader) {
       mine = turn_of(block.band, block.ascending, block.kv_tile, at.tile, walk.range.end,
                      kv_tiles<Config::kBlockKv>(block.band, row0, row0 + Config::kBlockQ));
       while (turn != mine) turn = ptx::ld_acquire(turns);
@@ -352,10 +360,11 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
     const uint32_t staged = smem.staging(group * 2 + stage);
     ptx::barrier_sync(kDqueryFull + group * 2 + stage, 128 + 32);
     if (leader) {
+      ptx::fence_proxy_async_shared();
       const int64_t row_index = block.batch_head(params.shape, at.head) * workspace.rows + row0;
       float* const sums =
           workspace.dquery + row_index * Config::kDqueryCols + group * (Config::kStagingBytes / 4);
-      if (ordered && mine == 0) {
+      if (kOrdered && mine == 0) {
         ptx::cp_async_bulk_store(sums, staged, Config::kStagingBytes);
       } else {
         ptx::cp_reduce_async_bulk_add_f32(sums, staged, Config::kStagingBytes);
@@ -363,15 +372,20 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
       ptx::cp_async_bulk_commit_group();
     }
     __syncwarp();
-    walk.advance<Config::kBlockQ>(at);
-    if (leader) {
+    walk.template advance<Config::kBlockQ, kOrdered>(at);
+    if (leader && kOrdered) {
       // Meanwhile, whether the next turn has come: that alone takes several hundred clocks.
-      if (ordered && left > 1) turn = ptx::ld_acquire(turns_of(at));
+      if (left > 1) turn = ptx::ld_acquire(turns_of(at));
       ptx::cp_async_bulk_wait_group_read<0>();
       ptx::mbarrier_arrive(smem.dquery_empty(group, stage));
-      if (ordered) {
-        ptx::cp_async_bulk_wait_group<0>();
-        ptx::st_release(turns, mine + 1);
+      ptx::cp_async_bulk_wait_group<0>();
+      ptx::st_release(turns, mine + 1);
+    } else if (leader) {
+      ptx::cp_async_bulk_wait_group_read<1>();
+      if (left < block.tile_count) ptx::mbarrier_arrive(smem.dquery_empty(group, stage ^ 1));
+      if (left == 1) {  // where dK and dV may be next
+        ptx::cp_async_bulk_wait_group_read<0>();
+        ptx::mbarrier_arrive(smem.dquery_empty(group, stage));
       }
     }
     __syncwarp();

@@ -136,9 +136,9 @@ __device__ __forceinline__ void consume_wide_tiles(const Backward& params,
                                         col0 + Config::kBlockKv)) {
         gradient.mask(products, band);
       }
-      gradient.probabilities(products, lse_smem, to_log2);
+      gradient.probabilities(products, ColumnsInShared(lse_smem), to_log2);
       ptx::mbarrier_wait(smem.staging_empty(at.stage), at.parity ^ 1);
-      stage_accumulators(staged, products);
+      stage_accumulators(staged, products, threadIdx.x % 128);
       arrive_by_warp(smem.staging_full(at.stage));
       if constexpr (kGeneral) gradient.drop(products, kept);
     } else {
@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if (threadIdx.x < 32) {
       StagePair next;
-      load_tiles<false>(params, maps, workspace, smem, block, false, 0, next);
+      load_tiles<false, false>(params, maps, workspace, smem, block, false, 0, next);
     }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
@@ -262,7 +262,7 @@ struct WideQuerySmem {
     ptx::mbarrier_init(dout_full(), 1);
     for (uint32_t stage = 0; stage < Config::kKeyStages + Config::kValueStages; ++stage) {
       ptx::mbarrier_init(key_full(stage), 1);
-      ptx::mbarrier_init(key_empty(stage), Config::kConsumers * 4);
+      ptx::mbarrier_init(key_empty(stage), Config::kConsumers * 4 * kWarpArrivals);
     }
     ptx::fence_mbarrier_init();
   }

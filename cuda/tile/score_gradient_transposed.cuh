@@ -7,6 +7,7 @@
 
 #include "params.h"
 #include "ptx/math.cuh"
+#include "ptx/shared.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
 #include "tile/logits.cuh"
@@ -14,6 +15,28 @@
 #include "tile/modifiers_transposed.cuh"
 
 namespace jax_flash {
+
+// Values of a thread's columns, from shared memory whenever needed.
+struct ColumnsInShared {
+  const float* smem;  // of the fragments' first column
+
+  __device__ __forceinline__ explicit ColumnsInShared(const float* from) : smem(from) {}
+  __device__ __forceinline__ float2 operator()(int n) const {
+    return *reinterpret_cast<const float2*>(smem + fragment_col(n, 0));
+  }
+};
+// Read here, before what is waited for next.
+template <int kN>
+struct ColumnsInRegisters {
+  float2 values[kN];
+
+  __device__ __forceinline__ explicit ColumnsInRegisters(const float* from) {
+    const uint32_t address = ptx::shared_address(from + fragment_col(0, 0));
+#pragma unroll
+    for (int n = 0; n < kN; ++n) values[n] = ptx::ld_shared_v2_f32(address + n * 32);
+  }
+  __device__ __forceinline__ float2 operator()(int n) const { return values[n]; }
+};
 
 // For the fragments whose element [0, 0] is (key0, row0) of one batch and query head, 16 keys by
 // 8 kN queries. `lse_smem` and `delta_smem` are those of query row0 on.
@@ -46,12 +69,13 @@ struct TransposedGradient {
     }
   }
 
-  // P^T = 2^(S^T - lse)
-  __device__ __forceinline__ void probabilities(float (&scores)[kN][4], const float* lse_smem,
+  // P^T = 2^(S^T - lse), the latter of columns.
+  template <typename Columns>
+  __device__ __forceinline__ void probabilities(float (&scores)[kN][4], const Columns& columns,
                                                 float to_log2) const {
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
-      const float2 lse = *reinterpret_cast<const float2*>(lse_smem + fragment_col(n, 0));
+      const float2 lse = columns(n);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         scores[n][e] = ptx::ex2_approx_ftz(
@@ -69,7 +93,7 @@ struct TransposedGradient {
     if constexpr (kGeneral) drop(dp, kept);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
-      const float2 delta = *reinterpret_cast<const float2*>(delta_smem + fragment_col(n, 0));
+      const float2 delta = ColumnsInShared(delta_smem)(n);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float ds = p[n][e] * (dp[n][e] - (e % 2 ? delta.y : delta.x));
