@@ -24,6 +24,16 @@ __device__ __forceinline__ int32_t ld_acquire(const int32_t* address) {
   return value;
 }
 
+// To acquire what it has read needs a fence_acquire(), which unlike ld.acquire need not follow at
+// once: sm_90 and later.
+__device__ __forceinline__ int32_t ld_relaxed(const int32_t* address) {
+  int32_t value;
+  asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void fence_acquire() { asm volatile("fence.acquire.gpu;" ::: "memory"); }
+
 __device__ __forceinline__ void st_release(int32_t* address, int32_t value) {
   asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }

@@ -10,6 +10,8 @@ namespace jax_flash::sm80 {
 
 inline constexpr int kRowPadding = 128;  // a multiple of every kBlockQ
 
+inline constexpr int kTwoSumsHeadDim = 64;  // up to this: sm90/backward_config.cuh
+
 struct BackwardWorkspace {
   SegmentSpans spans;  // pointers are null without segment ids
   // [batch, N, rows], rows being T rounded up to kRowPadding: lse / ln 2, +inf for rows that
@@ -19,6 +21,9 @@ struct BackwardWorkspace {
   // [batch, N, rows, head dim of the instance]: dquery / scale. Within a tile of kBlockQ rows
   // elements lie in the order of the accumulators' fragments: see DqueryOrder.
   float* dquery;
+  // A second sum, where deterministic runs have two, of blocks of even and of odd key tiles: or
+  // null.
+  float* odd_dquery;
   // [batch, N, rows / 32], of which the first rows / kBlockQ count the blocks that have added to
   // a query tile; then one ticket. For deterministic runs.
   int32_t* turns;
@@ -51,6 +56,10 @@ struct BackwardWorkspace {
     workspace.lse_log2 = reinterpret_cast<float*>(take(total_rows * 4));
     workspace.delta = reinterpret_cast<float*>(take(total_rows * 4));
     workspace.dquery = reinterpret_cast<float*>(take(total_rows * head_dim * 4));
+    workspace.odd_dquery = nullptr;
+    if (deterministic && head_dim <= kTwoSumsHeadDim) {
+      workspace.odd_dquery = reinterpret_cast<float*>(take(total_rows * head_dim * 4));
+    }
     workspace.turns = nullptr;
     workspace.ticket = nullptr;
     if (deterministic && rows > 0) {  // without rows nothing is summed, and nothing sets the ticket

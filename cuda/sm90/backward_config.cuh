@@ -4,6 +4,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "sm80/workspace.h"
 #include "tile/score_gradient_transposed.cuh"
 #include "tile/smem_tile.cuh"
 
@@ -72,6 +73,11 @@ struct BackwardConfig {
   static constexpr int kDqueryGroupCols = kDqueryByRows ? kDqueryCols : kDqueryCols / kConsumers;
   static constexpr int kStagingBytes = 64 * kDqueryGroupCols * 4;
   static_assert(kBlockQ % 64 == 0 && kDqueryGroupCols == 64);
+  // Sums that blocks which take turns add to, those of even and of odd key tiles one each: with
+  // tiles of 128 rows and keys, the next to add to a tile would come just one tile later, and all
+  // would run in lockstep.
+  static constexpr int kOrderedSums = kDqueryByRows ? 2 : 1;
+  static_assert(kOrderedSums == 1 || kHeadDim <= sm80::kTwoSumsHeadDim);
 
   using QueryTile = SmemTile<kBlockQ, kHeadDim>;
   using KeyTile = SmemTile<kBlockKv, kHeadDim>;

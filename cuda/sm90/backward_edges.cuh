@@ -128,8 +128,9 @@ __global__ void __launch_bounds__(kEdgeThreads, 2048 / kEdgeThreads)
   Element* dquery_gmem = plan.dquery.at<Element>(plan.heads.at(batch_head), row0);
   // A tile's 64 rows are together in the workspace, in column groups of kDqueryGroupCols.
   const int64_t row_index = int64_t{batch_head} * workspace.rows + row0;
-  const float4* accumulators =
-      reinterpret_cast<const float4*>(workspace.dquery + row_index * Config::kDqueryCols);
+  const auto of_rows = [&](const float* sums) {
+    return reinterpret_cast<const float4*>(sums + row_index * Config::kDqueryCols);
+  };
   const int32_t* turns = workspace.turns + (int64_t{batch_head} * workspace.rows / kEdgeRows) +
                          (Config::kDqueryByRows ? tile : tile * Config::kConsumers);
   ptx::griddepcontrol_wait();
@@ -138,18 +139,24 @@ __global__ void __launch_bounds__(kEdgeThreads, 2048 / kEdgeThreads)
     const int warp = task % 4, col0 = task / 4 * 32;
     if (col0 >= plan.head_dim) continue;
     const int group = col0 / Config::kDqueryGroupCols, n0 = col0 % Config::kDqueryGroupCols / 8;
-    const float4* source = accumulators + group * (Config::kStagingBytes / 16) + n0 * 128 +
-                           warp * 32 + threadIdx.x % 32;
-    // With turns the first to come stores its sums, and nobody need have come.
-    const bool any = workspace.turns == nullptr || turns[group] != 0;
-    float values[4][4];
+    const int64_t place =
+        group * (Config::kStagingBytes / 16) + n0 * 128 + warp * 32 + threadIdx.x % 32;
+    float values[4][4] = {};
+    const auto add = [&](const float* sums) {
 #pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      const float4 value = any ? source[n * 128] : float4{};
-      values[n][0] = value.x;
-      values[n][1] = value.y;
-      values[n][2] = value.z;
-      values[n][3] = value.w;
+      for (int n = 0; n < 4; ++n) {
+        const float4 value = of_rows(sums)[place + n * 128];
+        values[n][0] += value.x;
+        values[n][1] += value.y;
+        values[n][2] += value.z;
+        values[n][3] += value.w;
+      }
+    };
+    // With turns the first to come stores its sums, and nobody need have come.
+    if (workspace.turns == nullptr || turns[group] != 0) add(workspace.dquery);
+    if (Config::kOrderedSums > 1 && workspace.turns != nullptr &&
+        turns[group + ordered_flags<Config>(workspace)] != 0) {
+      add(workspace.odd_dquery);
     }
     store_rows(dquery_gmem + warp * 16 * plan.dquery.row + col0, plan.dquery.row,
                plan.q_len - row0 - warp * 16, plan.head_dim - col0, plan.scale, values);

@@ -117,6 +117,13 @@ struct QueryTileWalk {
     for (QueryTileCursor at = begin(); !done(at); advance<kBlockQ>(at)) ++tiles;
     return tiles;
   }
+  // The tile of an index in this order, where nothing is skipped.
+  __device__ __forceinline__ QueryTileCursor at(int32_t index) const {
+    const int32_t tiles = range.end - range.first, heads = index / tiles;
+    const int32_t place = index - heads * tiles;
+    const int32_t tile = backward ? start - place : start + place;
+    return {first_head + heads, tile < range.end ? tile : tile - tiles};
+  }
   // kOrdered: with turns, without which none goes backward.
   template <int kBlockQ, bool kOrdered = false>
   __device__ __forceinline__ void advance(QueryTileCursor& at) const {
@@ -144,17 +151,21 @@ __device__ __forceinline__ int32_t shifted_start(const Band& band, const TileRan
 }
 
 // How many of the blocks that add to a query tile, those of `range`, do so before the one of tile
-// kv_tile: those that come to it earlier, see TurnOrder, when all take equally long for a tile.
+// kv_tile: those that come to it earlier, see TurnOrder, when all take equally long for a tile. Of
+// kSums sums each has every kSums-th tile.
+template <int kSums>
 __device__ __forceinline__ int32_t turn_of(const Band& band, bool ascending, int32_t kv_tile,
                                            int32_t q_tile, int32_t q_tiles_total,
                                            const TileRange& range) {
-  if (ascending) return kv_tile - range.first;
-  if (!is_rectangle(band)) return range.end - 1 - kv_tile;
+  if (ascending) return (kv_tile - range.first) / kSums;
+  const int32_t later = (range.end - 1 - kv_tile) / kSums;
+  if (!is_rectangle(band)) return later;
   // Blocks up to `last` start at this tile or before it; the later of them come first. The
   // others come round to it.
   const uint32_t ends = static_cast<uint32_t>(q_tile + 1) * range.end;  // host: fits
   const int32_t last = static_cast<int32_t>((ends + q_tiles_total - 1) / q_tiles_total) - 1;
-  return kv_tile <= last ? last - kv_tile : last + range.end - kv_tile;
+  return kv_tile <= last ? (last - kv_tile) / kSums
+                         : (last + kSums - kv_tile % kSums) / kSums + later;
 }
 
 // The tile with an address that the compiler knows nothing of: or it computes all descriptors of a

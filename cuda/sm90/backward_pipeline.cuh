@@ -329,42 +329,80 @@ enum BackwardBarrier : int {
   kMayCompute = 12
 };
 
+// Where a tile's dQ is added, and when.
+struct DqueryTile {
+  uint32_t row = 0;   // first row, among those of all heads
+  uint32_t flag = 0;  // says whose turn it is
+  int32_t turn = 0;   // this block's
+
+  template <bool kOrdered, typename Config>
+  static __device__ __forceinline__ DqueryTile at(const Shape& shape,
+                                                  const BackwardWorkspace& workspace,
+                                                  const BackwardBlock& block,
+                                                  const QueryTileCursor& cursor) {
+    const int32_t row0 = cursor.tile * Config::kBlockQ;
+    const auto head = static_cast<uint32_t>(block.batch_head(shape, cursor.head));
+    DqueryTile tile;
+    tile.row = head * static_cast<uint32_t>(workspace.rows) + row0;
+    if constexpr (kOrdered) {
+      tile.flag = head * static_cast<uint32_t>(workspace.rows / kEdgeRows) +
+                  cursor.tile * Config::kConsumers;
+      tile.turn = turn_of<Config::kOrderedSums>(
+          block.band, block.ascending, block.kv_tile, cursor.tile, block.walk.range.end,
+          kv_tiles<Config::kBlockKv>(block.band, row0, row0 + Config::kBlockQ));
+    }
+    return tile;
+  }
+  __device__ __forceinline__ DqueryTile of_lane(int lane) const {
+    return {__shfl_sync(0xffffffff, row, lane), __shfl_sync(0xffffffff, flag, lane),
+            __shfl_sync(0xffffffff, turn, lane)};
+  }
+};
+
 // By a warp for each consumer, so that neither waits for the other's dQ; nor for the turns of its
-// own, of which there are two for a tile. The first turn stores instead of adding.
+// own, of which there are two for a tile. The first turn stores instead of adding. From one turn to
+// the next is what ordered runs have to wait for: so lanes find out about 32 tiles at a time, and
+// the next flag is read beside the copy.
 template <bool kOrdered, typename Config>
 __device__ __forceinline__ void add_dquery(const Backward& params,
                                            const BackwardWorkspace& workspace,
                                            const BackwardSmem<Config>& smem,
                                            const BackwardBlock& block, int group, StagePair& next) {
-  const bool leader = threadIdx.x % 32 == 0;
+  const int lane = threadIdx.x % 32, count = block.tile_count;
+  const bool leader = lane == 0;
   const QueryTileWalk& walk = block.walk;
-  const auto turns_of = [&](const QueryTileCursor& at) {
-    return workspace.turns +
-           block.batch_head(params.shape, at.head) * (workspace.rows / kEdgeRows) +
-           at.tile * Config::kConsumers + group;
+  const auto tile_at = [&](const QueryTileCursor& cursor) {
+    return DqueryTile::at<kOrdered, Config>(params.shape, workspace, block, cursor);
   };
-  QueryTileCursor at = walk.begin();
+  const bool odd = kOrdered && block.kv_tile % Config::kOrderedSums != 0;
+  float* const dquery =
+      (odd ? workspace.odd_dquery : workspace.dquery) + group * (Config::kStagingBytes / 4);
+  int32_t* const flags = workspace.turns + group + (odd ? ordered_flags<Config>(workspace) : 0);
+  QueryTileCursor cursor = walk.begin();
+  DqueryTile tiles;   // this lane's
   int32_t turn = -1;  // as it was when last looked at
-  for (int32_t left = block.tile_count; left > 0; --left, next.advance()) {
-    const int32_t row0 = at.tile * Config::kBlockQ;
-    int32_t* const turns = turns_of(at);
-    int32_t mine = 0;
-    if (kOrdered && leader) {
-      mine = turn_of(block.band, block.ascending, block.kv_tile, at.tile, walk.range.end,
-                     kv_tiles<Config::kBlockKv>(block.band, row0, row0 + Config::kBlockQ));
-      while (turn != mine) turn = ptx::ld_acquire(turns);
-      ptx::fence_proxy_async_global();
+  for (int32_t index = 0; index < count; ++index, next.advance()) {
+    DqueryTile tile;
+    if constexpr (kOrdered) {
+      if (index % 32 == 0) tiles = tile_at(walk.at(index + lane));
+      tile = tiles.of_lane(index % 32);
+      if (leader) {
+        while (turn != tile.turn) turn = ptx::ld_relaxed(flags + tile.flag);
+        ptx::fence_acquire();
+        ptx::fence_proxy_async_global();
+      }
+    } else {
+      tile = tile_at(cursor);
+      walk.template advance<Config::kBlockQ>(cursor);
     }
     __syncwarp();
     const int stage = next.stage();
     const uint32_t staged = smem.staging(group * 2 + stage);
+    float* const sums = dquery + int64_t{tile.row} * Config::kDqueryCols;
     ptx::barrier_sync(kDqueryFull + group * 2 + stage, 128 + 32);
     if (leader) {
       ptx::fence_proxy_async_shared();
-      const int64_t row_index = block.batch_head(params.shape, at.head) * workspace.rows + row0;
-      float* const sums =
-          workspace.dquery + row_index * Config::kDqueryCols + group * (Config::kStagingBytes / 4);
-      if (kOrdered && mine == 0) {
+      if (kOrdered && tile.turn == 0) {
         ptx::cp_async_bulk_store(sums, staged, Config::kStagingBytes);
       } else {
         ptx::cp_reduce_async_bulk_add_f32(sums, staged, Config::kStagingBytes);
@@ -372,18 +410,20 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
       ptx::cp_async_bulk_commit_group();
     }
     __syncwarp();
-    walk.template advance<Config::kBlockQ, kOrdered>(at);
-    if (leader && kOrdered) {
-      // Meanwhile, whether the next turn has come: that alone takes several hundred clocks.
-      if (left > 1) turn = ptx::ld_acquire(turns_of(at));
-      ptx::cp_async_bulk_wait_group_read<0>();
-      ptx::mbarrier_arrive(smem.dquery_empty(group, stage));
-      ptx::cp_async_bulk_wait_group<0>();
-      ptx::st_release(turns, mine + 1);
+    if constexpr (kOrdered) {
+      const int following = (index + 1) % 32;
+      const uint32_t flag = __shfl_sync(0xffffffff, tiles.flag, following);
+      if (leader) {
+        turn = following != 0 && index + 1 < count ? ptx::ld_relaxed(flags + flag) : -1;
+        ptx::cp_async_bulk_wait_group_read<0>();
+        ptx::mbarrier_arrive(smem.dquery_empty(group, stage));
+        ptx::cp_async_bulk_wait_group<0>();
+        ptx::st_release(flags + tile.flag, tile.turn + 1);
+      }
     } else if (leader) {
       ptx::cp_async_bulk_wait_group_read<1>();
-      if (left < block.tile_count) ptx::mbarrier_arrive(smem.dquery_empty(group, stage ^ 1));
-      if (left == 1) {  // where dK and dV may be next
+      if (index > 0) ptx::mbarrier_arrive(smem.dquery_empty(group, stage ^ 1));
+      if (index + 1 == count) {  // where dK and dV may be next
         ptx::cp_async_bulk_wait_group_read<0>();
         ptx::mbarrier_arrive(smem.dquery_empty(group, stage));
       }

@@ -16,6 +16,12 @@ namespace jax_flash::sm90 {
 
 using sm80::BackwardWorkspace;
 
+// Of a head's tiles, for one sum of those that ordered runs add to.
+template <typename Config>
+__device__ __forceinline__ int32_t ordered_flags(const BackwardWorkspace& workspace) {
+  return workspace.rows / Config::kBlockQ * Config::kConsumers;
+}
+
 // A head among those of all batches, as the axes of an operand have it.
 struct HeadIndex {
   int32_t batch, batch_axes[kTensorMapBatchDims], head;
