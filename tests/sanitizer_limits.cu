@@ -34,7 +34,8 @@ enum Order : int {
   kFence,        // the same, after fence.proxy.async
   kLeader,       // mbarriers, a thread of each warp arrives, after __syncwarp()
   kLeaderFence,  // the same, after fence.proxy.async
-  kWrong         // as kArrive or kThread, but a place is called empty before it has been read
+  kStarter,  // as kThread; fence.proxy.async by the thread that starts a copy, behind the barrier
+  kWrong     // as kArrive or kThread, but a place is called empty before it has been read
 };
 
 __device__ int group_index() { return __reduce_max_sync(0xffffffff, threadIdx.x / kGroup); }
@@ -133,8 +134,8 @@ __device__ void mbarrier_ring(float* results) {
 }
 
 // Bulk copies of one thread fill the places, a group reads them. What threads have read and what a
-// copy writes next are accesses of different proxies, between which PTX asks for a fence: kThread
-// and kLeader do without it.
+// copy writes next are accesses of different proxies, between which PTX asks for a fence on the way
+// from one to the other, by whichever thread of the block: kThread and kLeader do without it.
 template <Order kOrder>
 __device__ void copy_ring(const float* numbers, float* results) {
   __shared__ __align__(128) float places_smem[kStages * kTile];
@@ -146,6 +147,7 @@ __device__ void copy_ring(const float* numbers, float* results) {
     if (group_index() == 1) {
       if (group_thread() > 0) continue;
       ptx::mbarrier_wait(ring.empty(round), ring.parity(round) ^ 1);
+      if (kOrder == kStarter) ptx::fence_proxy_async_shared();
       ptx::mbarrier_arrive_expect_tx(ring.full(round), kTile * 4);
       ptx::cp_async_bulk_load(ring.place(round), numbers + result_index(round), kTile * 4,
                               ring.full(round));
@@ -161,7 +163,7 @@ __device__ void copy_ring(const float* numbers, float* results) {
 enum Copy : int { kBulk, kTensor, kReduce };
 
 // A group writes a place, from where a copy takes it to global memory before it is written again.
-template <Copy kCopy, int kWritten>
+template <Copy kCopy, int kWritten, Order kOrder = kFence>
 __device__ void copy_out(const CUtensorMap& map, float* results) {
   __shared__ __align__(128) float place_smem[kTile];
   const uint32_t place = ptx::shared_address(place_smem);
@@ -169,9 +171,10 @@ __device__ void copy_out(const CUtensorMap& map, float* results) {
 #pragma unroll 1
   for (int round = 0; round < kWritten; ++round) {
     write_place(place, result_index(round));
-    ptx::fence_proxy_async_shared();
+    if (kOrder == kFence) ptx::fence_proxy_async_shared();
     ptx::barrier_sync(1, kGroup);
     if (threadIdx.x == 0) {
+      if (kOrder == kStarter) ptx::fence_proxy_async_shared();
       float* const to = results + result_index(round);
       if (kCopy == kTensor) {
         ptx::cp_async_bulk_tensor_store_5d(map, place, 0, (blockIdx.x * kRounds + round) * 4, 0, 0,
@@ -202,7 +205,11 @@ KERNEL(copy_threads, copy_ring<kThread>(in, out))
 KERNEL(copy_fence, copy_ring<kFence>(in, out))
 KERNEL(copy_leader, copy_ring<kLeader>(in, out))
 KERNEL(copy_leader_fence, copy_ring<kLeaderFence>(in, out))
+KERNEL(copy_starter_fence, copy_ring<kStarter>(in, out))
 KERNEL(copy_wrong, copy_ring<kWrong>(in, out))
+KERNEL(out_fence, (copy_out<kBulk, kRounds, kFence>(map, out)))
+KERNEL(out_starter_fence, (copy_out<kBulk, kRounds, kStarter>(map, out)))
+KERNEL(out_wrong, (copy_out<kBulk, kRounds, kThread>(map, out)))
 KERNEL(store_bulk, (copy_out<kBulk, kRounds>(map, out)))
 KERNEL(store_tensor, (copy_out<kTensor, kRounds>(map, out)))
 KERNEL(store_reduce, (copy_out<kReduce, kRounds>(map, out)))
@@ -218,10 +225,13 @@ struct Entry {
 };
 #define ENTRY(name) {#name, name}
 const Entry kEntries[] = {
-    ENTRY(named_sync),       ENTRY(named_arrive),    ENTRY(named_leftover),    ENTRY(named_wrong),
-    ENTRY(mbarrier_threads), ENTRY(mbarrier_leader), ENTRY(mbarrier_wrong),    ENTRY(copy_threads),
-    ENTRY(copy_fence),       ENTRY(copy_leader),     ENTRY(copy_leader_fence), ENTRY(copy_wrong),
-    ENTRY(store_bulk),       ENTRY(store_tensor),    ENTRY(store_reduce),      ENTRY(store_wrong)};
+    ENTRY(named_sync),     ENTRY(named_arrive),      ENTRY(named_leftover),
+    ENTRY(named_wrong),    ENTRY(mbarrier_threads),  ENTRY(mbarrier_leader),
+    ENTRY(mbarrier_wrong), ENTRY(copy_threads),      ENTRY(copy_fence),
+    ENTRY(copy_leader),    ENTRY(copy_leader_fence), ENTRY(copy_starter_fence),
+    ENTRY(copy_wrong),     ENTRY(out_fence),         ENTRY(out_starter_fence),
+    ENTRY(out_wrong),      ENTRY(store_bulk),        ENTRY(store_tensor),
+    ENTRY(store_reduce),   ENTRY(store_wrong)};
 
 bool check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) std::printf("%s: %s\n", what, cudaGetErrorString(error));

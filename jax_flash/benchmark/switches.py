@@ -93,6 +93,7 @@ SWITCHES: tuple[Switch, ...] = (
     _sm90("backward", "BWD_BLOCK_Q", (64, 128), "queries a tile"),
     _sm90("backward", "BWD_KEYS_IN_REGISTERS", (0, 1), "K fragments kept, not read again"),
     _sm90("backward", "BWD_NEXT_SCORES_FIRST", (0, 1), "the next S issued before dQ"),
+    _sm90("backward", "BWD_EARLY_LSE", (0, 1), "lse read before S is there"),
     _sm90("backward", "BWD_LONGEST_FIRST", (0, 1), "causal: longest key tiles first"),
     _sm90("backward", "BWD_DEPENDENT_LAUNCH", (0, 1), "kernels chained by dependent launch"),
 )  # fmt: skip
