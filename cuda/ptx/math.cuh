@@ -17,6 +17,13 @@ __device__ __forceinline__ float ex2_approx_ftz(float x) {
   return y;
 }
 
+// log2(x), absolute error below 2^-22 near 1; subnormal numbers are flushed to zero.
+__device__ __forceinline__ float lg2_approx_ftz(float x) {
+  float y;
+  asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+  return y;
+}
+
 // 1 / x, relative error below 2^-23; subnormal numbers are flushed to zero.
 __device__ __forceinline__ float rcp_approx_ftz(float x) {
   float y;

@@ -11,6 +11,7 @@
 #include "sm90/config.cuh"
 #include "sm90/forward_modified_tile.cuh"
 #include "sm90/forward_parts.cuh"
+#include "sm90/forward_peaks.cuh"
 #include "tile/logits.cuh"
 #include "tile/modifiers.cuh"
 #include "tile/softmax.cuh"
@@ -24,6 +25,10 @@ struct ForwardConsumer {
   static constexpr bool kMasks = (kModifiers & (kMask | kSegments)) != 0;
   // Whether query tiles are chained, and Q is released early.
   static constexpr bool kChained = !kMasks;
+  // Whether references rise to the rows' peaks: where that costs little (TUNING.md, "Errors").
+  static constexpr bool kPeaks = kModifiers == kMask || kModifiers == kSegments
+                                     ? Config::kHeadDim == 128
+                                     : !kGeneral && (!Config::kScoresAhead || Config::kSecondCut);
   static constexpr int kN = Config::kBlockKv / 8, kOutN = Config::kValueDim / 8;
   using Modified = ModifiedTile<Config, kModifiers>;  // in kernels for one modifier
   static constexpr int kHeadSteps = Config::kHeadDim / 16, kKeySteps = Config::kBlockKv / 16;
@@ -45,6 +50,7 @@ struct ForwardConsumer {
   float out[1][kOutN][4];
   int out_started = 0;
   OnlineSoftmax<1> softmax;
+  PeakLimits peak_limits;
   Scores scores;
   uint32_t probabilities[kKeySteps][4];
   float factor[1][2];    // by which `out` is to be multiplied if a reference rises
@@ -253,6 +259,30 @@ struct ForwardConsumer {
   __device__ __forceinline__ bool raise_reference() {
     return softmax.template raise_reference<4>(scores, to_log2, factor);
   }
+  __device__ __forceinline__ bool raise_reference_to_peak() {
+    if (!kPeaks) return raise_reference();
+    const float slack[1][2] = {peak_limits.slack(0), peak_limits.slack(1)};
+    return softmax.template raise_reference<4>(scores, to_log2, slack, factor);
+  }
+  // For peak_limits after a query tile's first tile of keys.
+  __device__ __forceinline__ void find_first_shares(int32_t tile, bool edge,
+                                                    float (&share)[2]) const {
+    share[0] = share[1] = kFirstPeakShare;
+    // With three consumers there are no registers for it.
+    if (Config::kConsumers > 2 || !edge) return;
+    const int32_t col0 = tile * Config::kBlockKv;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = work.row0 + warp_row + fragment_row(0, 2 * half);
+      const int32_t end = min(work.band.end_col(row), col0 + Config::kBlockKv);
+      share[half] = first_peak_share<Config::kBlockKv>(end - max(work.band.first_col(row), col0));
+    }
+  }
+  __device__ __forceinline__ void set_first_peak_limits(int32_t tile, bool edge) {
+    float share[2];
+    find_first_shares(tile, edge, share);
+    peak_limits.set(softmax, share);
+  }
   // The same before the soft cap, which keeps the order of products.
   __device__ __forceinline__ bool raise_capped_reference() {
     const float cap = params.options.logits_soft_cap;
@@ -310,6 +340,7 @@ struct ForwardConsumer {
     if constexpr (Modified::kBiased) read_ahead(is_last(tile) ? -1 : tile + 1);
     raise_reference();
     exponentials();
+    if constexpr (kPeaks) set_first_peak_limits(tile, edge);
     if constexpr (Modified::kLooksAhead) look_ahead(tile + 1);
     if constexpr (Modified::kBits) attended_columns_of_bits();
     drop_some(tile);
@@ -374,7 +405,7 @@ struct ForwardConsumer {
     bool rises = false;
     if (whole) {
       modify(scores, tile, edge, one_segment);
-      rises = careful && raise_reference();
+      rises = careful && raise_reference_to_peak();
     } else if constexpr (Modified::kCapped) {
       rises = careful && raise_capped_reference();
     }
@@ -397,28 +428,39 @@ struct ForwardConsumer {
     }
     if constexpr (Modified::kBiased) read_ahead(is_last(tile) ? -1 : tile + 1);
     const float greatest = fmaxf(softmax.sum[0][0], softmax.sum[0][1]);
+    bool peak =
+        great || (kPeaks ? peak_limits.exceeded_by(softmax.sum[0]) : greatest > kOptimisticLimit);
     softmax.sum[0][0] += before[0];
     softmax.sum[0][1] += before[1];
     wait_next_value_after_exponentials();
     await_out();
     if constexpr (kOptimistic) {
-      if (!careful && __any_sync(0xffffffff, greatest > kOptimisticLimit || great)) {
+      peak = !careful && __any_sync(0xffffffff, peak);
+      if (peak) {
+        const bool anew = !kPeaks || peak_limits.too_great(softmax);
         if constexpr (Modified::kCapped) {
           modified.products_small = !__any_sync(0xffffffff, great);
         }
-        softmax.sum[0][0] = before[0];
-        softmax.sum[0][1] = before[1];
-        warp_scores<Config, Element>(scores, smem.query(query_stage.stage, query_tile()),
-                                     smem.key(key_stage.stage), warp_row - group_row());
-        modify(scores, tile, edge, one_segment, true);
-        rises = raise_reference();
-        exponentials();
+        if (anew) {
+          softmax.sum[0][0] = before[0];
+          softmax.sum[0][1] = before[1];
+          warp_scores<Config, Element>(scores, smem.query(query_stage.stage, query_tile()),
+                                       smem.key(key_stage.stage), warp_row - group_row());
+          modify(scores, tile, edge, one_segment, true);
+          rises = raise_reference_to_peak();
+          exponentials();
+        } else {
+          raise_to_peaks(softmax, scores, out, to_log2);
+        }
       }
       release_key();
+    } else {
+      peak = false;
     }
     drop_some(tile);
     convert();
     if (rises) rescale();
+    if (kPeaks && (rises || peak)) peak_limits.set(softmax);
   }
 
   // A query tile's keys from `tile` on.

@@ -51,8 +51,9 @@ struct OnlineSoftmax {
   template <int kN, int kOutN>
   __device__ __forceinline__ void update_reference(const float (&logits)[kM][kN][4], float to_log2,
                                                    float (&out)[kM][kOutN][4]) {
-    float greatest[kM][2];
-    if (!find_greatest<1>(logits, to_log2, greatest)) return;
+    float greatest[kM][2], slack[kM][2];
+    fill_slack(slack);
+    if (!find_rises<1>(logits, to_log2, slack, greatest)) return;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -69,18 +70,27 @@ struct OnlineSoftmax {
 
   // The same in two steps: whether `out` is to be rescaled, by what; the answer is the warp's. The
   // search for the greatest runs in kChains chains: one would wait for its own results, and more
-  // take registers.
+  // take registers. `slack` is that of each row.
   template <int kChains, int kN>
   __device__ __forceinline__ bool raise_reference(const float (&logits)[kM][kN][4], float to_log2,
+                                                  const float (&slack)[kM][2],
                                                   float (&factor)[kM][2]) {
     float greatest[kM][2];
-    if (!find_greatest<kChains>(logits, to_log2, greatest)) return false;
+    if (!find_rises<kChains>(logits, to_log2, slack, greatest)) return false;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
       factor[m][0] = raise(m, 0, greatest[m][0], to_log2);
       factor[m][1] = raise(m, 1, greatest[m][1], to_log2);
     }
     return true;
+  }
+
+  template <int kChains, int kN>
+  __device__ __forceinline__ bool raise_reference(const float (&logits)[kM][kN][4], float to_log2,
+                                                  float (&factor)[kM][2]) {
+    float slack[kM][2];
+    fill_slack(slack);
+    return raise_reference<kChains>(logits, to_log2, slack, factor);
   }
 
   // Whether every row of the warp has a reference.
@@ -134,10 +144,16 @@ struct OnlineSoftmax {
   }
 
  private:
+  static __device__ __forceinline__ void fill_slack(float (&slack)[kM][2]) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) slack[m][0] = slack[m][1] = kSlack;
+  }
+
   // Whether some row's greatest logit is far above its reference.
   template <int kChains, int kN>
-  __device__ __forceinline__ bool find_greatest(const float (&logits)[kM][kN][4], float to_log2,
-                                                float (&greatest)[kM][2]) const {
+  __device__ __forceinline__ bool find_rises(const float (&logits)[kM][kN][4], float to_log2,
+                                             const float (&slack)[kM][2],
+                                             float (&greatest)[kM][2]) const {
     bool rises = false;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
@@ -155,7 +171,7 @@ struct OnlineSoftmax {
         value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
         value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
         greatest[m][half] = value;
-        rises |= (value - reference[m][half]) * to_log2 > kSlack;
+        rises |= (value - reference[m][half]) * to_log2 > slack[m][half];
       }
     }
     return __any_sync(0xffffffff, rises);

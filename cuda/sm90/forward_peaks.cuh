@@ -1,0 +1,101 @@
+// Where a row's greatest probability is to be exactly 1: P is rounded to the operands' type, and
+// where few keys make up a row, most of the output's error is that of its greatest P, unless this
+// is 1. A reference that is the row's greatest logit does that, but to look for it in every tile,
+// and to rescale the output for each new one, takes too long. The first tile has an exact one;
+// later on a greater logit counts if its probability is a large part of the row's sum, which a
+// thread sees by the sums of its own columns.
+#pragma once
+
+#include "ptx/math.cuh"
+#include "sm90/config.cuh"
+#include "tile/softmax.cuh"
+
+namespace jax_flash::sm90 {
+
+// Of a row's sum over keys: the first tile's, later ones'. Smaller ones have less error, but have
+// tiles looked at whose probabilities differ little (TUNING.md, "Errors").
+inline constexpr float kFirstPeakShare = 1.0f, kPeakShare = 0.3f;
+// Of a thread's sum in a row, above which exponentials are computed anew: they may be infinite, or
+// have lost digits.
+inline constexpr float kPeakLimit = 0x1p24f;
+
+// The share where an edge leaves `keys` of a row's first tile: as if it had all, or none if there
+// are too few to tell.
+template <int kBlockKv>
+__device__ __forceinline__ float first_peak_share(int32_t keys) {
+  return keys < kBlockKv / 4 ? kOptimisticLimit
+                             : kFirstPeakShare * kBlockKv * ptx::rcp_approx_ftz(keys);
+}
+
+// Of a thread's sums of a tile, in each of its rows, above which there may be a new peak.
+struct PeakLimits {
+  float of_row[2];  // negative while a row has had nothing but -inf
+
+  __device__ __forceinline__ void set(const OnlineSoftmax<1>& softmax, const float (&share)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float total = softmax.sum[0][half];
+      total += __shfl_xor_sync(0xffffffff, total, 1);
+      total += __shfl_xor_sync(0xffffffff, total, 2);
+      const float limit = fminf(fmaxf(share[half] * total, 1.0f), kOptimisticLimit);
+      of_row[half] = softmax.reference[0][half] == minus_infinity() ? -1.0f : limit;
+    }
+  }
+  __device__ __forceinline__ void set(const OnlineSoftmax<1>& softmax) {
+    set(softmax, {kPeakShare, kPeakShare});
+  }
+  __device__ __forceinline__ bool exceeded_by(const float (&sum)[2]) const {
+    return sum[0] > of_row[0] || sum[1] > of_row[1];
+  }
+  // Whether the exponentials of the last tile have to be computed anew for that.
+  __device__ __forceinline__ bool too_great(const OnlineSoftmax<1>& softmax) const {
+    return __any_sync(0xffffffff, fminf(of_row[0], of_row[1]) < 0.0f ||
+                                      fmaxf(softmax.sum[0][0], softmax.sum[0][1]) > kPeakLimit);
+  }
+  // Where all logits of a tile are compared: how far above the reference a peak is at least.
+  __device__ __forceinline__ float slack(int half) const {
+    return ptx::lg2_approx_ftz(fmaxf(0.5f * of_row[half], 1.0f));
+  }
+};
+
+// Raises references to the rows' greatest logits, for probabilities of the last tile in place of
+// logits, which sums include, and `out` before it.
+template <int kN, int kOutN>
+__device__ __forceinline__ void raise_to_peaks(OnlineSoftmax<1>& softmax,
+                                               float (&probabilities)[1][kN][4],
+                                               float (&out)[1][kOutN][4], float to_log2) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    // In four chains: one would wait for its own results.
+    constexpr int kChains = 4;
+    float chain[kChains] = {};
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float (&block)[4] = probabilities[0][n];
+      chain[n % kChains] = fmaxf(fmaxf(block[2 * half], block[2 * half + 1]), chain[n % kChains]);
+    }
+    float greatest = fmaxf(fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3]));
+    greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, 1));
+    greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, 2));
+    if (!__any_sync(0xffffffff, greatest > 1.0f)) continue;
+    float& reference = softmax.reference[0][half];
+    const float old = to_log2_units(reference, to_log2);
+    const float raised =
+        fmaf(ptx::lg2_approx_ftz(greatest), ptx::rcp_approx_ftz(to_log2), reference);
+    reference = greatest > 1.0f ? raised : reference;
+    const float factor = ptx::ex2_approx_ftz(old - to_log2_units(reference, to_log2));
+    softmax.sum[0][half] *= factor;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      probabilities[0][n][2 * half] *= factor;
+      probabilities[0][n][2 * half + 1] *= factor;
+    }
+#pragma unroll
+    for (int n = 0; n < kOutN; ++n) {
+      out[0][n][2 * half] *= factor;
+      out[0][n][2 * half + 1] *= factor;
+    }
+  }
+}
+
+}  // namespace jax_flash::sm90
