@@ -249,7 +249,9 @@ struct DecodeConsumer {
         }
       }
     }
-    const bool rises = softmax.template raise_reference<4>(scores, call.to_log2, factor);
+    // No slack: a greatest probability of exactly 1 has no rounding error (forward_peaks.cuh).
+    const float slack[1][2] = {};
+    const bool rises = softmax.template raise_reference<4>(scores, call.to_log2, slack, factor);
 #pragma unroll
     for (int n = 0; n < kN; ++n) softmax.exponentials(scores[0][n], 0, call.to_log2);
     return rises;
