@@ -10,7 +10,6 @@
 #include "sm90/config.cuh"
 #include "sm90/forward_consumer.cuh"
 #include "sm90/forward_parts.cuh"
-#include "sm90/forward_peaks.cuh"
 #include "tile/softmax.cuh"
 
 namespace jax_flash::sm90 {
@@ -23,16 +22,15 @@ __device__ __forceinline__ int32_t tile_from_end(int32_t end, int32_t index) {
 template <typename Config, typename Element>
 struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
   using Base = ForwardConsumer<Config, Element, kNoModifier>;
-  using Base::Base, Base::factor, Base::key_stage, Base::out, Base::peak_limits, Base::query_stage,
-      Base::smem, Base::softmax, Base::to_log2, Base::value_stage, Base::warp_row, Base::work;
+  using Base::Base, Base::factor, Base::key_stage, Base::out, Base::query_stage, Base::smem,
+      Base::softmax, Base::to_log2, Base::value_stage, Base::warp_row, Base::work;
   using typename Base::Scores;
 
   static constexpr int kStep = Config::kKeyGroups;
 
   Scores other_scores;  // `scores` and these in turn
-
-  // Without peaks: of a thread's sums of a tile, above which it is computed again: any, while a row
-  // has had nothing but -inf.
+  // Of a thread's sums of a tile, above which it is computed again: any, while a row has had
+  // nothing but -inf.
   float limit;
 
   __device__ __forceinline__ void raise_reference(const Scores& now) {
@@ -61,11 +59,6 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
   __device__ __forceinline__ void step(Scores& now, Scores& next, int32_t index) {
     if constexpr (kCut) cut(now, index);
     if constexpr (kFirst) raise_reference(now);
-    float share[2];
-    if constexpr (kFirst && Base::kPeaks) {
-      const int32_t tile = tile_from_end(work.end, index);
-      this->find_first_shares(tile, this->at_edge(tile), share);
-    }
     const float before[2] = {softmax.sum[0][0], softmax.sum[0][1]};
     softmax.sum[0][0] = softmax.sum[0][1] = 0.0f;
     // Behind the last tile its own again, for nothing: cheaper than a branch.
@@ -77,37 +70,29 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     this->start_scores(next, behind.stage);
     if constexpr (!kFirst) this->start_out();
     this->exponentials(now);
-    if constexpr (kFirst && Base::kPeaks) peak_limits.set(softmax, share);
     const float greatest = fmaxf(softmax.sum[0][0], softmax.sum[0][1]);
-    const uint32_t peak = __reduce_max_sync(
-        0xffffffff,
-        (Base::kPeaks ? peak_limits.exceeded_by(softmax.sum[0]) : greatest > limit) ? 1u : 0u);
+    const uint32_t again = __reduce_max_sync(0xffffffff, greatest > limit ? 1u : 0u);
     softmax.sum[0][0] += before[0];
     softmax.sum[0][1] += before[1];
     // Before the wait for products, on a parity that depends on all exponentials in a way that
     // never matters: the assembler would move these behind it.
     const auto next_value = kFirst ? value_stage : value_stage.next(kStep);
-    ptx::mbarrier_wait(smem.value_full(next_value.stage), next_value.parity ^ peak >> 1);
+    ptx::mbarrier_wait(smem.value_full(next_value.stage), next_value.parity ^ again >> 1);
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_results(next[0]);
     if constexpr (!kFirst) {
       ptx::wgmma_results(out[0]);
       arrive_warp(smem.value_empty(value_stage.stage));
       value_stage.advance(kStep);
-      if (peak) [[unlikely]] {
-        if (!Base::kPeaks || peak_limits.too_great(softmax)) {
-          softmax.sum[0][0] = before[0];
-          softmax.sum[0][1] = before[1];
-          warp_scores<Config, Element>(now, smem.query(query_stage.stage, this->query_tile()),
-                                       smem.key(key_stage.stage), warp_row - this->group_row());
-          if constexpr (kCut) cut(now, index);
-          raise_reference(now);
-          this->exponentials(now);
-          this->rescale();
-        } else {
-          raise_to_peaks(softmax, now, out, to_log2);
-        }
-        if constexpr (Base::kPeaks) peak_limits.set(softmax);
+      if (again) [[unlikely]] {
+        softmax.sum[0][0] = before[0];
+        softmax.sum[0][1] = before[1];
+        warp_scores<Config, Element>(now, smem.query(query_stage.stage, this->query_tile()),
+                                     smem.key(key_stage.stage), warp_row - this->group_row());
+        if constexpr (kCut) cut(now, index);
+        raise_reference(now);
+        this->exponentials(now);
+        this->rescale();
       }
     }
     this->release_key();

@@ -25,10 +25,9 @@ struct ForwardConsumer {
   static constexpr bool kMasks = (kModifiers & (kMask | kSegments)) != 0;
   // Whether query tiles are chained, and Q is released early.
   static constexpr bool kChained = !kMasks;
-  // Whether references rise to the rows' peaks: where that costs little (TUNING.md, "Errors").
-  static constexpr bool kPeaks = kModifiers == kMask || kModifiers == kSegments
-                                     ? Config::kHeadDim == 128
-                                     : !kGeneral && (!Config::kScoresAhead || Config::kSecondCut);
+  // Whether references rise to the rows' peaks: where products take so long that it costs little
+  // (TUNING.md, "Errors").
+  static constexpr bool kPeaks = !kGeneral && Config::kHeadDim > 128;
   static constexpr int kN = Config::kBlockKv / 8, kOutN = Config::kValueDim / 8;
   using Modified = ModifiedTile<Config, kModifiers>;  // in kernels for one modifier
   static constexpr int kHeadSteps = Config::kHeadDim / 16, kKeySteps = Config::kBlockKv / 16;
@@ -268,8 +267,7 @@ struct ForwardConsumer {
   __device__ __forceinline__ void find_first_shares(int32_t tile, bool edge,
                                                     float (&share)[2]) const {
     share[0] = share[1] = kFirstPeakShare;
-    // With three consumers there are no registers for it.
-    if (Config::kConsumers > 2 || !edge) return;
+    if (!edge) return;
     const int32_t col0 = tile * Config::kBlockKv;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -428,20 +426,20 @@ struct ForwardConsumer {
     }
     if constexpr (Modified::kBiased) read_ahead(is_last(tile) ? -1 : tile + 1);
     const float greatest = fmaxf(softmax.sum[0][0], softmax.sum[0][1]);
-    bool peak =
-        great || (kPeaks ? peak_limits.exceeded_by(softmax.sum[0]) : greatest > kOptimisticLimit);
+    const bool exceeds = kPeaks && peak_limits.exceeded_by(softmax.sum[0]);
     softmax.sum[0][0] += before[0];
     softmax.sum[0][1] += before[1];
     wait_next_value_after_exponentials();
     await_out();
+    bool peak = false;
     if constexpr (kOptimistic) {
-      peak = !careful && __any_sync(0xffffffff, peak);
-      if (peak) {
-        const bool anew = !kPeaks || peak_limits.too_great(softmax);
+      if (!careful &&
+          __any_sync(0xffffffff, kPeaks ? exceeds : greatest > kOptimisticLimit || great)) {
+        peak = kPeaks;
         if constexpr (Modified::kCapped) {
           modified.products_small = !__any_sync(0xffffffff, great);
         }
-        if (anew) {
+        if (!kPeaks || peak_limits.too_great(softmax)) {
           softmax.sum[0][0] = before[0];
           softmax.sum[0][1] = before[1];
           warp_scores<Config, Element>(scores, smem.query(query_stage.stage, query_tile()),
@@ -454,8 +452,6 @@ struct ForwardConsumer {
         }
       }
       release_key();
-    } else {
-      peak = false;
     }
     drop_some(tile);
     convert();
