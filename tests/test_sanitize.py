@@ -18,6 +18,7 @@ def test_races_are_explained_only_by_limits_of_the_tool(capsys, monkeypatch):
     assert sanitize.explained_races(output, {"copy_leader"}) == 1
     monkeypatch.setenv("JAX_FLASH_EVERY_THREAD_ARRIVES", "1")
     assert sanitize.explained_races(output, {"mbarrier_leader"}) == 1
+    assert sanitize.explained_races(output, {"mbarrier_leader", "copy_starter_fence"}) == 2
 
 
 def test_only_transfers_of_what_tensor_copies_stored_are_explained():
