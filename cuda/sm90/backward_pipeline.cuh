@@ -271,44 +271,51 @@ __device__ __forceinline__ void load_tiles(const Backward& params, const Backwar
     }
     if (kSeveral) ptx::mbarrier_arrive(smem.block_wanted());
   }
+  // The other lanes are needed where tiles are skipped. Left alone they would go through the whole
+  // loop before the leader has its first tile: 230 clocks a tile, and issue slots.
+  const bool together = walk.query_spans != nullptr;
+  if (!leader && !together) return;
   for (int32_t left = block.tile_count; left > 0;
        --left, walk.template advance<Config::kBlockQ, kOrdered>(at), next.advance()) {
-    if (!leader) continue;
-    const bool first = left == block.tile_count;
-    const int32_t row0 = at.tile * Config::kBlockQ;
-    const int64_t row_index = block.batch_head(params.shape, at.head) * workspace.rows + row0;
-    const uint32_t stage = next.stage();
-    const uint32_t query_full = smem.query_full(stage), dout_full = smem.dout_full(stage);
-    if (!first || !begun) {
-      ptx::mbarrier_wait(smem.query_empty(stage), next.parity() ^ 1);
-      ptx::fence_proxy_async_shared();
-      load_query(params, maps, smem, stage, block, at);
-    }
-    const int32_t col0 = block.kv_tile * Config::kBlockKv;
-    if (first) {
-      if (!begun) {
-        ptx::mbarrier_wait(smem.keys_empty(), key_parity ^ 1);
+    if (together) __syncwarp();
+    if (leader) {
+      const bool first = left == block.tile_count;
+      const int32_t row0 = at.tile * Config::kBlockQ;
+      const int64_t row_index = block.batch_head(params.shape, at.head) * workspace.rows + row0;
+      const uint32_t stage = next.stage();
+      const uint32_t query_full = smem.query_full(stage), dout_full = smem.dout_full(stage);
+      if (!first || !begun) {
+        ptx::mbarrier_wait(smem.query_empty(stage), next.parity() ^ 1);
         ptx::fence_proxy_async_shared();
-        load_keys(smem.key(), maps.key, smem.key_full(), params.key, batch, block.kv_head, col0);
+        load_query(params, maps, smem, stage, block, at);
       }
-      ptx::griddepcontrol_wait();  // for lse and delta
-      // The second kernel of wide heads reads them too, and does not wait: it may start from here.
-      ptx::griddepcontrol_launch_dependents();
-    }
-    ptx::cp_async_bulk_load(ptx::shared_address(smem.lse + stage * Config::kBlockQ),
-                            workspace.lse_log2 + row_index, kStatisticsBytes, query_full);
-    if (first && !begun) {  // after what the first product needs
-      load_keys(smem.value(), maps.value, smem.value_full(), params.value, batch, block.kv_head,
-                col0);
-    }
-    ptx::mbarrier_wait(smem.dout_empty(stage), next.parity() ^ 1);
-    ptx::fence_proxy_async_shared();
-    ptx::mbarrier_arrive_expect_tx(dout_full, Config::QueryTile::kBytes + kStatisticsBytes);
-    load_tile_panels(smem.dout(stage), maps.dout, dout_full, params.dout, batch, at.head, row0);
-    ptx::cp_async_bulk_load(ptx::shared_address(smem.delta + stage * Config::kBlockQ),
-                            workspace.delta + row_index, kStatisticsBytes, dout_full);
-    if (kSeveral && left == min(block.tile_count, kTilesAhead)) {
-      ptx::mbarrier_arrive(smem.block_wanted());
+      const int32_t col0 = block.kv_tile * Config::kBlockKv;
+      if (first) {
+        if (!begun) {
+          ptx::mbarrier_wait(smem.keys_empty(), key_parity ^ 1);
+          ptx::fence_proxy_async_shared();
+          load_keys(smem.key(), maps.key, smem.key_full(), params.key, batch, block.kv_head, col0);
+        }
+        ptx::griddepcontrol_wait();  // for lse and delta
+        // The second kernel of wide heads reads them too, and does not wait: it may start from
+        // here.
+        ptx::griddepcontrol_launch_dependents();
+      }
+      ptx::cp_async_bulk_load(ptx::shared_address(smem.lse + stage * Config::kBlockQ),
+                              workspace.lse_log2 + row_index, kStatisticsBytes, query_full);
+      if (first && !begun) {  // after what the first product needs
+        load_keys(smem.value(), maps.value, smem.value_full(), params.value, batch, block.kv_head,
+                  col0);
+      }
+      ptx::mbarrier_wait(smem.dout_empty(stage), next.parity() ^ 1);
+      ptx::fence_proxy_async_shared();
+      ptx::mbarrier_arrive_expect_tx(dout_full, Config::QueryTile::kBytes + kStatisticsBytes);
+      load_tile_panels(smem.dout(stage), maps.dout, dout_full, params.dout, batch, at.head, row0);
+      ptx::cp_async_bulk_load(ptx::shared_address(smem.delta + stage * Config::kBlockQ),
+                              workspace.delta + row_index, kStatisticsBytes, dout_full);
+      if (kSeveral && left == min(block.tile_count, kTilesAhead)) {
+        ptx::mbarrier_arrive(smem.block_wanted());
+      }
     }
   }
   if (leader && !kSeveral) {

@@ -298,9 +298,12 @@ __device__ __forceinline__ void load_key_tiles(const Backward& params, const Bac
     load_tile_panels(smem.query(), maps.query, smem.query_full(), params.query, block.batch,
                      block.head, block.row0);
   }
+  const bool together = block.key_spans != nullptr;  // see load_tiles()
+  if (!leader && !together) tile = block.range.end;
   for (bool first = true; tile < block.range.end; first = false) {
     const int32_t col0 = tile * Config::kBlockKv;
     tile = block.skip_to<Config::kBlockKv>(tile + 1);
+    if (together) __syncwarp();
     if (!leader) continue;
     const uint32_t key_full = smem.key_full(key_ring.stage);
     ptx::mbarrier_wait(smem.key_empty(key_ring.stage), key_ring.parity ^ 1);

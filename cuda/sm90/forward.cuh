@@ -52,6 +52,7 @@ __device__ __forceinline__ void produce_keys(const Forward& params, const Forwar
   const bool leader = threadIdx.x % 32 == 0;
   RingState<Config::kStages> key_stage, value_stage;
   for (QueryTileCursor cursor{plan.schedule}; cursor.valid(); cursor.advance()) {
+    __syncwarp();
     const QueryTileIndex q = cursor.index();
     const auto walk = walk_keys<Config, kSkips>(plan.band.of(params, q.batch), spans, q.batch,
                                                 q.tile * Config::kBlockQ);
@@ -82,7 +83,9 @@ __device__ __forceinline__ void produce_keys(const Forward& params, const Forwar
       }
       value_stage.advance();
     };
-    if (walk.tile >= walk.end) continue;
+    // The other lanes are needed where tiles are skipped. Left alone they would go ahead through
+    // all of the loop: the leader would wait for them, and issue slots go to nothing.
+    if (walk.tile >= walk.end || (!kSkips && !leader)) continue;
     int32_t tile = walk.tile, next = walk.skip_to(tile + 1);
     load_key(tile, next);
     while (tile < walk.end) {
