@@ -97,7 +97,10 @@ __device__ __forceinline__ void consume_tiles(const Backward& params, const KeyG
   // As maxima, so that the compiler knows that all threads have the same. Not read from shared
   // memory again, as anything else in the loop that need not be: that waits behind products, too.
   const int tile_count = __reduce_max_sync(0xffffffff, block.tile_count);
-  const bool has_masks = __reduce_max_sync(0xffffffff, block.has_masks ? 1 : 0) != 0;
+  const int32_t group_key = first_key() + group * 64;
+  const auto unmasked = band.template unmasked_tiles<64>(group_key, group_key + 64);
+  const int32_t first_unmasked = __reduce_max_sync(0xffffffff, unmasked.first);
+  const int32_t last_unmasked = __reduce_max_sync(0xffffffff, unmasked.last);
   if (tile_count == 0) {
     // Not before the warp that copies has seen that they were empty: it would miss that.
     ptx::mbarrier_wait(smem.key_full(), key_parity);
@@ -225,9 +228,8 @@ __device__ __forceinline__ void consume_tiles(const Backward& params, const KeyG
         ptx::wgmma_results(scores);
       }
       if constexpr (kGeneral) mark_bad_key_rows<kBlockKv>(scores, bad_keys_smem, warp_key);
-      if (kGeneral || (has_masks && !band.all_allowed(
-                                        row0 + half * 64, min(row0 + half * 64 + 64, band.q_len),
-                                        first_key() + group * 64, first_key() + group * 64 + 64))) {
+      const int32_t half_row = row0 + half * 64;
+      if (kGeneral || half_row < first_unmasked || half_row > last_unmasked) {
         gradient.mask(scores, band);
       }
       if (Config::kEarlyDquery && half == 0) {

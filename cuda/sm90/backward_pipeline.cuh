@@ -109,7 +109,6 @@ struct BackwardBlock {
   QueryTileWalk walk;
   int32_t kv_head, kv_tile, batch_index;  // kv_tile is -1 after the last block
   int32_t tile_count;
-  bool has_masks;  // whether there are tiles of which not all is allowed
   bool ascending;  // whether blocks of lower keys take their turns before this one
 
   // By a whole warp.
@@ -145,7 +144,6 @@ struct BackwardBlock {
             kv_tile,
             batch_index,
             walk.count<Config::kBlockQ>(),
-            !full || col0 + Config::kBlockKv > band.kv_len,
             walk.backward || order == TurnOrder::kAscending};
   }
   // Of a query head among those of all batches.

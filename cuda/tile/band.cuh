@@ -43,6 +43,16 @@ struct Band {
                                               int32_t col1) const {
     return col1 <= kv_len && col0 >= row1 - 1 + lo && col1 <= row0 + hi;
   }
+  // First rows of tiles of kRows rows, all of which that exist may attend to every column of
+  // [col0, col1): [first, last].
+  struct FirstRows {
+    int32_t first, last;
+  };
+  template <int kRows>
+  __device__ __forceinline__ FirstRows unmasked_tiles(int32_t col0, int32_t col1) const {
+    const int32_t end = col0 - lo + 1;  // of the rows
+    return {col1 <= kv_len ? col1 - hi : INT32_MAX, q_len <= end ? INT32_MAX : end - kRows};
+  }
 
  private:
   __device__ __forceinline__ int32_t clamp_col(int32_t col) const {
