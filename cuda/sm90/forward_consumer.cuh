@@ -194,7 +194,7 @@ struct ForwardConsumer {
   __device__ __forceinline__ void exponentials_beside_out() {
 #pragma unroll
     for (int n = kPart * kN / kOutParts; n < (kPart + 1) * kN / kOutParts; ++n) {
-      softmax.exponentials(scores[0][n], 0, to_log2);
+      exponentials(scores[0][n]);
     }
     if constexpr (kPart + 1 < kOutParts) {
       const uint32_t zero =
@@ -256,12 +256,12 @@ struct ForwardConsumer {
     if (has_element_masks<kModifiers>(params)) columns = attended_columns(scores);
   }
   __device__ __forceinline__ bool raise_reference() {
-    return softmax.template raise_reference<4>(scores, to_log2, factor);
+    return softmax.template raise_reference<4, kPeaks>(scores, to_log2, factor);
   }
   __device__ __forceinline__ bool raise_reference_to_peak() {
     if (!kPeaks) return raise_reference();
     const float slack[1][2] = {peak_limits.slack(0), peak_limits.slack(1)};
-    return softmax.template raise_reference<4>(scores, to_log2, slack, factor);
+    return softmax.template raise_reference<4, kPeaks>(scores, to_log2, slack, factor);
   }
   // For peak_limits after a query tile's first tile of keys.
   __device__ __forceinline__ void find_first_shares(int32_t tile, bool edge,
@@ -297,10 +297,17 @@ struct ForwardConsumer {
     return softmax.template raise_reference<1>(greatest, to_log2, factor);
   }
   __device__ __forceinline__ void rescale() { softmax.rescale(out, factor); }
+  __device__ __forceinline__ void exponentials(float (&block)[4]) {
+    if constexpr (kPeaks) {
+      peak_exponentials(softmax, block, to_log2);
+    } else {
+      softmax.exponentials(block, 0, to_log2);
+    }
+  }
   __device__ __forceinline__ void exponentials() { exponentials(scores); }
   __device__ __forceinline__ void exponentials(Scores& of) {
 #pragma unroll
-    for (int n = 0; n < kN; ++n) softmax.exponentials(of[0][n], 0, to_log2);
+    for (int n = 0; n < kN; ++n) exponentials(of[0][n]);
   }
   __device__ __forceinline__ void drop_some(int32_t tile) {
     if constexpr ((kModifiers & kDropout) != 0) {

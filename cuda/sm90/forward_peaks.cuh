@@ -27,6 +27,20 @@ __device__ __forceinline__ float first_peak_share(int32_t keys) {
                              : kFirstPeakShare * kBlockKv * ptx::rcp_approx_ftz(keys);
 }
 
+// As OnlineSoftmax::exponentials(), but of differences to the reference: in log2 units that is
+// rounded, and with logits of 6,000 a row's greatest P is up to 2^-11.5 off 1 for it. An
+// instruction more.
+__device__ __forceinline__ void peak_exponentials(OnlineSoftmax<1>& softmax, float (&block)[4],
+                                                  float to_log2) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const float reference = softmax.reference[0][e / 2];
+    block[e] -= reference == minus_infinity() ? 0.0f : reference;
+    block[e] = ptx::ex2_approx_ftz(block[e] * to_log2);
+    softmax.sum[0][e / 2] += block[e];
+  }
+}
+
 // Of a thread's sums of a tile, in each of its rows, above which there may be a new peak.
 struct PeakLimits {
   float of_row[2];  // negative while a row has had nothing but -inf
@@ -79,11 +93,11 @@ __device__ __forceinline__ void raise_to_peaks(OnlineSoftmax<1>& softmax,
     greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, 2));
     if (!__any_sync(0xffffffff, greatest > 1.0f)) continue;
     float& reference = softmax.reference[0][half];
-    const float old = to_log2_units(reference, to_log2);
+    const float old = reference;
     const float raised =
         fmaf(ptx::lg2_approx_ftz(greatest), ptx::rcp_approx_ftz(to_log2), reference);
     reference = greatest > 1.0f ? raised : reference;
-    const float factor = ptx::ex2_approx_ftz(old - to_log2_units(reference, to_log2));
+    const float factor = ptx::ex2_approx_ftz((old - reference) * to_log2);
     softmax.sum[0][half] *= factor;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {

@@ -24,8 +24,7 @@ __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff80
 
 // A reference in log2 units, rounded: what is subtracted from logits is what factors are to be
 // computed of. Else large logits have errors of their own with each reference, which do not cancel
-// when exponentials are divided by their sum: 2^-11 at logits of 6,000. Not part of an FMA, which
-// would not round it.
+// when exponentials are divided by their sum: 2^-11 at logits of 6,000. No FMA: it would not round.
 __device__ __forceinline__ float to_log2_units(float reference, float to_log2) {
   return __fmul_rn(reference, to_log2);
 }
@@ -69,9 +68,9 @@ struct OnlineSoftmax {
   }
 
   // The same in two steps: whether `out` is to be rescaled, by what; the answer is the warp's. The
-  // search for the greatest runs in kChains chains: one would wait for its own results, and more
-  // take registers. `slack` is that of each row.
-  template <int kChains, int kN>
+  // search runs in kChains chains: one would wait for its own results. `slack` is each row's.
+  // kByDifference: for exponentials of differences to the reference (sm90/forward_peaks.cuh).
+  template <int kChains, bool kByDifference = false, int kN>
   __device__ __forceinline__ bool raise_reference(const float (&logits)[kM][kN][4], float to_log2,
                                                   const float (&slack)[kM][2],
                                                   float (&factor)[kM][2]) {
@@ -79,18 +78,18 @@ struct OnlineSoftmax {
     if (!find_rises<kChains>(logits, to_log2, slack, greatest)) return false;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
-      factor[m][0] = raise(m, 0, greatest[m][0], to_log2);
-      factor[m][1] = raise(m, 1, greatest[m][1], to_log2);
+      factor[m][0] = raise<kByDifference>(m, 0, greatest[m][0], to_log2);
+      factor[m][1] = raise<kByDifference>(m, 1, greatest[m][1], to_log2);
     }
     return true;
   }
 
-  template <int kChains, int kN>
+  template <int kChains, bool kByDifference = false, int kN>
   __device__ __forceinline__ bool raise_reference(const float (&logits)[kM][kN][4], float to_log2,
                                                   float (&factor)[kM][2]) {
     float slack[kM][2];
     fill_slack(slack);
-    return raise_reference<kChains>(logits, to_log2, slack, factor);
+    return raise_reference<kChains, kByDifference>(logits, to_log2, slack, factor);
   }
 
   // Whether every row of the warp has a reference.
@@ -178,13 +177,13 @@ struct OnlineSoftmax {
   }
 
   // Returns the factor for what was computed with the old reference.
+  template <bool kByDifference = false>
   __device__ __forceinline__ float raise(int m, int half, float greatest, float to_log2) {
     const float old = reference[m][half];
     const float raised = fmaxf(old, greatest);
-    const float factor =
-        old == raised
-            ? 1.0f
-            : ptx::ex2_approx_ftz(to_log2_units(old, to_log2) - to_log2_units(raised, to_log2));
+    const float rise = kByDifference ? (old - raised) * to_log2
+                                     : to_log2_units(old, to_log2) - to_log2_units(raised, to_log2);
+    const float factor = old == raised ? 1.0f : ptx::ex2_approx_ftz(rise);
     reference[m][half] = raised;
     sum[m][half] *= factor;
     return factor;
