@@ -88,9 +88,10 @@ enum class ScoresAhead { kNo, kOneCut, kTwoCut };
 // of the output each. It walks over tiles of kBlockKvRows keys and values.
 //
 // With two kKeyShares, both consumers have the same 64 rows, and divide the tiles. A consumer warp
-// has kWarpBytes of shared memory for itself.
+// has kWarpBytes of shared memory for itself. There are kFewerValues stages of V less than of K.
 template <int kHeadDimension, int kValueDimension, int kConsumerGroups, int kBlockKvRows,
-          int kKeyShares = 1, ScoresAhead kAhead = ScoresAhead::kNo, int kWarpBytes = 0>
+          int kKeyShares = 1, ScoresAhead kAhead = ScoresAhead::kNo, int kWarpBytes = 0,
+          int kFewerValues = 0>
 struct ForwardConfig {
   static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension;
   static constexpr int kConsumers = kConsumerGroups;
@@ -113,20 +114,22 @@ struct ForwardConfig {
   using KeyTile = SmemTile<kBlockKv, kHeadDim>;
   using ValueTile = SmemTile<kBlockKv, kValueDim>;
 
-  // Shared memory: kQueryStages times kRowGroups query, kStages times key, kStages times value;
-  // one consumer's output in float32 for the other one, and statistics. A second place for Q where
-  // there is room: else the next Q is fetched when the last scores of this one are done.
+  // Shared memory: kQueryStages times kRowGroups query, kStages times key, kValueStages times
+  // value; one consumer's output in float32 for the other one, and statistics. A second place for Q
+  // where there is room: else the next Q is fetched when the last scores of this one are done.
   static constexpr int kQueryStages = kHeadDim <= 64 ? JAX_FLASH_SM90_QUERY_STAGES : 1;
   static constexpr int kPartialBytes = kKeyGroups > 1 ? 64 * kValueDim * 4 + kWarpgroup * 16 : 0;
   static constexpr int kOwnBytes = kWarpBytes;
   static constexpr int kFree = kSmemLimit - kStaticSmemBytes -
                                kQueryStages * kRowGroups * QueryTile::kBytes - kPartialBytes -
                                kConsumers * 4 * kOwnBytes;
-  static constexpr int kFit = kFree / (KeyTile::kBytes + ValueTile::kBytes);
+  static constexpr int kFit =
+      (kFree + kFewerValues * ValueTile::kBytes) / (KeyTile::kBytes + ValueTile::kBytes);
   // Two warpgroups that each keep a tile's keys beside those of the next one need more.
   static constexpr int kMostStages = JAX_FLASH_SM90_STAGES + (kScoresAhead ? kKeyGroups - 1 : 0);
   static constexpr int kStages = kFit < kMostStages ? kFit : kMostStages;
-  static_assert(kStages >= 2 && (kKeyGroups == 1 || (kStages >= 4 && kQueryStages > 1)));
+  static constexpr int kValueStages = kStages > 2 ? kStages - kFewerValues : kStages;
+  static_assert(kValueStages >= 2 && (kKeyGroups == 1 || (kStages >= 4 && kQueryStages > 1)));
   // Whether, after a query tile's first key tile, the exponentials are computed without looking
   // for greater scores first: a sum beyond kOptimisticLimit tells of one, and the tile is done
   // again. Keys are kept for that, which takes a third stage.
@@ -137,7 +140,7 @@ struct ForwardConfig {
   // Descriptions of query tiles that are kept: of those with scores under way, output to be
   // finished and Q under way, and one more.
   static constexpr int kWorks = 4;
-  static constexpr int kPartialOffset = kValueOffset + kStages * ValueTile::kBytes;
+  static constexpr int kPartialOffset = kValueOffset + kValueStages * ValueTile::kBytes;
   static constexpr int kOwnOffset = kPartialOffset + kPartialBytes;
   static constexpr int kSmemBytes = kOwnOffset + kConsumers * 4 * kOwnBytes;
 };

@@ -44,17 +44,26 @@
 
 namespace jax_flash::sm90 {
 
+// Those of a block, of batches that share a bias or mask one beside the other.
+template <uint32_t kModifiers>
+__device__ __forceinline__ QueryTileCursor query_tiles(const ForwardPlan& plan) {
+  constexpr bool kShares = kModifiers == kBias || kModifiers == kMask;
+  return {plan.schedule, kShares ? plan.modifiers.batch_shift : 0};
+}
+
 // By one warp: keys and values of all query tiles.
-template <typename Config, bool kSkips>
+template <typename Config, uint32_t kModifiers>
 __device__ __forceinline__ void produce_keys(const Forward& params, const ForwardPlan& plan,
                                              const ForwardMaps& maps, const SegmentSpans& spans,
                                              const ForwardSmem<Config>& smem) {
+  constexpr bool kSkips = (kModifiers & kSegments) != 0;
   const bool leader = threadIdx.x % 32 == 0;
-  RingState<Config::kStages> key_stage, value_stage;
+  RingState<Config::kStages> key_stage;
+  RingState<Config::kValueStages> value_stage;
   // The other lanes are needed where tiles are skipped. Left alone they would go ahead through all
   // of the loop: the leader would wait for them, and issue slots go to nothing.
   if (!kSkips && !leader) return;
-  for (QueryTileCursor cursor{plan.schedule}; cursor.valid(); cursor.advance()) {
+  for (auto cursor = query_tiles<kModifiers>(plan); cursor.valid(); cursor.advance()) {
     const QueryTileIndex q = cursor.index();
     const auto walk = walk_keys<Config, kSkips>(plan.band.of(params, q.batch), spans, q.batch,
                                                 q.tile * Config::kBlockQ);
@@ -111,7 +120,7 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
   const auto wait_empty = [&] {
     ptx::mbarrier_wait_asleep(smem.query_empty(stage.stage, group), stage.parity ^ 1);
   };
-  for (QueryTileCursor cursor{plan.schedule}; cursor.valid(); cursor.advance()) {
+  for (auto cursor = query_tiles<kModifiers>(plan); cursor.valid(); cursor.advance()) {
     const QueryTileIndex q = cursor.index();
     const Band band = plan.band.of(params, q.batch);
     const int32_t row0 = q.tile * Config::kBlockQ;
@@ -307,7 +316,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
-      produce_keys<Config, kSkips>(params, plan, maps, spans, smem);
+      produce_keys<Config, kModifiers>(params, plan, maps, spans, smem);
     } else if (warp <= Config::kRowGroups) {
       produce_queries<Config, Element, kModifiers>(params, plan, maps, spans, smem, warp - 1);
     }
@@ -357,39 +366,46 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
 }
 
 // Two consumers have the registers for modifiers, at head dim 64 with fewer keys three.
-template <int kHeadDim, uint32_t kModifiers>
+template <int kHeadDim, uint32_t kModifiers, int kBiasBytes = 0>
 struct ModifiedConfig {
   static constexpr bool kChained = kModifiers == kBias || kModifiers == kSoftCap;
   static constexpr int kConsumers = kHeadDim == 64 && kChained ? 3 : 2;
   static constexpr int keys() {  // multiples of kSegmentBlock with segments
     if (kHeadDim == 64) return kChained ? 96 : 128;
-    if (kHeadDim == 128) return kModifiers == kBias ? 96 : 128;
+    if (kHeadDim == 128) return kBiasBytes == 4 ? 96 : 128;
     if (kHeadDim == 256) return kModifiers == kSoftCap || kModifiers == kMask ? 80 : 64;
     return kHeadDim == 192 ? 96 : 128;
   }
   using Type = ForwardConfig<kHeadDim, kHeadDim, kConsumers, keys(), 1, ScoresAhead::kNo,
-                             kModifiers == kBias ? BiasTile<keys() / 8>::kWarpBytes : 0>;
+                             BiasTile<keys() / 8, kBiasBytes>::kWarpBytes,
+                             kHeadDim == 128 && kBiasBytes == 2 ? 1 : 0>;
 };
 
 // With modifiers. Kernels for one of them alone, at the usual head dims, are much faster than the
 // one for all: its loop has ten times the instructions that a call executes.
 template <typename Element, int kHeadDim>
 Status launch_modified(const Forward& params, const SegmentSpans& spans, cudaStream_t stream) {
-  const auto launch = [&](auto made_for) {
+  const auto launch = [&](auto made_for, auto bias_bytes) {
     constexpr uint32_t kModifiers = decltype(made_for)::value;
-    return launch_forward_config<typename ModifiedConfig<kHeadDim, kModifiers>::Type, Element,
-                                 kModifiers>(params, spans, stream);
+    using Config = typename ModifiedConfig<kHeadDim, kModifiers, decltype(bias_bytes)::value>::Type;
+    return launch_forward_config<Config, Element, kModifiers>(params, spans, stream);
   };
+  constexpr std::integral_constant<int, 0> kNoBias;
   if constexpr (kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256) {
     switch (modifiers_of(params)) {
-      case kBias: return launch(std::integral_constant<uint32_t, kBias>{});
-      case kSoftCap: return launch(std::integral_constant<uint32_t, kSoftCap>{});
-      case kMask: return launch(std::integral_constant<uint32_t, kMask>{});
-      case kSegments: return launch(std::integral_constant<uint32_t, kSegments>{});
+      case kBias: {
+        constexpr std::integral_constant<uint32_t, kBias> kMadeFor;
+        return params.bias.dtype == DType::kFloat32
+                   ? launch(kMadeFor, std::integral_constant<int, 4>{})
+                   : launch(kMadeFor, std::integral_constant<int, 2>{});
+      }
+      case kSoftCap: return launch(std::integral_constant<uint32_t, kSoftCap>{}, kNoBias);
+      case kMask: return launch(std::integral_constant<uint32_t, kMask>{}, kNoBias);
+      case kSegments: return launch(std::integral_constant<uint32_t, kSegments>{}, kNoBias);
       default: break;
     }
   }
-  return launch(std::integral_constant<uint32_t, kEveryModifier>{});
+  return launch(std::integral_constant<uint32_t, kEveryModifier>{}, kNoBias);
 }
 
 // kHeadDim bounds head_dim and value_dim; a head dim of 192 comes mostly with a value dim of 128.

@@ -42,7 +42,8 @@ struct ForwardConsumer {
   int warp_row;  // of the block's rows, this warp's first
   float to_log2;
 
-  RingState<Config::kStages> key_stage, value_stage;
+  RingState<Config::kStages> key_stage;
+  RingState<Config::kValueStages> value_stage;
   RingState<Config::kQueryStages> query_stage;
   uint32_t works = 0;  // query tiles before the one in `work`
   QueryWork work;      // of the scores
@@ -101,8 +102,10 @@ struct ForwardConsumer {
   // Of the key tile that was waited for.
   __device__ __forceinline__ KeyTileNote key_note(int32_t tile) const {
     KeyTileNote note(is_last(tile) ? -1 : tile + 1, false, false);
-    if constexpr ((kModifiers & kSegments) != 0) note = smem.notes[key_stage.stage];
-    note.packed = __reduce_max_sync(0xffffffff, note.packed);
+    if constexpr ((kModifiers & kSegments) != 0) {
+      note = smem.notes[key_stage.stage];
+      note.packed = __reduce_max_sync(0xffffffff, note.packed);
+    }
     return note;
   }
   __device__ __forceinline__ void release_key() {
@@ -400,11 +403,12 @@ struct ForwardConsumer {
       whole = careful || edge || !modified.reads_ahead();
     } else if constexpr (Modified::kCapped) {
       whole = edge;
-      assumes_small = kOptimistic && !careful && modified.products_small;
+      assumes_small = kOptimistic && !careful && modified.cap_terms != 0;
+      longer = modified.cap_terms != 2;
       if (!edge && !assumes_small) {
         const float greatest = greatest_magnitude(scores);
-        whole = !(greatest <= plan.modifiers.soft_cap.limit4);
-        longer = !(greatest <= plan.modifiers.soft_cap.limit3);
+        whole = !(greatest <= plan.modifiers.soft_cap.limit3);
+        longer = !(greatest <= plan.modifiers.soft_cap.limit2);
       }
     }
     bool rises = false;
@@ -444,7 +448,7 @@ struct ForwardConsumer {
           __any_sync(0xffffffff, kPeaks ? exceeds : greatest > kOptimisticLimit || great)) {
         peak = kPeaks;
         if constexpr (Modified::kCapped) {
-          modified.products_small = !__any_sync(0xffffffff, great);
+          if (__any_sync(0xffffffff, great)) modified.cap_terms = modified.cap_terms == 2 ? 3 : 0;
         }
         if (!kPeaks || peak_limits.too_great(softmax)) {
           softmax.sum[0][0] = before[0];

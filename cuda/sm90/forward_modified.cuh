@@ -2,11 +2,13 @@
 // The kernel for all of them uses modify_scores() of tile/modifiers.cuh.
 #pragma once
 
-#include <bit>
+#include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "params.h"
 #include "ptx/cp_async.cuh"
+#include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
 #include "ptx/shared.cuh"
 #include "tile/band.cuh"
@@ -19,55 +21,76 @@ namespace jax_flash::sm90 {
 // The soft cap of a product s as s P(s^2), by scale and cap in the coefficients: no more terms than
 // the greatest product of a warp needs.
 struct SoftCapPlan {
-  // tanh within 2e-8, relative to it within 4e-8, up to these ratios of logit and cap.
-  static constexpr float kRange3 = 0.17f, kRange4 = 0.35f;
-  float factor3[3] = {}, factor4[4] = {};  // to logits in log2 units
-  float limit3 = -1.0f, limit4 = -1.0f;    // of |s|
-  int32_t limit3_square = -1;              // the bits of a float
+  // Ratios of logit and cap, at most, and errors of logits, at most: as relative errors of
+  // probabilities, of which a bfloat16 one has up to 2e-3, a float16 one, with three terms only, up
+  // to 2.4e-4.
+  static constexpr double kRange2 = 0.23, kRange3 = 0.35, kError2 = 3.5e-4, kError3 = 5e-5;
+  float factor2[2] = {}, factor3[3] = {};  // to logits in log2 units
+  float limit2 = -1.0f, limit3 = -1.0f;    // of |s|
+  // Polynomials are in s^2 and an offset. Up to the limit their sum has the offset's exponent, and
+  // beyond it a greater one, so a bit that the offset's exponent lacks, which `or` keeps.
+  float offset2 = 0.0f, offset3 = 0.0f;
 
   SoftCapPlan() = default;
-  explicit SoftCapPlan(const Options& options) {
-    const double ratio = static_cast<double>(options.scale) / options.logits_soft_cap;
+  SoftCapPlan(const Options& options, DType operands) {
+    const double cap = options.logits_soft_cap, ratio = options.scale / cap;
     // Else powers of the ratio or of s leave the range of float32.
     if (!(ratio > 0x1p-14 && ratio < 0x1p14)) return;
-    // By Chebyshev interpolation in s^2.
-    const double fit3[3] = {0.999999960, -0.333308402, 0.131024269};
-    const double fit4[4] = {0.999999965, -0.333324202, 0.132957516, -0.048955637};
-    double power = options.scale * 1.4426950408889634;
-    for (int i = 0; i < 4; ++i) {
-      if (i < 3) factor3[i] = static_cast<float>(power * fit3[i]);
-      factor4[i] = static_cast<float>(power * fit4[i]);
-      power *= ratio * ratio;
+    const auto set = [&](double range, float* factor, int terms, float& limit, float& offset) {
+      limit = static_cast<float>(range / ratio);
+      const float square = limit * limit;
+      offset = std::exp2(std::ceil(std::log2(square)) + 1.0f) - square;
+      // tanh(x) / x by Chebyshev interpolation in u = x^2, in Newton's form.
+      double u[3], tanh_ratio[3];
+      for (int i = 0; i < terms; ++i) {
+        u[i] = range * range / 2 * (1 - std::cos((i + 0.5) / terms * 3.14159265358979323846));
+        tanh_ratio[i] = std::tanh(std::sqrt(u[i])) / std::sqrt(u[i]);
+      }
+      const auto slope = [&](int i) {
+        return (tanh_ratio[i + 1] - tanh_ratio[i]) / (u[i + 1] - u[i]);
+      };
+      const double second = terms == 3 ? (slope(1) - slope(0)) / (u[2] - u[0]) : 0.0;
+      // Of u = ratio^2 (sum - offset), in powers of the sum.
+      const double unit = options.scale * 1.4426950408889634, step = ratio * ratio;
+      const double first = slope(0) - second * (u[0] + u[1]), origin = -step * offset;
+      factor[0] = static_cast<float>(unit * (tanh_ratio[0] + slope(0) * (origin - u[0]) +
+                                             second * (origin - u[0]) * (origin - u[1])));
+      factor[1] = static_cast<float>(unit * step * (first + 2 * second * origin));
+      if (terms == 3) factor[2] = static_cast<float>(unit * step * step * second);
+    };
+    // The interpolations' greatest errors are cap x^5 / 60 and cap x^7 / 640.
+    if (operands == DType::kBFloat16) {
+      set(std::fmin(kRange2, std::pow(60 * kError2 / cap, 1.0 / 5)), factor2, 2, limit2, offset2);
     }
-    limit3 = static_cast<float>(kRange3 / ratio);
-    limit4 = static_cast<float>(kRange4 / ratio);
-    limit3_square = std::bit_cast<int32_t>(limit3 * limit3);
+    set(std::fmin(kRange3, std::pow(640 * kError3 / cap, 1.0 / 7)), factor3, 3, limit3, offset3);
   }
 };
 
 // Exponentials of a block of products under the soft cap, relative to shift[] of the rows, which it
-// adds to sum[]. `greatest_square`: the bits of the greatest square so far, also of NaN.
+// adds to sum[]. `seen`: the bits of all squares and offsets so far, also of NaN.
 template <int kTerms>
 __device__ __forceinline__ void soft_cap_exponentials(float (&block)[4],
-                                                      const float (&factor)[kTerms],
+                                                      const float (&factor)[kTerms], float offset,
                                                       const float (&shift)[2], float (&sum)[2],
-                                                      int32_t& greatest_square) {
+                                                      uint32_t& seen) {
   float square[4];
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    square[e] = block[e] * block[e];
+    square[e] = fmaf(block[e], block[e], offset);
     float polynomial = factor[kTerms - 1];
 #pragma unroll
     for (int i = kTerms - 2; i >= 0; --i) polynomial = fmaf(polynomial, square[e], factor[i]);
     block[e] = ptx::ex2_approx_ftz(fmaf(block[e], polynomial, -shift[e / 2]));
     sum[e / 2] += block[e];
   }
-  // Not negative, so that integers are in the same order; two a time.
 #pragma unroll
-  for (int e = 0; e < 4; e += 2) {
-    greatest_square =
-        __vimax3_s32(__float_as_int(square[e]), __float_as_int(square[e + 1]), greatest_square);
+  for (int e = 0; e < 4; e += 2) {  // two in one instruction
+    seen |= __float_as_uint(square[e]) | __float_as_uint(square[e + 1]);
   }
+}
+// Whether some square was beyond the limit.
+__device__ __forceinline__ bool exceeds(uint32_t seen, float offset) {
+  return (seen & ~__float_as_uint(offset) & 0x7f800000) != 0;
 }
 
 // The greatest magnitude in a warp's tile, NaN aside.
@@ -131,10 +154,17 @@ __device__ __forceinline__ uint32_t attended_by_warp(const AllowedBits& allowed)
   return bits;
 }
 
-__device__ __forceinline__ void forbid(float (&block)[4], const AllowedBits& allowed, int n) {
+// Of kBlocks blocks from n on, a row's bits one after the other: R2P makes predicates of them.
+template <int kBlocks, int kN>
+__device__ __forceinline__ void forbid(float (&scores)[kN][4], const AllowedBits& allowed, int n) {
 #pragma unroll
-  for (int e = 0; e < 4; ++e) {
-    if (!(allowed.row[e / 2] >> (2 * n + e % 2) & 1)) block[e] = minus_infinity();
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int i = 0; i < 2 * kBlocks; ++i) {
+      if (n + i / 2 >= kN) continue;
+      float& score = scores[n + i / 2][2 * half + i % 2];
+      if (!(allowed.row[half] >> (2 * n + i) & 1)) score = minus_infinity();
+    }
   }
 }
 
@@ -143,22 +173,32 @@ __device__ __forceinline__ void forbid(float (&block)[4], const AllowedBits& all
 template <int kN>
 struct MaskBytes {
   static constexpr int kVectors = (kN + 3) / 4;
-  uint2 bytes[2][kVectors];
+  uint2 bytes[2][kVectors] = {};
 
-  // `mask` is at row 0 and column 0 of the batch and head. Rows beyond the last are the last;
-  // columns from `cols`, a multiple of 8, on are not read.
-  __device__ __forceinline__ void load(const uint8_t* mask, int64_t row_stride, int32_t row0,
-                                       int32_t rows, int32_t col0, int32_t cols) {
+  // Where this thread's rows begin. `mask` is at row 0 and column 0 of the batch and head. Rows
+  // beyond the last are the last.
+  struct Rows {
+    const uint8_t* first[2];
+  };
+  static __device__ __forceinline__ Rows rows(const uint8_t* mask, int64_t row_stride, int32_t row0,
+                                              int32_t count) {
+    Rows rows;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int32_t row = min(row0 + fragment_row(0, 2 * half), rows - 1);
-      const uint8_t* first = mask + row * row_stride + col0 + threadIdx.x % 4 * 8;
+      const int32_t row = min(row0 + fragment_row(0, 2 * half), count - 1);
+      rows.first[half] = mask + row * row_stride + threadIdx.x % 4 * 8;
+    }
+    return rows;
+  }
+  // Columns from `cols`, a multiple of 8, on are not read: their bytes stay what they were.
+  __device__ __forceinline__ void load(const Rows& rows, int32_t col0, int32_t cols) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
 #pragma unroll
       for (int i = 0; i < kVectors; ++i) {
-        bytes[half][i] = uint2{};
         const int n = 4 * i + threadIdx.x % 4;
         if ((4 * i + 3 < kN || n < kN) && col0 + n * 8 < cols) {
-          bytes[half][i] = *reinterpret_cast<const uint2*>(first + i * 32);
+          bytes[half][i] = *reinterpret_cast<const uint2*>(rows.first[half] + col0 + i * 32);
         }
       }
     }
@@ -177,9 +217,9 @@ struct MaskBytes {
     for (int half = 0; half < 2; ++half) {
       uint32_t word = 0;
 #pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
+      for (int i = kVectors - 1; i >= 0; --i) {
         const uint2 vector = bytes[half][i];
-        word |= __dp4a(vector.x, 0x08040201u, __dp4a(vector.y, 0x80402010u, 0u)) << 8 * i;
+        word = __dp4a(vector.x, 0x08040201u, __dp4a(vector.y, 0x80402010u, word << 8));
       }
       word = exchange(word, 1, odd ? 30 : 2, odd ? 0xcccccccc : 0x33333333);
       word = exchange(word, 2, upper ? 28 : 4, upper ? 0xf0f0f0f0 : 0x0f0f0f0f);
@@ -258,25 +298,37 @@ __device__ __forceinline__ bool allows_element(const Forward& params,
 }
 
 // A warp's 16 rows of a tile of the bias in shared memory, which it copies itself, in groups of 32
-// columns. Of 4-byte elements, the 32 bytes under a block of a fragment are at place n ^ row % 4 of
-// a row of a group; of 2-byte elements the 16 bytes are at n ^ row / 2 % 4: no bank conflicts.
-template <int kN>
+// columns; elements have kElementBytes. Of 4-byte elements, the 32 bytes under a block of a
+// fragment are at place n ^ row % 4 of a row of a group; of 2-byte elements the 16 bytes are at n ^
+// row / 2 % 4: no bank conflicts.
+template <int kN, int kElementBytes>
 struct BiasTile {
-  static constexpr int kWarpBytes = 16 * kN * 8 * 4;
-  uint32_t smem;  // of this warp
+  static constexpr int kWarpBytes = 16 * kN * 8 * kElementBytes;
+  static constexpr int kLanes = kElementBytes * 2;  // of a row of a group
+  uint32_t written, read;  // of this thread: where its first vector goes, and what it reads first
+
+  BiasTile() = default;
+  explicit __device__ __forceinline__ BiasTile(uint32_t smem) {
+    const int lane = threadIdx.x % 32, row = lane / kLanes, chunk = lane % kLanes;
+    if constexpr (kElementBytes == 4) {
+      written = smem + row * 128 + (chunk / 2 ^ row % 4) * 32 + chunk % 2 * 16;
+      read = smem + lane / 4 * 128 + lane / 4 % 4 * 32 + lane % 4 * 8;
+    } else {
+      written = smem + row * 64 + (chunk ^ row / 2 % 4) * 16;
+      read = smem + lane % 16 * 64 + (lane % 16 / 2 % 4 ^ lane / 16) * 16;
+    }
+  }
 
   // Where a thread's vectors of a tile's rows begin, in vectors of 16 bytes: for once a query tile.
   // Rows beyond the last are the last.
   struct Rows {
-    uint32_t at[4];
+    uint32_t at[kLanes / 2];
   };
-  template <int kElementBytes>
   static __device__ __forceinline__ Rows rows(int64_t row_stride, int32_t row0, int32_t count) {
-    constexpr int kLanes = kElementBytes * 2;  // of a row of a group
     const int lane = threadIdx.x % 32;
     Rows rows = {};
 #pragma unroll
-    for (int i = 0; i < 16 * kLanes / 32; ++i) {
+    for (int i = 0; i < kLanes / 2; ++i) {
       const int64_t row = min(row0 + lane / kLanes + i * (32 / kLanes), count - 1);
       rows.at[i] = static_cast<uint32_t>(row * row_stride * kElementBytes / 16) + lane % kLanes;
     }
@@ -285,21 +337,17 @@ struct BiasTile {
 
   // Starts copies. `bias` is at row 0 of the batch and head, and the tile's first column, with
   // `cols` behind it. What was there has been read.
-  template <int kElementBytes>
   __device__ __forceinline__ void copy(const uint8_t* bias, const Rows& rows, int32_t cols) const {
-    constexpr int kLanes = kElementBytes * 2;
-    const int lane = threadIdx.x % 32, row = lane / kLanes, chunk = lane % kLanes;
-    const int place =
-        kElementBytes == 4 ? (chunk / 2 ^ row % 4) * 2 + chunk % 2 : (chunk ^ row / 2 % 4);
-    const uint32_t to = smem + row * (kLanes * 16) + place * 16;
+    static_assert(kN % 4 == 0);
+    const int chunk = threadIdx.x % kLanes;
     __syncwarp();
 #pragma unroll
-    for (int i = 0; i < 16 * kLanes / 32; ++i) {
+    for (int i = 0; i < kLanes / 2; ++i) {
       const uint8_t* from = bias + uint64_t{rows.at[i]} * 16;
 #pragma unroll
       for (int group = 0; group < kN / 4; ++group) {
         const bool exists = group * 32 + chunk * (16 / kElementBytes) < cols;
-        ptx::cp_async_16(to + group * (16 * kLanes * 16) + i * 512, from + group * kLanes * 16,
+        ptx::cp_async_16(written + group * (16 * kLanes * 16) + i * 512, from + group * kLanes * 16,
                          exists);
       }
     }
@@ -311,27 +359,27 @@ struct BiasTile {
     __syncwarp();
   }
 
-  // Adds the bias to a block of products times `scale`.
+  // Adds the bias to blocks n, which is even, and n + 1 of products times `scale`.
   template <typename T>
-  __device__ __forceinline__ void add(float (&block)[4], float scale, int n) const {
-    constexpr int kRowBytes = 32 * sizeof(T);
-    const int lane = threadIdx.x % 32, row = lane / 4, pair = lane % 4;
-    const int place = (n ^ (sizeof(T) == 4 ? row : row / 2)) & 3;
+  __device__ __forceinline__ void add(float (&first)[4], float (&second)[4], float scale,
+                                      int n) const {
+    uint32_t words[4];  // of 2-byte elements: rows g and g + 8 of block n, then of n + 1
+    if constexpr (sizeof(T) == 2) ptx::ldmatrix_x4(words, (read ^ n % 4 * 16) + n / 4 * 1024);
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t at = smem + n / 4 * 16 * kRowBytes + (row + 8 * half) * kRowBytes +
-                          place * (8 * sizeof(T)) + pair * (2 * sizeof(T));
-      float first, second;
+    for (int i = 0; i < 4; ++i) {
+      float (&block)[4] = i < 2 ? first : second;
+      const int e = i % 2 * 2;
+      float2 pair;
       if constexpr (sizeof(T) == 4) {
-        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(first), "=f"(second) : "r"(at));
+        const uint32_t at = (read ^ (n + i / 2) % 4 * 32) + n / 4 * 2048 + i % 2 * 1024;
+        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(at));
+      } else if constexpr (std::is_same_v<T, __half>) {
+        pair = __half22float2(reinterpret_cast<const __half2&>(words[i]));
       } else {
-        uint32_t word;
-        asm volatile("ld.shared.b32 %0, [%1];" : "=r"(word) : "r"(at));
-        first = to_float(reinterpret_cast<const T(&)[2]>(word)[0]);
-        second = to_float(reinterpret_cast<const T(&)[2]>(word)[1]);
+        pair = {__uint_as_float(words[i] << 16), __uint_as_float(words[i] & 0xffff0000)};
       }
-      block[2 * half] = fmaf(block[2 * half], scale, first);
-      block[2 * half + 1] = fmaf(block[2 * half + 1], scale, second);
+      block[e] = fmaf(block[e], scale, pair.x);
+      block[e + 1] = fmaf(block[e + 1], scale, pair.y);
     }
   }
 };
@@ -339,15 +387,25 @@ struct BiasTile {
 // What the host derives for these kernels.
 struct ModifierPlan {
   SoftCapPlan soft_cap;
-  bool vectors = false;  // whether mask or bias can be read ahead, in vectors
+  bool vectors = false;    // whether mask or bias can be read ahead, in vectors
+  int8_t batch_shift = 0;  // of QueryTileCursor
 
   ModifierPlan() = default;
   explicit ModifierPlan(const Forward& params) {
-    if (params.options.logits_soft_cap > 0.0f) soft_cap = SoftCapPlan(params.options);
+    if (params.options.logits_soft_cap > 0.0f) {
+      soft_cap = SoftCapPlan(params.options, params.query.dtype);
+    }
     if (params.mask) vectors = has_vectors(params.mask, 1, 8) && params.shape.kv_len % 8 == 0;
     if (params.bias) {
       const int bytes = params.bias.dtype == DType::kFloat32 ? 4 : 2;
       vectors = has_vectors(params.bias, bytes, 16) && params.shape.kv_len * bytes % 16 == 0;
+    }
+    // Batches that share a bias or mask side by side, while their keys and values fit into L2.
+    const Operand& shared = params.bias ? params.bias : params.mask;
+    if (shared && shared.head != 0 && shared.batch[0] == 0 && shared.batch[1] == 0) {
+      while (batch_shift < 2 && params.shape.batch % (int64_t{2} << batch_shift) == 0) {
+        ++batch_shift;
+      }
     }
   }
 };

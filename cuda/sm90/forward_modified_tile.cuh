@@ -21,34 +21,45 @@ struct ModifiedTile {
   // Whether what the next tile needs is found out beside the exponentials of this one, or, where
   // there are no registers for it, when it is needed.
   static constexpr bool kLooksAhead = kBits && Config::kOptimistic;
+  // Blocks whose elements are forbidden together: by measurement.
+  static constexpr int kForbidBlocks = Config::kHeadDim / 64;
   using Scores = float[1][kN][4];
 
   const Forward& params;
   const ForwardPlan& plan;
-  BiasTile<kN> bias;  // of this warp
-  typename BiasTile<kN>::Rows bias_rows;
+  // Of an element.
+  static constexpr int kBiasBytes =
+      kBiased ? Config::kOwnBytes / (16 * Config::kBlockKv) : sizeof(float);
+  using Bias = BiasTile<kN, kBiasBytes>;
+  Bias bias;  // of this warp
+  typename Bias::Rows bias_rows;
   MaskBytes<kN> mask;
+  typename MaskBytes<kN>::Rows mask_rows;
   AllowedBits allowed, next_allowed;
   bool all_allowed, next_all_allowed;
-  bool products_small = true;  // for the shortest polynomial of the soft cap, so far
+  int cap_terms;  // of the soft cap's polynomial: 2, 3, or 0 if they were too few
 
   __device__ __forceinline__ ModifiedTile(const Forward& forward, const ForwardPlan& planned,
                                           uint32_t own_smem)
-      : params(forward), plan(planned), bias{own_smem} {}
+      : params(forward), plan(planned) {
+    if constexpr (kBiased) bias = Bias(own_smem);
+    if constexpr (kCapped) {
+      const SoftCapPlan& cap = plan.modifiers.soft_cap;
+      cap_terms = cap.limit2 > 0.0f ? 2 : cap.limit3 > 0.0f ? 3 : 0;
+    }
+  }
 
   // Whether mask and bias are read a tile ahead: where they lie in vectors.
   __device__ __forceinline__ bool reads_ahead() const { return plan.modifiers.vectors; }
 
   // A query tile: the warp's rows are those from row0 on.
   __device__ __forceinline__ void begin(const QueryWork& work, int32_t row0) {
-    if constexpr (kBiased) {
-      const auto rows = [&](auto bytes) {
-        return BiasTile<kN>::template rows<decltype(bytes)::value>(params.bias.row, row0,
-                                                                   plan.q_len);
-      };
-      bias_rows = params.bias.dtype == DType::kFloat32 ? rows(std::integral_constant<int, 4>{})
-                                                       : rows(std::integral_constant<int, 2>{});
-    }
+    if constexpr (kModifiers == kMask && kLooksAhead) mask_rows = rows_of_mask(work, row0);
+    if constexpr (kBiased) bias_rows = Bias::rows(params.bias.row, row0, plan.q_len);
+  }
+  __device__ __forceinline__ auto rows_of_mask(const QueryWork& work, int32_t row0) const {
+    return MaskBytes<kN>::rows(static_cast<const uint8_t*>(params.mask.data) + work.modifiers.mask,
+                               params.mask.row, row0, plan.q_len);
   }
   // Of the bias, or the bytes of the mask, if there is such a tile. With kLooksAhead, there has to
   // be, and there are no branches.
@@ -58,22 +69,13 @@ struct ModifiedTile {
       if constexpr (!kLooksAhead) {
         mask = {};  // or registers would be kept for what was there
         if (tile < 0 || !reads_ahead()) return;
+        mask_rows = rows_of_mask(work, row0);
       }
-      mask.load(static_cast<const uint8_t*>(params.mask.data) + work.modifiers.mask,
-                params.mask.row, row0, plan.q_len, col0, reads_ahead() ? plan.kv_len : 0);
+      mask.load(mask_rows, col0, reads_ahead() ? plan.kv_len : 0);
     } else if constexpr (kBiased) {
       if (tile < 0 || !reads_ahead()) return;
-      const auto copy = [&](auto bytes) {
-        constexpr int kBytes = decltype(bytes)::value;
-        const auto* data = static_cast<const uint8_t*>(params.bias.data);
-        bias.template copy<kBytes>(data + (work.modifiers.bias + col0) * kBytes, bias_rows,
-                                   plan.kv_len - col0);
-      };
-      if (params.bias.dtype == DType::kFloat32) {
-        copy(std::integral_constant<int, 4>{});
-      } else {
-        copy(std::integral_constant<int, 2>{});
-      }
+      const auto* data = static_cast<const uint8_t*>(params.bias.data);
+      bias.copy(data + (work.modifiers.bias + col0) * kBiasBytes, bias_rows, plan.kv_len - col0);
     }
   }
   // From the mask's bytes of the next tile to its bits, and the bytes of the tile behind it.
@@ -123,21 +125,21 @@ struct ModifiedTile {
   __device__ __forceinline__ void forbid_all(Scores& scores) const {
     if (all_allowed) return;
 #pragma unroll
-    for (int n = 0; n < kN; ++n) forbid(scores[0][n], allowed, n);
+    for (int n = 0; n < kN; n += kForbidBlocks) forbid<kForbidBlocks>(scores[0], allowed, n);
   }
   // From what was read ahead.
   __device__ __forceinline__ void add_bias(Scores& scores) const {
     with_bias_type([&](auto zero) {
 #pragma unroll
-      for (int n = 0; n < kN; ++n) {
-        bias.template add<decltype(zero)>(scores[0][n], params.options.scale, n);
+      for (int n = 0; n < kN; n += 2) {
+        bias.template add<decltype(zero)>(scores[0][n], scores[0][n + 1], params.options.scale, n);
       }
     });
   }
   // Exponentials of a tile that no edge cuts, with what the call does to its products side by side:
-  // in one block of code, in which the assembler mixes them. `longer`: by the second polynomial of
-  // the soft cap. Returns whether products are too great for the first one. What `beside` does, so
-  // has no branches, is mixed in, too.
+  // in one block of code, in which the assembler mixes them. `longer`: by the longer polynomial of
+  // the soft cap. Returns whether products are too great for it. What `beside` does, so has no
+  // branches, is mixed in, too.
   template <typename Beside>
   __device__ __forceinline__ bool exponentials(Scores& scores, OnlineSoftmax<1>& softmax,
                                                float to_log2, bool longer, Beside beside) {
@@ -153,12 +155,15 @@ struct ModifiedTile {
       if (all_allowed) {
         all([](float (&)[4], int) {});
       } else {
-        all([&](float (&block)[4], int n) { forbid(block, allowed, n); });
+        all([&](float (&)[4], int n) {
+          if (n % kForbidBlocks == 0) forbid<kForbidBlocks>(scores[0], allowed, n);
+        });
       }
     } else if constexpr (kBiased) {
       with_bias_type([&](auto zero) {
         all([&](float (&block)[4], int n) {
-          bias.template add<decltype(zero)>(block, params.options.scale, n);
+          if (n % 2 != 0) return;
+          bias.template add<decltype(zero)>(block, scores[0][n + 1], params.options.scale, n);
         });
       });
     } else if constexpr (kCapped) {
@@ -169,19 +174,15 @@ struct ModifiedTile {
         const float reference = softmax.reference[0][half];
         shift[half] = reference == minus_infinity() ? 0.0f : to_log2_units(reference, to_log2);
       }
-      int32_t greatest_square = 0;
-      const auto capped = [&](const auto& terms) {
+      const auto capped = [&](const auto& terms, float offset) {
+        uint32_t seen = 0;
 #pragma unroll
         for (int n = 0; n < kN; ++n) {
-          soft_cap_exponentials(scores[0][n], terms, shift, softmax.sum[0], greatest_square);
+          soft_cap_exponentials(scores[0][n], terms, offset, shift, softmax.sum[0], seen);
         }
+        return exceeds(seen, offset);
       };
-      if (longer) {
-        capped(cap.factor4);
-      } else {
-        capped(cap.factor3);
-      }
-      return greatest_square > cap.limit3_square;
+      return longer ? capped(cap.factor3, cap.offset3) : capped(cap.factor2, cap.offset2);
     }
     return false;
   }
@@ -189,10 +190,12 @@ struct ModifiedTile {
  private:
   template <typename Visit>
   __device__ __forceinline__ void with_bias_type(Visit visit) const {
-    switch (params.bias.dtype) {
-      case DType::kFloat32: visit(float{}); break;
-      case DType::kBFloat16: visit(__nv_bfloat16{}); break;
-      case DType::kFloat16: visit(__half{}); break;
+    if constexpr (kBiasBytes == 4) {
+      visit(float{});
+    } else if (params.bias.dtype == DType::kBFloat16) {
+      visit(__nv_bfloat16{});
+    } else {
+      visit(__half{});
     }
   }
 };

@@ -42,17 +42,20 @@ struct QueryTileSchedule {
 // A block's place in its list of query tiles.
 struct QueryTileCursor {
   const QueryTileSchedule& schedule;
+  // The same query tile of this power of two of batches is side by side.
+  int32_t batch_shift = 0;
   int32_t unit = static_cast<int32_t>(blockIdx.x);
   bool second = false;
 
   __device__ __forceinline__ bool valid() const { return unit < schedule.units; }
 
   __device__ __forceinline__ QueryTileIndex index() const {
-    const int32_t head = schedule.units_per_head.quotient(unit);
-    const int32_t position = unit - head * schedule.units_per_head.divisor;
+    const int32_t head = schedule.units_per_head.quotient(unit >> batch_shift);
+    const int32_t position = (unit >> batch_shift) - head * schedule.units_per_head.divisor;
     QueryTileIndex q;
     q.batch = schedule.heads.quotient(head);
     q.head = head - q.batch * schedule.heads.divisor;
+    q.batch = (q.batch << batch_shift) + (unit & ((1 << batch_shift) - 1));
     q.kv_head = schedule.group.quotient(q.head);
     q.batch_axes[0] = schedule.inner_batch.quotient(q.batch);
     q.batch_axes[1] = q.batch - q.batch_axes[0] * schedule.inner_batch.divisor;
@@ -62,8 +65,8 @@ struct QueryTileCursor {
 
   __device__ __forceinline__ void advance() {
     if (schedule.paired && !second) {
-      const int32_t head = schedule.units_per_head.quotient(unit);
-      const int32_t position = unit - head * schedule.units_per_head.divisor;
+      const int32_t head = schedule.units_per_head.quotient(unit >> batch_shift);
+      const int32_t position = (unit >> batch_shift) - head * schedule.units_per_head.divisor;
       if (position != schedule.q_tiles - 1 - position) {
         second = true;
         return;
