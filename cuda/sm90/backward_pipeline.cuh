@@ -269,13 +269,12 @@ __device__ __forceinline__ void load_tiles(const Backward& params, const Backwar
     }
     if (kSeveral) ptx::mbarrier_arrive(smem.block_wanted());
   }
-  // The other lanes are needed where tiles are skipped. Left alone they would go through the whole
-  // loop before the leader has its first tile: 230 clocks a tile, and issue slots.
-  const bool together = walk.query_spans != nullptr;
-  if (!leader && !together) return;
+  // The other lanes are needed where tiles are skipped, and then wait for the leader as they vote.
+  // Else they would go through the whole loop before it has its first tile: 230 clocks a tile, and
+  // issue slots.
+  if (!leader && walk.query_spans == nullptr) return;
   for (int32_t left = block.tile_count; left > 0;
        --left, walk.template advance<Config::kBlockQ, kOrdered>(at), next.advance()) {
-    if (together) __syncwarp();
     if (leader) {
       const bool first = left == block.tile_count;
       const int32_t row0 = at.tile * Config::kBlockQ;

@@ -290,20 +290,17 @@ __device__ __forceinline__ void load_key_tiles(const Backward& params, const Bac
                                                const WideQueryBlock& block) {
   const bool leader = threadIdx.x == 0;
   int32_t tile = block.skip_to<Config::kBlockKv>(block.range.first);
-  const bool any = tile < block.range.end;
   RingState<Config::kKeyStages> key_ring;
   RingState<Config::kValueStages> value_ring;
-  if (leader && any) {
+  if (leader && tile < block.range.end) {
     ptx::mbarrier_arrive_expect_tx(smem.query_full(), Config::QueryTile::kBytes);
     load_tile_panels(smem.query(), maps.query, smem.query_full(), params.query, block.batch,
                      block.head, block.row0);
   }
-  const bool together = block.key_spans != nullptr;  // see load_tiles()
-  if (!leader && !together) tile = block.range.end;
+  if (!leader && block.key_spans == nullptr) tile = block.range.end;  // see load_tiles()
   for (bool first = true; tile < block.range.end; first = false) {
     const int32_t col0 = tile * Config::kBlockKv;
     tile = block.skip_to<Config::kBlockKv>(tile + 1);
-    if (together) __syncwarp();
     if (!leader) continue;
     const uint32_t key_full = smem.key_full(key_ring.stage);
     ptx::mbarrier_wait(smem.key_empty(key_ring.stage), key_ring.parity ^ 1);
