@@ -86,8 +86,8 @@ def dot_product_attention(
       query_offset: int, scalar or [\*B]: position of query 0 on the key axis, for `is_causal`
         and `local_window_size`; S - T aligns the last query with the last key.
       sinks: float [N]: a logit per head that takes part in the softmax and has no value.
-      logits_soft_cap: c above, positive. On Hopper, for bfloat16, the forward pass has logits within
-        3.5e-4 of it.
+      logits_soft_cap: c above, positive. On Hopper, for bfloat16, the forward pass has logits
+        within 3.5e-4 of it.
       dropout_rate: probability in [0, 1) with which each p is dropped; the others are
         multiplied by 1 / (1 - rate).
       dropout_seed: uint32 [2], such as ``jax.random.bits(key, (2,), "uint32")``. The mask is
