@@ -41,6 +41,9 @@ step_gpu() {
     speed) run speed --cases targets decode layer --passes forward backward --warmup 5 \
       --calls 30 --seconds 0.8 --setup-limit 5 --plot "$folder/plots_$name" \
       --contenders jax_flash 'jax.nn cudnn' 'tokamax mosaic' 'cuDNN (torch)' ;;
+    short) run short --cases targets --only '(1,512' '(1,1024' --passes forward backward \
+      --warmup 5 --calls 30 --seconds 0.4 --sustained 0.2 --setup-limit 20 \
+      --contenders jax_flash 'jax.nn cudnn' 'pallas mgpu (float16)' ;;
     families) run families --cases targets --only '(4,4096,16,' '(2,8192,8,256)' --warmup 3 \
       --calls 15 --seconds 0.5 --passes forward backward \
       --contenders jax_flash 'jax_flash sm_80' 'FlashAttention-2 (torch)' ;;

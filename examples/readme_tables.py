@@ -26,8 +26,8 @@ def load(name: str) -> dict[str, Any] | None:
 
 
 def table(header: list[str], rows: list[list[str]]) -> str:
-    lines = [header, ["---"] * len(header), *rows]
-    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    lines = (header, ["---"] * len(header), *rows)
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
 
 
 def where(document: dict) -> str:
@@ -74,8 +74,8 @@ def llama(names: list[str]) -> str:
             for document in documents
             for result in document["results"]
         ]  # fmt: skip
-        commands = block([command(document) for document in documents])
-        parts.append(f"on {place}:\n\n{table(header, rows)}\n\n{commands}")
+        how = block([*map(command, documents)])
+        parts.append(f"on {place}:\n\n{table(header, rows)}\n\n{how}")
     return "\n\n".join(parts)
 
 
@@ -153,8 +153,7 @@ def host(document: dict) -> str:
     imports = [r for r in rows if r["case"] == "import"]
     rest = ["-"] * (len(names) - 1)
     for row in imports:
-        taken = f"{1e3 * row['time']['median_s']:.3g}"
-        lines.append([f"import {row['contender']}", taken, *rest])
+        lines.append([f"import {row['contender']}", f"{1e3 * row['time']['median_s']:.3g}", *rest])
     return table(["step, ms", *names], lines)
 
 
@@ -208,6 +207,8 @@ def floors(document: dict) -> str:
 _GROUPS = [("targets", "TFLOP/s"), ("decode", "TB/s"), ("cpu", "ms"), ("layer", "tokens/s")]
 _SECTIONS: dict[str, tuple[str, Any]] = {
     "speed": ("One call, and a layer", _GROUPS),
+    "latest": ("The first of these calls, later kernels", _GROUPS[:1]),
+    "short": ("Short calls, beside Pallas' own kernel as well", [("targets", "us")]),
     "families": ("The kernels for Ampere, on the same GPU", [("targets", "TFLOP/s")]),
     "earlier": ("Small calls, inputs not in the cache", [("earlier", "us")]),
     "features": ("What each feature costs", features),
