@@ -117,9 +117,9 @@ def sentences(documents: list[dict]) -> str:
     return (
         "The aim was 85% forward and 80% with the backward pass: the ring in zig-zag order reaches "
         + ", ".join(parts)
-        + ". Forward it was 79% with 4 GPUs as long as all blocks of the sm_90 kernel were "
-        "persistent: a collective that holds multiprocessors kept the blocks meant for these "
-        "waiting; long calls now leave sharing out their blocks to the hardware. "
+        + ". With an earlier sm_90 kernel, whose blocks were all persistent, it was 79% forward "
+        "with 4 GPUs; long calls now leave sharing out their blocks to the hardware. That "
+        "collectives kept blocks waiting is likely, but not measured by itself. "
         "Gathering keys and values in zig-zag order reaches "
         f"{reached} with {last['devices']} GPUs, in less memory: its part grows by "
         f"{slope['all_gather_zigzag'] / 2**20:,.0f} MiB with each GPU, while the ring's, mostly "
