@@ -1,6 +1,6 @@
-// Warpgroups: order of their matrix products, registers, barriers among them; dependent launch.
-// PTX ISA, "Asynchronous warpgroup level matrix instructions", "setmaxnreg", "barrier",
-// "griddepcontrol". The products themselves are generated: see cmake/generate_wgmma.py.
+// Warpgroups: order of their matrix products, registers, barriers among them.
+// PTX ISA, "Asynchronous warpgroup level matrix instructions", "setmaxnreg", "barrier". The
+// products themselves are generated: see cmake/generate_wgmma.py.
 #pragma once
 
 #include <cstdint>
@@ -49,16 +49,6 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
 
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {
   asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
-}
-
-// With programmatic dependent launch: what precedes the wait may run beside the kernel before
-// this one; what that kernel wrote is visible after it.
-__device__ __forceinline__ void griddepcontrol_wait() {
-  asm volatile("griddepcontrol.wait;" ::: "memory");
-}
-
-__device__ __forceinline__ void griddepcontrol_launch_dependents() {
-  asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
 }
 
 }  // namespace jax_flash::ptx

@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "params.h"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/math.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm80/workspace.h"

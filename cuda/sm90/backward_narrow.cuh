@@ -30,6 +30,7 @@
 #include <type_traits>
 
 #include "params.h"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/warpgroup.cuh"

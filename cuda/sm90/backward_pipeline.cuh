@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "params.h"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"

@@ -20,6 +20,7 @@
 #include <cstdint>
 
 #include "params.h"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/warpgroup.cuh"

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "params.h"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/math.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/decode_plan.h"

@@ -24,6 +24,7 @@
 #include <type_traits>
 
 #include "params.h"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/warpgroup.cuh"
@@ -33,6 +34,7 @@
 #include "sm90/forward_consumer.cuh"
 #include "sm90/forward_parts.cuh"
 #include "sm90/forward_plan.cuh"
+#include "sm90/forward_segments.cuh"
 #include "sm90/schedule.cuh"
 #include "status.h"
 #include "tile/band.cuh"
@@ -54,55 +56,38 @@ __device__ __forceinline__ QueryTileCursor query_tiles(const ForwardPlan& plan) 
 // By one warp: keys and values of all query tiles.
 template <typename Config, uint32_t kModifiers>
 __device__ __forceinline__ void produce_keys(const Forward& params, const ForwardPlan& plan,
-                                             const ForwardMaps& maps, const SegmentSpans& spans,
+                                             const ForwardMaps& maps,
                                              const ForwardSmem<Config>& smem) {
-  constexpr bool kSkips = (kModifiers & kSegments) != 0;
-  const bool leader = threadIdx.x % 32 == 0;
   RingState<Config::kStages> key_stage;
   RingState<Config::kValueStages> value_stage;
-  // The other lanes are needed where tiles are skipped. Left alone they would go ahead through all
-  // of the loop: the leader would wait for them, and issue slots go to nothing.
-  if (!kSkips && !leader) return;
+  // Left alone, other lanes would go ahead through all of the loop: the leader would wait for them,
+  // and issue slots go to nothing.
+  if (threadIdx.x % 32 != 0) return;
   for (auto cursor = query_tiles<kModifiers>(plan); cursor.valid(); cursor.advance()) {
     const QueryTileIndex q = cursor.index();
-    const auto walk = walk_keys<Config, kSkips>(plan.band.of(params, q.batch), spans, q.batch,
-                                                q.tile * Config::kBlockQ);
+    const int32_t row0 = q.tile * Config::kBlockQ;
+    const TileRange range =
+        kv_tiles<Config::kBlockKv>(plan.band.of(params, q.batch), row0, row0 + Config::kBlockQ);
     const auto first_row = [&](int32_t tile) {
-      return (Config::kScoresAhead ? tile_from_end(walk.end, tile) : tile) * Config::kBlockKv;
+      return (Config::kScoresAhead ? tile_from_end(range.end, tile) : tile) * Config::kBlockKv;
     };
-    bool one_segment = kSkips && walk.tile < walk.end && walk.one_segment(walk.tile);
-    const auto load_key = [&](int32_t tile, int32_t after) {
-      const bool next_one_segment = kSkips && after < walk.end && walk.one_segment(after);
-      if (leader) {
-        ptx::mbarrier_wait(smem.key_empty(key_stage.stage), key_stage.parity ^ 1);
-        if constexpr (kSkips) {
-          smem.notes[key_stage.stage] =
-              KeyTileNote(after < walk.end ? after : -1, one_segment, next_one_segment);
-        }
-        load_tile_boxes(smem.key(key_stage.stage), maps.key, smem.key_full(key_stage.stage),
-                        plan.key, q.batch_axes, q.kv_head, first_row(tile));
-      }
-      one_segment = next_one_segment;
+    const auto load_key = [&](int32_t tile) {
+      ptx::mbarrier_wait(smem.key_empty(key_stage.stage), key_stage.parity ^ 1);
+      load_tile_boxes(smem.key(key_stage.stage), maps.key, smem.key_full(key_stage.stage), plan.key,
+                      q.batch_axes, q.kv_head, first_row(tile));
       key_stage.advance();
     };
     const auto load_value = [&](int32_t tile) {
-      if (leader) {
-        ptx::mbarrier_wait(smem.value_empty(value_stage.stage), value_stage.parity ^ 1);
-        load_tile_boxes(smem.value(value_stage.stage), maps.value,
-                        smem.value_full(value_stage.stage), plan.value, q.batch_axes, q.kv_head,
-                        first_row(tile));
-      }
+      ptx::mbarrier_wait(smem.value_empty(value_stage.stage), value_stage.parity ^ 1);
+      load_tile_boxes(smem.value(value_stage.stage), maps.value, smem.value_full(value_stage.stage),
+                      plan.value, q.batch_axes, q.kv_head, first_row(tile));
       value_stage.advance();
     };
-    if (walk.tile >= walk.end) continue;
-    int32_t tile = walk.tile, next = walk.skip_to(tile + 1);
-    load_key(tile, next);
-    while (tile < walk.end) {
-      const int32_t after = next < walk.end ? walk.skip_to(next + 1) : next;
-      if (next < walk.end) load_key(next, after);
+    if (range.first >= range.end) continue;
+    load_key(range.first);
+    for (int32_t tile = range.first; tile < range.end; ++tile) {
+      if (tile + 1 < range.end) load_key(tile + 1);
       load_value(tile);
-      tile = next;
-      next = after;
     }
   }
 }
@@ -112,27 +97,61 @@ template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void produce_queries(const Forward& params, const ForwardPlan& plan,
                                                 const ForwardMaps& maps, const SegmentSpans& spans,
                                                 const ForwardSmem<Config>& smem, int group) {
+  constexpr bool kSkips = (kModifiers & kSegments) != 0;
   const bool leader = threadIdx.x % 32 == 0;
   RingState<Config::kQueryStages> stage;
   uint32_t works = 0;
   // As in produce_keys(). At 64, where the description is short, causal calls lose 2% by it.
-  if (Config::kHeadDim > 64 && (kModifiers & kSegments) == 0 && !leader) return;
+  if (Config::kHeadDim > 64 && !kSkips && !leader) return;
+  if constexpr (kSkips) ptx::griddepcontrol_wait();  // for the spans
   const auto wait_empty = [&] {
     ptx::mbarrier_wait_asleep(smem.query_empty(stage.stage, group), stage.parity ^ 1);
   };
-  for (auto cursor = query_tiles<kModifiers>(plan); cursor.valid(); cursor.advance()) {
+  const auto first = [&] {
+    if constexpr (kSkips) {
+      return UnitCursor<Config, false>(plan, spans, smem);
+    } else {
+      return query_tiles<kModifiers>(plan);
+    }
+  };
+  for (auto cursor = first(); cursor.valid(); cursor.advance()) {
     const QueryTileIndex q = cursor.index();
     const Band band = plan.band.of(params, q.batch);
     const int32_t row0 = q.tile * Config::kBlockQ;
-    const auto walk = walk_keys<Config, (kModifiers & kSegments) != 0>(band, spans, q.batch, row0);
-    if (leader) {
-      const uint32_t full = smem.query_full(stage.stage, group);
+    const uint32_t full = smem.query_full(stage.stage, group);
+    const auto load = [&] {
       wait_empty();
-      if (walk.tile < walk.end) {  // first of all: the description takes a while
-        load_tile_boxes(smem.query(stage.stage, group), maps.query, full, plan.query, q.batch_axes,
-                        q.head, row0 + group * 64);
-      } else {
-        ptx::mbarrier_arrive(full);
+      load_tile_boxes(smem.query(stage.stage, group), maps.query, full, plan.query, q.batch_axes,
+                      q.head, row0 + group * 64);
+    };
+    // Q first, since the description takes a while. With segments it takes longer, but for the
+    // block's first query tile it can be written while the tile before is at work.
+    const bool loads_first = !kSkips || works == 0;
+    TileRange range;
+    RowRange run;
+    if constexpr (kSkips) {
+      if (leader && loads_first) load();
+      SegmentTiles<Config> tiles(band, spans, q.batch, row0);
+      const auto start = tiles.start();
+      range = {start.tile, tiles.range.end};
+      run = start.run;
+      if (spans.query && range.first < range.end) {
+        find_query_segments<Config>(static_cast<const int32_t*>(params.query_segment_ids.data) +
+                                        ModifierOffsets(params, q.batch_axes, q.head).query_ids,
+                                    params.query_segment_ids.row, band, row0,
+                                    smem.query_segments(group, works));
+      }
+    } else {
+      range = kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ);
+    }
+    if (leader) {
+      if constexpr (!kSkips) {
+        if (range.first < range.end) {
+          load();
+        } else {
+          wait_empty();
+          ptx::mbarrier_arrive(full);
+        }
       }
       QueryWork& work = smem.work(group, works);
       work.out = plan.out.at<Element>(q, row0);
@@ -140,16 +159,18 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
       work.band = band;
       const int32_t row_end = min(row0 + Config::kBlockQ, band.q_len);
       work.attended = {band.first_col(row0), band.end_col(row_end - 1)};
-      work.tile = walk.tile;
-      work.end = walk.end;
+      work.tile = range.first;
+      work.end = range.end;
       work.row0 = row0;
       work.batch = q.batch;
       work.head = q.head;
       if constexpr (kModifiers != kNoModifier) {
         work.modifiers = ModifierOffsets(params, q.batch_axes, q.head);
       }
+      if constexpr (kSkips) smem.query_segments(group, works).run = run;
       work.sink_log2 =
           plan.sinks.data ? *plan.sinks.at<const float>(q, 0) * kLog2E : minus_infinity();
+      if (!loads_first) load();
       ptx::mbarrier_arrive(full);
     }
     stage.advance();
@@ -174,7 +195,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
   RowRange attended;
   int32_t tile = 0;
   const auto finish = [&] {
-    consumer.clear_values(tile, attended);
+    consumer.clear_values(tile, attended, 1);
     consumer.start_out();
     consumer.await_out();
     finish_rows<Config, Element, kModifiers>(plan, consumer.work_before(1), consumer.warp_row,
@@ -194,7 +215,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
     consumer.start_scores();
     if (unfinished) {
       const OnlineSoftmax<1> softmax = consumer.softmax;
-      consumer.clear_values(tile, attended);
+      consumer.clear_values(tile, attended, 1);
       consumer.start_out();
       consumer.template first_tile<true>(work.tile);
       finish_rows<Config, Element, kModifiers>(plan, consumer.work_before(1), consumer.warp_row,
@@ -206,13 +227,25 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
     unfinished = true;
     attended = work.attended;
     tile = work.tile;
-    for (; !consumer.is_last(tile); ++tile) consumer.next_tile(tile, tile + 1);
+    if constexpr (kModifiers == kSegments) {
+      for (;;) {
+        for (; consumer.run_goes_on(tile); ++tile) {
+          consumer.template next_tile<true>(tile, tile + 1);
+        }
+        if (consumer.is_last(tile)) break;
+        const int32_t last = tile;
+        tile = consumer.note.next();
+        consumer.next_tile(last, tile, consumer.note.next_one_segment());
+      }
+    } else {
+      for (; !consumer.is_last(tile); ++tile) consumer.next_tile(tile, tile + 1);
+    }
     if constexpr (Config::kQueryStages > 1) consumer.release_query();
   }
   if (unfinished) finish();
 }
 
-// One query tile at a time: where single elements may be forbidden, and key tiles skipped.
+// One query tile at a time: where single elements may be forbidden.
 template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void consume_masked(const Forward& params, const ForwardPlan& plan,
                                                const ForwardSmem<Config>& smem) {
@@ -301,13 +334,16 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   extern __shared__ __align__(1024) uint8_t smem_bytes[];
   __shared__ __align__(8) uint64_t barriers[ForwardSmem<Config>::kBarriers];
   __shared__ QueryWork works[ForwardSmem<Config>::kWorks];
-  __shared__ KeyTileNote notes[kSkips ? Config::kStages : 1];
+  __shared__ std::conditional_t<kSkips, SegmentNotes<Config>, char> segments;
   // Opaque, or the compiler converts the addresses anew wherever it needs them.
   ForwardSmem<Config> smem{ptx::shared_address(smem_bytes), ptx::shared_address(barriers), works,
-                           notes};
+                           reinterpret_cast<SegmentNotes<Config>*>(&segments)};
   asm volatile("" : "+r"(smem.root), "+r"(smem.barriers));
 
-  if (threadIdx.x == 0) smem.init_barriers();
+  if (threadIdx.x == 0) {
+    if constexpr (kSkips) init_unit_barriers<Config>(segments);
+    smem.init_barriers();
+  }
   if (threadIdx.x == 32) ptx::prefetch_tensormap(maps.query);
   if (threadIdx.x == 64) ptx::prefetch_tensormap(maps.key);
   if (threadIdx.x == 96) ptx::prefetch_tensormap(maps.value);
@@ -316,13 +352,17 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
-      produce_keys<Config, kModifiers>(params, plan, maps, spans, smem);
+      if constexpr (kSkips) {
+        produce_keys_of_segments(params, plan, maps, spans, smem);
+      } else {
+        produce_keys<Config, kModifiers>(params, plan, maps, smem);
+      }
     } else if (warp <= Config::kRowGroups) {
       produce_queries<Config, Element, kModifiers>(params, plan, maps, spans, smem, warp - 1);
     }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-    if constexpr ((kModifiers & (kMask | kSegments)) != 0) {
+    if constexpr (ForwardConsumer<Config, Element, kModifiers>::kMasks) {
       consume_masked<Config, Element, kModifiers>(params, plan, smem);
     } else if constexpr (Config::kKeyGroups > 1 || Config::kScoresAhead) {
       consume_apart<Config, Element>(params, plan, smem);
@@ -360,9 +400,13 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   // Of long units a block takes one: the hardware then shares them out as multiprocessors become
   // free, also where other kernels hold some of these for a while, as collectives do.
   const bool is_long = int64_t{shape.kv_len} * Config::kHeadDim >= JAX_FLASH_SM90_LONG_UNIT;
-  return launch_kernel("sm90::forward_kernel", shape, forward_kernel<Config, Element, kModifiers>,
-                       is_long || schedule.units < sms ? schedule.units : sms, Config::kThreads,
-                       Config::kSmemBytes, stream, plan, maps, params, spans);
+  // With segments they take units in turn.
+  const bool takes_one = is_long && !spans.query;
+  // Spans are still being found when it begins.
+  return launch_grid(spans.query != nullptr, "sm90::forward_kernel", shape,
+                     forward_kernel<Config, Element, kModifiers>,
+                     takes_one || schedule.units < sms ? schedule.units : sms, Config::kThreads,
+                     Config::kSmemBytes, stream, plan, maps, params, spans);
 }
 
 // Two consumers have the registers for modifiers, at head dim 64 with fewer keys three.

@@ -12,6 +12,7 @@
 #include "sm90/forward_modified_tile.cuh"
 #include "sm90/forward_parts.cuh"
 #include "sm90/forward_peaks.cuh"
+#include "sm90/forward_segments.cuh"
 #include "tile/logits.cuh"
 #include "tile/modifiers.cuh"
 #include "tile/softmax.cuh"
@@ -22,7 +23,10 @@ namespace jax_flash::sm90 {
 template <typename Config, typename Element, uint32_t kModifiers>
 struct ForwardConsumer {
   static constexpr bool kGeneral = kModifiers != kNoModifier;
-  static constexpr bool kMasks = (kModifiers & (kMask | kSegments)) != 0;
+  // Segments alone forbid elements of few tiles, and are looked at in those only.
+  static constexpr bool kSegmented = kModifiers == kSegments;
+  // Whether elements may be forbidden in any tile.
+  static constexpr bool kMasks = !kSegmented && (kModifiers & (kMask | kSegments)) != 0;
   // Whether query tiles are chained, and Q is released early.
   static constexpr bool kChained = !kMasks;
   // Whether references rise to the rows' peaks: where products take so long that it costs little
@@ -56,6 +60,9 @@ struct ForwardConsumer {
   float factor[1][2];    // by which `out` is to be multiplied if a reference rises
   uint32_t columns = 0;  // a bit per column of this thread: whether its warp attends to it
   Modified modified;
+  RowRange run;      // of key tiles of one segment (SegmentNotes)
+  KeyTileNote note;  // of the tile of the scores
+  bool one_segment;  // of the tile of the probabilities
 
   __device__ __forceinline__ ForwardConsumer(const Forward& forward, const ForwardPlan& planned,
                                              const ForwardSmem<Config>& where)
@@ -75,6 +82,7 @@ struct ForwardConsumer {
   __device__ __forceinline__ bool wait_query() {
     ptx::mbarrier_wait(smem.query_full(query_stage.stage, query_tile()), query_stage.parity);
     work = smem.work(query_tile(), works);
+    if constexpr (kSegmented) run = smem.query_segments(query_tile(), works).run;
     ++works;
     // By reductions, whose results the compiler knows to be the same in all lanes: else it would
     // have every warp converge, and move descriptors, again and again.
@@ -82,6 +90,10 @@ struct ForwardConsumer {
     same(work.tile);
     same(work.end);
     same(work.row0);
+    if constexpr (kSegmented) {
+      same(run.first);
+      same(run.end);
+    }
     modified.begin(work, work.row0 + warp_row);
     return work.row0 >= 0;
   }
@@ -101,12 +113,16 @@ struct ForwardConsumer {
   }
   // Of the key tile that was waited for.
   __device__ __forceinline__ KeyTileNote key_note(int32_t tile) const {
-    KeyTileNote note(is_last(tile) ? -1 : tile + 1, false, false);
     if constexpr ((kModifiers & kSegments) != 0) {
-      note = smem.notes[key_stage.stage];
+      if (kSegmented && tile + 1 >= run.first && tile + 1 < run.end) {
+        return KeyTileNote(tile + 1, tile >= run.first, true);
+      }
+      KeyTileNote note = smem.segments->notes[key_stage.stage];
       note.packed = __reduce_max_sync(0xffffffff, note.packed);
+      return note;
+    } else {
+      return KeyTileNote(is_last(tile) ? -1 : tile + 1, false, false);
     }
-    return note;
   }
   __device__ __forceinline__ void release_key() {
     arrive_warp(smem.key_empty(key_stage.stage));
@@ -144,20 +160,32 @@ struct ForwardConsumer {
     ptx::mbarrier_wait(smem.value_full(next.stage), next.parity ^ flip);
   }
   // Rows of V that may not reach the output even by a product with 0, before its product.
-  __device__ __forceinline__ void clear_values(int32_t tile, const RowRange& attended) const {
+  // Of the query tile `before` tiles before the one in `work`.
+  __device__ __forceinline__ void clear_values(int32_t tile, const RowRange& attended,
+                                               int before = 0) const {
+    const QueryWork& of = before == 0 ? work : work_before(before);
     const auto value_smem = smem.value(value_stage.stage);
     const auto clear = [&](auto make_allows) {
-      clear_unattended<Config, Element>(value_smem, columns, make_allows, work.band, work.row0,
-                                        tile);
+      clear_unattended<Config, Element>(value_smem, columns, make_allows, of.band, of.row0, tile);
     };
-    if constexpr (Modified::kBits) {  // without the divisions of BatchIndex, which are calls
-      if (!modified.all_allowed) {
-        clear([&] {
-          return [&](int32_t row, int32_t col) {
-            return allows_element<kModifiers>(params, work.modifiers, work.band, row, col);
-          };
-        });
+    // Without the divisions of BatchIndex, which are calls.
+    const auto clear_alone = [&] {
+      clear([&] {
+        return [&](int32_t row, int32_t col) {
+          return allows_element<kModifiers>(params, of.modifiers, of.band, row, col);
+        };
+      });
+    };
+    if constexpr (kSegmented) {
+      if (!one_segment) {
+        if (smem.query_segments(query_tile(), works - 1 - before).count != 0) {
+          zero_unattended<Config>(value_smem, unattended());
+        } else {
+          clear_alone();
+        }
       }
+    } else if constexpr (Modified::kBits) {
+      if (!modified.all_allowed) clear_alone();
     } else if (has_element_masks<kModifiers>(params)) {
       clear([&] {
         const LogitModifiers all = modifiers();
@@ -216,6 +244,17 @@ struct ForwardConsumer {
   __device__ __forceinline__ LogitModifiers modifiers() const {
     return LogitModifiers(params, BatchIndex(params.shape, work.batch), work.head);
   }
+  __device__ __forceinline__ auto& unattended() const {
+    return smem.segments->unattended[threadIdx.x / 32 - 4];
+  }
+  // Of a tile of several segments: what its elements may be.
+  __device__ __forceinline__ void look_at_segments(int32_t tile) {
+    if (one_segment) return;
+    modified.allowed = allowed_by_segments<Config>(
+        params, work.modifiers, work.band, work.row0 + warp_row, tile * Config::kBlockKv,
+        smem.query_segments(query_tile(), works - 1), unattended());
+    columns = attended_by_warp<kN>(modified.allowed);
+  }
   // Whether the band cuts into a tile, for this warpgroup's rows.
   __device__ __forceinline__ bool at_edge(int32_t tile) const {
     const Band& band = work.band;
@@ -238,14 +277,16 @@ struct ForwardConsumer {
   // What the call does to products, but for a factor of to_log2. `again`: what was read ahead is
   // gone.
   __device__ __forceinline__ void modify(Scores& scores, int32_t tile, bool edge,
-                                         bool one_segment = false, bool again = false) {
+                                         bool again = false) {
     const Band& band = work.band;
     const int32_t col0 = tile * Config::kBlockKv, warp_row0 = work.row0 + warp_row;
     if constexpr (Modified::kBits) {
       modified.forbid_all(scores);
       return;
     }
-    if (Modified::kBiased && !again && modified.reads_ahead()) {
+    if constexpr (kSegmented) {
+      if (!one_segment) return Modified::forbid_all(scores, modified.allowed);
+    } else if (Modified::kBiased && !again && modified.reads_ahead()) {
       modified.add_bias(scores);
     } else if constexpr (kGeneral) {
       modify_scores<kModifiers>(scores, params, work.modifiers, band, warp_row0, col0, one_segment);
@@ -256,7 +297,7 @@ struct ForwardConsumer {
         mask_rows(scores, band.q_len - warp_row0);
       }
     }
-    if (has_element_masks<kModifiers>(params)) columns = attended_columns(scores);
+    if (kMasks && has_element_masks<kModifiers>(params)) columns = attended_columns(scores);
   }
   __device__ __forceinline__ bool raise_reference() {
     return softmax.template raise_reference<4, kPeaks>(scores, to_log2, factor);
@@ -266,25 +307,7 @@ struct ForwardConsumer {
     const float slack[1][2] = {peak_limits.slack(0), peak_limits.slack(1)};
     return softmax.template raise_reference<4, kPeaks>(scores, to_log2, slack, factor);
   }
-  // For peak_limits after a query tile's first tile of keys.
-  __device__ __forceinline__ void find_first_shares(int32_t tile, bool edge,
-                                                    float (&share)[2]) const {
-    share[0] = share[1] = kFirstPeakShare;
-    if (!edge) return;
-    const int32_t col0 = tile * Config::kBlockKv;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int32_t row = work.row0 + warp_row + fragment_row(0, 2 * half);
-      const int32_t end = min(work.band.end_col(row), col0 + Config::kBlockKv);
-      share[half] = first_peak_share<Config::kBlockKv>(end - max(work.band.first_col(row), col0));
-    }
-  }
-  __device__ __forceinline__ void set_first_peak_limits(int32_t tile, bool edge) {
-    float share[2];
-    find_first_shares(tile, edge, share);
-    peak_limits.set(softmax, share);
-  }
-  // The same before the soft cap, which keeps the order of products.
+  // raise_reference() before the soft cap, which keeps the order of products.
   __device__ __forceinline__ bool raise_capped_reference() {
     const float cap = params.options.logits_soft_cap;
     const float to_ratio = __fdividef(params.options.scale, cap);  // no call
@@ -333,10 +356,17 @@ struct ForwardConsumer {
   // The first tile of a query tile: with kBesideOut, beside the last product of the one before,
   // whose output is in `out`.
   template <bool kBesideOut>
-  __device__ __forceinline__ void first_tile(int32_t tile, bool one_segment = false) {
+  __device__ __forceinline__ void first_tile(int32_t tile, bool of_one_segment = false) {
     const bool edge = at_edge(tile);
+    if constexpr (kSegmented) {
+      note = key_note(tile);
+      one_segment = note.one_segment();
+      look_at_segments(tile);
+    } else {
+      one_segment = of_one_segment;
+    }
     if constexpr (Modified::kLooksAhead) look_ahead(tile);
-    modified.prepare(work, work.row0 + warp_row, tile, edge, one_segment);
+    modified.prepare(work, work.row0 + warp_row, tile, edge);
     if constexpr (kModifiers == kMask && !Modified::kLooksAhead) {
       read_ahead(min(tile + 1, work.end - 1));
     }
@@ -344,11 +374,15 @@ struct ForwardConsumer {
     release_key();
     release_query_early(tile);
     softmax = OnlineSoftmax<1>();
-    modify(scores, tile, edge, one_segment);
+    modify(scores, tile, edge);
     if constexpr (Modified::kBiased) read_ahead(is_last(tile) ? -1 : tile + 1);
     raise_reference();
     exponentials();
-    if constexpr (kPeaks) set_first_peak_limits(tile, edge);
+    if constexpr (kPeaks) {
+      float share[2] = {kFirstPeakShare, kFirstPeakShare};
+      if (edge) first_peak_shares<Config::kBlockKv>(work.band, work.row0 + warp_row, tile, share);
+      peak_limits.set(softmax, share);
+    }
     if constexpr (Modified::kLooksAhead) look_ahead(tile + 1);
     if constexpr (Modified::kBits) attended_columns_of_bits();
     drop_some(tile);
@@ -364,22 +398,25 @@ struct ForwardConsumer {
 
   // From the probabilities of tile `last` to those of the next, with the former's product beside.
   // With masks, `note` is set to the tile's.
-  __device__ __forceinline__ void next_tile(int32_t last, int32_t tile, bool one_segment = false,
-                                            KeyTileNote* note = nullptr) {
+  template <bool kInRun = false>
+  __device__ __forceinline__ void next_tile(int32_t last, int32_t tile, bool of_one_segment = false,
+                                            KeyTileNote* next_note = nullptr) {
     constexpr bool kOptimistic = Config::kOptimistic && kModifiers != kEveryModifier;
     const bool edge = at_edge(tile);  // before the wait
     wait_key();
+    if constexpr (kSegmented) note = key_note(tile);
+    if constexpr (kInRun) one_segment = true;  // so that the compiler knows
     start_scores();
     clear_values(last, work.attended);
-    if constexpr (kMasks && !kOptimistic) *note = key_note(tile);
-    const auto prepare = [&] {
-      modified.prepare(work, work.row0 + warp_row, tile, edge, one_segment);
-    };
+    if constexpr (!kInRun) one_segment = of_one_segment;
+    if constexpr (kMasks && !kOptimistic) *next_note = key_note(tile);
+    if constexpr (kSegmented) look_at_segments(tile);
+    const auto prepare = [&] { modified.prepare(work, work.row0 + warp_row, tile, edge); };
     if constexpr (Modified::kBits && !Modified::kLooksAhead) {
       prepare();
       columns = kAllBits<kN>;
       if (!modified.all_allowed) attended_columns_of_bits();
-      if constexpr (kModifiers == kMask) read_ahead(note->next());
+      read_ahead(next_note->next());
       start_out_part<0>(0);
     } else {
       start_out_part<0>(0);
@@ -413,7 +450,7 @@ struct ForwardConsumer {
     }
     bool rises = false;
     if (whole) {
-      modify(scores, tile, edge, one_segment);
+      modify(scores, tile, edge);
       rises = careful && raise_reference_to_peak();
     } else if constexpr (Modified::kCapped) {
       rises = careful && raise_capped_reference();
@@ -422,7 +459,7 @@ struct ForwardConsumer {
     softmax.sum[0][0] = softmax.sum[0][1] = 0.0f;
     // What the next tile needs.
     const auto beside = [&] {
-      if constexpr (kMasks && kOptimistic) *note = key_note(tile);
+      if constexpr (kMasks && kOptimistic) *next_note = key_note(tile);
       if constexpr (Modified::kLooksAhead) {
         look_ahead(tile + 1);
         attended_columns_of_bits();
@@ -455,7 +492,7 @@ struct ForwardConsumer {
           softmax.sum[0][1] = before[1];
           warp_scores<Config, Element>(scores, smem.query(query_stage.stage, query_tile()),
                                        smem.key(key_stage.stage), warp_row - group_row());
-          modify(scores, tile, edge, one_segment, true);
+          modify(scores, tile, edge, true);
           rises = raise_reference_to_peak();
           exponentials();
         } else {
@@ -483,7 +520,12 @@ struct ForwardConsumer {
     await_out();
   }
 
+  // Whether this tile and the next one are in the run of one segment.
+  __device__ __forceinline__ bool run_goes_on(int32_t tile) const {
+    return tile >= run.first && tile + 1 < run.end;
+  }
   __device__ __forceinline__ bool is_last(int32_t tile) const {
+    if constexpr (kSegmented) return note.next() < 0;
     return tile + Config::kKeyGroups >= work.end;
   }
   // With one place for Q the next one is to come as soon as the last scores are there.

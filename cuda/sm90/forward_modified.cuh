@@ -254,33 +254,6 @@ __device__ __forceinline__ AllowedBits mask_bits(const Operand& mask, int64_t of
   return allowed;
 }
 
-template <int kN>
-__device__ __forceinline__ AllowedBits segment_bits(const Forward& params,
-                                                    const ModifierOffsets& offsets, int32_t row0,
-                                                    int32_t col0, const Extent& extent) {
-  const Operand &queries = params.query_segment_ids, &keys = params.key_value_segment_ids;
-  const auto* query_ids = static_cast<const int32_t*>(queries.data) + offsets.query_ids;
-  const auto* key_ids = static_cast<const int32_t*>(keys.data) + offsets.key_ids;
-  int32_t ids[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    ids[half] = query_ids[min(row0 + fragment_row(0, 2 * half), extent.rows - 1) * queries.row];
-  }
-  AllowedBits allowed = {};
-#pragma unroll 4
-  for (int n = 0; n < kN; ++n) {
-#pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int32_t id = key_ids[min(col0 + fragment_col(n, e), extent.cols - 1) * keys.row];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        allowed.row[half] |= (id == ids[half] ? 1u : 0u) << (2 * n + e);
-      }
-    }
-  }
-  return allowed;
-}
-
 // Whether `row` may attend to `col`, which is below kv_len.
 template <uint32_t kModifiers>
 __device__ __forceinline__ bool allows_element(const Forward& params,

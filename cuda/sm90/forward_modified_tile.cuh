@@ -16,7 +16,7 @@ template <typename Config, uint32_t kModifiers>
 struct ModifiedTile {
   static constexpr int kN = Config::kBlockKv / 8;
   // With bits: what is allowed is known before the scores are.
-  static constexpr bool kBits = kModifiers == kMask || kModifiers == kSegments;
+  static constexpr bool kBits = kModifiers == kMask;
   static constexpr bool kBiased = kModifiers == kBias, kCapped = kModifiers == kSoftCap;
   // Whether what the next tile needs is found out beside the exponentials of this one, or, where
   // there are no registers for it, when it is needed.
@@ -80,7 +80,7 @@ struct ModifiedTile {
   }
   // From the mask's bytes of the next tile to its bits, and the bytes of the tile behind it.
   __device__ __forceinline__ void look_ahead(const QueryWork& work, int32_t row0, int32_t behind) {
-    if constexpr (kModifiers == kMask) {
+    if constexpr (kBits) {
       next_allowed = mask.bits();
       next_all_allowed = all_of(next_allowed);
       read_ahead(work, row0, min(behind, work.end - 1));
@@ -88,26 +88,19 @@ struct ModifiedTile {
   }
   // Before a tile's scores are there.
   __device__ __forceinline__ void prepare(const QueryWork& work, int32_t row0, int32_t tile,
-                                          bool edge, bool one_segment) {
+                                          bool edge) {
     if constexpr (kBits) {
       const Band& band = work.band;
       const int32_t col0 = tile * Config::kBlockKv;
       const Extent extent = {band.q_len, band.kv_len};
-      allowed = {kAllBits<kN>, kAllBits<kN>};
-      all_allowed = true;
-      if constexpr (kModifiers == kMask) {
-        if (!reads_ahead()) {
-          allowed = mask_bits<kN>(params.mask, work.modifiers.mask, row0, col0, extent);
-          all_allowed = all_of(allowed);
-        } else if constexpr (kLooksAhead) {
-          allowed = next_allowed;
-          all_allowed = next_all_allowed;
-        } else {
-          allowed = mask.bits();
-          all_allowed = all_of(allowed);
-        }
-      } else if (!one_segment) {
-        allowed = segment_bits<kN>(params, work.modifiers, row0, col0, extent);
+      if (!reads_ahead()) {
+        allowed = mask_bits<kN>(params.mask, work.modifiers.mask, row0, col0, extent);
+        all_allowed = all_of(allowed);
+      } else if constexpr (kLooksAhead) {
+        allowed = next_allowed;
+        all_allowed = next_all_allowed;
+      } else {
+        allowed = mask.bits();
         all_allowed = all_of(allowed);
       }
       if (edge) {
@@ -123,7 +116,9 @@ struct ModifiedTile {
   }
 
   __device__ __forceinline__ void forbid_all(Scores& scores) const {
-    if (all_allowed) return;
+    if (!all_allowed) forbid_all(scores, allowed);
+  }
+  static __device__ __forceinline__ void forbid_all(Scores& scores, const AllowedBits& allowed) {
 #pragma unroll
     for (int n = 0; n < kN; n += kForbidBlocks) forbid<kForbidBlocks>(scores[0], allowed, n);
   }

@@ -21,7 +21,6 @@
 #include "tile/logits.cuh"
 #include "tile/matmul.cuh"
 #include "tile/quad.cuh"
-#include "tile/segments.cuh"
 #include "tile/softmax.cuh"
 #include "tile/tensor_map.cuh"
 
@@ -31,6 +30,19 @@ namespace jax_flash::sm90 {
 // zero_unattended() uses.
 enum ForwardBarrier : int { kPartialFull = 1, kPartialEmpty = 2, kZeroed = 8 };
 
+// What producers tell consumers where key tiles are skipped.
+template <typename Config>
+struct SegmentNotes {
+  KeyTileNote notes[Config::kStages];
+  QuerySegments queries[Config::kRowGroups * Config::kWorks];  // of ForwardSmem::works
+  // Of each consumer warp's last tile, if it was not of one segment: keys that no row of the block
+  // may attend to. Bit i of word j is key 4 i + j.
+  uint32_t unattended[Config::kConsumers * 4][4];
+  // Units of work, from the warp that takes them to those that copy queries.
+  uint64_t unit_full[2], unit_empty[2];
+  int32_t units[2];
+};
+
 // Where a block's tiles and barriers are. `full`: the copy has arrived; `empty`: every consumer
 // warp has done with it.
 template <typename Config>
@@ -39,8 +51,8 @@ struct ForwardSmem {
   static constexpr int kBarriers = 2 * kQueryBarriers + 4 * Config::kStages;
   static constexpr int kWorks = Config::kRowGroups * Config::kWorks;
   uint32_t root, barriers;
-  QueryWork* works;    // [kRowGroups][kWorks]
-  KeyTileNote* notes;  // [kStages], if key tiles are skipped
+  QueryWork* works;                // [kRowGroups][kWorks]
+  SegmentNotes<Config>* segments;  // if key tiles are skipped
 
   __device__ __forceinline__ typename Config::QueryTile query(uint32_t stage, int group) const {
     return {root, (stage * Config::kRowGroups + group) * Config::QueryTile::kBytes};
@@ -59,6 +71,9 @@ struct ForwardSmem {
   // The n-th query tile of a consumer; the next kWorks - 1 leave it alone.
   __device__ __forceinline__ QueryWork& work(int group, uint32_t n) const {
     return works[group * Config::kWorks + n % Config::kWorks];
+  }
+  __device__ __forceinline__ QuerySegments& query_segments(int group, uint32_t n) const {
+    return segments->queries[group * Config::kWorks + n % Config::kWorks];
   }
   __device__ __forceinline__ uint32_t query_full(uint32_t stage, int group) const {
     return barriers + (stage * Config::kRowGroups + group) * 8;
@@ -111,56 +126,6 @@ __device__ __forceinline__ void load_tile_boxes(const Tile& tile, const CUtensor
     load_box(tile.root + tile.offset + panel * Tile::kPanelBytes, map, barrier_smem, axes, batch,
              head, row0, panel * 64);
   }
-}
-
-// The tiles of keys that a block reads, in order, without those whose segments none of its rows
-// has. Called by whole warps.
-template <typename Config, bool kSkips>
-struct KeyTileWalk {
-  int32_t tile, end;
-  const SegmentSpan* key_spans = nullptr;  // of this batch, or null
-  int32_t key_blocks = 0;
-  SegmentSpan query_span = {};
-
-  // `candidate`, or the next tile to read.
-  __device__ __forceinline__ int32_t skip_to(int32_t candidate) const {
-    if constexpr (kSkips) {
-      if (key_spans) {
-        return next_tile<Config::kBlockKv>(key_spans, key_blocks, query_span, candidate, end);
-      }
-    }
-    return candidate;
-  }
-
-  // Whether all rows of the block and all keys of the tile are of one segment.
-  __device__ __forceinline__ bool one_segment(int32_t key_tile) const {
-    if constexpr (kSkips) {
-      if (key_spans && query_span.least == query_span.greatest) {
-        const SegmentSpan span = tile_span<Config::kBlockKv>(key_spans, key_blocks, key_tile);
-        return span.least == query_span.least && span.greatest == query_span.least;
-      }
-    }
-    return false;
-  }
-};
-
-// Of a block's rows from row0 on.
-template <typename Config, bool kSkips>
-__device__ __forceinline__ KeyTileWalk<Config, kSkips> walk_keys(const Band& band,
-                                                                 const SegmentSpans& spans,
-                                                                 int64_t batch, int32_t row0) {
-  const TileRange range = kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ);
-  KeyTileWalk<Config, kSkips> walk = {range.first, range.end};
-  if constexpr (kSkips) {
-    if (spans.query) {
-      walk.key_blocks = spans.key_blocks;
-      walk.key_spans = spans.key + batch * spans.key_blocks;
-      walk.query_span = tile_span<Config::kBlockQ>(spans.query + batch * spans.query_blocks,
-                                                   spans.query_blocks, row0 / Config::kBlockQ);
-      walk.tile = walk.skip_to(walk.tile);
-    }
-  }
-  return walk;
 }
 
 // Zeroes the rows of a tile of V outside `attended`, which no row of the block may attend to: they

@@ -8,6 +8,8 @@
 
 #include "ptx/math.cuh"
 #include "sm90/config.cuh"
+#include "tile/band.cuh"
+#include "tile/matmul.cuh"
 #include "tile/softmax.cuh"
 
 namespace jax_flash::sm90 {
@@ -19,12 +21,19 @@ inline constexpr float kFirstPeakShare = 1.0f, kPeakShare = 0.3f;
 // have lost digits.
 inline constexpr float kPeakLimit = 0x1p24f;
 
-// The share where an edge leaves `keys` of a row's first tile: as if it had all, or none if there
-// are too few to tell.
+// The shares of a thread's rows where an edge cuts off a part of their first tile of keys: as if it
+// had all, or none if there are too few to tell. Of a warp's rows from row0 on.
 template <int kBlockKv>
-__device__ __forceinline__ float first_peak_share(int32_t keys) {
-  return keys < kBlockKv / 4 ? kOptimisticLimit
-                             : kFirstPeakShare * kBlockKv * ptx::rcp_approx_ftz(keys);
+__device__ __forceinline__ void first_peak_shares(const Band& band, int32_t row0, int32_t tile,
+                                                  float (&share)[2]) {
+  const int32_t col0 = tile * kBlockKv;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int32_t row = row0 + fragment_row(0, 2 * half);
+    const int32_t keys = min(band.end_col(row), col0 + kBlockKv) - max(band.first_col(row), col0);
+    share[half] = keys < kBlockKv / 4 ? kOptimisticLimit
+                                      : kFirstPeakShare * kBlockKv * ptx::rcp_approx_ftz(keys);
+  }
 }
 
 // As OnlineSoftmax::exponentials(), but of differences to the reference: in log2 units that is

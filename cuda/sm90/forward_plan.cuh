@@ -89,6 +89,15 @@ struct QueryWork {
   ModifierOffsets modifiers;
 };
 
+// The segments of a query tile's rows, in a block's shared memory.
+struct QuerySegments {
+  static constexpr int kMost = 4;
+  RowRange run;   // key tiles side by side that are of one segment with all of the rows
+  int32_t count;  // 0 if there are more, or one has rows apart from each other
+  int32_t id[kMost];
+  RowRange rows[kMost];
+};
+
 // Of a tile of keys where some are skipped, and of the one after it: what is to be known of that
 // one is known before its own copy arrives.
 struct KeyTileNote {

@@ -20,7 +20,8 @@ struct QueryTileIndex {
 // share keys and values in L2; block b takes units b, b + blocks, ... A unit is one query tile or,
 // with `paired`, a tile and the one as far from the other end: under a causal mask the costs of
 // such a pair are the same for all. So every block gets its share without a counter in memory,
-// which something would have to reset before each call.
+// which something would have to reset before each call: with segments that is done, and blocks take
+// units in turn (forward_segments.cuh).
 struct QueryTileSchedule {
   int32_t q_tiles = 0, units = 0;
   bool paired = false;
@@ -45,9 +46,10 @@ struct QueryTileCursor {
   // The same query tile of this power of two of batches is side by side.
   int32_t batch_shift = 0;
   int32_t unit = static_cast<int32_t>(blockIdx.x);
+  int32_t step = static_cast<int32_t>(gridDim.x), end = schedule.units;
   bool second = false;
 
-  __device__ __forceinline__ bool valid() const { return unit < schedule.units; }
+  __device__ __forceinline__ bool valid() const { return unit < end; }
 
   __device__ __forceinline__ QueryTileIndex index() const {
     const int32_t head = schedule.units_per_head.quotient(unit >> batch_shift);
@@ -73,7 +75,7 @@ struct QueryTileCursor {
       }
     }
     second = false;
-    unit += static_cast<int32_t>(gridDim.x);
+    unit += step;
   }
 };
 #endif

@@ -19,17 +19,19 @@ struct SegmentSpan {
   }
 };
 
-// In the workspace: [batch, ceil(T / kSegmentBlock)] spans, then [batch, ceil(S / kSegmentBlock)].
+// In the workspace: [batch, ceil(T / kSegmentBlock)] spans, then [batch, ceil(S / kSegmentBlock)],
+// and a counter, which is 0 when the spans are there: for blocks that take work in turn.
 struct SegmentSpans {
   SegmentSpan* query = nullptr;
   SegmentSpan* key = nullptr;
+  int32_t* counter = nullptr;
   int32_t query_blocks = 0, key_blocks = 0;
 
   static int32_t blocks(int32_t length) {
     return length / kSegmentBlock + (length % kSegmentBlock != 0);
   }
   static int64_t bytes(const Shape& shape) {
-    return shape.batch * (int64_t{blocks(shape.q_len)} + blocks(shape.kv_len)) *
+    return (shape.batch * (int64_t{blocks(shape.q_len)} + blocks(shape.kv_len)) + 1) *
            static_cast<int64_t>(sizeof(SegmentSpan));
   }
   static SegmentSpans at(const Shape& shape, void* workspace) {
@@ -38,6 +40,7 @@ struct SegmentSpans {
     spans.key_blocks = blocks(shape.kv_len);
     spans.query = static_cast<SegmentSpan*>(workspace);
     spans.key = spans.query + shape.batch * spans.query_blocks;
+    spans.counter = reinterpret_cast<int32_t*>(spans.key + shape.batch * spans.key_blocks);
     return spans;
   }
 };

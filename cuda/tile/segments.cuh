@@ -4,21 +4,25 @@
 #include <cstdint>
 
 #include "params.h"
+#include "ptx/griddepcontrol.cuh"
 #include "tile/batch_index.cuh"
 #include "tile/segment_spans.h"
 
 namespace jax_flash {
 
-// Of tile `tile`, of kBlock rows, among `blocks` spans of one batch.
+// Of tile `tile`, of kBlock rows, of which there is one at least, among `blocks` spans of one
+// batch.
 template <int kBlock>
 __device__ __forceinline__ SegmentSpan tile_span(const SegmentSpan* spans, int32_t blocks,
                                                  int64_t tile) {
   static_assert(kBlock % kSegmentBlock == 0);
   constexpr int kRatio = kBlock / kSegmentBlock;
   SegmentSpan span = {INT32_MAX, INT32_MIN};
-  for (int64_t i = tile * kRatio; i < (tile + 1) * kRatio && i < blocks; ++i) {
-    span.least = min(span.least, spans[i].least);
-    span.greatest = max(span.greatest, spans[i].greatest);
+#pragma unroll
+  for (int i = 0; i < kRatio; ++i) {  // all reads at once: none waits for another
+    const SegmentSpan part = spans[min(tile * kRatio + i, int64_t{blocks} - 1)];
+    span.least = min(span.least, part.least);
+    span.greatest = max(span.greatest, part.greatest);
   }
   return span;
 }
@@ -40,6 +44,10 @@ __device__ __forceinline__ int32_t next_tile(const SegmentSpan* spans, int32_t b
 // Grid: one warp per span of query or key ids.
 static __global__ void __launch_bounds__(128)
     segment_spans_kernel(const __grid_constant__ Forward params, SegmentSpans spans) {
+#if __CUDA_ARCH__ >= 900
+  ptx::griddepcontrol_launch_dependents();
+#endif
+  if (blockIdx.x == 0 && threadIdx.x == 0) *spans.counter = 0;
   const int64_t total_query = params.shape.batch * spans.query_blocks;
   int64_t index = (int64_t{blockIdx.x} * blockDim.x + threadIdx.x) / 32;
   const bool is_query = index < total_query;

@@ -1,0 +1,354 @@
+// What the sm_90 forward kernel does with packed segments: which tiles of keys a query tile's block
+// reads, and what its consumers are told of them.
+//
+// Where sequences are packed one behind the other, most blocks have rows of one segment, and most
+// of their tiles of keys are of that segment alone: nothing in them is forbidden. Such tiles lie
+// side by side, and a block knows this run from two numbers. Of all other tiles it reads a note.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/warpgroup.cuh"
+#include "sm90/config.cuh"
+#include "sm90/forward_modified.cuh"
+#include "sm90/forward_parts.cuh"
+#include "sm90/forward_plan.cuh"
+#include "sm90/ring.cuh"
+#include "sm90/schedule.cuh"
+#include "tile/band.cuh"
+#include "tile/matmul.cuh"
+#include "tile/modifiers.cuh"
+#include "tile/segments.cuh"
+
+namespace jax_flash::sm90 {
+
+// The tiles of keys that the rows of a block from row0 on read, without those whose segments none
+// of them has. Called by whole warps: each lane looks at one of 32 tiles.
+template <typename Config>
+struct SegmentTiles {
+  TileRange range;
+  const SegmentSpan* key_spans = nullptr;  // of this batch, or null
+  int32_t key_blocks = 0;
+  SegmentSpan query_span = {};
+  // Of the 32 tiles last looked at, a bit each: whether it is read, and whether all of its keys
+  // and all of the block's rows are of one segment.
+  uint32_t read = 0, one_segment = 0;
+
+  __device__ __forceinline__ SegmentTiles(const Band& band, const SegmentSpans& spans,
+                                          int64_t batch, int32_t row0)
+      : range(kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ)) {
+    if (!spans.query) return;
+    key_blocks = spans.key_blocks;
+    key_spans = spans.key + batch * spans.key_blocks;
+    query_span = tile_span<Config::kBlockQ>(spans.query + batch * spans.query_blocks,
+                                            spans.query_blocks, row0 / Config::kBlockQ);
+  }
+
+  __device__ __forceinline__ bool has_one_segment() const {
+    return key_spans && query_span.least == query_span.greatest;
+  }
+
+  __device__ __forceinline__ void look(int32_t first) {
+    const int32_t tile = first + static_cast<int32_t>(threadIdx.x % 32);
+    SegmentSpan span = query_span;
+    if (key_spans && tile < range.end) {
+      span = tile_span<Config::kBlockKv>(key_spans, key_blocks, tile);
+    }
+    const bool is_read = tile < range.end && query_span.meets(span);
+    read = __ballot_sync(0xffffffff, is_read);
+    one_segment =
+        __ballot_sync(0xffffffff, is_read && has_one_segment() && span.least == query_span.least &&
+                                      span.greatest == query_span.least);
+  }
+
+  // The first tile, or `end`, and the run of those of one segment.
+  struct Start {
+    int32_t tile;
+    RowRange run;
+  };
+  __device__ __forceinline__ Start start() {
+    Start start = {range.end, {range.end, range.end}};
+    for (int32_t base = range.first; base < range.end; base += 32) {
+      look(base);
+      if (start.tile == range.end && read != 0) start.tile = base + __ffs(read) - 1;
+      if (start.run.first == range.end && one_segment != 0) {
+        start.run.first = base + __ffs(one_segment) - 1;
+      }
+      if (start.run.first < range.end) {
+        const uint32_t gaps = ~one_segment & ~0u << max(start.run.first - base, 0);
+        if (gaps != 0) {
+          start.run.end = base + __ffs(gaps) - 1;
+          break;
+        }
+      } else if (start.tile < range.end && !has_one_segment()) {
+        break;
+      }
+    }
+    return start;
+  }
+};
+
+// Describes the segments of a block's rows from row0 on, whose ids begin at `ids`. By a whole warp.
+template <typename Config>
+__device__ __forceinline__ void find_query_segments(const int32_t* ids, int64_t stride,
+                                                    const Band& band, int32_t row0,
+                                                    QuerySegments& segments) {
+  constexpr int kRows = Config::kBlockQ / 32;
+  const int lane = threadIdx.x % 32;
+  int32_t id[kRows];
+  uint32_t left = 0;  // a bit per row of this lane
+#pragma unroll
+  for (int i = 0; i < kRows; ++i) {
+    const int32_t row = row0 + i * 32 + lane;
+    id[i] = ids[min(row, band.q_len - 1) * stride];
+    left |= (row < band.q_len ? 1u : 0u) << i;
+  }
+  int32_t count = 0;
+  while (__reduce_or_sync(0xffffffff, left) != 0) {
+    int32_t least = INT32_MAX;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) least = left >> i & 1 ? min(least, id[i]) : least;
+    least = __reduce_min_sync(0xffffffff, least);
+    int32_t first = INT32_MAX, last = 0, rows = 0;
+#pragma unroll
+    for (int i = 0; i < kRows; ++i) {
+      if ((left >> i & 1) == 0 || id[i] != least) continue;
+      const int32_t row = row0 + i * 32 + lane;
+      first = min(first, row);
+      last = max(last, row);
+      ++rows;
+      left &= ~(1u << i);
+    }
+    first = __reduce_min_sync(0xffffffff, first);
+    last = __reduce_max_sync(0xffffffff, last);
+    rows = __reduce_add_sync(0xffffffff, rows);
+    if (count == QuerySegments::kMost || last - first + 1 != rows) {
+      count = 0;
+      break;
+    }
+    if (lane == 0) {
+      segments.id[count] = least;
+      segments.rows[count] = {first, last + 1};
+    }
+    ++count;
+  }
+  if (lane == 0) segments.count = count;
+}
+
+// What a consumer warp's rows from row0 on may attend to in a tile of keys from col0 on, of several
+// segments, by segments and by the band; and `unattended` (SegmentNotes), if `segments` tell. Each
+// lane looks at four keys.
+template <typename Config>
+__device__ __forceinline__ AllowedBits allowed_by_segments(
+    const Forward& params, const ModifierOffsets& offsets, const Band& band, int32_t row0,
+    int32_t col0, const QuerySegments& segments, uint32_t (&unattended)[4]) {
+  const Operand &queries = params.query_segment_ids, &keys = params.key_value_segment_ids;
+  const auto* query_ids = static_cast<const int32_t*>(queries.data) + offsets.query_ids;
+  const auto* key_ids = static_cast<const int32_t*>(keys.data) + offsets.key_ids;
+  const int lane = threadIdx.x % 32;
+  const int32_t col = col0 + lane * 4;
+  const int32_t cols = lane * 4 < Config::kBlockKv ? band.kv_len - col : 0;  // that exist, of four
+  int32_t key_id[4], id[2];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) key_id[j] = key_ids[min(col + j, band.kv_len - 1) * keys.row];
+  uint32_t left = 0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int32_t row = row0 + fragment_row(0, 2 * half);
+    id[half] = query_ids[min(row, band.q_len - 1) * queries.row];
+    left |= (row < band.q_len ? 1u : 0u) << half;
+  }
+  // One segment of the warp's rows after the other.
+  AllowedBits allowed = {};
+  while (__reduce_or_sync(0xffffffff, left) != 0) {
+    const int32_t mine = min(left & 1 ? id[0] : INT32_MAX, left & 2 ? id[1] : INT32_MAX);
+    const int32_t least = __reduce_min_sync(0xffffffff, mine);
+    uint32_t same[4];
+#pragma unroll
+    for (int j = 0; j < 4; ++j) same[j] = __ballot_sync(0xffffffff, j < cols && key_id[j] == least);
+    // This thread's columns 8 n + 2 (lane % 4) are those of lanes 2 n and 2 n + 1.
+    const uint32_t even = (lane % 2 ? same[2] : same[0]) >> lane % 4 / 2 & 0x55555555;
+    const uint32_t odd = (lane % 2 ? same[3] : same[1]) >> lane % 4 / 2 & 0x55555555;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if ((left >> half & 1) == 0 || id[half] != least) continue;
+      allowed.row[half] = even | odd << 1;
+      left &= ~(1u << half);
+    }
+  }
+  forbid_edges(allowed, band, row0, col0);
+
+  uint32_t mine = (1u << min(max(cols, 0), 4)) - 1;
+#pragma unroll
+  for (int i = 0; i < QuerySegments::kMost; ++i) {
+    if (i >= segments.count) continue;
+    const RowRange rows = segments.rows[i];
+    const int32_t first = band.first_col(rows.first), end = band.end_col(rows.end - 1);
+#pragma unroll
+    for (int j = 0; j < 4; ++j) {
+      if (key_id[j] == segments.id[i] && col + j >= first && col + j < end) mine &= ~(1u << j);
+    }
+  }
+#pragma unroll
+  for (int j = 0; j < 4; ++j) {
+    const uint32_t word = __ballot_sync(0xffffffff, (mine >> j & 1) != 0);
+    if (lane == j) unattended[j] = word;
+  }
+  __syncwarp();
+  return allowed;
+}
+
+// Zeroes those rows of a tile of V, as zero_unattended() does.
+template <typename Config>
+__device__ __forceinline__ void zero_unattended(const typename Config::ValueTile& tile_smem,
+                                                const uint32_t (&unattended)[4]) {
+  using Tile = typename Config::ValueTile;
+  uint32_t word[4];
+#pragma unroll
+  for (int j = 0; j < 4; ++j) word[j] = unattended[j];
+  if (__reduce_or_sync(0xffffffff, word[0] | word[1] | word[2] | word[3]) == 0) return;
+  for (int index = threadIdx.x % kWarpgroup; index < Tile::kBytes / 16; index += kWarpgroup) {
+    const int row = index % (Tile::kPanelBytes / 16) / 8;
+    const uint32_t low = row % 2 ? word[1] : word[0], high = row % 2 ? word[3] : word[2];
+    if ((row % 4 < 2 ? low : high) >> row / 4 & 1) {
+      ptx::st_shared_v4(tile_smem.root + tile_smem.offset + index * 16, uint4{});
+    }
+  }
+  ptx::fence_proxy_async_shared();
+  ptx::barrier_sync(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup);
+}
+
+// Before init_barriers(), which has a fence.
+template <typename Config>
+__device__ __forceinline__ void init_unit_barriers(SegmentNotes<Config>& notes) {
+  for (int i = 0; i < 2; ++i) {
+    ptx::mbarrier_init(ptx::shared_address(&notes.unit_full[i]), 1);
+    ptx::mbarrier_init(ptx::shared_address(&notes.unit_empty[i]), Config::kRowGroups);
+  }
+}
+
+// A block's units of work, which blocks take in turn, since nobody knows how long they are: in the
+// warp that copies keys, which takes them, or in one that copies queries, which is told of them.
+template <typename Config, bool kTakes>
+struct UnitCursor : QueryTileCursor {
+  SegmentNotes<Config>& notes;
+  int32_t* counter;
+  int32_t next = 0;  // of kTakes, in the first lane, until it is told
+  bool told = false;
+  RingState<2> ring;
+
+  __device__ __forceinline__ UnitCursor(const ForwardPlan& plan, const SegmentSpans& spans,
+                                        const ForwardSmem<Config>& smem)
+      : QueryTileCursor{plan.schedule}, notes(*smem.segments), counter(spans.counter) {
+    start();
+  }
+  __device__ __forceinline__ void advance() {
+    QueryTileCursor::advance();
+    if (unit < end) return;
+    if constexpr (kTakes) {
+      unit = __shfl_sync(0xffffffff, next, 0);
+    } else {
+      ptx::mbarrier_wait_asleep(full(), ring.parity);
+      unit = notes.units[ring.stage];
+      __syncwarp();
+      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty());
+      ring.advance();
+    }
+    start();
+  }
+  __device__ __forceinline__ bool valid() const { return unit < schedule.units; }
+  // Tells the others what is next, once it is known, which takes a while. By all lanes.
+  __device__ __forceinline__ void tell() {
+    if (told) return;
+    told = true;
+    if (threadIdx.x % 32 == 0) {
+      ptx::mbarrier_wait(empty(), ring.parity ^ 1);
+      notes.units[ring.stage] = next;
+      ptx::mbarrier_arrive(full());
+    }
+    ring.advance();
+  }
+
+ private:
+  __device__ __forceinline__ void start() {
+    second = false;
+    end = unit + 1;
+    step = 1;
+    if (!kTakes || !valid()) return;
+    told = false;
+    const int32_t blocks = static_cast<int32_t>(gridDim.x);
+    if (!counter) {
+      next = unit + blocks;
+    } else if (threadIdx.x % 32 == 0) {
+      next = blocks + atomicAdd(counter, 1);
+    }
+  }
+  __device__ __forceinline__ uint32_t full() const {
+    return ptx::shared_address(&notes.unit_full[ring.stage]);
+  }
+  __device__ __forceinline__ uint32_t empty() const {
+    return ptx::shared_address(&notes.unit_empty[ring.stage]);
+  }
+};
+
+// By one warp: keys and values of all query tiles, and notes of the tiles.
+template <typename Config>
+__device__ __forceinline__ void produce_keys_of_segments(const Forward& params,
+                                                         const ForwardPlan& plan,
+                                                         const ForwardMaps& maps,
+                                                         const SegmentSpans& spans,
+                                                         const ForwardSmem<Config>& smem) {
+  const bool leader = threadIdx.x % 32 == 0;
+  RingState<Config::kStages> key_stage;
+  RingState<Config::kValueStages> value_stage;
+  ptx::griddepcontrol_wait();  // for the spans
+  for (UnitCursor<Config, true> cursor(plan, spans, smem); cursor.valid(); cursor.advance()) {
+    const QueryTileIndex q = cursor.index();
+    SegmentTiles<Config> tiles(plan.band.of(params, q.batch), spans, q.batch,
+                               q.tile * Config::kBlockQ);
+    const auto load_key = [&](int32_t tile, const KeyTileNote& note) {
+      ptx::mbarrier_wait(smem.key_empty(key_stage.stage), key_stage.parity ^ 1);
+      smem.segments->notes[key_stage.stage] = note;
+      load_tile_boxes(smem.key(key_stage.stage), maps.key, smem.key_full(key_stage.stage), plan.key,
+                      q.batch_axes, q.kv_head, tile * Config::kBlockKv);
+      key_stage.advance();
+    };
+    const auto load_value = [&](int32_t tile) {
+      ptx::mbarrier_wait(smem.value_empty(value_stage.stage), value_stage.parity ^ 1);
+      load_tile_boxes(smem.value(value_stage.stage), maps.value, smem.value_full(value_stage.stage),
+                      plan.value, q.batch_axes, q.kv_head, tile * Config::kBlockKv);
+      value_stage.advance();
+    };
+    // A tile's keys are started when the tile after it is known, its values after that one's keys.
+    int32_t last = -1, before = -1;
+    bool last_one_segment = false;
+    for (int32_t base = tiles.range.first; base < tiles.range.end; base += 32) {
+      tiles.look(base);
+      if (leader) {
+        for (uint32_t left = tiles.read; left != 0; left &= left - 1) {
+          const int lane = __ffs(left) - 1;
+          const bool one_segment = (tiles.one_segment >> lane & 1) != 0;
+          if (last >= 0) load_key(last, KeyTileNote(base + lane, last_one_segment, one_segment));
+          if (before >= 0) load_value(before);
+          before = last;
+          last = base + lane;
+          last_one_segment = one_segment;
+        }
+      }
+      __syncwarp();
+    }
+    cursor.tell();
+    if (leader && last >= 0) {
+      load_key(last, KeyTileNote(-1, last_one_segment, false));
+      if (before >= 0) load_value(before);
+      load_value(last);
+    }
+    __syncwarp();
+  }
+}
+
+}  // namespace jax_flash::sm90
