@@ -118,4 +118,25 @@ KeyBlocks divide_keys(const Backward& params, bool turns, int sms) {
   return blocks;
 }
 
+// Shares lie in a row, head by head. Who waits for all of its head waits for those that belong to
+// blocks before its own, by a section or more: whoever has taken them has not waited for anybody.
+template <typename Config>
+ZeroPlan plan_zeros(const Shape& shape, const BackwardWorkspace& workspace,
+                    const KeyBlocks& blocks) {
+  const TileSchedule& schedule = blocks.schedule;
+  const int64_t total = int64_t{schedule.tiles} * schedule.total_heads;
+  ZeroPlan zeros;
+  if (workspace.turns || blocks.launched >= total || shape.kv_heads == 0) return zeros;
+  const int64_t ahead = schedule.section_blocks.divisor + blocks.launched / 8;
+  const int64_t first_head = ceil_div(blocks.launched + ahead, schedule.tiles);
+  const int64_t of_head =
+      int64_t{shape.heads / shape.kv_heads} * workspace.rows * Config::kDqueryCols / 128;
+  if (first_head >= schedule.total_heads || of_head + schedule.tiles > INT32_MAX) return zeros;
+  zeros.first_head = static_cast<int32_t>(first_head);
+  zeros.ahead = static_cast<int32_t>(ahead);
+  zeros.of_head = static_cast<int32_t>(of_head);
+  zeros.share = static_cast<int32_t>(ceil_div(of_head, schedule.tiles));
+  return zeros;
+}
+
 }  // namespace jax_flash::sm90

@@ -375,7 +375,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       ptx::griddepcontrol_wait();  // for the zeros
       StagePair next;
       for_blocks(smem, [&](const BackwardBlock& block, uint32_t) {
-        add_dquery<kOrdered>(params, workspace, smem, block, threadIdx.x / 32 - 1, next);
+        add_dquery<kOrdered>(params, workspace, smem, plan, schedule.tiles, block,
+                             threadIdx.x / 32 - 1, next);
       });
     } else {
       choose_blocks<Config, kGeneral>(params, plan, workspace, schedule, order, smem);

@@ -156,6 +156,21 @@ struct BackwardBlock {
 // then others may take it, so that all end at about the same time.
 inline constexpr int kTilesAhead = 3;
 
+// Share `share` of the zeros of a head, by a warp; see ZeroPlan.
+__device__ __forceinline__ void write_zeros(void* counters, const ZeroPlan& zeros, float* sums,
+                                            int32_t kv_head, int32_t share) {
+  if (kv_head < zeros.first_head) return;
+  const int32_t first = share * zeros.share, end = min(first + zeros.share, zeros.of_head);
+  float4* place = reinterpret_cast<float4*>(sums) +
+                  (int64_t{kv_head} * zeros.of_head + first) * 32 + threadIdx.x % 32;
+#pragma unroll 8
+  for (int32_t i = first; i < end; ++i, place += 32) {
+    *place = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) ptx::red_release_add(zeroed_shares(counters, kv_head), 1);
+}
+
 // Gives the blocks to the other warps, but for the launch's first, of index blockIdx.x.
 template <typename Config, bool kGeneral>
 __device__ __forceinline__ void choose_blocks(const Backward& params, const BlockPlan& plan,
@@ -164,15 +179,14 @@ __device__ __forceinline__ void choose_blocks(const Backward& params, const Bloc
                                               const BackwardSmem<Config>& smem) {
   const bool leader = threadIdx.x % 32 == 0;
   const uint32_t end = static_cast<uint32_t>(schedule.tiles * schedule.total_heads);
-  // With turns nobody may have two blocks of a section: see TurnOrder. Else the counter is where dQ
-  // will be, which nothing writes before the last kernel.
+  // With turns nobody may have two blocks of a section: see TurnOrder.
   const auto next = [&](uint32_t index) {
     if (gridDim.x >= end) return end;
     if (order != TurnOrder::kNone) return index + gridDim.x;
     uint32_t taken = 0;
     if (leader) {
       ptx::griddepcontrol_wait();  // for what it counts from
-      taken = static_cast<uint32_t>(atomicAdd(static_cast<int32_t*>(params.dquery.data), 1));
+      taken = static_cast<uint32_t>(atomicAdd(taken_blocks(params.dquery.data), 1));
     }
     return __shfl_sync(0xffffffff, taken, 0) + gridDim.x;
   };
@@ -190,6 +204,12 @@ __device__ __forceinline__ void choose_blocks(const Backward& params, const Bloc
     if (leader) {
       smem.blocks[at.stage()] = block;
       ptx::mbarrier_arrive(smem.block_full(at.stage()));
+    }
+    const uint32_t zeroed = index + plan.zeros.ahead;
+    if (plan.zeros.ahead > 0 && zeroed < end) {
+      write_zeros(params.dquery.data, plan.zeros, workspace.dquery,
+                  static_cast<int32_t>(zeroed) / schedule.tiles,
+                  static_cast<int32_t>(zeroed) % schedule.tiles);
     }
   }
   ptx::mbarrier_wait_asleep(smem.block_empty(at.stage()), at.parity() ^ 1);
@@ -370,8 +390,9 @@ struct DqueryTile {
 template <bool kOrdered, typename Config>
 __device__ __forceinline__ void add_dquery(const Backward& params,
                                            const BackwardWorkspace& workspace,
-                                           const BackwardSmem<Config>& smem,
-                                           const BackwardBlock& block, int group, StagePair& next) {
+                                           const BackwardSmem<Config>& smem, const BlockPlan& plan,
+                                           int32_t key_tiles, const BackwardBlock& block, int group,
+                                           StagePair& next) {
   const int lane = threadIdx.x % 32, count = block.tile_count;
   const bool leader = lane == 0;
   const QueryTileWalk& walk = block.walk;
@@ -385,6 +406,14 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
   QueryTileCursor cursor = walk.begin();
   DqueryTile tiles;   // this lane's
   int32_t turn = -1;  // as it was when last looked at
+  if (!kOrdered && leader) {
+    const int32_t kv_head = block.batch_index * params.shape.kv_heads + block.kv_head;
+    if (kv_head >= plan.zeros.first_head) {
+      const int32_t* shares = zeroed_shares(params.dquery.data, kv_head);
+      while (ptx::ld_acquire(shares) != key_tiles) continue;
+      ptx::fence_proxy_async_global();
+    }
+  }
   for (int32_t index = 0; index < count; ++index, next.advance()) {
     DqueryTile tile;
     if constexpr (kOrdered) {

@@ -72,11 +72,30 @@ struct EdgeOperand {
   }
 };
 
+// Sums for dQ are zeros before blocks of keys add to them. The kernel before writes those of the
+// heads that come first; for the others, who takes a block of keys writes a share of those of a
+// block further on. Of these zeros memory hears little, since what is added finds them in L2.
+struct ZeroPlan {
+  int32_t first_head = INT32_MAX;  // of keys in all batches, from which on there are shares
+  int32_t ahead = 0;               // blocks of keys
+  int32_t share = 0, of_head = 0;  // in units of what a warp writes at a time
+};
+
+// Counters of the main kernel are where dQ will be, which nothing writes before the last kernel:
+// of blocks taken, and for each head of keys in all batches of shares of zeros that are written.
+__host__ __device__ inline int32_t* taken_blocks(void* dquery) {
+  return static_cast<int32_t*>(dquery);
+}
+__host__ __device__ inline int32_t* zeroed_shares(void* dquery, int32_t kv_head) {
+  return static_cast<int32_t*>(dquery) + 1 + kv_head;
+}
+
 // What the kernels before and after need.
 struct BackwardEdgePlan {
   Divisor tiles;  // of a head
   HeadDivisors heads;
   int32_t q_len = 0, head_dim = 0, value_dim = 0, dquery_cols = 0;
+  int32_t zeroed_heads = 0, counters = 0;
   bool band_varies = false;
   float scale = 1.0f;
   EdgeOperand out, dout, lse, dlse, dquery;
@@ -84,13 +103,17 @@ struct BackwardEdgePlan {
 
   BackwardEdgePlan() = default;
   BackwardEdgePlan(const Backward& params, const BackwardWorkspace& space, int64_t tiles_of_head,
-                   int32_t cols)
+                   int32_t cols, const ZeroPlan& zeros = {})
       : tiles(static_cast<int32_t>(std::max<int64_t>(tiles_of_head, 1))),
         heads(params.shape, params.shape.heads),
         q_len(params.shape.q_len),
         head_dim(params.shape.head_dim),
         value_dim(params.shape.value_dim),
         dquery_cols(cols),
+        zeroed_heads(static_cast<int32_t>(std::min<int64_t>(
+            int64_t{zeros.first_head} * (params.shape.heads / params.shape.kv_heads), INT32_MAX))),
+        counters(cols > 0 ? static_cast<int32_t>(1 + params.shape.batch * params.shape.kv_heads)
+                          : 0),
         band_varies(bool{params.query_seq_lengths}),
         scale(params.options.scale),
         out(params.out),
@@ -107,14 +130,16 @@ struct BlockPlan {
   int32_t group = 0;
   bool band_varies = false;
   Band band;  // unless it varies
+  ZeroPlan zeros;
 
   BlockPlan() = default;
-  explicit BlockPlan(const Backward& params)
+  explicit BlockPlan(const Backward& params, const ZeroPlan& zeros = {})
       : kv_heads(params.shape, params.shape.kv_heads),
         group(params.shape.heads / params.shape.kv_heads),
         band_varies(params.query_seq_lengths || params.key_value_seq_lengths ||
                     params.query_offset),
-        band(params.options, params.shape.q_len, params.shape.kv_len, 0) {}
+        band(params.options, params.shape.q_len, params.shape.kv_len, 0),
+        zeros(zeros) {}
 
   __device__ __forceinline__ Band band_of(const Forward& params, const BatchIndex& batch) const {
     if (band_varies) [[unlikely]] {
