@@ -21,50 +21,48 @@
 namespace jax_flash::sm90 {
 
 inline constexpr int kEdgeThreads = 256;
-inline constexpr int kEdgeRows = 32;                 // for which there is a turn
 inline constexpr int kSpreadSmemBytes = 100 * 1024;  // with which a multiprocessor has two blocks
 
-// What main kernels add to, for kRows rows, by all threads; and their counters.
-template <int kRows>
+// What main kernels add to, for kEdgeRows rows, by all threads; and their counters.
 __device__ __forceinline__ void write_zeros(const BackwardEdgePlan& plan, int32_t batch_head,
                                             int64_t row_index) {
   int32_t* const turns = plan.workspace.turns;
   if (blockIdx.x == 0) {
     for (int i = threadIdx.x; i < plan.counters; i += kEdgeThreads) {
-      taken_blocks(plan.dquery.data)[i] = 0;
+      plan.workspace.counters[i] = 0;
     }
   }
   if (turns) {  // the first to come stores
-    if (threadIdx.x < kRows / kEdgeRows) turns[row_index / kEdgeRows + threadIdx.x] = 0;
+    if (threadIdx.x == 0) turns[row_index / kEdgeRows] = 0;
     return;
   }
   if (batch_head >= plan.zeroed_heads) return;
   float4* sums = reinterpret_cast<float4*>(plan.workspace.dquery + row_index * plan.dquery_cols);
-  for (int i = threadIdx.x; i < kRows * plan.dquery_cols / 4; i += kEdgeThreads) {
+  for (int i = threadIdx.x; i < kEdgeRows * plan.dquery_cols / 4; i += kEdgeThreads) {
     sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
 }
 
-// Grid: batch x head x tiles of kRows rows, of which kLanes lanes read one. What is written first
-// needs nothing that is read, and all that is read is under way at a time.
-template <typename Element, int kRows, int kLanes>
-__global__ void __launch_bounds__(kEdgeThreads, 3)
+// Grid: batch x head x tiles of kEdgeRows rows, of which kLanes lanes read one. What is written
+// first needs nothing that is read, and all that is read is under way at a time.
+template <typename Element, int kLanes>
+__global__ void __launch_bounds__(kEdgeThreads)
     backward_begin_kernel(const __grid_constant__ BackwardEdgePlan plan,
                           const __grid_constant__ Backward params) {
-  static_assert(kRows % kEdgeRows == 0 && sm80::kRowPadding % kRows == 0);
   constexpr int kRowsAtATime = kEdgeThreads / kLanes;
-  constexpr int kBatch = (kRows + kRowsAtATime - 1) / kRowsAtATime;
+  constexpr int kBatch = (kEdgeRows + kRowsAtATime - 1) / kRowsAtATime;
   ptx::griddepcontrol_launch_dependents();
   touch_parameters(plan);
   const BackwardWorkspace& workspace = plan.workspace;
   const int32_t batch_head = plan.tiles.quotient(static_cast<int32_t>(blockIdx.x));
-  const int32_t row0 = (static_cast<int32_t>(blockIdx.x) - batch_head * plan.tiles.divisor) * kRows;
+  const int32_t row0 =
+      (static_cast<int32_t>(blockIdx.x) - batch_head * plan.tiles.divisor) * kEdgeRows;
   const HeadIndex head = plan.heads.at(batch_head);
   const int32_t q_len =
       plan.band_varies ? Band(params, BatchIndex(params.shape, head.batch)).q_len : plan.q_len;
   const int64_t row_index = int64_t{batch_head} * workspace.rows + row0;
   const int thread = threadIdx.x, chunk = thread % kLanes, first = thread / kLanes;
-  const int32_t rows_left = chunk * kChunk < plan.value_dim ? min(q_len - row0, kRows) : 0;
+  const int32_t rows_left = chunk * kChunk < plan.value_dim ? min(q_len - row0, kEdgeRows) : 0;
   const Element* out = plan.out.at<const Element>(head, row0) + chunk * kChunk;
   const Element* dout = plan.dout.at<const Element>(head, row0) + chunk * kChunk;
   uint4 a[kBatch] = {}, b[kBatch] = {};
@@ -76,13 +74,13 @@ __global__ void __launch_bounds__(kEdgeThreads, 3)
     b[u] = *reinterpret_cast<const uint4*>(dout + i * plan.dout.row);
   }
   // A thread for each row.
-  const bool has_row = thread < kRows && row0 + thread < q_len;
+  const bool has_row = thread < kEdgeRows && row0 + thread < q_len;
   float row_lse = minus_infinity(), row_dlse = 0.0f;
   if (has_row) {
     row_lse = plan.lse.at<const float>(head, row0)[thread * plan.lse.row];
     if (plan.dlse.data) row_dlse = plan.dlse.at<const float>(head, row0)[thread * plan.dlse.row];
   }
-  write_zeros<kRows>(plan, batch_head, row_index);
+  write_zeros(plan, batch_head, row_index);
   __shared__ float sums_smem[kBatch * kRowsAtATime];
 #pragma unroll
   for (int u = 0; u < kBatch; ++u) {
@@ -100,53 +98,41 @@ __global__ void __launch_bounds__(kEdgeThreads, 3)
     if (chunk == 0) sums_smem[first + u * kRowsAtATime] = sum;
   }
   __syncthreads();
-  if (thread >= kRows) return;
+  if (thread >= kEdgeRows) return;
   const bool dead = row_lse == minus_infinity();
   workspace.lse_log2[row_index + thread] = dead ? -minus_infinity() : row_lse * kLog2E;
   workspace.delta[row_index + thread] = dead ? 0.0f : sums_smem[thread] - row_dlse;
 }
 
-// Few rows a block where there would not be enough blocks otherwise.
 template <typename Element>
 Status launch_begin(const Backward& params, const BackwardWorkspace& workspace, int dquery_cols,
                     const ZeroPlan& zeros, cudaStream_t stream) {
   const Shape& shape = params.shape;
   const int64_t rows = shape.batch * shape.heads * workspace.rows;
-  const auto launch = [&](auto* kernel, int block_rows) {
+  const auto launch = [&](auto* kernel) {
     return launch_kernel(
-        "sm90::backward_begin_kernel", shape, kernel, rows / block_rows, kEdgeThreads, 0, stream,
-        BackwardEdgePlan(params, workspace, workspace.rows / block_rows, dquery_cols, zeros),
+        "sm90::backward_begin_kernel", shape, kernel, rows / kEdgeRows, kEdgeThreads, 0, stream,
+        BackwardEdgePlan(params, workspace, workspace.rows / kEdgeRows, dquery_cols, zeros),
         params);
   };
-  const bool few = rows < 512 * 128;
-  if (shape.value_dim > 128) {
-    return launch(backward_begin_kernel<Element, 32, 32>, 32);
-  }
-  if (shape.value_dim > 64) {
-    return few ? launch(backward_begin_kernel<Element, 32, 16>, 32)
-               : launch(backward_begin_kernel<Element, 64, 16>, 64);
-  }
-  return few ? launch(backward_begin_kernel<Element, 32, 8>, 32)
-             : launch(backward_begin_kernel<Element, 128, 8>, 128);
+  if (shape.value_dim > 128) return launch(backward_begin_kernel<Element, 32>);
+  return shape.value_dim > 64 ? launch(backward_begin_kernel<Element, 16>)
+                              : launch(backward_begin_kernel<Element, 8>);
 }
 
 inline constexpr int kEndThreads = 128, kEndCols = 64;
 
-// Grid: batch x head x tiles of 64 query rows x kEndCols columns. A warp converts 16 rows.
+// Converts a group of kEndCols columns, as the workspace has them, of a tile of 64 query rows. A
+// warp converts 16 rows.
 template <typename Config, typename Element>
-__global__ void __launch_bounds__(kEndThreads, 1024 / kEndThreads)
-    backward_end_kernel(const __grid_constant__ BackwardEdgePlan plan) {
-  constexpr int kParts = Config::kDqueryCols / kEndCols;
+__device__ __forceinline__ void convert_tile(const BackwardEdgePlan& plan, int32_t index,
+                                             int group) {
   static_assert(kEndCols == Config::kDqueryGroupCols);
-  touch_parameters(plan);
   const BackwardWorkspace& workspace = plan.workspace;
-  const int32_t index = static_cast<int32_t>(blockIdx.x) / kParts;
-  const int group = static_cast<int32_t>(blockIdx.x) % kParts, col0 = group * kEndCols;
   const int32_t batch_head = plan.tiles.quotient(index);
   const int32_t tile = index - batch_head * plan.tiles.divisor;
-  const int warp = threadIdx.x / 32, row0 = tile * 64 + warp * 16;
+  const int row0 = tile * 64 + threadIdx.x / 32 * 16, col0 = group * kEndCols;
   Element* dquery_gmem = plan.dquery.at<Element>(plan.heads.at(batch_head), row0) + col0;
-  // A tile's 64 rows are together in the workspace, in column groups of kDqueryGroupCols.
   const int64_t place = (int64_t{batch_head} * workspace.rows + tile * 64) * Config::kDqueryCols +
                         group * (Config::kStagingBytes / 4) + threadIdx.x * 4;
   const int32_t* turns = workspace.turns + (int64_t{batch_head} * workspace.rows / kEdgeRows) +
@@ -171,6 +157,37 @@ __global__ void __launch_bounds__(kEndThreads, 1024 / kEndThreads)
   }
   store_rows(dquery_gmem, plan.dquery.row, plan.q_len - row0, plan.head_dim - col0, plan.scale,
              values);
+}
+
+// Grid: column groups x tiles of 64 query rows x heads x batch.
+template <typename Config, typename Element>
+__global__ void __launch_bounds__(kEndThreads, 1024 / kEndThreads)
+    backward_end_kernel(const __grid_constant__ BackwardEdgePlan plan) {
+  constexpr int kGroups = Config::kDqueryCols / kEndCols;
+  touch_parameters(plan);
+  const auto block = static_cast<int32_t>(blockIdx.x);
+  convert_tile<Config, Element>(plan, block / kGroups, block % kGroups);
+}
+
+inline constexpr int kRestBlocks = 4;  // for each of the main kernel
+
+// The same for tiles that the main kernel has left: see EndPlan. Grid: column groups x blocks of
+// the main kernel x kRestBlocks.
+template <typename Config, typename Element>
+__global__ void __launch_bounds__(kEndThreads, 1024 / kEndThreads)
+    backward_rest_kernel(const __grid_constant__ BackwardEdgePlan plan,
+                         const __grid_constant__ EndPlan ends) {
+  constexpr int kGroups = Config::kDqueryCols / kEndCols;
+  touch_parameters(plan);
+  const int32_t part = static_cast<int32_t>(blockIdx.x) / kGroups;
+  const int32_t block = part % ends.blocks;
+  ptx::griddepcontrol_wait();
+  const BackwardCounters counters{plan.workspace.counters, ends.kv_heads};
+  const int32_t round = *counters.converted(block) + part / ends.blocks;
+  for (int32_t index = round * ends.blocks + block; index < ends.tiles;
+       index += kRestBlocks * ends.blocks) {
+    convert_tile<Config, Element>(plan, index, static_cast<int32_t>(blockIdx.x) % kGroups);
+  }
 }
 
 }  // namespace jax_flash::sm90

@@ -102,7 +102,7 @@ KeyBlocks divide_keys(const Backward& params, bool turns, int sms) {
   const int64_t tiles = ceil_div(shape.kv_len, Config::kBlockKv);
   const int64_t heads = shape.batch * shape.kv_heads, total = tiles * heads;
   KeyBlocks blocks;
-  // Without rows there is no dQ, where the counter of blocks would be.
+  // Without rows no kernel comes before, which sets the counter of blocks to zero.
   const bool counted = shape.q_len > 0 && total > 0 && total <= INT32_MAX;
   blocks.launched = counted ? std::min<int64_t>(total, sms) : total;
   if (!turns || !counted) {
@@ -118,8 +118,36 @@ KeyBlocks divide_keys(const Backward& params, bool turns, int sms) {
   return blocks;
 }
 
-// Shares lie in a row, head by head. Who waits for all of its head waits for those that belong to
-// blocks before its own, by a section or more: whoever has taken them has not waited for anybody.
+// Not where few heads are complete before the last blocks begin.
+inline EndPlan plan_ends(const Backward& params, const BackwardWorkspace& workspace,
+                         const KeyBlocks& blocks, bool may) {
+  const Shape& shape = params.shape;
+  const TileSchedule& schedule = blocks.schedule;
+  EndPlan ends;
+  ends.kv_heads = schedule.total_heads;
+  const int64_t total = int64_t{schedule.tiles} * schedule.total_heads;
+  const int64_t of_head = workspace.rows / 64, tiles = shape.batch * shape.heads * of_head;
+  if (!may || blocks.launched * 2 >= total || tiles > INT32_MAX / 64 ||
+      blocks.launched > sm80::kMaxPersistentBlocks) {
+    return ends;
+  }
+  ends.blocks = static_cast<int32_t>(blocks.launched);
+  ends.tiles = static_cast<int32_t>(tiles);
+  ends.additions = 2 * schedule.tiles;
+  ends.tiles_of_head = Divisor(static_cast<int32_t>(of_head));
+  ends.tiles_of_group = Divisor(static_cast<int32_t>(of_head * (shape.heads / shape.kv_heads)));
+  ends.rows_of_head = workspace.rows;
+  ends.q_len = shape.q_len;
+  ends.head_dim = shape.head_dim;
+  ends.scale = params.options.scale;
+  ends.heads = HeadDivisors(shape, shape.heads);
+  ends.dquery = EdgeOperand(params.dquery);
+  return ends;
+}
+
+// Shares lie in a row, head by head. A section ahead, whoever is to write a share that a block
+// waits for has taken its own block before that one, or with it, and in turn waits for earlier ones
+// only.
 template <typename Config>
 ZeroPlan plan_zeros(const Shape& shape, const BackwardWorkspace& workspace,
                     const KeyBlocks& blocks) {
