@@ -38,4 +38,9 @@ __device__ __forceinline__ void st_release(int32_t* address, int32_t value) {
   asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }
 
+// What this thread wrote, and what it knows of, is there before the sum is.
+__device__ __forceinline__ void red_release_add(int32_t* address, int32_t value) {
+  asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
 }  // namespace jax_flash::ptx

@@ -43,6 +43,22 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier_smem, uint32_t pa
       : "memory");
 }
 
+// Whether that phase has ended; looks for up to `nanoseconds`.
+__device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier_smem, uint32_t parity,
+                                                  uint32_t nanoseconds) {
+  uint32_t done;
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2, %3;\n"
+      "selp.u32 %0, 1, 0, done;\n"
+      "}"
+      : "=r"(done)
+      : "r"(barrier_smem), "r"(parity), "r"(nanoseconds)
+      : "memory");
+  return done != 0;
+}
+
 // The same for a thread that has nothing else to do, and may sleep: it looks less often, which
 // would take issue slots from others.
 __device__ __forceinline__ void mbarrier_wait_asleep(uint32_t barrier_smem, uint32_t parity) {

@@ -12,6 +12,8 @@ inline constexpr int kRowPadding = 128;  // a multiple of every kBlockQ
 
 inline constexpr int kTwoSumsHeadDim = 64;  // up to this: sm90/backward_config.cuh
 
+inline constexpr int kMaxPersistentBlocks = 256;  // that have a counter of their own
+
 struct BackwardWorkspace {
   SegmentSpans spans;  // pointers are null without segment ids
   // [batch, N, rows], rows being T rounded up to kRowPadding: lse / ln 2, +inf for rows that
@@ -28,12 +30,19 @@ struct BackwardWorkspace {
   // a query tile; then one ticket. For deterministic runs.
   int32_t* turns;
   int32_t* ticket;
+  // Of the persistent blocks of sm_90: see sm90/backward_plan.cuh.
+  int32_t* counters;
   int32_t rows;
 
   static int64_t padded_rows(const Shape& shape) {
     return (int64_t{shape.q_len} + kRowPadding - 1) / kRowPadding * kRowPadding;
   }
   static int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
+
+  // At least as many: whoever asks for the size does not know how many heads of keys there are.
+  static int64_t counter_words(const Shape& shape) {
+    return 1 + 2 * shape.batch * shape.heads + kMaxPersistentBlocks;
+  }
 
   // Sets the pointers from `base` and returns the size in bytes; base may be null. `head_dim` is
   // the instance's, at least both head dims.
@@ -60,6 +69,7 @@ struct BackwardWorkspace {
     if (deterministic && head_dim <= kTwoSumsHeadDim) {
       workspace.odd_dquery = reinterpret_cast<float*>(take(total_rows * head_dim * 4));
     }
+    workspace.counters = reinterpret_cast<int32_t*>(take(counter_words(shape) * 4));
     workspace.turns = nullptr;
     workspace.ticket = nullptr;
     if (deterministic && rows > 0) {  // without rows nothing is summed, and nothing sets the ticket

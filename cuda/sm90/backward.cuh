@@ -37,24 +37,34 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
   if (status.ok()) status = multiprocessors(sms);
   if (!status.ok()) return status;
   const KeyBlocks blocks = divide_keys<Config>(params, workspace.turns != nullptr, sms);
-  status = launch_begin<Element>(params, workspace, Config::kDqueryCols, stream);
+  const ZeroPlan zeros = plan_zeros<Config>(shape, workspace, blocks);
+  const EndPlan ends = plan_ends(params, workspace, blocks,
+                                 !kGeneral && !(workspace.turns && Config::kOrderedSums > 1));
+  status = launch_begin<Element>(params, workspace, Config::kDqueryCols, zeros, stream);
   if (status.ok()) {
     const auto launch = [&](auto* kernel) {
       return launch_dependent("sm90::backward_kernel", shape, kernel, blocks.launched,
                               Config::kThreads, Config::kSmemBytes, stream, params, maps,
                               gradient_maps, workspace, blocks.schedule, blocks.order,
-                              BlockPlan(params));
+                              BlockPlan(params, zeros, ends));
     };
     status = blocks.order == TurnOrder::kNone
                  ? launch(backward_kernel<Config, Element, kGeneral, false>)
                  : launch(backward_kernel<Config, Element, kGeneral, true>);
   }
   if (!status.ok()) return status;
+  constexpr int kGroups = Config::kDqueryCols / kEndCols;
+  if (ends.blocks > 0) {
+    return launch_dependent(
+        "sm90::backward_rest_kernel", shape, backward_rest_kernel<Config, Element>,
+        int64_t{ends.blocks} * kRestBlocks * kGroups, kEndThreads, 0, stream,
+        BackwardEdgePlan(params, workspace, workspace.rows / 64, Config::kDqueryCols), ends);
+  }
   const int64_t tiles = ceil_div(shape.q_len, 64);
   // Few of them start on the multiprocessors that are free first, unless those do not have room.
   const int end_smem_bytes = tiles * heads <= 2 * sms ? kSpreadSmemBytes : 0;
   return launch_dependent("sm90::backward_end_kernel", shape, backward_end_kernel<Config, Element>,
-                          tiles * heads, kEdgeThreads, end_smem_bytes, stream,
+                          tiles * heads * kGroups, kEndThreads, end_smem_bytes, stream,
                           BackwardEdgePlan(params, workspace, tiles, Config::kDqueryCols));
 }
 
@@ -76,7 +86,7 @@ Status launch_wide_backward(const Backward& params, const BackwardWorkspace& wor
     }
   }
   if (status.ok()) {
-    status = launch_begin<Element>(params, workspace, 0, stream);
+    status = launch_begin<Element>(params, workspace, 0, {}, stream);
   }
   if (status.ok()) {
     const TileSchedule schedule =

@@ -102,7 +102,7 @@ KeyBlocks divide_keys(const Backward& params, bool turns, int sms) {
   const int64_t tiles = ceil_div(shape.kv_len, Config::kBlockKv);
   const int64_t heads = shape.batch * shape.kv_heads, total = tiles * heads;
   KeyBlocks blocks;
-  // Without rows there is no dQ, where the counter of blocks would be.
+  // Without rows no kernel comes before, which sets the counter of blocks to zero.
   const bool counted = shape.q_len > 0 && total > 0 && total <= INT32_MAX;
   blocks.launched = counted ? std::min<int64_t>(total, sms) : total;
   if (!turns || !counted) {
@@ -116,6 +116,55 @@ KeyBlocks divide_keys(const Backward& params, bool turns, int sms) {
   blocks.schedule = make_turn_schedule(params, tiles, heads, fits ? sms : total);
   if (fits) blocks.launched = blocks.schedule.section_blocks.divisor;
   return blocks;
+}
+
+// Not where few heads are complete before the last blocks begin.
+inline EndPlan plan_ends(const Backward& params, const BackwardWorkspace& workspace,
+                         const KeyBlocks& blocks, bool may) {
+  const Shape& shape = params.shape;
+  const TileSchedule& schedule = blocks.schedule;
+  EndPlan ends;
+  ends.kv_heads = schedule.total_heads;
+  const int64_t total = int64_t{schedule.tiles} * schedule.total_heads;
+  const int64_t of_head = workspace.rows / 64, tiles = shape.batch * shape.heads * of_head;
+  if (!may || blocks.launched * 2 >= total || tiles > INT32_MAX / 64 ||
+      blocks.launched > sm80::kMaxPersistentBlocks) {
+    return ends;
+  }
+  ends.blocks = static_cast<int32_t>(blocks.launched);
+  ends.tiles = static_cast<int32_t>(tiles);
+  ends.additions = 2 * schedule.tiles;
+  ends.tiles_of_head = Divisor(static_cast<int32_t>(of_head));
+  ends.tiles_of_group = Divisor(static_cast<int32_t>(of_head * (shape.heads / shape.kv_heads)));
+  ends.rows_of_head = workspace.rows;
+  ends.q_len = shape.q_len;
+  ends.head_dim = shape.head_dim;
+  ends.scale = params.options.scale;
+  ends.heads = HeadDivisors(shape, shape.heads);
+  ends.dquery = EdgeOperand(params.dquery);
+  return ends;
+}
+
+// Shares lie in a row, head by head. A section ahead, whoever is to write a share that a block
+// waits for has taken its own block before that one, or with it, and in turn waits for earlier ones
+// only.
+template <typename Config>
+ZeroPlan plan_zeros(const Shape& shape, const BackwardWorkspace& workspace,
+                    const KeyBlocks& blocks) {
+  const TileSchedule& schedule = blocks.schedule;
+  const int64_t total = int64_t{schedule.tiles} * schedule.total_heads;
+  ZeroPlan zeros;
+  if (workspace.turns || blocks.launched >= total || shape.kv_heads == 0) return zeros;
+  const int64_t ahead = schedule.section_blocks.divisor + blocks.launched / 8;
+  const int64_t first_head = ceil_div(blocks.launched + ahead, schedule.tiles);
+  const int64_t of_head =
+      int64_t{shape.heads / shape.kv_heads} * workspace.rows * Config::kDqueryCols / 128;
+  if (first_head >= schedule.total_heads || of_head + schedule.tiles > INT32_MAX) return zeros;
+  zeros.first_head = static_cast<int32_t>(first_head);
+  zeros.ahead = static_cast<int32_t>(ahead);
+  zeros.of_head = static_cast<int32_t>(of_head);
+  zeros.share = static_cast<int32_t>(ceil_div(of_head, schedule.tiles));
+  return zeros;
 }
 
 }  // namespace jax_flash::sm90

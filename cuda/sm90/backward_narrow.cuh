@@ -14,9 +14,10 @@
 //
 // Warp roles. Warp 0 starts copies (TMA) of K, V and, tile by tile, of Q with lse and of dO with
 // delta. Warps 1 and 2 add dQ to the sums; in deterministic runs they also wait for the block's
-// turn, which the others then need not. Warp 3 chooses the blocks. Two consumer warpgroups own 64
-// keys each. They start products such that exponentials run beside dP, dS beside dV, and what
-// stores dQ beside dK and the next tile's S.
+// turn, which the others then need not. Warp 3 chooses the blocks, writes zeros that later ones add
+// to, and converts dQ of heads that are complete. Two consumer warpgroups own 64 keys each. They
+// start products such that exponentials run beside dP, dS beside dV, and what stores dQ beside dK
+// and the next tile's S.
 //
 // Shared memory: K, V; two blocks' descriptions; two stages each of Q, dO (with barriers full,
 // empty) and dS^T; dQ on its way out, in the accumulators' fragment order; lse and delta of two
@@ -376,10 +377,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       ptx::griddepcontrol_wait();  // for the zeros
       StagePair next;
       for_blocks(smem, [&](const BackwardBlock& block, uint32_t) {
-        add_dquery<kOrdered>(params, workspace, smem, block, threadIdx.x / 32 - 1, next);
+        add_dquery<kOrdered>(params, workspace, smem, plan, schedule.tiles, block,
+                             threadIdx.x / 32 - 1, next);
       });
     } else {
-      choose_blocks<Config, kGeneral>(params, plan, workspace, schedule, order, smem);
+      choose_blocks<Config, Element, kGeneral, kOrdered>(params, plan, workspace, schedule, order,
+                                                         smem);
     }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();

@@ -15,6 +15,7 @@
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
+#include "sm90/backward_ends.cuh"
 #include "sm90/backward_parts.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
@@ -157,34 +158,71 @@ struct BackwardBlock {
 // then others may take it, so that all end at about the same time.
 inline constexpr int kTilesAhead = 3;
 
-// Gives the blocks to the other warps, but for the launch's first, of index blockIdx.x.
-template <typename Config, bool kGeneral>
+// Share `share` of the zeros of a head, by a warp; see ZeroPlan.
+__device__ __forceinline__ void write_zeros(const BackwardCounters& counters, const ZeroPlan& zeros,
+                                            float* sums, int32_t kv_head, int32_t share) {
+  if (kv_head < zeros.first_head) return;
+  const int32_t first = share * zeros.share, end = min(first + zeros.share, zeros.of_head);
+  float4* place = reinterpret_cast<float4*>(sums) +
+                  (int64_t{kv_head} * zeros.of_head + first) * 32 + threadIdx.x % 32;
+#pragma unroll 8
+  for (int32_t i = first; i < end; ++i, place += 32) {
+    *place = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) ptx::red_release_add(counters.zeroed(kv_head), 1);
+}
+
+// Gives the blocks to the other warps, but for the launch's first, of index blockIdx.x. Converts dQ
+// until the next is wanted, or the last has ended.
+template <typename Config, typename Element, bool kGeneral, bool kOrdered>
 __device__ __forceinline__ void choose_blocks(const Backward& params, const BlockPlan& plan,
                                               const BackwardWorkspace& workspace,
                                               const TileSchedule& schedule, TurnOrder order,
                                               const BackwardSmem<Config>& smem) {
   const bool leader = threadIdx.x % 32 == 0;
   const uint32_t end = static_cast<uint32_t>(schedule.tiles * schedule.total_heads);
-  // With turns nobody may have two blocks of a section: see TurnOrder. Else the counter is where dQ
-  // will be, which nothing writes before the last kernel.
+  const BackwardCounters counters{workspace.counters, plan.ends.kv_heads};
+  EndWarp<Config, Element, kOrdered> ends{plan.ends, workspace};
+  constexpr bool kMayConvert = !kGeneral && !(kOrdered && Config::kOrderedSums > 1);
+  const bool converts = kMayConvert && plan.ends.blocks > 0;
+  if (converts) ptx::griddepcontrol_wait();
+  // With turns nobody may have two blocks of a section: see TurnOrder.
   const auto next = [&](uint32_t index) {
     if (gridDim.x >= end) return end;
     if (order != TurnOrder::kNone) return index + gridDim.x;
     uint32_t taken = 0;
     if (leader) {
       ptx::griddepcontrol_wait();  // for what it counts from
-      taken = static_cast<uint32_t>(atomicAdd(static_cast<int32_t*>(params.dquery.data), 1));
+      taken = static_cast<uint32_t>(atomicAdd(counters.taken(), 1));
     }
     return __shfl_sync(0xffffffff, taken, 0) + gridDim.x;
   };
   uint32_t index = blockIdx.x;
   StagePair at;
   while (true) {
-    ptx::mbarrier_wait_asleep(smem.block_wanted(), at.count & 1);
+    const bool last = index >= end;  // the last block is at work
+    const uint32_t awaited = last ? smem.block_empty(at.stage()) : smem.block_wanted();
+    const uint32_t parity = last ? at.parity() ^ 1 : at.count & 1;
+    if (converts) {
+      ends.work_until(awaited, parity);
+    } else {
+      ptx::mbarrier_wait_asleep(awaited, parity);
+    }
     __syncwarp();
+    if (last) return ends.finish();
     at.advance();
     index = next(index);
-    if (index >= end) break;
+    if (index >= end) {
+      ptx::mbarrier_wait_asleep(smem.block_empty(at.stage()), at.parity() ^ 1);
+      if (leader) {
+        smem.blocks[at.stage()].kv_tile = -1;
+        ptx::mbarrier_arrive(smem.block_full(at.stage()));
+      }
+      if (!converts) return;
+      at.advance();
+      continue;
+    }
     const auto block = BackwardBlock::at<Config, kGeneral>(
         params, plan, schedule, static_cast<int32_t>(index), workspace.spans, order);
     ptx::mbarrier_wait_asleep(smem.block_empty(at.stage()), at.parity() ^ 1);
@@ -192,11 +230,12 @@ __device__ __forceinline__ void choose_blocks(const Backward& params, const Bloc
       smem.blocks[at.stage()] = block;
       ptx::mbarrier_arrive(smem.block_full(at.stage()));
     }
-  }
-  ptx::mbarrier_wait_asleep(smem.block_empty(at.stage()), at.parity() ^ 1);
-  if (leader) {
-    smem.blocks[at.stage()].kv_tile = -1;
-    ptx::mbarrier_arrive(smem.block_full(at.stage()));
+    const uint32_t zeroed = index + plan.zeros.ahead;
+    if (plan.zeros.ahead > 0 && zeroed < end) {
+      write_zeros(counters, plan.zeros, workspace.dquery,
+                  static_cast<int32_t>(zeroed) / schedule.tiles,
+                  static_cast<int32_t>(zeroed) % schedule.tiles);
+    }
   }
 }
 
@@ -371,8 +410,9 @@ struct DqueryTile {
 template <bool kOrdered, typename Config>
 __device__ __forceinline__ void add_dquery(const Backward& params,
                                            const BackwardWorkspace& workspace,
-                                           const BackwardSmem<Config>& smem,
-                                           const BackwardBlock& block, int group, StagePair& next) {
+                                           const BackwardSmem<Config>& smem, const BlockPlan& plan,
+                                           int32_t key_tiles, const BackwardBlock& block, int group,
+                                           StagePair& next) {
   const int lane = threadIdx.x % 32, count = block.tile_count;
   const bool leader = lane == 0;
   const QueryTileWalk& walk = block.walk;
@@ -386,6 +426,12 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
   QueryTileCursor cursor = walk.begin();
   DqueryTile tiles;   // this lane's
   int32_t turn = -1;  // as it was when last looked at
+  const BackwardCounters counters{workspace.counters, plan.ends.kv_heads};
+  const int32_t kv_head = block.batch_index * params.shape.kv_heads + block.kv_head;
+  if (!kOrdered && leader && kv_head >= plan.zeros.first_head) {
+    while (ptx::ld_acquire(counters.zeroed(kv_head)) != key_tiles) continue;
+    ptx::fence_proxy_async_global();
+  }
   for (int32_t index = 0; index < count; ++index, next.advance()) {
     DqueryTile tile;
     if constexpr (kOrdered) {
@@ -434,6 +480,10 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
       }
     }
     __syncwarp();
+  }
+  if (leader && plan.ends.blocks > 0) {
+    ptx::cp_async_bulk_wait_group<0>();
+    ptx::red_release_add(counters.added(kv_head), 1);
   }
 }
 

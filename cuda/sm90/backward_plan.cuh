@@ -16,6 +16,8 @@ namespace jax_flash::sm90 {
 
 using sm80::BackwardWorkspace;
 
+inline constexpr int kEdgeRows = 32;  // for which there is a turn
+
 // Of a head's tiles, for one sum of those that ordered runs add to.
 template <typename Config>
 __device__ __forceinline__ int32_t ordered_flags(const BackwardWorkspace& workspace) {
@@ -72,11 +74,51 @@ struct EdgeOperand {
   }
 };
 
+// Sums for dQ are zeros before blocks of keys add to them. The kernel before writes those of the
+// heads that come first. Those of the others are divided into as many shares as there are blocks of
+// keys: who takes a block writes the share of one further on.
+struct ZeroPlan {
+  int32_t first_head = INT32_MAX;  // of keys in all batches, from which on there are shares
+  int32_t ahead = 0;               // blocks of keys
+  int32_t share = 0, of_head = 0;  // in units of what a warp writes at a time
+};
+
+// What the main kernel does of the last one's work: see EndWarp.
+struct EndPlan {
+  int32_t blocks = 0;     // of the main kernel that do; 0: it does nothing
+  int32_t kv_heads = 0;   // of all batches
+  int32_t tiles = 0;      // of 64 query rows, of all heads
+  int32_t additions = 0;  // to each head of keys: two for a block
+  Divisor tiles_of_group, tiles_of_head;
+  int32_t rows_of_head = 0, q_len = 0, head_dim = 0;
+  float scale = 1.0f;
+  HeadDivisors heads;
+  EdgeOperand dquery;
+};
+
+// Counters of the main kernel: of blocks taken; for each head of keys in all batches of shares of
+// zeros that are written, and of warps that have added all of a block's dQ; for each thread block
+// of tiles converted.
+struct BackwardCounters {
+  int32_t* first;
+  int32_t kv_heads;
+
+  __device__ __forceinline__ int32_t* taken() const { return first; }
+  __device__ __forceinline__ int32_t* zeroed(int32_t kv_head) const { return first + 1 + kv_head; }
+  __device__ __forceinline__ int32_t* added(int32_t kv_head) const {
+    return first + 1 + kv_heads + kv_head;
+  }
+  __device__ __forceinline__ int32_t* converted(int32_t block) const {
+    return first + 1 + 2 * kv_heads + block;
+  }
+};
+
 // What the kernels before and after need.
 struct BackwardEdgePlan {
   Divisor tiles;  // of a head
   HeadDivisors heads;
   int32_t q_len = 0, head_dim = 0, value_dim = 0, dquery_cols = 0;
+  int32_t zeroed_heads = 0, counters = 0;
   bool band_varies = false;
   float scale = 1.0f;
   EdgeOperand out, dout, lse, dlse, dquery;
@@ -84,13 +126,17 @@ struct BackwardEdgePlan {
 
   BackwardEdgePlan() = default;
   BackwardEdgePlan(const Backward& params, const BackwardWorkspace& space, int64_t tiles_of_head,
-                   int32_t cols)
+                   int32_t cols, const ZeroPlan& zeros = {})
       : tiles(static_cast<int32_t>(std::max<int64_t>(tiles_of_head, 1))),
         heads(params.shape, params.shape.heads),
         q_len(params.shape.q_len),
         head_dim(params.shape.head_dim),
         value_dim(params.shape.value_dim),
         dquery_cols(cols),
+        zeroed_heads(static_cast<int32_t>(std::min<int64_t>(
+            int64_t{zeros.first_head} * (params.shape.heads / params.shape.kv_heads), INT32_MAX))),
+        counters(cols > 0 ? static_cast<int32_t>(BackwardWorkspace::counter_words(params.shape))
+                          : 0),
         band_varies(bool{params.query_seq_lengths}),
         scale(params.options.scale),
         out(params.out),
@@ -107,14 +153,18 @@ struct BlockPlan {
   int32_t group = 0;
   bool band_varies = false;
   Band band;  // unless it varies
+  ZeroPlan zeros;
+  EndPlan ends;
 
   BlockPlan() = default;
-  explicit BlockPlan(const Backward& params)
+  explicit BlockPlan(const Backward& params, const ZeroPlan& zeros = {}, const EndPlan& ends = {})
       : kv_heads(params.shape, params.shape.kv_heads),
         group(params.shape.heads / params.shape.kv_heads),
         band_varies(params.query_seq_lengths || params.key_value_seq_lengths ||
                     params.query_offset),
-        band(params.options, params.shape.q_len, params.shape.kv_len, 0) {}
+        band(params.options, params.shape.q_len, params.shape.kv_len, 0),
+        zeros(zeros),
+        ends(ends) {}
 
   __device__ __forceinline__ Band band_of(const Forward& params, const BatchIndex& batch) const {
     if (band_varies) [[unlikely]] {

@@ -1,0 +1,103 @@
+// The work of the last backward kernel for heads that are complete earlier, done in the main kernel
+// by the warp that chooses blocks: memory has time then.
+#pragma once
+
+#include <cstdint>
+
+#include "ptx/global.cuh"
+#include "ptx/math.cuh"
+#include "ptx/mbarrier.cuh"
+#include "sm90/backward_parts.cuh"
+#include "sm90/backward_plan.cuh"
+#include "tile/quad.cuh"
+
+namespace jax_flash::sm90 {
+
+// Converts every gridDim.x-th tile of 64 query rows, as long as all blocks of keys have added to
+// its head. All functions are called by the whole warp, which has few registers: loops that are not
+// unrolled keep it from spilling.
+template <typename Config, typename Element, bool kOrdered>
+struct EndWarp {
+  static constexpr int kStrips = 4;  // of 16 rows, since the next block must not wait longer
+  static constexpr uint32_t kNanoseconds = 4000;  // until there may be something to do
+
+  const EndPlan& plan;
+  const BackwardWorkspace& workspace;
+  int32_t at = static_cast<int32_t>(blockIdx.x) * kStrips;
+
+  __device__ __forceinline__ BackwardCounters counters() const {
+    return {workspace.counters, plan.kv_heads};
+  }
+  __device__ __forceinline__ bool ready() const {
+    if (at >= plan.tiles * kStrips) return false;
+    if (at % kStrips != 0) return true;
+    int32_t additions = 0;
+    if (threadIdx.x % 32 == 0) {
+      const int32_t kv_head = plan.tiles_of_group.quotient(at / kStrips);
+      additions = ptx::ld_relaxed(counters().added(kv_head));
+    }
+    if (__shfl_sync(0xffffffff, additions, 0) != plan.additions) return false;
+    ptx::fence_acquire();
+    return true;
+  }
+  __device__ __forceinline__ void convert_strip() {
+    constexpr int kUnits = Config::kDqueryCols / 32;  // of 32 columns
+    const int lane = kept_thread_index() % 32;
+    const int32_t batch_head = plan.tiles_of_head.quotient(at / kStrips);
+    const int32_t row0 = at * 16 - batch_head * plan.rows_of_head;
+    const int64_t place =
+        int64_t{at / kStrips} * (64 * Config::kDqueryCols) + at % kStrips * 128 + lane * 4;
+    const float* from = workspace.dquery + place;
+    const int32_t row = row0 + lane / 4;
+    Element* to = plan.dquery.at<Element>(plan.heads.at(batch_head), row) + lane % 4 * 8;
+    const auto store = [&](int unit, const uint4& chunk, const uint4& chunk_below) {
+      const bool has_cols = unit * 32 + lane % 4 * 8 < plan.head_dim;
+      if (has_cols && row < plan.q_len) *reinterpret_cast<uint4*>(to) = chunk;
+      if (has_cols && row + 8 < plan.q_len) {
+        *reinterpret_cast<uint4*>(to + 8 * plan.dquery.row) = chunk_below;
+      }
+      to += 32;
+    };
+    int unit = 0;
+    if constexpr (kOrdered) {
+      // The first to come stores its sums, and nobody need have come. A tile has two flags.
+      if (workspace.turns[at / kStrips * 2] == 0) {
+#pragma unroll 1
+        for (; unit < kUnits; ++unit) store(unit, uint4{}, uint4{});
+      }
+    }
+#pragma unroll 1
+    for (; unit < kUnits; ++unit, from += 2048) {
+      float4 values[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) values[n] = reinterpret_cast<const float4*>(from)[n * 128];
+      uint32_t words[4], words_below[4];
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        words[n] = ptx::cvt_rn_x2<Element>(values[n].x * plan.scale, values[n].y * plan.scale);
+        words_below[n] =
+            ptx::cvt_rn_x2<Element>(values[n].z * plan.scale, values[n].w * plan.scale);
+      }
+      const uint4 chunk = exchange_quad(words), chunk_below = exchange_quad(words_below);
+      store(unit, chunk, chunk_below);
+    }
+    if (++at % kStrips == 0) at += (plan.blocks - 1) * kStrips;
+  }
+  // Until the barrier's phase of this parity has ended.
+  __device__ __forceinline__ void work_until(uint32_t barrier_smem, uint32_t parity) {
+    bool works = true;
+    while (__any_sync(0xffffffff,
+                      !ptx::mbarrier_try_wait(barrier_smem, parity, works ? 0 : kNanoseconds))) {
+      works = ready();
+      if (works) convert_strip();
+    }
+  }
+  __device__ __forceinline__ void finish() {
+    const auto block = static_cast<int32_t>(blockIdx.x);
+    if (threadIdx.x % 32 == 0) {
+      *counters().converted(block) = (at / kStrips - block) / plan.blocks;
+    }
+  }
+};
+
+}  // namespace jax_flash::sm90
