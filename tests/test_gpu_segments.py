@@ -1,0 +1,99 @@
+"""Packed sequences of many layouts: which tiles a kernel reads, masks, and keeps values out of."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_gpu import FAMILIES, random_normal
+
+import jax_flash
+
+pytestmark = pytest.mark.gpu
+
+
+def _runs(*lengths):
+    """Ids of segments of these lengths, again and again."""
+
+    def ids(length):
+        repeated = np.minimum(np.resize(lengths, length), length)
+        count = np.searchsorted(np.cumsum(repeated), length) + 1
+        return np.repeat(np.arange(count), repeated[:count])[:length]
+
+    return ids
+
+
+# What blocks of 64 to 192 rows and tiles of 64 to 128 keys come upon.
+LAYOUTS = {
+    "one": _runs(10**6),
+    "whole tiles": _runs(256),
+    "unequal": _runs(700, 3, 90, 260, 1),
+    "two in most tiles": _runs(100),
+    "more than a block is described by": _runs(17),
+    "one for each token": _runs(1),
+    "apart": lambda length: np.arange(length) // 40 % 2,  # rows of one id with others between
+    "falling": lambda length: -(np.arange(length) // 150),
+    "shuffled": lambda length: np.random.default_rng(0).integers(0, 5, length),
+    "extreme": lambda length: np.repeat([-(2**31), -1, 0, 2**31 - 1], length // 4),
+}  # fmt: skip
+
+
+def attend(ids, family, *operands, **options):
+    ids = jnp.broadcast_to(ids.astype(np.int32), (operands[0].shape[0], len(ids)))
+    call = functools.partial(
+        jax_flash.dot_product_attention, implementation=family, query_segment_ids=ids,
+        key_value_segment_ids=ids, **options,
+    )  # fmt: skip
+    return np.asarray(jax.jit(call)(*operands), np.float32)
+
+
+OPTIONS = {
+    "full": {},
+    "causal": {"is_causal": True},
+    "window": {"local_window_size": (300, 20)},
+    "lengths": {"key_value_seq_lengths": [900, 37]},
+}
+
+
+@pytest.mark.parametrize("options", OPTIONS.values(), ids=OPTIONS)
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("family", FAMILIES)
+def test_layout(family, layout, head_dim, options):
+    # More query tiles than multiprocessors, so that blocks take several.
+    length, heads = 1300, 12
+    options = {name: jnp.asarray(x) if "lengths" in name else x for name, x in options.items()}
+    ids = LAYOUTS[layout](length)
+    query = random_normal(2, length, heads, head_dim)
+    key, value = (random_normal(2, length, heads // 2, head_dim, seed=s) for s in (1, 2))
+    got = attend(ids, family, query, key, value, **options)
+    exact = (x.astype(jnp.float32) for x in (query, key, value))
+    with jax.default_matmul_precision("highest"):
+        expected = attend(ids, "reference", *exact, **options)
+    # Outputs are up to 5, of probabilities and outputs rounded to bfloat16.
+    np.testing.assert_allclose(got, expected, rtol=2e-2, atol=2e-2)
+
+    # NaN in the values of one segment reaches the rows of that segment only.
+    poisoned = ids == ids[length // 2]
+    if not poisoned.all():
+        value = jnp.where(poisoned[None, :, None, None], jnp.nan, value)
+        apart = attend(ids, family, query, key, value, **options)
+        np.testing.assert_array_equal(apart[:, ~poisoned], got[:, ~poisoned])
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_more_tiles_than_a_warp_looks_at(family, is_causal):
+    # Segments of 1 to 5,000 tokens among 12,000: tiles are looked at 32 at a time.
+    ids = _runs(5000, 1, 127, 4300, 129)(12000)
+    query, key, value = (random_normal(1, 12000, 2, 128, seed=s) for s in range(3))
+    got = attend(ids, family, query, key, value, is_causal=is_causal)
+    starts = np.flatnonzero(np.diff(ids, prepend=-1))
+    for first, end in zip(starts, [*starts[1:], len(ids)], strict=True):
+        alone = [x[:, first:end] for x in (query, key, value)]
+        expected = jax_flash.dot_product_attention(
+            *alone, is_causal=is_causal, implementation=family
+        )
+        expected = np.asarray(expected, np.float32)
+        np.testing.assert_allclose(got[:, first:end], expected, rtol=1e-2, atol=1e-2)
