@@ -20,6 +20,10 @@
 
 namespace jax_flash::sm90 {
 
+// What is known of a tile at compile time: that it and the one before are in a run of one segment;
+// that its bias is added beside the exponentials.
+enum class TileKind { kAny, kInRun, kBiasBeside };
+
 template <typename Config, typename Element, uint32_t kModifiers>
 struct ForwardConsumer {
   static constexpr bool kGeneral = kModifiers != kNoModifier;
@@ -33,7 +37,7 @@ struct ForwardConsumer {
   // (TUNING.md, "Errors").
   static constexpr bool kPeaks = !kGeneral && Config::kHeadDim > 128;
   static constexpr int kN = Config::kBlockKv / 8, kOutN = Config::kValueDim / 8;
-  using Modified = ModifiedTile<Config, kModifiers>;  // in kernels for one modifier
+  using Modified = ModifiedTile<Config, Element, kModifiers>;  // in kernels for one modifier
   static constexpr int kHeadSteps = Config::kHeadDim / 16, kKeySteps = Config::kBlockKv / 16;
   using ScoreProduct = ptx::Wgmma<Element, Config::kBlockKv>;
   using OutProduct = ptx::Wgmma<Element, Config::kValueDim>;
@@ -73,7 +77,7 @@ struct ForwardConsumer {
         group(__reduce_max_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup - 1)),
         warp_row(group_row() + threadIdx.x % kWarpgroup / 32 * 16),
         to_log2(planned.to_log2),
-        modified(forward, planned, where.own(threadIdx.x / 32 - 4)) {}
+        modified(forward, planned, where, group) {}
 
   __device__ __forceinline__ int query_tile() const { return group % Config::kRowGroups; }
   __device__ __forceinline__ int group_row() const { return query_tile() * 64; }
@@ -397,16 +401,21 @@ struct ForwardConsumer {
   }
 
   // From the probabilities of tile `last` to those of the next, with the former's product beside.
-  // With masks, `note` is set to the tile's.
-  template <bool kInRun = false>
+  // With masks, `note` is set to the tile's. With a bias, next_biased_tile() has started the
+  // scores.
+  template <TileKind kKind = TileKind::kAny>
   __device__ __forceinline__ void next_tile(int32_t last, int32_t tile, bool of_one_segment = false,
                                             KeyTileNote* next_note = nullptr) {
     constexpr bool kOptimistic = Config::kOptimistic && kModifiers != kEveryModifier;
-    const bool edge = at_edge(tile);  // before the wait
-    wait_key();
-    if constexpr (kSegmented) note = key_note(tile);
-    if constexpr (kInRun) one_segment = true;  // so that the compiler knows
-    start_scores();
+    constexpr bool kInRun = kKind == TileKind::kInRun;
+    constexpr bool kBiasBeside = kKind == TileKind::kBiasBeside;
+    const bool edge = !kBiasBeside && at_edge(tile);  // before the wait
+    if constexpr (!Modified::kBiased) {
+      wait_key();
+      if constexpr (kSegmented) note = key_note(tile);
+      if constexpr (kInRun) one_segment = true;  // so that the compiler knows
+      start_scores();
+    }
     clear_values(last, work.attended);
     if constexpr (!kInRun) one_segment = of_one_segment;
     if constexpr (kMasks && !kOptimistic) *next_note = key_note(tile);
@@ -420,24 +429,22 @@ struct ForwardConsumer {
       start_out_part<0>(0);
     } else {
       start_out_part<0>(0);
-      prepare();
+      if constexpr (kBiasBeside) {
+        modified.bias.wait();
+      } else {
+        prepare();
+      }
     }
     await_scores<1>();
-    bool careful = true;
-    if constexpr (kOptimistic) {
-      careful = (kChained && Config::kQueryStages == 1 && is_last(tile)) || !softmax.ready();
-    } else {
-      release_key();
-    }
-    release_query_early(tile);
+    const bool careful = !kOptimistic || (!kBiasBeside && is_careful(tile));
+    if constexpr (!kOptimistic) release_key();
+    if constexpr (!kBiasBeside) release_query_early(tile);
     // Whether all logits are to be there before the exponentials.
-    bool whole = true;
+    bool whole = !kBiasBeside;
     bool assumes_small = false;  // products: the tile is done again if they are not
     bool longer = false;         // polynomial of the soft cap
     if constexpr (Modified::kBits && kOptimistic) {
       whole = careful;
-    } else if constexpr (Modified::kBiased && kOptimistic) {
-      whole = careful || edge || !modified.reads_ahead();
     } else if constexpr (Modified::kCapped) {
       whole = edge;
       assumes_small = kOptimistic && !careful && modified.cap_terms != 0;
@@ -469,6 +476,8 @@ struct ForwardConsumer {
     if (whole) {
       beside();
       exponentials_beside_out<0>();
+    } else if constexpr (kBiasBeside) {
+      modified.biased_exponentials(scores, softmax);
     } else if constexpr (kGeneral) {
       great = modified.exponentials(scores, softmax, to_log2, longer, beside) && assumes_small;
     }
@@ -505,6 +514,11 @@ struct ForwardConsumer {
     convert();
     if (rises) rescale();
     if (kPeaks && (rises || peak)) peak_limits.set(softmax);
+  }
+
+  // Whether references are to be raised first: where Q is no longer there to do the tile again.
+  __device__ __forceinline__ bool is_careful(int32_t tile) const {
+    return (kChained && Config::kQueryStages == 1 && is_last(tile)) || !softmax.ready();
   }
 
   // A query tile's keys from `tile` on.
