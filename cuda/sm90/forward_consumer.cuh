@@ -9,6 +9,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/config.cuh"
+#include "sm90/forward_capped.cuh"
 #include "sm90/forward_modified_tile.cuh"
 #include "sm90/forward_parts.cuh"
 #include "sm90/forward_peaks.cuh"
@@ -29,7 +30,7 @@ struct ForwardConsumer {
   // (TUNING.md, "Errors").
   static constexpr bool kPeaks = !kGeneral && Config::kHeadDim > 128;
   static constexpr int kN = Config::kBlockKv / 8, kOutN = Config::kValueDim / 8;
-  using Modified = ModifiedTile<Config, kModifiers>;  // in kernels for one modifier
+  using Modified = ModifiedTile<Config, Element, kModifiers>;  // in kernels for one modifier
   static constexpr int kHeadSteps = Config::kHeadDim / 16, kKeySteps = Config::kBlockKv / 16;
   using ScoreProduct = ptx::Wgmma<Element, Config::kBlockKv>;
   using OutProduct = ptx::Wgmma<Element, Config::kValueDim>;
@@ -54,6 +55,7 @@ struct ForwardConsumer {
   Scores scores;
   uint32_t probabilities[kKeySteps][4];
   float factor[1][2];    // by which `out` is to be multiplied if a reference rises
+  RowRange fixed;        // tiles of next_capped_tile()
   uint32_t columns = 0;  // a bit per column of this thread: whether its warp attends to it
   Modified modified;
 
@@ -112,6 +114,10 @@ struct ForwardConsumer {
     arrive_warp(smem.key_empty(key_stage.stage));
     key_stage.advance(Config::kKeyGroups);
   }
+  __device__ __forceinline__ void compute_scores_again() {
+    warp_scores<Config, Element>(scores, smem.query(query_stage.stage, query_tile()),
+                                 smem.key(key_stage.stage), warp_row - group_row());
+  }
   __device__ __forceinline__ void start_scores() { start_scores(scores, key_stage.stage); }
   __device__ __forceinline__ void start_scores(Scores& of, uint32_t stage) {
     ptx::wgmma_fence();
@@ -140,6 +146,9 @@ struct ForwardConsumer {
   __device__ __forceinline__ void wait_next_value_after_exponentials() const {
     const uint32_t flip =
         __any_sync(0xffffffff, fminf(softmax.sum[0][0], softmax.sum[0][1]) < 0.0f);
+    wait_next_value(flip);
+  }
+  __device__ __forceinline__ void wait_next_value(uint32_t flip) const {
     const auto next = value_stage.next(Config::kKeyGroups);
     ptx::mbarrier_wait(smem.value_full(next.stage), next.parity ^ flip);
   }
@@ -284,21 +293,6 @@ struct ForwardConsumer {
     find_first_shares(tile, edge, share);
     peak_limits.set(softmax, share);
   }
-  // The same before the soft cap, which keeps the order of products.
-  __device__ __forceinline__ bool raise_capped_reference() {
-    const float cap = params.options.logits_soft_cap;
-    const float to_ratio = __fdividef(params.options.scale, cap);  // no call
-    float greatest[1][1][4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      greatest[0][0][e] = scores[0][0][e];
-#pragma unroll
-      for (int n = 1; n < kN; ++n) greatest[0][0][e] = fmaxf(greatest[0][0][e], scores[0][n][e]);
-      greatest[0][0][e] *= to_ratio;
-    }
-    soft_cap_ratios(greatest, cap);
-    return softmax.template raise_reference<1>(greatest, to_log2, factor);
-  }
   __device__ __forceinline__ void rescale() { softmax.rescale(out, factor); }
   __device__ __forceinline__ void exponentials(float (&block)[4]) {
     if constexpr (kPeaks) {
@@ -344,10 +338,15 @@ struct ForwardConsumer {
     release_key();
     release_query_early(tile);
     softmax = OnlineSoftmax<1>();
-    modify(scores, tile, edge, one_segment);
-    if constexpr (Modified::kBiased) read_ahead(is_last(tile) ? -1 : tile + 1);
-    raise_reference();
-    exponentials();
+    bool computed = false;
+    if constexpr (Modified::kSaturates) computed = first_fixed_tile<Config>(*this, tile, edge);
+    if (!computed) {
+      modify(scores, tile, edge, one_segment);
+      if constexpr (Modified::kBiased) read_ahead(is_last(tile) ? -1 : tile + 1);
+      raise_reference();
+      if constexpr (Modified::kSaturates) fix_first_references<Config>(*this, tile, edge);
+      exponentials();
+    }
     if constexpr (kPeaks) set_first_peak_limits(tile, edge);
     if constexpr (Modified::kLooksAhead) look_ahead(tile + 1);
     if constexpr (Modified::kBits) attended_columns_of_bits();
@@ -367,6 +366,7 @@ struct ForwardConsumer {
   __device__ __forceinline__ void next_tile(int32_t last, int32_t tile, bool one_segment = false,
                                             KeyTileNote* note = nullptr) {
     constexpr bool kOptimistic = Config::kOptimistic && kModifiers != kEveryModifier;
+    if constexpr (Modified::kSaturates) return next_capped_tile<Config>(*this, last, tile);
     const bool edge = at_edge(tile);  // before the wait
     wait_key();
     start_scores();
@@ -407,8 +407,8 @@ struct ForwardConsumer {
       longer = modified.cap_terms != 2;
       if (!edge && !assumes_small) {
         const float greatest = greatest_magnitude(scores);
-        whole = !(greatest <= plan.modifiers.soft_cap.limit3);
-        longer = !(greatest <= plan.modifiers.soft_cap.limit2);
+        whole = !(greatest <= plan.modifiers.soft_cap.three.limit);
+        longer = !(greatest <= plan.modifiers.soft_cap.two.limit);
       }
     }
     bool rises = false;
@@ -416,7 +416,7 @@ struct ForwardConsumer {
       modify(scores, tile, edge, one_segment);
       rises = careful && raise_reference_to_peak();
     } else if constexpr (Modified::kCapped) {
-      rises = careful && raise_capped_reference();
+      rises = careful && raise_capped_reference(*this);
     }
     const float before[2] = {softmax.sum[0][0], softmax.sum[0][1]};
     softmax.sum[0][0] = softmax.sum[0][1] = 0.0f;
@@ -453,8 +453,7 @@ struct ForwardConsumer {
         if (!kPeaks || peak_limits.too_great(softmax)) {
           softmax.sum[0][0] = before[0];
           softmax.sum[0][1] = before[1];
-          warp_scores<Config, Element>(scores, smem.query(query_stage.stage, query_tile()),
-                                       smem.key(key_stage.stage), warp_row - group_row());
+          compute_scores_again();
           modify(scores, tile, edge, one_segment, true);
           rises = raise_reference_to_peak();
           exponentials();
