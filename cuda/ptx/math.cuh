@@ -17,6 +17,13 @@ __device__ __forceinline__ float ex2_approx_ftz(float x) {
   return y;
 }
 
+// x y, but within [0, 1]; NaN gives 0.
+__device__ __forceinline__ float mul_sat(float x, float y) {
+  float product;
+  asm("mul.sat.f32 %0, %1, %2;" : "=f"(product) : "f"(x), "f"(y));
+  return product;
+}
+
 // log2(x), absolute error below 2^-22 near 1; subnormal numbers are flushed to zero.
 __device__ __forceinline__ float lg2_approx_ftz(float x) {
   float y;

@@ -6,13 +6,13 @@
 //     O = O 2^(m_old - m) + P V     P from registers
 //   out = O / l, lse = m + log l
 //
-// Warp roles. One warp starts copies (TMA) of K and V, another one for each consumer those of Q,
-// and tells it what the query tile is. Every consumer warpgroup owns 64 rows: it starts S of a tile
-// and O of the one before, and computes the tile's exponentials beside the latter. Blocks are
-// persistent, unless query tiles are long, and the chain goes on over query tiles: the first scores
-// of one stand beside the last product of the one before. With registers for more scores, S is
-// computed a tile ahead instead (forward_ahead.cuh). Where there are very few query tiles, two
-// warpgroups share each, and divide its keys.
+// Warp roles. One warp starts copies (TMA) of K and V, another one for each consumer those of Q and
+// of a bias, and tells it what the query tile is. Every consumer warpgroup owns 64 rows: it starts
+// S of a tile and O of the one before, and computes the tile's exponentials beside the latter.
+// Blocks are persistent, unless query tiles are long, and the chain goes on over query tiles: the
+// first scores of one stand beside the last product of the one before. With registers for more
+// scores, S is computed a tile ahead instead (forward_ahead.cuh). Where there are very few query
+// tiles, two warpgroups share each, and divide its keys.
 //
 // Shared memory: Q, some stages of K and of V, each with a pair of barriers (full, empty).
 #pragma once
@@ -198,7 +198,8 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
 template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void consume_chained(const Forward& params, const ForwardPlan& plan,
                                                 const ForwardSmem<Config>& smem) {
-  ForwardConsumer<Config, Element, kModifiers> consumer(params, plan, smem);
+  using Consumer = ForwardConsumer<Config, Element, kModifiers>;
+  Consumer consumer(params, plan, smem);
   const QueryWork& work = consumer.work;
   // Of the query tile before, whose output is here, but for one product.
   bool unfinished = false;
@@ -221,6 +222,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
       continue;
     }
     consumer.read_ahead(work.tile);
+    if constexpr (Consumer::Modified::kSaturates) multiply_query(consumer);
     consumer.wait_key();
     consumer.start_scores();
     if (unfinished) {
@@ -406,16 +408,21 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
     status = make_tensor_map("value", shape, params.value, shape.kv_len, shape.kv_heads,
                              shape.value_dim, Config::kBlockKv, maps.value);
   }
-  if constexpr (Config::kBiasBoxes) {
-    if (status.ok() && ModifierPlan(params).vectors) status = make_bias_map<Config>(params, maps);
-  }
   if (!status.ok()) return status;
   int sms = 0;
   if (status = multiprocessors(sms); !status.ok()) return status;
   const QueryTileSchedule schedule(
       shape, static_cast<int32_t>(q_tiles),
       JAX_FLASH_SM90_PAIRED && params.options.is_causal && tiles > sms);
-  const ForwardPlan plan(params, schedule, kModifiers != kNoModifier && has_natural_logits(params));
+  constexpr bool kSaturates = ModifiedTile<Config, Element, kModifiers>::kSaturates;
+  const ForwardPlan plan(params, schedule, kModifiers != kNoModifier && has_natural_logits(params),
+                         kSaturates);
+  if constexpr (Config::kBiasBoxes) {
+    if (plan.modifiers.vectors) status = make_bias_map<Config>(params, maps);
+    if (!status.ok()) return status;
+  }
+  Forward scaled = params;  // for the multiplied Q
+  if (kSaturates) scaled.options.scale /= plan.modifiers.soft_cap.query_factor;
   // Of long units a block takes one: the hardware then shares them out as multiprocessors become
   // free, also where other kernels hold some of these for a while, as collectives do.
   const bool is_long = int64_t{shape.kv_len} * Config::kHeadDim >= JAX_FLASH_SM90_LONG_UNIT;
@@ -425,7 +432,7 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   return launch_grid(spans.query != nullptr, "sm90::forward_kernel", shape,
                      forward_kernel<Config, Element, kModifiers>,
                      takes_one || schedule.units < sms ? schedule.units : sms, Config::kThreads,
-                     Config::kSmemBytes, stream, plan, maps, params, spans);
+                     Config::kSmemBytes, stream, plan, maps, scaled, spans);
 }
 
 // Two consumers have the registers for modifiers, at head dim 64 with fewer keys three.
@@ -461,7 +468,15 @@ Status launch_modified(const Forward& params, const SegmentSpans& spans, cudaStr
                    ? launch(kMadeFor, std::integral_constant<int, 4>{})
                    : launch(kMadeFor, std::integral_constant<int, 2>{});
       }
-      case kSoftCap: return launch(std::integral_constant<uint32_t, kSoftCap>{}, kNoBias);
+      case kSoftCap:
+        // More keys, where tiles that an edge cuts, with many spills, are few.
+        if constexpr (kHeadDim == 64 && std::is_same_v<Element, __nv_bfloat16>) {
+          if (!banded(params.options)) {
+            return launch_forward_config<ForwardConfig<64, 64, 3, 128>, Element, kSoftCap>(
+                params, spans, stream);
+          }
+        }
+        return launch(std::integral_constant<uint32_t, kSoftCap>{}, kNoBias);
       case kMask: return launch(std::integral_constant<uint32_t, kMask>{}, kNoBias);
       case kSegments: return launch(std::integral_constant<uint32_t, kSegments>{}, kNoBias);
       default: break;

@@ -9,6 +9,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/config.cuh"
+#include "sm90/forward_capped.cuh"
 #include "sm90/forward_modified_tile.cuh"
 #include "sm90/forward_parts.cuh"
 #include "sm90/forward_peaks.cuh"
@@ -62,6 +63,7 @@ struct ForwardConsumer {
   Scores scores;
   uint32_t probabilities[kKeySteps][4];
   float factor[1][2];    // by which `out` is to be multiplied if a reference rises
+  RowRange fixed;        // tiles of next_capped_tile()
   uint32_t columns = 0;  // a bit per column of this thread: whether its warp attends to it
   Modified modified;
   RowRange run;      // of key tiles of one segment (SegmentNotes)
@@ -132,6 +134,10 @@ struct ForwardConsumer {
     arrive_warp(smem.key_empty(key_stage.stage));
     key_stage.advance(Config::kKeyGroups);
   }
+  __device__ __forceinline__ void compute_scores_again() {
+    warp_scores<Config, Element>(scores, smem.query(query_stage.stage, query_tile()),
+                                 smem.key(key_stage.stage), warp_row - group_row());
+  }
   __device__ __forceinline__ void start_scores() { start_scores(scores, key_stage.stage); }
   __device__ __forceinline__ void start_scores(Scores& of, uint32_t stage) {
     ptx::wgmma_fence();
@@ -160,6 +166,9 @@ struct ForwardConsumer {
   __device__ __forceinline__ void wait_next_value_after_exponentials() const {
     const uint32_t flip =
         __any_sync(0xffffffff, fminf(softmax.sum[0][0], softmax.sum[0][1]) < 0.0f);
+    wait_next_value(flip);
+  }
+  __device__ __forceinline__ void wait_next_value(uint32_t flip) const {
     const auto next = value_stage.next(Config::kKeyGroups);
     ptx::mbarrier_wait(smem.value_full(next.stage), next.parity ^ flip);
   }
@@ -311,21 +320,6 @@ struct ForwardConsumer {
     const float slack[1][2] = {peak_limits.slack(0), peak_limits.slack(1)};
     return softmax.template raise_reference<4, kPeaks>(scores, to_log2, slack, factor);
   }
-  // raise_reference() before the soft cap, which keeps the order of products.
-  __device__ __forceinline__ bool raise_capped_reference() {
-    const float cap = params.options.logits_soft_cap;
-    const float to_ratio = __fdividef(params.options.scale, cap);  // no call
-    float greatest[1][1][4];
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      greatest[0][0][e] = scores[0][0][e];
-#pragma unroll
-      for (int n = 1; n < kN; ++n) greatest[0][0][e] = fmaxf(greatest[0][0][e], scores[0][n][e]);
-      greatest[0][0][e] *= to_ratio;
-    }
-    soft_cap_ratios(greatest, cap);
-    return softmax.template raise_reference<1>(greatest, to_log2, factor);
-  }
   __device__ __forceinline__ void rescale() { softmax.rescale(out, factor); }
   __device__ __forceinline__ void exponentials(float (&block)[4]) {
     if constexpr (kPeaks) {
@@ -378,10 +372,15 @@ struct ForwardConsumer {
     release_key();
     release_query_early(tile);
     softmax = OnlineSoftmax<1>();
-    modify(scores, tile, edge);
-    if constexpr (Modified::kBiased) read_ahead(is_last(tile) ? -1 : tile + 1);
-    raise_reference();
-    exponentials();
+    bool computed = false;
+    if constexpr (Modified::kSaturates) computed = first_fixed_tile<Config>(*this, tile, edge);
+    if (!computed) {
+      modify(scores, tile, edge);
+      if constexpr (Modified::kBiased) read_ahead(is_last(tile) ? -1 : tile + 1);
+      raise_reference();
+      if constexpr (Modified::kSaturates) fix_first_references<Config>(*this, tile, edge);
+      exponentials();
+    }
     if constexpr (kPeaks) {
       float share[2] = {kFirstPeakShare, kFirstPeakShare};
       if (edge) first_peak_shares<Config::kBlockKv>(work.band, work.row0 + warp_row, tile, share);
@@ -407,6 +406,7 @@ struct ForwardConsumer {
   __device__ __forceinline__ void next_tile(int32_t last, int32_t tile, bool of_one_segment = false,
                                             KeyTileNote* next_note = nullptr) {
     constexpr bool kOptimistic = Config::kOptimistic && kModifiers != kEveryModifier;
+    if constexpr (Modified::kSaturates) return next_capped_tile<Config>(*this, last, tile);
     constexpr bool kInRun = kKind == TileKind::kInRun;
     constexpr bool kBiasBeside = kKind == TileKind::kBiasBeside;
     const bool edge = !kBiasBeside && at_edge(tile);  // before the wait
@@ -436,8 +436,12 @@ struct ForwardConsumer {
       }
     }
     await_scores<1>();
-    const bool careful = !kOptimistic || (!kBiasBeside && is_careful(tile));
-    if constexpr (!kOptimistic) release_key();
+    bool careful = !kBiasBeside;
+    if constexpr (!kOptimistic) {
+      release_key();
+    } else if constexpr (!kBiasBeside) {
+      careful = (kChained && Config::kQueryStages == 1 && is_last(tile)) || !softmax.ready();
+    }
     if constexpr (!kBiasBeside) release_query_early(tile);
     // Whether all logits are to be there before the exponentials.
     bool whole = !kBiasBeside;
@@ -451,8 +455,8 @@ struct ForwardConsumer {
       longer = modified.cap_terms != 2;
       if (!edge && !assumes_small) {
         const float greatest = greatest_magnitude(scores);
-        whole = !(greatest <= plan.modifiers.soft_cap.limit3);
-        longer = !(greatest <= plan.modifiers.soft_cap.limit2);
+        whole = !(greatest <= plan.modifiers.soft_cap.three.limit);
+        longer = !(greatest <= plan.modifiers.soft_cap.two.limit);
       }
     }
     bool rises = false;
@@ -460,7 +464,7 @@ struct ForwardConsumer {
       modify(scores, tile, edge);
       rises = careful && raise_reference_to_peak();
     } else if constexpr (Modified::kCapped) {
-      rises = careful && raise_capped_reference();
+      rises = careful && raise_capped_reference(*this);
     }
     const float before[2] = {softmax.sum[0][0], softmax.sum[0][1]};
     softmax.sum[0][0] = softmax.sum[0][1] = 0.0f;
@@ -499,8 +503,7 @@ struct ForwardConsumer {
         if (!kPeaks || peak_limits.too_great(softmax)) {
           softmax.sum[0][0] = before[0];
           softmax.sum[0][1] = before[1];
-          warp_scores<Config, Element>(scores, smem.query(query_stage.stage, query_tile()),
-                                       smem.key(key_stage.stage), warp_row - group_row());
+          compute_scores_again();
           modify(scores, tile, edge, true);
           rises = raise_reference_to_peak();
           exponentials();
@@ -514,11 +517,6 @@ struct ForwardConsumer {
     convert();
     if (rises) rescale();
     if (kPeaks && (rises || peak)) peak_limits.set(softmax);
-  }
-
-  // Whether references are to be raised first: where Q is no longer there to do the tile again.
-  __device__ __forceinline__ bool is_careful(int32_t tile) const {
-    return (kChained && Config::kQueryStages == 1 && is_last(tile)) || !softmax.ready();
   }
 
   // A query tile's keys from `tile` on.

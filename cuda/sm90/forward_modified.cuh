@@ -16,74 +16,152 @@
 
 namespace jax_flash::sm90 {
 
-// The soft cap of a product s as s P(s^2), by scale and cap in the coefficients: no more terms than
-// the greatest product of a warp needs.
+// The soft cap of a product s as s P(s^2), by scale and cap in the coefficients.
+struct SoftCapPolynomial {
+  float factor[3] = {};  // to logits in log2 units
+  float limit = -1.0f;   // of |s|, up to which it holds; negative: it is not to be used
+  // If it saturates: what a row's greatest logit so far is to be within for products to be used as
+  // they come, and the sum of exponentials, relative to 0, that shows one beyond the limit.
+  float least_logit = 0.0f, greatest_logit = -1.0f, greatest_sum = 0.0f;
+  // Else: added to s^2. Up to the limit the sum has the offset's exponent, and beyond it a
+  // greater one, so a bit that the offset's exponent lacks, which `or` keeps.
+  float offset = 0.0f;
+
+  template <int kTerms>
+  __device__ __forceinline__ float value(float square) const {
+    float sum = factor[kTerms - 1];
+#pragma unroll
+    for (int i = kTerms - 2; i >= 0; --i) sum = fmaf(sum, square, factor[i]);
+    return sum;
+  }
+};
+
+// With `saturates`, Q is multiplied by a power of two, so that |s| is 1 at a ratio of logit and cap
+// in [0.5, 1), and s^2 is saturated there, which costs nothing. So products of any size have some
+// exponential. Beyond the limit it is greater than at the limit, which a sum shows, so that the
+// tile is done again. Below -limit, where nothing shows it, its error is at most kError / kFarShare
+// of the row's greatest exponential, if the row's greatest logit is not below least_logit.
 struct SoftCapPlan {
-  // Ratios of logit and cap, at most, and errors of logits, at most: as relative errors of
-  // probabilities, of which a bfloat16 one has up to 2e-3, a float16 one, with three terms only, up
-  // to 2.4e-4.
-  static constexpr double kRange2 = 0.23, kRange3 = 0.35, kError2 = 3.5e-4, kError3 = 5e-5;
-  float factor2[2] = {}, factor3[3] = {};  // to logits in log2 units
-  float limit2 = -1.0f, limit3 = -1.0f;    // of |s|
-  // Polynomials are in s^2 and an offset. Up to the limit their sum has the offset's exponent, and
-  // beyond it a greater one, so a bit that the offset's exponent lacks, which `or` keeps.
-  float offset2 = 0.0f, offset3 = 0.0f;
+  // Errors of logits, at most: as relative errors of probabilities, of which a bfloat16 one has up
+  // to 2e-3, a float16 one, with three terms only, up to 2.4e-4.
+  static constexpr double kError = 3.5e-4, kFloat16Error = 5e-5, kFarShare = 32;
+  SoftCapPolynomial two, three;  // terms; no more than the products of a warp need
+  float query_factor = 1.0f;
 
   SoftCapPlan() = default;
-  SoftCapPlan(const Options& options, DType operands) {
-    const double cap = options.logits_soft_cap, ratio = options.scale / cap;
-    // Else powers of the ratio or of s leave the range of float32.
-    if (!(ratio > 0x1p-14 && ratio < 0x1p14)) return;
-    const auto set = [&](double range, float* factor, int terms, float& limit, float& offset) {
-      limit = static_cast<float>(range / ratio);
-      const float square = limit * limit;
-      offset = std::exp2(std::ceil(std::log2(square)) + 1.0f) - square;
-      // tanh(x) / x by Chebyshev interpolation in u = x^2, in Newton's form.
-      double u[3], tanh_ratio[3];
-      for (int i = 0; i < terms; ++i) {
-        u[i] = range * range / 2 * (1 - std::cos((i + 0.5) / terms * 3.14159265358979323846));
-        tanh_ratio[i] = std::tanh(std::sqrt(u[i])) / std::sqrt(u[i]);
-      }
-      const auto slope = [&](int i) {
-        return (tanh_ratio[i + 1] - tanh_ratio[i]) / (u[i + 1] - u[i]);
-      };
-      const double second = terms == 3 ? (slope(1) - slope(0)) / (u[2] - u[0]) : 0.0;
-      // Of u = ratio^2 (sum - offset), in powers of the sum.
-      const double unit = options.scale * 1.4426950408889634, step = ratio * ratio;
-      const double first = slope(0) - second * (u[0] + u[1]), origin = -step * offset;
-      factor[0] = static_cast<float>(unit * (tanh_ratio[0] + slope(0) * (origin - u[0]) +
-                                             second * (origin - u[0]) * (origin - u[1])));
-      factor[1] = static_cast<float>(unit * step * (first + 2 * second * origin));
-      if (terms == 3) factor[2] = static_cast<float>(unit * step * step * second);
-    };
-    // The interpolations' greatest errors are cap x^5 / 60 and cap x^7 / 640.
-    if (operands == DType::kBFloat16) {
-      set(std::fmin(kRange2, std::pow(60 * kError2 / cap, 1.0 / 5)), factor2, 2, limit2, offset2);
+  SoftCapPlan(const Options& options, DType operands, bool saturates) {
+    const double cap = options.logits_soft_cap;
+    int exponent = 0;
+    double ratio = std::frexp(options.scale / cap, &exponent);
+    // Else powers of the ratio or of s leave the range of float32, or Q that of bfloat16. Small Q
+    // become denormal, but what they lose is seen only beside K of more than 2^100.
+    if (!(ratio > 0.0 && exponent > -14 && exponent <= (saturates ? 0 : 14))) return;
+    if (saturates) {
+      query_factor = static_cast<float>(std::ldexp(1.0, exponent));
+    } else {
+      ratio = std::ldexp(ratio, exponent);
     }
-    set(std::fmin(kRange3, std::pow(640 * kError3 / cap, 1.0 / 7)), factor3, 3, limit3, offset3);
+    const double widest = saturates ? std::fmin(kMostRatio, ratio) : kMostRatio;
+    const bool is_short = operands == DType::kBFloat16;
+    // The interpolations' greatest errors are up to cap x^5 / 60 and cap x^7 / 640.
+    if (is_short) {
+      const double range = std::pow(60 * kError / cap, 1.0 / 5);
+      two = polynomial<2>(cap, ratio, std::fmin(widest, range), saturates);
+    }
+    const double range = std::pow(640 * (is_short ? kError : kFloat16Error) / cap, 1.0 / 7);
+    three = polynomial<3>(cap, ratio, std::fmin(widest, range), saturates);
+  }
+
+ private:
+  static constexpr double kMostRatio = 0.75, kMostLogit = 14;
+
+  // Up to the ratio `range` of logit and cap.
+  template <int kTerms>
+  static SoftCapPolynomial polynomial(double cap, double ratio, double range, bool saturates) {
+    SoftCapPolynomial result;
+    result.limit = static_cast<float>(range / ratio);
+    const double square = double{result.limit} * result.limit;
+    if (!saturates) {
+      result.offset = static_cast<float>(std::exp2(std::ceil(std::log2(square)) + 1) - square);
+    }
+    // tanh(x) / x by Chebyshev interpolation in u = x^2, in Newton's form.
+    double u[3], tanh_ratio[3];
+    for (int i = 0; i < kTerms; ++i) {
+      u[i] = range * range / 2 * (1 - std::cos((i + 0.5) / kTerms * 3.14159265358979323846));
+      tanh_ratio[i] = std::tanh(std::sqrt(u[i])) / std::sqrt(u[i]);
+    }
+    const auto slope = [&](int i) {
+      return (tanh_ratio[i + 1] - tanh_ratio[i]) / (u[i + 1] - u[i]);
+    };
+    const double second = kTerms == 3 ? (slope(1) - slope(0)) / (u[2] - u[0]) : 0.0;
+    // tanh(x), of x^2 saturated.
+    const auto approximate = [&](double x) {
+      const double v = std::fmin(x * x, ratio * ratio);
+      return x * (tanh_ratio[0] + (v - u[0]) * (slope(0) + second * (v - u[1])));
+    };
+    // Of u = ratio^2 (sum - offset), in powers of the sum.
+    const double unit = cap * ratio * 1.4426950408889634, step = ratio * ratio;
+    const double first = slope(0) - second * (u[0] + u[1]), origin = -step * result.offset;
+    result.factor[0] = static_cast<float>(
+        unit * (tanh_ratio[0] + (origin - u[0]) * (slope(0) + second * (origin - u[1]))));
+    result.factor[1] = static_cast<float>(unit * step * (first + 2 * second * origin));
+    result.factor[2] = static_cast<float>(unit * step * step * second);
+
+    if (!saturates) return result;
+
+    // The greatest error of an exponential below -range, looked for at some points, by which it is
+    // known within a factor of two; the last one has as much as there is left.
+    const float exact_cap = static_cast<float>(cap);
+    float error = 0.0f;
+    for (int i = 1; i <= 12; ++i) {
+      const double x = range * (1 + 0.02 * i * i);
+      const float p = std::exp(-exact_cap * static_cast<float>(approximate(x)));
+      const float exact_p = std::exp(-exact_cap * std::tanh(static_cast<float>(x)));
+      error = std::fmax(error, i < 12 ? std::fabs(p - exact_p) : std::fmax(p, exact_p));
+    }
+    const double greatest = std::fmin(cap * std::tanh(range) - 2 * kError, kMostLogit);
+    const double least = std::log(std::fmax(error * 2 * kFarShare / kError, std::exp(-kMostLogit)));
+    result.greatest_logit = static_cast<float>(greatest);
+    result.least_logit = static_cast<float>(least);
+    result.greatest_sum = static_cast<float>(std::exp(greatest));
+    return result;
   }
 };
 
 // Exponentials of a block of products under the soft cap, relative to shift[] of the rows, which it
-// adds to sum[]. `seen`: the bits of all squares and offsets so far, also of NaN.
-template <int kTerms>
+// adds to sum[]. `seen`, unless squares are saturated: the bits of all squares and offsets so far,
+// also of NaN.
+template <int kTerms, bool kSaturates>
 __device__ __forceinline__ void soft_cap_exponentials(float (&block)[4],
-                                                      const float (&factor)[kTerms], float offset,
+                                                      const SoftCapPolynomial& cap,
                                                       const float (&shift)[2], float (&sum)[2],
                                                       uint32_t& seen) {
   float square[4];
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    square[e] = fmaf(block[e], block[e], offset);
-    float polynomial = factor[kTerms - 1];
-#pragma unroll
-    for (int i = kTerms - 2; i >= 0; --i) polynomial = fmaf(polynomial, square[e], factor[i]);
+    square[e] =
+        kSaturates ? ptx::mul_sat(block[e], block[e]) : fmaf(block[e], block[e], cap.offset);
+    const float polynomial = cap.template value<kTerms>(square[e]);
     block[e] = ptx::ex2_approx_ftz(fmaf(block[e], polynomial, -shift[e / 2]));
     sum[e / 2] += block[e];
   }
+  if constexpr (!kSaturates) {
 #pragma unroll
-  for (int e = 0; e < 4; e += 2) {  // two in one instruction
-    seen |= __float_as_uint(square[e]) | __float_as_uint(square[e + 1]);
+    for (int e = 0; e < 4; e += 2) {  // two in one instruction
+      seen |= __float_as_uint(square[e]) | __float_as_uint(square[e + 1]);
+    }
+  }
+}
+// The same with squares saturated, relative to 0.
+template <int kTerms>
+__device__ __forceinline__ void soft_cap_exponentials(float (&block)[4],
+                                                      const SoftCapPolynomial& cap,
+                                                      float (&sum)[2]) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const float polynomial = cap.template value<kTerms>(ptx::mul_sat(block[e], block[e]));
+    block[e] = ptx::ex2_approx_ftz(block[e] * polynomial);
+    sum[e / 2] += block[e];
   }
 }
 // Whether some square was beyond the limit.
@@ -270,14 +348,16 @@ __device__ __forceinline__ bool allows_element(const Forward& params,
 
 // What the host derives for these kernels.
 struct ModifierPlan {
+  // Up to which the soft cap is exact: first and last tiles are not done faster by a plan for it.
+  static constexpr int32_t kFewKeys = 256;
   SoftCapPlan soft_cap;
   bool vectors = false;    // whether mask or bias can be read ahead: in vectors, or boxes
   int8_t batch_shift = 0;  // of QueryTileCursor
 
   ModifierPlan() = default;
-  explicit ModifierPlan(const Forward& params) {
-    if (params.options.logits_soft_cap > 0.0f) {
-      soft_cap = SoftCapPlan(params.options, params.query.dtype);
+  ModifierPlan(const Forward& params, bool saturates) {
+    if (params.options.logits_soft_cap > 0.0f && params.shape.kv_len > kFewKeys) {
+      soft_cap = SoftCapPlan(params.options, params.query.dtype, saturates);
     }
     if (params.mask) vectors = has_vectors(params.mask, 1, 8) && params.shape.kv_len % 8 == 0;
     if (params.bias) {

@@ -20,6 +20,9 @@ struct ModifiedTile {
   // With bits: what is allowed is known before the scores are.
   static constexpr bool kBits = kModifiers == kMask;
   static constexpr bool kBiased = kModifiers == kBias, kCapped = kModifiers == kSoftCap;
+  // Whether the soft cap saturates squares, and references are 0 where it lets them.
+  static constexpr bool kSaturates =
+      kCapped && std::is_same_v<Element, __nv_bfloat16> && Config::kOptimistic;
   // Whether what the next tile needs is found out beside the exponentials of this one, or, where
   // there are no registers for it, when it is needed.
   static constexpr bool kLooksAhead = kBits && Config::kOptimistic;
@@ -39,7 +42,10 @@ struct ModifiedTile {
   typename MaskBytes<kN>::Rows mask_rows;
   AllowedBits allowed, next_allowed;
   bool all_allowed, next_all_allowed;
-  int cap_terms;  // of the soft cap's polynomial: 2, 3, or 0 if they were too few
+  // Of the soft cap's polynomial: 2, 3, or 0 if they were too few. With kSaturates, unless 0, all
+  // of the warp's references are 0.
+  int cap_terms;
+  float factors[2];  // with kSaturates: of two terms
 
   __device__ __forceinline__ ModifiedTile(const Forward& forward, const ForwardPlan& planned,
                                           const ForwardSmem<Config>& smem, int group)
@@ -55,8 +61,48 @@ struct ModifiedTile {
     }
     if constexpr (kCapped) {
       const SoftCapPlan& cap = plan.modifiers.soft_cap;
-      cap_terms = cap.limit2 > 0.0f ? 2 : cap.limit3 > 0.0f ? 3 : 0;
+      cap_terms = cap.two.limit > 0.0f ? 2 : cap.three.limit > 0.0f ? 3 : 0;
+      if constexpr (kSaturates) {
+        // By reductions, so that they stay in registers: loads from the constant bank would stand
+        // between the scores and the exponentials of every tile.
+        const auto keep = [](float value) {
+          return __uint_as_float(__reduce_max_sync(0xffffffff, __float_as_uint(value)));
+        };
+        factors[0] = keep(cap.two.factor[0]);
+        factors[1] = keep(cap.two.factor[1]);
+      }
     }
+  }
+
+  // Rows that have all had some logits of moderate size have 0 as their reference: P is up to
+  // e^kMostLogit then, and all that is left of a row's state is its sum. Where references rose, and
+  // none had been fixed. `factor`: for what was computed with those before.
+  __device__ __forceinline__ void fix_reference(OnlineSoftmax<1>& softmax, float to_log2,
+                                                float (&factor)[1][2]) {
+    float (&reference)[2] = softmax.reference[0];
+    const auto takes = [&](const SoftCapPolynomial& cap) {
+      return __all_sync(0xffffffff, fminf(reference[0], reference[1]) >= cap.least_logit &&
+                                        fmaxf(reference[0], reference[1]) <= cap.greatest_logit);
+    };
+    const SoftCapPlan& cap = plan.modifiers.soft_cap;
+    cap_terms = takes(cap.two) ? 2 : takes(cap.three) ? 3 : 0;
+    if (cap_terms == 0) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float rise = ptx::ex2_approx_ftz(to_log2_units(reference[half], to_log2));
+      softmax.sum[0][half] *= rise;
+      factor[0][half] *= rise;
+      reference[half] = 0.0f;
+    }
+  }
+  // Of this thread's sums of a tile of exact logits, above which references rise, and how far above
+  // these logits may be, in log2 units.
+  __device__ __forceinline__ float exact_sum_limit() const {
+    return cap_terms == 0 ? kOptimisticLimit : plan.modifiers.soft_cap.three.greatest_sum;
+  }
+  __device__ __forceinline__ float slack(float to_log2) const {
+    if (!kSaturates || cap_terms == 0) return OnlineSoftmax<1>::kSlack;
+    return plan.modifiers.soft_cap.three.greatest_logit * to_log2;
   }
 
   // Whether mask and bias are read a tile ahead: where they lie in vectors.
@@ -203,17 +249,43 @@ struct ModifiedTile {
         const float reference = softmax.reference[0][half];
         shift[half] = reference == minus_infinity() ? 0.0f : to_log2_units(reference, to_log2);
       }
-      const auto capped = [&](const auto& terms, float offset) {
+      const auto capped = [&](auto terms, const SoftCapPolynomial& polynomial) {
         uint32_t seen = 0;
 #pragma unroll
         for (int n = 0; n < kN; ++n) {
-          soft_cap_exponentials(scores[0][n], terms, offset, shift, softmax.sum[0], seen);
+          soft_cap_exponentials<decltype(terms)::value, kSaturates>(scores[0][n], polynomial, shift,
+                                                                    softmax.sum[0], seen);
         }
-        return exceeds(seen, offset);
+        return !kSaturates && exceeds(seen, polynomial.offset);
       };
-      return longer ? capped(cap.factor3, cap.offset3) : capped(cap.factor2, cap.offset2);
+      constexpr std::integral_constant<int, 2> kTwo;
+      constexpr std::integral_constant<int, 3> kThree;
+      if (kSaturates || longer) return capped(kThree, cap.three);
+      return capped(kTwo, cap.two);
     }
     return false;
+  }
+  // Of products as they come, with references of 0.
+  __device__ __forceinline__ void fixed_exponentials(Scores& scores, float (&sum)[2]) const {
+    const auto all = [&](auto terms, const SoftCapPolynomial& cap) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        soft_cap_exponentials<decltype(terms)::value>(scores[0][n], cap, sum);
+      }
+    };
+    if (cap_terms == 2) {
+      SoftCapPolynomial two;
+      two.factor[0] = factors[0];
+      two.factor[1] = factors[1];
+      all(std::integral_constant<int, 2>{}, two);
+    } else {
+      all(std::integral_constant<int, 3>{}, plan.modifiers.soft_cap.three);
+    }
+  }
+  // Of this thread's sums of such a tile, above which it is done again.
+  __device__ __forceinline__ float sum_limit() const {
+    const SoftCapPlan& cap = plan.modifiers.soft_cap;
+    return cap_terms == 2 ? cap.two.greatest_sum : cap.three.greatest_sum;
   }
 };
 

@@ -55,7 +55,8 @@ struct ForwardPlan {
   ModifierPlan modifiers;
 
   ForwardPlan() = default;
-  ForwardPlan(const Forward& params, const QueryTileSchedule& tiles, bool natural_logits)
+  ForwardPlan(const Forward& params, const QueryTileSchedule& tiles, bool natural_logits,
+              bool saturates)
       : schedule(tiles),
         query(params.query),
         key(params.key),
@@ -69,7 +70,7 @@ struct ForwardPlan {
         out(params.out),
         lse(params.lse),
         sinks(params.sinks),
-        modifiers(params) {}
+        modifiers(params, saturates) {}
 };
 
 struct RowRange {

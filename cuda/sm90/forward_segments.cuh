@@ -44,8 +44,8 @@ struct SegmentTiles {
     if (!spans.query) return;
     key_blocks = spans.key_blocks;
     key_spans = spans.key + batch * spans.key_blocks;
-    query_span = tile_span<Config::kBlockQ>(spans.query + batch * spans.query_blocks,
-                                            spans.query_blocks, row0 / Config::kBlockQ);
+    query_span = tile_span<Config::kBlockQ, true>(spans.query + batch * spans.query_blocks,
+                                                  spans.query_blocks, row0 / Config::kBlockQ);
   }
 
   __device__ __forceinline__ bool has_one_segment() const {
@@ -56,7 +56,7 @@ struct SegmentTiles {
     const int32_t tile = first + static_cast<int32_t>(threadIdx.x % 32);
     SegmentSpan span = query_span;
     if (key_spans && tile < range.end) {
-      span = tile_span<Config::kBlockKv>(key_spans, key_blocks, tile);
+      span = tile_span<Config::kBlockKv, true>(key_spans, key_blocks, tile);
     }
     const bool is_read = tile < range.end && query_span.meets(span);
     read = __ballot_sync(0xffffffff, is_read);

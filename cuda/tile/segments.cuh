@@ -11,18 +11,22 @@
 namespace jax_flash {
 
 // Of tile `tile`, of kBlock rows, of which there is one at least, among `blocks` spans of one
-// batch.
-template <int kBlock>
+// batch. kAtOnce: no read waits for another, which takes registers.
+template <int kBlock, bool kAtOnce = false>
 __device__ __forceinline__ SegmentSpan tile_span(const SegmentSpan* spans, int32_t blocks,
                                                  int64_t tile) {
   static_assert(kBlock % kSegmentBlock == 0);
   constexpr int kRatio = kBlock / kSegmentBlock;
   SegmentSpan span = {INT32_MAX, INT32_MIN};
-#pragma unroll
-  for (int i = 0; i < kRatio; ++i) {  // all reads at once: none waits for another
-    const SegmentSpan part = spans[min(tile * kRatio + i, int64_t{blocks} - 1)];
+  const auto add = [&](const SegmentSpan& part) {
     span.least = min(span.least, part.least);
     span.greatest = max(span.greatest, part.greatest);
+  };
+  if constexpr (kAtOnce) {
+#pragma unroll
+    for (int i = 0; i < kRatio; ++i) add(spans[min(tile * kRatio + i, int64_t{blocks} - 1)]);
+  } else {
+    for (int64_t i = tile * kRatio; i < (tile + 1) * kRatio && i < blocks; ++i) add(spans[i]);
   }
   return span;
 }

@@ -1,0 +1,182 @@
+// Tiles of the sm_90 forward kernel for the soft cap alone whose rows have 0 as their references:
+// products are used as they come, and sums tell of those that are too great.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "params.h"
+#include "ptx/shared.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warpgroup.cuh"
+#include "sm90/config.cuh"
+#include "sm90/forward_parts.cuh"
+#include "tile/band.cuh"
+#include "tile/modifiers.cuh"
+
+namespace jax_flash::sm90 {
+
+// Multiplies a warpgroup's rows of Q, which have arrived, by a power of two.
+template <typename Consumer>
+__device__ __forceinline__ void multiply_query(const Consumer& consumer) {
+  const float factor = consumer.plan.modifiers.soft_cap.query_factor;
+  if (factor == 1.0f) return;
+  const auto tile = consumer.smem.query(consumer.query_stage.stage, consumer.query_tile());
+  const __nv_bfloat162 factors = __float2bfloat162_rn(factor);
+  constexpr int kBytes = decltype(tile)::kBytes;
+  static_assert(kBytes % (16 * kWarpgroup) == 0);
+#pragma unroll 4
+  for (int i = 0; i < kBytes / (16 * kWarpgroup); ++i) {
+    const uint32_t address =
+        tile.root + tile.offset + (i * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
+    uint4 values = ptx::ld_shared_v4(address);
+    for (uint32_t* word : {&values.x, &values.y, &values.z, &values.w}) {
+      auto& pair = reinterpret_cast<__nv_bfloat162&>(*word);
+      pair = __hmul2(pair, factors);
+    }
+    ptx::st_shared_v4(address, values);
+  }
+  ptx::fence_proxy_async_shared();
+  ptx::barrier_sync(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup);
+}
+
+// raise_reference() before the soft cap, which keeps the order of products.
+template <typename Consumer>
+__device__ __forceinline__ bool raise_capped_reference(Consumer& consumer) {
+  const Options& options = consumer.params.options;
+  const float to_ratio = __fdividef(options.scale, options.logits_soft_cap);  // no call
+  const auto& scores = consumer.scores[0];
+  float greatest[1][1][4];
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    greatest[0][0][e] = scores[0][e];
+#pragma unroll
+    for (int n = 1; n < Consumer::kN; ++n) {
+      greatest[0][0][e] = fmaxf(greatest[0][0][e], scores[n][e]);
+    }
+    greatest[0][0][e] *= to_ratio;
+  }
+  soft_cap_ratios(greatest, options.logits_soft_cap);
+  return consumer.softmax.template raise_reference<1>(greatest, consumer.to_log2, consumer.factor);
+}
+
+// Where references may be 0.
+template <typename Consumer>
+__device__ __forceinline__ bool raise_reference(Consumer& consumer) {
+  const float slack = consumer.modified.slack(consumer.to_log2);
+  return consumer.softmax.template raise_reference<4>(consumer.scores, consumer.to_log2,
+                                                      {{slack, slack}}, consumer.factor);
+}
+// Sets references that rose to 0, if they can be; and the tiles of which next_capped_tile() takes
+// products as they come: those that no edge cuts, without the last one if its Q is not kept.
+template <typename Config, typename Consumer>
+__device__ __forceinline__ void fix_references(Consumer& consumer) {
+  auto& modified = consumer.modified;
+  modified.fix_reference(consumer.softmax, consumer.to_log2, consumer.factor);
+  const Band& band = consumer.work.band;
+  const int32_t row0 = consumer.work.row0 + consumer.group_row();
+  const int32_t row_end = min(row0 + 64, band.q_len);
+  const int32_t first = max(row_end + band.lo + Config::kBlockKv - 2, 0) / Config::kBlockKv;
+  int32_t end = max(min(band.kv_len, row0 + band.hi), 0) / Config::kBlockKv;
+  if (Config::kQueryStages == 1) end = min(end, consumer.work.end - 1);
+  consumer.fixed.first = __reduce_max_sync(0xffffffff, first);
+  consumer.fixed.end = __reduce_max_sync(0xffffffff, modified.cap_terms == 0 ? 0 : end);
+}
+
+// Key tiles from which on a query tile has its first one's logits approximated, too.
+inline constexpr int kManyTiles = 8;
+
+// The exponentials of a query tile's first tile, if its products can be used as they come.
+template <typename Config, typename Consumer>
+__device__ __forceinline__ bool first_fixed_tile(Consumer& consumer, int32_t tile, bool edge) {
+  auto& modified = consumer.modified;
+  modified.cap_terms = consumer.fixed.end = 0;
+  if (edge || consumer.work.end - tile < kManyTiles) return false;
+  raise_capped_reference(consumer);
+  fix_references<Config>(consumer);
+  if (modified.cap_terms == 0) return false;
+  modified.fixed_exponentials(consumer.scores, consumer.softmax.sum[0]);
+  return true;
+}
+// Else, after references rose. Rows of few keys keep their greatest logit, whose P is exact then.
+template <typename Config, typename Consumer>
+__device__ __forceinline__ void fix_first_references(Consumer& consumer, int32_t tile, bool edge) {
+  if (!edge || tile > 0) fix_references<Config>(consumer);
+}
+
+// ForwardConsumer::next_tile(), with products that all warps of a warpgroup start at the same
+// place, as they have to: references are a warp's own affair.
+template <typename Config, typename Consumer>
+__device__ __forceinline__ void next_capped_tile(Consumer& consumer, int32_t last, int32_t tile) {
+  auto& modified = consumer.modified;
+  auto& scores = consumer.scores;
+  float (&sum)[2] = consumer.softmax.sum[0];
+  const SoftCapPlan& cap = consumer.plan.modifiers.soft_cap;
+  const bool fixed = tile >= consumer.fixed.first && tile < consumer.fixed.end;
+  consumer.wait_key();
+  consumer.start_scores();
+  consumer.clear_values(last, consumer.work.attended);
+  consumer.template start_out_part<0>(0);
+  consumer.template await_scores<1>();
+  bool careful = false;  // logits were compared with references: sums need no look
+  bool edge = false, rises = false;
+  float before[2], limit;
+  if (fixed) {
+    before[0] = sum[0];
+    before[1] = sum[1];
+    sum[0] = sum[1] = 0.0f;
+    modified.fixed_exponentials(scores, sum);
+    limit = modified.sum_limit();
+  } else {
+    edge = consumer.at_edge(tile);
+    careful = (Config::kQueryStages == 1 && consumer.is_last(tile)) || !consumer.softmax.ready();
+    consumer.release_query_early(tile);
+    const bool whole = edge || !(greatest_magnitude(scores) <= cap.three.limit);
+    if (whole) {
+      consumer.modify(scores, tile, edge);
+      rises = careful && raise_reference(consumer);
+    } else {
+      rises = careful && modified.cap_terms == 0 && raise_capped_reference(consumer);
+    }
+    if (rises && modified.cap_terms == 0) {
+      fix_references<Config>(consumer);
+    } else if (rises) {
+      modified.cap_terms = consumer.fixed.end = 0;
+    }
+    before[0] = sum[0];
+    before[1] = sum[1];
+    sum[0] = sum[1] = 0.0f;
+    if (whole) {
+      consumer.exponentials();
+    } else {
+      modified.exponentials(scores, consumer.softmax, consumer.to_log2, true, [] {});
+    }
+    limit = modified.exact_sum_limit();
+  }
+  const bool again = !careful && __any_sync(0xffffffff, fmaxf(sum[0], sum[1]) > limit);
+  sum[0] += before[0];
+  sum[1] += before[1];
+  // As wait_next_value_after_exponentials(), with the vote that there is.
+  consumer.wait_next_value(again && consumer.plan.q_len < 0 ? 1 : 0);
+  consumer.await_out();
+  if (again) {
+    sum[0] = before[0];
+    sum[1] = before[1];
+    consumer.compute_scores_again();
+    consumer.modify(scores, tile, edge);
+    rises = raise_reference(consumer);
+    if (rises) {
+      modified.cap_terms = 0;
+    } else if (fixed) {
+      modified.cap_terms = modified.cap_terms == 2 ? 3 : 0;
+    }
+    if (modified.cap_terms == 0) consumer.fixed.end = 0;
+    consumer.exponentials();
+  }
+  consumer.release_key();
+  consumer.convert();
+  if (rises) consumer.rescale();
+}
+
+}  // namespace jax_flash::sm90
