@@ -120,6 +120,8 @@ struct ForwardConfig {
   static constexpr int kQueryStages = kHeadDim <= 64 ? JAX_FLASH_SM90_QUERY_STAGES : 1;
   static constexpr int kPartialBytes = kKeyGroups > 1 ? 64 * kValueDim * 4 + kWarpgroup * 16 : 0;
   static constexpr int kOwnBytes = kWarpBytes;
+  // Whether that is for a bias of 2-byte elements, and a consumer's warps have it in common.
+  static constexpr bool kBiasBoxes = kOwnBytes == 16 * kBlockKv * 2;
   static constexpr int kFree = kSmemLimit - kStaticSmemBytes -
                                kQueryStages * kRowGroups * QueryTile::kBytes - kPartialBytes -
                                kConsumers * 4 * kOwnBytes;

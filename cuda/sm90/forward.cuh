@@ -6,13 +6,13 @@
 //     O = O 2^(m_old - m) + P V     P from registers
 //   out = O / l, lse = m + log l
 //
-// Warp roles. One warp starts copies (TMA) of K and V, another one for each consumer those of Q,
-// and tells it what the query tile is. Every consumer warpgroup owns 64 rows: it starts S of a tile
-// and O of the one before, and computes the tile's exponentials beside the latter. Blocks are
-// persistent, unless query tiles are long, and the chain goes on over query tiles: the first scores
-// of one stand beside the last product of the one before. With registers for more scores, S is
-// computed a tile ahead instead (forward_ahead.cuh). Where there are very few query tiles, two
-// warpgroups share each, and divide its keys.
+// Warp roles. One warp starts copies (TMA) of K and V, another one for each consumer those of Q and
+// of a bias, and tells it what the query tile is. Every consumer warpgroup owns 64 rows: it starts
+// S of a tile and O of the one before, and computes the tile's exponentials beside the latter.
+// Blocks are persistent, unless query tiles are long, and the chain goes on over query tiles: the
+// first scores of one stand beside the last product of the one before. With registers for more
+// scores, S is computed a tile ahead instead (forward_ahead.cuh). Where there are very few query
+// tiles, two warpgroups share each, and divide its keys.
 //
 // Shared memory: Q, some stages of K and of V, each with a pair of barriers (full, empty).
 #pragma once
@@ -30,6 +30,8 @@
 #include "sm90/config.cuh"
 #include "sm90/decode.cuh"
 #include "sm90/forward_ahead.cuh"
+#include "sm90/forward_bias.cuh"
+#include "sm90/forward_biased.cuh"
 #include "sm90/forward_consumer.cuh"
 #include "sm90/forward_parts.cuh"
 #include "sm90/forward_plan.cuh"
@@ -107,16 +109,19 @@ __device__ __forceinline__ void produce_keys(const Forward& params, const Forwar
   }
 }
 
-// By one warp: a consumer's rows of the query tiles, and what it is to know of them.
+// By one warp: a consumer's rows of the query tiles and, in boxes, of the bias, and what it is to
+// know of them.
 template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void produce_queries(const Forward& params, const ForwardPlan& plan,
-                                                const ForwardMaps& maps, const SegmentSpans& spans,
+                                                const MapsOf<Config>& maps,
+                                                const SegmentSpans& spans,
                                                 const ForwardSmem<Config>& smem, int group) {
+  constexpr bool kSkips = (kModifiers & kSegments) != 0;
   const bool leader = threadIdx.x % 32 == 0;
   RingState<Config::kQueryStages> stage;
-  uint32_t works = 0;
+  uint32_t works = 0, bias_parity = 0;
   // As in produce_keys(). At 64, where the description is short, causal calls lose 2% by it.
-  if (Config::kHeadDim > 64 && (kModifiers & kSegments) == 0 && !leader) return;
+  if ((Config::kHeadDim > 64 || Config::kBiasBoxes) && !kSkips && !leader) return;
   const auto wait_empty = [&] {
     ptx::mbarrier_wait_asleep(smem.query_empty(stage.stage, group), stage.parity ^ 1);
   };
@@ -124,7 +129,7 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
     const QueryTileIndex q = cursor.index();
     const Band band = plan.band.of(params, q.batch);
     const int32_t row0 = q.tile * Config::kBlockQ;
-    const auto walk = walk_keys<Config, (kModifiers & kSegments) != 0>(band, spans, q.batch, row0);
+    const auto walk = walk_keys<Config, kSkips>(band, spans, q.batch, row0);
     if (leader) {
       const uint32_t full = smem.query_full(stage.stage, group);
       wait_empty();
@@ -151,6 +156,12 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
       work.sink_log2 =
           plan.sinks.data ? *plan.sinks.at<const float>(q, 0) * kLog2E : minus_infinity();
       ptx::mbarrier_arrive(full);
+      if constexpr (Config::kBiasBoxes) {
+        if (plan.modifiers.vectors) {
+          load_bias<Config>(smem, maps, group, q, row0 + group * 64, walk.tile, walk.end,
+                            bias_parity);
+        }
+      }
     }
     stage.advance();
     ++works;
@@ -206,7 +217,13 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
     unfinished = true;
     attended = work.attended;
     tile = work.tile;
-    for (; !consumer.is_last(tile); ++tile) consumer.next_tile(tile, tile + 1);
+    for (; !consumer.is_last(tile); ++tile) {
+      if constexpr (kModifiers == kBias) {
+        next_biased_tile<Config>(consumer, tile, tile + 1);
+      } else {
+        consumer.next_tile(tile, tile + 1);
+      }
+    }
     if constexpr (Config::kQueryStages > 1) consumer.release_query();
   }
   if (unfinished) finish();
@@ -295,8 +312,8 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
 template <typename Config, typename Element, uint32_t kModifiers>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardPlan plan,
-                   const __grid_constant__ ForwardMaps maps, const __grid_constant__ Forward params,
-                   const SegmentSpans spans) {
+                   const __grid_constant__ MapsOf<Config> maps,
+                   const __grid_constant__ Forward params, const SegmentSpans spans) {
   constexpr bool kSkips = (kModifiers & kSegments) != 0;
   extern __shared__ __align__(1024) uint8_t smem_bytes[];
   __shared__ __align__(8) uint64_t barriers[ForwardSmem<Config>::kBarriers];
@@ -339,7 +356,7 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   const int64_t q_tiles = ceil_div(shape.q_len, Config::kBlockQ);
   const int64_t tiles = q_tiles * shape.heads * shape.batch;
   if (tiles == 0) return {};
-  ForwardMaps maps;
+  MapsOf<Config> maps;
   Status status = make_tensor_map("query", shape, params.query, shape.q_len, shape.heads,
                                   shape.head_dim, Config::QueryTile::kRows, maps.query);
   if (status.ok()) {
@@ -349,6 +366,9 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   if (status.ok()) {
     status = make_tensor_map("value", shape, params.value, shape.kv_len, shape.kv_heads,
                              shape.value_dim, Config::kBlockKv, maps.value);
+  }
+  if constexpr (Config::kBiasBoxes) {
+    if (status.ok() && ModifierPlan(params).vectors) status = make_bias_map<Config>(params, maps);
   }
   if (!status.ok()) return status;
   int sms = 0;
@@ -377,8 +397,7 @@ struct ModifiedConfig {
     return kHeadDim == 192 ? 96 : 128;
   }
   using Type = ForwardConfig<kHeadDim, kHeadDim, kConsumers, keys(), 1, ScoresAhead::kNo,
-                             BiasTile<keys() / 8, kBiasBytes>::kWarpBytes,
-                             kHeadDim == 128 && kBiasBytes == 2 ? 1 : 0>;
+                             16 * keys() * kBiasBytes, kHeadDim == 128 && kBiasBytes == 2 ? 1 : 0>;
 };
 
 // With modifiers. Kernels for one of them alone, at the usual head dims, are much faster than the

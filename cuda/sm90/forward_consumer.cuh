@@ -29,7 +29,7 @@ struct ForwardConsumer {
   // (TUNING.md, "Errors").
   static constexpr bool kPeaks = !kGeneral && Config::kHeadDim > 128;
   static constexpr int kN = Config::kBlockKv / 8, kOutN = Config::kValueDim / 8;
-  using Modified = ModifiedTile<Config, kModifiers>;  // in kernels for one modifier
+  using Modified = ModifiedTile<Config, Element, kModifiers>;  // in kernels for one modifier
   static constexpr int kHeadSteps = Config::kHeadDim / 16, kKeySteps = Config::kBlockKv / 16;
   using ScoreProduct = ptx::Wgmma<Element, Config::kBlockKv>;
   using OutProduct = ptx::Wgmma<Element, Config::kValueDim>;
@@ -66,7 +66,7 @@ struct ForwardConsumer {
         group(__reduce_max_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup - 1)),
         warp_row(group_row() + threadIdx.x % kWarpgroup / 32 * 16),
         to_log2(planned.to_log2),
-        modified(forward, planned, where.own(threadIdx.x / 32 - 4)) {}
+        modified(forward, planned, where, group) {}
 
   __device__ __forceinline__ int query_tile() const { return group % Config::kRowGroups; }
   __device__ __forceinline__ int group_row() const { return query_tile() * 64; }
@@ -266,22 +266,16 @@ struct ForwardConsumer {
     const float slack[1][2] = {peak_limits.slack(0), peak_limits.slack(1)};
     return softmax.template raise_reference<4, kPeaks>(scores, to_log2, slack, factor);
   }
-  // For peak_limits after a query tile's first tile of keys.
-  __device__ __forceinline__ void find_first_shares(int32_t tile, bool edge,
-                                                    float (&share)[2]) const {
-    share[0] = share[1] = kFirstPeakShare;
-    if (!edge) return;
+  // After a query tile's first tile of keys.
+  __device__ __forceinline__ void set_first_peak_limits(int32_t tile, bool edge) {
+    float share[2] = {kFirstPeakShare, kFirstPeakShare};
     const int32_t col0 = tile * Config::kBlockKv;
 #pragma unroll
-    for (int half = 0; half < 2; ++half) {
+    for (int half = 0; half < 2 && edge; ++half) {
       const int32_t row = work.row0 + warp_row + fragment_row(0, 2 * half);
       const int32_t end = min(work.band.end_col(row), col0 + Config::kBlockKv);
       share[half] = first_peak_share<Config::kBlockKv>(end - max(work.band.first_col(row), col0));
     }
-  }
-  __device__ __forceinline__ void set_first_peak_limits(int32_t tile, bool edge) {
-    float share[2];
-    find_first_shares(tile, edge, share);
     peak_limits.set(softmax, share);
   }
   // The same before the soft cap, which keeps the order of products.
@@ -363,13 +357,17 @@ struct ForwardConsumer {
   }
 
   // From the probabilities of tile `last` to those of the next, with the former's product beside.
-  // With masks, `note` is set to the tile's.
+  // With masks, `note` is set to the tile's. With a bias, next_biased_tile() has started the
+  // scores; kBiasBeside: it is added beside the exponentials.
+  template <bool kBiasBeside = false>
   __device__ __forceinline__ void next_tile(int32_t last, int32_t tile, bool one_segment = false,
                                             KeyTileNote* note = nullptr) {
     constexpr bool kOptimistic = Config::kOptimistic && kModifiers != kEveryModifier;
-    const bool edge = at_edge(tile);  // before the wait
-    wait_key();
-    start_scores();
+    const bool edge = !kBiasBeside && at_edge(tile);  // before the wait
+    if constexpr (!Modified::kBiased) {
+      wait_key();
+      start_scores();
+    }
     clear_values(last, work.attended);
     if constexpr (kMasks && !kOptimistic) *note = key_note(tile);
     const auto prepare = [&] {
@@ -383,24 +381,26 @@ struct ForwardConsumer {
       start_out_part<0>(0);
     } else {
       start_out_part<0>(0);
-      prepare();
+      if constexpr (kBiasBeside) {
+        modified.bias.wait();
+      } else {
+        prepare();
+      }
     }
     await_scores<1>();
-    bool careful = true;
-    if constexpr (kOptimistic) {
-      careful = (kChained && Config::kQueryStages == 1 && is_last(tile)) || !softmax.ready();
-    } else {
+    bool careful = !kBiasBeside;
+    if constexpr (!kOptimistic) {
       release_key();
+    } else if constexpr (!kBiasBeside) {
+      careful = (kChained && Config::kQueryStages == 1 && is_last(tile)) || !softmax.ready();
     }
-    release_query_early(tile);
+    if constexpr (!kBiasBeside) release_query_early(tile);
     // Whether all logits are to be there before the exponentials.
-    bool whole = true;
+    bool whole = !kBiasBeside;
     bool assumes_small = false;  // products: the tile is done again if they are not
     bool longer = false;         // polynomial of the soft cap
     if constexpr (Modified::kBits && kOptimistic) {
       whole = careful;
-    } else if constexpr (Modified::kBiased && kOptimistic) {
-      whole = careful || edge || !modified.reads_ahead();
     } else if constexpr (Modified::kCapped) {
       whole = edge;
       assumes_small = kOptimistic && !careful && modified.cap_terms != 0;
@@ -432,6 +432,8 @@ struct ForwardConsumer {
     if (whole) {
       beside();
       exponentials_beside_out<0>();
+    } else if constexpr (kBiasBeside) {
+      modified.biased_exponentials(scores, softmax);
     } else if constexpr (kGeneral) {
       great = modified.exponentials(scores, softmax, to_log2, longer, beside) && assumes_small;
     }

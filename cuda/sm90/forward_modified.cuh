@@ -7,14 +7,12 @@
 #include <type_traits>
 
 #include "params.h"
-#include "ptx/cp_async.cuh"
-#include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
-#include "ptx/shared.cuh"
 #include "tile/band.cuh"
 #include "tile/matmul.cuh"
 #include "tile/modifiers.cuh"
 #include "tile/pairs.cuh"
+#include "tile/tensor_map.h"
 
 namespace jax_flash::sm90 {
 
@@ -297,97 +295,10 @@ __device__ __forceinline__ bool allows_element(const Forward& params,
   }
 }
 
-// A warp's 16 rows of a tile of the bias in shared memory, which it copies itself, in groups of 32
-// columns; elements have kElementBytes. Of 4-byte elements, the 32 bytes under a block of a
-// fragment are at place n ^ row % 4 of a row of a group; of 2-byte elements the 16 bytes are at n ^
-// row / 2 % 4: no bank conflicts.
-template <int kN, int kElementBytes>
-struct BiasTile {
-  static constexpr int kWarpBytes = 16 * kN * 8 * kElementBytes;
-  static constexpr int kLanes = kElementBytes * 2;  // of a row of a group
-  uint32_t written, read;  // of this thread: where its first vector goes, and what it reads first
-
-  BiasTile() = default;
-  explicit __device__ __forceinline__ BiasTile(uint32_t smem) {
-    const int lane = threadIdx.x % 32, row = lane / kLanes, chunk = lane % kLanes;
-    if constexpr (kElementBytes == 4) {
-      written = smem + row * 128 + (chunk / 2 ^ row % 4) * 32 + chunk % 2 * 16;
-      read = smem + lane / 4 * 128 + lane / 4 % 4 * 32 + lane % 4 * 8;
-    } else {
-      written = smem + row * 64 + (chunk ^ row / 2 % 4) * 16;
-      read = smem + lane % 16 * 64 + (lane % 16 / 2 % 4 ^ lane / 16) * 16;
-    }
-  }
-
-  // Where a thread's vectors of a tile's rows begin, in vectors of 16 bytes: for once a query tile.
-  // Rows beyond the last are the last.
-  struct Rows {
-    uint32_t at[kLanes / 2];
-  };
-  static __device__ __forceinline__ Rows rows(int64_t row_stride, int32_t row0, int32_t count) {
-    const int lane = threadIdx.x % 32;
-    Rows rows = {};
-#pragma unroll
-    for (int i = 0; i < kLanes / 2; ++i) {
-      const int64_t row = min(row0 + lane / kLanes + i * (32 / kLanes), count - 1);
-      rows.at[i] = static_cast<uint32_t>(row * row_stride * kElementBytes / 16) + lane % kLanes;
-    }
-    return rows;
-  }
-
-  // Starts copies. `bias` is at row 0 of the batch and head, and the tile's first column, with
-  // `cols` behind it. What was there has been read.
-  __device__ __forceinline__ void copy(const uint8_t* bias, const Rows& rows, int32_t cols) const {
-    static_assert(kN % 4 == 0);
-    const int chunk = threadIdx.x % kLanes;
-    __syncwarp();
-#pragma unroll
-    for (int i = 0; i < kLanes / 2; ++i) {
-      const uint8_t* from = bias + uint64_t{rows.at[i]} * 16;
-#pragma unroll
-      for (int group = 0; group < kN / 4; ++group) {
-        const bool exists = group * 32 + chunk * (16 / kElementBytes) < cols;
-        ptx::cp_async_16(written + group * (16 * kLanes * 16) + i * 512, from + group * kLanes * 16,
-                         exists);
-      }
-    }
-    ptx::cp_async_commit_group();
-  }
-
-  __device__ __forceinline__ void wait() const {
-    ptx::cp_async_wait_group<0>();
-    __syncwarp();
-  }
-
-  // Adds the bias to blocks n, which is even, and n + 1 of products times `scale`.
-  template <typename T>
-  __device__ __forceinline__ void add(float (&first)[4], float (&second)[4], float scale,
-                                      int n) const {
-    uint32_t words[4];  // of 2-byte elements: rows g and g + 8 of block n, then of n + 1
-    if constexpr (sizeof(T) == 2) ptx::ldmatrix_x4(words, (read ^ n % 4 * 16) + n / 4 * 1024);
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      float (&block)[4] = i < 2 ? first : second;
-      const int e = i % 2 * 2;
-      float2 pair;
-      if constexpr (sizeof(T) == 4) {
-        const uint32_t at = (read ^ (n + i / 2) % 4 * 32) + n / 4 * 2048 + i % 2 * 1024;
-        asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];" : "=f"(pair.x), "=f"(pair.y) : "r"(at));
-      } else if constexpr (std::is_same_v<T, __half>) {
-        pair = __half22float2(reinterpret_cast<const __half2&>(words[i]));
-      } else {
-        pair = {__uint_as_float(words[i] << 16), __uint_as_float(words[i] & 0xffff0000)};
-      }
-      block[e] = fmaf(block[e], scale, pair.x);
-      block[e + 1] = fmaf(block[e + 1], scale, pair.y);
-    }
-  }
-};
-
 // What the host derives for these kernels.
 struct ModifierPlan {
   SoftCapPlan soft_cap;
-  bool vectors = false;    // whether mask or bias can be read ahead, in vectors
+  bool vectors = false;    // whether mask or bias can be read ahead: in vectors, or boxes
   int8_t batch_shift = 0;  // of QueryTileCursor
 
   ModifierPlan() = default;
@@ -398,9 +309,13 @@ struct ModifierPlan {
     if (params.mask) vectors = has_vectors(params.mask, 1, 8) && params.shape.kv_len % 8 == 0;
     if (params.bias) {
       const int bytes = params.bias.dtype == DType::kFloat32 ? 4 : 2;
-      vectors = has_vectors(params.bias, bytes, 16) && params.shape.kv_len * bytes % 16 == 0;
+      vectors = has_vectors(params.bias, bytes, 16) &&
+                (bytes == 4 ? params.shape.kv_len % 4 == 0
+                            : params.bias.dtype == params.query.dtype &&
+                                  fits_tensor_map(params.shape, params.bias, 1));
     }
-    // Batches that share a bias or mask side by side, while their keys and values fit into L2.
+    // Up to four batches that share a bias or mask side by side: L2 then has to hold that many
+    // heads' keys and values at a time.
     const Operand& shared = params.bias ? params.bias : params.mask;
     if (shared && shared.head != 0 && shared.batch[0] == 0 && shared.batch[1] == 0) {
       while (batch_shift < 2 && params.shape.batch % (int64_t{2} << batch_shift) == 0) {

@@ -6,13 +6,15 @@
 #include <type_traits>
 
 #include "params.h"
+#include "sm90/forward_bias.cuh"
 #include "sm90/forward_modified.cuh"
+#include "sm90/forward_parts.cuh"
 #include "sm90/forward_plan.cuh"
 #include "tile/softmax.cuh"
 
 namespace jax_flash::sm90 {
 
-template <typename Config, uint32_t kModifiers>
+template <typename Config, typename Element, uint32_t kModifiers>
 struct ModifiedTile {
   static constexpr int kN = Config::kBlockKv / 8;
   // With bits: what is allowed is known before the scores are.
@@ -27,12 +29,12 @@ struct ModifiedTile {
 
   const Forward& params;
   const ForwardPlan& plan;
-  // Of an element.
-  static constexpr int kBiasBytes =
-      kBiased ? Config::kOwnBytes / (16 * Config::kBlockKv) : sizeof(float);
-  using Bias = BiasTile<kN, kBiasBytes>;
-  Bias bias;  // of this warp
-  typename Bias::Rows bias_rows;
+  // Of a bias that is read ahead: 2-byte elements are those of the operands.
+  static constexpr bool kBoxes = kBiased && Config::kBiasBoxes;
+  using BiasType = std::conditional_t<kBoxes, Element, float>;
+  std::conditional_t<kBoxes, BiasBox<Config::kBlockKv>, BiasTile<kN>> bias;
+  typename BiasTile<kN>::Rows bias_rows;
+  int bias_reads_ahead;
   MaskBytes<kN> mask;
   typename MaskBytes<kN>::Rows mask_rows;
   AllowedBits allowed, next_allowed;
@@ -40,9 +42,17 @@ struct ModifiedTile {
   int cap_terms;  // of the soft cap's polynomial: 2, 3, or 0 if they were too few
 
   __device__ __forceinline__ ModifiedTile(const Forward& forward, const ForwardPlan& planned,
-                                          uint32_t own_smem)
+                                          const ForwardSmem<Config>& smem, int group)
       : params(forward), plan(planned) {
-    if constexpr (kBiased) bias = Bias(own_smem);
+    if constexpr (kBiased) {  // to a register: a constant would be loaded for each tile
+      bias_reads_ahead = __reduce_max_sync(0xffffffff, plan.modifiers.vectors);
+    }
+    if constexpr (kBoxes) {
+      bias.init(smem.own(group * 4), smem.bias_full(group), smem.bias_empty(group),
+                params.bias.row == 0);
+    } else if constexpr (kBiased) {
+      bias.init(smem.own(threadIdx.x / 32 - 4));
+    }
     if constexpr (kCapped) {
       const SoftCapPlan& cap = plan.modifiers.soft_cap;
       cap_terms = cap.limit2 > 0.0f ? 2 : cap.limit3 > 0.0f ? 3 : 0;
@@ -50,19 +60,24 @@ struct ModifiedTile {
   }
 
   // Whether mask and bias are read a tile ahead: where they lie in vectors.
-  __device__ __forceinline__ bool reads_ahead() const { return plan.modifiers.vectors; }
+  __device__ __forceinline__ bool reads_ahead() const {
+    if constexpr (kBiased) return bias_reads_ahead;
+    return plan.modifiers.vectors;
+  }
 
   // A query tile: the warp's rows are those from row0 on.
   __device__ __forceinline__ void begin(const QueryWork& work, int32_t row0) {
     if constexpr (kModifiers == kMask && kLooksAhead) mask_rows = rows_of_mask(work, row0);
-    if constexpr (kBiased) bias_rows = Bias::rows(params.bias.row, row0, plan.q_len);
+    if constexpr (kBiased && !kBoxes) {
+      bias_rows = BiasTile<kN>::rows(params.bias.row, row0, plan.q_len);
+    }
   }
   __device__ __forceinline__ auto rows_of_mask(const QueryWork& work, int32_t row0) const {
     return MaskBytes<kN>::rows(static_cast<const uint8_t*>(params.mask.data) + work.modifiers.mask,
                                params.mask.row, row0, plan.q_len);
   }
-  // Of the bias, or the bytes of the mask, if there is such a tile. With kLooksAhead, there has to
-  // be, and there are no branches.
+  // Of the bias, if warps copy it, or the bytes of the mask, if there is such a tile. With
+  // kLooksAhead, there has to be, and there are no branches.
   __device__ __forceinline__ void read_ahead(const QueryWork& work, int32_t row0, int32_t tile) {
     const int32_t col0 = tile * Config::kBlockKv;
     if constexpr (kModifiers == kMask) {
@@ -72,10 +87,10 @@ struct ModifiedTile {
         mask_rows = rows_of_mask(work, row0);
       }
       mask.load(mask_rows, col0, reads_ahead() ? plan.kv_len : 0);
-    } else if constexpr (kBiased) {
+    } else if constexpr (kBiased && !kBoxes) {
       if (tile < 0 || !reads_ahead()) return;
-      const auto* data = static_cast<const uint8_t*>(params.bias.data);
-      bias.copy(data + (work.modifiers.bias + col0) * kBiasBytes, bias_rows, plan.kv_len - col0);
+      const auto* data = static_cast<const float*>(params.bias.data);
+      bias.copy(data + work.modifiers.bias + col0, bias_rows, plan.kv_len - col0);
     }
   }
   // From the mask's bytes of the next tile to its bits, and the bytes of the tile behind it.
@@ -129,12 +144,38 @@ struct ModifiedTile {
   }
   // From what was read ahead.
   __device__ __forceinline__ void add_bias(Scores& scores) const {
-    with_bias_type([&](auto zero) {
 #pragma unroll
-      for (int n = 0; n < kN; n += 2) {
-        bias.template add<decltype(zero)>(scores[0][n], scores[0][n + 1], params.options.scale, n);
+    for (int n = 0; n < kN; n += 2) {
+      float addends[2][4];
+      bias.template read<BiasType>(addends, n);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        float& score = scores[0][n + e / 4][e % 4];
+        score = fmaf(score, params.options.scale, addends[e / 4][e % 4]);
       }
-    });
+    }
+  }
+  // Exponentials of products with the bias added. Every row has a reference.
+  __device__ __forceinline__ void biased_exponentials(Scores& scores,
+                                                      OnlineSoftmax<1>& softmax) const {
+    const float factor = params.options.scale * kLog2E;
+    float shift[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      shift[half] = to_log2_units(softmax.reference[0][half], kLog2E);
+    }
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      float addends[2][4];
+      bias.template read<BiasType>(addends, n);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        float& score = scores[0][n + e / 4][e % 4];
+        const float offset = fmaf(addends[e / 4][e % 4], kLog2E, -shift[e % 4 / 2]);
+        score = ptx::ex2_approx_ftz(fmaf(score, factor, offset));
+        softmax.sum[0][e % 4 / 2] += score;
+      }
+    }
   }
   // Exponentials of a tile that no edge cuts, with what the call does to its products side by side:
   // in one block of code, in which the assembler mixes them. `longer`: by the longer polynomial of
@@ -159,13 +200,6 @@ struct ModifiedTile {
           if (n % kForbidBlocks == 0) forbid<kForbidBlocks>(scores[0], allowed, n);
         });
       }
-    } else if constexpr (kBiased) {
-      with_bias_type([&](auto zero) {
-        all([&](float (&block)[4], int n) {
-          if (n % 2 != 0) return;
-          bias.template add<decltype(zero)>(block, scores[0][n + 1], params.options.scale, n);
-        });
-      });
     } else if constexpr (kCapped) {
       const SoftCapPlan& cap = plan.modifiers.soft_cap;
       float shift[2];
@@ -185,18 +219,6 @@ struct ModifiedTile {
       return longer ? capped(cap.factor3, cap.offset3) : capped(cap.factor2, cap.offset2);
     }
     return false;
-  }
-
- private:
-  template <typename Visit>
-  __device__ __forceinline__ void with_bias_type(Visit visit) const {
-    if constexpr (kBiasBytes == 4) {
-      visit(float{});
-    } else if (params.bias.dtype == DType::kBFloat16) {
-      visit(__nv_bfloat16{});
-    } else {
-      visit(__half{});
-    }
   }
 };
 

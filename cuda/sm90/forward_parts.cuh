@@ -36,7 +36,8 @@ enum ForwardBarrier : int { kPartialFull = 1, kPartialEmpty = 2, kZeroed = 8 };
 template <typename Config>
 struct ForwardSmem {
   static constexpr int kQueryBarriers = Config::kQueryStages * Config::kRowGroups;
-  static constexpr int kBarriers = 2 * kQueryBarriers + 4 * Config::kStages;
+  static constexpr int kBiasBarriers = Config::kBiasBoxes ? Config::kRowGroups : 0;
+  static constexpr int kBarriers = 2 * (kQueryBarriers + kBiasBarriers) + 4 * Config::kStages;
   static constexpr int kWorks = Config::kRowGroups * Config::kWorks;
   uint32_t root, barriers;
   QueryWork* works;    // [kRowGroups][kWorks]
@@ -51,7 +52,7 @@ struct ForwardSmem {
   __device__ __forceinline__ typename Config::ValueTile value(uint32_t stage) const {
     return {root, Config::kValueOffset + stage * Config::ValueTile::kBytes};
   }
-  // What a consumer warp copies for itself.
+  // What is a consumer warp's own.
   __device__ __forceinline__ uint32_t own(int consumer_warp) const {
     return root + Config::kOwnOffset + consumer_warp * Config::kOwnBytes;
   }
@@ -70,6 +71,10 @@ struct ForwardSmem {
   __device__ __forceinline__ uint32_t key_empty(uint32_t stage) const { return at(1, stage); }
   __device__ __forceinline__ uint32_t value_full(uint32_t stage) const { return at(2, stage); }
   __device__ __forceinline__ uint32_t value_empty(uint32_t stage) const { return at(3, stage); }
+  __device__ __forceinline__ uint32_t bias_full(int group) const { return at(4, group); }
+  __device__ __forceinline__ uint32_t bias_empty(int group) const {
+    return at(4, kBiasBarriers + group);
+  }
 
   // By one thread: lanes side by side would take longer.
   __device__ __forceinline__ void init_barriers() const {
@@ -85,6 +90,10 @@ struct ForwardSmem {
       ptx::mbarrier_init(key_empty(stage), kKeyWarps);
       ptx::mbarrier_init(value_full(stage), 1);
       ptx::mbarrier_init(value_empty(stage), kKeyWarps);
+    }
+    for (int group = 0; group < kBiasBarriers; ++group) {
+      ptx::mbarrier_init(bias_full(group), 1);
+      ptx::mbarrier_init(bias_empty(group), kConsumerWarps / Config::kRowGroups);
     }
     ptx::fence_mbarrier_init();
   }

@@ -30,11 +30,13 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
 }
 
 // A map of [batch, rows, heads, cols] of 16-bit elements, for boxes of box_rows rows of box_heads
-// heads by 64 columns, swizzled as SmemTile is. Axes of stride 0 are left out: see load_box().
-inline Status make_tensor_map(
-    const char* name, const Shape& shape, const Operand& operand, int64_t rows, int64_t heads,
-    int64_t cols, int box_rows, CUtensorMap& map, int box_heads = 1,
-    CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
+// heads by box_cols columns: 64, swizzled as SmemTile is, or 32, swizzled by rows of 64 bytes. Axes
+// of stride 0 are left out: see load_box().
+inline Status make_tensor_map(const char* name, const Shape& shape, const Operand& operand,
+                              int64_t rows, int64_t heads, int64_t cols, int box_rows,
+                              CUtensorMap& map, int box_heads = 1,
+                              CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
+                              int box_cols = 64) {
   const auto encode = tensor_map_encoder();
   if (encode == nullptr) {
     return Status::internal("jax_flash: the CUDA driver has no cuTensorMapEncodeTiled");
@@ -49,16 +51,17 @@ inline Status make_tensor_map(
     global_dims[axis + 1] = broadcast ? 1 : static_cast<cuuint64_t>(sizes[axis]);
     global_strides[axis] = broadcast ? 16 : static_cast<cuuint64_t>(strides[axis]) * 2;
   }
-  const cuuint32_t box[5] = {64, static_cast<cuuint32_t>(box_rows),
+  const cuuint32_t box[5] = {static_cast<cuuint32_t>(box_cols), static_cast<cuuint32_t>(box_rows),
                              static_cast<cuuint32_t>(box_heads), 1, 1};
+  const CUtensorMapSwizzle swizzle =
+      box_cols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
   const CUtensorMapDataType type = operand.dtype == DType::kBFloat16
                                        ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                        : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const CUresult result =
       encode(&map, type, 5, operand.data, global_dims, global_strides, box, element_strides,
-             CU_TENSOR_MAP_INTERLEAVE_NONE, CU_TENSOR_MAP_SWIZZLE_128B, promotion,
-             CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
+             CU_TENSOR_MAP_INTERLEAVE_NONE, swizzle, promotion, CU_TENSOR_MAP_FLOAT_OOB_FILL_NONE);
   if (result == CUDA_SUCCESS) return {};
   return Status::internal(std::string("jax_flash: cannot make a tensor map of ") + name +
                           ": CUDA error " + std::to_string(static_cast<int>(result)));
