@@ -24,7 +24,6 @@
 #include <type_traits>
 
 #include "params.h"
-#include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/warpgroup.cuh"
@@ -36,7 +35,9 @@
 #include "sm90/forward_consumer.cuh"
 #include "sm90/forward_parts.cuh"
 #include "sm90/forward_plan.cuh"
+#include "sm90/forward_producers.cuh"
 #include "sm90/forward_segments.cuh"
+#include "sm90/forward_steps.cuh"
 #include "sm90/schedule.cuh"
 #include "status.h"
 #include "tile/band.cuh"
@@ -47,151 +48,6 @@
 #include "tile/tensor_map.cuh"
 
 namespace jax_flash::sm90 {
-
-// Those of a block, of batches that share a bias or mask one beside the other.
-template <uint32_t kModifiers>
-__device__ __forceinline__ QueryTileCursor query_tiles(const ForwardPlan& plan) {
-  constexpr bool kShares = kModifiers == kBias || kModifiers == kMask;
-  return {plan.schedule, kShares ? plan.modifiers.batch_shift : 0};
-}
-
-// By one warp: keys and values of all query tiles.
-template <typename Config, uint32_t kModifiers>
-__device__ __forceinline__ void produce_keys(const Forward& params, const ForwardPlan& plan,
-                                             const ForwardMaps& maps,
-                                             const ForwardSmem<Config>& smem) {
-  RingState<Config::kStages> key_stage;
-  RingState<Config::kValueStages> value_stage;
-  // Left alone, other lanes would go ahead through all of the loop: the leader would wait for them,
-  // and issue slots go to nothing.
-  if (threadIdx.x % 32 != 0) return;
-  for (auto cursor = query_tiles<kModifiers>(plan); cursor.valid(); cursor.advance()) {
-    const QueryTileIndex q = cursor.index();
-    const int32_t row0 = q.tile * Config::kBlockQ;
-    const TileRange range =
-        kv_tiles<Config::kBlockKv>(plan.band.of(params, q.batch), row0, row0 + Config::kBlockQ);
-    const auto first_row = [&](int32_t tile) {
-      return (Config::kScoresAhead ? tile_from_end(range.end, tile) : tile) * Config::kBlockKv;
-    };
-    const auto load_key = [&](int32_t tile) {
-      ptx::mbarrier_wait(smem.key_empty(key_stage.stage), key_stage.parity ^ 1);
-      load_tile_boxes(smem.key(key_stage.stage), maps.key, smem.key_full(key_stage.stage), plan.key,
-                      q.batch_axes, q.kv_head, first_row(tile));
-      key_stage.advance();
-    };
-    const auto load_value = [&](int32_t tile) {
-      ptx::mbarrier_wait(smem.value_empty(value_stage.stage), value_stage.parity ^ 1);
-      load_tile_boxes(smem.value(value_stage.stage), maps.value, smem.value_full(value_stage.stage),
-                      plan.value, q.batch_axes, q.kv_head, first_row(tile));
-      value_stage.advance();
-    };
-    if (range.first >= range.end) continue;
-    load_key(range.first);
-    for (int32_t tile = range.first; tile < range.end; ++tile) {
-      if (tile + 1 < range.end) load_key(tile + 1);
-      load_value(tile);
-    }
-  }
-}
-
-// By one warp: a consumer's rows of the query tiles and, in boxes, of the bias, and what it is to
-// know of them.
-template <typename Config, typename Element, uint32_t kModifiers>
-__device__ __forceinline__ void produce_queries(const Forward& params, const ForwardPlan& plan,
-                                                const MapsOf<Config>& maps,
-                                                const SegmentSpans& spans,
-                                                const ForwardSmem<Config>& smem, int group) {
-  constexpr bool kSkips = (kModifiers & kSegments) != 0;
-  const bool leader = threadIdx.x % 32 == 0;
-  RingState<Config::kQueryStages> stage;
-  uint32_t works = 0, bias_parity = 0;
-  // As in produce_keys(). At 64, where the description is short, causal calls lose 2% by it.
-  if ((Config::kHeadDim > 64 || Config::kBiasBoxes) && !kSkips && !leader) return;
-  if constexpr (kSkips) ptx::griddepcontrol_wait();  // for the spans
-  const auto wait_empty = [&] {
-    ptx::mbarrier_wait_asleep(smem.query_empty(stage.stage, group), stage.parity ^ 1);
-  };
-  const auto first = [&] {
-    if constexpr (kSkips) {
-      return UnitCursor<Config, false>(plan, spans, smem);
-    } else {
-      return query_tiles<kModifiers>(plan);
-    }
-  };
-  for (auto cursor = first(); cursor.valid(); cursor.advance()) {
-    const QueryTileIndex q = cursor.index();
-    const Band band = plan.band.of(params, q.batch);
-    const int32_t row0 = q.tile * Config::kBlockQ;
-    const uint32_t full = smem.query_full(stage.stage, group);
-    const auto load = [&] {
-      wait_empty();
-      load_tile_boxes(smem.query(stage.stage, group), maps.query, full, plan.query, q.batch_axes,
-                      q.head, row0 + group * 64);
-    };
-    // Q first, since the description takes a while. With segments it takes longer, but for the
-    // block's first query tile it can be written while the tile before is at work.
-    const bool loads_first = !kSkips || works == 0;
-    TileRange range;
-    RowRange run;
-    if constexpr (kSkips) {
-      if (leader && loads_first) load();
-      SegmentTiles<Config> tiles(band, spans, q.batch, row0);
-      const auto start = tiles.start();
-      range = {start.tile, tiles.range.end};
-      run = start.run;
-      if (spans.query && range.first < range.end) {
-        find_query_segments<Config>(static_cast<const int32_t*>(params.query_segment_ids.data) +
-                                        ModifierOffsets(params, q.batch_axes, q.head).query_ids,
-                                    params.query_segment_ids.row, band, row0,
-                                    smem.query_segments(group, works));
-      }
-    } else {
-      range = kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ);
-    }
-    if (leader) {
-      if constexpr (!kSkips) {
-        if (range.first < range.end) {
-          load();
-        } else {
-          wait_empty();
-          ptx::mbarrier_arrive(full);
-        }
-      }
-      QueryWork& work = smem.work(group, works);
-      work.out = plan.out.at<Element>(q, row0);
-      work.lse = plan.lse.at<float>(q, row0);
-      work.band = band;
-      const int32_t row_end = min(row0 + Config::kBlockQ, band.q_len);
-      work.attended = {band.first_col(row0), band.end_col(row_end - 1)};
-      work.tile = range.first;
-      work.end = range.end;
-      work.row0 = row0;
-      work.batch = q.batch;
-      work.head = q.head;
-      if constexpr (kModifiers != kNoModifier) {
-        work.modifiers = ModifierOffsets(params, q.batch_axes, q.head);
-      }
-      if constexpr (kSkips) smem.query_segments(group, works).run = run;
-      work.sink_log2 =
-          plan.sinks.data ? *plan.sinks.at<const float>(q, 0) * kLog2E : minus_infinity();
-      if (!loads_first) load();
-      ptx::mbarrier_arrive(full);
-      if constexpr (Config::kBiasBoxes) {
-        if (plan.modifiers.vectors) {
-          load_bias<Config>(smem, maps, group, q, row0 + group * 64, range.first, range.end,
-                            bias_parity);
-        }
-      }
-    }
-    stage.advance();
-    ++works;
-  }
-  if (leader) {
-    wait_empty();
-    smem.work(group, works).row0 = -1;
-    for (int i = 0; i < 2; ++i) ptx::mbarrier_arrive(smem.query_full(stage.stage, group));
-  }
-}
 
 // A query tile after the other, their key tiles in one chain: a query tile's first scores and
 // exponentials run beside the last product of the one before.

@@ -1,0 +1,180 @@
+// The steps of a consumer of the sm_90 forward kernel with a tile of keys: what runs beside what.
+// Those of a scores-ahead consumer: forward_ahead.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "sm90/forward_biased.cuh"
+#include "sm90/forward_capped.cuh"
+#include "sm90/forward_consumer.cuh"
+#include "sm90/forward_peaks.cuh"
+
+namespace jax_flash::sm90 {
+
+template <typename Config, typename Element, uint32_t kModifiers>
+template <bool kBesideOut>
+__device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::first_tile(
+    int32_t tile, bool of_one_segment) {
+  const bool edge = at_edge(tile);
+  if constexpr (kSegmented) {
+    note = key_note(tile);
+    one_segment = note.one_segment();
+    look_at_segments(tile);
+  } else {
+    one_segment = of_one_segment;
+  }
+  if constexpr (Modified::kLooksAhead) look_ahead(tile);
+  modified.prepare(work, work.row0 + warp_row, tile, edge);
+  if constexpr (kModifiers == kMask && !Modified::kLooksAhead) {
+    read_ahead(min(tile + 1, work.end - 1));
+  }
+  await_scores<kBesideOut ? 1 : 0>();
+  release_key();
+  release_query_early(tile);
+  softmax = OnlineSoftmax<1>();
+  bool computed = false;
+  if constexpr (Modified::kSaturates) computed = first_fixed_tile<Config>(*this, tile, edge);
+  if (!computed) {
+    modify(scores, tile, edge);
+    if constexpr (Modified::kBiased) read_ahead(is_last(tile) ? -1 : tile + 1);
+    raise_reference();
+    if constexpr (Modified::kSaturates) fix_first_references<Config>(*this, tile, edge);
+    exponentials();
+  }
+  if constexpr (kPeaks) {
+    float share[2] = {kFirstPeakShare, kFirstPeakShare};
+    if (edge) first_peak_shares<Config::kBlockKv>(work.band, work.row0 + warp_row, tile, share);
+    peak_limits.set(softmax, share);
+  }
+  if constexpr (Modified::kLooksAhead) look_ahead(tile + 1);
+  if constexpr (Modified::kBits) attended_columns_of_bits();
+  drop_some(tile);
+  if constexpr (kBesideOut) {
+    wait_next_value_after_exponentials();
+    await_out();
+    convert();
+  } else {
+    convert();
+    wait_value();
+  }
+}
+
+template <typename Config, typename Element, uint32_t kModifiers>
+template <TileKind kKind>
+__device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::next_tile(
+    int32_t last, int32_t tile, bool of_one_segment, KeyTileNote* next_note) {
+  constexpr bool kOptimistic = Config::kOptimistic && kModifiers != kEveryModifier;
+  if constexpr (Modified::kSaturates) return next_capped_tile<Config>(*this, last, tile);
+  constexpr bool kInRun = kKind == TileKind::kInRun;
+  constexpr bool kBiasBeside = kKind == TileKind::kBiasBeside;
+  const bool edge = !kBiasBeside && at_edge(tile);  // before the wait
+  if constexpr (!Modified::kBiased) {
+    wait_key();
+    if constexpr (kSegmented) note = key_note(tile);
+    if constexpr (kInRun) one_segment = true;  // so that the compiler knows
+    start_scores();
+  }
+  clear_values(last, work.attended);
+  if constexpr (!kInRun) one_segment = of_one_segment;
+  if constexpr (kMasks && !kOptimistic) *next_note = key_note(tile);
+  if constexpr (kSegmented) look_at_segments(tile);
+  const auto prepare = [&] { modified.prepare(work, work.row0 + warp_row, tile, edge); };
+  if constexpr (Modified::kBits && !Modified::kLooksAhead) {
+    prepare();
+    columns = kAllBits<kN>;
+    if (!modified.all_allowed) attended_columns_of_bits();
+    read_ahead(next_note->next());
+    start_out_part<0>(0);
+  } else {
+    start_out_part<0>(0);
+    if constexpr (kBiasBeside) {
+      modified.bias.wait();
+    } else {
+      prepare();
+    }
+  }
+  await_scores<1>();
+  bool careful = !kBiasBeside;
+  if constexpr (!kOptimistic) {
+    release_key();
+  } else if constexpr (!kBiasBeside) {
+    careful = (kChained && Config::kQueryStages == 1 && is_last(tile)) || !softmax.ready();
+  }
+  if constexpr (!kBiasBeside) release_query_early(tile);
+  // Whether all logits are to be there before the exponentials.
+  bool whole = !kBiasBeside;
+  bool assumes_small = false;  // products: the tile is done again if they are not
+  bool longer = false;         // polynomial of the soft cap
+  if constexpr (Modified::kBits && kOptimistic) {
+    whole = careful;
+  } else if constexpr (Modified::kCapped) {
+    whole = edge;
+    assumes_small = kOptimistic && !careful && modified.cap_terms != 0;
+    longer = modified.cap_terms != 2;
+    if (!edge && !assumes_small) {
+      const float greatest = greatest_magnitude(scores);
+      whole = !(greatest <= plan.modifiers.soft_cap.three.limit);
+      longer = !(greatest <= plan.modifiers.soft_cap.two.limit);
+    }
+  }
+  bool rises = false;
+  if (whole) {
+    modify(scores, tile, edge);
+    rises = careful && raise_reference_to_peak();
+  } else if constexpr (Modified::kCapped) {
+    rises = careful && raise_capped_reference(*this);
+  }
+  const float before[2] = {softmax.sum[0][0], softmax.sum[0][1]};
+  softmax.sum[0][0] = softmax.sum[0][1] = 0.0f;
+  // What the next tile needs.
+  const auto beside = [&] {
+    if constexpr (kMasks && kOptimistic) *next_note = key_note(tile);
+    if constexpr (Modified::kLooksAhead) {
+      look_ahead(tile + 1);
+      attended_columns_of_bits();
+    }
+  };
+  bool great = false;
+  if (whole) {
+    beside();
+    exponentials_beside_out<0>();
+  } else if constexpr (kBiasBeside) {
+    modified.biased_exponentials(scores, softmax);
+  } else if constexpr (kGeneral) {
+    great = modified.exponentials(scores, softmax, to_log2, longer, beside) && assumes_small;
+  }
+  if constexpr (Modified::kBiased) read_ahead(is_last(tile) ? -1 : tile + 1);
+  const float greatest = fmaxf(softmax.sum[0][0], softmax.sum[0][1]);
+  const bool exceeds = kPeaks && peak_limits.exceeded_by(softmax.sum[0]);
+  softmax.sum[0][0] += before[0];
+  softmax.sum[0][1] += before[1];
+  wait_next_value_after_exponentials();
+  await_out();
+  bool peak = false;
+  if constexpr (kOptimistic) {
+    if (!careful &&
+        __any_sync(0xffffffff, kPeaks ? exceeds : greatest > kOptimisticLimit || great)) {
+      peak = kPeaks;
+      if constexpr (Modified::kCapped) {
+        if (__any_sync(0xffffffff, great)) modified.cap_terms = modified.cap_terms == 2 ? 3 : 0;
+      }
+      if (!kPeaks || peak_limits.too_great(softmax)) {
+        softmax.sum[0][0] = before[0];
+        softmax.sum[0][1] = before[1];
+        compute_scores_again();
+        modify(scores, tile, edge, true);
+        rises = raise_reference_to_peak();
+        exponentials();
+      } else {
+        raise_to_peaks(softmax, scores, out, to_log2);
+      }
+    }
+    release_key();
+  }
+  drop_some(tile);
+  convert();
+  if (rises) rescale();
+  if (kPeaks && (rises || peak)) peak_limits.set(softmax);
+}
+
+}  // namespace jax_flash::sm90
