@@ -207,7 +207,6 @@ def floors(document: dict) -> str:
 _GROUPS = [("targets", "TFLOP/s"), ("decode", "TB/s"), ("cpu", "ms"), ("layer", "tokens/s")]
 _SECTIONS: dict[str, tuple[str, Any]] = {
     "speed": ("One call, and a layer", _GROUPS),
-    "latest": ("The first of these calls, later kernels", _GROUPS[:1]),
     "short": ("Short calls, beside Pallas' own kernel as well", [("targets", "us")]),
     "families": ("The kernels for Ampere, on the same GPU", [("targets", "TFLOP/s")]),
     "earlier": ("Small calls, inputs not in the cache", [("earlier", "us")]),
