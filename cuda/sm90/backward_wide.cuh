@@ -13,7 +13,6 @@
 // there. Exponentials and dS run beside the other warpgroup's products. Warp 0 starts the copies.
 // Blocks of the second kernel start where those of the first leave multiprocessors idle, and need
 // not wait: what both read is complete when the last of the first has found it so, and let them.
-//
 // Shared memory: backward_config.cuh.
 #pragma once
 
