@@ -215,7 +215,8 @@ _SECTIONS: dict[str, tuple[str, Any]] = {
     "profile": ("Where the time goes", profile),
     "floors": ("The least time of each call, and the rest of it", floors),
     "ablation": ("Ablation, kernels for sm_80", ablation),
-    "ablation_sm90": ("Ablation, kernels for sm_90", ablation),
+    "ablation_sm90": ("Ablation, forward kernel for sm_90", ablation),
+    "ablation_sm90_backward": ("Ablation, backward kernel for sm_90", ablation),
     "host": ("On the host", host),
 }
 
