@@ -29,25 +29,59 @@ SLOPES = {
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_rows_whose_reference_moves(family, dtype, batch, head_dim, is_causal):
+    check_slopes(family, dtype, batch, head_dim, is_causal)
+
+
+# Kernels of their own.
+@pytest.mark.parametrize("feature", ["bias", "mask", "segments", "soft_cap"])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_rows_whose_reference_moves_with_a_feature(family, dtype, head_dim, is_causal, feature):
+    check_slopes(family, dtype, 6, head_dim, is_causal, feature)
+
+
+def check_slopes(family, dtype, batch, head_dim, is_causal, feature=None):
     rng = np.random.default_rng(batch)
     length, heads = 700, 16
+    cap = 100.0
 
     def normal(std=1.0):
         drawn = std * rng.standard_normal((batch, length, heads, head_dim), np.float32)
         return drawn.astype(dtype)
 
+    options = {"is_causal": is_causal, "return_residual": True}
+    allowed = np.tri(length, dtype=bool) if is_causal else np.ones((length, length), bool)
+    bias = np.zeros((length, length), dtype)
+    if feature == "bias":
+        bias = rng.standard_normal(bias.shape, np.float32).astype(dtype)
+        options["bias"] = bias[None, None]
+    elif feature == "mask":
+        mask = (rng.random(bias.shape) < 0.9) | np.eye(length, dtype=bool)
+        allowed &= mask
+        options["mask"] = mask[None, None]
+    elif feature == "segments":
+        segments = np.arange(length) // 300
+        allowed &= segments[:, None] == segments
+        ids = np.broadcast_to(segments.astype(np.int32), (batch, length))
+        options |= {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    elif feature == "soft_cap":
+        options["logits_soft_cap"] = cap
+
     def truth(query, key, value):  # [T,H] each
         logits = query @ key.T / np.sqrt(head_dim)
         largest = np.abs(logits).max()
-        if is_causal:
-            logits = np.where(np.tri(length, dtype=bool), logits, -np.inf)
+        if feature == "soft_cap":
+            logits = cap * np.tanh(logits / cap)
+        logits = np.where(allowed, logits + bias.astype(np.float64), -np.inf)
         top = logits.max(axis=-1, keepdims=True)
         p = np.exp(logits - top)
         total = p.sum(axis=-1, keepdims=True)
         return p / total @ value, (top + np.log(total))[:, 0], largest
 
     attend = functools.partial(jax_flash.dot_product_attention, implementation=family)
-    attend = jax.jit(functools.partial(attend, is_causal=is_causal, return_residual=True))
+    attend = jax.jit(functools.partial(attend, **options))
     query, value = normal(), normal()
     for name, slope in SLOPES.items():
         key = normal(np.repeat(slope, 100)[:, None, None])
@@ -60,6 +94,8 @@ def test_rows_whose_reference_moves(family, dtype, batch, head_dim, is_causal):
             # so is the logarithm of a probability; probabilities and output, up to 5, are rounded
             # to `dtype`.
             known = np.sqrt(head_dim) * largest * 2.0**-24
+            if feature == "soft_cap" and dtype == jnp.bfloat16:
+                known += 3.5e-4  # what the docstring allows
             assert np.abs(lse - true_lse).max() < 1e-4 + known, name
             assert np.abs(out - true_out).max() < 5 * (float(jnp.finfo(dtype).eps) + 2 * known), (
                 name

@@ -10,6 +10,7 @@
 #include "sm90/config.cuh"
 #include "sm90/forward_consumer.cuh"
 #include "sm90/forward_parts.cuh"
+#include "sm90/forward_peaks.cuh"
 #include "tile/softmax.cuh"
 
 namespace jax_flash::sm90 {
@@ -84,7 +85,9 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
       ptx::wgmma_results(out[0]);
       arrive_warp(smem.value_empty(value_stage.stage));
       value_stage.advance(kStep);
-      if (again) [[unlikely]] {
+      if (again && limit > 0.0f && !sums_too_great(softmax)) {
+        raise_to_peaks<false>(softmax, now, out, to_log2);
+      } else if (again) [[unlikely]] {
         softmax.sum[0][0] = before[0];
         softmax.sum[0][1] = before[1];
         warp_scores<Config, Element>(now, smem.query(query_stage.stage, this->query_tile()),

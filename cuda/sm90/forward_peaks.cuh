@@ -1,9 +1,12 @@
-// Where a row's greatest probability is to be exactly 1: P is rounded to the operands' type, and
-// where few keys make up a row, most of the output's error is that of its greatest P, unless this
-// is 1. A reference that is the row's greatest logit does that, but to look for it in every tile,
-// and to rescale the output for each new one, takes too long. The first tile has an exact one;
-// later on a greater logit counts if its probability is a large part of the row's sum, which a
-// thread sees by the sums of its own columns.
+// References that rise to a row's peak after the exponentials, which are multiplied then: what a
+// tile costs whose sums show that its logits are far greater than those before.
+//
+// Above head dim 128 also where a row's greatest probability is to be exactly 1: P is rounded to the
+// operands' type, and where few keys make up a row, most of the output's error is that of its
+// greatest P, unless this is 1. A reference that is the row's greatest logit does that, but to look
+// for it in every tile, and to rescale the output for each new one, takes too long. The first tile
+// has an exact one; later on a greater logit counts if its probability is a large part of the row's
+// sum, which a thread sees by the sums of its own columns.
 #pragma once
 
 #include "ptx/math.cuh"
@@ -17,9 +20,9 @@ namespace jax_flash::sm90 {
 // Of a row's sum over keys: the first tile's, later ones'. Smaller ones have less error, but have
 // tiles looked at whose probabilities differ little (TUNING.md, "Errors").
 inline constexpr float kFirstPeakShare = 1.0f, kPeakShare = 0.3f;
-// Of a thread's sum in a row, above which exponentials are computed anew: they may be infinite, or
-// have lost digits.
-inline constexpr float kPeakLimit = 0x1p24f;
+// Of a thread's sum in a row, above which exponentials are computed anew: they may be infinite. Up
+// to that they have lost 7 bits of 24.
+inline constexpr float kPeakLimit = 0x1p100f;
 
 // The shares of a thread's rows where an edge cuts off a part of their first tile of keys: as if it
 // had all, or none if there are too few to tell. Of a warp's rows from row0 on.
@@ -50,6 +53,11 @@ __device__ __forceinline__ void peak_exponentials(OnlineSoftmax<1>& softmax, flo
   }
 }
 
+// Whether the exponentials of the last tile, which sums include, have to be computed anew for that.
+__device__ __forceinline__ bool sums_too_great(const OnlineSoftmax<1>& softmax) {
+  return __any_sync(0xffffffff, fmaxf(softmax.sum[0][0], softmax.sum[0][1]) > kPeakLimit);
+}
+
 // Of a thread's sums of a tile, in each of its rows, above which there may be a new peak.
 struct PeakLimits {
   float of_row[2];  // negative while a row has had nothing but -inf
@@ -70,10 +78,9 @@ struct PeakLimits {
   __device__ __forceinline__ bool exceeded_by(const float (&sum)[2]) const {
     return sum[0] > of_row[0] || sum[1] > of_row[1];
   }
-  // Whether the exponentials of the last tile have to be computed anew for that.
-  __device__ __forceinline__ bool too_great(const OnlineSoftmax<1>& softmax) const {
-    return __any_sync(0xffffffff, fminf(of_row[0], of_row[1]) < 0.0f ||
-                                      fmaxf(softmax.sum[0][0], softmax.sum[0][1]) > kPeakLimit);
+  // Whether some row of the warp has had nothing but -inf.
+  __device__ __forceinline__ bool missing() const {
+    return __any_sync(0xffffffff, fminf(of_row[0], of_row[1]) < 0.0f);
   }
   // Where all logits of a tile are compared: how far above the reference a peak is at least.
   __device__ __forceinline__ float slack(int half) const {
@@ -82,8 +89,8 @@ struct PeakLimits {
 };
 
 // Raises references to the rows' greatest logits, for probabilities of the last tile in place of
-// logits, which sums include, and `out` before it.
-template <int kN, int kOutN>
+// logits, which sums include, and `out` before it. kByDifference: as peak_exponentials() has them.
+template <bool kByDifference, int kN, int kOutN>
 __device__ __forceinline__ void raise_to_peaks(OnlineSoftmax<1>& softmax,
                                                float (&probabilities)[1][kN][4],
                                                float (&out)[1][kOutN][4], float to_log2) {
@@ -106,7 +113,10 @@ __device__ __forceinline__ void raise_to_peaks(OnlineSoftmax<1>& softmax,
     const float raised =
         fmaf(ptx::lg2_approx_ftz(greatest), ptx::rcp_approx_ftz(to_log2), reference);
     reference = greatest > 1.0f ? raised : reference;
-    const float factor = ptx::ex2_approx_ftz((old - reference) * to_log2);
+    const float rise = kByDifference
+                           ? (old - reference) * to_log2
+                           : to_log2_units(old, to_log2) - to_log2_units(reference, to_log2);
+    const float factor = ptx::ex2_approx_ftz(rise);
     softmax.sum[0][half] *= factor;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {

@@ -99,6 +99,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
     release_key();
   } else if constexpr (!kBiasBeside) {
     careful = (kChained && Config::kQueryStages == 1 && is_last(tile)) || !softmax.ready();
+    if constexpr (kForesees) careful = careful || peaked;
   }
   if constexpr (!kBiasBeside) release_query_early(tile);
   // Whether all logits are to be there before the exponentials.
@@ -153,21 +154,29 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
   bool peak = false;
   if constexpr (kOptimistic) {
     if (!careful &&
-        __any_sync(0xffffffff, kPeaks ? exceeds : greatest > kOptimisticLimit || great)) {
+        __any_sync(0xffffffff, kPeaks ? exceeds : greatest > kOptimisticLimit || great))
+        [[unlikely]] {
       peak = kPeaks;
+      bool anew = sums_too_great(softmax) || (kPeaks && peak_limits.missing());
       if constexpr (Modified::kCapped) {
-        if (__any_sync(0xffffffff, great)) modified.cap_terms = modified.cap_terms == 2 ? 3 : 0;
+        if (__any_sync(0xffffffff, great)) {
+          modified.cap_terms = modified.cap_terms == 2 ? 3 : 0;
+          anew = true;
+        }
       }
-      if (!kPeaks || peak_limits.too_great(softmax)) {
+      if (anew) {
         softmax.sum[0][0] = before[0];
         softmax.sum[0][1] = before[1];
         compute_scores_again();
         modify(scores, tile, edge, true);
         rises = raise_reference_to_peak();
         exponentials();
+        if constexpr (kForesees) peaked = true;
       } else {
-        raise_to_peaks(softmax, scores, out, to_log2);
+        raise_to_peaks<kPeaks>(softmax, scores, out, to_log2);
       }
+    } else if constexpr (kForesees) {
+      peaked = rises;
     }
     release_key();
   }

@@ -17,7 +17,10 @@ import numpy as np
 
 PASSES = ("forward", "backward", "both")
 _WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
-FEATURES = ("lengths", "bias", "mask", "soft_cap", "sinks", "dropout", "lse", "deterministic")
+FEATURES = ("lengths", "bias", "mask", "soft_cap", "sinks", "dropout", "lse", "deterministic",
+            "peaked")  # fmt: skip
+# Of query and key with "peaked": logits of a deviation of 9, as trained models have.
+PEAKED = 3.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +112,10 @@ class Case:
 
 
 def make_inputs(case: Case, seed: int) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
-    """((query, key, value, dout), further array arguments), random normal."""
+    """((query, key, value, dout), further array arguments), random normal.
+
+    Of deviation 1, but query and key of `PEAKED` with the feature "peaked".
+    """
     key = jax.random.key(seed)
     return _draw(case, key), _extras(case, jax.random.fold_in(key, 1))
 
@@ -119,7 +125,10 @@ def _draw(case: Case, key: jax.Array) -> tuple[jax.Array, ...]:
     query = (case.batch, case.q_len, case.heads, case.head_dim)
     keys = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
     shapes = zip(jax.random.split(key, 4), (query, keys, keys, query), strict=True)
-    return tuple(jax.random.normal(k, shape, case.dtype) for k, shape in shapes)
+    drawn = [jax.random.normal(k, shape, case.dtype) for k, shape in shapes]
+    if case.feature == "peaked":
+        drawn[:2] = (x * jnp.asarray(PEAKED, case.dtype) for x in drawn[:2])
+    return tuple(drawn)
 
 
 def _extras(case: Case, key: jax.Array) -> dict[str, jax.Array]:
