@@ -12,7 +12,6 @@
 #include "ptx/warpgroup.cuh"
 #include "sm90/config.cuh"
 #include "sm90/forward_parts.cuh"
-#include "sm90/forward_peaks.cuh"
 #include "tile/band.cuh"
 #include "tile/modifiers.cuh"
 
@@ -161,10 +160,7 @@ __device__ __forceinline__ void next_capped_tile(Consumer& consumer, int32_t las
   // As wait_next_value_after_exponentials(), with the vote that there is.
   consumer.wait_next_value(again && consumer.plan.q_len < 0 ? 1 : 0);
   consumer.await_out();
-  if (again && !fixed && !sums_too_great(consumer.softmax)) {
-    raise_to_peaks<false>(consumer.softmax, scores, consumer.out, consumer.to_log2);
-    modified.cap_terms = consumer.fixed.end = 0;
-  } else if (again) {
+  if (again) {
     sum[0] = before[0];
     sum[1] = before[1];
     consumer.compute_scores_again();
