@@ -85,16 +85,18 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
       ptx::wgmma_results(out[0]);
       arrive_warp(smem.value_empty(value_stage.stage));
       value_stage.advance(kStep);
-      if (again && limit > 0.0f && !sums_too_great(softmax)) {
-        raise_to_peaks<false>(softmax, now, out, to_log2);
-      } else if (again) [[unlikely]] {
-        softmax.sum[0][0] = before[0];
-        softmax.sum[0][1] = before[1];
-        warp_scores<Config, Element>(now, smem.query(query_stage.stage, this->query_tile()),
-                                     smem.key(key_stage.stage), warp_row - this->group_row());
-        if constexpr (kCut) cut(now, index);
-        raise_reference(now);
-        this->exponentials(now);
+      if (again) [[unlikely]] {
+        if (limit > 0.0f && !sums_too_great(softmax)) {
+          raise_to_peaks<false>(softmax, now, to_log2, factor);
+        } else {
+          softmax.sum[0][0] = before[0];
+          softmax.sum[0][1] = before[1];
+          warp_scores<Config, Element>(now, smem.query(query_stage.stage, this->query_tile()),
+                                       smem.key(key_stage.stage), warp_row - this->group_row());
+          if constexpr (kCut) cut(now, index);
+          raise_reference(now);
+          this->exponentials(now);
+        }
         this->rescale();
       }
     }

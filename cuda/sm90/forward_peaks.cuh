@@ -89,11 +89,12 @@ struct PeakLimits {
 };
 
 // Raises references to the rows' greatest logits, for probabilities of the last tile in place of
-// logits, which sums include, and `out` before it. kByDifference: as peak_exponentials() has them.
-template <bool kByDifference, int kN, int kOutN>
+// logits, which sums include. `factor`: for the output before it. kByDifference: as
+// peak_exponentials() has them.
+template <bool kByDifference, int kN>
 __device__ __forceinline__ void raise_to_peaks(OnlineSoftmax<1>& softmax,
-                                               float (&probabilities)[1][kN][4],
-                                               float (&out)[1][kOutN][4], float to_log2) {
+                                               float (&probabilities)[1][kN][4], float to_log2,
+                                               float (&factor)[1][2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     // In four chains: one would wait for its own results.
@@ -107,7 +108,6 @@ __device__ __forceinline__ void raise_to_peaks(OnlineSoftmax<1>& softmax,
     float greatest = fmaxf(fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3]));
     greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, 1));
     greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, 2));
-    if (!__any_sync(0xffffffff, greatest > 1.0f)) continue;
     float& reference = softmax.reference[0][half];
     const float old = reference;
     const float raised =
@@ -116,17 +116,12 @@ __device__ __forceinline__ void raise_to_peaks(OnlineSoftmax<1>& softmax,
     const float rise = kByDifference
                            ? (old - reference) * to_log2
                            : to_log2_units(old, to_log2) - to_log2_units(reference, to_log2);
-    const float factor = ptx::ex2_approx_ftz(rise);
-    softmax.sum[0][half] *= factor;
+    factor[0][half] = ptx::ex2_approx_ftz(rise);
+    softmax.sum[0][half] *= factor[0][half];
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
-      probabilities[0][n][2 * half] *= factor;
-      probabilities[0][n][2 * half + 1] *= factor;
-    }
-#pragma unroll
-    for (int n = 0; n < kOutN; ++n) {
-      out[0][n][2 * half] *= factor;
-      out[0][n][2 * half + 1] *= factor;
+      probabilities[0][n][2 * half] *= factor[0][half];
+      probabilities[0][n][2 * half + 1] *= factor[0][half];
     }
   }
 }

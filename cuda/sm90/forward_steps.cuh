@@ -173,7 +173,8 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
         exponentials();
         if constexpr (kForesees) peaked = true;
       } else {
-        raise_to_peaks<kPeaks>(softmax, scores, out, to_log2);
+        raise_to_peaks<kPeaks>(softmax, scores, to_log2, factor);
+        rises = true;
       }
     } else if constexpr (kForesees) {
       peaked = rises;
