@@ -12,6 +12,7 @@
 #include "ptx/warpgroup.cuh"
 #include "sm90/config.cuh"
 #include "sm90/forward_parts.cuh"
+#include "sm90/forward_peaks.cuh"
 #include "tile/band.cuh"
 #include "tile/modifiers.cuh"
 
@@ -132,7 +133,8 @@ __device__ __forceinline__ void next_capped_tile(Consumer& consumer, int32_t las
     edge = consumer.at_edge(tile);
     careful = (Config::kQueryStages == 1 && consumer.is_last(tile)) || !consumer.softmax.ready();
     consumer.release_query_early(tile);
-    const bool whole = edge || !(greatest_magnitude(scores) <= cap.three.limit);
+    const float greatest = greatest_magnitude(scores);
+    const bool whole = edge || !(greatest <= cap.five.limit);
     if (whole) {
       consumer.modify(scores, tile, edge);
       rises = careful && raise_reference(consumer);
@@ -150,7 +152,8 @@ __device__ __forceinline__ void next_capped_tile(Consumer& consumer, int32_t las
     if (whole) {
       consumer.exponentials();
     } else {
-      modified.exponentials(scores, consumer.softmax, consumer.to_log2, true, [] {});
+      const bool longer = !(greatest <= cap.three.limit);
+      modified.exponentials(scores, consumer.softmax, consumer.to_log2, longer, [] {});
     }
     limit = modified.exact_sum_limit();
   }
@@ -160,16 +163,21 @@ __device__ __forceinline__ void next_capped_tile(Consumer& consumer, int32_t las
   // As wait_next_value_after_exponentials(), with the vote that there is.
   consumer.wait_next_value(again && consumer.plan.q_len < 0 ? 1 : 0);
   consumer.await_out();
-  if (again) {
+  if (again && !fixed && !sums_too_great(consumer.softmax)) {
+    raise_to_peaks<false>(consumer.softmax, scores, consumer.to_log2, consumer.factor);
+    rises = true;
+    modified.cap_terms = consumer.fixed.end = 0;
+  } else if (again) {
     sum[0] = before[0];
     sum[1] = before[1];
     consumer.compute_scores_again();
+    const float greatest = greatest_magnitude(scores);
     consumer.modify(scores, tile, edge);
     rises = raise_reference(consumer);
     if (rises) {
       modified.cap_terms = 0;
     } else if (fixed) {
-      modified.cap_terms = modified.cap_terms == 2 ? 3 : 0;
+      modified.next_polynomial(greatest);
     }
     if (modified.cap_terms == 0) consumer.fixed.end = 0;
     consumer.exponentials();

@@ -18,7 +18,8 @@ namespace jax_flash::sm90 {
 
 // The soft cap of a product s as s P(s^2), by scale and cap in the coefficients.
 struct SoftCapPolynomial {
-  float factor[3] = {};  // to logits in log2 units
+  static constexpr int kMostTerms = 5;
+  float factor[kMostTerms] = {};  // to logits in log2 units
   float limit = -1.0f;   // of |s|, up to which it holds; negative: it is not to be used
   // If it saturates: what a row's greatest logit so far is to be within for products to be used as
   // they come, and the sum of exponentials, relative to 0, that shows one beyond the limit.
@@ -45,7 +46,7 @@ struct SoftCapPlan {
   // Errors of logits, at most: as relative errors of probabilities, of which a bfloat16 one has up
   // to 2e-3, a float16 one, with three terms only, up to 2.4e-4.
   static constexpr double kError = 3.5e-4, kFloat16Error = 5e-5, kFarShare = 32;
-  SoftCapPolynomial two, three;  // terms; no more than the products of a warp need
+  SoftCapPolynomial two, three, five;  // terms; no more than the products of a warp need
   float query_factor = 1.0f;
 
   SoftCapPlan() = default;
@@ -63,17 +64,22 @@ struct SoftCapPlan {
     }
     const double widest = saturates ? std::fmin(kMostRatio, ratio) : kMostRatio;
     const bool is_short = operands == DType::kBFloat16;
-    // The interpolations' greatest errors are up to cap x^5 / 60 and cap x^7 / 640.
+    // The interpolations' greatest errors are up to cap x^5 / 60, cap x^7 / 640, cap x^11 / 57,800.
     if (is_short) {
       const double range = std::pow(60 * kError / cap, 1.0 / 5);
       two = polynomial<2>(cap, ratio, std::fmin(widest, range), saturates);
     }
     const double range = std::pow(640 * (is_short ? kError : kFloat16Error) / cap, 1.0 / 7);
     three = polynomial<3>(cap, ratio, std::fmin(widest, range), saturates);
+    if (!saturates) return;
+    const double wide = std::pow(57800 * kError / cap, 1.0 / 11);
+    five = polynomial<5>(cap, ratio, std::fmin(widest, wide), saturates);
   }
 
  private:
-  static constexpr double kMostRatio = 0.75, kMostLogit = 14;
+  // Logits of rows whose references are 0, from -kLeastLogit on: exponentials of 2^58, of which
+  // there may be 2^50, and a row's sum that loses no digits.
+  static constexpr double kMostRatio = 0.9, kMostLogit = 40, kLeastLogit = 14;
 
   // Up to the ratio `range` of logit and cap.
   template <int kTerms>
@@ -84,28 +90,33 @@ struct SoftCapPlan {
     if (!saturates) {
       result.offset = static_cast<float>(std::exp2(std::ceil(std::log2(square)) + 1) - square);
     }
-    // tanh(x) / x by Chebyshev interpolation in u = x^2, in Newton's form.
-    double u[3], tanh_ratio[3];
+    // tanh(x) / x by Chebyshev interpolation in u = x^2, in Newton's form: divided differences.
+    double u[kTerms], newton[kTerms];
     for (int i = 0; i < kTerms; ++i) {
       u[i] = range * range / 2 * (1 - std::cos((i + 0.5) / kTerms * 3.14159265358979323846));
-      tanh_ratio[i] = std::tanh(std::sqrt(u[i])) / std::sqrt(u[i]);
+      newton[i] = std::tanh(std::sqrt(u[i])) / std::sqrt(u[i]);
     }
-    const auto slope = [&](int i) {
-      return (tanh_ratio[i + 1] - tanh_ratio[i]) / (u[i + 1] - u[i]);
-    };
-    const double second = kTerms == 3 ? (slope(1) - slope(0)) / (u[2] - u[0]) : 0.0;
+    for (int order = 1; order < kTerms; ++order) {
+      for (int i = kTerms - 1; i >= order; --i) {
+        newton[i] = (newton[i] - newton[i - 1]) / (u[i] - u[i - order]);
+      }
+    }
     // tanh(x), of x^2 saturated.
     const auto approximate = [&](double x) {
       const double v = std::fmin(x * x, ratio * ratio);
-      return x * (tanh_ratio[0] + (v - u[0]) * (slope(0) + second * (v - u[1])));
+      double value = newton[kTerms - 1];
+      for (int i = kTerms - 2; i >= 0; --i) value = value * (v - u[i]) + newton[i];
+      return x * value;
     };
     // Of u = ratio^2 (sum - offset), in powers of the sum.
     const double unit = cap * ratio * 1.4426950408889634, step = ratio * ratio;
-    const double first = slope(0) - second * (u[0] + u[1]), origin = -step * result.offset;
-    result.factor[0] = static_cast<float>(
-        unit * (tanh_ratio[0] + (origin - u[0]) * (slope(0) + second * (origin - u[1]))));
-    result.factor[1] = static_cast<float>(unit * step * (first + 2 * second * origin));
-    result.factor[2] = static_cast<float>(unit * step * step * second);
+    double power[kTerms] = {newton[kTerms - 1]};
+    for (int i = kTerms - 2; i >= 0; --i) {
+      const double constant = -step * result.offset - u[i];
+      for (int j = kTerms - 1; j > 0; --j) power[j] = power[j] * constant + power[j - 1] * step;
+      power[0] = power[0] * constant + newton[i];
+    }
+    for (int i = 0; i < kTerms; ++i) result.factor[i] = static_cast<float>(unit * power[i]);
 
     if (!saturates) return result;
 
@@ -120,7 +131,7 @@ struct SoftCapPlan {
       error = std::fmax(error, i < 12 ? std::fabs(p - exact_p) : std::fmax(p, exact_p));
     }
     const double greatest = std::fmin(cap * std::tanh(range) - 2 * kError, kMostLogit);
-    const double least = std::log(std::fmax(error * 2 * kFarShare / kError, std::exp(-kMostLogit)));
+    const double least = std::log(std::fmax(error * 2 * kFarShare / kError, std::exp(-kLeastLogit)));
     result.greatest_logit = static_cast<float>(greatest);
     result.least_logit = static_cast<float>(least);
     result.greatest_sum = static_cast<float>(std::exp(greatest));

@@ -42,8 +42,10 @@ struct ModifiedTile {
   typename MaskBytes<kN>::Rows mask_rows;
   AllowedBits allowed, next_allowed;
   bool all_allowed, next_all_allowed;
-  // Of the soft cap's polynomial: 2, 3, or 0 if they were too few. With kSaturates, unless 0, all
-  // of the warp's references are 0.
+  // Of what a polynomial of the soft cap takes, where it is chosen.
+  static constexpr float kMargin = 0.8f;
+  // Of that polynomial: 2, 3, with kSaturates 5, or 0 if they were too few. With kSaturates, unless
+  // 0, all of the warp's references are 0.
   int cap_terms;
   float factors[2];  // with kSaturates: of two terms
 
@@ -80,12 +82,14 @@ struct ModifiedTile {
   __device__ __forceinline__ void fix_reference(OnlineSoftmax<1>& softmax, float to_log2,
                                                 float (&factor)[1][2]) {
     float (&reference)[2] = softmax.reference[0];
+    // Greater logits may follow, and a tile that is done again takes long.
     const auto takes = [&](const SoftCapPolynomial& cap) {
       return __all_sync(0xffffffff, fminf(reference[0], reference[1]) >= cap.least_logit &&
-                                        fmaxf(reference[0], reference[1]) <= cap.greatest_logit);
+                                        fmaxf(reference[0], reference[1]) <=
+                                            kMargin * cap.greatest_logit);
     };
     const SoftCapPlan& cap = plan.modifiers.soft_cap;
-    cap_terms = takes(cap.two) ? 2 : takes(cap.three) ? 3 : 0;
+    cap_terms = takes(cap.two) ? 2 : takes(cap.three) ? 3 : takes(cap.five) ? 5 : 0;
     if (cap_terms == 0) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -98,11 +102,19 @@ struct ModifiedTile {
   // Of this thread's sums of a tile of exact logits, above which references rise, and how far above
   // these logits may be, in log2 units.
   __device__ __forceinline__ float exact_sum_limit() const {
-    return cap_terms == 0 ? kOptimisticLimit : plan.modifiers.soft_cap.three.greatest_sum;
+    return cap_terms == 0 ? kOptimisticLimit : plan.modifiers.soft_cap.five.greatest_sum;
   }
   __device__ __forceinline__ float slack(float to_log2) const {
     if (!kSaturates || cap_terms == 0) return OnlineSoftmax<1>::kSlack;
-    return plan.modifiers.soft_cap.three.greatest_logit * to_log2;
+    return plan.modifiers.soft_cap.five.greatest_logit * to_log2;
+  }
+  // Where a tile's products, up to `greatest`, have been too great for the polynomial.
+  __device__ __forceinline__ void next_polynomial(float greatest) {
+    const SoftCapPlan& cap = plan.modifiers.soft_cap;
+    const int terms = greatest <= kMargin * cap.three.limit  ? 3
+                      : greatest <= kMargin * cap.five.limit ? 5
+                                                             : 0;
+    cap_terms = terms > cap_terms ? terms : 0;
   }
 
   // Whether mask and bias are read a tile ahead: where they lie in vectors.
@@ -260,7 +272,11 @@ struct ModifiedTile {
       };
       constexpr std::integral_constant<int, 2> kTwo;
       constexpr std::integral_constant<int, 3> kThree;
-      if (kSaturates || longer) return capped(kThree, cap.three);
+      if constexpr (kSaturates) {
+        constexpr std::integral_constant<int, 5> kFive;
+        return longer ? capped(kFive, cap.five) : capped(kThree, cap.three);
+      }
+      if (longer) return capped(kThree, cap.three);
       return capped(kTwo, cap.two);
     }
     return false;
@@ -278,14 +294,18 @@ struct ModifiedTile {
       two.factor[0] = factors[0];
       two.factor[1] = factors[1];
       all(std::integral_constant<int, 2>{}, two);
-    } else {
+    } else if (cap_terms == 3) {
       all(std::integral_constant<int, 3>{}, plan.modifiers.soft_cap.three);
+    } else {
+      all(std::integral_constant<int, 5>{}, plan.modifiers.soft_cap.five);
     }
   }
   // Of this thread's sums of such a tile, above which it is done again.
   __device__ __forceinline__ float sum_limit() const {
     const SoftCapPlan& cap = plan.modifiers.soft_cap;
-    return cap_terms == 2 ? cap.two.greatest_sum : cap.three.greatest_sum;
+    return cap_terms == 2   ? cap.two.greatest_sum
+           : cap_terms == 3 ? cap.three.greatest_sum
+                            : cap.five.greatest_sum;
   }
 };
 
