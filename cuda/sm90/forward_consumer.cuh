@@ -37,9 +37,10 @@ struct ForwardConsumer {
   // Whether references rise to the rows' peaks: where products take so long that it costs little
   // (TUNING.md, "Errors").
   static constexpr bool kPeaks = !kGeneral && Config::kHeadDim > 128;
-  // Whether a tile of keys that had to be computed again has the next ones' logits compared with
-  // the references first.
+  // Whether a tile of keys that had to be computed again, which takes as long as three, has the next
+  // kCarefulTiles' logits compared with the references first.
   static constexpr bool kForesees = !kGeneral;
+  static constexpr int kCarefulTiles = 16;
   static constexpr int kN = Config::kBlockKv / 8, kOutN = Config::kValueDim / 8;
   using Modified = ModifiedTile<Config, Element, kModifiers>;  // in kernels for one modifier
   static constexpr int kHeadSteps = Config::kHeadDim / 16, kKeySteps = Config::kBlockKv / 16;
@@ -63,7 +64,7 @@ struct ForwardConsumer {
   int out_started = 0;
   OnlineSoftmax<1> softmax;
   PeakLimits peak_limits;
-  bool peaked = false;  // of the last tile: see kForesees
+  int careful_tiles = 0;  // see kForesees
   Scores scores;
   uint32_t probabilities[kKeySteps][4];
   float factor[1][2];    // by which `out` is to be multiplied if a reference rises
