@@ -15,9 +15,7 @@ __device__ __forceinline__ void next_biased_tile(Consumer& consumer, int32_t las
   consumer.wait_key();
   consumer.start_scores();
   if constexpr (Config::kOptimistic) {
-    const bool careful = (Config::kQueryStages == 1 && consumer.is_last(tile)) ||
-                         !consumer.softmax.ready();  // as in next_tile()
-    if (!careful && !consumer.at_edge(tile) && consumer.modified.reads_ahead()) {
+    if (!consumer.is_careful(tile) && !consumer.at_edge(tile) && consumer.modified.reads_ahead()) {
       consumer.template next_tile<TileKind::kBiasBeside>(last, tile);
       return;
     }

@@ -37,9 +37,8 @@ struct ForwardConsumer {
   // Whether references rise to the rows' peaks: where products take so long that it costs little
   // (TUNING.md, "Errors").
   static constexpr bool kPeaks = !kGeneral && Config::kHeadDim > 128;
-  // Whether a tile of keys that had to be computed again, which takes as long as three, has the next
-  // kCarefulTiles' logits compared with the references first.
-  static constexpr bool kForesees = !kGeneral;
+  // Of how many tiles logits are compared with the references before their exponentials, after one
+  // that had to be computed again, which takes as long as three.
   static constexpr int kCarefulTiles = 16;
   static constexpr int kN = Config::kBlockKv / 8, kOutN = Config::kValueDim / 8;
   using Modified = ModifiedTile<Config, Element, kModifiers>;  // in kernels for one modifier
@@ -64,7 +63,7 @@ struct ForwardConsumer {
   int out_started = 0;
   OnlineSoftmax<1> softmax;
   PeakLimits peak_limits;
-  int careful_tiles = 0;  // see kForesees
+  int careful_tiles = 0;  // to come
   Scores scores;
   uint32_t probabilities[kKeySteps][4];
   float factor[1][2];    // by which `out` is to be multiplied if a reference rises
@@ -280,6 +279,11 @@ struct ForwardConsumer {
     const int32_t valid_end = kMasks ? group_row0 + 64 : min(group_row0 + 64, band.q_len);
     return !band.all_allowed(group_row0, valid_end, col0, col0 + Config::kBlockKv) ||
            valid_end > band.q_len;
+  }
+  // Whether a tile's logits are to be compared with the references before its exponentials.
+  __device__ __forceinline__ bool is_careful(int32_t tile) const {
+    return (kChained && Config::kQueryStages == 1 && is_last(tile)) || careful_tiles > 0 ||
+           !softmax.ready();
   }
   // Of mask or bias, for a tile to come, if there is one.
   __device__ __forceinline__ void read_ahead(int32_t tile) {

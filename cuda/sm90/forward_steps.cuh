@@ -98,8 +98,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
   if constexpr (!kOptimistic) {
     release_key();
   } else if constexpr (!kBiasBeside) {
-    careful = (kChained && Config::kQueryStages == 1 && is_last(tile)) || !softmax.ready();
-    if constexpr (kForesees) careful = careful || careful_tiles > 0;
+    careful = is_careful(tile);
   }
   if constexpr (!kBiasBeside) release_query_early(tile);
   // Whether all logits are to be there before the exponentials.
@@ -171,13 +170,13 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
         modify(scores, tile, edge, true);
         rises = raise_reference_to_peak();
         exponentials();
-        if constexpr (kForesees) careful_tiles = kCarefulTiles;
+        careful_tiles = kCarefulTiles;
       } else {
         raise_to_peaks<kPeaks>(softmax, scores, to_log2, factor);
         rises = true;
       }
-    } else if constexpr (kForesees) {
-      if (careful_tiles > 0) careful_tiles = rises ? kCarefulTiles : careful_tiles - 1;
+    } else if (careful_tiles > 0) {
+      careful_tiles = rises ? kCarefulTiles : careful_tiles - 1;
     }
     release_key();
   }
