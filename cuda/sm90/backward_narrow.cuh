@@ -11,6 +11,8 @@
 //
 // Thread blocks stay, and work on one such block after the other: on the first that nobody has, of
 // an order that has long ones first. So what begins a block runs beside the end of the one before.
+// Where some would have nothing to do they take part of the query tiles of others' blocks, whose dK
+// and dV are then added up: backward_split.cuh.
 //
 // Warp roles. Warp 0 starts copies (TMA) of K, V and, tile by tile, of Q with lse and of dO with
 // delta. Warps 1 and 2 add dQ to the sums; in deterministic runs they also wait for the block's
