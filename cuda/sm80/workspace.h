@@ -1,6 +1,7 @@
 // What the backward kernels keep in device memory between them.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "params.h"
@@ -13,6 +14,10 @@ inline constexpr int kRowPadding = 128;  // a multiple of every kBlockQ
 inline constexpr int kTwoSumsHeadDim = 64;  // up to this: sm90/backward_config.cuh
 
 inline constexpr int kMaxPersistentBlocks = 256;  // that have a counter of their own
+
+// Where thread blocks divide blocks of keys: sm90/backward_split.cuh. There are no more than so
+// many of them, and up to this head dim.
+inline constexpr int kSplitBlocks = 132, kSplitKeys = 128, kSplitHeadDim = 128;
 
 struct BackwardWorkspace {
   SegmentSpans spans;  // pointers are null without segment ids
@@ -32,6 +37,9 @@ struct BackwardWorkspace {
   int32_t* ticket;
   // Of the persistent blocks of sm_90: see sm90/backward_plan.cuh.
   int32_t* counters;
+  // dK and dV of parts of blocks of keys: [at most kSplitBlocks, kSplitKeys, 2, head dim of the
+  // instance] in fragment order, or null.
+  float* split_sums;
   int32_t rows;
 
   static int64_t padded_rows(const Shape& shape) {
@@ -41,7 +49,7 @@ struct BackwardWorkspace {
 
   // At least as many: whoever asks for the size does not know how many heads of keys there are.
   static int64_t counter_words(const Shape& shape) {
-    return 1 + 2 * shape.batch * shape.heads + kMaxPersistentBlocks;
+    return 1 + 2 * shape.batch * shape.heads + kMaxPersistentBlocks + 2 * kSplitBlocks;
   }
 
   // Sets the pointers from `base` and returns the size in bytes; base may be null. `head_dim` is
@@ -70,6 +78,12 @@ struct BackwardWorkspace {
       workspace.odd_dquery = reinterpret_cast<float*>(take(total_rows * head_dim * 4));
     }
     workspace.counters = reinterpret_cast<int32_t*>(take(counter_words(shape) * 4));
+    workspace.split_sums = nullptr;
+    if (!deterministic && head_dim <= kSplitHeadDim) {
+      const int64_t key_tiles = (int64_t{shape.kv_len} + kSplitKeys - 1) / kSplitKeys;
+      const int64_t parts = std::min<int64_t>(kSplitBlocks, total_rows / 64 * key_tiles);
+      workspace.split_sums = reinterpret_cast<float*>(take(parts * kSplitKeys * 2 * head_dim * 4));
+    }
     workspace.turns = nullptr;
     workspace.ticket = nullptr;
     if (deterministic && rows > 0) {  // without rows nothing is summed, and nothing sets the ticket

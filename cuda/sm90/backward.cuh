@@ -36,17 +36,19 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
   int sms = 0;
   if (status.ok()) status = multiprocessors(sms);
   if (!status.ok()) return status;
-  const KeyBlocks blocks = divide_keys<Config>(params, workspace.turns != nullptr, sms);
+  KeyBlocks blocks = divide_keys<Config>(params, workspace.turns != nullptr, sms);
   const ZeroPlan zeros = plan_zeros<Config>(shape, workspace, blocks);
-  const EndPlan ends = plan_ends(params, workspace, blocks,
-                                 !kGeneral && !(workspace.turns && Config::kOrderedSums > 1));
+  EndPlan ends = plan_ends(params, workspace, blocks,
+                           !kGeneral && !(workspace.turns && Config::kOrderedSums > 1));
+  SplitPlan split;
+  if (!kGeneral) split = plan_split<Config>(params, workspace, sms, blocks, ends);
   status = launch_begin<Element>(params, workspace, Config::kDqueryCols, zeros, stream);
   if (status.ok()) {
     const auto launch = [&](auto* kernel) {
       return launch_dependent("sm90::backward_kernel", shape, kernel, blocks.launched,
                               Config::kThreads, Config::kSmemBytes, stream, params, maps,
                               gradient_maps, workspace, blocks.schedule, blocks.order,
-                              BlockPlan(params, zeros, ends));
+                              BlockPlan(params, zeros, ends, split));
     };
     status = blocks.order == TurnOrder::kNone
                  ? launch(backward_kernel<Config, Element, kGeneral, false>)

@@ -16,7 +16,7 @@
 #define JAX_FLASH_SM90_BWD_KEYS_IN_REGISTERS (kHeadDim <= 64 && !kGeneral)
 #endif
 #ifndef JAX_FLASH_SM90_BWD_NEXT_SCORES_FIRST
-#define JAX_FLASH_SM90_BWD_NEXT_SCORES_FIRST (kHeadDim <= (kGeneral ? 64 : 96))
+#define JAX_FLASH_SM90_BWD_NEXT_SCORES_FIRST (kHeadDim <= 64 && !kGeneral)
 #endif
 #ifndef JAX_FLASH_SM90_BWD_EARLY_LSE
 #define JAX_FLASH_SM90_BWD_EARLY_LSE (kHeadDim <= 64 && !kGeneral)

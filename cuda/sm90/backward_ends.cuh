@@ -1,5 +1,5 @@
-// The work of the last backward kernel for heads that are complete earlier, done in the main kernel
-// by the warp that chooses blocks: memory has time then.
+// The work of the first and last backward kernels for heads that begin late or are complete early,
+// done in the main kernel by the warp that chooses blocks: memory has time then.
 #pragma once
 
 #include <cstdint>
@@ -12,6 +12,21 @@
 #include "tile/quad.cuh"
 
 namespace jax_flash::sm90 {
+
+// Share `share` of the zeros of a head, by a warp; see ZeroPlan.
+__device__ __forceinline__ void write_zeros(const BackwardCounters& counters, const ZeroPlan& zeros,
+                                            float* sums, int32_t kv_head, int32_t share) {
+  if (kv_head < zeros.first_head) return;
+  const int32_t first = share * zeros.share, end = min(first + zeros.share, zeros.of_head);
+  float4* place = reinterpret_cast<float4*>(sums) +
+                  (int64_t{kv_head} * zeros.of_head + first) * 32 + threadIdx.x % 32;
+#pragma unroll 8
+  for (int32_t i = first; i < end; ++i, place += 32) {
+    *place = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) ptx::red_release_add(counters.zeroed(kv_head), 1);
+}
 
 // Converts every gridDim.x-th tile of 64 query rows, as long as all blocks of keys have added to
 // its head. All functions are called by the whole warp, which has few registers: loops that are not

@@ -145,6 +145,46 @@ inline EndPlan plan_ends(const Backward& params, const BackwardWorkspace& worksp
   return ends;
 }
 
+// Parts where at least half of the multiprocessors would have no block of keys; what takes longer
+// to begin and to add up than to work on is not divided any further. Chunks where all blocks of
+// keys are equally long, and the last ones would keep others waiting for longer than that takes.
+template <typename Config>
+SplitPlan plan_split(const Backward& params, const BackwardWorkspace& workspace, int sms,
+                     KeyBlocks& blocks, EndPlan& ends) {
+  static_assert(Config::kBlockKv == sm80::kSplitKeys);
+  constexpr int64_t kLeastOfPart = 2, kLeastOfChunk = 4, kLeastGain = 5;  // tiles
+  const Shape& shape = params.shape;
+  const Options& options = params.options;
+  const int64_t total = int64_t{blocks.schedule.tiles} * blocks.schedule.total_heads;
+  SplitPlan split;
+  if (workspace.split_sums == nullptr || blocks.order != TurnOrder::kNone || total == 0 ||
+      blocks.launched > sm80::kSplitBlocks) {
+    return split;
+  }
+  const int64_t tiles = ceil_div(shape.q_len, Config::kBlockQ) * (shape.heads / shape.kv_heads);
+  const int64_t parts = std::min(std::min(sms, sm80::kSplitBlocks) / total, tiles / kLeastOfPart);
+  if (parts > 1) {
+    split.parts = Divisor(static_cast<int32_t>(parts));
+    blocks.launched *= parts;
+    return split;
+  }
+  const bool even = !options.is_causal && options.window_left < 0 && options.window_right < 0 &&
+                    !params.query_seq_lengths && !params.key_value_seq_lengths;
+  const int64_t divided = total % blocks.launched;
+  const int64_t chunk = std::max(ceil_div(divided * tiles, blocks.launched), kLeastOfChunk);
+  if (!even || blocks.launched == total || divided == 0 || chunk + kLeastGain > tiles ||
+      total * tiles > INT32_MAX / 2) {
+    return split;
+  }
+  split.first = static_cast<int32_t>(total - divided);
+  split.tiles = static_cast<int32_t>(divided * tiles);
+  split.chunks = static_cast<int32_t>(ceil_div(split.tiles, chunk));
+  split.chunk_tiles = Divisor(static_cast<int32_t>(chunk));
+  split.block_tiles = Divisor(static_cast<int32_t>(tiles));
+  ends.additions *= static_cast<int32_t>(tiles);
+  return split;
+}
+
 // Shares lie in a row, head by head. A section ahead, whoever is to write a share that a block
 // waits for has taken its own block before that one, or with it, and in turn waits for earlier ones
 // only.

@@ -11,6 +11,8 @@
 //
 // Thread blocks stay, and work on one such block after the other: on the first that nobody has, of
 // an order that has long ones first. So what begins a block runs beside the end of the one before.
+// Where some would have nothing to do they take part of the query tiles of others' blocks, whose dK
+// and dV are then added up: backward_split.cuh.
 //
 // Warp roles. Warp 0 starts copies (TMA) of K, V and, tile by tile, of Q with lse and of dO with
 // delta. Warps 1 and 2 add dQ to the sums; in deterministic runs they also wait for the block's
@@ -49,12 +51,11 @@
 
 namespace jax_flash::sm90 {
 
-template <typename Config, typename Element, bool kGeneral>
-__device__ __forceinline__ void consume_tiles(const Backward& params, const KeyGradientMaps& maps,
-                                              const BackwardSmem<Config>& smem,
-                                              const BackwardBlock& block,
-                                              RingState<Config::kStages>& ring,
-                                              uint32_t key_parity) {
+template <typename Config, typename Element, bool kGeneral, bool kMaySplit>
+__device__ __forceinline__ void consume_tiles(
+    const Backward& params, const KeyGradientMaps& maps, const BackwardWorkspace& workspace,
+    const BlockPlan& plan, const BackwardSmem<Config>& smem, const BackwardBlock& block,
+    RingState<Config::kStages>& ring, uint32_t key_parity) {
   constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv;
   constexpr int kHalves = kBlockQ / 64;  // a tile's rows are worked on 64 at a time
   constexpr int kHeadN = Config::kHeadDim / 8, kHeadSteps = Config::kHeadDim / 16;
@@ -95,6 +96,21 @@ __device__ __forceinline__ void consume_tiles(const Backward& params, const KeyG
     store_tile_panels(dkey_smem, maps.dkey, params.dkey, block.batch, block.kv_head, row0);
     store_tile_panels(dvalue_smem, maps.dvalue, params.dvalue, block.batch, block.kv_head, row0);
     ptx::cp_async_bulk_commit_group();
+  };
+  // Of a divided block: whether the sums are another's to write.
+  const auto exchange_sums = [&] {
+    if constexpr (!kMaySplit) return false;
+    const SplitSums sums{workspace.split_sums,
+                         BackwardCounters{workspace.counters, plan.ends.kv_heads}.stored(), group,
+                         kZeroed + group};
+    const int32_t index = __reduce_max_sync(0xffffffff, block.sum.index);
+    const int32_t addends = __reduce_max_sync(0xffffffff, block.sum.addends);
+    if (addends < 0) {
+      sums.store(index, dkey, dvalue);
+      return true;
+    }
+    for (int32_t i = index - addends; i < index; ++i) sums.add(i, dkey, dvalue);
+    return false;
   };
   // As maxima, so that the compiler knows that all threads have the same. Not read from shared
   // memory again, as anything else in the loop that need not be: that waits behind products, too.
@@ -312,7 +328,7 @@ __device__ __forceinline__ void consume_tiles(const Backward& params, const KeyG
   // The last two tiles' dQ is on its way from there.
   ptx::mbarrier_wait(smem.dquery_empty(group, ring.stage), ring.parity ^ 1);
   ptx::mbarrier_wait(smem.dquery_empty(group, ring.stage ^ 1), ring.parity ^ ring.stage ^ 1);
-  write_key_gradients();
+  if (!exchange_sums()) write_key_gradients();
 }
 
 // kOrdered: blocks take turns to add dQ.
@@ -353,8 +369,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     touch_parameters(plan);
     touch_parameters(schedule);
   } else if (threadIdx.x >= 96) {
-    const auto block = BackwardBlock::at<Config, kGeneral>(params, plan, schedule, blockIdx.x,
-                                                           workspace.spans, order);
+    auto block = BackwardBlock::at<Config, kGeneral>(
+        params, plan, schedule, plan.split.block_of(static_cast<int32_t>(blockIdx.x)),
+        workspace.spans, order);
+    if constexpr (!kGeneral && !kOrdered) {
+      int32_t left = 0;
+      divide(plan.split, static_cast<int32_t>(blockIdx.x), left, block);
+    }
     if (threadIdx.x == 96) smem.blocks[0] = block;
   }
   __syncthreads();
@@ -394,8 +415,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
     RingState<Config::kStages> ring;
     for_blocks(smem, [&](const BackwardBlock& block, uint32_t key_parity) {
-      consume_tiles<Config, Element, kGeneral>(params, gradient_maps, smem, block, ring,
-                                               key_parity);
+      consume_tiles<Config, Element, kGeneral, !kGeneral && !kOrdered>(
+          params, gradient_maps, workspace, plan, smem, block, ring, key_parity);
     });
     if (threadIdx.x % 128 == 0) ptx::cp_async_bulk_wait_group_read<0>();
     if (Config::kAlternates && group == 0) {  // the other's last

@@ -90,7 +90,7 @@ struct QueryTileCursor {
 struct QueryTileWalk {
   TileRange range;
   int32_t first_head, end_head;
-  int32_t start = 0;
+  int32_t start = 0, first_tile = 0;  // where a head starts, and the first one
   bool backward = false;
   const SegmentSpan* query_spans = nullptr;
   int32_t query_blocks = 0;
@@ -104,9 +104,16 @@ struct QueryTileWalk {
   template <int kBlockQ>
   __device__ __forceinline__ void start_at(int32_t shift) {
     start = skip_to<kBlockQ>(range.first + shift);
+    first_tile = start;
     if (range.first >= range.end || start >= range.end) first_head = end_head;
   }
-  __device__ __forceinline__ QueryTileCursor begin() const { return {first_head, start}; }
+  // From the tile of an index on.
+  __device__ __forceinline__ void skip(int32_t index) {
+    const QueryTileCursor cursor = at(index);
+    first_head = cursor.head;
+    first_tile = cursor.tile;
+  }
+  __device__ __forceinline__ QueryTileCursor begin() const { return {first_head, first_tile}; }
   __device__ __forceinline__ bool done(const QueryTileCursor& at) const {
     return at.head >= end_head;
   }

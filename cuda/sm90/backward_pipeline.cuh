@@ -17,6 +17,7 @@
 #include "ptx/warpgroup.cuh"
 #include "sm90/backward_ends.cuh"
 #include "sm90/backward_parts.cuh"
+#include "sm90/backward_split.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
 #include "tile/segments.cuh"
@@ -112,6 +113,7 @@ struct BackwardBlock {
   int32_t kv_head, kv_tile, batch_index;  // kv_tile is -1 after the last block
   int32_t tile_count;
   bool ascending;  // whether blocks of lower keys take their turns before this one
+  SplitSum sum;
 
   // By a whole warp.
   template <typename Config, bool kGeneral>
@@ -146,7 +148,12 @@ struct BackwardBlock {
             kv_tile,
             batch_index,
             walk.count<Config::kBlockQ>(),
-            walk.backward || order == TurnOrder::kAscending};
+            walk.backward || order == TurnOrder::kAscending,
+            {}};
+  }
+  __device__ __forceinline__ void restrict_to(int32_t first, int32_t end) {
+    if (end > first) walk.skip(first);
+    tile_count = end - first;
   }
   // Of a query head among those of all batches.
   __device__ __forceinline__ int64_t batch_head(const Shape& shape, int32_t head) const {
@@ -158,21 +165,6 @@ struct BackwardBlock {
 // then others may take it, so that all end at about the same time.
 inline constexpr int kTilesAhead = 3;
 
-// Share `share` of the zeros of a head, by a warp; see ZeroPlan.
-__device__ __forceinline__ void write_zeros(const BackwardCounters& counters, const ZeroPlan& zeros,
-                                            float* sums, int32_t kv_head, int32_t share) {
-  if (kv_head < zeros.first_head) return;
-  const int32_t first = share * zeros.share, end = min(first + zeros.share, zeros.of_head);
-  float4* place = reinterpret_cast<float4*>(sums) +
-                  (int64_t{kv_head} * zeros.of_head + first) * 32 + threadIdx.x % 32;
-#pragma unroll 8
-  for (int32_t i = first; i < end; ++i, place += 32) {
-    *place = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-  }
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) ptx::red_release_add(counters.zeroed(kv_head), 1);
-}
-
 // Gives the blocks to the other warps, but for the launch's first, of index blockIdx.x. Converts dQ
 // until the next is wanted, or the last has ended.
 template <typename Config, typename Element, bool kGeneral, bool kOrdered>
@@ -181,7 +173,9 @@ __device__ __forceinline__ void choose_blocks(const Backward& params, const Bloc
                                               const TileSchedule& schedule, TurnOrder order,
                                               const BackwardSmem<Config>& smem) {
   const bool leader = threadIdx.x % 32 == 0;
-  const uint32_t end = static_cast<uint32_t>(schedule.tiles * schedule.total_heads);
+  constexpr bool kMaySplit = !kGeneral && !kOrdered;
+  const int32_t blocks = schedule.tiles * schedule.total_heads;
+  const auto end = static_cast<uint32_t>(kMaySplit ? plan.split.end(blocks) : blocks);
   const BackwardCounters counters{workspace.counters, plan.ends.kv_heads};
   EndWarp<Config, Element, kOrdered> ends{plan.ends, workspace};
   constexpr bool kMayConvert = !kGeneral && !(kOrdered && Config::kOrderedSums > 1);
@@ -199,6 +193,7 @@ __device__ __forceinline__ void choose_blocks(const Backward& params, const Bloc
     return __shfl_sync(0xffffffff, taken, 0) + gridDim.x;
   };
   uint32_t index = blockIdx.x;
+  int32_t left = 0;  // of a chunk
   StagePair at;
   while (true) {
     const bool last = index >= end;  // the last block is at work
@@ -212,7 +207,8 @@ __device__ __forceinline__ void choose_blocks(const Backward& params, const Bloc
     __syncwarp();
     if (last) return ends.finish();
     at.advance();
-    index = next(index);
+    const bool takes = left == 0;
+    if (takes) index = next(index);
     if (index >= end) {
       ptx::mbarrier_wait_asleep(smem.block_empty(at.stage()), at.parity() ^ 1);
       if (leader) {
@@ -223,15 +219,21 @@ __device__ __forceinline__ void choose_blocks(const Backward& params, const Bloc
       at.advance();
       continue;
     }
-    const auto block = BackwardBlock::at<Config, kGeneral>(
-        params, plan, schedule, static_cast<int32_t>(index), workspace.spans, order);
+    auto place = static_cast<int32_t>(index);
+    if constexpr (kMaySplit) {
+      if (takes) left = plan.split.tiles_end(place);
+      place = plan.split.block_of(place, left);
+    }
+    auto block =
+        BackwardBlock::at<Config, kGeneral>(params, plan, schedule, place, workspace.spans, order);
+    if constexpr (kMaySplit) divide(plan.split, static_cast<int32_t>(index), left, block);
     ptx::mbarrier_wait_asleep(smem.block_empty(at.stage()), at.parity() ^ 1);
     if (leader) {
       smem.blocks[at.stage()] = block;
       ptx::mbarrier_arrive(smem.block_full(at.stage()));
     }
     const uint32_t zeroed = index + plan.zeros.ahead;
-    if (plan.zeros.ahead > 0 && zeroed < end) {
+    if (plan.zeros.ahead > 0 && takes && zeroed < static_cast<uint32_t>(blocks)) {
       write_zeros(counters, plan.zeros, workspace.dquery,
                   static_cast<int32_t>(zeroed) / schedule.tiles,
                   static_cast<int32_t>(zeroed) % schedule.tiles);
@@ -267,7 +269,7 @@ __device__ __forceinline__ void load_first_keys(const Backward& params, const Bl
                                                 const BackwardMaps& maps,
                                                 const BackwardSmem<Config>& smem) {
   int32_t batch_kv_head, tile;
-  schedule.at(static_cast<int32_t>(blockIdx.x), batch_kv_head, tile);
+  schedule.at(plan.split.block_of(static_cast<int32_t>(blockIdx.x)), batch_kv_head, tile);
   const HeadIndex index = plan.kv_heads.at(batch_kv_head);
   const BatchIndex batch = index.batch_index();
   const int32_t col0 = tile * Config::kBlockKv;
@@ -483,7 +485,7 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
   }
   if (leader && plan.ends.blocks > 0) {
     ptx::cp_async_bulk_wait_group<0>();
-    ptx::red_release_add(counters.added(kv_head), 1);
+    ptx::red_release_add(counters.added(kv_head), plan.split.chunks > 0 ? count : 1);
   }
 }
 

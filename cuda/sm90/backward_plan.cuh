@@ -88,12 +88,38 @@ struct EndPlan {
   int32_t blocks = 0;     // of the main kernel that do; 0: it does nothing
   int32_t kv_heads = 0;   // of all batches
   int32_t tiles = 0;      // of 64 query rows, of all heads
-  int32_t additions = 0;  // to each head of keys: two for a block
+  int32_t additions = 0;  // to each head of keys: two for a block, or for each of its tiles
   Divisor tiles_of_group, tiles_of_head;
   int32_t rows_of_head = 0, q_len = 0, head_dim = 0;
   float scale = 1.0f;
   HeadDivisors heads;
   EdgeOperand dquery;
+};
+
+// Blocks of keys that are divided among thread blocks, which take parts of their query tiles. Who
+// takes a block's last tiles adds the sums of the others to its own.
+struct SplitPlan {
+  // Where all are equally long, the last ones, of which there are fewer than thread blocks: their
+  // tiles, in a row, are divided into chunks. One may have tiles of two blocks, and is worked on
+  // from the later one on.
+  int32_t first = INT32_MAX, chunks = 0, tiles = 0;
+  Divisor chunk_tiles, block_tiles;
+  // Where thread blocks suffice: each, into so many parts.
+  Divisor parts;
+
+  // Indices in the order in which thread blocks take chunks, parts and whole blocks of keys.
+  __device__ __forceinline__ int32_t end(int32_t blocks) const {
+    return chunks > 0 ? first + chunks : blocks * parts.divisor;
+  }
+  // The end of a chunk; else 0.
+  __device__ __forceinline__ int32_t tiles_end(int32_t index) const {
+    return index < first ? 0 : min((index - first + 1) * chunk_tiles.divisor, tiles);
+  }
+  // The block of keys. Of a chunk the tiles up to `left` are still to be done.
+  __device__ __forceinline__ int32_t block_of(int32_t index, int32_t left = 0) const {
+    if (index >= first) return first + block_tiles.quotient(left - 1);
+    return parts.quotient(index);
+  }
 };
 
 // Counters of the main kernel: of blocks taken; for each head of keys in all batches of shares of
@@ -110,6 +136,9 @@ struct BackwardCounters {
   }
   __device__ __forceinline__ int32_t* converted(int32_t block) const {
     return first + 1 + 2 * kv_heads + block;
+  }
+  __device__ __forceinline__ int32_t* stored() const {
+    return converted(sm80::kMaxPersistentBlocks);
   }
 };
 
@@ -155,16 +184,19 @@ struct BlockPlan {
   Band band;  // unless it varies
   ZeroPlan zeros;
   EndPlan ends;
+  SplitPlan split;
 
   BlockPlan() = default;
-  explicit BlockPlan(const Backward& params, const ZeroPlan& zeros = {}, const EndPlan& ends = {})
+  explicit BlockPlan(const Backward& params, const ZeroPlan& zeros = {}, const EndPlan& ends = {},
+                     const SplitPlan& split = {})
       : kv_heads(params.shape, params.shape.kv_heads),
         group(params.shape.heads / params.shape.kv_heads),
         band_varies(params.query_seq_lengths || params.key_value_seq_lengths ||
                     params.query_offset),
         band(params.options, params.shape.q_len, params.shape.kv_len, 0),
         zeros(zeros),
-        ends(ends) {}
+        ends(ends),
+        split(split) {}
 
   __device__ __forceinline__ Band band_of(const Forward& params, const BatchIndex& batch) const {
     if (band_varies) [[unlikely]] {
