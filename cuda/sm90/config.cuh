@@ -32,7 +32,11 @@
 #endif
 // Keys times head dim from which on a unit of work is a block of its own.
 #ifndef JAX_FLASH_SM90_LONG_UNIT
-#define JAX_FLASH_SM90_LONG_UNIT (4096 * 128)
+#define JAX_FLASH_SM90_LONG_UNIT (32768 * 256)
+#endif
+// Whether units beyond the same number for all blocks are blocks of their own.
+#ifndef JAX_FLASH_SM90_REST_APART
+#define JAX_FLASH_SM90_REST_APART 1
 #endif
 // Per head dim: consumer warpgroups of 64 queries and keys a tile.
 #ifndef JAX_FLASH_SM90_CONSUMERS_64

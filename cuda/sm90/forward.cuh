@@ -9,8 +9,8 @@
 // Warp roles. One warp starts copies (TMA) of K and V, another one for each consumer those of Q and
 // of a bias, and tells it what the query tile is. Every consumer warpgroup owns 64 rows: it starts
 // S of a tile and O of the one before, and computes the tile's exponentials beside the latter.
-// Blocks are persistent, unless query tiles are long, and the chain goes on over query tiles: the
-// first scores of one stand beside the last product of the one before. With registers for more
+// Blocks are persistent, unless query tiles are very long, and the chain goes on over query tiles:
+// the first scores of one stand beside the last product of the one before. With registers for more
 // scores, S is computed a tile ahead instead (forward_ahead.cuh). Where there are very few query
 // tiles, two warpgroups share each, and divide its keys.
 //
@@ -161,7 +161,7 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
                                       ForwardConsumer<Config, Element, kNoModifier>>;
   Consumer consumer(params, plan, smem);
   const QueryWork& work = consumer.work;
-  const int key_group = consumer.group / Config::kRowGroups;
+  const int key_group = Config::kKeyGroups > 1 ? consumer.group / Config::kRowGroups : 0;
   RingState<Config::kStages> stage;  // of the query tile's first key tile
   bool partial_used = false;
   while (consumer.wait_query()) {
@@ -180,7 +180,14 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
     }
     consumer.softmax = OnlineSoftmax<1>();
     consumer.out_started = 0;
-    if (Config::kKeyGroups == 1 || tile < work.end) consumer.attend(tile);
+    float normalizer[2];
+    const auto beside = [&] {
+      if constexpr (Config::kKeyGroups == 1) {
+        finish_statistics<kNoModifier>(plan, consumer.work_before(0), consumer.warp_row,
+                                       consumer.softmax, normalizer);
+      }
+    };
+    if (Config::kKeyGroups == 1 || tile < work.end) consumer.attend(tile, beside);
     consumer.release_query();
     if (key_group == 1) {
       if (partial_used) ptx::barrier_sync(kPartialEmpty, Config::kConsumers * kWarpgroup);
@@ -192,8 +199,12 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
         add_partial(smem, consumer.to_log2, consumer.softmax, consumer.out);
         ptx::barrier_arrive(kPartialEmpty, Config::kConsumers * kWarpgroup);
       }
-      finish_rows<Config, Element, kNoModifier>(plan, consumer.work_before(0), consumer.warp_row,
-                                                consumer.softmax, consumer.out);
+      if constexpr (Config::kKeyGroups > 1) {
+        finish_statistics<kNoModifier>(plan, consumer.work_before(0), consumer.warp_row,
+                                       consumer.softmax, normalizer);
+      }
+      store_out<Config, Element>(plan, consumer.work_before(0), consumer.warp_row, normalizer,
+                                 consumer.out);
     }
     partial_used = true;
   }
@@ -267,9 +278,15 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   if (!status.ok()) return status;
   int sms = 0;
   if (status = multiprocessors(sms); !status.ok()) return status;
-  const QueryTileSchedule schedule(
-      shape, static_cast<int32_t>(q_tiles),
-      JAX_FLASH_SM90_PAIRED && params.options.is_causal && tiles > sms);
+  QueryTileSchedule schedule(shape, static_cast<int32_t>(q_tiles),
+                             JAX_FLASH_SM90_PAIRED && params.options.is_causal && tiles > sms);
+  // Blocks are persistent: starting one takes as long as some tiles of keys. Of very long units,
+  // where that is nothing, a block takes one: the hardware then shares them out as multiprocessors
+  // become free, also where other kernels hold some of these for a while, as collectives do.
+  const bool is_long = int64_t{shape.kv_len} * Config::kHeadDim >= JAX_FLASH_SM90_LONG_UNIT;
+  // With segments they take units in turn.
+  constexpr bool kInTurn = (kModifiers & kSegments) != 0;
+  schedule.divide(sms, is_long && !spans.query, JAX_FLASH_SM90_REST_APART && !kInTurn);
   constexpr bool kSaturates = ModifiedTile<Config, Element, kModifiers>::kSaturates;
   const ForwardPlan plan(params, schedule, kModifiers != kNoModifier && has_natural_logits(params),
                          kSaturates);
@@ -279,15 +296,9 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   }
   Forward scaled = params;  // for the multiplied Q
   if (kSaturates) scaled.options.scale /= plan.modifiers.soft_cap.query_factor;
-  // Of long units a block takes one: the hardware then shares them out as multiprocessors become
-  // free, also where other kernels hold some of these for a while, as collectives do.
-  const bool is_long = int64_t{shape.kv_len} * Config::kHeadDim >= JAX_FLASH_SM90_LONG_UNIT;
-  // With segments they take units in turn.
-  const bool takes_one = is_long && !spans.query;
   // Spans are still being found when it begins.
   return launch_grid(spans.query != nullptr, "sm90::forward_kernel", shape,
-                     forward_kernel<Config, Element, kModifiers>,
-                     takes_one || schedule.units < sms ? schedule.units : sms, Config::kThreads,
+                     forward_kernel<Config, Element, kModifiers>, schedule.grid(), Config::kThreads,
                      Config::kSmemBytes, stream, plan, maps, scaled, spans);
 }
 

@@ -100,7 +100,8 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
   }
 
   // A query tile's keys from the index-th tile on.
-  __device__ __forceinline__ void attend(int32_t index) {
+  template <typename Beside>
+  __device__ __forceinline__ void attend(int32_t index, Beside beside) {
     this->wait_key();
     this->start_scores();
     this->template await_scores<0>();
@@ -120,6 +121,7 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
       step<false, false>(next, now, index);
     }
     this->start_out();
+    beside();
     this->await_out();
   }
 };

@@ -363,7 +363,8 @@ struct ForwardConsumer {
                                             KeyTileNote* next_note = nullptr);
 
   // A query tile's keys from `tile` on.
-  __device__ __forceinline__ void attend(int32_t tile) {
+  template <typename Beside>
+  __device__ __forceinline__ void attend(int32_t tile, Beside beside) {
     wait_key();
     start_scores();
     first_tile<false>(tile);
@@ -372,6 +373,7 @@ struct ForwardConsumer {
     }
     clear_values(tile, work.attended);
     start_out();
+    beside();
     await_out();
   }
 

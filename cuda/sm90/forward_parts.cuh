@@ -359,16 +359,12 @@ __device__ __forceinline__ void add_partial(const Smem& smem, float to_log2,
   }
 }
 
-// Writes a warp's 16 rows of out and lse. Straight from registers: shared memory already takes the
-// next tile's operands.
-template <typename Config, typename Element, uint32_t kModifiers, int kOutN>
-__device__ __forceinline__ void finish_rows(const ForwardPlan& plan, const QueryWork& work,
-                                            int warp_row, const OnlineSoftmax<1>& softmax,
-                                            float (&out)[1][kOutN][4]) {
-  Element* out_gmem = static_cast<Element*>(work.out);
-  const int lane = threadIdx.x % 4;
+// Of a warp's 16 rows: writes lse; what the output is to be multiplied by, 0 where it is to be 0.
+template <uint32_t kModifiers>
+__device__ __forceinline__ void finish_statistics(const ForwardPlan& plan, const QueryWork& work,
+                                                  int warp_row, const OnlineSoftmax<1>& softmax,
+                                                  float (&normalizer)[2]) {
   const int first_row = warp_row + fragment_row(0, 0);
-  float normalizer[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int block_row = first_row + 8 * half;
@@ -378,11 +374,22 @@ __device__ __forceinline__ void finish_rows(const ForwardPlan& plan, const Query
       lse = minus_infinity();
       normalizer[half] = 0.0f;
     }
-    if (lane == 0 && work.row0 + block_row < plan.q_len) {
+    if (threadIdx.x % 4 == 0 && work.row0 + block_row < plan.q_len) {
       work.lse[block_row * plan.lse.row] = lse;
     }
     if constexpr ((kModifiers & kDropout) != 0) normalizer[half] *= plan.dropout_scale;
   }
+}
+
+// Writes a warp's 16 rows of out. Straight from registers: shared memory already takes the next
+// tile's operands.
+template <typename Config, typename Element, int kOutN>
+__device__ __forceinline__ void store_out(const ForwardPlan& plan, const QueryWork& work,
+                                          int warp_row, const float (&normalizer)[2],
+                                          float (&out)[1][kOutN][4]) {
+  Element* out_gmem = static_cast<Element*>(work.out);
+  const int lane = threadIdx.x % 4;
+  const int first_row = warp_row + fragment_row(0, 0);
   if (__any_sync(0xffffffff, normalizer[0] == 0.0f || normalizer[1] == 0.0f)) {
 #pragma unroll
     for (int n = 0; n < kOutN; ++n) {
@@ -411,6 +418,15 @@ __device__ __forceinline__ void finish_rows(const ForwardPlan& plan, const Query
       }
     }
   }
+}
+
+template <typename Config, typename Element, uint32_t kModifiers, int kOutN>
+__device__ __forceinline__ void finish_rows(const ForwardPlan& plan, const QueryWork& work,
+                                            int warp_row, const OnlineSoftmax<1>& softmax,
+                                            float (&out)[1][kOutN][4]) {
+  float normalizer[2];
+  finish_statistics<kModifiers>(plan, work, warp_row, softmax, normalizer);
+  store_out<Config, Element>(plan, work, warp_row, normalizer, out);
 }
 
 // The same for rows that may attend to nothing.
