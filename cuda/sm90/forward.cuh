@@ -73,6 +73,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
     if (!consumer.has_keys()) {
       if (unfinished) finish();
       unfinished = false;
+      if constexpr (kModifiers == kNoModifier) consumer.wait_description();
       finish_empty_rows<Element>(plan, work, consumer.warp_row);
       consumer.release_query();
       continue;
@@ -81,6 +82,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
     if constexpr (Consumer::Modified::kSaturates) multiply_query(consumer);
     consumer.wait_key();
     consumer.start_scores();
+    if constexpr (kModifiers == kNoModifier) consumer.wait_description();
     if (unfinished) {
       const OnlineSoftmax<1> softmax = consumer.softmax;
       consumer.clear_values(tile, attended, 1);
@@ -166,6 +168,7 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
   bool partial_used = false;
   while (consumer.wait_query()) {
     if (!consumer.has_keys()) {
+      consumer.wait_description();
       if (key_group == 0) finish_empty_rows<Element>(plan, work, consumer.warp_row);
       consumer.release_query();
       continue;
@@ -187,7 +190,11 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
                                        consumer.softmax, normalizer);
       }
     };
-    if (Config::kKeyGroups == 1 || tile < work.end) consumer.attend(tile, beside);
+    if (Config::kKeyGroups == 1 || tile < work.end) {
+      consumer.attend(tile, beside);
+    } else {
+      consumer.wait_description();
+    }
     consumer.release_query();
     if (key_group == 1) {
       if (partial_used) ptx::barrier_sync(kPartialEmpty, Config::kConsumers * kWarpgroup);
@@ -225,14 +232,16 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                            reinterpret_cast<SegmentNotes<Config>*>(&segments)};
   asm volatile("" : "+r"(smem.root), "+r"(smem.barriers));
 
-  if (threadIdx.x == 0) {
+  // By consumers, which have nothing to do yet: meanwhile producers find the first tiles, and wait
+  // for this just before they start the copies.
+  if (threadIdx.x == kWarpgroup) {
     if constexpr (kSkips) init_unit_barriers<Config>(segments);
     smem.init_barriers();
   }
-  if (threadIdx.x == 32) ptx::prefetch_tensormap(maps.query);
-  if (threadIdx.x == 64) ptx::prefetch_tensormap(maps.key);
-  if (threadIdx.x == 96) ptx::prefetch_tensormap(maps.value);
-  __syncthreads();
+  if (threadIdx.x == kWarpgroup + 32) ptx::prefetch_tensormap(maps.query);
+  if (threadIdx.x == kWarpgroup + 64) ptx::prefetch_tensormap(maps.key);
+  if (threadIdx.x == kWarpgroup + 96) ptx::prefetch_tensormap(maps.value);
+  if constexpr (kSkips) __syncthreads();
   if (threadIdx.x < kWarpgroup) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     const int warp = threadIdx.x / 32;
@@ -247,6 +256,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+    if constexpr (!kSkips) ptx::barrier_sync(kStarted, Config::kStartThreads);
     if constexpr (ForwardConsumer<Config, Element, kModifiers>::kMasks) {
       consume_masked<Config, Element, kModifiers>(params, plan, smem);
     } else if constexpr (Config::kKeyGroups > 1 || Config::kScoresAhead) {

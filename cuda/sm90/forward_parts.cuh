@@ -28,7 +28,7 @@ namespace jax_flash::sm90 {
 
 // Named barriers of warpgroups that divide the keys, and from which on those of one are that
 // zero_unattended() uses.
-enum ForwardBarrier : int { kPartialFull = 1, kPartialEmpty = 2, kZeroed = 8 };
+enum ForwardBarrier : int { kPartialFull = 1, kPartialEmpty = 2, kStarted = 3, kZeroed = 8 };
 
 // What producers tell consumers where key tiles are skipped.
 template <typename Config>
@@ -49,7 +49,7 @@ template <typename Config>
 struct ForwardSmem {
   static constexpr int kQueryBarriers = Config::kQueryStages * Config::kRowGroups;
   static constexpr int kBiasBarriers = Config::kBiasBoxes ? Config::kRowGroups : 0;
-  static constexpr int kBarriers = 2 * (kQueryBarriers + kBiasBarriers) + 4 * Config::kStages;
+  static constexpr int kBarriers = 3 * kQueryBarriers + 2 * kBiasBarriers + 4 * Config::kStages;
   static constexpr int kWorks = Config::kRowGroups * Config::kWorks;
   uint32_t root, barriers;
   QueryWork* works;                // [kRowGroups][kWorks]
@@ -82,6 +82,10 @@ struct ForwardSmem {
   __device__ __forceinline__ uint32_t query_empty(uint32_t stage, int group) const {
     return query_full(stage, group) + kQueryBarriers * 8;
   }
+  // Of a query tile's description, what query_full() does not tell of.
+  __device__ __forceinline__ uint32_t described(uint32_t stage, int group) const {
+    return at(4, 2 * kBiasBarriers + stage * Config::kRowGroups + group);
+  }
   __device__ __forceinline__ uint32_t key_full(uint32_t stage) const { return at(0, stage); }
   __device__ __forceinline__ uint32_t key_empty(uint32_t stage) const { return at(1, stage); }
   __device__ __forceinline__ uint32_t value_full(uint32_t stage) const { return at(2, stage); }
@@ -96,7 +100,8 @@ struct ForwardSmem {
     constexpr uint32_t kConsumerWarps = Config::kConsumers * 4;
     constexpr uint32_t kKeyWarps = Config::kRowGroups * 4;
     for (int index = 0; index < kQueryBarriers; ++index) {
-      ptx::mbarrier_init(barriers + index * 8, 2);  // Q, and its description
+      ptx::mbarrier_init(barriers + index * 8, 2);  // Q, and which keys it reads
+      ptx::mbarrier_init(described(0, 0) + index * 8, 1);
       ptx::mbarrier_init(barriers + (kQueryBarriers + index) * 8,
                          kConsumerWarps / Config::kRowGroups);
     }

@@ -46,8 +46,8 @@ struct QueryTileSchedule {
     blocks = std::min(units, multiprocessors);
     const int32_t rest = units % blocks;
     // Multiprocessors differ in speed by some percent: those that are done first take the rest,
-    // unless most of them would start one block more.
-    if (rest_apart && rest * 5 <= blocks * 4) chained -= rest;
+    // unless many of them would start one block more.
+    if (rest_apart && rest * 3 <= blocks * 2) chained -= rest;
     if (apart) chained = blocks;
   }
   int64_t grid() const { return int64_t{blocks} + units - chained; }

@@ -24,11 +24,7 @@ struct Band {
     hi = right < 0 ? kv_len : clamp_shift(offset + right + 1);
   }
   __device__ __forceinline__ Band(const Forward& params, const BatchIndex& batch)
-      : Band(params.options, params, batch) {}
-  // With `options` for the call's: for a kernel that has them elsewhere.
-  __device__ __forceinline__ Band(const Options& options, const Forward& params,
-                                  const BatchIndex& batch)
-      : Band(options, clamped_length(params.query_seq_lengths, batch, params.shape.q_len),
+      : Band(params.options, clamped_length(params.query_seq_lengths, batch, params.shape.q_len),
              clamped_length(params.key_value_seq_lengths, batch, params.shape.kv_len),
              params.query_offset ? *batch.pointer<const int32_t>(params.query_offset) : 0) {}
 
@@ -76,17 +72,15 @@ struct Band {
 struct CallBand {
   Band band;
   bool varies = false;
-  Options options;  // beside the band: what the compiler reads before it knows whether that varies
 
   CallBand() = default;
   explicit CallBand(const Forward& params)
       : band(params.options, params.shape.q_len, params.shape.kv_len, 0),
-        varies(params.query_seq_lengths || params.key_value_seq_lengths || params.query_offset),
-        options(params.options) {}
+        varies(params.query_seq_lengths || params.key_value_seq_lengths || params.query_offset) {}
 
   __device__ __forceinline__ Band of(const Forward& params, int32_t batch) const {
     if (varies) [[unlikely]] {
-      return Band(options, params, BatchIndex(params.shape, batch));
+      return Band(params, BatchIndex(params.shape, batch));
     }
     return band;
   }
