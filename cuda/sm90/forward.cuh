@@ -73,7 +73,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
     if (!consumer.has_keys()) {
       if (unfinished) finish();
       unfinished = false;
-      if constexpr (kModifiers == kNoModifier) consumer.wait_description();
+      consumer.read_description();
       finish_empty_rows<Element>(plan, work, consumer.warp_row);
       consumer.release_query();
       continue;
@@ -82,7 +82,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
     if constexpr (Consumer::Modified::kSaturates) multiply_query(consumer);
     consumer.wait_key();
     consumer.start_scores();
-    if constexpr (kModifiers == kNoModifier) consumer.wait_description();
+    consumer.read_description();
     if (unfinished) {
       const OnlineSoftmax<1> softmax = consumer.softmax;
       consumer.clear_values(tile, attended, 1);
@@ -168,7 +168,7 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
   bool partial_used = false;
   while (consumer.wait_query()) {
     if (!consumer.has_keys()) {
-      consumer.wait_description();
+      consumer.read_description();
       if (key_group == 0) finish_empty_rows<Element>(plan, work, consumer.warp_row);
       consumer.release_query();
       continue;
@@ -193,7 +193,7 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
     if (Config::kKeyGroups == 1 || tile < work.end) {
       consumer.attend(tile, beside);
     } else {
-      consumer.wait_description();
+      consumer.read_description();
     }
     consumer.release_query();
     if (key_group == 1) {
@@ -296,7 +296,11 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   const bool is_long = int64_t{shape.kv_len} * Config::kHeadDim >= JAX_FLASH_SM90_LONG_UNIT;
   // With segments they take units in turn.
   constexpr bool kInTurn = (kModifiers & kSegments) != 0;
-  schedule.divide(sms, is_long && !spans.query, JAX_FLASH_SM90_REST_APART && !kInTurn);
+  // A block that is started loses the chain of query tiles, if there is one.
+  constexpr double kMostRest = kInTurn || !JAX_FLASH_SM90_REST_APART ? 0.0
+                               : Config::kScoresAhead                ? 0.8
+                                                                     : 0.67;
+  schedule.divide(sms, is_long && !spans.query, kMostRest);
   constexpr bool kSaturates = ModifiedTile<Config, Element, kModifiers>::kSaturates;
   const ForwardPlan plan(params, schedule, kModifiers != kNoModifier && has_natural_logits(params),
                          kSaturates);

@@ -104,7 +104,7 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
   __device__ __forceinline__ void attend(int32_t index, Beside beside) {
     this->wait_key();
     this->start_scores();
-    this->wait_description();
+    this->read_description();
     this->template await_scores<0>();
     step<true, true>(this->scores, other_scores, index);
     this->clear_values(tile_from_end(work.end, index), work.attended);

@@ -84,35 +84,43 @@ struct ForwardConsumer {
   __device__ __forceinline__ int query_tile() const { return group % Config::kRowGroups; }
   __device__ __forceinline__ int group_row() const { return query_tile() * 64; }
 
-  // Waits for the next query tile, and reads which keys it attends to; false after the last one.
+  // Waits for the next query tile; false after the last one. Without modifiers, only which keys it
+  // attends to is known then.
   __device__ __forceinline__ bool wait_query() {
     ptx::mbarrier_wait(smem.query_full(query_stage.stage, query_tile()), query_stage.parity);
     const QueryWork& next = smem.work(query_tile(), works);
+    if constexpr (kGeneral) {
+      wait_described();
+      work = next;
+    } else {
+      work.tile = next.tile;
+      work.end = next.end;
+      work.row0 = next.row0;
+    }
+    if constexpr (kSegmented) run = smem.query_segments(query_tile(), works).run;
     ++works;
     // By reductions, whose results the compiler knows to be the same in all lanes: else it would
     // have every warp converge, and move descriptors, again and again.
-    work.tile = __reduce_max_sync(0xffffffff, next.tile);
-    work.end = __reduce_max_sync(0xffffffff, next.end);
-    work.row0 = __reduce_max_sync(0xffffffff, next.row0);
-    if (work.row0 < 0) return false;
-    if constexpr (kGeneral) wait_description();
-    return true;
-  }
-  // For the rest of the description: in kernels without modifiers beside the first scores.
-  __device__ __forceinline__ void wait_description() {
-    ptx::mbarrier_wait(smem.described(query_stage.stage, query_tile()), query_stage.parity);
-    const RowRange tiles = {work.tile, work.end};
-    const int32_t row0 = work.row0;
-    work = smem.work(query_tile(), works - 1);
-    work.tile = tiles.first;
-    work.end = tiles.end;
-    work.row0 = row0;
+    const auto same = [](int32_t& value) { value = __reduce_max_sync(0xffffffff, value); };
+    same(work.tile);
+    same(work.end);
+    same(work.row0);
     if constexpr (kSegmented) {
-      run = smem.query_segments(query_tile(), works - 1).run;
-      run.first = __reduce_max_sync(0xffffffff, run.first);
-      run.end = __reduce_max_sync(0xffffffff, run.end);
+      same(run.first);
+      same(run.end);
     }
     modified.begin(work, work.row0 + warp_row);
+    return work.row0 >= 0;
+  }
+  // The rest of the description, which takes a while: beside the first scores.
+  __device__ __forceinline__ void read_description() {
+    if constexpr (kGeneral) return;
+    wait_described();
+    const QueryWork known = work;
+    work = work_before(0);
+    work.tile = known.tile;
+    work.end = known.end;
+    work.row0 = known.row0;
   }
   __device__ __forceinline__ bool has_keys() const { return work.tile < work.end; }
   __device__ __forceinline__ void release_query() {
@@ -122,6 +130,10 @@ struct ForwardConsumer {
   // The query tile `before` tiles before the one in `work`.
   __device__ __forceinline__ const QueryWork& work_before(int before) const {
     return smem.work(query_tile(), works - 1 - before);
+  }
+
+  __device__ __forceinline__ void wait_described() const {
+    ptx::mbarrier_wait(smem.described(query_stage.stage, query_tile()), query_stage.parity);
   }
 
   // S = Q K^T
@@ -378,7 +390,7 @@ struct ForwardConsumer {
   __device__ __forceinline__ void attend(int32_t tile, Beside beside) {
     wait_key();
     start_scores();
-    if constexpr (!kGeneral) wait_description();
+    read_description();
     first_tile<false>(tile);
     for (; !is_last(tile); tile += Config::kKeyGroups) {
       next_tile(tile, tile + Config::kKeyGroups);

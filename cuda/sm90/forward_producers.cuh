@@ -176,6 +176,7 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
     wait_empty();
     smem.work(group, works).row0 = -1;
     for (int i = 0; i < 2; ++i) ptx::mbarrier_arrive(smem.query_full(stage.stage, group));
+    ptx::mbarrier_arrive(smem.described(stage.stage, group));
   }
 }
 

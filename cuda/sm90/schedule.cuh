@@ -27,7 +27,7 @@ struct QueryTileIndex {
 struct QueryTileSchedule {
   int32_t q_tiles = 0, units = 0, blocks = 0, chained = 0;
   bool paired = false;
-  Divisor units_per_head, heads, group, inner_batch;
+  PlainDivisor units_per_head, heads, group, inner_batch;
 
   QueryTileSchedule() = default;
   QueryTileSchedule(const Shape& shape, int32_t tiles, bool in_pairs)
@@ -41,13 +41,14 @@ struct QueryTileSchedule {
     chained = units;
   }
 
-  // For as many multiprocessors. `apart`: each unit is a block of its own.
-  void divide(int32_t multiprocessors, bool apart, bool rest_apart) {
+  // For as many multiprocessors. `apart`: each unit is a block of its own. `most_rest`: of units
+  // left over, per block, that are.
+  void divide(int32_t multiprocessors, bool apart, double most_rest) {
     blocks = std::min(units, multiprocessors);
     const int32_t rest = units % blocks;
     // Multiprocessors differ in speed by some percent: those that are done first take the rest,
     // unless many of them would start one block more.
-    if (rest_apart && rest * 3 <= blocks * 2) chained -= rest;
+    if (rest <= most_rest * blocks) chained -= rest;
     if (apart) chained = blocks;
   }
   int64_t grid() const { return int64_t{blocks} + units - chained; }
