@@ -32,7 +32,11 @@
 #endif
 // Keys times head dim from which on a unit of work is a block of its own.
 #ifndef JAX_FLASH_SM90_LONG_UNIT
-#define JAX_FLASH_SM90_LONG_UNIT (4096 * 128)
+#define JAX_FLASH_SM90_LONG_UNIT (32768 * 256)
+#endif
+// Whether units beyond the same number for all blocks are blocks of their own.
+#ifndef JAX_FLASH_SM90_REST_APART
+#define JAX_FLASH_SM90_REST_APART 1
 #endif
 // Per head dim: consumer warpgroups of 64 queries and keys a tile.
 #ifndef JAX_FLASH_SM90_CONSUMERS_64
@@ -105,6 +109,8 @@ struct ForwardConfig {
       kHeadDim <= 64 ? JAX_FLASH_SM90_OUT_PARTS_64 : JAX_FLASH_SM90_OUT_PARTS;
   static_assert(kHeadDim % 16 == 0 && kValueDim % 16 == 0 && kBlockKv % 16 == 0);
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1);
+  // Of the barrier behind which barriers in shared memory are initialised.
+  static constexpr int kStartThreads = 32 * (1 + kRowGroups) + kWarpgroup * kConsumers;
   // The register file, divided at run time: the kernel starts with an even share.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;

@@ -9,8 +9,8 @@
 // Warp roles. One warp starts copies (TMA) of K and V, another one for each consumer those of Q and
 // of a bias, and tells it what the query tile is. Every consumer warpgroup owns 64 rows: it starts
 // S of a tile and O of the one before, and computes the tile's exponentials beside the latter.
-// Blocks are persistent, unless query tiles are long, and the chain goes on over query tiles: the
-// first scores of one stand beside the last product of the one before. With registers for more
+// Blocks are persistent, unless query tiles are very long, and the chain goes on over query tiles:
+// the first scores of one stand beside the last product of the one before. With registers for more
 // scores, S is computed a tile ahead instead (forward_ahead.cuh). Where there are very few query
 // tiles, two warpgroups share each, and divide its keys.
 //
@@ -73,6 +73,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
     if (!consumer.has_keys()) {
       if (unfinished) finish();
       unfinished = false;
+      consumer.read_description();
       finish_empty_rows<Element>(plan, work, consumer.warp_row);
       consumer.release_query();
       continue;
@@ -81,6 +82,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
     if constexpr (Consumer::Modified::kSaturates) multiply_query(consumer);
     consumer.wait_key();
     consumer.start_scores();
+    consumer.read_description();
     if (unfinished) {
       const OnlineSoftmax<1> softmax = consumer.softmax;
       consumer.clear_values(tile, attended, 1);
@@ -161,11 +163,12 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
                                       ForwardConsumer<Config, Element, kNoModifier>>;
   Consumer consumer(params, plan, smem);
   const QueryWork& work = consumer.work;
-  const int key_group = consumer.group / Config::kRowGroups;
+  const int key_group = Config::kKeyGroups > 1 ? consumer.group / Config::kRowGroups : 0;
   RingState<Config::kStages> stage;  // of the query tile's first key tile
   bool partial_used = false;
   while (consumer.wait_query()) {
     if (!consumer.has_keys()) {
+      consumer.read_description();
       if (key_group == 0) finish_empty_rows<Element>(plan, work, consumer.warp_row);
       consumer.release_query();
       continue;
@@ -180,7 +183,18 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
     }
     consumer.softmax = OnlineSoftmax<1>();
     consumer.out_started = 0;
-    if (Config::kKeyGroups == 1 || tile < work.end) consumer.attend(tile);
+    float normalizer[2];
+    const auto beside = [&] {
+      if constexpr (Config::kKeyGroups == 1) {
+        finish_statistics<kNoModifier>(plan, consumer.work_before(0), consumer.warp_row,
+                                       consumer.softmax, normalizer);
+      }
+    };
+    if (Config::kKeyGroups == 1 || tile < work.end) {
+      consumer.attend(tile, beside);
+    } else {
+      consumer.read_description();
+    }
     consumer.release_query();
     if (key_group == 1) {
       if (partial_used) ptx::barrier_sync(kPartialEmpty, Config::kConsumers * kWarpgroup);
@@ -192,8 +206,12 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
         add_partial(smem, consumer.to_log2, consumer.softmax, consumer.out);
         ptx::barrier_arrive(kPartialEmpty, Config::kConsumers * kWarpgroup);
       }
-      finish_rows<Config, Element, kNoModifier>(plan, consumer.work_before(0), consumer.warp_row,
-                                                consumer.softmax, consumer.out);
+      if constexpr (Config::kKeyGroups > 1) {
+        finish_statistics<kNoModifier>(plan, consumer.work_before(0), consumer.warp_row,
+                                       consumer.softmax, normalizer);
+      }
+      store_out<Config, Element>(plan, consumer.work_before(0), consumer.warp_row, normalizer,
+                                 consumer.out);
     }
     partial_used = true;
   }
@@ -214,14 +232,16 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                            reinterpret_cast<SegmentNotes<Config>*>(&segments)};
   asm volatile("" : "+r"(smem.root), "+r"(smem.barriers));
 
-  if (threadIdx.x == 0) {
+  // By consumers, which have nothing to do yet: meanwhile producers find the first tiles, and wait
+  // for this just before they start the copies.
+  if (threadIdx.x == kWarpgroup) {
     if constexpr (kSkips) init_unit_barriers<Config>(segments);
     smem.init_barriers();
   }
-  if (threadIdx.x == 32) ptx::prefetch_tensormap(maps.query);
-  if (threadIdx.x == 64) ptx::prefetch_tensormap(maps.key);
-  if (threadIdx.x == 96) ptx::prefetch_tensormap(maps.value);
-  __syncthreads();
+  if (threadIdx.x == kWarpgroup + 32) ptx::prefetch_tensormap(maps.query);
+  if (threadIdx.x == kWarpgroup + 64) ptx::prefetch_tensormap(maps.key);
+  if (threadIdx.x == kWarpgroup + 96) ptx::prefetch_tensormap(maps.value);
+  if constexpr (kSkips) __syncthreads();
   if (threadIdx.x < kWarpgroup) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     const int warp = threadIdx.x / 32;
@@ -236,6 +256,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+    if constexpr (!kSkips) ptx::barrier_sync(kStarted, Config::kStartThreads);
     if constexpr (ForwardConsumer<Config, Element, kModifiers>::kMasks) {
       consume_masked<Config, Element, kModifiers>(params, plan, smem);
     } else if constexpr (Config::kKeyGroups > 1 || Config::kScoresAhead) {
@@ -267,9 +288,19 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   if (!status.ok()) return status;
   int sms = 0;
   if (status = multiprocessors(sms); !status.ok()) return status;
-  const QueryTileSchedule schedule(
-      shape, static_cast<int32_t>(q_tiles),
-      JAX_FLASH_SM90_PAIRED && params.options.is_causal && tiles > sms);
+  QueryTileSchedule schedule(shape, static_cast<int32_t>(q_tiles),
+                             JAX_FLASH_SM90_PAIRED && params.options.is_causal && tiles > sms);
+  // Blocks are persistent: starting one takes as long as some tiles of keys. Of very long units,
+  // where that is nothing, a block takes one: the hardware then shares them out as multiprocessors
+  // become free, also where other kernels hold some of these for a while, as collectives do.
+  const bool is_long = int64_t{shape.kv_len} * Config::kHeadDim >= JAX_FLASH_SM90_LONG_UNIT;
+  // With segments they take units in turn.
+  constexpr bool kInTurn = (kModifiers & kSegments) != 0;
+  // A block that is started loses the chain of query tiles, if there is one.
+  constexpr double kMostRest = kInTurn || !JAX_FLASH_SM90_REST_APART ? 0.0
+                               : Config::kScoresAhead                ? 0.8
+                                                                     : 0.67;
+  schedule.divide(sms, is_long && !spans.query, kMostRest);
   constexpr bool kSaturates = ModifiedTile<Config, Element, kModifiers>::kSaturates;
   const ForwardPlan plan(params, schedule, kModifiers != kNoModifier && has_natural_logits(params),
                          kSaturates);
@@ -279,15 +310,9 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   }
   Forward scaled = params;  // for the multiplied Q
   if (kSaturates) scaled.options.scale /= plan.modifiers.soft_cap.query_factor;
-  // Of long units a block takes one: the hardware then shares them out as multiprocessors become
-  // free, also where other kernels hold some of these for a while, as collectives do.
-  const bool is_long = int64_t{shape.kv_len} * Config::kHeadDim >= JAX_FLASH_SM90_LONG_UNIT;
-  // With segments they take units in turn.
-  const bool takes_one = is_long && !spans.query;
   // Spans are still being found when it begins.
   return launch_grid(spans.query != nullptr, "sm90::forward_kernel", shape,
-                     forward_kernel<Config, Element, kModifiers>,
-                     takes_one || schedule.units < sms ? schedule.units : sms, Config::kThreads,
+                     forward_kernel<Config, Element, kModifiers>, schedule.grid(), Config::kThreads,
                      Config::kSmemBytes, stream, plan, maps, scaled, spans);
 }
 

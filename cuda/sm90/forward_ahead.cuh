@@ -105,9 +105,11 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
   }
 
   // A query tile's keys from the index-th tile on.
-  __device__ __forceinline__ void attend(int32_t index) {
+  template <typename Beside>
+  __device__ __forceinline__ void attend(int32_t index, Beside beside) {
     this->wait_key();
     this->start_scores();
+    this->read_description();
     this->template await_scores<0>();
     step<true, true>(this->scores, other_scores, index);
     this->clear_values(tile_from_end(work.end, index), work.attended);
@@ -125,6 +127,7 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
       step<false, false>(next, now, index);
     }
     this->start_out();
+    beside();
     this->await_out();
   }
 };

@@ -88,10 +88,19 @@ struct ForwardConsumer {
   __device__ __forceinline__ int query_tile() const { return group % Config::kRowGroups; }
   __device__ __forceinline__ int group_row() const { return query_tile() * 64; }
 
-  // Waits for the next query tile; false after the last one.
+  // Waits for the next query tile; false after the last one. Without modifiers, only which keys it
+  // attends to is known then.
   __device__ __forceinline__ bool wait_query() {
     ptx::mbarrier_wait(smem.query_full(query_stage.stage, query_tile()), query_stage.parity);
-    work = smem.work(query_tile(), works);
+    const QueryWork& next = smem.work(query_tile(), works);
+    if constexpr (kGeneral) {
+      wait_described();
+      work = next;
+    } else {
+      work.tile = next.tile;
+      work.end = next.end;
+      work.row0 = next.row0;
+    }
     if constexpr (kSegmented) run = smem.query_segments(query_tile(), works).run;
     ++works;
     // By reductions, whose results the compiler knows to be the same in all lanes: else it would
@@ -107,6 +116,16 @@ struct ForwardConsumer {
     modified.begin(work, work.row0 + warp_row);
     return work.row0 >= 0;
   }
+  // The rest of the description, which takes a while: beside the first scores.
+  __device__ __forceinline__ void read_description() {
+    if constexpr (kGeneral) return;
+    wait_described();
+    const QueryWork known = work;
+    work = work_before(0);
+    work.tile = known.tile;
+    work.end = known.end;
+    work.row0 = known.row0;
+  }
   __device__ __forceinline__ bool has_keys() const { return work.tile < work.end; }
   __device__ __forceinline__ void release_query() {
     arrive_warp(smem.query_empty(query_stage.stage, query_tile()));
@@ -115,6 +134,10 @@ struct ForwardConsumer {
   // The query tile `before` tiles before the one in `work`.
   __device__ __forceinline__ const QueryWork& work_before(int before) const {
     return smem.work(query_tile(), works - 1 - before);
+  }
+
+  __device__ __forceinline__ void wait_described() const {
+    ptx::mbarrier_wait(smem.described(query_stage.stage, query_tile()), query_stage.parity);
   }
 
   // S = Q K^T
@@ -372,15 +395,18 @@ struct ForwardConsumer {
                                             KeyTileNote* next_note = nullptr);
 
   // A query tile's keys from `tile` on.
-  __device__ __forceinline__ void attend(int32_t tile) {
+  template <typename Beside>
+  __device__ __forceinline__ void attend(int32_t tile, Beside beside) {
     wait_key();
     start_scores();
+    read_description();
     first_tile<false>(tile);
     for (; !is_last(tile); tile += Config::kKeyGroups) {
       next_tile(tile, tile + Config::kKeyGroups);
     }
     clear_values(tile, work.attended);
     start_out();
+    beside();
     await_out();
   }
 

@@ -28,7 +28,7 @@ namespace jax_flash::sm90 {
 
 // Named barriers of warpgroups that divide the keys, and from which on those of one are that
 // zero_unattended() uses.
-enum ForwardBarrier : int { kPartialFull = 1, kPartialEmpty = 2, kZeroed = 8 };
+enum ForwardBarrier : int { kPartialFull = 1, kPartialEmpty = 2, kStarted = 3, kZeroed = 8 };
 
 // What producers tell consumers where key tiles are skipped.
 template <typename Config>
@@ -49,7 +49,7 @@ template <typename Config>
 struct ForwardSmem {
   static constexpr int kQueryBarriers = Config::kQueryStages * Config::kRowGroups;
   static constexpr int kBiasBarriers = Config::kBiasBoxes ? Config::kRowGroups : 0;
-  static constexpr int kBarriers = 2 * (kQueryBarriers + kBiasBarriers) + 4 * Config::kStages;
+  static constexpr int kBarriers = 3 * kQueryBarriers + 2 * kBiasBarriers + 4 * Config::kStages;
   static constexpr int kWorks = Config::kRowGroups * Config::kWorks;
   uint32_t root, barriers;
   QueryWork* works;                // [kRowGroups][kWorks]
@@ -82,6 +82,10 @@ struct ForwardSmem {
   __device__ __forceinline__ uint32_t query_empty(uint32_t stage, int group) const {
     return query_full(stage, group) + kQueryBarriers * 8;
   }
+  // Of a query tile's description, what query_full() does not tell of.
+  __device__ __forceinline__ uint32_t described(uint32_t stage, int group) const {
+    return at(4, 2 * kBiasBarriers + stage * Config::kRowGroups + group);
+  }
   __device__ __forceinline__ uint32_t key_full(uint32_t stage) const { return at(0, stage); }
   __device__ __forceinline__ uint32_t key_empty(uint32_t stage) const { return at(1, stage); }
   __device__ __forceinline__ uint32_t value_full(uint32_t stage) const { return at(2, stage); }
@@ -96,7 +100,8 @@ struct ForwardSmem {
     constexpr uint32_t kConsumerWarps = Config::kConsumers * 4;
     constexpr uint32_t kKeyWarps = Config::kRowGroups * 4;
     for (int index = 0; index < kQueryBarriers; ++index) {
-      ptx::mbarrier_init(barriers + index * 8, 2);  // Q, and its description
+      ptx::mbarrier_init(barriers + index * 8, 2);  // Q, and which keys it reads
+      ptx::mbarrier_init(described(0, 0) + index * 8, 1);
       ptx::mbarrier_init(barriers + (kQueryBarriers + index) * 8,
                          kConsumerWarps / Config::kRowGroups);
     }
@@ -359,16 +364,12 @@ __device__ __forceinline__ void add_partial(const Smem& smem, float to_log2,
   }
 }
 
-// Writes a warp's 16 rows of out and lse. Straight from registers: shared memory already takes the
-// next tile's operands.
-template <typename Config, typename Element, uint32_t kModifiers, int kOutN>
-__device__ __forceinline__ void finish_rows(const ForwardPlan& plan, const QueryWork& work,
-                                            int warp_row, const OnlineSoftmax<1>& softmax,
-                                            float (&out)[1][kOutN][4]) {
-  Element* out_gmem = static_cast<Element*>(work.out);
-  const int lane = threadIdx.x % 4;
+// Of a warp's 16 rows: writes lse; what the output is to be multiplied by, 0 where it is to be 0.
+template <uint32_t kModifiers>
+__device__ __forceinline__ void finish_statistics(const ForwardPlan& plan, const QueryWork& work,
+                                                  int warp_row, const OnlineSoftmax<1>& softmax,
+                                                  float (&normalizer)[2]) {
   const int first_row = warp_row + fragment_row(0, 0);
-  float normalizer[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int block_row = first_row + 8 * half;
@@ -378,11 +379,22 @@ __device__ __forceinline__ void finish_rows(const ForwardPlan& plan, const Query
       lse = minus_infinity();
       normalizer[half] = 0.0f;
     }
-    if (lane == 0 && work.row0 + block_row < plan.q_len) {
+    if (threadIdx.x % 4 == 0 && work.row0 + block_row < plan.q_len) {
       work.lse[block_row * plan.lse.row] = lse;
     }
     if constexpr ((kModifiers & kDropout) != 0) normalizer[half] *= plan.dropout_scale;
   }
+}
+
+// Writes a warp's 16 rows of out. Straight from registers: shared memory already takes the next
+// tile's operands.
+template <typename Config, typename Element, int kOutN>
+__device__ __forceinline__ void store_out(const ForwardPlan& plan, const QueryWork& work,
+                                          int warp_row, const float (&normalizer)[2],
+                                          float (&out)[1][kOutN][4]) {
+  Element* out_gmem = static_cast<Element*>(work.out);
+  const int lane = threadIdx.x % 4;
+  const int first_row = warp_row + fragment_row(0, 0);
   if (__any_sync(0xffffffff, normalizer[0] == 0.0f || normalizer[1] == 0.0f)) {
 #pragma unroll
     for (int n = 0; n < kOutN; ++n) {
@@ -411,6 +423,15 @@ __device__ __forceinline__ void finish_rows(const ForwardPlan& plan, const Query
       }
     }
   }
+}
+
+template <typename Config, typename Element, uint32_t kModifiers, int kOutN>
+__device__ __forceinline__ void finish_rows(const ForwardPlan& plan, const QueryWork& work,
+                                            int warp_row, const OnlineSoftmax<1>& softmax,
+                                            float (&out)[1][kOutN][4]) {
+  float normalizer[2];
+  finish_statistics<kModifiers>(plan, work, warp_row, softmax, normalizer);
+  store_out<Config, Element>(plan, work, warp_row, normalizer, out);
 }
 
 // The same for rows that may attend to nothing.

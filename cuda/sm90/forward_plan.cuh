@@ -41,13 +41,62 @@ struct RowsOperand {
   }
 };
 
+// [batch] int32, if the call has it.
+struct BatchOperand {
+  const int32_t* data = nullptr;
+  int64_t batch[kTensorMapBatchDims] = {};
+
+  BatchOperand() = default;
+  explicit BatchOperand(const Operand& operand)
+      : data(static_cast<const int32_t*>(operand.data)),
+        batch{operand.batch[0], operand.batch[1]} {}
+
+  __device__ __forceinline__ int32_t at(int32_t axis0, int32_t axis1, int32_t otherwise) const {
+    return data ? data[axis0 * batch[0] + axis1 * batch[1]] : otherwise;
+  }
+};
+
+// A call's band: the host's, unless it depends on operands, and so on the batch.
+struct ForwardBand {
+  Band band;
+  bool varies = false;
+  Options options;
+  BatchOperand q_len, kv_len, offset;
+
+  ForwardBand() = default;
+  explicit ForwardBand(const Forward& params)
+      : band(params.options, params.shape.q_len, params.shape.kv_len, 0),
+        varies(params.query_seq_lengths || params.key_value_seq_lengths || params.query_offset),
+        options(params.options),
+        q_len(params.query_seq_lengths),
+        kv_len(params.key_value_seq_lengths),
+        offset(params.query_offset) {}
+
+  __device__ __forceinline__ Band of(const QueryTileIndex& q) const {
+    if (varies) [[unlikely]]
+      return find(q.batch_axes[0], q.batch_axes[1]);
+    return band;
+  }
+
+ private:
+  // Out of line: a block's first copies wait for instructions, too, and the fewer lie between
+  // those that every call executes, the better.
+  __device__ __noinline__ Band find(int32_t axis0, int32_t axis1) const {
+    const auto length = [&](const BatchOperand& lengths, int32_t size) {
+      return min(max(lengths.at(axis0, axis1, size), 0), size);
+    };
+    return Band(options, length(q_len, band.q_len), length(kv_len, band.kv_len),
+                offset.at(axis0, axis1, 0));
+  }
+};
+
 // What every call reads, side by side, and derived on the host as far as that can be: a kernel's
 // parameters are new to the constant cache in every launch, and each line of them that is read for
 // the first time takes hundreds of clocks, which a short call spends waiting.
 struct ForwardPlan {
   QueryTileSchedule schedule;
   BoxAxes query, key, value;
-  CallBand band;
+  ForwardBand band;
   int32_t q_len = 0, kv_len = 0, value_dim = 0;
   float to_log2 = 0.0f;  // from the kernel's logits, natural or not, to those in log2 units
   float dropout_scale = 1.0f;

@@ -35,12 +35,12 @@ __device__ __forceinline__ void produce_keys(const Forward& params, const Forwar
   RingState<Config::kValueStages> value_stage;
   // Left alone, other lanes would go ahead through all of the loop: the leader would wait for them,
   // and issue slots go to nothing.
-  if (threadIdx.x % 32 != 0) return;
+  bool started = false;
   for (auto cursor = query_tiles<kModifiers>(plan); cursor.valid(); cursor.advance()) {
     const QueryTileIndex q = cursor.index();
     const int32_t row0 = q.tile * Config::kBlockQ;
     const TileRange range =
-        kv_tiles<Config::kBlockKv>(plan.band.of(params, q.batch), row0, row0 + Config::kBlockQ);
+        kv_tiles<Config::kBlockKv>(plan.band.of(q), row0, row0 + Config::kBlockQ);
     const auto first_row = [&](int32_t tile) {
       return (Config::kScoresAhead ? tile_from_end(range.end, tile) : tile) * Config::kBlockKv;
     };
@@ -56,6 +56,11 @@ __device__ __forceinline__ void produce_keys(const Forward& params, const Forwar
                       plan.value, q.batch_axes, q.kv_head, first_row(tile));
       value_stage.advance();
     };
+    if (!started) {
+      ptx::barrier_sync(kStarted, Config::kStartThreads);
+      if (threadIdx.x % 32 != 0) return;
+      started = true;
+    }
     if (range.first >= range.end) continue;
     load_key(range.first);
     for (int32_t tile = range.first; tile < range.end; ++tile) {
@@ -77,7 +82,7 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
   RingState<Config::kQueryStages> stage;
   uint32_t works = 0, bias_parity = 0;
   // As in produce_keys(). At 64, where the description is short, causal calls lose 2% by it.
-  if ((Config::kHeadDim > 64 || Config::kBiasBoxes) && !kSkips && !leader) return;
+  bool started = kSkips;
   if constexpr (kSkips) ptx::griddepcontrol_wait();  // for the spans
   const auto wait_empty = [&] {
     ptx::mbarrier_wait_asleep(smem.query_empty(stage.stage, group), stage.parity ^ 1);
@@ -91,7 +96,7 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
   };
   for (auto cursor = first(); cursor.valid(); cursor.advance()) {
     const QueryTileIndex q = cursor.index();
-    const Band band = plan.band.of(params, q.batch);
+    const Band band = plan.band.of(q);
     const int32_t row0 = q.tile * Config::kBlockQ;
     const uint32_t full = smem.query_full(stage.stage, group);
     const auto load = [&] {
@@ -119,6 +124,11 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
     } else {
       range = kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ);
     }
+    if (!started) {
+      ptx::barrier_sync(kStarted, Config::kStartThreads);
+      if ((Config::kHeadDim > 64 || Config::kBiasBoxes) && !leader) return;
+      started = true;
+    }
     if (leader) {
       if constexpr (!kSkips) {
         if (range.first < range.end) {
@@ -129,14 +139,18 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
         }
       }
       QueryWork& work = smem.work(group, works);
+      const auto tell_range = [&] {
+        work.tile = range.first;
+        work.end = range.end;
+        work.row0 = row0;
+        ptx::mbarrier_arrive(full);
+      };
+      if constexpr (!kSkips) tell_range();
       work.out = plan.out.at<Element>(q, row0);
       work.lse = plan.lse.at<float>(q, row0);
       work.band = band;
       const int32_t row_end = min(row0 + Config::kBlockQ, band.q_len);
       work.attended = {band.first_col(row0), band.end_col(row_end - 1)};
-      work.tile = range.first;
-      work.end = range.end;
-      work.row0 = row0;
       work.batch = q.batch;
       work.head = q.head;
       if constexpr (kModifiers != kNoModifier) {
@@ -146,7 +160,8 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
       work.sink_log2 =
           plan.sinks.data ? *plan.sinks.at<const float>(q, 0) * kLog2E : minus_infinity();
       if (!loads_first) load();
-      ptx::mbarrier_arrive(full);
+      if constexpr (kSkips) tell_range();
+      ptx::mbarrier_arrive(smem.described(stage.stage, group));
       if constexpr (Config::kBiasBoxes) {
         if (plan.modifiers.vectors) {
           load_bias<Config>(smem, maps, group, q, row0 + group * 64, range.first, range.end,
@@ -161,6 +176,7 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
     wait_empty();
     smem.work(group, works).row0 = -1;
     for (int i = 0; i < 2; ++i) ptx::mbarrier_arrive(smem.query_full(stage.stage, group));
+    ptx::mbarrier_arrive(smem.described(stage.stage, group));
   }
 }
 

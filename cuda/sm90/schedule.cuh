@@ -1,6 +1,7 @@
 // Which query tiles a block computes, in which order.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 
 #include "params.h"
@@ -17,15 +18,16 @@ struct QueryTileIndex {
 };
 
 // Units of work lie in a row, the units of a head side by side, so that blocks at work together
-// share keys and values in L2; block b takes units b, b + blocks, ... A unit is one query tile or,
-// with `paired`, a tile and the one as far from the other end: under a causal mask the costs of
-// such a pair are the same for all. So every block gets its share without a counter in memory,
-// which something would have to reset before each call: with segments that is done, and blocks take
-// units in turn (forward_segments.cuh).
+// share keys and values in L2; of the first `chained` ones, block b takes units b, b + blocks, ...
+// Behind these blocks come others of one unit each, for the hardware to share out. A unit is one
+// query tile or, with `paired`, a tile and the one as far from the other end: under a causal mask
+// the costs of such a pair are the same for all. So every block gets its share without a counter in
+// memory, which something would have to reset before each call: with segments that is done, and
+// blocks take units in turn (forward_segments.cuh).
 struct QueryTileSchedule {
-  int32_t q_tiles = 0, units = 0;
+  int32_t q_tiles = 0, units = 0, blocks = 0, chained = 0;
   bool paired = false;
-  Divisor units_per_head, heads, group, inner_batch;
+  PlainDivisor units_per_head, heads, group, inner_batch;
 
   QueryTileSchedule() = default;
   QueryTileSchedule(const Shape& shape, int32_t tiles, bool in_pairs)
@@ -36,7 +38,20 @@ struct QueryTileSchedule {
         group(shape.heads / shape.kv_heads),
         inner_batch(shape.num_batch_dims > 1 ? static_cast<int32_t>(shape.batch_dims[1]) : 1) {
     units = static_cast<int32_t>(units_per_head.divisor * shape.heads * shape.batch);
+    chained = units;
   }
+
+  // For as many multiprocessors. `apart`: each unit is a block of its own. `most_rest`: of units
+  // left over, per block, that are.
+  void divide(int32_t multiprocessors, bool apart, double most_rest) {
+    blocks = std::min(units, multiprocessors);
+    const int32_t rest = units % blocks;
+    // Multiprocessors differ in speed by some percent: those that are done first take the rest,
+    // unless many of them would start one block more.
+    if (rest <= most_rest * blocks) chained -= rest;
+    if (apart) chained = blocks;
+  }
+  int64_t grid() const { return int64_t{blocks} + units - chained; }
 };
 
 #if defined(__CUDACC__)
@@ -45,8 +60,10 @@ struct QueryTileCursor {
   const QueryTileSchedule& schedule;
   // The same query tile of this power of two of batches is side by side.
   int32_t batch_shift = 0;
-  int32_t unit = static_cast<int32_t>(blockIdx.x);
-  int32_t step = static_cast<int32_t>(gridDim.x), end = schedule.units;
+  bool alone = static_cast<int32_t>(blockIdx.x) >= schedule.blocks;  // a block of one unit
+  int32_t unit =
+      static_cast<int32_t>(blockIdx.x) + (alone ? schedule.chained - schedule.blocks : 0);
+  int32_t step = schedule.blocks, end = alone ? unit + 1 : schedule.chained;
   bool second = false;
 
   __device__ __forceinline__ bool valid() const { return unit < end; }

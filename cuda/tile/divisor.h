@@ -29,4 +29,25 @@ struct Divisor {
 #endif
 };
 
+// The same without a case of its own for 1, in fewer instructions.
+struct PlainDivisor {
+  int32_t divisor = 1;
+  uint32_t multiplier = uint32_t{1} << 31;
+  int32_t shift = 0;
+
+  PlainDivisor() = default;
+  explicit PlainDivisor(int32_t number) : divisor(number) {  // above 0
+    while ((int64_t{1} << shift) < number) ++shift;          // ceil(log2(number))
+    multiplier = static_cast<uint32_t>(((uint64_t{1} << (31 + shift)) + number - 1) /
+                                       static_cast<uint32_t>(number));
+  }
+
+#if defined(__CUDACC__)
+  // Of 0 <= dividend < 2^31.
+  __device__ __forceinline__ int32_t quotient(int32_t dividend) const {
+    return static_cast<int32_t>(__umulhi(static_cast<uint32_t>(dividend) * 2, multiplier) >> shift);
+  }
+#endif
+};
+
 }  // namespace jax_flash

@@ -138,7 +138,7 @@ struct OnlineSoftmax {
     const float top = fmaxf(shift, sink_log2);
     const float factor = ptx::ex2_approx_ftz(shift - top);
     total = fmaf(total, factor, ptx::ex2_approx_ftz(sink_log2 - top));
-    lse = (nothing_allowed ? sink_log2 : top + log2f(total)) * kLn2;
+    lse = (nothing_allowed ? sink_log2 : top + ptx::lg2_approx_ftz(total)) * kLn2;
     normalizer = nothing_allowed ? 0.0f : factor * ptx::rcp_approx_ftz(total);
   }
 
