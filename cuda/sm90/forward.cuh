@@ -215,7 +215,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   asm volatile("" : "+r"(smem.root), "+r"(smem.barriers));
 
   if (threadIdx.x == 0) {
-    if constexpr (kSkips) init_unit_barriers<Config>(segments);
+    if constexpr (kSkips) init_plan_barriers<Config>(segments);
     smem.init_barriers();
   }
   if (threadIdx.x == 32) ptx::prefetch_tensormap(maps.query);
@@ -227,12 +227,19 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
       if constexpr (kSkips) {
-        produce_keys_of_segments(params, plan, maps, spans, smem);
+        produce_keys_of_segments(plan, maps, smem);
       } else {
         produce_keys<Config, kModifiers>(params, plan, maps, smem);
       }
     } else if (warp <= Config::kRowGroups) {
-      produce_queries<Config, Element, kModifiers>(params, plan, maps, spans, smem, warp - 1);
+      if constexpr (kSkips) {
+        produce_queries_of_segments(plan, maps, smem, warp - 1);
+      } else {
+        produce_queries<Config, Element, kModifiers>(params, plan, maps, smem, warp - 1);
+      }
+    } else if constexpr (kSkips) {
+      static_assert(Config::kRowGroups == 2);
+      plan_query_tiles<Config, Element, kModifiers>(params, plan, spans, segments);
     }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();

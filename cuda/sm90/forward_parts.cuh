@@ -21,6 +21,7 @@
 #include "tile/logits.cuh"
 #include "tile/matmul.cuh"
 #include "tile/quad.cuh"
+#include "tile/segment_spans.h"
 #include "tile/softmax.cuh"
 #include "tile/tensor_map.cuh"
 
@@ -30,6 +31,17 @@ namespace jax_flash::sm90 {
 // zero_unattended() uses.
 enum ForwardBarrier : int { kPartialFull = 1, kPartialEmpty = 2, kZeroed = 8 };
 
+// What is found out where key tiles are skipped before anything is copied: of a query tile, and of
+// 32 of its key tiles. If there are more, others follow.
+struct QueryTilePlan {
+  QueryTileIndex index;
+  QueryWork work;
+  QuerySegments segments;
+  int32_t base;                // the first of these key tiles
+  uint32_t read, one_segment;  // SegmentTiles
+  bool is_first, is_last;
+};
+
 // What producers tell consumers where key tiles are skipped.
 template <typename Config>
 struct SegmentNotes {
@@ -38,9 +50,9 @@ struct SegmentNotes {
   // Of each consumer warp's last tile, if it was not of one segment: keys that no row of the block
   // may attend to. Bit i of word j is key 4 i + j.
   uint32_t unattended[Config::kConsumers * 4][4];
-  // Units of work, from the warp that takes them to those that copy queries.
-  uint64_t unit_full[2], unit_empty[2];
-  int32_t units[2];
+  // Of what comes next, from the warp that finds it out to the threads that start copies.
+  QueryTilePlan plan;
+  uint64_t plan_full, plan_empty;
 };
 
 // Where a block's tiles and barriers are. `full`: the copy has arrived; `empty`: every consumer

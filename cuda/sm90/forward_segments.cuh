@@ -65,15 +65,20 @@ struct SegmentTiles {
                                       span.greatest == query_span.least);
   }
 
-  // The first tile, or `end`, and the run of those of one segment.
+  // The first tile, or `end`, and the run of those of one segment; what look(range.first) finds.
   struct Start {
     int32_t tile;
     RowRange run;
+    uint32_t read, one_segment;
   };
   __device__ __forceinline__ Start start() {
-    Start start = {range.end, {range.end, range.end}};
+    Start start = {range.end, {range.end, range.end}, 0, 0};
     for (int32_t base = range.first; base < range.end; base += 32) {
       look(base);
+      if (base == range.first) {
+        start.read = read;
+        start.one_segment = one_segment;
+      }
       if (start.tile == range.end && read != 0) start.tile = base + __ffs(read) - 1;
       if (start.run.first == range.end && one_segment != 0) {
         start.run.first = base + __ffs(one_segment) - 1;
@@ -224,130 +229,170 @@ __device__ __forceinline__ void zero_unattended(const typename Config::ValueTile
 
 // Before init_barriers(), which has a fence.
 template <typename Config>
-__device__ __forceinline__ void init_unit_barriers(SegmentNotes<Config>& notes) {
-  for (int i = 0; i < 2; ++i) {
-    ptx::mbarrier_init(ptx::shared_address(&notes.unit_full[i]), 1);
-    ptx::mbarrier_init(ptx::shared_address(&notes.unit_empty[i]), Config::kRowGroups);
+__device__ __forceinline__ void init_plan_barriers(const SegmentNotes<Config>& notes) {
+  ptx::mbarrier_init(ptx::shared_address(&notes.plan_full), 1);
+  ptx::mbarrier_init(ptx::shared_address(&notes.plan_empty), 1 + Config::kRowGroups);
+}
+
+// By one warp: takes the block's units of work, and finds out ahead of the threads that start
+// copies what is to be known of their query tiles. Blocks take units in turn, since nobody knows
+// how long they are.
+template <typename Config, typename Element, uint32_t kModifiers>
+__device__ __forceinline__ void plan_query_tiles(const Forward& params, const ForwardPlan& plan,
+                                                 const SegmentSpans& spans,
+                                                 SegmentNotes<Config>& notes) {
+  const bool leader = threadIdx.x % 32 == 0;
+  QueryTilePlan& planned = notes.plan;
+  uint32_t parity = 1;
+  const auto wait_empty = [&] {
+    ptx::mbarrier_wait_asleep(ptx::shared_address(&notes.plan_empty), parity);
+    parity ^= 1;
+  };
+  const auto hand_over = [&] { ptx::mbarrier_arrive(ptx::shared_address(&notes.plan_full)); };
+  QueryTileCursor cursor{plan.schedule};
+  while (cursor.valid()) {
+    const QueryTileIndex q = cursor.index();
+    const Band band = plan.band.of(params, q.batch);
+    const int32_t row0 = q.tile * Config::kBlockQ;
+    wait_empty();
+    // What takes no spans, while these are being found.
+    if (leader) {
+      planned.index = q;
+      describe_query_tile<Config, Element, kModifiers>(params, plan, q, band, row0, planned.work);
+    }
+    __syncwarp();
+    ptx::griddepcontrol_wait();
+    SegmentTiles<Config> tiles(band, spans, q.batch, row0);
+    const auto start = tiles.start();
+    const bool many_segments = spans.query && !tiles.has_one_segment();
+    if (many_segments && start.tile < tiles.range.end) {
+      find_query_segments<Config>(static_cast<const int32_t*>(params.query_segment_ids.data) +
+                                      ModifierOffsets(params, q.batch_axes, q.head).query_ids,
+                                  params.query_segment_ids.row, band, row0, planned.segments);
+    }
+    if (leader) {
+      planned.work.tile = start.tile;
+      planned.work.end = tiles.range.end;
+      planned.segments.run = start.run;
+      if (!many_segments) {
+        planned.segments.count = 1;
+        planned.segments.id[0] = tiles.query_span.least;
+        planned.segments.rows[0] = {row0, min(row0 + Config::kBlockQ, band.q_len)};
+      }
+      planned.base = tiles.range.first;
+      planned.read = start.read;
+      planned.one_segment = start.one_segment;
+      planned.is_first = true;
+      planned.is_last = tiles.range.first + 32 >= tiles.range.end;
+      hand_over();
+    }
+    for (int32_t base = tiles.range.first + 32; base < tiles.range.end; base += 32) {
+      tiles.look(base);
+      wait_empty();
+      if (leader) {
+        planned.base = base;
+        planned.read = tiles.read;
+        planned.one_segment = tiles.one_segment;
+        planned.is_first = false;
+        planned.is_last = base + 32 >= tiles.range.end;
+        hand_over();
+      }
+    }
+    const int32_t unit = cursor.unit;
+    cursor.advance();
+    if (cursor.unit != unit && spans.counter) {
+      const int32_t taken = leader ? atomicAdd(spans.counter, 1) : 0;
+      cursor.unit = static_cast<int32_t>(gridDim.x) + __shfl_sync(0xffffffff, taken, 0);
+    }
+  }
+  wait_empty();
+  if (leader) {
+    planned.work.row0 = -1;
+    planned.is_first = true;
+    hand_over();
   }
 }
 
-// A block's units of work, which blocks take in turn, since nobody knows how long they are: in the
-// warp that copies keys, which takes them, or in one that copies queries, which is told of them.
-template <typename Config, bool kTakes>
-struct UnitCursor : QueryTileCursor {
-  SegmentNotes<Config>& notes;
-  int32_t* counter;
-  int32_t next = 0;  // of kTakes, in the first lane, until it is told
-  bool told = false;
-  RingState<2> ring;
-
-  __device__ __forceinline__ UnitCursor(const ForwardPlan& plan, const SegmentSpans& spans,
-                                        const ForwardSmem<Config>& smem)
-      : QueryTileCursor{plan.schedule}, notes(*smem.segments), counter(spans.counter) {
-    start();
-  }
-  __device__ __forceinline__ void advance() {
-    QueryTileCursor::advance();
-    if (unit < end) return;
-    if constexpr (kTakes) {
-      unit = __shfl_sync(0xffffffff, next, 0);
-    } else {
-      ptx::mbarrier_wait_asleep(full(), ring.parity);
-      unit = notes.units[ring.stage];
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty());
-      ring.advance();
-    }
-    start();
-  }
-  __device__ __forceinline__ bool valid() const { return unit < schedule.units; }
-  // Tells the others what is next, once it is known, which takes a while. By all lanes.
-  __device__ __forceinline__ void tell() {
-    if (told) return;
-    told = true;
-    if (threadIdx.x % 32 == 0) {
-      ptx::mbarrier_wait(empty(), ring.parity ^ 1);
-      notes.units[ring.stage] = next;
-      ptx::mbarrier_arrive(full());
-    }
-    ring.advance();
-  }
-
- private:
-  __device__ __forceinline__ void start() {
-    second = false;
-    end = unit + 1;
-    step = 1;
-    if (!kTakes || !valid()) return;
-    told = false;
-    const int32_t blocks = static_cast<int32_t>(gridDim.x);
-    if (!counter) {
-      next = unit + blocks;
-    } else if (threadIdx.x % 32 == 0) {
-      next = blocks + atomicAdd(counter, 1);
-    }
-  }
-  __device__ __forceinline__ uint32_t full() const {
-    return ptx::shared_address(&notes.unit_full[ring.stage]);
-  }
-  __device__ __forceinline__ uint32_t empty() const {
-    return ptx::shared_address(&notes.unit_empty[ring.stage]);
-  }
-};
-
-// By one warp: keys and values of all query tiles, and notes of the tiles.
+// By one thread: keys and values of all query tiles, and notes of the tiles.
 template <typename Config>
-__device__ __forceinline__ void produce_keys_of_segments(const Forward& params,
-                                                         const ForwardPlan& plan,
+__device__ __forceinline__ void produce_keys_of_segments(const ForwardPlan& plan,
                                                          const ForwardMaps& maps,
-                                                         const SegmentSpans& spans,
                                                          const ForwardSmem<Config>& smem) {
-  const bool leader = threadIdx.x % 32 == 0;
+  if (threadIdx.x % 32 != 0) return;
+  SegmentNotes<Config>& notes = *smem.segments;
+  const QueryTilePlan& planned = notes.plan;
   RingState<Config::kStages> key_stage;
   RingState<Config::kValueStages> value_stage;
-  ptx::griddepcontrol_wait();  // for the spans
-  for (UnitCursor<Config, true> cursor(plan, spans, smem); cursor.valid(); cursor.advance()) {
-    const QueryTileIndex q = cursor.index();
-    SegmentTiles<Config> tiles(plan.band.of(params, q.batch), spans, q.batch,
-                               q.tile * Config::kBlockQ);
-    const auto load_key = [&](int32_t tile, const KeyTileNote& note) {
-      ptx::mbarrier_wait(smem.key_empty(key_stage.stage), key_stage.parity ^ 1);
-      smem.segments->notes[key_stage.stage] = note;
-      load_tile_boxes(smem.key(key_stage.stage), maps.key, smem.key_full(key_stage.stage), plan.key,
-                      q.batch_axes, q.kv_head, tile * Config::kBlockKv);
-      key_stage.advance();
-    };
-    const auto load_value = [&](int32_t tile) {
-      ptx::mbarrier_wait(smem.value_empty(value_stage.stage), value_stage.parity ^ 1);
-      load_tile_boxes(smem.value(value_stage.stage), maps.value, smem.value_full(value_stage.stage),
-                      plan.value, q.batch_axes, q.kv_head, tile * Config::kBlockKv);
-      value_stage.advance();
-    };
-    // A tile's keys are started when the tile after it is known, its values after that one's keys.
-    int32_t last = -1, before = -1;
-    bool last_one_segment = false;
-    for (int32_t base = tiles.range.first; base < tiles.range.end; base += 32) {
-      tiles.look(base);
-      if (leader) {
-        for (uint32_t left = tiles.read; left != 0; left &= left - 1) {
-          const int lane = __ffs(left) - 1;
-          const bool one_segment = (tiles.one_segment >> lane & 1) != 0;
-          if (last >= 0) load_key(last, KeyTileNote(base + lane, last_one_segment, one_segment));
-          if (before >= 0) load_value(before);
-          before = last;
-          last = base + lane;
-          last_one_segment = one_segment;
-        }
+  // A tile's keys are started when the tile after it is known, its values after that one's keys.
+  int32_t last = -1, before = -1;
+  bool last_one_segment = false;
+  for (uint32_t parity = 0;; parity ^= 1) {
+    ptx::mbarrier_wait_asleep(ptx::shared_address(&notes.plan_full), parity);
+    if (planned.work.row0 < 0) return;
+    const QueryTileIndex q = planned.index;
+    const int32_t base = planned.base;
+    const uint32_t read = planned.read, one_segment = planned.one_segment;
+    const bool is_last = planned.is_last;
+    ptx::mbarrier_arrive(ptx::shared_address(&notes.plan_empty));
+    for (uint32_t left = read; left != 0 || is_last; left &= left - 1) {
+      const int lane = __ffs(left) - 1;
+      const int32_t tile = left != 0 ? base + lane : -1;
+      const bool is_one_segment = left != 0 && (one_segment >> lane & 1) != 0;
+      if (last >= 0) {
+        ptx::mbarrier_wait(smem.key_empty(key_stage.stage), key_stage.parity ^ 1);
+        notes.notes[key_stage.stage] = KeyTileNote(tile, last_one_segment, is_one_segment);
+        load_tile_boxes(smem.key(key_stage.stage), maps.key, smem.key_full(key_stage.stage),
+                        plan.key, q.batch_axes, q.kv_head, last * Config::kBlockKv);
+        key_stage.advance();
       }
-      __syncwarp();
+      if (before >= 0) {
+        ptx::mbarrier_wait(smem.value_empty(value_stage.stage), value_stage.parity ^ 1);
+        load_tile_boxes(smem.value(value_stage.stage), maps.value,
+                        smem.value_full(value_stage.stage), plan.value, q.batch_axes, q.kv_head,
+                        before * Config::kBlockKv);
+        value_stage.advance();
+      }
+      before = last;
+      last = tile;
+      last_one_segment = is_one_segment;
+      if (last < 0 && before < 0) break;
     }
-    cursor.tell();
-    if (leader && last >= 0) {
-      load_key(last, KeyTileNote(-1, last_one_segment, false));
-      if (before >= 0) load_value(before);
-      load_value(last);
+  }
+}
+
+// By one thread: a consumer's rows of the query tiles, and what it is to know of them.
+template <typename Config>
+__device__ __forceinline__ void produce_queries_of_segments(const ForwardPlan& plan,
+                                                            const ForwardMaps& maps,
+                                                            const ForwardSmem<Config>& smem,
+                                                            int group) {
+  if (threadIdx.x % 32 != 0) return;
+  SegmentNotes<Config>& notes = *smem.segments;
+  const QueryTilePlan& planned = notes.plan;
+  RingState<Config::kQueryStages> stage;
+  uint32_t works = 0;
+  for (uint32_t parity = 0;; parity ^= 1) {
+    ptx::mbarrier_wait_asleep(ptx::shared_address(&notes.plan_full), parity);
+    const bool is_first = planned.is_first;
+    const QueryTileIndex q = planned.index;
+    const int32_t row0 = planned.work.row0;
+    if (is_first) {  // while the tile before is at work
+      smem.work(group, works) = planned.work;
+      smem.query_segments(group, works) = planned.segments;
     }
-    __syncwarp();
+    ptx::mbarrier_arrive(ptx::shared_address(&notes.plan_empty));
+    if (!is_first) continue;
+    const uint32_t full = smem.query_full(stage.stage, group);
+    ptx::mbarrier_wait_asleep(smem.query_empty(stage.stage, group), stage.parity ^ 1);
+    ptx::mbarrier_arrive(full);
+    if (row0 < 0) {
+      ptx::mbarrier_arrive(full);
+      return;
+    }
+    load_tile_boxes(smem.query(stage.stage, group), maps.query, full, plan.query, q.batch_axes,
+                    q.head, row0 + group * 64);
+    stage.advance();
+    ++works;
   }
 }
 
