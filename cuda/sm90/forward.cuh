@@ -83,9 +83,19 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
     consumer.start_scores();
     if (unfinished) {
       const OnlineSoftmax<1> softmax = consumer.softmax;
-      consumer.clear_values(tile, attended, 1);
-      consumer.start_out();
-      consumer.template first_tile<true>(work.tile);
+      const auto first_tile = [&](auto kind) {
+        consumer.clear_values(tile, attended, 1);
+        consumer.start_out();
+        consumer.template first_tile<true, kind()>(work.tile);
+      };
+      // Between runs of one segment no other code is to be fetched: the cache of instructions is
+      // small.
+      if (Consumer::kSegmented && consumer.one_segment && consumer.run_goes_on(work.tile)) {
+        consumer.one_segment = true;
+        first_tile(std::integral_constant<TileKind, TileKind::kInRun>{});
+      } else {
+        first_tile(std::integral_constant<TileKind, TileKind::kAny>{});
+      }
       finish_rows<Config, Element, kModifiers>(plan, consumer.work_before(1), consumer.warp_row,
                                                softmax, consumer.out);
       consumer.out_started = 0;

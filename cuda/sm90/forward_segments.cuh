@@ -38,14 +38,19 @@ struct SegmentTiles {
   // and all of the block's rows are of one segment.
   uint32_t read = 0, one_segment = 0;
 
+  // Looks at the first tiles.
   __device__ __forceinline__ SegmentTiles(const Band& band, const SegmentSpans& spans,
                                           int64_t batch, int32_t row0)
       : range(kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ)) {
-    if (!spans.query) return;
-    key_blocks = spans.key_blocks;
-    key_spans = spans.key + batch * spans.key_blocks;
-    query_span = tile_span<Config::kBlockQ, true>(spans.query + batch * spans.query_blocks,
-                                                  spans.query_blocks, row0 / Config::kBlockQ);
+    SegmentSpan key_span = {};
+    if (spans.query) {
+      key_blocks = spans.key_blocks;
+      key_spans = spans.key + batch * spans.key_blocks;
+      key_span = key_span_at(range.first);
+      query_span = tile_span<Config::kBlockQ, true>(spans.query + batch * spans.query_blocks,
+                                                    spans.query_blocks, row0 / Config::kBlockQ);
+    }
+    compare(range.first, key_span);
   }
 
   __device__ __forceinline__ bool has_one_segment() const {
@@ -53,32 +58,18 @@ struct SegmentTiles {
   }
 
   __device__ __forceinline__ void look(int32_t first) {
-    const int32_t tile = first + static_cast<int32_t>(threadIdx.x % 32);
-    SegmentSpan span = query_span;
-    if (key_spans && tile < range.end) {
-      span = tile_span<Config::kBlockKv, true>(key_spans, key_blocks, tile);
-    }
-    const bool is_read = tile < range.end && query_span.meets(span);
-    read = __ballot_sync(0xffffffff, is_read);
-    one_segment =
-        __ballot_sync(0xffffffff, is_read && has_one_segment() && span.least == query_span.least &&
-                                      span.greatest == query_span.least);
+    compare(first, key_spans ? key_span_at(first) : SegmentSpan{});
   }
 
-  // The first tile, or `end`, and the run of those of one segment; what look(range.first) finds.
+  // The first tile, or `end`, and the run of those of one segment. Before any look().
   struct Start {
     int32_t tile;
     RowRange run;
-    uint32_t read, one_segment;
   };
   __device__ __forceinline__ Start start() {
-    Start start = {range.end, {range.end, range.end}, 0, 0};
+    Start start = {range.end, {range.end, range.end}};
     for (int32_t base = range.first; base < range.end; base += 32) {
-      look(base);
-      if (base == range.first) {
-        start.read = read;
-        start.one_segment = one_segment;
-      }
+      if (base != range.first) look(base);
       if (start.tile == range.end && read != 0) start.tile = base + __ffs(read) - 1;
       if (start.run.first == range.end && one_segment != 0) {
         start.run.first = base + __ffs(one_segment) - 1;
@@ -94,6 +85,21 @@ struct SegmentTiles {
       }
     }
     return start;
+  }
+
+ private:
+  // Of this lane's of the tiles from `first` on.
+  __device__ __forceinline__ SegmentSpan key_span_at(int32_t first) const {
+    return tile_span<Config::kBlockKv, true>(key_spans, key_blocks,
+                                             first + static_cast<int32_t>(threadIdx.x % 32));
+  }
+  __device__ __forceinline__ void compare(int32_t first, const SegmentSpan& span) {
+    const bool exists = first + static_cast<int32_t>(threadIdx.x % 32) < range.end;
+    const bool is_read = exists && query_span.meets(span);
+    read = __ballot_sync(0xffffffff, is_read);
+    one_segment =
+        __ballot_sync(0xffffffff, is_read && has_one_segment() && span.least == query_span.least &&
+                                      span.greatest == query_span.least);
   }
 };
 
@@ -263,6 +269,7 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
     __syncwarp();
     ptx::griddepcontrol_wait();
     SegmentTiles<Config> tiles(band, spans, q.batch, row0);
+    const uint32_t read = tiles.read, one_segment = tiles.one_segment;
     const auto start = tiles.start();
     const bool many_segments = spans.query && !tiles.has_one_segment();
     if (many_segments && start.tile < tiles.range.end) {
@@ -280,8 +287,8 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
         planned.segments.rows[0] = {row0, min(row0 + Config::kBlockQ, band.q_len)};
       }
       planned.base = tiles.range.first;
-      planned.read = start.read;
-      planned.one_segment = start.one_segment;
+      planned.read = read;
+      planned.one_segment = one_segment;
       planned.is_first = true;
       planned.is_last = tiles.range.first + 32 >= tiles.range.end;
       hand_over();
@@ -360,13 +367,23 @@ __device__ __forceinline__ void produce_keys_of_segments(const ForwardPlan& plan
   }
 }
 
-// By one thread: a consumer's rows of the query tiles, and what it is to know of them.
+// By a whole warp.
+template <typename T>
+__device__ __forceinline__ void copy_by_lanes(const T& from, T& to) {
+  static_assert(sizeof(T) <= 32 * sizeof(uint32_t) && sizeof(T) % sizeof(uint32_t) == 0);
+  const int lane = threadIdx.x % 32;
+  if (lane < static_cast<int>(sizeof(T) / sizeof(uint32_t))) {
+    reinterpret_cast<uint32_t*>(&to)[lane] = reinterpret_cast<const uint32_t*>(&from)[lane];
+  }
+}
+
+// By one warp: a consumer's rows of the query tiles, and what it is to know of them.
 template <typename Config>
 __device__ __forceinline__ void produce_queries_of_segments(const ForwardPlan& plan,
                                                             const ForwardMaps& maps,
                                                             const ForwardSmem<Config>& smem,
                                                             int group) {
-  if (threadIdx.x % 32 != 0) return;
+  const bool leader = threadIdx.x % 32 == 0;
   SegmentNotes<Config>& notes = *smem.segments;
   const QueryTilePlan& planned = notes.plan;
   RingState<Config::kQueryStages> stage;
@@ -377,20 +394,25 @@ __device__ __forceinline__ void produce_queries_of_segments(const ForwardPlan& p
     const QueryTileIndex q = planned.index;
     const int32_t row0 = planned.work.row0;
     if (is_first) {  // while the tile before is at work
-      smem.work(group, works) = planned.work;
-      smem.query_segments(group, works) = planned.segments;
+      copy_by_lanes(planned.work, smem.work(group, works));
+      copy_by_lanes(planned.segments, smem.query_segments(group, works));
     }
-    ptx::mbarrier_arrive(ptx::shared_address(&notes.plan_empty));
+    __syncwarp();
+    if (leader) ptx::mbarrier_arrive(ptx::shared_address(&notes.plan_empty));
     if (!is_first) continue;
-    const uint32_t full = smem.query_full(stage.stage, group);
-    ptx::mbarrier_wait_asleep(smem.query_empty(stage.stage, group), stage.parity ^ 1);
-    ptx::mbarrier_arrive(full);
-    if (row0 < 0) {
+    if (leader) {
+      const uint32_t full = smem.query_full(stage.stage, group);
+      ptx::mbarrier_wait_asleep(smem.query_empty(stage.stage, group), stage.parity ^ 1);
       ptx::mbarrier_arrive(full);
-      return;
+      if (row0 < 0) {
+        ptx::mbarrier_arrive(full);
+      } else {
+        load_tile_boxes(smem.query(stage.stage, group), maps.query, full, plan.query, q.batch_axes,
+                        q.head, row0 + group * 64);
+      }
     }
-    load_tile_boxes(smem.query(stage.stage, group), maps.query, full, plan.query, q.batch_axes,
-                    q.head, row0 + group * 64);
+    __syncwarp();
+    if (row0 < 0) return;
     stage.advance();
     ++works;
   }
