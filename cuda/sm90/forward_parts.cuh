@@ -32,14 +32,37 @@ namespace jax_flash::sm90 {
 enum ForwardBarrier : int { kPartialFull = 1, kPartialEmpty = 2, kZeroed = 8 };
 
 // What is found out where key tiles are skipped before anything is copied: of a query tile, and of
-// 32 of its key tiles. If there are more, others follow.
+// 32 of its key tiles. If it has more, others follow.
 struct QueryTilePlan {
   QueryTileIndex index;
   QueryWork work;
   QuerySegments segments;
-  int32_t base;                // the first of these key tiles
+};
+struct KeyTilesPlan {
+  QueryTileIndex index;
+  int32_t base;                // the first of these tiles; negative: there is no more work
   uint32_t read, one_segment;  // SegmentTiles
-  bool is_first, is_last;
+  bool is_last;
+};
+
+// A place in shared memory that a warp fills for others, again and again: by turns full and empty.
+template <typename T>
+struct Slot {
+  T value;
+  uint64_t barriers[2];
+
+  __device__ __forceinline__ uint32_t full() const { return ptx::shared_address(&barriers[0]); }
+  __device__ __forceinline__ uint32_t empty() const { return ptx::shared_address(&barriers[1]); }
+  __device__ __forceinline__ void init(int readers) const {
+    ptx::mbarrier_init(full(), 1);
+    ptx::mbarrier_init(empty(), readers);
+  }
+  __device__ __forceinline__ void wait_full(uint32_t& turns) const {
+    ptx::mbarrier_wait_asleep(full(), turns++ & 1);
+  }
+  __device__ __forceinline__ void wait_empty(uint32_t& turns) const {
+    ptx::mbarrier_wait_asleep(empty(), ~turns++ & 1);
+  }
 };
 
 // What producers tell consumers where key tiles are skipped.
@@ -50,9 +73,9 @@ struct SegmentNotes {
   // Of each consumer warp's last tile, if it was not of one segment: keys that no row of the block
   // may attend to. Bit i of word j is key 4 i + j.
   uint32_t unattended[Config::kConsumers * 4][4];
-  // Of what comes next, from the warp that finds it out to the threads that start copies.
-  QueryTilePlan plan;
-  uint64_t plan_full, plan_empty;
+  // Of what comes next, from the warp that finds it out to those that start copies.
+  Slot<QueryTilePlan> query;
+  Slot<KeyTilesPlan> keys;
 };
 
 // Where a block's tiles and barriers are. `full`: the copy has arrived; `empty`: every consumer

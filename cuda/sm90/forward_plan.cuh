@@ -103,7 +103,11 @@ __device__ __forceinline__ void describe_query_tile(const Forward& params, const
   work.row0 = row0;
   work.batch = q.batch;
   work.head = q.head;
-  if constexpr (kModifiers != kNoModifier) {
+  if constexpr (kModifiers == kSegments) {
+    const ModifierOffsets offsets(params, q.batch_axes, q.head);
+    work.modifiers.query_ids = offsets.query_ids;  // and not the others, which take a while
+    work.modifiers.key_ids = offsets.key_ids;
+  } else if constexpr (kModifiers != kNoModifier) {
     work.modifiers = ModifierOffsets(params, q.batch_axes, q.head);
   }
   work.sink_log2 = plan.sinks.data ? *plan.sinks.at<const float>(q, 0) * kLog2E : minus_infinity();

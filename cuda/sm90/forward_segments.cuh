@@ -236,75 +236,69 @@ __device__ __forceinline__ void zero_unattended(const typename Config::ValueTile
 // Before init_barriers(), which has a fence.
 template <typename Config>
 __device__ __forceinline__ void init_plan_barriers(const SegmentNotes<Config>& notes) {
-  ptx::mbarrier_init(ptx::shared_address(&notes.plan_full), 1);
-  ptx::mbarrier_init(ptx::shared_address(&notes.plan_empty), 1 + Config::kRowGroups);
+  notes.query.init(Config::kRowGroups);
+  notes.keys.init(1);
 }
 
-// By one warp: takes the block's units of work, and finds out ahead of the threads that start
-// copies what is to be known of their query tiles. Blocks take units in turn, since nobody knows
-// how long they are.
+// By one warp: takes the block's units of work, and finds out ahead of the warps that start copies
+// what is to be known of their tiles. Blocks take units in turn, since nobody knows how long they
+// are.
 template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void plan_query_tiles(const Forward& params, const ForwardPlan& plan,
                                                  const SegmentSpans& spans,
                                                  SegmentNotes<Config>& notes) {
   const bool leader = threadIdx.x % 32 == 0;
-  QueryTilePlan& planned = notes.plan;
-  uint32_t parity = 1;
-  const auto wait_empty = [&] {
-    ptx::mbarrier_wait_asleep(ptx::shared_address(&notes.plan_empty), parity);
-    parity ^= 1;
-  };
-  const auto hand_over = [&] { ptx::mbarrier_arrive(ptx::shared_address(&notes.plan_full)); };
+  QueryTilePlan& query = notes.query.value;
+  KeyTilesPlan& keys = notes.keys.value;
+  uint32_t query_turns = 0, key_turns = 0;
+  ptx::griddepcontrol_wait();  // for the spans
+  notes.keys.wait_empty(key_turns);
   QueryTileCursor cursor{plan.schedule};
   while (cursor.valid()) {
     const QueryTileIndex q = cursor.index();
     const Band band = plan.band.of(params, q.batch);
     const int32_t row0 = q.tile * Config::kBlockQ;
-    wait_empty();
-    // What takes no spans, while these are being found.
-    if (leader) {
-      planned.index = q;
-      describe_query_tile<Config, Element, kModifiers>(params, plan, q, band, row0, planned.work);
-    }
-    __syncwarp();
-    ptx::griddepcontrol_wait();
     SegmentTiles<Config> tiles(band, spans, q.batch, row0);
-    const uint32_t read = tiles.read, one_segment = tiles.one_segment;
+    const auto hand_over_keys = [&](int32_t base) {
+      if (!leader) return;
+      keys.base = base;
+      keys.read = tiles.read;
+      keys.one_segment = tiles.one_segment;
+      keys.is_last = base + 32 >= tiles.range.end;
+      ptx::mbarrier_arrive(notes.keys.full());
+    };
+    if (leader) keys.index = q;
+    hand_over_keys(tiles.range.first);
+    notes.query.wait_empty(query_turns);
+    if (leader) {
+      query.index = q;
+      describe_query_tile<Config, Element, kModifiers>(params, plan, q, band, row0, query.work);
+    }
     const auto start = tiles.start();
     const bool many_segments = spans.query && !tiles.has_one_segment();
     if (many_segments && start.tile < tiles.range.end) {
       find_query_segments<Config>(static_cast<const int32_t*>(params.query_segment_ids.data) +
                                       ModifierOffsets(params, q.batch_axes, q.head).query_ids,
-                                  params.query_segment_ids.row, band, row0, planned.segments);
+                                  params.query_segment_ids.row, band, row0, query.segments);
     }
     if (leader) {
-      planned.work.tile = start.tile;
-      planned.work.end = tiles.range.end;
-      planned.segments.run = start.run;
+      query.work.tile = start.tile;
+      query.work.end = tiles.range.end;
+      query.segments.run = start.run;
       if (!many_segments) {
-        planned.segments.count = 1;
-        planned.segments.id[0] = tiles.query_span.least;
-        planned.segments.rows[0] = {row0, min(row0 + Config::kBlockQ, band.q_len)};
+        query.segments.count = 1;
+        query.segments.id[0] = tiles.query_span.least;
+        query.segments.rows[0] = {row0, min(row0 + Config::kBlockQ, band.q_len)};
       }
-      planned.base = tiles.range.first;
-      planned.read = read;
-      planned.one_segment = one_segment;
-      planned.is_first = true;
-      planned.is_last = tiles.range.first + 32 >= tiles.range.end;
-      hand_over();
+      ptx::mbarrier_arrive(notes.query.full());
     }
     for (int32_t base = tiles.range.first + 32; base < tiles.range.end; base += 32) {
       tiles.look(base);
-      wait_empty();
-      if (leader) {
-        planned.base = base;
-        planned.read = tiles.read;
-        planned.one_segment = tiles.one_segment;
-        planned.is_first = false;
-        planned.is_last = base + 32 >= tiles.range.end;
-        hand_over();
-      }
+      notes.keys.wait_empty(key_turns);
+      hand_over_keys(base);
     }
+    // Not before these are taken: a block that is ahead of others should not keep units from them.
+    notes.keys.wait_empty(key_turns);
     const int32_t unit = cursor.unit;
     cursor.advance();
     if (cursor.unit != unit && spans.counter) {
@@ -312,11 +306,12 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
       cursor.unit = static_cast<int32_t>(gridDim.x) + __shfl_sync(0xffffffff, taken, 0);
     }
   }
-  wait_empty();
+  notes.query.wait_empty(query_turns);
   if (leader) {
-    planned.work.row0 = -1;
-    planned.is_first = true;
-    hand_over();
+    keys.base = -1;
+    ptx::mbarrier_arrive(notes.keys.full());
+    query.work.row0 = -1;
+    ptx::mbarrier_arrive(notes.query.full());
   }
 }
 
@@ -327,27 +322,25 @@ __device__ __forceinline__ void produce_keys_of_segments(const ForwardPlan& plan
                                                          const ForwardSmem<Config>& smem) {
   if (threadIdx.x % 32 != 0) return;
   SegmentNotes<Config>& notes = *smem.segments;
-  const QueryTilePlan& planned = notes.plan;
+  uint32_t turns = 0;
   RingState<Config::kStages> key_stage;
   RingState<Config::kValueStages> value_stage;
   // A tile's keys are started when the tile after it is known, its values after that one's keys.
   int32_t last = -1, before = -1;
   bool last_one_segment = false;
-  for (uint32_t parity = 0;; parity ^= 1) {
-    ptx::mbarrier_wait_asleep(ptx::shared_address(&notes.plan_full), parity);
-    if (planned.work.row0 < 0) return;
-    const QueryTileIndex q = planned.index;
-    const int32_t base = planned.base;
-    const uint32_t read = planned.read, one_segment = planned.one_segment;
-    const bool is_last = planned.is_last;
-    ptx::mbarrier_arrive(ptx::shared_address(&notes.plan_empty));
-    for (uint32_t left = read; left != 0 || is_last; left &= left - 1) {
+  for (;;) {
+    notes.keys.wait_full(turns);
+    const KeyTilesPlan tiles = notes.keys.value;
+    ptx::mbarrier_arrive(notes.keys.empty());
+    if (tiles.base < 0) return;
+    const QueryTileIndex& q = tiles.index;
+    for (uint32_t left = tiles.read; left != 0 || tiles.is_last; left &= left - 1) {
       const int lane = __ffs(left) - 1;
-      const int32_t tile = left != 0 ? base + lane : -1;
-      const bool is_one_segment = left != 0 && (one_segment >> lane & 1) != 0;
+      const int32_t tile = left != 0 ? tiles.base + lane : -1;
+      const bool one_segment = left != 0 && (tiles.one_segment >> lane & 1) != 0;
       if (last >= 0) {
         ptx::mbarrier_wait(smem.key_empty(key_stage.stage), key_stage.parity ^ 1);
-        notes.notes[key_stage.stage] = KeyTileNote(tile, last_one_segment, is_one_segment);
+        notes.notes[key_stage.stage] = KeyTileNote(tile, last_one_segment, one_segment);
         load_tile_boxes(smem.key(key_stage.stage), maps.key, smem.key_full(key_stage.stage),
                         plan.key, q.batch_axes, q.kv_head, last * Config::kBlockKv);
         key_stage.advance();
@@ -361,7 +354,7 @@ __device__ __forceinline__ void produce_keys_of_segments(const ForwardPlan& plan
       }
       before = last;
       last = tile;
-      last_one_segment = is_one_segment;
+      last_one_segment = one_segment;
       if (last < 0 && before < 0) break;
     }
   }
@@ -385,36 +378,36 @@ __device__ __forceinline__ void produce_queries_of_segments(const ForwardPlan& p
                                                             int group) {
   const bool leader = threadIdx.x % 32 == 0;
   SegmentNotes<Config>& notes = *smem.segments;
-  const QueryTilePlan& planned = notes.plan;
   RingState<Config::kQueryStages> stage;
-  uint32_t works = 0;
-  for (uint32_t parity = 0;; parity ^= 1) {
-    ptx::mbarrier_wait_asleep(ptx::shared_address(&notes.plan_full), parity);
-    const bool is_first = planned.is_first;
-    const QueryTileIndex q = planned.index;
-    const int32_t row0 = planned.work.row0;
-    if (is_first) {  // while the tile before is at work
-      copy_by_lanes(planned.work, smem.work(group, works));
-      copy_by_lanes(planned.segments, smem.query_segments(group, works));
-    }
+  const auto load = [&](const QueryTileIndex& q) {
+    load_tile_boxes(smem.query(stage.stage, group), maps.query, smem.query_full(stage.stage, group),
+                    plan.query, q.batch_axes, q.head, q.tile * Config::kBlockQ + group * 64);
+  };
+  // The first one is known at once.
+  if (leader) load(QueryTileCursor{plan.schedule}.index());
+  __syncwarp();
+  uint32_t turns = 0;
+  for (uint32_t works = 0;; ++works) {
+    notes.query.wait_full(turns);
+    const QueryTileIndex q = notes.query.value.index;
+    const bool is_end = notes.query.value.work.row0 < 0;
+    copy_by_lanes(notes.query.value.work, smem.work(group, works));
+    copy_by_lanes(notes.query.value.segments, smem.query_segments(group, works));
     __syncwarp();
-    if (leader) ptx::mbarrier_arrive(ptx::shared_address(&notes.plan_empty));
-    if (!is_first) continue;
     if (leader) {
       const uint32_t full = smem.query_full(stage.stage, group);
+      ptx::mbarrier_arrive(notes.query.empty());
       ptx::mbarrier_wait_asleep(smem.query_empty(stage.stage, group), stage.parity ^ 1);
-      ptx::mbarrier_arrive(full);
-      if (row0 < 0) {
+      if (is_end) {
         ptx::mbarrier_arrive(full);
-      } else {
-        load_tile_boxes(smem.query(stage.stage, group), maps.query, full, plan.query, q.batch_axes,
-                        q.head, row0 + group * 64);
+      } else if (works > 0) {
+        load(q);
       }
+      ptx::mbarrier_arrive(full);
     }
     __syncwarp();
-    if (row0 < 0) return;
+    if (is_end) return;
     stage.advance();
-    ++works;
   }
 }
 
