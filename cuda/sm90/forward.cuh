@@ -7,7 +7,8 @@
 //   out = O / l, lse = m + log l
 //
 // Warp roles. One warp starts copies (TMA) of K and V, another one for each consumer those of Q and
-// of a bias, and tells it what the query tile is. Every consumer warpgroup owns 64 rows: it starts
+// of a bias, and tells it what the query tile is. With segments the last warp finds out what these
+// need, a query tile ahead (forward_segments.cuh). Every consumer warpgroup owns 64 rows: it starts
 // S of a tile and O of the one before, and computes the tile's exponentials beside the latter.
 // Blocks are persistent, unless query tiles are long, and the chain goes on over query tiles: the
 // first scores of one stand beside the last product of the one before. With registers for more

@@ -21,7 +21,6 @@
 #include "tile/logits.cuh"
 #include "tile/matmul.cuh"
 #include "tile/quad.cuh"
-#include "tile/segment_spans.h"
 #include "tile/softmax.cuh"
 #include "tile/tensor_map.cuh"
 

@@ -252,7 +252,11 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
   KeyTilesPlan& keys = notes.keys.value;
   uint32_t query_turns = 0, key_turns = 0;
   ptx::griddepcontrol_wait();  // for the spans
-  notes.keys.wait_empty(key_turns);
+  bool keys_taken = false;
+  const auto await_keys_taken = [&] {
+    if (!keys_taken) notes.keys.wait_empty(key_turns);
+    keys_taken = true;
+  };
   QueryTileCursor cursor{plan.schedule};
   while (cursor.valid()) {
     const QueryTileIndex q = cursor.index();
@@ -260,6 +264,7 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
     const int32_t row0 = q.tile * Config::kBlockQ;
     SegmentTiles<Config> tiles(band, spans, q.batch, row0);
     const auto hand_over_keys = [&](int32_t base) {
+      keys_taken = false;
       if (!leader) return;
       keys.base = base;
       keys.read = tiles.read;
@@ -267,6 +272,7 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
       keys.is_last = base + 32 >= tiles.range.end;
       ptx::mbarrier_arrive(notes.keys.full());
     };
+    await_keys_taken();
     if (leader) keys.index = q;
     hand_over_keys(tiles.range.first);
     notes.query.wait_empty(query_turns);
@@ -294,11 +300,12 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
     }
     for (int32_t base = tiles.range.first + 32; base < tiles.range.end; base += 32) {
       tiles.look(base);
-      notes.keys.wait_empty(key_turns);
+      await_keys_taken();
       hand_over_keys(base);
     }
-    // Not before these are taken: a block that is ahead of others should not keep units from them.
-    notes.keys.wait_empty(key_turns);
+    // The next unit not before this one's first tiles are taken: a block that is ahead of others
+    // should not keep units from them.
+    if (tiles.range.end - tiles.range.first <= 32) await_keys_taken();
     const int32_t unit = cursor.unit;
     cursor.advance();
     if (cursor.unit != unit && spans.counter) {
@@ -306,6 +313,7 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
       cursor.unit = static_cast<int32_t>(gridDim.x) + __shfl_sync(0xffffffff, taken, 0);
     }
   }
+  await_keys_taken();
   notes.query.wait_empty(query_turns);
   if (leader) {
     keys.base = -1;
