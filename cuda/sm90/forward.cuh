@@ -7,7 +7,8 @@
 //   out = O / l, lse = m + log l
 //
 // Warp roles. One warp starts copies (TMA) of K and V, another one for each consumer those of Q and
-// of a bias, and tells it what the query tile is. Every consumer warpgroup owns 64 rows: it starts
+// of a bias, and tells it what the query tile is. With segments the last warp finds out what these
+// need, a query tile ahead (forward_segments.cuh). Every consumer warpgroup owns 64 rows: it starts
 // S of a tile and O of the one before, and computes the tile's exponentials beside the latter.
 // Blocks are persistent, unless query tiles are very long, and the chain goes on over query tiles:
 // the first scores of one stand beside the last product of the one before. With registers for more
@@ -85,9 +86,19 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
     consumer.read_description();
     if (unfinished) {
       const OnlineSoftmax<1> softmax = consumer.softmax;
-      consumer.clear_values(tile, attended, 1);
-      consumer.start_out();
-      consumer.template first_tile<true>(work.tile);
+      const auto first_tile = [&](auto kind) {
+        consumer.clear_values(tile, attended, 1);
+        consumer.start_out();
+        consumer.template first_tile<true, kind()>(work.tile);
+      };
+      // Between runs of one segment no other code is to be fetched: the cache of instructions is
+      // small.
+      if (Consumer::kSegmented && consumer.one_segment && consumer.run_goes_on(work.tile)) {
+        consumer.one_segment = true;
+        first_tile(std::integral_constant<TileKind, TileKind::kInRun>{});
+      } else {
+        first_tile(std::integral_constant<TileKind, TileKind::kAny>{});
+      }
       finish_rows<Config, Element, kModifiers>(plan, consumer.work_before(1), consumer.warp_row,
                                                softmax, consumer.out);
       consumer.out_started = 0;
@@ -235,7 +246,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   // By consumers, which have nothing to do yet: meanwhile producers find the first tiles, and wait
   // for this just before they start the copies.
   if (threadIdx.x == kWarpgroup) {
-    if constexpr (kSkips) init_unit_barriers<Config>(segments);
+    if constexpr (kSkips) init_plan_barriers<Config>(segments);
     smem.init_barriers();
   }
   if (threadIdx.x == kWarpgroup + 32) ptx::prefetch_tensormap(maps.query);
@@ -247,12 +258,19 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
       if constexpr (kSkips) {
-        produce_keys_of_segments(params, plan, maps, spans, smem);
+        produce_keys_of_segments(plan, maps, smem);
       } else {
-        produce_keys<Config, kModifiers>(params, plan, maps, smem);
+        produce_keys<Config, kModifiers>(plan, maps, smem);
       }
     } else if (warp <= Config::kRowGroups) {
-      produce_queries<Config, Element, kModifiers>(params, plan, maps, spans, smem, warp - 1);
+      if constexpr (kSkips) {
+        produce_queries_of_segments(plan, maps, smem, warp - 1);
+      } else {
+        produce_queries<Config, Element, kModifiers>(params, plan, maps, smem, warp - 1);
+      }
+    } else if constexpr (kSkips) {
+      static_assert(Config::kRowGroups == 2);
+      plan_query_tiles<Config, Element, kModifiers>(params, plan, spans, segments);
     }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();

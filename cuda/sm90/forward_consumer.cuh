@@ -21,8 +21,8 @@
 
 namespace jax_flash::sm90 {
 
-// What is known of a tile at compile time: that it and the one before are in a run of one segment;
-// that its bias is added beside the exponentials.
+// What is known of a tile at compile time: that it and the one before, or for a query tile's first
+// one the one after, are in a run of one segment; that its bias is added beside the exponentials.
 enum class TileKind { kAny, kInRun, kBiasBeside };
 
 template <typename Config, typename Element, uint32_t kModifiers>
@@ -385,7 +385,7 @@ struct ForwardConsumer {
 
   // The first tile of a query tile: with kBesideOut, beside the last product of the one before,
   // whose output is in `out`.
-  template <bool kBesideOut>
+  template <bool kBesideOut, TileKind kKind = TileKind::kAny>
   __device__ __forceinline__ void first_tile(int32_t tile, bool of_one_segment = false);
   // From the probabilities of tile `last` to those of the next, with the former's product beside.
   // With masks, `note` is set to the tile's. With a bias, next_biased_tile() has started the

@@ -30,6 +30,40 @@ namespace jax_flash::sm90 {
 // zero_unattended() uses.
 enum ForwardBarrier : int { kPartialFull = 1, kPartialEmpty = 2, kStarted = 3, kZeroed = 8 };
 
+// What is found out where key tiles are skipped before anything is copied: of a query tile, and of
+// 32 of its key tiles. If it has more, others follow.
+struct QueryTilePlan {
+  QueryTileIndex index;
+  QueryWork work;
+  QuerySegments segments;
+};
+struct KeyTilesPlan {
+  QueryTileIndex index;
+  int32_t base;                // the first of these tiles; negative: there is no more work
+  uint32_t read, one_segment;  // SegmentTiles
+  bool is_last;
+};
+
+// A place in shared memory that a warp fills for others, again and again: by turns full and empty.
+template <typename T>
+struct Slot {
+  T value;
+  uint64_t barriers[2];
+
+  __device__ __forceinline__ uint32_t full() const { return ptx::shared_address(&barriers[0]); }
+  __device__ __forceinline__ uint32_t empty() const { return ptx::shared_address(&barriers[1]); }
+  __device__ __forceinline__ void init(int readers) const {
+    ptx::mbarrier_init(full(), 1);
+    ptx::mbarrier_init(empty(), readers);
+  }
+  __device__ __forceinline__ void wait_full(uint32_t& turns) const {
+    ptx::mbarrier_wait_asleep(full(), turns++ & 1);
+  }
+  __device__ __forceinline__ void wait_empty(uint32_t& turns) const {
+    ptx::mbarrier_wait_asleep(empty(), ~turns++ & 1);
+  }
+};
+
 // What producers tell consumers where key tiles are skipped.
 template <typename Config>
 struct SegmentNotes {
@@ -38,9 +72,9 @@ struct SegmentNotes {
   // Of each consumer warp's last tile, if it was not of one segment: keys that no row of the block
   // may attend to. Bit i of word j is key 4 i + j.
   uint32_t unattended[Config::kConsumers * 4][4];
-  // Units of work, from the warp that takes them to those that copy queries.
-  uint64_t unit_full[2], unit_empty[2];
-  int32_t units[2];
+  // Of what comes next, from the warp that finds it out to those that start copies.
+  Slot<QueryTilePlan> query;
+  Slot<KeyTilesPlan> keys;
 };
 
 // Where a block's tiles and barriers are. `full`: the copy has arrived; `empty`: every consumer

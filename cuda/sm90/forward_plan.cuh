@@ -139,6 +139,28 @@ struct QueryWork {
   ModifierOffsets modifiers;
 };
 
+// All but the tiles of keys and the first row.
+template <typename Config, typename Element, uint32_t kModifiers>
+__device__ __forceinline__ void describe_query_tile(const Forward& params, const ForwardPlan& plan,
+                                                    const QueryTileIndex& q, const Band& band,
+                                                    int32_t row0, QueryWork& work) {
+  work.out = plan.out.at<Element>(q, row0);
+  work.lse = plan.lse.at<float>(q, row0);
+  work.band = band;
+  const int32_t row_end = min(row0 + Config::kBlockQ, band.q_len);
+  work.attended = {band.first_col(row0), band.end_col(row_end - 1)};
+  work.batch = q.batch;
+  work.head = q.head;
+  if constexpr (kModifiers == kSegments) {
+    const ModifierOffsets offsets(params, q.batch_axes, q.head);
+    work.modifiers.query_ids = offsets.query_ids;  // and not the others, which take a while
+    work.modifiers.key_ids = offsets.key_ids;
+  } else if constexpr (kModifiers != kNoModifier) {
+    work.modifiers = ModifierOffsets(params, q.batch_axes, q.head);
+  }
+  work.sink_log2 = plan.sinks.data ? *plan.sinks.at<const float>(q, 0) * kLog2E : minus_infinity();
+}
+
 // The segments of a query tile's rows, in a block's shared memory.
 struct QuerySegments {
   static constexpr int kMost = 4;

@@ -5,17 +5,14 @@
 #include <cstdint>
 
 #include "params.h"
-#include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
 #include "sm90/forward_ahead.cuh"
 #include "sm90/forward_bias.cuh"
 #include "sm90/forward_parts.cuh"
 #include "sm90/forward_plan.cuh"
-#include "sm90/forward_segments.cuh"
 #include "sm90/ring.cuh"
 #include "sm90/schedule.cuh"
 #include "tile/band.cuh"
-#include "tile/softmax.cuh"
 
 namespace jax_flash::sm90 {
 
@@ -28,13 +25,10 @@ __device__ __forceinline__ QueryTileCursor query_tiles(const ForwardPlan& plan) 
 
 // By one warp: keys and values of all query tiles.
 template <typename Config, uint32_t kModifiers>
-__device__ __forceinline__ void produce_keys(const Forward& params, const ForwardPlan& plan,
-                                             const ForwardMaps& maps,
+__device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const ForwardMaps& maps,
                                              const ForwardSmem<Config>& smem) {
   RingState<Config::kStages> key_stage;
   RingState<Config::kValueStages> value_stage;
-  // Left alone, other lanes would go ahead through all of the loop: the leader would wait for them,
-  // and issue slots go to nothing.
   bool started = false;
   for (auto cursor = query_tiles<kModifiers>(plan); cursor.valid(); cursor.advance()) {
     const QueryTileIndex q = cursor.index();
@@ -58,6 +52,8 @@ __device__ __forceinline__ void produce_keys(const Forward& params, const Forwar
     };
     if (!started) {
       ptx::barrier_sync(kStarted, Config::kStartThreads);
+      // Left alone, other lanes would go ahead through all of the loop: the leader would wait for
+      // them, and issue slots go to nothing.
       if (threadIdx.x % 32 != 0) return;
       started = true;
     }
@@ -75,92 +71,40 @@ __device__ __forceinline__ void produce_keys(const Forward& params, const Forwar
 template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void produce_queries(const Forward& params, const ForwardPlan& plan,
                                                 const MapsOf<Config>& maps,
-                                                const SegmentSpans& spans,
                                                 const ForwardSmem<Config>& smem, int group) {
-  constexpr bool kSkips = (kModifiers & kSegments) != 0;
   const bool leader = threadIdx.x % 32 == 0;
   RingState<Config::kQueryStages> stage;
   uint32_t works = 0, bias_parity = 0;
-  // As in produce_keys(). At 64, where the description is short, causal calls lose 2% by it.
-  bool started = kSkips;
-  if constexpr (kSkips) ptx::griddepcontrol_wait();  // for the spans
+  bool started = false;
   const auto wait_empty = [&] {
     ptx::mbarrier_wait_asleep(smem.query_empty(stage.stage, group), stage.parity ^ 1);
   };
-  const auto first = [&] {
-    if constexpr (kSkips) {
-      return UnitCursor<Config, false>(plan, spans, smem);
-    } else {
-      return query_tiles<kModifiers>(plan);
-    }
-  };
-  for (auto cursor = first(); cursor.valid(); cursor.advance()) {
+  for (auto cursor = query_tiles<kModifiers>(plan); cursor.valid(); cursor.advance()) {
     const QueryTileIndex q = cursor.index();
     const Band band = plan.band.of(q);
     const int32_t row0 = q.tile * Config::kBlockQ;
     const uint32_t full = smem.query_full(stage.stage, group);
-    const auto load = [&] {
-      wait_empty();
-      load_tile_boxes(smem.query(stage.stage, group), maps.query, full, plan.query, q.batch_axes,
-                      q.head, row0 + group * 64);
-    };
-    // Q first, since the description takes a while. With segments it takes longer, but for the
-    // block's first query tile it can be written while the tile before is at work.
-    const bool loads_first = !kSkips || works == 0;
-    TileRange range;
-    RowRange run;
-    if constexpr (kSkips) {
-      if (leader && loads_first) load();
-      SegmentTiles<Config> tiles(band, spans, q.batch, row0);
-      const auto start = tiles.start();
-      range = {start.tile, tiles.range.end};
-      run = start.run;
-      if (spans.query && range.first < range.end) {
-        find_query_segments<Config>(static_cast<const int32_t*>(params.query_segment_ids.data) +
-                                        ModifierOffsets(params, q.batch_axes, q.head).query_ids,
-                                    params.query_segment_ids.row, band, row0,
-                                    smem.query_segments(group, works));
-      }
-    } else {
-      range = kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ);
-    }
+    const TileRange range = kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ);
     if (!started) {
       ptx::barrier_sync(kStarted, Config::kStartThreads);
+      // As in produce_keys(). At 64, where the description is short, causal calls lose 2% by it.
       if ((Config::kHeadDim > 64 || Config::kBiasBoxes) && !leader) return;
       started = true;
     }
     if (leader) {
-      if constexpr (!kSkips) {
-        if (range.first < range.end) {
-          load();
-        } else {
-          wait_empty();
-          ptx::mbarrier_arrive(full);
-        }
+      wait_empty();
+      if (range.first < range.end) {  // first, since the description takes a while
+        load_tile_boxes(smem.query(stage.stage, group), maps.query, full, plan.query, q.batch_axes,
+                        q.head, row0 + group * 64);
+      } else {
+        ptx::mbarrier_arrive(full);
       }
       QueryWork& work = smem.work(group, works);
-      const auto tell_range = [&] {
-        work.tile = range.first;
-        work.end = range.end;
-        work.row0 = row0;
-        ptx::mbarrier_arrive(full);
-      };
-      if constexpr (!kSkips) tell_range();
-      work.out = plan.out.at<Element>(q, row0);
-      work.lse = plan.lse.at<float>(q, row0);
-      work.band = band;
-      const int32_t row_end = min(row0 + Config::kBlockQ, band.q_len);
-      work.attended = {band.first_col(row0), band.end_col(row_end - 1)};
-      work.batch = q.batch;
-      work.head = q.head;
-      if constexpr (kModifiers != kNoModifier) {
-        work.modifiers = ModifierOffsets(params, q.batch_axes, q.head);
-      }
-      if constexpr (kSkips) smem.query_segments(group, works).run = run;
-      work.sink_log2 =
-          plan.sinks.data ? *plan.sinks.at<const float>(q, 0) * kLog2E : minus_infinity();
-      if (!loads_first) load();
-      if constexpr (kSkips) tell_range();
+      work.tile = range.first;
+      work.end = range.end;
+      work.row0 = row0;
+      ptx::mbarrier_arrive(full);
+      describe_query_tile<Config, Element, kModifiers>(params, plan, q, band, row0, work);
       ptx::mbarrier_arrive(smem.described(stage.stage, group));
       if constexpr (Config::kBiasBoxes) {
         if (plan.modifiers.vectors) {

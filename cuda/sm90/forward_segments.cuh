@@ -38,14 +38,19 @@ struct SegmentTiles {
   // and all of the block's rows are of one segment.
   uint32_t read = 0, one_segment = 0;
 
+  // Looks at the first tiles.
   __device__ __forceinline__ SegmentTiles(const Band& band, const SegmentSpans& spans,
                                           int64_t batch, int32_t row0)
       : range(kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ)) {
-    if (!spans.query) return;
-    key_blocks = spans.key_blocks;
-    key_spans = spans.key + batch * spans.key_blocks;
-    query_span = tile_span<Config::kBlockQ, true>(spans.query + batch * spans.query_blocks,
-                                                  spans.query_blocks, row0 / Config::kBlockQ);
+    SegmentSpan key_span = {};
+    if (spans.query) {
+      key_blocks = spans.key_blocks;
+      key_spans = spans.key + batch * spans.key_blocks;
+      key_span = key_span_at(range.first);
+      query_span = tile_span<Config::kBlockQ, true>(spans.query + batch * spans.query_blocks,
+                                                    spans.query_blocks, row0 / Config::kBlockQ);
+    }
+    compare(range.first, key_span);
   }
 
   __device__ __forceinline__ bool has_one_segment() const {
@@ -53,19 +58,10 @@ struct SegmentTiles {
   }
 
   __device__ __forceinline__ void look(int32_t first) {
-    const int32_t tile = first + static_cast<int32_t>(threadIdx.x % 32);
-    SegmentSpan span = query_span;
-    if (key_spans && tile < range.end) {
-      span = tile_span<Config::kBlockKv, true>(key_spans, key_blocks, tile);
-    }
-    const bool is_read = tile < range.end && query_span.meets(span);
-    read = __ballot_sync(0xffffffff, is_read);
-    one_segment =
-        __ballot_sync(0xffffffff, is_read && has_one_segment() && span.least == query_span.least &&
-                                      span.greatest == query_span.least);
+    compare(first, key_spans ? key_span_at(first) : SegmentSpan{});
   }
 
-  // The first tile, or `end`, and the run of those of one segment.
+  // The first tile, or `end`, and the run of those of one segment. Before any look().
   struct Start {
     int32_t tile;
     RowRange run;
@@ -73,7 +69,7 @@ struct SegmentTiles {
   __device__ __forceinline__ Start start() {
     Start start = {range.end, {range.end, range.end}};
     for (int32_t base = range.first; base < range.end; base += 32) {
-      look(base);
+      if (base != range.first) look(base);
       if (start.tile == range.end && read != 0) start.tile = base + __ffs(read) - 1;
       if (start.run.first == range.end && one_segment != 0) {
         start.run.first = base + __ffs(one_segment) - 1;
@@ -89,6 +85,21 @@ struct SegmentTiles {
       }
     }
     return start;
+  }
+
+ private:
+  // Of this lane's of the tiles from `first` on.
+  __device__ __forceinline__ SegmentSpan key_span_at(int32_t first) const {
+    return tile_span<Config::kBlockKv, true>(key_spans, key_blocks,
+                                             first + static_cast<int32_t>(threadIdx.x % 32));
+  }
+  __device__ __forceinline__ void compare(int32_t first, const SegmentSpan& span) {
+    const bool exists = first + static_cast<int32_t>(threadIdx.x % 32) < range.end;
+    const bool is_read = exists && query_span.meets(span);
+    read = __ballot_sync(0xffffffff, is_read);
+    one_segment =
+        __ballot_sync(0xffffffff, is_read && has_one_segment() && span.least == query_span.least &&
+                                      span.greatest == query_span.least);
   }
 };
 
@@ -224,129 +235,189 @@ __device__ __forceinline__ void zero_unattended(const typename Config::ValueTile
 
 // Before init_barriers(), which has a fence.
 template <typename Config>
-__device__ __forceinline__ void init_unit_barriers(SegmentNotes<Config>& notes) {
-  for (int i = 0; i < 2; ++i) {
-    ptx::mbarrier_init(ptx::shared_address(&notes.unit_full[i]), 1);
-    ptx::mbarrier_init(ptx::shared_address(&notes.unit_empty[i]), Config::kRowGroups);
+__device__ __forceinline__ void init_plan_barriers(const SegmentNotes<Config>& notes) {
+  notes.query.init(Config::kRowGroups);
+  notes.keys.init(1);
+}
+
+// By one warp: takes the block's units of work, and finds out ahead of the warps that start copies
+// what is to be known of their tiles. Blocks take units in turn, since nobody knows how long they
+// are.
+template <typename Config, typename Element, uint32_t kModifiers>
+__device__ __forceinline__ void plan_query_tiles(const Forward& params, const ForwardPlan& plan,
+                                                 const SegmentSpans& spans,
+                                                 SegmentNotes<Config>& notes) {
+  const bool leader = threadIdx.x % 32 == 0;
+  QueryTilePlan& query = notes.query.value;
+  KeyTilesPlan& keys = notes.keys.value;
+  uint32_t query_turns = 0, key_turns = 0;
+  ptx::griddepcontrol_wait();  // for the spans
+  bool keys_taken = false;
+  const auto await_keys_taken = [&] {
+    if (!keys_taken) notes.keys.wait_empty(key_turns);
+    keys_taken = true;
+  };
+  QueryTileCursor cursor{plan.schedule};
+  while (cursor.valid()) {
+    const QueryTileIndex q = cursor.index();
+    const Band band = plan.band.of(q);
+    const int32_t row0 = q.tile * Config::kBlockQ;
+    SegmentTiles<Config> tiles(band, spans, q.batch, row0);
+    const auto hand_over_keys = [&](int32_t base) {
+      keys_taken = false;
+      if (!leader) return;
+      keys.base = base;
+      keys.read = tiles.read;
+      keys.one_segment = tiles.one_segment;
+      keys.is_last = base + 32 >= tiles.range.end;
+      ptx::mbarrier_arrive(notes.keys.full());
+    };
+    await_keys_taken();
+    if (leader) keys.index = q;
+    hand_over_keys(tiles.range.first);
+    notes.query.wait_empty(query_turns);
+    if (leader) {
+      query.index = q;
+      query.work.row0 = row0;
+      describe_query_tile<Config, Element, kModifiers>(params, plan, q, band, row0, query.work);
+    }
+    const auto start = tiles.start();
+    const bool many_segments = spans.query && !tiles.has_one_segment();
+    if (many_segments && start.tile < tiles.range.end) {
+      find_query_segments<Config>(static_cast<const int32_t*>(params.query_segment_ids.data) +
+                                      ModifierOffsets(params, q.batch_axes, q.head).query_ids,
+                                  params.query_segment_ids.row, band, row0, query.segments);
+    }
+    if (leader) {
+      query.work.tile = start.tile;
+      query.work.end = tiles.range.end;
+      query.segments.run = start.run;
+      if (!many_segments) {
+        query.segments.count = 1;
+        query.segments.id[0] = tiles.query_span.least;
+        query.segments.rows[0] = {row0, min(row0 + Config::kBlockQ, band.q_len)};
+      }
+      ptx::mbarrier_arrive(notes.query.full());
+    }
+    for (int32_t base = tiles.range.first + 32; base < tiles.range.end; base += 32) {
+      tiles.look(base);
+      await_keys_taken();
+      hand_over_keys(base);
+    }
+    // The next unit not before this one's first tiles are taken: a block that is ahead of others
+    // should not keep units from them.
+    if (tiles.range.end - tiles.range.first <= 32) await_keys_taken();
+    const int32_t unit = cursor.unit;
+    cursor.advance();
+    if (cursor.unit != unit && spans.counter) {
+      const int32_t taken = leader ? atomicAdd(spans.counter, 1) : 0;
+      cursor.unit = static_cast<int32_t>(gridDim.x) + __shfl_sync(0xffffffff, taken, 0);
+    }
+  }
+  await_keys_taken();
+  notes.query.wait_empty(query_turns);
+  if (leader) {
+    keys.base = -1;
+    ptx::mbarrier_arrive(notes.keys.full());
+    query.work.row0 = -1;
+    ptx::mbarrier_arrive(notes.query.full());
   }
 }
 
-// A block's units of work, which blocks take in turn, since nobody knows how long they are: in the
-// warp that copies keys, which takes them, or in one that copies queries, which is told of them.
-template <typename Config, bool kTakes>
-struct UnitCursor : QueryTileCursor {
-  SegmentNotes<Config>& notes;
-  int32_t* counter;
-  int32_t next = 0;  // of kTakes, in the first lane, until it is told
-  bool told = false;
-  RingState<2> ring;
-
-  __device__ __forceinline__ UnitCursor(const ForwardPlan& plan, const SegmentSpans& spans,
-                                        const ForwardSmem<Config>& smem)
-      : QueryTileCursor{plan.schedule}, notes(*smem.segments), counter(spans.counter) {
-    start();
-  }
-  __device__ __forceinline__ void advance() {
-    QueryTileCursor::advance();
-    if (unit < end) return;
-    if constexpr (kTakes) {
-      unit = __shfl_sync(0xffffffff, next, 0);
-    } else {
-      ptx::mbarrier_wait_asleep(full(), ring.parity);
-      unit = notes.units[ring.stage];
-      __syncwarp();
-      if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty());
-      ring.advance();
-    }
-    start();
-  }
-  __device__ __forceinline__ bool valid() const { return unit < schedule.units; }
-  // Tells the others what is next, once it is known, which takes a while. By all lanes.
-  __device__ __forceinline__ void tell() {
-    if (told) return;
-    told = true;
-    if (threadIdx.x % 32 == 0) {
-      ptx::mbarrier_wait(empty(), ring.parity ^ 1);
-      notes.units[ring.stage] = next;
-      ptx::mbarrier_arrive(full());
-    }
-    ring.advance();
-  }
-
- private:
-  __device__ __forceinline__ void start() {
-    second = false;
-    end = unit + 1;
-    step = 1;
-    if (!kTakes || !valid()) return;
-    told = false;
-    const int32_t blocks = static_cast<int32_t>(gridDim.x);
-    if (!counter) {
-      next = unit + blocks;
-    } else if (threadIdx.x % 32 == 0) {
-      next = blocks + atomicAdd(counter, 1);
-    }
-  }
-  __device__ __forceinline__ uint32_t full() const {
-    return ptx::shared_address(&notes.unit_full[ring.stage]);
-  }
-  __device__ __forceinline__ uint32_t empty() const {
-    return ptx::shared_address(&notes.unit_empty[ring.stage]);
-  }
-};
-
-// By one warp: keys and values of all query tiles, and notes of the tiles.
+// By one thread: keys and values of all query tiles, and notes of the tiles.
 template <typename Config>
-__device__ __forceinline__ void produce_keys_of_segments(const Forward& params,
-                                                         const ForwardPlan& plan,
+__device__ __forceinline__ void produce_keys_of_segments(const ForwardPlan& plan,
                                                          const ForwardMaps& maps,
-                                                         const SegmentSpans& spans,
                                                          const ForwardSmem<Config>& smem) {
-  const bool leader = threadIdx.x % 32 == 0;
+  if (threadIdx.x % 32 != 0) return;
+  SegmentNotes<Config>& notes = *smem.segments;
+  uint32_t turns = 0;
   RingState<Config::kStages> key_stage;
   RingState<Config::kValueStages> value_stage;
-  ptx::griddepcontrol_wait();  // for the spans
-  for (UnitCursor<Config, true> cursor(plan, spans, smem); cursor.valid(); cursor.advance()) {
-    const QueryTileIndex q = cursor.index();
-    SegmentTiles<Config> tiles(plan.band.of(q), spans, q.batch, q.tile * Config::kBlockQ);
-    const auto load_key = [&](int32_t tile, const KeyTileNote& note) {
-      ptx::mbarrier_wait(smem.key_empty(key_stage.stage), key_stage.parity ^ 1);
-      smem.segments->notes[key_stage.stage] = note;
-      load_tile_boxes(smem.key(key_stage.stage), maps.key, smem.key_full(key_stage.stage), plan.key,
-                      q.batch_axes, q.kv_head, tile * Config::kBlockKv);
-      key_stage.advance();
-    };
-    const auto load_value = [&](int32_t tile) {
-      ptx::mbarrier_wait(smem.value_empty(value_stage.stage), value_stage.parity ^ 1);
-      load_tile_boxes(smem.value(value_stage.stage), maps.value, smem.value_full(value_stage.stage),
-                      plan.value, q.batch_axes, q.kv_head, tile * Config::kBlockKv);
-      value_stage.advance();
-    };
-    // A tile's keys are started when the tile after it is known, its values after that one's keys.
-    int32_t last = -1, before = -1;
-    bool last_one_segment = false;
-    for (int32_t base = tiles.range.first; base < tiles.range.end; base += 32) {
-      tiles.look(base);
-      if (leader) {
-        for (uint32_t left = tiles.read; left != 0; left &= left - 1) {
-          const int lane = __ffs(left) - 1;
-          const bool one_segment = (tiles.one_segment >> lane & 1) != 0;
-          if (last >= 0) load_key(last, KeyTileNote(base + lane, last_one_segment, one_segment));
-          if (before >= 0) load_value(before);
-          before = last;
-          last = base + lane;
-          last_one_segment = one_segment;
-        }
+  // A tile's keys are started when the tile after it is known, its values after that one's keys.
+  int32_t last = -1, before = -1;
+  bool last_one_segment = false;
+  for (;;) {
+    notes.keys.wait_full(turns);
+    const KeyTilesPlan tiles = notes.keys.value;
+    ptx::mbarrier_arrive(notes.keys.empty());
+    if (tiles.base < 0) return;
+    const QueryTileIndex& q = tiles.index;
+    for (uint32_t left = tiles.read; left != 0 || tiles.is_last; left &= left - 1) {
+      const int lane = __ffs(left) - 1;
+      const int32_t tile = left != 0 ? tiles.base + lane : -1;
+      const bool one_segment = left != 0 && (tiles.one_segment >> lane & 1) != 0;
+      if (last >= 0) {
+        ptx::mbarrier_wait(smem.key_empty(key_stage.stage), key_stage.parity ^ 1);
+        notes.notes[key_stage.stage] = KeyTileNote(tile, last_one_segment, one_segment);
+        load_tile_boxes(smem.key(key_stage.stage), maps.key, smem.key_full(key_stage.stage),
+                        plan.key, q.batch_axes, q.kv_head, last * Config::kBlockKv);
+        key_stage.advance();
       }
-      __syncwarp();
+      if (before >= 0) {
+        ptx::mbarrier_wait(smem.value_empty(value_stage.stage), value_stage.parity ^ 1);
+        load_tile_boxes(smem.value(value_stage.stage), maps.value,
+                        smem.value_full(value_stage.stage), plan.value, q.batch_axes, q.kv_head,
+                        before * Config::kBlockKv);
+        value_stage.advance();
+      }
+      before = last;
+      last = tile;
+      last_one_segment = one_segment;
+      if (last < 0 && before < 0) break;
     }
-    cursor.tell();
-    if (leader && last >= 0) {
-      load_key(last, KeyTileNote(-1, last_one_segment, false));
-      if (before >= 0) load_value(before);
-      load_value(last);
+  }
+}
+
+// By a whole warp.
+template <typename T>
+__device__ __forceinline__ void copy_by_lanes(const T& from, T& to) {
+  static_assert(sizeof(T) <= 32 * sizeof(uint32_t) && sizeof(T) % sizeof(uint32_t) == 0);
+  const int lane = threadIdx.x % 32;
+  if (lane < static_cast<int>(sizeof(T) / sizeof(uint32_t))) {
+    reinterpret_cast<uint32_t*>(&to)[lane] = reinterpret_cast<const uint32_t*>(&from)[lane];
+  }
+}
+
+// By one warp: a consumer's rows of the query tiles, and what it is to know of them.
+template <typename Config>
+__device__ __forceinline__ void produce_queries_of_segments(const ForwardPlan& plan,
+                                                            const ForwardMaps& maps,
+                                                            const ForwardSmem<Config>& smem,
+                                                            int group) {
+  const bool leader = threadIdx.x % 32 == 0;
+  SegmentNotes<Config>& notes = *smem.segments;
+  RingState<Config::kQueryStages> stage;
+  const auto load = [&](const QueryTileIndex& q) {
+    load_tile_boxes(smem.query(stage.stage, group), maps.query, smem.query_full(stage.stage, group),
+                    plan.query, q.batch_axes, q.head, q.tile * Config::kBlockQ + group * 64);
+  };
+  // The first one is known at once.
+  if (leader) load(QueryTileCursor{plan.schedule}.index());
+  __syncwarp();
+  uint32_t turns = 0;
+  for (uint32_t works = 0;; ++works) {
+    notes.query.wait_full(turns);
+    const QueryTileIndex q = notes.query.value.index;
+    const bool is_end = notes.query.value.work.row0 < 0;
+    copy_by_lanes(notes.query.value.work, smem.work(group, works));
+    copy_by_lanes(notes.query.value.segments, smem.query_segments(group, works));
+    __syncwarp();
+    if (leader) {
+      const uint32_t full = smem.query_full(stage.stage, group);
+      ptx::mbarrier_arrive(notes.query.empty());
+      ptx::mbarrier_wait_asleep(smem.query_empty(stage.stage, group), stage.parity ^ 1);
+      if (is_end) {
+        ptx::mbarrier_arrive(full);
+      } else if (works > 0) {
+        load(q);
+      }
+      ptx::mbarrier_arrive(full);
+      ptx::mbarrier_arrive(smem.described(stage.stage, group));
     }
     __syncwarp();
+    if (is_end) return;
+    stage.advance();
   }
 }
 

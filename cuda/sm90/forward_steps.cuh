@@ -12,11 +12,14 @@
 namespace jax_flash::sm90 {
 
 template <typename Config, typename Element, uint32_t kModifiers>
-template <bool kBesideOut>
+template <bool kBesideOut, TileKind kKind>
 __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::first_tile(
     int32_t tile, bool of_one_segment) {
   const bool edge = at_edge(tile);
-  if constexpr (kSegmented) {
+  if constexpr (kKind == TileKind::kInRun) {
+    note = KeyTileNote(tile + 1, true, true);
+    one_segment = true;
+  } else if constexpr (kSegmented) {
     note = key_note(tile);
     one_segment = note.one_segment();
     look_at_segments(tile);

@@ -24,7 +24,11 @@ __device__ __forceinline__ SegmentSpan tile_span(const SegmentSpan* spans, int32
   };
   if constexpr (kAtOnce) {
 #pragma unroll
-    for (int i = 0; i < kRatio; ++i) add(spans[min(tile * kRatio + i, int64_t{blocks} - 1)]);
+    for (int i = 0; i < kRatio; ++i) {
+      const int32_t index = min(static_cast<int32_t>(tile) * kRatio + i, blocks - 1);
+      const int2 part = *reinterpret_cast<const int2*>(spans + index);
+      add({part.x, part.y});
+    }
   } else {
     for (int64_t i = tile * kRatio; i < (tile + 1) * kRatio && i < blocks; ++i) add(spans[i]);
   }
