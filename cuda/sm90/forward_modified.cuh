@@ -20,7 +20,7 @@ namespace jax_flash::sm90 {
 struct SoftCapPolynomial {
   static constexpr int kMostTerms = 5;
   float factor[kMostTerms] = {};  // to logits in log2 units
-  float limit = -1.0f;   // of |s|, up to which it holds; negative: it is not to be used
+  float limit = -1.0f;            // of |s|, up to which it holds; negative: it is not to be used
   // If it saturates: what a row's greatest logit so far is to be within for products to be used as
   // they come, and the sum of exponentials, relative to 0, that shows one beyond the limit.
   float least_logit = 0.0f, greatest_logit = -1.0f, greatest_sum = 0.0f;
@@ -131,7 +131,8 @@ struct SoftCapPlan {
       error = std::fmax(error, i < 12 ? std::fabs(p - exact_p) : std::fmax(p, exact_p));
     }
     const double greatest = std::fmin(cap * std::tanh(range) - 2 * kError, kMostLogit);
-    const double least = std::log(std::fmax(error * 2 * kFarShare / kError, std::exp(-kLeastLogit)));
+    const double least =
+        std::log(std::fmax(error * 2 * kFarShare / kError, std::exp(-kLeastLogit)));
     result.greatest_logit = static_cast<float>(greatest);
     result.least_logit = static_cast<float>(least);
     result.greatest_sum = static_cast<float>(std::exp(greatest));

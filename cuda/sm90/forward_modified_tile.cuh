@@ -84,9 +84,9 @@ struct ModifiedTile {
     float (&reference)[2] = softmax.reference[0];
     // Greater logits may follow, and a tile that is done again takes long.
     const auto takes = [&](const SoftCapPolynomial& cap) {
-      return __all_sync(0xffffffff, fminf(reference[0], reference[1]) >= cap.least_logit &&
-                                        fmaxf(reference[0], reference[1]) <=
-                                            kMargin * cap.greatest_logit);
+      return __all_sync(0xffffffff,
+                        fminf(reference[0], reference[1]) >= cap.least_logit &&
+                            fmaxf(reference[0], reference[1]) <= kMargin * cap.greatest_logit);
     };
     const SoftCapPlan& cap = plan.modifiers.soft_cap;
     cap_terms = takes(cap.two) ? 2 : takes(cap.three) ? 3 : takes(cap.five) ? 5 : 0;

@@ -1,8 +1,8 @@
 // References that rise to a row's peak after the exponentials, which are multiplied then: what a
 // tile costs whose sums show that its logits are far greater than those before.
 //
-// Above head dim 128 also where a row's greatest probability is to be exactly 1: P is rounded to the
-// operands' type, and where few keys make up a row, most of the output's error is that of its
+// Above head dim 128 also where a row's greatest probability is to be exactly 1: P is rounded to
+// the operands' type, and where few keys make up a row, most of the output's error is that of its
 // greatest P, unless this is 1. A reference that is the row's greatest logit does that, but to look
 // for it in every tile, and to rescale the output for each new one, takes too long. The first tile
 // has an exact one; later on a greater logit counts if its probability is a large part of the row's
