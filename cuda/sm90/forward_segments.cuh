@@ -308,7 +308,7 @@ __device__ __forceinline__ void produce_keys_of_segments(const Forward& params,
   ptx::griddepcontrol_wait();  // for the spans
   for (UnitCursor<Config, true> cursor(plan, spans, smem); cursor.valid(); cursor.advance()) {
     const QueryTileIndex q = cursor.index();
-    SegmentTiles<Config> tiles(plan.band.of(q), spans, q.batch, q.tile * Config::kBlockQ);
+    SegmentTiles<Config> tiles(plan.band.of<false>(q), spans, q.batch, q.tile * Config::kBlockQ);
     const auto load_key = [&](int32_t tile, const KeyTileNote& note) {
       ptx::mbarrier_wait(smem.key_empty(key_stage.stage), key_stage.parity ^ 1);
       smem.segments->notes[key_stage.stage] = note;
