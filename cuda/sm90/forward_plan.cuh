@@ -72,21 +72,27 @@ struct ForwardBand {
         kv_len(params.key_value_seq_lengths),
         offset(params.query_offset) {}
 
+  // kOutOfLine: a block's first copies wait for instructions, too, and the fewer lie between those
+  // that every call executes, the better. Registers may be spilled around the call.
+  template <bool kOutOfLine>
   __device__ __forceinline__ Band of(const QueryTileIndex& q) const {
-    if (varies) [[unlikely]]
-      return find(q.batch_axes[0], q.batch_axes[1]);
+    if (varies) [[unlikely]] {
+      return kOutOfLine ? find_apart(q.batch_axes[0], q.batch_axes[1])
+                        : find(q.batch_axes[0], q.batch_axes[1]);
+    }
     return band;
   }
 
  private:
-  // Out of line: a block's first copies wait for instructions, too, and the fewer lie between
-  // those that every call executes, the better.
-  __device__ __noinline__ Band find(int32_t axis0, int32_t axis1) const {
+  __device__ __forceinline__ Band find(int32_t axis0, int32_t axis1) const {
     const auto length = [&](const BatchOperand& lengths, int32_t size) {
       return min(max(lengths.at(axis0, axis1, size), 0), size);
     };
     return Band(options, length(q_len, band.q_len), length(kv_len, band.kv_len),
                 offset.at(axis0, axis1, 0));
+  }
+  __device__ __noinline__ Band find_apart(int32_t axis0, int32_t axis1) const {
+    return find(axis0, axis1);
   }
 };
 

@@ -33,8 +33,8 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const Forw
   for (auto cursor = query_tiles<kModifiers>(plan); cursor.valid(); cursor.advance()) {
     const QueryTileIndex q = cursor.index();
     const int32_t row0 = q.tile * Config::kBlockQ;
-    const TileRange range =
-        kv_tiles<Config::kBlockKv>(plan.band.of(q), row0, row0 + Config::kBlockQ);
+    const TileRange range = kv_tiles<Config::kBlockKv>(plan.band.of<kModifiers == kNoModifier>(q),
+                                                       row0, row0 + Config::kBlockQ);
     const auto first_row = [&](int32_t tile) {
       return (Config::kScoresAhead ? tile_from_end(range.end, tile) : tile) * Config::kBlockKv;
     };
@@ -81,7 +81,7 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
   };
   for (auto cursor = query_tiles<kModifiers>(plan); cursor.valid(); cursor.advance()) {
     const QueryTileIndex q = cursor.index();
-    const Band band = plan.band.of(q);
+    const Band band = plan.band.of<kModifiers == kNoModifier>(q);
     const int32_t row0 = q.tile * Config::kBlockQ;
     const uint32_t full = smem.query_full(stage.stage, group);
     const TileRange range = kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ);

@@ -260,7 +260,7 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
   QueryTileCursor cursor{plan.schedule};
   while (cursor.valid()) {
     const QueryTileIndex q = cursor.index();
-    const Band band = plan.band.of(q);
+    const Band band = plan.band.of<false>(q);
     const int32_t row0 = q.tile * Config::kBlockQ;
     SegmentTiles<Config> tiles(band, spans, q.batch, row0);
     const auto hand_over_keys = [&](int32_t base) {
