@@ -14,6 +14,11 @@ __device__ __forceinline__ void st_shared_b32(uint32_t address_smem, uint32_t va
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address_smem), "r"(value) : "memory");
 }
 
+__device__ __forceinline__ void st_shared_v2(uint32_t address_smem, uint2 value) {
+  asm volatile("st.shared.v2.b32 [%0], {%1, %2};" ::"r"(address_smem), "r"(value.x), "r"(value.y)
+               : "memory");
+}
+
 __device__ __forceinline__ void st_shared_v4(uint32_t address_smem, uint4 value) {
   asm volatile("st.shared.v4.b32 [%0], {%1, %2, %3, %4};" ::"r"(address_smem), "r"(value.x),
                "r"(value.y), "r"(value.z), "r"(value.w)
@@ -24,6 +29,15 @@ __device__ __forceinline__ uint4 ld_shared_v4(uint32_t address_smem) {
   uint4 value;
   asm volatile("ld.shared.v4.b32 {%0, %1, %2, %3}, [%4];"
                : "=r"(value.x), "=r"(value.y), "=r"(value.z), "=r"(value.w)
+               : "r"(address_smem)
+               : "memory");
+  return value;
+}
+
+__device__ __forceinline__ uint2 ld_shared_v2(uint32_t address_smem) {
+  uint2 value;
+  asm volatile("ld.shared.v2.b32 {%0, %1}, [%2];"
+               : "=r"(value.x), "=r"(value.y)
                : "r"(address_smem)
                : "memory");
   return value;

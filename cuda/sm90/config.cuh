@@ -126,11 +126,16 @@ struct ForwardConfig {
   static constexpr int kQueryStages = kHeadDim <= 64 ? JAX_FLASH_SM90_QUERY_STAGES : 1;
   static constexpr int kPartialBytes = kKeyGroups > 1 ? 64 * kValueDim * 4 + kWarpgroup * 16 : 0;
   static constexpr int kOwnBytes = kWarpBytes;
-  // Whether that is for a bias of 2-byte elements, and a consumer's warps have it in common.
+  // Whether that is for boxes of a bias of 2-byte elements, and a consumer's warps have it in
+  // common; or of a mask, from which the warp that copies Q makes bits: for each stage of K two
+  // words for each thread.
   static constexpr bool kBiasBoxes = kOwnBytes == 16 * kBlockKv * 2;
+  static constexpr bool kMaskBoxes = kOwnBytes == 16 * kBlockKv;
+  static constexpr bool kBoxes = kBiasBoxes || kMaskBoxes;
+  static constexpr int kBitsBytes = kMaskBoxes ? kConsumers * kWarpgroup * 8 : 0;
   static constexpr int kFree = kSmemLimit - kStaticSmemBytes -
                                kQueryStages * kRowGroups * QueryTile::kBytes - kPartialBytes -
-                               kConsumers * 4 * kOwnBytes;
+                               kConsumers * 4 * kOwnBytes - JAX_FLASH_SM90_STAGES * kBitsBytes;
   static constexpr int kFit =
       (kFree + kFewerValues * ValueTile::kBytes) / (KeyTile::kBytes + ValueTile::kBytes);
   // Two warpgroups that each keep a tile's keys beside those of the next one need more.
@@ -150,7 +155,8 @@ struct ForwardConfig {
   static constexpr int kWorks = 4;
   static constexpr int kPartialOffset = kValueOffset + kValueStages * ValueTile::kBytes;
   static constexpr int kOwnOffset = kPartialOffset + kPartialBytes;
-  static constexpr int kSmemBytes = kOwnOffset + kConsumers * 4 * kOwnBytes;
+  static constexpr int kBitsOffset = kOwnOffset + kConsumers * 4 * kOwnBytes;
+  static constexpr int kSmemBytes = kBitsOffset + kStages * kBitsBytes;
 };
 
 }  // namespace jax_flash::sm90

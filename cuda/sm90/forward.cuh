@@ -34,6 +34,7 @@
 #include "sm90/forward_bias.cuh"
 #include "sm90/forward_biased.cuh"
 #include "sm90/forward_consumer.cuh"
+#include "sm90/forward_mask.cuh"
 #include "sm90/forward_parts.cuh"
 #include "sm90/forward_plan.cuh"
 #include "sm90/forward_producers.cuh"
@@ -275,7 +276,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     if constexpr (!kSkips) ptx::barrier_sync(kStarted, Config::kStartThreads);
-    if constexpr (ForwardConsumer<Config, Element, kModifiers>::kMasks) {
+    if constexpr (!ForwardConsumer<Config, Element, kModifiers>::kChained) {
       consume_masked<Config, Element, kModifiers>(params, plan, smem);
     } else if constexpr (Config::kKeyGroups > 1 || Config::kScoresAhead) {
       consume_apart<Config, Element>(params, plan, smem);
@@ -325,6 +326,8 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   if constexpr (Config::kBiasBoxes) {
     if (plan.modifiers.vectors) status = make_bias_map<Config>(params, maps);
     if (!status.ok()) return status;
+  } else if constexpr (Config::kMaskBoxes) {
+    if (status = make_mask_map(params, maps); !status.ok()) return status;
   }
   Forward scaled = params;  // for the multiplied Q
   if (kSaturates) scaled.options.scale /= plan.modifiers.soft_cap.query_factor;
@@ -376,7 +379,18 @@ Status launch_modified(const Forward& params, const SegmentSpans& spans, cudaStr
           }
         }
         return launch(std::integral_constant<uint32_t, kSoftCap>{}, kNoBias);
-      case kMask: return launch(std::integral_constant<uint32_t, kMask>{}, kNoBias);
+      case kMask:
+        // As without modifiers, where there is enough work for three consumers.
+        if constexpr (kHeadDim == 64) {
+          int sms = 0;
+          if (const Status status = multiprocessors(sms); !status.ok()) return status;
+          if (!banded(params.options) && tiles(params.shape, 192) >= sms &&
+              fits_mask_boxes(params)) {
+            using Config = ForwardConfig<64, 64, 3, 128, 1, ScoresAhead::kNo, 16 * 128>;
+            return launch_forward_config<Config, Element, kMask>(params, spans, stream);
+          }
+        }
+        return launch(std::integral_constant<uint32_t, kMask>{}, kNoBias);
       case kSegments: return launch(std::integral_constant<uint32_t, kSegments>{}, kNoBias);
       default: break;
     }

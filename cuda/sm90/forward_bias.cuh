@@ -139,39 +139,39 @@ struct BiasTile {
   }
 };
 
-// With the bias beside the other operands.
-struct BiasedMaps : ForwardMaps {
-  CUtensorMap bias;
-  BoxAxes bias_axes;
+// With bias or mask beside the other operands.
+struct BoxedMaps : ForwardMaps {
+  CUtensorMap boxes;
+  BoxAxes box_axes;
 };
 template <typename Config>
-using MapsOf = std::conditional_t<Config::kBiasBoxes, BiasedMaps, ForwardMaps>;
+using MapsOf = std::conditional_t<Config::kBoxes, BoxedMaps, ForwardMaps>;
 
 // Of a bias that can be read in boxes (ModifierPlan).
 template <typename Config>
-Status make_bias_map(const Forward& params, BiasedMaps& maps) {
+Status make_bias_map(const Forward& params, BoxedMaps& maps) {
   const Shape& shape = params.shape;
-  maps.bias_axes = BoxAxes(params.bias);
+  maps.box_axes = BoxAxes(params.bias);
   return make_tensor_map("bias", shape, params.bias, shape.q_len, shape.heads, shape.kv_len,
-                         params.bias.row == 0 ? 1 : 64, maps.bias, 1,
+                         params.bias.row == 0 ? 1 : 64, maps.boxes, 1,
                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B, BiasBox<Config::kBlockKv>::kCols);
 }
 
 // Starts copies of a consumer's rows, which begin with row0, for keys of tiles from `tile` to
 // before `end`, each as soon as the one before has been read. By one thread.
 template <typename Config, typename Smem>
-__device__ __forceinline__ void load_bias(const Smem& smem, const BiasedMaps& maps, int group,
+__device__ __forceinline__ void load_bias(const Smem& smem, const BoxedMaps& maps, int group,
                                           const QueryTileIndex& q, int32_t row0, int32_t tile,
                                           int32_t end, uint32_t& parity) {
   using Box = BiasBox<Config::kBlockKv>;
-  const uint32_t bytes = Box::kPanels * Box::kRowBytes * (maps.bias_axes.row ? 64 : 1);
+  const uint32_t bytes = Box::kPanels * Box::kRowBytes * (maps.box_axes.row ? 64 : 1);
   for (; tile < end; ++tile) {
     ptx::mbarrier_wait_asleep(smem.bias_empty(group), parity ^ 1);
     ptx::mbarrier_arrive_expect_tx(smem.bias_full(group), bytes);
 #pragma unroll
     for (int panel = 0; panel < Box::kPanels; ++panel) {
-      load_box(smem.own(group * 4) + panel * Box::kPanelBytes, maps.bias, smem.bias_full(group),
-               maps.bias_axes, q.batch_axes, q.head, row0,
+      load_box(smem.own(group * 4) + panel * Box::kPanelBytes, maps.boxes, smem.bias_full(group),
+               maps.box_axes, q.batch_axes, q.head, row0,
                tile * Config::kBlockKv + panel * Box::kCols);
     }
     parity ^= 1;

@@ -33,7 +33,7 @@ struct ForwardConsumer {
   // Whether elements may be forbidden in any tile.
   static constexpr bool kMasks = !kSegmented && (kModifiers & (kMask | kSegments)) != 0;
   // Whether query tiles are chained, and Q is released early.
-  static constexpr bool kChained = !kMasks;
+  static constexpr bool kChained = !kMasks || (kModifiers == kMask && Config::kMaskBoxes);
   // Whether references rise to the rows' peaks: where products take so long that it costs little
   // (TUNING.md, "Errors").
   static constexpr bool kPeaks = !kGeneral && Config::kHeadDim > 128;

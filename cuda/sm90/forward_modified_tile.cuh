@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "params.h"
+#include "ptx/shared.cuh"
 #include "sm90/forward_bias.cuh"
 #include "sm90/forward_modified.cuh"
 #include "sm90/forward_parts.cuh"
@@ -25,9 +26,9 @@ struct ModifiedTile {
       kCapped && std::is_same_v<Element, __nv_bfloat16> && Config::kOptimistic;
   // Whether what the next tile needs is found out beside the exponentials of this one, or, where
   // there are no registers for it, when it is needed.
-  static constexpr bool kLooksAhead = kBits && Config::kOptimistic;
+  static constexpr bool kLooksAhead = kBits && Config::kOptimistic && !Config::kMaskBoxes;
   // Blocks whose elements are forbidden together: by measurement.
-  static constexpr int kForbidBlocks = Config::kHeadDim / 64;
+  static constexpr int kForbidBlocks = Config::kMaskBoxes ? 4 : Config::kHeadDim / 64;
   using Scores = float[1][kN][4];
 
   const Forward& params;
@@ -42,6 +43,9 @@ struct ModifiedTile {
   typename MaskBytes<kN>::Rows mask_rows;
   AllowedBits allowed, next_allowed;
   bool all_allowed, next_all_allowed;
+  // Whether bits arrive with K, and where this thread's are for the first stage.
+  static constexpr bool kArrive = kBits && Config::kMaskBoxes;
+  uint32_t bits;
   // Of what a polynomial of the soft cap takes, where it is chosen.
   static constexpr float kMargin = 0.8f;
   // Of that polynomial: 2, 3, with kSaturates 5, or 0 if they were too few. With kSaturates, unless
@@ -60,6 +64,10 @@ struct ModifiedTile {
                 params.bias.row == 0);
     } else if constexpr (kBiased) {
       bias.init(smem.own(threadIdx.x / 32 - 4));
+    }
+    if constexpr (kArrive) {
+      bits = smem.mask_bits(0, group) + threadIdx.x % kWarpgroup * 8;
+      asm volatile("" : "+r"(bits));  // or it would be computed for each tile
     }
     if constexpr (kCapped) {
       const SoftCapPlan& cap = plan.modifiers.soft_cap;
@@ -138,7 +146,9 @@ struct ModifiedTile {
   // kLooksAhead, there has to be, and there are no branches.
   __device__ __forceinline__ void read_ahead(const QueryWork& work, int32_t row0, int32_t tile) {
     const int32_t col0 = tile * Config::kBlockKv;
-    if constexpr (kModifiers == kMask) {
+    if constexpr (kArrive) {
+      return;
+    } else if constexpr (kModifiers == kMask) {
       if constexpr (!kLooksAhead) {
         mask = {};  // or registers would be kept for what was there
         if (tile < 0 || !reads_ahead()) return;
@@ -159,6 +169,13 @@ struct ModifiedTile {
       read_ahead(work, row0, min(behind, work.end - 1));
     }
   }
+  // With the K of a stage.
+  __device__ __forceinline__ void read_bits(uint32_t stage) {
+    if constexpr (kArrive) {
+      const uint2 words = ptx::ld_shared_v2(bits + stage * Config::kBitsBytes);
+      next_allowed = {words.x, words.y};
+    }
+  }
   // Before a tile's scores are there.
   __device__ __forceinline__ void prepare(const QueryWork& work, int32_t row0, int32_t tile,
                                           bool edge) {
@@ -166,7 +183,10 @@ struct ModifiedTile {
       const Band& band = work.band;
       const int32_t col0 = tile * Config::kBlockKv;
       const Extent extent = {band.q_len, band.kv_len};
-      if (!reads_ahead()) {
+      if constexpr (kArrive) {
+        allowed = next_allowed;
+        all_allowed = __all_sync(0xffffffff, (allowed.row[0] & allowed.row[1]) == kAllBits<kN>);
+      } else if (!reads_ahead()) {
         allowed = mask_bits<kN>(params.mask, work.modifiers.mask, row0, col0, extent);
         all_allowed = all_of(allowed);
       } else if constexpr (kLooksAhead) {
@@ -178,6 +198,9 @@ struct ModifiedTile {
       }
       if (edge) {
         forbid_edges(allowed, band, row0, col0);
+        // A warp all of whose rows do not exist has all keys: else it would never have references,
+        // and would look through V for what it lacks, for each tile (clear_unattended()).
+        if (row0 >= band.q_len) allowed.row[0] = allowed.row[1] = kAllBits<kN>;
         all_allowed = all_of(allowed);
       }
     } else if constexpr (kBiased) {
@@ -237,21 +260,26 @@ struct ModifiedTile {
   template <typename Beside>
   __device__ __forceinline__ bool exponentials(Scores& scores, OnlineSoftmax<1>& softmax,
                                                float to_log2, bool longer, Beside beside) {
-    const auto all = [&](auto modify) {
+    const auto all = [&](auto modify, auto with) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        if (n == kN / 4) beside();
+        if (n == kN / 4) with();
         modify(scores[0][n], n);
         softmax.exponentials(scores[0][n], 0, to_log2);
       }
     };
     if constexpr (kBits) {
       if (all_allowed) {
-        all([](float (&)[4], int) {});
+        all([](float (&)[4], int) {},
+            [&] {
+              if constexpr (kLooksAhead) beside();
+            });
       } else {
-        all([&](float (&)[4], int n) {
-          if (n % kForbidBlocks == 0) forbid<kForbidBlocks>(scores[0], allowed, n);
-        });
+        all(
+            [&](float (&)[4], int n) {
+              if (n % kForbidBlocks == 0) forbid<kForbidBlocks>(scores[0], allowed, n);
+            },
+            beside);
       }
     } else if constexpr (kCapped) {
       const SoftCapPlan& cap = plan.modifiers.soft_cap;

@@ -27,8 +27,9 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::fi
     one_segment = of_one_segment;
   }
   if constexpr (Modified::kLooksAhead) look_ahead(tile);
+  modified.read_bits(key_stage.stage);
   modified.prepare(work, work.row0 + warp_row, tile, edge);
-  if constexpr (kModifiers == kMask && !Modified::kLooksAhead) {
+  if constexpr (!kChained && kModifiers == kMask && !Modified::kLooksAhead) {
     read_ahead(min(tile + 1, work.end - 1));
   }
   await_scores<kBesideOut ? 1 : 0>();
@@ -73,16 +74,17 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
   const bool edge = !kBiasBeside && at_edge(tile);  // before the wait
   if constexpr (!Modified::kBiased) {
     wait_key();
+    modified.read_bits(key_stage.stage);
     if constexpr (kSegmented) note = key_note(tile);
     if constexpr (kInRun) one_segment = true;  // so that the compiler knows
     start_scores();
   }
   clear_values(last, work.attended);
   if constexpr (!kInRun) one_segment = of_one_segment;
-  if constexpr (kMasks && !kOptimistic) *next_note = key_note(tile);
+  if constexpr (!kChained && !kOptimistic) *next_note = key_note(tile);
   if constexpr (kSegmented) look_at_segments(tile);
   const auto prepare = [&] { modified.prepare(work, work.row0 + warp_row, tile, edge); };
-  if constexpr (Modified::kBits && !Modified::kLooksAhead) {
+  if constexpr (!kChained && Modified::kBits && !Modified::kLooksAhead) {
     prepare();
     columns = kAllBits<kN>;
     if (!modified.all_allowed) attended_columns_of_bits();
@@ -131,11 +133,9 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
   softmax.sum[0][0] = softmax.sum[0][1] = 0.0f;
   // What the next tile needs.
   const auto beside = [&] {
-    if constexpr (kMasks && kOptimistic) *next_note = key_note(tile);
-    if constexpr (Modified::kLooksAhead) {
-      look_ahead(tile + 1);
-      attended_columns_of_bits();
-    }
+    if constexpr (!kChained && kOptimistic) *next_note = key_note(tile);
+    if constexpr (Modified::kLooksAhead) look_ahead(tile + 1);
+    if constexpr (Modified::kLooksAhead || Modified::kArrive) attended_columns_of_bits();
   };
   bool great = false;
   if (whole) {
