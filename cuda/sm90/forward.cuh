@@ -244,8 +244,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                            reinterpret_cast<SegmentNotes<Config>*>(&segments)};
   asm volatile("" : "+r"(smem.root), "+r"(smem.barriers));
 
-  // By consumers, which have nothing to do yet: meanwhile producers find the first tiles, and wait
-  // for this just before they start the copies.
+  // By consumers, which have nothing to do yet: meanwhile producers find the first tiles, and
+  // without modifiers wait for this just before they start the copies. With them, a barrier in each
+  // role has the compiler take loops for divergent (cuda/TUNING.md).
   if (threadIdx.x == kWarpgroup) {
     if constexpr (kSkips) init_plan_barriers<Config>(segments);
     smem.init_barriers();
@@ -253,7 +254,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if (threadIdx.x == kWarpgroup + 32) ptx::prefetch_tensormap(maps.query);
   if (threadIdx.x == kWarpgroup + 64) ptx::prefetch_tensormap(maps.key);
   if (threadIdx.x == kWarpgroup + 96) ptx::prefetch_tensormap(maps.value);
-  if constexpr (kSkips) __syncthreads();
+  if constexpr (kModifiers != kNoModifier) __syncthreads();
   if (threadIdx.x < kWarpgroup) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     const int warp = threadIdx.x / 32;
@@ -275,7 +276,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-    if constexpr (!kSkips) ptx::barrier_sync(kStarted, Config::kStartThreads);
+    if constexpr (kModifiers == kNoModifier) {
+      ptx::barrier_sync(kStarted, Config::kStartThreads);
+    }
     if constexpr (!ForwardConsumer<Config, Element, kModifiers>::kChained) {
       consume_masked<Config, Element, kModifiers>(params, plan, smem);
     } else if constexpr (Config::kKeyGroups > 1 || Config::kScoresAhead) {

@@ -52,7 +52,9 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const Forw
       value_stage.advance();
     };
     if (!started) {
-      ptx::barrier_sync(kStarted, Config::kStartThreads);
+      if constexpr (kModifiers == kNoModifier) {
+        ptx::barrier_sync(kStarted, Config::kStartThreads);
+      }
       // Left alone, other lanes would go ahead through all of the loop: the leader would wait for
       // them, and issue slots go to nothing.
       if (threadIdx.x % 32 != 0) return;
@@ -88,7 +90,9 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
     const uint32_t full = smem.query_full(stage.stage, group);
     const TileRange range = kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ);
     if (!started) {
-      ptx::barrier_sync(kStarted, Config::kStartThreads);
+      if constexpr (kModifiers == kNoModifier) {
+        ptx::barrier_sync(kStarted, Config::kStartThreads);
+      }
       // As in produce_keys(). At 64, where the description is short, causal calls lose 2% by it.
       if ((Config::kHeadDim > 64 || Config::kBiasBoxes) && !leader) return;
       started = true;

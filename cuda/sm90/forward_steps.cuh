@@ -155,8 +155,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
   await_out();
   bool peak = false;
   if constexpr (kOptimistic) {
-    if (!careful &&
-        __any_sync(0xffffffff, kPeaks ? exceeds : greatest > kOptimisticLimit || great))
+    if (!careful && __any_sync(0xffffffff, kPeaks ? exceeds : greatest > kOptimisticLimit || great))
         [[unlikely]] {
       peak = kPeaks;
       bool anew = sums_too_great(softmax) || (kPeaks && peak_limits.missing());
