@@ -30,6 +30,8 @@ struct ForwardConsumer {
   static constexpr bool kGeneral = kModifiers != kNoModifier;
   // Segments alone forbid elements of few tiles, and are looked at in those only.
   static constexpr bool kSegmented = kModifiers == kSegments;
+  // Whether key tiles are skipped: query tiles are told of when all is known.
+  static constexpr bool kSkips = (kModifiers & kSegments) != 0;
   // Whether elements may be forbidden in any tile.
   static constexpr bool kMasks = !kSegmented && (kModifiers & (kMask | kSegments)) != 0;
   // Whether query tiles are chained, and Q is released early.
@@ -94,7 +96,7 @@ struct ForwardConsumer {
     ptx::mbarrier_wait(smem.query_full(query_stage.stage, query_tile()), query_stage.parity);
     const QueryWork& next = smem.work(query_tile(), works);
     if constexpr (kGeneral) {
-      wait_described();
+      if constexpr (!kSkips) wait_described();
       work = next;
     } else {
       work.tile = next.tile;

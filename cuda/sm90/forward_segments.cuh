@@ -413,7 +413,6 @@ __device__ __forceinline__ void produce_queries_of_segments(const ForwardPlan& p
         load(q);
       }
       ptx::mbarrier_arrive(full);
-      ptx::mbarrier_arrive(smem.described(stage.stage, group));
     }
     __syncwarp();
     if (is_end) return;
