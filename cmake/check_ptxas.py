@@ -5,6 +5,8 @@
 CMake puts this before each nvcc command (CUDA_COMPILER_LAUNCHER). It fails, after nvcc
 succeeded, if a kernel spills more registers (stores plus loads, in bytes) than its instance
 allows, or if ptxas reports that it serialized wgmma instructions, which it does without failing.
+(What functions out of line save of their callers' registers, which ptxas counts too, is not looked
+at.)
 With --warn it reports and goes on: for releases of ptxas that nobody has tuned for.
 What ptxas says of each kernel is kept beside the object, as OBJECT.ptxas.txt.
 """
@@ -23,11 +25,13 @@ _PTXAS_INFO = re.compile(r"^ptxas (info|\.)|^\s*(\d+ bytes (gmem|stack frame))|^
 def find_problems(log, allowed_spill_bytes):
     """Sentences on what in `log`, the output of ptxas -v, is not acceptable."""
     problems = []
-    kernel = "a kernel"
+    kernel = function = "a kernel"
     for line in log.splitlines():
-        if match := re.search(r"(?:entry function|properties for) '?([\w$.]+)'?", line):
-            kernel = match[1]
-        if match := _SPILLS.search(line):
+        if match := re.search(r"entry function '?([\w$.]+)'?", line):
+            kernel = function = match[1]
+        elif match := re.search(r"properties for '?([\w$.]+)'?", line):
+            function = match[1]
+        if (match := _SPILLS.search(line)) and function == kernel:
             spilled = int(match[1]) + int(match[2])
             if spilled > allowed_spill_bytes:
                 problems.append(

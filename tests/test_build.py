@@ -21,6 +21,10 @@ ptxas info    : Used 255 registers, used 1 barriers, 1608 bytes cmem[0]
 """
 _CLEAN = "0 bytes stack frame, 0 bytes spill stores, 0 bytes spill loads"
 _SPILLED = "24 bytes stack frame, 16 bytes spill stores, 24 bytes spill loads"
+_CALLED = f"""\
+ptxas info    : Function properties for _Z8functionv
+    {_SPILLED}
+"""
 _SERIALIZED = (
     "ptxas info    : (C7510) Potential Performance Loss: wgmma.mma_async instructions are "
     "serialized due to insufficient register resources in function '_Z6kernelv'"
@@ -35,8 +39,10 @@ _SERIALIZED = (
         (_LOG.format(spills=_SPILLED), 39, ["allowed: 39"]),
         (_LOG.format(spills=_SPILLED), 40, []),
         (_LOG.format(spills=_CLEAN) + _SERIALIZED, 0, ["wgmma serialized"]),
+        (_CALLED + _LOG.format(spills=_CLEAN), 0, []),
+        (_CALLED + _LOG.format(spills=_SPILLED), 0, ["_Z6kernelv spills 40 bytes"]),
     ],
-    ids=["clean", "spills", "spills_too_much", "spill_allowed", "serialized"],
+    ids=["clean", "spills", "spills_too_much", "spill_allowed", "serialized", "called", "both"],
 )
 def test_ptxas_log_is_judged(log, allowed, words):
     problems = check_ptxas.find_problems(log, allowed)
