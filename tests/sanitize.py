@@ -182,8 +182,8 @@ def find_limits(sanitizer: str, tool: str) -> set[str]:
 
 
 def explained_races(output: str, limits: set[str]) -> int:
-    """How many races are explained; prints them by reason."""
-    explained = collections.Counter()
+    """How many races are explained; prints them by reason, and where the others are."""
+    explained, others = collections.Counter(), collections.Counter()
     if os.environ.get("JAX_FLASH_EVERY_THREAD_ARRIVES") == "1":
         limits = limits - {"mbarrier_leader"}
     for line in output.splitlines():
@@ -193,8 +193,12 @@ def explained_races(output: str, limits: set[str]) -> int:
             if (limit is None or limit in limits) and re.search(kernels, line):
                 explained[why] += 1
                 break
+        else:
+            others[re.sub(r".*? at (.*?>)\(.*", r"\1", line)] += 1
     for why, count in explained.items():
         print(f"racecheck: {count} reports explained: {why}")
+    for kernel, count in others.items():
+        print(f"racecheck: {count} reports of {kernel}")
     return explained.total()
 
 
