@@ -13,6 +13,7 @@ from typing import Any
 import _report as report
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from _llama_model import (
     ModelConfig,
@@ -163,13 +164,15 @@ def measure(config: ModelConfig, text, results: list[dict[str, Any]], arguments)
     rounds = arguments.rounds or (30 if device.platform == "gpu" else 10)
     times: dict[tuple[str, str], list[float]] = {}
     try:
+        generator = np.random.default_rng(0)
         for _ in report.progress(range(rounds), "measuring", rounds):
-            for name in compiled:
+            # In a new order every round: what runs before leaves clocks and power to who follows.
+            for name in generator.permutation(list(compiled)):
                 for what, run in (("forward", run_forward), ("train", run_train)):
                     start = time.perf_counter()
                     run(name)
                     taken = time.perf_counter() - start
-                    times.setdefault((name, what), []).append(taken)
+                    times.setdefault((str(name), what), []).append(taken)
     finally:
         for (name, what), taken in times.items():
             by_name[name][what] = report.summarise(taken, config.tokens)

@@ -7,7 +7,7 @@
 A stack of blocks (RMSNorm, rotary embedding, grouped-query attention, SwiGLU) between an
 embedding and an output layer reads text as bytes. For each attention, the outputs and gradients
 are first compared with the same model in float32; then forward passes and training steps (loss,
-gradient, AdamW) are timed in turn, round after round, so that a disturbance hits all of them.
+gradient, AdamW) are timed in turn, in a new order every round, so that a disturbance hits all.
 Ctrl-C ends the measurement and reports what there is.
 """
 

@@ -30,42 +30,45 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const Forw
                                              const ForwardSmem<Config>& smem) {
   RingState<Config::kStages> key_stage;
   RingState<Config::kValueStages> value_stage;
-  bool started = false;
-  for (auto cursor = query_tiles<kModifiers>(plan); cursor.valid(); cursor.advance()) {
-    const QueryTileIndex q = cursor.index();
+  auto cursor = query_tiles<kModifiers>(plan);
+  QueryTileIndex q;
+  TileRange range;
+  const auto find = [&] {
+    q = cursor.index();
     const int32_t row0 = q.tile * Config::kBlockQ;
-    const TileRange range = kv_tiles<Config::kBlockKv>(plan.band.of<kModifiers == kNoModifier>(q),
-                                                       row0, row0 + Config::kBlockQ);
-    const auto first_row = [&](int32_t tile) {
-      return (Config::kScoresAhead ? tile_from_end(range.end, tile) : tile) * Config::kBlockKv;
-    };
-    const auto load_key = [&](int32_t tile) {
-      ptx::mbarrier_wait(smem.key_empty(key_stage.stage), key_stage.parity ^ 1);
-      load_tile_boxes(smem.key(key_stage.stage), maps.key, smem.key_full(key_stage.stage), plan.key,
-                      q.batch_axes, q.kv_head, first_row(tile));
-      key_stage.advance();
-    };
-    const auto load_value = [&](int32_t tile) {
-      ptx::mbarrier_wait(smem.value_empty(value_stage.stage), value_stage.parity ^ 1);
-      load_tile_boxes(smem.value(value_stage.stage), maps.value, smem.value_full(value_stage.stage),
-                      plan.value, q.batch_axes, q.kv_head, first_row(tile));
-      value_stage.advance();
-    };
-    if (!started) {
-      if constexpr (kModifiers == kNoModifier) {
-        ptx::barrier_sync(kStarted, Config::kStartThreads);
-      }
-      // Left alone, other lanes would go ahead through all of the loop: the leader would wait for
-      // them, and issue slots go to nothing.
-      if (threadIdx.x % 32 != 0) return;
-      started = true;
-    }
-    if (range.first >= range.end) continue;
-    load_key(range.first);
+    range = kv_tiles<Config::kBlockKv>(plan.band.of<kModifiers == kNoModifier>(q), row0,
+                                       row0 + Config::kBlockQ);
+  };
+  const auto first_row = [&](int32_t tile) {
+    return (Config::kScoresAhead ? tile_from_end(range.end, tile) : tile) * Config::kBlockKv;
+  };
+  const auto load_key = [&](int32_t tile) {
+    ptx::mbarrier_wait(smem.key_empty(key_stage.stage), key_stage.parity ^ 1);
+    load_tile_boxes(smem.key(key_stage.stage), maps.key, smem.key_full(key_stage.stage), plan.key,
+                    q.batch_axes, q.kv_head, first_row(tile));
+    key_stage.advance();
+  };
+  const auto load_value = [&](int32_t tile) {
+    ptx::mbarrier_wait(smem.value_empty(value_stage.stage), value_stage.parity ^ 1);
+    load_tile_boxes(smem.value(value_stage.stage), maps.value, smem.value_full(value_stage.stage),
+                    plan.value, q.batch_axes, q.kv_head, first_row(tile));
+    value_stage.advance();
+  };
+  // There is at least one query tile.
+  find();
+  if constexpr (kModifiers == kNoModifier) ptx::barrier_sync(kStarted, Config::kStartThreads);
+  // Left alone, other lanes would go ahead through all of the loop: the leader would wait for them,
+  // and issue slots go to nothing.
+  if (threadIdx.x % 32 != 0) return;
+  for (;;) {
+    if (range.first < range.end) load_key(range.first);
     for (int32_t tile = range.first; tile < range.end; ++tile) {
       if (tile + 1 < range.end) load_key(tile + 1);
       load_value(tile);
     }
+    cursor.advance();
+    if (!cursor.valid()) return;
+    find();
   }
 }
 
