@@ -11,7 +11,7 @@ import pytest
 
 import jax_flash
 from jax_flash.benchmark import oracle, peers, report, speed, stats, timing
-from jax_flash.benchmark.cases import FEATURES, Case, make_inputs, options
+from jax_flash.benchmark.cases import FEATURES, PEAKED, Case, make_inputs, options
 from jax_flash.benchmark.contenders import JaxContender, UnavailableError
 from jax_flash.benchmark.switches import SWITCHES
 from jax_flash.benchmark.tables import TABLES, select
@@ -170,6 +170,23 @@ def test_features_take_turns_with_the_plain_call():
     assert ["over_plain" in row for row in found] == [False, True]
     assert not any(row["wrong"] for row in found)
     assert found[1]["over_plain"]["ratio"] > 0
+
+
+def test_what_is_in_the_inputs_is_not_in_those_of_the_plain_call():
+    plain = tiny(group="tiny-features")
+    peaked = dataclasses.replace(plain, feature="peaked")
+    inputs = [make_inputs(peaked, 0)[0]]
+
+    class Recorder:
+        name = "jax_flash"
+
+        def prepare(self, case, inputs, extras):
+            return case, inputs[0]
+
+    case, used = speed._prepare_plain(peaked, [Recorder()], inputs)
+    assert case == plain
+    for of_peaked, of_plain, factor in zip(inputs[0], used, (PEAKED, PEAKED, 1, 1), strict=True):
+        np.testing.assert_allclose(of_peaked, factor * of_plain, rtol=1e-6)
 
 
 def test_who_takes_long_to_compile_is_left_out_of_later_cases():

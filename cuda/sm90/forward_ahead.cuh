@@ -86,8 +86,7 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
       arrive_warp(smem.value_empty(value_stage.stage));
       value_stage.advance(kStep);
       if (again) [[unlikely]] {
-        // With one cut tile not: short calls wait for instructions (cuda/TUNING.md, "Cold starts").
-        if (Config::kSecondCut && limit > 0.0f && !sums_too_great(softmax)) {
+        if (limit > 0.0f && !sums_too_great(softmax)) {
           raise_to_peaks<false>(softmax, now, to_log2, factor);
         } else {
           softmax.sum[0][0] = before[0];

@@ -30,45 +30,42 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const Forw
                                              const ForwardSmem<Config>& smem) {
   RingState<Config::kStages> key_stage;
   RingState<Config::kValueStages> value_stage;
-  auto cursor = query_tiles<kModifiers>(plan);
-  QueryTileIndex q;
-  TileRange range;
-  const auto find = [&] {
-    q = cursor.index();
+  bool started = false;
+  for (auto cursor = query_tiles<kModifiers>(plan); cursor.valid(); cursor.advance()) {
+    const QueryTileIndex q = cursor.index();
     const int32_t row0 = q.tile * Config::kBlockQ;
-    range = kv_tiles<Config::kBlockKv>(plan.band.of<kModifiers == kNoModifier>(q), row0,
-                                       row0 + Config::kBlockQ);
-  };
-  const auto first_row = [&](int32_t tile) {
-    return (Config::kScoresAhead ? tile_from_end(range.end, tile) : tile) * Config::kBlockKv;
-  };
-  const auto load_key = [&](int32_t tile) {
-    ptx::mbarrier_wait(smem.key_empty(key_stage.stage), key_stage.parity ^ 1);
-    load_tile_boxes(smem.key(key_stage.stage), maps.key, smem.key_full(key_stage.stage), plan.key,
-                    q.batch_axes, q.kv_head, first_row(tile));
-    key_stage.advance();
-  };
-  const auto load_value = [&](int32_t tile) {
-    ptx::mbarrier_wait(smem.value_empty(value_stage.stage), value_stage.parity ^ 1);
-    load_tile_boxes(smem.value(value_stage.stage), maps.value, smem.value_full(value_stage.stage),
-                    plan.value, q.batch_axes, q.kv_head, first_row(tile));
-    value_stage.advance();
-  };
-  // There is at least one query tile.
-  find();
-  if constexpr (kModifiers == kNoModifier) ptx::barrier_sync(kStarted, Config::kStartThreads);
-  // Left alone, other lanes would go ahead through all of the loop: the leader would wait for them,
-  // and issue slots go to nothing.
-  if (threadIdx.x % 32 != 0) return;
-  for (;;) {
-    if (range.first < range.end) load_key(range.first);
+    const TileRange range = kv_tiles<Config::kBlockKv>(plan.band.of<kModifiers == kNoModifier>(q),
+                                                       row0, row0 + Config::kBlockQ);
+    const auto first_row = [&](int32_t tile) {
+      return (Config::kScoresAhead ? tile_from_end(range.end, tile) : tile) * Config::kBlockKv;
+    };
+    const auto load_key = [&](int32_t tile) {
+      ptx::mbarrier_wait(smem.key_empty(key_stage.stage), key_stage.parity ^ 1);
+      load_tile_boxes(smem.key(key_stage.stage), maps.key, smem.key_full(key_stage.stage), plan.key,
+                      q.batch_axes, q.kv_head, first_row(tile));
+      key_stage.advance();
+    };
+    const auto load_value = [&](int32_t tile) {
+      ptx::mbarrier_wait(smem.value_empty(value_stage.stage), value_stage.parity ^ 1);
+      load_tile_boxes(smem.value(value_stage.stage), maps.value, smem.value_full(value_stage.stage),
+                      plan.value, q.batch_axes, q.kv_head, first_row(tile));
+      value_stage.advance();
+    };
+    if (!started) {
+      if constexpr (kModifiers == kNoModifier) {
+        ptx::barrier_sync(kStarted, Config::kStartThreads);
+      }
+      // Left alone, other lanes would go ahead through all of the loop: the leader would wait for
+      // them, and issue slots go to nothing.
+      if (threadIdx.x % 32 != 0) return;
+      started = true;
+    }
+    if (range.first >= range.end) continue;
+    load_key(range.first);
     for (int32_t tile = range.first; tile < range.end; ++tile) {
       if (tile + 1 < range.end) load_key(tile + 1);
       load_value(tile);
     }
-    cursor.advance();
-    if (!cursor.valid()) return;
-    find();
   }
 }
 
@@ -81,28 +78,25 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
   const bool leader = threadIdx.x % 32 == 0;
   RingState<Config::kQueryStages> stage;
   uint32_t works = 0, bias_parity = 0;
+  bool started = false;
   const auto wait_empty = [&] {
     ptx::mbarrier_wait_asleep(smem.query_empty(stage.stage, group), stage.parity ^ 1);
   };
   MaskBits bits;
-  auto cursor = query_tiles<kModifiers>(plan);
-  QueryTileIndex q;
-  Band band;
-  TileRange range;
-  int32_t row0;
-  const auto find = [&] {
-    q = cursor.index();
-    band = plan.band.of<kModifiers == kNoModifier>(q);
-    row0 = q.tile * Config::kBlockQ;
-    range = kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ);
-  };
-  // There is at least one. In front of the loop, through which lanes go each on its own.
-  find();
-  if constexpr (kModifiers == kNoModifier) ptx::barrier_sync(kStarted, Config::kStartThreads);
-  // As in produce_keys(). At 64, where the description is short, causal calls lose 2% by it.
-  if ((Config::kHeadDim > 64 || Config::kBiasBoxes) && !leader) return;
-  for (;;) {
+  for (auto cursor = query_tiles<kModifiers>(plan); cursor.valid(); cursor.advance()) {
+    const QueryTileIndex q = cursor.index();
+    const Band band = plan.band.of<kModifiers == kNoModifier>(q);
+    const int32_t row0 = q.tile * Config::kBlockQ;
     const uint32_t full = smem.query_full(stage.stage, group);
+    const TileRange range = kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ);
+    if (!started) {
+      if constexpr (kModifiers == kNoModifier) {
+        ptx::barrier_sync(kStarted, Config::kStartThreads);
+      }
+      // As in produce_keys(). At 64, where the description is short, causal calls lose 2% by it.
+      if ((Config::kHeadDim > 64 || Config::kBiasBoxes) && !leader) return;
+      started = true;
+    }
     if (leader) {
       wait_empty();
       if (range.first < range.end) {  // first, since the description takes a while
@@ -131,9 +125,6 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
     }
     stage.advance();
     ++works;
-    cursor.advance();
-    if (!cursor.valid()) break;
-    find();
   }
   if (leader) {
     wait_empty();

@@ -236,7 +236,7 @@ __device__ __forceinline__ void zero_unattended(const typename Config::ValueTile
 // Before init_barriers(), which has a fence.
 template <typename Config>
 __device__ __forceinline__ void init_plan_barriers(const SegmentNotes<Config>& notes) {
-  notes.query.init(Config::kRowGroups * 32);
+  notes.query.init(Config::kRowGroups);
   notes.keys.init(1);
 }
 
@@ -402,10 +402,10 @@ __device__ __forceinline__ void produce_queries_of_segments(const ForwardPlan& p
     const bool is_end = notes.query.value.work.row0 < 0;
     copy_by_lanes(notes.query.value.work, smem.work(group, works));
     copy_by_lanes(notes.query.value.segments, smem.query_segments(group, works));
-    ptx::mbarrier_arrive(notes.query.empty());
     __syncwarp();
     if (leader) {
       const uint32_t full = smem.query_full(stage.stage, group);
+      ptx::mbarrier_arrive(notes.query.empty());
       ptx::mbarrier_wait_asleep(smem.query_empty(stage.stage, group), stage.parity ^ 1);
       if (is_end) {
         ptx::mbarrier_arrive(full);
