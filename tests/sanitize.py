@@ -43,6 +43,10 @@ EXPLAINED: tuple[tuple[str | None, str, str], ...] = (
         "one thread arrives at a barrier for its warp, after __syncwarp()",
     ),
     (
+        "mbarrier_leader", r"sm90::forward_kernel<.*, \(unsigned int\)8>",  # for segments
+        "one thread arrives at a barrier for its warp, after __syncwarp()",
+    ),
+    (
         "copy_starter_fence", r"sm90::backward_wide_key_kernel<",
         "who starts a copy to where threads have read has the proxy fence",
     ),
