@@ -167,12 +167,12 @@ def measure(config: ModelConfig, text, results: list[dict[str, Any]], arguments)
         generator = np.random.default_rng(0)
         for _ in report.progress(range(rounds), "measuring", rounds):
             # In a new order every round: what runs before leaves clocks and power to who follows.
-            for name in generator.permutation(list(compiled)):
+            for name in generator.permutation(list(compiled)).tolist():
                 for what, run in (("forward", run_forward), ("train", run_train)):
                     start = time.perf_counter()
                     run(name)
                     taken = time.perf_counter() - start
-                    times.setdefault((str(name), what), []).append(taken)
+                    times.setdefault((name, what), []).append(taken)
     finally:
         for (name, what), taken in times.items():
             by_name[name][what] = report.summarise(taken, config.tokens)

@@ -115,6 +115,18 @@ def test_poison_where_nobody_attends(features, family):
     check(run(inputs, family), inputs)
 
 
+@each_family
+@pytest.mark.parametrize("axes", ["BNTS", "TS", "BS"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_mask_of_a_call_that_fills_the_gpu(head_dim, axes, family):
+    case = Case(
+        "mask", batch=6, heads=12, kv_heads=12, q_len=600, kv_len=640, head_dim=head_dim,
+        value_dim=head_dim, dtype="bfloat16", features=(("mask", axes),),
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    check(run(inputs, family), inputs)
+
+
 def random_normal(*shape, dtype=jnp.bfloat16, seed=0):
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 

@@ -384,7 +384,7 @@ Status launch_modified(const Forward& params, const SegmentSpans& spans, cudaStr
         return launch(std::integral_constant<uint32_t, kSoftCap>{}, kNoBias);
       case kMask:
         // As without modifiers, where there is enough work for three consumers.
-        if constexpr (kHeadDim == 64) {
+        if constexpr (JAX_FLASH_SM90_MASK_BOXES && kHeadDim == 64) {
           int sms = 0;
           if (const Status status = multiprocessors(sms); !status.ok()) return status;
           if (!banded(params.options) && tiles(params.shape, 192) >= sms &&

@@ -19,7 +19,7 @@ PASSES = ("forward", "backward", "both")
 _WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
 FEATURES = ("lengths", "bias", "mask", "soft_cap", "sinks", "dropout", "lse", "deterministic",
             "peaked")  # fmt: skip
-# Of query and key with "peaked": logits of a deviation of 9, as trained models have.
+# What "peaked" multiplies query and key by: logits of a deviation of 9, as trained models have.
 PEAKED = 3.0
 
 
@@ -73,6 +73,11 @@ class Case:
         """Few queries: bound by the bytes of keys and values, and told in bytes a second."""
         return self.q_len < 16
 
+    @property
+    def deviation(self) -> float:
+        """Of the elements of query and key."""
+        return PEAKED if self.feature == "peaked" else 1.0
+
     def allowed_pairs(self) -> float:
         """(query, key) pairs of one head that the masks allow, by the convention above."""
         if self.window is None and not self.segments:
@@ -114,7 +119,7 @@ class Case:
 def make_inputs(case: Case, seed: int) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
     """((query, key, value, dout), further array arguments), random normal.
 
-    Of deviation 1, but query and key of `PEAKED` with the feature "peaked".
+    Of deviation 1, but query and key of the case's.
     """
     key = jax.random.key(seed)
     return _draw(case, key), _extras(case, jax.random.fold_in(key, 1))
@@ -122,13 +127,12 @@ def make_inputs(case: Case, seed: int) -> tuple[tuple[jax.Array, ...], dict[str,
 
 @functools.partial(jax.jit, static_argnums=0)
 def _draw(case: Case, key: jax.Array) -> tuple[jax.Array, ...]:
-    query = (case.batch, case.q_len, case.heads, case.head_dim)
+    rows = (case.batch, case.q_len, case.heads, case.head_dim)
     keys = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
-    shapes = zip(jax.random.split(key, 4), (query, keys, keys, query), strict=True)
-    drawn = [jax.random.normal(k, shape, case.dtype) for k, shape in shapes]
-    if case.feature == "peaked":
-        drawn[:2] = (x * jnp.asarray(PEAKED, case.dtype) for x in drawn[:2])
-    return tuple(drawn)
+    shapes = zip(jax.random.split(key, 4), (rows, keys, keys, rows), strict=True)
+    query, key, value, dout = (jax.random.normal(k, shape, case.dtype) for k, shape in shapes)
+    deviation = jnp.asarray(case.deviation, case.dtype)
+    return query * deviation, key * deviation, value, dout
 
 
 def _extras(case: Case, key: jax.Array) -> dict[str, jax.Array]:

@@ -143,7 +143,7 @@ def _prepare_plain(case: Case, contenders, inputs) -> Prepared | None:
     plain = dataclasses.replace(case, is_causal=False, window=None, segments=0, feature="")
     if not own or not case.group.endswith("features") or plain == case:
         return None
-    if case.feature == "peaked":  # which is in the inputs
+    if plain.deviation != case.deviation:
         inputs = [make_inputs(plain, seed)[0] for seed in range(len(inputs))]
     return own[0].prepare(plain, inputs, {})
 
