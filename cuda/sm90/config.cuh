@@ -90,8 +90,10 @@ inline constexpr float kOptimisticLimit = 1024.0f;
 inline constexpr int kWarpgroup = 128;  // threads
 
 // Whether a consumer computes the next tile's scores beside this one's exponentials, and of how
-// many of its tiles, the last ones, an edge of the band may cut off a part.
-enum class ScoresAhead { kNo, kOneCut, kTwoCut };
+// many of its tiles, the last ones, an edge of the band may cut off a part. kOneCutCheckedLate:
+// sums that are too great are looked for only behind all of a query tile's keys, and have it done
+// again.
+enum class ScoresAhead { kNo, kOneCut, kTwoCut, kOneCutCheckedLate };
 
 // A block has one warpgroup whose warps start the copies, and kConsumerGroups that compute 64 rows
 // of the output each. It walks over tiles of kBlockKvRows keys and values.
@@ -109,6 +111,11 @@ struct ForwardConfig {
   static constexpr int kBlockQ = 64 * kRowGroups, kBlockKv = kBlockKvRows;
   static constexpr bool kScoresAhead = kAhead != ScoresAhead::kNo;
   static constexpr bool kSecondCut = kAhead == ScoresAhead::kTwoCut;
+  static constexpr bool kCheckedLate = kAhead == ScoresAhead::kOneCutCheckedLate;
+  static_assert(!kCheckedLate || kKeyGroups == 1);
+  // For short calls: query tiles say if they are a block's last, so that consumers need not wait
+  // for another one; and the code of producers stands first.
+  static constexpr bool kTellsLast = kScoresAhead && !kSecondCut, kProducersFirst = kTellsLast;
   // In how many parts P V is started, among exponentials.
   static constexpr int kOutParts =
       kHeadDim <= 64 ? JAX_FLASH_SM90_OUT_PARTS_64 : JAX_FLASH_SM90_OUT_PARTS;

@@ -166,6 +166,24 @@ __device__ __forceinline__ void consume_masked(const Forward& params, const Forw
   }
 }
 
+// Query tiles that some consumer warp of the block could not trust its sums of.
+template <typename Config, typename Element>
+__device__ __forceinline__ void consume_again(const ForwardPlan& plan,
+                                              const ForwardSmem<Config>& smem,
+                                              AheadConsumer<Config, Element>& consumer) {
+  if (__reduce_max_sync(0xffffffff, smem.again->wait()) == 0) return;
+  consumer.wait_query();  // which tells of the end
+  consumer.release_query();
+  while (consumer.wait_query()) {
+    consumer.softmax = OnlineSoftmax<1>();
+    consumer.out_started = 0;
+    consumer.attend_carefully();
+    consumer.release_query();
+    finish_rows<Config, Element, kNoModifier>(plan, consumer.work_before(0), consumer.warp_row,
+                                              consumer.softmax, consumer.out);
+  }
+}
+
 // One query tile at a time: with scores ahead, or for few query tiles. With two key groups, the
 // warpgroups divide a tile's keys, and the first adds up their outputs.
 template <typename Config, typename Element>
@@ -178,11 +196,17 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
   const int key_group = Config::kKeyGroups > 1 ? consumer.group / Config::kRowGroups : 0;
   RingState<Config::kStages> stage;  // of the query tile's first key tile
   bool partial_used = false;
-  while (consumer.wait_query()) {
+  const auto next = [&] {
+    return !(Config::kTellsLast && consumer.is_last_query) && consumer.wait_query();
+  };
+  for (bool more = consumer.wait_query(); more; more = next()) {
     if (!consumer.has_keys()) {
       consumer.read_description();
       if (key_group == 0) finish_empty_rows<Element>(plan, work, consumer.warp_row);
       consumer.release_query();
+      if constexpr (Config::kCheckedLate) {
+        if (consumer.is_last_query) smem.again->tell();
+      }
       continue;
     }
     // Every kKeyGroups-th tile, from this warpgroup's first on.
@@ -208,6 +232,10 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
       consumer.read_description();
     }
     consumer.release_query();
+    if constexpr (Config::kCheckedLate) {  // so that all have told when the output is stored
+      if (consumer.failed()) smem.again->add(consumer.works - 1);
+      if (consumer.is_last_query) smem.again->tell();
+    }
     if (key_group == 1) {
       if (partial_used) ptx::barrier_sync(kPartialEmpty, Config::kConsumers * kWarpgroup);
       store_partial(smem, consumer.softmax, consumer.out, consumer.out_started != 0);
@@ -227,6 +255,7 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
     }
     partial_used = true;
   }
+  if constexpr (Config::kCheckedLate) consume_again<Config, Element>(plan, smem, consumer);
 }
 
 template <typename Config, typename Element, uint32_t kModifiers>
@@ -239,23 +268,43 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __shared__ __align__(8) uint64_t barriers[ForwardSmem<Config>::kBarriers];
   __shared__ QueryWork works[ForwardSmem<Config>::kWorks];
   __shared__ std::conditional_t<kSkips, SegmentNotes<Config>, char> segments;
+  __shared__ std::conditional_t<Config::kCheckedLate, QueryTilesAgain, char> again;
   // Opaque, or the compiler converts the addresses anew wherever it needs them.
   ForwardSmem<Config> smem{ptx::shared_address(smem_bytes), ptx::shared_address(barriers), works,
-                           reinterpret_cast<SegmentNotes<Config>*>(&segments)};
+                           reinterpret_cast<SegmentNotes<Config>*>(&segments),
+                           reinterpret_cast<QueryTilesAgain*>(&again)};
   asm volatile("" : "+r"(smem.root), "+r"(smem.barriers));
 
-  // By consumers, which have nothing to do yet: meanwhile producers find the first tiles, and
-  // without modifiers wait for this just before they start the copies. With them, a barrier in each
-  // role has the compiler take loops for divergent (cuda/TUNING.md).
-  if (threadIdx.x == kWarpgroup) {
-    if constexpr (kSkips) init_plan_barriers<Config>(segments);
-    smem.init_barriers();
+  // By consumers, which have nothing to do yet: meanwhile producers find the first tiles, and wait
+  // for this just before they start the copies (kStartsApart).
+  constexpr bool kApart = kStartsApart<Config, kModifiers>;
+  const auto initialise = [&] {
+    if (threadIdx.x == kWarpgroup) {
+      if constexpr (kSkips) init_plan_barriers<Config>(segments);
+      if constexpr (Config::kCheckedLate) again.init(Config::kConsumers * 4);
+      smem.init_barriers();
+    }
+    if (threadIdx.x == kWarpgroup + 32) ptx::prefetch_tensormap(maps.query);
+    if (threadIdx.x == kWarpgroup + 64) ptx::prefetch_tensormap(maps.key);
+    if (threadIdx.x == kWarpgroup + 96) ptx::prefetch_tensormap(maps.value);
+  };
+  if constexpr (!kApart) {
+    initialise();
+    __syncthreads();
   }
-  if (threadIdx.x == kWarpgroup + 32) ptx::prefetch_tensormap(maps.query);
-  if (threadIdx.x == kWarpgroup + 64) ptx::prefetch_tensormap(maps.key);
-  if (threadIdx.x == kWarpgroup + 96) ptx::prefetch_tensormap(maps.value);
-  if constexpr (kModifiers != kNoModifier) __syncthreads();
-  if (threadIdx.x < kWarpgroup) {
+  const auto consume = [&] {
+    if constexpr (kApart) initialise();
+    ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+    if constexpr (kApart) ptx::barrier_sync(kStarted, Config::kStartThreads);
+    if constexpr (!ForwardConsumer<Config, Element, kModifiers>::kChained) {
+      consume_masked<Config, Element, kModifiers>(params, plan, smem);
+    } else if constexpr (Config::kKeyGroups > 1 || Config::kScoresAhead) {
+      consume_apart<Config, Element>(params, plan, smem);
+    } else {
+      consume_chained<Config, Element, kModifiers>(params, plan, smem);
+    }
+  };
+  const auto produce = [&] {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     const int warp = threadIdx.x / 32;
     if (warp == 0) {
@@ -274,17 +323,20 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       static_assert(Config::kRowGroups == 2);
       plan_query_tiles<Config, Element, kModifiers>(params, plan, spans, segments);
     }
-  } else {
-    ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-    if constexpr (kModifiers == kNoModifier) {
-      ptx::barrier_sync(kStarted, Config::kStartThreads);
-    }
-    if constexpr (!ForwardConsumer<Config, Element, kModifiers>::kChained) {
-      consume_masked<Config, Element, kModifiers>(params, plan, smem);
-    } else if constexpr (Config::kKeyGroups > 1 || Config::kScoresAhead) {
-      consume_apart<Config, Element>(params, plan, smem);
+  };
+  // ptxas has the code of the second branch first, just behind the kernel's start. A far jump there
+  // costs 300 clocks where the code is not in the cache.
+  if constexpr (Config::kProducersFirst) {
+    if (threadIdx.x >= kWarpgroup) {
+      consume();
     } else {
-      consume_chained<Config, Element, kModifiers>(params, plan, smem);
+      produce();
+    }
+  } else {
+    if (threadIdx.x < kWarpgroup) {
+      produce();
+    } else {
+      consume();
     }
   }
 }
@@ -433,7 +485,11 @@ Status launch_forward(const Forward& params, cudaStream_t stream) {
         return launch(ForwardConfig<64, 64, 2, 128, 1, ScoresAhead::kTwoCut>{});
       }
       if (tiles(params.shape, 192) < sms) {
-        return launch(ForwardConfig<64, 64, 2, 128, 1, ScoresAhead::kOneCut>{});
+        // float16 would overflow too often.
+        constexpr ScoresAhead kAhead = std::is_same_v<Element, __nv_bfloat16>
+                                           ? ScoresAhead::kOneCutCheckedLate
+                                           : ScoresAhead::kOneCut;
+        return launch(ForwardConfig<64, 64, 2, 128, 1, kAhead>{});
       }
     }
 #endif

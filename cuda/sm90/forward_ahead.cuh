@@ -42,6 +42,20 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     limit = missing ? -1.0f : kOptimisticLimit;
   }
 
+  // With Config::kCheckedLate, from some of the logits: others may be greater.
+  __device__ __forceinline__ void guess_reference(const Scores& now) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float greatest = minus_infinity();
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        greatest = fmaxf(greatest, fmaxf(now[0][n][2 * half], now[0][n][2 * half + 1]));
+      }
+      greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, 1));
+      softmax.reference[0][half] = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, 2));
+    }
+  }
+
   __device__ __forceinline__ void cut(Scores& now, int32_t index) const {
     const int32_t tile = tile_from_end(work.end, index);
     if (this->at_edge(tile)) {
@@ -59,9 +73,19 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
   template <bool kFirst, bool kCut>
   __device__ __forceinline__ void step(Scores& now, Scores& next, int32_t index) {
     if constexpr (kCut) cut(now, index);
-    if constexpr (kFirst) raise_reference(now);
-    const float before[2] = {softmax.sum[0][0], softmax.sum[0][1]};
-    softmax.sum[0][0] = softmax.sum[0][1] = 0.0f;
+    if constexpr (kFirst && Config::kCheckedLate) {
+      guess_reference(now);
+    } else if constexpr (kFirst) {
+      raise_reference(now);
+    }
+    float before[2] = {};
+    if constexpr (!Config::kCheckedLate) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        before[half] = softmax.sum[0][half];
+        softmax.sum[0][half] = 0.0f;
+      }
+    }
     // Behind the last tile its own again, for nothing: cheaper than a branch.
     auto behind = key_stage;
     behind.stage += index + kStep < work.end ? kStep : 0;
@@ -71,21 +95,27 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     this->start_scores(next, behind.stage);
     if constexpr (!kFirst) this->start_out();
     this->exponentials(now);
-    const float greatest = fmaxf(softmax.sum[0][0], softmax.sum[0][1]);
-    const uint32_t again = __reduce_max_sync(0xffffffff, greatest > limit ? 1u : 0u);
-    softmax.sum[0][0] += before[0];
-    softmax.sum[0][1] += before[1];
     // Before the wait for products, on a parity that depends on all exponentials in a way that
     // never matters: the assembler would move these behind it.
+    uint32_t again = 0, flip = 0;
+    if constexpr (Config::kCheckedLate) {
+      flip = __any_sync(0xffffffff, fminf(softmax.sum[0][0], softmax.sum[0][1]) < 0.0f);
+    } else {
+      const float greatest = fmaxf(softmax.sum[0][0], softmax.sum[0][1]);
+      again = __reduce_max_sync(0xffffffff, greatest > limit ? 1u : 0u);
+      softmax.sum[0][0] += before[0];
+      softmax.sum[0][1] += before[1];
+      flip = again >> 1;
+    }
     const auto next_value = kFirst ? value_stage : value_stage.next(kStep);
-    ptx::mbarrier_wait(smem.value_full(next_value.stage), next_value.parity ^ again >> 1);
+    ptx::mbarrier_wait(smem.value_full(next_value.stage), next_value.parity ^ flip);
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_results(next[0]);
     if constexpr (!kFirst) {
       ptx::wgmma_results(out[0]);
       arrive_warp(smem.value_empty(value_stage.stage));
       value_stage.advance(kStep);
-      if (again) [[unlikely]] {
+      if (!Config::kCheckedLate && again) [[unlikely]] {
         if (limit > 0.0f && !sums_too_great(softmax)) {
           raise_to_peaks<false>(softmax, now, to_log2, factor);
         } else {
@@ -129,6 +159,47 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     this->start_out();
     beside();
     this->await_out();
+  }
+
+  // With Config::kCheckedLate: whether something may have overflowed, or all logits that the
+  // reference was taken from were -inf.
+  __device__ __forceinline__ bool failed() const {
+    const float greatest = fmaxf(softmax.sum[0][0], softmax.sum[0][1]);
+    const float least = fminf(softmax.reference[0][0], softmax.reference[0][1]);
+    const bool great =
+        !(greatest <= kOptimisticLimit * kOptimisticLimit) || !(least > minus_infinity());
+    if (!__any_sync(0xffffffff, great)) return false;
+    bool fails = !(greatest <= kPeakLimit) || !(least > minus_infinity());
+#pragma unroll
+    for (const auto& block : out[0]) {
+#pragma unroll
+      for (const float value : block) fails |= !(fabsf(value) < INFINITY);
+    }
+    return __any_sync(0xffffffff, fails);
+  }
+
+  // The same as attend(), one thing after the other, with references that rise in every tile.
+  __device__ __forceinline__ void attend_carefully() {
+    for (int32_t index = work.tile; index < work.end; ++index) {
+      this->wait_key();
+      this->start_scores();
+      if (index == work.tile) this->read_description();
+      this->template await_scores<0>();
+      this->release_key();
+      cut(this->scores, index);
+      factor[0][0] = factor[0][1] = 1.0f;
+      softmax.template raise_reference<4>(this->scores, to_log2, factor);
+      this->exponentials(this->scores);
+      this->convert(this->scores);
+      this->wait_value();
+      if (index == work.tile) {
+        this->clear_values(tile_from_end(work.end, index), work.attended);
+      } else {
+        this->rescale();
+      }
+      this->start_out();
+      this->await_out();
+    }
   }
 };
 

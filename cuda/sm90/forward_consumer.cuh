@@ -61,6 +61,7 @@ struct ForwardConsumer {
   RingState<Config::kQueryStages> query_stage;
   uint32_t works = 0;  // query tiles before the one in `work`
   QueryWork work;      // of the scores
+  bool is_last_query;  // if Config::kTellsLast
   float out[1][kOutN][4];
   int out_started = 0;
   OnlineSoftmax<1> softmax;
@@ -111,6 +112,10 @@ struct ForwardConsumer {
     same(work.tile);
     same(work.end);
     same(work.row0);
+    if constexpr (Config::kTellsLast) {
+      is_last_query = (work.end & QueryWork::kLast) != 0;
+      work.end &= ~QueryWork::kLast;
+    }
     if constexpr (kSegmented) {
       same(run.first);
       same(run.end);

@@ -12,6 +12,7 @@
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/config.cuh"
+#include "sm90/forward_again.cuh"
 #include "sm90/forward_plan.cuh"
 #include "sm90/ring.cuh"
 #include "sm90/schedule.cuh"
@@ -88,6 +89,7 @@ struct ForwardSmem {
   uint32_t root, barriers;
   QueryWork* works;                // [kRowGroups][kWorks]
   SegmentNotes<Config>* segments;  // if key tiles are skipped
+  QueryTilesAgain* again;          // if Config::kCheckedLate
 
   __device__ __forceinline__ typename Config::QueryTile query(uint32_t stage, int group) const {
     return {root, (stage * Config::kRowGroups + group) * Config::QueryTile::kBytes};

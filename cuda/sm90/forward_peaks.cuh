@@ -53,7 +53,7 @@ __device__ __forceinline__ void peak_exponentials(OnlineSoftmax<1>& softmax, flo
   }
 }
 
-// Whether the exponentials of the last tile, which sums include, have to be computed anew for that.
+// Whether exponentials that sums include have to be computed anew for that.
 __device__ __forceinline__ bool sums_too_great(const OnlineSoftmax<1>& softmax) {
   return __any_sync(0xffffffff, fmaxf(softmax.sum[0][0], softmax.sum[0][1]) > kPeakLimit);
 }

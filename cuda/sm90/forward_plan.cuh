@@ -134,11 +134,14 @@ struct RowRange {
 
 // A query tile: what a producer warp tells a consumer of it, which saves the latter the search.
 struct QueryWork {
+  // Of a block's last query tile, if Config::kTellsLast.
+  static constexpr int32_t kLast = 1 << 30;
+
   void* out;  // of the block's first row
   float* lse;
   Band band;
   RowRange attended;  // keys that some row of the block may attend to
-  int32_t tile, end;  // of keys: from the first to read to behind the last
+  int32_t tile, end;  // of keys: from the first to read to behind the last; in `end` maybe kLast
   int32_t row0;       // the block's first; negative: there is no more work
   int32_t batch, head;
   float sink_log2;

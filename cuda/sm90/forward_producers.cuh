@@ -17,11 +17,29 @@
 
 namespace jax_flash::sm90 {
 
+// Whether producers and consumers wait for barriers in shared memory to be initialised in their own
+// places, by a named barrier: producers find their first tiles before it. With modifiers it has the
+// compiler take loops for divergent, and where keys are divided synccheck objects (TUNING.md).
+template <typename Config, uint32_t kModifiers>
+inline constexpr bool kStartsApart = kModifiers == kNoModifier && Config::kKeyGroups == 1;
+
 // Those of a block, of batches that share a bias or mask one beside the other.
 template <uint32_t kModifiers>
 __device__ __forceinline__ QueryTileCursor query_tiles(const ForwardPlan& plan) {
   constexpr bool kShares = kModifiers == kBias || kModifiers == kMask;
   return {plan.schedule, kShares ? plan.modifiers.batch_shift : 0};
+}
+
+// Those that are to be done again, when all are done.
+template <typename Config, typename Produce>
+__device__ __forceinline__ void produce_again(const ForwardPlan& plan,
+                                              const ForwardSmem<Config>& smem, Produce produce) {
+  uint32_t tiles = smem.again->wait();
+  if (tiles == 0) return;
+  for (auto cursor = query_tiles<kNoModifier>(plan); cursor.valid(); cursor.advance()) {
+    if (tiles & 1) produce(cursor);
+    tiles = __funnelshift_r(tiles, tiles, 1);
+  }
 }
 
 // By one warp: keys and values of all query tiles.
@@ -31,7 +49,8 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const Forw
   RingState<Config::kStages> key_stage;
   RingState<Config::kValueStages> value_stage;
   bool started = false;
-  for (auto cursor = query_tiles<kModifiers>(plan); cursor.valid(); cursor.advance()) {
+  // False for a thread that has nothing to do.
+  const auto produce = [&](const QueryTileCursor& cursor) {
     const QueryTileIndex q = cursor.index();
     const int32_t row0 = q.tile * Config::kBlockQ;
     const TileRange range = kv_tiles<Config::kBlockKv>(plan.band.of<kModifiers == kNoModifier>(q),
@@ -52,21 +71,26 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const Forw
       value_stage.advance();
     };
     if (!started) {
-      if constexpr (kModifiers == kNoModifier) {
+      if constexpr (kStartsApart<Config, kModifiers>) {
         ptx::barrier_sync(kStarted, Config::kStartThreads);
       }
       // Left alone, other lanes would go ahead through all of the loop: the leader would wait for
       // them, and issue slots go to nothing.
-      if (threadIdx.x % 32 != 0) return;
+      if (threadIdx.x % 32 != 0) return false;
       started = true;
     }
-    if (range.first >= range.end) continue;
+    if (range.first >= range.end) return true;
     load_key(range.first);
     for (int32_t tile = range.first; tile < range.end; ++tile) {
       if (tile + 1 < range.end) load_key(tile + 1);
       load_value(tile);
     }
+    return true;
+  };
+  for (auto cursor = query_tiles<kModifiers>(plan); cursor.valid(); cursor.advance()) {
+    if (!produce(cursor)) return;
   }
+  if constexpr (Config::kCheckedLate) produce_again(plan, smem, produce);
 }
 
 // By one warp: a consumer's rows of the query tiles and, in boxes, of the bias, and what it is to
@@ -83,18 +107,18 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
     ptx::mbarrier_wait_asleep(smem.query_empty(stage.stage, group), stage.parity ^ 1);
   };
   MaskBits bits;
-  for (auto cursor = query_tiles<kModifiers>(plan); cursor.valid(); cursor.advance()) {
+  const auto produce = [&](const QueryTileCursor& cursor) {  // as in produce_keys()
     const QueryTileIndex q = cursor.index();
     const Band band = plan.band.of<kModifiers == kNoModifier>(q);
     const int32_t row0 = q.tile * Config::kBlockQ;
     const uint32_t full = smem.query_full(stage.stage, group);
     const TileRange range = kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ);
     if (!started) {
-      if constexpr (kModifiers == kNoModifier) {
+      if constexpr (kStartsApart<Config, kModifiers>) {
         ptx::barrier_sync(kStarted, Config::kStartThreads);
       }
       // As in produce_keys(). At 64, where the description is short, causal calls lose 2% by it.
-      if ((Config::kHeadDim > 64 || Config::kBiasBoxes) && !leader) return;
+      if ((Config::kHeadDim > 64 || Config::kBiasBoxes) && !leader) return false;
       started = true;
     }
     if (leader) {
@@ -108,6 +132,11 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
       QueryWork& work = smem.work(group, works);
       work.tile = range.first;
       work.end = range.end;
+      if constexpr (Config::kTellsLast) {
+        QueryTileCursor next = cursor;
+        next.advance();
+        if (!next.valid()) work.end |= QueryWork::kLast;
+      }
       work.row0 = row0;
       ptx::mbarrier_arrive(full);
       describe_query_tile<Config, Element, kModifiers>(params, plan, q, band, row0, work);
@@ -125,12 +154,24 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
     }
     stage.advance();
     ++works;
+    return true;
+  };
+  for (auto cursor = query_tiles<kModifiers>(plan); cursor.valid(); cursor.advance()) {
+    if (!produce(cursor)) return;
   }
-  if (leader) {
+  if (!leader) return;
+  const auto tell_of_end = [&] {
     wait_empty();
     smem.work(group, works).row0 = -1;
     for (int i = 0; i < 2; ++i) ptx::mbarrier_arrive(smem.query_full(stage.stage, group));
     ptx::mbarrier_arrive(smem.described(stage.stage, group));
+    stage.advance();
+    ++works;
+  };
+  tell_of_end();
+  if constexpr (Config::kCheckedLate) {
+    produce_again(plan, smem, produce);
+    tell_of_end();  // unless there was none, which nobody waits for
   }
 }
 
