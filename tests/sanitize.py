@@ -11,7 +11,7 @@ The tool is $COMPUTE_SANITIZER, else that of the package nvidia-cuda-sanitizer-a
 the PATH. That of CUDA 13.0 takes what barrier.arrive and barrier.sync order for races, and does not
 see what bulk copies store; 2026.4 (nvidia-cuda-sanitizer-api 13.5) follows these. What a tool does
 not follow is seen from what it says of the kernels in sanitizer_limits.cu, which
-are right. What such a limit explains (`EXPLAINED`) does not count, for as long as the tool has it.
+are right. What such a limit explains does not count, for as long as the tool has it.
 Needs nvcc; without it all counts.
 
 A build with -Ccmake.define.JAX_FLASH_DEFINES=JAX_FLASH_EVERY_THREAD_ARRIVES=1, in which all threads
@@ -35,9 +35,9 @@ _ERRORS_FOUND = 99
 _TESTS = pathlib.Path(__file__).resolve().parent
 _STORED = "stored by tensor copies:"
 
-# What racecheck may report: a kernel of sanitizer_limits.cu, or none if it is no limit; the
-# kernels; and the reason.
-EXPLAINED: tuple[tuple[str | None, str, str], ...] = (
+# What racecheck may report as a race, and synccheck as divergent threads in a block: a kernel of
+# sanitizer_limits.cu, or none if it is no limit; the kernels; and the reason.
+EXPLAINED_RACES: tuple[tuple[str | None, str, str], ...] = (
     (
         "mbarrier_leader", r"sm90::backward_(wide_key_)?kernel<",
         "one thread arrives at a barrier for its warp, after __syncwarp()",
@@ -54,6 +54,12 @@ EXPLAINED: tuple[tuple[str | None, str, str], ...] = (
         None, r"sm90::forward_kernel<.*, \(unsigned int\)63>",
         "warps look for NaN in rows of V that others set to zero: they find them or zeros, and "
         "either way set what nobody attends to to zero",
+    ),
+)  # fmt: skip
+EXPLAINED_DIVERGENCE = (
+    (
+        "named_sync", r"sm90::forward_kernel<.*, \(unsigned int\)0>",
+        "warps wait at a named barrier in places of their own",
     ),
 )  # fmt: skip
 
@@ -155,7 +161,7 @@ def find_tool() -> str | None:
 
 def find_limits(sanitizer: str, tool: str) -> set[str]:
     """Which kernels of sanitizer_limits.cu the tool reports; says so if it misses a wrong one."""
-    if tool not in ("initcheck", "racecheck"):
+    if tool == "memcheck":
         return set()
     nvcc = shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc"
     with tempfile.TemporaryDirectory() as folder:
@@ -167,10 +173,9 @@ def find_limits(sanitizer: str, tool: str) -> set[str]:
             print(f"{tool}: no nvcc that compiles sanitizer_limits.cu; nothing is explained by it")
             return set()
         names = re.findall(r"^KERNEL\((\w+)", (_TESTS / "sanitizer_limits.cu").read_text(), re.M)
-        if tool == "racecheck":
-            done = subprocess.run(
-                [sanitizer, "--tool", tool, program, *names], capture_output=True, text=True
-            )
+        if tool != "initcheck":
+            command = [sanitizer, "--tool", tool, "--print-limit", "0", program, *names]
+            done = subprocess.run(command, capture_output=True, text=True)
             found = {name for name in names if f" {name}(" in done.stdout}
         else:  # which names not the kernel that wrote, but the one that reads
             found = set()
@@ -179,30 +184,41 @@ def find_limits(sanitizer: str, tool: str) -> set[str]:
                 done = subprocess.run(command, capture_output=True, text=True)
                 if "Uninitialized" in done.stdout:
                     found.add(name)
-    wrong = {n for n in names if n.endswith("_wrong") and (tool == "racecheck") != ("store" in n)}
+    wrong = {
+        name for name in names if name.endswith("_wrong") and tool == _finder_of_wrong_order(name)
+    }
     if wrong - found:
         print(f"{tool}: does not report what is wrong: {', '.join(sorted(wrong - found))}")
     return found - wrong
 
 
-def explained_races(output: str, limits: set[str]) -> int:
-    """How many races are explained; prints them by reason, and where the others are."""
+def _finder_of_wrong_order(name: str) -> str:
+    """The tool that is to report a kernel of sanitizer_limits.cu which is not right."""
+    return "initcheck" if "store" in name else "racecheck"
+
+
+def explained_reports(tool: str, output: str, limits: set[str]) -> int:
+    """How many races or divergent threads are explained; prints them by reason, and the others."""
+    if tool == "racecheck":
+        places = [line for line in output.splitlines() if "Race reported between" in line]
+        reasons = EXPLAINED_RACES
+    else:
+        places = re.findall(r"Divergent thread\(s\) in block\.\n(.* at .*)", output)
+        reasons = EXPLAINED_DIVERGENCE
     explained, others = collections.Counter(), collections.Counter()
     if os.environ.get("JAX_FLASH_EVERY_THREAD_ARRIVES") == "1":
         limits = limits - {"mbarrier_leader"}
-    for line in output.splitlines():
-        if "Race reported between" not in line:
-            continue
-        for limit, kernels, why in EXPLAINED:
-            if (limit is None or limit in limits) and re.search(kernels, line):
+    for place in places:
+        for limit, kernels, why in reasons:
+            if (limit is None or limit in limits) and re.search(kernels, place):
                 explained[why] += 1
                 break
         else:
-            others[re.sub(r".*? at (.*?>)\(.*", r"\1", line)] += 1
+            others[re.sub(r".*? at (.*?>)\(.*", r"\1", place)] += 1
     for why, count in explained.items():
-        print(f"racecheck: {count} reports explained: {why}")
+        print(f"{tool}: {count} reports explained: {why}")
     for kernel, count in others.items():
-        print(f"racecheck: {count} reports of {kernel}")
+        print(f"{tool}: {count} reports of {kernel}")
     return explained.total()
 
 
@@ -255,10 +271,10 @@ def passes(sanitizer: str, tool: str, environment: dict[str, str]) -> bool:
     done = subprocess.run(command, env=environment, capture_output=True, text=True)
     summary = [line for line in done.stdout.splitlines() if "SUMMARY" in line]
     remaining = sum(int(n) for n in re.findall(r"SUMMARY: (\d+)", " ".join(summary)))
-    if tool == "racecheck":
-        remaining -= explained_races(done.stdout, limits)
-    elif tool == "initcheck":
+    if tool == "initcheck":
         remaining -= explained_reads(done.stdout, limits)
+    elif tool != "memcheck":
+        remaining -= explained_reports(tool, done.stdout, limits)
     clean = done.returncode in (0, _ERRORS_FOUND) and remaining == 0 and bool(summary)
     clean = clean and "all results right" in done.stdout
     print(

@@ -100,3 +100,41 @@ def check_slopes(family, dtype, batch, head_dim, is_causal, feature=None):
             assert np.abs(out - true_out).max() < 5 * (float(jnp.finfo(dtype).eps) + 2 * known), (
                 name
             )
+
+
+@pytest.mark.parametrize("head_dim", [48, 64])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_some_query_tiles_that_overflow(family, head_dim):
+    # On an H200 a block has two tiles of 128 queries, and looks at their sums at the end.
+    batch, heads, q_len, kv_len = 2, 64, 150, 300
+    rng = np.random.default_rng(0)
+
+    def normal(length):
+        return rng.standard_normal((batch, length, heads, head_dim), np.float32)
+
+    query, key, value = normal(q_len), normal(kv_len), normal(kv_len)
+    key[:, 100:150, ::3] *= 100  # logits far above those before and behind
+    key[:, 100:150, 1::7] *= 15  # not too far for sums, but for outputs
+    query[:, 128:, 2::3] *= 100  # of the second tile only
+    scale = np.where(np.arange(heads) % 5 == 0, 1e30, 1.0).astype(np.float32)
+    value *= scale[:, None]  # times great probabilities: beyond float32
+    lengths = np.array([280, 0], np.int32)
+    query, key, value = (x.astype(jnp.bfloat16) for x in (query, key, value))
+    attend = jax.jit(functools.partial(
+        jax_flash.dot_product_attention, implementation=family, return_residual=True,
+        key_value_seq_lengths=lengths,
+    ))  # fmt: skip
+    out, lse = (np.asarray(x, np.float64) for x in attend(query, key, value))
+    assert not out[1].any()
+    assert (lse[1] == -np.inf).all()
+    q, k, v = (np.asarray(x[0], np.float64) for x in (query, key[:, :280], value[:, :280]))
+    logits = np.einsum("tnh,snh->tns", q, k) / np.sqrt(head_dim)
+    top = logits.max(axis=-1, keepdims=True)
+    p = np.exp(logits - top)
+    total = p.sum(axis=-1, keepdims=True)
+    true_out = np.einsum("tns,snh->tnh", p / total, v) / scale[:, None]
+    # As in check_slopes().
+    known = np.sqrt(head_dim) * np.abs(logits).max() * 2.0**-24
+    assert np.abs(lse[0] - (top + np.log(total))[..., 0]).max() < 1e-4 + known
+    error = np.abs(out[0] / scale[:, None] - true_out).max()
+    assert error < 5 * (float(jnp.finfo(jnp.bfloat16).eps) + 2 * known)

@@ -13,12 +13,29 @@ def test_races_are_explained_only_by_limits_of_the_tool(capsys, monkeypatch):
     kernels = ["backward_kernel<A>", "backward_wide_key_kernel<B>", "backward_wide_query_kernel<C>"]
     kernels += [_FORWARD.format(63), _FORWARD.format(2)]
     output = "".join(_RACE.format(kernel, kernel) for kernel in kernels)
-    assert sanitize.explained_races(output, {"mbarrier_leader"}) == 3
+    assert sanitize.explained_reports("racecheck", output, {"mbarrier_leader"}) == 3
     assert "2 reports explained: one thread arrives" in capsys.readouterr().out
-    assert sanitize.explained_races(output, {"copy_leader"}) == 1
+    assert sanitize.explained_reports("racecheck", output, {"copy_leader"}) == 1
     monkeypatch.setenv("JAX_FLASH_EVERY_THREAD_ARRIVES", "1")
-    assert sanitize.explained_races(output, {"mbarrier_leader"}) == 1
-    assert sanitize.explained_races(output, {"mbarrier_leader", "copy_starter_fence"}) == 2
+    assert sanitize.explained_reports("racecheck", output, {"mbarrier_leader"}) == 1
+    assert (
+        sanitize.explained_reports("racecheck", output, {"mbarrier_leader", "copy_starter_fence"})
+        == 2
+    )
+
+
+def test_divergent_threads_are_explained_in_kernels_that_start_apart(capsys):
+    report = (
+        "========= Barrier error detected. Divergent thread(s) in {}.\n"
+        "=========     at void jax_flash::sm90::{}(Params)+0x10\n"
+        "=========     by thread (64,0,0) in block (8,0,0)\n"
+    )
+    plain, mask = _FORWARD.format(0), _FORWARD.format(2)
+    output = report.format("block", plain) * 2 + report.format("block", mask)
+    output += report.format("warp", plain)
+    assert sanitize.explained_reports("synccheck", output, {"named_sync"}) == 2
+    assert f"1 reports of void jax_flash::sm90::{mask}" in capsys.readouterr().out
+    assert sanitize.explained_reports("synccheck", output, set()) == 0
 
 
 def test_only_transfers_of_what_tensor_copies_stored_are_explained():

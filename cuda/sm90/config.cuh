@@ -30,10 +30,13 @@
 #ifndef JAX_FLASH_SM90_PAIRED
 #define JAX_FLASH_SM90_PAIRED 1
 #endif
+#ifndef JAX_FLASH_SM90_CHECKED_LATE
+#define JAX_FLASH_SM90_CHECKED_LATE 1
+#endif
 // 1 has masks at head dim 64 read by the warps that copy Q, where there is work for three
 // consumers.
 #ifndef JAX_FLASH_SM90_MASK_BOXES
-#define JAX_FLASH_SM90_MASK_BOXES 0
+#define JAX_FLASH_SM90_MASK_BOXES 1
 #endif
 // Keys times head dim from which on a unit of work is a block of its own.
 #ifndef JAX_FLASH_SM90_LONG_UNIT

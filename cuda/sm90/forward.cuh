@@ -258,6 +258,62 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
   if constexpr (Config::kCheckedLate) consume_again<Config, Element>(plan, smem, consumer);
 }
 
+// By threads of consumers, which have nothing to do yet.
+template <typename Config, uint32_t kModifiers>
+__device__ __forceinline__ void initialise(const ForwardMaps& maps,
+                                           const ForwardSmem<Config>& smem) {
+  if (threadIdx.x == kWarpgroup) {
+    if constexpr ((kModifiers & kSegments) != 0) init_plan_barriers<Config>(*smem.segments);
+    if constexpr (Config::kCheckedLate) smem.again->init(Config::kConsumers * 4);
+    smem.init_barriers();
+  }
+  if (threadIdx.x == kWarpgroup + 32) ptx::prefetch_tensormap(maps.query);
+  if (threadIdx.x == kWarpgroup + 64) ptx::prefetch_tensormap(maps.key);
+  if (threadIdx.x == kWarpgroup + 96) ptx::prefetch_tensormap(maps.value);
+}
+
+template <typename Config, typename Element, uint32_t kModifiers>
+__device__ __forceinline__ void consume(const Forward& params, const ForwardPlan& plan,
+                                        const MapsOf<Config>& maps,
+                                        const ForwardSmem<Config>& smem) {
+  constexpr bool kApart = kStartsApart<Config, kModifiers>;
+  if constexpr (kApart) initialise<Config, kModifiers>(maps, smem);
+  ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+  if constexpr (kApart) ptx::barrier_sync(kStarted, Config::kStartThreads);
+  if constexpr (!ForwardConsumer<Config, Element, kModifiers>::kChained) {
+    consume_masked<Config, Element, kModifiers>(params, plan, smem);
+  } else if constexpr (Config::kKeyGroups > 1 || Config::kScoresAhead) {
+    consume_apart<Config, Element>(params, plan, smem);
+  } else {
+    consume_chained<Config, Element, kModifiers>(params, plan, smem);
+  }
+}
+
+template <typename Config, typename Element, uint32_t kModifiers>
+__device__ __forceinline__ void produce(const Forward& params, const ForwardPlan& plan,
+                                        const MapsOf<Config>& maps, const ForwardSmem<Config>& smem,
+                                        const SegmentSpans& spans) {
+  constexpr bool kSkips = (kModifiers & kSegments) != 0;
+  ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+  const int warp = threadIdx.x / 32;
+  if (warp == 0) {
+    if constexpr (kSkips) {
+      produce_keys_of_segments(plan, maps, smem);
+    } else {
+      produce_keys<Config, kModifiers>(plan, maps, smem);
+    }
+  } else if (warp <= Config::kRowGroups) {
+    if constexpr (kSkips) {
+      produce_queries_of_segments(plan, maps, smem, warp - 1);
+    } else {
+      produce_queries<Config, Element, kModifiers>(params, plan, maps, smem, warp - 1);
+    }
+  } else if constexpr (kSkips) {
+    static_assert(Config::kRowGroups == 2);
+    plan_query_tiles<Config, Element, kModifiers>(params, plan, spans, *smem.segments);
+  }
+}
+
 template <typename Config, typename Element, uint32_t kModifiers>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardPlan plan,
@@ -275,68 +331,23 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                            reinterpret_cast<QueryTilesAgain*>(&again)};
   asm volatile("" : "+r"(smem.root), "+r"(smem.barriers));
 
-  // By consumers, which have nothing to do yet: meanwhile producers find the first tiles, and wait
-  // for this just before they start the copies (kStartsApart).
-  constexpr bool kApart = kStartsApart<Config, kModifiers>;
-  const auto initialise = [&] {
-    if (threadIdx.x == kWarpgroup) {
-      if constexpr (kSkips) init_plan_barriers<Config>(segments);
-      if constexpr (Config::kCheckedLate) again.init(Config::kConsumers * 4);
-      smem.init_barriers();
-    }
-    if (threadIdx.x == kWarpgroup + 32) ptx::prefetch_tensormap(maps.query);
-    if (threadIdx.x == kWarpgroup + 64) ptx::prefetch_tensormap(maps.key);
-    if (threadIdx.x == kWarpgroup + 96) ptx::prefetch_tensormap(maps.value);
-  };
-  if constexpr (!kApart) {
-    initialise();
+  if constexpr (!kStartsApart<Config, kModifiers>) {
+    initialise<Config, kModifiers>(maps, smem);
     __syncthreads();
   }
-  const auto consume = [&] {
-    if constexpr (kApart) initialise();
-    ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-    if constexpr (kApart) ptx::barrier_sync(kStarted, Config::kStartThreads);
-    if constexpr (!ForwardConsumer<Config, Element, kModifiers>::kChained) {
-      consume_masked<Config, Element, kModifiers>(params, plan, smem);
-    } else if constexpr (Config::kKeyGroups > 1 || Config::kScoresAhead) {
-      consume_apart<Config, Element>(params, plan, smem);
-    } else {
-      consume_chained<Config, Element, kModifiers>(params, plan, smem);
-    }
-  };
-  const auto produce = [&] {
-    ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-    const int warp = threadIdx.x / 32;
-    if (warp == 0) {
-      if constexpr (kSkips) {
-        produce_keys_of_segments(plan, maps, smem);
-      } else {
-        produce_keys<Config, kModifiers>(plan, maps, smem);
-      }
-    } else if (warp <= Config::kRowGroups) {
-      if constexpr (kSkips) {
-        produce_queries_of_segments(plan, maps, smem, warp - 1);
-      } else {
-        produce_queries<Config, Element, kModifiers>(params, plan, maps, smem, warp - 1);
-      }
-    } else if constexpr (kSkips) {
-      static_assert(Config::kRowGroups == 2);
-      plan_query_tiles<Config, Element, kModifiers>(params, plan, spans, segments);
-    }
-  };
   // ptxas has the code of the second branch first, just behind the kernel's start. A far jump there
   // costs 300 clocks where the code is not in the cache.
   if constexpr (Config::kProducersFirst) {
     if (threadIdx.x >= kWarpgroup) {
-      consume();
+      consume<Config, Element, kModifiers>(params, plan, maps, smem);
     } else {
-      produce();
+      produce<Config, Element, kModifiers>(params, plan, maps, smem, spans);
     }
   } else {
     if (threadIdx.x < kWarpgroup) {
-      produce();
+      produce<Config, Element, kModifiers>(params, plan, maps, smem, spans);
     } else {
-      consume();
+      consume<Config, Element, kModifiers>(params, plan, maps, smem);
     }
   }
 }
@@ -486,9 +497,10 @@ Status launch_forward(const Forward& params, cudaStream_t stream) {
       }
       if (tiles(params.shape, 192) < sms) {
         // float16 would overflow too often.
-        constexpr ScoresAhead kAhead = std::is_same_v<Element, __nv_bfloat16>
-                                           ? ScoresAhead::kOneCutCheckedLate
-                                           : ScoresAhead::kOneCut;
+        constexpr ScoresAhead kAhead =
+            JAX_FLASH_SM90_CHECKED_LATE && std::is_same_v<Element, __nv_bfloat16>
+                ? ScoresAhead::kOneCutCheckedLate
+                : ScoresAhead::kOneCut;
         return launch(ForwardConfig<64, 64, 2, 128, 1, kAhead>{});
       }
     }

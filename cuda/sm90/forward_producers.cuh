@@ -18,8 +18,8 @@
 namespace jax_flash::sm90 {
 
 // Whether producers and consumers wait for barriers in shared memory to be initialised in their own
-// places, by a named barrier: producers find their first tiles before it. With modifiers it has the
-// compiler take loops for divergent, and where keys are divided synccheck objects (TUNING.md).
+// places, by a named barrier: producers find their first tiles before it. With modifiers, and where
+// keys are divided, it has the compiler take loops for divergent (TUNING.md).
 template <typename Config, uint32_t kModifiers>
 inline constexpr bool kStartsApart = kModifiers == kNoModifier && Config::kKeyGroups == 1;
 
