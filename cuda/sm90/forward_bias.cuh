@@ -47,13 +47,15 @@ struct BiasBox {
     ptx::mbarrier_wait(full, parity);
     parity ^= 1;
   }
-  // Blocks n, which is even, and n + 1 of the warp's fragment. The last ones are read last: the
-  // place is free then.
-  template <typename T>
-  __device__ __forceinline__ void read(float (&blocks)[2][4], int n) const {
+  // Blocks n, which is even, and n + 1 of the warp's fragment: rows g and g + 8 of block n, then of
+  // n + 1. The last ones are loaded last: the place is free when they are there.
+  __device__ __forceinline__ void load(uint32_t (&words)[4], int n) const {
     constexpr int kPairs = kCols / 16;  // of blocks in a panel
-    uint32_t words[4];                  // rows g and g + 8 of block n, then of n + 1
     ptx::ldmatrix_x4(words, (reader ^ n / 2 % kPairs * 32) + n / 2 / kPairs * kPanelBytes);
+  }
+  template <typename T>
+  __device__ __forceinline__ void unpack(const uint32_t (&words)[4], float (&blocks)[2][4],
+                                         int n) const {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
       float2 pair;
@@ -66,9 +68,14 @@ struct BiasBox {
       blocks[i / 2][i % 2 * 2 + 1] = pair.y;
     }
     if (n + 2 < kBlockKv / 8) return;
-    ptx::fence_proxy_async_shared();
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty);
+  }
+  template <typename T>
+  __device__ __forceinline__ void read(float (&blocks)[2][4], int n) const {
+    uint32_t words[4];
+    load(words, n);
+    unpack<T>(words, blocks, n);
   }
 };
 
@@ -167,6 +174,7 @@ __device__ __forceinline__ void load_bias(const Smem& smem, const BoxedMaps& map
   const uint32_t bytes = Box::kPanels * Box::kRowBytes * (maps.box_axes.row ? 64 : 1);
   for (; tile < end; ++tile) {
     ptx::mbarrier_wait_asleep(smem.bias_empty(group), parity ^ 1);
+    ptx::fence_proxy_async_shared();  // here, since consumers would wait for theirs in every tile
     ptx::mbarrier_arrive_expect_tx(smem.bias_full(group), bytes);
 #pragma unroll
     for (int panel = 0; panel < Box::kPanels; ++panel) {

@@ -37,6 +37,8 @@ struct ModifiedTile {
   static constexpr bool kBoxes = kBiased && Config::kBiasBoxes;
   using BiasType = std::conditional_t<kBoxes, Element, float>;
   std::conditional_t<kBoxes, BiasBox<Config::kBlockKv>, BiasTile<kN>> bias;
+  static constexpr int kEarlyLoads = 2;
+  uint32_t first_words[kEarlyLoads][4];
   typename BiasTile<kN>::Rows bias_rows;
   int bias_reads_ahead;
   MaskBytes<kN> mask;
@@ -231,10 +233,27 @@ struct ModifiedTile {
       }
     }
   }
+  // Waits for a tile's bias, and starts loads of what biased_exponentials() needs first: behind the
+  // wait for the scores, it would wait for them. More of them take longer than they save.
+  __device__ __forceinline__ void wait_bias() {
+    bias.wait();
+    if constexpr (kBoxes) {
+#pragma unroll
+      for (int i = 0; i < kEarlyLoads; ++i) bias.load(first_words[i], 2 * i);
+    }
+  }
+  __device__ __forceinline__ void read_bias(float (&addends)[2][4], int n) const {
+    if constexpr (kBoxes) {
+      if (n < 2 * kEarlyLoads) {
+        return bias.template unpack<BiasType>(first_words[n / 2], addends, n);
+      }
+    }
+    bias.template read<BiasType>(addends, n);
+  }
   // Exponentials of products with the bias added. Every row has a reference.
   __device__ __forceinline__ void biased_exponentials(Scores& scores,
                                                       OnlineSoftmax<1>& softmax) const {
-    const float factor = params.options.scale * kLog2E;
+    const float factor = plan.products_to_log2;  // computed here, it would be in a register
     float shift[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -243,7 +262,7 @@ struct ModifiedTile {
 #pragma unroll
     for (int n = 0; n < kN; n += 2) {
       float addends[2][4];
-      bias.template read<BiasType>(addends, n);
+      read_bias(addends, n);
 #pragma unroll
       for (int e = 0; e < 8; ++e) {
         float& score = scores[0][n + e / 4][e % 4];

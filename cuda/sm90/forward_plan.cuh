@@ -108,6 +108,7 @@ struct ForwardPlan {
   float dropout_scale = 1.0f;
   RowsOperand out, lse, sinks;
   ModifierPlan modifiers;
+  float products_to_log2 = 0.0f;
 
   ForwardPlan() = default;
   ForwardPlan(const Forward& params, const QueryTileSchedule& tiles, bool natural_logits,
@@ -125,7 +126,8 @@ struct ForwardPlan {
         out(params.out),
         lse(params.lse),
         sinks(params.sinks),
-        modifiers(params, saturates) {}
+        modifiers(params, saturates),
+        products_to_log2(params.options.scale * kLog2E) {}
 };
 
 struct RowRange {

@@ -93,7 +93,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
   } else {
     start_out_part<0>(0);
     if constexpr (kBiasBeside) {
-      modified.bias.wait();
+      modified.wait_bias();
     } else {
       prepare();
     }
