@@ -121,8 +121,11 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
         } else {
           softmax.sum[0][0] = before[0];
           softmax.sum[0][1] = before[1];
-          warp_scores<Config, Element>(now, smem.query(query_stage.stage, this->query_tile()),
-                                       smem.key(key_stage.stage), warp_row - this->group_row());
+          const BlockReader reader(smem.query(query_stage.stage, this->query_tile()),
+                                   BlockOrder::kRowsFirst, warp_row - this->group_row(), 0);
+          warp_scores<Config, Element>(
+              now, smem.key(key_stage.stage),
+              [&](uint32_t (&a)[4], int k) { ptx::ldmatrix_x4(a, reader.at(0, k * 2)); });
           if constexpr (kCut) cut(now, index);
           raise_reference(now);
           this->exponentials(now);

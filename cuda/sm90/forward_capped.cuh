@@ -170,7 +170,7 @@ __device__ __forceinline__ void next_capped_tile(Consumer& consumer, int32_t las
   } else if (again) {
     sum[0] = before[0];
     sum[1] = before[1];
-    consumer.compute_scores_again();
+    consumer.compute_scores_again(tile);
     const float greatest = greatest_magnitude(scores);
     consumer.modify(scores, tile, edge);
     rises = raise_reference(consumer);

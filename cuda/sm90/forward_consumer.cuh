@@ -13,6 +13,7 @@
 #include "sm90/forward_modified_tile.cuh"
 #include "sm90/forward_parts.cuh"
 #include "sm90/forward_peaks.cuh"
+#include "sm90/forward_scores.cuh"
 #include "sm90/forward_segments.cuh"
 #include "tile/logits.cuh"
 #include "tile/modifiers.cuh"
@@ -48,6 +49,10 @@ struct ForwardConsumer {
   using ScoreProduct = ptx::Wgmma<Element, Config::kBlockKv>;
   using OutProduct = ptx::Wgmma<Element, Config::kValueDim>;
   using Scores = float[1][kN][4];
+  // Where Q is released early: whether a query tile's last tile of keys is done again with Q from
+  // global memory. Else its logits are compared first, which takes code of its own.
+  static constexpr bool kReadsQueryAgain =
+      kModifiers == kBias && Config::kQueryStages == 1 && Config::kOptimistic;
 
   const Forward& params;  // for what `plan` lacks
   const ForwardPlan& plan;
@@ -168,9 +173,17 @@ struct ForwardConsumer {
     arrive_warp(smem.key_empty(key_stage.stage));
     key_stage.advance(Config::kKeyGroups);
   }
-  __device__ __forceinline__ void compute_scores_again() {
-    warp_scores<Config, Element>(scores, smem.query(query_stage.stage, query_tile()),
-                                 smem.key(key_stage.stage), warp_row - group_row());
+  __device__ __forceinline__ void compute_scores_again(int32_t tile) {
+    const BlockReader reader(smem.query(query_stage.stage, query_tile()), BlockOrder::kRowsFirst,
+                             warp_row - group_row(), 0);
+    warp_scores<Config, Element>(scores, smem.key(key_stage.stage), [&](uint32_t (&a)[4], int k) {
+      if (kReadsQueryAgain && is_last(tile)) {
+        load_query_rows<Element>(a, params.query, work_before(0).modifiers.mask, warp_row,
+                                 plan.q_len - 1 - work.row0, params.shape.head_dim, k);
+      } else {
+        ptx::ldmatrix_x4(a, reader.at(0, k * 2));
+      }
+    });
   }
   __device__ __forceinline__ void start_scores() { start_scores(scores, key_stage.stage); }
   __device__ __forceinline__ void start_scores(Scores& of, uint32_t stage) {
@@ -312,8 +325,8 @@ struct ForwardConsumer {
   }
   // Whether a tile's logits are to be compared with the references before its exponentials.
   __device__ __forceinline__ bool is_careful(int32_t tile) const {
-    return (kChained && Config::kQueryStages == 1 && is_last(tile)) || careful_tiles > 0 ||
-           !softmax.ready();
+    return (kChained && Config::kQueryStages == 1 && !kReadsQueryAgain && is_last(tile)) ||
+           careful_tiles > 0 || !softmax.ready();
   }
   // Of mask or bias, for a tile to come, if there is one.
   __device__ __forceinline__ void read_ahead(int32_t tile) {

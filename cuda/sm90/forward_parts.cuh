@@ -335,21 +335,6 @@ __device__ __forceinline__ void clear_unattended(const typename Config::ValueTil
   __syncwarp();
 }
 
-// A warp's scores by its own products, the same but for the order of additions.
-template <typename Config, typename Element, int kN>
-__device__ __forceinline__ void warp_scores(float (&scores)[1][kN][4],
-                                            const typename Config::QueryTile& query_smem,
-                                            const typename Config::KeyTile& key_smem,
-                                            int warp_row) {
-  const BlockReader query_reader(query_smem, BlockOrder::kRowsFirst, warp_row, 0);
-  const BlockReader key_reader(key_smem, BlockOrder::kColsFirst, 0, 0);
-  set_zero(scores);
-  matmul<Element, Config::kHeadDim / 16>(
-      scores,
-      [&](uint32_t (&a)[4], int m, int k) { ptx::ldmatrix_x4(a, query_reader.at(m * 16, k * 2)); },
-      [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, key_reader.at(n * 8, k * 2)); });
-}
-
 // What a warpgroup found out about its part of the keys, for another one with the same rows: each
 // thread's for the thread of the same place.
 template <typename Smem, int kOutN>

@@ -105,7 +105,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
   } else if constexpr (!kBiasBeside) {
     careful = is_careful(tile);
   }
-  if constexpr (!kBiasBeside) release_query_early(tile);
+  if constexpr (!kBiasBeside || kReadsQueryAgain) release_query_early(tile);
   // Whether all logits are to be there before the exponentials.
   bool whole = !kBiasBeside;
   bool assumes_small = false;  // products: the tile is done again if they are not
@@ -168,7 +168,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
       if (anew) {
         softmax.sum[0][0] = before[0];
         softmax.sum[0][1] = before[1];
-        compute_scores_again();
+        compute_scores_again(tile);
         modify(scores, tile, edge, true);
         rises = raise_reference_to_peak();
         exponentials();

@@ -1,0 +1,42 @@
+// Scores of a warp by its own products in the sm_90 forward kernel, where a tile is done again.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+#include "ptx/ldmatrix.cuh"
+#include "tile/matmul.cuh"
+#include "tile/smem_tile.cuh"
+
+namespace jax_flash::sm90 {
+
+// The same as the warpgroup's, but for the order of additions. load_query(a, k) sets the fragment
+// of 16 columns of Q from 16 k on.
+template <typename Config, typename Element, int kN, typename LoadQuery>
+__device__ __forceinline__ void warp_scores(float (&scores)[1][kN][4],
+                                            const typename Config::KeyTile& key_smem,
+                                            LoadQuery load_query) {
+  const BlockReader key_reader(key_smem, BlockOrder::kColsFirst, 0, 0);
+  set_zero(scores);
+  matmul<Element, Config::kHeadDim / 16>(
+      scores, [&](uint32_t (&a)[4], int, int k) { load_query(a, k); },
+      [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, key_reader.at(n * 8, k * 2)); });
+}
+
+// Such a fragment from global memory. `offset`: of a row in elements, from which the warp's first
+// one is `row` rows away, and the last one that exists `last`.
+template <typename Element>
+__device__ __forceinline__ void load_query_rows(uint32_t (&a)[4], const Operand& query,
+                                                int64_t offset, int32_t row, int32_t last,
+                                                int head_dim, int k) {
+  const int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    const int64_t at = min(row + lane / 4 + i % 2 * 8, last);
+    const int col = k * 16 + lane % 4 * 2 + i / 2 * 8;
+    const Element* from = static_cast<const Element*>(query.data) + offset + at * query.row + col;
+    a[i] = col < head_dim ? *reinterpret_cast<const uint32_t*>(from) : 0;
+  }
+}
+
+}  // namespace jax_flash::sm90
