@@ -94,7 +94,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
       };
       // Between runs of one segment no other code is to be fetched: the cache of instructions is
       // small.
-      if (Consumer::kSegmented && consumer.one_segment && consumer.run_goes_on(work.tile)) {
+      if (Consumer::kSegmented && consumer.one_segment && consumer.in_run(work.tile)) {
         consumer.one_segment = true;
         first_tile(std::integral_constant<TileKind, TileKind::kInRun>{});
       } else {

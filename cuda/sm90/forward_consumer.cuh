@@ -22,8 +22,8 @@
 
 namespace jax_flash::sm90 {
 
-// What is known of a tile at compile time: that it and the one before, or for a query tile's first
-// one the one after, are in a run of one segment; that its bias is added beside the exponentials.
+// What is known of a tile at compile time: that it and the one before, also if that one is another
+// query tile's, are of one segment each; that its bias is added beside the exponentials.
 enum class TileKind { kAny, kInRun, kBiasBeside };
 
 template <typename Config, typename Element, uint32_t kModifiers>
@@ -188,11 +188,14 @@ struct ForwardConsumer {
   __device__ __forceinline__ void start_scores() { start_scores(scores, key_stage.stage); }
   __device__ __forceinline__ void start_scores(Scores& of, uint32_t stage) {
     ptx::wgmma_fence();
+    auto query_smem = smem.query(query_stage.stage, query_tile());
+    // Always 0, which the compiler cannot know: it would keep Q's descriptors of all steps over the
+    // loop, in registers that products cannot read.
+    if constexpr (kSegmented && Config::kQueryStages == 1) query_smem.root += stage >> 8;
 #pragma unroll
     for (int k = 0; k < kHeadSteps; ++k) {
-      ScoreProduct::template ss<0, 0>(
-          of[0], descriptor_k_major(smem.query(query_stage.stage, query_tile()), 0, k),
-          descriptor_k_major(smem.key(stage), 0, k), k > 0);
+      ScoreProduct::template ss<0, 0>(of[0], descriptor_k_major(query_smem, 0, k),
+                                      descriptor_k_major(smem.key(stage), 0, k), k > 0);
     }
     ptx::wgmma_commit_group();
   }
@@ -430,7 +433,10 @@ struct ForwardConsumer {
     await_out();
   }
 
-  // Whether this tile and the next one are in the run of one segment.
+  // Whether this tile is in the run of one segment; and the next one, too.
+  __device__ __forceinline__ bool in_run(int32_t tile) const {
+    return tile >= run.first && tile < run.end;
+  }
   __device__ __forceinline__ bool run_goes_on(int32_t tile) const {
     return tile >= run.first && tile + 1 < run.end;
   }

@@ -251,8 +251,7 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
   QueryTilePlan& query = notes.query.value;
   KeyTilesPlan& keys = notes.keys.value;
   uint32_t query_turns = 0, key_turns = 0;
-  ptx::griddepcontrol_wait();  // for the spans
-  bool keys_taken = false;
+  bool is_first = true, keys_taken = false;
   const auto await_keys_taken = [&] {
     if (!keys_taken) notes.keys.wait_empty(key_turns);
     keys_taken = true;
@@ -260,8 +259,9 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
   QueryTileCursor cursor{plan.schedule};
   while (cursor.valid()) {
     const QueryTileIndex q = cursor.index();
-    const Band band = plan.band.of<false>(q);
+    const Band band = plan.band.of<true>(q);
     const int32_t row0 = q.tile * Config::kBlockQ;
+    if (is_first) ptx::griddepcontrol_wait();  // for the spans
     SegmentTiles<Config> tiles(band, spans, q.batch, row0);
     const auto hand_over_keys = [&](int32_t base) {
       keys_taken = false;
@@ -281,6 +281,7 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
       query.work.row0 = row0;
       describe_query_tile<Config, Element, kModifiers>(params, plan, q, band, row0, query.work);
     }
+    is_first = false;
     const auto start = tiles.start();
     const bool many_segments = spans.query && !tiles.has_one_segment();
     if (many_segments && start.tile < tiles.range.end) {
@@ -337,6 +338,13 @@ __device__ __forceinline__ void produce_keys_of_segments(const ForwardPlan& plan
   // A tile's keys are started when the tile after it is known, its values after that one's keys.
   int32_t last = -1, before = -1;
   bool last_one_segment = false;
+  // Read while nothing is known yet.
+  BoxAxes key_axes = plan.key, value_axes = plan.value;
+  const auto keep = [](BoxAxes& axes) {
+    asm volatile("" : "+r"(axes.row), "+r"(axes.head), "+r"(axes.batch[0]), "+r"(axes.batch[1]));
+  };
+  keep(key_axes);
+  keep(value_axes);
   for (;;) {
     notes.keys.wait_full(turns);
     const KeyTilesPlan tiles = notes.keys.value;
@@ -351,13 +359,13 @@ __device__ __forceinline__ void produce_keys_of_segments(const ForwardPlan& plan
         ptx::mbarrier_wait(smem.key_empty(key_stage.stage), key_stage.parity ^ 1);
         notes.notes[key_stage.stage] = KeyTileNote(tile, last_one_segment, one_segment);
         load_tile_boxes(smem.key(key_stage.stage), maps.key, smem.key_full(key_stage.stage),
-                        plan.key, q.batch_axes, q.kv_head, last * Config::kBlockKv);
+                        key_axes, q.batch_axes, q.kv_head, last * Config::kBlockKv);
         key_stage.advance();
       }
       if (before >= 0) {
         ptx::mbarrier_wait(smem.value_empty(value_stage.stage), value_stage.parity ^ 1);
         load_tile_boxes(smem.value(value_stage.stage), maps.value,
-                        smem.value_full(value_stage.stage), plan.value, q.batch_axes, q.kv_head,
+                        smem.value_full(value_stage.stage), value_axes, q.batch_axes, q.kv_head,
                         before * Config::kBlockKv);
         value_stage.advance();
       }

@@ -17,7 +17,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::fi
     int32_t tile, bool of_one_segment) {
   const bool edge = at_edge(tile);
   if constexpr (kKind == TileKind::kInRun) {
-    note = KeyTileNote(tile + 1, true, true);
+    note = key_note(tile);
     one_segment = true;
   } else if constexpr (kSegmented) {
     note = key_note(tile);

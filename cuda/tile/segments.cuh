@@ -49,8 +49,12 @@ __device__ __forceinline__ int32_t next_tile(const SegmentSpan* spans, int32_t b
   return end;
 }
 
+// Threads of the kernel below: many, so that few multiprocessors have a block of it. On the others
+// the kernel behind it, with all of their registers, begins meanwhile.
+inline constexpr int kSegmentSpansThreads = 1024;
+
 // Grid: one warp per span of query or key ids.
-static __global__ void __launch_bounds__(128)
+static __global__ void __launch_bounds__(kSegmentSpansThreads)
     segment_spans_kernel(const __grid_constant__ Forward params, SegmentSpans spans) {
 #if __CUDA_ARCH__ >= 900
   ptx::griddepcontrol_launch_dependents();
