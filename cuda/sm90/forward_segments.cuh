@@ -66,28 +66,42 @@ struct SegmentTiles {
     int32_t tile;
     RowRange run;
   };
-  __device__ __forceinline__ Start start() {
+  __device__ __forceinline__ Start start() const {
+    // Out of line: what a block's first copies wait for is to be short.
+    if (range.end - range.first > 32) return start_apart(*this);
     Start start = {range.end, {range.end, range.end}};
-    for (int32_t base = range.first; base < range.end; base += 32) {
-      if (base != range.first) look(base);
-      if (start.tile == range.end && read != 0) start.tile = base + __ffs(read) - 1;
-      if (start.run.first == range.end && one_segment != 0) {
-        start.run.first = base + __ffs(one_segment) - 1;
-      }
-      if (start.run.first < range.end) {
-        const uint32_t gaps = ~one_segment & ~0u << max(start.run.first - base, 0);
-        if (gaps != 0) {
-          start.run.end = base + __ffs(gaps) - 1;
-          break;
-        }
-      } else if (start.tile < range.end && !has_one_segment()) {
-        break;
-      }
+    if (read != 0) start.tile = range.first + __ffs(read) - 1;
+    if (one_segment != 0) {
+      const int32_t first = __ffs(one_segment) - 1;
+      start.run = {range.first + first, range.end};
+      const uint32_t gaps = ~one_segment & ~0u << first;
+      if (gaps != 0) start.run.end = range.first + __ffs(gaps) - 1;
     }
     return start;
   }
 
  private:
+  static __device__ __noinline__ Start start_apart(SegmentTiles tiles) {
+    const TileRange range = tiles.range;
+    Start start = {range.end, {range.end, range.end}};
+    for (int32_t base = range.first; base < range.end; base += 32) {
+      if (base != range.first) tiles.look(base);
+      if (start.tile == range.end && tiles.read != 0) start.tile = base + __ffs(tiles.read) - 1;
+      if (start.run.first == range.end && tiles.one_segment != 0) {
+        start.run.first = base + __ffs(tiles.one_segment) - 1;
+      }
+      if (start.run.first < range.end) {
+        const uint32_t gaps = ~tiles.one_segment & ~0u << max(start.run.first - base, 0);
+        if (gaps != 0) {
+          start.run.end = base + __ffs(gaps) - 1;
+          break;
+        }
+      } else if (start.tile < range.end && !tiles.has_one_segment()) {
+        break;
+      }
+    }
+    return start;
+  }
   // Of this lane's of the tiles from `first` on.
   __device__ __forceinline__ SegmentSpan key_span_at(int32_t first) const {
     return tile_span<Config::kBlockKv, true>(key_spans, key_blocks,
