@@ -118,10 +118,11 @@ struct SegmentTiles {
 };
 
 // Describes the segments of a block's rows from row0 on, whose ids begin at `ids`. By a whole warp.
+// Out of line: not all blocks need it.
 template <typename Config>
-__device__ __forceinline__ void find_query_segments(const int32_t* ids, int64_t stride,
-                                                    const Band& band, int32_t row0,
-                                                    QuerySegments& segments) {
+__device__ __noinline__ void find_query_segments(const int32_t* ids, int64_t stride,
+                                                 const Band& band, int32_t row0,
+                                                 QuerySegments& segments) {
   constexpr int kRows = Config::kBlockQ / 32;
   const int lane = threadIdx.x % 32;
   int32_t id[kRows];
