@@ -51,6 +51,10 @@ EXPLAINED_RACES: tuple[tuple[str | None, str, str], ...] = (
         "who starts a copy to where threads have read has the proxy fence",
     ),
     (
+        "copy_starter_fence", r"sm90::forward_kernel<.*, \(unsigned int\)1>",  # for a bias
+        "who starts a copy to where threads have read has the proxy fence",
+    ),
+    (
         None, r"sm90::forward_kernel<.*, \(unsigned int\)63>",
         "warps look for NaN in rows of V that others set to zero: they find them or zeros, and "
         "either way set what nobody attends to to zero",
@@ -92,9 +96,14 @@ def cases(tool: str):
     units = {"batch": 1, "q_len": 130, "kv_len": 210, **heads}
     heads = {"heads": 2, "kv_heads": 2} if few else {"heads": 136, "kv_heads": 136}
     short_units = {"batch": 1, "q_len": 160, "kv_len": 70, **heads}
+    mask_units = short_units | {"kv_len": 144}
+    # Fewer units of 192 queries than multiprocessors, and more of 128.
+    heads = {"heads": 2, "kv_heads": 2} if few else {"heads": 127, "kv_heads": 127}
+    few_units = {"batch": 1, "q_len": 160, "kv_len": 90, **heads}
     return (
         ("bfloat16", (64, 64), causal, False, units),
         ("bfloat16", (64, 64), (), False, short_units),
+        ("bfloat16", (64, 64), (), False, few_units),
         ("bfloat16", (96, 96), (), False, narrow),
         ("bfloat16", (128, 128), causal, False, units),
         ("bfloat16", (128, 128), causal, True, small),
@@ -109,6 +118,7 @@ def cases(tool: str):
         ("bfloat16", (128, 128), (("bias", ("TS", "bfloat16")),), False, small),
         ("bfloat16", (64, 64), (("soft_cap", 5.0), *causal), False, small),
         ("bfloat16", (128, 128), (("mask", "TS"),), False, small),
+        ("bfloat16", (64, 64), (("mask", "TS"),), False, mask_units),
         ("bfloat16", (64, 64), (("segments", "packed"),), False, small),
         ("bfloat16", (128, 128), (("lengths", "qk"), ("sinks", True)), False, few_rows),
         ("float16", (64, 64), (*causal, ("offset", "random")), False, few_rows),

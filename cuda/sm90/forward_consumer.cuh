@@ -1,5 +1,5 @@
 // What a consumer warpgroup of the sm_90 forward kernel keeps in registers for its 64 rows, and the
-// steps that it takes with a tile of keys and values. The order of the steps: forward.cuh.
+// steps that it takes with a tile of keys and values. The order of the steps: forward_kernel.cuh.
 #pragma once
 
 #include <cstdint>

@@ -1,0 +1,345 @@
+// Forward pass with warpgroup-level matrix instructions: FlashAttention-3 (arXiv:2407.08608).
+//
+//   for each tile of keys and values that some row of the block may attend to
+//     S = Q K^T                     registers of a warpgroup, 64 rows
+//     P = 2^(scale log2(e) S - m)   m the running reference of each row
+//     O = O 2^(m_old - m) + P V     P from registers
+//   out = O / l, lse = m + log l
+//
+// Warp roles. One warp starts copies (TMA) of K and V, another one for each consumer those of Q and
+// of a bias, and tells it what the query tile is. With segments the last warp finds out what these
+// need, a query tile ahead (forward_segments.cuh). Every consumer warpgroup owns 64 rows: it starts
+// S of a tile and O of the one before, and computes the tile's exponentials beside the latter.
+// Blocks are persistent, unless query tiles are very long, and the chain goes on over query tiles:
+// the first scores of one stand beside the last product of the one before. With registers for more
+// scores, S is computed a tile ahead instead (forward_ahead.cuh). Where there are very few query
+// tiles, two warpgroups share each, and divide its keys. Which call takes what: forward.cuh.
+//
+// Shared memory: Q, some stages of K and of V, each with a pair of barriers (full, empty).
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "params.h"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/warpgroup.cuh"
+#include "sm90/config.cuh"
+#include "sm90/forward_ahead.cuh"
+#include "sm90/forward_bias.cuh"
+#include "sm90/forward_biased.cuh"
+#include "sm90/forward_consumer.cuh"
+#include "sm90/forward_mask.cuh"
+#include "sm90/forward_parts.cuh"
+#include "sm90/forward_plan.cuh"
+#include "sm90/forward_producers.cuh"
+#include "sm90/forward_segments.cuh"
+#include "sm90/forward_steps.cuh"
+#include "tile/segments.cuh"
+#include "tile/softmax.cuh"
+
+namespace jax_flash::sm90 {
+
+// A query tile after the other, their key tiles in one chain: a query tile's first scores and
+// exponentials run beside the last product of the one before.
+template <typename Config, typename Element, uint32_t kModifiers>
+__device__ __forceinline__ void consume_chained(const Forward& params, const ForwardPlan& plan,
+                                                const ForwardSmem<Config>& smem) {
+  using Consumer = ForwardConsumer<Config, Element, kModifiers>;
+  Consumer consumer(params, plan, smem);
+  const QueryWork& work = consumer.work;
+  // Of the query tile before, whose output is here, but for one product.
+  bool unfinished = false;
+  RowRange attended;
+  int32_t tile = 0;
+  const auto finish = [&] {
+    consumer.clear_values(tile, attended, 1);
+    consumer.start_out();
+    consumer.await_out();
+    finish_rows<Config, Element, kModifiers>(plan, consumer.work_before(1), consumer.warp_row,
+                                             consumer.softmax, consumer.out);
+    consumer.out_started = 0;
+  };
+  while (consumer.wait_query()) {
+    if (!consumer.has_keys()) {
+      if (unfinished) finish();
+      unfinished = false;
+      consumer.read_description();
+      finish_empty_rows<Element>(plan, work, consumer.warp_row);
+      consumer.release_query();
+      continue;
+    }
+    consumer.read_ahead(work.tile);
+    if constexpr (Consumer::Modified::kSaturates) multiply_query(consumer);
+    consumer.wait_key();
+    consumer.start_scores();
+    consumer.read_description();
+    if (unfinished) {
+      const OnlineSoftmax<1> softmax = consumer.softmax;
+      const auto first_tile = [&](auto kind) {
+        consumer.clear_values(tile, attended, 1);
+        consumer.start_out();
+        consumer.template first_tile<true, kind()>(work.tile);
+      };
+      // Between runs of one segment no other code is to be fetched: the cache of instructions is
+      // small.
+      if (Consumer::kSegmented && consumer.one_segment && consumer.in_run(work.tile)) {
+        consumer.one_segment = true;
+        first_tile(std::integral_constant<TileKind, TileKind::kInRun>{});
+      } else {
+        first_tile(std::integral_constant<TileKind, TileKind::kAny>{});
+      }
+      finish_rows<Config, Element, kModifiers>(plan, consumer.work_before(1), consumer.warp_row,
+                                               softmax, consumer.out);
+      consumer.out_started = 0;
+    } else {
+      consumer.template first_tile<false>(work.tile);
+    }
+    unfinished = true;
+    attended = work.attended;
+    tile = work.tile;
+    if constexpr (kModifiers == kSegments) {
+      for (;;) {
+        for (; consumer.run_goes_on(tile); ++tile) {
+          consumer.template next_tile<TileKind::kInRun>(tile, tile + 1);
+        }
+        if (consumer.is_last(tile)) break;
+        const int32_t last = tile;
+        tile = consumer.note.next();
+        consumer.next_tile(last, tile, consumer.note.next_one_segment());
+      }
+    } else {
+      for (; !consumer.is_last(tile); ++tile) {
+        if constexpr (kModifiers == kBias) {
+          next_biased_tile<Config>(consumer, tile, tile + 1);
+        } else {
+          consumer.next_tile(tile, tile + 1);
+        }
+      }
+    }
+    if constexpr (Config::kQueryStages > 1) consumer.release_query();
+  }
+  if (unfinished) finish();
+}
+
+// One query tile at a time: where single elements may be forbidden.
+template <typename Config, typename Element, uint32_t kModifiers>
+__device__ __forceinline__ void consume_masked(const Forward& params, const ForwardPlan& plan,
+                                               const ForwardSmem<Config>& smem) {
+  ForwardConsumer<Config, Element, kModifiers> consumer(params, plan, smem);
+  const QueryWork& work = consumer.work;
+  while (consumer.wait_query()) {
+    if (!consumer.has_keys()) {
+      finish_empty_rows<Element>(plan, work, consumer.warp_row);
+      consumer.release_query();
+      continue;
+    }
+    int32_t tile = work.tile;
+    consumer.read_ahead(tile);
+    consumer.wait_key();
+    consumer.out_started = 0;
+    consumer.start_scores();
+    KeyTileNote note = consumer.key_note(tile);
+    consumer.template first_tile<false>(tile, note.one_segment());
+    while (note.next() >= 0) {
+      const int32_t last = tile;
+      tile = note.next();
+      consumer.next_tile(last, tile, note.next_one_segment(), &note);
+    }
+    consumer.release_query();
+    consumer.clear_values(tile, work.attended);
+    consumer.start_out();
+    consumer.await_out();
+    finish_rows<Config, Element, kModifiers>(plan, consumer.work_before(0), consumer.warp_row,
+                                             consumer.softmax, consumer.out);
+  }
+}
+
+// Query tiles that some consumer warp of the block could not trust its sums of.
+template <typename Config, typename Element>
+__device__ __forceinline__ void consume_again(const ForwardPlan& plan,
+                                              const ForwardSmem<Config>& smem,
+                                              AheadConsumer<Config, Element>& consumer) {
+  if (__reduce_max_sync(0xffffffff, smem.again->wait()) == 0) return;
+  consumer.wait_query();  // which tells of the end
+  consumer.release_query();
+  while (consumer.wait_query()) {
+    consumer.softmax = OnlineSoftmax<1>();
+    consumer.out_started = 0;
+    consumer.attend_carefully();
+    consumer.release_query();
+    finish_rows<Config, Element, kNoModifier>(plan, consumer.work_before(0), consumer.warp_row,
+                                              consumer.softmax, consumer.out);
+  }
+}
+
+// One query tile at a time: with scores ahead, or for few query tiles. With two key groups, the
+// warpgroups divide a tile's keys, and the first adds up their outputs.
+template <typename Config, typename Element>
+__device__ __forceinline__ void consume_apart(const Forward& params, const ForwardPlan& plan,
+                                              const ForwardSmem<Config>& smem) {
+  using Consumer = std::conditional_t<Config::kScoresAhead, AheadConsumer<Config, Element>,
+                                      ForwardConsumer<Config, Element, kNoModifier>>;
+  Consumer consumer(params, plan, smem);
+  const QueryWork& work = consumer.work;
+  const int key_group = Config::kKeyGroups > 1 ? consumer.group / Config::kRowGroups : 0;
+  RingState<Config::kStages> stage;  // of the query tile's first key tile
+  bool partial_used = false;
+  const auto next = [&] {
+    return !(Config::kTellsLast && consumer.is_last_query) && consumer.wait_query();
+  };
+  for (bool more = consumer.wait_query(); more; more = next()) {
+    if (!consumer.has_keys()) {
+      consumer.read_description();
+      if (key_group == 0) finish_empty_rows<Element>(plan, work, consumer.warp_row);
+      consumer.release_query();
+      if constexpr (Config::kCheckedLate) {
+        if (consumer.is_last_query) smem.again->tell();
+      }
+      continue;
+    }
+    // Every kKeyGroups-th tile, from this warpgroup's first on.
+    const int32_t tile = work.tile + key_group;
+    if constexpr (Config::kKeyGroups > 1) {
+      consumer.key_stage = consumer.value_stage = stage;
+      consumer.key_stage.advance(key_group);
+      consumer.value_stage.advance(key_group);
+      stage.advance(work.end - work.tile);
+    }
+    consumer.softmax = OnlineSoftmax<1>();
+    consumer.out_started = 0;
+    float normalizer[2];
+    const auto beside = [&] {
+      if constexpr (Config::kKeyGroups == 1) {
+        finish_statistics<kNoModifier>(plan, consumer.work_before(0), consumer.warp_row,
+                                       consumer.softmax, normalizer);
+      }
+    };
+    if (Config::kKeyGroups == 1 || tile < work.end) {
+      consumer.attend(tile, beside);
+    } else {
+      consumer.read_description();
+    }
+    consumer.release_query();
+    if constexpr (Config::kCheckedLate) {  // so that all have told when the output is stored
+      if (consumer.failed()) smem.again->add(consumer.works - 1);
+      if (consumer.is_last_query) smem.again->tell();
+    }
+    if (key_group == 1) {
+      if (partial_used) ptx::barrier_sync(kPartialEmpty, Config::kConsumers * kWarpgroup);
+      store_partial(smem, consumer.softmax, consumer.out, consumer.out_started != 0);
+      ptx::barrier_arrive(kPartialFull, Config::kConsumers * kWarpgroup);
+    } else {
+      if constexpr (Config::kKeyGroups > 1) {
+        ptx::barrier_sync(kPartialFull, Config::kConsumers * kWarpgroup);
+        add_partial(smem, consumer.to_log2, consumer.softmax, consumer.out);
+        ptx::barrier_arrive(kPartialEmpty, Config::kConsumers * kWarpgroup);
+      }
+      if constexpr (Config::kKeyGroups > 1) {
+        finish_statistics<kNoModifier>(plan, consumer.work_before(0), consumer.warp_row,
+                                       consumer.softmax, normalizer);
+      }
+      store_out<Config, Element>(plan, consumer.work_before(0), consumer.warp_row, normalizer,
+                                 consumer.out);
+    }
+    partial_used = true;
+  }
+  if constexpr (Config::kCheckedLate) consume_again<Config, Element>(plan, smem, consumer);
+}
+
+// By threads of consumers, which have nothing to do yet.
+template <typename Config, uint32_t kModifiers>
+__device__ __forceinline__ void initialise(const ForwardMaps& maps,
+                                           const ForwardSmem<Config>& smem) {
+  if (threadIdx.x == kWarpgroup) {
+    if constexpr ((kModifiers & kSegments) != 0) init_plan_barriers<Config>(*smem.segments);
+    if constexpr (Config::kCheckedLate) smem.again->init(Config::kConsumers * 4);
+    smem.init_barriers();
+  }
+  if (threadIdx.x == kWarpgroup + 32) ptx::prefetch_tensormap(maps.query);
+  if (threadIdx.x == kWarpgroup + 64) ptx::prefetch_tensormap(maps.key);
+  if (threadIdx.x == kWarpgroup + 96) ptx::prefetch_tensormap(maps.value);
+}
+
+template <typename Config, typename Element, uint32_t kModifiers>
+__device__ __forceinline__ void consume(const Forward& params, const ForwardPlan& plan,
+                                        const MapsOf<Config>& maps,
+                                        const ForwardSmem<Config>& smem) {
+  constexpr bool kApart = kStartsApart<Config, kModifiers>;
+  if constexpr (kApart) initialise<Config, kModifiers>(maps, smem);
+  ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+  if constexpr (kApart) ptx::barrier_sync(kStarted, Config::kStartThreads);
+  if constexpr (!ForwardConsumer<Config, Element, kModifiers>::kChained) {
+    consume_masked<Config, Element, kModifiers>(params, plan, smem);
+  } else if constexpr (Config::kKeyGroups > 1 || Config::kScoresAhead) {
+    consume_apart<Config, Element>(params, plan, smem);
+  } else {
+    consume_chained<Config, Element, kModifiers>(params, plan, smem);
+  }
+}
+
+template <typename Config, typename Element, uint32_t kModifiers>
+__device__ __forceinline__ void produce(const Forward& params, const ForwardPlan& plan,
+                                        const MapsOf<Config>& maps, const ForwardSmem<Config>& smem,
+                                        const SegmentSpans& spans) {
+  constexpr bool kSkips = (kModifiers & kSegments) != 0;
+  ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+  const int warp = threadIdx.x / 32;
+  if (warp == 0) {
+    if constexpr (kSkips) {
+      produce_keys_of_segments(plan, maps, smem);
+    } else {
+      produce_keys<Config, kModifiers>(plan, maps, smem);
+    }
+  } else if (warp <= Config::kRowGroups) {
+    if constexpr (kSkips) {
+      produce_queries_of_segments(plan, maps, smem, warp - 1);
+    } else {
+      produce_queries<Config, Element, kModifiers>(params, plan, maps, smem, warp - 1);
+    }
+  } else if constexpr (kSkips) {
+    static_assert(Config::kRowGroups == 2);
+    plan_query_tiles<Config, Element, kModifiers>(params, plan, spans, *smem.segments);
+  }
+}
+
+template <typename Config, typename Element, uint32_t kModifiers>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    forward_kernel(const __grid_constant__ ForwardPlan plan,
+                   const __grid_constant__ MapsOf<Config> maps,
+                   const __grid_constant__ Forward params, const SegmentSpans spans) {
+  constexpr bool kSkips = (kModifiers & kSegments) != 0;
+  extern __shared__ __align__(1024) uint8_t smem_bytes[];
+  __shared__ __align__(8) uint64_t barriers[ForwardSmem<Config>::kBarriers];
+  __shared__ QueryWork works[ForwardSmem<Config>::kWorks];
+  __shared__ std::conditional_t<kSkips, SegmentNotes<Config>, char> segments;
+  __shared__ std::conditional_t<Config::kCheckedLate, QueryTilesAgain, char> again;
+  // Opaque, or the compiler converts the addresses anew wherever it needs them.
+  ForwardSmem<Config> smem{ptx::shared_address(smem_bytes), ptx::shared_address(barriers), works,
+                           reinterpret_cast<SegmentNotes<Config>*>(&segments),
+                           reinterpret_cast<QueryTilesAgain*>(&again)};
+  asm volatile("" : "+r"(smem.root), "+r"(smem.barriers));
+
+  if constexpr (!kStartsApart<Config, kModifiers>) {
+    initialise<Config, kModifiers>(maps, smem);
+    __syncthreads();
+  }
+  // ptxas has the code of the second branch first, just behind the kernel's start. A far jump there
+  // costs 300 clocks where the code is not in the cache.
+  if constexpr (Config::kProducersFirst) {
+    if (threadIdx.x >= kWarpgroup) {
+      consume<Config, Element, kModifiers>(params, plan, maps, smem);
+    } else {
+      produce<Config, Element, kModifiers>(params, plan, maps, smem, spans);
+    }
+  } else {
+    if (threadIdx.x < kWarpgroup) {
+      produce<Config, Element, kModifiers>(params, plan, maps, smem, spans);
+    } else {
+      consume<Config, Element, kModifiers>(params, plan, maps, smem);
+    }
+  }
+}
+
+}  // namespace jax_flash::sm90
