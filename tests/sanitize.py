@@ -47,11 +47,8 @@ EXPLAINED_RACES: tuple[tuple[str | None, str, str], ...] = (
         "one thread arrives at a barrier for its warp, after __syncwarp()",
     ),
     (
-        "copy_starter_fence", r"sm90::backward_wide_key_kernel<",
-        "who starts a copy to where threads have read has the proxy fence",
-    ),
-    (
-        "copy_starter_fence", r"sm90::forward_kernel<.*, \(unsigned int\)1>",  # for a bias
+        "copy_starter_fence",
+        r"sm90::(backward_wide_key_kernel<|forward_kernel<.*, \(unsigned int\)1>)",  # with a bias
         "who starts a copy to where threads have read has the proxy fence",
     ),
     (
@@ -194,9 +191,7 @@ def find_limits(sanitizer: str, tool: str) -> set[str]:
                 done = subprocess.run(command, capture_output=True, text=True)
                 if "Uninitialized" in done.stdout:
                     found.add(name)
-    wrong = {
-        name for name in names if name.endswith("_wrong") and tool == _finder_of_wrong_order(name)
-    }
+    wrong = {n for n in names if n.endswith("_wrong") and tool == _finder_of_wrong_order(n)}
     if wrong - found:
         print(f"{tool}: does not report what is wrong: {', '.join(sorted(wrong - found))}")
     return found - wrong
