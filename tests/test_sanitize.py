@@ -1,5 +1,7 @@
 """What sanitize.py makes of a tool's reports; the tools themselves need a GPU."""
 
+import functools
+
 import sanitize
 
 _RACE = (
@@ -36,6 +38,20 @@ def test_divergent_threads_are_explained_in_kernels_that_start_apart(capsys):
     assert sanitize.explained_reports("synccheck", output, {"named_sync"}) == 2
     assert f"1 reports of void jax_flash::sm90::{mask}" in capsys.readouterr().out
     assert sanitize.explained_reports("synccheck", output, set()) == 0
+
+
+def test_synccheck_counts_one_report_for_those_that_it_does_not_print():
+    report = (
+        "========= {} error detected. Divergent thread(s) in block.\n"
+        f"=========     at void jax_flash::sm90::{_FORWARD.format(0)}(Params)+0x10\n"
+    )
+    summary = "========= ERROR SUMMARY: {} errors\n"
+    explain = functools.partial(sanitize.explained_reports, "synccheck", limits={"named_sync"})
+    output = report.format("Barrier") * 512
+    for counted, explained in ((512, 512), (514, 514), (515, 512)):
+        assert explain(output=output + summary.format(counted)) == explained
+    another = "========= Barrier error detected. Divergent thread(s) in warp.\n"
+    assert explain(output=output + another + summary.format(513)) == 512
 
 
 def test_only_transfers_of_what_tensor_copies_stored_are_explained():
