@@ -221,7 +221,7 @@ def explained_reports(tool: str, output: str, limits: set[str]) -> int:
         print(f"{tool}: {count} reports explained: {why}")
     for kernel, count in others.items():
         print(f"{tool}: {count} reports of {kernel}")
-    # synccheck prints 256 reports of a launch; if there are more it counts one for the others.
+    # By its totals, synccheck prints 256 reports of a launch, and counts one if there are more.
     full = explained.total() // 256 if tool == "synccheck" else 0
     counted = sum(int(n) for n in re.findall(r"SUMMARY: (\d+)", output)) - explained.total()
     is_all = explained.total() == output.count(" error detected.")

@@ -1,10 +1,10 @@
 // Query tiles that the sm_90 forward kernel does again, after all others of a block: where sums are
 // looked at only behind the last key (ScoresAhead::kOneCutCheckedLate).
 //
-// Exponentials relative to a reference that is the greatest logit of a row's first tile of keys may
-// become very great, and bfloat16 and float32 hold them all the same, up to 2^100. So a loop
-// without branches takes it that they do: a look in each tile costs 8% where a query tile has eight
-// of them.
+// Exponentials relative to a reference that is the greatest logit of a row's first keys may become
+// very great, and bfloat16 and float32 hold them all the same, up to 2^100. So a loop without
+// branches takes it that they do. A look in each tile, and what follows from it, stands between the
+// instructions that a short call waits for (TUNING.md, "Short calls").
 #pragma once
 
 #include <cstdint>
