@@ -66,9 +66,10 @@ int64_t host_backward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_l
 
 #ifdef JAX_FLASH_WITH_CUDA
 int64_t cuda_forward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_len, int32_t heads,
-                                     int32_t kv_heads, int32_t value_dim, bool segments) {
-  const Shape shape = make_shape(batch, q_len, kv_len, heads, kv_heads, 1, value_dim);
-  return cuda::forward_workspace_bytes(shape, segments);
+                                     int32_t kv_heads, int32_t head_dim, int32_t value_dim,
+                                     bool segments, int64_t mask_matrices, int32_t mask_rows) {
+  const Shape shape = make_shape(batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim);
+  return cuda::forward_workspace_bytes(shape, segments, mask_matrices, mask_rows);
 }
 
 int64_t cuda_backward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_len, int32_t heads,
@@ -121,7 +122,8 @@ NB_MODULE(_native, module) {
 #ifdef JAX_FLASH_WITH_CUDA
   module.def("cuda_forward_workspace_bytes", &cuda_forward_workspace_bytes, nb::arg("batch"),
              nb::arg("q_len"), nb::arg("kv_len"), nb::arg("heads"), nb::arg("kv_heads"),
-             nb::arg("value_dim"), nb::arg("segments"));
+             nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("segments"),
+             nb::arg("mask_matrices"), nb::arg("mask_rows"));
   module.def("cuda_backward_workspace_bytes", &cuda_backward_workspace_bytes, nb::arg("batch"),
              nb::arg("q_len"), nb::arg("kv_len"), nb::arg("heads"), nb::arg("head_dim"),
              nb::arg("value_dim"), nb::arg("segments"), nb::arg("deterministic"));

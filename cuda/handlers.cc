@@ -107,8 +107,7 @@ ffi::Error forward_cuda(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remai
   Call call;
   Status status = read_forward(args, results, options, operands, call);
   if (status.ok()) {
-    const bool segments = bool{call.params.query_segment_ids};
-    status = check_workspace(call, cuda::forward_workspace_bytes(call.params.shape, segments));
+    status = check_workspace(call, cuda::forward_workspace_bytes(call.params));
   }
   if (status.ok()) status = cuda::forward(call.params, options.family, stream);
   return to_error(status);

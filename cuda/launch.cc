@@ -11,6 +11,7 @@
 #include "instances.h"
 #include "sm80/workspace.h"
 #include "sm90/decode_plan.h"
+#include "sm90/mask_words.h"
 #include "tile/tensor_map.h"
 
 namespace jax_flash::cuda {
@@ -150,8 +151,23 @@ Status backward(const Backward& params, int family, cudaStream_t stream) {
   return launch(kBackwardInstances, params, family, fits, stream);
 }
 
-int64_t forward_workspace_bytes(const Shape& shape, bool segments) {
-  return segments ? SegmentSpans::bytes(shape) : sm90::DecodeWorkspace::bytes(shape);
+int64_t forward_workspace_bytes(const Shape& shape, bool segments, int64_t mask_matrices,
+                                int32_t mask_rows) {
+  if (segments) return SegmentSpans::bytes(shape);
+  if (mask_matrices > 0) return sm90::MaskWords::bytes(shape, mask_matrices, mask_rows);
+  return sm90::DecodeWorkspace::bytes(shape);
+}
+
+int64_t forward_workspace_bytes(const Forward& params) {
+  const Shape& shape = params.shape;
+  const Operand& mask = params.mask;
+  int64_t matrices = mask ? 1 : 0;
+  for (int axis = 0; axis < shape.num_batch_dims; ++axis) {
+    if (mask.batch[axis] != 0) matrices *= shape.batch_dims[axis];
+  }
+  if (mask.head != 0) matrices *= shape.heads;
+  return forward_workspace_bytes(shape, bool{params.query_segment_ids}, matrices,
+                                 mask.row == 0 ? 1 : shape.q_len);
 }
 
 int64_t backward_workspace_bytes(const Shape& shape, bool segments, bool deterministic) {

@@ -20,8 +20,11 @@ Status forward(const Forward& params, int family, cudaStream_t stream);
 Status backward(const Backward& params, int family, cudaStream_t stream);
 
 // Bytes that the passes need at `workspace`; 0: it may be null. `segments`: whether the call has
-// segment ids.
-int64_t forward_workspace_bytes(const Shape& shape, bool segments);
+// segment ids. `mask_matrices`: the product of the mask's batch axes and heads, 0 without a mask;
+// `mask_rows`: its T, or 1.
+int64_t forward_workspace_bytes(const Shape& shape, bool segments, int64_t mask_matrices,
+                                int32_t mask_rows);
+int64_t forward_workspace_bytes(const Forward& params);
 int64_t backward_workspace_bytes(const Shape& shape, bool segments, bool deterministic);
 
 }  // namespace jax_flash::cuda

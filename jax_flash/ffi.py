@@ -71,8 +71,9 @@ def forward(spec: AttentionSpec, operands: Operands, platform: str) -> tuple[jax
     """
     query, value = operands["query"], operands["value"]
     batch = batch_shape(operands)
-    q_len, heads, _ = query.shape[-3:]
+    q_len, heads, head_dim = query.shape[-3:]
     kv_len, kv_heads, value_dim = value.shape[-3:]
+    mask = operands.get("mask")
     workspace = 0
     if platform == "cuda":
         workspace = native.cuda_forward_workspace_bytes(
@@ -81,8 +82,11 @@ def forward(spec: AttentionSpec, operands: Operands, platform: str) -> tuple[jax
             kv_len=kv_len,
             heads=heads,
             kv_heads=kv_heads,
+            head_dim=head_dim,
             value_dim=value_dim,
             segments="query_segment_ids" in operands,
+            mask_matrices=math.prod(mask.shape[:-2]) if mask is not None else 0,
+            mask_rows=mask.shape[-2] if mask is not None else 0,
         )
     optional, attributes = _attributes(spec, operands)
     call = jax.ffi.ffi_call(

@@ -1,5 +1,5 @@
 // Single-instruction arithmetic and conversions.
-// PTX ISA, "Floating-point instructions: ex2, rcp" and "Data movement and conversion: cvt".
+// PTX ISA, "Floating-point instructions: ex2, max, rcp" and "Data movement and conversion: cvt".
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,6 +22,13 @@ __device__ __forceinline__ float mul_sat(float x, float y) {
   float product;
   asm("mul.sat.f32 %0, %1, %2;" : "=f"(product) : "f"(x), "f"(y));
   return product;
+}
+
+// The greater one, or NaN if one is.
+__device__ __forceinline__ float max_nan(float x, float y) {
+  float greater;
+  asm("max.NaN.f32 %0, %1, %2;" : "=f"(greater) : "f"(x), "f"(y));
+  return greater;
 }
 
 // log2(x), absolute error below 2^-22 near 1; subnormal numbers are flushed to zero.

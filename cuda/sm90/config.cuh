@@ -33,11 +33,6 @@
 #ifndef JAX_FLASH_SM90_CHECKED_LATE
 #define JAX_FLASH_SM90_CHECKED_LATE 1
 #endif
-// 1 has masks at head dim 64 read by the warps that copy Q, where there is work for three
-// consumers.
-#ifndef JAX_FLASH_SM90_MASK_BOXES
-#define JAX_FLASH_SM90_MASK_BOXES 1
-#endif
 // Keys times head dim from which on a unit of work is a block of its own.
 #ifndef JAX_FLASH_SM90_LONG_UNIT
 #define JAX_FLASH_SM90_LONG_UNIT (32768 * 256)
@@ -105,7 +100,7 @@ enum class ScoresAhead { kNo, kOneCut, kTwoCut, kOneCutCheckedLate };
 // has kWarpBytes of shared memory for itself. There are kFewerValues stages of V less than of K.
 template <int kHeadDimension, int kValueDimension, int kConsumerGroups, int kBlockKvRows,
           int kKeyShares = 1, ScoresAhead kAhead = ScoresAhead::kNo, int kWarpBytes = 0,
-          int kFewerValues = 0>
+          int kFewerValues = 0, bool kHasMaskWords = false>
 struct ForwardConfig {
   static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension;
   static constexpr int kConsumers = kConsumerGroups;
@@ -141,16 +136,13 @@ struct ForwardConfig {
   static constexpr int kQueryStages = kHeadDim <= 64 ? JAX_FLASH_SM90_QUERY_STAGES : 1;
   static constexpr int kPartialBytes = kKeyGroups > 1 ? 64 * kValueDim * 4 + kWarpgroup * 16 : 0;
   static constexpr int kOwnBytes = kWarpBytes;
+  static constexpr bool kMaskWords = kHasMaskWords;  // of a mask: not its bytes (mask_words.h)
   // Whether that is for boxes of a bias of 2-byte elements, and a consumer's warps have it in
-  // common; or of a mask, from which the warp that copies Q makes bits: for each stage of K two
-  // words for each thread.
+  // common.
   static constexpr bool kBiasBoxes = kOwnBytes == 16 * kBlockKv * 2;
-  static constexpr bool kMaskBoxes = kOwnBytes == 16 * kBlockKv;
-  static constexpr bool kBoxes = kBiasBoxes || kMaskBoxes;
-  static constexpr int kBitsBytes = kMaskBoxes ? kConsumers * kWarpgroup * 8 : 0;
   static constexpr int kFree = kSmemLimit - kStaticSmemBytes -
                                kQueryStages * kRowGroups * QueryTile::kBytes - kPartialBytes -
-                               kConsumers * 4 * kOwnBytes - JAX_FLASH_SM90_STAGES * kBitsBytes;
+                               kConsumers * 4 * kOwnBytes;
   static constexpr int kFit =
       (kFree + kFewerValues * ValueTile::kBytes) / (KeyTile::kBytes + ValueTile::kBytes);
   // Two warpgroups that each keep a tile's keys beside those of the next one need more.
@@ -170,8 +162,7 @@ struct ForwardConfig {
   static constexpr int kWorks = 4;
   static constexpr int kPartialOffset = kValueOffset + kValueStages * ValueTile::kBytes;
   static constexpr int kOwnOffset = kPartialOffset + kPartialBytes;
-  static constexpr int kBitsOffset = kOwnOffset + kConsumers * 4 * kOwnBytes;
-  static constexpr int kSmemBytes = kBitsOffset + kStages * kBitsBytes;
+  static constexpr int kSmemBytes = kOwnOffset + kConsumers * 4 * kOwnBytes;
 };
 
 }  // namespace jax_flash::sm90

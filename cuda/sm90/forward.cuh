@@ -62,15 +62,18 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   if constexpr (Config::kBiasBoxes) {
     if (plan.modifiers.vectors) status = make_bias_map<Config>(params, maps);
     if (!status.ok()) return status;
-  } else if constexpr (Config::kMaskBoxes) {
-    if (status = make_mask_map(params, maps); !status.ok()) return status;
   }
-  Forward scaled = params;  // for the multiplied Q
-  if (kSaturates) scaled.options.scale /= plan.modifiers.soft_cap.query_factor;
-  // Spans are still being found when it begins.
-  return launch_grid(spans.query != nullptr, "sm90::forward_kernel", shape,
+  Forward adapted = params;
+  if (kSaturates) adapted.options.scale /= plan.modifiers.soft_cap.query_factor;
+  if constexpr (Config::kMaskWords) {
+    static_assert(Config::kBlockKv == MaskWords::block_kv(Config::kHeadDim));
+    status = launch_mask_words<Config::kBlockKv>(adapted, stream);
+    if (!status.ok()) return status;
+  }
+  // It begins while spans are still being found, or the mask's words.
+  return launch_grid(spans.query != nullptr || Config::kMaskWords, "sm90::forward_kernel", shape,
                      forward_kernel<Config, Element, kModifiers>, schedule.grid(), Config::kThreads,
-                     Config::kSmemBytes, stream, plan, maps, scaled, spans);
+                     Config::kSmemBytes, stream, plan, maps, adapted, spans);
 }
 
 // Two consumers have the registers for modifiers, at head dim 64 with fewer keys three.
@@ -81,12 +84,41 @@ struct ModifiedConfig {
   static constexpr int keys() {  // multiples of kSegmentBlock with segments
     if (kHeadDim == 64) return kChained ? 96 : 128;
     if (kHeadDim == 128) return kBiasBytes == 4 ? 96 : 128;
-    if (kHeadDim == 256) return kModifiers == kSoftCap || kModifiers == kMask ? 80 : 64;
+    if (kHeadDim == 256) return kModifiers == kSoftCap ? 80 : 64;
     return kHeadDim == 192 ? 96 : 128;
   }
   using Type = ForwardConfig<kHeadDim, kHeadDim, kConsumers, keys(), 1, ScoresAhead::kNo,
                              16 * keys() * kBiasBytes, kHeadDim == 128 && kBiasBytes == 2 ? 1 : 0>;
 };
+
+// A mask as words. At head dim 64 as without modifiers: three consumers for long calls.
+template <int kHeadDim, int kConsumers>
+using MaskWordsConfig = ForwardConfig<kHeadDim, kHeadDim, kConsumers, MaskWords::block_kv(kHeadDim),
+                                      1, ScoresAhead::kNo, 0, 0, true>;
+
+// With a mask alone. Its bytes become words first if they do not lie in vectors, or if enough
+// batches and heads share them. With two stages of K there is no kernel for bytes.
+template <typename Element, int kHeadDim>
+Status launch_masked(const Forward& params, const SegmentSpans& spans, cudaStream_t stream) {
+  const auto launch = [&](auto config) {
+    return launch_forward_config<decltype(config), Element, kMask>(params, spans, stream);
+  };
+  const MaskWords words(params.shape, params.mask, MaskWords::block_kv(kHeadDim));
+  const bool shared = 4 * words.matrices() <= params.shape.batch * params.shape.heads;
+  if constexpr (kHeadDim <= 128) {
+    if (!shared && mask_has_vectors(params)) {
+      return launch(typename ModifiedConfig<kHeadDim, kMask>::Type{});
+    }
+  }
+  if constexpr (kHeadDim == 64) {
+    int sms = 0;
+    if (const Status status = multiprocessors(sms); !status.ok()) return status;
+    if (!banded(params.options) && tiles(params.shape, 192) >= sms && params.shape.kv_len > 1024) {
+      return launch(MaskWordsConfig<64, 3>{});
+    }
+  }
+  return launch(MaskWordsConfig<kHeadDim, 2>{});
+}
 
 // With modifiers. Kernels for one of them alone, at the usual head dims, are much faster than the
 // one for all: its loop has ten times the instructions that a call executes.
@@ -115,18 +147,7 @@ Status launch_modified(const Forward& params, const SegmentSpans& spans, cudaStr
           }
         }
         return launch(std::integral_constant<uint32_t, kSoftCap>{}, kNoBias);
-      case kMask:
-        // As without modifiers, where there is enough work for three consumers.
-        if constexpr (JAX_FLASH_SM90_MASK_BOXES && kHeadDim == 64) {
-          int sms = 0;
-          if (const Status status = multiprocessors(sms); !status.ok()) return status;
-          if (!banded(params.options) && tiles(params.shape, 192) >= sms &&
-              fits_mask_boxes(params)) {
-            using Config = ForwardConfig<64, 64, 3, 128, 1, ScoresAhead::kNo, 16 * 128>;
-            return launch_forward_config<Config, Element, kMask>(params, spans, stream);
-          }
-        }
-        return launch(std::integral_constant<uint32_t, kMask>{}, kNoBias);
+      case kMask: return launch_masked<Element, kHeadDim>(params, spans, stream);
       case kSegments: return launch(std::integral_constant<uint32_t, kSegments>{}, kNoBias);
       default: break;
     }

@@ -146,13 +146,13 @@ struct BiasTile {
   }
 };
 
-// With bias or mask beside the other operands.
+// With the bias beside the other operands.
 struct BoxedMaps : ForwardMaps {
   CUtensorMap boxes;
   BoxAxes box_axes;
 };
 template <typename Config>
-using MapsOf = std::conditional_t<Config::kBoxes, BoxedMaps, ForwardMaps>;
+using MapsOf = std::conditional_t<Config::kBiasBoxes, BoxedMaps, ForwardMaps>;
 
 // Of a bias that can be read in boxes (ModifierPlan).
 template <typename Config>

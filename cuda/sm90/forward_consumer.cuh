@@ -36,7 +36,7 @@ struct ForwardConsumer {
   // Whether elements may be forbidden in any tile.
   static constexpr bool kMasks = !kSegmented && (kModifiers & (kMask | kSegments)) != 0;
   // Whether query tiles are chained, and Q is released early.
-  static constexpr bool kChained = !kMasks || (kModifiers == kMask && Config::kMaskBoxes);
+  static constexpr bool kChained = !kMasks || (kModifiers == kMask && Config::kMaskWords);
   // Whether references rise to the rows' peaks: where products take so long that it costs little
   // (TUNING.md, "Errors").
   static constexpr bool kPeaks = !kGeneral && Config::kHeadDim > 128;
@@ -51,8 +51,9 @@ struct ForwardConsumer {
   using Scores = float[1][kN][4];
   // Where Q is released early: whether a query tile's last tile of keys is done again with Q from
   // global memory. Else its logits are compared first, which takes code of its own.
-  static constexpr bool kReadsQueryAgain =
-      kModifiers == kBias && Config::kQueryStages == 1 && Config::kOptimistic;
+  static constexpr bool kReadsQueryAgain = (kModifiers == kBias || kModifiers == kMask) &&
+                                           kChained && Config::kQueryStages == 1 &&
+                                           Config::kOptimistic;
 
   const Forward& params;  // for what `plan` lacks
   const ForwardPlan& plan;
@@ -178,7 +179,7 @@ struct ForwardConsumer {
                              warp_row - group_row(), 0);
     warp_scores<Config, Element>(scores, smem.key(key_stage.stage), [&](uint32_t (&a)[4], int k) {
       if (kReadsQueryAgain && is_last(tile)) {
-        load_query_rows<Element>(a, params.query, work_before(0).modifiers.mask, warp_row,
+        load_query_rows<Element>(a, params.query, work_before(0).modifiers.query(), warp_row,
                                  plan.q_len - 1 - work.row0, params.shape.head_dim, k);
       } else {
         ptx::ldmatrix_x4(a, reader.at(0, k * 2));
@@ -235,7 +236,7 @@ struct ForwardConsumer {
     const auto clear_alone = [&] {
       clear([&] {
         return [&](int32_t row, int32_t col) {
-          return allows_element<kModifiers>(params, of.modifiers, of.band, row, col);
+          return allows_element<Config, kModifiers>(params, of.modifiers, of.band, row, col);
         };
       });
     };
@@ -248,7 +249,7 @@ struct ForwardConsumer {
         }
       }
     } else if constexpr (Modified::kBits) {
-      if (!modified.all_allowed) clear_alone();
+      clear_alone();
     } else if (has_element_masks<kModifiers>(params)) {
       clear([&] {
         const LogitModifiers all = modifiers();
@@ -331,16 +332,13 @@ struct ForwardConsumer {
     return (kChained && Config::kQueryStages == 1 && !kReadsQueryAgain && is_last(tile)) ||
            careful_tiles > 0 || !softmax.ready();
   }
-  // Of mask or bias, for a tile to come, if there is one.
-  __device__ __forceinline__ void read_ahead(int32_t tile) {
-    modified.read_ahead(work, work.row0 + warp_row, tile);
-  }
+  // Of mask or bias, for a tile to come.
+  __device__ __forceinline__ void read_ahead(int32_t tile) { modified.read_ahead(work, tile); }
   // Of the mask: finds the bits of tile `next`, and reads those of the tile behind it.
-  __device__ __forceinline__ void look_ahead(int32_t next) {
-    modified.look_ahead(work, work.row0 + warp_row, next + 1);
-  }
-  __device__ __forceinline__ void attended_columns_of_bits() {
-    columns = attended_by_warp<kN>(modified.allowed);
+  __device__ __forceinline__ void look_ahead(int32_t next) { modified.look_ahead(work, next + 1); }
+  // By the mask.
+  __device__ __forceinline__ void find_attended_columns(bool all_allowed) {
+    columns = all_allowed ? kAllBits<kN> : attended_by_warp<kN>(modified.allowed);
   }
   // What the call does to products, but for a factor of to_log2. `again`: what was read ahead is
   // gone.
@@ -349,11 +347,11 @@ struct ForwardConsumer {
     const Band& band = work.band;
     const int32_t col0 = tile * Config::kBlockKv, warp_row0 = work.row0 + warp_row;
     if constexpr (Modified::kBits) {
-      modified.forbid_all(scores);
+      if (!modified.all_allowed) modified.forbid_all(scores);
       return;
     }
     if constexpr (kSegmented) {
-      if (!one_segment) return Modified::forbid_all(scores, modified.allowed);
+      if (!one_segment) return modified.forbid_all(scores);
     } else if (Modified::kBiased && !again && modified.reads_ahead()) {
       modified.add_bias(scores);
     } else if constexpr (kGeneral) {

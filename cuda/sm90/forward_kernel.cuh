@@ -30,7 +30,6 @@
 #include "sm90/forward_bias.cuh"
 #include "sm90/forward_biased.cuh"
 #include "sm90/forward_consumer.cuh"
-#include "sm90/forward_mask.cuh"
 #include "sm90/forward_parts.cuh"
 #include "sm90/forward_plan.cuh"
 #include "sm90/forward_producers.cuh"
@@ -123,7 +122,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
   if (unfinished) finish();
 }
 
-// One query tile at a time: where single elements may be forbidden.
+// One query tile at a time: with several modifiers.
 template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void consume_masked(const Forward& params, const ForwardPlan& plan,
                                                const ForwardSmem<Config>& smem) {

@@ -1,117 +1,186 @@
-// Masks in the sm_90 forward kernel whose bits the warps that copy Q make of boxes of bytes.
+// Masks in the sm_90 forward kernels made for them: as words of bits that another kernel has made
+// of bytes, once for all that share them (mask_words.h), or as bytes.
 #pragma once
 
 #include <cstdint>
 
 #include "params.h"
-#include "ptx/ldmatrix.cuh"
-#include "ptx/mbarrier.cuh"
-#include "ptx/shared.cuh"
-#include "sm90/config.cuh"
-#include "sm90/forward_bias.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "sm90/forward_modified.cuh"
-#include "sm90/schedule.cuh"
+#include "sm90/mask_words.h"
 #include "status.h"
 #include "tile/band.cuh"
-#include "tile/tensor_map.cuh"
+#include "tile/launch.cuh"
+#include "tile/matmul.cuh"
 
 namespace jax_flash::sm90 {
 
-// Bytes are copied in pairs, as 16-bit elements, in boxes of 32 rows and a tile's keys.
-struct MaskBox {
-  static constexpr int kRows = 32, kRowBytes = 128, kBytes = kRows * kRowBytes;
-};
-
-inline bool fits_mask_boxes(const Forward& params) {
-  return has_vectors(params.mask, 1, 16) && params.shape.kv_len % 2 == 0 &&
-         fits_tensor_map(params.shape, params.mask, 1);
+// Whether a mask's bytes can be read in vectors.
+inline bool mask_has_vectors(const Forward& params) {
+  return has_vectors(params.mask, 1, 8) && params.shape.kv_len % 8 == 0;
 }
 
-inline Status make_mask_map(const Forward& params, BoxedMaps& maps) {
-  const Shape& shape = params.shape;
-  Operand pairs = params.mask;
-  pairs.row /= 2;
-  pairs.head /= 2;
-  for (int64_t& stride : pairs.batch) stride /= 2;
-  maps.box_axes = BoxAxes(pairs);
-  return make_tensor_map("mask", shape, pairs, shape.q_len, shape.heads, shape.kv_len / 2,
-                         pairs.row == 0 ? 1 : MaskBox::kRows, maps.boxes);
-}
+// A thread's part of a tile of the mask on its way to bits: of its two rows the eight columns of
+// every fourth block, a byte each. A quad holds its rows, and exchanges bits.
+template <int kN>
+struct MaskBytes {
+  static constexpr int kVectors = (kN + 3) / 4;
+  uint2 bytes[2][kVectors] = {};
+  const uint8_t* rows[2];  // where this thread's begin
 
-// The bits of a consumer's rows, which the warp that copies its Q makes; they arrive with K. It
-// reads 16 rows at a time as matrices: a lane then has four bytes of every 16 columns of two rows.
-// Of its words in AllowedBits half the bits are from each of two lanes of its quad.
-struct MaskBits {
-  uint32_t stage = 0, key_parity = 0, box_parity = 0;
-
-  // For the keys of a query tile, and rows from row0 on.
-  template <typename Config, typename Smem>
-  __device__ __forceinline__ void make(const Smem& smem, const BoxedMaps& maps, int group,
-                                       const QueryTileIndex& q, int32_t row0,
-                                       const TileRange& range) {
-    static_assert(Config::kBlockKv == MaskBox::kRowBytes);
-    const int lane = threadIdx.x % 32;
-    const bool leader = lane == 0, one_row = maps.box_axes.row == 0;
-    const uint32_t boxes = smem.own(group * 4);
-    const auto load = [&](int half, int32_t tile) {
-      const uint32_t full = smem.mask_full(group, half);
-      ptx::mbarrier_arrive_expect_tx(full, one_row ? MaskBox::kRowBytes : MaskBox::kBytes);
-      load_box(boxes + half * MaskBox::kBytes, maps.boxes, full, maps.box_axes, q.batch_axes,
-               q.head, row0 + half * MaskBox::kRows, tile * (Config::kBlockKv / 2));
-    };
-    if (range.first >= range.end) return;
-    if (leader) {
-      load(0, range.first);
-      load(1, range.first);
+  // Of a batch and head, whose row 0 and column 0 are at `offset`, the warp's rows from row0 on.
+  // Rows beyond the last are the last.
+  __device__ __forceinline__ void begin(const Operand& mask, int64_t offset, int32_t row0,
+                                        int32_t count) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = min(row0 + fragment_row(0, 2 * half), count - 1);
+      rows[half] =
+          static_cast<const uint8_t*>(mask.data) + offset + row * mask.row + threadIdx.x % 4 * 8;
     }
-    const int row = one_row ? 0 : lane % 16;
-    const uint32_t reader = boxes + row * MaskBox::kRowBytes + (lane / 16 ^ row % 8) * 16;
-    const int source = lane % 4 / 2, shift = lane % 2 * 2;
-    for (int32_t tile = range.first; tile < range.end; ++tile) {
-      ptx::mbarrier_wait(smem.key_empty(stage), key_parity ^ 1);
-      const uint32_t bits = smem.mask_bits(stage, group) + lane * 8;
-#pragma unroll 1
-      for (int half = 0; half < 2; ++half) {
-        ptx::mbarrier_wait(smem.mask_full(group, half), box_parity);
-        uint32_t words[4] = {};  // for two of the consumer's warps
+  }
+  // Columns from `cols`, a multiple of 8, on are not read: their bytes stay what they were.
+  __device__ __forceinline__ void load(const Operand&, int32_t tile, int32_t cols) {
+    const int32_t col0 = tile * (kN * 8);
 #pragma unroll
-        for (int pair = 3; pair >= 0; --pair) {
+    for (int half = 0; half < 2; ++half) {
 #pragma unroll
-          for (int warp = 0; warp < 2; ++warp) {
-            const uint32_t first =
-                reader + half * MaskBox::kBytes + (one_row ? 0 : warp * 16 * MaskBox::kRowBytes);
-            uint32_t bytes[4];
-            ptx::ldmatrix_x4(bytes, first ^ pair * 32);
-#pragma unroll
-            for (int i = 0; i < 2; ++i) {  // bytes are 0 or 1
-              uint32_t& word = words[warp * 2 + i];
-              word = __dp4a(bytes[i], 0x08040201u, __dp4a(bytes[i + 2], 0x80402010u, word << 8));
-            }
-          }
+      for (int i = 0; i < kVectors; ++i) {
+        const int n = 4 * i + threadIdx.x % 4;
+        if ((4 * i + 3 < kN || n < kN) && col0 + n * 8 < cols) {
+          bytes[half][i] = *reinterpret_cast<const uint2*>(rows[half] + col0 + i * 32);
         }
-        if (tile + 1 < range.end) {
-          ptx::fence_proxy_async_shared();
-          __syncwarp();
-          if (leader) load(half, tile + 1);
-        }
-#pragma unroll
-        for (uint32_t& word : words) {
-          const uint32_t even = __shfl_sync(0xffffffff, word, source, 4);
-          const uint32_t odd = __shfl_sync(0xffffffff, word, source + 2, 4);
-          word = (even >> shift & 0x33333333) | (odd << (2 - shift) & 0xcccccccc);
-        }
-        ptx::st_shared_v2(bits + half * (64 * 8), {words[0], words[1]});
-        ptx::st_shared_v2(bits + half * (64 * 8) + 32 * 8, {words[2], words[3]});
-      }
-      __syncwarp();
-      if (leader) ptx::mbarrier_arrive(smem.key_full(stage));
-      box_parity ^= 1;
-      if (++stage == Config::kStages) {
-        stage = 0;
-        key_parity ^= 1;
       }
     }
   }
+
+  // Bytes are 0 or 1.
+  __device__ __forceinline__ AllowedBits bits() const {
+    AllowedBits allowed;
+    const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+    // Swaps the bits of the quad's lanes: a transposition of 4x4 pairs in each byte.
+    const auto exchange = [](uint32_t word, int distance, int shift, uint32_t kept) {
+      const uint32_t other = __shfl_xor_sync(0xffffffff, word, distance);
+      return (word & kept) | (__funnelshift_l(other, other, shift) & ~kept);
+    };
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t word = 0;
+#pragma unroll
+      for (int i = kVectors - 1; i >= 0; --i) {
+        const uint2 vector = bytes[half][i];
+        word = __dp4a(vector.x, 0x08040201u, __dp4a(vector.y, 0x80402010u, word << 8));
+      }
+      word = exchange(word, 1, odd ? 30 : 2, odd ? 0xcccccccc : 0x33333333);
+      word = exchange(word, 2, upper ? 28 : 4, upper ? 0xf0f0f0f0 : 0x0f0f0f0f);
+      allowed.row[half] = word;
+    }
+    return allowed;
+  }
 };
+
+// The same for any layout, at once.
+template <int kN>
+__device__ __forceinline__ AllowedBits mask_bits(const Operand& mask, int64_t offset, int32_t row0,
+                                                 int32_t col0, const Extent& extent) {
+  const uint8_t* rows[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t row = min(row0 + fragment_row(0, 2 * half), extent.rows - 1);
+    rows[half] = static_cast<const uint8_t*>(mask.data) + offset + row * mask.row;
+  }
+  AllowedBits allowed = {};
+#pragma unroll 4
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int64_t col = min(col0 + fragment_col(n, e), extent.cols - 1);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        allowed.row[half] |= (rows[half][col * mask.col] ? 1u : 0u) << (2 * n + e);
+      }
+    }
+  }
+  return allowed;
+}
+
+// A thread's pair of words of a tile, of the mask that words_operand() describes.
+struct MaskPair {
+  uint32_t first;  // for the query tile, of the first tile of keys
+  uint2 pair;
+
+  __device__ __forceinline__ void begin(const Operand& words, int64_t offset, int32_t row0,
+                                        int32_t count) {
+    const int32_t group = min(row0, count - 1) / MaskWords::kRows;
+    first = static_cast<uint32_t>(offset + group * words.row) + threadIdx.x % MaskWords::kThreads;
+  }
+  __device__ __forceinline__ void load(const Operand& words, int32_t tile, int32_t) {
+    pair = static_cast<const uint2*>(words.data)[first + tile * MaskWords::kThreads];
+  }
+  __device__ __forceinline__ AllowedBits bits() const { return {pair.x, pair.y}; }
+};
+
+// Of the mask whose matrices `words` describes: row, head and batch strides in pairs of words.
+inline Operand words_operand(const MaskWords& words, void* workspace) {
+  Operand operand;
+  operand.data = workspace;
+  const auto stride = [](int32_t count, int64_t pairs) { return count == 1 ? 0 : pairs; };
+  operand.row = stride(words.row_groups, int64_t{words.tiles} * MaskWords::kThreads);
+  operand.head = stride(words.heads, words.matrix());
+  operand.batch[1] = stride(words.batch[1], words.matrix() * words.heads);
+  operand.batch[0] = stride(words.batch[0], words.matrix() * words.heads * words.batch[1]);
+  return operand;
+}
+
+inline constexpr int kMaskWordsThreads = 2 * MaskWords::kThreads;
+
+// Grid: a consumer's threads for each pair of [batch, heads, row groups] of the mask and tile of
+// keys, `count` in all.
+template <int kBlockKv>
+__global__ void __launch_bounds__(kMaskWordsThreads)
+    mask_words_kernel(const __grid_constant__ Operand mask, const __grid_constant__ Extent extent,
+                      const __grid_constant__ MaskWords words, bool vectors, int64_t count,
+                      uint2* pairs) {
+  ptx::griddepcontrol_launch_dependents();
+  constexpr int kN = kBlockKv / 8;
+  const int64_t unit =
+      (int64_t{blockIdx.x} * kMaskWordsThreads + threadIdx.x) / MaskWords::kThreads;
+  if (unit >= count) return;
+  const int64_t index = unit / words.tiles;
+  const int32_t tile = static_cast<int32_t>(unit % words.tiles);
+  const int32_t group = static_cast<int32_t>(index % words.row_groups);
+  const int32_t matrix = static_cast<int32_t>(index / words.row_groups);
+  const int32_t head = matrix % words.heads, batch = matrix / words.heads;
+  const int64_t offset = head * mask.head + batch % words.batch[1] * mask.batch[1] +
+                         batch / words.batch[1] * mask.batch[0];
+  const int thread = threadIdx.x % MaskWords::kThreads;
+  const int32_t row0 = group * MaskWords::kRows + thread / 32 * 16;
+  AllowedBits allowed;
+  if (vectors) {
+    MaskBytes<kN> bytes;
+    bytes.begin(mask, offset, row0, extent.rows);
+    bytes.load(mask, tile, extent.cols);
+    allowed = bytes.bits();
+  } else {
+    allowed = mask_bits<kN>(mask, offset, row0, tile * kBlockKv, extent);
+  }
+  pairs[unit * MaskWords::kThreads + thread] = {allowed.row[0], allowed.row[1]};
+}
+
+// Makes the words, and has `params` refer to them instead of the bytes.
+template <int kBlockKv>
+Status launch_mask_words(Forward& params, cudaStream_t stream) {
+  const MaskWords words(params.shape, params.mask, kBlockKv);
+  const bool vectors = has_vectors(params.mask, 1, 8) && params.shape.kv_len % 8 == 0;
+  const int64_t count =
+      int64_t{words.batch[0]} * words.batch[1] * words.heads * words.matrix() / MaskWords::kThreads;
+  const Extent extent = {params.shape.q_len, params.shape.kv_len};
+  const Status status = launch_kernel(
+      "sm90::mask_words_kernel", params.shape, mask_words_kernel<kBlockKv>,
+      ceil_div(count * MaskWords::kThreads, kMaskWordsThreads), kMaskWordsThreads, 0, stream,
+      params.mask, extent, words, vectors, count, static_cast<uint2*>(params.workspace));
+  params.mask = words_operand(words, params.workspace);
+  return status;
+}
 
 }  // namespace jax_flash::sm90

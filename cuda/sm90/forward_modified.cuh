@@ -8,6 +8,7 @@
 
 #include "params.h"
 #include "ptx/math.cuh"
+#include "sm90/mask_words.h"
 #include "tile/band.cuh"
 #include "tile/matmul.cuh"
 #include "tile/modifiers.cuh"
@@ -213,6 +214,18 @@ struct AllowedBits {
 template <int kN>
 inline constexpr uint32_t kAllBits = kN == 16 ? ~0u : (1u << 2 * kN) - 1;
 
+// Of a mask's words (mask_words.h), `row_stride` pairs from 64 rows to the next.
+template <int kBlockKv>
+__device__ __forceinline__ bool is_allowed(const uint2* pairs, int64_t row_stride, int32_t row,
+                                           int32_t col) {
+  const int32_t in_group = row % MaskWords::kRows, in_tile = col % kBlockKv;
+  const int32_t thread = in_group / 16 * 32 + in_group % 8 * 4 + in_tile % 8 / 2;
+  const uint2 pair =
+      pairs[row / MaskWords::kRows * row_stride + col / kBlockKv * MaskWords::kThreads + thread];
+  const uint32_t bits = in_group % 16 < 8 ? pair.x : pair.y;
+  return bits >> (in_tile / 8 * 2 + in_tile % 2) & 1;
+}
+
 // Those among columns below `end`, counted from the thread's first.
 __device__ __forceinline__ uint32_t bits_below(int32_t end) {
   const int32_t count = max(end, 0) / 8 * 2 + min(max(end, 0) % 8, 2);
@@ -242,7 +255,8 @@ __device__ __forceinline__ uint32_t attended_by_warp(const AllowedBits& allowed)
   return bits;
 }
 
-// Of kBlocks blocks from n on, a row's bits one after the other: R2P makes predicates of them.
+// Sets what is forbidden to -inf; of kBlocks blocks from n on, a row's bits one after the other:
+// R2P makes predicates of them.
 template <int kBlocks, int kN>
 __device__ __forceinline__ void forbid(float (&scores)[kN][4], const AllowedBits& allowed, int n) {
 #pragma unroll
@@ -255,102 +269,37 @@ __device__ __forceinline__ void forbid(float (&scores)[kN][4], const AllowedBits
     }
   }
 }
-
-// A thread's part of a tile of the mask on its way to bits: of its two rows the eight columns of
-// every fourth block, a byte each. A quad holds its rows, and exchanges bits.
-template <int kN>
-struct MaskBytes {
-  static constexpr int kVectors = (kN + 3) / 4;
-  uint2 bytes[2][kVectors] = {};
-
-  // Where this thread's rows begin. `mask` is at row 0 and column 0 of the batch and head. Rows
-  // beyond the last are the last.
-  struct Rows {
-    const uint8_t* first[2];
-  };
-  static __device__ __forceinline__ Rows rows(const uint8_t* mask, int64_t row_stride, int32_t row0,
-                                              int32_t count) {
-    Rows rows;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int32_t row = min(row0 + fragment_row(0, 2 * half), count - 1);
-      rows.first[half] = mask + row * row_stride + threadIdx.x % 4 * 8;
-    }
-    return rows;
-  }
-  // Columns from `cols`, a multiple of 8, on are not read: their bytes stay what they were.
-  __device__ __forceinline__ void load(const Rows& rows, int32_t col0, int32_t cols) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int i = 0; i < kVectors; ++i) {
-        const int n = 4 * i + threadIdx.x % 4;
-        if ((4 * i + 3 < kN || n < kN) && col0 + n * 8 < cols) {
-          bytes[half][i] = *reinterpret_cast<const uint2*>(rows.first[half] + col0 + i * 32);
-        }
-      }
-    }
-  }
-
-  // Bytes are 0 or 1.
-  __device__ __forceinline__ AllowedBits bits() const {
-    AllowedBits allowed;
-    const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
-    // Swaps the bits of the quad's lanes: a transposition of 4x4 pairs in each byte.
-    const auto exchange = [](uint32_t word, int distance, int shift, uint32_t kept) {
-      const uint32_t other = __shfl_xor_sync(0xffffffff, word, distance);
-      return (word & kept) | (__funnelshift_l(other, other, shift) & ~kept);
-    };
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      uint32_t word = 0;
-#pragma unroll
-      for (int i = kVectors - 1; i >= 0; --i) {
-        const uint2 vector = bytes[half][i];
-        word = __dp4a(vector.x, 0x08040201u, __dp4a(vector.y, 0x80402010u, word << 8));
-      }
-      word = exchange(word, 1, odd ? 30 : 2, odd ? 0xcccccccc : 0x33333333);
-      word = exchange(word, 2, upper ? 28 : 4, upper ? 0xf0f0f0f0 : 0x0f0f0f0f);
-      allowed.row[half] = word;
-    }
-    return allowed;
-  }
-};
-
-// The same for any layout, at once.
-template <int kN>
-__device__ __forceinline__ AllowedBits mask_bits(const Operand& mask, int64_t offset, int32_t row0,
-                                                 int32_t col0, const Extent& extent) {
-  const uint8_t* rows[2];
+// The same by additions, which take half as long as selections. A forbidden NaN or infinity becomes
+// NaN.
+template <int kBlocks, int kN>
+__device__ __forceinline__ void forbid_finite(float (&scores)[kN][4], const AllowedBits& allowed,
+                                              int n) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int64_t row = min(row0 + fragment_row(0, 2 * half), extent.rows - 1);
-    rows[half] = static_cast<const uint8_t*>(mask.data) + offset + row * mask.row;
-  }
-  AllowedBits allowed = {};
-#pragma unroll 4
-  for (int n = 0; n < kN; ++n) {
 #pragma unroll
-    for (int e = 0; e < 2; ++e) {
-      const int64_t col = min(col0 + fragment_col(n, e), extent.cols - 1);
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        allowed.row[half] |= (rows[half][col * mask.col] ? 1u : 0u) << (2 * n + e);
-      }
+    for (int i = 0; i < 2 * kBlocks; ++i) {
+      if (n + i / 2 >= kN) continue;
+      asm("{ .reg .pred p; setp.eq.u32 p, %1, 0; @p add.f32 %0, %0, %2; }"
+          : "+f"(scores[n + i / 2][2 * half + i % 2])
+          : "r"(allowed.row[half] & 1u << (2 * n + i)), "f"(minus_infinity()));
     }
   }
-  return allowed;
 }
 
 // Whether `row` may attend to `col`, which is below kv_len.
-template <uint32_t kModifiers>
+template <typename Config, uint32_t kModifiers>
 __device__ __forceinline__ bool allows_element(const Forward& params,
                                                const ModifierOffsets& offsets, const Band& band,
                                                int32_t row, int32_t col) {
   if (row >= band.q_len || col < band.first_col(row) || col >= band.end_col(row)) return false;
   if constexpr (kModifiers == kMask) {
-    return static_cast<const uint8_t*>(
-               params.mask.data)[offsets.mask + row * params.mask.row + col * params.mask.col] != 0;
+    const Operand& mask = params.mask;
+    if constexpr (Config::kMaskWords) {
+      return is_allowed<Config::kBlockKv>(static_cast<const uint2*>(mask.data) + offsets.mask,
+                                          mask.row, row, col);
+    }
+    return static_cast<const uint8_t*>(mask.data)[offsets.mask + row * mask.row + col * mask.col] !=
+           0;
   } else {
     const Operand &queries = params.query_segment_ids, &keys = params.key_value_segment_ids;
     return static_cast<const int32_t*>(queries.data)[offsets.query_ids + row * queries.row] ==
@@ -363,7 +312,7 @@ struct ModifierPlan {
   // Up to which the soft cap is exact: first and last tiles are not done faster by a plan for it.
   static constexpr int32_t kFewKeys = 256;
   SoftCapPlan soft_cap;
-  bool vectors = false;    // whether mask or bias can be read ahead: in vectors, or boxes
+  bool vectors = false;    // whether the bias can be read ahead: in vectors, or boxes
   int8_t batch_shift = 0;  // of QueryTileCursor
 
   ModifierPlan() = default;
@@ -371,7 +320,6 @@ struct ModifierPlan {
     if (params.options.logits_soft_cap > 0.0f && params.shape.kv_len > kFewKeys) {
       soft_cap = SoftCapPlan(params.options, params.query.dtype, saturates);
     }
-    if (params.mask) vectors = has_vectors(params.mask, 1, 8) && params.shape.kv_len % 8 == 0;
     if (params.bias) {
       const int bytes = params.bias.dtype == DType::kFloat32 ? 4 : 2;
       vectors = has_vectors(params.bias, bytes, 16) &&

@@ -8,6 +8,7 @@
 #include "params.h"
 #include "ptx/shared.cuh"
 #include "sm90/forward_bias.cuh"
+#include "sm90/forward_mask.cuh"
 #include "sm90/forward_modified.cuh"
 #include "sm90/forward_parts.cuh"
 #include "sm90/forward_plan.cuh"
@@ -24,11 +25,10 @@ struct ModifiedTile {
   // Whether the soft cap saturates squares, and references are 0 where it lets them.
   static constexpr bool kSaturates =
       kCapped && std::is_same_v<Element, __nv_bfloat16> && Config::kOptimistic;
-  // Whether what the next tile needs is found out beside the exponentials of this one, or, where
-  // there are no registers for it, when it is needed.
-  static constexpr bool kLooksAhead = kBits && Config::kOptimistic && !Config::kMaskBoxes;
-  // Blocks whose elements are forbidden together: by measurement.
-  static constexpr int kForbidBlocks = Config::kMaskBoxes ? 4 : Config::kHeadDim / 64;
+  // Blocks whose elements are forbidden together, and how: by measurement.
+  static constexpr int kForbidBlocks =
+      Config::kMaskWords && Config::kHeadDim != 128 ? 4 : Config::kHeadDim / 64;
+  static constexpr bool kAddsInfinity = kBits && Config::kMaskWords;
   using Scores = float[1][kN][4];
 
   const Forward& params;
@@ -41,13 +41,10 @@ struct ModifiedTile {
   uint32_t first_words[kEarlyLoads][4];
   typename BiasTile<kN>::Rows bias_rows;
   int bias_reads_ahead;
-  MaskBytes<kN> mask;
-  typename MaskBytes<kN>::Rows mask_rows;
+  // Of the mask, for the tile behind the next.
+  std::conditional_t<Config::kMaskWords, MaskPair, MaskBytes<kN>> mask;
   AllowedBits allowed, next_allowed;
   bool all_allowed, next_all_allowed;
-  // Whether bits arrive with K, and where this thread's are for the first stage.
-  static constexpr bool kArrive = kBits && Config::kMaskBoxes;
-  uint32_t bits;
   // Of what a polynomial of the soft cap takes, where it is chosen.
   static constexpr float kMargin = 0.8f;
   // Of that polynomial: 2, 3, with kSaturates 5, or 0 if they were too few. With kSaturates, unless
@@ -67,10 +64,7 @@ struct ModifiedTile {
     } else if constexpr (kBiased) {
       bias.init(smem.own(threadIdx.x / 32 - 4));
     }
-    if constexpr (kArrive) {
-      bits = smem.mask_bits(0, group) + threadIdx.x % kWarpgroup * 8;
-      asm volatile("" : "+r"(bits));  // or it would be computed for each tile
-    }
+    if constexpr (Config::kMaskWords) ptx::griddepcontrol_wait();
     if constexpr (kCapped) {
       const SoftCapPlan& cap = plan.modifiers.soft_cap;
       cap_terms = cap.two.limit > 0.0f ? 2 : cap.three.limit > 0.0f ? 3 : 0;
@@ -127,55 +121,36 @@ struct ModifiedTile {
     cap_terms = terms > cap_terms ? terms : 0;
   }
 
-  // Whether mask and bias are read a tile ahead: where they lie in vectors.
-  __device__ __forceinline__ bool reads_ahead() const {
-    if constexpr (kBiased) return bias_reads_ahead;
-    return plan.modifiers.vectors;
-  }
+  // Whether the bias is read a tile ahead: where it lies in vectors.
+  __device__ __forceinline__ bool reads_ahead() const { return kBiased && bias_reads_ahead; }
 
   // A query tile: the warp's rows are those from row0 on.
   __device__ __forceinline__ void begin(const QueryWork& work, int32_t row0) {
-    if constexpr (kModifiers == kMask && kLooksAhead) mask_rows = rows_of_mask(work, row0);
+    if constexpr (kBits) {
+      mask.begin(params.mask, work.modifiers.mask, row0, plan.q_len);
+    }
     if constexpr (kBiased && !kBoxes) {
       bias_rows = BiasTile<kN>::rows(params.bias.row, row0, plan.q_len);
     }
   }
-  __device__ __forceinline__ auto rows_of_mask(const QueryWork& work, int32_t row0) const {
-    return MaskBytes<kN>::rows(static_cast<const uint8_t*>(params.mask.data) + work.modifiers.mask,
-                               params.mask.row, row0, plan.q_len);
-  }
-  // Of the bias, if warps copy it, or the bytes of the mask, if there is such a tile. With
-  // kLooksAhead, there has to be, and there are no branches.
-  __device__ __forceinline__ void read_ahead(const QueryWork& work, int32_t row0, int32_t tile) {
-    const int32_t col0 = tile * Config::kBlockKv;
-    if constexpr (kArrive) {
-      return;
-    } else if constexpr (kModifiers == kMask) {
-      if constexpr (!kLooksAhead) {
-        mask = {};  // or registers would be kept for what was there
-        if (tile < 0 || !reads_ahead()) return;
-        mask_rows = rows_of_mask(work, row0);
-      }
-      mask.load(mask_rows, col0, reads_ahead() ? plan.kv_len : 0);
+  // Of the bias, if warps copy it and there is such a tile, or of the mask; then there has to be,
+  // and there are no branches.
+  __device__ __forceinline__ void read_ahead(const QueryWork& work, int32_t tile) {
+    if constexpr (kBits) {
+      mask.load(params.mask, tile, plan.kv_len);
     } else if constexpr (kBiased && !kBoxes) {
       if (tile < 0 || !reads_ahead()) return;
+      const int32_t col0 = tile * Config::kBlockKv;
       const auto* data = static_cast<const float*>(params.bias.data);
       bias.copy(data + work.modifiers.bias + col0, bias_rows, plan.kv_len - col0);
     }
   }
-  // From the mask's bytes of the next tile to its bits, and the bytes of the tile behind it.
-  __device__ __forceinline__ void look_ahead(const QueryWork& work, int32_t row0, int32_t behind) {
+  // To the mask's bits of the next tile, and what is read of the tile behind it.
+  __device__ __forceinline__ void look_ahead(const QueryWork& work, int32_t behind) {
     if constexpr (kBits) {
       next_allowed = mask.bits();
       next_all_allowed = all_of(next_allowed);
-      read_ahead(work, row0, min(behind, work.end - 1));
-    }
-  }
-  // With the K of a stage.
-  __device__ __forceinline__ void read_bits(uint32_t stage) {
-    if constexpr (kArrive) {
-      const uint2 words = ptx::ld_shared_v2(bits + stage * Config::kBitsBytes);
-      next_allowed = {words.x, words.y};
+      read_ahead(work, min(behind, work.end - 1));
     }
   }
   // Before a tile's scores are there.
@@ -183,23 +158,10 @@ struct ModifiedTile {
                                           bool edge) {
     if constexpr (kBits) {
       const Band& band = work.band;
-      const int32_t col0 = tile * Config::kBlockKv;
-      const Extent extent = {band.q_len, band.kv_len};
-      if constexpr (kArrive) {
-        allowed = next_allowed;
-        all_allowed = __all_sync(0xffffffff, (allowed.row[0] & allowed.row[1]) == kAllBits<kN>);
-      } else if (!reads_ahead()) {
-        allowed = mask_bits<kN>(params.mask, work.modifiers.mask, row0, col0, extent);
-        all_allowed = all_of(allowed);
-      } else if constexpr (kLooksAhead) {
-        allowed = next_allowed;
-        all_allowed = next_all_allowed;
-      } else {
-        allowed = mask.bits();
-        all_allowed = all_of(allowed);
-      }
+      allowed = next_allowed;
+      all_allowed = next_all_allowed;
       if (edge) {
-        forbid_edges(allowed, band, row0, col0);
+        forbid_edges(allowed, band, row0, tile * Config::kBlockKv);
         // A warp all of whose rows do not exist has all keys: else it would never have references,
         // and would look through V for what it lacks, for each tile (clear_unattended()).
         if (row0 >= band.q_len) allowed.row[0] = allowed.row[1] = kAllBits<kN>;
@@ -210,13 +172,10 @@ struct ModifiedTile {
     }
   }
   static __device__ __forceinline__ bool all_of(const AllowedBits& bits) {
-    return __reduce_and_sync(0xffffffff, bits.row[0] & bits.row[1]) == kAllBits<kN>;
+    return __all_sync(0xffffffff, (bits.row[0] & bits.row[1]) == kAllBits<kN>);
   }
 
   __device__ __forceinline__ void forbid_all(Scores& scores) const {
-    if (!all_allowed) forbid_all(scores, allowed);
-  }
-  static __device__ __forceinline__ void forbid_all(Scores& scores, const AllowedBits& allowed) {
 #pragma unroll
     for (int n = 0; n < kN; n += kForbidBlocks) forbid<kForbidBlocks>(scores[0], allowed, n);
   }
@@ -274,31 +233,30 @@ struct ModifiedTile {
   }
   // Exponentials of a tile that no edge cuts, with what the call does to its products side by side:
   // in one block of code, in which the assembler mixes them. `longer`: by the longer polynomial of
-  // the soft cap. Returns whether products are too great for it. What `beside` does, so has no
-  // branches, is mixed in, too.
+  // the soft cap. Returns whether products are too great for it. `beside`, told whether the mask
+  // allows all, is mixed in, too.
   template <typename Beside>
   __device__ __forceinline__ bool exponentials(Scores& scores, OnlineSoftmax<1>& softmax,
                                                float to_log2, bool longer, Beside beside) {
-    const auto all = [&](auto modify, auto with) {
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-        if (n == kN / 4) with();
-        modify(scores[0][n], n);
-        softmax.exponentials(scores[0][n], 0, to_log2);
-      }
-    };
     if constexpr (kBits) {
+      const auto all = [&](auto all_are_allowed) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+          if (n == kN / 4) beside(all_are_allowed());
+          if (!all_are_allowed() && n % kForbidBlocks == 0) {
+            if constexpr (kAddsInfinity) {
+              forbid_finite<kForbidBlocks>(scores[0], allowed, n);
+            } else {
+              forbid<kForbidBlocks>(scores[0], allowed, n);
+            }
+          }
+          softmax.exponentials(scores[0][n], 0, to_log2);
+        }
+      };
       if (all_allowed) {
-        all([](float (&)[4], int) {},
-            [&] {
-              if constexpr (kLooksAhead) beside();
-            });
+        all(std::true_type{});
       } else {
-        all(
-            [&](float (&)[4], int n) {
-              if (n % kForbidBlocks == 0) forbid<kForbidBlocks>(scores[0], allowed, n);
-            },
-            beside);
+        all(std::false_type{});
       }
     } else if constexpr (kCapped) {
       const SoftCapPlan& cap = plan.modifiers.soft_cap;

@@ -83,7 +83,7 @@ struct SegmentNotes {
 template <typename Config>
 struct ForwardSmem {
   static constexpr int kQueryBarriers = Config::kQueryStages * Config::kRowGroups;
-  static constexpr int kBoxBarriers = Config::kBoxes ? Config::kRowGroups : 0;
+  static constexpr int kBoxBarriers = Config::kBiasBoxes ? Config::kRowGroups : 0;
   static constexpr int kBarriers = 3 * kQueryBarriers + 2 * kBoxBarriers + 4 * Config::kStages;
   static constexpr int kWorks = Config::kRowGroups * Config::kWorks;
   uint32_t root, barriers;
@@ -103,10 +103,6 @@ struct ForwardSmem {
   // What is a consumer warp's own.
   __device__ __forceinline__ uint32_t own(int consumer_warp) const {
     return root + Config::kOwnOffset + consumer_warp * Config::kOwnBytes;
-  }
-  // A mask's bits for a consumer's first thread.
-  __device__ __forceinline__ uint32_t mask_bits(uint32_t stage, int group) const {
-    return root + Config::kBitsOffset + stage * Config::kBitsBytes + group * (kWarpgroup * 8);
   }
   __device__ __forceinline__ uint32_t partial() const { return root + Config::kPartialOffset; }
   // The n-th query tile of a consumer; the next kWorks - 1 leave it alone.
@@ -134,10 +130,6 @@ struct ForwardSmem {
   __device__ __forceinline__ uint32_t bias_empty(int group) const {
     return at(4, kBoxBarriers + group);
   }
-  // Of the halves of a mask's box.
-  __device__ __forceinline__ uint32_t mask_full(int group, int half) const {
-    return at(4, half * kBoxBarriers + group);
-  }
 
   // By one thread: lanes side by side would take longer.
   __device__ __forceinline__ void init_barriers() const {
@@ -150,16 +142,14 @@ struct ForwardSmem {
                          kConsumerWarps / Config::kRowGroups);
     }
     for (uint32_t stage = 0; stage < Config::kStages; ++stage) {
-      // With a mask its bits arrive, too, those of each consumer.
-      ptx::mbarrier_init(key_full(stage), Config::kMaskBoxes ? 1 + Config::kRowGroups : 1);
+      ptx::mbarrier_init(key_full(stage), 1);
       ptx::mbarrier_init(key_empty(stage), kKeyWarps);
       ptx::mbarrier_init(value_full(stage), 1);
       ptx::mbarrier_init(value_empty(stage), kKeyWarps);
     }
     for (int group = 0; group < kBoxBarriers; ++group) {
-      ptx::mbarrier_init(at(4, group), 1);
-      ptx::mbarrier_init(at(4, kBoxBarriers + group),
-                         Config::kMaskBoxes ? 1 : kConsumerWarps / Config::kRowGroups);
+      ptx::mbarrier_init(bias_full(group), 1);
+      ptx::mbarrier_init(bias_empty(group), kConsumerWarps / Config::kRowGroups);
     }
     ptx::fence_mbarrier_init();
   }

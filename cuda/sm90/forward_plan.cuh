@@ -168,10 +168,10 @@ __device__ __forceinline__ void describe_query_tile(const Forward& params, const
     work.modifiers.key_ids = offsets.key_ids;
   } else if constexpr (kModifiers != kNoModifier) {
     work.modifiers = ModifierOffsets(params, q.batch_axes, q.head);
-    if constexpr (kModifiers == kBias) {  // of Q, in place of a mask: there is none
-      work.modifiers.mask = q.batch_axes[0] * params.query.batch[0] +
-                            q.batch_axes[1] * params.query.batch[1] + q.head * params.query.head +
-                            row0 * params.query.row;
+    if constexpr (kModifiers == kBias || kModifiers == kMask) {
+      work.modifiers.query() = q.batch_axes[0] * params.query.batch[0] +
+                               q.batch_axes[1] * params.query.batch[1] +
+                               q.head * params.query.head + row0 * params.query.row;
     }
   }
   work.sink_log2 = plan.sinks.data ? *plan.sinks.at<const float>(q, 0) * kLog2E : minus_infinity();

@@ -8,7 +8,6 @@
 #include "ptx/mbarrier.cuh"
 #include "sm90/forward_ahead.cuh"
 #include "sm90/forward_bias.cuh"
-#include "sm90/forward_mask.cuh"
 #include "sm90/forward_parts.cuh"
 #include "sm90/forward_plan.cuh"
 #include "sm90/ring.cuh"
@@ -106,7 +105,6 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
   const auto wait_empty = [&] {
     ptx::mbarrier_wait_asleep(smem.query_empty(stage.stage, group), stage.parity ^ 1);
   };
-  MaskBits bits;
   const auto produce = [&](const QueryTileCursor& cursor) {  // as in produce_keys()
     const QueryTileIndex q = cursor.index();
     const Band band = plan.band.of<kModifiers == kNoModifier>(q);
@@ -147,10 +145,6 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
                             bias_parity);
         }
       }
-    }
-    if constexpr (Config::kMaskBoxes) {
-      __syncwarp();
-      bits.make<Config>(smem, maps, group, q, row0 + group * 64, range);
     }
     stage.advance();
     ++works;

@@ -26,12 +26,8 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::fi
   } else {
     one_segment = of_one_segment;
   }
-  if constexpr (Modified::kLooksAhead) look_ahead(tile);
-  modified.read_bits(key_stage.stage);
+  if constexpr (Modified::kBits) look_ahead(tile);
   modified.prepare(work, work.row0 + warp_row, tile, edge);
-  if constexpr (!kChained && kModifiers == kMask && !Modified::kLooksAhead) {
-    read_ahead(min(tile + 1, work.end - 1));
-  }
   await_scores<kBesideOut ? 1 : 0>();
   release_key();
   release_query_early(tile);
@@ -50,8 +46,10 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::fi
     if (edge) first_peak_shares<Config::kBlockKv>(work.band, work.row0 + warp_row, tile, share);
     peak_limits.set(softmax, share);
   }
-  if constexpr (Modified::kLooksAhead) look_ahead(tile + 1);
-  if constexpr (Modified::kBits) attended_columns_of_bits();
+  if constexpr (Modified::kBits) {
+    look_ahead(tile + 1);
+    find_attended_columns(modified.all_allowed);
+  }
   drop_some(tile);
   if constexpr (kBesideOut) {
     wait_next_value_after_exponentials();
@@ -74,29 +72,19 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
   const bool edge = !kBiasBeside && at_edge(tile);  // before the wait
   if constexpr (!Modified::kBiased) {
     wait_key();
-    modified.read_bits(key_stage.stage);
     if constexpr (kSegmented) note = key_note(tile);
     if constexpr (kInRun) one_segment = true;  // so that the compiler knows
     start_scores();
   }
   clear_values(last, work.attended);
   if constexpr (!kInRun) one_segment = of_one_segment;
-  if constexpr (!kChained && !kOptimistic) *next_note = key_note(tile);
+  if constexpr (!kChained) *next_note = key_note(tile);
   if constexpr (kSegmented) look_at_segments(tile);
-  const auto prepare = [&] { modified.prepare(work, work.row0 + warp_row, tile, edge); };
-  if constexpr (!kChained && Modified::kBits && !Modified::kLooksAhead) {
-    prepare();
-    columns = kAllBits<kN>;
-    if (!modified.all_allowed) attended_columns_of_bits();
-    read_ahead(next_note->next());
-    start_out_part<0>(0);
+  start_out_part<0>(0);
+  if constexpr (kBiasBeside) {
+    modified.wait_bias();
   } else {
-    start_out_part<0>(0);
-    if constexpr (kBiasBeside) {
-      modified.wait_bias();
-    } else {
-      prepare();
-    }
+    modified.prepare(work, work.row0 + warp_row, tile, edge);
   }
   await_scores<1>();
   bool careful = !kBiasBeside;
@@ -110,7 +98,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
   bool whole = !kBiasBeside;
   bool assumes_small = false;  // products: the tile is done again if they are not
   bool longer = false;         // polynomial of the soft cap
-  if constexpr (Modified::kBits && kOptimistic) {
+  if constexpr (Modified::kBits) {
     whole = careful;
   } else if constexpr (Modified::kCapped) {
     whole = edge;
@@ -132,14 +120,15 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
   const float before[2] = {softmax.sum[0][0], softmax.sum[0][1]};
   softmax.sum[0][0] = softmax.sum[0][1] = 0.0f;
   // What the next tile needs.
-  const auto beside = [&] {
-    if constexpr (!kChained && kOptimistic) *next_note = key_note(tile);
-    if constexpr (Modified::kLooksAhead) look_ahead(tile + 1);
-    if constexpr (Modified::kLooksAhead || Modified::kArrive) attended_columns_of_bits();
+  const auto beside = [&](bool all_allowed) {
+    if constexpr (Modified::kBits) {
+      look_ahead(tile + 1);
+      find_attended_columns(all_allowed);
+    }
   };
   bool great = false;
   if (whole) {
-    beside();
+    beside(modified.all_allowed);
     exponentials_beside_out<0>();
   } else if constexpr (kBiasBeside) {
     modified.biased_exponentials(scores, softmax);
@@ -147,7 +136,9 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
     great = modified.exponentials(scores, softmax, to_log2, longer, beside) && assumes_small;
   }
   if constexpr (Modified::kBiased) read_ahead(is_last(tile) ? -1 : tile + 1);
-  const float greatest = fmaxf(softmax.sum[0][0], softmax.sum[0][1]);
+  const float greatest = Modified::kAddsInfinity
+                             ? ptx::max_nan(softmax.sum[0][0], softmax.sum[0][1])
+                             : fmaxf(softmax.sum[0][0], softmax.sum[0][1]);
   const bool exceeds = kPeaks && peak_limits.exceeded_by(softmax.sum[0]);
   softmax.sum[0][0] += before[0];
   softmax.sum[0][1] += before[1];
@@ -155,10 +146,15 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
   await_out();
   bool peak = false;
   if constexpr (kOptimistic) {
-    if (!careful && __any_sync(0xffffffff, kPeaks ? exceeds : greatest > kOptimisticLimit || great))
-        [[unlikely]] {
+    // NaN may come of what a mask forbids, too.
+    const bool again = kPeaks                    ? exceeds
+                       : Modified::kAddsInfinity ? !(greatest <= kOptimisticLimit)
+                                                 : greatest > kOptimisticLimit || great;
+    if (!careful && __any_sync(0xffffffff, again)) [[unlikely]] {
       peak = kPeaks;
       bool anew = sums_too_great(softmax) || (kPeaks && peak_limits.missing());
+      if constexpr (Modified::kAddsInfinity)
+        anew = anew || __any_sync(0xffffffff, greatest != greatest);
       if constexpr (Modified::kCapped) {
         if (__any_sync(0xffffffff, great)) {
           modified.cap_terms = modified.cap_terms == 2 ? 3 : 0;

@@ -78,8 +78,6 @@ SWITCHES: tuple[Switch, ...] = (
     _sm90("forward", "LONG_UNIT", ("0", "(32768 * 256)", "(1 << 30)"),
           "keys times head dim from which on blocks are not persistent"),
     _sm90("forward", "REST_APART", (0, 1), "units left over as blocks of their own"),
-    _sm90("forward", "MASK_BOXES", (0, 1), "masks as bits by the warps that copy Q",
-          head_dims=(64,)),
     _sm90("forward", "OUT_PARTS_64", (1, 2, 4), "parts of P V among exponentials", head_dims=(64,)),
     _sm90("forward", "OUT_PARTS", (1, 2, 4), "parts of P V among exponentials",
           head_dims=(96, 128, 192, 256)),
