@@ -189,6 +189,19 @@ def test_what_is_in_the_inputs_is_not_in_those_of_the_plain_call():
         np.testing.assert_allclose(of_peaked, factor * of_plain, rtol=1e-6)
 
 
+def test_segments_are_compared_with_as_many_sequences():
+    case = tiny(group="tiny-features", segments=2, is_causal=True)
+    plain = case.plain()
+    assert plain == dataclasses.replace(
+        tiny(group="tiny-features", is_causal=True), batch=2 * case.batch, q_len=case.q_len // 2,
+        kv_len=case.kv_len // 2,
+    )  # fmt: skip
+    assert plain.flops("forward") == pytest.approx(case.flops("forward"), rel=0.1)
+    settings = speed.Settings(timing.WallTimer(), warmup=0, calls=2, passes=("forward",))
+    (row,) = next(speed.measure_cases([case], [_FLASH], settings))
+    assert row["over_plain"]["ratio"] > 0
+
+
 def test_who_takes_long_to_compile_is_left_out_of_later_cases():
     cases = [tiny(q_len=8 * n) for n in (1, 2, 3)]
     xla = JaxContender("jax.nn xla", lambda case: jax.nn.dot_product_attention)

@@ -78,6 +78,19 @@ class Case:
         """Of the elements of query and key."""
         return PEAKED if self.feature == "peaked" else 1.0
 
+    def plain(self) -> Case:
+        """The call without its feature; for segments, that of as many sequences of their length.
+
+        Without any feature, the one of all pairs.
+        """
+        if self.segments and self.q_len % self.segments == 0 == self.kv_len % self.segments:
+            return dataclasses.replace(
+                self, batch=self.batch * self.segments, q_len=self.q_len // self.segments,
+                kv_len=self.kv_len // self.segments, segments=0, feature="",
+            )  # fmt: skip
+        is_causal = self.is_causal and bool(self.feature)
+        return dataclasses.replace(self, is_causal=is_causal, window=None, segments=0, feature="")
+
     def allowed_pairs(self) -> float:
         """(query, key) pairs of one head that the masks allow, by the convention above."""
         if self.window is None and not self.segments:

@@ -140,11 +140,15 @@ def measure_case(
 def _prepare_plain(case: Case, contenders, inputs) -> Prepared | None:
     """In a table of features: the call without any, to be measured beside the one with it."""
     own = [contender for contender in contenders if contender.name == _OWN]
-    plain = dataclasses.replace(case, is_causal=False, window=None, segments=0, feature="")
+    plain = case.plain()
     if not own or not case.group.endswith("features") or plain == case:
         return None
     if plain.deviation != case.deviation:
         inputs = [make_inputs(plain, seed)[0] for seed in range(len(inputs))]
+    elif case.segments:  # the same memory
+        inputs = [
+            tuple(x.reshape(plain.batch, -1, *x.shape[2:]) for x in arrays) for arrays in inputs
+        ]
     return own[0].prepare(plain, inputs, {})
 
 

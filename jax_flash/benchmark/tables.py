@@ -88,14 +88,17 @@ def _segments() -> list[Case]:
 
 
 def _features() -> list[Case]:
-    """One feature at a time: what each costs over the first, plain, case."""
+    """One feature at a time: what each costs over the plain call (Case.plain())."""
     plain = Case("features", 4, 4096, 16, 128)
+    narrow = dataclasses.replace(plain, head_dim=64)
     return [
         plain,
         dataclasses.replace(plain, is_causal=True),
         dataclasses.replace(plain, window=(1023, 0)),
         dataclasses.replace(plain, segments=4),
+        dataclasses.replace(plain, segments=4, is_causal=True),
         *(dataclasses.replace(plain, feature=feature) for feature in FEATURES),
+        *(dataclasses.replace(narrow, feature=f) for f in ("bias", "mask", "soft_cap")),
     ]
 
 
@@ -126,7 +129,7 @@ def _cpu_features() -> list[Case]:
         window = case.window and (255, 0)
         shrunk.append(dataclasses.replace(case, group="cpu-features", kv_len=1024, kv_heads=4,
                                           window=window, **small))  # fmt: skip
-    return shrunk
+    return list(dict.fromkeys(shrunk))  # which have one head dim
 
 
 def _tiny() -> list[Case]:
