@@ -55,10 +55,12 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   constexpr double kMostRest = kInTurn || !JAX_FLASH_SM90_REST_APART ? 0.0
                                : Config::kScoresAhead                ? 0.8
                                                                      : 0.67;
+  QueryTileTail tail;
+  if (kInTurn && spans.query) tail = QueryTileTail(schedule, sms);
   schedule.divide(sms, is_long && !spans.query, kMostRest);
   constexpr bool kSaturates = ModifiedTile<Config, Element, kModifiers>::kSaturates;
-  const ForwardPlan plan(params, schedule, kModifiers != kNoModifier && has_natural_logits(params),
-                         kSaturates);
+  const ForwardPlan plan(params, schedule, tail,
+                         kModifiers != kNoModifier && has_natural_logits(params), kSaturates);
   if constexpr (Config::kBiasBoxes) {
     if (plan.modifiers.vectors) status = make_bias_map<Config>(params, maps);
     if (!status.ok()) return status;

@@ -97,12 +97,15 @@ struct ForwardConsumer {
   __device__ __forceinline__ int query_tile() const { return group % Config::kRowGroups; }
   __device__ __forceinline__ int group_row() const { return query_tile() * 64; }
 
-  // Waits for the next query tile; false after the last one. Without modifiers, only which keys it
+  // Whether the rest of a query tile's description is read beside its first scores, and not before.
+  static constexpr bool kReadsLate = !kGeneral || kSegmented;
+
+  // Waits for the next query tile; false after the last one. With kReadsLate, only which keys it
   // attends to is known then.
   __device__ __forceinline__ bool wait_query() {
     ptx::mbarrier_wait(smem.query_full(query_stage.stage, query_tile()), query_stage.parity);
     const QueryWork& next = smem.work(query_tile(), works);
-    if constexpr (kGeneral) {
+    if constexpr (!kReadsLate) {
       if constexpr (!kSkips) wait_described();
       work = next;
     } else {
@@ -131,8 +134,8 @@ struct ForwardConsumer {
   }
   // The rest of the description, which takes a while: beside the first scores.
   __device__ __forceinline__ void read_description() {
-    if constexpr (kGeneral) return;
-    wait_described();
+    if constexpr (!kReadsLate) return;
+    if constexpr (!kSkips) wait_described();
     const QueryWork known = work;
     work = work_before(0);
     work.tile = known.tile;

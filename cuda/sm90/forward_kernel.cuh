@@ -261,13 +261,18 @@ __device__ __forceinline__ void initialise(const ForwardMaps& maps,
   if (threadIdx.x == kWarpgroup + 96) ptx::prefetch_tensormap(maps.value);
 }
 
+// Registers that each consumer thread leaves to those of the first warpgroup: with segments alone,
+// for the warp that plans.
+template <typename Config, uint32_t kModifiers>
+inline constexpr int kLeftRegisters = kModifiers == kSegments && Config::kConsumers == 2 ? 8 : 0;
+
 template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void consume(const Forward& params, const ForwardPlan& plan,
                                         const MapsOf<Config>& maps,
                                         const ForwardSmem<Config>& smem) {
   constexpr bool kApart = kStartsApart<Config, kModifiers>;
   if constexpr (kApart) initialise<Config, kModifiers>(maps, smem);
-  ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+  ptx::setmaxnreg_inc<Config::kConsumerRegisters - kLeftRegisters<Config, kModifiers>>();
   if constexpr (kApart) ptx::barrier_sync(kStarted, Config::kStartThreads);
   if constexpr (!ForwardConsumer<Config, Element, kModifiers>::kChained) {
     consume_masked<Config, Element, kModifiers>(params, plan, smem);
@@ -283,7 +288,8 @@ __device__ __forceinline__ void produce(const Forward& params, const ForwardPlan
                                         const MapsOf<Config>& maps, const ForwardSmem<Config>& smem,
                                         const SegmentSpans& spans) {
   constexpr bool kSkips = (kModifiers & kSegments) != 0;
-  ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+  ptx::setmaxnreg_dec<Config::kProducerRegisters +
+                      Config::kConsumers * kLeftRegisters<Config, kModifiers>>();
   const int warp = threadIdx.x / 32;
   if (warp == 0) {
     if constexpr (kSkips) {
@@ -326,7 +332,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   // ptxas has the code of the second branch first, just behind the kernel's start. A far jump there
   // costs 300 clocks where the code is not in the cache.
-  if constexpr (Config::kProducersFirst) {
+  if constexpr (Config::kProducersFirst || kModifiers == kSegments) {
     if (threadIdx.x >= kWarpgroup) {
       consume<Config, Element, kModifiers>(params, plan, maps, smem);
     } else {

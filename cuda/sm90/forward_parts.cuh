@@ -43,6 +43,7 @@ struct KeyTilesPlan {
   int32_t base;                // the first of these tiles; negative: there is no more work
   uint32_t read, one_segment;  // SegmentTiles
   bool is_last;
+  int32_t left;  // of them to be read, none started, when the warp that finds them out may go on
 };
 
 // A place in shared memory that a warp fills for others, again and again: by turns full and empty.

@@ -109,10 +109,11 @@ struct ForwardPlan {
   RowsOperand out, lse, sinks;
   ModifierPlan modifiers;
   float products_to_log2 = 0.0f;
+  QueryTileTail tail;
 
   ForwardPlan() = default;
-  ForwardPlan(const Forward& params, const QueryTileSchedule& tiles, bool natural_logits,
-              bool saturates)
+  ForwardPlan(const Forward& params, const QueryTileSchedule& tiles, const QueryTileTail& last,
+              bool natural_logits, bool saturates)
       : schedule(tiles),
         query(params.query),
         key(params.key),
@@ -127,7 +128,8 @@ struct ForwardPlan {
         lse(params.lse),
         sinks(params.sinks),
         modifiers(params, saturates),
-        products_to_log2(params.options.scale * kLog2E) {}
+        products_to_log2(params.options.scale * kLog2E),
+        tail(last) {}
 };
 
 struct RowRange {
@@ -163,7 +165,7 @@ __device__ __forceinline__ void describe_query_tile(const Forward& params, const
   work.batch = q.batch;
   work.head = q.head;
   if constexpr (kModifiers == kSegments) {
-    const ModifierOffsets offsets(params, q.batch_axes, q.head);
+    const ModifierOffsets offsets(params, q.batch_axes, 0);  // ids are those of all heads
     work.modifiers.query_ids = offsets.query_ids;  // and not the others, which take a while
     work.modifiers.key_ids = offsets.key_ids;
   } else if constexpr (kModifiers != kNoModifier) {

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "params.h"
+#include "ptx/atomic.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
@@ -28,7 +29,8 @@ namespace jax_flash::sm90 {
 
 // The tiles of keys that the rows of a block from row0 on read, without those whose segments none
 // of them has. Called by whole warps: each lane looks at one of 32 tiles.
-template <typename Config>
+// kAlways: the call has segments.
+template <typename Config, bool kAlways>
 struct SegmentTiles {
   TileRange range;
   const SegmentSpan* key_spans = nullptr;  // of this batch, or null
@@ -40,25 +42,28 @@ struct SegmentTiles {
 
   // Looks at the first tiles.
   __device__ __forceinline__ SegmentTiles(const Band& band, const SegmentSpans& spans,
-                                          int64_t batch, int32_t row0)
+                                          int32_t batch, int32_t row0)
       : range(kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ)) {
     SegmentSpan key_span = {};
-    if (spans.query) {
+    if (kAlways || spans.query) {
       key_blocks = spans.key_blocks;
-      key_spans = spans.key + batch * spans.key_blocks;
+      key_spans = spans.key + int64_t{batch} * spans.key_blocks;
       key_span = key_span_at(range.first);
-      query_span = tile_span<Config::kBlockQ, true>(spans.query + batch * spans.query_blocks,
-                                                    spans.query_blocks, row0 / Config::kBlockQ);
+      query_span =
+          tile_span<Config::kBlockQ, true>(spans.query + int64_t{batch} * spans.query_blocks,
+                                           spans.query_blocks, row0 / Config::kBlockQ);
     }
     compare(range.first, key_span);
   }
 
   __device__ __forceinline__ bool has_one_segment() const {
-    return key_spans && query_span.least == query_span.greatest;
+    return has_spans() && query_span.least == query_span.greatest;
   }
 
+  __device__ __forceinline__ bool has_spans() const { return kAlways || key_spans; }
+
   __device__ __forceinline__ void look(int32_t first) {
-    compare(first, key_spans ? key_span_at(first) : SegmentSpan{});
+    compare(first, has_spans() ? key_span_at(first) : SegmentSpan{});
   }
 
   // The first tile, or `end`, and the run of those of one segment. Before any look().
@@ -255,6 +260,9 @@ __device__ __forceinline__ void init_plan_barriers(const SegmentNotes<Config>& n
   notes.keys.init(1);
 }
 
+// Key tiles of which no copy is started yet when a block takes its next unit late.
+inline constexpr int kTilesLeft = 1;
+
 // By one warp: takes the block's units of work, and finds out ahead of the warps that start copies
 // what is to be known of their tiles. Blocks take units in turn, since nobody knows how long they
 // are.
@@ -273,11 +281,11 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
   };
   QueryTileCursor cursor{plan.schedule};
   while (cursor.valid()) {
-    const QueryTileIndex q = cursor.index();
+    const QueryTileIndex q = cursor.index(plan.tail);
     const Band band = plan.band.of<true>(q);
     const int32_t row0 = q.tile * Config::kBlockQ;
     if (is_first) ptx::griddepcontrol_wait();  // for the spans
-    SegmentTiles<Config> tiles(band, spans, q.batch, row0);
+    SegmentTiles<Config, kModifiers == kSegments> tiles(band, spans, q.batch, row0);
     const auto hand_over_keys = [&](int32_t base) {
       keys_taken = false;
       if (!leader) return;
@@ -285,6 +293,8 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
       keys.read = tiles.read;
       keys.one_segment = tiles.one_segment;
       keys.is_last = base + 32 >= tiles.range.end;
+      const int32_t count = __popc(tiles.read);
+      keys.left = cursor.unit >= plan.tail.late && keys.is_last ? min(count, kTilesLeft) : count;
       ptx::mbarrier_arrive(notes.keys.full());
     };
     await_keys_taken();
@@ -298,10 +308,11 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
     }
     is_first = false;
     const auto start = tiles.start();
-    const bool many_segments = spans.query && !tiles.has_one_segment();
+    const bool many_segments = tiles.has_spans() && !tiles.has_one_segment();
     if (many_segments && start.tile < tiles.range.end) {
+      __syncwarp();
       find_query_segments<Config>(static_cast<const int32_t*>(params.query_segment_ids.data) +
-                                      ModifierOffsets(params, q.batch_axes, q.head).query_ids,
+                                      query.work.modifiers.query_ids,
                                   params.query_segment_ids.row, band, row0, query.segments);
     }
     if (leader) {
@@ -315,6 +326,7 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
       }
       ptx::mbarrier_arrive(notes.query.full());
     }
+#pragma unroll 1  // the fewer lines of code lie on the way, the better
     for (int32_t base = tiles.range.first + 32; base < tiles.range.end; base += 32) {
       tiles.look(base);
       await_keys_taken();
@@ -322,11 +334,11 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
     }
     // The next unit not before this one's first tiles are taken: a block that is ahead of others
     // should not keep units from them.
-    if (tiles.range.end - tiles.range.first <= 32) await_keys_taken();
+    await_keys_taken();
     const int32_t unit = cursor.unit;
-    cursor.advance();
+    cursor.advance(plan.tail);
     if (cursor.unit != unit && spans.counter) {
-      const int32_t taken = leader ? atomicAdd(spans.counter, 1) : 0;
+      const int32_t taken = leader ? ptx::atomic_increment(spans.counter) : 0;
       cursor.unit = static_cast<int32_t>(gridDim.x) + __shfl_sync(0xffffffff, taken, 0);
     }
   }
@@ -363,10 +375,11 @@ __device__ __forceinline__ void produce_keys_of_segments(const ForwardPlan& plan
   for (;;) {
     notes.keys.wait_full(turns);
     const KeyTilesPlan tiles = notes.keys.value;
-    ptx::mbarrier_arrive(notes.keys.empty());
     if (tiles.base < 0) return;
     const QueryTileIndex& q = tiles.index;
+    if (tiles.read == 0) ptx::mbarrier_arrive(notes.keys.empty());
     for (uint32_t left = tiles.read; left != 0 || tiles.is_last; left &= left - 1) {
+      if (left != 0 && __popc(left) == tiles.left) ptx::mbarrier_arrive(notes.keys.empty());
       const int lane = __ffs(left) - 1;
       const int32_t tile = left != 0 ? tiles.base + lane : -1;
       const bool one_segment = left != 0 && (tiles.one_segment >> lane & 1) != 0;
@@ -416,7 +429,7 @@ __device__ __forceinline__ void produce_queries_of_segments(const ForwardPlan& p
                     plan.query, q.batch_axes, q.head, q.tile * Config::kBlockQ + group * 64);
   };
   // The first one is known at once.
-  if (leader) load(QueryTileCursor{plan.schedule}.index());
+  if (leader) load(QueryTileCursor{plan.schedule}.index(plan.tail));
   __syncwarp();
   uint32_t turns = 0;
   for (uint32_t works = 0;; ++works) {

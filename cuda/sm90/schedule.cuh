@@ -54,6 +54,39 @@ struct QueryTileSchedule {
   int64_t grid() const { return int64_t{blocks} + units - chained; }
 };
 
+// The end of a call whose blocks take units in turn, where they are to be done at about the same
+// time. Pairs end with the last heads but some: the query tiles of these are units of their own,
+// the same tile of all heads side by side, from the longest to the shortest under a causal mask.
+struct QueryTileTail {
+  static constexpr int kLeast = 4, kMost = 8;  // units of one query tile, per multiprocessor
+  static constexpr int kLate = 2;              // units before those
+
+  int32_t first = INT32_MAX, first_head = 0;  // unit and head from which on
+  int32_t late = INT32_MAX;  // unit from which on blocks take the next one as late as they can
+  PlainDivisor heads;
+
+  QueryTileTail() = default;
+  QueryTileTail(QueryTileSchedule& schedule, int32_t multiprocessors) {
+    if (schedule.paired) split(schedule, multiprocessors);
+    late = schedule.units - (kLate + kMost) * multiprocessors;
+  }
+
+ private:
+  void split(QueryTileSchedule& schedule, int32_t multiprocessors) {
+    const int32_t per_head = schedule.units_per_head.divisor, all = schedule.units / per_head;
+    // With more heads than this, fewer than four query tiles at work together share keys and
+    // values, and these do not stay in L2.
+    const int32_t enough = multiprocessors / 4;
+    const auto heads_of = [&](int unit_count) {
+      return unit_count * multiprocessors / schedule.q_tiles;
+    };
+    heads = PlainDivisor(std::clamp(std::clamp(enough, heads_of(kLeast), heads_of(kMost)), 1, all));
+    first_head = all - heads.divisor;
+    first = first_head * per_head;
+    schedule.units = schedule.chained = first + heads.divisor * schedule.q_tiles;
+  }
+};
+
 #if defined(__CUDACC__)
 // A block's place in its list of query tiles.
 struct QueryTileCursor {
@@ -71,14 +104,23 @@ struct QueryTileCursor {
   __device__ __forceinline__ QueryTileIndex index() const {
     const int32_t head = schedule.units_per_head.quotient(unit >> batch_shift);
     const int32_t position = (unit >> batch_shift) - head * schedule.units_per_head.divisor;
-    QueryTileIndex q;
-    q.batch = schedule.heads.quotient(head);
-    q.head = head - q.batch * schedule.heads.divisor;
-    q.batch = (q.batch << batch_shift) + (unit & ((1 << batch_shift) - 1));
-    q.kv_head = schedule.group.quotient(q.head);
-    q.batch_axes[0] = schedule.inner_batch.quotient(q.batch);
-    q.batch_axes[1] = q.batch - q.batch_axes[0] * schedule.inner_batch.divisor;
+    QueryTileIndex q = of_head(head);
     q.tile = schedule.paired && !second ? schedule.q_tiles - 1 - position : position;
+    return q;
+  }
+  __device__ __forceinline__ QueryTileIndex index(const QueryTileTail& tail) const {
+    int32_t head, tile;
+    if (unit < tail.first) {
+      head = schedule.units_per_head.quotient(unit);
+      tile = unit - head * schedule.units_per_head.divisor;
+      if (schedule.paired && !second) tile = schedule.q_tiles - 1 - tile;
+    } else {
+      const int32_t turn = tail.heads.quotient(unit - tail.first);
+      head = tail.first_head + unit - tail.first - turn * tail.heads.divisor;
+      tile = schedule.q_tiles - 1 - turn;
+    }
+    QueryTileIndex q = of_head(head);
+    q.tile = tile;
     return q;
   }
 
@@ -93,6 +135,23 @@ struct QueryTileCursor {
     }
     second = false;
     unit += step;
+  }
+  __device__ __forceinline__ void advance(const QueryTileTail& tail) {
+    if (unit < tail.first) return advance();
+    unit += step;
+  }
+
+ private:
+  // But for the tile. `head`: of all batches' ones.
+  __device__ __forceinline__ QueryTileIndex of_head(int32_t head) const {
+    QueryTileIndex q;
+    q.batch = schedule.heads.quotient(head);
+    q.head = head - q.batch * schedule.heads.divisor;
+    q.batch = (q.batch << batch_shift) + (unit & ((1 << batch_shift) - 1));
+    q.kv_head = schedule.group.quotient(q.head);
+    q.batch_axes[0] = schedule.inner_batch.quotient(q.batch);
+    q.batch_axes[1] = q.batch - q.batch_axes[0] * schedule.inner_batch.divisor;
+    return q;
   }
 };
 #endif

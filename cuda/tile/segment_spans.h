@@ -19,8 +19,12 @@ struct SegmentSpan {
   }
 };
 
-// In the workspace: [batch, ceil(T / kSegmentBlock)] spans, then [batch, ceil(S / kSegmentBlock)],
-// and a counter, which is 0 when the spans are there: for blocks that take work in turn.
+// A batch's spans are as many times this number, so that they can be read two at a time; those
+// beyond the last id are of no id.
+inline constexpr int kSpansAligned = 4;
+
+// In the workspace: the spans of T ids for each of the batch, then those of S, and a counter, which
+// is 0 when the spans are there: for blocks that take work in turn.
 struct SegmentSpans {
   SegmentSpan* query = nullptr;
   SegmentSpan* key = nullptr;
@@ -28,7 +32,8 @@ struct SegmentSpans {
   int32_t query_blocks = 0, key_blocks = 0;
 
   static int32_t blocks(int32_t length) {
-    return length / kSegmentBlock + (length % kSegmentBlock != 0);
+    constexpr int kIds = kSegmentBlock * kSpansAligned;
+    return (length / kIds + (length % kIds != 0)) * kSpansAligned;
   }
   static int64_t bytes(const Shape& shape) {
     return (shape.batch * (int64_t{blocks(shape.q_len)} + blocks(shape.kv_len)) + 1) *

@@ -11,7 +11,8 @@
 namespace jax_flash {
 
 // Of tile `tile`, of kBlock rows, of which there is one at least, among `blocks` spans of one
-// batch. kAtOnce: no read waits for another, which takes registers.
+// batch. kAtOnce: no read waits for another, which takes registers; two spans a read if that fits
+// (kSpansAligned).
 template <int kBlock, bool kAtOnce = false>
 __device__ __forceinline__ SegmentSpan tile_span(const SegmentSpan* spans, int32_t blocks,
                                                  int64_t tile) {
@@ -22,7 +23,15 @@ __device__ __forceinline__ SegmentSpan tile_span(const SegmentSpan* spans, int32
     span.least = min(span.least, part.least);
     span.greatest = max(span.greatest, part.greatest);
   };
-  if constexpr (kAtOnce) {
+  if constexpr (kAtOnce && kRatio % 2 == 0 && kSpansAligned % kRatio == 0) {
+    const int32_t index = min(static_cast<int32_t>(tile) * kRatio, blocks - kRatio);
+#pragma unroll
+    for (int i = 0; i < kRatio; i += 2) {
+      const int4 parts = *reinterpret_cast<const int4*>(spans + index + i);
+      add({parts.x, parts.y});
+      add({parts.z, parts.w});
+    }
+  } else if constexpr (kAtOnce) {
 #pragma unroll
     for (int i = 0; i < kRatio; ++i) {
       const int32_t index = min(static_cast<int32_t>(tile) * kRatio + i, blocks - 1);
