@@ -48,3 +48,24 @@ def test_one_target_serves_both_platforms():
     }
     assert ffi.FORWARD_TARGET in texts["cpu"]
     assert (ffi.FORWARD_TARGET in texts["cuda"]) == ffi.native.has_cuda()
+
+
+@pytest.mark.skipif(not ffi.native.has_cuda(), reason="a build without CUDA kernels")
+@pytest.mark.parametrize(
+    ("shape", "pairs"),  # of words: of masks, 64 rows and 128 keys, 128 each
+    [((1, 1, 200, 300), 4 * 3), ((2, 1, 1, 300), 2 * 3), ((2, 4, 200, 1), 2 * 4 * 4 * 3)],
+    ids=str,
+)
+def test_a_mask_has_room_to_become_bits(shape, pairs):
+    query = jax.ShapeDtypeStruct((2, 200, 4, 64), jnp.bfloat16)
+    key = jax.ShapeDtypeStruct((2, 300, 4, 64), jnp.bfloat16)
+    mask = jax.ShapeDtypeStruct(shape, jnp.bool_)
+
+    @jax.jit
+    def attend(query, key, mask):
+        return jax_flash.dot_product_attention(query, key, key, mask=mask, implementation="flash")
+
+    exported = jax.export.export(
+        attend, platforms=["cuda"], disabled_checks=jax_flash.EXPORT_SAFETY_CHECKS
+    )(query, key, mask)
+    assert f"tensor<{pairs * 128 * 8}xui8>" in exported.mlir_module()
