@@ -139,7 +139,11 @@ struct ForwardConfig {
   static constexpr bool kMaskWords = kHasMaskWords;  // of a mask: not its bytes (mask_words.h)
   // Whether that is for boxes of a bias of 2-byte elements, and a consumer's warps have it in
   // common.
-  static constexpr bool kBiasBoxes = kOwnBytes == 16 * kBlockKv * 2;
+  static constexpr int kPaddedKv = (kBlockKv + 63) / 64 * 64;
+  // Whether accumulators of scores begin with that bias (forward_steps.cuh): where its boxes are
+  // wider than what is used of them.
+  static constexpr bool kBiasInScores = kBlockKv == 112 && kOwnBytes == 16 * kPaddedKv * 2;
+  static constexpr bool kBiasBoxes = kOwnBytes == 16 * kBlockKv * 2 || kBiasInScores;
   static constexpr int kFree = kSmemLimit - kStaticSmemBytes -
                                kQueryStages * kRowGroups * QueryTile::kBytes - kPartialBytes -
                                kConsumers * 4 * kOwnBytes;

@@ -24,15 +24,15 @@ namespace jax_flash::sm90 {
 // panels whose rows are as wide as the swizzle. There is one place, with a pair of barriers.
 template <int kBlockKv>
 struct BiasBox {
-  static constexpr int kCols = kBlockKv % 64 == 0 ? 64 : 32;  // of a panel
+  static constexpr int kCols = kBlockKv % 32 == 0 && kBlockKv % 64 != 0 ? 32 : 64;  // of a panel
   static constexpr int kRowBytes = kCols * 2, kPanelBytes = 64 * kRowBytes;
-  static constexpr int kPanels = kBlockKv / kCols;
-  static_assert(kBlockKv % kCols == 0);
+  static constexpr int kPanels = (kBlockKv + kCols - 1) / kCols;
 
   uint32_t reader;  // where this lane's row of the first matrices for ldmatrix is
   uint32_t full, empty, parity;
 
-  // A bias that is the same for all rows has one.
+  // A bias that is the same for all rows has one. kKeepsReader: in a register.
+  template <bool kKeepsReader>
   __device__ __forceinline__ void init(uint32_t smem, uint32_t full_barrier, uint32_t empty_barrier,
                                        bool one_row) {
     full = full_barrier;
@@ -42,6 +42,8 @@ struct BiasBox {
     const int row = one_row ? 0 : threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
     const int swizzle = kCols == 64 ? row % 8 : row / 2 % 4;
     reader = smem + row * kRowBytes + (lane / 16 ^ swizzle) * 16;
+    // A shuffle, or the assembler would compute it for each tile.
+    if constexpr (kKeepsReader) reader = __shfl_sync(0xffffffff, reader, lane);
   }
   __device__ __forceinline__ void wait() {
     ptx::mbarrier_wait(full, parity);

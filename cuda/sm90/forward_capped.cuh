@@ -75,14 +75,11 @@ template <typename Config, typename Consumer>
 __device__ __forceinline__ void fix_references(Consumer& consumer) {
   auto& modified = consumer.modified;
   modified.fix_reference(consumer.softmax, consumer.to_log2, consumer.factor);
-  const Band& band = consumer.work.band;
-  const int32_t row0 = consumer.work.row0 + consumer.group_row();
-  const int32_t row_end = min(row0 + 64, band.q_len);
-  const int32_t first = max(row_end + band.lo + Config::kBlockKv - 2, 0) / Config::kBlockKv;
-  int32_t end = max(min(band.kv_len, row0 + band.hi), 0) / Config::kBlockKv;
-  if (Config::kQueryStages == 1) end = min(end, consumer.work.end - 1);
-  consumer.fixed.first = __reduce_max_sync(0xffffffff, first);
-  consumer.fixed.end = __reduce_max_sync(0xffffffff, modified.cap_terms == 0 ? 0 : end);
+  consumer.fixed = consumer.uncut_tiles();
+  if (Config::kQueryStages == 1) {
+    consumer.fixed.end = min(consumer.fixed.end, consumer.work.end - 1);
+  }
+  if (modified.cap_terms == 0) consumer.fixed.end = 0;
 }
 
 // Key tiles from which on a query tile has its first one's logits approximated, too.
@@ -117,20 +114,19 @@ __device__ __forceinline__ void next_capped_tile(Consumer& consumer, int32_t las
   const bool fixed = tile >= consumer.fixed.first && tile < consumer.fixed.end;
   consumer.wait_key();
   consumer.start_scores();
-  consumer.clear_values(last, consumer.work.attended);
+  if (!fixed || last < consumer.fixed.first) consumer.clear_values(last, consumer.work.attended);
   consumer.template start_out_part<0>(0);
   consumer.template await_scores<1>();
   bool careful = false;  // logits were compared with references: sums need no look
-  bool edge = false, rises = false;
+  bool rises = false;
   float before[2], limit;
   if (fixed) {
     before[0] = sum[0];
     before[1] = sum[1];
     sum[0] = sum[1] = 0.0f;
-    modified.fixed_exponentials(scores, sum);
-    limit = modified.sum_limit();
+    limit = modified.fixed_exponentials(scores, sum);
   } else {
-    edge = consumer.at_edge(tile);
+    const bool edge = consumer.at_edge(tile);
     careful = (Config::kQueryStages == 1 && consumer.is_last(tile)) || !consumer.softmax.ready();
     consumer.release_query_early(tile);
     const float greatest = greatest_magnitude(scores);
@@ -172,7 +168,7 @@ __device__ __forceinline__ void next_capped_tile(Consumer& consumer, int32_t las
     sum[1] = before[1];
     consumer.compute_scores_again(tile);
     const float greatest = greatest_magnitude(scores);
-    consumer.modify(scores, tile, edge);
+    consumer.modify(scores, tile, !fixed && consumer.at_edge(tile));
     rises = raise_reference(consumer);
     if (rises) {
       modified.cap_terms = 0;

@@ -45,6 +45,8 @@ struct ForwardConsumer {
   static constexpr int kCarefulTiles = 16;
   static constexpr int kN = Config::kBlockKv / 8, kOutN = Config::kValueDim / 8;
   using Modified = ModifiedTile<Config, Element, kModifiers>;  // in kernels for one modifier
+  // Of descriptors, by measurement.
+  static constexpr bool kLowWord = Modified::kSaturates || Modified::kInScores;
   static constexpr int kHeadSteps = Config::kHeadDim / 16, kKeySteps = Config::kBlockKv / 16;
   using ScoreProduct = ptx::Wgmma<Element, Config::kBlockKv>;
   using OutProduct = ptx::Wgmma<Element, Config::kValueDim>;
@@ -75,8 +77,14 @@ struct ForwardConsumer {
   int careful_tiles = 0;  // to come
   Scores scores;
   uint32_t probabilities[kKeySteps][4];
-  float factor[1][2];    // by which `out` is to be multiplied if a reference rises
-  RowRange fixed;        // tiles of next_capped_tile()
+  float factor[1][2];  // by which `out` is to be multiplied if a reference rises
+  RowRange fixed;      // tiles of next_capped_tile()
+  // Where scores begin with the bias, which leaves exponentials as without one, so that the rest
+  // counts: tiles that neither the band cuts into, nor have their bias read element by element; in
+  // log2 units the references, or 0; whether a row has none.
+  RowRange uncut;
+  float shift[2];
+  int unready;
   uint32_t columns = 0;  // a bit per column of this thread: whether its warp attends to it
   Modified modified;
   RowRange run;      // of key tiles of one segment (SegmentNotes)
@@ -189,7 +197,10 @@ struct ForwardConsumer {
       }
     });
   }
-  __device__ __forceinline__ void start_scores() { start_scores(scores, key_stage.stage); }
+  __device__ __forceinline__ void start_scores() {
+    if constexpr (Modified::kInScores) modified.begin_with_bias(scores);
+    start_scores(scores, key_stage.stage);
+  }
   __device__ __forceinline__ void start_scores(Scores& of, uint32_t stage) {
     ptx::wgmma_fence();
     auto query_smem = smem.query(query_stage.stage, query_tile());
@@ -198,8 +209,9 @@ struct ForwardConsumer {
     if constexpr (kSegmented && Config::kQueryStages == 1) query_smem.root += stage >> 8;
 #pragma unroll
     for (int k = 0; k < kHeadSteps; ++k) {
-      ScoreProduct::template ss<0, 0>(of[0], descriptor_k_major(query_smem, 0, k),
-                                      descriptor_k_major(smem.key(stage), 0, k), k > 0);
+      ScoreProduct::template ss<0, 0>(of[0], descriptor_k_major<kLowWord>(query_smem, 0, k),
+                                      descriptor_k_major<kLowWord>(smem.key(stage), 0, k),
+                                      k > 0 ? 1 : Modified::kInScores && modified.reads_ahead());
     }
     ptx::wgmma_commit_group();
   }
@@ -266,7 +278,7 @@ struct ForwardConsumer {
 #pragma unroll
     for (int k = 0; k < kKeySteps; ++k) {
       OutProduct::template rs<1>(out[0], probabilities[k],
-                                 descriptor_mn_major(smem.value(value_stage.stage), 0, k),
+                                 descriptor_mn_major<kLowWord>(smem.value(value_stage.stage), 0, k),
                                  k > 0 ? 1 : out_started);
     }
     ptx::wgmma_commit_group();
@@ -282,7 +294,8 @@ struct ForwardConsumer {
     value_smem.root += zero;
 #pragma unroll
     for (int k = kPart * kKeySteps / kOutParts; k < (kPart + 1) * kKeySteps / kOutParts; ++k) {
-      OutProduct::template rs<1>(out[0], probabilities[k], descriptor_mn_major(value_smem, 0, k),
+      OutProduct::template rs<1>(out[0], probabilities[k],
+                                 descriptor_mn_major<kLowWord>(value_smem, 0, k),
                                  k > 0 ? 1 : out_started);
     }
     ptx::wgmma_commit_group();
@@ -333,7 +346,27 @@ struct ForwardConsumer {
   // Whether a tile's logits are to be compared with the references before its exponentials.
   __device__ __forceinline__ bool is_careful(int32_t tile) const {
     return (kChained && Config::kQueryStages == 1 && !kReadsQueryAgain && is_last(tile)) ||
-           careful_tiles > 0 || !softmax.ready();
+           (Modified::kInScores ? (careful_tiles | unready) > 0
+                                : careful_tiles > 0 || !softmax.ready());
+  }
+  // The first or new ones, where scores begin with the bias.
+  __device__ __forceinline__ void take_references() {
+    if constexpr (Modified::kInScores) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float reference = softmax.reference[0][half];
+        shift[half] = reference == minus_infinity() ? 0.0f : to_log2_units(reference, to_log2);
+      }
+      unready = softmax.ready() ? 0 : 1;
+    }
+  }
+  // The tiles that the band does not cut into, for this warpgroup's rows.
+  __device__ __forceinline__ RowRange uncut_tiles() const {
+    const Band& band = work.band;
+    const int32_t row0 = work.row0 + group_row(), row_end = min(row0 + 64, band.q_len);
+    const int32_t first = max(row_end + band.lo + Config::kBlockKv - 2, 0) / Config::kBlockKv;
+    const int32_t end = max(min(band.kv_len, row0 + band.hi), 0) / Config::kBlockKv;
+    return {__reduce_max_sync(0xffffffff, first), __reduce_max_sync(0xffffffff, end)};
   }
   // Of mask or bias, for a tile to come.
   __device__ __forceinline__ void read_ahead(int32_t tile) { modified.read_ahead(work, tile); }
@@ -347,7 +380,9 @@ struct ForwardConsumer {
   // gone.
   __device__ __forceinline__ void modify(Scores& scores, int32_t tile, bool edge,
                                          bool again = false) {
-    const Band& band = work.band;
+    // Not in registers where few tiles need it.
+    const QueryWork& described = Modified::kInScores ? work_before(0) : work;
+    const Band& band = described.band;
     const int32_t col0 = tile * Config::kBlockKv, warp_row0 = work.row0 + warp_row;
     if constexpr (Modified::kBits) {
       if (!modified.all_allowed) modified.forbid_all(scores);
@@ -356,9 +391,10 @@ struct ForwardConsumer {
     if constexpr (kSegmented) {
       if (!one_segment) return modified.forbid_all(scores);
     } else if (Modified::kBiased && !again && modified.reads_ahead()) {
-      modified.add_bias(scores);
+      if constexpr (!Modified::kInScores) modified.add_bias(scores);
     } else if constexpr (kGeneral) {
-      modify_scores<kModifiers>(scores, params, work.modifiers, band, warp_row0, col0, one_segment);
+      modify_scores<kModifiers>(scores, params, described.modifiers, band, warp_row0, col0,
+                                one_segment);
     }
     if (edge) {
       mask_edges(scores, band, warp_row0, col0);
@@ -380,6 +416,12 @@ struct ForwardConsumer {
   __device__ __forceinline__ void exponentials(float (&block)[4]) {
     if constexpr (kPeaks) {
       peak_exponentials(softmax, block, to_log2);
+    } else if constexpr (Modified::kInScores) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        block[e] = ptx::ex2_approx_ftz(fmaf(block[e], to_log2, -shift[e / 2]));
+        softmax.sum[0][e / 2] += block[e];
+      }
     } else {
       softmax.exponentials(block, 0, to_log2);
     }

@@ -70,7 +70,9 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
       continue;
     }
     consumer.read_ahead(work.tile);
-    if constexpr (Consumer::Modified::kSaturates) multiply_query(consumer);
+    if constexpr (Consumer::Modified::kSaturates || Consumer::Modified::kInScores) {
+      multiply_query(consumer);
+    }
     consumer.wait_key();
     consumer.start_scores();
     consumer.read_description();
@@ -110,7 +112,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
       }
     } else {
       for (; !consumer.is_last(tile); ++tile) {
-        if constexpr (kModifiers == kBias) {
+        if constexpr (kModifiers == kBias && !Consumer::Modified::kInScores) {
           next_biased_tile<Config>(consumer, tile, tile + 1);
         } else {
           consumer.next_tile(tile, tile + 1);

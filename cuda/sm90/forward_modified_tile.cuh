@@ -37,6 +37,7 @@ struct ModifiedTile {
   static constexpr bool kBoxes = kBiased && Config::kBiasBoxes;
   using BiasType = std::conditional_t<kBoxes, Element, float>;
   std::conditional_t<kBoxes, BiasBox<Config::kBlockKv>, BiasTile<kN>> bias;
+  static constexpr bool kInScores = kBoxes && Config::kBiasInScores;
   static constexpr int kEarlyLoads = 2;
   uint32_t first_words[kEarlyLoads][4];
   typename BiasTile<kN>::Rows bias_rows;
@@ -59,8 +60,8 @@ struct ModifiedTile {
       bias_reads_ahead = __reduce_max_sync(0xffffffff, plan.modifiers.vectors);
     }
     if constexpr (kBoxes) {
-      bias.init(smem.own(group * 4), smem.bias_full(group), smem.bias_empty(group),
-                params.bias.row == 0);
+      bias.template init<kInScores>(smem.own(group * 4), smem.bias_full(group),
+                                    smem.bias_empty(group), params.bias.row == 0);
     } else if constexpr (kBiased) {
       bias.init(smem.own(threadIdx.x / 32 - 4));
     }
@@ -168,7 +169,7 @@ struct ModifiedTile {
         all_allowed = all_of(allowed);
       }
     } else if constexpr (kBiased) {
-      if (reads_ahead()) bias.wait();
+      if (!kInScores && reads_ahead()) bias.wait();
     }
   }
   static __device__ __forceinline__ bool all_of(const AllowedBits& bits) {
@@ -178,6 +179,14 @@ struct ModifiedTile {
   __device__ __forceinline__ void forbid_all(Scores& scores) const {
 #pragma unroll
     for (int n = 0; n < kN; n += kForbidBlocks) forbid<kForbidBlocks>(scores[0], allowed, n);
+  }
+  // What products are added to. Without boxes it is anything, and they replace it.
+  __device__ __forceinline__ void begin_with_bias(Scores& scores) {
+    if (reads_ahead()) bias.wait();
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      bias.template read<BiasType>(reinterpret_cast<float (&)[2][4]>(scores[0][n]), n);
+    }
   }
   // From what was read ahead.
   __device__ __forceinline__ void add_bias(Scores& scores) const {
@@ -286,8 +295,9 @@ struct ModifiedTile {
     }
     return false;
   }
-  // Of products as they come, with references of 0.
-  __device__ __forceinline__ void fixed_exponentials(Scores& scores, float (&sum)[2]) const {
+  // Of products as they come, with references of 0. Returns of this thread's sums of such a tile
+  // above what it is done again.
+  __device__ __forceinline__ float fixed_exponentials(Scores& scores, float (&sum)[2]) const {
     const auto all = [&](auto terms, const SoftCapPolynomial& cap) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
@@ -299,18 +309,14 @@ struct ModifiedTile {
       two.factor[0] = factors[0];
       two.factor[1] = factors[1];
       all(std::integral_constant<int, 2>{}, two);
-    } else if (cap_terms == 3) {
-      all(std::integral_constant<int, 3>{}, plan.modifiers.soft_cap.three);
-    } else {
-      all(std::integral_constant<int, 5>{}, plan.modifiers.soft_cap.five);
+      return plan.modifiers.soft_cap.two.greatest_sum;
     }
-  }
-  // Of this thread's sums of such a tile, above which it is done again.
-  __device__ __forceinline__ float sum_limit() const {
-    const SoftCapPlan& cap = plan.modifiers.soft_cap;
-    return cap_terms == 2   ? cap.two.greatest_sum
-           : cap_terms == 3 ? cap.three.greatest_sum
-                            : cap.five.greatest_sum;
+    if (cap_terms == 3) {
+      all(std::integral_constant<int, 3>{}, plan.modifiers.soft_cap.three);
+      return plan.modifiers.soft_cap.three.greatest_sum;
+    }
+    all(std::integral_constant<int, 5>{}, plan.modifiers.soft_cap.five);
+    return plan.modifiers.soft_cap.five.greatest_sum;
   }
 };
 

@@ -15,6 +15,10 @@ template <typename Config, typename Element, uint32_t kModifiers>
 template <bool kBesideOut, TileKind kKind>
 __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::first_tile(
     int32_t tile, bool of_one_segment) {
+  if constexpr (Modified::kInScores) {
+    uncut = uncut_tiles();
+    if (!modified.reads_ahead()) uncut.end = 0;
+  }
   const bool edge = at_edge(tile);
   if constexpr (kKind == TileKind::kInRun) {
     note = key_note(tile);
@@ -38,6 +42,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::fi
     modify(scores, tile, edge);
     if constexpr (Modified::kBiased) read_ahead(is_last(tile) ? -1 : tile + 1);
     raise_reference();
+    take_references();
     if constexpr (Modified::kSaturates) fix_first_references<Config>(*this, tile, edge);
     exponentials();
   }
@@ -69,14 +74,17 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
   if constexpr (Modified::kSaturates) return next_capped_tile<Config>(*this, last, tile);
   constexpr bool kInRun = kKind == TileKind::kInRun;
   constexpr bool kBiasBeside = kKind == TileKind::kBiasBeside;
-  const bool edge = !kBiasBeside && at_edge(tile);  // before the wait
-  if constexpr (!Modified::kBiased) {
+  constexpr bool kInScores = Modified::kInScores;
+  bool inner = kBiasBeside;  // without an edge
+  if constexpr (kInScores) inner = last >= uncut.first && tile < uncut.end;
+  const bool edge = !inner && (kInScores || at_edge(tile));  // before the wait
+  if constexpr (!Modified::kBiased || kInScores) {
     wait_key();
     if constexpr (kSegmented) note = key_note(tile);
     if constexpr (kInRun) one_segment = true;  // so that the compiler knows
     start_scores();
   }
-  clear_values(last, work.attended);
+  if (!kInScores || !inner) clear_values(last, work.attended);
   if constexpr (!kInRun) one_segment = of_one_segment;
   if constexpr (!kChained) *next_note = key_note(tile);
   if constexpr (kSegmented) look_at_segments(tile);
@@ -112,8 +120,15 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
   }
   bool rises = false;
   if (whole) {
-    modify(scores, tile, edge);
-    rises = careful && raise_reference_to_peak();
+    if (!kInScores || !inner) modify(scores, tile, edge);
+    if constexpr (kInScores) {
+      if (careful) {
+        rises = raise_reference();
+        take_references();
+      }
+    } else {
+      rises = careful && raise_reference_to_peak();
+    }
   } else if constexpr (Modified::kCapped) {
     rises = careful && raise_capped_reference(*this);
   }
@@ -142,7 +157,13 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
   const bool exceeds = kPeaks && peak_limits.exceeded_by(softmax.sum[0]);
   softmax.sum[0][0] += before[0];
   softmax.sum[0][1] += before[1];
-  wait_next_value_after_exponentials();
+  bool exceeded = false;
+  if constexpr (kInScores) {  // with the vote that there is
+    exceeded = !careful && __any_sync(0xffffffff, greatest > kOptimisticLimit);
+    wait_next_value(exceeded && plan.q_len < 0 ? 1 : 0);
+  } else {
+    wait_next_value_after_exponentials();
+  }
   await_out();
   bool peak = false;
   if constexpr (kOptimistic) {
@@ -150,7 +171,8 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
     const bool again = kPeaks                    ? exceeds
                        : Modified::kAddsInfinity ? !(greatest <= kOptimisticLimit)
                                                  : greatest > kOptimisticLimit || great;
-    if (!careful && __any_sync(0xffffffff, again)) [[unlikely]] {
+    if constexpr (!kInScores) exceeded = !careful && __any_sync(0xffffffff, again);
+    if (exceeded) [[unlikely]] {
       peak = kPeaks;
       bool anew = sums_too_great(softmax) || (kPeaks && peak_limits.missing());
       if constexpr (Modified::kAddsInfinity)
@@ -167,10 +189,12 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
         compute_scores_again(tile);
         modify(scores, tile, edge, true);
         rises = raise_reference_to_peak();
+        take_references();
         exponentials();
         careful_tiles = kCarefulTiles;
       } else {
         raise_to_peaks<kPeaks>(softmax, scores, to_log2, factor);
+        take_references();
         rises = true;
       }
     } else if (careful_tiles > 0) {

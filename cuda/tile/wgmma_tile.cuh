@@ -20,26 +20,34 @@ __device__ __forceinline__ constexpr uint64_t descriptor_layout(uint32_t leading
 }
 
 // Addresses are below 2^18 and multiples of 16. The constant part of an offset is divided on its
-// own, so that one addition makes a descriptor from another.
-template <typename Tile>
+// own, so that one addition makes a descriptor from another. kLowWord: without an `or` behind it,
+// which is not faster everywhere (TUNING.md).
+template <bool kLowWord, typename Tile>
 __device__ __forceinline__ uint64_t descriptor_at(const Tile& tile, uint32_t layout_leading,
                                                   uint32_t constant_offset) {
-  return descriptor_layout(layout_leading, 1024) |
-         (((tile.root + tile.offset) >> 4) + (constant_offset >> 4));
+  const uint64_t layout = descriptor_layout(layout_leading, 1024);
+  if constexpr (kLowWord) {
+    const uint32_t low =
+        (static_cast<uint32_t>(layout) | (tile.root + tile.offset) >> 4) + (constant_offset >> 4);
+    return layout >> 32 << 32 | low;
+  } else {
+    return layout | (((tile.root + tile.offset) >> 4) + (constant_offset >> 4));
+  }
 }
 
 // Operand whose rows are rows (of a) or columns (of b) of the product, and whose columns are the
 // inner dimension: rows row0... of the tile, 16 columns from 16 k on.
-template <typename Tile>
+template <bool kLowWord = false, typename Tile>
 __device__ __forceinline__ uint64_t descriptor_k_major(const Tile& tile, int row0, int k) {
-  return descriptor_at(tile, 16, k / 4 * Tile::kPanelBytes + row0 * 128 + k % 4 * 32);
+  return descriptor_at<kLowWord>(tile, 16, k / 4 * Tile::kPanelBytes + row0 * 128 + k % 4 * 32);
 }
 
 // Operand whose rows are the inner dimension: 16 rows from 16 k on, columns from col0 on: a
 // multiple of 64, or of 8 if they end within the panel. Transposed, in the terms of Wgmma.
-template <typename Tile>
+template <bool kLowWord = false, typename Tile>
 __device__ __forceinline__ uint64_t descriptor_mn_major(const Tile& tile, int col0, int k) {
-  return descriptor_at(tile, Tile::kPanelBytes, col0 / 64 * Tile::kPanelBytes + k * 16 * 128);
+  return descriptor_at<kLowWord>(tile, Tile::kPanelBytes,
+                                 col0 / 64 * Tile::kPanelBytes + k * 16 * 128);
 }
 
 }  // namespace jax_flash
