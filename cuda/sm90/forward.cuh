@@ -65,14 +65,14 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
                    kSaturates);
   // With the scale in Q, which bias_in_scores() has made sure is a power of two.
   if (Modified::kInScores && plan.modifiers.vectors) {
-    plan.modifiers.soft_cap.query_factor = params.options.scale;
+    plan.modifiers.query_factor = params.options.scale;
   }
   if constexpr (Config::kBiasBoxes) {
     if (plan.modifiers.vectors) status = make_bias_map<Config>(params, maps);
     if (!status.ok()) return status;
   }
   Forward adapted = params;
-  adapted.options.scale /= plan.modifiers.soft_cap.query_factor;  // 1 where Q is not multiplied
+  adapted.options.scale /= plan.modifiers.query_factor;  // 1 where Q is not multiplied
   if constexpr (Config::kMaskWords) {
     static_assert(Config::kBlockKv == MaskWords::block_kv(Config::kHeadDim));
     status = launch_mask_words<Config::kBlockKv>(adapted, stream);

@@ -21,7 +21,7 @@ namespace jax_flash::sm90 {
 // Multiplies a warpgroup's rows of Q, which have arrived, by a power of two.
 template <typename Consumer>
 __device__ __forceinline__ void multiply_query(const Consumer& consumer) {
-  const float factor = consumer.plan.modifiers.soft_cap.query_factor;
+  const float factor = consumer.plan.modifiers.query_factor;
   if (factor == 1.0f) return;
   const auto tile = consumer.smem.query(consumer.query_stage.stage, consumer.query_tile());
   const __nv_bfloat162 factors = __float2bfloat162_rn(factor);

@@ -312,13 +312,15 @@ struct ModifierPlan {
   // Up to which the soft cap is exact: first and last tiles are not done faster by a plan for it.
   static constexpr int32_t kFewKeys = 256;
   SoftCapPlan soft_cap;
-  bool vectors = false;    // whether the bias can be read ahead: in vectors, or boxes
-  int8_t batch_shift = 0;  // of QueryTileCursor
+  float query_factor = 1.0f;  // a power of two, by which consumers multiply Q
+  bool vectors = false;       // whether the bias can be read ahead: in vectors, or boxes
+  int8_t batch_shift = 0;     // of QueryTileCursor
 
   ModifierPlan() = default;
   ModifierPlan(const Forward& params, bool saturates) {
     if (params.options.logits_soft_cap > 0.0f && params.shape.kv_len > kFewKeys) {
       soft_cap = SoftCapPlan(params.options, params.query.dtype, saturates);
+      query_factor = soft_cap.query_factor;
     }
     if (params.bias) {
       const int bytes = params.bias.dtype == DType::kFloat32 ? 4 : 2;
