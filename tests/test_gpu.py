@@ -133,6 +133,23 @@ def test_mask_of_a_call_that_fills_the_gpu(head_dim, axes, kv_len, family):
     check(run(inputs, family), inputs)
 
 
+@each_family
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("forbidden", [-np.inf, -3e38])
+@pytest.mark.parametrize(("axes", "kv_len"), [("NTS", 640), ("TS", 648), ("BS", 640), ("TS", 635)])
+def test_bias_of_a_call_that_fills_the_gpu(axes, kv_len, forbidden, causal, family):
+    case = Case(
+        "bias", batch=6, heads=12, kv_heads=12, q_len=600, kv_len=kv_len, head_dim=64,
+        value_dim=64, dtype="bfloat16", features=(("bias", (axes, "bfloat16")), ("causal", causal)),
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    bias = inputs.options["bias"]
+    bias[..., np.arange(kv_len) % 7 == 3] = forbidden
+    if "T" in axes:
+        bias[..., -1, :] = -np.inf
+    check(run(inputs, family), inputs)
+
+
 def random_normal(*shape, dtype=jnp.bfloat16, seed=0):
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 
