@@ -58,11 +58,7 @@ EXPLAINED_RACES: tuple[tuple[str | None, str, str], ...] = (
     ),
 )  # fmt: skip
 EXPLAINED_DIVERGENCE = (
-    (
-        "named_sync",
-        r"sm90::forward_kernel<.*, \(unsigned int\)0>",
-        "a named barrier in several places",
-    ),
+    ("named_sync", r"sm90::forward_kernel<.*, \(unsigned int\)0>", "one barrier, many places"),
 )
 
 
@@ -94,7 +90,7 @@ def cases(tool: str):
     units = {"batch": 1, "q_len": 130, "kv_len": 210, **heads}
     heads = {"heads": 2, "kv_heads": 2} if few else {"heads": 136, "kv_heads": 136}
     short_units = {"batch": 1, "q_len": 160, "kv_len": 70, **heads}
-    mask_units = short_units | {"kv_len": 144}
+    wide_units = short_units | {"kv_len": 240}
     # Fewer units of 192 queries than multiprocessors, and more of 128.
     heads = {"heads": 2, "kv_heads": 2} if few else {"heads": 127, "kv_heads": 127}
     few_units = {"batch": 1, "q_len": 160, "kv_len": 90, **heads}
@@ -116,7 +112,9 @@ def cases(tool: str):
         ("bfloat16", (128, 128), (("bias", ("TS", "bfloat16")),), False, small),
         ("bfloat16", (64, 64), (("soft_cap", 5.0), *causal), False, small),
         ("bfloat16", (128, 128), (("mask", "TS"),), False, small),
-        ("bfloat16", (64, 64), (("mask", "TS"),), False, mask_units),
+        ("bfloat16", (64, 64), (("mask", "TS"),), False, wide_units),
+        ("bfloat16", (64, 64), (("mask", "BNTS"),), False, small),
+        ("bfloat16", (64, 64), (("bias", ("TS", "bfloat16")),), False, wide_units),
         ("bfloat16", (64, 64), (("segments", "packed"),), False, small),
         ("bfloat16", (128, 128), (("lengths", "qk"), ("sinks", True)), False, few_rows),
         ("float16", (64, 64), (*causal, ("offset", "random")), False, few_rows),
