@@ -137,7 +137,7 @@ def _attention(inputs: Inputs, wide, rounded) -> Results:
     query, dout = np.where(exists_q, query, 0), np.where(exists_q, dout, 0)
 
     key_n, value_n = np.repeat(key, group, axis=2), np.repeat(value, group, axis=2)
-    logits = scale * np.einsum("btnh,bsnh->bnts", query, key_n)
+    logits = scale * _over_head_dim(query, key_n)
     bias = options.get("bias")
     if bias is not None:
         logits = logits + np.asarray(bias, wide)
@@ -170,13 +170,13 @@ def _attention(inputs: Inputs, wide, rounded) -> Results:
         bits = philox_keep(options["dropout_seed"], batch, heads, q_len, kv_len, threshold)
         keep = bits.astype(wide) / wide(1 - rate)
     dropped = rounded(p * keep)
-    out = rounded(np.einsum("bnts,bsnh->btnh", dropped, value_n))
+    out = rounded(_over_keys(dropped, value_n))
 
     delta = (dout * out).sum(axis=-1).transpose(0, 2, 1)
     if inputs.dlse is not None:
         dlse = np.where(exists, np.asarray(inputs.dlse, wide).transpose(0, 2, 1), 0)
         delta = delta - np.where(empty, 0, dlse)
-    dp = np.einsum("btnh,bsnh->bnts", dout, value_n) * keep
+    dp = _over_head_dim(dout, value_n) * keep
     dcapped = p * (dp - delta[..., None])
     dlogits = np.where(allowed, dcapped * cap_slope, 0)
     small = rounded(dlogits)
@@ -185,12 +185,12 @@ def _attention(inputs: Inputs, wide, rounded) -> Results:
         return x.reshape(batch, kv_len, kv_heads, group, -1).sum(axis=3)
 
     def value_sums(dropped, dout):
-        return sum_group(np.einsum("bnts,btnh->bsnh", dropped, dout))
+        return sum_group(_over_queries(dropped, dout))
 
     def logit_sums(dlogits, query, key_n, scale):
         sums = {
-            "query": scale * np.einsum("bnts,bsnh->btnh", dlogits, key_n),
-            "key": scale * sum_group(np.einsum("bnts,btnh->bsnh", dlogits, query)),
+            "query": scale * _over_keys(dlogits, key_n),
+            "key": scale * sum_group(_over_queries(dlogits, query)),
         }
         if bias is not None:
             sums["bias"] = _sum_to(dlogits, np.shape(bias))
@@ -214,25 +214,21 @@ def _attention(inputs: Inputs, wide, rounded) -> Results:
     parts = np.abs(dout * out).sum(axis=-1).transpose(0, 2, 1)
     if inputs.dlse is not None:
         parts = parts + np.abs(dlse)
-    size = p * (
-        np.einsum("btnh,bsnh->bnts", np.abs(dout), np.abs(value_n)) * keep + parts[..., None]
-    )
+    size = p * (_over_head_dim(np.abs(dout), np.abs(value_n)) * keep + parts[..., None])
     sums = logit_sums(size, np.abs(query), np.abs(key_n), np.abs(scale))
     sums["value"] = value_sums(dropped, np.abs(dout))
     sums["sinks"] = (share * parts).sum(axis=(0, 2))
-    sums["out"] = np.einsum("bnts,bsnh->btnh", dropped, np.abs(value_n))
+    sums["out"] = _over_keys(dropped, np.abs(value_n))
     sums["lse"] = np.abs(top) + 1  # a relative error of the total is an absolute one of its log
 
     # delta = sum_h dout out, where out and the P it came from were rounded, is off by a random
     # number of this variance for each query; it is off alike for all its keys, so that sums
     # over keys do not average it away.
-    squares = np.einsum("bnts,bsnh->btnh", dropped**2, value_n**2) + out**2
+    squares = _over_keys(dropped**2, value_n**2) + out**2
     variance = (dout**2 * squares).sum(axis=-1).transpose(0, 2, 1)
     spread = {
-        "query": (scale * np.einsum("bnts,bsnh->btnh", p, key_n)) ** 2
-        * variance.transpose(0, 2, 1)[..., None],
-        "key": scale**2
-        * sum_group(np.einsum("bnts,btnh->bsnh", p**2 * variance[..., None], query**2)),
+        "query": (scale * _over_keys(p, key_n)) ** 2 * variance.transpose(0, 2, 1)[..., None],
+        "key": scale**2 * sum_group(_over_queries(p**2 * variance[..., None], query**2)),
         "sinks": (share**2 * variance).sum(axis=(0, 2)),
     }
     if bias is not None:
@@ -245,6 +241,19 @@ def _attention(inputs: Inputs, wide, rounded) -> Results:
 
     deviations = {name: x**0.5 for name, x in largest(spread).items()}
     return Results(out, lse, grads, largest(sums), deviations)
+
+
+# Products of [B,T,N,H], [B,S,N,H] and [B,N,T,S]: np.einsum has no BLAS for a batch of them.
+def _over_head_dim(rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    return rows.transpose(0, 2, 1, 3) @ keys.transpose(0, 2, 3, 1)
+
+
+def _over_keys(pairs: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    return (pairs @ keys.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+
+
+def _over_queries(pairs: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    return (pairs.swapaxes(2, 3) @ rows.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
 
 
 def _sum_to(x: np.ndarray, shape) -> np.ndarray:
