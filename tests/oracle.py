@@ -243,16 +243,23 @@ def _attention(inputs: Inputs, wide, rounded) -> Results:
     return Results(out, lse, grads, largest(sums), deviations)
 
 
-# Products of [B,T,N,H], [B,S,N,H] and [B,N,T,S]: np.einsum has no BLAS for a batch of them.
+# Products of [B,T,N,H], [B,S,N,H] and [B,N,T,S]. np.einsum has no BLAS for a batch of them; the
+# plain computation, whose errors count, adds up in order, as that does.
 def _over_head_dim(rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    if rows.dtype != np.float64:
+        return np.einsum("btnh,bsnh->bnts", rows, keys)
     return rows.transpose(0, 2, 1, 3) @ keys.transpose(0, 2, 3, 1)
 
 
 def _over_keys(pairs: np.ndarray, keys: np.ndarray) -> np.ndarray:
+    if pairs.dtype != np.float64:
+        return np.einsum("bnts,bsnh->btnh", pairs, keys)
     return (pairs @ keys.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
 
 
 def _over_queries(pairs: np.ndarray, rows: np.ndarray) -> np.ndarray:
+    if pairs.dtype != np.float64:
+        return np.einsum("bnts,btnh->bsnh", pairs, rows)
     return (pairs.swapaxes(2, 3) @ rows.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
 
 

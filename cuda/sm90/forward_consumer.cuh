@@ -190,7 +190,7 @@ struct ForwardConsumer {
                              warp_row - group_row(), 0);
     warp_scores<Config, Element>(scores, smem.key(key_stage.stage), [&](uint32_t (&a)[4], int k) {
       if (kReadsQueryAgain && is_last(tile)) {
-        load_query_rows<Element>(a, params.query, work_before(0).modifiers.query(), warp_row,
+        load_query_rows<Element>(a, params.query, work_before(0).modifiers.query_ids, warp_row,
                                  plan.q_len - 1 - work.row0, params.shape.head_dim, k);
       } else {
         ptx::ldmatrix_x4(a, reader.at(0, k * 2));

@@ -171,9 +171,10 @@ __device__ __forceinline__ void describe_query_tile(const Forward& params, const
   } else if constexpr (kModifiers != kNoModifier) {
     work.modifiers = ModifierOffsets(params, q.batch_axes, q.head);
     if constexpr (kModifiers == kBias || kModifiers == kMask) {
-      work.modifiers.query() = q.batch_axes[0] * params.query.batch[0] +
-                               q.batch_axes[1] * params.query.batch[1] +
-                               q.head * params.query.head + row0 * params.query.row;
+      // Of Q, for who reads it again: there are no segments, and more bytes would cost registers.
+      work.modifiers.query_ids = q.batch_axes[0] * params.query.batch[0] +
+                                 q.batch_axes[1] * params.query.batch[1] +
+                                 q.head * params.query.head + row0 * params.query.row;
     }
   }
   work.sink_log2 = plan.sinks.data ? *plan.sinks.at<const float>(q, 0) * kLog2E : minus_infinity();

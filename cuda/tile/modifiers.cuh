@@ -122,10 +122,6 @@ struct ModifierOffsets {
     query_ids = offset(params.query_segment_ids);
     key_ids = offset(params.key_value_segment_ids);
   }
-  // Where there are no segments: of Q, for the sm_90 forward kernels that read it again. More bytes
-  // than these cost them registers.
-  __device__ __forceinline__ int64_t& query() { return query_ids; }
-  __device__ __forceinline__ int64_t query() const { return query_ids; }
 };
 
 // Turns a warp's products into logits, -inf where not allowed, but for the band: in natural units
