@@ -121,6 +121,7 @@ def measure(config: ModelConfig, text, results: list[dict[str, Any]], arguments)
     """Times forward pass and training step of each attention; fills in the results as it goes."""
     optimizer = optax.adamw(arguments.learning_rate)
     compiled = compile_all(config, optimizer, results)
+    device = jax.devices()[0]
     batch = jax.device_put(sample_text(text, config, arguments.seed))
     tokens = batch[:, :-1]
     model: list[Any] = []  # parameters and optimizer state, which training steps replace
@@ -130,11 +131,17 @@ def measure(config: ModelConfig, text, results: list[dict[str, Any]], arguments)
         params = init_params(config, arguments.seed)
         model.extend([params, jax.jit(optimizer.init)(params)])
 
-    def run_forward(name):
-        compiled[name][0](model[0], tokens).block_until_ready()
+    # Several in a row, as when training: a GPU does one while the host starts the next.
+    calls = arguments.calls or (4 if device.platform == "gpu" else 1)
 
-    def run_train(name):
-        *model[:], loss = compiled[name][1](*model, batch)
+    def run_forward(name, calls=1):
+        for _ in range(calls):
+            logits = compiled[name][0](model[0], tokens)
+        logits.block_until_ready()
+
+    def run_train(name, calls=1):
+        for _ in range(calls):
+            *model[:], loss = compiled[name][1](*model, batch)
         loss.block_until_ready()
 
     def run_both(name):
@@ -144,7 +151,6 @@ def measure(config: ModelConfig, text, results: list[dict[str, Any]], arguments)
     # The device's peak never falls, so the first runs go from the leanest to the greediest: as
     # long as the peak rises it belongs to the attention that has just run.
     by_name = {result["attention"]: result for result in results}
-    device = jax.devices()[0]
 
     def device_peak():
         return (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
@@ -170,12 +176,13 @@ def measure(config: ModelConfig, text, results: list[dict[str, Any]], arguments)
             for name in generator.permutation(list(compiled)).tolist():
                 for what, run in (("forward", run_forward), ("train", run_train)):
                     start = time.perf_counter()
-                    run(name)
-                    taken = time.perf_counter() - start
+                    run(name, calls)
+                    taken = (time.perf_counter() - start) / calls
                     times.setdefault((name, what), []).append(taken)
     finally:
         for (name, what), taken in times.items():
-            by_name[name][what] = report.summarise(taken, config.tokens)
+            summary = report.summarise(taken, config.tokens)
+            by_name[name][what] = summary | {"calls_in_a_row": calls}
 
 
 def train(config: ModelConfig, text, results: list[dict[str, Any]], arguments) -> None:

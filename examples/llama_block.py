@@ -7,7 +7,8 @@
 A stack of blocks (RMSNorm, rotary embedding, grouped-query attention, SwiGLU) between an
 embedding and an output layer reads text as bytes. For each attention, the outputs and gradients
 are first compared with the same model in float32; then forward passes and training steps (loss,
-gradient, AdamW) are timed in turn, in a new order every round, so that a disturbance hits all.
+gradient, AdamW) are timed in turn, some calls in a row, in a new order every round, so that a
+disturbance hits all.
 Ctrl-C ends the measurement and reports what there is.
 """
 
@@ -45,13 +46,14 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--attention", nargs="+", choices=ATTENTIONS, metavar="NAME", help=all_of)
     add("--text", metavar="FILE", help="default: Python's own documentation")
     add("--rounds", type=int, help="how often each is timed; default: 10, on a GPU 30")
+    add("--calls", type=int, help="calls in a row that are timed; default: 1, on a GPU 4")
     add("--train", type=int, metavar="N", help="instead of timing, train the cpu preset N steps")
     add("--learning-rate", type=float, default=1e-3)
     add("--seed", type=int, default=0)
     add("--json", default="llama_block.json", metavar="FILE", help="default: %(default)s")
     add("--plot", metavar="FILE", help="also draw the results, as a PNG")
     arguments = parser.parse_args(argv)
-    for name in ("rounds", "train"):
+    for name in ("rounds", "calls", "train"):
         if getattr(arguments, name) is not None and getattr(arguments, name) < 1:
             parser.error(f"--{name} must be at least 1")
     if arguments.plot and importlib.util.find_spec("matplotlib") is None:

@@ -47,7 +47,15 @@ def test_llama_block_measures(tmp_path):
     text = tmp_path / "text"
     text.write_text("What goes up must come down. " * 10)
     printed, output = run(
-        tmp_path, "--rounds", "6", "--text", str(text), "--plot", str(tmp_path / "out.png")
+        tmp_path,
+        "--rounds",
+        "6",
+        "--calls",
+        "2",
+        "--text",
+        str(text),
+        "--plot",
+        str(tmp_path / "out.png"),
     )
     assert output["preset"] == "cpu" or output["device"]["platform"] == "gpu"
     assert output["model"]["d_model"] == 32
@@ -64,6 +72,7 @@ def test_llama_block_measures(tmp_path):
         for what in ("forward", "train"):
             summary = result[what]
             assert len(summary["times_s"]) == 6
+            assert summary["calls_in_a_row"] == 2
             low, high = summary["interval_s"]
             assert 0 < low <= summary["median_s"] <= high
             assert summary["tokens_per_second"] == pytest.approx(48 / summary["median_s"])

@@ -93,14 +93,19 @@ inline constexpr int kWarpgroup = 128;  // threads
 // again.
 enum class ScoresAhead { kNo, kOneCut, kTwoCut, kOneCutCheckedLate };
 
+// Where consumer warps keep their part of a bias (forward_bias.cuh): 4-byte elements; 2-byte ones
+// in boxes of as many columns as a tile has keys; or of multiples of 64, for accumulators of scores
+// to begin with it (forward_steps.cuh).
+enum class BiasPlace { kNone, kFloats, kBoxes, kInScores };
+
 // A block has one warpgroup whose warps start the copies, and kConsumerGroups that compute 64 rows
 // of the output each. It walks over tiles of kBlockKvRows keys and values.
 //
-// With two kKeyShares, both consumers have the same 64 rows, and divide the tiles. A consumer warp
-// has kWarpBytes of shared memory for itself. There are kFewerValues stages of V less than of K.
+// With two kKeyShares, both consumers have the same 64 rows, and divide the tiles. There are
+// kFewerValues stages of V less than of K.
 template <int kHeadDimension, int kValueDimension, int kConsumerGroups, int kBlockKvRows,
-          int kKeyShares = 1, ScoresAhead kAhead = ScoresAhead::kNo, int kWarpBytes = 0,
-          int kFewerValues = 0, bool kHasMaskWords = false>
+          int kKeyShares = 1, ScoresAhead kAhead = ScoresAhead::kNo,
+          BiasPlace kBias = BiasPlace::kNone, int kFewerValues = 0, bool kHasMaskWords = false>
 struct ForwardConfig {
   static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension;
   static constexpr int kConsumers = kConsumerGroups;
@@ -135,15 +140,15 @@ struct ForwardConfig {
   // where there is room: else the next Q is fetched when the last scores of this one are done.
   static constexpr int kQueryStages = kHeadDim <= 64 ? JAX_FLASH_SM90_QUERY_STAGES : 1;
   static constexpr int kPartialBytes = kKeyGroups > 1 ? 64 * kValueDim * 4 + kWarpgroup * 16 : 0;
-  static constexpr int kOwnBytes = kWarpBytes;
   static constexpr bool kMaskWords = kHasMaskWords;  // of a mask: not its bytes (mask_words.h)
-  // Whether that is for boxes of a bias of 2-byte elements, and a consumer's warps have it in
-  // common.
-  static constexpr int kPaddedKv = (kBlockKv + 63) / 64 * 64;
-  // Whether accumulators of scores begin with that bias (forward_steps.cuh): where its boxes are
-  // wider than what is used of them.
-  static constexpr bool kBiasInScores = kBlockKv == 112 && kOwnBytes == 16 * kPaddedKv * 2;
-  static constexpr bool kBiasBoxes = kOwnBytes == 16 * kBlockKv * 2 || kBiasInScores;
+  static constexpr bool kBiasInScores = kBias == BiasPlace::kInScores;
+  // Copied for a consumer's warps in common.
+  static constexpr bool kBiasBoxes = kBias == BiasPlace::kBoxes || kBiasInScores;
+  // Of a warp, 16 rows of a tile.
+  static constexpr int kOwnBytes = kBias == BiasPlace::kFloats  ? 16 * kBlockKv * 4
+                                   : kBias == BiasPlace::kBoxes ? 16 * kBlockKv * 2
+                                   : kBiasInScores              ? (kBlockKv + 63) / 64 * 64 * 16 * 2
+                                                                : 0;
   static constexpr int kFree = kSmemLimit - kStaticSmemBytes -
                                kQueryStages * kRowGroups * QueryTile::kBytes - kPartialBytes -
                                kConsumers * 4 * kOwnBytes;

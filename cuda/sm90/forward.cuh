@@ -85,24 +85,24 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
 }
 
 // Two consumers have the registers for modifiers, at head dim 64 with fewer keys three.
-template <int kHeadDim, uint32_t kModifiers, int kBiasBytes = 0>
+template <int kHeadDim, uint32_t kModifiers, BiasPlace kPlace = BiasPlace::kNone>
 struct ModifiedConfig {
   static constexpr bool kChained = kModifiers == kBias || kModifiers == kSoftCap;
   static constexpr int kConsumers = kHeadDim == 64 && kChained ? 3 : 2;
   static constexpr int keys() {  // multiples of kSegmentBlock with segments
     if (kHeadDim == 64) return kChained ? 96 : 128;
-    if (kHeadDim == 128) return kBiasBytes == 4 ? 96 : 128;
+    if (kHeadDim == 128) return kPlace == BiasPlace::kFloats ? 96 : 128;
     if (kHeadDim == 256) return kModifiers == kSoftCap ? 80 : 64;
     return kHeadDim == 192 ? 96 : 128;
   }
-  using Type = ForwardConfig<kHeadDim, kHeadDim, kConsumers, keys(), 1, ScoresAhead::kNo,
-                             16 * keys() * kBiasBytes, kHeadDim == 128 && kBiasBytes == 2 ? 1 : 0>;
+  using Type = ForwardConfig<kHeadDim, kHeadDim, kConsumers, keys(), 1, ScoresAhead::kNo, kPlace,
+                             kHeadDim == 128 && kPlace == BiasPlace::kBoxes ? 1 : 0>;
 };
 
 // A mask as words. At head dim 64 as without modifiers: three consumers for long calls.
 template <int kHeadDim, int kConsumers>
 using MaskWordsConfig = ForwardConfig<kHeadDim, kHeadDim, kConsumers, MaskWords::block_kv(kHeadDim),
-                                      1, ScoresAhead::kNo, 0, 0, true>;
+                                      1, ScoresAhead::kNo, BiasPlace::kNone, 0, true>;
 
 // With a mask alone. Its bytes become words first if they do not lie in vectors, or if enough
 // batches and heads share them. With two stages of K there is no kernel for bytes.
@@ -141,28 +141,30 @@ inline bool bias_in_scores(const Forward& params) {
 // one for all: its loop has ten times the instructions that a call executes.
 template <typename Element, int kHeadDim>
 Status launch_modified(const Forward& params, const SegmentSpans& spans, cudaStream_t stream) {
-  const auto launch = [&](auto made_for, auto bias_bytes) {
+  const auto launch = [&](auto made_for) {
     constexpr uint32_t kModifiers = decltype(made_for)::value;
-    using Config = typename ModifiedConfig<kHeadDim, kModifiers, decltype(bias_bytes)::value>::Type;
+    using Config = typename ModifiedConfig<kHeadDim, kModifiers>::Type;
     return launch_forward_config<Config, Element, kModifiers>(params, spans, stream);
   };
-  constexpr std::integral_constant<int, 0> kNoBias;
   if constexpr (kHeadDim == 64 || kHeadDim == 128 || kHeadDim == 256) {
     switch (modifiers_of(params)) {
       case kBias: {
-        constexpr std::integral_constant<uint32_t, kBias> kMadeFor;
         // Where there is work for three consumers: short calls are 3% slower by it.
         if constexpr (kHeadDim == 64 && std::is_same_v<Element, __nv_bfloat16>) {
           int sms = 0;
           if (const Status status = multiprocessors(sms); !status.ok()) return status;
           if (bias_in_scores(params) && tiles(params.shape, 192) >= sms) {
-            using Config = ForwardConfig<64, 64, 3, 112, 1, ScoresAhead::kNo, 16 * 128 * 2>;
+            using Config = ForwardConfig<64, 64, 3, 112, 1, ScoresAhead::kNo, BiasPlace::kInScores>;
             return launch_forward_config<Config, Element, kBias>(params, spans, stream);
           }
         }
+        const auto launch_biased = [&](auto config) {
+          return launch_forward_config<typename decltype(config)::Type, Element, kBias>(
+              params, spans, stream);
+        };
         return params.bias.dtype == DType::kFloat32
-                   ? launch(kMadeFor, std::integral_constant<int, 4>{})
-                   : launch(kMadeFor, std::integral_constant<int, 2>{});
+                   ? launch_biased(ModifiedConfig<kHeadDim, kBias, BiasPlace::kFloats>{})
+                   : launch_biased(ModifiedConfig<kHeadDim, kBias, BiasPlace::kBoxes>{});
       }
       case kSoftCap:
         // More keys, where tiles that an edge cuts, with many spills, are few.
@@ -172,13 +174,13 @@ Status launch_modified(const Forward& params, const SegmentSpans& spans, cudaStr
                 params, spans, stream);
           }
         }
-        return launch(std::integral_constant<uint32_t, kSoftCap>{}, kNoBias);
+        return launch(std::integral_constant<uint32_t, kSoftCap>{});
       case kMask: return launch_masked<Element, kHeadDim>(params, spans, stream);
-      case kSegments: return launch(std::integral_constant<uint32_t, kSegments>{}, kNoBias);
+      case kSegments: return launch(std::integral_constant<uint32_t, kSegments>{});
       default: break;
     }
   }
-  return launch(std::integral_constant<uint32_t, kEveryModifier>{}, kNoBias);
+  return launch(std::integral_constant<uint32_t, kEveryModifier>{});
 }
 
 // kHeadDim bounds head_dim and value_dim; a head dim of 192 comes mostly with a value dim of 128.

@@ -124,7 +124,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
   if (unfinished) finish();
 }
 
-// One query tile at a time: with several modifiers.
+// One query tile at a time: with several modifiers, or a mask's bytes.
 template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void consume_masked(const Forward& params, const ForwardPlan& plan,
                                                const ForwardSmem<Config>& smem) {

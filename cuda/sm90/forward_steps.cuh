@@ -175,8 +175,9 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
     if (exceeded) [[unlikely]] {
       peak = kPeaks;
       bool anew = sums_too_great(softmax) || (kPeaks && peak_limits.missing());
-      if constexpr (Modified::kAddsInfinity)
+      if constexpr (Modified::kAddsInfinity) {
         anew = anew || __any_sync(0xffffffff, greatest != greatest);
+      }
       if constexpr (Modified::kCapped) {
         if (__any_sync(0xffffffff, great)) {
           modified.cap_terms = modified.cap_terms == 2 ? 3 : 0;

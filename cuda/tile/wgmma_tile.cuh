@@ -21,7 +21,7 @@ __device__ __forceinline__ constexpr uint64_t descriptor_layout(uint32_t leading
 
 // Addresses are below 2^18 and multiples of 16. The constant part of an offset is divided on its
 // own, so that one addition makes a descriptor from another. kLowWord: without an `or` behind it,
-// which is not faster everywhere (TUNING.md).
+// which is not faster everywhere (TUNING_modifiers.md).
 template <bool kLowWord, typename Tile>
 __device__ __forceinline__ uint64_t descriptor_at(const Tile& tile, uint32_t layout_leading,
                                                   uint32_t constant_offset) {
