@@ -115,33 +115,6 @@ def test_poison_where_nobody_attends(features, family):
     check(run(inputs, family), inputs)
 
 
-# More units of 192 queries than multiprocessors; rows of a mask in vectors of 8 bytes, and not;
-# keys for three consumers at head dim 64.
-@each_family
-@pytest.mark.parametrize(
-    ("head_dim", "axes", "kv_len"),
-    [
-        *((64, axes, 304) for axes in ("BNTS", "NT", "BS")),
-        *((64, "TS", kv_len) for kv_len in (299, 304, 1096)),
-        *((128, axes, 304) for axes in ("BNTS", "TS")),
-        (128, "BS", 299),
-        (256, "TS", 304),
-    ],
-)
-def test_mask_of_a_call_that_fills_the_gpu(head_dim, axes, kv_len, family):
-    case = Case(
-        "mask", batch=6, heads=12, kv_heads=12, q_len=200, kv_len=kv_len, head_dim=head_dim,
-        value_dim=head_dim, dtype="bfloat16", features=(("mask", axes),),
-    )  # fmt: skip
-    inputs = make_inputs(case)
-    if axes in ("TS", "BS"):  # NaN among the scores of most tiles, and of whole ones
-        forbidden = np.arange(kv_len) % 10 == 3
-        forbidden[-150:] = True
-        inputs.options["mask"][..., forbidden] = False
-        inputs.key[:, forbidden], inputs.value[:, forbidden] = np.nan, np.inf
-    check(run(inputs, family), inputs)
-
-
 @each_family
 @pytest.mark.parametrize("causal", [False, True])
 @pytest.mark.parametrize(

@@ -73,15 +73,18 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   }
   Forward adapted = params;
   adapted.options.scale /= plan.modifiers.query_factor;  // 1 where Q is not multiplied
+  SkipsOf<Config> skips;
   if constexpr (Config::kMaskWords) {
     static_assert(Config::kBlockKv == MaskWords::block_kv(Config::kHeadDim));
-    status = launch_mask_words<Config::kBlockKv>(adapted, stream);
+    status = launch_mask_words<Config::kBlockKv>(adapted, skips, stream);
     if (!status.ok()) return status;
+  } else {
+    skips = spans;
   }
   // It begins while spans are still being found, or the mask's words.
   return launch_grid(spans.query != nullptr || Config::kMaskWords, "sm90::forward_kernel", shape,
                      forward_kernel<Config, Element, kModifiers>, schedule.grid(), Config::kThreads,
-                     Config::kSmemBytes, stream, plan, maps, adapted, spans);
+                     Config::kSmemBytes, stream, plan, maps, adapted, skips);
 }
 
 // Two consumers have the registers for modifiers, at head dim 64 with fewer keys three.

@@ -288,7 +288,7 @@ __device__ __forceinline__ void consume(const Forward& params, const ForwardPlan
 template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void produce(const Forward& params, const ForwardPlan& plan,
                                         const MapsOf<Config>& maps, const ForwardSmem<Config>& smem,
-                                        const SegmentSpans& spans) {
+                                        const SkipsOf<Config>& skips) {
   constexpr bool kSkips = (kModifiers & kSegments) != 0;
   ptx::setmaxnreg_dec<Config::kProducerRegisters +
                       Config::kConsumers * kLeftRegisters<Config, kModifiers>>();
@@ -297,17 +297,17 @@ __device__ __forceinline__ void produce(const Forward& params, const ForwardPlan
     if constexpr (kSkips) {
       produce_keys_of_segments(plan, maps, smem);
     } else {
-      produce_keys<Config, kModifiers>(plan, maps, smem);
+      produce_keys<Config, kModifiers>(plan, maps, smem, skips);
     }
   } else if (warp <= Config::kRowGroups) {
     if constexpr (kSkips) {
       produce_queries_of_segments(plan, maps, smem, warp - 1);
     } else {
-      produce_queries<Config, Element, kModifiers>(params, plan, maps, smem, warp - 1);
+      produce_queries<Config, Element, kModifiers>(params, plan, maps, smem, skips, warp - 1);
     }
   } else if constexpr (kSkips) {
     static_assert(Config::kRowGroups == 2);
-    plan_query_tiles<Config, Element, kModifiers>(params, plan, spans, *smem.segments);
+    plan_query_tiles<Config, Element, kModifiers>(params, plan, skips, *smem.segments);
   }
 }
 
@@ -315,7 +315,7 @@ template <typename Config, typename Element, uint32_t kModifiers>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardPlan plan,
                    const __grid_constant__ MapsOf<Config> maps,
-                   const __grid_constant__ Forward params, const SegmentSpans spans) {
+                   const __grid_constant__ Forward params, const SkipsOf<Config> skips) {
   constexpr bool kSkips = (kModifiers & kSegments) != 0;
   extern __shared__ __align__(1024) uint8_t smem_bytes[];
   __shared__ __align__(8) uint64_t barriers[ForwardSmem<Config>::kBarriers];
@@ -338,11 +338,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (threadIdx.x >= kWarpgroup) {
       consume<Config, Element, kModifiers>(params, plan, maps, smem);
     } else {
-      produce<Config, Element, kModifiers>(params, plan, maps, smem, spans);
+      produce<Config, Element, kModifiers>(params, plan, maps, smem, skips);
     }
   } else {
     if (threadIdx.x < kWarpgroup) {
-      produce<Config, Element, kModifiers>(params, plan, maps, smem, spans);
+      produce<Config, Element, kModifiers>(params, plan, maps, smem, skips);
     } else {
       consume<Config, Element, kModifiers>(params, plan, maps, smem);
     }

@@ -8,6 +8,7 @@
 #include "ptx/griddepcontrol.cuh"
 #include "sm90/forward_modified.cuh"
 #include "sm90/mask_words.h"
+#include "sm90/schedule.cuh"
 #include "status.h"
 #include "tile/band.cuh"
 #include "tile/launch.cuh"
@@ -132,53 +133,109 @@ inline Operand words_operand(const MaskWords& words, void* workspace) {
   return operand;
 }
 
-inline constexpr int kMaskWordsThreads = 2 * MaskWords::kThreads;
+// Which tiles of keys the mask leaves to some rows of a query tile, of MaskWords.
+struct MaskTiles {
+  // Of fewer tiles, all are read: to wait for this takes longer than it saves.
+  static constexpr int kLeast = 8;
 
-// Grid: a consumer's threads for each pair of [batch, heads, row groups] of the mask and tile of
-// keys, `count` in all.
+  const int4* ranges = nullptr;
+  int32_t batch[2] = {}, head = 0, row_group = 0, last_group = 0;
+
+  MaskTiles() = default;
+  MaskTiles(const MaskWords& words, const int4* made) {
+    if (words.tiles < kLeast) return;
+    ranges = made;
+    const auto stride = [](int32_t count, int32_t each) { return count == 1 ? 0 : each; };
+    row_group = stride(words.row_groups, 1);
+    head = stride(words.heads, words.row_groups);
+    batch[1] = stride(words.batch[1], words.row_groups * words.heads);
+    batch[0] = stride(words.batch[0], words.row_groups * words.heads * words.batch[1]);
+    last_group = words.row_groups - 1;
+  }
+
+  template <int kBlockQ>
+  __device__ __forceinline__ TileRange narrow(TileRange range, const QueryTileIndex& q,
+                                              int32_t row0) const {
+    if (ranges == nullptr) return range;
+    const int4* at =
+        ranges + q.batch_axes[0] * batch[0] + q.batch_axes[1] * batch[1] + q.head * head;
+    TileRange left = {INT32_MAX, 0};
+#pragma unroll
+    for (int i = 0; i < kBlockQ / MaskWords::kRows; ++i) {
+      const int4 halves = at[min(row0 / MaskWords::kRows + i, last_group) * row_group];
+      left = {min(left.first, min(halves.x, halves.z)), max(left.end, max(halves.y, halves.w))};
+    }
+    return {max(range.first, left.first), min(range.end, left.end)};
+  }
+};
+
+inline constexpr int kMaskWordsThreads = 4 * MaskWords::kThreads;
+
+// Grid: two blocks, each for half of the tiles of keys, for each of [batch, heads, row groups] of
+// the mask.
 template <int kBlockKv>
 __global__ void __launch_bounds__(kMaskWordsThreads)
     mask_words_kernel(const __grid_constant__ Operand mask, const __grid_constant__ Extent extent,
-                      const __grid_constant__ MaskWords words, bool vectors, int64_t count,
-                      uint2* pairs) {
+                      const __grid_constant__ MaskWords words, bool vectors, uint2* pairs,
+                      int2* ranges) {
   ptx::griddepcontrol_launch_dependents();
   constexpr int kN = kBlockKv / 8;
-  const int64_t unit =
-      (int64_t{blockIdx.x} * kMaskWordsThreads + threadIdx.x) / MaskWords::kThreads;
-  if (unit >= count) return;
-  const int64_t index = unit / words.tiles;
-  const int32_t tile = static_cast<int32_t>(unit % words.tiles);
-  const int32_t group = static_cast<int32_t>(index % words.row_groups);
-  const int32_t matrix = static_cast<int32_t>(index / words.row_groups);
+  const int32_t index = blockIdx.x / 2, half = blockIdx.x % 2;
+  const int32_t group = index % words.row_groups, matrix = index / words.row_groups;
   const int32_t head = matrix % words.heads, batch = matrix / words.heads;
   const int64_t offset = head * mask.head + batch % words.batch[1] * mask.batch[1] +
                          batch / words.batch[1] * mask.batch[0];
   const int thread = threadIdx.x % MaskWords::kThreads;
   const int32_t row0 = group * MaskWords::kRows + thread / 32 * 16;
-  AllowedBits allowed;
+  const int32_t middle = (words.tiles + 1) / 2, end = half == 0 ? middle : words.tiles;
+  uint2* out = pairs + int64_t{index} * words.tiles * MaskWords::kThreads + thread;
+
+  __shared__ int2 range;
+  if (threadIdx.x == 0) range = {INT32_MAX, 0};
+  int2 found = {INT32_MAX, 0};
+  const auto store = [&](int32_t tile, const AllowedBits& allowed) {
+    out[int64_t{tile} * MaskWords::kThreads] = {allowed.row[0], allowed.row[1]};
+    if (__any_sync(0xffffffff, (allowed.row[0] | allowed.row[1]) != 0)) {
+      found = {min(found.x, tile), tile + 1};
+    }
+  };
+  constexpr int kStep = kMaskWordsThreads / MaskWords::kThreads;
+  int32_t tile = (half == 0 ? 0 : middle) + threadIdx.x / MaskWords::kThreads;
   if (vectors) {
     MaskBytes<kN> bytes;
     bytes.begin(mask, offset, row0, extent.rows);
-    bytes.load(mask, tile, extent.cols);
-    allowed = bytes.bits();
+    if (tile < end) bytes.load(mask, tile, extent.cols);
+    for (; tile < end; tile += kStep) {
+      const AllowedBits allowed = bytes.bits();
+      if (tile + kStep < end) bytes.load(mask, tile + kStep, extent.cols);
+      store(tile, allowed);
+    }
   } else {
-    allowed = mask_bits<kN>(mask, offset, row0, tile * kBlockKv, extent);
+    for (; tile < end; tile += kStep) {
+      store(tile, mask_bits<kN>(mask, offset, row0, tile * kBlockKv, extent));
+    }
   }
-  pairs[unit * MaskWords::kThreads + thread] = {allowed.row[0], allowed.row[1]};
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) {
+    atomicMin(&range.x, found.x);
+    atomicMax(&range.y, found.y);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) ranges[blockIdx.x] = range;
 }
 
 // Makes the words, and has `params` refer to them instead of the bytes.
 template <int kBlockKv>
-Status launch_mask_words(Forward& params, cudaStream_t stream) {
+Status launch_mask_words(Forward& params, MaskTiles& tiles, cudaStream_t stream) {
   const MaskWords words(params.shape, params.mask, kBlockKv);
   const bool vectors = has_vectors(params.mask, 1, 8) && params.shape.kv_len % 8 == 0;
-  const int64_t count =
-      int64_t{words.batch[0]} * words.batch[1] * words.heads * words.matrix() / MaskWords::kThreads;
   const Extent extent = {params.shape.q_len, params.shape.kv_len};
+  void* ranges = static_cast<uint8_t*>(params.workspace) + words.ranges_offset();
   const Status status = launch_kernel(
       "sm90::mask_words_kernel", params.shape, mask_words_kernel<kBlockKv>,
-      ceil_div(count * MaskWords::kThreads, kMaskWordsThreads), kMaskWordsThreads, 0, stream,
-      params.mask, extent, words, vectors, count, static_cast<uint2*>(params.workspace));
+      2 * words.matrices() * words.row_groups, kMaskWordsThreads, 0, stream, params.mask, extent,
+      words, vectors, static_cast<uint2*>(params.workspace), static_cast<int2*>(ranges));
+  tiles = MaskTiles(words, static_cast<const int4*>(ranges));
   params.mask = words_operand(words, params.workspace);
   return status;
 }

@@ -3,16 +3,20 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "params.h"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
 #include "sm90/forward_ahead.cuh"
 #include "sm90/forward_bias.cuh"
+#include "sm90/forward_mask.cuh"
 #include "sm90/forward_parts.cuh"
 #include "sm90/forward_plan.cuh"
 #include "sm90/ring.cuh"
 #include "sm90/schedule.cuh"
 #include "tile/band.cuh"
+#include "tile/segment_spans.h"
 
 namespace jax_flash::sm90 {
 
@@ -27,6 +31,25 @@ template <uint32_t kModifiers>
 __device__ __forceinline__ QueryTileCursor query_tiles(const ForwardPlan& plan) {
   constexpr bool kShares = kModifiers == kBias || kModifiers == kMask;
   return {plan.schedule, kShares ? plan.modifiers.batch_shift : 0};
+}
+
+// What tells of key tiles that are skipped: a mask's words, or spans of segments, if there are any.
+template <typename Config>
+using SkipsOf = std::conditional_t<Config::kMaskWords, MaskTiles, SegmentSpans>;
+
+// Key tiles of a query tile, for producers that find them themselves.
+template <typename Config>
+__device__ __forceinline__ TileRange key_tiles(const SkipsOf<Config>& skips, const Band& band,
+                                               const QueryTileIndex& q, int32_t row0) {
+  const TileRange range = kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ);
+  if constexpr (Config::kMaskWords) return skips.template narrow<Config::kBlockQ>(range, q, row0);
+  return range;
+}
+template <typename Config>
+__device__ __forceinline__ void wait_for_skips(const SkipsOf<Config>& skips) {
+  if constexpr (Config::kMaskWords) {
+    if (skips.ranges != nullptr) ptx::griddepcontrol_wait();
+  }
 }
 
 // Those that are to be done again, when all are done.
@@ -44,7 +67,9 @@ __device__ __forceinline__ void produce_again(const ForwardPlan& plan,
 // By one warp: keys and values of all query tiles.
 template <typename Config, uint32_t kModifiers>
 __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const ForwardMaps& maps,
-                                             const ForwardSmem<Config>& smem) {
+                                             const ForwardSmem<Config>& smem,
+                                             const SkipsOf<Config>& skips) {
+  wait_for_skips<Config>(skips);
   RingState<Config::kStages> key_stage;
   RingState<Config::kValueStages> value_stage;
   bool started = false;
@@ -52,8 +77,8 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const Forw
   const auto produce = [&](const QueryTileCursor& cursor) {
     const QueryTileIndex q = cursor.index();
     const int32_t row0 = q.tile * Config::kBlockQ;
-    const TileRange range = kv_tiles<Config::kBlockKv>(plan.band.of<kModifiers == kNoModifier>(q),
-                                                       row0, row0 + Config::kBlockQ);
+    const TileRange range =
+        key_tiles<Config>(skips, plan.band.of<kModifiers == kNoModifier>(q), q, row0);
     const auto first_row = [&](int32_t tile) {
       return (Config::kScoresAhead ? tile_from_end(range.end, tile) : tile) * Config::kBlockKv;
     };
@@ -97,7 +122,9 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const Forw
 template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void produce_queries(const Forward& params, const ForwardPlan& plan,
                                                 const MapsOf<Config>& maps,
-                                                const ForwardSmem<Config>& smem, int group) {
+                                                const ForwardSmem<Config>& smem,
+                                                const SkipsOf<Config>& skips, int group) {
+  wait_for_skips<Config>(skips);
   const bool leader = threadIdx.x % 32 == 0;
   RingState<Config::kQueryStages> stage;
   uint32_t works = 0, bias_parity = 0;
@@ -110,7 +137,7 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
     const Band band = plan.band.of<kModifiers == kNoModifier>(q);
     const int32_t row0 = q.tile * Config::kBlockQ;
     const uint32_t full = smem.query_full(stage.stage, group);
-    const TileRange range = kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ);
+    const TileRange range = key_tiles<Config>(skips, band, q, row0);
     if (!started) {
       if constexpr (kStartsApart<Config, kModifiers>) {
         ptx::barrier_sync(kStarted, Config::kStartThreads);

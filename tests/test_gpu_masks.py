@@ -1,0 +1,91 @@
+"""Masks on the GPU: made to words of bits or read as bytes, and tiles that they forbid skipped."""
+
+import numpy as np
+import pytest
+from cases import Case, check, make_inputs
+from oracle import allowed_logits
+from test_cases import run
+from test_gpu import each_family
+
+pytestmark = pytest.mark.gpu
+
+
+# More units of 192 queries than multiprocessors; rows of a mask in vectors of 8 bytes, and not;
+# keys for three consumers at head dim 64.
+@each_family
+@pytest.mark.parametrize(
+    ("head_dim", "axes", "kv_len"),
+    [
+        *((64, axes, 304) for axes in ("BNTS", "NT", "BS")),
+        *((64, "TS", kv_len) for kv_len in (299, 304, 1096)),
+        *((128, axes, 304) for axes in ("BNTS", "TS")),
+        (128, "BS", 299),
+        (256, "TS", 304),
+    ],
+)
+def test_mask_of_a_call_that_fills_the_gpu(head_dim, axes, kv_len, family):
+    case = Case(
+        "mask", batch=6, heads=12, kv_heads=12, q_len=200, kv_len=kv_len, head_dim=head_dim,
+        value_dim=head_dim, dtype="bfloat16", features=(("mask", axes),),
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    if axes in ("TS", "BS"):  # NaN among the scores of most tiles, and of whole ones
+        forbidden = np.arange(kv_len) % 10 == 3
+        forbidden[-150:] = True
+        inputs.options["mask"][..., forbidden] = False
+        inputs.key[:, forbidden], inputs.value[:, forbidden] = np.nan, np.inf
+    check(run(inputs, family), inputs)
+
+
+def padding(case: Case) -> np.ndarray:
+    """Keys of some length, the first batch's of none: rows that attend to nothing."""
+    lengths = np.linspace(0, case.kv_len, case.batch).astype(int)
+    return np.arange(case.kv_len)[None, None, None] < lengths[:, None, None, None]
+
+
+def causal(case: Case) -> np.ndarray:
+    rows, cols = np.arange(case.q_len)[:, None], np.arange(case.kv_len)
+    return (cols <= rows + case.kv_len // 2)[None, None]
+
+
+def window(case: Case) -> np.ndarray:
+    """Of its own for each head; the last rows are beyond it."""
+    rows, cols = np.arange(case.q_len)[:, None], np.arange(case.kv_len)
+    starts = np.linspace(-100, case.kv_len - 50, case.heads).astype(int)[:, None, None]
+    return ((cols > rows + starts) & (cols < rows + starts + 60))[None]
+
+
+def ends(case: Case) -> np.ndarray:
+    """The first and the last keys: nothing between is left out, but all of that is forbidden."""
+    cols = np.arange(case.kv_len)
+    return ((cols < 70) | (cols >= case.kv_len - 30))[None, None, None]
+
+
+LAYOUTS = {made.__name__: made for made in (padding, causal, window, ends)}
+
+
+# Bytes in vectors (1112) and not; three consumers at head dim 64 for many query tiles.
+@each_family
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize(
+    ("head_dim", "batch", "heads", "kv_len", "is_causal"),
+    [
+        (64, 6, 12, 1112, False),
+        (64, 4, 4, 1109, True),
+        (128, 4, 4, 1112, False),
+        (128, 4, 4, 1109, True),
+        (256, 4, 4, 1112, False),
+    ],
+)
+def test_tiles_that_a_mask_forbids(head_dim, batch, heads, kv_len, is_causal, layout, family):
+    case = Case(
+        "forbidden", batch=batch, heads=heads, kv_heads=heads, q_len=200, kv_len=kv_len,
+        head_dim=head_dim, value_dim=head_dim, dtype="bfloat16",
+        features=(("mask", "BNTS"), *[("causal", True), ("offset", "align")] * is_causal),
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    inputs.options["mask"] = LAYOUTS[layout](case)
+    unattended = ~allowed_logits(inputs).any(axis=2).transpose(0, 2, 1)[..., None]
+    inputs.key = np.where(unattended, np.nan, inputs.key).astype(inputs.key.dtype)
+    inputs.value = np.where(unattended, np.inf, inputs.value).astype(inputs.key.dtype)
+    check(run(inputs, family), inputs)
