@@ -64,28 +64,36 @@ def ends(case: Case) -> np.ndarray:
 LAYOUTS = {made.__name__: made for made in (padding, causal, window, ends)}
 
 
-# Bytes in vectors (1112) and not; three consumers at head dim 64 for many query tiles.
+# Bytes in vectors (1112, 608) and not; three consumers at head dim 64 for many query tiles; query
+# tiles that the backward pass skips, of one or two heads for each of keys.
 @each_family
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
-    ("head_dim", "batch", "heads", "kv_len", "is_causal"),
+    ("head_dim", "batch", "heads", "kv_heads", "q_len", "kv_len", "is_causal"),
     [
-        (64, 6, 12, 1112, False),
-        (64, 4, 4, 1109, True),
-        (128, 4, 4, 1112, False),
-        (128, 4, 4, 1109, True),
-        (256, 4, 4, 1112, False),
+        (64, 6, 12, 12, 200, 1112, False),
+        (64, 4, 4, 4, 200, 1109, True),
+        (128, 4, 4, 4, 200, 1112, False),
+        (128, 4, 4, 2, 200, 1109, True),
+        (256, 4, 4, 4, 200, 1112, False),
+        (64, 4, 4, 4, 1100, 608, False),
+        (128, 4, 4, 2, 1100, 605, False),
+        (128, 4, 4, 4, 1100, 608, True),
+        (32, 4, 4, 2, 1100, 608, False),
     ],
 )
-def test_tiles_that_a_mask_forbids(head_dim, batch, heads, kv_len, is_causal, layout, family):
+def test_tiles_that_a_mask_forbids(
+    head_dim, batch, heads, kv_heads, q_len, kv_len, is_causal, layout, family
+):
     case = Case(
-        "forbidden", batch=batch, heads=heads, kv_heads=heads, q_len=200, kv_len=kv_len,
+        "forbidden", batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len,
         head_dim=head_dim, value_dim=head_dim, dtype="bfloat16",
         features=(("mask", "BNTS"), *[("causal", True), ("offset", "align")] * is_causal),
     )  # fmt: skip
     inputs = make_inputs(case)
     inputs.options["mask"] = LAYOUTS[layout](case)
-    unattended = ~allowed_logits(inputs).any(axis=2).transpose(0, 2, 1)[..., None]
+    by_kv_head = allowed_logits(inputs).reshape(batch, kv_heads, -1, q_len, kv_len)
+    unattended = ~by_kv_head.any(axis=(2, 3)).transpose(0, 2, 1)[..., None]
     inputs.key = np.where(unattended, np.nan, inputs.key).astype(inputs.key.dtype)
     inputs.value = np.where(unattended, np.inf, inputs.value).astype(inputs.key.dtype)
     check(run(inputs, family), inputs)

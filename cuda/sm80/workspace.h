@@ -38,8 +38,9 @@ struct BackwardWorkspace {
   // Of the persistent blocks of sm_90: see sm90/backward_plan.cuh.
   int32_t* counters;
   // dK and dV of parts of blocks of keys: [at most kSplitBlocks, kSplitKeys, 2, head dim of the
-  // instance] in fragment order, or null.
+  // instance] in fragment order, or null. With a mask: sm90/backward_mask.cuh.
   float* split_sums;
+  int64_t split_sums_bytes;
   int32_t rows;
 
   static int64_t padded_rows(const Shape& shape) {
@@ -79,10 +80,12 @@ struct BackwardWorkspace {
     }
     workspace.counters = reinterpret_cast<int32_t*>(take(counter_words(shape) * 4));
     workspace.split_sums = nullptr;
+    workspace.split_sums_bytes = 0;
     if (!deterministic && head_dim <= kSplitHeadDim) {
       const int64_t key_tiles = (int64_t{shape.kv_len} + kSplitKeys - 1) / kSplitKeys;
       const int64_t parts = std::min<int64_t>(kSplitBlocks, total_rows / 64 * key_tiles);
-      workspace.split_sums = reinterpret_cast<float*>(take(parts * kSplitKeys * 2 * head_dim * 4));
+      workspace.split_sums_bytes = parts * kSplitKeys * 2 * head_dim * 4;
+      workspace.split_sums = reinterpret_cast<float*>(take(workspace.split_sums_bytes));
     }
     workspace.turns = nullptr;
     workspace.ticket = nullptr;

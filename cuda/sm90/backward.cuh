@@ -11,6 +11,7 @@
 #include "sm90/backward_config.cuh"
 #include "sm90/backward_edges.cuh"
 #include "sm90/backward_launch.cuh"
+#include "sm90/backward_mask.cuh"
 #include "sm90/backward_narrow.cuh"
 #include "sm90/backward_parts.cuh"
 #include "sm90/backward_wide.cuh"
@@ -42,13 +43,22 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
                            !kGeneral && !(workspace.turns && Config::kOrderedSums > 1));
   SplitPlan split;
   if (!kGeneral) split = plan_split<Config>(params, workspace, sms, blocks, ends);
-  status = launch_begin<Element>(params, workspace, Config::kDqueryCols, zeros, stream);
+  MaskRows mask_rows;
+  if constexpr (kGeneral) {
+    static_assert(Config::kBlockKv == MaskRows::kKeys);
+    if (blocks.order == TurnOrder::kNone) {
+      status = launch_mask_rows(params, workspace, mask_rows, stream);
+    }
+  }
+  if (status.ok()) {
+    status = launch_begin<Element>(params, workspace, Config::kDqueryCols, zeros, stream);
+  }
   if (status.ok()) {
     const auto launch = [&](auto* kernel) {
       return launch_dependent("sm90::backward_kernel", shape, kernel, blocks.launched,
                               Config::kThreads, Config::kSmemBytes, stream, params, maps,
                               gradient_maps, workspace, blocks.schedule, blocks.order,
-                              BlockPlan(params, zeros, ends, split));
+                              BlockPlan(params, zeros, ends, split, mask_rows));
     };
     status = blocks.order == TurnOrder::kNone
                  ? launch(backward_kernel<Config, Element, kGeneral, false>)

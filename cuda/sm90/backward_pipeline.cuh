@@ -129,6 +129,9 @@ struct BackwardBlock {
     const Band band = plan.band_of(params, batch);
     QueryTileWalk walk{q_tiles<Config::kBlockQ>(band, col0, col0 + Config::kBlockKv),
                        kv_head * group, kv_head * group + group};
+    if (kGeneral && plan.mask_rows.ranges != nullptr) {
+      walk.range = plan.mask_rows.narrow<Config::kBlockQ>(walk.range, index, group, kv_tile);
+    }
     if (kGeneral && spans.query && order == TurnOrder::kNone) {
       walk.query_blocks = spans.query_blocks;
       walk.query_spans = spans.query + int64_t{batch_index} * spans.query_blocks;

@@ -17,8 +17,8 @@ import numpy as np
 
 PASSES = ("forward", "backward", "both")
 _WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
-FEATURES = ("lengths", "bias", "mask", "soft_cap", "sinks", "dropout", "lse", "deterministic",
-            "peaked")  # fmt: skip
+FEATURES = ("lengths", "bias", "mask", "padding", "soft_cap", "sinks", "dropout", "lse",
+            "deterministic", "peaked")  # fmt: skip
 # What "peaked" multiplies query and key by: logits of a deviation of 9, as trained models have.
 PEAKED = 3.0
 
@@ -161,6 +161,8 @@ def _extras(case: Case, key: jax.Array) -> dict[str, jax.Array]:
         extras["bias"] = jax.random.normal(key, logits, case.dtype)
     elif case.feature == "mask":
         extras["mask"] = jax.random.bernoulli(key, 0.9, (1, 1, case.q_len, case.kv_len))
+    elif case.feature == "padding":  # a mask that leaves the first half of the keys
+        extras["mask"] = jnp.arange(case.kv_len)[None, None, None] < case.kv_len // 2
     elif case.feature == "sinks":
         extras["sinks"] = jax.random.normal(key, (case.heads,), jnp.float32)
     elif case.feature == "dropout":

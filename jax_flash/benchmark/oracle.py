@@ -107,7 +107,8 @@ class _Group:
         j = np.arange(first, end)
         allowed = (j >= low[:, None]) & (j < high[:, None])
         if "mask" in self.extras:
-            allowed &= self.extras["mask"][0, 0, rows, first:end]
+            mask = self.extras["mask"][0, 0]
+            allowed &= (mask if len(mask) == 1 else mask[rows])[:, first:end]
         inside = columns[(columns >= first) & (columns < end)]
         shape = (columns.size, self.key.shape[-1])
         result: dict[str, Any] = {"dkey": np.zeros(shape), "dvalue": np.zeros(shape)}

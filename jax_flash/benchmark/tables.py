@@ -98,7 +98,7 @@ def _features() -> list[Case]:
         dataclasses.replace(plain, segments=4),
         dataclasses.replace(plain, segments=4, is_causal=True),
         *(dataclasses.replace(plain, feature=feature) for feature in FEATURES),
-        *(dataclasses.replace(narrow, feature=f) for f in ("bias", "mask", "soft_cap")),
+        *(dataclasses.replace(narrow, feature=f) for f in ("bias", "mask", "padding", "soft_cap")),
     ]
 
 
