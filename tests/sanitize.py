@@ -94,6 +94,7 @@ def cases(tool: str):
     # Fewer units of 192 queries than multiprocessors, and more of 128.
     heads = {"heads": 2, "kv_heads": 2} if few else {"heads": 127, "kv_heads": 127}
     few_units = {"batch": 1, "q_len": 160, "kv_len": 90, **heads}
+    long = {"batch": 1, "q_len": 1030, "kv_len": 1050, "heads": 4, "kv_heads": 4}
     return (
         ("bfloat16", (64, 64), causal, False, units),
         ("bfloat16", (64, 64), (), False, short_units),
@@ -111,7 +112,7 @@ def cases(tool: str):
         ("bfloat16", (96, 96), (("bias", ("S", "bfloat16")),), True, narrow),
         ("bfloat16", (128, 128), (("bias", ("TS", "bfloat16")),), False, small),
         ("bfloat16", (64, 64), (("soft_cap", 5.0), *causal), False, small),
-        ("bfloat16", (128, 128), (("mask", "TS"),), False, small),
+        ("bfloat16", (128, 128), (("mask", "TS"),), False, long),
         ("bfloat16", (64, 64), (("mask", "TS"),), False, wide_units),
         ("bfloat16", (64, 64), (("mask", "BNTS"),), False, small),
         ("bfloat16", (64, 64), (("bias", ("TS", "bfloat16")),), False, wide_units),

@@ -341,6 +341,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                     const __grid_constant__ TileSchedule schedule, const TurnOrder turns,
                     const __grid_constant__ BlockPlan plan) {
   const TurnOrder order = kOrdered ? turns : TurnOrder::kNone;
+  constexpr bool kByMask = kGeneral && !kOrdered;
   extern __shared__ __align__(1024) uint8_t tiles_smem[];
   __shared__ __align__(128) float statistics_smem[2][Config::kStages * Config::kBlockQ];
   __shared__ __align__(8) uint64_t barriers_smem[BackwardSmem<Config>::kBarriers];
@@ -369,7 +370,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     touch_parameters(plan);
     touch_parameters(schedule);
   } else if (threadIdx.x >= 96) {
-    auto block = BackwardBlock::at<Config, kGeneral>(
+    auto block = BackwardBlock::at<Config, kGeneral, kByMask>(
         params, plan, schedule, plan.split.block_of(static_cast<int32_t>(blockIdx.x)),
         workspace.spans, order);
     if constexpr (!kGeneral && !kOrdered) {

@@ -115,8 +115,8 @@ struct BackwardBlock {
   bool ascending;  // whether blocks of lower keys take their turns before this one
   SplitSum sum;
 
-  // By a whole warp.
-  template <typename Config, bool kGeneral>
+  // By a whole warp. kByMask: what a mask does not leave is skipped.
+  template <typename Config, bool kGeneral, bool kByMask = false>
   static __device__ __forceinline__ BackwardBlock at(const Backward& params, const BlockPlan& plan,
                                                      const TileSchedule& schedule, int32_t place,
                                                      const SegmentSpans& spans, TurnOrder order) {
@@ -129,7 +129,7 @@ struct BackwardBlock {
     const Band band = plan.band_of(params, batch);
     QueryTileWalk walk{q_tiles<Config::kBlockQ>(band, col0, col0 + Config::kBlockKv),
                        kv_head * group, kv_head * group + group};
-    if (kGeneral && plan.mask_rows.ranges != nullptr) {
+    if (kByMask && plan.mask_rows.ranges != nullptr) {
       walk.range = plan.mask_rows.narrow<Config::kBlockQ>(walk.range, index, group, kv_tile);
     }
     if (kGeneral && spans.query && order == TurnOrder::kNone) {
@@ -176,7 +176,7 @@ __device__ __forceinline__ void choose_blocks(const Backward& params, const Bloc
                                               const TileSchedule& schedule, TurnOrder order,
                                               const BackwardSmem<Config>& smem) {
   const bool leader = threadIdx.x % 32 == 0;
-  constexpr bool kMaySplit = !kGeneral && !kOrdered;
+  constexpr bool kMaySplit = !kGeneral && !kOrdered, kByMask = kGeneral && !kOrdered;
   const int32_t blocks = schedule.tiles * schedule.total_heads;
   const auto end = static_cast<uint32_t>(kMaySplit ? plan.split.end(blocks) : blocks);
   const BackwardCounters counters{workspace.counters, plan.ends.kv_heads};
@@ -227,8 +227,8 @@ __device__ __forceinline__ void choose_blocks(const Backward& params, const Bloc
       if (takes) left = plan.split.tiles_end(place);
       place = plan.split.block_of(place, left);
     }
-    auto block =
-        BackwardBlock::at<Config, kGeneral>(params, plan, schedule, place, workspace.spans, order);
+    auto block = BackwardBlock::at<Config, kGeneral, kByMask>(params, plan, schedule, place,
+                                                              workspace.spans, order);
     if constexpr (kMaySplit) divide(plan.split, static_cast<int32_t>(index), left, block);
     ptx::mbarrier_wait_asleep(smem.block_empty(at.stage()), at.parity() ^ 1);
     if (leader) {
