@@ -1,6 +1,6 @@
-// Reductions and ordered accesses to global memory.
+// Reductions, ordered accesses and prefetches: global memory.
 // PTX ISA, "Parallel synchronization and communication instructions: red" and
-// "Data movement and conversion instructions: ld, st".
+// "Data movement and conversion instructions: ld, st, prefetch".
 #pragma once
 
 #include <cstdint>
@@ -36,6 +36,10 @@ __device__ __forceinline__ void fence_acquire() { asm volatile("fence.acquire.gp
 
 __device__ __forceinline__ void st_release(int32_t* address, int32_t value) {
   asm volatile("st.release.gpu.global.b32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
+}
+
+__device__ __forceinline__ void prefetch_l2(const void* address) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(address)) : "memory");
 }
 
 // What this thread wrote, and what it knows of, is there before the sum is.

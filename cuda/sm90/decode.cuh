@@ -88,14 +88,17 @@ __device__ __forceinline__ void produce_decode_queries(const DecodeCall& call,
                  call.query, unit.batch_axes, unit.head, 0, panel * 64);
       }
       DecodeWork& work = *smem.work;
-      work.out = unit.at<uint16_t>(call.out);
-      work.lse = unit.at<float>(call.lse);
+      // Here, as a consumer would wait for parameters that it reads for the first time at its end.
+      const int64_t place = block * 2 + begins;
+      work.out = whole ? static_cast<void*>(unit.at<uint16_t>(call.out))
+                       : call.workspace.out + place * decode_pitch(Config::kHeadDim);
+      work.lse = whole ? unit.at<float>(call.lse) : call.workspace.statistics + place * 2;
       work.sinks = call.sinks.data == nullptr ? nullptr : unit.at<float>(call.sinks);
       work.band = band;
       work.attended = {band.first_col(0), band.end_col(band.q_len - 1)};
       work.tile = tiles.first + part.first;
       work.end = min(tiles.first + part.end, tiles.end);
-      work.place = whole ? DecodeWork::kWhole : block * 2 + begins;
+      work.kind = whole ? DecodeWork::kWhole : DecodeWork::kPart;
       ptx::mbarrier_arrive(smem.query_full());
     }
     parity ^= 1;
@@ -104,7 +107,7 @@ __device__ __forceinline__ void produce_decode_queries(const DecodeCall& call,
   if (leader) {
     if (!call.plan.whole_units) call.workspace.ends[block] = ends;
     ptx::mbarrier_wait_asleep(smem.query_empty(), parity);
-    smem.work->place = DecodeWork::kNoMoreWork;
+    smem.work->kind = DecodeWork::kNoMoreWork;
     for (int i = 0; i < 2; ++i) ptx::mbarrier_arrive(smem.query_full());
   }
 }
@@ -151,13 +154,13 @@ struct DecodeConsumer {
     const auto same = [](int32_t& value) { value = __reduce_max_sync(0xffffffff, value); };
     same(work.tile);
     same(work.end);
-    same(work.place);
+    same(work.kind);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       first_col[half] = work.band.first_col(position(half));
       end_col[half] = work.band.end_col(position(half));
     }
-    return work.place != DecodeWork::kNoMoreWork;
+    return work.kind != DecodeWork::kNoMoreWork;
   }
 
   __device__ __forceinline__ void wait_slot() const {
@@ -311,12 +314,12 @@ struct DecodeConsumer {
       total += __shfl_xor_sync(0xffffffff, total, 1);
       total += __shfl_xor_sync(0xffffffff, total, 2);
       if (row(half) >= call.rows) continue;
-      const int64_t at = int64_t{work.place} * call.rows + row(half);
+      const int64_t at = int64_t{row(half)} * call.workspace.places;
       if (threadIdx.x % 4 == 0) {
-        reinterpret_cast<float2*>(call.workspace.statistics)[at] = {
+        reinterpret_cast<float2*>(work.lse)[at] = {
             to_log2_units(softmax.reference[0][half], call.to_log2), total};
       }
-      float* part_gmem = call.workspace.out + at * call.value_dim;
+      float* part_gmem = static_cast<float*>(work.out) + at * decode_pitch(Config::kHeadDim);
 #pragma unroll
       for (int n = 0; n < kOutN; ++n) {
         const int col = fragment_col(n, 0);
@@ -337,7 +340,7 @@ __device__ __forceinline__ void consume_decode(const DecodeCall& call,
     consumer.compute();
     arrive_warp(smem.query_empty());
     if (!consumer.has_rows()) continue;
-    if (consumer.work.place == DecodeWork::kWhole) {
+    if (consumer.work.kind == DecodeWork::kWhole) {
       consumer.finish();
     } else {
       consumer.store_part();
@@ -403,7 +406,7 @@ Status launch_decode_plan(const Forward& params, const DecodePlan& plan, cudaStr
   const DecodeCall call(params, plan, Config::kBlockKv);
   status = launch_kernel("sm90::decode_kernel", shape, decode_kernel<Config, Element>, plan.workers,
                          Config::kThreads, Config::kSmemBytes, stream, call, maps, params);
-  if (!status.ok() || plan.whole_units) return status;
+  if (!status.ok() || !call.divides_units()) return status;
   return launch_combine<Config::kHeadDim, Element>(call, params, stream);
 }
 

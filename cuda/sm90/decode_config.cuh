@@ -41,14 +41,14 @@ using DecodeConfigOf = std::conditional_t<
 
 // A worker's part of a unit.
 struct DecodeWork {
-  void* out;  // of the unit's first row
-  float *lse, *sinks;
+  void* out;  // of the unit's first row; of a part that is to be added up, in the workspace
+  float *lse, *sinks;  // then the statistics
   Band band;
   RowRange attended;  // keys that some row may attend to
   int32_t tile, end;  // of keys; without any, the unit has none
-  int32_t place;      // in the workspace, or kWhole, or kNoMoreWork
+  int32_t kind;
 
-  static constexpr int32_t kWhole = -1, kNoMoreWork = -2;
+  static constexpr int32_t kPart = 0, kWhole = 1, kNoMoreWork = 2;
 };
 
 // `full`: the copy has arrived; `empty`: the warpgroup has done with it.

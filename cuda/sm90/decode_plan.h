@@ -2,8 +2,9 @@
 // size of the workspace.
 //
 // A unit is the query rows of one key/value head of one batch. Its keys are a row of tiles, and the
-// units lie in a row, too, [batch, kv_heads]. Workers divide that row, either at the ends of units
-// or anywhere, evenly by tiles; then what they computed of a unit is added up.
+// units lie in a row, too, [batch, kv_heads]. Workers divide that row: at the ends of units, or
+// each unit into as many parts, or anywhere, evenly by tiles; then what they computed of a unit is
+// added up.
 #pragma once
 
 #include <algorithm>
@@ -37,16 +38,23 @@ inline int64_t decode_splits(const Shape& shape) {
   return (int64_t{shape.kv_len} + kDecodeSplitKeys - 1) / kDecodeSplitKeys;
 }
 
+// Of a row in the workspace, in elements: that of an instance, and of all head dims it takes.
+constexpr int64_t decode_pitch(int head_dim) {
+  return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
+}
+
 // What workers leave behind for the units that they divide. Each has two places: for a unit that
-// another worker began, and for one that it began and another one ends.
+// another worker began, and for one that it began and another one ends. A row's parts lie side by
+// side, as far apart as an instance knows: who adds them up computes hardly any addresses.
 struct DecodeWorkspace {
   struct Ends {
     int32_t head, tail;  // units, or -1
   };
 
-  float* out = nullptr;         // [workers, 2, rows, value_dim], not divided by the sums
-  float* statistics = nullptr;  // [workers, 2, rows, 2]: reference in log2 units, sum
+  float* out = nullptr;         // [rows, workers, 2, decode_pitch()], not divided by the sums
+  float* statistics = nullptr;  // [rows, workers, 2, 2]: reference in log2 units, sum
   Ends* ends = nullptr;         // [workers]
+  int32_t places = 0;           // of all workers
 
   static int64_t max_workers(const Shape& shape) {
     return std::min(int64_t{kDecodeMaxWorkers},
@@ -55,35 +63,48 @@ struct DecodeWorkspace {
   static int64_t bytes(const Shape& shape) {
     if (!takes_decode(shape) || decode_splits(shape) == 1) return 0;
     const int64_t rows = 2 * max_workers(shape) * decode_rows(shape);
-    return rows * (shape.value_dim + 2) * 4 + max_workers(shape) * int64_t{sizeof(Ends)};
+    return rows * (pitch(shape) + 2) * 4 + max_workers(shape) * int64_t{sizeof(Ends)};
   }
   static DecodeWorkspace at(const Shape& shape, void* workspace) {
     const int64_t rows = 2 * max_workers(shape) * decode_rows(shape);
     DecodeWorkspace result;
     result.out = static_cast<float*>(workspace);
-    result.statistics = result.out + rows * shape.value_dim;
+    result.statistics = result.out + rows * pitch(shape);
     result.ends = reinterpret_cast<Ends*>(result.statistics + rows * 2);
+    result.places = static_cast<int32_t>(2 * max_workers(shape));
     return result;
+  }
+
+ private:
+  static int64_t pitch(const Shape& shape) {
+    return decode_pitch(std::max(shape.head_dim, shape.value_dim));
   }
 };
 
 struct DecodePlan {
   int32_t workers, units;
+  int32_t parts;     // of each unit, at most; 0: workers divide units anywhere, or none
   bool whole_units;  // workers divide none
   bool ragged;       // batches may differ in the keys that they attend to
 
   // `max_workers`: as many run at once. `ragged`: some operand may make batches differ.
   static DecodePlan make(const Shape& shape, int64_t max_workers, bool ragged) {
     DecodePlan plan;
-    const int64_t units = shape.batch * shape.kv_heads;
+    const int64_t units = shape.batch * shape.kv_heads, splits = decode_splits(shape);
     const int64_t rounds = (units + max_workers - 1) / max_workers;
+    const int64_t parts = std::min(max_workers / units, splits);
     plan.units = static_cast<int32_t>(units);
     plan.ragged = ragged;
-    plan.whole_units = decode_splits(shape) == 1 || shape.batch > kDecodeMaxRaggedBatch ||
+    plan.whole_units = splits == 1 || shape.batch > kDecodeMaxRaggedBatch ||
                        (!ragged && units * 10 >= rounds * max_workers * 9);
-    plan.workers = static_cast<int32_t>(plan.whole_units
-                                            ? (units + rounds - 1) / rounds
-                                            : std::min(max_workers, units * decode_splits(shape)));
+    // As many parts for each: the heads of a batch are read side by side, and no worker has to do
+    // with two units.
+    const bool alike =
+        !plan.whole_units && !ragged && (parts == splits || parts * units * 10 >= max_workers * 9);
+    plan.parts = static_cast<int32_t>(alike ? parts : 0);
+    plan.workers = static_cast<int32_t>(plan.whole_units ? (units + rounds - 1) / rounds
+                                        : alike          ? parts * units
+                                                         : std::min(max_workers, units * splits));
     return plan;
   }
 };

@@ -21,15 +21,14 @@ __host__ __device__ __forceinline__ int32_t decode_cost(const TileRange& tiles) 
   return tiles.end > tiles.first ? tiles.end - tiles.first : 1;
 }
 
-// All tiles, divided among as many workers as are to have some.
+// All tiles, or a unit's, divided among as many workers as are to have some.
 struct DecodeShares {
   int32_t workers, share, rest;
 
-  __host__ __device__ __forceinline__ DecodeShares(const DecodePlan& plan, int32_t block_kv,
-                                                   int32_t total) {
+  __host__ __device__ __forceinline__ DecodeShares(int32_t most, int32_t block_kv, int32_t total) {
     const int32_t least = kDecodeSplitKeys / block_kv;  // tiles of a worker
     workers = (total + least - 1) / least;
-    if (workers > plan.workers) workers = plan.workers;
+    if (workers > most) workers = most;
     share = total / workers;
     rest = total % workers;
   }
@@ -43,9 +42,10 @@ struct DecodeCall {
   DecodePlan plan;
   BoxAxes key, value, query;
   CallBand band;
-  TileRange tiles;  // of keys, if batches are alike; and then:
-  Divisor cost;     // of a unit
-  DecodeShares shares;
+  TileRange tiles;      // of keys, if batches are alike; and then:
+  Divisor cost;         // of a unit
+  DecodeShares shares;  // of a unit, if the plan has parts
+  Divisor parts;        // of a unit then
   Divisor inner_batch, kv_heads, q_len;
   int32_t group, rows, kv_len, value_dim;
   float to_log2;
@@ -60,7 +60,9 @@ struct DecodeCall {
         band(params),
         tiles(tiles_of(band.band, block_kv)),
         cost(decode_cost(tiles)),
-        shares(plan, block_kv, plan.units * cost.divisor),
+        shares(plan.parts ? DecodeShares(plan.parts, block_kv, cost.divisor)
+                          : DecodeShares(plan.workers, block_kv, plan.units * cost.divisor)),
+        parts(plan.parts ? shares.workers : 1),
         inner_batch(
             params.shape.num_batch_dims > 1 ? static_cast<int32_t>(params.shape.batch_dims[1]) : 1),
         kv_heads(params.shape.kv_heads),
@@ -74,6 +76,9 @@ struct DecodeCall {
         lse(params.lse),
         sinks(params.sinks),
         workspace(DecodeWorkspace::at(params.shape, params.workspace)) {}
+
+  // Whether decode_combine_kernel has something to do, as far as the host knows.
+  bool divides_units() const { return !plan.whole_units && !(plan.parts && parts.divisor == 1); }
 
   // Of the keys that a batch attends to.
   template <int kBlockKv>
@@ -127,13 +132,18 @@ struct DecodeWalk {
       const int32_t share = plan.units / plan.workers, rest = plan.units % plan.workers;
       unit = worker * share + min(worker, rest);
       end_unit = unit + share + (worker < rest);
-    } else if (!plan.ragged) {
+    } else if (plan.parts) {
       // With an offset, but no band that it could move, the tiles are the same without it.
+      unit = call.parts.quotient(worker);
+      const int32_t part = worker - unit * call.parts.divisor;
+      first = call.shares.start(part);
+      set_end(call.shares, plan, part);
+    } else if (!plan.ragged) {
       unit = call.cost.quotient(call.shares.start(worker));
       first = call.shares.start(worker) - unit * call.cost.divisor;
       set_end(call.shares, plan, worker);
     } else {
-      find_start(params, call, worker);
+      *this = found(params, call, worker);
     }
   }
 
@@ -149,6 +159,8 @@ struct DecodeWalk {
   }
 
  private:
+  DecodeWalk() = default;
+
   __device__ __forceinline__ void set_end(const DecodeShares& shares, const DecodePlan& plan,
                                           int32_t worker) {
     end_unit = plan.units;
@@ -156,12 +168,13 @@ struct DecodeWalk {
   }
 
   // Where batches differ: looks through all of them, twice if they are more than a warp's lanes.
-  __device__ __forceinline__ void find_start(const Forward& params, const DecodeCall& call,
-                                             int32_t worker) {
+  // Out of line as CallBand::of().
+  static __device__ __noinline__ DecodeWalk found(const Forward& params, const DecodeCall& call,
+                                                  int32_t worker) {
     const auto batches = static_cast<int32_t>(params.shape.batch);
     const int lane = threadIdx.x % 32;
     const auto cost = [&](int32_t batch) {
-      return batch < batches ? decode_cost(call.tiles_of<kBlockKv>(call.band.of(params, batch)))
+      return batch < batches ? decode_cost(call.tiles_of<kBlockKv>(call.band.find(params, batch)))
                              : 0;
     };
     int32_t mine = 0, total = 0;  // mine: of the 32 batches looked at last
@@ -171,7 +184,7 @@ struct DecodeWalk {
       total += mine;
     }
     total = __reduce_add_sync(0xffffffff, total) * call.kv_heads.divisor;
-    const DecodeShares shares(call.plan, kBlockKv, total);
+    const DecodeShares shares(call.plan.workers, kBlockKv, total);
     const int32_t start = min(shares.start(worker), total - 1);
     int32_t before = 0;
     for (int32_t batch = 0;; batch += 32) {
@@ -187,10 +200,11 @@ struct DecodeWalk {
         const int at = __ffs(beyond) - 1;
         before += __shfl_sync(0xffffffff, sum - mine * call.kv_heads.divisor, at);
         const int32_t its_cost = __shfl_sync(0xffffffff, mine, at);
-        unit = (batch + at) * call.kv_heads.divisor + (start - before) / its_cost;
-        first = (start - before) % its_cost;
-        set_end(shares, call.plan, worker);
-        return;
+        DecodeWalk walk;
+        walk.unit = (batch + at) * call.kv_heads.divisor + (start - before) / its_cost;
+        walk.first = (start - before) % its_cost;
+        walk.set_end(shares, call.plan, worker);
+        return walk;
       }
       before += __shfl_sync(0xffffffff, sum, 31);
     }

@@ -78,11 +78,22 @@ struct CallBand {
       : band(params.options, params.shape.q_len, params.shape.kv_len, 0),
         varies(params.query_seq_lengths || params.key_value_seq_lengths || params.query_offset) {}
 
+  // Out of line where it varies: a block's first copies wait for instructions, too, and the fewer
+  // lie between those that every call executes, the better.
   __device__ __forceinline__ Band of(const Forward& params, int32_t batch) const {
     if (varies) [[unlikely]] {
-      return Band(params, BatchIndex(params.shape, batch));
+      return find_apart(params, batch);
     }
     return band;
+  }
+  // For code that is out of line itself, or needs a part only and reads no more than that.
+  __device__ __forceinline__ Band find(const Forward& params, int32_t batch) const {
+    return varies ? Band(params, BatchIndex(params.shape, batch)) : band;
+  }
+
+ private:
+  static __device__ __noinline__ Band find_apart(const Forward& params, int32_t batch) {
+    return Band(params, BatchIndex(params.shape, batch));
   }
 };
 
