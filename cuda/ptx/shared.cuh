@@ -1,5 +1,6 @@
-// Addresses in, stores to and loads from shared memory.
-// PTX ISA, "Data movement and conversion instructions: st, ld, cvta".
+// Addresses in, stores to and loads from shared memory, a minimum there.
+// PTX ISA, "Data movement and conversion instructions: st, ld, cvta" and "Parallel synchronization
+// and communication instructions: red".
 #pragma once
 
 #include <cstdint>
@@ -12,6 +13,18 @@ __device__ __forceinline__ uint32_t shared_address(const void* pointer_smem) {
 
 __device__ __forceinline__ void st_shared_b32(uint32_t address_smem, uint32_t value) {
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address_smem), "r"(value) : "memory");
+}
+
+// A value that others may change meanwhile, and what they do: the lesser one stays.
+__device__ __forceinline__ int32_t ld_relaxed_shared_s32(uint32_t address_smem) {
+  int32_t value;
+  asm volatile("ld.relaxed.cta.shared.s32 %0, [%1];" : "=r"(value) : "r"(address_smem) : "memory");
+  return value;
+}
+
+__device__ __forceinline__ void min_relaxed_shared_s32(uint32_t address_smem, int32_t value) {
+  asm volatile("red.relaxed.cta.shared.min.s32 [%0], %1;" ::"r"(address_smem), "r"(value)
+               : "memory");
 }
 
 __device__ __forceinline__ void st_shared_v2(uint32_t address_smem, uint2 value) {

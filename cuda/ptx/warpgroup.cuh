@@ -47,6 +47,18 @@ __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
+// The same; whether `value` is true in some thread.
+__device__ __forceinline__ bool barrier_any(int id, int threads, bool value) {
+  uint32_t any;
+  asm volatile(
+      "{ .reg .pred p, q; setp.ne.u32 p, %3, 0; "
+      "barrier.cta.red.or.aligned.pred q, %1, %2, p; selp.u32 %0, 1, 0, q; }"
+      : "=r"(any)
+      : "r"(id), "r"(threads), "r"(static_cast<uint32_t>(value))
+      : "memory");
+  return any != 0;
+}
+
 __device__ __forceinline__ void barrier_arrive(int id, int threads) {
   asm volatile("barrier.cta.arrive.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }

@@ -172,7 +172,9 @@ Status launch_modified(const Forward& params, const SegmentSpans& spans, cudaStr
       case kSoftCap:
         // More keys, where tiles that an edge cuts, with many spills, are few.
         if constexpr (kHeadDim == 64 && std::is_same_v<Element, __nv_bfloat16>) {
-          if (!banded(params.options)) {
+          const Options& options = params.options;
+          if (!banded(options) || (options.window_left < 0 && options.window_right < 0 &&
+                                   params.shape.kv_len >= 8192)) {
             return launch_forward_config<ForwardConfig<64, 64, 3, 128>, Element, kSoftCap>(
                 params, spans, stream);
           }

@@ -183,4 +183,76 @@ __device__ __forceinline__ void next_capped_tile(Consumer& consumer, int32_t las
   if (rises) consumer.rescale();
 }
 
+// In place of fixed_tiles() where a query tile has no keys, so that no warp is two of them ahead.
+__device__ __forceinline__ void sync_fixed_tiles() {
+  ptx::barrier_sync(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup);
+}
+
+// A query tile's tiles behind the first one that next_capped_tile() would take products of as they
+// come, with two terms, as long as all warps of the warpgroup do: code of its own, in which a
+// tile's steps stand one behind the other. Returns the last tile done, whose V is to be waited for.
+//
+// Warps have to leave together, as they start products together. One whose products were too great
+// names a tile that none of them comes to without having read so: its keys are copied when the warp
+// has released those of this tile. Until then it may have more tiles done again.
+template <typename Config, typename Consumer>
+__device__ __forceinline__ int32_t fixed_tiles(Consumer& consumer, int32_t last) {
+  auto& modified = consumer.modified;
+  auto& scores = consumer.scores;
+  float (&sum)[2] = consumer.softmax.sum[0];
+  const bool is_first_lane = threadIdx.x % 32 == 0;
+  // By turns: some warp may not have left the loop of the query tile before.
+  __shared__ int32_t ends[2][Config::kConsumers];
+  const uint32_t shared_end = ptx::shared_address(&ends[consumer.works % 2][consumer.group]);
+  if (is_first_lane && consumer.warp_row % 64 == 0) ptx::st_shared_b32(shared_end, INT32_MAX);
+  int32_t end = consumer.fixed.end, tile = last + 1;
+  const bool other = modified.cap_terms != 2 || last < consumer.fixed.first || tile >= end;
+  if (__any_sync(0xffffffff,
+                 ptx::barrier_any(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup, other))) {
+    return last;
+  }
+  float limit = consumer.plan.modifiers.soft_cap.two.greatest_sum;
+  for (;; ++tile) {
+    int32_t told;
+    for (;; ++tile) {
+      if (tile >= end) return tile - 1;
+      consumer.wait_key();
+      consumer.start_scores();
+      consumer.wait_value();  // a branch between products: TUNING.md
+      consumer.template start_out_part<0>(0);
+      told = ptx::ld_relaxed_shared_s32(shared_end);
+      consumer.template await_scores<1>();
+      float part[2] = {0.0f, 0.0f};
+      modified.two_term_exponentials(scores, part);
+      // In front of the wait for products, behind which the assembler would move exponentials.
+      if (__any_sync(0xffffffff, fmaxf(part[0], part[1]) > limit)) [[unlikely]]
+        break;
+      sum[0] += part[0];
+      sum[1] += part[1];
+      consumer.await_out();
+      end = min(end, __reduce_min_sync(0xffffffff, told));
+      consumer.release_key();
+      consumer.convert();
+    }
+    consumer.await_out();
+    end = min(end, __reduce_min_sync(0xffffffff, told));
+    consumer.compute_scores_again(tile);
+    const float greatest = greatest_magnitude(scores);
+    consumer.modify(scores, tile, false);
+    const bool rises = raise_reference(consumer);
+    if (rises) {
+      modified.cap_terms = 0;
+      limit = -1.0f;  // products are not exponents any more
+    } else {
+      modified.replace_two_terms(greatest);
+    }
+    if (modified.cap_terms == 0) consumer.fixed.end = 0;
+    consumer.exponentials();
+    if (is_first_lane) ptx::min_relaxed_shared_s32(shared_end, tile + Config::kStages + 1);
+    consumer.release_key();
+    consumer.convert();
+    if (rises) consumer.rescale();
+  }
+}
+
 }  // namespace jax_flash::sm90

@@ -64,6 +64,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
     if (!consumer.has_keys()) {
       if (unfinished) finish();
       unfinished = false;
+      if constexpr (Consumer::Modified::kFixedTiles) sync_fixed_tiles();
       consumer.read_description();
       finish_empty_rows<Element>(plan, work, consumer.warp_row);
       consumer.release_query();
@@ -111,6 +112,10 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
         consumer.next_tile(last, tile, consumer.note.next_one_segment());
       }
     } else {
+      if constexpr (Consumer::Modified::kFixedTiles) {
+        tile = fixed_tiles<Config>(consumer, tile);
+        consumer.wait_value();  // in there, it takes registers from the loop below
+      }
       for (; !consumer.is_last(tile); ++tile) {
         if constexpr (kModifiers == kBias && !Consumer::Modified::kInScores) {
           next_biased_tile<Config>(consumer, tile, tile + 1);

@@ -25,6 +25,9 @@ struct ModifiedTile {
   // Whether the soft cap saturates squares, and references are 0 where it lets them.
   static constexpr bool kSaturates =
       kCapped && std::is_same_v<Element, __nv_bfloat16> && Config::kOptimistic;
+  // Whether the usual tiles have code of their own then, fixed_tiles(): where it is faster.
+  static constexpr bool kFixedTiles =
+      kSaturates && Config::kHeadDim == 64 && Config::kBlockKv == 128;
   // Blocks whose elements are forbidden together, and how: by measurement.
   static constexpr int kForbidBlocks =
       Config::kMaskWords && Config::kHeadDim != 128 ? 4 : Config::kHeadDim / 64;
@@ -115,11 +118,17 @@ struct ModifiedTile {
   }
   // Where a tile's products, up to `greatest`, have been too great for the polynomial.
   __device__ __forceinline__ void next_polynomial(float greatest) {
-    const SoftCapPlan& cap = plan.modifiers.soft_cap;
-    const int terms = greatest <= kMargin * cap.three.limit  ? 3
-                      : greatest <= kMargin * cap.five.limit ? 5
-                                                             : 0;
+    const int terms = terms_for(greatest);
     cap_terms = terms > cap_terms ? terms : 0;
+  }
+  // Where they have been too great for two terms, which may have been replaced before.
+  __device__ __forceinline__ void replace_two_terms(float greatest) {
+    const int terms = cap_terms == 0 ? 0 : terms_for(greatest);
+    cap_terms = terms == 0 ? 0 : max(terms, cap_terms);
+  }
+  __device__ __forceinline__ int terms_for(float greatest) const {
+    const SoftCapPlan& cap = plan.modifiers.soft_cap;
+    return greatest <= kMargin * cap.three.limit ? 3 : greatest <= kMargin * cap.five.limit ? 5 : 0;
   }
 
   // Whether the bias is read a tile ahead: where it lies in vectors.
@@ -295,8 +304,16 @@ struct ModifiedTile {
     }
     return false;
   }
-  // Of products as they come, with references of 0. Returns of this thread's sums of such a tile
-  // above what it is done again.
+  // Of products as they come, with references of 0, by two terms.
+  __device__ __forceinline__ void two_term_exponentials(Scores& scores, float (&sum)[2]) const {
+    SoftCapPolynomial two;
+    two.factor[0] = factors[0];
+    two.factor[1] = factors[1];
+#pragma unroll
+    for (int n = 0; n < kN; ++n) soft_cap_exponentials<2>(scores[0][n], two, sum);
+  }
+  // The same by as many as are chosen. Returns of this thread's sums of such a tile above what it
+  // is done again.
   __device__ __forceinline__ float fixed_exponentials(Scores& scores, float (&sum)[2]) const {
     const auto all = [&](auto terms, const SoftCapPolynomial& cap) {
 #pragma unroll
@@ -305,10 +322,7 @@ struct ModifiedTile {
       }
     };
     if (cap_terms == 2) {
-      SoftCapPolynomial two;
-      two.factor[0] = factors[0];
-      two.factor[1] = factors[1];
-      all(std::integral_constant<int, 2>{}, two);
+      two_term_exponentials(scores, sum);
       return plan.modifiers.soft_cap.two.greatest_sum;
     }
     if (cap_terms == 3) {
