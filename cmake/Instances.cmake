@@ -10,16 +10,19 @@
 # The calls in CMakeLists.txt are the one table. <family> is sm80, sm90, ...; <pass> is forward
 # or backward. All passes of a family share its architectures.
 #
-# For each dtype and head dim, plain and general, one source <family>_<pass>_<dtype>_<head
-# dim>_<plain|general>.cu includes "<family>/<pass>.cuh" and explicitly instantiates
+# For each dtype and head dim, plain and general, the instance <family>_<pass>_<dtype>_<head
+# dim>_<plain|general> is the explicit instantiation of
 #
 #   namespace jax_flash::<family> {
 #   template <typename Element, int kHeadDim, bool kGeneral>
 #   Status launch_<pass>(const <Forward|Backward>& params, cudaStream_t stream);
 #   }
 #
-# with Element __nv_bfloat16, __half or float. kHeadDim bounds max(head_dim, value_dim).
-# A source that is not per instance joins with target_sources(cuda_<family> PRIVATE ...).
+# of "<family>/<pass>.cuh", with Element __nv_bfloat16, __half or float. kHeadDim bounds
+# max(head_dim, value_dim). All instances of a head dim share one source, <family>_<pass>_<head
+# dim>.cu: to read the headers takes as long as to compile a simple kernel, and some kernels are
+# used by all of them.
+# A source of something else joins with target_sources(cuda_<family> PRIVATE ...).
 #
 # finish_attention_instances(<target>), after the last entry, links all of them into <target>,
 # with JAX_FLASH_WITH_CUDA defined, and writes "instances.h": the tables kForwardInstances and
@@ -95,25 +98,29 @@ endfunction()
 function(add_attention_instances family pass)
   cmake_parse_arguments(PARSE_ARGV 2 arg "" "" "ARCHITECTURES;DTYPES;HEAD_DIMS;SPILL_BYTES")
   string(REGEX MATCH "[0-9]+" family_number ${family})
-  set(params ${params_of_${pass}})
-  foreach(dtype IN LISTS arg_DTYPES)
-    foreach(head_dim IN LISTS arg_HEAD_DIMS)
+  foreach(head_dim IN LISTS arg_HEAD_DIMS)
+    set(instantiations "")
+    foreach(dtype IN LISTS arg_DTYPES)
       foreach(general false true)
-        set(variant ${variant_of_${general}})
-        set(element ${element_of_${dtype}})
-        set(name ${family}_${pass}_${dtype}_${head_dim}_${variant})
-        if(NOT name MATCHES "${JAX_FLASH_INSTANCES}")
+        set(instance ${family}_${pass}_${dtype}_${head_dim}_${variant_of_${general}})
+        if(NOT instance MATCHES "${JAX_FLASH_INSTANCES}")
           continue()
         endif()
-        attention_family(${family} "${arg_ARCHITECTURES}")
-        set(source "${PROJECT_BINARY_DIR}/instances/${name}.cu")
-        configure_file("${instances_template_dir}/instance.cu.in" "${source}" @ONLY)
-        target_sources(cuda_${family} PRIVATE "${source}")
+        set(launch "${family}::launch_${pass}<${element_of_${dtype}}, ${head_dim}, ${general}>")
+        string(APPEND instantiations "\ntemplate jax_flash::Status jax_flash::${launch}(\n"
+          "    const jax_flash::${params_of_${pass}}&, cudaStream_t);\n")
         string(CONCAT row "    {${family_number}, DType::${enum_of_${dtype}}, ${head_dim}, ${general}, "
-          "&${family}::launch_${pass}<${element}, ${head_dim}, ${general}>},\n")
+          "&${launch}},\n")
         set_property(GLOBAL APPEND PROPERTY attention_${pass}_rows "${row}")
       endforeach()
     endforeach()
+    if(instantiations)
+      attention_family(${family} "${arg_ARCHITECTURES}")
+      set(name ${family}_${pass}_${head_dim})
+      set(source "${PROJECT_BINARY_DIR}/instances/${name}.cu")
+      configure_file("${instances_template_dir}/instances.cu.in" "${source}" @ONLY)
+      target_sources(cuda_${family} PRIVATE "${source}")
+    endif()
   endforeach()
 
   if(NOT TARGET cuda_${family})

@@ -12,10 +12,11 @@ _SPEC = importlib.util.spec_from_file_location("check_ptxas", _SCRIPT)
 check_ptxas = importlib.util.module_from_spec(_SPEC)
 _SPEC.loader.exec_module(check_ptxas)
 
+_KERNEL = "_Z6kernelI13__nv_bfloat16Lj0EEvv"
 _LOG = """\
 ptxas info    : 0 bytes gmem
-ptxas info    : Compiling entry function '_Z6kernelv' for 'sm_80'
-ptxas info    : Function properties for _Z6kernelv
+ptxas info    : Compiling entry function '_Z6kernelI13__nv_bfloat16Lj0EEvv' for 'sm_80'
+ptxas info    : Function properties for _Z6kernelI13__nv_bfloat16Lj0EEvv
     {spills}
 ptxas info    : Used 255 registers, used 1 barriers, 1608 bytes cmem[0]
 """
@@ -35,20 +36,38 @@ _SERIALIZED = (
     ("log", "allowed", "words"),
     [
         (_LOG.format(spills=_CLEAN), 0, []),
-        (_LOG.format(spills=_SPILLED), 0, ["_Z6kernelv spills 40 bytes"]),
+        (_LOG.format(spills=_SPILLED), 0, [f"{_KERNEL} spills 40 bytes"]),
         (_LOG.format(spills=_SPILLED), 39, ["allowed: 39"]),
         (_LOG.format(spills=_SPILLED), 40, []),
         (_LOG.format(spills=_CLEAN) + _SERIALIZED, 0, ["wgmma serialized"]),
         (_CALLED + _LOG.format(spills=_CLEAN), 0, []),
-        (_CALLED + _LOG.format(spills=_SPILLED), 0, ["_Z6kernelv spills 40 bytes"]),
+        (
+            _CALLED + _LOG.format(spills=_SPILLED),
+            0,
+            [f"{_KERNEL} spills 40 bytes"],
+        ),
     ],
     ids=["clean", "spills", "spills_too_much", "spill_allowed", "serialized", "called", "both"],
 )
 def test_ptxas_log_is_judged(log, allowed, words):
-    problems = check_ptxas.find_problems(log, allowed)
+    problems = check_ptxas.find_problems(log, {("bfloat16", "plain"): allowed})
     assert len(problems) == len(words), problems
     for problem, word in zip(problems, words, strict=True):
         assert word in problem
+
+
+def test_spills_are_allowed_to_an_instance():
+    items = ["sm90_forward_bfloat16_64_plain=40", "sm90_forward_float16_64_general=48"]
+    items.append("sm90_backward_float16_64_plain=56")
+    allowed = check_ptxas.allowances(items, "sm90_forward_64")
+    assert allowed == {("bfloat16", "plain"): 40, ("float16", "general"): 48}
+    assert check_ptxas.allowances(items, "sm90_backward_64") == {("float16", "plain"): 56}
+    assert check_ptxas.allowances(items, "sm90_backward_96") == {}
+    log = _LOG.format(spills=_SPILLED)
+    assert not check_ptxas.find_problems(log, allowed)
+    assert check_ptxas.find_problems(log.replace("Lj0E", "Lj4E"), allowed)
+    assert not check_ptxas.find_problems(log.replace("13__nv_bfloat16Lj0E", "6__halfLb1E"), allowed)
+    assert check_ptxas.find_problems(log.replace("13__nv_bfloat16Lj0E", ""), allowed)
 
 
 def test_library_is_small():

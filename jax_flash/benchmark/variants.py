@@ -79,6 +79,7 @@ def build(
     built = []
     for number, (variant, define) in enumerate(planned, start=1):
         print(f"[{number}/{len(planned)}] {variant.file}", file=sys.stderr, flush=True)
+        unit = f"sm{variant.family}_{variant.what}_{variant.head_dim}"
         instance = f"sm{variant.family}_{variant.what}_bfloat16_{variant.head_dim}_plain"
         commands = [
             ["cmake", "-S", str(source), "-B", str(work), f"-DPython_EXECUTABLE={sys.executable}",
@@ -100,7 +101,7 @@ def build(
             if first != folder / variant.file and _same(first, folder / variant.file):
                 (folder / variant.file).unlink()  # the value is the one that is shipped
                 continue
-        reports = [p.read_text() for p in work.rglob(f"{instance}.cu.o.ptxas.txt")]
+        reports = [p.read_text() for p in work.rglob(f"{unit}.cu.o.ptxas.txt")]
         built.append(
             dataclasses.replace(
                 variant,
