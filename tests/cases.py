@@ -243,8 +243,12 @@ def random_case(index: int, *, head_dims=(8, 16, 24, 40, 64, 72, 128), sizes=SIZ
 TABLE = _alone() + _sizes()
 
 
-def check(got: Results, inputs: Inputs) -> None:
-    """Compares a call's results with the truth; prints the worst element of what fails."""
+def check(got: Results, inputs: Inputs, logit_error: float = 0.0) -> None:
+    """Compares a call's results with the truth; prints the worst element of what fails.
+
+    logit_error is what the docstring allows a logit. It changes lse by as much at the most, a
+    probability p by 2 p of it, and p (dp - sum p dp) by 4 p of it times (|dp| + sum p |dp|).
+    """
     dtype = inputs.query.dtype.type
     truth, plain = attention(inputs), attention(inputs, dtype)
 
@@ -260,7 +264,9 @@ def check(got: Results, inputs: Inputs) -> None:
     for name, value, true, simple, kind in rows:
         plain_name = name.removeprefix("d")
         deviation = truth.deviations.get(plain_name, 0.0)
-        limit = tolerance(true, simple, kind, truth.magnitudes[plain_name], deviation)
+        magnitude = truth.magnitudes[plain_name]
+        limit = tolerance(true, simple, kind, magnitude, deviation)
+        limit += logit_error * (1 if name == "lse" else 4 * magnitude)
         compare(name, value, true, limit)
 
 

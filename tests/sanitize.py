@@ -148,7 +148,8 @@ def run_cases(tool: str) -> None:
             inputs = make_inputs(case)
             results = run(inputs, family, deterministic=deterministic)
             if tool in ("memcheck", "initcheck"):
-                check(results, inputs)
+                capped = "soft_cap" in dict(features) and dtype == "bfloat16"
+                check(results, inputs, logit_error=3.5e-4 * capped)
             arrays = {"out": results.out, "lse": results.lse, **results.grads}
             for name, array in arrays.items():
                 tensor_copies = family == "flash_sm90" and max(dims) <= 128
@@ -246,9 +247,7 @@ def explained_reads(output: str, limits: set[str]) -> int:
 def main(tools: list[str]) -> int:
     sanitizer = find_tool()
     if sanitizer is None:
-        print(
-            "sanitize: no compute-sanitizer: it comes with CUDA, and as nvidia-cuda-sanitizer-api"
-        )
+        print("sanitize: no compute-sanitizer: it comes with CUDA or nvidia-cuda-sanitizer-api")
         return 2
     version = subprocess.run([sanitizer, "--version"], capture_output=True, text=True).stdout
     print(version.splitlines()[-1])
