@@ -160,14 +160,9 @@ int64_t forward_workspace_bytes(const Shape& shape, bool segments, int64_t mask_
 
 int64_t forward_workspace_bytes(const Forward& params) {
   const Shape& shape = params.shape;
-  const Operand& mask = params.mask;
-  int64_t matrices = mask ? 1 : 0;
-  for (int axis = 0; axis < shape.num_batch_dims; ++axis) {
-    if (mask.batch[axis] != 0) matrices *= shape.batch_dims[axis];
-  }
-  if (mask.head != 0) matrices *= shape.heads;
-  return forward_workspace_bytes(shape, bool{params.query_segment_ids}, matrices,
-                                 mask.row == 0 ? 1 : shape.q_len);
+  const sm90::MaskMatrices mask(shape, params.mask);
+  return forward_workspace_bytes(shape, bool{params.query_segment_ids},
+                                 params.mask ? mask.matrices() : 0, mask.rows);
 }
 
 int64_t backward_workspace_bytes(const Shape& shape, bool segments, bool deterministic) {

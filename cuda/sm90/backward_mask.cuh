@@ -6,30 +6,68 @@
 
 #include "params.h"
 #include "sm80/workspace.h"
-#include "sm90/backward_plan.cuh"
-#include "sm90/forward_modified.cuh"
+#include "sm90/mask_matrices.h"
 #include "status.h"
 #include "tile/band.cuh"
 #include "tile/launch.cuh"
 
 namespace jax_flash::sm90 {
 
+// Rows from the first that may attend to a tile of kKeys keys to behind the last, by the mask: for
+// each of [batch, heads] that it has, and each tile.
+struct MaskRows : MaskMatrices {
+  static constexpr int kKeys = 128;
+
+  const int2* ranges = nullptr;  // null: nothing is known
+  int32_t tiles = 0;
+  int32_t batch_strides[2] = {}, head_stride = 0;
+
+  MaskRows() = default;
+  MaskRows(const Shape& shape, const Operand& mask)
+      : MaskMatrices(shape, mask), tiles(shape.kv_len / kKeys + (shape.kv_len % kKeys != 0)) {
+    if (heads > 1) head_stride = tiles;
+    if (batch[1] > 1) batch_strides[1] = tiles * heads;
+    if (batch[0] > 1) batch_strides[0] = tiles * heads * batch[1];
+  }
+  int64_t bytes() const { return matrices() * tiles * 8; }
+
+  // What of a range of tiles of kBlockQ rows is left by `group` heads from first_head on, of a
+  // batch.
+  template <int kBlockQ>
+  __device__ __forceinline__ TileRange narrow(const TileRange& range,
+                                              const int32_t (&batch_axes)[2], int32_t first_head,
+                                              int32_t group, int32_t kv_tile) const {
+    const int2* at = ranges + batch_axes[0] * batch_strides[0] + batch_axes[1] * batch_strides[1] +
+                     first_head * head_stride + kv_tile;
+    int2 left = {INT32_MAX, 0};
+    for (int32_t head = 0; head < (head_stride == 0 ? 1 : group); ++head) {
+      const int2 of_head = at[head * head_stride];
+      left = {min(left.x, of_head.x), max(left.y, of_head.y)};
+    }
+    if (left.x >= left.y) return {0, 0};
+    if (rows == 1) return range;
+    const int32_t first = max(range.first, left.x / kBlockQ);
+    const int32_t end = min(range.end, (left.y + kBlockQ - 1) / kBlockQ);
+    return first < end ? TileRange{first, end} : TileRange{0, 0};
+  }
+};
+
 inline constexpr int kMaskRowsThreads = 1024;
 
 // Grid: for each of [batch, heads] of the mask a block for each tile of keys. `ranges`: from the
 // first row that may attend to one of these to behind the last.
 static __global__ void __launch_bounds__(kMaskRowsThreads)
-    mask_rows_kernel(const __grid_constant__ Operand mask, const __grid_constant__ MaskRows strides,
-                     int32_t rows, int32_t kv_len, bool vectors, int2* ranges) {
+    mask_rows_kernel(const __grid_constant__ Operand mask, const __grid_constant__ MaskRows made,
+                     int32_t kv_len, bool vectors, int2* ranges) {
   constexpr int kWarps = kMaskRowsThreads / 32, kInFlight = 16, kLaneKeys = MaskRows::kKeys / 32;
   static_assert(kLaneKeys == 4);
-  const int32_t tile = blockIdx.x % strides.tiles, matrix = blockIdx.x / strides.tiles;
-  const int32_t head = matrix % strides.heads, batch = matrix / strides.heads;
+  const int32_t tile = blockIdx.x % made.tiles, matrix = blockIdx.x / made.tiles;
+  const int32_t head = matrix % made.heads, batch = matrix / made.heads;
   const int32_t warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   const int32_t col = tile * MaskRows::kKeys + lane * kLaneKeys;
   const uint8_t* data = static_cast<const uint8_t*>(mask.data) + head * mask.head +
-                        batch % strides.inner_batch * mask.batch[1] +
-                        batch / strides.inner_batch * mask.batch[0] + col * mask.col;
+                        batch % made.batch[1] * mask.batch[1] +
+                        batch / made.batch[1] * mask.batch[0] + col * mask.col;
   __shared__ int2 range;
   if (threadIdx.x == 0) range = {INT32_MAX, 0};
   __syncthreads();
@@ -44,12 +82,12 @@ static __global__ void __launch_bounds__(kMaskRowsThreads)
     return any;
   };
   int2 found = {INT32_MAX, 0};
-  for (int32_t row0 = warp; row0 < rows; row0 += kWarps * kInFlight) {
+  for (int32_t row0 = warp; row0 < made.rows; row0 += kWarps * kInFlight) {
     uint32_t words[kInFlight];
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
       const int32_t row = row0 + i * kWarps;
-      words[i] = row < rows ? load(row) : 0;
+      words[i] = row < made.rows ? load(row) : 0;
     }
 #pragma unroll
     for (int i = 0; i < kInFlight; ++i) {
@@ -69,25 +107,21 @@ static __global__ void __launch_bounds__(kMaskRowsThreads)
 }
 
 // Where few share a mask, reading it takes longer than what is skipped saves, and of short calls
-// launching a kernel does. In the place of what calls with a mask do not have: parts of blocks of
-// keys.
-inline Status launch_mask_rows(const Backward& params, const BackwardWorkspace& workspace,
+// launching a kernel does. Ranges lie in the place of what calls with a mask do not have: parts of
+// blocks of keys.
+inline Status launch_mask_rows(const Backward& params, const sm80::BackwardWorkspace& workspace,
                                MaskRows& mask_rows, cudaStream_t stream) {
   constexpr int32_t kLeastRows = 1024;
   const Shape& shape = params.shape;
   if (!params.mask || shape.q_len < kLeastRows || shape.kv_len == 0) return {};
   MaskRows made(shape, params.mask);
-  if (4 * made.matrices() > shape.batch * shape.heads ||
-      made.bytes() > workspace.split_sums_bytes) {
-    return {};
-  }
-  made.ranges = reinterpret_cast<int2*>(workspace.split_sums);
+  if (!made.shared(shape) || made.bytes() > workspace.split_sums_bytes) return {};
+  int2* const ranges = reinterpret_cast<int2*>(workspace.split_sums);
+  made.ranges = ranges;
   mask_rows = made;
-  const bool vectors = has_vectors(params.mask, 1, 4) && shape.kv_len % 4 == 0;
-  const int32_t rows = params.mask.row == 0 ? 1 : shape.q_len;
   return launch_kernel("sm90::mask_rows_kernel", shape, mask_rows_kernel,
                        made.matrices() * made.tiles, kMaskRowsThreads, 0, stream, params.mask, made,
-                       rows, shape.kv_len, vectors, reinterpret_cast<int2*>(workspace.split_sums));
+                       shape.kv_len, mask_has_vectors(params, 4), ranges);
 }
 
 }  // namespace jax_flash::sm90

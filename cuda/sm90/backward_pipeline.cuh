@@ -130,7 +130,8 @@ struct BackwardBlock {
     QueryTileWalk walk{q_tiles<Config::kBlockQ>(band, col0, col0 + Config::kBlockKv),
                        kv_head * group, kv_head * group + group};
     if (kByMask && plan.mask_rows.ranges != nullptr) {
-      walk.range = plan.mask_rows.narrow<Config::kBlockQ>(walk.range, index, group, kv_tile);
+      walk.range = plan.mask_rows.narrow<Config::kBlockQ>(walk.range, index.batch_axes,
+                                                          kv_head * group, group, kv_tile);
     }
     if (kGeneral && spans.query && order == TurnOrder::kNone) {
       walk.query_blocks = spans.query_blocks;

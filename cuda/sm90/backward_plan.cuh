@@ -7,6 +7,7 @@
 
 #include "params.h"
 #include "sm80/workspace.h"
+#include "sm90/backward_mask.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
 #include "tile/divisor.h"
@@ -177,54 +178,6 @@ struct BackwardEdgePlan {
 };
 
 // What the description of a block needs of a call.
-// Rows from the first that may attend to a tile of kKeys keys to behind the last, by the mask: for
-// each of [batch, heads] that it has, and each tile. See backward_mask.cuh.
-struct MaskRows {
-  static constexpr int kKeys = 128;
-
-  const int2* ranges = nullptr;  // null: nothing is known
-  int32_t tiles = 0, inner_batch = 1, outer_batch = 1, heads = 1;
-  int32_t batch_strides[kTensorMapBatchDims] = {}, head_stride = 0;
-  bool of_all_rows = false;  // the mask has one row for all
-
-  MaskRows() = default;
-  MaskRows(const Shape& shape, const Operand& mask)
-      : tiles(shape.kv_len / kKeys + (shape.kv_len % kKeys != 0)), of_all_rows(mask.row == 0) {
-    const auto many = [&](int axis) {
-      return axis < shape.num_batch_dims && mask.batch[axis] != 0
-                 ? static_cast<int32_t>(shape.batch_dims[axis])
-                 : 1;
-    };
-    outer_batch = many(0);
-    inner_batch = many(1);
-    if (mask.head != 0) heads = shape.heads;
-    if (heads > 1) head_stride = tiles;
-    if (inner_batch > 1) batch_strides[1] = tiles * heads;
-    if (outer_batch > 1) batch_strides[0] = tiles * heads * inner_batch;
-  }
-  int64_t matrices() const { return int64_t{outer_batch} * inner_batch * heads; }
-  int64_t bytes() const { return matrices() * tiles * 8; }
-
-  // What of a range of tiles of kBlockQ rows is left by the heads of a group.
-  template <int kBlockQ>
-  __device__ __forceinline__ TileRange narrow(const TileRange& range, const HeadIndex& index,
-                                              int32_t group, int32_t kv_tile) const {
-    const int32_t first_head = index.head * group;
-    const int2* at = ranges + index.batch_axes[0] * batch_strides[0] +
-                     index.batch_axes[1] * batch_strides[1] + first_head * head_stride + kv_tile;
-    int2 rows = {INT32_MAX, 0};
-    for (int32_t head = 0; head < (head_stride == 0 ? 1 : group); ++head) {
-      const int2 of_head = at[head * head_stride];
-      rows = {min(rows.x, of_head.x), max(rows.y, of_head.y)};
-    }
-    if (rows.x >= rows.y) return {0, 0};
-    if (of_all_rows) return range;
-    const int32_t first = max(range.first, rows.x / kBlockQ);
-    const int32_t end = min(range.end, (rows.y + kBlockQ - 1) / kBlockQ);
-    return first < end ? TileRange{first, end} : TileRange{0, 0};
-  }
-};
-
 struct BlockPlan {
   HeadDivisors kv_heads;
   int32_t group = 0;

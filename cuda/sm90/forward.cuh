@@ -114,10 +114,9 @@ Status launch_masked(const Forward& params, const SegmentSpans& spans, cudaStrea
   const auto launch = [&](auto config) {
     return launch_forward_config<decltype(config), Element, kMask>(params, spans, stream);
   };
-  const MaskWords words(params.shape, params.mask, MaskWords::block_kv(kHeadDim));
-  const bool shared = 4 * words.matrices() <= params.shape.batch * params.shape.heads;
   if constexpr (kHeadDim <= 128) {
-    if (!shared && mask_has_vectors(params)) {
+    const bool shared = MaskMatrices(params.shape, params.mask).shared(params.shape);
+    if (!shared && mask_has_vectors(params, 8)) {
       return launch(typename ModifiedConfig<kHeadDim, kMask>::Type{});
     }
   }

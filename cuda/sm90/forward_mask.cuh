@@ -16,11 +16,6 @@
 
 namespace jax_flash::sm90 {
 
-// Whether a mask's bytes can be read in vectors.
-inline bool mask_has_vectors(const Forward& params) {
-  return has_vectors(params.mask, 1, 8) && params.shape.kv_len % 8 == 0;
-}
-
 // A thread's part of a tile of the mask on its way to bits: of its two rows the eight columns of
 // every fourth block, a byte each. A quad holds its rows, and exchanges bits.
 template <int kN>
@@ -228,13 +223,13 @@ __global__ void __launch_bounds__(kMaskWordsThreads)
 template <int kBlockKv>
 Status launch_mask_words(Forward& params, MaskTiles& tiles, cudaStream_t stream) {
   const MaskWords words(params.shape, params.mask, kBlockKv);
-  const bool vectors = has_vectors(params.mask, 1, 8) && params.shape.kv_len % 8 == 0;
   const Extent extent = {params.shape.q_len, params.shape.kv_len};
   void* ranges = static_cast<uint8_t*>(params.workspace) + words.ranges_offset();
-  const Status status = launch_kernel(
-      "sm90::mask_words_kernel", params.shape, mask_words_kernel<kBlockKv>,
-      2 * words.matrices() * words.row_groups, kMaskWordsThreads, 0, stream, params.mask, extent,
-      words, vectors, static_cast<uint2*>(params.workspace), static_cast<int2*>(ranges));
+  const Status status =
+      launch_kernel("sm90::mask_words_kernel", params.shape, mask_words_kernel<kBlockKv>,
+                    2 * words.matrices() * words.row_groups, kMaskWordsThreads, 0, stream,
+                    params.mask, extent, words, mask_has_vectors(params, 8),
+                    static_cast<uint2*>(params.workspace), static_cast<int2*>(ranges));
   tiles = MaskTiles(words, static_cast<const int4*>(ranges));
   params.mask = words_operand(words, params.workspace);
   return status;

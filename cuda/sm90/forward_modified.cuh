@@ -8,6 +8,7 @@
 
 #include "params.h"
 #include "ptx/math.cuh"
+#include "sm90/mask_matrices.h"
 #include "sm90/mask_words.h"
 #include "tile/band.cuh"
 #include "tile/matmul.cuh"
@@ -195,15 +196,6 @@ __device__ __forceinline__ float greatest_magnitude(const float (&scores)[1][kN]
   const float value = fmaxf(fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3]));
   // Not negative, so that the order of the bits is theirs; the result is in a uniform register.
   return __uint_as_float(__reduce_max_sync(0xffffffff, __float_as_uint(value)));
-}
-
-// Whether rows of an operand can be read in vectors of `bytes`.
-inline bool has_vectors(const Operand& operand, int element_bytes, int bytes) {
-  const auto fits = [&](int64_t elements) { return elements * element_bytes % bytes == 0; };
-  bool all = operand.col == 1 && fits(operand.row) && fits(operand.head) &&
-             reinterpret_cast<uintptr_t>(operand.data) % bytes == 0;
-  for (const int64_t stride : operand.batch) all = all && fits(stride);
-  return all;
 }
 
 // Elements that a thread's rows may attend to: of row `half`, bit 2 n + e is column

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "params.h"
+#include "sm90/mask_matrices.h"
 
 namespace jax_flash::sm90 {
 
@@ -12,25 +13,16 @@ namespace jax_flash::sm90 {
 // each tile of keys, a pair of words (AllowedBits) for each of a consumer's threads. Behind these,
 // for each matrix and 64 rows, from the first tile with anything allowed to behind the last: for
 // both halves of the keys.
-struct MaskWords {
+struct MaskWords : MaskMatrices {
   static constexpr int kThreads = 128, kRows = 64, kPairBytes = 8, kRangeBytes = 16;
 
-  int32_t batch[2] = {1, 1}, heads = 1;  // of which the mask has a matrix each
-  int32_t row_groups = 1, tiles = 0;
+  int32_t row_groups, tiles;
 
-  MaskWords(const Shape& shape, const Operand& mask, int32_t block_kv) {
-    const auto many = [](int64_t stride, int64_t count) {
-      return stride == 0 ? 1 : static_cast<int32_t>(count);
-    };
-    for (int axis = 0; axis < 2 && axis < shape.num_batch_dims; ++axis) {
-      batch[axis] = many(mask.batch[axis], shape.batch_dims[axis]);
-    }
-    heads = many(mask.head, shape.heads);
-    row_groups = parts(many(mask.row, shape.q_len), kRows);
-    tiles = parts(shape.kv_len, block_kv);
-  }
+  MaskWords(const Shape& shape, const Operand& mask, int32_t block_kv)
+      : MaskMatrices(shape, mask),
+        row_groups(parts(rows, kRows)),
+        tiles(parts(shape.kv_len, block_kv)) {}
 
-  int64_t matrices() const { return int64_t{batch[0]} * batch[1] * heads; }
   // Pairs of words of a matrix.
   int64_t matrix() const { return int64_t{row_groups} * tiles * kThreads; }
   int64_t ranges_offset() const { return matrices() * matrix() * kPairBytes; }

@@ -1,0 +1,50 @@
+// What of a mask differs: batches and heads that share one count once.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace jax_flash::sm90 {
+
+struct MaskMatrices {
+  int32_t batch[kMaxBatchDims] = {1, 1, 1, 1}, heads = 1;  // of which the mask has one each
+  int32_t rows = 1;                                        // of a matrix: one for all, or T
+
+  MaskMatrices() = default;
+  MaskMatrices(const Shape& shape, const Operand& mask)
+      : heads(many(mask.head, shape.heads)), rows(many(mask.row, shape.q_len)) {
+    for (int axis = 0; axis < shape.num_batch_dims; ++axis) {
+      batch[axis] = many(mask.batch[axis], shape.batch_dims[axis]);
+    }
+  }
+
+  int64_t matrices() const {
+    int64_t product = heads;
+    for (const int32_t count : batch) product *= count;
+    return product;
+  }
+  // Whether enough batches and heads share each that a kernel which reads all of them first takes
+  // less time than it saves.
+  bool shared(const Shape& shape) const { return 4 * matrices() <= shape.batch * shape.heads; }
+
+ private:
+  static int32_t many(int64_t stride, int64_t count) {
+    return stride == 0 ? 1 : static_cast<int32_t>(count);
+  }
+};
+
+// Whether rows of an operand can be read in vectors of `bytes`.
+inline bool has_vectors(const Operand& operand, int element_bytes, int bytes) {
+  const auto fits = [&](int64_t elements) { return elements * element_bytes % bytes == 0; };
+  bool all = operand.col == 1 && fits(operand.row) && fits(operand.head) &&
+             reinterpret_cast<uintptr_t>(operand.data) % bytes == 0;
+  for (const int64_t stride : operand.batch) all = all && fits(stride);
+  return all;
+}
+// Likewise a mask's, up to their last element.
+inline bool mask_has_vectors(const Forward& params, int bytes) {
+  return has_vectors(params.mask, 1, bytes) && params.shape.kv_len % bytes == 0;
+}
+
+}  // namespace jax_flash::sm90
