@@ -20,6 +20,7 @@ pytestmark = pytest.mark.gpu
         *((64, "TS", kv_len) for kv_len in (299, 304, 1096)),
         *((128, axes, 304) for axes in ("BNTS", "TS")),
         (128, "BS", 299),
+        (96, "TS", 304),
         (256, "TS", 304),
     ],
 )
@@ -34,6 +35,24 @@ def test_mask_of_a_call_that_fills_the_gpu(head_dim, axes, kv_len, family):
         forbidden[-150:] = True
         inputs.options["mask"][..., forbidden] = False
         inputs.key[:, forbidden], inputs.value[:, forbidden] = np.nan, np.inf
+    check(run(inputs, family), inputs)
+
+
+# Rows of the mask in vectors of 16 bytes, which the backward pass reads by rows, and not.
+@each_family
+@pytest.mark.parametrize("kv_len", [304, 302])
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_mask_beside_other_modifiers(dtype, head_dim, kv_len, family):
+    features = (
+        ("mask", "NTS"), ("bias", ("TS", dtype)), ("soft_cap", 3.0), ("causal", True),
+        ("offset", "align"), ("lengths", "qk"), ("dropout", 0.2), ("sinks", True),
+    )  # fmt: skip
+    case = Case(
+        "mask", batch=3, heads=6, kv_heads=2, q_len=210, kv_len=kv_len, head_dim=head_dim,
+        value_dim=head_dim, dtype=dtype, features=features,
+    )  # fmt: skip
+    inputs = make_inputs(case)
     check(run(inputs, family), inputs)
 
 

@@ -5,10 +5,12 @@
 #include <cstdint>
 
 #include "params.h"
+#include "ptx/global.cuh"
 #include "sm80/workspace.h"
 #include "sm90/mask_matrices.h"
 #include "status.h"
 #include "tile/band.cuh"
+#include "tile/batch_index.cuh"
 #include "tile/launch.cuh"
 
 namespace jax_flash::sm90 {
@@ -51,6 +53,61 @@ struct MaskRows : MaskMatrices {
     return first < end ? TileRange{first, end} : TileRange{0, 0};
   }
 };
+
+// Whether the mask of every 16 keys lies in vectors, for TransposedMask.
+inline bool mask_is_read_by_rows(const Forward& params) {
+  return bool{params.mask} && mask_has_vectors(params, 16);
+}
+
+// The mask of a warp's 16 keys and 64 query rows, on its way to bits in the order of fragments
+// whose columns are queries: element [n][2 half + e] is bit 8 (half + n / 4 * 2) + n % 4 * 2 + e.
+// By elements these are 32 loads, of a byte each. Here a lane has two rows, and lanes exchange
+// bits. Bytes are 0 or 1.
+struct TransposedMask {
+  uint4 bytes[2] = {};
+
+  // `mask`: of row 0 and the warp's first key. Rows beyond the last are the last.
+  __device__ __forceinline__ void load(const uint8_t* mask, int64_t stride, int32_t row0,
+                                       int32_t count) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int32_t row = min(row0 + static_cast<int32_t>(threadIdx.x) % 32 + 32 * i, count - 1);
+      bytes[i] = *reinterpret_cast<const uint4*>(mask + row * stride);
+    }
+  }
+  __device__ __forceinline__ uint32_t bits() const {
+    constexpr uint32_t kGather = 1u << 28 | 1u << 21 | 1u << 14 | 1u << 7;  // to the highest four
+    uint32_t rows = 0;  // of keys: 16 bits of row `lane`, and of row `lane + 32`
+#pragma unroll
+    for (int i = 1; i >= 0; --i) {
+      const uint32_t words[4] = {bytes[i].w, bytes[i].z, bytes[i].y, bytes[i].x};
+#pragma unroll
+      for (const uint32_t word : words) rows = __funnelshift_l(word * kGather, rows, 4);
+    }
+    const int key = threadIdx.x % 32 / 4, pair = threadIdx.x % 4 * 2;
+    uint32_t found = 0;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) {
+      const uint32_t other = __shfl_sync(0xffffffff, rows, i / 2 * 8 + pair + i % 2);
+      found |= (other >> key & 0x01010101) << i;
+    }
+    return found;
+  }
+};
+
+// The same elements of a bias: each lane those of two rows.
+__device__ __forceinline__ void prefetch_bias(const Forward& params, const BatchIndex& batch,
+                                              int32_t head, int32_t row0, int32_t key) {
+  const Operand& bias = params.bias;
+  const int64_t first = batch.offset(bias) + head * bias.head + key * bias.col;
+  const int bytes = bias.dtype == DType::kFloat32 ? 4 : 2;
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const int32_t lane_row = row0 + static_cast<int32_t>(threadIdx.x) % 32 + 32 * i;
+    const int32_t row = min(lane_row, params.shape.q_len - 1);
+    ptx::prefetch_l2(static_cast<const uint8_t*>(bias.data) + (first + row * bias.row) * bytes);
+  }
+}
 
 inline constexpr int kMaskRowsThreads = 1024;
 

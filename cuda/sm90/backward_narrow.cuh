@@ -57,6 +57,7 @@ __device__ __forceinline__ void consume_tiles(
     const BlockPlan& plan, const BackwardSmem<Config>& smem, const BackwardBlock& block,
     RingState<Config::kStages>& ring, uint32_t key_parity) {
   constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv;
+  constexpr bool kManyRegisters = Config::kHeadDim <= 96;  // by measurement
   constexpr int kHalves = kBlockQ / 64;  // a tile's rows are worked on 64 at a time
   constexpr int kHeadN = Config::kHeadDim / 8, kHeadSteps = Config::kHeadDim / 16;
   using ScoreProduct = ptx::Wgmma<Element, 64>;
@@ -181,7 +182,23 @@ __device__ __forceinline__ void consume_tiles(
     ptx::wgmma_commit_group();
   };
 
+  // What modifies the next 64 rows, if there are registers: the mask to these, a bias to L2.
+  TransposedMask mask;
+  const bool reads_mask = kGeneral && kManyRegisters && plan.reads_mask_by_rows;
+  const auto read_ahead = [&](int half) {
+    if constexpr (kGeneral && kManyRegisters) {
+      const int32_t key = first_key() + warp_key, row = tile.x + half * 64;
+      if (key >= shape.kv_len) return;
+      if (reads_mask) {
+        mask.load(block.batch.pointer<const uint8_t>(params.mask, tile.y) + key, params.mask.row,
+                  row, shape.q_len);
+      }
+      if (params.bias) prefetch_bias(params, block.batch, tile.y, row, key);
+    }
+  };
+
   float scores[8][4], dscores[8][4], dquery[8][4];
+  read_ahead(0);
   zero_padding(smem.query(ring.stage), tile.x);
   if constexpr (Config::kKeysInRegisters) load_fragments(key_rmem, smem.key(), warp_key);
   if constexpr (Config::kNextScoresFirst) {
@@ -235,8 +252,13 @@ __device__ __forceinline__ void consume_tiles(
     start_scores(dscores, smem.value(), value_rmem, smem.dout(stage), 0);
 #pragma unroll
     for (int half = 0; half < kHalves; ++half) {
-      const TransposedGradient<kGeneral, 8> gradient{params, block.batch_index, tile.y,
-                                                     first_key() + warp_key, row0 + half * 64};
+      CapSlopes<8> slopes;
+      uint32_t mask_bits = 0;
+      if (reads_mask) mask_bits = mask.bits();
+      if (half + 1 < kHalves) read_ahead(half + 1);
+      const TransposedGradient<kGeneral, 8, kManyRegisters> gradient{
+          params,           block.batch, tile.y,   first_key() + warp_key,
+          row0 + half * 64, reads_mask,  mask_bits};
       const float* lse_smem = smem.lse + stage * kBlockQ + half * 64;
       const float* delta_smem = smem.delta + stage * kBlockQ + half * 64;
       const typename Config::LseColumns lse(lse_smem);
@@ -248,7 +270,7 @@ __device__ __forceinline__ void consume_tiles(
       if constexpr (kGeneral) mark_bad_key_rows<kBlockKv>(scores, bad_keys_smem, warp_key);
       const int32_t half_row = row0 + half * 64;
       if (kGeneral || half_row < first_unmasked || half_row > last_unmasked) {
-        gradient.mask(scores, band);
+        gradient.mask(scores, band, kManyRegisters ? &slopes : nullptr);
       }
       if (Config::kEarlyDquery && half == 0) {
         await_scores(stage ^ 1);
@@ -276,7 +298,8 @@ __device__ __forceinline__ void consume_tiles(
         ptx::wgmma_wait_group<Config::kEarlyDvalue>();
       }
       ptx::wgmma_results(dscores);
-      gradient.finish(scores, dscores, lse_smem, delta_smem, kept);
+      gradient.finish(scores, dscores, lse_smem, delta_smem, kept,
+                      kManyRegisters ? &slopes : nullptr);
       if constexpr (!Config::kEarlyDvalue) {
         gradient.drop(scores, kept);
         round_fragments<Element>(probabilities, scores);
@@ -304,6 +327,7 @@ __device__ __forceinline__ void consume_tiles(
     if (tiles_done + 1 < tile_count) {
       ptx::mbarrier_wait(smem.query_full(ring.stage), ring.parity);
       tile = smem.tiles[ring.stage];
+      read_ahead(0);
       zero_padding(smem.query(ring.stage), tile.x);
     }
     if constexpr (Config::kNextScoresFirst) {

@@ -187,6 +187,7 @@ struct BlockPlan {
   EndPlan ends;
   SplitPlan split;
   MaskRows mask_rows;
+  bool reads_mask_by_rows = false;
 
   BlockPlan() = default;
   explicit BlockPlan(const Backward& params, const ZeroPlan& zeros = {}, const EndPlan& ends = {},
@@ -199,7 +200,8 @@ struct BlockPlan {
         zeros(zeros),
         ends(ends),
         split(split),
-        mask_rows(mask_rows) {}
+        mask_rows(mask_rows),
+        reads_mask_by_rows(mask_is_read_by_rows(params)) {}
 
   __device__ __forceinline__ Band band_of(const Forward& params, const BatchIndex& batch) const {
     if (band_varies) [[unlikely]] {

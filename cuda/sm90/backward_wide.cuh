@@ -127,8 +127,8 @@ __device__ __forceinline__ void consume_wide_tiles(const Backward& params,
   const auto refine = [&](float (&products)[kN][4], const RingState<Config::kStages>& at,
                           const int2& here, uint32_t (&kept)[2][(kN + 15) / 16]) {
     const float* lse_smem = smem.lse + at.stage * Config::kBlockQ;
-    const TransposedGradient<kGeneral, kN> gradient{params, block.batch_index, here.y,
-                                                    col0 + warp_key, here.x};
+    const TransposedGradient<kGeneral, kN> gradient{params, block.batch, here.y, col0 + warp_key,
+                                                    here.x};
     const uint32_t staged = smem.staging(at.stage);
     gradient.draw(kept);
     if constexpr (kScores) {

@@ -40,15 +40,21 @@ struct ColumnsInRegisters {
 
 // For the fragments whose element [0, 0] is (key0, row0) of one batch and query head, 16 keys by
 // 8 kN queries. `lse_smem` and `delta_smem` are those of query row0 on.
-template <bool kGeneral, int kN>
+template <bool kGeneral, int kN, bool kManyRegisters = false>
 struct TransposedGradient {
   const Forward& params;
-  int32_t batch_index, head, key0, row0;
+  const BatchIndex& batch;
+  int32_t head, key0, row0;
+  bool has_mask_bits = false;  // mask_bits: of sm90's TransposedMask
+  uint32_t mask_bits = 0;
 
   // Sets to -inf what is not allowed; if kGeneral, turns products into logits in log2 units.
-  __device__ __forceinline__ void mask(float (&scores)[kN][4], const Band& band) const {
+  // `slopes`: for finish().
+  __device__ __forceinline__ void mask(float (&scores)[kN][4], const Band& band,
+                                       CapSlopes<kN>* slopes = nullptr) const {
     if constexpr (kGeneral) {
-      modify_transposed(scores, modifiers(), band, key0, row0);
+      modify_transposed<kManyRegisters>(scores, modifiers(), band, key0, row0,
+                                        has_mask_bits ? &mask_bits : nullptr, slopes);
       // Rows past the end, too, have modifiers of some sort, perhaps NaN.
       const int32_t row1 = row0 + 8 * kN;
       if (row1 <= band.q_len && band.all_allowed(row0, row1, key0, key0 + 16)) return;
@@ -88,7 +94,8 @@ struct TransposedGradient {
   // calls, dS = 0 whatever dP is.
   __device__ __forceinline__ void finish(const float (&p)[kN][4], float (&dp)[kN][4],
                                          const float* lse_smem, const float* delta_smem,
-                                         const uint32_t (&kept)[2][(kN + 15) / 16]) const {
+                                         const uint32_t (&kept)[2][(kN + 15) / 16],
+                                         const CapSlopes<kN>* slopes = nullptr) const {
     const Options& options = params.options;
     if constexpr (kGeneral) drop(dp, kept);
 #pragma unroll
@@ -101,6 +108,7 @@ struct TransposedGradient {
       }
     }
     if (!kGeneral || options.logits_soft_cap <= 0.0f) return;
+    if (slopes != nullptr) return slopes->multiply(p, dp);
     const float to_ratio = kLn2 / options.logits_soft_cap;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
@@ -169,7 +177,7 @@ struct TransposedGradient {
 
  private:
   __device__ __forceinline__ LogitModifiers modifiers() const {
-    return LogitModifiers(params, BatchIndex(params.shape, batch_index), head);
+    return LogitModifiers(params, batch, head);
   }
 };
 
