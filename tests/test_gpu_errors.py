@@ -140,6 +140,8 @@ def compare(setting: Setting) -> tuple[dict[str, float], float]:
     operands = make_operands(setting)
     truth, expected = compute_truth(setting, operands)
     ours, theirs = (errors(who, setting, operands, truth) for who in (FAMILIES[-1], "cudnn"))
+    if FAMILIES[-1] == "flash_sm90" and setting.head_dim > 128:
+        expected = 1.0  # ours is relative to the greatest logit, too
     return {name: ours[name] / theirs[name] for name in theirs}, expected
 
 

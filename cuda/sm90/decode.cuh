@@ -253,7 +253,7 @@ struct DecodeConsumer {
         }
       }
     }
-    // No slack: a greatest probability of exactly 1 has no rounding error (forward_peaks.cuh).
+    // No slack: a greatest probability of exactly 1 has no rounding error (forward_maxima.cuh).
     const float slack[1][2] = {};
     const bool rises = softmax.template raise_reference<4>(scores, call.to_log2, slack, factor);
 #pragma unroll

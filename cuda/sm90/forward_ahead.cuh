@@ -117,7 +117,7 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
       value_stage.advance(kStep);
       if (!Config::kCheckedLate && again) [[unlikely]] {
         if (limit > 0.0f && !sums_too_great(softmax)) {
-          raise_to_peaks<false>(softmax, now, to_log2, factor);
+          raise_to_peaks(softmax, now, to_log2, factor);
         } else {
           softmax.sum[0][0] = before[0];
           softmax.sum[0][1] = before[1];

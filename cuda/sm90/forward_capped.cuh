@@ -160,7 +160,7 @@ __device__ __forceinline__ void next_capped_tile(Consumer& consumer, int32_t las
   consumer.wait_next_value(again && consumer.plan.q_len < 0 ? 1 : 0);
   consumer.await_out();
   if (again && !fixed && !sums_too_great(consumer.softmax)) {
-    raise_to_peaks<false>(consumer.softmax, scores, consumer.to_log2, consumer.factor);
+    raise_to_peaks(consumer.softmax, scores, consumer.to_log2, consumer.factor);
     rises = true;
     modified.cap_terms = consumer.fixed.end = 0;
   } else if (again) {

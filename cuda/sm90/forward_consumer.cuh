@@ -10,9 +10,9 @@
 #include "ptx/warpgroup.cuh"
 #include "sm90/config.cuh"
 #include "sm90/forward_capped.cuh"
+#include "sm90/forward_maxima.cuh"
 #include "sm90/forward_modified_tile.cuh"
 #include "sm90/forward_parts.cuh"
-#include "sm90/forward_peaks.cuh"
 #include "sm90/forward_scores.cuh"
 #include "sm90/forward_segments.cuh"
 #include "tile/logits.cuh"
@@ -37,9 +37,15 @@ struct ForwardConsumer {
   static constexpr bool kMasks = !kSegmented && (kModifiers & (kMask | kSegments)) != 0;
   // Whether query tiles are chained, and Q is released early.
   static constexpr bool kChained = !kMasks || (kModifiers == kMask && Config::kMaskWords);
-  // Whether references rise to the rows' peaks: where products take so long that it costs little
-  // (TUNING.md, "Errors").
-  static constexpr bool kPeaks = !kGeneral && Config::kHeadDim > 128;
+  // Whether exponentials are computed before their logits are compared with the references.
+  static constexpr bool kOptimistic = Config::kOptimistic && kModifiers != kEveryModifier;
+  // Whether references are the greatest logits after each tile (forward_maxima.cuh), which takes
+  // segments 8% longer, and with several modifiers registers that there are not.
+  static constexpr bool kExactMaxima =
+      !Config::kOptimistic && (!kGeneral || kModifiers == kBias || kModifiers == kMask);
+  // Whether exponentials are of differences to the reference: where products take so long that it
+  // costs little.
+  static constexpr bool kByDifference = !kGeneral && Config::kHeadDim > 128;
   // Of how many tiles logits are compared with the references before their exponentials, after one
   // that had to be computed again, which takes as long as three.
   static constexpr int kCarefulTiles = 16;
@@ -54,8 +60,7 @@ struct ForwardConsumer {
   // Where Q is released early: whether a query tile's last tile of keys is done again with Q from
   // global memory. Else its logits are compared first, which takes code of its own.
   static constexpr bool kReadsQueryAgain = (kModifiers == kBias || kModifiers == kMask) &&
-                                           kChained && Config::kQueryStages == 1 &&
-                                           Config::kOptimistic;
+                                           kChained && Config::kQueryStages == 1 && kOptimistic;
 
   const Forward& params;  // for what `plan` lacks
   const ForwardPlan& plan;
@@ -73,7 +78,7 @@ struct ForwardConsumer {
   float out[1][kOutN][4];
   int out_started = 0;
   OnlineSoftmax<1> softmax;
-  PeakLimits peak_limits;
+  bool by_bits;           // with kExactMaxima: whether no reference is below 0
   int careful_tiles = 0;  // to come
   Scores scores;
   uint32_t probabilities[kKeySteps][4];
@@ -405,17 +410,16 @@ struct ForwardConsumer {
     if (kMasks && has_element_masks<kModifiers>(params)) columns = attended_columns(scores);
   }
   __device__ __forceinline__ bool raise_reference() {
-    return softmax.template raise_reference<4, kPeaks>(scores, to_log2, factor);
-  }
-  __device__ __forceinline__ bool raise_reference_to_peak() {
-    if (!kPeaks) return raise_reference();
-    const float slack[1][2] = {peak_limits.slack(0), peak_limits.slack(1)};
-    return softmax.template raise_reference<4, kPeaks>(scores, to_log2, slack, factor);
+    if constexpr (!kExactMaxima) {
+      return softmax.template raise_reference<4>(scores, to_log2, factor);
+    } else {
+      return raise_to_greatest<kByDifference>(softmax, by_bits, scores, to_log2, factor);
+    }
   }
   __device__ __forceinline__ void rescale() { softmax.rescale(out, factor); }
   __device__ __forceinline__ void exponentials(float (&block)[4]) {
-    if constexpr (kPeaks) {
-      peak_exponentials(softmax, block, to_log2);
+    if constexpr (kByDifference) {
+      exponentials_of_differences(softmax, block, to_log2);
     } else if constexpr (Modified::kInScores) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {

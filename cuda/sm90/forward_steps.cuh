@@ -36,6 +36,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::fi
   release_key();
   release_query_early(tile);
   softmax = OnlineSoftmax<1>();
+  by_bits = false;
   bool computed = false;
   if constexpr (Modified::kSaturates) computed = first_fixed_tile<Config>(*this, tile, edge);
   if (!computed) {
@@ -45,11 +46,6 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::fi
     take_references();
     if constexpr (Modified::kSaturates) fix_first_references<Config>(*this, tile, edge);
     exponentials();
-  }
-  if constexpr (kPeaks) {
-    float share[2] = {kFirstPeakShare, kFirstPeakShare};
-    if (edge) first_peak_shares<Config::kBlockKv>(work.band, work.row0 + warp_row, tile, share);
-    peak_limits.set(softmax, share);
   }
   if constexpr (Modified::kBits) {
     look_ahead(tile + 1);
@@ -70,7 +66,6 @@ template <typename Config, typename Element, uint32_t kModifiers>
 template <TileKind kKind>
 __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::next_tile(
     int32_t last, int32_t tile, bool of_one_segment, KeyTileNote* next_note) {
-  constexpr bool kOptimistic = Config::kOptimistic && kModifiers != kEveryModifier;
   if constexpr (Modified::kSaturates) return next_capped_tile<Config>(*this, last, tile);
   constexpr bool kInRun = kKind == TileKind::kInRun;
   constexpr bool kBiasBeside = kKind == TileKind::kBiasBeside;
@@ -127,7 +122,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
         take_references();
       }
     } else {
-      rises = careful && raise_reference_to_peak();
+      rises = careful && raise_reference();
     }
   } else if constexpr (Modified::kCapped) {
     rises = careful && raise_capped_reference(*this);
@@ -154,7 +149,6 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
   const float greatest = Modified::kAddsInfinity
                              ? ptx::max_nan(softmax.sum[0][0], softmax.sum[0][1])
                              : fmaxf(softmax.sum[0][0], softmax.sum[0][1]);
-  const bool exceeds = kPeaks && peak_limits.exceeded_by(softmax.sum[0]);
   softmax.sum[0][0] += before[0];
   softmax.sum[0][1] += before[1];
   bool exceeded = false;
@@ -165,16 +159,13 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
     wait_next_value_after_exponentials();
   }
   await_out();
-  bool peak = false;
   if constexpr (kOptimistic) {
     // NaN may come of what a mask forbids, too.
-    const bool again = kPeaks                    ? exceeds
-                       : Modified::kAddsInfinity ? !(greatest <= kOptimisticLimit)
-                                                 : greatest > kOptimisticLimit || great;
+    const bool again = Modified::kAddsInfinity ? !(greatest <= kOptimisticLimit)
+                                               : greatest > kOptimisticLimit || great;
     if constexpr (!kInScores) exceeded = !careful && __any_sync(0xffffffff, again);
     if (exceeded) [[unlikely]] {
-      peak = kPeaks;
-      bool anew = sums_too_great(softmax) || (kPeaks && peak_limits.missing());
+      bool anew = sums_too_great(softmax);
       if constexpr (Modified::kAddsInfinity) {
         anew = anew || __any_sync(0xffffffff, greatest != greatest);
       }
@@ -189,12 +180,12 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
         softmax.sum[0][1] = before[1];
         compute_scores_again(tile);
         modify(scores, tile, edge, true);
-        rises = raise_reference_to_peak();
+        rises = raise_reference();
         take_references();
         exponentials();
         careful_tiles = kCarefulTiles;
       } else {
-        raise_to_peaks<kPeaks>(softmax, scores, to_log2, factor);
+        raise_to_peaks(softmax, scores, to_log2, factor);
         take_references();
         rises = true;
       }
@@ -206,7 +197,6 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
   drop_some(tile);
   convert();
   if (rises) rescale();
-  if (kPeaks && (rises || peak)) peak_limits.set(softmax);
 }
 
 }  // namespace jax_flash::sm90

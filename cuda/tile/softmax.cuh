@@ -69,8 +69,7 @@ struct OnlineSoftmax {
 
   // The same in two steps: whether `out` is to be rescaled, by what; the answer is the warp's. The
   // search runs in kChains chains: one would wait for its own results. `slack` is each row's.
-  // kByDifference: for exponentials of differences to the reference (sm90/forward_peaks.cuh).
-  template <int kChains, bool kByDifference = false, int kN>
+  template <int kChains, int kN>
   __device__ __forceinline__ bool raise_reference(const float (&logits)[kM][kN][4], float to_log2,
                                                   const float (&slack)[kM][2],
                                                   float (&factor)[kM][2]) {
@@ -78,18 +77,18 @@ struct OnlineSoftmax {
     if (!find_rises<kChains>(logits, to_log2, slack, greatest)) return false;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
-      factor[m][0] = raise<kByDifference>(m, 0, greatest[m][0], to_log2);
-      factor[m][1] = raise<kByDifference>(m, 1, greatest[m][1], to_log2);
+      factor[m][0] = raise(m, 0, greatest[m][0], to_log2);
+      factor[m][1] = raise(m, 1, greatest[m][1], to_log2);
     }
     return true;
   }
 
-  template <int kChains, bool kByDifference = false, int kN>
+  template <int kChains, int kN>
   __device__ __forceinline__ bool raise_reference(const float (&logits)[kM][kN][4], float to_log2,
                                                   float (&factor)[kM][2]) {
     float slack[kM][2];
     fill_slack(slack);
-    return raise_reference<kChains, kByDifference>(logits, to_log2, slack, factor);
+    return raise_reference<kChains>(logits, to_log2, slack, factor);
   }
 
   // Whether every row of the warp has a reference.
@@ -177,12 +176,10 @@ struct OnlineSoftmax {
   }
 
   // Returns the factor for what was computed with the old reference.
-  template <bool kByDifference = false>
   __device__ __forceinline__ float raise(int m, int half, float greatest, float to_log2) {
     const float old = reference[m][half];
     const float raised = fmaxf(old, greatest);
-    const float rise = kByDifference ? (old - raised) * to_log2
-                                     : to_log2_units(old, to_log2) - to_log2_units(raised, to_log2);
+    const float rise = to_log2_units(old, to_log2) - to_log2_units(raised, to_log2);
     const float factor = old == raised ? 1.0f : ptx::ex2_approx_ftz(rise);
     reference[m][half] = raised;
     sum[m][half] *= factor;

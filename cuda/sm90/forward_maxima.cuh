@@ -1,0 +1,114 @@
+// Rows' greatest logits, of every tile of keys, as the references of their probabilities: where a
+// tile's logits are compared with these before the exponentials in any case.
+//
+// A row's greatest P is exactly 1 by that. P is rounded to the operands' type, and where few keys
+// make up a row, most of the output's error is that of its greatest P, unless this is 1 (TUNING.md,
+// "Errors").
+//
+// Floats that are not negative compare as integers do, and of those the hardware compares three at
+// once: half the instructions, where each takes time from the products. Negative floats are less
+// than these as integers, too, but are in the wrong order: while a row's greatest logit is below 0,
+// they are compared as floats. References only rise, so it is seldom below 0 after some keys.
+#pragma once
+
+#include <cstdint>
+
+#include "ptx/math.cuh"
+#include "tile/softmax.cuh"
+
+namespace jax_flash::sm90 {
+
+// Of a thread's two rows: the greatest of the reference and a tile's logits, of which this thread
+// has a fourth. In two chains: one would wait for its own results. With kByBits, references are not
+// to be below 0.
+template <bool kByBits, int kN>
+__device__ __forceinline__ void find_greatest(const float (&logits)[1][kN][4],
+                                              const OnlineSoftmax<1>& softmax,
+                                              float (&greatest)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float reference = softmax.reference[0][half];
+    if constexpr (kByBits) {
+      int32_t chain[2] = {__float_as_int(reference), __float_as_int(reference)};
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        const float (&block)[4] = logits[0][n];
+        chain[n % 2] = __vimax3_s32(__float_as_int(block[2 * half]),
+                                    __float_as_int(block[2 * half + 1]), chain[n % 2]);
+      }
+      int32_t bits = max(chain[0], chain[1]);
+      bits = max(bits, __shfl_xor_sync(0xffffffff, bits, 1));
+      greatest[half] = __int_as_float(max(bits, __shfl_xor_sync(0xffffffff, bits, 2)));
+    } else {
+      float chain[2] = {reference, reference};
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        const float (&block)[4] = logits[0][n];
+        chain[n % 2] = fmaxf(chain[n % 2], fmaxf(block[2 * half], block[2 * half + 1]));
+      }
+      float value = fmaxf(chain[0], chain[1]);
+      value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
+      greatest[half] = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
+    }
+  }
+}
+
+// Whether none of the warp's references is below 0: so they stay.
+__device__ __forceinline__ bool none_below_zero(const OnlineSoftmax<1>& softmax) {
+  const int32_t least =
+      min(__float_as_int(softmax.reference[0][0]), __float_as_int(softmax.reference[0][1]));
+  return __reduce_min_sync(0xffffffff, least) >= 0;
+}
+
+// Raises references to the rows' greatest logits; whether some row of the warp has a greater one,
+// so that its output so far is to be multiplied by `factor`. kByDifference: for
+// exponentials_of_differences().
+template <bool kByBits, bool kByDifference, int kN>
+__device__ __forceinline__ bool raise_references(OnlineSoftmax<1>& softmax,
+                                                 const float (&logits)[1][kN][4], float to_log2,
+                                                 float (&factor)[1][2]) {
+  float greatest[2];
+  find_greatest<kByBits>(logits, softmax, greatest);
+  float (&reference)[2] = softmax.reference[0];
+  if (!__any_sync(0xffffffff, greatest[0] > reference[0] || greatest[1] > reference[1])) {
+    return false;
+  }
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float old = reference[half];
+    const float rise = kByDifference
+                           ? (old - greatest[half]) * to_log2
+                           : to_log2_units(old, to_log2) - to_log2_units(greatest[half], to_log2);
+    factor[0][half] = old == greatest[half] ? 1.0f : ptx::ex2_approx_ftz(rise);
+    reference[half] = greatest[half];
+    softmax.sum[0][half] *= factor[0][half];
+  }
+  return true;
+}
+
+// The same; by_bits is false for new references, and then whether none is below 0.
+template <bool kByDifference, int kN>
+__device__ __forceinline__ bool raise_to_greatest(OnlineSoftmax<1>& softmax, bool& by_bits,
+                                                  const float (&logits)[1][kN][4], float to_log2,
+                                                  float (&factor)[1][2]) {
+  if (by_bits) return raise_references<true, kByDifference>(softmax, logits, to_log2, factor);
+  const bool rises = raise_references<false, kByDifference>(softmax, logits, to_log2, factor);
+  by_bits = none_below_zero(softmax);
+  return rises;
+}
+
+// As OnlineSoftmax::exponentials(), but of differences to the reference: in log2 units that is
+// rounded, and with logits of 6,000 a row's greatest P is up to 2^-11.5 off 1 for it. An
+// instruction more.
+__device__ __forceinline__ void exponentials_of_differences(OnlineSoftmax<1>& softmax,
+                                                            float (&block)[4], float to_log2) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const float reference = softmax.reference[0][e / 2];
+    block[e] -= reference == minus_infinity() ? 0.0f : reference;
+    block[e] = ptx::ex2_approx_ftz(block[e] * to_log2);
+    softmax.sum[0][e / 2] += block[e];
+  }
+}
+
+}  // namespace jax_flash::sm90
