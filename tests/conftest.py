@@ -32,7 +32,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--gpu-report",
         action="store_true",
-        help=f"write what ran, on which GPU, to tests/{_GPU_REPORT.name}",
+        help=f"add what ran, on which GPU, to tests/{_GPU_REPORT.name}, beside these sources' others",
     )
 
 
@@ -77,7 +77,7 @@ def pytest_terminal_summary(terminalreporter, config):
 
     stats = terminalreporter.stats
     outcomes = {name: len(stats.get(name, [])) for name in ("passed", "failed", "skipped", "error")}
-    report = {
+    run = {
         "command": "python -m pytest " + " ".join(config.invocation_params.args),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "devices": [device.device_kind for device in _gpus()],
@@ -90,8 +90,11 @@ def pytest_terminal_summary(terminalreporter, config):
         "instances": len(ffi.native.cuda_instances()),
         **outcomes,
         "not_passed": sorted({x.nodeid for n in ("failed", "error") for x in stats.get(n, [])}),
-        "sources_sha256": sources_hash(),
     }
+    report = json.loads(_GPU_REPORT.read_text()) if _GPU_REPORT.exists() else {}
+    if report.get("sources_sha256") != sources_hash():
+        report = {"sources_sha256": sources_hash(), "runs": []}
+    report["runs"].append(run)
     _GPU_REPORT.write_text(json.dumps(report, indent=2) + "\n")
     terminalreporter.write_line(f"wrote {_GPU_REPORT}")
 
