@@ -32,7 +32,7 @@ def pytest_addoption(parser):
     parser.addoption(
         "--gpu-report",
         action="store_true",
-        help=f"add what ran, on which GPU, to tests/{_GPU_REPORT.name}, beside these sources' others",
+        help=f"add what ran, on which GPU, to tests/{_GPU_REPORT.name}",
     )
 
 
@@ -67,7 +67,7 @@ def _default_device(request):
 
 
 def pytest_terminal_summary(terminalreporter, config):
-    if not config.getoption("--gpu-report"):
+    if not config.getoption("--gpu-report") or hasattr(config, "workerinput"):  # of pytest-xdist
         return
     import jax
     import jaxlib
