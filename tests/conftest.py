@@ -92,8 +92,9 @@ def pytest_terminal_summary(terminalreporter, config):
         "not_passed": sorted({x.nodeid for n in ("failed", "error") for x in stats.get(n, [])}),
     }
     report = json.loads(_GPU_REPORT.read_text()) if _GPU_REPORT.exists() else {}
-    if report.get("sources_sha256") != sources_hash():
-        report = {"sources_sha256": sources_hash(), "runs": []}
+    sources = sources_hash()
+    if report.get("sources_sha256") != sources:
+        report = {"sources_sha256": sources, "runs": []}
     report["runs"].append(run)
     _GPU_REPORT.write_text(json.dumps(report, indent=2) + "\n")
     terminalreporter.write_line(f"wrote {_GPU_REPORT}")
