@@ -171,3 +171,46 @@ SETTINGS = [
 def test_errors_are_no_larger_than_those_of_cudnn(setting):
     ratios, expected = compare(setting)
     assert max(ratios.values()) <= CHANCE * expected, (ratios, expected)
+
+
+@pytest.mark.skipif(FAMILIES[-1] != "flash_sm90", reason="of the kernels for Hopper")
+@pytest.mark.parametrize("head_dim", [80, 96, 128])
+@pytest.mark.parametrize("wanted", ["query", "key"])
+def test_dlogits_are_rounded_with_the_scale(wanted, head_dim):
+    """As cuDNN's: the scale of these head dims is no power of two, so that it matters.
+
+    Two keys of equal logits, the second one's value 0: the first one's dlogit is P (1 - P) (dout .
+    value), and its product with a unit vector is the gradient, so that it is rounded once.
+    """
+    heads = 64
+    rng = np.random.default_rng(0)
+    scale = float(np.float32(head_dim**-0.5))
+    bfloat16 = DTYPES["bfloat16"]
+    parts = rng.uniform(2.0**-7, 0.25, 4096).astype(bfloat16)
+    dlogits = (2 + parts.astype(np.float64)) / 4
+    # float32's errors must not matter: none near the middle of two bfloat16, 2^-8 apart in [0.5, 1)
+    mantissas = np.frexp(scale * dlogits)[0] * 2**8 % 1
+    keep = np.flatnonzero(np.abs(mantissas - 0.5) > 0.01)[:heads]
+    parts, dlogits = parts[keep], dlogits[keep]
+    expected = (scale * dlogits).astype(bfloat16)
+    unscaled = (scale * dlogits.astype(bfloat16).astype(np.float64)).astype(bfloat16)
+    assert (unscaled != expected).sum() > heads / 8
+
+    shape = (1, 1, heads, head_dim)
+    unit = np.zeros(shape, bfloat16)
+    unit[..., 0] = 1
+    zeros = np.zeros(shape, bfloat16)
+    value = zeros.copy()
+    value[..., 0], value[..., 1] = 2, parts
+    dout = zeros.copy()
+    dout[..., :2] = 1
+    query = unit if wanted == "key" else zeros
+    key = unit if wanted == "query" else zeros
+    operands = {"query": query, "key": np.concatenate([key, zeros], axis=1)}
+    operands["value"] = np.concatenate([value, zeros], axis=1)
+    _, vjp = jax.vjp(
+        lambda x: jax_flash.dot_product_attention(**x, scale=scale, implementation=FAMILIES[-1]),
+        {name: jnp.asarray(x) for name, x in operands.items()},
+    )
+    gradient = np.asarray(vjp(jnp.asarray(dout))[0][wanted])[0, 0, :, 0]
+    np.testing.assert_array_equal(gradient, expected)

@@ -39,7 +39,8 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
   if (!status.ok()) return status;
   KeyBlocks blocks = divide_keys<Config>(params, workspace.turns != nullptr, sms);
   const ZeroPlan zeros = plan_zeros<Config>(shape, workspace, blocks);
-  EndPlan ends = plan_ends(params, workspace, blocks,
+  const GradientScales scales = gradient_scales<Element, kGeneral>(params.options);
+  EndPlan ends = plan_ends(params, workspace, scales, blocks,
                            !kGeneral && !(workspace.turns && Config::kOrderedSums > 1));
   SplitPlan split;
   if (!kGeneral) split = plan_split<Config>(params, workspace, sms, blocks, ends);
@@ -51,7 +52,7 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
     }
   }
   if (status.ok()) {
-    status = launch_begin<Element>(params, workspace, Config::kDqueryCols, zeros, stream);
+    status = launch_begin<Element>(params, workspace, scales, Config::kDqueryCols, zeros, stream);
   }
   if (status.ok()) {
     const auto launch = [&](auto* kernel) {
@@ -70,14 +71,15 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
     return launch_dependent(
         "sm90::backward_rest_kernel", shape, backward_rest_kernel<Config, Element>,
         int64_t{ends.blocks} * kRestBlocks * kGroups, kEndThreads, 0, stream,
-        BackwardEdgePlan(params, workspace, workspace.rows / 64, Config::kDqueryCols), ends);
+        BackwardEdgePlan(params, workspace, scales, workspace.rows / 64, Config::kDqueryCols),
+        ends);
   }
   const int64_t tiles = ceil_div(shape.q_len, 64);
   // Few of them start on the multiprocessors that are free first, unless those do not have room.
   const int end_smem_bytes = tiles * heads <= 2 * sms ? kSpreadSmemBytes : 0;
   return launch_dependent("sm90::backward_end_kernel", shape, backward_end_kernel<Config, Element>,
                           tiles * heads * kGroups, kEndThreads, end_smem_bytes, stream,
-                          BackwardEdgePlan(params, workspace, tiles, Config::kDqueryCols));
+                          BackwardEdgePlan(params, workspace, scales, tiles, Config::kDqueryCols));
 }
 
 template <typename Element, int kHeadDim, bool kGeneral>
@@ -98,7 +100,7 @@ Status launch_wide_backward(const Backward& params, const BackwardWorkspace& wor
     }
   }
   if (status.ok()) {
-    status = launch_begin<Element>(params, workspace, 0, {}, stream);
+    status = launch_begin<Element>(params, workspace, {}, 0, {}, stream);
   }
   if (status.ok()) {
     const TileSchedule schedule =

@@ -1,5 +1,6 @@
 // What goes before and after the main backward kernels, both bound by memory bandwidth:
-//   before: delta = sum_h(dout * out) - dlse, lse in log2 units, accumulators set to zero
+//   before: delta = sum_h(dout * out) - dlse, perhaps times the scale (GradientScales), lse in log2
+//           units, accumulators set to zero
 //   after:  dquery from float32 accumulators, in fragment order, to its own type and layout
 #pragma once
 
@@ -102,18 +103,20 @@ __global__ void __launch_bounds__(kEdgeThreads)
   if (thread >= kEdgeRows) return;
   const bool dead = row_lse == minus_infinity();
   workspace.lse_log2[row_index + thread] = dead ? -minus_infinity() : row_lse * kLog2E;
-  workspace.delta[row_index + thread] = dead ? 0.0f : sums_smem[thread] - row_dlse;
+  workspace.delta[row_index + thread] =
+      dead ? 0.0f : (sums_smem[thread] - row_dlse) * plan.scales.dlogits;
 }
 
 template <typename Element>
-Status launch_begin(const Backward& params, const BackwardWorkspace& workspace, int dquery_cols,
-                    const ZeroPlan& zeros, cudaStream_t stream) {
+Status launch_begin(const Backward& params, const BackwardWorkspace& workspace,
+                    const GradientScales& scales, int dquery_cols, const ZeroPlan& zeros,
+                    cudaStream_t stream) {
   const Shape& shape = params.shape;
   const int64_t rows = shape.batch * shape.heads * workspace.rows;
   const auto launch = [&](auto* kernel) {
     return launch_kernel(
         "sm90::backward_begin_kernel", shape, kernel, rows / kEdgeRows, kEdgeThreads, 0, stream,
-        BackwardEdgePlan(params, workspace, workspace.rows / kEdgeRows, dquery_cols, zeros),
+        BackwardEdgePlan(params, workspace, scales, workspace.rows / kEdgeRows, dquery_cols, zeros),
         params);
   };
   if (shape.value_dim > 128) return launch(backward_begin_kernel<Element, 32>);
@@ -156,8 +159,8 @@ __device__ __forceinline__ void convert_tile(const BackwardEdgePlan& plan, int32
       turns[ordered_flags<Config>(workspace)] != 0) {
     add(workspace.odd_dquery);
   }
-  store_rows(dquery_gmem, plan.dquery.row, plan.q_len - row0, plan.head_dim - col0, plan.scale,
-             values);
+  store_rows(dquery_gmem, plan.dquery.row, plan.q_len - row0, plan.head_dim - col0,
+             plan.scales.sums, values);
 }
 
 // Grid: column groups x tiles of 64 query rows x heads x batch.

@@ -120,7 +120,7 @@ KeyBlocks divide_keys(const Backward& params, bool turns, int sms) {
 
 // Not where few heads are complete before the last blocks begin.
 inline EndPlan plan_ends(const Backward& params, const BackwardWorkspace& workspace,
-                         const KeyBlocks& blocks, bool may) {
+                         const GradientScales& scales, const KeyBlocks& blocks, bool may) {
   const Shape& shape = params.shape;
   const TileSchedule& schedule = blocks.schedule;
   EndPlan ends;
@@ -139,7 +139,7 @@ inline EndPlan plan_ends(const Backward& params, const BackwardWorkspace& worksp
   ends.rows_of_head = workspace.rows;
   ends.q_len = shape.q_len;
   ends.head_dim = shape.head_dim;
-  ends.scale = params.options.scale;
+  ends.scale = scales.sums;
   ends.heads = HeadDivisors(shape, shape.heads);
   ends.dquery = EdgeOperand(params.dquery);
   return ends;

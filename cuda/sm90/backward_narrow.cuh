@@ -58,6 +58,7 @@ __device__ __forceinline__ void consume_tiles(
     RingState<Config::kStages>& ring, uint32_t key_parity) {
   constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv;
   constexpr bool kManyRegisters = Config::kHeadDim <= 96;  // by measurement
+  constexpr bool kScaled = kScaledDlogits<Element, kGeneral>;
   constexpr int kHalves = kBlockQ / 64;  // a tile's rows are worked on 64 at a time
   constexpr int kHeadN = Config::kHeadDim / 8, kHeadSteps = Config::kHeadDim / 16;
   using ScoreProduct = ptx::Wgmma<Element, 64>;
@@ -87,7 +88,7 @@ __device__ __forceinline__ void consume_tiles(
     const typename Config::GradientTile dkey_smem{smem.staging(group * 2), 0};
     const typename Config::GradientTile dvalue_smem{smem.staging(group * 2 + 1), 0};
     const int row = threadIdx.x % 128 / 32 * 16;
-    store_sums<Element>(dkey_smem, row, params.options.scale, dkey);
+    store_sums<Element>(dkey_smem, row, kScaled ? 1.0f : params.options.scale, dkey);
     store_sums<Element>(dvalue_smem, row, 1.0f, dvalue);
     ptx::barrier_sync(kZeroed + group, 128);
     const int32_t row0 = first_key() + group * 64;
@@ -256,7 +257,7 @@ __device__ __forceinline__ void consume_tiles(
       uint32_t mask_bits = 0;
       if (reads_mask) mask_bits = mask.bits();
       if (half + 1 < kHalves) read_ahead(half + 1);
-      const TransposedGradient<kGeneral, 8, kManyRegisters> gradient{
+      const TransposedGradient<kGeneral, 8, kManyRegisters, kScaled> gradient{
           params,           block.batch, tile.y,   first_key() + warp_key,
           row0 + half * 64, reads_mask,  mask_bits};
       const float* lse_smem = smem.lse + stage * kBlockQ + half * 64;

@@ -2,8 +2,11 @@
 // reads, and derived on the host as far as that can be.
 #pragma once
 
+#include <cuda_bf16.h>
+
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "params.h"
 #include "sm80/workspace.h"
@@ -143,6 +146,21 @@ struct BackwardCounters {
   }
 };
 
+// By what dlogits are multiplied before they are rounded to the operands' type, delta with them,
+// and dQ and dK in the end. With the scale in them they are rounded as cuDNN's are, at no
+// instruction more: TUNING_backward.md, "Errors". Not float16, whose exponents end soon, nor with
+// modifiers: a bias's gradient takes dlogits and delta as they are.
+template <typename Element, bool kGeneral>
+inline constexpr bool kScaledDlogits = !kGeneral && std::is_same_v<Element, __nv_bfloat16>;
+struct GradientScales {
+  float dlogits = 1.0f, sums = 1.0f;
+};
+template <typename Element, bool kGeneral>
+GradientScales gradient_scales(const Options& options) {
+  if (kScaledDlogits<Element, kGeneral>) return {options.scale, 1.0f};
+  return {1.0f, options.scale};
+}
+
 // What the kernels before and after need.
 struct BackwardEdgePlan {
   Divisor tiles;  // of a head
@@ -150,13 +168,14 @@ struct BackwardEdgePlan {
   int32_t q_len = 0, head_dim = 0, value_dim = 0, dquery_cols = 0;
   int32_t zeroed_heads = 0, counters = 0;
   bool band_varies = false;
-  float scale = 1.0f;
+  GradientScales scales;
   EdgeOperand out, dout, lse, dlse, dquery;
   BackwardWorkspace workspace;
 
   BackwardEdgePlan() = default;
-  BackwardEdgePlan(const Backward& params, const BackwardWorkspace& space, int64_t tiles_of_head,
-                   int32_t cols, const ZeroPlan& zeros = {})
+  BackwardEdgePlan(const Backward& params, const BackwardWorkspace& space,
+                   const GradientScales& scaled, int64_t tiles_of_head, int32_t cols,
+                   const ZeroPlan& zeros = {})
       : tiles(static_cast<int32_t>(std::max<int64_t>(tiles_of_head, 1))),
         heads(params.shape, params.shape.heads),
         q_len(params.shape.q_len),
@@ -168,7 +187,7 @@ struct BackwardEdgePlan {
         counters(cols > 0 ? static_cast<int32_t>(BackwardWorkspace::counter_words(params.shape))
                           : 0),
         band_varies(bool{params.query_seq_lengths}),
-        scale(params.options.scale),
+        scales(scaled),
         out(params.out),
         dout(params.dout),
         lse(params.lse),

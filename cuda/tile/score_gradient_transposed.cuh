@@ -39,8 +39,9 @@ struct ColumnsInRegisters {
 };
 
 // For the fragments whose element [0, 0] is (key0, row0) of one batch and query head, 16 keys by
-// 8 kN queries. `lse_smem` and `delta_smem` are those of query row0 on.
-template <bool kGeneral, int kN, bool kManyRegisters = false>
+// 8 kN queries. `lse_smem` and `delta_smem` are those of query row0 on. With kScaled, dS and delta
+// are multiplied by the scale.
+template <bool kGeneral, int kN, bool kManyRegisters = false, bool kScaled = false>
 struct TransposedGradient {
   const Forward& params;
   const BatchIndex& batch;
@@ -103,7 +104,9 @@ struct TransposedGradient {
       const float2 delta = ColumnsInShared(delta_smem)(n);
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        const float ds = p[n][e] * (dp[n][e] - (e % 2 ? delta.y : delta.x));
+        const float ds =
+            p[n][e] * (kScaled ? fmaf(dp[n][e], options.scale, e % 2 ? -delta.y : -delta.x)
+                               : dp[n][e] - (e % 2 ? delta.y : delta.x));
         dp[n][e] = kGeneral && p[n][e] == 0.0f ? 0.0f : ds;
       }
     }
