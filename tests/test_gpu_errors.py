@@ -176,11 +176,13 @@ def test_errors_are_no_larger_than_those_of_cudnn(setting):
 @pytest.mark.skipif(FAMILIES[-1] != "flash_sm90", reason="of the kernels for Hopper")
 @pytest.mark.parametrize("head_dim", [80, 96, 128])
 @pytest.mark.parametrize("wanted", ["query", "key"])
-def test_dlogits_are_rounded_with_the_scale(wanted, head_dim):
+@pytest.mark.parametrize("biased", [False, True])
+def test_dlogits_are_rounded_with_the_scale(biased, wanted, head_dim):
     """As cuDNN's: the scale of these head dims is no power of two, so that it matters.
 
     Two keys of equal logits, the second one's value 0: the first one's dlogit is P (1 - P) (dout .
-    value), and its product with a unit vector is the gradient, so that it is rounded once.
+    value), and its product with a unit vector is the gradient, so that it is rounded once. A bias's
+    gradient is the dlogit, without the scale.
     """
     heads = 64
     rng = np.random.default_rng(0)
@@ -208,9 +210,14 @@ def test_dlogits_are_rounded_with_the_scale(wanted, head_dim):
     key = unit if wanted == "query" else zeros
     operands = {"query": query, "key": np.concatenate([key, zeros], axis=1)}
     operands["value"] = np.concatenate([value, zeros], axis=1)
+    if biased:
+        operands["bias"] = np.zeros((1, heads, 1, 2), bfloat16)
     _, vjp = jax.vjp(
         lambda x: jax_flash.dot_product_attention(**x, scale=scale, implementation=FAMILIES[-1]),
         {name: jnp.asarray(x) for name, x in operands.items()},
     )
-    gradient = np.asarray(vjp(jnp.asarray(dout))[0][wanted])[0, 0, :, 0]
-    np.testing.assert_array_equal(gradient, expected)
+    gradients = vjp(jnp.asarray(dout))[0]
+    np.testing.assert_array_equal(np.asarray(gradients[wanted])[0, 0, :, 0], expected)
+    if biased:
+        dbias = np.asarray(gradients["bias"])[0, :, 0, 0]
+        np.testing.assert_allclose(dbias.astype(np.float64), dlogits, rtol=2.0**-8)

@@ -104,7 +104,7 @@ __global__ void __launch_bounds__(kEdgeThreads)
   const bool dead = row_lse == minus_infinity();
   workspace.lse_log2[row_index + thread] = dead ? -minus_infinity() : row_lse * kLog2E;
   workspace.delta[row_index + thread] =
-      dead ? 0.0f : (sums_smem[thread] - row_dlse) * plan.scales.dlogits;
+      dead ? 0.0f : (sums_smem[thread] - row_dlse) * plan.scales.delta;
 }
 
 template <typename Element>
@@ -160,7 +160,7 @@ __device__ __forceinline__ void convert_tile(const BackwardEdgePlan& plan, int32
     add(workspace.odd_dquery);
   }
   store_rows(dquery_gmem, plan.dquery.row, plan.q_len - row0, plan.head_dim - col0,
-             plan.scales.sums, values);
+             plan.scales.dquery, values);
 }
 
 // Grid: column groups x tiles of 64 query rows x heads x batch.

@@ -139,7 +139,7 @@ inline EndPlan plan_ends(const Backward& params, const BackwardWorkspace& worksp
   ends.rows_of_head = workspace.rows;
   ends.q_len = shape.q_len;
   ends.head_dim = shape.head_dim;
-  ends.scale = scales.sums;
+  ends.scale = scales.dquery;
   ends.heads = HeadDivisors(shape, shape.heads);
   ends.dquery = EdgeOperand(params.dquery);
   return ends;

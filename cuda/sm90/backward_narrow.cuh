@@ -58,7 +58,7 @@ __device__ __forceinline__ void consume_tiles(
     RingState<Config::kStages>& ring, uint32_t key_parity) {
   constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv;
   constexpr bool kManyRegisters = Config::kHeadDim <= 96;  // by measurement
-  constexpr bool kScaled = kScaledDlogits<Element, kGeneral>;
+  constexpr bool kScaled = kScaledDlogits<Element>;
   constexpr int kHalves = kBlockQ / 64;  // a tile's rows are worked on 64 at a time
   constexpr int kHeadN = Config::kHeadDim / 8, kHeadSteps = Config::kHeadDim / 16;
   using ScoreProduct = ptx::Wgmma<Element, 64>;

@@ -146,19 +146,21 @@ struct BackwardCounters {
   }
 };
 
-// By what dlogits are multiplied before they are rounded to the operands' type, delta with them,
-// and dQ and dK in the end. With the scale in them they are rounded as cuDNN's are, at no
-// instruction more: TUNING_backward.md, "Errors". Not float16, whose exponents end soon, nor with
-// modifiers: a bias's gradient takes dlogits and delta as they are.
-template <typename Element, bool kGeneral>
-inline constexpr bool kScaledDlogits = !kGeneral && std::is_same_v<Element, __nv_bfloat16>;
+// Whether dlogits up to head dim 128 are multiplied by the scale before they are rounded to the
+// operands' type, and not dQ and dK in the end: they are rounded as cuDNN's are then
+// (TUNING_backward.md, "Errors"). Not in float16, whose exponents end soon.
+template <typename Element>
+inline constexpr bool kScaledDlogits = std::is_same_v<Element, __nv_bfloat16>;
+
+// By what delta is multiplied before the main kernel, and dQ behind it. With modifiers delta is
+// kept as it is, since a bias's gradient needs that; else the scale costs no instruction.
 struct GradientScales {
-  float dlogits = 1.0f, sums = 1.0f;
+  float delta = 1.0f, dquery = 1.0f;
 };
 template <typename Element, bool kGeneral>
 GradientScales gradient_scales(const Options& options) {
-  if (kScaledDlogits<Element, kGeneral>) return {options.scale, 1.0f};
-  return {1.0f, options.scale};
+  if (!kScaledDlogits<Element>) return {1.0f, options.scale};
+  return {kGeneral ? 1.0f : options.scale, 1.0f};
 }
 
 // What the kernels before and after need.

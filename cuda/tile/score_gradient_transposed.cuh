@@ -39,8 +39,8 @@ struct ColumnsInRegisters {
 };
 
 // For the fragments whose element [0, 0] is (key0, row0) of one batch and query head, 16 keys by
-// 8 kN queries. `lse_smem` and `delta_smem` are those of query row0 on. With kScaled, dS and delta
-// are multiplied by the scale.
+// 8 kN queries. `lse_smem` and `delta_smem` are those of query row0 on. With kScaled, dS is
+// multiplied by the scale, and delta is already, unless kGeneral.
 template <bool kGeneral, int kN, bool kManyRegisters = false, bool kScaled = false>
 struct TransposedGradient {
   const Forward& params;
@@ -101,7 +101,11 @@ struct TransposedGradient {
     if constexpr (kGeneral) drop(dp, kept);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
-      const float2 delta = ColumnsInShared(delta_smem)(n);
+      float2 delta = ColumnsInShared(delta_smem)(n);
+      if (kScaled && kGeneral) {
+        delta.x *= options.scale;
+        delta.y *= options.scale;
+      }
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float ds =
