@@ -103,7 +103,7 @@ def check_slopes(family, dtype, batch, head_dim, is_causal, feature=None):
             )
 
 
-@pytest.mark.parametrize("head_dim", [48, 64])
+@pytest.mark.parametrize("head_dim", [48, 64, 96, 128])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_some_query_tiles_that_overflow(family, head_dim):
     # On an H200 a block has two tiles of 128 queries, and looks at their sums at the end.

@@ -153,7 +153,7 @@ template <typename Element>
 inline constexpr bool kScaledDlogits = std::is_same_v<Element, __nv_bfloat16>;
 
 // By what delta is multiplied before the main kernel, and dQ behind it. With modifiers delta is
-// kept as it is, since a bias's gradient needs that; else the scale costs no instruction.
+// kept as it is, since a bias's gradient needs that; else the scale costs one instruction a tile.
 struct GradientScales {
   float delta = 1.0f, dquery = 1.0f;
 };

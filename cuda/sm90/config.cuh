@@ -30,9 +30,6 @@
 #ifndef JAX_FLASH_SM90_PAIRED
 #define JAX_FLASH_SM90_PAIRED 1
 #endif
-#ifndef JAX_FLASH_SM90_CHECKED_LATE
-#define JAX_FLASH_SM90_CHECKED_LATE 1
-#endif
 // Keys times head dim from which on a unit of work is a block of its own.
 #ifndef JAX_FLASH_SM90_LONG_UNIT
 #define JAX_FLASH_SM90_LONG_UNIT (32768 * 256)
@@ -88,10 +85,8 @@ inline constexpr float kOptimisticLimit = 1024.0f;
 inline constexpr int kWarpgroup = 128;  // threads
 
 // Whether a consumer computes the next tile's scores beside this one's exponentials, and of how
-// many of its tiles, the last ones, an edge of the band may cut off a part. kOneCutCheckedLate:
-// sums that are too great are looked for only behind all of a query tile's keys, and have it done
-// again.
-enum class ScoresAhead { kNo, kOneCut, kTwoCut, kOneCutCheckedLate };
+// many of its tiles, the last ones, an edge of the band may cut off a part.
+enum class ScoresAhead { kNo, kOneCut, kTwoCut };
 
 // Where consumer warps keep their part of a bias (forward_bias.cuh): 4-byte elements; 2-byte ones
 // in boxes of as many columns as a tile has keys; or of multiples of 64, for accumulators of scores
@@ -114,8 +109,6 @@ struct ForwardConfig {
   static constexpr int kBlockQ = 64 * kRowGroups, kBlockKv = kBlockKvRows;
   static constexpr bool kScoresAhead = kAhead != ScoresAhead::kNo;
   static constexpr bool kSecondCut = kAhead == ScoresAhead::kTwoCut;
-  static constexpr bool kCheckedLate = kAhead == ScoresAhead::kOneCutCheckedLate;
-  static_assert(!kCheckedLate || kKeyGroups == 1);
   // For short calls: query tiles say if they are a block's last, so that consumers need not wait
   // for another one; and the code of producers stands first.
   static constexpr bool kTellsLast = kScoresAhead && !kSecondCut, kProducersFirst = kTellsLast;

@@ -219,12 +219,7 @@ Status launch_forward(const Forward& params, cudaStream_t stream) {
         return launch(ForwardConfig<64, 64, 2, 128, 1, ScoresAhead::kTwoCut>{});
       }
       if (tiles(params.shape, 192) < sms) {
-        // float16 would overflow too often.
-        constexpr ScoresAhead kAhead =
-            JAX_FLASH_SM90_CHECKED_LATE && std::is_same_v<Element, __nv_bfloat16>
-                ? ScoresAhead::kOneCutCheckedLate
-                : ScoresAhead::kOneCut;
-        return launch(ForwardConfig<64, 64, 2, 128, 1, kAhead>{});
+        return launch(ForwardConfig<64, 64, 2, 128, 1, ScoresAhead::kOneCut>{});
       }
     }
 #endif

@@ -1,19 +1,70 @@
-// Query tiles that the sm_90 forward kernel does again, after all others of a block: where sums are
-// looked at only behind the last key (ScoresAhead::kOneCutCheckedLate).
+// Query tiles that the sm_90 forward kernel does again, after all others of a block: without
+// modifiers, sums are looked at only behind the last key.
 //
 // Exponentials relative to a reference that is the greatest logit of a row's first keys may become
-// very great, and bfloat16 and float32 hold them all the same, up to 2^100. So a loop without
-// branches takes it that they do. A look in each tile, and what follows from it, stands between the
-// instructions that a short call waits for (TUNING.md, "Short calls").
+// very great, and bfloat16 and float32 hold them all the same, up to 2^127. So a loop takes it that
+// they do. A look in each tile, and what follows from it, stands between the instructions that a
+// call waits for (TUNING.md, "Peaked logits", "Short calls").
 #pragma once
 
+#include <cuda_fp16.h>
+
+#include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
+#include "sm90/config.cuh"
+#include "sm90/forward_modified.cuh"
+#include "sm90/forward_peaks.cuh"
 #include "sm90/schedule.cuh"
+#include "tile/softmax.cuh"
 
 namespace jax_flash::sm90 {
+
+// Which kernels do.
+template <typename Config, uint32_t kModifiers>
+inline constexpr bool kChecksLate =
+    kModifiers == kNoModifier && Config::kOptimistic && Config::kKeyGroups == 1;
+
+// Of a thread's sum in a row. Up to that, exponentials are numbers of the operands' type, and the
+// output is finite for values up to 2^107.
+template <typename Element>
+inline constexpr float kGreatestSum = std::is_same_v<Element, __half> ? 60000.0f : 0x1p20f;
+
+// Whether a query tile is to be done again, by the sums of one of its warps.
+template <typename Element>
+__device__ __forceinline__ bool sums_exceed(const OnlineSoftmax<1>& softmax) {
+  return __any_sync(0xffffffff,
+                    fmaxf(softmax.sum[0][0], softmax.sum[0][1]) > kGreatestSum<Element>);
+}
+
+// The same by sums and output, where references are guessed: sums are often greater than that.
+template <typename Element, int kOutN>
+__device__ __forceinline__ bool sums_exceed(const OnlineSoftmax<1>& softmax,
+                                            const float (&out)[1][kOutN][4]) {
+  if (!sums_exceed<Element>(softmax)) return false;
+  if constexpr (std::is_same_v<Element, __half>) return true;
+  bool fails = fmaxf(softmax.sum[0][0], softmax.sum[0][1]) > kPeakLimit;
+#pragma unroll
+  for (const auto& block : out[0]) {
+#pragma unroll
+    for (const float value : block) fails |= !(fabsf(value) < INFINITY);
+  }
+  return __any_sync(0xffffffff, fails);
+}
+
+// Whether few of a query tile's first keys make up its rows' sums, or some row of the warp has had
+// none: references are to follow the greatest logits then (TUNING.md, "Errors"). For 128 normal
+// logits a row's sum is 14 on average if their deviation is 1, and 4 if it is 2.
+template <typename Config>
+__device__ __forceinline__ bool looks_peaked(const OnlineSoftmax<1>& softmax) {
+  constexpr float kLeastSum = 5.5f * Config::kBlockKv / 128, kUnit = 256.0f;
+  const float sum = fminf(softmax.sum[0][0] + softmax.sum[0][1], 1024.0f);
+  const int32_t sums = __reduce_add_sync(0xffffffff, static_cast<int32_t>(sum * kUnit));
+  return sums < static_cast<int32_t>(16 * kLeastSum * kUnit) || !softmax.ready();
+}
 
 struct QueryTilesAgain {
   uint32_t tiles;  // a bit for each of the block's, modulo 32

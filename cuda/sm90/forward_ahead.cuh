@@ -11,6 +11,7 @@
 #include "sm90/forward_consumer.cuh"
 #include "sm90/forward_parts.cuh"
 #include "sm90/forward_peaks.cuh"
+#include "sm90/forward_plain.cuh"
 #include "tile/softmax.cuh"
 
 namespace jax_flash::sm90 {
@@ -23,8 +24,8 @@ __device__ __forceinline__ int32_t tile_from_end(int32_t end, int32_t index) {
 template <typename Config, typename Element>
 struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
   using Base = ForwardConsumer<Config, Element, kNoModifier>;
-  using Base::Base, Base::factor, Base::key_stage, Base::out, Base::query_stage, Base::smem,
-      Base::softmax, Base::to_log2, Base::value_stage, Base::warp_row, Base::work;
+  using Base::Base, Base::by_bits, Base::factor, Base::key_stage, Base::out, Base::query_stage,
+      Base::smem, Base::softmax, Base::to_log2, Base::value_stage, Base::warp_row, Base::work;
   using typename Base::Scores;
 
   static constexpr int kStep = Config::kKeyGroups;
@@ -42,7 +43,8 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     limit = missing ? -1.0f : kOptimisticLimit;
   }
 
-  // With Config::kCheckedLate, from some of the logits: others may be greater.
+  // Where sums are looked at behind the last key: from some of the logits, and others may be
+  // greater.
   __device__ __forceinline__ void guess_reference(const Scores& now) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -65,21 +67,26 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
 
   // From the scores of the index-th tile, in `now`, to its probabilities; with the product of the
   // last ones, unless kFirst, and the next tile's scores, to `next`, beside. An edge may cut the
-  // tile if kCut.
+  // tile if kCut; references rise to the greatest logits if kExact.
   //
   // A warp that starts a product stops until the tensor cores take it. So there is no branch from
   // the first product to the wait for all of them: the assembler then mixes products and
   // exponentials, one of the former every so many of the latter.
-  template <bool kFirst, bool kCut>
+  template <bool kFirst, bool kCut, bool kExact = false>
   __device__ __forceinline__ void step(Scores& now, Scores& next, int32_t index) {
+    // Whether a look at the sums follows each tile's exponentials.
+    constexpr bool kChecks = !Base::kPlain;
     if constexpr (kCut) cut(now, index);
-    if constexpr (kFirst && Config::kCheckedLate) {
+    bool rises = false;
+    if constexpr (kFirst && Base::kPlain && !Config::kSecondCut) {
       guess_reference(now);
     } else if constexpr (kFirst) {
       raise_reference(now);
+    } else if constexpr (Base::kPlain && (kCut || kExact)) {
+      rises = raise_to_greatest<false>(softmax, by_bits, now, to_log2, factor);
     }
     float before[2] = {};
-    if constexpr (!Config::kCheckedLate) {
+    if constexpr (kChecks) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         before[half] = softmax.sum[0][half];
@@ -98,14 +105,14 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     // Before the wait for products, on a parity that depends on all exponentials in a way that
     // never matters: the assembler would move these behind it.
     uint32_t again = 0, flip = 0;
-    if constexpr (Config::kCheckedLate) {
-      flip = __any_sync(0xffffffff, fminf(softmax.sum[0][0], softmax.sum[0][1]) < 0.0f);
-    } else {
+    if constexpr (kChecks) {
       const float greatest = fmaxf(softmax.sum[0][0], softmax.sum[0][1]);
       again = __reduce_max_sync(0xffffffff, greatest > limit ? 1u : 0u);
       softmax.sum[0][0] += before[0];
       softmax.sum[0][1] += before[1];
       flip = again >> 1;
+    } else {
+      flip = __any_sync(0xffffffff, fminf(softmax.sum[0][0], softmax.sum[0][1]) < 0.0f);
     }
     const auto next_value = kFirst ? value_stage : value_stage.next(kStep);
     ptx::mbarrier_wait(smem.value_full(next_value.stage), next_value.parity ^ flip);
@@ -115,7 +122,7 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
       ptx::wgmma_results(out[0]);
       arrive_warp(smem.value_empty(value_stage.stage));
       value_stage.advance(kStep);
-      if (!Config::kCheckedLate && again) [[unlikely]] {
+      if (kChecks && again) [[unlikely]] {
         if (limit > 0.0f && !sums_too_great(softmax)) {
           raise_to_peaks(softmax, now, to_log2, factor);
         } else {
@@ -130,11 +137,25 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
           raise_reference(now);
           this->exponentials(now);
         }
-        this->rescale();
+        rises = true;
       }
+      if (rises) this->rescale();
     }
     this->release_key();
     this->convert(now);
+  }
+
+  // The tiles from the index-th one on, which no edge cuts.
+  template <bool kExact>
+  __device__ __forceinline__ void go_on(int32_t index) {
+    Scores& now = Config::kSecondCut ? this->scores : other_scores;
+    Scores& next = Config::kSecondCut ? other_scores : this->scores;
+    for (; index < work.end; index += kStep) {
+      step<false, false, kExact>(now, next, index);
+      index += kStep;
+      if (index >= work.end) break;
+      step<false, false, kExact>(next, now, index);
+    }
   }
 
   // A query tile's keys from the index-th tile on.
@@ -144,6 +165,7 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     this->start_scores();
     this->read_description();
     this->template await_scores<0>();
+    by_bits = false;
     step<true, true>(this->scores, other_scores, index);
     this->clear_values(tile_from_end(work.end, index), work.attended);
     index += kStep;
@@ -151,58 +173,15 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
       if (index < work.end) step<false, true>(other_scores, this->scores, index);
       index += kStep;
     }
-    Scores& now = Config::kSecondCut ? this->scores : other_scores;
-    Scores& next = Config::kSecondCut ? other_scores : this->scores;
-    for (; index < work.end; index += kStep) {
-      step<false, false>(now, next, index);
-      index += kStep;
-      if (index >= work.end) break;
-      step<false, false>(next, now, index);
+    // Where references are guessed, sums do not tell of peaks.
+    if (Base::kPlain && Config::kSecondCut && index < work.end && is_peaked<Config>(*this)) {
+      go_on<true>(index);
+    } else {
+      go_on<false>(index);
     }
     this->start_out();
     beside();
     this->await_out();
-  }
-
-  // With Config::kCheckedLate: whether something may have overflowed, or all logits that the
-  // reference was taken from were -inf.
-  __device__ __forceinline__ bool failed() const {
-    const float greatest = fmaxf(softmax.sum[0][0], softmax.sum[0][1]);
-    const float least = fminf(softmax.reference[0][0], softmax.reference[0][1]);
-    const bool great =
-        !(greatest <= kOptimisticLimit * kOptimisticLimit) || !(least > minus_infinity());
-    if (!__any_sync(0xffffffff, great)) return false;
-    bool fails = !(greatest <= kPeakLimit) || !(least > minus_infinity());
-#pragma unroll
-    for (const auto& block : out[0]) {
-#pragma unroll
-      for (const float value : block) fails |= !(fabsf(value) < INFINITY);
-    }
-    return __any_sync(0xffffffff, fails);
-  }
-
-  // The same as attend(), one thing after the other, with references that rise in every tile.
-  __device__ __forceinline__ void attend_carefully() {
-    for (int32_t index = work.tile; index < work.end; ++index) {
-      this->wait_key();
-      this->start_scores();
-      if (index == work.tile) this->read_description();
-      this->template await_scores<0>();
-      this->release_key();
-      cut(this->scores, index);
-      factor[0][0] = factor[0][1] = 1.0f;
-      softmax.template raise_reference<4>(this->scores, to_log2, factor);
-      this->exponentials(this->scores);
-      this->convert(this->scores);
-      this->wait_value();
-      if (index == work.tile) {
-        this->clear_values(tile_from_end(work.end, index), work.attended);
-      } else {
-        this->rescale();
-      }
-      this->start_out();
-      this->await_out();
-    }
   }
 };
 

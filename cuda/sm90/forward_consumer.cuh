@@ -9,6 +9,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/config.cuh"
+#include "sm90/forward_again.cuh"
 #include "sm90/forward_capped.cuh"
 #include "sm90/forward_maxima.cuh"
 #include "sm90/forward_modified_tile.cuh"
@@ -29,6 +30,7 @@ enum class TileKind { kAny, kInRun, kBiasBeside };
 template <typename Config, typename Element, uint32_t kModifiers>
 struct ForwardConsumer {
   static constexpr bool kGeneral = kModifiers != kNoModifier;
+  static constexpr bool kPlain = kChecksLate<Config, kModifiers>;
   // Segments alone forbid elements of few tiles, and are looked at in those only.
   static constexpr bool kSegmented = kModifiers == kSegments;
   // Whether key tiles are skipped: query tiles are told of when all is known.
@@ -42,16 +44,13 @@ struct ForwardConsumer {
   // Whether references are the greatest logits after each tile (forward_maxima.cuh), which takes
   // segments 8% longer, and with several modifiers registers that there are not.
   static constexpr bool kExactMaxima =
-      !Config::kOptimistic && (!kGeneral || kModifiers == kBias || kModifiers == kMask);
-  // Whether exponentials are of differences to the reference: where products take so long that it
-  // costs little.
+      kPlain || (!Config::kOptimistic && (!kGeneral || kModifiers == kBias || kModifiers == kMask));
+  // Whether exponentials are of differences to the reference: where it costs little.
   static constexpr bool kByDifference = !kGeneral && Config::kHeadDim > 128;
-  // Of how many tiles logits are compared with the references before their exponentials, after one
-  // that had to be computed again, which takes as long as three.
+  // Of how many tiles logits are compared first, after one that had to be computed again.
   static constexpr int kCarefulTiles = 16;
   static constexpr int kN = Config::kBlockKv / 8, kOutN = Config::kValueDim / 8;
   using Modified = ModifiedTile<Config, Element, kModifiers>;  // in kernels for one modifier
-  // Of descriptors, by measurement.
   static constexpr bool kLowWord = Modified::kSaturates || Modified::kInScores;
   static constexpr int kHeadSteps = Config::kHeadDim / 16, kKeySteps = Config::kBlockKv / 16;
   using ScoreProduct = ptx::Wgmma<Element, Config::kBlockKv>;
@@ -83,6 +82,7 @@ struct ForwardConsumer {
   Scores scores;
   uint32_t probabilities[kKeySteps][4];
   float factor[1][2];  // by which `out` is to be multiplied if a reference rises
+  bool rises = false;  // kPlain: that this is to be done
   RowRange fixed;      // tiles of next_capped_tile()
   // Where scores begin with the bias, which leaves exponentials as without one, so that the rest
   // counts: tiles that neither the band cuts into, nor have their bias read element by element; in
@@ -160,7 +160,7 @@ struct ForwardConsumer {
     arrive_warp(smem.query_empty(query_stage.stage, query_tile()));
     query_stage.advance();
   }
-  // The query tile `before` tiles before the one in `work`.
+  // That many query tiles before the one in `work`.
   __device__ __forceinline__ const QueryWork& work_before(int before) const {
     return smem.work(query_tile(), works - 1 - before);
   }
@@ -173,7 +173,6 @@ struct ForwardConsumer {
   __device__ __forceinline__ void wait_key() const {
     ptx::mbarrier_wait(smem.key_full(key_stage.stage), key_stage.parity);
   }
-  // Of the key tile that was waited for.
   __device__ __forceinline__ KeyTileNote key_note(int32_t tile) const {
     if constexpr ((kModifiers & kSegments) != 0) {
       if (kSegmented && tile + 1 >= run.first && tile + 1 < run.end) {

@@ -31,6 +31,7 @@
 #include "sm90/forward_biased.cuh"
 #include "sm90/forward_consumer.cuh"
 #include "sm90/forward_parts.cuh"
+#include "sm90/forward_plain.cuh"
 #include "sm90/forward_plan.cuh"
 #include "sm90/forward_producers.cuh"
 #include "sm90/forward_segments.cuh"
@@ -39,6 +40,60 @@
 #include "tile/softmax.cuh"
 
 namespace jax_flash::sm90 {
+
+// A query tile's keys once more, one thing after the other.
+template <typename Config, typename Consumer>
+__device__ __forceinline__ void attend_again(Consumer& consumer) {
+  consumer.softmax = OnlineSoftmax<1>();
+  consumer.by_bits = false;
+  consumer.out_started = 0;
+  for (int32_t index = consumer.work.tile; index < consumer.work.end; ++index) {
+    const int32_t tile = Config::kScoresAhead ? tile_from_end(consumer.work.end, index) : index;
+    consumer.wait_key();
+    consumer.start_scores();
+    if (index == consumer.work.tile) consumer.read_description();
+    consumer.template await_scores<0>();
+    consumer.release_key();
+    consumer.modify(consumer.scores, tile, consumer.at_edge(tile));
+    const bool rises = raise_references<false, false>(consumer.softmax, consumer.scores,
+                                                      consumer.to_log2, consumer.factor);
+    consumer.exponentials();
+    consumer.convert();
+    consumer.wait_value();
+    consumer.clear_values(tile, consumer.work.attended);
+    if (rises && consumer.out_started) consumer.rescale();
+    consumer.start_out();
+    consumer.await_out();
+  }
+}
+
+// Query tiles that some consumer warp of the block could not trust its sums of. All have told.
+//
+// By a consumer of its own: the compiler would take the loops of the other one for divergent, as it
+// does these, where they have registers in common. Shuffles part these.
+template <typename Config, typename Element, typename Consumer>
+__device__ __forceinline__ void consume_again(const Forward& params, const ForwardPlan& plan,
+                                              const ForwardSmem<Config>& smem,
+                                              const Consumer& before) {
+  if (__reduce_max_sync(0xffffffff, smem.again->wait()) == 0) return;
+  ForwardConsumer<Config, Element, kNoModifier> consumer(params, plan, smem);
+  const auto take = [](auto& state, const auto& from) {
+    state.stage = __shfl_sync(0xffffffff, from.stage, 0);
+    state.parity = __shfl_sync(0xffffffff, from.parity, 0);
+  };
+  take(consumer.key_stage, before.key_stage);
+  take(consumer.value_stage, before.value_stage);
+  take(consumer.query_stage, before.query_stage);
+  consumer.works = __shfl_sync(0xffffffff, before.works, 0);
+  if constexpr (Config::kTellsLast) consumer.wait_query();  // which tells of the end
+  consumer.release_query();
+  while (consumer.wait_query()) {
+    attend_again<Config>(consumer);
+    consumer.release_query();
+    finish_rows<Config, Element, kNoModifier>(plan, consumer.work_before(0), consumer.warp_row,
+                                              consumer.softmax, consumer.out);
+  }
+}
 
 // A query tile after the other, their key tiles in one chain: a query tile's first scores and
 // exponentials run beside the last product of the one before.
@@ -52,7 +107,14 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
   bool unfinished = false;
   RowRange attended;
   int32_t tile = 0;
+  const auto check = [&] {
+    if constexpr (Consumer::kPlain) {
+      if (sums_exceed<Element>(consumer.softmax)) smem.again->add(consumer.works - 2);
+    }
+  };
   const auto finish = [&] {
+    if constexpr (Consumer::kPlain) settle(consumer);
+    check();
     consumer.clear_values(tile, attended, 1);
     consumer.start_out();
     consumer.await_out();
@@ -79,6 +141,8 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
     consumer.read_description();
     if (unfinished) {
       const OnlineSoftmax<1> softmax = consumer.softmax;
+      if constexpr (Consumer::kPlain) settle(consumer);
+      check();
       const auto first_tile = [&](auto kind) {
         consumer.clear_values(tile, attended, 1);
         consumer.start_out();
@@ -111,6 +175,8 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
         tile = consumer.note.next();
         consumer.next_tile(last, tile, consumer.note.next_one_segment());
       }
+    } else if constexpr (Consumer::kPlain) {
+      tile = plain_tiles<Config>(consumer, tile);
     } else {
       if constexpr (Consumer::Modified::kFixedTiles) {
         tile = fixed_tiles<Config>(consumer, tile);
@@ -127,6 +193,10 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
     if constexpr (Config::kQueryStages > 1) consumer.release_query();
   }
   if (unfinished) finish();
+  if constexpr (Consumer::kPlain) {
+    smem.again->tell();
+    consume_again<Config, Element>(params, plan, smem, consumer);
+  }
 }
 
 // One query tile at a time: with several modifiers, or a mask's bytes.
@@ -162,24 +232,6 @@ __device__ __forceinline__ void consume_masked(const Forward& params, const Forw
   }
 }
 
-// Query tiles that some consumer warp of the block could not trust its sums of.
-template <typename Config, typename Element>
-__device__ __forceinline__ void consume_again(const ForwardPlan& plan,
-                                              const ForwardSmem<Config>& smem,
-                                              AheadConsumer<Config, Element>& consumer) {
-  if (__reduce_max_sync(0xffffffff, smem.again->wait()) == 0) return;
-  consumer.wait_query();  // which tells of the end
-  consumer.release_query();
-  while (consumer.wait_query()) {
-    consumer.softmax = OnlineSoftmax<1>();
-    consumer.out_started = 0;
-    consumer.attend_carefully();
-    consumer.release_query();
-    finish_rows<Config, Element, kNoModifier>(plan, consumer.work_before(0), consumer.warp_row,
-                                              consumer.softmax, consumer.out);
-  }
-}
-
 // One query tile at a time: with scores ahead, or for few query tiles. With two key groups, the
 // warpgroups divide a tile's keys, and the first adds up their outputs.
 template <typename Config, typename Element>
@@ -200,7 +252,7 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
       consumer.read_description();
       if (key_group == 0) finish_empty_rows<Element>(plan, work, consumer.warp_row);
       consumer.release_query();
-      if constexpr (Config::kCheckedLate) {
+      if constexpr (Consumer::kPlain && Config::kTellsLast) {
         if (consumer.is_last_query) smem.again->tell();
       }
       continue;
@@ -228,9 +280,13 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
       consumer.read_description();
     }
     consumer.release_query();
-    if constexpr (Config::kCheckedLate) {  // so that all have told when the output is stored
-      if (consumer.failed()) smem.again->add(consumer.works - 1);
-      if (consumer.is_last_query) smem.again->tell();
+    if constexpr (Consumer::kPlain) {
+      if (sums_exceed<Element>(consumer.softmax, consumer.out)) {
+        smem.again->add(consumer.works - 1);
+      }
+      if constexpr (Config::kTellsLast) {  // so that all have told when the output is stored
+        if (consumer.is_last_query) smem.again->tell();
+      }
     }
     if (key_group == 1) {
       if (partial_used) ptx::barrier_sync(kPartialEmpty, Config::kConsumers * kWarpgroup);
@@ -251,7 +307,10 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
     }
     partial_used = true;
   }
-  if constexpr (Config::kCheckedLate) consume_again<Config, Element>(plan, smem, consumer);
+  if constexpr (Consumer::kPlain) {
+    if constexpr (!Config::kTellsLast) smem.again->tell();
+    consume_again<Config, Element>(params, plan, smem, consumer);
+  }
 }
 
 // By threads of consumers, which have nothing to do yet.
@@ -260,7 +319,7 @@ __device__ __forceinline__ void initialise(const ForwardMaps& maps,
                                            const ForwardSmem<Config>& smem) {
   if (threadIdx.x == kWarpgroup) {
     if constexpr ((kModifiers & kSegments) != 0) init_plan_barriers<Config>(*smem.segments);
-    if constexpr (Config::kCheckedLate) smem.again->init(Config::kConsumers * 4);
+    if constexpr (kChecksLate<Config, kModifiers>) smem.again->init(Config::kConsumers * 4);
     smem.init_barriers();
   }
   if (threadIdx.x == kWarpgroup + 32) ptx::prefetch_tensormap(maps.query);
@@ -326,7 +385,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __shared__ __align__(8) uint64_t barriers[ForwardSmem<Config>::kBarriers];
   __shared__ QueryWork works[ForwardSmem<Config>::kWorks];
   __shared__ std::conditional_t<kSkips, SegmentNotes<Config>, char> segments;
-  __shared__ std::conditional_t<Config::kCheckedLate, QueryTilesAgain, char> again;
+  __shared__ std::conditional_t<kChecksLate<Config, kModifiers>, QueryTilesAgain, char> again;
   // Opaque, or the compiler converts the addresses anew wherever it needs them.
   ForwardSmem<Config> smem{ptx::shared_address(smem_bytes), ptx::shared_address(barriers), works,
                            reinterpret_cast<SegmentNotes<Config>*>(&segments),

@@ -90,7 +90,7 @@ struct ForwardSmem {
   uint32_t root, barriers;
   QueryWork* works;                // [kRowGroups][kWorks]
   SegmentNotes<Config>* segments;  // if key tiles are skipped
-  QueryTilesAgain* again;          // if Config::kCheckedLate
+  QueryTilesAgain* again;          // if kChecksLate
 
   __device__ __forceinline__ typename Config::QueryTile query(uint32_t stage, int group) const {
     return {root, (stage * Config::kRowGroups + group) * Config::QueryTile::kBytes};

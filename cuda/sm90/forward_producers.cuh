@@ -52,16 +52,17 @@ __device__ __forceinline__ void wait_for_skips(const SkipsOf<Config>& skips) {
   }
 }
 
-// Those that are to be done again, when all are done.
+// Those that are to be done again, when all are done; whether there are any.
 template <typename Config, typename Produce>
-__device__ __forceinline__ void produce_again(const ForwardPlan& plan,
+__device__ __forceinline__ bool produce_again(const ForwardPlan& plan,
                                               const ForwardSmem<Config>& smem, Produce produce) {
   uint32_t tiles = smem.again->wait();
-  if (tiles == 0) return;
+  if (tiles == 0) return false;
   for (auto cursor = query_tiles<kNoModifier>(plan); cursor.valid(); cursor.advance()) {
     if (tiles & 1) produce(cursor);
     tiles = __funnelshift_r(tiles, tiles, 1);
   }
+  return true;
 }
 
 // By one warp: keys and values of all query tiles.
@@ -114,7 +115,7 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const Forw
   for (auto cursor = query_tiles<kModifiers>(plan); cursor.valid(); cursor.advance()) {
     if (!produce(cursor)) return;
   }
-  if constexpr (Config::kCheckedLate) produce_again(plan, smem, produce);
+  if constexpr (kChecksLate<Config, kModifiers>) produce_again(plan, smem, produce);
 }
 
 // By one warp: a consumer's rows of the query tiles and, in boxes, of the bias, and what it is to
@@ -190,9 +191,8 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
     ++works;
   };
   tell_of_end();
-  if constexpr (Config::kCheckedLate) {
-    produce_again(plan, smem, produce);
-    tell_of_end();  // unless there was none, which nobody waits for
+  if constexpr (kChecksLate<Config, kModifiers>) {
+    if (produce_again(plan, smem, produce)) tell_of_end();
   }
 }
 

@@ -8,6 +8,7 @@
 #include "sm90/forward_capped.cuh"
 #include "sm90/forward_consumer.cuh"
 #include "sm90/forward_peaks.cuh"
+#include "sm90/forward_plain.cuh"
 
 namespace jax_flash::sm90 {
 
@@ -52,7 +53,11 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::fi
     find_attended_columns(modified.all_allowed);
   }
   drop_some(tile);
-  if constexpr (kBesideOut) {
+  if constexpr (kPlain) {
+    wait_ahead_after_exponentials<Config>(*this, tile, kBesideOut ? 1 : 0);
+    if constexpr (kBesideOut) await_out();
+    convert();
+  } else if constexpr (kBesideOut) {
     wait_next_value_after_exponentials();
     await_out();
     convert();

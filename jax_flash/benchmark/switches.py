@@ -71,8 +71,6 @@ SWITCHES: tuple[Switch, ...] = (
           head_dims=(64,)),
     _sm90("forward", "SCORES_AHEAD", (0, 1), "few tiles: scores of the next tile in registers, too",
           head_dims=(64,)),
-    _sm90("forward", "CHECKED_LATE", (0, 1), "few tiles: great sums looked for behind the last key",
-          head_dims=(64,)),
     _sm90("forward", "OPTIMISTIC", (0, 1), "exponentials before the row maxima are known"),
     _sm90("forward", "PAIRED", (0, 1), "causal: long and short query tiles in pairs"),
     _sm90("forward", "LONG_UNIT", ("0", "(32768 * 256)", "(1 << 30)"),

@@ -1,0 +1,130 @@
+// A tile of keys in the sm_90 forward kernel without modifiers, where consumers chain query tiles.
+#pragma once
+
+#include <cstdint>
+
+#include "ptx/math.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/warpgroup.cuh"
+#include "sm90/config.cuh"
+#include "sm90/forward_again.cuh"
+#include "sm90/forward_consumer.cuh"
+#include "sm90/forward_maxima.cuh"
+#include "sm90/forward_parts.cuh"
+#include "tile/softmax.cuh"
+
+namespace jax_flash::sm90 {
+
+// Whether references are to follow the greatest logits behind a query tile's first keys. Of all
+// warps of a warpgroup, since they start products together.
+template <typename Config, typename Consumer>
+__device__ __forceinline__ bool is_peaked(const Consumer& consumer) {
+  const bool found = ptx::barrier_any(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup,
+                                      looks_peaked<Config>(consumer.softmax));
+  // By a reduction, whose result the compiler knows to be the same in all lanes.
+  return __reduce_max_sync(0xffffffff, found ? 1 : 0) != 0;
+}
+
+// Waits for the next tile's keys or, if `tile` is a query tile's last, for its V, as settle() does
+// in any case. On a parity that depends on the exponentials: ForwardConsumer's
+// wait_next_value_after_exponentials(). `products`: P V under way.
+template <typename Config, typename Consumer>
+__device__ __forceinline__ void wait_ahead_after_exponentials(const Consumer& consumer,
+                                                              int32_t tile, int products) {
+  const auto& sum = consumer.softmax.sum[0];
+  const uint32_t flip = __any_sync(0xffffffff, fminf(sum[0], sum[1]) < 0.0f);
+  const auto value = consumer.value_stage.next(products);
+  const auto& key = consumer.key_stage;
+  const bool last = consumer.is_last(tile);
+  ptx::mbarrier_wait(
+      last ? consumer.smem.value_full(value.stage) : consumer.smem.key_full(key.stage),
+      (last ? value.parity : key.parity) ^ flip);
+}
+
+// What P V of the last tile waits for, beside the next scores.
+template <typename Consumer>
+__device__ __forceinline__ void settle(Consumer& consumer) {
+  if (consumer.rises) consumer.rescale();
+  consumer.rises = false;
+  consumer.wait_value();
+}
+
+// The exponentials of a tile, and their sums on top of softmax.sum: in two chains for each row,
+// since an addition waits for the one before. P V goes on beside them (start_out_part()).
+template <int kPart, typename Consumer>
+__device__ __forceinline__ void plain_exponentials(Consumer& consumer, const float (&shift)[2],
+                                                   float (&sums)[4]) {
+  static_assert(!Consumer::kByDifference);
+  constexpr int kN = Consumer::kN, kParts = Consumer::kOutParts;
+#pragma unroll
+  for (int n = kPart * kN / kParts; n < (kPart + 1) * kN / kParts; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      float& score = consumer.scores[0][n][e];
+      score = ptx::ex2_approx_ftz(fmaf(score, consumer.to_log2, -shift[e / 2]));
+      sums[e] += score;
+    }
+  }
+  if constexpr (kPart + 1 < kParts) {
+    // 0, which the compiler cannot know: it would start the product before the exponentials.
+    const uint32_t zero = __any_sync(0xffffffff, fminf(sums[0], sums[2]) < 0.0f);
+    consumer.template start_out_part<kPart + 1>(zero);
+    plain_exponentials<kPart + 1>(consumer, shift, sums);
+  }
+}
+
+// ForwardConsumer::next_tile(): the keys of `tile` have arrived, and those of the next one, if
+// there is one, have when this returns. A warp goes from its exponentials to the next scores as
+// soon as it can: what the last tile's output waits for is seen to beside these (settle()).
+//
+// kExact: references rise to the rows' greatest logits.
+template <bool kExact, typename Config, typename Consumer>
+__device__ __forceinline__ void next_plain_tile(Consumer& consumer, int32_t last, int32_t tile) {
+  auto& softmax = consumer.softmax;
+  const bool edge = consumer.at_edge(tile);  // before the wait
+  consumer.start_scores();
+  if constexpr (kExact) {
+    settle(consumer);
+  } else {
+    consumer.wait_value();
+  }
+  consumer.clear_values(last, consumer.work.attended);
+  consumer.template start_out_part<0>(0);
+  consumer.template await_scores<1>();
+  consumer.release_key();
+  consumer.release_query_early(tile);
+  consumer.modify(consumer.scores, tile, edge);
+  if constexpr (kExact) consumer.rises = consumer.raise_reference();
+  float shift[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float reference = softmax.reference[0][half];
+    shift[half] = to_log2_units(reference, consumer.to_log2);
+    if (kExact && reference == minus_infinity()) shift[half] = 0.0f;
+  }
+  float sums[4] = {softmax.sum[0][0], 0.0f, softmax.sum[0][1], 0.0f};
+  plain_exponentials<0>(consumer, shift, sums);
+  softmax.sum[0][0] = sums[0] + sums[1];
+  softmax.sum[0][1] = sums[2] + sums[3];
+  wait_ahead_after_exponentials<Config>(consumer, tile, 1);
+  consumer.await_out();
+  consumer.convert();
+}
+
+// A query tile's keys behind the first tile. Returns the last one, whose P V is not started.
+template <typename Config, typename Consumer>
+__device__ __forceinline__ int32_t plain_tiles(Consumer& consumer, int32_t tile) {
+  if (consumer.is_last(tile)) return tile;
+  if (is_peaked<Config>(consumer)) {
+    for (; !consumer.is_last(tile); ++tile) {
+      next_plain_tile<true, Config>(consumer, tile, tile + 1);
+    }
+  } else {
+    for (; !consumer.is_last(tile); ++tile) {
+      next_plain_tile<false, Config>(consumer, tile, tile + 1);
+    }
+  }
+  return tile;
+}
+
+}  // namespace jax_flash::sm90
