@@ -103,9 +103,10 @@ def check_slopes(family, dtype, batch, head_dim, is_causal, feature=None):
             )
 
 
+@pytest.mark.parametrize("window", [None, (100, None)])  # that has the first keys come last
 @pytest.mark.parametrize("head_dim", [48, 64, 96, 128])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_some_query_tiles_that_overflow(family, head_dim):
+def test_some_query_tiles_that_overflow(family, head_dim, window):
     # On an H200 a block has two tiles of 128 queries, and looks at their sums at the end.
     batch, heads, q_len, kv_len = 2, 64, 150, 300
     rng = np.random.default_rng(0)
@@ -121,7 +122,7 @@ def test_some_query_tiles_that_overflow(family, head_dim):
     value *= scale[:, None]  # times great probabilities: beyond float32
     lengths = np.array([280, 0], np.int32)
     query, key, value = (x.astype(jnp.bfloat16) for x in (query, key, value))
-    options = {"key_value_seq_lengths": lengths}
+    options = {"key_value_seq_lengths": lengths, "local_window_size": window}
     attend = functools.partial(jax_flash.dot_product_attention, implementation=family, **options)
     attend = jax.jit(functools.partial(attend, return_residual=True))
     out, lse = (np.asarray(x, np.float64) for x in attend(query, key, value))

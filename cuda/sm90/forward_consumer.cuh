@@ -16,6 +16,7 @@
 #include "sm90/forward_parts.cuh"
 #include "sm90/forward_scores.cuh"
 #include "sm90/forward_segments.cuh"
+#include "sm90/forward_turn.cuh"
 #include "tile/logits.cuh"
 #include "tile/modifiers.cuh"
 #include "tile/softmax.cuh"
@@ -307,6 +308,7 @@ struct ForwardConsumer {
   }
   template <int kPart>
   __device__ __forceinline__ void exponentials_beside_out() {
+    if constexpr (kOutParts == 1) return exponentials();
 #pragma unroll
     for (int n = kPart * kN / kOutParts; n < (kPart + 1) * kN / kOutParts; ++n) {
       exponentials(scores[0][n]);
@@ -380,8 +382,7 @@ struct ForwardConsumer {
   __device__ __forceinline__ void find_attended_columns(bool all_allowed) {
     columns = all_allowed ? kAllBits<kN> : attended_by_warp<kN>(modified.allowed);
   }
-  // What the call does to products, but for a factor of to_log2. `again`: what was read ahead is
-  // gone.
+  // What the call does to products, but for to_log2. `again`: what was read ahead is gone.
   __device__ __forceinline__ void modify(Scores& scores, int32_t tile, bool edge,
                                          bool again = false) {
     // Not in registers where few tiles need it.
@@ -401,7 +402,8 @@ struct ForwardConsumer {
                                 one_segment);
     }
     if (edge) {
-      mask_edges(scores, band, warp_row0, col0);
+      const int32_t keys = turned_tile<Config, kModifiers>(tile, work.attended) * Config::kBlockKv;
+      mask_edges(scores, band, warp_row0, keys);
       if (kMasks && work.row0 + group_row() + 64 > band.q_len) {
         mask_rows(scores, band.q_len - warp_row0);
       }
@@ -419,18 +421,13 @@ struct ForwardConsumer {
   __device__ __forceinline__ void exponentials(float (&block)[4]) {
     if constexpr (kByDifference) {
       exponentials_of_differences(softmax, block, to_log2);
-    } else if constexpr (Modified::kInScores) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        block[e] = ptx::ex2_approx_ftz(fmaf(block[e], to_log2, -shift[e / 2]));
-        softmax.sum[0][e / 2] += block[e];
-      }
     } else {
       softmax.exponentials(block, 0, to_log2);
     }
   }
   __device__ __forceinline__ void exponentials() { exponentials(scores); }
   __device__ __forceinline__ void exponentials(Scores& of) {
+    if constexpr (Modified::kInScores) return exponentials_in_chains(softmax, of, to_log2, shift);
 #pragma unroll
     for (int n = 0; n < kN; ++n) exponentials(of[0][n]);
   }

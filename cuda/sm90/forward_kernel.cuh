@@ -36,6 +36,7 @@
 #include "sm90/forward_producers.cuh"
 #include "sm90/forward_segments.cuh"
 #include "sm90/forward_steps.cuh"
+#include "sm90/forward_turn.cuh"
 #include "tile/segments.cuh"
 #include "tile/softmax.cuh"
 
@@ -60,7 +61,8 @@ __device__ __forceinline__ void attend_again(Consumer& consumer) {
     consumer.exponentials();
     consumer.convert();
     consumer.wait_value();
-    consumer.clear_values(tile, consumer.work.attended);
+    const RowRange attended = consumer.work.attended;
+    consumer.clear_values(turned_tile<Config, kNoModifier>(tile, attended), attended);
     if (rises && consumer.out_started) consumer.rescale();
     consumer.start_out();
     consumer.await_out();
@@ -115,7 +117,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
   const auto finish = [&] {
     if constexpr (Consumer::kPlain) settle(consumer);
     check();
-    consumer.clear_values(tile, attended, 1);
+    consumer.clear_values(turned_tile<Config, kModifiers>(tile, attended), attended, 1);
     consumer.start_out();
     consumer.await_out();
     finish_rows<Config, Element, kModifiers>(plan, consumer.work_before(1), consumer.warp_row,
@@ -144,7 +146,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
       if constexpr (Consumer::kPlain) settle(consumer);
       check();
       const auto first_tile = [&](auto kind) {
-        consumer.clear_values(tile, attended, 1);
+        consumer.clear_values(turned_tile<Config, kModifiers>(tile, attended), attended, 1);
         consumer.start_out();
         consumer.template first_tile<true, kind()>(work.tile);
       };

@@ -200,6 +200,30 @@ __device__ __forceinline__ void zero_unattended(const typename Config::ValueTile
   ptx::barrier_sync(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup);
 }
 
+// The exponentials of blocks of a tile, and their sums on top of `sums`: in two chains for each
+// row, since an addition waits for the one before. `shift`: the references, in log2 units.
+template <int kFirst, int kEnd, int kN>
+__device__ __forceinline__ void exponentials_in_chains(float (&scores)[1][kN][4], float to_log2,
+                                                       const float (&shift)[2], float (&sums)[4]) {
+#pragma unroll
+  for (int n = kFirst; n < kEnd; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      scores[0][n][e] = ptx::ex2_approx_ftz(fmaf(scores[0][n][e], to_log2, -shift[e / 2]));
+      sums[e] += scores[0][n][e];
+    }
+  }
+}
+template <int kN>
+__device__ __forceinline__ void exponentials_in_chains(OnlineSoftmax<1>& softmax,
+                                                       float (&scores)[1][kN][4], float to_log2,
+                                                       const float (&shift)[2]) {
+  float sums[4] = {softmax.sum[0][0], 0.0f, softmax.sum[0][1], 0.0f};
+  exponentials_in_chains<0, kN>(scores, to_log2, shift, sums);
+  softmax.sum[0][0] = sums[0] + sums[1];
+  softmax.sum[0][1] = sums[2] + sums[3];
+}
+
 // mask_band() for a warp, which looks only for what cuts into its tile: mostly the right edge.
 template <int kN>
 __device__ __forceinline__ void mask_edges(float (&logits)[1][kN][4], const Band& band,

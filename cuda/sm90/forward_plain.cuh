@@ -49,22 +49,14 @@ __device__ __forceinline__ void settle(Consumer& consumer) {
   consumer.wait_value();
 }
 
-// The exponentials of a tile, and their sums on top of softmax.sum: in two chains for each row,
-// since an addition waits for the one before. P V goes on beside them (start_out_part()).
+// The exponentials of a tile, and their sums. P V goes on beside them (start_out_part()).
 template <int kPart, typename Consumer>
 __device__ __forceinline__ void plain_exponentials(Consumer& consumer, const float (&shift)[2],
                                                    float (&sums)[4]) {
   static_assert(!Consumer::kByDifference);
   constexpr int kN = Consumer::kN, kParts = Consumer::kOutParts;
-#pragma unroll
-  for (int n = kPart * kN / kParts; n < (kPart + 1) * kN / kParts; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      float& score = consumer.scores[0][n][e];
-      score = ptx::ex2_approx_ftz(fmaf(score, consumer.to_log2, -shift[e / 2]));
-      sums[e] += score;
-    }
-  }
+  exponentials_in_chains<kPart * kN / kParts, (kPart + 1) * kN / kParts>(
+      consumer.scores, consumer.to_log2, shift, sums);
   if constexpr (kPart + 1 < kParts) {
     // 0, which the compiler cannot know: it would start the product before the exponentials.
     const uint32_t zero = __any_sync(0xffffffff, fminf(sums[0], sums[2]) < 0.0f);

@@ -13,6 +13,7 @@
 #include "sm90/forward_mask.cuh"
 #include "sm90/forward_parts.cuh"
 #include "sm90/forward_plan.cuh"
+#include "sm90/forward_turn.cuh"
 #include "sm90/ring.cuh"
 #include "sm90/schedule.cuh"
 #include "tile/band.cuh"
@@ -78,10 +79,21 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const Forw
   const auto produce = [&](const QueryTileCursor& cursor) {
     const QueryTileIndex q = cursor.index();
     const int32_t row0 = q.tile * Config::kBlockQ;
-    const TileRange range =
-        key_tiles<Config>(skips, plan.band.of<kModifiers == kNoModifier>(q), q, row0);
+    const Band band = plan.band.of<kModifiers == kNoModifier>(q);
+    TileRange range = key_tiles<Config>(skips, band, q, row0);
+    int32_t end = INT32_MAX, tiles = 0;  // in the order of keys, of those that are turned
+    if constexpr (kTurns<Config, kModifiers>) {
+      if (turns<Config>(plan, range, band, row0)) {
+        end = range.end;
+        tiles = range.end - range.first;
+        ++range.first;
+        ++range.end;
+      }
+    }
     const auto first_row = [&](int32_t tile) {
-      return (Config::kScoresAhead ? tile_from_end(range.end, tile) : tile) * Config::kBlockKv;
+      if constexpr (Config::kScoresAhead) tile = tile_from_end(range.end, tile);
+      if (kTurns<Config, kModifiers> && tile >= end) tile -= tiles;
+      return tile * Config::kBlockKv;
     };
     const auto load_key = [&](int32_t tile) {
       ptx::mbarrier_wait(smem.key_empty(key_stage.stage), key_stage.parity ^ 1);
@@ -138,7 +150,12 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
     const Band band = plan.band.of<kModifiers == kNoModifier>(q);
     const int32_t row0 = q.tile * Config::kBlockQ;
     const uint32_t full = smem.query_full(stage.stage, group);
-    const TileRange range = key_tiles<Config>(skips, band, q, row0);
+    TileRange range = key_tiles<Config>(skips, band, q, row0);
+    if constexpr (kTurns<Config, kModifiers>) {
+      const int32_t more = turns<Config>(plan, range, band, row0) ? 1 : 0;
+      range.first += more;
+      range.end += more;
+    }
     if (!started) {
       if constexpr (kStartsApart<Config, kModifiers>) {
         ptx::barrier_sync(kStarted, Config::kStartThreads);
