@@ -129,8 +129,7 @@ struct ForwardConsumer {
     }
     if constexpr (kSegmented) run = smem.query_segments(query_tile(), works).run;
     ++works;
-    // By reductions, whose results the compiler knows to be the same in all lanes: else it would
-    // have every warp converge, and move descriptors, again and again.
+    // Else the compiler would have every warp converge, and move descriptors, again and again.
     const auto same = [](int32_t& value) { value = __reduce_max_sync(0xffffffff, value); };
     same(work.tile);
     same(work.end);
@@ -308,10 +307,13 @@ struct ForwardConsumer {
   }
   template <int kPart>
   __device__ __forceinline__ void exponentials_beside_out() {
-    if constexpr (kOutParts == 1) return exponentials();
+    if constexpr (kOutParts == 1) {
+      exponentials();
+    } else {
 #pragma unroll
-    for (int n = kPart * kN / kOutParts; n < (kPart + 1) * kN / kOutParts; ++n) {
-      exponentials(scores[0][n]);
+      for (int n = kPart * kN / kOutParts; n < (kPart + 1) * kN / kOutParts; ++n) {
+        exponentials(scores[0][n]);
+      }
     }
     if constexpr (kPart + 1 < kOutParts) {
       const uint32_t zero =
@@ -378,7 +380,6 @@ struct ForwardConsumer {
   __device__ __forceinline__ void read_ahead(int32_t tile) { modified.read_ahead(work, tile); }
   // Of the mask: finds the bits of tile `next`, and reads those of the tile behind it.
   __device__ __forceinline__ void look_ahead(int32_t next) { modified.look_ahead(work, next + 1); }
-  // By the mask.
   __device__ __forceinline__ void find_attended_columns(bool all_allowed) {
     columns = all_allowed ? kAllBits<kN> : attended_by_warp<kN>(modified.allowed);
   }
@@ -427,9 +428,12 @@ struct ForwardConsumer {
   }
   __device__ __forceinline__ void exponentials() { exponentials(scores); }
   __device__ __forceinline__ void exponentials(Scores& of) {
-    if constexpr (Modified::kInScores) return exponentials_in_chains(softmax, of, to_log2, shift);
+    if constexpr (Modified::kInScores) {
+      exponentials_in_chains(softmax, of, to_log2, shift);
+    } else {
 #pragma unroll
-    for (int n = 0; n < kN; ++n) exponentials(of[0][n]);
+      for (int n = 0; n < kN; ++n) exponentials(of[0][n]);
+    }
   }
   __device__ __forceinline__ void drop_some(int32_t tile) {
     if constexpr ((kModifiers & kDropout) != 0) {
