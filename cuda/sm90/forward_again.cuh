@@ -1,5 +1,5 @@
 // Query tiles that the sm_90 forward kernel does again, after all others of a block: without
-// modifiers, sums are looked at only behind the last key.
+// modifiers, up to head dim 128, sums are looked at only behind the last key.
 //
 // Exponentials relative to a reference that is the greatest logit of a row's first keys may become
 // very great, and bfloat16 and float32 hold them all the same, up to 2^127. So a loop takes it that
@@ -23,7 +23,7 @@
 
 namespace jax_flash::sm90 {
 
-// Which kernels do.
+// Which kernels do. Where keys are divided, each warpgroup looks at its sums in each tile.
 template <typename Config, uint32_t kModifiers>
 inline constexpr bool kChecksLate =
     kModifiers == kNoModifier && Config::kOptimistic && Config::kKeyGroups == 1;
@@ -53,17 +53,6 @@ __device__ __forceinline__ bool sums_exceed(const OnlineSoftmax<1>& softmax,
     for (const float value : block) fails |= !(fabsf(value) < INFINITY);
   }
   return __any_sync(0xffffffff, fails);
-}
-
-// Whether few of a query tile's first keys make up its rows' sums, or some row of the warp has had
-// none: references are to follow the greatest logits then (TUNING.md, "Errors"). For 128 normal
-// logits a row's sum is 14 on average if their deviation is 1, and 4 if it is 2.
-template <typename Config>
-__device__ __forceinline__ bool looks_peaked(const OnlineSoftmax<1>& softmax) {
-  constexpr float kLeastSum = 5.5f * Config::kBlockKv / 128, kUnit = 256.0f;
-  const float sum = fminf(softmax.sum[0][0] + softmax.sum[0][1], 1024.0f);
-  const int32_t sums = __reduce_add_sync(0xffffffff, static_cast<int32_t>(sum * kUnit));
-  return sums < static_cast<int32_t>(16 * kLeastSum * kUnit) || !softmax.ready();
 }
 
 struct QueryTilesAgain {

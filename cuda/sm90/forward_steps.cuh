@@ -54,7 +54,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::fi
   }
   drop_some(tile);
   if constexpr (kPlain) {
-    wait_ahead_after_exponentials<Config>(*this, tile, kBesideOut ? 1 : 0);
+    wait_ahead_after_exponentials(*this, tile, kBesideOut ? 1 : 0);
     if constexpr (kBesideOut) await_out();
     convert();
   } else if constexpr (kBesideOut) {
