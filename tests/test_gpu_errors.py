@@ -30,13 +30,14 @@ class Setting:
     scale: float | None
     std: float
     bias: bool = False
+    mask: bool = False
     batch: int = 4
     heads: int = 16
 
     def __str__(self):
         parts = (self.dtype, self.head_dim, "causal" if self.causal else "full", self.scale,
-                 self.std, *["bias"] * self.bias)  # fmt: skip
-        return "-".join(map(str, parts))
+                 self.std, *["bias"] * self.bias, *["mask"] * self.mask)  # fmt: skip
+        return "-".join(map(str, parts if self.heads == 16 else (*parts, self.heads)))
 
 
 def make_operands(setting: Setting) -> dict[str, np.ndarray]:
@@ -50,6 +51,8 @@ def make_operands(setting: Setting) -> dict[str, np.ndarray]:
     operands = {name: normal(shape, setting.std) for name in ("query", "key", "value")}
     if setting.bias:
         operands["bias"] = normal((1, setting.heads, LENGTH, LENGTH))
+    if setting.mask:
+        operands["mask"] = rng.random((1, 1, LENGTH, LENGTH)) < 0.9
     return operands | {"dout": normal(shape)}
 
 
@@ -57,6 +60,8 @@ def compute_truth(setting: Setting, operands) -> tuple[dict[str, np.ndarray], fl
     """Output and gradients in float64, a sequence at a time; and `expected_ratio`'s answer."""
     scale = setting.scale or setting.head_dim**-0.5
     forbidden = np.triu(np.ones((LENGTH, LENGTH), bool), 1) & setting.causal
+    if setting.mask:
+        forbidden = forbidden | ~operands["mask"][0, 0]
     found: dict[str, list[np.ndarray]] = {}
     dbias = squares = largest = 0.0
     for b in range(setting.batch):
@@ -111,8 +116,8 @@ def compiled(contender: str, setting: Setting):
         attend = jax.nn.dot_product_attention
     options = {"is_causal": setting.causal, "scale": setting.scale, "implementation": contender}
 
-    def call(operands, dout):
-        out, vjp = jax.vjp(lambda x: attend(**x, **options), operands)
+    def call(operands, mask, dout):
+        out, vjp = jax.vjp(lambda x: attend(**x, **mask, **options), operands)
         return {"out": out} | vjp(dout)[0]
 
     shape = (setting.batch, LENGTH, setting.heads, setting.head_dim)
@@ -121,17 +126,21 @@ def compiled(contender: str, setting: Setting):
     if setting.bias:
         logits = (1, setting.heads, LENGTH, LENGTH)
         operands["bias"] = jax.ShapeDtypeStruct(logits, setting.dtype)
-    return jax.jit(call).lower(operands, operand).compile()
+    mask = {}
+    if setting.mask:
+        mask["mask"] = jax.ShapeDtypeStruct((1, 1, LENGTH, LENGTH), bool)
+    return jax.jit(call).lower(operands, mask, operand).compile()
 
 
 def errors(contender: str, setting: Setting, operands, truth) -> dict[str, float]:
     """Root mean squares by result."""
     arrays = {name: jnp.asarray(x) for name, x in operands.items()}
     dout = arrays.pop("dout")
+    mask = {"mask": arrays.pop("mask")} if setting.mask else {}
     run = compiled(contender, dataclasses.replace(setting, std=1.0))  # which the code knows not
     return {
         name: float(np.sqrt(((np.asarray(x, np.float64) - truth[name]) ** 2).mean()))
-        for name, x in run(arrays, dout).items()
+        for name, x in run(arrays, mask, dout).items()
     }
 
 
@@ -148,11 +157,15 @@ def compare(setting: Setting) -> tuple[dict[str, float], float]:
 def follows_logits(setting: Setting) -> bool:
     """Whether references of the kernels for Hopper follow rows' greatest logits.
 
-    They do above head dim 128, and up to that where a query tile's first keys show that few of them
-    make up its rows' sums: logits of deviation 4. But not in short calls of head dim 64.
+    They do above head dim 128, and in the kernel for several modifiers; else where a query tile's
+    first keys show that few of them make up its rows' sums: logits of deviation 4. But not in short
+    calls of head dim 64 without modifiers.
     """
+    modifiers = setting.bias + setting.mask
+    if setting.head_dim > 128 or modifiers == 2:
+        return True
     peaked = setting.std == 2.0 and setting.scale is None
-    return setting.head_dim > 128 or (peaked and (setting.head_dim == 128 or setting.causal))
+    return peaked and (setting.head_dim == 128 or setting.causal or modifiers == 1)
 
 
 # By chance: 2% where roundings are what counts (bfloat16, scale 1, std 10, 64 heads), more where
@@ -176,6 +189,20 @@ SETTINGS = [
     Setting("bfloat16", 64, True, None, 2.0),
     *(Setting("bfloat16", 128, causal, None, 2.0) for causal in (False, True)),
     *(Setting("bfloat16", head_dim, False, None, 1.0, bias=True) for head_dim in (64, 128, 256)),
+    *(
+        Setting("bfloat16", head_dim, causal, None, 2.0, **modifier)
+        for head_dim in (64, 128)
+        for causal in (False, True)
+        for modifier in ({"bias": True}, {"mask": True})
+    ),
+    # Scores begin with the bias where there is work for three consumers.
+    Setting("bfloat16", 64, False, None, 2.0, bias=True, heads=32),
+    *(Setting("bfloat16", head_dim, False, None, 1.0, mask=True) for head_dim in (64, 128)),
+    *(
+        Setting("bfloat16", head_dim, False, None, std, bias=True, mask=True)
+        for head_dim in (64, 128)
+        for std in (1.0, 2.0)
+    ),
 ]
 
 

@@ -181,6 +181,12 @@ struct ModifiedTile {
       if (!kInScores && reads_ahead()) bias.wait();
     }
   }
+  // Which share of the tile's logits the mask and the band allow to the warp.
+  __device__ __forceinline__ float allowed_share() const {
+    static_assert(kBits);
+    const int bits = __popc(allowed.row[0]) + __popc(allowed.row[1]);
+    return __reduce_add_sync(0xffffffff, bits) * (1.0f / (16 * Config::kBlockKv));
+  }
   static __device__ __forceinline__ bool all_of(const AllowedBits& bits) {
     return __all_sync(0xffffffff, (bits.row[0] & bits.row[1]) == kAllBits<kN>);
   }

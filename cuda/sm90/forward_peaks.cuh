@@ -1,11 +1,39 @@
-// References that rise after the exponentials, which are multiplied then: what a tile costs whose
-// sums show that its logits are far greater than those before, where they are not compared first.
+// Where logits are not compared with the references first: what a query tile's first sums tell of
+// those to come, and references that rise after the exponentials, which are multiplied then: what a
+// tile costs whose sums show that its logits are far greater than those before.
 #pragma once
+
+#include <cstdint>
 
 #include "ptx/math.cuh"
 #include "tile/softmax.cuh"
 
 namespace jax_flash::sm90 {
+
+// Whether few of a query tile's first keys make up its rows' sums: references are to follow the
+// greatest logits then (TUNING.md, "Errors"). For 128 normal logits a row's sum is 14 on average if
+// their deviation is 1, and 4 if it is 2; for 32 it is 6.7 and 2.8. So it is compared with a
+// multiple of the root of how many they are: `share` is that of the tile's logits which exist.
+template <typename Config>
+__device__ __forceinline__ bool looks_peaked(const OnlineSoftmax<1>& softmax, float share = 1.0f) {
+  constexpr float kLeastSum = 5.5f * Config::kBlockKv / 128, kUnit = 256.0f;
+  const float sum = fminf(softmax.sum[0][0] + softmax.sum[0][1], 1024.0f);
+  const int32_t sums = __reduce_add_sync(0xffffffff, static_cast<int32_t>(sum * kUnit));
+  return sums < static_cast<int32_t>(16 * kLeastSum * kUnit * sqrtf(share));
+}
+
+// The same of a query tile's first tile with a bias or a mask, which the band cuts if `edge`.
+template <typename Config, typename Consumer>
+__device__ __forceinline__ bool shows_peaks(const Consumer& consumer, bool edge) {
+  const auto& softmax = consumer.softmax;
+  using Modified = typename Consumer::Modified;
+  if (!(Modified::kInScores ? consumer.unready == 0 : softmax.ready())) return false;
+  if constexpr (Modified::kBits) {
+    return looks_peaked<Config>(softmax, consumer.modified.allowed_share());
+  } else {
+    return !edge && looks_peaked<Config>(softmax);
+  }
+}
 
 // Of a thread's sum in a row, above which exponentials are computed anew: they may be infinite. Up
 // to that they have lost 7 bits of 24.

@@ -11,27 +11,19 @@
 #include "sm90/forward_consumer.cuh"
 #include "sm90/forward_maxima.cuh"
 #include "sm90/forward_parts.cuh"
+#include "sm90/forward_peaks.cuh"
 #include "tile/softmax.cuh"
 
 namespace jax_flash::sm90 {
 
-// Whether few of a query tile's first keys make up its rows' sums, or some row of the warp has had
-// none: references are to follow the greatest logits then (TUNING.md, "Errors"). For 128 normal
-// logits a row's sum is 14 on average if their deviation is 1, and 4 if it is 2.
-template <typename Config>
-__device__ __forceinline__ bool looks_peaked(const OnlineSoftmax<1>& softmax) {
-  constexpr float kLeastSum = 5.5f * Config::kBlockKv / 128, kUnit = 256.0f;
-  const float sum = fminf(softmax.sum[0][0] + softmax.sum[0][1], 1024.0f);
-  const int32_t sums = __reduce_add_sync(0xffffffff, static_cast<int32_t>(sum * kUnit));
-  return sums < static_cast<int32_t>(16 * kLeastSum * kUnit) || !softmax.ready();
-}
-
-// Whether references are to follow the greatest logits behind a query tile's first keys. Of all
-// warps of a warpgroup, since they start products together.
+// Whether references are to follow the greatest logits behind a query tile's first keys, since
+// these look peaked to a warp of the warpgroup, or leave a row without a key. The answer is the
+// warpgroup's, whose warps start products together.
 template <typename Config, typename Consumer>
 __device__ __forceinline__ bool is_peaked(const Consumer& consumer) {
-  const bool found = ptx::barrier_any(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup,
-                                      looks_peaked<Config>(consumer.softmax));
+  const bool found =
+      ptx::barrier_any(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup,
+                       looks_peaked<Config>(consumer.softmax) || !consumer.softmax.ready());
   // By a reduction, whose result the compiler knows to be the same in all lanes.
   return __reduce_max_sync(0xffffffff, found ? 1 : 0) != 0;
 }

@@ -65,6 +65,9 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::fi
     convert();
     wait_value();
   }
+  if constexpr (kFollowsPeaks) {
+    careful_tiles = shows_peaks<Config>(*this, edge) ? kCarefulTiles : 0;
+  }
 }
 
 template <typename Config, typename Element, uint32_t kModifiers>
@@ -202,6 +205,23 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
   drop_some(tile);
   convert();
   if (rises) rescale();
+}
+
+template <typename Config, typename Element, uint32_t kModifiers>
+template <typename Beside>
+__device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::attend(
+    int32_t tile, Beside beside) {
+  wait_key();
+  start_scores();
+  read_description();
+  first_tile<false>(tile);
+  for (; !is_last(tile); tile += Config::kKeyGroups) {
+    next_tile(tile, tile + Config::kKeyGroups);
+  }
+  clear_values(tile, work.attended);
+  start_out();
+  beside();
+  await_out();
 }
 
 }  // namespace jax_flash::sm90
