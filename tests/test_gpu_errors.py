@@ -36,8 +36,9 @@ class Setting:
 
     def __str__(self):
         parts = (self.dtype, self.head_dim, "causal" if self.causal else "full", self.scale,
-                 self.std, *["bias"] * self.bias, *["mask"] * self.mask)  # fmt: skip
-        return "-".join(map(str, parts if self.heads == 16 else (*parts, self.heads)))
+                 self.std, *["bias"] * self.bias, *["mask"] * self.mask,
+                 *[f"{self.heads}heads"] * (self.heads != Setting.heads))  # fmt: skip
+        return "-".join(map(str, parts))
 
 
 def make_operands(setting: Setting) -> dict[str, np.ndarray]:

@@ -174,7 +174,8 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
       index += kStep;
     }
     // Where references are guessed, sums do not tell of peaks.
-    if (Base::kPlain && Config::kSecondCut && index < work.end && is_peaked<Config>(*this)) {
+    if (Base::kPlain && Config::kSecondCut && index < work.end &&
+        warpgroup_sees_peaks<Config>(*this)) {
       go_on<true>(index);
     } else {
       go_on<false>(index);

@@ -42,23 +42,21 @@ struct ForwardConsumer {
   static constexpr bool kChained = !kMasks || (kModifiers == kMask && Config::kMaskWords);
   // Whether exponentials are computed before their logits are compared with the references.
   static constexpr bool kOptimistic = Config::kOptimistic && kModifiers != kEveryModifier;
-  // Whether references are the greatest logits after each tile (forward_maxima.cuh), which takes
-  // segments 8% longer, and with several modifiers registers that there are not.
-  static constexpr bool kExactMaxima =
-      kPlain || (!Config::kOptimistic && (!kGeneral || kModifiers == kBias || kModifiers == kMask));
-  // Whether exponentials are of differences to the reference: where it costs little.
-  static constexpr bool kByDifference = !kGeneral && Config::kHeadDim > 128;
-  // Of how many tiles logits are compared first: after one that had to be computed again, and after
-  // one in which a reference rose.
+  // Of how many tiles logits are compared with the references first: after one that had to be
+  // computed again, and after one in which a reference rose.
   static constexpr int kCarefulTiles = 16;
   // Whether they are behind a first tile, too, that shows peaked logits.
   static constexpr bool kFollowsPeaks = kOptimistic && (kModifiers == kBias || kModifiers == kMask);
-  // Whether references rise to any greater logit where these are compared.
-  static constexpr bool kAnyRise = kFollowsPeaks || kModifiers == kEveryModifier;
-  // Whether these are compared as bits, if they can be: with a float32 bias 4 to 7% faster, since
-  // ptxas spills nothing then; with other ones or a mask up to 13% slower.
-  static constexpr bool kByBits =
-      kExactMaxima || (kFollowsPeaks && kModifiers == kBias && !Config::kBiasBoxes);
+  // Whether references rise to any greater logit that they are compared with, not only to one far
+  // above them (OnlineSoftmax). It takes segments up to 8% longer.
+  static constexpr bool kExactMaxima =
+      kPlain || kFollowsPeaks || kModifiers == kEveryModifier ||
+      (!Config::kOptimistic && (!kGeneral || kModifiers == kBias || kModifiers == kMask));
+  // Whether they are compared as bits, if they can be (forward_maxima.cuh): where that is faster.
+  static constexpr bool kByBits = kExactMaxima && kModifiers != kEveryModifier &&
+                                  !(kFollowsPeaks && (kModifiers == kMask || Config::kBiasBoxes));
+  // Whether exponentials are of differences to the reference: where it costs little.
+  static constexpr bool kByDifference = !kGeneral && Config::kHeadDim > 128;
   static constexpr int kN = Config::kBlockKv / 8, kOutN = Config::kValueDim / 8;
   using Modified = ModifiedTile<Config, Element, kModifiers>;  // in kernels for one modifier
   static constexpr bool kLowWord = Modified::kSaturates || Modified::kInScores;
@@ -423,8 +421,8 @@ struct ForwardConsumer {
   __device__ __forceinline__ bool raise_reference() {
     if constexpr (kByBits) {
       return raise_to_greatest<kByDifference>(softmax, by_bits, scores, to_log2, factor);
-    } else if constexpr (kAnyRise) {
-      return raise_references<false, false>(softmax, scores, to_log2, factor);
+    } else if constexpr (kExactMaxima) {
+      return raise_references<false, kByDifference>(softmax, scores, to_log2, factor);
     } else {
       return softmax.template raise_reference<4>(scores, to_log2, factor);
     }

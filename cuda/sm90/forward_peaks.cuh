@@ -15,23 +15,25 @@ namespace jax_flash::sm90 {
 // their deviation is 1, and 4 if it is 2; for 32 it is 6.7 and 2.8. So it is compared with a
 // multiple of the root of how many they are: `share` is that of the tile's logits which exist.
 template <typename Config>
-__device__ __forceinline__ bool looks_peaked(const OnlineSoftmax<1>& softmax, float share = 1.0f) {
+__device__ __forceinline__ bool sums_look_peaked(const OnlineSoftmax<1>& softmax,
+                                                 float share = 1.0f) {
   constexpr float kLeastSum = 5.5f * Config::kBlockKv / 128, kUnit = 256.0f;
   const float sum = fminf(softmax.sum[0][0] + softmax.sum[0][1], 1024.0f);
   const int32_t sums = __reduce_add_sync(0xffffffff, static_cast<int32_t>(sum * kUnit));
   return sums < static_cast<int32_t>(16 * kLeastSum * kUnit * sqrtf(share));
 }
 
-// The same of a query tile's first tile with a bias or a mask, which the band cuts if `edge`.
+// Whether a warp's references are to follow the greatest logits behind a query tile's first tile of
+// keys, which the band cuts if `edge`: with a bias or a mask, where warps need not agree.
 template <typename Config, typename Consumer>
-__device__ __forceinline__ bool shows_peaks(const Consumer& consumer, bool edge) {
+__device__ __forceinline__ bool warp_sees_peaks(const Consumer& consumer, bool edge) {
   const auto& softmax = consumer.softmax;
   using Modified = typename Consumer::Modified;
   if (!(Modified::kInScores ? consumer.unready == 0 : softmax.ready())) return false;
   if constexpr (Modified::kBits) {
-    return looks_peaked<Config>(softmax, consumer.modified.allowed_share());
-  } else {
-    return !edge && looks_peaked<Config>(softmax);
+    return sums_look_peaked<Config>(softmax, consumer.modified.allowed_share());
+  } else {  // how many logits an edge leaves is not known
+    return !edge && sums_look_peaked<Config>(softmax);
   }
 }
 

@@ -3,7 +3,6 @@
 
 #include <cstdint>
 
-#include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/config.cuh"
@@ -16,14 +15,13 @@
 
 namespace jax_flash::sm90 {
 
-// Whether references are to follow the greatest logits behind a query tile's first keys, since
-// these look peaked to a warp of the warpgroup, or leave a row without a key. The answer is the
-// warpgroup's, whose warps start products together.
+// warp_sees_peaks() for a warpgroup, whose warps start products together here: whether one of them
+// sees peaks, or has a row without a key.
 template <typename Config, typename Consumer>
-__device__ __forceinline__ bool is_peaked(const Consumer& consumer) {
+__device__ __forceinline__ bool warpgroup_sees_peaks(const Consumer& consumer) {
   const bool found =
       ptx::barrier_any(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup,
-                       looks_peaked<Config>(consumer.softmax) || !consumer.softmax.ready());
+                       sums_look_peaked<Config>(consumer.softmax) || !consumer.softmax.ready());
   // By a reduction, whose result the compiler knows to be the same in all lanes.
   return __reduce_max_sync(0xffffffff, found ? 1 : 0) != 0;
 }
@@ -110,7 +108,7 @@ __device__ __forceinline__ void next_plain_tile(Consumer& consumer, int32_t last
 template <typename Config, typename Consumer>
 __device__ __forceinline__ int32_t plain_tiles(Consumer& consumer, int32_t tile) {
   if (consumer.is_last(tile)) return tile;
-  if (is_peaked<Config>(consumer)) {
+  if (warpgroup_sees_peaks<Config>(consumer)) {
     for (; !consumer.is_last(tile); ++tile) {
       next_plain_tile<true>(consumer, tile, tile + 1);
     }

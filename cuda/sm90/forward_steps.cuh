@@ -66,7 +66,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::fi
     wait_value();
   }
   if constexpr (kFollowsPeaks) {
-    careful_tiles = shows_peaks<Config>(*this, edge) ? kCarefulTiles : 0;
+    careful_tiles = warp_sees_peaks<Config>(*this, edge) ? kCarefulTiles : 0;
   }
 }
 
