@@ -9,6 +9,9 @@
 #ifndef JAX_FLASH_SM90_OPTIMISTIC
 #define JAX_FLASH_SM90_OPTIMISTIC 1
 #endif
+#ifndef JAX_FLASH_SM90_CONVERT_VALUES
+#define JAX_FLASH_SM90_CONVERT_VALUES 1
+#endif
 #ifndef JAX_FLASH_SM90_STAGES
 #define JAX_FLASH_SM90_STAGES 4
 #endif
@@ -117,8 +120,6 @@ struct ForwardConfig {
       kHeadDim <= 64 ? JAX_FLASH_SM90_OUT_PARTS_64 : JAX_FLASH_SM90_OUT_PARTS;
   static_assert(kHeadDim % 16 == 0 && kValueDim % 16 == 0 && kBlockKv % 16 == 0);
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1);
-  // Of the barrier behind which barriers in shared memory are initialised.
-  static constexpr int kStartThreads = 32 * (1 + kRowGroups) + kWarpgroup * kConsumers;
   // The register file, divided at run time: the kernel starts with an even share.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;

@@ -2,9 +2,10 @@
 // modifiers, up to head dim 128, sums are looked at only behind the last key.
 //
 // Exponentials relative to a reference that is the greatest logit of a row's first keys may become
-// very great, and bfloat16 and float32 hold them all the same, up to 2^127. So a loop takes it that
-// they do. A look in each tile, and what follows from it, stands between the instructions that a
-// call waits for (TUNING.md, "Peaked logits", "Short calls").
+// very great. bfloat16 and float32 hold them up to 2^127, float16, in every second tile, up to 2^16
+// (forward_values.cuh). So a loop takes it that they do. A look in each tile, and what follows from
+// it, stands between the instructions that a call waits for (TUNING.md, "Peaked logits", "Short
+// calls").
 #pragma once
 
 #include <cuda_fp16.h>
@@ -28,31 +29,20 @@ template <typename Config, uint32_t kModifiers>
 inline constexpr bool kChecksLate =
     kModifiers == kNoModifier && Config::kOptimistic && Config::kKeyGroups == 1;
 
-// Of a thread's sum in a row. Up to that, exponentials are numbers of the operands' type, and the
-// output is finite for values up to 2^107.
-template <typename Element>
-inline constexpr float kGreatestSum = std::is_same_v<Element, __half> ? 60000.0f : 0x1p20f;
-
-// Whether a query tile is to be done again, by the sums of one of its warps.
-template <typename Element>
-__device__ __forceinline__ bool sums_exceed(const OnlineSoftmax<1>& softmax) {
-  return __any_sync(0xffffffff,
-                    fmaxf(softmax.sum[0][0], softmax.sum[0][1]) > kGreatestSum<Element>);
-}
-
-// The same by sums and output, where references are guessed: sums are often greater than that.
-template <typename Element, int kOutN>
-__device__ __forceinline__ bool sums_exceed(const OnlineSoftmax<1>& softmax,
-                                            const float (&out)[1][kOutN][4]) {
-  if (!sums_exceed<Element>(softmax)) return false;
-  if constexpr (std::is_same_v<Element, __half>) return true;
-  bool fails = fmaxf(softmax.sum[0][0], softmax.sum[0][1]) > kPeakLimit;
+// Whether a query tile is to be done again, by sums and output of one of its warps. An infinite P
+// or value makes the output of its row, or some of it, infinite or NaN.
+template <int kOutN>
+__device__ __forceinline__ bool exceeds(const OnlineSoftmax<1>& softmax,
+                                        const float (&out)[1][kOutN][4]) {
+  float zero[4] = {};  // or NaN
 #pragma unroll
   for (const auto& block : out[0]) {
 #pragma unroll
-    for (const float value : block) fails |= !(fabsf(value) < INFINITY);
+    for (int e = 0; e < 4; ++e) zero[e] = fmaf(block[e], 0.0f, zero[e]);
   }
-  return __any_sync(0xffffffff, fails);
+  const bool finite = (zero[0] + zero[1]) + (zero[2] + zero[3]) == 0.0f;
+  const float sum = fmaxf(softmax.sum[0][0], softmax.sum[0][1]);
+  return __any_sync(0xffffffff, !finite || sum > kPeakLimit);
 }
 
 struct QueryTilesAgain {

@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/config.cuh"
@@ -29,22 +30,14 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
   using typename Base::Scores;
 
   static constexpr int kStep = Config::kKeyGroups;
+  // For short calls: whether the first references are guessed.
+  static constexpr bool kGuesses = !Config::kSecondCut && !Base::kAlwaysExact;
 
   Scores other_scores;  // `scores` and these in turn
-  // Of a thread's sums of a tile, above which it is computed again: any, while a row has had
-  // nothing but -inf.
-  float limit;
-
-  __device__ __forceinline__ void raise_reference(const Scores& now) {
-    factor[0][0] = factor[0][1] = 1.0f;  // unless it rises
-    softmax.template raise_reference<4>(now, to_log2, factor);
-    const bool missing =
-        softmax.reference[0][0] == minus_infinity() || softmax.reference[0][1] == minus_infinity();
-    limit = missing ? -1.0f : kOptimisticLimit;
-  }
 
   // Where sums are looked at behind the last key: from some of the logits, and others may be
-  // greater.
+  // greater. So 2^kHeadroom times that, float16 having 2^16.
+  static constexpr float kHeadroom = 6.0f;
   __device__ __forceinline__ void guess_reference(const Scores& now) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -54,7 +47,9 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
         greatest = fmaxf(greatest, fmaxf(now[0][n][2 * half], now[0][n][2 * half + 1]));
       }
       greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, 1));
-      softmax.reference[0][half] = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, 2));
+      greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, 2));
+      const float rise = to_log2 == 0.0f ? 0.0f : kHeadroom * ptx::rcp_approx_ftz(to_log2);
+      softmax.reference[0][half] = greatest + rise;
     }
   }
 
@@ -67,31 +62,20 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
 
   // From the scores of the index-th tile, in `now`, to its probabilities; with the product of the
   // last ones, unless kFirst, and the next tile's scores, to `next`, beside. An edge may cut the
-  // tile if kCut; references rise to the greatest logits if kExact.
+  // tile if kCut; references rise to the greatest logits if kExact. kHalf: the probabilities are
+  // float16.
   //
   // A warp that starts a product stops until the tensor cores take it. So there is no branch from
   // the first product to the wait for all of them: the assembler then mixes products and
   // exponentials, one of the former every so many of the latter.
-  template <bool kFirst, bool kCut, bool kExact = false>
+  template <bool kFirst, bool kCut, bool kExact, bool kHalf>
   __device__ __forceinline__ void step(Scores& now, Scores& next, int32_t index) {
-    // Whether a look at the sums follows each tile's exponentials.
-    constexpr bool kChecks = !Base::kPlain;
     if constexpr (kCut) cut(now, index);
     bool rises = false;
-    if constexpr (kFirst && Base::kPlain && !Config::kSecondCut) {
+    if constexpr (kFirst && kGuesses) {
       guess_reference(now);
-    } else if constexpr (kFirst) {
-      raise_reference(now);
-    } else if constexpr (Base::kPlain && (kCut || kExact)) {
+    } else if constexpr (kFirst || kCut || kExact) {
       rises = raise_to_greatest<false>(softmax, by_bits, now, to_log2, factor);
-    }
-    float before[2] = {};
-    if constexpr (kChecks) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        before[half] = softmax.sum[0][half];
-        softmax.sum[0][half] = 0.0f;
-      }
     }
     // Behind the last tile its own again, for nothing: cheaper than a branch.
     auto behind = key_stage;
@@ -100,20 +84,23 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     behind.stage %= Config::kStages;
     ptx::mbarrier_wait(smem.key_full(behind.stage), behind.parity);
     this->start_scores(next, behind.stage);
-    if constexpr (!kFirst) this->start_out();
-    this->exponentials(now);
+    if constexpr (!kFirst) this->template start_out<Base::kConverts && !kHalf>();
+    if constexpr (kExact && Base::kConverts) {
+      float shift[2];
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const float reference = softmax.reference[0][half];
+        shift[half] = to_log2_units(reference, to_log2) - softmax.lift;
+        if (reference == minus_infinity()) shift[half] = 0.0f;
+      }
+      exponentials_in_chains(softmax, now, to_log2, shift);
+    } else {
+      this->exponentials(now);
+    }
     // Before the wait for products, on a parity that depends on all exponentials in a way that
     // never matters: the assembler would move these behind it.
-    uint32_t again = 0, flip = 0;
-    if constexpr (kChecks) {
-      const float greatest = fmaxf(softmax.sum[0][0], softmax.sum[0][1]);
-      again = __reduce_max_sync(0xffffffff, greatest > limit ? 1u : 0u);
-      softmax.sum[0][0] += before[0];
-      softmax.sum[0][1] += before[1];
-      flip = again >> 1;
-    } else {
-      flip = __any_sync(0xffffffff, fminf(softmax.sum[0][0], softmax.sum[0][1]) < 0.0f);
-    }
+    const uint32_t flip =
+        __any_sync(0xffffffff, fminf(softmax.sum[0][0], softmax.sum[0][1]) < 0.0f);
     const auto next_value = kFirst ? value_stage : value_stage.next(kStep);
     ptx::mbarrier_wait(smem.value_full(next_value.stage), next_value.parity ^ flip);
     ptx::wgmma_wait_group<0>();
@@ -122,39 +109,23 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
       ptx::wgmma_results(out[0]);
       arrive_warp(smem.value_empty(value_stage.stage));
       value_stage.advance(kStep);
-      if (kChecks && again) [[unlikely]] {
-        if (limit > 0.0f && !sums_too_great(softmax)) {
-          raise_to_peaks(softmax, now, to_log2, factor);
-        } else {
-          softmax.sum[0][0] = before[0];
-          softmax.sum[0][1] = before[1];
-          const BlockReader reader(smem.query(query_stage.stage, this->query_tile()),
-                                   BlockOrder::kRowsFirst, warp_row - this->group_row(), 0);
-          warp_scores<Config, Element>(
-              now, smem.key(key_stage.stage),
-              [&](uint32_t (&a)[4], int k) { ptx::ldmatrix_x4(a, reader.at(0, k * 2)); });
-          if constexpr (kCut) cut(now, index);
-          raise_reference(now);
-          this->exponentials(now);
-        }
-        rises = true;
-      }
       if (rises) this->rescale();
     }
     this->release_key();
-    this->convert(now);
+    this->template convert<Base::kConverts && kHalf>(now);
   }
 
   // The tiles from the index-th one on, which no edge cuts.
   template <bool kExact>
   __device__ __forceinline__ void go_on(int32_t index) {
-    Scores& now = Config::kSecondCut ? this->scores : other_scores;
-    Scores& next = Config::kSecondCut ? other_scores : this->scores;
+    constexpr bool kSecond = Config::kSecondCut;  // it was before this
+    Scores& now = kSecond ? this->scores : other_scores;
+    Scores& next = kSecond ? other_scores : this->scores;
     for (; index < work.end; index += kStep) {
-      step<false, false, kExact>(now, next, index);
+      step<false, false, kExact, !kSecond>(now, next, index);
       index += kStep;
       if (index >= work.end) break;
-      step<false, false, kExact>(next, now, index);
+      step<false, false, kExact, kSecond>(next, now, index);
     }
   }
 
@@ -166,16 +137,22 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     this->read_description();
     this->template await_scores<0>();
     by_bits = false;
-    step<true, true>(this->scores, other_scores, index);
+    this->is_half = is_converted(work.end - 1 - index);  // of the last tile
+    step<true, true, false, false>(this->scores, other_scores, index);
     this->clear_values(tile_from_end(work.end, index), work.attended);
     index += kStep;
     if constexpr (Config::kSecondCut) {
-      if (index < work.end) step<false, true>(other_scores, this->scores, index);
+      if (index < work.end) step<false, true, false, true>(other_scores, this->scores, index);
       index += kStep;
     }
     // Where references are guessed, sums do not tell of peaks.
-    if (Base::kPlain && Config::kSecondCut && index < work.end &&
-        warpgroup_sees_peaks<Config>(*this)) {
+    if (Base::kAlwaysExact ||
+        (!kGuesses && index < work.end && warpgroup_sees_peaks<Config>(*this))) {
+      if constexpr (Base::kConverts) {
+        lift_weights<true>(*this);
+        factor[0][0] = factor[0][1] = kLifted;
+        this->rescale();
+      }
       go_on<true>(index);
     } else {
       go_on<false>(index);

@@ -41,7 +41,8 @@ struct ForwardConsumer {
   // Whether query tiles are chained, and Q is released early.
   static constexpr bool kChained = !kMasks || (kModifiers == kMask && Config::kMaskWords);
   // Whether exponentials are computed before their logits are compared with the references.
-  static constexpr bool kOptimistic = Config::kOptimistic && kModifiers != kEveryModifier;
+  static constexpr bool kOptimistic =
+      Config::kOptimistic && kModifiers != kEveryModifier && Config::kKeyGroups == 1;
   // Of how many tiles logits are compared with the references first: after one that had to be
   // computed again, and after one in which a reference rose.
   static constexpr int kCarefulTiles = 16;
@@ -50,8 +51,11 @@ struct ForwardConsumer {
   // Whether references rise to any greater logit that they are compared with, not only to one far
   // above them (OnlineSoftmax). It takes segments up to 8% longer.
   static constexpr bool kExactMaxima =
-      kPlain || kFollowsPeaks || kModifiers == kEveryModifier ||
+      kPlain || kFollowsPeaks || kModifiers == kEveryModifier || Config::kKeyGroups > 1 ||
       (!Config::kOptimistic && (!kGeneral || kModifiers == kBias || kModifiers == kMask));
+  // Whether without modifiers references do rise, whatever the first keys show: where all of P is
+  // of the operands' type.
+  static constexpr bool kAlwaysExact = Config::kKeyGroups > 1 || std::is_same_v<Element, __half>;
   // Whether they are compared as bits, if they can be (forward_maxima.cuh): where that is faster.
   static constexpr bool kByBits = kExactMaxima && kModifiers != kEveryModifier &&
                                   !(kFollowsPeaks && (kModifiers == kMask || Config::kBiasBoxes));
@@ -62,7 +66,12 @@ struct ForwardConsumer {
   static constexpr bool kLowWord = Modified::kSaturates || Modified::kInScores;
   static constexpr int kHeadSteps = Config::kHeadDim / 16, kKeySteps = Config::kBlockKv / 16;
   using ScoreProduct = ptx::Wgmma<Element, Config::kBlockKv>;
-  using OutProduct = ptx::Wgmma<Element, Config::kValueDim>;
+  // Whether P V of every second tile is of float16 (forward_values.cuh).
+  static constexpr bool kConverts = kConvertsValues<Config, Element, kModifiers>;
+  template <bool kHalf>
+  using Weight = std::conditional_t<kHalf, __half, Element>;
+  template <bool kHalf>
+  using OutProduct = ptx::Wgmma<Weight<kHalf>, Config::kValueDim>;
   using Scores = float[1][kN][4];
   // Where Q is released early: whether a query tile's last tile of keys is done again with Q from
   // global memory. Else its logits are compared first, which takes code of its own.
@@ -89,9 +98,10 @@ struct ForwardConsumer {
   int careful_tiles = 0;  // to come
   Scores scores;
   uint32_t probabilities[kKeySteps][4];
-  float factor[1][2];  // by which `out` is to be multiplied if a reference rises
-  bool rises = false;  // kPlain: that this is to be done
-  RowRange fixed;      // tiles of next_capped_tile()
+  float factor[1][2];    // by which `out` is to be multiplied if a reference rises
+  bool rises = false;    // kPlain: that this is to be done
+  bool is_half = false;  // kConverts: whether `probabilities` are float16
+  RowRange fixed;        // tiles of next_capped_tile()
   // Where scores begin with the bias, which leaves exponentials as without one, so that the rest
   // counts: tiles that neither the band cuts into, nor have their bias read element by element; in
   // log2 units the references, or 0; whether a row has none.
@@ -252,62 +262,37 @@ struct ForwardConsumer {
   // Rows of V that may not reach the output even by a product with 0, before its product.
   // Of the query tile `before` tiles before the one in `work`.
   __device__ __forceinline__ void clear_values(int32_t tile, const RowRange& attended,
-                                               int before = 0) const {
-    const QueryWork& of = before == 0 ? work : work_before(before);
-    const auto value_smem = smem.value(value_stage.stage);
-    const auto clear = [&](auto make_allows) {
-      clear_unattended<Config, Element>(value_smem, columns, make_allows, of.band, of.row0, tile);
-    };
-    // Without the divisions of BatchIndex, which are calls.
-    const auto clear_alone = [&] {
-      clear([&] {
-        return [&](int32_t row, int32_t col) {
-          return allows_element<Config, kModifiers>(params, of.modifiers, of.band, row, col);
-        };
-      });
-    };
-    if constexpr (kSegmented) {
-      if (!one_segment) {
-        if (smem.query_segments(query_tile(), works - 1 - before).count != 0) {
-          zero_unattended<Config>(value_smem, unattended());
-        } else {
-          clear_alone();
-        }
-      }
-    } else if constexpr (Modified::kBits) {
-      clear_alone();
-    } else if (has_element_masks<kModifiers>(params)) {
-      clear([&] {
-        const LogitModifiers all = modifiers();
-        return [all, this](int32_t row, int32_t col) { return all.allows(work.band, row, col); };
-      });
-    }
-    zero_unattended<Config>(value_smem, tile, attended, plan.kv_len);
+                                               int before = 0) const;
+  // kHalf: of P in float16.
+  template <bool kHalf>
+  __device__ __forceinline__ void start_out() {
+    start_out_steps<kHalf, 0, kKeySteps>(0);
   }
   __device__ __forceinline__ void start_out() {
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < kKeySteps; ++k) {
-      OutProduct::template rs<1>(out[0], probabilities[k],
-                                 descriptor_mn_major<kLowWord>(smem.value(value_stage.stage), 0, k),
-                                 k > 0 ? 1 : out_started);
+    if (kConverts && is_half) {
+      start_out<true>();
+    } else {
+      start_out<false>();
     }
-    ptx::wgmma_commit_group();
-    out_started = 1;
   }
   // One part of kOutParts, and the exponentials of the next tile among them: started all at once,
   // they would keep another warpgroup's scores waiting, which it needs sooner.
   static constexpr int kOutParts = kGeneral ? 1 : Config::kOutParts;
-  template <int kPart>
+  template <int kPart, bool kHalf = false>
   __device__ __forceinline__ void start_out_part(uint32_t zero) {
+    start_out_steps<kHalf, kPart * kKeySteps / kOutParts, (kPart + 1) * kKeySteps / kOutParts>(
+        zero);
+  }
+  template <bool kHalf, int kFirst, int kEnd>
+  __device__ __forceinline__ void start_out_steps(uint32_t zero) {
     ptx::wgmma_fence();
     auto value_smem = smem.value(value_stage.stage);
     value_smem.root += zero;
 #pragma unroll
-    for (int k = kPart * kKeySteps / kOutParts; k < (kPart + 1) * kKeySteps / kOutParts; ++k) {
-      OutProduct::template rs<1>(out[0], probabilities[k],
-                                 descriptor_mn_major<kLowWord>(value_smem, 0, k),
-                                 k > 0 ? 1 : out_started);
+    for (int k = kFirst; k < kEnd; ++k) {
+      OutProduct<kHalf>::template rs<1>(out[0], probabilities[k],
+                                        descriptor_mn_major<kLowWord>(value_smem, 0, k),
+                                        k > 0 ? 1 : out_started);
     }
     ptx::wgmma_commit_group();
     out_started = 1;
@@ -450,14 +435,18 @@ struct ForwardConsumer {
       drop<kN>(scores, modifiers(), work.row0 + warp_row, tile * Config::kBlockKv);
     }
   }
-  __device__ __forceinline__ void convert() { convert(scores); }
+  template <bool kHalf = false>
+  __device__ __forceinline__ void convert() {
+    convert<kHalf>(scores);
+  }
+  template <bool kHalf = false>
   __device__ __forceinline__ void convert(const Scores& of) {
 #pragma unroll
     for (int k = 0; k < kKeySteps; ++k) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         const float (&block)[4] = of[0][2 * k + i / 2];
-        probabilities[k][i] = ptx::cvt_rn_x2<Element>(block[i % 2 * 2], block[i % 2 * 2 + 1]);
+        probabilities[k][i] = ptx::cvt_rn_x2<Weight<kHalf>>(block[i % 2 * 2], block[i % 2 * 2 + 1]);
       }
     }
   }

@@ -7,8 +7,9 @@
 //   out = O / l, lse = m + log l
 //
 // Warp roles. One warp starts copies (TMA) of K and V, another one for each consumer those of Q and
-// of a bias, and tells it what the query tile is. With segments the last warp finds out what these
-// need, a query tile ahead (forward_segments.cuh). Every consumer warpgroup owns 64 rows: it starts
+// of a bias, and tells it what the query tile is; or one for all, where two others convert values
+// (forward_values.cuh). With segments the last warp finds out what these need, a query tile ahead
+// (forward_segments.cuh). Every consumer warpgroup owns 64 rows: it starts
 // S of a tile and O of the one before, and computes the tile's exponentials beside the latter.
 // Blocks are persistent, unless query tiles are very long, and the chain goes on over query tiles:
 // the first scores of one stand beside the last product of the one before. With registers for more
@@ -30,6 +31,7 @@
 #include "sm90/forward_bias.cuh"
 #include "sm90/forward_biased.cuh"
 #include "sm90/forward_consumer.cuh"
+#include "sm90/forward_partial.cuh"
 #include "sm90/forward_parts.cuh"
 #include "sm90/forward_plain.cuh"
 #include "sm90/forward_plan.cuh"
@@ -37,6 +39,7 @@
 #include "sm90/forward_segments.cuh"
 #include "sm90/forward_steps.cuh"
 #include "sm90/forward_turn.cuh"
+#include "sm90/forward_values.cuh"
 #include "tile/segments.cuh"
 #include "tile/softmax.cuh"
 
@@ -69,7 +72,8 @@ __device__ __forceinline__ void attend_again(Consumer& consumer) {
   }
 }
 
-// Query tiles that some consumer warp of the block could not trust its sums of. All have told.
+// Query tiles that some consumer warp of the block could not trust its sums of, or its values. All
+// have told.
 //
 // By a consumer of its own: the compiler would take the loops of the other one for divergent, as it
 // does these, where they have registers in common. Shuffles part these.
@@ -97,6 +101,19 @@ __device__ __forceinline__ void consume_again(const Forward& params, const Forwa
   }
 }
 
+// Of the n-th query tile of a block without modifiers: whether it is to be done again. Its keys
+// have been read, and its output is there.
+template <typename Consumer>
+__device__ __forceinline__ void check(const Consumer& consumer, const OnlineSoftmax<1>& softmax,
+                                      uint32_t n) {
+  if constexpr (Consumer::kPlain && !Consumer::kAlwaysExact) {
+    if (exceeds(softmax, consumer.out) ||
+        (Consumer::kConverts && consumer.smem.conversions->too_small())) {
+      consumer.smem.again->add(n);
+    }
+  }
+}
+
 // A query tile after the other, their key tiles in one chain: a query tile's first scores and
 // exponentials run beside the last product of the one before.
 template <typename Config, typename Element, uint32_t kModifiers>
@@ -109,17 +126,12 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
   bool unfinished = false;
   RowRange attended;
   int32_t tile = 0;
-  const auto check = [&] {
-    if constexpr (Consumer::kPlain) {
-      if (sums_exceed<Element>(consumer.softmax)) smem.again->add(consumer.works - 2);
-    }
-  };
   const auto finish = [&] {
     if constexpr (Consumer::kPlain) settle(consumer);
-    check();
     consumer.clear_values(turned_tile<Config, kModifiers>(tile, attended), attended, 1);
     consumer.start_out();
     consumer.await_out();
+    check(consumer, consumer.softmax, consumer.works - 2);
     finish_rows<Config, Element, kModifiers>(plan, consumer.work_before(1), consumer.warp_row,
                                              consumer.softmax, consumer.out);
     consumer.out_started = 0;
@@ -144,7 +156,6 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
     if (unfinished) {
       const OnlineSoftmax<1> softmax = consumer.softmax;
       if constexpr (Consumer::kPlain) settle(consumer);
-      check();
       const auto first_tile = [&](auto kind) {
         consumer.clear_values(turned_tile<Config, kModifiers>(tile, attended), attended, 1);
         consumer.start_out();
@@ -158,6 +169,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
       } else {
         first_tile(std::integral_constant<TileKind, TileKind::kAny>{});
       }
+      check(consumer, softmax, consumer.works - 2);
       finish_rows<Config, Element, kModifiers>(plan, consumer.work_before(1), consumer.warp_row,
                                                softmax, consumer.out);
       consumer.out_started = 0;
@@ -283,9 +295,7 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
     }
     consumer.release_query();
     if constexpr (Consumer::kPlain) {
-      if (sums_exceed<Element>(consumer.softmax, consumer.out)) {
-        smem.again->add(consumer.works - 1);
-      }
+      check(consumer, consumer.softmax, consumer.works - 1);
       if constexpr (Config::kTellsLast) {  // so that all have told when the output is stored
         if (consumer.is_last_query) smem.again->tell();
       }
@@ -316,32 +326,42 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
 }
 
 // By threads of consumers, which have nothing to do yet.
-template <typename Config, uint32_t kModifiers>
+template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void initialise(const ForwardMaps& maps,
                                            const ForwardSmem<Config>& smem) {
   if (threadIdx.x == kWarpgroup) {
     if constexpr ((kModifiers & kSegments) != 0) init_plan_barriers<Config>(*smem.segments);
     if constexpr (kChecksLate<Config, kModifiers>) smem.again->init(Config::kConsumers * 4);
-    smem.init_barriers();
+    constexpr bool kConverts = kConvertsValues<Config, Element, kModifiers>;
+    if constexpr (kConverts) smem.conversions->init();
+    smem.init_barriers(kConverts ? kConverterWarps : 1);
   }
   if (threadIdx.x == kWarpgroup + 32) ptx::prefetch_tensormap(maps.query);
   if (threadIdx.x == kWarpgroup + 64) ptx::prefetch_tensormap(maps.key);
   if (threadIdx.x == kWarpgroup + 96) ptx::prefetch_tensormap(maps.value);
 }
 
-// Registers that each consumer thread leaves to those of the first warpgroup: with segments alone,
-// for the warp that plans.
-template <typename Config, uint32_t kModifiers>
-inline constexpr int kLeftRegisters = kModifiers == kSegments && Config::kConsumers == 2 ? 8 : 0;
+// Whether warps that convert values have registers for many of them at a time.
+template <typename Config, typename Element, uint32_t kModifiers>
+inline constexpr bool kConvertsMany = kConvertsValues<Config, Element, kModifiers> &&
+                                      Config::kConsumers == 2 && !Config::kScoresAhead;
+
+// Registers that each consumer thread leaves to those of the first warpgroup: for these, and with
+// segments alone for the warp that plans.
+template <typename Config, typename Element, uint32_t kModifiers>
+inline constexpr int kLeftRegisters = kConvertsMany<Config, Element, kModifiers> ||
+                                              (kModifiers == kSegments && Config::kConsumers == 2)
+                                          ? 8
+                                          : 0;
 
 template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void consume(const Forward& params, const ForwardPlan& plan,
                                         const MapsOf<Config>& maps,
                                         const ForwardSmem<Config>& smem) {
   constexpr bool kApart = kStartsApart<Config, kModifiers>;
-  if constexpr (kApart) initialise<Config, kModifiers>(maps, smem);
-  ptx::setmaxnreg_inc<Config::kConsumerRegisters - kLeftRegisters<Config, kModifiers>>();
-  if constexpr (kApart) ptx::barrier_sync(kStarted, Config::kStartThreads);
+  if constexpr (kApart) initialise<Config, Element, kModifiers>(maps, smem);
+  ptx::setmaxnreg_inc<Config::kConsumerRegisters - kLeftRegisters<Config, Element, kModifiers>>();
+  if constexpr (kApart) ptx::barrier_sync(kStarted, kStartThreads<Config, Element, kModifiers>);
   if constexpr (!ForwardConsumer<Config, Element, kModifiers>::kChained) {
     consume_masked<Config, Element, kModifiers>(params, plan, smem);
   } else if constexpr (Config::kKeyGroups > 1 || Config::kScoresAhead) {
@@ -357,20 +377,30 @@ __device__ __forceinline__ void produce(const Forward& params, const ForwardPlan
                                         const SkipsOf<Config>& skips) {
   constexpr bool kSkips = (kModifiers & kSegments) != 0;
   ptx::setmaxnreg_dec<Config::kProducerRegisters +
-                      Config::kConsumers * kLeftRegisters<Config, kModifiers>>();
+                      Config::kConsumers * kLeftRegisters<Config, Element, kModifiers>>();
   const int warp = threadIdx.x / 32;
   if (warp == 0) {
     if constexpr (kSkips) {
       produce_keys_of_segments(plan, maps, smem);
     } else {
-      produce_keys<Config, kModifiers>(plan, maps, smem, skips);
+      produce_keys<Config, Element, kModifiers>(plan, maps, smem, skips);
     }
-  } else if (warp <= Config::kRowGroups) {
+  } else if (warp <= kQueryWarps<Config, Element, kModifiers>) {
     if constexpr (kSkips) {
       produce_queries_of_segments(plan, maps, smem, warp - 1);
     } else {
-      produce_queries<Config, Element, kModifiers>(params, plan, maps, smem, skips, warp - 1);
+      constexpr int kGroups = Config::kRowGroups / kQueryWarps<Config, Element, kModifiers>;
+      produce_queries<Config, Element, kModifiers, kGroups>(params, plan, maps, smem, skips,
+                                                            warp - 1);
     }
+  } else if constexpr (kConvertsValues<Config, Element, kModifiers>) {
+    if (warp < 4 - kConverterWarps) return;
+    if constexpr (kStartsApart<Config, kModifiers>) {
+      ptx::barrier_sync(kStarted, kStartThreads<Config, Element, kModifiers>);
+    }
+    constexpr int kChunks = kConvertsMany<Config, Element, kModifiers> ? 8 : 4;
+    convert_values<Config, kChunks>(*smem.conversions, warp - (4 - kConverterWarps),
+                                    smem.value(0).root + smem.value(0).offset, smem.value_full(0));
   } else if constexpr (kSkips) {
     static_assert(Config::kRowGroups == 2);
     plan_query_tiles<Config, Element, kModifiers>(params, plan, skips, *smem.segments);
@@ -388,14 +418,20 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __shared__ QueryWork works[ForwardSmem<Config>::kWorks];
   __shared__ std::conditional_t<kSkips, SegmentNotes<Config>, char> segments;
   __shared__ std::conditional_t<kChecksLate<Config, kModifiers>, QueryTilesAgain, char> again;
+  constexpr bool kConverts = kConvertsValues<Config, Element, kModifiers>;
+  using Conversions = ValueConversions<Config::kValueStages>;
+  __shared__ std::conditional_t<kConverts, Conversions, char> conversions;
   // Opaque, or the compiler converts the addresses anew wherever it needs them.
-  ForwardSmem<Config> smem{ptx::shared_address(smem_bytes), ptx::shared_address(barriers), works,
+  ForwardSmem<Config> smem{ptx::shared_address(smem_bytes),
+                           ptx::shared_address(barriers),
+                           works,
                            reinterpret_cast<SegmentNotes<Config>*>(&segments),
-                           reinterpret_cast<QueryTilesAgain*>(&again)};
+                           reinterpret_cast<QueryTilesAgain*>(&again),
+                           reinterpret_cast<Conversions*>(&conversions)};
   asm volatile("" : "+r"(smem.root), "+r"(smem.barriers));
 
   if constexpr (!kStartsApart<Config, kModifiers>) {
-    initialise<Config, kModifiers>(maps, smem);
+    initialise<Config, Element, kModifiers>(maps, smem);
     __syncthreads();
   }
   // ptxas has the code of the second branch first, just behind the kernel's start. A far jump there

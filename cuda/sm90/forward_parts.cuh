@@ -14,6 +14,7 @@
 #include "sm90/config.cuh"
 #include "sm90/forward_again.cuh"
 #include "sm90/forward_plan.cuh"
+#include "sm90/forward_values.cuh"
 #include "sm90/ring.cuh"
 #include "sm90/schedule.cuh"
 #include "tile/band.cuh"
@@ -88,9 +89,10 @@ struct ForwardSmem {
   static constexpr int kBarriers = 3 * kQueryBarriers + 2 * kBoxBarriers + 4 * Config::kStages;
   static constexpr int kWorks = Config::kRowGroups * Config::kWorks;
   uint32_t root, barriers;
-  QueryWork* works;                // [kRowGroups][kWorks]
-  SegmentNotes<Config>* segments;  // if key tiles are skipped
-  QueryTilesAgain* again;          // if kChecksLate
+  QueryWork* works;                                     // [kRowGroups][kWorks]
+  SegmentNotes<Config>* segments;                       // if key tiles are skipped
+  QueryTilesAgain* again;                               // if kChecksLate
+  ValueConversions<Config::kValueStages>* conversions;  // if kConvertsValues
 
   __device__ __forceinline__ typename Config::QueryTile query(uint32_t stage, int group) const {
     return {root, (stage * Config::kRowGroups + group) * Config::QueryTile::kBytes};
@@ -132,8 +134,8 @@ struct ForwardSmem {
     return at(4, kBoxBarriers + group);
   }
 
-  // By one thread: lanes side by side would take longer.
-  __device__ __forceinline__ void init_barriers() const {
+  // By one thread: lanes side by side would take longer. `value_arrivals`: at value_full().
+  __device__ __forceinline__ void init_barriers(int value_arrivals) const {
     constexpr uint32_t kConsumerWarps = Config::kConsumers * 4;
     constexpr uint32_t kKeyWarps = Config::kRowGroups * 4;
     for (int index = 0; index < kQueryBarriers; ++index) {
@@ -145,7 +147,7 @@ struct ForwardSmem {
     for (uint32_t stage = 0; stage < Config::kStages; ++stage) {
       ptx::mbarrier_init(key_full(stage), 1);
       ptx::mbarrier_init(key_empty(stage), kKeyWarps);
-      ptx::mbarrier_init(value_full(stage), 1);
+      ptx::mbarrier_init(value_full(stage), value_arrivals);
       ptx::mbarrier_init(value_empty(stage), kKeyWarps);
     }
     for (int group = 0; group < kBoxBarriers; ++group) {
@@ -348,66 +350,6 @@ __device__ __forceinline__ void clear_unattended(const typename Config::ValueTil
   }
   ptx::fence_proxy_async_shared();
   __syncwarp();
-}
-
-// What a warpgroup found out about its part of the keys, for another one with the same rows: each
-// thread's for the thread of the same place.
-template <typename Smem, int kOutN>
-__device__ __forceinline__ void store_partial(const Smem& smem, const OnlineSoftmax<1>& softmax,
-                                              const float (&out)[1][kOutN][4], bool has_out) {
-  uint32_t at = smem.partial() + threadIdx.x % kWarpgroup * 16;
-  const auto store = [&](float x, float y, float z, float w) {
-    ptx::st_shared_v4(
-        at, uint4{__float_as_uint(x), __float_as_uint(y), __float_as_uint(z), __float_as_uint(w)});
-    at += kWarpgroup * 16;
-  };
-  store(softmax.reference[0][0], softmax.reference[0][1], softmax.sum[0][0], softmax.sum[0][1]);
-#pragma unroll
-  for (int n = 0; n < kOutN; ++n) {
-    const float (&block)[4] = out[0][n];
-    store(has_out ? block[0] : 0.0f, has_out ? block[1] : 0.0f, has_out ? block[2] : 0.0f,
-          has_out ? block[3] : 0.0f);
-  }
-}
-
-template <typename Smem, int kOutN>
-__device__ __forceinline__ void add_partial(const Smem& smem, float to_log2,
-                                            OnlineSoftmax<1>& softmax, float (&out)[1][kOutN][4]) {
-  uint32_t at = smem.partial() + threadIdx.x % kWarpgroup * 16;
-  const auto load = [&](float (&values)[4]) {
-    const uint4 words = ptx::ld_shared_v4(at);
-    values[0] = __uint_as_float(words.x);
-    values[1] = __uint_as_float(words.y);
-    values[2] = __uint_as_float(words.z);
-    values[3] = __uint_as_float(words.w);
-    at += kWarpgroup * 16;
-  };
-  float statistics[4], factor[2], other_factor[2];
-  load(statistics);
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    float& reference = softmax.reference[0][half];
-    const float other = statistics[half], top = fmaxf(reference, other);
-    const auto factor_of = [&](float value) {
-      return value == minus_infinity()
-                 ? 0.0f
-                 : ptx::ex2_approx_ftz(to_log2_units(value, to_log2) - to_log2_units(top, to_log2));
-    };
-    factor[half] = factor_of(reference);
-    other_factor[half] = factor_of(other);
-    reference = top;
-    softmax.sum[0][half] =
-        softmax.sum[0][half] * factor[half] + statistics[2 + half] * other_factor[half];
-  }
-#pragma unroll
-  for (int n = 0; n < kOutN; ++n) {
-    float others[4];
-    load(others);
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      out[0][n][e] = out[0][n][e] * factor[e / 2] + others[e] * other_factor[e / 2];
-    }
-  }
 }
 
 // Of a warp's 16 rows: writes lse; what the output is to be multiplied by, 0 where it is to be 0.

@@ -1,6 +1,9 @@
 // A tile of keys in the sm_90 forward kernel without modifiers, where consumers chain query tiles.
 #pragma once
 
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
 #include <cstdint>
 
 #include "ptx/mbarrier.cuh"
@@ -11,6 +14,7 @@
 #include "sm90/forward_maxima.cuh"
 #include "sm90/forward_parts.cuh"
 #include "sm90/forward_peaks.cuh"
+#include "sm90/forward_values.cuh"
 #include "tile/softmax.cuh"
 
 namespace jax_flash::sm90 {
@@ -51,7 +55,7 @@ __device__ __forceinline__ void settle(Consumer& consumer) {
 }
 
 // The exponentials of a tile, and their sums. P V goes on beside them (start_out_part()).
-template <int kPart, typename Consumer>
+template <int kPart, bool kHalf, typename Consumer>
 __device__ __forceinline__ void plain_exponentials(Consumer& consumer, const float (&shift)[2],
                                                    float (&sums)[4]) {
   static_assert(!Consumer::kByDifference);
@@ -61,8 +65,8 @@ __device__ __forceinline__ void plain_exponentials(Consumer& consumer, const flo
   if constexpr (kPart + 1 < kParts) {
     // 0, which the compiler cannot know: it would start the product before the exponentials.
     const uint32_t zero = __any_sync(0xffffffff, fminf(sums[0], sums[2]) < 0.0f);
-    consumer.template start_out_part<kPart + 1>(zero);
-    plain_exponentials<kPart + 1>(consumer, shift, sums);
+    consumer.template start_out_part<kPart + 1, kHalf>(zero);
+    plain_exponentials<kPart + 1, kHalf>(consumer, shift, sums);
   }
 }
 
@@ -70,8 +74,8 @@ __device__ __forceinline__ void plain_exponentials(Consumer& consumer, const flo
 // there is one, have when this returns. A warp goes from its exponentials to the next scores as
 // soon as it can: what the last tile's output waits for is seen to beside these (settle()).
 //
-// kExact: references rise to the rows' greatest logits.
-template <bool kExact, typename Consumer>
+// kExact: references rise to the rows' greatest logits. kHalf: P V of the last tile is of float16.
+template <bool kExact, bool kHalf, typename Consumer>
 __device__ __forceinline__ void next_plain_tile(Consumer& consumer, int32_t last, int32_t tile) {
   auto& softmax = consumer.softmax;
   const bool edge = consumer.at_edge(tile);  // before the wait
@@ -82,7 +86,7 @@ __device__ __forceinline__ void next_plain_tile(Consumer& consumer, int32_t last
     consumer.wait_value();
   }
   consumer.clear_values(last, consumer.work.attended);
-  consumer.template start_out_part<0>(0);
+  consumer.template start_out_part<0, kHalf>(0);
   consumer.template await_scores<1>();
   consumer.release_key();
   consumer.release_query_early(tile);
@@ -93,31 +97,65 @@ __device__ __forceinline__ void next_plain_tile(Consumer& consumer, int32_t last
   for (int half = 0; half < 2; ++half) {
     const float reference = softmax.reference[0][half];
     shift[half] = to_log2_units(reference, consumer.to_log2);
+    if (kExact && Consumer::kConverts) shift[half] -= kLift;
     if (kExact && reference == minus_infinity()) shift[half] = 0.0f;
   }
   float sums[4] = {softmax.sum[0][0], 0.0f, softmax.sum[0][1], 0.0f};
-  plain_exponentials<0>(consumer, shift, sums);
+  plain_exponentials<0, kHalf>(consumer, shift, sums);
   softmax.sum[0][0] = sums[0] + sums[1];
   softmax.sum[0][1] = sums[2] + sums[3];
   wait_ahead_after_exponentials(consumer, tile, 1);
   consumer.await_out();
-  consumer.convert();
+  consumer.template convert<Consumer::kConverts && !kHalf>();
+}
+
+// Multiplies probabilities, which are float16 if kHalf, and their sums so far by 2^kLift.
+template <bool kHalf, typename Consumer>
+__device__ __forceinline__ void lift_weights(Consumer& consumer) {
+  auto& softmax = consumer.softmax;
+  softmax.lift = kLift;
+  softmax.sum[0][0] *= kLifted;
+  softmax.sum[0][1] *= kLifted;
+#pragma unroll
+  for (auto& fragment : consumer.probabilities) {
+#pragma unroll
+    for (uint32_t& pair : fragment) {
+      if constexpr (kHalf) {
+        auto& values = reinterpret_cast<__half2&>(pair);
+        values = __hmul2(values, __float2half2_rn(kLifted));
+      } else {
+        auto& values = reinterpret_cast<__nv_bfloat162&>(pair);
+        values = __hmul2(values, __float2bfloat162_rn(kLifted));
+      }
+    }
+  }
 }
 
 // A query tile's keys behind the first tile. Returns the last one, whose P V is not started.
+template <typename Config, bool kExact, typename Consumer>
+__device__ __forceinline__ int32_t plain_tiles_after(Consumer& consumer, int32_t tile) {
+  for (;;) {
+    if (consumer.is_last(tile)) return tile;
+    next_plain_tile<kExact, false>(consumer, tile, tile + 1);
+    ++tile;
+    if constexpr (Consumer::kConverts) {  // every second one
+      consumer.is_half = true;
+      if (consumer.is_last(tile)) return tile;
+      next_plain_tile<kExact, true>(consumer, tile, tile + 1);
+      consumer.is_half = false;
+      ++tile;
+    }
+  }
+}
 template <typename Config, typename Consumer>
 __device__ __forceinline__ int32_t plain_tiles(Consumer& consumer, int32_t tile) {
   if (consumer.is_last(tile)) return tile;
-  if (warpgroup_sees_peaks<Config>(consumer)) {
-    for (; !consumer.is_last(tile); ++tile) {
-      next_plain_tile<true>(consumer, tile, tile + 1);
-    }
+  if (Consumer::kAlwaysExact || warpgroup_sees_peaks<Config>(consumer)) {
+    if constexpr (Consumer::kConverts) lift_weights<false>(consumer);
+    return plain_tiles_after<Config, true>(consumer, tile);
   } else {
-    for (; !consumer.is_last(tile); ++tile) {
-      next_plain_tile<false>(consumer, tile, tile + 1);
-    }
+    return plain_tiles_after<Config, false>(consumer, tile);
   }
-  return tile;
 }
 
 }  // namespace jax_flash::sm90

@@ -27,6 +27,19 @@ namespace jax_flash::sm90 {
 template <typename Config, uint32_t kModifiers>
 inline constexpr bool kStartsApart = kModifiers == kNoModifier && Config::kKeyGroups == 1;
 
+// Warps that start copies of Q: one for each consumer's, or one for all, where the others convert
+// values.
+template <typename Config, typename Element, uint32_t kModifiers>
+inline constexpr int kQueryWarps =
+    kConvertsValues<Config, Element, kModifiers> ? 1 : Config::kRowGroups;
+
+// Of the barrier kStarted.
+template <typename Config, typename Element, uint32_t kModifiers>
+inline constexpr int kStartThreads =
+    32 * (1 + kQueryWarps<Config, Element, kModifiers> +
+          (kConvertsValues<Config, Element, kModifiers> ? kConverterWarps : 0)) +
+    kWarpgroup * Config::kConsumers;
+
 // Those of a block, of batches that share a bias or mask one beside the other.
 template <uint32_t kModifiers>
 __device__ __forceinline__ QueryTileCursor query_tiles(const ForwardPlan& plan) {
@@ -67,14 +80,17 @@ __device__ __forceinline__ bool produce_again(const ForwardPlan& plan,
 }
 
 // By one warp: keys and values of all query tiles.
-template <typename Config, uint32_t kModifiers>
+template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const ForwardMaps& maps,
                                              const ForwardSmem<Config>& smem,
                                              const SkipsOf<Config>& skips) {
   wait_for_skips<Config>(skips);
   RingState<Config::kStages> key_stage;
-  RingState<Config::kValueStages> value_stage;
+  RingState<Config::kValueStages> value_stage, conversion;
   bool started = false;
+  // Which tiles' values are converted; none where a query tile is done again.
+  constexpr bool kConverts = kConvertsValues<Config, Element, kModifiers>;
+  bool converts = kConverts;
   // False for a thread that has nothing to do.
   const auto produce = [&](const QueryTileCursor& cursor) {
     const QueryTileIndex q = cursor.index();
@@ -103,13 +119,21 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const Forw
     };
     const auto load_value = [&](int32_t tile) {
       ptx::mbarrier_wait(smem.value_empty(value_stage.stage), value_stage.parity ^ 1);
-      load_tile_boxes(smem.value(value_stage.stage), maps.value, smem.value_full(value_stage.stage),
-                      plan.value, q.batch_axes, q.kv_head, first_row(tile));
+      uint32_t arrived = smem.value_full(value_stage.stage);
+      if constexpr (kConverts) {
+        if (converts && is_converted(tile - range.first)) {
+          arrived = smem.conversions->add(conversion, value_stage.stage);
+        } else {
+          ptx::mbarrier_arrive(arrived);  // for the second warp that would have converted it
+        }
+      }
+      load_tile_boxes(smem.value(value_stage.stage), maps.value, arrived, plan.value, q.batch_axes,
+                      q.kv_head, first_row(tile));
       value_stage.advance();
     };
     if (!started) {
       if constexpr (kStartsApart<Config, kModifiers>) {
-        ptx::barrier_sync(kStarted, Config::kStartThreads);
+        ptx::barrier_sync(kStarted, kStartThreads<Config, Element, kModifiers>);
       }
       // Left alone, other lanes would go ahead through all of the loop: the leader would wait for
       // them, and issue slots go to nothing.
@@ -127,29 +151,32 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const Forw
   for (auto cursor = query_tiles<kModifiers>(plan); cursor.valid(); cursor.advance()) {
     if (!produce(cursor)) return;
   }
+  if constexpr (kConverts) {
+    if (threadIdx.x % 32 == 0) smem.conversions->end(conversion);
+    converts = false;
+  }
   if constexpr (kChecksLate<Config, kModifiers>) produce_again(plan, smem, produce);
 }
 
-// By one warp: a consumer's rows of the query tiles and, in boxes, of the bias, and what it is to
-// know of them.
-template <typename Config, typename Element, uint32_t kModifiers>
+// By one warp: from consumer first_group on the rows of kGroups consumers of the query tiles and,
+// in boxes, of the bias, and what they are to know of them.
+template <typename Config, typename Element, uint32_t kModifiers, int kGroups>
 __device__ __forceinline__ void produce_queries(const Forward& params, const ForwardPlan& plan,
                                                 const MapsOf<Config>& maps,
                                                 const ForwardSmem<Config>& smem,
-                                                const SkipsOf<Config>& skips, int group) {
+                                                const SkipsOf<Config>& skips, int first_group) {
   wait_for_skips<Config>(skips);
   const bool leader = threadIdx.x % 32 == 0;
   RingState<Config::kQueryStages> stage;
   uint32_t works = 0, bias_parity = 0;
   bool started = false;
-  const auto wait_empty = [&] {
+  const auto wait_empty = [&](int group) {
     ptx::mbarrier_wait_asleep(smem.query_empty(stage.stage, group), stage.parity ^ 1);
   };
   const auto produce = [&](const QueryTileCursor& cursor) {  // as in produce_keys()
     const QueryTileIndex q = cursor.index();
     const Band band = plan.band.of<kModifiers == kNoModifier>(q);
     const int32_t row0 = q.tile * Config::kBlockQ;
-    const uint32_t full = smem.query_full(stage.stage, group);
     TileRange range = key_tiles<Config>(skips, band, q, row0);
     if constexpr (kTurns<Config, kModifiers>) {
       const int32_t more = turns<Config>(plan, range, band, row0) ? 1 : 0;
@@ -158,14 +185,15 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
     }
     if (!started) {
       if constexpr (kStartsApart<Config, kModifiers>) {
-        ptx::barrier_sync(kStarted, Config::kStartThreads);
+        ptx::barrier_sync(kStarted, kStartThreads<Config, Element, kModifiers>);
       }
       // As in produce_keys(). At 64, where the description is short, causal calls lose 2% by it.
       if ((Config::kHeadDim > 64 || Config::kBiasBoxes) && !leader) return false;
       started = true;
     }
-    if (leader) {
-      wait_empty();
+    const auto load = [&](int group) {
+      const uint32_t full = smem.query_full(stage.stage, group);
+      wait_empty(group);
       if (range.first < range.end) {  // first, since the description takes a while
         load_tile_boxes(smem.query(stage.stage, group), maps.query, full, plan.query, q.batch_axes,
                         q.head, row0 + group * 64);
@@ -182,13 +210,27 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
       }
       work.row0 = row0;
       ptx::mbarrier_arrive(full);
-      describe_query_tile<Config, Element, kModifiers>(params, plan, q, band, row0, work);
+    };
+    const auto describe = [&](int group) {
+      describe_query_tile<Config, Element, kModifiers>(params, plan, q, band, row0,
+                                                       smem.work(group, works));
       ptx::mbarrier_arrive(smem.described(stage.stage, group));
       if constexpr (Config::kBiasBoxes) {
         if (plan.modifiers.vectors) {
           load_bias<Config>(smem, maps, group, q, row0 + group * 64, range.first, range.end,
                             bias_parity);
         }
+      }
+    };
+    if (leader) {
+      if constexpr (kGroups == 1) {
+        load(first_group);
+        describe(first_group);
+      } else {
+#pragma unroll 1
+        for (int group = 0; group < kGroups; ++group) load(group);
+#pragma unroll 1
+        for (int group = 0; group < kGroups; ++group) describe(group);
       }
     }
     stage.advance();
@@ -200,10 +242,12 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
   }
   if (!leader) return;
   const auto tell_of_end = [&] {
-    wait_empty();
-    smem.work(group, works).row0 = -1;
-    for (int i = 0; i < 2; ++i) ptx::mbarrier_arrive(smem.query_full(stage.stage, group));
-    ptx::mbarrier_arrive(smem.described(stage.stage, group));
+    for (int group = first_group; group < first_group + kGroups; ++group) {
+      wait_empty(group);
+      smem.work(group, works).row0 = -1;
+      for (int i = 0; i < 2; ++i) ptx::mbarrier_arrive(smem.query_full(stage.stage, group));
+      ptx::mbarrier_arrive(smem.described(stage.stage, group));
+    }
     stage.advance();
     ++works;
   };

@@ -13,6 +13,41 @@
 namespace jax_flash::sm90 {
 
 template <typename Config, typename Element, uint32_t kModifiers>
+__device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::clear_values(
+    int32_t tile, const RowRange& attended, int before) const {
+  const QueryWork& of = before == 0 ? work : work_before(before);
+  const auto value_smem = smem.value(value_stage.stage);
+  const auto clear = [&](auto make_allows) {
+    clear_unattended<Config, Element>(value_smem, columns, make_allows, of.band, of.row0, tile);
+  };
+  // Without the divisions of BatchIndex, which are calls.
+  const auto clear_alone = [&] {
+    clear([&] {
+      return [&](int32_t row, int32_t col) {
+        return allows_element<Config, kModifiers>(params, of.modifiers, of.band, row, col);
+      };
+    });
+  };
+  if constexpr (kSegmented) {
+    if (!one_segment) {
+      if (smem.query_segments(query_tile(), works - 1 - before).count != 0) {
+        zero_unattended<Config>(value_smem, unattended());
+      } else {
+        clear_alone();
+      }
+    }
+  } else if constexpr (Modified::kBits) {
+    clear_alone();
+  } else if (has_element_masks<kModifiers>(params)) {
+    clear([&] {
+      const LogitModifiers all = modifiers();
+      return [all, this](int32_t row, int32_t col) { return all.allows(work.band, row, col); };
+    });
+  }
+  zero_unattended<Config>(value_smem, tile, attended, plan.kv_len);
+}
+
+template <typename Config, typename Element, uint32_t kModifiers>
 template <bool kBesideOut, TileKind kKind>
 __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::first_tile(
     int32_t tile, bool of_one_segment) {
@@ -37,7 +72,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::fi
   release_key();
   release_query_early(tile);
   softmax = OnlineSoftmax<1>();
-  by_bits = false;
+  by_bits = is_half = false;
   bool computed = false;
   if constexpr (Modified::kSaturates) computed = first_fixed_tile<Config>(*this, tile, edge);
   if (!computed) {

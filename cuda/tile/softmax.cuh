@@ -36,6 +36,7 @@ struct OnlineSoftmax {
 
   float reference[kM][2];  // in the units of the logits given to update()
   float sum[kM][2];        // of this thread's own columns
+  float lift = 0.0f;       // log2 of the exponential of a logit that is its row's reference
 
   __device__ __forceinline__ OnlineSoftmax() {
 #pragma unroll
@@ -132,8 +133,9 @@ struct OnlineSoftmax {
     total += __shfl_xor_sync(0xffffffff, total, 1);
     total += __shfl_xor_sync(0xffffffff, total, 2);
     const bool nothing_allowed = total == 0.0f;
-    const float shift =
-        reference[m][half] == minus_infinity() ? 0.0f : to_log2_units(reference[m][half], to_log2);
+    const float shift = reference[m][half] == minus_infinity()
+                            ? 0.0f
+                            : to_log2_units(reference[m][half], to_log2) - lift;
     const float top = fmaxf(shift, sink_log2);
     const float factor = ptx::ex2_approx_ftz(shift - top);
     total = fmaf(total, factor, ptx::ex2_approx_ftz(sink_log2 - top));

@@ -72,6 +72,8 @@ SWITCHES: tuple[Switch, ...] = (
     _sm90("forward", "SCORES_AHEAD", (0, 1), "few tiles: scores of the next tile in registers, too",
           head_dims=(64,)),
     _sm90("forward", "OPTIMISTIC", (0, 1), "exponentials before the row maxima are known"),
+    _sm90("forward", "CONVERT_VALUES", (0, 1), "bfloat16: every second tile of P and V in float16",
+          head_dims=(64, 96, 128)),
     _sm90("forward", "PAIRED", (0, 1), "causal: long and short query tiles in pairs"),
     _sm90("forward", "LONG_UNIT", ("0", "(32768 * 256)", "(1 << 30)"),
           "keys times head dim from which on blocks are not persistent"),
