@@ -43,7 +43,8 @@ EXPLAINED_RACES: tuple[tuple[str | None, str, str], ...] = (
         "one thread arrives at a barrier for its warp, after __syncwarp()",
     ),
     (
-        "mbarrier_leader", r"sm90::forward_kernel<.*, \(unsigned int\)8>",  # for segments
+        # For segments; without modifiers, where values are converted.
+        "mbarrier_leader", r"sm90::forward_kernel<.*, \(unsigned int\)[08]>",
         "one thread arrives at a barrier for its warp, after __syncwarp()",
     ),
     (

@@ -64,7 +64,7 @@ def errors(operands, is_causal=False, rows=...):
 def test_output_errors_are_below_those_of_cudnn(head_dim, batch, is_causal, std):
     shape = (batch, 1024, 16, head_dim)
     ours, theirs = errors([draw(shape, std, seed=i) for i in range(3)], is_causal)
-    assert ours < 0.99 * theirs, ours / theirs
+    assert ours < theirs, ours / theirs
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])

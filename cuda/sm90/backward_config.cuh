@@ -5,6 +5,7 @@
 #include <type_traits>
 
 #include "sm80/workspace.h"
+#include "sm90/ring.cuh"
 #include "tile/score_gradient_transposed.cuh"
 #include "tile/smem_tile.cuh"
 
@@ -28,15 +29,7 @@
 #define JAX_FLASH_SM90_BWD_DEPENDENT_LAUNCH 1
 #endif
 
-// 1 has all threads of a warp arrive at barriers where else one does for them: the racecheck of
-// compute-sanitizer does not follow a __syncwarp() before an arrival (tests/sanitize.py).
-#ifndef JAX_FLASH_EVERY_THREAD_ARRIVES
-#define JAX_FLASH_EVERY_THREAD_ARRIVES 0
-#endif
-
 namespace jax_flash::sm90 {
-
-inline constexpr int kWarpArrivals = JAX_FLASH_EVERY_THREAD_ARRIVES ? 32 : 1;
 
 inline constexpr int kBackwardSmemLimit = 227 * 1024;
 

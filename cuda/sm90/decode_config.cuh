@@ -71,10 +71,10 @@ struct DecodeSmem {
 
   __device__ __forceinline__ void init_barriers() const {
     ptx::mbarrier_init(query_full(), 2);  // Q, and the description of the work
-    ptx::mbarrier_init(query_empty(), 4);
+    ptx::mbarrier_init(query_empty(), 4 * kWarpArrivals);
     for (uint32_t slot = 0; slot < Config::kSlots; ++slot) {
       ptx::mbarrier_init(full(slot), 1);
-      ptx::mbarrier_init(empty(slot), 4);
+      ptx::mbarrier_init(empty(slot), 4 * kWarpArrivals);
     }
     ptx::fence_mbarrier_init();
   }

@@ -35,9 +35,10 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
 
   Scores other_scores;  // `scores` and these in turn
 
-  // Where sums are looked at behind the last key: from some of the logits, and others may be
-  // greater. So 2^kHeadroom times that, float16 having 2^16.
-  static constexpr float kHeadroom = 6.0f;
+  // From some of the logits, where sums and output are looked at behind the last key: for each row
+  // the least of what its four threads have as the greatest of eight, so that a single logit far
+  // above the others is not it; and 2^kHeadroom times as much, since others may be greater.
+  static constexpr float kHeadroom = 8.0f;
   __device__ __forceinline__ void guess_reference(const Scores& now) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -46,10 +47,11 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
       for (int n = 0; n < 4; ++n) {
         greatest = fmaxf(greatest, fmaxf(now[0][n][2 * half], now[0][n][2 * half + 1]));
       }
-      greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, 1));
-      greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, 2));
+      float least = greatest == minus_infinity() ? -greatest : greatest;  // of those that have any
+      least = fminf(least, __shfl_xor_sync(0xffffffff, least, 1));
+      least = fminf(least, __shfl_xor_sync(0xffffffff, least, 2));
       const float rise = to_log2 == 0.0f ? 0.0f : kHeadroom * ptx::rcp_approx_ftz(to_log2);
-      softmax.reference[0][half] = greatest + rise;
+      softmax.reference[0][half] = least == -minus_infinity() ? -least : least + rise;
     }
   }
 
@@ -63,12 +65,12 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
   // From the scores of the index-th tile, in `now`, to its probabilities; with the product of the
   // last ones, unless kFirst, and the next tile's scores, to `next`, beside. An edge may cut the
   // tile if kCut; references rise to the greatest logits if kExact. kHalf: the probabilities are
-  // float16.
+  // float16; kLastHalf: the last ones.
   //
   // A warp that starts a product stops until the tensor cores take it. So there is no branch from
   // the first product to the wait for all of them: the assembler then mixes products and
   // exponentials, one of the former every so many of the latter.
-  template <bool kFirst, bool kCut, bool kExact, bool kHalf>
+  template <bool kFirst, bool kCut, bool kExact, bool kLastHalf, bool kHalf>
   __device__ __forceinline__ void step(Scores& now, Scores& next, int32_t index) {
     if constexpr (kCut) cut(now, index);
     bool rises = false;
@@ -84,7 +86,7 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     behind.stage %= Config::kStages;
     ptx::mbarrier_wait(smem.key_full(behind.stage), behind.parity);
     this->start_scores(next, behind.stage);
-    if constexpr (!kFirst) this->template start_out<Base::kConverts && !kHalf>();
+    if constexpr (!kFirst) this->template start_out<Base::kConverts && kLastHalf>();
     if constexpr (kExact && Base::kConverts) {
       float shift[2];
 #pragma unroll
@@ -118,14 +120,13 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
   // The tiles from the index-th one on, which no edge cuts.
   template <bool kExact>
   __device__ __forceinline__ void go_on(int32_t index) {
-    constexpr bool kSecond = Config::kSecondCut;  // it was before this
-    Scores& now = kSecond ? this->scores : other_scores;
-    Scores& next = kSecond ? other_scores : this->scores;
+    Scores& now = Config::kSecondCut ? this->scores : other_scores;
+    Scores& next = Config::kSecondCut ? other_scores : this->scores;
     for (; index < work.end; index += kStep) {
-      step<false, false, kExact, !kSecond>(now, next, index);
+      step<false, false, kExact, false, true>(now, next, index);
       index += kStep;
       if (index >= work.end) break;
-      step<false, false, kExact, kSecond>(next, now, index);
+      step<false, false, kExact, true, false>(next, now, index);
     }
   }
 
@@ -137,19 +138,20 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     this->read_description();
     this->template await_scores<0>();
     by_bits = false;
-    this->is_half = is_converted(work.end - 1 - index);  // of the last tile
-    step<true, true, false, false>(this->scores, other_scores, index);
+    this->is_half = is_converted<Config>(work.end - 1 - index);  // of the last tile
+    step<true, true, false, false, false>(this->scores, other_scores, index);
     this->clear_values(tile_from_end(work.end, index), work.attended);
     index += kStep;
     if constexpr (Config::kSecondCut) {
-      if (index < work.end) step<false, true, false, true>(other_scores, this->scores, index);
+      if (index < work.end)
+        step<false, true, false, false, false>(other_scores, this->scores, index);
       index += kStep;
     }
     // Where references are guessed, sums do not tell of peaks.
     if (Base::kAlwaysExact ||
         (!kGuesses && index < work.end && warpgroup_sees_peaks<Config>(*this))) {
       if constexpr (Base::kConverts) {
-        lift_weights<true>(*this);
+        lift_weights(*this);
         factor[0][0] = factor[0][1] = kLifted;
         this->rescale();
       }

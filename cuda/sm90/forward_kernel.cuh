@@ -334,7 +334,7 @@ __device__ __forceinline__ void initialise(const ForwardMaps& maps,
     if constexpr (kChecksLate<Config, kModifiers>) smem.again->init(Config::kConsumers * 4);
     constexpr bool kConverts = kConvertsValues<Config, Element, kModifiers>;
     if constexpr (kConverts) smem.conversions->init();
-    smem.init_barriers(kConverts ? kConverterWarps : 1);
+    smem.init_barriers(kConverts ? kConverterArrivals : 1);
   }
   if (threadIdx.x == kWarpgroup + 32) ptx::prefetch_tensormap(maps.query);
   if (threadIdx.x == kWarpgroup + 64) ptx::prefetch_tensormap(maps.key);

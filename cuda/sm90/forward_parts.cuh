@@ -137,18 +137,18 @@ struct ForwardSmem {
   // By one thread: lanes side by side would take longer. `value_arrivals`: at value_full().
   __device__ __forceinline__ void init_barriers(int value_arrivals) const {
     constexpr uint32_t kConsumerWarps = Config::kConsumers * 4;
-    constexpr uint32_t kKeyWarps = Config::kRowGroups * 4;
+    constexpr uint32_t kKeyArrivals = Config::kRowGroups * 4 * kWarpArrivals;
     for (int index = 0; index < kQueryBarriers; ++index) {
       ptx::mbarrier_init(barriers + index * 8, 2);  // Q, and which keys it reads
       ptx::mbarrier_init(described(0, 0) + index * 8, 1);
       ptx::mbarrier_init(barriers + (kQueryBarriers + index) * 8,
-                         kConsumerWarps / Config::kRowGroups);
+                         kConsumerWarps / Config::kRowGroups * kWarpArrivals);
     }
     for (uint32_t stage = 0; stage < Config::kStages; ++stage) {
       ptx::mbarrier_init(key_full(stage), 1);
-      ptx::mbarrier_init(key_empty(stage), kKeyWarps);
+      ptx::mbarrier_init(key_empty(stage), kKeyArrivals);
       ptx::mbarrier_init(value_full(stage), value_arrivals);
-      ptx::mbarrier_init(value_empty(stage), kKeyWarps);
+      ptx::mbarrier_init(value_empty(stage), kKeyArrivals);
     }
     for (int group = 0; group < kBoxBarriers; ++group) {
       ptx::mbarrier_init(bias_full(group), 1);
@@ -164,7 +164,7 @@ struct ForwardSmem {
 };
 
 __device__ __forceinline__ void arrive_warp(uint32_t barrier_smem) {
-  if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier_smem);
+  if (kWarpArrivals > 1 || threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier_smem);
 }
 
 // Starts copying rows row0... of a head to a tile of shared memory. By one thread.

@@ -2,7 +2,6 @@
 #pragma once
 
 #include <cuda_bf16.h>
-#include <cuda_fp16.h>
 
 #include <cstdint>
 
@@ -23,9 +22,12 @@ namespace jax_flash::sm90 {
 // sees peaks, or has a row without a key.
 template <typename Config, typename Consumer>
 __device__ __forceinline__ bool warpgroup_sees_peaks(const Consumer& consumer) {
-  const bool found =
-      ptx::barrier_any(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup,
-                       sums_look_peaked<Config>(consumer.softmax) || !consumer.softmax.ready());
+  bool peaked = sums_look_peaked<Config>(consumer.softmax) || !consumer.softmax.ready();
+  if constexpr (Consumer::kConverts) {  // or a row's other logits are far below its reference
+    const float sum = fminf(consumer.softmax.sum[0][0], consumer.softmax.sum[0][1]);
+    peaked = peaked || (sum > 0.0f && sum < kFarBelow);
+  }
+  const bool found = ptx::barrier_any(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup, peaked);
   // By a reduction, whose result the compiler knows to be the same in all lanes.
   return __reduce_max_sync(0xffffffff, found ? 1 : 0) != 0;
 }
@@ -109,8 +111,8 @@ __device__ __forceinline__ void next_plain_tile(Consumer& consumer, int32_t last
   consumer.template convert<Consumer::kConverts && !kHalf>();
 }
 
-// Multiplies probabilities, which are float16 if kHalf, and their sums so far by 2^kLift.
-template <bool kHalf, typename Consumer>
+// Multiplies probabilities, which are bfloat16, and their sums so far by 2^kLift.
+template <typename Consumer>
 __device__ __forceinline__ void lift_weights(Consumer& consumer) {
   auto& softmax = consumer.softmax;
   softmax.lift = kLift;
@@ -120,13 +122,8 @@ __device__ __forceinline__ void lift_weights(Consumer& consumer) {
   for (auto& fragment : consumer.probabilities) {
 #pragma unroll
     for (uint32_t& pair : fragment) {
-      if constexpr (kHalf) {
-        auto& values = reinterpret_cast<__half2&>(pair);
-        values = __hmul2(values, __float2half2_rn(kLifted));
-      } else {
-        auto& values = reinterpret_cast<__nv_bfloat162&>(pair);
-        values = __hmul2(values, __float2bfloat162_rn(kLifted));
-      }
+      auto& values = reinterpret_cast<__nv_bfloat162&>(pair);
+      values = __hmul2(values, __float2bfloat162_rn(kLifted));
     }
   }
 }
@@ -151,7 +148,7 @@ template <typename Config, typename Consumer>
 __device__ __forceinline__ int32_t plain_tiles(Consumer& consumer, int32_t tile) {
   if (consumer.is_last(tile)) return tile;
   if (Consumer::kAlwaysExact || warpgroup_sees_peaks<Config>(consumer)) {
-    if constexpr (Consumer::kConverts) lift_weights<false>(consumer);
+    if constexpr (Consumer::kConverts) lift_weights(consumer);
     return plain_tiles_after<Config, true>(consumer, tile);
   } else {
     return plain_tiles_after<Config, false>(consumer, tile);

@@ -121,10 +121,11 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const Forw
       ptx::mbarrier_wait(smem.value_empty(value_stage.stage), value_stage.parity ^ 1);
       uint32_t arrived = smem.value_full(value_stage.stage);
       if constexpr (kConverts) {
-        if (converts && is_converted(tile - range.first)) {
+        if (converts && is_converted<Config>(tile - range.first)) {
           arrived = smem.conversions->add(conversion, value_stage.stage);
         } else {
-          ptx::mbarrier_arrive(arrived);  // for the second warp that would have converted it
+          // For all but one of those that would have converted it.
+          for (int i = 1; i < kConverterArrivals; ++i) ptx::mbarrier_arrive(arrived);
         }
       }
       load_tile_boxes(smem.value(value_stage.stage), maps.value, arrived, plan.value, q.batch_axes,

@@ -7,9 +7,8 @@
 // greatest logits, as others have them, and less time goes to it. All tiles would take three times
 // as much: shared memory is busy as it is (TUNING.md, "P in float16").
 //
-// The first tile of a query tile's keys is not converted, and then each second one in the order in
-// which they are used. A block in which some value cannot be converted does its query tiles again
-// with P and V of bfloat16 (forward_again.cuh).
+// The first tile of a query tile's keys is not converted. A block in which some value cannot be
+// converted does its query tiles again with P and V of bfloat16 (forward_again.cuh).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -32,15 +31,24 @@ template <typename Config, typename Element, uint32_t kModifiers>
 inline constexpr bool kConvertsValues =
     JAX_FLASH_SM90_CONVERT_VALUES && std::is_same_v<Element, __nv_bfloat16> &&
     kChecksLate<Config, kModifiers>;
-inline constexpr int kConverterWarps = 2;
+inline constexpr int kConverterWarps = 2, kConverterArrivals = kConverterWarps * kWarpArrivals;
 
 // Where references are the rows' greatest logits, log2 of their P: float16 has its full precision
 // down to 2^-14, and so for logits up to 18 below the greatest one, which may be far above all
 // others. Else P of logits up to 11 above the reference are numbers of float16.
 inline constexpr float kLift = 12.0f, kLifted = 4096.0f;
 
+// Of a thread's sum in a row of a query tile's first keys, 32 of them: less than this is P of below
+// 2^-15, of which float16 has little more than bfloat16 unless it is multiplied by 2^kLift.
+inline constexpr float kFarBelow = 0x1p-10f;
+
 // Whether the n-th tile of a query tile's keys, in the order in which they are used, is converted.
-__device__ __forceinline__ bool is_converted(int32_t n) { return n % 2 != 0; }
+// None is that an edge cuts with scores ahead, since references rise with it: far below them
+// float16 has fewer bits than bfloat16.
+template <typename Config>
+__device__ __forceinline__ bool is_converted(int32_t n) {
+  return Config::kSecondCut ? n > 0 && n % 2 == 0 : n % 2 != 0;
+}
 
 // The places of V that are to be converted, in turn, from the warp that starts the copies to those
 // that convert them. There are as many as places of V.
@@ -124,10 +132,9 @@ __device__ __forceinline__ void convert_values(ValueConversions<Config::kValueSt
     ptx::fence_proxy_async_shared();
     const uint32_t both = reinterpret_cast<const uint32_t&>(greatest);
     const uint32_t bits = __reduce_max_sync(0xffffffff, max(both & 0xffff, both >> 16));
-    if (lane == 0) {
-      if (bits != 0 && bits < kGreatEnough) conversions.has_small = 1;
-      ptx::mbarrier_arrive(first_full + place * 8);
-    }
+    if (lane == 0 && bits != 0 && bits < kGreatEnough) conversions.has_small = 1;
+    __syncwarp();
+    if (kWarpArrivals > 1 || lane == 0) ptx::mbarrier_arrive(first_full + place * 8);
   }
 }
 

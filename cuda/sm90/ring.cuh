@@ -3,7 +3,15 @@
 
 #include <cstdint>
 
+// 1 has all threads of a warp arrive at barriers where else one does for them: the racecheck of
+// compute-sanitizer does not follow a __syncwarp() before an arrival (tests/sanitize.py).
+#ifndef JAX_FLASH_EVERY_THREAD_ARRIVES
+#define JAX_FLASH_EVERY_THREAD_ARRIVES 0
+#endif
+
 namespace jax_flash::sm90 {
+
+inline constexpr int kWarpArrivals = JAX_FLASH_EVERY_THREAD_ARRIVES ? 32 : 1;
 
 // A stage of a ring, and the parity of the phase of its barriers that is in use.
 template <int kStages>
