@@ -43,8 +43,7 @@ EXPLAINED_RACES: tuple[tuple[str | None, str, str], ...] = (
         "one thread arrives at a barrier for its warp, after __syncwarp()",
     ),
     (
-        # For segments; without modifiers, where values are converted.
-        "mbarrier_leader", r"sm90::forward_kernel<.*, \(unsigned int\)[08]>",
+        "mbarrier_leader", r"sm90::forward_kernel<.*, \(unsigned int\)[08]>",  # none, segments
         "one thread arrives at a barrier for its warp, after __syncwarp()",
     ),
     (

@@ -227,10 +227,10 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
       if constexpr (kGroups == 1) {
         load(first_group);
         describe(first_group);
-      } else {
-#pragma unroll 1
+      } else {  // three would spill; of two, loops of consumers are slower by it (TUNING.md)
+#pragma unroll kGroups == 2 ? 2 : 1
         for (int group = 0; group < kGroups; ++group) load(group);
-#pragma unroll 1
+#pragma unroll kGroups == 2 ? 2 : 1
         for (int group = 0; group < kGroups; ++group) describe(group);
       }
     }
