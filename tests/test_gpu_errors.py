@@ -160,7 +160,8 @@ def follows_logits(setting: Setting) -> bool:
 
     They do above head dim 128, and in the kernel for several modifiers; else where a query tile's
     first keys show that few of them make up its rows' sums: logits of deviation 4. But not in short
-    calls of head dim 64 without modifiers.
+    calls of head dim 64 without modifiers. (Of float16 without modifiers, and of bfloat16 with P of
+    float16 in every second tile, more is known: test_gpu_values.py.)
     """
     modifiers = setting.bias + setting.mask
     if setting.head_dim > 128 or modifiers == 2:

@@ -8,11 +8,7 @@
 // calls").
 #pragma once
 
-#include <cuda_fp16.h>
-
-#include <cmath>
 #include <cstdint>
-#include <type_traits>
 
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
@@ -24,7 +20,7 @@
 
 namespace jax_flash::sm90 {
 
-// Which kernels do. Where keys are divided, each warpgroup looks at its sums in each tile.
+// Which kernels do. Where keys are divided, references rise with each greater logit.
 template <typename Config, uint32_t kModifiers>
 inline constexpr bool kChecksLate =
     kModifiers == kNoModifier && Config::kOptimistic && Config::kKeyGroups == 1;

@@ -11,8 +11,8 @@
 #include "sm90/config.cuh"
 #include "sm90/forward_consumer.cuh"
 #include "sm90/forward_parts.cuh"
-#include "sm90/forward_peaks.cuh"
 #include "sm90/forward_plain.cuh"
+#include "sm90/forward_values.cuh"
 #include "tile/softmax.cuh"
 
 namespace jax_flash::sm90 {
@@ -89,12 +89,7 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     if constexpr (!kFirst) this->template start_out<Base::kConverts && kLastHalf>();
     if constexpr (kExact && Base::kConverts) {
       float shift[2];
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const float reference = softmax.reference[0][half];
-        shift[half] = to_log2_units(reference, to_log2) - softmax.lift;
-        if (reference == minus_infinity()) shift[half] = 0.0f;
-      }
+      find_shift<true, kLift>(softmax, to_log2, shift);
       exponentials_in_chains(softmax, now, to_log2, shift);
     } else {
       this->exponentials(now);

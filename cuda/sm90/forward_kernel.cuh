@@ -101,11 +101,11 @@ __device__ __forceinline__ void consume_again(const Forward& params, const Forwa
   }
 }
 
-// Of the n-th query tile of a block without modifiers: whether it is to be done again. Its keys
-// have been read, and its output is there.
+// Without modifiers: has the n-th query tile of a block done again if this warp's part of it needs
+// that. Its keys have been read, and its output is there.
 template <typename Consumer>
-__device__ __forceinline__ void check(const Consumer& consumer, const OnlineSoftmax<1>& softmax,
-                                      uint32_t n) {
+__device__ __forceinline__ void check_query_tile(const Consumer& consumer,
+                                                 const OnlineSoftmax<1>& softmax, uint32_t n) {
   if constexpr (Consumer::kPlain && !Consumer::kAlwaysExact) {
     if (exceeds(softmax, consumer.out) ||
         (Consumer::kConverts && consumer.smem.conversions->too_small())) {
@@ -131,7 +131,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
     consumer.clear_values(turned_tile<Config, kModifiers>(tile, attended), attended, 1);
     consumer.start_out();
     consumer.await_out();
-    check(consumer, consumer.softmax, consumer.works - 2);
+    check_query_tile(consumer, consumer.softmax, consumer.works - 2);
     finish_rows<Config, Element, kModifiers>(plan, consumer.work_before(1), consumer.warp_row,
                                              consumer.softmax, consumer.out);
     consumer.out_started = 0;
@@ -169,7 +169,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
       } else {
         first_tile(std::integral_constant<TileKind, TileKind::kAny>{});
       }
-      check(consumer, softmax, consumer.works - 2);
+      check_query_tile(consumer, softmax, consumer.works - 2);
       finish_rows<Config, Element, kModifiers>(plan, consumer.work_before(1), consumer.warp_row,
                                                softmax, consumer.out);
       consumer.out_started = 0;
@@ -295,7 +295,7 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
     }
     consumer.release_query();
     if constexpr (Consumer::kPlain) {
-      check(consumer, consumer.softmax, consumer.works - 1);
+      check_query_tile(consumer, consumer.softmax, consumer.works - 1);
       if constexpr (Config::kTellsLast) {  // so that all have told when the output is stored
         if (consumer.is_last_query) smem.again->tell();
       }
@@ -341,13 +341,8 @@ __device__ __forceinline__ void initialise(const ForwardMaps& maps,
   if (threadIdx.x == kWarpgroup + 96) ptx::prefetch_tensormap(maps.value);
 }
 
-// Whether warps that convert values have registers for many of them at a time.
-template <typename Config, typename Element, uint32_t kModifiers>
-inline constexpr bool kConvertsMany = kConvertsValues<Config, Element, kModifiers> &&
-                                      Config::kConsumers == 2 && !Config::kScoresAhead;
-
-// Registers that each consumer thread leaves to those of the first warpgroup: for these, and with
-// segments alone for the warp that plans.
+// Registers that each consumer thread leaves to those of the first warpgroup: for warps that
+// convert many values at a time, and with segments alone for the warp that plans.
 template <typename Config, typename Element, uint32_t kModifiers>
 inline constexpr int kLeftRegisters = kConvertsMany<Config, Element, kModifiers> ||
                                               (kModifiers == kSegments && Config::kConsumers == 2)
@@ -398,9 +393,9 @@ __device__ __forceinline__ void produce(const Forward& params, const ForwardPlan
     if constexpr (kStartsApart<Config, kModifiers>) {
       ptx::barrier_sync(kStarted, kStartThreads<Config, Element, kModifiers>);
     }
-    constexpr int kChunks = kConvertsMany<Config, Element, kModifiers> ? 8 : 4;
-    convert_values<Config, kChunks>(*smem.conversions, warp - (4 - kConverterWarps),
-                                    smem.value(0).root + smem.value(0).offset, smem.value_full(0));
+    convert_values<Config, kConvertsMany<Config, Element, kModifiers> ? 8 : 4>(
+        *smem.conversions, warp - (4 - kConverterWarps), smem.value(0).root + smem.value(0).offset,
+        smem.value_full(0));
   } else if constexpr (kSkips) {
     static_assert(Config::kRowGroups == 2);
     plan_query_tiles<Config, Element, kModifiers>(params, plan, skips, *smem.segments);

@@ -56,6 +56,19 @@ __device__ __forceinline__ void settle(Consumer& consumer) {
   consumer.wait_value();
 }
 
+// What is subtracted from logits in log2 units, for exponentials that are 2^kLog2 where a logit is
+// the reference. kChecks: 0 for a row that has had nothing but -inf.
+template <bool kChecks, int kLog2>
+__device__ __forceinline__ void find_shift(const OnlineSoftmax<1>& softmax, float to_log2,
+                                           float (&shift)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float reference = softmax.reference[0][half];
+    shift[half] = to_log2_units(reference, to_log2) - kLog2;
+    if (kChecks && reference == minus_infinity()) shift[half] = 0.0f;
+  }
+}
+
 // The exponentials of a tile, and their sums. P V goes on beside them (start_out_part()).
 template <int kPart, bool kHalf, typename Consumer>
 __device__ __forceinline__ void plain_exponentials(Consumer& consumer, const float (&shift)[2],
@@ -95,13 +108,7 @@ __device__ __forceinline__ void next_plain_tile(Consumer& consumer, int32_t last
   consumer.modify(consumer.scores, tile, edge);
   if constexpr (kExact) consumer.rises = consumer.raise_reference();
   float shift[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float reference = softmax.reference[0][half];
-    shift[half] = to_log2_units(reference, consumer.to_log2);
-    if (kExact && Consumer::kConverts) shift[half] -= kLift;
-    if (kExact && reference == minus_infinity()) shift[half] = 0.0f;
-  }
+  find_shift<kExact, kExact && Consumer::kConverts ? kLift : 0>(softmax, consumer.to_log2, shift);
   float sums[4] = {softmax.sum[0][0], 0.0f, softmax.sum[0][1], 0.0f};
   plain_exponentials<0, kHalf>(consumer, shift, sums);
   softmax.sum[0][0] = sums[0] + sums[1];

@@ -33,10 +33,16 @@ inline constexpr bool kConvertsValues =
     kChecksLate<Config, kModifiers>;
 inline constexpr int kConverterWarps = 2, kConverterArrivals = kConverterWarps * kWarpArrivals;
 
+// Whether these have registers for many values at a time.
+template <typename Config, typename Element, uint32_t kModifiers>
+inline constexpr bool kConvertsMany = kConvertsValues<Config, Element, kModifiers> &&
+                                      Config::kConsumers == 2 && !Config::kScoresAhead;
+
 // Where references are the rows' greatest logits, log2 of their P: float16 has its full precision
 // down to 2^-14, and so for logits up to 18 below the greatest one, which may be far above all
 // others. Else P of logits up to 11 above the reference are numbers of float16.
-inline constexpr float kLift = 12.0f, kLifted = 4096.0f;
+inline constexpr int kLift = 12;
+inline constexpr float kLifted = 1 << kLift;
 
 // Of a thread's sum in a row of a query tile's first keys, 32 of them: less than this is P of below
 // 2^-15, of which float16 has little more than bfloat16 unless it is multiplied by 2^kLift.
