@@ -393,7 +393,7 @@ __device__ __forceinline__ void produce(const Forward& params, const ForwardPlan
     if constexpr (kStartsApart<Config, kModifiers>) {
       ptx::barrier_sync(kStarted, kStartThreads<Config, Element, kModifiers>);
     }
-    convert_values<Config, kConvertsMany<Config, Element, kModifiers> ? 8 : 4>(
+    convert_values<Config, Config::kConsumers == 2 ? 8 : 4>(
         *smem.conversions, warp - (4 - kConverterWarps), smem.value(0).root + smem.value(0).offset,
         smem.value_full(0));
   } else if constexpr (kSkips) {

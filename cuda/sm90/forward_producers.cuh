@@ -227,10 +227,12 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
       if constexpr (kGroups == 1) {
         load(first_group);
         describe(first_group);
-      } else {  // three would spill; of two, loops of consumers are slower by it (TUNING.md)
-#pragma unroll kGroups == 2 ? 2 : 1
+      } else {  // as loops, two have the compiler make those of consumers slower (TUNING.md), but
+                // for short calls, which wait for code that is not in the cache; three would spill
+        constexpr int kUnroll = kGroups == 2 && !Config::kTellsLast ? 2 : 1;
+#pragma unroll kUnroll
         for (int group = 0; group < kGroups; ++group) load(group);
-#pragma unroll kGroups == 2 ? 2 : 1
+#pragma unroll kUnroll
         for (int group = 0; group < kGroups; ++group) describe(group);
       }
     }
