@@ -54,22 +54,29 @@ Shape make_shape(int64_t batch, int32_t q_len, int32_t kv_len, int32_t heads, in
   return shape;
 }
 
+DType make_dtype(const std::string& name) {
+  return name == "float32"    ? DType::kFloat32
+         : name == "bfloat16" ? DType::kBFloat16
+                              : DType::kFloat16;
+}
+
 int64_t host_backward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_len, int32_t heads,
                                       int32_t kv_heads, int32_t head_dim, int32_t value_dim,
                                       const std::string& dtype) {
   const Shape shape = make_shape(batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim);
-  const DType type = dtype == "float32"    ? DType::kFloat32
-                     : dtype == "bfloat16" ? DType::kBFloat16
-                                           : DType::kFloat16;
-  return host::backward_workspace_bytes(shape, type);
+  return host::backward_workspace_bytes(shape, make_dtype(dtype));
 }
 
 #ifdef JAX_FLASH_WITH_CUDA
 int64_t cuda_forward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_len, int32_t heads,
                                      int32_t kv_heads, int32_t head_dim, int32_t value_dim,
-                                     bool segments, int64_t mask_matrices, int32_t mask_rows) {
+                                     const std::string& dtype, bool segments, bool bias,
+                                     bool soft_cap_or_dropout, int64_t mask_matrices,
+                                     int32_t mask_rows, int64_t value_matrices) {
   const Shape shape = make_shape(batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim);
-  return cuda::forward_workspace_bytes(shape, segments, mask_matrices, mask_rows);
+  return cuda::forward_workspace_bytes(
+      shape, make_dtype(dtype),
+      {segments, bias, soft_cap_or_dropout, mask_matrices, mask_rows, value_matrices});
 }
 
 int64_t cuda_backward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_len, int32_t heads,
@@ -122,8 +129,9 @@ NB_MODULE(_native, module) {
 #ifdef JAX_FLASH_WITH_CUDA
   module.def("cuda_forward_workspace_bytes", &cuda_forward_workspace_bytes, nb::arg("batch"),
              nb::arg("q_len"), nb::arg("kv_len"), nb::arg("heads"), nb::arg("kv_heads"),
-             nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("segments"),
-             nb::arg("mask_matrices"), nb::arg("mask_rows"));
+             nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("dtype"), nb::arg("segments"),
+             nb::arg("bias"), nb::arg("soft_cap_or_dropout"), nb::arg("mask_matrices"),
+             nb::arg("mask_rows"), nb::arg("value_matrices"));
   module.def("cuda_backward_workspace_bytes", &cuda_backward_workspace_bytes, nb::arg("batch"),
              nb::arg("q_len"), nb::arg("kv_len"), nb::arg("heads"), nb::arg("head_dim"),
              nb::arg("value_dim"), nb::arg("segments"), nb::arg("deterministic"));

@@ -11,6 +11,7 @@
 #include "instances.h"
 #include "sm80/workspace.h"
 #include "sm90/decode_plan.h"
+#include "sm90/half_values.h"
 #include "sm90/mask_words.h"
 #include "tile/tensor_map.h"
 
@@ -151,18 +152,30 @@ Status backward(const Backward& params, int family, cudaStream_t stream) {
   return launch(kBackwardInstances, params, family, fits, stream);
 }
 
-int64_t forward_workspace_bytes(const Shape& shape, bool segments, int64_t mask_matrices,
-                                int32_t mask_rows) {
-  if (segments) return SegmentSpans::bytes(shape);
-  if (mask_matrices > 0) return sm90::MaskWords::bytes(shape, mask_matrices, mask_rows);
-  return sm90::DecodeWorkspace::bytes(shape);
+int64_t forward_workspace_bytes(const Shape& shape, DType dtype, const ForwardFeatures& features) {
+  if (features.segments) return SegmentSpans::bytes(shape);
+  const bool masked = features.mask_matrices > 0;
+  int64_t bytes = masked ? sm90::MaskWords::bytes(shape, features.mask_matrices, features.mask_rows)
+                         : sm90::DecodeWorkspace::bytes(shape);
+  if (sm90::HalfValues::takes(shape, dtype, features.bias != masked && !features.others)) {
+    bytes =
+        sm90::HalfValues::align(bytes) + sm90::HalfValues::bytes(shape, features.value_matrices);
+  }
+  return bytes;
 }
 
 int64_t forward_workspace_bytes(const Forward& params) {
   const Shape& shape = params.shape;
+  const Options& options = params.options;
   const sm90::MaskMatrices mask(shape, params.mask);
-  return forward_workspace_bytes(shape, bool{params.query_segment_ids},
-                                 params.mask ? mask.matrices() : 0, mask.rows);
+  ForwardFeatures features;
+  features.segments = bool{params.query_segment_ids};
+  features.bias = bool{params.bias};
+  features.others = options.logits_soft_cap > 0.0f || options.dropout_threshold != 0;
+  features.mask_matrices = params.mask ? mask.matrices() : 0;
+  features.mask_rows = mask.rows;
+  features.value_matrices = sm90::ValueMatrices(shape, params.value).count();
+  return forward_workspace_bytes(shape, params.query.dtype, features);
 }
 
 int64_t backward_workspace_bytes(const Shape& shape, bool segments, bool deterministic) {

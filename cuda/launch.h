@@ -19,11 +19,17 @@ namespace jax_flash::cuda {
 Status forward(const Forward& params, int family, cudaStream_t stream);
 Status backward(const Backward& params, int family, cudaStream_t stream);
 
-// Bytes that the passes need at `workspace`; 0: it may be null. `segments`: whether the call has
-// segment ids. `mask_matrices`: the product of the mask's batch axes and heads, 0 without a mask;
-// `mask_rows`: its T, or 1.
-int64_t forward_workspace_bytes(const Shape& shape, bool segments, int64_t mask_matrices,
-                                int32_t mask_rows);
+// What of a call, besides its shape and dtype, decides how much workspace the forward pass needs.
+struct ForwardFeatures {
+  bool segments = false, bias = false;  // whether it has segment ids, or a bias
+  bool others = false;                  // a soft cap, or dropout
+  int64_t mask_matrices = 0;            // the product of the mask's batch axes and heads, or 0
+  int32_t mask_rows = 0;                // its T, or 1
+  int64_t value_matrices = 0;           // the product of V's batch axes and heads
+};
+
+// Bytes that the passes need at `workspace`; 0: it may be null. `dtype`: the operands'.
+int64_t forward_workspace_bytes(const Shape& shape, DType dtype, const ForwardFeatures& features);
 int64_t forward_workspace_bytes(const Forward& params);
 int64_t backward_workspace_bytes(const Shape& shape, bool segments, bool deterministic);
 

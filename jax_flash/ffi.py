@@ -84,9 +84,13 @@ def forward(spec: AttentionSpec, operands: Operands, platform: str) -> tuple[jax
             kv_heads=kv_heads,
             head_dim=head_dim,
             value_dim=value_dim,
+            dtype=query.dtype.name,
             segments="query_segment_ids" in operands,
+            bias="bias" in operands,
+            soft_cap_or_dropout=bool(spec.logits_soft_cap or spec.dropout_threshold),
             mask_matrices=math.prod(mask.shape[:-2]) if mask is not None else 0,
             mask_rows=mask.shape[-2] if mask is not None else 0,
+            value_matrices=math.prod(value.shape[:-3]) * kv_heads,
         )
     optional, attributes = _attributes(spec, operands)
     call = jax.ffi.ffi_call(

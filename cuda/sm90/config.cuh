@@ -85,6 +85,11 @@ inline constexpr int kSmemLimit = 227 * 1024;
 inline constexpr int kStaticSmemBytes = 2048;  // barriers, work, at most
 // Of a thread's probabilities in a row of a tile, relative to the row's reference: safe in float16.
 inline constexpr float kOptimisticLimit = 1024.0f;
+// The same where P is float16 beside Q and K of bfloat16 (half_values.h); log2 of P of a logit that
+// is the reference; and by how much one that is compared with it may be above it, in log2 units.
+inline constexpr float kHalfSumLimit = 0x1p15f;
+inline constexpr int kHalfLift = 9;
+inline constexpr float kHalfSlack = 5.0f;
 inline constexpr int kWarpgroup = 128;  // threads
 
 // Whether a consumer computes the next tile's scores beside this one's exponentials, and of how

@@ -15,6 +15,7 @@
 #include "sm90/forward_kernel.cuh"
 #include "sm90/forward_mask.cuh"
 #include "sm90/forward_plan.cuh"
+#include "sm90/half_values.cuh"
 #include "sm90/schedule.cuh"
 #include "status.h"
 #include "tile/launch.cuh"
@@ -74,6 +75,7 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   Forward adapted = params;
   adapted.options.scale /= plan.modifiers.query_factor;  // 1 where Q is not multiplied
   SkipsOf<Config> skips;
+  bool follows = spans.query != nullptr || Config::kMaskWords;  // other kernels of the call
   if constexpr (Config::kMaskWords) {
     static_assert(Config::kBlockKv == MaskWords::block_kv(Config::kHeadDim));
     status = launch_mask_words<Config::kBlockKv>(adapted, skips, stream);
@@ -81,10 +83,18 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   } else {
     skips = spans;
   }
-  // It begins while spans are still being found, or the mask's words.
-  return launch_grid(spans.query != nullptr || Config::kMaskWords, "sm90::forward_kernel", shape,
+  HalfValuesOf<Config, Element, kModifiers> half_values;
+  if constexpr (kReadsHalfValues<Config, Element, kModifiers>) {
+    // `params` still has the mask's bytes.
+    status = launch_half_values(params, MaskWords::bytes(shape, params.mask), follows,
+                                Config::kBlockKv, stream, half_values);
+    if (!status.ok()) return status;
+    follows = follows || half_values.bad != nullptr;
+  }
+  // It begins while spans are still being found, or the mask's words, or V is being converted.
+  return launch_grid(follows, "sm90::forward_kernel", shape,
                      forward_kernel<Config, Element, kModifiers>, schedule.grid(), Config::kThreads,
-                     Config::kSmemBytes, stream, plan, maps, adapted, skips);
+                     Config::kSmemBytes, stream, plan, maps, adapted, skips, half_values);
 }
 
 // Two consumers have the registers for modifiers, at head dim 64 with fewer keys three.

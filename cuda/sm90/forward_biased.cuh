@@ -14,7 +14,7 @@ template <typename Config, typename Consumer>
 __device__ __forceinline__ void next_biased_tile(Consumer& consumer, int32_t last, int32_t tile) {
   consumer.wait_key();
   consumer.start_scores();
-  if constexpr (Config::kOptimistic) {
+  if constexpr (Consumer::kOptimistic) {
     if (!consumer.is_careful(tile) && !consumer.at_edge(tile) && consumer.modified.reads_ahead()) {
       consumer.template next_tile<TileKind::kBiasBeside>(last, tile);
       return;

@@ -75,7 +75,8 @@ template <typename Config, typename Consumer>
 __device__ __forceinline__ void fix_references(Consumer& consumer) {
   auto& modified = consumer.modified;
   modified.fix_reference(consumer.softmax, consumer.to_log2, consumer.factor);
-  consumer.fixed = consumer.uncut_tiles();
+  consumer.fixed =
+      uncut_tiles<Config::kBlockKv>(consumer.work.band, consumer.work.row0 + consumer.group_row());
   if (Config::kQueryStages == 1) {
     consumer.fixed.end = min(consumer.fixed.end, consumer.work.end - 1);
   }

@@ -28,7 +28,8 @@ namespace jax_flash::sm90 {
 // query tile's, are of one segment each; that its bias is added beside the exponentials.
 enum class TileKind { kAny, kInRun, kBiasBeside };
 
-template <typename Config, typename Element, uint32_t kModifiers>
+// Value: of V as it is in shared memory, and so of P.
+template <typename Config, typename Element, uint32_t kModifiers, typename Value = Element>
 struct ForwardConsumer {
   static constexpr bool kGeneral = kModifiers != kNoModifier;
   static constexpr bool kPlain = kChecksLate<Config, kModifiers>;
@@ -41,24 +42,26 @@ struct ForwardConsumer {
   // Whether query tiles are chained, and Q is released early.
   static constexpr bool kChained = !kMasks || (kModifiers == kMask && Config::kMaskWords);
   // Whether exponentials are computed before their logits are compared with the references.
-  static constexpr bool kOptimistic =
-      Config::kOptimistic && kModifiers != kEveryModifier && Config::kKeyGroups == 1;
+  // With a bias or a mask only where P has the bits to do without the greatest logits.
+  static constexpr bool kHalfValues = !std::is_same_v<Value, Element>;
+  static constexpr bool kBiasOrMask = kModifiers == kBias || kModifiers == kMask;
+  static constexpr bool kOptimistic = Config::kOptimistic && kModifiers != kEveryModifier &&
+                                      Config::kKeyGroups == 1 && (!kBiasOrMask || kHalfValues);
   // Of how many tiles logits are compared with the references first: after one that had to be
   // computed again, and after one in which a reference rose.
   static constexpr int kCarefulTiles = 16;
-  // Whether they are behind a first tile, too, that shows peaked logits.
-  static constexpr bool kFollowsPeaks = kOptimistic && (kModifiers == kBias || kModifiers == kMask);
   // Whether references rise to any greater logit that they are compared with, not only to one far
   // above them (OnlineSoftmax). It takes segments up to 8% longer.
-  static constexpr bool kExactMaxima =
-      kPlain || kFollowsPeaks || kModifiers == kEveryModifier || Config::kKeyGroups > 1 ||
-      (!Config::kOptimistic && (!kGeneral || kModifiers == kBias || kModifiers == kMask));
+  static constexpr bool kExactMaxima = kPlain || kModifiers == kEveryModifier ||
+                                       Config::kKeyGroups > 1 ||
+                                       (!kOptimistic && (!kGeneral || kBiasOrMask));
   // Whether without modifiers references do rise, whatever the first keys show: where all of P is
   // of the operands' type.
   static constexpr bool kAlwaysExact = Config::kKeyGroups > 1 || std::is_same_v<Element, __half>;
   // Whether they are compared as bits, if they can be (forward_maxima.cuh): where that is faster.
-  static constexpr bool kByBits = kExactMaxima && kModifiers != kEveryModifier &&
-                                  !(kFollowsPeaks && (kModifiers == kMask || Config::kBiasBoxes));
+  static constexpr bool kByBits =
+      kExactMaxima && kModifiers != kEveryModifier &&
+      !(kModifiers == kMask && Config::kHeadDim == 64 && Config::kConsumers == 3);
   // Whether exponentials are of differences to the reference: where it costs little.
   static constexpr bool kByDifference = !kGeneral && Config::kHeadDim > 128;
   static constexpr int kN = Config::kBlockKv / 8, kOutN = Config::kValueDim / 8;
@@ -69,14 +72,22 @@ struct ForwardConsumer {
   // Whether P V of every second tile is of float16 (forward_values.cuh).
   static constexpr bool kConverts = kConvertsValues<Config, Element, kModifiers>;
   template <bool kHalf>
-  using Weight = std::conditional_t<kHalf, __half, Element>;
+  using Weight = std::conditional_t<kHalf, __half, Value>;
   template <bool kHalf>
   using OutProduct = ptx::Wgmma<Weight<kHalf>, Config::kValueDim>;
   using Scores = float[1][kN][4];
   // Where Q is released early: whether a query tile's last tile of keys is done again with Q from
   // global memory. Else its logits are compared first, which takes code of its own.
-  static constexpr bool kReadsQueryAgain = (kModifiers == kBias || kModifiers == kMask) &&
-                                           kChained && Config::kQueryStages == 1 && kOptimistic;
+  static constexpr bool kReadsQueryAgain =
+      kBiasOrMask && kChained && Config::kQueryStages == 1 && kOptimistic;
+  // Whether a tile waits for the next one's keys, and for its values beside the next scores, as
+  // without modifiers.
+  static constexpr bool kWaitsAhead =
+      kPlain || (kHalfValues && kChained && (kModifiers == kMask || Modified::kInScores));
+  // log2 of P of a logit that is its row's reference, and the thread's sum of a tile beyond which
+  // references rise: P of float16 is exact to 11 bits from 2^-14 on, and ends at 2^16.
+  static constexpr int kLift = kHalfValues ? kHalfLift : 0;
+  static constexpr float kSumLimit = kHalfValues ? kHalfSumLimit : kOptimisticLimit;
 
   const Forward& params;  // for what `plan` lacks
   const ForwardPlan& plan;
@@ -355,24 +366,18 @@ struct ForwardConsumer {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float reference = softmax.reference[0][half];
-        shift[half] = reference == minus_infinity() ? 0.0f : to_log2_units(reference, to_log2);
+        shift[half] =
+            reference == minus_infinity() ? 0.0f : to_log2_units(reference, to_log2) - kLift;
       }
       unready = softmax.ready() ? 0 : 1;
     }
-  }
-  // The tiles that the band does not cut into, for this warpgroup's rows.
-  __device__ __forceinline__ RowRange uncut_tiles() const {
-    const Band& band = work.band;
-    const int32_t row0 = work.row0 + group_row(), row_end = min(row0 + 64, band.q_len);
-    const int32_t first = max(row_end + band.lo + Config::kBlockKv - 2, 0) / Config::kBlockKv;
-    const int32_t end = max(min(band.kv_len, row0 + band.hi), 0) / Config::kBlockKv;
-    return {__reduce_max_sync(0xffffffff, first), __reduce_max_sync(0xffffffff, end)};
   }
   // Of mask or bias, for a tile to come.
   __device__ __forceinline__ void read_ahead(int32_t tile) { modified.read_ahead(work, tile); }
   // Of the mask: finds the bits of tile `next`, and reads those of the tile behind it.
   __device__ __forceinline__ void look_ahead(int32_t next) { modified.look_ahead(work, next + 1); }
   __device__ __forceinline__ void find_attended_columns(bool all_allowed) {
+    if constexpr (kHalfValues) return;  // for clear_values()
     columns = all_allowed ? kAllBits<kN> : attended_by_warp<kN>(modified.allowed);
   }
   // What the call does to products, but for to_log2. `again`: what was read ahead is gone.
@@ -401,7 +406,9 @@ struct ForwardConsumer {
         mask_rows(scores, band.q_len - warp_row0);
       }
     }
-    if (kMasks && has_element_masks<kModifiers>(params)) columns = attended_columns(scores);
+    if (kMasks && !kHalfValues && has_element_masks<kModifiers>(params)) {
+      columns = attended_columns(scores);
+    }
   }
   __device__ __forceinline__ bool raise_reference() {
     if constexpr (kByBits) {
@@ -409,7 +416,8 @@ struct ForwardConsumer {
     } else if constexpr (kExactMaxima) {
       return raise_references<false, kByDifference>(softmax, scores, to_log2, factor);
     } else {
-      return softmax.template raise_reference<4>(scores, to_log2, factor);
+      constexpr float kSlack = kHalfValues ? kHalfSlack : OnlineSoftmax<1>::kSlack;
+      return softmax.template raise_reference<4>(scores, to_log2, {{kSlack, kSlack}}, factor);
     }
   }
   __device__ __forceinline__ void rescale() { softmax.rescale(out, factor); }
@@ -424,6 +432,10 @@ struct ForwardConsumer {
   __device__ __forceinline__ void exponentials(Scores& of) {
     if constexpr (Modified::kInScores) {
       exponentials_in_chains(softmax, of, to_log2, shift);
+    } else if constexpr (kLift != 0) {
+      float lifted[2];
+      find_shift<true, kLift>(softmax, to_log2, lifted);
+      exponentials_in_chains(softmax, of, to_log2, lifted);
     } else {
 #pragma unroll
       for (int n = 0; n < kN; ++n) exponentials(of[0][n]);

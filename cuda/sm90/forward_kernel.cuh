@@ -40,6 +40,7 @@
 #include "sm90/forward_steps.cuh"
 #include "sm90/forward_turn.cuh"
 #include "sm90/forward_values.cuh"
+#include "sm90/half_values.cuh"
 #include "tile/segments.cuh"
 #include "tile/softmax.cuh"
 
@@ -116,10 +117,10 @@ __device__ __forceinline__ void check_query_tile(const Consumer& consumer,
 
 // A query tile after the other, their key tiles in one chain: a query tile's first scores and
 // exponentials run beside the last product of the one before.
-template <typename Config, typename Element, uint32_t kModifiers>
+template <typename Config, typename Element, uint32_t kModifiers, typename Value>
 __device__ __forceinline__ void consume_chained(const Forward& params, const ForwardPlan& plan,
                                                 const ForwardSmem<Config>& smem) {
-  using Consumer = ForwardConsumer<Config, Element, kModifiers>;
+  using Consumer = ForwardConsumer<Config, Element, kModifiers, Value>;
   Consumer consumer(params, plan, smem);
   const QueryWork& work = consumer.work;
   // Of the query tile before, whose output is here, but for one product.
@@ -214,10 +215,10 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
 }
 
 // One query tile at a time: with several modifiers, or a mask's bytes.
-template <typename Config, typename Element, uint32_t kModifiers>
+template <typename Config, typename Element, uint32_t kModifiers, typename Value>
 __device__ __forceinline__ void consume_masked(const Forward& params, const ForwardPlan& plan,
                                                const ForwardSmem<Config>& smem) {
-  ForwardConsumer<Config, Element, kModifiers> consumer(params, plan, smem);
+  ForwardConsumer<Config, Element, kModifiers, Value> consumer(params, plan, smem);
   const QueryWork& work = consumer.work;
   while (consumer.wait_query()) {
     if (!consumer.has_keys()) {
@@ -349,27 +350,39 @@ inline constexpr int kLeftRegisters = kConvertsMany<Config, Element, kModifiers>
                                           ? 8
                                           : 0;
 
+// All query tiles, with V in shared memory as numbers of type Value.
+template <typename Config, typename Element, uint32_t kModifiers, typename Value>
+__device__ __forceinline__ void consume_all(const Forward& params, const ForwardPlan& plan,
+                                            const ForwardSmem<Config>& smem) {
+  if constexpr (!ForwardConsumer<Config, Element, kModifiers>::kChained) {
+    consume_masked<Config, Element, kModifiers, Value>(params, plan, smem);
+  } else if constexpr (Config::kKeyGroups > 1 || Config::kScoresAhead) {
+    consume_apart<Config, Element>(params, plan, smem);
+  } else {
+    consume_chained<Config, Element, kModifiers, Value>(params, plan, smem);
+  }
+}
+
+// `half`: whether V is read in float16.
 template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void consume(const Forward& params, const ForwardPlan& plan,
-                                        const MapsOf<Config>& maps,
-                                        const ForwardSmem<Config>& smem) {
+                                        const MapsOf<Config>& maps, const ForwardSmem<Config>& smem,
+                                        bool half) {
   constexpr bool kApart = kStartsApart<Config, kModifiers>;
   if constexpr (kApart) initialise<Config, Element, kModifiers>(maps, smem);
   ptx::setmaxnreg_inc<Config::kConsumerRegisters - kLeftRegisters<Config, Element, kModifiers>>();
   if constexpr (kApart) ptx::barrier_sync(kStarted, kStartThreads<Config, Element, kModifiers>);
-  if constexpr (!ForwardConsumer<Config, Element, kModifiers>::kChained) {
-    consume_masked<Config, Element, kModifiers>(params, plan, smem);
-  } else if constexpr (Config::kKeyGroups > 1 || Config::kScoresAhead) {
-    consume_apart<Config, Element>(params, plan, smem);
-  } else {
-    consume_chained<Config, Element, kModifiers>(params, plan, smem);
+  if constexpr (kReadsHalfValues<Config, Element, kModifiers>) {
+    if (half) return consume_all<Config, Element, kModifiers, __half>(params, plan, smem);
   }
+  consume_all<Config, Element, kModifiers, Element>(params, plan, smem);
 }
 
 template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void produce(const Forward& params, const ForwardPlan& plan,
                                         const MapsOf<Config>& maps, const ForwardSmem<Config>& smem,
-                                        const SkipsOf<Config>& skips) {
+                                        const SkipsOf<Config>& skips, const CUtensorMap& value_map,
+                                        const BoxAxes& value_axes) {
   constexpr bool kSkips = (kModifiers & kSegments) != 0;
   ptx::setmaxnreg_dec<Config::kProducerRegisters +
                       Config::kConsumers * kLeftRegisters<Config, Element, kModifiers>>();
@@ -378,7 +391,7 @@ __device__ __forceinline__ void produce(const Forward& params, const ForwardPlan
     if constexpr (kSkips) {
       produce_keys_of_segments(plan, maps, smem);
     } else {
-      produce_keys<Config, Element, kModifiers>(plan, maps, smem, skips);
+      produce_keys<Config, Element, kModifiers>(plan, maps.key, value_map, value_axes, smem, skips);
     }
   } else if (warp <= kQueryWarps<Config, Element, kModifiers>) {
     if constexpr (kSkips) {
@@ -406,7 +419,8 @@ template <typename Config, typename Element, uint32_t kModifiers>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     forward_kernel(const __grid_constant__ ForwardPlan plan,
                    const __grid_constant__ MapsOf<Config> maps,
-                   const __grid_constant__ Forward params, const SkipsOf<Config> skips) {
+                   const __grid_constant__ Forward params, const SkipsOf<Config> skips,
+                   const __grid_constant__ HalfValuesOf<Config, Element, kModifiers> half_values) {
   constexpr bool kSkips = (kModifiers & kSegments) != 0;
   extern __shared__ __align__(1024) uint8_t smem_bytes[];
   __shared__ __align__(8) uint64_t barriers[ForwardSmem<Config>::kBarriers];
@@ -425,23 +439,36 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                            reinterpret_cast<Conversions*>(&conversions)};
   asm volatile("" : "+r"(smem.root), "+r"(smem.barriers));
 
+  constexpr bool kReadsHalf = kReadsHalfValues<Config, Element, kModifiers>;
+  bool half = false;
   if constexpr (!kStartsApart<Config, kModifiers>) {
     initialise<Config, Element, kModifiers>(maps, smem);
-    __syncthreads();
+    if constexpr (kReadsHalf) {
+      half = half_values.usable();
+    } else {
+      __syncthreads();
+    }
+  }
+  const CUtensorMap* value_map = &maps.value;
+  const BoxAxes* value_axes = &plan.value;
+  if constexpr (kReadsHalf) {
+    if (half) value_map = &half_values.map, value_axes = &half_values.axes;
   }
   // ptxas has the code of the second branch first, just behind the kernel's start. A far jump there
   // costs 300 clocks where the code is not in the cache.
   if constexpr (Config::kProducersFirst || kModifiers == kSegments) {
     if (threadIdx.x >= kWarpgroup) {
-      consume<Config, Element, kModifiers>(params, plan, maps, smem);
+      consume<Config, Element, kModifiers>(params, plan, maps, smem, half);
     } else {
-      produce<Config, Element, kModifiers>(params, plan, maps, smem, skips);
+      produce<Config, Element, kModifiers>(params, plan, maps, smem, skips, *value_map,
+                                           *value_axes);
     }
   } else {
     if (threadIdx.x < kWarpgroup) {
-      produce<Config, Element, kModifiers>(params, plan, maps, smem, skips);
+      produce<Config, Element, kModifiers>(params, plan, maps, smem, skips, *value_map,
+                                           *value_axes);
     } else {
-      consume<Config, Element, kModifiers>(params, plan, maps, smem);
+      consume<Config, Element, kModifiers>(params, plan, maps, smem, half);
     }
   }
 }

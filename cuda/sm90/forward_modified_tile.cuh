@@ -11,6 +11,7 @@
 #include "sm90/forward_mask.cuh"
 #include "sm90/forward_modified.cuh"
 #include "sm90/forward_parts.cuh"
+#include "sm90/forward_peaks.cuh"
 #include "sm90/forward_plan.cuh"
 #include "tile/softmax.cuh"
 
@@ -181,12 +182,6 @@ struct ModifiedTile {
       if (!kInScores && reads_ahead()) bias.wait();
     }
   }
-  // Which share of the tile's logits the mask and the band allow to the warp.
-  __device__ __forceinline__ float allowed_share() const {
-    static_assert(kBits);
-    const int bits = __popc(allowed.row[0]) + __popc(allowed.row[1]);
-    return __reduce_add_sync(0xffffffff, bits) * (1.0f / (16 * Config::kBlockKv));
-  }
   static __device__ __forceinline__ bool all_of(const AllowedBits& bits) {
     return __all_sync(0xffffffff, (bits.row[0] & bits.row[1]) == kAllBits<kN>);
   }
@@ -233,14 +228,16 @@ struct ModifiedTile {
     }
     bias.template read<BiasType>(addends, n);
   }
-  // Exponentials of products with the bias added. Every row has a reference.
+  // Exponentials of products with the bias added. Every row has a reference, whose exponential is
+  // 2^kLift.
+  template <int kLift>
   __device__ __forceinline__ void biased_exponentials(Scores& scores,
                                                       OnlineSoftmax<1>& softmax) const {
     const float factor = plan.products_to_log2;  // computed here, it would be in a register
     float shift[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      shift[half] = to_log2_units(softmax.reference[0][half], kLog2E);
+      shift[half] = to_log2_units(softmax.reference[0][half], kLog2E) - kLift;
     }
 #pragma unroll
     for (int n = 0; n < kN; n += 2) {
@@ -259,10 +256,12 @@ struct ModifiedTile {
   // in one block of code, in which the assembler mixes them. `longer`: by the longer polynomial of
   // the soft cap. Returns whether products are too great for it. `beside`, told whether the mask
   // allows all, is mixed in, too.
-  template <typename Beside>
+  template <int kLift = 0, typename Beside>
   __device__ __forceinline__ bool exponentials(Scores& scores, OnlineSoftmax<1>& softmax,
                                                float to_log2, bool longer, Beside beside) {
     if constexpr (kBits) {
+      float shift[2];
+      find_shift<true, kLift>(softmax, to_log2, shift);
       const auto all = [&](auto all_are_allowed) {
 #pragma unroll
         for (int n = 0; n < kN; ++n) {
@@ -274,7 +273,12 @@ struct ModifiedTile {
               forbid<kForbidBlocks>(scores[0], allowed, n);
             }
           }
-          softmax.exponentials(scores[0][n], 0, to_log2);
+#pragma unroll
+          for (int e = 0; e < 4; ++e) {
+            float& score = scores[0][n][e];
+            score = ptx::ex2_approx_ftz(fmaf(score, to_log2, -shift[e / 2]));
+            softmax.sum[0][e / 2] += score;
+          }
         }
       };
       if (all_allowed) {

@@ -254,6 +254,15 @@ __device__ __forceinline__ void mask_edges(float (&logits)[1][kN][4], const Band
   }
 }
 
+// The tiles of keys that the band does not cut into, for a warpgroup's rows, which begin with row0.
+template <int kBlockKv>
+__device__ __forceinline__ RowRange uncut_tiles(const Band& band, int32_t row0) {
+  const int32_t row_end = min(row0 + 64, band.q_len);
+  const int32_t first = max(row_end + band.lo + kBlockKv - 2, 0) / kBlockKv;
+  const int32_t end = max(min(band.kv_len, row0 + band.hi), 0) / kBlockKv;
+  return {__reduce_max_sync(0xffffffff, first), __reduce_max_sync(0xffffffff, end)};
+}
+
 // Sets a warp's rows from `rows` on to -inf.
 template <int kN>
 __device__ __forceinline__ void mask_rows(float (&logits)[1][kN][4], int32_t rows) {

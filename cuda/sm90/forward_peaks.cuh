@@ -12,28 +12,25 @@ namespace jax_flash::sm90 {
 
 // Whether few of a query tile's first keys make up its rows' sums: references are to follow the
 // greatest logits then (TUNING.md, "Errors"). For 128 normal logits a row's sum is 14 on average if
-// their deviation is 1, and 4 if it is 2; for 32 it is 6.7 and 2.8. So it is compared with a
-// multiple of the root of how many they are: `share` is that of the tile's logits which exist.
+// their deviation is 1, and 4 if it is 2.
 template <typename Config>
-__device__ __forceinline__ bool sums_look_peaked(const OnlineSoftmax<1>& softmax,
-                                                 float share = 1.0f) {
+__device__ __forceinline__ bool sums_look_peaked(const OnlineSoftmax<1>& softmax) {
   constexpr float kLeastSum = 5.5f * Config::kBlockKv / 128, kUnit = 256.0f;
   const float sum = fminf(softmax.sum[0][0] + softmax.sum[0][1], 1024.0f);
   const int32_t sums = __reduce_add_sync(0xffffffff, static_cast<int32_t>(sum * kUnit));
-  return sums < static_cast<int32_t>(16 * kLeastSum * kUnit * sqrtf(share));
+  return sums < static_cast<int32_t>(16 * kLeastSum * kUnit);
 }
 
-// Whether a warp's references are to follow the greatest logits behind a query tile's first tile of
-// keys, which the band cuts if `edge`: with a bias or a mask, where warps need not agree.
-template <typename Config, typename Consumer>
-__device__ __forceinline__ bool warp_sees_peaks(const Consumer& consumer, bool edge) {
-  const auto& softmax = consumer.softmax;
-  using Modified = typename Consumer::Modified;
-  if (!(Modified::kInScores ? consumer.unready == 0 : softmax.ready())) return false;
-  if constexpr (Modified::kBits) {
-    return sums_look_peaked<Config>(softmax, consumer.modified.allowed_share());
-  } else {  // how many logits an edge leaves is not known
-    return !edge && sums_look_peaked<Config>(softmax);
+// What is subtracted from logits in log2 units, for exponentials that are 2^kLog2 where a logit is
+// the reference. kChecks: 0 for a row that has had nothing but -inf.
+template <bool kChecks, int kLog2>
+__device__ __forceinline__ void find_shift(const OnlineSoftmax<1>& softmax, float to_log2,
+                                           float (&shift)[2]) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const float reference = softmax.reference[0][half];
+    shift[half] = to_log2_units(reference, to_log2) - kLog2;
+    if (kChecks && reference == minus_infinity()) shift[half] = 0.0f;
   }
 }
 
@@ -47,8 +44,9 @@ __device__ __forceinline__ bool sums_too_great(const OnlineSoftmax<1>& softmax) 
 }
 
 // Raises references to the rows' greatest logits, for probabilities of the last tile in place of
-// logits, which sums include. `factor`: for the output before it.
-template <int kN>
+// logits, which sums include. `factor`: for the output before it. kLift: log2 of the exponential
+// of a logit that is the reference.
+template <int kLift = 0, int kN>
 __device__ __forceinline__ void raise_to_peaks(OnlineSoftmax<1>& softmax,
                                                float (&probabilities)[1][kN][4], float to_log2,
                                                float (&factor)[1][2]) {
@@ -68,8 +66,8 @@ __device__ __forceinline__ void raise_to_peaks(OnlineSoftmax<1>& softmax,
     float& reference = softmax.reference[0][half];
     const float old = reference;
     const float raised =
-        fmaf(ptx::lg2_approx_ftz(greatest), ptx::rcp_approx_ftz(to_log2), reference);
-    reference = greatest > 1.0f ? raised : reference;
+        fmaf(ptx::lg2_approx_ftz(greatest) - kLift, ptx::rcp_approx_ftz(to_log2), reference);
+    reference = greatest > (1 << kLift) ? raised : reference;
     const float rise = to_log2_units(old, to_log2) - to_log2_units(reference, to_log2);
     factor[0][half] = ptx::ex2_approx_ftz(rise);
     softmax.sum[0][half] *= factor[0][half];

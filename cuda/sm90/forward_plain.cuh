@@ -18,8 +18,9 @@
 
 namespace jax_flash::sm90 {
 
-// warp_sees_peaks() for a warpgroup, whose warps start products together here: whether one of them
-// sees peaks, or has a row without a key.
+// For a warpgroup, whose warps start products together: whether references are to follow the
+// greatest logits behind a query tile's first tile, since the sums of one of them look peaked, or
+// it has a row without a key.
 template <typename Config, typename Consumer>
 __device__ __forceinline__ bool warpgroup_sees_peaks(const Consumer& consumer) {
   bool peaked = sums_look_peaked<Config>(consumer.softmax) || !consumer.softmax.ready();
@@ -33,19 +34,26 @@ __device__ __forceinline__ bool warpgroup_sees_peaks(const Consumer& consumer) {
 }
 
 // Waits for the next tile's keys or, if `tile` is a query tile's last, for its V, as settle() does
-// in any case. On a parity that depends on the exponentials: ForwardConsumer's
-// wait_next_value_after_exponentials(). `products`: P V under way.
+// in any case. `products`: P V under way; `keys`: tiles of keys held. `flip`: 0, of the parity.
 template <typename Consumer>
-__device__ __forceinline__ void wait_ahead_after_exponentials(const Consumer& consumer,
-                                                              int32_t tile, int products) {
-  const auto& sum = consumer.softmax.sum[0];
-  const uint32_t flip = __any_sync(0xffffffff, fminf(sum[0], sum[1]) < 0.0f);
+__device__ __forceinline__ void wait_ahead(const Consumer& consumer, int32_t tile, int products,
+                                           int keys, uint32_t flip) {
   const auto value = consumer.value_stage.next(products);
-  const auto& key = consumer.key_stage;
+  const auto key = keys == 0 ? consumer.key_stage : consumer.key_stage.next(keys);
   const bool last = consumer.is_last(tile);
   ptx::mbarrier_wait(
       last ? consumer.smem.value_full(value.stage) : consumer.smem.key_full(key.stage),
       (last ? value.parity : key.parity) ^ flip);
+}
+// On a parity that depends on the exponentials: ForwardConsumer's
+// wait_next_value_after_exponentials().
+template <typename Consumer>
+__device__ __forceinline__ void wait_ahead_after_exponentials(const Consumer& consumer,
+                                                              int32_t tile, int products,
+                                                              int keys = 0) {
+  const auto& sum = consumer.softmax.sum[0];
+  const uint32_t flip = __any_sync(0xffffffff, fminf(sum[0], sum[1]) < 0.0f);
+  wait_ahead(consumer, tile, products, keys, flip);
 }
 
 // What P V of the last tile waits for, beside the next scores.
@@ -54,19 +62,6 @@ __device__ __forceinline__ void settle(Consumer& consumer) {
   if (consumer.rises) consumer.rescale();
   consumer.rises = false;
   consumer.wait_value();
-}
-
-// What is subtracted from logits in log2 units, for exponentials that are 2^kLog2 where a logit is
-// the reference. kChecks: 0 for a row that has had nothing but -inf.
-template <bool kChecks, int kLog2>
-__device__ __forceinline__ void find_shift(const OnlineSoftmax<1>& softmax, float to_log2,
-                                           float (&shift)[2]) {
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const float reference = softmax.reference[0][half];
-    shift[half] = to_log2_units(reference, to_log2) - kLog2;
-    if (kChecks && reference == minus_infinity()) shift[half] = 0.0f;
-  }
 }
 
 // The exponentials of a tile, and their sums. P V goes on beside them (start_out_part()).

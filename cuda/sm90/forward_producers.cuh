@@ -79,9 +79,12 @@ __device__ __forceinline__ bool produce_again(const ForwardPlan& plan,
   return true;
 }
 
-// By one warp: keys and values of all query tiles.
+// By one warp: keys and values of all query tiles. Where the latter are depends on how they are
+// read.
 template <typename Config, typename Element, uint32_t kModifiers>
-__device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const ForwardMaps& maps,
+__device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const CUtensorMap& key_map,
+                                             const CUtensorMap& value_map,
+                                             const BoxAxes& value_axes,
                                              const ForwardSmem<Config>& smem,
                                              const SkipsOf<Config>& skips) {
   wait_for_skips<Config>(skips);
@@ -113,7 +116,7 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const Forw
     };
     const auto load_key = [&](int32_t tile) {
       ptx::mbarrier_wait(smem.key_empty(key_stage.stage), key_stage.parity ^ 1);
-      load_tile_boxes(smem.key(key_stage.stage), maps.key, smem.key_full(key_stage.stage), plan.key,
+      load_tile_boxes(smem.key(key_stage.stage), key_map, smem.key_full(key_stage.stage), plan.key,
                       q.batch_axes, q.kv_head, first_row(tile));
       key_stage.advance();
     };
@@ -128,7 +131,7 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const Forw
           for (int i = 1; i < kConverterArrivals; ++i) ptx::mbarrier_arrive(arrived);
         }
       }
-      load_tile_boxes(smem.value(value_stage.stage), maps.value, arrived, plan.value, q.batch_axes,
+      load_tile_boxes(smem.value(value_stage.stage), value_map, arrived, value_axes, q.batch_axes,
                       q.kv_head, first_row(tile));
       value_stage.advance();
     };

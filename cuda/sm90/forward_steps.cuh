@@ -12,9 +12,10 @@
 
 namespace jax_flash::sm90 {
 
-template <typename Config, typename Element, uint32_t kModifiers>
-__device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::clear_values(
+template <typename Config, typename Element, uint32_t kModifiers, typename Value>
+__device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::clear_values(
     int32_t tile, const RowRange& attended, int before) const {
+  if constexpr (kHalfValues) return;  // which are all finite
   const QueryWork& of = before == 0 ? work : work_before(before);
   const auto value_smem = smem.value(value_stage.stage);
   const auto clear = [&](auto make_allows) {
@@ -47,12 +48,12 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::cl
   zero_unattended<Config>(value_smem, tile, attended, plan.kv_len);
 }
 
-template <typename Config, typename Element, uint32_t kModifiers>
+template <typename Config, typename Element, uint32_t kModifiers, typename Value>
 template <bool kBesideOut, TileKind kKind>
-__device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::first_tile(
+__device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::first_tile(
     int32_t tile, bool of_one_segment) {
   if constexpr (Modified::kInScores) {
-    uncut = uncut_tiles();
+    uncut = uncut_tiles<Config::kBlockKv>(work.band, work.row0 + group_row());
     if (!modified.reads_ahead()) uncut.end = 0;
   }
   const bool edge = at_edge(tile);
@@ -72,6 +73,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::fi
   release_key();
   release_query_early(tile);
   softmax = OnlineSoftmax<1>();
+  softmax.lift = kLift;
   by_bits = is_half = false;
   bool computed = false;
   if constexpr (Modified::kSaturates) computed = first_fixed_tile<Config>(*this, tile, edge);
@@ -88,7 +90,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::fi
     find_attended_columns(modified.all_allowed);
   }
   drop_some(tile);
-  if constexpr (kPlain) {
+  if constexpr (kWaitsAhead) {
     wait_ahead_after_exponentials(*this, tile, kBesideOut ? 1 : 0);
     if constexpr (kBesideOut) await_out();
     convert();
@@ -100,14 +102,11 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::fi
     convert();
     wait_value();
   }
-  if constexpr (kFollowsPeaks) {
-    careful_tiles = warp_sees_peaks<Config>(*this, edge) ? kCarefulTiles : 0;
-  }
 }
 
-template <typename Config, typename Element, uint32_t kModifiers>
+template <typename Config, typename Element, uint32_t kModifiers, typename Value>
 template <TileKind kKind>
-__device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::next_tile(
+__device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::next_tile(
     int32_t last, int32_t tile, bool of_one_segment, KeyTileNote* next_note) {
   if constexpr (Modified::kSaturates) return next_capped_tile<Config>(*this, last, tile);
   constexpr bool kInRun = kKind == TileKind::kInRun;
@@ -117,12 +116,14 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
   if constexpr (kInScores) inner = last >= uncut.first && tile < uncut.end;
   const bool edge = !inner && (kInScores || at_edge(tile));  // before the wait
   if constexpr (!Modified::kBiased || kInScores) {
-    wait_key();
+    if constexpr (!kWaitsAhead) wait_key();
     if constexpr (kSegmented) note = key_note(tile);
     if constexpr (kInRun) one_segment = true;  // so that the compiler knows
     start_scores();
   }
   if (!kInScores || !inner) clear_values(last, work.attended);
+  // A branch, or else O would be started right behind S, and before another warpgroup's S.
+  if constexpr (kHalfValues && !kBiasBeside) wait_value();
   if constexpr (!kInRun) one_segment = of_one_segment;
   if constexpr (!kChained) *next_note = key_note(tile);
   if constexpr (kSegmented) look_at_segments(tile);
@@ -184,9 +185,10 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
     beside(modified.all_allowed);
     exponentials_beside_out<0>();
   } else if constexpr (kBiasBeside) {
-    modified.biased_exponentials(scores, softmax);
+    modified.template biased_exponentials<kLift>(scores, softmax);
   } else if constexpr (kGeneral) {
-    great = modified.exponentials(scores, softmax, to_log2, longer, beside) && assumes_small;
+    great = modified.template exponentials<kLift>(scores, softmax, to_log2, longer, beside) &&
+            assumes_small;
   }
   if constexpr (Modified::kBiased) read_ahead(is_last(tile) ? -1 : tile + 1);
   const float greatest = Modified::kAddsInfinity
@@ -196,16 +198,23 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
   softmax.sum[0][1] += before[1];
   bool exceeded = false;
   if constexpr (kInScores) {  // with the vote that there is
-    exceeded = !careful && __any_sync(0xffffffff, greatest > kOptimisticLimit);
-    wait_next_value(exceeded && plan.q_len < 0 ? 1 : 0);
+    exceeded = !careful && __any_sync(0xffffffff, greatest > kSumLimit);
+    const uint32_t never = exceeded && plan.q_len < 0 ? 1 : 0;
+    if constexpr (kWaitsAhead) {
+      wait_ahead(*this, tile, 1, 1, never);
+    } else {
+      wait_next_value(never);
+    }
+  } else if constexpr (kWaitsAhead) {
+    wait_ahead_after_exponentials(*this, tile, 1, 1);
   } else {
     wait_next_value_after_exponentials();
   }
   await_out();
   if constexpr (kOptimistic) {
     // NaN may come of what a mask forbids, too.
-    const bool again = Modified::kAddsInfinity ? !(greatest <= kOptimisticLimit)
-                                               : greatest > kOptimisticLimit || great;
+    const bool again =
+        Modified::kAddsInfinity ? !(greatest <= kSumLimit) : greatest > kSumLimit || great;
     if constexpr (!kInScores) exceeded = !careful && __any_sync(0xffffffff, again);
     if (exceeded) [[unlikely]] {
       bool anew = sums_too_great(softmax);
@@ -228,7 +237,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
         exponentials();
         careful_tiles = kCarefulTiles;
       } else {
-        raise_to_peaks(softmax, scores, to_log2, factor);
+        raise_to_peaks<kLift>(softmax, scores, to_log2, factor);
         take_references();
         rises = true;
       }
@@ -242,9 +251,9 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::ne
   if (rises) rescale();
 }
 
-template <typename Config, typename Element, uint32_t kModifiers>
+template <typename Config, typename Element, uint32_t kModifiers, typename Value>
 template <typename Beside>
-__device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers>::attend(
+__device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::attend(
     int32_t tile, Beside beside) {
   wait_key();
   start_scores();

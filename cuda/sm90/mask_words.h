@@ -34,6 +34,11 @@ struct MaskWords : MaskMatrices {
     return matrices * parts(rows, kRows) * (tiles * kThreads * kPairBytes + kRangeBytes);
   }
 
+  static int64_t bytes(const Shape& shape, const Operand& mask) {
+    const MaskMatrices matrices(shape, mask);
+    return mask ? bytes(shape, matrices.matrices(), matrices.rows) : 0;
+  }
+
   // Keys of a tile of the kernel for this head dim.
   static constexpr int32_t block_kv(int32_t head_dim) { return head_dim <= 128 ? 128 : 80; }
 
