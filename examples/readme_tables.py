@@ -234,8 +234,7 @@ def sections(machine: str) -> list[str]:
             text = "\n\n".join(contest(document, g, unit) for g, unit in make if g in have)
         else:
             text = make(document)
-        how = block([command(document)])
-        found.append(f"**{title}** on {where(document)}:\n\n{text}\n\n{how}")
+        found.append(f"**{title}** on {where(document)}:\n\n{text}\n\n{block([command(document)])}")
     return found
 
 

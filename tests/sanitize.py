@@ -10,9 +10,8 @@ if a tool reports anything that is not explained below, or if a result is wrong.
 The tool is $COMPUTE_SANITIZER, else that of the package nvidia-cuda-sanitizer-api, else the one on
 the PATH. That of CUDA 13.0 takes what barrier.arrive and barrier.sync order for races, and does not
 see what bulk copies store; 2026.4 (nvidia-cuda-sanitizer-api 13.5) follows these. What a tool does
-not follow is seen from what it says of the kernels in sanitizer_limits.cu, which
-are right. What such a limit explains does not count, for as long as the tool has it.
-Needs nvcc; without it all counts.
+not follow is seen from what it says of the kernels in sanitizer_limits.cu, which are right. What
+such a limit explains does not count, for as long as the tool has it. Without nvcc all counts.
 
 A build with -Ccmake.define.JAX_FLASH_DEFINES=JAX_FLASH_EVERY_THREAD_ARRIVES=1, in which all threads
 of a warp arrive at barriers where else one does for them, needs no explanation by mbarrier_leader:
@@ -85,15 +84,14 @@ def cases(tool: str):
         small |= {"batch": 1, "heads": 2, "kv_heads": 1}
         few_rows |= {"kv_len": 330, "heads": 4, "kv_heads": 1}
     narrow, wide = small | {"kv_len": 190}, small | {"kv_len": 180}
-    # More units of work than multiprocessors, so that blocks take one after the other.
+    # More units than multiprocessors, so that blocks take several; few: more of 128 queries only.
     heads = {"heads": 2, "kv_heads": 2} if few else {"heads": 70, "kv_heads": 70}
     units = {"batch": 1, "q_len": 130, "kv_len": 210, **heads}
     heads = {"heads": 2, "kv_heads": 2} if few else {"heads": 136, "kv_heads": 136}
-    short_units = {"batch": 1, "q_len": 160, "kv_len": 70, **heads}
+    short_units = units | {"q_len": 160, "kv_len": 70, **heads}
     wide_units = short_units | {"kv_len": 240}
-    # Fewer units of 192 queries than multiprocessors, and more of 128.
-    heads = {"heads": 2, "kv_heads": 2} if few else {"heads": 127, "kv_heads": 127}
-    few_units = {"batch": 1, "q_len": 160, "kv_len": 90, **heads}
+    few_units = short_units | ({} if few else {"heads": 127, "kv_heads": 127}) | {"kv_len": 90}
+    grouped = units | {"heads": 16, "kv_heads": 1}  # rows enough for V to be made float16
     long = {"batch": 1, "q_len": 1030, "kv_len": 1050, "heads": 4, "kv_heads": 4}
     return (
         ("bfloat16", (64, 64), causal, False, units),
@@ -116,6 +114,8 @@ def cases(tool: str):
         ("bfloat16", (128, 128), (("mask", "TS"),), False, long),
         ("bfloat16", (64, 64), (("mask", "TS"),), False, wide_units),
         ("bfloat16", (64, 64), (("mask", "BNTS"),), False, small),
+        ("bfloat16", (64, 64), (("mask", "TS"),), False, grouped),
+        ("bfloat16", (128, 128), (("bias", ("TS", "bfloat16")),), False, grouped),
         ("bfloat16", (64, 64), (("bias", ("TS", "bfloat16")),), False, wide_units),
         ("bfloat16", (64, 64), (("segments", "packed"),), False, small),
         ("bfloat16", (128, 128), (("lengths", "qk"), ("sinks", True)), False, few_rows),

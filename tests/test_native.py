@@ -137,3 +137,29 @@ def test_no_warnings_on_a_plain_call():
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         jax.block_until_ready(jax_flash.dot_product_attention(X, X, X))
+
+
+@pytest.mark.skipif(not (ffi.native and ffi.native.has_cuda()), reason="built without CUDA")
+@pytest.mark.parametrize(
+    ("changed", "copied"),
+    [
+        ({}, True),
+        ({"bias": False, "mask_matrices": 1, "mask_rows": 1}, True),
+        ({"bias": False}, False),
+        ({"mask_matrices": 1, "mask_rows": 1}, False),  # beside the bias
+        ({"soft_cap_or_dropout": True}, False),
+        ({"dtype": "float16"}, False),
+        ({"head_dim": 96, "value_dim": 96}, False),
+        ({"q_len": 500}, False),  # too few rows for it
+    ],
+)
+def test_workspace_for_values_in_float16(changed, copied):
+    """As much as V takes, of what batches share once, and not where no kernel reads it."""
+    call = {
+        "batch": 6, "q_len": 512, "kv_len": 10_000, "heads": 8, "kv_heads": 2, "head_dim": 128,
+        "value_dim": 128, "dtype": "bfloat16", "segments": False, "bias": True,
+        "soft_cap_or_dropout": False, "mask_matrices": 0, "mask_rows": 0, "value_matrices": 2,
+    }  # fmt: skip
+    bytes_needed = ffi.native.cuda_forward_workspace_bytes(**call | changed)
+    values = 2 * 10_000 * 128 * 2
+    assert (values <= bytes_needed < 1.1 * values) if copied else bytes_needed < 0.1 * values
