@@ -43,18 +43,17 @@ __device__ __forceinline__ bool exceeds(const OnlineSoftmax<1>& softmax,
 
 struct QueryTilesAgain {
   uint32_t tiles;  // a bit for each of the block's, modulo 32
-  uint64_t found;  // a barrier: every consumer warp has done with its tiles, and said which
+  uint64_t found;  // a barrier: each warp that says which has done with its tiles
 
   __device__ __forceinline__ uint32_t barrier() const { return ptx::shared_address(&found); }
-  __device__ __forceinline__ void init(int consumer_warps) {
+  __device__ __forceinline__ void init(int warps) {
     tiles = 0;
-    ptx::mbarrier_init(barrier(), consumer_warps);
+    ptx::mbarrier_init(barrier(), warps);
   }
-  // By a consumer's warp: the n-th tile is to be done again.
-  __device__ __forceinline__ void add(uint32_t n) {
-    if (threadIdx.x % 32 == 0) atomicOr(&tiles, 1u << n % 32);
-  }
-  // By a consumer's warp: that it has done with all of its tiles.
+  // By a warp: the n-th tile is to be done again.
+  __device__ __forceinline__ void add(uint32_t n) { add_some(1u << n % 32); }
+  __device__ __forceinline__ void add_all() { add_some(~0u); }
+  // By a warp: that it has done with all of its tiles.
   __device__ __forceinline__ void tell() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier());
@@ -63,6 +62,11 @@ struct QueryTilesAgain {
   __device__ __forceinline__ uint32_t wait() const {
     ptx::mbarrier_wait_asleep(barrier(), 0);
     return *const_cast<const volatile uint32_t*>(&tiles);
+  }
+
+ private:
+  __device__ __forceinline__ void add_some(uint32_t bits) {
+    if (threadIdx.x % 32 == 0) atomicOr(&tiles, bits);
   }
 };
 

@@ -108,10 +108,7 @@ template <typename Consumer>
 __device__ __forceinline__ void check_query_tile(const Consumer& consumer,
                                                  const OnlineSoftmax<1>& softmax, uint32_t n) {
   if constexpr (Consumer::kPlain && !Consumer::kAlwaysExact) {
-    if (exceeds(softmax, consumer.out) ||
-        (Consumer::kConverts && consumer.smem.conversions->too_small())) {
-      consumer.smem.again->add(n);
-    }
+    if (exceeds(softmax, consumer.out)) consumer.smem.again->add(n);
   }
 }
 
@@ -332,8 +329,10 @@ __device__ __forceinline__ void initialise(const ForwardMaps& maps,
                                            const ForwardSmem<Config>& smem) {
   if (threadIdx.x == kWarpgroup) {
     if constexpr ((kModifiers & kSegments) != 0) init_plan_barriers<Config>(*smem.segments);
-    if constexpr (kChecksLate<Config, kModifiers>) smem.again->init(Config::kConsumers * 4);
     constexpr bool kConverts = kConvertsValues<Config, Element, kModifiers>;
+    if constexpr (kChecksLate<Config, kModifiers>) {
+      smem.again->init(Config::kConsumers * 4 + (kConverts ? kConverterWarps : 0));
+    }
     if constexpr (kConverts) smem.conversions->init();
     smem.init_barriers(kConverts ? kConverterArrivals : 1);
   }
@@ -407,8 +406,8 @@ __device__ __forceinline__ void produce(const Forward& params, const ForwardPlan
       ptx::barrier_sync(kStarted, kStartThreads<Config, Element, kModifiers>);
     }
     convert_values<Config, Config::kConsumers == 2 ? 8 : 4>(
-        *smem.conversions, warp - (4 - kConverterWarps), smem.value(0).root + smem.value(0).offset,
-        smem.value_full(0));
+        *smem.conversions, *smem.again, warp - (4 - kConverterWarps),
+        smem.value(0).root + smem.value(0).offset, smem.value_full(0));
   } else if constexpr (kSkips) {
     static_assert(Config::kRowGroups == 2);
     plan_query_tiles<Config, Element, kModifiers>(params, plan, skips, *smem.segments);

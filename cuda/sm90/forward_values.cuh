@@ -62,14 +62,12 @@ template <int kPlaces>
 struct ValueConversions {
   static constexpr int32_t kEnd = -1;
   int32_t places[kPlaces];
-  uint32_t has_small;         // not 0: of the values so far, some are small
   uint64_t arrived[kPlaces];  // barriers: the tile is there
 
   __device__ __forceinline__ uint32_t barrier(uint32_t n) const {
     return ptx::shared_address(&arrived[n]);
   }
   __device__ __forceinline__ void init() {
-    has_small = 0;
     for (int n = 0; n < kPlaces; ++n) ptx::mbarrier_init(barrier(n), 1);
   }
   // By the warp that starts copies: the barrier for a tile that is copied to `place`.
@@ -89,59 +87,83 @@ struct ValueConversions {
     turn.advance();
     return place;
   }
-  // By consumers that have waited for the values.
-  __device__ __forceinline__ bool too_small() const {
-    return *const_cast<const volatile uint32_t*>(&has_small) != 0;
-  }
 };
 
-// Values below 2^-25 vanish in float16, and what it rounds others by, 2^-25 at most, is to be
-// little beside what matters of the output. So something is to reach 2^-10, here in the bits of
-// bfloat16, or all is 0: of a sample, since to look costs half as many instructions as to convert.
-// Values beyond 2^16 become infinite, which the output shows (forward_again.cuh).
-inline constexpr uint32_t kGreatEnough = 0x3a80;
+// float16 rounds values below 2^-14 by up to 2^-25, which is to be little beside what a column of
+// the output has. So in each column of a tile some value is to reach 2^-12, which makes it 1/8 of
+// what P of bfloat16 would do, or all are 0. A sample is looked at, of a quarter of the rows or an
+// eighth, since to look takes as long as to convert. Values beyond 2^16 become infinite, which the
+// output shows (forward_again.cuh).
+inline constexpr uint32_t kGreatEnough = 0x3980;  // in the bits of bfloat16
+
+// Whether a greatest value is too small, by the bits of their magnitudes, pairs of columns: by the
+// least of those that are not 0. As signed numbers 0 becomes the greatest and 1 the least.
+template <int kPairs>
+__device__ __forceinline__ bool any_too_small(const uint32_t (&pairs)[kPairs]) {
+  constexpr uint32_t kBoth = 0x00010001;
+  uint32_t least = 0x7fff * kBoth;
+#pragma unroll
+  for (uint32_t pair : pairs) least = __vmins2(least, pair + 0x7fff * kBoth);
+  const int low = static_cast<int16_t>(least), high = static_cast<int32_t>(least) >> 16;
+  return min(low, high) < static_cast<int>(kGreatEnough) - 0x8001;
+}
 
 // By kConverterWarps warps, this one the warp-th: all tiles that are to be converted.
 template <typename Config, int kChunks>
 __device__ __forceinline__ void convert_values(ValueConversions<Config::kValueStages>& conversions,
-                                               int warp, uint32_t first_tile_smem,
-                                               uint32_t first_full) {
+                                               QueryTilesAgain& again, int warp,
+                                               uint32_t first_tile_smem, uint32_t first_full) {
   using Tile = typename Config::ValueTile;
-  constexpr int kBytes = kConverterWarps * 32 * 16;  // of all threads' chunks
-  static_assert(Tile::kBytes % (kBytes * kChunks) == 0);
+  constexpr int kBytes = kConverterWarps * 32 * 16;        // of all threads' chunks
+  constexpr int kStep = kBytes * kChunks / Tile::kPanels;  // of each panel at a time
+  static_assert(Tile::kPanelBytes % kStep == 0);
   const int lane = threadIdx.x % 32;
   RingState<Config::kValueStages> turn;
+  bool small = false;  // whether some column of some tile was
   for (;;) {
     const int32_t place = conversions.wait(turn);
-    if (place == conversions.kEnd) return;
-    const uint32_t tile_smem = first_tile_smem + place * Tile::kBytes;
-    __nv_bfloat162 greatest{};
+    if (place == conversions.kEnd) break;
+    uint32_t at = first_tile_smem + place * Tile::kBytes + (warp * 32 + lane) * 16;
+    // Of a thread's columns, the same in all rows, since these are multiples of 8 apart.
+    uint32_t greatest[Tile::kPanels * 4] = {};
 #pragma unroll 1
-    for (uint32_t at = tile_smem + (warp * 32 + lane) * 16; at < tile_smem + Tile::kBytes;
-         at += kBytes * kChunks) {
+    for (const uint32_t end = at + Tile::kPanelBytes; at < end; at += kStep) {
       uint4 chunks[kChunks];
+      const auto address = [&](int i) {  // a row of all panels after the other
+        return at + i % Tile::kPanels * Tile::kPanelBytes + i / Tile::kPanels * kBytes;
+      };
 #pragma unroll
-      for (int i = 0; i < kChunks; ++i) chunks[i] = ptx::ld_shared_v4(at + i * kBytes);
+      for (int i = 0; i < kChunks; ++i) chunks[i] = ptx::ld_shared_v4(address(i));
 #pragma unroll
       for (int i = 0; i < kChunks; ++i) {
-        const auto convert = [&](uint32_t pair) {
-          if (i == 0) {
-            greatest = __hmax2(greatest, __habs2(reinterpret_cast<const __nv_bfloat162&>(pair)));
-          }
+        const auto convert = [&](uint32_t pair, uint32_t& most) {
+          if (i < Tile::kPanels) most = __vmaxu2(most, pair & 0x7fff7fff);
           return ptx::cvt_rn_x2<__half>(__uint_as_float(pair << 16),
                                         __uint_as_float(pair & 0xffff0000));
         };
-        ptx::st_shared_v4(at + i * kBytes, uint4{convert(chunks[i].x), convert(chunks[i].y),
-                                                 convert(chunks[i].z), convert(chunks[i].w)});
+        uint32_t* const most = &greatest[i % Tile::kPanels * 4];
+        ptx::st_shared_v4(address(i),
+                          uint4{convert(chunks[i].x, most[0]), convert(chunks[i].y, most[1]),
+                                convert(chunks[i].z, most[2]), convert(chunks[i].w, most[3])});
       }
     }
     ptx::fence_proxy_async_shared();
-    const uint32_t both = reinterpret_cast<const uint32_t&>(greatest);
-    const uint32_t bits = __reduce_max_sync(0xffffffff, max(both & 0xffff, both >> 16));
-    if (lane == 0 && bits != 0 && bits < kGreatEnough) conversions.has_small = 1;
     __syncwarp();
     if (kWarpArrivals > 1 || lane == 0) ptx::mbarrier_arrive(first_full + place * 8);
+    // Now that nobody waits for it.
+    if (__any_sync(0xffffffff, any_too_small(greatest))) {
+      // Of a lane's own rows, which may be chance. Where row and chunk, swizzled, differ alike,
+      // columns are the same.
+#pragma unroll
+      for (uint32_t& pair : greatest) {
+        pair = __vmaxu2(pair, __shfl_xor_sync(0xffffffff, pair, 8 + 1));
+        pair = __vmaxu2(pair, __shfl_xor_sync(0xffffffff, pair, 16 + 2));
+      }
+      small = small || any_too_small(greatest);
+    }
   }
+  if (__any_sync(0xffffffff, small)) again.add_all();
+  again.tell();
 }
 
 }  // namespace jax_flash::sm90
