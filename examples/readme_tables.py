@@ -206,7 +206,8 @@ def floors(document: dict) -> str:
 # By file: a title, and either the groups of cases with their units or what makes the table.
 _GROUPS = [("targets", "TFLOP/s"), ("decode", "TB/s"), ("cpu", "ms"), ("layer", "tokens/s")]
 _SECTIONS: dict[str, tuple[str, Any]] = {
-    "speed": ("One call, and a layer", _GROUPS),
+    "speed": ("One call", _GROUPS),
+    "speed_backward": ("One call, backward", _GROUPS),
     "decoding": ("Decoding, and a layer", _GROUPS),
     "short": ("Short calls, beside Pallas' own kernel as well", [("targets", "us")]),
     "families": ("The kernels for Ampere, on the same GPU", [("targets", "TFLOP/s")]),
@@ -250,9 +251,7 @@ def measured() -> str:
         "**LLaMA blocks**, two of them with embedding and output layer, "
         + llama(["llama_cpu.json", "llama_h200_7b.json", "llama_h200_8b.json"]),
     ]
-    for machine in _MACHINES:
-        parts += sections(machine)
-    return "\n\n".join(parts)
+    return "\n\n".join(parts + [x for machine in _MACHINES for x in sections(machine)])
 
 
 def several_devices() -> str:
