@@ -57,4 +57,9 @@ __device__ __forceinline__ uint32_t cvt_rn_x2(float low, float high) {
   return packed;
 }
 
+// Two numbers of bfloat16 rounded to float16.
+__device__ __forceinline__ uint32_t cvt_rn_f16x2_bf16x2(uint32_t pair) {
+  return cvt_rn_x2<__half>(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000));
+}
+
 }  // namespace jax_flash::ptx

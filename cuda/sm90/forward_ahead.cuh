@@ -89,7 +89,7 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     if constexpr (!kFirst) this->template start_out<Base::kConverts && kLastHalf>();
     if constexpr (kExact && Base::kConverts) {
       float shift[2];
-      find_shift<true, kLift>(softmax, to_log2, shift);
+      find_shift<true, kPeakLift>(softmax, to_log2, shift);
       exponentials_in_chains(softmax, now, to_log2, shift);
     } else {
       this->exponentials(now);
@@ -147,7 +147,7 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
         (!kGuesses && index < work.end && warpgroup_sees_peaks<Config>(*this))) {
       if constexpr (Base::kConverts) {
         lift_weights(*this);
-        factor[0][0] = factor[0][1] = kLifted;
+        factor[0][0] = factor[0][1] = kPeakLifted;
         this->rescale();
       }
       go_on<true>(index);

@@ -364,7 +364,7 @@ struct ForwardConsumer {
   __device__ __forceinline__ void take_references() {
     if constexpr (Modified::kInScores) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
+      for (int half = 0; half < 2; ++half) {  // find_shift(), but that ptxas orders all by it anew
         const float reference = softmax.reference[0][half];
         shift[half] =
             reference == minus_infinity() ? 0.0f : to_log2_units(reference, to_log2) - kLift;

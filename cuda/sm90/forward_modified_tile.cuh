@@ -235,10 +235,7 @@ struct ModifiedTile {
                                                       OnlineSoftmax<1>& softmax) const {
     const float factor = plan.products_to_log2;  // computed here, it would be in a register
     float shift[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      shift[half] = to_log2_units(softmax.reference[0][half], kLog2E) - kLift;
-    }
+    find_shift<false, kLift>(softmax, kLog2E, shift);
 #pragma unroll
     for (int n = 0; n < kN; n += 2) {
       float addends[2][4];

@@ -103,7 +103,8 @@ __device__ __forceinline__ void next_plain_tile(Consumer& consumer, int32_t last
   consumer.modify(consumer.scores, tile, edge);
   if constexpr (kExact) consumer.rises = consumer.raise_reference();
   float shift[2];
-  find_shift<kExact, kExact && Consumer::kConverts ? kLift : 0>(softmax, consumer.to_log2, shift);
+  find_shift<kExact, kExact && Consumer::kConverts ? kPeakLift : 0>(softmax, consumer.to_log2,
+                                                                    shift);
   float sums[4] = {softmax.sum[0][0], 0.0f, softmax.sum[0][1], 0.0f};
   plain_exponentials<0, kHalf>(consumer, shift, sums);
   softmax.sum[0][0] = sums[0] + sums[1];
@@ -113,19 +114,19 @@ __device__ __forceinline__ void next_plain_tile(Consumer& consumer, int32_t last
   consumer.template convert<Consumer::kConverts && !kHalf>();
 }
 
-// Multiplies probabilities, which are bfloat16, and their sums so far by 2^kLift.
+// Multiplies probabilities, which are bfloat16, and their sums so far by 2^kPeakLift.
 template <typename Consumer>
 __device__ __forceinline__ void lift_weights(Consumer& consumer) {
   auto& softmax = consumer.softmax;
-  softmax.lift = kLift;
-  softmax.sum[0][0] *= kLifted;
-  softmax.sum[0][1] *= kLifted;
+  softmax.lift = kPeakLift;
+  softmax.sum[0][0] *= kPeakLifted;
+  softmax.sum[0][1] *= kPeakLifted;
 #pragma unroll
   for (auto& fragment : consumer.probabilities) {
 #pragma unroll
     for (uint32_t& pair : fragment) {
       auto& values = reinterpret_cast<__nv_bfloat162&>(pair);
-      values = __hmul2(values, __float2bfloat162_rn(kLifted));
+      values = __hmul2(values, __float2bfloat162_rn(kPeakLifted));
     }
   }
 }

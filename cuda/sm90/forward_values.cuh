@@ -41,11 +41,11 @@ inline constexpr bool kConvertsMany = kConvertsValues<Config, Element, kModifier
 // Where references are the rows' greatest logits, log2 of their P: float16 has its full precision
 // down to 2^-14, and so for logits up to 18 below the greatest one, which may be far above all
 // others. Else P of logits up to 11 above the reference are numbers of float16.
-inline constexpr int kLift = 12;
-inline constexpr float kLifted = 1 << kLift;
+inline constexpr int kPeakLift = 12;
+inline constexpr float kPeakLifted = 1 << kPeakLift;
 
 // Of a thread's sum in a row of a query tile's first keys, 32 of them: less than this is P of below
-// 2^-15, of which float16 has little more than bfloat16 unless it is multiplied by 2^kLift.
+// 2^-15, of which float16 has little more than bfloat16 unless it is multiplied by 2^kPeakLift.
 inline constexpr float kFarBelow = 0x1p-10f;
 
 // Whether the n-th tile of a query tile's keys, in the order in which they are used, is converted.
@@ -138,8 +138,7 @@ __device__ __forceinline__ void convert_values(ValueConversions<Config::kValueSt
       for (int i = 0; i < kChunks; ++i) {
         const auto convert = [&](uint32_t pair, uint32_t& most) {
           if (i < Tile::kPanels) most = __vmaxu2(most, pair & 0x7fff7fff);
-          return ptx::cvt_rn_x2<__half>(__uint_as_float(pair << 16),
-                                        __uint_as_float(pair & 0xffff0000));
+          return ptx::cvt_rn_f16x2_bf16x2(pair);
         };
         uint32_t* const most = &greatest[i % Tile::kPanels * 4];
         ptx::st_shared_v4(address(i),

@@ -117,8 +117,7 @@ static __global__ void __launch_bounds__(HalfValueCopy::kThreads)
       for (int i = 0; i < kSteps; ++i) {
         const auto convert = [&](uint32_t pair, uint32_t& most) {
           most = __vmaxu2(most, pair & 0x7fff7fff);
-          return ptx::cvt_rn_x2<__half>(__uint_as_float(pair << 16),
-                                        __uint_as_float(pair & 0xffff0000));
+          return ptx::cvt_rn_f16x2_bf16x2(pair);
         };
         const uint4 converted = {
             convert(chunks[i].x, greatest[0]), convert(chunks[i].y, greatest[1]),
