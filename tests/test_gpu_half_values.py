@@ -109,7 +109,7 @@ def test_output_errors_are_those_of_cudnn_in_short_calls(modifier, head_dim, dty
     assert ours <= 1.01 * theirs, ours / theirs  # 1%: the order of sums
 
 
-@pytest.mark.parametrize("exponent", [-100, -30, -14, -8, 8, 15, 17, 90])
+@pytest.mark.parametrize("exponent", [-100, -30, -14, -13, -8, 8, 15, 17, 90])
 @each_modifier
 @each_shape
 def test_values_of_any_magnitude(shape, modifier, exponent):

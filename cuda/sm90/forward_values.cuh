@@ -23,6 +23,7 @@
 #include "ptx/tma.cuh"
 #include "sm90/config.cuh"
 #include "sm90/forward_again.cuh"
+#include "sm90/half_values.h"
 #include "sm90/ring.cuh"
 
 namespace jax_flash::sm90 {
@@ -89,12 +90,9 @@ struct ValueConversions {
   }
 };
 
-// float16 rounds values below 2^-14 by up to 2^-25, which is to be little beside what a column of
-// the output has. So in each column of a tile some value is to reach 2^-12, which makes it 1/8 of
-// what P of bfloat16 would do, or all are 0. A sample is looked at, of a quarter of the rows or an
-// eighth, since to look takes as long as to convert. Values beyond 2^16 become infinite, which the
-// output shows (forward_again.cuh).
-inline constexpr uint32_t kGreatEnough = 0x3980;  // in the bits of bfloat16
+// Of a tile's columns a sample is looked at, of a quarter of the rows or an eighth, since to look
+// takes as long as to convert. Values beyond 2^16 become infinite, which the output shows
+// (forward_again.cuh).
 
 // Whether a greatest value is too small, by the bits of their magnitudes, pairs of columns: by the
 // least of those that are not 0. As signed numbers 0 becomes the greatest and 1 the least.

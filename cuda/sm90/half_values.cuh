@@ -67,15 +67,13 @@ struct HalfValueCopy {
   int32_t* bad;
 };
 
-// What float16 cannot hold, as bits of bfloat16: from 65,536 on. And a column whose greatest value
-// is below 2^-10: float16 rounds by up to 2^-25 there, which is to be little beside what the column
-// has.
-inline constexpr uint32_t kTooGreat = 0x4780, kTooSmall = 0x3a80;
+// What float16 cannot hold, as bits of bfloat16: from 65,536 on.
+inline constexpr uint32_t kTooGreat = 0x4780;
 
 // Of a pair of columns, by the magnitudes of their greatest values.
 __device__ __forceinline__ bool is_bad(uint32_t pair) {
   const auto one = [](uint32_t bits) {
-    return bits >= kTooGreat || (bits > 0 && bits < kTooSmall);
+    return bits >= kTooGreat || (bits > 0 && bits < kGreatEnough);
   };
   return one(pair & 0xffff) || one(pair >> 16);
 }

@@ -15,6 +15,11 @@
 
 namespace jax_flash::sm90 {
 
+// float16 rounds values below 2^-14 by up to 2^-25, which is to be little beside what a column of
+// the output has. So in each column of some rows a value is to reach 2^-12, which makes it 1/8 of
+// what P of bfloat16 would do, or all are 0. In the bits of bfloat16:
+inline constexpr uint32_t kGreatEnough = 0x3980;
+
 // In the workspace, from a multiple of kAlignment on: for each block of the kernel that makes it
 // whether it has seen values that float16 cannot hold, and V: all that is not broadcast, side by
 // side.
