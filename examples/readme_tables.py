@@ -8,6 +8,7 @@ python examples/readme_tables.py --check    # exits with 1 if it is not what the
 
 import json
 import pathlib
+import shlex
 import sys
 from typing import Any
 
@@ -47,7 +48,8 @@ def where(document: dict) -> str:
 
 def command(document: dict) -> str:
     """How a file was made, under the name that it has here."""
-    return document["command"].replace("python3 ", "python ")
+    flags = f"XLA_FLAGS={shlex.quote(document['xla_flags'])} " if document.get("xla_flags") else ""
+    return flags + document["command"].replace("python3 ", "python ")
 
 
 def block(commands: list[str]) -> str:
@@ -206,9 +208,7 @@ def floors(document: dict) -> str:
 # By file: a title, and either the groups of cases with their units or what makes the table.
 _GROUPS = [("targets", "TFLOP/s"), ("decode", "TB/s"), ("cpu", "ms"), ("layer", "tokens/s")]
 _SECTIONS: dict[str, tuple[str, Any]] = {
-    "speed": ("One call", _GROUPS),
-    "speed_backward": ("One call, backward", _GROUPS),
-    "decoding": ("Decoding, and a layer", _GROUPS),
+    "speed": ("One call, and a layer", _GROUPS),
     "short": ("Short calls, beside Pallas' own kernel as well", [("targets", "us")]),
     "families": ("The kernels for Ampere, on the same GPU", [("targets", "TFLOP/s")]),
     "earlier": ("Small calls, inputs not in the cache", [("earlier", "us")]),

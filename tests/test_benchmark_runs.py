@@ -48,6 +48,7 @@ def test_run_is_complete(measured):
     assert document["timing"]["source"] == "wall"
     assert "interrupted" not in document
     assert document["command"].startswith(f"{pathlib.Path(sys.executable).name} -m jax_flash.b")
+    assert document["xla_flags"] == os.environ["XLA_FLAGS"]  # of conftest.py
     assert document["peaks"]["float32"]["matmul_tflops"] > 0
     assert {case["name"] for case in document["cases"]} == {c.name for c in select(["tiny"])}
     rows = [r for r in document["results"] if r["contender"] in ("jax_flash", "jax.nn xla")]

@@ -24,7 +24,7 @@ _CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature
 
 
 def environment(device: jax.Device, commit: str | None = None) -> dict[str, Any]:
-    """Device, driver, clocks, versions, commit, command and time, as JSON takes them.
+    """Device, driver, clocks, versions, commit, command, XLA's flags and time, as JSON takes them.
 
     Args:
       device: the one measured.
@@ -52,6 +52,7 @@ def environment(device: jax.Device, commit: str | None = None) -> dict[str, Any]
         "native": _native(),
         "commit": commit or _commit(),
         "command": command_line(),
+        "xla_flags": os.environ.get("XLA_FLAGS"),
         "started": datetime.datetime.now(datetime.UTC).isoformat(timespec="seconds"),
     }
 
