@@ -1,11 +1,13 @@
 """Profiles: ncu's output is read, and the time of a call accounted for."""
 
+import argparse
 import dataclasses
+import itertools
 import json
 
 import pytest
 
-from jax_flash.benchmark import floors, profile
+from jax_flash.benchmark import floors, ncu, profile
 from jax_flash.benchmark.cases import Case
 
 _NCU = """==PROF== Connected to process 1
@@ -19,13 +21,13 @@ _NCU = """==PROF== Connected to process 1
 
 
 def test_profile_is_read_and_printed():
-    (kernel,) = map(profile.summarise, profile.parse_csv(_NCU))
+    (kernel,) = map(ncu.summarise, ncu.parse_csv(_NCU))
     assert kernel["time"] == pytest.approx(1.2345e-3)
     assert kernel["registers"] == 168
     printed = profile.format_kernels([kernel])
     for text in ("ns::forward_kernel<64>", "1.23 ms", "41.5%", "stalled: wait", "75%", "n/a"):
         assert text in printed
-    assert profile.parse_csv("==ERROR== no permission") == []
+    assert ncu.parse_csv("==ERROR== no permission") == []
 
 
 def test_time_beyond_the_floor_is_accounted_for():
@@ -61,3 +63,58 @@ def test_kernels_are_those_of_the_call_before_them():
     assert [kernel["kernel"] for kernel in second[2]] == ["c"]
     with pytest.raises(ValueError, match="3 calls, but 2 marks"):
         profile.split_calls(f"#call {call}\n" + text)
+
+
+class _Driver:
+    """In place of CUDA's: when profiling began and ended, by what had been printed."""
+
+    def __getattr__(self, name):
+        return lambda *_: print(name)
+
+
+@pytest.fixture
+def arguments(monkeypatch):
+    """Of `run_calls`, for which no GPU is needed but by CUDA's driver."""
+    monkeypatch.setattr(profile.ctypes, "CDLL", lambda _: _Driver())
+    return argparse.Namespace(
+        contender="jax_flash", passes=["forward", "backward"], stop_after=None
+    )
+
+
+CASES = [Case(f"shape {length}", 1, length, 2, 16, dtype="float32") for length in (32, 64)]
+
+
+def test_each_pass_is_profiled_once(arguments, capsys):
+    assert profile.run_calls(CASES, arguments) == 0
+    calls = capsys.readouterr().out.split("#call ")[1:]
+    profiled = [json.loads(call.splitlines()[0]) for call in calls]
+    assert profiled == [
+        json.loads(json.dumps({"case": dataclasses.asdict(case), "pass": what}))
+        for case in CASES
+        for what in ("forward", "backward")
+    ]
+    assert all(c.splitlines()[1:] == ["cuProfilerStart", "cuProfilerStop"] for c in calls)
+
+
+def test_profiling_stops_in_time_and_keeps_what_it_has(arguments, capsys, monkeypatch, tmp_path):
+    clock = itertools.chain([0.0, 1.0], itertools.repeat(100.0))
+    monkeypatch.setattr(profile.time, "perf_counter", lambda: next(clock))
+    arguments.stop_after = 60.0
+    assert profile.run_calls(CASES, arguments) == 0
+    printed = capsys.readouterr().out
+    assert printed.count("#call ") == 2  # the first case's passes
+    monkeypatch.undo()
+
+    monkeypatch.setattr(profile.jax, "default_backend", lambda: "gpu")
+    monkeypatch.setattr(profile.shutil, "which", lambda name: name)
+    monkeypatch.setattr(profile.peak, "measure_peak", lambda *_, **__: {"copy_tbps": 4.0})
+    row = '"1","{}","1,234.50","168","41.5","3.0","1.0"\n'
+    kernels = "".join(row.format(name) for name in ("wrapped_xor", "a", "wrapped_xor", "b"))
+    for said, interrupted in ((printed, True), (printed.replace("#stopped\n", ""), False)):
+        text = said + _NCU.replace('"0","void ns::forward_kernel<64>', '"0","before')
+        monkeypatch.setattr(profile.ncu, "run", lambda *_, t=text: (t + kernels, ""))
+        file = tmp_path / "out.json"
+        assert profile.main(["--shape", "1", "32", "2", "16", "--save", str(file)]) == 0
+        document = json.loads(file.read_text())
+        assert [kernel["kernel"] for kernel in document["results"]] == ["a", "b"]
+        assert document["interrupted"] is interrupted

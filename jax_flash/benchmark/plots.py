@@ -139,6 +139,8 @@ def _ratio(found):
     axis.axvline(1, color="black", linewidth=0.8)
     axis.set_yticks(range(len(rows)), [row["case"] for row in reversed(rows)], fontsize=6)
     axis.set_xscale("log")
+    axis.xaxis.set_major_formatter("{x:g}")  # not as powers of 10, of which there is one
+    axis.xaxis.set_minor_formatter("{x:g}")
     axis.set_xlabel("time of the best peer over jax_flash's: above 1, jax_flash is faster")
     return figure
 
