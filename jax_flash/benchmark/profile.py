@@ -82,7 +82,8 @@ def main(argv: list[str]) -> int:
         for case, what, kernels in split_calls(text)
         if kernels
     ]
-    document["interrupted"] = _STOPPED in text.splitlines()
+    if _STOPPED in text.splitlines():
+        document["interrupted"] = True
     document["cases"] = [{"name": case.name, **dataclasses.asdict(case)} for case in cases]
     document["copy_tbps"] = copy / 1e12
     if arguments.brief:
