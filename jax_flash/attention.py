@@ -91,7 +91,8 @@ def dot_product_attention(
       logits_soft_cap: c above, positive. On Hopper, for bfloat16, the forward pass has logits
         within 3.5e-4 of it; far below 0, probabilities within 1.1e-5 of the row's greatest.
       dropout_rate: probability in [0, 1) with which each p is dropped; the others are
-        multiplied by 1 / (1 - rate).
+        multiplied by 1 / (1 - rate). In both, the rate is the nearest multiple of 2^-16; a rate
+        so near 1 that this changes what is kept by more than 1% is refused.
       dropout_seed: uint32 [2], such as ``jax.random.bits(key, (2,), "uint32")``. The mask is
         a function of it and of the index (b, n, i, j) alone: the same on every platform.
       deterministic: gradients are bitwise equal between runs (the output always is).

@@ -270,7 +270,7 @@ def _forward_block(spec, accumulator, operands: Operands, first) -> tuple[jax.Ar
             first_group=first_group,
         )
         keep = _heads_last_group(keep, -3, kv_heads)
-        weights = jnp.where(keep, weights / (1.0 - spec.dropout_rate), 0)
+        weights = jnp.where(keep, weights * spec.dropout_scale, 0)
     out = jnp.einsum("...kgts,...skd->...tkgd", weights, value, precision=highest)
     out = jnp.where(jnp.moveaxis(empty, -1, -3)[..., None], 0, out)
     return (
