@@ -63,7 +63,10 @@ class _Ring:
 
     def __init__(self, spec: AttentionSpec, sequence: SequenceSharding, operands: Operands):
         self.blocks = Blocks(spec, sequence, operands)
-        self.route = plan_route(spec, sequence, self.blocks.q_len, self.blocks.kv_len)
+        lengths = self.blocks.q_len, self.blocks.kv_len
+        if 0 in (*operands["query"].shape[:-1], *lengths):  # there are no logits
+            lengths = 0, 0
+        self.route = plan_route(spec, sequence, *lengths)
         self.axis_name = sequence.axis_name
         self.device = jax.lax.axis_index(self.axis_name)
         self._operands = operands
