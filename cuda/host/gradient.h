@@ -88,7 +88,8 @@ inline void gradient_row(const GradientHead& head, const Tile& tile, int r, floa
     }
     Vec ds = p * (gradient - delta);
     if (capped) {
-      const Vec ratio = logits * inverse_cap;
+      // A logit of -inf has the slope 0 of -cap, lest 0 times infinity be its gradient.
+      const Vec ratio = max_ignoring_nan(splat(-options.logits_soft_cap), logits) * inverse_cap;
       ds *= 1.0f - ratio * ratio;
     }
     if (!whole) ds = lanes_set(tile.bits[r], v) ? ds : Vec{};
