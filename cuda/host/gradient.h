@@ -52,7 +52,8 @@ inline float* delta_of(const Backward& call, int64_t batch, int64_t n) {
 
 inline GradientHead gradient_head_of(const Backward& call, int64_t batch, int64_t n) {
   const Shape& shape = call.shape;
-  return {head_of(call, batch, n), rows_of(shape, call.dout, batch, n, shape.value_dim),
+  return {head_of(call, batch, n),
+          rows_of(shape, call.dout, batch, n, shape.value_dim),
           floats_of(shape, call.lse, batch, n),
           call.lse_low.data ? floats_of(shape, call.lse_low, batch, n) : nullptr,
           call.lse.row,
