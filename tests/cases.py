@@ -11,7 +11,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from oracle import Inputs, Results, attention, tolerance
+from oracle import Inputs, Results, truth_and_bounds
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 SIZES = (1, 2, 17, 63, 64, 65, 127, 129, 1000)
@@ -243,44 +243,51 @@ def random_case(index: int, *, head_dims=(8, 16, 24, 40, 64, 72, 128), sizes=SIZ
 TABLE = _alone() + _sizes()
 
 
-def check(got: Results, inputs: Inputs, logit_error: float = 0.0) -> None:
-    """Compares a call's results with the truth; prints the worst element of what fails.
+def check(got: Results, inputs: Inputs, logit_error: float = 0.0) -> dict[str, float]:
+    """Compares a call's results with the truth, element by element.
 
-    logit_error is what the docstring allows a logit. It changes lse by as much at the most, a
-    probability p by 2 p of it, and p (dp - sum p dp) by 4 p of it times (|dp| + sum p |dp|).
+    Args:
+      got: the results.
+      inputs: the call.
+      logit_error: as in `oracle.truth_and_bounds`.
+
+    Returns:
+      By result, the largest error in units of what rounding may do.
+
+    Raises:
+      AssertionError: one is above 1; the message has the worst element.
     """
-    dtype = inputs.query.dtype.type
-    truth, plain = attention(inputs), attention(inputs, dtype)
-
-    def coarser(name):
-        array = inputs.options.get(name)
-        other = dtype if array is None else array.dtype.type
-        return max(dtype, other, key=lambda d: ml_dtypes.finfo(d).eps)
-
-    rows = [("out", got.out, truth.out, plain.out, dtype)]
-    rows.append(("lse", got.lse, truth.lse, plain.lse, np.float32))
-    for name, grad in got.grads.items():
-        rows.append(("d" + name, grad, truth.grads[name], plain.grads[name], coarser(name)))
-    for name, value, true, simple, kind in rows:
-        plain_name = name.removeprefix("d")
-        deviation = truth.deviations.get(plain_name, 0.0)
-        magnitude = truth.magnitudes[plain_name]
-        limit = tolerance(true, simple, kind, magnitude, deviation)
-        limit += logit_error * (1 if name == "lse" else 4 * magnitude)
-        compare(name, value, true, limit)
+    return Expected(inputs, logit_error).check(got)
 
 
-def compare(name: str, got, truth, limit: float) -> None:
-    """Asserts |got - truth| <= limit, and non-finite elements in the same places."""
+class Expected:
+    """The truth of a call, for any number of results."""
+
+    def __init__(self, inputs: Inputs, logit_error: float = 0.0):
+        self.truth, self.bounds = truth_and_bounds(inputs, logit_error)
+
+    def check(self, got: Results) -> dict[str, float]:
+        truth, bounds = self.truth.arrays(), self.bounds.arrays()
+        return {n: compare(n, x, truth[n], bounds[n]) for n, x in got.arrays().items()}
+
+
+def compare(name: str, got, truth, bound) -> float:
+    """Asserts |got - truth| <= bound, and what is not finite equal; the largest quotient."""
     got, truth = np.asarray(got, np.float64), np.asarray(truth, np.float64)
     assert got.shape == truth.shape, f"{name}: shape {got.shape}, expected {truth.shape}"
-    odd = ~np.isfinite(truth)
-    same = (got == truth) | (np.isnan(got) & np.isnan(truth))
-    error = np.where(odd, np.where(same, 0, np.inf), np.abs(got - np.where(odd, 0, truth)))
-    error = np.where(np.isnan(error), np.inf, error)
-    if error.size and error.max() > limit:
-        worst = np.unravel_index(error.argmax(), error.shape)
+    if got.size == 0:
+        return 0.0
+    with np.errstate(all="ignore"):
+        ratio = np.abs(got - truth) / bound
+    # NaN: 0 where nothing may be off, or one of the two is not finite.
+    equal = (got == truth) | (np.isnan(got) & np.isnan(truth))
+    ratio = np.where(equal, 0, np.where(np.isfinite(got) & np.isfinite(truth), ratio, np.inf))
+    ratio = np.where(np.isnan(ratio), np.inf, ratio)
+    worst = np.unravel_index(ratio.argmax(), ratio.shape)
+    if ratio[worst] > 1:
         raise AssertionError(
-            f"{name}{list(map(int, worst))}: got {got[worst]}, expected {truth[worst]}, error "
-            f"{error.max():.3g} above {limit:.3g}; {int((error > limit).sum())} of {error.size} bad"
+            f"{name}{list(map(int, worst))}: got {got[worst]}, expected {truth[worst]}, "
+            f"{ratio[worst]:.3g} times what rounding may do; {int((ratio > 1).sum())} of "
+            f"{ratio.size} bad"
         )
+    return float(ratio[worst])
