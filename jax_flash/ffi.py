@@ -53,12 +53,32 @@ native, load_error = _load()
 
 def _attributes(spec: AttentionSpec, operands: Operands) -> tuple[list[jax.Array], dict]:
     """The optional operands in native order, and the attributes of a call."""
+    operands = _with_short_segment_ids(operands)
     present = [name for name in OPTIONAL_OPERANDS if name in operands]
     bits = sum(1 << i for i, name in enumerate(OPTIONAL_OPERANDS) if name in operands)
     return [operands[name] for name in present], {
         "options": spec.ffi_attributes(),
         "operands": np.int32(bits),
     }
+
+
+def _with_short_segment_ids(operands: Operands) -> Operands:
+    """Numbers segment ids of 64 bits anew, which int32 then holds: in order, equal where equal.
+
+    Here, since it takes the ids of all that meets in a call: of a block, in a ring.
+    """
+    names = ("query_segment_ids", "key_value_segment_ids")
+    if names[0] not in operands or operands[names[0]].dtype == jnp.int32:
+        return operands
+    batch = jnp.broadcast_shapes(*(operands[name].shape[:-1] for name in names))
+    ids = [jnp.broadcast_to(operands[n], (*batch, operands[n].shape[-1])) for n in names]
+    together = jnp.concatenate(ids, axis=-1)
+    order = jnp.argsort(together, axis=-1)
+    ascending = jnp.take_along_axis(together, order, axis=-1)
+    before = jnp.concatenate([ascending[..., :1], ascending[..., :-1]], axis=-1)
+    number = jnp.cumsum(ascending != before, axis=-1, dtype=jnp.int32)
+    number = jnp.take_along_axis(number, jnp.argsort(order, axis=-1), axis=-1)
+    return operands | dict(zip(names, jnp.split(number, [ids[0].shape[-1]], axis=-1), strict=True))
 
 
 def forward(spec: AttentionSpec, operands: Operands, platform: str) -> tuple[jax.Array, jax.Array]:

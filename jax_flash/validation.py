@@ -6,6 +6,7 @@ the names of `spec.OPERAND_AXES`, where every array has all batch axes.
 
 from __future__ import annotations
 
+import contextlib
 from typing import Any
 
 import jax
@@ -15,6 +16,8 @@ import numpy as np
 from jax_flash.spec import AttentionSpec
 
 Operands = dict[str, jax.Array]
+
+_INT32 = np.iinfo(np.int32)
 
 
 def make_operands(spec: AttentionSpec, query, key, value, *, parts=1, **optional) -> Operands:
@@ -32,6 +35,12 @@ def make_operands(spec: AttentionSpec, query, key, value, *, parts=1, **optional
     operands = _query_key_value(query, key, value)
     *batch, q_len, heads, _ = operands["query"].shape
     kv_len = operands["key"].shape[-3]
+    for name, length in (("query", q_len), ("key", kv_len)):
+        if length * parts > _INT32.max:
+            raise ValueError(
+                f"{name}: expected a sequence of at most 2**31 - 1 tokens, since positions are "
+                f"int32, got {length * parts}"
+            )
     batch = tuple(batch)
     logits = (*batch, heads, q_len, kv_len)
 
@@ -47,7 +56,9 @@ def make_operands(spec: AttentionSpec, query, key, value, *, parts=1, **optional
         operands["mask"] = _broadcastable("mask", mask, logits, parts)
     for name in ("query_seq_lengths", "key_value_seq_lengths"):
         if optional[name] is not None:
-            operands[name] = _integers(name, optional[name], batch)
+            lengths = integers(name, optional[name])
+            _expect_shape(name, lengths, batch)
+            operands[name] = saturate(lengths)
     _segment_ids(operands, optional, (*batch, q_len), (*batch, kv_len))
     _query_offset(operands, optional["query_offset"], batch)
     if optional["sinks"] is not None:
@@ -102,15 +113,59 @@ def _segment_ids(operands: Operands, optional, q_shape, kv_shape) -> None:
     if len(given) == 1:
         (missing,) = set(names) - set(given)
         raise ValueError(f"{missing}: expected with {given[0]}, got None")
+    if not given:
+        return
+    ids = []
     for name, shape in zip(names, (q_shape, kv_shape), strict=True):
-        if given:
-            operands[name] = _integers(name, optional[name], shape)
+        x = integers(name, optional[name])
+        _expect_shape(name, x, shape)
+        if isinstance(x, np.ndarray) and x.dtype.itemsize == 8:
+            # NumPy and Python have 64 bits for small numbers, too.
+            if ((x >= _INT32.min) & (x <= _INT32.max)).all():
+                x = x.astype(np.int32)
+            elif not jax.config.jax_enable_x64:
+                raise ValueError(
+                    f"{name}: expected ids from -2**31 to 2**31 - 1 where jax_enable_x64 is off, "
+                    f"got {x.min()} to {x.max()}"
+                )
+        ids.append(x)
+    for name, x in zip(names, _comparable(*ids), strict=True):
+        operands[name] = x
+
+
+def _comparable(query_ids, key_ids) -> tuple[jax.Array, jax.Array]:
+    """Segment ids in one dtype without a change of value, int32 if that is possible.
+
+    Those that need 64 bits keep them; ffi.py renumbers them for the kernels.
+    """
+    dtype = np.promote_types(query_ids.dtype, key_ids.dtype)
+    if dtype == np.uint32:
+        # Of this dtype both, or unsigned and shorter: the same order on int32's numbers.
+        half = np.uint32(2**31)
+        query_ids, key_ids = (
+            jax.lax.bitcast_convert_type(jnp.asarray(x).astype(jnp.uint32) ^ half, jnp.int32)
+            for x in (query_ids, key_ids)
+        )
+        return query_ids, key_ids
+    if dtype.itemsize <= 4:
+        dtype = np.dtype(np.int32)
+    elif dtype.kind == "f" or not jax.config.jax_enable_x64:
+        raise ValueError(
+            "query_segment_ids, key_value_segment_ids: expected dtypes whose values one integer "
+            f"dtype holds, got {query_ids.dtype} and {key_ids.dtype}; convert one to the other's"
+        )
+    return jnp.asarray(query_ids).astype(dtype), jnp.asarray(key_ids).astype(dtype)
 
 
 def _query_offset(operands: Operands, offset, batch) -> None:
-    if isinstance(offset, int | np.integer) and not isinstance(offset, bool) and offset == 0:
-        return
-    offset = _array("query_offset", offset, jnp.integer, "an integer dtype").astype(jnp.int32)
+    if isinstance(offset, int | np.integer) and not isinstance(offset, bool):
+        if offset == 0:
+            return
+        if not _INT32.min <= offset <= _INT32.max:
+            raise ValueError(
+                f"query_offset: expected a number from -2**31 to 2**31 - 1, got {offset}"
+            )
+    offset = saturate(integers("query_offset", offset))
     if offset.ndim == 0:
         offset = offset.reshape((1,) * len(batch))
     else:
@@ -123,12 +178,14 @@ def _dropout(spec: AttentionSpec, operands: Operands, seed, batch, heads: int) -
         return
     if seed is None:
         raise ValueError("dropout_seed: expected uint32 [2] with a dropout_rate above 0, got None")
-    seed = _array("dropout_seed", seed, jnp.unsignedinteger, "uint32 (jax.random.bits makes it)")
+    seed = integers("dropout_seed", seed)
     if seed.dtype != jnp.uint32:
-        raise TypeError(f"dropout_seed: expected dtype uint32, got {seed.dtype}")
+        raise TypeError(
+            f"dropout_seed: expected uint32 (jax.random.bits makes it), got {seed.dtype}"
+        )
     _expect_shape("dropout_seed", seed, (2,))
     ones = (1,) * len(batch)
-    operands["dropout_seed"] = seed.reshape(*ones, 2)
+    operands["dropout_seed"] = jnp.asarray(seed).reshape(*ones, 2)
     # Dropout counts with these numbers, so a shard or a vmapped call that holds only some
     # of the batch entries and heads draws the bits of the whole call.
     count = int(np.prod(batch, dtype=np.int64))
@@ -146,13 +203,36 @@ def _array(name: str, x: Any, kind, expected: str) -> jax.Array:
     return x
 
 
-def _integers(name: str, x: Any, shape) -> jax.Array:
-    x = _array(name, x, jnp.integer, "an integer dtype")
-    _expect_shape(name, x, shape)
-    return x.astype(jnp.int32)
+def integers(name: str, x: Any) -> jax.Array | np.ndarray:
+    """An array of integers, all as they are given.
+
+    Where jax_enable_x64 is off, `jnp.asarray` takes the low 32 bits of longer ones. So what is no
+    JAX array, but known, comes back as a NumPy array.
+
+    Raises:
+      TypeError: x is no array of integers.
+    """
+    if isinstance(x, int | list | tuple | np.ndarray | np.generic):
+        # A list with a traced element is none that NumPy takes.
+        with contextlib.suppress(TypeError, ValueError):
+            x = np.asarray(x)
+    if isinstance(x, np.ndarray) and x.dtype.kind in "iu":
+        return x
+    return _array(name, x, jnp.integer, "an integer dtype")
 
 
-def _expect_shape(name: str, x: jax.Array, shape) -> None:
+def saturate(x: jax.Array | np.ndarray) -> jax.Array:
+    """Integers as int32, those beyond its range as the nearest within.
+
+    Lengths and positions keep their meaning, which is that of the end of the sequence.
+    """
+    if jnp.iinfo(x.dtype).max > _INT32.max:
+        numpy = np if isinstance(x, np.ndarray) else jnp
+        x = numpy.clip(x, max(_INT32.min, jnp.iinfo(x.dtype).min), _INT32.max)
+    return jnp.asarray(x.astype(np.int32))
+
+
+def _expect_shape(name: str, x: jax.Array | np.ndarray, shape) -> None:
     if x.shape != tuple(shape):
         raise ValueError(f"{name}: expected shape {_text(shape)}, got {x.shape}")
 

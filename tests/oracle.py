@@ -252,7 +252,7 @@ def _compute(inputs: Inputs, dtype) -> _Terms:
     threshold = round(rate * 65536)
     if threshold:
         bits = philox_keep(options["dropout_seed"], batch, heads, q_len, kv_len, threshold)
-        keep = bits.astype(wide) / wide(1 - rate)
+        keep = bits.astype(wide) / wide(1 - threshold / 65536)
 
     dlse = np.zeros_like(lse)
     if inputs.dlse is not None:
