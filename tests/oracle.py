@@ -128,15 +128,13 @@ def truth_and_bounds(inputs: Inputs, logit_error: float = 0.0) -> tuple[Results,
         truth, bounds = terms.results(), _Bounds(inputs, terms, logit_error).results()
     if inputs.unmapped is None:
         return truth, bounds
-    # What all share has the sum of the gradients; each of them, and the sums, are rounded.
-    batch = inputs.query.shape[0]
-    for name, grad in truth.grads.items():
-        if name not in inputs.unmapped or grad.shape[0] != batch or name == "sinks":
-            continue
-        steps = ml_dtypes.finfo(getattr(inputs, name, inputs.options.get(name)).dtype).eps
-        most = np.abs(grad).sum(axis=0) + bounds.grads[name].sum(axis=0)
-        bounds.grads[name] = bounds.grads[name].sum(axis=0) + batch * float(steps) / 2 * most
-        truth.grads[name] = grad.sum(axis=0)
+    # What all share has the sum of the gradients; each of them, and each partial sum, is rounded.
+    steps = 0.0 if inputs.query.dtype == np.float32 else ml_dtypes.finfo(inputs.query.dtype).eps
+    for name in inputs.unmapped:
+        grads, limits = truth.grads[name], bounds.grads[name].sum(axis=0)
+        most = np.abs(grads).sum(axis=0) + limits
+        bounds.grads[name] = limits + len(grads) * float(steps) / 2 * most
+        truth.grads[name] = grads.sum(axis=0)
     return truth, bounds
 
 
