@@ -399,25 +399,21 @@ class _Bounds:
         terms, value = self.terms, np.abs(self.terms.value)
         dropped = terms.p * terms.keep
         self.out_variance = dropped**2 @ value**2
-        certain = self.p_forward * terms.keep + self.over_keys * dropped
-        if not self.is_float32:  # P of float16, or what a soft cap may lose
-            lost = np.maximum(self._HALF, 1.1e-5 if self.logit_error else 0)
-            certain += np.where(terms.allowed, lost * terms.p.max(axis=-1, keepdims=True, initial=0), 0)
-        certain = certain @ value
+        # What is too small for P's dtype and the result's, or may be left out with a soft cap.
+        share = self._TINY if self.is_float32 else self._HALF
+        share = max(share, 1.1e-5 if self.logit_error else 0)
+        small = np.where(terms.allowed, share * terms.p.max(axis=-1, keepdims=True, initial=0), 0)
+        self.out_lost = small @ value + self.floor
         if self.inputs.query.dtype == ml_dtypes.bfloat16:
             column = value.max(axis=2, keepdims=True, initial=0)
-            certain += np.minimum(self._HALF, 2.0**-13 * column)
-        self.out = (
-            certain
-            + 6 * self.deviation * np.sqrt(self.out_variance)
-            + self.step * np.abs(terms.out)
-            + self.floor
-        )
+            self.out_lost += np.minimum(self._HALF, 2.0**-13 * column)
+        certain = (self.p_forward * terms.keep + self.over_keys * dropped) @ value + self.out_lost
+        variance = self.deviation**2 * self.out_variance
+        self.out = certain + 6 * np.sqrt(variance) + self.step * np.abs(terms.out)
 
     def _bound_score_gradients(self) -> None:
         terms = self.terms
         dout, value = np.abs(terms.dout), np.abs(terms.value)
-        dropped = terms.p * terms.keep
         # Sums of absolute values of the terms of dP and delta.
         dp = (dout @ value.swapaxes(2, 3)) * terms.keep
         delta = (terms.p * dp).sum(axis=-1) + np.abs(terms.dlse)
@@ -425,7 +421,7 @@ class _Bounds:
         self.delta = (
             (self.p_forward * centered).sum(axis=-1)
             + self.over_keys * delta
-            + self.floor * dout.sum(axis=-1)
+            + (dout * self.out_lost).sum(axis=-1)
         )
         variance = (terms.dout**2 * (self.out_variance + terms.out**2)).sum(axis=-1)
         self.delta_variance = self.deviation**2 * variance
@@ -441,7 +437,7 @@ class _Bounds:
             + slope_bound * terms.p * difference
         )
         self.dlogits = np.where(terms.allowed, certain, 0)
-        self.dropped = self.p_backward * terms.keep + self.over_queries * dropped
+        self.dropped = self.p_backward * terms.keep + self.over_queries * terms.p * terms.keep
 
     def results(self) -> Results:
         terms = self.terms
