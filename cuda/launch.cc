@@ -6,6 +6,7 @@
 #include <cstdint>
 #include <initializer_list>
 #include <string>
+#include <type_traits>
 #include <utility>
 
 #include "instances.h"
@@ -128,7 +129,21 @@ Status launch(const Table& table, const Params& params, int family, bool fits_90
                                  std::to_string(shape.head_dim) + " and value_dim " +
                                  std::to_string(shape.value_dim));
   }
-  return instance->launch(params, stream);
+  Status status = instance->launch(params, stream);
+  if constexpr (std::is_same_v<Params, Forward>) {
+    // The sm_90 kernels take it that a row's greatest logit is of moderate size. With a bias it may
+    // be of any: those rows are for the sm_80 kernel, which is exact there.
+    if (status.ok() && instance != find(80) && params.bias) {
+      Forward rest = params;
+      rest.extreme_rows_only = true;
+      const auto* exact = find(80);
+      status = exact == nullptr ? Status::unimplemented(
+                                      "jax_flash: this build lacks the sm_80 kernel that completes "
+                                      "a call with a bias")
+                                : exact->launch(rest, stream);
+    }
+  }
+  return status;
 }
 
 }  // namespace

@@ -35,7 +35,8 @@ from jax_flash.spec import AttentionSpec
 
 Operands = dict[str, jax.Array]
 
-# Names of the residuals, for checkpoint policies.
+# Names of the residuals, for checkpoint policies. Both parts of the logarithm have the same: the
+# backward pass needs both.
 RESIDUAL_NAMES = ("jax_flash_out", "jax_flash_lse")
 
 
@@ -80,7 +81,7 @@ class _Pass:
             # the residuals. Native code takes them with every batch entry.
             batch = reference.batch_shape(operands)
             operands = dict(operands)
-            for name in ("out", "lse", "dout", "dlse"):
+            for name in ("out", "lse", "lse_low", "dout", "dlse"):
                 if name in operands:
                     x = operands[name]
                     operands[name] = jnp.broadcast_to(x, (*batch, *x.shape[len(batch) :]))
@@ -119,15 +120,13 @@ class _Pass:
             shape = None if dbias_full is None else _dbias_shape(operands, dbias_full)
             results = ffi.backward(self.spec, operands, platform, shape)
         else:
-            out, lse = ffi.forward(self.spec, operands, platform)
-            results = {"out": out, "lse": lse}
+            results = ffi.forward(self.spec, operands, platform)
         return vary_like(operands, results)
 
     def _reference(self, dbias_full, operands: Operands) -> Operands:
         batch = reference.batch_shape(operands)
         if not self.is_backward:
-            out, lse = reference.forward(self.spec, operands)
-            return {"out": out, "lse": lse}
+            return reference.forward(self.spec, operands)
         operands = dict(operands)
         names = ["query", "key", "value"]
         for name in names:  # a gradient for each batch entry, also of a broadcast operand
@@ -176,16 +175,18 @@ def _forward_rule(spec: AttentionSpec, operands):
     operands = {name: x.value for name, x in operands.items()}
     # Not _attention: an outer derivative of this rule goes through the reference.
     results = _differentiable(_Pass(spec))(operands)
-    names = zip((results["out"], results["lse"]), RESIDUAL_NAMES, strict=True)
-    out, lse = (checkpoint_name(x, name) for x, name in names)
-    return (out, lse), (operands, out, lse, wanted)
+    results = {
+        name: checkpoint_name(x, RESIDUAL_NAMES[name != "out"]) for name, x in results.items()
+    }
+    return (results["out"], results["lse"]), (operands, results, wanted)
 
 
 def _backward_rule(spec: AttentionSpec, residuals, cotangents):
-    operands, out, lse, wanted = residuals
+    operands, results, wanted = residuals
     dout, dlse = cotangents
-    call_operands = {**operands, "out": out, "lse": lse}
-    call_operands["dout"] = jnp.zeros_like(out) if isinstance(dout, SymbolicZero) else dout
+    if isinstance(dout, SymbolicZero):
+        dout = jnp.zeros_like(results["out"])
+    call_operands = {**operands, **results, "dout": dout}
     if not isinstance(dlse, SymbolicZero):
         call_operands["dlse"] = dlse
     one_pass = _Pass(spec, is_backward=True, needs_dbias=wanted["bias"].size > 0)
@@ -211,7 +212,10 @@ def _sinks_gradient(operands: Operands) -> jax.Array:
     if "dlse" in operands:
         delta = delta - operands["dlse"]
     exists = lse != -jnp.inf  # rows past the query's length have no sink either
-    weight = jnp.exp(sinks[..., None].astype(lse.dtype) - jnp.where(exists, lse, 0))
+    logit = sinks[..., None].astype(lse.dtype) - jnp.where(exists, lse, 0)
+    if "lse_low" in operands:
+        logit = logit - operands["lse_low"]
+    weight = jnp.exp(logit)
     terms = jnp.where(exists, -weight * delta, 0)
     batch_axes = tuple(range(lse.ndim - 2))
     return terms.sum(axis=(*batch_axes, -1)).reshape(sinks.shape).astype(sinks.dtype)
@@ -221,7 +225,8 @@ def _sinks_gradient(operands: Operands) -> jax.Array:
 def attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
     """(out [*B,T,N,h], lse [*B,T,N]) of validated operands."""
     if spec.implementation == "reference" and spec.sequence is None:
-        out, lse = reference.forward(spec, operands)
+        results = reference.forward(spec, operands)
+        out, lse = results["out"], results["lse"]
     else:
         names = ("query", "key", "value", "bias", "sinks")
         axes = spec.sequence.axes if spec.sequence else ()

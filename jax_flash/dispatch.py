@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
 
 from jax_flash import ffi
+from jax_flash.reference import batch_shape
 from jax_flash.spec import FAMILIES, AttentionSpec
 
 PLATFORMS = ("cpu", "cuda")
@@ -31,16 +33,31 @@ class Choice:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """The part of a call's shapes and dtypes that decides what supports it."""
+    """The part of a call's shapes and dtypes that decides what supports it.
+
+    Attributes:
+      dtype: of query, key and value.
+      head_dim, value_dim: of query and key, and of value.
+      empty: what the call has none of, or None: without it, there is nothing for a kernel to do.
+    """
 
     dtype: str
     head_dim: int
     value_dim: int
+    empty: str | None = None
 
     @classmethod
     def of(cls, operands) -> Problem:
         query, value = operands["query"], operands["value"]
-        return cls(jnp.dtype(query.dtype).name, query.shape[-1], value.shape[-1])
+        counts = {
+            "batch entries": math.prod(batch_shape(operands)),
+            "queries": query.shape[-3],
+            "keys": value.shape[-3],
+            "heads": query.shape[-2],
+            "columns of value": value.shape[-1],
+        }
+        empty = next((name for name, count in counts.items() if count == 0), None)
+        return cls(jnp.dtype(query.dtype).name, query.shape[-1], value.shape[-1], empty)
 
 
 def choose(spec: AttentionSpec, problem: Problem, platform: str) -> Choice:
@@ -51,6 +68,8 @@ def choose(spec: AttentionSpec, problem: Problem, platform: str) -> Choice:
     """
     if spec.implementation == "reference":
         return Choice("reference", 'implementation="reference" asks for it')
+    if problem.empty is not None:
+        return Choice("reference", f"no kernel is needed, since there are no {problem.empty}")
     unsupported = _unsupported(spec, problem, platform)
     if unsupported is None:
         return Choice("flash", _reason(spec, platform))

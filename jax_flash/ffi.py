@@ -81,8 +81,8 @@ def _with_short_segment_ids(operands: Operands) -> Operands:
     return operands | dict(zip(names, jnp.split(number, [ids[0].shape[-1]], axis=-1), strict=True))
 
 
-def forward(spec: AttentionSpec, operands: Operands, platform: str) -> tuple[jax.Array, jax.Array]:
-    """The forward custom call: out [*B,T,N,h] and lse [*B,N,T] float32.
+def forward(spec: AttentionSpec, operands: Operands, platform: str) -> Operands:
+    """The forward custom call: out [*B,T,N,h], lse [*B,N,T] float32 and, with a bias, lse_low.
 
     Args:
       spec: the static options.
@@ -112,17 +112,24 @@ def forward(spec: AttentionSpec, operands: Operands, platform: str) -> tuple[jax
             mask_rows=mask.shape[-2] if mask is not None else 0,
             value_matrices=math.prod(value.shape[:-3]) * kv_heads,
         )
+    lse = jax.ShapeDtypeStruct((*batch, heads, q_len), jnp.float32)
+    results = {
+        "out": jax.ShapeDtypeStruct((*batch, q_len, heads, value_dim), query.dtype),
+        "lse": lse,
+        **({"lse_low": lse} if "bias" in operands else {}),
+        "workspace": jax.ShapeDtypeStruct((workspace,), jnp.uint8),
+    }
     optional, attributes = _attributes(spec, operands)
-    call = jax.ffi.ffi_call(
-        FORWARD_TARGET,
-        (
-            jax.ShapeDtypeStruct((*batch, q_len, heads, value_dim), query.dtype),
-            jax.ShapeDtypeStruct((*batch, heads, q_len), jnp.float32),
-            jax.ShapeDtypeStruct((workspace,), jnp.uint8),
-        ),
-    )
-    out, lse, _ = call(query, operands["key"], value, *optional, **attributes)
-    return out, lse
+    arguments = (query, operands["key"], value, *optional)
+    return _call(FORWARD_TARGET, results, arguments, attributes)
+
+
+def _call(target: str, results, arguments, attributes) -> Operands:
+    """A custom call whose results have names; its workspace is not returned."""
+    outputs = jax.ffi.ffi_call(target, tuple(results.values()))(*arguments, **attributes)
+    named = dict(zip(results, outputs, strict=True))
+    del named["workspace"]
+    return named
 
 
 def backward(
@@ -135,7 +142,8 @@ def backward(
 
     Args:
       spec: the static options.
-      operands: by name; with out, lse, dout and, unless it is zero, dlse.
+      operands: by name; with out, lse, lse_low where there is a bias, dout and, unless it is
+        zero, dlse.
       platform: "cpu" or "cuda"; the size of the workspace depends on it.
       dbias_shape: shape of the bias's gradient, or None if it is not wanted.
 
@@ -154,11 +162,8 @@ def backward(
     workspace = _workspace_bytes(spec, operands, platform)
     results["workspace"] = jax.ShapeDtypeStruct((workspace,), jnp.uint8)
     optional, attributes = _attributes(spec, operands)
-    call = jax.ffi.ffi_call(BACKWARD_TARGET, tuple(results.values()))
-    outputs = call(*(operands[name] for name in names), *optional, **attributes)
-    grads = dict(zip(results, outputs, strict=True))
-    del grads["workspace"]
-    return grads
+    arguments = (*(operands[name] for name in names), *optional)
+    return _call(BACKWARD_TARGET, results, arguments, attributes)
 
 
 def _workspace_bytes(spec, operands: Operands, platform: str) -> int:

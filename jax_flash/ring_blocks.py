@@ -49,7 +49,8 @@ def cut(name: str, x: jax.Array, chunks: int) -> jax.Array:
             raise ValueError(
                 f"{name}: expected axis {letter} to be a multiple of {chunks} chunks, got {x.shape}"
             )
-        x = x.reshape(*x.shape[:axis], chunks, -1, *x.shape[axis + 1 :])
+        shape = (chunks, x.shape[axis] // chunks)
+        x = x.reshape(*x.shape[:axis], *shape, *x.shape[axis + 1 :])
         x = jnp.moveaxis(x, axis, place)
     return x
 
@@ -72,7 +73,8 @@ def restore(name: str, x: jax.Array, accumulator) -> jax.Array:
             continue
         axis += "TS".index(letter)  # the chunk axis of T lies before it still
         x = jnp.moveaxis(x, place, axis)
-        x = x.reshape(*x.shape[:axis], -1, *x.shape[axis + 2 :])
+        length = x.shape[axis] * x.shape[axis + 1]
+        x = x.reshape(*x.shape[:axis], length, *x.shape[axis + 2 :])
     return x.astype(accumulator)
 
 

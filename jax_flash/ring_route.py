@@ -47,7 +47,10 @@ class Route:
 
 @functools.lru_cache(maxsize=256)
 def plan_route(spec: AttentionSpec, sequence: SequenceSharding, q_len: int, kv_len: int) -> Route:
-    """Leaves out every visit that causal order and window make useless, as far as is known."""
+    """Leaves out every visit that causal order and window make useless, as far as is known.
+
+    Without queries or keys every visit is: XLA crashes where arrays without elements travel.
+    """
     devices = sequence.devices
     left, right = spec.window
     if spec.is_causal:
@@ -55,6 +58,8 @@ def plan_route(spec: AttentionSpec, sequence: SequenceSharding, q_len: int, kv_l
     q_size, kv_size = (length // (devices * sequence.chunks) for length in (q_len, kv_len))
 
     def sees(device, source):
+        if q_size == 0 or kv_size == 0:
+            return False
         if sequence.offset is None:
             return True
         for q_start in sequence.chunk_starts(device, q_len):

@@ -167,7 +167,8 @@ def _split(x: ArrayLike, devices: int, axis: int, shape) -> tuple[jax.Array, int
             f"axis {axis}: expected a multiple of {2 * devices} (2 chunks for each device), got "
             f"shape {x.shape}"
         )
-    return x.reshape(*x.shape[:axis], *shape, -1, *x.shape[axis + 1 :]), axis
+    size = x.shape[axis] // (2 * devices)
+    return x.reshape(*x.shape[:axis], *shape, size, *x.shape[axis + 1 :]), axis
 
 
 def zigzag_permute(x: ArrayLike, devices: int, *, axis: int = 1) -> jax.Array:

@@ -26,6 +26,7 @@ OPTIONAL_OPERANDS: dict[str, tuple[str, ...]] = {
     "dropout_head_ids": ("N",),
     "dlse": ("N", "T"),
     "dropout_start": ("2",),
+    "lse_low": ("N", "T"),  # of the backward pass, where there is a bias
 }
 
 # Every array that takes part in a forward or backward call, by name. "K" counts the

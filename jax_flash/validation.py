@@ -100,7 +100,7 @@ def _query_key_value(query, key, value) -> Operands:
             f"got {value.shape}"
         )
     kv_heads = key.shape[-2]
-    if kv_heads == 0 or heads % kv_heads:
+    if heads % kv_heads if kv_heads else heads:  # no heads at all are as many of both
         raise ValueError(
             f"key: expected a number of heads that divides query's {heads}, got {kv_heads}"
         )

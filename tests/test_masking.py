@@ -6,6 +6,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 from cases import Case, check, make_inputs
+from empty_calls import check_empty_call, empty_calls
 from oracle import allowed_logits
 from test_cases import run
 
@@ -93,31 +94,20 @@ def test_rows_with_nothing_to_attend_to(implementation):
     )
 
 
-@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
-@pytest.mark.parametrize(
-    ("q_shape", "kv_shape"),
-    [
-        ((0, 4, 2, 8), (0, 5, 2, 8)),
-        ((2, 0, 2, 8), (2, 5, 2, 8)),
-        ((2, 4, 2, 8), (2, 0, 2, 8)),
-        ((2, 4, 0, 8), (2, 5, 1, 8)),
-    ],
-)
-def test_empty_axes(q_shape, kv_shape, implementation):
-    query, key = jnp.ones(q_shape), jnp.ones(kv_shape)
+@pytest.mark.parametrize("call", empty_calls("float32", "bfloat16"), ids=str)
+def test_empty_axes(call):
+    for implementation in IMPLEMENTATIONS:
+        check_empty_call(call, implementation)
 
-    def call(query, key, value):
-        return jax_flash.dot_product_attention(
-            query, key, value, is_causal=True, implementation=implementation, return_residual=True
-        )
 
-    (out, lse), vjp = jax.vjp(call, query, key, key)
-    assert out.shape == q_shape
-    assert not out.any()
-    assert (lse == -jnp.inf).all()
-    for grad, x in zip(vjp((out, jnp.ones_like(lse))), (query, key, key), strict=True):
-        assert grad.shape == x.shape
-        assert not grad.any()
+def test_empty_axes_need_no_kernel():
+    # Whatever the platform: the CUDA kernels could not take them.
+    query, key = jnp.ones((2, 4, 2, 9), jnp.bfloat16), jnp.ones((2, 0, 2, 9), jnp.bfloat16)
+    for implementation in ("flash", "flash_sm90"):
+        choices = jax_flash.explain(query, key, key, implementation=implementation).choices
+        for platform in ("cpu", "cuda"):
+            assert choices[platform].implementation == "reference"
+            assert "no keys" in choices[platform].reason
 
 
 def test_nothing_uninitialised_is_left_in_a_result():

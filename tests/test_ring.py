@@ -1,10 +1,15 @@
 """ring_attention on eight virtual devices against float64, over the case table."""
 
 import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
 from cases import TABLE, Case, check, make_inputs, random_case
 from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 from sequence_cases import run
+
+import jax_flash
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
 
@@ -35,3 +40,21 @@ def test_random(index):
     inputs = make_inputs(random_case(index))
     order = ("contiguous", "zigzag")[index // 32 % 2]
     check(run(inputs, mesh=mesh_of(4), axis_name="x", order=order, check_vma=False), inputs)
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_no_keys(order):
+    def attend(query, key):
+        return jax_flash.ring_attention(
+            query, key, key, axis_name="x", order=order, return_residual=True
+        )
+
+    specs = (P(None, "x"),) * 2
+    ring = jax.shard_map(attend, mesh=mesh_of(4), in_specs=specs, out_specs=specs)
+    query, key = jnp.ones((2, 16, 4, 8)), jnp.ones((2, 0, 2, 8))
+    (out, lse), vjp = jax.vjp(jax.jit(ring), query, key)
+    assert not out.any()
+    assert (lse == -np.inf).all()
+    for grad, x in zip(vjp((out + 1, jnp.ones_like(lse))), (query, key), strict=True):
+        assert grad.shape == x.shape
+        assert not grad.any()

@@ -211,7 +211,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
         dscores,
         [&](uint32_t (&a)[4], int m, int k) {
           ptx::ldmatrix_x4(a, dout_reader.at(m * 16, k * 2));
-          gradient.probabilities(scores[m], lse_log2[m], to_log2, kScoreN * k / kValueSteps,
+          gradient.probabilities(scores[m], lse_log2[m], to_log2, m, kScoreN * k / kValueSteps,
                                  kScoreN * (k + 1) / kValueSteps);
         },
         [&](uint32_t (&b)[4], int n, int k) {

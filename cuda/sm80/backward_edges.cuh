@@ -10,6 +10,7 @@
 #include "sm80/workspace.h"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
+#include "tile/logits.cuh"
 #include "tile/smem_tile.cuh"
 #include "tile/softmax.cuh"
 
@@ -98,7 +99,9 @@ __global__ void __launch_bounds__(kEdgeThreads)
     const float row_lse = row < band.q_len ? lse[row * params.lse.row] : minus_infinity();
     const bool dead = row_lse == minus_infinity();
     const int64_t index = batch_head * workspace.rows + row;
-    workspace.lse_log2[index] = dead ? -minus_infinity() : row_lse * kLog2E;
+    // Its units are those of logits.
+    workspace.lse_log2[index] =
+        dead ? -minus_infinity() : row_lse * (in_natural_units(params) ? 1.0f : kLog2E);
     workspace.delta[index] = dead ? 0.0f : dlse ? sum - dlse[row * params.dlse.row] : sum;
   }
 }

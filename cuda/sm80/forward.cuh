@@ -14,11 +14,13 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
 #include "params.h"
 #include "ptx/cp_async.cuh"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/math.cuh"
 #include "ptx/shared.cuh"
 #include "sm80/config.cuh"
@@ -109,21 +111,89 @@ __device__ __forceinline__ void store_out(const Forward& params, const BatchInde
   }
 }
 
+// What a block works on: kBlockQ query rows of a head.
+template <int kBlockQ>
+struct QueryTilePlace {
+  int32_t tile, head;
+  int64_t batch_index;
+
+  // Heads of a group are neighbours and share keys in L2.
+  __device__ __forceinline__ QueryTilePlace(const Shape& shape, uint32_t index, bool last_first) {
+    const uint32_t tiles = (shape.q_len + kBlockQ - 1) / kBlockQ;
+    const auto position = static_cast<int32_t>(index % tiles);
+    tile = last_first ? static_cast<int32_t>(tiles) - 1 - position : position;
+    head = static_cast<int32_t>(index / tiles % shape.heads);
+    batch_index = index / tiles / shape.heads;
+  }
+  static __host__ __device__ int64_t count(const Shape& shape) {
+    return (int64_t{shape.q_len} + kBlockQ - 1) / kBlockQ * shape.heads * shape.batch;
+  }
+};
+
+// The query tiles that have a row whose logits are extreme, of every gridDim.x-th tile. A block
+// looks at 32 of its tiles at a time, and sets lse_low of the other rows, which is nearly 0.
+template <typename Config>
+class ExtremeTiles {
+ public:
+  // Sets the index of the next one; false if there is none. By all threads of a block, none of
+  // which uses shared memory.
+  __device__ __forceinline__ bool next(const Forward& params, uint32_t& index) {
+    __shared__ uint32_t found_smem;
+    const int64_t stride = gridDim.x, count = QueryTilePlace<Config::kBlockQ>::count(params.shape);
+    while (found_ == 0) {
+      first_ = first_ < 0 ? blockIdx.x : first_ + 32 * stride;
+      if (first_ >= count) return false;
+      __syncthreads();
+      if (threadIdx.x == 0) found_smem = 0;
+      __syncthreads();
+      for (int i = threadIdx.x / 32; i < 32 && first_ + i * stride < count; i += Config::kWarps) {
+        const bool found = look_at(params, static_cast<uint32_t>(first_ + i * stride));
+        if (__any_sync(0xffffffff, found) && threadIdx.x % 32 == 0) atomicOr(&found_smem, 1u << i);
+      }
+      __syncthreads();
+      found_ = found_smem;
+    }
+    const int i = __ffs(found_) - 1;
+    found_ &= found_ - 1;
+    index = static_cast<uint32_t>(first_ + i * stride);
+    return true;
+  }
+
+ private:
+  static __device__ __forceinline__ bool look_at(const Forward& params, uint32_t index) {
+    constexpr int kBlockQ = Config::kBlockQ;
+    const Shape& shape = params.shape;
+    const QueryTilePlace<kBlockQ> at(shape, index, Config::kLongestFirst);
+    const BatchIndex batch(shape, at.batch_index);
+    const float* lse = batch.pointer<const float>(params.lse, at.head);
+    float* lse_low = batch.pointer<float>(params.lse_low, at.head);
+    const int32_t end = min((at.tile + 1) * kBlockQ, shape.q_len),
+                  q_len = Band(params, batch).q_len;
+    bool found = false;
+    for (int32_t row = at.tile * kBlockQ + threadIdx.x % 32; row < end; row += 32) {
+      lse_low[row * params.lse_low.row] = 0.0f;
+      found |= row < q_len && needs_exact_logits(lse[row * params.lse.row]);
+    }
+    return found;
+  }
+
+  int64_t first_ = -1;
+  uint32_t found_ = 0;  // a bit for each of 32 tiles from first_ on
+};
+
+// One query tile, number `index`.
 template <typename Config, typename Element, bool kGeneral>
-__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
-    forward_kernel(const __grid_constant__ Forward params, const SegmentSpans spans) {
+__device__ __forceinline__ void attend(const Forward& params, const SegmentSpans& spans,
+                                       uint32_t index) {
   constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv;
   constexpr int kM = Config::kMTiles, kN = kBlockKv / 8, kOutN = Config::kValueDim / 8;
   constexpr int kSteps = Config::kHeadDim / 16;
   constexpr auto kRowsFirst = BlockOrder::kRowsFirst, kColsFirst = BlockOrder::kColsFirst;
   const Shape& shape = params.shape;
 
-  // Heads of a group are neighbours and share keys in L2.
-  const int32_t q_tiles = (shape.q_len + kBlockQ - 1) / kBlockQ;
-  const int32_t position = static_cast<int32_t>(blockIdx.x % q_tiles);
-  const int32_t q_tile = Config::kLongestFirst ? q_tiles - 1 - position : position;
-  const int32_t head = static_cast<int32_t>(blockIdx.x / q_tiles % shape.heads);
-  const int64_t batch_index = blockIdx.x / q_tiles / shape.heads;
+  const QueryTilePlace<kBlockQ> at(shape, index, Config::kLongestFirst);
+  const int32_t q_tile = at.tile, head = at.head;
+  const int64_t batch_index = at.batch_index;
   const BatchIndex batch(shape, batch_index);
   const int32_t kv_head = head / (shape.heads / shape.kv_heads);
   const int32_t row0 = q_tile * kBlockQ;
@@ -174,8 +244,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
 
   float out[kM][kOutN][4];
   set_zero(out);
-  OnlineSoftmax<kM> softmax;
-  const float to_log2 = kGeneral ? 1.0f : params.options.scale * kLog2E;
+  OnlineSoftmax<kM, kGeneral> softmax;
+  float to_log2 = params.options.scale * kLog2E;
+  if constexpr (kGeneral) to_log2 = in_natural_units(params) ? kLog2E : 1.0f;
 
   uint32_t query_rmem[Config::kQueryInRegisters ? kM : 1][kSteps][4];
   if (walk.tile < walk.end) {
@@ -306,21 +377,31 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   // Also for a block with no tile at all: nothing is under way towards the query tile's memory.
   ptx::cp_async_wait_group<0>();
   __syncthreads();
-  const float sink_log2 =
-      params.sinks ? *batch.pointer<const float>(params.sinks, head) * kLog2E : minus_infinity();
+  float sink =  // in the units of logits
+      params.sinks ? *batch.pointer<const float>(params.sinks, head) : minus_infinity();
+  if (!kGeneral || !in_natural_units(params)) sink *= kLog2E;
   float* lse_gmem = batch.pointer<float>(params.lse, head);
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t row = warp_row0 + fragment_row(m, 2 * half);
-      float lse, normalizer;
-      softmax.finish(m, half, to_log2, sink_log2, lse, normalizer);
+      float lse, lse_low = 0.0f, normalizer;
+      if constexpr (kGeneral) {
+        softmax.finish(m, half, to_log2, sink, lse, lse_low, normalizer);
+      } else {
+        softmax.finish(m, half, to_log2, sink, lse, normalizer);
+      }
       if (row >= band.q_len) {
         lse = minus_infinity();
-        normalizer = 0.0f;
+        lse_low = normalizer = 0.0f;
       }
-      if (threadIdx.x % 4 == 0 && row < shape.q_len) lse_gmem[row * params.lse.row] = lse;
+      if (threadIdx.x % 4 == 0 && row < shape.q_len) {
+        lse_gmem[row * params.lse.row] = lse;
+        if (kGeneral && params.lse_low) {
+          batch.pointer<float>(params.lse_low, head)[row * params.lse_low.row] = lse_low;
+        }
+      }
       if (kGeneral) normalizer *= params.options.dropout_scale;
 #pragma unroll
       for (int n = 0; n < kOutN; ++n) {
@@ -336,12 +417,33 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
 }
 
 template <typename Config, typename Element, bool kGeneral>
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+    forward_kernel(const __grid_constant__ Forward params, const SegmentSpans spans) {
+  ExtremeTiles<Config> extreme;
+  uint32_t index = blockIdx.x;
+  do {
+    if (kGeneral && params.extreme_rows_only) {
+#if __CUDA_ARCH__ >= 900
+      ptx::griddepcontrol_wait();  // for the lse of the kernel before
+#endif
+      if (!extreme.next(params, index)) return;
+    }
+    attend<Config, Element, kGeneral>(params, spans, index);
+  } while (kGeneral && params.extreme_rows_only);
+}
+
+template <typename Config, typename Element, bool kGeneral>
 Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
                              cudaStream_t stream) {
-  const Shape& shape = params.shape;
-  return launch_kernel("sm80::forward_kernel", shape, forward_kernel<Config, Element, kGeneral>,
-                       ceil_div(shape.q_len, Config::kBlockQ) * shape.heads * shape.batch,
-                       Config::kThreads, Config::kSmemBytes, stream, params, spans);
+  int64_t blocks = QueryTilePlace<Config::kBlockQ>::count(params.shape);
+  if (params.extreme_rows_only) {  // which are few or none
+    int sms = 0;
+    if (const Status status = multiprocessors(sms); !status.ok()) return status;
+    blocks = std::min<int64_t>(blocks, int64_t{sms} * Config::kMinBlocks);
+  }
+  return launch_grid(params.extreme_rows_only, "sm80::forward_kernel", params.shape,
+                     forward_kernel<Config, Element, kGeneral>, blocks, Config::kThreads,
+                     Config::kSmemBytes, stream, params, spans);
 }
 
 // kHeadDim bounds head_dim and value_dim; a head dim of 192 comes mostly with a value dim of 128.
@@ -350,8 +452,10 @@ Status launch_forward(const Forward& params, cudaStream_t stream) {
   SegmentSpans spans;
   if (params.query_segment_ids) {
     spans = SegmentSpans::at(params.shape, params.workspace);
-    const Status status = launch_segment_spans(params, spans, stream);
-    if (!status.ok()) return status;
+    if (!params.extreme_rows_only) {  // else the kernels before have had them
+      const Status status = launch_segment_spans(params, spans, stream);
+      if (!status.ok()) return status;
+    }
   }
   constexpr int kNarrow = kHeadDim == 192 ? 128 : kHeadDim;
   using Small = ForwardConfig<kHeadDim, kHeadDim, kGeneral, 99>;

@@ -16,6 +16,7 @@
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
 #include "tile/launch.cuh"
+#include "tile/logits.cuh"
 #include "tile/quad.cuh"
 #include "tile/smem_tile.cuh"
 #include "tile/softmax.cuh"
@@ -102,7 +103,9 @@ __global__ void __launch_bounds__(kEdgeThreads)
   __syncthreads();
   if (thread >= kEdgeRows) return;
   const bool dead = row_lse == minus_infinity();
-  workspace.lse_log2[row_index + thread] = dead ? -minus_infinity() : row_lse * kLog2E;
+  // Its units are those of logits.
+  workspace.lse_log2[row_index + thread] =
+      dead ? -minus_infinity() : row_lse * (in_natural_units(params) ? 1.0f : kLog2E);
   workspace.delta[row_index + thread] =
       dead ? 0.0f : (sums_smem[thread] - row_dlse) * plan.scales.delta;
 }

@@ -282,7 +282,7 @@ __device__ __forceinline__ void consume_tiles(
       if constexpr (Config::kAlternates) {
         ptx::barrier_sync(kMayCompute + group, Config::kConsumerThreads);
       }
-      gradient.probabilities(scores, lse, to_log2);
+      gradient.probabilities(scores, lse, lse_smem, to_log2);
       if constexpr (Config::kEarlyDvalue) {
         round_fragments<Element>(probabilities, scores);
         if constexpr (Config::kAlternates) {

@@ -136,7 +136,7 @@ __device__ __forceinline__ void consume_wide_tiles(const Backward& params,
                                         col0 + Config::kBlockKv)) {
         gradient.mask(products, band);
       }
-      gradient.probabilities(products, ColumnsInShared(lse_smem), to_log2);
+      gradient.probabilities(products, ColumnsInShared(lse_smem), lse_smem, to_log2);
       ptx::mbarrier_wait(smem.staging_empty(at.stage), at.parity ^ 1);
       stage_accumulators(staged, products, threadIdx.x % 128);
       arrive_by_warp(smem.staging_full(at.stage));
@@ -401,7 +401,7 @@ __device__ __forceinline__ void consume_key_tiles(const Backward& params,
                                         tile_col0 + Config::kBlockKv)) {
         gradient.mask(scores, band);
       }
-      gradient.probabilities(scores[0], lse_log2[0], to_log2, 0, kN);
+      gradient.probabilities(scores[0], lse_log2[0], to_log2, 0, 0, kN);
     };
     const auto finish = [&](int32_t tile_col0) {
       arrive_by_warp(smem.value_empty(value_ring.stage));

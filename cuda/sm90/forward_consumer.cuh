@@ -410,14 +410,25 @@ struct ForwardConsumer {
       columns = attended_columns(scores);
     }
   }
+  // What a logit is taken for -inf below: relative to a reference of -1e30, say, exponentials in
+  // log2 units would be off by any factor. launch.cc has rows done again that it matters to.
+  __device__ __forceinline__ float least_logit() const {
+    if constexpr (kModifiers == kBias) return kLeastLogit;
+    if constexpr (kModifiers == kEveryModifier) {
+      return params.bias ? kLeastLogit : minus_infinity();
+    }
+    return minus_infinity();
+  }
   __device__ __forceinline__ bool raise_reference() {
+    const float least = least_logit();
     if constexpr (kByBits) {
-      return raise_to_greatest<kByDifference>(softmax, by_bits, scores, to_log2, factor);
+      return raise_to_greatest<kByDifference>(softmax, by_bits, scores, to_log2, factor, least);
     } else if constexpr (kExactMaxima) {
-      return raise_references<false, kByDifference>(softmax, scores, to_log2, factor);
+      return raise_references<false, kByDifference>(softmax, scores, to_log2, factor, least);
     } else {
       constexpr float kSlack = kHalfValues ? kHalfSlack : OnlineSoftmax<1>::kSlack;
-      return softmax.template raise_reference<4>(scores, to_log2, {{kSlack, kSlack}}, factor);
+      return softmax.template raise_reference<4>(scores, to_log2, {{kSlack, kSlack}}, factor,
+                                                 least);
     }
   }
   __device__ __forceinline__ void rescale() { softmax.rescale(out, factor); }

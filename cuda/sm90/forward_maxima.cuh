@@ -62,13 +62,20 @@ __device__ __forceinline__ bool none_below_zero(const OnlineSoftmax<1>& softmax)
 
 // Raises references to the rows' greatest logits; whether some row of the warp has a greater one,
 // so that its output so far is to be multiplied by `factor`. kByDifference: for
-// exponentials_of_differences().
+// exponentials_of_differences(). A greatest logit below `least` counts as -inf.
 template <bool kByBits, bool kByDifference, int kN>
 __device__ __forceinline__ bool raise_references(OnlineSoftmax<1>& softmax,
                                                  const float (&logits)[1][kN][4], float to_log2,
-                                                 float (&factor)[1][2]) {
+                                                 float (&factor)[1][2],
+                                                 float least = minus_infinity()) {
   float greatest[2];
   find_greatest<kByBits>(logits, softmax, greatest);
+  if constexpr (!kByBits) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      greatest[half] = softmax.limit(0, half, greatest[half], least);
+    }
+  }
   float (&reference)[2] = softmax.reference[0];
   if (!__any_sync(0xffffffff, greatest[0] > reference[0] || greatest[1] > reference[1])) {
     return false;
@@ -90,9 +97,11 @@ __device__ __forceinline__ bool raise_references(OnlineSoftmax<1>& softmax,
 template <bool kByDifference, int kN>
 __device__ __forceinline__ bool raise_to_greatest(OnlineSoftmax<1>& softmax, bool& by_bits,
                                                   const float (&logits)[1][kN][4], float to_log2,
-                                                  float (&factor)[1][2]) {
+                                                  float (&factor)[1][2],
+                                                  float least = minus_infinity()) {
   if (by_bits) return raise_references<true, kByDifference>(softmax, logits, to_log2, factor);
-  const bool rises = raise_references<false, kByDifference>(softmax, logits, to_log2, factor);
+  const bool rises =
+      raise_references<false, kByDifference>(softmax, logits, to_log2, factor, least);
   by_bits = none_below_zero(softmax);
   return rises;
 }

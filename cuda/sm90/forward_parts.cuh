@@ -372,6 +372,9 @@ __device__ __forceinline__ void finish_statistics(const ForwardPlan& plan, const
     const int block_row = first_row + 8 * half;
     float lse;
     softmax.finish(0, half, plan.to_log2, work.sink_log2, lse, normalizer[half]);
+    if constexpr ((kModifiers & kBias) != 0) {
+      if (lse == minus_infinity() && softmax.low[0][half]) lse = kLowLse;
+    }
     if (work.row0 + block_row >= work.band.q_len) {
       lse = minus_infinity();
       normalizer[half] = 0.0f;

@@ -51,6 +51,31 @@ __device__ __forceinline__ float load_float(const Operand& operand, int64_t inde
   return static_cast<const float*>(operand.data)[index];
 }
 
+// Logits of general calls are in natural units where there is a bias, and in log2 units elsewhere.
+// A bias may be any float32, -3e38 included, of which the product with log2(e) overflows, or is
+// rounded by far more than 1. So differences between logits come first there, which are exact
+// wherever they matter, and the factor after them.
+__device__ __forceinline__ bool in_natural_units(const Forward& params) {
+  return bool{params.bias};
+}
+
+// Beyond this magnitude a row's lse lacks a part that gradients need, which lse_low has; up to that
+// it is less than 2^-10.
+inline constexpr float kExtremeLse = 16384.0f;
+__device__ __forceinline__ bool is_extreme(float lse) {
+  return fabsf(lse) > kExtremeLse && fabsf(lse) != -minus_infinity();
+}
+
+// Kernels that take a logit below kLeastLogit for -inf, and no care of logits above kExtremeLse,
+// are right where a row's greatest logit is within these bounds, far from the lower one, and where
+// all are -inf. A row's lse tells whether they are: it is kLowLse where some finite logit was taken
+// for -inf, and no greater one came.
+inline constexpr float kLeastLogit = -16384.0f, kLowLse = -3.0e38f;
+__device__ __forceinline__ bool needs_exact_logits(float lse) {
+  const bool moderate = lse >= kLeastLogit + 256.0f && lse <= kExtremeLse;
+  return !moderate && lse != minus_infinity();  // NaN, too
+}
+
 // Within a few units of the last place: tanh.approx is off by 2^-11, which times the cap shows.
 __device__ __forceinline__ float tanh_accurate(float x) {
   // 1 - 2 / (exp(2 x) + 1) cancels near 0, where the series (error below 2^-24) takes over.
@@ -59,6 +84,17 @@ __device__ __forceinline__ float tanh_accurate(float x) {
   const float series =
       fmaf(fmaf(fmaf(-17.0f / 315.0f, square, 2.0f / 15.0f), square, -1.0f / 3.0f), square, 1.0f);
   return fabsf(x) < 0.2f ? x * series : far;
+}
+
+// d logit / d (logit before the soft cap) = 1 - (logit / cap)^2, from the element's probability and
+// its row's lse, whose units are those of logits: to keep all logits would take too many registers.
+__device__ __forceinline__ float soft_cap_slope(const Forward& params, float probability,
+                                                float lse) {
+  const float unit = in_natural_units(params) ? 1.0f : kLn2;
+  const float logit = fmaf(lse, unit, __log2f(probability) * kLn2);
+  const float inverse = 1.0f / params.options.logits_soft_cap;
+  const float ratio = logit * inverse;
+  return 1.0f - ratio * ratio;
 }
 
 // What changes the logits of one batch and query head.
@@ -93,7 +129,7 @@ struct LogitModifiers {
     }
   }
 
-  // Turns products into logits in log2 units, -inf where not allowed.
+  // Turns products into logits, -inf where not allowed; units: in_natural_units().
   template <int kM, int kN>
   __device__ __forceinline__ void apply(float (&products)[kM][kN][4], const Band& band,
                                         int32_t row0, int32_t col0) const {
@@ -120,7 +156,7 @@ struct LogitModifiers {
               allowed = mask[row * params.mask.row + col * params.mask.col] != 0;
             }
             float& value = products[m][n][2 * half + e];
-            value = allowed ? logit_log2(value, row, col) : minus_infinity();
+            value = allowed ? logit(value, row, col) : minus_infinity();
           }
         }
       }
@@ -133,12 +169,6 @@ struct LogitModifiers {
            (!query_ids || query_ids[row * params.query_segment_ids.row] ==
                               key_ids[col * params.key_value_segment_ids.row]) &&
            (!mask || mask[row * params.mask.row + col * params.mask.col] != 0);
-  }
-
-  // d logit / d (logit before the soft cap), from the logit in log2 units.
-  __device__ __forceinline__ float soft_cap_slope(float logit_log2) const {
-    const float ratio = logit_log2 * (kLn2 / params.options.logits_soft_cap);
-    return 1.0f - ratio * ratio;
   }
 
   // Bit 2 n + e of the result says whether dropout keeps column fragment_col(n, e) of `row`.
@@ -172,17 +202,20 @@ struct LogitModifiers {
     return bits;
   }
 
-  // The logit of an allowed element in log2 units, from its product.
-  __device__ __forceinline__ float logit_log2(float product, int32_t row, int32_t col) const {
+  // The logit of an allowed element from its product; units: in_natural_units().
+  __device__ __forceinline__ float logit(float product, int32_t row, int32_t col) const {
     const Options& options = params.options;
     float logit = product * options.scale;
     if (params.bias) {
-      logit += load_float(params.bias, bias0 + row * params.bias.row + col * params.bias.col);
+      const float bias =
+          load_float(params.bias, bias0 + row * params.bias.row + col * params.bias.col);
+      logit = fmaf(product, options.scale, bias);
     }
-    if (options.logits_soft_cap > 0.0f) {
+    // A bias of -inf forbids, which the soft cap would turn into a logit of -cap.
+    if (options.logits_soft_cap > 0.0f && logit != minus_infinity()) {
       logit = options.logits_soft_cap * tanh_accurate(logit / options.logits_soft_cap);
     }
-    return logit * kLog2E;
+    return in_natural_units(params) ? logit : logit * kLog2E;
   }
 };
 

@@ -59,8 +59,9 @@ __device__ __forceinline__ bool has_element_masks(const Forward& params) {
          has_modifier<kModifiers, kSegments>(bool{params.query_segment_ids});
 }
 
-// Replaces logits / cap by logits after the soft cap.
-template <int kN>
+// Replaces logits / cap by logits after the soft cap. kBiased: -inf stays, since a bias of -inf
+// forbids.
+template <bool kBiased = false, int kN>
 __device__ __forceinline__ void soft_cap_ratios(float (&ratios)[1][kN][4], float cap) {
   float greatest = 0.0f;  // fmaxf passes over NaN, and so does the polynomial
 #pragma unroll
@@ -90,12 +91,30 @@ __device__ __forceinline__ void soft_cap_ratios(float (&ratios)[1][kN][4], float
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
-      for (int e = 0; e < 4; ++e) ratios[0][n][e] = cap * tanh_accurate(ratios[0][n][e]);
+      for (int e = 0; e < 4; ++e) {
+        float& ratio = ratios[0][n][e];
+        const float logit = cap * tanh_accurate(ratio);
+        ratio = kBiased && ratio == minus_infinity() ? ratio : logit;
+      }
     }
   }
 }
 
+// Where a cap below 1 is to divide logits with a bias: keeps finite ones finite.
 template <int kN>
+__device__ __forceinline__ void keep_finite(float (&logits)[1][kN][4], const Forward& params) {
+  if (params.options.logits_soft_cap >= 1.0f) return;
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      float& logit = logits[0][n][e];
+      if (logit != minus_infinity()) logit = fminf(fmaxf(logit, -1e30f), 1e30f);
+    }
+  }
+}
+
+template <bool kBiased, int kN>
 __device__ __forceinline__ void soft_cap(float (&logits)[1][kN][4], float cap) {
   const float inverse = 1.0f / cap;
 #pragma unroll
@@ -103,7 +122,7 @@ __device__ __forceinline__ void soft_cap(float (&logits)[1][kN][4], float cap) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) logits[0][n][e] *= inverse;
   }
-  soft_cap_ratios(logits, cap);
+  soft_cap_ratios<kBiased>(logits, cap);
 }
 
 // Where a batch and head are in operands of at most two batch axes, in elements: for once a query
@@ -161,12 +180,13 @@ __device__ __forceinline__ void modify_scores(float (&scores)[1][kN][4], const F
     const float cap = options.logits_soft_cap;
     const float scale = has_bias ? 1.0f : options.scale;
     const float factor = capped ? __fdividef(scale, cap) : scale;  // no call
+    if (capped && has_bias) keep_finite(scores, params);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) scores[0][n][e] *= factor;
     }
-    if (capped) soft_cap_ratios(scores, cap);
+    if (capped) soft_cap_ratios<(kModifiers & kBias) != 0>(scores, cap);
   }
   if (has_modifier<kModifiers, kMask>(bool{params.mask})) {
     for_pairs<uint8_t, kInFlight, kN>(static_cast<const uint8_t*>(params.mask.data) + offsets.mask,

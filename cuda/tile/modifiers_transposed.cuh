@@ -79,10 +79,10 @@ __device__ __forceinline__ void add_rows(float (&scores)[kN][4], const Bias* bia
   }
 }
 
-// Turns products into logits in log2 units, -inf where not allowed, but for the band. The
-// fragments' rows are keys from key0 on, their columns queries from row0 on. `allowed`: the mask as
-// TransposedMask has it. `slopes`: to be set where there is a soft cap. With kManyRegisters more
-// elements of a bias are loaded side by side.
+// Turns products into logits, -inf where not allowed, but for the band; units: in_natural_units().
+// The fragments' rows are keys from key0 on, their columns queries from row0 on. `allowed`: the
+// mask as TransposedMask has it. `slopes`: to be set where there is a soft cap. With kManyRegisters
+// more elements of a bias are loaded side by side.
 template <bool kManyRegisters, int kN>
 __device__ __forceinline__ void modify_transposed(float (&scores)[kN][4],
                                                   const LogitModifiers& modifiers, const Band& band,
@@ -131,10 +131,11 @@ __device__ __forceinline__ void modify_transposed(float (&scores)[kN][4],
       }
     }
     if (options.logits_soft_cap > 0.0f) {
-      soft_cap(reinterpret_cast<float (&)[1][kN][4]>(scores), options.logits_soft_cap);
+      if (params.bias) keep_finite(reinterpret_cast<float (&)[1][kN][4]>(scores), params);
+      soft_cap<true>(reinterpret_cast<float (&)[1][kN][4]>(scores), options.logits_soft_cap);
       if (slopes != nullptr) slopes->set(scores, options.logits_soft_cap);
     }
-    multiply(kLog2E);
+    if (!in_natural_units(params)) multiply(kLog2E);
   }
   if (allowed != nullptr) {
     if (!__all_sync(0xffffffff, *allowed == ~0u)) {

@@ -37,16 +37,44 @@ struct ScoreGradient {
     }
   }
 
-  // P = 2^(S - lse) in blocks [first, end) of 16 rows: S is in log2 units already if kGeneral.
-  __device__ __forceinline__ void probabilities(float (&scores)[kN][4], const float (&lse_log2)[2],
-                                                float to_log2, int first, int end) const {
+  // P = exp(S - lse) of blocks [first, end) of the m-th 16 rows. If kGeneral, the units of S and
+  // lse are those of logits, else S is to be multiplied by to_log2 and lse in log2 units.
+  __device__ __forceinline__ void probabilities(float (&scores)[kN][4], const float (&lse)[2],
+                                                float to_log2, int m, int first, int end) const {
+    if constexpr (kGeneral) {
+      if (in_natural_units(params)) return natural_probabilities(scores, lse, m, first, end);
+    }
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       if (n < first || n >= end) continue;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         scores[n][e] =
-            ptx::ex2_approx_ftz(fmaf(scores[n][e], kGeneral ? 1.0f : to_log2, -lse_log2[e / 2]));
+            ptx::ex2_approx_ftz(fmaf(scores[n][e], kGeneral ? 1.0f : to_log2, -lse[e / 2]));
+      }
+    }
+  }
+
+  // With a bias: exp((S - lse) - lse_low). The latter is read only where it is not nearly 0.
+  __device__ __forceinline__ void natural_probabilities(float (&scores)[kN][4],
+                                                        const float (&lse)[2], int m, int first,
+                                                        int end) const {
+    float low[2] = {};
+    if (__any_sync(0xffffffff, is_extreme(lse[0]) || is_extreme(lse[1]))) {
+      const float* lse_low = batch.template pointer<const float>(params.lse_low, head);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int32_t row = min(row0 + fragment_row(m, 2 * half), params.shape.q_len - 1);
+        low[half] = lse_low[row * params.lse_low.row] * kLog2E;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      if (n < first || n >= end) continue;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float difference = scores[n][e] - lse[e / 2];
+        scores[n][e] = ptx::ex2_approx_ftz(fmaf(difference, kLog2E, -low[e / 2]));
       }
     }
   }
@@ -54,7 +82,7 @@ struct ScoreGradient {
   // Turns dP into dS = P (dP - delta), and P into what dV needs of it: with dropout, what it
   // kept. An element that is not allowed has P = 0 and dS = 0, whatever dP is.
   __device__ __forceinline__ void finish(float (&p)[kM][kN][4], float (&dp)[kM][kN][4],
-                                         const float (&lse_log2)[kM][2],
+                                         const float (&lse)[kM][2],
                                          const float (&delta)[kM][2]) const {
     if constexpr (!kGeneral) {
 #pragma unroll
@@ -83,8 +111,7 @@ struct ScoreGradient {
               const float factor = kept >> (2 * n + e % 2) & 1 ? options.dropout_scale : 0.0f;
               float ds = p[m][n][e] * (dp[m][n][e] * factor - delta[m][half]);
               if (options.logits_soft_cap > 0.0f) {
-                // The logit, again: keeping all of them would take too many registers.
-                ds *= modifiers.soft_cap_slope(__log2f(p[m][n][e]) + lse_log2[m][half]);
+                ds *= soft_cap_slope(params, p[m][n][e], lse[m][half]);
               }
               dp[m][n][e] = p[m][n][e] == 0.0f ? 0.0f : ds;
               p[m][n][e] *= factor;

@@ -49,7 +49,7 @@ struct TransposedGradient {
   bool has_mask_bits = false;  // mask_bits: of sm90's TransposedMask
   uint32_t mask_bits = 0;
 
-  // Sets to -inf what is not allowed; if kGeneral, turns products into logits in log2 units.
+  // Sets to -inf what is not allowed; if kGeneral, turns products into logits.
   // `slopes`: for finish().
   __device__ __forceinline__ void mask(float (&scores)[kN][4], const Band& band,
                                        CapSlopes<kN>* slopes = nullptr) const {
@@ -76,10 +76,14 @@ struct TransposedGradient {
     }
   }
 
-  // P^T = 2^(S^T - lse), the latter of columns.
+  // P^T = exp(S^T - lse), the latter of columns. If kGeneral, the units of S and lse are those of
+  // logits, else S is to be multiplied by to_log2 and lse in log2 units.
   template <typename Columns>
   __device__ __forceinline__ void probabilities(float (&scores)[kN][4], const Columns& columns,
-                                                float to_log2) const {
+                                                const float* lse_smem, float to_log2) const {
+    if constexpr (kGeneral) {
+      if (in_natural_units(params)) return natural_probabilities(scores, columns, lse_smem);
+    }
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const float2 lse = columns(n);
@@ -116,14 +120,12 @@ struct TransposedGradient {
     }
     if (!kGeneral || options.logits_soft_cap <= 0.0f) return;
     if (slopes != nullptr) return slopes->multiply(p, dp);
-    const float to_ratio = kLn2 / options.logits_soft_cap;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        // The logit, again: keeping all of them would take too many registers.
-        const float ratio = (__log2f(p[n][e]) + lse_smem[fragment_col(n, e % 2)]) * to_ratio;
-        dp[n][e] = p[n][e] == 0.0f ? 0.0f : dp[n][e] * (1.0f - ratio * ratio);
+        const float slope = soft_cap_slope(params, p[n][e], lse_smem[fragment_col(n, e % 2)]);
+        dp[n][e] = p[n][e] == 0.0f ? 0.0f : dp[n][e] * slope;
       }
     }
   }
@@ -183,6 +185,38 @@ struct TransposedGradient {
   }
 
  private:
+  // With a bias: exp((S - lse) - lse_low). The latter is read only where it is not nearly 0.
+  template <typename Columns>
+  __device__ __forceinline__ void natural_probabilities(float (&scores)[kN][4],
+                                                        const Columns& columns,
+                                                        const float* lse_smem) const {
+    const auto exponentials = [&](auto low) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        const float2 lse = columns(n);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float difference = scores[n][e] - (e % 2 ? lse.y : lse.x) - low(n, e % 2);
+          scores[n][e] = ptx::ex2_approx_ftz(difference * kLog2E);
+        }
+      }
+    };
+    bool extreme = false;
+#pragma unroll
+    for (int column = 0; column < 8 * kN; column += 32) {
+      extreme |= is_extreme(lse_smem[column + threadIdx.x % 32]);
+    }
+    if (__any_sync(0xffffffff, extreme)) {
+      const float* lse_low = batch.template pointer<const float>(params.lse_low, head);
+      exponentials([&](int n, int e) {
+        const int32_t row = min(row0 + fragment_col(n, e), params.shape.q_len - 1);
+        return lse_low[row * params.lse_low.row];
+      });
+    } else {
+      exponentials([](int, int) { return 0.0f; });
+    }
+  }
+
   __device__ __forceinline__ LogitModifiers modifiers() const {
     return LogitModifiers(params, batch, head);
   }

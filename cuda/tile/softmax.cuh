@@ -30,13 +30,16 @@ __device__ __forceinline__ float to_log2_units(float reference, float to_log2) {
 }
 
 // Statistics of this thread's rows: [m][half] is row g + 8 half of the m-th 16 rows of its warp.
-template <int kM>
+// kByDifference: the reference is subtracted from a logit before the factor to_log2, and not after
+// it. That takes an instruction more, and is exact for any finite logits.
+template <int kM, bool kByDifference = false>
 struct OnlineSoftmax {
   static constexpr float kSlack = JAX_FLASH_SM80_RESCALE_SLACK;
 
   float reference[kM][2];  // in the units of the logits given to update()
   float sum[kM][2];        // of this thread's own columns
   float lift = 0.0f;       // log2 of the exponential of a logit that is its row's reference
+  bool low[kM][2] = {};    // whether a greatest logit was finite and taken for -inf: limit()
 
   __device__ __forceinline__ OnlineSoftmax() {
 #pragma unroll
@@ -69,13 +72,15 @@ struct OnlineSoftmax {
   }
 
   // The same in two steps: whether `out` is to be rescaled, by what; the answer is the warp's. The
-  // search runs in kChains chains: one would wait for its own results. `slack` is each row's.
+  // search runs in kChains chains: one would wait for its own results. `slack` is each row's. A
+  // greatest logit below `least` counts as -inf.
   template <int kChains, int kN>
   __device__ __forceinline__ bool raise_reference(const float (&logits)[kM][kN][4], float to_log2,
                                                   const float (&slack)[kM][2],
-                                                  float (&factor)[kM][2]) {
+                                                  float (&factor)[kM][2],
+                                                  float least = minus_infinity()) {
     float greatest[kM][2];
-    if (!find_rises<kChains>(logits, to_log2, slack, greatest)) return false;
+    if (!find_rises<kChains>(logits, to_log2, slack, greatest, least)) return false;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
       factor[m][0] = raise(m, 0, greatest[m][0], to_log2);
@@ -90,6 +95,13 @@ struct OnlineSoftmax {
     float slack[kM][2];
     fill_slack(slack);
     return raise_reference<kChains>(logits, to_log2, slack, factor);
+  }
+
+  // A row's greatest logit, but -inf below `least`.
+  __device__ __forceinline__ float limit(int m, int half, float greatest, float least) {
+    if (!(greatest < least)) return greatest;
+    low[m][half] |= greatest != minus_infinity();
+    return minus_infinity();
   }
 
   // Whether every row of the warp has a reference.
@@ -120,7 +132,13 @@ struct OnlineSoftmax {
   __device__ __forceinline__ void exponentials(float (&block)[4], int m, float to_log2) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      block[e] = ptx::ex2_approx_ftz(fmaf(block[e], to_log2, -shift_log2(m, e / 2, to_log2)));
+      if constexpr (kByDifference) {
+        const float value = reference[m][e / 2];
+        block[e] -= value == minus_infinity() ? 0.0f : value;
+        block[e] = ptx::ex2_approx_ftz(block[e] * to_log2);
+      } else {
+        block[e] = ptx::ex2_approx_ftz(fmaf(block[e], to_log2, -shift_log2(m, e / 2, to_log2)));
+      }
       sum[m][e / 2] += block[e];
     }
   }
@@ -133,6 +151,7 @@ struct OnlineSoftmax {
     total += __shfl_xor_sync(0xffffffff, total, 1);
     total += __shfl_xor_sync(0xffffffff, total, 2);
     const bool nothing_allowed = total == 0.0f;
+    static_assert(!kByDifference);
     const float shift = reference[m][half] == minus_infinity()
                             ? 0.0f
                             : to_log2_units(reference[m][half], to_log2) - lift;
@@ -141,6 +160,32 @@ struct OnlineSoftmax {
     total = fmaf(total, factor, ptx::ex2_approx_ftz(sink_log2 - top));
     lse = (nothing_allowed ? sink_log2 : top + ptx::lg2_approx_ftz(total)) * kLn2;
     normalizer = nothing_allowed ? 0.0f : factor * ptx::rcp_approx_ftz(total);
+  }
+
+  // The same by differences, of logits and a sink in units that to_log2 converts; lse and lse_low
+  // are in natural units.
+  __device__ __forceinline__ void finish(int m, int half, float to_log2, float sink, float& lse,
+                                         float& lse_low, float& normalizer) const {
+    static_assert(kByDifference);
+    float total = sum[m][half];
+    total += __shfl_xor_sync(0xffffffff, total, 1);
+    total += __shfl_xor_sync(0xffffffff, total, 2);
+    const bool nothing_allowed = total == 0.0f;
+    const float value = reference[m][half], top = fmaxf(value, sink);
+    const float factor = nothing_allowed ? 0.0f : ptx::ex2_approx_ftz((value - top) * to_log2);
+    if (sink != minus_infinity()) {
+      total = fmaf(total, factor, ptx::ex2_approx_ftz((sink - top) * to_log2));
+    }
+    const float greatest = to_log2 == kLog2E ? top : top * kLn2;
+    const float rest = ptx::lg2_approx_ftz(total) * kLn2;
+    lse = greatest + rest;
+    const float taken = lse - greatest;  // Knuth's sum of two, of which this is what is lost
+    lse_low = (greatest - (lse - taken)) + (rest - taken);
+    normalizer = nothing_allowed ? 0.0f : factor * ptx::rcp_approx_ftz(total);
+    if (top == minus_infinity()) {
+      lse = minus_infinity();
+      lse_low = normalizer = 0.0f;
+    }
   }
 
  private:
@@ -152,8 +197,8 @@ struct OnlineSoftmax {
   // Whether some row's greatest logit is far above its reference.
   template <int kChains, int kN>
   __device__ __forceinline__ bool find_rises(const float (&logits)[kM][kN][4], float to_log2,
-                                             const float (&slack)[kM][2],
-                                             float (&greatest)[kM][2]) const {
+                                             const float (&slack)[kM][2], float (&greatest)[kM][2],
+                                             float least = minus_infinity()) {
     bool rises = false;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
@@ -170,6 +215,7 @@ struct OnlineSoftmax {
         for (int n = 1; n < kChains; ++n) value = fmaxf(value, chain[n]);
         value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 1));
         value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
+        value = limit(m, half, value, least);
         greatest[m][half] = value;
         rises |= (value - reference[m][half]) * to_log2 > slack[m][half];
       }
@@ -181,7 +227,8 @@ struct OnlineSoftmax {
   __device__ __forceinline__ float raise(int m, int half, float greatest, float to_log2) {
     const float old = reference[m][half];
     const float raised = fmaxf(old, greatest);
-    const float rise = to_log2_units(old, to_log2) - to_log2_units(raised, to_log2);
+    const float rise = kByDifference ? (old - raised) * to_log2
+                                     : to_log2_units(old, to_log2) - to_log2_units(raised, to_log2);
     const float factor = old == raised ? 1.0f : ptx::ex2_approx_ftz(rise);
     reference[m][half] = raised;
     sum[m][half] *= factor;

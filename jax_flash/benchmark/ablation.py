@@ -181,11 +181,11 @@ def _variant_call(
     if what == "forward":
 
         def call(operands):
-            return ffi.forward(spec, operands, platform)[0]
+            return ffi.forward(spec, operands, platform)["out"]
     else:
         # Output and log-sum-exp from the package's own library: the variant has no such kernel.
-        out, lse = jax.jit(lambda x: ffi.forward(spec, x, platform))(operands)
-        operands |= {"out": out, "lse": lse, "dout": inputs[3]}
+        results = jax.jit(lambda x: ffi.forward(spec, x, platform))(operands)
+        operands |= {**results, "dout": inputs[3]}
 
         def call(operands):
             grads = ffi.backward(spec, operands, platform, None)
