@@ -11,7 +11,7 @@ from typing import Any
 
 import ml_dtypes
 import numpy as np
-from oracle import Inputs, Results, attention, tolerance
+from oracle import Inputs, Results, truth_and_bounds
 
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 SIZES = (1, 2, 17, 63, 64, 65, 127, 129, 1000)
@@ -34,64 +34,162 @@ class Case:
     value_dim: int = 16
     dtype: str = "float32"
     features: tuple[tuple[str, Any], ...] = ()
-    std: float = 1.0
+    std: float = 1.0  # of query and key
+    value_std: float = 1.0
+    unmapped: tuple[str, ...] | None = None  # as in `Inputs`
 
     def __str__(self) -> str:
         return self.name
 
 
+# What users take for minus infinity; of what the bias's dtype has not, its infinity is left.
+LOWS = {
+    "-1e30": -1e30,
+    "float32-min": float(np.finfo(np.float32).min),
+    "bfloat16-min": float(ml_dtypes.finfo(ml_dtypes.bfloat16).min),
+    "-3e38": -3e38,
+    "gemma": -2.3819763e38,
+    "-1e9": -1e9,
+    "-1e4": -1e4,
+    "-inf": -np.inf,
+}
+INTEGERS = ("int8", "int16", "int32", "uint8", "uint16", "uint32")
+
+
+def _shape(case, axes: str) -> tuple[int, ...]:
+    """Of an array [B,N,T,S] that is broadcast along the axes that are not named."""
+    full = dict(zip("BNTS", (case.batch, case.heads, case.q_len, case.kv_len), strict=True))
+    return tuple(full[a] if a in axes else 1 for a in "BNTS")
+
+
 def _bias(case, rng, setting):
     axes, dtype = setting
-    full = dict(zip("BNTS", (case.batch, case.heads, case.q_len, case.kv_len), strict=True))
-    shape = tuple(full[a] if a in axes else 1 for a in "BNTS")
-    return {"bias": rng.standard_normal(shape).astype(DTYPES[dtype])}
+    return {"bias": rng.standard_normal(_shape(case, axes)).astype(DTYPES[dtype])}
 
 
 def _mask(case, rng, axes):
-    full = dict(zip("BNTS", (case.batch, case.heads, case.q_len, case.kv_len), strict=True))
-    shape = tuple(full[a] if a in axes else 1 for a in "BNTS")
-    mask = rng.random(shape) < 0.6
+    mask = rng.random(_shape(case, axes)) < 0.6
     if "T" in axes:
         mask[:, :, -1] = False  # a query that attends to nothing
     return {"mask": mask}
 
 
-def _lengths(case, rng, which):
+def _pattern(case, rng, kind: str, axes: str) -> np.ndarray:
+    """Where a mask of some kind allows attention: bool, [B,N,T,S] or broadcast to it.
+
+    Masks of keys only ("left", "right", "middle", "tiles", "last", "none") differ between batch
+    entries, heads and queries as far as `axes` names them; the others always have T and S.
+    """
+    by_key = kind in ("left", "right", "middle", "tiles", "last", "none")
+    shape = _shape(case, axes + "S" if by_key else axes + "TS")
+    i, j = np.arange(case.q_len)[:, None], np.arange(case.kv_len)
+    drawn = (*shape[:3], 1) if by_key else (*shape[:2], 1, 1)
+
+    def upto(most):
+        return rng.integers(0, most + 1, drawn)
+
+    if kind == "left":  # more often than not beyond a tile of keys
+        allowed = j >= np.maximum(upto(case.kv_len - 1), min(140, case.kv_len - 1))
+    elif kind == "right":
+        allowed = j < 1 + upto(case.kv_len - 1)
+    elif kind == "middle":
+        start = upto(case.kv_len // 2)
+        allowed = (j < start) | (j >= start + case.kv_len // 2)
+    elif kind == "tiles":
+        allowed = np.repeat(rng.random((*drawn[:3], case.kv_len // 64 + 1)) < 0.5, 64, axis=-1)
+        allowed = allowed[..., : case.kv_len]
+    elif kind == "last":
+        allowed = j == case.kv_len - 1
+    elif kind == "none":
+        allowed = j < 0
+    elif kind == "rows":
+        allowed = (rng.random((*shape[:3], 1)) < 0.7) & (j >= 0)
+    elif kind == "blocks":
+        blocks = 1 + upto(5)
+        allowed = i * blocks // case.q_len == j * blocks // case.kv_len
+    elif kind == "window":
+        allowed = abs(i * case.kv_len // case.q_len - j) <= upto(90)
+    else:
+        assert kind == "causal", kind
+        allowed = j <= i + case.kv_len - case.q_len
+    return np.broadcast_to(allowed, shape).copy()
+
+
+_KEY_PATTERNS = ("left", "right", "middle", "tiles", "last", "none")
+PATTERNS = (*_KEY_PATTERNS, "rows", "blocks", "window", "causal")
+
+
+def _additive(case, rng, setting):
+    """A mask written as a bias, as users do: 0 or something around it, and LOW where forbidden.
+
+    "causal+left" is a sum of two, which overflows to -inf where both are low.
+    """
+    kind, low, axes, dtype, noise = setting
+    dtype = DTYPES[dtype]
+    with np.errstate(over="ignore"):
+        low = dtype(LOWS[low])
+        bias = dtype(0)
+        for one in kind.split("+"):
+            bias = bias + np.where(_pattern(case, rng, one, axes), dtype(0), low)
+        if noise:
+            bias = np.where(bias == 0, rng.standard_normal(bias.shape), bias)
+        return {"bias": bias.astype(dtype)}
+
+
+def _pattern_mask(case, rng, setting):
+    return {"mask": _pattern(case, rng, *setting)}
+
+
+def _lengths(case, rng, setting):
+    which, dtype = setting if isinstance(setting, tuple) else (setting, "int32")
     out = {}
     if "q" in which:
-        out["query_seq_lengths"] = _some_lengths(rng, case.batch, case.q_len)
+        out["query_seq_lengths"] = _some_lengths(rng, case.batch, case.q_len, dtype)
     if "k" in which:
-        out["key_value_seq_lengths"] = _some_lengths(rng, case.batch, case.kv_len)
+        out["key_value_seq_lengths"] = _some_lengths(rng, case.batch, case.kv_len, dtype)
     return out
 
 
-def _some_lengths(rng, batch, length):
-    special = np.array([0, -3, length + 100, length, 1, 2**31 - 1, -(2**31)])
+def _some_lengths(rng, batch, length, dtype):
+    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    special = np.array([0, -3, length + 100, length, 1, most, least])
     drawn = rng.integers(0, length + 1, batch)
-    return np.where(rng.random(batch) < 0.4, rng.choice(special, batch), drawn).astype(np.int32)
+    drawn = np.where(rng.random(batch) < 0.4, rng.choice(special, batch), drawn)
+    return np.clip(drawn, least, most).astype(dtype)
 
 
-def _segments(case, rng, kind):
+def _segments(case, rng, setting):
+    """Ids of a dtype: its least and greatest are among them."""
+    kind, dtype = setting if isinstance(setting, tuple) else (setting, "int32")
+    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
+    choice = np.unique([least, most, 0, 1, most // 2]).astype(dtype)
+
     def ids(length):
         if kind == "packed":
             starts = rng.random((case.batch, length)) < 4 / max(length, 4)
-            return np.cumsum(starts, axis=1).astype(np.int32)
-        return rng.integers(-2, 3, (case.batch, length)).astype(np.int32)
+            return np.minimum(np.cumsum(starts, axis=1), most).astype(dtype)
+        drawn = rng.choice(choice, (case.batch, length))
+        return np.sort(drawn, axis=1) if kind == "sorted" else drawn
 
     return {"query_segment_ids": ids(case.q_len), "key_value_segment_ids": ids(case.kv_len)}
 
 
-def _offset(case, rng, kind):
+def _offset(case, rng, setting):
+    kind, dtype = setting if isinstance(setting, tuple) else (setting, "int32")
     if kind == "align":
         return {"query_offset": case.kv_len - case.q_len}
+    least, most = np.iinfo(dtype).min, np.iinfo(dtype).max
     if kind == "extreme":
-        return {"query_offset": rng.choice([2**31 - 1, -(2**31), 0], case.batch).astype(np.int32)}
-    return {"query_offset": rng.integers(-case.q_len, case.kv_len + 1, case.batch).astype(np.int32)}
+        return {"query_offset": rng.choice(np.array([most, least, 0], dtype), case.batch)}
+    drawn = rng.integers(-case.q_len, case.kv_len + 1, case.batch)
+    return {"query_offset": np.clip(drawn, least, most).astype(dtype)}
 
 
 _FEATURES = {
     "bias": _bias,
+    "additive": _additive,
     "mask": _mask,
+    "pattern": _pattern_mask,
     "lengths": _lengths,
     "segments": _segments,
     "offset": _offset,
@@ -113,22 +211,28 @@ def make_inputs(case: Case) -> Inputs:
     rng = np.random.default_rng(zlib.crc32(repr(case).encode()))
     dtype = DTYPES[case.dtype]
 
-    def normal(*shape):
-        return (case.std * rng.standard_normal(shape)).astype(dtype)
+    def normal(std, *shape):
+        return (std * rng.standard_normal(shape)).astype(dtype)
 
-    inputs = Inputs(
-        query=normal(case.batch, case.q_len, case.heads, case.head_dim),
-        key=normal(case.batch, case.kv_len, case.kv_heads, case.head_dim),
-        value=normal(case.batch, case.kv_len, case.kv_heads, case.value_dim),
-        options={},
-        dout=rng.standard_normal((case.batch, case.q_len, case.heads, case.value_dim)).astype(
-            dtype
-        ),
-    )
+    options: dict[str, Any] = {}
     for feature, setting in case.features:
-        inputs.options |= _FEATURES[feature](case, rng, setting)
+        options |= _FEATURES[feature](case, rng, setting)
+    value_std = case.value_std
+    if np.float16 in (dtype, options.get("bias", np.zeros(0)).dtype):
+        value_std = np.clip(value_std, 1e-2, 10)  # gradients grow with it, and must not overflow
+    inputs = Inputs(
+        query=normal(case.std, case.batch, case.q_len, case.heads, case.head_dim),
+        key=normal(case.std, case.batch, case.kv_len, case.kv_heads, case.head_dim),
+        value=normal(value_std, case.batch, case.kv_len, case.kv_heads, case.value_dim),
+        options=options,
+        dout=normal(1, case.batch, case.q_len, case.heads, case.value_dim),
+        unmapped=case.unmapped,
+    )
     if "dlse" in dict(case.features):
         inputs.dlse = rng.standard_normal((case.batch, case.q_len, case.heads)).astype(np.float32)
+    for name in case.unmapped or ():
+        x = getattr(inputs, name)
+        setattr(inputs, name, np.broadcast_to(x[:1], x.shape))
     return inputs
 
 
@@ -188,8 +292,65 @@ def _sizes() -> list[Case]:
     return cases
 
 
-def random_case(index: int, *, head_dims=(8, 16, 24, 40, 64, 72, 128), sizes=SIZES[:-1]) -> Case:
-    """Random combination number `index`."""
+def _additive_masks() -> list[Case]:
+    """Masks written as biases: every kind, every LOW, beside every feature."""
+    cases = []
+
+    def add(kind, low, axes="", bias_dtype="float32", noise=False, more=(), **fields):
+        features = (("additive", (kind, low, axes, bias_dtype, noise)), ("dlse", True), *more)
+        dtype = list(DTYPES)[len(cases) % 3]
+        shape = {"batch": 1, "heads": 2, "kv_heads": 1, "q_len": 70, "kv_len": 330, "dtype": dtype}
+        shape |= {"head_dim": 64, "value_dim": fields.get("head_dim", 64)}
+        name = "-".join([f"additive-{kind}-{low}-{bias_dtype}", *(f[0] for f in more)])
+        cases.append(Case(f"{name}-{len(cases)}", features=features, **(shape | fields)))
+
+    dims = (16, 64, 128, 8, 40, 256, 96, 192)
+    for index, low in enumerate(LOWS):
+        for bias_dtype in ("float32", "bfloat16"):
+            causal = (("causal", True), ("offset", "align")) if len(cases) % 3 == 1 else ()
+            add("left", low, "B", bias_dtype, more=causal, head_dim=dims[(index + len(cases)) % 8],
+                batch=2)  # fmt: skip
+    for index, kind in enumerate((*PATTERNS, "causal+left", "rows+right")):
+        for low in ("float32-min", "-1e9", "-inf"):
+            bias_dtype = list(DTYPES)[(index + len(cases)) % 3]
+            add(kind, low, ("", "N", "BN")[len(cases) % 3], bias_dtype, noise=len(cases) % 2 == 1)
+    others = (
+        (("soft_cap", 5.0),), (("segments", "packed"),), (("mask", "TS"),), (("dropout", 0.3),),
+        (("sinks", True),), (("window", (30, 9)), ("offset", "align")), (("lengths", "qk"),),
+        (("causal", True), ("offset", "random"), ("soft_cap", 20.0), ("sinks", True)),
+    )  # fmt: skip
+    for more in others:
+        for low in ("-1e30", "-1e9", "-inf"):
+            add("rows", low, "N", more=more, batch=2)
+    # dbias summed over every axis that the bias lacks, where P is recomputed from huge logits.
+    for axes in ("", "T", "N", "BNT"):
+        add("none", "-1e9", axes)
+        add("none", "float32-min", axes, "bfloat16")
+    for low in ("-1e9", "float32-min", "-1e4", "-inf"):  # decoding
+        add("left", low, "B", q_len=1, batch=3, heads=8, kv_heads=2)
+        add("none", low, "", q_len=1, batch=3, heads=8, kv_heads=2)
+    for dtype in ("bfloat16", "float32"):  # logits that are huge themselves, around 1e5
+        huge = {"std": 50.0, "head_dim": 256, "dtype": dtype, "features": (("scale", 1.0),)}
+        cases.append(Case(f"huge-logits-{dtype}", q_len=70, kv_len=130, **huge))
+        add("rows", "-1e30", more=(("scale", 1.0),), std=50.0, head_dim=256, dtype=dtype)
+    return cases
+
+
+def random_case(
+    index: int,
+    *,
+    head_dims=(8, 16, 24, 40, 64, 72, 128),
+    sizes=None,
+    most_logits: int = 300_000,
+) -> Case:
+    """Random combination number `index`, of inputs like users'.
+
+    Args:
+      index: the seed.
+      head_dims: to choose from.
+      sizes: lengths to choose from; None is all from 1 to 700, edges of tiles more often.
+      most_logits: batch * heads * q_len * kv_len at the most.
+    """
     rng = np.random.default_rng(index)
 
     def pick(values):
@@ -198,89 +359,128 @@ def random_case(index: int, *, head_dims=(8, 16, 24, 40, 64, 72, 128), sizes=SIZ
     def chance(p):
         return rng.random() < p
 
+    def axes_of(letters):
+        return "".join(a for a in letters if chance(0.6))
+
+    def size():
+        if sizes is not None:
+            return pick(sizes)
+        return pick(SIZES[:-1]) if chance(0.5) else int(rng.integers(1, 701))
+
     kv_heads = pick((1, 2, 3))
     head_dim = pick(head_dims)
-    features = []
-    if chance(0.35):
-        axes = "".join(a for a in "BNTS" if chance(0.6))
-        features.append(("bias", (axes, pick(list(DTYPES)))))
+    features: list[tuple[str, Any]] = []
+    kind = rng.random()
+    if kind < 0.25:
+        features.append(("bias", (axes_of("BNTS"), pick(list(DTYPES)))))
+    elif kind < 0.5:
+        pattern = pick((*PATTERNS, "causal+left", "causal+right", "rows+left"))
+        low, dtype = pick(list(LOWS)), pick(list(DTYPES))
+        features.append(("additive", (pattern, low, axes_of("BN"), dtype, chance(0.3))))
     if chance(0.25):
-        features.append(("mask", "".join(a for a in "BNTS" if chance(0.6))))
+        patterned = ("pattern", (pick(PATTERNS), axes_of("BN")))
+        features.append(patterned if chance(0.5) else ("mask", axes_of("BNTS")))
     if chance(0.35):
-        features.append(("lengths", pick(("q", "k", "qk"))))
+        features.append(("lengths", (pick(("q", "k", "qk")), pick(INTEGERS))))
     if chance(0.25):
-        features.append(("segments", pick(("packed", "random"))))
+        features.append(("segments", (pick(("packed", "sorted", "random")), pick(INTEGERS))))
     if chance(0.4):
         features.append(("causal", True))
     if chance(0.25):
         features.append(("window", (pick((None, 0, 1, 9, 70)), pick((None, 0, 1, 9, 70)))))
     if chance(0.3):
-        features.append(("offset", pick(("align", "random"))))
+        features.append(("offset", (pick(("align", "random")), pick(("int8", "int16", "int32")))))
     if chance(0.25):
         features.append(("soft_cap", pick((1.5, 30.0))))
+    scale = head_dim**-0.5
     if chance(0.2):
-        features.append(("scale", pick((0.5, 1.0, -0.1))))
+        scale = pick((0.5, 1.0, -0.1))
+        features.append(("scale", scale))
     if chance(0.25):
         features.append(("sinks", True))
     if chance(0.25):
         features.append(("dropout", pick((0.1, 0.5))))
     if chance(0.4):
         features.append(("dlse", True))
+    batch, group, q_len, kv_len = pick((1, 2, 3)), pick((1, 2, 3)), size(), size()
+    while batch * kv_heads * group * q_len * kv_len > most_logits:
+        if batch * kv_heads * group > 2:
+            batch, kv_heads, group = max(1, batch - 1), max(1, kv_heads - 1), max(1, group - 1)
+        elif q_len > kv_len:
+            q_len = q_len * 2 // 3
+        else:
+            kv_len = kv_len * 2 // 3
+    unmapped = None
+    if chance(0.15) and batch > 1 and "dropout" not in dict(features):
+        unmapped = tuple(name for name in ("query", "key", "value") if chance(0.4))
+    # The logits' deviation is that of products of query and key, times the scale.
+    deviation = pick((0.1, 0.3, 1, 1, 1, 3, 10, 30))
     return Case(
         name=f"random-{index}",
-        batch=pick((1, 2, 3)),
-        q_len=pick(sizes),
-        kv_len=pick(sizes),
-        heads=kv_heads * pick((1, 2, 3)),
+        batch=batch,
+        q_len=q_len,
+        kv_len=kv_len,
+        heads=kv_heads * group,
         kv_heads=kv_heads,
         head_dim=head_dim,
         value_dim=head_dim if chance(0.7) else pick(head_dims),
         dtype=pick(("float32", "float32", "bfloat16", "float16")),
         features=tuple(features),
+        std=float((deviation / abs(scale) / head_dim**0.5) ** 0.5),
+        value_std=pick((1.0, 1.0, 1.0, 1e-6, 1e-3, 1e2, 1e4)),
+        unmapped=unmapped,
     )
 
 
 TABLE = _alone() + _sizes()
+ADDITIVE_MASKS = _additive_masks()
 
 
-def check(got: Results, inputs: Inputs, logit_error: float = 0.0) -> None:
-    """Compares a call's results with the truth; prints the worst element of what fails.
+def check(got: Results, inputs: Inputs, logit_error: float = 0.0) -> dict[str, float]:
+    """Compares a call's results with the truth, element by element.
 
-    logit_error is what the docstring allows a logit. It changes lse by as much at the most, a
-    probability p by 2 p of it, and p (dp - sum p dp) by 4 p of it times (|dp| + sum p |dp|).
+    Args:
+      got: the results.
+      inputs: the call.
+      logit_error: as in `oracle.truth_and_bounds`.
+
+    Returns:
+      By result, the largest error in units of what rounding may do.
+
+    Raises:
+      AssertionError: one is above 1; the message has the worst element.
     """
-    dtype = inputs.query.dtype.type
-    truth, plain = attention(inputs), attention(inputs, dtype)
-
-    def coarser(name):
-        array = inputs.options.get(name)
-        other = dtype if array is None else array.dtype.type
-        return max(dtype, other, key=lambda d: ml_dtypes.finfo(d).eps)
-
-    rows = [("out", got.out, truth.out, plain.out, dtype)]
-    rows.append(("lse", got.lse, truth.lse, plain.lse, np.float32))
-    for name, grad in got.grads.items():
-        rows.append(("d" + name, grad, truth.grads[name], plain.grads[name], coarser(name)))
-    for name, value, true, simple, kind in rows:
-        plain_name = name.removeprefix("d")
-        deviation = truth.deviations.get(plain_name, 0.0)
-        magnitude = truth.magnitudes[plain_name]
-        limit = tolerance(true, simple, kind, magnitude, deviation)
-        limit += logit_error * (1 if name == "lse" else 4 * magnitude)
-        compare(name, value, true, limit)
+    return Expected(inputs, logit_error).check(got)
 
 
-def compare(name: str, got, truth, limit: float) -> None:
-    """Asserts |got - truth| <= limit, and non-finite elements in the same places."""
+class Expected:
+    """The truth of a call, for any number of results."""
+
+    def __init__(self, inputs: Inputs, logit_error: float = 0.0):
+        self.truth, self.bounds = truth_and_bounds(inputs, logit_error)
+
+    def check(self, got: Results) -> dict[str, float]:
+        truth, bounds = self.truth.arrays(), self.bounds.arrays()
+        return {n: compare(n, x, truth[n], bounds[n]) for n, x in got.arrays().items()}
+
+
+def compare(name: str, got, truth, bound) -> float:
+    """Asserts |got - truth| <= bound, and what is not finite equal; the largest quotient."""
     got, truth = np.asarray(got, np.float64), np.asarray(truth, np.float64)
     assert got.shape == truth.shape, f"{name}: shape {got.shape}, expected {truth.shape}"
-    odd = ~np.isfinite(truth)
-    same = (got == truth) | (np.isnan(got) & np.isnan(truth))
-    error = np.where(odd, np.where(same, 0, np.inf), np.abs(got - np.where(odd, 0, truth)))
-    error = np.where(np.isnan(error), np.inf, error)
-    if error.size and error.max() > limit:
-        worst = np.unravel_index(error.argmax(), error.shape)
+    if got.size == 0:
+        return 0.0
+    with np.errstate(all="ignore"):
+        ratio = np.abs(got - truth) / bound
+    # NaN: 0 where nothing may be off, or one of the two is not finite.
+    equal = (got == truth) | (np.isnan(got) & np.isnan(truth))
+    ratio = np.where(equal, 0, np.where(np.isfinite(got) & np.isfinite(truth), ratio, np.inf))
+    ratio = np.where(np.isnan(ratio), np.inf, ratio)
+    worst = np.unravel_index(ratio.argmax(), ratio.shape)
+    if ratio[worst] > 1:
         raise AssertionError(
-            f"{name}{list(map(int, worst))}: got {got[worst]}, expected {truth[worst]}, error "
-            f"{error.max():.3g} above {limit:.3g}; {int((error > limit).sum())} of {error.size} bad"
+            f"{name}{list(map(int, worst))}: got {got[worst]}, expected {truth[worst]}, "
+            f"{ratio[worst]:.3g} times what rounding may do; {int((ratio > 1).sum())} of "
+            f"{ratio.size} bad"
         )
+    return float(ratio[worst])

@@ -16,6 +16,9 @@ if not any((_ROOT / "jax_flash").glob("_native*.so")):
     sys.path[:] = [entry for entry in sys.path if pathlib.Path(entry).resolve() != _ROOT]
     os.environ["PYTHONSAFEPATH"] = "1"
 
+# Small products, of which threads of NumPy's only wait for each other.
+os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
+
 # The sharding tests need several devices; JAX reads this when it first looks for any.
 os.environ["XLA_FLAGS"] = (
     os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"

@@ -2,8 +2,8 @@
 
 Written from the formulas, with nothing shared with the package: explicit gradients where
 `jax_flash.reference` has autodiff, 64-bit integers where it has 32-bit ones. In float64 it is
-the truth; in the operands' own dtype it is the plain computation whose error is the measure
-for the kernels' (see `tolerance`).
+the truth, and `bounds` derives from its terms how far from that rounding may take each element of
+a result; in the operands' own dtype it is a plain computation, one of those that must be accepted.
 """
 
 from __future__ import annotations
@@ -25,6 +25,9 @@ class Inputs:
     options: dict[str, Any]  # the rest, by keyword
     dout: np.ndarray
     dlse: np.ndarray | None = None  # [B,T,N]
+    # The arrays that all batch entries share if the batch axis is one of vmap (they are the same in
+    # each), whose gradients are sums over it; None if it is no axis of vmap.
+    unmapped: tuple[str, ...] | None = None
 
 
 @dataclasses.dataclass
@@ -32,11 +35,9 @@ class Results:
     out: np.ndarray
     lse: np.ndarray  # [B,T,N]
     grads: dict[str, np.ndarray]
-    # By name, the largest sum of absolute values of the terms that a result adds up.
-    magnitudes: dict[str, float] = dataclasses.field(default_factory=dict)
-    # By name, the largest standard deviation that rounding P and out gives a gradient through
-    # delta, in units of the roundoff of one rounding.
-    deviations: dict[str, float] = dataclasses.field(default_factory=dict)
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        return {"out": self.out, "lse": self.lse, **{"d" + n: x for n, x in self.grads.items()}}
 
 
 def philox_keep(seed, batch, heads, q_len, kv_len, threshold) -> np.ndarray:
@@ -76,6 +77,8 @@ def allowed_logits(inputs: Inputs) -> np.ndarray:
 
     if options.get("mask") is not None:
         allowed &= np.asarray(options["mask"])
+    if options.get("bias") is not None:
+        allowed &= np.asarray(options["bias"], np.float64) != -np.inf
     if options.get("query_segment_ids") is not None:
         q_ids = np.asarray(options["query_segment_ids"])[:, None, :, None]
         allowed &= q_ids == np.asarray(options["key_value_segment_ids"])[:, None, None, :]
@@ -99,66 +102,145 @@ def allowed_logits(inputs: Inputs) -> np.ndarray:
 def attention(inputs: Inputs, dtype=np.float64) -> Results:
     """Output, lse and every gradient.
 
+    Logits are of float32 by definition where a bias is given, since a finite one may be anything:
+    at -1e9 a logit has lost the product of query and key, so that a row of such logits is the mean
+    of the values. Hence the truth, too, rounds the sum of product and bias to float32.
+
     Args:
       inputs: the call.
       dtype: float64 for the truth. Otherwise the dtype of a plain computation: arithmetic in
         float32, matrix operands and results rounded to dtype.
     """
-    exact = dtype == np.float64
-    wide = np.float64 if exact else np.float32
-
-    def rounded(x):
-        return x if exact else x.astype(dtype).astype(wide)
-
     with np.errstate(all="ignore"):
-        return _attention(inputs, wide, rounded)
+        return _compute(inputs, dtype).results()
 
 
-def _attention(inputs: Inputs, wide, rounded) -> Results:
+def truth_and_bounds(inputs: Inputs, logit_error: float = 0.0) -> tuple[Results, Results]:
+    """The truth, and how far from it rounding may take each element: see `_Bounds`.
+
+    Args:
+      inputs: the call.
+      logit_error: what a kernel's documentation allows a logit of the forward pass; with it, of a
+        probability that is far below its row's greatest, 1.1e-5 of that.
+    """
+    with np.errstate(all="ignore"):
+        terms = _compute(inputs, np.float64)
+        truth, bounds = terms.results(), _Bounds(inputs, terms, logit_error).results()
+    if inputs.unmapped is None:
+        return truth, bounds
+    # What all share has the sum of the gradients; each of them, and each partial sum, is rounded.
+    steps = 0.0 if inputs.query.dtype == np.float32 else ml_dtypes.finfo(inputs.query.dtype).eps
+    for name in inputs.unmapped:
+        grads, limits = truth.grads[name], bounds.grads[name].sum(axis=0)
+        most = np.abs(grads).sum(axis=0) + limits
+        bounds.grads[name] = limits + len(grads) * float(steps) / 2 * most
+        truth.grads[name] = grads.sum(axis=0)
+    return truth, bounds
+
+
+@dataclasses.dataclass
+class _Terms:
+    """All that the formulas name. Heads come before tokens, and keys and values are repeated."""
+
+    inputs: Inputs
+    dtype: Any  # of the computation
+    scale: Any
+    query: np.ndarray  # [B,N,T,H]
+    key: np.ndarray  # [B,N,S,H]
+    value: np.ndarray  # [B,N,S,h]
+    dout: np.ndarray  # [B,N,T,h]
+    dlse: np.ndarray  # [B,N,T]
+    allowed: np.ndarray  # [B,N,T,S]
+    sums: np.ndarray  # of product and bias, [B,N,T,S], not rounded
+    logits: np.ndarray
+    slope: Any  # of the soft cap
+    sinks: np.ndarray | None  # [1,N,T], -inf for rows past the query's length
+    lse: np.ndarray  # [B,N,T]
+    p: np.ndarray
+    keep: Any  # dropout's factor: 0 or 1/(1-rate)
+    out: np.ndarray  # [B,N,T,h]
+    dp: np.ndarray
+    delta: np.ndarray  # [B,N,T]
+    dlogits: np.ndarray
+
+    def sum_group(self, x: np.ndarray) -> np.ndarray:
+        """[B,N,S,H] as [B,S,K,H]."""
+        batch, heads, kv_len, dim = x.shape
+        kv_heads = self.inputs.key.shape[2]
+        x = x.reshape(batch, kv_heads, heads // kv_heads, kv_len, dim).sum(axis=2)
+        return x.swapaxes(1, 2)
+
+    def results(self) -> Results:
+        small = _rounded(self.dlogits, self.dtype)
+        dropped = _rounded(self.p * self.keep, self.dtype)
+        grads = {
+            "query": self.scale * (small @ self.key).swapaxes(1, 2),
+            "key": self.scale * self.sum_group(small.swapaxes(2, 3) @ self.query),
+            "value": self.sum_group(dropped.swapaxes(2, 3) @ self.dout),
+        }
+        grads = {name: _rounded(x, self.dtype) for name, x in grads.items()}
+        bias = self.inputs.options.get("bias")
+        if bias is not None:
+            grads["bias"] = _sum_to(self.dlogits, np.shape(bias))
+        if self.sinks is not None:
+            grads["sinks"] = -(self.sink_shares() * self.delta).sum(axis=(0, 2))
+        return Results(self.out.swapaxes(1, 2), self.lse.swapaxes(1, 2), grads)
+
+    def sink_shares(self) -> np.ndarray:
+        """The sinks' probabilities, [B,N,T]."""
+        if self.sinks is None:
+            return np.zeros_like(self.lse)
+        empty = self.lse == -np.inf
+        return np.where(empty, 0, np.exp(self.sinks - np.where(empty, 0, self.lse)))
+
+
+def _compute(inputs: Inputs, dtype) -> _Terms:
+    wide = np.float64 if dtype == np.float64 else np.float32
     options = inputs.options
-    query, key, value = (np.asarray(x, wide) for x in (inputs.query, inputs.key, inputs.value))
-    dout = np.asarray(inputs.dout, wide)
-    batch, q_len, heads, head_dim = query.shape
-    kv_len, kv_heads = key.shape[1:3]
+    batch, q_len, heads, head_dim = inputs.query.shape
+    kv_len, kv_heads = inputs.key.shape[1:3]
     group = heads // kv_heads
     scale = options.get("scale")
     scale = wide(head_dim**-0.5 if scale is None else scale)
     allowed = allowed_logits(inputs)
 
     # NaN of what nobody attends to is nobody's: such rows of every operand count as zero.
-    attended = allowed.reshape(batch, kv_heads, group, q_len, kv_len).any(axis=(2, 3))
-    attended = attended.transpose(0, 2, 1)[..., None]
-    key, value = np.where(attended, key, 0), np.where(attended, value, 0)
+    attended = allowed.reshape(batch, kv_heads, group, q_len, kv_len).any(axis=(2, 3))[..., None]
     exists = np.ones((batch, 1, q_len), bool)
     if options.get("query_seq_lengths") is not None:
         lengths = np.asarray(options["query_seq_lengths"], np.int64)
         exists = (np.arange(q_len) < lengths[:, None])[:, None, :]
-    exists_q = exists.transpose(0, 2, 1)[..., None]
-    query, dout = np.where(exists_q, query, 0), np.where(exists_q, dout, 0)
 
-    key_n, value_n = np.repeat(key, group, axis=2), np.repeat(value, group, axis=2)
-    logits = scale * _over_head_dim(query, key_n)
+    def by_heads(x, where):
+        x = np.where(where, np.asarray(x, wide).swapaxes(1, 2), 0)
+        return np.repeat(x, heads // x.shape[1], axis=1)
+
+    query, dout = (by_heads(x, exists[..., None]) for x in (inputs.query, inputs.dout))
+    key, value = (by_heads(x, attended) for x in (inputs.key, inputs.value))
+
+    sums = scale * (query @ key.swapaxes(2, 3))
     bias = options.get("bias")
     if bias is not None:
-        logits = logits + np.asarray(bias, wide)
-    logits = np.where(allowed, logits, 0)
+        sums = sums + np.asarray(bias, wide)
+    sums = np.where(allowed, sums, 0)
+    logits = sums if bias is None else sums.astype(np.float32).astype(wide)
     cap = options.get("logits_soft_cap")
-    cap_slope = wide(1)
+    slope = wide(1)
     if cap is not None:
         tanh = np.tanh(logits / wide(cap))
-        logits, cap_slope = wide(cap) * tanh, 1 - tanh * tanh
+        logits, slope = wide(cap) * tanh, 1 - tanh * tanh
 
     masked = np.where(allowed, logits, -np.inf)
     top = masked.max(axis=-1, initial=-np.inf)
     sinks = options.get("sinks")
     if sinks is not None:
-        sinks = np.asarray(sinks, wide)[None, :, None]
+        sinks = np.where(exists, np.asarray(sinks, wide)[None, :, None], -np.inf)
         top = np.maximum(top, sinks)
     top = np.where(top == -np.inf, 0, top)
-    weights = np.where(allowed, np.exp(masked - top[..., None]), 0)
+    weights = np.exp(masked - top[..., None])
     total = weights.sum(axis=-1)
     if sinks is not None:
-        total = total + np.where(exists, np.exp(sinks - top), 0)
+        total = total + np.exp(sinks - top)
     empty = total == 0
     lse = np.where(empty, -np.inf, top + np.log(np.where(empty, 1, total)))
     p = weights / np.where(empty, 1, total)[..., None]
@@ -169,98 +251,23 @@ def _attention(inputs: Inputs, wide, rounded) -> Results:
     if threshold:
         bits = philox_keep(options["dropout_seed"], batch, heads, q_len, kv_len, threshold)
         keep = bits.astype(wide) / wide(1 - threshold / 65536)
-    dropped = rounded(p * keep)
-    out = rounded(_over_keys(dropped, value_n))
 
-    delta = (dout * out).sum(axis=-1).transpose(0, 2, 1)
+    dlse = np.zeros_like(lse)
     if inputs.dlse is not None:
-        dlse = np.where(exists, np.asarray(inputs.dlse, wide).transpose(0, 2, 1), 0)
-        delta = delta - np.where(empty, 0, dlse)
-    dp = _over_head_dim(dout, value_n) * keep
-    dcapped = p * (dp - delta[..., None])
-    dlogits = np.where(allowed, dcapped * cap_slope, 0)
-    small = rounded(dlogits)
-
-    def sum_group(x):
-        return x.reshape(batch, kv_len, kv_heads, group, -1).sum(axis=3)
-
-    def value_sums(dropped, dout):
-        return sum_group(_over_queries(dropped, dout))
-
-    def logit_sums(dlogits, query, key_n, scale):
-        sums = {
-            "query": scale * _over_keys(dlogits, key_n),
-            "key": scale * sum_group(_over_queries(dlogits, query)),
-        }
-        if bias is not None:
-            sums["bias"] = _sum_to(dlogits, np.shape(bias))
-        return sums
-
-    small = logit_sums(rounded(dlogits), query, key_n, scale)
-    grads = {
-        "query": rounded(small["query"]),
-        "key": rounded(small["key"]),
-        "value": rounded(value_sums(dropped, dout)),
-    }
-    if bias is not None:
-        grads["bias"] = _sum_to(dlogits, np.shape(bias))
-    share = wide(0)
-    if sinks is not None:
-        share = np.where(empty, 0, np.exp(sinks - np.where(empty, 0, lse)))
-        grads["sinks"] = -(share * delta).sum(axis=(0, 2))
-    lse = lse.transpose(0, 2, 1)
-
-    # The same sums over absolute values.
-    parts = np.abs(dout * out).sum(axis=-1).transpose(0, 2, 1)
-    if inputs.dlse is not None:
-        parts = parts + np.abs(dlse)
-    size = p * (_over_head_dim(np.abs(dout), np.abs(value_n)) * keep + parts[..., None])
-    sums = logit_sums(size, np.abs(query), np.abs(key_n), np.abs(scale))
-    sums["value"] = value_sums(dropped, np.abs(dout))
-    sums["sinks"] = (share * parts).sum(axis=(0, 2))
-    sums["out"] = _over_keys(dropped, np.abs(value_n))
-    sums["lse"] = np.abs(top) + 1  # a relative error of the total is an absolute one of its log
-
-    # delta = sum_h dout out, where out and the P it came from were rounded, is off by a random
-    # number of this variance for each query; it is off alike for all its keys, so that sums
-    # over keys do not average it away.
-    squares = _over_keys(dropped**2, value_n**2) + out**2
-    variance = (dout**2 * squares).sum(axis=-1).transpose(0, 2, 1)
-    spread = {
-        "query": (scale * _over_keys(p, key_n)) ** 2 * variance.transpose(0, 2, 1)[..., None],
-        "key": scale**2 * sum_group(_over_queries(p**2 * variance[..., None], query**2)),
-        "sinks": (share**2 * variance).sum(axis=(0, 2)),
-    }
-    if bias is not None:
-        same_key = (1, *np.shape(bias))[-1] == 1
-        per_element = p.sum(axis=-1, keepdims=True) if same_key else p
-        spread["bias"] = _sum_to(per_element**2 * variance[..., None], np.shape(bias))
-
-    def largest(arrays):
-        return {n: float(np.nan_to_num(np.abs(x)).max(initial=0)) for n, x in arrays.items()}
-
-    deviations = {name: x**0.5 for name, x in largest(spread).items()}
-    return Results(out, lse, grads, largest(sums), deviations)
+        given = np.asarray(inputs.dlse, wide).swapaxes(1, 2)
+        dlse = np.where(exists & ~empty, given, 0)
+    out = _rounded(_rounded(p * keep, dtype) @ value, dtype)
+    dp = (dout @ value.swapaxes(2, 3)) * keep
+    delta = (dout * out).sum(axis=-1) - dlse
+    dlogits = np.where(allowed, p * (dp - delta[..., None]) * slope, 0)
+    return _Terms(
+        inputs, dtype, scale, query, key, value, dout, dlse, allowed, sums, logits, slope, sinks,
+        lse, p, keep, out, dp, delta, dlogits,
+    )  # fmt: skip
 
 
-# Products of [B,T,N,H], [B,S,N,H] and [B,N,T,S]. np.einsum has no BLAS for a batch of them; the
-# plain computation, whose errors count, adds up in order, as that does.
-def _over_head_dim(rows: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    if rows.dtype != np.float64:
-        return np.einsum("btnh,bsnh->bnts", rows, keys)
-    return rows.transpose(0, 2, 1, 3) @ keys.transpose(0, 2, 3, 1)
-
-
-def _over_keys(pairs: np.ndarray, keys: np.ndarray) -> np.ndarray:
-    if pairs.dtype != np.float64:
-        return np.einsum("bnts,bsnh->btnh", pairs, keys)
-    return (pairs @ keys.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
-
-
-def _over_queries(pairs: np.ndarray, rows: np.ndarray) -> np.ndarray:
-    if pairs.dtype != np.float64:
-        return np.einsum("bnts,btnh->bsnh", pairs, rows)
-    return (pairs.swapaxes(2, 3) @ rows.transpose(0, 2, 1, 3)).transpose(0, 2, 1, 3)
+def _rounded(x: np.ndarray, dtype) -> np.ndarray:
+    return x if dtype == np.float64 else x.astype(dtype).astype(np.float32)
 
 
 def _sum_to(x: np.ndarray, shape) -> np.ndarray:
@@ -269,29 +276,222 @@ def _sum_to(x: np.ndarray, shape) -> np.ndarray:
     return x.sum(axis=axes, keepdims=True).reshape(shape)
 
 
-def tolerance(truth, plain, dtype, magnitude: float, deviation: float) -> float:
-    """The largest absolute error accepted: twice the plain computation's, and rounding.
+_STEP = 2.0**-23  # of float32
 
-    The plain computation's error is one sample, on a small tensor perhaps a lucky one, so what
-    rounding alone may do is added: for a sum in float32 a few steps of the sum of absolute
-    values of its terms (Higham, "Accuracy and stability of numerical algorithms", section
-    4.2; where the terms cancel that is far above the result); for results in a shorter dtype,
-    or from matrix operands rounded to it, two of its steps, and six standard deviations of what
-    rounding does through delta (a rounding error is uniform within one roundoff, so its own is
-    1/sqrt(3) of that).
 
-    Args:
-      truth: in float64.
-      plain: in `dtype`.
-      dtype: the coarser of the operands' and the result's.
-      magnitude: the sum of absolute values, of `Results.magnitudes`.
-      deviation: of `Results.deviations`.
+class _Bounds:
+    """How far rounding may take each element of a result from the truth.
+
+    Rounding is that of the operation's definition: operands of some dtype with roundoff u, float32
+    between them, P and dS rounded to the operands' dtype where they are matrix operands, results
+    rounded once. There are two kinds of errors, and a bound is the sum of what they may amount to.
+
+    Errors of float32, of which bounds are added up. A sum in float32 is off by at most some steps
+    of float32 of the sum of absolute values of its terms (Higham, "Accuracy and stability of
+    numerical algorithms", section 4.2). "Some" is _FEW for products of query and key and of dout
+    and value, whose terms are of random signs, so that partial sums are small. Where terms are of
+    one sign, as P's, each of n additions rounds a number near the whole sum, by a random 0.3 steps:
+    3.5 deviations of that are the root of n.
+      A logit x = scale q.k + bias is off by that of the product, d. Where a bias is given it is
+    float32(x), a monotonic function, so that it lies between float32(x - d) and float32(x + d): at
+    -1e9 both are the same number, unless x is beside the middle between two, and then nothing is
+    unsure. Else kernels multiply by log2(e) and subtract a multiple of the maximum, each rounded,
+    which adds some steps of |x|. The soft cap, monotonic as well, is applied to both ends.
+      Let e_j be the bound that follows for logit j of a row. Its probability, p_j = w_j / sum_k w_k,
+    is largest if w_j is larger by e^(e_j) and every other w_k smaller by e^(-e_k), and the reverse.
+    So the bound dp_j is exact, however large the e_j: for small ones it is p_j e_j (1 - p_j) plus
+    p_j sum_(k != j) p_k e_k, and a probability that is 1 since nothing else is near is 1 all the
+    same. In the backward pass, P is e^(x - lse) and lse has the forward pass's errors, at most
+    l = log(sum_k p_k e^(e_k)): it is off by p_j (e^(e_j + l) - 1).
+      These go on linearly: out is off by sum_j dp_j |v_j|; dS = p (dP - delta) by what P is off
+    times |dP - delta|, and by p times what dP and delta are, and so on.
+
+    Errors of the operands' dtype, independent of each other, of which variances are added up: a
+    relative error is uniform within u at the most, so its deviation is u / sqrt(3) at the most (a
+    number is beside 1 at worst, where a step is largest relative to it), and 6 deviations are
+    accepted. P's roundings give out the variance u^2/3 sum_j p_j^2 v_j^2, dS's give dquery scale^2
+    u^2/3 sum_j dS_j^2 k_j^2. delta = sum_h dout out, where out and the P that it came from were
+    rounded, is off by a random number of its own for each row, which is the same for all keys of
+    the row: dquery gets scale sum_j p_j k_j times that, dkey the root of the sum over rows of its
+    square times (p q)^2. Two more steps, u |x| each, are the rounding of the result, and an error
+    that all P of a row, or of a key, have in common, for example since they are equal, which does
+    nothing but scale the result.
+
+    float16 has nothing between multiples of 2^-24: an absolute error of half of that for each P,
+    dS and result, added up linearly; and what is below 2^-126 may become 0 in any other dtype. Kernels for bfloat16 may use float16 for the forward pass's P,
+    relative to the row's greatest, and for values that reach 2^-12 in their column.
     """
-    finite = np.isfinite(truth) & np.isfinite(plain)
-    if not finite.any():
-        return 0.0
-    limit = 2 * np.abs(plain[finite] - truth[finite]).max() + 4 * 2.0**-23 * magnitude
-    if dtype != np.float32:
-        step = float(ml_dtypes.finfo(dtype).eps)
-        limit += 2 * step * np.abs(truth[finite]).max() + 6 * (step / 2) / 3**0.5 * deviation
-    return float(limit)
+
+    _FEW = 4 * _STEP
+    _HALF = 2.0**-25  # of float16's smallest step
+    _TINY = 2.0**-126
+
+    def __init__(self, inputs: Inputs, terms: _Terms, logit_error: float):
+        self.inputs, self.terms, self.logit_error = inputs, terms, logit_error
+        dtype = inputs.query.dtype
+        self.is_float32 = dtype == np.float32
+        self.step = 0.0 if self.is_float32 else float(ml_dtypes.finfo(dtype).eps)
+        self.deviation = self.step / 2 / 3**0.5
+        # What P, dS and results are off by where they are too small for the dtype.
+        self.floor = self._HALF if dtype == np.float16 else self._TINY
+        q_len, kv_len = terms.allowed.shape[2:]
+        group = inputs.query.shape[2] // inputs.key.shape[2]
+        self.over_keys = self._FEW + kv_len**0.5 * _STEP
+        self.over_queries = self._FEW + (group * q_len) ** 0.5 * _STEP
+        self.empty = (terms.lse == -np.inf)[..., None]
+        self.has_bias = inputs.options.get("bias") is not None
+        self._bound_probabilities()
+        self._bound_output()
+        self._bound_score_gradients()
+
+    def _logit_bounds(self) -> np.ndarray:
+        """e above, of the forward and the backward pass."""
+        terms = self.terms
+        product = np.abs(terms.query) @ np.abs(terms.key).swapaxes(2, 3)
+        bound = self._FEW * abs(terms.scale) * np.where(terms.allowed, product, 0)
+        center, low, high = terms.sums, terms.sums - bound, terms.sums + bound
+        if self.has_bias:
+            center, low, high = (x.astype(np.float32).astype(float) for x in (center, low, high))
+        else:
+            conversion = 2 * _STEP * np.abs(center)
+            low, high = low - conversion, high + conversion
+        cap = self.inputs.options.get("logits_soft_cap")
+        if cap is not None:
+            center, low, high = (cap * np.tanh(x / cap) for x in (center, low, high))
+        bound = np.maximum(high - center, center - low)
+        if cap is not None:
+            bound += 4 * _STEP * np.abs(center)
+        # The argument of the exponential function is rounded as well.
+        distance = np.abs(terms.logits - np.where(self.empty, 0, terms.lse[..., None]))
+        return np.where(terms.allowed, bound + _STEP * distance, 0)
+
+    def _bound_probabilities(self) -> None:
+        terms = self.terms
+        backward = self.logits = self._logit_bounds()
+        forward = backward + np.where(terms.allowed, self.logit_error, 0)
+        lse = np.where(self.empty, 0, terms.lse[..., None])
+        log_p = np.where(terms.allowed, terms.logits, -np.inf) - lse
+
+        def exp(x):
+            return np.exp(np.minimum(x, 600))  # sums of these are finite
+
+        more, less = exp(log_p + forward), exp(log_p - forward)
+        # A sink is a logit without an error but for the conversion's.
+        sink = terms.sink_shares()[..., None]
+        sink_error = 0.0
+        if terms.sinks is not None:
+            error = 4 * _STEP * np.abs(terms.sinks)[..., None]
+            sink_error = np.where(np.isfinite(error), error, 0)
+        most = more.sum(axis=-1, keepdims=True) + sink * exp(sink_error)
+        least = less.sum(axis=-1, keepdims=True) + sink * np.exp(-sink_error)
+        high = _share(more, least - less)
+        low = _share(less, most - more)
+        self.p_forward = np.maximum(high - terms.p, terms.p - low)
+        total = np.maximum(np.log(most), -np.log(least)) + self.over_keys
+        self.log_sum = np.where(self.empty, 0, total)
+        rounding = 2 * _STEP * np.abs(lse) * (not self.has_bias)
+        self.p_backward = exp(log_p + backward + self.log_sum + rounding) - terms.p
+        # lse is rounded to float32, and without a bias computed as a multiple of log2's.
+        of_lse = (_STEP if self.has_bias else 4 * _STEP) * np.abs(lse)
+        self.lse = np.where(self.empty, 0, self.log_sum + of_lse)[..., 0]
+
+    def _bound_output(self) -> None:
+        terms, value = self.terms, np.abs(self.terms.value)
+        dropped = terms.p * terms.keep
+        self.out_variance = dropped**2 @ value**2
+        # What is too small for P's dtype and the result's, or may be left out with a soft cap.
+        share = self._TINY if self.is_float32 else self._HALF
+        share = max(share, 1.1e-5 if self.logit_error else 0)
+        small = np.where(terms.allowed, share * terms.p.max(axis=-1, keepdims=True, initial=0), 0)
+        self.out_lost = small @ value + self.floor
+        if self.inputs.query.dtype == ml_dtypes.bfloat16:
+            column = value.max(axis=2, keepdims=True, initial=0)
+            self.out_lost += np.minimum(self._HALF, 2.0**-13 * column)
+        certain = (self.p_forward * terms.keep + self.over_keys * dropped) @ value + self.out_lost
+        variance = self.deviation**2 * self.out_variance
+        self.out = certain + 6 * np.sqrt(variance) + self.step * np.abs(terms.out)
+
+    def _bound_score_gradients(self) -> None:
+        terms = self.terms
+        dout, value = np.abs(terms.dout), np.abs(terms.value)
+        # Sums of absolute values of the terms of dP and delta.
+        dp = (dout @ value.swapaxes(2, 3)) * terms.keep
+        delta = (terms.p * dp).sum(axis=-1) + np.abs(terms.dlse)
+        centered = np.abs(terms.dp - (terms.delta + terms.dlse)[..., None])
+        self.delta = (
+            (self.p_forward * centered).sum(axis=-1)
+            + self.over_keys * delta
+            + (dout * self.out_lost).sum(axis=-1)
+        )
+        variance = (terms.dout**2 * (self.out_variance + terms.out**2)).sum(axis=-1)
+        self.delta_variance = self.deviation**2 * variance
+        difference = np.abs(terms.dp - terms.delta[..., None])
+        slope_bound = 0.0
+        cap = self.inputs.options.get("logits_soft_cap")
+        if cap is not None:
+            tanh_bound = self.logits / cap + 4 * _STEP
+            slope_bound = 2 * np.abs(terms.logits) / cap * np.minimum(tanh_bound, 1) + 4 * _STEP
+        certain = (
+            terms.slope * self.p_backward * difference
+            + terms.slope * terms.p * (self._FEW * (dp + delta[..., None]) + self.delta[..., None])
+            + slope_bound * terms.p * difference
+        )
+        self.dlogits = np.where(terms.allowed, certain, 0)
+        self.dropped = self.p_backward * terms.keep + self.over_queries * terms.p * terms.keep
+
+    def results(self) -> Results:
+        terms = self.terms
+        scale, allowed = np.abs(terms.scale), terms.allowed
+        query, key, dout = np.abs(terms.query), np.abs(terms.key), np.abs(terms.dout)
+        true = terms.results().grads
+        dlogits = self.dlogits + np.where(allowed, self.floor, 0)
+        dropped = self.dropped + np.where(allowed, self.floor, 0)
+        own, variance = self.deviation**2 * terms.dlogits**2, self.delta_variance[..., None]
+        sloped = terms.p * terms.slope
+
+        def result(certain, squares, truth, step):
+            return certain + 6 * np.sqrt(squares) + step * np.abs(truth) + self.floor
+
+        squares = own @ key**2 + variance * (sloped @ terms.key) ** 2
+        dquery = result(
+            scale * (dlogits @ key).swapaxes(1, 2), scale**2 * squares.swapaxes(1, 2),
+            true["query"], self.step,
+        )  # fmt: skip
+        squares = (own + variance * sloped**2).swapaxes(2, 3) @ query**2
+        dkey = result(
+            scale * terms.sum_group(dlogits.swapaxes(2, 3) @ query),
+            scale**2 * terms.sum_group(squares), true["key"], self.step,
+        )  # fmt: skip
+        kept = self.deviation**2 * (terms.p * terms.keep) ** 2
+        dvalue = result(
+            terms.sum_group(dropped.swapaxes(2, 3) @ dout),
+            terms.sum_group(kept.swapaxes(2, 3) @ dout**2), true["value"], self.step,
+        )  # fmt: skip
+        grads = {"query": dquery, "key": dkey, "value": dvalue}
+        if self.has_bias:
+            grads["bias"] = self._bias_bound(sloped, true["bias"])
+        if terms.sinks is not None:
+            share = terms.sink_shares()
+            error = self.log_sum[..., 0] + 4 * _STEP * (1 + np.abs(np.where(
+                share > 0, terms.sinks, 0)))
+            certain = share * (self.delta + np.expm1(error) * np.abs(terms.delta))
+            squares = (share**2 * self.delta_variance).sum(axis=(0, 2))
+            grads["sinks"] = result(certain.sum(axis=(0, 2)), squares, 0, 0)
+        return Results(self.out.swapaxes(1, 2), self.lse.swapaxes(1, 2), grads)
+
+    def _bias_bound(self, sloped: np.ndarray, truth: np.ndarray) -> np.ndarray:
+        """dS is not rounded here, but delta's error is in it; the result is of the bias's dtype."""
+        bias = self.inputs.options["bias"]
+        # What all keys of a row have in common adds up before it is squared.
+        per_row = sloped.sum(axis=-1, keepdims=True) if (1, *bias.shape)[-1] == 1 else sloped
+        squares = _sum_to(per_row**2 * self.delta_variance[..., None], bias.shape)
+        step = 0.0 if bias.dtype == np.float32 else float(ml_dtypes.finfo(bias.dtype).eps)
+        floor = self._HALF if bias.dtype == np.float16 else self._TINY
+        certain = _sum_to(self.dlogits, bias.shape)
+        return certain + 6 * np.sqrt(squares) + step * np.abs(truth) + floor
+
+
+def _share(part: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """part / (part + others), where others may have been rounded below 0."""
+    total = part + np.maximum(others, 0)
+    return np.where(total > 0, part / np.where(total > 0, total, 1), 0)

@@ -4,53 +4,84 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import TABLE, check, make_inputs, random_case
+from cases import ADDITIVE_MASKS, TABLE, Case, check, make_inputs, random_case
 from oracle import Inputs, Results
 
 import jax_flash
 
 
-def run(inputs: Inputs, implementation: str, **more) -> Results:
+def run(inputs: Inputs, implementation: str | None, **more) -> Results:
     """One call with all gradients, through the public API."""
     options = dict(inputs.options) | more
     arrays = {n: x for n, x in options.items() if isinstance(x, np.ndarray)}
     static = {n: x for n, x in options.items() if n not in arrays}
-    wanted = [n for n in ("bias", "sinks") if n in arrays]
+    arrays |= {"query": inputs.query, "key": inputs.key, "value": inputs.value}
+    shapes = {name: x.shape for name, x in arrays.items()}
+    axes: dict[str, int | None] = dict.fromkeys(arrays)
+    if inputs.unmapped is not None:
+        for name, x in arrays.items():
+            if name in ("sinks", "dropout_seed"):
+                continue
+            shared = name in inputs.unmapped or x.shape[0] == 1
+            arrays[name], axes[name] = (x[0], None) if shared else (x, 0)
+    wanted = [n for n in ("query", "key", "value", "bias", "sinks") if n in arrays]
 
-    def call(differentiable, others):
+    def call(arrays):
         return jax_flash.dot_product_attention(
-            **differentiable, **others, **static, implementation=implementation,
-            return_residual=True,
-        )  # fmt: skip
+            **arrays, **static, implementation=implementation, return_residual=True
+        )
+
+    if inputs.unmapped is not None:
+        call = jax.vmap(call, (axes,))
 
     @jax.jit
     def both(differentiable, others, dout, dlse):
-        (out, lse), vjp = jax.vjp(lambda x: call(x, others), differentiable)
+        (out, lse), vjp = jax.vjp(lambda x: call({**x, **others}), differentiable)
         (grads,) = vjp((dout, jnp.zeros_like(lse) if dlse is None else dlse))
         return out, lse, grads
 
-    differentiable = {"query": inputs.query, "key": inputs.key, "value": inputs.value}
-    differentiable |= {n: arrays[n] for n in wanted}
-    others = {n: x for n, x in arrays.items() if n not in wanted}
-    out, lse, grads = both(differentiable, others, inputs.dout, inputs.dlse)
-    return Results(np.asarray(out), np.asarray(lse), {n: np.asarray(x) for n, x in grads.items()})
+    differentiable = {n: arrays.pop(n) for n in wanted}
+    out, lse, grads = jax.device_get(both(differentiable, arrays, inputs.dout, inputs.dlse))
+    for name in ("bias", "sinks"):
+        if name in grads:
+            grads[name] = grads[name].reshape(shapes[name])
+    return Results(out, lse, grads)
 
 
-@pytest.mark.parametrize("case", TABLE, ids=str)
-def test_feature(case):
+# None is what users call.
+IMPLEMENTATIONS = ("flash", None)
+
+
+def verify(case: Case, implementation: str | None) -> None:
     inputs = make_inputs(case)
-    check(run(inputs, "flash"), inputs)
+    check(run(inputs, implementation), inputs)
+
+
+def alternating(cases, implementations=IMPLEMENTATIONS):
+    """Parameters (case, implementation), each implementation as often as the others."""
+    count = len(implementations)
+    return [(case, implementations[i % count]) for i, case in enumerate(cases)]
+
+
+@pytest.mark.parametrize(("case", "implementation"), alternating(TABLE), ids=str)
+def test_feature(case, implementation):
+    verify(case, implementation)
+
+
+@pytest.mark.parametrize(("case", "implementation"), alternating(ADDITIVE_MASKS), ids=str)
+def test_additive_mask(case, implementation):
+    verify(case, implementation)
 
 
 @pytest.mark.parametrize("index", range(320))
 def test_random_combination(index):
-    inputs = make_inputs(random_case(index))
-    check(run(inputs, "flash"), inputs)
+    verify(random_case(index), IMPLEMENTATIONS[index % 2])
 
 
 @pytest.mark.parametrize(
-    "case", [*TABLE[::4], *(random_case(i) for i in range(0, 300, 12))], ids=str
+    "case",
+    [*TABLE[::4], *ADDITIVE_MASKS[::5], *(random_case(i) for i in range(1000, 1025))],
+    ids=str,
 )
 def test_reference(case):
-    inputs = make_inputs(case)
-    check(run(inputs, "reference"), inputs)
+    verify(case, "reference")
