@@ -47,7 +47,7 @@ def make_operands(spec: AttentionSpec, query, key, value, *, parts=1, **optional
     if optional["bias"] is not None:
         bias = _array("bias", optional["bias"], jnp.floating, "a float dtype (a mask is `mask`)")
         if bias.dtype == jnp.float64 and operands["query"].dtype != jnp.float64:
-            bias = bias.astype(jnp.float32)
+            bias = _float32(bias)
         elif bias.dtype.itemsize < 2:
             bias = bias.astype(jnp.float32)
         operands["bias"] = _broadcastable("bias", bias, logits, parts)
@@ -65,7 +65,7 @@ def make_operands(spec: AttentionSpec, query, key, value, *, parts=1, **optional
         sinks = _array("sinks", optional["sinks"], jnp.floating, "a float dtype")
         _expect_shape("sinks", sinks, (heads,))
         if operands["query"].dtype != jnp.float64:
-            sinks = sinks.astype(jnp.float32)
+            sinks = _float32(sinks)
         operands["sinks"] = sinks.reshape((1,) * len(batch) + (heads,))
     _dropout(spec, operands, optional["dropout_seed"], batch, heads)
     if not batch:
@@ -201,6 +201,13 @@ def _array(name: str, x: Any, kind, expected: str) -> jax.Array:
     if not jnp.issubdtype(x.dtype, kind):
         raise TypeError(f"{name}: expected {expected}, got {x.dtype}")
     return x
+
+
+def _float32(x: jax.Array) -> jax.Array:
+    """x in float32, where what is finite stays so: a logit that is huge is not one of -inf."""
+    rounded = x.astype(jnp.float32)
+    overflows = jnp.isinf(rounded) & jnp.isfinite(x)
+    return jnp.where(overflows, jnp.copysign(jnp.finfo(jnp.float32).max, rounded), rounded)
 
 
 def integers(name: str, x: Any) -> jax.Array | np.ndarray:

@@ -52,7 +52,8 @@ inline float* delta_of(const Backward& call, int64_t batch, int64_t n) {
 
 inline GradientHead gradient_head_of(const Backward& call, int64_t batch, int64_t n) {
   const Shape& shape = call.shape;
-  return {head_of(call, batch, n), rows_of(shape, call.dout, batch, n, shape.value_dim),
+  return {head_of(call, batch, n),
+          rows_of(shape, call.dout, batch, n, shape.value_dim),
           floats_of(shape, call.lse, batch, n),
           call.lse_low.data ? floats_of(shape, call.lse_low, batch, n) : nullptr,
           call.lse.row,
@@ -88,7 +89,8 @@ inline void gradient_row(const GradientHead& head, const Tile& tile, int r, floa
     }
     Vec ds = p * (gradient - delta);
     if (capped) {
-      const Vec ratio = logits * inverse_cap;
+      // A logit of -inf has the slope 0 of -cap, lest 0 times infinity be its gradient.
+      const Vec ratio = max_ignoring_nan(splat(-options.logits_soft_cap), logits) * inverse_cap;
       ds *= 1.0f - ratio * ratio;
     }
     if (!whole) ds = lanes_set(tile.bits[r], v) ? ds : Vec{};
