@@ -52,7 +52,7 @@ struct Options {
   int32_t window_left = -1, window_right = -1;  // -1: unbounded
   float logits_soft_cap = 0.0f;                 // 0: none
   // Dropout keeps an element whose 16 random bits are >= dropout_threshold, and
-  // multiplies it by dropout_scale = 1 / (1 - rate). Threshold 0: no dropout.
+  // multiplies it by dropout_scale = 1 / (1 - dropout_threshold / 2^16). 0: no dropout.
   uint32_t dropout_threshold = 0;
   float dropout_scale = 1.0f;
   bool deterministic = false;

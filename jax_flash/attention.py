@@ -82,15 +82,18 @@ def dot_product_attention(
         stand for "reference" and "flash".
       return_residual: whether to return lse, too.
       query_segment_ids: int [\*B,T], with key_value_segment_ids [\*B,S]: a query attends only
-        to keys of its own segment (packed sequences). Blocks without a pair are skipped.
+        to keys of its own segment (packed sequences). Blocks without a pair are skipped. Ids of
+        64 bits (under jax_enable_x64) are sorted in each pass, which costs time.
       key_value_segment_ids: see query_segment_ids.
       query_offset: int, scalar or [\*B]: position of query 0 on the key axis, for `is_causal`
-        and `local_window_size`; S - T aligns the last query with the last key.
+        and `local_window_size`; S - T aligns the last query with the last key. A number is within
+        int32's range; an array is clamped to it.
       sinks: float [N]: a logit per head that takes part in the softmax and has no value.
       logits_soft_cap: c above, positive. On Hopper, for bfloat16, the forward pass has logits
         within 3.5e-4 of it; far below 0, probabilities within 1.1e-5 of the row's greatest.
       dropout_rate: probability in [0, 1) with which each p is dropped; the others are
-        multiplied by 1 / (1 - rate).
+        multiplied by 1 / (1 - rate). In both, the rate is the nearest multiple of 2^-16; a rate
+        so near 1 that this changes what is kept by more than 1% is refused.
       dropout_seed: uint32 [2], such as ``jax.random.bits(key, (2,), "uint32")``. The mask is
         a function of it and of the index (b, n, i, j) alone: the same on every platform.
       broadcast_dropout: whether all batch entries and heads drop the same (i, j), as if b and n

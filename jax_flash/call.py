@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
+from jax_flash.arrays import INT32, array, comparable, integers, saturate
 from jax_flash.operands import OPERANDS, Operands
 from jax_flash.sequence import check as check_sequence
 from jax_flash.spec import AttentionSpec, SequenceSharding, make_spec
@@ -98,19 +99,24 @@ def make_call(
     sizes = {"T": q_len, "S": operands["key"].shape[-3], "N": heads}
     batch = tuple(batch)
     parts = sequence.devices if sequence is not None and is_shard else 1
+    for name, letter in (("query", "T"), ("key", "S")):
+        if sizes[letter] * parts > INT32.max:
+            raise ValueError(
+                f"{name}: expected a sequence of at most 2**31 - 1 tokens, since positions are "
+                f"int32, got {sizes[letter] * parts}"
+            )
     for name, x in (("bias", bias), ("mask", mask)):
         if x is not None:
             operands[name] = _matrix(name, x, operands["query"].dtype, batch, sizes, parts)
-    _check_both("segment_ids", query_segment_ids, key_value_segment_ids)
     for name, x in (
         ("query_seq_lengths", query_seq_lengths),
         ("key_value_seq_lengths", key_value_seq_lengths),
-        ("query_segment_ids", query_segment_ids),
-        ("key_value_segment_ids", key_value_segment_ids),
     ):
         if x is not None:
-            shape = (*batch, *(sizes[letter] for letter in OPERANDS[name].axes))
-            operands[name] = _integers(name, x, shape)
+            lengths = integers(name, x)
+            _expect_shape(name, lengths, batch)
+            operands[name] = saturate(lengths)
+    operands |= _segment_ids(query_segment_ids, key_value_segment_ids, batch, sizes)
     _query_offset(operands, query_offset, batch)
     if sinks is not None:
         operands["sinks"] = _sinks(sinks, operands["query"].dtype, batch, heads)
@@ -134,7 +140,7 @@ def _flag(broadcast_dropout: Any) -> bool:
 
 def _query_key_value(query, key, value) -> Operands:
     operands = {
-        name: _array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
+        name: array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     }
     query, key, value = operands.values()
     if query.ndim < 3:
@@ -167,7 +173,7 @@ def _query_key_value(query, key, value) -> Operands:
 
 def _matrix(name: str, x: ArrayLike, dtype, batch, sizes, parts: int) -> jax.Array:
     """The bias or the mask."""
-    x = _array(name, x)
+    x = array(name, x)
     if x.dtype == jnp.float64 and dtype != jnp.float64:
         x = x.astype(jnp.float32)
     elif x.dtype != jnp.bool_ and x.dtype.itemsize < 2:
@@ -177,25 +183,49 @@ def _matrix(name: str, x: ArrayLike, dtype, batch, sizes, parts: int) -> jax.Arr
 
 
 def _sinks(sinks: ArrayLike, dtype, batch, heads: int) -> jax.Array:
-    sinks = _array("sinks", sinks)
+    sinks = array("sinks", sinks)
     _expect_shape("sinks", sinks, (heads,))
     if dtype != jnp.float64:
         sinks = sinks.astype(jnp.float32)
     return sinks.reshape((1,) * len(batch) + (heads,))
 
 
-def _check_both(what: str, query: ArrayLike | None, key_value: ArrayLike | None) -> None:
-    if (query is None) != (key_value is None):
-        missing, given = f"query_{what}", f"key_value_{what}"
-        if key_value is None:
-            missing, given = given, missing
-        raise ValueError(f"{missing}: expected with {given}, got None")
+def _segment_ids(
+    query_ids: ArrayLike | None, key_value_ids: ArrayLike | None, batch, sizes
+) -> Operands:
+    given = {"query_segment_ids": query_ids, "key_value_segment_ids": key_value_ids}
+    missing = [name for name, x in given.items() if x is None]
+    if len(missing) == 2:
+        return {}
+    if missing:
+        (present,) = set(given) - set(missing)
+        raise ValueError(f"{missing[0]}: expected with {present}, got None")
+    ids = []
+    for name, x in given.items():
+        x = integers(name, x)
+        _expect_shape(name, x, (*batch, *(sizes[letter] for letter in OPERANDS[name].axes)))
+        if isinstance(x, np.ndarray) and x.dtype.itemsize == 8:
+            # NumPy and Python have 64 bits for small numbers, too.
+            if ((x >= INT32.min) & (x <= INT32.max)).all():
+                x = x.astype(np.int32)
+            elif not jax.config.jax_enable_x64:
+                raise ValueError(
+                    f"{name}: expected ids from -2**31 to 2**31 - 1 where jax_enable_x64 is off, "
+                    f"got {x.min()} to {x.max()}"
+                )
+        ids.append(x)
+    return dict(zip(given, comparable(*ids), strict=True))
 
 
 def _query_offset(operands: Operands, offset, batch) -> None:
-    if isinstance(offset, int | np.integer) and not isinstance(offset, bool) and offset == 0:
-        return
-    offset = _array("query_offset", offset).astype(jnp.int32)
+    if isinstance(offset, int | np.integer) and not isinstance(offset, bool):
+        if offset == 0:
+            return
+        if not INT32.min <= offset <= INT32.max:
+            raise ValueError(
+                f"query_offset: expected a number from -2**31 to 2**31 - 1, got {offset}"
+            )
+    offset = saturate(integers("query_offset", offset))
     if offset.ndim == 0:
         offset = offset.reshape((1,) * len(batch))
     else:
@@ -206,9 +236,11 @@ def _query_offset(operands: Operands, offset, batch) -> None:
 def _dropout(seed: ArrayLike | None, batch, heads: int, alike: bool) -> Operands:
     if seed is None:
         raise ValueError("dropout_seed: expected uint32 [2] with a dropout_rate above 0, got None")
-    seed = _array("dropout_seed", seed)
+    seed = integers("dropout_seed", seed)
     if seed.dtype != jnp.uint32:
-        raise TypeError(f"dropout_seed: expected dtype uint32, got {seed.dtype}")
+        raise TypeError(
+            f"dropout_seed: expected {OPERANDS['dropout_seed'].expected}, got {seed.dtype}"
+        )
     _expect_shape("dropout_seed", seed, (2,))
     ones = (1,) * len(batch)
     # Dropout counts with these numbers, so a shard or a vmapped call that holds only some
@@ -218,32 +250,13 @@ def _dropout(seed: ArrayLike | None, batch, heads: int, alike: bool) -> Operands
     else:
         batch_ids, head_ids = np.arange(math.prod(batch)), np.arange(heads)
     return {
-        "dropout_seed": seed.reshape(*ones, 2),
+        "dropout_seed": jnp.asarray(seed).reshape(*ones, 2),
         "dropout_batch_ids": jnp.asarray(batch_ids.reshape(batch), jnp.int32),
         "dropout_head_ids": jnp.asarray(head_ids.reshape(*ones, heads), jnp.int32),
     }
 
 
-def _array(name: str, x: Any) -> jax.Array:
-    """An argument as an array of the kind that its record asks for."""
-    record = OPERANDS[name]
-    if not isinstance(x, jax.Array):
-        try:
-            x = jnp.asarray(x)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"{name}: expected an array, got {type(x).__name__}") from error
-    if not jnp.issubdtype(x.dtype, record.kind):
-        raise TypeError(f"{name}: expected {record.expected}, got {x.dtype}")
-    return x
-
-
-def _integers(name: str, x: Any, shape) -> jax.Array:
-    x = _array(name, x)
-    _expect_shape(name, x, shape)
-    return x.astype(jnp.int32)
-
-
-def _expect_shape(name: str, x: jax.Array, shape) -> None:
+def _expect_shape(name: str, x: jax.Array | np.ndarray, shape) -> None:
     if x.shape != tuple(shape):
         raise ValueError(f"{name}: expected shape {_text(shape)}, got {x.shape}")
 

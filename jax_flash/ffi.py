@@ -14,6 +14,7 @@ import jax.export
 import jax.numpy as jnp
 import numpy as np
 
+from jax_flash.arrays import with_short_segment_ids
 from jax_flash.operands import OPERANDS, Operands
 from jax_flash.spec import AttentionSpec
 
@@ -68,6 +69,7 @@ def call(
     Returns:
       The results by name.
     """
+    operands = with_short_segment_ids(operands)
     always = [name for name, record in OPERANDS.items() if record.slot is None]
     optional = [name for name in OPERANDS if name in operands and name not in always]
     arrays = [operands[name] for name in (*always, *optional) if name in operands]

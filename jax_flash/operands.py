@@ -71,7 +71,7 @@ OPERANDS: dict[str, Operand] = {
     "query_offset": Operand((), **_INTEGER, slot=6, ring="replaced"),
     "sinks": Operand(("N",), **_FLOAT, slot=7, ring="replaced"),
     "dropout_seed": Operand(
-        ("2",), jnp.unsignedinteger, "uint32 (jax.random.bits makes it)", slot=8
+        ("2",), jnp.integer, "uint32 (jax.random.bits makes it)", slot=8
     ),
     "dropout_batch_ids": Operand((), slot=9),
     "dropout_head_ids": Operand(("N",), slot=10),

@@ -180,18 +180,20 @@ def _allowed(spec: AttentionSpec, operands: Operands, first) -> jax.Array:
     if "key_value_seq_lengths" in operands:
         allowed &= j < per_batch("key_value_seq_lengths")
     left, right = spec.window
-    if spec.is_causal or spec.has_window:
-        # distance = i + offset - j must not wrap around for any offset: 2^28 is room for
-        # any i and j, and no query reaches a key across the distances given up.
-        offset = per_batch("query_offset") if "query_offset" in operands else jnp.int32(0)
-        distance = i + jnp.clip(offset, -(2**31) + 2**28, 2**31 - 1 - 2**28) - j
-        if spec.is_causal:
-            allowed &= distance >= 0
-        if left is not None:
-            allowed &= distance <= left
-        if right is not None:
-            allowed &= -distance <= right
+    offset = per_batch("query_offset") if "query_offset" in operands else jnp.int32(0)
+    if spec.is_causal:
+        right = 0
+    if left is not None:
+        allowed &= j - i >= _sum(offset, -left)
+    if right is not None:
+        allowed &= j - i <= _sum(offset, right)
     return allowed
+
+
+def _sum(x: jax.Array, y: int) -> jax.Array:
+    """x + y of int32, at the end of the range where it is beyond."""
+    least, most = -(2**31), 2**31 - 1
+    return jnp.clip(x, least - min(y, 0), most - max(y, 0)) + y
 
 
 def _attended_keys(spec: AttentionSpec, operands: Operands, first) -> jax.Array:
@@ -255,7 +257,7 @@ def _forward_block(spec, accumulator, operands: Operands, first) -> tuple[jax.Ar
             first_group=first_group,
         )
         keep = _heads_last_group(keep, -3, kv_heads)
-        weights = jnp.where(keep, weights / (1.0 - spec.dropout_rate), 0)
+        weights = jnp.where(keep, weights * spec.dropout_scale, 0)
     out = jnp.einsum("...kgts,...skd->...tkgd", weights, value, precision=highest)
     out = jnp.where(jnp.moveaxis(empty, -1, -3)[..., None], 0, out)
     return (

@@ -16,6 +16,8 @@ IMPLEMENTATIONS = (None, "flash", *FAMILIES, "reference")
 _JAX_NN_IMPLEMENTATIONS = {"xla": "reference", "cudnn": "flash"}
 
 _INT32_MAX = 2**31 - 1
+# Numbers that dropout draws from.
+_RANDOM = 2**16
 
 
 # Of a sharded sequence: see sequence.py, and ring.py and all_to_all.py.
@@ -74,7 +76,8 @@ class AttentionSpec:
       is_causal: query i attends to keys j <= i + query_offset.
       window: keys that a query sees to its left and right; None is unbounded.
       logits_soft_cap: logits become cap * tanh(logits / cap); None is no cap.
-      dropout_rate: probability in [0, 1) that a probability is dropped.
+      dropout_rate: probability in [0, 1) that a probability is dropped, to be rounded to a
+        multiple of 2^-16.
       deterministic: gradients are bitwise equal between runs.
       implementation: one of `IMPLEMENTATIONS`.
       smem_limit: bytes of shared memory that a CUDA block may have, 0 for what the device has.
@@ -96,7 +99,12 @@ class AttentionSpec:
     @property
     def dropout_threshold(self) -> int:
         """An element is kept if its 16 random bits are at least this."""
-        return round(self.dropout_rate * 65536)
+        return round(self.dropout_rate * _RANDOM)
+
+    @property
+    def dropout_scale(self) -> float:
+        """Factor on what is kept, exact for the threshold: dropout does not change the mean."""
+        return _RANDOM / (_RANDOM - self.dropout_threshold)
 
     @property
     def has_window(self) -> bool:
@@ -112,7 +120,7 @@ class AttentionSpec:
             "window_right": np.int32(right),
             "logits_soft_cap": np.float32(self.logits_soft_cap or 0.0),
             "dropout_threshold": np.int32(self.dropout_threshold),
-            "dropout_scale": np.float32(1.0 / (1.0 - self.dropout_rate)),
+            "dropout_scale": np.float32(self.dropout_scale),
             "deterministic": np.bool_(self.deterministic),
             "smem_limit": np.int32(self.smem_limit),
             "family": np.int32(FAMILIES.get(self.implementation, 0)),
@@ -150,6 +158,12 @@ def make_spec(
     dropout_rate = _number("dropout_rate", dropout_rate)
     if not 0.0 <= dropout_rate < 1.0:
         raise ValueError(f"dropout_rate: expected a number in [0, 1), got {dropout_rate}")
+    kept, wanted = 1.0 - round(dropout_rate * _RANDOM) / _RANDOM, 1.0 - dropout_rate
+    if abs(kept - wanted) > 0.01 * wanted:
+        raise ValueError(
+            "dropout_rate: expected one that keeps, within 1% of it, a multiple of 1/65536 (as "
+            f"every rate up to 0.9992 does), got {dropout_rate}, of which {kept:.4g} would be kept"
+        )
     if implementation not in IMPLEMENTATIONS:
         if implementation not in _JAX_NN_IMPLEMENTATIONS:
             raise ValueError(

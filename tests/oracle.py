@@ -168,7 +168,7 @@ def _attention(inputs: Inputs, wide, rounded) -> Results:
     threshold = round(rate * 65536)
     if threshold:
         bits = philox_keep(options["dropout_seed"], batch, heads, q_len, kv_len, threshold)
-        keep = bits.astype(wide) / wide(1 - rate)
+        keep = bits.astype(wide) / wide(1 - threshold / 65536)
     dropped = rounded(p * keep)
     out = rounded(_over_keys(dropped, value_n))
 

@@ -38,7 +38,7 @@ CASES = [
     (
         dict(dropout_rate=0.1, dropout_seed=np.ones(2, np.uint16)),
         TypeError,
-        "dropout_seed: expected dtype uint32, got uint16",
+        "dropout_seed: expected uint32 .*got uint16",
     ),
     # Shapes and values.
     (dict(query=Q[0, 0]), ValueError, r"query: expected shape \[..., T, N, H\] .*\(4, 16\)"),
@@ -80,6 +80,13 @@ CASES = [
     (dict(logits_soft_cap=0.0), ValueError, "logits_soft_cap: expected a positive finite"),
     (dict(logits_soft_cap=float("inf")), ValueError, "logits_soft_cap: expected a positive"),
     (dict(dropout_rate=1.0), ValueError, r"dropout_rate: expected a number in \[0, 1\), got 1.0"),
+    (
+        dict(dropout_rate=0.9999),
+        ValueError,
+        "dropout_rate: expected one that keeps, within 1%.*0.99",
+    ),
+    (dict(dropout_rate=1 - 2**-17), ValueError, "dropout_rate: expected one that keeps"),
+    (dict(dropout_rate=1 - 2**-24), ValueError, "dropout_rate: expected one .* 0 would be kept"),
     (dict(dropout_rate=-0.1), ValueError, "dropout_rate: expected a number in"),
     (dict(dropout_rate=0.1), ValueError, r"dropout_seed: expected uint32 \[2\] .*got None"),
     (

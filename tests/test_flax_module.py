@@ -159,6 +159,22 @@ def test_sequence_that_outgrows_its_cache_is_nan():
     out = decode(module, x[:, 7:])
     assert jnp.isnan(out[0]).all()
     assert jnp.isfinite(out[1]).all()
+    np.testing.assert_array_equal(module.cache_index[...], [9, 5])
+    for _ in range(2):  # the count of a sequence that outgrew the cache cannot wrap around
+        decode(module, x[:, 7:])
+    np.testing.assert_array_equal(module.cache_index[...], [9, 7])
+
+
+def test_lengths_of_long_dtypes():
+    module, x = make_module(), make_inputs(8)
+    expected = module(x, seq_lengths=jnp.array([8, 0]))
+    for lengths in (np.array([2**31, -(2**31)]), np.array([2**32 - 1, 0], np.uint32)):
+        np.testing.assert_array_equal(module(x, seq_lengths=lengths), expected)
+        module.init_cache(BATCH, 8)
+        out = module(x, seq_lengths=lengths, decode=True)  # jit would wrap 64 bits around
+        np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
+        np.testing.assert_array_equal(module.cache_index[...], [8, 0])
+        assert module.cache_index[...].dtype == jnp.int32
 
 
 def test_cache_in_lower_precision():

@@ -143,6 +143,21 @@ def test_results_are_bitwise_repeatable():
             np.testing.assert_array_equal(grad, first.grads[name])
 
 
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9, 0.99, 0.999, 0.9992, 1 - 3 * 2**-16])
+def test_dropout_keeps_the_mean(rate):
+    # Of equal probabilities and values; one element has variance 1 / (1 - rate) - 1.
+    length, heads = 4096, 4
+    query = key = jnp.zeros((1, length, heads, 1))
+    seed = np.array([1, 2], np.uint32)
+    out = jax_flash.dot_product_attention(
+        query, key, key + 1, dropout_rate=rate, dropout_seed=seed, implementation="flash"
+    )
+    deviation = np.sqrt((1 / (1 - rate) - 1) / (heads * length**2))
+    out = np.asarray(out, np.float64)
+    assert abs(out.mean() - 1) < 4 * deviation
+    np.testing.assert_allclose(out.std(), deviation * np.sqrt(heads * length), rtol=0.05)
+
+
 @pytest.mark.parametrize("dtype", [np.float32, ml_dtypes.bfloat16, np.float16])
 def test_dropout_draws_the_same_bits_everywhere(dtype):
     # With value = identity, out shows each probability, so also which are dropped.

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jax_flash
+from jax_flash.arrays import integers, saturate
 from jax_flash.flax.functional import rotary_embedding
 
 _KERNEL_INIT = nnx.initializers.lecun_normal()
@@ -32,7 +33,8 @@ class GroupedQueryAttention(nnx.Module):
     Attributes:
       query, key, value, out: the projections, named and shaped as in `nnx.MultiHeadAttention`.
       cached_key, cached_value: [batch, max_length, num_kv_heads, head_dim] or None.
-      cache_index: [batch] int32, the number of tokens cached, or None.
+      cache_index: [batch] int32, the number of tokens cached (max_length + 1: more than fit), or
+        None.
 
     References: Ainslie et al., "GQA", https://arxiv.org/abs/2305.13245
     """
@@ -179,6 +181,7 @@ class GroupedQueryAttention(nnx.Module):
 
         options: dict[str, Any] = {"is_causal": self.is_causal}
         if seq_lengths is not None:
+            seq_lengths = saturate(integers("query_seq_lengths", seq_lengths))
             options |= {"query_seq_lengths": seq_lengths, "key_value_seq_lengths": seq_lengths}
         if segment_ids is not None:
             options |= {"query_segment_ids": segment_ids, "key_value_segment_ids": segment_ids}
@@ -195,6 +198,7 @@ class GroupedQueryAttention(nnx.Module):
         length = inputs.shape[-2]
         start = self.cache_index[...]
         end = start + (length if seq_lengths is None else jnp.clip(seq_lengths, 0, length))
+        end = jnp.minimum(end, self.cached_key.shape[1] + 1)  # outgrown once, outgrown for good
         key, value = self._append(key, value)
         self.cache_index[...] = end
         options |= {"query_offset": start, "key_value_seq_lengths": end}
