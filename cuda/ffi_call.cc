@@ -127,9 +127,16 @@ std::vector<Field> operand_fields(const Shape& s) {
           {"value", &Backward::value, Kind::kFloat, key_axes(s, s.value_dim)}};
 }
 
-std::vector<Field> output_fields(const Shape& s) {
-  return {{"out", &Backward::out, Kind::kFloat, query_axes(s, s.value_dim), false},
-          {"lse", &Backward::lse, Kind::kFloat32, lse_axes(s), false}};
+Field lse_low_field(const Shape& s) {
+  return {"lse_low", &Backward::lse_low, Kind::kFloat32, lse_axes(s), false};
+}
+
+std::vector<Field> output_fields(const Shape& s, bool with_lse_low) {
+  std::vector<Field> fields{
+      {"out", &Backward::out, Kind::kFloat, query_axes(s, s.value_dim), false},
+      {"lse", &Backward::lse, Kind::kFloat32, lse_axes(s), false}};
+  if (with_lse_low) fields.push_back(lse_low_field(s));
+  return fields;
 }
 
 Field dout_field(const Shape& s) {
@@ -163,6 +170,7 @@ std::vector<Field> optional_fields(const Shape& s) {
       {"dropout_head_ids", &Backward::dropout_head_ids, Kind::kInt32, {head}},
       {"dlse", &Backward::dlse, Kind::kFloat32, lse_axes(s), false},
       {"dropout_start", &Backward::dropout_start, Kind::kInt32, {word}},
+      lse_low_field(s),
   };
 }
 
@@ -264,13 +272,19 @@ Status same_dtype(const Forward& params) {
   return Status::invalid_argument("jax_flash: query, key and value differ in dtype");
 }
 
+// Kernels take a bias to mean that lse_low is there.
+Status check_lse_low(const Forward& params) {
+  if (bool{params.lse_low} == bool{params.bias}) return {};
+  return Status::invalid_argument("jax_flash: lse_low comes with a bias, and with nothing else");
+}
+
 Status too_few() { return Status::invalid_argument("jax_flash: operands or results are missing"); }
 
 }  // namespace
 
 Status read_forward(ffi::RemainingArgs args, ffi::RemainingRets results,
                     const OptionAttributes& options, int32_t operands, Call& call) {
-  if (args.size() < 3 || results.size() != 3) return too_few();
+  if (args.size() < 3 || results.size() < 3) return too_few();
   Backward& params = call.params;
   Shape& shape = params.shape;
   const ffi::AnyBuffer out = **results.get<ffi::AnyBuffer>(0);
@@ -281,9 +295,12 @@ Status read_forward(ffi::RemainingArgs args, ffi::RemainingRets results,
   Reader reader(shape);
   status = read_fields(args, 0, operand_fields(shape), reader, params);
   if (status.ok()) status = same_dtype(params);
-  if (status.ok()) status = read_fields(results, 0, output_fields(shape), reader, params);
   if (status.ok()) status = read_optional(args, 3, operands, reader, shape, params);
-  const ffi::AnyBuffer workspace = **results.get<ffi::AnyBuffer>(2);
+  const std::vector<Field> outputs = output_fields(shape, bool{params.bias});
+  if (status.ok() && results.size() != outputs.size() + 1) status = too_few();
+  if (status.ok()) status = read_fields(results, 0, outputs, reader, params);
+  if (status.ok()) status = check_lse_low(params);
+  const ffi::AnyBuffer workspace = **results.get<ffi::AnyBuffer>(results.size() - 1);
   params.workspace = workspace.untyped_data();
   call.workspace_bytes = static_cast<int64_t>(workspace.size_bytes());
   return status;
@@ -303,9 +320,10 @@ Status read_backward(ffi::RemainingArgs args, ffi::RemainingRets results,
   const bool with_bias = results.size() == 5;
   status = read_fields(args, 0, operand_fields(shape), reader, params);
   if (status.ok()) status = same_dtype(params);
-  if (status.ok()) status = read_fields(args, 3, output_fields(shape), reader, params);
+  if (status.ok()) status = read_fields(args, 3, output_fields(shape, false), reader, params);
   if (status.ok()) status = read_fields(args, 5, {dout_field(shape)}, reader, params);
   if (status.ok()) status = read_optional(args, 6, operands, reader, shape, params);
+  if (status.ok()) status = check_lse_low(params);
   if (status.ok()) {
     status = read_fields(results, 0, gradient_fields(shape, with_bias), reader, params);
   }

@@ -4,7 +4,8 @@
 // Arguments: query, key, value, [out, lse, dout,] then those of optional_operands() that the
 // attribute `operands` names by its bits, in order. Every operand has the same number of leading
 // batch axes, each full or 1 (broadcast).
-// Results: out, lse, workspace, or dquery, dkey, dvalue, [dbias,] workspace.
+// Results: out, lse, [lse_low,] workspace, or dquery, dkey, dvalue, [dbias,] workspace. lse_low is
+// a result of the forward pass, and an operand of the backward pass, where there is a bias.
 #pragma once
 
 #include <cstdint>

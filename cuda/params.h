@@ -83,6 +83,9 @@ struct Forward {
 
   Operand out;  // [batch, T, N, h]; an input of the backward pass
   Operand lse;  // [batch, N, T] float32; likewise
+  // [batch, N, T] float32: what lse lacks of the exact logarithm, 0 where that is -inf; likewise.
+  // With a bias only: near a logit of -1e9, lse alone has lost the logarithm of the sum.
+  Operand lse_low;
 
   void* workspace = nullptr;  // *_workspace_bytes() of the pass and platform, uninitialised
 };

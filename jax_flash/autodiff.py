@@ -7,7 +7,7 @@ tangent, in blocks; where it is transposed (`jax.grad`, `vjp`), that is the back
 and refused forward mode. Differentiating a tangent or a backward pass once more goes through the
 reference.
 
-Residuals between forward and backward pass are the operands, out and lse.
+Residuals between forward and backward pass are the operands and the forward pass's results.
 """
 
 from __future__ import annotations
@@ -30,10 +30,11 @@ from jax_flash.partitioning import (
     spread,
     unify_varying,
 )
-from jax_flash.passes import FORWARD_RESULTS, Pass, run_reference
+from jax_flash.passes import Pass, run_reference
 from jax_flash.primitives import backward_p, batch, bind, forward_p
 
-# Names of the residuals, for checkpoint policies.
+# Names of the residuals, for checkpoint policies. Both parts of the logarithm have the same: the
+# backward pass needs both.
 RESIDUAL_NAMES = ("jax_flash_out", "jax_flash_lse")
 
 
@@ -42,11 +43,11 @@ def attend(call: Call) -> jax.Array | tuple[jax.Array, jax.Array]:
     """What the call returns."""
     spec, operands = call.spec, call.operands
     if spec.implementation == "reference" and spec.sequence is None:
-        out, lse = reference.forward(spec, operands)
+        results = reference.forward(spec, operands)
     else:
         axes = spec.sequence.axes if spec.sequence else ()
         results = bind(Pass(spec), unify_varying(operands, axes))
-        out, lse = results["out"], results["lse"]
+    out, lse = results["out"], results["lse"]
     if not call.has_batch:
         out, lse = out[0], lse[0]
     return (out, jnp.swapaxes(lse, -1, -2)) if call.return_residual else out
@@ -57,26 +58,43 @@ def attend(call: Call) -> jax.Array | tuple[jax.Array, jax.Array]:
 
 def _forward_jvp(primals, tangents, *, one_pass: Pass, names):
     operands = dict(zip(names, primals, strict=True))
-    results = [
-        checkpoint_name(x, name)
-        for x, name in zip(bind(one_pass, operands).values(), RESIDUAL_NAMES, strict=True)
-    ]
+    results = {
+        name: checkpoint_name(x, RESIDUAL_NAMES[name != "out"])
+        for name, x in bind(one_pass, operands).items()
+    }
     moving = {
         name: tangent
         for name, tangent in zip(names, tangents, strict=True)
         if OPERANDS[name].differentiable and not isinstance(tangent, ad.Zero)
     }
-    tangents_out = tangent_p.bind(
-        *primals, *results, *moving.values(), one_pass=one_pass, names=names, wrt=tuple(moving)
+    made = tangent_p.bind(
+        *primals,
+        *results.values(),
+        *moving.values(),
+        one_pass=one_pass,
+        names=names,
+        results=tuple(results),
+        wrt=tuple(moving),
     )
-    return results, tangents_out
+    made = dict(zip(_DIFFERENTIABLE, made, strict=True))
+    # lse_low is a rounding error.
+    return list(results.values()), [
+        made[name] if name in made else ad.Zero(jax.typeof(x).to_tangent_aval())
+        for name, x in results.items()
+    ]
 
 
-def _split(arrays, names, wrt):
+# The results of a forward pass that have a tangent.
+_DIFFERENTIABLE = ("out", "lse")
+
+
+def _split(arrays, names, results, wrt):
     """The arrays of a tangent: operands, results of the forward pass, and tangents, by name."""
-    operands = dict(zip(names, arrays, strict=False))
-    results = dict(zip(FORWARD_RESULTS, arrays[len(names) :], strict=False))
-    return operands, results, dict(zip(wrt, arrays[len(arrays) - len(wrt) :], strict=True))
+    groups, start = [], 0
+    for group in (names, results, wrt):
+        groups.append(dict(zip(group, arrays[start : start + len(group)], strict=True)))
+        start += len(group)
+    return groups
 
 
 def _batch_of_all(operands, results, tangents) -> tuple[int, ...]:
@@ -85,23 +103,24 @@ def _batch_of_all(operands, results, tangents) -> tuple[int, ...]:
     return jnp.broadcast_shapes(*shapes)
 
 
-def _tangent_types(*types, one_pass: Pass, names, wrt):
-    operands, results, tangents = _split(types, names, wrt)
-    batch = _batch_of_all(operands, results, tangents)
+def _tangent_types(*types, one_pass: Pass, names, results, wrt):
+    operands, made, tangents = _split(types, names, results, wrt)
+    batch = _batch_of_all(operands, made, tangents)
     # As the results of a call whose query has all batch axes.
     query = operands["query"]
     query = query.update(shape=(*batch, *query.shape[len(batch) :]))
-    return list(result_types(one_pass, {**operands, "query": query}).values())
+    types = result_types(one_pass, {**operands, "query": query})
+    return [types[name] for name in _DIFFERENTIABLE]
 
 
-def _tangent(*arrays, one_pass: Pass, names, wrt):
+def _tangent(*arrays, one_pass: Pass, names, results, wrt):
     """Tangents of out and lse, by the reference: in plain JAX, in memory linear in the lengths."""
-    operands, results, tangents = _split(arrays, names, wrt)
-    batch = _batch_of_all(operands, results, tangents)
+    operands, made, tangents = _split(arrays, names, results, wrt)
+    batch = _batch_of_all(operands, made, tangents)
 
     def forward(moving):
         made = spread(one_pass, run_reference, {**operands, **moving})
-        return [broadcast_batch(name, made[name], batch) for name in FORWARD_RESULTS]
+        return [broadcast_batch(name, made[name], batch) for name in _DIFFERENTIABLE]
 
     # vmap may map a tangent and not its operand, or the other way round.
     shapes = {n: jnp.broadcast_shapes(x.shape, operands[n].shape) for n, x in tangents.items()}
@@ -141,7 +160,7 @@ def _attended(one_pass: Pass, wanted: tuple[str, ...], moving: Operands, others:
       one_pass: the forward pass.
       wanted: names of the results.
       moving: the operands to differentiate with respect to.
-      others: the other operands, out and lse.
+      others: the other operands, and all results.
     """
     return {name: others[name] for name in wanted}
 
@@ -190,23 +209,25 @@ def _sinks_gradient(operands: Operands) -> jax.Array:
     if "dlse" in operands:
         delta = delta - operands["dlse"]
     exists = lse != -jnp.inf  # rows past the query's length have no sink either
-    weight = jnp.exp(sinks[..., None].astype(lse.dtype) - jnp.where(exists, lse, 0))
-    terms = jnp.where(exists, -weight * delta, 0).sum(axis=-1)
+    logit = sinks[..., None].astype(lse.dtype) - jnp.where(exists, lse, 0)
+    if "lse_low" in operands:
+        logit = logit - operands["lse_low"]
+    terms = jnp.where(exists, -jnp.exp(logit) * delta, 0).sum(axis=-1)
     axes = tuple(a for a in range(sinks.ndim - 1) if sinks.shape[a] == 1)
     return terms.sum(axes, keepdims=True).astype(sinks.dtype)
 
 
-def _tangent_transpose(cotangents, *arrays, one_pass: Pass, names, wrt):
-    operands, results, tangents = _split(arrays, names, wrt)
+def _tangent_transpose(cotangents, *arrays, one_pass: Pass, names, results, wrt):
+    operands, made, tangents = _split(arrays, names, results, wrt)
     cotangents = {
         name: x
-        for name, x in zip(FORWARD_RESULTS, cotangents, strict=True)
+        for name, x in zip(_DIFFERENTIABLE, cotangents, strict=True)
         if not isinstance(x, ad.Zero)
     }
     moving = {n: operands[n] for n, x in tangents.items() if ad.is_undefined_primal(x)}
     gradients: Operands = {}
     if cotangents:
-        others = {**{n: x for n, x in operands.items() if n not in moving}, **results}
+        others = {**{n: x for n, x in operands.items() if n not in moving}, **made}
         attended = functools.partial(_attended, one_pass, tuple(cotangents))
         _, vjp = jax.vjp(lambda x: attended(x, others), moving)
         (gradients,) = vjp(cotangents)
@@ -221,7 +242,7 @@ def _forward_transpose(cotangents, *arrays, one_pass: Pass, names):
         raise NotImplementedError(
             f"jax.linear_transpose of attention: expected it in value alone, got {unknown}"
         )
-    dout, _ = cotangents
+    dout = cotangents[0]
     if isinstance(dout, ad.Zero):
         return [None] * len(arrays)
     value = operands["value"].aval
@@ -234,7 +255,7 @@ def _forward_transpose(cotangents, *arrays, one_pass: Pass, names):
 
 tangent_p = Primitive("attention_tangent")
 tangent_p.multiple_results = True
-tangent_p.def_impl(jax.jit(tangent_p.bind, static_argnames=("one_pass", "names", "wrt")))
+tangent_p.def_impl(jax.jit(tangent_p.bind, static_argnames=("one_pass", "names", "results", "wrt")))
 tangent_p.def_abstract_eval(_tangent_types)
 batching.primitive_batchers[tangent_p] = functools.partial(batch, tangent_p)
 mlir.register_lowering(tangent_p, mlir.lower_fun(_tangent, multiple_results=True))

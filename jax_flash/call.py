@@ -175,7 +175,7 @@ def _matrix(name: str, x: ArrayLike, dtype, batch, sizes, parts: int) -> jax.Arr
     """The bias or the mask."""
     x = array(name, x)
     if x.dtype == jnp.float64 and dtype != jnp.float64:
-        x = x.astype(jnp.float32)
+        x = _float32(x)
     elif x.dtype != jnp.bool_ and x.dtype.itemsize < 2:
         x = x.astype(jnp.float32)
     shape = (*batch, *(sizes[letter] for letter in OPERANDS[name].axes))
@@ -186,8 +186,17 @@ def _sinks(sinks: ArrayLike, dtype, batch, heads: int) -> jax.Array:
     sinks = array("sinks", sinks)
     _expect_shape("sinks", sinks, (heads,))
     if dtype != jnp.float64:
-        sinks = sinks.astype(jnp.float32)
+        sinks = _float32(sinks)
     return sinks.reshape((1,) * len(batch) + (heads,))
+
+
+def _float32(x: jax.Array) -> jax.Array:
+    """x in float32, where what is finite stays so: a logit that is huge is not one of -inf."""
+    rounded = x.astype(jnp.float32)
+    if x.dtype != jnp.float64:
+        return rounded
+    overflows = jnp.isinf(rounded) & jnp.isfinite(x)
+    return jnp.where(overflows, jnp.copysign(jnp.finfo(jnp.float32).max, rounded), rounded)
 
 
 def _segment_ids(

@@ -77,6 +77,7 @@ OPERANDS: dict[str, Operand] = {
     "dropout_head_ids": Operand(("N",), slot=10),
     "dlse": Operand(("N", "T"), slot=11),
     "dropout_start": Operand(("2",), slot=12),
+    "lse_low": Operand(("N", "T"), slot=13),  # of the backward pass, where there is a bias
 }  # fmt: skip
 
 

@@ -19,9 +19,8 @@ from jax_flash.operands import Operands, batch_shape, broadcast_batch
 from jax_flash.sequence import SequenceSharding, in_position_order
 from jax_flash.spec import AttentionSpec
 
-FORWARD_RESULTS = ("out", "lse")
 # What the backward pass has from the forward pass and from its caller, with every batch axis.
-_GIVEN = ("out", "lse", "dout", "dlse")
+_GIVEN = ("out", "lse", "lse_low", "dout", "dlse")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,6 +56,8 @@ class Pass:
                 "out": ((*batch, q_len, heads, value.shape[-1]), query.dtype),
                 "lse": ((*batch, heads, q_len), accumulator_of(query.dtype)),
             }
+            if "bias" in operands:
+                shapes["lse_low"] = shapes["lse"]
         else:
             shapes = {
                 name: ((*batch, *x.shape[-3:]), x.dtype)
@@ -96,8 +97,7 @@ def complete(one_pass: Pass, operands: Operands) -> Operands:
 def run_reference(one_pass: Pass, operands: Operands) -> Operands:
     """A pass in jax.numpy, on one device; it can be differentiated."""
     if not one_pass.is_backward:
-        out, lse = reference.forward(one_pass.spec, operands)
-        return {"out": out, "lse": lse}
+        return reference.forward(one_pass.spec, operands)
     types = one_pass.result_types(operands)
     operands = complete(one_pass, operands)
     # A gradient for each batch entry, also of an operand that is the same for several.

@@ -9,7 +9,6 @@ of times.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -22,10 +21,11 @@ from jax_flash.spec import AttentionSpec
 _BLOCK_ELEMENTS = 2**24
 
 
-def forward(
-    spec: AttentionSpec, operands: Operands, *, block_q: int | None = None
-) -> tuple[jax.Array, jax.Array]:
-    """Returns (out [*B,T,N,h], lse [*B,N,T]), computed in float32, or in float64 for float64.
+def forward(spec: AttentionSpec, operands: Operands, *, block_q: int | None = None) -> Operands:
+    """Returns out [*B,T,N,h], lse [*B,N,T] and, where there is a bias, lse_low [*B,N,T].
+
+    All is computed in float32, or in float64 for float64. lse + lse_low is the logarithm to about
+    twice that precision; derivatives are those of lse.
 
     Args:
       spec: the static options.
@@ -39,8 +39,13 @@ def forward(
     kv_len, _, value_dim = value.shape[-3:]
     accumulator = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
     if 0 in (*batch, q_len, heads):
-        out = jnp.zeros((*batch, q_len, heads, value_dim), query.dtype)
-        return out, jnp.full((*batch, heads, q_len), -jnp.inf, accumulator)
+        results = {
+            "out": jnp.zeros((*batch, q_len, heads, value_dim), query.dtype),
+            "lse": jnp.full((*batch, heads, q_len), -jnp.inf, accumulator),
+        }
+        if "bias" in operands:
+            results["lse_low"] = jnp.zeros_like(results["lse"])
+        return results
 
     operands = {**operands, "key": key.astype(accumulator), "value": value.astype(accumulator)}
     if block_q is None:
@@ -55,10 +60,9 @@ def forward(
         operands["key"] = jnp.where(attended, operands["key"], 0)
         operands["value"] = jnp.where(attended, operands["value"], 0)
     block = jax.checkpoint(functools.partial(_forward_block, spec, accumulator))
-    out, lse = _over_query_blocks(block, operands, block_q)
-    out = jnp.broadcast_to(out, (*batch, *out.shape[-3:]))
-    lse = jnp.broadcast_to(lse, (*batch, *lse.shape[-2:]))
-    return out.astype(query.dtype), lse
+    results = _over_query_blocks(block, operands, block_q)
+    results = {n: jnp.broadcast_to(x, (*batch, *x.shape[len(batch) :])) for n, x in results.items()}
+    return {**results, "out": results["out"].astype(query.dtype)}
 
 
 def backward(
@@ -68,33 +72,39 @@ def backward(
 
     Args:
       spec: the static options.
-      operands: as for `forward`, with dout [*B,T,N,h] and perhaps dlse [*B,N,T].
+      operands: as for `forward`, with its results, dout [*B,T,N,h] and perhaps dlse [*B,N,T].
       grad_of: names of the operands to differentiate with respect to.
       is_block: whether the keys are a part of those that lse, out and the cotangents belong to.
 
     Returns:
       Gradients by name, each in its operand's shape and dtype.
     """
-    inputs = {n: x for n, x in operands.items() if n not in ("out", "lse", "dout", "dlse")}
+    given = ("out", "lse", "lse_low", "dout", "dlse")
+    inputs = {n: x for n, x in operands.items() if n not in given}
     wanted = {name: inputs[name] for name in grad_of}
-    (out, lse), vjp = jax.vjp(lambda x: forward(spec, {**inputs, **x}), wanted)
-    dout, dlse = operands["dout"], operands.get("dlse")
+    results, vjp = jax.vjp(lambda x: forward(spec, {**inputs, **x}), wanted)
+    lse, dout, dlse = results["lse"], operands["dout"], operands.get("dlse")
     dlse = jnp.zeros_like(lse) if dlse is None else dlse.astype(lse.dtype)
     if is_block:
-        dout, dlse = _block_cotangents(operands, out, lse, dlse)
-    (grads,) = vjp((dout, dlse))
+        dout, dlse = _block_cotangents(operands, results, dlse)
+    cotangents = {name: jnp.zeros_like(x) for name, x in results.items()}
+    (grads,) = vjp({**cotangents, "out": dout, "lse": dlse})
     return grads
 
 
-def _block_cotangents(operands: Operands, out, lse, dlse) -> tuple[jax.Array, jax.Array]:
+def _block_cotangents(operands: Operands, block: Operands, dlse) -> tuple[jax.Array, jax.Array]:
     """Cotangents of a block's own out and lse, from those of the whole call.
 
     The whole call's out is sum_blocks w out_block with w = exp(lse_block - lse), and lse depends
     on lse_block with slope w, so with delta = sum_h dout out - dlse of the whole call,
       dout_block = w dout,   dlse_block = w (sum_h dout out_block - delta).
     """
-    whole, exists = operands["lse"].astype(lse.dtype), lse != -jnp.inf
-    weight = jnp.where(exists, jnp.exp(jnp.where(exists, lse - whole, 0)), 0)
+    out, lse = block["out"], block["lse"]
+    exists = lse != -jnp.inf
+    logarithm = jnp.where(exists, lse - operands["lse"].astype(lse.dtype), 0)
+    if "lse_low" in block:
+        logarithm += block["lse_low"] - operands["lse_low"].astype(lse.dtype)
+    weight = jnp.where(exists, jnp.exp(logarithm), 0)
     dout = operands["dout"].astype(lse.dtype)
 
     def dot(x):
@@ -110,11 +120,11 @@ def _has_mask(spec: AttentionSpec, operands: Operands) -> bool:
     return spec.is_causal or spec.has_window or any(OPERANDS[name].forbids for name in operands)
 
 
-def _over_query_blocks(function, operands: Operands, block_q: int, reduce=None) -> Any:
+def _over_query_blocks(function, operands: Operands, block_q: int, reduce=None):
     """Calls `function(operands, first)` for blocks of queries that start at `first`.
 
-    The results, whose axis T is where `OPERANDS` says for out and lse, are
-    concatenated, or combined by `reduce`.
+    The results, by name as in `OPERANDS`, are concatenated along T; or, if each is one
+    array, combined by `reduce`.
     """
     q_len = operands["query"].shape[-3]
 
@@ -138,16 +148,16 @@ def _over_query_blocks(function, operands: Operands, block_q: int, reduce=None) 
         main = main.any(axis=0)
         return main if tail is None else reduce(main, tail)
 
-    def join(blocks, last, axis):
+    def join(name, blocks, last):
         # [count, ..., block_q, ...] to [..., count * block_q, ...]
+        axis = axis_of(name, "T", 0)
         blocks = jnp.moveaxis(blocks, 0, axis - 1)
         shape = blocks.shape
         axis %= len(shape)
         blocks = blocks.reshape(*shape[: axis - 1], -1, *shape[axis + 1 :])
         return blocks if last is None else jnp.concatenate([blocks, last], axis - 1)
 
-    out_tail, lse_tail = (None, None) if tail is None else tail
-    return join(main[0], out_tail, -3), join(main[1], lse_tail, -1)
+    return {n: join(n, x, None if tail is None else tail[n]) for n, x in main.items()}
 
 
 def _heads_last_group(x: jax.Array, axis: int, kv_heads: int) -> jax.Array:
@@ -204,8 +214,18 @@ def _attended_keys(spec: AttentionSpec, operands: Operands, first) -> jax.Array:
     return jnp.broadcast_to(allowed, (*allowed.shape[:-2], key.shape[-2], key.shape[-3]))
 
 
-def _forward_block(spec, accumulator, operands: Operands, first) -> tuple[jax.Array, jax.Array]:
-    """One block of queries: (out [*B,T,N,h] in the accumulator's dtype, lse [*B,N,T])."""
+def two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """a + b as the nearest number and what that lacks of it, whose derivative is 0.
+
+    Reference: Knuth, "The Art of Computer Programming", volume 2, 4.2.2, theorem B.
+    """
+    total = a + b
+    second = total - a
+    return total, jax.lax.stop_gradient((a - (total - second)) + (b - second))
+
+
+def _forward_block(spec, accumulator, operands: Operands, first) -> Operands:
+    """One block of queries: the results of `forward`, out in the accumulator's dtype."""
     key, value = operands["key"], operands["value"]
     kv_heads = key.shape[-2]
     query = operands["query"].astype(accumulator)
@@ -223,6 +243,7 @@ def _forward_block(spec, accumulator, operands: Operands, first) -> tuple[jax.Ar
     logits = spec.scale * jnp.einsum("...tkgd,...skd->...kgts", grouped, key, precision=highest)
     if "bias" in operands:
         logits = logits + _heads_last_group(operands["bias"].astype(accumulator), -3, kv_heads)
+        allowed = allowed & (logits != -jnp.inf)
     # Selecting before and after every nonlinear step keeps NaN and Inf of masked
     # positions out of the gradients too.
     logits = jnp.where(allowed, logits, 0)
@@ -240,7 +261,8 @@ def _forward_block(spec, accumulator, operands: Operands, first) -> tuple[jax.Ar
         total = total + jnp.where(row_exists, jnp.exp(sinks - maximum), 0)
     empty = total == 0
     total = jnp.where(empty, 1, total)
-    lse = jnp.where(empty, -jnp.inf, maximum + jnp.log(total))
+    lse, lse_low = two_sum(maximum, jnp.log(total))
+    lse = jnp.where(empty, -jnp.inf, lse)
     weights = weights / total[..., None]
     if spec.dropout_threshold:
         rows, first_group = first + jnp.arange(q_len, dtype=jnp.int32), 0
@@ -260,7 +282,9 @@ def _forward_block(spec, accumulator, operands: Operands, first) -> tuple[jax.Ar
         weights = jnp.where(keep, weights * spec.dropout_scale, 0)
     out = jnp.einsum("...kgts,...skd->...tkgd", weights, value, precision=highest)
     out = jnp.where(jnp.moveaxis(empty, -1, -3)[..., None], 0, out)
-    return (
-        out.reshape(*out.shape[:-3], heads, out.shape[-1]),
-        lse.reshape(*lse.shape[:-3], heads, q_len),
-    )
+    results = {"out": out.reshape(*out.shape[:-3], heads, out.shape[-1]), "lse": lse}
+    if "bias" in operands:
+        results["lse_low"] = jnp.where(empty, 0, lse_low)
+    return {
+        n: x if n == "out" else x.reshape(*x.shape[:-3], heads, q_len) for n, x in results.items()
+    }

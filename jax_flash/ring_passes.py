@@ -5,7 +5,7 @@ is visiting while the next one is on its way (the transfer depends on nothing th
 computes, so XLA runs them side by side). The forward pass merges the steps' outputs by their lse.
 The backward pass goes round again: with the lse, output and cotangent of the whole call, the
 gradients of a block are exact by themselves, so that nothing is kept from the forward pass but
-out and lse. dK and dV are summed in float32 by the devices that the block visits, one step behind
+its results. dK and dV are summed in float32 by the devices that the block visits, one step behind
 it, and get home while each device attends to its own keys.
 
 Reference: Liu et al., "Ring attention with blockwise transformers", 2023, section 3.
@@ -18,6 +18,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jax_flash.reference import two_sum
 from jax_flash.ring_blocks import Blocks, Run, one_key_chunk_at_a_time, restore
 from jax_flash.ring_route import plan_route
 from jax_flash.sequence import SequenceSharding
@@ -122,7 +123,7 @@ class _Ring:
 def forward(
     run: Run, spec: AttentionSpec, sequence: SequenceSharding, operands: Operands
 ) -> Operands:
-    """out [*B,T/D,N,h] and lse [*B,N,T/D] of this device's queries.
+    """out [*B,T/D,N,h], lse and, with a bias, lse_low [*B,N,T/D] of this device's queries.
 
     Args:
       run: the forward pass of one block, a function of operands by name.
@@ -139,46 +140,60 @@ def forward(
         # [*B,q chunk,kv chunk,T,N,h] and [*B,q chunk,kv chunk,N,T]: kv chunks merge.
         place = part["out"].ndim - 4
         for chunk in range(part["out"].shape[place]):
-            one = (
-                jax.lax.index_in_dim(part[name], chunk, place, keepdims=False)
-                for name in ("out", "lse")
-            )
-            parts = [*parts, tuple(one)]
+            one = {
+                name: jax.lax.index_in_dim(x, chunk, place, keepdims=False)
+                for name, x in part.items()
+            }
+            parts = [*parts, one]
         return [_merge(parts, ring.accumulator)]
 
-    ((out, lse),) = ring.go_round(step_of, [])
-    out = restore("out", jnp.expand_dims(out, out.ndim - 3), ring.accumulator)
-    lse = restore("lse", jnp.expand_dims(lse, lse.ndim - 2), ring.accumulator)
+    (results,) = ring.go_round(step_of, [])
+    place = results["out"].ndim - 3
+    results = {
+        name: restore(name, jnp.expand_dims(x, place), ring.accumulator)
+        for name, x in results.items()
+    }
     if "sinks" in operands:
-        out, lse = _add_sinks(out, lse, ring.blocks.rows(ring.device), operands, ring.blocks.q_len)
-    return {"out": out.astype(operands["query"].dtype), "lse": lse}
+        results = _add_sinks(results, ring.blocks.rows(ring.device), operands, ring.blocks.q_len)
+    return {**results, "out": results["out"].astype(operands["query"].dtype)}
 
 
-def _merge(parts, accumulator):
-    """Attention over the union of the keys of (out [...,T,N,h], lse [...,N,T]) parts."""
-    lses = [lse.astype(accumulator) for _, lse in parts]
+def _merge(parts: list[Operands], accumulator) -> Operands:
+    """Attention over the union of the keys of parts: out [...,T,N,h], lse, lse_low [...,N,T].
+
+    Where any part has lse_low, which defaults to 0, so has the result.
+    """
+    lses = [part["lse"].astype(accumulator) for part in parts]
     highest = functools.reduce(jnp.maximum, lses)
     # Where no part attended to anything, exp(-inf - 0) gives the zeros wanted.
     base = jax.lax.stop_gradient(jnp.where(highest == -jnp.inf, 0, highest))
-    weights = [jnp.exp(lse - base) for lse in lses]
+    weights = [
+        jnp.exp((lse - base) + part.get("lse_low", 0))
+        for lse, part in zip(lses, parts, strict=True)
+    ]
     total = sum(weights)
     empty = total == 0
     total = jnp.where(empty, 1, total)
     outs = [
-        jnp.swapaxes(weight / total, -1, -2)[..., None] * out.astype(accumulator)
-        for weight, (out, _) in zip(weights, parts, strict=True)
+        jnp.swapaxes(weight / total, -1, -2)[..., None] * part["out"].astype(accumulator)
+        for weight, part in zip(weights, parts, strict=True)
     ]
-    return sum(outs), jnp.where(empty, -jnp.inf, base + jnp.log(total))
+    lse, lse_low = two_sum(base, jnp.log(total))
+    results = {"out": sum(outs), "lse": jnp.where(empty, -jnp.inf, lse)}
+    if any("lse_low" in part for part in parts):
+        results["lse_low"] = jnp.where(empty, 0, lse_low)
+    return results
 
 
-def _add_sinks(out, lse, rows, operands: Operands, q_len: int):
+def _add_sinks(part: Operands, rows, operands: Operands, q_len: int) -> Operands:
     """A sink is one more part, of rows that exist, with no output."""
+    out, lse = part["out"], part["lse"]
     sinks = operands["sinks"][..., None].astype(lse.dtype)
     if "query_seq_lengths" in operands:
         lengths = jnp.clip(operands["query_seq_lengths"], 0, q_len)
         sinks = jnp.where(rows < lengths[..., None, None], sinks, -jnp.inf)
-    sinks = jnp.broadcast_to(sinks, lse.shape)
-    return _merge([(out, lse), (jnp.zeros((), out.dtype), sinks)], out.dtype)
+    sink = {"out": jnp.zeros((), out.dtype), "lse": jnp.broadcast_to(sinks, lse.shape)}
+    return _merge([part, sink], out.dtype)
 
 
 def backward(
@@ -190,7 +205,7 @@ def backward(
       run: the backward pass of one block, given out, lse and cotangents of the whole call.
       spec: the static options.
       sequence: the sharding.
-      operands: as for `forward`, with out, lse, dout and perhaps dlse.
+      operands: as for `forward`, with its results, dout and perhaps dlse.
     """
     ring = _Ring(spec, sequence, operands)
     run = one_key_chunk_at_a_time(run)

@@ -49,6 +49,8 @@ X = np.ones((2, 8, 4, 16), np.float32)
         (dict(extra=[np.ones((1, 3, 1, 8), np.float32)], operands=1), "bias: expected shape"),
         (dict(extra=[np.ones((2, 8), np.int32)], operands=16), "segment ids come for both"),
         (dict(options={"dropout_threshold": np.int32(9)}), "dropout needs seed"),
+        (dict(extra=[np.ones((2, 4, 8), np.float32)], operands=1 << 13), "comes with a bias"),
+        (dict(extra=[np.ones((1, 1, 1, 8), np.float32)], operands=1), "results are missing"),
     ],
 )
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="about the CPU's handlers")

@@ -111,9 +111,21 @@ inline void forward_tile(const Head& head, const Tile& tile, const Accumulators&
        scratch.value, from_row(acc.o, tile.row_begin));
 }
 
+// A number as the sum of two: the nearest float, and what that lacks of it.
+struct TwoFloats {
+  float high, low;
+};
+
+// a + b exactly, where the sum is finite.
+// Reference: Knuth, "The Art of Computer Programming", volume 2, 4.2.2, theorem B.
+inline TwoFloats two_sum(float a, float b) {
+  const float sum = a + b, second = sum - a;
+  return {sum, (a - (sum - second)) + (b - second)};
+}
+
 // Finishes row r: writes its output to `out` and returns lse = max + log(sum), where the
 // sink, a logit without a value, joins the sum.
-inline float finish_row(const Accumulators& acc, int r, float sink, float* out) {
+inline TwoFloats finish_row(const Accumulators& acc, int r, float sink, float* out) {
   const float max = max_of(acc.max[r], sink);
   const float base = max == -kInfinity ? 0.0f : max;
   const float rescale = exp(acc.max[r] - base);
@@ -123,7 +135,8 @@ inline float finish_row(const Accumulators& acc, int r, float sink, float* out) 
   for (int64_t c = 0; c < acc.o.row; c += kLanes) {
     store(out + c, sum == 0.0f ? Vec{} : load(o + c) * weight);
   }
-  return base + __builtin_logf(sum);
+  if (sum == 0.0f) return {-kInfinity, 0.0f};
+  return two_sum(base, __builtin_logf(sum));
 }
 
 // Writes out and lse of all rows of the block, those past the query length included.
@@ -133,11 +146,14 @@ inline void finish_block(const Forward& call, int64_t batch, int64_t n, const Qu
   const float sink = call.sinks.data ? *floats_of(shape, call.sinks, batch, n) : -kInfinity;
   const Rows out = rows_of(shape, call.out, batch, n, shape.value_dim);
   float* lse = floats_of(shape, call.lse, batch, n);
+  float* lse_low = call.lse_low.data ? floats_of(shape, call.lse_low, batch, n) : nullptr;
   const int64_t rows = min_of<int64_t>(shape.q_len - block.begin, kBlockQ);
   for (int r = 0; r < rows; ++r) {
     float* o = acc.o.data + r * acc.o.row;  // zero in rows past the query length
-    const float row_lse = r < block.rows ? finish_row(acc, r, sink, o) : -kInfinity;
-    lse[(block.begin + r) * call.lse.row] = row_lse;
+    const TwoFloats row_lse =
+        r < block.rows ? finish_row(acc, r, sink, o) : TwoFloats{-kInfinity, 0.0f};
+    lse[(block.begin + r) * call.lse.row] = row_lse.high;
+    if (lse_low) lse_low[(block.begin + r) * call.lse_low.row] = row_lse.low;
   }
   write_rows(acc.o, static_cast<int>(rows), out, block.begin);
 }

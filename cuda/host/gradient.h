@@ -35,7 +35,8 @@ inline GradientScratch gradient_scratch(Arena& arena, int64_t head_dim, int64_t 
 // A head with what the forward pass left and the gradient that arrives.
 struct GradientHead : Head {
   Rows dout;
-  const float* lse;  // [T], of stride lse_row
+  const float* lse;      // [T], of stride lse_row
+  const float* lse_low;  // likewise, or nullptr: 0
   int64_t lse_row;
   const float* delta;  // [T]
 
@@ -51,8 +52,12 @@ inline float* delta_of(const Backward& call, int64_t batch, int64_t n) {
 
 inline GradientHead gradient_head_of(const Backward& call, int64_t batch, int64_t n) {
   const Shape& shape = call.shape;
-  return {head_of(call, batch, n), rows_of(shape, call.dout, batch, n, shape.value_dim),
-          floats_of(shape, call.lse, batch, n), call.lse.row, delta_of(call, batch, n)};
+  return {head_of(call, batch, n),
+          rows_of(shape, call.dout, batch, n, shape.value_dim),
+          floats_of(shape, call.lse, batch, n),
+          call.lse_low.data ? floats_of(shape, call.lse_low, batch, n) : nullptr,
+          call.lse.row,
+          delta_of(call, batch, n)};
 }
 
 inline void pack_key_value_t(const Head& head, int64_t kv_begin, const GradientScratch& scratch) {
@@ -67,13 +72,14 @@ inline void gradient_row(const GradientHead& head, const Tile& tile, int r, floa
   const Options& options = *head.options;
   const int64_t i = tile.q_begin + r;
   const float lse = head.lse[i * head.lse_row], delta = head.delta[i];
+  const float lse_low = head.lse_low ? head.lse_low[i * head.lse_row] : 0.0f;
   const bool whole = tile.whole(r), drops = options.dropout_threshold != 0;
   const bool capped = options.logits_soft_cap != 0.0f;
   const float inverse_cap = capped ? 1.0f / options.logits_soft_cap : 0.0f;
   const uint64_t keep = drops ? keep_bits(head, i, tile.kv_begin) : 0;
   for (int v = 0; v < tile.vectors(); ++v) {
     const Vec logits = load(s + v * kLanes);
-    Vec p = exp(logits - lse);
+    Vec p = exp((logits - lse) - lse_low);
     Vec gradient = load(dp + v * kLanes);
     Vec dropped = p;
     if (drops) {
@@ -83,7 +89,8 @@ inline void gradient_row(const GradientHead& head, const Tile& tile, int r, floa
     }
     Vec ds = p * (gradient - delta);
     if (capped) {
-      const Vec ratio = logits * inverse_cap;
+      // A logit of -inf has the slope 0 of -cap, lest 0 times infinity be its gradient.
+      const Vec ratio = max_ignoring_nan(splat(-options.logits_soft_cap), logits) * inverse_cap;
       ds *= 1.0f - ratio * ratio;
     }
     if (!whole) ds = lanes_set(tile.bits[r], v) ? ds : Vec{};

@@ -21,12 +21,15 @@ inline void start_logits(const Head& head, const Tile& tile, Matrix q, Matrix ke
        key_t, from_row(s, tile.row_begin));
 }
 
-// Turns row r of s into logits: soft cap, and -inf where r may not attend.
+// Turns row r of s into logits: soft cap, and -inf where r may not attend. That of a bias of -inf
+// is -inf already, and must not become -cap.
 inline void finish_logits_row(const Head& head, const Tile& tile, int r, float* s) {
   const int vectors = tile.vectors();
   if (const float cap = head.options->logits_soft_cap; cap != 0.0f) {
+    const bool has_bias = head.bias.data != nullptr;
     for (int v = 0; v < vectors; ++v) {
-      store(s + v * kLanes, tanh(load(s + v * kLanes) / cap) * cap);
+      const Vec x = load(s + v * kLanes), capped = tanh(x / cap) * cap;
+      store(s + v * kLanes, has_bias ? (x == -kInfinity ? x : capped) : capped);
     }
   }
   if (!tile.whole(r)) {
