@@ -130,16 +130,6 @@ def test_second_derivatives_go_through_the_reference():
     assert_close(hessian(FLASH), hessian(REFERENCE))
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
-def test_forward_mode_says_what_to_use(wrap):
-    query, *rest = arguments()
-    with pytest.raises(NotImplementedError, match='implementation="reference", which supports'):
-        wrap(lambda q: jax.jvp(lambda x: loss(FLASH, x, *rest), (q,), (q,)))(query)
-    primal, tangent = jax.jvp(lambda x: loss(REFERENCE, x, *rest), (query,), (query,))
-    assert np.isfinite(primal)
-    assert np.isfinite(tangent)
-
-
 def test_batch_axes_none_and_several():
     query, key, value, _, _ = arguments()
     whole = FLASH(query, key, value, is_causal=True, return_residual=True)
