@@ -80,7 +80,7 @@ def dot_product_attention(
       implementation: None: the best there is for the call and platform, see `explain`;
         "flash": the platform's native kernel; "flash_sm80", "flash_sm90": that family of CUDA
         kernels; "reference": jax.numpy, differentiable in any mode. jax.nn's "xla" and "cudnn"
-        stand for "reference" and "flash".
+        stand for None and "flash".
       return_residual: whether to return lse, too.
       query_segment_ids: int [\*B,T], with key_value_segment_ids [\*B,S]: a query attends only
         to keys of its own segment (packed sequences). Blocks without a pair are skipped. Ids of

@@ -32,6 +32,7 @@ from jax_flash.partitioning import (
 )
 from jax_flash.passes import Pass, run_reference
 from jax_flash.primitives import backward_p, batch, bind, forward_p
+from jax_flash.ranks import own_ranks
 
 # Names of the residuals, for checkpoint policies. Both parts of the logarithm have the same: the
 # backward pass needs both.
@@ -39,6 +40,7 @@ RESIDUAL_NAMES = ("jax_flash_out", "jax_flash_lse")
 
 
 @jax.jit
+@own_ranks
 def attend(call: Call) -> jax.Array | tuple[jax.Array, jax.Array]:
     """What the call returns."""
     spec, operands = call.spec, call.operands
@@ -113,6 +115,7 @@ def _tangent_types(*types, one_pass: Pass, names, results, wrt):
     return [types[name] for name in _DIFFERENTIABLE]
 
 
+@own_ranks
 def _tangent(*arrays, one_pass: Pass, names, results, wrt):
     """Tangents of out and lse, by the reference: in plain JAX, in memory linear in the lengths."""
     operands, made, tangents = _split(arrays, names, results, wrt)
@@ -129,6 +132,7 @@ def _tangent(*arrays, one_pass: Pass, names, results, wrt):
     return jax.jvp(forward, (moving,), (tangents,))[1]
 
 
+@own_ranks
 def _jvp_of_plain(plain, primitive: Primitive, primals, tangents, **static):
     """The rule of a primitive that is differentiated as a function of plain JAX."""
     moving = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
@@ -143,6 +147,7 @@ def _jvp_of_plain(plain, primitive: Primitive, primals, tangents, **static):
     return primitive.bind(*primals, **static), tangents_out
 
 
+@own_ranks
 def _plain_backward(*arrays, one_pass: Pass, names):
     operands = dict(zip(names, arrays, strict=True))
     results = spread(one_pass, run_reference, operands)
@@ -196,6 +201,7 @@ def _like(gradient: jax.Array, operand: jax.Array) -> jax.Array:
     return match_sharding(gradient, operand)
 
 
+@own_ranks
 def _sinks_gradient(operands: Operands) -> jax.Array:
     """-sum over queries of exp(sink - lse) * delta: [*B,N], or as the operand is broadcast."""
     lse = operands["lse"]

@@ -15,6 +15,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_flash.operands import Operands, batch_shape
 from jax_flash.passes import Pass, Run, on_shards, on_whole_sequences
+from jax_flash.ranks import own_ranks
 from jax_flash.sharding_plan import Plan, make_plan, sharding_rule
 
 
@@ -178,6 +179,7 @@ def _automatic(one_pass: Pass, run: Run, operands: Operands) -> Operands:
         del result_shape
         plan = plan_of(mesh, arg_shapes)
 
+        @own_ranks  # called by the compiler, under the caller's setting
         def lower(*arrays):
             shards = plan.run(one_pass, run, dict(zip(names, arrays, strict=True)))
             return tuple(shards[name] for name in result_names)

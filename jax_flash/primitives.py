@@ -23,6 +23,7 @@ from jax_flash.folding import fold_batch_axes
 from jax_flash.operands import Operands
 from jax_flash.partitioning import result_types, spread, unify_varying, vary_like
 from jax_flash.passes import Pass, complete, run_reference
+from jax_flash.ranks import own_ranks
 
 
 def bind(one_pass: Pass, operands: Operands) -> Operands:
@@ -85,6 +86,7 @@ def _lower(platform: str | None, context, *arrays, one_pass: Pass, names: tuple[
     run = functools.partial(run_on, platform or compat.platform(context))
     automatic = compat.number_of_devices(context) != 1
 
+    @own_ranks
     def make(*arrays):
         operands = dict(zip(names, arrays, strict=True))
         results = spread(one_pass, run, operands, automatic=automatic)

@@ -146,7 +146,7 @@ class Blocks:
             if OPERANDS[name].ring == "either":
                 starts, sizes = self.window(name, x, device, source)
                 if sizes != x.shape:
-                    x = jax.lax.dynamic_slice(x, starts, sizes)
+                    x = jax.lax.dynamic_slice(x, [*map(_int32, starts)], sizes)
             block[name] = cut(name, x, chunks)
         self._positions(block, device, source)
         return block

@@ -13,7 +13,7 @@ import numpy as np
 FAMILIES = {"flash_sm80": 80, "flash_sm90": 90}
 IMPLEMENTATIONS = (None, "flash", *FAMILIES, "reference")
 # Names that jax.nn.dot_product_attention uses, and ours for the same wish.
-_JAX_NN_IMPLEMENTATIONS = {"xla": "reference", "cudnn": "flash"}
+_JAX_NN_IMPLEMENTATIONS = {"xla": None, "cudnn": "flash"}
 
 _INT32_MAX = 2**31 - 1
 # Numbers that dropout draws from.

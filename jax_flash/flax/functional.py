@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_flash
+from jax_flash.ranks import own_ranks
 
 
 def dot_product_attention(
@@ -127,6 +128,7 @@ def _check_precision(precision: Any) -> None:
             ) from None
 
 
+@own_ranks
 def rotary_embedding(x: jax.Array, positions: jax.Array, *, theta: float = 10000.0) -> jax.Array:
     """Rotates pairs of features by angles proportional to the position.
 
