@@ -318,13 +318,14 @@ class _Bounds:
     nothing but scale the result.
 
     float16 has nothing between multiples of 2^-24: an absolute error of half of that for each P,
-    dS and result, added up linearly; and what is below 2^-126 may become 0 in any other dtype. Kernels for bfloat16 may use float16 for the forward pass's P,
-    relative to the row's greatest, and for values that reach 2^-12 in their column.
+    dS and result, added up linearly; and what is below e^-87, about 2^-126, may become 0 in any
+    other dtype. Kernels for bfloat16 may use float16 for the forward pass's P, relative to the
+    row's greatest, and for values that reach 2^-12 in their column.
     """
 
     _FEW = 4 * _STEP
     _HALF = 2.0**-25  # of float16's smallest step
-    _TINY = 2.0**-126
+    _TINY = float(np.exp(-87.0))
 
     def __init__(self, inputs: Inputs, terms: _Terms, logit_error: float):
         self.inputs, self.terms, self.logit_error = inputs, terms, logit_error
@@ -391,6 +392,7 @@ class _Bounds:
         self.log_sum = np.where(self.empty, 0, total)
         rounding = 2 * _STEP * np.abs(lse) * (not self.has_bias)
         self.p_backward = exp(log_p + backward + self.log_sum + rounding) - terms.p
+        self.p_backward += np.where(terms.allowed, self._TINY, 0)
         # lse is rounded to float32, and without a bias computed as a multiple of log2's.
         of_lse = (_STEP if self.has_bias else 4 * _STEP) * np.abs(lse)
         self.lse = np.where(self.empty, 0, self.log_sum + of_lse)[..., 0]

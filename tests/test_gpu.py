@@ -14,7 +14,7 @@ from oracle import allowed_logits
 from test_cases import run
 
 import jax_flash
-from jax_flash import attention
+from jax_flash import call
 
 pytestmark = pytest.mark.gpu
 
@@ -76,9 +76,9 @@ def test_random_combination(index):
     ids=str,
 )
 def test_configurations_of_gpus_with_less_shared_memory(case, smem_kb, monkeypatch):
-    make_spec = attention.make_spec
+    make_spec = call.make_spec
     monkeypatch.setattr(
-        attention,
+        call,
         "make_spec",
         lambda **options: dataclasses.replace(make_spec(**options), smem_limit=smem_kb * 1024),
     )
