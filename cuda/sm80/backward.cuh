@@ -100,8 +100,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   if (threadIdx.x == 0) {
     query_gmem = batch.pointer<const Element>(params.query, kv_head * group);
     dout_gmem = batch.pointer<const Element>(params.dout, kv_head * group);
-    dquery_gmem =
-        workspace.dquery + first_batch_head * workspace.dquery_rows * shape.head_dim;
+    dquery_gmem = workspace.dquery + first_batch_head * workspace.dquery_rows * shape.head_dim;
   }
   __syncthreads();
   QueryTileWalk walk{q_tiles<kBlockQ>(band, col0, col0 + kBlockKv), group};
@@ -301,10 +300,9 @@ Status launch_backward_config(const Backward& params, BackwardWorkspace workspac
                               cudaStream_t stream) {
   const Shape& shape = params.shape;
   const int64_t heads = shape.batch * shape.heads;
-  Status status =
-      launch_kernel("sm80::backward_begin_kernel", shape, backward_begin_kernel<Element>,
-                    ceil_div(shape.q_len, kMaxBlockQ) * heads, kEdgeThreads, 0, stream, params,
-                    workspace);
+  Status status = launch_kernel(
+      "sm80::backward_begin_kernel", shape, backward_begin_kernel<Element>,
+      ceil_div(shape.q_len, kMaxBlockQ) * heads, kEdgeThreads, 0, stream, params, workspace);
   if (!status.ok()) return status;
   status = launch_kernel("sm80::backward_kernel", shape, backward_kernel<Config, Element, kGeneral>,
                          ceil_div(shape.kv_len, Config::kBlockKv) * shape.kv_heads * shape.batch,

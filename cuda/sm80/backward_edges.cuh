@@ -154,10 +154,9 @@ __global__ void __launch_bounds__(kEdgeThreads)
     uint32_t pairs[4];
 #pragma unroll
     for (int t = 0; t < 4; ++t) {
-      const float* pair = accumulators + order.offset(chunk, first_lane + t) +
-                          2 * half * order.element_stride();
-      pairs[t] =
-          ptx::cvt_rn_x2<Element>(pair[0] * scale, pair[order.element_stride()] * scale);
+      const float* pair =
+          accumulators + order.offset(chunk, first_lane + t) + 2 * half * order.element_stride();
+      pairs[t] = ptx::cvt_rn_x2<Element>(pair[0] * scale, pair[order.element_stride()] * scale);
     }
     *reinterpret_cast<uint4*>(dquery_gmem + (row0 + row) * params.dquery.row + chunk * kChunk) =
         make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);

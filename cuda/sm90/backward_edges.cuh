@@ -39,7 +39,7 @@ __device__ __forceinline__ void write_zeros(const BackwardEdgePlan& plan, int32_
       workspace.delta[workspace.padding + thread] = 0.0f;
     }
   }
-  if (workspace.turns) {  // the first to come stores
+  if (workspace.turns) {             // the first to come stores
     static_assert(kEdgeRows == 32);  // so that a head has at most two flags for each of its tiles
     const int flag = row0 / kEdgeRows + thread * plan.tiles.divisor;
     if (thread < 2 && flag < workspace.flags) {
@@ -49,8 +49,7 @@ __device__ __forceinline__ void write_zeros(const BackwardEdgePlan& plan, int32_
   }
   if (batch_head >= plan.zeroed_heads) return;
   float4* sums = reinterpret_cast<float4*>(
-      workspace.dquery +
-      (int64_t{batch_head} * workspace.dquery_rows + row0) * plan.head_dim);
+      workspace.dquery + (int64_t{batch_head} * workspace.dquery_rows + row0) * plan.head_dim);
   const int zeros = min(workspace.dquery_rows - row0, kEdgeRows) * plan.head_dim;
   for (int i = thread; i < zeros / 4; i += kEdgeThreads) {
     sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
@@ -150,9 +149,8 @@ __device__ __forceinline__ void convert_tile(const BackwardEdgePlan& plan, int32
   const int row0 = tile * 64 + threadIdx.x / 32 * 16, col0 = group * kEndCols;
   Element* dquery_gmem = plan.dquery.at<Element>(plan.heads.at(batch_head), row0) + col0;
   const int lanes = dquery_lanes(plan.q_len, tile * 64), thread = threadIdx.x;
-  const int64_t place =
-      (int64_t{batch_head} * workspace.dquery_rows + tile * 64) * plan.head_dim +
-      (group * (kEndCols / 8) * lanes + thread) * 4;
+  const int64_t place = (int64_t{batch_head} * workspace.dquery_rows + tile * 64) * plan.head_dim +
+                        (group * (kEndCols / 8) * lanes + thread) * 4;
   const int col_blocks = thread < lanes ? (plan.head_dim - col0) / 8 : 0;
   const int32_t* turns = workspace.turns + int64_t{batch_head} * workspace.flags +
                          (Config::kDqueryByRows ? tile : tile * Config::kConsumers) + group;

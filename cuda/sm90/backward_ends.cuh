@@ -61,10 +61,9 @@ struct EndWarp {
     const int32_t tile_row0 = (tile - batch_head * plan.tiles_of_head.divisor) * 64;
     const int32_t row = tile_row0 + strip * 16 + lane / 4;
     const int32_t lanes = dquery_lanes(plan.q_len, tile_row0);
-    const float* from =
-        workspace.dquery +
-        (int64_t{batch_head} * workspace.dquery_rows + tile_row0) * plan.head_dim +
-        (strip * 32 + lane) * 4;
+    const float* from = workspace.dquery +
+                        (int64_t{batch_head} * workspace.dquery_rows + tile_row0) * plan.head_dim +
+                        (strip * 32 + lane) * 4;
     Element* to = plan.dquery.at<Element>(plan.heads.at(batch_head), row) + lane % 4 * 8;
     const auto store = [&](bool has_cols, const uint4& chunk, const uint4& chunk_below) {
       if (has_cols && row < plan.q_len) *reinterpret_cast<uint4*>(to) = chunk;
@@ -74,7 +73,8 @@ struct EndWarp {
       to += 32;
     };
     // The first to come stores its sums, and nobody need have come. A tile has two flags.
-    const bool has_sums = strip * 32 + lane < lanes && !(kOrdered && workspace.turns[tile * 2] == 0);
+    const bool has_sums =
+        strip * 32 + lane < lanes && !(kOrdered && workspace.turns[tile * 2] == 0);
 #pragma unroll 1
     for (int32_t cols = plan.head_dim; cols > 0; cols -= 32) {
       float4 values[4] = {};

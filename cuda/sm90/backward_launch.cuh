@@ -185,8 +185,8 @@ SplitPlan plan_split(const Backward& params, const BackwardWorkspace& workspace,
 }
 
 // Shares lie in a row, head by head, whose elements a warp's stores of kUnit must divide. A section
-// ahead, whoever is to write a share that a block waits for has taken its own block before that one,
-// or with it, and in turn waits for earlier ones only.
+// ahead, whoever is to write a share that a block waits for has taken its own block before that
+// one, or with it, and in turn waits for earlier ones only.
 template <typename Config>
 ZeroPlan plan_zeros(const Shape& shape, const BackwardWorkspace& workspace,
                     const KeyBlocks& blocks) {

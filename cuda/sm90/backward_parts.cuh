@@ -114,9 +114,7 @@ struct QueryTileWalk {
     first_tile = cursor.tile;
   }
   __device__ __forceinline__ HeadTile begin() const { return {first_head, first_tile}; }
-  __device__ __forceinline__ bool done(const HeadTile& at) const {
-    return at.head >= end_head;
-  }
+  __device__ __forceinline__ bool done(const HeadTile& at) const { return at.head >= end_head; }
   template <int kBlockQ>
   __device__ __forceinline__ int32_t count() const {
     if (query_spans == nullptr) return (range.end - range.first) * (end_head - first_head);

@@ -310,8 +310,8 @@ __device__ __forceinline__ void load_query(const Backward& params, const Backwar
                                            const BackwardBlock& block, const HeadTile& at) {
   const int32_t row0 = at.tile * Config::kBlockQ;
   smem.tiles[stage] = {row0, at.head};
-  ptx::mbarrier_arrive_expect_tx(smem.query_full(stage),
-                                 Config::QueryTile::kBytes + statistics_rows<Config>(workspace) * 4);
+  ptx::mbarrier_arrive_expect_tx(
+      smem.query_full(stage), Config::QueryTile::kBytes + statistics_rows<Config>(workspace) * 4);
   load_tile_panels(smem.query(stage), maps.query, smem.query_full(stage), params.query, block.batch,
                    at.head, row0);
 }
@@ -420,8 +420,7 @@ struct DqueryTile {
     tile.row = head * static_cast<uint32_t>(workspace.dquery_rows) + own_row0;
     tile.lanes = dquery_lanes(shape.q_len, own_row0);
     if constexpr (kOrdered) {
-      tile.flag =
-          head * static_cast<uint32_t>(workspace.flags) + cursor.tile * Config::kConsumers;
+      tile.flag = head * static_cast<uint32_t>(workspace.flags) + cursor.tile * Config::kConsumers;
       const auto turn = [&](auto sums) {
         return turn_of<sums>(block.band, block.ascending, block.kv_tile, cursor.tile,
                              block.walk.range.end,
@@ -473,15 +472,14 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
   const auto tile_at = [&](const HeadTile& cursor) {
     return DqueryTile::at<kOrdered, Config>(params.shape, workspace, block, cursor, group);
   };
-  const bool odd = kOrdered && workspace.odd_dquery != nullptr &&
-                   block.kv_tile % Config::kOrderedSums != 0;
+  const bool odd =
+      kOrdered && workspace.odd_dquery != nullptr && block.kv_tile % Config::kOrderedSums != 0;
   float* const dquery = odd ? workspace.odd_dquery : workspace.dquery;
   int32_t* const flags = workspace.turns + group + (odd ? workspace.flags / 2 : 0);
   const int32_t head_dim = params.shape.head_dim;
   // Blocks of 8 columns before this consumer's, and its own.
   const int32_t first_block = Config::kDqueryByRows ? 0 : group * (Config::kDqueryGroupCols / 8);
-  const int32_t col_blocks =
-      min(max(head_dim / 8 - first_block, 0), Config::kDqueryGroupCols / 8);
+  const int32_t col_blocks = min(max(head_dim / 8 - first_block, 0), Config::kDqueryGroupCols / 8);
   HeadTile cursor = walk.begin();
   DqueryTile tiles;   // this lane's
   int32_t turn = -1;  // as it was when last looked at

@@ -183,11 +183,11 @@ struct BackwardEdgePlan {
         q_len(params.shape.q_len),
         head_dim(params.shape.head_dim),
         value_dim(params.shape.value_dim),
-        zeroed_heads(sums ? static_cast<int32_t>(std::min<int64_t>(
-                                int64_t{zeros.first_head} *
-                                    (params.shape.heads / params.shape.kv_heads),
-                                INT32_MAX))
-                          : 0),
+        zeroed_heads(
+            sums ? static_cast<int32_t>(std::min<int64_t>(
+                       int64_t{zeros.first_head} * (params.shape.heads / params.shape.kv_heads),
+                       INT32_MAX))
+                 : 0),
         counters(sums ? static_cast<int32_t>(BackwardWorkspace::counter_words(params.shape)) : 0),
         band_varies(bool{params.query_seq_lengths}),
         scales(scaled),
