@@ -19,10 +19,15 @@ if not any((_ROOT / "jax_flash").glob("_native*.so")):
 # Small products, of which threads of NumPy's only wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+# Most of the tests' time is XLA's compiler, of which this takes the half. What is in XLA_FLAGS
+# already has the last word; on a machine with a GPU XLA's own kernels stay as they are for users.
+_QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+_has_gpu = any(pathlib.Path("/dev").glob("nvidia[0-9]*"))
 # The sharding tests need several devices; JAX reads this when it first looks for any.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-)
+_DEVICES = "--xla_force_host_platform_device_count=8"
+_flags = ("" if _has_gpu else _QUICK, os.environ.get("XLA_FLAGS", ""), _DEVICES)
+if _DEVICES not in _flags[1]:  # as it is in a worker of pytest-xdist
+    os.environ["XLA_FLAGS"] = " ".join(filter(None, _flags))
 
 
 def pytest_addoption(parser):
@@ -31,6 +36,11 @@ def pytest_addoption(parser):
         action="store_true",
         help=f"add what ran, on which GPU, to tests/{gpu_report.PATH.name}",
     )
+
+
+def pytest_xdist_auto_num_workers():
+    """For -n auto, which pyproject.toml sets: one process on a GPU, whose memory it takes."""
+    return 0 if _gpus() else min(8, len(os.sched_getaffinity(0)))
 
 
 def pytest_configure(config):
