@@ -82,10 +82,9 @@ __global__ void __launch_bounds__(kEdgeThreads)
   for (int i = threadIdx.x; i < zeros / 4; i += kEdgeThreads) {
     dquery[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
-  if (workspace.turns) {
-    for (int i = tile + threadIdx.x * tiles; i < workspace.flags; i += kEdgeThreads * tiles) {
-      workspace.turns[batch_head * workspace.flags + i] = 0;
-    }
+  const int32_t flag = tile * 4 + static_cast<int32_t>(threadIdx.x);  // a tile has at most four
+  if (workspace.turns && threadIdx.x < 4 && flag < workspace.flags) {
+    workspace.turns[batch_head * workspace.flags + flag] = 0;
   }
   if (blockIdx.x == 0 && threadIdx.x < kMaxBlockQ) {
     workspace.lse_log2[workspace.padding + threadIdx.x] = -minus_infinity();

@@ -54,9 +54,10 @@ static_assert([] {
 struct BackwardWorkspace {
   SegmentSpans spans;  // pointers are null without segment ids
   // [batch, N, rows]: lse / ln 2, +inf for rows that attend to nothing and for those beyond T; and
-  // sum(dout * out) - dlse, zero there. Copies are of 16 bytes, or of a tile's rows, but that all
-  // tiles are their head's only one where these would take more memory than dquery. Behind them,
-  // from index `padding` on, kMaxBlockQ numbers as those of rows that there are not.
+  // sum(dout * out) - dlse, zero there. A head has whole tiles of rows, for copies of these; up to
+  // kOneTileRows, where they could take more memory than dquery, a multiple of 4, for copies of 16
+  // bytes. Behind the last head's, from index `padding` on, are kMaxBlockQ more as of rows beyond
+  // T.
   float* lse_log2;
   float* delta;
   int64_t padding;

@@ -40,8 +40,8 @@ __device__ __forceinline__ void write_zeros(const BackwardEdgePlan& plan, int32_
     }
   }
   if (workspace.turns) {             // the first to come stores
-    static_assert(kEdgeRows == 32);  // so that a head has at most two flags for each of its tiles
-    const int flag = row0 / kEdgeRows + thread * plan.tiles.divisor;
+    static_assert(kEdgeRows == 32);  // so that two flags a tile are enough
+    const int flag = row0 / kEdgeRows * 2 + thread;
     if (thread < 2 && flag < workspace.flags) {
       workspace.turns[int64_t{batch_head} * workspace.flags + flag] = 0;
     }

@@ -73,8 +73,10 @@ struct EndWarp {
       to += 32;
     };
     // The first to come stores its sums, and nobody need have come. A tile has two flags.
-    const bool has_sums =
-        strip * 32 + lane < lanes && !(kOrdered && workspace.turns[tile * 2] == 0);
+    const auto is_stored = [&] {
+      return workspace.turns[int64_t{batch_head} * workspace.flags + tile_row0 / kEdgeRows] != 0;
+    };
+    const bool has_sums = strip * 32 + lane < lanes && (!kOrdered || is_stored());
 #pragma unroll 1
     for (int32_t cols = plan.head_dim; cols > 0; cols -= 32) {
       float4 values[4] = {};
