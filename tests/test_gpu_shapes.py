@@ -61,8 +61,8 @@ def test_few_rows_of_many_heads(q_len, head_dim, deterministic, family):
     """So many that thread blocks work on several, write zeros ahead and convert dQ of the first."""
     for batch, kv_len in ((180, 40), (60, 300)):
         case = Case(
-            f"many-heads-{q_len}-{head_dim}-{kv_len}", batch=batch, heads=6, kv_heads=3, q_len=q_len,
-            kv_len=kv_len, head_dim=head_dim, value_dim=head_dim, dtype="bfloat16",
+            f"many-heads-{q_len}-{head_dim}-{kv_len}", batch=batch, heads=6, kv_heads=3,
+            q_len=q_len, kv_len=kv_len, head_dim=head_dim, value_dim=head_dim, dtype="bfloat16",
             features=(("causal", True), ("offset", "align")) if head_dim == 40 else (),
         )  # fmt: skip
         inputs = make_inputs(case)
