@@ -40,7 +40,7 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
   KeyBlocks blocks = divide_keys<Config>(params, workspace.turns != nullptr, sms);
   const ZeroPlan zeros = plan_zeros<Config>(shape, workspace, blocks);
   const GradientScales scales = gradient_scales<Element, kGeneral>(params.options);
-  EndPlan ends = plan_ends(params, workspace, scales, blocks,
+  EndPlan ends = plan_ends(params, scales, blocks,
                            !kGeneral && !(workspace.turns && Config::kOrderedSums > 1));
   SplitPlan split;
   if (!kGeneral) split = plan_split<Config>(params, workspace, sms, blocks, ends);

@@ -119,8 +119,8 @@ KeyBlocks divide_keys(const Backward& params, bool turns, int sms) {
 }
 
 // Not where few heads are complete before the last blocks begin.
-inline EndPlan plan_ends(const Backward& params, const BackwardWorkspace& workspace,
-                         const GradientScales& scales, const KeyBlocks& blocks, bool may) {
+inline EndPlan plan_ends(const Backward& params, const GradientScales& scales,
+                         const KeyBlocks& blocks, bool may) {
   const Shape& shape = params.shape;
   const TileSchedule& schedule = blocks.schedule;
   EndPlan ends;
