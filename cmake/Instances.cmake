@@ -4,8 +4,7 @@
 #   add_attention_instances(<family> <pass>
 #     ARCHITECTURES <entry>...     CMake's CUDA_ARCHITECTURES: 80 is SASS and PTX, 90a-real SASS
 #     DTYPES <dtype>...            bfloat16, float16, float32
-#     HEAD_DIMS <n>...             ascending; a head dim in between uses the next larger one
-#     [SPILL_BYTES <instance>=<bytes>...])
+#     HEAD_DIMS <n>...)            ascending; a head dim in between uses the next larger one
 #
 # The calls in CMakeLists.txt are the one table. <family> is sm80, sm90, ...; <pass> is forward
 # or backward. All passes of a family share its architectures.
@@ -29,10 +28,10 @@
 # kBackwardInstances, and find_instance(), with which cuda/launch.cc (plain C++: it compiles no
 # kernel) dispatches. See instances.h.in.
 #
-# Every object is compiled through check_ptxas.py, which fails on a register spill beyond
-# SPILL_BYTES of the instance (0 if it is not named; name the measurement that justifies
-# more beside it), and on ptxas's reports of serialized wgmma. Both are only warnings with an nvcc
-# of another release than the build requirements' (a user's own toolkit) and JAX_FLASH_WERROR off.
+# Every object is compiled through check_ptxas.py, which fails on a register spill beyond the
+# kernel's budget in spills.txt, and on ptxas's reports of serialized wgmma; with JAX_FLASH_WERROR
+# also on a budget that is greater than what the kernel spills. All of these are only warnings with
+# an nvcc of another release than the build requirements' (a user's own toolkit).
 
 # For builds that measure one change (`python -m jax_flash.benchmark ablation`): JAX_FLASH_DEFINES
 # is a list of NAME=VALUE for the kernels' sources, with which spills are only warnings, and
@@ -75,9 +74,10 @@ function(attention_family family architectures)
   endif()
   set_property(TARGET cuda_${family} PROPERTY CUDA_COMPILER_LAUNCHER
     "${Python_EXECUTABLE}" "${instances_template_dir}/check_ptxas.py")
-  if(JAX_FLASH_DEFINES
-      OR (NOT CMAKE_CUDA_COMPILER_VERSION MATCHES "^13\\.0\\." AND NOT JAX_FLASH_WERROR))
+  if(JAX_FLASH_DEFINES OR NOT CMAKE_CUDA_COMPILER_VERSION MATCHES "^13\\.0\\.")
     set_property(TARGET cuda_${family} APPEND PROPERTY CUDA_COMPILER_LAUNCHER --warn)
+  elseif(JAX_FLASH_WERROR AND NOT JAX_FLASH_INSTANCES)
+    set_property(TARGET cuda_${family} APPEND PROPERTY CUDA_COMPILER_LAUNCHER --exact)
   endif()
 endfunction()
 
@@ -96,7 +96,7 @@ function(generate_wgmma)
 endfunction()
 
 function(add_attention_instances family pass)
-  cmake_parse_arguments(PARSE_ARGV 2 arg "" "" "ARCHITECTURES;DTYPES;HEAD_DIMS;SPILL_BYTES")
+  cmake_parse_arguments(PARSE_ARGV 2 arg "" "" "ARCHITECTURES;DTYPES;HEAD_DIMS")
   string(REGEX MATCH "[0-9]+" family_number ${family})
   foreach(head_dim IN LISTS arg_HEAD_DIMS)
     set(instantiations "")
@@ -121,14 +121,6 @@ function(add_attention_instances family pass)
       configure_file("${instances_template_dir}/instances.cu.in" "${source}" @ONLY)
       target_sources(cuda_${family} PRIVATE "${source}")
     endif()
-  endforeach()
-
-  if(NOT TARGET cuda_${family})
-    return()
-  endif()
-  foreach(allowance IN LISTS arg_SPILL_BYTES)
-    set_property(TARGET cuda_${family} APPEND PROPERTY CUDA_COMPILER_LAUNCHER
-      --spill-bytes ${family}_${pass}_${allowance})
   endforeach()
 endfunction()
 

@@ -1,79 +1,204 @@
 """Runs a compiler command and fails where ptxas reports a slow kernel.
 
-    check_ptxas.py [--spill-bytes INSTANCE=BYTES]... [--warn] -- nvcc ... -Xptxas=-v ... -o OBJECT
+    check_ptxas.py [--exact] [--warn] -- nvcc ... -Xptxas=-v ... -o OBJECT
+    check_ptxas.py --update BUILD_FOLDER
 
-CMake puts this before each nvcc command (CUDA_COMPILER_LAUNCHER). It fails, after nvcc
-succeeded, if a kernel spills more registers (stores plus loads, in bytes) than its instance
-allows, or if ptxas reports that it serialized wgmma instructions, which it does without failing.
-(What functions out of line save of their callers' registers, which ptxas counts too, is not looked
-at.)
-The object sm90_forward_64 has the instances sm90_forward_bfloat16_64_plain, ...: a kernel belongs
-to the dtype of its template arguments, and to the general instance if what follows the dtype there
-is a number other than 0.
-With --warn it reports and goes on: for releases of ptxas that nobody has tuned for.
-What ptxas says of each kernel is kept beside the object, as OBJECT.ptxas.txt.
+CMake puts the first before each nvcc command (CUDA_COMPILER_LAUNCHER). It fails, after nvcc
+succeeded, if a kernel spills more registers (stores plus loads, in bytes) than its budget in
+spills.txt, which is 0 for kernels that are not there, or if ptxas reports that it serialized wgmma
+instructions, which it does without failing. (What functions out of line save of their callers'
+registers, which ptxas counts too, is not looked at.) A kernel that spills less than its budget, or
+has one and is gone, is reported, too: with --exact, which needs objects with all their instances,
+as an error.
+
+With --warn, or JAX_FLASH_SPILLS=warn in the environment, it reports and goes on: for releases of
+ptxas that nobody has tuned for, and for work on kernels. What ptxas says of each kernel is kept
+beside the object, as OBJECT.ptxas.txt. The second command makes budgets of what these files say,
+and prints what became of them.
 """
 
 import argparse
+import os
 import pathlib
 import re
 import subprocess
 import sys
 
+BUDGETS = pathlib.Path(__file__).resolve().parent / "spills.txt"
+
+_ENTRY = re.compile(r"Compiling entry function '([\w$.]+)' for '(\w+)'")
+_FUNCTION = re.compile(r"properties for '?([\w$.]+)'?")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _SERIALIZED = re.compile(r"wgmma.*serializ|serializ.*wgmma|\bC751\d\b", re.IGNORECASE)
-_DTYPES = {"13__nv_bfloat16": "bfloat16", "6__half": "float16"}
-_INSTANCE = re.compile(rf"({'|'.join(_DTYPES)})(?:L[bj](\d+)E)?")
 _PTXAS_INFO = re.compile(r"^ptxas (info|\.)|^\s*(\d+ bytes (gmem|stack frame))|^\s*Function prop")
 
+_HEADER = """\
+# Bytes of registers (stores plus loads) that each kernel may spill; 0 for all others. By object,
+# architecture and kernel, in which numbers are template arguments: sizes, and modifiers as bits.
+# A kernel that spills less fails CI, too, until its line is lowered. To write this file anew from a
+# build: python cmake/check_ptxas.py --update BUILD_FOLDER. The measurements that justify spills:
+# cuda/TUNING.md, cuda/sm80/TUNING.md and cuda/sm90/TUNING_backward.md, "Spills".
+"""
 
-def find_problems(log, allowed_spill_bytes):
-    """Sentences on what in `log`, the output of ptxas -v, is not acceptable.
 
-    allowed_spill_bytes: by (dtype, "plain" or "general"); 0 where there is none.
-    """
-    problems = []
-    kernel = function = "a kernel"
+def spills_of(log):
+    """Bytes by (architecture, kernel), from the output of ptxas -v."""
+    spills = {}
+    kernel = function = architecture = None
     for line in log.splitlines():
-        if match := re.search(r"entry function '?([\w$.]+)'?", line):
+        if match := _ENTRY.search(line):
             kernel = function = match[1]
-        elif match := re.search(r"properties for '?([\w$.]+)'?", line):
+            architecture = match[2]
+        elif match := _FUNCTION.search(line):
             function = match[1]
-        if (match := _SPILLS.search(line)) and function == kernel:
-            spilled = int(match[1]) + int(match[2])
-            allowed = allowed_spill_bytes.get(instance_of(kernel), 0)
-            if spilled > allowed:
-                problems.append(f"{kernel} spills {spilled} bytes of registers; allowed: {allowed}")
+        if kernel and function == kernel and (match := _SPILLS.search(line)):
+            key = architecture, readable(kernel)
+            spills[key] = max(spills.get(key, 0), int(match[1]) + int(match[2]))
+    return spills
+
+
+def find_problems(log, budgets):
+    """Two lists of sentences on `log`, the output of ptxas -v: what is slow, and what is unused.
+
+    budgets: bytes by (architecture, kernel).
+    """
+    slow, unused = [], []
+    spills = spills_of(log)
+    for kernel in sorted({**spills, **budgets}):
+        spilled, budget = spills.get(kernel), budgets.get(kernel, 0)
+        name = " ".join(reversed(kernel)).replace(" sm_", " on sm_")
+        if spilled is None:
+            unused.append(f"{name} is not there, and has a budget of {budget} bytes")
+        elif spilled < budget:
+            unused.append(f"{name} spills {spilled} bytes of registers; lower its {budget}")
+        elif spilled > budget:
+            slow.append(f"{name} spills {spilled} bytes of registers; its budget is {budget}")
+    for line in log.splitlines():
         if _SERIALIZED.search(line):
-            problems.append(f"wgmma serialized: {line.strip()}")
-    return problems
+            slow.append(f"wgmma serialized: {line.strip()}")
+    return slow, unused
 
 
-def instance_of(kernel):
-    """("bfloat16", "plain"), say, by a mangled name; None if it belongs to no instance."""
-    if match := _INSTANCE.search(kernel):
-        return _DTYPES[match[1]], "plain" if match[2] in (None, "0") else "general"
-    return None
+def readable(mangled):
+    """forward_kernel<Config<64, false>, half, 4>, say: a kernel's own name and template arguments.
+
+    This reads the part of the Itanium C++ ABI's mangling that kernels use, and returns other names
+    as they are: not every compiler that this project builds with comes with a demangler.
+    """
+    try:
+        return _Mangled(mangled.removeprefix("_Z")).name()
+    except (ValueError, IndexError):
+        return mangled
 
 
-def allowances(items, source):
-    """By (dtype, variant), from items such as sm90_forward_bfloat16_64_plain=8."""
-    allowed = {}
-    for instance, spill_bytes in (item.split("=") for item in items):
-        family, direction, dtype, head_dim, variant = instance.split("_")
-        if f"{family}_{direction}_{head_dim}" == source:
-            allowed[dtype, variant] = int(spill_bytes)
-    return allowed
+_TYPES = {
+    "b": "bool",
+    "i": "int",
+    "j": "unsigned",
+    "l": "long",
+    "m": "unsigned long",
+    "f": "float",
+    "__nv_bfloat16": "bfloat16",
+    "__half": "half",
+}
 
 
-def main(argv):
-    split = argv.index("--")
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--spill-bytes", action="append", default=[])
-    parser.add_argument("--warn", action="store_true")
-    options = parser.parse_args(argv[:split])
-    command = argv[split + 1 :]
+class _Mangled:
+    def __init__(self, text):
+        self._text, self._at = text, 0
 
+    def _take(self, pattern):
+        match = re.compile(pattern).match(self._text, self._at)
+        if match is None:
+            raise ValueError(f"{self._text} at {self._at}: no {pattern}")
+        self._at = match.end()
+        return match[0]
+
+    def _is(self, letter):
+        if not self._text.startswith(letter, self._at):
+            return False
+        self._at += len(letter)
+        return True
+
+    def name(self):
+        """A name without its namespaces, and with its template arguments."""
+        nested, last = self._is("N"), ""
+        while True:
+            if self._text[self._at].isdigit():
+                size = int(self._take(r"\d+"))
+                last = self._text[self._at : self._at + size]
+                self._at += size
+                last = _TYPES.get(last, last)
+            elif self._text[self._at] == "S":
+                last = self._take(r"S(t|[0-9A-Z]*_)")
+            elif self._is("I"):
+                arguments = []
+                while not self._is("E"):
+                    arguments.append(self._argument())
+                last += f"<{', '.join(arguments)}>"
+            else:
+                if not nested or not self._is("E"):
+                    raise ValueError(f"{self._text} at {self._at}: no name")
+                return last
+            if not nested and not self._text.startswith("I", self._at):
+                return last
+
+    def _argument(self):
+        if not self._is("L"):
+            return self._type()
+        kind = self._type()
+        value = self._take(r"n?\d+").replace("n", "-")
+        self._take("E")
+        if kind == "bool":
+            return ("false", "true")[int(value)]
+        return value if kind in _TYPES.values() else f"{kind} {value}"
+
+    def _type(self):
+        if self._text[self._at].islower():
+            return _TYPES[self._take("[a-z]")]
+        return self.name()
+
+
+def read_budgets(text):
+    """Bytes by object and then (architecture, kernel)."""
+    budgets = {}
+    for line in text.splitlines():
+        if line and not line.startswith("#"):
+            spilled, source, architecture, kernel = line.split(maxsplit=3)
+            budgets.setdefault(source, {})[architecture, kernel] = int(spilled)
+    return budgets
+
+
+def write_budgets(budgets):
+    """The inverse of `read_budgets`; what spills nothing is left out."""
+    rows = [
+        (source, architecture, kernel, spilled)
+        for source, kernels in budgets.items()
+        for (architecture, kernel), spilled in kernels.items()
+        if spilled
+    ]
+    lines = [f"{row[3]:5} {row[0]:19} {row[1]:6} {row[2]}\n" for row in sorted(rows)]
+    return _HEADER + "".join(lines)
+
+
+def update(folder):
+    """Makes the budgets of all objects in a build what their kernels spill."""
+    reports = sorted(pathlib.Path(folder).rglob("*.ptxas.txt"))
+    if not reports:
+        sys.exit(f"{folder}: no *.ptxas.txt: expected the folder of a build with CUDA kernels")
+    budgets = read_budgets(BUDGETS.read_text()) if BUDGETS.exists() else {}
+    for report in reports:
+        source = report.name.partition(".")[0]
+        before, after = budgets.get(source, {}), spills_of(report.read_text())
+        for kernel in sorted({**before, **after}):
+            old, new = before.get(kernel, 0), after.get(kernel, 0)
+            if old != new:
+                print(f"{source}: {old} -> {new}: {' '.join(kernel)}")
+        budgets[source] = after
+    BUDGETS.write_text(write_budgets(budgets))
+
+
+def compile_and_check(command, exact, warn):
     done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
     info = [line for line in done.stdout.splitlines() if _PTXAS_INFO.match(line)]
     rest = [line for line in done.stdout.splitlines() if not _PTXAS_INFO.match(line)]
@@ -85,13 +210,31 @@ def main(argv):
     target = pathlib.Path(command[command.index("-o") + 1])
     target.with_name(target.name + ".ptxas.txt").write_text("\n".join(info) + "\n")
     source = target.name.partition(".")[0]
-    problems = find_problems(done.stdout, allowances(options.spill_bytes, source))
-    for problem in problems:
-        print(f"{source}: {'warning' if options.warn else 'error'}: {problem}", file=sys.stderr)
-    if not problems or options.warn:
+    budgets = read_budgets(BUDGETS.read_text()).get(source, {})
+    slow, unused = find_problems(done.stdout, budgets)
+    errors = [] if warn else slow + unused if exact else slow
+    for problem in slow + unused:
+        kind = "error" if problem in errors else "warning"
+        print(f"{source}: {kind}: {problem}", file=sys.stderr)
+    if not errors:
         return 0
+    print(f"{source}: see {BUDGETS}", file=sys.stderr)
     target.unlink(missing_ok=True)  # or the next build would take it as done
     return 1
+
+
+def main(argv):
+    own = argv[: argv.index("--")] if "--" in argv else argv
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--exact", action="store_true")
+    parser.add_argument("--warn", action="store_true")
+    parser.add_argument("--update", metavar="BUILD_FOLDER")
+    options = parser.parse_args(own)
+    if options.update:
+        update(options.update)
+        return 0
+    warn = options.warn or os.environ.get("JAX_FLASH_SPILLS") == "warn"
+    return compile_and_check(argv[len(own) + 1 :], options.exact, warn)
 
 
 if __name__ == "__main__":

@@ -13,10 +13,8 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jax_flash.operands import OPERANDS, Operands
 from jax_flash.sequence import SequenceSharding, in_position_order
-from jax_flash.spec import OPERAND_AXES
-
-Operands = dict[str, jax.Array]
 
 
 def exchanged(
@@ -38,7 +36,6 @@ def exchanged(
 class _Exchange:
     def __init__(self, sequence: SequenceSharding, operands: Operands):
         self._devices, self._axis_name = sequence.devices, sequence.axis_name
-        self._local = {n: operands[o].shape[-3] for n, o in (("T", "query"), ("S", "key"))}
         self._device = jax.lax.axis_index(self._axis_name)
 
     def _axes(self, name: str, x: jax.Array) -> tuple[int | None, int | None]:
@@ -46,18 +43,16 @@ class _Exchange:
 
         A bias or mask is sharded along T alone, and need have neither.
         """
-        names = OPERAND_AXES[name]
+        names = OPERANDS[name].axes
         first = x.ndim - len(names)
         heads = next((first + a for a, letter in enumerate(names) if letter in "NK"), None)
         tokens = next((first + a for a, letter in enumerate(names) if letter in "TS"), None)
-        if name in ("bias", "mask"):
+        if OPERANDS[name].broadcasts:
             heads, tokens = (axis if x.shape[axis] > 1 else None for axis in (heads, tokens))
         return heads, tokens
 
     def to_heads(self, name: str, x: jax.Array) -> jax.Array:
         heads, tokens = self._axes(name, x)
-        if name in ("bias", "mask"):
-            self._check(name, x)
         if heads is not None and tokens is not None:
             return jax.lax.all_to_all(x, self._axis_name, heads, tokens, tiled=True)
         if heads is not None:
@@ -66,16 +61,6 @@ class _Exchange:
         if tokens is not None:
             return jax.lax.all_gather(x, self._axis_name, axis=tokens, tiled=True)
         return x
-
-    def _check(self, name: str, x: jax.Array) -> None:
-        q_len, kv_len = x.shape[-2:]
-        whole = self._local["S"] * self._devices
-        if q_len not in (1, self._local["T"]) or kv_len not in (1, whole):
-            raise NotImplementedError(
-                f'{name}: mode="all_to_all" takes it sharded along T and whole along S, as '
-                f"[..., {self._local['T']}, {whole}] or broadcast there, not [..., {q_len}, "
-                f'{kv_len}]; mode="ring" takes more'
-            )
 
     def to_sequence(self, name: str, x: jax.Array, operand: jax.Array | None) -> jax.Array:
         if name != "bias":

@@ -3,17 +3,17 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_flash import autodiff, dispatch
-from jax_flash.sequence import check as check_sequence
+from jax_flash.call import Call, make_call
+from jax_flash.passes import Pass
 from jax_flash.sequence import sequence_of_mesh, shard_sequence
-from jax_flash.spec import AttentionSpec, make_spec
-from jax_flash.validation import make_operands
+
+Abstract = ArrayLike | jax.ShapeDtypeStruct
 
 
 def dot_product_attention(
@@ -37,6 +37,7 @@ def dot_product_attention(
     logits_soft_cap: float | None = None,
     dropout_rate: float = 0.0,
     dropout_seed: ArrayLike | None = None,
+    broadcast_dropout: bool = False,
     deterministic: bool = False,
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_order: str = "contiguous",
@@ -79,7 +80,7 @@ def dot_product_attention(
       implementation: None: the best there is for the call and platform, see `explain`;
         "flash": the platform's native kernel; "flash_sm80", "flash_sm90": that family of CUDA
         kernels; "reference": jax.numpy, differentiable in any mode. jax.nn's "xla" and "cudnn"
-        stand for "reference" and "flash".
+        stand for None and "flash".
       return_residual: whether to return lse, too.
       query_segment_ids: int [\*B,T], with key_value_segment_ids [\*B,S]: a query attends only
         to keys of its own segment (packed sequences). Blocks without a pair are skipped. Ids of
@@ -96,6 +97,8 @@ def dot_product_attention(
         so near 1 that this changes what is kept by more than 1% is refused.
       dropout_seed: uint32 [2], such as ``jax.random.bits(key, (2,), "uint32")``. The mask is
         a function of it and of the index (b, n, i, j) alone: the same on every platform.
+      broadcast_dropout: whether all batch entries and heads drop the same (i, j), as if b and n
+        were 0.
       deterministic: gradients are bitwise equal between runs (the output always is).
       sequence_axis: mesh axis, or axes, of the current mesh (`jax.set_mesh`) to shard query, key
         and value over along T and S. None: as they are sharded. A sequence that is sharded makes
@@ -120,58 +123,42 @@ def dot_product_attention(
       streaming language models with attention sinks", 2023; soft cap: Gemma 2 report, 2024,
       section 2.
     """
-    arguments = locals()
-    axis, order, mode = (arguments.pop(f"sequence_{what}") for what in ("axis", "order", "mode"))
-    sequence = sequence_of_mesh(axis, order, mode, arguments["query_offset"])
-    spec, operands = canonicalize(**arguments, sequence=sequence)
-    if sequence is not None:
-        check_sequence(sequence, operands, local=False, dropout=spec.dropout_threshold > 0)
-        operands |= shard_sequence(sequence, operands)
-    return run(spec, operands, has_batch=jnp.ndim(query) > 3, return_residual=return_residual)
-
-
-def canonicalize(
-    query, key, value, *, return_residual, sequence=None, parts=1, **arguments
-) -> tuple[AttentionSpec, dict[str, jax.Array]]:
-    """Checks the arguments of `dot_product_attention`; returns what `run` takes.
-
-    Args:
-      query, key, value, return_residual, **arguments: `dot_product_attention`'s.
-      sequence: the `SequenceSharding`, or None.
-      parts: of how many parts of the sequence query and key are one; bias and mask may have all.
-    """
-    if not isinstance(return_residual, bool):
-        raise TypeError(f"return_residual: expected a bool, got {type(return_residual).__name__}")
-    static = (
-        "scale",
-        "is_causal",
-        "local_window_size",
-        "logits_soft_cap",
-        "dropout_rate",
-        "deterministic",
-        "implementation",
+    sequence = sequence_of_mesh(sequence_axis, sequence_order, sequence_mode, query_offset)
+    call = make_call(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        implementation=implementation,
+        return_residual=return_residual,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        query_offset=query_offset,
+        sinks=sinks,
+        logits_soft_cap=logits_soft_cap,
+        dropout_rate=dropout_rate,
+        dropout_seed=dropout_seed,
+        broadcast_dropout=broadcast_dropout,
+        deterministic=deterministic,
+        sequence=sequence,
     )
-    options = {name: arguments.pop(name) for name in static}
-    shape = jnp.shape(query)
-    spec = make_spec(head_dim=shape[-1] if shape else 0, **options)
-    spec = dataclasses.replace(spec, sequence=sequence)
-    return spec, make_operands(spec, query, key, value, parts=parts, **arguments)
+    if sequence is not None:
+        operands = shard_sequence(sequence, call.operands)
+        call = dataclasses.replace(call, operands=operands)
+    return run(call)
 
 
-def run(
-    spec: AttentionSpec,
-    operands: dict[str, jax.Array],
-    *,
-    has_batch: bool,
-    return_residual: bool,
-) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """`dot_product_attention` of canonical arguments; `has_batch`: query has batch axes."""
-    if spec.implementation is not None:
-        dispatch.choose(spec, dispatch.Problem.of(operands), dispatch.current_platform())
-    out, lse = autodiff.attention(spec, operands)
-    if not has_batch:
-        out, lse = out[0], lse[0]
-    return (out, lse) if return_residual else out
+def run(call: Call) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """What a call returns; refuses one that asks for a kernel that cannot run it here."""
+    if call.spec.implementation is not None:
+        dispatch.choose(Pass(call.spec), call.operands, dispatch.current_platform())
+    return autodiff.attend(call)
 
 
 def merge_attention(
@@ -251,41 +238,91 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(*args: Any, **kwargs: Any) -> Explanation:
-    """Says which implementation `dot_product_attention(*args, **kwargs)` gets, and why.
+def explain(
+    query: Abstract,
+    key: Abstract,
+    value: Abstract,
+    bias: Abstract | None = None,
+    mask: Abstract | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Abstract | None = None,
+    key_value_seq_lengths: Abstract | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+    query_segment_ids: Abstract | None = None,
+    key_value_segment_ids: Abstract | None = None,
+    query_offset: Abstract = 0,
+    sinks: Abstract | None = None,
+    logits_soft_cap: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: Abstract | None = None,
+    broadcast_dropout: bool = False,
+    deterministic: bool = False,
+    sequence_axis: str | tuple[str, ...] | None = None,
+    sequence_order: str = "contiguous",
+    sequence_mode: str = "ring",
+) -> Explanation:
+    """Says which implementation `dot_product_attention` gets with these arguments, and why.
 
     Args:
-      *args: as for `dot_product_attention`; arrays, or `jax.ShapeDtypeStruct`s.
-      **kwargs: likewise.
+      query, key, value, bias, mask, ...: as for `dot_product_attention`, from the first to the
+        last; instead of arrays also `jax.ShapeDtypeStruct`s.
 
     Returns:
       An `Explanation`; print it.
 
     Raises:
-      TypeError, ValueError: as `dot_product_attention` does.
+      TypeError, ValueError, NotImplementedError: as `dot_product_attention` does; but where
+        `implementation` cannot run the call, the explanation says so.
     """
-    arguments = _DEFAULTS | dict(zip(_POSITIONAL, args, strict=False)) | kwargs
-    arrays = {n: x for n, x in arguments.items() if hasattr(x, "shape")}
-    others = {n: x for n, x in arguments.items() if n not in arrays}
-    for name in ("sequence_axis", "sequence_order", "sequence_mode"):
-        others.pop(name, None)  # the kernels are the same
-    found = []
+    sequence = sequence_of_mesh(sequence_axis, sequence_order, sequence_mode, query_offset)
+    abstract: list[jax.ShapeDtypeStruct] = []
 
-    def look(arrays):
-        found.extend(canonicalize(**arrays, **others))
+    def made(*arrays: jax.Array) -> Call:
+        def given(x):
+            """The array that stands for x, if that is abstract."""
+            index = next((i for i, y in enumerate(abstract) if y is x), None)
+            return x if index is None else arrays[index]
 
-    jax.eval_shape(look, arrays)
-    spec, operands = found
-    problem = dispatch.Problem.of(operands)
+        return make_call(
+            given(query),
+            given(key),
+            given(value),
+            given(bias),
+            given(mask),
+            scale=scale,
+            is_causal=is_causal,
+            query_seq_lengths=given(query_seq_lengths),
+            key_value_seq_lengths=given(key_value_seq_lengths),
+            local_window_size=local_window_size,
+            implementation=implementation,
+            return_residual=return_residual,
+            query_segment_ids=given(query_segment_ids),
+            key_value_segment_ids=given(key_value_segment_ids),
+            query_offset=given(query_offset),
+            sinks=given(sinks),
+            logits_soft_cap=logits_soft_cap,
+            dropout_rate=dropout_rate,
+            dropout_seed=given(dropout_seed),
+            broadcast_dropout=broadcast_dropout,
+            deterministic=deterministic,
+            sequence=sequence,
+        )
+
+    operands = (
+        query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths,
+        query_segment_ids, key_value_segment_ids, query_offset, sinks, dropout_seed,
+    )  # fmt: skip
+    abstract += [x for x in operands if isinstance(x, jax.ShapeDtypeStruct)]
+    call = jax.eval_shape(made, *abstract)
     current = dispatch.current_platform()
     choices: dict[str, dispatch.Choice | str] = {}
     for platform in dict.fromkeys((*dispatch.PLATFORMS, current)):
         try:
-            choices[platform] = dispatch.choose(spec, problem, platform)
+            choices[platform] = dispatch.choose(Pass(call.spec), call.operands, platform)
         except NotImplementedError as error:
             choices[platform] = str(error)
     return Explanation(choices, current)
-
-
-_POSITIONAL = ("query", "key", "value", "bias", "mask")
-_DEFAULTS = {"bias": None, "mask": None, **(dot_product_attention.__kwdefaults__ or {})}

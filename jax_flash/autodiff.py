@@ -1,206 +1,209 @@
-"""The differentiable core: forward and backward calls under one `jax.custom_vjp`.
+"""Derivatives of the passes, in every mode and to any order.
 
-From the outside in, a pass is
-  custom_vjp          reverse mode runs the backward call
-  custom_jvp          differentiating a pass once more goes through the reference
-  vmappable           vmap folds its axis into the batch
-  partitioned         each device runs its own batch entries and heads
-  fold_batch_axes     as few batch axes as possible
-  platform_dependent  the native kernel or the reference
+The forward pass has a rule for forward mode: its tangent is one more primitive, linear in the
+tangents of the operands. Where it is evaluated (`jax.jvp`, `jacfwd`), that is the reference's
+tangent, in blocks; where it is transposed (`jax.grad`, `vjp`), that is the backward pass, by a
+`jax.custom_vjp`. A `custom_vjp` around the forward pass would have been the same for reverse mode
+and refused forward mode. Differentiating a tangent or a backward pass once more goes through the
+reference.
+
+Residuals between forward and backward pass are the operands and the forward pass's results.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
-from jax.custom_derivatives import SymbolicZero
+from jax.extend.core import Primitive
+from jax.interpreters import ad, batching, mlir
 
-from jax_flash import all_to_all, dispatch, ffi, reference, ring_passes
-from jax_flash.batching import fold_batch_axes, vmappable
-from jax_flash.forward_mode import forbid_forward_mode
+from jax_flash import reference
+from jax_flash.call import Call
+from jax_flash.operands import OPERANDS, Operands, batch_shape, broadcast_batch
 from jax_flash.partitioning import (
-    is_differentiable,
     match_head_sharding,
     match_sharding,
-    partitioned,
+    result_types,
+    spread,
     unify_varying,
-    vary_like,
 )
-from jax_flash.sequence import SequenceSharding, in_position_order
-from jax_flash.spec import AttentionSpec
-
-Operands = dict[str, jax.Array]
+from jax_flash.passes import Pass, run_reference
+from jax_flash.primitives import backward_p, batch, bind, forward_p
+from jax_flash.ranks import own_ranks
 
 # Names of the residuals, for checkpoint policies. Both parts of the logarithm have the same: the
 # backward pass needs both.
 RESIDUAL_NAMES = ("jax_flash_out", "jax_flash_lse")
 
 
-@dataclasses.dataclass(frozen=True)
-class _Pass:
-    """One of the two calls, and what is static about it."""
-
-    spec: AttentionSpec
-    is_backward: bool = False
-    needs_dbias: bool = False
-    vmapped: int = 0  # leading batch axes that come from vmap
-    is_block: bool = False  # the keys are a part of those that out, lse and cotangents belong to
-    plain: bool = False  # run as the reference, unfolded: to be differentiated
-
-    def __call__(self, operands: Operands) -> Operands:
-        return partitioned(self, operands)
-
-    def on_shard(self, operands: Operands) -> Operands:
-        """The pass inside a shard_map."""
-        if self.spec.sequence is None:
-            return self.run(operands)
-        return self.run_sharded(self.spec.sequence, operands)
-
-    def run_sharded(self, sequence: SequenceSharding, operands: Operands) -> Operands:
-        """The pass on one device's shards of the sequences."""
-        whole = dataclasses.replace(self, spec=dataclasses.replace(self.spec, sequence=None))
-        if sequence.mode == "all_to_all":
-            return all_to_all.exchanged(whole.run, sequence, operands)
-        block = dataclasses.replace(whole, is_block=True)
-        ring = ring_passes.backward if self.is_backward else ring_passes.forward
-        return ring(block.run, whole.spec, sequence, operands)
-
-    def run(self, operands: Operands) -> Operands:
-        """The pass on one device that has all of the sequences."""
-        if self.spec.sequence is None:
-            return self._run(operands)
-        return in_position_order(self._run, self.spec.sequence, operands)
-
-    def _run(self, operands: Operands) -> Operands:
-        if self.is_backward:
-            # A vmap may leave any of these unmapped: a constant cotangent, or, under jacrev,
-            # the residuals. Native code takes them with every batch entry.
-            batch = reference.batch_shape(operands)
-            operands = dict(operands)
-            for name in ("out", "lse", "lse_low", "dout", "dlse"):
-                if name in operands:
-                    x = operands[name]
-                    operands[name] = jnp.broadcast_to(x, (*batch, *x.shape[len(batch) :]))
-        dbias_full = None
-        if self.needs_dbias:
-            batch = reference.batch_shape(operands)
-            bias = operands["bias"].shape
-            dbias_full = tuple(
-                axis < self.vmapped or bias[axis] == size for axis, size in enumerate(batch)
-            )
-        if self.plain:
-            return self._reference(dbias_full, operands)
-        return fold_batch_axes(self._on_platform, operands, dbias_full)
-
-    def _on_platform(self, operands: Operands, dbias_full) -> Operands:
-        problem = dispatch.Problem.of(operands)
-        branches, refusal = {}, None
-        for platform in dispatch.PLATFORMS:
-            try:
-                choice = dispatch.choose(self.spec, problem, platform)
-            except NotImplementedError as error:
-                refusal = error
-                continue
-            if choice.implementation == "flash":
-                branches[platform] = functools.partial(self._native, platform, dbias_full)
-        fallback = functools.partial(self._reference, dbias_full)
-        if not branches:
-            if refusal is not None:
-                raise refusal
-            return fallback(operands)
-        default = None if self.spec.implementation else fallback
-        return jax.lax.platform_dependent(operands, **branches, default=default)
-
-    def _native(self, platform: str, dbias_full, operands: Operands) -> Operands:
-        if self.is_backward:
-            shape = None if dbias_full is None else _dbias_shape(operands, dbias_full)
-            results = ffi.backward(self.spec, operands, platform, shape)
-        else:
-            results = ffi.forward(self.spec, operands, platform)
-        return vary_like(operands, results)
-
-    def _reference(self, dbias_full, operands: Operands) -> Operands:
-        batch = reference.batch_shape(operands)
-        if not self.is_backward:
-            return reference.forward(self.spec, operands)
-        operands = dict(operands)
-        names = ["query", "key", "value"]
-        for name in names:  # a gradient for each batch entry, also of a broadcast operand
-            x = operands[name]
-            operands[name] = jnp.broadcast_to(x, (*batch, *x.shape[len(batch) :]))
-        if dbias_full is not None:
-            names.append("bias")
-            bias = operands["bias"]
-            operands["bias"] = jnp.broadcast_to(bias, _dbias_shape(operands, dbias_full))
-        return reference.backward(self.spec, operands, tuple(names), is_block=self.is_block)
+@jax.jit
+@own_ranks
+def attend(call: Call) -> jax.Array | tuple[jax.Array, jax.Array]:
+    """What the call returns."""
+    spec, operands = call.spec, call.operands
+    if spec.implementation == "reference" and spec.sequence is None:
+        results = reference.forward(spec, operands)
+    else:
+        axes = spec.sequence.axes if spec.sequence else ()
+        results = bind(Pass(spec), unify_varying(operands, axes))
+    out, lse = results["out"], results["lse"]
+    if not call.has_batch:
+        out, lse = out[0], lse[0]
+    return (out, jnp.swapaxes(lse, -1, -2)) if call.return_residual else out
 
 
-def _dbias_shape(operands: Operands, dbias_full) -> tuple[int, ...]:
-    batch = reference.batch_shape(operands)
-    axes = (size if full else 1 for size, full in zip(batch, dbias_full, strict=True))
-    return (*axes, *operands["bias"].shape[len(batch) :])
+# Forward mode.
 
 
-@functools.lru_cache(maxsize=1024)
-def _differentiable(one_pass: _Pass):
-    """The pass with a forward-mode rule: the reference's, to any order."""
-    call = jax.custom_jvp(vmappable(lambda vmapped: dataclasses.replace(one_pass, vmapped=vmapped)))
-
-    @call.defjvp
-    def rule(primals, tangents):
-        plain = dataclasses.replace(one_pass, plain=True)
-        function = plain if is_differentiable(primals[0]) else plain.run
-        return jax.jvp(function, primals, tangents)
-
-    return call
-
-
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    results = _differentiable(_Pass(spec))(operands)
-    return results["out"], results["lse"]
-
-
-def _forward_rule(spec: AttentionSpec, operands):
-    # Whether the gradients that cost extra are wanted: said by a size, because JAX may reuse
-    # the residuals' tree, with any static data in it, for a call that differs in `perturbed`.
-    wanted = {
-        name: jnp.zeros(int(name in operands and operands[name].perturbed), bool)
-        for name in ("bias", "sinks")
-    }
-    operands = {name: x.value for name, x in operands.items()}
-    # Not _attention: an outer derivative of this rule goes through the reference.
-    results = _differentiable(_Pass(spec))(operands)
+def _forward_jvp(primals, tangents, *, one_pass: Pass, names):
+    operands = dict(zip(names, primals, strict=True))
     results = {
-        name: checkpoint_name(x, RESIDUAL_NAMES[name != "out"]) for name, x in results.items()
+        name: checkpoint_name(x, RESIDUAL_NAMES[name != "out"])
+        for name, x in bind(one_pass, operands).items()
     }
-    return (results["out"], results["lse"]), (operands, results, wanted)
+    moving = {
+        name: tangent
+        for name, tangent in zip(names, tangents, strict=True)
+        if OPERANDS[name].differentiable and not isinstance(tangent, ad.Zero)
+    }
+    made = tangent_p.bind(
+        *primals,
+        *results.values(),
+        *moving.values(),
+        one_pass=one_pass,
+        names=names,
+        results=tuple(results),
+        wrt=tuple(moving),
+    )
+    made = dict(zip(_DIFFERENTIABLE, made, strict=True))
+    # lse_low is a rounding error.
+    return list(results.values()), [
+        made[name] if name in made else ad.Zero(jax.typeof(x).to_tangent_aval())
+        for name, x in results.items()
+    ]
 
 
-def _backward_rule(spec: AttentionSpec, residuals, cotangents):
-    operands, results, wanted = residuals
-    dout, dlse = cotangents
-    if isinstance(dout, SymbolicZero):
-        dout = jnp.zeros_like(results["out"])
-    call_operands = {**operands, **results, "dout": dout}
-    if not isinstance(dlse, SymbolicZero):
-        call_operands["dlse"] = dlse
-    one_pass = _Pass(spec, is_backward=True, needs_dbias=wanted["bias"].size > 0)
-    grads = _differentiable(one_pass)(call_operands)
-    if wanted["sinks"].size:
-        grads["sinks"] = _sinks_gradient(call_operands)
-    return ({name: match_sharding(grads.get(name), x) for name, x in operands.items()},)
+# The results of a forward pass that have a tangent.
+_DIFFERENTIABLE = ("out", "lse")
 
 
-_attention.defvjp(_forward_rule, _backward_rule, symbolic_zeros=True)
+def _split(arrays, names, results, wrt):
+    """The arrays of a tangent: operands, results of the forward pass, and tangents, by name."""
+    groups, start = [], 0
+    for group in (names, results, wrt):
+        groups.append(dict(zip(group, arrays[start : start + len(group)], strict=True)))
+        start += len(group)
+    return groups
 
 
+def _batch_of_all(operands, results, tangents) -> tuple[int, ...]:
+    shapes = [batch_shape({**operands, **results})]
+    shapes += [batch_shape({**operands, name: x}) for name, x in tangents.items()]
+    return jnp.broadcast_shapes(*shapes)
+
+
+def _tangent_types(*types, one_pass: Pass, names, results, wrt):
+    operands, made, tangents = _split(types, names, results, wrt)
+    batch = _batch_of_all(operands, made, tangents)
+    # As the results of a call whose query has all batch axes.
+    query = operands["query"]
+    query = query.update(shape=(*batch, *query.shape[len(batch) :]))
+    types = result_types(one_pass, {**operands, "query": query})
+    return [types[name] for name in _DIFFERENTIABLE]
+
+
+@own_ranks
+def _tangent(*arrays, one_pass: Pass, names, results, wrt):
+    """Tangents of out and lse, by the reference: in plain JAX, in memory linear in the lengths."""
+    operands, made, tangents = _split(arrays, names, results, wrt)
+    batch = _batch_of_all(operands, made, tangents)
+
+    def forward(moving):
+        made = spread(one_pass, run_reference, {**operands, **moving})
+        return [broadcast_batch(name, made[name], batch) for name in _DIFFERENTIABLE]
+
+    # vmap may map a tangent and not its operand, or the other way round.
+    shapes = {n: jnp.broadcast_shapes(x.shape, operands[n].shape) for n, x in tangents.items()}
+    moving = {name: jnp.broadcast_to(operands[name], shape) for name, shape in shapes.items()}
+    tangents = {name: jnp.broadcast_to(tangents[name], shape) for name, shape in shapes.items()}
+    return jax.jvp(forward, (moving,), (tangents,))[1]
+
+
+@own_ranks
+def _jvp_of_plain(plain, primitive: Primitive, primals, tangents, **static):
+    """The rule of a primitive that is differentiated as a function of plain JAX."""
+    moving = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
+
+    def function(*values):
+        arrays = list(primals)
+        for i, value in zip(moving, values, strict=True):
+            arrays[i] = value
+        return list(plain(*arrays, **static))
+
+    _, tangents_out = jax.jvp(function, [primals[i] for i in moving], [tangents[i] for i in moving])
+    return primitive.bind(*primals, **static), tangents_out
+
+
+@own_ranks
+def _plain_backward(*arrays, one_pass: Pass, names):
+    operands = dict(zip(names, arrays, strict=True))
+    results = spread(one_pass, run_reference, operands)
+    return [results[name] for name in one_pass.result_types(operands)]
+
+
+# Reverse mode.
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def _attended(one_pass: Pass, wanted: tuple[str, ...], moving: Operands, others: Operands):
+    """Results of a forward pass that has been made, as a function of its operands.
+
+    Args:
+      one_pass: the forward pass.
+      wanted: names of the results.
+      moving: the operands to differentiate with respect to.
+      others: the other operands, and all results.
+    """
+    return {name: others[name] for name in wanted}
+
+
+def _attended_forward(one_pass: Pass, wanted, moving: Operands, others: Operands):
+    return {name: others[name] for name in wanted}, (moving, others)
+
+
+def _attended_backward(one_pass: Pass, wanted, residuals, cotangents: Operands):
+    moving, others = residuals
+    operands = {**others, **moving}
+    given = {"dout": cotangents.get("out", None), "dlse": cotangents.get("lse", None)}
+    operands |= {name: x for name, x in given.items() if x is not None}
+    if "dout" not in operands:
+        operands["dout"] = jnp.zeros_like(operands["out"])
+    gradients = {}
+    if set(moving) - {"sinks"}:
+        gradients = bind(Pass(one_pass.spec, "backward", needs_dbias="bias" in moving), operands)
+    if "sinks" in moving:
+        gradients["sinks"] = _sinks_gradient(operands)
+    return {name: _like(gradients[name], x) for name, x in moving.items()}, None
+
+
+_attended.defvjp(_attended_forward, _attended_backward)
+
+
+def _like(gradient: jax.Array, operand: jax.Array) -> jax.Array:
+    """A gradient as the operand is: summed where that is broadcast, and with its sharding."""
+    axes = tuple(axis for axis, size in enumerate(operand.shape) if size != gradient.shape[axis])
+    if axes:
+        accumulator = jnp.promote_types(gradient.dtype, jnp.float32)
+        gradient = gradient.sum(axes, keepdims=True, dtype=accumulator).astype(operand.dtype)
+    return match_sharding(gradient, operand)
+
+
+@own_ranks
 def _sinks_gradient(operands: Operands) -> jax.Array:
-    """-sum over batch and queries of exp(sink - lse) * delta: [*1,N], as the operand."""
+    """-sum over queries of exp(sink - lse) * delta: [*B,N], or as the operand is broadcast."""
     lse = operands["lse"]
     sinks = match_head_sharding(operands["sinks"], lse)
     delta = jnp.einsum(
@@ -215,21 +218,56 @@ def _sinks_gradient(operands: Operands) -> jax.Array:
     logit = sinks[..., None].astype(lse.dtype) - jnp.where(exists, lse, 0)
     if "lse_low" in operands:
         logit = logit - operands["lse_low"]
-    weight = jnp.exp(logit)
-    terms = jnp.where(exists, -weight * delta, 0)
-    batch_axes = tuple(range(lse.ndim - 2))
-    return terms.sum(axis=(*batch_axes, -1)).reshape(sinks.shape).astype(sinks.dtype)
+    terms = jnp.where(exists, -jnp.exp(logit) * delta, 0).sum(axis=-1)
+    axes = tuple(a for a in range(sinks.ndim - 1) if sinks.shape[a] == 1)
+    return terms.sum(axes, keepdims=True).astype(sinks.dtype)
 
 
-@functools.partial(jax.jit, static_argnums=0)
-def attention(spec: AttentionSpec, operands: Operands) -> tuple[jax.Array, jax.Array]:
-    """(out [*B,T,N,h], lse [*B,T,N]) of validated operands."""
-    if spec.implementation == "reference" and spec.sequence is None:
-        results = reference.forward(spec, operands)
-        out, lse = results["out"], results["lse"]
-    else:
-        names = ("query", "key", "value", "bias", "sinks")
-        axes = spec.sequence.axes if spec.sequence else ()
-        guarded = {n: forbid_forward_mode(x) for n, x in operands.items() if n in names}
-        out, lse = _attention(spec, unify_varying({**operands, **guarded}, axes))
-    return out, jnp.swapaxes(lse, -1, -2)
+def _tangent_transpose(cotangents, *arrays, one_pass: Pass, names, results, wrt):
+    operands, made, tangents = _split(arrays, names, results, wrt)
+    cotangents = {
+        name: x
+        for name, x in zip(_DIFFERENTIABLE, cotangents, strict=True)
+        if not isinstance(x, ad.Zero)
+    }
+    moving = {n: operands[n] for n, x in tangents.items() if ad.is_undefined_primal(x)}
+    gradients: Operands = {}
+    if cotangents:
+        others = {**{n: x for n, x in operands.items() if n not in moving}, **made}
+        attended = functools.partial(_attended, one_pass, tuple(cotangents))
+        _, vjp = jax.vjp(lambda x: attended(x, others), moving)
+        (gradients,) = vjp(cotangents)
+    return [None] * (len(arrays) - len(wrt)) + [gradients.get(name) for name in wrt]
+
+
+def _forward_transpose(cotangents, *arrays, one_pass: Pass, names):
+    """For `jax.linear_transpose`: out is linear in value alone, and lse does not depend on it."""
+    operands = dict(zip(names, arrays, strict=True))
+    unknown = [name for name, x in operands.items() if ad.is_undefined_primal(x)]
+    if unknown != ["value"]:
+        raise NotImplementedError(
+            f"jax.linear_transpose of attention: expected it in value alone, got {unknown}"
+        )
+    dout = cotangents[0]
+    if isinstance(dout, ad.Zero):
+        return [None] * len(arrays)
+    value = operands["value"].aval
+    operands["value"] = jnp.zeros(value.shape, value.dtype)
+    operands |= bind(one_pass, operands)
+    gradients = bind(Pass(one_pass.spec, "backward"), {**operands, "dout": dout})
+    dvalue = _like(gradients["value"], operands["value"])
+    return [dvalue if name == "value" else None for name in names]
+
+
+tangent_p = Primitive("attention_tangent")
+tangent_p.multiple_results = True
+tangent_p.def_impl(jax.jit(tangent_p.bind, static_argnames=("one_pass", "names", "results", "wrt")))
+tangent_p.def_abstract_eval(_tangent_types)
+batching.primitive_batchers[tangent_p] = functools.partial(batch, tangent_p)
+mlir.register_lowering(tangent_p, mlir.lower_fun(_tangent, multiple_results=True))
+
+ad.primitive_jvps[forward_p] = _forward_jvp
+ad.primitive_jvps[backward_p] = functools.partial(_jvp_of_plain, _plain_backward, backward_p)
+ad.primitive_jvps[tangent_p] = functools.partial(_jvp_of_plain, _tangent, tangent_p)
+ad.primitive_transposes[forward_p] = _forward_transpose
+ad.primitive_transposes[tangent_p] = _tangent_transpose

@@ -1,15 +1,17 @@
-"""Which implementation a call gets on each platform, and why."""
+"""Which implementation a pass gets on each platform, why, and what memory it needs."""
 
 from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_flash import ffi
-from jax_flash.reference import batch_shape
+from jax_flash.operands import batch_shape
+from jax_flash.passes import Pass
 from jax_flash.spec import FAMILIES, AttentionSpec
 
 PLATFORMS = ("cpu", "cuda")
@@ -20,19 +22,51 @@ _ONLY_ON = (90,)
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What a call runs as on one platform.
+    """What a pass runs as on one platform.
 
     Attributes:
       implementation: "flash" or "reference".
       reason: one sentence.
+      workspace_bytes: memory that the native kernels need beside operands and results.
     """
 
     implementation: str
     reason: str
+    workspace_bytes: int = 0
+
+
+def choose(one_pass: Pass, operands: dict[str, Any], platform: str) -> Choice:
+    """The implementation of a pass on "cpu", "cuda" or any other of JAX's platforms.
+
+    Lowering, the size of the workspace and `explain` all ask here.
+
+    Args:
+      one_pass: the pass.
+      operands: arrays, or anything that has a shape and a dtype, by name.
+      platform: where.
+
+    Raises:
+      NotImplementedError: `implementation` names one that cannot run the call there.
+    """
+    spec = one_pass.spec
+    if spec.implementation == "reference":
+        return Choice("reference", 'implementation="reference" asks for it')
+    problem = _Problem.of(operands)
+    if problem.empty is not None:
+        return Choice("reference", f"no kernel is needed, since there are no {problem.empty}")
+    unsupported = _unsupported(spec, problem, platform)
+    if unsupported is None:
+        return Choice("flash", _reason(spec, platform), _workspace(one_pass, operands, platform))
+    if spec.implementation is not None:
+        raise NotImplementedError(
+            f"implementation={spec.implementation!r} on platform {platform!r}: {unsupported}; "
+            'use implementation=None, which runs implementation="reference" here'
+        )
+    return Choice("reference", unsupported)
 
 
 @dataclasses.dataclass(frozen=True)
-class Problem:
+class _Problem:
     """The part of a call's shapes and dtypes that decides what supports it.
 
     Attributes:
@@ -47,7 +81,7 @@ class Problem:
     empty: str | None = None
 
     @classmethod
-    def of(cls, operands) -> Problem:
+    def of(cls, operands: dict[str, Any]) -> _Problem:
         query, value = operands["query"], operands["value"]
         counts = {
             "batch entries": math.prod(batch_shape(operands)),
@@ -60,25 +94,40 @@ class Problem:
         return cls(jnp.dtype(query.dtype).name, query.shape[-1], value.shape[-1], empty)
 
 
-def choose(spec: AttentionSpec, problem: Problem, platform: str) -> Choice:
-    """The implementation of a call on "cpu", "cuda" or any other of JAX's platforms.
-
-    Raises:
-      NotImplementedError: `spec.implementation` names one that cannot run the call there.
-    """
-    if spec.implementation == "reference":
-        return Choice("reference", 'implementation="reference" asks for it')
-    if problem.empty is not None:
-        return Choice("reference", f"no kernel is needed, since there are no {problem.empty}")
-    unsupported = _unsupported(spec, problem, platform)
-    if unsupported is None:
-        return Choice("flash", _reason(spec, platform))
-    if spec.implementation is not None:
-        raise NotImplementedError(
-            f"implementation={spec.implementation!r} on platform {platform!r}: {unsupported}; "
-            'use implementation=None, which runs implementation="reference" here'
+def _workspace(one_pass: Pass, operands: dict[str, Any], platform: str) -> int:
+    spec = one_pass.spec
+    q_len, heads, head_dim = operands["query"].shape[-3:]
+    kv_len, kv_heads, value_dim = operands["value"].shape[-3:]
+    sizes = {
+        "batch": math.prod(batch_shape(operands)),
+        "q_len": q_len,
+        "kv_len": kv_len,
+        "heads": heads,
+        "head_dim": head_dim,
+        "value_dim": value_dim,
+    }
+    dtype = jnp.dtype(operands["query"].dtype).name
+    if platform == "cpu":
+        if not one_pass.is_backward:
+            return 0
+        return ffi.native.host_backward_workspace_bytes(**sizes, kv_heads=kv_heads, dtype=dtype)
+    segments = "query_segment_ids" in operands
+    if one_pass.is_backward:
+        return ffi.native.cuda_backward_workspace_bytes(
+            **sizes, segments=segments, deterministic=spec.deterministic
         )
-    return Choice("reference", unsupported)
+    mask = operands.get("mask")
+    return ffi.native.cuda_forward_workspace_bytes(
+        **sizes,
+        kv_heads=kv_heads,
+        dtype=dtype,
+        segments=segments,
+        bias="bias" in operands,
+        soft_cap_or_dropout=bool(spec.logits_soft_cap or spec.dropout_threshold),
+        mask_matrices=math.prod(mask.shape[:-2]) if mask is not None else 0,
+        mask_rows=mask.shape[-2] if mask is not None else 0,
+        value_matrices=math.prod(operands["value"].shape[:-3]) * kv_heads,
+    )
 
 
 def _reason(spec: AttentionSpec, platform: str) -> str:
@@ -96,7 +145,7 @@ def _reason(spec: AttentionSpec, platform: str) -> str:
     return f"the {names} kernels support the call"
 
 
-def _unsupported(spec: AttentionSpec, problem: Problem, platform: str) -> str | None:
+def _unsupported(spec: AttentionSpec, problem: _Problem, platform: str) -> str | None:
     """Why the native kernel cannot run a call, or None if it can."""
     if platform not in PLATFORMS:
         return f"there is no kernel for platform {platform!r} (there is for cpu and cuda)"
@@ -116,7 +165,7 @@ def _unsupported(spec: AttentionSpec, problem: Problem, platform: str) -> str | 
     return _unsupported_on_cuda(spec, problem)
 
 
-def _unsupported_on_cuda(spec: AttentionSpec, problem: Problem) -> str | None:
+def _unsupported_on_cuda(spec: AttentionSpec, problem: _Problem) -> str | None:
     wanted = FAMILIES.get(spec.implementation)
     families = _families()
     if wanted is not None and wanted not in families:

@@ -9,33 +9,69 @@ that gradients need; a sharded sequence makes it a ring. Head-dim axes are gathe
 from __future__ import annotations
 
 import jax
+from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jax_flash.reference import batch_shape
-from jax_flash.sharding_plan import make_plan, sharding_rule
+from jax_flash.operands import Operands, batch_shape
+from jax_flash.passes import Pass, Run, on_shards, on_whole_sequences
+from jax_flash.ranks import own_ranks
+from jax_flash.sharding_plan import Plan, make_plan, sharding_rule
 
-Operands = dict[str, jax.Array]
 
+def spread(one_pass: Pass, run: Run, operands: Operands, *, automatic: bool = False) -> Operands:
+    """Makes a pass on each shard of the operands; see the module's description.
 
-def partitioned(one_pass, operands: Operands) -> Operands:
-    """Runs a pass (of autodiff.py) on each shard of the operands; see the module's description."""
-    types = _axis_types(operands)
+    Args:
+      one_pass: the pass.
+      run: makes it on one device.
+      operands: by name.
+      automatic: whether the partitioner asks for the sharding, where nothing else says it.
+    """
+    types = _axis_types(operands.values())
     if AxisType.Explicit in types:
-        return _explicit(one_pass, operands)
+        return _explicit(one_pass, run, operands)
     if AxisType.Manual in types:
-        return vary_like(operands, one_pass.on_shard(operands))
-    return _automatic(one_pass, operands)
+        return on_shards(one_pass, run, one_pass.spec.sequence, operands)
+    if automatic:
+        return _automatic(one_pass, run, operands)
+    return on_whole_sequences(one_pass, run, operands)
 
 
-def is_differentiable(operands: Operands) -> bool:
-    """Whether `partitioned` can be differentiated: custom_partitioning cannot."""
-    return bool(_axis_types(operands) & {AxisType.Explicit, AxisType.Manual})
+def _type(x) -> ShapedArray:
+    return x if isinstance(x, ShapedArray) else jax.typeof(x)
 
 
-def _axis_types(operands: Operands) -> set[AxisType]:
-    mesh = jax.typeof(operands["query"]).sharding.mesh
+def _mesh(arrays):
+    """The mesh that the arrays' types name, or an empty one."""
+    meshes = [_type(x).sharding.mesh for x in arrays]
+    return next((mesh for mesh in meshes if mesh.axis_names), meshes[0])
+
+
+def _axis_types(arrays) -> set[AxisType]:
+    mesh = _mesh(arrays)
     return set(mesh.axis_types) if mesh.axis_names else set()
+
+
+def result_types(one_pass: Pass, operands: dict[str, ShapedArray]) -> dict[str, ShapedArray]:
+    """The types of a pass's results, shardings and varying axes included."""
+    results = one_pass.result_types(operands)
+    mesh = _mesh(operands.values())
+    if not mesh.axis_names:
+        return {name: ShapedArray(x.shape, x.dtype) for name, x in results.items()}
+    specs = {name: PartitionSpec(*[None] * len(x.shape)) for name, x in results.items()}
+    if AxisType.Explicit in mesh.axis_types:
+        specs = _plan(one_pass, operands, results, mesh).results
+    manual = operands["query"].manual_axis_type
+    return {
+        name: ShapedArray(
+            x.shape,
+            x.dtype,
+            sharding=NamedSharding(mesh, specs[name]),
+            manual_axis_type=manual,
+        )
+        for name, x in results.items()
+    }
 
 
 def vary_like(operands: Operands, results: Operands) -> Operands:
@@ -56,7 +92,7 @@ def unify_varying(operands: Operands, axes: tuple[str, ...] = ()) -> Operands:
       axes: to vary over in any case, inside a shard_map.
     """
     varying = _varying(operands)
-    if AxisType.Manual in _axis_types(operands):
+    if AxisType.Manual in _axis_types(operands.values()):
         varying |= frozenset(axes)
     return {name: _vary(x, varying) for name, x in operands.items()}
 
@@ -89,22 +125,24 @@ def _shapes(arrays) -> dict[str, tuple[int, ...]]:
     return {name: tuple(x.shape) for name, x in arrays.items()}
 
 
-def _explicit(one_pass, operands: Operands) -> Operands:
+def _plan(one_pass: Pass, operands, results, mesh) -> Plan:
+    """The plan of a call on an Explicit mesh, where the operands' types have their shardings."""
+    specs = {name: _type(x).sharding.spec for name, x in operands.items()}
+    return make_plan(one_pass.spec, _shapes(operands), _shapes(results), specs, dict(mesh.shape))
+
+
+def _explicit(one_pass: Pass, run: Run, operands: Operands) -> Operands:
     """On a mesh with Explicit axes: a shard_map over them."""
-    mesh = jax.typeof(operands["query"]).sharding.mesh
-    specs = {name: jax.typeof(x).sharding.spec for name, x in operands.items()}
+    mesh = _mesh(operands.values())
     explicit = {
         name
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
         if kind == AxisType.Explicit
     }
-    unsharded = {n: jax.ShapeDtypeStruct(x.shape, x.dtype) for n, x in operands.items()}
-    with jax.sharding.use_abstract_mesh(jax.sharding.AbstractMesh((), ())):
-        results = jax.eval_shape(one_pass.run, unsharded)
-    plan = make_plan(one_pass.spec, _shapes(operands), _shapes(results), specs, dict(mesh.shape))
+    plan = _plan(one_pass, operands, one_pass.result_types(operands), mesh)
     operands = {n: jax.sharding.reshard(x, plan.operands[n]) for n, x in operands.items()}
     mapped = jax.shard_map(
-        lambda shards: plan.run(one_pass, shards),
+        lambda shards: plan.run(one_pass, run, shards),
         mesh=mesh,
         in_specs=(plan.operands,),
         out_specs=plan.results,
@@ -114,15 +152,14 @@ def _explicit(one_pass, operands: Operands) -> Operands:
     return mapped(operands)
 
 
-def _automatic(one_pass, operands: Operands) -> Operands:
+def _automatic(one_pass: Pass, run: Run, operands: Operands) -> Operands:
     """Under jit on an Auto mesh: the partitioner asks for the sharding it finds best."""
     names = list(operands)
-    results = jax.eval_shape(one_pass.run, operands)
-    result_names = list(results)
-    result_shapes = _shapes(results)
+    result_shapes = _shapes(one_pass.result_types(operands))
+    result_names = list(result_shapes)
 
     def flat(*arrays):
-        results = one_pass.run(dict(zip(names, arrays, strict=True)))
+        results = on_whole_sequences(one_pass, run, dict(zip(names, arrays, strict=True)))
         return tuple(results[name] for name in result_names)
 
     def plan_of(mesh, shapes):
@@ -142,8 +179,9 @@ def _automatic(one_pass, operands: Operands) -> Operands:
         del result_shape
         plan = plan_of(mesh, arg_shapes)
 
+        @own_ranks  # called by the compiler, under the caller's setting
         def lower(*arrays):
-            shards = plan.run(one_pass, dict(zip(names, arrays, strict=True)))
+            shards = plan.run(one_pass, run, dict(zip(names, arrays, strict=True)))
             return tuple(shards[name] for name in result_names)
 
         return (

@@ -13,10 +13,9 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jax_flash.operands import OPERANDS, Operands, axis_of, batch_shape
 from jax_flash.philox import dropout_keep
-from jax_flash.spec import OPERAND_AXES, AttentionSpec
-
-Operands = dict[str, jax.Array]
+from jax_flash.spec import AttentionSpec
 
 # Logits that may exist at a time, in elements.
 _BLOCK_ELEMENTS = 2**24
@@ -31,7 +30,7 @@ def forward(spec: AttentionSpec, operands: Operands, *, block_q: int | None = No
     Args:
       spec: the static options.
       operands: arrays by name, each with all batch axes `*B` (full or of size 1) and then the
-        axes of `spec.OPERAND_AXES`.
+        axes of `operands.OPERANDS`.
       block_q: queries in a block; None chooses by memory.
     """
     query, key, value = operands["query"], operands["key"], operands["value"]
@@ -117,25 +116,14 @@ def _block_cotangents(operands: Operands, block: Operands, dlse) -> tuple[jax.Ar
     return dout.astype(out.dtype), dlse
 
 
-def batch_shape(operands: Operands) -> tuple[int, ...]:
-    """The batch axes of a call: those of all its operands, broadcast."""
-    return jnp.broadcast_shapes(
-        *(x.shape[: x.ndim - len(OPERAND_AXES[name])] for name, x in operands.items())
-    )
-
-
 def _has_mask(spec: AttentionSpec, operands: Operands) -> bool:
-    return (
-        spec.is_causal
-        or spec.has_window
-        or any(name.endswith(("mask", "lengths", "segment_ids")) for name in operands)
-    )
+    return spec.is_causal or spec.has_window or any(OPERANDS[name].forbids for name in operands)
 
 
 def _over_query_blocks(function, operands: Operands, block_q: int, reduce=None):
     """Calls `function(operands, first)` for blocks of queries that start at `first`.
 
-    The results, by name as in `OPERAND_AXES`, are concatenated along T; or, if each is one
+    The results, by name as in `OPERANDS`, are concatenated along T; or, if each is one
     array, combined by `reduce`.
     """
     q_len = operands["query"].shape[-3]
@@ -143,8 +131,7 @@ def _over_query_blocks(function, operands: Operands, block_q: int, reduce=None):
     def slice_block(first, size):
         block = {}
         for name, x in operands.items():
-            axes = OPERAND_AXES[name]
-            axis = x.ndim - len(axes) + axes.index("T") if "T" in axes else None
+            axis = axis_of(name, "T", x.ndim)
             if axis is None or x.shape[axis] != q_len:
                 block[name] = x
             else:
@@ -163,7 +150,7 @@ def _over_query_blocks(function, operands: Operands, block_q: int, reduce=None):
 
     def join(name, blocks, last):
         # [count, ..., block_q, ...] to [..., count * block_q, ...]
-        axis = OPERAND_AXES[name].index("T") - len(OPERAND_AXES[name])
+        axis = axis_of(name, "T", 0)
         blocks = jnp.moveaxis(blocks, 0, axis - 1)
         shape = blocks.shape
         axis %= len(shape)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash.attention import canonicalize, run
-from jax_flash.sequence import check, make_sequence, mesh_axes
+from jax_flash.attention import run
+from jax_flash.call import make_call
+from jax_flash.sequence import make_sequence, mesh_axes
 
 
 def ring_attention(
@@ -34,6 +34,7 @@ def ring_attention(
     logits_soft_cap: float | None = None,
     dropout_rate: float = 0.0,
     dropout_seed: ArrayLike | None = None,
+    broadcast_dropout: bool = False,
     deterministic: bool = False,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""`dot_product_attention` of a sequence sharded over the devices of a `shard_map`.
@@ -66,7 +67,7 @@ def ring_attention(
       sinks: float [N].
       scale: as for `dot_product_attention`, like all that follows: is_causal, local_window_size,
         implementation, return_residual, logits_soft_cap, dropout_rate, dropout_seed,
-        deterministic.
+        broadcast_dropout, deterministic.
 
     Returns:
       out [\*B,T/D,N,h], or (out, lse [\*B,T/D,N] float32), both differentiable.
@@ -81,9 +82,6 @@ def ring_attention(
       Liu et al., "Ring attention with blockwise transformers", 2023, section 3; Jacobs et al.,
       "DeepSpeed Ulysses", 2023, section 3.
     """
-    arguments = locals()
-    for name in ("axis_name", "order", "mode"):
-        del arguments[name]
     mesh = jax.sharding.get_abstract_mesh()
     axes, devices = mesh_axes("axis_name", axis_name, mesh)
     if not set(axes) <= set(mesh.manual_axes):
@@ -93,6 +91,29 @@ def ring_attention(
             f"use jax_flash.dot_product_attention(..., sequence_axis={axis_name!r})"
         )
     sequence = make_sequence(axes, devices, order, mode, query_offset)
-    spec, operands = canonicalize(**arguments, sequence=sequence, parts=devices)
-    check(sequence, operands, local=True, dropout=spec.dropout_threshold > 0)
-    return run(spec, operands, has_batch=jnp.ndim(query) > 3, return_residual=return_residual)
+    call = make_call(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        implementation=implementation,
+        return_residual=return_residual,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        query_offset=query_offset,
+        sinks=sinks,
+        logits_soft_cap=logits_soft_cap,
+        dropout_rate=dropout_rate,
+        dropout_seed=dropout_seed,
+        broadcast_dropout=broadcast_dropout,
+        deterministic=deterministic,
+        sequence=sequence,
+        is_shard=True,
+    )
+    return run(call)

@@ -15,27 +15,18 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
-from jax_flash.reference import batch_shape
+from jax_flash.operands import OPERANDS, Operands, axis_of, batch_shape
 from jax_flash.sequence import SequenceSharding
-from jax_flash.spec import OPERAND_AXES, AttentionSpec
+from jax_flash.spec import AttentionSpec
 
-Operands = dict[str, jax.Array]
 Run = Callable[[Operands], Operands]
-
-# Operands of the whole call that each block gets in another way, or that the ring applies itself.
-_REPLACED = ("query_offset", "sinks")
 
 
 def _chunk_axes(name: str, ndim: int):
     """(letter, its axis or None, where its chunk axis goes) for T, then S."""
-    axes = OPERAND_AXES[name]
-    num_batch = ndim - len(axes)
+    num_batch = ndim - len(OPERANDS[name].axes)
     for number, letter in enumerate("TS"):
-        yield (
-            letter,
-            (num_batch + axes.index(letter) if letter in axes else None),
-            (num_batch + number),
-        )
+        yield letter, axis_of(name, letter, ndim), num_batch + number
 
 
 def cut(name: str, x: jax.Array, chunks: int) -> jax.Array:
@@ -124,23 +115,12 @@ class Blocks:
         self.travelling = [
             name
             for name, x in operands.items()
-            if name in ("key", "value", "key_value_segment_ids")
-            or (name in ("bias", "mask") and self._is_local(name, "S", x))
+            if OPERANDS[name].ring == "travels"
+            or (OPERANDS[name].ring == "either" and self._is_local(name, "S", x))
         ]
-        for name in ("bias", "mask"):
-            if name in self.travelling and self._is_local(name, "T", operands[name]):
-                shape = operands[name].shape
-                raise NotImplementedError(
-                    f"{name}: sharded over queries and keys alike ({shape}), it has no element for "
-                    f"most pairs; give it whole along S ({self.kv_len}), or along T ({self.q_len})"
-                )
-
-    def _axis(self, name: str, letter: str, x: jax.Array) -> int | None:
-        axes = OPERAND_AXES[name]
-        return x.ndim - len(axes) + axes.index(letter) if letter in axes else None
 
     def _is_local(self, name: str, letter: str, x: jax.Array) -> bool:
-        axis = self._axis(name, letter, x)
+        axis = axis_of(name, letter, x.ndim)
         if axis is None or x.shape[axis] == 1 or self._sequence.devices == 1:
             return False
         return x.shape[axis] == self._local[letter]
@@ -149,7 +129,7 @@ class Blocks:
         """Start and size of the part of x that queries of `device`, keys of `source` read."""
         starts, sizes = [0] * x.ndim, list(x.shape)
         for letter, owner in (("T", device), ("S", source)):
-            axis = self._axis(name, letter, x)
+            axis = axis_of(name, letter, x.ndim)
             if axis is None or x.shape[axis] == 1 or self._is_local(name, letter, x):
                 continue
             sizes[axis] = self._local[letter]
@@ -161,12 +141,12 @@ class Blocks:
         chunks = self._sequence.chunks
         block = {}
         for name, x in {**self._operands, **visiting}.items():
-            if name in _REPLACED:
+            if OPERANDS[name].ring == "replaced":
                 continue
-            if name in ("bias", "mask"):
+            if OPERANDS[name].ring == "either":
                 starts, sizes = self.window(name, x, device, source)
                 if sizes != x.shape:
-                    x = jax.lax.dynamic_slice(x, starts, sizes)
+                    x = jax.lax.dynamic_slice(x, [*map(_int32, starts)], sizes)
             block[name] = cut(name, x, chunks)
         self._positions(block, device, source)
         return block

@@ -243,8 +243,8 @@ def backward(
 def _place(part, total, bias, ring: _Ring, source):
     """Adds the gradient of the part of the bias that a step read to that of the whole."""
     batch = part.shape[: part.ndim - 3]
-    starts, sizes = ring.blocks.window("bias", bias, ring.device, source)
-    starts, sizes = ([0] * len(batch) + list(x)[len(batch) :] for x in (starts, sizes))
+    starts, _ = ring.blocks.window("bias", bias, ring.device, source)
+    starts = [jnp.asarray(0 if a < len(batch) else x, jnp.int32) for a, x in enumerate(starts)]
     whole = (*batch, *bias.shape[len(batch) :])
     if total is None:
         total = jnp.zeros(whole, part.dtype)

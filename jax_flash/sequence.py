@@ -21,9 +21,8 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
-from jax_flash.spec import MODES, OPERAND_AXES, ORDERS, SequenceSharding
-
-Operands = dict[str, jax.Array]
+from jax_flash.operands import Operands, axis_of
+from jax_flash.spec import MODES, ORDERS, SequenceSharding
 
 
 def fits(sequence: SequenceSharding, q_len: int, kv_len: int, dropout: bool) -> bool:
@@ -68,6 +67,28 @@ def check(sequence: SequenceSharding, operands: Operands, *, local: bool, dropou
             "dropout in a ring takes chunks of keys whose length is a multiple of 8 (keys share "
             f"random bits in eights), not {lengths['key'] // parts}; pad key and value, with "
             "key_value_seq_lengths"
+        )
+    if local and sequence.devices > 1:
+        for name in ("bias", "mask"):
+            if name in operands:
+                _check_matrix(sequence, name, operands[name].shape, lengths)
+
+
+def _check_matrix(sequence: SequenceSharding, name: str, shape, lengths: dict[str, int]) -> None:
+    """Raises where a device's bias or mask, of these lengths of its shards, lacks elements."""
+    q_len, kv_len = lengths["query"], lengths["key"]
+    q_whole, kv_whole = q_len * sequence.devices, kv_len * sequence.devices
+    if sequence.mode == "ring" and shape[-2] == q_len > 1 and shape[-1] == kv_len > 1:
+        raise NotImplementedError(
+            f"{name}: sharded over queries and keys alike ({shape}), it has no element for "
+            f"most pairs; give it whole along S ({kv_whole}), or along T ({q_whole})"
+        )
+    fits = shape[-2] in (1, q_len) and shape[-1] in (1, kv_whole)
+    if sequence.mode == "all_to_all" and not fits:
+        raise NotImplementedError(
+            f'{name}: mode="all_to_all" takes it sharded along T and whole along S, as '
+            f"[..., {q_len}, {kv_whole}] or broadcast there, not [..., {shape[-2]}, "
+            f'{shape[-1]}]; mode="ring" takes more'
         )
 
 
@@ -116,11 +137,11 @@ def sequence_of_mesh(axis, order, mode, query_offset) -> SequenceSharding | None
 
 
 def shard_sequence(sequence: SequenceSharding, operands: Operands) -> Operands:
-    """Query, key and value sharded so; their other axes as they are."""
+    """The operands with query, key and value sharded so; their other axes as they are."""
     mesh = jax.sharding.get_abstract_mesh()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     explicit = any(types[axis] == AxisType.Explicit for axis in sequence.axes)
-    sharded = {}
+    sharded = dict(operands)
     for name in ("query", "key", "value"):
         x = operands[name]
         if explicit:
@@ -211,9 +232,8 @@ def in_position_order(
     def reorder(function, arrays):
         changed = {}
         for name, x in arrays.items():
-            axes = OPERAND_AXES[name]
             for letter in ("T", "S"):
-                axis = x.ndim - len(axes) + axes.index(letter) if letter in axes else None
+                axis = axis_of(name, letter, x.ndim)
                 if axis is not None and x.shape[axis] > 1:
                     x = function(x, sequence.devices, axis=axis)
             changed[name] = x

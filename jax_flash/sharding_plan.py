@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule
 from jax.sharding import PartitionSpec
 
+from jax_flash.operands import OPERANDS, Operands, axis_of
+from jax_flash.passes import Pass, Run, on_shards
 from jax_flash.sequence import SequenceSharding, fits
-from jax_flash.spec import OPERAND_AXES, AttentionSpec
+from jax_flash.spec import AttentionSpec
 
-Operands = dict[str, jax.Array]
 Shapes = dict[str, tuple[int, ...]]
 
 
@@ -33,12 +34,9 @@ class Plan:
     sums: dict[str, tuple[str, ...]]
     sequence: SequenceSharding | None
 
-    def run(self, one_pass, operands: Operands) -> Operands:
-        """The pass (of autodiff.py) on one device's shards."""
-        if self.sequence is None:
-            results = one_pass.run(operands)
-        else:
-            results = one_pass.run_sharded(self.sequence, operands)
+    def run(self, one_pass: Pass, run: Run, operands: Operands) -> Operands:
+        """A pass on one device's shards; arguments as for `passes.on_shards`."""
+        results = on_shards(one_pass, run, self.sequence, operands)
         for name, axes in self.sums.items():
             total = jax.lax.psum(results[name].astype(jnp.float32), axes)
             results[name] = total.astype(results[name].dtype)
@@ -67,7 +65,7 @@ def make_plan(
       axis_sizes: size of each mesh axis.
     """
     rank = len(operand_shapes["query"])
-    num_batch = rank - len(OPERAND_AXES["query"])
+    num_batch = rank - len(OPERANDS["query"].axes)
     q_len, heads, _ = operand_shapes["query"][num_batch:]
     kv_len, kv_heads, _ = operand_shapes["key"][num_batch:]
     used = set(spec.sequence.axes if spec.sequence else ())
@@ -90,7 +88,7 @@ def make_plan(
 
     def entries_of(letters):
         for name, letter in zip(("query", "key"), letters, strict=True):
-            yield entry_of(name, num_batch + OPERAND_AXES[name].index(letter))
+            yield entry_of(name, axis_of(name, letter, rank))
 
     batch_entries = []
     for axis in range(num_batch):
@@ -116,15 +114,11 @@ def make_plan(
     def entry(name, letter):
         if letter in "NK":
             return head_entry
-        # Bias and mask are whole along the keys: that is all of what a device's queries need.
-        return (
-            tokens_entry
-            if letter in "TS" and not (letter == "S" and "T" in OPERAND_AXES[name])
-            else ()
-        )
+        # A matrix is whole along the keys: that is all of what a device's queries need.
+        return tokens_entry if letter in "TS" and letter not in OPERANDS[name].whole else ()
 
     def trailing(name, shape):
-        return zip(OPERAND_AXES[name], shape[num_batch:], strict=True)
+        return zip(OPERANDS[name].axes, shape[num_batch:], strict=True)
 
     def spec_of(name, shape):
         entries = [e if shape[a] > 1 else () for a, e in enumerate(batch_entries)]
@@ -185,13 +179,13 @@ def sharding_rule(operand_shapes: Shapes, result_shapes: Shapes, batch) -> SdySh
             return "kv_head"
         if letter == "T" and size == q_len:
             return token_factor(size, "query_rest")
-        if letter == "S" and size == kv_len and "T" not in OPERAND_AXES[name]:
+        if letter == "S" and size == kv_len and letter not in OPERANDS[name].whole:
             return token_factor(size, "key_rest")
         return alone()
 
     def mapping(name, shape):
         dims = [f"batch_{a}" if shape[a] == size else alone() for a, size in enumerate(batch)]
-        trailing = zip(OPERAND_AXES[name], shape[num_batch:], strict=True)
+        trailing = zip(OPERANDS[name].axes, shape[num_batch:], strict=True)
         return ArrayMapping(*dims, *(factor(name, letter, size) for letter, size in trailing))
 
     operand_mappings = tuple(mapping(n, s) for n, s in operand_shapes.items())

@@ -9,43 +9,11 @@ from typing import Any
 
 import numpy as np
 
-# Operands besides query, key and value, in the order native code numbers them
-# (`optional_operands` in cuda/handlers.cc). Internally every operand carries all the
-# call's batch axes, each full or of size 1 (broadcast), before the axes given here.
-OPTIONAL_OPERANDS: dict[str, tuple[str, ...]] = {
-    "bias": ("N", "T", "S"),
-    "mask": ("N", "T", "S"),
-    "query_seq_lengths": (),
-    "key_value_seq_lengths": (),
-    "query_segment_ids": ("T",),
-    "key_value_segment_ids": ("S",),
-    "query_offset": (),
-    "sinks": ("N",),
-    "dropout_seed": ("2",),
-    "dropout_batch_ids": (),
-    "dropout_head_ids": ("N",),
-    "dlse": ("N", "T"),
-    "dropout_start": ("2",),
-    "lse_low": ("N", "T"),  # of the backward pass, where there is a bias
-}
-
-# Every array that takes part in a forward or backward call, by name. "K" counts the
-# key/value heads, "h" the value head dim.
-OPERAND_AXES: dict[str, tuple[str, ...]] = {
-    "query": ("T", "N", "H"),
-    "key": ("S", "K", "H"),
-    "value": ("S", "K", "h"),
-    "out": ("T", "N", "h"),
-    "lse": ("N", "T"),
-    "dout": ("T", "N", "h"),
-    **OPTIONAL_OPERANDS,
-}
-
 # The families of CUDA kernels, by the implementations that insist on them.
 FAMILIES = {"flash_sm80": 80, "flash_sm90": 90}
 IMPLEMENTATIONS = (None, "flash", *FAMILIES, "reference")
 # Names that jax.nn.dot_product_attention uses, and ours for the same wish.
-_JAX_NN_IMPLEMENTATIONS = {"xla": "reference", "cudnn": "flash"}
+_JAX_NN_IMPLEMENTATIONS = {"xla": None, "cudnn": "flash"}
 
 _INT32_MAX = 2**31 - 1
 # Numbers that dropout draws from.
@@ -169,6 +137,7 @@ def make_spec(
     dropout_rate: float,
     deterministic: bool,
     implementation: str | None,
+    sequence: SequenceSharding | None = None,
 ) -> AttentionSpec:
     """Checks the static arguments of `dot_product_attention` and returns them as a spec.
 
@@ -209,6 +178,7 @@ def make_spec(
         dropout_rate=dropout_rate,
         deterministic=_flag("deterministic", deterministic),
         implementation=implementation,
+        sequence=sequence,
     )
 
 

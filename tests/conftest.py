@@ -1,13 +1,10 @@
 """Makes the tests run against the installed package, and reports runs on a GPU."""
 
-import datetime
-import hashlib
-import json
 import os
 import pathlib
-import subprocess
 import sys
 
+import gpu_report
 import pytest
 
 # `python -m pytest` puts the working directory on the path, where the source folder jax_flash/
@@ -22,21 +19,28 @@ if not any((_ROOT / "jax_flash").glob("_native*.so")):
 # Small products, of which threads of NumPy's only wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
+# Most of the tests' time is XLA's compiler, of which this takes the half. What is in XLA_FLAGS
+# already has the last word; on a machine with a GPU XLA's own kernels stay as they are for users.
+_QUICK = "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true"
+_has_gpu = any(pathlib.Path("/dev").glob("nvidia[0-9]*"))
 # The sharding tests need several devices; JAX reads this when it first looks for any.
-os.environ["XLA_FLAGS"] = (
-    os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-)
-
-_GPU_REPORT = _ROOT / "tests" / "gpu_report.json"
-_NATIVE_SUFFIXES = (".h", ".cc", ".cu", ".cuh")
+_DEVICES = "--xla_force_host_platform_device_count=8"
+_flags = ("" if _has_gpu else _QUICK, os.environ.get("XLA_FLAGS", ""), _DEVICES)
+if _DEVICES not in _flags[1]:  # as it is in a worker of pytest-xdist
+    os.environ["XLA_FLAGS"] = " ".join(filter(None, _flags))
 
 
 def pytest_addoption(parser):
     parser.addoption(
         "--gpu-report",
         action="store_true",
-        help=f"add what ran, on which GPU, to tests/{_GPU_REPORT.name}",
+        help=f"add what ran, on which GPU, to tests/{gpu_report.PATH.name}",
     )
+
+
+def pytest_xdist_auto_num_workers():
+    """For -n auto, which pyproject.toml sets: one process on a GPU, whose memory it takes."""
+    return 0 if _gpus() else min(8, len(os.sched_getaffinity(0)))
 
 
 def pytest_configure(config):
@@ -72,55 +76,8 @@ def _default_device(request):
 def pytest_terminal_summary(terminalreporter, config):
     if not config.getoption("--gpu-report") or hasattr(config, "workerinput"):  # of pytest-xdist
         return
-    import jax
-    import jaxlib
-
-    import jax_flash
-    from jax_flash import ffi
-
-    stats = terminalreporter.stats
-    outcomes = {name: len(stats.get(name, [])) for name in ("passed", "failed", "skipped", "error")}
-    run = {
-        "command": "python -m pytest " + " ".join(config.invocation_params.args),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "devices": [device.device_kind for device in _gpus()],
-        "driver": _driver_version(),
-        "platform": jax.devices()[0].client.platform_version,
-        "python": sys.version.split()[0],
-        "jax": jax.__version__,
-        "jaxlib": jaxlib.__version__,
-        "jax_flash": jax_flash.__version__,
-        "instances": len(ffi.native.cuda_instances()),
-        **outcomes,
-        "not_passed": sorted({x.nodeid for n in ("failed", "error") for x in stats.get(n, [])}),
-    }
-    report = json.loads(_GPU_REPORT.read_text()) if _GPU_REPORT.exists() else {}
-    sources = sources_hash()
-    if report.get("sources_sha256") != sources:
-        report = {"sources_sha256": sources, "runs": []}
-    report["runs"].append(run)
-    _GPU_REPORT.write_text(json.dumps(report, indent=2) + "\n")
-    terminalreporter.write_line(f"wrote {_GPU_REPORT}")
-
-
-def sources_hash() -> str:
-    """A hash of all that decides what runs on a GPU: native sources, build, calls into them."""
-    files = [path for path in (_ROOT / "cuda").rglob("*") if path.suffix in _NATIVE_SUFFIXES]
-    files += [*(_ROOT / "cmake").iterdir(), _ROOT / "CMakeLists.txt", _ROOT / "jax_flash/ffi.py"]
-    digest = hashlib.sha256()
-    for path in sorted(files):
-        digest.update(path.relative_to(_ROOT).as_posix().encode() + b"\0")
-        digest.update(path.read_bytes() + b"\0")
-    return digest.hexdigest()
-
-
-def _driver_version() -> str:
-    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
-    try:
-        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"
-    return text.splitlines()[0].strip()
+    gpu_report.add_run(terminalreporter.stats, config.invocation_params.args, _gpus())
+    terminalreporter.write_line(f"wrote {gpu_report.PATH}")
 
 
 def _gpus():

@@ -73,7 +73,7 @@ class Kernel:
         self.rescales = lambda tile: True
 
     def run(self, *faults) -> Results:
-        """Both passes; each fault, a generator function, may do something before, between, after."""
+        """Both passes; a fault, a generator function, may act before, between and after them."""
         with np.errstate(all="ignore"):
             steps = [fault(self) for fault in faults]
             for work in (self.forward, self.backward, self._results):
@@ -108,7 +108,8 @@ class Kernel:
         for tile, cols in enumerate(tiles):
             x = self.logits(cols)
             greatest = x.max(axis=-1)
-            raised = np.where(greatest - np.where(top == -np.inf, greatest, top) > self.slack, greatest, top)
+            rise = greatest - np.where(top == -np.inf, greatest, top)
+            raised = np.where(rise > self.slack, greatest, top)
             raised = np.where(top == -np.inf, greatest, raised)
             base = np.where(raised == -np.inf, 0, raised)
             factor = np.exp(top - base) if self.rescales(tile) else np.ones_like(base)
@@ -197,5 +198,6 @@ def honest_kernels(inputs: Inputs):
     """Those that a call may meet: P relative to a running maximum, to an older one, of float16."""
     yield Kernel(inputs)
     yield Kernel(inputs, slack=5.0)
-    if inputs.query.dtype == ml_dtypes.bfloat16 and np.abs(np.asarray(inputs.value, np.float32)).max(initial=0) < 6e4:
+    greatest = np.abs(np.asarray(inputs.value, np.float32)).max(initial=0)
+    if inputs.query.dtype == ml_dtypes.bfloat16 and greatest < 6e4:
         yield Kernel(inputs, p_dtype=np.float16)

@@ -297,7 +297,7 @@ class _Bounds:
     -1e9 both are the same number, unless x is beside the middle between two, and then nothing is
     unsure. Else kernels multiply by log2(e) and subtract a multiple of the maximum, each rounded,
     which adds some steps of |x|. The soft cap, monotonic as well, is applied to both ends.
-      Let e_j be the bound that follows for logit j of a row. Its probability, p_j = w_j / sum_k w_k,
+      Let e_j be the bound that follows for logit j of a row. Its probability, p_j = w_j / sum w_k,
     is largest if w_j is larger by e^(e_j) and every other w_k smaller by e^(-e_k), and the reverse.
     So the bound dp_j is exact, however large the e_j: for small ones it is p_j e_j (1 - p_j) plus
     p_j sum_(k != j) p_k e_k, and a probability that is 1 since nothing else is near is 1 all the
@@ -318,13 +318,14 @@ class _Bounds:
     nothing but scale the result.
 
     float16 has nothing between multiples of 2^-24: an absolute error of half of that for each P,
-    dS and result, added up linearly; and what is below 2^-126 may become 0 in any other dtype. Kernels for bfloat16 may use float16 for the forward pass's P,
-    relative to the row's greatest, and for values that reach 2^-12 in their column.
+    dS and result, added up linearly; and what is below e^-87, about 2^-126, may become 0 in any
+    other dtype. Kernels for bfloat16 may use float16 for the forward pass's P, relative to the
+    row's greatest, and for values that reach 2^-12 in their column.
     """
 
     _FEW = 4 * _STEP
     _HALF = 2.0**-25  # of float16's smallest step
-    _TINY = 2.0**-126
+    _TINY = float(np.exp(-87.0))
 
     def __init__(self, inputs: Inputs, terms: _Terms, logit_error: float):
         self.inputs, self.terms, self.logit_error = inputs, terms, logit_error
@@ -391,6 +392,7 @@ class _Bounds:
         self.log_sum = np.where(self.empty, 0, total)
         rounding = 2 * _STEP * np.abs(lse) * (not self.has_bias)
         self.p_backward = exp(log_p + backward + self.log_sum + rounding) - terms.p
+        self.p_backward += np.where(terms.allowed, self._TINY, 0)
         # lse is rounded to float32, and without a bias computed as a multiple of log2's.
         of_lse = (_STEP if self.has_bias else 4 * _STEP) * np.abs(lse)
         self.lse = np.where(self.empty, 0, self.log_sum + of_lse)[..., 0]
@@ -403,6 +405,7 @@ class _Bounds:
         share = self._TINY if self.is_float32 else self._HALF
         share = max(share, 1.1e-5 if self.logit_error else 0)
         small = np.where(terms.allowed, share * terms.p.max(axis=-1, keepdims=True, initial=0), 0)
+        small = small * np.max(terms.keep)  # dropout's factor comes after P is rounded
         self.out_lost = small @ value + self.floor
         if self.inputs.query.dtype == ml_dtypes.bfloat16:
             column = value.max(axis=2, keepdims=True, initial=0)
@@ -472,8 +475,9 @@ class _Bounds:
             grads["bias"] = self._bias_bound(sloped, true["bias"])
         if terms.sinks is not None:
             share = terms.sink_shares()
-            error = self.log_sum[..., 0] + 4 * _STEP * (1 + np.abs(np.where(
-                share > 0, terms.sinks, 0)))
+            error = self.log_sum[..., 0] + 4 * _STEP * (
+                1 + np.abs(np.where(share > 0, terms.sinks, 0))
+            )
             certain = share * (self.delta + np.expm1(error) * np.abs(terms.delta))
             squares = (share**2 * self.delta_variance).sum(axis=(0, 2))
             grads["sinks"] = result(certain.sum(axis=(0, 2)), squares, 0, 0)

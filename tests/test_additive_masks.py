@@ -14,7 +14,9 @@ from jax.sharding import PartitionSpec as P
 from sequence_cases import ring_mesh
 
 import jax_flash
-from jax_flash import ffi, reference
+from jax_flash import reference
+from jax_flash.passes import Pass
+from jax_flash.primitives import run_on
 from jax_flash.spec import AttentionSpec
 
 BATCH, Q_LEN, KV_LEN, HEADS, DIM = 2, 100, 200, 2, 16
@@ -228,7 +230,7 @@ def test_logarithm_to_twice_the_precision(low, implementation):
     operands["value"] = operands["key"]
     spec = AttentionSpec(scale=1.0)
     if implementation == "flash":
-        results = ffi.forward(spec, operands, "cpu")
+        results = run_on("cpu", Pass(spec), operands)
     else:
         results = jax.jit(functools.partial(reference.forward, spec, block_q=32))(operands)
     np.testing.assert_array_equal(results["lse"], np.full((1, 1, Q_LEN), low, np.float32))

@@ -32,7 +32,7 @@ def run(inputs: Inputs, implementation: str | None, **more) -> Results:
         )
 
     if inputs.unmapped is not None:
-        call = jax.vmap(call, (axes,))
+        call = jax.vmap(call, (axes,), axis_size=inputs.query.shape[0])
 
     @jax.jit
     def both(differentiable, others, dout, dlse):

@@ -1,5 +1,7 @@
 """Every message a wrong call gets, and that none is raised later than tracing."""
 
+import inspect
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -147,7 +149,10 @@ def test_names_of_jax_nn():
     expected = jax_flash.dot_product_attention(Q, K, K)
     for name in ("xla", "cudnn"):
         got = jax_flash.dot_product_attention(Q, K, K, implementation=name)
-        np.testing.assert_allclose(got, expected, rtol=1e-5)
+        np.testing.assert_array_equal(got, expected)
+        # Neither is the reference, where there is a kernel.
+        choice = jax_flash.explain(Q, K, K, implementation=name).choices["cpu"]
+        assert choice.implementation == "flash"
 
 
 def test_explain():
@@ -163,6 +168,35 @@ def test_explain():
     assert forced.choices["cpu"].implementation == "reference"
     refused = jax_flash.explain(Q, K, K, implementation="flash_sm80")
     assert "CUDA kernel" in refused.choices["cpu"]
+
+
+def test_explain_refuses_what_the_call_refuses():
+    for arguments, options, error in (
+        ((Q, K, K), {"is_casual": True}, TypeError),
+        ((Q, K, K, None, None, None), {}, TypeError),
+        ((Q, K, K), {"sequence_mode": "rong"}, ValueError),
+        ((Q, K, K), {"sequence_axis": "s"}, ValueError),
+    ):
+        for function in (jax_flash.explain, jax_flash.dot_product_attention):
+            with pytest.raises(error):
+                function(*arguments, **options)
+
+
+def test_explain_takes_what_the_call_takes():
+    parameters = inspect.signature(jax_flash.dot_product_attention).parameters
+    assert list(parameters) == list(inspect.signature(jax_flash.explain).parameters)
+    ring = set(inspect.signature(jax_flash.ring_attention).parameters)
+    assert set(parameters) - ring == {"sequence_axis", "sequence_order", "sequence_mode"}
+
+
+def test_no_infinity_that_nobody_asked_for():
+    query, key = jnp.asarray(Q), jnp.asarray(K)
+    with jax.debug_infs(True):
+        out = jax_flash.dot_product_attention(
+            query, key, key, query_seq_lengths=jnp.array([3, 0]),
+            key_value_seq_lengths=jnp.array([9, 0]),
+        )  # fmt: skip
+    assert not np.asarray(out)[1].any()
 
 
 def test_merge_attention_shapes():

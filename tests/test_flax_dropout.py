@@ -6,6 +6,7 @@ import numpy as np
 import pytest
 
 pytest.importorskip("flax")
+import jax_flash
 from jax_flash.flax import dot_product_attention
 
 
@@ -74,3 +75,30 @@ def test_dropout_without_a_batch_axis(broadcast):
 
     for actual, expected in zip(run(query), run(query[None]), strict=True):
         np.testing.assert_allclose(actual, expected[0], rtol=1e-6)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices")
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_nothing_is_dropped_where_dropout_is_broadcast(order):
+    mesh = jax.make_mesh(
+        (4,), ("s",), axis_types=(jax.sharding.AxisType.Auto,), devices=jax.devices()[:4]
+    )
+    query = jax.random.normal(jax.random.key(0), (2, 64, 2, 16))
+    options = {"dropout_rng": jax.random.key(1), "dropout_rate": 0.3, "is_causal": True}
+    expected = dot_product_attention(query, query, query, **options)
+    stored = jax_flash.zigzag_permute(query, 4) if order == "zigzag" else query
+    with jax.set_mesh(mesh):
+        spec = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec(None, "s"))
+        placed = jax.device_put(stored, spec)
+
+        @jax.jit
+        def attend(x):
+            return dot_product_attention(
+                x, x, x, sequence_axis="s", sequence_order=order, **options
+            )
+
+        assert "collective-permute" in attend.lower(placed).compile().as_text()
+        got = jax.device_get(attend(placed))
+    if order == "zigzag":
+        got = jax_flash.zigzag_restore(got, 4)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)

@@ -1,7 +1,9 @@
 """examples/llama_long_context.py, in one process and in two."""
 
 import json
+import os
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -16,7 +18,9 @@ _TINY = ["--blocks", "1", "--d-model", "32", "--heads", "4", "--kv-heads", "2", 
 
 
 def run(tmp_path, *arguments):
-    clean = {name: x for name, x in environment().items() if name != "XLA_FLAGS"}
+    flags = os.environ["XLA_FLAGS"]
+    devices = re.search(r"--xla_force_host_platform_device_count=\d+", flags)[0]  # it has its own
+    clean = environment() | {"XLA_FLAGS": flags.replace(devices, "")}
     done = subprocess.run(
         [sys.executable, str(_SCRIPT), *_TINY, "--json", str(tmp_path / "out.json"), *arguments],
         cwd=tmp_path, env=clean, capture_output=True, text=True, timeout=300,

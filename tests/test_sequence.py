@@ -220,3 +220,39 @@ def test_errors():
             ),
             query, key, value,
         )  # fmt: skip
+
+
+def test_ring_with_a_matrix_under_x64():
+    query, key, value = tokens()
+    bias = jax.random.normal(jax.random.key(2), (64, 64))
+    mesh, token = ring_mesh(4), P(None, "s")
+
+    def ring(*args):
+        body = functools.partial(jax_flash.ring_attention, axis_name="s")
+        return jax.shard_map(body, mesh=mesh, in_specs=(token,) * 3 + (P(),), out_specs=token)(
+            *args
+        )
+
+    def gradient(attention):
+        return jax.jit(jax.grad(lambda *x: (attention(*x) ** 2).sum(), (0, 1, 2, 3)))
+
+    with jax.enable_x64(True):
+        got = gradient(ring)(query, key, value, bias)
+        assert_close(got, gradient(jax_flash.dot_product_attention)(query, key, value, bias))
+
+
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_dropout_that_is_broadcast_in_a_ring(order):
+    query, key, value = tokens()
+    options = {
+        "dropout_rate": 0.3, "dropout_seed": np.array([1, 2], np.uint32),
+        "broadcast_dropout": True, "is_causal": True,
+    }  # fmt: skip
+    mesh, token = ring_mesh(4), P(None, "s")
+    body = functools.partial(jax_flash.ring_attention, axis_name="s", order=order, **options)
+    ring = jax.shard_map(body, mesh=mesh, in_specs=(token,) * 3, out_specs=token)
+    stored = [jax_flash.zigzag_permute(x, 4) for x in (query, key, value)]
+    got = ring(query, key, value)
+    if order == "zigzag":
+        got = jax_flash.zigzag_restore(ring(*stored), 4)
+    assert_close(got, jax_flash.dot_product_attention(query, key, value, **options))

@@ -195,3 +195,26 @@ def test_ring_by_hand_from_merge():
     whole = functools.partial(jax_flash.dot_product_attention, implementation="reference")
     expected = jax.value_and_grad(lambda *x: (whole(*x) ** 2).sum(), (0, 1, 2))
     assert_close(got(query, key, value), expected(query, key, value))
+
+
+@pytest.mark.parametrize("kv_mapped", [False, True])
+def test_vmap_over_an_axis_that_is_sharded_on_an_explicit_mesh(kv_mapped):
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    query, key, value, *_ = arguments()
+    stacked = [jnp.stack([x, x + 1]) for x in (query, key, value)]
+    args = stacked if kv_mapped else [stacked[0], key, value]
+    axes = (0, 0, 0) if kv_mapped else (0, None, None)
+
+    def run(*args, implementation=None):
+        attend = functools.partial(jax_flash.dot_product_attention, implementation=implementation)
+        return (jax.vmap(attend, axes)(*args) ** 2).sum()
+
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, P("x") if axis == 0 else P()))
+            for x, axis in zip(args, axes, strict=True)
+        ]
+        grads = jax.jit(jax.grad(run, (0, 1, 2)))(*placed)
+        assert grads[0].sharding.is_equivalent_to(placed[0].sharding, 5)
+    expected = jax.grad(functools.partial(run, implementation="reference"), (0, 1, 2))(*args)
+    assert_close(jax.device_get(grads), expected)

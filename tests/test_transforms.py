@@ -130,16 +130,6 @@ def test_second_derivatives_go_through_the_reference():
     assert_close(hessian(FLASH), hessian(REFERENCE))
 
 
-@pytest.mark.parametrize("wrap", [lambda f: f, jax.jit])
-def test_forward_mode_says_what_to_use(wrap):
-    query, *rest = arguments()
-    with pytest.raises(NotImplementedError, match='implementation="reference", which supports'):
-        wrap(lambda q: jax.jvp(lambda x: loss(FLASH, x, *rest), (q,), (q,)))(query)
-    primal, tangent = jax.jvp(lambda x: loss(REFERENCE, x, *rest), (query,), (query,))
-    assert np.isfinite(primal)
-    assert np.isfinite(tangent)
-
-
 def test_batch_axes_none_and_several():
     query, key, value, _, _ = arguments()
     whole = FLASH(query, key, value, is_causal=True, return_residual=True)
@@ -173,3 +163,28 @@ def test_merge_is_attention_over_both_and_differentiable():
     out, lse = jax_flash.merge_attention(query, empty, query, empty)
     assert not out.any()
     assert (lse == -jnp.inf).all()
+
+
+FEATURES = {
+    "causal": {"is_causal": True},
+    "mask": {"mask": np.tri(37, 45, dtype=bool)},
+    "lengths": {"query_seq_lengths": [30, 37], "key_value_seq_lengths": [45, 9]},
+    "window": {"local_window_size": 3, "query_offset": 2},
+    "dropout": {"dropout_rate": 0.3, "dropout_seed": np.array([1, 2], np.uint32)},
+    "soft cap": {"logits_soft_cap": 2.0},
+}
+
+
+@pytest.mark.parametrize("attention", [FLASH, REFERENCE], ids=["flash", "reference"])
+@pytest.mark.parametrize("name", FEATURES)
+def test_where_rank_promotion_is_forbidden(name, attention):
+    query, key, value, *_ = arguments()
+
+    def one(*x):
+        return attention(*x, **FEATURES[name]).sum()
+
+    x = (query, key, value)
+    with jax.numpy_rank_promotion("raise"):
+        strict = jax.jit(jax.grad(one, (0, 1, 2)))(*x), jax.jit(lambda: jax.jvp(one, x, x))()
+    free = jax.jit(jax.grad(one, (0, 1, 2)))(*x), jax.jit(lambda: jax.jvp(one, x, x))()
+    assert_close(strict, free)

@@ -95,9 +95,12 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   const Band band(params, batch);
   // Needed once a tile: in shared memory, because registers are short.
   __shared__ const Element *query_gmem, *dout_gmem;
+  __shared__ float* dquery_gmem;
+  const int64_t first_batch_head = int64_t{batch_kv_head} * group;
   if (threadIdx.x == 0) {
     query_gmem = batch.pointer<const Element>(params.query, kv_head * group);
     dout_gmem = batch.pointer<const Element>(params.dout, kv_head * group);
+    dquery_gmem = workspace.dquery + first_batch_head * workspace.dquery_rows * shape.head_dim;
   }
   __syncthreads();
   QueryTileWalk walk{q_tiles<kBlockQ>(band, col0, col0 + kBlockKv), group};
@@ -112,21 +115,21 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
 
   __shared__ __align__(16) float lse_smem[Config::kStages][kBlockQ];
   __shared__ __align__(16) float delta_smem[Config::kStages][kBlockQ];
-  const auto row_index = [&](const QueryTileWalk& at) {
-    const int64_t head = batch_index * shape.heads + kv_head * group + at.head;
-    return head * workspace.rows + at.tile * kBlockQ;
+  const auto load_rows_of = [&](const QueryTileWalk& at, float* smem, const float* statistics) {
+    load_statistics<kBlockQ>(smem, statistics, workspace, first_batch_head + at.head,
+                             at.tile * kBlockQ);
   };
   const auto load_query = [&](const QueryTileWalk& at, int stage) {
     const int32_t row0 = at.tile * kBlockQ;
     load_tile<Config::kThreads>(query_smem(stage), query_gmem + at.head * params.query.head,
                                 params.query.row, row0, row0, band.q_len, shape.head_dim);
-    load_floats<kBlockQ>(lse_smem[stage], workspace.lse_log2 + row_index(at));
+    load_rows_of(at, lse_smem[stage], workspace.lse_log2);
   };
   const auto load_dout = [&](const QueryTileWalk& at, int stage) {
     const int32_t row0 = at.tile * kBlockQ;
     load_tile<Config::kThreads>(dout_smem(stage), dout_gmem + at.head * params.dout.head,
                                 params.dout.row, row0, row0, band.q_len, shape.value_dim);
-    load_floats<kBlockQ>(delta_smem[stage], workspace.delta + row_index(at));
+    load_rows_of(at, delta_smem[stage], workspace.delta);
   };
   __shared__ uint32_t bad_keys_smem[kGeneral ? kBlockKv / 32 + 1 : 1];
   if (!walk.done()) {
@@ -160,7 +163,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
 
   for (int stage = 0; !walk.done(); stage ^= Config::kStages - 1) {
     const int32_t head = kv_head * group + walk.head, row0 = walk.tile * kBlockQ;
-    const int64_t batch_head = batch_index * shape.heads + head;
     QueryTileWalk next = walk;
     next.advance<kBlockQ>();
     if constexpr (Config::kStages == 2) {
@@ -271,12 +273,13 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
         });
     Turn turn = {nullptr, 0};
     if (workspace.turns) {
-      turn.counter = workspace.turns + batch_head * (workspace.rows / 32) + walk.tile;
+      const int64_t batch_head = first_batch_head + walk.head;
+      turn.counter = workspace.turns + batch_head * workspace.flags + walk.tile;
       turn.mine = kv_tile - kv_tiles<kBlockKv>(band, row0, row0 + kBlockQ).first;
     }
     turn.wait();
-    add_dquery<Config>(workspace.dquery + (batch_head * workspace.rows + row0) * Config::kHeadDim,
-                       dquery);
+    add_dquery(dquery_gmem + (int64_t{walk.head} * workspace.dquery_rows + row0) * shape.head_dim,
+               DqueryOrder<Config>(shape.q_len - row0, shape.head_dim), dquery);
     turn.pass();
     walk = next;
   }
@@ -297,10 +300,9 @@ Status launch_backward_config(const Backward& params, BackwardWorkspace workspac
                               cudaStream_t stream) {
   const Shape& shape = params.shape;
   const int64_t heads = shape.batch * shape.heads;
-  Status status =
-      launch_kernel("sm80::backward_begin_kernel", shape, backward_begin_kernel<Element>,
-                    heads * workspace.rows / kRowPadding, kEdgeThreads, 0, stream, params,
-                    workspace, Config::kHeadDim);
+  Status status = launch_kernel(
+      "sm80::backward_begin_kernel", shape, backward_begin_kernel<Element>,
+      ceil_div(shape.q_len, kMaxBlockQ) * heads, kEdgeThreads, 0, stream, params, workspace);
   if (!status.ok()) return status;
   status = launch_kernel("sm80::backward_kernel", shape, backward_kernel<Config, Element, kGeneral>,
                          ceil_div(shape.kv_len, Config::kBlockKv) * shape.kv_heads * shape.batch,

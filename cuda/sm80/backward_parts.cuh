@@ -77,11 +77,15 @@ struct QueryTileWalk {
   __device__ __forceinline__ bool done() const { return head >= group; }
 };
 
-// Starts copying kCount floats, of a multiple of 16 bytes, to shared memory.
+// Starts copying lse_log2 or delta of kCount rows of a head to shared memory.
 template <int kCount>
-__device__ __forceinline__ void load_floats(float* smem, const float* gmem) {
+__device__ __forceinline__ void load_statistics(float* smem, const float* statistics,
+                                                const BackwardWorkspace& workspace,
+                                                int64_t batch_head, int32_t row0) {
   if (threadIdx.x < kCount / 4) {
-    ptx::cp_async_16(ptx::shared_address(smem + threadIdx.x * 4), gmem + threadIdx.x * 4, true);
+    const int32_t row = row0 + static_cast<int32_t>(threadIdx.x) * 4;
+    ptx::cp_async_16(ptx::shared_address(smem + threadIdx.x * 4),
+                     statistics + workspace.row_index(batch_head, row), true);
   }
 }
 
@@ -144,20 +148,25 @@ __device__ __forceinline__ void store_key_gradient(const Tile& tile, Element* gm
   }
 }
 
+// Adds a warp's part of dQ to the sums of a tile.
 template <typename Config, int kM, int kN>
-__device__ __forceinline__ void add_dquery(float* tile_gmem, const float (&values)[kM][kN][4]) {
-  using Order = DqueryOrder<Config>;
+__device__ __forceinline__ void add_dquery(float* tile_gmem, const DqueryOrder<Config>& order,
+                                           const float (&values)[kM][kN][4]) {
+  const int warp = threadIdx.x / 32;
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
+    const int lane = order.tile_lane(warp, m, threadIdx.x % 32);
+    const int col_blocks = lane < order.lanes ? order.col_blocks : 0;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
-      float* address = tile_gmem + Order::offset(threadIdx.x / 32, m, n, threadIdx.x % 32);
+      if (order.col_block(warp, n) >= col_blocks) continue;
+      float* address = tile_gmem + order.offset(order.col_block(warp, n), lane);
 #if __CUDA_ARCH__ >= 900
       ptx::red_add_v4_f32(address, values[m][n]);
 #else
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        ptx::red_add_f32(address + e * Order::kElementStride, values[m][n][e]);
+        ptx::red_add_f32(address + e * order.element_stride(), values[m][n][e]);
       }
 #endif
     }

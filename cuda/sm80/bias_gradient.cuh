@@ -136,8 +136,8 @@ __device__ __forceinline__ void add_score_gradient(float (&total)[1][8][4], cons
   float lse_log2[1][2], delta[1][2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int64_t index =
-        (batch_index * shape.heads + head) * workspace.rows + warp_row0 + fragment_row(0, 2 * half);
+    const int64_t index = workspace.row_index(batch_index * shape.heads + head,
+                                              warp_row0 + fragment_row(0, 2 * half));
     lse_log2[0][half] = workspace.lse_log2[index];
     delta[0][half] = workspace.delta[index];
   }

@@ -9,9 +9,13 @@
 
 namespace jax_flash::sm80 {
 
-inline constexpr int kRowPadding = 128;  // a multiple of every kBlockQ
+inline constexpr int kMaxBlockQ = 128;  // a multiple of every kBlockQ
 
-inline constexpr int kTwoSumsHeadDim = 64;  // up to this: sm90/backward_config.cuh
+// Up to so many query rows a tile of the sm_90 kernels is its head's only one.
+inline constexpr int kOneTileRows = 64;
+
+// Up to this head dim, and from more queries than this on: sm90/backward_config.cuh.
+inline constexpr int kTwoSumsHeadDim = 64, kTwoSumsRows = 128;
 
 inline constexpr int kMaxPersistentBlocks = 256;  // that have a counter of their own
 
@@ -19,20 +23,53 @@ inline constexpr int kMaxPersistentBlocks = 256;  // that have a counter of thei
 // many of them, and up to this head dim.
 inline constexpr int kSplitBlocks = 132, kSplitKeys = 128, kSplitHeadDim = 128;
 
+// For how many rows a head's sums for dquery have room. Lane l of a warp has elements of rows l / 4
+// and l / 4 + 8 of 16, side by side: of up to 8 last rows it keeps the place of 8 more.
+template <typename Integer>
+JAX_FLASH_HOST_DEVICE constexpr Integer dquery_rows_of(Integer rows) {
+  const Integer rest = rows % 16;
+  return rows - rest + (rest < 8 ? rest : 8) * 2;
+}
+
+// Lanes that hold accumulators of a tile's first `rows` rows: its first ones.
+JAX_FLASH_HOST_DEVICE constexpr int32_t fragment_lanes(int32_t rows) {
+  return dquery_rows_of(rows) * 2;
+}
+
+constexpr bool lanes_suffice(int32_t rows) {
+  for (int32_t row = 0; row < rows; ++row) {
+    if (row / 16 * 32 + row % 8 * 4 + 3 >= fragment_lanes(rows)) return false;
+  }
+  const int32_t room = dquery_rows_of(rows);
+  return room >= rows && room <= 2 * rows && room <= rows + 8 && room % 2 == 0 &&
+         dquery_rows_of(rows + 64) == room + 64;
+}
+static_assert([] {
+  for (int32_t rows = 0; rows <= 64; ++rows) {
+    if (!lanes_suffice(rows)) return false;
+  }
+  return true;
+}());
+
 struct BackwardWorkspace {
   SegmentSpans spans;  // pointers are null without segment ids
-  // [batch, N, rows], rows being T rounded up to kRowPadding: lse / ln 2, +inf for rows that
-  // attend to nothing and for padding; and sum(dout * out) - dlse, zero there.
+  // [batch, N, rows]: lse / ln 2, +inf for rows that attend to nothing and for those beyond T; and
+  // sum(dout * out) - dlse, zero there. A head has whole tiles of rows, for copies of these; up to
+  // kOneTileRows, where they could take more memory than dquery, a multiple of 4, for copies of 16
+  // bytes. Behind the last head's, from index `padding` on, are kMaxBlockQ more as of rows beyond
+  // T.
   float* lse_log2;
   float* delta;
-  // [batch, N, rows, head dim of the instance]: dquery / scale. Within a tile of kBlockQ rows
-  // elements lie in the order of the accumulators' fragments: see DqueryOrder.
+  int64_t padding;
+  // [batch, N, dquery_rows, head dim]: dquery / scale. Elements of a tile lie in the order of
+  // accumulators' fragments, without lanes and columns that are none of dquery's. On sm_90, 64
+  // rows: [block of 8 columns][lane][element]; on sm_80, kBlockQ rows: see DqueryOrder.
   float* dquery;
   // A second sum, where deterministic runs have two, of blocks of even and of odd key tiles: or
   // null.
   float* odd_dquery;
-  // [batch, N, rows / 32], of which the first rows / kBlockQ count the blocks that have added to
-  // a query tile; then one ticket. For deterministic runs.
+  // [batch, N, flags], of which the first count the blocks that have added to a query tile; then
+  // one ticket. For deterministic runs.
   int32_t* turns;
   int32_t* ticket;
   // Of the persistent blocks of sm_90: see sm90/backward_plan.cuh.
@@ -41,11 +78,14 @@ struct BackwardWorkspace {
   // instance] in fragment order, or null. With a mask: sm90/backward_mask.cuh.
   float* split_sums;
   int64_t split_sums_bytes;
-  int32_t rows;
+  int32_t rows, dquery_rows, flags;  // of a head
 
-  static int64_t padded_rows(const Shape& shape) {
-    return (int64_t{shape.q_len} + kRowPadding - 1) / kRowPadding * kRowPadding;
+  // Where a row's lse_log2 and delta are.
+  JAX_FLASH_HOST_DEVICE int64_t row_index(int64_t batch_head, int32_t row) const {
+    return row < rows ? batch_head * rows + row : padding;
   }
+
+  static int64_t tiles(int64_t length, int64_t size) { return (length + size - 1) / size; }
   static int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
   // At least as many: whoever asks for the size does not know how many heads of keys there are.
@@ -53,9 +93,9 @@ struct BackwardWorkspace {
     return 1 + 2 * shape.batch * shape.heads + kMaxPersistentBlocks + 2 * kSplitBlocks;
   }
 
-  // Sets the pointers from `base` and returns the size in bytes; base may be null. `head_dim` is
-  // the instance's, at least both head dims.
-  static int64_t plan(const Shape& shape, int64_t head_dim, bool segments, bool deterministic,
+  // Sets the pointers from `base` and returns the size in bytes; base may be null. `widest` is the
+  // instance's head dim, at least both.
+  static int64_t plan(const Shape& shape, int64_t widest, bool segments, bool deterministic,
                       void* base, BackwardWorkspace& workspace) {
     uint8_t* const start = static_cast<uint8_t*>(base);
     int64_t offset = 0;
@@ -64,34 +104,39 @@ struct BackwardWorkspace {
       offset += aligned(bytes);
       return start + at;
     };
-    const int64_t rows = padded_rows(shape);
-    const int64_t total_rows = shape.batch * shape.heads * rows;
-    workspace.rows = static_cast<int32_t>(rows);
+    const int64_t heads = shape.batch * shape.heads;
+    const int multiple = shape.q_len > kOneTileRows ? kMaxBlockQ : 4;
+    workspace.rows = static_cast<int32_t>(tiles(shape.q_len, multiple) * multiple);
+    workspace.dquery_rows = static_cast<int32_t>(dquery_rows_of(int64_t{shape.q_len}));
     workspace.spans = {};
     if (segments) {
       workspace.spans = SegmentSpans::at(shape, take(SegmentSpans::bytes(shape)));
     }
-    workspace.lse_log2 = reinterpret_cast<float*>(take(total_rows * 4));
-    workspace.delta = reinterpret_cast<float*>(take(total_rows * 4));
-    workspace.dquery = reinterpret_cast<float*>(take(total_rows * head_dim * 4));
+    workspace.padding = heads * workspace.rows;
+    workspace.lse_log2 = reinterpret_cast<float*>(take((workspace.padding + kMaxBlockQ) * 4));
+    workspace.delta = reinterpret_cast<float*>(take((workspace.padding + kMaxBlockQ) * 4));
+    const int64_t dquery_bytes = heads * workspace.dquery_rows * shape.head_dim * 4;
+    workspace.dquery = reinterpret_cast<float*>(take(dquery_bytes));
     workspace.odd_dquery = nullptr;
-    if (deterministic && head_dim <= kTwoSumsHeadDim) {
-      workspace.odd_dquery = reinterpret_cast<float*>(take(total_rows * head_dim * 4));
+    workspace.flags = static_cast<int32_t>(2 * tiles(shape.q_len, 64));
+    if (deterministic && widest <= kTwoSumsHeadDim && shape.q_len > kTwoSumsRows) {
+      workspace.odd_dquery = reinterpret_cast<float*>(take(dquery_bytes));
+      workspace.flags = static_cast<int32_t>(4 * tiles(shape.q_len, 128));
     }
     workspace.counters = reinterpret_cast<int32_t*>(take(counter_words(shape) * 4));
     workspace.split_sums = nullptr;
     workspace.split_sums_bytes = 0;
-    if (!deterministic && head_dim <= kSplitHeadDim) {
-      const int64_t key_tiles = (int64_t{shape.kv_len} + kSplitKeys - 1) / kSplitKeys;
-      const int64_t parts = std::min<int64_t>(kSplitBlocks, total_rows / 64 * key_tiles);
-      workspace.split_sums_bytes = parts * kSplitKeys * 2 * head_dim * 4;
+    if (!deterministic && widest <= kSplitHeadDim) {
+      const int64_t pairs = heads * tiles(shape.q_len, 64) * tiles(shape.kv_len, kSplitKeys);
+      workspace.split_sums_bytes =
+          std::min<int64_t>(kSplitBlocks, pairs) * kSplitKeys * 2 * widest * 4;
       workspace.split_sums = reinterpret_cast<float*>(take(workspace.split_sums_bytes));
     }
     workspace.turns = nullptr;
     workspace.ticket = nullptr;
-    if (deterministic && rows > 0) {  // without rows nothing is summed, and nothing sets the ticket
-      workspace.turns = reinterpret_cast<int32_t*>(take((total_rows / 32 + 1) * 4));
-      workspace.ticket = workspace.turns + total_rows / 32;
+    if (deterministic) {
+      workspace.turns = reinterpret_cast<int32_t*>(take((heads * workspace.flags + 1) * 4));
+      workspace.ticket = workspace.turns + heads * workspace.flags;
     }
     return offset;
   }

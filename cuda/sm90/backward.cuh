@@ -52,7 +52,7 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
     }
   }
   if (status.ok()) {
-    status = launch_begin<Element>(params, workspace, scales, Config::kDqueryCols, zeros, stream);
+    status = launch_begin<Element>(params, workspace, scales, true, zeros, stream);
   }
   if (status.ok()) {
     const auto launch = [&](auto* kernel) {
@@ -67,19 +67,18 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
   }
   if (!status.ok()) return status;
   constexpr int kGroups = Config::kDqueryCols / kEndCols;
-  if (ends.blocks > 0) {
-    return launch_dependent(
-        "sm90::backward_rest_kernel", shape, backward_rest_kernel<Config, Element>,
-        int64_t{ends.blocks} * kRestBlocks * kGroups, kEndThreads, 0, stream,
-        BackwardEdgePlan(params, workspace, scales, workspace.rows / 64, Config::kDqueryCols),
-        ends);
-  }
   const int64_t tiles = ceil_div(shape.q_len, 64);
+  if (ends.blocks > 0) {
+    return launch_dependent("sm90::backward_rest_kernel", shape,
+                            backward_rest_kernel<Config, Element>,
+                            int64_t{ends.blocks} * kRestBlocks * kGroups, kEndThreads, 0, stream,
+                            BackwardEdgePlan(params, workspace, scales, tiles), ends);
+  }
   // Few of them start on the multiprocessors that are free first, unless those do not have room.
   const int end_smem_bytes = tiles * heads <= 2 * sms ? kSpreadSmemBytes : 0;
   return launch_dependent("sm90::backward_end_kernel", shape, backward_end_kernel<Config, Element>,
                           tiles * heads * kGroups, kEndThreads, end_smem_bytes, stream,
-                          BackwardEdgePlan(params, workspace, scales, tiles, Config::kDqueryCols));
+                          BackwardEdgePlan(params, workspace, scales, tiles));
 }
 
 template <typename Element, int kHeadDim, bool kGeneral>
@@ -100,7 +99,7 @@ Status launch_wide_backward(const Backward& params, const BackwardWorkspace& wor
     }
   }
   if (status.ok()) {
-    status = launch_begin<Element>(params, workspace, {}, 0, {}, stream);
+    status = launch_begin<Element>(params, workspace, {}, false, {}, stream);
   }
   if (status.ok()) {
     const TileSchedule schedule =

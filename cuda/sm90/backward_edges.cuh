@@ -26,22 +26,32 @@ namespace jax_flash::sm90 {
 inline constexpr int kEdgeThreads = 256;
 inline constexpr int kSpreadSmemBytes = 100 * 1024;  // with which a multiprocessor has two blocks
 
-// What main kernels add to, for kEdgeRows rows, by all threads; and their counters.
+// What main kernels add to, for kEdgeRows rows, by all threads; and, once, their counters and what
+// stands for rows that there are not.
 __device__ __forceinline__ void write_zeros(const BackwardEdgePlan& plan, int32_t batch_head,
-                                            int64_t row_index) {
-  int32_t* const turns = plan.workspace.turns;
+                                            int32_t row0) {
+  const BackwardWorkspace& workspace = plan.workspace;
+  const int thread = threadIdx.x;
   if (blockIdx.x == 0) {
-    for (int i = threadIdx.x; i < plan.counters; i += kEdgeThreads) {
-      plan.workspace.counters[i] = 0;
+    for (int i = thread; i < plan.counters; i += kEdgeThreads) workspace.counters[i] = 0;
+    if (thread < sm80::kMaxBlockQ) {
+      workspace.lse_log2[workspace.padding + thread] = -minus_infinity();
+      workspace.delta[workspace.padding + thread] = 0.0f;
     }
   }
-  if (turns) {  // the first to come stores
-    if (threadIdx.x == 0) turns[row_index / kEdgeRows] = 0;
+  if (workspace.turns) {             // the first to come stores
+    static_assert(kEdgeRows == 32);  // so that two flags a tile are enough
+    const int flag = row0 / kEdgeRows * 2 + thread;
+    if (thread < 2 && flag < workspace.flags) {
+      workspace.turns[int64_t{batch_head} * workspace.flags + flag] = 0;
+    }
     return;
   }
   if (batch_head >= plan.zeroed_heads) return;
-  float4* sums = reinterpret_cast<float4*>(plan.workspace.dquery + row_index * plan.dquery_cols);
-  for (int i = threadIdx.x; i < kEdgeRows * plan.dquery_cols / 4; i += kEdgeThreads) {
+  float4* sums = reinterpret_cast<float4*>(
+      workspace.dquery + (int64_t{batch_head} * workspace.dquery_rows + row0) * plan.head_dim);
+  const int zeros = min(workspace.dquery_rows - row0, kEdgeRows) * plan.head_dim;
+  for (int i = thread; i < zeros / 4; i += kEdgeThreads) {
     sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
 }
@@ -63,7 +73,6 @@ __global__ void __launch_bounds__(kEdgeThreads)
   const HeadIndex head = plan.heads.at(batch_head);
   const int32_t q_len =
       plan.band_varies ? Band(params, BatchIndex(params.shape, head.batch)).q_len : plan.q_len;
-  const int64_t row_index = int64_t{batch_head} * workspace.rows + row0;
   const int thread = threadIdx.x, chunk = thread % kLanes, first = thread / kLanes;
   const int32_t rows_left = chunk * kChunk < plan.value_dim ? min(q_len - row0, kEdgeRows) : 0;
   const Element* out = plan.out.at<const Element>(head, row0) + chunk * kChunk;
@@ -83,7 +92,7 @@ __global__ void __launch_bounds__(kEdgeThreads)
     row_lse = plan.lse.at<const float>(head, row0)[thread * plan.lse.row];
     if (plan.dlse.data) row_dlse = plan.dlse.at<const float>(head, row0)[thread * plan.dlse.row];
   }
-  write_zeros(plan, batch_head, row_index);
+  write_zeros(plan, batch_head, row0);
   __shared__ float sums_smem[kBatch * kRowsAtATime];
 #pragma unroll
   for (int u = 0; u < kBatch; ++u) {
@@ -101,7 +110,8 @@ __global__ void __launch_bounds__(kEdgeThreads)
     if (chunk == 0) sums_smem[first + u * kRowsAtATime] = sum;
   }
   __syncthreads();
-  if (thread >= kEdgeRows) return;
+  if (thread >= min(workspace.rows - row0, kEdgeRows)) return;
+  const int64_t row_index = int64_t{batch_head} * workspace.rows + row0;
   const bool dead = row_lse == minus_infinity();
   // Its units are those of logits.
   workspace.lse_log2[row_index + thread] =
@@ -112,15 +122,14 @@ __global__ void __launch_bounds__(kEdgeThreads)
 
 template <typename Element>
 Status launch_begin(const Backward& params, const BackwardWorkspace& workspace,
-                    const GradientScales& scales, int dquery_cols, const ZeroPlan& zeros,
+                    const GradientScales& scales, bool sums, const ZeroPlan& zeros,
                     cudaStream_t stream) {
   const Shape& shape = params.shape;
-  const int64_t rows = shape.batch * shape.heads * workspace.rows;
+  const int64_t tiles = ceil_div(workspace.rows, kEdgeRows);
   const auto launch = [&](auto* kernel) {
-    return launch_kernel(
-        "sm90::backward_begin_kernel", shape, kernel, rows / kEdgeRows, kEdgeThreads, 0, stream,
-        BackwardEdgePlan(params, workspace, scales, workspace.rows / kEdgeRows, dquery_cols, zeros),
-        params);
+    return launch_kernel("sm90::backward_begin_kernel", shape, kernel,
+                         shape.batch * shape.heads * tiles, kEdgeThreads, 0, stream,
+                         BackwardEdgePlan(params, workspace, scales, tiles, sums, zeros), params);
   };
   if (shape.value_dim > 128) return launch(backward_begin_kernel<Element, 32>);
   return shape.value_dim > 64 ? launch(backward_begin_kernel<Element, 16>)
@@ -129,8 +138,7 @@ Status launch_begin(const Backward& params, const BackwardWorkspace& workspace,
 
 inline constexpr int kEndThreads = 128, kEndCols = 64;
 
-// Converts a group of kEndCols columns, as the workspace has them, of a tile of 64 query rows. A
-// warp converts 16 rows.
+// Converts kEndCols columns of a tile of 64 query rows. A warp converts 16 rows.
 template <typename Config, typename Element>
 __device__ __forceinline__ void convert_tile(const BackwardEdgePlan& plan, int32_t index,
                                              int group) {
@@ -140,27 +148,33 @@ __device__ __forceinline__ void convert_tile(const BackwardEdgePlan& plan, int32
   const int32_t tile = index - batch_head * plan.tiles.divisor;
   const int row0 = tile * 64 + threadIdx.x / 32 * 16, col0 = group * kEndCols;
   Element* dquery_gmem = plan.dquery.at<Element>(plan.heads.at(batch_head), row0) + col0;
-  const int64_t place = (int64_t{batch_head} * workspace.rows + tile * 64) * Config::kDqueryCols +
-                        group * (Config::kStagingBytes / 4) + threadIdx.x * 4;
-  const int32_t* turns = workspace.turns + (int64_t{batch_head} * workspace.rows / kEdgeRows) +
+  const int lanes = dquery_lanes(plan.q_len, tile * 64), thread = threadIdx.x;
+  const int64_t place = (int64_t{batch_head} * workspace.dquery_rows + tile * 64) * plan.head_dim +
+                        (group * (kEndCols / 8) * lanes + thread) * 4;
+  const int col_blocks = thread < lanes ? (plan.head_dim - col0) / 8 : 0;
+  const int32_t* turns = workspace.turns + int64_t{batch_head} * workspace.flags +
                          (Config::kDqueryByRows ? tile : tile * Config::kConsumers) + group;
   float values[kEndCols / 8][4] = {};
-  const auto add = [&](const float* sums) {
+  const auto each = [&](const float* sums, const auto& use) {
 #pragma unroll
     for (int n = 0; n < kEndCols / 8; ++n) {
-      const float4 value = *reinterpret_cast<const float4*>(sums + place + n * 512);
-      values[n][0] += value.x;
-      values[n][1] += value.y;
-      values[n][2] += value.z;
-      values[n][3] += value.w;
+      if (n < col_blocks) {
+        use(values[n], *reinterpret_cast<const float4*>(sums + place + n * lanes * 4));
+      }
     }
   };
   ptx::griddepcontrol_wait();
   // With turns the first to come stores its sums, and nobody need have come.
-  if (workspace.turns == nullptr || *turns != 0) add(workspace.dquery);
-  if (Config::kOrderedSums > 1 && workspace.turns != nullptr &&
-      turns[ordered_flags<Config>(workspace)] != 0) {
-    add(workspace.odd_dquery);
+  if (workspace.turns == nullptr || *turns != 0) {
+    each(workspace.dquery, [](float (&to)[4], const float4& value) {
+      to[0] = value.x, to[1] = value.y, to[2] = value.z, to[3] = value.w;
+    });
+  }
+  if (Config::kOrderedSums > 1 && workspace.odd_dquery != nullptr &&
+      turns[workspace.flags / 2] != 0) {
+    each(workspace.odd_dquery, [](float (&to)[4], const float4& value) {
+      to[0] += value.x, to[1] += value.y, to[2] += value.z, to[3] += value.w;
+    });
   }
   store_rows(dquery_gmem, plan.dquery.row, plan.q_len - row0, plan.head_dim - col0,
              plan.scales.dquery, values);

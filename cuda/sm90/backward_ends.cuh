@@ -56,36 +56,34 @@ struct EndWarp {
     return true;
   }
   __device__ __forceinline__ void convert_strip() {
-    constexpr int kUnits = Config::kDqueryCols / 32;  // of 32 columns
-    const int lane = kept_thread_index() % 32;
-    const int32_t batch_head = plan.tiles_of_head.quotient(at / kStrips);
-    const int32_t row0 = at * 16 - batch_head * plan.rows_of_head;
-    const int64_t place =
-        int64_t{at / kStrips} * (64 * Config::kDqueryCols) + at % kStrips * 128 + lane * 4;
-    const float* from = workspace.dquery + place;
-    const int32_t row = row0 + lane / 4;
+    const int lane = kept_thread_index() % 32, strip = at % kStrips;
+    const int32_t tile = at / kStrips, batch_head = plan.tiles_of_head.quotient(tile);
+    const int32_t tile_row0 = (tile - batch_head * plan.tiles_of_head.divisor) * 64;
+    const int32_t row = tile_row0 + strip * 16 + lane / 4;
+    const int32_t lanes = dquery_lanes(plan.q_len, tile_row0);
+    const float* from = workspace.dquery +
+                        (int64_t{batch_head} * workspace.dquery_rows + tile_row0) * plan.head_dim +
+                        (strip * 32 + lane) * 4;
     Element* to = plan.dquery.at<Element>(plan.heads.at(batch_head), row) + lane % 4 * 8;
-    const auto store = [&](int unit, const uint4& chunk, const uint4& chunk_below) {
-      const bool has_cols = unit * 32 + lane % 4 * 8 < plan.head_dim;
+    const auto store = [&](bool has_cols, const uint4& chunk, const uint4& chunk_below) {
       if (has_cols && row < plan.q_len) *reinterpret_cast<uint4*>(to) = chunk;
       if (has_cols && row + 8 < plan.q_len) {
         *reinterpret_cast<uint4*>(to + 8 * plan.dquery.row) = chunk_below;
       }
       to += 32;
     };
-    int unit = 0;
-    if constexpr (kOrdered) {
-      // The first to come stores its sums, and nobody need have come. A tile has two flags.
-      if (workspace.turns[at / kStrips * 2] == 0) {
+    // The first to come stores its sums, and nobody need have come. A tile has two flags.
+    const auto is_stored = [&] {
+      return workspace.turns[int64_t{batch_head} * workspace.flags + tile_row0 / kEdgeRows] != 0;
+    };
+    const bool has_sums = strip * 32 + lane < lanes && (!kOrdered || is_stored());
 #pragma unroll 1
-        for (; unit < kUnits; ++unit) store(unit, uint4{}, uint4{});
-      }
-    }
-#pragma unroll 1
-    for (; unit < kUnits; ++unit, from += 2048) {
-      float4 values[4];
+    for (int32_t cols = plan.head_dim; cols > 0; cols -= 32) {
+      float4 values[4] = {};
 #pragma unroll
-      for (int n = 0; n < 4; ++n) values[n] = reinterpret_cast<const float4*>(from)[n * 128];
+      for (int n = 0; n < 4; ++n, from += lanes * 4) {
+        if (has_sums && n * 8 < cols) values[n] = *reinterpret_cast<const float4*>(from);
+      }
       uint32_t words[4], words_below[4];
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
@@ -94,7 +92,7 @@ struct EndWarp {
             ptx::cvt_rn_x2<Element>(values[n].z * plan.scale, values[n].w * plan.scale);
       }
       const uint4 chunk = exchange_quad(words), chunk_below = exchange_quad(words_below);
-      store(unit, chunk, chunk_below);
+      store(lane % 4 * 8 < cols, chunk, chunk_below);
     }
     if (++at % kStrips == 0) at += (plan.blocks - 1) * kStrips;
   }

@@ -126,7 +126,7 @@ inline EndPlan plan_ends(const Backward& params, const BackwardWorkspace& worksp
   EndPlan ends;
   ends.kv_heads = schedule.total_heads;
   const int64_t total = int64_t{schedule.tiles} * schedule.total_heads;
-  const int64_t of_head = workspace.rows / 64, tiles = shape.batch * shape.heads * of_head;
+  const int64_t of_head = ceil_div(shape.q_len, 64), tiles = shape.batch * shape.heads * of_head;
   if (!may || blocks.launched * 2 >= total || tiles > INT32_MAX / 64 ||
       blocks.launched > sm80::kMaxPersistentBlocks) {
     return ends;
@@ -136,7 +136,6 @@ inline EndPlan plan_ends(const Backward& params, const BackwardWorkspace& worksp
   ends.additions = 2 * schedule.tiles;
   ends.tiles_of_head = Divisor(static_cast<int32_t>(of_head));
   ends.tiles_of_group = Divisor(static_cast<int32_t>(of_head * (shape.heads / shape.kv_heads)));
-  ends.rows_of_head = workspace.rows;
   ends.q_len = shape.q_len;
   ends.head_dim = shape.head_dim;
   ends.scale = scales.dquery;
@@ -185,9 +184,9 @@ SplitPlan plan_split(const Backward& params, const BackwardWorkspace& workspace,
   return split;
 }
 
-// Shares lie in a row, head by head. A section ahead, whoever is to write a share that a block
-// waits for has taken its own block before that one, or with it, and in turn waits for earlier ones
-// only.
+// Shares lie in a row, head by head, whose elements a warp's stores of kUnit must divide. A section
+// ahead, whoever is to write a share that a block waits for has taken its own block before that
+// one, or with it, and in turn waits for earlier ones only.
 template <typename Config>
 ZeroPlan plan_zeros(const Shape& shape, const BackwardWorkspace& workspace,
                     const KeyBlocks& blocks) {
@@ -197,9 +196,14 @@ ZeroPlan plan_zeros(const Shape& shape, const BackwardWorkspace& workspace,
   if (workspace.turns || blocks.launched >= total || shape.kv_heads == 0) return zeros;
   const int64_t ahead = schedule.section_blocks.divisor + blocks.launched / 8;
   const int64_t first_head = ceil_div(blocks.launched + ahead, schedule.tiles);
-  const int64_t of_head =
-      int64_t{shape.heads / shape.kv_heads} * workspace.rows * Config::kDqueryCols / 128;
-  if (first_head >= schedule.total_heads || of_head + schedule.tiles > INT32_MAX) return zeros;
+  constexpr int kUnit = 128;
+  const int64_t elements =
+      int64_t{shape.heads / shape.kv_heads} * workspace.dquery_rows * shape.head_dim;
+  const int64_t of_head = elements / kUnit;
+  if (elements % kUnit != 0 || first_head >= schedule.total_heads ||
+      of_head + schedule.tiles > INT32_MAX) {
+    return zeros;
+  }
   zeros.first_head = static_cast<int32_t>(first_head);
   zeros.ahead = static_cast<int32_t>(ahead);
   zeros.of_head = static_cast<int32_t>(of_head);

@@ -113,10 +113,11 @@ inline constexpr int kMaskRowsThreads = 1024;
 
 // Grid: for each of [batch, heads] of the mask a block for each tile of keys. `ranges`: from the
 // first row that may attend to one of these to behind the last.
-static __global__ void __launch_bounds__(kMaskRowsThreads)
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads)
     mask_rows_kernel(const __grid_constant__ Operand mask, const __grid_constant__ MaskRows made,
                      int32_t kv_len, bool vectors, int2* ranges) {
-  constexpr int kWarps = kMaskRowsThreads / 32, kInFlight = 16, kLaneKeys = MaskRows::kKeys / 32;
+  constexpr int kWarps = kThreads / 32, kInFlight = 16, kLaneKeys = MaskRows::kKeys / 32;
   static_assert(kLaneKeys == 4);
   const int32_t tile = blockIdx.x % made.tiles, matrix = blockIdx.x / made.tiles;
   const int32_t head = matrix % made.heads, batch = matrix / made.heads;
@@ -176,7 +177,7 @@ inline Status launch_mask_rows(const Backward& params, const sm80::BackwardWorks
   int2* const ranges = reinterpret_cast<int2*>(workspace.split_sums);
   made.ranges = ranges;
   mask_rows = made;
-  return launch_kernel("sm90::mask_rows_kernel", shape, mask_rows_kernel,
+  return launch_kernel("sm90::mask_rows_kernel", shape, mask_rows_kernel<kMaskRowsThreads>,
                        made.matrices() * made.tiles, kMaskRowsThreads, 0, stream, params.mask, made,
                        shape.kv_len, mask_has_vectors(params, 4), ranges);
 }

@@ -82,7 +82,7 @@ __device__ __forceinline__ void consume_tiles(
   const bool copies = threadIdx.x % 128 == 0;
   const auto await_copies = [&] {
     if (copies) ptx::cp_async_bulk_wait_group_read<0>();
-    ptx::barrier_sync(kZeroed + group, 128);
+    ptx::barrier_sync(kBackwardZeroed + group, 128);
   };
   const auto write_key_gradients = [&] {
     const typename Config::GradientTile dkey_smem{smem.staging(group * 2), 0};
@@ -90,7 +90,7 @@ __device__ __forceinline__ void consume_tiles(
     const int row = threadIdx.x % 128 / 32 * 16;
     store_sums<Element>(dkey_smem, row, kScaled ? 1.0f : params.options.scale, dkey);
     store_sums<Element>(dvalue_smem, row, 1.0f, dvalue);
-    ptx::barrier_sync(kZeroed + group, 128);
+    ptx::barrier_sync(kBackwardZeroed + group, 128);
     const int32_t row0 = first_key() + group * 64;
     // A single row has no axis in the maps, and every index would be its own.
     if (!copies || row0 >= shape.kv_len) return;
@@ -104,7 +104,7 @@ __device__ __forceinline__ void consume_tiles(
     if constexpr (!kMaySplit) return false;
     const SplitSums sums{workspace.split_sums,
                          BackwardCounters{workspace.counters, plan.ends.kv_heads}.stored(), group,
-                         kZeroed + group};
+                         kBackwardZeroed + group};
     const int32_t index = __reduce_max_sync(0xffffffff, block.sum.index);
     const int32_t addends = __reduce_max_sync(0xffffffff, block.sum.addends);
     if (addends < 0) {
@@ -148,7 +148,7 @@ __device__ __forceinline__ void consume_tiles(
   const bool has_padding = kGeneral || band.q_len < shape.q_len;
   const auto zero_padding = [&](const typename Config::QueryTile& rows_smem, int32_t row0) {
     if (has_padding && row0 + kBlockQ > band.q_len) {
-      zero_rows(rows_smem, 0, band.q_len - row0, kZeroed + group);
+      zero_rows(rows_smem, 0, band.q_len - row0, kBackwardZeroed + group);
     }
   };
   uint32_t key_rmem[kHeadSteps][4], value_rmem[kHeadSteps][4];
@@ -394,6 +394,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     touch_parameters<Config::kConsumers * 4>(params, threadIdx.x / 32 - 4);
     touch_parameters(plan);
     touch_parameters(schedule);
+    fill_statistics(workspace, smem);
   } else if (threadIdx.x >= 96) {
     auto block = BackwardBlock::at<Config, kGeneral, kByMask>(
         params, plan, schedule, plan.split.block_of(static_cast<int32_t>(blockIdx.x)),
@@ -407,7 +408,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __syncthreads();
   if (threadIdx.x == 96) {
     const BackwardBlock& block = smem.blocks[0];
-    if (block.tile_count > 0) load_query(params, maps, smem, 0, block, block.walk.begin());
+    if (block.tile_count > 0) {
+      load_query(params, maps, workspace, smem, 0, block, block.walk.begin());
+    }
     ptx::mbarrier_arrive(smem.block_full(0));
   }
   ptx::griddepcontrol_launch_dependents();

@@ -80,7 +80,7 @@ enum class TurnOrder : int32_t {
 };
 
 // A tile of a query head.
-struct QueryTileCursor {
+struct HeadTile {
   int32_t head, tile;
 };
 
@@ -109,23 +109,21 @@ struct QueryTileWalk {
   }
   // From the tile of an index on.
   __device__ __forceinline__ void skip(int32_t index) {
-    const QueryTileCursor cursor = at(index);
+    const HeadTile cursor = at(index);
     first_head = cursor.head;
     first_tile = cursor.tile;
   }
-  __device__ __forceinline__ QueryTileCursor begin() const { return {first_head, first_tile}; }
-  __device__ __forceinline__ bool done(const QueryTileCursor& at) const {
-    return at.head >= end_head;
-  }
+  __device__ __forceinline__ HeadTile begin() const { return {first_head, first_tile}; }
+  __device__ __forceinline__ bool done(const HeadTile& at) const { return at.head >= end_head; }
   template <int kBlockQ>
   __device__ __forceinline__ int32_t count() const {
     if (query_spans == nullptr) return (range.end - range.first) * (end_head - first_head);
     int32_t tiles = 0;
-    for (QueryTileCursor at = begin(); !done(at); advance<kBlockQ>(at)) ++tiles;
+    for (HeadTile at = begin(); !done(at); advance<kBlockQ>(at)) ++tiles;
     return tiles;
   }
   // The tile of an index in this order, where nothing is skipped.
-  __device__ __forceinline__ QueryTileCursor at(int32_t index) const {
+  __device__ __forceinline__ HeadTile at(int32_t index) const {
     const int32_t tiles = range.end - range.first, heads = index / tiles;
     const int32_t place = index - heads * tiles;
     const int32_t tile = backward ? start - place : start + place;
@@ -133,7 +131,7 @@ struct QueryTileWalk {
   }
   // kOrdered: with turns, without which none goes backward.
   template <int kBlockQ, bool kOrdered = false>
-  __device__ __forceinline__ void advance(QueryTileCursor& at) const {
+  __device__ __forceinline__ void advance(HeadTile& at) const {
     const bool down = kOrdered && backward;
     at.tile = down ? at.tile - 1 : skip_to<kBlockQ>(at.tile + 1);
     if (down && at.tile < range.first) at.tile = start;

@@ -8,6 +8,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "params.h"
 #include "ptx/griddepcontrol.cuh"
@@ -281,15 +282,36 @@ __device__ __forceinline__ void load_first_keys(const Backward& params, const Bl
   load_keys(smem.value(), maps.value, smem.value_full(), params.value, batch, index.head, col0);
 }
 
+// Rows of a tile that have an lse and a delta in the workspace: all, unless tiles are their heads'
+// only ones.
+template <typename Config>
+__device__ __forceinline__ int32_t statistics_rows(const BackwardWorkspace& workspace) {
+  return min(workspace.rows, Config::kBlockQ);
+}
+
+// Writes them for the others, which no copy writes. By 256 threads from number 128 on.
+template <typename Config>
+__device__ __forceinline__ void fill_statistics(const BackwardWorkspace& workspace,
+                                                const BackwardSmem<Config>& smem) {
+  const int32_t rows = statistics_rows<Config>(workspace);
+  if (rows == Config::kBlockQ) return;
+  for (int i = threadIdx.x - 128; i < Config::kStages * Config::kBlockQ; i += 256) {
+    if (i % Config::kBlockQ < rows) continue;
+    smem.lse[i] = -minus_infinity();
+    smem.delta[i] = 0.0f;
+  }
+}
+
 // Starts copying Q of a tile, which lse follows. By one thread.
 template <typename Config>
 __device__ __forceinline__ void load_query(const Backward& params, const BackwardMaps& maps,
+                                           const BackwardWorkspace& workspace,
                                            const BackwardSmem<Config>& smem, uint32_t stage,
-                                           const BackwardBlock& block, const QueryTileCursor& at) {
+                                           const BackwardBlock& block, const HeadTile& at) {
   const int32_t row0 = at.tile * Config::kBlockQ;
   smem.tiles[stage] = {row0, at.head};
-  ptx::mbarrier_arrive_expect_tx(smem.query_full(stage),
-                                 Config::QueryTile::kBytes + Config::kBlockQ * 4);
+  ptx::mbarrier_arrive_expect_tx(
+      smem.query_full(stage), Config::QueryTile::kBytes + statistics_rows<Config>(workspace) * 4);
   load_tile_panels(smem.query(stage), maps.query, smem.query_full(stage), params.query, block.batch,
                    at.head, row0);
 }
@@ -302,11 +324,11 @@ __device__ __forceinline__ void load_tiles(const Backward& params, const Backwar
                                            const BackwardSmem<Config>& smem,
                                            const BackwardBlock& block, bool begun,
                                            uint32_t key_parity, StagePair& next) {
-  constexpr uint32_t kStatisticsBytes = Config::kBlockQ * 4;
+  const uint32_t statistics_bytes = statistics_rows<Config>(workspace) * 4;
   const bool leader = threadIdx.x == 0;
   const BatchIndex& batch = block.batch;
   const QueryTileWalk& walk = block.walk;
-  QueryTileCursor at = walk.begin();
+  HeadTile at = walk.begin();
   if (leader && block.tile_count == 0) {  // the barriers go on all the same
     if (!begun) {
       ptx::mbarrier_wait(smem.keys_empty(), key_parity ^ 1);
@@ -330,7 +352,7 @@ __device__ __forceinline__ void load_tiles(const Backward& params, const Backwar
       if (!first || !begun) {
         ptx::mbarrier_wait(smem.query_empty(stage), next.parity() ^ 1);
         ptx::fence_proxy_async_shared();
-        load_query(params, maps, smem, stage, block, at);
+        load_query(params, maps, workspace, smem, stage, block, at);
       }
       const int32_t col0 = block.kv_tile * Config::kBlockKv;
       if (first) {
@@ -345,17 +367,17 @@ __device__ __forceinline__ void load_tiles(const Backward& params, const Backwar
         ptx::griddepcontrol_launch_dependents();
       }
       ptx::cp_async_bulk_load(ptx::shared_address(smem.lse + stage * Config::kBlockQ),
-                              workspace.lse_log2 + row_index, kStatisticsBytes, query_full);
+                              workspace.lse_log2 + row_index, statistics_bytes, query_full);
       if (first && !begun) {  // after what the first product needs
         load_keys(smem.value(), maps.value, smem.value_full(), params.value, batch, block.kv_head,
                   col0);
       }
       ptx::mbarrier_wait(smem.dout_empty(stage), next.parity() ^ 1);
       ptx::fence_proxy_async_shared();
-      ptx::mbarrier_arrive_expect_tx(dout_full, Config::QueryTile::kBytes + kStatisticsBytes);
+      ptx::mbarrier_arrive_expect_tx(dout_full, Config::QueryTile::kBytes + statistics_bytes);
       load_tile_panels(smem.dout(stage), maps.dout, dout_full, params.dout, batch, at.head, row0);
       ptx::cp_async_bulk_load(ptx::shared_address(smem.delta + stage * Config::kBlockQ),
-                              workspace.delta + row_index, kStatisticsBytes, dout_full);
+                              workspace.delta + row_index, statistics_bytes, dout_full);
       if (kSeveral && left == min(block.tile_count, kTilesAhead)) {
         ptx::mbarrier_arrive(smem.block_wanted());
       }
@@ -373,15 +395,16 @@ __device__ __forceinline__ void load_tiles(const Backward& params, const Backwar
 // of one with the other, which lets it compute.
 enum BackwardBarrier : int {
   kScoresStored = 1,
-  kZeroed = 5,
+  kBackwardZeroed = 5,
   kDqueryFull = 7,
   kConsumers = 11,
   kMayCompute = 12
 };
 
-// Where a tile's dQ is added, and when.
+// Where a consumer's dQ of a tile is added, and when.
 struct DqueryTile {
-  uint32_t row = 0;   // first row, among those of all heads
+  uint32_t row = 0;   // first row, among those of the sums of all heads
+  int32_t lanes = 0;  // that have places there: see dquery_lanes()
   uint32_t flag = 0;  // says whose turn it is
   int32_t turn = 0;   // this block's
 
@@ -389,25 +412,49 @@ struct DqueryTile {
   static __device__ __forceinline__ DqueryTile at(const Shape& shape,
                                                   const BackwardWorkspace& workspace,
                                                   const BackwardBlock& block,
-                                                  const QueryTileCursor& cursor) {
+                                                  const HeadTile& cursor, int group) {
     const int32_t row0 = cursor.tile * Config::kBlockQ;
+    const int32_t own_row0 = Config::kDqueryByRows ? row0 + group * 64 : row0;
     const auto head = static_cast<uint32_t>(block.batch_head(shape, cursor.head));
     DqueryTile tile;
-    tile.row = head * static_cast<uint32_t>(workspace.rows) + row0;
+    tile.row = head * static_cast<uint32_t>(workspace.dquery_rows) + own_row0;
+    tile.lanes = dquery_lanes(shape.q_len, own_row0);
     if constexpr (kOrdered) {
-      tile.flag = head * static_cast<uint32_t>(workspace.rows / kEdgeRows) +
-                  cursor.tile * Config::kConsumers;
-      tile.turn = turn_of<Config::kOrderedSums>(
-          block.band, block.ascending, block.kv_tile, cursor.tile, block.walk.range.end,
-          kv_tiles<Config::kBlockKv>(block.band, row0, row0 + Config::kBlockQ));
+      tile.flag = head * static_cast<uint32_t>(workspace.flags) + cursor.tile * Config::kConsumers;
+      const auto turn = [&](auto sums) {
+        return turn_of<sums>(block.band, block.ascending, block.kv_tile, cursor.tile,
+                             block.walk.range.end,
+                             kv_tiles<Config::kBlockKv>(block.band, row0, row0 + Config::kBlockQ));
+      };
+      constexpr std::integral_constant<int, Config::kOrderedSums> kSeveral;
+      constexpr std::integral_constant<int, 1> kOne;
+      const bool several = Config::kOrderedSums > 1 && workspace.odd_dquery != nullptr;
+      tile.turn = several ? turn(kSeveral) : turn(kOne);
     }
     return tile;
   }
   __device__ __forceinline__ DqueryTile of_lane(int lane) const {
-    return {__shfl_sync(0xffffffff, row, lane), __shfl_sync(0xffffffff, flag, lane),
-            __shfl_sync(0xffffffff, turn, lane)};
+    return {__shfl_sync(0xffffffff, row, lane), __shfl_sync(0xffffffff, lanes, lane),
+            __shfl_sync(0xffffffff, flag, lane), __shfl_sync(0xffffffff, turn, lane)};
   }
 };
+
+// Starts adding staged dQ of a tile to its sums, or storing it there: all blocks of columns at a
+// time if all lanes have places, or one by one. By one thread.
+__device__ __forceinline__ void copy_dquery(bool stores, float* sums, uint32_t staged_smem,
+                                            int32_t lanes, int32_t col_blocks) {
+  const bool whole = lanes == 128;
+  const uint32_t bytes = lanes * 16 * (whole ? col_blocks : 1);
+  if (bytes == 0) return;
+#pragma unroll 1
+  for (int32_t i = 0; i < (whole ? 1 : col_blocks); ++i) {
+    if (stores) {
+      ptx::cp_async_bulk_store(sums + i * lanes * 4, staged_smem + i * 2048, bytes);
+    } else {
+      ptx::cp_reduce_async_bulk_add_f32(sums + i * lanes * 4, staged_smem + i * 2048, bytes);
+    }
+  }
+}
 
 // By a warp for each consumer, so that neither waits for the other's dQ; nor for the turns of its
 // own, of which there are two for a tile. The first turn stores instead of adding. From one turn to
@@ -422,14 +469,18 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
   const int lane = threadIdx.x % 32, count = block.tile_count;
   const bool leader = lane == 0;
   const QueryTileWalk& walk = block.walk;
-  const auto tile_at = [&](const QueryTileCursor& cursor) {
-    return DqueryTile::at<kOrdered, Config>(params.shape, workspace, block, cursor);
+  const auto tile_at = [&](const HeadTile& cursor) {
+    return DqueryTile::at<kOrdered, Config>(params.shape, workspace, block, cursor, group);
   };
-  const bool odd = kOrdered && block.kv_tile % Config::kOrderedSums != 0;
-  float* const dquery =
-      (odd ? workspace.odd_dquery : workspace.dquery) + group * (Config::kStagingBytes / 4);
-  int32_t* const flags = workspace.turns + group + (odd ? ordered_flags<Config>(workspace) : 0);
-  QueryTileCursor cursor = walk.begin();
+  const bool odd =
+      kOrdered && workspace.odd_dquery != nullptr && block.kv_tile % Config::kOrderedSums != 0;
+  float* const dquery = odd ? workspace.odd_dquery : workspace.dquery;
+  int32_t* const flags = workspace.turns + group + (odd ? workspace.flags / 2 : 0);
+  const int32_t head_dim = params.shape.head_dim;
+  // Blocks of 8 columns before this consumer's, and its own.
+  const int32_t first_block = Config::kDqueryByRows ? 0 : group * (Config::kDqueryGroupCols / 8);
+  const int32_t col_blocks = min(max(head_dim / 8 - first_block, 0), Config::kDqueryGroupCols / 8);
+  HeadTile cursor = walk.begin();
   DqueryTile tiles;   // this lane's
   int32_t turn = -1;  // as it was when last looked at
   const BackwardCounters counters{workspace.counters, plan.ends.kv_heads};
@@ -455,15 +506,11 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
     __syncwarp();
     const int stage = next.stage();
     const uint32_t staged = smem.staging(group * 2 + stage);
-    float* const sums = dquery + int64_t{tile.row} * Config::kDqueryCols;
+    float* const sums = dquery + int64_t{tile.row} * head_dim + first_block * tile.lanes * 4;
     ptx::barrier_sync(kDqueryFull + group * 2 + stage, 128 + 32);
     if (leader) {
       ptx::fence_proxy_async_shared();
-      if (kOrdered && tile.turn == 0) {
-        ptx::cp_async_bulk_store(sums, staged, Config::kStagingBytes);
-      } else {
-        ptx::cp_reduce_async_bulk_add_f32(sums, staged, Config::kStagingBytes);
-      }
+      copy_dquery(kOrdered && tile.turn == 0, sums, staged, tile.lanes, col_blocks);
       ptx::cp_async_bulk_commit_group();
     }
     __syncwarp();

@@ -20,13 +20,7 @@ namespace jax_flash::sm90 {
 
 using sm80::BackwardWorkspace;
 
-inline constexpr int kEdgeRows = 32;  // for which there is a turn
-
-// Of a head's tiles, for one sum of those that ordered runs add to.
-template <typename Config>
-__device__ __forceinline__ int32_t ordered_flags(const BackwardWorkspace& workspace) {
-  return workspace.rows / Config::kBlockQ * Config::kConsumers;
-}
+inline constexpr int kEdgeRows = 32;  // of a block of the first kernel
 
 // A head among those of all batches, as the axes of an operand have it.
 struct HeadIndex {
@@ -94,11 +88,17 @@ struct EndPlan {
   int32_t tiles = 0;      // of 64 query rows, of all heads
   int32_t additions = 0;  // to each head of keys: two for a block, or for each of its tiles
   Divisor tiles_of_group, tiles_of_head;
-  int32_t rows_of_head = 0, q_len = 0, head_dim = 0;
+  int32_t q_len = 0, head_dim = 0;
   float scale = 1.0f;
   HeadDivisors heads;
   EdgeOperand dquery;
 };
+
+// Lanes of a warpgroup, its first ones, that hold dQ of those of 64 rows from row0 on that exist:
+// those of which sums for dQ have places, [block of 8 columns][lane][element].
+__device__ __forceinline__ int32_t dquery_lanes(int32_t q_len, int32_t row0) {
+  return sm80::fragment_lanes(min(max(q_len - row0, 0), 64));
+}
 
 // Blocks of keys that are divided among thread blocks, which take parts of their query tiles. Who
 // takes a block's last tiles adds the sums of the others to its own.
@@ -163,11 +163,11 @@ GradientScales gradient_scales(const Options& options) {
   return {kGeneral ? 1.0f : options.scale, 1.0f};
 }
 
-// What the kernels before and after need.
+// What the kernels before and after need. `sums`: whether the main kernel adds to any.
 struct BackwardEdgePlan {
   Divisor tiles;  // of a head
   HeadDivisors heads;
-  int32_t q_len = 0, head_dim = 0, value_dim = 0, dquery_cols = 0;
+  int32_t q_len = 0, head_dim = 0, value_dim = 0;
   int32_t zeroed_heads = 0, counters = 0;
   bool band_varies = false;
   GradientScales scales;
@@ -176,18 +176,19 @@ struct BackwardEdgePlan {
 
   BackwardEdgePlan() = default;
   BackwardEdgePlan(const Backward& params, const BackwardWorkspace& space,
-                   const GradientScales& scaled, int64_t tiles_of_head, int32_t cols,
+                   const GradientScales& scaled, int64_t tiles_of_head, bool sums = false,
                    const ZeroPlan& zeros = {})
       : tiles(static_cast<int32_t>(std::max<int64_t>(tiles_of_head, 1))),
         heads(params.shape, params.shape.heads),
         q_len(params.shape.q_len),
         head_dim(params.shape.head_dim),
         value_dim(params.shape.value_dim),
-        dquery_cols(cols),
-        zeroed_heads(static_cast<int32_t>(std::min<int64_t>(
-            int64_t{zeros.first_head} * (params.shape.heads / params.shape.kv_heads), INT32_MAX))),
-        counters(cols > 0 ? static_cast<int32_t>(BackwardWorkspace::counter_words(params.shape))
-                          : 0),
+        zeroed_heads(
+            sums ? static_cast<int32_t>(std::min<int64_t>(
+                       int64_t{zeros.first_head} * (params.shape.heads / params.shape.kv_heads),
+                       INT32_MAX))
+                 : 0),
+        counters(sums ? static_cast<int32_t>(BackwardWorkspace::counter_words(params.shape)) : 0),
         band_varies(bool{params.query_seq_lengths}),
         scales(scaled),
         out(params.out),

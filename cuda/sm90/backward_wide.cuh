@@ -209,6 +209,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const auto here = BackwardBlock::at<Config, kGeneral>(params, plan, schedule, blockIdx.x,
                                                           workspace.spans, TurnOrder::kNone);
     if (threadIdx.x == 0) block = here;
+  } else if (threadIdx.x >= 128) {
+    fill_statistics(workspace, smem);
   }
   __syncthreads();
   if (threadIdx.x < 128) {
@@ -373,6 +375,8 @@ __device__ __forceinline__ void consume_key_tiles(const Backward& params,
       zero_rows(smem.query(), 0, rows, kWideZeroed + group);
       zero_rows(smem.dout(), 0, rows, kWideZeroed + group);
     }
+    // Rows beyond a head's last have those of another one, or of none: what comes of them, in rows
+    // of their own, is not stored.
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t index =

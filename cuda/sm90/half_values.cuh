@@ -78,7 +78,8 @@ __device__ __forceinline__ bool is_bad(uint32_t pair) {
   return one(pair & 0xffff) || one(pair >> 16);
 }
 
-static __global__ void __launch_bounds__(HalfValueCopy::kThreads)
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads)
     half_values_kernel(const __grid_constant__ HalfValueCopy copy) {
   using Copy = HalfValueCopy;
   __shared__ uint4 greatest_smem[Copy::kWarps][Copy::kChunks];
@@ -192,7 +193,8 @@ inline Status launch_half_values(const Forward& params, int64_t offset, bool dep
   Status status = make_tensor_map("value", shape, half, shape.kv_len, matrices.heads,
                                   shape.value_dim, box_rows, made.map);
   if (!status.ok()) return status;
-  return launch_grid(dependent, "sm90::half_values_kernel", shape, half_values_kernel, made.blocks,
+  return launch_grid(dependent, "sm90::half_values_kernel", shape,
+                     half_values_kernel<HalfValueCopy::kThreads>, made.blocks,
                      HalfValueCopy::kThreads, 0, stream, copy);
 }
 

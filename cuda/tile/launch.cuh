@@ -106,9 +106,9 @@ inline Status max_smem_bytes(const Options& options, int& bytes) {
 inline Status launch_segment_spans(const Forward& params, const SegmentSpans& spans,
                                    cudaStream_t stream) {
   const int64_t warps = params.shape.batch * (int64_t{spans.query_blocks} + spans.key_blocks);
-  return launch_kernel("segment_spans_kernel", params.shape, segment_spans_kernel,
-                       ceil_div(warps, kSegmentSpansThreads / 32), kSegmentSpansThreads, 0, stream,
-                       params, spans);
+  return launch_kernel(
+      "segment_spans_kernel", params.shape, segment_spans_kernel<kSegmentSpansThreads>,
+      ceil_div(warps, kSegmentSpansThreads / 32), kSegmentSpansThreads, 0, stream, params, spans);
 }
 
 }  // namespace jax_flash

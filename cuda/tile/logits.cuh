@@ -60,8 +60,8 @@ __device__ __forceinline__ bool in_natural_units(const Forward& params) {
 }
 
 // Beyond this magnitude a row's lse lacks a part that gradients need, which lse_low has; up to that
-// it is less than 2^-10.
-inline constexpr float kExtremeLse = 16384.0f;
+// it is less than 2^-14, as is what the sm_90 kernels' log2 units add.
+inline constexpr float kExtremeLse = 1024.0f;
 __device__ __forceinline__ bool is_extreme(float lse) {
   return fabsf(lse) > kExtremeLse && fabsf(lse) != -minus_infinity();
 }
@@ -70,7 +70,7 @@ __device__ __forceinline__ bool is_extreme(float lse) {
 // are right where a row's greatest logit is within these bounds, far from the lower one, and where
 // all are -inf. A row's lse tells whether they are: it is kLowLse where some finite logit was taken
 // for -inf, and no greater one came.
-inline constexpr float kLeastLogit = -16384.0f, kLowLse = -3.0e38f;
+inline constexpr float kLeastLogit = -1024.0f, kLowLse = -3.0e38f;
 __device__ __forceinline__ bool needs_exact_logits(float lse) {
   const bool moderate = lse >= kLeastLogit + 256.0f && lse <= kExtremeLse;
   return !moderate && lse != minus_infinity();  // NaN, too

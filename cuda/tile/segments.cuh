@@ -63,7 +63,8 @@ __device__ __forceinline__ int32_t next_tile(const SegmentSpan* spans, int32_t b
 inline constexpr int kSegmentSpansThreads = 1024;
 
 // Grid: one warp per span of query or key ids.
-static __global__ void __launch_bounds__(kSegmentSpansThreads)
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads)
     segment_spans_kernel(const __grid_constant__ Forward params, SegmentSpans spans) {
 #if __CUDA_ARCH__ >= 900
   ptx::griddepcontrol_launch_dependents();

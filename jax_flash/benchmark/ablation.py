@@ -24,11 +24,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash import ffi
 from jax_flash.benchmark import cli, oracle, report, stats, timing, variants
 from jax_flash.benchmark.cases import Case, make_inputs
 from jax_flash.benchmark.contenders import reason
 from jax_flash.benchmark.switches import SWITCHES, select
+from jax_flash.passes import Pass
+from jax_flash.primitives import run_on
 from jax_flash.spec import make_spec
 
 UNFUSED = "unfused XLA"
@@ -181,14 +182,14 @@ def _variant_call(
     if what == "forward":
 
         def call(operands):
-            return ffi.forward(spec, operands, platform)["out"]
+            return run_on(platform, Pass(spec), operands)["out"]
     else:
         # Output and log-sum-exp from the package's own library: the variant has no such kernel.
-        results = jax.jit(lambda x: ffi.forward(spec, x, platform))(operands)
+        results = jax.jit(lambda x: run_on(platform, Pass(spec), x))(operands)
         operands |= {**results, "dout": inputs[3]}
 
         def call(operands):
-            grads = ffi.backward(spec, operands, platform, None)
+            grads = run_on(platform, Pass(spec, "backward"), operands)
             return tuple(grads[name] for name in names)
 
     with library.in_use():

@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_flash
-from jax_flash import attention
+from jax_flash.ranks import own_ranks
 
 
 def dot_product_attention(
@@ -108,30 +108,11 @@ def dot_product_attention(
         options.update(
             dropout_rate=dropout_rate,
             dropout_seed=jax.random.bits(dropout_rng, (2,), jnp.uint32),
+            broadcast_dropout=broadcast_dropout,
         )
     options.update(bias=bias, mask=mask, is_causal=is_causal)
     options["deterministic"] = deterministic_gradients
-    if broadcast_dropout and "dropout_seed" in options:
-        return _attention_dropping_alike(query, key, value, **options)
     return jax_flash.dot_product_attention(query, key, value, **options)
-
-
-def _attention_dropping_alike(
-    query: jax.Array, key: jax.Array, value: jax.Array, **options: Any
-) -> Any:
-    """`jax_flash.dot_product_attention` with one dropout mask for all batch elements and heads."""
-    arguments = jax_flash.dot_product_attention.__kwdefaults__ | options
-    spec, operands = attention.canonicalize(query, key, value, **arguments)
-    # The mask is a function of (seed, batch id, head id, i, j): equal ids, equal masks.
-    for ids in ("dropout_batch_ids", "dropout_head_ids"):
-        if ids in operands:  # they are not where the rate rounds to 0
-            operands[ids] = jnp.zeros_like(operands[ids])
-    return attention.run(
-        spec,
-        operands,
-        has_batch=query.ndim > 3,
-        return_residual=arguments["return_residual"],
-    )
 
 
 def _check_precision(precision: Any) -> None:
@@ -147,6 +128,7 @@ def _check_precision(precision: Any) -> None:
             ) from None
 
 
+@own_ranks
 def rotary_embedding(x: jax.Array, positions: jax.Array, *, theta: float = 10000.0) -> jax.Array:
     """Rotates pairs of features by angles proportional to the position.
 

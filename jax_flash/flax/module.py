@@ -8,8 +8,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jax_flash
+from jax_flash.arrays import integers, saturate
 from jax_flash.flax.functional import rotary_embedding
-from jax_flash.validation import integers, saturate
 
 _KERNEL_INIT = nnx.initializers.lecun_normal()
 
@@ -181,7 +181,7 @@ class GroupedQueryAttention(nnx.Module):
 
         options: dict[str, Any] = {"is_causal": self.is_causal}
         if seq_lengths is not None:
-            seq_lengths = saturate(integers("seq_lengths", seq_lengths))
+            seq_lengths = saturate(integers("query_seq_lengths", seq_lengths))
             options |= {"query_seq_lengths": seq_lengths, "key_value_seq_lengths": seq_lengths}
         if segment_ids is not None:
             options |= {"query_segment_ids": segment_ids, "key_value_segment_ids": segment_ids}

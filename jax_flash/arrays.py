@@ -1,0 +1,99 @@
+"""Arrays as callers give them, checked by their records; integers of every width."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jax_flash.operands import OPERANDS, Operands
+
+INT32 = np.iinfo(np.int32)
+
+
+def array(name: str, x: Any) -> jax.Array:
+    """An argument as an array of the kind that its record asks for."""
+    record = OPERANDS[name]
+    if not isinstance(x, jax.Array):
+        try:
+            x = jnp.asarray(x)
+        except (TypeError, ValueError) as error:
+            raise TypeError(f"{name}: expected an array, got {type(x).__name__}") from error
+    if not jnp.issubdtype(x.dtype, record.kind):
+        raise TypeError(f"{name}: expected {record.expected}, got {x.dtype}")
+    return x
+
+
+def integers(name: str, x: Any) -> jax.Array | np.ndarray:
+    """An array of integers, all as they are given.
+
+    Where jax_enable_x64 is off, `jnp.asarray` takes the low 32 bits of longer ones. So what is no
+    JAX array, but known, comes back as a NumPy array.
+
+    Raises:
+      TypeError: x is no array of integers.
+    """
+    if isinstance(x, int | list | tuple | np.ndarray | np.generic):
+        # A list with a traced element is none that NumPy takes.
+        with contextlib.suppress(TypeError, ValueError):
+            x = np.asarray(x)
+    if isinstance(x, np.ndarray) and x.dtype.kind in "iu":
+        return x
+    return array(name, x)
+
+
+def saturate(x: jax.Array | np.ndarray) -> jax.Array:
+    """Integers as int32, those beyond its range as the nearest within.
+
+    Lengths and positions keep their meaning, which is that of the end of the sequence.
+    """
+    if jnp.iinfo(x.dtype).max > INT32.max:
+        numpy = np if isinstance(x, np.ndarray) else jnp
+        x = numpy.clip(x, max(INT32.min, jnp.iinfo(x.dtype).min), INT32.max)
+    return jnp.asarray(x.astype(np.int32))
+
+
+def comparable(query_ids, key_ids) -> tuple[jax.Array, jax.Array]:
+    """Segment ids in one dtype without a change of value, int32 if that is possible.
+
+    Those that need 64 bits keep them; ffi.py renumbers them for the kernels.
+    """
+    dtype = np.promote_types(query_ids.dtype, key_ids.dtype)
+    if dtype == np.uint32:
+        # Of this dtype both, or unsigned and shorter: the same order on int32's numbers.
+        half = np.uint32(2**31)
+        query_ids, key_ids = (
+            jax.lax.bitcast_convert_type(jnp.asarray(x).astype(jnp.uint32) ^ half, jnp.int32)
+            for x in (query_ids, key_ids)
+        )
+        return query_ids, key_ids
+    if dtype.itemsize <= 4:
+        dtype = np.dtype(np.int32)
+    elif dtype.kind == "f" or not jax.config.jax_enable_x64:
+        raise ValueError(
+            "query_segment_ids, key_value_segment_ids: expected dtypes whose values one integer "
+            f"dtype holds, got {query_ids.dtype} and {key_ids.dtype}; convert one to the other's"
+        )
+    return jnp.asarray(query_ids).astype(dtype), jnp.asarray(key_ids).astype(dtype)
+
+
+def with_short_segment_ids(operands: Operands) -> Operands:
+    """Numbers segment ids of 64 bits anew, which int32 then holds: in order, equal where equal.
+
+    Here, since it takes the ids of all that meets in a call: of a block, in a ring.
+    """
+    names = ("query_segment_ids", "key_value_segment_ids")
+    if names[0] not in operands or operands[names[0]].dtype == jnp.int32:
+        return operands
+    batch = jnp.broadcast_shapes(*(operands[name].shape[:-1] for name in names))
+    ids = [jnp.broadcast_to(operands[n], (*batch, operands[n].shape[-1])) for n in names]
+    together = jnp.concatenate(ids, axis=-1)
+    order = jnp.argsort(together, axis=-1)
+    ascending = jnp.take_along_axis(together, order, axis=-1)
+    before = jnp.concatenate([ascending[..., :1], ascending[..., :-1]], axis=-1)
+    number = jnp.cumsum(ascending != before, axis=-1, dtype=jnp.int32)
+    number = jnp.take_along_axis(number, jnp.argsort(order, axis=-1), axis=-1)
+    return operands | dict(zip(names, jnp.split(number, [ids[0].shape[-1]], axis=-1), strict=True))

@@ -1,0 +1,29 @@
+"""What this package needs of JAX and JAX does not document. No other module names any of it.
+
+Where a new version of JAX lacks one of these names, `tests/test_compat.py` says what for it is.
+"""
+
+from __future__ import annotations
+
+from jax._src.dispatch import prim_requires_devices_during_lowering
+from jax.extend.core import Primitive
+from jax.interpreters import mlir
+
+
+def lower_with_devices(primitive: Primitive) -> None:
+    """Has JAX say, when it lowers a primitive, which devices the program is for.
+
+    Otherwise it may leave that open, and a `custom_partitioning` inside of the primitive's
+    lowering, which JAX does not see beforehand, finds none.
+    """
+    prim_requires_devices_during_lowering.add(primitive)
+
+
+def number_of_devices(context: mlir.LoweringRuleContext) -> int | None:
+    """The number of devices that a program is for; None inside a `shard_map`."""
+    return getattr(context.module_context.axis_context, "num_devices", None)
+
+
+def platform(context: mlir.LoweringRuleContext) -> str:
+    """The platform that a rule lowers for."""
+    return (context.platforms or context.module_context.platforms)[0]

@@ -1,0 +1,107 @@
+"""One record for each array that takes part in a call: all that is particular about it.
+
+Inside the package a call's arrays are a dict by these names. Every one of them has all the
+call's batch axes, each full or of size 1 (broadcast, not copied), and then the axes of its record.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+Operands = dict[str, jax.Array]
+
+
+@dataclasses.dataclass(frozen=True)
+class Operand:
+    """What is particular about an operand.
+
+    Attributes:
+      axes: behind the batch axes. T and S count queries and keys, N and K their heads, H and h
+        are the head dim of query and key and that of value; "2" is two words.
+      kind: the kind of dtype that a caller's array has to have; None for what no caller gives.
+      expected: that kind in an error message.
+      broadcasts: whether a caller's array may have any axis of size 1, or lack leading ones.
+      differentiable: whether it has a gradient.
+      forbids: whether it keeps queries from attending to keys.
+      slot: its number among the operands that a call need not have, in the order native code
+        counts them (`optional_operands` in cuda/handlers.cc); None for what every call has.
+      whole: the axes that no device has a part of, where the call is spread over devices.
+      ring: what becomes of it in a ring. "stays" on its device; "travels" with the keys;
+        "either", as its shape along S says; "replaced" by what the ring makes for each block.
+    """
+
+    axes: tuple[str, ...]
+    kind: Any = None
+    expected: str = ""
+    broadcasts: bool = False
+    differentiable: bool = False
+    forbids: bool = False
+    slot: int | None = None
+    whole: tuple[str, ...] = ("H", "h", "2")
+    ring: Literal["stays", "travels", "either", "replaced"] = "stays"
+
+
+_FLOAT = {"kind": jnp.floating, "expected": "a float dtype", "differentiable": True}
+_INTEGER = {"kind": jnp.integer, "expected": "an integer dtype"}
+_MATRIX = {"broadcasts": True, "ring": "either", "whole": ("S",)}
+
+OPERANDS: dict[str, Operand] = {
+    "query": Operand(("T", "N", "H"), **_FLOAT),
+    "key": Operand(("S", "K", "H"), **_FLOAT, ring="travels"),
+    "value": Operand(("S", "K", "h"), **_FLOAT, ring="travels"),
+    "out": Operand(("T", "N", "h")),
+    "lse": Operand(("N", "T")),
+    "dout": Operand(("T", "N", "h")),
+    "bias": Operand(
+        ("N", "T", "S"), **_FLOAT | {"expected": "a float dtype (a mask is `mask`)"}, **_MATRIX,
+        slot=0,
+    ),
+    "mask": Operand(
+        ("N", "T", "S"), jnp.bool_, "bool (an additive mask is `bias`)", **_MATRIX, forbids=True,
+        slot=1,
+    ),
+    "query_seq_lengths": Operand((), **_INTEGER, forbids=True, slot=2),
+    "key_value_seq_lengths": Operand((), **_INTEGER, forbids=True, slot=3),
+    "query_segment_ids": Operand(("T",), **_INTEGER, forbids=True, slot=4),
+    "key_value_segment_ids": Operand(("S",), **_INTEGER, forbids=True, slot=5, ring="travels"),
+    "query_offset": Operand((), **_INTEGER, slot=6, ring="replaced"),
+    "sinks": Operand(("N",), **_FLOAT, slot=7, ring="replaced"),
+    "dropout_seed": Operand(
+        ("2",), jnp.integer, "uint32 (jax.random.bits makes it)", slot=8
+    ),
+    "dropout_batch_ids": Operand((), slot=9),
+    "dropout_head_ids": Operand(("N",), slot=10),
+    "dlse": Operand(("N", "T"), slot=11),
+    "dropout_start": Operand(("2",), slot=12),
+    "lse_low": Operand(("N", "T"), slot=13),  # of the backward pass, where there is a bias
+}  # fmt: skip
+
+
+def axis_of(name: str, letter: str, ndim: int) -> int | None:
+    """The number of an operand's axis, given how many it has; None if it has no such axis."""
+    axes = OPERANDS[name].axes
+    return ndim - len(axes) + axes.index(letter) if letter in axes else None
+
+
+def batch_axes(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
+    """The sizes of an operand's batch axes, each full or 1."""
+    return tuple(shape[: len(shape) - len(OPERANDS[name].axes)])
+
+
+def batch_shape(operands) -> tuple[int, ...]:
+    """The batch axes of a call in full, given its operands, or anything with a shape, by name."""
+    batch = batch_axes("query", operands["query"].shape)
+    for name, x in operands.items():
+        sizes = batch_axes(name, x.shape)
+        batch = tuple(b if s == 1 else s for b, s in zip(batch, sizes, strict=True))
+    return batch
+
+
+def broadcast_batch(name: str, x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
+    """An operand with all batch axes in full."""
+    shape = (*batch, *x.shape[len(batch) :])
+    return x if x.shape == shape else jnp.broadcast_to(x, shape)

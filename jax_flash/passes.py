@@ -1,0 +1,142 @@
+"""A pass: the forward or the backward computation of a call, and the ways it can be made.
+
+A pass is described here and bound to JAX in primitives.py. Its functions take the operands, and
+return the results, as dicts by the names of `operands.OPERANDS`; a gradient has the name of what
+it is the gradient of.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+
+from jax_flash import all_to_all, reference, ring_passes
+from jax_flash.operands import Operands, batch_shape, broadcast_batch
+from jax_flash.sequence import SequenceSharding, in_position_order
+from jax_flash.spec import AttentionSpec
+
+# What the backward pass has from the forward pass and from its caller, with every batch axis.
+_GIVEN = ("out", "lse", "lse_low", "dout", "dlse")
+
+
+@dataclasses.dataclass(frozen=True)
+class Pass:
+    """What is static about a pass.
+
+    Attributes:
+      spec: the call's options.
+      kind: "forward" or "backward".
+      needs_dbias: whether a backward pass returns the bias's gradient.
+      vmapped: number of leading batch axes that come from vmap: the bias's gradient has them in
+        full, also where the bias is not mapped.
+      is_block: whether the keys are a part of those that out, lse and cotangents belong to.
+    """
+
+    spec: AttentionSpec
+    kind: Literal["forward", "backward"] = "forward"
+    needs_dbias: bool = False
+    vmapped: int = 0
+    is_block: bool = False
+
+    @property
+    def is_backward(self) -> bool:
+        return self.kind == "backward"
+
+    def result_types(self, operands: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+        """Shapes and dtypes of the results, given anything that has them, by name."""
+        query, key, value = operands["query"], operands["key"], operands["value"]
+        batch = batch_shape(operands)
+        if not self.is_backward:
+            q_len, heads = query.shape[-3:-1]
+            shapes = {
+                "out": ((*batch, q_len, heads, value.shape[-1]), query.dtype),
+                "lse": ((*batch, heads, q_len), accumulator_of(query.dtype)),
+            }
+            if "bias" in operands:
+                shapes["lse_low"] = shapes["lse"]
+        else:
+            shapes = {
+                name: ((*batch, *x.shape[-3:]), x.dtype)
+                for name, x in (("query", query), ("key", key), ("value", value))
+            }
+            if self.needs_dbias:
+                bias = operands["bias"]
+                batch = (
+                    size if axis < self.vmapped else bias.shape[axis]
+                    for axis, size in enumerate(batch)
+                )
+                shapes["bias"] = ((*batch, *bias.shape[-3:]), bias.dtype)
+        return {name: jax.ShapeDtypeStruct(*x) for name, x in shapes.items()}
+
+
+Run = Callable[[Pass, Operands], Operands]
+
+
+def accumulator_of(dtype) -> Any:
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def complete(one_pass: Pass, operands: Operands) -> Operands:
+    """Operands with all batch axes of what the backward pass is given.
+
+    A vmap may leave any of it unmapped: a constant cotangent or, under jacrev, the residuals.
+    """
+    if not one_pass.is_backward:
+        return operands
+    batch = batch_shape(operands)
+    return {
+        name: broadcast_batch(name, x, batch) if name in _GIVEN else x
+        for name, x in operands.items()
+    }
+
+
+def run_reference(one_pass: Pass, operands: Operands) -> Operands:
+    """A pass in jax.numpy, on one device; it can be differentiated."""
+    if not one_pass.is_backward:
+        return reference.forward(one_pass.spec, operands)
+    types = one_pass.result_types(operands)
+    operands = complete(one_pass, operands)
+    # A gradient for each batch entry, also of an operand that is the same for several.
+    full = {name: jnp.broadcast_to(operands[name], x.shape) for name, x in types.items()}
+    return reference.backward(
+        one_pass.spec, {**operands, **full}, tuple(types), is_block=one_pass.is_block
+    )
+
+
+def on_whole_sequences(one_pass: Pass, run: Run, operands: Operands) -> Operands:
+    """A pass on one device that has all of the sequences, in the order that they are stored in.
+
+    Args:
+      one_pass: the pass.
+      run: makes it where the order is that of the positions.
+      operands: by name.
+    """
+    sequence = one_pass.spec.sequence
+    one_pass = _without_sequence(one_pass)
+    if sequence is None:
+        return run(one_pass, operands)
+    return in_position_order(lambda x: run(one_pass, x), sequence, operands)
+
+
+def on_shards(
+    one_pass: Pass, run: Run, sequence: SequenceSharding | None, operands: Operands
+) -> Operands:
+    """A pass on one device's shards of the sequences; arguments as for `on_whole_sequences`."""
+    if sequence is None:
+        return run(one_pass, operands)
+    one_pass = _without_sequence(one_pass)
+    if sequence.mode == "all_to_all":
+        return all_to_all.exchanged(lambda x: run(one_pass, x), sequence, operands)
+    block = dataclasses.replace(one_pass, is_block=True)
+    ring = ring_passes.backward if one_pass.is_backward else ring_passes.forward
+    return ring(lambda x: run(block, x), one_pass.spec, sequence, operands)
+
+
+def _without_sequence(one_pass: Pass) -> Pass:
+    if one_pass.spec.sequence is None:
+        return one_pass
+    return dataclasses.replace(one_pass, spec=dataclasses.replace(one_pass.spec, sequence=None))

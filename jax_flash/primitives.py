@@ -1,0 +1,99 @@
+"""The passes as primitives of JAX: types of results, vmap, and a lowering for each platform.
+
+A primitive is bound to the operands of the whole call, wherever they are. What becomes of it is
+decided when it is lowered, for the platform that is asked for: how it is spread over devices
+(partitioning.py), and on each of them a native call, or the reference where there is none.
+Tracing a call is therefore a few equations, and no computation is traced that does not run.
+
+The derivatives are in autodiff.py.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax.extend.core import Primitive
+from jax.interpreters import batching, mlir
+
+from jax_flash import compat, dispatch, ffi
+from jax_flash.folding import fold_batch_axes
+from jax_flash.operands import Operands
+from jax_flash.partitioning import result_types, spread, unify_varying, vary_like
+from jax_flash.passes import Pass, complete, run_reference
+from jax_flash.ranks import own_ranks
+
+
+def bind(one_pass: Pass, operands: Operands) -> Operands:
+    """Makes a pass: the results by name."""
+    operands = unify_varying(operands)
+    primitive = backward_p if one_pass.is_backward else forward_p
+    results = primitive.bind(*operands.values(), one_pass=one_pass, names=tuple(operands))
+    return dict(zip(one_pass.result_types(operands), results, strict=True))
+
+
+def run_on(platform: str, one_pass: Pass, operands: Operands) -> Operands:
+    """A pass on one device of a platform: the native call, or the reference."""
+    choice = dispatch.choose(one_pass, operands, platform)
+    if choice.implementation == "reference":
+        return run_reference(one_pass, operands)
+
+    def native(operands, results):
+        outputs = ffi.call(
+            one_pass.spec,
+            operands,
+            results,
+            # The same for folded axes as for those that were folded.
+            workspace_bytes=choice.workspace_bytes,
+            is_backward=one_pass.is_backward,
+        )
+        return vary_like(operands, outputs)
+
+    return fold_batch_axes(native, complete(one_pass, operands), one_pass.result_types(operands))
+
+
+def _make_primitive(name: str) -> Primitive:
+    primitive = Primitive(name)
+    primitive.multiple_results = True
+    primitive.def_impl(jax.jit(primitive.bind, static_argnames=("one_pass", "names")))
+    primitive.def_abstract_eval(_abstract)
+    batching.primitive_batchers[primitive] = functools.partial(batch, primitive)
+    compat.lower_with_devices(primitive)
+    for platform in (*dispatch.PLATFORMS, None):
+        rule = functools.partial(_lower, platform)
+        mlir.register_lowering(primitive, rule, platform=platform)
+    return primitive
+
+
+def _abstract(*types, one_pass: Pass, names: tuple[str, ...]):
+    return list(result_types(one_pass, dict(zip(names, types, strict=True))).values())
+
+
+def batch(primitive: Primitive, arrays, axes, *, one_pass: Pass, **static):
+    """A mapped axis is one more batch axis; what is not mapped has size 1 there."""
+    moved = [
+        jnp.expand_dims(x, 0) if axis is None else jnp.moveaxis(x, axis, 0)
+        for x, axis in zip(arrays, axes, strict=True)
+    ]
+    one_pass = dataclasses.replace(one_pass, vmapped=one_pass.vmapped + 1)
+    results = primitive.bind(*moved, one_pass=one_pass, **static)
+    return results, [0] * len(results)
+
+
+def _lower(platform: str | None, context, *arrays, one_pass: Pass, names: tuple[str, ...]):
+    run = functools.partial(run_on, platform or compat.platform(context))
+    automatic = compat.number_of_devices(context) != 1
+
+    @own_ranks
+    def make(*arrays):
+        operands = dict(zip(names, arrays, strict=True))
+        results = spread(one_pass, run, operands, automatic=automatic)
+        return [results[name] for name in one_pass.result_types(operands)]
+
+    return mlir.lower_fun(make, multiple_results=True)(context, *arrays)
+
+
+forward_p = _make_primitive("attention_forward")
+backward_p = _make_primitive("attention_backward")

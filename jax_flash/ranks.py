@@ -1,0 +1,19 @@
+"""The user's setting of rank promotion is about the user's code."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+
+import jax
+
+
+def own_ranks(function: Callable) -> Callable:
+    """Lets a function of this package broadcast where `jax.numpy_rank_promotion` forbids it."""
+
+    @functools.wraps(function)
+    def wrapped(*args, **kwargs):
+        with jax.numpy_rank_promotion("allow"):
+            return function(*args, **kwargs)
+
+    return wrapped

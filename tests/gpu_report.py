@@ -1,0 +1,163 @@
+"""gpu_report.json: which tests of the CUDA kernels passed, on which GPU, of which sources.
+
+    python -m pytest --gpu-report      on a GPU: adds a run to the report
+    python tests/gpu_report.py         anywhere: what CI, which has no GPU, asks of the report
+
+The second exits with 1 if the report is of other sources or has a test that did not pass, and says
+which tests that need a GPU did not run.
+"""
+
+import collections
+import datetime
+import hashlib
+import json
+import pathlib
+import subprocess
+import sys
+
+import pytest
+
+ROOT = pathlib.Path(__file__).resolve().parent.parent
+PATH = ROOT / "tests" / "gpu_report.json"
+COMMAND = "python -m pytest --gpu-report"
+
+_NATIVE_SUFFIXES = (".h", ".cc", ".cu", ".cuh")
+_ONLY_CHECK = ("check_ptxas.py", "spills.txt")  # files in cmake/ that decide nothing else
+
+
+def sources_hash() -> str:
+    """A hash of all that decides what runs on a GPU: native sources, build, calls into them."""
+    files = [path for path in (ROOT / "cuda").rglob("*") if path.suffix in _NATIVE_SUFFIXES]
+    files += [path for path in (ROOT / "cmake").iterdir() if path.name not in _ONLY_CHECK]
+    files += [ROOT / "CMakeLists.txt", ROOT / "jax_flash/ffi.py"]
+    digest = hashlib.sha256()
+    for path in sorted(path for path in files if path.is_file()):
+        digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0")
+        digest.update(path.read_bytes() + b"\0")
+    return digest.hexdigest()
+
+
+def function_of(nodeid: str) -> str:
+    """test_gpu.py::test_feature, without the folder and what makes one case of it."""
+    return nodeid.partition("[")[0].removeprefix("tests/")
+
+
+def merged(report: dict, sources: str, run: dict, passed: list[str], failed: list[str]) -> dict:
+    """The report with one more run.
+
+    Args:
+      report: so far; what it has of other sources is dropped.
+      sources: their hash.
+      run: describes the run.
+      passed, failed: ids of tests.
+    """
+    if report.get("sources_sha256") != sources:
+        report = {"passed": {}, "not_passed": [], "runs": []}
+    counts = collections.Counter(map(function_of, passed))
+    for function, count in report["passed"].items():
+        counts[function] = max(count, counts[function])
+    return {
+        "sources_sha256": sources,
+        "passed": dict(sorted(counts.items())),
+        "not_passed": sorted({*report["not_passed"], *failed} - ({*passed} - {*failed})),
+        "runs": [*report["runs"], run],
+    }
+
+
+def add_run(stats: dict, arguments, devices) -> None:
+    """Adds the run that ends now to the file.
+
+    Args:
+      stats: reports by outcome, as pytest's terminal reporter has them.
+      arguments: of the command.
+      devices: the GPUs.
+    """
+    import jax
+    import jaxlib
+
+    import jax_flash
+    from jax_flash import ffi
+
+    ids = {
+        name: [x.nodeid for x in stats.get(name, [])]
+        for name in ("passed", "failed", "skipped", "error")
+    }
+    run = {
+        "command": "python -m pytest " + " ".join(arguments),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "devices": [device.device_kind for device in devices],
+        "driver": _driver_version(),
+        "platform": jax.devices()[0].client.platform_version,
+        "python": sys.version.split()[0],
+        "jax": jax.__version__,
+        "jaxlib": jaxlib.__version__,
+        "jax_flash": jax_flash.__version__,
+        "instances": len(ffi.native.cuda_instances()),
+        **{name: len(of_outcome) for name, of_outcome in ids.items()},
+    }
+    report = json.loads(PATH.read_text()) if PATH.exists() else {}
+    report = merged(report, sources_hash(), run, ids["passed"], ids["failed"] + ids["error"])
+    PATH.write_text(json.dumps(report, indent=2) + "\n")
+
+
+def _driver_version() -> str:
+    command = ["nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"]
+    try:
+        text = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return "unknown"
+    return text.splitlines()[0].strip()
+
+
+def judged(report: dict, sources: str, collected: list[str]) -> tuple[list[str], list[str]]:
+    """Errors and remarks, as sentences.
+
+    Args:
+      report: the file's.
+      sources: the hash of the sources as they are.
+      collected: ids of the tests that need a GPU.
+    """
+    if report.get("sources_sha256") != sources:
+        return [
+            f"tests/{PATH.name} is of other sources than these (sources_sha256 should be "
+            f"{sources}): on a machine with a GPU, run {COMMAND} and commit the file"
+        ], []
+    errors = [f"did not pass on a GPU: {test}" for test in report["not_passed"]]
+    remarks = []
+    for function, count in sorted(collections.Counter(map(function_of, collected)).items()):
+        ran = report["passed"].get(function, 0)
+        if ran < count:
+            remarks.append(f"did not run on a GPU: {function}, {count - ran} of {count} cases")
+    return errors, remarks
+
+
+def collect() -> list[str]:
+    """The ids of the tests that need a GPU, also where there is none."""
+
+    class Collector:
+        ids = ()
+
+        @pytest.hookimpl(tryfirst=True)  # before conftest.py deselects them
+        def pytest_collection_modifyitems(self, items):
+            self.ids = [item.nodeid for item in items if item.get_closest_marker("gpu")]
+
+    collector = Collector()
+    command = ["--collect-only", "-p", "no:terminal", "-o", "addopts=", str(ROOT / "tests")]
+    status = pytest.main(["--rootdir", str(ROOT), *command], plugins=[collector])
+    if status != pytest.ExitCode.OK:
+        sys.exit(f"the tests cannot be collected: {status!r}")
+    return collector.ids
+
+
+def main() -> int:
+    errors, remarks = judged(json.loads(PATH.read_text()), sources_hash(), collect())
+    for line in (*remarks, *errors):
+        print(line)
+    if not errors:
+        number = "all tests" if not remarks else "some tests"
+        print(f"tests/{PATH.name} is of these sources; {number} that need a GPU passed on one")
+    return int(bool(errors))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

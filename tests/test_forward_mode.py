@@ -1,0 +1,301 @@
+"""Forward mode, higher derivatives and linear_transpose: as of the reference, in linear memory."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_transforms import FLASH, REFERENCE
+
+import jax_flash
+
+ALL = (0, 1, 2, 3, 4)
+
+
+def arguments():
+    keys = jax.random.split(jax.random.key(0), 5)
+    shapes = ((2, 7, 4, 8), (2, 9, 2, 8), (2, 9, 2, 16), (1, 4, 7, 9), (4,))
+    return tuple(jax.random.normal(k, s) for k, s in zip(keys, shapes, strict=True))
+
+
+def directions():
+    return tuple(jnp.cos(3 * x) for x in arguments())
+
+
+def loss(attention, query, key, value, bias, sinks):
+    out, lse = attention(
+        query, key, value, bias, sinks=sinks, is_causal=True, query_offset=2, logits_soft_cap=3.0,
+        return_residual=True,
+    )  # fmt: skip
+    return (out**2).sum() + jnp.sin(lse).sum()
+
+
+def through_scan(attention, query, key, value, bias, sinks):
+    def body(carry, factor):
+        out = attention(carry, key, value, factor * bias, sinks=sinks)
+        return 0.5 * carry + out[..., :8], None
+
+    return (jax.lax.scan(body, query, jnp.arange(1.0, 3.0))[0] ** 2).sum()
+
+
+def through_map(attention, query, key, value, bias, sinks):
+    def one(query):
+        return attention(query, key, value, bias, sinks=sinks)
+
+    return (jax.lax.map(one, jnp.stack([query, 2 * query])) ** 2).sum()
+
+
+def jvp(function):
+    return lambda *x: jax.jvp(function, x, directions())
+
+
+def jvp_of_jvp(function):
+    return lambda *x: jax.jvp(lambda *y: jvp(function)(*y)[1], x, directions())
+
+
+def jvp_of_grad(function):
+    return lambda *x: jax.jvp(jax.grad(function, ALL), x, directions())
+
+
+def grad_of_jvp(function):
+    return jax.grad(lambda *x: jvp(function)(*x)[1], ALL)
+
+
+def grad_of_grad(function):
+    def squared(*x):
+        return sum((g**2).sum() for g in jax.grad(function, ALL)(*x))
+
+    return jax.grad(squared, ALL)
+
+
+def linearize(function):
+    return lambda *x: jax.linearize(function, *x)[1](*directions())
+
+
+ORDERS = [jvp, jvp_of_jvp, jvp_of_grad, grad_of_jvp, grad_of_grad, linearize]
+
+
+def assert_same(got, expected):
+    for g, e in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        assert g.shape == e.shape
+        assert g.dtype == e.dtype
+        np.testing.assert_allclose(g, e, rtol=1e-4, atol=5e-5 * max(1.0, np.abs(e).max()))
+
+
+@pytest.mark.parametrize("order", ORDERS, ids=lambda x: x.__name__)
+@pytest.mark.parametrize("function", [loss, through_scan, through_map], ids=lambda x: x.__name__)
+def test_orders(function, order):
+    got, expected = (
+        jax.jit(order(functools.partial(function, attention)))(*arguments())
+        for attention in (FLASH, REFERENCE)
+    )
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize("order", [jvp, jvp_of_grad, grad_of_jvp], ids=lambda x: x.__name__)
+@pytest.mark.parametrize("axes", [(0,) * 5, (0, None, 0, None, None), (None, 1, None, 0, 0)],
+                         ids=str)  # fmt: skip
+def test_vmap_of_each(order, axes):
+    stacked = [
+        x if a is None else jnp.stack([x, 1.1 * x], a)
+        for x, a in zip(arguments(), axes, strict=True)
+    ]
+    got, expected = (
+        jax.jit(jax.vmap(order(functools.partial(loss, attention)), axes))(*stacked)
+        for attention in (FLASH, REFERENCE)
+    )
+    assert_same(got, expected)
+
+
+def test_order_inside_vmap():
+    # Tangents of what is not mapped have no mapped axis either.
+    stacked = jnp.stack([arguments()[0], 2 * arguments()[0]])
+
+    def run(attention):
+        mapped = jax.vmap(functools.partial(loss, attention), (0, None, None, None, None))
+        tangents = (jnp.cos(stacked), *directions()[1:])
+        return jax.jvp(mapped, (stacked, *arguments()[1:]), tangents)
+
+    assert_same(run(FLASH), run(REFERENCE))
+
+
+def test_jacobians():
+    query, key, value, bias, sinks = arguments()
+
+    def of_scale(attention):
+        return jax.jacfwd(lambda s: attention(s * query, key, value, bias))(1.5)
+
+    def of_sinks(attention):
+        return jax.hessian(lambda s: loss(attention, query, key, value, bias, s))(sinks)
+
+    def of_keys(attention):
+        return jax.jacfwd(lambda k: attention(query[:1, :2], k, k))(key[:1, :3])
+
+    for make in (of_scale, of_sinks, of_keys):
+        assert_same(make(FLASH), make(REFERENCE))
+
+
+def test_only_some_operands_move():
+    for index in range(5):
+
+        def run(attention, index=index):
+            def one(x):
+                args = [*arguments()]
+                args[index] = x
+                return loss(attention, *args)
+
+            return jax.jvp(one, (arguments()[index],), (directions()[index],))
+
+        assert_same(run(FLASH), run(REFERENCE))  # fmt: skip
+
+
+def test_jvp_of_every_feature():
+    query, key, value, bias, _ = arguments()
+    rng = np.random.default_rng(0)
+    options = {
+        "mask": rng.random((1, 4, 7, 9)) < 0.8, "is_causal": True, "local_window_size": (4, 2),
+        "query_seq_lengths": np.array([7, 3]), "key_value_seq_lengths": np.array([9, 0]),
+        "query_segment_ids": rng.integers(0, 2, (2, 7)),
+        "key_value_segment_ids": rng.integers(0, 2, (2, 9)),
+        "query_offset": np.array([2, 1]), "dropout_rate": 0.3,
+        "dropout_seed": np.array([1, 2], np.uint32), "return_residual": True,
+    }  # fmt: skip
+
+    def run(attention):
+        def one(*x):
+            out, lse = attention(*x, **options)
+            return out, jnp.where(jnp.isfinite(lse), lse, 0)
+
+        return jax.jit(lambda *x: jax.jvp(one, x, directions()[:4]))(query, key, value, bias)
+
+    assert_same(run(FLASH), run(REFERENCE))
+
+
+def test_linear_transpose_in_value():
+    query, key, value, bias, _ = arguments()
+
+    def run(attention):
+        def linear(value):
+            return attention(query, key, value, bias, is_causal=True, query_offset=2)
+
+        (transposed,) = jax.linear_transpose(linear, value)(jnp.ones((2, 7, 4, 16)))
+        return transposed
+
+    assert_same(run(FLASH), run(REFERENCE))
+    with pytest.raises(NotImplementedError, match="expected it in value alone"):
+        jax.linear_transpose(lambda q: FLASH(q, key, value), query)(jnp.ones((2, 7, 4, 16)))
+
+
+@pytest.mark.parametrize("mode", ["ring", "all_to_all"])
+@pytest.mark.parametrize("kind", ["Auto", "Explicit", "Manual"])
+def test_on_a_mesh(kind, mode):
+    if len(jax.devices()) < 4:
+        pytest.skip("needs 4 devices")
+    types = jax.sharding.AxisType
+    axis_types = (getattr(types, kind if kind != "Manual" else "Auto"),) * 2
+    mesh = jax.make_mesh((2, 2), ("b", "s"), axis_types=axis_types, devices=jax.devices()[:4])
+    spec = jax.sharding.PartitionSpec("b", "s")
+    keys = jax.random.split(jax.random.key(0), 3)
+    args = [jax.random.normal(k, (2, 8, 2, 8)) for k in keys]
+
+    def sharded(query, key, value):
+        if kind == "Manual":
+            ring = functools.partial(
+                jax_flash.ring_attention, axis_name="s", mode=mode, is_causal=True
+            )
+            return jax.shard_map(ring, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)(
+                query, key, value
+            )
+        return jax_flash.dot_product_attention(
+            query, key, value, sequence_axis="s", sequence_mode=mode, is_causal=True
+        )
+
+    def both(attention, *x):
+        def total(*x):
+            return (attention(*x) ** 2).sum()
+
+        tangents = tuple(jnp.cos(y) for y in x)
+        return jax.jvp(total, x, tangents), jax.jvp(jax.grad(total, (0, 1, 2)), x, tangents)
+
+    expected = both(functools.partial(REFERENCE, is_causal=True), *args)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(args, jax.sharding.NamedSharding(mesh, spec))
+        got = jax.device_get(jax.jit(functools.partial(both, sharded))(*placed))
+    assert_same(got, expected)
+
+
+def test_meanflow_training():
+    """A jvp inside of a loss that is differentiated, its tangent not (MeanFlow, 2025)."""
+    rng = np.random.default_rng(0)
+    x, noise = (jnp.asarray(rng.standard_normal((2, 6, 16)), jnp.float32) for _ in range(2))
+    start, end = jnp.array([0.1, 0.3]), jnp.array([0.6, 0.9])
+    parameters = {
+        name: jnp.asarray(rng.standard_normal(shape), jnp.float32) / 4
+        for name, shape in (("qkv", (16, 3, 2, 8)), ("out", (2, 8, 16)), ("time", (2, 16)))
+    }
+
+    def network(attention, parameters, z, start, end):
+        z = z + (jnp.stack([start, end], -1) @ parameters["time"])[:, None]
+        query, key, value = jnp.moveaxis(jnp.einsum("btd,dcnh->btcnh", z, parameters["qkv"]), 2, 0)
+        return z + jnp.einsum("btnh,nhd->btd", attention(query, key, value), parameters["out"])
+
+    def mean_flow(attention, parameters):
+        velocity = noise - x
+        z = x + end[:, None, None] * velocity
+
+        def average(z, start, end):
+            return network(attention, parameters, z, start, end)
+
+        tangents = (velocity, jnp.zeros(2), jnp.ones(2))
+        u, change = jax.jvp(average, (z, start, end), tangents)
+        target = velocity - (end - start)[:, None, None] * change
+        return ((u - jax.lax.stop_gradient(target)) ** 2).mean()
+
+    def train(attention):
+        @jax.jit
+        def step(parameters):
+            value, grads = jax.value_and_grad(functools.partial(mean_flow, attention))(parameters)
+            return value, jax.tree.map(lambda p, g: p - 0.1 * g, parameters, grads)
+
+        trained, losses = parameters, []
+        for _ in range(5):
+            value, trained = step(trained)
+            losses.append(value)
+        return losses, trained
+
+    got, expected = train(jax_flash.dot_product_attention), train(REFERENCE)
+    assert_same(got, expected)
+    assert got[0][-1] < got[0][0]
+
+
+def test_conjugate_gradients_with_hessian_vector_products():
+    query, key, value, bias, sinks = arguments()
+
+    def solve(attention):
+        def ridge(sinks):
+            return loss(attention, query, key, value, bias, sinks) + 10 * (sinks**2).sum()
+
+        def product(v):
+            return jax.jvp(jax.grad(ridge), (sinks,), (v,))[1]
+
+        return jax.scipy.sparse.linalg.cg(product, jnp.ones(4), maxiter=4)[0]
+
+    assert_same(solve(FLASH), solve(REFERENCE))
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about memory planned on a CPU")
+def test_memory_is_linear_in_the_length():
+    def temporary(length):
+        x = jax.ShapeDtypeStruct((1, length, 1, 64), jnp.float32)
+
+        def tangent(*x):
+            return jax.jvp(jax_flash.dot_product_attention, x, x)
+
+        compiled = jax.jit(tangent).lower(x, x, x).compile()
+        return compiled.memory_analysis().temp_size_in_bytes
+
+    # All logits of 32,768 tokens would be 4 GiB, and twice the tokens four times that.
+    short, long = temporary(32768), temporary(65536)
+    assert short < 2**29
+    assert long < 2.2 * short

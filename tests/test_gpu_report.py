@@ -1,0 +1,66 @@
+"""The report of runs on a GPU, and what CI asks of it."""
+
+import gpu_report
+import pytest
+
+IDS = [f"tests/test_gpu.py::test_feature[{case}]" for case in ("a", "b", "c")]
+OTHER = "tests/test_gpu_decode.py::test_vmap"
+
+
+def test_runs_add_up():
+    report = gpu_report.merged({}, "1", {"run": 1}, IDS[:2], [OTHER])
+    report = gpu_report.merged(report, "1", {"run": 2}, [IDS[0], OTHER], [IDS[2]])
+    assert report == {
+        "sources_sha256": "1",
+        "passed": {"test_gpu.py::test_feature": 2, "test_gpu_decode.py::test_vmap": 1},
+        "not_passed": [IDS[2]],
+        "runs": [{"run": 1}, {"run": 2}],
+    }
+    # A test can pass and then fail when its fixtures end; it did not pass.
+    report = gpu_report.merged(report, "1", {}, [OTHER], [OTHER])
+    assert report["not_passed"] == [IDS[2], OTHER]
+    assert gpu_report.merged(report, "1", {}, IDS, [])["not_passed"] == [OTHER]
+    assert gpu_report.merged(report, "2", {"run": 3}, [OTHER], []) == {
+        "sources_sha256": "2",
+        "passed": {"test_gpu_decode.py::test_vmap": 1},
+        "not_passed": [],
+        "runs": [{"run": 3}],
+    }
+
+
+def test_what_is_said_of_a_report():
+    report = gpu_report.merged({}, "1", {}, IDS, [])
+    assert gpu_report.judged(report, "1", IDS) == ([], [])
+    errors, remarks = gpu_report.judged(report, "1", [*IDS, OTHER])
+    assert errors == []
+    assert remarks == ["did not run on a GPU: test_gpu_decode.py::test_vmap, 1 of 1 cases"]
+    report = gpu_report.merged({}, "1", {}, IDS[:1], IDS[1:2])
+    errors, remarks = gpu_report.judged(report, "1", IDS)
+    assert errors == [f"did not pass on a GPU: {IDS[1]}"]
+    assert remarks == ["did not run on a GPU: test_gpu.py::test_feature, 2 of 3 cases"]
+    (error,), _ = gpu_report.judged(report, "2", IDS)
+    assert "tests/gpu_report.json is of other sources" in error
+    assert gpu_report.COMMAND in error
+    assert "2" in error
+
+
+@pytest.mark.parametrize(
+    ("path", "matters"),
+    [
+        ("cuda/sm90/forward.cuh", True),
+        ("cuda/ffi_call.cc", True),
+        ("CMakeLists.txt", True),
+        ("cmake/Instances.cmake", True),
+        ("jax_flash/ffi.py", True),
+        ("cmake/spills.txt", False),
+        ("cuda/TUNING.md", False),
+    ],
+)
+def test_what_the_hash_is_of(path, matters, tmp_path, monkeypatch):
+    for name in ("CMakeLists.txt", "jax_flash/ffi.py", "cmake/Instances.cmake", path):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("one")
+    monkeypatch.setattr(gpu_report, "ROOT", tmp_path)
+    before = gpu_report.sources_hash()
+    (tmp_path / path).write_text("another")
+    assert (gpu_report.sources_hash() != before) == matters
