@@ -432,6 +432,15 @@ def random_case(
     )
 
 
+def left_padding(low: str, bias_dtype: str, head_dim: int, **fields) -> Case:
+    """Padding longer than a tile of keys, of a call as long as the ones that users have."""
+    features = (("additive", ("left", low, "", bias_dtype, False)), *fields.pop("features", ()))
+    return Case(
+        f"left-padding-{low}-{bias_dtype}-{head_dim}", batch=2, q_len=512, kv_len=512, heads=4,
+        kv_heads=4, head_dim=head_dim, value_dim=head_dim, features=features, **fields,
+    )  # fmt: skip
+
+
 TABLE = _alone() + _sizes()
 ADDITIVE_MASKS = _additive_masks()
 

@@ -42,6 +42,29 @@ def function_of(nodeid: str) -> str:
     return nodeid.partition("[")[0].removeprefix("tests/")
 
 
+def seeds_of(nodeids: list[str]) -> dict[str, str]:
+    """Which seeds the tests of random calls ran, by function and other parameters.
+
+    "tests/test_gpu.py::test_random_combination[7-flash_sm90]" and the like become
+    {"test_gpu.py::test_random_combination[flash_sm90]": "7-9, 12"}.
+    """
+    seeds = collections.defaultdict(set)
+    for nodeid in nodeids:
+        parameters = nodeid.partition("[")[2].removesuffix("]").split("-")
+        numbers = [x for x in parameters if x.isdecimal()]
+        if "::test_random" in nodeid and len(numbers) == 1:
+            others = "-".join(x for x in parameters if x not in numbers)
+            name = function_of(nodeid) + (f"[{others}]" if others else "")
+            seeds[name].add(int(numbers[0]))
+    found = {}
+    for name, numbers in sorted(seeds.items()):
+        starts = sorted(x for x in numbers if x - 1 not in numbers)
+        ends = sorted(x for x in numbers if x + 1 not in numbers)
+        ranges = zip(starts, ends, strict=True)
+        found[name] = ", ".join(str(a) if a == b else f"{a}-{b}" for a, b in ranges)
+    return found
+
+
 def merged(report: dict, sources: str, run: dict, passed: list[str], failed: list[str]) -> dict:
     """The report with one more run.
 
@@ -94,6 +117,7 @@ def add_run(stats: dict, arguments, devices) -> None:
         "jax_flash": jax_flash.__version__,
         "instances": len(ffi.native.cuda_instances()),
         **{name: len(of_outcome) for name, of_outcome in ids.items()},
+        "seeds": seeds_of(ids["passed"] + ids["failed"]),
     }
     report = json.loads(PATH.read_text()) if PATH.exists() else {}
     report = merged(report, sources_hash(), run, ids["passed"], ids["failed"] + ids["error"])

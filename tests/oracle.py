@@ -112,7 +112,10 @@ def attention(inputs: Inputs, dtype=np.float64) -> Results:
         float32, matrix operands and results rounded to dtype.
     """
     with np.errstate(all="ignore"):
-        return _compute(inputs, dtype).results()
+        results = _compute(inputs, dtype).results()
+    for name in inputs.unmapped or ():
+        results.grads[name] = _rounded(results.grads[name].sum(axis=0), dtype)
+    return results
 
 
 def truth_and_bounds(inputs: Inputs, logit_error: float = 0.0) -> tuple[Results, Results]:

@@ -76,7 +76,7 @@ def padded(inputs: Inputs, unit: int) -> dict[str, np.ndarray]:
             x = arrays[name]
             width = [(0, 0)] * x.ndim
             width[axis] = (0, -sizes[letter] % unit)
-            poison = 0 if x.dtype.kind in "ib" else np.nan
+            poison = 0 if x.dtype.kind in "biu" else np.nan
             arrays[name] = np.pad(x, width, constant_values=poison)
     return arrays
 

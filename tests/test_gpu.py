@@ -9,7 +9,16 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import ADDITIVE_MASKS, TABLE, Case, check, make_inputs, random_case
+from cases import (
+    ADDITIVE_MASKS,
+    LOWS,
+    TABLE,
+    Case,
+    check,
+    left_padding,
+    make_inputs,
+    random_case,
+)
 from oracle import allowed_logits
 from test_cases import run
 
@@ -61,6 +70,15 @@ def verify(case: Case, family: str | None, **options) -> None:
 )
 def test_feature(case, family):
     verify(case, family)
+
+
+@each_family
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("bias_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("low", LOWS)
+def test_left_padding(low, bias_dtype, head_dim, family):
+    for features in ((), (("causal", True),)):
+        verify(left_padding(low, bias_dtype, head_dim, dtype="bfloat16", features=features), family)
 
 
 # The index is the seed: 2,000 for each family, of whose newest every other is what None gets.

@@ -28,6 +28,18 @@ def test_runs_add_up():
     }
 
 
+def test_seeds_are_ranges_by_function():
+    name = "tests/test_gpu.py::test_random_combination"
+    ids = [f"{name}[{seed}-{family}]" for seed in (7, 8, 12) for family in ("sm80", "sm90")]
+    ids += [f"{name}[9-sm90]", "tests/test_gpu_decode.py::test_random_combination[5]", *IDS, OTHER]
+    ids += ["tests/test_gpu_shapes.py::test_few_rows[3]"]
+    assert gpu_report.seeds_of(ids) == {
+        "test_gpu.py::test_random_combination[sm80]": "7-8, 12",
+        "test_gpu.py::test_random_combination[sm90]": "7-9, 12",
+        "test_gpu_decode.py::test_random_combination": "5",
+    }
+
+
 def test_what_is_said_of_a_report():
     report = gpu_report.merged({}, "1", {}, IDS, [])
     assert gpu_report.judged(report, "1", IDS) == ([], [])

@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import TABLE, Case, check, make_inputs, random_case
+from cases import ADDITIVE_MASKS, TABLE, Case, check, make_inputs, random_case
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from sequence_cases import run
@@ -14,13 +14,19 @@ import jax_flash
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
 
 
+# In float32: the gradient of a bias that all devices have is the sum of theirs, each of which is
+# rounded to the bias's dtype, by which the bounds would have to grow.
+MASKS = [case for case in ADDITIVE_MASKS if case.features[0][0] == "additive"]
+MASKS = [case for case in MASKS if case.features[0][1][3] == "float32"][::9]
+
+
 def mesh_of(*sizes):
     return jax.make_mesh(sizes, ("x", "y")[: len(sizes)], axis_types=(AxisType.Auto,) * len(sizes))
 
 
 @pytest.mark.parametrize(
     ("case", "order"),
-    [(case, ("contiguous", "zigzag")[i % 2]) for i, case in enumerate(TABLE)],
+    [(case, ("contiguous", "zigzag")[i % 2]) for i, case in enumerate((*TABLE, *MASKS))],
     ids=str,
 )
 def test_case(case, order):
