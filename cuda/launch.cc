@@ -45,6 +45,11 @@ Status check_operand(const char* name, const Shape& shape, const Operand& operan
 
 Status check_call(const Forward& params) {
   const Shape& shape = params.shape;
+  if (shape.batch == 0 || shape.q_len == 0 || shape.kv_len == 0 || shape.heads == 0) {
+    return Status::unimplemented(
+        "jax_flash: axes: expected at least one batch entry, query, key and head; without, there is "
+        "nothing to compute");
+  }
   const auto bad_dim = [](int32_t dim) { return dim <= 0 || dim % 8 != 0; };
   if (bad_dim(shape.head_dim) || bad_dim(shape.value_dim)) {
     return Status::unimplemented("jax_flash: head dims: expected multiples of 8, got " +

@@ -14,7 +14,8 @@ namespace jax_flash::cuda {
 // memory, wait for nothing, and enqueue the same kernels for the same shapes and options.
 // `family` is 0 for the best that the device runs, or 80.
 //
-// float32 operands, and head dims that are no multiple of 8 or above 256, are Unimplemented.
+// float32 operands, head dims that are no multiple of 8 or above 256, and axes without elements, of
+// which no kernel makes anything, are Unimplemented.
 // Pointers of the operands of matrix products are multiples of 16 bytes, as are their strides.
 Status forward(const Forward& params, int family, cudaStream_t stream);
 Status backward(const Backward& params, int family, cudaStream_t stream);

@@ -10,6 +10,7 @@ from cases import Case, check, make_inputs
 from empty_calls import check_empty_call, empty_calls
 from test_cases import run
 from test_gpu import each_family
+from test_native import call as native_call
 
 import jax_flash
 
@@ -20,6 +21,13 @@ pytestmark = pytest.mark.gpu
 @pytest.mark.parametrize("implementation", [None, "flash"])
 def test_empty_axes(call, implementation):
     check_empty_call(call, implementation)
+
+
+def test_handlers_refuse_no_keys():
+    # XLA leaves out calls all of whose results are empty, as with any other axis.
+    query, key = (jnp.ones((2, length, 2, 64), jnp.bfloat16) for length in (8, 0))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="expected at least one batch entry"):
+        native_call(query, key, key)
 
 
 # By the remainder of 16, at which sums of dQ lie differently; and around the rows of a tile.

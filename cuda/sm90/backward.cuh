@@ -24,16 +24,10 @@ template <typename Config, typename Element, bool kGeneral>
 Status launch_backward_config(const Backward& params, const BackwardWorkspace& workspace,
                               cudaStream_t stream) {
   const Shape& shape = params.shape;
-  const int64_t heads = shape.batch * shape.heads, kv_heads = shape.batch * shape.kv_heads;
   BackwardMaps maps;
-  Status status;
-  if (heads > 0 && shape.q_len > 0 && shape.kv_len > 0) {
-    status = make_backward_maps(params, Config::kBlockQ, Config::kBlockKv, maps);
-  }
+  Status status = make_backward_maps(params, Config::kBlockQ, Config::kBlockKv, maps);
   KeyGradientMaps gradient_maps;
-  if (status.ok() && kv_heads > 0 && shape.kv_len > 0) {
-    status = make_gradient_maps(params, 64, gradient_maps);
-  }
+  if (status.ok()) status = make_gradient_maps(params, 64, gradient_maps);
   int sms = 0;
   if (status.ok()) status = multiprocessors(sms);
   if (!status.ok()) return status;
@@ -67,7 +61,7 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
   }
   if (!status.ok()) return status;
   constexpr int kGroups = Config::kDqueryCols / kEndCols;
-  const int64_t tiles = ceil_div(shape.q_len, 64);
+  const int64_t tiles = ceil_div(shape.q_len, 64), heads = shape.batch * shape.heads;
   if (ends.blocks > 0) {
     return launch_dependent("sm90::backward_rest_kernel", shape,
                             backward_rest_kernel<Config, Element>,
@@ -91,12 +85,9 @@ Status launch_wide_backward(const Backward& params, const BackwardWorkspace& wor
   const int64_t kv_tiles_total = ceil_div(shape.kv_len, KeyConfig::kBlockKv);
   const int64_t q_tiles_total = ceil_div(shape.q_len, QueryConfig::kBlockQ);
   BackwardMaps key_maps, query_maps;
-  Status status;
-  if (heads > 0 && shape.q_len > 0 && shape.kv_len > 0) {
-    status = make_backward_maps(params, KeyConfig::kBlockQ, KeyConfig::kBlockKv, key_maps);
-    if (status.ok()) {
-      status = make_backward_maps(params, QueryConfig::kBlockQ, QueryConfig::kBlockKv, query_maps);
-    }
+  Status status = make_backward_maps(params, KeyConfig::kBlockQ, KeyConfig::kBlockKv, key_maps);
+  if (status.ok()) {
+    status = make_backward_maps(params, QueryConfig::kBlockQ, QueryConfig::kBlockKv, query_maps);
   }
   if (status.ok()) {
     status = launch_begin<Element>(params, workspace, {}, false, {}, stream);

@@ -102,8 +102,7 @@ KeyBlocks divide_keys(const Backward& params, bool turns, int sms) {
   const int64_t tiles = ceil_div(shape.kv_len, Config::kBlockKv);
   const int64_t heads = shape.batch * shape.kv_heads, total = tiles * heads;
   KeyBlocks blocks;
-  // Without rows no kernel comes before, which sets the counter of blocks to zero.
-  const bool counted = shape.q_len > 0 && total > 0 && total <= INT32_MAX;
+  const bool counted = total <= INT32_MAX;
   blocks.launched = counted ? std::min<int64_t>(total, sms) : total;
   if (!turns || !counted) {
     blocks.schedule =
@@ -156,7 +155,7 @@ SplitPlan plan_split(const Backward& params, const BackwardWorkspace& workspace,
   const Options& options = params.options;
   const int64_t total = int64_t{blocks.schedule.tiles} * blocks.schedule.total_heads;
   SplitPlan split;
-  if (workspace.split_sums == nullptr || blocks.order != TurnOrder::kNone || total == 0 ||
+  if (workspace.split_sums == nullptr || blocks.order != TurnOrder::kNone ||
       blocks.launched > sm80::kSplitBlocks) {
     return split;
   }
@@ -193,7 +192,7 @@ ZeroPlan plan_zeros(const Shape& shape, const BackwardWorkspace& workspace,
   const TileSchedule& schedule = blocks.schedule;
   const int64_t total = int64_t{schedule.tiles} * schedule.total_heads;
   ZeroPlan zeros;
-  if (workspace.turns || blocks.launched >= total || shape.kv_heads == 0) return zeros;
+  if (workspace.turns || blocks.launched >= total) return zeros;
   const int64_t ahead = schedule.section_blocks.divisor + blocks.launched / 8;
   const int64_t first_head = ceil_div(blocks.launched + ahead, schedule.tiles);
   constexpr int kUnit = 128;

@@ -171,7 +171,7 @@ inline Status launch_mask_rows(const Backward& params, const sm80::BackwardWorks
                                MaskRows& mask_rows, cudaStream_t stream) {
   constexpr int32_t kLeastRows = 1024;
   const Shape& shape = params.shape;
-  if (!params.mask || shape.q_len < kLeastRows || shape.kv_len == 0) return {};
+  if (!params.mask || shape.q_len < kLeastRows) return {};
   MaskRows made(shape, params.mask);
   if (!made.shared(shape) || made.bytes() > workspace.split_sums_bytes) return {};
   int2* const ranges = reinterpret_cast<int2*>(workspace.split_sums);

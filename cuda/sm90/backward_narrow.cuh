@@ -379,12 +379,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                                   tile_indices_smem,
                                   reinterpret_cast<BackwardBlock*>(block_bytes_smem)};
   // What can begin at once does: the first block's K and V, and who is to do what.
-  const bool has_rows = params.shape.q_len > 0;  // else there are no maps
   if (threadIdx.x < 32) {
     smem.init_barriers();
-    if (threadIdx.x == 0 && has_rows) load_first_keys(params, plan, schedule, maps, smem);
+    if (threadIdx.x == 0) load_first_keys(params, plan, schedule, maps, smem);
   } else if (threadIdx.x < 64) {
-    if (threadIdx.x == 32 && has_rows) {
+    if (threadIdx.x == 32) {
       for (const CUtensorMap* map : {&maps.key, &maps.query, &maps.value, &maps.dout,
                                      &gradient_maps.dkey, &gradient_maps.dvalue}) {
         ptx::prefetch_tensormap(*map);
@@ -418,7 +417,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if (threadIdx.x < 32) {
       StagePair next;
-      bool begun = has_rows;
+      bool begun = true;
       for_blocks(smem, [&](const BackwardBlock& block, uint32_t key_parity) {
         load_tiles<true, kOrdered>(params, maps, workspace, smem, block, begun, key_parity, next);
         begun = false;

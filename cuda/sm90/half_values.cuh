@@ -156,7 +156,7 @@ __global__ void __launch_bounds__(kThreads)
 inline Status launch_half_values(const Forward& params, int64_t offset, bool dependent,
                                  int box_rows, cudaStream_t stream, HalfValueMap& made) {
   const Shape& shape = params.shape;
-  if (!HalfValues::takes(shape, params.value.dtype, true) || shape.kv_len == 0) return {};
+  if (!HalfValues::takes(shape, params.value.dtype, true)) return {};
   const ValueMatrices matrices(shape, params.value);
   HalfValueCopy copy = {};
   copy.value = params.value;
