@@ -12,6 +12,7 @@ import datetime
 import hashlib
 import json
 import pathlib
+import re
 import subprocess
 import sys
 
@@ -25,6 +26,12 @@ _NATIVE_SUFFIXES = (".h", ".cc", ".cu", ".cuh")
 _ONLY_CHECK = ("check_ptxas.py", "spills.txt")  # files in cmake/ that decide nothing else
 
 
+def without_comments(source: bytes) -> bytes:
+    """C++ without what decides nothing: comments, and how lines are broken."""
+    source = re.sub(rb"//[^\n]*|/\*.*?\*/", b" ", source, flags=re.S)
+    return b" ".join(source.split())
+
+
 def sources_hash() -> str:
     """A hash of all that decides what runs on a GPU: native sources, build, calls into them."""
     files = [path for path in (ROOT / "cuda").rglob("*") if path.suffix in _NATIVE_SUFFIXES]
@@ -33,7 +40,10 @@ def sources_hash() -> str:
     digest = hashlib.sha256()
     for path in sorted(path for path in files if path.is_file()):
         digest.update(path.relative_to(ROOT).as_posix().encode() + b"\0")
-        digest.update(path.read_bytes() + b"\0")
+        content = path.read_bytes()
+        if path.suffix in _NATIVE_SUFFIXES:
+            content = without_comments(content)
+        digest.update(content + b"\0")
     return digest.hexdigest()
 
 

@@ -76,3 +76,15 @@ def test_what_the_hash_is_of(path, matters, tmp_path, monkeypatch):
     before = gpu_report.sources_hash()
     (tmp_path / path).write_text("another")
     assert (gpu_report.sources_hash() != before) == matters
+
+
+def test_comments_do_not_matter(tmp_path, monkeypatch):
+    for name in ("CMakeLists.txt", "jax_flash/ffi.py", "cmake/Instances.cmake", "cuda/a.h"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text("int a;  // one\nint b;\n")
+    monkeypatch.setattr(gpu_report, "ROOT", tmp_path)
+    before = gpu_report.sources_hash()
+    (tmp_path / "cuda/a.h").write_text("/* two,\n lines */ int a;\n\nint b;  // three\n")
+    assert gpu_report.sources_hash() == before
+    (tmp_path / "cuda/a.h").write_text("int a;\nint c;\n")
+    assert gpu_report.sources_hash() != before
