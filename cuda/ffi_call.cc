@@ -152,7 +152,7 @@ std::vector<Field> gradient_fields(const Shape& s, bool with_bias) {
   return fields;
 }
 
-// In the order of spec.py's OPTIONAL_OPERANDS: bit i of `operands` says whether number i is there.
+// In the order of the slots of operands.py: bit i of `operands` says whether number i is there.
 std::vector<Field> optional_fields(const Shape& s) {
   const Axis head{&Operand::head, s.heads}, query_row{&Operand::row, s.q_len};
   const Axis key_row{&Operand::row, s.kv_len}, word{&Operand::col, 2};
@@ -171,6 +171,7 @@ std::vector<Field> optional_fields(const Shape& s) {
       {"dlse", &Backward::dlse, Kind::kFloat32, lse_axes(s), false},
       {"dropout_start", &Backward::dropout_start, Kind::kInt32, {word}},
       lse_low_field(s),
+      {"window", &Backward::window, Kind::kInt32, {word}},
   };
 }
 

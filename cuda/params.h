@@ -49,8 +49,9 @@ struct Shape {
 struct Options {
   float scale = 1.0f;
   bool is_causal = false;
-  int32_t window_left = -1, window_right = -1;  // -1: unbounded
-  float logits_soft_cap = 0.0f;                 // 0: none
+  // -1: unbounded. Where the call has an operand `window`, the most that its sizes may be.
+  int32_t window_left = -1, window_right = -1;
+  float logits_soft_cap = 0.0f;  // 0: none
   // Dropout keeps an element whose 16 random bits are >= dropout_threshold, and
   // multiplies it by dropout_scale = 1 / (1 - dropout_threshold / 2^16). 0: no dropout.
   uint32_t dropout_threshold = 0;
@@ -80,6 +81,8 @@ struct Forward {
   // [batch, 2] int32, along col: the indices i and j that dropout counts row 0 and column 0 with,
   // where the call is a block of a larger one; j a multiple of 8. Absent: 0.
   Operand dropout_start;
+  // [batch, 2] int32, along col: left and right sizes of the window, not negative.
+  Operand window;
 
   Operand out;  // [batch, T, N, h]; an input of the backward pass
   Operand lse;  // [batch, N, T] float32; likewise

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_flash import autodiff, dispatch
-from jax_flash.call import Call, make_call
+from jax_flash.call import Call, WindowSize, make_call
 from jax_flash.passes import Pass
 from jax_flash.sequence import sequence_of_mesh, shard_sequence
 
@@ -27,7 +27,7 @@ def dot_product_attention(
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int | None, int | None] | None = None,
+    local_window_size: WindowSize = None,
     implementation: str | None = None,
     return_residual: bool = False,
     query_segment_ids: ArrayLike | None = None,
@@ -76,7 +76,9 @@ def dot_product_attention(
       key_value_seq_lengths: int [\*B]; keys at or past it are not attended to. Clamped to
         [0, S].
       local_window_size: (left, right): query i attends to keys from i + query_offset - left to
-        i + query_offset + right; None is unbounded; one int stands for both.
+        i + query_offset + right; None is unbounded; one size stands for both. A size may be an
+        integer array, traced or not, where a negative one is unbounded, too: layers under
+        `lax.scan` may alternate. Both may come as one array of shape [2].
       implementation: None: the best there is for the call and platform, see `explain`;
         "flash": the platform's native kernel; "flash_sm80", "flash_sm90": that family of CUDA
         kernels; "reference": jax.numpy, differentiable in any mode. jax.nn's "xla" and "cudnn"
@@ -249,7 +251,7 @@ def explain(
     is_causal: bool = False,
     query_seq_lengths: Abstract | None = None,
     key_value_seq_lengths: Abstract | None = None,
-    local_window_size: int | tuple[int | None, int | None] | None = None,
+    local_window_size: WindowSize = None,
     implementation: str | None = None,
     return_residual: bool = False,
     query_segment_ids: Abstract | None = None,
@@ -297,7 +299,7 @@ def explain(
             is_causal=is_causal,
             query_seq_lengths=given(query_seq_lengths),
             key_value_seq_lengths=given(key_value_seq_lengths),
-            local_window_size=local_window_size,
+            local_window_size=jax.tree.map(given, local_window_size),
             implementation=implementation,
             return_residual=return_residual,
             query_segment_ids=given(query_segment_ids),
@@ -315,8 +317,9 @@ def explain(
     operands = (
         query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths,
         query_segment_ids, key_value_segment_ids, query_offset, sinks, dropout_seed,
+        local_window_size,
     )  # fmt: skip
-    abstract += [x for x in operands if isinstance(x, jax.ShapeDtypeStruct)]
+    abstract += [x for x in jax.tree.leaves(operands) if isinstance(x, jax.ShapeDtypeStruct)]
     call = jax.eval_shape(made, *abstract)
     current = dispatch.current_platform()
     choices: dict[str, dispatch.Choice | str] = {}

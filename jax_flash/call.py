@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import numbers
 from typing import Any
 
 import jax
@@ -19,6 +20,10 @@ from jax_flash.arrays import INT32, array, comparable, integers, saturate
 from jax_flash.operands import OPERANDS, Operands
 from jax_flash.sequence import check as check_sequence
 from jax_flash.spec import AttentionSpec, SequenceSharding, make_spec
+
+# Sizes of a local window: of both sides, or (left, right); None is unbounded.
+Size = int | jax.Array | None
+WindowSize = Size | tuple[Size, Size]
 
 
 @functools.partial(
@@ -54,7 +59,7 @@ def make_call(
     is_causal: bool,
     query_seq_lengths: ArrayLike | None,
     key_value_seq_lengths: ArrayLike | None,
-    local_window_size: int | tuple[int | None, int | None] | None,
+    local_window_size: WindowSize,
     implementation: str | None,
     return_residual: bool,
     query_segment_ids: ArrayLike | None,
@@ -83,11 +88,12 @@ def make_call(
     if not isinstance(return_residual, bool):
         raise TypeError(f"return_residual: expected a bool, got {type(return_residual).__name__}")
     shape = jnp.shape(query)
+    sides, window = _window(local_window_size)
     spec = make_spec(
         head_dim=shape[-1] if shape else 0,
         scale=scale,
         is_causal=is_causal,
-        local_window_size=local_window_size,
+        window=sides,
         logits_soft_cap=logits_soft_cap,
         dropout_rate=dropout_rate,
         deterministic=deterministic,
@@ -118,6 +124,8 @@ def make_call(
             operands[name] = saturate(lengths)
     operands |= _segment_ids(query_segment_ids, key_value_segment_ids, batch, sizes)
     _query_offset(operands, query_offset, batch)
+    if window is not None:
+        operands["window"] = window.reshape((1,) * len(batch) + (2,))
     if sinks is not None:
         operands["sinks"] = _sinks(sinks, operands["query"].dtype, batch, heads)
     if spec.dropout_threshold:
@@ -240,6 +248,48 @@ def _query_offset(operands: Operands, offset, batch) -> None:
     else:
         _expect_shape("query_offset", offset, batch)
     operands["query_offset"] = offset
+
+
+def _window(size: Any) -> tuple[tuple[int | None, int | None], jax.Array | None]:
+    """The window: what is known of it now, and its sizes as an array where one of them is an array.
+
+    Of a size that is an array, the first part says the most that it may be.
+    """
+    if size is None:
+        return (None, None), None
+    sides = size if isinstance(size, tuple | list) else (size, size)
+    if isinstance(size, jax.Array | np.ndarray) and size.ndim == 1:
+        sides = [size[i] for i in range(size.shape[0])]
+    if len(sides) != 2:
+        raise ValueError(
+            "local_window_size: expected an int or (left, right), got "
+            f"{size if isinstance(size, tuple | list) else f'shape {size.shape}'}"
+        )
+    known, arrays = zip(*(_side(side, size) for side in sides), strict=True)
+    if not any(isinstance(x, jax.Array) for x in arrays):
+        return known, None
+    return known, jnp.stack([jnp.asarray(x, jnp.int32) for x in arrays])
+
+
+def _side(side: Any, size: Any) -> tuple[int | None, int | jax.Array]:
+    """A size of the window: what is known of it, and its number, the greatest if unbounded."""
+    if side is None:
+        return None, int(INT32.max)
+    if isinstance(side, jax.Array | np.ndarray):
+        if jnp.issubdtype(side.dtype, jnp.integer) and side.ndim == 0:
+            number = saturate(side)
+            return int(INT32.max), jnp.where(number < 0, INT32.max, number)
+    elif isinstance(side, numbers.Integral) and not isinstance(side, bool):
+        if side < 0:
+            raise ValueError(
+                f"local_window_size: expected non-negative sizes (None is unbounded), got {size!r}"
+            )
+        number = min(int(side), int(INT32.max))
+        return number, number
+    raise TypeError(
+        "local_window_size: expected an int or (left, right), of ints, None and arrays of one "
+        f"integer each, got {size!r}"
+    )
 
 
 def _dropout(seed: ArrayLike | None, batch, heads: int, alike: bool) -> Operands:

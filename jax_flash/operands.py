@@ -78,6 +78,7 @@ OPERANDS: dict[str, Operand] = {
     "dlse": Operand(("N", "T"), slot=11),
     "dropout_start": Operand(("2",), slot=12),
     "lse_low": Operand(("N", "T"), slot=13),  # of the backward pass, where there is a bias
+    "window": Operand(("2",), slot=14),  # left and right, where a size is an array
 }  # fmt: skip
 
 

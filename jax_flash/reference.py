@@ -13,6 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jax_flash.arrays import INT32
 from jax_flash.operands import OPERANDS, Operands, axis_of, batch_shape
 from jax_flash.philox import dropout_keep
 from jax_flash.spec import AttentionSpec
@@ -190,6 +191,9 @@ def _allowed(spec: AttentionSpec, operands: Operands, first) -> jax.Array:
     if "key_value_seq_lengths" in operands:
         allowed &= j < per_batch("key_value_seq_lengths")
     left, right = spec.window
+    if "window" in operands:
+        sizes = operands["window"][..., None, None, None, None, :]
+        left, right = sizes[..., 0], sizes[..., 1]
     offset = per_batch("query_offset") if "query_offset" in operands else jnp.int32(0)
     if spec.is_causal:
         right = 0
@@ -200,10 +204,10 @@ def _allowed(spec: AttentionSpec, operands: Operands, first) -> jax.Array:
     return allowed
 
 
-def _sum(x: jax.Array, y: int) -> jax.Array:
+def _sum(x: jax.Array, y: int | jax.Array) -> jax.Array:
     """x + y of int32, at the end of the range where it is beyond."""
-    least, most = -(2**31), 2**31 - 1
-    return jnp.clip(x, least - min(y, 0), most - max(y, 0)) + y
+    y = jnp.asarray(y, jnp.int32)
+    return jnp.clip(x, INT32.min - jnp.minimum(y, 0), INT32.max - jnp.maximum(y, 0)) + y
 
 
 def _attended_keys(spec: AttentionSpec, operands: Operands, first) -> jax.Array:

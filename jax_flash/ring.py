@@ -6,7 +6,7 @@ import jax
 from jax.typing import ArrayLike
 
 from jax_flash.attention import run
-from jax_flash.call import make_call
+from jax_flash.call import WindowSize, make_call
 from jax_flash.sequence import make_sequence, mesh_axes
 
 
@@ -24,7 +24,7 @@ def ring_attention(
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: int | tuple[int | None, int | None] | None = None,
+    local_window_size: WindowSize = None,
     implementation: str | None = None,
     return_residual: bool = False,
     query_segment_ids: ArrayLike | None = None,

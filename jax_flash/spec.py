@@ -15,7 +15,6 @@ IMPLEMENTATIONS = (None, "flash", *FAMILIES, "reference")
 # Names that jax.nn.dot_product_attention uses, and ours for the same wish.
 _JAX_NN_IMPLEMENTATIONS = {"xla": None, "cudnn": "flash"}
 
-_INT32_MAX = 2**31 - 1
 # Numbers that dropout draws from.
 _RANDOM = 2**16
 
@@ -74,7 +73,8 @@ class AttentionSpec:
     Attributes:
       scale: factor on the logits.
       is_causal: query i attends to keys j <= i + query_offset.
-      window: keys that a query sees to its left and right; None is unbounded.
+      window: keys that a query sees to its left and right; None is unbounded. Where the call has
+        an operand `window`, that says it, and this is the most that it may say.
       logits_soft_cap: logits become cap * tanh(logits / cap); None is no cap.
       dropout_rate: probability in [0, 1) that a probability is dropped, to be rounded to a
         multiple of 2^-16.
@@ -132,7 +132,7 @@ def make_spec(
     head_dim: int,
     scale: float | None,
     is_causal: bool,
-    local_window_size: int | tuple[int | None, int | None] | None,
+    window: tuple[int | None, int | None],
     logits_soft_cap: float | None,
     dropout_rate: float,
     deterministic: bool,
@@ -173,7 +173,7 @@ def make_spec(
     return AttentionSpec(
         scale=scale,
         is_causal=_flag("is_causal", is_causal),
-        window=_window(local_window_size),
+        window=window,
         logits_soft_cap=logits_soft_cap,
         dropout_rate=dropout_rate,
         deterministic=_flag("deterministic", deterministic),
@@ -198,27 +198,3 @@ def _flag(name: str, value: Any) -> bool:
             f"got {type(value).__name__}"
         )
     return bool(value)
-
-
-def _window(size: Any) -> tuple[int | None, int | None]:
-    if size is None:
-        return None, None
-    sides = size if isinstance(size, tuple | list) else (size, size)
-    if len(sides) != 2:
-        raise ValueError(f"local_window_size: expected an int or (left, right), got {size!r}")
-    return _side(sides[0], size), _side(sides[1], size)
-
-
-def _side(side: Any, size: Any) -> int | None:
-    if side is None:
-        return None
-    if isinstance(side, bool) or not isinstance(side, numbers.Integral):
-        raise TypeError(
-            "local_window_size: expected an int or (left, right) of ints, known when the "
-            f"function is traced, got {size!r}"
-        )
-    if side < 0:
-        raise ValueError(
-            f"local_window_size: expected non-negative sizes (None is unbounded), got {size!r}"
-        )
-    return min(int(side), _INT32_MAX)

@@ -195,6 +195,7 @@ _FEATURES = {
     "offset": _offset,
     "causal": lambda case, rng, _: {"is_causal": True},
     "window": lambda case, rng, window: {"local_window_size": window},
+    "traced_window": lambda case, rng, sizes: {"local_window_size": np.array(sizes, np.int32)},
     "soft_cap": lambda case, rng, cap: {"logits_soft_cap": cap},
     "scale": lambda case, rng, scale: {"scale": scale},
     "sinks": lambda case, rng, _: {"sinks": rng.standard_normal(case.heads).astype(np.float32)},
@@ -247,6 +248,7 @@ def _alone() -> list[Case]:
         "segments": ["packed", "random"],
         "causal": [True],
         "window": [(3, 5), 0, 20, (None, 4), (7, None), (2**31 - 1, 2**31 - 1)],
+        "traced_window": [(3, 5), (0, 0), (-1, 4), (7, -1), (2**31 - 1, 2**31 - 1)],
         "soft_cap": [1.5, 50.0],
         "scale": [1.0, -0.3, 0.0],
         "sinks": [True],
@@ -261,8 +263,9 @@ def _alone() -> list[Case]:
     for kind in ("align", "random", "extreme"):
         features = (("causal", True), ("offset", kind))
         cases.append(Case(f"causal-offset-{kind}", features=features))
-        features = (("window", (6, 3)), ("offset", kind))
-        cases.append(Case(f"window-offset-{kind}", features=features))
+        for window in ("window", "traced_window"):
+            features = ((window, (6, 3)), ("offset", kind))
+            cases.append(Case(f"{window}-offset-{kind}", features=features))
     for heads, kv_heads in ((1, 1), (4, 4), (6, 2), (8, 1)):
         cases.append(Case(f"heads-{heads}-{kv_heads}", heads=heads, kv_heads=kv_heads))
     for head_dim, value_dim in ((1, 1), (8, 8), (24, 8), (40, 72), (64, 64), (128, 128), (192, 128),
@@ -388,6 +391,8 @@ def random_case(
         features.append(("causal", True))
     if chance(0.25):
         features.append(("window", (pick((None, 0, 1, 9, 70)), pick((None, 0, 1, 9, 70)))))
+    elif chance(0.15):
+        features.append(("traced_window", (pick((-1, 0, 1, 9, 70)), pick((-1, 0, 1, 9, 70)))))
     if chance(0.3):
         features.append(("offset", (pick(("align", "random")), pick(("int8", "int16", "int32")))))
     if chance(0.25):

@@ -91,7 +91,9 @@ def allowed_logits(inputs: Inputs) -> np.ndarray:
         allowed &= j <= center
     window = options.get("local_window_size")
     if window is not None:
-        left, right = window if isinstance(window, tuple) else (window, window)
+        left, right = window if np.ndim(window) == 1 else (window, window)
+        if isinstance(window, np.ndarray):  # where what is negative is unbounded
+            left, right = (None if size < 0 else int(size) for size in window)
         if left is not None:
             allowed &= j >= center - left
         if right is not None:
@@ -437,10 +439,13 @@ class _Bounds:
         if cap is not None:
             tanh_bound = self.logits / cap + 4 * _STEP
             slope_bound = 2 * np.abs(terms.logits) / cap * np.minimum(tanh_bound, 1) + 4 * _STEP
+        # Where the slope is 0, at a logit of -1e9, its error meets what delta is off by.
+        slope = terms.slope + slope_bound
+        rounded = 6 * np.sqrt(self.delta_variance)[..., None]
         certain = (
-            terms.slope * self.p_backward * difference
-            + terms.slope * terms.p * (self._FEW * (dp + delta[..., None]) + self.delta[..., None])
-            + slope_bound * terms.p * difference
+            slope * self.p_backward * difference
+            + slope * terms.p * (self._FEW * (dp + delta[..., None]) + self.delta[..., None])
+            + slope_bound * terms.p * (difference + rounded)
         )
         self.dlogits = np.where(terms.allowed, certain, 0)
         self.dropped = self.p_backward * terms.keep + self.over_queries * terms.p * terms.keep

@@ -84,6 +84,7 @@ def cases(tool: str):
         small |= {"batch": 1, "heads": 2, "kv_heads": 1}
         few_rows |= {"kv_len": 330, "heads": 4, "kv_heads": 1}
     narrow, wide = small | {"kv_len": 190}, small | {"kv_len": 180}
+    narrow_rows = few_rows | {"q_len": 5, "kv_len": few_rows["kv_len"] - 19}
     # More units than multiprocessors, so that blocks take several; few: more of 128 queries only.
     heads = {"heads": 2, "kv_heads": 2} if few else {"heads": 70, "kv_heads": 70}
     units = {"batch": 1, "q_len": 130, "kv_len": 210, **heads}
@@ -121,6 +122,9 @@ def cases(tool: str):
         ("bfloat16", (128, 128), (("lengths", "qk"), ("sinks", True)), False, few_rows),
         ("float16", (64, 64), (*causal, ("offset", "random")), False, few_rows),
         ("bfloat16", (256, 256), (), False, few_rows),
+        ("bfloat16", (24, 40), everything, False, narrow_rows),
+        ("bfloat16", (72, 72), (), True, narrow_rows),
+        ("bfloat16", (128, 128), (("traced_window", (30, 20)),), False, small | {"kv_len": 170}),
     )
 
 
@@ -204,7 +208,8 @@ def find_limits(sanitizer: str, tool: str) -> set[str]:
 def explained_reports(tool: str, output: str, limits: set[str]) -> int:
     """How many races or divergent threads are explained; prints them by reason, and the others."""
     if tool == "racecheck":
-        places = [line for line in output.splitlines() if "Race reported between" in line]
+        # A line that begins a report, whatever it says.
+        places = re.findall(r"^=+ (?:Error|Warning|Info): .*", output, re.M)
         reasons = EXPLAINED_RACES
     else:
         places = re.findall(r"Divergent thread\(s\) in block\.\n(.* at .*)", output)
@@ -289,7 +294,8 @@ def passes(sanitizer: str, tool: str, environment: dict[str, str]) -> bool:
         flush=True,
     )
     if not clean:
-        print(done.stdout[:6000], done.stderr[-3000:], sep="\n")
+        pathlib.Path(f"sanitize_{tool}.txt").write_text(done.stdout)
+        print(f"all that it says is in sanitize_{tool}.txt", done.stderr[-3000:], sep="\n")
     return clean
 
 

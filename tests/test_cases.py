@@ -20,7 +20,7 @@ def run(inputs: Inputs, implementation: str | None, **more) -> Results:
     axes: dict[str, int | None] = dict.fromkeys(arrays)
     if inputs.unmapped is not None:
         for name, x in arrays.items():
-            if name in ("sinks", "dropout_seed"):
+            if name in ("sinks", "dropout_seed", "local_window_size"):
                 continue
             shared = name in inputs.unmapped or x.shape[0] == 1
             arrays[name], axes[name] = (x[0], None) if shared else (x, 0)

@@ -30,8 +30,9 @@ EVERYTHING = Case(
     ),
 )  # fmt: skip
 PLAIN = [
-    EVERYTHING, CASES["causal-True"], CASES["window-(3,5)"], CASES["bias-('BNTS','float32')"],
-    CASES["mask-BS"], CASES["causal-offset-random"], CASES["heads-8-1"],
+    EVERYTHING, CASES["causal-True"], CASES["window-(3,5)"], CASES["traced_window-(3,5)"],
+    CASES["bias-('BNTS','float32')"], CASES["mask-BS"], CASES["causal-offset-random"],
+    CASES["heads-8-1"],
 ]  # fmt: skip
 
 

@@ -106,8 +106,11 @@ inline Head head_of(const Forward& call, int64_t batch, int64_t n) {
   head.value = rows_of(shape, call.value, batch, kv_head, shape.value_dim);
   head.q_len = length_of(shape, call.query_seq_lengths, batch, shape.q_len);
   head.kv_len = length_of(shape, call.key_value_seq_lengths, batch, shape.kv_len);
-  head.first = options.window_left >= 0 ? offset - options.window_left : -kUnbounded;
-  head.last = options.window_right >= 0 ? offset + options.window_right + 1 : kUnbounded;
+  const bool has_window = call.window.data != nullptr;
+  const int64_t left = has_window ? int_of(shape, call.window, batch, 0, 0) : options.window_left;
+  const int64_t right = has_window ? int_of(shape, call.window, batch, 0, 1) : options.window_right;
+  head.first = left >= 0 ? offset - left : -kUnbounded;
+  head.last = right >= 0 ? offset + right + 1 : kUnbounded;
   if (options.is_causal) head.last = min_of(head.last, offset + 1);
   head.bias = plane_of(shape, call.bias, batch, n, size_of(call.bias.dtype));
   head.mask = plane_of(shape, call.mask, batch, n, 1);

@@ -216,8 +216,7 @@ struct BlockPlan {
                      const SplitPlan& split = {}, const MaskRows& mask_rows = {})
       : kv_heads(params.shape, params.shape.kv_heads),
         group(params.shape.heads / params.shape.kv_heads),
-        band_varies(params.query_seq_lengths || params.key_value_seq_lengths ||
-                    params.query_offset),
+        band_varies(Band::varies(params)),
         band(params.options, params.shape.q_len, params.shape.kv_len, 0),
         zeros(zeros),
         ends(ends),

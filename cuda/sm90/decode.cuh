@@ -417,7 +417,7 @@ Status launch_decode(const Forward& params, cudaStream_t stream) {
   int sms = 0;
   if (const Status status = multiprocessors(sms); !status.ok()) return status;
   // Lengths, or a band that begins elsewhere in each batch.
-  const bool ragged = params.query_seq_lengths || params.key_value_seq_lengths ||
+  const bool ragged = params.query_seq_lengths || params.key_value_seq_lengths || params.window ||
                       (params.query_offset && banded(params.options));
   const int64_t workers = std::min(sms, kDecodeMultiprocessors) * Config::kBlocks;
   return launch_decode_plan<Config, Element>(

@@ -51,8 +51,11 @@ struct BatchOperand {
       : data(static_cast<const int32_t*>(operand.data)),
         batch{operand.batch[0], operand.batch[1]} {}
 
+  __device__ __forceinline__ const int32_t* pointer(int32_t axis0, int32_t axis1) const {
+    return data + axis0 * batch[0] + axis1 * batch[1];
+  }
   __device__ __forceinline__ int32_t at(int32_t axis0, int32_t axis1, int32_t otherwise) const {
-    return data ? data[axis0 * batch[0] + axis1 * batch[1]] : otherwise;
+    return data ? *pointer(axis0, axis1) : otherwise;
   }
 };
 
@@ -61,16 +64,17 @@ struct ForwardBand {
   Band band;
   bool varies = false;
   Options options;
-  BatchOperand q_len, kv_len, offset;
+  BatchOperand q_len, kv_len, offset, window;
 
   ForwardBand() = default;
   explicit ForwardBand(const Forward& params)
       : band(params.options, params.shape.q_len, params.shape.kv_len, 0),
-        varies(params.query_seq_lengths || params.key_value_seq_lengths || params.query_offset),
+        varies(Band::varies(params)),
         options(params.options),
         q_len(params.query_seq_lengths),
         kv_len(params.key_value_seq_lengths),
-        offset(params.query_offset) {}
+        offset(params.query_offset),
+        window(params.window) {}
 
   // kOutOfLine: a block's first copies wait for instructions, too, and the fewer lie between those
   // that every call executes, the better. Registers may be spilled around the call.
@@ -88,7 +92,8 @@ struct ForwardBand {
     const auto length = [&](const BatchOperand& lengths, int32_t size) {
       return min(max(lengths.at(axis0, axis1, size), 0), size);
     };
-    return Band(options, length(q_len, band.q_len), length(kv_len, band.kv_len),
+    const Window sizes(options, window.data ? window.pointer(axis0, axis1) : nullptr);
+    return Band(sizes, length(q_len, band.q_len), length(kv_len, band.kv_len),
                 offset.at(axis0, axis1, 0));
   }
   __device__ __noinline__ Band find_apart(int32_t axis0, int32_t axis1) const {

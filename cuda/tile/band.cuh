@@ -10,23 +10,42 @@
 
 namespace jax_flash {
 
+// How many keys before and behind its own position a query may attend to. -1: any number.
+struct Window {
+  int32_t left, right;
+
+  __host__ __device__ __forceinline__ Window(const Options& options, const int32_t* sizes = nullptr)
+      : left(sizes ? sizes[0] : options.window_left),
+        right(options.is_causal ? 0
+              : sizes           ? sizes[1]
+                                : options.window_right) {}
+};
+
 struct Band {
   int32_t lo, hi;  // within [-q_len, kv_len], beyond which they change nothing
   int32_t q_len, kv_len;
 
   Band() = default;
-  // Of a call whose lengths and offset are given: on the host, too.
-  __host__ __device__ __forceinline__ Band(const Options& options, int32_t rows, int32_t cols,
+  // Of a call whose lengths, offset and window are given: on the host, too.
+  __host__ __device__ __forceinline__ Band(const Window& window, int32_t rows, int32_t cols,
                                            int64_t offset)
       : q_len(rows), kv_len(cols) {
-    const int64_t right = options.is_causal ? 0 : options.window_right;
-    lo = options.window_left < 0 ? -q_len : clamp_shift(offset - options.window_left);
+    const int64_t right = window.right;
+    lo = window.left < 0 ? -q_len : clamp_shift(offset - window.left);
     hi = right < 0 ? kv_len : clamp_shift(offset + right + 1);
   }
   __device__ __forceinline__ Band(const Forward& params, const BatchIndex& batch)
-      : Band(params.options, clamped_length(params.query_seq_lengths, batch, params.shape.q_len),
+      : Band(Window(params.options,
+                    params.window ? batch.pointer<const int32_t>(params.window) : nullptr),
+             clamped_length(params.query_seq_lengths, batch, params.shape.q_len),
              clamped_length(params.key_value_seq_lengths, batch, params.shape.kv_len),
              params.query_offset ? *batch.pointer<const int32_t>(params.query_offset) : 0) {}
+
+  // Whether a call's band depends on its operands, and so on the batch.
+  static bool varies(const Forward& params) {
+    return params.query_seq_lengths || params.key_value_seq_lengths || params.query_offset ||
+           params.window;
+  }
 
   // Columns that row i may attend to: [first_col(i), end_col(i)).
   __device__ __forceinline__ int32_t first_col(int32_t row) const { return clamp_col(row + lo); }
@@ -76,7 +95,7 @@ struct CallBand {
   CallBand() = default;
   explicit CallBand(const Forward& params)
       : band(params.options, params.shape.q_len, params.shape.kv_len, 0),
-        varies(params.query_seq_lengths || params.key_value_seq_lengths || params.query_offset) {}
+        varies(Band::varies(params)) {}
 
   // Out of line where it varies: a block's first copies wait for instructions, too, and the fewer
   // lie between those that every call executes, the better.
