@@ -23,7 +23,7 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: float | None = None,
+    scale: ArrayLike | None = None,
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
@@ -70,7 +70,9 @@ def dot_product_attention(
       bias: added to the logits; broadcastable to [\*B,N,T,S], any float dtype. -inf forbids, as
         a mask's False does; every finite bias, such as ``jnp.finfo(dtype).min``, is a number.
       mask: bool, True where attention is allowed; broadcastable to [\*B,N,T,S].
-      scale: factor on the logits; 1/sqrt(H) if None.
+      scale: factor on the logits; 1/sqrt(H) if None. A number, or an array that broadcasts to
+        [\*B,N,T,1], such as a traced or learned temperature, with its gradient. An array
+        multiplies the query in float32, and the product is rounded to query's dtype.
       is_causal: query i attends to keys j <= i + query_offset.
       query_seq_lengths: int [\*B]; queries at or past it get out 0. Clamped to [0, T].
       key_value_seq_lengths: int [\*B]; keys at or past it are not attended to. Clamped to
@@ -245,7 +247,7 @@ def explain(
     bias: Abstract | None = None,
     mask: Abstract | None = None,
     *,
-    scale: float | None = None,
+    scale: Abstract | None = None,
     is_causal: bool = False,
     query_seq_lengths: Abstract | None = None,
     key_value_seq_lengths: Abstract | None = None,
@@ -293,7 +295,7 @@ def explain(
             given(value),
             given(bias),
             given(mask),
-            scale=scale,
+            scale=given(scale),
             is_causal=is_causal,
             query_seq_lengths=given(query_seq_lengths),
             key_value_seq_lengths=given(key_value_seq_lengths),
@@ -313,7 +315,7 @@ def explain(
         )
 
     operands = (
-        query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths,
+        query, key, value, bias, mask, scale, query_seq_lengths, key_value_seq_lengths,
         query_segment_ids, key_value_segment_ids, query_offset, sinks, dropout_seed,
     )  # fmt: skip
     abstract += [x for x in operands if isinstance(x, jax.ShapeDtypeStruct)]

@@ -15,10 +15,10 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_flash.arrays import INT32, array, comparable, integers, saturate
+from jax_flash.arrays import INT32, array, comparable, integers, number_array, saturate
 from jax_flash.operands import OPERANDS, Operands
 from jax_flash.sequence import check as check_sequence
-from jax_flash.spec import AttentionSpec, SequenceSharding, make_spec
+from jax_flash.spec import AttentionSpec, SequenceSharding, is_number, make_spec
 
 
 @functools.partial(
@@ -50,7 +50,7 @@ def make_call(
     bias: ArrayLike | None,
     mask: ArrayLike | None,
     *,
-    scale: float | None,
+    scale: ArrayLike | None,
     is_causal: bool,
     query_seq_lengths: ArrayLike | None,
     key_value_seq_lengths: ArrayLike | None,
@@ -83,9 +83,10 @@ def make_call(
     if not isinstance(return_residual, bool):
         raise TypeError(f"return_residual: expected a bool, got {type(return_residual).__name__}")
     shape = jnp.shape(query)
+    folds_scale = scale is not None and not is_number(scale)
     spec = make_spec(
         head_dim=shape[-1] if shape else 0,
-        scale=scale,
+        scale=1.0 if folds_scale else scale,
         is_causal=is_causal,
         local_window_size=local_window_size,
         logits_soft_cap=logits_soft_cap,
@@ -105,6 +106,8 @@ def make_call(
                 f"{name}: expected a sequence of at most 2**31 - 1 tokens, since positions are "
                 f"int32, got {sizes[letter] * parts}"
             )
+    if folds_scale:
+        operands["query"] = _scaled(operands["query"], scale, batch)
     for name, x in (("bias", bias), ("mask", mask)):
         if x is not None:
             operands[name] = _matrix(name, x, operands["query"].dtype, batch, sizes, parts)
@@ -169,6 +172,18 @@ def _query_key_value(query, key, value) -> Operands:
             f"key: expected a number of heads that divides query's {heads}, got {kv_heads}"
         )
     return operands
+
+
+def _scaled(query: jax.Array, scale: ArrayLike, batch) -> jax.Array:
+    """The query times a scale that is an array: kernels take a number that is known."""
+    q_len, heads, _ = query.shape[-3:]
+    scale = _broadcastable("scale", number_array("scale", scale), (*batch, heads, q_len, 1))
+    wide = jnp.promote_types(query.dtype, jnp.float32)
+    factor, x = jnp.swapaxes(scale, -3, -2).astype(wide), query.astype(wide)
+    # The second term is 0. The scale's gradient comes from it alone, lest it be NaN for NaN in a
+    # query that attends to nothing.
+    known, finite = jax.lax.stop_gradient(factor), jnp.where(jnp.isfinite(x), x, 0)
+    return (x * known + finite * (factor - known)).astype(query.dtype)
 
 
 def _matrix(name: str, x: ArrayLike, dtype, batch, sizes, parts: int) -> jax.Array:
@@ -270,7 +285,7 @@ def _expect_shape(name: str, x: jax.Array | np.ndarray, shape) -> None:
         raise ValueError(f"{name}: expected shape {_text(shape)}, got {x.shape}")
 
 
-def _broadcastable(name: str, x: jax.Array, shape, parts: int) -> jax.Array:
+def _broadcastable(name: str, x: jax.Array, shape, parts: int = 1) -> jax.Array:
     """Gives x the rank of `shape`, each axis full or 1, the last two perhaps `parts` times that."""
     padded = (1,) * (len(shape) - x.ndim) + x.shape
     most = (*shape[:-2], *(size * parts for size in shape[-2:]))
@@ -279,8 +294,9 @@ def _broadcastable(name: str, x: jax.Array, shape, parts: int) -> jax.Array:
     )
     if not fits:
         whole = f", or {parts} times that along T or S" if parts > 1 else ""
+        letters = "[*B, N, T, 1]" if name == "scale" else "[*B, N, T, S]"
         raise ValueError(
-            f"{name}: expected a shape that broadcasts to [*B, N, T, S] = {_text(shape)}{whole}, "
+            f"{name}: expected a shape that broadcasts to {letters} = {_text(shape)}{whole}, "
             f"got {x.shape}"
         )
     return x.reshape(padded)

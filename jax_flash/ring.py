@@ -20,7 +20,7 @@ def ring_attention(
     axis_name: str | tuple[str, ...],
     order: str = "contiguous",
     mode: str = "ring",
-    scale: float | None = None,
+    scale: ArrayLike | None = None,
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,

@@ -182,8 +182,15 @@ def make_spec(
     )
 
 
+def is_number(value: Any) -> bool:
+    """Whether it is a real number of Python's or NumPy's, which is known in any case."""
+    if isinstance(value, np.ndarray):
+        return value.ndim == 0 and value.dtype.kind in "iuf"
+    return isinstance(value, numbers.Real | np.number) and not isinstance(value, bool)
+
+
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real | np.number):
+    if not is_number(value):
         raise TypeError(
             f"{name}: expected a Python number, known when the function is traced, "
             f"got {type(value).__name__}"

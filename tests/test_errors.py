@@ -27,7 +27,15 @@ CASES = [
     (dict(query_seq_lengths=np.ones(2)), TypeError, "query_seq_lengths: expected an integer"),
     (dict(query_offset=1.5), TypeError, "query_offset: expected an integer dtype"),
     (dict(sinks=np.ones(4, np.int32)), TypeError, "sinks: expected a float dtype, got int32"),
-    (dict(scale="big"), TypeError, "scale: expected a Python number"),
+    (dict(scale="big"), TypeError, "scale: expected a number or an array, got str"),
+    (dict(scale=True), TypeError, "scale: expected a number or an array, got bool"),
+    (dict(scale=np.ones(1, bool)), TypeError, "scale: expected real numbers, got bool"),
+    (dict(scale=1j), TypeError, "scale: expected real numbers, got complex64"),
+    (
+        dict(scale=np.ones(9, np.float32)),
+        ValueError,
+        r"scale: expected a shape that broadcasts to .*N, T, 1\] = \(2, 4, 8, 1\), got \(9,\)",
+    ),
     (dict(is_causal=1), TypeError, "is_causal: expected a bool"),
     (dict(deterministic=None), TypeError, "deterministic: expected a bool"),
     (dict(return_residual=1), TypeError, "return_residual: expected a bool"),
@@ -114,7 +122,7 @@ def test_message(change, error, message):
         jax_flash.explain(**arguments)
 
 
-@pytest.mark.parametrize("name", ["scale", "logits_soft_cap", "dropout_rate"])
+@pytest.mark.parametrize("name", ["logits_soft_cap", "dropout_rate"])
 def test_traced_number_where_static(name):
     def run(x):
         return jax_flash.dot_product_attention(Q, K, K, **{name: x})

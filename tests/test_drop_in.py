@@ -1,0 +1,103 @@
+"""Every form of an argument that jax.nn.dot_product_attention takes, and that it means the same."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_transforms import assert_close
+
+import jax_flash
+
+BATCH, LENGTH, KEYS, HEADS, KV_HEADS, DIM = 2, 9, 11, 4, 2, 16
+
+
+def normal(seed, *shape, dtype=jnp.float32):
+    return jax.random.normal(jax.random.key(seed), shape, dtype)
+
+
+Q = normal(0, BATCH, LENGTH, HEADS, DIM)
+K, V = (normal(seed, BATCH, KEYS, KV_HEADS, DIM) for seed in (1, 2))
+BIAS = normal(3, 1, HEADS, LENGTH, KEYS)
+MASK = (jax.random.uniform(jax.random.key(4), (1, 1, LENGTH, KEYS)) > 0.3).at[..., 0].set(True)
+
+xla = functools.partial(jax.nn.dot_product_attention, implementation="xla")
+ours = jax_flash.dot_product_attention
+
+
+def both(function):
+    """`function(attention)` with jax.nn's attention and with ours gives the same."""
+    assert_close(jax.device_get(function(ours)), jax.device_get(function(xla)))
+
+
+# A scale that is an array.
+
+SCALES = {
+    "scalar": np.float32(0.3),
+    "one element": np.full((1,), 0.3, np.float32),
+    "bfloat16": jnp.bfloat16(0.3),
+    "int": np.int32(2),
+    "each batch entry": np.array([0.2, 0.5], np.float32).reshape(BATCH, 1, 1, 1),
+}
+
+
+@pytest.mark.parametrize("traced", [False, True], ids=["known", "traced"])
+@pytest.mark.parametrize("name", SCALES)
+def test_scale_as_an_array(name, traced):
+    def run(attention, query, scale):
+        return attention(query, K, V, BIAS, scale=scale)
+
+    def function(attention):
+        call = functools.partial(run, attention)
+        return (jax.jit(call) if traced else call)(Q, jnp.asarray(SCALES[name]))
+
+    both(function)
+
+
+def test_scale_of_each_head_and_query_position():
+    query, key = Q, jnp.repeat(K, HEADS // KV_HEADS, axis=2)
+    for shape in ((HEADS, 1, 1), (1, HEADS, LENGTH, 1)):
+        scale = jax.random.uniform(jax.random.key(5), shape)
+        both(lambda attention, scale=scale: attention(query, key, key, scale=scale))
+
+
+def test_derivatives_of_a_learned_scale():
+    def function(attention):
+        def loss(query, scale):
+            return (attention(query, K, V, BIAS, scale=scale, is_causal=True) ** 2).sum()
+
+        grads = jax.grad(loss, (0, 1))(Q, jnp.float32(0.4))
+        tangent = jax.jvp(lambda s: loss(Q, s), (jnp.float32(0.4),), (jnp.float32(1),))
+        mixed = jax.grad(lambda s: (jax.grad(loss)(Q, s) ** 2).sum())(jnp.float32(0.4))
+        mapped = jax.vmap(jax.grad(loss, 1), (None, 0))(Q, jnp.array([0.1, 0.4]))
+        return *grads, *tangent, mixed, mapped
+
+    both(function)
+
+
+@pytest.mark.parametrize(
+    "number", [0.4, np.float64(0.4), np.asarray(0.4), 1, np.int64(1)], ids=repr
+)
+def test_a_number_as_scale_stays_static(number):
+    both(lambda attention: attention(Q, K, V, scale=number))
+    text = str(jax.make_jaxpr(lambda q: ours(q, K, V, scale=number))(Q))
+    assert f"scale={float(number)}" in text
+
+
+def test_nan_in_a_query_that_attends_to_nothing_does_not_reach_the_gradient_of_scale():
+    query = Q.at[:, -1].set(jnp.nan)
+
+    def loss(scale):
+        lengths = jnp.full(BATCH, LENGTH - 1)
+        return (ours(query, K, V, scale=scale, query_seq_lengths=lengths) ** 2).sum()
+
+    shorter = jax.grad(lambda s: (ours(Q[:, :-1], K, V, scale=s) ** 2).sum())
+    got = jax.grad(loss)(jnp.float32(0.4)), jax.jvp(loss, (jnp.float32(0.4),), (jnp.float32(1),))[1]
+    assert_close(got, (shorter(jnp.float32(0.4)),) * 2)
+
+
+def test_explain_takes_a_scale_of_shape_alone():
+    scale = jax.ShapeDtypeStruct((), jnp.float32)
+    explanation = jax_flash.explain(Q, K, V, scale=scale)
+    assert explanation.choices["cpu"].implementation == "flash"
