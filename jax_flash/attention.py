@@ -34,7 +34,7 @@ def dot_product_attention(
     key_value_segment_ids: ArrayLike | None = None,
     query_offset: ArrayLike = 0,
     sinks: ArrayLike | None = None,
-    logits_soft_cap: float | None = None,
+    logits_soft_cap: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_seed: ArrayLike | None = None,
     broadcast_dropout: bool = False,
@@ -92,8 +92,10 @@ def dot_product_attention(
         and `local_window_size`; S - T aligns the last query with the last key. A number is within
         int32's range; an array is clamped to it.
       sinks: float [N]: a logit per head that takes part in the softmax and has no value.
-      logits_soft_cap: c above, positive. On Hopper, for bfloat16, the forward pass has logits
-        within 3.5e-4 of it; far below 0, probabilities within 1.1e-5 of the row's greatest.
+      logits_soft_cap: c above, positive and finite: a number, or an array of one element, such as
+        a traced or learned one, with its gradient. No kernel takes an array: the call runs as the
+        reference. On Hopper, for bfloat16, the forward pass has logits within 3.5e-4 of it; far
+        below 0, probabilities within 1.1e-5 of the row's greatest.
       dropout_rate: probability in [0, 1) with which each p is dropped; the others are
         multiplied by 1 / (1 - rate). In both, the rate is the nearest multiple of 2^-16; a rate
         so near 1 that this changes what is kept by more than 1% is refused.
@@ -258,7 +260,7 @@ def explain(
     key_value_segment_ids: Abstract | None = None,
     query_offset: Abstract = 0,
     sinks: Abstract | None = None,
-    logits_soft_cap: float | None = None,
+    logits_soft_cap: Abstract | None = None,
     dropout_rate: float = 0.0,
     dropout_seed: Abstract | None = None,
     broadcast_dropout: bool = False,
@@ -306,7 +308,7 @@ def explain(
             key_value_segment_ids=given(key_value_segment_ids),
             query_offset=given(query_offset),
             sinks=given(sinks),
-            logits_soft_cap=logits_soft_cap,
+            logits_soft_cap=given(logits_soft_cap),
             dropout_rate=dropout_rate,
             dropout_seed=given(dropout_seed),
             broadcast_dropout=broadcast_dropout,
@@ -316,7 +318,8 @@ def explain(
 
     operands = (
         query, key, value, bias, mask, scale, query_seq_lengths, key_value_seq_lengths,
-        query_segment_ids, key_value_segment_ids, query_offset, sinks, dropout_seed,
+        query_segment_ids, key_value_segment_ids, query_offset, sinks, logits_soft_cap,
+        dropout_seed,
     )  # fmt: skip
     abstract += [x for x in operands if isinstance(x, jax.ShapeDtypeStruct)]
     call = jax.eval_shape(made, *abstract)

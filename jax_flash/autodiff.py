@@ -20,6 +20,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jax_flash import dispatch
 from jax_flash.call import Call
 from jax_flash.operands import OPERANDS, Operands, batch_shape, broadcast_batch
 from jax_flash.partitioning import (
@@ -46,7 +47,7 @@ def attend(call: Call) -> jax.Array | tuple[jax.Array, jax.Array]:
     operands = unify_varying(operands, spec.sequence.axes if spec.sequence else ())
     # A sequence that the partitioner is to spread needs the primitive, whichever kernel runs it.
     plain = spec.implementation == "reference" and spec.sequence is None
-    if plain:
+    if plain or dispatch.without_kernel(operands):
         results = spread(Pass(spec), run_reference, operands)
     else:
         results = bind(Pass(spec), operands)

@@ -61,7 +61,7 @@ def make_call(
     key_value_segment_ids: ArrayLike | None,
     query_offset: ArrayLike,
     sinks: ArrayLike | None,
-    logits_soft_cap: float | None,
+    logits_soft_cap: ArrayLike | None,
     dropout_rate: float,
     dropout_seed: ArrayLike | None,
     broadcast_dropout: bool,
@@ -84,12 +84,13 @@ def make_call(
         raise TypeError(f"return_residual: expected a bool, got {type(return_residual).__name__}")
     shape = jnp.shape(query)
     folds_scale = scale is not None and not is_number(scale)
+    caps_by_array = logits_soft_cap is not None and not is_number(logits_soft_cap)
     spec = make_spec(
         head_dim=shape[-1] if shape else 0,
         scale=1.0 if folds_scale else scale,
         is_causal=is_causal,
         local_window_size=local_window_size,
-        logits_soft_cap=logits_soft_cap,
+        logits_soft_cap=None if caps_by_array else logits_soft_cap,
         dropout_rate=dropout_rate,
         deterministic=deterministic,
         implementation=implementation,
@@ -123,6 +124,12 @@ def make_call(
     _query_offset(operands, query_offset, batch)
     if sinks is not None:
         operands["sinks"] = _sinks(sinks, operands["query"].dtype, batch, heads)
+    if caps_by_array:
+        cap = number_array("logits_soft_cap", logits_soft_cap)
+        if cap.size != 1:
+            raise ValueError(f"logits_soft_cap: expected one number, got shape {cap.shape}")
+        wide = jnp.promote_types(operands["query"].dtype, jnp.float32)
+        operands["logits_soft_cap"] = cap.astype(wide).reshape((1,) * len(batch))
     if spec.dropout_threshold:
         operands |= _dropout(dropout_seed, batch, heads, _flag(broadcast_dropout))
     if not batch:

@@ -247,8 +247,11 @@ def _forward_block(spec, accumulator, operands: Operands, first) -> Operands:
     # Selecting before and after every nonlinear step keeps NaN and Inf of masked
     # positions out of the gradients too.
     logits = jnp.where(allowed, logits, 0)
-    if spec.logits_soft_cap is not None:
-        logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
+    cap = spec.logits_soft_cap
+    if "logits_soft_cap" in operands:
+        cap = operands["logits_soft_cap"].astype(accumulator)[..., None, None, None, None]
+    if cap is not None:
+        logits = cap * jnp.tanh(logits / cap)
 
     maximum = jnp.max(jnp.where(allowed, logits, -jnp.inf), axis=-1, initial=-jnp.inf)
     if "sinks" in operands:

@@ -31,7 +31,7 @@ def ring_attention(
     key_value_segment_ids: ArrayLike | None = None,
     query_offset: ArrayLike = 0,
     sinks: ArrayLike | None = None,
-    logits_soft_cap: float | None = None,
+    logits_soft_cap: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_seed: ArrayLike | None = None,
     broadcast_dropout: bool = False,

@@ -101,3 +101,40 @@ def test_explain_takes_a_scale_of_shape_alone():
     scale = jax.ShapeDtypeStruct((), jnp.float32)
     explanation = jax_flash.explain(Q, K, V, scale=scale)
     assert explanation.choices["cpu"].implementation == "flash"
+
+
+# A soft cap that is an array, of which jax.nn has none.
+
+
+def capped(query, key, value, bias, cap):
+    """Attention with a soft cap, by hand."""
+    key, value = (jnp.repeat(x, HEADS // KV_HEADS, axis=2) for x in (key, value))
+    logits = jnp.einsum("btnh,bsnh->bnts", query, key, precision="highest") / DIM**0.5 + bias
+    weights = jax.nn.softmax(cap * jnp.tanh(logits / cap))
+    return jnp.einsum("bnts,bsnh->btnh", weights, value, precision="highest")
+
+
+def test_derivatives_of_a_learned_soft_cap():
+    def derivatives(attention):
+        def loss(cap, bias):
+            return (attention(Q, K, V, bias, cap) ** 2).sum()
+
+        cap = jnp.float32(0.7)
+        value, grads = jax.value_and_grad(loss, (0, 1))(cap, BIAS)
+        tangent = jax.jvp(lambda c: loss(c, BIAS), (cap,), (jnp.float32(1),))
+        second = jax.grad(jax.grad(loss))(cap, BIAS)
+        caps = jnp.array([0.3, 0.7, 5.0])
+        mapped = jax.jit(jax.vmap(jax.value_and_grad(loss), (0, None)))(caps, BIAS)
+        return value, *grads, *tangent, second, *mapped
+
+    def attention(query, key, value, bias, cap):
+        return ours(query, key, value, bias, logits_soft_cap=cap)
+
+    assert_close(derivatives(attention), derivatives(capped))
+
+
+@pytest.mark.parametrize(
+    "cap", [np.float64(0.7), np.asarray(0.7), jnp.float32(0.7), jnp.full(1, 0.7)]
+)
+def test_a_soft_cap_means_the_same_in_any_form(cap):
+    assert_close(ours(Q, K, V, BIAS, logits_soft_cap=cap), capped(Q, K, V, BIAS, 0.7))

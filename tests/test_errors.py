@@ -89,6 +89,8 @@ CASES = [
     (dict(sinks=np.ones(2, np.float32)), ValueError, r"sinks: expected shape \(4,\), got \(2,\)"),
     (dict(logits_soft_cap=0.0), ValueError, "logits_soft_cap: expected a positive finite"),
     (dict(logits_soft_cap=float("inf")), ValueError, "logits_soft_cap: expected a positive"),
+    (dict(logits_soft_cap="big"), TypeError, "logits_soft_cap: expected a number or an array, got"),
+    (dict(logits_soft_cap=np.ones(2)), ValueError, r"logits_soft_cap: expected one .*\(2,\)"),
     (dict(dropout_rate=1.0), ValueError, r"dropout_rate: expected a number in \[0, 1\), got 1.0"),
     (
         dict(dropout_rate=0.9999),
@@ -122,13 +124,28 @@ def test_message(change, error, message):
         jax_flash.explain(**arguments)
 
 
-@pytest.mark.parametrize("name", ["logits_soft_cap", "dropout_rate"])
-def test_traced_number_where_static(name):
+def test_traced_number_where_static():
     def run(x):
-        return jax_flash.dot_product_attention(Q, K, K, **{name: x})
+        return jax_flash.dot_product_attention(Q, K, K, dropout_rate=x)
 
-    with pytest.raises(TypeError, match=f"{name}: expected a Python number, known when"):
+    with pytest.raises(TypeError, match="dropout_rate: expected a Python number, known when"):
         jax.jit(run)(0.5)
+
+
+def test_a_soft_cap_that_is_an_array_has_no_kernel():
+    cap = jnp.float32(2.0)
+    explanation = jax_flash.explain(Q, K, K, logits_soft_cap=cap)
+    for platform in ("cpu", "cuda"):
+        choice = explanation.choices[platform]
+        assert choice.implementation == "reference"
+        assert "no kernel takes logits_soft_cap as an array" in choice.reason
+    call = jax.jit(
+        lambda cap: jax_flash.dot_product_attention(
+            Q, K, K, logits_soft_cap=cap, implementation="flash"
+        )
+    )
+    with pytest.raises(NotImplementedError, match="no kernel takes logits_soft_cap as an array"):
+        call(cap)
 
 
 def test_float64_runs_as_the_reference():

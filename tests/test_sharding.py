@@ -129,6 +129,27 @@ def test_the_reference_takes_any_sharding(kind, made_outside):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("name", ["scale", "logits_soft_cap"])
+def test_gradient_of_a_number_that_is_an_array(name, kind):
+    query, key, *_ = arguments()
+    number = jnp.float32(0.4)
+    options = dict(query_offset=8, is_causal=True)
+
+    def run(query, key, number, **spread):
+        attend = functools.partial(jax_flash.dot_product_attention, **options, **spread)
+        return (attend(query, key, key, **{name: number}) ** 2).sum()
+
+    gradient = jax.grad(run, (0, 2))
+    mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=(kind,) * 3)
+    with jax.set_mesh(mesh):
+        q, k = (jax.device_put(x, NamedSharding(mesh, P("x", None, "y"))) for x in (query, key))
+        heads = jax.device_get(jax.jit(gradient)(q, k, number))
+        ring = functools.partial(gradient, sequence_axis="z")
+        ring = jax.device_get(jax.jit(ring)(q, k, number))
+    assert_close((heads, ring), (gradient(query, key, number),) * 2)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_one_key_value_head_stays_whole(kind):
     query, key, value, *_ = arguments()
     key, value = key[:, :, :1], value[:, :, :1]
