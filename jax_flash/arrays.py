@@ -23,6 +23,14 @@ def array(name: str, x: Any) -> jax.Array:
     return x
 
 
+def floats(name: str, x: Any, dtype: Any) -> jax.Array:
+    """As `array`, where integers are taken for floats, of the dtype that a call of `dtype` uses."""
+    x = _as_jax(name, x)
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        x = x.astype(jnp.promote_types(dtype, jnp.float32))
+    return array(name, x)
+
+
 def number_array(name: str, x: Any) -> jax.Array:
     """A number that is given as an array: one of real numbers."""
     if isinstance(x, str | bool | list | tuple):

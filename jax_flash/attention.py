@@ -67,8 +67,9 @@ def dot_product_attention(
       query: [\*B,T,N,H], bfloat16, float16 or float32 (float64, too, runs as the reference).
       key: [\*B,S,K,H], query's dtype.
       value: [\*B,S,K,h], query's dtype.
-      bias: added to the logits; broadcastable to [\*B,N,T,S], any float dtype. -inf forbids, as
-        a mask's False does; every finite bias, such as ``jnp.finfo(dtype).min``, is a number.
+      bias: added to the logits; broadcastable to [\*B,N,T,S], any float or integer dtype. -inf
+        forbids, as a mask's False does; every finite bias, such as ``jnp.finfo(dtype).min``, is a
+        number.
       mask: bool, True where attention is allowed; broadcastable to [\*B,N,T,S].
       scale: factor on the logits; 1/sqrt(H) if None. A number, or an array that broadcasts to
         [\*B,N,T,1], such as a traced or learned temperature, with its gradient. An array
@@ -91,7 +92,7 @@ def dot_product_attention(
       query_offset: int, scalar or [\*B]: position of query 0 on the key axis, for `is_causal`
         and `local_window_size`; S - T aligns the last query with the last key. A number is within
         int32's range; an array is clamped to it.
-      sinks: float [N]: a logit per head that takes part in the softmax and has no value.
+      sinks: float or int [N]: a logit per head that takes part in the softmax and has no value.
       logits_soft_cap: c above, positive and finite: a number, or an array of one element, such as
         a traced or learned one, with its gradient. No kernel takes an array: the call runs as the
         reference. On Hopper, for bfloat16, the forward pass has logits within 3.5e-4 of it; far
@@ -99,8 +100,9 @@ def dot_product_attention(
       dropout_rate: probability in [0, 1) with which each p is dropped; the others are
         multiplied by 1 / (1 - rate). In both, the rate is the nearest multiple of 2^-16; a rate
         so near 1 that this changes what is kept by more than 1% is refused.
-      dropout_seed: uint32 [2], such as ``jax.random.bits(key, (2,), "uint32")``. The mask is
-        a function of it and of the index (b, n, i, j) alone: the same on every platform.
+      dropout_seed: uint32 [2], or a PRNG key (``jax.random.key``), which stands for
+        ``jax.random.bits(key, (2,), "uint32")``. The mask is a function of the two words and of
+        the index (b, n, i, j) alone: the same on every platform.
       broadcast_dropout: whether all batch entries and heads drop the same (i, j), as if b and n
         were 0.
       deterministic: gradients are bitwise equal between runs (the output always is).

@@ -8,17 +8,24 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_flash.arrays import INT32, array, comparable, integers, number_array, saturate
+from jax_flash.arrays import (
+    INT32,
+    array,
+    comparable,
+    floats,
+    integers,
+    number_array,
+    saturate,
+)
 from jax_flash.operands import OPERANDS, Operands
 from jax_flash.sequence import check as check_sequence
-from jax_flash.spec import AttentionSpec, SequenceSharding, is_number, make_spec
+from jax_flash.spec import AttentionSpec, SequenceSharding, flag, is_number, make_spec
 
 
 @functools.partial(
@@ -80,8 +87,8 @@ def make_call(
       ValueError: a shape, dtype or number does not fit.
       NotImplementedError: the sequence cannot be spread so.
     """
-    if not isinstance(return_residual, bool):
-        raise TypeError(f"return_residual: expected a bool, got {type(return_residual).__name__}")
+    returns_lse = flag("return_residual", return_residual)
+    alike = flag("broadcast_dropout", broadcast_dropout)
     shape = jnp.shape(query)
     folds_scale = scale is not None and not is_number(scale)
     caps_by_array = logits_soft_cap is not None and not is_number(logits_soft_cap)
@@ -131,21 +138,13 @@ def make_call(
         wide = jnp.promote_types(operands["query"].dtype, jnp.float32)
         operands["logits_soft_cap"] = cap.astype(wide).reshape((1,) * len(batch))
     if spec.dropout_threshold:
-        operands |= _dropout(dropout_seed, batch, heads, _flag(broadcast_dropout))
+        operands |= _dropout(dropout_seed, batch, heads, alike)
     if not batch:
         operands = {name: x[None] for name, x in operands.items()}
     if sequence is not None:
         dropout = spec.dropout_threshold > 0
         check_sequence(sequence, operands, local=is_shard, dropout=dropout)
-    return Call(spec, operands, bool(batch), return_residual)
-
-
-def _flag(broadcast_dropout: Any) -> bool:
-    if not isinstance(broadcast_dropout, bool):
-        raise TypeError(
-            f"broadcast_dropout: expected a bool, got {type(broadcast_dropout).__name__}"
-        )
-    return broadcast_dropout
+    return Call(spec, operands, bool(batch), returns_lse)
 
 
 def _query_key_value(query, key, value) -> Operands:
@@ -195,7 +194,7 @@ def _scaled(query: jax.Array, scale: ArrayLike, batch) -> jax.Array:
 
 def _matrix(name: str, x: ArrayLike, dtype, batch, sizes, parts: int) -> jax.Array:
     """The bias or the mask."""
-    x = array(name, x)
+    x = floats(name, x, dtype) if name == "bias" else array(name, x)
     if x.dtype == jnp.float64 and dtype != jnp.float64:
         x = _float32(x)
     elif x.dtype != jnp.bool_ and x.dtype.itemsize < 2:
@@ -205,7 +204,7 @@ def _matrix(name: str, x: ArrayLike, dtype, batch, sizes, parts: int) -> jax.Arr
 
 
 def _sinks(sinks: ArrayLike, dtype, batch, heads: int) -> jax.Array:
-    sinks = array("sinks", sinks)
+    sinks = floats("sinks", sinks, dtype)
     _expect_shape("sinks", sinks, (heads,))
     if dtype != jnp.float64:
         sinks = _float32(sinks)
@@ -267,6 +266,9 @@ def _query_offset(operands: Operands, offset, batch) -> None:
 def _dropout(seed: ArrayLike | None, batch, heads: int, alike: bool) -> Operands:
     if seed is None:
         raise ValueError("dropout_seed: expected uint32 [2] with a dropout_rate above 0, got None")
+    if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        _expect_shape("dropout_seed", seed, ())
+        seed = jax.random.bits(seed, (2,), jnp.uint32)
     seed = integers("dropout_seed", seed)
     if seed.dtype != jnp.uint32:
         raise TypeError(

@@ -138,3 +138,56 @@ def test_derivatives_of_a_learned_soft_cap():
 )
 def test_a_soft_cap_means_the_same_in_any_form(cap):
     assert_close(ours(Q, K, V, BIAS, logits_soft_cap=cap), capped(Q, K, V, BIAS, 0.7))
+
+
+# Integers as floats, flags, PRNG keys.
+
+
+@pytest.mark.parametrize("dtype", [np.int8, np.int32, np.uint8, "list"])
+def test_bias_of_integers(dtype):
+    bias = np.arange(LENGTH * KEYS).reshape(LENGTH, KEYS) % 7
+    bias = bias.tolist() if dtype == "list" else bias.astype(dtype)
+    both(lambda attention: attention(Q, K, V, bias))
+    both(lambda attention: jax.grad(lambda q: attention(q, K, V, bias).sum())(Q))
+
+
+def test_sinks_of_integers():
+    sinks = np.arange(HEADS)
+    assert_close(ours(Q, K, V, sinks=sinks), ours(Q, K, V, sinks=sinks.astype(np.float32)))
+
+
+FLAGS = [True, False, 1, 0, np.True_, np.int64(0), np.asarray(True), jnp.asarray(1)]
+
+
+@pytest.mark.parametrize("flag", FLAGS, ids=repr)
+def test_flags(flag):
+    both(lambda attention: attention(Q, K, V, BIAS, is_causal=flag))
+    residual = ours(Q, K, V, return_residual=flag)
+    assert isinstance(residual, tuple) == bool(flag)
+    both(lambda attention: jax.tree.leaves(attention(Q, K, V, return_residual=flag)))
+    options = dict(dropout_rate=0.5, dropout_seed=jax.random.key(0))
+    got = ours(Q, K, V, **options, broadcast_dropout=flag, deterministic=flag)
+    wanted = ours(Q, K, V, **options, broadcast_dropout=bool(flag), deterministic=bool(flag))
+    np.testing.assert_array_equal(got, wanted)
+
+
+@pytest.mark.parametrize("impl", ["threefry2x32", "rbg"])
+def test_dropout_of_a_key(impl):
+    def run(key):
+        return ours(Q, K, V, dropout_rate=0.5, dropout_seed=key)
+
+    keys = jax.random.split(jax.random.key(3, impl=impl), 3)
+    each = [run(jax.random.bits(key, (2,), "uint32")) for key in keys]
+    assert not np.array_equal(each[0], each[1])
+    for key, out in zip(keys, each, strict=True):
+        np.testing.assert_array_equal(jax.jit(run)(key), out)
+    mapped = jax.vmap(run)(keys)
+    if impl == "threefry2x32":
+        assert_close(mapped, jnp.stack(each))
+    else:  # of which vmap makes the bits together
+        assert not np.array_equal(mapped[0], mapped[1])
+    words = jax.random.bits(keys[0], (3, 2), "uint32")
+    assert_close(jax.vmap(run)(words), jnp.stack([run(x) for x in words]))
+    shape = jax.ShapeDtypeStruct((), keys.dtype)
+    explanation = jax_flash.explain(Q, K, V, dropout_rate=0.5, dropout_seed=shape)
+    assert explanation.choices["cpu"].implementation == "flash"

@@ -26,7 +26,7 @@ CASES = [
     (dict(bias=np.ones((8, 9), bool)), TypeError, "bias: expected a float dtype .*`mask`.* bool"),
     (dict(query_seq_lengths=np.ones(2)), TypeError, "query_seq_lengths: expected an integer"),
     (dict(query_offset=1.5), TypeError, "query_offset: expected an integer dtype"),
-    (dict(sinks=np.ones(4, np.int32)), TypeError, "sinks: expected a float dtype, got int32"),
+    (dict(sinks=np.ones(4, bool)), TypeError, "sinks: expected a float dtype, got bool"),
     (dict(scale="big"), TypeError, "scale: expected a number or an array, got str"),
     (dict(scale=True), TypeError, "scale: expected a number or an array, got bool"),
     (dict(scale=np.ones(1, bool)), TypeError, "scale: expected real numbers, got bool"),
@@ -36,19 +36,21 @@ CASES = [
         ValueError,
         r"scale: expected a shape that broadcasts to .*N, T, 1\] = \(2, 4, 8, 1\), got \(9,\)",
     ),
-    (dict(is_causal=1), TypeError, "is_causal: expected a bool"),
-    (dict(deterministic=None), TypeError, "deterministic: expected a bool"),
-    (dict(return_residual=1), TypeError, "return_residual: expected a bool"),
+    (dict(is_causal=2), TypeError, "is_causal: expected a bool, or 0 or 1, got 2"),
+    (dict(is_causal=np.ones(1, bool)), TypeError, "is_causal: expected a bool"),
+    (dict(deterministic=None), TypeError, "deterministic: expected a bool, or 0 or 1, got None"),
+    (dict(return_residual="yes"), TypeError, "return_residual: expected a bool, or .*got 'yes'"),
+    (dict(broadcast_dropout=1.0), TypeError, "broadcast_dropout: expected a bool, .*got 1.0"),
     (dict(local_window_size=2.0), TypeError, "local_window_size: expected an int"),
     (
         dict(dropout_rate=0.1, dropout_seed=np.ones(2, np.int32)),
         TypeError,
-        "dropout_seed: expected uint32 .*got int32",
+        "dropout_seed: expected uint32, or a PRNG key, got int32",
     ),
     (
         dict(dropout_rate=0.1, dropout_seed=np.ones(2, np.uint16)),
         TypeError,
-        "dropout_seed: expected uint32 .*got uint16",
+        "dropout_seed: expected uint32, or a PRNG key, got uint16",
     ),
     # Shapes and values.
     (dict(query=Q[0, 0]), ValueError, r"query: expected shape \[..., T, N, H\] .*\(4, 16\)"),
@@ -106,6 +108,11 @@ CASES = [
         ValueError,
         r"dropout_seed: expected shape \(2,\), got \(3,\)",
     ),
+    (
+        dict(dropout_rate=0.1, dropout_seed=jax.random.split(jax.random.key(0))),
+        ValueError,
+        r"dropout_seed: expected shape \(\), got \(2,\)",
+    ),
     (dict(local_window_size=-1), ValueError, "local_window_size: expected non-negative"),
     (dict(local_window_size=(1, 2, 3)), ValueError, "local_window_size: expected an int or"),
     (dict(implementation="fast"), ValueError, "implementation: expected one of .*'flash'.*'fast'"),
@@ -130,6 +137,17 @@ def test_traced_number_where_static():
 
     with pytest.raises(TypeError, match="dropout_rate: expected a Python number, known when"):
         jax.jit(run)(0.5)
+
+
+@pytest.mark.parametrize(
+    "name", ["is_causal", "return_residual", "deterministic", "broadcast_dropout"]
+)
+def test_traced_flag(name):
+    def run(x):
+        return jax_flash.dot_product_attention(Q, K, K, **{name: x})
+
+    with pytest.raises(TypeError, match=f"{name}: expected a bool.* traced array of bool; make it"):
+        jax.jit(run)(True)
 
 
 def test_a_soft_cap_that_is_an_array_has_no_kernel():
