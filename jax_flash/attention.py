@@ -61,7 +61,8 @@ def dot_product_attention(
 
     Letters: \*B any number of batch axes, none included; T and S query and key/value length;
     N and K query and key/value heads, N a multiple of K (grouped-query attention); H head dim
-    of query and key, h of value.
+    of query and key, h of value. Where query is [T,N,H], what goes with it may have one batch
+    entry all the same, such as a mask [1,N,T,S] or lengths [1].
 
     Args:
       query: [\*B,T,N,H], bfloat16, float16 or float32 (float64, too, runs as the reference).

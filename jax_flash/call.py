@@ -40,7 +40,7 @@ class Call:
     Attributes:
       spec: the static options.
       operands: the arrays by name, see operands.py.
-      has_batch: whether the caller's arrays have batch axes; operands have one in any case.
+      has_batch: whether the caller's query has batch axes; operands have one in any case.
       return_residual: whether lse is returned, too.
     """
 
@@ -103,6 +103,7 @@ def make_call(
         implementation=implementation,
         sequence=sequence,
     )
+    has_batch = len(shape) > 3
     operands = _query_key_value(query, key, value)
     *batch, q_len, heads, _ = operands["query"].shape
     sizes = {"T": q_len, "S": operands["key"].shape[-3], "N": heads}
@@ -124,10 +125,8 @@ def make_call(
         ("key_value_seq_lengths", key_value_seq_lengths),
     ):
         if x is not None:
-            lengths = integers(name, x)
-            _expect_shape(name, lengths, batch)
-            operands[name] = saturate(lengths)
-    operands |= _segment_ids(query_segment_ids, key_value_segment_ids, batch, sizes)
+            operands[name] = saturate(_with_batch(name, integers(name, x), batch, (), has_batch))
+    operands |= _segment_ids(query_segment_ids, key_value_segment_ids, batch, sizes, has_batch)
     _query_offset(operands, query_offset, batch)
     if sinks is not None:
         operands["sinks"] = _sinks(sinks, operands["query"].dtype, batch, heads)
@@ -139,18 +138,20 @@ def make_call(
         operands["logits_soft_cap"] = cap.astype(wide).reshape((1,) * len(batch))
     if spec.dropout_threshold:
         operands |= _dropout(dropout_seed, batch, heads, alike)
-    if not batch:
-        operands = {name: x[None] for name, x in operands.items()}
     if sequence is not None:
         dropout = spec.dropout_threshold > 0
         check_sequence(sequence, operands, local=is_shard, dropout=dropout)
-    return Call(spec, operands, bool(batch), returns_lse)
+    return Call(spec, operands, has_batch, returns_lse)
 
 
 def _query_key_value(query, key, value) -> Operands:
+    """Query, key and value, of one batch entry if they have no batch axes."""
     operands = {
         name: array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     }
+    # As for jax.nn, the axis of a single batch entry may be left out of some and not of others.
+    if {(x.ndim, x.shape[:-3]) for x in operands.values()} == {(3, ()), (4, (1,))}:
+        operands = {name: x[None] if x.ndim == 3 else x for name, x in operands.items()}
     query, key, value = operands.values()
     if query.ndim < 3:
         raise ValueError(
@@ -177,7 +178,7 @@ def _query_key_value(query, key, value) -> Operands:
         raise ValueError(
             f"key: expected a number of heads that divides query's {heads}, got {kv_heads}"
         )
-    return operands
+    return operands if query.ndim > 3 else {name: x[None] for name, x in operands.items()}
 
 
 def _scaled(query: jax.Array, scale: ArrayLike, batch) -> jax.Array:
@@ -221,7 +222,11 @@ def _float32(x: jax.Array) -> jax.Array:
 
 
 def _segment_ids(
-    query_ids: ArrayLike | None, key_value_ids: ArrayLike | None, batch, sizes
+    query_ids: ArrayLike | None,
+    key_value_ids: ArrayLike | None,
+    batch,
+    sizes,
+    has_batch: bool,
 ) -> Operands:
     given = {"query_segment_ids": query_ids, "key_value_segment_ids": key_value_ids}
     missing = [name for name, x in given.items() if x is None]
@@ -233,7 +238,8 @@ def _segment_ids(
     ids = []
     for name, x in given.items():
         x = integers(name, x)
-        _expect_shape(name, x, (*batch, *(sizes[letter] for letter in OPERANDS[name].axes)))
+        axes = [sizes[letter] for letter in OPERANDS[name].axes]
+        x = _with_batch(name, x, batch, axes, has_batch)
         if isinstance(x, np.ndarray) and x.dtype.itemsize == 8:
             # NumPy and Python have 64 bits for small numbers, too.
             if ((x >= INT32.min) & (x <= INT32.max)).all():
@@ -287,6 +293,15 @@ def _dropout(seed: ArrayLike | None, batch, heads: int, alike: bool) -> Operands
         "dropout_batch_ids": jnp.asarray(batch_ids.reshape(batch), jnp.int32),
         "dropout_head_ids": jnp.asarray(head_ids.reshape(*ones, heads), jnp.int32),
     }
+
+
+def _with_batch(name: str, x, batch, axes, has_batch: bool):
+    """x [*B, *axes], which may lack the batch entry that query lacks."""
+    if not has_batch and x.shape != (*batch, *axes):
+        _expect_shape(name, x, axes)
+        return x[None]
+    _expect_shape(name, x, (*batch, *axes))
+    return x
 
 
 def _expect_shape(name: str, x: jax.Array | np.ndarray, shape) -> None:

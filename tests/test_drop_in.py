@@ -191,3 +191,64 @@ def test_dropout_of_a_key(impl):
     shape = jax.ShapeDtypeStruct((), keys.dtype)
     explanation = jax_flash.explain(Q, K, V, dropout_rate=0.5, dropout_seed=shape)
     assert explanation.choices["cpu"].implementation == "flash"
+
+
+# Operands without batch axes.
+
+LENGTHS = np.array([7], np.int32)
+ONE_ENTRY = {
+    "plain": {},
+    "bias and mask [1,N,T,S]": dict(bias=BIAS, mask=MASK),
+    "bias [1,N,1,1], mask [1,1,1,S]": dict(bias=BIAS[..., :1, :1], mask=MASK[:, :, :1]),
+    "bias [N,T,S], mask [T,S]": dict(bias=BIAS[0], mask=MASK[0, 0]),
+    "bias without axes": dict(bias=0.5),
+    "lengths [1]": dict(query_seq_lengths=LENGTHS, key_value_seq_lengths=LENGTHS),
+    "lengths as a list": dict(query_seq_lengths=[7], key_value_seq_lengths=[7]),
+    "lse": dict(return_residual=True, is_causal=True),
+    "window": dict(local_window_size=(3, 2)),
+}
+
+
+@pytest.mark.parametrize("without", [(0, 1, 2), (0,), (1, 2), (2,)], ids=str)
+@pytest.mark.parametrize("name", ONE_ENTRY)
+def test_operands_of_one_batch_entry(name, without):
+    operands = [x[0] if i in without else x[:1] for i, x in enumerate((Q, K, V))]
+    options = ONE_ENTRY[name]
+    both(lambda attention: jax.tree.leaves(attention(*operands, **options)))
+    jax_flash.explain(*operands, **options)
+
+
+def test_gradients_of_one_batch_entry():
+    def gradients(attention):
+        def loss(query, key, value, bias):
+            return (attention(query, key, value, bias, query_seq_lengths=LENGTHS) ** 2).sum()
+
+        return jax.grad(loss, (0, 1, 2, 3))(Q[0], K[0], V[:1], BIAS)
+
+    both(gradients)
+
+
+def test_our_own_arguments_of_one_batch_entry():
+    options = dict(
+        query_segment_ids=np.repeat([0, 1, 2], 3),
+        key_value_segment_ids=np.repeat([0, 1, 2], [3, 4, 4]),
+        query_offset=np.array(1),
+    )
+    wanted = ours(Q[:1], K[:1], V[:1], is_causal=True, **{n: x[None] for n, x in options.items()})
+    for given in (options, {name: x[None] for name, x in options.items()}):
+        assert_close(ours(Q[0], K[0], V[0], is_causal=True, **given), wanted[0])
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        dict(query_seq_lengths=np.ones(2, np.int32)),
+        dict(query_seq_lengths=np.ones((1, 1), np.int32)),
+        dict(bias=np.ones((2, HEADS, LENGTH, KEYS), np.float32)),
+        dict(mask=np.ones((1, 1, 1, LENGTH, KEYS), bool)),
+    ],
+)
+def test_more_than_one_batch_entry_is_refused_as_by_jax_nn(wrong):
+    for attention in (ours, xla):
+        with pytest.raises((ValueError, TypeError)):
+            attention(Q[0], K[0], V[0], **wrong)
