@@ -89,11 +89,12 @@ def make_call(
     """
     returns_lse = flag("return_residual", return_residual)
     alike = flag("broadcast_dropout", broadcast_dropout)
-    shape = jnp.shape(query)
+    query = array("query", query)
+    has_batch = query.ndim > 3
     folds_scale = scale is not None and not is_number(scale)
     caps_by_array = logits_soft_cap is not None and not is_number(logits_soft_cap)
     spec = make_spec(
-        head_dim=shape[-1] if shape else 0,
+        head_dim=query.shape[-1] if query.ndim else 0,
         scale=1.0 if folds_scale else scale,
         is_causal=is_causal,
         local_window_size=local_window_size,
@@ -103,7 +104,6 @@ def make_call(
         implementation=implementation,
         sequence=sequence,
     )
-    has_batch = len(shape) > 3
     operands = _query_key_value(query, key, value)
     *batch, q_len, heads, _ = operands["query"].shape
     sizes = {"T": q_len, "S": operands["key"].shape[-3], "N": heads}
@@ -131,11 +131,8 @@ def make_call(
     if sinks is not None:
         operands["sinks"] = _sinks(sinks, operands["query"].dtype, batch, heads)
     if caps_by_array:
-        cap = number_array("logits_soft_cap", logits_soft_cap)
-        if cap.size != 1:
-            raise ValueError(f"logits_soft_cap: expected one number, got shape {cap.shape}")
-        wide = jnp.promote_types(operands["query"].dtype, jnp.float32)
-        operands["logits_soft_cap"] = cap.astype(wide).reshape((1,) * len(batch))
+        cap = _soft_cap(logits_soft_cap, operands["query"].dtype, batch)
+        operands["logits_soft_cap"] = cap
     if spec.dropout_threshold:
         operands |= _dropout(dropout_seed, batch, heads, alike)
     if sequence is not None:
@@ -210,6 +207,14 @@ def _sinks(sinks: ArrayLike, dtype, batch, heads: int) -> jax.Array:
     if dtype != jnp.float64:
         sinks = _float32(sinks)
     return sinks.reshape((1,) * len(batch) + (heads,))
+
+
+def _soft_cap(cap: ArrayLike, dtype, batch) -> jax.Array:
+    """A soft cap that is an array."""
+    cap = number_array("logits_soft_cap", cap)
+    if cap.size != 1:
+        raise ValueError(f"logits_soft_cap: expected one number, got shape {cap.shape}")
+    return cap.astype(jnp.promote_types(dtype, jnp.float32)).reshape((1,) * len(batch))
 
 
 def _float32(x: jax.Array) -> jax.Array:

@@ -1,6 +1,7 @@
 """Every form of an argument that jax.nn.dot_product_attention takes, and that it means the same."""
 
 import functools
+import inspect
 
 import jax
 import jax.numpy as jnp
@@ -22,13 +23,13 @@ K, V = (normal(seed, BATCH, KEYS, KV_HEADS, DIM) for seed in (1, 2))
 BIAS = normal(3, 1, HEADS, LENGTH, KEYS)
 MASK = (jax.random.uniform(jax.random.key(4), (1, 1, LENGTH, KEYS)) > 0.3).at[..., 0].set(True)
 
-xla = functools.partial(jax.nn.dot_product_attention, implementation="xla")
+theirs = jax.nn.dot_product_attention
 ours = jax_flash.dot_product_attention
 
 
 def both(function):
     """`function(attention)` with jax.nn's attention and with ours gives the same."""
-    assert_close(jax.device_get(function(ours)), jax.device_get(function(xla)))
+    assert_close(jax.device_get(function(ours)), jax.device_get(function(theirs)))
 
 
 # A scale that is an array.
@@ -249,6 +250,74 @@ def test_our_own_arguments_of_one_batch_entry():
     ],
 )
 def test_more_than_one_batch_entry_is_refused_as_by_jax_nn(wrong):
-    for attention in (ours, xla):
+    for attention in (ours, theirs):
         with pytest.raises((ValueError, TypeError)):
             attention(Q[0], K[0], V[0], **wrong)
+
+
+# Whatever jax.numpy.asarray takes, for every argument.
+
+
+class Holder:
+    """An array in another object, as Flax's variables are."""
+
+    def __init__(self, array):
+        self.array = array
+
+    def __jax_array__(self):
+        return self.array
+
+
+def nested_lists(x):
+    return np.asarray(x).tolist()
+
+
+@pytest.mark.parametrize("form", [np.asarray, jnp.asarray, nested_lists, Holder])
+@pytest.mark.filterwarnings("error")
+def test_forms_of_arrays(form):
+    def run(attention):
+        return attention(
+            *map(form, (Q, K, V, BIAS, MASK)),
+            query_seq_lengths=form(np.array([7, 9], np.int32)),
+            key_value_seq_lengths=form(np.array([11, 4], np.int32)),
+        )
+
+    if form is Holder:  # which jax.numpy takes
+        wanted = ours(Q, K, V, BIAS, MASK, query_seq_lengths=[7, 9], key_value_seq_lengths=[11, 4])
+        assert_close(run(ours), wanted)
+    else:
+        both(run)
+
+
+FORMS = {
+    "bias of a number": dict(bias=0.5),
+    "bias of an int": dict(bias=1),
+    "mask of a bool": dict(mask=True),
+    "bias in float16": dict(bias=BIAS.astype(jnp.float16)),
+    "bias in bfloat16": dict(bias=BIAS.astype(jnp.bfloat16)),
+    "bias of one row": dict(bias=BIAS[0, 0, 0]),
+    "mask of each batch entry": dict(mask=np.ones((BATCH, 1, 1, KEYS), bool)),
+    "window of an int": dict(local_window_size=4),
+    "window of a tuple": dict(local_window_size=(3, 4)),
+    "window of a list": dict(local_window_size=[3, 4]),
+    "xla": dict(implementation="xla"),
+    "scale 0": dict(scale=0),
+    "negative scale": dict(scale=-0.5),
+    "half-precision scale": dict(scale=np.float16(0.5)),
+}
+
+
+@pytest.mark.parametrize("name", FORMS)
+def test_forms_of_arguments(name):
+    both(lambda attention: attention(Q, K, V, **FORMS[name]))
+
+
+def test_arguments_by_position_and_name():
+    def names(function, kind):
+        parameters = inspect.signature(function).parameters.values()
+        return [p.name for p in parameters if p.kind == kind]
+
+    positional, keyword = inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY
+    for function in (ours, jax_flash.explain):
+        assert names(function, positional) == names(theirs, positional)
+        assert set(names(theirs, keyword)) <= set(names(function, keyword))
