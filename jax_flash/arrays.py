@@ -23,11 +23,16 @@ def array(name: str, x: Any) -> jax.Array:
     return x
 
 
+def accumulator_of(dtype: Any) -> Any:
+    """The dtype that a call of `dtype` computes in: float32, or float64 for float64."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
 def floats(name: str, x: Any, dtype: Any) -> jax.Array:
-    """As `array`, where integers are taken for floats, of the dtype that a call of `dtype` uses."""
+    """As `array`, where integers are taken for floats, as a call of `dtype` computes with."""
     x = _as_jax(name, x)
     if jnp.issubdtype(x.dtype, jnp.integer):
-        x = x.astype(jnp.promote_types(dtype, jnp.float32))
+        x = x.astype(accumulator_of(dtype))
     return array(name, x)
 
 

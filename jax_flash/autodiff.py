@@ -21,6 +21,7 @@ from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
 from jax_flash import dispatch
+from jax_flash.arrays import accumulator_of
 from jax_flash.call import Call
 from jax_flash.operands import OPERANDS, Operands, batch_shape, broadcast_batch
 from jax_flash.partitioning import (
@@ -198,8 +199,9 @@ def _like(gradient: jax.Array, operand: jax.Array) -> jax.Array:
     """A gradient as the operand is: summed where that is broadcast, and with its sharding."""
     axes = tuple(axis for axis, size in enumerate(operand.shape) if size != gradient.shape[axis])
     if axes:
-        accumulator = jnp.promote_types(gradient.dtype, jnp.float32)
-        gradient = gradient.sum(axes, keepdims=True, dtype=accumulator).astype(operand.dtype)
+        gradient = gradient.sum(axes, keepdims=True, dtype=accumulator_of(gradient.dtype)).astype(
+            operand.dtype
+        )
     return match_sharding(gradient, operand)
 
 

@@ -16,6 +16,7 @@ from jax.typing import ArrayLike
 
 from jax_flash.arrays import (
     INT32,
+    accumulator_of,
     array,
     comparable,
     floats,
@@ -182,7 +183,7 @@ def _scaled(query: jax.Array, scale: ArrayLike, batch) -> jax.Array:
     """The query times a scale that is an array: kernels take a number that is known."""
     q_len, heads, _ = query.shape[-3:]
     scale = _broadcastable("scale", number_array("scale", scale), (*batch, heads, q_len, 1))
-    wide = jnp.promote_types(query.dtype, jnp.float32)
+    wide = accumulator_of(query.dtype)
     factor, x = jnp.swapaxes(scale, -3, -2).astype(wide), query.astype(wide)
     # The second term is 0. The scale's gradient comes from it alone, lest it be NaN for NaN in a
     # query that attends to nothing.
@@ -214,7 +215,7 @@ def _soft_cap(cap: ArrayLike, dtype, batch) -> jax.Array:
     cap = number_array("logits_soft_cap", cap)
     if cap.size != 1:
         raise ValueError(f"logits_soft_cap: expected one number, got shape {cap.shape}")
-    return cap.astype(jnp.promote_types(dtype, jnp.float32)).reshape((1,) * len(batch))
+    return cap.astype(accumulator_of(dtype)).reshape((1,) * len(batch))
 
 
 def _float32(x: jax.Array) -> jax.Array:

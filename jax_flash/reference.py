@@ -13,6 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jax_flash.arrays import accumulator_of
 from jax_flash.operands import OPERANDS, Operands, axis_of, batch_shape
 from jax_flash.philox import dropout_keep
 from jax_flash.spec import AttentionSpec
@@ -37,7 +38,7 @@ def forward(spec: AttentionSpec, operands: Operands, *, block_q: int | None = No
     batch = batch_shape(operands)
     q_len, heads, _ = query.shape[-3:]
     kv_len, _, value_dim = value.shape[-3:]
-    accumulator = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    accumulator = accumulator_of(query.dtype)
     if 0 in (*batch, q_len, heads):
         results = {
             "out": jnp.zeros((*batch, q_len, heads, value_dim), query.dtype),

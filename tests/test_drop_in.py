@@ -312,6 +312,29 @@ def test_forms_of_arguments(name):
     both(lambda attention: attention(Q, K, V, **FORMS[name]))
 
 
+@pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize("number", ["scale", "logits_soft_cap"])
+def test_settings_of_promotion_are_about_the_callers_code(number, implementation):
+    query, key, value = (x.astype(jnp.bfloat16) for x in (Q, K, V))
+    bias = jnp.arange(KEYS, dtype=jnp.int8)
+
+    def loss(query, key, sinks, number_):
+        out = ours(
+            query, key, value, bias, MASK, sinks=sinks, implementation=implementation,
+            dropout_rate=0.2, dropout_seed=jax.random.key(0), **{number: number_},
+        )  # fmt: skip
+        return out.astype(jnp.float32).sum()
+
+    def gradients():
+        one = functools.partial(jax.grad(loss, (0, 1, 2, 3)), query, key)
+        sinks, numbers = jnp.ones(HEADS, jnp.bfloat16), jnp.ones(2, jnp.float16)
+        return jax.vmap(one, (None, 0))(sinks, numbers)
+
+    free = gradients()
+    with jax.numpy_dtype_promotion("strict"), jax.numpy_rank_promotion("raise"):
+        assert_close(gradients(), free)
+
+
 def test_arguments_by_position_and_name():
     def names(function, kind):
         parameters = inspect.signature(function).parameters.values()
