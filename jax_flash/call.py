@@ -277,7 +277,10 @@ def _query_offset(operands: Operands, offset, batch) -> None:
 
 def _dropout(seed: ArrayLike | None, batch, heads: int, alike: bool) -> Operands:
     if seed is None:
-        raise ValueError("dropout_seed: expected uint32 [2] with a dropout_rate above 0, got None")
+        raise ValueError(
+            f"dropout_seed: expected {OPERANDS['dropout_seed'].expected} with a dropout_rate "
+            "above 0, got None"
+        )
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         _expect_shape("dropout_seed", seed, ())
         seed = jax.random.bits(seed, (2,), jnp.uint32)

@@ -75,7 +75,7 @@ OPERANDS: dict[str, Operand] = {
     "sinks": Operand(("N",), **_FLOAT, slot=7, ring="replaced"),
     "logits_soft_cap": Operand((), **_FLOAT, has_kernel=False),
     "dropout_seed": Operand(
-        ("2",), jnp.integer, "uint32, or a PRNG key", slot=8
+        ("2",), jnp.integer, "uint32 [2] or a PRNG key", slot=8
     ),
     "dropout_batch_ids": Operand((), slot=9),
     "dropout_head_ids": Operand(("N",), slot=10),

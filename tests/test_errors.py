@@ -45,12 +45,12 @@ CASES = [
     (
         dict(dropout_rate=0.1, dropout_seed=np.ones(2, np.int32)),
         TypeError,
-        "dropout_seed: expected uint32, or a PRNG key, got int32",
+        r"dropout_seed: expected uint32 \[2\] or a PRNG key, got int32",
     ),
     (
         dict(dropout_rate=0.1, dropout_seed=np.ones(2, np.uint16)),
         TypeError,
-        "dropout_seed: expected uint32, or a PRNG key, got uint16",
+        r"dropout_seed: expected uint32 \[2\] or a PRNG key, got uint16",
     ),
     # Shapes and values.
     (dict(query=Q[0, 0]), ValueError, r"query: expected shape \[..., T, N, H\] .*\(4, 16\)"),
