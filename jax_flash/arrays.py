@@ -17,14 +17,42 @@ INT32 = np.iinfo(np.int32)
 def array(name: str, x: Any) -> jax.Array:
     """An argument as an array of the kind that its record asks for."""
     record = OPERANDS[name]
-    if not isinstance(x, jax.Array):
-        try:
-            x = jnp.asarray(x)
-        except (TypeError, ValueError) as error:
-            raise TypeError(f"{name}: expected an array, got {type(x).__name__}") from error
+    x = _as_jax(name, x)
     if not jnp.issubdtype(x.dtype, record.kind):
         raise TypeError(f"{name}: expected {record.expected}, got {x.dtype}")
     return x
+
+
+def accumulator_of(dtype: Any) -> Any:
+    """The dtype that a call of `dtype` computes in: float32, or float64 for float64."""
+    return jnp.float64 if dtype == jnp.float64 else jnp.float32
+
+
+def floats(name: str, x: Any, dtype: Any) -> jax.Array:
+    """As `array`, where integers are taken for floats, as a call of `dtype` computes with."""
+    x = _as_jax(name, x)
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        x = x.astype(accumulator_of(dtype))
+    return array(name, x)
+
+
+def number_array(name: str, x: Any) -> jax.Array:
+    """A number that is given as an array: one of real numbers."""
+    if isinstance(x, str | bool | list | tuple):
+        raise TypeError(f"{name}: expected a number or an array, got {type(x).__name__}")
+    x = _as_jax(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.floating) and not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name}: expected real numbers, got {x.dtype}")
+    return x
+
+
+def _as_jax(name: str, x: Any) -> jax.Array:
+    if isinstance(x, jax.Array):
+        return x
+    try:
+        return jnp.asarray(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name}: expected an array, got {type(x).__name__}") from error
 
 
 def integers(name: str, x: Any) -> jax.Array | np.ndarray:

@@ -23,7 +23,7 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: float | None = None,
+    scale: ArrayLike | None = None,
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
@@ -34,7 +34,7 @@ def dot_product_attention(
     key_value_segment_ids: ArrayLike | None = None,
     query_offset: ArrayLike = 0,
     sinks: ArrayLike | None = None,
-    logits_soft_cap: float | None = None,
+    logits_soft_cap: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_seed: ArrayLike | None = None,
     broadcast_dropout: bool = False,
@@ -61,16 +61,20 @@ def dot_product_attention(
 
     Letters: \*B any number of batch axes, none included; T and S query and key/value length;
     N and K query and key/value heads, N a multiple of K (grouped-query attention); H head dim
-    of query and key, h of value.
+    of query and key, h of value. Where query is [T,N,H], what goes with it may have one batch
+    entry all the same, such as a mask [1,N,T,S] or lengths [1].
 
     Args:
       query: [\*B,T,N,H], bfloat16, float16 or float32 (float64, too, runs as the reference).
       key: [\*B,S,K,H], query's dtype.
       value: [\*B,S,K,h], query's dtype.
-      bias: added to the logits; broadcastable to [\*B,N,T,S], any float dtype. -inf forbids, as
-        a mask's False does; every finite bias, such as ``jnp.finfo(dtype).min``, is a number.
+      bias: added to the logits; broadcastable to [\*B,N,T,S], any float or integer dtype. -inf
+        forbids, as a mask's False does; every finite bias, such as ``jnp.finfo(dtype).min``, is a
+        number.
       mask: bool, True where attention is allowed; broadcastable to [\*B,N,T,S].
-      scale: factor on the logits; 1/sqrt(H) if None.
+      scale: factor on the logits; 1/sqrt(H) if None. A number, or an array that broadcasts to
+        [\*B,N,T,1], such as a traced or learned temperature, with its gradient. An array
+        multiplies the query in float32, and the product is rounded to query's dtype.
       is_causal: query i attends to keys j <= i + query_offset.
       query_seq_lengths: int [\*B]; queries at or past it get out 0. Clamped to [0, T].
       key_value_seq_lengths: int [\*B]; keys at or past it are not attended to. Clamped to
@@ -91,14 +95,17 @@ def dot_product_attention(
       query_offset: int, scalar or [\*B]: position of query 0 on the key axis, for `is_causal`
         and `local_window_size`; S - T aligns the last query with the last key. A number is within
         int32's range; an array is clamped to it.
-      sinks: float [N]: a logit per head that takes part in the softmax and has no value.
-      logits_soft_cap: c above, positive. On Hopper, for bfloat16, the forward pass has logits
-        within 3.5e-4 of it; far below 0, probabilities within 1.1e-5 of the row's greatest.
+      sinks: float or int [N]: a logit per head that takes part in the softmax and has no value.
+      logits_soft_cap: c above, positive and finite: a number, or an array of one element, such as
+        a traced or learned one, with its gradient. No kernel takes an array: the call runs as the
+        reference. On Hopper, for bfloat16, the forward pass has logits within 3.5e-4 of it; far
+        below 0, probabilities within 1.1e-5 of the row's greatest.
       dropout_rate: probability in [0, 1) with which each p is dropped; the others are
         multiplied by 1 / (1 - rate). In both, the rate is the nearest multiple of 2^-16; a rate
         so near 1 that this changes what is kept by more than 1% is refused.
-      dropout_seed: uint32 [2], such as ``jax.random.bits(key, (2,), "uint32")``. The mask is
-        a function of it and of the index (b, n, i, j) alone: the same on every platform.
+      dropout_seed: uint32 [2], or a PRNG key (``jax.random.key``), which stands for
+        ``jax.random.bits(key, (2,), "uint32")``. The mask is a function of the two words and of
+        the index (b, n, i, j) alone: the same on every platform.
       broadcast_dropout: whether all batch entries and heads drop the same (i, j), as if b and n
         were 0.
       deterministic: gradients are bitwise equal between runs (the output always is).
@@ -247,7 +254,7 @@ def explain(
     bias: Abstract | None = None,
     mask: Abstract | None = None,
     *,
-    scale: float | None = None,
+    scale: Abstract | None = None,
     is_causal: bool = False,
     query_seq_lengths: Abstract | None = None,
     key_value_seq_lengths: Abstract | None = None,
@@ -258,7 +265,7 @@ def explain(
     key_value_segment_ids: Abstract | None = None,
     query_offset: Abstract = 0,
     sinks: Abstract | None = None,
-    logits_soft_cap: float | None = None,
+    logits_soft_cap: Abstract | None = None,
     dropout_rate: float = 0.0,
     dropout_seed: Abstract | None = None,
     broadcast_dropout: bool = False,
@@ -295,7 +302,7 @@ def explain(
             given(value),
             given(bias),
             given(mask),
-            scale=scale,
+            scale=given(scale),
             is_causal=is_causal,
             query_seq_lengths=given(query_seq_lengths),
             key_value_seq_lengths=given(key_value_seq_lengths),
@@ -306,7 +313,7 @@ def explain(
             key_value_segment_ids=given(key_value_segment_ids),
             query_offset=given(query_offset),
             sinks=given(sinks),
-            logits_soft_cap=logits_soft_cap,
+            logits_soft_cap=given(logits_soft_cap),
             dropout_rate=dropout_rate,
             dropout_seed=given(dropout_seed),
             broadcast_dropout=broadcast_dropout,
@@ -315,9 +322,9 @@ def explain(
         )
 
     operands = (
-        query, key, value, bias, mask, query_seq_lengths, key_value_seq_lengths,
-        query_segment_ids, key_value_segment_ids, query_offset, sinks, dropout_seed,
-        local_window_size,
+        query, key, value, bias, mask, scale, query_seq_lengths, key_value_seq_lengths,
+        query_segment_ids, key_value_segment_ids, query_offset, sinks, logits_soft_cap,
+        dropout_seed, local_window_size,
     )  # fmt: skip
     abstract += [x for x in jax.tree.leaves(operands) if isinstance(x, jax.ShapeDtypeStruct)]
     call = jax.eval_shape(made, *abstract)

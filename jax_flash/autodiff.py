@@ -20,7 +20,8 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_flash import reference
+from jax_flash import dispatch
+from jax_flash.arrays import accumulator_of
 from jax_flash.call import Call
 from jax_flash.operands import OPERANDS, Operands, batch_shape, broadcast_batch
 from jax_flash.partitioning import (
@@ -44,11 +45,13 @@ RESIDUAL_NAMES = ("jax_flash_out", "jax_flash_lse")
 def attend(call: Call) -> jax.Array | tuple[jax.Array, jax.Array]:
     """What the call returns."""
     spec, operands = call.spec, call.operands
-    if spec.implementation == "reference" and spec.sequence is None:
-        results = reference.forward(spec, operands)
+    operands = unify_varying(operands, spec.sequence.axes if spec.sequence else ())
+    # A sequence that the partitioner is to spread needs the primitive, whichever kernel runs it.
+    plain = spec.implementation == "reference" and spec.sequence is None
+    if plain or dispatch.without_kernel(operands):
+        results = spread(Pass(spec), run_reference, operands)
     else:
-        axes = spec.sequence.axes if spec.sequence else ()
-        results = bind(Pass(spec), unify_varying(operands, axes))
+        results = bind(Pass(spec), operands)
     out, lse = results["out"], results["lse"]
     if not call.has_batch:
         out, lse = out[0], lse[0]
@@ -196,8 +199,9 @@ def _like(gradient: jax.Array, operand: jax.Array) -> jax.Array:
     """A gradient as the operand is: summed where that is broadcast, and with its sharding."""
     axes = tuple(axis for axis, size in enumerate(operand.shape) if size != gradient.shape[axis])
     if axes:
-        accumulator = jnp.promote_types(gradient.dtype, jnp.float32)
-        gradient = gradient.sum(axes, keepdims=True, dtype=accumulator).astype(operand.dtype)
+        gradient = gradient.sum(axes, keepdims=True, dtype=accumulator_of(gradient.dtype)).astype(
+            operand.dtype
+        )
     return match_sharding(gradient, operand)
 
 

@@ -16,10 +16,19 @@ import jax.numpy as jnp
 import numpy as np
 from jax.typing import ArrayLike
 
-from jax_flash.arrays import INT32, array, comparable, integers, saturate
+from jax_flash.arrays import (
+    INT32,
+    accumulator_of,
+    array,
+    comparable,
+    floats,
+    integers,
+    number_array,
+    saturate,
+)
 from jax_flash.operands import OPERANDS, Operands
 from jax_flash.sequence import check as check_sequence
-from jax_flash.spec import AttentionSpec, SequenceSharding, make_spec
+from jax_flash.spec import AttentionSpec, SequenceSharding, flag, is_number, make_spec
 
 # Sizes of a local window: of both sides, or (left, right); None is unbounded.
 Size = int | jax.Array | None
@@ -38,7 +47,7 @@ class Call:
     Attributes:
       spec: the static options.
       operands: the arrays by name, see operands.py.
-      has_batch: whether the caller's arrays have batch axes; operands have one in any case.
+      has_batch: whether the caller's query has batch axes; operands have one in any case.
       return_residual: whether lse is returned, too.
     """
 
@@ -55,7 +64,7 @@ def make_call(
     bias: ArrayLike | None,
     mask: ArrayLike | None,
     *,
-    scale: float | None,
+    scale: ArrayLike | None,
     is_causal: bool,
     query_seq_lengths: ArrayLike | None,
     key_value_seq_lengths: ArrayLike | None,
@@ -66,7 +75,7 @@ def make_call(
     key_value_segment_ids: ArrayLike | None,
     query_offset: ArrayLike,
     sinks: ArrayLike | None,
-    logits_soft_cap: float | None,
+    logits_soft_cap: ArrayLike | None,
     dropout_rate: float,
     dropout_seed: ArrayLike | None,
     broadcast_dropout: bool,
@@ -85,16 +94,19 @@ def make_call(
       ValueError: a shape, dtype or number does not fit.
       NotImplementedError: the sequence cannot be spread so.
     """
-    if not isinstance(return_residual, bool):
-        raise TypeError(f"return_residual: expected a bool, got {type(return_residual).__name__}")
-    shape = jnp.shape(query)
+    returns_lse = flag("return_residual", return_residual)
+    alike = flag("broadcast_dropout", broadcast_dropout)
+    query = array("query", query)
+    has_batch = query.ndim > 3
+    folds_scale = scale is not None and not is_number(scale)
+    caps_by_array = logits_soft_cap is not None and not is_number(logits_soft_cap)
     sides, window = _window(local_window_size)
     spec = make_spec(
-        head_dim=shape[-1] if shape else 0,
-        scale=scale,
+        head_dim=query.shape[-1] if query.ndim else 0,
+        scale=1.0 if folds_scale else scale,
         is_causal=is_causal,
         window=sides,
-        logits_soft_cap=logits_soft_cap,
+        logits_soft_cap=None if caps_by_array else logits_soft_cap,
         dropout_rate=dropout_rate,
         deterministic=deterministic,
         implementation=implementation,
@@ -111,6 +123,8 @@ def make_call(
                 f"{name}: expected a sequence of at most 2**31 - 1 tokens, since positions are "
                 f"int32, got {sizes[letter] * parts}"
             )
+    if folds_scale:
+        operands["query"] = _scaled(operands["query"], scale, batch)
     for name, x in (("bias", bias), ("mask", mask)):
         if x is not None:
             operands[name] = _matrix(name, x, operands["query"].dtype, batch, sizes, parts)
@@ -119,37 +133,32 @@ def make_call(
         ("key_value_seq_lengths", key_value_seq_lengths),
     ):
         if x is not None:
-            lengths = integers(name, x)
-            _expect_shape(name, lengths, batch)
-            operands[name] = saturate(lengths)
-    operands |= _segment_ids(query_segment_ids, key_value_segment_ids, batch, sizes)
+            operands[name] = saturate(_with_batch(name, integers(name, x), batch, (), has_batch))
+    operands |= _segment_ids(query_segment_ids, key_value_segment_ids, batch, sizes, has_batch)
     _query_offset(operands, query_offset, batch)
     if window is not None:
         operands["window"] = window.reshape((1,) * len(batch) + (2,))
     if sinks is not None:
         operands["sinks"] = _sinks(sinks, operands["query"].dtype, batch, heads)
+    if caps_by_array:
+        cap = _soft_cap(logits_soft_cap, operands["query"].dtype, batch)
+        operands["logits_soft_cap"] = cap
     if spec.dropout_threshold:
-        operands |= _dropout(dropout_seed, batch, heads, _flag(broadcast_dropout))
-    if not batch:
-        operands = {name: x[None] for name, x in operands.items()}
+        operands |= _dropout(dropout_seed, batch, heads, alike)
     if sequence is not None:
         dropout = spec.dropout_threshold > 0
         check_sequence(sequence, operands, local=is_shard, dropout=dropout)
-    return Call(spec, operands, bool(batch), return_residual)
-
-
-def _flag(broadcast_dropout: Any) -> bool:
-    if not isinstance(broadcast_dropout, bool):
-        raise TypeError(
-            f"broadcast_dropout: expected a bool, got {type(broadcast_dropout).__name__}"
-        )
-    return broadcast_dropout
+    return Call(spec, operands, has_batch, returns_lse)
 
 
 def _query_key_value(query, key, value) -> Operands:
+    """Query, key and value, of one batch entry if they have no batch axes."""
     operands = {
         name: array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     }
+    # As for jax.nn, the axis of a single batch entry may be left out of some and not of others.
+    if {(x.ndim, x.shape[:-3]) for x in operands.values()} == {(3, ()), (4, (1,))}:
+        operands = {name: x[None] if x.ndim == 3 else x for name, x in operands.items()}
     query, key, value = operands.values()
     if query.ndim < 3:
         raise ValueError(
@@ -176,12 +185,24 @@ def _query_key_value(query, key, value) -> Operands:
         raise ValueError(
             f"key: expected a number of heads that divides query's {heads}, got {kv_heads}"
         )
-    return operands
+    return operands if query.ndim > 3 else {name: x[None] for name, x in operands.items()}
+
+
+def _scaled(query: jax.Array, scale: ArrayLike, batch) -> jax.Array:
+    """The query times a scale that is an array: kernels take a number that is known."""
+    q_len, heads, _ = query.shape[-3:]
+    scale = _broadcastable("scale", number_array("scale", scale), (*batch, heads, q_len, 1))
+    wide = accumulator_of(query.dtype)
+    factor, x = jnp.swapaxes(scale, -3, -2).astype(wide), query.astype(wide)
+    # The second term is 0. The scale's gradient comes from it alone, lest it be NaN for NaN in a
+    # query that attends to nothing.
+    known, finite = jax.lax.stop_gradient(factor), jnp.where(jnp.isfinite(x), x, 0)
+    return (x * known + finite * (factor - known)).astype(query.dtype)
 
 
 def _matrix(name: str, x: ArrayLike, dtype, batch, sizes, parts: int) -> jax.Array:
     """The bias or the mask."""
-    x = array(name, x)
+    x = floats(name, x, dtype) if name == "bias" else array(name, x)
     if x.dtype == jnp.float64 and dtype != jnp.float64:
         x = _float32(x)
     elif x.dtype != jnp.bool_ and x.dtype.itemsize < 2:
@@ -191,11 +212,19 @@ def _matrix(name: str, x: ArrayLike, dtype, batch, sizes, parts: int) -> jax.Arr
 
 
 def _sinks(sinks: ArrayLike, dtype, batch, heads: int) -> jax.Array:
-    sinks = array("sinks", sinks)
+    sinks = floats("sinks", sinks, dtype)
     _expect_shape("sinks", sinks, (heads,))
     if dtype != jnp.float64:
         sinks = _float32(sinks)
     return sinks.reshape((1,) * len(batch) + (heads,))
+
+
+def _soft_cap(cap: ArrayLike, dtype, batch) -> jax.Array:
+    """A soft cap that is an array."""
+    cap = number_array("logits_soft_cap", cap)
+    if cap.size != 1:
+        raise ValueError(f"logits_soft_cap: expected one number, got shape {cap.shape}")
+    return cap.astype(accumulator_of(dtype)).reshape((1,) * len(batch))
 
 
 def _float32(x: jax.Array) -> jax.Array:
@@ -208,7 +237,11 @@ def _float32(x: jax.Array) -> jax.Array:
 
 
 def _segment_ids(
-    query_ids: ArrayLike | None, key_value_ids: ArrayLike | None, batch, sizes
+    query_ids: ArrayLike | None,
+    key_value_ids: ArrayLike | None,
+    batch,
+    sizes,
+    has_batch: bool,
 ) -> Operands:
     given = {"query_segment_ids": query_ids, "key_value_segment_ids": key_value_ids}
     missing = [name for name, x in given.items() if x is None]
@@ -220,7 +253,8 @@ def _segment_ids(
     ids = []
     for name, x in given.items():
         x = integers(name, x)
-        _expect_shape(name, x, (*batch, *(sizes[letter] for letter in OPERANDS[name].axes)))
+        axes = [sizes[letter] for letter in OPERANDS[name].axes]
+        x = _with_batch(name, x, batch, axes, has_batch)
         if isinstance(x, np.ndarray) and x.dtype.itemsize == 8:
             # NumPy and Python have 64 bits for small numbers, too.
             if ((x >= INT32.min) & (x <= INT32.max)).all():
@@ -294,7 +328,13 @@ def _side(side: Any, size: Any) -> tuple[int | None, int | jax.Array]:
 
 def _dropout(seed: ArrayLike | None, batch, heads: int, alike: bool) -> Operands:
     if seed is None:
-        raise ValueError("dropout_seed: expected uint32 [2] with a dropout_rate above 0, got None")
+        raise ValueError(
+            f"dropout_seed: expected {OPERANDS['dropout_seed'].expected} with a dropout_rate "
+            "above 0, got None"
+        )
+    if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
+        _expect_shape("dropout_seed", seed, ())
+        seed = jax.random.bits(seed, (2,), jnp.uint32)
     seed = integers("dropout_seed", seed)
     if seed.dtype != jnp.uint32:
         raise TypeError(
@@ -315,12 +355,21 @@ def _dropout(seed: ArrayLike | None, batch, heads: int, alike: bool) -> Operands
     }
 
 
+def _with_batch(name: str, x, batch, axes, has_batch: bool):
+    """x [*B, *axes], which may lack the batch entry that query lacks."""
+    if not has_batch and x.shape != (*batch, *axes):
+        _expect_shape(name, x, axes)
+        return x[None]
+    _expect_shape(name, x, (*batch, *axes))
+    return x
+
+
 def _expect_shape(name: str, x: jax.Array | np.ndarray, shape) -> None:
     if x.shape != tuple(shape):
         raise ValueError(f"{name}: expected shape {_text(shape)}, got {x.shape}")
 
 
-def _broadcastable(name: str, x: jax.Array, shape, parts: int) -> jax.Array:
+def _broadcastable(name: str, x: jax.Array, shape, parts: int = 1) -> jax.Array:
     """Gives x the rank of `shape`, each axis full or 1, the last two perhaps `parts` times that."""
     padded = (1,) * (len(shape) - x.ndim) + x.shape
     most = (*shape[:-2], *(size * parts for size in shape[-2:]))
@@ -329,8 +378,9 @@ def _broadcastable(name: str, x: jax.Array, shape, parts: int) -> jax.Array:
     )
     if not fits:
         whole = f", or {parts} times that along T or S" if parts > 1 else ""
+        letters = "[*B, N, T, 1]" if name == "scale" else "[*B, N, T, S]"
         raise ValueError(
-            f"{name}: expected a shape that broadcasts to [*B, N, T, S] = {_text(shape)}{whole}, "
+            f"{name}: expected a shape that broadcasts to {letters} = {_text(shape)}{whole}, "
             f"got {x.shape}"
         )
     return x.reshape(padded)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jax_flash import ffi
-from jax_flash.operands import batch_shape
+from jax_flash.operands import OPERANDS, batch_shape
 from jax_flash.passes import Pass
 from jax_flash.spec import FAMILIES, AttentionSpec
 
@@ -73,12 +74,14 @@ class _Problem:
       dtype: of query, key and value.
       head_dim, value_dim: of query and key, and of value.
       empty: what the call has none of, or None: without it, there is nothing for a kernel to do.
+      without_kernel: the operand that no kernel takes, if there is one.
     """
 
     dtype: str
     head_dim: int
     value_dim: int
     empty: str | None = None
+    without_kernel: str | None = None
 
     @classmethod
     def of(cls, operands: dict[str, Any]) -> _Problem:
@@ -91,7 +94,18 @@ class _Problem:
             "columns of value": value.shape[-1],
         }
         empty = next((name for name, count in counts.items() if count == 0), None)
-        return cls(jnp.dtype(query.dtype).name, query.shape[-1], value.shape[-1], empty)
+        return cls(
+            jnp.dtype(query.dtype).name,
+            query.shape[-1],
+            value.shape[-1],
+            empty,
+            without_kernel(operands),
+        )
+
+
+def without_kernel(operands: Iterable[str]) -> str | None:
+    """The name of an operand that no kernel takes, if there is one."""
+    return next((name for name in operands if not OPERANDS[name].has_kernel), None)
 
 
 def _workspace(one_pass: Pass, operands: dict[str, Any], platform: str) -> int:
@@ -151,6 +165,11 @@ def _unsupported(spec: AttentionSpec, problem: _Problem, platform: str) -> str |
         return f"there is no kernel for platform {platform!r} (there is for cpu and cuda)"
     if ffi.native is None:
         return ffi.load_error
+    if problem.without_kernel is not None:
+        return (
+            f"no kernel takes {problem.without_kernel} as an array (they take a Python number, "
+            "known when the function is traced)"
+        )
     if problem.dtype not in ("float32", "bfloat16", "float16"):
         return (
             f"the kernels take float32, bfloat16 and float16, not {problem.dtype} "

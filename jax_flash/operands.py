@@ -29,6 +29,8 @@ class Operand:
       forbids: whether it keeps queries from attending to keys.
       slot: its number among the operands that a call need not have, in the order native code
         counts them (`optional_operands` in cuda/handlers.cc); None for what every call has.
+      has_kernel: whether there are kernels that take it. A call with an operand that has none runs
+        as the reference, and is differentiated as plain JAX.
       whole: the axes that no device has a part of, where the call is spread over devices.
       ring: what becomes of it in a ring. "stays" on its device; "travels" with the keys;
         "either", as its shape along S says; "replaced" by what the ring makes for each block.
@@ -41,6 +43,7 @@ class Operand:
     differentiable: bool = False
     forbids: bool = False
     slot: int | None = None
+    has_kernel: bool = True
     whole: tuple[str, ...] = ("H", "h", "2")
     ring: Literal["stays", "travels", "either", "replaced"] = "stays"
 
@@ -70,8 +73,9 @@ OPERANDS: dict[str, Operand] = {
     "key_value_segment_ids": Operand(("S",), **_INTEGER, forbids=True, slot=5, ring="travels"),
     "query_offset": Operand((), **_INTEGER, slot=6, ring="replaced"),
     "sinks": Operand(("N",), **_FLOAT, slot=7, ring="replaced"),
+    "logits_soft_cap": Operand((), **_FLOAT, has_kernel=False),
     "dropout_seed": Operand(
-        ("2",), jnp.integer, "uint32 (jax.random.bits makes it)", slot=8
+        ("2",), jnp.integer, "uint32 [2] or a PRNG key", slot=8
     ),
     "dropout_batch_ids": Operand((), slot=9),
     "dropout_head_ids": Operand(("N",), slot=10),

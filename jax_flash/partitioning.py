@@ -146,7 +146,8 @@ def _explicit(one_pass: Pass, run: Run, operands: Operands) -> Operands:
         mesh=mesh,
         in_specs=(plan.operands,),
         out_specs=plan.results,
-        axis_names=explicit,
+        # All of them without a name: under vmap, JAX leaves out the axes of what is mapped.
+        axis_names=explicit if explicit < set(mesh.axis_names) else set(),
         check_vma=False,
     )
     return mapped(operands)

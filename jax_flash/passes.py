@@ -15,6 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash import all_to_all, reference, ring_passes
+from jax_flash.arrays import accumulator_of
 from jax_flash.operands import Operands, batch_shape, broadcast_batch
 from jax_flash.sequence import SequenceSharding, in_position_order
 from jax_flash.spec import AttentionSpec
@@ -74,10 +75,6 @@ class Pass:
 
 
 Run = Callable[[Pass, Operands], Operands]
-
-
-def accumulator_of(dtype) -> Any:
-    return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 def complete(one_pass: Pass, operands: Operands) -> Operands:

@@ -13,7 +13,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
-from jax_flash.arrays import INT32
+from jax_flash.arrays import INT32, accumulator_of
 from jax_flash.operands import OPERANDS, Operands, axis_of, batch_shape
 from jax_flash.philox import dropout_keep
 from jax_flash.spec import AttentionSpec
@@ -38,7 +38,7 @@ def forward(spec: AttentionSpec, operands: Operands, *, block_q: int | None = No
     batch = batch_shape(operands)
     q_len, heads, _ = query.shape[-3:]
     kv_len, _, value_dim = value.shape[-3:]
-    accumulator = jnp.float64 if query.dtype == jnp.float64 else jnp.float32
+    accumulator = accumulator_of(query.dtype)
     if 0 in (*batch, q_len, heads):
         results = {
             "out": jnp.zeros((*batch, q_len, heads, value_dim), query.dtype),
@@ -251,8 +251,11 @@ def _forward_block(spec, accumulator, operands: Operands, first) -> Operands:
     # Selecting before and after every nonlinear step keeps NaN and Inf of masked
     # positions out of the gradients too.
     logits = jnp.where(allowed, logits, 0)
-    if spec.logits_soft_cap is not None:
-        logits = spec.logits_soft_cap * jnp.tanh(logits / spec.logits_soft_cap)
+    cap = spec.logits_soft_cap
+    if "logits_soft_cap" in operands:
+        cap = operands["logits_soft_cap"].astype(accumulator)[..., None, None, None, None]
+    if cap is not None:
+        logits = cap * jnp.tanh(logits / cap)
 
     maximum = jnp.max(jnp.where(allowed, logits, -jnp.inf), axis=-1, initial=-jnp.inf)
     if "sinks" in operands:

@@ -18,6 +18,7 @@ import functools
 import jax
 import jax.numpy as jnp
 
+from jax_flash.arrays import accumulator_of
 from jax_flash.reference import two_sum
 from jax_flash.ring_blocks import Blocks, Run, one_key_chunk_at_a_time, restore
 from jax_flash.ring_route import plan_route
@@ -70,8 +71,7 @@ class _Ring:
         self.axis_name = sequence.axis_name
         self.device = jax.lax.axis_index(self.axis_name)
         self._operands = operands
-        dtype = operands["query"].dtype
-        self.accumulator = jnp.float64 if dtype == jnp.float64 else jnp.float32
+        self.accumulator = accumulator_of(operands["query"].dtype)
 
     def go_round(self, step_of, carry, *, own_last: bool = False):
         """Makes every step; returns the last carry.

@@ -7,6 +7,7 @@ import math
 import numbers
 from typing import Any
 
+import jax
 import numpy as np
 
 # The families of CUDA kernels, by the implementations that insist on them.
@@ -172,18 +173,25 @@ def make_spec(
         implementation = _JAX_NN_IMPLEMENTATIONS[implementation]
     return AttentionSpec(
         scale=scale,
-        is_causal=_flag("is_causal", is_causal),
+        is_causal=flag("is_causal", is_causal),
         window=window,
         logits_soft_cap=logits_soft_cap,
         dropout_rate=dropout_rate,
-        deterministic=_flag("deterministic", deterministic),
+        deterministic=flag("deterministic", deterministic),
         implementation=implementation,
         sequence=sequence,
     )
 
 
+def is_number(value: Any) -> bool:
+    """Whether it is a real number of Python's or NumPy's, which is known in any case."""
+    if isinstance(value, np.ndarray):
+        return value.ndim == 0 and value.dtype.kind in "iuf"
+    return isinstance(value, numbers.Real | np.number) and not isinstance(value, bool)
+
+
 def _number(name: str, value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, numbers.Real | np.number):
+    if not is_number(value):
         raise TypeError(
             f"{name}: expected a Python number, known when the function is traced, "
             f"got {type(value).__name__}"
@@ -191,10 +199,20 @@ def _number(name: str, value: Any) -> float:
     return float(value)
 
 
-def _flag(name: str, value: Any) -> bool:
-    if not isinstance(value, bool | np.bool_):
+def flag(name: str, value: Any) -> bool:
+    """A flag: a bool or 0 or 1, of Python, of NumPy or in an array of JAX that is not traced.
+
+    Raises:
+      TypeError: it is none of these.
+    """
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, jax.core.Tracer):
         raise TypeError(
-            f"{name}: expected a bool, known when the function is traced, "
-            f"got {type(value).__name__}"
+            f"{name}: expected a bool, known when the function is traced, got a traced array of "
+            f"{value.dtype}; make it a static argument (static_argnames of jax.jit)"
         )
-    return bool(value)
+    known = np.asarray(value)
+    if known.ndim or known.dtype.kind not in "biu" or known not in (0, 1):
+        raise TypeError(f"{name}: expected a bool, or 0 or 1, got {value!r}")
+    return bool(known)

@@ -26,21 +26,31 @@ CASES = [
     (dict(bias=np.ones((8, 9), bool)), TypeError, "bias: expected a float dtype .*`mask`.* bool"),
     (dict(query_seq_lengths=np.ones(2)), TypeError, "query_seq_lengths: expected an integer"),
     (dict(query_offset=1.5), TypeError, "query_offset: expected an integer dtype"),
-    (dict(sinks=np.ones(4, np.int32)), TypeError, "sinks: expected a float dtype, got int32"),
-    (dict(scale="big"), TypeError, "scale: expected a Python number"),
-    (dict(is_causal=1), TypeError, "is_causal: expected a bool"),
-    (dict(deterministic=None), TypeError, "deterministic: expected a bool"),
-    (dict(return_residual=1), TypeError, "return_residual: expected a bool"),
+    (dict(sinks=np.ones(4, bool)), TypeError, "sinks: expected a float dtype, got bool"),
+    (dict(scale="big"), TypeError, "scale: expected a number or an array, got str"),
+    (dict(scale=True), TypeError, "scale: expected a number or an array, got bool"),
+    (dict(scale=np.ones(1, bool)), TypeError, "scale: expected real numbers, got bool"),
+    (dict(scale=1j), TypeError, "scale: expected real numbers, got complex64"),
+    (
+        dict(scale=np.ones(9, np.float32)),
+        ValueError,
+        r"scale: expected a shape that broadcasts to .*N, T, 1\] = \(2, 4, 8, 1\), got \(9,\)",
+    ),
+    (dict(is_causal=2), TypeError, "is_causal: expected a bool, or 0 or 1, got 2"),
+    (dict(is_causal=np.ones(1, bool)), TypeError, "is_causal: expected a bool"),
+    (dict(deterministic=None), TypeError, "deterministic: expected a bool, or 0 or 1, got None"),
+    (dict(return_residual="yes"), TypeError, "return_residual: expected a bool, or .*got 'yes'"),
+    (dict(broadcast_dropout=1.0), TypeError, "broadcast_dropout: expected a bool, .*got 1.0"),
     (dict(local_window_size=2.0), TypeError, "local_window_size: expected an int"),
     (
         dict(dropout_rate=0.1, dropout_seed=np.ones(2, np.int32)),
         TypeError,
-        "dropout_seed: expected uint32 .*got int32",
+        r"dropout_seed: expected uint32 \[2\] or a PRNG key, got int32",
     ),
     (
         dict(dropout_rate=0.1, dropout_seed=np.ones(2, np.uint16)),
         TypeError,
-        "dropout_seed: expected uint32 .*got uint16",
+        r"dropout_seed: expected uint32 \[2\] or a PRNG key, got uint16",
     ),
     # Shapes and values.
     (dict(query=Q[0, 0]), ValueError, r"query: expected shape \[..., T, N, H\] .*\(4, 16\)"),
@@ -81,6 +91,8 @@ CASES = [
     (dict(sinks=np.ones(2, np.float32)), ValueError, r"sinks: expected shape \(4,\), got \(2,\)"),
     (dict(logits_soft_cap=0.0), ValueError, "logits_soft_cap: expected a positive finite"),
     (dict(logits_soft_cap=float("inf")), ValueError, "logits_soft_cap: expected a positive"),
+    (dict(logits_soft_cap="big"), TypeError, "logits_soft_cap: expected a number or an array, got"),
+    (dict(logits_soft_cap=np.ones(2)), ValueError, r"logits_soft_cap: expected one .*\(2,\)"),
     (dict(dropout_rate=1.0), ValueError, r"dropout_rate: expected a number in \[0, 1\), got 1.0"),
     (
         dict(dropout_rate=0.9999),
@@ -95,6 +107,11 @@ CASES = [
         dict(dropout_rate=0.1, dropout_seed=np.ones(3, np.uint32)),
         ValueError,
         r"dropout_seed: expected shape \(2,\), got \(3,\)",
+    ),
+    (
+        dict(dropout_rate=0.1, dropout_seed=jax.random.split(jax.random.key(0))),
+        ValueError,
+        r"dropout_seed: expected shape \(\), got \(2,\)",
     ),
     (dict(local_window_size=-1), ValueError, "local_window_size: expected non-negative"),
     (dict(local_window_size=(1, 2, 3)), ValueError, "local_window_size: expected an int or"),
@@ -114,13 +131,39 @@ def test_message(change, error, message):
         jax_flash.explain(**arguments)
 
 
-@pytest.mark.parametrize("name", ["scale", "logits_soft_cap", "dropout_rate"])
-def test_traced_number_where_static(name):
+def test_traced_number_where_static():
+    def run(x):
+        return jax_flash.dot_product_attention(Q, K, K, dropout_rate=x)
+
+    with pytest.raises(TypeError, match="dropout_rate: expected a Python number, known when"):
+        jax.jit(run)(0.5)
+
+
+@pytest.mark.parametrize(
+    "name", ["is_causal", "return_residual", "deterministic", "broadcast_dropout"]
+)
+def test_traced_flag(name):
     def run(x):
         return jax_flash.dot_product_attention(Q, K, K, **{name: x})
 
-    with pytest.raises(TypeError, match=f"{name}: expected a Python number, known when"):
-        jax.jit(run)(0.5)
+    with pytest.raises(TypeError, match=f"{name}: expected a bool.* traced array of bool; make it"):
+        jax.jit(run)(True)
+
+
+def test_a_soft_cap_that_is_an_array_has_no_kernel():
+    cap = jnp.float32(2.0)
+    explanation = jax_flash.explain(Q, K, K, logits_soft_cap=cap)
+    for platform in ("cpu", "cuda"):
+        choice = explanation.choices[platform]
+        assert choice.implementation == "reference"
+        assert "no kernel takes logits_soft_cap as an array" in choice.reason
+    call = jax.jit(
+        lambda cap: jax_flash.dot_product_attention(
+            Q, K, K, logits_soft_cap=cap, implementation="flash"
+        )
+    )
+    with pytest.raises(NotImplementedError, match="no kernel takes logits_soft_cap as an array"):
+        call(cap)
 
 
 def test_float64_runs_as_the_reference():

@@ -186,8 +186,48 @@ def test_takes_every_keyword_that_flax_knows_by_name():
     ours = set(inspect.signature(dot_product_attention).parameters)
     linens = set(inspect.signature(linen.dot_product_attention).parameters)
     nnxs = set(inspect.signature(nnx.dot_product_attention).parameters)
-    assert linens <= ours
-    assert nnxs - ours == {"promote_dtype"}  # which the module never passes
+    assert linens | nnxs <= ours
+
+
+def test_takes_every_argument_by_position():
+    def by_position(function):
+        kinds = inspect.signature(function).parameters.values()
+        return [p.name for p in kinds if p.kind == p.POSITIONAL_OR_KEYWORD]
+
+    ours, nnxs, linens = map(
+        by_position, (dot_product_attention, nnx.dot_product_attention, linen.dot_product_attention)
+    )
+    assert ours == nnxs
+    shared = ours.index("module") + 1
+    assert ours[:shared] == linens[:shared]
+    query, key, value = (normal(i, BATCH, LENGTH, HEADS, 8) for i in range(3))
+    bias, mask = normal(3, 1, HEADS, LENGTH, LENGTH), masks()["bool"]
+    arguments = (query, key, value, bias, mask, True, None, 0.0, True, jnp.float32, None, None)
+    for flaxs in (nnx, linen):
+        wanted = flaxs.dot_product_attention(*arguments)
+        assert_close(dot_product_attention(*arguments), wanted)
+    with pytest.raises(TypeError, match="promote_dtype: expected a function or None, got True"):
+        dot_product_attention(*arguments, True)
+
+
+def test_promote_dtype():
+    query, key, value = (normal(i, BATCH, LENGTH, HEADS, 8) for i in range(3))
+
+    def halves(arrays, *, dtype):
+        assert dtype == jnp.float16
+        return [x.astype(jnp.bfloat16) for x in arrays]
+
+    options = dict(promote_dtype=halves, dtype=jnp.float16, is_causal=True)
+    got = dot_product_attention(query, key, value, **options)
+    wanted = nnx.dot_product_attention(query, key, value, **options)
+    assert got.dtype == wanted.dtype == jnp.bfloat16
+    assert_close(got, wanted, got.dtype)
+    integers = [jnp.round(3 * x).astype(jnp.int32) for x in (query, key, value)]
+    mixed = [query.astype(jnp.bfloat16), integers[1], value]
+    for arrays in (integers, mixed):
+        got, wanted = (f(*arrays) for f in (dot_product_attention, nnx.dot_product_attention))
+        assert got.dtype == wanted.dtype == jnp.float32
+        assert_close(got, wanted)
 
 
 @pytest.mark.parametrize("make", ["nnx", "linen"])

@@ -110,6 +110,45 @@ def test_any_sharding_is_correct(specs, kind):
     assert_close(results, (reference(*arguments()), expected(*arguments())))
 
 
+@pytest.mark.parametrize("made_outside", [False, True], ids=["on the mesh", "made outside"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_the_reference_takes_any_sharding(kind, made_outside):
+    mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=(kind,) * 3)
+    heads, batch = P(None, None, "x"), P("y")
+    reference = functools.partial(attend, implementation="reference")
+    gradient = jax.grad(functools.partial(loss, implementation="reference"), (0, 1, 2, 3, 4))
+    with jax.set_mesh(mesh):
+        sharded = [
+            jax.device_put(x, NamedSharding(mesh, s))
+            for x, s in zip(arguments(), (heads, heads, batch, P(), P("x")), strict=True)
+        ]
+        if made_outside:
+            sharded[3:] = arguments()[3:]
+        results = jax.device_get((jax.jit(reference)(*sharded), jax.jit(gradient)(*sharded)))
+    assert_close(results, (reference(*arguments()), gradient(*arguments())))
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("name", ["scale", "logits_soft_cap"])
+def test_gradient_of_a_number_that_is_an_array(name, kind):
+    query, key, *_ = arguments()
+    number = jnp.float32(0.4)
+    options = dict(query_offset=8, is_causal=True)
+
+    def run(query, key, number, **spread):
+        attend = functools.partial(jax_flash.dot_product_attention, **options, **spread)
+        return (attend(query, key, key, **{name: number}) ** 2).sum()
+
+    gradient = jax.grad(run, (0, 2))
+    mesh = jax.make_mesh((2, 2, 2), ("x", "y", "z"), axis_types=(kind,) * 3)
+    with jax.set_mesh(mesh):
+        q, k = (jax.device_put(x, NamedSharding(mesh, P("x", None, "y"))) for x in (query, key))
+        heads = jax.device_get(jax.jit(gradient)(q, k, number))
+        ring = functools.partial(gradient, sequence_axis="z")
+        ring = jax.device_get(jax.jit(ring)(q, k, number))
+    assert_close((heads, ring), (gradient(query, key, number),) * 2)
+
+
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 def test_one_key_value_head_stays_whole(kind):
     query, key, value, *_ = arguments()
@@ -197,15 +236,16 @@ def test_ring_by_hand_from_merge():
     assert_close(got(query, key, value), expected(query, key, value))
 
 
+@pytest.mark.parametrize("implementation", [None, "reference"])
 @pytest.mark.parametrize("kv_mapped", [False, True])
-def test_vmap_over_an_axis_that_is_sharded_on_an_explicit_mesh(kv_mapped):
+def test_vmap_over_an_axis_that_is_sharded_on_an_explicit_mesh(kv_mapped, implementation):
     mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
     query, key, value, *_ = arguments()
     stacked = [jnp.stack([x, x + 1]) for x in (query, key, value)]
     args = stacked if kv_mapped else [stacked[0], key, value]
     axes = (0, 0, 0) if kv_mapped else (0, None, None)
 
-    def run(*args, implementation=None):
+    def run(*args, implementation=implementation):
         attend = functools.partial(jax_flash.dot_product_attention, implementation=implementation)
         return (jax.vmap(attend, axes)(*args) ** 2).sum()
 
@@ -218,3 +258,20 @@ def test_vmap_over_an_axis_that_is_sharded_on_an_explicit_mesh(kv_mapped):
         assert grads[0].sharding.is_equivalent_to(placed[0].sharding, 5)
     expected = jax.grad(functools.partial(run, implementation="reference"), (0, 1, 2))(*args)
     assert_close(jax.device_get(grads), expected)
+
+
+def test_second_derivative_under_vmap_over_an_axis_that_is_sharded_on_an_explicit_mesh():
+    mesh = jax.make_mesh((2, 4), ("x", "y"), axis_types=(AxisType.Explicit,) * 2)
+    query, key, value, *_ = arguments()
+
+    def second(query):
+        def loss(query):
+            return (jax_flash.dot_product_attention(query, key[0], value[0]) ** 2).sum()
+
+        return jax.jvp(jax.grad(loss), (query,), (query,))[1]
+
+    expected = jax.vmap(second)(query)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(query, NamedSharding(mesh, P("x")))
+        got = jax.jit(jax.vmap(second))(placed)
+    assert_close(jax.device_get(got), expected)

@@ -14,17 +14,18 @@ def dot_product_attention(
     query: jax.Array,
     key: jax.Array,
     value: jax.Array,
-    *,
     bias: jax.Array | None = None,
     mask: jax.Array | None = None,
+    broadcast_dropout: bool = True,
     dropout_rng: jax.Array | None = None,
     dropout_rate: float = 0.0,
-    broadcast_dropout: bool = True,
     deterministic: bool = False,
     dtype: Any = None,
     precision: Any = None,
     module: Any = None,
+    promote_dtype: Callable | None = None,
     is_causal: bool = False,
+    *,
     force_fp32_for_softmax: bool = False,
     einsum_dot_general: Callable | None = None,
     qk_attn_weights_einsum: Callable | None = None,
@@ -34,9 +35,10 @@ def dot_product_attention(
 ) -> jax.Array:
     """`jax_flash.dot_product_attention` with the calling convention of Flax's attention modules.
 
-    Every keyword that `nnx.MultiHeadAttention` and `linen.MultiHeadDotProductAttention` pass is
-    a named parameter (linen silently withholds what it does not find by name), and each is
-    honoured or refused. Bind further options with `functools.partial`:
+    A drop-in for `flax.nnx.dot_product_attention` and `flax.linen.dot_product_attention`: it has
+    every parameter of both by name (linen's module silently withholds what it does not find by
+    name), each honoured or refused. Their order is nnx's; linen's is the same up to `module`.
+    Bind further options with `functools.partial`:
     `partial(dot_product_attention, local_window_size=(1023, 0), logits_soft_cap=50.0)`.
 
     Two results differ from Flax's own function. A query whose mask allows nothing gets zeros,
@@ -51,15 +53,18 @@ def dot_product_attention(
       mask: of any dtype, broadcastable to [*batch, heads, q_len, kv_len]; nonzero means
         "may attend", as `make_causal_mask` and `make_attention_mask` write it (1.0 and 0.0).
         An additive mask (0 and -inf) is a `bias`.
+      broadcast_dropout: if True, every batch element and head drops the same (query, key) pairs.
       dropout_rng: PRNG key, old or new style; needed when dropout applies.
       dropout_rate: probability, in [0, 1), of dropping an attention weight.
-      broadcast_dropout: if True, every batch element and head drops the same (query, key) pairs.
       deterministic: if True, no dropout (Flax's meaning of the word).
-      dtype: query, key and value are cast to it; by default to their common dtype.
+      dtype: query, key and value are cast to it; by default to their common dtype, or float32 if
+        that is one of integers.
       precision: None, any `jax.lax.Precision` or its name, or a pair of them. All give the same
         result: products of the operands are exact for 16-bit dtypes and not reduced to TF32 for
         float32, and sums are float32.
       module: must be None: the weights that Flax would sow are never materialised.
+      promote_dtype: casts instead: `promote_dtype((query, key, value), dtype=dtype)` returns the
+        three; None casts as Flax's own does.
       is_causal: query i may attend to keys j <= i only.
       force_fp32_for_softmax: accepted; the softmax is float32 always.
       einsum_dot_general: must be None, like `qk_attn_weights_einsum` and
@@ -72,6 +77,7 @@ def dot_product_attention(
       [*batch, q_len, heads, value_dim] in the operands' dtype.
 
     Raises:
+      TypeError: `promote_dtype` is no function; otherwise as `jax_flash.dot_product_attention`.
       NotImplementedError: a `module` to sow weights into, a custom einsum, or a precision that
         names a dot algorithm.
       ValueError: dropout applies but `dropout_rng` is None; otherwise as
@@ -94,9 +100,14 @@ def dot_product_attention(
                 "own dot_product_attention for custom (such as quantized) einsums"
             )
     _check_precision(precision)
-    if dtype is None:
-        dtype = jnp.result_type(query, key, value)
-    query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
+    if promote_dtype is None:
+        promote_dtype = _promote_dtype
+    elif not callable(promote_dtype):
+        raise TypeError(
+            f"promote_dtype: expected a function or None, got {promote_dtype!r}; what follows "
+            "`module` in linen's order goes by name"
+        )
+    query, key, value = promote_dtype((query, key, value), dtype=dtype)
     if mask is not None:
         mask = jnp.asarray(mask).astype(bool)
     if dropout_rate > 0 and not deterministic:
@@ -113,6 +124,14 @@ def dot_product_attention(
     options.update(bias=bias, mask=mask, is_causal=is_causal)
     options["deterministic"] = deterministic_gradients
     return jax_flash.dot_product_attention(query, key, value, **options)
+
+
+def _promote_dtype(arrays: tuple[Any, ...], *, dtype: Any) -> list[jax.Array]:
+    if dtype is None:
+        dtype = jnp.result_type(*arrays)
+        if not jnp.issubdtype(dtype, jnp.inexact):
+            dtype = jnp.promote_types(jnp.float32, dtype)
+    return [jnp.asarray(x, dtype) for x in arrays]
 
 
 def _check_precision(precision: Any) -> None:
