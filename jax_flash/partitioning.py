@@ -42,21 +42,21 @@ def _type(x) -> ShapedArray:
     return x if isinstance(x, ShapedArray) else jax.typeof(x)
 
 
-def _mesh(arrays):
+def mesh_of(arrays):
     """The mesh that the arrays' types name, or an empty one."""
     meshes = [_type(x).sharding.mesh for x in arrays]
     return next((mesh for mesh in meshes if mesh.axis_names), meshes[0])
 
 
 def _axis_types(arrays) -> set[AxisType]:
-    mesh = _mesh(arrays)
+    mesh = mesh_of(arrays)
     return set(mesh.axis_types) if mesh.axis_names else set()
 
 
 def result_types(one_pass: Pass, operands: dict[str, ShapedArray]) -> dict[str, ShapedArray]:
     """The types of a pass's results, shardings and varying axes included."""
     results = one_pass.result_types(operands)
-    mesh = _mesh(operands.values())
+    mesh = mesh_of(operands.values())
     if not mesh.axis_names:
         return {name: ShapedArray(x.shape, x.dtype) for name, x in results.items()}
     specs = {name: PartitionSpec(*[None] * len(x.shape)) for name, x in results.items()}
@@ -133,7 +133,7 @@ def _plan(one_pass: Pass, operands, results, mesh) -> Plan:
 
 def _explicit(one_pass: Pass, run: Run, operands: Operands) -> Operands:
     """On a mesh with Explicit axes: a shard_map over them."""
-    mesh = _mesh(operands.values())
+    mesh = mesh_of(operands.values())
     explicit = {
         name
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)

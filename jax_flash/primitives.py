@@ -21,7 +21,7 @@ from jax.interpreters import batching, mlir
 from jax_flash import compat, dispatch, ffi
 from jax_flash.folding import fold_batch_axes
 from jax_flash.operands import Operands
-from jax_flash.partitioning import result_types, spread, unify_varying, vary_like
+from jax_flash.partitioning import mesh_of, result_types, spread, unify_varying, vary_like
 from jax_flash.passes import Pass, complete, run_reference
 from jax_flash.ranks import own_ranks
 
@@ -85,6 +85,7 @@ def batch(primitive: Primitive, arrays, axes, *, one_pass: Pass, **static):
 def _lower(platform: str | None, context, *arrays, one_pass: Pass, names: tuple[str, ...]):
     run = functools.partial(run_on, platform or compat.platform(context))
     automatic = compat.number_of_devices(context) != 1
+    context = compat.on_mesh(context, mesh_of(context.avals_in))
 
     @own_ranks
     def make(*arrays):
