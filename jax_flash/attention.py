@@ -59,6 +59,11 @@ def dot_product_attention(
     gets out 0, lse -inf and zero gradients (jax.nn gives it the mean of value). Softmax and
     accumulators are float32.
 
+    Under `jax.export` batch and lengths may be symbolic; native kernels then have workspaces that
+    suffice for any size, and the reference keeps the logits of all queries. For several devices
+    the sizes are known and the mesh's axes Explicit, or else each device computes all batch entries
+    and heads.
+
     Letters: \*B any number of batch axes, none included; T and S query and key/value length;
     N and K query and key/value heads, N a multiple of K (grouped-query attention); H head dim
     of query and key, h of value.

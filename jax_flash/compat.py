@@ -40,6 +40,11 @@ def on_mesh(context: mlir.LoweringRuleContext, mesh) -> mlir.LoweringRuleContext
     return context.replace(module_context=module.replace(axis_context=axes))
 
 
+def is_export(context: mlir.LoweringRuleContext) -> bool:
+    """Whether a program is lowered to be serialised, which callbacks into Python cannot be."""
+    return context.module_context.lowering_parameters.for_export
+
+
 def platform(context: mlir.LoweringRuleContext) -> str:
     """The platform that a rule lowers for."""
     return (context.platforms or context.module_context.platforms)[0]

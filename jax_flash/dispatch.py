@@ -13,6 +13,7 @@ from jax_flash import ffi
 from jax_flash.operands import batch_shape
 from jax_flash.passes import Pass
 from jax_flash.spec import FAMILIES, AttentionSpec
+from jax_flash.workspace import Size, workspace_bytes
 
 PLATFORMS = ("cpu", "cuda")
 
@@ -32,7 +33,7 @@ class Choice:
 
     implementation: str
     reason: str
-    workspace_bytes: int = 0
+    workspace_bytes: Size = 0
 
 
 def choose(one_pass: Pass, operands: dict[str, Any], platform: str) -> Choice:
@@ -56,7 +57,9 @@ def choose(one_pass: Pass, operands: dict[str, Any], platform: str) -> Choice:
         return Choice("reference", f"no kernel is needed, since there are no {problem.empty}")
     unsupported = _unsupported(spec, problem, platform)
     if unsupported is None:
-        return Choice("flash", _reason(spec, platform), _workspace(one_pass, operands, platform))
+        return Choice(
+            "flash", _reason(spec, platform), workspace_bytes(one_pass, operands, platform)
+        )
     if spec.implementation is not None:
         raise NotImplementedError(
             f"implementation={spec.implementation!r} on platform {platform!r}: {unsupported}; "
@@ -92,42 +95,6 @@ class _Problem:
         }
         empty = next((name for name, count in counts.items() if count == 0), None)
         return cls(jnp.dtype(query.dtype).name, query.shape[-1], value.shape[-1], empty)
-
-
-def _workspace(one_pass: Pass, operands: dict[str, Any], platform: str) -> int:
-    spec = one_pass.spec
-    q_len, heads, head_dim = operands["query"].shape[-3:]
-    kv_len, kv_heads, value_dim = operands["value"].shape[-3:]
-    sizes = {
-        "batch": math.prod(batch_shape(operands)),
-        "q_len": q_len,
-        "kv_len": kv_len,
-        "heads": heads,
-        "head_dim": head_dim,
-        "value_dim": value_dim,
-    }
-    dtype = jnp.dtype(operands["query"].dtype).name
-    if platform == "cpu":
-        if not one_pass.is_backward:
-            return 0
-        return ffi.native.host_backward_workspace_bytes(**sizes, kv_heads=kv_heads, dtype=dtype)
-    segments = "query_segment_ids" in operands
-    if one_pass.is_backward:
-        return ffi.native.cuda_backward_workspace_bytes(
-            **sizes, segments=segments, deterministic=spec.deterministic
-        )
-    mask = operands.get("mask")
-    return ffi.native.cuda_forward_workspace_bytes(
-        **sizes,
-        kv_heads=kv_heads,
-        dtype=dtype,
-        segments=segments,
-        bias="bias" in operands,
-        soft_cap_or_dropout=bool(spec.logits_soft_cap or spec.dropout_threshold),
-        mask_matrices=math.prod(mask.shape[:-2]) if mask is not None else 0,
-        mask_rows=mask.shape[-2] if mask is not None else 0,
-        value_matrices=math.prod(operands["value"].shape[:-3]) * kv_heads,
-    )
 
 
 def _reason(spec: AttentionSpec, platform: str) -> str:

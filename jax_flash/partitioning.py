@@ -1,16 +1,20 @@
 """Partitioning over batch, heads and sequence.
 
-Under `jit` on an Auto mesh the call is a `custom_partitioning` with a Shardy rule; on an
-Explicit mesh it is a `shard_map` over the axes that the operands' types name; inside a
-user's `shard_map` it is itself, or a ring. Batch and heads need no communication but the sums
-that gradients need; a sharded sequence makes it a ring. Head-dim axes are gathered if sharded.
+Under `jit` on an Auto mesh the call is a `custom_partitioning` with a Shardy rule, which calls back
+into Python, so that an exported program does without; on an Explicit mesh it is a `shard_map` over
+the axes that the operands' types name; inside a user's `shard_map` it is itself, or a ring. Batch
+and heads need no communication but the sums that gradients need; a sharded sequence makes it a
+ring. Head-dim axes are gathered if sharded.
 """
 
 from __future__ import annotations
 
+import warnings
+
 import jax
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
+from jax.export import is_symbolic_dim
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jax_flash.operands import Operands, batch_shape
@@ -19,22 +23,26 @@ from jax_flash.ranks import own_ranks
 from jax_flash.sharding_plan import Plan, make_plan, sharding_rule
 
 
-def spread(one_pass: Pass, run: Run, operands: Operands, *, automatic: bool = False) -> Operands:
+def spread(
+    one_pass: Pass, run: Run, operands: Operands, *, several: bool = False, export: bool = False
+) -> Operands:
     """Makes a pass on each shard of the operands; see the module's description.
 
     Args:
       one_pass: the pass.
       run: makes it on one device.
       operands: by name.
-      automatic: whether the partitioner asks for the sharding, where nothing else says it.
+      several: whether the program is for several devices, with a partitioner that knows the
+        sharding where nothing else says it.
+      export: whether it is to be serialised.
     """
     types = _axis_types(operands.values())
     if AxisType.Explicit in types:
         return _explicit(one_pass, run, operands)
     if AxisType.Manual in types:
         return on_shards(one_pass, run, one_pass.spec.sequence, operands)
-    if automatic:
-        return _automatic(one_pass, run, operands)
+    if several:
+        return (_exported if export else _automatic)(one_pass, run, operands)
     return on_whole_sequences(one_pass, run, operands)
 
 
@@ -141,15 +149,46 @@ def _explicit(one_pass: Pass, run: Run, operands: Operands) -> Operands:
     }
     plan = _plan(one_pass, operands, one_pass.result_types(operands), mesh)
     operands = {n: jax.sharding.reshard(x, plan.operands[n]) for n, x in operands.items()}
+    return _mapped(plan, one_pass, run, operands, mesh, explicit)
+
+
+def _mapped(plan: Plan, one_pass: Pass, run: Run, operands: Operands, mesh, axes) -> Operands:
+    """A pass as a shard_map over some axes of a mesh, as a plan says."""
+    for name, x in operands.items():
+        if any(map(is_symbolic_dim, x.shape)):
+            raise NotImplementedError(
+                f"{name}: on a mesh expected sizes that are known, since JAX cannot call an "
+                f"exported shard_map of symbolic shapes, got {x.shape}; export each shape by itself"
+            )
     mapped = jax.shard_map(
         lambda shards: plan.run(one_pass, run, shards),
         mesh=mesh,
         in_specs=(plan.operands,),
         out_specs=plan.results,
-        axis_names=explicit,
+        axis_names=axes,
         check_vma=False,
     )
     return mapped(operands)
+
+
+def _exported(one_pass: Pass, run: Run, operands: Operands) -> Operands:
+    """Under `jax.export` on an Auto mesh, where the partitioner cannot ask: whole on each device.
+
+    The sequence is spread where the caller says over which axes.
+    """
+    spec = one_pass.spec
+    warnings.warn(
+        "attention exported on a mesh of Auto axes is computed for all batch entries and heads on "
+        "each device, since jax.export cannot serialise its partitioning; use Explicit axes "
+        "(jax.make_mesh(..., axis_types=(AxisType.Explicit, ...))) or jax.shard_map",
+        stacklevel=2,
+    )
+    if spec.sequence is None:
+        return run(one_pass, operands)
+    mesh, nothing = mesh_of(operands.values()), dict.fromkeys(operands, PartitionSpec())
+    results = _shapes(one_pass.result_types(operands))
+    plan = make_plan(spec, _shapes(operands), results, nothing, dict(mesh.shape))
+    return _mapped(plan, one_pass, run, operands, mesh, set(mesh.axis_names))
 
 
 def _automatic(one_pass: Pass, run: Run, operands: Operands) -> Operands:

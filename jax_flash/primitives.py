@@ -84,13 +84,13 @@ def batch(primitive: Primitive, arrays, axes, *, one_pass: Pass, **static):
 
 def _lower(platform: str | None, context, *arrays, one_pass: Pass, names: tuple[str, ...]):
     run = functools.partial(run_on, platform or compat.platform(context))
-    automatic = compat.number_of_devices(context) != 1
+    several = compat.number_of_devices(context) != 1
     context = compat.on_mesh(context, mesh_of(context.avals_in))
 
     @own_ranks
     def make(*arrays):
         operands = dict(zip(names, arrays, strict=True))
-        results = spread(one_pass, run, operands, automatic=automatic)
+        results = spread(one_pass, run, operands, several=several, export=compat.is_export(context))
         return [results[name] for name in one_pass.result_types(operands)]
 
     return mlir.lower_fun(make, multiple_results=True)(context, *arrays)
