@@ -15,12 +15,14 @@ import jax
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.export import is_symbolic_dim
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jax_flash.operands import Operands, batch_shape
 from jax_flash.passes import Pass, Run, on_shards, on_whole_sequences
 from jax_flash.ranks import own_ranks
 from jax_flash.sharding_plan import Plan, make_plan, sharding_rule
+
+_NO_MESH = AbstractMesh((), ())
 
 
 def spread(
@@ -218,9 +220,10 @@ def _automatic(one_pass: Pass, run: Run, operands: Operands) -> Operands:
         del result_shape
         plan = plan_of(mesh, arg_shapes)
 
-        @own_ranks  # called by the compiler, under the caller's setting
+        @own_ranks  # called by the compiler, under the caller's setting, and on the caller's mesh
         def lower(*arrays):
-            shards = plan.run(one_pass, run, dict(zip(names, arrays, strict=True)))
+            with jax.sharding.use_abstract_mesh(_NO_MESH):
+                shards = plan.run(one_pass, run, dict(zip(names, arrays, strict=True)))
             return tuple(shards[name] for name in result_names)
 
         return (
