@@ -185,6 +185,39 @@ def test_symbolic_shapes_on_other_platforms(name, platform):
     assert (ffi.BACKWARD_TARGET in text) == native
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("gradient", [False, True], ids=["forward", "gradient"])
+@pytest.mark.parametrize("options", [{}, {"is_causal": True}, {"bias": True}], ids=str)
+def test_symbolic_shapes_on_a_gpu(options, gradient):
+    options = dict(options)
+    b, t, s = jax.export.symbolic_shape("b,t,s")
+    with_bias = options.pop("bias", False)
+
+    def attend(query, key, value, *bias):
+        return jax_flash.dot_product_attention(
+            query, key, value, *bias, **options, deterministic=True, implementation="flash"
+        )
+
+    def gradients(*args):
+        return jax.grad(lambda x: (attend(*x).astype(jnp.float32) ** 2).sum())(args)
+
+    function = jax.jit(gradients if gradient else attend)
+
+    def arguments(array, b, t, s):
+        found = [array(b, t, 4, 64), array(b, s, 2, 64), array(b, s, 2, 64)]
+        return [*found, array(4, t, s)] if with_bias else found
+
+    exported = export(function, platforms=("cuda",))(
+        *arguments(lambda *shape: jax.ShapeDtypeStruct(shape, jnp.bfloat16), b, t, s)
+    )
+    rng = np.random.default_rng(0)
+    for sizes in ((1, 1, 700), (3, 300, 513), (2, 64, 64)):
+        args = arguments(lambda *x: jnp.asarray(rng.standard_normal(x), jnp.bfloat16), *sizes)
+        got, expected = exported.call(*args), function(*args)
+        for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_array_equal(x, y)
+
+
 def test_symbolic_lengths_of_one_query_and_of_forward_mode():
     b, s = jax.export.symbolic_shape("b,s")
     query = jax.ShapeDtypeStruct((b, 7, 4, 16), jnp.float32)
