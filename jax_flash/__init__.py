@@ -3,6 +3,7 @@
 from jax_flash.attention import Explanation, dot_product_attention, explain, merge_attention
 from jax_flash.autodiff import RESIDUAL_NAMES
 from jax_flash.ffi import EXPORT_SAFETY_CHECKS
+from jax_flash.flops import Flops, flops
 from jax_flash.ring import ring_attention
 from jax_flash.sequence import sequence_positions, zigzag_permute, zigzag_restore
 
@@ -10,8 +11,10 @@ __all__ = [
     "EXPORT_SAFETY_CHECKS",
     "RESIDUAL_NAMES",
     "Explanation",
+    "Flops",
     "dot_product_attention",
     "explain",
+    "flops",
     "merge_attention",
     "ring_attention",
     "sequence_positions",

@@ -59,6 +59,11 @@ def dot_product_attention(
     gets out 0, lse -inf and zero gradients (jax.nn gives it the mean of value). Softmax and
     accumulators are float32.
 
+    Under `jax.export` batch and lengths may be symbolic; native kernels then have workspaces that
+    suffice for any size, and the reference keeps the logits of all queries. For several devices
+    the sizes are known and the mesh's axes Explicit, or else each device computes all batch entries
+    and heads.
+
     Letters: \*B any number of batch axes, none included; T and S query and key/value length;
     N and K query and key/value heads, N a multiple of K (grouped-query attention); H head dim
     of query and key, h of value. Where query is [T,N,H], what goes with it may have one batch
@@ -247,7 +252,7 @@ class Explanation:
         return "\n".join(lines)
 
 
-def explain(
+def abstract_call(
     query: Abstract,
     key: Abstract,
     value: Abstract,
@@ -273,19 +278,11 @@ def explain(
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_order: str = "contiguous",
     sequence_mode: str = "ring",
-) -> Explanation:
-    """Says which implementation `dot_product_attention` gets with these arguments, and why.
-
-    Args:
-      query, key, value, bias, mask, ...: as for `dot_product_attention`, from the first to the
-        last; instead of arrays also `jax.ShapeDtypeStruct`s.
-
-    Returns:
-      An `Explanation`; print it.
+) -> Call:
+    """The call that `dot_product_attention` makes of its arguments, with abstract operands.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as `dot_product_attention` does; but where
-        `implementation` cannot run the call, the explanation says so.
+      As `dot_product_attention` does; but not that `implementation` cannot run the call.
     """
     sequence = sequence_of_mesh(sequence_axis, sequence_order, sequence_mode, query_offset)
     abstract: list[jax.ShapeDtypeStruct] = []
@@ -327,7 +324,75 @@ def explain(
         dropout_seed, local_window_size,
     )  # fmt: skip
     abstract += [x for x in jax.tree.leaves(operands) if isinstance(x, jax.ShapeDtypeStruct)]
-    call = jax.eval_shape(made, *abstract)
+    return jax.eval_shape(made, *abstract)
+
+
+def explain(
+    query: Abstract,
+    key: Abstract,
+    value: Abstract,
+    bias: Abstract | None = None,
+    mask: Abstract | None = None,
+    *,
+    scale: Abstract | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Abstract | None = None,
+    key_value_seq_lengths: Abstract | None = None,
+    local_window_size: WindowSize = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+    query_segment_ids: Abstract | None = None,
+    key_value_segment_ids: Abstract | None = None,
+    query_offset: Abstract = 0,
+    sinks: Abstract | None = None,
+    logits_soft_cap: Abstract | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: Abstract | None = None,
+    broadcast_dropout: bool = False,
+    deterministic: bool = False,
+    sequence_axis: str | tuple[str, ...] | None = None,
+    sequence_order: str = "contiguous",
+    sequence_mode: str = "ring",
+) -> Explanation:
+    """Says which implementation `dot_product_attention` gets with these arguments, and why.
+
+    Args:
+      query, key, value, bias, mask, ...: as for `dot_product_attention`, from the first to the
+        last; instead of arrays also `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      An `Explanation`; print it.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `dot_product_attention` does; but where
+        `implementation` cannot run the call, the explanation says so.
+    """
+    call = abstract_call(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        implementation=implementation,
+        return_residual=return_residual,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        query_offset=query_offset,
+        sinks=sinks,
+        logits_soft_cap=logits_soft_cap,
+        dropout_rate=dropout_rate,
+        dropout_seed=dropout_seed,
+        broadcast_dropout=broadcast_dropout,
+        deterministic=deterministic,
+        sequence_axis=sequence_axis,
+        sequence_order=sequence_order,
+        sequence_mode=sequence_mode,
+    )
     current = dispatch.current_platform()
     choices: dict[str, dispatch.Choice | str] = {}
     for platform in dict.fromkeys((*dispatch.PLATFORMS, current)):

@@ -14,6 +14,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import is_symbolic_dim
 from jax.typing import ArrayLike
 
 from jax_flash.arrays import (
@@ -101,6 +102,11 @@ def make_call(
     folds_scale = scale is not None and not is_number(scale)
     caps_by_array = logits_soft_cap is not None and not is_number(logits_soft_cap)
     sides, window = _window(local_window_size)
+    if scale is None and query.ndim and is_symbolic_dim(query.shape[-1]):
+        raise ValueError(
+            "scale: expected a number where query's head dim is symbolic "
+            f"({query.shape[-1]}), got None"
+        )
     spec = make_spec(
         head_dim=query.shape[-1] if query.ndim else 0,
         scale=1.0 if folds_scale else scale,
@@ -118,7 +124,7 @@ def make_call(
     batch = tuple(batch)
     parts = sequence.devices if sequence is not None and is_shard else 1
     for name, letter in (("query", "T"), ("key", "S")):
-        if sizes[letter] * parts > INT32.max:
+        if not is_symbolic_dim(sizes[letter]) and sizes[letter] * parts > INT32.max:
             raise ValueError(
                 f"{name}: expected a sequence of at most 2**31 - 1 tokens, since positions are "
                 f"int32, got {sizes[letter] * parts}"
@@ -344,14 +350,12 @@ def _dropout(seed: ArrayLike | None, batch, heads: int, alike: bool) -> Operands
     ones = (1,) * len(batch)
     # Dropout counts with these numbers, so a shard or a vmapped call that holds only some
     # of the batch entries and heads draws the bits of the whole call. Equal numbers, equal bits.
-    if alike:
-        batch_ids, head_ids = np.zeros(batch), np.zeros(heads)
-    else:
-        batch_ids, head_ids = np.arange(math.prod(batch)), np.arange(heads)
+    numbers = jnp.zeros if alike else jnp.arange
+    batch_ids, head_ids = (numbers(n, dtype=jnp.int32) for n in (math.prod(batch), heads))
     return {
         "dropout_seed": jnp.asarray(seed).reshape(*ones, 2),
-        "dropout_batch_ids": jnp.asarray(batch_ids.reshape(batch), jnp.int32),
-        "dropout_head_ids": jnp.asarray(head_ids.reshape(*ones, heads), jnp.int32),
+        "dropout_batch_ids": batch_ids.reshape(batch),
+        "dropout_head_ids": head_ids.reshape(*ones, heads),
     }
 
 

@@ -5,6 +5,8 @@ Where a new version of JAX lacks one of these names, `tests/test_compat.py` says
 
 from __future__ import annotations
 
+import dataclasses
+
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -22,6 +24,25 @@ def lower_with_devices(primitive: Primitive) -> None:
 def number_of_devices(context: mlir.LoweringRuleContext) -> int | None:
     """The number of devices that a program is for; None inside a `shard_map`."""
     return getattr(context.module_context.axis_context, "num_devices", None)
+
+
+def on_mesh(context: mlir.LoweringRuleContext, mesh) -> mlir.LoweringRuleContext:
+    """The context of a program for several devices, which are those of an abstract mesh.
+
+    JAX takes the mesh from the arguments of the program. Where none of them is on a mesh, it
+    leaves it out, also if `jax.set_mesh` says which one it is; a `custom_partitioning` then gets
+    shardings that name no axes.
+    """
+    if mesh.empty or mesh.size != number_of_devices(context):
+        return context
+    module = context.module_context
+    axes = dataclasses.replace(module.axis_context, abstract_mesh=mesh)
+    return context.replace(module_context=module.replace(axis_context=axes))
+
+
+def is_export(context: mlir.LoweringRuleContext) -> bool:
+    """Whether a program is lowered to be serialised, which callbacks into Python cannot be."""
+    return context.module_context.lowering_parameters.for_export
 
 
 def platform(context: mlir.LoweringRuleContext) -> str:

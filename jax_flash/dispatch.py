@@ -14,6 +14,7 @@ from jax_flash import ffi
 from jax_flash.operands import OPERANDS, batch_shape
 from jax_flash.passes import Pass
 from jax_flash.spec import FAMILIES, AttentionSpec
+from jax_flash.workspace import Size, workspace_bytes
 
 PLATFORMS = ("cpu", "cuda")
 
@@ -33,7 +34,7 @@ class Choice:
 
     implementation: str
     reason: str
-    workspace_bytes: int = 0
+    workspace_bytes: Size = 0
 
 
 def choose(one_pass: Pass, operands: dict[str, Any], platform: str) -> Choice:
@@ -57,7 +58,9 @@ def choose(one_pass: Pass, operands: dict[str, Any], platform: str) -> Choice:
         return Choice("reference", f"no kernel is needed, since there are no {problem.empty}")
     unsupported = _unsupported(spec, problem, platform)
     if unsupported is None:
-        return Choice("flash", _reason(spec, platform), _workspace(one_pass, operands, platform))
+        return Choice(
+            "flash", _reason(spec, platform), workspace_bytes(one_pass, operands, platform)
+        )
     if spec.implementation is not None:
         raise NotImplementedError(
             f"implementation={spec.implementation!r} on platform {platform!r}: {unsupported}; "
@@ -106,42 +109,6 @@ class _Problem:
 def without_kernel(operands: Iterable[str]) -> str | None:
     """The name of an operand that no kernel takes, if there is one."""
     return next((name for name in operands if not OPERANDS[name].has_kernel), None)
-
-
-def _workspace(one_pass: Pass, operands: dict[str, Any], platform: str) -> int:
-    spec = one_pass.spec
-    q_len, heads, head_dim = operands["query"].shape[-3:]
-    kv_len, kv_heads, value_dim = operands["value"].shape[-3:]
-    sizes = {
-        "batch": math.prod(batch_shape(operands)),
-        "q_len": q_len,
-        "kv_len": kv_len,
-        "heads": heads,
-        "head_dim": head_dim,
-        "value_dim": value_dim,
-    }
-    dtype = jnp.dtype(operands["query"].dtype).name
-    if platform == "cpu":
-        if not one_pass.is_backward:
-            return 0
-        return ffi.native.host_backward_workspace_bytes(**sizes, kv_heads=kv_heads, dtype=dtype)
-    segments = "query_segment_ids" in operands
-    if one_pass.is_backward:
-        return ffi.native.cuda_backward_workspace_bytes(
-            **sizes, segments=segments, deterministic=spec.deterministic
-        )
-    mask = operands.get("mask")
-    return ffi.native.cuda_forward_workspace_bytes(
-        **sizes,
-        kv_heads=kv_heads,
-        dtype=dtype,
-        segments=segments,
-        bias="bias" in operands,
-        soft_cap_or_dropout=bool(spec.logits_soft_cap or spec.dropout_threshold),
-        mask_matrices=math.prod(mask.shape[:-2]) if mask is not None else 0,
-        mask_rows=mask.shape[-2] if mask is not None else 0,
-        value_matrices=math.prod(operands["value"].shape[:-3]) * kv_heads,
-    )
 
 
 def _reason(spec: AttentionSpec, platform: str) -> str:

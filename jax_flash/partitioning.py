@@ -1,40 +1,50 @@
 """Partitioning over batch, heads and sequence.
 
-Under `jit` on an Auto mesh the call is a `custom_partitioning` with a Shardy rule; on an
-Explicit mesh it is a `shard_map` over the axes that the operands' types name; inside a
-user's `shard_map` it is itself, or a ring. Batch and heads need no communication but the sums
-that gradients need; a sharded sequence makes it a ring. Head-dim axes are gathered if sharded.
+Under `jit` on an Auto mesh the call is a `custom_partitioning` with a Shardy rule, which calls back
+into Python, so that an exported program does without; on an Explicit mesh it is a `shard_map` over
+the axes that the operands' types name; inside a user's `shard_map` it is itself, or a ring. Batch
+and heads need no communication but the sums that gradients need; a sharded sequence makes it a
+ring. Head-dim axes are gathered if sharded.
 """
 
 from __future__ import annotations
 
+import warnings
+
 import jax
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
-from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from jax.export import is_symbolic_dim
+from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
 from jax_flash.operands import Operands, batch_shape
 from jax_flash.passes import Pass, Run, on_shards, on_whole_sequences
 from jax_flash.ranks import own_ranks
 from jax_flash.sharding_plan import Plan, make_plan, sharding_rule
 
+_NO_MESH = AbstractMesh((), ())
 
-def spread(one_pass: Pass, run: Run, operands: Operands, *, automatic: bool = False) -> Operands:
+
+def spread(
+    one_pass: Pass, run: Run, operands: Operands, *, several: bool = False, export: bool = False
+) -> Operands:
     """Makes a pass on each shard of the operands; see the module's description.
 
     Args:
       one_pass: the pass.
       run: makes it on one device.
       operands: by name.
-      automatic: whether the partitioner asks for the sharding, where nothing else says it.
+      several: whether the program is for several devices, with a partitioner that knows the
+        sharding where nothing else says it.
+      export: whether it is to be serialised.
     """
     types = _axis_types(operands.values())
     if AxisType.Explicit in types:
         return _explicit(one_pass, run, operands)
     if AxisType.Manual in types:
         return on_shards(one_pass, run, one_pass.spec.sequence, operands)
-    if automatic:
-        return _automatic(one_pass, run, operands)
+    if several:
+        return (_exported if export else _automatic)(one_pass, run, operands)
     return on_whole_sequences(one_pass, run, operands)
 
 
@@ -42,21 +52,21 @@ def _type(x) -> ShapedArray:
     return x if isinstance(x, ShapedArray) else jax.typeof(x)
 
 
-def _mesh(arrays):
+def mesh_of(arrays):
     """The mesh that the arrays' types name, or an empty one."""
     meshes = [_type(x).sharding.mesh for x in arrays]
     return next((mesh for mesh in meshes if mesh.axis_names), meshes[0])
 
 
 def _axis_types(arrays) -> set[AxisType]:
-    mesh = _mesh(arrays)
+    mesh = mesh_of(arrays)
     return set(mesh.axis_types) if mesh.axis_names else set()
 
 
 def result_types(one_pass: Pass, operands: dict[str, ShapedArray]) -> dict[str, ShapedArray]:
     """The types of a pass's results, shardings and varying axes included."""
     results = one_pass.result_types(operands)
-    mesh = _mesh(operands.values())
+    mesh = mesh_of(operands.values())
     if not mesh.axis_names:
         return {name: ShapedArray(x.shape, x.dtype) for name, x in results.items()}
     specs = {name: PartitionSpec(*[None] * len(x.shape)) for name, x in results.items()}
@@ -133,7 +143,7 @@ def _plan(one_pass: Pass, operands, results, mesh) -> Plan:
 
 def _explicit(one_pass: Pass, run: Run, operands: Operands) -> Operands:
     """On a mesh with Explicit axes: a shard_map over them."""
-    mesh = _mesh(operands.values())
+    mesh = mesh_of(operands.values())
     explicit = {
         name
         for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
@@ -141,16 +151,47 @@ def _explicit(one_pass: Pass, run: Run, operands: Operands) -> Operands:
     }
     plan = _plan(one_pass, operands, one_pass.result_types(operands), mesh)
     operands = {n: jax.sharding.reshard(x, plan.operands[n]) for n, x in operands.items()}
+    return _mapped(plan, one_pass, run, operands, mesh, explicit)
+
+
+def _mapped(plan: Plan, one_pass: Pass, run: Run, operands: Operands, mesh, axes) -> Operands:
+    """A pass as a shard_map over some axes of a mesh, as a plan says."""
+    for name, x in operands.items():
+        if any(map(is_symbolic_dim, x.shape)):
+            raise NotImplementedError(
+                f"{name}: on a mesh expected sizes that are known, since JAX cannot call an "
+                f"exported shard_map of symbolic shapes, got {x.shape}; export each shape by itself"
+            )
     mapped = jax.shard_map(
         lambda shards: plan.run(one_pass, run, shards),
         mesh=mesh,
         in_specs=(plan.operands,),
         out_specs=plan.results,
         # All of them without a name: under vmap, JAX leaves out the axes of what is mapped.
-        axis_names=explicit if explicit < set(mesh.axis_names) else set(),
+        axis_names=axes if axes < set(mesh.axis_names) else set(),
         check_vma=False,
     )
     return mapped(operands)
+
+
+def _exported(one_pass: Pass, run: Run, operands: Operands) -> Operands:
+    """Under `jax.export` on an Auto mesh, where the partitioner cannot ask: whole on each device.
+
+    The sequence is spread where the caller says over which axes.
+    """
+    spec = one_pass.spec
+    warnings.warn(
+        "attention exported on a mesh of Auto axes is computed for all batch entries and heads on "
+        "each device, since jax.export cannot serialise its partitioning; use Explicit axes "
+        "(jax.make_mesh(..., axis_types=(AxisType.Explicit, ...))) or jax.shard_map",
+        stacklevel=2,
+    )
+    if spec.sequence is None:
+        return run(one_pass, operands)
+    mesh, nothing = mesh_of(operands.values()), dict.fromkeys(operands, PartitionSpec())
+    results = _shapes(one_pass.result_types(operands))
+    plan = make_plan(spec, _shapes(operands), results, nothing, dict(mesh.shape))
+    return _mapped(plan, one_pass, run, operands, mesh, set(mesh.axis_names))
 
 
 def _automatic(one_pass: Pass, run: Run, operands: Operands) -> Operands:
@@ -180,9 +221,10 @@ def _automatic(one_pass: Pass, run: Run, operands: Operands) -> Operands:
         del result_shape
         plan = plan_of(mesh, arg_shapes)
 
-        @own_ranks  # called by the compiler, under the caller's setting
+        @own_ranks  # called by the compiler, under the caller's setting, and on the caller's mesh
         def lower(*arrays):
-            shards = plan.run(one_pass, run, dict(zip(names, arrays, strict=True)))
+            with jax.sharding.use_abstract_mesh(_NO_MESH):
+                shards = plan.run(one_pass, run, dict(zip(names, arrays, strict=True)))
             return tuple(shards[name] for name in result_names)
 
         return (

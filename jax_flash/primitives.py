@@ -21,7 +21,7 @@ from jax.interpreters import batching, mlir
 from jax_flash import compat, dispatch, ffi
 from jax_flash.folding import fold_batch_axes
 from jax_flash.operands import Operands
-from jax_flash.partitioning import result_types, spread, unify_varying, vary_like
+from jax_flash.partitioning import mesh_of, result_types, spread, unify_varying, vary_like
 from jax_flash.passes import Pass, complete, run_reference
 from jax_flash.ranks import own_ranks
 
@@ -84,12 +84,13 @@ def batch(primitive: Primitive, arrays, axes, *, one_pass: Pass, **static):
 
 def _lower(platform: str | None, context, *arrays, one_pass: Pass, names: tuple[str, ...]):
     run = functools.partial(run_on, platform or compat.platform(context))
-    automatic = compat.number_of_devices(context) != 1
+    several = compat.number_of_devices(context) != 1
+    context = compat.on_mesh(context, mesh_of(context.avals_in))
 
     @own_ranks
     def make(*arrays):
         operands = dict(zip(names, arrays, strict=True))
-        results = spread(one_pass, run, operands, automatic=automatic)
+        results = spread(one_pass, run, operands, several=several, export=compat.is_export(context))
         return [results[name] for name in one_pass.result_types(operands)]
 
     return mlir.lower_fun(make, multiple_results=True)(context, *arrays)

@@ -9,9 +9,11 @@ of times.
 from __future__ import annotations
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
+from jax.export import is_symbolic_dim
 
 from jax_flash.arrays import INT32, accumulator_of
 from jax_flash.operands import OPERANDS, Operands, axis_of, batch_shape
@@ -50,8 +52,7 @@ def forward(spec: AttentionSpec, operands: Operands, *, block_q: int | None = No
 
     operands = {**operands, "key": key.astype(accumulator), "value": value.astype(accumulator)}
     if block_q is None:
-        per_query = max(1, heads * kv_len * functools.reduce(lambda x, y: x * y, batch, 1))
-        block_q = max(16, _BLOCK_ELEMENTS // per_query)
+        block_q = _block_size(q_len, heads * kv_len * math.prod(batch))
     if _has_mask(spec, operands):
         # NaN in a key or value that nobody attends to must not meet a zero.
         attended = _over_query_blocks(
@@ -64,6 +65,15 @@ def forward(spec: AttentionSpec, operands: Operands, *, block_q: int | None = No
     results = _over_query_blocks(block, operands, block_q)
     results = {n: jnp.broadcast_to(x, (*batch, *x.shape[len(batch) :])) for n, x in results.items()}
     return {**results, "out": results["out"].astype(query.dtype)}
+
+
+def _block_size(q_len, logits_per_query) -> int:
+    """Queries in a block; either number may be symbolic, under `jax.export`."""
+    if is_symbolic_dim(q_len):
+        return q_len  # blocks of it have no sizes that are known
+    if is_symbolic_dim(logits_per_query):
+        return 128
+    return max(16, _BLOCK_ELEMENTS // max(1, logits_per_query))
 
 
 def backward(

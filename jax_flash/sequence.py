@@ -11,6 +11,7 @@ Reference: Grattafiori et al., "The Llama 3 herd of models", 2024, section 3.3.2
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -136,6 +137,7 @@ def sequence_of_mesh(axis, order, mode, query_offset) -> SequenceSharding | None
     return make_sequence(axes, devices, order, mode, query_offset)
 
 
+@functools.partial(jax.jit, static_argnums=0)  # a constraint places arrays within a jit only
 def shard_sequence(sequence: SequenceSharding, operands: Operands) -> Operands:
     """The operands with query, key and value sharded so; their other axes as they are."""
     mesh = jax.sharding.get_abstract_mesh()

@@ -70,6 +70,9 @@ def make_plan(
     kv_len, kv_heads, _ = operand_shapes["key"][num_batch:]
     used = set(spec.sequence.axes if spec.sequence else ())
 
+    def many(size):
+        return size not in (0, 1)  # a symbolic one cannot be compared
+
     def first_entry(candidates, fitting):
         for entry in candidates:
             names = _axis_names(entry)
@@ -92,9 +95,9 @@ def make_plan(
 
     batch_entries = []
     for axis in range(num_batch):
-        size = max(shape[axis] for shape in operand_shapes.values())
-        full = [name for name, shape in operand_shapes.items() if shape[axis] == size > 1]
-        batch_entries.append(first_entry((entry_of(name, axis) for name in full), dividing(size)))
+        full = {name: shape[axis] for name, shape in operand_shapes.items() if many(shape[axis])}
+        candidates = (entry_of(name, axis) for name in full)
+        batch_entries.append(first_entry(candidates, dividing(*full.values())))
     divided = (heads,) if kv_heads == 1 else (heads, kv_heads)
     head_entry = first_entry(entries_of("NK"), dividing(*divided))
 
@@ -121,9 +124,9 @@ def make_plan(
         return zip(OPERANDS[name].axes, shape[num_batch:], strict=True)
 
     def spec_of(name, shape):
-        entries = [e if shape[a] > 1 else () for a, e in enumerate(batch_entries)]
+        entries = [e if many(shape[a]) else () for a, e in enumerate(batch_entries)]
         entries += [
-            entry(name, letter) if size > 1 else () for letter, size in trailing(name, shape)
+            entry(name, letter) if many(size) else () for letter, size in trailing(name, shape)
         ]
         return PartitionSpec(*(e or None for e in entries))
 

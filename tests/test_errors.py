@@ -220,14 +220,15 @@ def test_explain_refuses_what_the_call_refuses():
         ((Q, K, K), {"sequence_mode": "rong"}, ValueError),
         ((Q, K, K), {"sequence_axis": "s"}, ValueError),
     ):
-        for function in (jax_flash.explain, jax_flash.dot_product_attention):
+        for function in (jax_flash.explain, jax_flash.flops, jax_flash.dot_product_attention):
             with pytest.raises(error):
                 function(*arguments, **options)
 
 
 def test_explain_takes_what_the_call_takes():
     parameters = inspect.signature(jax_flash.dot_product_attention).parameters
-    assert list(parameters) == list(inspect.signature(jax_flash.explain).parameters)
+    for function in (jax_flash.explain, jax_flash.flops):
+        assert list(parameters) == list(inspect.signature(function).parameters)
     ring = set(inspect.signature(jax_flash.ring_attention).parameters)
     assert set(parameters) - ring == {"sequence_axis", "sequence_order", "sequence_mode"}
 

@@ -1,5 +1,6 @@
 """Runs the examples as a user does, at sizes that take seconds."""
 
+import importlib.util
 import json
 import os
 import pathlib
@@ -42,8 +43,8 @@ def run(tmp_path, *arguments):
     return done.stdout, json.loads((tmp_path / "out.json").read_text())
 
 
+@pytest.mark.skipif(importlib.util.find_spec("matplotlib") is None, reason="plots by matplotlib")
 def test_llama_block_measures(tmp_path):
-    pytest.importorskip("matplotlib")
     text = tmp_path / "text"
     text.write_text("What goes up must come down. " * 10)
     printed, output = run(

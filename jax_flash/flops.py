@@ -1,0 +1,138 @@
+"""Floating point operations of a call, which XLA cannot count: a custom call has no cost."""
+
+from __future__ import annotations
+
+import math
+from typing import NamedTuple
+
+import numpy as np
+from jax.export import is_symbolic_dim
+
+from jax_flash.attention import Abstract, abstract_call
+from jax_flash.operands import batch_shape
+from jax_flash.spec import AttentionSpec
+
+
+class Flops(NamedTuple):
+    """Floating point operations of the passes of a call, a multiplication and an addition being 2.
+
+    Attributes:
+      forward: of the forward pass.
+      backward: of the backward pass alone.
+    """
+
+    forward: int
+    backward: int
+
+
+def flops(
+    query: Abstract,
+    key: Abstract,
+    value: Abstract,
+    bias: Abstract | None = None,
+    mask: Abstract | None = None,
+    *,
+    scale: float | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: Abstract | None = None,
+    key_value_seq_lengths: Abstract | None = None,
+    local_window_size: int | tuple[int | None, int | None] | None = None,
+    implementation: str | None = None,
+    return_residual: bool = False,
+    query_segment_ids: Abstract | None = None,
+    key_value_segment_ids: Abstract | None = None,
+    query_offset: Abstract = 0,
+    sinks: Abstract | None = None,
+    logits_soft_cap: float | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: Abstract | None = None,
+    broadcast_dropout: bool = False,
+    deterministic: bool = False,
+    sequence_axis: str | tuple[str, ...] | None = None,
+    sequence_order: str = "contiguous",
+    sequence_mode: str = "ring",
+) -> Flops:
+    r"""Counts the floating point operations of `dot_product_attention` with these arguments.
+
+    `compiled.cost_analysis()` counts -1 for each custom call; add this instead, for example to
+    tell a model's FLOP utilisation. Counted are matrix products, of pairs (query, key) that attend:
+
+    .. math::
+      \mathrm{forward} &= 2 P N (H + h), \qquad
+      \mathrm{backward} = 2 P N (3 H + 2 h)
+
+    where P is the number of pairs of all batch entries, B T S where all attend. The backward pass,
+    2.5 times the forward pass where H = h, makes query times key again, and four products more.
+    What is recomputed under `jax.checkpoint` is one more forward pass.
+
+    P leaves out what causal order and window forbid, where query_offset is a number. What arrays
+    say is not known: lengths, segments, bias and mask count as if all pairs attended; with an
+    array as query_offset, each query counts all S keys, or as many as the window has if less.
+
+    Args:
+      query, key, value, bias, mask, ...: as for `dot_product_attention`, from the first to the
+        last; instead of arrays also `jax.ShapeDtypeStruct`s.
+
+    Returns:
+      `Flops`: (forward, backward), of all devices together.
+
+    Raises:
+      TypeError, ValueError, NotImplementedError: as `dot_product_attention` does; ValueError where
+        a size is symbolic.
+
+    Reference:
+      Dao, "FlashAttention-2", 2023, section 4.1, whose count this is where half of the pairs are
+      left out for causal order (here, exactly those above the diagonal).
+    """
+    call = abstract_call(
+        query,
+        key,
+        value,
+        bias,
+        mask,
+        scale=scale,
+        is_causal=is_causal,
+        query_seq_lengths=query_seq_lengths,
+        key_value_seq_lengths=key_value_seq_lengths,
+        local_window_size=local_window_size,
+        implementation=implementation,
+        return_residual=return_residual,
+        query_segment_ids=query_segment_ids,
+        key_value_segment_ids=key_value_segment_ids,
+        query_offset=query_offset,
+        sinks=sinks,
+        logits_soft_cap=logits_soft_cap,
+        dropout_rate=dropout_rate,
+        dropout_seed=dropout_seed,
+        broadcast_dropout=broadcast_dropout,
+        deterministic=deterministic,
+        sequence_axis=sequence_axis,
+        sequence_order=sequence_order,
+        sequence_mode=sequence_mode,
+    )
+    query, value = call.operands["query"], call.operands["value"]
+    for name, x in (("query", query), ("value", value)):
+        if any(map(is_symbolic_dim, x.shape)):
+            raise ValueError(f"{name}: expected sizes that are known, got {x.shape}")
+    q_len, heads, head_dim = query.shape[-3:]
+    kv_len, _, value_dim = value.shape[-3:]
+    offset = int(query_offset) if isinstance(query_offset, int | np.integer) else None
+    pairs = math.prod(batch_shape(call.operands)) * _pairs(call.spec, q_len, kv_len, offset)
+    return Flops(
+        forward=2 * pairs * heads * (head_dim + value_dim),
+        backward=2 * pairs * heads * (3 * head_dim + 2 * value_dim),
+    )
+
+
+def _pairs(spec: AttentionSpec, q_len: int, kv_len: int, offset: int | None) -> int:
+    """How many pairs of a query and a key causal order and window allow."""
+    left, right = spec.window
+    if spec.is_causal:
+        right = 0
+    if offset is None:
+        width = kv_len if None in (left, right) else left + right + 1
+        return q_len * min(kv_len, width)
+    positions = np.arange(q_len, dtype=np.int64) + offset
+    first = np.zeros_like(positions) if left is None else np.maximum(positions - left, 0)
+    end = np.minimum(kv_len if right is None else positions + right + 1, kv_len)
+    return int(np.maximum(end - first, 0).sum())

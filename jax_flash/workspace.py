@@ -1,0 +1,136 @@
+"""The memory that native kernels need beside operands and results.
+
+Native code says how much, for shapes that are numbers. Where some size is symbolic (`jax.export`),
+the workspace's size is symbolic, too: a bound of what native code asks for at any shape, by a
+function with the name and the arguments of the native one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax.export import is_symbolic_dim
+
+from jax_flash import ffi
+from jax_flash.operands import batch_shape
+from jax_flash.passes import Pass
+
+# A number or, under `jax.export`, an expression of symbolic sizes.
+Size = Any
+
+
+def workspace_bytes(one_pass: Pass, operands: dict[str, Any], platform: str) -> Size:
+    """The size of a pass's workspace on "cpu" or "cuda".
+
+    Args:
+      one_pass: the pass.
+      operands: arrays, or anything that has a shape and a dtype, by name.
+      platform: where.
+    """
+    if platform == "cpu" and not one_pass.is_backward:
+        return 0
+    name, arguments = _question(one_pass, operands, platform)
+    known = all(isinstance(x, int | str) for x in arguments.values())
+    return (getattr(ffi.native, name) if known else BOUNDS[name])(**arguments)
+
+
+def _question(one_pass: Pass, operands: dict[str, Any], platform: str) -> tuple[str, dict]:
+    """The name of the native function that knows the size, and its arguments."""
+    spec = one_pass.spec
+    q_len, heads, head_dim = operands["query"].shape[-3:]
+    kv_len, kv_heads, value_dim = operands["value"].shape[-3:]
+    sizes = {
+        "batch": math.prod(batch_shape(operands)),
+        "q_len": q_len,
+        "kv_len": kv_len,
+        "heads": heads,
+        "head_dim": head_dim,
+        "value_dim": value_dim,
+    }
+    dtype = jnp.dtype(operands["query"].dtype).name
+    if platform == "cpu":
+        return "host_backward_workspace_bytes", {**sizes, "kv_heads": kv_heads, "dtype": dtype}
+    segments = "query_segment_ids" in operands
+    if one_pass.is_backward:
+        more = {"segments": segments, "deterministic": spec.deterministic}
+        return "cuda_backward_workspace_bytes", {**sizes, **more}
+    mask = operands.get("mask")
+    return "cuda_forward_workspace_bytes", {
+        **sizes,
+        "kv_heads": kv_heads,
+        "dtype": dtype,
+        "segments": segments,
+        "bias": "bias" in operands,
+        "soft_cap_or_dropout": bool(spec.logits_soft_cap or spec.dropout_threshold),
+        "mask_matrices": math.prod(mask.shape[:-2]) if mask is not None else 0,
+        "mask_rows": mask.shape[-2] if mask is not None else 0,
+        "value_matrices": math.prod(operands["value"].shape[:-3]) * kv_heads,
+    }
+
+
+def _host_backward(*, batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim, dtype) -> Size:
+    """cuda/host/kernel.h: delta, and dquery once for each of a few chunks of keys."""
+    del kv_len, value_dim, dtype
+    rows = batch * heads * q_len
+    chunks = 8 if is_symbolic_dim(kv_heads) else min(8, -(-16 // kv_heads))
+    return 4 * (rows + 16 + chunks * rows * 16 * (head_dim // 16 + 1))
+
+
+def _cuda_forward(
+    *, batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim, dtype, segments, bias,
+    soft_cap_or_dropout, mask_matrices, mask_rows, value_matrices,
+) -> Size:  # fmt: skip
+    """`forward_workspace_bytes` of cuda/launch.cc."""
+    del heads, kv_heads, soft_cap_or_dropout
+    if segments:
+        return _segment_spans(batch, q_len, kv_len)
+    masked = mask_matrices != 0
+    widest = max(head_dim, value_dim)
+    if masked:
+        tiles = kv_len // (128 if widest <= 128 else 80) + 1
+        size = mask_matrices * (mask_rows // 64 + 1) * (1024 * tiles + 16)
+    else:
+        size = _decode(widest)
+    if dtype == "bfloat16" and (bias or masked):  # values in float16
+        size += 256 + 4 * 2048 + 2 * value_matrices * kv_len * value_dim
+    return size
+
+
+def _decode(widest: int) -> int:
+    """cuda/sm90/decode_plan.h: what each of the workers leaves behind, of 64 rows at most."""
+    pitch = 64 if widest <= 64 else 128 if widest <= 128 else 256
+    return 264 * (2 * 64 * (pitch + 2) * 4 + 8)
+
+
+def _cuda_backward(
+    *, batch, q_len, kv_len, heads, head_dim, value_dim, segments, deterministic
+) -> Size:
+    """cuda/sm80/workspace.h, of which every part is aligned."""
+    heads, widest = batch * heads, -(-max(head_dim, value_dim) // 64) * 64
+    size = 8 * 256
+    if segments:
+        size += _segment_spans(batch, q_len, kv_len)
+    size += 2 * 4 * (heads * (q_len + 127) + 128)  # lse and delta
+    sums = 2 if deterministic and widest <= 64 else 1
+    size += sums * 4 * heads * (q_len + 8) * head_dim
+    size += 4 * (2 * heads + 521)  # counters
+    if deterministic:
+        size += 4 * (heads * (q_len // 32 + 4) + 1)
+    elif widest <= 128:  # of blocks of keys that several thread blocks divide
+        size += 4 * 132 * 128 * 2 * widest
+    return size
+
+
+def _segment_spans(batch: Size, q_len: Size, kv_len: Size) -> Size:
+    """cuda/tile/segment_spans.h."""
+    return 8 * (batch * (q_len // 32 + kv_len // 32 + 8) + 1)
+
+
+BOUNDS: dict[str, Callable[..., Size]] = {
+    "host_backward_workspace_bytes": _host_backward,
+    "cuda_forward_workspace_bytes": _cuda_forward,
+    "cuda_backward_workspace_bytes": _cuda_backward,
+}
