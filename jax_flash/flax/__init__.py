@@ -12,7 +12,16 @@ import importlib.util
 if importlib.util.find_spec("flax") is None:
     raise ImportError("jax_flash.flax needs flax: pip install 'jax-flash[flax]'")
 
-from jax_flash.flax.functional import dot_product_attention, rotary_embedding
+from jax_flash.flax.functional import dot_product_attention, dot_product_attention_with_rope
 from jax_flash.flax.module import GroupedQueryAttention
+from jax_flash.flax.rotary import LinearScaling, Llama3Scaling, Rotary, YarnScaling
 
-__all__ = ["GroupedQueryAttention", "dot_product_attention", "rotary_embedding"]
+__all__ = [
+    "GroupedQueryAttention",
+    "LinearScaling",
+    "Llama3Scaling",
+    "Rotary",
+    "YarnScaling",
+    "dot_product_attention",
+    "dot_product_attention_with_rope",
+]
