@@ -14,6 +14,7 @@ from flax import linen, nnx
 from jax_flash.flax import (
     LinearScaling,
     Llama3Scaling,
+    ProportionalScaling,
     Rotary,
     YarnScaling,
     dot_product_attention,
@@ -57,9 +58,17 @@ def yarn(first, last):
     return scaled
 
 
+def proportional(frequency, pair, scaling):
+    return frequency / scaling.factor if pair < 64 else 0  # 64 of 256 pairs
+
+
 # name: options, head_dim, frequency of a pair, factor on the features
 SCALINGS = {
     "none": (Rotary(), 128, lambda frequency, pair, scaling: frequency, 1.0),
+    "gemma 4": (Rotary(1e6, scaling=ProportionalScaling(0.25)), 512, proportional, 1.0),
+    "gemma 4, longer": (
+        Rotary(1e6, scaling=ProportionalScaling(0.25, 8.0)), 512, proportional, 1.0,
+    ),
     "gemma 3": (Rotary(1e6, scaling=LinearScaling(8.0)), 256, linear, 1.0),
     "llama 3.1": (Rotary(5e5, scaling=Llama3Scaling()), 128, llama3, 1.0),
     "llama 3.2": (Rotary(5e5, scaling=Llama3Scaling(32.0)), 64, llama3, 1.0),
@@ -173,6 +182,8 @@ def test_options_that_do_not_fit_are_refused():
         Rotary(theta=0)
     with pytest.raises(ValueError, match="factor must be positive, got -1"):
         LinearScaling(-1)
+    with pytest.raises(ValueError, match="fraction must be positive, got 0"):
+        ProportionalScaling(0)
     with pytest.raises(ValueError, match="high_freq_factor must be greater"):
         Llama3Scaling(high_freq_factor=1)
     with pytest.raises(ValueError, match="beta_fast must be at least beta_slow, got 1 and 2"):
@@ -236,6 +247,19 @@ def test_nnx_module_with_rope_equals_flax():
     np.testing.assert_allclose(ours(x, input_positions=moved), ours(x), atol=5e-5)
     spread = 2 * jnp.arange(LENGTH)
     assert abs(ours(x, input_positions=spread) - ours(x)).max() > 1e-3
+
+
+def test_nnx_module_with_rope_decodes():
+    module = nnx.MultiHeadAttention(
+        num_heads=HEADS, in_features=HEADS * HEAD_DIM, decode=False, rngs=nnx.Rngs(0),
+        attention_fn=functools.partial(dot_product_attention_with_rope, rope=Rotary()),
+    )  # fmt: skip
+    x = normal(0, BATCH, LENGTH, HEADS * HEAD_DIM)
+    expected = module(x, is_causal=True)
+    module.init_cache(x.shape)
+    step = nnx.jit(lambda module, x, at: module(x, input_positions=at, decode=True))
+    tokens = [step(module, x[:, t : t + 1], jnp.full((BATCH, 1), t)) for t in range(LENGTH)]
+    np.testing.assert_allclose(jnp.concatenate(tokens, 1), expected, atol=2e-5)
 
 
 def test_linen_module_with_rope_gets_every_option():

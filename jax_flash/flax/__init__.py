@@ -17,12 +17,19 @@ if importlib.util.find_spec("flax") is None:
 from jax_flash.flax import linen
 from jax_flash.flax.functional import dot_product_attention, dot_product_attention_with_rope
 from jax_flash.flax.module import GroupedQueryAttention
-from jax_flash.flax.rotary import LinearScaling, Llama3Scaling, Rotary, YarnScaling
+from jax_flash.flax.rotary import (
+    LinearScaling,
+    Llama3Scaling,
+    ProportionalScaling,
+    Rotary,
+    YarnScaling,
+)
 
 __all__ = [
     "GroupedQueryAttention",
     "LinearScaling",
     "Llama3Scaling",
+    "ProportionalScaling",
     "Rotary",
     "YarnScaling",
     "dot_product_attention",

@@ -145,6 +145,33 @@ class YarnScaling:
         return _mix(plain_frequencies(theta, dim), self.factor, 1 - np.clip(interpolated, 0, 1))
 
 
+@dataclasses.dataclass(frozen=True)
+class ProportionalScaling:
+    """Gemma 4's: the fastest pairs turn as they do without it, the others not at all.
+
+    Unlike with `Rotary.fraction`, pairs and frequencies are those of the whole head. `rope_type`
+    "proportional" of Hugging Face.
+
+    Attributes:
+      fraction: share of the pairs that turn (Hugging Face: `partial_rotary_factor`).
+      factor: positions count as if divided by it.
+
+    References: apply_rope in https://github.com/google-deepmind/gemma,
+      gemma/gm/math/_positional_embeddings.py
+    """
+
+    fraction: float
+    factor: float = 1.0
+    magnitude = 1.0
+
+    def __post_init__(self):
+        _check_positive(self, "fraction", "factor")
+
+    def frequencies(self, theta: float, dim: int) -> np.ndarray:
+        turning = np.arange(dim // 2) < int(self.fraction * dim // 2)
+        return np.where(turning, plain_frequencies(theta, dim) / self.factor, 0)
+
+
 def _mix(plain: np.ndarray, factor: float, kept: np.ndarray) -> np.ndarray:
     return kept * plain + (1 - kept) * plain / factor
 
@@ -173,7 +200,8 @@ class Rotary:
       interleaved: whether pair c consists of features 2 c and 2 c + 1, as in GPT-J, GLM and
         LLaMA's own checkpoints, rather than of c and c + dim / 2, as in GPT-NeoX and in Hugging
         Face's format.
-      scaling: `LinearScaling`, `Llama3Scaling`, `YarnScaling`, another `Scaling`, or None.
+      scaling: `LinearScaling`, `Llama3Scaling`, `YarnScaling`, `ProportionalScaling`, another
+        `Scaling`, or None.
 
     References: Su et al., "RoFormer", https://arxiv.org/abs/2104.09864
     """
