@@ -23,6 +23,12 @@ MODERN = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _explicit_ranks():
+    with jax.numpy_rank_promotion("raise"):
+        yield
+
+
 def make_inputs():
     return jax.random.normal(jax.random.key(1), (BATCH, LENGTH, FEATURES))
 
@@ -72,9 +78,8 @@ def test_output_gradients_and_parameters(options):
         out = module(x, input_positions=positions, seq_lengths=lengths)
         return (out**2).sum(), out
 
-    with jax.numpy_rank_promotion("raise"):
-        grad = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
-        gradients, out = grad(variables["params"], make_inputs())
+    grad = jax.jit(jax.grad(loss, (0, 1), has_aux=True))
+    gradients, out = grad(variables["params"], make_inputs())
     grad = nnx.jit(nnx.grad(nnx_loss, argnums=(0, 1), has_aux=True))
     (of_params, of_x), expected = grad(nnx_module, make_inputs())
     close((out, gradients), (expected, (nnx.to_pure_dict(of_params), of_x)))
@@ -116,13 +121,12 @@ def test_cache_continues_where_the_prompt_ended(options):
     step = jax.jit(lambda *a, **k: module.apply(*a, **k, mutable=["cache"]))
     prompt = x[:, :6].at[1, 2:].set(jnp.nan)  # padding, which must leave no trace
     at = np.array([6, 2])
-    with jax.numpy_rank_promotion("raise"):
-        out, cache = step(variables, prompt, seq_lengths=jnp.asarray(at))
-        close((out[0], out[1, :2]), (expected[0, :6], expected[1, :2]))
-        for _ in range(LENGTH - 6):
-            out, cache = step(variables | cache, x[[0, 1], at][:, None])
-            close(out[:, 0], expected[[0, 1], at])
-            at = at + 1
+    out, cache = step(variables, prompt, seq_lengths=jnp.asarray(at))
+    close((out[0], out[1, :2]), (expected[0, :6], expected[1, :2]))
+    for _ in range(LENGTH - 6):
+        out, cache = step(variables | cache, x[[0, 1], at][:, None])
+        close(out[:, 0], expected[[0, 1], at])
+        at = at + 1
     out, cache = step(variables | cache, x[:, :1])
     assert jnp.isnan(out[0]).all()
     assert jnp.isfinite(out[1]).all()

@@ -17,6 +17,12 @@ from jax_flash.flax import GroupedQueryAttention, Llama3Scaling, Rotary
 BATCH, LENGTH, FEATURES, HEADS, KV_HEADS, HEAD_DIM = 2, 12, 24, 6, 2, 8
 
 
+@pytest.fixture(autouse=True)
+def _explicit_ranks():
+    with jax.numpy_rank_promotion("raise"):
+        yield
+
+
 def make_module(**options):
     return GroupedQueryAttention(FEATURES, HEADS, KV_HEADS, HEAD_DIM, **options, rngs=nnx.Rngs(0))
 
@@ -129,8 +135,7 @@ OPTIONS = {
 def test_output(name):
     options, numpy_options, allowed = OPTIONS[name]
     module, x = randomized(make_module(**options)), make_inputs()
-    with jax.numpy_rank_promotion("raise"):
-        out = module(x)
+    out = module(x)
     close(out, dense(module, x, allowed, **numpy_options))
 
 
@@ -151,8 +156,7 @@ def test_positions_of_packed_documents():
     starts = np.stack([np.searchsorted(row, row) for row in segments])
     positions = np.arange(LENGTH) - starts
     allowed = CAUSAL & (segments[:, :, None] == segments[:, None])
-    with jax.numpy_rank_promotion("raise"):
-        out = module(x, input_positions=positions, segment_ids=jnp.asarray(segments))
+    out = module(x, input_positions=positions, segment_ids=jnp.asarray(segments))
     close(out, dense(module, x, allowed, positions))
     close(out[1, 8:], module(x[1:, 8:])[0])  # as if the document were alone
     # That the positions arrive shows where they are not those of the tokens.
@@ -299,8 +303,7 @@ def test_cache_continues_where_the_prompt_ended(options):
     module, x = randomized(make_module(**options)), make_inputs()
     expected = module(x)
     module.init_cache(BATCH, LENGTH)
-    with jax.numpy_rank_promotion("raise"):
-        pieces = [decode(module, piece) for piece in jnp.split(x, [5, 6, 7], axis=1)]
+    pieces = [decode(module, piece) for piece in jnp.split(x, [5, 6, 7], axis=1)]
     np.testing.assert_allclose(jnp.concatenate(pieces, 1), expected, rtol=2e-5, atol=2e-5)
 
 

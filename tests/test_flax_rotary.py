@@ -24,6 +24,12 @@ from jax_flash.flax import (
 BATCH, LENGTH, HEADS, HEAD_DIM = 2, 9, 4, 16
 
 
+@pytest.fixture(autouse=True)
+def _explicit_ranks():
+    with jax.numpy_rank_promotion("raise"):
+        yield
+
+
 def normal(seed, *shape):
     return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
 
@@ -139,8 +145,7 @@ def test_rotation(name, shape):
     rotary, magnitude = OPTIONS[name]
     x = normal(0, BATCH, LENGTH, HEADS, HEAD_DIM)
     positions = np.random.default_rng(1).integers(0, 50, shape)
-    with jax.numpy_rank_promotion("raise"):
-        out = jax.jit(rotary)(x, positions)
+    out = jax.jit(rotary)(x, positions)
     expected = rotate(x, positions, rotary, magnitude)
     np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
 
@@ -209,10 +214,9 @@ def test_attention_at_positions_of_packed_documents(rope):
     documents = (np.arange(LENGTH) >= starts[:, 1:]).astype(int)
     positions = np.arange(LENGTH) - np.take_along_axis(starts, documents, 1)
     allowed = documents[:, None, :, None] == documents[:, None, None, :]
-    with jax.numpy_rank_promotion("raise"):
-        out = dot_product_attention_with_rope(
-            query, key, value, rope=rope, input_positions=positions, mask=jnp.asarray(allowed)
-        )
+    out = dot_product_attention_with_rope(
+        query, key, value, rope=rope, input_positions=positions, mask=jnp.asarray(allowed)
+    )
     expected = plain_attention(query, key, value, (positions,) * 2, rotary, magnitude, allowed)
     np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
 
