@@ -1,4 +1,4 @@
-"""`jax_flash.flax.linen.GroupedQueryAttention` against the nnx module with its parameters."""
+"""Compares the linen module with the nnx module of the same parameters."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""`jax_flash.flax.Rotary` against rotations of one pair at a time, and the function with it."""
+"""Compares `Rotary` with rotations of one pair at a time, and attention with it likewise."""
 
 import functools
 import math

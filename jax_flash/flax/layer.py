@@ -1,4 +1,4 @@
-"""What the attention modules of nnx and of linen have in common: all but their parameters."""
+"""Computes the attention layer of the nnx and the linen module, given their parameters."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from jax_flash.flax.rotary import Rotary
 
 
 class Options(Protocol):
-    """The static options of a layer, which both modules have as attributes."""
+    """Lists the static options of a layer, which both modules have as attributes."""
 
     num_heads: int
     rotary: Rotary | None
@@ -28,7 +28,7 @@ class Options(Protocol):
 
 
 class Cache(NamedTuple):
-    """Keys and values of the tokens so far.
+    """Holds keys and values of the tokens so far.
 
     Attributes:
       key, value: [batch, max_length, num_kv_heads, head_dim].
@@ -62,7 +62,7 @@ class Cache(NamedTuple):
 def sizes(
     in_features: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None
 ) -> tuple[int, int]:
-    """num_kv_heads and head_dim with their defaults; checks them."""
+    """Checks num_kv_heads and head_dim, and returns them with their defaults filled in."""
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
     if num_heads % num_kv_heads:
         raise ValueError(
@@ -79,7 +79,7 @@ def sizes(
 
 
 def normalized_features(qk_norm: str | None, heads: int, head_dim: int) -> int:
-    """How many features of the query or of the key are normalized together."""
+    """Counts the features of the query, or of the key, that are normalized together."""
     if qk_norm not in ("head", "all_heads"):
         raise ValueError(f'qk_norm must be "head", "all_heads" or None, got {qk_norm!r}')
     return head_dim if qk_norm == "head" else heads * head_dim

@@ -1,4 +1,4 @@
-"""Grouped-query self-attention as a linen module."""
+"""Defines grouped-query self-attention as a linen module."""
 
 from __future__ import annotations
 
@@ -154,7 +154,7 @@ class GroupedQueryAttention(linen.Module):
         )
 
     def _cache(self, key: jax.Array) -> tuple[tuple[linen.Variable, ...], layer.Cache | None]:
-        """The variables of the cache and what they hold; nothing while they are made."""
+        """Returns the cache's variables and what they hold, which is None while they are made."""
         exists = self.has_variable("cache", "cached_key")
         if not (exists or self.is_initializing()):
             raise ValueError(

@@ -1,4 +1,4 @@
-"""Grouped-query self-attention as an nnx module."""
+"""Defines grouped-query self-attention as an nnx module."""
 
 from collections.abc import Callable
 from typing import Any
@@ -193,7 +193,7 @@ class GroupedQueryAttention(nnx.Module):
         self.cache_index = nnx.Cache(cache.index)
 
     def set_view(self, deterministic: bool | None = None) -> None:
-        """What `nnx.view` sets.
+        """Sets what `nnx.view` is given.
 
         Args:
           deterministic: if True, no dropout.

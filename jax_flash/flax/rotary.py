@@ -1,4 +1,4 @@
-"""Rotary position embedding, and the ways to stretch it over longer sequences."""
+"""Rotates queries and keys by their positions, in the ways that published models do."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy as np
 
 
 class Scaling(Protocol):
-    """What `Rotary.scaling` may be: an object that can be hashed, with these two.
+    """Sets the frequencies of a `Rotary`. Objects are static, so they must be hashable.
 
     Attributes:
       magnitude: factor on the rotated features of query and of key.

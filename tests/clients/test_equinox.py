@@ -1,4 +1,4 @@
-"""Equinox: `MultiheadAttention` with jax_flash, by a subclass of a few lines.
+"""Runs Equinox's `MultiheadAttention` with jax_flash, by a subclass of a few lines.
 
     class FlashAttention(eqx.nn.MultiheadAttention):
         def __call__(self, query, key_, value, mask=None):

@@ -1,4 +1,4 @@
-"""Haiku: `MultiHeadAttention` with jax_flash, by a subclass.
+"""Runs Haiku's `MultiHeadAttention` with jax_flash, by a subclass.
 
     class FlashAttention(hk.MultiHeadAttention):
         def __call__(self, query, key, value, mask=None):

@@ -1,4 +1,4 @@
-"""Keras 3 on JAX: every layer that attends, with jax_flash instead of jax.nn's attention.
+"""Runs every layer of Keras 3 that attends with jax_flash instead of jax.nn's attention.
 
 Keras calls `jax.nn.dot_product_attention`, which one line replaces for the whole process:
 

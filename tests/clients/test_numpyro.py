@@ -1,4 +1,4 @@
-"""NumPyro: attention within a model's density, sampled by NUTS, and products with its Hessian.
+"""Samples a NumPyro model with attention in its density by NUTS, and multiplies by its Hessian.
 
 A model calls `jax_flash.dot_product_attention` as it would call jax.nn's; nothing else changes:
 
