@@ -120,7 +120,7 @@ def test_tokens_beside_padding(replace):
 def test_fit(replace):
     def history():
         keras.utils.set_random_seed(0)
-        tokens = np.random.default_rng(0).integers(0, 16, (32, LENGTH))
+        tokens = np.random.default_rng(0).integers(0, 16, (32, LENGTH), np.int32)
         inputs = keras.Input((LENGTH,), dtype="int32")
         x = keras.layers.Embedding(16, FEATURES)(inputs)
         x = x + keras.layers.MultiHeadAttention(4, 8)(x, x, use_causal_mask=True)
