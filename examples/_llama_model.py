@@ -82,7 +82,7 @@ class Block(nnx.Module):
             config.heads,
             config.kv_heads,
             config.head_dim,
-            rope_theta=config.rope_theta,
+            rotary=jax_flash.flax.Rotary(theta=config.rope_theta),
             dtype=jnp.dtype(config.dtype),
             attention_fn=ATTENTIONS[attention],
             rngs=rngs,
@@ -93,7 +93,7 @@ class Block(nnx.Module):
         self.down = linear(config.ffn, config.d_model)
 
     def __call__(self, x: jax.Array, positions: jax.Array | None = None) -> jax.Array:
-        x = x + self.attention(self.attention_norm(x), positions=positions)
+        x = x + self.attention(self.attention_norm(x), input_positions=positions)
         y = self.ffn_norm(x)
         return x + self.down(jax.nn.silu(self.gate(y)) * self.up(y))
 

@@ -9,10 +9,18 @@ import pytest
 
 pytest.importorskip("flax")
 from flax import nnx
+from jax.sharding import PartitionSpec as P
 
-from jax_flash.flax import GroupedQueryAttention, rotary_embedding
+import jax_flash
+from jax_flash.flax import GroupedQueryAttention, Llama3Scaling, Rotary
 
 BATCH, LENGTH, FEATURES, HEADS, KV_HEADS, HEAD_DIM = 2, 12, 24, 6, 2, 8
+
+
+@pytest.fixture(autouse=True)
+def _explicit_ranks():
+    with jax.numpy_rank_promotion("raise"):
+        yield
 
 
 def make_module(**options):
@@ -23,57 +31,213 @@ def make_inputs(length=LENGTH):
     return jax.random.normal(jax.random.key(1), (BATCH, length, FEATURES))
 
 
-def rotate(x, theta):
+def rotate(x, theta, positions):
     """The rotary embedding as multiplication of complex numbers, in float64."""
-    x = np.asarray(x, np.float64)
     half = x.shape[-1] // 2
-    angles = np.arange(x.shape[1])[:, None] * theta ** (-np.arange(half) / half)
-    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[:, None]
+    angles = np.asarray(positions)[..., None] * theta ** (-np.arange(half) / half)
+    turned = (x[..., :half] + 1j * x[..., half:]) * np.exp(1j * angles)[..., None, :]
     return np.concatenate([turned.real, turned.imag], axis=-1)
 
 
-def dense(module, x, allowed, soft_cap=None):
-    """The layer in numpy; allowed is [batch or 1, query, key]."""
-    kernels = {
-        name: np.asarray(getattr(module, name).kernel[...], np.float64)
-        for name in ("query", "key", "value", "out")
-    }
-    x = np.asarray(x, np.float64)
-    query, key, value = (
-        np.einsum("btd,dnh->btnh", x, kernels[name]) for name in ("query", "key", "value")
-    )
-    if module.rope_theta is not None:
-        query, key = rotate(query, module.rope_theta), rotate(key, module.rope_theta)
+def parameters(module):
+    state = nnx.to_pure_dict(nnx.state(module, nnx.Param))
+    return jax.tree.map(lambda x: np.asarray(x, np.float64), state)
+
+
+def project(parameters, name, x, features):
+    """x [B,T,...] to [B,T,*features]."""
+    kernel = parameters[name]["kernel"]
+    out = x.reshape(*x.shape[:2], -1) @ kernel.reshape(-1, np.prod(features))
+    return out.reshape(*x.shape[:2], *features) + parameters[name].get("bias", 0)
+
+
+def normalized(x, scale, epsilon):
+    """RMS over as many of the last features as there are scales."""
+    flat = x.reshape(*x.shape[:2], -1, scale.size)
+    flat = flat / np.sqrt((flat**2).mean(-1, keepdims=True) + epsilon) * scale
+    return flat.reshape(x.shape)
+
+
+def dense(module, x, allowed, positions=None, theta=10000.0, epsilon=1e-6, keep=1.0):
+    """The layer in numpy; allowed is [batch or 1, query, key], keep multiplies weights."""
+    given, x = parameters(module), np.asarray(x, np.float64)
+    query = project(given, "query", x, (HEADS, HEAD_DIM))
+    key, value = (project(given, name, x, (KV_HEADS, HEAD_DIM)) for name in ("key", "value"))
+    if "query_norm" in given:
+        query = normalized(query, given["query_norm"]["scale"], epsilon)
+        key = normalized(key, given["key_norm"]["scale"], epsilon)
+    if theta is not None:
+        positions = np.arange(x.shape[1]) if positions is None else positions
+        query, key = rotate(query, theta, positions), rotate(key, theta, positions)
     key, value = (np.repeat(a, HEADS // KV_HEADS, axis=2) for a in (key, value))
-    logits = np.einsum("btnh,bsnh->bnts", query, key) / np.sqrt(HEAD_DIM)
-    if soft_cap is not None:
-        logits = soft_cap * np.tanh(logits / soft_cap)
+    scale = HEAD_DIM**-0.5 if module.scale is None else module.scale
+    logits = scale * np.einsum("btnh,bsnh->bnts", query, key)
+    if module.logits_soft_cap is not None:
+        logits = module.logits_soft_cap * np.tanh(logits / module.logits_soft_cap)
     weights = np.where(allowed[:, None], np.exp(logits), 0)
-    weights /= np.maximum(weights.sum(-1, keepdims=True), 1e-300)
-    return np.einsum("bnts,bsnh,nhd->btd", weights, value, kernels["out"])
+    total = weights.sum(-1, keepdims=True)
+    if "sinks" in given:
+        total += np.exp(given["sinks"])[:, None, None]
+    weights = keep * weights / np.maximum(total, 1e-300)
+    out = np.einsum("bnts,bsnh->btnh", weights, value)
+    return project(given, "out", out, (FEATURES,))
 
 
 ROW, COLUMN = np.arange(LENGTH)[:, None], np.arange(LENGTH)
 CAUSAL = (COLUMN <= ROW)[None]
 
 
-@pytest.mark.parametrize(
-    ("options", "allowed"),
-    [
-        ({}, CAUSAL),
-        ({"is_causal": False}, np.ones_like(CAUSAL)),
-        ({"rope_theta": None}, CAUSAL),
-        ({"rope_theta": 500000.0}, CAUSAL),
-        ({"local_window_size": (3, 0)}, CAUSAL & (COLUMN >= ROW - 3)),
-        ({"local_window_size": 2, "is_causal": False}, (abs(COLUMN - ROW) <= 2)[None]),
-        ({"logits_soft_cap": 0.5}, CAUSAL),
-    ],
-    ids=lambda x: str(x) if isinstance(x, dict) else "",
-)
-def test_output(options, allowed):
-    module, x = make_module(**options), make_inputs()
-    expected = dense(module, x, allowed, options.get("logits_soft_cap"))
-    np.testing.assert_allclose(module(x), expected, rtol=2e-5, atol=2e-5)
+def close(actual, expected):
+    np.testing.assert_allclose(actual, expected, rtol=2e-5, atol=2e-5)
+
+
+def randomized(module):
+    """The module with parameters that are random numbers, those that begin as 0 or 1 too."""
+    state = nnx.state(module, nnx.Param)
+    leaves, tree = jax.tree.flatten(state)
+    rng = np.random.default_rng(3)
+    leaves = [x + 0.3 * jnp.asarray(rng.normal(size=x.shape), x.dtype) for x in leaves]
+    nnx.update(module, jax.tree.unflatten(tree, leaves))
+    return module
+
+
+WINDOW = CAUSAL & (COLUMN >= ROW - 3)
+OPTIONS = {
+    "plain": ({}, {}, CAUSAL),
+    "bidirectional": ({"is_causal": False}, {}, np.ones_like(CAUSAL)),
+    "no rotary": ({"rotary": None}, {"theta": None}, CAUSAL),
+    "theta": ({"rotary": Rotary(500.0)}, {"theta": 500.0}, CAUSAL),
+    "window": ({"local_window_size": (3, 0)}, {}, WINDOW),
+    "two-sided window": (
+        {"local_window_size": 2, "is_causal": False}, {}, (abs(COLUMN - ROW) <= 2)[None],
+    ),
+    "soft cap": ({"logits_soft_cap": 0.5}, {}, CAUSAL),
+    "scale": ({"scale": 1.0}, {}, CAUSAL),
+    "norm of heads": ({"qk_norm": "head"}, {}, CAUSAL),
+    "norm of all heads": (
+        {"qk_norm": "all_heads", "qk_norm_epsilon": 0.1}, {"epsilon": 0.1}, CAUSAL,
+    ),
+    "sinks": ({"use_sinks": True}, {}, CAUSAL),
+    "biases": ({"use_bias": True}, {}, CAUSAL),
+    "biases of query, key and value": ({"use_bias": True, "use_out_bias": False}, {}, CAUSAL),
+    "bias of the output": ({"use_out_bias": True}, {}, CAUSAL),
+    "gpt-oss": (
+        {"use_sinks": True, "use_bias": True, "local_window_size": (3, 0)}, {}, WINDOW,
+    ),
+    "gemma": (
+        {"qk_norm": "head", "scale": 0.7, "logits_soft_cap": 5.0, "rotary": Rotary(1e6)},
+        {"theta": 1e6}, CAUSAL,
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", OPTIONS)
+def test_output(name):
+    options, numpy_options, allowed = OPTIONS[name]
+    module, x = randomized(make_module(**options)), make_inputs()
+    out = module(x)
+    close(out, dense(module, x, allowed, **numpy_options))
+
+
+def test_which_projections_have_a_bias():
+    for options, expected in (
+        ({}, set()),
+        ({"use_bias": True}, {"query", "key", "value", "out"}),
+        ({"use_bias": True, "use_out_bias": False}, {"query", "key", "value"}),
+        ({"use_out_bias": True}, {"out"}),
+    ):
+        given = parameters(make_module(**options))
+        assert {name for name in given if "bias" in given[name]} == expected
+
+
+def test_positions_of_packed_documents():
+    module, x = randomized(make_module(qk_norm="head")), make_inputs()
+    segments = np.repeat([[0, 1, 2], [0, 0, 1]], 4, axis=1)
+    starts = np.stack([np.searchsorted(row, row) for row in segments])
+    positions = np.arange(LENGTH) - starts
+    allowed = CAUSAL & (segments[:, :, None] == segments[:, None])
+    out = module(x, input_positions=positions, segment_ids=jnp.asarray(segments))
+    close(out, dense(module, x, allowed, positions))
+    close(out[1, 8:], module(x[1:, 8:])[0])  # as if the document were alone
+    # That the positions arrive shows where they are not those of the tokens.
+    close(module(x, input_positions=3 * COLUMN), dense(module, x, CAUSAL, 3 * COLUMN))
+
+
+def kept(module, seed):
+    """The multiples of attention weights that dropout makes, [B,N,T,S]."""
+    operands = jnp.zeros((BATCH, LENGTH, HEADS, LENGTH))
+    value = jnp.broadcast_to(jnp.eye(LENGTH)[:, None], operands.shape)
+    out = jax_flash.dot_product_attention(
+        operands, operands, value, dropout_rate=module.dropout_rate, dropout_seed=seed
+    )
+    return LENGTH * np.asarray(out, np.float64).transpose(0, 2, 1, 3)
+
+
+def test_dropout():
+    module, x = make_module(dropout_rate=0.25), make_inputs()
+    rngs = nnx.Rngs(dropout=7)
+    keep = kept(module, jax.random.bits(nnx.Rngs(dropout=7).dropout(), (2,), jnp.uint32))
+    assert 0.6 < (keep > 0).mean() < 0.9
+    close(module(x, rngs=rngs), dense(module, x, CAUSAL, keep=keep))
+    assert (module(x, rngs=rngs) != module(x, rngs=nnx.Rngs(dropout=7))).any()
+    close(module(x, rngs=nnx.Rngs(dropout=7).dropout), dense(module, x, CAUSAL, keep=keep))
+    assert (module(x) != module(x)).any()  # the module's own stream moves on
+    run = nnx.jit(lambda module, x: module(x))
+    assert (run(module, x) != run(module, x)).any()
+    for deterministic in (module(x, deterministic=True), nnx.view(module, deterministic=True)(x)):
+        close(deterministic, dense(module, x, CAUSAL))
+    module.eval()
+    close(module(x), dense(module, x, CAUSAL))
+    module.train()
+    assert (module(x) != module(x)).any()
+    module = make_module(dropout_rate=0.25, keep_rngs=False)
+    close(module(x, rngs=nnx.Rngs(dropout=7)), dense(module, x, CAUSAL, keep=keep))
+    with pytest.raises(ValueError, match="rngs must be given when dropout_rate"):
+        module(x)
+
+
+def test_sharding_of_parameters():
+    init = nnx.initializers.lecun_normal()
+    options = {
+        "kernel_init": nnx.with_partitioning(init, (None, "model", None)),
+        "out_kernel_init": nnx.with_partitioning(init, ("model", None, None)),
+        "bias_init": nnx.with_partitioning(nnx.initializers.zeros, ("model", None)),
+        "out_bias_init": nnx.with_partitioning(nnx.initializers.zeros, (None,)),
+        "sinks_init": nnx.with_partitioning(nnx.initializers.zeros, ("model",)),
+        "use_bias": True,
+        "use_sinks": True,
+    }
+    expected = make_module(use_bias=True, use_sinks=True)(make_inputs())
+    auto = (jax.sharding.AxisType.Auto,)
+    mesh = jax.make_mesh((2,), ("model",), axis_types=auto, devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        module = nnx.jit(lambda: make_module(**options))()
+        specs = nnx.to_pure_dict(nnx.get_partition_spec(nnx.state(module, nnx.Param)))
+        split = {"kernel": P(None, "model", None), "bias": P("model", None)}
+        assert specs == {
+            **dict.fromkeys(("query", "key", "value"), split),
+            "out": {"kernel": P("model", None, None), "bias": P(None)},
+            "sinks": P("model"),
+        }
+        for kernel, sharded in ((module.query.kernel, 1), (module.out.kernel, 0)):
+            sizes = [n // (1 + (axis == sharded)) for axis, n in enumerate(kernel.shape)]
+            assert kernel[...].sharding.shard_shape(kernel.shape) == tuple(sizes)
+        close(nnx.jit(lambda module, x: module(x))(module, make_inputs()), expected)
+
+
+def test_projections_on_explicit_axes():
+    explicit = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((2,), ("model",), axis_types=explicit, devices=jax.devices()[:2])
+    module, x = make_module(), make_inputs()
+    expected = module(x)
+    with jax.set_mesh(mesh):
+        specs = dict.fromkeys(("query", "key", "value"), P(None, "model")) | {"out": P("model")}
+        for name, spec in specs.items():
+            kernel = getattr(module, name).kernel
+            kernel.set_value(jax.device_put(kernel[...], spec))
+        heads = P(None, None, "model", None)
+        run = nnx.jit(lambda module, x: module(x, qkv_sharding=heads, out_sharding=P()))
+        close(run(module, x), expected)
 
 
 def test_lengths_segments_and_mask():
@@ -126,9 +290,17 @@ def decode(module, x, seq_lengths=None):
     return module(x, seq_lengths=seq_lengths, decode=True)
 
 
-@pytest.mark.parametrize("window", [None, (3, 0)])
-def test_cache_continues_where_the_prompt_ended(window):
-    module, x = make_module(local_window_size=window), make_inputs()
+MODERN = {
+    "qk_norm": "head",
+    "use_sinks": True,
+    "use_bias": True,
+    "rotary": Rotary(100.0, fraction=0.5, interleaved=True, scaling=Llama3Scaling()),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"local_window_size": (3, 0)}, MODERN], ids=str)
+def test_cache_continues_where_the_prompt_ended(options):
+    module, x = randomized(make_module(**options)), make_inputs()
     expected = module(x)
     module.init_cache(BATCH, LENGTH)
     pieces = [decode(module, piece) for piece in jnp.split(x, [5, 6, 7], axis=1)]
@@ -186,31 +358,18 @@ def test_cache_in_lower_precision():
     np.testing.assert_allclose(out, expected, rtol=2e-2, atol=2e-2)
 
 
-def test_rotary_embedding_depends_on_distance_only():
-    query, key = (jax.random.normal(jax.random.key(i), (1, 1, 1, 16)) for i in range(2))
-
-    def logit(i, j):
-        return jnp.vdot(
-            rotary_embedding(query, jnp.array([i])), rotary_embedding(key, jnp.array([j]))
-        )
-
-    np.testing.assert_allclose(logit(3, 1), logit(1002, 1000), rtol=1e-3)
-    assert abs(logit(3, 1) - logit(4, 1)) > 1e-2
-    assert rotary_embedding(query.astype(jnp.float16), jnp.array([3])).dtype == jnp.float16
-
-
 def test_errors():
     with pytest.raises(ValueError, match="multiple of num_kv_heads, got 6 and 4"):
         GroupedQueryAttention(24, 6, 4, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="head_dim must be given"):
         GroupedQueryAttention(25, 6, rngs=nnx.Rngs(0))
-    with pytest.raises(ValueError, match="even head_dim"):
-        rotary_embedding(jnp.zeros((1, 1, 1, 3)), jnp.zeros(1))
+    with pytest.raises(ValueError, match=r"qk_norm must be .* got 'rms'"):
+        make_module(qk_norm="rms")
     module, x = make_module(), make_inputs()
     with pytest.raises(ValueError, match="call init_cache first"):
         module(x, decode=True)
     module.init_cache(BATCH, LENGTH - 1)
-    with pytest.raises(ValueError, match=r"inputs must be \[2, at most 11, 24\]"):
+    with pytest.raises(ValueError, match=r"inputs must be \[2, at most 11, in_features\]"):
         module(x, decode=True)
     with pytest.raises(ValueError, match="no segment_ids"):
         module(x, segment_ids=jnp.zeros((BATCH, LENGTH), jnp.int32), decode=True)

@@ -1,13 +1,15 @@
 """Functions that Flax's attention modules, and ours, are made of."""
 
+import inspect
 from collections.abc import Callable
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 
 import jax_flash
-from jax_flash.ranks import own_ranks
+from jax_flash.flax.rotary import Rotary
 
 
 def dot_product_attention(
@@ -147,33 +149,69 @@ def _check_precision(precision: Any) -> None:
             ) from None
 
 
-@own_ranks
-def rotary_embedding(x: jax.Array, positions: jax.Array, *, theta: float = 10000.0) -> jax.Array:
-    """Rotates pairs of features by angles proportional to the position.
+def dot_product_attention_with_rope(
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    rope: "Rotary | nnx.RoPE",
+    input_positions: jax.Array | None = None,
+    **options: Any,
+) -> jax.Array:
+    """`dot_product_attention` of queries and keys rotated by their positions.
 
-    Feature c in the first half and its partner c + head_dim/2 in the second turn by
-    `positions * theta ** (-2 * c / head_dim)` radians, computed in float32. This is the layout
-    of LLaMA's public weights in Hugging Face format.
+    The twin of `nnx.dot_product_attention_with_rope`, also for positions of packed documents and
+    for decoding: `partial(dot_product_attention_with_rope, rope=Rotary())` is an `attention_fn`.
 
     Args:
-      x: [*batch, length, heads, head_dim], floating; head_dim even.
-      positions: broadcastable to [*batch, length], integer.
-      theta: base of the wavelengths, which run from 2 pi to 2 pi theta positions.
+      query: [*batch, q_len, heads, head_dim], any floating dtype.
+      key: [*batch, kv_len, kv_heads, head_dim]; heads must be a multiple of kv_heads.
+      value: [*batch, kv_len, kv_heads, value_dim].
+      rope: how to rotate. Of an `nnx.RoPE` only `theta` is used.
+      input_positions: int, broadcastable to [*batch, q_len]: the queries' positions, and the
+        keys' if there are as many. Default: 0, 1, ... Any other number of keys, as in a cache,
+        has positions 0, 1, ..., and then the queries' must be given.
+      **options: those of `dot_product_attention`.
 
     Returns:
-      Like `x`.
+      [*batch, q_len, heads, value_dim] in the operands' dtype.
 
     Raises:
-      ValueError: head_dim is odd.
-
-    References: Su et al., "RoFormer", https://arxiv.org/abs/2104.09864
+      ValueError: q_len and kv_len differ and input_positions is None; otherwise as
+        `dot_product_attention` and `Rotary`.
     """
-    head_dim = x.shape[-1]
-    if head_dim % 2:
-        raise ValueError(f"rotary_embedding needs an even head_dim, got x of shape {x.shape}")
-    frequency = theta ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
-    angle = positions.astype(jnp.float32)[..., None, None] * frequency
-    cos, sin = jnp.cos(angle), jnp.sin(angle)
-    first, second = jnp.split(x.astype(jnp.float32), 2, axis=-1)
-    rotated = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
-    return rotated.astype(x.dtype)
+    if not isinstance(rope, Rotary):
+        rope = Rotary(theta=rope.theta)
+    q_len, kv_len = query.shape[-3], key.shape[-3]
+    query_positions = key_positions = input_positions
+    if q_len != kv_len:
+        if input_positions is None:
+            raise ValueError(
+                "input_positions must be given where the numbers of queries and keys differ, got "
+                f"None for {q_len} queries and {kv_len} keys"
+            )
+        key_positions = jnp.arange(kv_len)
+    elif input_positions is None:
+        query_positions = key_positions = jnp.arange(kv_len)
+    query, key = rope(query, query_positions), rope(key, key_positions)
+    return dot_product_attention(query, key, value, **options)
+
+
+def _with_options_of(function: Callable, signature: inspect.Signature) -> None:
+    """Names a function's **options one by one: linen passes on only what it finds by name."""
+    own = inspect.signature(function)
+    named = {
+        name: parameter
+        for name, parameter in own.parameters.items()
+        if parameter.kind is not inspect.Parameter.VAR_KEYWORD
+    }
+    keyword_only = inspect.Parameter.KEYWORD_ONLY
+    options = [
+        p if p.kind is inspect.Parameter.VAR_KEYWORD else p.replace(kind=keyword_only)
+        for name, p in signature.parameters.items()
+        if name not in named
+    ]
+    function.__signature__ = own.replace(parameters=[*named.values(), *options])
+
+
+_with_options_of(dot_product_attention_with_rope, inspect.signature(dot_product_attention))

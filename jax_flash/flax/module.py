@@ -1,4 +1,4 @@
-"""Grouped-query self-attention as an nnx module."""
+"""Defines grouped-query self-attention as an nnx module."""
 
 from collections.abc import Callable
 from typing import Any
@@ -7,19 +7,21 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
-import jax_flash
-from jax_flash.arrays import integers, saturate
-from jax_flash.flax.functional import rotary_embedding
+from jax_flash.flax import layer
+from jax_flash.flax.rotary import Rotary
 
 _KERNEL_INIT = nnx.initializers.lecun_normal()
+_BIAS_INIT = nnx.initializers.zeros_init()
+_ROTARY = Rotary()
 
 
 class GroupedQueryAttention(nnx.Module):
     """Self-attention in which groups of query heads share a key/value head, as in LLaMA.
 
-    Projects to heads, rotates query and key by their positions, attends, and projects back:
+    Projects to heads, normalizes query and key if so asked, rotates them by their positions,
+    attends, and projects back:
 
-        out = attention(rope(x @ Wq), rope(x @ Wk), x @ Wv) @ Wo
+        out = attention(rotary(norm(x @ Wq)), rotary(norm(x @ Wk)), x @ Wv) @ Wo
 
     With a cache (`init_cache`, then calls with `decode=True`) it also generates: each call
     appends its tokens, a whole prompt or one token, and attends to everything cached. Sequences
@@ -30,8 +32,16 @@ class GroupedQueryAttention(nnx.Module):
         y = attention(prompt, seq_lengths=lengths, decode=True)   # right-padded prompts
         y = attention(token, decode=True)                         # one token each
 
+    To shard parameters, annotate initializers, as for Flax's own modules; kernels are
+    [in_features, heads, head_dim] and, of the last projection, [num_heads, head_dim, in_features]:
+
+        kernel_init=nnx.with_partitioning(init, (None, "model", None)),
+        out_kernel_init=nnx.with_partitioning(init, ("model", None, None)),
+
     Attributes:
       query, key, value, out: the projections, named and shaped as in `nnx.MultiHeadAttention`.
+      query_norm, key_norm: `nnx.RMSNorm` or None.
+      sinks: [num_heads] or None.
       cached_key, cached_value: [batch, max_length, num_kv_heads, head_dim] or None.
       cache_index: [batch] int32, the number of tokens cached (max_length + 1: more than fit), or
         None.
@@ -46,65 +56,87 @@ class GroupedQueryAttention(nnx.Module):
         num_kv_heads: int | None = None,
         head_dim: int | None = None,
         *,
-        rope_theta: float | None = 10000.0,
+        rotary: Rotary | None = _ROTARY,
         is_causal: bool = True,
         local_window_size: int | tuple[int | None, int | None] | None = None,
         logits_soft_cap: float | None = None,
+        scale: float | None = None,
+        qk_norm: str | None = None,
+        qk_norm_epsilon: float = 1e-6,
+        use_sinks: bool = False,
+        dropout_rate: float = 0.0,
+        deterministic: bool = False,
         use_bias: bool = False,
+        use_out_bias: bool | None = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         kernel_init: nnx.Initializer = _KERNEL_INIT,
+        out_kernel_init: nnx.Initializer | None = None,
+        bias_init: nnx.Initializer = _BIAS_INIT,
+        out_bias_init: nnx.Initializer | None = None,
+        sinks_init: nnx.Initializer = _BIAS_INIT,
         attention_fn: Callable[..., jax.Array] | None = None,
+        keep_rngs: bool = True,
         rngs: nnx.Rngs,
     ):
-        """Creates the projections.
+        """Creates the parameters.
 
         Args:
           in_features: size of the last axis of inputs and outputs.
           num_heads: query heads.
           num_kv_heads: key/value heads; must divide num_heads. Default: num_heads.
           head_dim: size of a head. Default: in_features // num_heads.
-          rope_theta: base of the rotary embedding; None for no rotary embedding.
+          rotary: the rotary embedding of query and key; None for none.
           is_causal: tokens attend to themselves and what precedes them only.
           local_window_size: positions a token sees to each side, an int or (left, right).
           logits_soft_cap: logits become cap * tanh(logits / cap).
-          use_bias: whether the projections add a bias.
+          scale: factor on the logits. Default: 1 / sqrt(head_dim).
+          qk_norm: "head": query and key are divided by the root mean square of each head and
+            multiplied by a learned [head_dim], before the rotary embedding, as in Qwen 3 and
+            Gemma 3 (whose checkpoints hold what is to be added to 1). "all_heads": of all heads
+            together, by a learned [heads * head_dim], as in OLMo 2. None: neither.
+          qk_norm_epsilon: added to the mean square.
+          use_sinks: whether each head has a learned logit that takes part in the softmax and has
+            no value, as in GPT-OSS.
+          dropout_rate: probability, in [0, 1), of dropping an attention weight.
+          deterministic: if True, no dropout. `nnx.view`, `eval` and `train` set it, too.
+          use_bias: whether the projections to query, key and value add a bias.
+          use_out_bias: whether the last projection does. Default: use_bias.
           dtype: dtype of the computation; by default that of inputs and parameters together.
           param_dtype: dtype of the parameters.
           kernel_init: initializer of the projections' kernels.
+          out_kernel_init: of the last projection's. Default: kernel_init.
+          bias_init: initializer of the projections' biases.
+          out_bias_init: of the last projection's. Default: bias_init.
+          sinks_init: initializer of the sinks.
           attention_fn: called as `jax_flash.dot_product_attention`, the default, with only those
             keywords that this module's options need, so `jax.nn.dot_product_attention` also fits
             where it has them.
-          rngs: source of the `params` key.
+          keep_rngs: whether to keep a stream of `rngs` for dropout. Without one, calls that drop
+            need `rngs`.
+          rngs: source of the `params` key, and of the `dropout` stream if dropout_rate is not 0.
 
         Raises:
-          ValueError: num_kv_heads does not divide num_heads, or head_dim is left out and
-            num_heads does not divide in_features.
+          ValueError: num_kv_heads does not divide num_heads; head_dim is left out and num_heads
+            does not divide in_features; or qk_norm is something else.
         """
-        num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        if num_heads % num_kv_heads:
-            raise ValueError(
-                f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"
-            )
-        if head_dim is None:
-            if in_features % num_heads:
-                raise ValueError(
-                    f"head_dim must be given when num_heads ({num_heads}) does not divide "
-                    f"in_features ({in_features})"
-                )
-            head_dim = in_features // num_heads
+        num_kv_heads, head_dim = layer.sizes(in_features, num_heads, num_kv_heads, head_dim)
         self.in_features = in_features
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
-        self.rope_theta = rope_theta
+        self.rotary = rotary
         self.is_causal = is_causal
         self.local_window_size = local_window_size
         self.logits_soft_cap = logits_soft_cap
+        self.scale = scale
+        self.qk_norm = qk_norm
+        self.dropout_rate = dropout_rate
+        self.deterministic = deterministic
         self.dtype = dtype
         self.attention_fn = attention_fn
 
-        def projection(inputs, outputs):
+        def projection(inputs, outputs, use_bias, kernel_init, bias_init):
             return nnx.LinearGeneral(
                 inputs,
                 outputs,
@@ -113,13 +145,35 @@ class GroupedQueryAttention(nnx.Module):
                 dtype=dtype,
                 param_dtype=param_dtype,
                 kernel_init=kernel_init,
+                bias_init=bias_init,
                 rngs=rngs,
             )
 
-        self.query = projection(in_features, (num_heads, head_dim))
-        self.key = projection(in_features, (num_kv_heads, head_dim))
-        self.value = projection(in_features, (num_kv_heads, head_dim))
-        self.out = projection((num_heads, head_dim), in_features)
+        def norm(heads):
+            if qk_norm is None:
+                return nnx.data(None)
+            return nnx.RMSNorm(
+                layer.normalized_features(qk_norm, heads, head_dim),
+                epsilon=qk_norm_epsilon,
+                dtype=dtype,
+                param_dtype=param_dtype,
+                rngs=rngs,
+            )
+
+        inits = kernel_init, bias_init
+        self.query = projection(in_features, (num_heads, head_dim), use_bias, *inits)
+        self.key = projection(in_features, (num_kv_heads, head_dim), use_bias, *inits)
+        self.value = projection(in_features, (num_kv_heads, head_dim), use_bias, *inits)
+        use_out_bias = use_bias if use_out_bias is None else use_out_bias
+        out_inits = out_kernel_init or kernel_init, out_bias_init or bias_init
+        self.out = projection((num_heads, head_dim), in_features, use_out_bias, *out_inits)
+        self.query_norm: nnx.RMSNorm | None = norm(num_heads)
+        self.key_norm: nnx.RMSNorm | None = norm(num_kv_heads)
+        self.sinks: nnx.Param | None = nnx.data(None)
+        if use_sinks:
+            self.sinks = nnx.Param(sinks_init(rngs.params(), (num_heads,), param_dtype))
+        keeps = keep_rngs and dropout_rate > 0
+        self.rngs: nnx.RngStream | None = rngs.dropout.fork() if keeps else nnx.data(None)
         self.cached_key: nnx.Cache | None = nnx.data(None)
         self.cached_value: nnx.Cache | None = nnx.data(None)
         self.cache_index: nnx.Cache | None = nnx.data(None)
@@ -133,26 +187,42 @@ class GroupedQueryAttention(nnx.Module):
           dtype: of the cache; match the dtype the module computes in.
         """
         shape = (batch_size, max_length, self.num_kv_heads, self.head_dim)
-        self.cached_key = nnx.Cache(jnp.zeros(shape, dtype))
-        self.cached_value = nnx.Cache(jnp.zeros(shape, dtype))
-        self.cache_index = nnx.Cache(jnp.zeros(batch_size, jnp.int32))
+        cache = layer.Cache.empty(shape, dtype)
+        self.cached_key = nnx.Cache(cache.key)
+        self.cached_value = nnx.Cache(cache.value)
+        self.cache_index = nnx.Cache(cache.index)
+
+    def set_view(self, deterministic: bool | None = None) -> None:
+        """Sets what `nnx.view` is given.
+
+        Args:
+          deterministic: if True, no dropout.
+        """
+        if deterministic is not None:
+            self.deterministic = deterministic
 
     def __call__(
         self,
         inputs: jax.Array,
         *,
-        positions: jax.Array | None = None,
+        input_positions: jax.Array | None = None,
         mask: jax.Array | None = None,
         seq_lengths: jax.Array | None = None,
         segment_ids: jax.Array | None = None,
         decode: bool = False,
+        deterministic: bool | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | None = None,
+        qkv_sharding: Any = None,
+        out_sharding: Any = None,
     ) -> jax.Array:
         """Applies the layer.
 
         Args:
           inputs: [*batch, length, in_features]; with decode, [batch, length, in_features].
-          positions: [*batch, length] int32, for the rotary embedding only. Default: 0, 1, ...,
-            continuing from the cache's length with decode.
+          input_positions: int, broadcastable to [*batch, length], for the rotary embedding only:
+            causal and windowed attention go by the order of the tokens. In packed documents
+            positions may start anew with each. Default: 0, 1, ..., continuing from the cache's
+            length with decode.
           mask: bool, True = may attend, broadcastable to [*batch, num_heads, length, kv_length],
             where kv_length is the cache's max_length with decode, else length.
           seq_lengths: [*batch] int32: tokens from there on are padding. They are not attended
@@ -160,74 +230,57 @@ class GroupedQueryAttention(nnx.Module):
           segment_ids: [*batch, length] int32: tokens attend within their segment only.
           decode: append to the cache and attend to all of it. The length of the cache is not
             known while tracing, so outputs of a sequence that outgrows it are NaN.
+          deterministic: if True, no dropout. Default: the module's.
+          rngs: source of the key for dropout. Default: the module's.
+          qkv_sharding, out_sharding: of the projections' results, on meshes of Explicit axes.
 
         Returns:
           [*batch, length, in_features].
 
         Raises:
           ValueError: decode without a cache, with segment_ids, without is_causal, or with inputs
-            that do not fit the cache.
+            that do not fit the cache; dropout without rngs.
         """
-        if decode:
-            self._check_decode(inputs, segment_ids)
-        query, key, value = self.query(inputs), self.key(inputs), self.value(inputs)
-        if self.rope_theta is not None:
-            if positions is None:
-                positions = jnp.arange(inputs.shape[-2])
-                if decode:
-                    positions = self.cache_index[...][:, None] + positions
-            query = rotary_embedding(query, positions, theta=self.rope_theta)
-            key = rotary_embedding(key, positions, theta=self.rope_theta)
+        cache = self._cache() if decode else None
+        if cache is not None:
+            layer.check_decode(self, inputs, segment_ids, cache)
+        query, key, value = (
+            projection(inputs, out_sharding=qkv_sharding)
+            for projection in (self.query, self.key, self.value)
+        )
+        if self.qk_norm is not None:
+            query = layer.normalize(self.query_norm, query, self.query_norm.num_features)
+            key = layer.normalize(self.key_norm, key, self.key_norm.num_features)
+        out, cache = layer.attend(
+            self,
+            query,
+            key,
+            value,
+            sinks=None if self.sinks is None else self.sinks[...],
+            dropout_rng=self._dropout_rng(deterministic, rngs),
+            input_positions=input_positions,
+            mask=mask,
+            seq_lengths=seq_lengths,
+            segment_ids=segment_ids,
+            cache=cache,
+        )
+        if cache is not None:
+            self.cached_key[...], self.cached_value[...], self.cache_index[...] = cache
+        return self.out(out, out_sharding=out_sharding)
 
-        options: dict[str, Any] = {"is_causal": self.is_causal}
-        if seq_lengths is not None:
-            seq_lengths = saturate(integers("query_seq_lengths", seq_lengths))
-            options |= {"query_seq_lengths": seq_lengths, "key_value_seq_lengths": seq_lengths}
-        if segment_ids is not None:
-            options |= {"query_segment_ids": segment_ids, "key_value_segment_ids": segment_ids}
-        if mask is not None:
-            options["mask"] = mask
-        if self.local_window_size is not None:
-            options["local_window_size"] = self.local_window_size
-        if self.logits_soft_cap is not None:
-            options["logits_soft_cap"] = self.logits_soft_cap
-        attention_fn = self.attention_fn or jax_flash.dot_product_attention
-        if not decode:
-            return self.out(attention_fn(query, key, value, **options))
-
-        length = inputs.shape[-2]
-        start = self.cache_index[...]
-        end = start + (length if seq_lengths is None else jnp.clip(seq_lengths, 0, length))
-        end = jnp.minimum(end, self.cached_key.shape[1] + 1)  # outgrown once, outgrown for good
-        key, value = self._append(key, value)
-        self.cache_index[...] = end
-        options |= {"query_offset": start, "key_value_seq_lengths": end}
-        out = self.out(attention_fn(query, key, value, **options))
-        fits = end <= self.cached_key.shape[1]
-        return jnp.where(fits[:, None, None], out, jnp.nan)
-
-    def _append(self, key: jax.Array, value: jax.Array) -> tuple[jax.Array, jax.Array]:
-        """Writes new tokens behind those cached, drops what does not fit; returns the cache."""
-        batch, length = key.shape[:2]
-        index = self.cache_index[...][:, None] + jnp.arange(length)
-        rows = jnp.arange(batch)[:, None]
-        for cache, new in ((self.cached_key, key), (self.cached_value, value)):
-            # Padding is written too: the next call's tokens land on it, and until then it is
-            # past the sequence's length.
-            cache[...] = cache[...].at[rows, index].set(new.astype(cache.dtype), mode="drop")
-        return self.cached_key[...].astype(key.dtype), self.cached_value[...].astype(value.dtype)
-
-    def _check_decode(self, inputs: jax.Array, segment_ids: jax.Array | None) -> None:
+    def _cache(self) -> layer.Cache:
         if self.cached_key is None:
             raise ValueError("decode=True needs a cache: call init_cache first")
-        if segment_ids is not None or not self.is_causal:
+        return layer.Cache(self.cached_key[...], self.cached_value[...], self.cache_index[...])
+
+    def _dropout_rng(self, deterministic, rngs) -> jax.Array | None:
+        deterministic = self.deterministic if deterministic is None else deterministic
+        if deterministic or self.dropout_rate == 0:
+            return None
+        rngs = self.rngs if rngs is None else rngs
+        if rngs is None:
             raise ValueError(
-                "decode=True needs is_causal=True and no segment_ids, got "
-                f"is_causal={self.is_causal}, segment_ids={segment_ids is not None}"
+                f"rngs must be given when dropout_rate is {self.dropout_rate}, deterministic is "
+                "False and the module was made with keep_rngs=False, got None"
             )
-        batch, max_length = self.cached_key.shape[:2]
-        if inputs.ndim != 3 or inputs.shape[0] != batch or inputs.shape[1] > max_length:
-            raise ValueError(
-                f"inputs must be [{batch}, at most {max_length}, {self.in_features}] to fit the "
-                f"cache, got {inputs.shape}"
-            )
+        return rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()

@@ -1,0 +1,171 @@
+"""Computes the attention layer of the nnx and the linen module, given their parameters."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, Protocol
+
+import jax
+import jax.numpy as jnp
+
+import jax_flash
+from jax_flash.arrays import integers, saturate
+from jax_flash.flax.rotary import Rotary
+
+
+class Options(Protocol):
+    """Lists the static options of a layer, which both modules have as attributes."""
+
+    num_heads: int
+    rotary: Rotary | None
+    is_causal: bool
+    local_window_size: int | tuple[int | None, int | None] | None
+    logits_soft_cap: float | None
+    scale: float | None
+    qk_norm: str | None
+    dropout_rate: float
+    attention_fn: Callable[..., jax.Array] | None
+
+
+class Cache(NamedTuple):
+    """Holds keys and values of the tokens so far.
+
+    Attributes:
+      key, value: [batch, max_length, num_kv_heads, head_dim].
+      index: [batch] int32, the number of tokens cached; max_length + 1 if there were more.
+    """
+
+    key: jax.Array
+    value: jax.Array
+    index: jax.Array
+
+    @classmethod
+    def empty(cls, shape: tuple[int, ...], dtype: Any) -> Cache:
+        return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(shape[0], jnp.int32))
+
+    def append(self, key: jax.Array, value: jax.Array, lengths: jax.Array | None) -> Cache:
+        """Writes new tokens behind those cached, and drops what does not fit."""
+        batch, length = key.shape[:2]
+        columns = self.index[:, None] + jnp.arange(length)[None]
+        rows = jnp.arange(batch)[:, None]
+        new = length if lengths is None else jnp.clip(lengths, 0, length)
+        index = jnp.minimum(self.index + new, self.key.shape[1] + 1)
+
+        def written(cached, x):
+            # Padding is written too: the next call's tokens land on it, and until then it is
+            # past the sequence's length.
+            return cached.at[rows, columns].set(x.astype(cached.dtype), mode="drop")
+
+        return Cache(written(self.key, key), written(self.value, value), index)
+
+
+def sizes(
+    in_features: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None
+) -> tuple[int, int]:
+    """Checks num_kv_heads and head_dim, and returns them with their defaults filled in."""
+    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if num_heads % num_kv_heads:
+        raise ValueError(
+            f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"
+        )
+    if head_dim is None:
+        if in_features % num_heads:
+            raise ValueError(
+                f"head_dim must be given when num_heads ({num_heads}) does not divide "
+                f"in_features ({in_features})"
+            )
+        head_dim = in_features // num_heads
+    return num_kv_heads, head_dim
+
+
+def normalized_features(qk_norm: str | None, heads: int, head_dim: int) -> int:
+    """Counts the features of the query, or of the key, that are normalized together."""
+    if qk_norm not in ("head", "all_heads"):
+        raise ValueError(f'qk_norm must be "head", "all_heads" or None, got {qk_norm!r}')
+    return head_dim if qk_norm == "head" else heads * head_dim
+
+
+def normalize(norm: Callable[[jax.Array], jax.Array], x: jax.Array, features: int) -> jax.Array:
+    """Applies a norm over the last `features` of x [..., heads, head_dim]."""
+    if features == x.shape[-1]:
+        return norm(x)
+    return norm(x.reshape(*x.shape[:-2], features)).reshape(x.shape)
+
+
+def check_decode(
+    layer: Options, inputs: jax.Array, segment_ids: jax.Array | None, cache: Cache
+) -> None:
+    """Refuses what a call with decode=True cannot do."""
+    if segment_ids is not None or not layer.is_causal:
+        raise ValueError(
+            "decode=True needs is_causal=True and no segment_ids, got "
+            f"is_causal={layer.is_causal}, segment_ids={segment_ids is not None}"
+        )
+    batch, max_length = cache.key.shape[:2]
+    if inputs.ndim != 3 or inputs.shape[0] != batch or inputs.shape[1] > max_length:
+        raise ValueError(
+            f"inputs must be [{batch}, at most {max_length}, in_features] to fit the "
+            f"cache, got {inputs.shape}"
+        )
+
+
+def attend(
+    layer: Options,
+    query: jax.Array,
+    key: jax.Array,
+    value: jax.Array,
+    *,
+    sinks: jax.Array | None,
+    dropout_rng: jax.Array | None,
+    input_positions: jax.Array | None,
+    mask: jax.Array | None,
+    seq_lengths: jax.Array | None,
+    segment_ids: jax.Array | None,
+    cache: Cache | None,
+) -> tuple[jax.Array, Cache | None]:
+    """Rotates and attends, through the cache if there is one.
+
+    Args:
+      sinks: [num_heads] or None.
+      dropout_rng: PRNG key, or None for no dropout.
+      input_positions, mask, seq_lengths, segment_ids: as the modules have them.
+      cache: of the tokens before, or None.
+
+    Returns:
+      [*batch, length, num_heads, head_dim], and the cache with these tokens or None.
+    """
+    length = query.shape[-3]
+    if layer.rotary is not None:
+        if input_positions is None:
+            input_positions = jnp.arange(length)
+            if cache is not None:
+                input_positions = cache.index[:, None] + input_positions[None]
+        query, key = layer.rotary(query, input_positions), layer.rotary(key, input_positions)
+    options: dict[str, Any] = {"is_causal": layer.is_causal}
+    if seq_lengths is not None:
+        seq_lengths = saturate(integers("query_seq_lengths", seq_lengths))
+        options |= {"query_seq_lengths": seq_lengths, "key_value_seq_lengths": seq_lengths}
+    if segment_ids is not None:
+        options |= {"query_segment_ids": segment_ids, "key_value_segment_ids": segment_ids}
+    if dropout_rng is not None:
+        seed = jax.random.bits(dropout_rng, (2,), jnp.uint32)
+        options |= {"dropout_rate": layer.dropout_rate, "dropout_seed": seed}
+    given = {
+        "mask": mask,
+        "sinks": sinks,
+        "scale": layer.scale,
+        "local_window_size": layer.local_window_size,
+        "logits_soft_cap": layer.logits_soft_cap,
+    }
+    options |= {name: x for name, x in given.items() if x is not None}
+    attention_fn = layer.attention_fn or jax_flash.dot_product_attention
+    if cache is None:
+        return attention_fn(query, key, value, **options), None
+
+    start = cache.index
+    cache = cache.append(key, value, seq_lengths)
+    options |= {"query_offset": start, "key_value_seq_lengths": cache.index}
+    key, value = cache.key.astype(key.dtype), cache.value.astype(value.dtype)
+    out = attention_fn(query, key, value, **options)
+    fits = cache.index <= cache.key.shape[1]
+    return jnp.where(fits[:, None, None, None], out, jnp.nan), cache
