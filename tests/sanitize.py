@@ -264,8 +264,6 @@ def main(tools: list[str]) -> int:
             # XLA's autotuner compares buffers that nothing wrote.
             "XLA_FLAGS": "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0",
             "JAX_COMPILATION_CACHE_DIR": cache,
-            # Without it, racecheck stops at some 128 reports.
-            "NV_COMPUTE_SANITIZER_MAX_RACECHECK_HAZARDS": "100000",
         }
         failed = [tool for tool in tools if not passes(sanitizer, tool, environment)]
     return 1 if failed else 0
