@@ -19,4 +19,14 @@ __all__ = [
     "zigzag_restore",
 ]
 
-__version__ = "0.1.0"
+
+def __getattr__(name: str) -> str:
+    """The version, which stands in pyproject.toml; looked up when somebody asks for it."""
+    if name != "__version__":
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    from importlib import metadata
+
+    try:
+        return metadata.version("jax-flash")
+    except metadata.PackageNotFoundError:  # the sources, not installed
+        return "0+unknown"
