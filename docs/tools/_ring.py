@@ -1,4 +1,4 @@
-"""The README's figures on sharded sequences, from what `ring_speed.py` measured."""
+"""Figures on sharded sequences, from what `ring_speed.py` measured, for result_pages.py."""
 
 from typing import Any
 
