@@ -39,18 +39,23 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """Turns links to files outside of docs to the site's copies of them."""
-    here = posixpath.dirname(page.file.src_uri)
+    """Turns links between docs and files outside of it to where the site has both."""
+    here = page.file.src_uri
+    folder = posixpath.dirname(here)
+    in_checkout = here.removeprefix("repository/") if _is_outside(here) else f"docs/{here}"
 
     def turned(match: re.Match) -> str:
-        target = match[2]
-        path = posixpath.normpath(posixpath.join(here, target))
-        if "://" in target or not path.startswith("../"):
+        if "://" in match[2]:
             return match[0]
-        copy = f"repository/{path.removeprefix('../')}"
-        return match[1] + posixpath.relpath(copy, here or ".")
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(in_checkout), match[2]))
+        site = path.removeprefix("docs/") if path.startswith("docs/") else f"repository/{path}"
+        return match[1] + posixpath.relpath(site, folder or ".")
 
     return _LINK.sub(turned, markdown)
+
+
+def _is_outside(src_uri: str) -> bool:
+    return src_uri.startswith("repository/")
 
 
 def notebook_page(notebook: dict[str, Any]) -> tuple[str, dict[str, bytes]]:
