@@ -1,4 +1,4 @@
-"""The documentation: its code runs, its pictures are true, its pages are those of the results."""
+"""The documentation is true: its code runs, its pictures and its tables are what they claim."""
 
 import json
 import re

@@ -1,4 +1,4 @@
-"""The custom calls themselves: what they check, and where they run."""
+"""The custom calls themselves check their inputs, and run where they should."""
 
 import concurrent.futures
 import importlib

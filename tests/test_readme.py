@@ -1,4 +1,4 @@
-"""The README: one page, whose example does what it says and whose links and files exist."""
+"""The README is one page; its example does what it says, and its links and files exist."""
 
 import re
 
