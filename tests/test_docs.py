@@ -21,8 +21,8 @@ _TOOLS = _DOCS / "tools"
 _GUIDE = sorted(p for p in (_DOCS / "guide").glob("*.md") if p.stem != "several-devices")
 sys.path.append(str(_TOOLS))
 
-import notebook  # noqa: E402
 import pictures  # noqa: E402
+import run_notebook  # noqa: E402
 
 _PANELS = [panel for panels in pictures.PANELS.values() for panel in panels]
 
@@ -56,10 +56,10 @@ def test_code_on_several_devices_runs_and_gathers_nothing():
 def test_notebook_runs():
     pytest.importorskip("flax")
     pytest.importorskip("matplotlib")
-    stored = json.loads(notebook.PATH.read_text())
+    stored = json.loads(run_notebook.PATH.read_text())
     variables = {}
-    for cell in notebook.code_cells(stored):
-        outputs = notebook.run_cell("".join(cell["source"]), variables)
+    for cell in run_notebook.code_cells(stored):
+        outputs = run_notebook.run_cell("".join(cell["source"]), variables)
         kinds = [output["output_type"] for output in outputs]
         assert kinds == [output["output_type"] for output in cell["outputs"]]
     losses = variables["losses"]

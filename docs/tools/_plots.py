@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from svg import COLOURS, FAINT, GREY, INK, Drawing
+from _svg import COLOURS, FAINT, GREY, INK, Drawing
 
 _FORWARD, _BACKWARD = COLOURS[0], COLOURS[1]
 

@@ -12,7 +12,7 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
-from svg import COLOURS, GREY, INK, Drawing
+from _svg import COLOURS, GREY, INK, Drawing
 
 _FOLDER = pathlib.Path(__file__).resolve().parents[1] / "pictures"
 _CELL = 17

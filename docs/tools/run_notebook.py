@@ -1,6 +1,6 @@
 """Runs the notebook's cells in this process and stores what they print and plot.
 
-    python docs/tools/notebook.py            # rewrites docs/notebook.ipynb
+    python docs/tools/run_notebook.py            # rewrites docs/notebook.ipynb
 
 It needs matplotlib and flax, and no Jupyter. A test runs the cells by the same functions.
 """
