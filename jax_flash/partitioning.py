@@ -1,9 +1,9 @@
-"""Partitions a call over batch, heads and sequence.
+"""Partitioning over batch, heads and sequence.
 
-Under `jit` on an Auto mesh the call is a `custom_partitioning` with a Shardy rule. On an Explicit
-mesh it is a `shard_map` over the axes that the operands' types name. Inside a user's `shard_map` it
-stays as it is, or is a ring. Batch and heads need no communication except for the sums of some
-gradients; a sharded sequence makes the call a ring. Head dims are gathered if sharded.
+Under `jit` on an Auto mesh the call is a `custom_partitioning` with a Shardy rule; on an
+Explicit mesh it is a `shard_map` over the axes that the operands' types name; inside a
+user's `shard_map` it is itself, or a ring. Batch and heads need no communication but the sums
+that gradients need; a sharded sequence makes it a ring. Head-dim axes are gathered if sharded.
 """
 
 from __future__ import annotations
