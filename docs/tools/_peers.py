@@ -1,4 +1,4 @@
-"""Tables of peers_h100.json, which holds other packages' figures beside ours, for result_pages.py.
+"""Tables of peers_h100.json, which holds our figures and other packages', for result_pages.py.
 
 Their methods differ, so most columns do not compare to the percent; where jax_flash and cuDNN took
 turns in one process, a ratio is given.
@@ -40,7 +40,7 @@ def page(document: dict[str, Any] | None, table: Table) -> str:
             "## Without pauses\n\n" + _sustained(document, table),
             f"Method: {methods['sustained']}.",
             *(
-                f"## Features at head dim {head_dim}, beside PyTorch's\n\n"
+                f"## Features at head dim {head_dim}, compared with PyTorch\n\n"
                 + _features(document, head_dim, table)
                 for head_dim in (128, 64)
             ),

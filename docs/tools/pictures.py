@@ -249,7 +249,7 @@ def forward_kernel() -> str:
                              size=9)  # fmt: skip
     drawing.text(left, 274, "time", fill=GREY, size=11)
     drawing.arrow(left + 30, 270, left + 120, 270)
-    drawing.text(16, 300, "The stages of K and V form a ring in shared memory; barriers tell the "
+    drawing.text(16, 300, "The stages of K and V form a ring in shared memory; barriers notify the "
                  "producer when a stage is free, and a consumer when it is full.",
                  size=11, fill=GREY)  # fmt: skip
     drawing.text(16, 317, "One consumer's exponentials run while the other one's products keep the "

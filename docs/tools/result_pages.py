@@ -211,7 +211,7 @@ def floors(document: dict) -> str:
 _GROUPS = [("targets", "TFLOP/s"), ("decode", "TB/s"), ("cpu", "ms"), ("layer", "tokens/s")]
 _SPEED: dict[str, tuple[str, Any]] = {
     "speed": ("One call, and a layer", _GROUPS),
-    "short": ("Short calls, beside Pallas' own kernel as well", [("targets", "us")]),
+    "short": ("Short calls, Pallas' own kernel included", [("targets", "us")]),
     "families": ("The kernels for Ampere, on the same GPU", [("targets", "TFLOP/s")]),
     "earlier": ("Small calls, inputs not in the cache", [("earlier", "us")]),
     "features": ("What each feature costs", features),
