@@ -1,5 +1,6 @@
 """The documentation is true: its code runs, its pictures and its tables are what they claim."""
 
+import importlib.metadata
 import json
 import re
 import subprocess
@@ -109,6 +110,12 @@ def test_version_is_the_same_everywhere():
     with open(ROOT / "pyproject.toml", "rb") as file:
         version = tomllib.load(file)["project"]["version"]
     assert f"\nversion: {version}\n" in (ROOT / "CITATION.cff").read_text()
+    try:
+        installed = importlib.metadata.version("jax-flash")
+    except importlib.metadata.PackageNotFoundError:  # a development build in the source folder
+        installed = "0+unknown"
+    assert jax_flash.__version__ == installed
+    assert installed in (version, "0+unknown")
     changelog = (ROOT / "CHANGELOG.md").read_text()
     assert re.search(rf"## (Unreleased\n\nWhat {version} will be|\[?{version}\b)", changelog)
 

@@ -146,6 +146,33 @@ def features(document: dict) -> str:
     return table(["case", *(x for what in passes for x in (f"{what}, ms", "over plain"))], lines)
 
 
+def costs() -> str:
+    """The guide's table: what each feature costs at one shape, from the same file."""
+    document = load("features_h200.json")
+    names = {
+        "4 segments": "4 segments",
+        "causal + 4 segments": "4 segments, causal",
+        "full, lengths": "lengths",
+        "full, mask": "mask that heads share",
+        "full, padding": "mask of padding",
+        "full, bias": "bias, with its gradient",
+        "full, soft_cap": "soft cap",
+        "full, sinks": "sinks",
+        "full, dropout": "dropout",
+        "full, lse": "log-sum-exp",
+        "full, deterministic": "deterministic",
+    }
+    found: dict[str, dict[str, str]] = {}
+    for row in document["results"]:
+        shape, _, what = row["case"].split(" ", 2)
+        if shape == "(4,4096,16,128)" and what in names and "over_plain" in row:
+            found.setdefault(what, {})[row["pass"]] = f"{row['over_plain']['ratio']:.2f}"
+    lines = [[names[what], found[what]["forward"], found[what]["both"]]
+             for what in names if what in found]  # fmt: skip
+    header = ["given", "forward", "with backward"]
+    return f"{table(header, lines)}\n\nOn {where(document)}."
+
+
 def host(document: dict) -> str:
     rows = [row for row in document["results"] if "time" in row]
     names = list(dict.fromkeys(r["contender"] for r in rows if r["case"] != "import"))
@@ -333,6 +360,7 @@ def several_devices() -> str:
 # By file, what stands between <!-- NAME --> and <!-- end of NAME -->.
 _PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"results": headline},
+    "docs/guide/masks.md": {"costs": costs},
     "docs/guide/several-devices.md": {
         "measured": several_devices,
         "hiding": lambda: _ring.calculation(rings(), table),
