@@ -12,6 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from documents import ROOT, broken_links, run_blocks
+from test_examples import environment
 from test_readme import assert_close, causal_attention
 
 import jax_flash
@@ -86,7 +87,7 @@ def test_panel_shows_what_attends_to_what(panel):
 @pytest.mark.parametrize("script", ["pictures.py", "result_pages.py"])
 def test_generated_files_are_up_to_date(script):
     command = [sys.executable, _TOOLS / script, "--check"]
-    done = subprocess.run(command, capture_output=True, text=True)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment())
     assert done.returncode == 0, done.stderr
 
 
