@@ -58,15 +58,16 @@ def test_code_on_several_devices_runs_and_gathers_nothing():
 def test_notebook_runs():
     pytest.importorskip("flax")
     pytest.importorskip("matplotlib")
-    stored = json.loads(run_notebook.PATH.read_text())
+    text = run_notebook.PATH.read_text()
+    assert text.count("range(120)") == 1  # training steps, of which fewer show the same
     variables = {}
-    for cell in run_notebook.code_cells(stored):
+    for cell in run_notebook.code_cells(json.loads(text.replace("range(120)", "range(30)"))):
         outputs = run_notebook.run_cell("".join(cell["source"]), variables)
         kinds = [output["output_type"] for output in outputs]
         assert kinds == [output["output_type"] for output in cell["outputs"]]
     losses = variables["losses"]
     assert losses[0] > 5  # of 256 bytes that are equally likely: 5.5
-    assert np.mean(losses[-10:]) < 2.5
+    assert losses[-1] < 3.5
     assert variables["error"] < 1e-4  # packed documents against padded ones
 
 
