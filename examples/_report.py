@@ -1,4 +1,4 @@
-"""What the examples say besides their numbers: summaries, table and plot.
+"""Prints and plots what the examples measured.
 
 Statistics, environment and the layout of tables are those of `jax_flash.benchmark`.
 """

@@ -8,7 +8,7 @@
 # VARIANTS names the folder of libraries that `python -m jax_flash.benchmark ablation --build-only`
 # made, for the step ablation; COMMIT is recorded where this does not run from a checkout. Steps
 # are commands of their own, and a failing one does not stop the others. Afterwards
-# `python examples/readme_tables.py` writes the README's tables from what lies in examples/results.
+# `python docs/tools/result_pages.py` writes the pages of results from what lies in examples/results.
 set -uo pipefail
 name=$1 folder=$2
 shift 2

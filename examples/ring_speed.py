@@ -3,11 +3,11 @@
     python examples/ring_speed.py                        # sizes for the devices there are
     python examples/ring_speed.py --seq 131072 --profile
 
-Methods: the ring in zig-zag and in contiguous order, the all-to-all mode, and what XLA does by
-itself, gathering all keys and values before the call, in both orders (in contiguous order the last
-device has most of the causal work). "one" is the same call with the whole sequence on one device;
-efficiency is a method's TFLOP/s divided by the number of devices times that. Calls of all methods
-take turns, round after round. Each result is first compared with that on one device.
+The methods are the ring in zig-zag and in contiguous order, the all-to-all mode, and what XLA does
+by itself, which is gathering all keys and values before the call, in both orders (in contiguous
+order the last device has most of the causal work). "one" is the same call with the whole sequence
+on one device; efficiency is a method's TFLOP/s divided by the number of devices times that. Calls
+of all methods take turns, round after round. Each result is first compared with that on one device.
 """
 
 import argparse

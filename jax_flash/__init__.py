@@ -1,5 +1,7 @@
 """Fused (flash) attention for JAX, forward and backward, on NVIDIA GPUs and on CPUs."""
 
+from typing import TYPE_CHECKING
+
 from jax_flash.attention import Explanation, dot_product_attention, explain, merge_attention
 from jax_flash.autodiff import RESIDUAL_NAMES
 from jax_flash.ffi import EXPORT_SAFETY_CHECKS
@@ -22,4 +24,18 @@ __all__ = [
     "zigzag_restore",
 ]
 
-__version__ = "0.1.0"
+
+if TYPE_CHECKING:
+    __version__: str
+else:
+
+    def __getattr__(name: str) -> str:
+        """Looks up the version, which stands in pyproject.toml, when somebody asks for it."""
+        if name != "__version__":
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        from importlib import metadata
+
+        try:
+            return metadata.version("jax-flash")
+        except metadata.PackageNotFoundError:  # the sources, not installed
+            return "0+unknown"

@@ -1,7 +1,7 @@
-"""Sharded sequences by all-to-all: each device gets whole sequences of its share of the heads.
+"""Runs a sharded sequence by all-to-all: each device gets whole sequences of some of the heads.
 
-Two exchanges of all operands, one before and one after, instead of a ring; in between is the
-ordinary call. The heads, query's and key/value's, must divide among the devices.
+One exchange of all operands comes before the ordinary call and one after it, in place of a ring.
+The numbers of query heads and of key/value heads must be multiples of the number of devices.
 
 Reference: Jacobs et al., "DeepSpeed Ulysses", 2023, section 3.
 """

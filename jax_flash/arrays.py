@@ -1,4 +1,4 @@
-"""Arrays as callers give them, checked by their records; integers of every width."""
+"""Checks arrays as callers give them, and makes integers of every width mean what they are."""
 
 from __future__ import annotations
 

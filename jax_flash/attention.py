@@ -1,4 +1,4 @@
-"""The public functions: `dot_product_attention`, `merge_attention` and `explain`."""
+"""Defines the public functions: `dot_product_attention`, `merge_attention` and `explain`."""
 
 from __future__ import annotations
 

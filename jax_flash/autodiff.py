@@ -1,11 +1,10 @@
-"""Derivatives of the passes, in every mode and to any order.
+"""Defines the derivatives of the passes, in every mode and to any order.
 
 The forward pass has a rule for forward mode: its tangent is one more primitive, linear in the
-tangents of the operands. Where it is evaluated (`jax.jvp`, `jacfwd`), that is the reference's
-tangent, in blocks; where it is transposed (`jax.grad`, `vjp`), that is the backward pass, by a
-`jax.custom_vjp`. A `custom_vjp` around the forward pass would have been the same for reverse mode
-and refused forward mode. Differentiating a tangent or a backward pass once more goes through the
-reference.
+tangents of the operands. Where JAX evaluates it (`jax.jvp`, `jacfwd`), it is the reference's
+tangent, in blocks. Where JAX transposes it (`jax.grad`, `vjp`), it is the backward pass, by a
+`jax.custom_vjp`. A `custom_vjp` around the forward pass would do the same for reverse mode, and
+refuse forward mode. Differentiating a tangent or a backward pass again goes through the reference.
 
 Residuals between forward and backward pass are the operands and the forward pass's results.
 """

@@ -1,4 +1,4 @@
-"""A call: what one call of the public functions asks for, checked once, as one object.
+"""Turns the arguments of a public function into one object, a `Call`, and checks them once.
 
 All of it happens while JAX traces, from shapes and dtypes alone.
 """

@@ -1,6 +1,6 @@
-"""What this package needs of JAX and JAX does not document. No other module names any of it.
+"""Collects what this package needs of JAX and JAX does not document; nothing else names any of it.
 
-Where a new version of JAX lacks one of these names, `tests/test_compat.py` says what for it is.
+If a new version of JAX lacks one of these names, `tests/test_compat.py` says what it is for.
 """
 
 from __future__ import annotations

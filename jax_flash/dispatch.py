@@ -1,4 +1,4 @@
-"""Which implementation a pass gets on each platform, why, and what memory it needs."""
+"""Decides which implementation a pass gets on each platform, says why, and plans its memory."""
 
 from __future__ import annotations
 

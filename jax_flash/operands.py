@@ -1,7 +1,7 @@
-"""One record for each array that takes part in a call: all that is particular about it.
+"""Holds one record for each array that takes part in a call: all that is particular about it.
 
-Inside the package a call's arrays are a dict by these names. Every one of them has all the
-call's batch axes, each full or of size 1 (broadcast, not copied), and then the axes of its record.
+Inside the package a call's arrays are a dict by these names. Each array has all the call's batch
+axes, each full or of size 1 (broadcast, not copied), and then the axes of its record.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""A pass: the forward or the backward computation of a call, and the ways it can be made.
+"""Describes a pass: the forward or the backward computation of a call, and the ways to make it.
 
-A pass is described here and bound to JAX in primitives.py. Its functions take the operands, and
-return the results, as dicts by the names of `operands.OPERANDS`; a gradient has the name of what
-it is the gradient of.
+primitives.py binds a pass to JAX. The functions here take operands and return results as dicts by
+the names of `operands.OPERANDS`; a gradient has the name of the operand that it belongs to.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The passes as primitives of JAX: types of results, vmap, and a lowering for each platform.
+"""Makes the passes primitives of JAX: types of results, vmap, and a lowering for each platform.
 
-A primitive is bound to the operands of the whole call, wherever they are. What becomes of it is
-decided when it is lowered, for the platform that is asked for: how it is spread over devices
-(partitioning.py), and on each of them a native call, or the reference where there is none.
-Tracing a call is therefore a few equations, and no computation is traced that does not run.
+A primitive is bound to the operands of the whole call, wherever they are. Its lowering for a
+platform decides the rest: how the call is spread over devices (partitioning.py), and on each of
+them a native call, or the reference where there is no kernel. Tracing a call is therefore a few
+equations, and nothing is traced that does not run.
 
 The derivatives are in autodiff.py.
 """

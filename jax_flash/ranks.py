@@ -1,4 +1,4 @@
-"""The user's setting of rank promotion is about the user's code."""
+"""Shields the package's own code from the user's setting of rank promotion."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""The operation in jax.numpy: its definition, the tests' oracle, and the fallback.
+"""Defines the operation in jax.numpy; the tests compare with it, and calls fall back to it.
 
 It differs from the mathematics in `dot_product_attention`'s docstring in one way only: it
 goes through blocks of queries, so that O(block * S) logits exist at a time, and recomputes
-them when differentiated. Being plain JAX it can be differentiated in any mode, any number
+them when differentiated. Being plain JAX, it can be differentiated in any mode, any number
 of times.
 """
 

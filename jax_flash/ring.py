@@ -1,4 +1,4 @@
-"""`ring_attention`: attention over a sequence that is sharded over the devices of a `shard_map`."""
+"""Defines `ring_attention`, for a sequence that the devices of a `shard_map` share."""
 
 from __future__ import annotations
 

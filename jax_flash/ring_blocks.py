@@ -1,10 +1,10 @@
-"""One step of the ring as one call: every chunk of queries against every chunk of keys.
+"""Makes one step of a ring one call: every chunk of queries against every chunk of keys.
 
 A device that holds c chunks of queries and has c chunks of keys visiting makes one call with two
 more batch axes, (query chunk, key chunk), both of size c. Queries have size 1 along the second and
-keys along the first, which native code does not copy; what differs from pair to pair, the offset
-between their positions and what is left of the lengths, are run-time operands, so the kernels
-skip what a pair may not attend to as they skip tiles.
+keys along the first, so native code does not copy them. The offset between the positions of a pair
+and what is left of the lengths are operands, so kernels skip what a pair may not attend to as they
+skip tiles.
 """
 
 from __future__ import annotations

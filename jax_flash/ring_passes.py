@@ -1,12 +1,12 @@
-"""Forward and backward pass of ring attention, on one device's shards.
+"""Runs the forward and the backward pass of ring attention, on one device's shards.
 
-Every device keeps its queries. Keys and values go round, and each step attends to the block that
-is visiting while the next one is on its way (the transfer depends on nothing that the step
-computes, so XLA runs them side by side). The forward pass merges the steps' outputs by their lse.
-The backward pass goes round again: with the lse, output and cotangent of the whole call, the
-gradients of a block are exact by themselves, so that nothing is kept from the forward pass but
-its results. dK and dV are summed in float32 by the devices that the block visits, one step behind
-it, and get home while each device attends to its own keys.
+Every device keeps its queries. Keys and values circulate, and each step attends to the block that
+is visiting while the next one travels (the transfer depends on nothing that the step computes, so
+XLA runs both at once). The forward pass merges the steps' outputs by their lse. In the backward
+pass they circulate again: with the lse, output and cotangent of the whole call, the gradients of a
+block are exact by themselves, so nothing is kept from the forward pass but its results. The devices
+that a block visits sum its dK and dV in float32, one step behind it; the sums get home while each
+device attends to its own keys.
 
 Reference: Liu et al., "Ring attention with blockwise transformers", 2023, section 3.
 """

@@ -1,4 +1,4 @@
-"""Where blocks of keys and values travel on the ring, and which visits are worth making."""
+"""Plans where blocks of keys and values travel on the ring, and which visits are worth making."""
 
 from __future__ import annotations
 

@@ -1,10 +1,10 @@
-"""How a sequence is spread over devices, and which position a stored token has.
+"""Defines how a sequence is spread over devices, and which position a stored token has.
 
 In "contiguous" order device d of D holds the d-th of D equal pieces. Causal attention then gives
-the last device D times the work of the first. In "zigzag" order a sequence is cut into 2 D chunks
-and device d holds chunks d and 2 D - 1 - d, so that any two devices have the same work. Arrays
-are stored in that order; whatever goes by position (causal order, window, lengths, offset,
-dropout) goes by the position that a token had before.
+the last device most of the work. In "zigzag" order a sequence is cut into 2 D chunks and device d
+holds chunks d and 2 D - 1 - d, so that all devices have the same work. Arrays are stored in that
+order; whatever goes by position (causal order, window, lengths, offset, dropout) goes by the
+position that a token had before.
 
 Reference: Grattafiori et al., "The Llama 3 herd of models", 2024, section 3.3.2 (the 2 D chunks).
 """

@@ -1,4 +1,4 @@
-"""How a call is spread over a mesh: which sharding of its operands is kept, and what that needs."""
+"""Plans how a call is spread over a mesh: which sharding it keeps, and what that needs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The static side of a call: every option, checked once, and how it reaches native code."""
+"""Holds the static options of a call, checks them once, and turns them into native attributes."""
 
 from __future__ import annotations
 

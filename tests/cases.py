@@ -1,4 +1,4 @@
-"""The case table: every feature alone, every size that is awkward, and random combinations.
+"""Holds the table of cases: every feature alone, every awkward size, and random combinations.
 
 Tests of any platform draw their calls from here and compare them with `oracle`.
 """

@@ -1,4 +1,4 @@
-"""Calls without batch entries, queries, keys, heads or columns of value, and what they give."""
+"""Lists calls without batch entries, queries, keys, heads or value columns, and their results."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""A tiled kernel in numpy that rounds as those on GPUs do; `test_mutants` makes faulty ones of it.
+"""Emulates a tiled kernel in numpy that rounds as GPUs do; `test_mutants` makes faulty ones of it.
 
 Keys come tile by tile: exponentials are relative to a running maximum, P is rounded unnormalised,
-as a matrix operand, and sums are of float32. The backward pass recomputes P from lse, rounds dS,
-and has delta from the rounded output.
+as a matrix operand, and sums are float32. The backward pass recomputes P from lse, rounds dS,
+and computes delta from the rounded output.
 """
 
 from __future__ import annotations

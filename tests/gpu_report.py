@@ -1,4 +1,4 @@
-"""gpu_report.json: which tests of the CUDA kernels passed, on which GPU, of which sources.
+"""Writes and judges gpu_report.json: which tests of which sources passed, and on which GPU.
 
     python -m pytest --gpu-report      on a GPU: adds a run to the report
     python tests/gpu_report.py         anywhere: what CI, which has no GPU, asks of the report

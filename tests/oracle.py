@@ -1,6 +1,6 @@
-"""The definition of the operation in numpy, forward and backward, dense and slow.
+"""Defines the operation in numpy, forward and backward, dense and slow.
 
-Written from the formulas, with nothing shared with the package: explicit gradients where
+It is written from the formulas and shares nothing with the package: explicit gradients where
 `jax_flash.reference` has autodiff, 64-bit integers where it has 32-bit ones. In float64 it is
 the truth, and `bounds` derives from its terms how far from that rounding may take each element of
 a result; in the operands' own dtype it is a plain computation, one of those that must be accepted.

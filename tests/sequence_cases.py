@@ -1,4 +1,4 @@
-"""Runs calls of the case table with sequences sharded over devices, for `cases.check`."""
+"""Runs calls of the case table with sequences that are sharded over devices, for `cases.check`."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Biases that are masks: any finite bias is a logit like others, and -inf forbids.
+"""Biases as masks: any finite bias is a logit like others, and -inf forbids.
 
 Expected values are computed here in float64 from logits rounded to float32, as every
 implementation has them: near -1e9 that rounding decides what a row is.

@@ -1,4 +1,4 @@
-"""python -m jax_flash.benchmark: its statistics, oracle, tables, files, and short runs of it."""
+"""The benchmark's statistics, oracle, tables and files are right, and short runs of it work."""
 
 import dataclasses
 import pathlib

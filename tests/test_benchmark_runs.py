@@ -1,4 +1,4 @@
-"""python -m jax_flash.benchmark as a user runs it, at sizes that take seconds."""
+"""The benchmark runs as a user runs it, at sizes that take seconds."""
 
 import copy
 import dataclasses

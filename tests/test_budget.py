@@ -1,4 +1,4 @@
-"""What a call costs before it runs: ratios to jax.nn's, on this machine."""
+"""A call costs little before it runs: ratios to jax.nn's, on this machine."""
 
 import functools
 import subprocess

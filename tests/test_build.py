@@ -1,4 +1,4 @@
-"""What the build promises: its checks of kernels, and what is in the library."""
+"""The build keeps its promises: it checks kernels, and the library holds what it should."""
 
 import importlib.util
 import pathlib

@@ -1,4 +1,4 @@
-"""Forward and gradients of every case against float64."""
+"""Every case is right against float64, forward and gradients."""
 
 import jax
 import jax.numpy as jnp

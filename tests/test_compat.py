@@ -1,4 +1,4 @@
-"""The names of JAX that are not documented: all of them in one module, each with a way out."""
+"""The undocumented names of JAX stand in one module, each with a way out."""
 
 import ast
 import pathlib

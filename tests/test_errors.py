@@ -1,4 +1,4 @@
-"""Every message a wrong call gets, and that none is raised later than tracing."""
+"""A wrong call gets the right message, and gets it before tracing ends."""
 
 import inspect
 

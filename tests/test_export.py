@@ -1,4 +1,4 @@
-"""Lowering and exporting for platforms that this machine need not have."""
+"""Calls lower and export for platforms that this machine need not have."""
 
 import functools
 import importlib.util

@@ -1,4 +1,4 @@
-"""`jax_flash.flax` against Flax's own attention, which it stands in for."""
+"""`jax_flash.flax` gives what Flax's own attention gives, which it stands in for."""
 
 import functools
 import inspect

@@ -1,4 +1,4 @@
-"""Dropout as Flax asks for it: a PRNG key, a rate, and whether batch and heads share the mask."""
+"""Dropout works as Flax asks for it: a PRNG key, a rate, and masks that batch and heads share."""
 
 import jax
 import jax.numpy as jnp

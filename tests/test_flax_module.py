@@ -1,4 +1,4 @@
-"""`jax_flash.flax.GroupedQueryAttention` against attention written out, and its cache."""
+"""`GroupedQueryAttention` gives what attention written out gives, with and without its cache."""
 
 import functools
 

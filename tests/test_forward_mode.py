@@ -1,4 +1,4 @@
-"""Forward mode, higher derivatives and linear_transpose: as of the reference, in linear memory."""
+"""Forward mode, higher derivatives and linear_transpose are right, in linear memory."""
 
 import functools
 

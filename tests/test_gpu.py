@@ -1,4 +1,4 @@
-"""The CUDA kernels, through the same custom call and against the same cases as the CPU's."""
+"""The CUDA kernels are right, through the same custom call and for the same cases as the CPU's."""
 
 import collections
 import concurrent.futures

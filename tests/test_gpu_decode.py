@@ -1,4 +1,4 @@
-"""Calls with few query rows on a GPU: grouped heads in one tile, keys split over blocks."""
+"""Calls with few query rows on a GPU: grouped heads in one tile, keys divided over blocks."""
 
 import dataclasses
 import functools

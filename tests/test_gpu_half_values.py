@@ -1,7 +1,7 @@
-"""Forward kernels for Hopper with a bias or a mask: V in float16, which a kernel before them makes.
+"""Hopper's forward kernels with a bias or a mask, for which a kernel before converts V to float16.
 
-That is for bfloat16 calls of some 2,048 rows of queries for each key/value head; with fewer, and
-with values that float16 has not, references are the rows' greatest logits.
+They take bfloat16 calls of some 2,048 query rows or more for each key/value head. With fewer rows,
+and with values that float16 cannot hold, the running maximum is exact instead.
 """
 
 import functools

@@ -1,4 +1,4 @@
-"""Masks on the GPU: made to words of bits or read as bytes, and tiles that they forbid skipped."""
+"""Masks on a GPU are right as words of bits and as bytes, and forbidden tiles are skipped."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""The report of runs on a GPU, and what CI asks of it."""
+"""The report of runs on a GPU says what it should, and CI asks the right things of it."""
 
 import gpu_report
 import pytest

@@ -1,4 +1,4 @@
-"""Packed sequences of many layouts: which tiles a kernel reads, masks, and keeps values out of."""
+"""Packed sequences of many layouts: tiles that a kernel reads, masks, and keeps values out of."""
 
 import functools
 

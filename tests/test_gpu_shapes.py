@@ -1,4 +1,4 @@
-"""Shapes on a GPU that leave a kernel little or nothing to do: no rows at all, or few of them."""
+"""Shapes that leave a GPU kernel little or nothing to do: no rows at all, or few of them."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""Logits that rise and fall from one tile of keys to the next, by far."""
+"""Logits that rise and fall by far from one tile of keys to the next."""
 
 import functools
 

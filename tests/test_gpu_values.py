@@ -1,6 +1,6 @@
-"""Forward kernels for Hopper that take P of every second tile of keys in float16, and V with it.
+"""Hopper's forward kernels that take P and V of every second tile of keys in float16.
 
-So the output's error is below that of kernels with P of bfloat16, and values that float16 cannot
+The output's error is then below that of kernels with P in bfloat16, and values that float16 cannot
 hold have to be noticed.
 """
 

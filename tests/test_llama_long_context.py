@@ -1,4 +1,4 @@
-"""examples/llama_long_context.py, in one process and in two."""
+"""examples/llama_long_context.py works, in one process and in two."""
 
 import json
 import os

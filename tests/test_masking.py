@@ -1,4 +1,4 @@
-"""What must not matter: NaN in what nobody attends to, uninitialised memory, empty axes."""
+"""Nothing depends on what must not matter: NaN that nobody attends to, stale memory, empty axes."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""Several GPUs: sharded calls against the same call on one GPU, forward and gradients."""
+"""Sharded calls on several GPUs give what the same call gives on one, forward and gradients."""
 
 import functools
 

@@ -1,6 +1,6 @@
-"""Wrong results, made of an emulated kernel by one fault each: the suite's comparison rejects them.
+"""The suite's comparison rejects wrong results, which an emulated kernel makes by one fault each.
 
-And accepts the kernel without a fault, so that it tells the one from the other.
+It accepts the kernel without a fault, so that it tells the one from the other.
 """
 
 import dataclasses

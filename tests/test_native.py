@@ -1,4 +1,4 @@
-"""The custom calls themselves: what they check, and where they run."""
+"""The custom calls themselves check their inputs, and run where they should."""
 
 import concurrent.futures
 import importlib
@@ -166,7 +166,7 @@ def test_workspace_for_values_in_float16(changed, copied):
 
 
 def backward_workspace(shape, value_dim, *, segments=False, deterministic=False):
-    """What is planned for (B, T, S, N, H), and what the README states: sums of dQ, and the rest."""
+    """What is planned for (B, T, S, N, H); and sums of dQ and the rest, as docs/guide/memory.md."""
     batch, q_len, kv_len, heads, head_dim = shape
     planned = ffi.native.cuda_backward_workspace_bytes(
         batch=batch, q_len=q_len, kv_len=kv_len, heads=heads, head_dim=head_dim,

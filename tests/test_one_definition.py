@@ -1,7 +1,7 @@
-"""One definition rule: what a name of the library's headers means is the same in every source.
+"""One definition rule: a name in the library's headers means the same in every source.
 
 Sources that include different headers are linked into one library, and no compiler or linker
-looks whether a name has two meanings there. So this reads the headers: which types, constants,
+checks whether a name has two meanings there. So this reads the headers: which types, constants,
 enumerators and functions they define at namespace scope, and how.
 """
 

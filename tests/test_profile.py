@@ -1,4 +1,4 @@
-"""Profiles: ncu's output is read, and the time of a call accounted for."""
+"""Profiles: ncu's output is read right, and the time of a call is accounted for."""
 
 import argparse
 import dataclasses

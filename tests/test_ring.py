@@ -1,4 +1,4 @@
-"""ring_attention on eight virtual devices against float64, over the case table."""
+"""ring_attention on eight virtual devices is right against float64, over the case table."""
 
 import jax
 import jax.numpy as jnp

@@ -1,4 +1,4 @@
-"""What sanitize.py makes of a tool's reports; the tools themselves need a GPU."""
+"""sanitize.py reads the tools' reports right; the tools themselves need a GPU."""
 
 import functools
 

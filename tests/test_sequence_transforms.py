@@ -1,4 +1,4 @@
-"""Sharded sequences under vmap, checkpoint, second derivatives; blocks as the reference."""
+"""Sharded sequences under vmap, checkpoint and second derivatives, with blocks as the reference."""
 
 import functools
 

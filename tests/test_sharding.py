@@ -1,4 +1,4 @@
-"""Partitioning over batch and heads on eight virtual devices, with no all-gather."""
+"""Partitioning over batch and heads on eight virtual devices gathers nothing."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""JAX's transformations: each must give what the reference gives under the same one."""
+"""Each of JAX's transformations gives what the reference gives under the same one."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""vmap over any operands, nested, and in either order with grad."""
+"""vmap works over any operands, nested, and in either order with grad."""
 
 import functools
 

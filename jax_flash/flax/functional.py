@@ -1,4 +1,4 @@
-"""Functions that Flax's attention modules, and ours, are made of."""
+"""Defines the functions that Flax's attention modules, and ours, are made of."""
 
 import inspect
 from collections.abc import Callable

@@ -1,4 +1,4 @@
-"""The README's figures on sharded sequences, from what `ring_speed.py` measured."""
+"""Figures on sharded sequences, from what `ring_speed.py` measured, for result_pages.py."""
 
 from typing import Any
 
@@ -97,7 +97,7 @@ def calculation(documents: list[dict], table) -> str:
 
 
 def sentences(documents: list[dict]) -> str:
-    """What the table says of the aims, and which kernels it is of."""
+    """What the table says, in words."""
     parts = []
     for document in documents:
         ring = _result(document, "ring")
@@ -115,14 +115,11 @@ def sentences(documents: list[dict]) -> str:
     gathered = _result(last, "all_gather_zigzag")
     reached = " and ".join(f"{gathered[what]['efficiency']:.0%}" for what in _PASSES)
     return (
-        "The aim was 85% forward and 80% with the backward pass: the ring in zig-zag order reaches "
+        "The ring in zig-zag order reaches "
         + ", ".join(parts)
-        + ". With an earlier sm_90 kernel, whose blocks were all persistent, it was 79% forward "
-        "with 4 GPUs; long calls now leave sharing out their blocks to the hardware. That "
-        "collectives kept blocks waiting is likely, but not measured by itself. "
-        "Gathering keys and values in zig-zag order reaches "
-        f"{reached} with {last['devices']} GPUs, in less memory: its part grows by "
-        f"{slope['all_gather_zigzag'] / 2**20:,.0f} MiB with each GPU, while the ring's, mostly "
-        "float32 sums, does not grow beyond 4 GPUs, and is the smaller one, by extrapolation, "
-        f"beyond {last['devices'] + more:.0f}."
+        + " (forward, and with the backward pass). Gathering keys and values in zig-zag order "
+        f"reaches {reached} with {last['devices']} GPUs, in less memory. Its memory grows by "
+        f"{slope['all_gather_zigzag'] / 2**20:,.0f} MiB with each GPU, while that of the ring, "
+        "mostly float32 sums, does not grow beyond 4 GPUs. By extrapolation the ring takes less "
+        f"from {last['devices'] + more:.0f} GPUs on."
     )

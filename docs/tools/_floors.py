@@ -1,4 +1,4 @@
-"""The README's table of what each call's time is made of, for readme_tables.py."""
+"""Rows of the table that says what each call's time is made of, for result_pages.py."""
 
 # Of the profile's units, in the order of the table.
 UNITS = ("tensor", "MUFU", "issue", "shared memory", "L2", "DRAM")

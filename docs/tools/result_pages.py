@@ -1,24 +1,27 @@
-"""Writes the README's measured tables from the JSON files in examples/results.
+"""Writes the measured parts of README.md and of the pages in docs from JSON files.
 
-python examples/readme_tables.py            # rewrites what stands between markers in README.md
-python examples/readme_tables.py --check    # exits with 1 if it is not what the files say
+    python docs/tools/result_pages.py            # rewrites what stands between markers, and plots
+    python docs/tools/result_pages.py --check    # exits with 1 if it is not what the files say
 
-`examples/measure.sh` makes those files; a table whose file is not there is left out.
+The files are those in examples/results, which `examples/measure.sh` makes. A table whose file is
+not there is left out.
 """
 
 import json
 import pathlib
 import shlex
 import sys
+from collections.abc import Callable
 from typing import Any
 
-import _readme_floors
-import _readme_ring
+import _floors
+import _peers
+import _plots
+import _ring
 
-_ROOT = pathlib.Path(__file__).resolve().parent.parent
+_ROOT = pathlib.Path(__file__).resolve().parents[2]
 _RESULTS = _ROOT / "examples" / "results"
 _NAMES = {"jax_flash": "jax_flash", "xla": "jax.nn xla", "cudnn": "jax.nn cudnn"}
-_MACHINES = ("h200", "cpu")  # in the names of files
 
 
 def load(name: str) -> dict[str, Any] | None:
@@ -143,6 +146,33 @@ def features(document: dict) -> str:
     return table(["case", *(x for what in passes for x in (f"{what}, ms", "over plain"))], lines)
 
 
+def costs() -> str:
+    """The guide's table: what each feature costs at one shape, from the same file."""
+    document = load("features_h200.json")
+    names = {
+        "4 segments": "4 segments",
+        "causal + 4 segments": "4 segments, causal",
+        "full, lengths": "lengths",
+        "full, mask": "mask that heads share",
+        "full, padding": "mask of padding",
+        "full, bias": "bias, with its gradient",
+        "full, soft_cap": "soft cap",
+        "full, sinks": "sinks",
+        "full, dropout": "dropout",
+        "full, lse": "log-sum-exp",
+        "full, deterministic": "deterministic",
+    }
+    found: dict[str, dict[str, str]] = {}
+    for row in document["results"]:
+        shape, _, what = row["case"].split(" ", 2)
+        if shape == "(4,4096,16,128)" and what in names and "over_plain" in row:
+            found.setdefault(what, {})[row["pass"]] = f"{row['over_plain']['ratio']:.2f}"
+    lines = [[names[what], found[what]["forward"], found[what]["both"]]
+             for what in names if what in found]  # fmt: skip
+    header = ["given", "forward", "with backward"]
+    return f"{table(header, lines)}\n\nOn {where(document)}."
+
+
 def host(document: dict) -> str:
     rows = [row for row in document["results"] if "time" in row]
     names = list(dict.fromkeys(r["contender"] for r in rows if r["case"] != "import"))
@@ -165,8 +195,7 @@ def ablation(document: dict) -> str:
         value = f"{row['switch']} = {row['value']}" if row["value"] else row["switch"]
         shape, _, mask = row["case"].split(" ", 2)
         kernel = f"{mask}, {row['pass']}"
-        if "time" not in row:
-            rows.append([shape, kernel, value, "-", "-", row["unavailable"]])
+        if "time" not in row:  # a value that does not compile
             continue
         ratio = row.get("over_shipped")
         rows.append([shape, kernel, value, f"{row['tflops']:.0f}",
@@ -202,31 +231,35 @@ def profile(document: dict) -> str:
 
 
 def floors(document: dict) -> str:
-    return table(_readme_floors.HEADER, _readme_floors.rows(document))
+    return table(_floors.HEADER, _floors.rows(document))
 
 
 # By file: a title, and either the groups of cases with their units or what makes the table.
 _GROUPS = [("targets", "TFLOP/s"), ("decode", "TB/s"), ("cpu", "ms"), ("layer", "tokens/s")]
-_SECTIONS: dict[str, tuple[str, Any]] = {
+_SPEED: dict[str, tuple[str, Any]] = {
     "speed": ("One call, and a layer", _GROUPS),
-    "short": ("Short calls, beside Pallas' own kernel as well", [("targets", "us")]),
+    "short": ("Short calls, Pallas' own kernel included", [("targets", "us")]),
     "families": ("The kernels for Ampere, on the same GPU", [("targets", "TFLOP/s")]),
     "earlier": ("Small calls, inputs not in the cache", [("earlier", "us")]),
     "features": ("What each feature costs", features),
     "sustained": ("Without pauses", sustained),
-    "profile": ("Where the time goes", profile),
-    "floors": ("The least time of each call, and the rest of it", floors),
-    "ablation": ("Ablation, kernels for sm_80", ablation),
-    "ablation_sm90": ("Ablation, forward kernel for sm_90", ablation),
-    "ablation_sm90_backward": ("Ablation, backward kernel for sm_90", ablation),
     "host": ("On the host", host),
+}
+_FLOORS: dict[str, tuple[str, Any]] = {
+    "floors": ("The least time of each call, and the rest of it", floors),
+    "profile": ("How busy the units are", profile),
+}
+_ABLATIONS: dict[str, tuple[str, Any]] = {
+    "ablation_sm90": ("Forward kernel for sm_90", ablation),
+    "ablation_sm90_backward": ("Backward kernel for sm_90", ablation),
+    "ablation": ("Kernels for sm_80", ablation),
 }
 
 
-def sections(machine: str) -> list[str]:
+def sections(machine: str, kinds: dict[str, tuple[str, Any]]) -> str:
     """The tables of one machine, each with where it was measured and by which command."""
     found = []
-    for name, (title, make) in _SECTIONS.items():
+    for name, (title, make) in kinds.items():
         document = load(f"{name}_{machine}.json")
         if document is None:
             continue
@@ -235,63 +268,152 @@ def sections(machine: str) -> list[str]:
             text = "\n\n".join(contest(document, g, unit) for g, unit in make if g in have)
         else:
             text = make(document)
-        found.append(f"**{title}** on {where(document)}:\n\n{text}\n\n{block([command(document)])}")
-    return found
+        how = block([command(document)])
+        found.append(f"## {title}\n\nOn {where(document)}.\n\n{text}\n\n{how}")
+    return "\n\n".join(found)
 
 
-def measured() -> str:
-    parts = [
-        "Written by `python examples/readme_tables.py` from `examples/results/`, which "
-        "`examples/measure.sh` makes. Medians of calls made in turn in one process, on GPUs of "
-        "kernel times by CUPTI; fastest in bold, ! where the standard deviation is above 2%. Over "
-        "best peer: its time over jax_flash's, with a 95% interval; a dash is who cannot run the "
-        "case, or took longer to set it up than the command allows. Every figure's error against "
-        "float64, interval and deviation are in the JSON files; plots lie beside them. The CPU is "
-        "a virtual machine's.",
-        "**LLaMA blocks**, two of them with embedding and output layer, "
-        + llama(["llama_cpu.json", "llama_h200_7b.json", "llama_h200_8b.json"]),
-    ]
-    return "\n\n".join(parts + [x for machine in _MACHINES for x in sections(machine)])
+def machine_page(machine: str, llama_files: list[str], kinds: dict[str, tuple[str, Any]]) -> str:
+    """LLaMA blocks, all tables and all plots of one machine."""
+    parts = []
+    if blocks := llama(llama_files):
+        title = "LLaMA blocks"
+        parts.append(f"## {title}\n\nTwo blocks with embedding and output layer, {blocks}")
+    parts.append(sections(machine, kinds))
+    folder = _RESULTS / f"plots_{machine}"
+    if plots := sorted(folder.glob("*.png")):
+        lines = [
+            f"![{plot.stem.replace('_', ', ')}](../../{plot.relative_to(_ROOT).as_posix()})"
+            for plot in plots
+        ]
+        parts.append("## Plots\n\n" + "\n\n".join(lines))
+    return "\n\n".join(filter(None, parts))
+
+
+def headline() -> str:
+    """The README's rows: some calls, and the main example."""
+    document = load("speed_h200.json")
+    lines = []
+    for case in _HEADLINE:
+        cells = []
+        for what in ("forward", "backward"):
+            row = next(
+                (r for r in document["results"]
+                 if (r["case"], r["pass"], r["contender"]) == (case, what, "jax_flash")),
+                None,
+            )  # fmt: skip
+            cells.append(_with_ratio(cell(row, "TFLOP/s"), row["best_peer"]["ratio"]))
+        shape, _, mask = case.split(" ", 2)
+        lines.append([f"{shape} {mask}", "TFLOP/s", *cells])
+    for name in ("llama_h200_7b.json", "llama_h200_8b.json"):
+        blocks = load(name)
+        if blocks is None:
+            continue
+        by_name = {result["attention"]: result for result in blocks["results"]}
+        ours, peers = by_name["jax_flash"], [r for n, r in by_name.items() if n != "jax_flash"]
+        cells = []
+        for what in ("forward", "train"):
+            speeds = [peer[what]["tokens_per_second"] for peer in peers if what in peer]
+            speed = ours[what]["tokens_per_second"]
+            cells.append(_with_ratio(f"{speed:,.0f}", speed / max(speeds)))
+        lines.append([f"LLaMA blocks, preset {blocks['preset']}", "tokens/s", *cells])
+    header = ["(B,T,N,H) or model", "unit", "forward", "backward, or training"]
+    return f"On {where(document)}.\n\n{table(header, lines)}"
+
+
+def _with_ratio(figure: str, ratio: float) -> str:
+    return f"{figure} ({ratio:.2f})"
+
+
+_HEADLINE = [
+    "(1,1024,16,64) bfloat16 causal",
+    "(16,2048,16,64) bfloat16 full",
+    "(4,4096,16,128) bfloat16 causal",
+    "(1,16384,16,128) bfloat16 causal",
+    "(1,8192,32/8,128) bfloat16 causal",
+    "(2,8192,8,256) bfloat16 causal",
+]
+
+
+def rings() -> list[dict[str, Any]]:
+    return [document for n in (2, 4, 8) if (document := load(f"ring_h200_x{n}.json"))]
 
 
 def several_devices() -> str:
-    documents = [d for n in (2, 4, 8) if (d := load(f"ring_h200_x{n}.json"))]
+    documents = rings()
     shape = documents[0]["shape"]
     heads = f"{shape['heads']}/{shape['kv_heads']}"
     return "\n\n".join(
         [
             f"Causal, {shape['dtype']}, {heads} heads of dim {shape['head_dim']}, on "
-            f"{where(documents[0])}, of one host. Efficiency: TFLOP/s over that many times one "
-            "GPU's with the whole sequence, in the same run. MiB: temporaries as XLA plans them, "
-            "forward / with backward. Sending: of one call, and what of it ran beside computing.",
-            _readme_ring.measured(documents, table),
+            f"{where(documents[0])}, of one host. *Efficiency* is TFLOP/s over that many times one "
+            "GPU's with the whole sequence, in the same run. *MiB* are temporaries as XLA plans "
+            "them, forward / with backward. *Sending* is the time that one call sends, and what "
+            "of it ran while the GPU computed, likewise.",
+            _ring.measured(documents, table),
             block([command(document) for document in documents]),
-            _readme_ring.sentences(documents),
+            _ring.sentences(documents),
         ]
     )
 
 
-def hiding() -> str:
-    return _readme_ring.calculation(
-        [d for n in (2, 4, 8) if (d := load(f"ring_h200_x{n}.json"))], table
-    )
+# By file, what stands between <!-- NAME --> and <!-- end of NAME -->.
+_PARTS: dict[str, dict[str, Callable[[], str]]] = {
+    "README.md": {"results": headline},
+    "docs/guide/masks.md": {"costs": costs},
+    "docs/guide/several-devices.md": {
+        "measured": several_devices,
+        "hiding": lambda: _ring.calculation(rings(), table),
+    },
+    "docs/benchmarks/h200.md": {
+        "measured": lambda: machine_page(
+            "h200", ["llama_h200_7b.json", "llama_h200_8b.json"], _SPEED
+        )
+    },
+    "docs/benchmarks/h100.md": {
+        "measured": lambda: "\n\n".join(
+            filter(
+                None,
+                [
+                    machine_page("h100", ["llama_h100_7b.json", "llama_h100_8b.json"], _SPEED),
+                    _peers.page(load("peers_h100.json"), table),
+                ],
+            )
+        )
+    },
+    "docs/benchmarks/cpu.md": {"measured": lambda: machine_page("cpu", ["llama_cpu.json"], _SPEED)},
+    "docs/benchmarks/floors.md": {"measured": lambda: sections("h200", _FLOORS)},
+    "docs/benchmarks/ablations.md": {"measured": lambda: sections("h200", _ABLATIONS)},
+}
+_PICTURES: dict[str, Callable[[], str]] = {
+    "docs/pictures/ratio.svg": lambda: _plots.ratios(load("speed_h200.json")),
+    "docs/pictures/rings.svg": lambda: _plots.efficiencies(rings()),
+}
 
 
-# What stands between <!-- NAME --> and <!-- end of NAME -->.
-_PARTS = {"several devices": several_devices, "hiding": hiding, "measured": measured}
+def wanted() -> dict[pathlib.Path, str]:
+    """Every file as it should be."""
+    files = {_ROOT / name: make() for name, make in _PICTURES.items()}
+    for name, parts in _PARTS.items():
+        text = (_ROOT / name).read_text()
+        for part, make in parts.items():
+            begin, end = f"<!-- {part} -->", f"<!-- end of {part} -->"
+            head, rest = text.split(begin)
+            _, tail = rest.split(end)
+            text = f"{head}{begin}\n{make()}\n{end}{tail}"
+        files[_ROOT / name] = text
+    return files
 
 
 def main() -> int:
-    readme = _ROOT / "README.md"
-    text = wanted = readme.read_text()
-    for name, make in _PARTS.items():
-        begin, end = f"<!-- {name} -->", f"<!-- end of {name} -->"
-        head, rest = wanted.split(begin)
-        _, tail = rest.split(end)
-        wanted = f"{head}{begin}\n{make()}\n{end}{tail}"
+    files = wanted()
     if sys.argv[1:] == ["--check"]:
-        return int(text != wanted)
-    readme.write_text(wanted)
+        stale = [p for p, text in files.items() if not p.exists() or p.read_text() != text]
+        for path in stale:
+            print(f"{path.relative_to(_ROOT)} is not what examples/results says", file=sys.stderr)
+        return int(bool(stale))
+    for path, text in files.items():
+        path.write_text(text)
     return 0
 
 
