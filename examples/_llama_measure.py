@@ -17,7 +17,10 @@ import numpy as np
 import optax
 from _llama_model import (
     ModelConfig,
+    cast,
     init_params,
+    init_state,
+    make_attention_chain,
     make_forward,
     make_loss,
     make_train_step,
@@ -27,27 +30,49 @@ from _llama_model import (
 # Relative errors, in the 2-norm, that count as agreement: twice that of XLA's attention in the
 # same dtype, and where XLA has none (float16 on CPUs), what rounding makes of such a model.
 ROUNDING = {"float32": 2e-5, "bfloat16": 5e-2, "float16": 1e-2}
+CHECKED_TOKENS = 4096  # at most: XLA's attention in float32 must fit
+SECONDS = {"cpu": 30, "gpu": 20}  # of measuring a preset, unless --rounds says how long
+
+
+class DoesNotFitError(RuntimeError):
+    """Something needs more memory than the device has."""
 
 
 def attempt(result: dict[str, Any], what: str, function: Callable, *arguments: Any) -> Any:
     """Calls the function; where the device or an attention refuses, notes it in the result."""
     try:
         return function(*arguments)
+    except DoesNotFitError as error:
+        result["error"] = f"does not fit: {error}"
     except (jax.errors.JaxRuntimeError, NotImplementedError, ValueError, RuntimeError) as error:
-        result["error"] = f"{what}: {type(error).__name__}: {str(error).splitlines()[0][:200]}"
-        print(f"{result['attention']} failed in {result['error']}", file=sys.stderr)
-        return None
+        line = str(error).splitlines()[0][:200]
+        memory = "does not fit: " if "RESOURCE_EXHAUSTED" in line else ""
+        result["error"] = f"{memory}{what}: {type(error).__name__}: {line}"
+    print(f"{result['attention']}: {result['error']}", file=sys.stderr)
+    return None
 
 
-def check(config: ModelConfig, text, results: list[dict[str, Any]]) -> None:
-    """Compares logits and gradients of each attention with the float32 model, on one sequence."""
-    config = dataclasses.replace(config, batch=1, seq=min(config.seq, 2048))
-    params = init_params(config)
+def jit(function: Callable, triton: bool = False, **options: Any) -> Any:
+    """`jax.jit`, on GPUs with matrix products from cuBLAS alone unless `triton` allows others.
+
+    Among Triton's, XLA takes minutes to choose for each model.
+    """
+    if jax.default_backend() == "gpu" and not triton:
+        options["compiler_options"] = {"xla_gpu_enable_triton_gemm": False}
+    return jax.jit(function, **options)
+
+
+def check(config: ModelConfig, text, results: list[dict[str, Any]], arguments) -> None:
+    """Compares logits and gradients of one block with those in float32, on one sequence."""
+    seq = min(config.seq, CHECKED_TOKENS)
+    config = dataclasses.replace(config, blocks=1, batch=1, seq=seq)
+    params = jax.jit(lambda: cast(init_params(config), config.dtype))()
     batch = sample_text(text, config, seed=1)
 
     def logits_and_gradients(dtype, attention):
         loss = make_loss(dataclasses.replace(config, dtype=dtype), attention)
-        (_, logits), gradients = jax.jit(jax.value_and_grad(loss, has_aux=True))(params, batch)
+        gradients = jit(jax.value_and_grad(loss, has_aux=True), arguments.triton)
+        (_, logits), gradients = gradients(cast(params, dtype), batch)
         return logits, gradients
 
     with jax.default_matmul_precision("highest"):
@@ -71,7 +96,8 @@ def check(config: ModelConfig, text, results: list[dict[str, Any]]) -> None:
     # In float32 on a CPU, XLA's error is 0: the exact model is the same computation.
     floor = ROUNDING["float32"] if plain else ROUNDING[config.dtype]
     tolerance = [max(2 * error, floor) for error in plain or (0, 0)]
-    for result in report.progress(results, "checking", len(results)):
+    checked = [result for result in results if result["attention"] != "limit"]
+    for result in report.progress(checked, "checking", len(checked)):
         name = result["attention"]
         if name == "xla":
             measured = plain
@@ -89,119 +115,157 @@ def check(config: ModelConfig, text, results: list[dict[str, Any]]) -> None:
         }
 
 
-def compile_all(config: ModelConfig, optimizer, results: list[dict[str, Any]]) -> dict:
-    """Compiles forward pass and training step of each attention; notes the planned memory."""
-    params = jax.eval_shape(lambda: init_params(config))
-    state = jax.eval_shape(optimizer.init, params)
-    text = jax.ShapeDtypeStruct((config.batch, config.seq + 1), jnp.int32)
+def shapes(config: ModelConfig) -> dict[str, Any]:
+    """Shapes and dtypes of what the timed functions take, beside the training state."""
+
+    def heads(count):
+        return jax.ShapeDtypeStruct(
+            (config.batch, config.seq, count, config.head_dim), jnp.dtype(config.dtype)
+        )
+
+    keys = (heads(config.kv_heads),) * config.blocks
+    return {
+        "text": jax.ShapeDtypeStruct((config.batch, config.seq + 1), jnp.int32),
+        "attention": (heads(config.heads), keys, keys, heads(config.heads)),
+    }
+
+
+def refuse_too_much(needed: float, what: str) -> None:
+    """Raises before the allocator does, which takes its time to find out."""
+    available = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", float("inf"))
+    if needed > available:
+        sizes = f"{needed / 2**30:.1f} GiB of {available / 2**30:.1f} GiB"
+        raise DoesNotFitError(f"{what} {sizes}")
+
+
+def compile_all(config: ModelConfig, optimizer, results, triton: bool) -> dict[str, dict]:
+    """By attention, its compiled functions by name; notes times to compile and planned memory."""
+    state = jax.eval_shape(lambda: init_state(config, optimizer))
+    text, operands = shapes(config)["text"], shapes(config)["attention"]
     tokens = jax.ShapeDtypeStruct((config.batch, config.seq), jnp.int32)
-    compiled = {}
 
-    def build(name):
-        forward = jax.jit(make_forward(config, name)).lower(params, tokens).compile()
-        step = jax.jit(make_train_step(config, name, optimizer), donate_argnums=(0, 1))
-        return forward, step.lower(params, state, text).compile()
-
-    healthy = [result for result in results if "error" not in result]
-    for result in report.progress(healthy, "compiling", len(healthy)):
-        functions = attempt(result, "compilation", build, result["attention"])
-        if functions is None:
-            continue
-        compiled[result["attention"]] = functions
-        plan = functions[1].memory_analysis()
+    def build(result):
+        name = result["attention"]
+        if name == "xla":
+            logits = 4 * config.batch * config.heads * config.seq**2
+            refuse_too_much(logits, "the float32 logits of one call take")
+        functions = {
+            "train": (make_train_step(config, name, optimizer), (state, text)),
+            "forward": (make_forward(config, name), (state.params, tokens)),
+        }
+        if name != "limit":
+            forward, both = make_attention_chain(config, name)
+            functions["attention_forward"] = (forward, operands[:3])
+            functions["attention_train"] = (both, operands)
+        compiled, result["compile_s"] = {}, {}
+        for what, (function, of) in functions.items():
+            start = time.perf_counter()
+            donated = {"donate_argnums": 0} if what == "train" else {}
+            compiled[what] = jit(function, triton, **donated).lower(*of).compile()
+            result["compile_s"][what] = time.perf_counter() - start
+        plan = compiled["train"].memory_analysis()
+        # Arguments, results and temporaries, as XLA plans them.
         result["peak_memory_bytes"] = (
             plan.argument_size_in_bytes + plan.output_size_in_bytes - plan.alias_size_in_bytes
             + plan.temp_size_in_bytes
         )  # fmt: skip
-        result["peak_memory_source"] = "XLA's plan for arguments, results, temporaries"
-    return compiled
+        refuse_too_much(result["peak_memory_bytes"], "a training step takes")
+        return compiled
+
+    healthy = [result for result in results if "error" not in result]
+    built = {
+        result["attention"]: attempt(result, "compilation", build, result)
+        for result in report.progress(healthy, "compiling", len(healthy))
+    }
+    return {name: compiled for name, compiled in built.items() if compiled}
+
+
+class Runner:
+    """Makes the calls that are timed, on one training state that all attentions share."""
+
+    def __init__(self, config: ModelConfig, optimizer, text: np.ndarray, seed: int):
+        self.state: Any = None
+        self.reset = lambda: self._reset(lambda: init_state(config, optimizer, seed))
+        self.text = jax.device_put(sample_text(text, config, seed))
+        self.tokens = self.text[:, :-1]
+        leaves, tree = jax.tree.flatten(shapes(config)["attention"])
+        draws = enumerate(jax.random.split(jax.random.key(seed), len(leaves)))
+        operands = [jax.random.normal(k, leaves[i].shape, leaves[i].dtype) for i, k in draws]
+        self.operands = jax.tree.unflatten(tree, operands)
+        self.reset()
+
+    def _reset(self, init: Callable) -> None:
+        self.state = None  # before making a new one: there may not be room for both
+        self.state = init()
+
+    def __call__(self, compiled: dict[str, Callable], what: str, calls: int = 1) -> float:
+        """Seconds that one of some calls in a row takes."""
+        start = time.perf_counter()
+        for _ in range(calls):
+            if what == "train":
+                self.state, result = compiled[what](self.state, self.text)
+            elif what == "forward":
+                result = compiled[what](self.state.params, self.tokens)
+            else:
+                count = 3 if what == "attention_forward" else 4
+                result = compiled[what](*self.operands[:count])
+        jax.block_until_ready(result)
+        return (time.perf_counter() - start) / calls
 
 
 def measure(config: ModelConfig, text, results: list[dict[str, Any]], arguments) -> None:
-    """Times forward pass and training step of each attention; fills in the results as it goes."""
+    """Times each attention's functions in turn; fills in the results as it goes."""
     optimizer = optax.adamw(arguments.learning_rate)
-    compiled = compile_all(config, optimizer, results)
-    device = jax.devices()[0]
-    batch = jax.device_put(sample_text(text, config, arguments.seed))
-    tokens = batch[:, :-1]
-    model: list[Any] = []  # parameters and optimizer state, which training steps replace
-
-    def reset():
-        model.clear()  # before making new ones: there may not be room for both
-        params = init_params(config, arguments.seed)
-        model.extend([params, jax.jit(optimizer.init)(params)])
-
-    # Several in a row, as when training: a GPU does one while the host starts the next.
-    calls = arguments.calls or (4 if device.platform == "gpu" else 1)
-
-    def run_forward(name, calls=1):
-        for _ in range(calls):
-            logits = compiled[name][0](model[0], tokens)
-        logits.block_until_ready()
-
-    def run_train(name, calls=1):
-        for _ in range(calls):
-            *model[:], loss = compiled[name][1](*model, batch)
-        loss.block_until_ready()
-
-    def run_both(name):
-        run_train(name)
-        run_forward(name)
-
-    # The device's peak never falls, so the first runs go from the leanest to the greediest: as
-    # long as the peak rises it belongs to the attention that has just run.
+    compiled = compile_all(config, optimizer, results, arguments.triton)
+    run = Runner(config, optimizer, text, arguments.seed)
     by_name = {result["attention"]: result for result in results}
+    # Several in a row, as when training: a GPU does one while the host starts the next.
+    platform = jax.default_backend()
+    calls = arguments.calls or (4 if platform == "gpu" else 1)
 
-    def device_peak():
-        return (device.memory_stats() or {}).get("peak_bytes_in_use", 0)
+    def warm_up(name):
+        """Seconds of the second run of all functions."""
+        return [sum(run(compiled[name], what) for what in compiled[name]) for _ in range(2)][1]
 
-    reset()
-    peak = device_peak()
-    for name in sorted(compiled, key=lambda name: by_name[name]["peak_memory_bytes"]):
-        attempt(by_name[name], "first run", run_both, name)
-        if "error" in by_name[name]:
+    once = 0.0
+    for name in list(compiled):
+        if seconds := attempt(by_name[name], "first run", warm_up, name):
+            once += calls * seconds
+        else:
             del compiled[name]
-            reset()  # a failed step has consumed its arguments
-            continue
-        if device_peak() > peak:
-            peak = by_name[name]["peak_memory_bytes"] = device_peak()
-            by_name[name]["peak_memory_source"] = "peak_bytes_in_use of the device's allocator"
-
-    rounds = arguments.rounds or (30 if device.platform == "gpu" else 10)
-    times: dict[tuple[str, str], list[float]] = {}
+            run.reset()  # a failed step has consumed its arguments
+    fitting = int(SECONDS.get(platform, 20) / max(once, 1e-9))
+    rounds = arguments.rounds or min(30, max(8, fitting))
+    times: dict[str, dict[str, list[float]]] = {name: {} for name in compiled}
     try:
         generator = np.random.default_rng(0)
         for _ in report.progress(range(rounds), "measuring", rounds):
             # In a new order every round: what runs before leaves clocks and power to who follows.
             for name in generator.permutation(list(compiled)).tolist():
-                for what, run in (("forward", run_forward), ("train", run_train)):
-                    start = time.perf_counter()
-                    run(name, calls)
-                    taken = (time.perf_counter() - start) / calls
-                    times.setdefault((name, what), []).append(taken)
+                for what in compiled[name]:
+                    times[name].setdefault(what, []).append(run(compiled[name], what, calls))
     finally:
-        for (name, what), taken in times.items():
-            summary = report.summarise(taken, config.tokens)
-            by_name[name][what] = summary | {"calls_in_a_row": calls}
+        for name, taken in times.items():
+            by_name[name] |= report.summarise(taken, times, config.tokens, calls)
 
 
 def train(config: ModelConfig, text, results: list[dict[str, Any]], arguments) -> None:
     """Trains one model per attention on the same batches in step, and prints the losses."""
     optimizer = optax.adamw(arguments.learning_rate)
-    params = init_params(config, arguments.seed)
-    steps, models = {}, {}
+    state = init_state(config, optimizer, arguments.seed)
+    steps, states = {}, {}
     for result in results:
         name = result["attention"]
-        steps[name] = jax.jit(make_train_step(config, name, optimizer))
-        models[name] = (params, optimizer.init(params))
+        steps[name] = jit(make_train_step(config, name, optimizer), arguments.triton)
+        states[name] = state
         result["losses"] = []
     print(f"{'step':>6}" + "".join(f"{name:>14}" for name in steps) + "    loss in nats per byte")
     every = max(1, arguments.train // 20)
     for step in range(arguments.train):
         batch = sample_text(text, config, seed=arguments.seed + step)
         for result in results:
-            *model, loss = steps[result["attention"]](*models[result["attention"]], batch)
-            models[result["attention"]] = tuple(model)
+            name = result["attention"]
+            states[name], loss = steps[name](states[name], batch)
             result["losses"].append(float(loss))
         if step % every == 0 or step + 1 == arguments.train:
             losses = "".join(f"{result['losses'][-1]:>14.5f}" for result in results)

@@ -1,23 +1,32 @@
 """Train and time LLaMA blocks with jax_flash and with the attentions of jax.nn.
 
     python examples/llama_block.py                   # sizes for the device: check, then measure
-    python examples/llama_block.py --preset 8b --seq 16384 --plot blocks.png
+    python examples/llama_block.py --presets all --plot blocks.png
+    python examples/llama_block.py --presets 8b --seq 16384
     python examples/llama_block.py --train 200       # watch the loss go down, equally for each
 
 A stack of blocks (RMSNorm, rotary embedding, grouped-query attention, SwiGLU) between an
 embedding and an output layer reads text as bytes. For each attention, the outputs and gradients
-are first compared with the same model in float32; then forward passes and training steps (loss,
-gradient, AdamW) are timed in turn, some calls in a row, in a new order every round, so that a
-disturbance hits all.
+of one block are first compared with the same in float32; then forward passes and training steps
+are timed in turn, some calls in a row, in a new order every round, so that a disturbance hits all.
 Ctrl-C ends the measurement and reports what there is.
+
+A training step is all of one: loss, gradient, AdamW on float32 masters, and the rounding of these
+to the bfloat16 parameters of the next step. A forward pass reads bfloat16 parameters, so neither
+converts any within a block. `limit` is the same model with attention left out: what no attention
+can beat. The attention calls are also timed alone, in a chain, as a share of each pass.
+Embedding and output layer are products with a vocabulary of 256, in the presets for GPUs 1% of a
+step's operations or less.
 """
 
 import argparse
 import dataclasses
+import gc
 import importlib.util
 import json
 import pathlib
 import sys
+import time
 from typing import Any
 
 import _report as report
@@ -36,18 +45,27 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--preset", choices=PRESETS, help="default: 7b on a GPU, cpu elsewhere")
-    for field in dataclasses.fields(ModelConfig):
-        flag = "--" + field.name.replace("_", "-")
-        choices = list(ROUNDING) if field.name == "dtype" else None
-        parser.add_argument(flag, type=field.type, choices=choices, help="override the preset")
     add = parser.add_argument
+    all_presets = f"all, or of {','.join(PRESETS)}; default: 7b on a GPU, cpu elsewhere"
+    add("--presets", type=preset_names, metavar="NAME,...", help=all_presets)
+    for field in dataclasses.fields(ModelConfig):
+        options = {"type": field.type}
+        if field.type is bool:
+            options = {"action": argparse.BooleanOptionalAction}
+        elif field.name == "dtype":
+            options["choices"] = list(ROUNDING)
+        add("--" + field.name.replace("_", "-"), help="override the preset", **options)
     all_of = f"of {', '.join(ATTENTIONS)}; default: all that the device has"
     add("--attention", nargs="+", choices=ATTENTIONS, metavar="NAME", help=all_of)
     add("--text", metavar="FILE", help="default: Python's own documentation")
-    add("--rounds", type=int, help="how often each is timed; default: 10, on a GPU 30")
+    add("--rounds", type=int, help="how often each is timed; default: 8 to 30, as time allows")
     add("--calls", type=int, help="calls in a row that are timed; default: 1, on a GPU 4")
     add("--train", type=int, metavar="N", help="instead of timing, train the cpu preset N steps")
+    add(
+        "--triton",
+        action="store_true",
+        help="on GPUs, let XLA choose among Triton's matrix products too, which takes it minutes",
+    )
     add("--learning-rate", type=float, default=1e-3)
     add("--seed", type=int, default=0)
     add("--json", default="llama_block.json", metavar="FILE", help="default: %(default)s")
@@ -61,18 +79,25 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     return arguments
 
 
-def make_config(arguments: argparse.Namespace, on_gpu: bool) -> tuple[str, ModelConfig]:
-    """The preset's name and its sizes with what the command line overrides."""
-    preset = arguments.preset or ("7b" if on_gpu and not arguments.train else "cpu")
+def preset_names(text: str) -> list[str]:
+    """The presets that `--presets` names; "all" are those of GPUs."""
+    names = [name for name in PRESETS if name != "cpu"] if text == "all" else text.split(",")
+    if unknown := [name for name in names if name not in PRESETS]:
+        raise argparse.ArgumentTypeError(f"no {unknown[0]!r}; there are {', '.join(PRESETS)}")
+    return names
+
+
+def make_config(preset: str, arguments: argparse.Namespace) -> ModelConfig:
+    """The preset's sizes with what the command line overrides."""
     names = [field.name for field in dataclasses.fields(ModelConfig)]
     overrides = {n: getattr(arguments, n) for n in names if getattr(arguments, n) is not None}
-    return preset, dataclasses.replace(PRESETS[preset], **overrides)
+    return dataclasses.replace(PRESETS[preset], **overrides)
 
 
 def default_attentions(config: ModelConfig, on_gpu: bool) -> list[str]:
     """cuDNN attends on NVIDIA GPUs, in 16-bit dtypes."""
     cudnn = ["cudnn"] if on_gpu and config.dtype != "float32" else []
-    return ["jax_flash", "xla", *cudnn]
+    return ["jax_flash", *cudnn, "xla", "limit"]
 
 
 def explain(config: ModelConfig) -> str:
@@ -84,7 +109,7 @@ def explain(config: ModelConfig) -> str:
         )
 
     query, key = shape(config.heads), shape(config.kv_heads)
-    explanation = jax_flash.explain(query, key, key, is_causal=True)
+    explanation = jax_flash.explain(query, key, key, is_causal=config.causal)
     choice = explanation.choices[explanation.current]
     return f"{explanation.current}: {choice.implementation}: {choice.reason}"
 
@@ -107,52 +132,80 @@ def summarise_training(results: list[dict[str, Any]]) -> dict[str, Any]:
     return summary
 
 
-def main(argv: list[str] | None = None) -> int:
-    """Runs the command line; returns 0, 1 if something disagrees or failed, 130 on Ctrl-C."""
-    arguments = parse_arguments(argv)
-    device = jax.devices()[0]
-    on_gpu = device.platform == "gpu"
-    preset, config = make_config(arguments, on_gpu)
-    text = load_text(arguments.text)
-    if len(text) < config.seq + 1:
-        sys.exit(f"the text has {len(text)} bytes, fewer than --seq + 1 = {config.seq + 1}")
+def run_preset(preset: str, text, arguments: argparse.Namespace, output: dict[str, Any]) -> bool:
+    """Measures or trains one preset, adds it to the output and prints it; whether all went well."""
+    config = make_config(preset, arguments)
+    on_gpu = output["device"]["platform"] == "gpu"
     names = arguments.attention or default_attentions(config, on_gpu)
-    output = {
-        **report.environment(device),
+    if arguments.train:
+        names = [name for name in names if name != "limit"]  # has no losses to compare
+    run: dict[str, Any] = {
         "preset": preset,
         "model": dataclasses.asdict(config),
-        "text": arguments.text or "pydoc_data.topics",
         "jax_flash_runs_as": explain(config),
-        "interrupted": False,
         "results": (results := [{"attention": name} for name in names]),
     }
-    where = output["device"]
-    print(f"{where['kind']} ({where['platform']}), jax {jax.__version__}; preset {preset}:")
-    print("  " + ", ".join(f"{name} {size}" for name, size in output["model"].items()))
-    print(f"  jax_flash on {output['jax_flash_runs_as']}")
+    output["runs"].append(run)
+    print(f"\n{preset}: " + ", ".join(f"{name} {size}" for name, size in run["model"].items()))
+    print(f"  jax_flash on {run['jax_flash_runs_as']}")
+    start = time.perf_counter()
     try:
         if arguments.train:
             train(config, text, results, arguments)
         else:
-            check(config, text, results)
+            check(config, text, results, arguments)
             measure(config, text, results, arguments)
     except KeyboardInterrupt:
         output["interrupted"] = True
         print("\ninterrupted; this is what was measured", file=sys.stderr)
+    run["seconds"] = time.perf_counter() - start
+    # That the device has no room for a peer is a result, too.
+    failed = any(
+        "error" in r and (r["attention"] == "jax_flash" or "does not fit" not in r["error"])
+        for r in results
+    )
     if arguments.train:
-        output["training"] = summarise_training(results)
-        good = not output["training"] or output["training"]["equal"]
-    else:
-        print(report.format_results(results))
-        good = all(r.get("agreement", {}).get("agrees", True) for r in results)
-    pathlib.Path(arguments.json).write_text(json.dumps(output, indent=2) + "\n")
+        run["training"] = summarise_training(results)
+        return not failed and run["training"].get("equal", True)
+    print(report.format_results(results))
+    compiling = sum(sum(result.get("compile_s", {}).values()) for result in results)
+    print(f"{run['seconds']:.0f} s, of which {compiling:.0f} s to compile what is timed")
+    return not failed and all(r.get("agreement", {}).get("agrees", True) for r in results)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Runs the command line; returns 0, 1 if something disagrees or failed, 130 on Ctrl-C."""
+    arguments = parse_arguments(argv)
+    device = jax.devices()[0]
+    default = "7b" if device.platform == "gpu" and not arguments.train else "cpu"
+    presets = arguments.presets or [default]
+    text = load_text(arguments.text)
+    longest = max(make_config(preset, arguments).seq for preset in presets)
+    if len(text) < longest + 1:
+        sys.exit(f"the text has {len(text)} bytes, fewer than --seq + 1 = {longest + 1}")
+    output: dict[str, Any] = {
+        **report.environment(device),
+        "text": arguments.text or "pydoc_data.topics",
+        "interrupted": False,
+        "runs": [],
+    }
+    where = output["device"]
+    print(f"{where['kind']} ({where['platform']}), jax {jax.__version__}")
+    good = True
+    for preset in presets:
+        good &= run_preset(preset, text, arguments, output)
+        # After each, so that nothing is lost if the next is cut off.
+        pathlib.Path(arguments.json).write_text(json.dumps(output, indent=2) + "\n")
+        if output["interrupted"]:
+            break
+        # What is compiled for one preset holds memory that the next may need.
+        jax.clear_caches()
+        gc.collect()
     print(f"wrote {arguments.json}")
     if arguments.plot and not arguments.train:
-        report.plot_results(results, f"LLaMA blocks ({preset}) on {where['kind']}", arguments.plot)
+        report.plot_results(output["runs"], f"LLaMA blocks on {where['kind']}", arguments.plot)
         print(f"wrote {arguments.plot}")
-    if output["interrupted"]:
-        return 130
-    return 0 if good and not any("error" in result for result in results) else 1
+    return 130 if output["interrupted"] else int(not good)
 
 
 if __name__ == "__main__":

@@ -8,12 +8,16 @@ import re
 import signal
 import subprocess
 import sys
+import types
 
+import jax
+import jax.numpy as jnp
 import pytest
 
 import jax_flash
 
 pytest.importorskip("flax")
+optax = pytest.importorskip("optax")
 
 LLAMA_BLOCK = pathlib.Path(__file__).parent.parent / "examples" / "llama_block.py"
 TINY = ["--blocks", "1", "--d-model", "32", "--heads", "4", "--kv-heads", "2", "--head-dim", "8",
@@ -58,17 +62,17 @@ def test_llama_block_measures(tmp_path):
         "--plot",
         str(tmp_path / "out.png"),
     )
-    assert output["preset"] == "cpu" or output["device"]["platform"] == "gpu"
-    assert output["model"]["d_model"] == 32
     assert output["text"] == str(text)
     assert not output["interrupted"]
     assert output["versions"].keys() >= {"python", "jax", "jaxlib", "flax"}
     assert "--rounds 6" in output["command"]
-    assert {"jax_flash", "xla"} <= {result["attention"] for result in output["results"]}
-    for result in output["results"]:
-        agreement = result["agreement"]
-        assert agreement["agrees"]
-        assert max(agreement["logits_error"], agreement["worst_gradient_error"]) < 0.05
+    (measured,) = output["runs"]
+    assert measured["preset"] == "cpu" or output["device"]["platform"] == "gpu"
+    assert measured["model"]["d_model"] == 32
+    results = {result["attention"]: result for result in measured["results"]}
+    assert {"jax_flash", "xla", "limit"} <= results.keys()
+    for name, result in results.items():
+        assert name in printed
         assert result["peak_memory_bytes"] > 0
         for what in ("forward", "train"):
             summary = result[what]
@@ -78,16 +82,128 @@ def test_llama_block_measures(tmp_path):
             assert 0 < low <= summary["median_s"] <= high
             assert summary["tokens_per_second"] == pytest.approx(48 / summary["median_s"])
             assert summary["coverage"] == 0.95
-        assert result["attention"] in printed
+            assert result["compile_s"][what] > 0
+            for other, ratio in result["over"][what].items():
+                expected = results[other][what]["median_s"] / summary["median_s"]
+                assert ratio["ratio"] == pytest.approx(expected)
+            assert result["over"][what].keys() == results.keys() - {name}
+            if name == "limit":
+                continue
+            alone = result[f"attention_{what}"]["median_s"]
+            assert result["share"][what] == pytest.approx(alone / summary["median_s"])
+        if name == "limit":  # not the same model
+            assert "agreement" not in result
+            continue
+        agreement = result["agreement"]
+        assert agreement["agrees"]
+        assert max(agreement["logits_error"], agreement["worst_gradient_error"]) < 0.05
     assert (tmp_path / "out.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_llama_block_runs_presets_in_turn(tmp_path):
+    printed, output = run(
+        tmp_path,
+        "--presets",
+        "8b,image",
+        "--rounds",
+        "1",
+        "--attention",
+        "jax_flash",
+        "--batch",
+        "1",
+    )
+    causal, full = (one["model"] for one in output["runs"])
+    assert [one["preset"] for one in output["runs"]] == ["8b", "image"]
+    assert causal["causal"]
+    assert not full["causal"]
+    for name in ("8b", "image"):
+        assert f"\n{name}: blocks 1, d_model 32" in printed
+    for one in output["runs"]:
+        (result,) = one["results"]
+        assert result["agreement"]["agrees"]
+        assert result["train"]["times_s"]
+
+
+@pytest.fixture
+def llama(monkeypatch):
+    """The modules of the example, as the example imports them."""
+    monkeypatch.syspath_prepend(LLAMA_BLOCK.parent)
+    import _llama_measure
+    import _llama_model
+
+    return _llama_model, _llama_measure
+
+
+def small(model, **changes):
+    sizes = {"blocks": 2, "d_model": 32, "heads": 4, "kv_heads": 2, "head_dim": 8, "ffn": 64,
+             "seq": 16, "batch": 2, "dtype": "bfloat16"}  # fmt: skip
+    return model.ModelConfig(**sizes | changes)
+
+
+def test_training_steps_keep_float32_masters(llama):
+    model, _ = llama
+    config = small(model)
+    optimizer = optax.sgd(2.0**-12)  # most steps are less than a rounding of bfloat16
+    state = start = model.init_state(config, optimizer)
+    text = model.sample_text(model.load_text(None), config, seed=0)
+    step = jax.jit(model.make_train_step(config, "xla", optimizer))
+    for _ in range(3):
+        state, _ = step(state, text)
+    dtypes = {x.dtype for x in jax.tree.leaves(state.params)}
+    assert dtypes == {jnp.dtype("bfloat16")}
+    assert {x.dtype for x in jax.tree.leaves(state.masters)} == {jnp.dtype("float32")}
+    rounded = jax.tree.leaves(model.cast(state.masters, "bfloat16"))
+    assert all(map(jnp.array_equal, rounded, jax.tree.leaves(state.params)))
+    moved = zip(*map(jax.tree.leaves, (state.masters, start.masters)), strict=True)
+    assert all((new != old).any() for new, old in moved)
+
+
+def test_no_step_converts_parameters_or_scatters(llama):
+    # What is not a block has to be cheap: masters are read by the optimizer alone, and an
+    # embedding by lookup has a scatter as its gradient.
+    model, _ = llama
+    config = small(model)
+    optimizer = optax.adamw(1e-3)
+    state = jax.eval_shape(lambda: model.init_state(config, optimizer))
+    text = jax.ShapeDtypeStruct((config.batch, config.seq + 1), jnp.int32)
+    step = jax.jit(model.make_train_step(config, "limit", optimizer)).lower(state, text).as_text()
+    assert "scatter" not in step
+    weights = f"{config.d_model}x{config.ffn}xf32"
+    casts = re.findall(rf"stablehlo.convert .*tensor<{weights}>\) -> tensor<.*bf16>", step)
+    assert len(casts) == 2 * config.blocks  # gate and up, each once
+
+
+def test_the_limit_keeps_every_projection(llama):
+    model, _ = llama
+    config = small(model, causal=False)
+    params = model.init_params(config)
+    text = model.sample_text(model.load_text(None), config, seed=0)
+    gradients = jax.grad(lambda params: model.make_loss(config, "limit")(params, text)[0])(params)
+    assert all(jnp.any(x != 0) for x in jax.tree.leaves(gradients))
+
+
+def test_what_does_not_fit_is_said_in_the_row(llama, monkeypatch):
+    model, measure = llama
+    import _report
+
+    device = types.SimpleNamespace(memory_stats=lambda: {"bytes_limit": 4000})
+    monkeypatch.setattr(jax, "devices", lambda: [device])
+    results = [{"attention": "xla"}, {"attention": "jax_flash"}]
+    compiled = measure.compile_all(small(model), optax.sgd(1.0), results, triton=False)
+    assert compiled == {}
+    table = _report.format_results(results)
+    # 4 bytes for each of 2 x 4 x 16 x 16 logits.
+    assert re.search(r"xla .* does not fit: the float32 logits of one call take 0.0 GiB", table)
+    assert re.search(r"jax_flash .* does not fit: a training step takes 0.0 GiB", table)
 
 
 def test_llama_block_trains(tmp_path):
     printed, output = run(tmp_path, "--train", "40", "--batch", "2", "--learning-rate", "0.01")
     assert "loss in nats per byte" in printed
-    assert output["training"]["decreased"]
-    assert output["training"]["equal"]
-    for result in output["results"]:
+    (trained,) = output["runs"]
+    assert trained["training"]["decreased"]
+    assert trained["training"]["equal"]
+    for result in trained["results"]:
         losses = result["losses"]
         assert len(losses) == 40
         # From about the entropy of 256 equally likely bytes to below that of English letters
@@ -116,10 +232,10 @@ def test_llama_block_keeps_what_was_measured_before_an_interrupt(tmp_path):
         process.kill()
     assert process.returncode == 130, seen + errors
     assert b"interrupted" in errors
-    assert b"train tok/s" in printed
+    assert b"tokens/s" in printed
     output = json.loads((tmp_path / "out.json").read_text())
     assert output["interrupted"]
-    for result in output["results"]:
+    for result in output["runs"][0]["results"]:
         assert len(result["train"]["times_s"]) >= 2
 
 

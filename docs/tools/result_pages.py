@@ -21,7 +21,8 @@ import _ring
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
 _RESULTS = _ROOT / "examples" / "results"
-_NAMES = {"jax_flash": "jax_flash", "xla": "jax.nn xla", "cudnn": "jax.nn cudnn"}
+_NAMES = {"jax_flash": "jax_flash", "xla": "jax.nn xla", "cudnn": "jax.nn cudnn",
+          "limit": "no attention"}  # fmt: skip
 
 
 def load(name: str) -> dict[str, Any] | None:
@@ -65,23 +66,32 @@ def llama(names: list[str]) -> str:
     for name in names:
         if document := load(name):
             groups.setdefault(where(document), []).append(document)
-    header = ["preset", "attention", "forward tokens/s", "training tokens/s", "peak memory"]
+    header = ["preset", "attention", "forward tokens/s", "training tokens/s",
+              "attention's share", "peak memory"]  # fmt: skip
     parts = []
     for place, documents in groups.items():
+        # Files of one preset are from before `llama_block.py` ran several.
+        runs = [run for document in documents for run in document.get("runs", [document])]
         rows = [
-            [
-                document["preset"],
-                _NAMES[result["attention"]],
-                *(f"{result[what]['tokens_per_second']:,.0f}" if what in result else "-"
-                  for what in ("forward", "train")),
-                f"{result['peak_memory_bytes'] / 2**20:,.0f} MiB",
-            ]
-            for document in documents
-            for result in document["results"]
-        ]  # fmt: skip
+            [run["preset"], _NAMES[result["attention"]], *llama_cells(result)]
+            for run in runs
+            for result in run["results"]
+        ]
         how = block([*map(command, documents)])
         parts.append(f"on {place}:\n\n{table(header, rows)}\n\n{how}")
     return "\n\n".join(parts)
+
+
+def llama_cells(result: dict[str, Any]) -> list[str]:
+    """What was measured of an attention, or why nothing was."""
+    if "error" in result:
+        return [result["error"], "-", "-", "-"]
+    share = result.get("share", {}).get("train")
+    return [
+        *(f"{result[what]['tokens_per_second']:,.0f}" for what in ("forward", "train")),
+        f"{share:.0%}" if share else "-",
+        f"{result['peak_memory_bytes'] / 2**20:,.0f} MiB",
+    ]
 
 
 def cell(row: dict[str, Any] | None, unit: str) -> str:
