@@ -63,7 +63,7 @@ class _Exchange:
         return x
 
     def to_sequence(self, name: str, x: jax.Array, operand: jax.Array | None) -> jax.Array:
-        if name != "bias":
+        if name != "bias" or operand is None:
             heads, tokens = self._axes(name, x)
             return jax.lax.all_to_all(x, self._axis_name, tokens, heads, tiled=True)
         heads, tokens = self._axes(name, operand)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from typing import Any, Literal, overload
 
 import jax
 import jax.numpy as jnp
@@ -12,8 +13,99 @@ from jax_flash import autodiff, dispatch
 from jax_flash.call import Call, WindowSize, make_call
 from jax_flash.passes import Pass
 from jax_flash.sequence import sequence_of_mesh, shard_sequence
+from jax_flash.spec import Implementation, Mode, Order
 
 Abstract = ArrayLike | jax.ShapeDtypeStruct
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: WindowSize = None,
+    implementation: Implementation | None = None,
+    return_residual: Literal[False] = False,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    query_offset: ArrayLike = 0,
+    sinks: ArrayLike | None = None,
+    logits_soft_cap: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: ArrayLike | None = None,
+    broadcast_dropout: bool = False,
+    deterministic: bool = False,
+    sequence_axis: str | tuple[str, ...] | None = None,
+    sequence_order: Order = "contiguous",
+    sequence_mode: Mode = "ring",
+) -> jax.Array: ...
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: WindowSize = None,
+    implementation: Implementation | None = None,
+    return_residual: Literal[True],
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    query_offset: ArrayLike = 0,
+    sinks: ArrayLike | None = None,
+    logits_soft_cap: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: ArrayLike | None = None,
+    broadcast_dropout: bool = False,
+    deterministic: bool = False,
+    sequence_axis: str | tuple[str, ...] | None = None,
+    sequence_order: Order = "contiguous",
+    sequence_mode: Mode = "ring",
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def dot_product_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: WindowSize = None,
+    implementation: Implementation | None = None,
+    return_residual: bool,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    query_offset: ArrayLike = 0,
+    sinks: ArrayLike | None = None,
+    logits_soft_cap: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: ArrayLike | None = None,
+    broadcast_dropout: bool = False,
+    deterministic: bool = False,
+    sequence_axis: str | tuple[str, ...] | None = None,
+    sequence_order: Order = "contiguous",
+    sequence_mode: Mode = "ring",
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def dot_product_attention(
@@ -28,7 +120,7 @@ def dot_product_attention(
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: WindowSize = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     return_residual: bool = False,
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
@@ -40,8 +132,8 @@ def dot_product_attention(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     sequence_axis: str | tuple[str, ...] | None = None,
-    sequence_order: str = "contiguous",
-    sequence_mode: str = "ring",
+    sequence_order: Order = "contiguous",
+    sequence_mode: Mode = "ring",
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""Scaled dot-product attention, fused: no array of size T * S is ever stored.
 
@@ -264,7 +356,7 @@ def abstract_call(
     query_seq_lengths: Abstract | None = None,
     key_value_seq_lengths: Abstract | None = None,
     local_window_size: WindowSize = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     return_residual: bool = False,
     query_segment_ids: Abstract | None = None,
     key_value_segment_ids: Abstract | None = None,
@@ -276,8 +368,8 @@ def abstract_call(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     sequence_axis: str | tuple[str, ...] | None = None,
-    sequence_order: str = "contiguous",
-    sequence_mode: str = "ring",
+    sequence_order: Order = "contiguous",
+    sequence_mode: Mode = "ring",
 ) -> Call:
     """The call that `dot_product_attention` makes of its arguments, with abstract operands.
 
@@ -285,10 +377,10 @@ def abstract_call(
       As `dot_product_attention` does; but not that `implementation` cannot run the call.
     """
     sequence = sequence_of_mesh(sequence_axis, sequence_order, sequence_mode, query_offset)
-    abstract: list[jax.ShapeDtypeStruct] = []
+    abstract: list[Any] = []
 
     def made(*arrays: jax.Array) -> Call:
-        def given(x):
+        def given(x: Any) -> Any:
             """The array that stands for x, if that is abstract."""
             index = next((i for i, y in enumerate(abstract) if y is x), None)
             return x if index is None else arrays[index]
@@ -339,7 +431,7 @@ def explain(
     query_seq_lengths: Abstract | None = None,
     key_value_seq_lengths: Abstract | None = None,
     local_window_size: WindowSize = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     return_residual: bool = False,
     query_segment_ids: Abstract | None = None,
     key_value_segment_ids: Abstract | None = None,
@@ -351,8 +443,8 @@ def explain(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     sequence_axis: str | tuple[str, ...] | None = None,
-    sequence_order: str = "contiguous",
-    sequence_mode: str = "ring",
+    sequence_order: Order = "contiguous",
+    sequence_mode: Mode = "ring",
 ) -> Explanation:
     """Says which implementation `dot_product_attention` gets with these arguments, and why.
 

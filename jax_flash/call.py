@@ -99,8 +99,8 @@ def make_call(
     alike = flag("broadcast_dropout", broadcast_dropout)
     query = array("query", query)
     has_batch = query.ndim > 3
-    folds_scale = scale is not None and not is_number(scale)
-    caps_by_array = logits_soft_cap is not None and not is_number(logits_soft_cap)
+    scale_array = None if scale is None or is_number(scale) else scale
+    cap_array = None if logits_soft_cap is None or is_number(logits_soft_cap) else logits_soft_cap
     sides, window = _window(local_window_size)
     if scale is None and query.ndim and is_symbolic_dim(query.shape[-1]):
         raise ValueError(
@@ -109,10 +109,10 @@ def make_call(
         )
     spec = make_spec(
         head_dim=query.shape[-1] if query.ndim else 0,
-        scale=1.0 if folds_scale else scale,
+        scale=scale if scale is None or is_number(scale) else 1.0,
         is_causal=is_causal,
         window=sides,
-        logits_soft_cap=None if caps_by_array else logits_soft_cap,
+        logits_soft_cap=logits_soft_cap if is_number(logits_soft_cap) else None,
         dropout_rate=dropout_rate,
         deterministic=deterministic,
         implementation=implementation,
@@ -129,8 +129,8 @@ def make_call(
                 f"{name}: expected a sequence of at most 2**31 - 1 tokens, since positions are "
                 f"int32, got {sizes[letter] * parts}"
             )
-    if folds_scale:
-        operands["query"] = _scaled(operands["query"], scale, batch)
+    if scale_array is not None:
+        operands["query"] = _scaled(operands["query"], scale_array, batch)
     for name, x in (("bias", bias), ("mask", mask)):
         if x is not None:
             operands[name] = _matrix(name, x, operands["query"].dtype, batch, sizes, parts)
@@ -146,9 +146,8 @@ def make_call(
         operands["window"] = window.reshape((1,) * len(batch) + (2,))
     if sinks is not None:
         operands["sinks"] = _sinks(sinks, operands["query"].dtype, batch, heads)
-    if caps_by_array:
-        cap = _soft_cap(logits_soft_cap, operands["query"].dtype, batch)
-        operands["logits_soft_cap"] = cap
+    if cap_array is not None:
+        operands["logits_soft_cap"] = _soft_cap(cap_array, operands["query"].dtype, batch)
     if spec.dropout_threshold:
         operands |= _dropout(dropout_seed, batch, heads, alike)
     if sequence is not None:

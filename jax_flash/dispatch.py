@@ -113,7 +113,7 @@ def without_kernel(operands: Iterable[str]) -> str | None:
 
 def _reason(spec: AttentionSpec, platform: str) -> str:
     if platform == "cpu":
-        return f"the native CPU kernel ({ffi.native.instruction_set()}) supports the call"
+        return f"the native CPU kernel ({_library().instruction_set()}) supports the call"
     families = _families()
     if spec.implementation in FAMILIES:
         return f"the sm_{FAMILIES[spec.implementation]} kernels support the call"
@@ -159,7 +159,7 @@ def _unsupported_on_cuda(spec: AttentionSpec, problem: _Problem) -> str | None:
     limit = max(
         (
             head_dim
-            for _, family, dtype, head_dim in ffi.native.cuda_instances()
+            for _, family, dtype, head_dim in _library().cuda_instances()
             if dtype == problem.dtype and wanted in (None, family)
         ),
         default=None,
@@ -178,8 +178,13 @@ def _unsupported_on_cuda(spec: AttentionSpec, problem: _Problem) -> str | None:
     return None
 
 
+def _library() -> Any:
+    """The native library, where it is known to be loaded."""
+    return ffi.native
+
+
 def _families() -> set[int]:
-    return {family for _, family, _, _ in ffi.native.cuda_instances()}
+    return {family for _, family, _, _ in _library().cuda_instances()}
 
 
 def _compute_capabilities() -> list[int]:

@@ -10,7 +10,7 @@ from jax.export import is_symbolic_dim
 
 from jax_flash.attention import Abstract, abstract_call
 from jax_flash.operands import batch_shape
-from jax_flash.spec import AttentionSpec
+from jax_flash.spec import AttentionSpec, Implementation, Mode, Order
 
 
 class Flops(NamedTuple):
@@ -37,7 +37,7 @@ def flops(
     query_seq_lengths: Abstract | None = None,
     key_value_seq_lengths: Abstract | None = None,
     local_window_size: int | tuple[int | None, int | None] | None = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     return_residual: bool = False,
     query_segment_ids: Abstract | None = None,
     key_value_segment_ids: Abstract | None = None,
@@ -49,8 +49,8 @@ def flops(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     sequence_axis: str | tuple[str, ...] | None = None,
-    sequence_order: str = "contiguous",
-    sequence_mode: str = "ring",
+    sequence_order: Order = "contiguous",
+    sequence_mode: Mode = "ring",
 ) -> Flops:
     r"""Counts the floating point operations of `dot_product_attention` with these arguments.
 
@@ -130,7 +130,7 @@ def _pairs(spec: AttentionSpec, q_len: int, kv_len: int, offset: int | None) -> 
     if spec.is_causal:
         right = 0
     if offset is None:
-        width = kv_len if None in (left, right) else left + right + 1
+        width = kv_len if left is None or right is None else left + right + 1
         return q_len * min(kv_len, width)
     positions = np.arange(q_len, dtype=np.int64) + offset
     first = np.zeros_like(positions) if left is None else np.maximum(positions - left, 0)

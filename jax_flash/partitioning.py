@@ -116,9 +116,9 @@ def _vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def match_sharding(gradient: jax.Array | None, operand: jax.Array) -> jax.Array | None:
+def match_sharding(gradient: jax.Array, operand: jax.Array) -> jax.Array:
     """Gives a gradient its operand's type, which on an Explicit mesh includes the sharding."""
-    if gradient is None or AxisType.Explicit not in jax.typeof(operand).sharding.mesh.axis_types:
+    if AxisType.Explicit not in jax.typeof(operand).sharding.mesh.axis_types:
         return gradient
     return jax.sharding.reshard(gradient, jax.typeof(operand).sharding)
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import functools
 import math
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -67,7 +68,7 @@ def forward(spec: AttentionSpec, operands: Operands, *, block_q: int | None = No
     return {**results, "out": results["out"].astype(query.dtype)}
 
 
-def _block_size(q_len, logits_per_query) -> int:
+def _block_size(q_len: Any, logits_per_query: Any) -> Any:
     """Queries in a block; either number may be symbolic, under `jax.export`."""
     if is_symbolic_dim(q_len):
         return q_len  # blocks of it have no sizes that are known
@@ -131,7 +132,7 @@ def _has_mask(spec: AttentionSpec, operands: Operands) -> bool:
     return spec.is_causal or spec.has_window or any(OPERANDS[name].forbids for name in operands)
 
 
-def _over_query_blocks(function, operands: Operands, block_q: int, reduce=None):
+def _over_query_blocks(function, operands: Operands, block_q: Any, reduce=None) -> Any:
     """Calls `function(operands, first)` for blocks of queries that start at `first`.
 
     The results, by name as in `OPERANDS`, are concatenated along T; or, if each is one
@@ -162,6 +163,7 @@ def _over_query_blocks(function, operands: Operands, block_q: int, reduce=None):
     def join(name, blocks, last):
         # [count, ..., block_q, ...] to [..., count * block_q, ...]
         axis = axis_of(name, "T", 0)
+        assert axis is not None  # every result has the axis
         blocks = jnp.moveaxis(blocks, 0, axis - 1)
         shape = blocks.shape
         axis %= len(shape)
@@ -268,13 +270,14 @@ def _forward_block(spec, accumulator, operands: Operands, first) -> Operands:
         logits = cap * jnp.tanh(logits / cap)
 
     maximum = jnp.max(jnp.where(allowed, logits, -jnp.inf), axis=-1, initial=-jnp.inf)
+    sinks = None
     if "sinks" in operands:
         sinks = _heads_last_group(operands["sinks"].astype(accumulator), -1, kv_heads)[..., None]
         maximum = jnp.maximum(maximum, sinks)
     maximum = jax.lax.stop_gradient(jnp.where(maximum == -jnp.inf, 0, maximum))
     weights = jnp.where(allowed, jnp.exp(logits - maximum[..., None]), 0)
     total = weights.sum(axis=-1)
-    if "sinks" in operands:
+    if sinks is not None:
         total = total + jnp.where(row_exists, jnp.exp(sinks - maximum), 0)
     empty = total == 0
     total = jnp.where(empty, 1, total)

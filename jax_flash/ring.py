@@ -2,12 +2,105 @@
 
 from __future__ import annotations
 
+from typing import Literal, overload
+
 import jax
 from jax.typing import ArrayLike
 
 from jax_flash.attention import run
 from jax_flash.call import WindowSize, make_call
 from jax_flash.sequence import make_sequence, mesh_axes
+from jax_flash.spec import Implementation, Mode, Order
+
+
+@overload
+def ring_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    axis_name: str | tuple[str, ...],
+    order: Order = "contiguous",
+    mode: Mode = "ring",
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: WindowSize = None,
+    implementation: Implementation | None = None,
+    return_residual: Literal[False] = False,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    query_offset: ArrayLike = 0,
+    sinks: ArrayLike | None = None,
+    logits_soft_cap: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: ArrayLike | None = None,
+    broadcast_dropout: bool = False,
+    deterministic: bool = False,
+) -> jax.Array: ...
+
+
+@overload
+def ring_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    axis_name: str | tuple[str, ...],
+    order: Order = "contiguous",
+    mode: Mode = "ring",
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: WindowSize = None,
+    implementation: Implementation | None = None,
+    return_residual: Literal[True],
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    query_offset: ArrayLike = 0,
+    sinks: ArrayLike | None = None,
+    logits_soft_cap: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: ArrayLike | None = None,
+    broadcast_dropout: bool = False,
+    deterministic: bool = False,
+) -> tuple[jax.Array, jax.Array]: ...
+
+
+@overload
+def ring_attention(
+    query: ArrayLike,
+    key: ArrayLike,
+    value: ArrayLike,
+    bias: ArrayLike | None = None,
+    mask: ArrayLike | None = None,
+    *,
+    axis_name: str | tuple[str, ...],
+    order: Order = "contiguous",
+    mode: Mode = "ring",
+    scale: ArrayLike | None = None,
+    is_causal: bool = False,
+    query_seq_lengths: ArrayLike | None = None,
+    key_value_seq_lengths: ArrayLike | None = None,
+    local_window_size: WindowSize = None,
+    implementation: Implementation | None = None,
+    return_residual: bool,
+    query_segment_ids: ArrayLike | None = None,
+    key_value_segment_ids: ArrayLike | None = None,
+    query_offset: ArrayLike = 0,
+    sinks: ArrayLike | None = None,
+    logits_soft_cap: ArrayLike | None = None,
+    dropout_rate: float = 0.0,
+    dropout_seed: ArrayLike | None = None,
+    broadcast_dropout: bool = False,
+    deterministic: bool = False,
+) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
 def ring_attention(
@@ -18,14 +111,14 @@ def ring_attention(
     mask: ArrayLike | None = None,
     *,
     axis_name: str | tuple[str, ...],
-    order: str = "contiguous",
-    mode: str = "ring",
+    order: Order = "contiguous",
+    mode: Mode = "ring",
     scale: ArrayLike | None = None,
     is_causal: bool = False,
     query_seq_lengths: ArrayLike | None = None,
     key_value_seq_lengths: ArrayLike | None = None,
     local_window_size: WindowSize = None,
-    implementation: str | None = None,
+    implementation: Implementation | None = None,
     return_residual: bool = False,
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,

@@ -9,7 +9,9 @@ skip tiles.
 
 from __future__ import annotations
 
+import functools
 import math
+import operator
 from collections.abc import Callable
 
 import jax
@@ -60,7 +62,7 @@ def restore(name: str, x: jax.Array, accumulator) -> jax.Array:
             parts = [
                 jax.lax.index_in_dim(x, i, place, keepdims=False) for i in range(x.shape[place])
             ]
-            x = sum(part.astype(accumulator) for part in parts)
+            x = functools.reduce(operator.add, [part.astype(accumulator) for part in parts])
             continue
         axis += "TS".index(letter)  # the chunk axis of T lies before it still
         x = jnp.moveaxis(x, place, axis)

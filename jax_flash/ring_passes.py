@@ -14,6 +14,7 @@ Reference: Liu et al., "Ring attention with blockwise transformers", 2023, secti
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -105,7 +106,8 @@ class _Ring:
                 hop = sorted({pair for k in range(step, last) for pair in route.hop(k)})
 
                 def body(state, shift, hop=hop, gradient_hop=gradient_hop):
-                    return visit(*state, shift, hop, gradient_hop), None
+                    visiting, carry = state
+                    return visit(visiting, carry, shift, hop, gradient_hop), None
 
                 shifts = jnp.arange(step, last, dtype=jnp.int32)
                 (visiting, carry), _ = jax.lax.scan(body, (visiting, carry), shifts)
@@ -213,7 +215,7 @@ def backward(
     ring = _Ring(spec, sequence, operands)
     run = one_key_chunk_at_a_time(run)
 
-    parcel = None
+    parcel: Any = None  # the _Parcel of the gradients that travel
 
     def step_of(carry, gradient_hop, source, block):
         # kept: gradients of what stays on this device; carried: of what visits, from the devices

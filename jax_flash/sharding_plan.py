@@ -197,5 +197,5 @@ def sharding_rule(operand_shapes: Shapes, result_shapes: Shapes, batch) -> SdySh
         operand_mappings,
         result_mappings,
         need_replication_factors=tuple(replicated),
-        **sizes,
+        **sizes,  # pyright: ignore[reportArgumentType]: each is the size of a named factor
     )

@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 import math
 import numbers
-from typing import Any
+from typing import Any, Literal, TypeGuard
 
 import jax
+import jax.core
 import numpy as np
 
 # The families of CUDA kernels, by the implementations that insist on them.
-FAMILIES = {"flash_sm80": 80, "flash_sm90": 90}
+FAMILIES: dict[str | None, int] = {"flash_sm80": 80, "flash_sm90": 90}
+Implementation = Literal["flash", "flash_sm80", "flash_sm90", "reference", "xla", "cudnn"]
 IMPLEMENTATIONS = (None, "flash", *FAMILIES, "reference")
 # Names that jax.nn.dot_product_attention uses, and ours for the same wish.
 _JAX_NN_IMPLEMENTATIONS = {"xla": None, "cudnn": "flash"}
@@ -21,8 +23,10 @@ _RANDOM = 2**16
 
 
 # Of a sharded sequence: see sequence.py, and ring.py and all_to_all.py.
-ORDERS = ("contiguous", "zigzag")
-MODES = ("ring", "all_to_all")
+Order = Literal["contiguous", "zigzag"]
+Mode = Literal["ring", "all_to_all"]
+ORDERS: tuple[Order, ...] = ("contiguous", "zigzag")
+MODES: tuple[Mode, ...] = ("ring", "all_to_all")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -46,7 +50,7 @@ class SequenceSharding:
     @property
     def axis_name(self):
         """For collectives."""
-        return self.axes if len(self.axes) > 1 else self.axes[0]
+        return self.axes[0] if len(self.axes) == 1 else self.axes
 
     @property
     def chunks(self) -> int:
@@ -183,7 +187,7 @@ def make_spec(
     )
 
 
-def is_number(value: Any) -> bool:
+def is_number(value: Any) -> TypeGuard[float]:
     """Whether it is a real number of Python's or NumPy's, which is known in any case."""
     if isinstance(value, np.ndarray):
         return value.ndim == 0 and value.dtype.kind in "iuf"

@@ -183,7 +183,8 @@ def dot_product_attention_with_rope(
     if not isinstance(rope, Rotary):
         rope = Rotary(theta=rope.theta)
     q_len, kv_len = query.shape[-3], key.shape[-3]
-    query_positions = key_positions = input_positions
+    query_positions = jnp.arange(kv_len) if input_positions is None else input_positions
+    key_positions = query_positions
     if q_len != kv_len:
         if input_positions is None:
             raise ValueError(
@@ -191,8 +192,6 @@ def dot_product_attention_with_rope(
                 f"None for {q_len} queries and {kv_len} keys"
             )
         key_positions = jnp.arange(kv_len)
-    elif input_positions is None:
-        query_positions = key_positions = jnp.arange(kv_len)
     query, key = rope(query, query_positions), rope(key, key_positions)
     return dot_product_attention(query, key, value, **options)
 

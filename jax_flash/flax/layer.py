@@ -37,7 +37,7 @@ class Cache(NamedTuple):
 
     key: jax.Array
     value: jax.Array
-    index: jax.Array
+    index: jax.Array  # pyright: ignore[reportIncompatibleMethodOverride]
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: Any) -> Cache:

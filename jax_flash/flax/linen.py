@@ -126,7 +126,7 @@ class GroupedQueryAttention(linen.Module):
             segment_ids=segment_ids,
             cache=cache,
         )
-        if cache is not None:
+        if cache is not None and variables is not None:
             for variable, x in zip(variables, cache, strict=True):
                 variable.value = x
         use_bias = self.use_bias if self.use_out_bias is None else self.use_out_bias

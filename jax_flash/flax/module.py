@@ -174,9 +174,9 @@ class GroupedQueryAttention(nnx.Module):
             self.sinks = nnx.Param(sinks_init(rngs.params(), (num_heads,), param_dtype))
         keeps = keep_rngs and dropout_rate > 0
         self.rngs: nnx.RngStream | None = rngs.dropout.fork() if keeps else nnx.data(None)
-        self.cached_key: nnx.Cache | None = nnx.data(None)
-        self.cached_value: nnx.Cache | None = nnx.data(None)
-        self.cache_index: nnx.Cache | None = nnx.data(None)
+        self.cached_key: Any = nnx.data(None)  # nnx.Cache, or None
+        self.cached_value: Any = nnx.data(None)  # nnx.Cache, or None
+        self.cache_index: Any = nnx.data(None)  # nnx.Cache, or None
 
     def init_cache(self, batch_size: int, max_length: int, dtype: Any = jnp.float32) -> None:
         """Makes an empty key/value cache, which later calls with `decode=True` fill.
@@ -248,7 +248,7 @@ class GroupedQueryAttention(nnx.Module):
             projection(inputs, out_sharding=qkv_sharding)
             for projection in (self.query, self.key, self.value)
         )
-        if self.qk_norm is not None:
+        if self.query_norm is not None and self.key_norm is not None:
             query = layer.normalize(self.query_norm, query, self.query_norm.num_features)
             key = layer.normalize(self.key_norm, key, self.key_norm.num_features)
         out, cache = layer.attend(
