@@ -137,7 +137,7 @@ def parse(text: str) -> tuple[str, dict[tuple[str, str], tuple[int, str]]]:
 def differences(listed, found) -> list[str]:
     """What a reader wants to know of two results of `parse`'s second kind."""
     lines = []
-    for key in sorted({*listed, *found}, key=lambda key: (found.get(key) or listed[key])[1]):
+    for key in sorted({*listed, *found}, key=lambda key: ((found.get(key) or listed[key])[1], key)):
         before, after = (x.get(key, (0, ""))[0] for x in (listed, found))
         if before != after:
             name = (found.get(key) or listed[key])[1]
