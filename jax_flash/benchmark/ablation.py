@@ -174,7 +174,7 @@ def _variant_call(
     platform = "cuda" if jax.default_backend() == "gpu" else "cpu"
     wanted = f"flash_sm{family}" if platform == "cuda" else None
     spec = make_spec(
-        head_dim=case.head_dim, scale=None, is_causal=case.is_causal, local_window_size=None,
+        head_dim=case.head_dim, scale=None, is_causal=case.is_causal, window=(None, None),
         logits_soft_cap=None, dropout_rate=0.0, deterministic=False, implementation=wanted,
     )  # fmt: skip
     names = ("query", "key", "value")
