@@ -264,7 +264,7 @@ def _segment_ids(
             # NumPy and Python have 64 bits for small numbers, too.
             if ((x >= INT32.min) & (x <= INT32.max)).all():
                 x = x.astype(np.int32)
-            elif not jax.config.jax_enable_x64:
+            elif not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
                 raise ValueError(
                     f"{name}: expected ids from -2**31 to 2**31 - 1 where jax_enable_x64 is off, "
                     f"got {x.min()} to {x.max()}"

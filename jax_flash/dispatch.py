@@ -199,7 +199,7 @@ def _compute_capabilities() -> list[int]:
 
 def current_platform() -> str:
     """The platform that a call made now runs on, unless its arguments are placed elsewhere."""
-    device = jax.config.jax_default_device
+    device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     platform = device if isinstance(device, str) else getattr(device, "platform", None)
     platform = platform or jax.default_backend()
     return "cuda" if platform in ("gpu", "cuda") else platform

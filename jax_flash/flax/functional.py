@@ -154,7 +154,7 @@ def dot_product_attention_with_rope(
     key: jax.Array,
     value: jax.Array,
     *,
-    rope: "Rotary | nnx.RoPE",
+    rope: "Rotary | nnx.RoPE",  # pyright: ignore[reportAttributeAccessIssue]: of newer releases
     input_positions: jax.Array | None = None,
     **options: Any,
 ) -> jax.Array:
