@@ -60,26 +60,16 @@ def block(commands: list[str]) -> str:
     return "```bash\n" + "\n".join(commands) + "\n```"
 
 
-def llama(names: list[str]) -> str:
-    """A table and its commands for each machine and commit among the files."""
-    groups: dict[str, list[dict]] = {}
-    for name in names:
-        if document := load(name):
-            groups.setdefault(where(document), []).append(document)
+def llama(document: dict) -> str:
+    """The presets of the main example, an attention a row."""
     header = ["preset", "attention", "forward tokens/s", "training tokens/s",
               "attention's share", "peak memory"]  # fmt: skip
-    parts = []
-    for place, documents in groups.items():
-        # Files of one preset are from before `llama_block.py` ran several.
-        runs = [run for document in documents for run in document.get("runs", [document])]
-        rows = [
-            [run["preset"], _NAMES[result["attention"]], *llama_cells(result)]
-            for run in runs
-            for result in run["results"]
-        ]
-        how = block([*map(command, documents)])
-        parts.append(f"on {place}:\n\n{table(header, rows)}\n\n{how}")
-    return "\n\n".join(parts)
+    rows = [
+        [run["preset"], _NAMES[result["attention"]], *llama_cells(result)]
+        for run in document["runs"]
+        for result in run["results"]
+    ]
+    return table(header, rows)
 
 
 def llama_cells(result: dict[str, Any]) -> list[str]:
@@ -247,6 +237,7 @@ def floors(document: dict) -> str:
 # By file: a title, and either the groups of cases with their units or what makes the table.
 _GROUPS = [("targets", "TFLOP/s"), ("decode", "TB/s"), ("cpu", "ms"), ("layer", "tokens/s")]
 _SPEED: dict[str, tuple[str, Any]] = {
+    "llama": ("LLaMA blocks", llama),
     "speed": ("One call, and a layer", _GROUPS),
     "short": ("Short calls, Pallas' own kernel included", [("targets", "us")]),
     "families": ("The kernels for Ampere, on the same GPU", [("targets", "TFLOP/s")]),
@@ -283,13 +274,9 @@ def sections(machine: str, kinds: dict[str, tuple[str, Any]]) -> str:
     return "\n\n".join(found)
 
 
-def machine_page(machine: str, llama_files: list[str], kinds: dict[str, tuple[str, Any]]) -> str:
-    """LLaMA blocks, all tables and all plots of one machine."""
-    parts = []
-    if blocks := llama(llama_files):
-        title = "LLaMA blocks"
-        parts.append(f"## {title}\n\nTwo blocks with embedding and output layer, {blocks}")
-    parts.append(sections(machine, kinds))
+def machine_page(machine: str) -> str:
+    """All tables and all plots of one machine."""
+    parts = [sections(machine, _SPEED)]
     folder = _RESULTS / f"plots_{machine}"
     if plots := sorted(folder.glob("*.png")):
         lines = [
@@ -315,20 +302,28 @@ def headline() -> str:
             cells.append(_with_ratio(cell(row, "TFLOP/s"), row["best_peer"]["ratio"]))
         shape, _, mask = case.split(" ", 2)
         lines.append([f"{shape} {mask}", "TFLOP/s", *cells])
-    for name in ("llama_h200_7b.json", "llama_h200_8b.json"):
-        blocks = load(name)
-        if blocks is None:
-            continue
-        by_name = {result["attention"]: result for result in blocks["results"]}
-        ours, peers = by_name["jax_flash"], [r for n, r in by_name.items() if n != "jax_flash"]
+    blocks = load("llama_h100.json")
+    for run in [run for run in blocks["runs"] if run["preset"] in _HEADLINE_PRESETS]:
+        by_name = {result["attention"]: result for result in run["results"]}
+        ours = by_name["jax_flash"]
+        peers = [result for n, result in by_name.items() if n not in ("jax_flash", "limit")]
         cells = []
         for what in ("forward", "train"):
             speeds = [peer[what]["tokens_per_second"] for peer in peers if what in peer]
             speed = ours[what]["tokens_per_second"]
             cells.append(_with_ratio(f"{speed:,.0f}", speed / max(speeds)))
-        lines.append([f"LLaMA blocks, preset {blocks['preset']}", "tokens/s", *cells])
+        lines.append([f"LLaMA blocks, preset {run['preset']}", "tokens/s", *cells])
     header = ["(B,T,N,H) or model", "unit", "forward", "backward, or training"]
-    return f"On {where(document)}.\n\n{table(header, lines)}"
+    places = (
+        f"Calls on an {_short(document)}, and LLaMA blocks on an {_short(blocks)}, "
+        f"with jax {document['versions']['jax']}."
+    )
+    return f"{places}\n\n{table(header, lines)}"
+
+
+def _short(document: dict) -> str:
+    """The device's name without vendor and memory, and the commit."""
+    return f"{document['device']['kind'].split()[1]} (commit {document['commit'][:7]})"
 
 
 def _with_ratio(figure: str, ratio: float) -> str:
@@ -343,6 +338,7 @@ _HEADLINE = [
     "(1,8192,32/8,128) bfloat16 causal",
     "(2,8192,8,256) bfloat16 causal",
 ]
+_HEADLINE_PRESETS = ("7b", "8b-32k")
 
 
 def rings() -> list[dict[str, Any]]:
@@ -375,23 +371,19 @@ _PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "measured": several_devices,
         "hiding": lambda: _ring.calculation(rings(), table),
     },
-    "docs/benchmarks/h200.md": {
-        "measured": lambda: machine_page(
-            "h200", ["llama_h200_7b.json", "llama_h200_8b.json"], _SPEED
-        )
-    },
+    "docs/benchmarks/h200.md": {"measured": lambda: machine_page("h200")},
     "docs/benchmarks/h100.md": {
         "measured": lambda: "\n\n".join(
             filter(
                 None,
                 [
-                    machine_page("h100", ["llama_h100_7b.json", "llama_h100_8b.json"], _SPEED),
+                    machine_page("h100"),
                     _peers.page(load("peers_h100.json"), table),
                 ],
             )
         )
     },
-    "docs/benchmarks/cpu.md": {"measured": lambda: machine_page("cpu", ["llama_cpu.json"], _SPEED)},
+    "docs/benchmarks/cpu.md": {"measured": lambda: machine_page("cpu")},
     "docs/benchmarks/floors.md": {"measured": lambda: sections("h200", _FLOORS)},
     "docs/benchmarks/ablations.md": {"measured": lambda: sections("h200", _ABLATIONS)},
 }
