@@ -17,7 +17,7 @@
 #   Status launch_<pass>(const <Forward|Backward>& params, cudaStream_t stream);
 #   }
 #
-# of "<family>/<pass>.cuh", with Element __nv_bfloat16, __half or float. kHeadDim bounds
+# of "<family>/<pass>/launch.cuh", with Element __nv_bfloat16, __half or float. kHeadDim bounds
 # max(head_dim, value_dim). All instances of a head dim share one source, <family>_<pass>_<head
 # dim>.cu: to read the headers takes as long as to compile a simple kernel, and some kernels are
 # used by all of them.

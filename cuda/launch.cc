@@ -10,11 +10,11 @@
 #include <utility>
 
 #include "instances.h"
-#include "sm80/workspace.h"
-#include "sm90/decode_plan.h"
-#include "sm90/half_values.h"
-#include "sm90/mask_words.h"
-#include "tile/tensor_map.h"
+#include "plan/backward_workspace.h"
+#include "plan/decode.h"
+#include "plan/half_values.h"
+#include "plan/mask_words.h"
+#include "plan/tensor_map.h"
 
 namespace jax_flash::cuda {
 namespace {
@@ -201,9 +201,8 @@ int64_t forward_workspace_bytes(const Forward& params) {
 int64_t backward_workspace_bytes(const Shape& shape, bool segments, bool deterministic) {
   // No instance has a head dim above the next multiple of 64.
   const int64_t head_dim = (std::max(shape.head_dim, shape.value_dim) + 63) / 64 * 64;
-  sm80::BackwardWorkspace workspace;
-  return sm80::BackwardWorkspace::plan(shape, head_dim, segments, deterministic, nullptr,
-                                       workspace);
+  BackwardWorkspace workspace;
+  return BackwardWorkspace::plan(shape, head_dim, segments, deterministic, nullptr, workspace);
 }
 
 }  // namespace jax_flash::cuda

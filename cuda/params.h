@@ -90,7 +90,7 @@ struct Forward {
   // With a bias only: near a logit of -1e9, lse alone has lost the logarithm of the sum.
   Operand lse_low;
   // Whether out, lse and lse_low are there, but for rows whose logits are extreme: query tiles that
-  // have some are computed anew. See needs_exact_logits() of tile/logits.cuh.
+  // have some are computed anew. See needs_exact_logits() of modifiers/logits.cuh.
   bool extreme_rows_only = false;
 
   void* workspace = nullptr;  // *_workspace_bytes() of the pass and platform, uninitialised

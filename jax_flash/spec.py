@@ -116,7 +116,7 @@ class AttentionSpec:
         return self.window != (None, None)
 
     def ffi_attributes(self) -> dict[str, Any]:
-        """The `options` attribute; fields as `OptionAttributes` in cuda/handlers.cc."""
+        """The `options` attribute; fields as `OptionAttributes` in cuda/xla/handlers.cc."""
         left, right = (-1 if side is None else side for side in self.window)
         return {
             "scale": np.float32(self.scale),

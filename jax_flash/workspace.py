@@ -100,7 +100,7 @@ def _cuda_forward(
 
 
 def _decode(widest: int) -> int:
-    """cuda/sm90/decode_plan.h: what each of the workers leaves behind, of 64 rows at most."""
+    """cuda/plan/decode.h: what each of the workers leaves behind, of 64 rows at most."""
     pitch = 64 if widest <= 64 else 128 if widest <= 128 else 256
     return 264 * (2 * 64 * (pitch + 2) * 4 + 8)
 
@@ -108,7 +108,7 @@ def _decode(widest: int) -> int:
 def _cuda_backward(
     *, batch, q_len, kv_len, heads, head_dim, value_dim, segments, deterministic
 ) -> Size:
-    """cuda/sm80/workspace.h, of which every part is aligned."""
+    """cuda/plan/backward_workspace.h, of which every part is aligned."""
     heads, widest = batch * heads, -(-max(head_dim, value_dim) // 64) * 64
     size = 8 * 256
     if segments:
@@ -125,7 +125,7 @@ def _cuda_backward(
 
 
 def _segment_spans(batch: Size, q_len: Size, kv_len: Size) -> Size:
-    """cuda/tile/segment_spans.h."""
+    """cuda/plan/segment_spans.h."""
     return 8 * (batch * (q_len // 32 + kv_len // 32 + 8) + 1)
 
 

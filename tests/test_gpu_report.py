@@ -59,8 +59,8 @@ def test_what_is_said_of_a_report():
 @pytest.mark.parametrize(
     ("path", "matters"),
     [
-        ("cuda/sm90/forward.cuh", True),
-        ("cuda/ffi_call.cc", True),
+        ("cuda/sm90/forward/launch.cuh", True),
+        ("cuda/xla/ffi_call.cc", True),
         ("CMakeLists.txt", True),
         ("cmake/Instances.cmake", True),
         ("jax_flash/ffi.py", True),

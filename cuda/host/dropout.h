@@ -1,4 +1,4 @@
-// Dropout's bits for a row of a tile, from the generator that tile/philox.h defines:
+// Dropout's bits for a row of a tile, from the generator that modifiers/philox.h defines:
 // here eight counters at a time, one a 64-bit lane.
 #pragma once
 

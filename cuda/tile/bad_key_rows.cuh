@@ -1,5 +1,5 @@
 // Keys that are NaN or infinite, for kernels whose consumers begin at thread 128 and whose products
-// read shared memory through the asynchronous proxy: see score_gradient.cuh.
+// read shared memory through the asynchronous proxy: see modifiers/score_gradient.cuh.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -15,8 +15,9 @@
 
 namespace jax_flash {
 
-// score_gradient.cuh's clear_bad_keys() and mark_bad_keys(), by kThreads threads from thread 128
-// on, with the named barrier kBarrier, for fragments of 16 keys from `key` of the tile on.
+// modifiers/score_gradient.cuh's clear_bad_keys() and mark_bad_keys(), by kThreads threads from
+// thread 128 on, with the named barrier kBarrier, for fragments of 16 keys from `key` of the tile
+// on.
 template <int kThreads, int kBarrier, typename Element, typename Tile>
 __device__ __forceinline__ void clear_bad_key_rows(const Tile& key, uint32_t* bad_smem) {
   // An exponent of all ones.

@@ -6,11 +6,11 @@
 #include <cstdint>
 #include <string>
 
+#include "modifiers/segments.cuh"
 #include "params.h"
 #include "status.h"
-#include "tile/segments.cuh"
 
-// A switch of the ablation (sm90/backward_config.cuh): 0 starts each kernel when the one before it
+// A switch of the ablation (sm90/backward/config.cuh): 0 starts each kernel when the one before it
 // has ended.
 #ifndef JAX_FLASH_SM90_BWD_DEPENDENT_LAUNCH
 #define JAX_FLASH_SM90_BWD_DEPENDENT_LAUNCH 1

@@ -8,10 +8,10 @@
 #include <string>
 
 #include "params.h"
+#include "plan/tensor_map.h"
 #include "ptx/tma.cuh"
 #include "status.h"
 #include "tile/batch_index.cuh"
-#include "tile/tensor_map.h"
 
 namespace jax_flash {
 

@@ -1,0 +1,172 @@
+// From scores to probabilities and from their gradients to the scores' gradients, in accumulator
+// fragments; and keys that are not finite.
+#pragma once
+
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "modifiers/logits.cuh"
+#include "params.h"
+#include "ptx/math.cuh"
+#include "ptx/shared.cuh"
+#include "tile/band.cuh"
+#include "tile/batch_index.cuh"
+#include "tile/matmul.cuh"
+#include "tile/smem_tile.cuh"
+
+namespace jax_flash {
+
+// For the fragments whose element [0, 0] is (row0, col0) of one batch and head.
+template <bool kGeneral, int kM, int kN>
+struct ScoreGradient {
+  const Forward& params;
+  const BatchIndex& batch;
+  int32_t head, row0, col0;
+
+  __device__ __forceinline__ ScoreGradient(const Forward& forward, const BatchIndex& index,
+                                           int32_t query_head, int32_t row, int32_t col)
+      : params(forward), batch(index), head(query_head), row0(row), col0(col) {}
+
+  __device__ __forceinline__ void mask(float (&scores)[kM][kN][4], const Band& band) const {
+    if constexpr (kGeneral) {
+      LogitModifiers(params, batch, head).apply(scores, band, row0, col0);
+    } else {
+      mask_band(scores, band, row0, col0);
+    }
+  }
+
+  // P = exp(S - lse) of blocks [first, end) of the m-th 16 rows. If kGeneral, the units of S and
+  // lse are those of logits, else S is to be multiplied by to_log2 and lse in log2 units.
+  __device__ __forceinline__ void probabilities(float (&scores)[kN][4], const float (&lse)[2],
+                                                float to_log2, int m, int first, int end) const {
+    if constexpr (kGeneral) {
+      if (in_natural_units(params)) return natural_probabilities(scores, lse, m, first, end);
+    }
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      if (n < first || n >= end) continue;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        scores[n][e] =
+            ptx::ex2_approx_ftz(fmaf(scores[n][e], kGeneral ? 1.0f : to_log2, -lse[e / 2]));
+      }
+    }
+  }
+
+  // With a bias: exp((S - lse) - lse_low). The latter is read only where it is not nearly 0.
+  __device__ __forceinline__ void natural_probabilities(float (&scores)[kN][4],
+                                                        const float (&lse)[2], int m, int first,
+                                                        int end) const {
+    float low[2] = {};
+    if (__any_sync(0xffffffff, is_extreme(lse[0]) || is_extreme(lse[1]))) {
+      const float* lse_low = batch.template pointer<const float>(params.lse_low, head);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int32_t row = min(row0 + fragment_row(m, 2 * half), params.shape.q_len - 1);
+        low[half] = lse_low[row * params.lse_low.row] * kLog2E;
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      if (n < first || n >= end) continue;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float difference = scores[n][e] - lse[e / 2];
+        scores[n][e] = ptx::ex2_approx_ftz(fmaf(difference, kLog2E, -low[e / 2]));
+      }
+    }
+  }
+
+  // Turns dP into dS = P (dP - delta), and P into what dV needs of it: with dropout, what it
+  // kept. An element that is not allowed has P = 0 and dS = 0, whatever dP is.
+  __device__ __forceinline__ void finish(float (&p)[kM][kN][4], float (&dp)[kM][kN][4],
+                                         const float (&lse)[kM][2],
+                                         const float (&delta)[kM][2]) const {
+    if constexpr (!kGeneral) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+#pragma unroll
+          for (int e = 0; e < 4; ++e) dp[m][n][e] = p[m][n][e] * (dp[m][n][e] - delta[m][e / 2]);
+        }
+      }
+    } else {
+      const Options& options = params.options;
+      const LogitModifiers modifiers(params, batch, head);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          const uint32_t kept =
+              options.dropout_threshold == 0
+                  ? 0xffffffff
+                  : modifiers.template kept<kN>(row0 + fragment_row(m, 2 * half), col0);
+#pragma unroll
+          for (int n = 0; n < kN; ++n) {
+#pragma unroll
+            for (int e = 2 * half; e < 2 * half + 2; ++e) {
+              const float factor = kept >> (2 * n + e % 2) & 1 ? options.dropout_scale : 0.0f;
+              float ds = p[m][n][e] * (dp[m][n][e] * factor - delta[m][half]);
+              if (options.logits_soft_cap > 0.0f) {
+                ds *= soft_cap_slope(params, p[m][n][e], lse[m][half]);
+              }
+              dp[m][n][e] = p[m][n][e] == 0.0f ? 0.0f : ds;
+              p[m][n][e] *= factor;
+            }
+          }
+        }
+      }
+    }
+  }
+};
+
+// Keys that are NaN or infinite and that mask or segments hide from every query must not reach
+// dQ, where they meet dS = 0. Replaces them by zeros; mark_bad_keys() gives the queries that do
+// attend to them their NaN. `bad` has a bit per row, and after those a word that says whether one
+// is set.
+template <int kThreads, typename Element, typename Tile>
+__device__ __forceinline__ void clear_bad_keys(const Tile& key, uint32_t* bad_smem) {
+  // An exponent of all ones.
+  constexpr uint32_t kExponent = std::is_same_v<Element, __half> ? 0x7c00u : 0x7f80u;
+  const auto not_finite = [](uint32_t pair) {
+    return (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
+  };
+  if (threadIdx.x <= Tile::kRows / 32) bad_smem[threadIdx.x] = 0;
+  __syncthreads();
+  for (int row = threadIdx.x; row < Tile::kRows; row += kThreads) {
+    bool bad = false;
+    for (int chunk = 0; chunk < Tile::kCols / kChunk; ++chunk) {
+      const uint4 words = ptx::ld_shared_v4(key.address(row, chunk));
+      bad |=
+          not_finite(words.x) || not_finite(words.y) || not_finite(words.z) || not_finite(words.w);
+    }
+    if (!bad) continue;
+    atomicOr(&bad_smem[row / 32], 1u << row % 32);
+    bad_smem[Tile::kRows / 32] = 1;
+    for (int chunk = 0; chunk < Tile::kCols / kChunk; ++chunk) {
+      ptx::st_shared_v4(key.address(row, chunk), make_uint4(0, 0, 0, 0));
+    }
+  }
+  __syncthreads();
+}
+
+template <int kRows, int kM, int kN>
+__device__ __forceinline__ void mark_bad_keys(float (&scores)[kM][kN][4], const uint32_t* bad_smem,
+                                              int col0) {
+  if (bad_smem[kRows / 32] == 0) return;
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const int col = col0 + fragment_col(n, e);
+      if (!(bad_smem[col / 32] >> col % 32 & 1)) continue;
+#pragma unroll
+      for (int m = 0; m < kM; ++m) scores[m][n][e] = __int_as_float(0x7fffffff);
+    }
+  }
+}
+
+}  // namespace jax_flash

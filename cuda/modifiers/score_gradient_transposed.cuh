@@ -1,0 +1,225 @@
+// What modifiers/score_gradient.cuh does, for fragments of the transposed products S^T = K Q^T and
+// dP^T = V dO^T: a fragment's rows are keys, its columns queries. P^T and dS^T then are register
+// operands of dV = P^T dO and dK = dS^T Q.
+#pragma once
+
+#include <cstdint>
+
+#include "modifiers/logits.cuh"
+#include "modifiers/scores_transposed.cuh"
+#include "params.h"
+#include "ptx/math.cuh"
+#include "ptx/shared.cuh"
+#include "tile/band.cuh"
+#include "tile/batch_index.cuh"
+#include "tile/matmul.cuh"
+
+namespace jax_flash {
+
+// Values of a thread's columns, from shared memory whenever needed.
+struct ColumnsInShared {
+  const float* smem;  // of the fragments' first column
+
+  __device__ __forceinline__ explicit ColumnsInShared(const float* from) : smem(from) {}
+  __device__ __forceinline__ float2 operator()(int n) const {
+    return *reinterpret_cast<const float2*>(smem + fragment_col(n, 0));
+  }
+};
+// Read here, before what is waited for next.
+template <int kN>
+struct ColumnsInRegisters {
+  float2 values[kN];
+
+  __device__ __forceinline__ explicit ColumnsInRegisters(const float* from) {
+    const uint32_t address = ptx::shared_address(from + fragment_col(0, 0));
+#pragma unroll
+    for (int n = 0; n < kN; ++n) values[n] = ptx::ld_shared_v2_f32(address + n * 32);
+  }
+  __device__ __forceinline__ float2 operator()(int n) const { return values[n]; }
+};
+
+// For the fragments whose element [0, 0] is (key0, row0) of one batch and query head, 16 keys by
+// 8 kN queries. `lse_smem` and `delta_smem` are those of query row0 on. With kScaled, dS is
+// multiplied by the scale, and delta is already, unless kGeneral.
+template <bool kGeneral, int kN, bool kManyRegisters = false, bool kScaled = false>
+struct TransposedGradient {
+  const Forward& params;
+  const BatchIndex& batch;
+  int32_t head, key0, row0;
+  bool has_mask_bits = false;  // mask_bits: of sm90's TransposedMask
+  uint32_t mask_bits = 0;
+
+  // Sets to -inf what is not allowed; if kGeneral, turns products into logits.
+  // `slopes`: for finish().
+  __device__ __forceinline__ void mask(float (&scores)[kN][4], const Band& band,
+                                       CapSlopes<kN>* slopes = nullptr) const {
+    if constexpr (kGeneral) {
+      modify_transposed<kManyRegisters>(scores, modifiers(), band, key0, row0,
+                                        has_mask_bits ? &mask_bits : nullptr, slopes);
+      // Rows past the end, too, have modifiers of some sort, perhaps NaN.
+      const int32_t row1 = row0 + 8 * kN;
+      if (row1 <= band.q_len && band.all_allowed(row0, row1, key0, key0 + 16)) return;
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t key = key0 + fragment_row(0, 2 * half), base = row0 + fragment_col(0, 0);
+      const int32_t first = band.first_row(key) - base;
+      const int32_t end = key < band.kv_len ? band.end_row(key + 1) - base : INT32_MIN;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int row = n * 8 + e;
+          if (row < first || row >= end) scores[n][2 * half + e] = minus_infinity();
+        }
+      }
+    }
+  }
+
+  // P^T = exp(S^T - lse), the latter of columns. If kGeneral, the units of S and lse are those of
+  // logits, else S is to be multiplied by to_log2 and lse in log2 units.
+  template <typename Columns>
+  __device__ __forceinline__ void probabilities(float (&scores)[kN][4], const Columns& columns,
+                                                const float* lse_smem, float to_log2) const {
+    if constexpr (kGeneral) {
+      if (in_natural_units(params)) return natural_probabilities(scores, columns, lse_smem);
+    }
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 lse = columns(n);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        scores[n][e] = ptx::ex2_approx_ftz(
+            fmaf(scores[n][e], kGeneral ? 1.0f : to_log2, e % 2 ? -lse.y : -lse.x));
+      }
+    }
+  }
+
+  // Turns dP into dS = P (dP - delta). An element that is not allowed has P = 0 and, in general
+  // calls, dS = 0 whatever dP is.
+  __device__ __forceinline__ void finish(const float (&p)[kN][4], float (&dp)[kN][4],
+                                         const float* lse_smem, const float* delta_smem,
+                                         const uint32_t (&kept)[2][(kN + 15) / 16],
+                                         const CapSlopes<kN>* slopes = nullptr) const {
+    const Options& options = params.options;
+    if constexpr (kGeneral) drop(dp, kept);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      float2 delta = ColumnsInShared(delta_smem)(n);
+      if (kScaled && kGeneral) {
+        delta.x *= options.scale;
+        delta.y *= options.scale;
+      }
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float ds =
+            p[n][e] * (kScaled ? fmaf(dp[n][e], options.scale, e % 2 ? -delta.y : -delta.x)
+                               : dp[n][e] - (e % 2 ? delta.y : delta.x));
+        dp[n][e] = kGeneral && p[n][e] == 0.0f ? 0.0f : ds;
+      }
+    }
+    if (!kGeneral || options.logits_soft_cap <= 0.0f) return;
+    if (slopes != nullptr) return slopes->multiply(p, dp);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float slope = soft_cap_slope(params, p[n][e], lse_smem[fragment_col(n, e % 2)]);
+        dp[n][e] = p[n][e] == 0.0f ? 0.0f : dp[n][e] * slope;
+      }
+    }
+  }
+
+  // What dropout multiplies an element by: bit 2 (n % 16) + e % 2 of kept[e / 2][n / 16].
+  __device__ __forceinline__ float factor(const uint32_t (&kept)[2][(kN + 15) / 16], int n,
+                                          int e) const {
+    return kept[e / 2][n / 16] >> (n % 16 * 2 + e % 2) & 1 ? params.options.dropout_scale : 0.0f;
+  }
+
+  // P^T to what dV needs of it.
+  __device__ __forceinline__ void drop(float (&p)[kN][4],
+                                       const uint32_t (&kept)[2][(kN + 15) / 16]) const {
+    if (params.options.dropout_threshold == 0) return;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) p[n][e] *= factor(kept, n, e);
+    }
+  }
+
+  // Which elements dropout keeps. One counter serves eight keys of one query, which the eight
+  // lanes of equal threadIdx.x % 4 hold: each of them draws for one of eight pairs of query and
+  // key group, and they exchange words. By whole warps; key0 is a multiple of 16.
+  __device__ __forceinline__ void draw(uint32_t (&kept)[2][(kN + 15) / 16]) const {
+    const bool drops = kGeneral && params.options.dropout_threshold != 0;
+#pragma unroll
+    for (int i = 0; i < (kN + 15) / 16; ++i) kept[0][i] = kept[1][i] = drops ? 0 : 0xffffffff;
+    if (!drops) return;
+    static_assert(kN % 2 == 0 && kDropoutGroup == 8);
+    const LogitModifiers modifiers = this->modifiers();
+    const int lane = threadIdx.x % 32 / 4;
+#pragma unroll
+    for (int n0 = 0; n0 < kN; n0 += 2) {
+      // Lane g draws for query column g % 2 of block n0 + g / 2 % 2, keys of half g / 4.
+      const uint32_t row = row0 + fragment_col(n0 + lane / 2 % 2, lane % 2);
+      const PhiloxWords words = dropout_words(
+          modifiers.seed0, modifiers.seed1, modifiers.dropout_batch, modifiers.dropout_head,
+          modifiers.dropout_row + row, modifiers.dropout_col + key0 + lane / 4 * kDropoutGroup);
+#pragma unroll
+      for (int distance = 0; distance < 8; ++distance) {
+        const int partner = lane ^ distance;  // it needs element `partner` of the group, and
+                                              // what it drew is for counter `partner`
+        const uint32_t low = partner & 2 ? words.word[1] : words.word[0];
+        const uint32_t high = partner & 2 ? words.word[3] : words.word[2];
+        uint32_t word = __shfl_xor_sync(0xffffffff, partner & 4 ? high : low, distance * 4);
+        word = lane & 1 ? word >> 16 : word & 0xffff;
+        const uint32_t keep = word >= params.options.dropout_threshold ? 1 : 0;
+        const uint32_t bit = keep << ((n0 + partner / 2 % 2) % 16 * 2 + partner % 2);
+        if (partner & 4) {
+          kept[1][n0 / 16] |= bit;
+        } else {
+          kept[0][n0 / 16] |= bit;
+        }
+      }
+    }
+  }
+
+ private:
+  // With a bias: exp((S - lse) - lse_low). The latter is read only where it is not nearly 0.
+  template <typename Columns>
+  __device__ __forceinline__ void natural_probabilities(float (&scores)[kN][4],
+                                                        const Columns& columns,
+                                                        const float* lse_smem) const {
+    const auto exponentials = [&](auto low) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        const float2 lse = columns(n);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float difference = scores[n][e] - (e % 2 ? lse.y : lse.x) - low(n, e % 2);
+          scores[n][e] = ptx::ex2_approx_ftz(difference * kLog2E);
+        }
+      }
+    };
+    bool extreme = false;
+#pragma unroll
+    for (int column = 0; column < 8 * kN; column += 32) {
+      extreme |= is_extreme(lse_smem[column + threadIdx.x % 32]);
+    }
+    if (__any_sync(0xffffffff, extreme)) {
+      const float* lse_low = batch.template pointer<const float>(params.lse_low, head);
+      exponentials([&](int n, int e) {
+        const int32_t row = min(row0 + fragment_col(n, e), params.shape.q_len - 1);
+        return lse_low[row * params.lse_low.row];
+      });
+    } else {
+      exponentials([](int, int) { return 0.0f; });
+    }
+  }
+
+  __device__ __forceinline__ LogitModifiers modifiers() const {
+    return LogitModifiers(params, batch, head);
+  }
+};
+
+}  // namespace jax_flash

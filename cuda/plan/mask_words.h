@@ -1,0 +1,51 @@
+// Masks as bits in the order in which consumers of the sm_90 forward kernel read them, which a
+// kernel before it makes of bytes: once for all batches and heads that share them.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+#include "plan/mask_matrices.h"
+
+namespace jax_flash::sm90 {
+
+// In the workspace: for each matrix that the mask has, each 64 of its rows, or its only one, and
+// each tile of keys, a pair of words (AllowedBits) for each of a consumer's threads. Behind these,
+// for each matrix and 64 rows, from the first tile with anything allowed to behind the last: for
+// both halves of the keys.
+struct MaskWords : MaskMatrices {
+  static constexpr int kThreads = 128, kRows = 64, kPairBytes = 8, kRangeBytes = 16;
+
+  int32_t row_groups, tiles;
+
+  MaskWords(const Shape& shape, const Operand& mask, int32_t block_kv)
+      : MaskMatrices(shape, mask),
+        row_groups(parts(rows, kRows)),
+        tiles(parts(shape.kv_len, block_kv)) {}
+
+  // Pairs of words of a matrix.
+  int64_t matrix() const { return int64_t{row_groups} * tiles * kThreads; }
+  int64_t ranges_offset() const { return matrices() * matrix() * kPairBytes; }
+
+  // `matrices`: the product of the mask's batch axes and heads; `rows`: T, or 1.
+  static int64_t bytes(const Shape& shape, int64_t matrices, int32_t rows) {
+    const int32_t head_dim = shape.head_dim > shape.value_dim ? shape.head_dim : shape.value_dim;
+    const int64_t tiles = parts(shape.kv_len, block_kv(head_dim));
+    return matrices * parts(rows, kRows) * (tiles * kThreads * kPairBytes + kRangeBytes);
+  }
+
+  static int64_t bytes(const Shape& shape, const Operand& mask) {
+    const MaskMatrices matrices(shape, mask);
+    return mask ? bytes(shape, matrices.matrices(), matrices.rows) : 0;
+  }
+
+  // Keys of a tile of the kernel for this head dim.
+  static constexpr int32_t block_kv(int32_t head_dim) { return head_dim <= 128 ? 128 : 80; }
+
+ private:
+  static int32_t parts(int32_t length, int32_t part) {
+    return length / part + (length % part != 0);
+  }
+};
+
+}  // namespace jax_flash::sm90

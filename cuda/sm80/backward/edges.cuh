@@ -1,0 +1,165 @@
+// What goes before and after the main backward kernel, both bound by memory bandwidth:
+//   before: delta = sum_h(dout * out) - dlse, lse in log2 units, accumulators set to zero
+//   after:  dquery from float32 accumulators, in fragment order, to its own type and layout
+#pragma once
+
+#include <cstdint>
+
+#include "modifiers/logits.cuh"
+#include "params.h"
+#include "plan/backward_workspace.h"
+#include "ptx/math.cuh"
+#include "tile/band.cuh"
+#include "tile/batch_index.cuh"
+#include "tile/smem_tile.cuh"
+#include "tile/softmax.cuh"
+
+namespace jax_flash::sm80 {
+
+// The order of a tile's float32 accumulators in the workspace: blocks of 8 columns, each with the
+// elements of the lanes that have rows, 32 for every 16. A warp's elements of a block are together,
+// and 32 lanes add to one or four contiguous lines at a time.
+template <typename Config>
+struct DqueryOrder {
+  static constexpr int kWarpCols = Config::kWarps / Config::kQueryWarpRows;
+  static constexpr int kM = Config::kBlockQ / 16 / Config::kQueryWarpRows;
+  static constexpr int kN = Config::kHeadDim / 8 / kWarpCols;
+  static_assert(kM * kN * kWarpCols * Config::kQueryWarpRows * 128 ==
+                Config::kBlockQ * Config::kHeadDim);
+
+  int lanes, col_blocks;  // of the tile
+
+  // `rows`: those of the tile that exist, or more.
+  __device__ __forceinline__ DqueryOrder(int32_t rows, int32_t head_dim)
+      : lanes(fragment_lanes(min(rows, Config::kBlockQ))), col_blocks(head_dim / 8) {}
+
+  // The n-th block of columns of a warp: they take turns at two of them.
+  static __device__ __forceinline__ int col_block(int warp, int n) {
+    return (n / 2 * kWarpCols + warp % kWarpCols) * 2 + n % 2;
+  }
+  // A lane of the m-th 16 rows of a warp, among those of the tile.
+  static __device__ __forceinline__ int tile_lane(int warp, int m, int lane) {
+    return (warp / kWarpCols * kM + m) * 32 + lane;
+  }
+  // Where its element 0 is, and how far apart its four elements are: neighbours where one
+  // instruction adds all four.
+#if __CUDA_ARCH__ >= 900
+  __device__ __forceinline__ int offset(int block, int lane) const {
+    return (block * lanes + lane) * 4;
+  }
+  static __device__ __forceinline__ int element_stride() { return 1; }
+#else
+  __device__ __forceinline__ int offset(int block, int lane) const {
+    return block * lanes * 4 + lane;
+  }
+  __device__ __forceinline__ int element_stride() const { return lanes; }
+#endif
+};
+
+inline constexpr int kEdgeThreads = 256;
+
+template <typename Element>
+__device__ __forceinline__ float to_float(Element value) {
+  return static_cast<float>(value);
+}
+
+// Grid: batch x head x tiles of kMaxBlockQ rows.
+template <typename Element>
+__global__ void __launch_bounds__(kEdgeThreads)
+    backward_begin_kernel(const __grid_constant__ Backward params,
+                          const BackwardWorkspace workspace) {
+  const Shape& shape = params.shape;
+  const int32_t tiles = (shape.q_len + kMaxBlockQ - 1) / kMaxBlockQ;
+  const int32_t tile = static_cast<int32_t>(blockIdx.x % tiles), row0 = tile * kMaxBlockQ;
+  const int64_t batch_head = blockIdx.x / tiles;
+  const int32_t head = static_cast<int32_t>(batch_head % shape.heads);
+  const BatchIndex batch(shape, batch_head / shape.heads);
+  const Band band(params, batch);
+
+  float4* dquery = reinterpret_cast<float4*>(
+      workspace.dquery + (batch_head * workspace.dquery_rows + row0) * shape.head_dim);
+  const int zeros = min(workspace.dquery_rows - row0, kMaxBlockQ) * shape.head_dim;
+  for (int i = threadIdx.x; i < zeros / 4; i += kEdgeThreads) {
+    dquery[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  }
+  const int32_t flag = tile * 4 + static_cast<int32_t>(threadIdx.x);  // a tile has at most four
+  if (workspace.turns && threadIdx.x < 4 && flag < workspace.flags) {
+    workspace.turns[batch_head * workspace.flags + flag] = 0;
+  }
+  if (blockIdx.x == 0 && threadIdx.x < kMaxBlockQ) {
+    workspace.lse_log2[workspace.padding + threadIdx.x] = -minus_infinity();
+    workspace.delta[workspace.padding + threadIdx.x] = 0.0f;
+    if (workspace.ticket && threadIdx.x == 0) *workspace.ticket = 0;
+  }
+
+  // 8, 16 or 32 lanes read a row of up to 64, 128 or 256 elements.
+  const int lanes = shape.value_dim <= 64 ? 8 : shape.value_dim <= 128 ? 16 : 32;
+  const int chunk = threadIdx.x % lanes;
+  const bool chunk_valid = chunk * kChunk < shape.value_dim;
+  const Element* out = batch.pointer<const Element>(params.out, head);
+  const Element* dout = batch.pointer<const Element>(params.dout, head);
+  const float* lse = batch.pointer<const float>(params.lse, head);
+  const float* dlse = params.dlse ? batch.pointer<const float>(params.dlse, head) : nullptr;
+  for (int i = threadIdx.x / lanes; i < kMaxBlockQ; i += kEdgeThreads / lanes) {
+    const int32_t row = row0 + i;
+    float sum = 0.0f;
+    if (row < band.q_len && chunk_valid) {
+      const uint4 a = *reinterpret_cast<const uint4*>(out + row * params.out.row + chunk * kChunk);
+      const uint4 b =
+          *reinterpret_cast<const uint4*>(dout + row * params.dout.row + chunk * kChunk);
+      const Element* a_elements = reinterpret_cast<const Element*>(&a);
+      const Element* b_elements = reinterpret_cast<const Element*>(&b);
+#pragma unroll
+      for (int e = 0; e < kChunk; ++e) {
+        sum = fmaf(to_float(a_elements[e]), to_float(b_elements[e]), sum);
+      }
+    }
+    for (int distance = lanes / 2; distance > 0; distance /= 2) {
+      sum += __shfl_xor_sync(0xffffffff, sum, distance);
+    }
+    if (chunk != 0 || row >= workspace.rows) continue;
+    const float row_lse = row < band.q_len ? lse[row * params.lse.row] : minus_infinity();
+    const bool dead = row_lse == minus_infinity();
+    const int64_t index = batch_head * workspace.rows + row;
+    // Its units are those of logits.
+    workspace.lse_log2[index] =
+        dead ? -minus_infinity() : row_lse * (in_natural_units(params) ? 1.0f : kLog2E);
+    workspace.delta[index] = dead ? 0.0f : dlse ? sum - dlse[row * params.dlse.row] : sum;
+  }
+}
+
+// Grid: batch x head x query tiles.
+template <typename Config, typename Element>
+__global__ void __launch_bounds__(kEdgeThreads)
+    backward_end_kernel(const __grid_constant__ Backward params,
+                        const BackwardWorkspace workspace) {
+  constexpr int kChunks = Config::kHeadDim / kChunk;
+  const Shape& shape = params.shape;
+  const int32_t tiles = (shape.q_len + Config::kBlockQ - 1) / Config::kBlockQ;
+  const int32_t row0 = static_cast<int32_t>(blockIdx.x % tiles) * Config::kBlockQ;
+  const int64_t batch_head = blockIdx.x / tiles;
+  const int32_t head = static_cast<int32_t>(batch_head % shape.heads);
+  Element* dquery_gmem =
+      BatchIndex(shape, batch_head / shape.heads).pointer<Element>(params.dquery, head);
+  const float* accumulators =
+      workspace.dquery + (batch_head * workspace.dquery_rows + row0) * shape.head_dim;
+  const int32_t rows = min(shape.q_len - row0, Config::kBlockQ);
+  const DqueryOrder<Config> order(rows, shape.head_dim);
+  const float scale = params.options.scale;
+  for (int i = threadIdx.x; i < rows * kChunks; i += kEdgeThreads) {
+    const int row = i / kChunks, chunk = i % kChunks;
+    if (chunk >= order.col_blocks) continue;
+    const int first_lane = row / 16 * 32 + row % 8 * 4, half = row / 8 % 2;
+    uint32_t pairs[4];
+#pragma unroll
+    for (int t = 0; t < 4; ++t) {
+      const float* pair =
+          accumulators + order.offset(chunk, first_lane + t) + 2 * half * order.element_stride();
+      pairs[t] = ptx::cvt_rn_x2<Element>(pair[0] * scale, pair[order.element_stride()] * scale);
+    }
+    *reinterpret_cast<uint4*>(dquery_gmem + (row0 + row) * params.dquery.row + chunk * kChunk) =
+        make_uint4(pairs[0], pairs[1], pairs[2], pairs[3]);
+  }
+}
+
+}  // namespace jax_flash::sm80

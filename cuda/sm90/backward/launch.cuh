@@ -1,0 +1,137 @@
+// Backward pass for sm_90: which kernels a head dim takes, and what they are launched with. Up to
+// 128 sm90/backward/narrow.cuh, above sm90/backward/wide.cuh; before and after them
+// backward_edges.cuh.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "modifiers/bias_gradient.cuh"
+#include "params.h"
+#include "sm90/backward/config.cuh"
+#include "sm90/backward/edges.cuh"
+#include "sm90/backward/mask.cuh"
+#include "sm90/backward/narrow.cuh"
+#include "sm90/backward/parts.cuh"
+#include "sm90/backward/schedule.cuh"
+#include "sm90/backward/wide.cuh"
+#include "status.h"
+#include "tile/launch.cuh"
+
+namespace jax_flash::sm90 {
+
+template <typename Config, typename Element, bool kGeneral>
+Status launch_backward_config(const Backward& params, const BackwardWorkspace& workspace,
+                              cudaStream_t stream) {
+  const Shape& shape = params.shape;
+  BackwardMaps maps;
+  Status status = make_backward_maps(params, Config::kBlockQ, Config::kBlockKv, maps);
+  KeyGradientMaps gradient_maps;
+  if (status.ok()) status = make_gradient_maps(params, 64, gradient_maps);
+  int sms = 0;
+  if (status.ok()) status = multiprocessors(sms);
+  if (!status.ok()) return status;
+  KeyBlocks blocks = divide_keys<Config>(params, workspace.turns != nullptr, sms);
+  const ZeroPlan zeros = plan_zeros<Config>(shape, workspace, blocks);
+  const GradientScales scales = gradient_scales<Element, kGeneral>(params.options);
+  EndPlan ends = plan_ends(params, scales, blocks,
+                           !kGeneral && !(workspace.turns && Config::kOrderedSums > 1));
+  SplitPlan split;
+  if (!kGeneral) split = plan_split<Config>(params, workspace, sms, blocks, ends);
+  MaskRows mask_rows;
+  if constexpr (kGeneral) {
+    static_assert(Config::kBlockKv == MaskRows::kKeys);
+    if (blocks.order == TurnOrder::kNone) {
+      status = launch_mask_rows(params, workspace, mask_rows, stream);
+    }
+  }
+  if (status.ok()) {
+    status = launch_begin<Element>(params, workspace, scales, true, zeros, stream);
+  }
+  if (status.ok()) {
+    const auto launch = [&](auto* kernel) {
+      return launch_dependent("sm90::backward_kernel", shape, kernel, blocks.launched,
+                              Config::kThreads, Config::kSmemBytes, stream, params, maps,
+                              gradient_maps, workspace, blocks.schedule, blocks.order,
+                              BlockPlan(params, zeros, ends, split, mask_rows));
+    };
+    status = blocks.order == TurnOrder::kNone
+                 ? launch(backward_kernel<Config, Element, kGeneral, false>)
+                 : launch(backward_kernel<Config, Element, kGeneral, true>);
+  }
+  if (!status.ok()) return status;
+  constexpr int kGroups = Config::kDqueryCols / kEndCols;
+  const int64_t tiles = ceil_div(shape.q_len, 64), heads = shape.batch * shape.heads;
+  if (ends.blocks > 0) {
+    return launch_dependent("sm90::backward_rest_kernel", shape,
+                            backward_rest_kernel<Config, Element>,
+                            int64_t{ends.blocks} * kRestBlocks * kGroups, kEndThreads, 0, stream,
+                            BackwardEdgePlan(params, workspace, scales, tiles), ends);
+  }
+  // Few of them start on the multiprocessors that are free first, unless those do not have room.
+  const int end_smem_bytes = tiles * heads <= 2 * sms ? kSpreadSmemBytes : 0;
+  return launch_dependent("sm90::backward_end_kernel", shape, backward_end_kernel<Config, Element>,
+                          tiles * heads * kGroups, kEndThreads, end_smem_bytes, stream,
+                          BackwardEdgePlan(params, workspace, scales, tiles));
+}
+
+template <typename Element, int kHeadDim, bool kGeneral>
+Status launch_wide_backward(const Backward& params, const BackwardWorkspace& workspace,
+                            cudaStream_t stream) {
+  using KeyConfig = WideKeyConfig<kHeadDim>;
+  using QueryConfig = WideQueryConfig<kHeadDim>;
+  const Shape& shape = params.shape;
+  const int64_t heads = shape.batch * shape.heads, kv_heads = shape.batch * shape.kv_heads;
+  const int64_t kv_tiles_total = ceil_div(shape.kv_len, KeyConfig::kBlockKv);
+  const int64_t q_tiles_total = ceil_div(shape.q_len, QueryConfig::kBlockQ);
+  BackwardMaps key_maps, query_maps;
+  Status status = make_backward_maps(params, KeyConfig::kBlockQ, KeyConfig::kBlockKv, key_maps);
+  if (status.ok()) {
+    status = make_backward_maps(params, QueryConfig::kBlockQ, QueryConfig::kBlockKv, query_maps);
+  }
+  if (status.ok()) {
+    status = launch_begin<Element>(params, workspace, {}, false, {}, stream);
+  }
+  if (status.ok()) {
+    const TileSchedule schedule =
+        make_schedule(params, kv_tiles_total, kv_heads,
+                      int64_t{shape.q_len} * shape.heads / shape.kv_heads, 4 * kHeadDim, 1, false);
+    status = launch_dependent("sm90::backward_wide_key_kernel", shape,
+                              backward_wide_key_kernel<KeyConfig, Element, kGeneral>,
+                              kv_tiles_total * kv_heads, KeyConfig::kThreads, KeyConfig::kSmemBytes,
+                              stream, params, key_maps, workspace, schedule, BlockPlan(params));
+  }
+  if (!status.ok()) return status;
+  const TileSchedule schedule =
+      make_schedule(params, q_tiles_total, heads, shape.kv_len, 4 * kHeadDim, 1, true);
+  return launch_dependent("sm90::backward_wide_query_kernel", shape,
+                          backward_wide_query_kernel<QueryConfig, Element, kGeneral>,
+                          q_tiles_total * heads, QueryConfig::kThreads, QueryConfig::kSmemBytes,
+                          stream, params, query_maps, workspace, schedule);
+}
+
+// kHeadDim bounds head_dim and value_dim.
+template <typename Element, int kHeadDim, bool kGeneral>
+Status launch_backward(const Backward& params, cudaStream_t stream) {
+  BackwardWorkspace workspace;
+  BackwardWorkspace::plan(params.shape, (kHeadDim + 63) / 64 * 64, bool{params.query_segment_ids},
+                          params.options.deterministic, params.workspace, workspace);
+  Status status;
+  if (params.query_segment_ids) status = launch_segment_spans(params, workspace.spans, stream);
+  if (!status.ok()) return status;
+  if constexpr (kHeadDim > 128) {
+    status = launch_wide_backward<Element, kHeadDim, kGeneral>(params, workspace, stream);
+  } else {
+    status = launch_backward_config<BackwardConfig<kHeadDim, kGeneral>, Element, kGeneral>(
+        params, workspace, stream);
+  }
+  if constexpr (kGeneral) {
+    if (status.ok() && params.dbias) {
+      status = launch_bias_gradient<Element>(params, workspace, stream);
+    }
+  }
+  return status;
+}
+
+}  // namespace jax_flash::sm90

@@ -1,0 +1,245 @@
+// What the sm_90 backward kernels are told of a call: as ForwardPlan, side by side what every call
+// reads, and derived on the host as far as that can be.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "params.h"
+#include "plan/backward_workspace.h"
+#include "plan/divisor.h"
+#include "plan/tensor_map.h"
+#include "sm90/backward/mask.cuh"
+#include "tile/band.cuh"
+#include "tile/batch_index.cuh"
+
+namespace jax_flash::sm90 {
+
+inline constexpr int kEdgeRows = 32;  // of a block of the first kernel
+
+// A head among those of all batches, as the axes of an operand have it.
+struct HeadIndex {
+  int32_t batch, batch_axes[kTensorMapBatchDims], head;
+
+  __device__ __forceinline__ BatchIndex batch_index() const {
+    BatchIndex index;
+    index.coordinate[0] = batch_axes[0];
+    index.coordinate[1] = batch_axes[1];
+    return index;
+  }
+};
+struct HeadDivisors {
+  Divisor heads, inner_batch;
+
+  HeadDivisors() = default;
+  HeadDivisors(const Shape& shape, int32_t heads_of_batch)
+      : heads(std::max(heads_of_batch, 1)),
+        inner_batch(shape.num_batch_dims > 1
+                        ? static_cast<int32_t>(std::max<int64_t>(shape.batch_dims[1], 1))
+                        : 1) {}
+
+  __device__ __forceinline__ HeadIndex at(int32_t batch_head) const {
+    HeadIndex index;
+    index.batch = heads.quotient(batch_head);
+    index.head = batch_head - index.batch * heads.divisor;
+    index.batch_axes[0] = inner_batch.quotient(index.batch);
+    index.batch_axes[1] = index.batch - index.batch_axes[0] * inner_batch.divisor;
+    return index;
+  }
+};
+
+// An operand [batch, T, N, ...], or [batch, N, T].
+struct EdgeOperand {
+  void* data = nullptr;
+  int64_t batch[kTensorMapBatchDims] = {}, head = 0, row = 0;  // in elements
+
+  EdgeOperand() = default;
+  explicit EdgeOperand(const Operand& operand)
+      : data(operand.data),
+        batch{operand.batch[0], operand.batch[1]},
+        head(operand.head),
+        row(operand.row) {}
+
+  template <typename Element>
+  __device__ __forceinline__ Element* at(const HeadIndex& index, int32_t row0) const {
+    return static_cast<Element*>(data) + index.batch_axes[0] * batch[0] +
+           index.batch_axes[1] * batch[1] + index.head * head + row0 * row;
+  }
+};
+
+// Sums for dQ are zeros before blocks of keys add to them. The kernel before writes those of the
+// heads that come first. Those of the others are divided into as many shares as there are blocks of
+// keys: who takes a block writes the share of one further on.
+struct ZeroPlan {
+  int32_t first_head = INT32_MAX;  // of keys in all batches, from which on there are shares
+  int32_t ahead = 0;               // blocks of keys
+  int32_t share = 0, of_head = 0;  // in units of what a warp writes at a time
+};
+
+// What the main kernel does of the last one's work: see EndWarp.
+struct EndPlan {
+  int32_t blocks = 0;     // of the main kernel that do; 0: it does nothing
+  int32_t kv_heads = 0;   // of all batches
+  int32_t tiles = 0;      // of 64 query rows, of all heads
+  int32_t additions = 0;  // to each head of keys: two for a block, or for each of its tiles
+  Divisor tiles_of_group, tiles_of_head;
+  int32_t q_len = 0, head_dim = 0;
+  float scale = 1.0f;
+  HeadDivisors heads;
+  EdgeOperand dquery;
+};
+
+// Lanes of a warpgroup, its first ones, that hold dQ of those of 64 rows from row0 on that exist:
+// those of which sums for dQ have places, [block of 8 columns][lane][element].
+__device__ __forceinline__ int32_t dquery_lanes(int32_t q_len, int32_t row0) {
+  return fragment_lanes(min(max(q_len - row0, 0), 64));
+}
+
+// Blocks of keys that are divided among thread blocks, which take parts of their query tiles. Who
+// takes a block's last tiles adds the sums of the others to its own.
+struct SplitPlan {
+  // Where all are equally long, the last ones, of which there are fewer than thread blocks: their
+  // tiles, in a row, are divided into chunks. One may have tiles of two blocks, and is worked on
+  // from the later one on.
+  int32_t first = INT32_MAX, chunks = 0, tiles = 0;
+  Divisor chunk_tiles, block_tiles;
+  // Where thread blocks suffice: each, into so many parts.
+  Divisor parts;
+
+  // Indices in the order in which thread blocks take chunks, parts and whole blocks of keys.
+  __device__ __forceinline__ int32_t end(int32_t blocks) const {
+    return chunks > 0 ? first + chunks : blocks * parts.divisor;
+  }
+  // The end of a chunk; else 0.
+  __device__ __forceinline__ int32_t tiles_end(int32_t index) const {
+    return index < first ? 0 : min((index - first + 1) * chunk_tiles.divisor, tiles);
+  }
+  // The block of keys. Of a chunk the tiles up to `left` are still to be done.
+  __device__ __forceinline__ int32_t block_of(int32_t index, int32_t left = 0) const {
+    if (index >= first) return first + block_tiles.quotient(left - 1);
+    return parts.quotient(index);
+  }
+};
+
+// Counters of the main kernel: of blocks taken; for each head of keys in all batches of shares of
+// zeros that are written, and of warps that have added all of a block's dQ; for each thread block
+// of tiles converted.
+struct BackwardCounters {
+  int32_t* first;
+  int32_t kv_heads;
+
+  __device__ __forceinline__ int32_t* taken() const { return first; }
+  __device__ __forceinline__ int32_t* zeroed(int32_t kv_head) const { return first + 1 + kv_head; }
+  __device__ __forceinline__ int32_t* added(int32_t kv_head) const {
+    return first + 1 + kv_heads + kv_head;
+  }
+  __device__ __forceinline__ int32_t* converted(int32_t block) const {
+    return first + 1 + 2 * kv_heads + block;
+  }
+  __device__ __forceinline__ int32_t* stored() const { return converted(kMaxPersistentBlocks); }
+};
+
+// Whether dlogits up to head dim 128 are multiplied by the scale before they are rounded to the
+// operands' type, and not dQ and dK in the end: they are rounded as cuDNN's are then
+// (TUNING_backward.md, "Errors"). Not in float16, whose exponents end soon.
+template <typename Element>
+inline constexpr bool kScaledDlogits = std::is_same_v<Element, __nv_bfloat16>;
+
+// By what delta is multiplied before the main kernel, and dQ behind it. With modifiers delta is
+// kept as it is, since a bias's gradient needs that; else the scale costs one instruction a tile.
+struct GradientScales {
+  float delta = 1.0f, dquery = 1.0f;
+};
+template <typename Element, bool kGeneral>
+GradientScales gradient_scales(const Options& options) {
+  if (!kScaledDlogits<Element>) return {1.0f, options.scale};
+  return {kGeneral ? 1.0f : options.scale, 1.0f};
+}
+
+// What the kernels before and after need. `sums`: whether the main kernel adds to any.
+struct BackwardEdgePlan {
+  Divisor tiles;  // of a head
+  HeadDivisors heads;
+  int32_t q_len = 0, head_dim = 0, value_dim = 0;
+  int32_t zeroed_heads = 0, counters = 0;
+  bool band_varies = false;
+  GradientScales scales;
+  EdgeOperand out, dout, lse, dlse, dquery;
+  BackwardWorkspace workspace;
+
+  BackwardEdgePlan() = default;
+  BackwardEdgePlan(const Backward& params, const BackwardWorkspace& space,
+                   const GradientScales& scaled, int64_t tiles_of_head, bool sums = false,
+                   const ZeroPlan& zeros = {})
+      : tiles(static_cast<int32_t>(std::max<int64_t>(tiles_of_head, 1))),
+        heads(params.shape, params.shape.heads),
+        q_len(params.shape.q_len),
+        head_dim(params.shape.head_dim),
+        value_dim(params.shape.value_dim),
+        zeroed_heads(
+            sums ? static_cast<int32_t>(std::min<int64_t>(
+                       int64_t{zeros.first_head} * (params.shape.heads / params.shape.kv_heads),
+                       INT32_MAX))
+                 : 0),
+        counters(sums ? static_cast<int32_t>(BackwardWorkspace::counter_words(params.shape)) : 0),
+        band_varies(bool{params.query_seq_lengths}),
+        scales(scaled),
+        out(params.out),
+        dout(params.dout),
+        lse(params.lse),
+        dlse(params.dlse),
+        dquery(params.dquery),
+        workspace(space) {}
+};
+
+// What the description of a block needs of a call.
+struct BlockPlan {
+  HeadDivisors kv_heads;
+  int32_t group = 0;
+  bool band_varies = false;
+  Band band;  // unless it varies
+  ZeroPlan zeros;
+  EndPlan ends;
+  SplitPlan split;
+  MaskRows mask_rows;
+  bool reads_mask_by_rows = false;
+
+  BlockPlan() = default;
+  explicit BlockPlan(const Backward& params, const ZeroPlan& zeros = {}, const EndPlan& ends = {},
+                     const SplitPlan& split = {}, const MaskRows& mask_rows = {})
+      : kv_heads(params.shape, params.shape.kv_heads),
+        group(params.shape.heads / params.shape.kv_heads),
+        band_varies(Band::varies(params)),
+        band(params.options, params.shape.q_len, params.shape.kv_len, 0),
+        zeros(zeros),
+        ends(ends),
+        split(split),
+        mask_rows(mask_rows),
+        reads_mask_by_rows(mask_is_read_by_rows(params)) {}
+
+  __device__ __forceinline__ Band band_of(const Forward& params, const BatchIndex& batch) const {
+    if (band_varies) [[unlikely]] {
+      return Band(params, batch);
+    }
+    return band;
+  }
+};
+
+// Reads every kStep-th line of 64 bytes of a kernel's parameters from line `first` on, for nothing
+// but that they are near when they are needed: one would wait for one after the other.
+template <int kStep = 1, typename Parameters>
+__device__ __forceinline__ void touch_parameters(const Parameters& params, int first = 0) {
+  constexpr int kWords = sizeof(Parameters) / 4;
+  const uint32_t* words = reinterpret_cast<const uint32_t*>(&params);
+  uint32_t any = 0;
+#pragma unroll
+  for (int word = 0; word < kWords; word += 16 * kStep) {
+    any |= words[min(word + first * 16, kWords - 1)];
+  }
+  asm volatile("{ .reg .pred p; setp.eq.u32 p, %0, 1; @p nanosleep.u32 0; }" ::"r"(any));
+}
+
+}  // namespace jax_flash::sm90

@@ -1,0 +1,213 @@
+// Host side of the sm_90 backward kernels: tensor maps, the order of blocks, and launches of
+// which each may begin while the one before it ends.
+#pragma once
+
+#include <cuda_runtime.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <string>
+
+#include "params.h"
+#include "sm90/backward/config.cuh"
+#include "sm90/backward/parts.cuh"
+#include "status.h"
+#include "tile/launch.cuh"
+#include "tile/tensor_map.cuh"
+
+namespace jax_flash::sm90 {
+
+// Maps for tiles of block_q query rows and block_kv keys.
+inline Status make_backward_maps(const Backward& params, int block_q, int block_kv,
+                                 BackwardMaps& maps) {
+  const Shape& shape = params.shape;
+  Status status = make_tensor_map("query", shape, params.query, shape.q_len, shape.heads,
+                                  shape.head_dim, block_q, maps.query);
+  if (status.ok()) {
+    status = make_tensor_map("key", shape, params.key, shape.kv_len, shape.kv_heads, shape.head_dim,
+                             block_kv, maps.key);
+  }
+  if (status.ok()) {
+    status = make_tensor_map("value", shape, params.value, shape.kv_len, shape.kv_heads,
+                             shape.value_dim, block_kv, maps.value);
+  }
+  if (status.ok()) {
+    status = make_tensor_map("dout", shape, params.dout, shape.q_len, shape.heads, shape.value_dim,
+                             block_q, maps.dout);
+  }
+  return status;
+}
+
+inline Status make_gradient_maps(const Backward& params, int rows, KeyGradientMaps& maps) {
+  const Shape& shape = params.shape;
+  const Status status = make_tensor_map("dkey", shape, params.dkey, shape.kv_len, shape.kv_heads,
+                                        shape.head_dim, rows, maps.dkey);
+  if (!status.ok()) return status;
+  return make_tensor_map("dvalue", shape, params.dvalue, shape.kv_len, shape.kv_heads,
+                         shape.value_dim, rows, maps.dvalue);
+}
+
+// Blocks of one head side by side share its rows in L2. Where blocks differ in length, as under a
+// causal mask, sections of several heads go together, their long blocks first: else the long blocks
+// of the last head start when the others end. `waves` says for how many blocks a multiprocessor a
+// section suffices, of which there is one wave less if L2 (half of 50 MB) does not hold so many
+// heads. A last section that is much smaller than the rest has long blocks at the end, too.
+// `row_bytes` is what a block reads and adds to for each row of the other operand.
+inline TileSchedule make_schedule(const Backward& params, int64_t tiles, int64_t total_heads,
+                                  int64_t rows, int64_t row_bytes, int waves, bool last_first) {
+  const Options& options = params.options;
+  const bool uneven = options.is_causal || options.window_left >= 0 || options.window_right >= 0;
+  int64_t section = 1;
+  if (uneven && JAX_FLASH_SM90_BWD_LONGEST_FIRST) {
+    const auto heads_of = [&](int blocks) {
+      return std::clamp<int64_t>(128 * blocks / std::max<int64_t>(tiles, 1), 1,
+                                 std::max<int64_t>(total_heads, 1));
+    };
+    section = heads_of(waves);
+    if (waves > 1 && section * rows * row_bytes > int64_t{25} << 20) section = heads_of(waves - 1);
+    const auto leaves_few = [&](int64_t heads) {
+      return total_heads % heads != 0 && 2 * (total_heads % heads) < heads;
+    };
+    for (int64_t heads = section; 2 * heads > section; --heads) {
+      if (leaves_few(heads)) continue;
+      section = heads;
+      break;
+    }
+  }
+  return {tiles, total_heads, section, uneven && last_first};
+}
+
+// The same where blocks take turns: sections of `blocks` blocks at most, all of about the same
+// size. Every other one is the other way round, so that who had a long block gets a short one.
+inline TileSchedule make_turn_schedule(const Backward& params, int64_t tiles, int64_t total_heads,
+                                       int64_t blocks) {
+  const int64_t most = std::clamp<int64_t>(blocks / tiles, 1, total_heads);
+  const int64_t sections = ceil_div(total_heads, most);
+  const Options& options = params.options;
+  TileSchedule schedule(tiles, total_heads, ceil_div(total_heads, sections), false);
+  schedule.alternates = options.is_causal || options.window_left >= 0 || options.window_right >= 0;
+  return schedule;
+}
+
+// What the kernel for head dims up to 128 is launched with.
+struct KeyBlocks {
+  TileSchedule schedule;
+  TurnOrder order = TurnOrder::kNone;
+  int64_t launched = 0;
+};
+
+template <typename Config>
+KeyBlocks divide_keys(const Backward& params, bool turns, int sms) {
+  const Shape& shape = params.shape;
+  const int64_t tiles = ceil_div(shape.kv_len, Config::kBlockKv);
+  const int64_t heads = shape.batch * shape.kv_heads, total = tiles * heads;
+  KeyBlocks blocks;
+  const bool counted = total <= INT32_MAX;
+  blocks.launched = counted ? std::min<int64_t>(total, sms) : total;
+  if (!turns || !counted) {
+    blocks.schedule =
+        make_schedule(params, tiles, heads, int64_t{shape.q_len} * shape.heads / shape.kv_heads,
+                      4 * (Config::kHeadDim + Config::kDqueryCols), 2, false);
+    return blocks;
+  }
+  const bool fits = tiles <= sms && tiles * ceil_div(shape.q_len, Config::kBlockQ) < INT32_MAX;
+  blocks.order = fits ? TurnOrder::kTogether : TurnOrder::kAscending;
+  blocks.schedule = make_turn_schedule(params, tiles, heads, fits ? sms : total);
+  if (fits) blocks.launched = blocks.schedule.section_blocks.divisor;
+  return blocks;
+}
+
+// Not where few heads are complete before the last blocks begin.
+inline EndPlan plan_ends(const Backward& params, const GradientScales& scales,
+                         const KeyBlocks& blocks, bool may) {
+  const Shape& shape = params.shape;
+  const TileSchedule& schedule = blocks.schedule;
+  EndPlan ends;
+  ends.kv_heads = schedule.total_heads;
+  const int64_t total = int64_t{schedule.tiles} * schedule.total_heads;
+  const int64_t of_head = ceil_div(shape.q_len, 64), tiles = shape.batch * shape.heads * of_head;
+  if (!may || blocks.launched * 2 >= total || tiles > INT32_MAX / 64 ||
+      blocks.launched > kMaxPersistentBlocks) {
+    return ends;
+  }
+  ends.blocks = static_cast<int32_t>(blocks.launched);
+  ends.tiles = static_cast<int32_t>(tiles);
+  ends.additions = 2 * schedule.tiles;
+  ends.tiles_of_head = Divisor(static_cast<int32_t>(of_head));
+  ends.tiles_of_group = Divisor(static_cast<int32_t>(of_head * (shape.heads / shape.kv_heads)));
+  ends.q_len = shape.q_len;
+  ends.head_dim = shape.head_dim;
+  ends.scale = scales.dquery;
+  ends.heads = HeadDivisors(shape, shape.heads);
+  ends.dquery = EdgeOperand(params.dquery);
+  return ends;
+}
+
+// Parts where at least half of the multiprocessors would have no block of keys; what takes longer
+// to begin and to add up than to work on is not divided any further. Chunks where all blocks of
+// keys are equally long, and the last ones would keep others waiting for longer than that takes.
+template <typename Config>
+SplitPlan plan_split(const Backward& params, const BackwardWorkspace& workspace, int sms,
+                     KeyBlocks& blocks, EndPlan& ends) {
+  static_assert(Config::kBlockKv == kSplitKeys);
+  constexpr int64_t kLeastOfPart = 2, kLeastOfChunk = 4, kLeastGain = 5;  // tiles
+  const Shape& shape = params.shape;
+  const Options& options = params.options;
+  const int64_t total = int64_t{blocks.schedule.tiles} * blocks.schedule.total_heads;
+  SplitPlan split;
+  if (workspace.split_sums == nullptr || blocks.order != TurnOrder::kNone ||
+      blocks.launched > kSplitBlocks) {
+    return split;
+  }
+  const int64_t tiles = ceil_div(shape.q_len, Config::kBlockQ) * (shape.heads / shape.kv_heads);
+  const int64_t parts = std::min(std::min(sms, kSplitBlocks) / total, tiles / kLeastOfPart);
+  if (parts > 1) {
+    split.parts = Divisor(static_cast<int32_t>(parts));
+    blocks.launched *= parts;
+    return split;
+  }
+  const bool even = !options.is_causal && options.window_left < 0 && options.window_right < 0 &&
+                    !params.query_seq_lengths && !params.key_value_seq_lengths;
+  const int64_t divided = total % blocks.launched;
+  const int64_t chunk = std::max(ceil_div(divided * tiles, blocks.launched), kLeastOfChunk);
+  if (!even || blocks.launched == total || divided == 0 || chunk + kLeastGain > tiles ||
+      total * tiles > INT32_MAX / 2) {
+    return split;
+  }
+  split.first = static_cast<int32_t>(total - divided);
+  split.tiles = static_cast<int32_t>(divided * tiles);
+  split.chunks = static_cast<int32_t>(ceil_div(split.tiles, chunk));
+  split.chunk_tiles = Divisor(static_cast<int32_t>(chunk));
+  split.block_tiles = Divisor(static_cast<int32_t>(tiles));
+  ends.additions *= static_cast<int32_t>(tiles);
+  return split;
+}
+
+// Shares lie in a row, head by head, whose elements a warp's stores of kUnit must divide. A section
+// ahead, whoever is to write a share that a block waits for has taken its own block before that
+// one, or with it, and in turn waits for earlier ones only.
+template <typename Config>
+ZeroPlan plan_zeros(const Shape& shape, const BackwardWorkspace& workspace,
+                    const KeyBlocks& blocks) {
+  const TileSchedule& schedule = blocks.schedule;
+  const int64_t total = int64_t{schedule.tiles} * schedule.total_heads;
+  ZeroPlan zeros;
+  if (workspace.turns || blocks.launched >= total) return zeros;
+  const int64_t ahead = schedule.section_blocks.divisor + blocks.launched / 8;
+  const int64_t first_head = ceil_div(blocks.launched + ahead, schedule.tiles);
+  constexpr int kUnit = 128;
+  const int64_t elements =
+      int64_t{shape.heads / shape.kv_heads} * workspace.dquery_rows * shape.head_dim;
+  const int64_t of_head = elements / kUnit;
+  if (elements % kUnit != 0 || first_head >= schedule.total_heads ||
+      of_head + schedule.tiles > INT32_MAX) {
+    return zeros;
+  }
+  zeros.first_head = static_cast<int32_t>(first_head);
+  zeros.ahead = static_cast<int32_t>(ahead);
+  zeros.of_head = static_cast<int32_t>(of_head);
+  zeros.share = static_cast<int32_t>(ceil_div(of_head, schedule.tiles));
+  return zeros;
+}
+
+}  // namespace jax_flash::sm90

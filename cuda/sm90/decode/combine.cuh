@@ -1,0 +1,248 @@
+// Adds up what the workers of the sm_90 decoding kernel computed of units that they divided.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "params.h"
+#include "plan/decode.h"
+#include "ptx/global.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/math.cuh"
+#include "sm90/decode/walk.cuh"
+#include "status.h"
+#include "tile/launch.cuh"
+#include "tile/softmax.cuh"
+
+namespace jax_flash::sm90 {
+
+inline constexpr int kCombineRowBlocks = 8;  // blocks for the rows of a unit, at most
+// Of shared memory that few blocks ask for: then each has a multiprocessor for itself.
+inline constexpr int kCombineSmemApart = 72 * 1024;
+
+// The parts of a unit that workers divide, or unit < 0: then there is none. Its first worker leaves
+// its part in its second place, the ones after it theirs in their first.
+struct DividedUnit {
+  int32_t unit, parts, worker;
+
+  // Of batches that are alike it is known before the decoding kernel ends.
+  static __device__ __forceinline__ DividedUnit computed(const DecodeCall& call, int32_t block) {
+    const DecodeShares& shares = call.shares;
+    if (call.plan.parts) return {block, shares.workers, block * shares.workers};
+    const int32_t cost = call.cost.divisor;
+    if (block >= shares.workers) return {-1, 0, 0};
+    const int32_t end = shares.start(block + 1), unit = call.cost.quotient(end - 1);
+    const int32_t unit_end = (unit + 1) * cost;
+    if (unit_end == end || unit * cost < shares.start(block)) return {-1, 0, 0};
+    int32_t parts = 2;
+    while (shares.start(block + parts) < unit_end) ++parts;
+    return {unit, parts, block};
+  }
+
+  static __device__ __forceinline__ DividedUnit found(const DecodeCall& call, int32_t block) {
+    const int32_t unit = call.workspace.ends[block].tail;
+    if (unit < 0) return {-1, 0, 0};
+    int32_t parts = 1;
+    for (int32_t more = 32; more == 32; parts += more) {
+      const int32_t other = block + parts + static_cast<int>(threadIdx.x % 32);
+      const bool has_part = other < call.plan.workers && call.workspace.ends[other].head == unit;
+      const uint32_t without = __ballot_sync(0xffffffff, !has_part);
+      more = without ? __ffs(without) - 1 : 32;
+    }
+    return {unit, parts, block};
+  }
+};
+
+// Grid: [units, row_blocks] if the plan has parts, else [workers, row_blocks]. A block looks after
+// some rows of the unit, or of the one that the worker begins and another one ends, if there is
+// one. Its warps divide the parts of the unit.
+//
+// The call waits for the latency of what follows the wait, so everything is asked for at once, and
+// addresses are known before. Before, too, the same instructions run once in vain, as if there were
+// no parts: else they come from memory, a line at a time, as keys and values have driven them out
+// of L2.
+template <int kHeadDim, int kWarps, typename Element>
+__global__ void __launch_bounds__(kWarps * 32)
+    decode_combine_kernel(const __grid_constant__ DecodeCall call, const int32_t row_blocks,
+                          const __grid_constant__ Forward params) {
+  constexpr int kColSteps = (kHeadDim + 127) / 128;        // of 32 lanes of four columns
+  constexpr int kAhead = kWarps > 2 ? 8 / kColSteps : 16;  // parts of a warp in a round
+  constexpr int kGroup = 4;                                // of them, that are left out together
+  constexpr int kRound = kWarps * kAhead, kLaneParts = kRound / 32;
+  // Of a thread, in the end.
+  constexpr int kCols = (kColSteps * 128 + kWarps * 32 - 1) / (kWarps * 32);
+  constexpr int kPitch = decode_pitch(kHeadDim);
+  __shared__ __align__(16) float sums[kWarps][kColSteps * 128];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const auto block = static_cast<int32_t>(blockIdx.x) / row_blocks;
+  const auto row_block = static_cast<int32_t>(blockIdx.x) % row_blocks;
+  const bool ragged = call.plan.ragged;
+  if (ragged) ptx::griddepcontrol_wait();
+  const DividedUnit divided =
+      ragged ? DividedUnit::found(call, block) : DividedUnit::computed(call, block);
+  if (divided.unit < 0) return;
+  int32_t parts = ragged ? divided.parts : 0;
+  const DecodeUnit unit(call, divided.unit);
+  const int32_t q_len = call.band.find(params, unit.batch).q_len;
+  bool waits = !ragged;  // has to
+#pragma unroll 1
+  for (int32_t row = row_block; row < call.rows; row += row_blocks) {
+    const int32_t head = call.q_len.quotient(row);
+    const int32_t position = row - head * call.q_len.divisor;
+    const bool exists = position < q_len;
+    const float sink_log2 = call.sinks.data == nullptr
+                                ? minus_infinity()
+                                : unit.at<const float>(call.sinks)[head * call.sinks.head] * kLog2E;
+    Element* out =
+        unit.at<Element>(call.out) + head * call.out.head + position * call.out.row + threadIdx.x;
+    float* lse = unit.at<float>(call.lse) + head * call.lse.head + position * call.lse.row;
+    const int64_t place = int64_t{row} * call.workspace.places + divided.worker * 2;
+    // Of a round's first parts: this lane's, this warp's.
+    const float2* statistics =
+        reinterpret_cast<const float2*>(call.workspace.statistics) + place + lane * 2;
+    const float* values = call.workspace.out + (place + warp * 2) * kPitch + lane * 4;
+    asm volatile("" : "+l"(out), "+l"(lse), "+l"(statistics), "+l"(values));  // not computed again
+
+    if (waits) {  // so that the addresses are translated
+      if (lane < divided.parts) ptx::prefetch_l2(statistics);
+      if (warp < divided.parts) ptx::prefetch_l2(values);
+    }
+
+    float2 its[kLaneParts];
+    float4 value[kAhead][kColSteps];
+    const auto ask_statistics = [&](int32_t round) {
+#pragma unroll
+      for (int i = 0; i < kLaneParts; ++i) {
+        const int32_t part = round + lane + i * 32;
+        its[i] = part < parts ? __ldcg(statistics + round * 2 + i * 64 + (part == 0)) : float2{};
+      }
+    };
+    const auto ask_values = [&](int32_t round) {
+#pragma unroll
+      for (int i = 0; i < kAhead; ++i) {
+        if (i % kGroup == 0 && round + i * kWarps >= divided.parts) break;
+        const int32_t part = round + warp + i * kWarps;
+        const float* part_values = values + (round + i * kWarps) * 2 * kPitch;
+        if (i == 0 && part == 0) part_values += kPitch;
+#pragma unroll
+        for (int step = 0; step < kColSteps; ++step) {
+          value[i][step] = part < parts && step * 128 + lane * 4 < call.value_dim
+                               ? __ldcg(reinterpret_cast<const float4*>(part_values + step * 128))
+                               : float4{};
+        }
+      }
+    };
+    float result[kCols], its_lse;
+#pragma unroll 1
+    while (true) {
+      ask_statistics(0);
+      ask_values(0);
+      float top = sink_log2;
+      const auto see = [&] {
+#pragma unroll
+        for (int i = 0; i < kLaneParts; ++i) {
+          if (its[i].y != 0.0f) top = fmaxf(top, its[i].x);  // 0: nothing attended to
+        }
+      };
+      see();
+      if (parts > kRound) {
+#pragma unroll 1
+        for (int32_t round = kRound; round < parts; round += kRound) {
+          ask_statistics(round);
+          see();
+        }
+        ask_statistics(0);
+      }
+#pragma unroll
+      for (int distance = 16; distance > 0; distance /= 2) {
+        top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, distance));
+      }
+
+      float total = 0.0f;
+      float4 sum[kColSteps] = {};
+#pragma unroll 1
+      for (int32_t round = 0;;) {
+        float factors[kLaneParts];
+#pragma unroll
+        for (int i = 0; i < kLaneParts; ++i) {
+          factors[i] = its[i].y == 0.0f ? 0.0f : ptx::ex2_approx_ftz(its[i].x - top);
+          total += its[i].y * factors[i];
+        }
+#pragma unroll
+        for (int i = 0; i < kAhead; ++i) {
+          if (i % kGroup == 0 && round + i * kWarps >= divided.parts) break;
+          const float factor =
+              __shfl_sync(0xffffffff, factors[i * kWarps / 32], warp + i * kWarps % 32);
+          if (factor == 0.0f) continue;
+#pragma unroll
+          for (int step = 0; step < kColSteps; ++step) {
+            sum[step].x += factor * value[i][step].x;
+            sum[step].y += factor * value[i][step].y;
+            sum[step].z += factor * value[i][step].z;
+            sum[step].w += factor * value[i][step].w;
+          }
+        }
+        round += kRound;
+        if (round >= parts) break;
+        ask_statistics(round);
+        ask_values(round);
+      }
+#pragma unroll
+      for (int step = 0; step < kColSteps; ++step) {
+        *reinterpret_cast<float4*>(&sums[warp][step * 128 + lane * 4]) = sum[step];
+      }
+#pragma unroll
+      for (int distance = 16; distance > 0; distance /= 2) {
+        total += __shfl_xor_sync(0xffffffff, total, distance);
+      }
+      __syncthreads();
+      const bool empty = total == 0.0f || !exists;
+      const float with_sink = total + ptx::ex2_approx_ftz(sink_log2 - top);
+      const float normalizer = 1.0f / with_sink;
+#pragma unroll
+      for (int i = 0; i < kCols; ++i) {
+        const int col = static_cast<int>(threadIdx.x) + i * kWarps * 32;
+        float all = 0.0f;
+        if (col < kColSteps * 128) {
+#pragma unroll
+          for (int other = 0; other < kWarps; ++other) all += sums[other][col];
+        }
+        result[i] = empty ? 0.0f : all * normalizer;
+      }
+      its_lse = (top + log2f(with_sink)) * kLn2;
+      if (empty) its_lse = exists ? sink_log2 * kLn2 : minus_infinity();
+      if (!waits) break;
+      asm volatile("" ::"f"(result[0]), "f"(its_lse));  // as if it counted
+      waits = false;
+      __syncthreads();
+      ptx::griddepcontrol_wait();
+      parts = divided.parts;
+    }
+#pragma unroll
+    for (int i = 0; i < kCols; ++i) {
+      const int col = static_cast<int>(threadIdx.x) + i * kWarps * 32;
+      if (col < call.value_dim) out[i * kWarps * 32] = Element(result[i]);
+    }
+    if (threadIdx.x == 0) *lse = its_lse;
+    __syncthreads();
+  }
+}
+
+template <int kHeadDim, typename Element>
+Status launch_combine(const DecodeCall& call, const Forward& params, cudaStream_t stream) {
+  const int32_t row_blocks = std::min(call.rows, kCombineRowBlocks);
+  const int64_t blocks =
+      int64_t{call.plan.parts ? call.plan.units : call.plan.workers} * row_blocks;
+  const auto launch = [&](auto kernel, int warps) {
+    return launch_dependent("sm90::decode_combine_kernel", params.shape, kernel, blocks, warps * 32,
+                            blocks <= kDecodeMultiprocessors ? kCombineSmemApart : 0, stream, call,
+                            row_blocks, params);
+  };
+  // By the parts that a unit has on average.
+  if (call.plan.workers / call.plan.units < 4) {
+    return launch(decode_combine_kernel<kHeadDim, 2, Element>, 2);
+  }
+  return launch(decode_combine_kernel<kHeadDim, 8, Element>, 8);
+}
+
+}  // namespace jax_flash::sm90

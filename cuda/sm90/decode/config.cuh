@@ -1,0 +1,83 @@
+// Tile sizes and shared memory of the sm_90 decoding kernel.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "params.h"
+#include "plan/decode.h"
+#include "ptx/mbarrier.cuh"
+#include "sm90/forward/config.cuh"
+#include "sm90/forward/parts.cuh"
+#include "tile/band.cuh"
+#include "tile/smem_tile.cuh"
+
+namespace jax_flash::sm90 {
+
+// A block is one worker: a warpgroup that computes, and two warps that start copies. Two blocks a
+// multiprocessor, or one that has as many bytes of keys and values under way.
+template <int kHeadDimension, int kBlockKvRows, int kSlotCount, int kBlocksPerSm>
+struct DecodeConfig {
+  static constexpr int kHeadDim = kHeadDimension, kBlockKv = kBlockKvRows;
+  static constexpr int kBlocks = kBlocksPerSm;
+  static constexpr int kThreads = kWarpgroup + 64;
+  using QueryTile = SmemTile<kDecodeRows, kHeadDim>;
+  using KeyTile = SmemTile<kBlockKv, kHeadDim>;
+  using ValueTile = KeyTile;
+  // Shared memory: Q, then a ring in which tiles of K and of V take turns.
+  static constexpr int kSlots = kSlotCount;
+  static constexpr int kSmemBytes = QueryTile::kBytes + kSlots * KeyTile::kBytes;
+  // A block also has 1 KB of the system's and up to 1 KB of barriers and alignment.
+  static_assert(kBlocks * (kSmemBytes + 2048) <= 228 * 1024 && kSlots >= 3);
+};
+
+// Of the instance for this head dim.
+template <int kHeadDim>
+using DecodeConfigOf = std::conditional_t<
+    kHeadDim <= 64, DecodeConfig<64, 128, 6, 2>,
+    std::conditional_t<kHeadDim <= 128, DecodeConfig<kHeadDim, 64, 6, 2>,
+                       std::conditional_t<kHeadDim <= 192, DecodeConfig<192, 32, 7, 2>,
+                                          DecodeConfig<256, 64, 6, 1>>>>;
+
+// A worker's part of a unit.
+struct DecodeWork {
+  void* out;  // of the unit's first row; of a part that is to be added up, in the workspace
+  float *lse, *sinks;  // then the statistics
+  Band band;
+  RowRange attended;  // keys that some row may attend to
+  int32_t tile, end;  // of keys; without any, the unit has none
+  int32_t kind;
+
+  static constexpr int32_t kPart = 0, kWhole = 1, kNoMoreWork = 2;
+};
+
+// `full`: the copy has arrived; `empty`: the warpgroup has done with it.
+template <typename Config>
+struct DecodeSmem {
+  static constexpr int kBarriers = 2 + 2 * Config::kSlots;
+  uint32_t root, barriers;
+  DecodeWork* work;
+
+  __device__ __forceinline__ typename Config::QueryTile query() const { return {root, 0}; }
+  __device__ __forceinline__ typename Config::KeyTile slot(uint32_t index) const {
+    return {root, Config::QueryTile::kBytes + index * Config::KeyTile::kBytes};
+  }
+  __device__ __forceinline__ uint32_t query_full() const { return barriers; }
+  __device__ __forceinline__ uint32_t query_empty() const { return barriers + 8; }
+  __device__ __forceinline__ uint32_t full(uint32_t slot) const {
+    return barriers + 16 + slot * 16;
+  }
+  __device__ __forceinline__ uint32_t empty(uint32_t slot) const { return full(slot) + 8; }
+
+  __device__ __forceinline__ void init_barriers() const {
+    ptx::mbarrier_init(query_full(), 2);  // Q, and the description of the work
+    ptx::mbarrier_init(query_empty(), 4 * kWarpArrivals);
+    for (uint32_t slot = 0; slot < Config::kSlots; ++slot) {
+      ptx::mbarrier_init(full(slot), 1);
+      ptx::mbarrier_init(empty(slot), 4 * kWarpArrivals);
+    }
+    ptx::fence_mbarrier_init();
+  }
+};
+
+}  // namespace jax_flash::sm90

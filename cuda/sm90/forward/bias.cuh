@@ -1,0 +1,191 @@
+// The bias in the sm_90 forward kernel made for it: tiles in shared memory, and how they get there.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "params.h"
+#include "ptx/cp_async.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
+#include "sm90/forward/config.cuh"
+#include "sm90/forward/plan.cuh"
+#include "status.h"
+#include "tile/tensor_map.cuh"
+
+namespace jax_flash::sm90 {
+
+// A consumer's 64 rows of a tile of a bias of 2-byte elements, which the copy engine brings: in
+// panels whose rows are as wide as the swizzle. There is one place, with a pair of barriers.
+template <int kBlockKv>
+struct BiasBox {
+  static constexpr int kCols = kBlockKv % 32 == 0 && kBlockKv % 64 != 0 ? 32 : 64;  // of a panel
+  static constexpr int kRowBytes = kCols * 2, kPanelBytes = 64 * kRowBytes;
+  static constexpr int kPanels = (kBlockKv + kCols - 1) / kCols;
+
+  uint32_t reader;  // where this lane's row of the first matrices for ldmatrix is
+  uint32_t full, empty, parity;
+
+  // A bias that is the same for all rows has one. kKeepsReader: in a register.
+  template <bool kKeepsReader>
+  __device__ __forceinline__ void init(uint32_t smem, uint32_t full_barrier, uint32_t empty_barrier,
+                                       bool one_row) {
+    full = full_barrier;
+    empty = empty_barrier;
+    parity = 0;
+    const int lane = threadIdx.x % 32;
+    const int row = one_row ? 0 : threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
+    const int swizzle = kCols == 64 ? row % 8 : row / 2 % 4;
+    reader = smem + row * kRowBytes + (lane / 16 ^ swizzle) * 16;
+    // A shuffle, or the assembler would compute it for each tile.
+    if constexpr (kKeepsReader) reader = __shfl_sync(0xffffffff, reader, lane);
+  }
+  __device__ __forceinline__ void wait() {
+    ptx::mbarrier_wait(full, parity);
+    parity ^= 1;
+  }
+  // Blocks n, which is even, and n + 1 of the warp's fragment: rows g and g + 8 of block n, then of
+  // n + 1. The last ones are loaded last: the place is free when they are there.
+  __device__ __forceinline__ void load(uint32_t (&words)[4], int n) const {
+    constexpr int kPairs = kCols / 16;  // of blocks in a panel
+    ptx::ldmatrix_x4(words, (reader ^ n / 2 % kPairs * 32) + n / 2 / kPairs * kPanelBytes);
+  }
+  template <typename T>
+  __device__ __forceinline__ void unpack(const uint32_t (&words)[4], float (&blocks)[2][4],
+                                         int n) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      float2 pair;
+      if constexpr (std::is_same_v<T, __half>) {
+        pair = __half22float2(reinterpret_cast<const __half2&>(words[i]));
+      } else {
+        pair = {__uint_as_float(words[i] << 16), __uint_as_float(words[i] & 0xffff0000)};
+      }
+      blocks[i / 2][i % 2 * 2] = pair.x;
+      blocks[i / 2][i % 2 * 2 + 1] = pair.y;
+    }
+    if (n + 2 < kBlockKv / 8) return;
+    __syncwarp();
+    if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(empty);
+  }
+  template <typename T>
+  __device__ __forceinline__ void read(float (&blocks)[2][4], int n) const {
+    uint32_t words[4];
+    load(words, n);
+    unpack<T>(words, blocks, n);
+  }
+};
+
+// A warp's 16 rows of a tile of a bias of 4-byte elements, which it copies itself, in groups of 32
+// columns. The 32 bytes under a block of a fragment are at place n ^ row % 4 of a row of a group:
+// no bank conflicts.
+template <int kN>
+struct BiasTile {
+  static constexpr int kLanes = 8;  // of a row of a group
+  uint32_t written, read_from;  // of this thread: where its first vector goes, and its first block
+
+  __device__ __forceinline__ void init(uint32_t smem) {
+    const int lane = threadIdx.x % 32, row = lane / kLanes, chunk = lane % kLanes;
+    written = smem + row * 128 + (chunk / 2 ^ row % 4) * 32 + chunk % 2 * 16;
+    read_from = smem + lane / 4 * 128 + lane / 4 % 4 * 32 + lane % 4 * 8;
+  }
+
+  // Where a thread's vectors of a tile's rows begin, in vectors of 16 bytes: for once a query tile.
+  // Rows beyond the last are the last.
+  struct Rows {
+    uint32_t at[kLanes / 2];
+  };
+  static __device__ __forceinline__ Rows rows(int64_t row_stride, int32_t row0, int32_t count) {
+    const int lane = threadIdx.x % 32;
+    Rows rows = {};
+#pragma unroll
+    for (int i = 0; i < kLanes / 2; ++i) {
+      const int64_t row = min(row0 + lane / kLanes + i * (32 / kLanes), count - 1);
+      rows.at[i] = static_cast<uint32_t>(row * row_stride / 4) + lane % kLanes;
+    }
+    return rows;
+  }
+
+  // Starts copies. `bias` is at row 0 of the batch and head, and the tile's first column, with
+  // `cols` behind it. What was there has been read.
+  __device__ __forceinline__ void copy(const float* bias, const Rows& rows, int32_t cols) const {
+    static_assert(kN % 4 == 0);
+    const int chunk = threadIdx.x % kLanes;
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < kLanes / 2; ++i) {
+      const float* from = bias + uint64_t{rows.at[i]} * 4;
+#pragma unroll
+      for (int group = 0; group < kN / 4; ++group) {
+        ptx::cp_async_16(written + group * (16 * kLanes * 16) + i * 512, from + group * kLanes * 4,
+                         group * 32 + chunk * 4 < cols);
+      }
+    }
+    ptx::cp_async_commit_group();
+  }
+
+  __device__ __forceinline__ void wait() const {
+    ptx::cp_async_wait_group<0>();
+    __syncwarp();
+  }
+
+  // Blocks n, which is even, and n + 1 of the warp's fragment.
+  template <typename T>
+  __device__ __forceinline__ void read(float (&blocks)[2][4], int n) const {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t at = (read_from ^ (n + i / 2) % 4 * 32) + n / 4 * 2048 + i % 2 * 1024;
+      float (&block)[4] = blocks[i / 2];
+      asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"
+                   : "=f"(block[i % 2 * 2]), "=f"(block[i % 2 * 2 + 1])
+                   : "r"(at));
+    }
+  }
+};
+
+// With the bias beside the other operands.
+struct BoxedMaps : ForwardMaps {
+  CUtensorMap boxes;
+  BoxAxes box_axes;
+};
+template <typename Config>
+using MapsOf = std::conditional_t<Config::kBiasBoxes, BoxedMaps, ForwardMaps>;
+
+// Of a bias that can be read in boxes (ModifierPlan).
+template <typename Config>
+Status make_bias_map(const Forward& params, BoxedMaps& maps) {
+  const Shape& shape = params.shape;
+  maps.box_axes = BoxAxes(params.bias);
+  return make_tensor_map("bias", shape, params.bias, shape.q_len, shape.heads, shape.kv_len,
+                         params.bias.row == 0 ? 1 : 64, maps.boxes, 1,
+                         CU_TENSOR_MAP_L2_PROMOTION_L2_256B, BiasBox<Config::kBlockKv>::kCols);
+}
+
+// Starts copies of a consumer's rows, which begin with row0, for keys of tiles from `tile` to
+// before `end`, each as soon as the one before has been read. By one thread.
+template <typename Config, typename Smem>
+__device__ __forceinline__ void load_bias(const Smem& smem, const BoxedMaps& maps, int group,
+                                          const QueryTileIndex& q, int32_t row0, int32_t tile,
+                                          int32_t end, uint32_t& parity) {
+  using Box = BiasBox<Config::kBlockKv>;
+  const uint32_t bytes = Box::kPanels * Box::kRowBytes * (maps.box_axes.row ? 64 : 1);
+  for (; tile < end; ++tile) {
+    ptx::mbarrier_wait_asleep(smem.bias_empty(group), parity ^ 1);
+    ptx::fence_proxy_async_shared();  // here, since consumers would wait for theirs in every tile
+    ptx::mbarrier_arrive_expect_tx(smem.bias_full(group), bytes);
+#pragma unroll
+    for (int panel = 0; panel < Box::kPanels; ++panel) {
+      load_box(smem.own(group * 4) + panel * Box::kPanelBytes, maps.boxes, smem.bias_full(group),
+               maps.box_axes, q.batch_axes, q.head, row0,
+               tile * Config::kBlockKv + panel * Box::kCols);
+    }
+    parity ^= 1;
+  }
+}
+
+}  // namespace jax_flash::sm90

@@ -1,0 +1,511 @@
+// What a consumer warpgroup of the sm_90 forward kernel keeps in registers for its 64 rows, and the
+// steps that it takes with a tile of keys and values. The order of the steps:
+// sm90/forward/kernel.cuh.
+#pragma once
+
+#include <cstdint>
+
+#include "modifiers/logits.cuh"
+#include "modifiers/scores.cuh"
+#include "params.h"
+#include "ptx/math.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/warpgroup.cuh"
+#include "sm90/forward/config.cuh"
+#include "sm90/forward/exact_maximum.cuh"
+#include "sm90/forward/modifier_tile.cuh"
+#include "sm90/forward/order_window.cuh"
+#include "sm90/forward/parts.cuh"
+#include "sm90/forward/redo.cuh"
+#include "sm90/forward/redo_scores.cuh"
+#include "sm90/forward/segments.cuh"
+#include "sm90/forward/soft_cap_step.cuh"
+#include "tile/softmax.cuh"
+#include "tile/wgmma_tile.cuh"
+
+namespace jax_flash::sm90 {
+
+// What is known of a tile at compile time: that it and the one before, also if that one is another
+// query tile's, are of one segment each; that its bias is added beside the exponentials.
+enum class TileKind { kAny, kInRun, kBiasBeside };
+
+// Value: of V as it is in shared memory, and so of P.
+template <typename Config, typename Element, uint32_t kModifiers, typename Value = Element>
+struct ForwardConsumer {
+  static constexpr bool kGeneral = kModifiers != kNoModifier;
+  static constexpr bool kPlain = kChecksLate<Config, kModifiers>;
+  // Segments alone forbid elements of few tiles, and are looked at in those only.
+  static constexpr bool kSegmented = kModifiers == kSegments;
+  // Whether key tiles are skipped: query tiles are told of when all is known.
+  static constexpr bool kSkips = (kModifiers & kSegments) != 0;
+  // Whether elements may be forbidden in any tile.
+  static constexpr bool kMasks = !kSegmented && (kModifiers & (kMask | kSegments)) != 0;
+  // Whether query tiles are chained, and Q is released early.
+  static constexpr bool kChained = !kMasks || (kModifiers == kMask && Config::kMaskWords);
+  // Whether exponentials are computed before their logits are compared with the references.
+  // With a bias or a mask only where P has the bits to do without the greatest logits.
+  static constexpr bool kHalfValues = !std::is_same_v<Value, Element>;
+  static constexpr bool kBiasOrMask = kModifiers == kBias || kModifiers == kMask;
+  static constexpr bool kOptimistic = Config::kOptimistic && kModifiers != kEveryModifier &&
+                                      Config::kKeyGroups == 1 && (!kBiasOrMask || kHalfValues);
+  // Of how many tiles logits are compared with the references first: after one that had to be
+  // computed again, and after one in which a reference rose.
+  static constexpr int kCarefulTiles = 16;
+  // Whether references rise to any greater logit that they are compared with, not only to one far
+  // above them (OnlineSoftmax). It takes segments up to 8% longer.
+  static constexpr bool kExactMaxima = kPlain || kModifiers == kEveryModifier ||
+                                       Config::kKeyGroups > 1 ||
+                                       (!kOptimistic && (!kGeneral || kBiasOrMask));
+  // Whether without modifiers references do rise, whatever the first keys show: where all of P is
+  // of the operands' type.
+  static constexpr bool kAlwaysExact = Config::kKeyGroups > 1 || std::is_same_v<Element, __half>;
+  // Whether they are compared as bits, if they can be (sm90/forward/exact_maximum.cuh): where that
+  // is faster.
+  static constexpr bool kByBits =
+      kExactMaxima && kModifiers != kEveryModifier &&
+      !(kModifiers == kMask && Config::kHeadDim == 64 && Config::kConsumers == 3);
+  // Whether exponentials are of differences to the reference: where it costs little.
+  static constexpr bool kByDifference = !kGeneral && Config::kHeadDim > 128;
+  static constexpr int kN = Config::kBlockKv / 8, kOutN = Config::kValueDim / 8;
+  using Modified = ModifiedTile<Config, Element, kModifiers>;  // in kernels for one modifier
+  static constexpr bool kLowWord = Modified::kSaturates || Modified::kInScores;
+  static constexpr int kHeadSteps = Config::kHeadDim / 16, kKeySteps = Config::kBlockKv / 16;
+  using ScoreProduct = ptx::Wgmma<Element, Config::kBlockKv>;
+  // Whether P V of every second tile is of float16 (sm90/forward/values.cuh).
+  static constexpr bool kConverts = kConvertsValues<Config, Element, kModifiers>;
+  template <bool kHalf>
+  using Weight = std::conditional_t<kHalf, __half, Value>;
+  template <bool kHalf>
+  using OutProduct = ptx::Wgmma<Weight<kHalf>, Config::kValueDim>;
+  using Scores = float[1][kN][4];
+  // Where Q is released early: whether a query tile's last tile of keys is done again with Q from
+  // global memory. Else its logits are compared first, which takes code of its own.
+  static constexpr bool kReadsQueryAgain =
+      kBiasOrMask && kChained && Config::kQueryStages == 1 && kOptimistic;
+  // Whether a tile waits for the next one's keys, and for its values beside the next scores, as
+  // without modifiers.
+  static constexpr bool kWaitsAhead =
+      kPlain || (kHalfValues && kChained && (kModifiers == kMask || Modified::kInScores));
+  // log2 of P of a logit that is its row's reference, and the thread's sum of a tile beyond which
+  // references rise: P of float16 is exact to 11 bits from 2^-14 on, and ends at 2^16.
+  static constexpr int kLift = kHalfValues ? kHalfLift : 0;
+  static constexpr float kSumLimit = kHalfValues ? kHalfSumLimit : kOptimisticLimit;
+
+  const Forward& params;  // for what `plan` lacks
+  const ForwardPlan& plan;
+  const ForwardSmem<Config>& smem;
+  int group;     // of the consumers
+  int warp_row;  // of the block's rows, this warp's first
+  float to_log2;
+
+  RingState<Config::kStages> key_stage;
+  RingState<Config::kValueStages> value_stage;
+  RingState<Config::kQueryStages> query_stage;
+  uint32_t works = 0;  // query tiles before the one in `work`
+  QueryWork work;      // of the scores
+  bool is_last_query;  // if Config::kTellsLast
+  float out[1][kOutN][4];
+  int out_started = 0;
+  OnlineSoftmax<1> softmax;
+  bool by_bits;           // with kByBits: whether no reference is below 0
+  int careful_tiles = 0;  // to come
+  Scores scores;
+  uint32_t probabilities[kKeySteps][4];
+  float factor[1][2];    // by which `out` is to be multiplied if a reference rises
+  bool rises = false;    // kPlain: that this is to be done
+  bool is_half = false;  // kConverts: whether `probabilities` are float16
+  RowRange fixed;        // tiles of next_capped_tile()
+  // Where scores begin with the bias, which leaves exponentials as without one, so that the rest
+  // counts: tiles that neither the band cuts into, nor have their bias read element by element; in
+  // log2 units the references, or 0; whether a row has none.
+  RowRange uncut;
+  float shift[2];
+  int unready;
+  uint32_t columns = 0;  // a bit per column of this thread: whether its warp attends to it
+  Modified modified;
+  RowRange run;      // of key tiles of one segment (SegmentNotes)
+  KeyTileNote note;  // of the tile of the scores
+  bool one_segment;  // of the tile of the probabilities
+
+  __device__ __forceinline__ ForwardConsumer(const Forward& forward, const ForwardPlan& planned,
+                                             const ForwardSmem<Config>& where)
+      : params(forward),
+        plan(planned),
+        smem(where),
+        // A reduction: in a uniform register, and so is what descriptors derive from it.
+        group(__reduce_max_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup - 1)),
+        warp_row(group_row() + threadIdx.x % kWarpgroup / 32 * 16),
+        to_log2(planned.to_log2),
+        modified(forward, planned, where, group) {}
+
+  __device__ __forceinline__ int query_tile() const { return group % Config::kRowGroups; }
+  __device__ __forceinline__ int group_row() const { return query_tile() * 64; }
+
+  // Whether the rest of a query tile's description is read beside its first scores, and not before.
+  static constexpr bool kReadsLate = !kGeneral || kSegmented;
+
+  // Waits for the next query tile; false after the last one. With kReadsLate, only which keys it
+  // attends to is known then.
+  __device__ __forceinline__ bool wait_query() {
+    ptx::mbarrier_wait(smem.query_full(query_stage.stage, query_tile()), query_stage.parity);
+    const QueryWork& next = smem.work(query_tile(), works);
+    if constexpr (!kReadsLate) {
+      if constexpr (!kSkips) wait_described();
+      work = next;
+    } else {
+      work.tile = next.tile;
+      work.end = next.end;
+      work.row0 = next.row0;
+    }
+    if constexpr (kSegmented) run = smem.query_segments(query_tile(), works).run;
+    ++works;
+    // Else the compiler would have every warp converge, and move descriptors, again and again.
+    const auto same = [](int32_t& value) { value = __reduce_max_sync(0xffffffff, value); };
+    same(work.tile);
+    same(work.end);
+    same(work.row0);
+    if constexpr (Config::kTellsLast) {
+      is_last_query = (work.end & QueryWork::kLast) != 0;
+      work.end &= ~QueryWork::kLast;
+    }
+    if constexpr (kSegmented) {
+      same(run.first);
+      same(run.end);
+    }
+    modified.begin(work, work.row0 + warp_row);
+    return work.row0 >= 0;
+  }
+  // The rest of the description, which takes a while: beside the first scores.
+  __device__ __forceinline__ void read_description() {
+    if constexpr (!kReadsLate) return;
+    if constexpr (!kSkips) wait_described();
+    const QueryWork known = work;
+    work = work_before(0);
+    work.tile = known.tile;
+    work.end = known.end;
+    work.row0 = known.row0;
+  }
+  __device__ __forceinline__ bool has_keys() const { return work.tile < work.end; }
+  __device__ __forceinline__ void release_query() {
+    arrive_warp(smem.query_empty(query_stage.stage, query_tile()));
+    query_stage.advance();
+  }
+  // That many query tiles before the one in `work`.
+  __device__ __forceinline__ const QueryWork& work_before(int before) const {
+    return smem.work(query_tile(), works - 1 - before);
+  }
+
+  __device__ __forceinline__ void wait_described() const {
+    ptx::mbarrier_wait(smem.described(query_stage.stage, query_tile()), query_stage.parity);
+  }
+
+  // S = Q K^T
+  __device__ __forceinline__ void wait_key() const {
+    ptx::mbarrier_wait(smem.key_full(key_stage.stage), key_stage.parity);
+  }
+  __device__ __forceinline__ KeyTileNote key_note(int32_t tile) const {
+    if constexpr ((kModifiers & kSegments) != 0) {
+      if (kSegmented && tile + 1 >= run.first && tile + 1 < run.end) {
+        return KeyTileNote(tile + 1, tile >= run.first, true);
+      }
+      KeyTileNote note = smem.segments->notes[key_stage.stage];
+      note.packed = __reduce_max_sync(0xffffffff, note.packed);
+      return note;
+    } else {
+      return KeyTileNote(is_last(tile) ? -1 : tile + 1, false, false);
+    }
+  }
+  __device__ __forceinline__ void release_key() {
+    arrive_warp(smem.key_empty(key_stage.stage));
+    key_stage.advance(Config::kKeyGroups);
+  }
+  __device__ __forceinline__ void compute_scores_again(int32_t tile) {
+    const BlockReader reader(smem.query(query_stage.stage, query_tile()), BlockOrder::kRowsFirst,
+                             warp_row - group_row(), 0);
+    warp_scores<Config, Element>(scores, smem.key(key_stage.stage), [&](uint32_t (&a)[4], int k) {
+      if (kReadsQueryAgain && is_last(tile)) {
+        load_query_rows<Element>(a, params.query, work_before(0).modifiers.query_ids, warp_row,
+                                 plan.q_len - 1 - work.row0, params.shape.head_dim, k);
+      } else {
+        ptx::ldmatrix_x4(a, reader.at(0, k * 2));
+      }
+    });
+  }
+  __device__ __forceinline__ void start_scores() {
+    if constexpr (Modified::kInScores) modified.begin_with_bias(scores);
+    start_scores(scores, key_stage.stage);
+  }
+  __device__ __forceinline__ void start_scores(Scores& of, uint32_t stage) {
+    ptx::wgmma_fence();
+    auto query_smem = smem.query(query_stage.stage, query_tile());
+    // Always 0, which the compiler cannot know: it would keep Q's descriptors of all steps over the
+    // loop, in registers that products cannot read.
+    if constexpr (kSegmented && Config::kQueryStages == 1) query_smem.root += stage >> 8;
+#pragma unroll
+    for (int k = 0; k < kHeadSteps; ++k) {
+      ScoreProduct::template ss<0, 0>(of[0], descriptor_k_major<kLowWord>(query_smem, 0, k),
+                                      descriptor_k_major<kLowWord>(smem.key(stage), 0, k),
+                                      k > 0 ? 1 : Modified::kInScores && modified.reads_ahead());
+    }
+    ptx::wgmma_commit_group();
+  }
+  template <int kOthers>
+  __device__ __forceinline__ void await_scores() {
+    ptx::wgmma_wait_group<kOthers>();
+    ptx::wgmma_results(scores[0]);
+  }
+
+  // O += P V
+  __device__ __forceinline__ void wait_value() const {
+    ptx::mbarrier_wait(smem.value_full(value_stage.stage), value_stage.parity);
+  }
+  // For the next tile of V, while products are under way. The exponentials are to run beside those,
+  // but the assembler likes to move them behind the wait for the products. So this wait precedes
+  // it, on a parity that depends on the exponentials' sums in a way that never matters: they are
+  // not negative. The vote keeps the loop uniform.
+  __device__ __forceinline__ void wait_next_value_after_exponentials() const {
+    const uint32_t flip =
+        __any_sync(0xffffffff, fminf(softmax.sum[0][0], softmax.sum[0][1]) < 0.0f);
+    wait_next_value(flip);
+  }
+  __device__ __forceinline__ void wait_next_value(uint32_t flip) const {
+    const auto next = value_stage.next(Config::kKeyGroups);
+    ptx::mbarrier_wait(smem.value_full(next.stage), next.parity ^ flip);
+  }
+  // Rows of V that may not reach the output even by a product with 0, before its product.
+  // Of the query tile `before` tiles before the one in `work`.
+  __device__ __forceinline__ void clear_values(int32_t tile, const RowRange& attended,
+                                               int before = 0) const;
+  // kHalf: of P in float16.
+  template <bool kHalf>
+  __device__ __forceinline__ void start_out() {
+    start_out_steps<kHalf, 0, kKeySteps>(0);
+  }
+  __device__ __forceinline__ void start_out() {
+    if (kConverts && is_half) {
+      start_out<true>();
+    } else {
+      start_out<false>();
+    }
+  }
+  // One part of kOutParts, and the exponentials of the next tile among them: started all at once,
+  // they would keep another warpgroup's scores waiting, which it needs sooner.
+  static constexpr int kOutParts = kGeneral ? 1 : Config::kOutParts;
+  template <int kPart, bool kHalf = false>
+  __device__ __forceinline__ void start_out_part(uint32_t zero) {
+    start_out_steps<kHalf, kPart * kKeySteps / kOutParts, (kPart + 1) * kKeySteps / kOutParts>(
+        zero);
+  }
+  template <bool kHalf, int kFirst, int kEnd>
+  __device__ __forceinline__ void start_out_steps(uint32_t zero) {
+    ptx::wgmma_fence();
+    auto value_smem = smem.value(value_stage.stage);
+    value_smem.root += zero;
+#pragma unroll
+    for (int k = kFirst; k < kEnd; ++k) {
+      OutProduct<kHalf>::template rs<1>(out[0], probabilities[k],
+                                        descriptor_mn_major<kLowWord>(value_smem, 0, k),
+                                        k > 0 ? 1 : out_started);
+    }
+    ptx::wgmma_commit_group();
+    out_started = 1;
+  }
+  template <int kPart>
+  __device__ __forceinline__ void exponentials_beside_out() {
+    if constexpr (kOutParts == 1) {
+      exponentials();
+    } else {
+#pragma unroll
+      for (int n = kPart * kN / kOutParts; n < (kPart + 1) * kN / kOutParts; ++n) {
+        exponentials(scores[0][n]);
+      }
+    }
+    if constexpr (kPart + 1 < kOutParts) {
+      const uint32_t zero =
+          __any_sync(0xffffffff, fminf(softmax.sum[0][0], softmax.sum[0][1]) < 0.0f);
+      start_out_part<kPart + 1>(zero);
+      exponentials_beside_out<kPart + 1>();
+    }
+  }
+  __device__ __forceinline__ void await_out() {
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_results(out[0]);
+    arrive_warp(smem.value_empty(value_stage.stage));
+    value_stage.advance(Config::kKeyGroups);
+  }
+
+  __device__ __forceinline__ LogitModifiers modifiers() const {
+    return LogitModifiers(params, BatchIndex(params.shape, work.batch), work.head);
+  }
+  __device__ __forceinline__ auto& unattended() const {
+    return smem.segments->unattended[threadIdx.x / 32 - 4];
+  }
+  // Of a tile of several segments: what its elements may be.
+  __device__ __forceinline__ void look_at_segments(int32_t tile) {
+    if (one_segment) return;
+    modified.allowed = allowed_by_segments<Config>(
+        params, work.modifiers, work.band, work.row0 + warp_row, tile * Config::kBlockKv,
+        smem.query_segments(query_tile(), works - 1), unattended());
+    columns = attended_by_warp<kN>(modified.allowed);
+  }
+  // Whether the band cuts into a tile, for this warpgroup's rows.
+  __device__ __forceinline__ bool at_edge(int32_t tile) const {
+    const Band& band = work.band;
+    const int32_t col0 = tile * Config::kBlockKv, group_row0 = work.row0 + group_row();
+    const int32_t valid_end = kMasks ? group_row0 + 64 : min(group_row0 + 64, band.q_len);
+    return !band.all_allowed(group_row0, valid_end, col0, col0 + Config::kBlockKv) ||
+           valid_end > band.q_len;
+  }
+  // Whether a tile's logits are to be compared with the references before its exponentials.
+  __device__ __forceinline__ bool is_careful(int32_t tile) const {
+    return (kChained && Config::kQueryStages == 1 && !kReadsQueryAgain && is_last(tile)) ||
+           (Modified::kInScores ? (careful_tiles | unready) > 0
+                                : careful_tiles > 0 || !softmax.ready());
+  }
+  // The first or new ones, where scores begin with the bias.
+  __device__ __forceinline__ void take_references() {
+    if constexpr (Modified::kInScores) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {  // find_shift(), but that ptxas orders all by it anew
+        const float reference = softmax.reference[0][half];
+        shift[half] =
+            reference == minus_infinity() ? 0.0f : to_log2_units(reference, to_log2) - kLift;
+      }
+      unready = softmax.ready() ? 0 : 1;
+    }
+  }
+  // Of mask or bias, for a tile to come.
+  __device__ __forceinline__ void read_ahead(int32_t tile) { modified.read_ahead(work, tile); }
+  // Of the mask: finds the bits of tile `next`, and reads those of the tile behind it.
+  __device__ __forceinline__ void look_ahead(int32_t next) { modified.look_ahead(work, next + 1); }
+  __device__ __forceinline__ void find_attended_columns(bool all_allowed) {
+    if constexpr (kHalfValues) return;  // for clear_values()
+    columns = all_allowed ? kAllBits<kN> : attended_by_warp<kN>(modified.allowed);
+  }
+  // What the call does to products, but for to_log2. `again`: what was read ahead is gone.
+  __device__ __forceinline__ void modify(Scores& scores, int32_t tile, bool edge,
+                                         bool again = false) {
+    // Not in registers where few tiles need it.
+    const QueryWork& described = Modified::kInScores ? work_before(0) : work;
+    const Band& band = described.band;
+    const int32_t col0 = tile * Config::kBlockKv, warp_row0 = work.row0 + warp_row;
+    if constexpr (Modified::kBits) {
+      if (!modified.all_allowed) modified.forbid_all(scores);
+      return;
+    }
+    if constexpr (kSegmented) {
+      if (!one_segment) return modified.forbid_all(scores);
+    } else if (Modified::kBiased && !again && modified.reads_ahead()) {
+      if constexpr (!Modified::kInScores) modified.add_bias(scores);
+    } else if constexpr (kGeneral) {
+      modify_scores<kModifiers>(scores, params, described.modifiers, band, warp_row0, col0,
+                                one_segment);
+    }
+    if (edge) {
+      const int32_t keys = turned_tile<Config, kModifiers>(tile, work.attended) * Config::kBlockKv;
+      mask_edges(scores, band, warp_row0, keys);
+      if (kMasks && work.row0 + group_row() + 64 > band.q_len) {
+        mask_rows(scores, band.q_len - warp_row0);
+      }
+    }
+    if (kMasks && !kHalfValues && has_element_masks<kModifiers>(params)) {
+      columns = attended_columns(scores);
+    }
+  }
+  // What a logit is taken for -inf below: relative to a reference of -1e30, say, exponentials in
+  // log2 units would be off by any factor. launch.cc has rows done again that it matters to.
+  __device__ __forceinline__ float least_logit() const {
+    if constexpr (kModifiers == kBias) return kLeastLogit;
+    if constexpr (kModifiers == kEveryModifier) {
+      return params.bias ? kLeastLogit : minus_infinity();
+    }
+    return minus_infinity();
+  }
+  __device__ __forceinline__ bool raise_reference() {
+    const float least = least_logit();
+    if constexpr (kByBits) {
+      return raise_to_greatest<kByDifference>(softmax, by_bits, scores, to_log2, factor, least);
+    } else if constexpr (kExactMaxima) {
+      return raise_references<false, kByDifference>(softmax, scores, to_log2, factor, least);
+    } else {
+      constexpr float kSlack = kHalfValues ? kHalfSlack : OnlineSoftmax<1>::kSlack;
+      return softmax.template raise_reference<4>(scores, to_log2, {{kSlack, kSlack}}, factor,
+                                                 least);
+    }
+  }
+  __device__ __forceinline__ void rescale() { softmax.rescale(out, factor); }
+  __device__ __forceinline__ void exponentials(float (&block)[4]) {
+    if constexpr (kByDifference) {
+      exponentials_of_differences(softmax, block, to_log2);
+    } else {
+      softmax.exponentials(block, 0, to_log2);
+    }
+  }
+  __device__ __forceinline__ void exponentials() { exponentials(scores); }
+  __device__ __forceinline__ void exponentials(Scores& of) {
+    if constexpr (Modified::kInScores) {
+      exponentials_in_chains(softmax, of, to_log2, shift);
+    } else if constexpr (kLift != 0) {
+      float lifted[2];
+      find_shift<true, kLift>(softmax, to_log2, lifted);
+      exponentials_in_chains(softmax, of, to_log2, lifted);
+    } else {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) exponentials(of[0][n]);
+    }
+  }
+  __device__ __forceinline__ void drop_some(int32_t tile) {
+    if constexpr ((kModifiers & kDropout) != 0) {
+      if (params.options.dropout_threshold == 0) return;
+      drop<kN>(scores, modifiers(), work.row0 + warp_row, tile * Config::kBlockKv);
+    }
+  }
+  template <bool kHalf = false>
+  __device__ __forceinline__ void convert() {
+    convert<kHalf>(scores);
+  }
+  template <bool kHalf = false>
+  __device__ __forceinline__ void convert(const Scores& of) {
+#pragma unroll
+    for (int k = 0; k < kKeySteps; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (&block)[4] = of[0][2 * k + i / 2];
+        probabilities[k][i] = ptx::cvt_rn_x2<Weight<kHalf>>(block[i % 2 * 2], block[i % 2 * 2 + 1]);
+      }
+    }
+  }
+
+  // The first tile of a query tile: with kBesideOut, beside the last product of the one before,
+  // whose output is in `out`.
+  template <bool kBesideOut, TileKind kKind = TileKind::kAny>
+  __device__ __forceinline__ void first_tile(int32_t tile, bool of_one_segment = false);
+  // From the probabilities of tile `last` to those of the next, with the former's product beside.
+  // With masks, `note` is set to the tile's. With a bias, next_biased_tile() has started the
+  // scores.
+  template <TileKind kKind = TileKind::kAny>
+  __device__ __forceinline__ void next_tile(int32_t last, int32_t tile, bool of_one_segment = false,
+                                            KeyTileNote* next_note = nullptr);
+
+  // A query tile's keys from `tile` on.
+  template <typename Beside>
+  __device__ __forceinline__ void attend(int32_t tile, Beside beside);
+
+  // Whether this tile is in the run of one segment; and the next one, too.
+  __device__ __forceinline__ bool in_run(int32_t tile) const {
+    return tile >= run.first && tile < run.end;
+  }
+  __device__ __forceinline__ bool run_goes_on(int32_t tile) const {
+    return tile >= run.first && tile + 1 < run.end;
+  }
+  __device__ __forceinline__ bool is_last(int32_t tile) const {
+    if constexpr (kSegmented) return note.next() < 0;
+    return tile + Config::kKeyGroups >= work.end;
+  }
+  // With one place for Q the next one is to come as soon as the last scores are there.
+  __device__ __forceinline__ void release_query_early(int32_t tile) {
+    if (kChained && Config::kQueryStages == 1 && is_last(tile)) release_query();
+  }
+};
+
+}  // namespace jax_flash::sm90

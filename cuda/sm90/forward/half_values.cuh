@@ -1,0 +1,201 @@
+// Makes V of float16 for the sm_90 forward kernels for a bias or a mask: plan/half_values.h.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <algorithm>
+#include <cstdint>
+#include <type_traits>
+
+#include "modifiers/scores.cuh"
+#include "params.h"
+#include "plan/half_values.h"
+#include "ptx/global.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/math.cuh"
+#include "sm90/forward/config.cuh"
+#include "status.h"
+#include "tile/launch.cuh"
+#include "tile/tensor_map.cuh"
+
+namespace jax_flash::sm90 {
+
+// Which kernels can read it. They keep code for V as it is: for values that float16 has not, and
+// for calls of few rows (HalfValues::takes()).
+template <typename Config, typename Element, uint32_t kModifiers>
+inline constexpr bool kReadsHalfValues =
+    JAX_FLASH_SM90_CONVERT_VALUES && std::is_same_v<Element, __nv_bfloat16> &&
+    Config::kOptimistic && (kModifiers == kBias || kModifiers == kMask);
+
+// What the forward kernel is told of it.
+struct HalfValueMap {
+  CUtensorMap map;
+  BoxAxes axes;
+  const int32_t* bad = nullptr;  // of each block that made it; null: it has not been made
+  int32_t blocks = 0;
+
+  // Whether all of V can be read in float16. Synchronises the block, all of whose threads call it.
+  __device__ __forceinline__ bool usable() const {
+    if (bad == nullptr) {
+      __syncthreads();
+      return false;
+    }
+    ptx::griddepcontrol_wait();
+    int32_t found = 0;
+    for (int i = threadIdx.x; i < blocks; i += blockDim.x) found |= ptx::ld_relaxed(bad + i);
+    // By a reduction, whose result the compiler knows to be the same in all lanes.
+    return __reduce_max_sync(0xffffffff, __syncthreads_or(found)) == 0;
+  }
+};
+struct NoHalfValues {};
+template <typename Config, typename Element, uint32_t kModifiers>
+using HalfValuesOf =
+    std::conditional_t<kReadsHalfValues<Config, Element, kModifiers>, HalfValueMap, NoHalfValues>;
+
+// Units of work: some rows of 64 columns of a head.
+struct HalfValueCopy {
+  static constexpr int kThreads = 256, kChunks = 8;  // of 8 columns
+  static constexpr int kLanes = kThreads / kChunks;  // rows side by side
+  static constexpr int kRows = kLanes * 8;           // of a unit, at most
+  static constexpr int kWarps = kThreads / 32;
+
+  Operand value, half;
+  int32_t heads, inner_batch, panels, parts, rows;  // `parts` units of `rows` for all rows
+  int32_t kv_len, value_dim, units;
+  int32_t* bad;
+};
+
+// What float16 cannot hold, as bits of bfloat16: from 65,536 on.
+inline constexpr uint32_t kTooGreat = 0x4780;
+
+// Of a pair of columns, by the magnitudes of their greatest values.
+__device__ __forceinline__ bool is_bad(uint32_t pair) {
+  const auto one = [](uint32_t bits) {
+    return bits >= kTooGreat || (bits > 0 && bits < kGreatEnough);
+  };
+  return one(pair & 0xffff) || one(pair >> 16);
+}
+
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads)
+    half_values_kernel(const __grid_constant__ HalfValueCopy copy) {
+  using Copy = HalfValueCopy;
+  __shared__ uint4 greatest_smem[Copy::kWarps][Copy::kChunks];
+  ptx::griddepcontrol_launch_dependents();
+  const int chunk = threadIdx.x % Copy::kChunks, lane_row = threadIdx.x / Copy::kChunks;
+  bool bad = false;
+  for (int32_t unit = blockIdx.x; unit < copy.units; unit += gridDim.x) {
+    const int32_t panel = unit % copy.panels, head = unit / copy.panels % copy.heads;
+    const int32_t part = unit / copy.panels / copy.heads % copy.parts;
+    const int32_t batch = unit / copy.panels / copy.heads / copy.parts;
+    const int32_t row0 = part * copy.rows + lane_row;
+    const int32_t end = min((part + 1) * copy.rows, copy.kv_len);
+    const int32_t col = panel * 64 + chunk * 8;
+    const auto at = [&](const Operand& operand) {
+      return static_cast<char*>(operand.data) +
+             2 * (batch / copy.inner_batch * operand.batch[0] +
+                  batch % copy.inner_batch * operand.batch[1] + head * operand.head + col +
+                  row0 * operand.row);
+    };
+    uint32_t greatest[4] = {};
+    if (col < copy.value_dim) {
+      const char* from = at(copy.value);
+      char* to = at(copy.half);
+      constexpr int kSteps = Copy::kRows / Copy::kLanes;
+      uint4 chunks[kSteps];
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        chunks[i] = uint4{};
+        if (row0 + i * Copy::kLanes < end) {
+          chunks[i] = *reinterpret_cast<const uint4*>(from + i * Copy::kLanes * 2 * copy.value.row);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < kSteps; ++i) {
+        const auto convert = [&](uint32_t pair, uint32_t& most) {
+          most = __vmaxu2(most, pair & 0x7fff7fff);
+          return ptx::cvt_rn_f16x2_bf16x2(pair);
+        };
+        const uint4 converted = {
+            convert(chunks[i].x, greatest[0]), convert(chunks[i].y, greatest[1]),
+            convert(chunks[i].z, greatest[2]), convert(chunks[i].w, greatest[3])};
+        if (row0 + i * Copy::kLanes < end) {
+          *reinterpret_cast<uint4*>(to + i * Copy::kLanes * 2 * copy.half.row) = converted;
+        }
+      }
+    }
+#pragma unroll
+    for (uint32_t& pair : greatest) {
+      for (int distance = Copy::kChunks; distance < 32; distance *= 2) {
+        pair = __vmaxu2(pair, __shfl_xor_sync(0xffffffff, pair, distance));
+      }
+    }
+    if (threadIdx.x % 32 < Copy::kChunks) {
+      greatest_smem[threadIdx.x / 32][chunk] = {greatest[0], greatest[1], greatest[2], greatest[3]};
+    }
+    __syncthreads();
+    if (threadIdx.x < Copy::kChunks * 4) {
+      uint32_t pair = 0;
+      for (const auto& of_warp : greatest_smem) {
+        pair = __vmaxu2(pair, reinterpret_cast<const uint32_t*>(of_warp)[threadIdx.x]);
+      }
+      bad = bad || is_bad(pair);
+    }
+    __syncthreads();
+  }
+  const int32_t any = __syncthreads_or(bad);
+  if (threadIdx.x == 0) copy.bad[blockIdx.x] = any;
+  // So that whoever waits for this kernel has waited for the one before it, too.
+  ptx::griddepcontrol_wait();
+}
+
+// If the call is one for it, makes V of float16 in the workspace, from `offset` on. `dependent`: a
+// kernel before is part of the same call. `box_rows`: keys of a tile.
+inline Status launch_half_values(const Forward& params, int64_t offset, bool dependent,
+                                 int box_rows, cudaStream_t stream, HalfValueMap& made) {
+  const Shape& shape = params.shape;
+  if (!HalfValues::takes(shape, params.value.dtype, true)) return {};
+  const ValueMatrices matrices(shape, params.value);
+  HalfValueCopy copy = {};
+  copy.value = params.value;
+  copy.kv_len = shape.kv_len;
+  copy.value_dim = shape.value_dim;
+  copy.heads = matrices.heads;
+  copy.inner_batch = matrices.batch[1];
+  copy.panels = static_cast<int32_t>(ceil_div(shape.value_dim, 64));
+  // Of the same size, so that none has few rows, whose columns would tell little.
+  copy.parts = static_cast<int32_t>(ceil_div(shape.kv_len, HalfValueCopy::kRows));
+  copy.rows = static_cast<int32_t>(ceil_div(shape.kv_len, copy.parts));
+  const int64_t units = matrices.count() * copy.parts * copy.panels;
+  if (units > INT32_MAX) return {};  // as if there were too few rows
+  copy.units = static_cast<int32_t>(units);
+  char* workspace = static_cast<char*>(params.workspace) + HalfValues::align(offset);
+  copy.bad = reinterpret_cast<int32_t*>(workspace);
+
+  Operand& half = copy.half;
+  half.data = workspace + HalfValues::kMostBlocks * 4;
+  half.dtype = DType::kFloat16;
+  half.col = 1;
+  half.head = matrices.heads > 1 ? shape.value_dim : 0;
+  half.row = int64_t{matrices.heads} * shape.value_dim;
+  const int64_t all_rows = half.row * shape.kv_len;
+  half.batch[1] = params.value.batch[1] == 0 ? 0 : all_rows;
+  half.batch[0] = params.value.batch[0] == 0 ? 0 : all_rows * matrices.batch[1];
+
+  int sms = 0;
+  if (Status status = multiprocessors(sms); !status.ok()) return status;
+  constexpr int kBlocksEach = 2048 / HalfValueCopy::kThreads;
+  made.blocks = std::min({copy.units, kBlocksEach * sms, HalfValues::kMostBlocks});
+  made.bad = copy.bad;
+  made.axes = BoxAxes(half);
+  Status status = make_tensor_map("value", shape, half, shape.kv_len, matrices.heads,
+                                  shape.value_dim, box_rows, made.map);
+  if (!status.ok()) return status;
+  return launch_grid(dependent, "sm90::half_values_kernel", shape,
+                     half_values_kernel<HalfValueCopy::kThreads>, made.blocks,
+                     HalfValueCopy::kThreads, 0, stream, copy);
+}
+
+}  // namespace jax_flash::sm90

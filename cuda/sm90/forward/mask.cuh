@@ -1,0 +1,238 @@
+// Masks in the sm_90 forward kernels made for them: as words of bits that another kernel has made
+// of bytes, once for all that share them (plan/mask_words.h), or as bytes.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+#include "plan/mask_words.h"
+#include "ptx/griddepcontrol.cuh"
+#include "sm90/forward/modifier.cuh"
+#include "sm90/forward/schedule.cuh"
+#include "status.h"
+#include "tile/band.cuh"
+#include "tile/launch.cuh"
+#include "tile/matmul.cuh"
+
+namespace jax_flash::sm90 {
+
+// A thread's part of a tile of the mask on its way to bits: of its two rows the eight columns of
+// every fourth block, a byte each. A quad holds its rows, and exchanges bits.
+template <int kN>
+struct MaskBytes {
+  static constexpr int kVectors = (kN + 3) / 4;
+  uint2 bytes[2][kVectors] = {};
+  const uint8_t* rows[2];  // where this thread's begin
+
+  // Of a batch and head, whose row 0 and column 0 are at `offset`, the warp's rows from row0 on.
+  // Rows beyond the last are the last.
+  __device__ __forceinline__ void begin(const Operand& mask, int64_t offset, int32_t row0,
+                                        int32_t count) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = min(row0 + fragment_row(0, 2 * half), count - 1);
+      rows[half] =
+          static_cast<const uint8_t*>(mask.data) + offset + row * mask.row + threadIdx.x % 4 * 8;
+    }
+  }
+  // Columns from `cols`, a multiple of 8, on are not read: their bytes stay what they were.
+  __device__ __forceinline__ void load(const Operand&, int32_t tile, int32_t cols) {
+    const int32_t col0 = tile * (kN * 8);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+#pragma unroll
+      for (int i = 0; i < kVectors; ++i) {
+        const int n = 4 * i + threadIdx.x % 4;
+        if ((4 * i + 3 < kN || n < kN) && col0 + n * 8 < cols) {
+          bytes[half][i] = *reinterpret_cast<const uint2*>(rows[half] + col0 + i * 32);
+        }
+      }
+    }
+  }
+
+  // Bytes are 0 or 1.
+  __device__ __forceinline__ AllowedBits bits() const {
+    AllowedBits allowed;
+    const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
+    // Swaps the bits of the quad's lanes: a transposition of 4x4 pairs in each byte.
+    const auto exchange = [](uint32_t word, int distance, int shift, uint32_t kept) {
+      const uint32_t other = __shfl_xor_sync(0xffffffff, word, distance);
+      return (word & kept) | (__funnelshift_l(other, other, shift) & ~kept);
+    };
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      uint32_t word = 0;
+#pragma unroll
+      for (int i = kVectors - 1; i >= 0; --i) {
+        const uint2 vector = bytes[half][i];
+        word = __dp4a(vector.x, 0x08040201u, __dp4a(vector.y, 0x80402010u, word << 8));
+      }
+      word = exchange(word, 1, odd ? 30 : 2, odd ? 0xcccccccc : 0x33333333);
+      word = exchange(word, 2, upper ? 28 : 4, upper ? 0xf0f0f0f0 : 0x0f0f0f0f);
+      allowed.row[half] = word;
+    }
+    return allowed;
+  }
+};
+
+// The same for any layout, at once.
+template <int kN>
+__device__ __forceinline__ AllowedBits mask_bits(const Operand& mask, int64_t offset, int32_t row0,
+                                                 int32_t col0, const Extent& extent) {
+  const uint8_t* rows[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int64_t row = min(row0 + fragment_row(0, 2 * half), extent.rows - 1);
+    rows[half] = static_cast<const uint8_t*>(mask.data) + offset + row * mask.row;
+  }
+  AllowedBits allowed = {};
+#pragma unroll 4
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int64_t col = min(col0 + fragment_col(n, e), extent.cols - 1);
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        allowed.row[half] |= (rows[half][col * mask.col] ? 1u : 0u) << (2 * n + e);
+      }
+    }
+  }
+  return allowed;
+}
+
+// A thread's pair of words of a tile, of the mask that words_operand() describes.
+struct MaskPair {
+  uint32_t first;  // for the query tile, of the first tile of keys
+  uint2 pair;
+
+  __device__ __forceinline__ void begin(const Operand& words, int64_t offset, int32_t row0,
+                                        int32_t count) {
+    const int32_t group = min(row0, count - 1) / MaskWords::kRows;
+    first = static_cast<uint32_t>(offset + group * words.row) + threadIdx.x % MaskWords::kThreads;
+  }
+  __device__ __forceinline__ void load(const Operand& words, int32_t tile, int32_t) {
+    pair = static_cast<const uint2*>(words.data)[first + tile * MaskWords::kThreads];
+  }
+  __device__ __forceinline__ AllowedBits bits() const { return {pair.x, pair.y}; }
+};
+
+// Of the mask whose matrices `words` describes: row, head and batch strides in pairs of words.
+inline Operand words_operand(const MaskWords& words, void* workspace) {
+  Operand operand;
+  operand.data = workspace;
+  const auto stride = [](int32_t count, int64_t pairs) { return count == 1 ? 0 : pairs; };
+  operand.row = stride(words.row_groups, int64_t{words.tiles} * MaskWords::kThreads);
+  operand.head = stride(words.heads, words.matrix());
+  operand.batch[1] = stride(words.batch[1], words.matrix() * words.heads);
+  operand.batch[0] = stride(words.batch[0], words.matrix() * words.heads * words.batch[1]);
+  return operand;
+}
+
+// Which tiles of keys the mask leaves to some rows of a query tile, of MaskWords.
+struct MaskTiles {
+  // Of fewer tiles, all are read: to wait for this takes longer than it saves.
+  static constexpr int kLeast = 8;
+
+  const int4* ranges = nullptr;
+  int32_t batch[2] = {}, head = 0, row_group = 0, last_group = 0;
+
+  MaskTiles() = default;
+  MaskTiles(const MaskWords& words, const int4* made) {
+    if (words.tiles < kLeast) return;
+    ranges = made;
+    const auto stride = [](int32_t count, int32_t each) { return count == 1 ? 0 : each; };
+    row_group = stride(words.row_groups, 1);
+    head = stride(words.heads, words.row_groups);
+    batch[1] = stride(words.batch[1], words.row_groups * words.heads);
+    batch[0] = stride(words.batch[0], words.row_groups * words.heads * words.batch[1]);
+    last_group = words.row_groups - 1;
+  }
+
+  template <int kBlockQ>
+  __device__ __forceinline__ TileRange narrow(TileRange range, const QueryTileIndex& q,
+                                              int32_t row0) const {
+    if (ranges == nullptr) return range;
+    const int4* at =
+        ranges + q.batch_axes[0] * batch[0] + q.batch_axes[1] * batch[1] + q.head * head;
+    TileRange left = {INT32_MAX, 0};
+#pragma unroll
+    for (int i = 0; i < kBlockQ / MaskWords::kRows; ++i) {
+      const int4 halves = at[min(row0 / MaskWords::kRows + i, last_group) * row_group];
+      left = {min(left.first, min(halves.x, halves.z)), max(left.end, max(halves.y, halves.w))};
+    }
+    return {max(range.first, left.first), min(range.end, left.end)};
+  }
+};
+
+inline constexpr int kMaskWordsThreads = 4 * MaskWords::kThreads;
+
+// Grid: two blocks, each for half of the tiles of keys, for each of [batch, heads, row groups] of
+// the mask.
+template <int kBlockKv>
+__global__ void __launch_bounds__(kMaskWordsThreads)
+    mask_words_kernel(const __grid_constant__ Operand mask, const __grid_constant__ Extent extent,
+                      const __grid_constant__ MaskWords words, bool vectors, uint2* pairs,
+                      int2* ranges) {
+  ptx::griddepcontrol_launch_dependents();
+  constexpr int kN = kBlockKv / 8;
+  const int32_t index = blockIdx.x / 2, half = blockIdx.x % 2;
+  const int32_t group = index % words.row_groups, matrix = index / words.row_groups;
+  const int32_t head = matrix % words.heads, batch = matrix / words.heads;
+  const int64_t offset = head * mask.head + batch % words.batch[1] * mask.batch[1] +
+                         batch / words.batch[1] * mask.batch[0];
+  const int thread = threadIdx.x % MaskWords::kThreads;
+  const int32_t row0 = group * MaskWords::kRows + thread / 32 * 16;
+  const int32_t middle = (words.tiles + 1) / 2, end = half == 0 ? middle : words.tiles;
+  uint2* out = pairs + int64_t{index} * words.tiles * MaskWords::kThreads + thread;
+
+  __shared__ int2 range;
+  if (threadIdx.x == 0) range = {INT32_MAX, 0};
+  int2 found = {INT32_MAX, 0};
+  const auto store = [&](int32_t tile, const AllowedBits& allowed) {
+    out[int64_t{tile} * MaskWords::kThreads] = {allowed.row[0], allowed.row[1]};
+    if (__any_sync(0xffffffff, (allowed.row[0] | allowed.row[1]) != 0)) {
+      found = {min(found.x, tile), tile + 1};
+    }
+  };
+  constexpr int kStep = kMaskWordsThreads / MaskWords::kThreads;
+  int32_t tile = (half == 0 ? 0 : middle) + threadIdx.x / MaskWords::kThreads;
+  if (vectors) {
+    MaskBytes<kN> bytes;
+    bytes.begin(mask, offset, row0, extent.rows);
+    if (tile < end) bytes.load(mask, tile, extent.cols);
+    for (; tile < end; tile += kStep) {
+      const AllowedBits allowed = bytes.bits();
+      if (tile + kStep < end) bytes.load(mask, tile + kStep, extent.cols);
+      store(tile, allowed);
+    }
+  } else {
+    for (; tile < end; tile += kStep) {
+      store(tile, mask_bits<kN>(mask, offset, row0, tile * kBlockKv, extent));
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x % 32 == 0) {
+    atomicMin(&range.x, found.x);
+    atomicMax(&range.y, found.y);
+  }
+  __syncthreads();
+  if (threadIdx.x == 0) ranges[blockIdx.x] = range;
+}
+
+// Makes the words, and has `params` refer to them instead of the bytes.
+template <int kBlockKv>
+Status launch_mask_words(Forward& params, MaskTiles& tiles, cudaStream_t stream) {
+  const MaskWords words(params.shape, params.mask, kBlockKv);
+  const Extent extent = {params.shape.q_len, params.shape.kv_len};
+  void* ranges = static_cast<uint8_t*>(params.workspace) + words.ranges_offset();
+  const Status status =
+      launch_kernel("sm90::mask_words_kernel", params.shape, mask_words_kernel<kBlockKv>,
+                    2 * words.matrices() * words.row_groups, kMaskWordsThreads, 0, stream,
+                    params.mask, extent, words, mask_has_vectors(params, 8),
+                    static_cast<uint2*>(params.workspace), static_cast<int2*>(ranges));
+  tiles = MaskTiles(words, static_cast<const int4*>(ranges));
+  params.mask = words_operand(words, params.workspace);
+  return status;
+}
+
+}  // namespace jax_flash::sm90

@@ -1,0 +1,73 @@
+// Outputs of two warpgroups of the sm_90 forward kernel that divide the keys of the same rows.
+#pragma once
+
+#include <cstdint>
+
+#include "ptx/math.cuh"
+#include "ptx/shared.cuh"
+#include "sm90/forward/config.cuh"
+#include "tile/softmax.cuh"
+
+namespace jax_flash::sm90 {
+
+// What a warpgroup found out about its part of the keys, for another one with the same rows: each
+// thread's for the thread of the same place.
+template <typename Smem, int kOutN>
+__device__ __forceinline__ void store_partial(const Smem& smem, const OnlineSoftmax<1>& softmax,
+                                              const float (&out)[1][kOutN][4], bool has_out) {
+  uint32_t at = smem.partial() + threadIdx.x % kWarpgroup * 16;
+  const auto store = [&](float x, float y, float z, float w) {
+    ptx::st_shared_v4(
+        at, uint4{__float_as_uint(x), __float_as_uint(y), __float_as_uint(z), __float_as_uint(w)});
+    at += kWarpgroup * 16;
+  };
+  store(softmax.reference[0][0], softmax.reference[0][1], softmax.sum[0][0], softmax.sum[0][1]);
+#pragma unroll
+  for (int n = 0; n < kOutN; ++n) {
+    const float (&block)[4] = out[0][n];
+    store(has_out ? block[0] : 0.0f, has_out ? block[1] : 0.0f, has_out ? block[2] : 0.0f,
+          has_out ? block[3] : 0.0f);
+  }
+}
+
+template <typename Smem, int kOutN>
+__device__ __forceinline__ void add_partial(const Smem& smem, float to_log2,
+                                            OnlineSoftmax<1>& softmax, float (&out)[1][kOutN][4]) {
+  uint32_t at = smem.partial() + threadIdx.x % kWarpgroup * 16;
+  const auto load = [&](float (&values)[4]) {
+    const uint4 words = ptx::ld_shared_v4(at);
+    values[0] = __uint_as_float(words.x);
+    values[1] = __uint_as_float(words.y);
+    values[2] = __uint_as_float(words.z);
+    values[3] = __uint_as_float(words.w);
+    at += kWarpgroup * 16;
+  };
+  float statistics[4], factor[2], other_factor[2];
+  load(statistics);
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    float& reference = softmax.reference[0][half];
+    const float other = statistics[half], top = fmaxf(reference, other);
+    const auto factor_of = [&](float value) {
+      return value == minus_infinity()
+                 ? 0.0f
+                 : ptx::ex2_approx_ftz(to_log2_units(value, to_log2) - to_log2_units(top, to_log2));
+    };
+    factor[half] = factor_of(reference);
+    other_factor[half] = factor_of(other);
+    reference = top;
+    softmax.sum[0][half] =
+        softmax.sum[0][half] * factor[half] + statistics[2 + half] * other_factor[half];
+  }
+#pragma unroll
+  for (int n = 0; n < kOutN; ++n) {
+    float others[4];
+    load(others);
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      out[0][n][e] = out[0][n][e] * factor[e / 2] + others[e] * other_factor[e / 2];
+    }
+  }
+}
+
+}  // namespace jax_flash::sm90

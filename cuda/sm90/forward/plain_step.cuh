@@ -1,0 +1,161 @@
+// A tile of keys in the sm_90 forward kernel without modifiers, where consumers chain query tiles.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "ptx/mbarrier.cuh"
+#include "ptx/warpgroup.cuh"
+#include "sm90/forward/config.cuh"
+#include "sm90/forward/consumer.cuh"
+#include "sm90/forward/exact_maximum.cuh"
+#include "sm90/forward/late_maximum.cuh"
+#include "sm90/forward/parts.cuh"
+#include "sm90/forward/redo.cuh"
+#include "sm90/forward/values.cuh"
+#include "tile/softmax.cuh"
+
+namespace jax_flash::sm90 {
+
+// For a warpgroup, whose warps start products together: whether references are to follow the
+// greatest logits behind a query tile's first tile, since the sums of one of them look peaked, or
+// it has a row without a key.
+template <typename Config, typename Consumer>
+__device__ __forceinline__ bool warpgroup_sees_peaks(const Consumer& consumer) {
+  bool peaked = sums_look_peaked<Config>(consumer.softmax) || !consumer.softmax.ready();
+  if constexpr (Consumer::kConverts) {  // or a row's other logits are far below its reference
+    const float sum = fminf(consumer.softmax.sum[0][0], consumer.softmax.sum[0][1]);
+    peaked = peaked || (sum > 0.0f && sum < kFarBelow);
+  }
+  const bool found = ptx::barrier_any(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup, peaked);
+  // By a reduction, whose result the compiler knows to be the same in all lanes.
+  return __reduce_max_sync(0xffffffff, found ? 1 : 0) != 0;
+}
+
+// Waits for the next tile's keys or, if `tile` is a query tile's last, for its V, as settle() does
+// in any case. `products`: P V under way; `keys`: tiles of keys held. `flip`: 0, of the parity.
+template <typename Consumer>
+__device__ __forceinline__ void wait_ahead(const Consumer& consumer, int32_t tile, int products,
+                                           int keys, uint32_t flip) {
+  const auto value = consumer.value_stage.next(products);
+  const auto key = keys == 0 ? consumer.key_stage : consumer.key_stage.next(keys);
+  const bool last = consumer.is_last(tile);
+  ptx::mbarrier_wait(
+      last ? consumer.smem.value_full(value.stage) : consumer.smem.key_full(key.stage),
+      (last ? value.parity : key.parity) ^ flip);
+}
+// On a parity that depends on the exponentials: ForwardConsumer's
+// wait_next_value_after_exponentials().
+template <typename Consumer>
+__device__ __forceinline__ void wait_ahead_after_exponentials(const Consumer& consumer,
+                                                              int32_t tile, int products,
+                                                              int keys = 0) {
+  const auto& sum = consumer.softmax.sum[0];
+  const uint32_t flip = __any_sync(0xffffffff, fminf(sum[0], sum[1]) < 0.0f);
+  wait_ahead(consumer, tile, products, keys, flip);
+}
+
+// What P V of the last tile waits for, beside the next scores.
+template <typename Consumer>
+__device__ __forceinline__ void settle(Consumer& consumer) {
+  if (consumer.rises) consumer.rescale();
+  consumer.rises = false;
+  consumer.wait_value();
+}
+
+// The exponentials of a tile, and their sums. P V goes on beside them (start_out_part()).
+template <int kPart, bool kHalf, typename Consumer>
+__device__ __forceinline__ void plain_exponentials(Consumer& consumer, const float (&shift)[2],
+                                                   float (&sums)[4]) {
+  static_assert(!Consumer::kByDifference);
+  constexpr int kN = Consumer::kN, kParts = Consumer::kOutParts;
+  exponentials_in_chains<kPart * kN / kParts, (kPart + 1) * kN / kParts>(
+      consumer.scores, consumer.to_log2, shift, sums);
+  if constexpr (kPart + 1 < kParts) {
+    // 0, which the compiler cannot know: it would start the product before the exponentials.
+    const uint32_t zero = __any_sync(0xffffffff, fminf(sums[0], sums[2]) < 0.0f);
+    consumer.template start_out_part<kPart + 1, kHalf>(zero);
+    plain_exponentials<kPart + 1, kHalf>(consumer, shift, sums);
+  }
+}
+
+// ForwardConsumer::next_tile(): the keys of `tile` have arrived, and those of the next one, if
+// there is one, have when this returns. A warp goes from its exponentials to the next scores as
+// soon as it can: what the last tile's output waits for is seen to beside these (settle()).
+//
+// kExact: references rise to the rows' greatest logits. kHalf: P V of the last tile is of float16.
+template <bool kExact, bool kHalf, typename Consumer>
+__device__ __forceinline__ void next_plain_tile(Consumer& consumer, int32_t last, int32_t tile) {
+  auto& softmax = consumer.softmax;
+  const bool edge = consumer.at_edge(tile);  // before the wait
+  consumer.start_scores();
+  if constexpr (kExact) {
+    settle(consumer);
+  } else {
+    consumer.wait_value();
+  }
+  consumer.clear_values(last, consumer.work.attended);
+  consumer.template start_out_part<0, kHalf>(0);
+  consumer.template await_scores<1>();
+  consumer.release_key();
+  consumer.release_query_early(tile);
+  consumer.modify(consumer.scores, tile, edge);
+  if constexpr (kExact) consumer.rises = consumer.raise_reference();
+  float shift[2];
+  find_shift<kExact, kExact && Consumer::kConverts ? kPeakLift : 0>(softmax, consumer.to_log2,
+                                                                    shift);
+  float sums[4] = {softmax.sum[0][0], 0.0f, softmax.sum[0][1], 0.0f};
+  plain_exponentials<0, kHalf>(consumer, shift, sums);
+  softmax.sum[0][0] = sums[0] + sums[1];
+  softmax.sum[0][1] = sums[2] + sums[3];
+  wait_ahead_after_exponentials(consumer, tile, 1);
+  consumer.await_out();
+  consumer.template convert<Consumer::kConverts && !kHalf>();
+}
+
+// Multiplies probabilities, which are bfloat16, and their sums so far by 2^kPeakLift.
+template <typename Consumer>
+__device__ __forceinline__ void lift_weights(Consumer& consumer) {
+  auto& softmax = consumer.softmax;
+  softmax.lift = kPeakLift;
+  softmax.sum[0][0] *= kPeakLifted;
+  softmax.sum[0][1] *= kPeakLifted;
+#pragma unroll
+  for (auto& fragment : consumer.probabilities) {
+#pragma unroll
+    for (uint32_t& pair : fragment) {
+      auto& values = reinterpret_cast<__nv_bfloat162&>(pair);
+      values = __hmul2(values, __float2bfloat162_rn(kPeakLifted));
+    }
+  }
+}
+
+// A query tile's keys behind the first tile. Returns the last one, whose P V is not started.
+template <typename Config, bool kExact, typename Consumer>
+__device__ __forceinline__ int32_t plain_tiles_after(Consumer& consumer, int32_t tile) {
+  for (;;) {
+    if (consumer.is_last(tile)) return tile;
+    next_plain_tile<kExact, false>(consumer, tile, tile + 1);
+    ++tile;
+    if constexpr (Consumer::kConverts) {  // every second one
+      consumer.is_half = true;
+      if (consumer.is_last(tile)) return tile;
+      next_plain_tile<kExact, true>(consumer, tile, tile + 1);
+      consumer.is_half = false;
+      ++tile;
+    }
+  }
+}
+template <typename Config, typename Consumer>
+__device__ __forceinline__ int32_t plain_tiles(Consumer& consumer, int32_t tile) {
+  if (consumer.is_last(tile)) return tile;
+  if (Consumer::kAlwaysExact || warpgroup_sees_peaks<Config>(consumer)) {
+    if constexpr (Consumer::kConverts) lift_weights(consumer);
+    return plain_tiles_after<Config, true>(consumer, tile);
+  } else {
+    return plain_tiles_after<Config, false>(consumer, tile);
+  }
+}
+
+}  // namespace jax_flash::sm90

@@ -1,0 +1,220 @@
+// What the sm_90 forward kernel is told of a call.
+#pragma once
+
+#include <cuda.h>
+#include <cuda_runtime.h>
+
+#include <cstdint>
+
+#include "modifiers/scores.cuh"
+#include "params.h"
+#include "sm90/forward/modifier.cuh"
+#include "sm90/forward/schedule.cuh"
+#include "status.h"
+#include "tile/band.cuh"
+#include "tile/launch.cuh"
+#include "tile/softmax.cuh"
+#include "tile/tensor_map.cuh"
+
+namespace jax_flash::sm90 {
+
+struct ForwardMaps {
+  CUtensorMap query, key, value;
+};
+
+// out [batch, T, N, h] or lse [batch, N, T].
+struct RowsOperand {
+  void* data = nullptr;
+  int64_t batch[kTensorMapBatchDims] = {}, head = 0, row = 0;  // in elements
+
+  RowsOperand() = default;
+  explicit RowsOperand(const Operand& operand)
+      : data(operand.data),
+        batch{operand.batch[0], operand.batch[1]},
+        head(operand.head),
+        row(operand.row) {}
+
+  template <typename Element>
+  __device__ __forceinline__ Element* at(const QueryTileIndex& q, int32_t row0) const {
+    return static_cast<Element*>(data) + q.batch_axes[0] * batch[0] + q.batch_axes[1] * batch[1] +
+           q.head * head + row0 * row;
+  }
+};
+
+// [batch] int32, if the call has it.
+struct BatchOperand {
+  const int32_t* data = nullptr;
+  int64_t batch[kTensorMapBatchDims] = {};
+
+  BatchOperand() = default;
+  explicit BatchOperand(const Operand& operand)
+      : data(static_cast<const int32_t*>(operand.data)),
+        batch{operand.batch[0], operand.batch[1]} {}
+
+  __device__ __forceinline__ const int32_t* pointer(int32_t axis0, int32_t axis1) const {
+    return data + axis0 * batch[0] + axis1 * batch[1];
+  }
+  __device__ __forceinline__ int32_t at(int32_t axis0, int32_t axis1, int32_t otherwise) const {
+    return data ? *pointer(axis0, axis1) : otherwise;
+  }
+};
+
+// A call's band: the host's, unless it depends on operands, and so on the batch.
+struct ForwardBand {
+  Band band;
+  bool varies = false;
+  Options options;
+  BatchOperand q_len, kv_len, offset, window;
+
+  ForwardBand() = default;
+  explicit ForwardBand(const Forward& params)
+      : band(params.options, params.shape.q_len, params.shape.kv_len, 0),
+        varies(Band::varies(params)),
+        options(params.options),
+        q_len(params.query_seq_lengths),
+        kv_len(params.key_value_seq_lengths),
+        offset(params.query_offset),
+        window(params.window) {}
+
+  // kOutOfLine: a block's first copies wait for instructions, too, and the fewer lie between those
+  // that every call executes, the better. Registers may be spilled around the call.
+  template <bool kOutOfLine>
+  __device__ __forceinline__ Band of(const QueryTileIndex& q) const {
+    if (varies) [[unlikely]] {
+      return kOutOfLine ? find_apart(q.batch_axes[0], q.batch_axes[1])
+                        : find(q.batch_axes[0], q.batch_axes[1]);
+    }
+    return band;
+  }
+
+ private:
+  __device__ __forceinline__ Band find(int32_t axis0, int32_t axis1) const {
+    const auto length = [&](const BatchOperand& lengths, int32_t size) {
+      return min(max(lengths.at(axis0, axis1, size), 0), size);
+    };
+    const Window sizes(options, window.data ? window.pointer(axis0, axis1) : nullptr);
+    return Band(sizes, length(q_len, band.q_len), length(kv_len, band.kv_len),
+                offset.at(axis0, axis1, 0));
+  }
+  __device__ __noinline__ Band find_apart(int32_t axis0, int32_t axis1) const {
+    return find(axis0, axis1);
+  }
+};
+
+// What every call reads, side by side, and derived on the host as far as that can be: a kernel's
+// parameters are new to the constant cache in every launch, and each line of them that is read for
+// the first time takes hundreds of clocks, which a short call spends waiting.
+struct ForwardPlan {
+  QueryTileSchedule schedule;
+  BoxAxes query, key, value;
+  ForwardBand band;
+  int32_t q_len = 0, kv_len = 0, value_dim = 0;
+  float to_log2 = 0.0f;  // from the kernel's logits, natural or not, to those in log2 units
+  float dropout_scale = 1.0f;
+  RowsOperand out, lse, sinks;
+  ModifierPlan modifiers;
+  float products_to_log2 = 0.0f;
+  QueryTileTail tail;
+
+  ForwardPlan() = default;
+  ForwardPlan(const Forward& params, const QueryTileSchedule& tiles, const QueryTileTail& last,
+              bool natural_logits, bool saturates)
+      : schedule(tiles),
+        query(params.query),
+        key(params.key),
+        value(params.value),
+        band(params),
+        q_len(params.shape.q_len),
+        kv_len(params.shape.kv_len),
+        value_dim(params.shape.value_dim),
+        to_log2(natural_logits ? kLog2E : params.options.scale * kLog2E),
+        dropout_scale(params.options.dropout_scale),
+        out(params.out),
+        lse(params.lse),
+        sinks(params.sinks),
+        modifiers(params, saturates),
+        products_to_log2(params.options.scale * kLog2E),
+        tail(last) {}
+};
+
+struct RowRange {
+  int32_t first, end;
+};
+
+// A query tile: what a producer warp tells a consumer of it, which saves the latter the search.
+struct QueryWork {
+  // Of a block's last query tile, if Config::kTellsLast.
+  static constexpr int32_t kLast = 1 << 30;
+
+  void* out;  // of the block's first row
+  float* lse;
+  Band band;
+  RowRange attended;  // keys that some row of the block may attend to
+  int32_t tile, end;  // of keys: from the first to read to behind the last; in `end` maybe kLast
+  int32_t row0;       // the block's first; negative: there is no more work
+  int32_t batch, head;
+  float sink_log2;
+  ModifierOffsets modifiers;
+};
+
+// All but the tiles of keys and the first row.
+template <typename Config, typename Element, uint32_t kModifiers>
+__device__ __forceinline__ void describe_query_tile(const Forward& params, const ForwardPlan& plan,
+                                                    const QueryTileIndex& q, const Band& band,
+                                                    int32_t row0, QueryWork& work) {
+  work.out = plan.out.at<Element>(q, row0);
+  work.lse = plan.lse.at<float>(q, row0);
+  work.band = band;
+  const int32_t row_end = min(row0 + Config::kBlockQ, band.q_len);
+  work.attended = {band.first_col(row0), band.end_col(row_end - 1)};
+  work.batch = q.batch;
+  work.head = q.head;
+  if constexpr (kModifiers == kSegments) {
+    const ModifierOffsets offsets(params, q.batch_axes, 0);  // ids are those of all heads
+    work.modifiers.query_ids = offsets.query_ids;  // and not the others, which take a while
+    work.modifiers.key_ids = offsets.key_ids;
+  } else if constexpr (kModifiers != kNoModifier) {
+    work.modifiers = ModifierOffsets(params, q.batch_axes, q.head);
+    if constexpr (kModifiers == kBias || kModifiers == kMask) {
+      // Of Q, for who reads it again: there are no segments, and more bytes would cost registers.
+      work.modifiers.query_ids = q.batch_axes[0] * params.query.batch[0] +
+                                 q.batch_axes[1] * params.query.batch[1] +
+                                 q.head * params.query.head + row0 * params.query.row;
+    }
+  }
+  work.sink_log2 = plan.sinks.data ? *plan.sinks.at<const float>(q, 0) * kLog2E : minus_infinity();
+}
+
+// The segments of a query tile's rows, in a block's shared memory.
+struct QuerySegments {
+  static constexpr int kMost = 4;
+  RowRange run;   // key tiles side by side that are of one segment with all of the rows
+  int32_t count;  // 0 if there are more, or one has rows apart from each other
+  int32_t id[kMost];
+  RowRange rows[kMost];
+};
+
+// Of a tile of keys where some are skipped, and of the one after it: what is to be known of that
+// one is known before its own copy arrives.
+struct KeyTileNote {
+  int32_t packed;
+
+  KeyTileNote() = default;
+  // `next`: the tile after it, negative if it is the query tile's last. One segment: that of all
+  // keys, and of all of the block's rows.
+  __device__ __forceinline__ KeyTileNote(int32_t next, bool one_segment, bool next_one_segment)
+      : packed(next * 4 + (one_segment ? 2 : 0) + (next_one_segment ? 1 : 0)) {}
+  __device__ __forceinline__ int32_t next() const { return packed >> 2; }
+  __device__ __forceinline__ bool one_segment() const { return (packed & 2) != 0; }
+  __device__ __forceinline__ bool next_one_segment() const { return (packed & 1) != 0; }
+};
+
+inline int64_t tiles(const Shape& shape, int rows) {
+  return ceil_div(shape.q_len, rows) * shape.heads * shape.batch;
+}
+
+inline bool banded(const Options& options) {
+  return options.is_causal || options.window_left >= 0 || options.window_right >= 0;
+}
+
+}  // namespace jax_flash::sm90

@@ -1,0 +1,266 @@
+// The warps of the sm_90 forward kernel that start copies. What a block computes, in which order:
+// sm90/forward/schedule.cuh; with segments: sm90/forward/segments.cuh.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "params.h"
+#include "plan/segment_spans.h"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/mbarrier.cuh"
+#include "sm90/forward/bias.cuh"
+#include "sm90/forward/mask.cuh"
+#include "sm90/forward/order_ahead.cuh"
+#include "sm90/forward/order_window.cuh"
+#include "sm90/forward/parts.cuh"
+#include "sm90/forward/plan.cuh"
+#include "sm90/forward/schedule.cuh"
+#include "sm90/ring.cuh"
+#include "tile/band.cuh"
+
+namespace jax_flash::sm90 {
+
+// Whether producers and consumers wait for barriers in shared memory to be initialised in their own
+// places, by a named barrier: producers find their first tiles before it. With modifiers, and where
+// keys are divided, it has the compiler take loops for divergent (TUNING.md).
+template <typename Config, uint32_t kModifiers>
+inline constexpr bool kStartsApart = kModifiers == kNoModifier && Config::kKeyGroups == 1;
+
+// Warps that start copies of Q: one for each consumer's, or one for all, where the others convert
+// values.
+template <typename Config, typename Element, uint32_t kModifiers>
+inline constexpr int kQueryWarps =
+    kConvertsValues<Config, Element, kModifiers> ? 1 : Config::kRowGroups;
+
+// Of the barrier kStarted.
+template <typename Config, typename Element, uint32_t kModifiers>
+inline constexpr int kStartThreads =
+    32 * (1 + kQueryWarps<Config, Element, kModifiers> +
+          (kConvertsValues<Config, Element, kModifiers> ? kConverterWarps : 0)) +
+    kWarpgroup * Config::kConsumers;
+
+// Those of a block, of batches that share a bias or mask one beside the other.
+template <uint32_t kModifiers>
+__device__ __forceinline__ QueryTileCursor query_tiles(const ForwardPlan& plan) {
+  constexpr bool kShares = kModifiers == kBias || kModifiers == kMask;
+  return {plan.schedule, kShares ? plan.modifiers.batch_shift : 0};
+}
+
+// What tells of key tiles that are skipped: a mask's words, or spans of segments, if there are any.
+template <typename Config>
+using SkipsOf = std::conditional_t<Config::kMaskWords, MaskTiles, SegmentSpans>;
+
+// Key tiles of a query tile, for producers that find them themselves.
+template <typename Config>
+__device__ __forceinline__ TileRange key_tiles(const SkipsOf<Config>& skips, const Band& band,
+                                               const QueryTileIndex& q, int32_t row0) {
+  const TileRange range = kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ);
+  if constexpr (Config::kMaskWords) return skips.template narrow<Config::kBlockQ>(range, q, row0);
+  return range;
+}
+template <typename Config>
+__device__ __forceinline__ void wait_for_skips(const SkipsOf<Config>& skips) {
+  if constexpr (Config::kMaskWords) {
+    if (skips.ranges != nullptr) ptx::griddepcontrol_wait();
+  }
+}
+
+// Those that are to be done again, when all are done; whether there are any.
+template <typename Config, typename Produce>
+__device__ __forceinline__ bool produce_again(const ForwardPlan& plan,
+                                              const ForwardSmem<Config>& smem, Produce produce) {
+  uint32_t tiles = smem.again->wait();
+  if (tiles == 0) return false;
+  for (auto cursor = query_tiles<kNoModifier>(plan); cursor.valid(); cursor.advance()) {
+    if (tiles & 1) produce(cursor);
+    tiles = __funnelshift_r(tiles, tiles, 1);
+  }
+  return true;
+}
+
+// By one warp: keys and values of all query tiles. Where the latter are depends on how they are
+// read.
+template <typename Config, typename Element, uint32_t kModifiers>
+__device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const CUtensorMap& key_map,
+                                             const CUtensorMap& value_map,
+                                             const BoxAxes& value_axes,
+                                             const ForwardSmem<Config>& smem,
+                                             const SkipsOf<Config>& skips) {
+  wait_for_skips<Config>(skips);
+  RingState<Config::kStages> key_stage;
+  RingState<Config::kValueStages> value_stage, conversion;
+  bool started = false;
+  // Which tiles' values are converted; none where a query tile is done again.
+  constexpr bool kConverts = kConvertsValues<Config, Element, kModifiers>;
+  bool converts = kConverts;
+  // False for a thread that has nothing to do.
+  const auto produce = [&](const QueryTileCursor& cursor) {
+    const QueryTileIndex q = cursor.index();
+    const int32_t row0 = q.tile * Config::kBlockQ;
+    const Band band = plan.band.of<kModifiers == kNoModifier>(q);
+    TileRange range = key_tiles<Config>(skips, band, q, row0);
+    int32_t end = INT32_MAX, tiles = 0;  // in the order of keys, of those that are turned
+    if constexpr (kTurns<Config, kModifiers>) {
+      if (turns<Config>(plan, range, band, row0)) {
+        end = range.end;
+        tiles = range.end - range.first;
+        ++range.first;
+        ++range.end;
+      }
+    }
+    const auto first_row = [&](int32_t tile) {
+      if constexpr (Config::kScoresAhead) tile = tile_from_end(range.end, tile);
+      if (kTurns<Config, kModifiers> && tile >= end) tile -= tiles;
+      return tile * Config::kBlockKv;
+    };
+    const auto load_key = [&](int32_t tile) {
+      ptx::mbarrier_wait(smem.key_empty(key_stage.stage), key_stage.parity ^ 1);
+      load_tile_boxes(smem.key(key_stage.stage), key_map, smem.key_full(key_stage.stage), plan.key,
+                      q.batch_axes, q.kv_head, first_row(tile));
+      key_stage.advance();
+    };
+    const auto load_value = [&](int32_t tile) {
+      ptx::mbarrier_wait(smem.value_empty(value_stage.stage), value_stage.parity ^ 1);
+      uint32_t arrived = smem.value_full(value_stage.stage);
+      if constexpr (kConverts) {
+        if (converts && is_converted<Config>(tile - range.first)) {
+          arrived = smem.conversions->add(conversion, value_stage.stage);
+        } else {
+          // For all but one of those that would have converted it.
+          for (int i = 1; i < kConverterArrivals; ++i) ptx::mbarrier_arrive(arrived);
+        }
+      }
+      load_tile_boxes(smem.value(value_stage.stage), value_map, arrived, value_axes, q.batch_axes,
+                      q.kv_head, first_row(tile));
+      value_stage.advance();
+    };
+    if (!started) {
+      if constexpr (kStartsApart<Config, kModifiers>) {
+        ptx::barrier_sync(kStarted, kStartThreads<Config, Element, kModifiers>);
+      }
+      // Left alone, other lanes would go ahead through all of the loop: the leader would wait for
+      // them, and issue slots go to nothing.
+      if (threadIdx.x % 32 != 0) return false;
+      started = true;
+    }
+    if (range.first >= range.end) return true;
+    load_key(range.first);
+    for (int32_t tile = range.first; tile < range.end; ++tile) {
+      if (tile + 1 < range.end) load_key(tile + 1);
+      load_value(tile);
+    }
+    return true;
+  };
+  for (auto cursor = query_tiles<kModifiers>(plan); cursor.valid(); cursor.advance()) {
+    if (!produce(cursor)) return;
+  }
+  if constexpr (kConverts) {
+    if (threadIdx.x % 32 == 0) smem.conversions->end(conversion);
+    converts = false;
+  }
+  if constexpr (kChecksLate<Config, kModifiers>) produce_again(plan, smem, produce);
+}
+
+// By one warp: from consumer first_group on the rows of kGroups consumers of the query tiles and,
+// in boxes, of the bias, and what they are to know of them.
+template <typename Config, typename Element, uint32_t kModifiers, int kGroups>
+__device__ __forceinline__ void produce_queries(const Forward& params, const ForwardPlan& plan,
+                                                const MapsOf<Config>& maps,
+                                                const ForwardSmem<Config>& smem,
+                                                const SkipsOf<Config>& skips, int first_group) {
+  wait_for_skips<Config>(skips);
+  const bool leader = threadIdx.x % 32 == 0;
+  RingState<Config::kQueryStages> stage;
+  uint32_t works = 0, bias_parity = 0;
+  bool started = false;
+  const auto wait_empty = [&](int group) {
+    ptx::mbarrier_wait_asleep(smem.query_empty(stage.stage, group), stage.parity ^ 1);
+  };
+  const auto produce = [&](const QueryTileCursor& cursor) {  // as in produce_keys()
+    const QueryTileIndex q = cursor.index();
+    const Band band = plan.band.of<kModifiers == kNoModifier>(q);
+    const int32_t row0 = q.tile * Config::kBlockQ;
+    TileRange range = key_tiles<Config>(skips, band, q, row0);
+    if constexpr (kTurns<Config, kModifiers>) {
+      const int32_t more = turns<Config>(plan, range, band, row0) ? 1 : 0;
+      range.first += more;
+      range.end += more;
+    }
+    if (!started) {
+      if constexpr (kStartsApart<Config, kModifiers>) {
+        ptx::barrier_sync(kStarted, kStartThreads<Config, Element, kModifiers>);
+      }
+      // As in produce_keys(). At 64, where the description is short, causal calls lose 2% by it.
+      if ((Config::kHeadDim > 64 || Config::kBiasBoxes) && !leader) return false;
+      started = true;
+    }
+    const auto load = [&](int group) {
+      const uint32_t full = smem.query_full(stage.stage, group);
+      wait_empty(group);
+      if (range.first < range.end) {  // first, since the description takes a while
+        load_tile_boxes(smem.query(stage.stage, group), maps.query, full, plan.query, q.batch_axes,
+                        q.head, row0 + group * 64);
+      } else {
+        ptx::mbarrier_arrive(full);
+      }
+      QueryWork& work = smem.work(group, works);
+      work.tile = range.first;
+      work.end = range.end;
+      if constexpr (Config::kTellsLast) {
+        QueryTileCursor next = cursor;
+        next.advance();
+        if (!next.valid()) work.end |= QueryWork::kLast;
+      }
+      work.row0 = row0;
+      ptx::mbarrier_arrive(full);
+    };
+    const auto describe = [&](int group) {
+      describe_query_tile<Config, Element, kModifiers>(params, plan, q, band, row0,
+                                                       smem.work(group, works));
+      ptx::mbarrier_arrive(smem.described(stage.stage, group));
+      if constexpr (Config::kBiasBoxes) {
+        if (plan.modifiers.vectors) {
+          load_bias<Config>(smem, maps, group, q, row0 + group * 64, range.first, range.end,
+                            bias_parity);
+        }
+      }
+    };
+    if (leader) {
+      if constexpr (kGroups == 1) {
+        load(first_group);
+        describe(first_group);
+      } else {  // as loops, two have the compiler make those of consumers slower (TUNING.md), but
+                // for short calls, which wait for code that is not in the cache; three would spill
+        constexpr int kUnroll = kGroups == 2 && !Config::kTellsLast ? 2 : 1;
+#pragma unroll kUnroll
+        for (int group = 0; group < kGroups; ++group) load(group);
+#pragma unroll kUnroll
+        for (int group = 0; group < kGroups; ++group) describe(group);
+      }
+    }
+    stage.advance();
+    ++works;
+    return true;
+  };
+  for (auto cursor = query_tiles<kModifiers>(plan); cursor.valid(); cursor.advance()) {
+    if (!produce(cursor)) return;
+  }
+  if (!leader) return;
+  const auto tell_of_end = [&] {
+    for (int group = first_group; group < first_group + kGroups; ++group) {
+      wait_empty(group);
+      smem.work(group, works).row0 = -1;
+      for (int i = 0; i < 2; ++i) ptx::mbarrier_arrive(smem.query_full(stage.stage, group));
+      ptx::mbarrier_arrive(smem.described(stage.stage, group));
+    }
+    stage.advance();
+    ++works;
+  };
+  tell_of_end();
+  if constexpr (kChecksLate<Config, kModifiers>) {
+    if (produce_again(plan, smem, produce)) tell_of_end();
+  }
+}
+
+}  // namespace jax_flash::sm90

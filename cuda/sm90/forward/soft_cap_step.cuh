@@ -1,0 +1,259 @@
+// Tiles of the sm_90 forward kernel for the soft cap alone whose rows have 0 as their references:
+// products are used as they come, and sums tell of those that are too great.
+#pragma once
+
+#include <cuda_bf16.h>
+
+#include <cstdint>
+
+#include "modifiers/scores.cuh"
+#include "params.h"
+#include "ptx/shared.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warpgroup.cuh"
+#include "sm90/forward/config.cuh"
+#include "sm90/forward/late_maximum.cuh"
+#include "sm90/forward/parts.cuh"
+#include "tile/band.cuh"
+
+namespace jax_flash::sm90 {
+
+// Multiplies a warpgroup's rows of Q, which have arrived, by a power of two.
+template <typename Consumer>
+__device__ __forceinline__ void multiply_query(const Consumer& consumer) {
+  const float factor = consumer.plan.modifiers.query_factor;
+  if (factor == 1.0f) return;
+  const auto tile = consumer.smem.query(consumer.query_stage.stage, consumer.query_tile());
+  const __nv_bfloat162 factors = __float2bfloat162_rn(factor);
+  constexpr int kBytes = decltype(tile)::kBytes;
+  static_assert(kBytes % (16 * kWarpgroup) == 0);
+#pragma unroll 4
+  for (int i = 0; i < kBytes / (16 * kWarpgroup); ++i) {
+    const uint32_t address =
+        tile.root + tile.offset + (i * kWarpgroup + threadIdx.x % kWarpgroup) * 16;
+    uint4 values = ptx::ld_shared_v4(address);
+    for (uint32_t* word : {&values.x, &values.y, &values.z, &values.w}) {
+      auto& pair = reinterpret_cast<__nv_bfloat162&>(*word);
+      pair = __hmul2(pair, factors);
+    }
+    ptx::st_shared_v4(address, values);
+  }
+  ptx::fence_proxy_async_shared();
+  ptx::barrier_sync(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup);
+}
+
+// raise_reference() before the soft cap, which keeps the order of products.
+template <typename Consumer>
+__device__ __forceinline__ bool raise_capped_reference(Consumer& consumer) {
+  const Options& options = consumer.params.options;
+  const float to_ratio = __fdividef(options.scale, options.logits_soft_cap);  // no call
+  const auto& scores = consumer.scores[0];
+  float greatest[1][1][4];
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    greatest[0][0][e] = scores[0][e];
+#pragma unroll
+    for (int n = 1; n < Consumer::kN; ++n) {
+      greatest[0][0][e] = fmaxf(greatest[0][0][e], scores[n][e]);
+    }
+    greatest[0][0][e] *= to_ratio;
+  }
+  soft_cap_ratios(greatest, options.logits_soft_cap);
+  return consumer.softmax.template raise_reference<1>(greatest, consumer.to_log2, consumer.factor);
+}
+
+// Where references may be 0.
+template <typename Consumer>
+__device__ __forceinline__ bool raise_reference(Consumer& consumer) {
+  const float slack = consumer.modified.slack(consumer.to_log2);
+  return consumer.softmax.template raise_reference<4>(consumer.scores, consumer.to_log2,
+                                                      {{slack, slack}}, consumer.factor);
+}
+// Sets references that rose to 0, if they can be; and the tiles of which next_capped_tile() takes
+// products as they come: those that no edge cuts, without the last one if its Q is not kept.
+template <typename Config, typename Consumer>
+__device__ __forceinline__ void fix_references(Consumer& consumer) {
+  auto& modified = consumer.modified;
+  modified.fix_reference(consumer.softmax, consumer.to_log2, consumer.factor);
+  consumer.fixed =
+      uncut_tiles<Config::kBlockKv>(consumer.work.band, consumer.work.row0 + consumer.group_row());
+  if (Config::kQueryStages == 1) {
+    consumer.fixed.end = min(consumer.fixed.end, consumer.work.end - 1);
+  }
+  if (modified.cap_terms == 0) consumer.fixed.end = 0;
+}
+
+// Key tiles from which on a query tile has its first one's logits approximated, too.
+inline constexpr int kManyTiles = 8;
+
+// The exponentials of a query tile's first tile, if its products can be used as they come.
+template <typename Config, typename Consumer>
+__device__ __forceinline__ bool first_fixed_tile(Consumer& consumer, int32_t tile, bool edge) {
+  auto& modified = consumer.modified;
+  modified.cap_terms = consumer.fixed.end = 0;
+  if (edge || consumer.work.end - tile < kManyTiles) return false;
+  raise_capped_reference(consumer);
+  fix_references<Config>(consumer);
+  if (modified.cap_terms == 0) return false;
+  modified.fixed_exponentials(consumer.scores, consumer.softmax.sum[0]);
+  return true;
+}
+// Else, after references rose. Rows of few keys keep their greatest logit, whose P is exact then.
+template <typename Config, typename Consumer>
+__device__ __forceinline__ void fix_first_references(Consumer& consumer, int32_t tile, bool edge) {
+  if (!edge || tile > 0) fix_references<Config>(consumer);
+}
+
+// ForwardConsumer::next_tile(), with products that all warps of a warpgroup start at the same
+// place, as they have to: references are a warp's own affair.
+template <typename Config, typename Consumer>
+__device__ __forceinline__ void next_capped_tile(Consumer& consumer, int32_t last, int32_t tile) {
+  auto& modified = consumer.modified;
+  auto& scores = consumer.scores;
+  float (&sum)[2] = consumer.softmax.sum[0];
+  const SoftCapPlan& cap = consumer.plan.modifiers.soft_cap;
+  const bool fixed = tile >= consumer.fixed.first && tile < consumer.fixed.end;
+  consumer.wait_key();
+  consumer.start_scores();
+  if (!fixed || last < consumer.fixed.first) consumer.clear_values(last, consumer.work.attended);
+  consumer.template start_out_part<0>(0);
+  consumer.template await_scores<1>();
+  bool careful = false;  // logits were compared with references: sums need no look
+  bool rises = false;
+  float before[2], limit;
+  if (fixed) {
+    before[0] = sum[0];
+    before[1] = sum[1];
+    sum[0] = sum[1] = 0.0f;
+    limit = modified.fixed_exponentials(scores, sum);
+  } else {
+    const bool edge = consumer.at_edge(tile);
+    careful = (Config::kQueryStages == 1 && consumer.is_last(tile)) || !consumer.softmax.ready();
+    consumer.release_query_early(tile);
+    const float greatest = greatest_magnitude(scores);
+    const bool whole = edge || !(greatest <= cap.five.limit);
+    if (whole) {
+      consumer.modify(scores, tile, edge);
+      rises = careful && raise_reference(consumer);
+    } else {
+      rises = careful && modified.cap_terms == 0 && raise_capped_reference(consumer);
+    }
+    if (rises && modified.cap_terms == 0) {
+      fix_references<Config>(consumer);
+    } else if (rises) {
+      modified.cap_terms = consumer.fixed.end = 0;
+    }
+    before[0] = sum[0];
+    before[1] = sum[1];
+    sum[0] = sum[1] = 0.0f;
+    if (whole) {
+      consumer.exponentials();
+    } else {
+      const bool longer = !(greatest <= cap.three.limit);
+      modified.exponentials(scores, consumer.softmax, consumer.to_log2, longer, [] {});
+    }
+    limit = modified.exact_sum_limit();
+  }
+  const bool again = !careful && __any_sync(0xffffffff, fmaxf(sum[0], sum[1]) > limit);
+  sum[0] += before[0];
+  sum[1] += before[1];
+  // As wait_next_value_after_exponentials(), with the vote that there is.
+  consumer.wait_next_value(again && consumer.plan.q_len < 0 ? 1 : 0);
+  consumer.await_out();
+  if (again && !fixed && !sums_too_great(consumer.softmax)) {
+    raise_to_peaks(consumer.softmax, scores, consumer.to_log2, consumer.factor);
+    rises = true;
+    modified.cap_terms = consumer.fixed.end = 0;
+  } else if (again) {
+    sum[0] = before[0];
+    sum[1] = before[1];
+    consumer.compute_scores_again(tile);
+    const float greatest = greatest_magnitude(scores);
+    consumer.modify(scores, tile, !fixed && consumer.at_edge(tile));
+    rises = raise_reference(consumer);
+    if (rises) {
+      modified.cap_terms = 0;
+    } else if (fixed) {
+      modified.next_polynomial(greatest);
+    }
+    if (modified.cap_terms == 0) consumer.fixed.end = 0;
+    consumer.exponentials();
+  }
+  consumer.release_key();
+  consumer.convert();
+  if (rises) consumer.rescale();
+}
+
+// In place of fixed_tiles() where a query tile has no keys, so that no warp is two of them ahead.
+__device__ __forceinline__ void sync_fixed_tiles() {
+  ptx::barrier_sync(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup);
+}
+
+// A query tile's tiles behind the first one that next_capped_tile() would take products of as they
+// come, with two terms, as long as all warps of the warpgroup do: code of its own, in which a
+// tile's steps stand one behind the other. Returns the last tile done, whose V is to be waited for.
+//
+// Warps have to leave together, as they start products together. One whose products were too great
+// names a tile that none of them comes to without having read so: its keys are copied when the warp
+// has released those of this tile. Until then it may have more tiles done again.
+template <typename Config, typename Consumer>
+__device__ __forceinline__ int32_t fixed_tiles(Consumer& consumer, int32_t last) {
+  auto& modified = consumer.modified;
+  auto& scores = consumer.scores;
+  float (&sum)[2] = consumer.softmax.sum[0];
+  const bool is_first_lane = threadIdx.x % 32 == 0;
+  // By turns: some warp may not have left the loop of the query tile before.
+  __shared__ int32_t ends[2][Config::kConsumers];
+  const uint32_t shared_end = ptx::shared_address(&ends[consumer.works % 2][consumer.group]);
+  if (is_first_lane && consumer.warp_row % 64 == 0) ptx::st_shared_b32(shared_end, INT32_MAX);
+  int32_t end = consumer.fixed.end, tile = last + 1;
+  const bool other = modified.cap_terms != 2 || last < consumer.fixed.first || tile >= end;
+  if (__any_sync(0xffffffff,
+                 ptx::barrier_any(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup, other))) {
+    return last;
+  }
+  float limit = consumer.plan.modifiers.soft_cap.two.greatest_sum;
+  for (;; ++tile) {
+    int32_t told;
+    for (;; ++tile) {
+      if (tile >= end) return tile - 1;
+      consumer.wait_key();
+      consumer.start_scores();
+      consumer.wait_value();  // a branch between products: TUNING.md
+      consumer.template start_out_part<0>(0);
+      told = ptx::ld_relaxed_shared_s32(shared_end);
+      consumer.template await_scores<1>();
+      float part[2] = {0.0f, 0.0f};
+      modified.two_term_exponentials(scores, part);
+      // In front of the wait for products, behind which the assembler would move exponentials.
+      if (__any_sync(0xffffffff, fmaxf(part[0], part[1]) > limit)) [[unlikely]]
+        break;
+      sum[0] += part[0];
+      sum[1] += part[1];
+      consumer.await_out();
+      end = min(end, __reduce_min_sync(0xffffffff, told));
+      consumer.release_key();
+      consumer.convert();
+    }
+    consumer.await_out();
+    end = min(end, __reduce_min_sync(0xffffffff, told));
+    consumer.compute_scores_again(tile);
+    const float greatest = greatest_magnitude(scores);
+    consumer.modify(scores, tile, false);
+    const bool rises = raise_reference(consumer);
+    if (rises) {
+      modified.cap_terms = 0;
+      limit = -1.0f;  // products are not exponents any more
+    } else {
+      modified.replace_two_terms(greatest);
+    }
+    if (modified.cap_terms == 0) consumer.fixed.end = 0;
+    consumer.exponentials();
+    if (is_first_lane) ptx::min_relaxed_shared_s32(shared_end, tile + Config::kStages + 1);
+    consumer.release_key();
+    consumer.convert();
+    if (rises) consumer.rescale();
+  }
+}
+
+}  // namespace jax_flash::sm90

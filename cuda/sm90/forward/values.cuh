@@ -1,0 +1,166 @@
+// Values in float16 in the sm_90 forward kernel for bfloat16 calls without modifiers, up to head
+// dim 128: two warps convert every second tile of V, so that P, too, is float16 for it.
+//
+// Of the squared error of a call's output, half is its own rounding and half that of P, for which
+// float16 has three bits more than bfloat16. A bfloat16 number within float16's range is the same
+// in float16. With every second tile the error is less than with references that are the rows'
+// greatest logits, as others have them, and less time goes to it. All tiles would take three times
+// as much: shared memory is busy as it is (TUNING.md, "P in float16").
+//
+// The first tile of a query tile's keys is not converted. A block in which some value cannot be
+// converted does its query tiles again with P and V of bfloat16 (sm90/forward/redo.cuh).
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+#include <type_traits>
+
+#include "plan/half_values.h"
+#include "ptx/math.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/tma.cuh"
+#include "sm90/forward/config.cuh"
+#include "sm90/forward/redo.cuh"
+#include "sm90/ring.cuh"
+
+namespace jax_flash::sm90 {
+
+template <typename Config, typename Element, uint32_t kModifiers>
+inline constexpr bool kConvertsValues =
+    JAX_FLASH_SM90_CONVERT_VALUES && std::is_same_v<Element, __nv_bfloat16> &&
+    kChecksLate<Config, kModifiers>;
+inline constexpr int kConverterWarps = 2, kConverterArrivals = kConverterWarps * kWarpArrivals;
+
+// Whether these have registers for many values at a time.
+template <typename Config, typename Element, uint32_t kModifiers>
+inline constexpr bool kConvertsMany = kConvertsValues<Config, Element, kModifiers> &&
+                                      Config::kConsumers == 2 && !Config::kScoresAhead;
+
+// Where references are the rows' greatest logits, log2 of their P: float16 has its full precision
+// down to 2^-14, and so for logits up to 18 below the greatest one, which may be far above all
+// others. Else P of logits up to 11 above the reference are numbers of float16.
+inline constexpr int kPeakLift = 12;
+inline constexpr float kPeakLifted = 1 << kPeakLift;
+
+// Of a thread's sum in a row of a query tile's first keys, 32 of them: less than this is P of below
+// 2^-15, of which float16 has little more than bfloat16 unless it is multiplied by 2^kPeakLift.
+inline constexpr float kFarBelow = 0x1p-10f;
+
+// Whether the n-th tile of a query tile's keys, in the order in which they are used, is converted.
+// None is that an edge cuts with scores ahead, since references rise with it: far below them
+// float16 has fewer bits than bfloat16.
+template <typename Config>
+__device__ __forceinline__ bool is_converted(int32_t n) {
+  return Config::kSecondCut ? n > 0 && n % 2 == 0 : n % 2 != 0;
+}
+
+// The places of V that are to be converted, in turn, from the warp that starts the copies to those
+// that convert them. There are as many as places of V.
+template <int kPlaces>
+struct ValueConversions {
+  static constexpr int32_t kEnd = -1;
+  int32_t places[kPlaces];
+  uint64_t arrived[kPlaces];  // barriers: the tile is there
+
+  __device__ __forceinline__ uint32_t barrier(uint32_t n) const {
+    return ptx::shared_address(&arrived[n]);
+  }
+  __device__ __forceinline__ void init() {
+    for (int n = 0; n < kPlaces; ++n) ptx::mbarrier_init(barrier(n), 1);
+  }
+  // By the warp that starts copies: the barrier for a tile that is copied to `place`.
+  __device__ __forceinline__ uint32_t add(RingState<kPlaces>& turn, int32_t place) {
+    places[turn.stage] = place;
+    const uint32_t result = barrier(turn.stage);
+    turn.advance();
+    return result;
+  }
+  __device__ __forceinline__ void end(RingState<kPlaces>& turn) {
+    ptx::mbarrier_arrive(add(turn, kEnd));
+  }
+  // By those that convert them: the next place, or kEnd.
+  __device__ __forceinline__ int32_t wait(RingState<kPlaces>& turn) const {
+    ptx::mbarrier_wait_asleep(barrier(turn.stage), turn.parity);
+    const int32_t place = *const_cast<const volatile int32_t*>(&places[turn.stage]);
+    turn.advance();
+    return place;
+  }
+};
+
+// Of a tile's columns a sample is looked at, of a quarter of the rows or an eighth, since to look
+// takes as long as to convert. Values beyond 2^16 become infinite, which the output shows
+// (sm90/forward/redo.cuh).
+
+// Whether a greatest value is too small, by the bits of their magnitudes, pairs of columns: by the
+// least of those that are not 0. As signed numbers 0 becomes the greatest and 1 the least.
+template <int kPairs>
+__device__ __forceinline__ bool any_too_small(const uint32_t (&pairs)[kPairs]) {
+  constexpr uint32_t kBoth = 0x00010001;
+  uint32_t least = 0x7fff * kBoth;
+#pragma unroll
+  for (uint32_t pair : pairs) least = __vmins2(least, pair + 0x7fff * kBoth);
+  const int low = static_cast<int16_t>(least), high = static_cast<int32_t>(least) >> 16;
+  return min(low, high) < static_cast<int>(kGreatEnough) - 0x8001;
+}
+
+// By kConverterWarps warps, this one the warp-th: all tiles that are to be converted.
+template <typename Config, int kChunks>
+__device__ __forceinline__ void convert_values(ValueConversions<Config::kValueStages>& conversions,
+                                               QueryTilesAgain& again, int warp,
+                                               uint32_t first_tile_smem, uint32_t first_full) {
+  using Tile = typename Config::ValueTile;
+  constexpr int kBytes = kConverterWarps * 32 * 16;        // of all threads' chunks
+  constexpr int kStep = kBytes * kChunks / Tile::kPanels;  // of each panel at a time
+  static_assert(Tile::kPanelBytes % kStep == 0);
+  const int lane = threadIdx.x % 32;
+  RingState<Config::kValueStages> turn;
+  bool small = false;  // whether some column of some tile was
+  for (;;) {
+    const int32_t place = conversions.wait(turn);
+    if (place == conversions.kEnd) break;
+    uint32_t at = first_tile_smem + place * Tile::kBytes + (warp * 32 + lane) * 16;
+    // Of a thread's columns, the same in all rows, since these are multiples of 8 apart.
+    uint32_t greatest[Tile::kPanels * 4] = {};
+#pragma unroll 1
+    for (const uint32_t end = at + Tile::kPanelBytes; at < end; at += kStep) {
+      uint4 chunks[kChunks];
+      const auto address = [&](int i) {  // a row of all panels after the other
+        return at + i % Tile::kPanels * Tile::kPanelBytes + i / Tile::kPanels * kBytes;
+      };
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) chunks[i] = ptx::ld_shared_v4(address(i));
+#pragma unroll
+      for (int i = 0; i < kChunks; ++i) {
+        const auto convert = [&](uint32_t pair, uint32_t& most) {
+          if (i < Tile::kPanels) most = __vmaxu2(most, pair & 0x7fff7fff);
+          return ptx::cvt_rn_f16x2_bf16x2(pair);
+        };
+        uint32_t* const most = &greatest[i % Tile::kPanels * 4];
+        ptx::st_shared_v4(address(i),
+                          uint4{convert(chunks[i].x, most[0]), convert(chunks[i].y, most[1]),
+                                convert(chunks[i].z, most[2]), convert(chunks[i].w, most[3])});
+      }
+    }
+    ptx::fence_proxy_async_shared();
+    __syncwarp();
+    if (kWarpArrivals > 1 || lane == 0) ptx::mbarrier_arrive(first_full + place * 8);
+    // Now that nobody waits for it.
+    if (__any_sync(0xffffffff, any_too_small(greatest))) {
+      // Of a lane's own rows, which may be chance. Where row and chunk, swizzled, differ alike,
+      // columns are the same.
+#pragma unroll
+      for (uint32_t& pair : greatest) {
+        pair = __vmaxu2(pair, __shfl_xor_sync(0xffffffff, pair, 8 + 1));
+        pair = __vmaxu2(pair, __shfl_xor_sync(0xffffffff, pair, 16 + 2));
+      }
+      small = small || any_too_small(greatest);
+    }
+  }
+  if (__any_sync(0xffffffff, small)) again.add_all();
+  again.tell();
+}
+
+}  // namespace jax_flash::sm90

@@ -1,0 +1,340 @@
+#include "xla/ffi_call.h"
+
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace ffi = xla::ffi;
+
+namespace jax_flash {
+namespace {
+
+std::string dims_text(const std::vector<int64_t>& dims) {
+  std::string text = "[";
+  for (size_t i = 0; i < dims.size(); ++i) text += (i ? "," : "") + std::to_string(dims[i]);
+  return text + "]";
+}
+
+// One axis after the batch axes: which stride it sets, its size, and whether a
+// size of 1 may stand for any size.
+struct Axis {
+  int64_t Operand::* stride;
+  int64_t size;
+  bool broadcasts = false;
+};
+
+// Reads buffers as operands of one call, collecting the first error.
+class Reader {
+ public:
+  explicit Reader(const Shape& shape) : shape_(shape) {}
+
+  enum class Kind { kFloat, kFloat32, kBool, kInt32, kUInt32 };
+
+  // `batch_broadcasts`: a batch axis may be 1 where the call's is larger.
+  Operand read(const char* name, const ffi::AnyBuffer& buffer, Kind kind,
+               const std::vector<Axis>& axes, bool batch_broadcasts) {
+    Operand operand;
+    const auto dims = buffer.dimensions();
+    const int num_batch = shape_.num_batch_dims;
+    std::vector<int64_t> expected(shape_.batch_dims, shape_.batch_dims + num_batch);
+    for (const Axis& axis : axes) expected.push_back(axis.size);
+    bool matches = dims.size() == expected.size();
+    for (size_t i = 0; matches && i < expected.size(); ++i) {
+      const bool broadcasts =
+          static_cast<int>(i) < num_batch ? batch_broadcasts : axes[i - num_batch].broadcasts;
+      matches = dims[i] == expected[i] || (broadcasts && dims[i] == 1);
+    }
+    if (!matches) {
+      fail(std::string(name) + ": expected shape " + dims_text(expected) + ", got " +
+           dims_text({dims.begin(), dims.end()}));
+      return operand;
+    }
+    if (!read_dtype(buffer.element_type(), kind, operand.dtype)) {
+      fail(std::string(name) + ": unexpected element type " +
+           std::to_string(static_cast<int>(buffer.element_type())));
+      return operand;
+    }
+    int64_t stride = 1;
+    for (int i = static_cast<int>(dims.size()) - 1; i >= 0; --i) {
+      int64_t& slot = i < num_batch ? operand.batch[i] : operand.*axes[i - num_batch].stride;
+      slot = dims[i] == 1 ? 0 : stride;
+      stride *= dims[i];
+    }
+    // A contiguous innermost axis of size 1 keeps unit stride: kernels assume it.
+    if (!axes.empty() && !axes.back().broadcasts && axes.back().stride == &Operand::col) {
+      operand.col = 1;
+    }
+    static char empty;  // a zero-sized operand is present all the same
+    operand.data = stride == 0 ? &empty : const_cast<void*>(buffer.untyped_data());
+    return operand;
+  }
+
+  void fail(std::string message) {
+    if (status_.ok()) status_ = Status::invalid_argument("jax_flash: " + std::move(message));
+  }
+  const Status& status() const { return status_; }
+
+ private:
+  static bool read_dtype(ffi::DataType type, Kind kind, DType& dtype) {
+    switch (kind) {
+      case Kind::kBool: return type == ffi::DataType::PRED;
+      case Kind::kInt32: return type == ffi::DataType::S32;
+      case Kind::kUInt32: return type == ffi::DataType::U32;
+      case Kind::kFloat32: dtype = DType::kFloat32; return type == ffi::DataType::F32;
+      case Kind::kFloat: break;
+    }
+    switch (type) {
+      case ffi::DataType::F32: dtype = DType::kFloat32; return true;
+      case ffi::DataType::BF16: dtype = DType::kBFloat16; return true;
+      case ffi::DataType::F16: dtype = DType::kFloat16; return true;
+      default: return false;
+    }
+  }
+
+  const Shape& shape_;
+  Status status_;
+};
+
+using Kind = Reader::Kind;
+
+// A named operand or result, and where it goes.
+struct Field {
+  const char* name;
+  Operand Backward::* where;
+  Kind kind;
+  std::vector<Axis> axes;
+  bool batch_broadcasts = true;  // results, and what results became, have every batch axis
+};
+
+std::vector<Axis> query_axes(const Shape& s, int64_t dim) {
+  return {{&Operand::row, s.q_len}, {&Operand::head, s.heads}, {&Operand::col, dim}};
+}
+std::vector<Axis> key_axes(const Shape& s, int64_t dim) {
+  return {{&Operand::row, s.kv_len}, {&Operand::head, s.kv_heads}, {&Operand::col, dim}};
+}
+std::vector<Axis> lse_axes(const Shape& s) {
+  return {{&Operand::head, s.heads}, {&Operand::row, s.q_len}};
+}
+std::vector<Axis> logit_axes(const Shape& s) {
+  return {{&Operand::head, s.heads, true},
+          {&Operand::row, s.q_len, true},
+          {&Operand::col, s.kv_len, true}};
+}
+
+std::vector<Field> operand_fields(const Shape& s) {
+  return {{"query", &Backward::query, Kind::kFloat, query_axes(s, s.head_dim)},
+          {"key", &Backward::key, Kind::kFloat, key_axes(s, s.head_dim)},
+          {"value", &Backward::value, Kind::kFloat, key_axes(s, s.value_dim)}};
+}
+
+Field lse_low_field(const Shape& s) {
+  return {"lse_low", &Backward::lse_low, Kind::kFloat32, lse_axes(s), false};
+}
+
+std::vector<Field> output_fields(const Shape& s, bool with_lse_low) {
+  std::vector<Field> fields{
+      {"out", &Backward::out, Kind::kFloat, query_axes(s, s.value_dim), false},
+      {"lse", &Backward::lse, Kind::kFloat32, lse_axes(s), false}};
+  if (with_lse_low) fields.push_back(lse_low_field(s));
+  return fields;
+}
+
+Field dout_field(const Shape& s) {
+  return {"dout", &Backward::dout, Kind::kFloat, query_axes(s, s.value_dim), false};
+}
+
+std::vector<Field> gradient_fields(const Shape& s, bool with_bias) {
+  std::vector<Field> fields{
+      {"dquery", &Backward::dquery, Kind::kFloat, query_axes(s, s.head_dim), false},
+      {"dkey", &Backward::dkey, Kind::kFloat, key_axes(s, s.head_dim), false},
+      {"dvalue", &Backward::dvalue, Kind::kFloat, key_axes(s, s.value_dim), false}};
+  if (with_bias) fields.push_back({"dbias", &Backward::dbias, Kind::kFloat, logit_axes(s)});
+  return fields;
+}
+
+// In the order of the slots of operands.py: bit i of `operands` says whether number i is there.
+std::vector<Field> optional_fields(const Shape& s) {
+  const Axis head{&Operand::head, s.heads}, query_row{&Operand::row, s.q_len};
+  const Axis key_row{&Operand::row, s.kv_len}, word{&Operand::col, 2};
+  return {
+      {"bias", &Backward::bias, Kind::kFloat, logit_axes(s)},
+      {"mask", &Backward::mask, Kind::kBool, logit_axes(s)},
+      {"query_seq_lengths", &Backward::query_seq_lengths, Kind::kInt32, {}},
+      {"key_value_seq_lengths", &Backward::key_value_seq_lengths, Kind::kInt32, {}},
+      {"query_segment_ids", &Backward::query_segment_ids, Kind::kInt32, {query_row}},
+      {"key_value_segment_ids", &Backward::key_value_segment_ids, Kind::kInt32, {key_row}},
+      {"query_offset", &Backward::query_offset, Kind::kInt32, {}},
+      {"sinks", &Backward::sinks, Kind::kFloat32, {head}},
+      {"dropout_seed", &Backward::dropout_seed, Kind::kUInt32, {word}},
+      {"dropout_batch_ids", &Backward::dropout_batch_ids, Kind::kInt32, {}},
+      {"dropout_head_ids", &Backward::dropout_head_ids, Kind::kInt32, {head}},
+      {"dlse", &Backward::dlse, Kind::kFloat32, lse_axes(s), false},
+      {"dropout_start", &Backward::dropout_start, Kind::kInt32, {word}},
+      lse_low_field(s),
+      {"window", &Backward::window, Kind::kInt32, {word}},
+  };
+}
+
+// Sizes of a call: those of query, key and value, and the batch axes of `full`, which has all.
+Status read_shape(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
+                  const ffi::AnyBuffer& value, const ffi::AnyBuffer& full, Shape& shape) {
+  const auto q = query.dimensions(), k = key.dimensions(), v = value.dimensions();
+  const int num_batch = static_cast<int>(q.size()) - 3;
+  if (num_batch < 1 || num_batch > kMaxBatchDims || k.size() != q.size() || v.size() != q.size() ||
+      full.dimensions().size() != q.size()) {
+    return Status::invalid_argument("jax_flash: query, key, value: expected equal ranks of 4 to " +
+                                    std::to_string(3 + kMaxBatchDims) + ", got " +
+                                    std::to_string(q.size()) + ", " + std::to_string(k.size()) +
+                                    ", " + std::to_string(v.size()));
+  }
+  for (const auto& dims : {q, k, v}) {
+    for (const int64_t dim : dims) {
+      if (dim > INT32_MAX) {
+        return Status::invalid_argument("jax_flash: an axis has more than 2^31 - 1 elements");
+      }
+    }
+  }
+  shape.num_batch_dims = num_batch;
+  for (int i = 0; i < num_batch; ++i) {
+    shape.batch_dims[i] = full.dimensions()[i];
+    shape.batch *= shape.batch_dims[i];
+  }
+  shape.q_len = static_cast<int32_t>(q[num_batch]);
+  shape.heads = static_cast<int32_t>(q[num_batch + 1]);
+  shape.head_dim = static_cast<int32_t>(q[num_batch + 2]);
+  shape.kv_len = static_cast<int32_t>(k[num_batch]);
+  shape.kv_heads = static_cast<int32_t>(k[num_batch + 1]);
+  shape.value_dim = static_cast<int32_t>(v[num_batch + 2]);
+  if (shape.kv_heads == 0 ? shape.heads != 0 : shape.heads % shape.kv_heads != 0) {
+    return Status::invalid_argument("jax_flash: " + std::to_string(shape.heads) +
+                                    " query heads are no multiple of " +
+                                    std::to_string(shape.kv_heads) + " key/value heads");
+  }
+  return {};
+}
+
+Options make_options(const OptionAttributes& attributes) {
+  Options options;
+  options.scale = attributes.scale;
+  options.is_causal = attributes.is_causal;
+  options.window_left = attributes.window_left;
+  options.window_right = attributes.window_right;
+  options.logits_soft_cap = attributes.logits_soft_cap;
+  options.dropout_threshold = static_cast<uint32_t>(attributes.dropout_threshold);
+  options.dropout_scale = attributes.dropout_scale;
+  options.deterministic = attributes.deterministic;
+  options.smem_limit = attributes.smem_limit;
+  return options;
+}
+
+ffi::AnyBuffer as_buffer(ffi::AnyBuffer argument) { return argument; }
+ffi::AnyBuffer as_buffer(ffi::Result<ffi::AnyBuffer> result) { return *result; }
+
+// Reads the buffers [first, first + fields.size()) of `buffers`.
+template <typename Buffers>
+Status read_fields(const Buffers& buffers, size_t first, const std::vector<Field>& fields,
+                   Reader& reader, Backward& params) {
+  for (const Field& field : fields) {
+    const auto buffer = buffers.template get<ffi::AnyBuffer>(first++);
+    if (!buffer.has_value()) {
+      return Status::invalid_argument(std::string("jax_flash: ") + field.name + " is missing");
+    }
+    params.*field.where =
+        reader.read(field.name, as_buffer(*buffer), field.kind, field.axes, field.batch_broadcasts);
+  }
+  return reader.status();
+}
+
+Status read_optional(ffi::RemainingArgs args, size_t first, int32_t present, Reader& reader,
+                     const Shape& shape, Backward& params) {
+  std::vector<Field> fields;
+  int bit = 0;
+  for (Field& field : optional_fields(shape)) {
+    if (present >> bit++ & 1) fields.push_back(std::move(field));
+  }
+  if (Status status = read_fields(args, first, fields, reader, params); !status.ok()) return status;
+  if (first + fields.size() != args.size()) {
+    return Status::invalid_argument("jax_flash: expected " + std::to_string(fields.size()) +
+                                    " optional operands, got " +
+                                    std::to_string(args.size() - first));
+  }
+  const bool one_sided = bool{params.query_segment_ids} != bool{params.key_value_segment_ids};
+  const bool complete = params.dropout_seed && params.dropout_batch_ids && params.dropout_head_ids;
+  if (one_sided || (params.options.dropout_threshold != 0 && !complete)) {
+    return Status::invalid_argument(
+        "jax_flash: segment ids come for both query and key/value; dropout needs seed, batch and "
+        "head ids");
+  }
+  return {};
+}
+
+Status same_dtype(const Forward& params) {
+  if (params.key.dtype == params.query.dtype && params.value.dtype == params.query.dtype) return {};
+  return Status::invalid_argument("jax_flash: query, key and value differ in dtype");
+}
+
+// Kernels take a bias to mean that lse_low is there.
+Status check_lse_low(const Forward& params) {
+  if (bool{params.lse_low} == bool{params.bias}) return {};
+  return Status::invalid_argument("jax_flash: lse_low comes with a bias, and with nothing else");
+}
+
+Status too_few() { return Status::invalid_argument("jax_flash: operands or results are missing"); }
+
+}  // namespace
+
+Status read_forward(ffi::RemainingArgs args, ffi::RemainingRets results,
+                    const OptionAttributes& options, int32_t operands, Call& call) {
+  if (args.size() < 3 || results.size() < 3) return too_few();
+  Backward& params = call.params;
+  Shape& shape = params.shape;
+  const ffi::AnyBuffer out = **results.get<ffi::AnyBuffer>(0);
+  Status status = read_shape(*args.get<ffi::AnyBuffer>(0), *args.get<ffi::AnyBuffer>(1),
+                             *args.get<ffi::AnyBuffer>(2), out, shape);
+  if (!status.ok()) return status;
+  params.options = make_options(options);
+  Reader reader(shape);
+  status = read_fields(args, 0, operand_fields(shape), reader, params);
+  if (status.ok()) status = same_dtype(params);
+  if (status.ok()) status = read_optional(args, 3, operands, reader, shape, params);
+  const std::vector<Field> outputs = output_fields(shape, bool{params.bias});
+  if (status.ok() && results.size() != outputs.size() + 1) status = too_few();
+  if (status.ok()) status = read_fields(results, 0, outputs, reader, params);
+  if (status.ok()) status = check_lse_low(params);
+  const ffi::AnyBuffer workspace = **results.get<ffi::AnyBuffer>(results.size() - 1);
+  params.workspace = workspace.untyped_data();
+  call.workspace_bytes = static_cast<int64_t>(workspace.size_bytes());
+  return status;
+}
+
+Status read_backward(ffi::RemainingArgs args, ffi::RemainingRets results,
+                     const OptionAttributes& options, int32_t operands, Call& call) {
+  if (args.size() < 6 || results.size() < 4 || results.size() > 5) return too_few();
+  Backward& params = call.params;
+  Shape& shape = params.shape;
+  const ffi::AnyBuffer out = *args.get<ffi::AnyBuffer>(3);
+  Status status = read_shape(*args.get<ffi::AnyBuffer>(0), *args.get<ffi::AnyBuffer>(1),
+                             *args.get<ffi::AnyBuffer>(2), out, shape);
+  if (!status.ok()) return status;
+  params.options = make_options(options);
+  Reader reader(shape);
+  const bool with_bias = results.size() == 5;
+  status = read_fields(args, 0, operand_fields(shape), reader, params);
+  if (status.ok()) status = same_dtype(params);
+  if (status.ok()) status = read_fields(args, 3, output_fields(shape, false), reader, params);
+  if (status.ok()) status = read_fields(args, 5, {dout_field(shape)}, reader, params);
+  if (status.ok()) status = read_optional(args, 6, operands, reader, shape, params);
+  if (status.ok()) status = check_lse_low(params);
+  if (status.ok()) {
+    status = read_fields(results, 0, gradient_fields(shape, with_bias), reader, params);
+  }
+  if (status.ok() && with_bias && !params.bias) {
+    status = Status::invalid_argument("jax_flash: dbias without bias");
+  }
+  const ffi::AnyBuffer workspace = **results.get<ffi::AnyBuffer>(results.size() - 1);
+  params.workspace = workspace.untyped_data();
+  call.workspace_bytes = static_cast<int64_t>(workspace.size_bytes());
+  return status;
+}
+
+}  // namespace jax_flash

@@ -1,0 +1,155 @@
+// The custom calls "jax_flash_forward" and "jax_flash_backward": reads the call, launches it. On a
+// GPU a handler allocates nothing, reads no device memory and launches the same kernels on every
+// call with the same shapes, so that XLA may record it into a command buffer.
+
+#include "xla/handlers.h"
+
+#include <algorithm>
+#include <atomic>
+#include <condition_variable>
+#include <cstdint>
+#include <memory>
+#include <mutex>
+#include <string>
+
+#include "host/attention.h"
+#include "status.h"
+#include "xla/ffi/api/ffi.h"
+#include "xla/ffi_call.h"
+
+#ifdef JAX_FLASH_WITH_CUDA
+#include "launch.h"
+#endif
+
+namespace ffi = xla::ffi;
+
+namespace jax_flash {
+namespace {
+
+ffi::Error to_error(const Status& status) {
+  switch (status.code) {
+    case Status::Code::kOk: return ffi::Error::Success();
+    case Status::Code::kInvalidArgument:
+      return ffi::Error(ffi::ErrorCode::kInvalidArgument, status.message);
+    case Status::Code::kUnimplemented:
+      return ffi::Error(ffi::ErrorCode::kUnimplemented, status.message);
+    case Status::Code::kInternal: break;
+  }
+  return ffi::Error(ffi::ErrorCode::kInternal, status.message);
+}
+
+// Spreads a loop over XLA's thread pool. The calling thread works too and waits only
+// for indices that another thread has begun, so a pool whose threads are all busy,
+// with this very call perhaps, cannot deadlock it.
+host::ParallelFor parallel_for_on(ffi::ThreadPool& pool) {
+  return [&pool](int64_t count, const std::function<void(int64_t)>& body) {
+    struct Loop {
+      const std::function<void(int64_t)>* body;
+      int64_t count;
+      std::atomic<int64_t> next{0};
+      std::mutex mutex;
+      std::condition_variable done;
+      int64_t finished = 0;
+
+      void work() {
+        int64_t mine = 0;
+        for (int64_t i; (i = next.fetch_add(1, std::memory_order_relaxed)) < count; ++mine) {
+          (*body)(i);
+        }
+        if (mine == 0) return;
+        std::lock_guard<std::mutex> lock(mutex);
+        finished += mine;
+        if (finished == count) done.notify_one();
+      }
+    };
+    // Tasks that the pool gets to only after the loop has ended still look at it.
+    auto loop = std::make_shared<Loop>();
+    loop->body = &body;
+    loop->count = count;
+    const int64_t helpers = std::min(pool.num_threads(), count) - 1;
+    for (int64_t i = 0; i < helpers; ++i) pool.Schedule([loop] { loop->work(); });
+    loop->work();
+    std::unique_lock<std::mutex> lock(loop->mutex);
+    loop->done.wait(lock, [&] { return loop->finished == count; });
+  };
+}
+
+Status check_workspace(const Call& call, int64_t needed) {
+  if (call.workspace_bytes >= needed) return {};
+  return Status::invalid_argument("jax_flash: workspace: expected " + std::to_string(needed) +
+                                  " bytes, got " + std::to_string(call.workspace_bytes));
+}
+
+ffi::Error forward_host(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets results,
+                        OptionAttributes options, int32_t operands) {
+  Call call;
+  Status status = read_forward(args, results, options, operands, call);
+  if (status.ok()) status = host::forward(call.params, parallel_for_on(pool));
+  return to_error(status);
+}
+
+ffi::Error backward_host(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets results,
+                         OptionAttributes options, int32_t operands) {
+  Call call;
+  Status status = read_backward(args, results, options, operands, call);
+  if (status.ok()) {
+    const Backward& params = call.params;
+    status =
+        check_workspace(call, host::backward_workspace_bytes(params.shape, params.query.dtype));
+  }
+  if (status.ok()) status = host::backward(call.params, parallel_for_on(pool));
+  return to_error(status);
+}
+
+#ifdef JAX_FLASH_WITH_CUDA
+ffi::Error forward_cuda(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets results,
+                        OptionAttributes options, int32_t operands) {
+  Call call;
+  Status status = read_forward(args, results, options, operands, call);
+  if (status.ok()) {
+    status = check_workspace(call, cuda::forward_workspace_bytes(call.params));
+  }
+  if (status.ok()) status = cuda::forward(call.params, options.family, stream);
+  return to_error(status);
+}
+
+ffi::Error backward_cuda(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets results,
+                         OptionAttributes options, int32_t operands) {
+  Call call;
+  Status status = read_backward(args, results, options, operands, call);
+  if (status.ok()) {
+    const bool segments = bool{call.params.query_segment_ids};
+    status = check_workspace(
+        call, cuda::backward_workspace_bytes(call.params.shape, segments, options.deterministic));
+  }
+  if (status.ok()) status = cuda::backward(call.params, options.family, stream);
+  return to_error(status);
+}
+#endif  // JAX_FLASH_WITH_CUDA
+
+// What every handler takes, besides where it runs.
+template <typename Context>
+auto binding() {
+  return ffi::Ffi::Bind()
+      .template Ctx<Context>()
+      .RemainingArgs()
+      .RemainingRets()
+      .template Attr<OptionAttributes>("options")
+      .template Attr<int32_t>("operands");
+}
+
+}  // namespace
+
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kForwardHost, forward_host, binding<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kBackwardHost, backward_host, binding<ffi::ThreadPool>());
+
+#ifdef JAX_FLASH_WITH_CUDA
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kForwardCuda, forward_cuda,
+                              binding<ffi::PlatformStream<cudaStream_t>>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kBackwardCuda, backward_cuda,
+                              binding<ffi::PlatformStream<cudaStream_t>>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+#endif  // JAX_FLASH_WITH_CUDA
+
+}  // namespace jax_flash
