@@ -19,6 +19,7 @@ JAX_FLASH_EVERY_THREAD_ARRIVES=1 in the environment says that this is one.
 """
 
 import collections
+import concurrent.futures
 import importlib.util
 import os
 import pathlib
@@ -133,8 +134,12 @@ def kv_len_of(shape: dict[str, int], family: str) -> int:
     return shape["kv_len"] + 6 * (family == "flash_sm80")
 
 
-def run_cases(tool: str) -> None:
-    """Under the tool: all cases by all families, compared with the truth where that is quick."""
+# Processes that share the cases of a tool. racecheck keeps a limited number of hazards a process.
+_PARTS = {"racecheck": 4}
+
+
+def run_cases(tool: str, part: int) -> None:
+    """Under the tool: a part of its cases by all families; compares with the truth if quick."""
     sys.path.insert(0, str(_TESTS))
     import jax
     from cases import Case, check, make_inputs
@@ -144,7 +149,7 @@ def run_cases(tool: str) -> None:
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     sizes: dict[bool, set[int]] = {True: set(), False: set()}
-    for dtype, dims, features, deterministic, shape in cases(tool):
+    for dtype, dims, features, deterministic, shape in cases(tool)[part :: _PARTS.get(tool, 1)]:
         for family in FAMILIES:
             own_shape = shape | {"kv_len": kv_len_of(shape, family)}
             case = Case("sanitize", **own_shape, dtype=dtype, head_dim=dims[0],
@@ -279,28 +284,43 @@ def passes(sanitizer: str, tool: str, environment: dict[str, str]) -> bool:
         command += ["--kernel-name", "kns=jax_flash"]
     command += ["--error-exitcode", str(_ERRORS_FOUND), sys.executable]
     command += ["-P"] * sys.flags.safe_path + [__file__, "--cases", tool]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True)
-    summary = [line for line in done.stdout.splitlines() if "SUMMARY" in line]
+
+    def run_part(part: int) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [*command, str(part)], env=environment, capture_output=True, text=True
+        )
+
+    parts = _PARTS.get(tool, 1)
+    with concurrent.futures.ThreadPoolExecutor(parts) as pool:
+        done = list(pool.map(run_part, range(parts)))
+    output = "".join(each.stdout for each in done)
+    summary = [line for line in output.splitlines() if "SUMMARY" in line]
     remaining = sum(int(n) for n in re.findall(r"SUMMARY: (\d+)", " ".join(summary)))
     if tool == "initcheck":
-        remaining -= explained_reads(done.stdout, limits)
+        remaining -= explained_reads(output, limits)
     elif tool != "memcheck":
-        remaining -= explained_reports(tool, done.stdout, limits)
-    clean = done.returncode in (0, _ERRORS_FOUND) and remaining == 0 and bool(summary)
-    clean = clean and "all results right" in done.stdout
+        remaining -= explained_reports(tool, output, limits)
+    ended = all(
+        each.returncode in (0, _ERRORS_FOUND)
+        and "SUMMARY" in each.stdout
+        and "all results right" in each.stdout
+        for each in done
+    )
+    clean = ended and remaining == 0
     print(
         f"{tool}: {'clean' if clean else 'FAILED'} in {time.perf_counter() - start:.0f} s; "
         f"{' '.join(summary)}",
         flush=True,
     )
     if not clean:
-        pathlib.Path(f"sanitize_{tool}.txt").write_text(done.stdout)
-        print(f"all that it says is in sanitize_{tool}.txt", done.stderr[-3000:], sep="\n")
+        pathlib.Path(f"sanitize_{tool}.txt").write_text(output)
+        errors = [each.stderr[-3000:] for each in done]
+        print(f"all that it says is in sanitize_{tool}.txt", *errors, sep="\n")
     return clean
 
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--cases"]:
-        run_cases(sys.argv[2])
+        run_cases(sys.argv[2], int(sys.argv[3]))
     else:
         sys.exit(main(sys.argv[1:] or list(TOOLS)))
