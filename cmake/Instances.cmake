@@ -14,7 +14,8 @@
 #
 #   namespace jax_flash::<family> {
 #   template <typename Element, int kHeadDim, bool kGeneral>
-#   Status launch_<pass>(const <Forward|Backward>& params, cudaStream_t stream);
+#   Status launch_<pass>(const <Forward|Backward>& params, const Choice& choice,
+#                       cudaStream_t stream);
 #   }
 #
 # of "<family>/<pass>/launch.cuh", with Element __nv_bfloat16, __half or float. kHeadDim bounds
@@ -26,7 +27,7 @@
 # finish_attention_instances(<target>), after the last entry, links all of them into <target>,
 # with JAX_FLASH_WITH_CUDA defined, and writes "instances.h": the tables kForwardInstances and
 # kBackwardInstances, and find_instance(), with which cuda/launch.cc (plain C++: it compiles no
-# kernel) dispatches. See instances.h.in.
+# kernel) launches what cuda/plan/choose.cc chose. See instances.h.in.
 #
 # Every object is compiled through check_ptxas.py, which fails on a register spill beyond the
 # kernel's budget in spills.txt, and on ptxas's reports of serialized wgmma; with JAX_FLASH_WERROR
@@ -108,7 +109,7 @@ function(add_attention_instances family pass)
         endif()
         set(launch "${family}::launch_${pass}<${element_of_${dtype}}, ${head_dim}, ${general}>")
         string(APPEND instantiations "\ntemplate jax_flash::Status jax_flash::${launch}(\n"
-          "    const jax_flash::${params_of_${pass}}&, cudaStream_t);\n")
+          "    const jax_flash::${params_of_${pass}}&, const jax_flash::Choice&, cudaStream_t);\n")
         string(CONCAT row "    {${family_number}, DType::${enum_of_${dtype}}, ${head_dim}, ${general}, "
           "&${launch}},\n")
         set_property(GLOBAL APPEND PROPERTY attention_${pass}_rows "${row}")
@@ -133,9 +134,9 @@ function(finish_attention_instances target)
     string(APPEND declarations
       "namespace jax_flash::${family} {\n"
       "template <typename Element, int kHeadDim, bool kGeneral>\n"
-      "Status launch_forward(const Forward& params, cudaStream_t stream);\n"
+      "Status launch_forward(const Forward& params, const Choice& choice, cudaStream_t stream);\n"
       "template <typename Element, int kHeadDim, bool kGeneral>\n"
-      "Status launch_backward(const Backward& params, cudaStream_t stream);\n"
+      "Status launch_backward(const Backward& params, const Choice& choice, cudaStream_t stream);\n"
       "}  // namespace jax_flash::${family}\n")
   endforeach()
   foreach(pass forward backward)

@@ -1,4 +1,4 @@
-// The operation on an NVIDIA GPU, as the custom calls see it.
+// Runs the operation on an NVIDIA GPU: what the custom calls and the Python module see of it.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -6,13 +6,14 @@
 #include <cstdint>
 
 #include "params.h"
+#include "plan/choose.h"
 #include "status.h"
 
 namespace jax_flash::cuda {
 
 // Enqueue the pass on `stream` of the current device. They allocate nothing, read no device
 // memory, wait for nothing, and enqueue the same kernels for the same shapes and options.
-// `family` is 0 for the best that the device runs, or 80.
+// `family` is 0 for the best that the device runs, or 80 or 90.
 //
 // float32 operands, head dims that are no multiple of 8 or above 256, and axes without elements, of
 // which no kernel makes anything, are Unimplemented.
@@ -20,18 +21,8 @@ namespace jax_flash::cuda {
 Status forward(const Forward& params, int family, cudaStream_t stream);
 Status backward(const Backward& params, int family, cudaStream_t stream);
 
-// What of a call, besides its shape and dtype, decides how much workspace the forward pass needs.
-struct ForwardFeatures {
-  bool segments = false, bias = false;  // whether it has segment ids, or a bias
-  bool others = false;                  // a soft cap, or dropout
-  int64_t mask_matrices = 0;            // the product of the mask's batch axes and heads, or 0
-  int32_t mask_rows = 0;                // its T, or 1
-  int64_t value_matrices = 0;           // the product of V's batch axes and heads
-};
-
-// Bytes that the passes need at `workspace`; 0: it may be null. `dtype`: the operands'.
-int64_t forward_workspace_bytes(const Shape& shape, DType dtype, const ForwardFeatures& features);
-int64_t forward_workspace_bytes(const Forward& params);
-int64_t backward_workspace_bytes(const Shape& shape, bool segments, bool deterministic);
+// The kernel that a call gets on a device, of those that this build has.
+Status choose(const Forward& params, int family, const Device& device, Choice& choice);
+Status choose(const Backward& params, int family, const Device& device, Choice& choice);
 
 }  // namespace jax_flash::cuda

@@ -9,9 +9,10 @@ import jax
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
-from jax_flash import autodiff, dispatch
+from jax_flash import autodiff, dispatch, ffi
 from jax_flash.call import Call, WindowSize, make_call
 from jax_flash.passes import Pass
+from jax_flash.primitives import cuda_kernels
 from jax_flash.sequence import sequence_of_mesh, shard_sequence
 from jax_flash.spec import Implementation, Mode, Order
 
@@ -328,10 +329,14 @@ class Explanation:
       choices: for each platform ("cpu", "cuda") a `dispatch.Choice`, or the text of the
         NotImplementedError that the call raises there.
       current: the platform that a call made now would run on.
+      kernels: where this process has a GPU on which the call gets CUDA kernels, those: for each
+        pass ("forward", "backward") an `ffi.Kernel`, with its name, its tile sizes and why it was
+        chosen. Of a call that is spread over devices, that of the call on one device.
     """
 
     choices: dict[str, dispatch.Choice | str]
     current: str
+    kernels: dict[str, ffi.Kernel] = dataclasses.field(default_factory=dict)
 
     def __str__(self) -> str:
         lines = []
@@ -341,6 +346,8 @@ class Explanation:
                 lines.append(f"{platform}{here}: not supported: {choice}")
             else:
                 lines.append(f"{platform}{here}: {choice.implementation}: {choice.reason}")
+            if platform == "cuda":
+                lines += [f"  {one_pass}: {kernel}" for one_pass, kernel in self.kernels.items()]
         return "\n".join(lines)
 
 
@@ -492,4 +499,12 @@ def explain(
             choices[platform] = dispatch.choose(Pass(call.spec), call.operands, platform)
         except NotImplementedError as error:
             choices[platform] = str(error)
-    return Explanation(choices, current)
+    on_cuda, gpu = choices["cuda"], dispatch.current_gpu()
+    kernels = {}
+    has_kernel = isinstance(on_cuda, dispatch.Choice) and on_cuda.implementation == "flash"
+    if gpu is not None and has_kernel:
+        try:
+            kernels = cuda_kernels(call.spec, call.operands, gpu)
+        except ValueError as error:  # which the call raises, too
+            choices["cuda"] = str(error)
+    return Explanation(choices, current, kernels)

@@ -120,7 +120,7 @@ def _reason(spec: AttentionSpec, platform: str) -> str:
     capabilities = _compute_capabilities()
     if not capabilities:  # lowered here, to run elsewhere
         return "the CUDA kernels support the call"
-    # As cuda/launch.cc chooses; it also looks at strides, which are not known here.
+    # As cuda/plan/choose.cc chooses; it also looks at strides, which are not known here.
     chosen = {c if c in families and c in _ONLY_ON else min(families) for c in capabilities}
     names = " and ".join(f"sm_{family}" for family in sorted(chosen))
     return f"the {names} kernels support the call"
@@ -195,6 +195,21 @@ def _compute_capabilities() -> list[int]:
         getattr(device, "compute_capability", None) for device in jax.local_devices(backend="gpu")
     }
     return sorted(int(str(c).replace(".", "")) for c in capabilities if c)
+
+
+# Shared memory of a block at most, in KB, where it is not 99. By compute capability; CUDA C++
+# Programming Guide, "Technical Specifications per Compute Capability".
+_SMEM_KB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227, 110: 227}
+
+
+def current_gpu() -> ffi.Gpu | None:
+    """What the choice of a kernel depends on, of this process's first GPU; None without one."""
+    if jax.default_backend() != "gpu":
+        return None
+    device = jax.local_devices(backend="gpu")[0]
+    capability = int(str(getattr(device, "compute_capability", "0")).replace(".", ""))
+    smem_bytes = _SMEM_KB.get(capability, 99) * 1024
+    return ffi.Gpu(capability, getattr(device, "core_count", 132), smem_bytes)
 
 
 def current_platform() -> str:

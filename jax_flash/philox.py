@@ -1,6 +1,7 @@
 """Computes Philox4x32-10 in jax.numpy, and from it the mask of dropout.
 
-The bits are those of cuda/modifiers/philox.h, which says how an index (b, n, i, j) becomes a counter.
+The bits are those of cuda/modifiers/philox.h, which says how an index (b, n, i, j) becomes a
+counter.
 
 Reference: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 4.
 """

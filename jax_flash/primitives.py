@@ -24,6 +24,7 @@ from jax_flash.operands import Operands
 from jax_flash.partitioning import mesh_of, result_types, spread, unify_varying, vary_like
 from jax_flash.passes import Pass, complete, run_reference
 from jax_flash.ranks import own_ranks
+from jax_flash.spec import AttentionSpec
 
 
 def bind(one_pass: Pass, operands: Operands) -> Operands:
@@ -52,6 +53,43 @@ def run_on(platform: str, one_pass: Pass, operands: Operands) -> Operands:
         return vary_like(operands, outputs)
 
     return fold_batch_axes(native, complete(one_pass, operands), one_pass.result_types(operands))
+
+
+def cuda_kernels(spec: AttentionSpec, operands: Operands, gpu: ffi.Gpu) -> dict[str, ffi.Kernel]:
+    """The CUDA kernels of a call on one GPU, which need not be there.
+
+    Args:
+      spec: of a call that `dispatch.choose` has a CUDA kernel for.
+      operands: of the call: anything that has shapes and dtypes, by name.
+      gpu: what the choice depends on.
+
+    Returns:
+      Of each pass, "forward" and "backward", the kernel.
+    """
+    forward = Pass(spec)
+    results = forward.result_types(operands)
+    residuals = {**operands, **results, "dout": results["out"]}
+    backward = Pass(spec, "backward", needs_dbias="bias" in operands)
+    return {
+        "forward": _cuda_kernel(forward, operands, gpu),
+        "backward": _cuda_kernel(backward, residuals, gpu),
+    }
+
+
+def _cuda_kernel(one_pass: Pass, operands: Operands, gpu: ffi.Gpu) -> ffi.Kernel:
+    found = []
+
+    def native(operands, results):
+        is_backward = one_pass.is_backward
+        found.append(ffi.kernel(one_pass.spec, operands, results, is_backward=is_backward, gpu=gpu))
+        return {name: jnp.zeros(x.shape, x.dtype) for name, x in results.items()}
+
+    def make(operands):
+        types = one_pass.result_types(operands)
+        return fold_batch_axes(native, complete(one_pass, operands), types)
+
+    jax.eval_shape(make, operands)
+    return found[0]
 
 
 def _make_primitive(name: str) -> Primitive:

@@ -35,6 +35,7 @@ def without_comments(source: bytes) -> bytes:
 def sources_hash() -> str:
     """A hash of all that decides what runs on a GPU: native sources, build, calls into them."""
     files = [path for path in (ROOT / "cuda").rglob("*") if path.suffix in _NATIVE_SUFFIXES]
+    files = [path for path in files if ROOT / "cuda/host" not in path.parents]  # the CPU's kernel
     files += [path for path in (ROOT / "cmake").iterdir() if path.name not in _ONLY_CHECK]
     files += [ROOT / "CMakeLists.txt", ROOT / "jax_flash/ffi.py"]
     digest = hashlib.sha256()

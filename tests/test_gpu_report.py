@@ -66,6 +66,7 @@ def test_what_is_said_of_a_report():
         ("jax_flash/ffi.py", True),
         ("cmake/spills.txt", False),
         ("cuda/TUNING.md", False),
+        ("cuda/host/gemm.h", False),
     ],
 )
 def test_what_the_hash_is_of(path, matters, tmp_path, monkeypatch):

@@ -8,36 +8,12 @@
 #include "modifiers/logits.cuh"
 #include "modifiers/pairs.cuh"
 #include "params.h"
+#include "plan/modifiers.h"
 #include "tile/matmul.cuh"
 
 namespace jax_flash {
 
 inline constexpr float kTanhRange = 0.75f;
-
-// What a kernel is made for doing to logits, as bits.
-enum Modifier : uint32_t {
-  kNoModifier = 0,
-  kBias = 1,
-  kSoftCap = 2,
-  kMask = 4,
-  kSegments = 8,
-  kDropout = 16,
-  kAnyScale = 32,  // zero and negative ones, too
-  kEveryModifier = 63,
-};
-
-// What a call asks for.
-inline uint32_t modifiers_of(const Forward& params) {
-  const Options& options = params.options;
-  uint32_t modifiers = kNoModifier;
-  if (params.bias) modifiers |= kBias;
-  if (options.logits_soft_cap > 0.0f) modifiers |= kSoftCap;
-  if (params.mask) modifiers |= kMask;
-  if (params.query_segment_ids) modifiers |= kSegments;
-  if (options.dropout_threshold != 0) modifiers |= kDropout;
-  if (!(options.scale > 0.0f)) modifiers |= kAnyScale;
-  return modifiers;
-}
 
 // Whether a call has a modifier: one that a kernel is made for alone, every call of it has.
 template <uint32_t kModifiers, uint32_t kModifier>

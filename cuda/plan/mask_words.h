@@ -6,6 +6,7 @@
 
 #include "params.h"
 #include "plan/mask_matrices.h"
+#include "plan/recipes.h"
 
 namespace jax_flash::sm90 {
 
@@ -40,7 +41,7 @@ struct MaskWords : MaskMatrices {
   }
 
   // Keys of a tile of the kernel for this head dim.
-  static constexpr int32_t block_kv(int32_t head_dim) { return head_dim <= 128 ? 128 : 80; }
+  static constexpr int32_t block_kv(int32_t head_dim) { return mask_words_keys(head_dim); }
 
  private:
   static int32_t parts(int32_t length, int32_t part) {

@@ -90,19 +90,6 @@ inline Status multiprocessors(int& count) {
                           cudaGetErrorString(error));
 }
 
-// The most shared memory a block can have on the current device, or may have by the options.
-inline Status max_smem_bytes(const Options& options, int& bytes) {
-  int device = 0;
-  cudaError_t error = cudaGetDevice(&device);
-  if (error == cudaSuccess) {
-    error = cudaDeviceGetAttribute(&bytes, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
-  }
-  if (options.smem_limit > 0 && options.smem_limit < bytes) bytes = options.smem_limit;
-  if (error == cudaSuccess) return {};
-  return Status::internal(std::string("jax_flash: cannot read the device's shared memory: ") +
-                          cudaGetErrorString(error));
-}
-
 inline Status launch_segment_spans(const Forward& params, const SegmentSpans& spans,
                                    cudaStream_t stream) {
   const int64_t warps = params.shape.batch * (int64_t{spans.query_blocks} + spans.key_blocks);

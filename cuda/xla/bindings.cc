@@ -1,4 +1,4 @@
-// The Python module jax_flash._native: the one file that sees nanobind.
+// The Python module jax_flash._native.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -7,10 +7,12 @@
 #include <cstdint>
 #include <string>
 #include <type_traits>
+#include <utility>
 #include <vector>
 
 #include "host/attention.h"
 #include "params.h"
+#include "xla/ffi_call.h"
 #include "xla/handlers.h"
 
 #ifdef JAX_FLASH_WITH_CUDA
@@ -74,7 +76,7 @@ int64_t cuda_forward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_le
                                      bool soft_cap_or_dropout, int64_t mask_matrices,
                                      int32_t mask_rows, int64_t value_matrices) {
   const Shape shape = make_shape(batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim);
-  return cuda::forward_workspace_bytes(
+  return forward_workspace_bytes(
       shape, make_dtype(dtype),
       {segments, bias, soft_cap_or_dropout, mask_matrices, mask_rows, value_matrices});
 }
@@ -83,9 +85,93 @@ int64_t cuda_backward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_l
                                       int32_t head_dim, int32_t value_dim, bool segments,
                                       bool deterministic) {
   const Shape shape = make_shape(batch, q_len, kv_len, heads, 1, head_dim, value_dim);
-  return cuda::backward_workspace_bytes(shape, segments, deterministic);
+  return backward_workspace_bytes(shape, segments, deterministic);
 }
 #endif
+
+#ifdef JAX_FLASH_WITH_CUDA
+// Arrays that are only asked about: (name of the dtype, dimensions). Their data is aligned as
+// XLA's.
+class AbstractBuffers {
+ public:
+  explicit AbstractBuffers(const nb::list& arrays) {
+    for (const nb::handle array : arrays) {
+      const auto pair = nb::cast<nb::tuple>(array);
+      dims_.push_back(nb::cast<std::vector<int64_t>>(pair[1]));
+      buffers_.push_back({data_, element_type(nb::cast<std::string>(pair[0])), {}});
+    }
+    for (size_t i = 0; i < dims_.size(); ++i) buffers_[i].dims = dims_[i];
+  }
+  const Buffers& get() const { return buffers_; }
+
+ private:
+  static xla::ffi::DataType element_type(const std::string& name) {
+    using xla::ffi::DataType;
+    const std::pair<const char*, DataType> types[] = {
+        {"float32", DataType::F32}, {"bfloat16", DataType::BF16}, {"float16", DataType::F16},
+        {"bool", DataType::PRED},   {"int32", DataType::S32},     {"uint32", DataType::U32}};
+    for (const auto& [known, type] : types) {
+      if (name == known) return type;
+    }
+    return DataType::U8;
+  }
+
+  alignas(256) static inline char data_[256];
+  std::vector<std::vector<int64_t>> dims_;
+  Buffers buffers_;
+};
+
+OptionAttributes make_attributes(const nb::dict& values) {
+  const auto get = [&](const char* name, auto& where) {
+    where = nb::cast<std::remove_cvref_t<decltype(where)>>(values[name]);
+  };
+  OptionAttributes options;
+  get("scale", options.scale);
+  get("is_causal", options.is_causal);
+  get("window_left", options.window_left);
+  get("window_right", options.window_right);
+  get("logits_soft_cap", options.logits_soft_cap);
+  get("dropout_threshold", options.dropout_threshold);
+  get("dropout_scale", options.dropout_scale);
+  get("deterministic", options.deterministic);
+  get("smem_limit", options.smem_limit);
+  get("family", options.family);
+  return options;
+}
+
+// (family, name, queries and keys of a tile, reason) of the kernel that a call gets on a device;
+// ValueError where it gets none.
+nb::tuple cuda_kernel(bool is_backward, const nb::list& arguments, const nb::list& results,
+                      const nb::dict& options, int32_t operands, int32_t capability,
+                      int32_t multiprocessors, int32_t smem_bytes) {
+  const AbstractBuffers args(arguments), rets(results);
+  const OptionAttributes attributes = make_attributes(options);
+  const Device device = {capability, multiprocessors, smem_bytes};
+  Call call;
+  Choice choice;
+  Status status = is_backward ? read_backward(args.get(), rets.get(), attributes, operands, call)
+                              : read_forward(args.get(), rets.get(), attributes, operands, call);
+  if (status.ok()) {
+    const Backward& params = call.params;
+    status = is_backward ? cuda::choose(params, attributes.family, device, choice)
+                         : cuda::choose(static_cast<const Forward&>(params), attributes.family,
+                                        device, choice);
+  }
+  if (!status.ok()) throw nb::value_error(status.message.c_str());
+  return nb::make_tuple(choice.family, choice.name, choice.queries, choice.keys, choice.reason);
+}
+#endif
+
+// [(name, head_dim)]: the kernels of the sm_90 forward pass (plan/recipes.h).
+nb::list cuda_recipes() {
+  nb::list all;
+#ifdef JAX_FLASH_WITH_CUDA
+  for (const sm90::RecipeRow& row : sm90::kRecipes) {
+    all.append(nb::make_tuple(row.name, row.head_dim));
+  }
+#endif
+  return all;
+}
 
 // Whether this build has the CUDA kernels; it has them wherever nvcc could run.
 bool has_cuda() {
@@ -122,11 +208,15 @@ NB_MODULE(_native, module) {
   module.def("registrations", &registrations);
   module.def("has_cuda", &has_cuda);
   module.def("cuda_instances", &cuda_instances);
+  module.def("cuda_recipes", &cuda_recipes);
   module.def("instruction_set", &host::instruction_set);
   module.def("host_backward_workspace_bytes", &host_backward_workspace_bytes, nb::arg("batch"),
              nb::arg("q_len"), nb::arg("kv_len"), nb::arg("heads"), nb::arg("kv_heads"),
              nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("dtype"));
 #ifdef JAX_FLASH_WITH_CUDA
+  module.def("cuda_kernel", &cuda_kernel, nb::arg("is_backward"), nb::arg("arguments"),
+             nb::arg("results"), nb::arg("options"), nb::arg("operands"), nb::arg("capability"),
+             nb::arg("multiprocessors"), nb::arg("smem_bytes"));
   module.def("cuda_forward_workspace_bytes", &cuda_forward_workspace_bytes, nb::arg("batch"),
              nb::arg("q_len"), nb::arg("kv_len"), nb::arg("heads"), nb::arg("kv_heads"),
              nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("dtype"), nb::arg("segments"),

@@ -31,10 +31,10 @@ class Reader {
   enum class Kind { kFloat, kFloat32, kBool, kInt32, kUInt32 };
 
   // `batch_broadcasts`: a batch axis may be 1 where the call's is larger.
-  Operand read(const char* name, const ffi::AnyBuffer& buffer, Kind kind,
-               const std::vector<Axis>& axes, bool batch_broadcasts) {
+  Operand read(const char* name, const Buffer& buffer, Kind kind, const std::vector<Axis>& axes,
+               bool batch_broadcasts) {
     Operand operand;
-    const auto dims = buffer.dimensions();
+    const auto dims = buffer.dims;
     const int num_batch = shape_.num_batch_dims;
     std::vector<int64_t> expected(shape_.batch_dims, shape_.batch_dims + num_batch);
     for (const Axis& axis : axes) expected.push_back(axis.size);
@@ -49,9 +49,9 @@ class Reader {
            dims_text({dims.begin(), dims.end()}));
       return operand;
     }
-    if (!read_dtype(buffer.element_type(), kind, operand.dtype)) {
+    if (!read_dtype(buffer.type, kind, operand.dtype)) {
       fail(std::string(name) + ": unexpected element type " +
-           std::to_string(static_cast<int>(buffer.element_type())));
+           std::to_string(static_cast<int>(buffer.type)));
       return operand;
     }
     int64_t stride = 1;
@@ -65,7 +65,7 @@ class Reader {
       operand.col = 1;
     }
     static char empty;  // a zero-sized operand is present all the same
-    operand.data = stride == 0 ? &empty : const_cast<void*>(buffer.untyped_data());
+    operand.data = stride == 0 ? &empty : buffer.data;
     return operand;
   }
 
@@ -176,12 +176,12 @@ std::vector<Field> optional_fields(const Shape& s) {
 }
 
 // Sizes of a call: those of query, key and value, and the batch axes of `full`, which has all.
-Status read_shape(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
-                  const ffi::AnyBuffer& value, const ffi::AnyBuffer& full, Shape& shape) {
-  const auto q = query.dimensions(), k = key.dimensions(), v = value.dimensions();
+Status read_shape(const Buffer& query, const Buffer& key, const Buffer& value, const Buffer& full,
+                  Shape& shape) {
+  const auto q = query.dims, k = key.dims, v = value.dims;
   const int num_batch = static_cast<int>(q.size()) - 3;
   if (num_batch < 1 || num_batch > kMaxBatchDims || k.size() != q.size() || v.size() != q.size() ||
-      full.dimensions().size() != q.size()) {
+      full.dims.size() != q.size()) {
     return Status::invalid_argument("jax_flash: query, key, value: expected equal ranks of 4 to " +
                                     std::to_string(3 + kMaxBatchDims) + ", got " +
                                     std::to_string(q.size()) + ", " + std::to_string(k.size()) +
@@ -196,7 +196,7 @@ Status read_shape(const ffi::AnyBuffer& query, const ffi::AnyBuffer& key,
   }
   shape.num_batch_dims = num_batch;
   for (int i = 0; i < num_batch; ++i) {
-    shape.batch_dims[i] = full.dimensions()[i];
+    shape.batch_dims[i] = full.dims[i];
     shape.batch *= shape.batch_dims[i];
   }
   shape.q_len = static_cast<int32_t>(q[num_batch]);
@@ -227,25 +227,40 @@ Options make_options(const OptionAttributes& attributes) {
   return options;
 }
 
-ffi::AnyBuffer as_buffer(ffi::AnyBuffer argument) { return argument; }
-ffi::AnyBuffer as_buffer(ffi::Result<ffi::AnyBuffer> result) { return *result; }
+Buffer as_buffer(ffi::AnyBuffer buffer) {
+  const auto dims = buffer.dimensions();
+  return {const_cast<void*>(buffer.untyped_data()),
+          buffer.element_type(),
+          {dims.begin(), dims.size()},
+          static_cast<int64_t>(buffer.size_bytes())};
+}
+Buffer as_buffer(ffi::Result<ffi::AnyBuffer> result) { return as_buffer(*result); }
+
+template <typename Remaining>
+Buffers read_all(const Remaining& remaining) {
+  Buffers buffers;
+  for (size_t i = 0; i < remaining.size(); ++i) {
+    const auto buffer = remaining.template get<ffi::AnyBuffer>(i);
+    if (!buffer.has_value()) return {};
+    buffers.push_back(as_buffer(*buffer));
+  }
+  return buffers;
+}
 
 // Reads the buffers [first, first + fields.size()) of `buffers`.
-template <typename Buffers>
 Status read_fields(const Buffers& buffers, size_t first, const std::vector<Field>& fields,
                    Reader& reader, Backward& params) {
   for (const Field& field : fields) {
-    const auto buffer = buffers.template get<ffi::AnyBuffer>(first++);
-    if (!buffer.has_value()) {
+    if (first >= buffers.size()) {
       return Status::invalid_argument(std::string("jax_flash: ") + field.name + " is missing");
     }
     params.*field.where =
-        reader.read(field.name, as_buffer(*buffer), field.kind, field.axes, field.batch_broadcasts);
+        reader.read(field.name, buffers[first++], field.kind, field.axes, field.batch_broadcasts);
   }
   return reader.status();
 }
 
-Status read_optional(ffi::RemainingArgs args, size_t first, int32_t present, Reader& reader,
+Status read_optional(const Buffers& args, size_t first, int32_t present, Reader& reader,
                      const Shape& shape, Backward& params) {
   std::vector<Field> fields;
   int bit = 0;
@@ -283,14 +298,15 @@ Status too_few() { return Status::invalid_argument("jax_flash: operands or resul
 
 }  // namespace
 
-Status read_forward(ffi::RemainingArgs args, ffi::RemainingRets results,
-                    const OptionAttributes& options, int32_t operands, Call& call) {
+Buffers buffers_of(ffi::RemainingArgs args) { return read_all(args); }
+Buffers buffers_of(ffi::RemainingRets results) { return read_all(results); }
+
+Status read_forward(const Buffers& args, const Buffers& results, const OptionAttributes& options,
+                    int32_t operands, Call& call) {
   if (args.size() < 3 || results.size() < 3) return too_few();
   Backward& params = call.params;
   Shape& shape = params.shape;
-  const ffi::AnyBuffer out = **results.get<ffi::AnyBuffer>(0);
-  Status status = read_shape(*args.get<ffi::AnyBuffer>(0), *args.get<ffi::AnyBuffer>(1),
-                             *args.get<ffi::AnyBuffer>(2), out, shape);
+  Status status = read_shape(args[0], args[1], args[2], results[0], shape);
   if (!status.ok()) return status;
   params.options = make_options(options);
   Reader reader(shape);
@@ -301,20 +317,17 @@ Status read_forward(ffi::RemainingArgs args, ffi::RemainingRets results,
   if (status.ok() && results.size() != outputs.size() + 1) status = too_few();
   if (status.ok()) status = read_fields(results, 0, outputs, reader, params);
   if (status.ok()) status = check_lse_low(params);
-  const ffi::AnyBuffer workspace = **results.get<ffi::AnyBuffer>(results.size() - 1);
-  params.workspace = workspace.untyped_data();
-  call.workspace_bytes = static_cast<int64_t>(workspace.size_bytes());
+  params.workspace = results.back().data;
+  call.workspace_bytes = results.back().bytes;
   return status;
 }
 
-Status read_backward(ffi::RemainingArgs args, ffi::RemainingRets results,
-                     const OptionAttributes& options, int32_t operands, Call& call) {
+Status read_backward(const Buffers& args, const Buffers& results, const OptionAttributes& options,
+                     int32_t operands, Call& call) {
   if (args.size() < 6 || results.size() < 4 || results.size() > 5) return too_few();
   Backward& params = call.params;
   Shape& shape = params.shape;
-  const ffi::AnyBuffer out = *args.get<ffi::AnyBuffer>(3);
-  Status status = read_shape(*args.get<ffi::AnyBuffer>(0), *args.get<ffi::AnyBuffer>(1),
-                             *args.get<ffi::AnyBuffer>(2), out, shape);
+  Status status = read_shape(args[0], args[1], args[2], args[3], shape);
   if (!status.ok()) return status;
   params.options = make_options(options);
   Reader reader(shape);
@@ -331,9 +344,8 @@ Status read_backward(ffi::RemainingArgs args, ffi::RemainingRets results,
   if (status.ok() && with_bias && !params.bias) {
     status = Status::invalid_argument("jax_flash: dbias without bias");
   }
-  const ffi::AnyBuffer workspace = **results.get<ffi::AnyBuffer>(results.size() - 1);
-  params.workspace = workspace.untyped_data();
-  call.workspace_bytes = static_cast<int64_t>(workspace.size_bytes());
+  params.workspace = results.back().data;
+  call.workspace_bytes = results.back().bytes;
   return status;
 }
 

@@ -9,6 +9,8 @@
 #pragma once
 
 #include <cstdint>
+#include <span>
+#include <vector>
 
 #include "params.h"
 #include "status.h"
@@ -35,10 +37,23 @@ struct Call {
   int64_t workspace_bytes = 0;
 };
 
-Status read_forward(xla::ffi::RemainingArgs args, xla::ffi::RemainingRets results,
-                    const OptionAttributes& options, int32_t operands, Call& call);
-Status read_backward(xla::ffi::RemainingArgs args, xla::ffi::RemainingRets results,
-                     const OptionAttributes& options, int32_t operands, Call& call);
+// An argument or a result: of a custom call, or of one that is only asked about.
+struct Buffer {
+  void* data;
+  xla::ffi::DataType type;
+  std::span<const int64_t> dims;
+  int64_t bytes = 0;
+};
+using Buffers = std::vector<Buffer>;
+
+// Those of a custom call; empty if one is not a buffer.
+Buffers buffers_of(xla::ffi::RemainingArgs args);
+Buffers buffers_of(xla::ffi::RemainingRets results);
+
+Status read_forward(const Buffers& args, const Buffers& results, const OptionAttributes& options,
+                    int32_t operands, Call& call);
+Status read_backward(const Buffers& args, const Buffers& results, const OptionAttributes& options,
+                     int32_t operands, Call& call);
 
 }  // namespace jax_flash
 

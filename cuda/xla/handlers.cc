@@ -83,7 +83,7 @@ Status check_workspace(const Call& call, int64_t needed) {
 ffi::Error forward_host(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets results,
                         OptionAttributes options, int32_t operands) {
   Call call;
-  Status status = read_forward(args, results, options, operands, call);
+  Status status = read_forward(buffers_of(args), buffers_of(results), options, operands, call);
   if (status.ok()) status = host::forward(call.params, parallel_for_on(pool));
   return to_error(status);
 }
@@ -91,7 +91,7 @@ ffi::Error forward_host(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Rema
 ffi::Error backward_host(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets results,
                          OptionAttributes options, int32_t operands) {
   Call call;
-  Status status = read_backward(args, results, options, operands, call);
+  Status status = read_backward(buffers_of(args), buffers_of(results), options, operands, call);
   if (status.ok()) {
     const Backward& params = call.params;
     status =
@@ -105,9 +105,9 @@ ffi::Error backward_host(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Rem
 ffi::Error forward_cuda(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets results,
                         OptionAttributes options, int32_t operands) {
   Call call;
-  Status status = read_forward(args, results, options, operands, call);
+  Status status = read_forward(buffers_of(args), buffers_of(results), options, operands, call);
   if (status.ok()) {
-    status = check_workspace(call, cuda::forward_workspace_bytes(call.params));
+    status = check_workspace(call, forward_workspace_bytes(call.params));
   }
   if (status.ok()) status = cuda::forward(call.params, options.family, stream);
   return to_error(status);
@@ -116,11 +116,11 @@ ffi::Error forward_cuda(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remai
 ffi::Error backward_cuda(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets results,
                          OptionAttributes options, int32_t operands) {
   Call call;
-  Status status = read_backward(args, results, options, operands, call);
+  Status status = read_backward(buffers_of(args), buffers_of(results), options, operands, call);
   if (status.ok()) {
     const bool segments = bool{call.params.query_segment_ids};
     status = check_workspace(
-        call, cuda::backward_workspace_bytes(call.params.shape, segments, options.deterministic));
+        call, backward_workspace_bytes(call.params.shape, segments, options.deterministic));
   }
   if (status.ok()) status = cuda::backward(call.params, options.family, stream);
   return to_error(status);

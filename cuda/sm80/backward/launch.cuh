@@ -25,6 +25,7 @@
 #include "modifiers/segments.cuh"
 #include "params.h"
 #include "plan/backward_workspace.h"
+#include "plan/choose.h"
 #include "ptx/cp_async.cuh"
 #include "ptx/shared.cuh"
 #include "sm80/backward/edges.cuh"
@@ -315,7 +316,7 @@ Status launch_backward_config(const Backward& params, BackwardWorkspace workspac
 
 // kHeadDim bounds head_dim and value_dim; a head dim of 192 comes mostly with a value dim of 128.
 template <typename Element, int kHeadDim, bool kGeneral>
-Status launch_backward(const Backward& params, cudaStream_t stream) {
+Status launch_backward(const Backward& params, const Choice& choice, cudaStream_t stream) {
   constexpr int kNarrow = kHeadDim == 192 ? 128 : kHeadDim;
   using Small = BackwardConfig<kHeadDim, kHeadDim, kGeneral, 99>;
   using Medium = BackwardConfig<kHeadDim, kHeadDim, kGeneral, 163>;
@@ -329,17 +330,15 @@ Status launch_backward(const Backward& params, cudaStream_t stream) {
                           params.options.deterministic, params.workspace, workspace);
   Status status;
   if (params.query_segment_ids) status = launch_segment_spans(params, workspace.spans, stream);
-  int smem_bytes = 0;
-  if (status.ok()) status = max_smem_bytes(params.options, smem_bytes);
   if (!status.ok()) return status;
-  if (smem_bytes < Medium::kSmemLimit) {
-    status = launch_backward_config<SmallOrMedium, Element, kGeneral>(params, workspace, stream);
-  } else if (kNarrow < kHeadDim && params.shape.value_dim <= kNarrow) {
-    status = launch_backward_config<MediumNarrow, Element, kGeneral>(params, workspace, stream);
-  } else if (smem_bytes < Large::kSmemLimit) {
-    status = launch_backward_config<Medium, Element, kGeneral>(params, workspace, stream);
-  } else {
-    status = launch_backward_config<LargeOrMedium, Element, kGeneral>(params, workspace, stream);
+  const auto launch = [&](auto config) {
+    return launch_backward_config<decltype(config), Element, kGeneral>(params, workspace, stream);
+  };
+  switch (choice.smem_class) {
+    case SmemClass::kSmall: status = launch(SmallOrMedium{}); break;
+    case SmemClass::kMedium: status = launch(Medium{}); break;
+    case SmemClass::kNarrow: status = launch(MediumNarrow{}); break;
+    case SmemClass::kLarge: status = launch(LargeOrMedium{}); break;
   }
   if constexpr (kGeneral) {
     if (status.ok() && params.dbias) {

@@ -21,6 +21,7 @@
 #include "modifiers/logits.cuh"
 #include "modifiers/segments.cuh"
 #include "params.h"
+#include "plan/choose.h"
 #include "ptx/cp_async.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/math.cuh"
@@ -448,7 +449,7 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
 
 // kHeadDim bounds head_dim and value_dim; a head dim of 192 comes mostly with a value dim of 128.
 template <typename Element, int kHeadDim, bool kGeneral>
-Status launch_forward(const Forward& params, cudaStream_t stream) {
+Status launch_forward(const Forward& params, const Choice& choice, cudaStream_t stream) {
   SegmentSpans spans;
   if (params.query_segment_ids) {
     spans = SegmentSpans::at(params.shape, params.workspace);
@@ -462,14 +463,14 @@ Status launch_forward(const Forward& params, cudaStream_t stream) {
   using Medium = ForwardConfig<kHeadDim, kHeadDim, kGeneral, 163>;
   // No second instance of the same configuration.
   using SmallOrMedium = std::conditional_t<(Medium::kSmemBytes > Small::kSmemLimit), Small, Medium>;
-  int smem_bytes = 0;
-  if (const Status status = max_smem_bytes(params.options, smem_bytes); !status.ok()) return status;
-  if (smem_bytes < Medium::kSmemLimit) {
+  if (choice.smem_class == SmemClass::kSmall) {
     return launch_forward_config<SmallOrMedium, Element, kGeneral>(params, spans, stream);
   }
-  if (kNarrow < kHeadDim && params.shape.value_dim <= kNarrow) {
-    return launch_forward_config<ForwardConfig<kHeadDim, kNarrow, kGeneral, 163>, Element,
-                                 kGeneral>(params, spans, stream);
+  if constexpr (kNarrow < kHeadDim) {
+    if (choice.smem_class == SmemClass::kNarrow) {
+      return launch_forward_config<ForwardConfig<kHeadDim, kNarrow, kGeneral, 163>, Element,
+                                   kGeneral>(params, spans, stream);
+    }
   }
   return launch_forward_config<Medium, Element, kGeneral>(params, spans, stream);
 }

@@ -9,6 +9,7 @@
 
 #include "modifiers/bias_gradient.cuh"
 #include "params.h"
+#include "plan/choose.h"
 #include "sm90/backward/config.cuh"
 #include "sm90/backward/edges.cuh"
 #include "sm90/backward/mask.cuh"
@@ -113,7 +114,7 @@ Status launch_wide_backward(const Backward& params, const BackwardWorkspace& wor
 
 // kHeadDim bounds head_dim and value_dim.
 template <typename Element, int kHeadDim, bool kGeneral>
-Status launch_backward(const Backward& params, cudaStream_t stream) {
+Status launch_backward(const Backward& params, const Choice&, cudaStream_t stream) {
   BackwardWorkspace workspace;
   BackwardWorkspace::plan(params.shape, (kHeadDim + 63) / 64 * 64, bool{params.query_segment_ids},
                           params.options.deterministic, params.workspace, workspace);

@@ -3,32 +3,19 @@
 
 #include <cstdint>
 
+#include "plan/recipes.h"
 #include "tile/smem_tile.cuh"
 
-// Switches of `python -m jax_flash.benchmark ablation`, with what is shipped as their values.
-#ifndef JAX_FLASH_SM90_OPTIMISTIC
-#define JAX_FLASH_SM90_OPTIMISTIC 1
-#endif
+// Switches of the ablation benchmark, with what is shipped as their values; more of them:
+// plan/recipes.h.
 #ifndef JAX_FLASH_SM90_CONVERT_VALUES
 #define JAX_FLASH_SM90_CONVERT_VALUES 1
-#endif
-#ifndef JAX_FLASH_SM90_STAGES
-#define JAX_FLASH_SM90_STAGES 4
 #endif
 #ifndef JAX_FLASH_SM90_OUT_PARTS_64
 #define JAX_FLASH_SM90_OUT_PARTS_64 2
 #endif
 #ifndef JAX_FLASH_SM90_OUT_PARTS
 #define JAX_FLASH_SM90_OUT_PARTS 1
-#endif
-#ifndef JAX_FLASH_SM90_QUERY_STAGES
-#define JAX_FLASH_SM90_QUERY_STAGES 2
-#endif
-#ifndef JAX_FLASH_SM90_SPLIT_KEYS
-#define JAX_FLASH_SM90_SPLIT_KEYS 1
-#endif
-#ifndef JAX_FLASH_SM90_SCORES_AHEAD
-#define JAX_FLASH_SM90_SCORES_AHEAD 1
 #endif
 #ifndef JAX_FLASH_SM90_PAIRED
 #define JAX_FLASH_SM90_PAIRED 1
@@ -40,43 +27,6 @@
 // Whether units beyond the same number for all blocks are blocks of their own.
 #ifndef JAX_FLASH_SM90_REST_APART
 #define JAX_FLASH_SM90_REST_APART 1
-#endif
-// Per head dim: consumer warpgroups of 64 queries and keys a tile.
-#ifndef JAX_FLASH_SM90_CONSUMERS_64
-#define JAX_FLASH_SM90_CONSUMERS_64 3
-#endif
-#ifndef JAX_FLASH_SM90_BLOCK_KV_64
-#define JAX_FLASH_SM90_BLOCK_KV_64 128
-#endif
-#ifndef JAX_FLASH_SM90_CONSUMERS_96
-#define JAX_FLASH_SM90_CONSUMERS_96 2
-#endif
-#ifndef JAX_FLASH_SM90_BLOCK_KV_96
-#define JAX_FLASH_SM90_BLOCK_KV_96 128
-#endif
-#ifndef JAX_FLASH_SM90_CONSUMERS_128
-#define JAX_FLASH_SM90_CONSUMERS_128 2
-#endif
-#ifndef JAX_FLASH_SM90_BLOCK_KV_128
-#define JAX_FLASH_SM90_BLOCK_KV_128 128
-#endif
-#ifndef JAX_FLASH_SM90_CONSUMERS_64_BANDED
-#define JAX_FLASH_SM90_CONSUMERS_64_BANDED 2
-#endif
-#ifndef JAX_FLASH_SM90_BLOCK_KV_64_BANDED
-#define JAX_FLASH_SM90_BLOCK_KV_64_BANDED 128
-#endif
-#ifndef JAX_FLASH_SM90_CONSUMERS_192
-#define JAX_FLASH_SM90_CONSUMERS_192 2
-#endif
-#ifndef JAX_FLASH_SM90_BLOCK_KV_192
-#define JAX_FLASH_SM90_BLOCK_KV_192 112
-#endif
-#ifndef JAX_FLASH_SM90_CONSUMERS_256
-#define JAX_FLASH_SM90_CONSUMERS_256 2
-#endif
-#ifndef JAX_FLASH_SM90_BLOCK_KV_256
-#define JAX_FLASH_SM90_BLOCK_KV_256 80
 #endif
 
 namespace jax_flash::sm90 {
@@ -92,15 +42,6 @@ inline constexpr float kHalfSumLimit = 0x1p15f;
 inline constexpr int kHalfLift = 9;
 inline constexpr float kHalfSlack = 5.0f;
 inline constexpr int kWarpgroup = 128;  // threads
-
-// Whether a consumer computes the next tile's scores beside this one's exponentials, and of how
-// many of its tiles, the last ones, an edge of the band may cut off a part.
-enum class ScoresAhead { kNo, kOneCut, kTwoCut };
-
-// Where consumer warps keep their part of a bias (sm90/forward/bias.cuh): 4-byte elements; 2-byte
-// ones in boxes of as many columns as a tile has keys; or of multiples of 64, for accumulators of
-// scores to begin with it (sm90/forward/step.cuh).
-enum class BiasPlace { kNone, kFloats, kBoxes, kInScores };
 
 // A block has one warpgroup whose warps start the copies, and kConsumerGroups that compute 64 rows
 // of the output each. It walks over tiles of kBlockKvRows keys and values.

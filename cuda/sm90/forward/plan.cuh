@@ -8,6 +8,7 @@
 
 #include "modifiers/scores.cuh"
 #include "params.h"
+#include "plan/choose.h"
 #include "sm90/forward/modifier.cuh"
 #include "sm90/forward/schedule.cuh"
 #include "status.h"
@@ -208,13 +209,5 @@ struct KeyTileNote {
   __device__ __forceinline__ bool one_segment() const { return (packed & 2) != 0; }
   __device__ __forceinline__ bool next_one_segment() const { return (packed & 1) != 0; }
 };
-
-inline int64_t tiles(const Shape& shape, int rows) {
-  return ceil_div(shape.q_len, rows) * shape.heads * shape.batch;
-}
-
-inline bool banded(const Options& options) {
-  return options.is_causal || options.window_left >= 0 || options.window_right >= 0;
-}
 
 }  // namespace jax_flash::sm90

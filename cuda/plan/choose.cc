@@ -1,0 +1,304 @@
+#include "plan/choose.h"
+
+#include <algorithm>
+#include <cmath>
+#include <initializer_list>
+#include <string>
+#include <utility>
+
+#include "plan/backward_workspace.h"
+#include "plan/decode.h"
+#include "plan/half_values.h"
+#include "plan/mask_words.h"
+#include "plan/segment_spans.h"
+#include "plan/tensor_map.h"
+
+namespace jax_flash {
+namespace {
+
+using sm90::Recipe;
+
+// The kernels hold row and column indices, and sums of the two, in 32 bits, a tile past the end
+// included.
+constexpr int64_t kMaxTotalLength = (int64_t{1} << 31) - 1024;
+
+Status check_operand(const char* name, const Shape& shape, const Operand& operand) {
+  bool aligned = reinterpret_cast<uintptr_t>(operand.data) % 16 == 0 && operand.row % 8 == 0 &&
+                 operand.head % 8 == 0;
+  for (int axis = 0; axis < shape.num_batch_dims; ++axis) {
+    aligned = aligned && operand.batch[axis] % 8 == 0;
+  }
+  if (aligned) return {};
+  return Status::invalid_argument(std::string("jax_flash: ") + name +
+                                  ": expected an address and strides that are multiples of 16 "
+                                  "bytes");
+}
+
+Status check_call(const Forward& params) {
+  const Shape& shape = params.shape;
+  if (shape.batch == 0 || shape.q_len == 0 || shape.kv_len == 0 || shape.heads == 0) {
+    return Status::unimplemented(
+        "jax_flash: axes: expected at least one batch entry, query, key and head; without, there is "
+        "nothing to compute");
+  }
+  const auto bad_dim = [](int32_t dim) { return dim <= 0 || dim % 8 != 0; };
+  if (bad_dim(shape.head_dim) || bad_dim(shape.value_dim)) {
+    return Status::unimplemented("jax_flash: head dims: expected multiples of 8, got " +
+                                 std::to_string(shape.head_dim) + " and " +
+                                 std::to_string(shape.value_dim));
+  }
+  if (int64_t{shape.q_len} + shape.kv_len > kMaxTotalLength) {
+    return Status::unimplemented("jax_flash: q_len + kv_len: expected at most " +
+                                 std::to_string(kMaxTotalLength) + ", got " +
+                                 std::to_string(int64_t{shape.q_len} + shape.kv_len));
+  }
+  for (const auto& [name, operand] : {std::pair<const char*, const Operand&>{"query", params.query},
+                                      {"key", params.key},
+                                      {"value", params.value},
+                                      {"out", params.out}}) {
+    if (Status status = check_operand(name, shape, operand); !status.ok()) return status;
+  }
+  return {};
+}
+
+// Whether the copy engine can fetch tiles of the operands, of which the first ones have query rows
+// and the others keys: the sm_90 family has no other way.
+bool fits_copy_engine(const Shape& shape, const std::initializer_list<const Operand*>& queries,
+                      const std::initializer_list<const Operand*>& keys) {
+  const auto all_fit = [&](const auto& operands, int64_t rows) {
+    return std::all_of(operands.begin(), operands.end(), [&](const Operand* operand) {
+      return fits_tensor_map(shape, *operand, rows);
+    });
+  };
+  return all_fit(queries, shape.q_len) && all_fit(keys, shape.kv_len);
+}
+
+// Sets the family and its instance. `fits_90`: whether the sm_90 family takes the operands as they
+// lie.
+Status choose_family(const Forward& params, int32_t family, bool fits_90, const Device& device,
+                     const FindInstance& find, Choice& choice) {
+  if (family != 0 && family != 80 && family != 90) {
+    return Status::unimplemented("jax_flash: kernel family: expected 80 or 90, got " +
+                                 std::to_string(family));
+  }
+  choice.general = modifiers_of(params) != kNoModifier;
+  const bool takes = device.capability == 90 && fits_90;
+  if (family == 90 && !takes) {
+    return Status::unimplemented(
+        device.capability == 90
+            ? "jax_flash: the sm_90 kernels take operands of at most " +
+                  std::to_string(kTensorMapBatchDims) +
+                  " batch axes that no axis of length or heads is broadcast in"
+            : "jax_flash: the sm_90 kernels run on sm_90 only, and this GPU is sm_" +
+                  std::to_string(device.capability));
+  }
+  choice.family = 90;
+  choice.head_dim = family != 80 && takes ? find(90, choice.general) : 0;
+  if (choice.head_dim == 0 && family != 90) {
+    choice.family = 80;
+    choice.head_dim = find(80, choice.general);
+  }
+  if (choice.head_dim != 0) return {};
+  const Shape& shape = params.shape;
+  return Status::unimplemented("jax_flash: no kernel for this dtype with head_dim " +
+                               std::to_string(shape.head_dim) + " and value_dim " +
+                               std::to_string(shape.value_dim));
+}
+
+void choose_smem_class(const Shape& shape, const Options& options, const Device& device,
+                       bool is_backward, Choice& choice) {
+  int32_t bytes = device.smem_bytes;
+  if (options.smem_limit > 0) bytes = std::min(bytes, options.smem_limit);
+  const auto has = [&](SmemClass smem_class) {
+    return bytes >= static_cast<int32_t>(smem_class) * 1024;
+  };
+  if (!has(SmemClass::kMedium)) {
+    choice.smem_class = SmemClass::kSmall;
+    choice.reason = "a block has less than 163 KB of shared memory";
+  } else if (choice.head_dim == 192 && shape.value_dim <= 128) {
+    choice.smem_class = SmemClass::kNarrow;
+    choice.reason = "values have at most 128 columns";
+  } else if (!is_backward || !has(SmemClass::kLarge)) {
+    choice.smem_class = SmemClass::kMedium;
+    choice.reason = "a block has 163 KB of shared memory";
+  } else {
+    choice.smem_class = SmemClass::kLarge;
+    choice.reason = "a block has 227 KB of shared memory";
+  }
+  choice.name = choice.general ? "every modifier" : "plain";
+}
+
+// Whether the scores of a bfloat16 call can begin with the bias, so that nothing is to be added to
+// them later: where Q times the scale is exact.
+bool bias_in_scores(const Forward& params) {
+  int exponent = 0;
+  return JAX_FLASH_SM90_QUERY_STAGES > 1 && JAX_FLASH_SM90_OPTIMISTIC &&
+         JAX_FLASH_SM90_STAGES >= 3 && params.bias.dtype == DType::kBFloat16 &&
+         std::frexp(params.options.scale, &exponent) == 0.5f && exponent > -14 && exponent <= 1;
+}
+
+using Found = std::pair<Recipe, const char*>;  // and why
+
+Found choose_plain(const Forward& params, int32_t head_dim, const Device& device) {
+  const Shape& shape = params.shape;
+  const Options& options = params.options;
+  if (sm90::takes_decode(shape)) {
+    return {Recipe::kDecode, "the query rows of a key/value head fit one tile"};
+  }
+  if (head_dim == 192 && shape.value_dim <= 128) {
+    return {Recipe::kNarrowValues, "values have at most 128 columns"};
+  }
+  if (head_dim != 64) return {Recipe::kChained, "there is one kernel for this head dim"};
+  const int32_t sms = device.multiprocessors;
+  const bool few = query_tiles(shape, 192) < sms, in_band = banded(options);
+  // In pairs (QueryTileSchedule) if the tiles differ in length.
+  const bool halves_keys =
+      JAX_FLASH_SM90_SPLIT_KEYS && query_tiles(shape, 64) <= (options.is_causal ? 2 : 1) * sms;
+  if (sm90::kHasScoresAhead && options.window_left < 0) {
+    // Of a tile of 64 queries with two warpgroups, an edge cuts one tile of keys each.
+    if (halves_keys) return {Recipe::kSplitKeysAhead, "there are few query tiles"};
+    if (in_band) return {Recipe::kAheadTwoCut, "an edge cuts the last tiles of keys"};
+    if (few) return {Recipe::kAheadOneCut, "there are fewer query tiles than multiprocessors"};
+  }
+  if (halves_keys) return {Recipe::kSplitKeys, "there are few query tiles, and a left edge"};
+  if (few || in_band) return {Recipe::kChainedPair, "a window has a left edge"};
+  return {Recipe::kChained, "there are many query tiles that no edge cuts"};
+}
+
+// A mask's bytes become words first if they do not lie in vectors, or if enough batches and heads
+// share them. With two stages of K there is no kernel for bytes.
+Found choose_masked(const Forward& params, int32_t head_dim, const Device& device) {
+  const Shape& shape = params.shape;
+  if (head_dim <= 128) {
+    const bool shared = sm90::MaskMatrices(shape, params.mask).shared(shape);
+    if (!shared && sm90::mask_has_vectors(params, 8)) {
+      return {Recipe::kMaskBytes, "few heads and batches share the mask"};
+    }
+  }
+  // As without modifiers: three consumers for long calls.
+  if (head_dim == 64 && !banded(params.options) &&
+      query_tiles(shape, 192) >= device.multiprocessors && shape.kv_len > 1024) {
+    return {Recipe::kMaskWordsTriple, "heads or batches share the mask, and the call is long"};
+  }
+  return {Recipe::kMaskWords, "heads or batches share the mask, or its rows are not aligned"};
+}
+
+Found choose_modified(const Forward& params, int32_t head_dim, const Device& device) {
+  const Options& options = params.options;
+  const bool is_bfloat16 = params.query.dtype == DType::kBFloat16;
+  if (head_dim != 64 && head_dim != 128 && head_dim != 256) {
+    return {Recipe::kEvery, "this head dim has no kernel for one modifier"};
+  }
+  switch (modifiers_of(params)) {
+    case kBias:
+      // Where there is work for three consumers: short calls are 3% slower by it.
+      if (head_dim == 64 && is_bfloat16 && bias_in_scores(params) &&
+          query_tiles(params.shape, 192) >= device.multiprocessors) {
+        return {Recipe::kBiasInScores, "the scale is a power of two, and the call is long"};
+      }
+      if (params.bias.dtype == DType::kFloat32) {
+        return {Recipe::kBiasFloats, "the bias is float32"};
+      }
+      return {Recipe::kBiasBoxes, "the bias has 16 bits"};
+    case kSoftCap:
+      // More keys, where tiles that an edge cuts, with many spills, are few.
+      if (head_dim == 64 && is_bfloat16 &&
+          (!banded(options) ||
+           (options.window_left < 0 && options.window_right < 0 && params.shape.kv_len >= 8192))) {
+        return {Recipe::kSoftCapLong, "an edge cuts few tiles of keys, or none"};
+      }
+      return {Recipe::kSoftCap, "the soft cap is the only modifier"};
+    case kMask: return choose_masked(params, head_dim, device);
+    case kSegments: return {Recipe::kSegments, "segments are the only modifier"};
+    default: return {Recipe::kEvery, "the call has several modifiers"};
+  }
+}
+
+}  // namespace
+
+Status choose_forward(const Forward& params, int32_t family, const Device& device,
+                      const FindInstance& find, Choice& choice) {
+  if (Status status = check_call(params); !status.ok()) return status;
+  const bool fits = fits_copy_engine(params.shape, {&params.query}, {&params.key, &params.value});
+  if (Status status = choose_family(params, family, fits, device, find, choice); !status.ok()) {
+    return status;
+  }
+  if (choice.family == 80) {
+    choose_smem_class(params.shape, params.options, device, false, choice);
+    return {};
+  }
+  const auto [recipe, reason] = choice.general ? choose_modified(params, choice.head_dim, device)
+                                               : choose_plain(params, choice.head_dim, device);
+  choice.row = sm90::recipe_row(recipe, choice.head_dim);
+  if (choice.row < 0) return Status::internal("jax_flash: a kernel was chosen that does not exist");
+  const sm90::RecipeRow& row = sm90::kRecipes[choice.row];
+  choice.name = row.name;
+  choice.reason = reason;
+  choice.queries = row.queries();
+  choice.keys = row.keys;
+  return {};
+}
+
+Status choose_backward(const Backward& params, int32_t family, const Device& device,
+                       const FindInstance& find, Choice& choice) {
+  if (Status status = check_call(params); !status.ok()) return status;
+  for (const auto& [name, operand] : {std::pair<const char*, const Operand&>{"dout", params.dout},
+                                      {"dquery", params.dquery},
+                                      {"dkey", params.dkey},
+                                      {"dvalue", params.dvalue}}) {
+    if (Status status = check_operand(name, params.shape, operand); !status.ok()) return status;
+  }
+  const bool fits = fits_copy_engine(params.shape, {&params.query, &params.out, &params.dout},
+                                     {&params.key, &params.value});
+  if (Status status = choose_family(params, family, fits, device, find, choice); !status.ok()) {
+    return status;
+  }
+  if (choice.family == 80) {
+    choose_smem_class(params.shape, params.options, device, true, choice);
+  } else if (choice.head_dim <= 128) {
+    choice.name = "one kernel";
+    choice.reason = "dK and dV of 128 keys fit the registers of a block";
+    choice.queries = choice.head_dim <= 64 ? 128 : 64;
+    choice.keys = 128;
+  } else {
+    choice.name = "two kernels";
+    choice.reason = "above head dim 128 dK, dV and dQ do not fit the registers of a block";
+    choice.queries = choice.keys = 64;
+  }
+  return {};
+}
+
+int64_t forward_workspace_bytes(const Shape& shape, DType dtype, const ForwardFeatures& features) {
+  if (features.segments) return SegmentSpans::bytes(shape);
+  const bool masked = features.mask_matrices > 0;
+  int64_t bytes = masked ? sm90::MaskWords::bytes(shape, features.mask_matrices, features.mask_rows)
+                         : sm90::DecodeWorkspace::bytes(shape);
+  if (sm90::HalfValues::takes(shape, dtype, features.bias != masked && !features.others)) {
+    bytes =
+        sm90::HalfValues::align(bytes) + sm90::HalfValues::bytes(shape, features.value_matrices);
+  }
+  return bytes;
+}
+
+int64_t forward_workspace_bytes(const Forward& params) {
+  const Shape& shape = params.shape;
+  const Options& options = params.options;
+  const sm90::MaskMatrices mask(shape, params.mask);
+  ForwardFeatures features;
+  features.segments = bool{params.query_segment_ids};
+  features.bias = bool{params.bias};
+  features.others = options.logits_soft_cap > 0.0f || options.dropout_threshold != 0;
+  features.mask_matrices = params.mask ? mask.matrices() : 0;
+  features.mask_rows = mask.rows;
+  features.value_matrices = sm90::ValueMatrices(shape, params.value).count();
+  return forward_workspace_bytes(shape, params.query.dtype, features);
+}
+
+int64_t backward_workspace_bytes(const Shape& shape, bool segments, bool deterministic) {
+  // No instance has a head dim above the next multiple of 64.
+  const int64_t head_dim = (std::max(shape.head_dim, shape.value_dim) + 63) / 64 * 64;
+  BackwardWorkspace workspace;
+  return BackwardWorkspace::plan(shape, head_dim, segments, deterministic, nullptr, workspace);
+}
+
+}  // namespace jax_flash

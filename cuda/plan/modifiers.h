@@ -1,0 +1,35 @@
+// Names what a call may do to logits besides the band: as bits, for the choice of a kernel and for
+// what kernels are made for.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+
+namespace jax_flash {
+
+enum Modifier : uint32_t {
+  kNoModifier = 0,
+  kBias = 1,
+  kSoftCap = 2,
+  kMask = 4,
+  kSegments = 8,
+  kDropout = 16,
+  kAnyScale = 32,  // zero and negative ones, too
+  kEveryModifier = 63,
+};
+
+// What a call asks for.
+inline uint32_t modifiers_of(const Forward& params) {
+  const Options& options = params.options;
+  uint32_t modifiers = kNoModifier;
+  if (params.bias) modifiers |= kBias;
+  if (options.logits_soft_cap > 0.0f) modifiers |= kSoftCap;
+  if (params.mask) modifiers |= kMask;
+  if (params.query_segment_ids) modifiers |= kSegments;
+  if (options.dropout_threshold != 0) modifiers |= kDropout;
+  if (!(options.scale > 0.0f)) modifiers |= kAnyScale;
+  return modifiers;
+}
+
+}  // namespace jax_flash

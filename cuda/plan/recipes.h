@@ -1,0 +1,198 @@
+// Lists the kernels of the sm_90 forward pass, one row each: what it is made for, and its tiles.
+//
+// choose.cc picks a row, explain() names it, and sm90/forward/launch.cuh instantiates the kernel
+// from it. A new kernel is one row here and one condition in choose.cc.
+#pragma once
+
+#include <cstdint>
+
+#include "plan/modifiers.h"
+
+// Switches of the ablation benchmark, with what is shipped as their values.
+#ifndef JAX_FLASH_SM90_OPTIMISTIC
+#define JAX_FLASH_SM90_OPTIMISTIC 1
+#endif
+#ifndef JAX_FLASH_SM90_STAGES
+#define JAX_FLASH_SM90_STAGES 4
+#endif
+#ifndef JAX_FLASH_SM90_QUERY_STAGES
+#define JAX_FLASH_SM90_QUERY_STAGES 2
+#endif
+#ifndef JAX_FLASH_SM90_SPLIT_KEYS
+#define JAX_FLASH_SM90_SPLIT_KEYS 1
+#endif
+#ifndef JAX_FLASH_SM90_SCORES_AHEAD
+#define JAX_FLASH_SM90_SCORES_AHEAD 1
+#endif
+// Per head dim: consumer warpgroups of 64 queries and keys a tile.
+#ifndef JAX_FLASH_SM90_CONSUMERS_64
+#define JAX_FLASH_SM90_CONSUMERS_64 3
+#endif
+#ifndef JAX_FLASH_SM90_BLOCK_KV_64
+#define JAX_FLASH_SM90_BLOCK_KV_64 128
+#endif
+#ifndef JAX_FLASH_SM90_CONSUMERS_64_BANDED
+#define JAX_FLASH_SM90_CONSUMERS_64_BANDED 2
+#endif
+#ifndef JAX_FLASH_SM90_BLOCK_KV_64_BANDED
+#define JAX_FLASH_SM90_BLOCK_KV_64_BANDED 128
+#endif
+#ifndef JAX_FLASH_SM90_CONSUMERS_96
+#define JAX_FLASH_SM90_CONSUMERS_96 2
+#endif
+#ifndef JAX_FLASH_SM90_BLOCK_KV_96
+#define JAX_FLASH_SM90_BLOCK_KV_96 128
+#endif
+#ifndef JAX_FLASH_SM90_CONSUMERS_128
+#define JAX_FLASH_SM90_CONSUMERS_128 2
+#endif
+#ifndef JAX_FLASH_SM90_BLOCK_KV_128
+#define JAX_FLASH_SM90_BLOCK_KV_128 128
+#endif
+#ifndef JAX_FLASH_SM90_CONSUMERS_192
+#define JAX_FLASH_SM90_CONSUMERS_192 2
+#endif
+#ifndef JAX_FLASH_SM90_BLOCK_KV_192
+#define JAX_FLASH_SM90_BLOCK_KV_192 112
+#endif
+#ifndef JAX_FLASH_SM90_CONSUMERS_256
+#define JAX_FLASH_SM90_CONSUMERS_256 2
+#endif
+#ifndef JAX_FLASH_SM90_BLOCK_KV_256
+#define JAX_FLASH_SM90_BLOCK_KV_256 80
+#endif
+
+namespace jax_flash::sm90 {
+
+// Whether a consumer computes the next tile's scores beside this one's exponentials, and of how
+// many of its tiles, the last ones, an edge of the band may cut off a part.
+enum class ScoresAhead { kNo, kOneCut, kTwoCut };
+inline constexpr bool kHasScoresAhead = JAX_FLASH_SM90_SCORES_AHEAD && JAX_FLASH_SM90_OPTIMISTIC &&
+                                        JAX_FLASH_SM90_STAGES >= 4 &&
+                                        JAX_FLASH_SM90_QUERY_STAGES > 1;
+
+// Where consumer warps keep their part of a bias (sm90/forward/bias.cuh): 4-byte elements; 2-byte
+// ones in boxes of as many columns as a tile has keys; or of multiples of 64, for accumulators of
+// scores to begin with it (sm90/forward/step.cuh).
+enum class BiasPlace { kNone, kFloats, kBoxes, kInScores };
+
+enum class Recipe : int32_t {
+  kDecode,
+  kChained,         // query tiles in one chain: the first scores of one run beside the last P V
+  kChainedPair,     // the same with two consumers
+  kNarrowValues,    // the same for values of fewer columns than keys have
+  kAheadOneCut,     // scores a tile ahead, at most one tile cut by an edge
+  kAheadTwoCut,     // the same with two
+  kSplitKeys,       // two consumers divide the keys of the same 64 queries
+  kSplitKeysAhead,  // the same with scores a tile ahead
+  kSegments,
+  kBiasFloats,
+  kBiasBoxes,
+  kBiasInScores,
+  kSoftCap,
+  kSoftCapLong,
+  kMaskBytes,
+  kMaskWords,
+  kMaskWordsTriple,  // with three consumers
+  kEvery,            // any modifiers together
+};
+
+// Keys of a tile where a mask comes as words.
+constexpr int mask_words_keys(int head_dim) { return head_dim <= 128 ? 128 : 80; }
+
+// A kernel. A block has `consumers` warpgroups; each takes 64 queries, or both the same 64 with two
+// `key_groups`. There are `fewer_values` stages of V less than of K.
+struct RecipeRow {
+  Recipe recipe;
+  const char* name;
+  int32_t head_dim, value_dim;  // the most it takes
+  uint32_t modifiers;           // what it is made for
+  int32_t consumers, keys;      // keys: of a tile
+  int32_t key_groups = 1;
+  ScoresAhead ahead = ScoresAhead::kNo;
+  BiasPlace bias = BiasPlace::kNone;
+  int32_t fewer_values = 0;
+  bool bfloat16_only = false;
+
+  constexpr bool mask_words() const {
+    return recipe == Recipe::kMaskWords || recipe == Recipe::kMaskWordsTriple;
+  }
+  constexpr int32_t queries() const { return 64 * consumers / key_groups; }
+  constexpr bool exists() const { return ahead == ScoresAhead::kNo || kHasScoresAhead; }
+};
+
+inline constexpr RecipeRow kRecipes[] = {
+    // Few query rows (sm90/decode).
+    {Recipe::kDecode, "decode", 64, 64, kNoModifier, 1, 128},
+    {Recipe::kDecode, "decode", 96, 96, kNoModifier, 1, 64},
+    {Recipe::kDecode, "decode", 128, 128, kNoModifier, 1, 64},
+    {Recipe::kDecode, "decode", 192, 192, kNoModifier, 1, 32},
+    {Recipe::kDecode, "decode", 256, 256, kNoModifier, 1, 64},
+    // Without modifiers.
+    {Recipe::kSplitKeysAhead, "split keys, scores ahead", 64, 64, kNoModifier, 2, 128, 2,
+     ScoresAhead::kOneCut},
+    {Recipe::kAheadTwoCut, "scores ahead, two edges", 64, 64, kNoModifier, 2, 128, 1,
+     ScoresAhead::kTwoCut},
+    {Recipe::kAheadOneCut, "scores ahead", 64, 64, kNoModifier, 2, 128, 1, ScoresAhead::kOneCut},
+    {Recipe::kSplitKeys, "split keys", 64, 64, kNoModifier, 2, JAX_FLASH_SM90_BLOCK_KV_64_BANDED,
+     2},
+    {Recipe::kChainedPair, "chained, two consumers", 64, 64, kNoModifier,
+     JAX_FLASH_SM90_CONSUMERS_64_BANDED, JAX_FLASH_SM90_BLOCK_KV_64_BANDED},
+    {Recipe::kChained, "chained", 64, 64, kNoModifier, JAX_FLASH_SM90_CONSUMERS_64,
+     JAX_FLASH_SM90_BLOCK_KV_64},
+    {Recipe::kChained, "chained", 96, 96, kNoModifier, JAX_FLASH_SM90_CONSUMERS_96,
+     JAX_FLASH_SM90_BLOCK_KV_96},
+    {Recipe::kChained, "chained", 128, 128, kNoModifier, JAX_FLASH_SM90_CONSUMERS_128,
+     JAX_FLASH_SM90_BLOCK_KV_128},
+    {Recipe::kNarrowValues, "chained, narrow values", 192, 128, kNoModifier, 2, 128},
+    {Recipe::kChained, "chained", 192, 192, kNoModifier, JAX_FLASH_SM90_CONSUMERS_192,
+     JAX_FLASH_SM90_BLOCK_KV_192},
+    {Recipe::kChained, "chained", 256, 256, kNoModifier, JAX_FLASH_SM90_CONSUMERS_256,
+     JAX_FLASH_SM90_BLOCK_KV_256},
+    // One modifier. Two consumers have the registers for it, at head dim 64 with fewer keys three.
+    {Recipe::kSegments, "segments", 64, 64, kSegments, 2, 128},
+    {Recipe::kSegments, "segments", 128, 128, kSegments, 2, 128},
+    {Recipe::kSegments, "segments", 256, 256, kSegments, 2, 64},
+    {Recipe::kBiasInScores, "bias in scores", 64, 64, kBias, 3, 112, 1, ScoresAhead::kNo,
+     BiasPlace::kInScores, 0, true},
+    {Recipe::kBiasFloats, "float32 bias", 64, 64, kBias, 3, 96, 1, ScoresAhead::kNo,
+     BiasPlace::kFloats},
+    {Recipe::kBiasBoxes, "bias", 64, 64, kBias, 3, 96, 1, ScoresAhead::kNo, BiasPlace::kBoxes},
+    {Recipe::kBiasFloats, "float32 bias", 128, 128, kBias, 2, 96, 1, ScoresAhead::kNo,
+     BiasPlace::kFloats},
+    {Recipe::kBiasBoxes, "bias", 128, 128, kBias, 2, 128, 1, ScoresAhead::kNo, BiasPlace::kBoxes,
+     1},
+    {Recipe::kBiasFloats, "float32 bias", 256, 256, kBias, 2, 64, 1, ScoresAhead::kNo,
+     BiasPlace::kFloats},
+    {Recipe::kBiasBoxes, "bias", 256, 256, kBias, 2, 64, 1, ScoresAhead::kNo, BiasPlace::kBoxes},
+    {Recipe::kSoftCapLong, "soft cap, long", 64, 64, kSoftCap, 3, 128, 1, ScoresAhead::kNo,
+     BiasPlace::kNone, 0, true},
+    {Recipe::kSoftCap, "soft cap", 64, 64, kSoftCap, 3, 96},
+    {Recipe::kSoftCap, "soft cap", 128, 128, kSoftCap, 2, 128},
+    {Recipe::kSoftCap, "soft cap", 256, 256, kSoftCap, 2, 80},
+    {Recipe::kMaskBytes, "mask", 64, 64, kMask, 2, 128},
+    {Recipe::kMaskBytes, "mask", 128, 128, kMask, 2, 128},
+    {Recipe::kMaskWords, "mask as words", 64, 64, kMask, 2, mask_words_keys(64)},
+    {Recipe::kMaskWordsTriple, "mask as words, three consumers", 64, 64, kMask, 3,
+     mask_words_keys(64)},
+    {Recipe::kMaskWords, "mask as words", 128, 128, kMask, 2, mask_words_keys(128)},
+    {Recipe::kMaskWords, "mask as words", 256, 256, kMask, 2, mask_words_keys(256)},
+    // Several modifiers, or a head dim that has no kernel for one. Its loop has ten times the
+    // instructions that a call executes.
+    {Recipe::kEvery, "every modifier", 64, 64, kEveryModifier, 2, 128},
+    {Recipe::kEvery, "every modifier", 96, 96, kEveryModifier, 2, 128},
+    {Recipe::kEvery, "every modifier", 128, 128, kEveryModifier, 2, 128},
+    {Recipe::kEvery, "every modifier", 192, 192, kEveryModifier, 2, 96},
+    {Recipe::kEvery, "every modifier", 256, 256, kEveryModifier, 2, 64},
+};
+inline constexpr int kRecipeCount = sizeof(kRecipes) / sizeof(kRecipes[0]);
+
+// The row of a recipe for the instance of a head dim, or -1.
+constexpr int recipe_row(Recipe recipe, int32_t head_dim) {
+  for (int row = 0; row < kRecipeCount; ++row) {
+    if (kRecipes[row].recipe == recipe && kRecipes[row].head_dim == head_dim) return row;
+  }
+  return -1;
+}
+
+}  // namespace jax_flash::sm90

@@ -1,0 +1,152 @@
+"""Which CUDA kernel a call gets, as plan/choose.cc decides: without a GPU."""
+
+import random
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jax_flash import ffi
+from jax_flash.attention import abstract_call
+from jax_flash.primitives import cuda_kernels
+
+pytestmark = pytest.mark.skipif(not ffi.native.has_cuda(), reason="a build without CUDA kernels")
+
+H100 = ffi.Gpu(90, 132, 227 * 1024)
+A100 = ffi.Gpu(80, 108, 163 * 1024)
+RTX_4090 = ffi.Gpu(89, 128, 99 * 1024)
+
+
+def shape(*sizes, dtype=jnp.bfloat16):
+    return jax.ShapeDtypeStruct(sizes, dtype)
+
+
+def kernels(
+    batch=4, q_len=4096, kv_len=None, heads=16, kv_heads=None, head_dim=128, value_dim=None,
+    dtype=jnp.bfloat16, bias=None, mask=None, segments=False, gpu=H100, **options,
+):  # fmt: skip
+    """The kernels of a call; `bias` and `mask` are (shape, dtype) or None."""
+    kv_len = kv_len or q_len
+    kv_heads = kv_heads or heads
+    query = shape(batch, q_len, heads, head_dim, dtype=dtype)
+    key = shape(batch, kv_len, kv_heads, head_dim, dtype=dtype)
+    value = shape(batch, kv_len, kv_heads, value_dim or head_dim, dtype=dtype)
+    if segments:
+        options["query_segment_ids"] = shape(batch, q_len, dtype=jnp.int32)
+        options["key_value_segment_ids"] = shape(batch, kv_len, dtype=jnp.int32)
+    if bias:
+        options["bias"] = shape(*bias[0], dtype=bias[1])
+    if mask:
+        options["mask"] = shape(*mask, dtype=jnp.bool_)
+    if options.get("dropout_rate"):
+        options["dropout_seed"] = shape(2, dtype=jnp.uint32)
+    call = abstract_call(query, key, value, **options)
+    return cuda_kernels(call.spec, call.operands, gpu)
+
+
+# One call for each row of cuda/plan/recipes.h: the row's name, its head dim, and the call.
+BIAS, MASK = (4, 16, 4096, 4096), (1, 1, 4096, 4096)
+NAMED = [
+    *(("decode", d, {"q_len": 1, "kv_len": 4096, "head_dim": d}) for d in (64, 96, 128, 192, 256)),
+    *(("chained", d, {"head_dim": d}) for d in (64, 96, 128, 192, 256)),
+    ("chained, narrow values", 192, {"head_dim": 192, "value_dim": 128}),
+    ("scores ahead, two edges", 64, {"head_dim": 64, "is_causal": True}),
+    ("scores ahead", 64, {"head_dim": 64, "batch": 1, "heads": 16, "q_len": 1024}),
+    ("split keys, scores ahead", 64, {"head_dim": 64, "batch": 1, "heads": 8, "q_len": 512}),
+    (
+        "split keys",
+        64,
+        {"head_dim": 64, "batch": 1, "heads": 8, "q_len": 512, "local_window_size": (128, 0)},
+    ),
+    ("chained, two consumers", 64, {"head_dim": 64, "local_window_size": (128, 0)}),
+    *(("segments", d, {"head_dim": d, "segments": True}) for d in (64, 128, 256)),
+    ("bias in scores", 64, {"head_dim": 64, "bias": (BIAS, jnp.bfloat16)}),
+    ("bias", 64, {"head_dim": 64, "bias": (BIAS, jnp.bfloat16), "scale": 0.3}),
+    *(("bias", d, {"head_dim": d, "bias": (BIAS, jnp.bfloat16)}) for d in (128, 256)),
+    *(
+        ("float32 bias", d, {"head_dim": d, "bias": (BIAS, jnp.float32)})
+        for d in (64, 128, 256)
+    ),
+    ("soft cap, long", 64, {"head_dim": 64, "logits_soft_cap": 30.0}),
+    ("soft cap", 64, {"head_dim": 64, "logits_soft_cap": 30.0, "is_causal": True}),
+    *(("soft cap", d, {"head_dim": d, "logits_soft_cap": 30.0}) for d in (128, 256)),
+    *(("mask", d, {"head_dim": d, "mask": BIAS}) for d in (64, 128)),
+    ("mask as words", 64, {"head_dim": 64, "mask": MASK, "is_causal": True}),
+    ("mask as words, three consumers", 64, {"head_dim": 64, "mask": MASK}),
+    *(("mask as words", d, {"head_dim": d, "mask": MASK}) for d in (128, 256)),
+    *(
+        ("every modifier", d, {"head_dim": d, "logits_soft_cap": 30.0, "segments": True})
+        for d in (64, 96, 128, 192, 256)
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "head_dim", "call"), NAMED)
+def test_forward_kernel(name, head_dim, call):
+    kernel = kernels(**call)["forward"]
+    assert (kernel.family, kernel.name) == (90, name)
+    assert kernel.reason
+    assert name in str(kernel)
+    if name == "chained" and head_dim == 128:
+        assert kernel.tile == (128, 128)
+
+
+def test_every_recipe_is_chosen_by_some_call():
+    assert {(name, head_dim) for name, head_dim, _ in NAMED} == set(ffi.native.cuda_recipes())
+
+
+@pytest.mark.parametrize(
+    ("gpu", "reason"),
+    [(A100, "163 KB"), (RTX_4090, "less than 163 KB"), (H100, "163 KB")],
+)
+def test_kernels_of_the_sm_80_family(gpu, reason):
+    kernel = kernels(gpu=gpu, implementation="flash_sm80")["forward"]
+    assert kernel.family == 80
+    assert reason in kernel.reason
+
+
+def test_backward_kernels():
+    assert kernels()["backward"].name == "one kernel"
+    assert kernels(head_dim=256)["backward"].name == "two kernels"
+    assert kernels(gpu=A100)["backward"].family == 80
+
+
+def test_what_no_kernel_takes_is_refused():
+    with pytest.raises(ValueError, match="multiples of 8"):
+        kernels(head_dim=100)
+    with pytest.raises(ValueError, match="sm_90 only"):
+        kernels(implementation="flash_sm90", gpu=A100)
+
+
+@pytest.mark.parametrize("seed", range(60))
+def test_random_calls_have_a_kernel_on_every_gpu(seed):
+    draw = random.Random(seed)
+    group, heads = draw.choice([1, 1, 2, 4, 8]), draw.choice([1, 2, 8])
+    q_len, kv_len = draw.choice([1, 17, 300, 4096]), draw.choice([1, 64, 999, 8192])
+    batch = draw.choice([1, 3])
+    call = {
+        "batch": batch,
+        "q_len": q_len,
+        "kv_len": kv_len,
+        "heads": heads * group,
+        "kv_heads": heads,
+        "head_dim": 8 * draw.randint(1, 32),
+        "value_dim": 8 * draw.randint(1, 32),
+        "dtype": draw.choice([jnp.bfloat16, jnp.float16]),
+        "is_causal": draw.random() < 0.5,
+        "segments": draw.random() < 0.3,
+        "logits_soft_cap": draw.choice([None, None, 20.0]),
+        "dropout_rate": draw.choice([0.0, 0.0, 0.1]),
+        "local_window_size": draw.choice([None, None, (64, 0), (5, 9)]),
+    }
+    if draw.random() < 0.3:
+        sizes = [draw.choice([1, n]) for n in (batch, heads * group, q_len, kv_len)]
+        call["bias"] = (sizes, draw.choice([jnp.bfloat16, jnp.float16, jnp.float32]))
+    if draw.random() < 0.3:
+        call["mask"] = [draw.choice([1, n]) for n in (batch, heads * group, q_len, kv_len)]
+    for gpu in (H100, A100, RTX_4090):
+        found = kernels(**call, gpu=gpu)
+        assert found == kernels(**call, gpu=gpu)
+        for kernel in found.values():
+            assert kernel.family == (90 if gpu is H100 else 80)
+            assert kernel.reason
