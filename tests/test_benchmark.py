@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash.benchmark import oracle, peers, report, speed, stats, timing
-from jax_flash.benchmark.cases import FEATURES, PEAKED, Case, make_inputs, options
-from jax_flash.benchmark.contenders import JaxContender, UnavailableError
-from jax_flash.benchmark.switches import SWITCHES
-from jax_flash.benchmark.tables import TABLES, select
+from flash_benchmark import oracle, peers, report, speed, stats, timing
+from flash_benchmark.cases import FEATURES, PEAKED, Case, make_inputs, options
+from flash_benchmark.contenders import JaxContender, UnavailableError
+from flash_benchmark.switches import SWITCHES
+from flash_benchmark.tables import TABLES, select
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _FLASH = JaxContender(

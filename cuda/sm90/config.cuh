@@ -5,7 +5,7 @@
 
 #include "tile/smem_tile.cuh"
 
-// Switches of `python -m jax_flash.benchmark ablation`, with what is shipped as their values.
+// Switches of `python benchmarks/run.py ablation`, with what is shipped as their values.
 #ifndef JAX_FLASH_SM90_OPTIMISTIC
 #define JAX_FLASH_SM90_OPTIMISTIC 1
 #endif

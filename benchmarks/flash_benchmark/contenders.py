@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_flash
+from flash_benchmark.cases import Case, options
 from jax_flash import dispatch, ffi
-from jax_flash.benchmark.cases import Case, options
 
 
 class UnavailableError(Exception):
@@ -220,7 +220,7 @@ def _absent(family: int) -> Callable[[Case], Callable]:
 
 def all_contenders() -> dict[str, Contender]:
     """Every contender by name, those first that this package has."""
-    from jax_flash.benchmark import peers
+    from flash_benchmark import peers
 
     own = flash_families()
     if dispatch.current_platform() == "cuda":

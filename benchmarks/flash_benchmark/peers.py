@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
-from jax_flash.benchmark.cases import Case, options
-from jax_flash.benchmark.contenders import (
+from flash_benchmark.cases import Case, options
+from flash_benchmark.contenders import (
     Contender,
     JaxContender,
     Prepared,

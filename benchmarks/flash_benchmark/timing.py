@@ -23,7 +23,7 @@ import jax.numpy as jnp
 import numpy as np
 
 Run = Callable[[int], None]  # makes the i-th call and waits for its results
-_MARK = "jax_flash_benchmark "
+_MARK = "flash_benchmark "
 
 
 class Timer(Protocol):

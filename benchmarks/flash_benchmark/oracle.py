@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from jax_flash.benchmark.cases import Case, options
+from flash_benchmark.cases import Case, options
 
 BUDGET = 2**24  # (query, key) pairs of the group of heads; a second or so on a few cores
 BLOCK = 256  # queries at a time

@@ -13,16 +13,16 @@ from typing import Any
 
 import jax
 
-from jax_flash.benchmark import oracle, stats, timing
-from jax_flash.benchmark.cases import Case, make_inputs
-from jax_flash.benchmark.contenders import (
+from flash_benchmark import oracle, stats, timing
+from flash_benchmark.cases import Case, make_inputs
+from flash_benchmark.contenders import (
     Contender,
     JaxContender,
     Prepared,
     is_own,
     reason,
 )
-from jax_flash.benchmark.environment import cache_bytes
+from flash_benchmark.environment import cache_bytes
 
 MAX_SETS = 64  # of inputs that are rotated
 _OWN, _PLAIN = "jax_flash", "plain"

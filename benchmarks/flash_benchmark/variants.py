@@ -15,11 +15,12 @@ from collections.abc import Iterator
 
 import jax
 
+from flash_benchmark.switches import Switch
 from jax_flash import ffi
-from jax_flash.benchmark.switches import Switch
 
 SHIPPED = "as shipped"
 MANIFEST = "variants.json"
+_SOURCES = pathlib.Path(__file__).resolve().parents[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,21 +56,7 @@ def plan(
     return planned
 
 
-def find_source(path: str | None) -> pathlib.Path:
-    """The checkout to build from."""
-    places = [path] if path else [pathlib.Path(__file__).resolve().parents[2], "."]
-    for place in map(pathlib.Path, places):
-        if (place / "CMakeLists.txt").exists() and (place / "cuda").is_dir():
-            return place.resolve()
-    raise FileNotFoundError(
-        "ablation builds from a checkout of the sources: --source names it (tried "
-        + ", ".join(map(str, places)) + ")"
-    )  # fmt: skip
-
-
-def build(
-    planned: list[tuple[Variant, str]], source: pathlib.Path, folder: pathlib.Path
-) -> list[Variant]:
+def build(planned: list[tuple[Variant, str]], folder: pathlib.Path) -> list[Variant]:
     """Builds each into the folder, in one CMake build that recompiles what a switch changes.
 
     A value that changes no byte of the library is the shipped one, and is left out.
@@ -82,7 +69,7 @@ def build(
         unit = f"sm{variant.family}_{variant.what}_{variant.head_dim}"
         instance = f"sm{variant.family}_{variant.what}_bfloat16_{variant.head_dim}_plain"
         commands = [
-            ["cmake", "-S", str(source), "-B", str(work), f"-DPython_EXECUTABLE={sys.executable}",
+            ["cmake", "-S", str(_SOURCES), "-B", str(work), f"-DPython_EXECUTABLE={sys.executable}",
              "-DJAX_FLASH_CUDA=ON", f"-DJAX_FLASH_DEFINES={define}",
              f"-DJAX_FLASH_INSTANCES=^{instance}$",
              *(["-G", "Ninja"] if shutil.which("ninja") else [])],
