@@ -37,6 +37,7 @@ def test_summary_of_known_times():
     assert 58 <= high <= 63
     assert summary["noisy"]
     assert not stats.summarise([1.0, 1.001, 0.999])["noisy"]
+    assert stats.summarise([2.0])["interval_s"] == [2.0, 2.0]
 
 
 def test_bootstrap_interval_covers_the_median():
@@ -57,6 +58,7 @@ def test_ratio_of_paired_series_ignores_what_both_suffer():
     found = stats.compare(disturbance, 2 * disturbance)
     assert found["ratio"] == pytest.approx(2)
     assert found["interval"] == pytest.approx([2, 2])
+    assert stats.compare(disturbance, 2 * disturbance[:-1])["interval"][1] > 2.1  # not paired
     apart = stats.compare(np.linspace(1, 1.1, 50), np.linspace(2, 2.1, 50))
     assert apart["disjoint"]
     assert not stats.compare(np.linspace(1, 1.1, 50), np.linspace(1, 1.1, 50)[::-1])["disjoint"]
