@@ -13,7 +13,7 @@ import jax
 import pytest
 
 import jax_flash
-from flash_benchmark import cli, peak, report, speed, variants
+from flash_benchmark import cli, host, peak, report, speed, variants
 from flash_benchmark.tables import select
 from jax_flash import ffi
 
@@ -158,6 +158,15 @@ def test_host_side(tmp_path):
                      for name in ("jax_flash", "jax.nn xla")}  # fmt: skip
     assert ("import", "jax_flash") in steps
     assert "over jax.nn xla" in printed
+
+
+def test_imports_are_those_of_the_installed_package(monkeypatch, tmp_path):
+    (tmp_path / "jax_flash").mkdir()
+    (tmp_path / "jax_flash" / "__init__.py").write_text("raise ImportError('of this folder')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    rows = host.measure_imports(1)
+    assert {row["contender"] for row in rows} == {"jax_flash", "jax_flash.flax"}
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there they run")

@@ -36,7 +36,7 @@ _IMPORTS = {  # beyond jax itself
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python benchmarks/run.py host", description=__doc__.split("\n")[0]
+        prog="python benchmarks/run.py host", description="What a call costs on the host."
     )
     add = parser.add_argument
     add("--calls", type=int, default=20, help="of each step (default: %(default)s)")
