@@ -173,19 +173,18 @@ def _variant_call(
     )  # fmt: skip
     names = ("query", "key", "value")
     operands = dict(zip(names, inputs[:3], strict=True))
-    if what == "forward":
 
-        def call(operands):
-            return run_on(platform, Pass(spec), operands)["out"]
-    else:
+    def forward(operands):
+        return run_on(platform, Pass(spec), operands)
+
+    def backward(operands):
+        grads = run_on(platform, Pass(spec, "backward"), operands)
+        return tuple(grads[name] for name in names)
+
+    if what == "backward":
         # Output and log-sum-exp from the package's own library: the variant has no such kernel.
-        results = jax.jit(lambda x: run_on(platform, Pass(spec), x))(operands)
-        operands |= {**results, "dout": inputs[3]}
-
-        def call(operands):
-            grads = run_on(platform, Pass(spec, "backward"), operands)
-            return tuple(grads[name] for name in names)
-
+        operands |= {**jax.jit(forward)(operands), "dout": inputs[3]}
+    call = backward if what == "backward" else lambda operands: forward(operands)["out"]
     with library.in_use():
         run = jax.jit(call).lower(operands).compile()
     return lambda: run(operands)

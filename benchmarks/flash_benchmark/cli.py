@@ -172,11 +172,10 @@ def start(arguments: argparse.Namespace) -> tuple[dict, timing.Timer, str]:
     """What every document begins with, the timer, and the sentence about it."""
     if ffi.native is None:  # the reference would be measured under the kernels' name
         raise SystemExit(f"benchmark: {ffi.load_error} (jax_flash is imported from {ffi.__file__})")
-    device = jax.devices()[0]
     timer, sentence = timing.choose_timer(arguments.timer)
     document = {
         "format": report.FORMAT,
-        **environment.environment(device, arguments.commit),
+        **environment.environment(arguments.commit),
         "timing": {"source": timer.source, "sentence": sentence, "warmup": arguments.warmup,
                    "calls": arguments.calls},
         "peaks": {},

@@ -24,13 +24,12 @@ _ROOT = pathlib.Path(__file__).resolve().parents[2]  # of the checkout
 _CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu"
 
 
-def environment(device: jax.Device, commit: str | None = None) -> dict[str, Any]:
+def environment(commit: str | None = None) -> dict[str, Any]:
     """Device, driver, clocks, versions, commit, command, XLA's flags and time, as JSON takes them.
 
-    Args:
-      device: the one measured.
-      commit: said by the user, where this does not run from a checkout.
+    The device is JAX's first. Without a `commit` it is that of the checkout this runs from, if any.
     """
+    device = jax.devices()[0]
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -77,10 +76,10 @@ def clocks() -> dict[str, str] | None:
     return dict(zip(_CLOCKS.split(","), (part.strip() for part in text.split(",")), strict=False))
 
 
-def cache_bytes(device: jax.Device) -> int:
+def cache_bytes() -> int:
     """The last-level cache: inputs smaller than it may be found there by the next call."""
     fallback = 128 * 2**20
-    if device.platform == "gpu":
+    if jax.default_backend() == "gpu":
         try:
             cuda, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
             if cuda.cuDeviceGetAttribute(ctypes.byref(size), 38, 0) == 0:  # L2_CACHE_SIZE

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.machinery
 import importlib.util
 import json
 import pathlib
@@ -171,9 +172,10 @@ def load(path: pathlib.Path) -> Library:
     if path not in _loaded:
         # Python looks for PyInit__native, by the last part of the name.
         name = f"jax_flash_variant_{len(_loaded)}._native"
-        spec = importlib.util.spec_from_file_location(name, path)
+        loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+        spec = importlib.machinery.ModuleSpec(name, loader, origin=str(path))
         module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
         suffix = f"_variant_{len(_loaded)}"
         for target, platform, handler in module.registrations():
             jax.ffi.register_ffi_target(target + suffix, handler, platform=platform)
