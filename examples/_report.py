@@ -1,13 +1,17 @@
 """Prints and plots what the examples measured.
 
-Statistics, environment and the layout of tables are those of `jax_flash.benchmark`.
+Statistics, environment and the layout of tables are those of benchmarks/.
 """
 
+import pathlib
+import sys
 from typing import Any
 
-from jax_flash.benchmark import stats
-from jax_flash.benchmark.environment import environment
-from jax_flash.benchmark.report import format_table, progress
+sys.path.append(str(pathlib.Path(__file__).resolve().parent.parent / "benchmarks"))
+
+from flash_benchmark import stats
+from flash_benchmark.environment import environment
+from flash_benchmark.report import format_table, progress
 
 __all__ = ["environment", "format_results", "format_table", "plot_results", "progress", "summarise"]
 

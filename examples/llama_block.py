@@ -176,15 +176,14 @@ def run_preset(preset: str, text, arguments: argparse.Namespace, output: dict[st
 def main(argv: list[str] | None = None) -> int:
     """Runs the command line; returns 0, 1 if something disagrees or failed, 130 on Ctrl-C."""
     arguments = parse_arguments(argv)
-    device = jax.devices()[0]
-    default = "7b" if device.platform == "gpu" and not arguments.train else "cpu"
+    default = "7b" if jax.default_backend() == "gpu" and not arguments.train else "cpu"
     presets = arguments.presets or [default]
     text = load_text(arguments.text)
     longest = max(make_config(preset, arguments).seq for preset in presets)
     if len(text) < longest + 1:
         sys.exit(f"the text has {len(text)} bytes, fewer than --seq + 1 = {longest + 1}")
     output: dict[str, Any] = {
-        **report.environment(device),
+        **report.environment(),
         "text": arguments.text or "pydoc_data.topics",
         "interrupted": False,
         "runs": [],

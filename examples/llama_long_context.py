@@ -199,7 +199,7 @@ def main(argv: list[str] | None = None) -> int:
             return [place(in_order(x), tokens_spec) for x in batch(seed)]
 
     output = {
-        **report.environment(jax.devices()[0]),
+        **report.environment(),
         "processes": jax.process_count(),
         "mesh": dict(mesh.shape),
         "order": arguments.order,

@@ -5,7 +5,7 @@
 #   examples/measure.sh h200 FOLDER              # some minutes on an H200
 #   examples/measure.sh h200 FOLDER speed host   # some of its steps
 #
-# VARIANTS names the folder of libraries that `python -m jax_flash.benchmark ablation --build-only`
+# VARIANTS names the folder of libraries that `python benchmarks/run.py ablation --build-only`
 # made, for the step ablation; COMMIT is recorded where this does not run from a checkout. Steps
 # are commands of their own, and a failing one does not stop the others. Afterwards
 # `python docs/tools/result_pages.py` writes the pages of results from what lies in examples/results.
@@ -19,8 +19,7 @@ run() { # STEP ARGUMENTS...: benchmarks, and saves FOLDER/STEP_NAME.json
   local step=$1
   shift
   printf '\n=== %s (%d s)\n' "$step" "$SECONDS"
-  # -P: not the source folder jax_flash/ of a checkout, which has no native library.
-  python3 -P -m jax_flash.benchmark "$@" ${COMMIT:+--commit "$COMMIT"} \
+  python3 "$(dirname "$0")/../benchmarks/run.py" "$@" ${COMMIT:+--commit "$COMMIT"} \
     --save "$folder/${step}_$name.json" || { status=1; echo "=== failed: $step"; }
 }
 

@@ -239,7 +239,7 @@ def main(argv=None) -> int:
     arguments = parse_arguments(argv)
     mesh = jax.make_mesh((jax.device_count(),), ("sequence",), axis_types=(AxisType.Auto,))
     output = {
-        **report.environment(jax.devices()[0]),
+        **report.environment(),
         "shape": {n: getattr(arguments, n)
                   for n in ("batch", "seq", "heads", "kv_heads", "head_dim", "dtype")},
         "devices": mesh.size,

@@ -10,11 +10,11 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash.benchmark import oracle, peers, report, speed, stats, timing
-from jax_flash.benchmark.cases import FEATURES, PEAKED, Case, make_inputs, options
-from jax_flash.benchmark.contenders import JaxContender, UnavailableError
-from jax_flash.benchmark.switches import SWITCHES
-from jax_flash.benchmark.tables import TABLES, select
+from flash_benchmark import oracle, peers, report, speed, stats, timing
+from flash_benchmark.cases import FEATURES, PEAKED, Case, make_inputs, options
+from flash_benchmark.contenders import JaxContender, UnavailableError
+from flash_benchmark.switches import SWITCHES
+from flash_benchmark.tables import TABLES, select
 
 _ROOT = pathlib.Path(__file__).resolve().parent.parent
 _FLASH = JaxContender(
@@ -37,6 +37,7 @@ def test_summary_of_known_times():
     assert 58 <= high <= 63
     assert summary["noisy"]
     assert not stats.summarise([1.0, 1.001, 0.999])["noisy"]
+    assert stats.summarise([2.0])["interval_s"] == [2.0, 2.0]
 
 
 def test_bootstrap_interval_covers_the_median():
@@ -57,6 +58,7 @@ def test_ratio_of_paired_series_ignores_what_both_suffer():
     found = stats.compare(disturbance, 2 * disturbance)
     assert found["ratio"] == pytest.approx(2)
     assert found["interval"] == pytest.approx([2, 2])
+    assert stats.compare(disturbance, 2 * disturbance[:-1])["interval"][1] > 2.1  # not paired
     apart = stats.compare(np.linspace(1, 1.1, 50), np.linspace(2, 2.1, 50))
     assert apart["disjoint"]
     assert not stats.compare(np.linspace(1, 1.1, 50), np.linspace(1, 1.1, 50)[::-1])["disjoint"]
@@ -242,8 +244,9 @@ def test_noise_is_no_regression():
 
 
 def test_switches_are_in_the_sources_and_the_other_way_round():
+    headers = (".h", ".cuh")
     texts = {
-        family: "".join(p.read_text() for p in (_ROOT / "cuda").rglob("*.cuh"))
+        family: "".join(p.read_text() for p in (_ROOT / "cuda").rglob("*") if p.suffix in headers)
         for family in {switch.family for switch in SWITCHES}
         if (_ROOT / "cuda" / f"sm{family}").is_dir()
     }

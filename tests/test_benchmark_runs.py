@@ -13,18 +13,18 @@ import jax
 import pytest
 
 import jax_flash
+from flash_benchmark import cli, host, peak, report, speed, variants
+from flash_benchmark.tables import select
 from jax_flash import ffi
-from jax_flash.benchmark import cli, peak, report, speed, variants
-from jax_flash.benchmark.tables import select
 
-_ROOT = pathlib.Path(__file__).resolve().parent.parent
+_PROGRAM = pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "run.py"
 
 
 def run(*arguments, cwd, expect=0):
     paths = [str(pathlib.Path(jax_flash.__file__).parent.parent), os.environ.get("PYTHONPATH")]
     environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
     done = subprocess.run(
-        [sys.executable, "-m", "jax_flash.benchmark", *arguments], cwd=cwd, env=environment,
+        [sys.executable, str(_PROGRAM), *arguments], cwd=cwd, env=environment,
         capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == expect, done.stdout + done.stderr
@@ -47,7 +47,8 @@ def test_run_is_complete(measured):
     assert document["versions"].keys() >= {"python", "jax", "jaxlib"}
     assert document["timing"]["source"] == "wall"
     assert "interrupted" not in document
-    assert document["command"].startswith(f"{pathlib.Path(sys.executable).name} -m jax_flash.b")
+    python = pathlib.Path(sys.executable).name
+    assert document["command"].startswith(f"{python} benchmarks/run.py --cases tiny")
     assert document["xla_flags"] == os.environ["XLA_FLAGS"]  # of conftest.py
     assert document["peaks"]["float32"]["matmul_tflops"] > 0
     assert {case["name"] for case in document["cases"]} == {c.name for c in select(["tiny"])}
@@ -97,7 +98,7 @@ def test_what_is_cut_off_is_kept(monkeypatch, tmp_path):
 
 def test_plots_are_made(measured):
     _, _, folder = measured
-    from jax_flash.benchmark import plots
+    from flash_benchmark import plots
 
     document = copy.deepcopy(measured[1])
     extra, rows = [], []
@@ -159,11 +160,19 @@ def test_host_side(tmp_path):
     assert "over jax.nn xla" in printed
 
 
+def test_imports_are_those_of_the_installed_package(monkeypatch, tmp_path):
+    (tmp_path / "jax_flash").mkdir()
+    (tmp_path / "jax_flash" / "__init__.py").write_text("raise ImportError('of this folder')")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("PYTHONSAFEPATH", raising=False)
+    rows = host.measure_imports(1)
+    assert {row["contender"] for row in rows} == {"jax_flash", "jax_flash.flax"}
+
+
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="there they run")
 def test_gpu_commands_say_what_they_need(tmp_path):
     assert "JAX sees none" in run("profile", cwd=tmp_path, expect=2)
-    assert "--build-only" in run("ablation", "--source", str(_ROOT), cwd=tmp_path, expect=2)
-    assert "checkout" in run("ablation", "--source", str(tmp_path), cwd=tmp_path, expect=2)
+    assert "--build-only" in run("ablation", cwd=tmp_path, expect=2)
 
 
 @pytest.mark.skipif(jax.default_backend() == "gpu", reason="the library's CPU kernel is meant")

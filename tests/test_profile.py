@@ -7,8 +7,8 @@ import json
 
 import pytest
 
-from jax_flash.benchmark import floors, ncu, profile
-from jax_flash.benchmark.cases import Case
+from flash_benchmark import floors, ncu, profile
+from flash_benchmark.cases import Case
 
 _NCU = """==PROF== Connected to process 1
 "ID","Kernel Name","gpu__time_duration.sum","launch__registers_per_thread",\

@@ -8,7 +8,7 @@
 
 #include "plan/modifiers.h"
 
-// Switches of the ablation benchmark, with what is shipped as their values.
+// Switches of `python benchmarks/run.py ablation`, with what is shipped as their values.
 #ifndef JAX_FLASH_SM90_OPTIMISTIC
 #define JAX_FLASH_SM90_OPTIMISTIC 1
 #endif

@@ -5,8 +5,8 @@
 
 #include "tile/smem_tile.cuh"
 
-// The switches of `python -m jax_flash.benchmark ablation`, with what is shipped as their values;
-// it builds variants with -D. jax_flash/benchmark/switches.py lists which values it tries.
+// The switches of `python benchmarks/run.py ablation`, with what is shipped as their values;
+// it builds variants with -D. flash_benchmark/switches.py lists which values it tries.
 #ifndef JAX_FLASH_SM80_FORWARD_BLOCK_Q
 #define JAX_FLASH_SM80_FORWARD_BLOCK_Q 128
 #endif

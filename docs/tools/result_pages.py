@@ -9,6 +9,7 @@ not there is left out.
 
 import json
 import pathlib
+import re
 import shlex
 import sys
 from collections.abc import Callable
@@ -53,7 +54,9 @@ def where(document: dict) -> str:
 def command(document: dict) -> str:
     """How a file was made, under the name that it has here."""
     flags = f"XLA_FLAGS={shlex.quote(document['xla_flags'])} " if document.get("xla_flags") else ""
-    return flags + document["command"].replace("python3 ", "python ")
+    # Older files name the module that the benchmark was.
+    moved = re.sub(r"-m jax_flash\.benchmark", "benchmarks/run.py", document["command"])
+    return flags + moved.replace("python3 ", "python ")
 
 
 def block(commands: list[str]) -> str:

@@ -9,7 +9,7 @@
 #include "sm90/ring.cuh"
 #include "tile/smem_tile.cuh"
 
-// Switches of `python -m jax_flash.benchmark ablation`, with what is shipped as their values.
+// Switches of `python benchmarks/run.py ablation`, with what is shipped as their values.
 #ifndef JAX_FLASH_SM90_BWD_BLOCK_Q
 #define JAX_FLASH_SM90_BWD_BLOCK_Q (kHeadDim <= 64 ? 128 : 64)
 #endif

@@ -6,8 +6,8 @@
 #include "plan/recipes.h"
 #include "tile/smem_tile.cuh"
 
-// Switches of the ablation benchmark, with what is shipped as their values; more of them:
-// plan/recipes.h.
+// Switches of `python benchmarks/run.py ablation`, with what is shipped as their values; more of
+// them: plan/recipes.h.
 #ifndef JAX_FLASH_SM90_CONVERT_VALUES
 #define JAX_FLASH_SM90_CONVERT_VALUES 1
 #endif

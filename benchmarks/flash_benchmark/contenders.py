@@ -14,8 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_flash
+from flash_benchmark.cases import Case, options
 from jax_flash import dispatch, ffi
-from jax_flash.benchmark.cases import Case, options
 
 
 class UnavailableError(Exception):
@@ -107,17 +107,15 @@ class JaxContender(Contender):
                 return jax.tree.unflatten(tree, leaves)(dout)
 
             run = jax.jit(backward).lower(kept[0][0], inputs[0][3]).compile()
-            _check_memory(run)
+            own = _check_memory(run)
             calls["backward"] = lambda i: run(kept[i % len(kept)][0], inputs[i % len(inputs)][3])
             # What is kept for the backward pass counts as memory that it needs.
-            own = int(run.memory_analysis().temp_size_in_bytes)
             memory["backward"] = own + max(0, _bytes(kept[0][0]) - _bytes(arguments))
 
         def prepare_other(what, function):
             run = jax.jit(function).lower(extras, *inputs[0]).compile()
-            _check_memory(run)
+            memory[what] = _check_memory(run)
             calls[what] = lambda i: run(extras, *inputs[i % len(inputs)])
-            memory[what] = int(run.memory_analysis().temp_size_in_bytes)
 
         def prepare_pass(what):
             try:
@@ -147,11 +145,11 @@ class JaxContender(Contender):
 
 
 def _bytes(tree) -> int:
-    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(tree))
+    return sum(x.nbytes for x in jax.tree.leaves(tree))
 
 
-def _check_memory(compiled, copies: int = 1) -> None:
-    """Refuses what would not fit, rather than let the allocator find out."""
+def _check_memory(compiled, copies: int = 1) -> int:
+    """Bytes of temporaries; refuses what would not fit, rather than let the allocator find out."""
     stats = jax.devices()[0].memory_stats() or {}
     free = stats.get("bytes_limit", np.inf) - stats.get("bytes_in_use", 0)
     plan = compiled.memory_analysis()
@@ -159,6 +157,7 @@ def _check_memory(compiled, copies: int = 1) -> None:
     if needed > 0.95 * free:
         sizes = f"{needed / 2**30:.0f} GiB, of which {free / 2**30:.0f} are free"
         raise UnavailableError(f"needs {sizes}")
+    return int(plan.temp_size_in_bytes)
 
 
 def reason(error: Exception) -> str:
@@ -220,7 +219,7 @@ def _absent(family: int) -> Callable[[Case], Callable]:
 
 def all_contenders() -> dict[str, Contender]:
     """Every contender by name, those first that this package has."""
-    from jax_flash.benchmark import peers
+    from flash_benchmark import peers
 
     own = flash_families()
     if dispatch.current_platform() == "cuda":

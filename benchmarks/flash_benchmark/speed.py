@@ -13,16 +13,16 @@ from typing import Any
 
 import jax
 
-from jax_flash.benchmark import oracle, stats, timing
-from jax_flash.benchmark.cases import Case, make_inputs
-from jax_flash.benchmark.contenders import (
+from flash_benchmark import oracle, stats, timing
+from flash_benchmark.cases import Case, make_inputs
+from flash_benchmark.contenders import (
     Contender,
     JaxContender,
     Prepared,
     is_own,
     reason,
 )
-from jax_flash.benchmark.environment import cache_bytes
+from flash_benchmark.environment import cache_bytes
 
 MAX_SETS = 64  # of inputs that are rotated
 _OWN, _PLAIN = "jax_flash", "plain"
@@ -51,7 +51,7 @@ def input_sets(case: Case, cold: bool) -> list:
     count = 1
     if cold:
         one = case.bytes("forward")
-        count = min(MAX_SETS, max(1, int(-(-2 * cache_bytes(jax.devices()[0]) // one))))
+        count = min(MAX_SETS, max(1, int(-(-2 * cache_bytes() // one))))
     return [make_inputs(case, seed)[0] for seed in range(count)]
 
 
@@ -76,7 +76,7 @@ def prepare_all(
         done = dict(zip((c.name for c in compiled), pool.map(prepare, compiled), strict=True))
     # PyTorch chooses its backend by global flags: one at a time.
     prepared = {c.name: done[c.name] if c.name in done else prepare(c) for c in contenders}
-    slow = sorted((name for name in taken if taken[name] > 0.5), key=taken.get, reverse=True)
+    slow = sorted((name for name in taken if taken[name] > 0.5), key=lambda name: -taken[name])
     say("  compiled" + "".join(f", {name} in {taken[name]:.1f} s" for name in slow))
     return prepared, taken
 
@@ -158,7 +158,7 @@ def _checked(case, what: str, one: Prepared | str, truth, row) -> timing.Run | N
         row["unavailable"] = one if isinstance(one, str) else one.refused[what]
         return None
     try:
-        row["errors"] = oracle.errors(truth, one.results(what)) if truth else {}
+        row["errors"] = oracle.errors(truth, one.results(what))
     except Exception as error:  # a call may fail that has compiled
         row["unavailable"] = reason(error)
         return None

@@ -3,35 +3,38 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+import scipy.stats
 
 NOISY = 0.02  # of the median: a standard deviation above it is flagged
 RESAMPLES = 2000
 COVERAGE = 0.95
 
 
-def _medians(rows: np.ndarray, indices: np.ndarray) -> np.ndarray:
-    return np.median(rows[indices], axis=1)
+def _interval(data: tuple[np.ndarray, ...], statistic: Callable, *, paired=False) -> list[float]:
+    """The percentile bootstrap's interval for a statistic of one or two series.
+
+    See Efron and Tibshirani, "An introduction to the bootstrap", 1993, chapter 13. The seed is
+    fixed, so that the same times give the same interval. That of single times is a point.
+    """
+    if min(series.size for series in data) < 2:
+        return [float(statistic(*data, axis=-1))] * 2
+    found = scipy.stats.bootstrap(
+        data, statistic, n_resamples=RESAMPLES, confidence_level=COVERAGE, paired=paired,
+        method="percentile", rng=np.random.default_rng(0),
+    )  # fmt: skip
+    return [float(end) for end in found.confidence_interval]
 
 
-def _indices(count: int, seed: int) -> np.ndarray:
-    return np.random.default_rng(seed).integers(count, size=(RESAMPLES, count))
-
-
-def _interval(values: np.ndarray) -> list[float]:
-    tail = 50 * (1 - COVERAGE)
-    return [float(x) for x in np.percentile(values, [tail, 100 - tail])]
+def _ratio(times: np.ndarray, others: np.ndarray, axis: int) -> Any:
+    return np.median(others, axis) / np.median(times, axis)
 
 
 def summarise(times: Sequence[float]) -> dict[str, Any]:
-    """Of times in seconds: median, 95% bootstrap interval for it, standard deviation, flag.
-
-    The interval is the percentile bootstrap's (Efron and Tibshirani, "An introduction to the
-    bootstrap", 1993, chapter 13) with a fixed seed, so that the same times give the same one.
-    """
+    """Of times in seconds: median, 95% bootstrap interval for it, standard deviation, flag."""
     series = np.asarray(times, np.float64)
     if series.size == 0:
         raise ValueError("summarise: expected at least one time, got none")
@@ -40,7 +43,7 @@ def summarise(times: Sequence[float]) -> dict[str, Any]:
     return {
         "calls": int(series.size),
         "median_s": median,
-        "interval_s": _interval(_medians(series, _indices(series.size, 0))),
+        "interval_s": _interval((series,), np.median),
         "std_s": std,
         "noisy": std > NOISY * median,
     }
@@ -58,12 +61,9 @@ def compare(times: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
     both, so that what disturbed a round does not widen the ratio's interval.
     """
     a, b = np.asarray(times, np.float64), np.asarray(others, np.float64)
-    drawn = _indices(a.size, 1)
-    of_others = _medians(b, drawn if a.size == b.size else _indices(b.size, 2))
-    ratio = float(np.median(b) / np.median(a))
     return {
-        "ratio": ratio,
-        "interval": _interval(of_others / _medians(a, drawn)),
+        "ratio": float(_ratio(a, b, axis=-1)),
+        "interval": _interval((a, b), _ratio, paired=a.size == b.size),
         "disjoint": disjoint(summarise(times)["interval_s"], summarise(others)["interval_s"]),
     }
 

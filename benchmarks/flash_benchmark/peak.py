@@ -7,7 +7,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_flash.benchmark import stats, timing
+from flash_benchmark import stats, timing
 
 
 def measure_peak(timer: timing.Timer, dtype: str, *, calls: int = 20, sustained: float = 0.0):

@@ -14,8 +14,8 @@ from typing import Any
 
 import jax
 
-from jax_flash.benchmark.cases import Case, options
-from jax_flash.benchmark.contenders import (
+from flash_benchmark.cases import Case, options
+from flash_benchmark.contenders import (
     Contender,
     JaxContender,
     Prepared,
@@ -128,16 +128,15 @@ class TorchContender(Contender):
         torch = _import("torch")
         if not torch.cuda.is_available():
             raise UnavailableError("this PyTorch has no CUDA")
-        from torch.nn.attention import SDPBackend, sdpa_kernel
-
         _only_plain(case, "grouped heads", "q_len other than kv_len")
-        backend = getattr(SDPBackend, self.backend)
+        choice = _import("torch.nn.attention")
+        backend = getattr(choice.SDPBackend, self.backend)
         arrays = [
             [torch.from_dlpack(x).transpose(1, 2).detach() for x in one] for one in inputs
         ]  # [B,N,T,H], as views
 
         def attend(query, key, value):
-            with sdpa_kernel(backend):
+            with choice.sdpa_kernel(backend):
                 return torch.nn.functional.scaled_dot_product_attention(
                     query, key, value, is_causal=case.is_causal, enable_gqa=True
                 )

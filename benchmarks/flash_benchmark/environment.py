@@ -20,16 +20,16 @@ _PACKAGES = (
     "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "tokamax", "flash-attn-jax",
     "torch", "triton",
 )  # fmt: skip
+_ROOT = pathlib.Path(__file__).resolve().parents[2]  # of the checkout
 _CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu"
 
 
-def environment(device: jax.Device, commit: str | None = None) -> dict[str, Any]:
+def environment(commit: str | None = None) -> dict[str, Any]:
     """Device, driver, clocks, versions, commit, command, XLA's flags and time, as JSON takes them.
 
-    Args:
-      device: the one measured.
-      commit: said by the user, where this does not run from a checkout.
+    The device is JAX's first. Without a `commit` it is that of the checkout this runs from, if any.
     """
+    device = jax.devices()[0]
     versions = {"python": platform.python_version()}
     for name in _PACKAGES:
         try:
@@ -61,9 +61,10 @@ def command_line() -> str:
     """This process's command, without the folders of this machine."""
     python = pathlib.Path(sys.executable).name
     program, *rest = sys.argv
+    path = pathlib.Path(program).resolve()
+    if path.is_relative_to(_ROOT):
+        program = path.relative_to(_ROOT).as_posix()
     arguments = [pathlib.Path(x).name if x.startswith("/") else x for x in rest]
-    if pathlib.Path(program).name == "__main__.py":  # python -m
-        return shlex.join([python, "-m", "jax_flash.benchmark", *arguments])
     return shlex.join([python, program, *arguments])
 
 
@@ -75,10 +76,10 @@ def clocks() -> dict[str, str] | None:
     return dict(zip(_CLOCKS.split(","), (part.strip() for part in text.split(",")), strict=False))
 
 
-def cache_bytes(device: jax.Device) -> int:
+def cache_bytes() -> int:
     """The last-level cache: inputs smaller than it may be found there by the next call."""
     fallback = 128 * 2**20
-    if device.platform == "gpu":
+    if jax.default_backend() == "gpu":
         try:
             cuda, size = ctypes.CDLL("libcuda.so.1"), ctypes.c_int()
             if cuda.cuDeviceGetAttribute(ctypes.byref(size), 38, 0) == 0:  # L2_CACHE_SIZE
@@ -122,16 +123,15 @@ def _native() -> dict[str, Any]:
 
 def _commit() -> str | None:
     """The commit of the checkout this runs from, + after it where files have changed since."""
-    for place in (pathlib.Path(__file__).resolve().parent, pathlib.Path.cwd()):
-        root = _git(place, "rev-parse", "--show-toplevel")
-        # Not that of an unrelated repository in which the package happens to be installed.
-        if root and (pathlib.Path(root) / "jax_flash" / "benchmark").is_dir():
-            return _git(place, "describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
-    return None
+    root = _git("rev-parse", "--show-toplevel")
+    # Not that of an unrelated repository in which a copy of the sources lies.
+    if root is None or pathlib.Path(root).resolve() != _ROOT:
+        return None
+    return _git("describe", "--always", "--abbrev=12", "--dirty=+", "--exclude=*")
 
 
-def _git(place: pathlib.Path, *arguments: str) -> str | None:
-    command = ["git", "-C", str(place), *arguments]
+def _git(*arguments: str) -> str | None:
+    command = ["git", "-C", str(_ROOT), *arguments]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
     except (OSError, subprocess.SubprocessError):

@@ -8,8 +8,8 @@ import sys
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from jax_flash.benchmark import stats
-from jax_flash.benchmark.peak import percent_of_peak
+from flash_benchmark import stats
+from flash_benchmark.peak import percent_of_peak
 
 try:
     from tqdm import tqdm

@@ -10,12 +10,12 @@ import time
 
 import jax
 
+from flash_benchmark import environment, peak, report, speed, timing
+from flash_benchmark.cases import PASSES, Case
+from flash_benchmark.contenders import all_contenders
+from flash_benchmark.layer import LAYERS, measure_layer
+from flash_benchmark.tables import TABLES, select
 from jax_flash import ffi
-from jax_flash.benchmark import environment, peak, report, speed, timing
-from jax_flash.benchmark.cases import PASSES, Case
-from jax_flash.benchmark.contenders import all_contenders
-from jax_flash.benchmark.layer import LAYERS, measure_layer
-from jax_flash.benchmark.tables import TABLES, select
 
 COMMANDS = {
     "speed": "times attentions beside each other (the default)",
@@ -30,7 +30,7 @@ def main(argv: list[str]) -> int:
     """Runs a command; returns the exit status."""
     command = argv[0] if argv and argv[0] in COMMANDS else "speed"
     if command != "speed":
-        return importlib.import_module(f"jax_flash.benchmark.{command}").main(argv[1:])
+        return importlib.import_module(f"flash_benchmark.{command}").main(argv[1:])
     return speed_command(argv[1:] if argv and argv[0] == command else argv)
 
 
@@ -72,7 +72,7 @@ def own_cases(arguments: argparse.Namespace) -> list[Case]:
 def parse_speed(argv: list[str]) -> argparse.Namespace:
     tables = ", ".join([*TABLES, *LAYERS])
     parser = argparse.ArgumentParser(
-        prog="python -m jax_flash.benchmark",
+        prog="python benchmarks/run.py",
         description="Times jax_flash beside other attentions, call by call in turn, and compares "
         "each with a float64 oracle. Other commands: "
         + "; ".join(f"{name}: {text}" for name, text in list(COMMANDS.items())[1:]) + ".",
@@ -171,15 +171,11 @@ def speed_command(argv: list[str]) -> int:
 def start(arguments: argparse.Namespace) -> tuple[dict, timing.Timer, str]:
     """What every document begins with, the timer, and the sentence about it."""
     if ffi.native is None:  # the reference would be measured under the kernels' name
-        raise SystemExit(
-            f"benchmark: {ffi.load_error} (imported from {ffi.__file__}; in a checkout that is "
-            "not the installed package: python -P -m jax_flash.benchmark, or another folder)"
-        )
-    device = jax.devices()[0]
+        raise SystemExit(f"benchmark: {ffi.load_error} (jax_flash is imported from {ffi.__file__})")
     timer, sentence = timing.choose_timer(arguments.timer)
     document = {
         "format": report.FORMAT,
-        **environment.environment(device, arguments.commit),
+        **environment.environment(arguments.commit),
         "timing": {"source": timer.source, "sentence": sentence, "warmup": arguments.warmup,
                    "calls": arguments.calls},
         "peaks": {},
@@ -196,7 +192,7 @@ def finish(arguments: argparse.Namespace, document: dict, old: dict | None) -> i
         report.save(document, arguments.save)
         print(f"wrote {arguments.save}")
     if getattr(arguments, "plot", None):
-        from jax_flash.benchmark import plots
+        from flash_benchmark import plots
 
         for path in plots.draw_all(document, arguments.plot):
             print(f"wrote {path}")

@@ -19,8 +19,8 @@ from __future__ import annotations
 import dataclasses
 from typing import Any
 
-from jax_flash.benchmark import report
-from jax_flash.benchmark.cases import Case
+from flash_benchmark import report
+from flash_benchmark.cases import Case
 
 _TENSOR_RATE = {80: 2048, 90: 4096}  # dense 16-bit FLOP a clock and SM
 _EXPONENTIALS = 16  # a clock and SM

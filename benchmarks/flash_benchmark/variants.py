@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib.machinery
 import importlib.util
 import json
 import pathlib
@@ -15,11 +16,12 @@ from collections.abc import Iterator
 
 import jax
 
+from flash_benchmark.switches import Switch
 from jax_flash import ffi
-from jax_flash.benchmark.switches import Switch
 
 SHIPPED = "as shipped"
 MANIFEST = "variants.json"
+_SOURCES = pathlib.Path(__file__).resolve().parents[2]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,21 +57,7 @@ def plan(
     return planned
 
 
-def find_source(path: str | None) -> pathlib.Path:
-    """The checkout to build from."""
-    places = [path] if path else [pathlib.Path(__file__).resolve().parents[2], "."]
-    for place in map(pathlib.Path, places):
-        if (place / "CMakeLists.txt").exists() and (place / "cuda").is_dir():
-            return place.resolve()
-    raise FileNotFoundError(
-        "ablation builds from a checkout of the sources: --source names it (tried "
-        + ", ".join(map(str, places)) + ")"
-    )  # fmt: skip
-
-
-def build(
-    planned: list[tuple[Variant, str]], source: pathlib.Path, folder: pathlib.Path
-) -> list[Variant]:
+def build(planned: list[tuple[Variant, str]], folder: pathlib.Path) -> list[Variant]:
     """Builds each into the folder, in one CMake build that recompiles what a switch changes.
 
     A value that changes no byte of the library is the shipped one, and is left out.
@@ -82,7 +70,7 @@ def build(
         unit = f"sm{variant.family}_{variant.what}_{variant.head_dim}"
         instance = f"sm{variant.family}_{variant.what}_bfloat16_{variant.head_dim}_plain"
         commands = [
-            ["cmake", "-S", str(source), "-B", str(work), f"-DPython_EXECUTABLE={sys.executable}",
+            ["cmake", "-S", str(_SOURCES), "-B", str(work), f"-DPython_EXECUTABLE={sys.executable}",
              "-DJAX_FLASH_CUDA=ON", f"-DJAX_FLASH_DEFINES={define}",
              f"-DJAX_FLASH_INSTANCES=^{instance}$",
              *(["-G", "Ninja"] if shutil.which("ninja") else [])],
@@ -184,9 +172,10 @@ def load(path: pathlib.Path) -> Library:
     if path not in _loaded:
         # Python looks for PyInit__native, by the last part of the name.
         name = f"jax_flash_variant_{len(_loaded)}._native"
-        spec = importlib.util.spec_from_file_location(name, path)
+        loader = importlib.machinery.ExtensionFileLoader(name, str(path))
+        spec = importlib.machinery.ModuleSpec(name, loader, origin=str(path))
         module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
+        loader.exec_module(module)
         suffix = f"_variant_{len(_loaded)}"
         for target, platform, handler in module.registrations():
             jax.ffi.register_ffi_target(target + suffix, handler, platform=platform)

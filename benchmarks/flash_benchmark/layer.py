@@ -14,15 +14,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_flash.benchmark import cases, stats, timing
-from jax_flash.benchmark.cases import Case
-from jax_flash.benchmark.contenders import (
+from flash_benchmark import cases, stats, timing
+from flash_benchmark.cases import Case
+from flash_benchmark.contenders import (
     Contender,
     JaxContender,
     UnavailableError,
     reason,
 )
-from jax_flash.benchmark.speed import compare
+from flash_benchmark.speed import compare
 
 # Relative differences of outputs, in the 2-norm, that rounding explains.
 AGREE = {"float32": 1e-2, "bfloat16": 5e-2}

@@ -1,9 +1,9 @@
-"""What each switch of a kernel's configuration is worth: `python -m jax_flash.benchmark ablation`.
+"""What each switch of a kernel's configuration is worth: `python benchmarks/run.py ablation`.
 
-Builds one small library for each value of each switch (`switches.SWITCHES`), from a checkout of
-the sources and with nvcc, loads them beside each other, checks each against the float64 oracle
-and times them in turn. Attention out of three separate XLA programs is the first row. Building
-needs no GPU and measuring no compiler, so the two may happen apart:
+Builds one small library for each value of each switch (`switches.SWITCHES`), from the checkout's
+sources and with nvcc, loads them beside each other, checks each against the float64 oracle and
+times them in turn. Attention out of three separate XLA programs is the first row. Building needs
+no GPU and measuring no compiler, so the two may happen apart:
 
     ablation --build-only variants          # where nvcc is
     ablation --libraries variants           # where the GPU is
@@ -24,10 +24,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash.benchmark import cli, oracle, report, stats, timing, variants
-from jax_flash.benchmark.cases import Case, make_inputs
-from jax_flash.benchmark.contenders import reason
-from jax_flash.benchmark.switches import SWITCHES, select
+from flash_benchmark import cli, oracle, report, stats, timing, variants
+from flash_benchmark.cases import Case, make_inputs
+from flash_benchmark.contenders import reason
+from flash_benchmark.switches import SWITCHES, select
 from jax_flash.passes import Pass
 from jax_flash.primitives import run_on
 from jax_flash.spec import make_spec
@@ -37,7 +37,7 @@ UNFUSED = "unfused XLA"
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m jax_flash.benchmark ablation", description=__doc__,
+        prog="python benchmarks/run.py ablation", description=__doc__,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
     add = parser.add_argument
@@ -46,7 +46,6 @@ def main(argv: list[str]) -> int:
     add("--head-dims", type=int, nargs="+", default=[64, 128])
     add("--switches", nargs="+", metavar="NAME", help="default: all; --list names them")
     add("--shape", type=int, nargs=3, default=[4, 4096, 16], metavar=("BATCH", "LENGTH", "HEADS"))
-    add("--source", metavar="FOLDER", help="a checkout of the sources")
     add("--build-only", metavar="FOLDER", help="build there, and measure nothing")
     add("--libraries", metavar="FOLDER", help="measure what --build-only left there")
     add("--list", action="store_true", help="list the switches, and exit")
@@ -58,11 +57,6 @@ def main(argv: list[str]) -> int:
         return 0
     if arguments.libraries:
         return measure_folder(pathlib.Path(arguments.libraries), arguments)
-    try:
-        source = variants.find_source(arguments.source)
-    except FileNotFoundError as error:
-        print(error, file=sys.stderr)
-        return 2
     planned = [
         entry
         for family in arguments.family
@@ -72,20 +66,20 @@ def main(argv: list[str]) -> int:
         for entry in variants.plan(family, what, head_dim, switches)
     ]
     if arguments.build_only:
-        return _build(planned, source, pathlib.Path(arguments.build_only))
+        return _build(planned, pathlib.Path(arguments.build_only))
     if jax.default_backend() != "gpu":
         print("ablation: the switches are of CUDA kernels, and JAX sees no GPU; --build-only "
               "builds without one", file=sys.stderr)  # fmt: skip
         return 2
     with tempfile.TemporaryDirectory(prefix="jax_flash_ablation_") as folder:
-        return _build(planned, source, pathlib.Path(folder)) or measure_folder(
+        return _build(planned, pathlib.Path(folder)) or measure_folder(
             pathlib.Path(folder), arguments
         )
 
 
-def _build(planned, source: pathlib.Path, folder: pathlib.Path) -> int:
+def _build(planned, folder: pathlib.Path) -> int:
     folder.mkdir(parents=True, exist_ok=True)
-    built = variants.build(planned, source, folder)
+    built = variants.build(planned, folder)
     for variant in built:
         if variant.problem:
             print(f"{variant.switch}={variant.value} (sm_{variant.family} {variant.what} "
@@ -179,19 +173,18 @@ def _variant_call(
     )  # fmt: skip
     names = ("query", "key", "value")
     operands = dict(zip(names, inputs[:3], strict=True))
-    if what == "forward":
 
-        def call(operands):
-            return run_on(platform, Pass(spec), operands)["out"]
-    else:
+    def forward(operands):
+        return run_on(platform, Pass(spec), operands)
+
+    def backward(operands):
+        grads = run_on(platform, Pass(spec, "backward"), operands)
+        return tuple(grads[name] for name in names)
+
+    if what == "backward":
         # Output and log-sum-exp from the package's own library: the variant has no such kernel.
-        results = jax.jit(lambda x: run_on(platform, Pass(spec), x))(operands)
-        operands |= {**results, "dout": inputs[3]}
-
-        def call(operands):
-            grads = run_on(platform, Pass(spec, "backward"), operands)
-            return tuple(grads[name] for name in names)
-
+        operands |= {**jax.jit(forward)(operands), "dout": inputs[3]}
+    call = backward if what == "backward" else lambda operands: forward(operands)["out"]
     with library.in_use():
         run = jax.jit(call).lower(operands).compile()
     return lambda: run(operands)

@@ -1,4 +1,4 @@
-"""What a call costs on the host: `python -m jax_flash.benchmark host`.
+"""What a call costs on the host: `python benchmarks/run.py host`.
 
 Tracing, lowering and dispatching a call, against jax.nn's, and importing the package. A dispatch
 is timed with operands so small that the device does almost nothing, without waiting for results
@@ -21,7 +21,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_flash
-from jax_flash.benchmark import cli, report, stats
+from flash_benchmark import cli, report, stats
 
 _ATTENTIONS = {
     "jax_flash": jax_flash.dot_product_attention,
@@ -36,7 +36,7 @@ _IMPORTS = {  # beyond jax itself
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m jax_flash.benchmark host", description=__doc__.split("\n")[0]
+        prog="python benchmarks/run.py host", description="What a call costs on the host."
     )
     add = parser.add_argument
     add("--calls", type=int, default=20, help="of each step (default: %(default)s)")
@@ -137,7 +137,7 @@ def measure_imports(calls: int) -> list[dict[str, Any]]:
         taken = []
         for _ in range(max(3, calls // 4)):
             done = subprocess.run(
-                [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+                [sys.executable, "-P", "-c", code], env=environment, capture_output=True, text=True
             )
             if done.returncode:
                 break

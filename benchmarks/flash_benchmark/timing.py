@@ -15,15 +15,16 @@ import dataclasses
 import pathlib
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from typing import Any, Protocol, TypeVar
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+Key = TypeVar("Key", bound=Hashable)
 Run = Callable[[int], None]  # makes the i-th call and waits for its results
-_MARK = "jax_flash_benchmark "
+_MARK = "flash_benchmark "
 
 
 class Timer(Protocol):
@@ -32,7 +33,7 @@ class Timer(Protocol):
     source: str  # as it stands in tables and JSON
     sentence: str
 
-    def record(self, schedule: Sequence[tuple[str, Callable[[], Any]]]) -> dict[str, list[float]]:
+    def record(self, schedule: Sequence[tuple[Key, Callable[[], Any]]]) -> dict[Key, list[float]]:
         """Makes the calls in order; returns seconds by key."""
         ...
 
@@ -45,7 +46,7 @@ class WallTimer:
     sentence: str = "wall time, from dispatching a call until its results are there"
 
     def record(self, schedule):
-        times: dict[str, list[float]] = {}
+        times: dict[Any, list[float]] = {}
         for key, run in schedule:
             start = time.perf_counter()
             run()
@@ -67,13 +68,14 @@ class CuptiTimer:
                     run()
         spans, activities = read_trace(folder)
         folder.cleanup()
-        times: dict[str, list[float]] = {}
+        times: dict[Any, list[float]] = {}
         for index, seconds in attribute(spans, activities).items():
             times.setdefault(schedule[index][0], []).append(seconds)
         return times
 
     def sustained(self, enqueue: Callable[[], Any], wait, calls: int) -> list[float]:
         """Seconds of each of the calls' later half, all enqueued without waiting between them."""
+        result = None
         with _trace() as folder:
             for _ in range(calls):
                 result = enqueue()
@@ -166,18 +168,18 @@ def choose_timer(name: str = "auto") -> tuple[Timer, str]:
     return wall, f"{wall.sentence}, because CUPTI cannot be used: {problem}"
 
 
-def schedule(keys: Sequence[str], calls: int, seed: int = 0) -> list[tuple[str, int]]:
+def schedule(keys: Sequence[Key], calls: int, seed: int = 0) -> list[tuple[Key, int]]:
     """(key, index) of every call: rounds of one call of each key, in a new order every round.
 
     A call's neighbours, which leave it caches and clocks, are then different ones each time.
     """
     generator = np.random.default_rng(seed)
-    return [(keys[k], i) for i in range(calls) for k in generator.permutation(len(keys))]
+    return [(keys[k], i) for i in range(calls) for k in generator.permutation(len(keys)).tolist()]
 
 
 def measure(
-    runs: dict[str, Run], timer: Timer, *, warmup: int, calls: int, seconds: float | None = None
-) -> dict[str, dict[str, list[float]]]:
+    runs: dict[Key, Run], timer: Timer, *, warmup: int, calls: int, seconds: float | None = None
+) -> dict[Key, dict[str, list[float]]]:
     """Times of every run by key: {"wall": [...]} and, where the timer is not that, its own.
 
     Args:

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import csv
 import io
+import pathlib
 import subprocess
 import sys
 from typing import Any
 
+_PROGRAM = pathlib.Path(__file__).resolve().parents[1] / "run.py"
 _SECTIONS = ("SpeedOfLight", "ComputeWorkloadAnalysis", "MemoryWorkloadAnalysis", "SchedulerStats",
              "WarpStateStats", "Occupancy", "LaunchStats", "InstructionStats")  # fmt: skip
 # What is printed, by names that releases of ncu have for it; the first one found counts.
@@ -84,15 +86,7 @@ def run(ncu: str, argv: list[str], metrics: list[str]) -> tuple[str, str]:
         command += ["--metrics", ",".join(metrics), "--cache-control", "none"]
     else:
         command += [word for section in _SECTIONS for word in ("--section", section)]
-    command += [
-        sys.executable,
-        *(["-P"] if sys.flags.safe_path else []),
-        "-m",
-        "jax_flash.benchmark",
-        "profile",
-        *argv,
-        "--inside",
-    ]
+    command += [sys.executable, str(_PROGRAM), "profile", *argv, "--inside"]
     done = subprocess.run(command, capture_output=True, text=True)
     if parse_csv(done.stdout):
         return done.stdout, ""

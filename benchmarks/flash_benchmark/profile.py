@@ -1,4 +1,4 @@
-"""Where a kernel's time goes: `python -m jax_flash.benchmark profile`, by Nsight Compute.
+"""Where a kernel's time goes: `python benchmarks/run.py profile`, by Nsight Compute.
 
 Runs itself under `ncu`, one call of each pass, and prints for each kernel how busy the units are
 and what warps wait for; then for each call the least time that each limit allows, and where the
@@ -19,10 +19,10 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_flash.benchmark import cli, floors, ncu, peak, report, timing
-from jax_flash.benchmark.cases import PASSES, Case, make_inputs
-from jax_flash.benchmark.contenders import UnavailableError, all_contenders
-from jax_flash.benchmark.tables import TABLES, select
+from flash_benchmark import cli, floors, ncu, peak, report, timing
+from flash_benchmark.cases import PASSES, Case, make_inputs
+from flash_benchmark.contenders import UnavailableError, all_contenders
+from flash_benchmark.tables import TABLES, select
 
 _CALL = "#call "  # before what is profiled next, as JSON
 _STOPPED = "#stopped"  # after the last case that --stop-after allows
@@ -31,7 +31,7 @@ _MARK = "xor"  # in the name of a kernel that stands before those of each call
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m jax_flash.benchmark profile",
+        prog="python benchmarks/run.py profile",
         description="Runs Nsight Compute (ncu) on one call of each pass and case.",
     )
     add = parser.add_argument

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-from jax_flash.benchmark.cases import FEATURES, Case
+from flash_benchmark.cases import FEATURES, Case
 
 _BOTH = (False, True)
 

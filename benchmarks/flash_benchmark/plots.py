@@ -1,4 +1,4 @@
-"""The results as PNGs: `--plot FOLDER`, or `python -m jax_flash.benchmark plots FILE FOLDER`."""
+"""The results as PNGs: `--plot FOLDER`, or `python benchmarks/run.py plots FILE FOLDER`."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import argparse
 import pathlib
 from typing import Any
 
-from jax_flash.benchmark import report
-from jax_flash.benchmark.contenders import is_own
+from flash_benchmark import report
+from flash_benchmark.contenders import is_own
 
 
 def main(argv: list[str]) -> int:
     parser = argparse.ArgumentParser(
-        prog="python -m jax_flash.benchmark plots", description="Draws what --save wrote, as PNGs."
+        prog="python benchmarks/run.py plots", description="Draws what --save wrote, as PNGs."
     )
     parser.add_argument("file", metavar="FILE.json")
     parser.add_argument("folder", metavar="FOLDER")
