@@ -140,7 +140,8 @@ def _check_precision(precision: Any) -> None:
     """Refuses what asks for a particular dot algorithm; see `dot_product_attention`."""
     for entry in precision if isinstance(precision, (tuple, list)) else (precision,):
         try:
-            entry is None or jax.lax.Precision(entry)
+            if entry is not None:
+                jax.lax.Precision(entry)
         except ValueError:
             raise NotImplementedError(
                 f"precision must be None, a jax.lax.Precision or a pair of them, got "
