@@ -128,7 +128,7 @@ def make_step(config, attention: str, optimizer):
     def step(params, state, tokens, targets, positions):
         value, gradients = jax.value_and_grad(loss)(params, tokens, targets, positions)
         updates, state = optimizer.update(gradients, state, params)
-        return optax.apply_updates(params, updates), state, value, optax.global_norm(gradients)
+        return optax.apply_updates(params, updates), state, value, optax.tree.norm(gradients)
 
     return step
 

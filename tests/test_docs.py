@@ -122,6 +122,19 @@ def test_version_is_the_same_everywhere():
     assert re.search(rf"## (Unreleased\n\nWhat {version} will be|\[?{version}\b)", changelog)
 
 
+def test_pythons_are_the_same_everywhere():
+    with open(ROOT / "pyproject.toml", "rb") as file:
+        project = tomllib.load(file)["project"]
+    classifiers = re.findall(r"Python :: (3\.\d+)", "\n".join(project["classifiers"]))
+    oldest, newest = classifiers[0], classifiers[-1]
+    assert project["requires-python"] == f">={oldest}"
+    workflow = (ROOT / ".github" / "workflows" / "ci.yml").read_text()
+    assert json.loads(re.search(r"python: (\[.*\])", workflow)[1]) == classifiers
+    for page in (ROOT / "README.md", _DOCS / "guide" / "getting-started.md"):
+        assert f"Linux with Python {oldest} to {newest} and" in page.read_text()
+    assert f"| Python, JAX | {oldest} to {newest};" in (ROOT / "README.md").read_text()
+
+
 def test_actions_are_pinned_by_hash():
     for path in (ROOT / ".github" / "workflows").glob("*.yml"):
         for action in re.findall(r"uses: (.*)", path.read_text()):

@@ -273,7 +273,6 @@ def nested_lists(x):
 
 
 @pytest.mark.parametrize("form", [np.asarray, jnp.asarray, nested_lists, Holder])
-@pytest.mark.filterwarnings("error")
 def test_forms_of_arrays(form):
     def run(attention):
         return attention(

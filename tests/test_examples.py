@@ -30,9 +30,13 @@ def command(tmp_path, *arguments):
 
 
 def environment():
-    """This process's environment, for a script that is to import this process's jax_flash."""
+    """This process's environment, for a script that is to import this process's jax_flash.
+
+    A warning is an error there, too.
+    """
     paths = [str(pathlib.Path(jax_flash.__file__).parent.parent), os.environ.get("PYTHONPATH")]
     changed = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, paths))}
+    changed["PYTHONWARNINGS"] = "error"
     # A script finds the modules beside it through the path entry that this removes.
     changed.pop("PYTHONSAFEPATH", None)
     return changed

@@ -22,7 +22,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("equinox")
+pytest.importorskip("equinox", reason="needs Equinox: pip install '.[clients]'")
 import equinox as eqx
 
 import jax_flash

@@ -21,7 +21,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("haiku")
+pytest.importorskip("haiku", reason="needs Haiku: pip install '.[clients]'")
 import haiku as hk
 
 import jax_flash

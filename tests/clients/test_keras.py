@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 os.environ["KERAS_BACKEND"] = "jax"  # read when Keras is imported
-pytest.importorskip("keras")
+pytest.importorskip("keras", reason="needs Keras: pip install '.[clients]'")
 import keras
 
 import jax_flash

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-pytest.importorskip("numpyro")
+pytest.importorskip("numpyro", reason="needs NumPyro: pip install '.[clients]'")
 import numpyro
 import numpyro.distributions as dist
 from jax.flatten_util import ravel_pytree
