@@ -1,3 +1,5 @@
+// Implements launch.h: chooses the kernel for a call and launches it.
+
 #include "launch.h"
 
 #include <string>
@@ -46,8 +48,8 @@ Status forward(const Forward& params, int family, cudaStream_t stream) {
   if (status.ok()) status = choose(params, family, device, choice);
   if (status.ok()) status = launch(kForwardInstances, params, choice, stream);
   if (!status.ok() || choice.family == 80 || !params.bias) return status;
-  // The sm_90 kernels take it that a row's greatest logit is of moderate size. With a bias it may
-  // be of any: those rows are for the sm_80 kernel, which is exact there.
+  // The sm_90 kernels assume that a row's greatest logit is of moderate size. With a bias it may
+  // have any size: the sm_80 kernel, which is exact for them, redoes the tiles of such rows.
   Forward rest = params;
   rest.extreme_rows_only = true;
   Choice exact;

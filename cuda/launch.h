@@ -1,4 +1,4 @@
-// Runs the operation on an NVIDIA GPU: what the custom calls and the Python module see of it.
+// Runs the operation on an NVIDIA GPU. The custom calls and the Python module use this interface.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,17 +11,17 @@
 
 namespace jax_flash::cuda {
 
-// Enqueue the pass on `stream` of the current device. They allocate nothing, read no device
-// memory, wait for nothing, and enqueue the same kernels for the same shapes and options.
-// `family` is 0 for the best that the device runs, or 80 or 90.
+// Enqueue the pass on `stream` of the current device. They allocate nothing, read no device memory,
+// wait for nothing, and enqueue the same kernels for the same shapes and options. `family` is 0 for
+// the best that the device runs, or 80 or 90.
 //
-// float32 operands, head dims that are no multiple of 8 or above 256, and axes without elements, of
-// which no kernel makes anything, are Unimplemented.
-// Pointers of the operands of matrix products are multiples of 16 bytes, as are their strides.
+// The result is Unimplemented for float32 operands, for head dims that are not multiples of 8 or
+// exceed 256, and for axes without elements, which no kernel handles. Operands of matrix products
+// must have pointers and strides that are multiples of 16 bytes.
 Status forward(const Forward& params, int family, cudaStream_t stream);
 Status backward(const Backward& params, int family, cudaStream_t stream);
 
-// The kernel that a call gets on a device, of those that this build has.
+// Returns the kernel that a call gets on a device, among those in this build.
 Status choose(const Forward& params, int family, const Device& device, Choice& choice);
 Status choose(const Backward& params, int family, const Device& device, Choice& choice);
 

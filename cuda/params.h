@@ -1,6 +1,6 @@
-// What a call of the operation consists of, as plain structs: no XLA, no Python.
-// Handlers fill them from a custom call; every kernel, on the CPU and on a GPU,
-// takes them. Shapes are given in comments, innermost axis last, with
+// Defines what a call of the operation consists of, as plain structs: no XLA, no Python. Handlers
+// fill them from a custom call; every kernel, on the CPU and on a GPU, takes them. Shapes are given
+// in comments, innermost axis last, with
 //   batch    up to kMaxBatchDims axes, folded from all leading and vmapped axes
 //   T, S     query and key/value length           N, K  query and key/value heads
 //   H, h     head dim of query/key, and of value
@@ -11,28 +11,28 @@
 #if defined(__CUDACC__)
 #define JAX_FLASH_HOST_DEVICE __host__ __device__
 #else
-// Inlined always: sources compiled for different instruction sets include this file, and
-// a shared out-of-line copy could be one that the CPU cannot execute.
+// Always inlined: sources compiled for different instruction sets include this file, and a shared
+// out-of-line copy could be one that the CPU cannot execute.
 #define JAX_FLASH_HOST_DEVICE [[gnu::always_inline]]
 #endif
 
 namespace jax_flash {
 
-// Batch axes after folding: one suffices for a plain call; each vmap that leaves
-// some operand unmapped can add one, since that operand is not copied.
+// Number of batch axes after folding. One suffices for a plain call; each vmap that leaves some
+// operand unmapped can add one, since that operand is not copied.
 inline constexpr int kMaxBatchDims = 4;
 
 enum class DType : int32_t { kFloat32, kBFloat16, kFloat16 };
 
-// One operand or result: where it is and how far apart its elements are, in
-// elements. A broadcast axis has stride 0. An absent operand has data == nullptr.
+// Describes one operand or result: where it is and how far apart its elements are, in elements. A
+// broadcast axis has stride 0. An absent operand has data == nullptr.
 struct Operand {
   void* data = nullptr;
-  DType dtype = DType::kFloat32;  // floating operands only
+  DType dtype = DType::kFloat32;  // set for floating-point operands only
   int64_t batch[kMaxBatchDims] = {};
-  int64_t row = 0;   // along T for query-like operands, S for key-like ones
-  int64_t head = 0;  // along N or K
-  int64_t col = 0;   // along H, h or, for bias and mask, S
+  int64_t row = 0;   // stride along T for query-like operands, S for key-like ones
+  int64_t head = 0;  // stride along N or K
+  int64_t col = 0;   // stride along H, h or, for bias and mask, S
 
   JAX_FLASH_HOST_DEVICE explicit operator bool() const { return data != nullptr; }
 };
@@ -49,7 +49,7 @@ struct Shape {
 struct Options {
   float scale = 1.0f;
   bool is_causal = false;
-  // -1: unbounded. Where the call has an operand `window`, the most that its sizes may be.
+  // -1: unbounded. If the call has an operand `window`, these are upper bounds of its sizes.
   int32_t window_left = -1, window_right = -1;
   float logits_soft_cap = 0.0f;  // 0: none
   // Dropout keeps an element whose 16 random bits are >= dropout_threshold, and
@@ -57,7 +57,7 @@ struct Options {
   uint32_t dropout_threshold = 0;
   float dropout_scale = 1.0f;
   bool deterministic = false;
-  int32_t smem_limit = 0;  // bytes of shared memory a block may have; 0: what the device has
+  int32_t smem_limit = 0;  // shared memory that a block may use, in bytes; 0: the device's
 };
 
 struct Forward {
@@ -78,19 +78,21 @@ struct Forward {
   Operand dropout_seed;           // [batch, 2] uint32, along col
   Operand dropout_batch_ids;      // [batch] int32: the index b that dropout counts with
   Operand dropout_head_ids;       // [batch, N] int32: the index n that dropout counts with
-  // [batch, 2] int32, along col: the indices i and j that dropout counts row 0 and column 0 with,
-  // where the call is a block of a larger one; j a multiple of 8. Absent: 0.
+  // [batch, 2] int32, along col: the indices i and j that dropout uses for row 0 and column 0 if
+  // the call is a block of a larger one; j is a multiple of 8. Absent: 0.
   Operand dropout_start;
   // [batch, 2] int32, along col: left and right sizes of the window, not negative.
   Operand window;
 
   Operand out;  // [batch, T, N, h]; an input of the backward pass
   Operand lse;  // [batch, N, T] float32; likewise
-  // [batch, N, T] float32: what lse lacks of the exact logarithm, 0 where that is -inf; likewise.
-  // With a bias only: near a logit of -1e9, lse alone has lost the logarithm of the sum.
+  // [batch, N, T] float32: the difference between the exact logarithm and lse, 0 where lse is -inf;
+  // likewise. Present only with a bias: near a logit of -1e9, lse alone has lost the logarithm of
+  // the sum.
   Operand lse_low;
-  // Whether out, lse and lse_low are there, but for rows whose logits are extreme: query tiles that
-  // have some are computed anew. See needs_exact_logits() of modifiers/logits.cuh.
+  // If true, out, lse and lse_low are already computed, except for rows whose logits are extreme:
+  // query tiles that have such rows are computed again. See needs_exact_logits() of
+  // modifiers/logits.cuh.
   bool extreme_rows_only = false;
 
   void* workspace = nullptr;  // *_workspace_bytes() of the pass and platform, uninitialised
@@ -103,13 +105,13 @@ struct Backward : Forward {
   Operand dquery;  // [batch, T, N, H]
   Operand dkey;    // [batch, S, K, H]
   Operand dvalue;  // [batch, S, K, h]
-  // The bias's gradient, summed over every axis whose stride is 0, in the bias's
-  // dtype. Its batch strides can differ from the bias's: a vmapped axis that the
-  // bias is not mapped over still has one gradient per index. Absent: not wanted.
+  // The bias's gradient, summed over every axis whose stride is 0, in the bias's dtype. Its batch
+  // strides can differ from the bias's: a vmapped axis that the bias is not mapped over still has
+  // one gradient per index. Absent: not wanted.
   Operand dbias;
 };
 
-// Offset in elements of batch `index` (of shape.batch) in an operand.
+// Returns the offset, in elements, of batch `index` (of shape.batch) in an operand.
 JAX_FLASH_HOST_DEVICE inline int64_t batch_offset(const Shape& shape, const Operand& operand,
                                                   int64_t index) {
   int64_t offset = 0;

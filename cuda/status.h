@@ -1,4 +1,4 @@
-// The outcome of a native call: success, or a message that reaches the user as a
+// Defines the outcome of a native call: success, or a message that reaches the user as a
 // jax.errors.JaxRuntimeError. Nothing in this library throws or aborts.
 #pragma once
 

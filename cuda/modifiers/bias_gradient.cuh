@@ -1,11 +1,11 @@
-// The bias's gradient, in the bias's own shape: dbias = sum of dS over the axes on which the bias
-// is broadcast.
+// Computes the bias's gradient in the bias's own shape: dbias = sum of dS over the axes on which
+// the bias is broadcast.
 //
-// A block owns a 64x64 tile of dbias (or a row, column or element, where the bias has no more)
-// and visits every tile of logits that adds to it, computing S and dP once more, 64 columns of
-// the operands at a time. That is two products more than adding from the main kernel with
-// atomics would take, but it needs no memory of the bias's size, writes each element once, and
-// gives the same bits on every run.
+// A block owns a 64x64 tile of dbias (or a row, column or element, where the bias has no more) and
+// visits every tile of logits that adds to it. It computes S and dP again, 64 columns of the
+// operands at a time. That takes two more products than adding from the main kernel with atomics
+// would, but it needs no memory of the bias's size, writes each element once, and gives the same
+// bits on every run.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -32,8 +32,8 @@ inline constexpr int kBiasBlock = 64;
 inline constexpr int kBiasThreads = 128;
 using BiasOperandTile = SmemTile<kBiasBlock, 64>;
 
-// How the index space of the logits, batch x N x row tiles x column tiles, divides into what a
-// block owns and what it sums over. An axis is owned if dbias has a stride along it.
+// Divides the index space of the logits, batch x N x row tiles x column tiles, into what a block
+// owns and what it sums over. An axis is owned if dbias has a stride along it.
 struct BiasOwnership {
   int64_t owned = 1, summed = 1;  // batches
   int32_t owned_heads, owned_row_tiles, owned_col_tiles;
@@ -53,7 +53,8 @@ struct BiasOwnership {
 
   int64_t blocks() const { return owned * owned_heads * owned_row_tiles * owned_col_tiles; }
 
-  // The index among all batches of a pair of indices among owned and summed ones.
+  // Returns the batch index for a pair of indices, one among the owned batches and one among the
+  // summed batches.
   static __device__ __forceinline__ int64_t batch_index(const Shape& shape, const Operand& dbias,
                                                         int64_t own, int64_t sum) {
     int64_t index = 0, stride = 1;
@@ -82,7 +83,7 @@ __device__ __forceinline__ void store_float(const Operand& operand, int64_t inde
   static_cast<float*>(operand.data)[index] = value;
 }
 
-// products += A B^T for 64 rows of A, 16 a warp, and 64 rows of B.
+// Computes products += A B^T for 64 rows of A, 16 per warp, and 64 rows of B.
 template <typename Element>
 __device__ __forceinline__ void add_products(float (&products)[1][8][4], const Element* a_gmem,
                                              int64_t a_stride, int32_t row0, int32_t row_end,
@@ -94,7 +95,7 @@ __device__ __forceinline__ void add_products(float (&products)[1][8][4], const E
   const BlockReader a_reader(a_smem, BlockOrder::kRowsFirst, threadIdx.x / 32 * 16, 0);
   const BlockReader b_reader(b_smem, BlockOrder::kColsFirst, 0, 0);
   for (int32_t k0 = 0; k0 < dim; k0 += 64) {
-    __syncthreads();  // nobody reads the tiles before these
+    __syncthreads();  // no thread still reads the previous tiles
     load_tile<kBiasThreads>(a_smem, a_gmem + k0, a_stride, row0, row0, row_end, dim - k0);
     load_tile<kBiasThreads>(b_smem, b_gmem + k0, b_stride, col0, col0, col_end, dim - k0);
     ptx::cp_async_commit_group();
@@ -158,7 +159,7 @@ __device__ __forceinline__ void add_score_gradient(float (&total)[1][8][4], cons
   }
 }
 
-// Sums over the rows of a tile, in a fixed order; the sum is then in all rows.
+// Sums over the rows of a tile in a fixed order. All rows then hold the sum.
 __device__ __forceinline__ void sum_rows(float (&total)[1][8][4]) {
   __shared__ float partial_smem[kBiasThreads / 32][kBiasBlock];
 #pragma unroll
@@ -186,7 +187,7 @@ __device__ __forceinline__ void sum_rows(float (&total)[1][8][4]) {
   }
 }
 
-// Sums over the columns of a tile; the sum is then in all columns.
+// Sums over the columns of a tile. All columns then hold the sum.
 __device__ __forceinline__ void sum_cols(float (&total)[1][8][4]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

@@ -1,4 +1,4 @@
-// From products of query and key to logits, one by one, in accumulator fragments.
+// Converts products of query and key to logits, one by one, in accumulator fragments.
 //   mask_band       what a plain call needs, and only in tiles at the edge of the band
 //   LogitModifiers  what a general call needs everywhere: bias, soft cap, mask, segments, dropout
 #pragma once
@@ -17,7 +17,8 @@
 
 namespace jax_flash {
 
-// Sets to -inf what the band does not allow. Row 0 of the fragments is row0 of the operand.
+// Sets elements that the band does not allow to -inf. Row 0 of the fragments is row0 of the
+// operand.
 template <int kM, int kN>
 __device__ __forceinline__ void mask_band(float (&logits)[kM][kN][4], const Band& band,
                                           int32_t row0, int32_t col0) {
@@ -40,7 +41,7 @@ __device__ __forceinline__ void mask_band(float (&logits)[kM][kN][4], const Band
   }
 }
 
-// Loads an element of an array whose type is known at run time only.
+// Loads an element of an array whose type is known only at run time.
 __device__ __forceinline__ float load_float(const Operand& operand, int64_t index) {
   switch (operand.dtype) {
     case DType::kBFloat16:
@@ -51,34 +52,36 @@ __device__ __forceinline__ float load_float(const Operand& operand, int64_t inde
   return static_cast<const float*>(operand.data)[index];
 }
 
-// Logits of general calls are in natural units where there is a bias, and in log2 units elsewhere.
-// A bias may be any float32, -3e38 included, of which the product with log2(e) overflows, or is
-// rounded by far more than 1. So differences between logits come first there, which are exact
-// wherever they matter, and the factor after them.
+// Returns whether logits are in natural units. In general calls they are if there is a bias;
+// otherwise they are in log2 units. A bias may be any float32, even -3e38, whose product with
+// log2(e) overflows or is rounded by far more than 1. So differences between logits, which are
+// exact wherever they matter, are computed first, and the factor is applied to them.
 __device__ __forceinline__ bool in_natural_units(const Forward& params) {
   return bool{params.bias};
 }
 
-// Beyond this magnitude a row's lse lacks a part that gradients need, which lse_low has; up to that
-// it is less than 2^-14, as is what the sm_90 kernels' log2 units add.
+// Beyond this magnitude, a row's lse lacks a part that gradients need; lse_low holds it. Up to this
+// magnitude, that part is less than 2^-14, as is what the sm_90 kernels' log2 units add.
 inline constexpr float kExtremeLse = 1024.0f;
 __device__ __forceinline__ bool is_extreme(float lse) {
   return fabsf(lse) > kExtremeLse && fabsf(lse) != -minus_infinity();
 }
 
-// Kernels that take a logit below kLeastLogit for -inf, and no care of logits above kExtremeLse,
-// are right where a row's greatest logit is within these bounds, far from the lower one, and where
-// all are -inf. A row's lse tells whether they are: it is kLowLse where some finite logit was taken
-// for -inf, and no greater one came.
+// Some kernels take a logit below kLeastLogit for -inf, and take no special care of logits above
+// kExtremeLse. They are right where a row's greatest logit is within these bounds and far from the
+// lower one, and where all of its logits are -inf. A row's lse shows whether this holds: it is
+// kLowLse where some finite logit was taken for -inf and no greater one followed.
 inline constexpr float kLeastLogit = -1024.0f, kLowLse = -3.0e38f;
 __device__ __forceinline__ bool needs_exact_logits(float lse) {
   const bool moderate = lse >= kLeastLogit + 256.0f && lse <= kExtremeLse;
-  return !moderate && lse != minus_infinity();  // NaN, too
+  return !moderate && lse != minus_infinity();  // true for NaN, too
 }
 
-// Within a few units of the last place: tanh.approx is off by 2^-11, which times the cap shows.
+// Exact to within a few units in the last place: tanh.approx has errors of 2^-11, which are
+// noticeable when multiplied by the cap.
 __device__ __forceinline__ float tanh_accurate(float x) {
-  // 1 - 2 / (exp(2 x) + 1) cancels near 0, where the series (error below 2^-24) takes over.
+  // 1 - 2 / (exp(2 x) + 1) suffers from cancellation near 0, so the series (error below 2^-24) is
+  // used there.
   const float far = 1.0f - __fdividef(2.0f, ptx::ex2_approx_ftz(x * (2.0f * kLog2E)) + 1.0f);
   const float square = x * x;
   const float series =
@@ -86,8 +89,9 @@ __device__ __forceinline__ float tanh_accurate(float x) {
   return fabsf(x) < 0.2f ? x * series : far;
 }
 
-// d logit / d (logit before the soft cap) = 1 - (logit / cap)^2, from the element's probability and
-// its row's lse, whose units are those of logits: to keep all logits would take too many registers.
+// Returns d logit / d (logit before the soft cap) = 1 - (logit / cap)^2, computed from the
+// element's probability and its row's lse, which has the units of logits. Keeping all logits would
+// take too many registers.
 __device__ __forceinline__ float soft_cap_slope(const Forward& params, float probability,
                                                 float lse) {
   const float unit = in_natural_units(params) ? 1.0f : kLn2;
@@ -97,14 +101,14 @@ __device__ __forceinline__ float soft_cap_slope(const Forward& params, float pro
   return 1.0f - ratio * ratio;
 }
 
-// What changes the logits of one batch and query head.
+// Changes the logits of one batch and query head.
 struct LogitModifiers {
   const Forward& params;
-  int64_t bias0 = 0;  // of element [0, 0] of this batch and head
+  int64_t bias0 = 0;  // index of element [0, 0] of this batch and head
   const uint8_t* mask = nullptr;
   const int32_t *query_ids = nullptr, *key_ids = nullptr;
   uint32_t seed0 = 0, seed1 = 0, dropout_batch = 0, dropout_head = 0;
-  uint32_t dropout_row = 0, dropout_col = 0;  // what row 0 and column 0 count as
+  uint32_t dropout_row = 0, dropout_col = 0;  // the indices that row 0 and column 0 count as
 
   __device__ __forceinline__ LogitModifiers(const Forward& forward, const BatchIndex& batch,
                                             int32_t head)
@@ -148,7 +152,7 @@ struct LogitModifiers {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const int32_t col = col0 + fragment_col(n, e);
-            // Loaded whether or not the row may attend to it: without a branch of its own.
+            // Loaded whether or not the row may attend to the key, which saves a branch.
             const int32_t key_id =
                 key_ids && col < band.kv_len ? key_ids[col * params.key_value_segment_ids.row] : 0;
             bool allowed = col >= first && col < end && query_id == key_id;
@@ -163,7 +167,7 @@ struct LogitModifiers {
     }
   }
 
-  // Whether `row` may attend to `col`, which is below kv_len.
+  // Returns whether `row` may attend to `col`, which is below kv_len.
   __device__ __forceinline__ bool allows(const Band& band, int32_t row, int32_t col) const {
     return row < band.q_len && col >= band.first_col(row) && col < band.end_col(row) &&
            (!query_ids || query_ids[row * params.query_segment_ids.row] ==
@@ -171,10 +175,10 @@ struct LogitModifiers {
            (!mask || mask[row * params.mask.row + col * params.mask.col] != 0);
   }
 
-  // Bit 2 n + e of the result says whether dropout keeps column fragment_col(n, e) of `row`.
-  // Called by whole warps; col0 is a multiple of kDropoutGroup. One counter serves the eight
-  // columns of a block, which four lanes hold: each lane draws for one of kShared blocks, and
-  // they exchange words.
+  // Bit 2 n + e of the result is set if dropout keeps column fragment_col(n, e) of `row`. Called by
+  // whole warps; col0 is a multiple of kDropoutGroup. One counter serves the eight columns of a
+  // block, which four lanes hold: each lane draws for one of kShared blocks, and the lanes exchange
+  // words.
   template <int kN>
   __device__ __forceinline__ uint32_t kept(int32_t row, int32_t col0) const {
     constexpr int kShared = kN % 4 == 0 ? 4 : 2;
@@ -189,7 +193,7 @@ struct LogitModifiers {
                         dropout_col + col0 + mine * kDropoutGroup);
 #pragma unroll
       for (int distance = 0; distance < kShared; ++distance) {
-        const int wanted = lane ^ distance;  // the partner's lane, and the word it needs of mine
+        const int wanted = lane ^ distance;  // the partner's lane, and the word that it needs
         const uint32_t low = wanted & 1 ? words.word[1] : words.word[0];
         const uint32_t high = wanted & 1 ? words.word[3] : words.word[2];
         const uint32_t pair = __shfl_xor_sync(0xffffffff, wanted & 2 ? high : low, distance);
@@ -202,7 +206,7 @@ struct LogitModifiers {
     return bits;
   }
 
-  // The logit of an allowed element from its product; units: in_natural_units().
+  // Returns the logit of an allowed element, given its product; units: in_natural_units().
   __device__ __forceinline__ float logit(float product, int32_t row, int32_t col) const {
     const Options& options = params.options;
     float logit = product * options.scale;
@@ -211,7 +215,7 @@ struct LogitModifiers {
           load_float(params.bias, bias0 + row * params.bias.row + col * params.bias.col);
       logit = fmaf(product, options.scale, bias);
     }
-    // A bias of -inf forbids, which the soft cap would turn into a logit of -cap.
+    // A bias of -inf forbids the element; the soft cap would turn it into a logit of -cap.
     if (options.logits_soft_cap > 0.0f && logit != minus_infinity()) {
       logit = options.logits_soft_cap * tanh_accurate(logit / options.logits_soft_cap);
     }

@@ -1,4 +1,4 @@
-// Elements of an operand under accumulator fragments, which lie in pairs side by side.
+// Loads elements of an operand under accumulator fragments, which hold them in contiguous pairs.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,8 +14,8 @@ __device__ __forceinline__ float to_float(float value) { return value; }
 __device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
 __device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
 
-// Rows and columns that exist. Elements beyond are taken from the last: what becomes of them does
-// not matter, but there is nothing to read.
+// Rows and columns that exist. Elements beyond these are read from the last row or column instead:
+// their values do not matter, but there is nothing to read.
 struct Extent {
   int32_t rows, cols;
 
@@ -25,8 +25,8 @@ struct Extent {
 };
 
 // Calls body(n, half, first, second) with the elements of an array under each pair of fragment
-// elements, `data` being at row 0 and column 0 of the operand's batch and head. No more than
-// kInFlight pairs are loaded side by side, for which there have to be registers.
+// elements; `data` points to row 0 and column 0 of the operand's batch and head. At most kInFlight
+// pairs, for which there must be registers, are loaded at the same time.
 template <typename T, int kInFlight, int kN, typename Body>
 __device__ __forceinline__ void for_pairs(const T* data, int64_t row_stride, int64_t col_stride,
                                           int32_t row0, int32_t col0, const Extent& extent,
@@ -49,7 +49,7 @@ __device__ __forceinline__ void for_pairs(const T* data, int64_t row_stride, int
   const bool together = col_stride == 1 && row_stride % 2 == 0 &&
                         reinterpret_cast<uintptr_t>(data) % sizeof(Pair) == 0 &&
                         extent.contains(row0 + 16, col0 + kN * 8);
-  if (__all_sync(0xffffffff, together)) {  // one branch, and known to be the warp's
+  if (__all_sync(0xffffffff, together)) {  // one branch, which the compiler knows to be uniform
     const int32_t col = col0 + fragment_col(0, 0);
     visit([&](const T* row, int n) { return *reinterpret_cast<const Pair*>(row + col + n * 8); });
   } else {

@@ -1,12 +1,11 @@
-// Philox4x32-10, the counter-based generator behind dropout (Salmon et al.,
-// "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 4).
+// Implements Philox4x32-10, the counter-based generator behind dropout (Salmon et al., "Parallel
+// random numbers: as easy as 1, 2, 3", SC 2011, section 4).
 //
-// The dropout mask is a pure function of the seed and of the global index
-// (b, n, i, j) of a probability, so any tiling, device or sharding draws the same
-// bits. One counter (j / 8, i, n, b) yields 128 bits, 16 for each of the eight
-// neighbours along j: element j reads the half word j % 8, low half first. Sixteen
-// bits quantise the rate to 1/65536 and cost a quarter of the generator calls that
-// 32 bits would.
+// The dropout mask is a pure function of the seed and of the global index (b, n, i, j) of a
+// probability, so any tiling, device or sharding draws the same bits. One counter (j / 8, i, n, b)
+// yields 128 bits, 16 for each of the eight neighbours along j: element j reads the half word j %
+// 8, low half first. Sixteen bits quantise the rate to 1/65536 and take a quarter of the generator
+// calls that 32 bits would take.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +19,7 @@ inline constexpr int kDropoutGroup = 8;  // neighbours along j that share a coun
 struct PhiloxWords {
   uint32_t word[4];
 
-  // The 16 bits of element j of the group, 0 <= j < kDropoutGroup.
+  // Returns the 16 bits of element j of the group, 0 <= j < kDropoutGroup.
   JAX_FLASH_HOST_DEVICE uint32_t half(int j) const {
     return word[j >> 1] >> (16 * (j & 1)) & 0xffff;
   }
@@ -46,7 +45,7 @@ JAX_FLASH_HOST_DEVICE inline PhiloxWords philox4x32_10(PhiloxWords counter, uint
   return counter;
 }
 
-// The random words of the group that holds column j; i, n, b as in the file comment.
+// Returns the random words of the group that holds column j; i, n and b are as in the file comment.
 JAX_FLASH_HOST_DEVICE inline PhiloxWords dropout_words(uint32_t seed0, uint32_t seed1, uint32_t b,
                                                        uint32_t n, uint32_t i, uint32_t j) {
   return philox4x32_10({{j / kDropoutGroup, i, n, b}}, seed0, seed1);

@@ -1,5 +1,5 @@
-// From scores to probabilities and from their gradients to the scores' gradients, in accumulator
-// fragments; and keys that are not finite.
+// Converts scores to probabilities, and gradients of probabilities to gradients of scores, in
+// accumulator fragments; also handles keys that are not finite.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -18,7 +18,7 @@
 
 namespace jax_flash {
 
-// For the fragments whose element [0, 0] is (row0, col0) of one batch and head.
+// Handles the fragments whose element [0, 0] is (row0, col0) of one batch and head.
 template <bool kGeneral, int kM, int kN>
 struct ScoreGradient {
   const Forward& params;
@@ -37,8 +37,8 @@ struct ScoreGradient {
     }
   }
 
-  // P = exp(S - lse) of blocks [first, end) of the m-th 16 rows. If kGeneral, the units of S and
-  // lse are those of logits, else S is to be multiplied by to_log2 and lse in log2 units.
+  // Computes P = exp(S - lse) for blocks [first, end) of the m-th 16 rows. If kGeneral, S and lse
+  // have the units of logits; otherwise S is multiplied by to_log2 here, and lse is in log2 units.
   __device__ __forceinline__ void probabilities(float (&scores)[kN][4], const float (&lse)[2],
                                                 float to_log2, int m, int first, int end) const {
     if constexpr (kGeneral) {
@@ -55,7 +55,8 @@ struct ScoreGradient {
     }
   }
 
-  // With a bias: exp((S - lse) - lse_low). The latter is read only where it is not nearly 0.
+  // Computes exp((S - lse) - lse_low), for calls with a bias. lse_low is read only where it is not
+  // nearly 0.
   __device__ __forceinline__ void natural_probabilities(float (&scores)[kN][4],
                                                         const float (&lse)[2], int m, int first,
                                                         int end) const {
@@ -79,7 +80,7 @@ struct ScoreGradient {
     }
   }
 
-  // Turns dP into dS = P (dP - delta), and P into what dV needs of it: with dropout, what it
+  // Turns dP into dS = P (dP - delta), and P into the operand of dV: with dropout, what dropout
   // kept. An element that is not allowed has P = 0 and dS = 0, whatever dP is.
   __device__ __forceinline__ void finish(float (&p)[kM][kN][4], float (&dp)[kM][kN][4],
                                          const float (&lse)[kM][2],
@@ -123,10 +124,10 @@ struct ScoreGradient {
   }
 };
 
-// Keys that are NaN or infinite and that mask or segments hide from every query must not reach
-// dQ, where they meet dS = 0. Replaces them by zeros; mark_bad_keys() gives the queries that do
-// attend to them their NaN. `bad` has a bit per row, and after those a word that says whether one
-// is set.
+// Replaces keys that are NaN or infinite by zeros. If mask or segments hide such keys from every
+// query, they must not reach dQ, where they would meet dS = 0. mark_bad_keys() then sets the
+// queries that do attend to them to NaN. `bad` has a bit per row, followed by a word that is set if
+// any of these bits is.
 template <int kThreads, typename Element, typename Tile>
 __device__ __forceinline__ void clear_bad_keys(const Tile& key, uint32_t* bad_smem) {
   // An exponent of all ones.

@@ -1,6 +1,6 @@
-// What modifiers/score_gradient.cuh does, for fragments of the transposed products S^T = K Q^T and
-// dP^T = V dO^T: a fragment's rows are keys, its columns queries. P^T and dS^T then are register
-// operands of dV = P^T dO and dK = dS^T Q.
+// Does what modifiers/score_gradient.cuh does, for fragments of the transposed products S^T = K Q^T
+// and dP^T = V dO^T: a fragment's rows are keys, its columns queries. P^T and dS^T then are
+// register operands of dV = P^T dO and dK = dS^T Q.
 #pragma once
 
 #include <cstdint>
@@ -16,16 +16,16 @@
 
 namespace jax_flash {
 
-// Values of a thread's columns, from shared memory whenever needed.
+// Reads the values of a thread's columns from shared memory whenever they are needed.
 struct ColumnsInShared {
-  const float* smem;  // of the fragments' first column
+  const float* smem;  // points to the fragments' first column
 
   __device__ __forceinline__ explicit ColumnsInShared(const float* from) : smem(from) {}
   __device__ __forceinline__ float2 operator()(int n) const {
     return *reinterpret_cast<const float2*>(smem + fragment_col(n, 0));
   }
 };
-// Read here, before what is waited for next.
+// Read here, ahead of the next wait.
 template <int kN>
 struct ColumnsInRegisters {
   float2 values[kN];
@@ -38,25 +38,25 @@ struct ColumnsInRegisters {
   __device__ __forceinline__ float2 operator()(int n) const { return values[n]; }
 };
 
-// For the fragments whose element [0, 0] is (key0, row0) of one batch and query head, 16 keys by
-// 8 kN queries. `lse_smem` and `delta_smem` are those of query row0 on. With kScaled, dS is
-// multiplied by the scale, and delta is already, unless kGeneral.
+// Handles the fragments whose element [0, 0] is (key0, row0) of one batch and query head, 16 keys
+// by 8 kN queries. `lse_smem` and `delta_smem` begin at query row0. With kScaled, dS is multiplied
+// by the scale, and delta has been multiplied by it already, unless kGeneral.
 template <bool kGeneral, int kN, bool kManyRegisters = false, bool kScaled = false>
 struct TransposedGradient {
   const Forward& params;
   const BatchIndex& batch;
   int32_t head, key0, row0;
-  bool has_mask_bits = false;  // mask_bits: of sm90's TransposedMask
+  bool has_mask_bits = false;  // if so, mask_bits holds those of sm90's TransposedMask
   uint32_t mask_bits = 0;
 
-  // Sets to -inf what is not allowed; if kGeneral, turns products into logits.
-  // `slopes`: for finish().
+  // Sets elements that are not allowed to -inf; if kGeneral, turns products into logits. `slopes`
+  // is for finish().
   __device__ __forceinline__ void mask(float (&scores)[kN][4], const Band& band,
                                        CapSlopes<kN>* slopes = nullptr) const {
     if constexpr (kGeneral) {
       modify_transposed<kManyRegisters>(scores, modifiers(), band, key0, row0,
                                         has_mask_bits ? &mask_bits : nullptr, slopes);
-      // Rows past the end, too, have modifiers of some sort, perhaps NaN.
+      // Rows past the end have modifiers as well, perhaps NaN.
       const int32_t row1 = row0 + 8 * kN;
       if (row1 <= band.q_len && band.all_allowed(row0, row1, key0, key0 + 16)) return;
     }
@@ -76,8 +76,8 @@ struct TransposedGradient {
     }
   }
 
-  // P^T = exp(S^T - lse), the latter of columns. If kGeneral, the units of S and lse are those of
-  // logits, else S is to be multiplied by to_log2 and lse in log2 units.
+  // Computes P^T = exp(S^T - lse), with a column's lse. If kGeneral, S and lse have the units of
+  // logits; otherwise S is multiplied by to_log2 here, and lse is in log2 units.
   template <typename Columns>
   __device__ __forceinline__ void probabilities(float (&scores)[kN][4], const Columns& columns,
                                                 const float* lse_smem, float to_log2) const {
@@ -130,13 +130,14 @@ struct TransposedGradient {
     }
   }
 
-  // What dropout multiplies an element by: bit 2 (n % 16) + e % 2 of kept[e / 2][n / 16].
+  // Returns the factor that dropout multiplies an element by, given by bit 2 (n % 16) + e % 2 of
+  // kept[e / 2][n / 16].
   __device__ __forceinline__ float factor(const uint32_t (&kept)[2][(kN + 15) / 16], int n,
                                           int e) const {
     return kept[e / 2][n / 16] >> (n % 16 * 2 + e % 2) & 1 ? params.options.dropout_scale : 0.0f;
   }
 
-  // P^T to what dV needs of it.
+  // Turns P^T into the operand of dV.
   __device__ __forceinline__ void drop(float (&p)[kN][4],
                                        const uint32_t (&kept)[2][(kN + 15) / 16]) const {
     if (params.options.dropout_threshold == 0) return;
@@ -147,9 +148,9 @@ struct TransposedGradient {
     }
   }
 
-  // Which elements dropout keeps. One counter serves eight keys of one query, which the eight
-  // lanes of equal threadIdx.x % 4 hold: each of them draws for one of eight pairs of query and
-  // key group, and they exchange words. By whole warps; key0 is a multiple of 16.
+  // Finds which elements dropout keeps. One counter serves eight keys of one query, which the eight
+  // lanes of equal threadIdx.x % 4 hold: each of them draws for one of eight pairs of query and key
+  // group, and they exchange words. Called by whole warps; key0 is a multiple of 16.
   __device__ __forceinline__ void draw(uint32_t (&kept)[2][(kN + 15) / 16]) const {
     const bool drops = kGeneral && params.options.dropout_threshold != 0;
 #pragma unroll
@@ -167,8 +168,8 @@ struct TransposedGradient {
           modifiers.dropout_row + row, modifiers.dropout_col + key0 + lane / 4 * kDropoutGroup);
 #pragma unroll
       for (int distance = 0; distance < 8; ++distance) {
-        const int partner = lane ^ distance;  // it needs element `partner` of the group, and
-                                              // what it drew is for counter `partner`
+        const int partner = lane ^ distance;  // the partner needs element `partner`; the words that
+                                              // it drew are for counter `partner`
         const uint32_t low = partner & 2 ? words.word[1] : words.word[0];
         const uint32_t high = partner & 2 ? words.word[3] : words.word[2];
         uint32_t word = __shfl_xor_sync(0xffffffff, partner & 4 ? high : low, distance * 4);
@@ -185,7 +186,8 @@ struct TransposedGradient {
   }
 
  private:
-  // With a bias: exp((S - lse) - lse_low). The latter is read only where it is not nearly 0.
+  // Computes exp((S - lse) - lse_low), for calls with a bias. lse_low is read only where it is not
+  // nearly 0.
   template <typename Columns>
   __device__ __forceinline__ void natural_probabilities(float (&scores)[kN][4],
                                                         const Columns& columns,

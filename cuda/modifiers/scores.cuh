@@ -1,5 +1,5 @@
-// LogitModifiers on whole tiles of a warp: what apply() does, a feature at a time. Neighbours are
-// loaded together, and a feature that a call lacks costs one branch a tile.
+// Applies LogitModifiers to whole tiles of a warp: does what apply() does, one feature at a time.
+// Neighbours are loaded together, and a feature that a call lacks costs one branch per tile.
 #pragma once
 
 #include <cstdint>
@@ -15,39 +15,40 @@ namespace jax_flash {
 
 inline constexpr float kTanhRange = 0.75f;
 
-// Whether a call has a modifier: one that a kernel is made for alone, every call of it has.
+// Returns whether a call has a modifier. If a kernel is made for that modifier alone, every call of
+// the kernel has it.
 template <uint32_t kModifiers, uint32_t kModifier>
 __device__ __forceinline__ bool has_modifier(bool in_call) {
   if constexpr ((kModifiers & kModifier) == 0) return false;
   return kModifiers == kModifier || in_call;
 }
 
-// Whether logits are to be in natural units: the softmax scales products otherwise, which it can by
-// a positive factor only.
+// Returns whether logits must be in natural units. Otherwise the softmax scales the products, which
+// it can do only by a positive factor.
 __host__ __device__ __forceinline__ bool has_natural_logits(const Forward& params) {
   const Options& options = params.options;
   return params.bias || options.logits_soft_cap > 0.0f || !(options.scale > 0.0f);
 }
-// Whether they may forbid single elements.
+// Returns whether the modifiers may forbid single elements.
 template <uint32_t kModifiers>
 __device__ __forceinline__ bool has_element_masks(const Forward& params) {
   return has_modifier<kModifiers, kMask>(bool{params.mask}) ||
          has_modifier<kModifiers, kSegments>(bool{params.query_segment_ids});
 }
 
-// Replaces logits / cap by logits after the soft cap. kBiased: -inf stays, since a bias of -inf
-// forbids.
+// Replaces logits / cap by logits after the soft cap. With kBiased, -inf stays, since a bias of
+// -inf forbids.
 template <bool kBiased = false, int kN>
 __device__ __forceinline__ void soft_cap_ratios(float (&ratios)[1][kN][4], float cap) {
-  float greatest = 0.0f;  // fmaxf passes over NaN, and so does the polynomial
+  float greatest = 0.0f;  // fmaxf ignores NaN; the polynomial propagates it
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) greatest = fmaxf(greatest, fabsf(ratios[0][n][e]));
   }
-  if (__all_sync(0xffffffff, greatest <= kTanhRange)) {  // most tiles
-    // tanh(x) / x for |x| <= kTanhRange, as a polynomial in x^2: tanh within 4e-8, without a
-    // special function. Fitted by Chebyshev interpolation.
+  if (__all_sync(0xffffffff, greatest <= kTanhRange)) {  // holds for most tiles
+    // Approximates tanh(x) / x for |x| <= kTanhRange by a polynomial in x^2, which gives tanh to
+    // within 4e-8 without a special function. Fitted by Chebyshev interpolation.
     constexpr int kTerms = 6;
     const float factor[kTerms] = {0.999999986f * cap,  -0.333330298f * cap, 0.133261829f * cap,
                                   -0.053377547f * cap, 0.019643430f * cap,  -0.004756069f * cap};
@@ -76,7 +77,7 @@ __device__ __forceinline__ void soft_cap_ratios(float (&ratios)[1][kN][4], float
   }
 }
 
-// Where a cap below 1 is to divide logits with a bias: keeps finite ones finite.
+// Keeps finite logits with a bias finite where they are divided by a cap below 1.
 template <int kN>
 __device__ __forceinline__ void keep_finite(float (&logits)[1][kN][4], const Forward& params) {
   if (params.options.logits_soft_cap >= 1.0f) return;
@@ -101,8 +102,8 @@ __device__ __forceinline__ void soft_cap(float (&logits)[1][kN][4], float cap) {
   soft_cap_ratios<kBiased>(logits, cap);
 }
 
-// Where a batch and head are in operands of at most two batch axes, in elements: for once a query
-// tile, without the divisions of BatchIndex, which are calls.
+// Holds the offsets, in elements, of a batch and head in operands of at most two batch axes.
+// Computed once per query tile, without the divisions of BatchIndex, which are function calls.
 struct ModifierOffsets {
   int64_t bias, mask, query_ids, key_ids;
 
@@ -119,13 +120,15 @@ struct ModifierOffsets {
   }
 };
 
-// Turns a warp's products into logits, -inf where not allowed, but for the band: in natural units
-// if has_natural_logits(), else unscaled. `one_segment`: the tile's ids are all equal.
+// Turns a warp's products into logits, -inf where not allowed, except for the band. They are in
+// natural units if has_natural_logits(), and otherwise unscaled. `one_segment`: the tile's ids are
+// all equal.
 template <uint32_t kModifiers, int kN>
 __device__ __forceinline__ void modify_scores(float (&scores)[1][kN][4], const Forward& params,
                                               const ModifierOffsets& offsets, const Band& band,
                                               int32_t row0, int32_t col0, bool one_segment) {
-  // Pairs of elements that are loaded side by side: a kernel for few modifiers has the registers.
+  // Pairs of elements that are loaded at the same time: a kernel for few modifiers has the
+  // registers.
   constexpr int kInFlight = kModifiers == kEveryModifier ? 4 : kN;
   const Options& options = params.options;
   const bool has_bias = has_modifier<kModifiers, kBias>(bool{params.bias});
@@ -155,7 +158,7 @@ __device__ __forceinline__ void modify_scores(float (&scores)[1][kN][4], const F
   if (capped || (!has_bias && any_scale)) {
     const float cap = options.logits_soft_cap;
     const float scale = has_bias ? 1.0f : options.scale;
-    const float factor = capped ? __fdividef(scale, cap) : scale;  // no call
+    const float factor = capped ? __fdividef(scale, cap) : scale;  // not a function call
     if (capped && has_bias) keep_finite(scores, params);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {

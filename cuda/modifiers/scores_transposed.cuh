@@ -1,4 +1,4 @@
-// modify_scores() of modifiers/scores.cuh for fragments of the transposed product K Q^T.
+// Implements modify_scores() of modifiers/scores.cuh for fragments of the transposed product K Q^T.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -17,8 +17,8 @@
 
 namespace jax_flash {
 
-// What the soft cap multiplies a logit's gradient by, 1 - (logit / cap)^2, of pairs of elements in
-// float16: as exact as the gradients are rounded.
+// Holds the factors by which the soft cap multiplies gradients of logits, 1 - (logit / cap)^2, for
+// pairs of elements in float16: as exact as the rounding of the gradients.
 template <int kN>
 struct CapSlopes {
   __half2 pairs[kN][2];
@@ -35,7 +35,7 @@ struct CapSlopes {
       }
     }
   }
-  // Elements that are not allowed keep a gradient of 0: a slope of theirs may be NaN.
+  // Elements that are not allowed keep a gradient of 0: their slope may be NaN.
   __device__ __forceinline__ void multiply(const float (&p)[kN][4],
                                            float (&gradients)[kN][4]) const {
 #pragma unroll
@@ -52,8 +52,8 @@ struct CapSlopes {
   }
 };
 
-// Adds a bias of 16-bit elements whose keys lie side by side: read by rows of queries, two keys at
-// a time, and transposed. By elements it would be twice as many loads.
+// Adds a bias of 16-bit elements whose keys are contiguous. It is read by rows of queries, two keys
+// at a time, and transposed: reading element by element would take twice as many loads.
 template <typename Bias, int kN>
 __device__ __forceinline__ void add_rows(float (&scores)[kN][4], const Bias* bias,
                                          int64_t row_stride, int32_t key0, int32_t row0) {
@@ -79,10 +79,10 @@ __device__ __forceinline__ void add_rows(float (&scores)[kN][4], const Bias* bia
   }
 }
 
-// Turns products into logits, -inf where not allowed, but for the band; units: in_natural_units().
-// The fragments' rows are keys from key0 on, their columns queries from row0 on. `allowed`: the
-// mask as TransposedMask has it. `slopes`: to be set where there is a soft cap. With kManyRegisters
-// more elements of a bias are loaded side by side.
+// Turns products into logits, -inf where not allowed, except for the band; units:
+// in_natural_units(). The fragments' rows are keys from key0 on, their columns queries from row0
+// on. `allowed`: the mask in the format of TransposedMask. `slopes`: set here if there is a soft
+// cap. With kManyRegisters more elements of a bias are loaded at the same time.
 template <bool kManyRegisters, int kN>
 __device__ __forceinline__ void modify_transposed(float (&scores)[kN][4],
                                                   const LogitModifiers& modifiers, const Band& band,

@@ -1,4 +1,4 @@
-// Segment spans on the device: how they are computed, and how tiles are skipped by them.
+// Computes segment spans on the device, and skips tiles by means of them.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +10,9 @@
 
 namespace jax_flash {
 
-// Of tile `tile`, of kBlock rows, of which there is one at least, among `blocks` spans of one
-// batch. kAtOnce: no read waits for another, which takes registers; two spans a read if that fits
-// (kSpansAligned).
+// Returns the span of tile `tile` of kBlock rows, at least one of which exists, from the `blocks`
+// spans of one batch. With kAtOnce, no read waits for another, which takes registers, and two spans
+// are read at a time if the tile allows it (kSpansAligned).
 template <int kBlock, bool kAtOnce = false>
 __device__ __forceinline__ SegmentSpan tile_span(const SegmentSpan* spans, int32_t blocks,
                                                  int64_t tile) {
@@ -44,7 +44,7 @@ __device__ __forceinline__ SegmentSpan tile_span(const SegmentSpan* spans, int32
   return span;
 }
 
-// The first tile of [tile, end) of kBlock rows whose span meets `span`, or `end`. Called by
+// Returns the first tile of [tile, end) of kBlock rows whose span meets `span`, or `end`. Called by
 // whole warps: the lanes look at 32 tiles at a time.
 template <int kBlock>
 __device__ __forceinline__ int32_t next_tile(const SegmentSpan* spans, int32_t blocks,
@@ -58,11 +58,11 @@ __device__ __forceinline__ int32_t next_tile(const SegmentSpan* spans, int32_t b
   return end;
 }
 
-// Threads of the kernel below: many, so that few multiprocessors have a block of it. On the others
-// the kernel behind it, with all of their registers, begins meanwhile.
+// Threads per block of the kernel below. They are many, so that few multiprocessors have a block of
+// it: on the others the next kernel, which takes all of their registers, begins meanwhile.
 inline constexpr int kSegmentSpansThreads = 1024;
 
-// Grid: one warp per span of query or key ids.
+// Computes the spans. Grid: one warp per span of query or key ids.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     segment_spans_kernel(const __grid_constant__ Forward params, SegmentSpans spans) {

@@ -1,4 +1,4 @@
-// What the backward kernels keep in device memory between them.
+// Lays out what the backward kernels keep in device memory between them.
 #pragma once
 
 #include <algorithm>
@@ -11,27 +11,30 @@ namespace jax_flash {
 
 inline constexpr int kMaxBlockQ = 128;  // a multiple of every kBlockQ
 
-// Up to so many query rows a tile of the sm_90 kernels is its head's only one.
+// Up to this many query rows, a tile of the sm_90 kernels is the only one of its head.
 inline constexpr int kOneTileRows = 64;
 
-// Up to this head dim, and from more queries than this on: sm90/backward/config.cuh.
+// Limits for a second sum of dquery: up to this head dim, and from more than this many queries
+// (sm90/backward/config.cuh).
 inline constexpr int kTwoSumsHeadDim = 64, kTwoSumsRows = 128;
 
-inline constexpr int kMaxPersistentBlocks = 256;  // that have a counter of their own
+inline constexpr int kMaxPersistentBlocks = 256;  // blocks that have a counter of their own
 
-// Where thread blocks divide blocks of keys: sm90/backward/split.cuh. There are no more than so
-// many of them, and up to this head dim.
+// Limits for thread blocks that divide blocks of keys (sm90/backward/split.cuh): there are at most
+// this many of them, up to this head dim.
 inline constexpr int kSplitBlocks = 132, kSplitKeys = 128, kSplitHeadDim = 128;
 
-// For how many rows a head's sums for dquery have room. Lane l of a warp has elements of rows l / 4
-// and l / 4 + 8 of 16, side by side: of up to 8 last rows it keeps the place of 8 more.
+// Returns the number of rows for which a head's sums for dquery have room. Lane l of a warp holds
+// elements of rows l / 4 and l / 4 + 8 of 16, contiguously. If up to 8 rows are left at the end,
+// the space of 8 more is therefore kept.
 template <typename Integer>
 JAX_FLASH_HOST_DEVICE constexpr Integer dquery_rows_of(Integer rows) {
   const Integer rest = rows % 16;
   return rows - rest + (rest < 8 ? rest : 8) * 2;
 }
 
-// Lanes that hold accumulators of a tile's first `rows` rows: its first ones.
+// Returns the number of lanes that hold accumulators of a tile's first `rows` rows. They are the
+// first lanes.
 JAX_FLASH_HOST_DEVICE constexpr int32_t fragment_lanes(int32_t rows) {
   return dquery_rows_of(rows) * 2;
 }
@@ -54,33 +57,32 @@ static_assert([] {
 struct BackwardWorkspace {
   SegmentSpans spans;  // pointers are null without segment ids
   // [batch, N, rows]: lse / ln 2, +inf for rows that attend to nothing and for those beyond T; and
-  // sum(dout * out) - dlse, zero there. A head has whole tiles of rows, for copies of these; up to
-  // kOneTileRows, where they could take more memory than dquery, a multiple of 4, for copies of 16
-  // bytes. Behind the last head's, from index `padding` on, are kMaxBlockQ more as of rows beyond
-  // T.
+  // sum(dout * out) - dlse, zero for these rows. A head has whole tiles of rows, so that they can
+  // be copied as such. Up to kOneTileRows, where whole tiles could take more memory than dquery, it
+  // has a multiple of 4 rows, for copies of 16 bytes. After the last head's rows, from index
+  // `padding` on, there are kMaxBlockQ more, with the values of rows beyond T.
   float* lse_log2;
   float* delta;
   int64_t padding;
-  // [batch, N, dquery_rows, head dim]: dquery / scale. Elements of a tile lie in the order of
-  // accumulators' fragments, without lanes and columns that are none of dquery's. On sm_90, 64
+  // [batch, N, dquery_rows, head dim]: dquery / scale. Elements of a tile are in the order of
+  // accumulator fragments, without the lanes and columns that dquery does not have. On sm_90, 64
   // rows: [block of 8 columns][lane][element]; on sm_80, kBlockQ rows: see DqueryOrder.
   float* dquery;
-  // A second sum, where deterministic runs have two, of blocks of even and of odd key tiles: or
-  // null.
+  // A second sum, if deterministic runs have two, for blocks of even and of odd key tiles; or null.
   float* odd_dquery;
-  // [batch, N, flags], of which the first count the blocks that have added to a query tile; then
+  // [batch, N, flags]: the first of these count the blocks that have added to a query tile; then
   // one ticket. For deterministic runs.
   int32_t* turns;
   int32_t* ticket;
-  // Of the persistent blocks of sm_90: see sm90/backward/plan.cuh.
+  // Counters of the persistent blocks of sm_90: see sm90/backward/plan.cuh.
   int32_t* counters;
   // dK and dV of parts of blocks of keys: [at most kSplitBlocks, kSplitKeys, 2, head dim of the
   // instance] in fragment order, or null. With a mask: sm90/backward/mask.cuh.
   float* split_sums;
   int64_t split_sums_bytes;
-  int32_t rows, dquery_rows, flags;  // of a head
+  int32_t rows, dquery_rows, flags;  // per head
 
-  // Where a row's lse_log2 and delta are.
+  // Returns the index of a row's lse_log2 and delta.
   JAX_FLASH_HOST_DEVICE int64_t row_index(int64_t batch_head, int32_t row) const {
     return row < rows ? batch_head * rows + row : padding;
   }
@@ -88,13 +90,13 @@ struct BackwardWorkspace {
   static int64_t tiles(int64_t length, int64_t size) { return (length + size - 1) / size; }
   static int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-  // At least as many: whoever asks for the size does not know how many heads of keys there are.
+  // An upper bound: the caller that asks for the size does not know the number of key heads.
   static int64_t counter_words(const Shape& shape) {
     return 1 + 2 * shape.batch * shape.heads + kMaxPersistentBlocks + 2 * kSplitBlocks;
   }
 
-  // Sets the pointers from `base` and returns the size in bytes; base may be null. `widest` is the
-  // instance's head dim, at least both.
+  // Sets the pointers from `base` on and returns the size in bytes; base may be null. `widest` is
+  // the instance's head dim, which is at least head_dim and value_dim.
   static int64_t plan(const Shape& shape, int64_t widest, bool segments, bool deterministic,
                       void* base, BackwardWorkspace& workspace) {
     uint8_t* const start = static_cast<uint8_t*>(base);

@@ -1,3 +1,5 @@
+// Implements choose.h: the conditions under which each kernel takes a call.
+
 #include "plan/choose.h"
 
 #include <algorithm>
@@ -18,8 +20,8 @@ namespace {
 
 using sm90::Recipe;
 
-// The kernels hold row and column indices, and sums of the two, in 32 bits, a tile past the end
-// included.
+// The kernels hold row and column indices, and sums of the two, in 32 bits, including a tile past
+// the end.
 constexpr int64_t kMaxTotalLength = (int64_t{1} << 31) - 1024;
 
 Status check_operand(const char* name, const Shape& shape, const Operand& operand) {
@@ -61,8 +63,8 @@ Status check_call(const Forward& params) {
   return {};
 }
 
-// Whether the copy engine can fetch tiles of the operands, of which the first ones have query rows
-// and the others keys: the sm_90 family has no other way.
+// Returns whether the copy engine can fetch tiles of the operands, the first of which have query
+// rows and the others keys: the sm_90 family has no other way.
 bool fits_copy_engine(const Shape& shape, const std::initializer_list<const Operand*>& queries,
                       const std::initializer_list<const Operand*>& keys) {
   const auto all_fit = [&](const auto& operands, int64_t rows) {
@@ -73,8 +75,8 @@ bool fits_copy_engine(const Shape& shape, const std::initializer_list<const Oper
   return all_fit(queries, shape.q_len) && all_fit(keys, shape.kv_len);
 }
 
-// Sets the family and its instance. `fits_90`: whether the sm_90 family takes the operands as they
-// lie.
+// Sets the family and its instance. `fits_90`: whether the sm_90 family takes the operands with
+// their strides as they are.
 Status choose_family(const Forward& params, int32_t family, bool fits_90, const Device& device,
                      const FindInstance& find, Choice& choice) {
   if (family != 0 && family != 80 && family != 90) {
@@ -128,8 +130,8 @@ void choose_smem_class(const Shape& shape, const Options& options, const Device&
   choice.name = choice.general ? "every modifier" : "plain";
 }
 
-// Whether the scores of a bfloat16 call can begin with the bias, so that nothing is to be added to
-// them later: where Q times the scale is exact.
+// Returns whether the scores of a bfloat16 call can begin with the bias, so that nothing needs to
+// be added to them later. This requires that Q times the scale is exact.
 bool bias_in_scores(const Forward& params) {
   int exponent = 0;
   return JAX_FLASH_SM90_QUERY_STAGES > 1 && JAX_FLASH_SM90_OPTIMISTIC &&
@@ -137,7 +139,7 @@ bool bias_in_scores(const Forward& params) {
          std::frexp(params.options.scale, &exponent) == 0.5f && exponent > -14 && exponent <= 1;
 }
 
-using Found = std::pair<Recipe, const char*>;  // and why
+using Found = std::pair<Recipe, const char*>;  // the recipe, and why it was chosen
 
 Found choose_plain(const Forward& params, int32_t head_dim, const Device& device) {
   const Shape& shape = params.shape;
@@ -155,7 +157,7 @@ Found choose_plain(const Forward& params, int32_t head_dim, const Device& device
   const bool halves_keys =
       JAX_FLASH_SM90_SPLIT_KEYS && query_tiles(shape, 64) <= (options.is_causal ? 2 : 1) * sms;
   if (sm90::kHasScoresAhead && options.window_left < 0) {
-    // Of a tile of 64 queries with two warpgroups, an edge cuts one tile of keys each.
+    // If two warpgroups share a tile of 64 queries, an edge cuts one tile of keys for each of them.
     if (halves_keys) return {Recipe::kSplitKeysAhead, "there are few query tiles"};
     if (in_band) return {Recipe::kAheadTwoCut, "an edge cuts the last tiles of keys"};
     if (few) return {Recipe::kAheadOneCut, "there are fewer query tiles than multiprocessors"};
@@ -165,8 +167,8 @@ Found choose_plain(const Forward& params, int32_t head_dim, const Device& device
   return {Recipe::kChained, "there are many query tiles that no edge cuts"};
 }
 
-// A mask's bytes become words first if they do not lie in vectors, or if enough batches and heads
-// share them. With two stages of K there is no kernel for bytes.
+// A mask's bytes are converted to words first if they cannot be read in vectors, or if enough
+// batches and heads share them. With two stages of K there is no kernel for bytes.
 Found choose_masked(const Forward& params, int32_t head_dim, const Device& device) {
   const Shape& shape = params.shape;
   if (head_dim <= 128) {
@@ -175,7 +177,7 @@ Found choose_masked(const Forward& params, int32_t head_dim, const Device& devic
       return {Recipe::kMaskBytes, "few heads and batches share the mask"};
     }
   }
-  // As without modifiers: three consumers for long calls.
+  // The same as without modifiers: three consumers for long calls.
   if (head_dim == 64 && !banded(params.options) &&
       query_tiles(shape, 192) >= device.multiprocessors && shape.kv_len > 1024) {
     return {Recipe::kMaskWordsTriple, "heads or batches share the mask, and the call is long"};
@@ -191,7 +193,7 @@ Found choose_modified(const Forward& params, int32_t head_dim, const Device& dev
   }
   switch (modifiers_of(params)) {
     case kBias:
-      // Where there is work for three consumers: short calls are 3% slower by it.
+      // Chosen if there is work for three consumers: short calls are 3% slower with it.
       if (head_dim == 64 && is_bfloat16 && bias_in_scores(params) &&
           query_tiles(params.shape, 192) >= device.multiprocessors) {
         return {Recipe::kBiasInScores, "the scale is a power of two, and the call is long"};
@@ -201,7 +203,7 @@ Found choose_modified(const Forward& params, int32_t head_dim, const Device& dev
       }
       return {Recipe::kBiasBoxes, "the bias has 16 bits"};
     case kSoftCap:
-      // More keys, where tiles that an edge cuts, with many spills, are few.
+      // More keys per tile, if few tiles are cut by an edge: the code for those has many spills.
       if (head_dim == 64 && is_bfloat16 &&
           (!banded(options) ||
            (options.window_left < 0 && options.window_right < 0 && params.shape.kv_len >= 8192))) {

@@ -1,10 +1,10 @@
-// How the sm_90 decoding kernel divides its work, as far as shapes tell: plain C++, also for the
-// size of the workspace.
+// Divides the work of the sm_90 decoding kernel, as far as shapes determine it. Plain C++, so that
+// the size of the workspace can be computed from it, too.
 //
-// A unit is the query rows of one key/value head of one batch. Its keys are a row of tiles, and the
-// units lie in a row, too, [batch, kv_heads]. Workers divide that row: at the ends of units, or
-// each unit into as many parts, or anywhere, evenly by tiles; then what they computed of a unit is
-// added up.
+// A unit is the query rows of one key/value head of one batch. Its keys are a sequence of tiles,
+// and the units form a sequence, too, [batch, kv_heads]. Workers divide the sequence of all tiles:
+// at the ends of units, or each unit into the same number of parts, or anywhere, evenly by tiles.
+// In the last two cases, the partial results of a unit are added up afterwards.
 #pragma once
 
 #include <algorithm>
@@ -14,9 +14,9 @@
 
 namespace jax_flash::sm90 {
 
-inline constexpr int kDecodeRows = 64;              // of a unit, at most
-inline constexpr int kDecodeSplitKeys = 256;        // a worker's part of a unit has more, as a rule
-inline constexpr int kDecodeMultiprocessors = 132;  // that are used
+inline constexpr int kDecodeRows = 64;              // the most rows of a unit
+inline constexpr int kDecodeSplitKeys = 256;        // a worker's part of a unit usually has more
+inline constexpr int kDecodeMultiprocessors = 132;  // the most multiprocessors that are used
 inline constexpr int kDecodeMaxWorkers = 2 * kDecodeMultiprocessors;
 // Workers that divide units look through the lengths of all batches first.
 inline constexpr int64_t kDecodeMaxRaggedBatch = 2048;
@@ -25,8 +25,8 @@ inline int64_t decode_rows(const Shape& shape) {
   return shape.kv_heads == 0 ? 0 : int64_t{shape.heads / shape.kv_heads} * shape.q_len;
 }
 
-// Whether the kernel takes a call of this shape without modifiers. Tiles, of 32 keys or more, are
-// counted in 32 bits.
+// Returns whether the kernel takes a call of this shape without modifiers. Tiles, of 32 keys or
+// more, are counted in 32 bits.
 inline bool takes_decode(const Shape& shape) {
   const int64_t rows = decode_rows(shape);
   return rows > 0 && rows <= kDecodeRows && shape.kv_len > 0 && shape.batch > 0 &&
@@ -38,23 +38,25 @@ inline int64_t decode_splits(const Shape& shape) {
   return (int64_t{shape.kv_len} + kDecodeSplitKeys - 1) / kDecodeSplitKeys;
 }
 
-// Of a row in the workspace, in elements: that of an instance, and of all head dims it takes.
+// Returns the pitch of a row in the workspace, in elements. An instance uses the same pitch for all
+// head dims that it takes.
 constexpr int64_t decode_pitch(int head_dim) {
   return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
 }
 
-// What workers leave behind for the units that they divide. Each has two places: for a unit that
-// another worker began, and for one that it began and another one ends. A row's parts lie side by
-// side, as far apart as an instance knows: who adds them up computes hardly any addresses.
+// Holds the partial results of workers for the units that they divide. Each worker has two places:
+// one for a unit that another worker began, and one for a unit that it began and another one ends.
+// A row's parts are contiguous, at a distance that an instance knows at compile time, so that the
+// code that adds them up computes hardly any addresses.
 struct DecodeWorkspace {
   struct Ends {
     int32_t head, tail;  // units, or -1
   };
 
   float* out = nullptr;         // [rows, workers, 2, decode_pitch()], not divided by the sums
-  float* statistics = nullptr;  // [rows, workers, 2, 2]: reference in log2 units, sum
+  float* statistics = nullptr;  // [rows, workers, 2, 2]: running maximum in log2 units, sum
   Ends* ends = nullptr;         // [workers]
-  int32_t places = 0;           // of all workers
+  int32_t places = 0;           // number of places of all workers
 
   static int64_t max_workers(const Shape& shape) {
     return std::min(int64_t{kDecodeMaxWorkers},
@@ -83,11 +85,11 @@ struct DecodeWorkspace {
 
 struct DecodePlan {
   int32_t workers, units;
-  int32_t parts;     // of each unit, at most; 0: workers divide units anywhere, or none
-  bool whole_units;  // workers divide none
-  bool ragged;       // batches may differ in the keys that they attend to
+  int32_t parts;     // the most parts of each unit; 0: workers divide units anywhere, or none
+  bool whole_units;  // true if workers divide no units
+  bool ragged;       // true if batches may differ in the keys that they attend to
 
-  // `max_workers`: as many run at once. `ragged`: some operand may make batches differ.
+  // `max_workers`: the number that can run at once. `ragged`: some operand may make batches differ.
   static DecodePlan make(const Shape& shape, int64_t max_workers, bool ragged) {
     DecodePlan plan;
     const int64_t units = shape.batch * shape.kv_heads, splits = decode_splits(shape);
@@ -97,8 +99,8 @@ struct DecodePlan {
     plan.ragged = ragged;
     plan.whole_units = splits == 1 || shape.batch > kDecodeMaxRaggedBatch ||
                        (!ragged && units * 10 >= rounds * max_workers * 9);
-    // As many parts for each: the heads of a batch are read side by side, and no worker has to do
-    // with two units.
+    // The same number of parts for each unit: the heads of a batch are read at the same time, and
+    // no worker has to handle two units.
     const bool alike =
         !plan.whole_units && !ragged && (parts == splits || parts * units * 10 >= max_workers * 9);
     plan.parts = static_cast<int32_t>(alike ? parts : 0);

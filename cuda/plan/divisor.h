@@ -1,5 +1,5 @@
-// Division by a number that the host knows: a multiplication and a shift on the device.
-// Granlund and Montgomery, "Division by invariant integers using multiplication", 1994, section 4.
+// Divides by a number that the host knows, by a multiplication and a shift on the device. Granlund
+// and Montgomery, "Division by invariant integers using multiplication", 1994, section 4.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ struct Divisor {
   }
 
 #if defined(__CUDACC__)
-  // Of 0 <= dividend < 2^31.
+  // Divides 0 <= dividend < 2^31.
   __device__ __forceinline__ int32_t quotient(int32_t dividend) const {
     return divisor == 1 ? dividend
                         : static_cast<int32_t>(
@@ -29,7 +29,7 @@ struct Divisor {
 #endif
 };
 
-// The same without a case of its own for 1, in fewer instructions.
+// Does the same without a special case for 1, in fewer instructions.
 struct PlainDivisor {
   int32_t divisor = 1;
   uint32_t multiplier = uint32_t{1} << 31;
@@ -43,7 +43,7 @@ struct PlainDivisor {
   }
 
 #if defined(__CUDACC__)
-  // Of 0 <= dividend < 2^31.
+  // Divides 0 <= dividend < 2^31.
   __device__ __forceinline__ int32_t quotient(int32_t dividend) const {
     return static_cast<int32_t>(__umulhi(static_cast<uint32_t>(dividend) * 2, multiplier) >> shift);
   }

@@ -1,11 +1,13 @@
-// V of bfloat16 in float16, which a kernel before the sm_90 forward kernels for a bias or a mask
-// makes of it, up to head dim 128: P has three bits more then.
+// Decides when bfloat16 V is converted to float16 by a kernel that runs before the sm_90 forward
+// kernels for a bias or a mask, up to head dim 128, and lays out the result. P then has three more
+// bits.
 //
-// Half of the squared error of an output is P's, rounded to bfloat16, unless references are the
-// rows' greatest logits, whose P is 1 (TUNING.md, "Errors"). In float16 P is so exact that
-// references are of no account, and these kernels need not look for the greatest logits
-// (TUNING_modifiers.md, "V in float16"). Without modifiers there are warps to convert V where it
-// lies, in each multiprocessor anew (sm90/forward/values.cuh); here are none.
+// P, rounded to bfloat16, causes half of the squared error of an output, unless the running maximum
+// is a row's greatest logit, whose P is 1 (TUNING.md, "Errors"). In float16, P is so exact that the
+// choice of the running maximum does not matter, and these kernels need not look for the greatest
+// logits (TUNING_modifiers.md, "V in float16"). Without modifiers, kernels have warps that convert
+// V in place, separately in each multiprocessor (sm90/forward/values.cuh); here there are none to
+// spare.
 #pragma once
 
 #include <cstdint>
@@ -15,23 +17,24 @@
 
 namespace jax_flash::sm90 {
 
-// float16 rounds values below 2^-14 by up to 2^-25, which is to be little beside what a column of
-// the output has. So in each column of some rows a value is to reach 2^-12, which makes it 1/8 of
-// what P of bfloat16 would do, or all are 0. In the bits of bfloat16:
+// float16 rounds values below 2^-14 by up to 2^-25, which must be small compared with a column of
+// the output. So in each column of some rows, either a value must reach 2^-12, which makes this
+// error 1/8 of what P in bfloat16 would cause, or all values are 0. In the bits of bfloat16:
 inline constexpr uint32_t kGreatEnough = 0x3980;
 
-// In the workspace, from a multiple of kAlignment on: for each block of the kernel that makes it
-// whether it has seen values that float16 cannot hold, and V: all that is not broadcast, side by
-// side.
+// Describes the part of the workspace that starts at a multiple of kAlignment. It holds, for each
+// block of the converting kernel, whether it has seen values that float16 cannot hold; then V: all
+// elements that are not broadcast, contiguously.
 struct HalfValues {
   static constexpr int64_t kAlignment = 256;
   static constexpr int kMostBlocks = 2048;
-  // To read and write V once more takes a part of a call's time that falls with how many rows of
-  // queries attend to it. Fewer of them take references that are the greatest logits.
+  // Reading and writing V once more takes a share of a call's time that falls with the number of
+  // query rows that attend to it. With fewer rows than this, running maxima are the greatest
+  // logits.
   static constexpr int64_t kLeastRows = 2048;
 
-  // `modifiers`: whether the call has a bias or a mask, and nothing else for which a kernel would
-  // be the one for several (launch_modified()).
+  // `modifiers`: whether the call has a bias or a mask, and nothing else that would require the
+  // kernel for several modifiers (Recipe::kEvery).
   static bool takes(const Shape& shape, DType dtype, bool modifiers) {
     const int32_t dim = shape.head_dim > shape.value_dim ? shape.head_dim : shape.value_dim;
     return modifiers && dtype == DType::kBFloat16 && (dim <= 64 || (dim > 96 && dim <= 128)) &&
@@ -47,7 +50,7 @@ struct HalfValues {
   }
 };
 
-// The batch axes and heads of V that differ.
+// The batch axes and heads along which V differs.
 struct ValueMatrices {
   int32_t batch[kMaxBatchDims] = {1, 1, 1, 1}, heads = 1;
 

@@ -1,4 +1,4 @@
-// What of a mask differs: batches and heads that share one count once.
+// Counts the distinct matrices of a mask: batches and heads that share one count once.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 namespace jax_flash::sm90 {
 
 struct MaskMatrices {
-  int32_t batch[kMaxBatchDims] = {1, 1, 1, 1}, heads = 1;  // of which the mask has one each
-  int32_t rows = 1;                                        // of a matrix: one for all, or T
+  int32_t batch[kMaxBatchDims] = {1, 1, 1, 1}, heads = 1;  // the number of matrices along each axis
+  int32_t rows = 1;  // rows of a matrix: one for all queries, or T
 
   MaskMatrices() = default;
   MaskMatrices(const Shape& shape, const Operand& mask)
@@ -24,8 +24,8 @@ struct MaskMatrices {
     for (const int32_t count : batch) product *= count;
     return product;
   }
-  // Whether enough batches and heads share each that a kernel which reads all of them first takes
-  // less time than it saves.
+  // Returns whether each matrix is shared by so many batches and heads that a kernel which reads
+  // all of them first takes less time than it saves.
   bool shared(const Shape& shape) const { return 4 * matrices() <= shape.batch * shape.heads; }
 
  private:
@@ -34,7 +34,7 @@ struct MaskMatrices {
   }
 };
 
-// Whether rows of an operand can be read in vectors of `bytes`.
+// Returns whether rows of an operand can be read in vectors of `bytes`.
 inline bool has_vectors(const Operand& operand, int element_bytes, int bytes) {
   const auto fits = [&](int64_t elements) { return elements * element_bytes % bytes == 0; };
   bool all = operand.col == 1 && fits(operand.row) && fits(operand.head) &&
@@ -42,7 +42,7 @@ inline bool has_vectors(const Operand& operand, int element_bytes, int bytes) {
   for (const int64_t stride : operand.batch) all = all && fits(stride);
   return all;
 }
-// Likewise a mask's, up to their last element.
+// Returns the same for a mask, up to its last element.
 inline bool mask_has_vectors(const Forward& params, int bytes) {
   return has_vectors(params.mask, 1, bytes) && params.shape.kv_len % bytes == 0;
 }

@@ -1,5 +1,5 @@
-// Masks as bits in the order in which consumers of the sm_90 forward kernel read them, which a
-// kernel before it makes of bytes: once for all batches and heads that share them.
+// Lays out masks as bits, in the order in which consumers of the sm_90 forward kernel read them. A
+// kernel that runs before it makes them from bytes: once for all batches and heads that share them.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,10 @@
 
 namespace jax_flash::sm90 {
 
-// In the workspace: for each matrix that the mask has, each 64 of its rows, or its only one, and
-// each tile of keys, a pair of words (AllowedBits) for each of a consumer's threads. Behind these,
-// for each matrix and 64 rows, from the first tile with anything allowed to behind the last: for
-// both halves of the keys.
+// Describes the part of the workspace that holds, for each matrix of the mask, each 64 of its rows,
+// or its only one, and each tile of keys, a pair of words (AllowedBits) for each of a consumer's
+// threads. They are followed, for each matrix and 64 rows, by the range of tiles that allow
+// anything, from the first one to past the last: for both halves of the keys.
 struct MaskWords : MaskMatrices {
   static constexpr int kThreads = 128, kRows = 64, kPairBytes = 8, kRangeBytes = 16;
 
@@ -24,7 +24,7 @@ struct MaskWords : MaskMatrices {
         row_groups(parts(rows, kRows)),
         tiles(parts(shape.kv_len, block_kv)) {}
 
-  // Pairs of words of a matrix.
+  // Pairs of words in a matrix.
   int64_t matrix() const { return int64_t{row_groups} * tiles * kThreads; }
   int64_t ranges_offset() const { return matrices() * matrix() * kPairBytes; }
 
@@ -40,7 +40,7 @@ struct MaskWords : MaskMatrices {
     return mask ? bytes(shape, matrices.matrices(), matrices.rows) : 0;
   }
 
-  // Keys of a tile of the kernel for this head dim.
+  // Returns the number of keys in a tile of the kernel for this head dim.
   static constexpr int32_t block_kv(int32_t head_dim) { return mask_words_keys(head_dim); }
 
  private:

@@ -1,5 +1,5 @@
-// Names what a call may do to logits besides the band: as bits, for the choice of a kernel and for
-// what kernels are made for.
+// Names what a call may do to logits besides the band, as bits: for the choice of a kernel, and for
+// what a kernel is made for.
 #pragma once
 
 #include <cstdint>
@@ -15,11 +15,11 @@ enum Modifier : uint32_t {
   kMask = 4,
   kSegments = 8,
   kDropout = 16,
-  kAnyScale = 32,  // zero and negative ones, too
+  kAnyScale = 32,  // including zero and negative scales
   kEveryModifier = 63,
 };
 
-// What a call asks for.
+// Returns the modifiers that a call asks for.
 inline uint32_t modifiers_of(const Forward& params) {
   const Options& options = params.options;
   uint32_t modifiers = kNoModifier;

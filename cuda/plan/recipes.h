@@ -8,7 +8,7 @@
 
 #include "plan/modifiers.h"
 
-// Switches of `python benchmarks/run.py ablation`, with what is shipped as their values.
+// Switches of `python benchmarks/run.py ablation`; the shipped settings are their values.
 #ifndef JAX_FLASH_SM90_OPTIMISTIC
 #define JAX_FLASH_SM90_OPTIMISTIC 1
 #endif
@@ -24,7 +24,7 @@
 #ifndef JAX_FLASH_SM90_SCORES_AHEAD
 #define JAX_FLASH_SM90_SCORES_AHEAD 1
 #endif
-// Per head dim: consumer warpgroups of 64 queries and keys a tile.
+// Consumer warpgroups of 64 queries, and keys per tile, for each head dim.
 #ifndef JAX_FLASH_SM90_CONSUMERS_64
 #define JAX_FLASH_SM90_CONSUMERS_64 3
 #endif
@@ -64,25 +64,25 @@
 
 namespace jax_flash::sm90 {
 
-// Whether a consumer computes the next tile's scores beside this one's exponentials, and of how
-// many of its tiles, the last ones, an edge of the band may cut off a part.
+// Says whether a consumer computes the next tile's scores overlapped with this tile's exponentials,
+// and how many of its tiles, the last ones, an edge of the band may cut.
 enum class ScoresAhead { kNo, kOneCut, kTwoCut };
 inline constexpr bool kHasScoresAhead = JAX_FLASH_SM90_SCORES_AHEAD && JAX_FLASH_SM90_OPTIMISTIC &&
                                         JAX_FLASH_SM90_STAGES >= 4 &&
                                         JAX_FLASH_SM90_QUERY_STAGES > 1;
 
-// Where consumer warps keep their part of a bias (sm90/forward/bias.cuh): 4-byte elements; 2-byte
-// ones in boxes of as many columns as a tile has keys; or of multiples of 64, for accumulators of
-// scores to begin with it (sm90/forward/step.cuh).
+// Says where consumer warps keep their part of a bias (sm90/forward/bias.cuh): as 4-byte elements;
+// as 2-byte elements, in boxes of as many columns as a tile has keys; or in boxes of multiples of
+// 64 columns, for accumulators of scores that begin with it (sm90/forward/step.cuh).
 enum class BiasPlace { kNone, kFloats, kBoxes, kInScores };
 
 enum class Recipe : int32_t {
   kDecode,
-  kChained,         // query tiles in one chain: the first scores of one run beside the last P V
+  kChained,         // query tiles in one chain: the first scores of one overlap the last P V
   kChainedPair,     // the same with two consumers
   kNarrowValues,    // the same for values of fewer columns than keys have
   kAheadOneCut,     // scores a tile ahead, at most one tile cut by an edge
-  kAheadTwoCut,     // the same with two
+  kAheadTwoCut,     // the same with two tiles cut
   kSplitKeys,       // two consumers divide the keys of the same 64 queries
   kSplitKeysAhead,  // the same with scores a tile ahead
   kSegments,
@@ -93,21 +93,21 @@ enum class Recipe : int32_t {
   kSoftCapLong,
   kMaskBytes,
   kMaskWords,
-  kMaskWordsTriple,  // with three consumers
+  kMaskWordsTriple,  // the same with three consumers
   kEvery,            // any modifiers together
 };
 
-// Keys of a tile where a mask comes as words.
+// Returns the number of keys in a tile if a mask comes as words.
 constexpr int mask_words_keys(int head_dim) { return head_dim <= 128 ? 128 : 80; }
 
-// A kernel. A block has `consumers` warpgroups; each takes 64 queries, or both the same 64 with two
-// `key_groups`. There are `fewer_values` stages of V less than of K.
+// Describes a kernel. A block has `consumers` warpgroups; each takes 64 queries, or both take the
+// same 64 with two `key_groups`. There are `fewer_values` fewer stages of V than of K.
 struct RecipeRow {
   Recipe recipe;
   const char* name;
-  int32_t head_dim, value_dim;  // the most it takes
-  uint32_t modifiers;           // what it is made for
-  int32_t consumers, keys;      // keys: of a tile
+  int32_t head_dim, value_dim;  // the largest that it takes
+  uint32_t modifiers;           // those that it is made for
+  int32_t consumers, keys;      // keys: those of a tile
   int32_t key_groups = 1;
   ScoresAhead ahead = ScoresAhead::kNo;
   BiasPlace bias = BiasPlace::kNone;
@@ -128,7 +128,7 @@ inline constexpr RecipeRow kRecipes[] = {
     {Recipe::kDecode, "decode", 128, 128, kNoModifier, 1, 64},
     {Recipe::kDecode, "decode", 192, 192, kNoModifier, 1, 32},
     {Recipe::kDecode, "decode", 256, 256, kNoModifier, 1, 64},
-    // Without modifiers.
+    // No modifiers.
     {Recipe::kSplitKeysAhead, "split keys, scores ahead", 64, 64, kNoModifier, 2, 128, 2,
      ScoresAhead::kOneCut},
     {Recipe::kAheadTwoCut, "scores ahead, two edges", 64, 64, kNoModifier, 2, 128, 1,
@@ -149,7 +149,8 @@ inline constexpr RecipeRow kRecipes[] = {
      JAX_FLASH_SM90_BLOCK_KV_192},
     {Recipe::kChained, "chained", 256, 256, kNoModifier, JAX_FLASH_SM90_CONSUMERS_256,
      JAX_FLASH_SM90_BLOCK_KV_256},
-    // One modifier. Two consumers have the registers for it, at head dim 64 with fewer keys three.
+    // One modifier. Two consumers have the registers for it; at head dim 64, with fewer keys,
+    // three.
     {Recipe::kSegments, "segments", 64, 64, kSegments, 2, 128},
     {Recipe::kSegments, "segments", 128, 128, kSegments, 2, 128},
     {Recipe::kSegments, "segments", 256, 256, kSegments, 2, 64},
@@ -177,8 +178,8 @@ inline constexpr RecipeRow kRecipes[] = {
      mask_words_keys(64)},
     {Recipe::kMaskWords, "mask as words", 128, 128, kMask, 2, mask_words_keys(128)},
     {Recipe::kMaskWords, "mask as words", 256, 256, kMask, 2, mask_words_keys(256)},
-    // Several modifiers, or a head dim that has no kernel for one. Its loop has ten times the
-    // instructions that a call executes.
+    // Several modifiers, or a head dim that has no kernel for one. The loop has ten times as many
+    // instructions as a call executes.
     {Recipe::kEvery, "every modifier", 64, 64, kEveryModifier, 2, 128},
     {Recipe::kEvery, "every modifier", 96, 96, kEveryModifier, 2, 128},
     {Recipe::kEvery, "every modifier", 128, 128, kEveryModifier, 2, 128},
@@ -187,7 +188,7 @@ inline constexpr RecipeRow kRecipes[] = {
 };
 inline constexpr int kRecipeCount = sizeof(kRecipes) / sizeof(kRecipes[0]);
 
-// The row of a recipe for the instance of a head dim, or -1.
+// Returns the row of a recipe for the instance of a head dim, or -1.
 constexpr int recipe_row(Recipe recipe, int32_t head_dim) {
   for (int row = 0; row < kRecipeCount; ++row) {
     if (kRecipes[row].recipe == recipe && kRecipes[row].head_dim == head_dim) return row;

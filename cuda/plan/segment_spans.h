@@ -1,6 +1,7 @@
-// Segment ids: the smallest and largest id of every kSegmentBlock rows or columns, computed on
-// the device before the attention kernel, which then skips pairs of tiles whose ranges of ids
-// do not meet. Exact for packed sequences, whose ids do not decrease; never wrong for others.
+// Lays out the spans of segment ids: the smallest and largest id of every kSegmentBlock rows or
+// columns. They are computed on the device before the attention kernel, which then skips pairs of
+// tiles whose ranges of ids do not meet. Exact for packed sequences, whose ids do not decrease;
+// never wrong for others.
 #pragma once
 
 #include <cstdint>
@@ -19,12 +20,13 @@ struct SegmentSpan {
   }
 };
 
-// A batch's spans are as many times this number, so that they can be read two at a time; those
-// beyond the last id are of no id.
+// The number of a batch's spans is a multiple of this, so that they can be read two at a time.
+// Spans beyond the last id contain no id.
 inline constexpr int kSpansAligned = 4;
 
-// In the workspace: the spans of T ids for each of the batch, then those of S, and a counter, which
-// is 0 when the spans are there: for blocks that take work in turn.
+// Describes the part of the workspace that holds, for each of the batch, the spans of T ids, then
+// those of S, and a counter. The counter, for blocks that take work in turn, is 0 when the spans
+// have been computed.
 struct SegmentSpans {
   SegmentSpan* query = nullptr;
   SegmentSpan* key = nullptr;

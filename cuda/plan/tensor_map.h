@@ -1,4 +1,4 @@
-// What tensor maps can describe: for the choice of a kernel, which is plain C++.
+// Says what tensor maps can describe. Plain C++, for the choice of a kernel.
 #pragma once
 
 #include <cstdint>
@@ -7,11 +7,11 @@
 
 namespace jax_flash {
 
-// A map's axes are columns, rows, heads and these.
+// A map's axes are columns, rows, heads and this many batch axes.
 inline constexpr int kTensorMapBatchDims = 2;
 
-// Whether a map can describe the operand of so many rows: strides from 0 to below 2^40 bytes, that
-// of rows not 0, and no more batch axes than a map has.
+// Returns whether a map can describe the operand with this many rows: its strides must be from 0 to
+// below 2^40 bytes, that of rows not 0, and it may have no more batch axes than a map.
 inline bool fits_tensor_map(const Shape& shape, const Operand& operand, int64_t rows) {
   const auto fits = [](int64_t stride) { return stride >= 0 && stride < int64_t{1} << 38; };
   bool all = shape.num_batch_dims <= kTensorMapBatchDims && fits(operand.row) &&

@@ -1,4 +1,4 @@
-// The Python module jax_flash._native.
+// Defines the Python module jax_flash._native.
 
 #include <nanobind/nanobind.h>
 #include <nanobind/stl/string.h>
@@ -31,7 +31,7 @@ nb::capsule ffi_capsule(Handler* handler) {
   return nb::capsule(reinterpret_cast<void*>(handler));
 }
 
-// [(target, platform, handler)], to be registered with jax.ffi.
+// Returns [(target, platform, handler)], to be registered with jax.ffi.
 nb::list registrations() {
   nb::list all;
   all.append(nb::make_tuple("jax_flash_forward", "cpu", ffi_capsule(kForwardHost)));
@@ -90,8 +90,8 @@ int64_t cuda_backward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_l
 #endif
 
 #ifdef JAX_FLASH_WITH_CUDA
-// Arrays that are only asked about: (name of the dtype, dimensions). Their data is aligned as
-// XLA's.
+// Describes arrays that a query is only about: (name of the dtype, dimensions). Their data is
+// assumed to be aligned as XLA's.
 class AbstractBuffers {
  public:
   explicit AbstractBuffers(const nb::list& arrays) {
@@ -139,8 +139,8 @@ OptionAttributes make_attributes(const nb::dict& values) {
   return options;
 }
 
-// (family, name, queries and keys of a tile, reason) of the kernel that a call gets on a device;
-// ValueError where it gets none.
+// Returns (family, name, queries and keys of a tile, reason) of the kernel that a call gets on a
+// device. Raises ValueError if no kernel takes it.
 nb::tuple cuda_kernel(bool is_backward, const nb::list& arguments, const nb::list& results,
                       const nb::dict& options, int32_t operands, int32_t capability,
                       int32_t multiprocessors, int32_t smem_bytes) {
@@ -162,7 +162,7 @@ nb::tuple cuda_kernel(bool is_backward, const nb::list& arguments, const nb::lis
 }
 #endif
 
-// [(name, head_dim)]: the kernels of the sm_90 forward pass (plan/recipes.h).
+// Returns [(name, head_dim)]: the kernels of the sm_90 forward pass (plan/recipes.h).
 nb::list cuda_recipes() {
   nb::list all;
 #ifdef JAX_FLASH_WITH_CUDA
@@ -173,7 +173,7 @@ nb::list cuda_recipes() {
   return all;
 }
 
-// Whether this build has the CUDA kernels; it has them wherever nvcc could run.
+// Returns whether this build has the CUDA kernels; it has them wherever nvcc could run.
 bool has_cuda() {
 #ifdef JAX_FLASH_WITH_CUDA
   return true;
@@ -182,14 +182,14 @@ bool has_cuda() {
 #endif
 }
 
-// [(pass, family, dtype, head_dim)]: the table of CUDA instances in CMakeLists.txt. A head
+// Returns [(pass, family, dtype, head_dim)]: the table of CUDA instances in CMakeLists.txt. A head
 // dim in between runs on the next larger one.
 nb::list cuda_instances() {
   nb::list all;
 #ifdef JAX_FLASH_WITH_CUDA
   const auto add = [&all](const char* pass, const auto& table) {
     for (const auto& instance : table) {
-      if (instance.general) continue;  // there is one for each plain instance
+      if (instance.general) continue;  // each plain instance has a general one, too
       const char* dtype = instance.dtype == DType::kFloat32    ? "float32"
                           : instance.dtype == DType::kBFloat16 ? "bfloat16"
                                                                : "float16";

@@ -1,3 +1,5 @@
+// Implements ffi_call.h: reads operands, results and options, and reports the first error.
+
 #include "xla/ffi_call.h"
 
 #include <string>
@@ -15,8 +17,8 @@ std::string dims_text(const std::vector<int64_t>& dims) {
   return text + "]";
 }
 
-// One axis after the batch axes: which stride it sets, its size, and whether a
-// size of 1 may stand for any size.
+// Describes one axis after the batch axes: which stride it sets, its size, and whether a size of 1
+// may stand for any size.
 struct Axis {
   int64_t Operand::* stride;
   int64_t size;
@@ -64,7 +66,7 @@ class Reader {
     if (!axes.empty() && !axes.back().broadcasts && axes.back().stride == &Operand::col) {
       operand.col = 1;
     }
-    static char empty;  // a zero-sized operand is present all the same
+    static char empty;  // an operand of size zero still counts as present
     operand.data = stride == 0 ? &empty : buffer.data;
     return operand;
   }
@@ -97,13 +99,14 @@ class Reader {
 
 using Kind = Reader::Kind;
 
-// A named operand or result, and where it goes.
+// Describes a named operand or result, and where it is stored.
 struct Field {
   const char* name;
   Operand Backward::* where;
   Kind kind;
   std::vector<Axis> axes;
-  bool batch_broadcasts = true;  // results, and what results became, have every batch axis
+  // False for results, and for operands that were results: these have every batch axis.
+  bool batch_broadcasts = true;
 };
 
 std::vector<Axis> query_axes(const Shape& s, int64_t dim) {
@@ -152,7 +155,8 @@ std::vector<Field> gradient_fields(const Shape& s, bool with_bias) {
   return fields;
 }
 
-// In the order of the slots of operands.py: bit i of `operands` says whether number i is there.
+// Lists the fields in the order of the slots of operands.py: bit i of `operands` says whether
+// number i is present.
 std::vector<Field> optional_fields(const Shape& s) {
   const Axis head{&Operand::head, s.heads}, query_row{&Operand::row, s.q_len};
   const Axis key_row{&Operand::row, s.kv_len}, word{&Operand::col, 2};
@@ -175,7 +179,8 @@ std::vector<Field> optional_fields(const Shape& s) {
   };
 }
 
-// Sizes of a call: those of query, key and value, and the batch axes of `full`, which has all.
+// Reads the sizes of a call: those of query, key and value, and the batch axes of `full`, which has
+// all of them.
 Status read_shape(const Buffer& query, const Buffer& key, const Buffer& value, const Buffer& full,
                   Shape& shape) {
   const auto q = query.dims, k = key.dims, v = value.dims;
@@ -288,7 +293,7 @@ Status same_dtype(const Forward& params) {
   return Status::invalid_argument("jax_flash: query, key and value differ in dtype");
 }
 
-// Kernels take a bias to mean that lse_low is there.
+// Kernels assume that lse_low is present if there is a bias.
 Status check_lse_low(const Forward& params) {
   if (bool{params.lse_low} == bool{params.bias}) return {};
   return Status::invalid_argument("jax_flash: lse_low comes with a bias, and with nothing else");

@@ -1,11 +1,11 @@
 // Reads the buffers and attributes of a custom call into the structs of params.h, checking every
 // shape (Python has checked already; exported programs and other callers have not).
 //
-// Arguments: query, key, value, [out, lse, dout,] then those of optional_operands() that the
+// Arguments: query, key, value, [out, lse, dout,] then those of optional_fields() that the
 // attribute `operands` names by its bits, in order. Every operand has the same number of leading
-// batch axes, each full or 1 (broadcast).
-// Results: out, lse, [lse_low,] workspace, or dquery, dkey, dvalue, [dbias,] workspace. lse_low is
-// a result of the forward pass, and an operand of the backward pass, where there is a bias.
+// batch axes, each full or 1 (broadcast). Results: out, lse, [lse_low,] workspace, or dquery, dkey,
+// dvalue, [dbias,] workspace. lse_low is a result of the forward pass, and an operand of the
+// backward pass, if there is a bias.
 #pragma once
 
 #include <cstdint>
@@ -33,11 +33,11 @@ struct OptionAttributes {
 };
 
 struct Call {
-  Backward params;  // of a forward call, only what Forward has
+  Backward params;  // for a forward call, only the members of Forward are set
   int64_t workspace_bytes = 0;
 };
 
-// An argument or a result: of a custom call, or of one that is only asked about.
+// Describes an argument or a result, either of a custom call or of one that is only asked about.
 struct Buffer {
   void* data;
   xla::ffi::DataType type;
@@ -46,7 +46,7 @@ struct Buffer {
 };
 using Buffers = std::vector<Buffer>;
 
-// Those of a custom call; empty if one is not a buffer.
+// Returns the buffers of a custom call; empty if one is not a buffer.
 Buffers buffers_of(xla::ffi::RemainingArgs args);
 Buffers buffers_of(xla::ffi::RemainingRets results);
 

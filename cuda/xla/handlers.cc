@@ -1,6 +1,6 @@
-// The custom calls "jax_flash_forward" and "jax_flash_backward": reads the call, launches it. On a
-// GPU a handler allocates nothing, reads no device memory and launches the same kernels on every
-// call with the same shapes, so that XLA may record it into a command buffer.
+// Implements the custom calls "jax_flash_forward" and "jax_flash_backward": each reads the call and
+// launches it. On a GPU a handler allocates nothing, reads no device memory and launches the same
+// kernels on every call with the same shapes, so that XLA may record it into a command buffer.
 
 #include "xla/handlers.h"
 
@@ -38,9 +38,9 @@ ffi::Error to_error(const Status& status) {
   return ffi::Error(ffi::ErrorCode::kInternal, status.message);
 }
 
-// Spreads a loop over XLA's thread pool. The calling thread works too and waits only
-// for indices that another thread has begun, so a pool whose threads are all busy,
-// with this very call perhaps, cannot deadlock it.
+// Spreads a loop over XLA's thread pool. The calling thread works too and waits only for indices
+// that another thread has begun, so a pool whose threads are all busy, perhaps with this very call,
+// cannot deadlock it.
 host::ParallelFor parallel_for_on(ffi::ThreadPool& pool) {
   return [&pool](int64_t count, const std::function<void(int64_t)>& body) {
     struct Loop {
@@ -62,7 +62,7 @@ host::ParallelFor parallel_for_on(ffi::ThreadPool& pool) {
         if (finished == count) done.notify_one();
       }
     };
-    // Tasks that the pool gets to only after the loop has ended still look at it.
+    // Tasks that the pool gets to only after the loop has ended still read it.
     auto loop = std::make_shared<Loop>();
     loop->body = &body;
     loop->count = count;
@@ -127,7 +127,7 @@ ffi::Error backward_cuda(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rema
 }
 #endif  // JAX_FLASH_WITH_CUDA
 
-// What every handler takes, besides where it runs.
+// Declares what every handler takes, besides the place where it runs.
 template <typename Context>
 auto binding() {
   return ffi::Ffi::Bind()

@@ -1,4 +1,4 @@
-// The custom call handlers, for xla/bindings.cc to hand to Python.
+// Declares the custom call handlers, which xla/bindings.cc hands to Python.
 #pragma once
 
 #include "xla/ffi/api/c_api.h"

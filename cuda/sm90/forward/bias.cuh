@@ -1,4 +1,5 @@
-// The bias in the sm_90 forward kernel made for it: tiles in shared memory, and how they get there.
+// Brings tiles of the bias to shared memory, and reads them there, in the sm_90 forward kernel made
+// for a bias.
 #pragma once
 
 #include <cuda.h>
@@ -20,18 +21,20 @@
 
 namespace jax_flash::sm90 {
 
-// A consumer's 64 rows of a tile of a bias of 2-byte elements, which the copy engine brings: in
-// panels whose rows are as wide as the swizzle. There is one place, with a pair of barriers.
+// Describes a consumer's 64 rows of a tile of a bias of 2-byte elements, which the copy engine
+// brings in panels whose rows are as wide as the swizzle. There is one place, with a pair of
+// barriers.
 template <int kBlockKv>
 struct BiasBox {
-  static constexpr int kCols = kBlockKv % 32 == 0 && kBlockKv % 64 != 0 ? 32 : 64;  // of a panel
+  static constexpr int kCols = kBlockKv % 32 == 0 && kBlockKv % 64 != 0 ? 32 : 64;  // per panel
   static constexpr int kRowBytes = kCols * 2, kPanelBytes = 64 * kRowBytes;
   static constexpr int kPanels = (kBlockKv + kCols - 1) / kCols;
 
-  uint32_t reader;  // where this lane's row of the first matrices for ldmatrix is
+  uint32_t reader;  // address of this lane's row of the first matrices for ldmatrix
   uint32_t full, empty, parity;
 
-  // A bias that is the same for all rows has one. kKeepsReader: in a register.
+  // A bias that is the same for all rows has one row only. kKeepsReader: keeps `reader` in a
+  // register.
   template <bool kKeepsReader>
   __device__ __forceinline__ void init(uint32_t smem, uint32_t full_barrier, uint32_t empty_barrier,
                                        bool one_row) {
@@ -42,17 +45,18 @@ struct BiasBox {
     const int row = one_row ? 0 : threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
     const int swizzle = kCols == 64 ? row % 8 : row / 2 % 4;
     reader = smem + row * kRowBytes + (lane / 16 ^ swizzle) * 16;
-    // A shuffle, or the assembler would compute it for each tile.
+    // A shuffle, since otherwise the assembler would compute it again for each tile.
     if constexpr (kKeepsReader) reader = __shfl_sync(0xffffffff, reader, lane);
   }
   __device__ __forceinline__ void wait() {
     ptx::mbarrier_wait(full, parity);
     parity ^= 1;
   }
-  // Blocks n, which is even, and n + 1 of the warp's fragment: rows g and g + 8 of block n, then of
-  // n + 1. The last ones are loaded last: the place is free when they are there.
+  // Loads blocks n, which is even, and n + 1 of the warp's fragment: rows g and g + 8 of block n,
+  // then of block n + 1. The last blocks must be loaded last: once they are loaded, the place is
+  // free.
   __device__ __forceinline__ void load(uint32_t (&words)[4], int n) const {
-    constexpr int kPairs = kCols / 16;  // of blocks in a panel
+    constexpr int kPairs = kCols / 16;  // pairs of blocks in a panel
     ptx::ldmatrix_x4(words, (reader ^ n / 2 % kPairs * 32) + n / 2 / kPairs * kPanelBytes);
   }
   template <typename T>
@@ -81,13 +85,13 @@ struct BiasBox {
   }
 };
 
-// A warp's 16 rows of a tile of a bias of 4-byte elements, which it copies itself, in groups of 32
-// columns. The 32 bytes under a block of a fragment are at place n ^ row % 4 of a row of a group:
-// no bank conflicts.
+// Describes a warp's 16 rows of a tile of a bias of 4-byte elements, which the warp copies itself,
+// in groups of 32 columns. The 32 bytes under a block of a fragment are at place n ^ row % 4 of a
+// row of a group, which avoids bank conflicts.
 template <int kN>
 struct BiasTile {
-  static constexpr int kLanes = 8;  // of a row of a group
-  uint32_t written, read_from;  // of this thread: where its first vector goes, and its first block
+  static constexpr int kLanes = 8;  // lanes per row of a group
+  uint32_t written, read_from;  // this thread's: where its first vector goes, and its first block
 
   __device__ __forceinline__ void init(uint32_t smem) {
     const int lane = threadIdx.x % 32, row = lane / kLanes, chunk = lane % kLanes;
@@ -95,8 +99,8 @@ struct BiasTile {
     read_from = smem + lane / 4 * 128 + lane / 4 % 4 * 32 + lane % 4 * 8;
   }
 
-  // Where a thread's vectors of a tile's rows begin, in vectors of 16 bytes: for once a query tile.
-  // Rows beyond the last are the last.
+  // Holds where a thread's vectors of a tile's rows begin, in vectors of 16 bytes. Computed once
+  // per query tile. Rows beyond the last are replaced by the last.
   struct Rows {
     uint32_t at[kLanes / 2];
   };
@@ -111,8 +115,8 @@ struct BiasTile {
     return rows;
   }
 
-  // Starts copies. `bias` is at row 0 of the batch and head, and the tile's first column, with
-  // `cols` behind it. What was there has been read.
+  // Starts copies. `bias` points to row 0 of the batch and head, and to the tile's first column,
+  // which `cols` columns follow. The previous contents must have been read.
   __device__ __forceinline__ void copy(const float* bias, const Rows& rows, int32_t cols) const {
     static_assert(kN % 4 == 0);
     const int chunk = threadIdx.x % kLanes;
@@ -134,7 +138,7 @@ struct BiasTile {
     __syncwarp();
   }
 
-  // Blocks n, which is even, and n + 1 of the warp's fragment.
+  // Reads blocks n, which is even, and n + 1 of the warp's fragment.
   template <typename T>
   __device__ __forceinline__ void read(float (&blocks)[2][4], int n) const {
 #pragma unroll
@@ -148,7 +152,7 @@ struct BiasTile {
   }
 };
 
-// With the bias beside the other operands.
+// Adds the bias to the maps of the other operands.
 struct BoxedMaps : ForwardMaps {
   CUtensorMap boxes;
   BoxAxes box_axes;
@@ -156,7 +160,7 @@ struct BoxedMaps : ForwardMaps {
 template <typename Config>
 using MapsOf = std::conditional_t<Config::kBiasBoxes, BoxedMaps, ForwardMaps>;
 
-// Of a bias that can be read in boxes (ModifierPlan).
+// Makes the map of a bias that can be read in boxes (ModifierPlan).
 template <typename Config>
 Status make_bias_map(const Forward& params, BoxedMaps& maps) {
   const Shape& shape = params.shape;
@@ -166,8 +170,8 @@ Status make_bias_map(const Forward& params, BoxedMaps& maps) {
                          CU_TENSOR_MAP_L2_PROMOTION_L2_256B, BiasBox<Config::kBlockKv>::kCols);
 }
 
-// Starts copies of a consumer's rows, which begin with row0, for keys of tiles from `tile` to
-// before `end`, each as soon as the one before has been read. By one thread.
+// Starts copies of a consumer's rows, which begin with row0, for the keys of tiles [tile, end),
+// each as soon as the previous one has been read. Called by one thread.
 template <typename Config, typename Smem>
 __device__ __forceinline__ void load_bias(const Smem& smem, const BoxedMaps& maps, int group,
                                           const QueryTileIndex& q, int32_t row0, int32_t tile,
@@ -176,7 +180,7 @@ __device__ __forceinline__ void load_bias(const Smem& smem, const BoxedMaps& map
   const uint32_t bytes = Box::kPanels * Box::kRowBytes * (maps.box_axes.row ? 64 : 1);
   for (; tile < end; ++tile) {
     ptx::mbarrier_wait_asleep(smem.bias_empty(group), parity ^ 1);
-    ptx::fence_proxy_async_shared();  // here, since consumers would wait for theirs in every tile
+    ptx::fence_proxy_async_shared();  // here; consumers would wait for theirs in every tile
     ptx::mbarrier_arrive_expect_tx(smem.bias_full(group), bytes);
 #pragma unroll
     for (int panel = 0; panel < Box::kPanels; ++panel) {

@@ -1,4 +1,4 @@
-// A tile of keys in the sm_90 forward kernel with a bias.
+// Processes a tile of keys in the sm_90 forward kernel with a bias.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +7,9 @@
 
 namespace jax_flash::sm90 {
 
-// ForwardConsumer's next_tile(). Each case has code of its own: that of most tiles is one block,
-// in which the assembler mixes the exponentials with what precedes and follows them. The scores are
-// started before the search for the case, which they would have to wait for.
+// Implements ForwardConsumer's next_tile(). Each case has its own code: that of most tiles is one
+// basic block, in which the assembler interleaves the exponentials with what precedes and follows
+// them. The scores are started before the case is determined, since they would have to wait for it.
 template <typename Config, typename Consumer>
 __device__ __forceinline__ void next_biased_tile(Consumer& consumer, int32_t last, int32_t tile) {
   consumer.wait_key();

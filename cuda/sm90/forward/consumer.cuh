@@ -1,6 +1,6 @@
-// What a consumer warpgroup of the sm_90 forward kernel keeps in registers for its 64 rows, and the
-// steps that it takes with a tile of keys and values. The order of the steps:
-// sm90/forward/kernel.cuh.
+// Holds the state that a consumer warpgroup of the sm_90 forward kernel keeps in registers for its
+// 64 rows, and the steps that it takes with a tile of keys and values. For the order of the steps
+// see sm90/forward/kernel.cuh.
 #pragma once
 
 #include <cstdint>
@@ -25,114 +25,116 @@
 
 namespace jax_flash::sm90 {
 
-// What is known of a tile at compile time: that it and the one before, also if that one is another
-// query tile's, are of one segment each; that its bias is added beside the exponentials.
+// Says what is known of a tile at compile time. kInRun: it and the one before, even if that one
+// belongs to another query tile, have one segment each. kBiasBeside: its bias is added overlapped
+// with the exponentials.
 enum class TileKind { kAny, kInRun, kBiasBeside };
 
-// Value: of V as it is in shared memory, and so of P.
+// Value: the type of V in shared memory, and so of P.
 template <typename Config, typename Element, uint32_t kModifiers, typename Value = Element>
 struct ForwardConsumer {
   static constexpr bool kGeneral = kModifiers != kNoModifier;
   static constexpr bool kPlain = kChecksLate<Config, kModifiers>;
-  // Segments alone forbid elements of few tiles, and are looked at in those only.
+  // Segments alone forbid elements of few tiles, and are examined only in those.
   static constexpr bool kSegmented = kModifiers == kSegments;
-  // Whether key tiles are skipped: query tiles are told of when all is known.
+  // True if key tiles are skipped: the producer signals a query tile when all is known about it.
   static constexpr bool kSkips = (kModifiers & kSegments) != 0;
-  // Whether elements may be forbidden in any tile.
+  // True if elements may be forbidden in any tile.
   static constexpr bool kMasks = !kSegmented && (kModifiers & (kMask | kSegments)) != 0;
-  // Whether query tiles are chained, and Q is released early.
+  // True if query tiles are chained, and Q is released early.
   static constexpr bool kChained = !kMasks || (kModifiers == kMask && Config::kMaskWords);
-  // Whether exponentials are computed before their logits are compared with the references.
-  // With a bias or a mask only where P has the bits to do without the greatest logits.
+  // True if exponentials are computed before their logits are compared with the running maxima.
+  // With a bias or a mask, this is so only if P has enough bits to do without the greatest logits.
   static constexpr bool kHalfValues = !std::is_same_v<Value, Element>;
   static constexpr bool kBiasOrMask = kModifiers == kBias || kModifiers == kMask;
   static constexpr bool kOptimistic = Config::kOptimistic && kModifiers != kEveryModifier &&
                                       Config::kKeyGroups == 1 && (!kBiasOrMask || kHalfValues);
-  // Of how many tiles logits are compared with the references first: after one that had to be
-  // computed again, and after one in which a reference rose.
+  // The number of tiles whose logits are compared with the running maxima first: after a tile that
+  // had to be redone, and after one in which a running maximum rose.
   static constexpr int kCarefulTiles = 16;
-  // Whether references rise to any greater logit that they are compared with, not only to one far
-  // above them (OnlineSoftmax). It takes segments up to 8% longer.
+  // True if a running maximum rises to any greater logit that is compared with it, not only to one
+  // far above it (OnlineSoftmax). With segments this would be up to 8% slower.
   static constexpr bool kExactMaxima = kPlain || kModifiers == kEveryModifier ||
                                        Config::kKeyGroups > 1 ||
                                        (!kOptimistic && (!kGeneral || kBiasOrMask));
-  // Whether without modifiers references do rise, whatever the first keys show: where all of P is
-  // of the operands' type.
+  // True if, without modifiers, running maxima rise whatever the first keys show: where all of P
+  // has the operands' type.
   static constexpr bool kAlwaysExact = Config::kKeyGroups > 1 || std::is_same_v<Element, __half>;
-  // Whether they are compared as bits, if they can be (sm90/forward/exact_maximum.cuh): where that
-  // is faster.
+  // True if logits and running maxima are compared as bits when they can be
+  // (sm90/forward/exact_maximum.cuh): where that is faster.
   static constexpr bool kByBits =
       kExactMaxima && kModifiers != kEveryModifier &&
       !(kModifiers == kMask && Config::kHeadDim == 64 && Config::kConsumers == 3);
-  // Whether exponentials are of differences to the reference: where it costs little.
+  // True if exponentials are taken of differences to the running maximum: where it costs little.
   static constexpr bool kByDifference = !kGeneral && Config::kHeadDim > 128;
   static constexpr int kN = Config::kBlockKv / 8, kOutN = Config::kValueDim / 8;
-  using Modified = ModifiedTile<Config, Element, kModifiers>;  // in kernels for one modifier
+  using Modified = ModifiedTile<Config, Element, kModifiers>;  // used by kernels for one modifier
   static constexpr bool kLowWord = Modified::kSaturates || Modified::kInScores;
   static constexpr int kHeadSteps = Config::kHeadDim / 16, kKeySteps = Config::kBlockKv / 16;
   using ScoreProduct = ptx::Wgmma<Element, Config::kBlockKv>;
-  // Whether P V of every second tile is of float16 (sm90/forward/values.cuh).
+  // True if P V of every second tile is in float16 (sm90/forward/values.cuh).
   static constexpr bool kConverts = kConvertsValues<Config, Element, kModifiers>;
   template <bool kHalf>
   using Weight = std::conditional_t<kHalf, __half, Value>;
   template <bool kHalf>
   using OutProduct = ptx::Wgmma<Weight<kHalf>, Config::kValueDim>;
   using Scores = float[1][kN][4];
-  // Where Q is released early: whether a query tile's last tile of keys is done again with Q from
-  // global memory. Else its logits are compared first, which takes code of its own.
+  // True if, with Q released early, a redo of a query tile's last tile of keys reads Q from global
+  // memory. Otherwise the logits of that tile are compared first, which takes separate code.
   static constexpr bool kReadsQueryAgain =
       kBiasOrMask && kChained && Config::kQueryStages == 1 && kOptimistic;
-  // Whether a tile waits for the next one's keys, and for its values beside the next scores, as
-  // without modifiers.
+  // True if a tile waits for the next one's keys, and for its own values while the next scores are
+  // computed, as without modifiers.
   static constexpr bool kWaitsAhead =
       kPlain || (kHalfValues && kChained && (kModifiers == kMask || Modified::kInScores));
-  // log2 of P of a logit that is its row's reference, and the thread's sum of a tile beyond which
-  // references rise: P of float16 is exact to 11 bits from 2^-14 on, and ends at 2^16.
+  // log2 of P for a logit equal to its row's running maximum, and the thread's sum of a tile beyond
+  // which running maxima rise: P in float16 is exact to 11 bits from 2^-14 on, and ends at 2^16.
   static constexpr int kLift = kHalfValues ? kHalfLift : 0;
   static constexpr float kSumLimit = kHalfValues ? kHalfSumLimit : kOptimisticLimit;
 
   const Forward& params;  // for what `plan` lacks
   const ForwardPlan& plan;
   const ForwardSmem<Config>& smem;
-  int group;     // of the consumers
-  int warp_row;  // of the block's rows, this warp's first
+  int group;     // index among the consumers
+  int warp_row;  // this warp's first row, among the block's rows
   float to_log2;
 
   RingState<Config::kStages> key_stage;
   RingState<Config::kValueStages> value_stage;
   RingState<Config::kQueryStages> query_stage;
-  uint32_t works = 0;  // query tiles before the one in `work`
-  QueryWork work;      // of the scores
-  bool is_last_query;  // if Config::kTellsLast
+  uint32_t works = 0;  // number of query tiles before the one in `work`
+  QueryWork work;      // the query tile of the scores
+  bool is_last_query;  // set if Config::kTellsLast
   float out[1][kOutN][4];
   int out_started = 0;
   OnlineSoftmax<1> softmax;
-  bool by_bits;           // with kByBits: whether no reference is below 0
-  int careful_tiles = 0;  // to come
+  bool by_bits;           // kByBits: true if no running maximum is below 0
+  int careful_tiles = 0;  // number of careful tiles still to come
   Scores scores;
   uint32_t probabilities[kKeySteps][4];
-  float factor[1][2];    // by which `out` is to be multiplied if a reference rises
-  bool rises = false;    // kPlain: that this is to be done
-  bool is_half = false;  // kConverts: whether `probabilities` are float16
-  RowRange fixed;        // tiles of next_capped_tile()
-  // Where scores begin with the bias, which leaves exponentials as without one, so that the rest
-  // counts: tiles that neither the band cuts into, nor have their bias read element by element; in
-  // log2 units the references, or 0; whether a row has none.
+  float factor[1][2];    // factor for `out` if a running maximum rises
+  bool rises = false;    // kPlain: true if `out` is to be multiplied
+  bool is_half = false;  // kConverts: true if `probabilities` are float16
+  RowRange fixed;        // tiles whose products next_capped_tile() uses as they come
+  // The next three are used if scores begin with the bias. The exponentials then take no longer
+  // than without a bias, so that all other work counts. They hold the tiles that the band does not
+  // cut and whose bias is not read element by element; the running maxima in log2 units, or 0; and
+  // whether a row has no running maximum yet.
   RowRange uncut;
   float shift[2];
   int unready;
-  uint32_t columns = 0;  // a bit per column of this thread: whether its warp attends to it
+  uint32_t columns = 0;  // a bit per column of this thread, set if its warp attends to it
   Modified modified;
-  RowRange run;      // of key tiles of one segment (SegmentNotes)
-  KeyTileNote note;  // of the tile of the scores
-  bool one_segment;  // of the tile of the probabilities
+  RowRange run;      // key tiles of one segment (SegmentNotes)
+  KeyTileNote note;  // for the tile of the scores
+  bool one_segment;  // for the tile of the probabilities
 
   __device__ __forceinline__ ForwardConsumer(const Forward& forward, const ForwardPlan& planned,
                                              const ForwardSmem<Config>& where)
       : params(forward),
         plan(planned),
         smem(where),
-        // A reduction: in a uniform register, and so is what descriptors derive from it.
+        // A reduction puts it into a uniform register, and with it what descriptors derive from it.
         group(__reduce_max_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup - 1)),
         warp_row(group_row() + threadIdx.x % kWarpgroup / 32 * 16),
         to_log2(planned.to_log2),
@@ -141,11 +143,12 @@ struct ForwardConsumer {
   __device__ __forceinline__ int query_tile() const { return group % Config::kRowGroups; }
   __device__ __forceinline__ int group_row() const { return query_tile() * 64; }
 
-  // Whether the rest of a query tile's description is read beside its first scores, and not before.
+  // True if the rest of a query tile's description is read while its first scores are computed, and
+  // not before.
   static constexpr bool kReadsLate = !kGeneral || kSegmented;
 
-  // Waits for the next query tile; false after the last one. With kReadsLate, only which keys it
-  // attends to is known then.
+  // Waits for the next query tile; returns false after the last one. With kReadsLate, only the
+  // range of keys that it attends to is known then.
   __device__ __forceinline__ bool wait_query() {
     ptx::mbarrier_wait(smem.query_full(query_stage.stage, query_tile()), query_stage.parity);
     const QueryWork& next = smem.work(query_tile(), works);
@@ -159,7 +162,7 @@ struct ForwardConsumer {
     }
     if constexpr (kSegmented) run = smem.query_segments(query_tile(), works).run;
     ++works;
-    // Else the compiler would have every warp converge, and move descriptors, again and again.
+    // Otherwise the compiler would make every warp converge, and move descriptors, again and again.
     const auto same = [](int32_t& value) { value = __reduce_max_sync(0xffffffff, value); };
     same(work.tile);
     same(work.end);
@@ -175,7 +178,7 @@ struct ForwardConsumer {
     modified.begin(work, work.row0 + warp_row);
     return work.row0 >= 0;
   }
-  // The rest of the description, which takes a while: beside the first scores.
+  // Reads the rest of the description. This takes a while, so it overlaps the first scores.
   __device__ __forceinline__ void read_description() {
     if constexpr (!kReadsLate) return;
     if constexpr (!kSkips) wait_described();
@@ -190,7 +193,7 @@ struct ForwardConsumer {
     arrive_warp(smem.query_empty(query_stage.stage, query_tile()));
     query_stage.advance();
   }
-  // That many query tiles before the one in `work`.
+  // Returns the query tile that came `before` tiles before the one in `work`.
   __device__ __forceinline__ const QueryWork& work_before(int before) const {
     return smem.work(query_tile(), works - 1 - before);
   }
@@ -238,8 +241,8 @@ struct ForwardConsumer {
   __device__ __forceinline__ void start_scores(Scores& of, uint32_t stage) {
     ptx::wgmma_fence();
     auto query_smem = smem.query(query_stage.stage, query_tile());
-    // Always 0, which the compiler cannot know: it would keep Q's descriptors of all steps over the
-    // loop, in registers that products cannot read.
+    // Always 0, which the compiler cannot know: it would otherwise keep Q's descriptors of all
+    // steps during the loop, in registers that products cannot read.
     if constexpr (kSegmented && Config::kQueryStages == 1) query_smem.root += stage >> 8;
 #pragma unroll
     for (int k = 0; k < kHeadSteps; ++k) {
@@ -259,10 +262,10 @@ struct ForwardConsumer {
   __device__ __forceinline__ void wait_value() const {
     ptx::mbarrier_wait(smem.value_full(value_stage.stage), value_stage.parity);
   }
-  // For the next tile of V, while products are under way. The exponentials are to run beside those,
-  // but the assembler likes to move them behind the wait for the products. So this wait precedes
-  // it, on a parity that depends on the exponentials' sums in a way that never matters: they are
-  // not negative. The vote keeps the loop uniform.
+  // Waits for the next tile of V while products are in flight. The exponentials should overlap
+  // these products, but the assembler tends to move them past the wait for the products. So this
+  // wait precedes it, on a parity that depends on the exponentials' sums in a way that never
+  // matters: they are not negative. The vote keeps the loop uniform.
   __device__ __forceinline__ void wait_next_value_after_exponentials() const {
     const uint32_t flip =
         __any_sync(0xffffffff, fminf(softmax.sum[0][0], softmax.sum[0][1]) < 0.0f);
@@ -272,11 +275,11 @@ struct ForwardConsumer {
     const auto next = value_stage.next(Config::kKeyGroups);
     ptx::mbarrier_wait(smem.value_full(next.stage), next.parity ^ flip);
   }
-  // Rows of V that may not reach the output even by a product with 0, before its product.
-  // Of the query tile `before` tiles before the one in `work`.
+  // Clears rows of V that must not reach the output even by a product with 0, before their product.
+  // They belong to the query tile `before` tiles before the one in `work`.
   __device__ __forceinline__ void clear_values(int32_t tile, const RowRange& attended,
                                                int before = 0) const;
-  // kHalf: of P in float16.
+  // kHalf: P is in float16.
   template <bool kHalf>
   __device__ __forceinline__ void start_out() {
     start_out_steps<kHalf, 0, kKeySteps>(0);
@@ -288,8 +291,8 @@ struct ForwardConsumer {
       start_out<false>();
     }
   }
-  // One part of kOutParts, and the exponentials of the next tile among them: started all at once,
-  // they would keep another warpgroup's scores waiting, which it needs sooner.
+  // Starts one of kOutParts parts, interleaved with the exponentials of the next tile: if all parts
+  // were started at once, they would delay another warpgroup's scores, which are needed sooner.
   static constexpr int kOutParts = kGeneral ? 1 : Config::kOutParts;
   template <int kPart, bool kHalf = false>
   __device__ __forceinline__ void start_out_part(uint32_t zero) {
@@ -340,7 +343,7 @@ struct ForwardConsumer {
   __device__ __forceinline__ auto& unattended() const {
     return smem.segments->unattended[threadIdx.x / 32 - 4];
   }
-  // Of a tile of several segments: what its elements may be.
+  // Finds which elements of a tile of several segments are allowed.
   __device__ __forceinline__ void look_at_segments(int32_t tile) {
     if (one_segment) return;
     modified.allowed = allowed_by_segments<Config>(
@@ -348,7 +351,7 @@ struct ForwardConsumer {
         smem.query_segments(query_tile(), works - 1), unattended());
     columns = attended_by_warp<kN>(modified.allowed);
   }
-  // Whether the band cuts into a tile, for this warpgroup's rows.
+  // Returns whether the band cuts into a tile, for this warpgroup's rows.
   __device__ __forceinline__ bool at_edge(int32_t tile) const {
     const Band& band = work.band;
     const int32_t col0 = tile * Config::kBlockKv, group_row0 = work.row0 + group_row();
@@ -356,17 +359,19 @@ struct ForwardConsumer {
     return !band.all_allowed(group_row0, valid_end, col0, col0 + Config::kBlockKv) ||
            valid_end > band.q_len;
   }
-  // Whether a tile's logits are to be compared with the references before its exponentials.
+  // Returns whether a tile's logits must be compared with the running maxima before its
+  // exponentials.
   __device__ __forceinline__ bool is_careful(int32_t tile) const {
     return (kChained && Config::kQueryStages == 1 && !kReadsQueryAgain && is_last(tile)) ||
            (Modified::kInScores ? (careful_tiles | unready) > 0
                                 : careful_tiles > 0 || !softmax.ready());
   }
-  // The first or new ones, where scores begin with the bias.
+  // Takes over the first or new running maxima, if scores begin with the bias.
   __device__ __forceinline__ void take_references() {
     if constexpr (Modified::kInScores) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {  // find_shift(), but that ptxas orders all by it anew
+      // The same as find_shift(), with which ptxas would reorder everything.
+      for (int half = 0; half < 2; ++half) {
         const float reference = softmax.reference[0][half];
         shift[half] =
             reference == minus_infinity() ? 0.0f : to_log2_units(reference, to_log2) - kLift;
@@ -374,18 +379,19 @@ struct ForwardConsumer {
       unready = softmax.ready() ? 0 : 1;
     }
   }
-  // Of mask or bias, for a tile to come.
+  // Reads the mask or bias of a later tile ahead.
   __device__ __forceinline__ void read_ahead(int32_t tile) { modified.read_ahead(work, tile); }
-  // Of the mask: finds the bits of tile `next`, and reads those of the tile behind it.
+  // Finds the mask's bits of tile `next`, and reads those of the tile after it.
   __device__ __forceinline__ void look_ahead(int32_t next) { modified.look_ahead(work, next + 1); }
   __device__ __forceinline__ void find_attended_columns(bool all_allowed) {
-    if constexpr (kHalfValues) return;  // for clear_values()
+    if constexpr (kHalfValues) return;  // clear_values() does not use them
     columns = all_allowed ? kAllBits<kN> : attended_by_warp<kN>(modified.allowed);
   }
-  // What the call does to products, but for to_log2. `again`: what was read ahead is gone.
+  // Applies the call's modifiers to products, except for to_log2. `again`: what was read ahead is
+  // gone.
   __device__ __forceinline__ void modify(Scores& scores, int32_t tile, bool edge,
                                          bool again = false) {
-    // Not in registers where few tiles need it.
+    // Not in registers if few tiles need it.
     const QueryWork& described = Modified::kInScores ? work_before(0) : work;
     const Band& band = described.band;
     const int32_t col0 = tile * Config::kBlockKv, warp_row0 = work.row0 + warp_row;
@@ -412,8 +418,9 @@ struct ForwardConsumer {
       columns = attended_columns(scores);
     }
   }
-  // What a logit is taken for -inf below: relative to a reference of -1e30, say, exponentials in
-  // log2 units would be off by any factor. launch.cc has rows done again that it matters to.
+  // Returns the logit below which a logit is taken for -inf: relative to a running maximum of
+  // -1e30, say, exponentials in log2 units would be off by any factor. launch.cc has the rows that
+  // this affects redone.
   __device__ __forceinline__ float least_logit() const {
     if constexpr (kModifiers == kBias) return kLeastLogit;
     if constexpr (kModifiers == kEveryModifier) {
@@ -476,22 +483,22 @@ struct ForwardConsumer {
     }
   }
 
-  // The first tile of a query tile: with kBesideOut, beside the last product of the one before,
-  // whose output is in `out`.
+  // Processes the first tile of a query tile: with kBesideOut, overlapped with the last product of
+  // the previous query tile, whose output is in `out`.
   template <bool kBesideOut, TileKind kKind = TileKind::kAny>
   __device__ __forceinline__ void first_tile(int32_t tile, bool of_one_segment = false);
-  // From the probabilities of tile `last` to those of the next, with the former's product beside.
-  // With masks, `note` is set to the tile's. With a bias, next_biased_tile() has started the
-  // scores.
+  // Goes from the probabilities of tile `last` to those of the next, overlapped with the former's
+  // product. With masks, `next_note` is set to the tile's. With a bias, next_biased_tile() has
+  // started the scores.
   template <TileKind kKind = TileKind::kAny>
   __device__ __forceinline__ void next_tile(int32_t last, int32_t tile, bool of_one_segment = false,
                                             KeyTileNote* next_note = nullptr);
 
-  // A query tile's keys from `tile` on.
+  // Processes a query tile's keys from `tile` on.
   template <typename Beside>
   __device__ __forceinline__ void attend(int32_t tile, Beside beside);
 
-  // Whether this tile is in the run of one segment; and the next one, too.
+  // Return whether this tile is in the run of one segment; and whether the next one is, too.
   __device__ __forceinline__ bool in_run(int32_t tile) const {
     return tile >= run.first && tile < run.end;
   }
@@ -502,7 +509,7 @@ struct ForwardConsumer {
     if constexpr (kSegmented) return note.next() < 0;
     return tile + Config::kKeyGroups >= work.end;
   }
-  // With one place for Q the next one is to come as soon as the last scores are there.
+  // If there is one place for Q, the next Q is to arrive as soon as the last scores are computed.
   __device__ __forceinline__ void release_query_early(int32_t tile) {
     if (kChained && Config::kQueryStages == 1 && is_last(tile)) release_query();
   }

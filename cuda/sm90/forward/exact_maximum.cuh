@@ -1,14 +1,15 @@
-// Rows' greatest logits, of every tile of keys, as the references of their probabilities: where a
-// tile's logits are compared with these before the exponentials in any case.
+// Keeps rows' greatest logits, over all tiles of keys, as running maxima, for kernels that compare
+// a tile's logits with these before the exponentials in any case.
 //
-// A row's greatest P is exactly 1 by that. P is rounded to the operands' type, and where few keys
-// make up a row, most of the output's error is that of its greatest P, unless this is 1 (TUNING.md,
+// A row's greatest P is then exactly 1. P is rounded to the operands' type, and where few keys make
+// up a row, most of the output's error is that of its greatest P, unless this is 1 (TUNING.md,
 // "Errors").
 //
-// Floats that are not negative compare as integers do, and of those the hardware compares three at
-// once: half the instructions, where each takes time from the products. Negative floats are less
-// than these as integers, too, but are in the wrong order: while a row's greatest logit is below 0,
-// they are compared as floats. References only rise, so it is seldom below 0 after some keys.
+// Floats that are not negative compare like integers, and the hardware compares three integers at
+// once: half the instructions, in a place where each takes time from the products. Negative floats
+// compare as less than these as integers, too, but among themselves in the wrong order: while a
+// row's greatest logit is below 0, logits are compared as floats. Running maxima only rise, so one
+// is seldom below 0 after some keys.
 #pragma once
 
 #include <cstdint>
@@ -18,9 +19,9 @@
 
 namespace jax_flash::sm90 {
 
-// Of a thread's two rows: the greatest of the reference and a tile's logits, of which this thread
-// has a fourth. In two chains: one would wait for its own results. With kByBits, references are not
-// to be below 0.
+// Finds, for a thread's two rows, the greatest of the running maximum and a tile's logits, of which
+// this thread has a quarter. It uses two chains: one would wait for its own results. With kByBits,
+// running maxima must not be below 0.
 template <bool kByBits, int kN>
 __device__ __forceinline__ void find_greatest(const float (&logits)[1][kN][4],
                                               const OnlineSoftmax<1>& softmax,
@@ -53,15 +54,15 @@ __device__ __forceinline__ void find_greatest(const float (&logits)[1][kN][4],
   }
 }
 
-// Whether none of the warp's references is below 0: so they stay.
+// Returns whether none of the warp's running maxima is below 0. If so, this stays true.
 __device__ __forceinline__ bool none_below_zero(const OnlineSoftmax<1>& softmax) {
   const int32_t least =
       min(__float_as_int(softmax.reference[0][0]), __float_as_int(softmax.reference[0][1]));
   return __reduce_min_sync(0xffffffff, least) >= 0;
 }
 
-// Raises references to the rows' greatest logits; whether some row of the warp has a greater one,
-// so that its output so far is to be multiplied by `factor`. kByDifference: for
+// Raises running maxima to the rows' greatest logits; returns whether some row of the warp has a
+// greater one, so that its output so far must be multiplied by `factor`. kByDifference: for
 // exponentials_of_differences(). A greatest logit below `least` counts as -inf.
 template <bool kByBits, bool kByDifference, int kN>
 __device__ __forceinline__ bool raise_references(OnlineSoftmax<1>& softmax,
@@ -93,7 +94,8 @@ __device__ __forceinline__ bool raise_references(OnlineSoftmax<1>& softmax,
   return true;
 }
 
-// The same; by_bits is false for new references, and then whether none is below 0.
+// Does the same. by_bits is false for new running maxima, and is then set to whether none is below
+// 0.
 template <bool kByDifference, int kN>
 __device__ __forceinline__ bool raise_to_greatest(OnlineSoftmax<1>& softmax, bool& by_bits,
                                                   const float (&logits)[1][kN][4], float to_log2,
@@ -106,9 +108,9 @@ __device__ __forceinline__ bool raise_to_greatest(OnlineSoftmax<1>& softmax, boo
   return rises;
 }
 
-// As OnlineSoftmax::exponentials(), but of differences to the reference: in log2 units that is
-// rounded, and with logits of 6,000 a row's greatest P is up to 2^-11.5 off 1 for it. An
-// instruction more.
+// Does what OnlineSoftmax::exponentials() does, but takes exponentials of differences to the
+// running maximum. In log2 units the running maximum is rounded, and with logits of 6,000 a row's
+// greatest P would be up to 2^-11.5 off 1. This takes one more instruction.
 __device__ __forceinline__ void exponentials_of_differences(OnlineSoftmax<1>& softmax,
                                                             float (&block)[4], float to_log2) {
 #pragma unroll

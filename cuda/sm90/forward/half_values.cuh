@@ -1,4 +1,4 @@
-// Makes V of float16 for the sm_90 forward kernels for a bias or a mask: plan/half_values.h.
+// Converts V to float16 for the sm_90 forward kernels for a bias or a mask: plan/half_values.h.
 #pragma once
 
 #include <cuda.h>
@@ -22,21 +22,22 @@
 
 namespace jax_flash::sm90 {
 
-// Which kernels can read it. They keep code for V as it is: for values that float16 has not, and
-// for calls of few rows (HalfValues::takes()).
+// True for kernels that can read it. They also keep code for V as it is: for values that float16
+// cannot hold, and for calls of few rows (HalfValues::takes()).
 template <typename Config, typename Element, uint32_t kModifiers>
 inline constexpr bool kReadsHalfValues =
     JAX_FLASH_SM90_CONVERT_VALUES && std::is_same_v<Element, __nv_bfloat16> &&
     Config::kOptimistic && (kModifiers == kBias || kModifiers == kMask);
 
-// What the forward kernel is told of it.
+// Gives the forward kernel access to the converted values.
 struct HalfValueMap {
   CUtensorMap map;
   BoxAxes axes;
-  const int32_t* bad = nullptr;  // of each block that made it; null: it has not been made
+  const int32_t* bad = nullptr;  // a flag per block that converted it; null: not converted
   int32_t blocks = 0;
 
-  // Whether all of V can be read in float16. Synchronises the block, all of whose threads call it.
+  // Returns whether all of V can be read in float16. Synchronises the block, all of whose threads
+  // must call it.
   __device__ __forceinline__ bool usable() const {
     if (bad == nullptr) {
       __syncthreads();
@@ -45,7 +46,7 @@ struct HalfValueMap {
     ptx::griddepcontrol_wait();
     int32_t found = 0;
     for (int i = threadIdx.x; i < blocks; i += blockDim.x) found |= ptx::ld_relaxed(bad + i);
-    // By a reduction, whose result the compiler knows to be the same in all lanes.
+    // A reduction, whose result the compiler knows to be the same in all lanes.
     return __reduce_max_sync(0xffffffff, __syncthreads_or(found)) == 0;
   }
 };
@@ -54,23 +55,23 @@ template <typename Config, typename Element, uint32_t kModifiers>
 using HalfValuesOf =
     std::conditional_t<kReadsHalfValues<Config, Element, kModifiers>, HalfValueMap, NoHalfValues>;
 
-// Units of work: some rows of 64 columns of a head.
+// Describes the kernel's units of work: some rows of 64 columns of a head.
 struct HalfValueCopy {
-  static constexpr int kThreads = 256, kChunks = 8;  // of 8 columns
-  static constexpr int kLanes = kThreads / kChunks;  // rows side by side
-  static constexpr int kRows = kLanes * 8;           // of a unit, at most
+  static constexpr int kThreads = 256, kChunks = 8;  // chunks of 8 columns
+  static constexpr int kLanes = kThreads / kChunks;  // rows at the same time
+  static constexpr int kRows = kLanes * 8;           // rows of a unit, at most
   static constexpr int kWarps = kThreads / 32;
 
   Operand value, half;
-  int32_t heads, inner_batch, panels, parts, rows;  // `parts` units of `rows` for all rows
+  int32_t heads, inner_batch, panels, parts, rows;  // `parts` units of `rows` rows make up all rows
   int32_t kv_len, value_dim, units;
   int32_t* bad;
 };
 
-// What float16 cannot hold, as bits of bfloat16: from 65,536 on.
+// The least magnitude that float16 cannot hold, 65,536, as bits of bfloat16.
 inline constexpr uint32_t kTooGreat = 0x4780;
 
-// Of a pair of columns, by the magnitudes of their greatest values.
+// Judges a pair of columns by the magnitudes of their greatest values.
 __device__ __forceinline__ bool is_bad(uint32_t pair) {
   const auto one = [](uint32_t bits) {
     return bits >= kTooGreat || (bits > 0 && bits < kGreatEnough);
@@ -147,12 +148,12 @@ __global__ void __launch_bounds__(kThreads)
   }
   const int32_t any = __syncthreads_or(bad);
   if (threadIdx.x == 0) copy.bad[blockIdx.x] = any;
-  // So that whoever waits for this kernel has waited for the one before it, too.
+  // A kernel that waits for this one has then waited for the one before it, too.
   ptx::griddepcontrol_wait();
 }
 
-// If the call is one for it, makes V of float16 in the workspace, from `offset` on. `dependent`: a
-// kernel before is part of the same call. `box_rows`: keys of a tile.
+// Converts V to float16 in the workspace, from `offset` on, if the call is suited to it.
+// `dependent`: an earlier kernel is part of the same call. `box_rows`: keys of a tile.
 inline Status launch_half_values(const Forward& params, int64_t offset, bool dependent,
                                  int box_rows, cudaStream_t stream, HalfValueMap& made) {
   const Shape& shape = params.shape;
@@ -165,11 +166,11 @@ inline Status launch_half_values(const Forward& params, int64_t offset, bool dep
   copy.heads = matrices.heads;
   copy.inner_batch = matrices.batch[1];
   copy.panels = static_cast<int32_t>(ceil_div(shape.value_dim, 64));
-  // Of the same size, so that none has few rows, whose columns would tell little.
+  // All units have the same size, so that none has few rows, whose columns would show little.
   copy.parts = static_cast<int32_t>(ceil_div(shape.kv_len, HalfValueCopy::kRows));
   copy.rows = static_cast<int32_t>(ceil_div(shape.kv_len, copy.parts));
   const int64_t units = matrices.count() * copy.parts * copy.panels;
-  if (units > INT32_MAX) return {};  // as if there were too few rows
+  if (units > INT32_MAX) return {};  // the same as for too few rows
   copy.units = static_cast<int32_t>(units);
   char* workspace = static_cast<char*>(params.workspace) + HalfValues::align(offset);
   copy.bad = reinterpret_cast<int32_t*>(workspace);

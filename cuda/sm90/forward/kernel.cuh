@@ -1,22 +1,24 @@
-// Forward pass with warpgroup-level matrix instructions: FlashAttention-3 (arXiv:2407.08608).
+// Implements the forward pass with warpgroup-level matrix instructions: FlashAttention-3
+// (arXiv:2407.08608).
 //
 //   for each tile of keys and values that some row of the block may attend to
 //     S = Q K^T                     registers of a warpgroup, 64 rows
-//     P = 2^(scale log2(e) S - m)   m the running reference of each row
+//     P = 2^(scale log2(e) S - m)   m the running maximum of each row
 //     O = O 2^(m_old - m) + P V     P from registers
 //   out = O / l, lse = m + log l
 //
-// Warp roles. One warp starts copies (TMA) of K and V, another one for each consumer those of Q and
-// of a bias, and tells it what the query tile is; or one for all, where two others convert values
-// (sm90/forward/values.cuh). With segments the last warp finds out what these need, a query tile
-// ahead (sm90/forward/segments.cuh). Every consumer warpgroup owns 64 rows: it starts S of a tile
-// and O of the one before, and computes the tile's exponentials beside the latter. Blocks are
-// persistent, unless query tiles are very long, and the chain goes on over query tiles: the first
-// scores of one stand beside the last product of the one before. With registers for more scores, S
-// is computed a tile ahead instead (sm90/forward/order_ahead.cuh). Where there are very few query
-// tiles, two warpgroups share each, and divide its keys. Which call takes what: forward.cuh.
+// Warp roles. One warp starts copies (TMA) of K and V. For each consumer, another warp copies its Q
+// and bias, and describes the query tile to it; or one warp does so for all consumers, if two
+// others convert values (sm90/forward/values.cuh). With segments, the last warp plans one query
+// tile ahead (sm90/forward/segments.cuh). Every consumer warpgroup owns 64 rows: it starts S of a
+// tile and O of the one before, and computes the tile's exponentials overlapped with the latter.
+// Blocks are persistent, unless query tiles are very long, and the chain continues over query
+// tiles: the first scores of one overlap the last product of the one before. If there are registers
+// for more scores, S is computed a tile ahead instead (sm90/forward/order_ahead.cuh). If there are
+// very few query tiles, two warpgroups share each, and divide its keys. plan/choose.cc decides
+// which call takes what.
 //
-// Shared memory: Q, some stages of K and of V, each with a pair of barriers (full, empty).
+// Shared memory holds Q and some stages of K and of V, each with a pair of barriers (full, empty).
 #pragma once
 
 #include <cstdint>
@@ -46,7 +48,7 @@
 
 namespace jax_flash::sm90 {
 
-// A query tile's keys once more, one thing after the other.
+// Processes a query tile's keys again, one step after the other, without overlap.
 template <typename Config, typename Consumer>
 __device__ __forceinline__ void attend_again(Consumer& consumer) {
   consumer.softmax = OnlineSoftmax<1>();
@@ -73,11 +75,11 @@ __device__ __forceinline__ void attend_again(Consumer& consumer) {
   }
 }
 
-// Query tiles that some consumer warp of the block could not trust its sums of, or its values. All
-// have told.
+// Redoes the query tiles for which some consumer warp of the block could not trust its sums or its
+// values. All warps have signaled by now.
 //
-// By a consumer of its own: the compiler would take the loops of the other one for divergent, as it
-// does these, where they have registers in common. Shuffles part these.
+// This uses a consumer of its own: the compiler would take the loops of the other one to be
+// divergent, as it does these, if they had registers in common. Shuffles separate them.
 template <typename Config, typename Element, typename Consumer>
 __device__ __forceinline__ void consume_again(const Forward& params, const ForwardPlan& plan,
                                               const ForwardSmem<Config>& smem,
@@ -92,7 +94,7 @@ __device__ __forceinline__ void consume_again(const Forward& params, const Forwa
   take(consumer.value_stage, before.value_stage);
   take(consumer.query_stage, before.query_stage);
   consumer.works = __shfl_sync(0xffffffff, before.works, 0);
-  if constexpr (Config::kTellsLast) consumer.wait_query();  // which tells of the end
+  if constexpr (Config::kTellsLast) consumer.wait_query();  // this one signals the end
   consumer.release_query();
   while (consumer.wait_query()) {
     attend_again<Config>(consumer);
@@ -102,8 +104,8 @@ __device__ __forceinline__ void consume_again(const Forward& params, const Forwa
   }
 }
 
-// Without modifiers: has the n-th query tile of a block done again if this warp's part of it needs
-// that. Its keys have been read, and its output is there.
+// Without modifiers: marks the n-th query tile of a block for redo if this warp's part of it needs
+// that. Its keys have been read, and its output has been computed.
 template <typename Consumer>
 __device__ __forceinline__ void check_query_tile(const Consumer& consumer,
                                                  const OnlineSoftmax<1>& softmax, uint32_t n) {
@@ -112,15 +114,15 @@ __device__ __forceinline__ void check_query_tile(const Consumer& consumer,
   }
 }
 
-// A query tile after the other, their key tiles in one chain: a query tile's first scores and
-// exponentials run beside the last product of the one before.
+// Processes one query tile after the other, their key tiles in one chain: a query tile's first
+// scores and exponentials overlap the last product of the one before.
 template <typename Config, typename Element, uint32_t kModifiers, typename Value>
 __device__ __forceinline__ void consume_chained(const Forward& params, const ForwardPlan& plan,
                                                 const ForwardSmem<Config>& smem) {
   using Consumer = ForwardConsumer<Config, Element, kModifiers, Value>;
   Consumer consumer(params, plan, smem);
   const QueryWork& work = consumer.work;
-  // Of the query tile before, whose output is here, but for one product.
+  // State of the previous query tile, whose output is complete except for one product.
   bool unfinished = false;
   RowRange attended;
   int32_t tile = 0;
@@ -159,8 +161,8 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
         consumer.start_out();
         consumer.template first_tile<true, kind()>(work.tile);
       };
-      // Between runs of one segment no other code is to be fetched: the cache of instructions is
-      // small.
+      // No other code should be fetched between tiles of a run of one segment: the instruction
+      // cache is small.
       if (Consumer::kSegmented && consumer.one_segment && consumer.in_run(work.tile)) {
         consumer.one_segment = true;
         first_tile(std::integral_constant<TileKind, TileKind::kInRun>{});
@@ -192,7 +194,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
     } else {
       if constexpr (Consumer::Modified::kFixedTiles) {
         tile = fixed_tiles<Config>(consumer, tile);
-        consumer.wait_value();  // in there, it takes registers from the loop below
+        consumer.wait_value();  // in there, it would take registers from the loop below
       }
       for (; !consumer.is_last(tile); ++tile) {
         if constexpr (kModifiers == kBias && !Consumer::Modified::kInScores) {
@@ -211,7 +213,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
   }
 }
 
-// One query tile at a time: with several modifiers, or a mask's bytes.
+// Processes one query tile at a time: with several modifiers, or a mask's bytes.
 template <typename Config, typename Element, uint32_t kModifiers, typename Value>
 __device__ __forceinline__ void consume_masked(const Forward& params, const ForwardPlan& plan,
                                                const ForwardSmem<Config>& smem) {
@@ -244,8 +246,8 @@ __device__ __forceinline__ void consume_masked(const Forward& params, const Forw
   }
 }
 
-// One query tile at a time: with scores ahead, or for few query tiles. With two key groups, the
-// warpgroups divide a tile's keys, and the first adds up their outputs.
+// Processes one query tile at a time: with scores ahead, or for few query tiles. With two key
+// groups, the warpgroups divide a tile's keys, and the first adds up their outputs.
 template <typename Config, typename Element>
 __device__ __forceinline__ void consume_apart(const Forward& params, const ForwardPlan& plan,
                                               const ForwardSmem<Config>& smem) {
@@ -254,7 +256,7 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
   Consumer consumer(params, plan, smem);
   const QueryWork& work = consumer.work;
   const int key_group = Config::kKeyGroups > 1 ? consumer.group / Config::kRowGroups : 0;
-  RingState<Config::kStages> stage;  // of the query tile's first key tile
+  RingState<Config::kStages> stage;  // stage of the query tile's first key tile
   bool partial_used = false;
   const auto next = [&] {
     return !(Config::kTellsLast && consumer.is_last_query) && consumer.wait_query();
@@ -269,7 +271,7 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
       }
       continue;
     }
-    // Every kKeyGroups-th tile, from this warpgroup's first on.
+    // Every kKeyGroups-th tile, from this warpgroup's first one on.
     const int32_t tile = work.tile + key_group;
     if constexpr (Config::kKeyGroups > 1) {
       consumer.key_stage = consumer.value_stage = stage;
@@ -294,7 +296,7 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
     consumer.release_query();
     if constexpr (Consumer::kPlain) {
       check_query_tile(consumer, consumer.softmax, consumer.works - 1);
-      if constexpr (Config::kTellsLast) {  // so that all have told when the output is stored
+      if constexpr (Config::kTellsLast) {  // so that all have signaled when the output is stored
         if (consumer.is_last_query) smem.again->tell();
       }
     }
@@ -323,7 +325,7 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
   }
 }
 
-// By threads of consumers, which have nothing to do yet.
+// Called by consumer threads, which have nothing to do yet.
 template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void initialise(const ForwardMaps& maps,
                                            const ForwardSmem<Config>& smem) {
@@ -341,15 +343,15 @@ __device__ __forceinline__ void initialise(const ForwardMaps& maps,
   if (threadIdx.x == kWarpgroup + 96) ptx::prefetch_tensormap(maps.value);
 }
 
-// Registers that each consumer thread leaves to those of the first warpgroup: for warps that
-// convert many values at a time, and with segments alone for the warp that plans.
+// The number of registers that each consumer thread cedes to those of the first warpgroup: for
+// warps that convert many values at a time, and with segments alone for the warp that plans.
 template <typename Config, typename Element, uint32_t kModifiers>
 inline constexpr int kLeftRegisters = kConvertsMany<Config, Element, kModifiers> ||
                                               (kModifiers == kSegments && Config::kConsumers == 2)
                                           ? 8
                                           : 0;
 
-// All query tiles, with V in shared memory as numbers of type Value.
+// Processes all query tiles, with V in shared memory as numbers of type Value.
 template <typename Config, typename Element, uint32_t kModifiers, typename Value>
 __device__ __forceinline__ void consume_all(const Forward& params, const ForwardPlan& plan,
                                             const ForwardSmem<Config>& smem) {
@@ -429,7 +431,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   constexpr bool kConverts = kConvertsValues<Config, Element, kModifiers>;
   using Conversions = ValueConversions<Config::kValueStages>;
   __shared__ std::conditional_t<kConverts, Conversions, char> conversions;
-  // Opaque, or the compiler converts the addresses anew wherever it needs them.
+  // Opaque; otherwise the compiler converts the addresses anew wherever it needs them.
   ForwardSmem<Config> smem{ptx::shared_address(smem_bytes),
                            ptx::shared_address(barriers),
                            works,
@@ -453,8 +455,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   if constexpr (kReadsHalf) {
     if (half) value_map = &half_values.map, value_axes = &half_values.axes;
   }
-  // ptxas has the code of the second branch first, just behind the kernel's start. A far jump there
-  // costs 300 clocks where the code is not in the cache.
+  // ptxas places the code of the second branch first, right after the kernel's start. A far jump
+  // there costs 300 clocks if the code is not in the cache.
   if constexpr (Config::kProducersFirst || kModifiers == kSegments) {
     if (threadIdx.x >= kWarpgroup) {
       consume<Config, Element, kModifiers>(params, plan, maps, smem, half);

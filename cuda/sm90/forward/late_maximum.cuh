@@ -1,6 +1,8 @@
-// Where logits are not compared with the references first: what a query tile's first sums tell of
-// those to come, and references that rise after the exponentials, which are multiplied then: what a
-// tile costs whose sums show that its logits are far greater than those before.
+// Raises running maxima late, where logits are not compared with them before the exponentials.
+//
+// A query tile's first sums predict the following ones. If a running maximum rises
+// after the exponentials, these are rescaled: a tile pays for that only if its sums show that its
+// logits are far greater than those before.
 #pragma once
 
 #include <cstdint>
@@ -10,9 +12,9 @@
 
 namespace jax_flash::sm90 {
 
-// Whether few of a query tile's first keys make up its rows' sums: references are to follow the
-// greatest logits then (TUNING.md, "Errors"). For 128 normal logits a row's sum is 14 on average if
-// their deviation is 1, and 4 if it is 2.
+// Returns whether few of a query tile's first keys make up its rows' sums: running maxima must
+// follow the greatest logits then (TUNING.md, "Errors"). For 128 normal logits, a row's sum is 14
+// on average if their deviation is 1, and 4 if it is 2.
 template <typename Config>
 __device__ __forceinline__ bool sums_look_peaked(const OnlineSoftmax<1>& softmax) {
   constexpr float kLeastSum = 5.5f * Config::kBlockKv / 128, kUnit = 256.0f;
@@ -21,8 +23,8 @@ __device__ __forceinline__ bool sums_look_peaked(const OnlineSoftmax<1>& softmax
   return sums < static_cast<int32_t>(16 * kLeastSum * kUnit);
 }
 
-// What is subtracted from logits in log2 units, for exponentials that are 2^kLog2 where a logit is
-// the reference. kChecks: 0 for a row that has had nothing but -inf.
+// Returns what is subtracted from logits in log2 units, so that the exponential of a logit equal to
+// the running maximum is 2^kLog2. kChecks: 0 for a row that has had only -inf.
 template <bool kChecks, int kLog2>
 __device__ __forceinline__ void find_shift(const OnlineSoftmax<1>& softmax, float to_log2,
                                            float (&shift)[2]) {
@@ -34,25 +36,25 @@ __device__ __forceinline__ void find_shift(const OnlineSoftmax<1>& softmax, floa
   }
 }
 
-// Of a thread's sum in a row, above which exponentials are computed anew: they may be infinite. Up
-// to that they have lost 7 bits of 24.
+// A thread's sum in a row above which exponentials are recomputed: they may be infinite. Up to this
+// sum they have lost 7 bits of 24.
 inline constexpr float kPeakLimit = 0x1p100f;
 
-// Whether exponentials that sums include have to be computed anew for that.
+// Returns whether exponentials that sums include must be recomputed for this reason.
 __device__ __forceinline__ bool sums_too_great(const OnlineSoftmax<1>& softmax) {
   return __any_sync(0xffffffff, fmaxf(softmax.sum[0][0], softmax.sum[0][1]) > kPeakLimit);
 }
 
-// Raises references to the rows' greatest logits, for probabilities of the last tile in place of
-// logits, which sums include. `factor`: for the output before it. kLift: log2 of the exponential
-// of a logit that is the reference.
+// Raises running maxima to the rows' greatest logits, given the last tile's probabilities instead
+// of its logits; sums include these. `factor`: for the output before the tile. kLift: log2 of the
+// exponential of a logit equal to the running maximum.
 template <int kLift = 0, int kN>
 __device__ __forceinline__ void raise_to_peaks(OnlineSoftmax<1>& softmax,
                                                float (&probabilities)[1][kN][4], float to_log2,
                                                float (&factor)[1][2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    // In four chains: one would wait for its own results.
+    // Four chains: one would wait for its own results.
     constexpr int kChains = 4;
     float chain[kChains] = {};
 #pragma unroll

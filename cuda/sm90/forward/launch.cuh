@@ -1,5 +1,4 @@
-// Launches the forward pass of the sm_90 family: the kernel of the row of plan/recipes.h that was
-// chosen.
+// Launches the forward pass of the sm_90 family: the kernel for the chosen row of plan/recipes.h.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -50,13 +49,14 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   if (status = multiprocessors(sms); !status.ok()) return status;
   QueryTileSchedule schedule(shape, static_cast<int32_t>(q_tiles),
                              JAX_FLASH_SM90_PAIRED && params.options.is_causal && tiles > sms);
-  // Blocks are persistent: starting one takes as long as some tiles of keys. Of very long units,
-  // where that is nothing, a block takes one: the hardware then shares them out as multiprocessors
-  // become free, also where other kernels hold some of these for a while, as collectives do.
+  // Blocks are persistent: starting one takes as long as some tiles of keys. For very long units,
+  // where that time is negligible, a block takes one unit: the hardware then distributes them as
+  // multiprocessors become free, also while other kernels, such as collectives, occupy some of
+  // these.
   const bool is_long = int64_t{shape.kv_len} * Config::kHeadDim >= JAX_FLASH_SM90_LONG_UNIT;
-  // With segments they take units in turn.
+  // Blocks take units in turn if there are segments.
   constexpr bool kInTurn = (kModifiers & kSegments) != 0;
-  // A block that is started loses the chain of query tiles, if there is one.
+  // An additional block loses the chain of query tiles, if there is one.
   constexpr double kMostRest = kInTurn || !JAX_FLASH_SM90_REST_APART ? 0.0
                                : Config::kScoresAhead                ? 0.8
                                                                      : 0.67;
@@ -67,7 +67,7 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   constexpr bool kSaturates = Modified::kSaturates;
   ForwardPlan plan(params, schedule, tail, kModifiers != kNoModifier && has_natural_logits(params),
                    kSaturates);
-  // With the scale in Q, which bias_in_scores() has made sure is a power of two.
+  // The scale is applied to Q; bias_in_scores() has made sure that it is a power of two.
   if (Modified::kInScores && plan.modifiers.vectors) {
     plan.modifiers.query_factor = params.options.scale;
   }
@@ -76,9 +76,9 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
     if (!status.ok()) return status;
   }
   Forward adapted = params;
-  adapted.options.scale /= plan.modifiers.query_factor;  // 1 where Q is not multiplied
+  adapted.options.scale /= plan.modifiers.query_factor;  // 1 if Q is not multiplied
   SkipsOf<Config> skips;
-  bool follows = spans.query != nullptr || Config::kMaskWords;  // other kernels of the call
+  bool follows = spans.query != nullptr || Config::kMaskWords;  // true if other kernels precede it
   if constexpr (Config::kMaskWords) {
     static_assert(Config::kBlockKv == MaskWords::block_kv(Config::kHeadDim));
     status = launch_mask_words<Config::kBlockKv>(adapted, skips, stream);
@@ -94,20 +94,20 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
     if (!status.ok()) return status;
     follows = follows || half_values.bad != nullptr;
   }
-  // It begins while spans are still being found, or the mask's words, or V is being converted.
+  // It begins while spans, the mask's words or converted values are still being computed.
   return launch_grid(follows, "sm90::forward_kernel", shape,
                      forward_kernel<Config, Element, kModifiers>, schedule.grid(), Config::kThreads,
                      Config::kSmemBytes, stream, plan, maps, adapted, skips, half_values);
 }
 
-// The configuration of a row of kRecipes.
+// The configuration for a row of kRecipes.
 template <int kRow>
 using RowConfig =
     ForwardConfig<kRecipes[kRow].head_dim, kRecipes[kRow].value_dim, kRecipes[kRow].consumers,
                   kRecipes[kRow].keys, kRecipes[kRow].key_groups, kRecipes[kRow].ahead,
                   kRecipes[kRow].bias, kRecipes[kRow].fewer_values, kRecipes[kRow].mask_words()>;
 
-// Whether the instance compiles the row's kernel.
+// Returns whether the instance compiles the row's kernel.
 template <typename Element, int kHeadDim, bool kGeneral>
 constexpr bool has_row(const RecipeRow& row) {
   return row.exists() && row.head_dim == kHeadDim && (row.modifiers != kNoModifier) == kGeneral &&

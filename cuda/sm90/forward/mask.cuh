@@ -1,5 +1,5 @@
-// Masks in the sm_90 forward kernels made for them: as words of bits that another kernel has made
-// of bytes, once for all that share them (plan/mask_words.h), or as bytes.
+// Reads masks in the sm_90 forward kernels made for them: as words of bits that another kernel has
+// made from bytes, once for all batches and heads that share them (plan/mask_words.h), or as bytes.
 #pragma once
 
 #include <cstdint>
@@ -16,16 +16,17 @@
 
 namespace jax_flash::sm90 {
 
-// A thread's part of a tile of the mask on its way to bits: of its two rows the eight columns of
-// every fourth block, a byte each. A quad holds its rows, and exchanges bits.
+// Holds a thread's part of a tile of the mask while it is converted to bits: for each of its two
+// rows, the eight columns of every fourth block, one byte each. A quad holds its rows, and
+// exchanges bits.
 template <int kN>
 struct MaskBytes {
   static constexpr int kVectors = (kN + 3) / 4;
   uint2 bytes[2][kVectors] = {};
-  const uint8_t* rows[2];  // where this thread's begin
+  const uint8_t* rows[2];  // addresses where this thread's bytes begin
 
-  // Of a batch and head, whose row 0 and column 0 are at `offset`, the warp's rows from row0 on.
-  // Rows beyond the last are the last.
+  // Sets the addresses for a batch and head, whose row 0 and column 0 are at `offset`, and for the
+  // warp's rows from row0 on. Rows beyond the last are replaced by the last.
   __device__ __forceinline__ void begin(const Operand& mask, int64_t offset, int32_t row0,
                                         int32_t count) {
 #pragma unroll
@@ -35,7 +36,7 @@ struct MaskBytes {
           static_cast<const uint8_t*>(mask.data) + offset + row * mask.row + threadIdx.x % 4 * 8;
     }
   }
-  // Columns from `cols`, a multiple of 8, on are not read: their bytes stay what they were.
+  // Columns from `cols`, a multiple of 8, on are not read: their bytes keep their values.
   __device__ __forceinline__ void load(const Operand&, int32_t tile, int32_t cols) {
     const int32_t col0 = tile * (kN * 8);
 #pragma unroll
@@ -75,7 +76,7 @@ struct MaskBytes {
   }
 };
 
-// The same for any layout, at once.
+// Does the same for any layout, in one step.
 template <int kN>
 __device__ __forceinline__ AllowedBits mask_bits(const Operand& mask, int64_t offset, int32_t row0,
                                                  int32_t col0, const Extent& extent) {
@@ -100,9 +101,9 @@ __device__ __forceinline__ AllowedBits mask_bits(const Operand& mask, int64_t of
   return allowed;
 }
 
-// A thread's pair of words of a tile, of the mask that words_operand() describes.
+// Loads a thread's pair of words of a tile from the mask that words_operand() describes.
 struct MaskPair {
-  uint32_t first;  // for the query tile, of the first tile of keys
+  uint32_t first;  // index for the query tile, at the first tile of keys
   uint2 pair;
 
   __device__ __forceinline__ void begin(const Operand& words, int64_t offset, int32_t row0,
@@ -116,7 +117,7 @@ struct MaskPair {
   __device__ __forceinline__ AllowedBits bits() const { return {pair.x, pair.y}; }
 };
 
-// Of the mask whose matrices `words` describes: row, head and batch strides in pairs of words.
+// Describes the mask whose matrices `words` has: row, head and batch strides are in pairs of words.
 inline Operand words_operand(const MaskWords& words, void* workspace) {
   Operand operand;
   operand.data = workspace;
@@ -128,9 +129,9 @@ inline Operand words_operand(const MaskWords& words, void* workspace) {
   return operand;
 }
 
-// Which tiles of keys the mask leaves to some rows of a query tile, of MaskWords.
+// Finds the tiles of keys that the mask allows some rows of a query tile, given MaskWords.
 struct MaskTiles {
-  // Of fewer tiles, all are read: to wait for this takes longer than it saves.
+  // If there are fewer tiles, all are read: waiting for this result takes longer than it saves.
   static constexpr int kLeast = 8;
 
   const int4* ranges = nullptr;

@@ -1,5 +1,5 @@
-// What the sm_90 forward kernels for a single modifier do with it: soft cap, mask, segments, bias.
-// The kernel for all of them uses modify_scores() of modifiers/scores.cuh.
+// Applies a single modifier in the sm_90 forward kernels made for it: soft cap, mask, segments or
+// bias. The kernel for several modifiers uses modify_scores() of modifiers/scores.cuh.
 #pragma once
 
 #include <cmath>
@@ -18,16 +18,17 @@
 
 namespace jax_flash::sm90 {
 
-// The soft cap of a product s as s P(s^2), by scale and cap in the coefficients.
+// Approximates the soft cap of a product s as s P(s^2), with scale and cap in the coefficients.
 struct SoftCapPolynomial {
   static constexpr int kMostTerms = 5;
-  float factor[kMostTerms] = {};  // to logits in log2 units
-  float limit = -1.0f;            // of |s|, up to which it holds; negative: it is not to be used
-  // If it saturates: what a row's greatest logit so far is to be within for products to be used as
-  // they come, and the sum of exponentials, relative to 0, that shows one beyond the limit.
+  float factor[kMostTerms] = {};  // coefficients, to logits in log2 units
+  float limit = -1.0f;  // bound of |s| up to which it holds; negative: it must not be used
+  // If it saturates: the bounds that a row's greatest logit so far must meet for products to be
+  // used as they come, and the sum of exponentials, relative to 0, that shows a product beyond the
+  // limit.
   float least_logit = 0.0f, greatest_logit = -1.0f, greatest_sum = 0.0f;
-  // Else: added to s^2. Up to the limit the sum has the offset's exponent, and beyond it a
-  // greater one, so a bit that the offset's exponent lacks, which `or` keeps.
+  // Otherwise: added to s^2. Up to the limit the sum has the offset's exponent, and beyond it a
+  // greater one, and so a bit that the offset's exponent lacks, which `or` keeps.
   float offset = 0.0f;
 
   template <int kTerms>
@@ -39,14 +40,15 @@ struct SoftCapPolynomial {
   }
 };
 
-// With `saturates`, Q is multiplied by a power of two, so that |s| is 1 at a ratio of logit and cap
-// in [0.5, 1), and s^2 is saturated there, which costs nothing. So products of any size have some
-// exponential. Beyond the limit it is greater than at the limit, which a sum shows, so that the
-// tile is done again. Below -limit, where nothing shows it, its error is at most kError / kFarShare
-// of the row's greatest exponential, if the row's greatest logit is not below least_logit.
+// Plans the soft cap. With `saturates`, Q is multiplied by a power of two, so that |s| is 1 at a
+// ratio of logit and cap in [0.5, 1), and s^2 is saturated there, which costs nothing. So products
+// of any size have some exponential. Beyond the limit it is greater than at the limit, which a sum
+// shows, so that the tile is redone. Below -limit, where nothing shows it, its error is at most
+// kError / kFarShare of the row's greatest exponential, if the row's greatest logit is not below
+// least_logit.
 struct SoftCapPlan {
-  // Errors of logits, at most: as relative errors of probabilities, of which a bfloat16 one has up
-  // to 2e-3, a float16 one, with three terms only, up to 2.4e-4.
+  // The greatest errors of logits, which are relative errors of probabilities. The rounding of a
+  // bfloat16 probability is up to 2e-3, that of a float16 one, with three terms only, up to 2.4e-4.
   static constexpr double kError = 3.5e-4, kFloat16Error = 5e-5, kFarShare = 32;
   SoftCapPolynomial two, three, five;  // terms; no more than the products of a warp need
   float query_factor = 1.0f;
@@ -56,8 +58,8 @@ struct SoftCapPlan {
     const double cap = options.logits_soft_cap;
     int exponent = 0;
     double ratio = std::frexp(options.scale / cap, &exponent);
-    // Else powers of the ratio or of s leave the range of float32, or Q that of bfloat16. Small Q
-    // become denormal, but what they lose is seen only beside K of more than 2^100.
+    // Otherwise powers of the ratio or of s would leave the range of float32, or Q that of
+    // bfloat16. Small Q become denormal, but what they lose matters only with K of more than 2^100.
     if (!(ratio > 0.0 && exponent > -14 && exponent <= (saturates ? 0 : 14))) return;
     if (saturates) {
       query_factor = static_cast<float>(std::ldexp(1.0, exponent));
@@ -79,11 +81,11 @@ struct SoftCapPlan {
   }
 
  private:
-  // Logits of rows whose references are 0, from -kLeastLogit on: exponentials of 2^58, of which
-  // there may be 2^50, and a row's sum that loses no digits.
+  // For logits of rows whose running maxima are 0, from -kLeastLogit on: exponentials reach 2^58,
+  // there may be 2^50 of these, and a row's sum loses no digits.
   static constexpr double kMostRatio = 0.9, kMostLogit = 40, kLeastLogit = 14;
 
-  // Up to the ratio `range` of logit and cap.
+  // Holds up to the ratio `range` of logit and cap.
   template <int kTerms>
   static SoftCapPolynomial polynomial(double cap, double ratio, double range, bool saturates) {
     SoftCapPolynomial result;
@@ -92,7 +94,8 @@ struct SoftCapPlan {
     if (!saturates) {
       result.offset = static_cast<float>(std::exp2(std::ceil(std::log2(square)) + 1) - square);
     }
-    // tanh(x) / x by Chebyshev interpolation in u = x^2, in Newton's form: divided differences.
+    // Interpolates tanh(x) / x at Chebyshev points in u = x^2, in Newton's form: divided
+    // differences.
     double u[kTerms], newton[kTerms];
     for (int i = 0; i < kTerms; ++i) {
       u[i] = range * range / 2 * (1 - std::cos((i + 0.5) / kTerms * 3.14159265358979323846));
@@ -103,14 +106,14 @@ struct SoftCapPlan {
         newton[i] = (newton[i] - newton[i - 1]) / (u[i] - u[i - order]);
       }
     }
-    // tanh(x), of x^2 saturated.
+    // Returns tanh(x), with x^2 saturated.
     const auto approximate = [&](double x) {
       const double v = std::fmin(x * x, ratio * ratio);
       double value = newton[kTerms - 1];
       for (int i = kTerms - 2; i >= 0; --i) value = value * (v - u[i]) + newton[i];
       return x * value;
     };
-    // Of u = ratio^2 (sum - offset), in powers of the sum.
+    // Converts from u = ratio^2 (sum - offset) to powers of the sum.
     const double unit = cap * ratio * 1.4426950408889634, step = ratio * ratio;
     double power[kTerms] = {newton[kTerms - 1]};
     for (int i = kTerms - 2; i >= 0; --i) {
@@ -122,8 +125,9 @@ struct SoftCapPlan {
 
     if (!saturates) return result;
 
-    // The greatest error of an exponential below -range, looked for at some points, by which it is
-    // known within a factor of two; the last one has as much as there is left.
+    // Finds the greatest error of an exponential below -range at some points, which gives it within
+    // a factor of two. The last point stands for all beyond it, where errors are at most the
+    // exponentials.
     const float exact_cap = static_cast<float>(cap);
     float error = 0.0f;
     for (int i = 1; i <= 12; ++i) {
@@ -142,9 +146,9 @@ struct SoftCapPlan {
   }
 };
 
-// Exponentials of a block of products under the soft cap, relative to shift[] of the rows, which it
-// adds to sum[]. `seen`, unless squares are saturated: the bits of all squares and offsets so far,
-// also of NaN.
+// Computes exponentials of a block of products under the soft cap, relative to shift[] of the rows,
+// and adds them to sum[]. `seen`, unless squares are saturated: collects the bits of all squares
+// and offsets so far, also of NaN.
 template <int kTerms, bool kSaturates>
 __device__ __forceinline__ void soft_cap_exponentials(float (&block)[4],
                                                       const SoftCapPolynomial& cap,
@@ -166,7 +170,7 @@ __device__ __forceinline__ void soft_cap_exponentials(float (&block)[4],
     }
   }
 }
-// The same with squares saturated, relative to 0.
+// Does the same with squares saturated, relative to 0.
 template <int kTerms>
 __device__ __forceinline__ void soft_cap_exponentials(float (&block)[4],
                                                       const SoftCapPolynomial& cap,
@@ -178,12 +182,12 @@ __device__ __forceinline__ void soft_cap_exponentials(float (&block)[4],
     sum[e / 2] += block[e];
   }
 }
-// Whether some square was beyond the limit.
+// Returns whether some square was beyond the limit.
 __device__ __forceinline__ bool exceeds(uint32_t seen, float offset) {
   return (seen & ~__float_as_uint(offset) & 0x7f800000) != 0;
 }
 
-// The greatest magnitude in a warp's tile, NaN aside.
+// Returns the greatest magnitude in a warp's tile, ignoring NaN.
 template <int kN>
 __device__ __forceinline__ float greatest_magnitude(const float (&scores)[1][kN][4]) {
   constexpr int kChains = 4;
@@ -194,11 +198,12 @@ __device__ __forceinline__ float greatest_magnitude(const float (&scores)[1][kN]
     for (int e = 0; e < 4; ++e) chain[e] = fmaxf(chain[e], fabsf(scores[0][n][e]));
   }
   const float value = fmaxf(fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3]));
-  // Not negative, so that the order of the bits is theirs; the result is in a uniform register.
+  // Magnitudes are not negative, so their bits have the same order; the result is in a uniform
+  // register.
   return __uint_as_float(__reduce_max_sync(0xffffffff, __float_as_uint(value)));
 }
 
-// Elements that a thread's rows may attend to: of row `half`, bit 2 n + e is column
+// Holds which elements a thread's rows may attend to: for row `half`, bit 2 n + e is column
 // fragment_col(n, e).
 struct AllowedBits {
   uint32_t row[2];
@@ -206,7 +211,8 @@ struct AllowedBits {
 template <int kN>
 inline constexpr uint32_t kAllBits = kN == 16 ? ~0u : (1u << 2 * kN) - 1;
 
-// Of a mask's words (plan/mask_words.h), `row_stride` pairs from 64 rows to the next.
+// Loads them from a mask's words (plan/mask_words.h), with `row_stride` pairs from 64 rows to the
+// next.
 template <int kBlockKv>
 __device__ __forceinline__ bool is_allowed(const uint2* pairs, int64_t row_stride, int32_t row,
                                            int32_t col) {
@@ -218,13 +224,13 @@ __device__ __forceinline__ bool is_allowed(const uint2* pairs, int64_t row_strid
   return bits >> (in_tile / 8 * 2 + in_tile % 2) & 1;
 }
 
-// Those among columns below `end`, counted from the thread's first.
+// Returns the bits of columns below `end`, counted from the thread's first.
 __device__ __forceinline__ uint32_t bits_below(int32_t end) {
   const int32_t count = max(end, 0) / 8 * 2 + min(max(end, 0) % 8, 2);
   return count >= 32 ? ~0u : (1u << count) - 1;
 }
 
-// Takes away what the band does not allow, and rows that do not exist.
+// Clears what the band does not allow, and rows that do not exist.
 __device__ __forceinline__ void forbid_edges(AllowedBits& allowed, const Band& band, int32_t row0,
                                              int32_t col0) {
 #pragma unroll
@@ -236,7 +242,7 @@ __device__ __forceinline__ void forbid_edges(AllowedBits& allowed, const Band& b
   }
 }
 
-// A bit per column of this thread: whether its warp attends to it.
+// Returns a bit per column of this thread, set if its warp attends to it.
 template <int kN>
 __device__ __forceinline__ uint32_t attended_by_warp(const AllowedBits& allowed) {
   uint32_t bits = allowed.row[0] | allowed.row[1];
@@ -247,8 +253,8 @@ __device__ __forceinline__ uint32_t attended_by_warp(const AllowedBits& allowed)
   return bits;
 }
 
-// Sets what is forbidden to -inf; of kBlocks blocks from n on, a row's bits one after the other:
-// R2P makes predicates of them.
+// Sets forbidden elements of kBlocks blocks from n on to -inf, the bits of one row after those of
+// the other: R2P makes predicates of them.
 template <int kBlocks, int kN>
 __device__ __forceinline__ void forbid(float (&scores)[kN][4], const AllowedBits& allowed, int n) {
 #pragma unroll
@@ -261,8 +267,8 @@ __device__ __forceinline__ void forbid(float (&scores)[kN][4], const AllowedBits
     }
   }
 }
-// The same by additions, which take half as long as selections. A forbidden NaN or infinity becomes
-// NaN.
+// Does the same by additions, which take half as long as selections. A forbidden NaN or infinity
+// becomes NaN.
 template <int kBlocks, int kN>
 __device__ __forceinline__ void forbid_finite(float (&scores)[kN][4], const AllowedBits& allowed,
                                               int n) {
@@ -278,7 +284,7 @@ __device__ __forceinline__ void forbid_finite(float (&scores)[kN][4], const Allo
   }
 }
 
-// Whether `row` may attend to `col`, which is below kv_len.
+// Returns whether `row` may attend to `col`, which is below kv_len.
 template <typename Config, uint32_t kModifiers>
 __device__ __forceinline__ bool allows_element(const Forward& params,
                                                const ModifierOffsets& offsets, const Band& band,
@@ -299,14 +305,14 @@ __device__ __forceinline__ bool allows_element(const Forward& params,
   }
 }
 
-// What the host derives for these kernels.
+// Holds what the host derives for these kernels.
 struct ModifierPlan {
-  // Up to which the soft cap is exact: first and last tiles are not done faster by a plan for it.
+  // Up to this many keys the soft cap is exact: a plan does not make first and last tiles faster.
   static constexpr int32_t kFewKeys = 256;
   SoftCapPlan soft_cap;
   float query_factor = 1.0f;  // a power of two, by which consumers multiply Q
-  bool vectors = false;       // whether the bias can be read ahead: in vectors, or boxes
-  int8_t batch_shift = 0;     // of QueryTileCursor
+  bool vectors = false;       // true if the bias can be read ahead: in vectors, or boxes
+  int8_t batch_shift = 0;     // that of QueryTileCursor
 
   ModifierPlan() = default;
   ModifierPlan(const Forward& params, bool saturates) {
@@ -321,8 +327,8 @@ struct ModifierPlan {
                             : params.bias.dtype == params.query.dtype &&
                                   fits_tensor_map(params.shape, params.bias, 1));
     }
-    // Up to four batches that share a bias or mask side by side: L2 then has to hold that many
-    // heads' keys and values at a time.
+    // Up to four batches that share a bias or mask are processed together: L2 then has to hold that
+    // many heads' keys and values at a time.
     const Operand& shared = params.bias ? params.bias : params.mask;
     if (shared && shared.head != 0 && shared.batch[0] == 0 && shared.batch[1] == 0) {
       while (batch_shift < 2 && params.shape.batch % (int64_t{2} << batch_shift) == 0) {

@@ -1,5 +1,5 @@
-// A tile's modifier in kernels for a single one: what of it is read ahead, or found out before the
-// scores are there, and exponentials beside it.
+// Applies a tile's modifier in kernels for a single one: reads ahead, prepares what can be known
+// before the scores are computed, and overlaps the rest with the exponentials.
 #pragma once
 
 #include <cstdint>
@@ -20,16 +20,17 @@ namespace jax_flash::sm90 {
 template <typename Config, typename Element, uint32_t kModifiers>
 struct ModifiedTile {
   static constexpr int kN = Config::kBlockKv / 8;
-  // With bits: what is allowed is known before the scores are.
+  // True if the modifier is bits: what is allowed is known before the scores are.
   static constexpr bool kBits = kModifiers == kMask;
   static constexpr bool kBiased = kModifiers == kBias, kCapped = kModifiers == kSoftCap;
-  // Whether the soft cap saturates squares, and references are 0 where it lets them.
+  // True if the soft cap saturates squares, and running maxima are 0 where it lets them.
   static constexpr bool kSaturates =
       kCapped && std::is_same_v<Element, __nv_bfloat16> && Config::kOptimistic;
-  // Whether the usual tiles have code of their own then, fixed_tiles(): where it is faster.
+  // True if the usual tiles then have their own code, fixed_tiles(): where that is faster.
   static constexpr bool kFixedTiles =
       kSaturates && Config::kHeadDim == 64 && Config::kBlockKv == 128;
-  // Blocks whose elements are forbidden together, and how: by measurement.
+  // The number of blocks whose elements are forbidden together, and the method: chosen by
+  // measurement.
   static constexpr int kForbidBlocks =
       Config::kMaskWords && Config::kHeadDim != 128 ? 4 : Config::kHeadDim / 64;
   static constexpr bool kAddsInfinity = kBits && Config::kMaskWords;
@@ -37,7 +38,7 @@ struct ModifiedTile {
 
   const Forward& params;
   const ForwardPlan& plan;
-  // Of a bias that is read ahead: 2-byte elements are those of the operands.
+  // True for a bias that is read ahead in boxes: 2-byte elements have the operands' type.
   static constexpr bool kBoxes = kBiased && Config::kBiasBoxes;
   using BiasType = std::conditional_t<kBoxes, Element, float>;
   std::conditional_t<kBoxes, BiasBox<Config::kBlockKv>, BiasTile<kN>> bias;
@@ -46,21 +47,21 @@ struct ModifiedTile {
   uint32_t first_words[kEarlyLoads][4];
   typename BiasTile<kN>::Rows bias_rows;
   int bias_reads_ahead;
-  // Of the mask, for the tile behind the next.
+  // The mask's bits for the tile after the next one.
   std::conditional_t<Config::kMaskWords, MaskPair, MaskBytes<kN>> mask;
   AllowedBits allowed, next_allowed;
   bool all_allowed, next_all_allowed;
-  // Of what a polynomial of the soft cap takes, where it is chosen.
+  // The share of a soft cap polynomial's limit that greatest products may reach when it is chosen.
   static constexpr float kMargin = 0.8f;
-  // Of that polynomial: 2, 3, with kSaturates 5, or 0 if they were too few. With kSaturates, unless
-  // 0, all of the warp's references are 0.
+  // The number of terms of the chosen polynomial: 2, 3, with kSaturates 5, or 0 if they were too
+  // few. With kSaturates, unless it is 0, all of the warp's running maxima are 0.
   int cap_terms;
-  float factors[2];  // with kSaturates: of two terms
+  float factors[2];  // kSaturates: coefficients of the polynomial of two terms
 
   __device__ __forceinline__ ModifiedTile(const Forward& forward, const ForwardPlan& planned,
                                           const ForwardSmem<Config>& smem, int group)
       : params(forward), plan(planned) {
-    if constexpr (kBiased) {  // to a register: a constant would be loaded for each tile
+    if constexpr (kBiased) {  // moves it to a register: a constant would be loaded for each tile
       bias_reads_ahead = __reduce_max_sync(0xffffffff, plan.modifiers.vectors);
     }
     if constexpr (kBoxes) {
@@ -74,8 +75,8 @@ struct ModifiedTile {
       const SoftCapPlan& cap = plan.modifiers.soft_cap;
       cap_terms = cap.two.limit > 0.0f ? 2 : cap.three.limit > 0.0f ? 3 : 0;
       if constexpr (kSaturates) {
-        // By reductions, so that they stay in registers: loads from the constant bank would stand
-        // between the scores and the exponentials of every tile.
+        // Reductions keep them in registers: loads from the constant bank would delay the
+        // exponentials of every tile after its scores.
         const auto keep = [](float value) {
           return __uint_as_float(__reduce_max_sync(0xffffffff, __float_as_uint(value)));
         };
@@ -85,13 +86,13 @@ struct ModifiedTile {
     }
   }
 
-  // Rows that have all had some logits of moderate size have 0 as their reference: P is up to
-  // e^kMostLogit then, and all that is left of a row's state is its sum. Where references rose, and
-  // none had been fixed. `factor`: for what was computed with those before.
+  // Fixes the running maximum at 0 for rows that have all had some logits of moderate size: P is up
+  // to e^kMostLogit then, and a row's only remaining state is its sum. Called where running maxima
+  // rose, and none had been fixed. `factor`: for what was computed with the previous ones.
   __device__ __forceinline__ void fix_reference(OnlineSoftmax<1>& softmax, float to_log2,
                                                 float (&factor)[1][2]) {
     float (&reference)[2] = softmax.reference[0];
-    // Greater logits may follow, and a tile that is done again takes long.
+    // Greater logits may follow, and a tile that is redone takes long.
     const auto takes = [&](const SoftCapPolynomial& cap) {
       return __all_sync(0xffffffff,
                         fminf(reference[0], reference[1]) >= cap.least_logit &&
@@ -108,8 +109,8 @@ struct ModifiedTile {
       reference[half] = 0.0f;
     }
   }
-  // Of this thread's sums of a tile of exact logits, above which references rise, and how far above
-  // these logits may be, in log2 units.
+  // The next two return the limit of this thread's sums of a tile of exact logits, above which
+  // running maxima rise, and how far above running maxima these logits may be, in log2 units.
   __device__ __forceinline__ float exact_sum_limit() const {
     return cap_terms == 0 ? kOptimisticLimit : plan.modifiers.soft_cap.five.greatest_sum;
   }
@@ -117,12 +118,12 @@ struct ModifiedTile {
     if (!kSaturates || cap_terms == 0) return OnlineSoftmax<1>::kSlack;
     return plan.modifiers.soft_cap.five.greatest_logit * to_log2;
   }
-  // Where a tile's products, up to `greatest`, have been too great for the polynomial.
+  // Called if a tile's products, up to `greatest`, were too great for the polynomial.
   __device__ __forceinline__ void next_polynomial(float greatest) {
     const int terms = terms_for(greatest);
     cap_terms = terms > cap_terms ? terms : 0;
   }
-  // Where they have been too great for two terms, which may have been replaced before.
+  // Called if they were too great for two terms, which may have been replaced before.
   __device__ __forceinline__ void replace_two_terms(float greatest) {
     const int terms = cap_terms == 0 ? 0 : terms_for(greatest);
     cap_terms = terms == 0 ? 0 : max(terms, cap_terms);
@@ -132,10 +133,10 @@ struct ModifiedTile {
     return greatest <= kMargin * cap.three.limit ? 3 : greatest <= kMargin * cap.five.limit ? 5 : 0;
   }
 
-  // Whether the bias is read a tile ahead: where it lies in vectors.
+  // Returns whether the bias is read a tile ahead: if it can be read in vectors.
   __device__ __forceinline__ bool reads_ahead() const { return kBiased && bias_reads_ahead; }
 
-  // A query tile: the warp's rows are those from row0 on.
+  // Begins a query tile: the warp's rows are those from row0 on.
   __device__ __forceinline__ void begin(const QueryWork& work, int32_t row0) {
     if constexpr (kBits) {
       mask.begin(params.mask, work.modifiers.mask, row0, plan.q_len);
@@ -144,8 +145,8 @@ struct ModifiedTile {
       bias_rows = BiasTile<kN>::rows(params.bias.row, row0, plan.q_len);
     }
   }
-  // Of the bias, if warps copy it and there is such a tile, or of the mask; then there has to be,
-  // and there are no branches.
+  // Reads the bias ahead, if warps copy it and there is such a tile, or the mask. For a mask the
+  // tile must exist, and there are no branches.
   __device__ __forceinline__ void read_ahead(const QueryWork& work, int32_t tile) {
     if constexpr (kBits) {
       mask.load(params.mask, tile, plan.kv_len);
@@ -156,7 +157,7 @@ struct ModifiedTile {
       bias.copy(data + work.modifiers.bias + col0, bias_rows, plan.kv_len - col0);
     }
   }
-  // To the mask's bits of the next tile, and what is read of the tile behind it.
+  // Goes on to the mask's bits of the next tile, and reads those of the tile after it.
   __device__ __forceinline__ void look_ahead(const QueryWork& work, int32_t behind) {
     if constexpr (kBits) {
       next_allowed = mask.bits();
@@ -164,7 +165,7 @@ struct ModifiedTile {
       read_ahead(work, min(behind, work.end - 1));
     }
   }
-  // Before a tile's scores are there.
+  // Prepares a tile before its scores are computed.
   __device__ __forceinline__ void prepare(const QueryWork& work, int32_t row0, int32_t tile,
                                           bool edge) {
     if constexpr (kBits) {
@@ -173,8 +174,8 @@ struct ModifiedTile {
       all_allowed = next_all_allowed;
       if (edge) {
         forbid_edges(allowed, band, row0, tile * Config::kBlockKv);
-        // A warp all of whose rows do not exist has all keys: else it would never have references,
-        // and would look through V for what it lacks, for each tile (clear_unattended()).
+        // A warp none of whose rows exist gets all keys: otherwise it would never have running
+        // maxima, and would search V in each tile (clear_unattended()).
         if (row0 >= band.q_len) allowed.row[0] = allowed.row[1] = kAllBits<kN>;
         all_allowed = all_of(allowed);
       }
@@ -190,7 +191,7 @@ struct ModifiedTile {
 #pragma unroll
     for (int n = 0; n < kN; n += kForbidBlocks) forbid<kForbidBlocks>(scores[0], allowed, n);
   }
-  // What products are added to. Without boxes it is anything, and they replace it.
+  // Sets what products are added to. Without boxes it is arbitrary, and the products replace it.
   __device__ __forceinline__ void begin_with_bias(Scores& scores) {
     if (reads_ahead()) bias.wait();
 #pragma unroll
@@ -198,7 +199,7 @@ struct ModifiedTile {
       bias.template read<BiasType>(reinterpret_cast<float (&)[2][4]>(scores[0][n]), n);
     }
   }
-  // From what was read ahead.
+  // Adds the bias that was read ahead.
   __device__ __forceinline__ void add_bias(Scores& scores) const {
 #pragma unroll
     for (int n = 0; n < kN; n += 2) {
@@ -211,8 +212,9 @@ struct ModifiedTile {
       }
     }
   }
-  // Waits for a tile's bias, and starts loads of what biased_exponentials() needs first: behind the
-  // wait for the scores, it would wait for them. More of them take longer than they save.
+  // Waits for a tile's bias, and starts the loads that biased_exponentials() needs first: after the
+  // wait for the scores, it would have to wait for them. Starting more of them takes longer than it
+  // saves.
   __device__ __forceinline__ void wait_bias() {
     bias.wait();
     if constexpr (kBoxes) {
@@ -228,12 +230,12 @@ struct ModifiedTile {
     }
     bias.template read<BiasType>(addends, n);
   }
-  // Exponentials of products with the bias added. Every row has a reference, whose exponential is
-  // 2^kLift.
+  // Computes exponentials of products with the bias added. Every row has a running maximum, whose
+  // exponential is 2^kLift.
   template <int kLift>
   __device__ __forceinline__ void biased_exponentials(Scores& scores,
                                                       OnlineSoftmax<1>& softmax) const {
-    const float factor = plan.products_to_log2;  // computed here, it would be in a register
+    const float factor = plan.products_to_log2;  // if computed here, it would occupy a register
     float shift[2];
     find_shift<false, kLift>(softmax, kLog2E, shift);
 #pragma unroll
@@ -249,10 +251,10 @@ struct ModifiedTile {
       }
     }
   }
-  // Exponentials of a tile that no edge cuts, with what the call does to its products side by side:
-  // in one block of code, in which the assembler mixes them. `longer`: by the longer polynomial of
-  // the soft cap. Returns whether products are too great for it. `beside`, told whether the mask
-  // allows all, is mixed in, too.
+  // Computes exponentials of a tile that no edge cuts, together with the modifier: in one basic
+  // block, in which the assembler interleaves them. `longer`: uses the longer polynomial of the
+  // soft cap. Returns whether products are too great for it. `beside`, which receives whether the
+  // mask allows all, is interleaved, too.
   template <int kLift = 0, typename Beside>
   __device__ __forceinline__ bool exponentials(Scores& scores, OnlineSoftmax<1>& softmax,
                                                float to_log2, bool longer, Beside beside) {
@@ -311,7 +313,7 @@ struct ModifiedTile {
     }
     return false;
   }
-  // Of products as they come, with references of 0, by two terms.
+  // Computes exponentials of products as they come, with running maxima of 0 and two terms.
   __device__ __forceinline__ void two_term_exponentials(Scores& scores, float (&sum)[2]) const {
     SoftCapPolynomial two;
     two.factor[0] = factors[0];
@@ -319,8 +321,8 @@ struct ModifiedTile {
 #pragma unroll
     for (int n = 0; n < kN; ++n) soft_cap_exponentials<2>(scores[0][n], two, sum);
   }
-  // The same by as many as are chosen. Returns of this thread's sums of such a tile above what it
-  // is done again.
+  // Does the same with as many terms as are chosen. Returns the limit for this thread's sums of
+  // such a tile above which it is redone.
   __device__ __forceinline__ float fixed_exponentials(Scores& scores, float (&sum)[2]) const {
     const auto all = [&](auto terms, const SoftCapPolynomial& cap) {
 #pragma unroll

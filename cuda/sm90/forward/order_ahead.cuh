@@ -1,6 +1,7 @@
-// A consumer of the sm_90 forward kernel with registers for the scores of two tiles: the next
-// tile's scores and the last one's part of the output are computed beside this tile's exponentials,
-// and it waits for neither. For two consumers, and calls without modifiers or a left edge.
+// Implements a consumer of the sm_90 forward kernel with registers for the scores of two tiles: the
+// next tile's scores and the last one's part of the output are computed overlapped with this tile's
+// exponentials, and the consumer waits for neither. Used with two consumers, for calls without
+// modifiers or a left edge.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +18,7 @@
 
 namespace jax_flash::sm90 {
 
-// Tiles are taken from the last one on: an edge cuts off a part of the first ones only.
+// Tiles are taken from the last one on: an edge cuts only the first ones taken.
 __device__ __forceinline__ int32_t tile_from_end(int32_t end, int32_t index) {
   return end - 1 - index;
 }
@@ -30,14 +31,15 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
   using typename Base::Scores;
 
   static constexpr int kStep = Config::kKeyGroups;
-  // For short calls: whether the first references are guessed.
+  // True if the first running maxima are guessed: for short calls.
   static constexpr bool kGuesses = !Config::kSecondCut && !Base::kAlwaysExact;
 
-  Scores other_scores;  // `scores` and these in turn
+  Scores other_scores;  // alternates with `scores`
 
-  // From some of the logits, where sums and output are looked at behind the last key: for each row
-  // the least of what its four threads have as the greatest of eight, so that a single logit far
-  // above the others is not it; and 2^kHeadroom times as much, since others may be greater.
+  // Guesses the running maximum from some of the logits; sums and output are then examined after
+  // the last key. For each row it takes the greatest of eight logits in each of four threads, and
+  // of these the least, so that a single logit far above the others does not decide. The guess is
+  // 2^kHeadroom times as much, since other logits may be greater.
   static constexpr float kHeadroom = 8.0f;
   __device__ __forceinline__ void guess_reference(const Scores& now) {
 #pragma unroll
@@ -47,7 +49,8 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
       for (int n = 0; n < 4; ++n) {
         greatest = fmaxf(greatest, fmaxf(now[0][n][2 * half], now[0][n][2 * half + 1]));
       }
-      float least = greatest == minus_infinity() ? -greatest : greatest;  // of those that have any
+      // Among the threads that have any.
+      float least = greatest == minus_infinity() ? -greatest : greatest;
       least = fminf(least, __shfl_xor_sync(0xffffffff, least, 1));
       least = fminf(least, __shfl_xor_sync(0xffffffff, least, 2));
       const float rise = to_log2 == 0.0f ? 0.0f : kHeadroom * ptx::rcp_approx_ftz(to_log2);
@@ -62,14 +65,14 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     }
   }
 
-  // From the scores of the index-th tile, in `now`, to its probabilities; with the product of the
-  // last ones, unless kFirst, and the next tile's scores, to `next`, beside. An edge may cut the
-  // tile if kCut; references rise to the greatest logits if kExact. kHalf: the probabilities are
-  // float16; kLastHalf: the last ones.
+  // Goes from the scores of the index-th tile, in `now`, to its probabilities, overlapped with the
+  // product of the last ones, unless kFirst, and with the next tile's scores, which go to `next`.
+  // An edge may cut the tile if kCut; running maxima rise to the greatest logits if kExact. kHalf:
+  // the probabilities are float16; kLastHalf: the last ones are.
   //
-  // A warp that starts a product stops until the tensor cores take it. So there is no branch from
-  // the first product to the wait for all of them: the assembler then mixes products and
-  // exponentials, one of the former every so many of the latter.
+  // A warp that starts a product stalls until the tensor cores accept it. So there is no branch
+  // from the first product to the wait for all of them: the assembler then interleaves products and
+  // exponentials, one product every so many exponentials.
   template <bool kFirst, bool kCut, bool kExact, bool kLastHalf, bool kHalf>
   __device__ __forceinline__ void step(Scores& now, Scores& next, int32_t index) {
     if constexpr (kCut) cut(now, index);
@@ -79,7 +82,7 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     } else if constexpr (kFirst || kCut || kExact) {
       rises = raise_to_greatest<false>(softmax, by_bits, now, to_log2, factor);
     }
-    // Behind the last tile its own again, for nothing: cheaper than a branch.
+    // After the last tile it computes that tile's own scores again, unused: cheaper than a branch.
     auto behind = key_stage;
     behind.stage += index + kStep < work.end ? kStep : 0;
     behind.parity ^= behind.stage / Config::kStages & 1;
@@ -94,8 +97,8 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     } else {
       this->exponentials(now);
     }
-    // Before the wait for products, on a parity that depends on all exponentials in a way that
-    // never matters: the assembler would move these behind it.
+    // This wait precedes the wait for products, on a parity that depends on all exponentials in a
+    // way that never matters: otherwise the assembler would move the exponentials past the latter.
     const uint32_t flip =
         __any_sync(0xffffffff, fminf(softmax.sum[0][0], softmax.sum[0][1]) < 0.0f);
     const auto next_value = kFirst ? value_stage : value_stage.next(kStep);
@@ -112,7 +115,7 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     this->template convert<Base::kConverts && kHalf>(now);
   }
 
-  // The tiles from the index-th one on, which no edge cuts.
+  // Processes the tiles from the index-th one on, which no edge cuts.
   template <bool kExact>
   __device__ __forceinline__ void go_on(int32_t index) {
     Scores& now = Config::kSecondCut ? this->scores : other_scores;
@@ -125,7 +128,7 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     }
   }
 
-  // A query tile's keys from the index-th tile on.
+  // Processes a query tile's keys from the index-th tile on.
   template <typename Beside>
   __device__ __forceinline__ void attend(int32_t index, Beside beside) {
     this->wait_key();
@@ -133,7 +136,7 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     this->read_description();
     this->template await_scores<0>();
     by_bits = false;
-    this->is_half = is_converted<Config>(work.end - 1 - index);  // of the last tile
+    this->is_half = is_converted<Config>(work.end - 1 - index);  // for the last tile
     step<true, true, false, false, false>(this->scores, other_scores, index);
     this->clear_values(tile_from_end(work.end, index), work.attended);
     index += kStep;
@@ -142,7 +145,7 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
         step<false, true, false, false, false>(other_scores, this->scores, index);
       index += kStep;
     }
-    // Where references are guessed, sums do not tell of peaks.
+    // If running maxima are guessed, sums do not show peaks.
     if (Base::kAlwaysExact ||
         (!kGuesses && index < work.end && warpgroup_sees_peaks<Config>(*this))) {
       if constexpr (Base::kConverts) {

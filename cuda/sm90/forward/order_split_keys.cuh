@@ -1,4 +1,5 @@
-// Outputs of two warpgroups of the sm_90 forward kernel that divide the keys of the same rows.
+// Combines the outputs of two warpgroups of the sm_90 forward kernel that divide the keys of the
+// same rows.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +11,8 @@
 
 namespace jax_flash::sm90 {
 
-// What a warpgroup found out about its part of the keys, for another one with the same rows: each
-// thread's for the thread of the same place.
+// Hands what a warpgroup computed for its part of the keys to another one with the same rows: each
+// thread's results go to the thread with the same index.
 template <typename Smem, int kOutN>
 __device__ __forceinline__ void store_partial(const Smem& smem, const OnlineSoftmax<1>& softmax,
                                               const float (&out)[1][kOutN][4], bool has_out) {

@@ -1,9 +1,9 @@
-// The order of key tiles in the sm_90 forward kernel where a window's left edge cuts the first one.
+// Reorders the key tiles in the sm_90 forward kernel where a window's left edge cuts the first one.
 //
-// Some rows of the query tile have few of its keys or none, and so a reference behind it that says
-// little or none: all tiles would be taken with references that follow the greatest logits. So the
-// second one comes first, and the first one last. Producers count tiles from the second to one
-// behind the last, which stands for the first (turned_tile()).
+// Some rows of the query tile have few of the first tile's keys or none, and so a running maximum
+// after it that predicts little or nothing: all tiles would be processed with running maxima that
+// follow the greatest logits. So the second tile comes first, and the first one last. Producers
+// count tiles from the second to one past the last, which stands for the first (turned_tile()).
 #pragma once
 
 #include <cstdint>
@@ -15,11 +15,12 @@
 
 namespace jax_flash::sm90 {
 
-// Which kernels do that.
+// True for kernels that do so.
 template <typename Config, uint32_t kModifiers>
 inline constexpr bool kTurns = kChecksLate<Config, kModifiers> && !Config::kScoresAhead;
 
-// For a query tile from row0 on. A branch for calls without a window: query tiles wait for it.
+// Returns whether the tiles of the query tile from row0 on are reordered. The branch is for calls
+// without a window: query tiles wait for this.
 template <typename Config>
 __device__ __forceinline__ bool turns(const ForwardPlan& plan, const TileRange& range,
                                       const Band& band, int32_t row0) {
@@ -29,7 +30,8 @@ __device__ __forceinline__ bool turns(const ForwardPlan& plan, const TileRange& 
   return row_end - 1 + band.lo > range.first * Config::kBlockKv && range.end - range.first > 2;
 }
 
-// The keys of the tile that a producer counts as `tile`. `attended`: by the query tile.
+// Returns the tile of the keys that a producer counts as `tile`. `attended`: the range of keys that
+// the query tile attends to.
 template <typename Config, uint32_t kModifiers>
 __device__ __forceinline__ int32_t turned_tile(int32_t tile, const RowRange& attended) {
   if (!kTurns<Config, kModifiers> || tile * Config::kBlockKv < attended.end) return tile;

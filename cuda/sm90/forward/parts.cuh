@@ -1,4 +1,5 @@
-// Parts of the sm_90 forward kernel: shared memory and its barriers, turns, edges, the epilogue.
+// Provides parts of the sm_90 forward kernel: shared memory and its barriers, turns, edges, the
+// epilogue.
 #pragma once
 
 #include <cuda.h>
@@ -28,12 +29,12 @@
 
 namespace jax_flash::sm90 {
 
-// Named barriers of warpgroups that divide the keys, and from which on those of one are that
-// zero_unattended() uses.
+// Names barriers: those of warpgroups that divide the keys; that of the start; and, from kZeroed
+// on, one for each warpgroup, which zero_unattended() uses.
 enum ForwardBarrier : int { kPartialFull = 1, kPartialEmpty = 2, kStarted = 3, kZeroed = 8 };
 
-// What is found out where key tiles are skipped before anything is copied: of a query tile, and of
-// 32 of its key tiles. If it has more, others follow.
+// The next two hold what is determined before anything is copied if key tiles are skipped: for a
+// query tile, and for 32 of its key tiles. If it has more key tiles, further plans follow.
 struct QueryTilePlan {
   QueryTileIndex index;
   QueryWork work;
@@ -42,12 +43,15 @@ struct QueryTilePlan {
 struct KeyTilesPlan {
   QueryTileIndex index;
   int32_t base;                // the first of these tiles; negative: there is no more work
-  uint32_t read, one_segment;  // SegmentTiles
+  uint32_t read, one_segment;  // as in SegmentTiles
   bool is_last;
-  int32_t left;  // of them to be read, none started, when the warp that finds them out may go on
+  // The number of these tiles to be read whose copies have not been started when the warp that
+  // plans them may go on.
+  int32_t left;
 };
 
-// A place in shared memory that a warp fills for others, again and again: by turns full and empty.
+// A place in shared memory that one warp fills for others again and again: it is full and empty
+// alternately.
 template <typename T>
 struct Slot {
   T value;
@@ -67,21 +71,21 @@ struct Slot {
   }
 };
 
-// What producers tell consumers where key tiles are skipped.
+// Holds what producers pass to consumers if key tiles are skipped.
 template <typename Config>
 struct SegmentNotes {
   KeyTileNote notes[Config::kStages];
-  QuerySegments queries[Config::kRowGroups * Config::kWorks];  // of ForwardSmem::works
-  // Of each consumer warp's last tile, if it was not of one segment: keys that no row of the block
-  // may attend to. Bit i of word j is key 4 i + j.
+  QuerySegments queries[Config::kRowGroups * Config::kWorks];  // for ForwardSmem::works
+  // For each consumer warp's last tile, if it had several segments: the keys that no row of the
+  // block may attend to. Bit i of word j is key 4 i + j.
   uint32_t unattended[Config::kConsumers * 4][4];
-  // Of what comes next, from the warp that finds it out to those that start copies.
+  // These carry the next plans from the warp that makes them to those that start copies.
   Slot<QueryTilePlan> query;
   Slot<KeyTilesPlan> keys;
 };
 
-// Where a block's tiles and barriers are. `full`: the copy has arrived; `empty`: every consumer
-// warp has done with it.
+// Gives the addresses of a block's tiles and barriers. `full`: the copy has arrived; `empty`: every
+// consumer warp has finished with it.
 template <typename Config>
 struct ForwardSmem {
   static constexpr int kQueryBarriers = Config::kQueryStages * Config::kRowGroups;
@@ -90,9 +94,9 @@ struct ForwardSmem {
   static constexpr int kWorks = Config::kRowGroups * Config::kWorks;
   uint32_t root, barriers;
   QueryWork* works;                                     // [kRowGroups][kWorks]
-  SegmentNotes<Config>* segments;                       // if key tiles are skipped
-  QueryTilesAgain* again;                               // if kChecksLate
-  ValueConversions<Config::kValueStages>* conversions;  // if kConvertsValues
+  SegmentNotes<Config>* segments;                       // used if key tiles are skipped
+  QueryTilesAgain* again;                               // used if kChecksLate
+  ValueConversions<Config::kValueStages>* conversions;  // used if kConvertsValues
 
   __device__ __forceinline__ typename Config::QueryTile query(uint32_t stage, int group) const {
     return {root, (stage * Config::kRowGroups + group) * Config::QueryTile::kBytes};
@@ -103,12 +107,12 @@ struct ForwardSmem {
   __device__ __forceinline__ typename Config::ValueTile value(uint32_t stage) const {
     return {root, Config::kValueOffset + stage * Config::ValueTile::kBytes};
   }
-  // What is a consumer warp's own.
+  // Returns the address of a consumer warp's own part.
   __device__ __forceinline__ uint32_t own(int consumer_warp) const {
     return root + Config::kOwnOffset + consumer_warp * Config::kOwnBytes;
   }
   __device__ __forceinline__ uint32_t partial() const { return root + Config::kPartialOffset; }
-  // The n-th query tile of a consumer; the next kWorks - 1 leave it alone.
+  // Returns the n-th query tile of a consumer; the next kWorks - 1 do not overwrite it.
   __device__ __forceinline__ QueryWork& work(int group, uint32_t n) const {
     return works[group * Config::kWorks + n % Config::kWorks];
   }
@@ -121,7 +125,8 @@ struct ForwardSmem {
   __device__ __forceinline__ uint32_t query_empty(uint32_t stage, int group) const {
     return query_full(stage, group) + kQueryBarriers * 8;
   }
-  // Of a query tile's description, what query_full() does not tell of.
+  // Returns the barrier for the part of a query tile's description that query_full() does not
+  // cover.
   __device__ __forceinline__ uint32_t described(uint32_t stage, int group) const {
     return at(4, 2 * kBoxBarriers + stage * Config::kRowGroups + group);
   }
@@ -134,12 +139,12 @@ struct ForwardSmem {
     return at(4, kBoxBarriers + group);
   }
 
-  // By one thread: lanes side by side would take longer. `value_arrivals`: at value_full().
+  // Called by one thread: several lanes would take longer. `value_arrivals`: at value_full().
   __device__ __forceinline__ void init_barriers(int value_arrivals) const {
     constexpr uint32_t kConsumerWarps = Config::kConsumers * 4;
     constexpr uint32_t kKeyArrivals = Config::kRowGroups * 4 * kWarpArrivals;
     for (int index = 0; index < kQueryBarriers; ++index) {
-      ptx::mbarrier_init(barriers + index * 8, 2);  // Q, and which keys it reads
+      ptx::mbarrier_init(barriers + index * 8, 2);  // for Q, and for its range of keys
       ptx::mbarrier_init(described(0, 0) + index * 8, 1);
       ptx::mbarrier_init(barriers + (kQueryBarriers + index) * 8,
                          kConsumerWarps / Config::kRowGroups * kWarpArrivals);
@@ -167,7 +172,7 @@ __device__ __forceinline__ void arrive_warp(uint32_t barrier_smem) {
   if (kWarpArrivals > 1 || threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier_smem);
 }
 
-// Starts copying rows row0... of a head to a tile of shared memory. By one thread.
+// Starts copying rows row0... of a head to a tile of shared memory. Called by one thread.
 template <typename Tile>
 __device__ __forceinline__ void load_tile_boxes(const Tile& tile, const CUtensorMap& map,
                                                 uint32_t barrier_smem, const BoxAxes& axes,
@@ -202,8 +207,8 @@ __device__ __forceinline__ void zero_unattended(const typename Config::ValueTile
   ptx::barrier_sync(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup);
 }
 
-// The exponentials of blocks of a tile, and their sums on top of `sums`: in two chains for each
-// row, since an addition waits for the one before. `shift`: the references, in log2 units.
+// Computes the exponentials of blocks of a tile, and adds their sums to `sums`: in two chains for
+// each row, since an addition waits for the one before. `shift`: the running maxima, in log2 units.
 template <int kFirst, int kEnd, int kN>
 __device__ __forceinline__ void exponentials_in_chains(float (&scores)[1][kN][4], float to_log2,
                                                        const float (&shift)[2], float (&sums)[4]) {
@@ -226,7 +231,8 @@ __device__ __forceinline__ void exponentials_in_chains(OnlineSoftmax<1>& softmax
   softmax.sum[0][1] = sums[2] + sums[3];
 }
 
-// mask_band() for a warp, which looks only for what cuts into its tile: mostly the right edge.
+// Does what mask_band() does for a warp, but checks for each edge whether it cuts the warp's tile:
+// mostly the right edge does.
 template <int kN>
 __device__ __forceinline__ void mask_edges(float (&logits)[1][kN][4], const Band& band,
                                            int32_t row0, int32_t col0) {
@@ -254,7 +260,8 @@ __device__ __forceinline__ void mask_edges(float (&logits)[1][kN][4], const Band
   }
 }
 
-// The tiles of keys that the band does not cut into, for a warpgroup's rows, which begin with row0.
+// Returns the tiles of keys that the band does not cut, for a warpgroup's rows, which begin with
+// row0.
 template <int kBlockKv>
 __device__ __forceinline__ RowRange uncut_tiles(const Band& band, int32_t row0) {
   const int32_t row_end = min(row0 + 64, band.q_len);
@@ -276,7 +283,7 @@ __device__ __forceinline__ void mask_rows(float (&logits)[1][kN][4], int32_t row
   }
 }
 
-// A bit 2 n + e per column fragment_col(n, e), set if some row of the warp attends to it.
+// Returns a bit 2 n + e per column fragment_col(n, e), set if some row of the warp attends to it.
 template <int kN>
 __device__ __forceinline__ uint32_t attended_columns(const float (&logits)[1][kN][4]) {
   static_assert(kN <= 16);
@@ -285,7 +292,7 @@ __device__ __forceinline__ uint32_t attended_columns(const float (&logits)[1][kN
   for (int n = 0; n < kN; ++n) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      // Both -inf if their maximum is; NaN, which fmaxf passes over, is attended to.
+      // Both are -inf if their maximum is; NaN, which fmaxf ignores, counts as attended to.
       const float both = fmaxf(logits[0][n][e], logits[0][n][e + 2]);
       bits |= static_cast<uint32_t>(both != minus_infinity()) << (2 * n + e);
     }
@@ -313,7 +320,7 @@ __device__ __forceinline__ void drop(float (&probabilities)[1][kN][4],
   }
 }
 
-// Bit 15 or 31 is set if the lower or upper half is an infinity or NaN.
+// Sets bit 15 or 31 of the result if the lower or upper half is an infinity or NaN.
 template <typename Element>
 __device__ __forceinline__ uint32_t not_finite(uint32_t pair) {
   constexpr uint32_t kExponent = std::is_same_v<Element, __half> ? 0x7c007c00 : 0x7f807f80;
@@ -322,9 +329,9 @@ __device__ __forceinline__ uint32_t not_finite(uint32_t pair) {
 }
 
 // Zeroes the rows of a tile of V that hold NaN or infinities and that no row of the block may
-// attend to, for the same reason as zero_unattended(). A warp looks after the columns that it does
-// not attend to itself; where another warp attends to one, the row stays, and both may use it.
-// `make_allows` returns a function that says whether a row may attend to a column: seldom needed.
+// attend to, for the same reason as zero_unattended(). Each warp handles the columns that it does
+// not attend to itself; if another warp attends to one, the row stays, and both may use it.
+// `make_allows` returns a function that says whether a row may attend to a column: rarely needed.
 template <typename Config, typename Element, typename MakeAllows>
 __device__ __forceinline__ void clear_unattended(const typename Config::ValueTile& tile_smem,
                                                  uint32_t attended, MakeAllows make_allows,
@@ -361,7 +368,8 @@ __device__ __forceinline__ void clear_unattended(const typename Config::ValueTil
   __syncwarp();
 }
 
-// Of a warp's 16 rows: writes lse; what the output is to be multiplied by, 0 where it is to be 0.
+// Writes lse for a warp's 16 rows, and computes what the output must be multiplied by, 0 where it
+// must be 0.
 template <uint32_t kModifiers>
 __device__ __forceinline__ void finish_statistics(const ForwardPlan& plan, const QueryWork& work,
                                                   int warp_row, const OnlineSoftmax<1>& softmax,
@@ -386,7 +394,7 @@ __device__ __forceinline__ void finish_statistics(const ForwardPlan& plan, const
   }
 }
 
-// Writes a warp's 16 rows of out. Straight from registers: shared memory already takes the next
+// Writes a warp's 16 rows of out, directly from registers: shared memory already receives the next
 // tile's operands.
 template <typename Config, typename Element, int kOutN>
 __device__ __forceinline__ void store_out(const ForwardPlan& plan, const QueryWork& work,
@@ -434,7 +442,7 @@ __device__ __forceinline__ void finish_rows(const ForwardPlan& plan, const Query
   store_out<Config, Element>(plan, work, warp_row, normalizer, out);
 }
 
-// The same for rows that may attend to nothing.
+// Does the same for rows that may attend to nothing.
 template <typename Element>
 __device__ __forceinline__ void finish_empty_rows(const ForwardPlan& plan, const QueryWork& work,
                                                   int warp_row) {

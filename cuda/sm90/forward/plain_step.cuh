@@ -1,4 +1,5 @@
-// A tile of keys in the sm_90 forward kernel without modifiers, where consumers chain query tiles.
+// Processes a tile of keys in the sm_90 forward kernel without modifiers, where consumers chain
+// query tiles.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -18,23 +19,24 @@
 
 namespace jax_flash::sm90 {
 
-// For a warpgroup, whose warps start products together: whether references are to follow the
-// greatest logits behind a query tile's first tile, since the sums of one of them look peaked, or
-// it has a row without a key.
+// Returns whether running maxima must follow the greatest logits after a query tile's first tile:
+// if the sums of one of the warpgroup's warps look peaked, or it has a row without a key. The
+// answer is for the whole warpgroup, whose warps start products together.
 template <typename Config, typename Consumer>
 __device__ __forceinline__ bool warpgroup_sees_peaks(const Consumer& consumer) {
   bool peaked = sums_look_peaked<Config>(consumer.softmax) || !consumer.softmax.ready();
-  if constexpr (Consumer::kConverts) {  // or a row's other logits are far below its reference
+  if constexpr (Consumer::kConverts) {  // or a row's other logits are far below its running maximum
     const float sum = fminf(consumer.softmax.sum[0][0], consumer.softmax.sum[0][1]);
     peaked = peaked || (sum > 0.0f && sum < kFarBelow);
   }
   const bool found = ptx::barrier_any(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup, peaked);
-  // By a reduction, whose result the compiler knows to be the same in all lanes.
+  // A reduction, whose result the compiler knows to be the same in all lanes.
   return __reduce_max_sync(0xffffffff, found ? 1 : 0) != 0;
 }
 
 // Waits for the next tile's keys or, if `tile` is a query tile's last, for its V, as settle() does
-// in any case. `products`: P V under way; `keys`: tiles of keys held. `flip`: 0, of the parity.
+// in any case. `products`: number of P V in flight; `keys`: number of key tiles held. `flip`: 0,
+// for the parity.
 template <typename Consumer>
 __device__ __forceinline__ void wait_ahead(const Consumer& consumer, int32_t tile, int products,
                                            int keys, uint32_t flip) {
@@ -45,7 +47,7 @@ __device__ __forceinline__ void wait_ahead(const Consumer& consumer, int32_t til
       last ? consumer.smem.value_full(value.stage) : consumer.smem.key_full(key.stage),
       (last ? value.parity : key.parity) ^ flip);
 }
-// On a parity that depends on the exponentials: ForwardConsumer's
+// Does so on a parity that depends on the exponentials: see ForwardConsumer's
 // wait_next_value_after_exponentials().
 template <typename Consumer>
 __device__ __forceinline__ void wait_ahead_after_exponentials(const Consumer& consumer,
@@ -56,7 +58,7 @@ __device__ __forceinline__ void wait_ahead_after_exponentials(const Consumer& co
   wait_ahead(consumer, tile, products, keys, flip);
 }
 
-// What P V of the last tile waits for, beside the next scores.
+// Does what P V of the last tile waits for, overlapped with the next scores.
 template <typename Consumer>
 __device__ __forceinline__ void settle(Consumer& consumer) {
   if (consumer.rises) consumer.rescale();
@@ -64,7 +66,8 @@ __device__ __forceinline__ void settle(Consumer& consumer) {
   consumer.wait_value();
 }
 
-// The exponentials of a tile, and their sums. P V goes on beside them (start_out_part()).
+// Computes the exponentials of a tile, and their sums. P V continues overlapped with them
+// (start_out_part()).
 template <int kPart, bool kHalf, typename Consumer>
 __device__ __forceinline__ void plain_exponentials(Consumer& consumer, const float (&shift)[2],
                                                    float (&sums)[4]) {
@@ -80,15 +83,17 @@ __device__ __forceinline__ void plain_exponentials(Consumer& consumer, const flo
   }
 }
 
-// ForwardConsumer::next_tile(): the keys of `tile` have arrived, and those of the next one, if
-// there is one, have when this returns. A warp goes from its exponentials to the next scores as
-// soon as it can: what the last tile's output waits for is seen to beside these (settle()).
+// Implements ForwardConsumer::next_tile(): the keys of `tile` have arrived, and those of the next
+// one, if there is one, have arrived when this returns. A warp goes from its exponentials to the
+// next scores as soon as it can: what the last tile's output waits for is done while these are
+// computed (settle()).
 //
-// kExact: references rise to the rows' greatest logits. kHalf: P V of the last tile is of float16.
+// kExact: running maxima rise to the rows' greatest logits. kHalf: P V of the last tile is in
+// float16.
 template <bool kExact, bool kHalf, typename Consumer>
 __device__ __forceinline__ void next_plain_tile(Consumer& consumer, int32_t last, int32_t tile) {
   auto& softmax = consumer.softmax;
-  const bool edge = consumer.at_edge(tile);  // before the wait
+  const bool edge = consumer.at_edge(tile);  // computed before the wait
   consumer.start_scores();
   if constexpr (kExact) {
     settle(consumer);
@@ -131,7 +136,8 @@ __device__ __forceinline__ void lift_weights(Consumer& consumer) {
   }
 }
 
-// A query tile's keys behind the first tile. Returns the last one, whose P V is not started.
+// Processes a query tile's keys after the first tile. Returns the last one, whose P V has not been
+// started.
 template <typename Config, bool kExact, typename Consumer>
 __device__ __forceinline__ int32_t plain_tiles_after(Consumer& consumer, int32_t tile) {
   for (;;) {

@@ -1,4 +1,4 @@
-// What the sm_90 forward kernel is told of a call.
+// Describes a call to the sm_90 forward kernel.
 #pragma once
 
 #include <cuda.h>
@@ -23,7 +23,7 @@ struct ForwardMaps {
   CUtensorMap query, key, value;
 };
 
-// out [batch, T, N, h] or lse [batch, N, T].
+// Describes out [batch, T, N, h] or lse [batch, N, T].
 struct RowsOperand {
   void* data = nullptr;
   int64_t batch[kTensorMapBatchDims] = {}, head = 0, row = 0;  // in elements
@@ -42,7 +42,7 @@ struct RowsOperand {
   }
 };
 
-// [batch] int32, if the call has it.
+// Describes [batch] int32, if the call has it.
 struct BatchOperand {
   const int32_t* data = nullptr;
   int64_t batch[kTensorMapBatchDims] = {};
@@ -60,7 +60,7 @@ struct BatchOperand {
   }
 };
 
-// A call's band: the host's, unless it depends on operands, and so on the batch.
+// Holds a call's band: the host's, unless it depends on operands, and so on the batch.
 struct ForwardBand {
   Band band;
   bool varies = false;
@@ -77,8 +77,8 @@ struct ForwardBand {
         offset(params.query_offset),
         window(params.window) {}
 
-  // kOutOfLine: a block's first copies wait for instructions, too, and the fewer lie between those
-  // that every call executes, the better. Registers may be spilled around the call.
+  // kOutOfLine: a block's first copies also wait for instructions, so as few as possible should be
+  // among those that every call executes. Registers may be spilled around the function call.
   template <bool kOutOfLine>
   __device__ __forceinline__ Band of(const QueryTileIndex& q) const {
     if (varies) [[unlikely]] {
@@ -102,9 +102,9 @@ struct ForwardBand {
   }
 };
 
-// What every call reads, side by side, and derived on the host as far as that can be: a kernel's
-// parameters are new to the constant cache in every launch, and each line of them that is read for
-// the first time takes hundreds of clocks, which a short call spends waiting.
+// Holds what every call reads, contiguously, and derived on the host as far as possible: a kernel's
+// parameters are new to the constant cache in every launch, and each cache line of them that is
+// read for the first time takes hundreds of clocks, for which a short call waits.
 struct ForwardPlan {
   QueryTileSchedule schedule;
   BoxAxes query, key, value;
@@ -142,23 +142,24 @@ struct RowRange {
   int32_t first, end;
 };
 
-// A query tile: what a producer warp tells a consumer of it, which saves the latter the search.
+// Describes a query tile: what a producer warp passes to a consumer, which saves the latter the
+// search.
 struct QueryWork {
-  // Of a block's last query tile, if Config::kTellsLast.
+  // Marks a block's last query tile, if Config::kTellsLast.
   static constexpr int32_t kLast = 1 << 30;
 
-  void* out;  // of the block's first row
+  void* out;  // points to the block's first row
   float* lse;
   Band band;
   RowRange attended;  // keys that some row of the block may attend to
-  int32_t tile, end;  // of keys: from the first to read to behind the last; in `end` maybe kLast
+  int32_t tile, end;  // key tiles to read: from the first to past the last; `end` may include kLast
   int32_t row0;       // the block's first; negative: there is no more work
   int32_t batch, head;
   float sink_log2;
   ModifierOffsets modifiers;
 };
 
-// All but the tiles of keys and the first row.
+// Sets all but the tiles of keys and the first row.
 template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void describe_query_tile(const Forward& params, const ForwardPlan& plan,
                                                     const QueryTileIndex& q, const Band& band,
@@ -171,13 +172,14 @@ __device__ __forceinline__ void describe_query_tile(const Forward& params, const
   work.batch = q.batch;
   work.head = q.head;
   if constexpr (kModifiers == kSegments) {
-    const ModifierOffsets offsets(params, q.batch_axes, 0);  // ids are those of all heads
-    work.modifiers.query_ids = offsets.query_ids;  // and not the others, which take a while
+    const ModifierOffsets offsets(params, q.batch_axes, 0);  // all heads have the same ids
+    work.modifiers.query_ids = offsets.query_ids;            // the others would take a while
     work.modifiers.key_ids = offsets.key_ids;
   } else if constexpr (kModifiers != kNoModifier) {
     work.modifiers = ModifierOffsets(params, q.batch_axes, q.head);
     if constexpr (kModifiers == kBias || kModifiers == kMask) {
-      // Of Q, for who reads it again: there are no segments, and more bytes would cost registers.
+      // The offset of Q, for a consumer that reads it again: there are no segments, and more bytes
+      // would cost registers.
       work.modifiers.query_ids = q.batch_axes[0] * params.query.batch[0] +
                                  q.batch_axes[1] * params.query.batch[1] +
                                  q.head * params.query.head + row0 * params.query.row;
@@ -186,23 +188,23 @@ __device__ __forceinline__ void describe_query_tile(const Forward& params, const
   work.sink_log2 = plan.sinks.data ? *plan.sinks.at<const float>(q, 0) * kLog2E : minus_infinity();
 }
 
-// The segments of a query tile's rows, in a block's shared memory.
+// Holds the segments of a query tile's rows, in a block's shared memory.
 struct QuerySegments {
   static constexpr int kMost = 4;
-  RowRange run;   // key tiles side by side that are of one segment with all of the rows
-  int32_t count;  // 0 if there are more, or one has rows apart from each other
+  RowRange run;   // contiguous key tiles that have one segment in common with all of the rows
+  int32_t count;  // 0 if there are more, or if the rows of one are not contiguous
   int32_t id[kMost];
   RowRange rows[kMost];
 };
 
-// Of a tile of keys where some are skipped, and of the one after it: what is to be known of that
-// one is known before its own copy arrives.
+// Describes a tile of keys, and the one after it, if some tiles are skipped: what must be known of
+// the latter is then known before its own copy arrives.
 struct KeyTileNote {
   int32_t packed;
 
   KeyTileNote() = default;
-  // `next`: the tile after it, negative if it is the query tile's last. One segment: that of all
-  // keys, and of all of the block's rows.
+  // `next`: the tile after it, negative if it is the query tile's last. One segment: all keys, and
+  // all of the block's rows, have the same one.
   __device__ __forceinline__ KeyTileNote(int32_t next, bool one_segment, bool next_one_segment)
       : packed(next * 4 + (one_segment ? 2 : 0) + (next_one_segment ? 1 : 0)) {}
   __device__ __forceinline__ int32_t next() const { return packed >> 2; }

@@ -1,5 +1,5 @@
-// The warps of the sm_90 forward kernel that start copies. What a block computes, in which order:
-// sm90/forward/schedule.cuh; with segments: sm90/forward/segments.cuh.
+// Implements the warps of the sm_90 forward kernel that start copies. What a block computes, and in
+// which order, is in sm90/forward/schedule.cuh; with segments, in sm90/forward/segments.cuh.
 #pragma once
 
 #include <cstdint>
@@ -21,37 +21,39 @@
 
 namespace jax_flash::sm90 {
 
-// Whether producers and consumers wait for barriers in shared memory to be initialised in their own
-// places, by a named barrier: producers find their first tiles before it. With modifiers, and where
-// keys are divided, it has the compiler take loops for divergent (TUNING.md).
+// True if producers and consumers wait for the initialisation of barriers in shared memory at
+// different points, by a named barrier: producers find their first tiles before it. With modifiers,
+// and where keys are divided, this makes the compiler treat loops as divergent (TUNING.md).
 template <typename Config, uint32_t kModifiers>
 inline constexpr bool kStartsApart = kModifiers == kNoModifier && Config::kKeyGroups == 1;
 
-// Warps that start copies of Q: one for each consumer's, or one for all, where the others convert
-// values.
+// The number of warps that start copies of Q: one for each consumer's, or one for all, if the
+// others convert values.
 template <typename Config, typename Element, uint32_t kModifiers>
 inline constexpr int kQueryWarps =
     kConvertsValues<Config, Element, kModifiers> ? 1 : Config::kRowGroups;
 
-// Of the barrier kStarted.
+// The number of threads at the barrier kStarted.
 template <typename Config, typename Element, uint32_t kModifiers>
 inline constexpr int kStartThreads =
     32 * (1 + kQueryWarps<Config, Element, kModifiers> +
           (kConvertsValues<Config, Element, kModifiers> ? kConverterWarps : 0)) +
     kWarpgroup * Config::kConsumers;
 
-// Those of a block, of batches that share a bias or mask one beside the other.
+// Returns a cursor over a block's query tiles; batches that share a bias or mask follow one
+// another.
 template <uint32_t kModifiers>
 __device__ __forceinline__ QueryTileCursor query_tiles(const ForwardPlan& plan) {
   constexpr bool kShares = kModifiers == kBias || kModifiers == kMask;
   return {plan.schedule, kShares ? plan.modifiers.batch_shift : 0};
 }
 
-// What tells of key tiles that are skipped: a mask's words, or spans of segments, if there are any.
+// The source for key tiles that are skipped: a mask's words, or spans of segments, if there are
+// any.
 template <typename Config>
 using SkipsOf = std::conditional_t<Config::kMaskWords, MaskTiles, SegmentSpans>;
 
-// Key tiles of a query tile, for producers that find them themselves.
+// Returns the key tiles of a query tile, for producers that find them themselves.
 template <typename Config>
 __device__ __forceinline__ TileRange key_tiles(const SkipsOf<Config>& skips, const Band& band,
                                                const QueryTileIndex& q, int32_t row0) {
@@ -66,7 +68,7 @@ __device__ __forceinline__ void wait_for_skips(const SkipsOf<Config>& skips) {
   }
 }
 
-// Those that are to be done again, when all are done; whether there are any.
+// Produces the query tiles to be redone, when all others are done; returns whether there are any.
 template <typename Config, typename Produce>
 __device__ __forceinline__ bool produce_again(const ForwardPlan& plan,
                                               const ForwardSmem<Config>& smem, Produce produce) {
@@ -79,8 +81,8 @@ __device__ __forceinline__ bool produce_again(const ForwardPlan& plan,
   return true;
 }
 
-// By one warp: keys and values of all query tiles. Where the latter are depends on how they are
-// read.
+// Copies keys and values of all query tiles. Called by one warp. The location of the values depends
+// on how they are read.
 template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const CUtensorMap& key_map,
                                              const CUtensorMap& value_map,
@@ -91,16 +93,16 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const CUte
   RingState<Config::kStages> key_stage;
   RingState<Config::kValueStages> value_stage, conversion;
   bool started = false;
-  // Which tiles' values are converted; none where a query tile is done again.
+  // Says whether values of every second tile are converted; none are in a redo.
   constexpr bool kConverts = kConvertsValues<Config, Element, kModifiers>;
   bool converts = kConverts;
-  // False for a thread that has nothing to do.
+  // Returns false for a thread that has nothing to do.
   const auto produce = [&](const QueryTileCursor& cursor) {
     const QueryTileIndex q = cursor.index();
     const int32_t row0 = q.tile * Config::kBlockQ;
     const Band band = plan.band.of<kModifiers == kNoModifier>(q);
     TileRange range = key_tiles<Config>(skips, band, q, row0);
-    int32_t end = INT32_MAX, tiles = 0;  // in the order of keys, of those that are turned
+    int32_t end = INT32_MAX, tiles = 0;  // in the order of keys, if tiles are reordered
     if constexpr (kTurns<Config, kModifiers>) {
       if (turns<Config>(plan, range, band, row0)) {
         end = range.end;
@@ -127,7 +129,7 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const CUte
         if (converts && is_converted<Config>(tile - range.first)) {
           arrived = smem.conversions->add(conversion, value_stage.stage);
         } else {
-          // For all but one of those that would have converted it.
+          // On behalf of all but one of the threads that would have converted it.
           for (int i = 1; i < kConverterArrivals; ++i) ptx::mbarrier_arrive(arrived);
         }
       }
@@ -139,8 +141,8 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const CUte
       if constexpr (kStartsApart<Config, kModifiers>) {
         ptx::barrier_sync(kStarted, kStartThreads<Config, Element, kModifiers>);
       }
-      // Left alone, other lanes would go ahead through all of the loop: the leader would wait for
-      // them, and issue slots go to nothing.
+      // If other lanes continued, they would run ahead through the whole loop: the leader would
+      // wait for them, and issue slots would be wasted.
       if (threadIdx.x % 32 != 0) return false;
       started = true;
     }
@@ -162,8 +164,8 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const CUte
   if constexpr (kChecksLate<Config, kModifiers>) produce_again(plan, smem, produce);
 }
 
-// By one warp: from consumer first_group on the rows of kGroups consumers of the query tiles and,
-// in boxes, of the bias, and what they are to know of them.
+// Copies, for kGroups consumers from first_group on, their rows of the query tiles and, in boxes,
+// of the bias, and describes the query tiles to them. Called by one warp.
 template <typename Config, typename Element, uint32_t kModifiers, int kGroups>
 __device__ __forceinline__ void produce_queries(const Forward& params, const ForwardPlan& plan,
                                                 const MapsOf<Config>& maps,
@@ -191,7 +193,7 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
       if constexpr (kStartsApart<Config, kModifiers>) {
         ptx::barrier_sync(kStarted, kStartThreads<Config, Element, kModifiers>);
       }
-      // As in produce_keys(). At 64, where the description is short, causal calls lose 2% by it.
+      // As in produce_keys(). At 64, where the description is short, it costs causal calls 2%.
       if ((Config::kHeadDim > 64 || Config::kBiasBoxes) && !leader) return false;
       started = true;
     }
@@ -230,8 +232,8 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
       if constexpr (kGroups == 1) {
         load(first_group);
         describe(first_group);
-      } else {  // as loops, two have the compiler make those of consumers slower (TUNING.md), but
-                // for short calls, which wait for code that is not in the cache; three would spill
+      } else {  // as loops, two make the consumers' code slower (TUNING.md), except in short calls,
+                // which wait for code that is not in the cache; three, unrolled, would spill
         constexpr int kUnroll = kGroups == 2 && !Config::kTellsLast ? 2 : 1;
 #pragma unroll kUnroll
         for (int group = 0; group < kGroups; ++group) load(group);

@@ -1,11 +1,11 @@
-// Query tiles that the sm_90 forward kernel does again, after all others of a block: without
-// modifiers, up to head dim 128, sums are looked at only behind the last key.
+// Redoes query tiles in the sm_90 forward kernel, after all others of a block: without modifiers,
+// up to head dim 128, sums are examined only after the last key.
 //
-// Exponentials relative to a reference that is the greatest logit of a row's first keys may become
-// very great. bfloat16 and float32 hold them up to 2^127, float16, in every second tile, up to 2^16
-// (sm90/forward/values.cuh). So a loop takes it that they do. A look in each tile, and what follows
-// from it, stands between the instructions that a call waits for (TUNING.md, "Peaked logits",
-// "Short calls").
+// Exponentials relative to a running maximum that is the greatest logit of a row's first keys may
+// become very great. bfloat16 and float32 hold them up to 2^127, float16, in every second tile, up
+// to 2^16 (sm90/forward/values.cuh). So the loop assumes that they can be held. A check in each
+// tile, and its consequences, would delay the instructions that a call waits for (TUNING.md,
+// "Peaked logits", "Short calls").
 #pragma once
 
 #include <cstdint>
@@ -20,13 +20,13 @@
 
 namespace jax_flash::sm90 {
 
-// Which kernels do. Where keys are divided, references rise with each greater logit.
+// True for kernels that do so. Where keys are divided, running maxima rise with each greater logit.
 template <typename Config, uint32_t kModifiers>
 inline constexpr bool kChecksLate =
     kModifiers == kNoModifier && Config::kOptimistic && Config::kKeyGroups == 1;
 
-// Whether a query tile is to be done again, by sums and output of one of its warps. An infinite P
-// or value makes the output of its row, or some of it, infinite or NaN.
+// Returns whether a query tile must be redone, judged by sums and output of one of its warps. An
+// infinite P or value makes the output of its row, or some of it, infinite or NaN.
 template <int kOutN>
 __device__ __forceinline__ bool exceeds(const OnlineSoftmax<1>& softmax,
                                         const float (&out)[1][kOutN][4]) {
@@ -43,22 +43,22 @@ __device__ __forceinline__ bool exceeds(const OnlineSoftmax<1>& softmax,
 
 struct QueryTilesAgain {
   uint32_t tiles;  // a bit for each of the block's, modulo 32
-  uint64_t found;  // a barrier: each warp that says which has done with its tiles
+  uint64_t found;  // a barrier: each warp that marks tiles arrives when it has finished
 
   __device__ __forceinline__ uint32_t barrier() const { return ptx::shared_address(&found); }
   __device__ __forceinline__ void init(int warps) {
     tiles = 0;
     ptx::mbarrier_init(barrier(), warps);
   }
-  // By a warp: the n-th tile is to be done again.
+  // Marks the n-th tile for redo. Called by a warp.
   __device__ __forceinline__ void add(uint32_t n) { add_some(1u << n % 32); }
   __device__ __forceinline__ void add_all() { add_some(~0u); }
-  // By a warp: that it has done with all of its tiles.
+  // Signals that the calling warp has finished all of its tiles.
   __device__ __forceinline__ void tell() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier());
   }
-  // What all have told.
+  // Waits for all warps, and returns the tiles that they have marked.
   __device__ __forceinline__ uint32_t wait() const {
     ptx::mbarrier_wait_asleep(barrier(), 0);
     return *const_cast<const volatile uint32_t*>(&tiles);

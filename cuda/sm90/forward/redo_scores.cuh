@@ -1,4 +1,5 @@
-// Scores of a warp by its own products in the sm_90 forward kernel, where a tile is done again.
+// Computes the scores of one warp by products of its own in the sm_90 forward kernel, where a tile
+// is redone.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +11,8 @@
 
 namespace jax_flash::sm90 {
 
-// The same as the warpgroup's, but for the order of additions. load_query(a, k) sets the fragment
-// of 16 columns of Q from 16 k on.
+// Gives the same scores as the warpgroup's product, except for the order of additions.
+// load_query(a, k) sets the fragment of 16 columns of Q from 16 k on.
 template <typename Config, typename Element, int kN, typename LoadQuery>
 __device__ __forceinline__ void warp_scores(float (&scores)[1][kN][4],
                                             const typename Config::KeyTile& key_smem,
@@ -23,8 +24,8 @@ __device__ __forceinline__ void warp_scores(float (&scores)[1][kN][4],
       [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, key_reader.at(n * 8, k * 2)); });
 }
 
-// Such a fragment from global memory. `offset`: of a row in elements, from which the warp's first
-// one is `row` rows away, and the last one that exists `last`.
+// Loads such a fragment from global memory. `offset`: the offset of a row in elements, from which
+// the warp's first row is `row` rows away, and the last one that exists is `last` rows away.
 template <typename Element>
 __device__ __forceinline__ void load_query_rows(uint32_t (&a)[4], const Operand& query,
                                                 int64_t offset, int32_t row, int32_t last,

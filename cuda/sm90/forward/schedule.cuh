@@ -1,4 +1,4 @@
-// Which query tiles a block computes, in which order.
+// Decides which query tiles a block computes, and in which order.
 #pragma once
 
 #include <algorithm>
@@ -17,13 +17,13 @@ struct QueryTileIndex {
   int32_t tile;
 };
 
-// Units of work lie in a row, the units of a head side by side, so that blocks at work together
-// share keys and values in L2; of the first `chained` ones, block b takes units b, b + blocks, ...
-// Behind these blocks come others of one unit each, for the hardware to share out. A unit is one
-// query tile or, with `paired`, a tile and the one as far from the other end: under a causal mask
-// the costs of such a pair are the same for all. So every block gets its share without a counter in
-// memory, which something would have to reset before each call: with segments that is done, and
-// blocks take units in turn (sm90/forward/segments.cuh).
+// Orders the units of work in one sequence. The units of a head are contiguous, so that blocks that
+// run at the same time share keys and values in L2. Of the first `chained` units, block b takes
+// units b, b + blocks, ... After these blocks come others of one unit each, which the hardware
+// distributes. A unit is one query tile or, with `paired`, a tile and the one at the same distance
+// from the other end: under a causal mask the costs of all such pairs are the same. So every block
+// gets its share without a counter in memory, which something would have to reset before each call:
+// with segments there is such a counter, and blocks take units in turn (sm90/forward/segments.cuh).
 struct QueryTileSchedule {
   int32_t q_tiles = 0, units = 0, blocks = 0, chained = 0;
   bool paired = false;
@@ -41,28 +41,29 @@ struct QueryTileSchedule {
     chained = units;
   }
 
-  // For as many multiprocessors. `apart`: each unit is a block of its own. `most_rest`: of units
-  // left over, per block, that are.
+  // Divides the units among `multiprocessors`. `apart`: each unit is a block of its own.
+  // `most_rest`: the most units left over, per block, that become blocks of their own.
   void divide(int32_t multiprocessors, bool apart, double most_rest) {
     blocks = std::min(units, multiprocessors);
     const int32_t rest = units % blocks;
-    // Multiprocessors differ in speed by some percent: those that are done first take the rest,
-    // unless many of them would start one block more.
+    // Multiprocessors differ in speed by some percent: those that finish first take the rest,
+    // unless many of them would start one more block.
     if (rest <= most_rest * blocks) chained -= rest;
     if (apart) chained = blocks;
   }
   int64_t grid() const { return int64_t{blocks} + units - chained; }
 };
 
-// The end of a call whose blocks take units in turn, where they are to be done at about the same
-// time. Pairs end with the last heads but some: the query tiles of these are units of their own,
-// the same tile of all heads side by side, from the longest to the shortest under a causal mask.
+// Describes the end of a call whose blocks take units in turn, where they should finish at about
+// the same time. The last heads are not divided into pairs: each of their query tiles is a unit,
+// the same tile of all of these heads contiguous, from the longest to the shortest under a causal
+// mask.
 struct QueryTileTail {
   static constexpr int kLeast = 4, kMost = 8;  // units of one query tile, per multiprocessor
-  static constexpr int kLate = 2;              // units before those
+  static constexpr int kLate = 2;              // number of units before those
 
-  int32_t first = INT32_MAX, first_head = 0;  // unit and head from which on
-  int32_t late = INT32_MAX;  // unit from which on blocks take the next one as late as they can
+  int32_t first = INT32_MAX, first_head = 0;  // the unit and head where they begin
+  int32_t late = INT32_MAX;  // from this unit on, blocks take the next one as late as they can
   PlainDivisor heads;
 
   QueryTileTail() = default;
@@ -74,8 +75,8 @@ struct QueryTileTail {
  private:
   void split(QueryTileSchedule& schedule, int32_t multiprocessors) {
     const int32_t per_head = schedule.units_per_head.divisor, all = schedule.units / per_head;
-    // With more heads than this, fewer than four query tiles at work together share keys and
-    // values, and these do not stay in L2.
+    // If there were more heads than this, fewer than four query tiles that run at the same time
+    // would share keys and values, and these would not stay in L2.
     const int32_t enough = multiprocessors / 4;
     const auto heads_of = [&](int unit_count) {
       return unit_count * multiprocessors / schedule.q_tiles;
@@ -88,10 +89,10 @@ struct QueryTileTail {
 };
 
 #if defined(__CUDACC__)
-// A block's place in its list of query tiles.
+// Holds a block's place in its list of query tiles.
 struct QueryTileCursor {
   const QueryTileSchedule& schedule;
-  // The same query tile of this power of two of batches is side by side.
+  // The same query tile of this many batches, a power of two, is contiguous in the order.
   int32_t batch_shift = 0;
   bool alone = static_cast<int32_t>(blockIdx.x) >= schedule.blocks;  // a block of one unit
   int32_t unit =
@@ -142,7 +143,7 @@ struct QueryTileCursor {
   }
 
  private:
-  // But for the tile. `head`: of all batches' ones.
+  // Sets all but the tile. `head`: counted over all batches.
   __device__ __forceinline__ QueryTileIndex of_head(int32_t head) const {
     QueryTileIndex q;
     q.batch = schedule.heads.quotient(head);

@@ -1,9 +1,9 @@
-// What the sm_90 forward kernel does with packed segments: which tiles of keys a query tile's block
-// reads, and what its consumers are told of them.
+// Handles packed segments in the sm_90 forward kernel: finds which tiles of keys a query tile's
+// block reads, and describes them to its consumers.
 //
-// Where sequences are packed one behind the other, most blocks have rows of one segment, and most
-// of their tiles of keys are of that segment alone: nothing in them is forbidden. Such tiles lie
-// side by side, and a block knows this run from two numbers. Of all other tiles it reads a note.
+// Where sequences are packed one after the other, most blocks have rows of one segment, and most of
+// their tiles of keys have only that segment: nothing in them is forbidden. Such tiles are
+// contiguous, and a block knows this run from two numbers. For each other tile it reads a note.
 #pragma once
 
 #include <cstdint>
@@ -27,20 +27,20 @@
 
 namespace jax_flash::sm90 {
 
-// The tiles of keys that the rows of a block from row0 on read, without those whose segments none
-// of them has. Called by whole warps: each lane looks at one of 32 tiles.
-// kAlways: the call has segments.
+// Finds the tiles of keys that the rows of a block from row0 on read, without those whose segments
+// none of the rows has. Called by whole warps: each lane looks at one of 32 tiles. kAlways: the
+// call has segments.
 template <typename Config, bool kAlways>
 struct SegmentTiles {
   TileRange range;
-  const SegmentSpan* key_spans = nullptr;  // of this batch, or null
+  const SegmentSpan* key_spans = nullptr;  // those of this batch, or null
   int32_t key_blocks = 0;
   SegmentSpan query_span = {};
-  // Of the 32 tiles last looked at, a bit each: whether it is read, and whether all of its keys
-  // and all of the block's rows are of one segment.
+  // A bit for each of the 32 tiles last looked at, set if it is read, and if all of its keys and
+  // all of the block's rows have one segment.
   uint32_t read = 0, one_segment = 0;
 
-  // Looks at the first tiles.
+  // Examines the first tiles.
   __device__ __forceinline__ SegmentTiles(const Band& band, const SegmentSpans& spans,
                                           int32_t batch, int32_t row0)
       : range(kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ)) {
@@ -66,13 +66,13 @@ struct SegmentTiles {
     compare(first, has_spans() ? key_span_at(first) : SegmentSpan{});
   }
 
-  // The first tile, or `end`, and the run of those of one segment. Before any look().
+  // Returns the first tile, or `end`, and the run of tiles of one segment. Must precede any look().
   struct Start {
     int32_t tile;
     RowRange run;
   };
   __device__ __forceinline__ Start start() const {
-    // Out of line: what a block's first copies wait for is to be short.
+    // Out of line: what a block's first copies wait for should be short.
     if (range.end - range.first > 32) return start_apart(*this);
     Start start = {range.end, {range.end, range.end}};
     if (read != 0) start.tile = range.first + __ffs(read) - 1;
@@ -107,7 +107,7 @@ struct SegmentTiles {
     }
     return start;
   }
-  // Of this lane's of the tiles from `first` on.
+  // Returns the span of this lane's tile among those from `first` on.
   __device__ __forceinline__ SegmentSpan key_span_at(int32_t first) const {
     return tile_span<Config::kBlockKv, true>(key_spans, key_blocks,
                                              first + static_cast<int32_t>(threadIdx.x % 32));
@@ -122,8 +122,8 @@ struct SegmentTiles {
   }
 };
 
-// Describes the segments of a block's rows from row0 on, whose ids begin at `ids`. By a whole warp.
-// Out of line: not all blocks need it.
+// Describes the segments of a block's rows from row0 on, whose ids begin at `ids`. Called by a
+// whole warp. Out of line: not all blocks need it.
 template <typename Config>
 __device__ __noinline__ void find_query_segments(const int32_t* ids, int64_t stride,
                                                  const Band& band, int32_t row0,
@@ -170,9 +170,9 @@ __device__ __noinline__ void find_query_segments(const int32_t* ids, int64_t str
   if (lane == 0) segments.count = count;
 }
 
-// What a consumer warp's rows from row0 on may attend to in a tile of keys from col0 on, of several
-// segments, by segments and by the band; and `unattended` (SegmentNotes), if `segments` tell. Each
-// lane looks at four keys.
+// Finds what a consumer warp's rows from row0 on may attend to, by segments and by the band, in a
+// tile of keys from col0 on that has several segments; also sets `unattended` (SegmentNotes), if
+// `segments` has the information. Each lane looks at four keys.
 template <typename Config>
 __device__ __forceinline__ AllowedBits allowed_by_segments(
     const Forward& params, const ModifierOffsets& offsets, const Band& band, int32_t row0,
@@ -182,7 +182,8 @@ __device__ __forceinline__ AllowedBits allowed_by_segments(
   const auto* key_ids = static_cast<const int32_t*>(keys.data) + offsets.key_ids;
   const int lane = threadIdx.x % 32;
   const int32_t col = col0 + lane * 4;
-  const int32_t cols = lane * 4 < Config::kBlockKv ? band.kv_len - col : 0;  // that exist, of four
+  // The number of these four columns that exist, or more.
+  const int32_t cols = lane * 4 < Config::kBlockKv ? band.kv_len - col : 0;
   int32_t key_id[4], id[2];
 #pragma unroll
   for (int j = 0; j < 4; ++j) key_id[j] = key_ids[min(col + j, band.kv_len - 1) * keys.row];
@@ -193,7 +194,7 @@ __device__ __forceinline__ AllowedBits allowed_by_segments(
     id[half] = query_ids[min(row, band.q_len - 1) * queries.row];
     left |= (row < band.q_len ? 1u : 0u) << half;
   }
-  // One segment of the warp's rows after the other.
+  // Processes one segment of the warp's rows after the other.
   AllowedBits allowed = {};
   while (__reduce_or_sync(0xffffffff, left) != 0) {
     const int32_t mine = min(left & 1 ? id[0] : INT32_MAX, left & 2 ? id[1] : INT32_MAX);
@@ -253,19 +254,19 @@ __device__ __forceinline__ void zero_unattended(const typename Config::ValueTile
   ptx::barrier_sync(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup);
 }
 
-// Before init_barriers(), which has a fence.
+// Must precede init_barriers(), which has a fence.
 template <typename Config>
 __device__ __forceinline__ void init_plan_barriers(const SegmentNotes<Config>& notes) {
   notes.query.init(Config::kRowGroups);
   notes.keys.init(1);
 }
 
-// Key tiles of which no copy is started yet when a block takes its next unit late.
+// The number of key tiles whose copies have not been started when a block takes its next unit late.
 inline constexpr int kTilesLeft = 1;
 
-// By one warp: takes the block's units of work, and finds out ahead of the warps that start copies
-// what is to be known of their tiles. Blocks take units in turn, since nobody knows how long they
-// are.
+// Takes the block's units of work, and plans their tiles ahead of the warps that start copies.
+// Called by one warp. Blocks take units in turn, since the lengths of units are not known in
+// advance.
 template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void plan_query_tiles(const Forward& params, const ForwardPlan& plan,
                                                  const SegmentSpans& spans,
@@ -284,7 +285,7 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
     const QueryTileIndex q = cursor.index(plan.tail);
     const Band band = plan.band.of<true>(q);
     const int32_t row0 = q.tile * Config::kBlockQ;
-    if (is_first) ptx::griddepcontrol_wait();  // for the spans
+    if (is_first) ptx::griddepcontrol_wait();  // waits for the spans
     SegmentTiles<Config, kModifiers == kSegments> tiles(band, spans, q.batch, row0);
     const auto hand_over_keys = [&](int32_t base) {
       keys_taken = false;
@@ -326,13 +327,13 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
       }
       ptx::mbarrier_arrive(notes.query.full());
     }
-#pragma unroll 1  // the fewer lines of code lie on the way, the better
+#pragma unroll 1  // the fewer cache lines of code are executed, the better
     for (int32_t base = tiles.range.first + 32; base < tiles.range.end; base += 32) {
       tiles.look(base);
       await_keys_taken();
       hand_over_keys(base);
     }
-    // The next unit not before this one's first tiles are taken: a block that is ahead of others
+    // The next unit is not taken before this one's first tiles are: a block that is ahead of others
     // should not keep units from them.
     await_keys_taken();
     const int32_t unit = cursor.unit;
@@ -352,7 +353,7 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
   }
 }
 
-// By one thread: keys and values of all query tiles, and notes of the tiles.
+// Copies keys and values of all query tiles, and writes notes of the tiles. Called by one thread.
 template <typename Config>
 __device__ __forceinline__ void produce_keys_of_segments(const ForwardPlan& plan,
                                                          const ForwardMaps& maps,
@@ -362,10 +363,11 @@ __device__ __forceinline__ void produce_keys_of_segments(const ForwardPlan& plan
   uint32_t turns = 0;
   RingState<Config::kStages> key_stage;
   RingState<Config::kValueStages> value_stage;
-  // A tile's keys are started when the tile after it is known, its values after that one's keys.
+  // Copies of a tile's keys start when the tile after it is known, those of its values after that
+  // one's keys.
   int32_t last = -1, before = -1;
   bool last_one_segment = false;
-  // Read while nothing is known yet.
+  // Read before any tile is known.
   BoxAxes key_axes = plan.key, value_axes = plan.value;
   const auto keep = [](BoxAxes& axes) {
     asm volatile("" : "+r"(axes.row), "+r"(axes.head), "+r"(axes.batch[0]), "+r"(axes.batch[1]));
@@ -405,7 +407,7 @@ __device__ __forceinline__ void produce_keys_of_segments(const ForwardPlan& plan
   }
 }
 
-// By a whole warp.
+// Called by a whole warp.
 template <typename T>
 __device__ __forceinline__ void copy_by_lanes(const T& from, T& to) {
   static_assert(sizeof(T) <= 32 * sizeof(uint32_t) && sizeof(T) % sizeof(uint32_t) == 0);
@@ -415,7 +417,8 @@ __device__ __forceinline__ void copy_by_lanes(const T& from, T& to) {
   }
 }
 
-// By one warp: a consumer's rows of the query tiles, and what it is to know of them.
+// Copies a consumer's rows of the query tiles, and describes the query tiles to it. Called by one
+// warp.
 template <typename Config>
 __device__ __forceinline__ void produce_queries_of_segments(const ForwardPlan& plan,
                                                             const ForwardMaps& maps,

@@ -1,5 +1,5 @@
-// Tiles of the sm_90 forward kernel for the soft cap alone whose rows have 0 as their references:
-// products are used as they come, and sums tell of those that are too great.
+// Processes tiles of the sm_90 forward kernel for the soft cap alone whose rows have running maxima
+// of 0: products are used as they come, and sums show which are too great.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -42,11 +42,11 @@ __device__ __forceinline__ void multiply_query(const Consumer& consumer) {
   ptx::barrier_sync(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup);
 }
 
-// raise_reference() before the soft cap, which keeps the order of products.
+// Does what raise_reference() does, but before the soft cap, which keeps the order of products.
 template <typename Consumer>
 __device__ __forceinline__ bool raise_capped_reference(Consumer& consumer) {
   const Options& options = consumer.params.options;
-  const float to_ratio = __fdividef(options.scale, options.logits_soft_cap);  // no call
+  const float to_ratio = __fdividef(options.scale, options.logits_soft_cap);  // not a function call
   const auto& scores = consumer.scores[0];
   float greatest[1][1][4];
 #pragma unroll
@@ -62,15 +62,15 @@ __device__ __forceinline__ bool raise_capped_reference(Consumer& consumer) {
   return consumer.softmax.template raise_reference<1>(greatest, consumer.to_log2, consumer.factor);
 }
 
-// Where references may be 0.
+// Raises running maxima where they may be 0.
 template <typename Consumer>
 __device__ __forceinline__ bool raise_reference(Consumer& consumer) {
   const float slack = consumer.modified.slack(consumer.to_log2);
   return consumer.softmax.template raise_reference<4>(consumer.scores, consumer.to_log2,
                                                       {{slack, slack}}, consumer.factor);
 }
-// Sets references that rose to 0, if they can be; and the tiles of which next_capped_tile() takes
-// products as they come: those that no edge cuts, without the last one if its Q is not kept.
+// Sets running maxima that rose to 0, if possible, and the tiles whose products next_capped_tile()
+// uses as they come: those that no edge cuts, without the last one if its Q is not kept.
 template <typename Config, typename Consumer>
 __device__ __forceinline__ void fix_references(Consumer& consumer) {
   auto& modified = consumer.modified;
@@ -83,10 +83,10 @@ __device__ __forceinline__ void fix_references(Consumer& consumer) {
   if (modified.cap_terms == 0) consumer.fixed.end = 0;
 }
 
-// Key tiles from which on a query tile has its first one's logits approximated, too.
+// From this many key tiles on, the logits of a query tile's first one are approximated, too.
 inline constexpr int kManyTiles = 8;
 
-// The exponentials of a query tile's first tile, if its products can be used as they come.
+// Computes the exponentials of a query tile's first tile, if its products can be used as they come.
 template <typename Config, typename Consumer>
 __device__ __forceinline__ bool first_fixed_tile(Consumer& consumer, int32_t tile, bool edge) {
   auto& modified = consumer.modified;
@@ -98,14 +98,15 @@ __device__ __forceinline__ bool first_fixed_tile(Consumer& consumer, int32_t til
   modified.fixed_exponentials(consumer.scores, consumer.softmax.sum[0]);
   return true;
 }
-// Else, after references rose. Rows of few keys keep their greatest logit, whose P is exact then.
+// Otherwise this is called, after running maxima rose. Rows of few keys keep their greatest logit,
+// whose P is then exact.
 template <typename Config, typename Consumer>
 __device__ __forceinline__ void fix_first_references(Consumer& consumer, int32_t tile, bool edge) {
   if (!edge || tile > 0) fix_references<Config>(consumer);
 }
 
-// ForwardConsumer::next_tile(), with products that all warps of a warpgroup start at the same
-// place, as they have to: references are a warp's own affair.
+// Implements ForwardConsumer::next_tile(). All warps of a warpgroup must start products at the same
+// place, although each warp decides about its running maxima alone.
 template <typename Config, typename Consumer>
 __device__ __forceinline__ void next_capped_tile(Consumer& consumer, int32_t last, int32_t tile) {
   auto& modified = consumer.modified;
@@ -118,7 +119,7 @@ __device__ __forceinline__ void next_capped_tile(Consumer& consumer, int32_t las
   if (!fixed || last < consumer.fixed.first) consumer.clear_values(last, consumer.work.attended);
   consumer.template start_out_part<0>(0);
   consumer.template await_scores<1>();
-  bool careful = false;  // logits were compared with references: sums need no look
+  bool careful = false;  // logits were compared with running maxima: sums need no check
   bool rises = false;
   float before[2], limit;
   if (fixed) {
@@ -157,7 +158,7 @@ __device__ __forceinline__ void next_capped_tile(Consumer& consumer, int32_t las
   const bool again = !careful && __any_sync(0xffffffff, fmaxf(sum[0], sum[1]) > limit);
   sum[0] += before[0];
   sum[1] += before[1];
-  // As wait_next_value_after_exponentials(), with the vote that there is.
+  // Does what wait_next_value_after_exponentials() does, with the vote that exists already.
   consumer.wait_next_value(again && consumer.plan.q_len < 0 ? 1 : 0);
   consumer.await_out();
   if (again && !fixed && !sums_too_great(consumer.softmax)) {
@@ -184,25 +185,25 @@ __device__ __forceinline__ void next_capped_tile(Consumer& consumer, int32_t las
   if (rises) consumer.rescale();
 }
 
-// In place of fixed_tiles() where a query tile has no keys, so that no warp is two of them ahead.
+// Replaces fixed_tiles() if a query tile has no keys, so that no warp is two query tiles ahead.
 __device__ __forceinline__ void sync_fixed_tiles() {
   ptx::barrier_sync(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup);
 }
 
-// A query tile's tiles behind the first one that next_capped_tile() would take products of as they
-// come, with two terms, as long as all warps of the warpgroup do: code of its own, in which a
-// tile's steps stand one behind the other. Returns the last tile done, whose V is to be waited for.
+// Processes a query tile's tiles after the first one whose products next_capped_tile() would use as
+// they come, with two terms, as long as all warps of the warpgroup can. It is separate code, in
+// which a tile's steps follow one another. Returns the last tile done, whose V must be waited for.
 //
-// Warps have to leave together, as they start products together. One whose products were too great
-// names a tile that none of them comes to without having read so: its keys are copied when the warp
-// has released those of this tile. Until then it may have more tiles done again.
+// Warps must leave the loop together, as they start products together. A warp whose products were
+// too great names a tile that no warp reaches without having read this: its keys are copied when
+// the warp has released those of the current tile. Until then it may have more tiles redone.
 template <typename Config, typename Consumer>
 __device__ __forceinline__ int32_t fixed_tiles(Consumer& consumer, int32_t last) {
   auto& modified = consumer.modified;
   auto& scores = consumer.scores;
   float (&sum)[2] = consumer.softmax.sum[0];
   const bool is_first_lane = threadIdx.x % 32 == 0;
-  // By turns: some warp may not have left the loop of the query tile before.
+  // Alternates: some warp may still be in the loop of the previous query tile.
   __shared__ int32_t ends[2][Config::kConsumers];
   const uint32_t shared_end = ptx::shared_address(&ends[consumer.works % 2][consumer.group]);
   if (is_first_lane && consumer.warp_row % 64 == 0) ptx::st_shared_b32(shared_end, INT32_MAX);
@@ -225,7 +226,7 @@ __device__ __forceinline__ int32_t fixed_tiles(Consumer& consumer, int32_t last)
       consumer.template await_scores<1>();
       float part[2] = {0.0f, 0.0f};
       modified.two_term_exponentials(scores, part);
-      // In front of the wait for products, behind which the assembler would move exponentials.
+      // Placed before the wait for products, past which the assembler would move exponentials.
       if (__any_sync(0xffffffff, fmaxf(part[0], part[1]) > limit)) [[unlikely]]
         break;
       sum[0] += part[0];
@@ -243,7 +244,7 @@ __device__ __forceinline__ int32_t fixed_tiles(Consumer& consumer, int32_t last)
     const bool rises = raise_reference(consumer);
     if (rises) {
       modified.cap_terms = 0;
-      limit = -1.0f;  // products are not exponents any more
+      limit = -1.0f;  // products are no longer used as exponents
     } else {
       modified.replace_two_terms(greatest);
     }

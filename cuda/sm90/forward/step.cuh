@@ -1,5 +1,5 @@
-// The steps of a consumer of the sm_90 forward kernel with a tile of keys: what runs beside what.
-// Those of a scores-ahead consumer: sm90/forward/order_ahead.cuh.
+// Implements the steps of a consumer of the sm_90 forward kernel with a tile of keys, and what
+// overlaps what in them. Those of a scores-ahead consumer are in sm90/forward/order_ahead.cuh.
 #pragma once
 
 #include <cstdint>
@@ -15,13 +15,13 @@ namespace jax_flash::sm90 {
 template <typename Config, typename Element, uint32_t kModifiers, typename Value>
 __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::clear_values(
     int32_t tile, const RowRange& attended, int before) const {
-  if constexpr (kHalfValues) return;  // which are all finite
+  if constexpr (kHalfValues) return;  // float16 values are all finite
   const QueryWork& of = before == 0 ? work : work_before(before);
   const auto value_smem = smem.value(value_stage.stage);
   const auto clear = [&](auto make_allows) {
     clear_unattended<Config, Element>(value_smem, columns, make_allows, of.band, of.row0, tile);
   };
-  // Without the divisions of BatchIndex, which are calls.
+  // Without the divisions of BatchIndex, which are function calls.
   const auto clear_alone = [&] {
     clear([&] {
       return [&](int32_t row, int32_t col) {
@@ -112,9 +112,9 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   constexpr bool kInRun = kKind == TileKind::kInRun;
   constexpr bool kBiasBeside = kKind == TileKind::kBiasBeside;
   constexpr bool kInScores = Modified::kInScores;
-  bool inner = kBiasBeside;  // without an edge
+  bool inner = kBiasBeside;  // true if no edge cuts the tiles
   if constexpr (kInScores) inner = last >= uncut.first && tile < uncut.end;
-  const bool edge = !inner && (kInScores || at_edge(tile));  // before the wait
+  const bool edge = !inner && (kInScores || at_edge(tile));  // computed before the wait
   if constexpr (!Modified::kBiased || kInScores) {
     if constexpr (!kWaitsAhead) wait_key();
     if constexpr (kSegmented) note = key_note(tile);
@@ -122,7 +122,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
     start_scores();
   }
   if (!kInScores || !inner) clear_values(last, work.attended);
-  // A branch, or else O would be started right behind S, and before another warpgroup's S.
+  // A branch; otherwise O would be started right after S, and before another warpgroup's S.
   if constexpr (kHalfValues && !kBiasBeside) wait_value();
   if constexpr (!kInRun) one_segment = of_one_segment;
   if constexpr (!kChained) *next_note = key_note(tile);
@@ -141,10 +141,10 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
     careful = is_careful(tile);
   }
   if constexpr (!kBiasBeside || kReadsQueryAgain) release_query_early(tile);
-  // Whether all logits are to be there before the exponentials.
+  // True if all logits must be computed before the exponentials.
   bool whole = !kBiasBeside;
-  bool assumes_small = false;  // products: the tile is done again if they are not
-  bool longer = false;         // polynomial of the soft cap
+  bool assumes_small = false;  // assumes small products: the tile is redone if they are not
+  bool longer = false;         // uses the longer polynomial of the soft cap
   if constexpr (Modified::kBits) {
     whole = careful;
   } else if constexpr (Modified::kCapped) {
@@ -173,7 +173,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   }
   const float before[2] = {softmax.sum[0][0], softmax.sum[0][1]};
   softmax.sum[0][0] = softmax.sum[0][1] = 0.0f;
-  // What the next tile needs.
+  // Prepares what the next tile needs.
   const auto beside = [&](bool all_allowed) {
     if constexpr (Modified::kBits) {
       look_ahead(tile + 1);
@@ -197,7 +197,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   softmax.sum[0][0] += before[0];
   softmax.sum[0][1] += before[1];
   bool exceeded = false;
-  if constexpr (kInScores) {  // with the vote that there is
+  if constexpr (kInScores) {  // uses the vote that exists already
     exceeded = !careful && __any_sync(0xffffffff, greatest > kSumLimit);
     const uint32_t never = exceeded && plan.q_len < 0 ? 1 : 0;
     if constexpr (kWaitsAhead) {
@@ -212,7 +212,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   }
   await_out();
   if constexpr (kOptimistic) {
-    // NaN may come of what a mask forbids, too.
+    // NaN may also come from elements that a mask forbids.
     const bool again =
         Modified::kAddsInfinity ? !(greatest <= kSumLimit) : greatest > kSumLimit || great;
     if constexpr (!kInScores) exceeded = !careful && __any_sync(0xffffffff, again);

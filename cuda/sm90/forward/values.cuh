@@ -1,14 +1,15 @@
-// Values in float16 in the sm_90 forward kernel for bfloat16 calls without modifiers, up to head
-// dim 128: two warps convert every second tile of V, so that P, too, is float16 for it.
+// Converts values to float16 in the sm_90 forward kernel for bfloat16 calls without modifiers, up
+// to head dim 128: two warps convert every second tile of V, so that P is float16 for it, too.
 //
-// Of the squared error of a call's output, half is its own rounding and half that of P, for which
-// float16 has three bits more than bfloat16. A bfloat16 number within float16's range is the same
-// in float16. With every second tile the error is less than with references that are the rows'
-// greatest logits, as others have them, and less time goes to it. All tiles would take three times
-// as much: shared memory is busy as it is (TUNING.md, "P in float16").
+// Half of the squared error of a call's output is its own rounding, and half is that of P, for
+// which float16 has three bits more than bfloat16. A bfloat16 number within float16's range is the
+// same in float16. With every second tile converted, the error is less than with running maxima
+// that are the rows' greatest logits, which other kernels use, and it takes less time. Converting
+// all tiles would take three times as much: shared memory is busy enough (TUNING.md, "P in
+// float16").
 //
 // The first tile of a query tile's keys is not converted. A block in which some value cannot be
-// converted does its query tiles again with P and V of bfloat16 (sm90/forward/redo.cuh).
+// converted redoes its query tiles with P and V in bfloat16 (sm90/forward/redo.cuh).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -34,36 +35,37 @@ inline constexpr bool kConvertsValues =
     kChecksLate<Config, kModifiers>;
 inline constexpr int kConverterWarps = 2, kConverterArrivals = kConverterWarps * kWarpArrivals;
 
-// Whether these have registers for many values at a time.
+// True if the converting warps have registers for many values at a time.
 template <typename Config, typename Element, uint32_t kModifiers>
 inline constexpr bool kConvertsMany = kConvertsValues<Config, Element, kModifiers> &&
                                       Config::kConsumers == 2 && !Config::kScoresAhead;
 
-// Where references are the rows' greatest logits, log2 of their P: float16 has its full precision
-// down to 2^-14, and so for logits up to 18 below the greatest one, which may be far above all
-// others. Else P of logits up to 11 above the reference are numbers of float16.
+// log2 of P for a row's greatest logit, where that is the running maximum: float16 has its full
+// precision down to 2^-14, and so for logits up to 18 below the greatest one, which may be far
+// above all others. Otherwise float16 can hold P of logits up to 11 above the running maximum.
 inline constexpr int kPeakLift = 12;
 inline constexpr float kPeakLifted = 1 << kPeakLift;
 
-// Of a thread's sum in a row of a query tile's first keys, 32 of them: less than this is P of below
-// 2^-15, of which float16 has little more than bfloat16 unless it is multiplied by 2^kPeakLift.
+// Bounds a thread's sum in a row of a query tile's first keys, 32 of them: a smaller sum means P
+// below 2^-15, for which float16 is hardly more exact than bfloat16 unless P is multiplied by
+// 2^kPeakLift.
 inline constexpr float kFarBelow = 0x1p-10f;
 
-// Whether the n-th tile of a query tile's keys, in the order in which they are used, is converted.
-// None is that an edge cuts with scores ahead, since references rise with it: far below them
-// float16 has fewer bits than bfloat16.
+// Returns whether the n-th tile of a query tile's keys, in the order in which they are used, is
+// converted. With scores ahead, no tile that an edge cuts is, since running maxima rise with it:
+// far below them float16 has fewer bits than bfloat16.
 template <typename Config>
 __device__ __forceinline__ bool is_converted(int32_t n) {
   return Config::kSecondCut ? n > 0 && n % 2 == 0 : n % 2 != 0;
 }
 
-// The places of V that are to be converted, in turn, from the warp that starts the copies to those
-// that convert them. There are as many as places of V.
+// Passes the places of V that must be converted, in turn, from the warp that starts the copies to
+// those that convert them. It has as many slots as V has places.
 template <int kPlaces>
 struct ValueConversions {
   static constexpr int32_t kEnd = -1;
   int32_t places[kPlaces];
-  uint64_t arrived[kPlaces];  // barriers: the tile is there
+  uint64_t arrived[kPlaces];  // barriers: the tile has arrived
 
   __device__ __forceinline__ uint32_t barrier(uint32_t n) const {
     return ptx::shared_address(&arrived[n]);
@@ -71,7 +73,8 @@ struct ValueConversions {
   __device__ __forceinline__ void init() {
     for (int n = 0; n < kPlaces; ++n) ptx::mbarrier_init(barrier(n), 1);
   }
-  // By the warp that starts copies: the barrier for a tile that is copied to `place`.
+  // Called by the warp that starts copies: returns the barrier for a tile that is copied to
+  // `place`.
   __device__ __forceinline__ uint32_t add(RingState<kPlaces>& turn, int32_t place) {
     places[turn.stage] = place;
     const uint32_t result = barrier(turn.stage);
@@ -81,7 +84,7 @@ struct ValueConversions {
   __device__ __forceinline__ void end(RingState<kPlaces>& turn) {
     ptx::mbarrier_arrive(add(turn, kEnd));
   }
-  // By those that convert them: the next place, or kEnd.
+  // Called by the warps that convert: returns the next place, or kEnd.
   __device__ __forceinline__ int32_t wait(RingState<kPlaces>& turn) const {
     ptx::mbarrier_wait_asleep(barrier(turn.stage), turn.parity);
     const int32_t place = *const_cast<const volatile int32_t*>(&places[turn.stage]);
@@ -90,12 +93,13 @@ struct ValueConversions {
   }
 };
 
-// Of a tile's columns a sample is looked at, of a quarter of the rows or an eighth, since to look
-// takes as long as to convert. Values beyond 2^16 become infinite, which the output shows
+// Only a sample of a tile's columns is examined, a quarter of the rows or an eighth, since
+// examining takes as long as converting. Values beyond 2^16 become infinite, which the output shows
 // (sm90/forward/redo.cuh).
 
-// Whether a greatest value is too small, by the bits of their magnitudes, pairs of columns: by the
-// least of those that are not 0. As signed numbers 0 becomes the greatest and 1 the least.
+// Returns whether a greatest value is too small. `pairs` holds the bits of the magnitudes of pairs
+// of columns. The least of those that are not 0 decides: as signed numbers, 0 becomes the greatest
+// and 1 the least.
 template <int kPairs>
 __device__ __forceinline__ bool any_too_small(const uint32_t (&pairs)[kPairs]) {
   constexpr uint32_t kBoth = 0x00010001;
@@ -106,28 +110,29 @@ __device__ __forceinline__ bool any_too_small(const uint32_t (&pairs)[kPairs]) {
   return min(low, high) < static_cast<int>(kGreatEnough) - 0x8001;
 }
 
-// By kConverterWarps warps, this one the warp-th: all tiles that are to be converted.
+// Converts all tiles that must be converted. Called by kConverterWarps warps, of which this one has
+// index `warp`.
 template <typename Config, int kChunks>
 __device__ __forceinline__ void convert_values(ValueConversions<Config::kValueStages>& conversions,
                                                QueryTilesAgain& again, int warp,
                                                uint32_t first_tile_smem, uint32_t first_full) {
   using Tile = typename Config::ValueTile;
-  constexpr int kBytes = kConverterWarps * 32 * 16;        // of all threads' chunks
-  constexpr int kStep = kBytes * kChunks / Tile::kPanels;  // of each panel at a time
+  constexpr int kBytes = kConverterWarps * 32 * 16;        // bytes of all threads' chunks
+  constexpr int kStep = kBytes * kChunks / Tile::kPanels;  // bytes of each panel at a time
   static_assert(Tile::kPanelBytes % kStep == 0);
   const int lane = threadIdx.x % 32;
   RingState<Config::kValueStages> turn;
-  bool small = false;  // whether some column of some tile was
+  bool small = false;  // set if some column of some tile was too small
   for (;;) {
     const int32_t place = conversions.wait(turn);
     if (place == conversions.kEnd) break;
     uint32_t at = first_tile_smem + place * Tile::kBytes + (warp * 32 + lane) * 16;
-    // Of a thread's columns, the same in all rows, since these are multiples of 8 apart.
+    // A thread's columns are the same in all rows, since these are multiples of 8 apart.
     uint32_t greatest[Tile::kPanels * 4] = {};
 #pragma unroll 1
     for (const uint32_t end = at + Tile::kPanelBytes; at < end; at += kStep) {
       uint4 chunks[kChunks];
-      const auto address = [&](int i) {  // a row of all panels after the other
+      const auto address = [&](int i) {  // one row of all panels after the other
         return at + i % Tile::kPanels * Tile::kPanelBytes + i / Tile::kPanels * kBytes;
       };
 #pragma unroll
@@ -147,10 +152,10 @@ __device__ __forceinline__ void convert_values(ValueConversions<Config::kValueSt
     ptx::fence_proxy_async_shared();
     __syncwarp();
     if (kWarpArrivals > 1 || lane == 0) ptx::mbarrier_arrive(first_full + place * 8);
-    // Now that nobody waits for it.
+    // Done here, when no warp waits for it.
     if (__any_sync(0xffffffff, any_too_small(greatest))) {
-      // Of a lane's own rows, which may be chance. Where row and chunk, swizzled, differ alike,
-      // columns are the same.
+      // So far each lane has examined only its own rows, which may be too small by chance. Lanes
+      // whose row and swizzled chunk differ in the same bits have the same columns.
 #pragma unroll
       for (uint32_t& pair : greatest) {
         pair = __vmaxu2(pair, __shfl_xor_sync(0xffffffff, pair, 8 + 1));
