@@ -1,7 +1,7 @@
 """Checks, times and trains the model of `_llama_model` with each attention.
 
 Every function fills in `results`, one dictionary per attention, as it goes, so that an interrupt
-leaves what was measured before it.
+keeps all earlier measurements.
 """
 
 import dataclasses
@@ -27,8 +27,9 @@ from _llama_model import (
     sample_text,
 )
 
-# Relative errors, in the 2-norm, that count as agreement: twice that of XLA's attention in the
-# same dtype, and where XLA has none (float16 on CPUs), what rounding makes of such a model.
+# Relative errors, in the 2-norm, that rounding causes in such a model. A result agrees if its error
+# is at most twice that of XLA's attention in the same dtype. If XLA has none (float16 on CPUs), the
+# number for the dtype is the tolerance.
 ROUNDING = {"float32": 2e-5, "bfloat16": 5e-2, "float16": 1e-2}
 CHECKED_TOKENS = 4096  # at most: XLA's attention in float32 must fit
 SECONDS = {"cpu": 30, "gpu": 20}  # of measuring a preset, unless --rounds says how long
@@ -39,7 +40,7 @@ class DoesNotFitError(RuntimeError):
 
 
 def attempt(result: dict[str, Any], what: str, function: Callable, *arguments: Any) -> Any:
-    """Calls the function; where the device or an attention refuses, notes it in the result."""
+    """Calls the function; if the device or an attention refuses, notes it in the result."""
     try:
         return function(*arguments)
     except DoesNotFitError as error:
@@ -53,9 +54,9 @@ def attempt(result: dict[str, Any], what: str, function: Callable, *arguments: A
 
 
 def jit(function: Callable, triton: bool = False, **options: Any) -> Any:
-    """`jax.jit`, on GPUs with matrix products from cuBLAS alone unless `triton` allows others.
+    """Wraps `jax.jit`; on GPUs, matrix products come from cuBLAS alone unless `triton` is true.
 
-    Among Triton's, XLA takes minutes to choose for each model.
+    XLA takes minutes for each model to choose among Triton's.
     """
     if jax.default_backend() == "gpu" and not triton:
         options["compiler_options"] = {"xla_gpu_enable_triton_gemm": False}
@@ -116,7 +117,7 @@ def check(config: ModelConfig, text, results: list[dict[str, Any]], arguments) -
 
 
 def shapes(config: ModelConfig) -> dict[str, Any]:
-    """Shapes and dtypes of what the timed functions take, beside the training state."""
+    """Returns shapes and dtypes of the timed functions' arguments, except the training state."""
 
     def heads(count):
         return jax.ShapeDtypeStruct(
@@ -131,7 +132,7 @@ def shapes(config: ModelConfig) -> dict[str, Any]:
 
 
 def refuse_too_much(needed: float, what: str) -> None:
-    """Raises before the allocator does, which takes its time to find out."""
+    """Raises an error before the allocator does, which takes long to find out."""
     available = (jax.devices()[0].memory_stats() or {}).get("bytes_limit", float("inf"))
     if needed > available:
         sizes = f"{needed / 2**30:.1f} GiB of {available / 2**30:.1f} GiB"
@@ -139,7 +140,7 @@ def refuse_too_much(needed: float, what: str) -> None:
 
 
 def compile_all(config: ModelConfig, optimizer, results, triton: bool) -> dict[str, dict]:
-    """By attention, its compiled functions by name; notes times to compile and planned memory."""
+    """Compiles each attention's functions; notes compile times and planned memory."""
     state = jax.eval_shape(lambda: init_state(config, optimizer))
     text, operands = shapes(config)["text"], shapes(config)["attention"]
     tokens = jax.ShapeDtypeStruct((config.batch, config.seq), jnp.int32)
@@ -199,7 +200,7 @@ class Runner:
         self.state = init()
 
     def __call__(self, compiled: dict[str, Callable], what: str, calls: int = 1) -> float:
-        """Seconds that one of some calls in a row takes."""
+        """Returns the seconds that a call takes, averaged over several consecutive calls."""
         start = time.perf_counter()
         for _ in range(calls):
             if what == "train":
@@ -219,12 +220,12 @@ def measure(config: ModelConfig, text, results: list[dict[str, Any]], arguments)
     compiled = compile_all(config, optimizer, results, arguments.triton)
     run = Runner(config, optimizer, text, arguments.seed)
     by_name = {result["attention"]: result for result in results}
-    # Several in a row, as when training: a GPU does one while the host starts the next.
+    # Several consecutive calls, as in training: a GPU runs one while the host starts the next.
     platform = jax.default_backend()
     calls = arguments.calls or (4 if platform == "gpu" else 1)
 
     def warm_up(name):
-        """Seconds of the second run of all functions."""
+        """Returns the seconds of the second run of all functions."""
         return [sum(run(compiled[name], what) for what in compiled[name]) for _ in range(2)][1]
 
     once = 0.0
@@ -240,7 +241,7 @@ def measure(config: ModelConfig, text, results: list[dict[str, Any]], arguments)
     try:
         generator = np.random.default_rng(0)
         for _ in report.progress(range(rounds), "measuring", rounds):
-            # In a new order every round: what runs before leaves clocks and power to who follows.
+            # The order changes every round: each run affects clocks and power of the next one.
             for name in generator.permutation(list(compiled)).tolist():
                 for what in compiled[name]:
                     times[name].setdefault(what, []).append(run(compiled[name], what, calls))
@@ -250,7 +251,7 @@ def measure(config: ModelConfig, text, results: list[dict[str, Any]], arguments)
 
 
 def train(config: ModelConfig, text, results: list[dict[str, Any]], arguments) -> None:
-    """Trains one model per attention on the same batches in step, and prints the losses."""
+    """Trains one model per attention in lockstep on the same batches, and prints the losses."""
     optimizer = optax.adamw(arguments.learning_rate)
     state = init_state(config, optimizer, arguments.seed)
     steps, states = {}, {}

@@ -1,12 +1,12 @@
-"""A small LLaMA in flax.nnx whose attention can be exchanged, and bytes of text to feed it.
+"""Defines a small LLaMA in flax.nnx with an exchangeable attention, and loads text to train it.
 
-What is not a block is kept cheap and steady, so that a measurement is one of blocks: the embedding
-is a product with one-hot rows, whose gradient is a product too (a lookup's is a scatter in which
-all tokens add to 256 rows, and which takes longer than attention).
+All parts other than blocks are cheap and take constant time, so that measurements are of blocks.
+The embedding is a product with one-hot rows, whose gradient is a product too. The gradient of a
+lookup would be a scatter, in which all tokens add to 256 rows; it takes longer than attention.
 
-Training is in mixed precision, as usual on accelerators: the blocks read parameters in the dtype of
-the computation, their gradients come in the same dtype, and the optimizer keeps float32 masters
-and moments, which it updates in float32 and rounds once a step to the next step's parameters.
+Training is in mixed precision, as usual on accelerators. The blocks read parameters in the dtype of
+the computation, and their gradients have the same dtype. The optimizer keeps float32 masters and
+moments, updates them in float32, and rounds the masters once a step to the next step's parameters.
 """
 
 import dataclasses
@@ -30,7 +30,7 @@ VOCABULARY = 256  # tokens are bytes
 
 @dataclasses.dataclass(frozen=True)
 class ModelConfig:
-    """Sizes of a model and of the batches it runs on; names as in the LLaMA papers."""
+    """Holds the sizes of a model and of its batches; names are those of the LLaMA papers."""
 
     blocks: int
     d_model: int
@@ -58,8 +58,8 @@ _8B = ModelConfig(
     dtype="bfloat16", rope_theta=500000.0,
 )  # fmt: skip
 
-# The width of the published models and as many of their blocks as train on a GPU with 80 GB: a
-# block costs the same wherever it stands, so depth adds time and memory but no information.
+# The presets have the width of the published models, and as many of their blocks as train on a GPU
+# with 80 GB: a block costs the same at any depth, so more blocks add time and memory only.
 # `image` has the width, heads and parameters of DiT-XL/2 (https://arxiv.org/abs/2212.09748) and
 # the tokens of a picture of 1024 x 1024. `cpu` is sized for two cores.
 PRESETS = {
@@ -80,10 +80,10 @@ PRESETS = {
 
 
 def no_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, is_causal: bool):
-    """The limit of what attention can gain: reads the operands, writes a result, and no more.
+    """Reads the operands and writes a result, and no more: the limit that attention can reach.
 
-    query [B,T,N,H], key and value [B,T,K,H] of one head dim, so that they can be added; without
-    query and key in the sum, XLA would leave out their projections as well.
+    query is [B,T,N,H], key and value are [B,T,K,H], with one head dim so that they can be added.
+    Without query and key in the sum, XLA would remove their projections as well.
     """
     groups = query.shape[-2] // key.shape[-2]
     return query + jnp.repeat(key + value, groups, axis=-2)
@@ -135,9 +135,9 @@ class Block(nnx.Module):
 
 
 class Llama(nnx.Module):
-    """Embedding, blocks, norm, output projection: tokens [batch, seq] to logits over bytes.
+    """Maps tokens [batch, seq] to logits over bytes: embedding, blocks, norm, output projection.
 
-    positions [seq]: of the tokens, where they are not in order.
+    positions [seq] are those of the tokens, if these are not in order.
     """
 
     def __init__(self, config: ModelConfig, attention: str, *, rngs: nnx.Rngs):
@@ -157,7 +157,7 @@ class Llama(nnx.Module):
 
 
 class TrainState(NamedTuple):
-    """What a training step replaces.
+    """Holds the state that a training step replaces.
 
     Attributes:
       params: in the dtype of the computation.
@@ -171,12 +171,12 @@ class TrainState(NamedTuple):
 
 
 def cast(tree: Any, dtype: Any) -> Any:
-    """The same tree with every array in a dtype."""
+    """Returns the tree with every array converted to a dtype."""
     return jax.tree.map(lambda x: x.astype(dtype), tree)
 
 
 def init_params(config: ModelConfig, seed: int = 0) -> nnx.State:
-    """Parameters in float32; they do not depend on the attention."""
+    """Returns parameters in float32; they do not depend on the attention."""
 
     @jax.jit
     def init(key):
@@ -188,7 +188,7 @@ def init_params(config: ModelConfig, seed: int = 0) -> nnx.State:
 def init_state(
     config: ModelConfig, optimizer: optax.GradientTransformation, seed: int = 0
 ) -> TrainState:
-    """The state before the first step."""
+    """Returns the state before the first step."""
 
     @jax.jit
     def init():
@@ -199,14 +199,14 @@ def init_state(
 
 
 def make_forward(config: ModelConfig, attention: str) -> Callable[..., jax.Array]:
-    """The pure function (params, tokens, *positions) -> logits of a model with that attention."""
+    """Returns (params, tokens, *positions) -> logits, a pure function, for an attention."""
     model = nnx.eval_shape(lambda: Llama(config, attention, rngs=nnx.Rngs(0)))
     graph = nnx.graphdef(model)
     return lambda params, *tokens: nnx.merge(graph, params)(*tokens)
 
 
 def make_loss(config: ModelConfig, attention: str) -> Callable[..., tuple[jax.Array, jax.Array]]:
-    """(params, text [batch, seq + 1]) -> mean cross entropy of the next byte in nats, logits."""
+    """Returns (params, text [batch, seq + 1]) -> (mean next-byte cross entropy in nats, logits)."""
     forward = make_forward(config, attention)
 
     def loss(params, text):
@@ -220,7 +220,7 @@ def make_loss(config: ModelConfig, attention: str) -> Callable[..., tuple[jax.Ar
 def make_train_step(
     config: ModelConfig, attention: str, optimizer: optax.GradientTransformation
 ) -> Callable[[TrainState, jax.Array], tuple[TrainState, jax.Array]]:
-    """(state, text [batch, seq + 1]) -> (state, loss)."""
+    """Returns the function (state, text [batch, seq + 1]) -> (state, loss)."""
     loss = make_loss(config, attention)
 
     def train_step(state, text):
@@ -234,9 +234,9 @@ def make_train_step(
 
 
 def make_attention_chain(config: ModelConfig, attention: str) -> tuple[Callable, Callable]:
-    """The attention calls of a forward pass and of a training step, without the rest of the model.
+    """Returns the attention calls alone of a forward pass and of a training step.
 
-    As many in a chain as there are blocks, where an output is the next call's query.
+    They form a chain of as many calls as there are blocks; an output is the next call's query.
 
     Returns:
       (query, keys, values) -> output and (query, keys, values, doutput) -> gradients of the
@@ -256,7 +256,7 @@ def make_attention_chain(config: ModelConfig, attention: str) -> tuple[Callable,
 
 
 def load_text(path: str | None) -> np.ndarray:
-    """The bytes of a file, or half a megabyte of English from Python's own documentation."""
+    """Returns a file's bytes, or half a megabyte of English from Python's own documentation."""
     if path is not None:
         return np.frombuffer(pathlib.Path(path).read_bytes(), np.uint8)
     topics = pydoc_data.topics.topics
@@ -264,6 +264,6 @@ def load_text(path: str | None) -> np.ndarray:
 
 
 def sample_text(text: np.ndarray, config: ModelConfig, seed: int) -> np.ndarray:
-    """[batch, seq + 1] int32: stretches of text from places chosen by the seed."""
+    """Returns int32 [batch, seq + 1]: pieces of text from places chosen by the seed."""
     starts = np.random.default_rng(seed).integers(len(text) - config.seq, size=config.batch)
     return np.stack([text[start : start + config.seq + 1] for start in starts]).astype(np.int32)

@@ -5,18 +5,18 @@
     python examples/llama_block.py --presets 8b --seq 16384
     python examples/llama_block.py --train 200       # watch the loss go down, equally for each
 
-A stack of blocks (RMSNorm, rotary embedding, grouped-query attention, SwiGLU) between an
-embedding and an output layer reads text as bytes. For each attention, the outputs and gradients
-of one block are first compared with the same in float32; then forward passes and training steps
-are timed in turn, some calls in a row, in a new order every round, so that a disturbance hits all.
-Ctrl-C ends the measurement and reports what there is.
+The model is a stack of blocks (RMSNorm, rotary embedding, grouped-query attention, SwiGLU) between
+an embedding and an output layer, and reads text as bytes. For each attention, the outputs and
+gradients of one block are first compared with those in float32. Then forward passes and training
+steps are timed in turn, several consecutive calls at a time, in a new order every round, so that a
+disturbance affects all attentions. Ctrl-C ends the measurement and reports the results so far.
 
-A training step is all of one: loss, gradient, AdamW on float32 masters, and the rounding of these
-to the bfloat16 parameters of the next step. A forward pass reads bfloat16 parameters, so neither
-converts any within a block. `limit` is the same model with attention left out: what no attention
-can beat. The attention calls are also timed alone, in a chain, as a share of each pass.
-Embedding and output layer are products with a vocabulary of 256, in the presets for GPUs 1% of a
-step's operations or less.
+A training step is complete: loss, gradient, AdamW on float32 masters, and the rounding of the
+masters to the bfloat16 parameters of the next step. A forward pass reads bfloat16 parameters, so
+neither converts any within a block. `limit` is the same model without attention, which no attention
+can beat. The attention calls are also timed alone, in a chain, as a share of each pass. The
+embedding and the output layer are products with a vocabulary of 256. In the presets for GPUs they
+take 1% of a step's operations or less.
 """
 
 import argparse
@@ -37,7 +37,7 @@ from _llama_model import ATTENTIONS, PRESETS, ModelConfig, load_text
 
 import jax_flash
 
-# Training runs with different rounding drift apart slowly; relative difference of the losses.
+# Allowed relative difference of the losses: runs with different rounding drift apart slowly.
 LOSS_TOLERANCE = 1e-2
 
 
@@ -80,7 +80,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
 
 
 def preset_names(text: str) -> list[str]:
-    """The presets that `--presets` names; "all" are those of GPUs."""
+    """Returns the presets that `--presets` names; "all" stands for those of GPUs."""
     names = [name for name in PRESETS if name != "cpu"] if text == "all" else text.split(",")
     if unknown := [name for name in names if name not in PRESETS]:
         raise argparse.ArgumentTypeError(f"no {unknown[0]!r}; there are {', '.join(PRESETS)}")
@@ -88,20 +88,20 @@ def preset_names(text: str) -> list[str]:
 
 
 def make_config(preset: str, arguments: argparse.Namespace) -> ModelConfig:
-    """The preset's sizes with what the command line overrides."""
+    """Returns the preset's sizes, with the overrides of the command line."""
     names = [field.name for field in dataclasses.fields(ModelConfig)]
     overrides = {n: getattr(arguments, n) for n in names if getattr(arguments, n) is not None}
     return dataclasses.replace(PRESETS[preset], **overrides)
 
 
 def default_attentions(config: ModelConfig, on_gpu: bool) -> list[str]:
-    """cuDNN attends on NVIDIA GPUs, in 16-bit dtypes."""
+    """Returns the attentions to compare; cuDNN has one on NVIDIA GPUs, in 16-bit dtypes."""
     cudnn = ["cudnn"] if on_gpu and config.dtype != "float32" else []
     return ["jax_flash", *cudnn, "xla", "limit"]
 
 
 def explain(config: ModelConfig) -> str:
-    """Which implementation the model's calls of jax_flash get on this platform."""
+    """Names the implementation that runs the model's jax_flash calls on this platform."""
 
     def shape(heads):
         return jax.ShapeDtypeStruct(
@@ -115,7 +115,7 @@ def explain(config: ModelConfig) -> str:
 
 
 def summarise_training(results: list[dict[str, Any]]) -> dict[str, Any]:
-    """Whether the losses fell, and by how much they differ between attentions at most."""
+    """Returns whether the losses fell, and their largest difference between attentions."""
     curves = list(zip(*(result["losses"] for result in results), strict=False))
     if not curves:
         return {}
@@ -133,7 +133,7 @@ def summarise_training(results: list[dict[str, Any]]) -> dict[str, Any]:
 
 
 def run_preset(preset: str, text, arguments: argparse.Namespace, output: dict[str, Any]) -> bool:
-    """Measures or trains one preset, adds it to the output and prints it; whether all went well."""
+    """Measures or trains a preset, adds it to the output and prints it; True on success."""
     config = make_config(preset, arguments)
     on_gpu = output["device"]["platform"] == "gpu"
     names = arguments.attention or default_attentions(config, on_gpu)
@@ -159,7 +159,7 @@ def run_preset(preset: str, text, arguments: argparse.Namespace, output: dict[st
         output["interrupted"] = True
         print("\ninterrupted; this is what was measured", file=sys.stderr)
     run["seconds"] = time.perf_counter() - start
-    # That the device has no room for a peer is a result, too.
+    # It is a result, not a failure, if another attention does not fit on the device.
     failed = any(
         "error" in r and (r["attention"] == "jax_flash" or "does not fit" not in r["error"])
         for r in results
@@ -193,11 +193,11 @@ def main(argv: list[str] | None = None) -> int:
     good = True
     for preset in presets:
         good &= run_preset(preset, text, arguments, output)
-        # After each, so that nothing is lost if the next is cut off.
+        # Written after each preset, so that nothing is lost if the next is interrupted.
         pathlib.Path(arguments.json).write_text(json.dumps(output, indent=2) + "\n")
         if output["interrupted"]:
             break
-        # What is compiled for one preset holds memory that the next may need.
+        # Programs compiled for one preset hold memory that the next may need.
         jax.clear_caches()
         gc.collect()
     print(f"wrote {arguments.json}")

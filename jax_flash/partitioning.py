@@ -1,10 +1,12 @@
-"""Partitioning over batch, heads and sequence.
+"""Partitions a call over batch, heads and sequence.
 
-Under `jit` on an Auto mesh the call is a `custom_partitioning` with a Shardy rule, which calls back
-into Python, so that an exported program does without; on an Explicit mesh it is a `shard_map` over
-the axes that the operands' types name; inside a user's `shard_map` it is itself, or a ring. Batch
-and heads need no communication but the sums that gradients need; a sharded sequence makes it a
-ring. Head-dim axes are gathered if sharded.
+Under `jit` on an Auto mesh, the call becomes a `custom_partitioning` with a Shardy rule. That calls
+back into Python, so an exported program cannot use it. On an Explicit mesh, the call becomes a
+`shard_map` over the axes that the operands' types name. Inside a user's `shard_map` it stays a
+plain call, or becomes a ring.
+
+Batch and heads need no communication except the sums of gradients. A sharded sequence makes the
+call a ring. Head-dim axes are gathered if they are sharded.
 """
 
 from __future__ import annotations
@@ -28,15 +30,15 @@ _NO_MESH = AbstractMesh((), ())
 def spread(
     one_pass: Pass, run: Run, operands: Operands, *, several: bool = False, export: bool = False
 ) -> Operands:
-    """Makes a pass on each shard of the operands; see the module's description.
+    """Runs a pass on each shard of the operands; see the module's description.
 
     Args:
       one_pass: the pass.
-      run: makes it on one device.
+      run: runs it on one device.
       operands: by name.
-      several: whether the program is for several devices, with a partitioner that knows the
-        sharding where nothing else says it.
-      export: whether it is to be serialised.
+      several: True if the program is for several devices, with a partitioner that knows the
+        sharding if no type names it.
+      export: True if the program is to be serialized.
     """
     types = _axis_types(operands.values())
     if AxisType.Explicit in types:
@@ -53,7 +55,7 @@ def _type(x) -> ShapedArray:
 
 
 def mesh_of(arrays):
-    """The mesh that the arrays' types name, or an empty one."""
+    """Returns the mesh that the arrays' types name, or an empty one."""
     meshes = [_type(x).sharding.mesh for x in arrays]
     return next((mesh for mesh in meshes if mesh.axis_names), meshes[0])
 
@@ -64,7 +66,7 @@ def _axis_types(arrays) -> set[AxisType]:
 
 
 def result_types(one_pass: Pass, operands: dict[str, ShapedArray]) -> dict[str, ShapedArray]:
-    """The types of a pass's results, shardings and varying axes included."""
+    """Returns the types of a pass's results, with shardings and varying axes."""
     results = one_pass.result_types(operands)
     mesh = mesh_of(operands.values())
     if not mesh.axis_names:
@@ -87,7 +89,7 @@ def result_types(one_pass: Pass, operands: dict[str, ShapedArray]) -> dict[str, 
 def vary_like(operands: Operands, results: Operands) -> Operands:
     """Inside a shard_map, lets results vary over the axes that any of the operands varies over.
 
-    Native calls do not say that theirs do.
+    Native calls do not declare this themselves.
     """
     return {name: _vary(x, _varying(operands)) for name, x in results.items()}
 
@@ -95,7 +97,7 @@ def vary_like(operands: Operands, results: Operands) -> Operands:
 def unify_varying(operands: Operands, axes: tuple[str, ...] = ()) -> Operands:
     """Inside a shard_map, lets every operand vary over the axes that any of them varies over.
 
-    The transpose of that is the sum that the gradient of an operand that did not vary needs.
+    The transpose is the sum that gives the gradient of an operand that did not vary.
 
     Args:
       operands: by name.
@@ -124,7 +126,7 @@ def match_sharding(gradient: jax.Array, operand: jax.Array) -> jax.Array:
 
 
 def match_head_sharding(sinks: jax.Array, lse: jax.Array) -> jax.Array:
-    """On an Explicit mesh, sinks [*1,N] sharded over heads as lse [*B,N,T] is."""
+    """On an Explicit mesh, shards sinks [*1,N] over heads in the same way as lse [*B,N,T]."""
     if AxisType.Explicit not in jax.typeof(lse).sharding.mesh.axis_types:
         return sinks
     heads = jax.typeof(lse).sharding.spec[-2]
@@ -136,13 +138,13 @@ def _shapes(arrays) -> dict[str, tuple[int, ...]]:
 
 
 def _plan(one_pass: Pass, operands, results, mesh) -> Plan:
-    """The plan of a call on an Explicit mesh, where the operands' types have their shardings."""
+    """Plans a call on an Explicit mesh, from the shardings in the operands' types."""
     specs = {name: _type(x).sharding.spec for name, x in operands.items()}
     return make_plan(one_pass.spec, _shapes(operands), _shapes(results), specs, dict(mesh.shape))
 
 
 def _explicit(one_pass: Pass, run: Run, operands: Operands) -> Operands:
-    """On a mesh with Explicit axes: a shard_map over them."""
+    """Runs a pass on a mesh with Explicit axes, as a shard_map over them."""
     mesh = mesh_of(operands.values())
     explicit = {
         name
@@ -155,7 +157,7 @@ def _explicit(one_pass: Pass, run: Run, operands: Operands) -> Operands:
 
 
 def _mapped(plan: Plan, one_pass: Pass, run: Run, operands: Operands, mesh, axes) -> Operands:
-    """A pass as a shard_map over some axes of a mesh, as a plan says."""
+    """Runs a pass as a shard_map over some axes of a mesh, according to a plan."""
     for name, x in operands.items():
         if any(map(is_symbolic_dim, x.shape)):
             raise NotImplementedError(
@@ -167,7 +169,7 @@ def _mapped(plan: Plan, one_pass: Pass, run: Run, operands: Operands, mesh, axes
         mesh=mesh,
         in_specs=(plan.operands,),
         out_specs=plan.results,
-        # All of them without a name: under vmap, JAX leaves out the axes of what is mapped.
+        # All axes are passed as an empty set: under vmap, JAX then omits the mapped axes.
         axis_names=axes if axes < set(mesh.axis_names) else set(),
         check_vma=False,
     )
@@ -175,9 +177,9 @@ def _mapped(plan: Plan, one_pass: Pass, run: Run, operands: Operands, mesh, axes
 
 
 def _exported(one_pass: Pass, run: Run, operands: Operands) -> Operands:
-    """Under `jax.export` on an Auto mesh, where the partitioner cannot ask: whole on each device.
+    """Runs a pass whole on each device, under `jax.export` on an Auto mesh.
 
-    The sequence is spread where the caller says over which axes.
+    The partitioner cannot call back there. The sequence is sharded if the caller names its axes.
     """
     spec = one_pass.spec
     warnings.warn(
@@ -195,7 +197,7 @@ def _exported(one_pass: Pass, run: Run, operands: Operands) -> Operands:
 
 
 def _automatic(one_pass: Pass, run: Run, operands: Operands) -> Operands:
-    """Under jit on an Auto mesh: the partitioner asks for the sharding it finds best."""
+    """Runs a pass under jit on an Auto mesh, with the sharding that the partitioner chooses."""
     names = list(operands)
     result_shapes = _shapes(one_pass.result_types(operands))
     result_names = list(result_shapes)

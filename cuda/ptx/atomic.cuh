@@ -1,4 +1,4 @@
-// Atomic operations in global memory. PTX ISA, "Parallel synchronization and communication
+// Wraps atomic operations in global memory. PTX ISA, "Parallel synchronization and communication
 // instructions: atom".
 #pragma once
 
@@ -6,7 +6,8 @@
 
 namespace jax_flash::ptx {
 
-// As atomicAdd() of 1, by one thread: for that one, the compiler looks for others of the warp.
+// Does atomicAdd() of 1, for one thread: for atomicAdd(), the compiler adds code that looks for
+// other threads of the warp.
 __device__ __forceinline__ int32_t atomic_increment(int32_t* counter) {
   int32_t before;
   asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;"

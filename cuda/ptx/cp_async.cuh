@@ -1,5 +1,5 @@
-// Asynchronous copies from global to shared memory that bypass registers.
-// PTX ISA, "Data movement and conversion instructions: asynchronous copy".
+// Wraps asynchronous copies from global to shared memory that bypass registers. PTX ISA, "Data
+// movement and conversion instructions: asynchronous copy".
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@ __device__ __forceinline__ void cp_async_commit_group() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }
 
-// Waits until at most kPending of this thread's latest groups are still under way.
+// Waits until at most kPending of this thread's latest groups are still in flight.
 template <int kPending>
 __device__ __forceinline__ void cp_async_wait_group() {
   asm volatile("cp.async.wait_group %0;" ::"n"(kPending) : "memory");

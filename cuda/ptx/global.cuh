@@ -1,6 +1,6 @@
-// Reductions, ordered accesses and prefetches: global memory.
-// PTX ISA, "Parallel synchronization and communication instructions: red" and
-// "Data movement and conversion instructions: ld, st, prefetch".
+// Wraps reductions, ordered accesses and prefetches in global memory. PTX ISA, "Parallel
+// synchronization and communication instructions: red" and "Data movement and conversion
+// instructions: ld, st, prefetch".
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ __device__ __forceinline__ void red_add_f32(float* address, float value) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
 }
 
-// Four neighbouring floats in one instruction: sm_90 and later.
+// Adds to four contiguous floats in one instruction: sm_90 and later.
 __device__ __forceinline__ void red_add_v4_f32(float* address, const float (&value)[4]) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address),
                "f"(value[0]), "f"(value[1]), "f"(value[2]), "f"(value[3])
@@ -24,8 +24,8 @@ __device__ __forceinline__ int32_t ld_acquire(const int32_t* address) {
   return value;
 }
 
-// To acquire what it has read needs a fence_acquire(), which unlike ld.acquire need not follow at
-// once: sm_90 and later.
+// Loads without ordering. To acquire, a fence_acquire() must follow, but not at once, unlike
+// ld.acquire: sm_90 and later.
 __device__ __forceinline__ int32_t ld_relaxed(const int32_t* address) {
   int32_t value;
   asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -42,7 +42,8 @@ __device__ __forceinline__ void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(address)) : "memory");
 }
 
-// What this thread wrote, and what it knows of, is there before the sum is.
+// Adds with release semantics: what this thread wrote, and what it has observed, is visible before
+// the sum is.
 __device__ __forceinline__ void red_release_add(int32_t* address, int32_t value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }

@@ -1,10 +1,10 @@
-// Programmatic dependent launch: sm_90. PTX ISA, "griddepcontrol".
+// Wraps programmatic dependent launch: sm_90. PTX ISA, "griddepcontrol".
 #pragma once
 
 namespace jax_flash::ptx {
 
-// What precedes the wait may run beside the kernel before this one; what that kernel wrote is
-// visible after it.
+// Waits for the kernel before this one: code before the wait may overlap that kernel, and what it
+// wrote is visible after the wait.
 __device__ __forceinline__ void griddepcontrol_wait() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }

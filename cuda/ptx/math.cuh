@@ -1,5 +1,5 @@
-// Single-instruction arithmetic and conversions.
-// PTX ISA, "Floating-point instructions: ex2, max, rcp" and "Data movement and conversion: cvt".
+// Wraps single-instruction arithmetic and conversions. PTX ISA, "Floating-point instructions: ex2,
+// max, rcp" and "Data movement and conversion: cvt".
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,42 +10,42 @@
 
 namespace jax_flash::ptx {
 
-// 2^x, relative error below 2^-22; subnormal results are flushed to zero.
+// Returns 2^x, relative error below 2^-22; subnormal results are flushed to zero.
 __device__ __forceinline__ float ex2_approx_ftz(float x) {
   float y;
   asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// x y, but within [0, 1]; NaN gives 0.
+// Returns x y, clamped to [0, 1]; NaN gives 0.
 __device__ __forceinline__ float mul_sat(float x, float y) {
   float product;
   asm("mul.sat.f32 %0, %1, %2;" : "=f"(product) : "f"(x), "f"(y));
   return product;
 }
 
-// The greater one, or NaN if one is.
+// Returns the greater one, or NaN if one is.
 __device__ __forceinline__ float max_nan(float x, float y) {
   float greater;
   asm("max.NaN.f32 %0, %1, %2;" : "=f"(greater) : "f"(x), "f"(y));
   return greater;
 }
 
-// log2(x), absolute error below 2^-22 near 1; subnormal numbers are flushed to zero.
+// Returns log2(x), absolute error below 2^-22 near 1; subnormal numbers are flushed to zero.
 __device__ __forceinline__ float lg2_approx_ftz(float x) {
   float y;
   asm("lg2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// 1 / x, relative error below 2^-23; subnormal numbers are flushed to zero.
+// Returns 1 / x, relative error below 2^-23; subnormal numbers are flushed to zero.
 __device__ __forceinline__ float rcp_approx_ftz(float x) {
   float y;
   asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
   return y;
 }
 
-// Two floats rounded to nearest even, `low` in the lower half.
+// Rounds two floats to nearest even, `low` to the lower half.
 template <typename Element>
 __device__ __forceinline__ uint32_t cvt_rn_x2(float low, float high) {
   uint32_t packed;
@@ -57,7 +57,7 @@ __device__ __forceinline__ uint32_t cvt_rn_x2(float low, float high) {
   return packed;
 }
 
-// Two numbers of bfloat16 rounded to float16.
+// Rounds two numbers of bfloat16 to float16.
 __device__ __forceinline__ uint32_t cvt_rn_f16x2_bf16x2(uint32_t pair) {
   return cvt_rn_x2<__half>(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000));
 }

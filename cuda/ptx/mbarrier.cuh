@@ -1,5 +1,5 @@
-// Barriers in shared memory that threads and asynchronous copies arrive at: sm_90.
-// PTX ISA, "Parallel synchronization and communication instructions: mbarrier".
+// Wraps barriers in shared memory at which threads and asynchronous copies arrive: sm_90. PTX ISA,
+// "Parallel synchronization and communication instructions: mbarrier".
 #pragma once
 
 #include <cstdint>
@@ -11,7 +11,7 @@ __device__ __forceinline__ void mbarrier_init(uint32_t barrier_smem, uint32_t ar
                : "memory");
 }
 
-// Makes initialised barriers visible to asynchronous copies.
+// Makes initialized barriers visible to asynchronous copies.
 __device__ __forceinline__ void fence_mbarrier_init() {
   asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
 }
@@ -43,7 +43,7 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier_smem, uint32_t pa
       : "memory");
 }
 
-// Whether that phase has ended; looks for up to `nanoseconds`.
+// Returns whether that phase has ended; tests for up to `nanoseconds`.
 __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier_smem, uint32_t parity,
                                                   uint32_t nanoseconds) {
   uint32_t done;
@@ -59,10 +59,10 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier_smem, uint32_
   return done != 0;
 }
 
-// The same for a thread that has nothing else to do, and may sleep: it looks less often, which
-// would take issue slots from others.
+// Does the same for a thread that has nothing else to do, and may sleep: it tests less often, since
+// each test takes issue slots from others.
 __device__ __forceinline__ void mbarrier_wait_asleep(uint32_t barrier_smem, uint32_t parity) {
-  constexpr uint32_t kNanoseconds = 10'000'000;  // at most, before it looks again
+  constexpr uint32_t kNanoseconds = 10'000'000;  // most time until it tests again
   asm volatile(
       "{\n"
       ".reg .pred done;\n"

@@ -1,5 +1,4 @@
-// Warp-level matrix multiply-accumulate.
-// PTX ISA, "Warp-level matrix instructions: mma".
+// Wraps the warp-level matrix multiply-accumulate. PTX ISA, "Warp-level matrix instructions: mma".
 #pragma once
 
 #include <cuda_bf16.h>
@@ -10,7 +9,8 @@
 
 namespace jax_flash::ptx {
 
-// d[16, 8] += a[16, 16] b[16, 8], float32 accumulators. With lane = 4 g + t, a thread holds
+// Computes d[16, 8] += a[16, 16] b[16, 8], float32 accumulators. With lane = 4 g + t, a thread
+// holds
 //   d: rows g, g, g + 8, g + 8 and columns 2 t, 2 t + 1, 2 t, 2 t + 1
 //   a: pairs of columns 2 t of rows g, g + 8, then pairs of columns 2 t + 8 of the same rows
 //   b: pairs of rows 2 t, then of rows 2 t + 8, of column g

@@ -1,12 +1,12 @@
-// movmatrix (PTX ISA 9.7.14.5.17, "Warp-level matrix transpose instruction").
+// Wraps movmatrix (PTX ISA 9.7.14.5.17, "Warp-level matrix transpose instruction").
 #pragma once
 
 #include <cstdint>
 
 namespace jax_flash::ptx {
 
-// Of 8 x 8 elements of 16 bits, of which each lane has two: of row lane / 4, columns
-// 2 (lane % 4) and the next. By a whole warp.
+// Transposes 8 x 8 elements of 16 bits. Each lane has two of them: of row lane / 4, columns 2 (lane
+// % 4) and the next. Called by a whole warp.
 __device__ __forceinline__ uint32_t movmatrix_trans(uint32_t a) {
   uint32_t d;
   asm volatile("movmatrix.sync.aligned.m8n8.trans.b16 %0, %1;" : "=r"(d) : "r"(a));

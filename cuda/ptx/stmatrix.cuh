@@ -1,13 +1,13 @@
-// Stores of 8x8 matrices of 16-bit elements from mma fragments to shared memory: sm_90.
-// PTX ISA, "Warp-level matrix store instruction: stmatrix".
+// Stores 8x8 matrices of 16-bit elements from mma fragments to shared memory: sm_90. PTX ISA,
+// "Warp-level matrix store instruction: stmatrix".
 #pragma once
 
 #include <cstdint>
 
 namespace jax_flash::ptx {
 
-// Lane 8 i + r passes the address of row r of matrix i; with lane = 4 g + t it gives, in d[i],
-// columns 2 t, 2 t + 1 of row g of matrix i.
+// Stores four matrices: lane 8 i + r passes the address of row r of matrix i; with lane = 4 g + t
+// it passes, in d[i], columns 2 t, 2 t + 1 of row g of matrix i.
 __device__ __forceinline__ void stmatrix_x4(uint32_t address_smem, const uint32_t (&d)[4]) {
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address_smem),

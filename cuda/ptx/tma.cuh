@@ -1,5 +1,5 @@
-// Bulk copies by the tensor memory accelerator: sm_90.
-// PTX ISA, "Data movement and conversion instructions: asynchronous copy, bulk and tensor".
+// Wraps bulk copies by the tensor memory accelerator: sm_90. PTX ISA, "Data movement and conversion
+// instructions: asynchronous copy, bulk and tensor".
 #pragma once
 
 #include <cuda.h>
@@ -13,7 +13,7 @@ __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap& map) {
 }
 
 // Copies the box at these coordinates (innermost first) to shared memory and counts its bytes at
-// the barrier. What lies outside the tensor is filled with zeros, and counted.
+// the barrier. Elements outside the tensor are filled with zeros, and counted.
 __device__ __forceinline__ void cp_async_bulk_tensor_5d(uint32_t address_smem,
                                                         const CUtensorMap& map,
                                                         uint32_t barrier_smem, int32_t c0,
@@ -26,8 +26,8 @@ __device__ __forceinline__ void cp_async_bulk_tensor_5d(uint32_t address_smem,
       : "memory");
 }
 
-// Copies shared memory to the box at these coordinates, but for what lies outside the tensor.
-// Belongs to the bulk group that the thread commits next.
+// Copies shared memory to the box at these coordinates, except elements outside the tensor. The
+// copy belongs to the bulk group that the thread commits next.
 __device__ __forceinline__ void cp_async_bulk_tensor_store_5d(const CUtensorMap& map,
                                                               uint32_t address_smem, int32_t c0,
                                                               int32_t c1, int32_t c2, int32_t c3,
@@ -49,8 +49,8 @@ __device__ __forceinline__ void cp_async_bulk_load(uint32_t address_smem, const 
       : "memory");
 }
 
-// Copies `bytes`, a multiple of 16, from shared to global memory. Belongs to the bulk group that
-// the thread commits next.
+// Copies `bytes`, a multiple of 16, from shared to global memory. The copy belongs to the bulk
+// group that the thread commits next.
 __device__ __forceinline__ void cp_async_bulk_store(void* gmem, uint32_t address_smem,
                                                     uint32_t bytes) {
   asm volatile("cp.async.bulk.global.shared::cta.bulk_group [%0], [%1], %2;" ::"l"(gmem),
@@ -58,8 +58,8 @@ __device__ __forceinline__ void cp_async_bulk_store(void* gmem, uint32_t address
                : "memory");
 }
 
-// Adds `bytes` / 4 floats of shared memory to those in global memory. Belongs to the bulk group
-// that the thread commits next.
+// Adds `bytes` / 4 floats of shared memory to those in global memory. The copy belongs to the bulk
+// group that the thread commits next.
 __device__ __forceinline__ void cp_reduce_async_bulk_add_f32(float* gmem, uint32_t address_smem,
                                                              uint32_t bytes) {
   asm volatile(
@@ -90,7 +90,7 @@ __device__ __forceinline__ void fence_proxy_async_shared() {
   asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
 }
 
-// The same for accesses to global memory.
+// Orders accesses to global memory in the same way.
 __device__ __forceinline__ void fence_proxy_async_global() {
   asm volatile("fence.proxy.async.global;" ::: "memory");
 }

@@ -1,4 +1,4 @@
-// Warpgroups: order of their matrix products, registers, barriers among them.
+// Wraps the instructions of warpgroups: order of their matrix products, registers, named barriers.
 // PTX ISA, "Asynchronous warpgroup level matrix instructions", "setmaxnreg", "barrier". The
 // products themselves are generated: see cmake/generate_wgmma.py.
 #pragma once
@@ -7,7 +7,7 @@
 
 namespace jax_flash::ptx {
 
-// Before the first product after registers that it uses, accumulators too, were written.
+// Must come before the first product after registers that it uses, accumulators too, were written.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -16,8 +16,8 @@ __device__ __forceinline__ void wgmma_commit_group() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits until at most kPending of the latest groups are under way. Accumulators of those that
-// are complete go through wgmma_results() before they are read.
+// Waits until at most kPending of the latest groups are in flight. Accumulators of complete groups
+// must go through wgmma_results() before they are read.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -42,12 +42,12 @@ __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Named barriers of `threads` threads, by whole warps. Barrier 0 is __syncthreads().
+// Synchronize `threads` threads at a named barrier, by whole warps. Barrier 0 is __syncthreads().
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// The same; whether `value` is true in some thread.
+// Does the same; returns whether `value` is true in some thread.
 __device__ __forceinline__ bool barrier_any(int id, int threads, bool value) {
   uint32_t any;
   asm volatile(

@@ -1,12 +1,12 @@
-// Tile sizes, warp roles and shared-memory plans of the sm_80 family.
+// Defines tile sizes, warp roles and shared-memory layouts of the sm_80 family.
 #pragma once
 
 #include <cstdint>
 
 #include "tile/smem_tile.cuh"
 
-// The switches of `python benchmarks/run.py ablation`, with what is shipped as their values;
-// it builds variants with -D. flash_benchmark/switches.py lists which values it tries.
+// Switches of `python benchmarks/run.py ablation`, which builds variants with -D; their defaults
+// are what is shipped. flash_benchmark/switches.py lists the values that it tries.
 #ifndef JAX_FLASH_SM80_FORWARD_BLOCK_Q
 #define JAX_FLASH_SM80_FORWARD_BLOCK_Q 128
 #endif
@@ -41,12 +41,12 @@
 
 namespace jax_flash::sm80 {
 
-// Configurations come for up to three amounts of shared memory that a block can have, in KB:
+// Configurations exist for up to three amounts of shared memory that a block can have, in KB:
 //   99 on sm_86, sm_89 and sm_120; 163 on sm_80 and sm_87; 227 on sm_90 and sm_100
 
-// The forward pass: a block computes kBlockQ rows of one head's output and walks over tiles of
-// kBlockKv keys and values. A warp owns kMTiles * 16 rows, so that softmax needs no other warp,
-// and reads each key and value fragment once for all of them.
+// Configures the forward pass: a block computes kBlockQ rows of one head's output and walks over
+// tiles of kBlockKv keys and values. A warp owns kMTiles * 16 rows, so that softmax needs no other
+// warp, and reads each key and value fragment once for all of them.
 template <int kHeadDimension, int kValueDimension, bool kGeneral, int kSmemKb>
 struct ForwardConfig {
   static constexpr int kSmemLimit = kSmemKb * 1024;
@@ -59,29 +59,30 @@ struct ForwardConfig {
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kMTiles = kBlockQ / (16 * kWarps);
   static constexpr bool kQueryInRegisters = JAX_FLASH_SM80_FORWARD_QUERY_IN_REGISTERS;
-  static constexpr int kStages = JAX_FLASH_SM80_FORWARD_STAGES;  // of K and V each
+  static constexpr int kStages = JAX_FLASH_SM80_FORWARD_STAGES;  // for each of K and V
   static constexpr int kMinBlocks = kWarps == 4 ? 2 : 1;
-  // Whether the exponentials of 16 columns stand before the products that use them, and so run
-  // beside the products before, or all of a tile's stand before them. See TUNING.md.
+  // If true, the exponentials of 16 columns come right before the products that use them, and so
+  // overlap the products before; if false, all exponentials of a tile come before all those
+  // products. See TUNING.md.
   static constexpr bool kInterleaved = JAX_FLASH_SM80_FORWARD_INTERLEAVED;
-  // Under a causal mask the last rows, which have the most to do, go first.
+  // Under a causal mask the last rows, which have the most work, go first.
   static constexpr bool kLongestFirst = JAX_FLASH_SM80_FORWARD_LONGEST_FIRST;
 
   using QueryTile = SmemTile<kBlockQ, kHeadDim>;
   using KeyTile = SmemTile<kBlockKv, kHeadDim>;
   using ValueTile = SmemTile<kBlockKv, kValueDim>;
-  using OutTile = SmemTile<kBlockQ, kValueDim>;  // in the place of the query tile
+  using OutTile = SmemTile<kBlockQ, kValueDim>;  // reuses the memory of the query tile
 
-  // Shared memory: query (then out), kStages times key, kStages times value.
+  // Shared memory holds query (then out), kStages times key, kStages times value.
   static constexpr int kKeyOffset = QueryTile::kBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * KeyTile::kBytes;
   static constexpr int kSmemBytes = kValueOffset + kStages * ValueTile::kBytes;
   static_assert(kSmemBytes <= kSmemLimit);
 };
 
-// The backward pass: a block owns kBlockKv keys and values of one key/value head and walks over
-// tiles of kBlockQ rows of the group's query heads. Three kinds of products divide the warps in
-// three ways, rows x columns of the result, so that each operand fragment read from shared
+// Configures the backward pass: a block owns kBlockKv keys and values of one key/value head and
+// walks over tiles of kBlockQ rows of the group's query heads. Three kinds of products divide the
+// warps in three ways, rows x columns of the result, so that each operand fragment read from shared
 // memory, which bounds this kernel, serves several products:
 //   S, dP  [kBlockQ, kBlockKv]     kScoreWarpRows x the rest
 //   dK, dV [kBlockKv, head dim]    kKeyWarpRows x the rest
@@ -96,7 +97,7 @@ struct BackwardConfig {
   static constexpr int kBlockQ = kSmall && kHeadDim >= 192 ? 32 : 64;
   static constexpr bool kWide = kHeadDim == 128 || (kHeadDim == 96 && !kGeneral);
   static constexpr int kBlockKv = JAX_FLASH_SM80_BACKWARD_BLOCK_KV;
-  // The greatest head dim with two stages of Q and dO; beyond it there is one.
+  // The greatest head dim with two stages of Q and dO; larger ones have one stage.
   static constexpr int kTwoStages = kSmall ? 64 : kSmemKb > 163 && !kGeneral ? 256 : 192;
   static constexpr int kStages = JAX_FLASH_SM80_BACKWARD_STAGES;
   static constexpr int kWarps = kHeadDim <= 64 || kBlockKv == 32 ? 4 : 8;
@@ -109,19 +110,20 @@ struct BackwardConfig {
   static constexpr int kQueryWarpRows = kHeadDim == 96 ? 4 : kBlockKv == 32 ? 1 : 2;
 
   using QueryTile = SmemTile<kBlockQ, kHeadDim>;
-  using OutTile = SmemTile<kBlockQ, kValueDim>;  // of dO
+  using OutTile = SmemTile<kBlockQ, kValueDim>;  // for dO
   using KeyTile = SmemTile<kBlockKv, kHeadDim>;
   using ValueTile = SmemTile<kBlockKv, kValueDim>;
   using ScoreTile = SmemTile<kBlockQ, kBlockKv>;
 
-  // Shared memory: key (then dK), value (then dV), P, dS, kStages times query, kStages times dO.
+  // Shared memory holds key (then dK), value (then dV), P, dS, kStages times query, kStages times
+  // dO.
   static constexpr int kValueOffset = KeyTile::kBytes;
   static constexpr int kProbabilityOffset = kValueOffset + ValueTile::kBytes;
   static constexpr int kScoreOffset = kProbabilityOffset + ScoreTile::kBytes;
   static constexpr int kQueryOffset = kScoreOffset + ScoreTile::kBytes;
   static constexpr int kOutOffset = kQueryOffset + kStages * QueryTile::kBytes;
   static constexpr int kSmemBytes = kOutOffset + kStages * OutTile::kBytes;
-  static constexpr int kStaticSmemBytes = 2048;  // row statistics and the like, at most
+  static constexpr int kStaticSmemBytes = 2048;  // most for row statistics and the like
   static_assert(kSmemBytes + kStaticSmemBytes <= kSmemLimit);
 };
 

@@ -1,10 +1,11 @@
-// Places in shared memory that are filled and emptied in turn.
+// Defines the state of a ring of stages in shared memory, which are filled and emptied in turn.
 #pragma once
 
 #include <cstdint>
 
-// 1 has all threads of a warp arrive at barriers where else one does for them: the racecheck of
-// compute-sanitizer does not follow a __syncwarp() before an arrival (tests/sanitize.py).
+// If 1, all threads of a warp arrive at barriers where otherwise one arrives for them: the
+// racecheck of compute-sanitizer does not follow a __syncwarp() before an arrival
+// (tests/sanitize.py).
 #ifndef JAX_FLASH_EVERY_THREAD_ARRIVES
 #define JAX_FLASH_EVERY_THREAD_ARRIVES 0
 #endif
@@ -13,7 +14,7 @@ namespace jax_flash::sm90 {
 
 inline constexpr int kWarpArrivals = JAX_FLASH_EVERY_THREAD_ARRIVES ? 32 : 1;
 
-// A stage of a ring, and the parity of the phase of its barriers that is in use.
+// Holds a stage of a ring, and the parity of its barriers' current phase.
 template <int kStages>
 struct RingState {
   uint32_t stage = 0, parity = 0;

@@ -1,5 +1,5 @@
-// Keys that are NaN or infinite, for kernels whose consumers begin at thread 128 and whose products
-// read shared memory through the asynchronous proxy: see modifiers/score_gradient.cuh.
+// Handles keys that are NaN or infinite, for kernels whose consumers begin at thread 128 and whose
+// products read shared memory through the asynchronous proxy: see modifiers/score_gradient.cuh.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -15,12 +15,12 @@
 
 namespace jax_flash {
 
-// modifiers/score_gradient.cuh's clear_bad_keys() and mark_bad_keys(), by kThreads threads from
-// thread 128 on, with the named barrier kBarrier, for fragments of 16 keys from `key` of the tile
-// on.
+// Do the same as clear_bad_keys() and mark_bad_keys() of modifiers/score_gradient.cuh, with
+// kThreads threads from thread 128 on, the named barrier kBarrier, and fragments of 16 keys from
+// `key` of the tile on.
 template <int kThreads, int kBarrier, typename Element, typename Tile>
 __device__ __forceinline__ void clear_bad_key_rows(const Tile& key, uint32_t* bad_smem) {
-  // An exponent of all ones.
+  // Has an exponent of all ones.
   constexpr uint32_t kExponent = std::is_same_v<Element, __half> ? 0x7c00u : 0x7f80u;
   const int thread = threadIdx.x - 128;
   if (thread <= Tile::kRows / 32) bad_smem[thread] = 0;

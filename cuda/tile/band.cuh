@@ -1,6 +1,6 @@
-// Which logits position alone allows. Lengths, causal order, window and offset together leave
-// row i the columns [i + lo, i + hi) within [0, kv_len): an interval that moves by one from row
-// to row. All of it is known at run time only, from device memory in part.
+// Computes which logits position alone allows. Lengths, causal order, window and offset together
+// allow row i the columns [i + lo, i + hi) within [0, kv_len): an interval that moves by one from
+// row to row. All of it is known at run time only, from device memory in part.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace jax_flash {
 
-// How many keys before and behind its own position a query may attend to. -1: any number.
+// Says how many keys before and after its own position a query may attend to; -1: any number.
 struct Window {
   int32_t left, right;
 
@@ -21,12 +21,13 @@ struct Window {
                                 : options.window_right) {}
 };
 
+// Holds the columns [i + lo, i + hi) that each row i may attend to by its position.
 struct Band {
   int32_t lo, hi;  // within [-q_len, kv_len], beyond which they change nothing
   int32_t q_len, kv_len;
 
   Band() = default;
-  // Of a call whose lengths, offset and window are given: on the host, too.
+  // Makes the band of given lengths, offset and window; the host can call it, too.
   __host__ __device__ __forceinline__ Band(const Window& window, int32_t rows, int32_t cols,
                                            int64_t offset)
       : q_len(rows), kv_len(cols) {
@@ -41,35 +42,36 @@ struct Band {
              clamped_length(params.key_value_seq_lengths, batch, params.shape.kv_len),
              params.query_offset ? *batch.pointer<const int32_t>(params.query_offset) : 0) {}
 
-  // Whether a call's band depends on its operands, and so on the batch.
+  // True if a call's band depends on its operands, and so on the batch.
   static bool varies(const Forward& params) {
     return params.query_seq_lengths || params.key_value_seq_lengths || params.query_offset ||
            params.window;
   }
 
-  // Columns that row i may attend to: [first_col(i), end_col(i)).
+  // Give the columns that row i may attend to: [first_col(i), end_col(i)).
   __device__ __forceinline__ int32_t first_col(int32_t row) const { return clamp_col(row + lo); }
   __device__ __forceinline__ int32_t end_col(int32_t row) const { return clamp_col(row + hi); }
 
-  // Rows that may attend to some column of [col0, col1), col0 < kv_len: [first_row, end_row).
+  // Give the rows that may attend to some column of [col0, col1), col0 < kv_len: [first_row,
+  // end_row).
   __device__ __forceinline__ int32_t first_row(int32_t col0) const { return max(0, col0 - hi + 1); }
   __device__ __forceinline__ int32_t end_row(int32_t col1) const {
     return min(q_len, min(col1, kv_len) - lo);
   }
 
-  // Whether every row of [row0, row1) may attend to every column of [col0, col1).
+  // True if every row of [row0, row1) may attend to every column of [col0, col1).
   __device__ __forceinline__ bool all_allowed(int32_t row0, int32_t row1, int32_t col0,
                                               int32_t col1) const {
     return col1 <= kv_len && col0 >= row1 - 1 + lo && col1 <= row0 + hi;
   }
-  // First rows of tiles of kRows rows, all of which that exist may attend to every column of
-  // [col0, col1): [first, last].
+  // Holds the range [first, last] of first rows of those tiles of kRows rows in which all rows that
+  // exist may attend to every column of [col0, col1).
   struct FirstRows {
     int32_t first, last;
   };
   template <int kRows>
   __device__ __forceinline__ FirstRows unmasked_tiles(int32_t col0, int32_t col1) const {
-    const int32_t end = col0 - lo + 1;  // of the rows
+    const int32_t end = col0 - lo + 1;  // end of the rows
     return {col1 <= kv_len ? col1 - hi : INT32_MAX, q_len <= end ? INT32_MAX : end - kRows};
   }
 
@@ -87,7 +89,7 @@ struct Band {
   }
 };
 
-// A call's band: the host's, unless it depends on operands, and so on the batch.
+// Holds a call's band: that of the host, unless it depends on operands, and so on the batch.
 struct CallBand {
   Band band;
   bool varies = false;
@@ -97,15 +99,16 @@ struct CallBand {
       : band(params.options, params.shape.q_len, params.shape.kv_len, 0),
         varies(Band::varies(params)) {}
 
-  // Out of line where it varies: a block's first copies wait for instructions, too, and the fewer
-  // lie between those that every call executes, the better.
+  // Returns the band of a batch, out of line if it varies: a block's first copies also wait for
+  // instruction fetches, so code that few calls execute is kept out of the common path.
   __device__ __forceinline__ Band of(const Forward& params, int32_t batch) const {
     if (varies) [[unlikely]] {
       return find_apart(params, batch);
     }
     return band;
   }
-  // For code that is out of line itself, or needs a part only and reads no more than that.
+  // Does the same inline, for code that is out of line itself, or uses a part of the band and then
+  // reads no more than that.
   __device__ __forceinline__ Band find(const Forward& params, int32_t batch) const {
     return varies ? Band(params, BatchIndex(params.shape, batch)) : band;
   }
@@ -116,12 +119,12 @@ struct CallBand {
   }
 };
 
-// A half-open range of tiles of the other operand.
+// Holds a half-open range of tiles of the other operand.
 struct TileRange {
   int32_t first, end;
 };
 
-// The key/value tiles of kBlockKv columns that rows [row0, row1) read.
+// Returns the key/value tiles of kBlockKv columns that rows [row0, row1) read.
 template <int kBlockKv>
 __device__ __forceinline__ TileRange kv_tiles(const Band& band, int32_t row0, int32_t row1) {
   row1 = min(row1, band.q_len);
@@ -131,7 +134,7 @@ __device__ __forceinline__ TileRange kv_tiles(const Band& band, int32_t row0, in
   return {first / kBlockKv, (end + kBlockKv - 1) / kBlockKv};
 }
 
-// The query tiles of kBlockQ rows that read columns [col0, col1).
+// Returns the query tiles of kBlockQ rows that read columns [col0, col1).
 template <int kBlockQ>
 __device__ __forceinline__ TileRange q_tiles(const Band& band, int32_t col0, int32_t col1) {
   if (col0 >= band.kv_len) return {0, 0};

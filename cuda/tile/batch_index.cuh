@@ -1,4 +1,4 @@
-// Which batch a block works on, and where that batch is in each operand.
+// Finds the batch that a block works on, and its place in each operand.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace jax_flash {
 
-// batch_offset() of params.h with the divisions done once for all operands.
+// Computes batch_offset() of params.h, with the divisions done once for all operands.
 struct BatchIndex {
   int64_t coordinate[kMaxBatchDims] = {};
 

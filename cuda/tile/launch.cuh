@@ -1,4 +1,4 @@
-// Host side of the kernels: launches, and the errors they can return.
+// Launches kernels from the host, and makes the errors that launches can return.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -10,7 +10,7 @@
 #include "params.h"
 #include "status.h"
 
-// A switch of the ablation (sm90/backward/config.cuh): 0 starts each kernel when the one before it
+// Switch of the ablation (sm90/backward/config.cuh): 0 starts each kernel when the one before it
 // has ended.
 #ifndef JAX_FLASH_SM90_BWD_DEPENDENT_LAUNCH
 #define JAX_FLASH_SM90_BWD_DEPENDENT_LAUNCH 1
@@ -27,20 +27,20 @@ inline std::string shape_text(const Shape& shape) {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Less than the 48 KB that need no attribute: a kernel's static shared memory counts too.
+// Less than the 48 KB that need no attribute, as a kernel's static shared memory counts too.
 inline constexpr int kSmemWithoutAsking = 40 * 1024;
 
-// Launches a kernel of one-dimensional grid. Its shared-memory limit is set on every call: the
-// attribute belongs to the current device's context, and setting it costs less than remembering
-// for which devices it is set, and is safe from any thread. `dependent`: it may begin while the
-// kernel before it ends, and waits by griddepcontrol for what that one wrote.
+// Launches a kernel with a one-dimensional grid. Its shared-memory limit is set on every call: the
+// attribute belongs to the current device's context, and setting it costs less than remembering for
+// which devices it is set, and is safe from any thread. `dependent`: it may begin while the kernel
+// before it ends, and waits by griddepcontrol for what that one wrote.
 template <typename... Parameters, typename... Arguments>
 Status launch_grid(bool dependent, const char* name, const Shape& shape,
                    void (*kernel)(Parameters...), int64_t blocks, int threads, int smem_bytes,
                    cudaStream_t stream, const Arguments&... arguments) {
   if (blocks == 0) return {};
   const auto failed = [&](cudaError_t error) {
-    cudaGetLastError();  // reported here, so not left for whoever asks next
+    cudaGetLastError();  // reported here, so cleared for later callers
     return Status::internal(std::string("jax_flash: kernel ") + name + " (" + shape_text(shape) +
                             "): " + cudaGetErrorString(error));
   };

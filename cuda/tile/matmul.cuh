@@ -1,4 +1,5 @@
-// acc += A B on one warp's share of a tile, operands coming from shared memory or registers.
+// Computes acc += A B for one warp's share of a tile; operands come from shared memory or
+// registers.
 #pragma once
 
 #include <cstdint>
@@ -7,9 +8,9 @@
 
 namespace jax_flash {
 
-// acc[m][n] are the 16x8 blocks of a [16 kM, 8 kN] matrix; the inner dimension is 16 kSteps.
-// load_a(a, m, k) sets the fragment of A's block (m, k), load_b(b, n, k) those of the two blocks
-// (k, n) and (k, n + 1) of B, n even.
+// Adds A B to acc. acc[m][n] are the 16x8 blocks of a [16 kM, 8 kN] matrix; the inner dimension is
+// 16 kSteps. load_a(a, m, k) sets the fragment of A's block (m, k), load_b(b, n, k) those of the
+// two blocks (k, n) and (k, n + 1) of B, n even.
 template <typename Element, int kSteps, int kM, int kN, typename LoadA, typename LoadB>
 __device__ __forceinline__ void matmul(float (&acc)[kM][kN][4], LoadA load_a, LoadB load_b) {
   static_assert(kN % 2 == 0);
@@ -43,7 +44,7 @@ __device__ __forceinline__ void set_zero(float (&acc)[kM][kN][4]) {
   }
 }
 
-// Row and column, within a warp's matrix of 16x8 blocks, of this thread's element e of block
+// Return row and column, within a warp's matrix of 16x8 blocks, of this thread's element e of block
 // (m, n): see ptx::mma_m16n8k16.
 __device__ __forceinline__ int fragment_row(int m, int e) {
   return m * 16 + (threadIdx.x % 32) / 4 + e / 2 * 8;

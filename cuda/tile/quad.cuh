@@ -1,5 +1,5 @@
-// From mma fragments to rows in global memory: the four lanes of a quad hold two columns each of
-// the same blocks, and exchange them so that each has eight neighbours of one block.
+// Writes mma fragments to rows in global memory: the four lanes of a quad hold two columns each of
+// the same blocks, and exchange them so that each has eight contiguous elements of one block.
 #pragma once
 
 #include <cstdint>
@@ -24,7 +24,7 @@ __device__ __forceinline__ uint4 exchange_quad(const uint32_t (&word)[4]) {
 }
 
 // Writes a warp's 16 rows of fragments, times `scale`, to a matrix of which `rows` rows, counted
-// from the warp's first, and `cols` columns exist. By whole warps.
+// from the warp's first, and `cols` columns exist. Called by whole warps.
 template <typename Element, int kN>
 __device__ __forceinline__ void store_rows(Element* gmem, int64_t row_stride, int32_t rows,
                                            int32_t cols, float scale,

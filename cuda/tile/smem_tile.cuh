@@ -1,8 +1,8 @@
-// Matrices of 16-bit elements in shared memory, and mma fragments read from them.
+// Defines matrices of 16-bit elements in shared memory, and reads mma fragments from them.
 //
-// A matrix lies in panels of 64 columns; a row of a panel is 128 bytes, eight chunks of 16.
-// Chunk c of row r is stored at position c ^ (r % 8): eight rows of one chunk, which is what
-// one phase of ldmatrix reads, then lie in all 32 banks, and so do the eight chunks of a row.
+// A matrix is stored in panels of 64 columns; a row of a panel is 128 bytes, eight chunks of 16.
+// Chunk c of row r is stored at position c ^ (r % 8): eight rows of one chunk, which one phase of
+// ldmatrix reads, are then spread over all 32 banks, and so are the eight chunks of a row.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
 
-// A switch of the ablation (sm80/config.cuh): 0 stores chunk c at position c.
+// Switch of the ablation (sm80/config.cuh): 0 stores chunk c at position c.
 #ifndef JAX_FLASH_SM80_SWIZZLE
 #define JAX_FLASH_SM80_SWIZZLE 1
 #endif
@@ -26,10 +26,10 @@ struct SmemTile {
   static constexpr int kPanelBytes = kRows * 128;
   static constexpr int kBytes = kPanels * kPanelBytes;
 
-  uint32_t root;    // where the block's shared memory begins: a multiple of 1024
-  uint32_t offset;  // of the tile from there, likewise
+  uint32_t root;    // base of the block's tiles: a multiple of 1024
+  uint32_t offset;  // distance of the tile from the root: a multiple of 1024
 
-  // Where chunk `chunk` of row `row` would be in a tile at the root.
+  // Returns where chunk `chunk` of row `row` would be in a tile at the root.
   __device__ __forceinline__ uint32_t root_address(int row, int chunk) const {
     return root + (chunk >> 3) * kPanelBytes + row * 128 +
            ((chunk ^ (JAX_FLASH_SM80_SWIZZLE ? row : 0)) & 7) * 16;
@@ -39,15 +39,15 @@ struct SmemTile {
   }
 };
 
-// Where a warp reads 16x16 blocks of a tile from: one address per lane, from which the address
-// of another block is an exclusive or and an addition of constants. The tile's own offset is
-// among the latter, so that tiles that are read alike share registers.
-//
-// The two orders in which the four 8x8 matrices of a block come are what the operands need:
+// Says in which order the four 8x8 matrices of a 16x16 block are read. Operands need these two:
 //   kRowsFirst: A stored [m, k] (plain), B stored [k, n] (transposed)
 //   kColsFirst: B stored [n, k] (plain), A stored [k, m] (transposed)
 enum class BlockOrder { kRowsFirst, kColsFirst };
 
+// Gives the addresses from which a warp reads 16x16 blocks of a tile. It holds one address per
+// lane, from which that of another block is an exclusive or and an addition of constants. The
+// tile's own offset is among the constants, so that tiles that are read in the same way share
+// registers.
 template <typename Tile>
 struct BlockReader {
   uint32_t lane_address;
@@ -69,9 +69,9 @@ struct BlockReader {
   }
 };
 
-// Starts copying rows row0 ... row0 + kRows - 1 of a [*, cols] matrix in global memory into a
-// tile. Rows outside [first, end) and columns from `cols` on are filled with zeros unread, so
-// that padding and what nobody may attend to, NaN perhaps, never takes part.
+// Starts copying rows row0 ... row0 + kRows - 1 of a [*, cols] matrix in global memory into a tile.
+// Rows outside [first, end) and columns from `cols` on are not read, and filled with zeros, so that
+// padding and rows that nobody may attend to, which may hold NaN, never take part.
 template <int kThreads, typename Element, typename Tile>
 __device__ __forceinline__ void load_tile(const Tile& tile, const Element* gmem, int64_t row_stride,
                                           int32_t row0, int32_t first, int32_t end, int cols) {

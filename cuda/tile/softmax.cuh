@@ -1,16 +1,17 @@
-// Online softmax over tiles of logits that lie in mma accumulator fragments
-// (Milakov and Gimelshein, arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691).
+// Computes the online softmax over tiles of logits in mma accumulator fragments (Milakov and
+// Gimelshein, arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691).
 //
-// A row's exponentials are taken relative to a reference that is its greatest logit so far, up
-// to 2^kSlack: raising it rescales the output accumulators, one multiplication each, and the
-// first tiles usually set it for good. float32 and the operand types hold 2^kSlack with ease.
+// A row's exponentials are relative to its running maximum, which may be less than its greatest
+// logit so far by a slack of up to kSlack (log2 units). Raising it rescales the output
+// accumulators, one multiplication each, and the first tiles usually set it for good. float32 and
+// the operand types hold 2^kSlack with ease. In the code, `reference` is the running maximum.
 #pragma once
 
 #include <cstdint>
 
 #include "ptx/math.cuh"
 
-// A switch of the ablation (sm80/config.cuh): 0 rescales whenever a maximum rises.
+// Switch of the ablation (sm80/config.cuh): 0 rescales whenever a maximum rises.
 #ifndef JAX_FLASH_SM80_RESCALE_SLACK
 #define JAX_FLASH_SM80_RESCALE_SLACK 8.0f
 #endif
@@ -22,24 +23,25 @@ inline constexpr float kLn2 = 0.69314718055994530942f;
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
-// A reference in log2 units, rounded: what is subtracted from logits is what factors are to be
-// computed of. Else large logits have errors of their own with each reference, which do not cancel
-// when exponentials are divided by their sum: 2^-11 at logits of 6,000. No FMA: it would not round.
+// Converts a running maximum to log2 units, rounded. Factors must be computed from the same rounded
+// number that is subtracted from logits. Otherwise large logits have a separate error with each
+// running maximum, and these do not cancel when exponentials are divided by their sum: 2^-11 at
+// logits of 6,000. It must not be fused into an FMA, which would not round.
 __device__ __forceinline__ float to_log2_units(float reference, float to_log2) {
   return __fmul_rn(reference, to_log2);
 }
 
-// Statistics of this thread's rows: [m][half] is row g + 8 half of the m-th 16 rows of its warp.
-// kByDifference: the reference is subtracted from a logit before the factor to_log2, and not after
-// it. That takes an instruction more, and is exact for any finite logits.
+// Holds the statistics of this thread's rows: [m][half] is row g + 8 half of the m-th 16 rows of
+// its warp. kByDifference: the running maximum is subtracted from a logit before the factor
+// to_log2, and not after it. That takes one more instruction, and is exact for any finite logits.
 template <int kM, bool kByDifference = false>
 struct OnlineSoftmax {
   static constexpr float kSlack = JAX_FLASH_SM80_RESCALE_SLACK;
 
-  float reference[kM][2];  // in the units of the logits given to update()
-  float sum[kM][2];        // of this thread's own columns
-  float lift = 0.0f;       // log2 of the exponential of a logit that is its row's reference
-  bool low[kM][2] = {};    // whether a greatest logit was finite and taken for -inf: limit()
+  float reference[kM][2];  // running maximum, in the units of the logits given to update()
+  float sum[kM][2];        // sum of this thread's own columns
+  float lift = 0.0f;       // log2 of the exponential of a logit that equals the running maximum
+  bool low[kM][2] = {};    // a greatest logit was finite and taken for -inf: see limit()
 
   __device__ __forceinline__ OnlineSoftmax() {
 #pragma unroll
@@ -49,8 +51,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // Takes a tile's logits into account: where their greatest is far above the reference, raises
-  // it and multiplies `out`, accumulated so far, by 2^(to_log2 (old - new reference)).
+  // Adds a tile's logits to the statistics. If their greatest is far above the running maximum,
+  // raises it and multiplies `out`, accumulated so far, by 2^(to_log2 (old - new running maximum)).
   template <int kN, int kOutN>
   __device__ __forceinline__ void update_reference(const float (&logits)[kM][kN][4], float to_log2,
                                                    float (&out)[kM][kOutN][4]) {
@@ -71,9 +73,9 @@ struct OnlineSoftmax {
     }
   }
 
-  // The same in two steps: whether `out` is to be rescaled, by what; the answer is the warp's. The
-  // search runs in kChains chains: one would wait for its own results. `slack` is each row's. A
-  // greatest logit below `least` counts as -inf.
+  // Does the same in two steps: returns whether `out` is to be rescaled, which is uniform in the
+  // warp, and by what. The search runs in kChains chains: a single one would wait for its own
+  // results. `slack` is each row's. A greatest logit below `least` counts as -inf.
   template <int kChains, int kN>
   __device__ __forceinline__ bool raise_reference(const float (&logits)[kM][kN][4], float to_log2,
                                                   const float (&slack)[kM][2],
@@ -97,14 +99,14 @@ struct OnlineSoftmax {
     return raise_reference<kChains>(logits, to_log2, slack, factor);
   }
 
-  // A row's greatest logit, but -inf below `least`.
+  // Returns a row's greatest logit, but -inf below `least`.
   __device__ __forceinline__ float limit(int m, int half, float greatest, float least) {
     if (!(greatest < least)) return greatest;
     low[m][half] |= greatest != minus_infinity();
     return minus_infinity();
   }
 
-  // Whether every row of the warp has a reference.
+  // True if every row of the warp has a running maximum.
   __device__ __forceinline__ bool ready() const {
     bool all = true;
 #pragma unroll
@@ -127,8 +129,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // Replaces the logits of a block of the m-th rows by 2^(to_log2 (logit - reference)), of which
-  // it adds up its part. -inf gives 0.
+  // Replaces the logits of a block of the m-th rows by 2^(to_log2 (logit - running maximum)), and
+  // adds this thread's to its sum. -inf gives 0.
   __device__ __forceinline__ void exponentials(float (&block)[4], int m, float to_log2) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -143,8 +145,8 @@ struct OnlineSoftmax {
     }
   }
 
-  // After the last tile: the row's natural log-sum-exp, and what its output must be multiplied
-  // by. `sink_log2` is the sink logit in log2 units, or -inf.
+  // Finishes a row after the last tile: sets its natural log-sum-exp, and the factor of its output.
+  // `sink_log2` is the sink logit in log2 units, or -inf.
   __device__ __forceinline__ void finish(int m, int half, float to_log2, float sink_log2,
                                          float& lse, float& normalizer) const {
     float total = sum[m][half];
@@ -162,8 +164,8 @@ struct OnlineSoftmax {
     normalizer = nothing_allowed ? 0.0f : factor * ptx::rcp_approx_ftz(total);
   }
 
-  // The same by differences, of logits and a sink in units that to_log2 converts; lse and lse_low
-  // are in natural units.
+  // Does the same by differences, for logits and a sink in units that to_log2 converts; lse and
+  // lse_low are in natural units.
   __device__ __forceinline__ void finish(int m, int half, float to_log2, float sink, float& lse,
                                          float& lse_low, float& normalizer) const {
     static_assert(kByDifference);
@@ -179,7 +181,7 @@ struct OnlineSoftmax {
     const float greatest = to_log2 == kLog2E ? top : top * kLn2;
     const float rest = ptx::lg2_approx_ftz(total) * kLn2;
     lse = greatest + rest;
-    const float taken = lse - greatest;  // Knuth's sum of two, of which this is what is lost
+    const float taken = lse - greatest;  // Knuth's sum of two; lse_low is the part lost
     lse_low = (greatest - (lse - taken)) + (rest - taken);
     normalizer = nothing_allowed ? 0.0f : factor * ptx::rcp_approx_ftz(total);
     if (top == minus_infinity()) {
@@ -194,7 +196,7 @@ struct OnlineSoftmax {
     for (int m = 0; m < kM; ++m) slack[m][0] = slack[m][1] = kSlack;
   }
 
-  // Whether some row's greatest logit is far above its reference.
+  // True if some row's greatest logit is far above its running maximum.
   template <int kChains, int kN>
   __device__ __forceinline__ bool find_rises(const float (&logits)[kM][kN][4], float to_log2,
                                              const float (&slack)[kM][2], float (&greatest)[kM][2],
@@ -223,7 +225,7 @@ struct OnlineSoftmax {
     return __any_sync(0xffffffff, rises);
   }
 
-  // Returns the factor for what was computed with the old reference.
+  // Raises a row's running maximum; returns the factor for what was computed with the old one.
   __device__ __forceinline__ float raise(int m, int half, float greatest, float to_log2) {
     const float old = reference[m][half];
     const float raised = fmaxf(old, greatest);
@@ -235,7 +237,7 @@ struct OnlineSoftmax {
     return factor;
   }
 
-  // The reference in log2 units, 0 for a row that has had nothing but -inf.
+  // Returns the running maximum in log2 units, 0 for a row that has had nothing but -inf.
   __device__ __forceinline__ float shift_log2(int m, int half, float to_log2) const {
     const float value = reference[m][half];
     return value == minus_infinity() ? 0.0f : value * to_log2;

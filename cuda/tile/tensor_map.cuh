@@ -1,4 +1,5 @@
-// Tensor maps: how the copy engine finds the tiles of an operand. Host side, and the coordinates.
+// Makes tensor maps, by which the copy engine finds the tiles of an operand, on the host; computes
+// coordinates of tiles on the device.
 #pragma once
 
 #include <cuda.h>
@@ -15,8 +16,8 @@
 
 namespace jax_flash {
 
-// cuTensorMapEncodeTiled, found through the runtime: the library does not link the driver, so
-// that it loads where there is none. Null if the driver lacks it.
+// Returns cuTensorMapEncodeTiled, found through the runtime: the library does not link the driver,
+// so that it also loads on machines without one. Null if the driver lacks the function.
 inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   static const auto encoder = [] {
     void* function = nullptr;
@@ -29,9 +30,9 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   return encoder;
 }
 
-// A map of [batch, rows, heads, cols] of 16-bit elements, for boxes of box_rows rows of box_heads
-// heads by box_cols columns: 64, swizzled as SmemTile is, or 32, swizzled by rows of 64 bytes. Axes
-// of stride 0 are left out: see load_box().
+// Makes a map of [batch, rows, heads, cols] of 16-bit elements, for boxes of box_rows rows of
+// box_heads heads by box_cols columns: 64, swizzled like SmemTile, or 32, swizzled by rows of 64
+// bytes. Axes of stride 0 are omitted: see load_box().
 inline Status make_tensor_map(const char* name, const Shape& shape, const Operand& operand,
                               int64_t rows, int64_t heads, int64_t cols, int box_rows,
                               CUtensorMap& map, int box_heads = 1,
@@ -67,7 +68,7 @@ inline Status make_tensor_map(const char* name, const Shape& shape, const Operan
                           ": CUDA error " + std::to_string(static_cast<int>(result)));
 }
 
-// 1 for the axes that an operand's map has, 0 for those left out.
+// Holds 1 for each axis that an operand's map has, 0 for each that is omitted.
 struct BoxAxes {
   int32_t row, head, batch[kTensorMapBatchDims];
 
@@ -79,7 +80,7 @@ struct BoxAxes {
 };
 
 // Starts copying the box of rows from row0 and 64 columns from col0 on of a head to shared memory.
-// By one thread, which has announced the bytes at the barrier.
+// Called by one thread, which has announced the bytes at the barrier.
 __device__ __forceinline__ void load_box(uint32_t address_smem, const CUtensorMap& map,
                                          uint32_t barrier_smem, const BoxAxes& axes,
                                          const int32_t (&batch)[kTensorMapBatchDims], int32_t head,
@@ -90,7 +91,7 @@ __device__ __forceinline__ void load_box(uint32_t address_smem, const CUtensorMa
 }
 
 // Starts copying the box of rows from row0 and 64 columns from col0 on of a head to shared memory.
-// By one thread, which has announced the bytes at the barrier.
+// Called by one thread, which has announced the bytes at the barrier.
 __device__ __forceinline__ void load_box(uint32_t address_smem, const CUtensorMap& map,
                                          uint32_t barrier_smem, const Operand& operand,
                                          const BatchIndex& batch, int32_t head, int32_t row0,

@@ -1,4 +1,5 @@
-// What goes before and after the main backward kernel, both bound by memory bandwidth:
+// Defines the kernels that run before and after the main backward kernel; memory bandwidth bounds
+// both.
 //   before: delta = sum_h(dout * out) - dlse, lse in log2 units, accumulators set to zero
 //   after:  dquery from float32 accumulators, in fragment order, to its own type and layout
 #pragma once
@@ -16,9 +17,9 @@
 
 namespace jax_flash::sm80 {
 
-// The order of a tile's float32 accumulators in the workspace: blocks of 8 columns, each with the
-// elements of the lanes that have rows, 32 for every 16. A warp's elements of a block are together,
-// and 32 lanes add to one or four contiguous lines at a time.
+// Defines the order of a tile's float32 accumulators in the workspace: blocks of 8 columns, each
+// with the elements of the lanes that have rows, 32 for every 16 rows. A warp's elements of a block
+// are contiguous, and 32 lanes add to one or four contiguous lines at a time.
 template <typename Config>
 struct DqueryOrder {
   static constexpr int kWarpCols = Config::kWarps / Config::kQueryWarpRows;
@@ -27,22 +28,22 @@ struct DqueryOrder {
   static_assert(kM * kN * kWarpCols * Config::kQueryWarpRows * 128 ==
                 Config::kBlockQ * Config::kHeadDim);
 
-  int lanes, col_blocks;  // of the tile
+  int lanes, col_blocks;  // counts of the tile
 
-  // `rows`: those of the tile that exist, or more.
+  // `rows` is the number of rows of the tile that exist, or more.
   __device__ __forceinline__ DqueryOrder(int32_t rows, int32_t head_dim)
       : lanes(fragment_lanes(min(rows, Config::kBlockQ))), col_blocks(head_dim / 8) {}
 
-  // The n-th block of columns of a warp: they take turns at two of them.
+  // Returns the n-th block of columns of a warp: in turn, each warp takes two consecutive blocks.
   static __device__ __forceinline__ int col_block(int warp, int n) {
     return (n / 2 * kWarpCols + warp % kWarpCols) * 2 + n % 2;
   }
-  // A lane of the m-th 16 rows of a warp, among those of the tile.
+  // Returns the number, in the tile, of a lane of a warp's m-th 16 rows.
   static __device__ __forceinline__ int tile_lane(int warp, int m, int lane) {
     return (warp / kWarpCols * kM + m) * 32 + lane;
   }
-  // Where its element 0 is, and how far apart its four elements are: neighbours where one
-  // instruction adds all four.
+  // Return where a lane's element 0 is, and the distance between its four elements: they are
+  // contiguous if one instruction adds all four.
 #if __CUDA_ARCH__ >= 900
   __device__ __forceinline__ int offset(int block, int lane) const {
     return (block * lanes + lane) * 4;
@@ -63,7 +64,8 @@ __device__ __forceinline__ float to_float(Element value) {
   return static_cast<float>(value);
 }
 
-// Grid: batch x head x tiles of kMaxBlockQ rows.
+// Computes delta and lse in log2 units, and zeroes sums. The grid is batch x head x tiles of
+// kMaxBlockQ rows.
 template <typename Element>
 __global__ void __launch_bounds__(kEdgeThreads)
     backward_begin_kernel(const __grid_constant__ Backward params,
@@ -92,7 +94,7 @@ __global__ void __launch_bounds__(kEdgeThreads)
     if (workspace.ticket && threadIdx.x == 0) *workspace.ticket = 0;
   }
 
-  // 8, 16 or 32 lanes read a row of up to 64, 128 or 256 elements.
+  // A row of up to 64, 128 or 256 elements is read by 8, 16 or 32 lanes.
   const int lanes = shape.value_dim <= 64 ? 8 : shape.value_dim <= 128 ? 16 : 32;
   const int chunk = threadIdx.x % lanes;
   const bool chunk_valid = chunk * kChunk < shape.value_dim;
@@ -121,14 +123,14 @@ __global__ void __launch_bounds__(kEdgeThreads)
     const float row_lse = row < band.q_len ? lse[row * params.lse.row] : minus_infinity();
     const bool dead = row_lse == minus_infinity();
     const int64_t index = batch_head * workspace.rows + row;
-    // Its units are those of logits.
+    // Its units are those of the logits.
     workspace.lse_log2[index] =
         dead ? -minus_infinity() : row_lse * (in_natural_units(params) ? 1.0f : kLog2E);
     workspace.delta[index] = dead ? 0.0f : dlse ? sum - dlse[row * params.dlse.row] : sum;
   }
 }
 
-// Grid: batch x head x query tiles.
+// Converts dQ. The grid is batch x head x query tiles.
 template <typename Config, typename Element>
 __global__ void __launch_bounds__(kEdgeThreads)
     backward_end_kernel(const __grid_constant__ Backward params,

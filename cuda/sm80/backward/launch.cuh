@@ -1,4 +1,5 @@
-// Backward pass with warp-level matrix instructions: FlashAttention-2 (arXiv:2307.08691).
+// Computes the backward pass by warp-level matrix instructions, after FlashAttention-2
+// (arXiv:2307.08691).
 //
 //   for each query head of the group, for each tile of rows that may attend to the block's keys
 //     S = Q K^T,  dP = dO V^T         each warp its part of the tile
@@ -7,9 +8,9 @@
 //     dV += P^T dO,  dK += dS^T Q     accumulators of the block
 //     dQ += dS K                      added to float32 sums in global memory
 //
-// A block owns its keys for all query heads of the group, so dK and dV need no atomics. dQ is
-// what blocks share; when the result must not depend on their timing, they add in turns, in the
-// order of their keys. Blocks then take their keys by ticket, so that one only waits for blocks
+// A block owns its keys for all query heads of the group, so dK and dV need no atomics. Only dQ is
+// shared by blocks; when the result must not depend on their timing, they add in turns, in the
+// order of their keys. Blocks then take their keys by ticket, so that a block only waits for blocks
 // that have started before it.
 #pragma once
 
@@ -81,7 +82,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     block = ticket_smem;
   }
   // Under a causal mask the first keys have the most rows, and go first. Blocks of one head share
-  // its rows in L2, unless they have to take turns: then as few of a head as can be run at a time.
+  // its rows in L2. If they take turns, as few blocks of a head as possible run at the same time.
   const uint32_t kv_tiles_total = (shape.kv_len + kBlockKv - 1) / kBlockKv;
   const uint32_t heads_total = static_cast<uint32_t>(shape.batch * shape.kv_heads);
   const bool by_tile = workspace.ticket != nullptr;
@@ -94,7 +95,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   const int32_t col0 = kv_tile * kBlockKv;
 
   const Band band(params, batch);
-  // Needed once a tile: in shared memory, because registers are short.
+  // Needed once a tile; kept in shared memory, because registers are short.
   __shared__ const Element *query_gmem, *dout_gmem;
   __shared__ float* dquery_gmem;
   const int64_t first_batch_head = int64_t{batch_kv_head} * group;
@@ -134,7 +135,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   };
   __shared__ uint32_t bad_keys_smem[kGeneral ? kBlockKv / 32 + 1 : 1];
   if (!walk.done()) {
-    // Keys and values that no row may attend to are zeros: see load_tile().
+    // Keys and values that no row may attend to become zeros: see load_tile().
     const int32_t first = max(0, band.lo), end = min(band.kv_len, band.q_len - 1 + band.hi);
     load_tile<Config::kThreads>(key_smem, batch.pointer<const Element>(params.key, kv_head),
                                 params.key.row, col0, first, end, shape.head_dim);
@@ -155,7 +156,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   set_zero(dkey);
   set_zero(dvalue);
 
-  // Each warp's place in the three kinds of products.
+  // Position of each warp in the three kinds of products.
   const int score_row = warp / kScoreCols * kScoreM * 16,
             score_col = warp % kScoreCols * kScoreN * 8;
   const int key_row = warp / kKeyCols * kKeyM * 16, key_col = warp % kKeyCols;
@@ -168,7 +169,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     next.advance<kBlockQ>();
     if constexpr (Config::kStages == 2) {
       ptx::cp_async_wait_group<0>();
-      __syncthreads();  // Q and dO have arrived; nobody reads those before them, nor P and dS
+      __syncthreads();  // Q and dO have arrived; all have read the ones before, and P and dS
       if (!next.done()) {
         load_query(next, stage ^ 1);
         load_dout(next, stage ^ 1);
@@ -198,7 +199,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
       gradient.mask(scores, band);
     }
 
-    // dP = dO V^T, dS. Exponentials stand among the products, whose tensor cores they leave free.
+    // dP = dO V^T, dS. Exponentials are placed among the products: they do not use the tensor
+    // cores.
     if constexpr (Config::kStages == 1) {
       ptx::cp_async_wait_group<0>();
       __syncthreads();  // dO has arrived
@@ -239,7 +241,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
           ptx::ldmatrix_x4_trans(b, query_trans_reader.at(k * 16, n * kKeyCols));
         });
     if constexpr (Config::kStages == 1) {
-      __syncthreads();  // nobody reads Q any more
+      __syncthreads();  // all have read Q
       if (!next.done()) load_query(next, 0);
       ptx::cp_async_commit_group();
     }
@@ -254,7 +256,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
           ptx::ldmatrix_x4_trans(b, dout_trans_reader.at(k * 16, n * kKeyCols));
         });
     if constexpr (Config::kStages == 1) {
-      __syncthreads();  // nor dO
+      __syncthreads();  // all have read dO
       if (!next.done()) load_dout(next, 0);
       ptx::cp_async_commit_group();
     }
@@ -286,7 +288,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   }
 
   ptx::cp_async_wait_group<0>();
-  __syncthreads();  // nobody reads K any more: dK takes its place, and dV that of V
+  __syncthreads();  // all have read K: dK takes its place, and dV that of V
   store_key_gradient<Config::kThreads, kKeyCols>(
       key_smem, batch.pointer<Element>(params.dkey, kv_head) + col0 * params.dkey.row,
       params.dkey.row, shape.kv_len - col0, shape.head_dim, key_row, key_col, params.options.scale,
@@ -314,7 +316,8 @@ Status launch_backward_config(const Backward& params, BackwardWorkspace workspac
                        params, workspace);
 }
 
-// kHeadDim bounds head_dim and value_dim; a head dim of 192 comes mostly with a value dim of 128.
+// Launches the backward pass. kHeadDim bounds head_dim and value_dim; a head dim of 192 comes
+// mostly with a value dim of 128.
 template <typename Element, int kHeadDim, bool kGeneral>
 Status launch_backward(const Backward& params, const Choice& choice, cudaStream_t stream) {
   constexpr int kNarrow = kHeadDim == 192 ? 128 : kHeadDim;
@@ -322,7 +325,7 @@ Status launch_backward(const Backward& params, const Choice& choice, cudaStream_
   using Medium = BackwardConfig<kHeadDim, kHeadDim, kGeneral, 163>;
   using Large = BackwardConfig<kHeadDim, kHeadDim, kGeneral, 227>;
   using MediumNarrow = BackwardConfig<kHeadDim, kNarrow, kGeneral, 163>;
-  // No second instance of the same configuration.
+  // Avoids a second instance of the same configuration.
   using SmallOrMedium = std::conditional_t<(Medium::kSmemBytes > Small::kSmemLimit), Small, Medium>;
   using LargeOrMedium = std::conditional_t<(Large::kSmemBytes > Medium::kSmemLimit), Large, Medium>;
   BackwardWorkspace workspace;

@@ -1,5 +1,5 @@
-// Parts of the main backward kernel: how a block walks over query tiles, how blocks take turns,
-// and how accumulators reach shared and global memory.
+// Defines building blocks of the main backward kernel: how a block walks over query tiles, how
+// blocks take turns, and how accumulators reach shared and global memory.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace jax_flash::sm80 {
 
-// Sums that several blocks add to, in turn.
+// Orders the additions of several blocks to a sum: they take turns.
 struct Turn {
   int32_t* counter;  // null: no turns
   int32_t mine;
@@ -36,7 +36,7 @@ struct Turn {
   }
 };
 
-// The query tiles of all heads of a group that a block visits, head by head.
+// Walks over the query tiles that a block visits, for all heads of a group, head by head.
 struct QueryTileWalk {
   TileRange range;
   int32_t group;  // query heads per key/value head
@@ -89,7 +89,7 @@ __device__ __forceinline__ void load_statistics(float* smem, const float* statis
   }
 }
 
-// Reads what belongs to the rows of this thread's fragments.
+// Reads the statistics of the rows of this thread's fragments.
 template <int kM>
 __device__ __forceinline__ void load_rows(float (&values)[kM][2], const float* smem) {
 #pragma unroll
@@ -99,7 +99,7 @@ __device__ __forceinline__ void load_rows(float (&values)[kM][2], const float* s
   }
 }
 
-// Rounds accumulator fragments into a tile at (row, 8 * chunk).
+// Rounds accumulator fragments and stores them in a tile at (row, 8 * chunk).
 template <typename Element, typename Tile, int kM, int kN>
 __device__ __forceinline__ void store_fragments(const Tile& tile, int row, int chunk,
                                                 const float (&values)[kM][kN][4]) {
@@ -117,8 +117,7 @@ __device__ __forceinline__ void store_fragments(const Tile& tile, int row, int c
   }
 }
 
-// Stores a block's dK or dV, whose columns the warps hold 16 at a time in turn, by way of
-// shared memory.
+// Stores a block's dK or dV through shared memory. The warps take 16 of its columns each, in turn.
 template <int kThreads, int kWarpCols, typename Element, typename Tile, int kM, int kN>
 __device__ __forceinline__ void store_key_gradient(const Tile& tile, Element* gmem,
                                                    int64_t row_stride, int rows, int cols,

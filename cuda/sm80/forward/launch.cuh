@@ -1,14 +1,15 @@
-// Forward pass with warp-level matrix instructions: FlashAttention-2 (arXiv:2307.08691).
+// Computes the forward pass by warp-level matrix instructions, after FlashAttention-2
+// (arXiv:2307.08691).
 //
 //   for each tile of keys and values that some row of the block may attend to
 //     S = Q K^T                     accumulators of the owning warp
-//     P = 2^(scale log2(e) S - m)   m the running reference of each row
+//     P = 2^(scale log2(e) S - m)   m the running maximum of each row
 //     O = O 2^(m_old - m) + P V     P goes from accumulators to operands within a thread
 //   out = O / l, lse = m + log l
 //
-// Every warp does the same work on its own rows. A block's warps meet only to pass tiles of K
-// and V, which cp.async brings while they compute: with two stages, both of the next tile
-// during the current one; with one, V during Q K^T and the next K during P V.
+// Every warp does the same work on its own rows. A block's warps synchronize only to pass tiles of
+// K and V, which cp.async brings while they compute: with two stages, both of the next tile during
+// the current one; with one, V during Q K^T and the next K during P V.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -37,10 +38,10 @@
 
 namespace jax_flash::sm80 {
 
-// The tiles of keys that a block reads, in order.
+// Walks over the key tiles that a block reads, in order.
 struct KeyTileWalk {
   int32_t tile, end;
-  const SegmentSpan* key_spans = nullptr;  // of this batch, or null
+  const SegmentSpan* key_spans = nullptr;  // spans of this batch, or null
   int32_t key_blocks = 0;
   SegmentSpan query_span = {};
 
@@ -51,8 +52,8 @@ struct KeyTileWalk {
   }
 };
 
-// A bit per column (n, e) of the tile, set if some row of this warp may attend to it; all lanes
-// that hold rows of V for these columns in operand fragments get the bits they need.
+// Returns a bit per column (n, e) of the tile, set if some row of this warp may attend to it; all
+// lanes that hold rows of V for these columns in operand fragments get the bits they need.
 template <int kM, int kN>
 __device__ __forceinline__ uint32_t attended_columns(const float (&logits)[kM][kN][4]) {
   uint32_t bits = 0;
@@ -79,6 +80,7 @@ __device__ __forceinline__ uint32_t keep_halves(uint32_t pair, uint32_t bits) {
   return pair & ((bits & 1 ? 0x0000ffffu : 0) | (bits & 2 ? 0xffff0000u : 0));
 }
 
+// Stores a warp's rows of out through shared memory, in rows of 16-byte chunks.
 template <typename Config, typename Element, int kM, int kN>
 __device__ __forceinline__ void store_out(const Forward& params, const BatchIndex& batch,
                                           int32_t head, int32_t row0,
@@ -112,13 +114,13 @@ __device__ __forceinline__ void store_out(const Forward& params, const BatchInde
   }
 }
 
-// What a block works on: kBlockQ query rows of a head.
+// Names what a block works on: kBlockQ query rows of a head.
 template <int kBlockQ>
 struct QueryTilePlace {
   int32_t tile, head;
   int64_t batch_index;
 
-  // Heads of a group are neighbours and share keys in L2.
+  // Heads of a group are consecutive, and share keys in L2.
   __device__ __forceinline__ QueryTilePlace(const Shape& shape, uint32_t index, bool last_first) {
     const uint32_t tiles = (shape.q_len + kBlockQ - 1) / kBlockQ;
     const auto position = static_cast<int32_t>(index % tiles);
@@ -131,13 +133,13 @@ struct QueryTilePlace {
   }
 };
 
-// The query tiles that have a row whose logits are extreme, of every gridDim.x-th tile. A block
+// Finds query tiles that have a row with extreme logits, among every gridDim.x-th tile. A block
 // looks at 32 of its tiles at a time, and sets lse_low of the other rows, which is nearly 0.
 template <typename Config>
 class ExtremeTiles {
  public:
-  // Sets the index of the next one; false if there is none. By all threads of a block, none of
-  // which uses shared memory.
+  // Sets the index of the next tile; returns false if there is none. Called by all threads of a
+  // block, while none of them uses shared memory.
   __device__ __forceinline__ bool next(const Forward& params, uint32_t& index) {
     __shared__ uint32_t found_smem;
     const int64_t stride = gridDim.x, count = QueryTilePlace<Config::kBlockQ>::count(params.shape);
@@ -182,7 +184,7 @@ class ExtremeTiles {
   uint32_t found_ = 0;  // a bit for each of 32 tiles from first_ on
 };
 
-// One query tile, number `index`.
+// Computes one query tile, number `index`.
 template <typename Config, typename Element, bool kGeneral>
 __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans& spans,
                                        uint32_t index) {
@@ -223,14 +225,14 @@ __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans
     return typename Config::ValueTile{smem_base,
                                       Config::kValueOffset + stage * Config::ValueTile::kBytes};
   };
-  // Needed once a tile: in shared memory, because registers are short.
+  // Needed once a tile; kept in shared memory, because registers are short.
   __shared__ const Element *key_gmem, *value_gmem;
   if (threadIdx.x == 0) {
     key_gmem = batch.pointer<const Element>(params.key, kv_head);
     value_gmem = batch.pointer<const Element>(params.value, kv_head);
   }
   __syncthreads();
-  // Columns that no row of the block may attend to are zeros: see load_tile().
+  // Columns that no row of the block may attend to become zeros: see load_tile().
   const auto load_rows = [&](const auto& tile_smem, const Element* gmem, int64_t stride,
                              int32_t tile, int32_t cols) {
     load_tile<Config::kThreads>(tile_smem, gmem, stride, tile * kBlockKv, band.first_col(row0),
@@ -274,7 +276,7 @@ __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans
     const int32_t col0 = walk.tile * kBlockKv;
     const int32_t next = walk.skip_to<kBlockKv>(walk.tile + 1);
     ptx::cp_async_wait_group<0>();
-    __syncthreads();  // the tile has arrived, and nobody reads the one before it
+    __syncthreads();  // the tile has arrived, and all have read the one before
     if constexpr (Config::kStages == 2) {
       if (next < walk.end) {
         load_key(next, stage ^ 1);
@@ -304,7 +306,7 @@ __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans
 
     if constexpr (Config::kStages == 1) {
       ptx::cp_async_wait_group<0>();
-      __syncthreads();  // V has arrived, and nobody reads K any more
+      __syncthreads();  // V has arrived, and all have read K
       if (next < walk.end) load_key(next, 0);
       ptx::cp_async_commit_group();
     }
@@ -375,10 +377,10 @@ __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans
     walk.tile = next;
   }
 
-  // Also for a block with no tile at all: nothing is under way towards the query tile's memory.
+  // Needed also for a block without tiles: no copy may be in flight to the query tile's memory.
   ptx::cp_async_wait_group<0>();
   __syncthreads();
-  float sink =  // in the units of logits
+  float sink =  // has the units of logits
       params.sinks ? *batch.pointer<const float>(params.sinks, head) : minus_infinity();
   if (!kGeneral || !in_natural_units(params)) sink *= kLog2E;
   float* lse_gmem = batch.pointer<float>(params.lse, head);
@@ -425,7 +427,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   do {
     if (kGeneral && params.extreme_rows_only) {
 #if __CUDA_ARCH__ >= 900
-      ptx::griddepcontrol_wait();  // for the lse of the kernel before
+      ptx::griddepcontrol_wait();  // for lse of the kernel before
 #endif
       if (!extreme.next(params, index)) return;
     }
@@ -437,7 +439,7 @@ template <typename Config, typename Element, bool kGeneral>
 Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
                              cudaStream_t stream) {
   int64_t blocks = QueryTilePlace<Config::kBlockQ>::count(params.shape);
-  if (params.extreme_rows_only) {  // which are few or none
+  if (params.extreme_rows_only) {  // few tiles or none
     int sms = 0;
     if (const Status status = multiprocessors(sms); !status.ok()) return status;
     blocks = std::min<int64_t>(blocks, int64_t{sms} * Config::kMinBlocks);
@@ -447,13 +449,14 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
                      Config::kSmemBytes, stream, params, spans);
 }
 
-// kHeadDim bounds head_dim and value_dim; a head dim of 192 comes mostly with a value dim of 128.
+// Launches the forward pass. kHeadDim bounds head_dim and value_dim; a head dim of 192 comes mostly
+// with a value dim of 128.
 template <typename Element, int kHeadDim, bool kGeneral>
 Status launch_forward(const Forward& params, const Choice& choice, cudaStream_t stream) {
   SegmentSpans spans;
   if (params.query_segment_ids) {
     spans = SegmentSpans::at(params.shape, params.workspace);
-    if (!params.extreme_rows_only) {  // else the kernels before have had them
+    if (!params.extreme_rows_only) {  // otherwise the kernels before have launched it
       const Status status = launch_segment_spans(params, spans, stream);
       if (!status.ok()) return status;
     }
@@ -461,7 +464,7 @@ Status launch_forward(const Forward& params, const Choice& choice, cudaStream_t 
   constexpr int kNarrow = kHeadDim == 192 ? 128 : kHeadDim;
   using Small = ForwardConfig<kHeadDim, kHeadDim, kGeneral, 99>;
   using Medium = ForwardConfig<kHeadDim, kHeadDim, kGeneral, 163>;
-  // No second instance of the same configuration.
+  // Avoids a second instance of the same configuration.
   using SmallOrMedium = std::conditional_t<(Medium::kSmemBytes > Small::kSmemLimit), Small, Medium>;
   if (choice.smem_class == SmemClass::kSmall) {
     return launch_forward_config<SmallOrMedium, Element, kGeneral>(params, spans, stream);

@@ -1,4 +1,4 @@
-// Tile sizes, warp roles and shared-memory plans of the sm_90 backward kernels.
+// Defines tile sizes, warp roles and shared-memory layouts of the sm_90 backward kernels.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@
 #include "sm90/ring.cuh"
 #include "tile/smem_tile.cuh"
 
-// Switches of `python benchmarks/run.py ablation`, with what is shipped as their values.
+// Switches of `python benchmarks/run.py ablation`; their defaults are what is shipped.
 #ifndef JAX_FLASH_SM90_BWD_BLOCK_Q
 #define JAX_FLASH_SM90_BWD_BLOCK_Q (kHeadDim <= 64 ? 128 : 64)
 #endif
@@ -33,8 +33,8 @@ namespace jax_flash::sm90 {
 
 inline constexpr int kBackwardSmemLimit = 227 * 1024;
 
-// Head dims up to 128. A block owns kBlockKv keys and values, 64 for each consumer warpgroup,
-// with dK and dV in its registers.
+// Configures the kernel for head dims up to 128. A block owns kBlockKv keys and values, 64 for each
+// consumer warpgroup, and keeps their dK and dV in registers.
 template <int kHeadDimension, bool kGeneral>
 struct BackwardConfig {
   static constexpr int kHeadDim = kHeadDimension;
@@ -46,39 +46,42 @@ struct BackwardConfig {
 
   static constexpr int kBlockQ = JAX_FLASH_SM90_BWD_BLOCK_Q;
   static constexpr int kBlockKv = 64 * kConsumers;
-  static constexpr int kStages = 2;  // of Q, dO and dS each
-  // Whether K and V are also in registers, as operands of S and dP: half the bytes these read.
+  static constexpr int kStages = 2;  // for each of Q, dO and dS
+  // True if K and V are also in registers, as operands of S and dP: this halves the bytes that the
+  // two products read from shared memory.
   static constexpr bool kKeysInRegisters = JAX_FLASH_SM90_BWD_KEYS_IN_REGISTERS;
-  // Whether consumers compute exponentials one after the other.
+  // True if the consumers compute their exponentials one after the other.
   static constexpr bool kAlternates = !kGeneral;
-  // What runs side by side where there are registers for both: dS is computed beside dV, P beside
-  // dQ of the tile before, and the next tile's S starts before the last dK is done.
+  // These orders overlap work if there are registers for both sides: dS is computed while dV runs,
+  // P while dQ of the tile before runs, and the next tile's S starts before the last dK is
+  // complete.
   static constexpr bool kEarlyDvalue = !kGeneral;
   static constexpr bool kEarlyDquery = kHeadDim <= (kGeneral ? 64 : 96) && !kAlternates;
   static constexpr bool kNextScoresFirst = JAX_FLASH_SM90_BWD_NEXT_SCORES_FIRST;
-  // lse before S is there, where there are registers for it.
+  // Loads lse before S is complete, if there are registers for it.
   using LseColumns =
       std::conditional_t<JAX_FLASH_SM90_BWD_EARLY_LSE, ColumnsInRegisters<8>, ColumnsInShared>;
 
-  // dQ [kBlockQ, kDqueryCols]: warpgroups divide its rows if there are 128, else its columns.
+  // dQ is [kBlockQ, kDqueryCols]. The warpgroups divide its rows if there are 128, else its
+  // columns.
   static constexpr int kDqueryCols = (kHeadDim + 63) / 64 * 64;
   static constexpr bool kDqueryByRows = kBlockQ == 128;
   static constexpr int kDqueryGroupCols = kDqueryByRows ? kDqueryCols : kDqueryCols / kConsumers;
   static constexpr int kStagingBytes = 64 * kDqueryGroupCols * 4;
   static_assert(kBlockQ % 64 == 0 && kDqueryGroupCols == 64);
-  // Sums that blocks which take turns add to, those of even and of odd key tiles one each: with
-  // tiles of 128 rows and keys, the next to add to a tile would come just one tile later, and all
-  // would run in lockstep.
+  // Number of sums in ordered runs: even and odd key tiles have one each if tiles have 128 rows and
+  // 128 keys. With a single sum, the next block to add to a tile would come just one tile later,
+  // and all blocks would run in lockstep.
   static constexpr int kOrderedSums = kDqueryByRows ? 2 : 1;
   static_assert(kOrderedSums == 1 || kHeadDim <= kTwoSumsHeadDim);
 
   using QueryTile = SmemTile<kBlockQ, kHeadDim>;
   using KeyTile = SmemTile<kBlockKv, kHeadDim>;
   using ScoreTile = SmemTile<kBlockKv, kBlockQ>;  // dS^T
-  using GradientTile = SmemTile<64, kHeadDim>;    // dK or dV of a warpgroup, where dQ has been
+  using GradientTile = SmemTile<64, kHeadDim>;    // dK or dV of a warpgroup, staged in dQ's place
   static_assert(GradientTile::kBytes <= kStagingBytes);
 
-  // Shared memory: K, V, kStages times Q, dO and dS^T, two stages of dQ of each consumer.
+  // Shared memory holds K, V, kStages times Q, dO and dS^T, and two stages of dQ for each consumer.
   static constexpr int kValueOffset = KeyTile::kBytes;
   static constexpr int kQueryOffset = kValueOffset + KeyTile::kBytes;
   static constexpr int kOutOffset = kQueryOffset + kStages * QueryTile::kBytes;
@@ -86,12 +89,12 @@ struct BackwardConfig {
   static constexpr int kStagingOffset = kScoreOffset + kStages * ScoreTile::kBytes;
   static constexpr int kSmemBytes = kStagingOffset + 2 * kConsumers * kStagingBytes;
   static constexpr int kStagingArrivals = 1;
-  static constexpr int kStaticSmemBytes = 3072;  // row statistics, barriers, alignment, at most
+  static constexpr int kStaticSmemBytes = 3072;  // most for row statistics, barriers, alignment
   static_assert(kSmemBytes + kStaticSmemBytes <= kBackwardSmemLimit);
 };
 
-// Head dims above 128: two kernels. Of the first a block owns 64 keys and values; one consumer
-// warpgroup computes S and holds dV, the other computes dP and holds dK.
+// Configures the first of the two kernels for head dims above 128. A block owns 64 keys and values;
+// one consumer warpgroup computes S and holds dV, the other computes dP and holds dK.
 template <int kHeadDimension>
 struct WideKeyConfig {
   static constexpr int kHeadDim = kHeadDimension;
@@ -100,12 +103,12 @@ struct WideKeyConfig {
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
   static constexpr int kBlockQ = 64, kBlockKv = 64;
-  static constexpr int kStages = 2;  // of Q, dO and P^T each
+  static constexpr int kStages = 2;  // for each of Q, dO and P^T
 
   using QueryTile = SmemTile<kBlockQ, kHeadDim>;
   using KeyTile = SmemTile<kBlockKv, kHeadDim>;
 
-  // Shared memory: K, V, kStages times Q, dO and P^T, the latter in float32 and fragment order.
+  // Shared memory holds K, V, and kStages times Q, dO and P^T; P^T is float32, in fragment order.
   static constexpr int kValueOffset = KeyTile::kBytes;
   static constexpr int kQueryOffset = kValueOffset + KeyTile::kBytes;
   static constexpr int kOutOffset = kQueryOffset + kStages * QueryTile::kBytes;
@@ -114,12 +117,13 @@ struct WideKeyConfig {
   static constexpr int kStagingBytes = kBlockQ * kBlockKv * 4;
   static constexpr int kSmemBytes = kStagingOffset + kStages * kStagingBytes;
   static constexpr int kStagingArrivals = 4 * kWarpArrivals;
-  static constexpr int kStaticSmemBytes = 2048;  // row statistics, barriers, at most
+  static constexpr int kStaticSmemBytes = 2048;  // most for row statistics, barriers
   static_assert(kSmemBytes + kStaticSmemBytes <= kBackwardSmemLimit);
   using ScoreTile = KeyTile;
 };
 
-// Of the second, 64 query rows for each consumer warpgroup, with dQ in its registers.
+// Configures the second of the two kernels: each consumer warpgroup owns 64 query rows, and keeps
+// their dQ in registers.
 template <int kHeadDimension>
 struct WideQueryConfig {
   static constexpr int kHeadDim = kHeadDimension;
@@ -133,7 +137,7 @@ struct WideQueryConfig {
   using QueryTile = SmemTile<kBlockQ, kHeadDim>;
   using KeyTile = SmemTile<kBlockKv, kHeadDim>;
 
-  // Shared memory: Q, dO, kKeyStages times K, kValueStages times V.
+  // Shared memory holds Q, dO, kKeyStages times K, and kValueStages times V.
   static constexpr int kOutOffset = QueryTile::kBytes;
   static constexpr int kKeyOffset = kOutOffset + QueryTile::kBytes;
   static constexpr int kValueOffset = kKeyOffset + kKeyStages * KeyTile::kBytes;

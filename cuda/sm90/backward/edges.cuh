@@ -1,4 +1,5 @@
-// What goes before and after the main backward kernels, both bound by memory bandwidth:
+// Defines the kernels that run before and after the main backward kernels; memory bandwidth bounds
+// both.
 //   before: delta = sum_h(dout * out) - dlse, perhaps times the scale (GradientScales), lse in log2
 //           units, accumulators set to zero
 //   after:  dquery from float32 accumulators, in fragment order, to its own type and layout
@@ -24,10 +25,10 @@
 namespace jax_flash::sm90 {
 
 inline constexpr int kEdgeThreads = 256;
-inline constexpr int kSpreadSmemBytes = 100 * 1024;  // with which a multiprocessor has two blocks
+inline constexpr int kSpreadSmemBytes = 100 * 1024;  // two such blocks fit on a multiprocessor
 
-// What main kernels add to, for kEdgeRows rows, by all threads; and, once, their counters and what
-// stands for rows that there are not.
+// Zeroes what the main kernels add to, for kEdgeRows rows. The first block also zeroes the counters
+// and writes the lse and delta that stand for rows beyond the last. Called by all threads.
 __device__ __forceinline__ void write_zeros(const BackwardEdgePlan& plan, int32_t batch_head,
                                             int32_t row0) {
   const BackwardWorkspace& workspace = plan.workspace;
@@ -39,7 +40,7 @@ __device__ __forceinline__ void write_zeros(const BackwardEdgePlan& plan, int32_
       workspace.delta[workspace.padding + thread] = 0.0f;
     }
   }
-  if (workspace.turns) {             // the first to come stores
+  if (workspace.turns) {             // the first block to add stores instead
     static_assert(kEdgeRows == 32);  // so that two flags a tile are enough
     const int flag = row0 / kEdgeRows * 2 + thread;
     if (thread < 2 && flag < workspace.flags) {
@@ -56,8 +57,9 @@ __device__ __forceinline__ void write_zeros(const BackwardEdgePlan& plan, int32_
   }
 }
 
-// Grid: batch x head x tiles of kEdgeRows rows, of which kLanes lanes read one. What is written
-// first needs nothing that is read, and all that is read is under way at a time.
+// Computes delta and lse in log2 units. The grid is batch x head x tiles of kEdgeRows rows, and
+// kLanes lanes read a row. The zeros, which depend on nothing that is read, are written first, and
+// all reads are in flight at the same time.
 template <typename Element, int kLanes>
 __global__ void __launch_bounds__(kEdgeThreads)
     backward_begin_kernel(const __grid_constant__ BackwardEdgePlan plan,
@@ -85,7 +87,7 @@ __global__ void __launch_bounds__(kEdgeThreads)
     a[u] = *reinterpret_cast<const uint4*>(out + i * plan.out.row);
     b[u] = *reinterpret_cast<const uint4*>(dout + i * plan.dout.row);
   }
-  // A thread for each row.
+  // One thread handles each row.
   const bool has_row = thread < kEdgeRows && row0 + thread < q_len;
   float row_lse = minus_infinity(), row_dlse = 0.0f;
   if (has_row) {
@@ -113,7 +115,7 @@ __global__ void __launch_bounds__(kEdgeThreads)
   if (thread >= min(workspace.rows - row0, kEdgeRows)) return;
   const int64_t row_index = int64_t{batch_head} * workspace.rows + row0;
   const bool dead = row_lse == minus_infinity();
-  // Its units are those of logits.
+  // Its units are those of the logits.
   workspace.lse_log2[row_index + thread] =
       dead ? -minus_infinity() : row_lse * (in_natural_units(params) ? 1.0f : kLog2E);
   workspace.delta[row_index + thread] =
@@ -164,7 +166,8 @@ __device__ __forceinline__ void convert_tile(const BackwardEdgePlan& plan, int32
     }
   };
   ptx::griddepcontrol_wait();
-  // With turns the first to come stores its sums, and nobody need have come.
+  // In ordered runs the first block to add stores its sums instead, and there may have been no
+  // block at all.
   if (workspace.turns == nullptr || *turns != 0) {
     each(workspace.dquery, [](float (&to)[4], const float4& value) {
       to[0] = value.x, to[1] = value.y, to[2] = value.z, to[3] = value.w;
@@ -180,7 +183,7 @@ __device__ __forceinline__ void convert_tile(const BackwardEdgePlan& plan, int32
              plan.scales.dquery, values);
 }
 
-// Grid: column groups x tiles of 64 query rows x heads x batch.
+// Converts all tiles. The grid is column groups x tiles of 64 query rows x heads x batch.
 template <typename Config, typename Element>
 __global__ void __launch_bounds__(kEndThreads, 1024 / kEndThreads)
     backward_end_kernel(const __grid_constant__ BackwardEdgePlan plan) {
@@ -190,10 +193,10 @@ __global__ void __launch_bounds__(kEndThreads, 1024 / kEndThreads)
   convert_tile<Config, Element>(plan, block / kGroups, block % kGroups);
 }
 
-inline constexpr int kRestBlocks = 4;  // for each of the main kernel
+inline constexpr int kRestBlocks = 4;  // for each block of the main kernel
 
-// The same for tiles that the main kernel has left: see EndPlan. Grid: column groups x blocks of
-// the main kernel x kRestBlocks.
+// Converts the tiles that the main kernel did not: see EndPlan. The grid is column groups x blocks
+// of the main kernel x kRestBlocks.
 template <typename Config, typename Element>
 __global__ void __launch_bounds__(kEndThreads, 1024 / kEndThreads)
     backward_rest_kernel(const __grid_constant__ BackwardEdgePlan plan,

@@ -1,5 +1,5 @@
-// The work of the first and last backward kernels for heads that begin late or are complete early,
-// done in the main kernel by the warp that chooses blocks: memory has time then.
+// Does the work of the first and last backward kernels for heads that begin late or complete early.
+// The warp of the main kernel that chooses blocks does it, while memory bandwidth is free.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +13,7 @@
 
 namespace jax_flash::sm90 {
 
-// Share `share` of the zeros of a head, by a warp; see ZeroPlan.
+// Writes share `share` of a head's zeros, by one warp; see ZeroPlan.
 __device__ __forceinline__ void write_zeros(const BackwardCounters& counters, const ZeroPlan& zeros,
                                             float* sums, int32_t kv_head, int32_t share) {
   if (kv_head < zeros.first_head) return;
@@ -28,13 +28,13 @@ __device__ __forceinline__ void write_zeros(const BackwardCounters& counters, co
   if (threadIdx.x % 32 == 0) ptx::red_release_add(counters.zeroed(kv_head), 1);
 }
 
-// Converts every gridDim.x-th tile of 64 query rows, as long as all blocks of keys have added to
-// its head. All functions are called by the whole warp, which has few registers: loops that are not
-// unrolled keep it from spilling.
+// Converts every gridDim.x-th tile of 64 query rows, while all key blocks have added to the tile's
+// head. The whole warp calls every function. It has few registers: loops that are not unrolled keep
+// it from spilling.
 template <typename Config, typename Element, bool kOrdered>
 struct EndWarp {
-  static constexpr int kStrips = 4;  // of 16 rows, since the next block must not wait longer
-  static constexpr uint32_t kNanoseconds = 4000;  // until there may be something to do
+  static constexpr int kStrips = 4;               // of 16 rows: the next block must not wait longer
+  static constexpr uint32_t kNanoseconds = 4000;  // to sleep until there may be something to do
 
   const EndPlan& plan;
   const BackwardWorkspace& workspace;
@@ -72,7 +72,8 @@ struct EndWarp {
       }
       to += 32;
     };
-    // The first to come stores its sums, and nobody need have come. A tile has two flags.
+    // In ordered runs the first block to add stores its sums instead, and there may have been no
+    // block at all. A tile has two flags.
     const auto is_stored = [&] {
       return workspace.turns[int64_t{batch_head} * workspace.flags + tile_row0 / kEdgeRows] != 0;
     };
@@ -96,7 +97,7 @@ struct EndWarp {
     }
     if (++at % kStrips == 0) at += (plan.blocks - 1) * kStrips;
   }
-  // Until the barrier's phase of this parity has ended.
+  // Converts tiles until the barrier's phase of this parity has ended.
   __device__ __forceinline__ void work_until(uint32_t barrier_smem, uint32_t parity) {
     bool works = true;
     while (__any_sync(0xffffffff,

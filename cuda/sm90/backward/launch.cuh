@@ -1,6 +1,6 @@
-// Backward pass for sm_90: which kernels a head dim takes, and what they are launched with. Up to
-// 128 sm90/backward/narrow.cuh, above sm90/backward/wide.cuh; before and after them
-// backward_edges.cuh.
+// Launches the backward pass for sm_90: chooses the kernels for a head dim and their arguments.
+// Head dims up to 128 use sm90/backward/narrow.cuh, larger ones sm90/backward/wide.cuh. The kernels
+// of sm90/backward/edges.cuh run before and after them.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -70,7 +70,8 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
                             int64_t{ends.blocks} * kRestBlocks * kGroups, kEndThreads, 0, stream,
                             BackwardEdgePlan(params, workspace, scales, tiles), ends);
   }
-  // Few of them start on the multiprocessors that are free first, unless those do not have room.
+  // If there are few blocks, this much shared memory keeps them from crowding onto the
+  // multiprocessors that are free first.
   const int end_smem_bytes = tiles * heads <= 2 * sms ? kSpreadSmemBytes : 0;
   return launch_dependent("sm90::backward_end_kernel", shape, backward_end_kernel<Config, Element>,
                           tiles * heads * kGroups, kEndThreads, end_smem_bytes, stream,

@@ -1,5 +1,5 @@
-// Which query tiles a mask leaves to a tile of keys, for the sm_90 backward kernels up to head dim
-// 128: found by a kernel before them, once for all batches and heads that share the mask.
+// Finds the query tiles that a mask lets a key tile skip, for the sm_90 backward kernels up to head
+// dim 128. A kernel before them does so once for all batches and heads that share the mask.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +15,8 @@
 
 namespace jax_flash::sm90 {
 
-// Rows from the first that may attend to a tile of kKeys keys to behind the last, by the mask: for
-// each of [batch, heads] that it has, and each tile.
+// Holds a range of rows for each tile of kKeys keys, of each [batch, heads] that the mask has: from
+// the first row that may attend to the tile, by the mask, to just past the last.
 struct MaskRows : MaskMatrices {
   static constexpr int kKeys = 128;
 
@@ -33,8 +33,8 @@ struct MaskRows : MaskMatrices {
   }
   int64_t bytes() const { return matrices() * tiles * 8; }
 
-  // What of a range of tiles of kBlockQ rows is left by `group` heads from first_head on, of a
-  // batch.
+  // Narrows a range of tiles of kBlockQ rows to those that any of `group` heads of a batch, from
+  // first_head on, needs.
   template <int kBlockQ>
   __device__ __forceinline__ TileRange narrow(const TileRange& range,
                                               const int32_t (&batch_axes)[2], int32_t first_head,
@@ -54,19 +54,19 @@ struct MaskRows : MaskMatrices {
   }
 };
 
-// Whether the mask of every 16 keys lies in vectors, for TransposedMask.
+// True if the mask of every 16 keys can be read as a vector, as TransposedMask requires.
 inline bool mask_is_read_by_rows(const Forward& params) {
   return bool{params.mask} && mask_has_vectors(params, 16);
 }
 
-// The mask of a warp's 16 keys and 64 query rows, on its way to bits in the order of fragments
-// whose columns are queries: element [n][2 half + e] is bit 8 (half + n / 4 * 2) + n % 4 * 2 + e.
-// By elements these are 32 loads, of a byte each. Here a lane has two rows, and lanes exchange
-// bits. Bytes are 0 or 1.
+// Loads the mask of a warp's 16 keys and 64 query rows, and turns it into bits in the order of
+// fragments whose columns are queries: element [n][2 half + e] is bit
+// 8 (half + n / 4 * 2) + n % 4 * 2 + e. Element by element this would take 32 loads of one byte.
+// Instead, a lane loads two rows, and the lanes exchange bits. Bytes are 0 or 1.
 struct TransposedMask {
   uint4 bytes[2] = {};
 
-  // `mask`: of row 0 and the warp's first key. Rows beyond the last are the last.
+  // `mask` points to row 0 and the warp's first key. Rows beyond the last repeat the last.
   __device__ __forceinline__ void load(const uint8_t* mask, int64_t stride, int32_t row0,
                                        int32_t count) {
 #pragma unroll
@@ -76,8 +76,8 @@ struct TransposedMask {
     }
   }
   __device__ __forceinline__ uint32_t bits() const {
-    constexpr uint32_t kGather = 1u << 28 | 1u << 21 | 1u << 14 | 1u << 7;  // to the highest four
-    uint32_t rows = 0;  // of keys: 16 bits of row `lane`, and of row `lane + 32`
+    constexpr uint32_t kGather = 1u << 28 | 1u << 21 | 1u << 14 | 1u << 7;  // into the top 4 bits
+    uint32_t rows = 0;  // bits of 16 keys in row `lane`, and in row `lane + 32`
 #pragma unroll
     for (int i = 1; i >= 0; --i) {
       const uint32_t words[4] = {bytes[i].w, bytes[i].z, bytes[i].y, bytes[i].x};
@@ -95,7 +95,7 @@ struct TransposedMask {
   }
 };
 
-// The same elements of a bias: each lane those of two rows.
+// Prefetches the same elements of a bias to L2: each lane prefetches those of two rows.
 __device__ __forceinline__ void prefetch_bias(const Forward& params, const BatchIndex& batch,
                                               int32_t head, int32_t row0, int32_t key) {
   const Operand& bias = params.bias;
@@ -111,8 +111,8 @@ __device__ __forceinline__ void prefetch_bias(const Forward& params, const Batch
 
 inline constexpr int kMaskRowsThreads = 1024;
 
-// Grid: for each of [batch, heads] of the mask a block for each tile of keys. `ranges`: from the
-// first row that may attend to one of these to behind the last.
+// Computes `ranges`: from the first row that may attend to a key of the tile to just past the last.
+// The grid has a block for each key tile of each [batch, heads] of the mask.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     mask_rows_kernel(const __grid_constant__ Operand mask, const __grid_constant__ MaskRows made,
@@ -164,9 +164,9 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) ranges[blockIdx.x] = range;
 }
 
-// Where few share a mask, reading it takes longer than what is skipped saves, and of short calls
-// launching a kernel does. Ranges lie in the place of what calls with a mask do not have: parts of
-// blocks of keys.
+// Launches the search if it pays. If few heads share a mask, reading it takes longer than the
+// skipped tiles save, and in short calls the launch itself does. The ranges reuse the memory of the
+// parts of key blocks, which calls with a mask do not have.
 inline Status launch_mask_rows(const Backward& params, const BackwardWorkspace& workspace,
                                MaskRows& mask_rows, cudaStream_t stream) {
   constexpr int32_t kLeastRows = 1024;

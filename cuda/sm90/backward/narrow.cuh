@@ -1,5 +1,5 @@
-// Backward pass up to head dim 128, with warpgroup-level matrix instructions: FlashAttention-3
-// (arXiv:2407.08608).
+// Computes the backward pass up to head dim 128, by warpgroup-level matrix instructions, after
+// FlashAttention-3 (arXiv:2407.08608).
 //
 //   for each query head of the group, for each tile of rows that may attend to the block's keys
 //     S^T = K Q^T,  dP^T = V dO^T     registers of a warpgroup, 64 keys
@@ -9,21 +9,21 @@
 //     dQ is added to float32 sums in global memory, by bulk copies from shared memory
 //   dK, dV to global memory, by bulk copies from where dQ is staged before it is added
 //
-// Thread blocks stay, and work on one such block after the other: on the first that nobody has, of
-// an order that has long ones first. So what begins a block runs beside the end of the one before.
-// Where some would have nothing to do they take part of the query tiles of others' blocks, whose dK
-// and dV are then added up: sm90/backward/split.cuh.
+// Thread blocks are persistent and take one key block after the other: the first that is not yet
+// taken, in an order that has long ones first. So the start of one key block overlaps the end of
+// the one before. If some thread blocks would have nothing to do, they take part of the query tiles
+// of other key blocks, and the partial dK and dV are then added up: see sm90/backward/split.cuh.
 //
-// Warp roles. Warp 0 starts copies (TMA) of K, V and, tile by tile, of Q with lse and of dO with
+// Warp roles: warp 0 starts copies (TMA) of K, V and, tile by tile, of Q with lse and of dO with
 // delta. Warps 1 and 2 add dQ to the sums; in deterministic runs they also wait for the block's
-// turn, which the others then need not. Warp 3 chooses the blocks, writes zeros that later ones add
-// to, and converts dQ of heads that are complete. Two consumer warpgroups own 64 keys each. They
-// start products such that exponentials run beside dP, dS beside dV, and what stores dQ beside dK
-// and the next tile's S.
+// turn, so that no other warp has to. Warp 3 chooses the key blocks, writes zeros that later ones
+// add to, and converts dQ of heads that are complete. Two consumer warpgroups own 64 keys each.
+// They order their products such that exponentials overlap dP, dS overlaps dV, and the stores of dQ
+// overlap dK and the next tile's S.
 //
-// Shared memory: K, V; two blocks' descriptions; two stages each of Q, dO (with barriers full,
-// empty) and dS^T; dQ on its way out, in the accumulators' fragment order; lse and delta of two
-// tiles. Two stages of dS^T make one barrier of the consumers a tile enough.
+// Shared memory holds K, V; the descriptions of two key blocks; two stages each of Q, dO (with
+// barriers full, empty) and dS^T; staged dQ, in the accumulators' fragment order; lse and delta of
+// two tiles. With two stages of dS^T, one barrier of the consumers a tile is enough.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -51,13 +51,14 @@
 
 namespace jax_flash::sm90 {
 
+// Computes one key block's dK and dV, and stages dQ of each of its query tiles, as a consumer.
 template <typename Config, typename Element, bool kGeneral, bool kMaySplit>
 __device__ __forceinline__ void consume_tiles(
     const Backward& params, const KeyGradientMaps& maps, const BackwardWorkspace& workspace,
     const BlockPlan& plan, const BackwardSmem<Config>& smem, const BackwardBlock& block,
     RingState<Config::kStages>& ring, uint32_t key_parity) {
   constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv;
-  constexpr bool kManyRegisters = Config::kHeadDim <= 96;  // by measurement
+  constexpr bool kManyRegisters = Config::kHeadDim <= 96;  // chosen by measurement
   constexpr bool kScaled = kScaledDlogits<Element>;
   constexpr int kHalves = kBlockQ / 64;  // a tile's rows are worked on 64 at a time
   constexpr int kHeadN = Config::kHeadDim / 8, kHeadSteps = Config::kHeadDim / 16;
@@ -67,7 +68,8 @@ __device__ __forceinline__ void consume_tiles(
   const Shape& shape = params.shape;
   const Band& band = block.band;  // read again whenever needed: registers are short
   const auto first_key = [&] { return block.kv_tile * kBlockKv; };
-  // Known to be the same in the whole warp, so that descriptors need no registers of threads.
+  // The shuffle makes it uniform in the warp for the compiler, so that descriptors use uniform
+  // registers.
   const int group = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0) - 1;
   const int thread = kept_thread_index();
   const int warp_key = group * 64 + threadIdx.x % 128 / 32 * 16;
@@ -78,7 +80,7 @@ __device__ __forceinline__ void consume_tiles(
   float dkey[kHeadN][4], dvalue[kHeadN][4];
   clear(dkey);
   clear(dvalue);
-  // dK and dV leave from where dQ is staged, by bulk copies of one thread for each consumer.
+  // dK and dV are stored from the memory that stages dQ, by bulk copies of one thread a consumer.
   const bool copies = threadIdx.x % 128 == 0;
   const auto await_copies = [&] {
     if (copies) ptx::cp_async_bulk_wait_group_read<0>();
@@ -92,14 +94,14 @@ __device__ __forceinline__ void consume_tiles(
     store_sums<Element>(dvalue_smem, row, 1.0f, dvalue);
     ptx::barrier_sync(kBackwardZeroed + group, 128);
     const int32_t row0 = first_key() + group * 64;
-    // A single row has no axis in the maps, and every index would be its own.
+    // A single row has no axis in the maps, and any index would address that row.
     if (!copies || row0 >= shape.kv_len) return;
     ptx::fence_proxy_async_shared();
     store_tile_panels(dkey_smem, maps.dkey, params.dkey, block.batch, block.kv_head, row0);
     store_tile_panels(dvalue_smem, maps.dvalue, params.dvalue, block.batch, block.kv_head, row0);
     ptx::cp_async_bulk_commit_group();
   };
-  // Of a divided block: whether the sums are another's to write.
+  // Exchanges the sums of a divided key block; true if another thread block writes them.
   const auto exchange_sums = [&] {
     if constexpr (!kMaySplit) return false;
     const SplitSums sums{workspace.split_sums,
@@ -114,15 +116,16 @@ __device__ __forceinline__ void consume_tiles(
     for (int32_t i = index - addends; i < index; ++i) sums.add(i, dkey, dvalue);
     return false;
   };
-  // As maxima, so that the compiler knows that all threads have the same. Not read from shared
-  // memory again, as anything else in the loop that need not be: that waits behind products, too.
+  // The maxima make these uniform for the compiler. They are not read from shared memory again, nor
+  // is anything else that the loop can keep: such reads wait behind products, too.
   const int tile_count = __reduce_max_sync(0xffffffff, block.tile_count);
   const int32_t group_key = first_key() + group * 64;
   const auto unmasked = band.template unmasked_tiles<64>(group_key, group_key + 64);
   const int32_t first_unmasked = __reduce_max_sync(0xffffffff, unmasked.first);
   const int32_t last_unmasked = __reduce_max_sync(0xffffffff, unmasked.last);
   if (tile_count == 0) {
-    // Not before the warp that copies has seen that they were empty: it would miss that.
+    // Arrives only after the copying warp has seen the phase before end: it would miss that
+    // otherwise.
     ptx::mbarrier_wait(smem.key_full(), key_parity);
     ptx::mbarrier_wait(smem.value_full(), key_parity);
     arrive_by_warp(smem.keys_empty());
@@ -133,7 +136,7 @@ __device__ __forceinline__ void consume_tiles(
   ptx::mbarrier_wait(smem.query_full(ring.stage), ring.parity);
   int2 tile = smem.tiles[ring.stage];
 
-  // Keys and values that no row may attend to are zeros.
+  // Zeroes keys and values that no row may attend to.
   __shared__ uint32_t bad_keys_smem[kGeneral ? kBlockKv / 32 + 1 : 1];
   const int32_t first = max(0, band.lo) - first_key();
   const int32_t end = min(band.kv_len, band.q_len - 1 + band.hi) - first_key();
@@ -143,8 +146,8 @@ __device__ __forceinline__ void consume_tiles(
   if constexpr (kGeneral) {
     clear_bad_key_rows<Config::kConsumerThreads, kConsumers, Element>(smem.key(), bad_keys_smem);
   }
-  // The rows of a tile that has arrived, from the end of the sequence on, become zeros. The copy
-  // engine sees to those that are no part of the operand.
+  // Zeroes the rows of a tile that are beyond the end of the sequence, once it has arrived. The
+  // copy engine zeroes rows that are beyond the operand.
   const bool has_padding = kGeneral || band.q_len < shape.q_len;
   const auto zero_padding = [&](const typename Config::QueryTile& rows_smem, int32_t row0) {
     if (has_padding && row0 + kBlockQ > band.q_len) {
@@ -152,7 +155,7 @@ __device__ __forceinline__ void consume_tiles(
     }
   };
   uint32_t key_rmem[kHeadSteps][4], value_rmem[kHeadSteps][4];
-  // a of 64 keys times b^T of 64 query rows
+  // Multiplies a of 64 keys by b^T of 64 query rows.
   const auto start_scores = [&](float (&d)[8][4], const typename Config::KeyTile& a,
                                 const uint32_t (&a_rmem)[kHeadSteps][4],
                                 const typename Config::QueryTile& b, int half) {
@@ -171,7 +174,7 @@ __device__ __forceinline__ void consume_tiles(
     }
     ptx::wgmma_commit_group();
   };
-  // sum += a of 64 keys times b of 64 query rows
+  // Adds a of 64 keys times b of 64 query rows to a sum.
   const auto start_sum = [&](float (&sum)[kHeadN][4], const uint32_t (&a)[4][4],
                              const typename Config::QueryTile& b, int half) {
     const auto b_rows = unknown_address(b);
@@ -183,7 +186,8 @@ __device__ __forceinline__ void consume_tiles(
     ptx::wgmma_commit_group();
   };
 
-  // What modifies the next 64 rows, if there are registers: the mask to these, a bias to L2.
+  // Fetches what modifies the next 64 rows, if there are registers: the mask to registers, a bias
+  // to L2.
   TransposedMask mask;
   const bool reads_mask = kGeneral && kManyRegisters && plan.reads_mask_by_rows;
   const auto read_ahead = [&](int half) {
@@ -213,14 +217,15 @@ __device__ __forceinline__ void consume_tiles(
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_results(scores);
   }
-  // dQ of the tile before: its dS^T is in the other stage. Before the first tile it is computed
-  // of what is there, for nothing: a branch around it would make the compiler wait.
+  // Computes dQ of the tile before, whose dS^T is in the other stage. Before the first tile it
+  // computes dQ of whatever is there and discards it: a branch around it would make the compiler
+  // wait.
   int tiles_done = 0;
   const auto await_scores = [&](uint32_t stage) {
     if (tiles_done > 0) {
       ptx::barrier_sync(kScoresStored + (group ^ 1) * 2 + stage, Config::kConsumerThreads);
     }
-    ptx::fence_proxy_async_shared();  // also if there is none: a branch less costs nothing
+    ptx::fence_proxy_async_shared();  // also without a tile before: saves a branch
   };
   const auto start_dquery = [&](uint32_t stage) {
     forget(dquery);
@@ -263,7 +268,7 @@ __device__ __forceinline__ void consume_tiles(
       const float* lse_smem = smem.lse + stage * kBlockQ + half * 64;
       const float* delta_smem = smem.delta + stage * kBlockQ + half * 64;
       const typename Config::LseColumns lse(lse_smem);
-      // P^T beside dP^T; dV += P^T dO
+      // P^T, overlapped with dP^T; dV += P^T dO
       if (!Config::kNextScoresFirst || half > 0) {
         ptx::wgmma_wait_group<1>();
         ptx::wgmma_results(scores);
@@ -286,13 +291,13 @@ __device__ __forceinline__ void consume_tiles(
       if constexpr (Config::kEarlyDvalue) {
         round_fragments<Element>(probabilities, scores);
         if constexpr (Config::kAlternates) {
-          ptx::wgmma_fence();  // or exponentials sink below what follows
+          ptx::wgmma_fence();  // else exponentials sink below what follows
           ptx::barrier_arrive(kMayCompute + (group ^ 1), Config::kConsumerThreads);
         }
         start_sum(dvalue, probabilities, smem.dout(stage), half);
       }
 
-      // dS^T beside that; dK += dS^T Q
+      // dS^T, overlapped with dV; dK += dS^T Q
       if (Config::kEarlyDquery && half == 0) {
         ptx::wgmma_wait_group<1 + Config::kEarlyDvalue>();
       } else {
@@ -323,7 +328,8 @@ __device__ __forceinline__ void consume_tiles(
       }
     }
 
-    // The next tile's S^T; after the last tile that of a stage of old, for nothing.
+    // Starts the next tile's S^T; after the last tile it recomputes that of an old stage and
+    // discards it.
     ring.advance();
     if (tiles_done + 1 < tile_count) {
       ptx::mbarrier_wait(smem.query_full(ring.stage), ring.parity);
@@ -350,13 +356,13 @@ __device__ __forceinline__ void consume_tiles(
   ptx::wgmma_wait_group<0>();
   arrive_by_warp(smem.keys_empty());
   stage_dquery(ring.stage ^ 1, ring.parity ^ ring.stage);
-  // The last two tiles' dQ is on its way from there.
+  // Waits until dQ of the last two tiles has been copied from there.
   ptx::mbarrier_wait(smem.dquery_empty(group, ring.stage), ring.parity ^ 1);
   ptx::mbarrier_wait(smem.dquery_empty(group, ring.stage ^ 1), ring.parity ^ ring.stage ^ 1);
   if (!exchange_sums()) write_key_gradients();
 }
 
-// kOrdered: blocks take turns to add dQ.
+// Computes dK, dV and the sums for dQ. kOrdered: blocks take turns to add dQ.
 template <typename Config, typename Element, bool kGeneral, bool kOrdered>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_kernel(const __grid_constant__ Backward params,
@@ -378,7 +384,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                                   statistics_smem[1],
                                   tile_indices_smem,
                                   reinterpret_cast<BackwardBlock*>(block_bytes_smem)};
-  // What can begin at once does: the first block's K and V, and who is to do what.
+  // Starts what depends on nothing else: the copies of the first K and V, and the description of
+  // the first key block.
   if (threadIdx.x < 32) {
     smem.init_barriers();
     if (threadIdx.x == 0) load_first_keys(params, plan, schedule, maps, smem);
@@ -436,8 +443,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     const int group = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0) - 1;
-    // Consumers take turns in computing, so that one's products run beside the other's
-    // exponentials.
+    // The consumers take turns to compute, so that one's products overlap the other's exponentials.
     if (Config::kAlternates && group == 1) {
       ptx::barrier_arrive(kMayCompute, Config::kConsumerThreads);
     }
@@ -447,7 +453,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
           params, gradient_maps, workspace, plan, smem, block, ring, key_parity);
     });
     if (threadIdx.x % 128 == 0) ptx::cp_async_bulk_wait_group_read<0>();
-    if (Config::kAlternates && group == 0) {  // the other's last
+    if (Config::kAlternates && group == 0) {  // the other consumer's last turn
       ptx::barrier_sync(kMayCompute, Config::kConsumerThreads);
     }
   }

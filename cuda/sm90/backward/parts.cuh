@@ -1,5 +1,5 @@
-// Parts of the sm_90 backward kernels: the order of blocks and of their tiles, turns, copies,
-// and shared memory that must not hold what nobody may attend to.
+// Defines building blocks of the sm_90 backward kernels: the order of key blocks and of their query
+// tiles, turns, copies, and the zeroing of rows that nobody may attend to.
 #pragma once
 
 #include <cuda.h>
@@ -29,6 +29,7 @@
 
 namespace jax_flash::sm90 {
 
+// Holds the tensor maps of the operands, then those of the gradients of keys and values.
 struct BackwardMaps {
   CUtensorMap query, key, value, dout;
 };
@@ -36,8 +37,9 @@ struct KeyGradientMaps {
   CUtensorMap dkey, dvalue;
 };
 
-// Which tile of which head a block owns: sections of `section_heads` heads (of all batches in one
-// row) one after the other, within one all heads' first tiles, then all heads' second tiles...
+// Maps an index to the head and key tile that a block owns. Sections of `section_heads` heads (of
+// all batches, numbered consecutively) follow each other; in a section, all heads' first tiles come
+// first, then all heads' second tiles, and so on.
 struct TileSchedule {
   int32_t tiles = 0, total_heads = 0, sections = 0;
   Divisor section_heads, last_section_heads, section_blocks;
@@ -57,7 +59,7 @@ struct TileSchedule {
             std::clamp<int64_t>(heads_of_section * tiles_of_head, 1, INT32_MAX))),
         last_first(last_tiles_first) {}
 
-  // The section's number is returned.
+  // Returns the section's number.
   __device__ __forceinline__ int32_t at(int32_t index, int32_t& head, int32_t& tile) const {
     const int32_t section = section_blocks.quotient(index);
     const int32_t rest = index - section * section_blocks.divisor;
@@ -69,28 +71,29 @@ struct TileSchedule {
   }
 };
 
-// Sums for dQ that several blocks add to, in turns that do not depend on timing. Blocks take turns
-// as they would come if all of a section started at a time, or each when one of the section before
-// ends: then hardly any waits. All of a section have to run at a time, which they do if a launch
-// has as many blocks as a section, and each of them takes one of every section.
+// Says how several blocks take turns to add to a sum for dQ, independently of timing. Turns have
+// the order in which blocks would come if all of a section started together, or each when a block
+// of the section before ends: then hardly any block waits. All blocks of a section must run at the
+// same time. They do, because a launch has as many thread blocks as a section has blocks, and each
+// takes one of every section.
 enum class TurnOrder : int32_t {
   kNone,
   kTogether,
-  kAscending,  // a head has too many blocks: one waits for those of lower keys only
+  kAscending,  // a head has too many blocks: each waits only for those of lower keys
 };
 
-// A tile of a query head.
+// Names a query tile of a query head.
 struct HeadTile {
   int32_t head, tile;
 };
 
-// The query tiles of all heads of a group that a block visits, head by head. Within a head it may
-// start at any tile and come round, or go from the last to the first. Its functions are called by
-// whole warps.
+// Walks over the query tiles that a block visits, for all heads of a group, head by head. Within a
+// head it may start at any tile and wrap around, or go from the last to the first. Whole warps call
+// its functions.
 struct QueryTileWalk {
   TileRange range;
   int32_t first_head, end_head;
-  int32_t start = 0, first_tile = 0;  // where a head starts, and the first one
+  int32_t start = 0, first_tile = 0;  // where each head starts, and where the first one does
   bool backward = false;
   const SegmentSpan* query_spans = nullptr;
   int32_t query_blocks = 0;
@@ -107,7 +110,7 @@ struct QueryTileWalk {
     first_tile = start;
     if (range.first >= range.end || start >= range.end) first_head = end_head;
   }
-  // From the tile of an index on.
+  // Continues from the tile of an index.
   __device__ __forceinline__ void skip(int32_t index) {
     const HeadTile cursor = at(index);
     first_head = cursor.head;
@@ -122,14 +125,14 @@ struct QueryTileWalk {
     for (HeadTile at = begin(); !done(at); advance<kBlockQ>(at)) ++tiles;
     return tiles;
   }
-  // The tile of an index in this order, where nothing is skipped.
+  // Returns the tile of an index in this order, if nothing is skipped.
   __device__ __forceinline__ HeadTile at(int32_t index) const {
     const int32_t tiles = range.end - range.first, heads = index / tiles;
     const int32_t place = index - heads * tiles;
     const int32_t tile = backward ? start - place : start + place;
     return {first_head + heads, tile < range.end ? tile : tile - tiles};
   }
-  // kOrdered: with turns, without which none goes backward.
+  // Advances to the next tile. kOrdered: with turns; without them no walk goes backward.
   template <int kBlockQ, bool kOrdered = false>
   __device__ __forceinline__ void advance(HeadTile& at) const {
     const bool down = kOrdered && backward;
@@ -141,12 +144,12 @@ struct QueryTileWalk {
   }
 };
 
-// Whether every row may attend to every key: then all blocks visit all tiles, and start shifted.
+// True if every row may attend to every key. Then all blocks visit all tiles, and start shifted.
 __device__ __forceinline__ bool is_rectangle(const Band& band) {
   return band.lo <= 1 - band.q_len && band.hi >= band.kv_len;
 }
 
-// How many tiles further on than the first a block of a rectangle starts, if there are turns.
+// Returns by how many tiles the start of a block of a rectangle is shifted, if there are turns.
 template <int kBlockKv>
 __device__ __forceinline__ int32_t shifted_start(const Band& band, const TileRange& range,
                                                  int32_t kv_tile) {
@@ -155,9 +158,9 @@ __device__ __forceinline__ int32_t shifted_start(const Band& band, const TileRan
                               kv_tiles_here);
 }
 
-// How many of the blocks that add to a query tile, those of `range`, do so before the one of tile
-// kv_tile: those that come to it earlier, see TurnOrder, when all take equally long for a tile. Of
-// kSums sums each has every kSums-th tile.
+// Returns how many of the blocks that add to a query tile, those of `range`, do so before the block
+// of tile kv_tile. They are those that reach it earlier (see TurnOrder) if all take equally long
+// for a tile. With kSums sums, each has every kSums-th tile.
 template <int kSums>
 __device__ __forceinline__ int32_t turn_of(const Band& band, bool ascending, int32_t kv_tile,
                                            int32_t q_tile, int32_t q_tiles_total,
@@ -165,32 +168,33 @@ __device__ __forceinline__ int32_t turn_of(const Band& band, bool ascending, int
   if (ascending) return (kv_tile - range.first) / kSums;
   const int32_t later = (range.end - 1 - kv_tile) / kSums;
   if (!is_rectangle(band)) return later;
-  // Blocks up to `last` start at this tile or before it; the later of them come first. The
-  // others come round to it.
+  // Blocks up to `last` start at this tile or before it; the later of them reach it first. The
+  // others wrap around to it.
   const uint32_t ends = static_cast<uint32_t>(q_tile + 1) * range.end;  // host: fits
   const int32_t last = static_cast<int32_t>((ends + q_tiles_total - 1) / q_tiles_total) - 1;
   return kv_tile <= last ? (last - kv_tile) / kSums
                          : (last + kSums - kv_tile % kSums) / kSums + later;
 }
 
-// The tile with an address that the compiler knows nothing of: or it computes all descriptors of a
-// tile that stays before the loop, and spills them.
+// Returns the tile with an address that is opaque to the compiler: it would otherwise compute all
+// descriptors of an invariant tile before the loop, and spill them.
 template <typename Tile>
 __device__ __forceinline__ Tile unknown_address(Tile tile) {
   asm volatile("" : "+r"(tile.root));
   return tile;
 }
 
-// threadIdx.x, which the compiler keeps: it would read the special register again wherever it needs
-// it, and that waits until the tensor cores have taken all products that the warp has started.
+// Returns threadIdx.x as a value that the compiler keeps. It would otherwise read the special
+// register again at every use, and such a read waits until the tensor cores have accepted all
+// products that the warp has started.
 __device__ __forceinline__ int kept_thread_index() {
   int index = threadIdx.x;
   asm volatile("" : "+r"(index));
   return index;
 }
 
-// wgmma_tile.cuh's descriptors as sums whose constant terms the compiler adds up: one addition for
-// each, where an or with the constant bits takes another instruction.
+// Computes the descriptors of wgmma_tile.cuh as sums, whose constant terms the compiler folds: one
+// addition for each, whereas an `or` with the constant bits takes another instruction.
 template <typename Tile>
 __device__ __forceinline__ uint64_t summed_descriptor(const Tile& tile, uint32_t leading_bytes,
                                                       uint32_t offset) {
@@ -205,7 +209,7 @@ __device__ __forceinline__ uint64_t operand_mn_major(const Tile& tile, int col0,
   return summed_descriptor(tile, Tile::kPanelBytes, col0 / 64 * Tile::kPanelBytes + k * 16 * 128);
 }
 
-// A ring of two stages in one register.
+// Holds the state of a ring of two stages in one register.
 struct StagePair {
   uint32_t count = 0;
 
@@ -214,13 +218,14 @@ struct StagePair {
   __device__ __forceinline__ void advance() { ++count; }
 };
 
-// By a whole warp: what all its threads have done comes before what waits for the barrier.
+// Arrives for a whole warp: everything that its threads have done happens before a wait for the
+// barrier returns.
 __device__ __forceinline__ void arrive_by_warp(uint32_t barrier_smem) {
   __syncwarp();
   if (kWarpArrivals > 1 || threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier_smem);
 }
 
-// Starts copying rows row0... of a head to a tile of shared memory. By one thread, which has
+// Starts copying rows row0... of a head to a tile of shared memory. Called by one thread, which has
 // announced the bytes.
 template <typename Tile>
 __device__ __forceinline__ void load_tile_panels(const Tile& tile, const CUtensorMap& map,
@@ -234,8 +239,8 @@ __device__ __forceinline__ void load_tile_panels(const Tile& tile, const CUtenso
   }
 }
 
-// Starts copying a tile to rows row0... of a head, by one thread. What is past the end of the
-// operand is not written.
+// Starts copying a tile to rows row0... of a head. Called by one thread. Rows past the end of the
+// operand are not written.
 template <typename Tile>
 __device__ __forceinline__ void store_tile_panels(const Tile& tile, const CUtensorMap& map,
                                                   const Operand& operand, const BatchIndex& batch,
@@ -253,9 +258,10 @@ __device__ __forceinline__ void store_tile_panels(const Tile& tile, const CUtens
   }
 }
 
-// Zeroes the rows of a tile outside [first, end), which may hold NaN that would not vanish in a
-// product with 0. By kThreads threads beyond the first 128, whose `barrier` it is: a consumer
-// warpgroup, or both where threads read the tile, whose own rows the other one must not write then.
+// Zeroes the rows of a tile outside [first, end): they may hold NaN, and NaN times 0 is not 0.
+// Called by kThreads threads from thread 128 on, which `barrier` synchronizes: one consumer
+// warpgroup, or both if threads read the tile; one consumer must then not write the rows of the
+// other.
 template <int kThreads = 128, typename Tile>
 __device__ __forceinline__ void zero_rows(const Tile& tile, int32_t first, int32_t end,
                                           int barrier) {
@@ -283,7 +289,7 @@ __device__ __forceinline__ void round_fragments(uint32_t (&out)[kN / 2][4],
   }
 }
 
-// Stores 64 columns of them as rows [row, row + 16) of a panel of a tile; by lane `lane` of a warp.
+// Stores 64 columns of them as rows [row, row + 16) of a panel of a tile. `lane` is the caller's.
 template <typename Tile>
 __device__ __forceinline__ void store_rounded(const Tile& tile, int row, int panel,
                                               const uint32_t (&values)[4][4], int lane) {
@@ -320,8 +326,8 @@ __device__ __forceinline__ void load_fragments(uint32_t (&values)[kSteps][4], co
   for (int k = 0; k < kSteps; ++k) ptx::ldmatrix_x4(values[k], reader.at(0, k * 2));
 }
 
-// Says that the values are of no use any more: a product that overwrites accumulators names them
-// as inputs as well, and would keep their registers from other use until then.
+// Ends the life of the values for the compiler: a product that overwrites accumulators also names
+// them as inputs, which would keep their registers occupied until then.
 template <int kN>
 __device__ __forceinline__ void forget(float (&values)[kN][4]) {
 #pragma unroll
@@ -340,8 +346,8 @@ __device__ __forceinline__ void clear(float (&values)[kN][4]) {
   }
 }
 
-// Stores accumulators in the order of the workspace: block n of all threads, then block n + 1; by
-// thread `thread` of a warpgroup.
+// Stores accumulators in the order of the workspace: block n of all threads, then block n + 1.
+// `thread` is the caller's number in its warpgroup.
 template <int kN>
 __device__ __forceinline__ void stage_accumulators(uint32_t address_smem,
                                                    const float (&values)[kN][4], int thread) {
@@ -353,7 +359,7 @@ __device__ __forceinline__ void stage_accumulators(uint32_t address_smem,
   }
 }
 
-// The same thread's, or that of the same place in another warpgroup.
+// Loads what the same thread stored, or the thread with the same number in another warpgroup.
 template <int kN>
 __device__ __forceinline__ void load_staged(float (&values)[kN][4], uint32_t address_smem) {
 #pragma unroll

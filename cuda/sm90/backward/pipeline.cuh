@@ -1,10 +1,11 @@
-// How query tiles reach the consumers of a backward kernel whose block owns keys, and dQ leaves
-// them: what the block works on, its shared memory, and the warps that start the copies.
+// Moves query tiles to the consumers of a backward kernel whose block owns keys, and moves dQ away
+// from them. Defines what a block works on, its shared memory, and the warps that start the copies.
 //
-// Between what threads read or write in shared memory and what copies and products do there stands
-// a proxy fence by who starts these, behind the barrier that orders the two, in the same block: the
-// memory model asks for one on the way (Lustig, Cooksey, Giroux, ISCA 2022). In front of the
-// barrier, as often seen, all threads would wait there for their own accesses: 600 clocks a tile.
+// A proxy fence separates ordinary accesses to shared memory from those of copies and products. The
+// thread that starts the copies or products executes it, after the barrier that orders the two, in
+// the same block: the memory model asks for one fence on the way (Lustig, Cooksey, Giroux, ISCA
+// 2022). In front of the barrier, where it is often seen, all threads would wait for their own
+// accesses: 600 clocks a tile.
 #pragma once
 
 #include <cstdint>
@@ -28,15 +29,16 @@ namespace jax_flash::sm90 {
 
 struct BackwardBlock;
 
+// Holds the addresses of tiles, row statistics and barriers in shared memory.
 template <typename Config>
 struct BackwardSmem {
-  uint32_t root;      // of the tiles
-  uint32_t barriers;  // four single ones, then two or kStages of each of the others
+  uint32_t root;      // base of the tiles
+  uint32_t barriers;  // four single ones, then two or kStages of each other kind
   float* lse;         // [kStages][kBlockQ]
-  float* delta;       // likewise
-  int2* tiles;        // [kStages]: a tile's first row and its head; where there is but one block of
-                      // keys, a row of -1 after the last tile
-  BackwardBlock* blocks;  // [2], or [1] where there is but one
+  float* delta;       // [kStages][kBlockQ]
+  int2* tiles;        // [kStages]: a tile's first row and its head; if there is a single key block,
+                      // a row of -1 after the last tile
+  BackwardBlock* blocks;  // [2], or [1] if there is a single one
 
   __device__ __forceinline__ typename Config::KeyTile key() const { return {root, 0}; }
   __device__ __forceinline__ typename Config::KeyTile value() const {
@@ -51,14 +53,14 @@ struct BackwardSmem {
   __device__ __forceinline__ typename Config::ScoreTile score(uint32_t stage) const {
     return {root, Config::kScoreOffset + stage * Config::ScoreTile::kBytes};
   }
-  // Of staged sums: dQ of a warpgroup, or P^T of a stage.
+  // Returns the address of staged sums: dQ of a warpgroup, or P^T of a stage.
   __device__ __forceinline__ uint32_t staging(int index) const {
     return root + Config::kStagingOffset + index * Config::kStagingBytes;
   }
   __device__ __forceinline__ uint32_t key_full() const { return barriers; }
   __device__ __forceinline__ uint32_t value_full() const { return barriers + 8; }
   __device__ __forceinline__ uint32_t keys_empty() const { return barriers + 16; }  // and values
-  // Says that the next block may be chosen.
+  // Signals that the next block may be chosen.
   __device__ __forceinline__ uint32_t block_wanted() const { return barriers + 24; }
   __device__ __forceinline__ uint32_t block_full(uint32_t stage) const {
     return barriers + 32 + stage * 8;
@@ -71,17 +73,17 @@ struct BackwardSmem {
   __device__ __forceinline__ uint32_t dout_full(uint32_t stage) const { return at(2, stage); }
   __device__ __forceinline__ uint32_t dout_empty(uint32_t stage) const { return at(3, stage); }
 
-  // Of dQ on its way out, of which a consumer has two stages: the other kernel has no barriers like
-  // that, but the following.
+  // Is empty when staged dQ has been copied; a consumer has two stages of it. The other kernel has
+  // no such barriers, but the next two kinds instead.
   __device__ __forceinline__ uint32_t dquery_empty(int group, uint32_t stage) const {
     return at(4 + group, stage);
   }
-  // Of P^T on its way from one consumer to the other, in the kernel that has it.
+  // Is full when P^T has been staged by one consumer for the other, in the kernel that has it.
   __device__ __forceinline__ uint32_t staging_full(uint32_t stage) const { return at(4, stage); }
   __device__ __forceinline__ uint32_t staging_empty(uint32_t stage) const { return at(5, stage); }
 
   static constexpr int kBarriers = 8 + 6 * Config::kStages;
-  // By one thread of a warp: lanes side by side take longer.
+  // Initializes all barriers. One thread of a warp does it: several lanes take longer.
   __device__ __forceinline__ void init_barriers() const {
     constexpr int kConsumerArrivals = Config::kConsumers * 4 * kWarpArrivals;
     if (threadIdx.x % 32 != 0) return;
@@ -90,7 +92,7 @@ struct BackwardSmem {
       const int kind = (index - 8) / Config::kStages;
       int arrivals = 1;
       if (index == 2) arrivals = kConsumerArrivals;
-      // Besides, the warps that copy and that add dQ.
+      // The warps that copy and that add dQ arrive too.
       if (index == 6 || index == 7) arrivals = kConsumerArrivals + 3 * kWarpArrivals;
       if (index >= 8 && (kind == 1 || kind == 3)) arrivals = kConsumerArrivals;
       if (index >= 8 && kind >= 4) arrivals = Config::kStagingArrivals;
@@ -105,18 +107,19 @@ struct BackwardSmem {
   }
 };
 
-// What is worked on at a time: a tile of keys and the query tiles of its group of heads. In shared
-// memory, since the warps that copy have few registers.
+// Describes what a thread block works on at a time: a key tile, and the query tiles of its group of
+// heads. It is kept in shared memory, since the warps that copy have few registers.
 struct BackwardBlock {
   BatchIndex batch;
   Band band;
   QueryTileWalk walk;
   int32_t kv_head, kv_tile, batch_index;  // kv_tile is -1 after the last block
   int32_t tile_count;
-  bool ascending;  // whether blocks of lower keys take their turns before this one
+  bool ascending;  // blocks of lower keys take their turns before this one
   SplitSum sum;
 
-  // By a whole warp. kByMask: what a mask does not leave is skipped.
+  // Describes the block at `place` of the schedule. Called by a whole warp. kByMask: skips the
+  // query tiles that the mask rules out.
   template <typename Config, bool kGeneral, bool kByMask = false>
   static __device__ __forceinline__ BackwardBlock at(const Backward& params, const BlockPlan& plan,
                                                      const TileSchedule& schedule, int32_t place,
@@ -160,18 +163,18 @@ struct BackwardBlock {
     if (end > first) walk.skip(first);
     tile_count = end - first;
   }
-  // Of a query head among those of all batches.
+  // Returns the number of a query head among those of all batches.
   __device__ __forceinline__ int64_t batch_head(const Shape& shape, int32_t head) const {
     return int64_t{batch_index} * shape.heads + head;
   }
 };
 
-// The next block is chosen when so many tiles of the one before have still to be copied: until
-// then others may take it, so that all end at about the same time.
+// The next block is chosen when so many tiles of the current one have still to be copied. Until
+// then any other thread block may take it, so that all end at about the same time.
 inline constexpr int kTilesAhead = 3;
 
-// Gives the blocks to the other warps, but for the launch's first, of index blockIdx.x. Converts dQ
-// until the next is wanted, or the last has ended.
+// Hands blocks to the other warps, except the launch's first, which has index blockIdx.x. Converts
+// dQ until the next block is wanted, or the last has ended.
 template <typename Config, typename Element, bool kGeneral, bool kOrdered>
 __device__ __forceinline__ void choose_blocks(const Backward& params, const BlockPlan& plan,
                                               const BackwardWorkspace& workspace,
@@ -186,22 +189,22 @@ __device__ __forceinline__ void choose_blocks(const Backward& params, const Bloc
   constexpr bool kMayConvert = !kGeneral && !(kOrdered && Config::kOrderedSums > 1);
   const bool converts = kMayConvert && plan.ends.blocks > 0;
   if (converts) ptx::griddepcontrol_wait();
-  // With turns nobody may have two blocks of a section: see TurnOrder.
+  // In ordered runs no thread block may have two blocks of a section: see TurnOrder.
   const auto next = [&](uint32_t index) {
     if (gridDim.x >= end) return end;
     if (order != TurnOrder::kNone) return index + gridDim.x;
     uint32_t taken = 0;
     if (leader) {
-      ptx::griddepcontrol_wait();  // for what it counts from
+      ptx::griddepcontrol_wait();  // for the counter's initial value
       taken = static_cast<uint32_t>(atomicAdd(counters.taken(), 1));
     }
     return __shfl_sync(0xffffffff, taken, 0) + gridDim.x;
   };
   uint32_t index = blockIdx.x;
-  int32_t left = 0;  // of a chunk
+  int32_t left = 0;  // tiles left of a chunk
   StagePair at;
   while (true) {
-    const bool last = index >= end;  // the last block is at work
+    const bool last = index >= end;  // the last block is being computed
     const uint32_t awaited = last ? smem.block_empty(at.stage()) : smem.block_wanted();
     const uint32_t parity = last ? at.parity() ^ 1 : at.count & 1;
     if (converts) {
@@ -258,7 +261,7 @@ __device__ __forceinline__ void for_blocks(const BackwardSmem<Config>& smem, con
   }
 }
 
-// Starts copying K or V of a block. By one thread.
+// Starts copying K or V of a block. Called by one thread.
 template <typename Tile>
 __device__ __forceinline__ void load_keys(const Tile& tile, const CUtensorMap& map,
                                           uint32_t barrier_smem, const Operand& operand,
@@ -267,7 +270,7 @@ __device__ __forceinline__ void load_keys(const Tile& tile, const CUtensorMap& m
   load_tile_panels(tile, map, barrier_smem, operand, batch, kv_head, col0);
 }
 
-// K and V of the block that the launch begins with, before that is described.
+// Starts copying K and V of the thread block's first block, before that is described.
 template <typename Config>
 __device__ __forceinline__ void load_first_keys(const Backward& params, const BlockPlan& plan,
                                                 const TileSchedule& schedule,
@@ -282,14 +285,15 @@ __device__ __forceinline__ void load_first_keys(const Backward& params, const Bl
   load_keys(smem.value(), maps.value, smem.value_full(), params.value, batch, index.head, col0);
 }
 
-// Rows of a tile that have an lse and a delta in the workspace: all, unless tiles are their heads'
-// only ones.
+// Returns how many rows of a tile have an lse and a delta in the workspace: all, unless each head
+// has a single tile.
 template <typename Config>
 __device__ __forceinline__ int32_t statistics_rows(const BackwardWorkspace& workspace) {
   return min(workspace.rows, Config::kBlockQ);
 }
 
-// Writes them for the others, which no copy writes. By 256 threads from number 128 on.
+// Writes lse and delta of the other rows, which no copy writes. Called by 256 threads, from thread
+// 128 on.
 template <typename Config>
 __device__ __forceinline__ void fill_statistics(const BackwardWorkspace& workspace,
                                                 const BackwardSmem<Config>& smem) {
@@ -302,7 +306,7 @@ __device__ __forceinline__ void fill_statistics(const BackwardWorkspace& workspa
   }
 }
 
-// Starts copying Q of a tile, which lse follows. By one thread.
+// Starts copying Q of a tile; its lse follows. Called by one thread.
 template <typename Config>
 __device__ __forceinline__ void load_query(const Backward& params, const BackwardMaps& maps,
                                            const BackwardWorkspace& workspace,
@@ -316,8 +320,9 @@ __device__ __forceinline__ void load_query(const Backward& params, const Backwar
                    at.head, row0);
 }
 
-// kSeveral: other blocks may follow, of which consumers know how many tiles they have. `begun`: the
-// copies of K, V and the first Q have been started.
+// Starts the copies for all query tiles of a block. kSeveral: other blocks may follow, and the
+// consumers know the number of tiles of each. `begun`: the copies of K, V and the first Q have been
+// started.
 template <bool kSeveral, bool kOrdered, typename Config>
 __device__ __forceinline__ void load_tiles(const Backward& params, const BackwardMaps& maps,
                                            const BackwardWorkspace& workspace,
@@ -329,7 +334,7 @@ __device__ __forceinline__ void load_tiles(const Backward& params, const Backwar
   const BatchIndex& batch = block.batch;
   const QueryTileWalk& walk = block.walk;
   HeadTile at = walk.begin();
-  if (leader && block.tile_count == 0) {  // the barriers go on all the same
+  if (leader && block.tile_count == 0) {  // the barriers' phases advance all the same
     if (!begun) {
       ptx::mbarrier_wait(smem.keys_empty(), key_parity ^ 1);
       ptx::mbarrier_arrive(smem.key_full());
@@ -337,9 +342,9 @@ __device__ __forceinline__ void load_tiles(const Backward& params, const Backwar
     }
     if (kSeveral) ptx::mbarrier_arrive(smem.block_wanted());
   }
-  // The other lanes are needed where tiles are skipped, and then wait for the leader as they vote.
-  // Else they would go through the whole loop before it has its first tile: 230 clocks a tile, and
-  // issue slots.
+  // If tiles are skipped, the other lanes are needed, and wait for the leader at each vote.
+  // Otherwise they would run through the whole loop before the leader has its first tile: 230
+  // clocks a tile, and issue slots.
   if (!leader && walk.query_spans == nullptr) return;
   for (int32_t left = block.tile_count; left > 0;
        --left, walk.template advance<Config::kBlockQ, kOrdered>(at), next.advance()) {
@@ -362,13 +367,13 @@ __device__ __forceinline__ void load_tiles(const Backward& params, const Backwar
           load_keys(smem.key(), maps.key, smem.key_full(), params.key, batch, block.kv_head, col0);
         }
         ptx::griddepcontrol_wait();  // for lse and delta
-        // The second kernel of wide heads reads them too, and does not wait: it may start from
-        // here.
+        // The second kernel of wide heads reads them too, and does not wait for them: it may start
+        // from here.
         ptx::griddepcontrol_launch_dependents();
       }
       ptx::cp_async_bulk_load(ptx::shared_address(smem.lse + stage * Config::kBlockQ),
                               workspace.lse_log2 + row_index, statistics_bytes, query_full);
-      if (first && !begun) {  // after what the first product needs
+      if (first && !begun) {  // the first product needs the copies before, not V
         load_keys(smem.value(), maps.value, smem.value_full(), params.value, batch, block.kv_head,
                   col0);
       }
@@ -390,9 +395,10 @@ __device__ __forceinline__ void load_tiles(const Backward& params, const Backwar
   }
 }
 
-// Named barriers: of one consumer with the other, which says that its dS^T is stored, in turn of
-// two; of each consumer; of each with the warp that adds its dQ, in turn of two; of both consumers;
-// of one with the other, which lets it compute.
+// Numbers the named barriers. kScoresStored: each consumer signals to the other that its dS^T is
+// stored; two of them alternate. kBackwardZeroed: synchronizes one consumer. kDqueryFull: each
+// consumer signals to the warp that adds its dQ; two of them alternate. kConsumers: synchronizes
+// both consumers. kMayCompute: one consumer lets the other compute.
 enum BackwardBarrier : int {
   kScoresStored = 1,
   kBackwardZeroed = 5,
@@ -401,12 +407,12 @@ enum BackwardBarrier : int {
   kMayCompute = 12
 };
 
-// Where a consumer's dQ of a tile is added, and when.
+// Says where a consumer's dQ of a tile is added, and when.
 struct DqueryTile {
-  uint32_t row = 0;   // first row, among those of the sums of all heads
-  int32_t lanes = 0;  // that have places there: see dquery_lanes()
-  uint32_t flag = 0;  // says whose turn it is
-  int32_t turn = 0;   // this block's
+  uint32_t row = 0;   // first row, in the sums of all heads
+  int32_t lanes = 0;  // lanes that have places there: see dquery_lanes()
+  uint32_t flag = 0;  // index of the flag that holds the current turn
+  int32_t turn = 0;   // turn of this block
 
   template <bool kOrdered, typename Config>
   static __device__ __forceinline__ DqueryTile at(const Shape& shape,
@@ -439,8 +445,8 @@ struct DqueryTile {
   }
 };
 
-// Starts adding staged dQ of a tile to its sums, or storing it there: all blocks of columns at a
-// time if all lanes have places, or one by one. By one thread.
+// Starts adding staged dQ of a tile to its sums, or storing it there: all blocks of columns in one
+// copy if all lanes have places, else one by one. Called by one thread.
 __device__ __forceinline__ void copy_dquery(bool stores, float* sums, uint32_t staged_smem,
                                             int32_t lanes, int32_t col_blocks) {
   const bool whole = lanes == 128;
@@ -456,10 +462,10 @@ __device__ __forceinline__ void copy_dquery(bool stores, float* sums, uint32_t s
   }
 }
 
-// By a warp for each consumer, so that neither waits for the other's dQ; nor for the turns of its
-// own, of which there are two for a tile. The first turn stores instead of adding. From one turn to
-// the next is what ordered runs have to wait for: so lanes find out about 32 tiles at a time, and
-// the next flag is read beside the copy.
+// Adds a consumer's dQ to the sums. Each consumer has a warp for this, so that neither waits for
+// the other's dQ, nor for the other's turns, of which a tile has two. The first turn stores instead
+// of adding. The latency from one turn to the next bounds ordered runs; so the lanes look up 32
+// tiles at a time, and the read of the next flag overlaps the copy.
 template <bool kOrdered, typename Config>
 __device__ __forceinline__ void add_dquery(const Backward& params,
                                            const BackwardWorkspace& workspace,
@@ -477,12 +483,12 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
   float* const dquery = odd ? workspace.odd_dquery : workspace.dquery;
   int32_t* const flags = workspace.turns + group + (odd ? workspace.flags / 2 : 0);
   const int32_t head_dim = params.shape.head_dim;
-  // Blocks of 8 columns before this consumer's, and its own.
+  // Counts the blocks of 8 columns before this consumer's, and its own.
   const int32_t first_block = Config::kDqueryByRows ? 0 : group * (Config::kDqueryGroupCols / 8);
   const int32_t col_blocks = min(max(head_dim / 8 - first_block, 0), Config::kDqueryGroupCols / 8);
   HeadTile cursor = walk.begin();
-  DqueryTile tiles;   // this lane's
-  int32_t turn = -1;  // as it was when last looked at
+  DqueryTile tiles;   // this lane's tile of 32
+  int32_t turn = -1;  // value when last read
   const BackwardCounters counters{workspace.counters, plan.ends.kv_heads};
   const int32_t kv_head = block.batch_index * params.shape.kv_heads + block.kv_head;
   if (!kOrdered && leader && kv_head >= plan.zeros.first_head) {
@@ -527,7 +533,7 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
     } else if (leader) {
       ptx::cp_async_bulk_wait_group_read<1>();
       if (index > 0) ptx::mbarrier_arrive(smem.dquery_empty(group, stage ^ 1));
-      if (index + 1 == count) {  // where dK and dV may be next
+      if (index + 1 == count) {  // dK and dV may be staged there next
         ptx::cp_async_bulk_wait_group_read<0>();
         ptx::mbarrier_arrive(smem.dquery_empty(group, stage));
       }

@@ -1,5 +1,5 @@
-// What the sm_90 backward kernels are told of a call: as ForwardPlan, side by side what every call
-// reads, and derived on the host as far as that can be.
+// Defines the parameters of the sm_90 backward kernels that depend on the call. Like ForwardPlan,
+// they keep contiguous what every call reads, and the host derives as much of it as it can.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -18,9 +18,9 @@
 
 namespace jax_flash::sm90 {
 
-inline constexpr int kEdgeRows = 32;  // of a block of the first kernel
+inline constexpr int kEdgeRows = 32;  // rows for each block of the first kernel
 
-// A head among those of all batches, as the axes of an operand have it.
+// Names a head of all batches by its coordinates along the axes of an operand.
 struct HeadIndex {
   int32_t batch, batch_axes[kTensorMapBatchDims], head;
 
@@ -51,7 +51,7 @@ struct HeadDivisors {
   }
 };
 
-// An operand [batch, T, N, ...], or [batch, N, T].
+// Holds the address and strides of an operand [batch, T, N, ...], or [batch, N, T].
 struct EdgeOperand {
   void* data = nullptr;
   int64_t batch[kTensorMapBatchDims] = {}, head = 0, row = 0;  // in elements
@@ -70,21 +70,21 @@ struct EdgeOperand {
   }
 };
 
-// Sums for dQ are zeros before blocks of keys add to them. The kernel before writes those of the
-// heads that come first. Those of the others are divided into as many shares as there are blocks of
-// keys: who takes a block writes the share of one further on.
+// Says who zeroes the sums for dQ before key blocks add to them. The kernel before zeroes those of
+// the heads that come first. The sums of each other head are divided into as many shares as the
+// head has key blocks: a thread block that takes a key block writes the share of one further on.
 struct ZeroPlan {
-  int32_t first_head = INT32_MAX;  // of keys in all batches, from which on there are shares
-  int32_t ahead = 0;               // blocks of keys
-  int32_t share = 0, of_head = 0;  // in units of what a warp writes at a time
+  int32_t first_head = INT32_MAX;  // first head of keys, in all batches, that is zeroed by shares
+  int32_t ahead = 0;               // distance to that further block, in key blocks
+  int32_t share = 0, of_head = 0;  // sizes, in units of what a warp writes at a time
 };
 
-// What the main kernel does of the last one's work: see EndWarp.
+// Says which work of the last kernel the main kernel does: see EndWarp.
 struct EndPlan {
-  int32_t blocks = 0;     // of the main kernel that do; 0: it does nothing
-  int32_t kv_heads = 0;   // of all batches
-  int32_t tiles = 0;      // of 64 query rows, of all heads
-  int32_t additions = 0;  // to each head of keys: two for a block, or for each of its tiles
+  int32_t blocks = 0;     // blocks of the main kernel that do it; 0: none does
+  int32_t kv_heads = 0;   // in all batches
+  int32_t tiles = 0;      // tiles of 64 query rows, in all heads
+  int32_t additions = 0;  // for each head of keys: two for a block, or for each of its tiles
   Divisor tiles_of_group, tiles_of_head;
   int32_t q_len = 0, head_dim = 0;
   float scale = 1.0f;
@@ -92,41 +92,41 @@ struct EndPlan {
   EdgeOperand dquery;
 };
 
-// Lanes of a warpgroup, its first ones, that hold dQ of those of 64 rows from row0 on that exist:
-// those of which sums for dQ have places, [block of 8 columns][lane][element].
+// Returns how many lanes of a warpgroup, its first ones, hold dQ of existing rows, among 64 rows
+// from row0 on. Sums for dQ have places for these alone: [block of 8 columns][lane][element].
 __device__ __forceinline__ int32_t dquery_lanes(int32_t q_len, int32_t row0) {
   return fragment_lanes(min(max(q_len - row0, 0), 64));
 }
 
-// Blocks of keys that are divided among thread blocks, which take parts of their query tiles. Who
-// takes a block's last tiles adds the sums of the others to its own.
+// Divides key blocks among thread blocks, each of which takes a part of their query tiles. The
+// thread block that takes a key block's last tiles adds the sums of the others to its own.
 struct SplitPlan {
-  // Where all are equally long, the last ones, of which there are fewer than thread blocks: their
-  // tiles, in a row, are divided into chunks. One may have tiles of two blocks, and is worked on
-  // from the later one on.
+  // Chunks: if all key blocks are equally long, the last ones, fewer than there are thread blocks,
+  // are divided. Their tiles, numbered consecutively, are cut into chunks. A chunk may have tiles
+  // of two key blocks, and is computed from the later one on.
   int32_t first = INT32_MAX, chunks = 0, tiles = 0;
   Divisor chunk_tiles, block_tiles;
-  // Where thread blocks suffice: each, into so many parts.
+  // Parts: if there are enough thread blocks, every key block is divided into so many.
   Divisor parts;
 
-  // Indices in the order in which thread blocks take chunks, parts and whole blocks of keys.
+  // Returns the end of the indices by which thread blocks take chunks, parts and whole key blocks.
   __device__ __forceinline__ int32_t end(int32_t blocks) const {
     return chunks > 0 ? first + chunks : blocks * parts.divisor;
   }
-  // The end of a chunk; else 0.
+  // Returns the end of a chunk's tiles; 0 for any other index.
   __device__ __forceinline__ int32_t tiles_end(int32_t index) const {
     return index < first ? 0 : min((index - first + 1) * chunk_tiles.divisor, tiles);
   }
-  // The block of keys. Of a chunk the tiles up to `left` are still to be done.
+  // Returns the key block. For a chunk, the tiles up to `left` are still to be done.
   __device__ __forceinline__ int32_t block_of(int32_t index, int32_t left = 0) const {
     if (index >= first) return first + block_tiles.quotient(left - 1);
     return parts.quotient(index);
   }
 };
 
-// Counters of the main kernel: of blocks taken; for each head of keys in all batches of shares of
-// zeros that are written, and of warps that have added all of a block's dQ; for each thread block
-// of tiles converted.
+// Points to the counters of the main kernel: blocks taken; for each head of keys in all batches,
+// shares of zeros that are written, and warps that have added all of a block's dQ; for each thread
+// block, tiles converted.
 struct BackwardCounters {
   int32_t* first;
   int32_t kv_heads;
@@ -142,14 +142,15 @@ struct BackwardCounters {
   __device__ __forceinline__ int32_t* stored() const { return converted(kMaxPersistentBlocks); }
 };
 
-// Whether dlogits up to head dim 128 are multiplied by the scale before they are rounded to the
-// operands' type, and not dQ and dK in the end: they are rounded as cuDNN's are then
-// (TUNING_backward.md, "Errors"). Not in float16, whose exponents end soon.
+// True if dlogits, up to head dim 128, are multiplied by the scale before they are rounded to the
+// operands' type, instead of dQ and dK at the end: the rounding is then the same as cuDNN's
+// (TUNING_backward.md, "Errors"). False for float16, whose range of exponents is small.
 template <typename Element>
 inline constexpr bool kScaledDlogits = std::is_same_v<Element, __nv_bfloat16>;
 
-// By what delta is multiplied before the main kernel, and dQ behind it. With modifiers delta is
-// kept as it is, since a bias's gradient needs that; else the scale costs one instruction a tile.
+// Holds the factors of delta before the main kernel, and of dQ after it. With modifiers delta is
+// not scaled, since the gradient of a bias needs it as it is. Without modifiers it is, and the
+// scale costs one instruction a tile.
 struct GradientScales {
   float delta = 1.0f, dquery = 1.0f;
 };
@@ -159,9 +160,10 @@ GradientScales gradient_scales(const Options& options) {
   return {kGeneral ? 1.0f : options.scale, 1.0f};
 }
 
-// What the kernels before and after need. `sums`: whether the main kernel adds to any.
+// Holds the parameters of the kernels before and after. `sums`: true if the main kernel adds to
+// any.
 struct BackwardEdgePlan {
-  Divisor tiles;  // of a head
+  Divisor tiles;  // tiles of a head
   HeadDivisors heads;
   int32_t q_len = 0, head_dim = 0, value_dim = 0;
   int32_t zeroed_heads = 0, counters = 0;
@@ -195,12 +197,12 @@ struct BackwardEdgePlan {
         workspace(space) {}
 };
 
-// What the description of a block needs of a call.
+// Holds what the description of a block needs from the call.
 struct BlockPlan {
   HeadDivisors kv_heads;
   int32_t group = 0;
   bool band_varies = false;
-  Band band;  // unless it varies
+  Band band;  // unused if it varies
   ZeroPlan zeros;
   EndPlan ends;
   SplitPlan split;
@@ -228,8 +230,8 @@ struct BlockPlan {
   }
 };
 
-// Reads every kStep-th line of 64 bytes of a kernel's parameters from line `first` on, for nothing
-// but that they are near when they are needed: one would wait for one after the other.
+// Reads every kStep-th line of 64 bytes of a kernel's parameters, from line `first` on, only to
+// bring them into the cache: otherwise one thread would wait for one line after the other.
 template <int kStep = 1, typename Parameters>
 __device__ __forceinline__ void touch_parameters(const Parameters& params, int first = 0) {
   constexpr int kWords = sizeof(Parameters) / 4;

@@ -1,5 +1,5 @@
-// Host side of the sm_90 backward kernels: tensor maps, the order of blocks, and launches of
-// which each may begin while the one before it ends.
+// Prepares the launches of the sm_90 backward kernels on the host: tensor maps, the order of
+// blocks, and launches that may each begin while the one before ends.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -17,7 +17,7 @@
 
 namespace jax_flash::sm90 {
 
-// Maps for tiles of block_q query rows and block_kv keys.
+// Makes maps for tiles of block_q query rows and block_kv keys.
 inline Status make_backward_maps(const Backward& params, int block_q, int block_kv,
                                  BackwardMaps& maps) {
   const Shape& shape = params.shape;
@@ -47,12 +47,12 @@ inline Status make_gradient_maps(const Backward& params, int rows, KeyGradientMa
                          shape.value_dim, rows, maps.dvalue);
 }
 
-// Blocks of one head side by side share its rows in L2. Where blocks differ in length, as under a
-// causal mask, sections of several heads go together, their long blocks first: else the long blocks
-// of the last head start when the others end. `waves` says for how many blocks a multiprocessor a
-// section suffices, of which there is one wave less if L2 (half of 50 MB) does not hold so many
-// heads. A last section that is much smaller than the rest has long blocks at the end, too.
-// `row_bytes` is what a block reads and adds to for each row of the other operand.
+// Orders blocks so that those of one head run at the same time and share its rows in L2. If blocks
+// differ in length, as under a causal mask, sections of several heads run together, their long
+// blocks first: otherwise the long blocks of the last head would start when the others end. A
+// section has `waves` blocks for each multiprocessor, or one wave less if L2 (half of 50 MB) does
+// not hold so many heads. A last section that is much smaller than the rest would put long blocks
+// at the end, too. `row_bytes` is what a block reads and adds to for each row of the other operand.
 inline TileSchedule make_schedule(const Backward& params, int64_t tiles, int64_t total_heads,
                                   int64_t rows, int64_t row_bytes, int waves, bool last_first) {
   const Options& options = params.options;
@@ -77,8 +77,9 @@ inline TileSchedule make_schedule(const Backward& params, int64_t tiles, int64_t
   return {tiles, total_heads, section, uneven && last_first};
 }
 
-// The same where blocks take turns: sections of `blocks` blocks at most, all of about the same
-// size. Every other one is the other way round, so that who had a long block gets a short one.
+// Orders blocks that take turns: sections have at most `blocks` blocks, and are all of about the
+// same size. Every other section is reversed, so that a thread block that had a long block gets a
+// short one.
 inline TileSchedule make_turn_schedule(const Backward& params, int64_t tiles, int64_t total_heads,
                                        int64_t blocks) {
   const int64_t most = std::clamp<int64_t>(blocks / tiles, 1, total_heads);
@@ -89,13 +90,14 @@ inline TileSchedule make_turn_schedule(const Backward& params, int64_t tiles, in
   return schedule;
 }
 
-// What the kernel for head dims up to 128 is launched with.
+// Holds the launch parameters of the kernel for head dims up to 128.
 struct KeyBlocks {
   TileSchedule schedule;
   TurnOrder order = TurnOrder::kNone;
   int64_t launched = 0;
 };
 
+// Chooses the order of key blocks, and how many thread blocks are launched for them.
 template <typename Config>
 KeyBlocks divide_keys(const Backward& params, bool turns, int sms) {
   const Shape& shape = params.shape;
@@ -117,7 +119,8 @@ KeyBlocks divide_keys(const Backward& params, bool turns, int sms) {
   return blocks;
 }
 
-// Not where few heads are complete before the last blocks begin.
+// Plans the conversion of dQ in the main kernel, unless few heads are complete before the last
+// blocks begin.
 inline EndPlan plan_ends(const Backward& params, const GradientScales& scales,
                          const KeyBlocks& blocks, bool may) {
   const Shape& shape = params.shape;
@@ -143,9 +146,10 @@ inline EndPlan plan_ends(const Backward& params, const GradientScales& scales,
   return ends;
 }
 
-// Parts where at least half of the multiprocessors would have no block of keys; what takes longer
-// to begin and to add up than to work on is not divided any further. Chunks where all blocks of
-// keys are equally long, and the last ones would keep others waiting for longer than that takes.
+// Chooses parts if at least half of the multiprocessors would have no key block; work that takes
+// longer to begin and to add up than to compute is not divided any further. Chooses chunks if all
+// key blocks are equally long, and the last ones would keep the others waiting for longer than that
+// takes.
 template <typename Config>
 SplitPlan plan_split(const Backward& params, const BackwardWorkspace& workspace, int sms,
                      KeyBlocks& blocks, EndPlan& ends) {
@@ -183,9 +187,10 @@ SplitPlan plan_split(const Backward& params, const BackwardWorkspace& workspace,
   return split;
 }
 
-// Shares lie in a row, head by head, whose elements a warp's stores of kUnit must divide. A section
-// ahead, whoever is to write a share that a block waits for has taken its own block before that
-// one, or with it, and in turn waits for earlier ones only.
+// Plans the shares of zeros. Shares are contiguous, head by head, and a head's elements must be a
+// multiple of kUnit, which a warp stores at a time. They are written a section ahead. This cannot
+// deadlock: the thread block that is to write a share that a block waits for has taken its own
+// block before that one, or with it, and in turn waits for earlier ones only.
 template <typename Config>
 ZeroPlan plan_zeros(const Shape& shape, const BackwardWorkspace& workspace,
                     const KeyBlocks& blocks) {

@@ -1,5 +1,5 @@
-// Blocks of keys that are divided among thread blocks: which of a block's tiles one takes, and the
-// sums that it leaves to another. Who adds them waits for what was taken before its own only.
+// Divides key blocks among thread blocks: restricts each to its tiles, and passes on the sums that
+// another one adds. A thread block waits only for work that was taken before its own.
 #pragma once
 
 #include <algorithm>
@@ -11,14 +11,13 @@
 
 namespace jax_flash::sm90 {
 
-// What becomes of a thread block's dK and dV.
+// Says what becomes of a thread block's dK and dV.
 struct SplitSum {
-  int32_t index = 0;    // as whose they are stored, unless
-  int32_t addends = 0;  // they are written, with those of so many indices before added; -1: stored
+  int32_t index = 0;    // they are stored under this index if addends < 0
+  int32_t addends = 0;  // else they are written, with the sums of so many indices before added
 };
 
-// Restricts a block of keys to the tiles that are taken with an index; `left` as in
-// SplitPlan::block_of().
+// Restricts a key block to the tiles that belong to an index; `left` as in SplitPlan::block_of().
 template <typename Block>
 __device__ __forceinline__ void divide(const SplitPlan& plan, int32_t index, int32_t& left,
                                        Block& block) {
@@ -34,7 +33,7 @@ __device__ __forceinline__ void divide(const SplitPlan& plan, int32_t index, int
   } else if (plan.parts.divisor > 1) {
     const int32_t number = index - plan.parts.quotient(index) * plan.parts.divisor;
     const int32_t parts = min(plan.parts.divisor, max(block.tile_count, 1));
-    if (number >= parts) {  // nothing to do: there are no such keys to write gradients of
+    if (number >= parts) {  // nothing to do: no such keys exist, so no gradients are written
       block.kv_tile = INT32_MAX / 256;
       block.tile_count = 0;
       return;
@@ -44,10 +43,10 @@ __device__ __forceinline__ void divide(const SplitPlan& plan, int32_t index, int
   }
 }
 
-// Sums of a consumer, in fragment order. By its threads.
+// Stores and adds sums of a consumer, in fragment order. Called by its threads.
 struct SplitSums {
   float* sums;      // [index][consumer][2][element]
-  int32_t* stored;  // [index][consumer]: whether they are there
+  int32_t* stored;  // [index][consumer]: true if the sums are there
   int group, barrier;
 
   template <int kN>

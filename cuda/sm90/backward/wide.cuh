@@ -1,6 +1,6 @@
-// Backward pass for head dims above 128, where the accumulators of dK and dV leave no room for
-// more than 64 keys a block, and dQ's sums would bound a single kernel: two kernels, with S and
-// dP computed in both, and neither sums in global memory. Both are deterministic.
+// Computes the backward pass for head dims above 128. There, the accumulators of dK and dV leave no
+// room for more than 64 keys a block, and dQ's sums would bound a single kernel. So there are two
+// kernels: both compute S and dP, and neither sums in global memory. Both are deterministic.
 //
 //   backward_wide_key_kernel     for each query tile, 64 rows:
 //     warpgroup 0   S^T = K Q^T,  P^T = 2^(scale log2(e) S^T - lse) to shared memory, dV += P^T dO
@@ -9,11 +9,11 @@
 //     S = Q K^T,  dP = dO V^T,  P = ...,  dS = ...,  dQ += dS K
 //
 // A warpgroup starts the next tile's S or dP right after the product that adds to its accumulators:
-// its part of a tile's stage then is free while the former runs, which hides the copy that comes
-// there. Exponentials and dS run beside the other warpgroup's products. Warp 0 starts the copies.
-// Blocks of the second kernel start where those of the first leave multiprocessors idle, and need
-// not wait: what both read is complete when the last of the first has found it so, and let them.
-// Shared memory: sm90/backward/config.cuh.
+// its part of the tile's stage is then free while S or dP runs, which hides the next copy to that
+// part. Exponentials and dS overlap the other warpgroup's products. Warp 0 starts the copies.
+// Blocks of the second kernel start on multiprocessors that the first leaves idle, and need not
+// wait: they are let in when the last block of the first has seen that what both read is complete.
+// The shared-memory layout is in sm90/backward/config.cuh.
 #pragma once
 
 #include <cstdint>
@@ -37,22 +37,22 @@
 
 namespace jax_flash::sm90 {
 
-// Named barriers: of both consumers, and of each.
+// Numbers the named barriers: one of both consumers, and one of each.
 enum WideBarrier : int { kWideConsumers = 1, kWideZeroed = 2 };
 
-// A tile's rows from row0 on, a multiple of 8: where they begin is then part of the tile's address,
-// which is in one register, not of every descriptor's.
+// Returns a tile's rows from row0 on, a multiple of 8. The offset becomes part of the tile's
+// address, which is in one register, not of every descriptor.
 template <typename Tile>
 __device__ __forceinline__ Tile rows_from(Tile tile, int row0) {
   tile.offset += row0 * 128;
   return tile;
 }
 
-// d = 64 rows of a, from its first on, times b^T.
+// Computes d = 64 rows of a, from its first on, times b^T.
 template <typename Element, int kN, typename TileA, typename TileB>
 __device__ __forceinline__ void start_product_k_major(float (&d)[kN / 8][4], TileA a,
                                                       const TileB& b) {
-  // Or the compiler keeps all descriptors of an operand that stays, and spills them.
+  // Without this, the compiler keeps all descriptors of an invariant operand, and spills them.
   asm volatile("" : "+r"(a.root));
   forget(d);
   ptx::wgmma_fence();
@@ -64,7 +64,7 @@ __device__ __forceinline__ void start_product_k_major(float (&d)[kN / 8][4], Til
   ptx::wgmma_commit_group();
 }
 
-// d += a b for a in registers, b's rows being the inner dimension.
+// Computes d += a b for a in registers; b's rows are the inner dimension.
 template <typename Element, int kN, int kSteps, typename Tile>
 __device__ __forceinline__ void start_product_add(float (&d)[kN / 8][4],
                                                   const uint32_t (&a)[kSteps][4], const Tile& b) {
@@ -76,8 +76,8 @@ __device__ __forceinline__ void start_product_add(float (&d)[kN / 8][4],
   ptx::wgmma_commit_group();
 }
 
-// Both roles of the first kernel. kScores: warpgroup 0, whose `first` operands are K and Q and
-// whose sum is dV; otherwise V, dO and dK.
+// Runs either role of the first kernel. kScores: warpgroup 0, whose `first` operands are K and Q
+// and whose sum is dV; otherwise V, dO and dK.
 template <typename Config, typename Element, bool kGeneral, bool kScores>
 __device__ __forceinline__ void consume_wide_tiles(const Backward& params,
                                                    const BackwardSmem<Config>& smem,
@@ -107,7 +107,7 @@ __device__ __forceinline__ void consume_wide_tiles(const Backward& params,
     return;
   }
 
-  // Keys and values that no row may attend to are zeros.
+  // Zeroes keys and values that no row may attend to.
   ptx::mbarrier_wait(kScores ? smem.key_full() : smem.value_full(), 0);
   const auto own = kScores ? smem.key() : smem.value();
   const int32_t first = max(0, band.lo) - col0;
@@ -120,10 +120,11 @@ __device__ __forceinline__ void consume_wide_tiles(const Backward& params,
       zero_rows(rows_smem, 0, band.q_len - row0, kWideZeroed + kGroup);
     }
   };
-  // Of a stage: what the product of `own` and it is, and what the sum's product takes.
+  // Select an operand of a stage: `near` is multiplied by `own`, `far` is for the product that adds
+  // to the sum.
   const auto near = [&](uint32_t stage) { return kScores ? smem.query(stage) : smem.dout(stage); };
   const auto far = [&](uint32_t stage) { return kScores ? smem.dout(stage) : smem.query(stage); };
-  // From finished products to P^T, which goes to the other warpgroup too, or to dS^T.
+  // Turns finished products into P^T, which is also staged for the other warpgroup, or into dS^T.
   const auto refine = [&](float (&products)[kN][4], const RingState<Config::kStages>& at,
                           const int2& here, uint32_t (&kept)[2][(kN + 15) / 16]) {
     const float* lse_smem = smem.lse + at.stage * Config::kBlockQ;
@@ -165,7 +166,8 @@ __device__ __forceinline__ void consume_wide_tiles(const Backward& params,
     if (kScores) ptx::mbarrier_wait(smem.dout_full(at.stage), at.parity);
     zero_padding(far(at.stage), tile.x);
     start_product_add<Element, Config::kHeadDim>(sum, rounded, far(at.stage));
-    // The next tile's S^T or dP^T; after the last tile that of a stage of old, for nothing.
+    // Starts the next tile's S^T or dP^T; after the last tile it recomputes that of an old stage
+    // and discards it.
     ring.advance();
     ptx::mbarrier_wait(smem.query_full(ring.stage), ring.parity);
     tile = smem.tiles[ring.stage];
@@ -185,6 +187,7 @@ __device__ __forceinline__ void consume_wide_tiles(const Backward& params,
   write_gradient();
 }
 
+// Computes dK and dV: the first kernel.
 template <typename Config, typename Element, bool kGeneral>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_wide_key_kernel(const __grid_constant__ Backward params,
@@ -229,6 +232,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
 }
 
+// Holds the addresses of the second kernel's tiles and barriers.
 template <typename Config>
 struct WideQuerySmem {
   static constexpr int kBarriers = 2 + 2 * Config::kKeyStages + 2 * Config::kValueStages;
@@ -270,7 +274,7 @@ struct WideQuerySmem {
   }
 };
 
-// What a block of the second kernel works on.
+// Describes what a block of the second kernel works on.
 struct WideQueryBlock {
   BatchIndex batch;
   Band band;
@@ -286,6 +290,7 @@ struct WideQueryBlock {
   }
 };
 
+// Starts the copies of the second kernel: Q, dO, and K and V tile by tile. Called by warp 0.
 template <typename Config>
 __device__ __forceinline__ void load_key_tiles(const Backward& params, const BackwardMaps& maps,
                                                const WideQuerySmem<Config>& smem,
@@ -328,9 +333,10 @@ __device__ __forceinline__ void load_key_tiles(const Backward& params, const Bac
     smem.tiles[key_ring.stage] = -1;
     ptx::mbarrier_arrive(smem.key_full(key_ring.stage));
   }
-  ptx::griddepcontrol_wait();  // so as not to seem complete before the first kernel is
+  ptx::griddepcontrol_wait();  // must not seem complete before the first kernel is
 }
 
+// Computes dQ of 64 rows over all key tiles, as a consumer of the second kernel.
 template <typename Config, typename Element, bool kGeneral>
 __device__ __forceinline__ void consume_key_tiles(const Backward& params,
                                                   const BackwardWorkspace& workspace,
@@ -351,7 +357,7 @@ __device__ __forceinline__ void consume_key_tiles(const Backward& params,
   ptx::mbarrier_wait(smem.key_full(0), 0);
   int32_t col0 = smem.tiles[0];
   __shared__ uint32_t bad_keys_smem[Config::kKeyStages][Config::kBlockKv / 32 + 1];
-  // Keys and values that no row may attend to become zeros.
+  // Zeroes keys and values that no row may attend to.
   const auto zero_unattended = [&](const typename Config::KeyTile& tile, int32_t tile_col0) {
     const int32_t first = max(0, band.lo) - tile_col0;
     const int32_t end = min(band.kv_len, band.q_len - 1 + band.hi) - tile_col0;
@@ -375,8 +381,8 @@ __device__ __forceinline__ void consume_key_tiles(const Backward& params,
       zero_rows(smem.query(), 0, rows, kWideZeroed + group);
       zero_rows(smem.dout(), 0, rows, kWideZeroed + group);
     }
-    // Rows beyond a head's last have those of another one, or of none: what comes of them, in rows
-    // of their own, is not stored.
+    // Rows beyond a head's last read the values of another head's rows, or of none: their results,
+    // in rows of their own, are not stored.
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int64_t index =
@@ -396,7 +402,7 @@ __device__ __forceinline__ void consume_key_tiles(const Backward& params,
       ptx::mbarrier_wait(smem.value_full(value_ring.stage), value_ring.parity);
       zero_unattended(smem.value(value_ring.stage), tile_col0);
     };
-    // From S, which is finished, to P, and from dP to dS.
+    // Turns finished S into P.
     const auto soften = [&](uint32_t stage, int32_t tile_col0) {
       const ScoreGradient<kGeneral, 1, kN> gradient(params, block.batch, block.head, warp_row0,
                                                     tile_col0);
@@ -433,7 +439,8 @@ __device__ __forceinline__ void consume_key_tiles(const Backward& params,
       key_ring.advance();
       ptx::mbarrier_wait(smem.key_full(key_ring.stage), key_ring.parity);
       col0 = smem.tiles[key_ring.stage];
-      // The next tile's S and dP; after the last tile those of stages of old, for nothing.
+      // Starts the next tile's S and dP; after the last tile it recomputes those of old stages and
+      // discards them.
       if (col0 >= 0) prepare_key(key_ring.stage, col0);
       start_product_k_major<Element, Config::kBlockKv>(
           scores[0], rows_from(smem.query(), group * 64), smem.key(key_ring.stage));
@@ -456,6 +463,7 @@ __device__ __forceinline__ void consume_key_tiles(const Backward& params,
              dquery);
 }
 
+// Computes dQ: the second kernel.
 template <typename Config, typename Element, bool kGeneral>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_wide_query_kernel(const __grid_constant__ Backward params,

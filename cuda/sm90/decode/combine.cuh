@@ -1,4 +1,4 @@
-// Adds up what the workers of the sm_90 decoding kernel computed of units that they divided.
+// Combines the parts that the workers of the sm_90 decoding kernel computed of divided units.
 #pragma once
 
 #include <algorithm>
@@ -16,16 +16,17 @@
 
 namespace jax_flash::sm90 {
 
-inline constexpr int kCombineRowBlocks = 8;  // blocks for the rows of a unit, at most
-// Of shared memory that few blocks ask for: then each has a multiprocessor for itself.
+inline constexpr int kCombineRowBlocks = 8;  // most blocks for the rows of a unit
+// Shared memory that each block requests if there are few blocks: each then has a multiprocessor
+// for itself.
 inline constexpr int kCombineSmemApart = 72 * 1024;
 
-// The parts of a unit that workers divide, or unit < 0: then there is none. Its first worker leaves
-// its part in its second place, the ones after it theirs in their first.
+// Identifies the parts of a unit that workers divide; unit < 0 if there is none. The unit's first
+// worker stores its part in its second place, the later workers store theirs in their first place.
 struct DividedUnit {
   int32_t unit, parts, worker;
 
-  // Of batches that are alike it is known before the decoding kernel ends.
+  // If batches are alike, the unit is known before the decoding kernel ends.
   static __device__ __forceinline__ DividedUnit computed(const DecodeCall& call, int32_t block) {
     const DecodeShares& shares = call.shares;
     if (call.plan.parts) return {block, shares.workers, block * shares.workers};
@@ -53,23 +54,23 @@ struct DividedUnit {
   }
 };
 
-// Grid: [units, row_blocks] if the plan has parts, else [workers, row_blocks]. A block looks after
-// some rows of the unit, or of the one that the worker begins and another one ends, if there is
-// one. Its warps divide the parts of the unit.
+// Combines the parts of divided units. The grid is [units, row_blocks] if the plan has parts, else
+// [workers, row_blocks]. A block handles some rows of its unit, or of the unit that its worker
+// begins and another one ends, if there is one. The block's warps divide the parts of the unit.
 //
-// The call waits for the latency of what follows the wait, so everything is asked for at once, and
-// addresses are known before. Before, too, the same instructions run once in vain, as if there were
-// no parts: else they come from memory, a line at a time, as keys and values have driven them out
-// of L2.
+// The latency of what follows the wait adds to every call, so all loads are issued at once, and
+// their addresses are computed before the wait. Also before the wait, the same instructions run
+// once with no parts, and the result is discarded: otherwise they would come from memory, a line at
+// a time, since keys and values have evicted them from L2.
 template <int kHeadDim, int kWarps, typename Element>
 __global__ void __launch_bounds__(kWarps * 32)
     decode_combine_kernel(const __grid_constant__ DecodeCall call, const int32_t row_blocks,
                           const __grid_constant__ Forward params) {
-  constexpr int kColSteps = (kHeadDim + 127) / 128;        // of 32 lanes of four columns
+  constexpr int kColSteps = (kHeadDim + 127) / 128;  // steps of 32 lanes with four columns each
   constexpr int kAhead = kWarps > 2 ? 8 / kColSteps : 16;  // parts of a warp in a round
-  constexpr int kGroup = 4;                                // of them, that are left out together
+  constexpr int kGroup = 4;                                // parts that are skipped together
   constexpr int kRound = kWarps * kAhead, kLaneParts = kRound / 32;
-  // Of a thread, in the end.
+  // Columns of a thread at the end.
   constexpr int kCols = (kColSteps * 128 + kWarps * 32 - 1) / (kWarps * 32);
   constexpr int kPitch = decode_pitch(kHeadDim);
   __shared__ __align__(16) float sums[kWarps][kColSteps * 128];
@@ -84,7 +85,7 @@ __global__ void __launch_bounds__(kWarps * 32)
   int32_t parts = ragged ? divided.parts : 0;
   const DecodeUnit unit(call, divided.unit);
   const int32_t q_len = call.band.find(params, unit.batch).q_len;
-  bool waits = !ragged;  // has to
+  bool waits = !ragged;  // true if the thread still has to wait
 #pragma unroll 1
   for (int32_t row = row_block; row < call.rows; row += row_blocks) {
     const int32_t head = call.q_len.quotient(row);
@@ -97,13 +98,13 @@ __global__ void __launch_bounds__(kWarps * 32)
         unit.at<Element>(call.out) + head * call.out.head + position * call.out.row + threadIdx.x;
     float* lse = unit.at<float>(call.lse) + head * call.lse.head + position * call.lse.row;
     const int64_t place = int64_t{row} * call.workspace.places + divided.worker * 2;
-    // Of a round's first parts: this lane's, this warp's.
+    // Point to the parts of the first round: this lane's statistics, this warp's values.
     const float2* statistics =
         reinterpret_cast<const float2*>(call.workspace.statistics) + place + lane * 2;
     const float* values = call.workspace.out + (place + warp * 2) * kPitch + lane * 4;
-    asm volatile("" : "+l"(out), "+l"(lse), "+l"(statistics), "+l"(values));  // not computed again
+    asm volatile("" : "+l"(out), "+l"(lse), "+l"(statistics), "+l"(values));  // not recomputed
 
-    if (waits) {  // so that the addresses are translated
+    if (waits) {  // translates the addresses early
       if (lane < divided.parts) ptx::prefetch_l2(statistics);
       if (warp < divided.parts) ptx::prefetch_l2(values);
     }
@@ -212,7 +213,7 @@ __global__ void __launch_bounds__(kWarps * 32)
       its_lse = (top + log2f(with_sink)) * kLn2;
       if (empty) its_lse = exists ? sink_log2 * kLn2 : minus_infinity();
       if (!waits) break;
-      asm volatile("" ::"f"(result[0]), "f"(its_lse));  // as if it counted
+      asm volatile("" ::"f"(result[0]), "f"(its_lse));  // keeps the discarded round
       waits = false;
       __syncthreads();
       ptx::griddepcontrol_wait();
@@ -238,7 +239,7 @@ Status launch_combine(const DecodeCall& call, const Forward& params, cudaStream_
                             blocks <= kDecodeMultiprocessors ? kCombineSmemApart : 0, stream, call,
                             row_blocks, params);
   };
-  // By the parts that a unit has on average.
+  // Chooses the warps of a block by the average number of parts of a unit.
   if (call.plan.workers / call.plan.units < 4) {
     return launch(decode_combine_kernel<kHeadDim, 2, Element>, 2);
   }

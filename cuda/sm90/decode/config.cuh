@@ -1,4 +1,4 @@
-// Tile sizes and shared memory of the sm_90 decoding kernel.
+// Defines tile sizes and the shared-memory layout of the sm_90 decoding kernel.
 #pragma once
 
 #include <cstdint>
@@ -14,8 +14,8 @@
 
 namespace jax_flash::sm90 {
 
-// A block is one worker: a warpgroup that computes, and two warps that start copies. Two blocks a
-// multiprocessor, or one that has as many bytes of keys and values under way.
+// Configures a block, which is one worker: a warpgroup that computes, and two warps that start
+// copies. A multiprocessor has two blocks, or one with as many bytes of keys and values in flight.
 template <int kHeadDimension, int kBlockKvRows, int kSlotCount, int kBlocksPerSm>
 struct DecodeConfig {
   static constexpr int kHeadDim = kHeadDimension, kBlockKv = kBlockKvRows;
@@ -24,14 +24,14 @@ struct DecodeConfig {
   using QueryTile = SmemTile<kDecodeRows, kHeadDim>;
   using KeyTile = SmemTile<kBlockKv, kHeadDim>;
   using ValueTile = KeyTile;
-  // Shared memory: Q, then a ring in which tiles of K and of V take turns.
+  // Shared memory holds Q, then a ring in which tiles of K and of V alternate.
   static constexpr int kSlots = kSlotCount;
   static constexpr int kSmemBytes = QueryTile::kBytes + kSlots * KeyTile::kBytes;
-  // A block also has 1 KB of the system's and up to 1 KB of barriers and alignment.
+  // A block also has 1 KB that the system reserves, and up to 1 KB of barriers and alignment.
   static_assert(kBlocks * (kSmemBytes + 2048) <= 228 * 1024 && kSlots >= 3);
 };
 
-// Of the instance for this head dim.
+// Selects the configuration for this head dim.
 template <int kHeadDim>
 using DecodeConfigOf = std::conditional_t<
     kHeadDim <= 64, DecodeConfig<64, 128, 6, 2>,
@@ -39,19 +39,20 @@ using DecodeConfigOf = std::conditional_t<
                        std::conditional_t<kHeadDim <= 192, DecodeConfig<192, 32, 7, 2>,
                                           DecodeConfig<256, 64, 6, 1>>>>;
 
-// A worker's part of a unit.
+// Describes a worker's part of a unit.
 struct DecodeWork {
-  void* out;  // of the unit's first row; of a part that is to be added up, in the workspace
-  float *lse, *sinks;  // then the statistics
+  void* out;           // for the unit's first row; in the workspace for a part to be combined
+  float *lse, *sinks;  // `lse` is for the statistics of such a part
   Band band;
   RowRange attended;  // keys that some row may attend to
-  int32_t tile, end;  // of keys; without any, the unit has none
+  int32_t tile, end;  // key tiles; if there are none, the unit has none
   int32_t kind;
 
   static constexpr int32_t kPart = 0, kWhole = 1, kNoMoreWork = 2;
 };
 
-// `full`: the copy has arrived; `empty`: the warpgroup has done with it.
+// Holds the addresses of tiles and barriers. `full`: the copy has arrived; `empty`: the warpgroup
+// has read the tile.
 template <typename Config>
 struct DecodeSmem {
   static constexpr int kBarriers = 2 + 2 * Config::kSlots;

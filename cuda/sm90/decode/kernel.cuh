@@ -1,10 +1,11 @@
-// Forward pass of calls with few query rows, such as decoding: bound by the memory's bandwidth.
+// Computes the forward pass of calls with few query rows, such as decoding; memory bandwidth bounds
+// it.
 //
-// The query rows of all heads that share a key/value head are one tile of up to 64 rows, so that
-// keys and values are read once. Persistent blocks divide the keys of all of these evenly
-// (plan/decode.h): a warp keeps a ring of K and V tiles under way that does not stop between units,
-// and one warpgroup computes, faster than the tiles come. What blocks computed of a unit that they
-// divided is added up by a second kernel (sm90/decode/combine.cuh).
+// The query rows of all heads that share a key/value head form one tile of up to 64 rows, so that
+// keys and values are read once. Persistent blocks divide the keys of all units evenly
+// (plan/decode.h): one warp keeps a ring of K and V tiles in flight that does not stop between
+// units, and one warpgroup computes, faster than the tiles arrive. A second kernel combines the
+// parts that blocks computed of a divided unit (sm90/decode/combine.cuh).
 #pragma once
 
 #include <cstdint>
@@ -33,7 +34,7 @@
 
 namespace jax_flash::sm90 {
 
-// By one warp: keys and values of the worker's parts, in one ring.
+// Copies keys and values of the worker's parts, in one ring. Called by one warp.
 template <typename Config>
 __device__ __forceinline__ void produce_decode_keys(const DecodeCall& call, const Forward& params,
                                                     const ForwardMaps& maps,
@@ -60,7 +61,7 @@ __device__ __forceinline__ void produce_decode_keys(const DecodeCall& call, cons
   }
 }
 
-// By one warp: Q of the worker's units, and what they are.
+// Copies Q of the worker's units and writes the descriptions of the work. Called by one warp.
 template <typename Config>
 __device__ __forceinline__ void produce_decode_queries(const DecodeCall& call,
                                                        const Forward& params,
@@ -88,7 +89,8 @@ __device__ __forceinline__ void produce_decode_queries(const DecodeCall& call,
                  call.query, unit.batch_axes, unit.head, 0, panel * 64);
       }
       DecodeWork& work = *smem.work;
-      // Here, as a consumer would wait for parameters that it reads for the first time at its end.
+      // Computed here, because a consumer would stall at its end on parameters that it reads for
+      // the first time.
       const int64_t place = block * 2 + begins;
       work.out = whole ? static_cast<void*>(unit.at<uint16_t>(call.out))
                        : call.workspace.out + place * decode_pitch(Config::kHeadDim);
@@ -112,6 +114,7 @@ __device__ __forceinline__ void produce_decode_queries(const DecodeCall& call,
   }
 }
 
+// Computes out and statistics of a worker's parts; called by the threads of its warpgroup.
 template <typename Config, typename Element>
 struct DecodeConsumer {
   static constexpr int kN = Config::kBlockKv / 8, kOutN = Config::kHeadDim / 8;
@@ -121,10 +124,10 @@ struct DecodeConsumer {
 
   const DecodeCall& call;
   const DecodeSmem<Config>& smem;
-  int warp_row;  // the warp's first
+  int warp_row;  // the warp's first row
   RingState<Config::kSlots> slot;
   DecodeWork work;
-  int32_t first_col[2], end_col[2];  // of this thread's rows: what they may attend to
+  int32_t first_col[2], end_col[2];  // columns that this thread's rows may attend to
   OnlineSoftmax<1> softmax;
   float scores[1][kN][4];
   float out[1][kOutN][4];
@@ -134,10 +137,10 @@ struct DecodeConsumer {
                                             const DecodeSmem<Config>& where)
       : call(decode_call),
         smem(where),
-        // A reduction: uniform, as far as the compiler knows.
+        // The reduction makes it uniform for the compiler.
         warp_row(__reduce_max_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32 * 16)) {}
 
-  // This thread's rows: [group, q_len].
+  // Returns this thread's row, of [group, q_len].
   __device__ __forceinline__ int32_t row(int half) const {
     return warp_row + fragment_row(0, 2 * half);
   }
@@ -147,7 +150,7 @@ struct DecodeConsumer {
   }
   __device__ __forceinline__ bool has_rows() const { return warp_row < call.rows; }
 
-  // Waits for the next part of a unit; false after the last one.
+  // Waits for the next part of a unit; returns false after the last one.
   __device__ __forceinline__ bool wait_query(uint32_t parity) {
     ptx::mbarrier_wait(smem.query_full(), parity);
     work = *smem.work;
@@ -171,7 +174,7 @@ struct DecodeConsumer {
     slot.advance();
   }
 
-  // S = Q K^T of the tile in a slot.
+  // Starts S = Q K^T for the tile in a slot.
   __device__ __forceinline__ void start_scores(uint32_t key_slot) {
     ptx::wgmma_fence();
 #pragma unroll
@@ -186,7 +189,7 @@ struct DecodeConsumer {
     ptx::wgmma_wait_group<kOthers>();
     ptx::wgmma_results(scores[0]);
   }
-  // O += P V of the tile in the ring's next slot.
+  // Starts O += P V for the tile in the ring's next slot.
   __device__ __forceinline__ void start_out(int32_t tile) {
     wait_slot();
     zero_unattended<Config>(smem.slot(slot.stage), tile, work.attended, call.kv_len);
@@ -205,8 +208,8 @@ struct DecodeConsumer {
     release_slot();
   }
 
-  // The part's tiles: the exponentials of one run beside the output of the one before. Warps that
-  // have no rows only take part in the products.
+  // Computes the part's tiles: the exponentials of one overlap the output of the one before. Warps
+  // without rows only take part in the products.
   __device__ __forceinline__ void compute() {
     softmax = OnlineSoftmax<1>();
     if (work.tile >= work.end) return;
@@ -239,7 +242,8 @@ struct DecodeConsumer {
     await_out();
   }
 
-  // Of a tile's scores; whether the output is to be multiplied by `factor`.
+  // Computes the exponentials of a tile's scores; returns whether the output is to be multiplied by
+  // `factor`.
   __device__ __forceinline__ bool find_exponentials(int32_t tile, float (&factor)[1][2]) {
     const int32_t col0 = tile * Config::kBlockKv;
     if (!work.band.all_allowed(0, call.q_len.divisor, col0, col0 + Config::kBlockKv)) {
@@ -253,7 +257,7 @@ struct DecodeConsumer {
         }
       }
     }
-    // No slack: a greatest probability of exactly 1 has no rounding error
+    // There is no slack: a greatest probability of exactly 1 has no rounding error
     // (sm90/forward/exact_maximum.cuh).
     const float slack[1][2] = {};
     const bool rises = softmax.template raise_reference<4>(scores, call.to_log2, slack, factor);
@@ -295,7 +299,7 @@ struct DecodeConsumer {
 #pragma unroll
         for (int i = 0; i < 4 && n0 + i < kOutN; ++i) {
           const float (&block)[4] = out[0][n0 + i];
-          // Not a product with 0, as there may be no output yet.
+          // A product with 0 would not do, as there may be no output yet.
           words[i] = normalizer == 0.0f ? 0
                                         : ptx::cvt_rn_x2<Element>(block[2 * half] * normalizer,
                                                                   block[2 * half + 1] * normalizer);
@@ -307,7 +311,7 @@ struct DecodeConsumer {
     }
   }
 
-  // Leaves out and statistics of a part of a unit to decode_combine_kernel.
+  // Stores out and statistics of a part of a unit for decode_combine_kernel.
   __device__ __forceinline__ void store_part() {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
@@ -361,14 +365,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   asm volatile("" : "+r"(smem.root), "+r"(smem.barriers));
 
   const int warp = __reduce_max_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32);
-  if (warp == 4) {  // waits for nobody
+  if (warp == 4) {  // does not wait for the other warps
     if (threadIdx.x % 32 == 0) smem.init_barriers();
     __syncwarp();
     ptx::barrier_arrive(kBarriersReady, Config::kThreads);
     produce_decode_keys<Config>(call, params, maps, smem);
     return;
   }
-  if (warp < 4) {  // Q's rows behind the last one are zeros for good
+  if (warp < 4) {  // Q's rows after the last one stay zero
     using QueryTile = typename Config::QueryTile;
     for (int index = threadIdx.x; index < QueryTile::kBytes / 16; index += kWarpgroup) {
       if (index % (QueryTile::kPanelBytes / 16) / 8 >= call.rows) {
@@ -393,7 +397,7 @@ Status launch_decode_plan(const Forward& params, const DecodePlan& plan, cudaStr
   Status status =
       make_tensor_map("query", shape, params.query, shape.q_len, shape.heads, shape.head_dim,
                       shape.q_len, maps.query, shape.heads / shape.kv_heads);
-  // Not 256 bytes at a time in L2, as other kernels have it: that takes 7% of the bandwidth.
+  // Promotes to 128 bytes in L2; 256 bytes, as in other kernels, would cost 7% of the bandwidth.
   constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   if (status.ok()) {
     status = make_tensor_map("key", shape, params.key, shape.kv_len, shape.kv_heads, shape.head_dim,
@@ -411,13 +415,13 @@ Status launch_decode_plan(const Forward& params, const DecodePlan& plan, cudaStr
   return launch_combine<Config::kHeadDim, Element>(call, params, stream);
 }
 
-// kHeadDim bounds head_dim and value_dim.
+// Launches decoding. kHeadDim bounds head_dim and value_dim.
 template <typename Element, int kHeadDim>
 Status launch_decode(const Forward& params, cudaStream_t stream) {
   using Config = DecodeConfigOf<kHeadDim>;
   int sms = 0;
   if (const Status status = multiprocessors(sms); !status.ok()) return status;
-  // Lengths, or a band that begins elsewhere in each batch.
+  // True with lengths, or with a band that begins elsewhere in each batch.
   const bool ragged = params.query_seq_lengths || params.key_value_seq_lengths || params.window ||
                       (params.query_offset && banded(params.options));
   const int64_t workers = std::min(sms, kDecodeMultiprocessors) * Config::kBlocks;

@@ -1,5 +1,5 @@
-// What the sm_90 decoding kernels are told of a call, and which parts of which units a worker
-// computes.
+// Defines the parameters of the sm_90 decoding kernels that depend on the call, and finds the parts
+// of units that a worker computes.
 #pragma once
 
 #include <algorithm>
@@ -16,17 +16,18 @@
 
 namespace jax_flash::sm90 {
 
-// What a unit counts when workers divide tiles: one without keys counts, too, and so has an owner.
+// Returns what a unit counts when workers divide tiles. A unit without keys counts too, so that it
+// has an owner.
 __host__ __device__ __forceinline__ int32_t decode_cost(const TileRange& tiles) {
   return tiles.end > tiles.first ? tiles.end - tiles.first : 1;
 }
 
-// All tiles, or a unit's, divided among as many workers as are to have some.
+// Divides all tiles, or those of a unit, among as many workers as are to have some.
 struct DecodeShares {
   int32_t workers, share, rest;
 
   __host__ __device__ __forceinline__ DecodeShares(int32_t most, int32_t block_kv, int32_t total) {
-    const int32_t least = kDecodeSplitKeys / block_kv;  // tiles of a worker
+    const int32_t least = kDecodeSplitKeys / block_kv;  // fewest tiles of a worker
     workers = (total + least - 1) / least;
     if (workers > most) workers = most;
     share = total / workers;
@@ -37,15 +38,15 @@ struct DecodeShares {
   }
 };
 
-// Side by side for the same reason as in ForwardPlan.
+// Holds the parameters contiguously, for the same reason as ForwardPlan.
 struct DecodeCall {
   DecodePlan plan;
   BoxAxes key, value, query;
   CallBand band;
-  TileRange tiles;      // of keys, if batches are alike; and then:
-  Divisor cost;         // of a unit
-  DecodeShares shares;  // of a unit, if the plan has parts
-  Divisor parts;        // of a unit then
+  TileRange tiles;      // key tiles, if batches are alike; in that case also:
+  Divisor cost;         // cost of a unit
+  DecodeShares shares;  // shares of a unit if the plan has parts, else of all tiles
+  Divisor parts;        // parts of a unit, or 1
   Divisor inner_batch, kv_heads, q_len;
   int32_t group, rows, kv_len, value_dim;
   float to_log2;
@@ -77,17 +78,17 @@ struct DecodeCall {
         sinks(params.sinks),
         workspace(DecodeWorkspace::at(params.shape, params.workspace)) {}
 
-  // Whether decode_combine_kernel has something to do, as far as the host knows.
+  // True if decode_combine_kernel has something to do, as far as the host knows.
   bool divides_units() const { return !plan.whole_units && !(plan.parts && parts.divisor == 1); }
 
-  // Of the keys that a batch attends to.
+  // Returns the tiles of the keys that a batch attends to.
   template <int kBlockKv>
   __device__ __forceinline__ TileRange tiles_of(const Band& batch_band) const {
     return plan.ragged || band.varies ? kv_tiles<kBlockKv>(batch_band, 0, batch_band.q_len) : tiles;
   }
 
  private:
-  // kv_tiles() on the host.
+  // Computes kv_tiles() on the host.
   static TileRange tiles_of(const Band& band, int32_t block_kv) {
     const int32_t first = std::max(band.lo, 0);
     const int32_t end = std::min(band.q_len - 1 + band.hi, band.kv_len);
@@ -96,7 +97,7 @@ struct DecodeCall {
   }
 };
 
-// A unit, and its first query head.
+// Names a unit, and its first query head.
 struct DecodeUnit {
   int32_t batch, kv_head, head;
   int32_t batch_axes[kTensorMapBatchDims];
@@ -109,7 +110,7 @@ struct DecodeUnit {
     batch_axes[1] = batch - batch_axes[0] * call.inner_batch.divisor;
   }
 
-  // Where the unit's first row is.
+  // Returns the address of the unit's first row.
   template <typename Element>
   __device__ __forceinline__ Element* at(const RowsOperand& operand) const {
     return static_cast<Element*>(operand.data) + batch_axes[0] * operand.batch[0] +
@@ -117,12 +118,12 @@ struct DecodeUnit {
   }
 };
 
-// A worker's place among the units. Called by whole warps.
+// Holds a worker's position among the units. Whole warps call its functions.
 template <int kBlockKv>
 struct DecodeWalk {
   int32_t unit, end_unit;
-  int32_t remaining;  // tiles
-  int32_t first;      // of the unit's tiles
+  int32_t remaining;  // tiles left
+  int32_t first;      // first tile, counted in the unit
 
   __device__ __forceinline__ DecodeWalk(const Forward& params, const DecodeCall& call,
                                         int32_t worker)
@@ -133,7 +134,7 @@ struct DecodeWalk {
       unit = worker * share + min(worker, rest);
       end_unit = unit + share + (worker < rest);
     } else if (plan.parts) {
-      // With an offset, but no band that it could move, the tiles are the same without it.
+      // An offset that has no band to move changes no tiles.
       unit = call.parts.quotient(worker);
       const int32_t part = worker - unit * call.parts.divisor;
       first = call.shares.start(part);
@@ -148,7 +149,7 @@ struct DecodeWalk {
   }
 
   __device__ __forceinline__ bool valid() const { return unit < end_unit && remaining > 0; }
-  // The worker's tiles of the unit, which has `cost`, from its first on.
+  // Returns the worker's tiles of the unit, whose cost is `cost`, counted from the unit's first.
   __device__ __forceinline__ TileRange part(int32_t cost) const {
     return {first, first + min(remaining, cost - first)};
   }
@@ -167,8 +168,8 @@ struct DecodeWalk {
     remaining = worker < shares.workers ? shares.share + (worker < shares.rest) : 0;
   }
 
-  // Where batches differ: looks through all of them, twice if they are more than a warp's lanes.
-  // Out of line as CallBand::of().
+  // Finds the position if batches differ: it looks through all batches, twice if they are more than
+  // a warp's lanes. Out of line for the same reason as CallBand::of().
   static __device__ __noinline__ DecodeWalk found(const Forward& params, const DecodeCall& call,
                                                   int32_t worker) {
     const auto batches = static_cast<int32_t>(params.shape.batch);
@@ -177,7 +178,7 @@ struct DecodeWalk {
       return batch < batches ? decode_cost(call.tiles_of<kBlockKv>(call.band.find(params, batch)))
                              : 0;
     };
-    int32_t mine = 0, total = 0;  // mine: of the 32 batches looked at last
+    int32_t mine = 0, total = 0;  // mine: of the last 32 batches
 #pragma unroll 4
     for (int32_t batch = 0; batch < batches; batch += 32) {
       mine = cost(batch + lane);
