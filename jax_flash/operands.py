@@ -28,7 +28,7 @@ class Operand:
       differentiable: whether it has a gradient.
       forbids: whether it keeps queries from attending to keys.
       slot: its number among the operands that a call need not have, in the order native code
-        counts them (`optional_operands` in cuda/xla/handlers.cc); None for what every call has.
+        counts them (`optional_fields` in cuda/xla/ffi_call.cc); None for what every call has.
       has_kernel: whether there are kernels that take it. A call with an operand that has none runs
         as the reference, and is differentiated as plain JAX.
       whole: the axes that no device has a part of, where the call is spread over devices.
