@@ -1,7 +1,9 @@
 // Splits a call into tasks and runs them with the best kernel that this CPU can execute.
+#include <algorithm>
 #include <atomic>
 #include <cstdlib>
 #include <cstring>
+#include <thread>
 
 #include "host/attention.h"
 #include "host/kernel.h"
@@ -83,9 +85,10 @@ Status forward(const Forward& params, const ParallelFor& parallel_for) {
   const Kernel* passes = kernel();
   if (!passes) return no_such_kernel();
   const Shape& s = params.shape;
-  const ForwardSplit split = forward_split(s);
-  const int64_t tasks = s.batch * s.kv_heads * split.parts * split.q_blocks;
-  return status_of(run(parallel_for, passes->forward, params, tasks));
+  static const int64_t threads = std::max(1u, std::thread::hardware_concurrency());
+  const ForwardTasks tasks = {params, forward_split(s, threads)};
+  return status_of(run(parallel_for, passes->forward, tasks,
+                       s.batch * s.kv_heads * tasks.split.parts * tasks.split.runs));
 }
 
 int64_t backward_workspace_bytes(const Shape& shape, DType) {
