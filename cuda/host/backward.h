@@ -2,9 +2,10 @@
 //
 // A task of the middle step owns every `chunks`-th block of keys of one (batch,
 // key/value head): under a causal mask, early blocks meet more queries, so each task
-// gets a share of both. It meets all queries of all heads of the group, one block of
-// keys after the other, and accumulates dkey and dvalue of the block in scratch and
-// dquery in its own part of the workspace, in an order that is always the same.
+// gets a share of both. Some of its blocks of keys together meet all queries of all heads of
+// the group, so that queries are packed once for all of them. It accumulates dkey and dvalue of
+// these blocks in scratch and dquery in its own part of the workspace, in an order that is always
+// the same.
 #pragma once
 
 #include "host/gradient.h"
@@ -44,11 +45,34 @@ inline float* partial_dquery(const Backward& call, int64_t chunk, int64_t batch,
          (batch * shape.heads + n) * shape.q_len * padded(shape.head_dim);
 }
 
-struct BackwardScratch : GradientScratch {
-  Matrix key;     // [kBlockKv, H], zero where no row of the tile may attend
-  Matrix dkey;    // [kBlockKv, H]
-  Matrix dvalue;  // [kBlockKv, h]
+// What a block of keys needs besides.
+struct BackwardBlock : KeyBlock {
+  Matrix key;           // [kBlockKv, H]: zero where no row of the tile may attend
+  uint64_t key_values;  // which rows of key hold those of the block; 0: none
+  Matrix dkey;          // [kBlockKv, H]
+  Matrix dvalue;        // [kBlockKv, h]
 };
+
+inline int64_t backward_block_floats(int64_t head_dim, int64_t value_dim) {
+  return key_block_floats(head_dim, value_dim) + kBlockKv * (2 * head_dim + value_dim);
+}
+
+inline BackwardBlock backward_block(Arena& arena, int64_t head_dim, int64_t value_dim) {
+  BackwardBlock block = {key_block(arena, head_dim, value_dim), {}, 0, {}, {}};
+  block.key = {arena.take(kBlockKv * head_dim), head_dim};
+  block.dkey = {arena.take(kBlockKv * head_dim), head_dim};
+  block.dvalue = {arena.take(kBlockKv * value_dim), value_dim};
+  return block;
+}
+
+// How many blocks of keys meet each block of queries together: as many as leave room for the
+// latter in a second-level cache of 512 KiB.
+inline constexpr int kMaxSharedBlocks = 4;
+inline int64_t shared_blocks(int64_t head_dim, int64_t value_dim) {
+  constexpr int64_t kFloats = 80 * 1024;
+  const int64_t fitting = kFloats / backward_block_floats(head_dim, value_dim);
+  return max_of<int64_t>(1, min_of<int64_t>(fitting, kMaxSharedBlocks));
+}
 
 // Writes block b of dbias, where each element belongs to one logit, at the keys from
 // kv_begin on: ds, and zeros outside the part of the tile that may be attended to.
@@ -75,37 +99,65 @@ struct HeadGradients {
   Plane dbias;    // absent if another pass computes it
 };
 
-// One query head against one block of keys: adds to scratch.dkey, scratch.dvalue and
-// the partial dquery. `packed` says whether key_t and value_t are in place already.
-inline void backward_head(const GradientHead& head, int64_t kv_begin, const Shape& shape,
-                          const BackwardScratch& scratch, const HeadGradients& to, bool& packed) {
-  uint64_t packed_keys = 0;
+// Adds what one tile contributes to keys.dkey, keys.dvalue and the partial dquery.
+inline void backward_tile(const GradientHead& head, const Tile& tile, BackwardBlock& keys,
+                          GradientScratch& scratch, Matrix dquery) {
+  if (keys.key_values != tile.any) {
+    pack_rows(head.key, keys.begin, tile.cols, 1.0f, keys.key,
+              [&](int c) { return tile.any >> c & 1; });
+    keys.key_values = tile.any;
+  }
+  const int r0 = tile.row_begin, rows = tile.rows();
+  const Matrix p = from_row(scratch.s, r0), ds = from_row(scratch.ds, r0);
+  gemm({tile.cols, head.value.dim, rows, true}, transposed(p), from_row(scratch.dout, r0),
+       keys.dvalue);
+  gemm({tile.cols, head.key.dim, rows, true}, transposed(ds), from_row(scratch.q, r0), keys.dkey);
+  gemm({rows, head.key.dim, tile.cols, true}, as_left(ds), keys.key,
+       from_row(dquery, tile.q_begin + r0));
+}
+
+// One query head against `count` blocks of keys.
+inline void backward_head(const GradientHead& head, const Shape& shape, BackwardBlock* keys,
+                          int64_t count, GradientScratch& scratch, const HeadGradients& to) {
   for (int64_t b = 0; b < q_blocks(shape); ++b) {
     const QueryBlock block = query_block(head, b * kBlockQ);
-    Tile tile;
-    if (!make_tile(head, block, kv_begin, tile)) {
-      tile.kv_begin = kv_begin;
-      tile.row_begin = tile.row_end = tile.cols = 0;
+    for (int64_t k = 0; k < count; ++k) {
+      Tile tile;
+      const bool any = make_tile(head, block, keys[k].begin, tile);
+      if (any) {
+        gradient_tile(head, tile, keys[k], scratch);
+      } else {
+        tile.kv_begin = keys[k].begin;
+        tile.row_begin = tile.row_end = tile.cols = 0;
+      }
       if (to.dbias.data) write_dbias(to.dbias, shape, b, tile, scratch.ds);
-      continue;
+      if (any) backward_tile(head, tile, keys[k], scratch, to.dquery);
     }
-    if (!packed) pack_key_value_t(head, kv_begin, scratch);
-    packed = true;
-    gradient_tile(head, tile, scratch);
-    if (to.dbias.data) write_dbias(to.dbias, shape, b, tile, scratch.ds);
-    if (packed_keys != tile.any) {
-      pack_rows(head.key, kv_begin, tile.cols, 1.0f, scratch.key,
-                [&](int c) { return tile.any >> c & 1; });
-      packed_keys = tile.any;
-    }
-    const int r0 = tile.row_begin, rows = tile.rows();
-    const Matrix p = from_row(scratch.s, r0), ds = from_row(scratch.ds, r0);
-    gemm({tile.cols, head.value.dim, rows, true}, transposed(p), from_row(scratch.dout, r0),
-         scratch.dvalue);
-    gemm({tile.cols, head.key.dim, rows, true}, transposed(ds), from_row(scratch.q, r0),
-         scratch.dkey);
-    gemm({rows, head.key.dim, tile.cols, true}, as_left(ds), scratch.key,
-         from_row(to.dquery, tile.q_begin + r0));
+  }
+}
+
+// Fills in dkey and dvalue of the blocks of keys, which are of one (batch, key/value head).
+inline void backward_keys(const Backward& call, int64_t chunk, int64_t batch, int64_t kv_head,
+                          BackwardBlock* keys, int64_t count, GradientScratch& scratch) {
+  const Shape& shape = call.shape;
+  const int64_t group = shape.heads / shape.kv_heads;
+  const bool writes_dbias = call.dbias.data && keeps_every_axis(shape, call.dbias);
+  for (int64_t k = 0; k < count; ++k) {
+    clear(keys[k].dkey, kBlockKv);
+    clear(keys[k].dvalue, kBlockKv);
+  }
+  for (int64_t n = kv_head * group; n < (kv_head + 1) * group; ++n) {
+    HeadGradients to = {{partial_dquery(call, chunk, batch, n), keys->key.row}, {}};
+    if (writes_dbias) to.dbias = plane_of(shape, call.dbias, batch, n, size_of(call.dbias.dtype));
+    backward_head(gradient_head_of(call, batch, n), shape, keys, count, scratch, to);
+  }
+  const Rows dkey = rows_of(shape, call.dkey, batch, kv_head, shape.head_dim);
+  const Rows dvalue = rows_of(shape, call.dvalue, batch, kv_head, shape.value_dim);
+  for (int64_t k = 0; k < count; ++k) {
+    const int64_t begin = keys[k].begin;
+    const int rows = static_cast<int>(min_of<int64_t>(shape.kv_len - begin, kBlockKv));
+    write_rows(keys[k].dkey, rows, dkey, begin);
+    write_rows(keys[k].dvalue, rows, dvalue, begin);
   }
 }
 
@@ -115,35 +167,27 @@ inline bool backward_task(const Backward& call, int64_t task) {
   const int64_t batch = task / chunks / shape.kv_heads, kv_head = task / chunks % shape.kv_heads;
   const int64_t group = shape.heads / shape.kv_heads;
   const int64_t head_dim = padded(shape.head_dim), value_dim = padded(shape.value_dim);
+  const int64_t own = ceil_div(kv_blocks(shape) - chunk, chunks);
+  const int64_t shared = max_of<int64_t>(1, min_of(shared_blocks(head_dim, value_dim), own));
 
-  Arena arena(gradient_floats(head_dim, value_dim) + kBlockKv * (2 * head_dim + value_dim));
+  Arena arena(gradient_floats(head_dim, value_dim) +
+              shared * backward_block_floats(head_dim, value_dim));
   if (!arena.ok()) return false;
-  BackwardScratch scratch = {gradient_scratch(arena, head_dim, value_dim), {}, {}, {}};
-  scratch.key = {arena.take(kBlockKv * head_dim), head_dim};
-  scratch.dkey = {arena.take(kBlockKv * head_dim), head_dim};
-  scratch.dvalue = {arena.take(kBlockKv * value_dim), value_dim};
+  GradientScratch scratch = gradient_scratch(arena, head_dim, value_dim);
+  BackwardBlock keys[kMaxSharedBlocks];
+  for (int64_t k = 0; k < shared; ++k) keys[k] = backward_block(arena, head_dim, value_dim);
 
   for (int64_t n = kv_head * group; n < (kv_head + 1) * group; ++n) {
     clear({partial_dquery(call, chunk, batch, n), head_dim}, shape.q_len);
   }
-  const Rows dkey = rows_of(shape, call.dkey, batch, kv_head, shape.head_dim);
-  const Rows dvalue = rows_of(shape, call.dvalue, batch, kv_head, shape.value_dim);
-  const bool writes_dbias = call.dbias.data && keeps_every_axis(shape, call.dbias);
-  for (int64_t b = chunk; b < kv_blocks(shape); b += chunks) {
-    const int64_t kv_begin = b * kBlockKv;
-    clear(scratch.dkey, kBlockKv);
-    clear(scratch.dvalue, kBlockKv);
-    bool packed = false;
-    for (int64_t n = kv_head * group; n < (kv_head + 1) * group; ++n) {
-      HeadGradients to = {{partial_dquery(call, chunk, batch, n), head_dim}, {}};
-      if (writes_dbias) {
-        to.dbias = plane_of(shape, call.dbias, batch, n, size_of(call.dbias.dtype));
-      }
-      backward_head(gradient_head_of(call, batch, n), kv_begin, shape, scratch, to, packed);
+  for (int64_t first = 0; first < own; first += shared) {
+    const int64_t count = min_of(shared, own - first);
+    for (int64_t k = 0; k < count; ++k) {
+      keys[k].begin = ((first + k) * chunks + chunk) * kBlockKv;
+      keys[k].packed = false;
+      keys[k].key_values = 0;
     }
-    const int count = static_cast<int>(min_of<int64_t>(shape.kv_len - kv_begin, kBlockKv));
-    write_rows(scratch.dkey, count, dkey, kv_begin);
-    write_rows(scratch.dvalue, count, dvalue, kv_begin);
+    backward_keys(call, chunk, batch, kv_head, keys, count, scratch);
   }
   return true;
 }

@@ -39,16 +39,15 @@ struct BlockRange {
 
 // Adds to `sum` what one (batch, head) contributes from the given blocks.
 inline void add_head(const GradientHead& head, BlockRange q_range, BlockRange kv_range,
-                     const GradientScratch& scratch, Matrix sum) {
+                     GradientScratch& scratch, KeyBlock& keys, Matrix sum) {
   for (int64_t k = kv_range.begin; k < kv_range.end; ++k) {
-    bool packed = false;
+    keys.begin = k * kBlockKv;
+    keys.packed = false;
     for (int64_t q = q_range.begin; q < q_range.end; ++q) {
       const QueryBlock block = query_block(head, q * kBlockQ);
       Tile tile;
-      if (!make_tile(head, block, k * kBlockKv, tile)) continue;
-      if (!packed) pack_key_value_t(head, k * kBlockKv, scratch);
-      packed = true;
-      gradient_tile(head, tile, scratch);
+      if (!make_tile(head, block, keys.begin, tile)) continue;
+      gradient_tile(head, tile, keys, scratch);
       for (int r = tile.row_begin; r < tile.row_end; ++r) {
         const float* ds = scratch.ds.data + r * scratch.ds.row;
         float* to = sum.data + r * sum.row;
@@ -94,16 +93,18 @@ inline bool dbias_task(const Backward& call, int64_t task) {
                             dbias.head != 0 ? head_tile + 1 : int64_t{shape.heads}};
 
   const int64_t head_dim = padded(shape.head_dim), value_dim = padded(shape.value_dim);
-  Arena arena(gradient_floats(head_dim, value_dim) + kBlockQ * kBlockKv);
+  Arena arena(gradient_floats(head_dim, value_dim) + key_block_floats(head_dim, value_dim) +
+              kBlockQ * kBlockKv);
   if (!arena.ok()) return false;
-  const GradientScratch scratch = gradient_scratch(arena, head_dim, value_dim);
+  GradientScratch scratch = gradient_scratch(arena, head_dim, value_dim);
+  KeyBlock keys = key_block(arena, head_dim, value_dim);
   const Matrix sum = {arena.take(kBlockQ * kBlockKv), kBlockKv};
   for (int64_t c = 0; c < kBlockQ * kBlockKv; c += kLanes) store(sum.data + c, Vec{});
 
   for (int64_t summed = 0; summed < shape.batch / tiling.batches; ++summed) {
     const int64_t batch = batch_of(shape, dbias, kept, summed);
     for (int64_t n = heads.begin; n < heads.end; ++n) {
-      add_head(gradient_head_of(call, batch, n), q_range, kv_range, scratch, sum);
+      add_head(gradient_head_of(call, batch, n), q_range, kv_range, scratch, keys, sum);
     }
   }
   if (!keeps_rows) sum_rows(sum);

@@ -1,5 +1,9 @@
 // Splits a call into tasks and runs them with the best kernel that this CPU can execute.
+#include <algorithm>
 #include <atomic>
+#include <cstdlib>
+#include <cstring>
+#include <thread>
 
 #include "host/attention.h"
 #include "host/kernel.h"
@@ -7,21 +11,44 @@
 namespace jax_flash::host {
 namespace {
 
-const Kernel& kernel() {
+// The environment variable that keeps to older instruction sets: to test their kernels, or to
+// measure them on a CPU that has newer ones. Read once, at the first call.
+constexpr const char* kMaxIsa = "JAX_FLASH_CPU_MAX_ISA";
+
+bool can_run(const Kernel& kernel) {
 #if defined(__x86_64__)
-  static const Kernel& best = [&]() -> const Kernel& {
-    __builtin_cpu_init();
-    if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
-        __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl")) {
-      return avx512::kKernel;
-    }
-    const bool has_avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
-    return has_avx2 ? avx2::kKernel : baseline::kKernel;
-  }();
-  return best;
-#else
-  return baseline::kKernel;
+  __builtin_cpu_init();
+  if (&kernel == &avx512::kKernel) {
+    return __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+           __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl");
+  }
+  if (&kernel == &avx2::kKernel) {
+    return __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
+  }
 #endif
+  return &kernel == &baseline::kKernel;
+}
+
+// The best kernel that this CPU can execute, up to the one that JAX_FLASH_CPU_MAX_ISA names;
+// nullptr if it names none.
+const Kernel* choose_kernel() {
+#if defined(__x86_64__)
+  const Kernel* const best_first[] = {&avx512::kKernel, &avx2::kKernel, &baseline::kKernel};
+#else
+  const Kernel* const best_first[] = {&baseline::kKernel};
+#endif
+  const char* limit = std::getenv(kMaxIsa);
+  bool within_limit = limit == nullptr || *limit == '\0';
+  for (const Kernel* kernel : best_first) {
+    within_limit = within_limit || std::strcmp(limit, kernel->instruction_set) == 0;
+    if (within_limit && can_run(*kernel)) return kernel;
+  }
+  return nullptr;
+}
+
+const Kernel* kernel() {
+  static const Kernel* const chosen = choose_kernel();
+  return chosen;
 }
 
 // Runs one pass; false if any task ran out of memory.
@@ -41,15 +68,27 @@ Status status_of(bool ok) {
   return Status::internal("jax_flash: no memory for the scratch space of a CPU thread");
 }
 
+Status no_such_kernel() {
+  return Status::invalid_argument(std::string("jax_flash: ") + kMaxIsa +
+                                  ": expected avx512, avx2 or baseline, got " +
+                                  std::getenv(kMaxIsa) + "; set one of them or unset it");
+}
+
 }  // namespace
 
-const char* instruction_set() { return kernel().instruction_set; }
+const char* instruction_set() {
+  const Kernel* chosen = kernel();
+  return chosen ? chosen->instruction_set : "none";
+}
 
 Status forward(const Forward& params, const ParallelFor& parallel_for) {
+  const Kernel* passes = kernel();
+  if (!passes) return no_such_kernel();
   const Shape& s = params.shape;
-  const ForwardSplit split = forward_split(s);
-  const int64_t tasks = s.batch * s.kv_heads * split.parts * split.q_blocks;
-  return status_of(run(parallel_for, kernel().forward, params, tasks));
+  static const int64_t threads = std::max(1u, std::thread::hardware_concurrency());
+  const ForwardTasks tasks = {params, forward_split(s, threads)};
+  return status_of(run(parallel_for, passes->forward, tasks,
+                       s.batch * s.kv_heads * tasks.split.parts * tasks.split.runs));
 }
 
 int64_t backward_workspace_bytes(const Shape& shape, DType) {
@@ -58,15 +97,17 @@ int64_t backward_workspace_bytes(const Shape& shape, DType) {
 }
 
 Status backward(const Backward& params, const ParallelFor& parallel_for) {
+  const Kernel* passes = kernel();
+  if (!passes) return no_such_kernel();
   const Shape& s = params.shape;
   const int64_t heads = s.batch * s.heads;
   const int64_t tasks = s.batch * s.kv_heads * backward_chunks(s);
-  bool ok = run(parallel_for, kernel().delta, params, heads) &&
-            run(parallel_for, kernel().backward, params, tasks) &&
-            run(parallel_for, kernel().reduce_dquery, params, heads * q_blocks(s));
+  bool ok = run(parallel_for, passes->delta, params, heads) &&
+            run(parallel_for, passes->backward, params, tasks) &&
+            run(parallel_for, passes->reduce_dquery, params, heads * q_blocks(s));
   if (ok && params.dbias && !keeps_every_axis(s, params.dbias)) {
     const BiasTiling tiling = bias_tiling(s, params.dbias);
-    ok = run(parallel_for, kernel().dbias, params,
+    ok = run(parallel_for, passes->dbias, params,
              tiling.batches * tiling.heads * tiling.q_tiles * tiling.kv_tiles);
   }
   return status_of(ok);

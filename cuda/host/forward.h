@@ -1,6 +1,5 @@
-// The forward pass: a task is one block of queries of one (batch, head), or, where
-// there is just one block of queries, of several heads that share keys and values, whose
-// packing is then most of the work.
+// The forward pass: a task takes some blocks of queries of one (batch, head), or, where there is
+// just one block of queries, of several heads, through the keys and values that they share.
 #pragma once
 
 #include "host/dropout.h"
@@ -17,7 +16,15 @@ struct Accumulators {
   float* max;  // [rows]
 };
 
-// Scratch that the heads of a task take turns with.
+// One block of queries of one head.
+struct Stream {
+  int64_t n;
+  Head head;
+  QueryBlock block;
+  Accumulators acc;
+};
+
+// Scratch that the streams of a task take turns with.
 struct ForwardScratch {
   Matrix s;         // [kBlockQ, kBlockKv]: logits, then probabilities
   Matrix key_t;     // [H, kBlockKv]
@@ -26,9 +33,10 @@ struct ForwardScratch {
   uint64_t values;  // which rows of value hold those of the present block; 0: none
 };
 
-inline int64_t forward_floats(int64_t head_dim, int64_t value_dim, int64_t rows, int heads) {
+inline int64_t forward_floats(int64_t head_dim, int64_t value_dim, int64_t rows,
+                              int64_t streams) {
   return (head_dim + value_dim) * kBlockKv + kBlockQ * kBlockKv +
-         heads * (rows * (head_dim + value_dim + kRowPadding) + padded(rows));
+         streams * (rows * (head_dim + value_dim + kRowPadding) + padded(rows));
 }
 
 inline ForwardScratch forward_scratch(Arena& arena, int64_t head_dim, int64_t value_dim) {
@@ -55,24 +63,35 @@ inline Accumulators accumulators(Arena& arena, const Head& head, const QueryBloc
   return acc;
 }
 
-// One step of the online softmax for row r: logits become exp(logits - max), the sums
-// so far are rescaled if the maximum grew. A NaN is never the maximum, but reaches
-// the sum and, by the product with value, the output.
-inline void softmax_row(const Accumulators& acc, int r, float* s, int vectors) {
-  float* sum = acc.sum.data + r * acc.sum.row;
+// A row of a tile of logits, all of its kBlockKv columns.
+inline constexpr int kRowVectors = kBlockKv / kLanes;
+
+// One step of the online softmax, in two loops over the rows, so that the exponentials of a row
+// do not wait for its maximum, and those of several rows overlap.
+//
+// First: the maximum so far joins that of row r, and what was summed is rescaled if it grew. A NaN
+// is never the maximum, but reaches the sum and, by the product with value, the output.
+inline void raise_max(const Accumulators& acc, int r, const float* s) {
   Vec top = splat(acc.max[r]);
-  for (int v = 0; v < vectors; ++v) top = max_ignoring_nan(top, load(s + v * kLanes));
+  for (int v = 0; v < kRowVectors; ++v) top = max_ignoring_nan(top, load(s + v * kLanes));
   const float new_max = reduce_max(top);
-  const float base = new_max == -kInfinity ? 0.0f : new_max;  // -inf - -inf is NaN
+  if (!(new_max > acc.max[r])) return;
+  const Vec rescale = exp(splat(acc.max[r] - new_max));
+  float* sum = acc.sum.data + r * acc.sum.row;
+  store(sum, load(sum) * rescale);
+  float* o = acc.o.data + r * acc.o.row;
+  for (int64_t c = 0; c < acc.o.row; c += kLanes) store(o + c, load(o + c) * rescale);
+  acc.max[r] = new_max;
+}
+
+// Second: logits become exp(logits - max).
+inline void exponentials(const Accumulators& acc, int r, float* s) {
+  const float max = acc.max[r];
+  const float base = max == -kInfinity ? 0.0f : max;  // -inf - -inf is NaN
+  float* sum = acc.sum.data + r * acc.sum.row;
   Vec total = load(sum);
-  if (new_max > acc.max[r]) {
-    const Vec rescale = exp(splat(acc.max[r] - base));
-    total *= rescale;
-    float* o = acc.o.data + r * acc.o.row;
-    for (int64_t c = 0; c < acc.o.row; c += kLanes) store(o + c, load(o + c) * rescale);
-    acc.max[r] = new_max;
-  }
-  for (int v = 0; v < vectors; ++v) {
+#pragma GCC unroll 4
+  for (int v = 0; v < kRowVectors; ++v) {
     const Vec p = exp(load(s + v * kLanes) - base);
     total += p;
     store(s + v * kLanes, p);
@@ -104,7 +123,12 @@ inline void forward_tile(const Head& head, const Tile& tile, const Accumulators&
   for (int r = tile.row_begin; r < tile.row_end; ++r) {
     float* s = scratch.s.data + r * scratch.s.row;
     finish_logits_row(head, tile, r, s);
-    softmax_row(acc, r, s, tile.vectors());
+    for (int v = tile.vectors(); v < kRowVectors; ++v) store(s + v * kLanes, splat(-kInfinity));
+    raise_max(acc, r, s);
+  }
+  for (int r = tile.row_begin; r < tile.row_end; ++r) {
+    float* s = scratch.s.data + r * scratch.s.row;
+    exponentials(acc, r, s);
     if (head.options->dropout_threshold != 0) drop_row(head, tile, r, s);
   }
   gemm({tile.rows(), head.value.dim, tile.cols, true}, as_left(from_row(scratch.s, tile.row_begin)),
@@ -158,41 +182,60 @@ inline void finish_block(const Forward& call, int64_t batch, int64_t n, const Qu
   write_rows(acc.o, static_cast<int>(rows), out, block.begin);
 }
 
-inline bool forward_task(const Forward& call, int64_t task) {
+// The keys that any of the streams attends to.
+inline Span keys_of(const Stream* streams, int64_t count) {
+  Span keys = {INT64_MAX, 0};
+  for (int64_t i = 0; i < count; ++i) {
+    const Span own = streams[i].block.keys;
+    if (own.begin >= own.end) continue;
+    keys = {min_of(keys.begin, own.begin), max_of(keys.end, own.end)};
+  }
+  return keys;
+}
+
+inline bool forward_task(const ForwardTasks& tasks, int64_t task) {
+  const Forward& call = tasks.call;
+  const ForwardSplit& split = tasks.split;
   const Shape& shape = call.shape;
-  const ForwardSplit split = forward_split(shape);
   // Under a causal mask later blocks attend to more keys: the long tasks start first.
-  const int64_t q_begin = (split.q_blocks - 1 - task % split.q_blocks) * kBlockQ;
-  const int64_t part = task / split.q_blocks % split.parts;
-  const int64_t kv_head = task / split.q_blocks / split.parts % shape.kv_heads;
-  const int64_t batch = task / split.q_blocks / split.parts / shape.kv_heads;
+  const int64_t first_block = (split.runs - 1 - task % split.runs) * split.blocks;
+  const int64_t blocks = min_of(split.blocks, q_blocks(shape) - first_block);
+  const int64_t part = task / split.runs % split.parts;
+  const int64_t kv_head = task / split.runs / split.parts % shape.kv_heads;
+  const int64_t batch = task / split.runs / split.parts / shape.kv_heads;
   const int64_t group = shape.heads / shape.kv_heads;
-  const int64_t first = kv_head * group + part * split.heads;
-  const int heads = static_cast<int>(min_of<int64_t>(split.heads, group - part * split.heads));
+  const int64_t heads = min_of(split.heads, group - part * split.heads);
+  if (blocks <= 0) return true;
 
   const int64_t head_dim = padded(shape.head_dim), value_dim = padded(shape.value_dim);
-  const int64_t rows = min_of<int64_t>(shape.q_len, kBlockQ);
-  Arena arena(forward_floats(head_dim, value_dim, rows, heads));
+  const int64_t rows = min_of<int64_t>(shape.q_len, kBlockQ), count = heads * blocks;
+  Arena arena(forward_floats(head_dim, value_dim, rows, count));
   if (!arena.ok()) return false;
   ForwardScratch scratch = forward_scratch(arena, head_dim, value_dim);
-  Head head[kMaxHeadsPerTask];
-  Accumulators acc[kMaxHeadsPerTask];
-  QueryBlock block = {};  // the same for all heads
-  for (int n = 0; n < heads; ++n) {
-    head[n] = head_of(call, batch, first + n);
-    block = query_block(head[n], q_begin);
-    acc[n] = accumulators(arena, head[n], block, rows);
+  Stream streams[max_of(kMaxHeadsPerTask, kMaxBlocksPerTask)];
+  for (int64_t i = 0; i < count; ++i) {
+    Stream& stream = streams[i];
+    stream.n = kv_head * group + part * split.heads + i / blocks;
+    stream.head = head_of(call, batch, stream.n);
+    stream.block = query_block(stream.head, (first_block + i % blocks) * kBlockQ);
+    stream.acc = accumulators(arena, stream.head, stream.block, rows);
   }
-  for (int64_t kv_begin = block.keys.begin / kBlockKv * kBlockKv; kv_begin < block.keys.end;
+  const Span keys = keys_of(streams, count);
+  for (int64_t kv_begin = keys.begin / kBlockKv * kBlockKv; kv_begin < keys.end;
        kv_begin += kBlockKv) {
     scratch.has_key = false;
     scratch.values = 0;
-    for (int n = 0; n < heads; ++n) {
+    for (int64_t i = 0; i < count; ++i) {
+      const Stream& stream = streams[i];
       Tile tile;
-      if (make_tile(head[n], block, kv_begin, tile)) forward_tile(head[n], tile, acc[n], scratch);
+      if (make_tile(stream.head, stream.block, kv_begin, tile)) {
+        forward_tile(stream.head, tile, stream.acc, scratch);
+      }
     }
   }
-  for (int n = 0; n < heads; ++n) finish_block(call, batch, first + n, block, acc[n]);
+  for (int64_t i = 0; i < count; ++i) {
+    finish_block(call, batch, streams[i].n, streams[i].block, streams[i].acc);
+  }
   return true;
 }
 

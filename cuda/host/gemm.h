@@ -35,10 +35,9 @@ struct Product {
 inline constexpr int kPanelRows = 6;
 inline constexpr int kMaxDepth = 128;
 
-using Microkernel = void (*)(int depth, bool accumulate, Left a, Matrix b, Matrix c);
-
+// Rows [0, kRows) of C, kVectors vectors wide.
 template <int kRows, int kVectors>
-void microkernel(int depth, bool accumulate, Left a, Matrix b, Matrix c) {
+JAX_FLASH_INLINE void microkernel(int depth, bool accumulate, Left a, Matrix b, Matrix c) {
   Vec sum[kRows][kVectors] = {};
   for (int k = 0; k < depth; ++k) {
     Vec right[kVectors];
@@ -63,31 +62,48 @@ void microkernel(int depth, bool accumulate, Left a, Matrix b, Matrix c) {
   }
 }
 
-template <int... kIndex>
-constexpr auto microkernels(std::integer_sequence<int, kIndex...>) {
-  struct Table {
-    Microkernel at[sizeof...(kIndex)];
-  };
-  return Table{{&microkernel<kIndex / kPanelVectors + 1, kIndex % kPanelVectors + 1>...}};
+// `blocks` times kRows rows of C. The arguments are scalars, and the loop is on this side of the
+// call, because a structure passed on the stack is written in parts and read whole: that waits
+// until every instruction before it has retired, some 60 cycles of idle multipliers.
+template <int kRows, int kVectors>
+void row_blocks(int64_t blocks, int depth, bool accumulate, const float* a, int64_t a_row,
+                int64_t a_depth, float* b, int64_t b_row, float* c, int64_t c_row) {
+  for (int64_t i = 0; i < blocks; ++i) {
+    microkernel<kRows, kVectors>(depth, accumulate, {a, a_row, a_depth}, {b, b_row}, {c, c_row});
+    a += kRows * a_row;
+    c += kRows * c_row;
+  }
 }
-inline constexpr auto kMicrokernels =
-    microkernels(std::make_integer_sequence<int, kPanelRows * kPanelVectors>());
+
+using RowBlocks = decltype(&row_blocks<1, 1>);
+
+template <int... kIndex>
+constexpr auto row_blocks_table(std::integer_sequence<int, kIndex...>) {
+  struct Table {
+    RowBlocks at[sizeof...(kIndex)];
+  };
+  return Table{{&row_blocks<kIndex / kPanelVectors + 1, kIndex % kPanelVectors + 1>...}};
+}
+inline constexpr auto kRowBlocks =
+    row_blocks_table(std::make_integer_sequence<int, kPanelRows * kPanelVectors>());
 
 // Columns are computed in whole vectors.
 inline void gemm(Product size, Left a, Matrix b, Matrix c) {
   const int vectors = (size.cols + kLanes - 1) / kLanes;
+  const int whole = size.rows / kPanelRows, rest = size.rows % kPanelRows;
   for (int k = 0; k < size.depth || k == 0; k += kMaxDepth) {
     const int depth = min_of(size.depth - k, kMaxDepth);
+    const bool accumulate = size.accumulate || k > 0;
     for (int v = 0; v < vectors; v += kPanelVectors) {
-      const int width = min_of(vectors - v, kPanelVectors) - 1;
-      const Matrix panel = {b.data + k * b.row + v * kLanes, b.row};
-      for (int i = 0; i < size.rows; i += kPanelRows) {
-        const int height = min_of(size.rows - i, kPanelRows) - 1;
-        const Left left = {a.data + i * a.row + k * a.depth, a.row, a.depth};
-        const Matrix to = {c.data + i * c.row + v * kLanes, c.row};
-        kMicrokernels.at[height * kPanelVectors + width](depth, size.accumulate || k > 0, left,
-                                                         panel, to);
-      }
+      const int width = min_of(vectors - v, kPanelVectors);
+      const auto rows = [&](int height, int first, int blocks) {
+        if (height == 0 || blocks == 0) return;
+        kRowBlocks.at[(height - 1) * kPanelVectors + width - 1](
+            blocks, depth, accumulate, a.data + first * a.row + k * a.depth, a.row, a.depth,
+            b.data + k * b.row + v * kLanes, b.row, c.data + first * c.row + v * kLanes, c.row);
+      };
+      rows(kPanelRows, 0, whole);
+      rows(rest, whole * kPanelRows, 1);
     }
   }
 }

@@ -7,18 +7,38 @@
 
 namespace jax_flash::host::JAX_FLASH_ISA {
 
+// The rows of a tile with a gradient, and which rows they are.
+struct LiveRows {
+  const void* query = nullptr;  // of the head; none: no rows
+  int64_t q_begin = 0;
+  int row_begin = 0, row_end = 0;
+  uint64_t bits[(kBlockQ + 63) / 64] = {};
+
+  bool operator==(const LiveRows&) const = default;
+};
+
 // Scratch of a task, all float32. Rows of q, dout, key, dkey and dvalue as padded.
 struct GradientScratch {
-  Matrix q;        // [kBlockQ, H]: scale * query
-  Matrix dout;     // [kBlockQ, h]
-  Matrix s;        // [kBlockQ, kBlockKv]: logits, then probabilities after dropout
-  Matrix ds;       // [kBlockQ, kBlockKv]: dout value^T, then the gradient of s
+  Matrix q;       // [kBlockQ, H]: scale * query
+  Matrix dout;    // [kBlockQ, h]
+  Matrix s;       // [kBlockQ, kBlockKv]: logits, then probabilities after dropout
+  Matrix ds;      // [kBlockQ, kBlockKv]: dout value^T, then the gradient of s
+  LiveRows rows;  // of q and dout at present
+};
+
+// A block of keys and values.
+struct KeyBlock {
+  int64_t begin;
   Matrix key_t;    // [H, kBlockKv]
   Matrix value_t;  // [h, kBlockKv]
+  bool packed;     // whether key_t and value_t are in place
 };
 
 inline int64_t gradient_floats(int64_t head_dim, int64_t value_dim) {
-  return (head_dim + value_dim) * (kBlockQ + kBlockKv) + 2 * kBlockQ * kBlockKv;
+  return (head_dim + value_dim) * kBlockQ + 2 * kBlockQ * kBlockKv;
+}
+inline int64_t key_block_floats(int64_t head_dim, int64_t value_dim) {
+  return (head_dim + value_dim) * kBlockKv;
 }
 
 inline GradientScratch gradient_scratch(Arena& arena, int64_t head_dim, int64_t value_dim) {
@@ -27,9 +47,14 @@ inline GradientScratch gradient_scratch(Arena& arena, int64_t head_dim, int64_t 
   scratch.dout = {arena.take(kBlockQ * value_dim), value_dim};
   scratch.s = {arena.take(kBlockQ * kBlockKv), kBlockKv};
   scratch.ds = {arena.take(kBlockQ * kBlockKv), kBlockKv};
-  scratch.key_t = {arena.take(head_dim * kBlockKv), kBlockKv};
-  scratch.value_t = {arena.take(value_dim * kBlockKv), kBlockKv};
   return scratch;
+}
+
+inline KeyBlock key_block(Arena& arena, int64_t head_dim, int64_t value_dim) {
+  KeyBlock keys = {};
+  keys.key_t = {arena.take(head_dim * kBlockKv), kBlockKv};
+  keys.value_t = {arena.take(value_dim * kBlockKv), kBlockKv};
+  return keys;
 }
 
 // A head with what the forward pass left and the gradient that arrives.
@@ -60,10 +85,32 @@ inline GradientHead gradient_head_of(const Backward& call, int64_t batch, int64_
           delta_of(call, batch, n)};
 }
 
-inline void pack_key_value_t(const Head& head, int64_t kv_begin, const GradientScratch& scratch) {
-  const int cols = static_cast<int>(min_of<int64_t>(head.kv_len - kv_begin, kBlockKv));
-  pack_columns(head.key, kv_begin, cols, scratch.key_t);
-  pack_columns(head.value, kv_begin, cols, scratch.value_t);
+inline void pack_key_value_t(const Head& head, KeyBlock& keys) {
+  if (keys.packed) return;
+  const int cols = static_cast<int>(min_of<int64_t>(head.kv_len - keys.begin, kBlockKv));
+  pack_columns(head.key, keys.begin, cols, keys.key_t);
+  pack_columns(head.value, keys.begin, cols, keys.value_t);
+  keys.packed = true;
+}
+
+inline LiveRows live_rows(const GradientHead& head, const Tile& tile) {
+  LiveRows rows = {head.query.data, tile.q_begin, tile.row_begin, tile.row_end, {}};
+  for (int r = tile.row_begin; r < tile.row_end; ++r) {
+    rows.bits[r / 64] |= uint64_t{head.alive(tile, r)} << (r % 64);
+  }
+  return rows;
+}
+
+// Fills the tile's rows of scratch.q and dout, unless the tile before left the same there.
+inline void pack_queries(const GradientHead& head, const Tile& tile, GradientScratch& scratch) {
+  const LiveRows rows = live_rows(head, tile);
+  if (rows == scratch.rows) return;
+  scratch.rows = rows;
+  const int r0 = tile.row_begin;
+  const auto alive = [&](int i) { return rows.bits[(r0 + i) / 64] >> ((r0 + i) % 64) & 1; };
+  pack_rows(head.query, tile.q_begin + r0, tile.rows(), head.options->scale,
+            from_row(scratch.q, r0), alive);
+  pack_rows(head.dout, tile.q_begin + r0, tile.rows(), 1.0f, from_row(scratch.dout, r0), alive);
 }
 
 // From logits and dp to p and ds = p (dp - delta), times the derivative of the soft cap,
@@ -99,18 +146,15 @@ inline void gradient_row(const GradientHead& head, const Tile& tile, int r, floa
   }
 }
 
-// Fills rows [row_begin, row_end) of scratch.q, dout, s and ds. scratch.key_t and
-// value_t are those of the tile's keys.
-inline void gradient_tile(const GradientHead& head, const Tile& tile,
-                          const GradientScratch& scratch) {
-  const int r0 = tile.row_begin, rows = tile.rows();
-  const auto alive = [&](int i) { return head.alive(tile, r0 + i); };
-  const Matrix q = from_row(scratch.q, r0), dout = from_row(scratch.dout, r0);
-  pack_rows(head.query, tile.q_begin + r0, rows, head.options->scale, q, alive);
-  pack_rows(head.dout, tile.q_begin + r0, rows, 1.0f, dout, alive);
-  start_logits(head, tile, scratch.q, scratch.key_t, scratch.s);
-  gemm({rows, tile.cols, head.value.dim, false}, as_left(dout), scratch.value_t,
-       from_row(scratch.ds, r0));
+// Fills rows [row_begin, row_end) of scratch.q, dout, s and ds, for a tile of `keys`.
+inline void gradient_tile(const GradientHead& head, const Tile& tile, KeyBlock& keys,
+                          GradientScratch& scratch) {
+  const int r0 = tile.row_begin;
+  pack_key_value_t(head, keys);
+  pack_queries(head, tile, scratch);
+  start_logits(head, tile, scratch.q, keys.key_t, scratch.s);
+  gemm({tile.rows(), tile.cols, head.value.dim, false}, as_left(from_row(scratch.dout, r0)),
+       keys.value_t, from_row(scratch.ds, r0));
   for (int r = r0; r < tile.row_end; ++r) {
     float* s = scratch.s.data + r * scratch.s.row;
     float* ds = scratch.ds.data + r * scratch.ds.row;

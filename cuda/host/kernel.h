@@ -27,17 +27,32 @@ static inline int64_t padded(int64_t dim) { return ceil_div(dim, kRowPadding) * 
 static inline int64_t q_blocks(const Shape& s) { return ceil_div(s.q_len, kBlockQ); }
 static inline int64_t kv_blocks(const Shape& s) { return ceil_div(s.kv_len, kBlockKv); }
 
-// The forward pass gives a task `heads` heads of one group, a group to `parts` tasks.
+// A task of the forward pass: `heads` heads of one group times `blocks` consecutive blocks of
+// queries, which share each tile of keys and values that it packs. Packing a tile costs a fourth
+// of what one block of queries computes with it. There are `parts` of a group and `runs` of blocks.
 struct ForwardSplit {
-  int64_t q_blocks, parts, heads;
+  int64_t runs, blocks, parts, heads;
 };
-inline constexpr int kMaxHeadsPerTask = 8;
-static inline ForwardSplit forward_split(const Shape& s) {
+inline constexpr int kMaxHeadsPerTask = 8, kMaxBlocksPerTask = 4;
+// Blocks share a task as long as each of `threads` still gets several tasks. Nothing but time
+// depends on the split, since a row's sums do not.
+static inline ForwardSplit forward_split(const Shape& s, int64_t threads) {
+  constexpr int64_t kTasksPerThread = 6;
   const int64_t group = s.kv_heads > 0 ? s.heads / s.kv_heads : 1;
-  const int64_t most = q_blocks(s) > 1 ? 1 : kMaxHeadsPerTask;
-  const int64_t parts = ceil_div(group, most);
-  return {q_blocks(s), parts, parts > 0 ? ceil_div(group, parts) : 1};
+  const int64_t blocks = q_blocks(s);
+  if (blocks <= 1) {
+    const int64_t parts = ceil_div(group, kMaxHeadsPerTask);
+    return {blocks, 1, parts, parts > 0 ? ceil_div(group, parts) : 1};
+  }
+  int64_t shared = s.batch * s.heads * blocks / (threads * kTasksPerThread);
+  if (shared > kMaxBlocksPerTask) shared = kMaxBlocksPerTask;
+  const int64_t runs = ceil_div(blocks, shared > 1 ? shared : 1);
+  return {runs, ceil_div(blocks, runs), group, 1};
 }
+struct ForwardTasks {
+  const Forward& call;
+  ForwardSplit split;
+};
 
 // The backward pass gives each (batch, key/value head) to `chunks` tasks, each with
 // its own partial dquery. A function of shapes alone: the number of threads must not
@@ -89,7 +104,7 @@ static inline bool keeps_every_axis(const Shape& s, const Operand& dbias) {
 // could be allocated.
 struct Kernel {
   const char* instruction_set;
-  bool (*forward)(const Forward& call, int64_t task);         // batch * K * ForwardSplit
+  bool (*forward)(const ForwardTasks& tasks, int64_t task);   // batch * K * parts * runs
   bool (*delta)(const Backward& call, int64_t task);          // batch * N
   bool (*backward)(const Backward& call, int64_t task);       // batch * K * chunks
   bool (*reduce_dquery)(const Backward& call, int64_t task);  // batch * N * q_blocks
