@@ -33,8 +33,7 @@ struct ForwardScratch {
   uint64_t values;  // which rows of value hold those of the present block; 0: none
 };
 
-inline int64_t forward_floats(int64_t head_dim, int64_t value_dim, int64_t rows,
-                              int64_t streams) {
+inline int64_t forward_floats(int64_t head_dim, int64_t value_dim, int64_t rows, int64_t streams) {
   return (head_dim + value_dim) * kBlockKv + kBlockQ * kBlockKv +
          streams * (rows * (head_dim + value_dim + kRowPadding) + padded(rows));
 }
