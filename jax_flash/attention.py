@@ -329,9 +329,9 @@ class Explanation:
       choices: for each platform ("cpu", "cuda") a `dispatch.Choice`, or the text of the
         NotImplementedError that the call raises there.
       current: the platform that a call made now would run on.
-      kernels: where this process has a GPU on which the call gets CUDA kernels, those: for each
-        pass ("forward", "backward") an `ffi.Kernel`, with its name, its tile sizes and why it was
-        chosen. Of a call that is spread over devices, that of the call on one device.
+      kernels: for each pass ("forward", "backward") the `ffi.Kernel` that the call gets on this
+        process's GPU, with its name, its tile sizes and why it was chosen; empty where there is
+        no GPU or no kernel. A call that is spread over devices is looked at as if on one.
     """
 
     choices: dict[str, dispatch.Choice | str]

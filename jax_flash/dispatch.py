@@ -187,14 +187,20 @@ def _families() -> set[int]:
     return {family for _, family, _, _ in _library().cuda_instances()}
 
 
+def _gpus() -> list[Any]:
+    """This process's GPUs; none without a GPU, where calls can only be lowered."""
+    return jax.local_devices(backend="gpu") if jax.default_backend() == "gpu" else []
+
+
+def _capability(gpu: Any) -> int | None:
+    """80 for compute capability 8.0; None where JAX does not say."""
+    capability = getattr(gpu, "compute_capability", None)
+    return int(str(capability).replace(".", "")) if capability else None
+
+
 def _compute_capabilities() -> list[int]:
-    """Of this process's GPUs, 80 for 8.0; none without a GPU, where calls can only be lowered."""
-    if jax.default_backend() != "gpu":
-        return []
-    capabilities = {
-        getattr(device, "compute_capability", None) for device in jax.local_devices(backend="gpu")
-    }
-    return sorted(int(str(c).replace(".", "")) for c in capabilities if c)
+    """Those of this process's GPUs, ascending."""
+    return sorted({c for gpu in _gpus() if (c := _capability(gpu))})
 
 
 # Shared memory of a block at most, in KB, where it is not 99. By compute capability; CUDA C++
@@ -204,12 +210,11 @@ _SMEM_KB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227, 110: 227}
 
 def current_gpu() -> ffi.Gpu | None:
     """What the choice of a kernel depends on, of this process's first GPU; None without one."""
-    if jax.default_backend() != "gpu":
-        return None
-    device = jax.local_devices(backend="gpu")[0]
-    capability = int(str(getattr(device, "compute_capability", "0")).replace(".", ""))
-    smem_bytes = _SMEM_KB.get(capability, 99) * 1024
-    return ffi.Gpu(capability, getattr(device, "core_count", 132), smem_bytes)
+    for gpu in _gpus():
+        if capability := _capability(gpu):
+            smem_bytes = _SMEM_KB.get(capability, 99) * 1024
+            return ffi.Gpu(capability, gpu.core_count, smem_bytes)
+    return None
 
 
 def current_platform() -> str:

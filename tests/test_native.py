@@ -12,6 +12,8 @@ import pytest
 
 import jax_flash
 from jax_flash import ffi
+from jax_flash.passes import Pass, run_reference
+from jax_flash.primitives import run_on
 from jax_flash.spec import AttentionSpec
 
 
@@ -231,3 +233,27 @@ def test_backward_workspace_is_what_the_readme_states():
             deterministic=deterministic,
         )
         assert planned <= sums + rest
+
+
+@pytest.mark.parametrize(
+    "shared", ["query", "key", "value", "bias", "query bias", "key value bias"]
+)
+@pytest.mark.parametrize("heads", [1, 2])
+def test_gradients_of_operands_that_batch_entries_share(shared, heads):
+    # Their batch axis has size 1; out, lse and dout differ all the same.
+    rng = np.random.default_rng(0)
+
+    def normal(*shape):
+        return jnp.asarray(rng.normal(size=shape), jnp.float32)
+
+    operands = {
+        name: normal(1 if name in shared.split() else 3, 70, heads, 16)
+        for name in ("query", "key", "value")
+    }
+    operands["bias"] = normal(1 if "bias" in shared else 3, 1, 70, 70)
+    spec = AttentionSpec(scale=0.25)
+    forward, backward = Pass(spec), Pass(spec, "backward", needs_dbias=True)
+    operands |= run_reference(forward, operands) | {"dout": normal(3, 70, heads, 16)}
+    got = run_on("cpu", backward, operands)
+    for name, expected in run_reference(backward, operands).items():
+        np.testing.assert_allclose(got[name], expected, atol=2e-5, rtol=2e-5, err_msg=name)

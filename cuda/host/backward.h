@@ -45,7 +45,7 @@ inline float* partial_dquery(const Backward& call, int64_t chunk, int64_t batch,
          (batch * shape.heads + n) * shape.q_len * padded(shape.head_dim);
 }
 
-// What a block of keys needs besides.
+// Adds to a block of keys what the backward pass accumulates for it.
 struct BackwardBlock : KeyBlock {
   Matrix key;           // [kBlockKv, H]: zero where no row of the tile may attend
   uint64_t key_values;  // which rows of key hold those of the block; 0: none
@@ -65,8 +65,8 @@ inline BackwardBlock backward_block(Arena& arena, int64_t head_dim, int64_t valu
   return block;
 }
 
-// How many blocks of keys meet each block of queries together: as many as leave room for the
-// latter in a second-level cache of 512 KiB.
+// Returns how many blocks of keys meet each block of queries together: as many as leave room for
+// the latter in a second-level cache of 512 KiB.
 inline constexpr int kMaxSharedBlocks = 4;
 inline int64_t shared_blocks(int64_t head_dim, int64_t value_dim) {
   constexpr int64_t kFloats = 80 * 1024;

@@ -7,9 +7,10 @@
 
 namespace jax_flash::host::JAX_FLASH_ISA {
 
-// The rows of a tile with a gradient, and which rows they are.
+// Identifies the rows of q and dout that scratch holds. dout tells heads and batches apart, since it
+// alone is never broadcast: several batches may share a query.
 struct LiveRows {
-  const void* query = nullptr;  // of the head; none: no rows
+  const void* dout = nullptr;  // of the head; none: no rows
   int64_t q_begin = 0;
   int row_begin = 0, row_end = 0;
   uint64_t bits[(kBlockQ + 63) / 64] = {};
@@ -94,7 +95,7 @@ inline void pack_key_value_t(const Head& head, KeyBlock& keys) {
 }
 
 inline LiveRows live_rows(const GradientHead& head, const Tile& tile) {
-  LiveRows rows = {head.query.data, tile.q_begin, tile.row_begin, tile.row_end, {}};
+  LiveRows rows = {head.dout.data, tile.q_begin, tile.row_begin, tile.row_end, {}};
   for (int r = tile.row_begin; r < tile.row_end; ++r) {
     rows.bits[r / 64] |= uint64_t{head.alive(tile, r)} << (r % 64);
   }

@@ -1,9 +1,9 @@
 // Handles packed segments in the sm_90 forward kernel: finds which tiles of keys a query tile's
 // block reads, and describes them to its consumers.
 //
-// Where sequences are packed one after the other, most blocks have rows of one segment, and most of
-// their tiles of keys have only that segment: nothing in them is forbidden. Such tiles are
-// contiguous, and a block knows this run from two numbers. For each other tile it reads a note.
+// In sequences packed one after the other, most blocks have rows of one segment, and most of their
+// tiles of keys have only that segment: nothing in them is forbidden. Such tiles are contiguous,
+// and a block knows this run from two numbers. For each other tile it reads a note.
 #pragma once
 
 #include <cstdint>
