@@ -7,8 +7,8 @@
 
 namespace jax_flash::host::JAX_FLASH_ISA {
 
-// Identifies the rows of q and dout that scratch holds. dout tells heads and batches apart, since it
-// alone is never broadcast: several batches may share a query.
+// Identifies the rows of q and dout that scratch holds. dout tells heads and batches apart, since
+// it alone is never broadcast: several batches may share a query.
 struct LiveRows {
   const void* dout = nullptr;  // of the head; none: no rows
   int64_t q_begin = 0;
