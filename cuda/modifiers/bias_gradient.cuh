@@ -247,13 +247,4 @@ __global__ void __launch_bounds__(kBiasThreads, 2)
   }
 }
 
-template <typename Element>
-Status launch_bias_gradient(const Backward& params, const BackwardWorkspace& workspace,
-                            cudaStream_t stream) {
-  const BiasOwnership ownership(params.shape, params.dbias);
-  return launch_kernel("sm80::bias_gradient_kernel", params.shape, bias_gradient_kernel<Element>,
-                       ownership.blocks(), kBiasThreads, 2 * BiasOperandTile::kBytes, stream,
-                       params, workspace, ownership);
-}
-
 }  // namespace jax_flash

@@ -20,7 +20,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "modifiers/bias_gradient.cuh"
+#include "modifiers/kernels.h"
 #include "modifiers/logits.cuh"
 #include "modifiers/score_gradient.cuh"
 #include "modifiers/segments.cuh"

@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "modifiers/bias_gradient.cuh"
+#include "modifiers/kernels.h"
 #include "params.h"
 #include "plan/choose.h"
 #include "sm90/backward/config.cuh"

@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "modifiers/kernels.h"
 #include "modifiers/segments.cuh"
 #include "params.h"
 #include "plan/choose.h"
