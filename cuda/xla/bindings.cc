@@ -142,15 +142,16 @@ OptionAttributes make_attributes(const nb::dict& values) {
 // Returns (family, name, queries and keys of a tile, reason) of the kernel that a call gets on a
 // device. Raises ValueError if no kernel takes it.
 nb::tuple cuda_kernel(bool is_backward, const nb::list& arguments, const nb::list& results,
-                      const nb::dict& options, int32_t operands, int32_t capability,
-                      int32_t multiprocessors, int32_t smem_bytes) {
+                      const nb::dict& options, int32_t operands, int32_t gradients,
+                      int32_t capability, int32_t multiprocessors, int32_t smem_bytes) {
   const AbstractBuffers args(arguments), rets(results);
   const OptionAttributes attributes = make_attributes(options);
   const Device device = {capability, multiprocessors, smem_bytes};
   Call call;
   Choice choice;
-  Status status = is_backward ? read_backward(args.get(), rets.get(), attributes, operands, call)
-                              : read_forward(args.get(), rets.get(), attributes, operands, call);
+  Status status = is_backward
+                      ? read_backward(args.get(), rets.get(), attributes, operands, gradients, call)
+                      : read_forward(args.get(), rets.get(), attributes, operands, call);
   if (status.ok()) {
     const Backward& params = call.params;
     status = is_backward ? cuda::choose(params, attributes.family, device, choice)
@@ -215,8 +216,8 @@ NB_MODULE(_native, module) {
              nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("dtype"));
 #ifdef JAX_FLASH_WITH_CUDA
   module.def("cuda_kernel", &cuda_kernel, nb::arg("is_backward"), nb::arg("arguments"),
-             nb::arg("results"), nb::arg("options"), nb::arg("operands"), nb::arg("capability"),
-             nb::arg("multiprocessors"), nb::arg("smem_bytes"));
+             nb::arg("results"), nb::arg("options"), nb::arg("operands"), nb::arg("gradients"),
+             nb::arg("capability"), nb::arg("multiprocessors"), nb::arg("smem_bytes"));
   module.def("cuda_forward_workspace_bytes", &cuda_forward_workspace_bytes, nb::arg("batch"),
              nb::arg("q_len"), nb::arg("kv_len"), nb::arg("heads"), nb::arg("kv_heads"),
              nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("dtype"), nb::arg("segments"),
