@@ -83,12 +83,18 @@ struct Forward {
   Operand dropout_start;
   // [batch, 2] int32, along col: left and right sizes of the window, not negative.
   Operand window;
+  // Added to the logit of query i and key j, by their distance d = j - i - query_offset, which is
+  // clamped to int32:
+  Operand alibi_slopes;   // [batch, N] float32: alibi_slopes[n] * d
+  Operand relative_bias;  // [batch, N, R] float32, R along col, N may be broadcast:
+                          // relative_bias[n, clamp(d + R / 2, 0, R - 1)]
+  int32_t distances = 0;  // R, at least 1 if there is a relative_bias
 
   Operand out;  // [batch, T, N, h]; an input of the backward pass
   Operand lse;  // [batch, N, T] float32; likewise
   // [batch, N, T] float32: the difference between the exact logarithm and lse, 0 where lse is -inf;
-  // likewise. Present only with a bias: near a logit of -1e9, lse alone has lost the logarithm of
-  // the sum.
+  // likewise. Present if and only if adds_to_logits(): near a logit of -1e9, lse alone has lost the
+  // logarithm of the sum.
   Operand lse_low;
   // If true, out, lse and lse_low are already computed, except for rows whose logits are extreme:
   // query tiles that have such rows are computed again. See needs_exact_logits() of
@@ -109,7 +115,17 @@ struct Backward : Forward {
   // strides can differ from the bias's: a vmapped axis that the bias is not mapped over still has
   // one gradient per index. Absent: not wanted.
   Operand dbias;
+  // Gradients with every batch axis and all heads, whatever the operands broadcast. Absent: not
+  // wanted.
+  Operand dalibi_slopes;   // [batch, N] float32
+  Operand drelative_bias;  // [batch, N, R] float32, R along col
 };
+
+// Returns whether the call adds anything to the products of queries and keys. A logit is then a
+// float32 by definition, and may be far from the products; one of -inf forbids.
+JAX_FLASH_HOST_DEVICE inline bool adds_to_logits(const Forward& params) {
+  return params.bias || params.alibi_slopes || params.relative_bias;
+}
 
 // Returns the offset, in elements, of batch `index` (of shape.batch) in an operand.
 JAX_FLASH_HOST_DEVICE inline int64_t batch_offset(const Shape& shape, const Operand& operand,

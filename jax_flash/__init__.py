@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from jax_flash.alibi import alibi_slopes
 from jax_flash.attention import Explanation, dot_product_attention, explain, merge_attention
 from jax_flash.autodiff import RESIDUAL_NAMES
 from jax_flash.ffi import EXPORT_SAFETY_CHECKS
@@ -14,6 +15,7 @@ __all__ = [
     "RESIDUAL_NAMES",
     "Explanation",
     "Flops",
+    "alibi_slopes",
     "dot_product_attention",
     "explain",
     "flops",

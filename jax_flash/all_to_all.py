@@ -63,19 +63,17 @@ class _Exchange:
         return x
 
     def to_sequence(self, name: str, x: jax.Array, operand: jax.Array | None) -> jax.Array:
-        if name != "bias" or operand is None:
-            heads, tokens = self._axes(name, x)
-            return jax.lax.all_to_all(x, self._axis_name, tokens, heads, tiled=True)
-        heads, tokens = self._axes(name, operand)
+        heads, tokens = self._axes(name, x if operand is None else operand)
+        if OPERANDS[name].by_distance:  # a gradient with all heads, whatever the operand has
+            heads = x.ndim - len(OPERANDS[name].axes)
         if heads is not None and tokens is not None:
             return jax.lax.all_to_all(x, self._axis_name, tokens, heads, tiled=True)
         if heads is not None:
             # This device's heads among zeros: the gradient of an operand that is the same on
             # every device is summed over them by the caller's shard_map.
-            whole = jnp.zeros(
-                (*x.shape[:heads], operand.shape[heads], *x.shape[heads + 1 :]), x.dtype
-            )
-            start = self._device * x.shape[heads]
+            size = x.shape[heads]
+            shape = (*x.shape[:heads], size * self._devices, *x.shape[heads + 1 :])
+            whole, start = jnp.zeros(shape, x.dtype), self._device * size
             return jax.lax.dynamic_update_slice_in_dim(whole, x, start, heads)
         if tokens is not None:
             total = jax.lax.psum_scatter(

@@ -38,6 +38,8 @@ def dot_product_attention(
     key_value_segment_ids: ArrayLike | None = None,
     query_offset: ArrayLike = 0,
     sinks: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None,
     logits_soft_cap: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_seed: ArrayLike | None = None,
@@ -68,6 +70,8 @@ def dot_product_attention(
     key_value_segment_ids: ArrayLike | None = None,
     query_offset: ArrayLike = 0,
     sinks: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None,
     logits_soft_cap: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_seed: ArrayLike | None = None,
@@ -98,6 +102,8 @@ def dot_product_attention(
     key_value_segment_ids: ArrayLike | None = None,
     query_offset: ArrayLike = 0,
     sinks: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None,
     logits_soft_cap: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_seed: ArrayLike | None = None,
@@ -127,6 +133,8 @@ def dot_product_attention(
     key_value_segment_ids: ArrayLike | None = None,
     query_offset: ArrayLike = 0,
     sinks: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None,
     logits_soft_cap: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_seed: ArrayLike | None = None,
@@ -142,8 +150,10 @@ def dot_product_attention(
     query head n, query i, key j and key/value head :math:`k = \lfloor n / (N / K) \rfloor`,
 
     .. math::
-      x_{bnij} &= \mathrm{scale} \cdot q_{bin} \cdot k_{bjk} + \mathrm{bias}_{bnij}, \qquad
-      x \leftarrow c \tanh(x / c) \text{ with a soft cap } c \\
+      x_{bnij} &= \mathrm{scale} \cdot q_{bin} \cdot k_{bjk} + \mathrm{bias}_{bnij}
+        + \mathrm{slope}_n d + \mathrm{table}_{n,\, \mathrm{clip}(d + \lfloor R / 2 \rfloor,\,
+        0,\, R - 1)}, \qquad d = j - i - \mathrm{offset}_b \\
+      x &\leftarrow c \tanh(x / c) \text{ with a soft cap } c \\
       \mathrm{lse}_{bin} &= \log\bigl( \textstyle\sum_j e^{x_{bnij}} + e^{\mathrm{sink}_n} \bigr),
       \qquad p_{bnij} = e^{x_{bnij} - \mathrm{lse}_{bin}} \\
       \mathrm{out}_{bin} &= \textstyle\sum_j p_{bnij} v_{bjk}
@@ -190,10 +200,17 @@ def dot_product_attention(
         to keys of its own segment (packed sequences). Blocks without a pair are skipped. Ids of
         64 bits (under jax_enable_x64) are sorted in each pass, which costs time.
       key_value_segment_ids: see query_segment_ids.
-      query_offset: int, scalar or [\*B]: position of query 0 on the key axis, for `is_causal`
-        and `local_window_size`; S - T aligns the last query with the last key. A number is within
-        int32's range; an array is clamped to it.
+      query_offset: int, scalar or [\*B]: position of query 0 on the key axis, for `is_causal`,
+        `local_window_size`, `alibi_slopes` and `relative_bias`; S - T aligns the last query with
+        the last key. A number is within int32's range; an array is clamped to it.
       sinks: float or int [N]: a logit per head that takes part in the softmax and has no value.
+      alibi_slopes: float or int, broadcastable to [\*B,N]: each head's slope of a bias that is
+        linear in the distance, as `jax_flash.alibi_slopes` returns them. Positive slopes make
+        farther keys, j < i + query_offset, less likely.
+      relative_bias: float or int [N,R] or [1,R], with any batch axes in front that broadcast: a
+        table of biases by distance. Number R // 2 is of a key at its query's own position, those
+        before it of keys to the left; farther distances have the first or the last number. -inf
+        forbids. Of 2 D + 1 numbers, D is the greatest distance that has its own.
       logits_soft_cap: c above, positive and finite: a number, or an array of one element, such as
         a traced or learned one, with its gradient. No kernel takes an array: the call runs as the
         reference. On Hopper, for bfloat16, the forward pass has logits within 3.5e-4 of it; far
@@ -228,7 +245,8 @@ def dot_product_attention(
       Dao et al., "FlashAttention", 2022, algorithms 1 and 4; Dao, "FlashAttention-2", 2023,
       section 3.1; grouped heads: Ainslie et al., "GQA", 2023; sinks: Xiao et al., "Efficient
       streaming language models with attention sinks", 2023; soft cap: Gemma 2 report, 2024,
-      section 2.
+      section 2; ALiBi: Press et al., "Train short, test long", 2022, section 3; relative biases:
+      Raffel et al., "Exploring the limits of transfer learning" (T5), 2020, section 2.1.
     """
     sequence = sequence_of_mesh(sequence_axis, sequence_order, sequence_mode, query_offset)
     call = make_call(
@@ -248,6 +266,8 @@ def dot_product_attention(
         key_value_segment_ids=key_value_segment_ids,
         query_offset=query_offset,
         sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        relative_bias=relative_bias,
         logits_soft_cap=logits_soft_cap,
         dropout_rate=dropout_rate,
         dropout_seed=dropout_seed,
@@ -369,6 +389,8 @@ def abstract_call(
     key_value_segment_ids: Abstract | None = None,
     query_offset: Abstract = 0,
     sinks: Abstract | None = None,
+    alibi_slopes: Abstract | None = None,
+    relative_bias: Abstract | None = None,
     logits_soft_cap: Abstract | None = None,
     dropout_rate: float = 0.0,
     dropout_seed: Abstract | None = None,
@@ -409,6 +431,8 @@ def abstract_call(
             key_value_segment_ids=given(key_value_segment_ids),
             query_offset=given(query_offset),
             sinks=given(sinks),
+            alibi_slopes=given(alibi_slopes),
+            relative_bias=given(relative_bias),
             logits_soft_cap=given(logits_soft_cap),
             dropout_rate=dropout_rate,
             dropout_seed=given(dropout_seed),
@@ -419,8 +443,8 @@ def abstract_call(
 
     operands = (
         query, key, value, bias, mask, scale, query_seq_lengths, key_value_seq_lengths,
-        query_segment_ids, key_value_segment_ids, query_offset, sinks, logits_soft_cap,
-        dropout_seed, local_window_size,
+        query_segment_ids, key_value_segment_ids, query_offset, sinks, alibi_slopes, relative_bias,
+        logits_soft_cap, dropout_seed, local_window_size,
     )  # fmt: skip
     abstract += [x for x in jax.tree.leaves(operands) if isinstance(x, jax.ShapeDtypeStruct)]
     return jax.eval_shape(made, *abstract)
@@ -444,6 +468,8 @@ def explain(
     key_value_segment_ids: Abstract | None = None,
     query_offset: Abstract = 0,
     sinks: Abstract | None = None,
+    alibi_slopes: Abstract | None = None,
+    relative_bias: Abstract | None = None,
     logits_soft_cap: Abstract | None = None,
     dropout_rate: float = 0.0,
     dropout_seed: Abstract | None = None,
@@ -483,6 +509,8 @@ def explain(
         key_value_segment_ids=key_value_segment_ids,
         query_offset=query_offset,
         sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        relative_bias=relative_bias,
         logits_soft_cap=logits_soft_cap,
         dropout_rate=dropout_rate,
         dropout_seed=dropout_seed,

@@ -19,10 +19,9 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
-from jax_flash import dispatch
 from jax_flash.arrays import accumulator_of
 from jax_flash.call import Call
-from jax_flash.operands import OPERANDS, Operands, batch_shape, broadcast_batch
+from jax_flash.operands import OPERANDS, Operands, added, batch_shape, broadcast_batch
 from jax_flash.partitioning import (
     match_head_sharding,
     match_sharding,
@@ -47,7 +46,7 @@ def attend(call: Call) -> jax.Array | tuple[jax.Array, jax.Array]:
     operands = unify_varying(operands, spec.sequence.axes if spec.sequence else ())
     # A sequence that the partitioner is to spread needs the primitive, whichever kernel runs it.
     plain = spec.implementation == "reference" and spec.sequence is None
-    if plain or dispatch.without_kernel(operands):
+    if plain or any(not OPERANDS[name].kernels for name in operands):
         results = spread(Pass(spec), run_reference, operands)
     else:
         results = bind(Pass(spec), operands)
@@ -185,7 +184,7 @@ def _attended_backward(one_pass: Pass, wanted, residuals, cotangents: Operands):
         operands["dout"] = jnp.zeros_like(operands["out"])
     gradients = {}
     if set(moving) - {"sinks"}:
-        gradients = bind(Pass(one_pass.spec, "backward", needs_dbias="bias" in moving), operands)
+        gradients = bind(Pass(one_pass.spec, "backward", added(moving)), operands)
     if "sinks" in moving:
         gradients["sinks"] = _sinks_gradient(operands)
     return {name: _like(gradients[name], x) for name, x in moving.items()}, None

@@ -76,6 +76,8 @@ def make_call(
     key_value_segment_ids: ArrayLike | None,
     query_offset: ArrayLike,
     sinks: ArrayLike | None,
+    alibi_slopes: ArrayLike | None,
+    relative_bias: ArrayLike | None,
     logits_soft_cap: ArrayLike | None,
     dropout_rate: float,
     dropout_seed: ArrayLike | None,
@@ -146,6 +148,9 @@ def make_call(
         operands["window"] = window.reshape((1,) * len(batch) + (2,))
     if sinks is not None:
         operands["sinks"] = _sinks(sinks, operands["query"].dtype, batch, heads)
+    for name, x in (("alibi_slopes", alibi_slopes), ("relative_bias", relative_bias)):
+        if x is not None:
+            operands[name] = _by_distance(name, x, operands["query"].dtype, (*batch, heads))
     if cap_array is not None:
         operands["logits_soft_cap"] = _soft_cap(cap_array, operands["query"].dtype, batch)
     if spec.dropout_threshold:
@@ -196,7 +201,8 @@ def _query_key_value(query, key, value) -> Operands:
 def _scaled(query: jax.Array, scale: ArrayLike, batch) -> jax.Array:
     """The query times a scale that is an array: kernels take a number that is known."""
     q_len, heads, _ = query.shape[-3:]
-    scale = _broadcastable("scale", number_array("scale", scale), (*batch, heads, q_len, 1))
+    scale = number_array("scale", scale)
+    scale = _broadcastable("scale", scale, "[*B, N, T, 1]", (*batch, heads, q_len, 1))
     wide = accumulator_of(query.dtype)
     factor, x = jnp.swapaxes(scale, -3, -2).astype(wide), query.astype(wide)
     # The second term is 0. The scale's gradient comes from it alone, lest it be NaN for NaN in a
@@ -213,7 +219,7 @@ def _matrix(name: str, x: ArrayLike, dtype, batch, sizes, parts: int) -> jax.Arr
     elif x.dtype != jnp.bool_ and x.dtype.itemsize < 2:
         x = x.astype(jnp.float32)
     shape = (*batch, *(sizes[letter] for letter in OPERANDS[name].axes))
-    return _broadcastable(name, x, shape, parts)
+    return _broadcastable(name, x, "[*B, N, T, S]", shape, parts)
 
 
 def _sinks(sinks: ArrayLike, dtype, batch, heads: int) -> jax.Array:
@@ -222,6 +228,21 @@ def _sinks(sinks: ArrayLike, dtype, batch, heads: int) -> jax.Array:
     if dtype != jnp.float64:
         sinks = _float32(sinks)
     return sinks.reshape((1,) * len(batch) + (heads,))
+
+
+def _by_distance(name: str, x: ArrayLike, dtype, shape) -> jax.Array:
+    """The ALiBi slopes or the relative bias; shape is [*B,N]."""
+    x = floats(name, x, dtype)
+    if dtype != jnp.float64:
+        x = _float32(x)
+    if name == "alibi_slopes":
+        return _broadcastable(name, x, "[*B, N]", shape)
+    if x.ndim < 2 or x.shape[-1] == 0:
+        raise ValueError(
+            f"{name}: expected shape [N, R] or [1, R], with at least one distance and perhaps "
+            f"batch axes in front, got {x.shape}"
+        )
+    return _broadcastable(name, x, "[*B, N, R]", (*shape, x.shape[-1]))
 
 
 def _soft_cap(cap: ArrayLike, dtype, batch) -> jax.Array:
@@ -372,7 +393,7 @@ def _expect_shape(name: str, x: jax.Array | np.ndarray, shape) -> None:
         raise ValueError(f"{name}: expected shape {_text(shape)}, got {x.shape}")
 
 
-def _broadcastable(name: str, x: jax.Array, shape, parts: int = 1) -> jax.Array:
+def _broadcastable(name: str, x: jax.Array, letters: str, shape, parts: int = 1) -> jax.Array:
     """Gives x the rank of `shape`, each axis full or 1, the last two perhaps `parts` times that."""
     padded = (1,) * (len(shape) - x.ndim) + x.shape
     most = (*shape[:-2], *(size * parts for size in shape[-2:]))
@@ -381,7 +402,6 @@ def _broadcastable(name: str, x: jax.Array, shape, parts: int = 1) -> jax.Array:
     )
     if not fits:
         whole = f", or {parts} times that along T or S" if parts > 1 else ""
-        letters = "[*B, N, T, 1]" if name == "scale" else "[*B, N, T, S]"
         raise ValueError(
             f"{name}: expected a shape that broadcasts to {letters} = {_text(shape)}{whole}, "
             f"got {x.shape}"

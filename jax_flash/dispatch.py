@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -77,14 +76,14 @@ class _Problem:
       dtype: of query, key and value.
       head_dim, value_dim: of query and key, and of value.
       empty: what the call has none of, or None: without it, there is nothing for a kernel to do.
-      without_kernel: the operand that no kernel takes, if there is one.
+      operands: the names of its operands.
     """
 
     dtype: str
     head_dim: int
     value_dim: int
     empty: str | None = None
-    without_kernel: str | None = None
+    operands: tuple[str, ...] = ()
 
     @classmethod
     def of(cls, operands: dict[str, Any]) -> _Problem:
@@ -102,13 +101,8 @@ class _Problem:
             query.shape[-1],
             value.shape[-1],
             empty,
-            without_kernel(operands),
+            tuple(operands),
         )
-
-
-def without_kernel(operands: Iterable[str]) -> str | None:
-    """The name of an operand that no kernel takes, if there is one."""
-    return next((name for name in operands if not OPERANDS[name].has_kernel), None)
 
 
 def _reason(spec: AttentionSpec, platform: str) -> str:
@@ -132,11 +126,14 @@ def _unsupported(spec: AttentionSpec, problem: _Problem, platform: str) -> str |
         return f"there is no kernel for platform {platform!r} (there is for cpu and cuda)"
     if ffi.native is None:
         return ffi.load_error
-    if problem.without_kernel is not None:
-        return (
-            f"no kernel takes {problem.without_kernel} as an array (they take a Python number, "
-            "known when the function is traced)"
-        )
+    for name in problem.operands:
+        if name == "logits_soft_cap":
+            return (
+                "no kernel takes logits_soft_cap as an array (they take a Python number, known "
+                "when the function is traced)"
+            )
+        if platform not in OPERANDS[name].kernels:
+            return f"the kernels for {platform} do not take {name}"
     if problem.dtype not in ("float32", "bfloat16", "float16"):
         return (
             f"the kernels take float32, bfloat16 and float16, not {problem.dtype} "

@@ -9,6 +9,7 @@ from __future__ import annotations
 import dataclasses
 import importlib
 import warnings
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -18,7 +19,7 @@ import numpy as np
 
 from jax_flash.arrays import with_short_segment_ids
 from jax_flash.operands import OPERANDS, Operands
-from jax_flash.spec import AttentionSpec
+from jax_flash.passes import Pass
 
 FORWARD_TARGET = "jax_flash_forward"
 BACKWARD_TARGET = "jax_flash_backward"
@@ -52,45 +53,45 @@ native, load_error = _load()
 
 
 def call(
-    spec: AttentionSpec,
+    one_pass: Pass,
     operands: Operands,
     results: dict[str, jax.ShapeDtypeStruct],
     *,
     workspace_bytes: int,
-    is_backward: bool,
 ) -> Operands:
     """A native pass.
 
     Args:
-      spec: the static options.
+      one_pass: which pass.
       operands: by name; for a backward pass with out, lse, dout and, unless it is zero, dlse.
       results: types of the results, by name, in native code's order.
       workspace_bytes: size of the workspace, a result that nobody reads.
-      is_backward: which pass.
 
     Returns:
       The results by name.
     """
     operands = with_short_segment_ids(operands)
-    arrays, slots = _in_order(operands)
+    arrays = _in_order(operands)
     workspace = jax.ShapeDtypeStruct((workspace_bytes,), jnp.uint8)
-    target = BACKWARD_TARGET if is_backward else FORWARD_TARGET
-    outputs = jax.ffi.ffi_call(target, (*results.values(), workspace))(
-        *arrays, options=spec.ffi_attributes(), operands=np.int32(slots)
-    )
+    attributes = {"options": one_pass.spec.ffi_attributes(), "operands": _bits(operands)}
+    target = FORWARD_TARGET
+    if one_pass.is_backward:
+        target, attributes["gradients"] = BACKWARD_TARGET, _bits(one_pass.gradients)
+    outputs = jax.ffi.ffi_call(target, (*results.values(), workspace))(*arrays, **attributes)
     return dict(zip(results, outputs[:-1], strict=True))
 
 
-def _in_order(operands: Operands) -> tuple[list[jax.Array], int]:
-    """The operands in native code's order, and which optional ones there are, as bits."""
+def _in_order(operands: Operands) -> list[jax.Array]:
+    """The operands in native code's order: the optional ones come last, in that of their slots."""
     always = [name for name, record in OPERANDS.items() if record.slot is None]
-    slots = {
-        name: record.slot
-        for name, record in OPERANDS.items()
-        if record.slot is not None and name in operands
-    }
-    arrays = [operands[name] for name in (*always, *slots) if name in operands]
-    return arrays, sum(1 << slot for slot in slots.values())
+    optional = [name for name, record in OPERANDS.items() if record.slot is not None]
+    return [operands[name] for name in (*always, *optional) if name in operands]
+
+
+def _bits(names: Iterable[str]) -> np.int32:
+    """Which of the optional operands these are: a bit for the slot of each."""
+    slots = (OPERANDS[name].slot for name in names)
+    return np.int32(sum(1 << slot for slot in slots if slot is not None))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -130,19 +131,13 @@ class Kernel:
 
 
 def kernel(
-    spec: AttentionSpec,
-    operands: Operands,
-    results: dict[str, jax.ShapeDtypeStruct],
-    *,
-    is_backward: bool,
-    gpu: Gpu,
+    one_pass: Pass, operands: Operands, results: dict[str, jax.ShapeDtypeStruct], gpu: Gpu
 ) -> Kernel:
     """The kernel that `call` with these arguments gets on a GPU, which need not be there.
 
     Raises:
       ValueError: no kernel takes the call.
     """
-    arrays, slots = _in_order(operands)
 
     def described(arrays):
         # Segment ids of any width reach native code as int32.
@@ -157,11 +152,12 @@ def kernel(
         ]
 
     found = _library().cuda_kernel(
-        is_backward,
-        described(arrays),
+        one_pass.is_backward,
+        described(_in_order(operands)),
         [*described(results.values()), ("uint8", [0])],
-        {name: value.item() for name, value in spec.ffi_attributes().items()},
-        slots,
+        {name: value.item() for name, value in one_pass.spec.ffi_attributes().items()},
+        _bits(operands).item(),
+        _bits(one_pass.gradients).item(),
         **dataclasses.asdict(gpu),
     )
     family, name, queries, keys, reason = found

@@ -7,6 +7,7 @@ axes, each full or of size 1 (broadcast, not copied), and then the axes of its r
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from typing import Any, Literal
 
 import jax
@@ -21,16 +22,19 @@ class Operand:
 
     Attributes:
       axes: behind the batch axes. T and S count queries and keys, N and K their heads, H and h
-        are the head dim of query and key and that of value; "2" is two words.
+        are the head dim of query and key and that of value; R counts distances; "2" is two words.
       kind: the kind of dtype that a caller's array has to have; None for what no caller gives.
       expected: that kind in an error message.
       broadcasts: whether a caller's array may have any axis of size 1, or lack leading ones.
       differentiable: whether it has a gradient.
       forbids: whether it keeps queries from attending to keys.
+      adds: whether it is added to the logits. These operands, and query, key and value, have their
+        gradients from the backward pass.
+      by_distance: whether it depends on the distance between a query and a key.
       slot: its number among the operands that a call need not have, in the order native code
         counts them (`optional_fields` in cuda/xla/ffi_call.cc); None for what every call has.
-      has_kernel: whether there are kernels that take it. A call with an operand that has none runs
-        as the reference, and is differentiated as plain JAX.
+      kernels: the platforms whose kernels take it; on others, a call with it runs as the reference.
+        A call with an operand that no platform's take is differentiated as plain JAX.
       whole: the axes that no device has a part of, where the call is spread over devices.
       ring: what becomes of it in a ring. "stays" on its device; "travels" with the keys;
         "either", as its shape along S says; "replaced" by what the ring makes for each block.
@@ -42,15 +46,18 @@ class Operand:
     broadcasts: bool = False
     differentiable: bool = False
     forbids: bool = False
+    adds: bool = False
+    by_distance: bool = False
     slot: int | None = None
-    has_kernel: bool = True
-    whole: tuple[str, ...] = ("H", "h", "2")
+    kernels: tuple[str, ...] = ("cpu", "cuda")
+    whole: tuple[str, ...] = ("H", "h", "R", "2")
     ring: Literal["stays", "travels", "either", "replaced"] = "stays"
 
 
 _FLOAT = {"kind": jnp.floating, "expected": "a float dtype", "differentiable": True}
 _INTEGER = {"kind": jnp.integer, "expected": "an integer dtype"}
 _MATRIX = {"broadcasts": True, "ring": "either", "whole": ("S",)}
+_DISTANCE = {**_FLOAT, "broadcasts": True, "adds": True, "by_distance": True, "kernels": ("cpu",)}
 
 OPERANDS: dict[str, Operand] = {
     "query": Operand(("T", "N", "H"), **_FLOAT),
@@ -61,7 +68,7 @@ OPERANDS: dict[str, Operand] = {
     "dout": Operand(("T", "N", "h")),
     "bias": Operand(
         ("N", "T", "S"), **_FLOAT | {"expected": "a float dtype (a mask is `mask`)"}, **_MATRIX,
-        slot=0,
+        adds=True, slot=0,
     ),
     "mask": Operand(
         ("N", "T", "S"), jnp.bool_, "bool (an additive mask is `bias`)", **_MATRIX, forbids=True,
@@ -73,7 +80,7 @@ OPERANDS: dict[str, Operand] = {
     "key_value_segment_ids": Operand(("S",), **_INTEGER, forbids=True, slot=5, ring="travels"),
     "query_offset": Operand((), **_INTEGER, slot=6, ring="replaced"),
     "sinks": Operand(("N",), **_FLOAT, slot=7, ring="replaced"),
-    "logits_soft_cap": Operand((), **_FLOAT, has_kernel=False),
+    "logits_soft_cap": Operand((), **_FLOAT, kernels=()),
     "dropout_seed": Operand(
         ("2",), jnp.integer, "uint32 [2] or a PRNG key", slot=8
     ),
@@ -81,9 +88,22 @@ OPERANDS: dict[str, Operand] = {
     "dropout_head_ids": Operand(("N",), slot=10),
     "dlse": Operand(("N", "T"), slot=11),
     "dropout_start": Operand(("2",), slot=12),
-    "lse_low": Operand(("N", "T"), slot=13),  # of the backward pass, where there is a bias
+    "lse_low": Operand(("N", "T"), slot=13),  # of the backward pass, where something is added
     "window": Operand(("2",), slot=14),  # left and right, where a size is an array
+    "alibi_slopes": Operand(("N",), **_DISTANCE, slot=15),
+    "relative_bias": Operand(("N", "R"), **_DISTANCE, slot=16),
 }  # fmt: skip
+
+
+def adds_to_logits(names: Iterable[str]) -> bool:
+    """Whether any of these operands is added to the logits. A result `lse_low` goes with it."""
+    return any(OPERANDS[name].adds for name in names)
+
+
+def added(names: Iterable[str]) -> tuple[str, ...]:
+    """Those of these operands that are added to the logits, in the order of their slots."""
+    names = set(names)
+    return tuple(name for name, record in OPERANDS.items() if record.adds and name in names)
 
 
 def axis_of(name: str, letter: str, ndim: int) -> int | None:

@@ -15,7 +15,13 @@ import jax.numpy as jnp
 
 from jax_flash import all_to_all, reference, ring_passes
 from jax_flash.arrays import accumulator_of
-from jax_flash.operands import Operands, batch_shape, broadcast_batch
+from jax_flash.operands import (
+    OPERANDS,
+    Operands,
+    adds_to_logits,
+    batch_shape,
+    broadcast_batch,
+)
 from jax_flash.sequence import SequenceSharding, in_position_order
 from jax_flash.spec import AttentionSpec
 
@@ -30,7 +36,8 @@ class Pass:
     Attributes:
       spec: the call's options.
       kind: "forward" or "backward".
-      needs_dbias: whether a backward pass returns the bias's gradient.
+      gradients: the operands that are added to the logits and whose gradients a backward pass
+        returns, behind those of query, key and value; in the order of their slots.
       vmapped: number of leading batch axes that come from vmap: the bias's gradient has them in
         full, also where the bias is not mapped.
       is_block: whether the keys are a part of those that out, lse and cotangents belong to.
@@ -38,7 +45,7 @@ class Pass:
 
     spec: AttentionSpec
     kind: Literal["forward", "backward"] = "forward"
-    needs_dbias: bool = False
+    gradients: tuple[str, ...] = ()
     vmapped: int = 0
     is_block: bool = False
 
@@ -56,21 +63,27 @@ class Pass:
                 "out": ((*batch, q_len, heads, value.shape[-1]), query.dtype),
                 "lse": ((*batch, heads, q_len), accumulator_of(query.dtype)),
             }
-            if "bias" in operands:
+            if adds_to_logits(operands):
                 shapes["lse_low"] = shapes["lse"]
         else:
             shapes = {
                 name: ((*batch, *x.shape[-3:]), x.dtype)
                 for name, x in (("query", query), ("key", key), ("value", value))
             }
-            if self.needs_dbias:
-                bias = operands["bias"]
-                batch = (
-                    size if axis < self.vmapped else bias.shape[axis]
-                    for axis, size in enumerate(batch)
-                )
-                shapes["bias"] = ((*batch, *bias.shape[-3:]), bias.dtype)
+            for name in self.gradients:
+                shapes[name] = (self._gradient_shape(name, operands, batch), operands[name].dtype)
         return {name: jax.ShapeDtypeStruct(*x) for name, x in shapes.items()}
+
+    def _gradient_shape(self, name: str, operands: dict[str, Any], batch) -> tuple[int, ...]:
+        """The shape of the gradient of an operand that is added to the logits."""
+        shape = operands[name].shape[len(batch) :]
+        if OPERANDS[name].by_distance:  # with all batch entries and heads
+            return (*batch, operands["query"].shape[-2], *shape[1:])
+        own = operands[name].shape
+        return (
+            *(size if axis < self.vmapped else own[axis] for axis, size in enumerate(batch)),
+            *shape,
+        )
 
 
 Run = Callable[[Pass, Operands], Operands]

@@ -20,7 +20,7 @@ from jax.interpreters import batching, mlir
 
 from jax_flash import compat, dispatch, ffi
 from jax_flash.folding import fold_batch_axes
-from jax_flash.operands import Operands
+from jax_flash.operands import Operands, added
 from jax_flash.partitioning import mesh_of, result_types, spread, unify_varying, vary_like
 from jax_flash.passes import Pass, complete, run_reference
 from jax_flash.ranks import own_ranks
@@ -43,12 +43,11 @@ def run_on(platform: str, one_pass: Pass, operands: Operands) -> Operands:
 
     def native(operands, results):
         outputs = ffi.call(
-            one_pass.spec,
+            one_pass,
             operands,
             results,
             # The same for folded axes as for those that were folded.
             workspace_bytes=choice.workspace_bytes,
-            is_backward=one_pass.is_backward,
         )
         return vary_like(operands, outputs)
 
@@ -69,7 +68,7 @@ def cuda_kernels(spec: AttentionSpec, operands: Operands, gpu: ffi.Gpu) -> dict[
     forward = Pass(spec)
     results = forward.result_types(operands)
     residuals = {**operands, **results, "dout": results["out"]}
-    backward = Pass(spec, "backward", needs_dbias="bias" in operands)
+    backward = Pass(spec, "backward", added(operands))
     return {
         "forward": _cuda_kernel(forward, operands, gpu),
         "backward": _cuda_kernel(backward, residuals, gpu),
@@ -80,8 +79,7 @@ def _cuda_kernel(one_pass: Pass, operands: Operands, gpu: ffi.Gpu) -> ffi.Kernel
     found = []
 
     def native(operands, results):
-        is_backward = one_pass.is_backward
-        found.append(ffi.kernel(one_pass.spec, operands, results, is_backward=is_backward, gpu=gpu))
+        found.append(ffi.kernel(one_pass, operands, results, gpu))
         return {name: jnp.zeros(x.shape, x.dtype) for name, x in results.items()}
 
     def make(operands):

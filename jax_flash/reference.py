@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 
 from jax_flash.arrays import INT32, accumulator_of
-from jax_flash.operands import OPERANDS, Operands, axis_of, batch_shape
+from jax_flash.operands import OPERANDS, Operands, adds_to_logits, axis_of, batch_shape
 from jax_flash.philox import dropout_keep
 from jax_flash.spec import AttentionSpec
 
@@ -26,7 +26,7 @@ _BLOCK_ELEMENTS = 2**24
 
 
 def forward(spec: AttentionSpec, operands: Operands, *, block_q: int | None = None) -> Operands:
-    """Returns out [*B,T,N,h], lse [*B,N,T] and, where there is a bias, lse_low [*B,N,T].
+    """Returns out [*B,T,N,h], lse [*B,N,T] and, where something is added, lse_low [*B,N,T].
 
     All is computed in float32, or in float64 for float64. lse + lse_low is the logarithm to about
     twice that precision; derivatives are those of lse.
@@ -47,7 +47,7 @@ def forward(spec: AttentionSpec, operands: Operands, *, block_q: int | None = No
             "out": jnp.zeros((*batch, q_len, heads, value_dim), query.dtype),
             "lse": jnp.full((*batch, heads, q_len), -jnp.inf, accumulator),
         }
-        if "bias" in operands:
+        if adds_to_logits(operands):
             results["lse_low"] = jnp.zeros_like(results["lse"])
         return results
 
@@ -222,6 +222,42 @@ def _sum(x: jax.Array, y: int | jax.Array) -> jax.Array:
     return jnp.clip(x, INT32.min - jnp.minimum(y, 0), INT32.max - jnp.maximum(y, 0)) + y
 
 
+def _distance_logits(accumulator, operands: Operands, first) -> jax.Array:
+    """What alibi_slopes and relative_bias add to a block of logits: [*B|1,K|1,G|1,T,S].
+
+    It is a function of j - i, so all rows are parts of one vector: row i starts i numbers before
+    row 0 does. Repeated, and cut into rows one number shorter, the vector gives each row its start,
+    if what lies before row 0 is put at its end. The gradient is a sum over rows in the same way, of
+    T * (T + S) numbers and without a scatter.
+    """
+    q_len, kv_len = operands["query"].shape[-3], operands["key"].shape[-3]
+    period = q_len + kv_len
+    k = jnp.arange(period, dtype=jnp.int32)
+    offset = operands.get("query_offset", jnp.int32(0))[..., None]
+    # What lies from S on is of distances below 0.
+    distance = _difference(jnp.where(k < kv_len, k, k - period) - first, offset)
+    vector = jnp.zeros((), accumulator)
+    if "alibi_slopes" in operands:
+        slopes = operands["alibi_slopes"].astype(accumulator)[..., None]
+        vector = vector + slopes * distance.astype(accumulator)[..., None, :]
+    if "relative_bias" in operands:
+        table = operands["relative_bias"].astype(accumulator)
+        index = jnp.clip(_sum(distance, table.shape[-1] // 2), 0, table.shape[-1] - 1)
+        index = index[..., None, :]
+        index = index.reshape((1,) * (table.ndim - index.ndim) + index.shape)
+        vector = vector + jnp.take_along_axis(table, index, axis=-1, mode="clip")
+    vector = _heads_last_group(vector, -2, operands["key"].shape[-2])
+    shape = vector.shape[:-1]
+    rows = jnp.broadcast_to(vector[..., None, :], (*shape, q_len, period))
+    rows = rows.reshape(*shape, q_len * period)[..., : q_len * (period - 1)]
+    return rows.reshape(*shape, q_len, period - 1)[..., :kv_len]
+
+
+def _difference(x: jax.Array, y: jax.Array) -> jax.Array:
+    """x - y of int32, at the end of the range where it is beyond."""
+    return jnp.clip(x, INT32.min + jnp.maximum(y, 0), INT32.max + jnp.minimum(y, 0)) - y
+
+
 def _attended_keys(spec: AttentionSpec, operands: Operands, first) -> jax.Array:
     """Whether any query of the block attends to a key: bool [*B|1,K,S]."""
     allowed = _allowed(spec, operands, first)
@@ -259,6 +295,9 @@ def _forward_block(spec, accumulator, operands: Operands, first) -> Operands:
     logits = spec.scale * jnp.einsum("...tkgd,...skd->...kgts", grouped, key, precision=highest)
     if "bias" in operands:
         logits = logits + _heads_last_group(operands["bias"].astype(accumulator), -3, kv_heads)
+    if any(OPERANDS[name].by_distance for name in operands):
+        logits = logits + _distance_logits(accumulator, operands, first)
+    if adds_to_logits(operands):
         allowed = allowed & (logits != -jnp.inf)
     # Selecting before and after every nonlinear step keeps NaN and Inf of masked
     # positions out of the gradients too.
@@ -303,7 +342,7 @@ def _forward_block(spec, accumulator, operands: Operands, first) -> Operands:
     out = jnp.einsum("...kgts,...skd->...tkgd", weights, value, precision=highest)
     out = jnp.where(jnp.moveaxis(empty, -1, -3)[..., None], 0, out)
     results = {"out": out.reshape(*out.shape[:-3], heads, out.shape[-1]), "lse": lse}
-    if "bias" in operands:
+    if adds_to_logits(operands):
         results["lse_low"] = jnp.where(empty, 0, lse_low)
     return {
         n: x if n == "out" else x.reshape(*x.shape[:-3], heads, q_len) for n, x in results.items()

@@ -35,6 +35,8 @@ def ring_attention(
     key_value_segment_ids: ArrayLike | None = None,
     query_offset: ArrayLike = 0,
     sinks: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None,
     logits_soft_cap: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_seed: ArrayLike | None = None,
@@ -65,6 +67,8 @@ def ring_attention(
     key_value_segment_ids: ArrayLike | None = None,
     query_offset: ArrayLike = 0,
     sinks: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None,
     logits_soft_cap: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_seed: ArrayLike | None = None,
@@ -95,6 +99,8 @@ def ring_attention(
     key_value_segment_ids: ArrayLike | None = None,
     query_offset: ArrayLike = 0,
     sinks: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None,
     logits_soft_cap: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_seed: ArrayLike | None = None,
@@ -124,6 +130,8 @@ def ring_attention(
     key_value_segment_ids: ArrayLike | None = None,
     query_offset: ArrayLike = 0,
     sinks: ArrayLike | None = None,
+    alibi_slopes: ArrayLike | None = None,
+    relative_bias: ArrayLike | None = None,
     logits_soft_cap: ArrayLike | None = None,
     dropout_rate: float = 0.0,
     dropout_seed: ArrayLike | None = None,
@@ -158,6 +166,8 @@ def ring_attention(
       key_value_segment_ids: int [\*B,S/D]; they travel with the keys.
       query_offset: int, scalar or [\*B]: the position of the whole sequence's query 0.
       sinks: float [N].
+      alibi_slopes, relative_bias: as for `dot_product_attention`, whole on every device; distances
+        are those of the whole sequence.
       scale: as for `dot_product_attention`, like all that follows: is_causal, local_window_size,
         implementation, return_residual, logits_soft_cap, dropout_rate, dropout_seed,
         broadcast_dropout, deterministic.
@@ -201,6 +211,8 @@ def ring_attention(
         key_value_segment_ids=key_value_segment_ids,
         query_offset=query_offset,
         sinks=sinks,
+        alibi_slopes=alibi_slopes,
+        relative_bias=relative_bias,
         logits_soft_cap=logits_soft_cap,
         dropout_rate=dropout_rate,
         dropout_seed=dropout_seed,

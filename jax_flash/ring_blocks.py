@@ -163,7 +163,7 @@ class Blocks:
         ):
             if name in block:
                 block[name] = jnp.clip(block[name], 0, length) - starts
-        if spec.is_causal or spec.has_window:
+        if spec.is_causal or spec.has_window or any(OPERANDS[n].by_distance for n in block):
             distance = q_starts - kv_starts
             offset = self._operands.get("query_offset")
             if offset is None:

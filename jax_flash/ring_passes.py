@@ -128,7 +128,7 @@ class _Ring:
 def forward(
     run: Run, spec: AttentionSpec, sequence: SequenceSharding, operands: Operands
 ) -> Operands:
-    """out [*B,T/D,N,h], lse and, with a bias, lse_low [*B,N,T/D] of this device's queries.
+    """out [*B,T/D,N,h], lse and, where something is added, lse_low [*B,N,T/D], of the own queries.
 
     Args:
       run: the forward pass of one block, a function of operands by name.
@@ -204,7 +204,9 @@ def _add_sinks(part: Operands, rows, operands: Operands, q_len: int) -> Operands
 def backward(
     run: Run, spec: AttentionSpec, sequence: SequenceSharding, operands: Operands
 ) -> Operands:
-    """Gradients of query, key, value and, if `run` returns it, bias: this device's shards.
+    """Gradients of query, key, value and of all else that `run` returns: this device's shards.
+
+    Those of what every device has whole are this device's part of the sum.
 
     Args:
       run: the backward pass of one block, given out, lse and cotangents of the whole call.
@@ -226,8 +228,7 @@ def backward(
         kept, carried = dict(kept), parcel.unpack(arrived) if arrived else {}
         for name, part in run(block).items():
             part = restore(name, part, ring.accumulator)
-            stays = name == "query" or (name == "bias" and name not in ring.blocks.travelling)
-            sums = kept if stays else carried
+            sums = carried if name in ring.blocks.travelling else kept
             if name == "bias":
                 part = _place(part, sums.get(name), operands[name], ring, source)
             elif name in sums:

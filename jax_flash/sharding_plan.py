@@ -133,6 +133,8 @@ def make_plan(
     def sums_of(name, shape):
         missing = [e for a, e in enumerate(batch_entries) if shape[a] == 1]
         missing += [entry(name, letter) for letter, size in trailing(name, shape) if size == 1]
+        if not {"T", "S"} & set(OPERANDS[name].axes):  # each device's queries have their part of it
+            missing.append(tokens_entry)
         return tuple(itertools.chain.from_iterable(missing))
 
     sums = {name: sums_of(name, shape) for name, shape in result_shapes.items()}

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 
 from jax_flash import ffi
-from jax_flash.operands import batch_shape
+from jax_flash.operands import OPERANDS, batch_shape
 from jax_flash.passes import Pass
 
 # A number or, under `jax.export`, an expression of symbolic sizes.
@@ -52,7 +52,13 @@ def _question(one_pass: Pass, operands: dict[str, Any], platform: str) -> tuple[
     }
     dtype = jnp.dtype(operands["query"].dtype).name
     if platform == "cpu":
-        return "host_backward_workspace_bytes", {**sizes, "kv_heads": kv_heads, "dtype": dtype}
+        distance_floats = sum(
+            operands[name].shape[-1] if "R" in OPERANDS[name].axes else 1
+            for name in one_pass.gradients
+            if OPERANDS[name].by_distance
+        )
+        more = {"kv_heads": kv_heads, "distance_floats": distance_floats}
+        return "host_backward_workspace_bytes", {**sizes, **more}
     segments = "query_segment_ids" in operands
     if one_pass.is_backward:
         more = {"segments": segments, "deterministic": spec.deterministic}
@@ -71,12 +77,15 @@ def _question(one_pass: Pass, operands: dict[str, Any], platform: str) -> tuple[
     }
 
 
-def _host_backward(*, batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim, dtype) -> Size:
-    """cuda/host/kernel.h: delta, and dquery once for each of a few chunks of keys."""
-    del kv_len, value_dim, dtype
+def _host_backward(
+    *, batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim, distance_floats
+) -> Size:
+    """cuda/host/kernel.h: delta, and of a few chunks of keys dquery and what goes by distance."""
+    del kv_len, value_dim
     rows = batch * heads * q_len
     chunks = 8 if is_symbolic_dim(kv_heads) else min(8, -(-16 // kv_heads))
-    return 4 * (rows + 16 + chunks * rows * 16 * (head_dim // 16 + 1))
+    of_chunk = rows * 16 * (head_dim // 16 + 1) + batch * heads * distance_floats
+    return 4 * (rows + 16 + chunks * of_chunk)
 
 
 def _cuda_forward(

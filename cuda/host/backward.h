@@ -1,4 +1,5 @@
-// The backward pass: delta, then dkey, dvalue and partial sums of dquery, then dquery.
+// The backward pass: delta, then dkey, dvalue and partial sums of dquery and of the gradients that
+// go by distance, then these.
 //
 // A task of the middle step owns every `chunks`-th block of keys of one (batch,
 // key/value head): under a causal mask, early blocks meet more queries, so each task
@@ -93,10 +94,27 @@ inline void write_dbias(const Plane& dbias, const Shape& shape, int64_t b, const
   }
 }
 
+// The partial sums of one chunk, batch and head that go by distance.
+inline DistanceSums partial_distance_sums(const Backward& call, int64_t chunk, int64_t batch,
+                                          int64_t n) {
+  const Shape& shape = call.shape;
+  const int64_t count = distance_floats(call);
+  float* sums = static_cast<float*>(call.workspace) + delta_floats(shape) +
+                backward_chunks(shape) * dquery_floats(shape) +
+                ((chunk * shape.batch + batch) * shape.heads + n) * count;
+  DistanceSums partial;
+  if (call.dalibi_slopes.data) partial.slope = sums;
+  if (call.drelative_bias.data) partial.table = sums + (partial.slope ? 1 : 0);
+  return partial;
+}
+
 // Where one head's results go, besides scratch.dkey and scratch.dvalue.
 struct HeadGradients {
   Matrix dquery;  // [T, H]: a partial sum
   Plane dbias;    // absent if another pass computes it
+  DistanceSums distance;
+
+  bool goes_by_distance() const { return distance.slope || distance.table; }
 };
 
 // Adds what one tile contributes to keys.dkey, keys.dvalue and the partial dquery.
@@ -131,7 +149,9 @@ inline void backward_head(const GradientHead& head, const Shape& shape, Backward
         tile.row_begin = tile.row_end = tile.cols = 0;
       }
       if (to.dbias.data) write_dbias(to.dbias, shape, b, tile, scratch.ds);
-      if (any) backward_tile(head, tile, keys[k], scratch, to.dquery);
+      if (!any) continue;
+      if (to.goes_by_distance()) add_distance_gradients(head, tile, scratch.ds, to.distance);
+      backward_tile(head, tile, keys[k], scratch, to.dquery);
     }
   }
 }
@@ -147,7 +167,9 @@ inline void backward_keys(const Backward& call, int64_t chunk, int64_t batch, in
     clear(keys[k].dvalue, kBlockKv);
   }
   for (int64_t n = kv_head * group; n < (kv_head + 1) * group; ++n) {
-    HeadGradients to = {{partial_dquery(call, chunk, batch, n), keys->key.row}, {}};
+    HeadGradients to = {{partial_dquery(call, chunk, batch, n), keys->key.row},
+                        {},
+                        partial_distance_sums(call, chunk, batch, n)};
     if (writes_dbias) to.dbias = plane_of(shape, call.dbias, batch, n, size_of(call.dbias.dtype));
     backward_head(gradient_head_of(call, batch, n), shape, keys, count, scratch, to);
   }
@@ -179,6 +201,9 @@ inline bool backward_task(const Backward& call, int64_t task) {
 
   for (int64_t n = kv_head * group; n < (kv_head + 1) * group; ++n) {
     clear({partial_dquery(call, chunk, batch, n), head_dim}, shape.q_len);
+    const DistanceSums sums = partial_distance_sums(call, chunk, batch, n);
+    if (sums.slope) *sums.slope = 0.0f;
+    for (int64_t r = 0; sums.table && r < call.distances; ++r) sums.table[r] = 0.0f;
   }
   for (int64_t first = 0; first < own; first += shared) {
     const int64_t count = min_of(shared, own - first);
@@ -208,6 +233,28 @@ inline bool reduce_dquery_task(const Backward& call, int64_t task) {
     store(parts + c, sum * call.options.scale);
   }
   write_rows({parts, head_dim}, static_cast<int>(end - begin), dquery, begin);
+  return true;
+}
+
+// The gradients that go by distance are the sums of their parts, for one (batch, head).
+inline bool reduce_distance_task(const Backward& call, int64_t task) {
+  const Shape& shape = call.shape;
+  const int64_t batch = task / shape.heads, n = task % shape.heads;
+  const int64_t chunks = backward_chunks(shape);
+  float *slope = nullptr, *table = nullptr;
+  if (call.dalibi_slopes.data) {
+    slope = floats_of(shape, call.dalibi_slopes, batch, n);
+    *slope = 0.0f;
+  }
+  if (call.drelative_bias.data) {
+    table = floats_of(shape, call.drelative_bias, batch, n);
+    for (int64_t r = 0; r < call.distances; ++r) table[r] = 0.0f;
+  }
+  for (int64_t chunk = 0; chunk < chunks; ++chunk) {
+    const DistanceSums part = partial_distance_sums(call, chunk, batch, n);
+    if (slope) *slope += *part.slope;
+    for (int64_t r = 0; table && r < call.distances; ++r) table[r] += part.table[r];
+  }
   return true;
 }
 

@@ -91,8 +91,9 @@ Status forward(const Forward& params, const ParallelFor& parallel_for) {
                        s.batch * s.kv_heads * tasks.split.parts * tasks.split.runs));
 }
 
-int64_t backward_workspace_bytes(const Shape& shape, DType) {
-  const int64_t floats = delta_floats(shape) + backward_chunks(shape) * dquery_floats(shape);
+int64_t backward_workspace_bytes(const Shape& shape, int64_t distance_floats) {
+  const int64_t of_chunk = dquery_floats(shape) + shape.batch * shape.heads * distance_floats;
+  const int64_t floats = delta_floats(shape) + backward_chunks(shape) * of_chunk;
   return floats * int64_t{sizeof(float)};
 }
 
@@ -105,6 +106,8 @@ Status backward(const Backward& params, const ParallelFor& parallel_for) {
   bool ok = run(parallel_for, passes->delta, params, heads) &&
             run(parallel_for, passes->backward, params, tasks) &&
             run(parallel_for, passes->reduce_dquery, params, heads * q_blocks(s));
+  if (ok && distance_floats(params) > 0)
+    ok = run(parallel_for, passes->reduce_distance, params, heads);
   if (ok && params.dbias && !keeps_every_axis(s, params.dbias)) {
     const BiasTiling tiling = bias_tiling(s, params.dbias);
     ok = run(parallel_for, passes->dbias, params,

@@ -52,6 +52,22 @@ struct Span {
   int64_t begin, end;
 };
 
+// What is added to logits by the distance between query and key; see params.h.
+struct ByDistance {
+  bool present = false;
+  int64_t offset = 0;
+  float slope = 0.0f;            // 0 where there are no slopes
+  const float* table = nullptr;  // [count], or absent
+  int64_t count = 0;
+
+  int64_t of(int64_t j_minus_i) const {
+    return min_of<int64_t>(max_of<int64_t>(j_minus_i - offset, INT32_MIN), INT32_MAX);
+  }
+  int64_t index(int64_t distance) const {
+    return min_of(max_of<int64_t>(distance + count / 2, 0), count - 1);
+  }
+};
+
 struct Head {
   const Options* options;
   Rows query, key, value;
@@ -60,9 +76,12 @@ struct Head {
   // and window go. 64 bits hold the sum of any row, offset and window.
   int64_t first, last;
   Plane bias, mask;
+  ByDistance distance;
   SegmentIds query_segments, kv_segments;
   uint32_t seed[2], dropout_batch, dropout_head;
   uint32_t dropout_row, dropout_col;  // what row 0 and column 0 count as
+
+  bool adds_to_logits() const { return bias.data || distance.present; }
 
   Span span(int64_t i) const {
     const int64_t begin = min_of(max_of<int64_t>(i + first, 0), kv_len);
@@ -92,6 +111,19 @@ inline int64_t length_of(const Shape& shape, const Operand& lengths, int64_t bat
   return min_of(max_of<int64_t>(int_of(shape, lengths, batch), 0), limit);
 }
 
+inline ByDistance by_distance_of(const Forward& call, int64_t batch, int64_t n) {
+  const Shape& shape = call.shape;
+  ByDistance distance;
+  distance.present = call.alibi_slopes.data || call.relative_bias.data;
+  if (call.query_offset.data) distance.offset = int_of(shape, call.query_offset, batch);
+  if (call.alibi_slopes.data) distance.slope = *floats_of(shape, call.alibi_slopes, batch, n);
+  if (call.relative_bias.data) {
+    distance.table = floats_of(shape, call.relative_bias, batch, n);
+    distance.count = call.distances;
+  }
+  return distance;
+}
+
 inline Head head_of(const Forward& call, int64_t batch, int64_t n) {
   constexpr int64_t kUnbounded = int64_t{1} << 40;
   const Shape& shape = call.shape;
@@ -114,6 +146,7 @@ inline Head head_of(const Forward& call, int64_t batch, int64_t n) {
   if (options.is_causal) head.last = min_of(head.last, offset + 1);
   head.bias = plane_of(shape, call.bias, batch, n, size_of(call.bias.dtype));
   head.mask = plane_of(shape, call.mask, batch, n, 1);
+  head.distance = by_distance_of(call, batch, n);
   head.query_segments = segments_of(shape, call.query_segment_ids, batch);
   head.kv_segments = segments_of(shape, call.key_value_segment_ids, batch);
   if (options.dropout_threshold != 0) {

@@ -26,12 +26,8 @@
 namespace jax_flash::host::JAX_FLASH_ISA {
 
 extern const Kernel kKernel = {
-    JAX_FLASH_TEXT(JAX_FLASH_ISA),
-    forward_task,
-    delta_task,
-    backward_task,
-    reduce_dquery_task,
-    dbias_task,
+    JAX_FLASH_TEXT(JAX_FLASH_ISA), forward_task, delta_task, backward_task, reduce_dquery_task,
+    reduce_distance_task,          dbias_task,
 };
 
 }  // namespace jax_flash::host::JAX_FLASH_ISA

@@ -66,11 +66,17 @@ static inline int64_t backward_chunks(const Shape& s) {
   return chunks > 1 ? chunks : 1;
 }
 
-// The workspace of the backward pass, in floats: delta [batch, N, T], then the
-// partial dquery [chunks, batch, N, T, padded(H)].
+// The workspace of the backward pass, in floats: delta [batch, N, T], the partial dquery
+// [chunks, batch, N, T, padded(H)], then the partial gradients that go by distance, [chunks, batch,
+// N, distance_floats()].
 static inline int64_t delta_floats(const Shape& s) { return padded(s.batch * s.heads * s.q_len); }
 static inline int64_t dquery_floats(const Shape& s) {
   return s.batch * s.heads * s.q_len * padded(s.head_dim);
+}
+
+// How many numbers a head has gradients of that go by distance: its slope's, then its table's.
+static inline int64_t distance_floats(const Backward& call) {
+  return (call.dalibi_slopes.data ? 1 : 0) + (call.drelative_bias.data ? call.distances : 0);
 }
 
 // How dbias splits into tiles, one a task: axes it keeps are tiled, axes of stride 0
@@ -104,11 +110,12 @@ static inline bool keeps_every_axis(const Shape& s, const Operand& dbias) {
 // could be allocated.
 struct Kernel {
   const char* instruction_set;
-  bool (*forward)(const ForwardTasks& tasks, int64_t task);   // batch * K * parts * runs
-  bool (*delta)(const Backward& call, int64_t task);          // batch * N
-  bool (*backward)(const Backward& call, int64_t task);       // batch * K * chunks
-  bool (*reduce_dquery)(const Backward& call, int64_t task);  // batch * N * q_blocks
-  bool (*dbias)(const Backward& call, int64_t task);          // the product of BiasTiling
+  bool (*forward)(const ForwardTasks& tasks, int64_t task);     // batch * K * parts * runs
+  bool (*delta)(const Backward& call, int64_t task);            // batch * N
+  bool (*backward)(const Backward& call, int64_t task);         // batch * K * chunks
+  bool (*reduce_dquery)(const Backward& call, int64_t task);    // batch * N * q_blocks
+  bool (*reduce_distance)(const Backward& call, int64_t task);  // batch * N
+  bool (*dbias)(const Backward& call, int64_t task);            // the product of BiasTiling
 };
 
 namespace baseline {

@@ -1,13 +1,13 @@
-// From scale <q, k> to logits: bias, soft cap, mask.
+// From scale <q, k> to logits: what is added, soft cap, mask.
 #pragma once
 
+#include "host/distance.h"
 #include "host/gemm.h"
 #include "host/math.h"
-#include "host/tile.h"
 
 namespace jax_flash::host::JAX_FLASH_ISA {
 
-// s = q key_t + bias, for the tile's rows of q and s. The bias goes first, row after row
+// s = q key_t + what is added, for the tile's rows of q and s. The bias goes first, row after row
 // in a tight loop: it comes from memory, often a page a row, and only loads that follow
 // one another closely overlap their latency.
 inline void start_logits(const Head& head, const Tile& tile, Matrix q, Matrix key_t, Matrix s) {
@@ -17,19 +17,20 @@ inline void start_logits(const Head& head, const Tile& tile, Matrix q, Matrix ke
     load_strided(bias.at(tile.q_begin + r, tile.kv_begin, size_of(bias.dtype)), bias.dtype,
                  bias.col, tile.cols, s.data + r * s.row);
   }
-  gemm({tile.rows(), tile.cols, head.key.dim, has_bias}, as_left(from_row(q, tile.row_begin)),
-       key_t, from_row(s, tile.row_begin));
+  if (head.distance.present) add_by_distance(head, tile, has_bias, s);
+  gemm({tile.rows(), tile.cols, head.key.dim, head.adds_to_logits()},
+       as_left(from_row(q, tile.row_begin)), key_t, from_row(s, tile.row_begin));
 }
 
-// Turns row r of s into logits: soft cap, and -inf where r may not attend. That of a bias of -inf
-// is -inf already, and must not become -cap.
+// Turns row r of s into logits: soft cap, and -inf where r may not attend. A sum of -inf, as with a
+// bias of -inf, must not become -cap.
 inline void finish_logits_row(const Head& head, const Tile& tile, int r, float* s) {
   const int vectors = tile.vectors();
   if (const float cap = head.options->logits_soft_cap; cap != 0.0f) {
-    const bool has_bias = head.bias.data != nullptr;
+    const bool adds = head.adds_to_logits();
     for (int v = 0; v < vectors; ++v) {
       const Vec x = load(s + v * kLanes), capped = tanh(x / cap) * cap;
-      store(s + v * kLanes, has_bias ? (x == -kInfinity ? x : capped) : capped);
+      store(s + v * kLanes, adds ? (x == -kInfinity ? x : capped) : capped);
     }
   }
   if (!tile.whole(r)) {

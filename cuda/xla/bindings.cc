@@ -56,20 +56,20 @@ Shape make_shape(int64_t batch, int32_t q_len, int32_t kv_len, int32_t heads, in
   return shape;
 }
 
+int64_t host_backward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_len, int32_t heads,
+                                      int32_t kv_heads, int32_t head_dim, int32_t value_dim,
+                                      int64_t distance_floats) {
+  const Shape shape = make_shape(batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim);
+  return host::backward_workspace_bytes(shape, distance_floats);
+}
+
+#ifdef JAX_FLASH_WITH_CUDA
 DType make_dtype(const std::string& name) {
   return name == "float32"    ? DType::kFloat32
          : name == "bfloat16" ? DType::kBFloat16
                               : DType::kFloat16;
 }
 
-int64_t host_backward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_len, int32_t heads,
-                                      int32_t kv_heads, int32_t head_dim, int32_t value_dim,
-                                      const std::string& dtype) {
-  const Shape shape = make_shape(batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim);
-  return host::backward_workspace_bytes(shape, make_dtype(dtype));
-}
-
-#ifdef JAX_FLASH_WITH_CUDA
 int64_t cuda_forward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_len, int32_t heads,
                                      int32_t kv_heads, int32_t head_dim, int32_t value_dim,
                                      const std::string& dtype, bool segments, bool bias,
@@ -142,15 +142,16 @@ OptionAttributes make_attributes(const nb::dict& values) {
 // Returns (family, name, queries and keys of a tile, reason) of the kernel that a call gets on a
 // device. Raises ValueError if no kernel takes it.
 nb::tuple cuda_kernel(bool is_backward, const nb::list& arguments, const nb::list& results,
-                      const nb::dict& options, int32_t operands, int32_t capability,
-                      int32_t multiprocessors, int32_t smem_bytes) {
+                      const nb::dict& options, int32_t operands, int32_t gradients,
+                      int32_t capability, int32_t multiprocessors, int32_t smem_bytes) {
   const AbstractBuffers args(arguments), rets(results);
   const OptionAttributes attributes = make_attributes(options);
   const Device device = {capability, multiprocessors, smem_bytes};
   Call call;
   Choice choice;
-  Status status = is_backward ? read_backward(args.get(), rets.get(), attributes, operands, call)
-                              : read_forward(args.get(), rets.get(), attributes, operands, call);
+  Status status = is_backward
+                      ? read_backward(args.get(), rets.get(), attributes, operands, gradients, call)
+                      : read_forward(args.get(), rets.get(), attributes, operands, call);
   if (status.ok()) {
     const Backward& params = call.params;
     status = is_backward ? cuda::choose(params, attributes.family, device, choice)
@@ -212,11 +213,11 @@ NB_MODULE(_native, module) {
   module.def("instruction_set", &host::instruction_set);
   module.def("host_backward_workspace_bytes", &host_backward_workspace_bytes, nb::arg("batch"),
              nb::arg("q_len"), nb::arg("kv_len"), nb::arg("heads"), nb::arg("kv_heads"),
-             nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("dtype"));
+             nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("distance_floats"));
 #ifdef JAX_FLASH_WITH_CUDA
   module.def("cuda_kernel", &cuda_kernel, nb::arg("is_backward"), nb::arg("arguments"),
-             nb::arg("results"), nb::arg("options"), nb::arg("operands"), nb::arg("capability"),
-             nb::arg("multiprocessors"), nb::arg("smem_bytes"));
+             nb::arg("results"), nb::arg("options"), nb::arg("operands"), nb::arg("gradients"),
+             nb::arg("capability"), nb::arg("multiprocessors"), nb::arg("smem_bytes"));
   module.def("cuda_forward_workspace_bytes", &cuda_forward_workspace_bytes, nb::arg("batch"),
              nb::arg("q_len"), nb::arg("kv_len"), nb::arg("heads"), nb::arg("kv_heads"),
              nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("dtype"), nb::arg("segments"),

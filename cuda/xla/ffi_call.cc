@@ -146,18 +146,38 @@ Field dout_field(const Shape& s) {
   return {"dout", &Backward::dout, Kind::kFloat, query_axes(s, s.value_dim), false};
 }
 
-std::vector<Field> gradient_fields(const Shape& s, bool with_bias) {
+// Lists the axes of an operand, or its gradient, that has a number for each of R distances.
+std::vector<Axis> distance_axes(const Shape& s, int32_t distances, bool head_broadcasts) {
+  return {{&Operand::head, s.heads, head_broadcasts}, {&Operand::col, distances}};
+}
+
+// Slots of the optional operands that have a gradient, as in operands.py.
+constexpr int kBiasSlot = 0, kAlibiSlot = 15, kRelativeSlot = 16;
+
+// Lists the results of the backward pass. `wanted` has a bit for the slot of each optional operand
+// whose gradient is among them.
+std::vector<Field> gradient_fields(const Shape& s, int32_t distances, int32_t wanted) {
   std::vector<Field> fields{
       {"dquery", &Backward::dquery, Kind::kFloat, query_axes(s, s.head_dim), false},
       {"dkey", &Backward::dkey, Kind::kFloat, key_axes(s, s.head_dim), false},
       {"dvalue", &Backward::dvalue, Kind::kFloat, key_axes(s, s.value_dim), false}};
-  if (with_bias) fields.push_back({"dbias", &Backward::dbias, Kind::kFloat, logit_axes(s)});
+  const auto want = [&](int slot, Field field) {
+    if (wanted >> slot & 1) fields.push_back(std::move(field));
+  };
+  want(kBiasSlot, {"dbias", &Backward::dbias, Kind::kFloat, logit_axes(s)});
+  want(kAlibiSlot, {"dalibi_slopes",
+                    &Backward::dalibi_slopes,
+                    Kind::kFloat32,
+                    {{&Operand::head, s.heads}},
+                    false});
+  want(kRelativeSlot, {"drelative_bias", &Backward::drelative_bias, Kind::kFloat32,
+                       distance_axes(s, distances, false), false});
   return fields;
 }
 
 // Lists the fields in the order of the slots of operands.py: bit i of `operands` says whether
 // number i is present.
-std::vector<Field> optional_fields(const Shape& s) {
+std::vector<Field> optional_fields(const Shape& s, int32_t distances) {
   const Axis head{&Operand::head, s.heads}, query_row{&Operand::row, s.q_len};
   const Axis key_row{&Operand::row, s.kv_len}, word{&Operand::col, 2};
   return {
@@ -176,6 +196,9 @@ std::vector<Field> optional_fields(const Shape& s) {
       {"dropout_start", &Backward::dropout_start, Kind::kInt32, {word}},
       lse_low_field(s),
       {"window", &Backward::window, Kind::kInt32, {word}},
+      {"alibi_slopes", &Backward::alibi_slopes, Kind::kFloat32, {head}},
+      {"relative_bias", &Backward::relative_bias, Kind::kFloat32,
+       distance_axes(s, distances, true)},
   };
 }
 
@@ -265,11 +288,23 @@ Status read_fields(const Buffers& buffers, size_t first, const std::vector<Field
   return reader.status();
 }
 
+// Reads R, the last axis of the relative bias, which is the last of the optional operands.
+Status read_distances(const Buffers& args, int32_t present, Backward& params) {
+  if (!(present >> kRelativeSlot & 1)) return {};
+  const int64_t distances = args.back().dims.empty() ? 0 : args.back().dims.back();
+  if (distances < 1 || distances > INT32_MAX) {
+    return Status::invalid_argument("jax_flash: relative_bias: expected 1 to 2^31 - 1 distances");
+  }
+  params.distances = static_cast<int32_t>(distances);
+  return {};
+}
+
 Status read_optional(const Buffers& args, size_t first, int32_t present, Reader& reader,
                      const Shape& shape, Backward& params) {
+  if (Status status = read_distances(args, present, params); !status.ok()) return status;
   std::vector<Field> fields;
   int bit = 0;
-  for (Field& field : optional_fields(shape)) {
+  for (Field& field : optional_fields(shape, params.distances)) {
     if (present >> bit++ & 1) fields.push_back(std::move(field));
   }
   if (Status status = read_fields(args, first, fields, reader, params); !status.ok()) return status;
@@ -293,10 +328,22 @@ Status same_dtype(const Forward& params) {
   return Status::invalid_argument("jax_flash: query, key and value differ in dtype");
 }
 
-// Kernels assume that lse_low is present if there is a bias.
+// Kernels assume that lse_low is present if something is added to the logits.
 Status check_lse_low(const Forward& params) {
-  if (bool{params.lse_low} == bool{params.bias}) return {};
-  return Status::invalid_argument("jax_flash: lse_low comes with a bias, and with nothing else");
+  if (bool{params.lse_low} == adds_to_logits(params)) return {};
+  return Status::invalid_argument(
+      "jax_flash: lse_low comes with what is added to the logits (bias, alibi_slopes, "
+      "relative_bias), and with nothing else");
+}
+
+// A gradient can be wanted of an operand that is present only.
+Status check_gradients(const Backward& params, int32_t wanted) {
+  const int32_t present = bool{params.bias} << kBiasSlot | bool{params.alibi_slopes} << kAlibiSlot |
+                          bool{params.relative_bias} << kRelativeSlot;
+  if ((wanted & ~present) == 0) return {};
+  return Status::invalid_argument(
+      "jax_flash: gradients: expected bits of bias, alibi_slopes or relative_bias, as far as they "
+      "are operands");
 }
 
 Status too_few() { return Status::invalid_argument("jax_flash: operands or results are missing"); }
@@ -318,7 +365,7 @@ Status read_forward(const Buffers& args, const Buffers& results, const OptionAtt
   status = read_fields(args, 0, operand_fields(shape), reader, params);
   if (status.ok()) status = same_dtype(params);
   if (status.ok()) status = read_optional(args, 3, operands, reader, shape, params);
-  const std::vector<Field> outputs = output_fields(shape, bool{params.bias});
+  const std::vector<Field> outputs = output_fields(shape, adds_to_logits(params));
   if (status.ok() && results.size() != outputs.size() + 1) status = too_few();
   if (status.ok()) status = read_fields(results, 0, outputs, reader, params);
   if (status.ok()) status = check_lse_low(params);
@@ -328,27 +375,24 @@ Status read_forward(const Buffers& args, const Buffers& results, const OptionAtt
 }
 
 Status read_backward(const Buffers& args, const Buffers& results, const OptionAttributes& options,
-                     int32_t operands, Call& call) {
-  if (args.size() < 6 || results.size() < 4 || results.size() > 5) return too_few();
+                     int32_t operands, int32_t gradients, Call& call) {
+  if (args.size() < 6 || results.empty()) return too_few();
   Backward& params = call.params;
   Shape& shape = params.shape;
   Status status = read_shape(args[0], args[1], args[2], args[3], shape);
   if (!status.ok()) return status;
   params.options = make_options(options);
   Reader reader(shape);
-  const bool with_bias = results.size() == 5;
   status = read_fields(args, 0, operand_fields(shape), reader, params);
   if (status.ok()) status = same_dtype(params);
   if (status.ok()) status = read_fields(args, 3, output_fields(shape, false), reader, params);
   if (status.ok()) status = read_fields(args, 5, {dout_field(shape)}, reader, params);
   if (status.ok()) status = read_optional(args, 6, operands, reader, shape, params);
   if (status.ok()) status = check_lse_low(params);
-  if (status.ok()) {
-    status = read_fields(results, 0, gradient_fields(shape, with_bias), reader, params);
-  }
-  if (status.ok() && with_bias && !params.bias) {
-    status = Status::invalid_argument("jax_flash: dbias without bias");
-  }
+  if (status.ok()) status = check_gradients(params, gradients);
+  const std::vector<Field> wanted = gradient_fields(shape, params.distances, gradients);
+  if (status.ok() && results.size() != wanted.size() + 1) status = too_few();
+  if (status.ok()) status = read_fields(results, 0, wanted, reader, params);
   params.workspace = results.back().data;
   call.workspace_bytes = results.back().bytes;
   return status;

@@ -4,8 +4,9 @@
 // Arguments: query, key, value, [out, lse, dout,] then those of optional_fields() that the
 // attribute `operands` names by its bits, in order. Every operand has the same number of leading
 // batch axes, each full or 1 (broadcast). Results: out, lse, [lse_low,] workspace, or dquery, dkey,
-// dvalue, [dbias,] workspace. lse_low is a result of the forward pass, and an operand of the
-// backward pass, if there is a bias.
+// dvalue, the gradients of those optional operands that the attribute `gradients` names in the same
+// way, workspace. lse_low is a result of the forward pass, and an operand of the backward pass, if
+// something is added to the logits.
 #pragma once
 
 #include <cstdint>
@@ -53,7 +54,7 @@ Buffers buffers_of(xla::ffi::RemainingRets results);
 Status read_forward(const Buffers& args, const Buffers& results, const OptionAttributes& options,
                     int32_t operands, Call& call);
 Status read_backward(const Buffers& args, const Buffers& results, const OptionAttributes& options,
-                     int32_t operands, Call& call);
+                     int32_t operands, int32_t gradients, Call& call);
 
 }  // namespace jax_flash
 

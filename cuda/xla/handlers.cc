@@ -89,13 +89,15 @@ ffi::Error forward_host(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Rema
 }
 
 ffi::Error backward_host(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets results,
-                         OptionAttributes options, int32_t operands) {
+                         OptionAttributes options, int32_t operands, int32_t gradients) {
   Call call;
-  Status status = read_backward(buffers_of(args), buffers_of(results), options, operands, call);
+  Status status =
+      read_backward(buffers_of(args), buffers_of(results), options, operands, gradients, call);
   if (status.ok()) {
     const Backward& params = call.params;
-    status =
-        check_workspace(call, host::backward_workspace_bytes(params.shape, params.query.dtype));
+    const int64_t distance_floats =
+        (params.dalibi_slopes ? 1 : 0) + (params.drelative_bias ? params.distances : 0);
+    status = check_workspace(call, host::backward_workspace_bytes(params.shape, distance_floats));
   }
   if (status.ok()) status = host::backward(call.params, parallel_for_on(pool));
   return to_error(status);
@@ -114,9 +116,10 @@ ffi::Error forward_cuda(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remai
 }
 
 ffi::Error backward_cuda(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets results,
-                         OptionAttributes options, int32_t operands) {
+                         OptionAttributes options, int32_t operands, int32_t gradients) {
   Call call;
-  Status status = read_backward(buffers_of(args), buffers_of(results), options, operands, call);
+  Status status =
+      read_backward(buffers_of(args), buffers_of(results), options, operands, gradients, call);
   if (status.ok()) {
     const bool segments = bool{call.params.query_segment_ids};
     status = check_workspace(
@@ -137,18 +140,22 @@ auto binding() {
       .template Attr<OptionAttributes>("options")
       .template Attr<int32_t>("operands");
 }
+template <typename Context>
+auto backward_binding() {
+  return binding<Context>().template Attr<int32_t>("gradients");
+}
 
 }  // namespace
 
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kForwardHost, forward_host, binding<ffi::ThreadPool>());
-XLA_FFI_DEFINE_HANDLER_SYMBOL(kBackwardHost, backward_host, binding<ffi::ThreadPool>());
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kBackwardHost, backward_host, backward_binding<ffi::ThreadPool>());
 
 #ifdef JAX_FLASH_WITH_CUDA
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kForwardCuda, forward_cuda,
                               binding<ffi::PlatformStream<cudaStream_t>>(),
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kBackwardCuda, backward_cuda,
-                              binding<ffi::PlatformStream<cudaStream_t>>(),
+                              backward_binding<ffi::PlatformStream<cudaStream_t>>(),
                               {ffi::Traits::kCmdBufferCompatible});
 #endif  // JAX_FLASH_WITH_CUDA
 

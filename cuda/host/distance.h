@@ -1,0 +1,83 @@
+// What is added to logits by the distance between query and key, and its gradient. Along a diagonal
+// of a tile the distance is the same, so both go through one number for each diagonal.
+#pragma once
+
+#include "host/tile.h"
+
+namespace jax_flash::host::JAX_FLASH_ISA {
+
+// Row r and column c of a tile are on diagonal first_diagonal(r) + c. There is one diagonal less
+// than this many.
+inline constexpr int kDiagonals = kBlockQ + kBlockKv;
+inline int first_diagonal(int r) { return kBlockQ - 1 - r; }
+
+// Calls f(t, d) for every diagonal t of the tile's rows, whose distance is d.
+template <typename F>
+JAX_FLASH_INLINE void for_diagonals(const Head& head, const Tile& tile, F f) {
+  const int64_t first = tile.kv_begin - tile.q_begin - first_diagonal(0);
+  const int end = first_diagonal(tile.row_begin) + kBlockKv;
+  for (int t = first_diagonal(tile.row_end - 1); t < end; ++t) f(t, head.distance.of(first + t));
+}
+
+// Adds to the tile's rows of s what goes by distance. Without a bias they hold nothing yet.
+inline void add_by_distance(const Head& head, const Tile& tile, bool has_bias, Matrix s) {
+  const ByDistance& distance = head.distance;
+  float added[kDiagonals];
+  for_diagonals(head, tile, [&](int t, int64_t d) {
+    const float linear = distance.slope * static_cast<float>(d);
+    added[t] = distance.table ? linear + distance.table[distance.index(d)] : linear;
+  });
+  for (int r = tile.row_begin; r < tile.row_end; ++r) {
+    const float* from = added + first_diagonal(r);
+    float* to = s.data + r * s.row;
+    for (int v = 0; v < tile.vectors(); ++v) {
+      const Vec x = load(from + v * kLanes);
+      store(to + v * kLanes, has_bias ? load(to + v * kLanes) + x : x);
+    }
+  }
+}
+
+// Sums of the gradient of one head's logits; null where they are not wanted.
+struct DistanceSums {
+  float* slope = nullptr;  // of the gradient times the distance
+  float* table = nullptr;  // [R]
+};
+
+// Adds those of one tile.
+inline void add_distance_gradients(const Head& head, const Tile& tile, Matrix ds,
+                                   const DistanceSums& sums) {
+  float diagonals[kDiagonals] = {};
+  for (int r = tile.row_begin; r < tile.row_end; ++r) {
+    const float* from = ds.data + r * ds.row;
+    float* to = diagonals + first_diagonal(r);
+    for (int v = 0; v < tile.vectors(); ++v) {
+      store(to + v * kLanes, load(to + v * kLanes) + load(from + v * kLanes));
+    }
+  }
+  if (sums.slope) {
+    double slope = 0.0;
+    for_diagonals(head, tile, [&](int t, int64_t d) {
+      slope += static_cast<double>(diagonals[t]) * static_cast<double>(d);
+    });
+    *sums.slope += static_cast<float>(slope);
+  }
+  if (sums.table) {
+    // Most distances may be beyond the table: their sums are made before they are added to it.
+    const int64_t last = head.distance.count - 1;
+    double below = 0.0, above = 0.0;
+    for_diagonals(head, tile, [&](int t, int64_t d) {
+      const int64_t index = head.distance.index(d);
+      if (index == 0) {
+        below += diagonals[t];
+      } else if (index == last) {
+        above += diagonals[t];
+      } else {
+        sums.table[index] += diagonals[t];
+      }
+    });
+    sums.table[0] += static_cast<float>(below);
+    sums.table[last] += static_cast<float>(above);
+  }
+}
+
+}  // namespace jax_flash::host::JAX_FLASH_ISA

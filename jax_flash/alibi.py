@@ -1,0 +1,33 @@
+"""Defines the slopes of ALiBi, which `dot_product_attention` takes as `alibi_slopes`."""
+
+from __future__ import annotations
+
+import jax
+import jax.numpy as jnp
+
+
+def alibi_slopes(heads: int) -> jax.Array:
+    """Returns the slopes that ALiBi gives its heads: a geometric sequence from 2^(-8/N).
+
+    If N is no power of two, those of the next smaller power P come first, and then, of those of
+    2 P heads, the first, the third and so on.
+
+    Args:
+      heads: N, at least 1.
+
+    Returns:
+      float32 [N].
+
+    Raises:
+      ValueError: heads is less than 1.
+
+    Reference:
+      Press et al., "Train short, test long: attention with linear biases enables input length
+      extrapolation", 2022, section 3; for other numbers, the authors' code.
+    """
+    if heads < 1:
+        raise ValueError(f"heads: expected 1 or more, got {heads}")
+    power = 2 ** (heads.bit_length() - 1)
+    first = 8 / power * jnp.arange(1, power + 1)
+    others = 4 / power * jnp.arange(1, 2 * power, 2)
+    return 2.0 ** -jnp.concatenate([first, others])[:heads].astype(jnp.float32)
