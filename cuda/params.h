@@ -127,6 +127,11 @@ JAX_FLASH_HOST_DEVICE inline bool adds_to_logits(const Forward& params) {
   return params.bias || params.alibi_slopes || params.relative_bias;
 }
 
+// Returns whether gradients are wanted that are sums by distance.
+JAX_FLASH_HOST_DEVICE inline bool has_distance_gradients(const Backward& params) {
+  return params.dalibi_slopes || params.drelative_bias;
+}
+
 // Returns the offset, in elements, of batch `index` (of shape.batch) in an operand.
 JAX_FLASH_HOST_DEVICE inline int64_t batch_offset(const Shape& shape, const Operand& operand,
                                                   int64_t index) {

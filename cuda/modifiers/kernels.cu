@@ -6,6 +6,7 @@
 #include <cstdint>
 
 #include "modifiers/bias_gradient.cuh"
+#include "modifiers/distance_gradient.cuh"
 #include "modifiers/kernels.h"
 #include "modifiers/segments.cuh"
 #include "tile/launch.cuh"
@@ -20,16 +21,28 @@ Status launch_segment_spans(const Forward& params, const SegmentSpans& spans, cu
 }
 
 template <typename Element>
-Status launch_bias_gradient(const Backward& params, const BackwardWorkspace& workspace,
-                            cudaStream_t stream) {
-  const BiasOwnership ownership(params.shape, params.dbias);
-  return launch_kernel("bias_gradient_kernel", params.shape, bias_gradient_kernel<Element>,
-                       ownership.blocks(), kBiasThreads, 2 * BiasOperandTile::kBytes, stream,
-                       params, workspace, ownership);
+Status launch_added_gradients(const Backward& params, const BackwardWorkspace& workspace,
+                              cudaStream_t stream) {
+  const Shape& shape = params.shape;
+  Status status;
+  if (params.dbias) {
+    const BiasOwnership ownership(shape, params.dbias);
+    status = launch_kernel("bias_gradient_kernel", shape, bias_gradient_kernel<Element>,
+                           ownership.blocks(), kGradientThreads, kGradientSmemBytes, stream, params,
+                           workspace, ownership);
+  }
+  if (!status.ok() || !has_distance_gradients(params)) return status;
+  const int64_t heads = shape.batch * shape.heads;
+  status = launch_kernel("distance_gradient_kernel", shape, distance_gradient_kernel<Element>,
+                         heads * BackwardWorkspace::tile_diagonals(shape), kGradientThreads,
+                         kGradientSmemBytes, stream, params, workspace);
+  if (!status.ok()) return status;
+  return launch_kernel("distance_sums_kernel", shape, distance_sums_kernel<kGradientThreads>, heads,
+                       kGradientThreads, 0, stream, params, workspace);
 }
-template Status launch_bias_gradient<__nv_bfloat16>(const Backward&, const BackwardWorkspace&,
-                                                    cudaStream_t);
-template Status launch_bias_gradient<__half>(const Backward&, const BackwardWorkspace&,
-                                             cudaStream_t);
+template Status launch_added_gradients<__nv_bfloat16>(const Backward&, const BackwardWorkspace&,
+                                                      cudaStream_t);
+template Status launch_added_gradients<__half>(const Backward&, const BackwardWorkspace&,
+                                               cudaStream_t);
 
 }  // namespace jax_flash

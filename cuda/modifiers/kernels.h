@@ -14,9 +14,10 @@ namespace jax_flash {
 // Computes the spans of both kinds of segment ids.
 Status launch_segment_spans(const Forward& params, const SegmentSpans& spans, cudaStream_t stream);
 
-// Computes params.dbias. Element: the type of query, key and value.
+// Computes the gradients of what is added to the logits, as far as they are wanted. Element: the
+// type of query, key and value.
 template <typename Element>
-Status launch_bias_gradient(const Backward& params, const BackwardWorkspace& workspace,
-                            cudaStream_t stream);
+Status launch_added_gradients(const Backward& params, const BackwardWorkspace& workspace,
+                              cudaStream_t stream);
 
 }  // namespace jax_flash

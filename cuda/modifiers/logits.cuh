@@ -6,6 +6,7 @@
 
 #include "modifiers/band.cuh"
 #include "modifiers/bias.cuh"
+#include "modifiers/distance.cuh"
 #include "modifiers/dropout.cuh"
 #include "modifiers/soft_cap.cuh"
 #include "modifiers/units.cuh"
@@ -23,12 +24,14 @@ struct LogitModifiers {
   int64_t bias0 = 0;  // index of element [0, 0] of this batch and head
   const uint8_t* mask = nullptr;
   const int32_t *query_ids = nullptr, *key_ids = nullptr;
+  DistanceBias distance;
   Dropout dropout;
 
   __device__ __forceinline__ LogitModifiers(const Forward& forward, const BatchIndex& batch,
                                             int32_t head)
       : params(forward) {
     if (params.bias) bias0 = batch.offset(params.bias) + head * params.bias.head;
+    distance = DistanceBias(params, batch, head);
     if (params.mask) mask = batch.pointer<const uint8_t>(params.mask, head);
     if (params.query_segment_ids) {
       query_ids = batch.pointer<const int32_t>(params.query_segment_ids);
@@ -94,6 +97,7 @@ struct LogitModifiers {
           load_float(params.bias, bias0 + row * params.bias.row + col * params.bias.col);
       logit = fmaf(product, options.scale, bias);
     }
+    if (distance.present) logit += distance.at(row, col);
     // A bias of -inf forbids the element; the soft cap would turn it into a logit of -cap.
     if (options.logits_soft_cap > 0.0f && logit != minus_infinity()) {
       logit = options.logits_soft_cap * tanh_accurate(logit / options.logits_soft_cap);

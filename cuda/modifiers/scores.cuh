@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "modifiers/bias.cuh"
+#include "modifiers/distance.cuh"
 #include "modifiers/logits.cuh"
 #include "modifiers/mask.cuh"
 #include "modifiers/pairs.cuh"
@@ -29,7 +30,7 @@ __device__ __forceinline__ bool has_modifier(bool in_call) {
 // it can do only by a positive factor.
 __host__ __device__ __forceinline__ bool has_natural_logits(const Forward& params) {
   const Options& options = params.options;
-  return params.bias || options.logits_soft_cap > 0.0f || !(options.scale > 0.0f);
+  return adds_to_logits(params) || options.logits_soft_cap > 0.0f || !(options.scale > 0.0f);
 }
 // Returns whether the modifiers may forbid single elements.
 template <uint32_t kModifiers>
@@ -42,6 +43,7 @@ __device__ __forceinline__ bool has_element_masks(const Forward& params) {
 // Computed once per query tile, without the divisions of BatchIndex, which are function calls.
 struct ModifierOffsets {
   int64_t bias, mask, query_ids, key_ids;
+  DistanceBias distance;
 
   ModifierOffsets() = default;
   __device__ __forceinline__ ModifierOffsets(const Forward& params, const int32_t (&batch)[2],
@@ -53,6 +55,9 @@ struct ModifierOffsets {
     mask = offset(params.mask);
     query_ids = offset(params.query_segment_ids);
     key_ids = offset(params.key_value_segment_ids);
+    distance = DistanceBias(params, [&](const Operand& operand) -> const void* {
+      return static_cast<const float*>(operand.data) + offset(operand);  // 4 bytes an element
+    });
   }
 };
 
@@ -72,21 +77,26 @@ __device__ __forceinline__ void modify_scores(float (&scores)[1][kN][4], const F
   const bool any_scale = has_modifier<kModifiers, kAnyScale>(!(options.scale > 0.0f));
   const bool by_segment =
       has_modifier<kModifiers, kSegments>(bool{params.query_segment_ids}) && !one_segment;
+  const bool has_distance = has_modifier<kModifiers, kDistance>(offsets.distance.present);
+  const bool added = has_bias || has_distance;
   const Extent extent = {band.q_len, band.kv_len};
   if (has_bias) {
     add_bias<kInFlight>(scores, params.bias, offsets.bias, options.scale, row0, col0, extent);
   }
-  if (capped || (!has_bias && any_scale)) {
+  if (has_distance) {
+    offsets.distance.add(scores[0], has_bias ? 1.0f : options.scale, row0, col0);
+  }
+  if (capped || (!added && any_scale)) {
     const float cap = options.logits_soft_cap;
-    const float scale = has_bias ? 1.0f : options.scale;
+    const float scale = added ? 1.0f : options.scale;
     const float factor = capped ? __fdividef(scale, cap) : scale;  // not a function call
-    if (capped && has_bias) keep_finite(scores, params);
+    if (capped && added) keep_finite(scores, params);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
       for (int e = 0; e < 4; ++e) scores[0][n][e] *= factor;
     }
-    if (capped) soft_cap_ratios<(kModifiers & kBias) != 0>(scores, cap);
+    if (capped) soft_cap_ratios<(kModifiers & (kBias | kDistance)) != 0>(scores, cap);
   }
   if (has_modifier<kModifiers, kMask>(bool{params.mask})) {
     apply_mask<kInFlight>(scores, params.mask, offsets.mask, row0, col0, extent);

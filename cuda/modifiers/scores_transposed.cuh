@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "modifiers/bias.cuh"
+#include "modifiers/distance.cuh"
 #include "modifiers/logits.cuh"
 #include "modifiers/mask.cuh"
 #include "modifiers/scores.cuh"
@@ -34,14 +35,16 @@ __device__ __forceinline__ void modify_transposed(float (&scores)[kN][4],
       for (int e = 0; e < 4; ++e) scores[n][e] *= factor;
     }
   };
-  const bool natural = params.bias || options.logits_soft_cap > 0.0f;
+  const bool natural = adds_to_logits(params) || options.logits_soft_cap > 0.0f;
   multiply(natural ? options.scale : options.scale * kLog2E);
   if (natural) {
     if (params.bias) {
       add_bias_transposed<kManyRegisters>(scores, params.bias, modifiers.bias0, key0, row0, extent);
     }
+    if (modifiers.distance.present) modifiers.distance.add_transposed(scores, 1.0f, key0, row0);
     if (options.logits_soft_cap > 0.0f) {
-      if (params.bias) keep_finite(reinterpret_cast<float (&)[1][kN][4]>(scores), params);
+      if (adds_to_logits(params))
+        keep_finite(reinterpret_cast<float (&)[1][kN][4]>(scores), params);
       soft_cap<true>(reinterpret_cast<float (&)[1][kN][4]>(scores), options.logits_soft_cap);
       if (slopes != nullptr) slopes->set(scores, options.logits_soft_cap);
     }

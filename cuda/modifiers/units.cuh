@@ -8,12 +8,12 @@
 
 namespace jax_flash {
 
-// Returns whether logits are in natural units. In general calls they are if there is a bias;
-// otherwise they are in log2 units. A bias may be any float32, even -3e38, whose product with
+// Returns whether logits are in natural units. In general calls they are if something is added to
+// them; otherwise they are in log2 units. A bias may be any float32, even -3e38, whose product with
 // log2(e) overflows or is rounded by far more than 1. So differences between logits, which are
 // exact wherever they matter, are computed first, and the factor is applied to them.
 __device__ __forceinline__ bool in_natural_units(const Forward& params) {
-  return bool{params.bias};
+  return adds_to_logits(params);
 }
 
 // Beyond this magnitude, a row's lse lacks a part that gradients need; lse_low holds it. Up to this

@@ -296,11 +296,13 @@ int64_t forward_workspace_bytes(const Forward& params) {
   return forward_workspace_bytes(shape, params.query.dtype, features);
 }
 
-int64_t backward_workspace_bytes(const Shape& shape, bool segments, bool deterministic) {
+int64_t backward_workspace_bytes(const Shape& shape, bool segments, bool deterministic,
+                                 bool distances) {
   // No instance has a head dim above the next multiple of 64.
   const int64_t head_dim = (std::max(shape.head_dim, shape.value_dim) + 63) / 64 * 64;
   BackwardWorkspace workspace;
-  return BackwardWorkspace::plan(shape, head_dim, segments, deterministic, nullptr, workspace);
+  return BackwardWorkspace::plan(shape, head_dim, segments, deterministic, distances, nullptr,
+                                 workspace);
 }
 
 }  // namespace jax_flash

@@ -123,7 +123,8 @@ ffi::Error backward_cuda(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rema
   if (status.ok()) {
     const bool segments = bool{call.params.query_segment_ids};
     status = check_workspace(
-        call, backward_workspace_bytes(call.params.shape, segments, options.deterministic));
+        call, backward_workspace_bytes(call.params.shape, segments, options.deterministic,
+                                       has_distance_gradients(call.params)));
   }
   if (status.ok()) status = cuda::backward(call.params, options.family, stream);
   return to_error(status);

@@ -424,7 +424,7 @@ struct ForwardConsumer {
   __device__ __forceinline__ float least_logit() const {
     if constexpr (kModifiers == kBias) return kLeastLogit;
     if constexpr (kModifiers == kEveryModifier) {
-      return params.bias ? kLeastLogit : minus_infinity();
+      return adds_to_logits(params) ? kLeastLogit : minus_infinity();
     }
     return minus_infinity();
   }
