@@ -13,6 +13,8 @@ import ml_dtypes
 import numpy as np
 from oracle import Inputs, Results, truth_and_bounds
 
+import jax_flash
+
 DTYPES = {"float32": np.float32, "bfloat16": ml_dtypes.bfloat16, "float16": np.float16}
 SIZES = (1, 2, 17, 63, 64, 65, 127, 129, 1000)
 
@@ -185,6 +187,25 @@ def _offset(case, rng, setting):
     return {"query_offset": np.clip(drawn, least, most).astype(dtype)}
 
 
+def _alibi(case, rng, setting):
+    """Slopes of "N" or "BN": negative, zero and positive ones, or the published ones."""
+    if setting == "published":
+        return {"alibi_slopes": np.asarray(jax_flash.alibi_slopes(case.heads))}
+    shape = _shape(case, setting)[0 if "B" in setting else 1 : 2]
+    slopes = 0.1 * rng.standard_normal(shape)
+    return {"alibi_slopes": np.where(rng.random(slopes.shape) < 0.2, 0, slopes).astype(np.float32)}
+
+
+def _relative(case, rng, setting):
+    """A table of R numbers of "", "N" or "BN"; some are -inf or low where the setting says so."""
+    axes, size, *low = setting
+    shape = (*_shape(case, axes)[0 if "B" in axes else 1 : 2], size)
+    table = rng.standard_normal(shape).astype(np.float32)
+    if low:
+        table = np.where(rng.random(shape) < 0.2, np.float32(LOWS[low[0]]), table)
+    return {"relative_bias": table}
+
+
 _FEATURES = {
     "bias": _bias,
     "additive": _additive,
@@ -193,6 +214,8 @@ _FEATURES = {
     "lengths": _lengths,
     "segments": _segments,
     "offset": _offset,
+    "alibi": _alibi,
+    "relative": _relative,
     "causal": lambda case, rng, _: {"is_causal": True},
     "window": lambda case, rng, window: {"local_window_size": window},
     "traced_window": lambda case, rng, sizes: {"local_window_size": np.array(sizes, np.int32)},
@@ -345,6 +368,7 @@ def random_case(
     head_dims=(8, 16, 24, 40, 64, 72, 128),
     sizes=None,
     most_logits: int = 300_000,
+    by_distance: bool = False,
 ) -> Case:
     """Random combination number `index`, of inputs like users'.
 
@@ -353,6 +377,7 @@ def random_case(
       head_dims: to choose from.
       sizes: lengths to choose from; None is all from 1 to 700, edges of tiles more often.
       most_logits: batch * heads * q_len * kv_len at the most.
+      by_distance: whether there may be ALiBi slopes and relative biases.
     """
     rng = np.random.default_rng(index)
 
@@ -418,6 +443,10 @@ def random_case(
     unmapped = None
     if chance(0.15) and batch > 1 and "dropout" not in dict(features):
         unmapped = tuple(name for name in ("query", "key", "value") if chance(0.4))
+    if by_distance and chance(0.3):
+        features.append(("alibi", pick(("N", "BN"))))
+    if by_distance and chance(0.3):
+        features.append(("relative", (pick(("", "N", "BN")), pick((1, 2, 17, 64, 257)))))
     # The logits' deviation is that of products of query and key, times the scale.
     deviation = pick((0.1, 0.3, 1, 1, 1, 3, 10, 30))
     return Case(
@@ -446,7 +475,49 @@ def left_padding(low: str, bias_dtype: str, head_dim: int, **fields) -> Case:
     )  # fmt: skip
 
 
+def _by_distance() -> list[Case]:
+    """ALiBi slopes and relative biases: alone, with each other, and with every other feature."""
+    cases = []
+
+    def add(*features, **fields):
+        text = "-".join(f"{name}:{setting}".replace(" ", "") for name, setting in features)
+        dtype = list(DTYPES)[len(cases) % 3]
+        fields = {"dtype": dtype, "features": (*features, ("dlse", True))} | fields
+        cases.append(Case(f"distance-{text}-{len(cases)}", **fields))
+
+    for setting in ("N", "BN", "published"):
+        add(("alibi", setting), ("offset", "random"))
+    add(("alibi", "published"), ("causal", True), ("offset", "align"), heads=12, kv_heads=4)
+    add(("alibi", "published"), ("offset", "extreme"))
+    for axes in ("", "N", "BN"):
+        for size in (1, 2, 9, 64, 301):  # beyond the table on both sides, on one, on none
+            add(("relative", (axes, size)), ("offset", ("align", "random")[len(cases) % 2]))
+    add(("relative", ("N", 33)), ("offset", "extreme"))
+    for low in ("-inf", "float32-min", "-1e9"):
+        add(("relative", ("N", 21, low)), ("soft_cap", 5.0))
+    both = (("alibi", "N"), ("relative", ("N", 31)))
+    others = (
+        (("bias", ("NTS", "float32")),), (("bias", ("BS", "bfloat16")),), (("mask", "TS"),),
+        (("lengths", "qk"),), (("segments", "packed"),), (("causal", True),), (("soft_cap", 3.0),),
+        (("window", (6, 3)),), (("traced_window", (3, -1)),), (("sinks", True),),
+        (("dropout", 0.3),), (("scale", 0.0),),
+        (("causal", True), ("window", (40, None)), ("segments", "packed"), ("soft_cap", 20.0),
+         ("sinks", True), ("dropout", 0.2), ("bias", ("T", "float32"))),
+    )  # fmt: skip
+    for more in others:
+        add(*both, *more, ("offset", "random"))
+    for q_len, kv_len in ((1, 300), (300, 1), (97, 129), (200, 460)):
+        shape = {"batch": 1, "heads": 2, "kv_heads": 1, "q_len": q_len, "kv_len": kv_len}
+        add(*both, ("offset", "align"), head_dim=64, value_dim=64, **shape)
+        add(*both, ("causal", True), ("offset", "align"), head_dim=64, value_dim=64, **shape)
+    for unmapped in ((), ("key", "value")):
+        add(("alibi", "BN"), ("relative", ("BN", 5)), unmapped=unmapped)
+        add(*both, ("offset", "random"), unmapped=unmapped)
+    return cases
+
+
 TABLE = _alone() + _sizes()
+BY_DISTANCE = _by_distance()
 ADDITIVE_MASKS = _additive_masks()
 
 

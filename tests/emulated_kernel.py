@@ -9,14 +9,24 @@ from __future__ import annotations
 
 import ml_dtypes
 import numpy as np
-from oracle import Inputs, Results, allowed_logits, philox_keep
+from oracle import (
+    Inputs,
+    Results,
+    added_terms,
+    allowed_logits,
+    by_distance,
+    distances,
+    philox_keep,
+)
 
 
 class Kernel:
     """A call. What its attributes say may be changed before each pass.
 
     Attributes (heads before tokens, all float32 but for the masks):
-      query, key, value, dout, dlse, bias, sinks: the operands; None if not given.
+      query, key, value, dout, dlse, sinks: the operands; None if not given.
+      bias: the sum of all that is added to the logits, [B,N,T,S], or None.
+      distances: j - i - query_offset, as far as the gradient of ALiBi slopes is concerned.
       kv_heads: the key/value head of each query head, [N].
       allowed: [B,N,T,S], and None of it is checked again.
       keep: dropout's factor, [B,N,T,S] or 1.
@@ -51,9 +61,10 @@ class Kernel:
         if inputs.dlse is not None:
             self.dlse = np.asarray(inputs.dlse, np.float32).swapaxes(1, 2)
         logits = (batch, heads, q_len, self.kv_len)
-        self.bias = options.get("bias")
-        if self.bias is not None:
-            self.bias = np.broadcast_to(np.asarray(self.bias, np.float32), logits)
+        added = [
+            np.broadcast_to(x, logits).astype(np.float32) for x in added_terms(inputs).values()
+        ]
+        self.bias = sum(added) if added else None
         self.sinks = np.full((batch, heads, q_len), -np.inf, np.float32)
         if "sinks" in options:
             self.sinks[:] = options["sinks"][:, None]
@@ -69,6 +80,7 @@ class Kernel:
         scale = options.get("scale")
         self.scale = np.float32(head_dim**-0.5 if scale is None else scale)
         self.cap = options.get("logits_soft_cap")
+        self.distances = distances(inputs)[:, None]
         self.stage = lambda tile: tile
         self.rescales = lambda tile: True
 
@@ -160,6 +172,10 @@ class Kernel:
             "query": self.scale * dquery, "key": self.scale * dkey, "value": dvalue,
             "bias": self.dlogits, "sinks": -share * delta,
         }  # fmt: skip
+        if "alibi_slopes" in self.inputs.options:
+            self.grads["alibi_slopes"] = (self.dlogits * self.distances).sum(axis=(2, 3))
+        if "relative_bias" in self.inputs.options:
+            self.grads["relative_bias"] = by_distance(self.inputs, self.dlogits).sum(axis=2)
 
     def slope(self, ratio: np.ndarray) -> np.ndarray:
         return 1 - ratio * ratio
@@ -167,7 +183,8 @@ class Kernel:
     def _results(self) -> Results:
         options, grads = self.inputs.options, dict(self.grads)
         dtypes = dict.fromkeys(("query", "key", "value"), self.dtype)
-        dtypes |= {name: options[name].dtype for name in ("bias", "sinks") if name in options}
+        added = ("bias", "alibi_slopes", "relative_bias")
+        dtypes |= {name: options[name].dtype for name in (*added, "sinks") if name in options}
         for name in ("key", "value"):
             batch, heads, kv_len, dim = grads[name].shape
             kv_heads = self.key.shape[1]
@@ -178,11 +195,11 @@ class Kernel:
         for name in self.inputs.unmapped or ():
             grads[name] = grads[name].sum(axis=0)
         grads["sinks"] = grads["sinks"].sum(axis=(0, 2))
-        if "bias" in options:
-            shape = options["bias"].shape
-            padded = (1,) * (4 - len(shape)) + shape
-            axes = tuple(a for a in range(4) if padded[a] == 1)
-            grads["bias"] = grads["bias"].sum(axis=axes, keepdims=True).reshape(shape)
+        for name in dtypes.keys() & added:
+            shape = options[name].shape
+            padded = (1,) * (grads[name].ndim - len(shape)) + shape
+            axes = tuple(a for a, size in enumerate(padded) if size == 1)
+            grads[name] = grads[name].sum(axis=axes, keepdims=True).reshape(shape)
         return Results(
             self.out.swapaxes(1, 2).astype(self.dtype),
             self.lse.swapaxes(1, 2),

@@ -63,6 +63,48 @@ def philox_keep(seed, batch, heads, q_len, kv_len, threshold) -> np.ndarray:
     return halves.reshape(batch, heads, q_len, groups * 8)[..., :kv_len] >= threshold
 
 
+def distances(inputs: Inputs) -> np.ndarray:
+    """j - i - query_offset, clipped to int32's range: int64 [B,T,S]."""
+    batch, q_len = inputs.query.shape[:2]
+    i, j = np.arange(q_len)[:, None], np.arange(inputs.key.shape[1])
+    offset = np.asarray(inputs.options.get("query_offset", 0), np.int64)
+    distance = j - i - np.broadcast_to(offset, (batch,))[:, None, None]
+    return np.clip(distance, np.iinfo(np.int32).min, np.iinfo(np.int32).max)
+
+
+def table_index(inputs: Inputs) -> np.ndarray:
+    """The number of the relative bias that each logit has, [B,T,S]."""
+    size = inputs.options["relative_bias"].shape[-1]
+    return np.clip(distances(inputs) + size // 2, 0, size - 1)
+
+
+def added_terms(inputs: Inputs) -> dict[str, np.ndarray]:
+    """What is added to the products of queries and keys: float64, each [B,N,T,S] or broadcast."""
+    batch, _, heads, _ = inputs.query.shape
+    options, terms = inputs.options, {}
+    if options.get("bias") is not None:
+        terms["bias"] = np.asarray(options["bias"], np.float64)
+    if options.get("alibi_slopes") is not None:
+        slopes = np.broadcast_to(np.asarray(options["alibi_slopes"], np.float64), (batch, heads))
+        terms["alibi_slopes"] = slopes[..., None, None] * distances(inputs)[:, None]
+    if options.get("relative_bias") is not None:
+        table = np.asarray(options["relative_bias"], np.float64)
+        table = np.broadcast_to(table, (batch, heads, table.shape[-1]))
+        b, n = np.ogrid[:batch, :heads]
+        index = table_index(inputs)[:, None]
+        terms["relative_bias"] = table[b[..., None, None], n[..., None, None], index]
+    return terms
+
+
+def by_distance(inputs: Inputs, x: np.ndarray) -> np.ndarray:
+    """Of a number for each logit, the sums over each row's keys of equal table index: [B,N,T,R]."""
+    size = inputs.options["relative_bias"].shape[-1]
+    index = np.broadcast_to(table_index(inputs)[:, None], x.shape)
+    sums = np.zeros((*x.shape[:-1], size))
+    np.add.at(sums, (*np.ogrid[tuple(slice(n) for n in x.shape)][:-1], index), x)
+    return sums
+
+
 def allowed_logits(inputs: Inputs) -> np.ndarray:
     """Which logits exist, bool [B,N,T,S]."""
     batch, q_len, heads, _ = inputs.query.shape
@@ -77,8 +119,10 @@ def allowed_logits(inputs: Inputs) -> np.ndarray:
 
     if options.get("mask") is not None:
         allowed &= np.asarray(options["mask"])
-    if options.get("bias") is not None:
-        allowed &= np.asarray(options["bias"], np.float64) != -np.inf
+    terms = added_terms(inputs)
+    if terms:
+        with np.errstate(all="ignore"):
+            allowed &= sum(terms.values()).astype(np.float32) != -np.inf
     if options.get("query_segment_ids") is not None:
         q_ids = np.asarray(options["query_segment_ids"])[:, None, :, None]
         allowed &= q_ids == np.asarray(options["key_value_segment_ids"])[:, None, None, :]
@@ -104,9 +148,9 @@ def allowed_logits(inputs: Inputs) -> np.ndarray:
 def attention(inputs: Inputs, dtype=np.float64) -> Results:
     """Output, lse and every gradient.
 
-    Logits are of float32 by definition where a bias is given, since a finite one may be anything:
-    at -1e9 a logit has lost the product of query and key, so that a row of such logits is the mean
-    of the values. Hence the truth, too, rounds the sum of product and bias to float32.
+    Logits are of float32 by definition where something is added, since a finite bias may be
+    anything: at -1e9 a logit has lost the product of query and key, so that a row of such logits is
+    the mean of the values. Hence the truth, too, rounds the sum of product and bias to float32.
 
     Args:
       inputs: the call.
@@ -156,7 +200,7 @@ class _Terms:
     dout: np.ndarray  # [B,N,T,h]
     dlse: np.ndarray  # [B,N,T]
     allowed: np.ndarray  # [B,N,T,S]
-    sums: np.ndarray  # of product and bias, [B,N,T,S], not rounded
+    sums: np.ndarray  # of product and what is added, [B,N,T,S], not rounded
     logits: np.ndarray
     slope: Any  # of the soft cap
     sinks: np.ndarray | None  # [1,N,T], -inf for rows past the query's length
@@ -187,6 +231,13 @@ class _Terms:
         bias = self.inputs.options.get("bias")
         if bias is not None:
             grads["bias"] = _sum_to(self.dlogits, np.shape(bias))
+        slopes, table = (self.inputs.options.get(n) for n in ("alibi_slopes", "relative_bias"))
+        if slopes is not None:
+            sums = (self.dlogits * distances(self.inputs)[:, None]).sum(axis=(2, 3))
+            grads["alibi_slopes"] = _sum_to(sums, slopes.shape)
+        if table is not None:
+            sums = by_distance(self.inputs, self.dlogits).sum(axis=2)
+            grads["relative_bias"] = _sum_to(sums, table.shape)
         if self.sinks is not None:
             grads["sinks"] = -(self.sink_shares() * self.delta).sum(axis=(0, 2))
         return Results(self.out.swapaxes(1, 2), self.lse.swapaxes(1, 2), grads)
@@ -224,11 +275,11 @@ def _compute(inputs: Inputs, dtype) -> _Terms:
     key, value = (by_heads(x, attended) for x in (inputs.key, inputs.value))
 
     sums = scale * (query @ key.swapaxes(2, 3))
-    bias = options.get("bias")
-    if bias is not None:
-        sums = sums + np.asarray(bias, wide)
+    added = added_terms(inputs)
+    if added:
+        sums = sums + sum(added.values()).astype(wide)
     sums = np.where(allowed, sums, 0)
-    logits = sums if bias is None else sums.astype(np.float32).astype(wide)
+    logits = sums.astype(np.float32).astype(wide) if added else sums
     cap = options.get("logits_soft_cap")
     slope = wide(1)
     if cap is not None:
@@ -297,11 +348,13 @@ class _Bounds:
     and value, whose terms are of random signs, so that partial sums are small. Where terms are of
     one sign, as P's, each of n additions rounds a number near the whole sum, by a random 0.3 steps:
     3.5 deviations of that are the root of n.
-      A logit x = scale q.k + bias is off by that of the product, d. Where a bias is given it is
+      A logit x = scale q.k + bias is off by that of the product, d. Where something is added it is
     float32(x), a monotonic function, so that it lies between float32(x - d) and float32(x + d): at
     -1e9 both are the same number, unless x is beside the middle between two, and then nothing is
-    unsure. Else kernels multiply by log2(e) and subtract a multiple of the maximum, each rounded,
-    which adds some steps of |x|. The soft cap, monotonic as well, is applied to both ends.
+    unsure. Several things may be added in any order, each sum being rounded, and a slope times a
+    distance is rounded, too. Else kernels multiply by log2(e) and subtract a multiple of the
+    maximum, each rounded, which adds some steps of |x|. The soft cap, monotonic as well, is applied
+    to both ends.
       Let e_j be the bound that follows for logit j of a row. Its probability, p_j = w_j / sum w_k,
     is largest if w_j is larger by e^(e_j) and every other w_k smaller by e^(-e_k), and the reverse.
     So the bound dp_j is exact, however large the e_j: for small ones it is p_j e_j (1 - p_j) plus
@@ -345,7 +398,7 @@ class _Bounds:
         self.over_keys = self._FEW + kv_len**0.5 * _STEP
         self.over_queries = self._FEW + (group * q_len) ** 0.5 * _STEP
         self.empty = (terms.lse == -np.inf)[..., None]
-        self.has_bias = inputs.options.get("bias") is not None
+        self.added = added_terms(inputs)
         self._bound_probabilities()
         self._bound_output()
         self._bound_score_gradients()
@@ -356,8 +409,15 @@ class _Bounds:
         product = np.abs(terms.query) @ np.abs(terms.key).swapaxes(2, 3)
         bound = self._FEW * abs(terms.scale) * np.where(terms.allowed, product, 0)
         center, low, high = terms.sums, terms.sums - bound, terms.sums + bound
-        if self.has_bias:
-            center, low, high = (x.astype(np.float32).astype(float) for x in (center, low, high))
+        if self.added:
+            product = terms.sums - sum(self.added.values())
+            intervals = [(product - bound, product + bound)]
+            for name, x in self.added.items():
+                error = _STEP * np.abs(x) if name == "alibi_slopes" else 0
+                intervals.append((x - error, x + error))
+            intervals = [[np.where(terms.allowed, x, 0) for x in ends] for ends in intervals]
+            low, high = _sums_in_float32(intervals)
+            center = center.astype(np.float32).astype(float)
         else:
             conversion = 2 * _STEP * np.abs(center)
             low, high = low - conversion, high + conversion
@@ -395,11 +455,11 @@ class _Bounds:
         self.p_forward = np.maximum(high - terms.p, terms.p - low)
         total = np.maximum(np.log(most), -np.log(least)) + self.over_keys
         self.log_sum = np.where(self.empty, 0, total)
-        rounding = 2 * _STEP * np.abs(lse) * (not self.has_bias)
+        rounding = 2 * _STEP * np.abs(lse) * (not self.added)
         self.p_backward = exp(log_p + backward + self.log_sum + rounding) - terms.p
         self.p_backward += np.where(terms.allowed, self._TINY, 0)
-        # lse is rounded to float32, and without a bias computed as a multiple of log2's.
-        of_lse = (_STEP if self.has_bias else 4 * _STEP) * np.abs(lse)
+        # lse is rounded to float32, and where nothing is added computed as a multiple of log2's.
+        of_lse = (_STEP if self.added else 4 * _STEP) * np.abs(lse)
         self.lse = np.where(self.empty, 0, self.log_sum + of_lse)[..., 0]
 
     def _bound_output(self) -> None:
@@ -479,8 +539,11 @@ class _Bounds:
             terms.sum_group(kept.swapaxes(2, 3) @ dout**2), true["value"], self.step,
         )  # fmt: skip
         grads = {"query": dquery, "key": dkey, "value": dvalue}
-        if self.has_bias:
+        if "bias" in self.added:
             grads["bias"] = self._bias_bound(sloped, true["bias"])
+        for name in ("alibi_slopes", "relative_bias"):
+            if name in self.added:
+                grads[name] = self._distance_bound(name, sloped, true[name])
         if terms.sinks is not None:
             share = terms.sink_shares()
             error = self.log_sum[..., 0] + 4 * _STEP * (
@@ -501,6 +564,35 @@ class _Bounds:
         floor = self._HALF if bias.dtype == np.float16 else self._TINY
         certain = _sum_to(self.dlogits, bias.shape)
         return certain + 6 * np.sqrt(squares) + step * np.abs(truth) + floor
+
+    def _distance_bound(self, name: str, sloped: np.ndarray, truth: np.ndarray) -> np.ndarray:
+        """As `_bias_bound`: what all keys of a row have in common adds up before it is squared."""
+        inputs = self.inputs
+        if name == "alibi_slopes":
+            distance = distances(inputs)[:, None]
+            certain = (self.dlogits * np.abs(distance)).sum(axis=(2, 3))
+            squares = (((sloped * distance).sum(axis=-1)) ** 2 * self.delta_variance).sum(axis=-1)
+        else:
+            certain = by_distance(inputs, self.dlogits).sum(axis=2)
+            per_row = by_distance(inputs, sloped)
+            squares = (per_row**2 * self.delta_variance[..., None]).sum(axis=2)
+        certain, squares = (_sum_to(x, truth.shape) for x in (certain, squares))
+        return certain + 6 * np.sqrt(squares) + 2 * _STEP * np.abs(truth) + self._TINY
+
+
+def _sums_in_float32(intervals: list) -> tuple[np.ndarray, np.ndarray]:
+    """The least and the greatest sum of numbers within intervals, added in any order in float32."""
+    if len(intervals) == 1:
+        return intervals[0]
+    first, *rest = intervals
+    sums = []
+    for chosen in range(2 ** len(rest) - 1):  # those that are added to the first beforehand
+        parts = [first, *(x for i, x in enumerate(rest) if chosen >> i & 1)]
+        others = [x for i, x in enumerate(rest) if not chosen >> i & 1]
+        ends = zip(_sums_in_float32(parts), _sums_in_float32(others), strict=True)
+        sums.append([(a + b).astype(np.float32).astype(float) for a, b in ends])
+    lows, highs = zip(*sums, strict=True)
+    return np.minimum.reduce(lows), np.maximum.reduce(highs)
 
 
 def _share(part: np.ndarray, others: np.ndarray) -> np.ndarray:

@@ -4,10 +4,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import ADDITIVE_MASKS, TABLE, Case, check, make_inputs, random_case
+from cases import ADDITIVE_MASKS, BY_DISTANCE, TABLE, Case, check, make_inputs, random_case
 from oracle import Inputs, Results
 
 import jax_flash
+
+DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks", "alibi_slopes", "relative_bias")
 
 
 def run(inputs: Inputs, implementation: str | None, **more) -> Results:
@@ -20,11 +22,12 @@ def run(inputs: Inputs, implementation: str | None, **more) -> Results:
     axes: dict[str, int | None] = dict.fromkeys(arrays)
     if inputs.unmapped is not None:
         for name, x in arrays.items():
-            if name in ("sinks", "dropout_seed", "local_window_size"):
+            per_entry = {"alibi_slopes": 2, "relative_bias": 3}.get(name, 0)
+            if name in ("sinks", "dropout_seed", "local_window_size") or x.ndim < per_entry:
                 continue
             shared = name in inputs.unmapped or x.shape[0] == 1
             arrays[name], axes[name] = (x[0], None) if shared else (x, 0)
-    wanted = [n for n in ("query", "key", "value", "bias", "sinks") if n in arrays]
+    wanted = [n for n in DIFFERENTIABLE if n in arrays]
 
     def call(arrays):
         return jax_flash.dot_product_attention(
@@ -42,7 +45,7 @@ def run(inputs: Inputs, implementation: str | None, **more) -> Results:
 
     differentiable = {n: arrays.pop(n) for n in wanted}
     out, lse, grads = jax.device_get(both(differentiable, arrays, inputs.dout, inputs.dlse))
-    for name in ("bias", "sinks"):
+    for name in DIFFERENTIABLE[3:]:
         if name in grads:
             grads[name] = grads[name].reshape(shapes[name])
     return Results(out, lse, grads)
@@ -73,14 +76,24 @@ def test_additive_mask(case, implementation):
     verify(case, implementation)
 
 
+@pytest.mark.parametrize(("case", "implementation"), alternating(BY_DISTANCE), ids=str)
+def test_by_distance(case, implementation):
+    verify(case, implementation)
+
+
 @pytest.mark.parametrize("index", range(320))
 def test_random_combination(index):
-    verify(random_case(index), IMPLEMENTATIONS[index % 2])
+    verify(random_case(index, by_distance=True), IMPLEMENTATIONS[index % 2])
 
 
 @pytest.mark.parametrize(
     "case",
-    [*TABLE[::4], *ADDITIVE_MASKS[::5], *(random_case(i) for i in range(1000, 1025))],
+    [
+        *TABLE[::4],
+        *ADDITIVE_MASKS[::5],
+        *BY_DISTANCE[::3],
+        *(random_case(i, by_distance=True) for i in range(1000, 1025)),
+    ],
     ids=str,
 )
 def test_reference(case):

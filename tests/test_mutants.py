@@ -8,7 +8,17 @@ import functools
 
 import numpy as np
 import pytest
-from cases import ADDITIVE_MASKS, DTYPES, TABLE, Case, Expected, compare, make_inputs, random_case
+from cases import (
+    ADDITIVE_MASKS,
+    BY_DISTANCE,
+    DTYPES,
+    TABLE,
+    Case,
+    Expected,
+    compare,
+    make_inputs,
+    random_case,
+)
 from emulated_kernel import Kernel, honest_kernels
 from oracle import attention
 
@@ -304,6 +314,43 @@ def a_bias_read_a_row_late(kernel):
     yield
 
 
+BY_DISTANCE_SHORT = (("alibi", "N"), ("relative", ("N", 31)), ("offset", "random"))
+
+
+@fault(SHORT, *BY_DISTANCE_SHORT)
+def distances_of_the_key_before(kernel):
+    kernel.bias = np.roll(kernel.bias, 1, axis=3)
+    yield
+
+
+@fault(SHORT, ("relative", ("", 31)))
+def the_table_of_the_backward_pass_shifted(kernel):
+    yield
+    yield
+    kernel.grads["relative_bias"] = np.roll(kernel.grads["relative_bias"], 1, axis=-1)
+
+
+@fault(SHORT, ("relative", ("N", 31)))
+def distances_beyond_the_table_left_out(kernel):
+    yield
+    yield
+    kernel.grads["relative_bias"][..., -1] = kernel.grads["relative_bias"][..., -2]
+
+
+@fault(SHORT, ("alibi", "N"), ("offset", "align"))
+def gradient_of_slopes_without_the_offset(kernel):
+    yield
+    kernel.distances = kernel.distances + 70
+
+
+@fault(SHORT, ("alibi", "N"))
+def gradient_of_slopes_without_the_last_row(kernel):
+    yield
+    yield
+    rows = kernel.dlogits[:, :, :-1] * kernel.distances[:, :, :-1]
+    kernel.grads["alibi_slopes"] = rows.sum(axis=(2, 3))
+
+
 @fault(SHORT)
 def scale_twice(kernel):
     yield
@@ -408,7 +455,8 @@ HONEST = [
     *dict.fromkeys(case for _, case, _ in FAULTS.values()),
     *TABLE[::7],
     *ADDITIVE_MASKS[::7],
-    *(random_case(index) for index in range(2030, 2060)),
+    *BY_DISTANCE[::5],
+    *(random_case(index, by_distance=True) for index in range(2030, 2060)),
 ]
 
 
