@@ -1,5 +1,6 @@
 """ALiBi slopes and relative biases: as published, under transformations, in little memory."""
 
+import dataclasses
 import functools
 
 import jax
@@ -12,6 +13,7 @@ from test_transforms import FLASH, REFERENCE, assert_close
 
 import jax_flash
 import jax_flash.flax
+from jax_flash import operands
 
 B, T, S, N, K, H, R = 2, 37, 45, 4, 2, 16, 9
 OFFSET = 5
@@ -249,6 +251,28 @@ def test_explain():
         for given in (options, abstract):
             choice = jax_flash.explain(query, key, value, **given).choices["cpu"]
             assert choice.implementation == "flash"
+
+
+def test_a_platform_without_kernels_for_them(monkeypatch):
+    # It runs the reference, but is partitioned and differentiated as where there are kernels.
+    query, key, value, slopes, table = (x[..., :-1] if x.ndim == 4 else x for x in arguments())
+
+    def run():
+        wrapped = functools.partial(loss, attend, jax_flash.dot_product_attention)
+        return jax.value_and_grad(wrapped, ALL)(query, key, value, slopes, table)
+
+    for name in ("alibi_slopes", "relative_bias"):
+        record = dataclasses.replace(operands.OPERANDS[name], kernels=("cuda",))
+        monkeypatch.setitem(operands.OPERANDS, name, record)
+    without = run()
+    explanation = jax_flash.explain(query, key, value, alibi_slopes=slopes)
+    assert explanation.choices["cpu"].implementation == "reference"
+    assert explanation.choices["cpu"].reason == "the kernels for cpu do not take alibi_slopes"
+    with pytest.raises(NotImplementedError, match="'cpu': the kernels for cpu do not take alibi"):
+        attend(FLASH, query, key, value, slopes, table)
+    monkeypatch.undo()
+    jax.clear_caches()
+    assert_close(run(), without)
 
 
 def test_flax_functions_pass_them_on():
