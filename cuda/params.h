@@ -127,9 +127,9 @@ JAX_FLASH_HOST_DEVICE inline bool adds_to_logits(const Forward& params) {
   return params.bias || params.alibi_slopes || params.relative_bias;
 }
 
-// Returns whether gradients are wanted that are sums by distance.
-JAX_FLASH_HOST_DEVICE inline bool has_distance_gradients(const Backward& params) {
-  return params.dalibi_slopes || params.drelative_bias;
+// Returns how many numbers a head has in the gradients that go by distance: 1 and R, if wanted.
+JAX_FLASH_HOST_DEVICE inline int64_t distance_floats(const Backward& params) {
+  return (params.dalibi_slopes ? 1 : 0) + (params.drelative_bias ? params.distances : 0);
 }
 
 // Returns the offset, in elements, of batch `index` (of shape.batch) in an operand.

@@ -48,7 +48,9 @@ class _Exchange:
         heads = next((first + a for a, letter in enumerate(names) if letter in "NK"), None)
         tokens = next((first + a for a, letter in enumerate(names) if letter in "TS"), None)
         if OPERANDS[name].broadcasts:
-            heads, tokens = (axis if x.shape[axis] > 1 else None for axis in (heads, tokens))
+            heads, tokens = (
+                axis if axis is not None and x.shape[axis] > 1 else None for axis in (heads, tokens)
+            )
         return heads, tokens
 
     def to_heads(self, name: str, x: jax.Array) -> jax.Array:

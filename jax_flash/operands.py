@@ -95,13 +95,11 @@ OPERANDS: dict[str, Operand] = {
 }  # fmt: skip
 
 
-def adds_to_logits(names: Iterable[str]) -> bool:
-    """Whether any of these operands is added to the logits. A result `lse_low` goes with it."""
-    return any(OPERANDS[name].adds for name in names)
-
-
 def added(names: Iterable[str]) -> tuple[str, ...]:
-    """Those of these operands that are added to the logits, in the order of their slots."""
+    """Those of these operands that are added to the logits, in the order of their slots.
+
+    Where there are any, lse_low goes with lse.
+    """
     names = set(names)
     return tuple(name for name, record in OPERANDS.items() if record.adds and name in names)
 

@@ -18,7 +18,7 @@ from jax_flash.arrays import accumulator_of
 from jax_flash.operands import (
     OPERANDS,
     Operands,
-    adds_to_logits,
+    added,
     batch_shape,
     broadcast_batch,
 )
@@ -63,7 +63,7 @@ class Pass:
                 "out": ((*batch, q_len, heads, value.shape[-1]), query.dtype),
                 "lse": ((*batch, heads, q_len), accumulator_of(query.dtype)),
             }
-            if adds_to_logits(operands):
+            if added(operands):
                 shapes["lse_low"] = shapes["lse"]
         else:
             shapes = {

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 
 from jax_flash.arrays import INT32, accumulator_of
-from jax_flash.operands import OPERANDS, Operands, adds_to_logits, axis_of, batch_shape
+from jax_flash.operands import OPERANDS, Operands, added, axis_of, batch_shape
 from jax_flash.philox import dropout_keep
 from jax_flash.spec import AttentionSpec
 
@@ -47,7 +47,7 @@ def forward(spec: AttentionSpec, operands: Operands, *, block_q: int | None = No
             "out": jnp.zeros((*batch, q_len, heads, value_dim), query.dtype),
             "lse": jnp.full((*batch, heads, q_len), -jnp.inf, accumulator),
         }
-        if adds_to_logits(operands):
+        if added(operands):
             results["lse_low"] = jnp.zeros_like(results["lse"])
         return results
 
@@ -297,7 +297,7 @@ def _forward_block(spec, accumulator, operands: Operands, first) -> Operands:
         logits = logits + _heads_last_group(operands["bias"].astype(accumulator), -3, kv_heads)
     if any(OPERANDS[name].by_distance for name in operands):
         logits = logits + _distance_logits(accumulator, operands, first)
-    if adds_to_logits(operands):
+    if added(operands):
         allowed = allowed & (logits != -jnp.inf)
     # Selecting before and after every nonlinear step keeps NaN and Inf of masked
     # positions out of the gradients too.
@@ -342,7 +342,7 @@ def _forward_block(spec, accumulator, operands: Operands, first) -> Operands:
     out = jnp.einsum("...kgts,...skd->...tkgd", weights, value, precision=highest)
     out = jnp.where(jnp.moveaxis(empty, -1, -3)[..., None], 0, out)
     results = {"out": out.reshape(*out.shape[:-3], heads, out.shape[-1]), "lse": lse}
-    if adds_to_logits(operands):
+    if added(operands):
         results["lse_low"] = jnp.where(empty, 0, lse_low)
     return {
         n: x if n == "out" else x.reshape(*x.shape[:-3], heads, q_len) for n, x in results.items()

@@ -443,10 +443,8 @@ def random_case(
     unmapped = None
     if chance(0.15) and batch > 1 and "dropout" not in dict(features):
         unmapped = tuple(name for name in ("query", "key", "value") if chance(0.4))
-    if by_distance and chance(0.3):
-        features.append(("alibi", pick(("N", "BN"))))
-    if by_distance and chance(0.3):
-        features.append(("relative", (pick(("", "N", "BN")), pick((1, 2, 17, 64, 257)))))
+    if by_distance:
+        features += _random_distances(np.random.default_rng((index, 1)))
     # The logits' deviation is that of products of query and key, times the scale.
     deviation = pick((0.1, 0.3, 1, 1, 1, 3, 10, 30))
     return Case(
@@ -464,6 +462,17 @@ def random_case(
         value_std=pick((1.0, 1.0, 1.0, 1e-6, 1e-3, 1e2, 1e4)),
         unmapped=unmapped,
     )
+
+
+def _random_distances(rng) -> list[tuple[str, Any]]:
+    """Features of a random case, drawn apart: whether they are there changes nothing else."""
+    features: list[tuple[str, Any]] = []
+    if rng.random() < 0.3:
+        features.append(("alibi", str(rng.choice(["N", "BN"]))))
+    if rng.random() < 0.3:
+        size = int(rng.choice([1, 2, 17, 64, 257]))
+        features.append(("relative", (str(rng.choice(["", "N", "BN"])), size)))
+    return features
 
 
 def left_padding(low: str, bias_dtype: str, head_dim: int, **fields) -> Case:

@@ -21,9 +21,12 @@ FEATURES = {
     "segments": ("segments",),
     "lengths": ("lengths",),
     "sinks": ("sinks", "lengths"),
-    "all": ("bias", "mask", "segments", "lengths", "sinks", "causal", "dropout", "soft_cap"),
+    "distances": ("distances",),
+    "all": (
+        "bias", "mask", "segments", "lengths", "sinks", "causal", "dropout", "soft_cap", "distances"
+    ),
     "all-but-lengths": ("bias-of-keys", "mask", "segments", "sinks", "causal", "dropout"),
-}
+}  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,6 +75,9 @@ class EmptyCall:
             arrays["key_value_seq_lengths"] = jnp.asarray([9, 4][:B], jnp.int32)
         if "sinks" in features:
             arrays["sinks"] = normal(N, dtype="float32")
+        if "distances" in features:
+            arrays["alibi_slopes"] = normal(N, dtype="float32")
+            arrays["relative_bias"] = normal(1, 5, dtype="float32")
         if "dropout" in features:
             arrays["dropout_seed"] = jnp.asarray([1, 2], jnp.uint32)
         return arrays

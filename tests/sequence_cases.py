@@ -24,6 +24,8 @@ TOKEN_AXES = {
     "key_value_segment_ids": {"S": -1},
 }
 
+DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks", "alibi_slopes", "relative_bias")
+
 
 def mesh_of(kind=AxisType.Auto, **sizes):
     return jax.make_mesh(tuple(sizes.values()), tuple(sizes), axis_types=(kind,) * len(sizes))
@@ -106,7 +108,7 @@ def run(inputs: Inputs, *, mesh, axis_name, order, mode="ring", check_vma=True, 
         arrays["query_offset"] = np.int32(static.pop("query_offset"))
     if order == "zigzag":
         arrays = {n: reorder(jax_flash.zigzag_permute, n, x, devices) for n, x in arrays.items()}
-    wanted = [n for n in ("query", "key", "value", "bias", "sinks") if n in arrays]
+    wanted = [n for n in DIFFERENTIABLE if n in arrays]
 
     def spec_of(name, x):
         entries = [None] * np.ndim(x)
@@ -171,10 +173,14 @@ def plain_call(inputs: Inputs, mesh, *, order="contiguous", spread=True, **seque
         axes = zip(("b", "h", "s"), arrays[name].shape, strict=False)
         specs[name] = P(*(axis if size > 1 else None for axis, size in axes))
     specs["sinks"] = P("h")
+    for name, axes in (("alibi_slopes", "bh"), ("relative_bias", "bh ")):
+        if name in arrays:  # with all of these axes, or the last ones
+            entries = zip(axes[-arrays[name].ndim :], arrays[name].shape, strict=True)
+            specs[name] = P(*(axis.strip() or None if size > 1 else None for axis, size in entries))
     arrays = {
         n: jax.device_put(x, NamedSharding(mesh, specs.get(n, P()))) for n, x in arrays.items()
     }
-    wanted = [n for n in ("query", "key", "value", "bias", "sinks") if n in arrays]
+    wanted = [n for n in DIFFERENTIABLE if n in arrays]
 
     def call(arrays):
         others = {n: x for n, x in arrays.items() if n not in (*wanted, "dout", "dlse")}

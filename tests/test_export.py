@@ -101,6 +101,10 @@ SYMBOLIC = {
         {"logits_soft_cap": 5.0},
         {"query_segment_ids": ("b", "t"), "key_value_segment_ids": ("b", "s")},
     ),
+    "distances": (
+        {"alibi_slopes": np.array([0.5, 0.25, 0.0, -0.1], np.float32)},
+        {"relative_bias": (1, 9), "query_offset": ("b",)},
+    ),
     "dropout": ({"dropout_rate": 0.2, "dropout_seed": np.array([1, 2], np.uint32)}, {}),
     "reference": ({"implementation": "reference", "is_causal": True}, {}),
 }
@@ -110,7 +114,8 @@ MATRICES = {"query": ("b", "t", 4, 16), "key": ("b", "s", 2, 16), "value": ("b",
 def symbolic_case(name, gradient):
     """The function, and shapes and dtypes of its operands."""
     static, more = SYMBOLIC[name]
-    kinds = {"mask": jnp.bool_, "bias": jnp.float32, "sinks": jnp.float32}
+    kinds = {"mask": jnp.bool_}
+    kinds |= dict.fromkeys(("bias", "sinks", "relative_bias"), jnp.float32)
     kinds |= dict.fromkeys(MATRICES, jnp.float32)
     types = {n: (shape, kinds.get(n, jnp.int32)) for n, shape in (MATRICES | more).items()}
     wanted = [n for n, (_, dtype) in types.items() if dtype == jnp.float32]
@@ -264,7 +269,7 @@ def workspace_question(rng, name):
     flag = lambda: bool(rng.integers(2))  # noqa: E731
     dtype = str(rng.choice(["bfloat16", "float16"]))
     if name == "host_backward_workspace_bytes":
-        return {**sizes, "kv_heads": kv_heads, "dtype": dtype}
+        return {**sizes, "kv_heads": kv_heads, "distance_floats": int(rng.choice([0, 1, 258]))}
     if name == "cuda_backward_workspace_bytes":
         return {**sizes, "segments": flag(), "deterministic": flag(), "distances": flag()}
     mask = int(rng.choice([0, 1, sizes["batch"], sizes["batch"] * sizes["heads"]]))

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 from cases import (
     ADDITIVE_MASKS,
+    BY_DISTANCE,
     LOWS,
     TABLE,
     Case,
@@ -70,6 +71,12 @@ def verify(case: Case, family: str | None, **options) -> None:
 )
 def test_feature(case, family):
     verify(case, family)
+
+
+# As users call it: no family has kernels for all of these.
+@pytest.mark.parametrize("case", [on_gpu(c, of_16_bits(c)) for c in BY_DISTANCE], ids=str)
+def test_by_distance(case):
+    verify(case, None)
 
 
 @each_family

@@ -30,9 +30,12 @@ for (q_len, heads, kv_heads, dim), dtype, bound in [
     for is_causal in (False, True):
         def run(implementation):
             def attend(*operands):
+                query, key, value, slopes, table = operands
                 return jax_flash.dot_product_attention(
-                    *operands, is_causal=is_causal, implementation=implementation)
-            out, vjp = jax.vjp(attend, query, key, value)
+                    query, key, value, is_causal=is_causal, implementation=implementation,
+                    alibi_slopes=slopes, relative_bias=table)
+            slopes, table = jnp.linspace(-0.01, 0.02, heads), jnp.cos(jnp.arange(101.0))[None]
+            out, vjp = jax.vjp(attend, query, key, value, slopes, table)
             return out, *vjp(dout)
         for got, expected in zip(run("flash"), run("reference")):
             got, expected = (np.asarray(x, np.float32) for x in (got, expected))

@@ -1,10 +1,12 @@
 """ring_attention on eight virtual devices is right against float64, over the case table."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import ADDITIVE_MASKS, TABLE, Case, check, make_inputs, random_case
+from cases import ADDITIVE_MASKS, BY_DISTANCE, TABLE, Case, check, make_inputs, random_case
 from jax.sharding import AxisType
 from jax.sharding import PartitionSpec as P
 from sequence_cases import run
@@ -20,13 +22,18 @@ MASKS = [case for case in ADDITIVE_MASKS if case.features[0][0] == "additive"]
 MASKS = [case for case in MASKS if case.features[0][1][3] == "float32"][::9]
 
 
+DISTANCES = [dataclasses.replace(case, dtype="float32", unmapped=None) for case in BY_DISTANCE]
+DISTANCES = [case for case in DISTANCES if "bfloat16" not in dict(case.features).get("bias", ())]
+CASES = (*TABLE, *MASKS, *DISTANCES)
+
+
 def mesh_of(*sizes):
     return jax.make_mesh(sizes, ("x", "y")[: len(sizes)], axis_types=(AxisType.Auto,) * len(sizes))
 
 
 @pytest.mark.parametrize(
     ("case", "order"),
-    [(case, ("contiguous", "zigzag")[i % 2]) for i, case in enumerate((*TABLE, *MASKS))],
+    [(case, ("contiguous", "zigzag")[i % 2]) for i, case in enumerate(CASES)],
     ids=str,
 )
 def test_case(case, order):
@@ -43,7 +50,7 @@ def test_one_sequence():
 
 @pytest.mark.parametrize("index", range(0, 320, 32))
 def test_random(index):
-    inputs = make_inputs(random_case(index))
+    inputs = make_inputs(random_case(index, by_distance=True))
     order = ("contiguous", "zigzag")[index // 32 % 2]
     check(run(inputs, mesh=mesh_of(4), axis_name="x", order=order, check_vma=False), inputs)
 

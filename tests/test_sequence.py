@@ -26,13 +26,18 @@ EVERYTHING = Case(
     kv_len=64,
     features=(
         ("causal", True), ("bias", ("NT", "float32")), ("segments", "packed"), ("lengths", "qk"),
-        ("soft_cap", 5.0), ("sinks", True), ("dropout", 0.2), ("dlse", True),
+        ("soft_cap", 5.0), ("sinks", True), ("dropout", 0.2), ("dlse", True), ("offset", "random"),
+        ("alibi", "N"), ("relative", ("BN", 31)),
     ),
 )  # fmt: skip
+DISTANCES = Case(
+    "distances", q_len=64, kv_len=64,
+    features=(("alibi", "BN"), ("relative", ("", 9)), ("offset", "align"), ("dlse", True)),
+)  # fmt: skip
 PLAIN = [
-    EVERYTHING, CASES["causal-True"], CASES["window-(3,5)"], CASES["traced_window-(3,5)"],
-    CASES["bias-('BNTS','float32')"], CASES["mask-BS"], CASES["causal-offset-random"],
-    CASES["heads-8-1"],
+    EVERYTHING, DISTANCES, CASES["causal-True"], CASES["window-(3,5)"],
+    CASES["traced_window-(3,5)"], CASES["bias-('BNTS','float32')"], CASES["mask-BS"],
+    CASES["causal-offset-random"], CASES["heads-8-1"],
 ]  # fmt: skip
 
 
@@ -71,8 +76,8 @@ def test_plain_call_with_sequence_axis(order, mode, spread, kind):
 
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
 @pytest.mark.parametrize(
-    "case", [EVERYTHING, CASES["window-20"], CASES["bias-('NTS','float32')"], CASES["mask-NT"]],
-    ids=str,
+    "case", [EVERYTHING, DISTANCES, CASES["window-20"], CASES["bias-('NTS','float32')"],
+             CASES["mask-NT"]], ids=str,
 )  # fmt: skip
 def test_all_to_all(case, order):
     mesh, inputs = mesh_of(b=1, x=2), make_inputs(case)

@@ -16,8 +16,7 @@ using ParallelFor = std::function<void(int64_t count, const std::function<void(i
 Status forward(const Forward& params, const ParallelFor& parallel_for);
 Status backward(const Backward& params, const ParallelFor& parallel_for);
 
-// Bytes that backward() needs at Backward::workspace. `distance_floats`: how many numbers it
-// returns for each head as gradients of the ALiBi slopes and the relative bias, 1 and R.
+// Bytes that backward() needs at Backward::workspace. `distance_floats`: as params.h counts them.
 int64_t backward_workspace_bytes(const Shape& shape, int64_t distance_floats);
 
 // The instruction set in use: "avx512", "avx2" or "baseline".

@@ -67,16 +67,11 @@ static inline int64_t backward_chunks(const Shape& s) {
 }
 
 // The workspace of the backward pass, in floats: delta [batch, N, T], the partial dquery
-// [chunks, batch, N, T, padded(H)], then the partial gradients that go by distance, [chunks, batch,
-// N, distance_floats()].
+// [chunks, batch, N, T, padded(H)], then the partial gradients that go by distance, of the slopes
+// and of the tables [chunks, batch, N, distance_floats()].
 static inline int64_t delta_floats(const Shape& s) { return padded(s.batch * s.heads * s.q_len); }
 static inline int64_t dquery_floats(const Shape& s) {
   return s.batch * s.heads * s.q_len * padded(s.head_dim);
-}
-
-// How many numbers a head has gradients of that go by distance: its slope's, then its table's.
-static inline int64_t distance_floats(const Backward& call) {
-  return (call.dalibi_slopes.data ? 1 : 0) + (call.drelative_bias.data ? call.distances : 0);
 }
 
 // How dbias splits into tiles, one a task: axes it keeps are tiled, axes of stride 0

@@ -31,7 +31,7 @@ Status launch_added_gradients(const Backward& params, const BackwardWorkspace& w
                            ownership.blocks(), kGradientThreads, kGradientSmemBytes, stream, params,
                            workspace, ownership);
   }
-  if (!status.ok() || !has_distance_gradients(params)) return status;
+  if (!status.ok() || distance_floats(params) == 0) return status;
   const int64_t heads = shape.batch * shape.heads;
   status = launch_kernel("distance_gradient_kernel", shape, distance_gradient_kernel<Element>,
                          heads * BackwardWorkspace::tile_diagonals(shape), kGradientThreads,

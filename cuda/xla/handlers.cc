@@ -95,9 +95,8 @@ ffi::Error backward_host(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Rem
       read_backward(buffers_of(args), buffers_of(results), options, operands, gradients, call);
   if (status.ok()) {
     const Backward& params = call.params;
-    const int64_t distance_floats =
-        (params.dalibi_slopes ? 1 : 0) + (params.drelative_bias ? params.distances : 0);
-    status = check_workspace(call, host::backward_workspace_bytes(params.shape, distance_floats));
+    status = check_workspace(call,
+                             host::backward_workspace_bytes(params.shape, distance_floats(params)));
   }
   if (status.ok()) status = host::backward(call.params, parallel_for_on(pool));
   return to_error(status);
@@ -124,7 +123,7 @@ ffi::Error backward_cuda(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rema
     const bool segments = bool{call.params.query_segment_ids};
     status = check_workspace(
         call, backward_workspace_bytes(call.params.shape, segments, options.deterministic,
-                                       has_distance_gradients(call.params)));
+                                       distance_floats(call.params) > 0));
   }
   if (status.ok()) status = cuda::backward(call.params, options.family, stream);
   return to_error(status);

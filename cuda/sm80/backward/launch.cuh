@@ -330,7 +330,7 @@ Status launch_backward(const Backward& params, const Choice& choice, cudaStream_
   using LargeOrMedium = std::conditional_t<(Large::kSmemBytes > Medium::kSmemLimit), Large, Medium>;
   BackwardWorkspace workspace;
   BackwardWorkspace::plan(params.shape, kHeadDim, bool{params.query_segment_ids},
-                          params.options.deterministic, has_distance_gradients(params),
+                          params.options.deterministic, distance_floats(params) > 0,
                           params.workspace, workspace);
   Status status;
   if (params.query_segment_ids) status = launch_segment_spans(params, workspace.spans, stream);

@@ -118,7 +118,7 @@ template <typename Element, int kHeadDim, bool kGeneral>
 Status launch_backward(const Backward& params, const Choice&, cudaStream_t stream) {
   BackwardWorkspace workspace;
   BackwardWorkspace::plan(params.shape, (kHeadDim + 63) / 64 * 64, bool{params.query_segment_ids},
-                          params.options.deterministic, has_distance_gradients(params),
+                          params.options.deterministic, distance_floats(params) > 0,
                           params.workspace, workspace);
   Status status;
   if (params.query_segment_ids) status = launch_segment_spans(params, workspace.spans, stream);
