@@ -264,6 +264,15 @@ __device__ __forceinline__ void init_plan_barriers(const SegmentNotes<Config>& n
 // The number of key tiles whose copies have not been started when a block takes its next unit late.
 inline constexpr int kTilesLeft = 1;
 
+// Says that there is no more work. Called by one thread.
+template <typename Config>
+__device__ __forceinline__ void hand_over_end(SegmentNotes<Config>& notes) {
+  notes.keys.value.base = -1;
+  ptx::mbarrier_arrive(notes.keys.full());
+  notes.query.value.work.row0 = -1;
+  ptx::mbarrier_arrive(notes.query.full());
+}
+
 // Takes the block's units of work, and plans their tiles ahead of the warps that start copies.
 // Called by one warp. Blocks take units in turn, since the lengths of units are not known in
 // advance.
@@ -321,9 +330,8 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
       query.work.end = tiles.range.end;
       query.segments.run = start.run;
       if (!many_segments) {
-        query.segments.count = 1;
-        query.segments.id[0] = tiles.query_span.least;
-        query.segments.rows[0] = {row0, min(row0 + Config::kBlockQ, band.q_len)};
+        query.segments.set_one(tiles.query_span.least,
+                               {row0, min(row0 + Config::kBlockQ, band.q_len)});
       }
       ptx::mbarrier_arrive(notes.query.full());
     }
@@ -345,12 +353,7 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
   }
   await_keys_taken();
   notes.query.wait_empty(query_turns);
-  if (leader) {
-    keys.base = -1;
-    ptx::mbarrier_arrive(notes.keys.full());
-    query.work.row0 = -1;
-    ptx::mbarrier_arrive(notes.query.full());
-  }
+  if (leader) hand_over_end<Config>(notes);
 }
 
 // Copies keys and values of all query tiles, and writes notes of the tiles. Called by one thread.
