@@ -9,7 +9,7 @@
 #include <type_traits>
 
 #include "params.h"
-#include "sm90/forward/bias_step.cuh"
+#include "sm90/forward/bias.cuh"
 #include "sm90/forward/config.cuh"
 #include "sm90/forward/consumer.cuh"
 #include "sm90/forward/order_again.cuh"
@@ -17,7 +17,7 @@
 #include "sm90/forward/parts.cuh"
 #include "sm90/forward/plain_step.cuh"
 #include "sm90/forward/plan.cuh"
-#include "sm90/forward/soft_cap_step.cuh"
+#include "sm90/forward/soft_cap.cuh"
 #include "sm90/forward/step.cuh"
 #include "tile/softmax.cuh"
 
@@ -48,7 +48,7 @@ __device__ __forceinline__ void start_query_tile(Consumer& consumer) {
 // whose product has not been started.
 template <typename Config, uint32_t kModifiers, typename Consumer>
 __device__ __forceinline__ void attend_rest(Consumer& consumer, int32_t& tile) {
-  if constexpr (kModifiers == kSegments) {
+  if constexpr (Consumer::kHasRuns) {
     for (;;) {
       for (; consumer.run_goes_on(tile); ++tile) {
         consumer.template next_tile<TileKind::kInRun>(tile, tile + 1);
@@ -62,7 +62,7 @@ __device__ __forceinline__ void attend_rest(Consumer& consumer, int32_t& tile) {
     tile = plain_tiles<Config>(consumer, tile);
   } else {
     for (; !consumer.is_last(tile); ++tile) {
-      if constexpr (kModifiers == kBias && !Consumer::Modified::kInScores) {
+      if constexpr (Consumer::Modified::kAddends && !Consumer::Modified::kInScores) {
         next_biased_tile<Config>(consumer, tile, tile + 1);
       } else {
         consumer.next_tile(tile, tile + 1);
@@ -124,7 +124,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
       };
       // No other code should be fetched between tiles of a run of one segment: the instruction
       // cache is small.
-      if (Consumer::kSegmented && consumer.one_segment && consumer.in_run(work.tile)) {
+      if (Consumer::kHasRuns && consumer.one_segment && consumer.in_run(work.tile)) {
         consumer.one_segment = true;
         first_tile(std::integral_constant<TileKind, TileKind::kInRun>{});
       } else {

@@ -9,7 +9,7 @@
 #include "modifiers/scores.cuh"
 #include "params.h"
 #include "plan/choose.h"
-#include "sm90/forward/modifier.cuh"
+#include "sm90/forward/modifier_plan.cuh"
 #include "sm90/forward/schedule.cuh"
 #include "status.h"
 #include "tile/band.cuh"

@@ -16,6 +16,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/warpgroup.cuh"
+#include "sm90/forward/allowed_bits.cuh"
 #include "sm90/forward/config.cuh"
 #include "sm90/forward/modifier.cuh"
 #include "sm90/forward/parts.cuh"
@@ -461,5 +462,24 @@ __device__ __forceinline__ void produce_queries_of_segments(const ForwardPlan& p
     stage.advance();
   }
 }
+
+// Forbids keys of other segments. Few tiles have several segments: only those are examined, and
+// only they have `allowed`.
+template <typename Config, typename Element>
+struct ForwardModifier<Config, Element, kSegments> : ModifierDefaults<Config, Element, kSegments> {
+  using Base = ModifierDefaults<Config, Element, kSegments>;
+  static constexpr bool kDescribedLate = true, kSkips = true, kHasRuns = true;
+  static constexpr int kForbidBlocks = Config::kHeadDim / 64;  // as for masks
+
+  AllowedBits allowed;
+
+  __device__ __forceinline__ ForwardModifier(const Forward&, const ForwardPlan&,
+                                             const ForwardSmem<Config>&, int) {}
+
+  __device__ __forceinline__ void forbid_all(typename Base::Scores& scores) const {
+#pragma unroll
+    for (int n = 0; n < Base::kN; n += kForbidBlocks) forbid<kForbidBlocks>(scores[0], allowed, n);
+  }
+};
 
 }  // namespace jax_flash::sm90
