@@ -64,7 +64,7 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   QueryTileTail tail;
   if (kInTurn && spans.query) tail = QueryTileTail(schedule, sms);
   schedule.divide(sms, is_long && !spans.query, kMostRest);
-  using Modified = ModifiedTile<Config, Element, kModifiers>;
+  using Modified = ForwardModifier<Config, Element, kModifiers>;
   constexpr bool kSaturates = Modified::kSaturates;
   ForwardPlan plan(params, schedule, tail, kModifiers != kNoModifier && has_natural_logits(params),
                    kSaturates);
