@@ -56,6 +56,26 @@ __device__ __forceinline__ void add_bias(float (&scores)[1][kN][4], const Operan
   });
 }
 
+// Does so element by element, for a bias whose keys are contiguous: where few tiles need it.
+template <typename Bias, int kN>
+__device__ __forceinline__ void add_elements(float (&scores)[kN][4], const Bias* bias,
+                                             int64_t row_stride, float scale, int32_t row0,
+                                             int32_t col0, const Extent& extent) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const Bias* row = bias + min(row0 + fragment_row(0, 2 * half), extent.rows - 1) * row_stride;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int32_t col = min(col0 + fragment_col(n, e), extent.cols - 1);
+        float& score = scores[n][2 * half + e];
+        score = fmaf(score, scale, to_float(row[col]));
+      }
+    }
+  }
+}
+
 // Adds a bias of 16-bit elements whose keys are contiguous. It is read by rows of queries, two keys
 // at a time, and transposed: reading element by element would take twice as many loads.
 template <typename Bias, int kN>

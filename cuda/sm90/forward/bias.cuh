@@ -197,7 +197,7 @@ __device__ __forceinline__ void load_bias(const Smem& smem, const BoxedMaps& map
   }
 }
 
-// Adds a bias. It is read a tile ahead if it can be read in vectors, or boxes.
+// Adds a bias that can be read in vectors, or boxes: it is read a tile ahead.
 template <typename Config, typename Element>
 struct ForwardModifier<Config, Element, kBias> : ModifierDefaults<Config, Element, kBias> {
   using Base = ModifierDefaults<Config, Element, kBias>;
@@ -216,13 +216,10 @@ struct ForwardModifier<Config, Element, kBias> : ModifierDefaults<Config, Elemen
   std::conditional_t<kBoxes, BiasBox<Config::kBlockKv>, BiasTile<kN>> bias;
   uint32_t first_words[kEarlyLoads][4];
   typename BiasTile<kN>::Rows bias_rows;
-  int bias_reads_ahead;
 
   __device__ __forceinline__ ForwardModifier(const Forward& forward, const ForwardPlan& planned,
                                              const ForwardSmem<Config>& smem, int group)
       : params(forward), plan(planned) {
-    // Moves it to a register: a constant would be loaded for each tile.
-    bias_reads_ahead = __reduce_max_sync(0xffffffff, plan.modifiers.vectors);
     if constexpr (kBoxes) {
       bias.template init<kInScores>(smem.own(group * 4), smem.bias_full(group),
                                     smem.bias_empty(group), params.bias.row == 0);
@@ -231,7 +228,6 @@ struct ForwardModifier<Config, Element, kBias> : ModifierDefaults<Config, Elemen
     }
   }
 
-  __device__ __forceinline__ bool reads_ahead() const { return bias_reads_ahead; }
   __device__ __forceinline__ float least_logit() const { return kLeastLogit; }
   __device__ __forceinline__ void begin(const QueryWork&, int32_t row0) {
     if constexpr (!kBoxes) bias_rows = BiasTile<kN>::rows(params.bias.row, row0, plan.q_len);
@@ -239,26 +235,28 @@ struct ForwardModifier<Config, Element, kBias> : ModifierDefaults<Config, Elemen
   // Does nothing for boxes, which a producer copies.
   __device__ __forceinline__ void read_ahead(const QueryWork& work, int32_t tile) {
     if constexpr (!kBoxes) {
-      if (tile < 0 || !reads_ahead()) return;
+      if (tile < 0) return;
       const int32_t col0 = tile * Config::kBlockKv;
       const auto* data = static_cast<const float*>(params.bias.data);
       bias.copy(data + work.modifiers.bias + col0, bias_rows, plan.kv_len - col0);
     }
   }
   __device__ __forceinline__ void prepare(const QueryWork&, int32_t, int32_t, bool) {
-    if (!kInScores && reads_ahead()) bias.wait();
+    if constexpr (!kInScores) bias.wait();
   }
   __device__ __forceinline__ void modify(Scores& scores, const Forward& params,
                                          const ModifierOffsets& offsets, const Band& band,
-                                         int32_t row0, int32_t col0, bool one_segment,
-                                         bool again) const {
-    if (again || !reads_ahead())
-      return Base::modify(scores, params, offsets, band, row0, col0, one_segment, again);
-    if constexpr (!kInScores) add_bias(scores);
+                                         int32_t row0, int32_t col0, bool, bool again) const {
+    if (again) {
+      add_elements(scores[0], static_cast<const BiasType*>(params.bias.data) + offsets.bias,
+                   params.bias.row, params.options.scale, row0, col0, {band.q_len, band.kv_len});
+    } else if constexpr (!kInScores) {
+      add_bias(scores);
+    }
   }
   // Sets what products are added to. Without boxes it is arbitrary, and the products replace it.
   __device__ __forceinline__ void begin_with_bias(Scores& scores) {
-    if (reads_ahead()) bias.wait();
+    bias.wait();
 #pragma unroll
     for (int n = 0; n < kN; n += 2) {
       bias.template read<BiasType>(reinterpret_cast<float (&)[2][4]>(scores[0][n]), n);
@@ -326,7 +324,7 @@ __device__ __forceinline__ void next_biased_tile(Consumer& consumer, int32_t las
   consumer.wait_key();
   consumer.start_scores();
   if constexpr (Consumer::kOptimistic) {
-    if (!consumer.is_careful(tile) && !consumer.at_edge(tile) && consumer.modified.reads_ahead()) {
+    if (!consumer.is_careful(tile) && !consumer.at_edge(tile)) {
       consumer.template next_tile<TileKind::kBiasBeside>(last, tile);
       return;
     }

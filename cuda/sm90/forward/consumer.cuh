@@ -226,7 +226,7 @@ struct ForwardConsumer {
     for (int k = 0; k < kHeadSteps; ++k) {
       ScoreProduct::template ss<0, 0>(of[0], descriptor_k_major<kLowWord>(query_smem, 0, k),
                                       descriptor_k_major<kLowWord>(smem.key(stage), 0, k),
-                                      k > 0 ? 1 : Modified::kInScores && modified.reads_ahead());
+                                      k > 0 || Modified::kInScores);
     }
     ptx::wgmma_commit_group();
   }

@@ -69,11 +69,11 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   ForwardPlan plan(params, schedule, tail, kModifiers != kNoModifier && has_natural_logits(params),
                    kSaturates);
   // The scale is applied to Q; bias_in_scores() has made sure that it is a power of two.
-  if (Modified::kInScores && plan.modifiers.vectors) {
+  if (Modified::kInScores) {
     plan.modifiers.query_factor = params.options.scale;
   }
   if constexpr (Config::kBiasBoxes) {
-    if (plan.modifiers.vectors) status = make_bias_map<Config>(params, maps);
+    status = make_bias_map<Config>(params, maps);
     if (!status.ok()) return status;
   }
   Forward adapted = params;

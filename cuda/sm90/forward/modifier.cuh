@@ -62,7 +62,7 @@ struct ModifierDefaults {
   // True if key tiles are skipped: the producer signals a query tile when all is known about it.
   // Then, true if contiguous tiles are known to forbid nothing (SegmentNotes).
   static constexpr bool kSkips = false, kHasRuns = false;
-  // True if addends of logits can be read a tile ahead, and if scores begin with them.
+  // True if addends of logits are read a tile ahead, and if scores begin with them.
   static constexpr bool kAddends = false, kInScores = false;
   // True if logits are approximated; if running maxima are 0 where they let products be used as
   // they come; and if the usual tiles then have their own loop.
@@ -80,8 +80,6 @@ struct ModifierDefaults {
   __device__ __forceinline__ void look_ahead(const QueryWork&, int32_t) {}
   // Prepares a tile before its scores are computed.
   __device__ __forceinline__ void prepare(const QueryWork&, int32_t, int32_t, bool) {}
-  // Returns whether addends were read ahead.
-  __device__ __forceinline__ bool reads_ahead() const { return false; }
   // Returns the logit below which a logit is taken for -inf: relative to a running maximum of
   // -1e30, say, exponentials in log2 units would be off by any factor. launch.cc has the rows that
   // this affects redone.

@@ -145,7 +145,6 @@ struct ModifierPlan {
   static constexpr int32_t kFewKeys = 256;
   SoftCapPlan soft_cap;
   float query_factor = 1.0f;  // a power of two, by which consumers multiply Q
-  bool vectors = false;       // true if the bias can be read ahead: in vectors, or boxes
   int8_t batch_shift = 0;     // that of QueryTileCursor
 
   ModifierPlan() = default;
@@ -153,13 +152,6 @@ struct ModifierPlan {
     if (params.options.logits_soft_cap > 0.0f && params.shape.kv_len > kFewKeys) {
       soft_cap = SoftCapPlan(params.options, params.query.dtype, saturates);
       query_factor = soft_cap.query_factor;
-    }
-    if (params.bias) {
-      const int bytes = params.bias.dtype == DType::kFloat32 ? 4 : 2;
-      vectors = has_vectors(params.bias, bytes, 16) &&
-                (bytes == 4 ? params.shape.kv_len % 4 == 0
-                            : params.bias.dtype == params.query.dtype &&
-                                  fits_tensor_map(params.shape, params.bias, 1));
     }
     // Up to four batches that share a bias or mask are processed together: L2 then has to hold that
     // many heads' keys and values at a time.

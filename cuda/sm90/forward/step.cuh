@@ -54,7 +54,6 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
     int32_t tile, bool of_one_segment) {
   if constexpr (Modified::kInScores) {
     uncut = uncut_tiles<Config::kBlockKv>(work.band, work.row0 + group_row());
-    if (!modified.reads_ahead()) uncut.end = 0;
   }
   const bool edge = at_edge(tile);
   if constexpr (kKind == TileKind::kInRun) {
