@@ -490,6 +490,14 @@ struct ForwardConsumer {
     }
   }
 
+  // Prepares what can be known before a tile's scores.
+  template <TileKind kKind>
+  __device__ __forceinline__ void prepare(int32_t tile, bool edge);
+  // Raises running maxima to a tile's greatest logits, after its exponentials.
+  __device__ __forceinline__ void raise_to_peaks() {
+    sm90::raise_to_peaks<kLift>(softmax, scores, to_log2, factor);
+    take_references();
+  }
   // Processes a query tile's keys from `tile` on.
   template <typename Beside>
   __device__ __forceinline__ void attend(int32_t tile, Beside beside);

@@ -176,10 +176,20 @@ ForwardConsumer<Config, Element, kModifiers, Value>::compute_logits_again(
 
 template <typename Config, typename Element, uint32_t kModifiers, typename Value>
 template <TileKind kKind>
+__device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::prepare(
+    int32_t tile, bool edge) {
+  if constexpr (kKind == TileKind::kBiasBeside) {
+    modified.wait_bias();
+  } else {
+    modified.prepare(work, work.row0 + warp_row, tile, edge);
+  }
+}
+
+template <typename Config, typename Element, uint32_t kModifiers, typename Value>
+template <TileKind kKind>
 __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::next_tile(
     int32_t last, int32_t tile, bool of_one_segment, KeyTileNote* next_note) {
   if constexpr (Modified::kSaturates) return next_capped_tile<Config>(*this, last, tile);
-  constexpr bool kInRun = kKind == TileKind::kInRun;
   constexpr bool kBiasBeside = kKind == TileKind::kBiasBeside;
   constexpr bool kInScores = Modified::kInScores;
   bool inner = kBiasBeside;  // true if no edge cuts the tiles
@@ -187,11 +197,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   const bool edge = !inner && (kInScores || at_edge(tile));  // computed before the wait
   start_next_scores<kKind>(tile);
   start_last_out<kKind>(last, tile, inner, of_one_segment, next_note);
-  if constexpr (kBiasBeside) {
-    modified.wait_bias();
-  } else {
-    modified.prepare(work, work.row0 + warp_row, tile, edge);
-  }
+  prepare<kKind>(tile, edge);
   await_scores<1>();
   bool careful = !kBiasBeside;
   if constexpr (!kOptimistic) {
@@ -202,8 +208,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   if constexpr (!kBiasBeside || kReadsQueryAgain) release_query_early(tile);
   // True if all logits must be computed before the exponentials.
   bool whole = !kBiasBeside;
-  bool assumes_small = false;  // assumes small products: the tile is redone if they are not
-  bool longer = false;         // uses the longer polynomial of the soft cap
+  bool assumes_small = false, longer = false;  // see ForwardModifier::judge()
   if constexpr (Modified::kBits || Modified::kApproximates) {
     modified.template judge<kOptimistic>(scores, edge, careful, whole, assumes_small, longer);
   }
@@ -241,12 +246,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
       if constexpr (Modified::kAddsInfinity) {
         anew = anew || __any_sync(0xffffffff, greatest != greatest);
       }
-      if constexpr (Modified::kApproximates) {
-        if (__any_sync(0xffffffff, great)) {
-          modified.cap_terms = modified.cap_terms == 2 ? 3 : 0;
-          anew = true;
-        }
-      }
+      if constexpr (Modified::kApproximates) modified.reject(great, anew);
       if (anew) {
         compute_logits_again(tile, edge, before);
         rises = raise_reference();
@@ -254,8 +254,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
         exponentials();
         careful_tiles = kCarefulTiles;
       } else {
-        raise_to_peaks<kLift>(softmax, scores, to_log2, factor);
-        take_references();
+        raise_to_peaks();
         rises = true;
       }
     } else if (careful_tiles > 0) {
