@@ -454,9 +454,6 @@ struct ForwardConsumer {
   __device__ __forceinline__ void next_tile(int32_t last, int32_t tile, bool of_one_segment = false,
                                             KeyTileNote* next_note = nullptr);
 
-  // Computes a tile's exponentials again, or rescales them, after sums that were too great.
-  __device__ __forceinline__ void correct(int32_t tile, bool edge, const float (&before)[2],
-                                          float greatest, bool great, bool& rises);
   // Starts a tile's scores, unless next_biased_tile() has done so.
   template <TileKind kKind>
   __device__ __forceinline__ void start_next_scores(int32_t tile);
@@ -464,6 +461,43 @@ struct ForwardConsumer {
   template <TileKind kKind>
   __device__ __forceinline__ void start_last_out(int32_t last, int32_t tile, bool inner,
                                                  bool of_one_segment, KeyTileNote* next_note);
+  // Applies the modifier, if all logits are computed before the exponentials, and compares them
+  // with the running maxima, if `careful`. Sets `rises` if some of these rise.
+  __device__ __forceinline__ void apply(int32_t tile, bool edge, bool inner, bool whole,
+                                        bool careful, bool& rises);
+  // Computes a tile's exponentials, together with the modifier unless `whole`, and prepares what
+  // the next tile needs. Sets `great` if products were too great (ForwardModifier::judge()).
+  __device__ __forceinline__ void exponentials(int32_t tile, bool whole, bool assumes_small,
+                                               bool longer, bool& great);
+  // Computes a tile's logits again, after sums that were too great; `before`: those before the
+  // tile.
+  __device__ __forceinline__ void compute_logits_again(int32_t tile, bool edge,
+                                                       const float (&before)[2]);
+  // Wait, after a tile's exponentials, for what the next tile needs: the latter on a parity that
+  // depends on them, the former on one that `flip`, 0, inverts.
+  __device__ __forceinline__ void await_next(int32_t tile, uint32_t flip) const {
+    if constexpr (kWaitsAhead) {
+      wait_ahead(*this, tile, 1, 1, flip);
+    } else {
+      wait_next_value(flip);
+    }
+  }
+  __device__ __forceinline__ void await_next_after_exponentials(int32_t tile) const {
+    if constexpr (kWaitsAhead) {
+      wait_ahead_after_exponentials(*this, tile, 1, 1);
+    } else {
+      wait_next_value_after_exponentials();
+    }
+  }
+
+  // Prepares what can be known before a tile's scores.
+  template <TileKind kKind>
+  __device__ __forceinline__ void prepare(int32_t tile, bool edge);
+  // Raises running maxima to a tile's greatest logits, after its exponentials.
+  __device__ __forceinline__ void raise_to_peaks() {
+    sm90::raise_to_peaks<kLift>(softmax, scores, to_log2, factor);
+    take_references();
+  }
   // Processes a query tile's keys from `tile` on.
   template <typename Beside>
   __device__ __forceinline__ void attend(int32_t tile, Beside beside);

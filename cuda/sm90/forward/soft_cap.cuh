@@ -167,6 +167,14 @@ struct ForwardModifier<Config, Element, kSoftCap> : ModifierDefaults<Config, Ele
     return greatest <= kMargin * cap.three.limit ? 3 : greatest <= kMargin * cap.five.limit ? 5 : 0;
   }
 
+  // Uses another approximation from now on if products were too `great` for some row of the warp,
+  // and has the tile's logits computed anew.
+  __device__ __forceinline__ void reject(bool great, bool& anew) {
+    if (__any_sync(0xffffffff, great)) {
+      cap_terms = cap_terms == 2 ? 3 : 0;
+      anew = true;
+    }
+  }
   template <bool kAssumes>
   __device__ __forceinline__ void judge(const Scores& scores, bool edge, bool careful, bool& whole,
                                         bool& assumes_small, bool& longer) const {

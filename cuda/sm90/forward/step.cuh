@@ -104,35 +104,6 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
 }
 
 template <typename Config, typename Element, uint32_t kModifiers, typename Value>
-__device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::correct(
-    int32_t tile, bool edge, const float (&before)[2], float greatest, bool great, bool& rises) {
-  bool anew = sums_too_great(softmax);
-  if constexpr (Modified::kAddsInfinity) {
-    anew = anew || __any_sync(0xffffffff, greatest != greatest);
-  }
-  if constexpr (Modified::kApproximates) {
-    if (__any_sync(0xffffffff, great)) {
-      modified.cap_terms = modified.cap_terms == 2 ? 3 : 0;
-      anew = true;
-    }
-  }
-  if (anew) {
-    softmax.sum[0][0] = before[0];
-    softmax.sum[0][1] = before[1];
-    compute_scores_again(tile);
-    modify(scores, tile, edge, true);
-    rises = raise_reference();
-    take_references();
-    exponentials();
-    careful_tiles = kCarefulTiles;
-  } else {
-    raise_to_peaks<kLift>(softmax, scores, to_log2, factor);
-    take_references();
-    rises = true;
-  }
-}
-
-template <typename Config, typename Element, uint32_t kModifiers, typename Value>
 template <TileKind kKind>
 __device__ __forceinline__ void
 ForwardConsumer<Config, Element, kModifiers, Value>::start_next_scores(int32_t tile) {
@@ -157,40 +128,11 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
 }
 
 template <typename Config, typename Element, uint32_t kModifiers, typename Value>
-template <TileKind kKind>
-__device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::next_tile(
-    int32_t last, int32_t tile, bool of_one_segment, KeyTileNote* next_note) {
-  if constexpr (Modified::kSaturates) return next_capped_tile<Config>(*this, last, tile);
-  constexpr bool kInRun = kKind == TileKind::kInRun;
-  constexpr bool kBiasBeside = kKind == TileKind::kBiasBeside;
-  constexpr bool kInScores = Modified::kInScores;
-  bool inner = kBiasBeside;  // true if no edge cuts the tiles
-  if constexpr (kInScores) inner = last >= uncut.first && tile < uncut.end;
-  const bool edge = !inner && (kInScores || at_edge(tile));  // computed before the wait
-  start_next_scores<kKind>(tile);
-  start_last_out<kKind>(last, tile, inner, of_one_segment, next_note);
-  if constexpr (kBiasBeside) {
-    modified.wait_bias();
-  } else {
-    modified.prepare(work, work.row0 + warp_row, tile, edge);
-  }
-  await_scores<1>();
-  bool careful = !kBiasBeside;
-  if constexpr (!kOptimistic) {
-    release_key();
-  } else if constexpr (!kBiasBeside) {
-    careful = is_careful(tile);
-  }
-  if constexpr (!kBiasBeside || kReadsQueryAgain) release_query_early(tile);
-  // True if all logits must be computed before the exponentials.
-  bool whole = !kBiasBeside;
-  bool assumes_small = false;  // assumes small products: the tile is redone if they are not
-  bool longer = false;         // uses the longer polynomial of the soft cap
-  modified.template judge<kOptimistic>(scores, edge, careful, whole, assumes_small, longer);
-  bool rises = false;
+__device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::apply(
+    int32_t tile, bool edge, bool inner, bool whole, bool careful, bool& rises) {
   if (whole) {
-    if (!kInScores || !inner) modify(scores, tile, edge);
-    if constexpr (kInScores) {
+    if (!Modified::kInScores || !inner) modify(scores, tile, edge);
+    if constexpr (Modified::kInScores) {
       if (careful) {
         rises = raise_reference();
         take_references();
@@ -201,24 +143,83 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   } else if constexpr (Modified::kApproximates) {
     rises = careful && raise_capped_reference(*this);
   }
-  const float before[2] = {softmax.sum[0][0], softmax.sum[0][1]};
-  softmax.sum[0][0] = softmax.sum[0][1] = 0.0f;
-  // Prepares what the next tile needs.
+}
+
+template <typename Config, typename Element, uint32_t kModifiers, typename Value>
+__device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::exponentials(
+    int32_t tile, bool whole, bool assumes_small, bool longer, bool& great) {
   const auto beside = [&](bool all_allowed) {
     if constexpr (Modified::kBits) {
       look_ahead(tile + 1);
       find_attended_columns(all_allowed);
     }
   };
-  bool great = false;
   if (whole) {
     beside(modified.all_allowed);
     exponentials_beside_out<0>();
-  } else if constexpr (kBiasBeside) {
-    modified.template biased_exponentials<kLift>(scores, softmax);
   } else if constexpr (kModifiers != kNoModifier) {
     great = modified.template exponentials<kLift>(scores, softmax, to_log2, longer, beside) &&
             assumes_small;
+  }
+}
+
+template <typename Config, typename Element, uint32_t kModifiers, typename Value>
+__device__ __forceinline__ void
+ForwardConsumer<Config, Element, kModifiers, Value>::compute_logits_again(
+    int32_t tile, bool edge, const float (&before)[2]) {
+  softmax.sum[0][0] = before[0];
+  softmax.sum[0][1] = before[1];
+  compute_scores_again(tile);
+  modify(scores, tile, edge, true);
+}
+
+template <typename Config, typename Element, uint32_t kModifiers, typename Value>
+template <TileKind kKind>
+__device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::prepare(
+    int32_t tile, bool edge) {
+  if constexpr (kKind == TileKind::kBiasBeside) {
+    modified.wait_bias();
+  } else {
+    modified.prepare(work, work.row0 + warp_row, tile, edge);
+  }
+}
+
+template <typename Config, typename Element, uint32_t kModifiers, typename Value>
+template <TileKind kKind>
+__device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::next_tile(
+    int32_t last, int32_t tile, bool of_one_segment, KeyTileNote* next_note) {
+  if constexpr (Modified::kSaturates) return next_capped_tile<Config>(*this, last, tile);
+  constexpr bool kBiasBeside = kKind == TileKind::kBiasBeside;
+  constexpr bool kInScores = Modified::kInScores;
+  bool inner = kBiasBeside;  // true if no edge cuts the tiles
+  if constexpr (kInScores) inner = last >= uncut.first && tile < uncut.end;
+  const bool edge = !inner && (kInScores || at_edge(tile));  // computed before the wait
+  start_next_scores<kKind>(tile);
+  start_last_out<kKind>(last, tile, inner, of_one_segment, next_note);
+  prepare<kKind>(tile, edge);
+  await_scores<1>();
+  bool careful = !kBiasBeside;
+  if constexpr (!kOptimistic) {
+    release_key();
+  } else if constexpr (!kBiasBeside) {
+    careful = is_careful(tile);
+  }
+  if constexpr (!kBiasBeside || kReadsQueryAgain) release_query_early(tile);
+  // True if all logits must be computed before the exponentials.
+  bool whole = !kBiasBeside;
+  bool assumes_small = false, longer = false;  // see ForwardModifier::judge()
+  if constexpr (Modified::kBits || Modified::kApproximates) {
+    modified.template judge<kOptimistic>(scores, edge, careful, whole, assumes_small, longer);
+  }
+  bool rises = false;
+  if constexpr (!kBiasBeside) apply(tile, edge, inner, whole, careful, rises);
+  const float before[2] = {softmax.sum[0][0], softmax.sum[0][1]};
+  softmax.sum[0][0] = softmax.sum[0][1] = 0.0f;
+  bool great = false;
+  if constexpr (kBiasBeside) {
+    modified.template biased_exponentials<kLift>(scores, softmax);
+  } else {
+    exponentials(tile, whole, assumes_small, longer, great);
   }
   if constexpr (Modified::kAddends) read_ahead(is_last(tile) ? -1 : tile + 1);
   const float greatest = Modified::kAddsInfinity
@@ -229,16 +230,9 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   bool exceeded = false;
   if constexpr (kInScores) {  // uses the vote that exists already
     exceeded = !careful && __any_sync(0xffffffff, greatest > kSumLimit);
-    const uint32_t never = exceeded && plan.q_len < 0 ? 1 : 0;
-    if constexpr (kWaitsAhead) {
-      wait_ahead(*this, tile, 1, 1, never);
-    } else {
-      wait_next_value(never);
-    }
-  } else if constexpr (kWaitsAhead) {
-    wait_ahead_after_exponentials(*this, tile, 1, 1);
+    await_next(tile, exceeded && plan.q_len < 0 ? 1 : 0);
   } else {
-    wait_next_value_after_exponentials();
+    await_next_after_exponentials(tile);
   }
   await_out();
   if constexpr (kOptimistic) {
@@ -247,7 +241,21 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
         Modified::kAddsInfinity ? !(greatest <= kSumLimit) : greatest > kSumLimit || great;
     if constexpr (!kInScores) exceeded = !careful && __any_sync(0xffffffff, again);
     if (exceeded) [[unlikely]] {
-      correct(tile, edge, before, greatest, great, rises);
+      bool anew = sums_too_great(softmax);
+      if constexpr (Modified::kAddsInfinity) {
+        anew = anew || __any_sync(0xffffffff, greatest != greatest);
+      }
+      if constexpr (Modified::kApproximates) modified.reject(great, anew);
+      if (anew) {
+        compute_logits_again(tile, edge, before);
+        rises = raise_reference();
+        take_references();
+        exponentials();
+        careful_tiles = kCarefulTiles;
+      } else {
+        raise_to_peaks();
+        rises = true;
+      }
     } else if (careful_tiles > 0) {
       careful_tiles = rises ? kCarefulTiles : careful_tiles - 1;
     }
