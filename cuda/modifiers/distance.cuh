@@ -58,6 +58,12 @@ struct DistanceBias {
     return min(max(distance, -half), count - 1 - half) + half;
   }
 
+  // Returns the key that is nearest to a row's own position.
+  __device__ __forceinline__ int32_t nearest(int32_t row, int32_t q_len, int32_t kv_len) const {
+    const int32_t shift = min(max(query_offset, -q_len), kv_len);
+    return min(max(row + shift, 0), kv_len - 1);
+  }
+
   // Multiplies products by `scale` and adds.
   template <int kN>
   __device__ __forceinline__ void add(float (&scores)[kN][4], float scale, int32_t row0,

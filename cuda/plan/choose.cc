@@ -225,6 +225,13 @@ Found choose_modified(const Forward& params, int32_t head_dim, const Device& dev
       }
       return {Recipe::kSoftCap, "the soft cap is the only modifier"};
     case kMask: return choose_masked(params, head_dim, device);
+    case kDistance:
+      // Its running maxima are those of the first keys, without slopes.
+      if (!params.relative_bias && is_bfloat16 && head_dim <= 128 && options.is_causal &&
+          options.window_left < 0 && !params.window) {
+        return {Recipe::kSlopes, "slopes are the only modifier, and the call is causal"};
+      }
+      return {Recipe::kEvery, "a relative bias, or slopes without causal order or of float16"};
     case kSegments: return {Recipe::kSegments, "segments are the only modifier"};
     default: return {Recipe::kEvery, "the call has several modifiers"};
   }

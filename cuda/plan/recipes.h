@@ -94,6 +94,7 @@ enum class Recipe : int32_t {
   kMaskBytes,
   kMaskWords,
   kMaskWordsTriple,  // the same with three consumers
+  kSlopes,           // ALiBi slopes of a causal call
   kEvery,            // any modifiers together
 };
 
@@ -178,6 +179,10 @@ inline constexpr RecipeRow kRecipes[] = {
      mask_words_keys(64)},
     {Recipe::kMaskWords, "mask as words", 128, 128, kMask, 2, mask_words_keys(128)},
     {Recipe::kMaskWords, "mask as words", 256, 256, kMask, 2, mask_words_keys(256)},
+    {Recipe::kSlopes, "ALiBi", 64, 64, kDistance, 2, 128, 1, ScoresAhead::kNo, BiasPlace::kNone, 0,
+     true},
+    {Recipe::kSlopes, "ALiBi", 128, 128, kDistance, 2, 128, 1, ScoresAhead::kNo, BiasPlace::kNone,
+     0, true},
     // Several modifiers, or a head dim that has no kernel for one. The loop has ten times as many
     // instructions as a call executes.
     {Recipe::kEvery, "every modifier", 64, 64, kEveryModifier, 2, 128},

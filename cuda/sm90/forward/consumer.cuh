@@ -28,7 +28,7 @@ namespace jax_flash::sm90 {
 template <typename Config, typename Element, uint32_t kModifiers, typename Value = Element>
 struct ForwardConsumer {
   using Modified = ForwardModifier<Config, Element, kModifiers>;
-  static constexpr bool kPlain = kChecksLate<Config, kModifiers>;
+  static constexpr bool kPlain = kChecksLate<Config, kModifiers> || Modified::kFixedMaxima;
   static constexpr bool kHasRuns = Modified::kHasRuns, kSkips = Modified::kSkips;
   static constexpr bool kMasks = Modified::kMasks;
   // True if query tiles are chained, and Q is released early.
@@ -165,6 +165,7 @@ struct ForwardConsumer {
     work.tile = known.tile;
     work.end = known.end;
     work.row0 = known.row0;
+    modified.describe(plan, work, work.row0 + warp_row);
   }
   __device__ __forceinline__ bool has_keys() const { return work.tile < work.end; }
   __device__ __forceinline__ void release_query() {

@@ -44,6 +44,7 @@
 #include "sm90/forward/plan.cuh"
 #include "sm90/forward/producer.cuh"
 #include "sm90/forward/segments.cuh"
+#include "sm90/forward/slopes.cuh"
 #include "sm90/forward/soft_cap.cuh"
 #include "sm90/forward/step.cuh"
 #include "sm90/forward/values.cuh"

@@ -36,6 +36,16 @@ __device__ __forceinline__ void find_shift(const OnlineSoftmax<1>& softmax, floa
   }
 }
 
+// Makes the greatest running maximum of a warp's rows that of all of them.
+__device__ __forceinline__ void share_maximum(OnlineSoftmax<1>& softmax) {
+  float greatest = fmaxf(softmax.reference[0][0], softmax.reference[0][1]);
+#pragma unroll
+  for (int distance = 4; distance < 32; distance *= 2) {
+    greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, distance));
+  }
+  softmax.reference[0][0] = softmax.reference[0][1] = greatest;
+}
+
 // A thread's sum in a row above which exponentials are recomputed: they may be infinite. Up to this
 // sum they have lost 7 bits of 24.
 inline constexpr float kPeakLimit = 0x1p100f;

@@ -66,8 +66,10 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   schedule.divide(sms, is_long && !spans.query, kMostRest);
   using Modified = ForwardModifier<Config, Element, kModifiers>;
   constexpr bool kSaturates = Modified::kSaturates;
-  ForwardPlan plan(params, schedule, tail, kModifiers != kNoModifier && has_natural_logits(params),
-                   kSaturates);
+  ForwardPlan plan(
+      params, schedule, tail,
+      !Modified::kFixedMaxima && kModifiers != kNoModifier && has_natural_logits(params),
+      kSaturates);
   // The scale is applied to Q; bias_in_scores() has made sure that it is a power of two.
   if (Modified::kInScores) {
     plan.modifiers.query_factor = params.options.scale;

@@ -68,12 +68,18 @@ struct ModifierDefaults {
   // they come; and if the usual tiles then have their own loop.
   static constexpr bool kApproximates = false, kSaturates = false, kFixedTiles = false;
 
+  // True if a warp has one running maximum, the greatest logit of the first tile without the
+  // modifier, which addend() then applies. The logits stay in products' units.
+  static constexpr bool kFixedMaxima = false;
+
   // Says whether all of the tile's elements are allowed, where bits say so. A member, replaced by
   // another one: as a function it made other machine code.
   static constexpr bool all_allowed = true;
 
   // Begins a query tile: the warp's rows are those from row0 on.
   __device__ __forceinline__ void begin(const QueryWork&, int32_t) {}
+  // Takes over the rest of a query tile's description, if kDescribedLate.
+  __device__ __forceinline__ void describe(const ForwardPlan&, const QueryWork&, int32_t) {}
   // Reads ahead what a tile needs; a tile below 0 does not exist.
   __device__ __forceinline__ void read_ahead(const QueryWork&, int32_t) {}
   // Goes on to the next tile, and reads ahead what the tile after it, `behind`, needs.
@@ -91,6 +97,11 @@ struct ModifierDefaults {
                                          const ModifierOffsets& offsets, const Band& band,
                                          int32_t row0, int32_t col0, bool one_segment, bool) const {
     modify_scores<kModifiers>(scores, params, offsets, band, row0, col0, one_segment);
+  }
+  // Returns what is added to the logits of a tile in log2 units (RowShifts), given the rows'
+  // running maxima.
+  __device__ __forceinline__ RowShifts addend(int32_t, const float (&shift)[2]) const {
+    return {shift[0], shift[1]};
   }
   // Decides how a tile's exponentials are computed: `whole`: after all of its logits; otherwise
   // together with these. `assumes_small`: the tile is redone if its products are not small;

@@ -79,7 +79,7 @@ __device__ __forceinline__ void consume_again(const Forward& params, const Forwa
 template <typename Consumer>
 __device__ __forceinline__ void check_query_tile(const Consumer& consumer,
                                                  const OnlineSoftmax<1>& softmax, uint32_t n) {
-  if constexpr (Consumer::kPlain && !Consumer::kAlwaysExact) {
+  if constexpr (Consumer::kPlain && !Consumer::Modified::kFixedMaxima && !Consumer::kAlwaysExact) {
     if (exceeds(softmax, consumer.out)) consumer.smem.again->add(n);
   }
 }

@@ -145,7 +145,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
     if constexpr (Config::kQueryStages > 1) consumer.release_query();
   }
   if (unfinished) finish();
-  if constexpr (Consumer::kPlain) {
+  if constexpr (kChecksLate<Config, kModifiers>) {
     smem.again->tell();
     consume_again<Config, Element>(params, plan, smem, consumer);
   }

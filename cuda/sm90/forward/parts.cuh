@@ -207,28 +207,41 @@ __device__ __forceinline__ void zero_unattended(const typename Config::ValueTile
   ptx::barrier_sync(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup);
 }
 
+// Returns what is added to an element's logit in log2 units: minus the row's running maximum.
+struct RowShifts {
+  float shift[2];
+
+  __device__ __forceinline__ float operator()(int, int e) const { return -shift[e / 2]; }
+};
+
 // Computes the exponentials of blocks of a tile, and adds their sums to `sums`: in two chains for
-// each row, since an addition waits for the one before. `shift`: the running maxima, in log2 units.
-template <int kFirst, int kEnd, int kN>
+// each row, since an addition waits for the one before. addend(n, e): see RowShifts.
+template <int kFirst, int kEnd, int kN, typename Addend>
 __device__ __forceinline__ void exponentials_in_chains(float (&scores)[1][kN][4], float to_log2,
-                                                       const float (&shift)[2], float (&sums)[4]) {
+                                                       const Addend& addend, float (&sums)[4]) {
 #pragma unroll
   for (int n = kFirst; n < kEnd; ++n) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      scores[0][n][e] = ptx::ex2_approx_ftz(fmaf(scores[0][n][e], to_log2, -shift[e / 2]));
+      scores[0][n][e] = ptx::ex2_approx_ftz(fmaf(scores[0][n][e], to_log2, addend(n, e)));
       sums[e] += scores[0][n][e];
     }
   }
+}
+template <int kN, typename Addend>
+__device__ __forceinline__ void exponentials_in_chains(OnlineSoftmax<1>& softmax,
+                                                       float (&scores)[1][kN][4], float to_log2,
+                                                       const Addend& addend) {
+  float sums[4] = {softmax.sum[0][0], 0.0f, softmax.sum[0][1], 0.0f};
+  exponentials_in_chains<0, kN>(scores, to_log2, addend, sums);
+  softmax.sum[0][0] = sums[0] + sums[1];
+  softmax.sum[0][1] = sums[2] + sums[3];
 }
 template <int kN>
 __device__ __forceinline__ void exponentials_in_chains(OnlineSoftmax<1>& softmax,
                                                        float (&scores)[1][kN][4], float to_log2,
                                                        const float (&shift)[2]) {
-  float sums[4] = {softmax.sum[0][0], 0.0f, softmax.sum[0][1], 0.0f};
-  exponentials_in_chains<0, kN>(scores, to_log2, shift, sums);
-  softmax.sum[0][0] = sums[0] + sums[1];
-  softmax.sum[0][1] = sums[2] + sums[3];
+  exponentials_in_chains(softmax, scores, to_log2, RowShifts{shift[0], shift[1]});
 }
 
 // Does what mask_band() does for a warp, but checks for each edge whether it cuts the warp's tile:
@@ -368,6 +381,16 @@ __device__ __forceinline__ void clear_unattended(const typename Config::ValueTil
   __syncwarp();
 }
 
+// Finishes a row: sets its lse, and the factor of its output.
+template <uint32_t kModifiers>
+struct RowStatistics {
+  static __device__ __forceinline__ void finish(const ForwardPlan& plan, const QueryWork& work,
+                                                int half, int32_t, const OnlineSoftmax<1>& softmax,
+                                                float& lse, float& normalizer) {
+    softmax.finish(0, half, plan.to_log2, work.sink_log2, lse, normalizer);
+  }
+};
+
 // Writes lse for a warp's 16 rows, and computes what the output must be multiplied by, 0 where it
 // must be 0.
 template <uint32_t kModifiers>
@@ -379,7 +402,8 @@ __device__ __forceinline__ void finish_statistics(const ForwardPlan& plan, const
   for (int half = 0; half < 2; ++half) {
     const int block_row = first_row + 8 * half;
     float lse;
-    softmax.finish(0, half, plan.to_log2, work.sink_log2, lse, normalizer[half]);
+    RowStatistics<kModifiers>::finish(plan, work, half, work.row0 + block_row, softmax, lse,
+                                      normalizer[half]);
     if constexpr ((kModifiers & kBias) != 0) {
       if (lse == minus_infinity() && softmax.low[0][half]) lse = kLowLse;
     }

@@ -68,18 +68,18 @@ __device__ __forceinline__ void settle(Consumer& consumer) {
 
 // Computes the exponentials of a tile, and their sums. P V continues overlapped with them
 // (start_out_part()).
-template <int kPart, bool kHalf, typename Consumer>
-__device__ __forceinline__ void plain_exponentials(Consumer& consumer, const float (&shift)[2],
+template <int kPart, bool kHalf, typename Consumer, typename Addend>
+__device__ __forceinline__ void plain_exponentials(Consumer& consumer, const Addend& addend,
                                                    float (&sums)[4]) {
   static_assert(!Consumer::kByDifference);
   constexpr int kN = Consumer::kN, kParts = Consumer::kOutParts;
   exponentials_in_chains<kPart * kN / kParts, (kPart + 1) * kN / kParts>(
-      consumer.scores, consumer.to_log2, shift, sums);
+      consumer.scores, consumer.to_log2, addend, sums);
   if constexpr (kPart + 1 < kParts) {
     // 0, which the compiler cannot know: it would start the product before the exponentials.
     const uint32_t zero = __any_sync(0xffffffff, fminf(sums[0], sums[2]) < 0.0f);
     consumer.template start_out_part<kPart + 1, kHalf>(zero);
-    plain_exponentials<kPart + 1, kHalf>(consumer, shift, sums);
+    plain_exponentials<kPart + 1, kHalf>(consumer, addend, sums);
   }
 }
 
@@ -108,10 +108,10 @@ __device__ __forceinline__ void next_plain_tile(Consumer& consumer, int32_t last
   consumer.modify(consumer.scores, tile, edge);
   if constexpr (kExact) consumer.rises = consumer.raise_reference();
   float shift[2];
-  find_shift<kExact, kExact && Consumer::kConverts ? kPeakLift : 0>(softmax, consumer.to_log2,
-                                                                    shift);
+  find_shift<kExact || Consumer::Modified::kFixedMaxima,
+             kExact && Consumer::kConverts ? kPeakLift : 0>(softmax, consumer.to_log2, shift);
   float sums[4] = {softmax.sum[0][0], 0.0f, softmax.sum[0][1], 0.0f};
-  plain_exponentials<0, kHalf>(consumer, shift, sums);
+  plain_exponentials<0, kHalf>(consumer, consumer.modified.addend(tile, shift), sums);
   softmax.sum[0][0] = sums[0] + sums[1];
   softmax.sum[0][1] = sums[2] + sums[3];
   wait_ahead_after_exponentials(consumer, tile, 1);
@@ -156,7 +156,9 @@ __device__ __forceinline__ int32_t plain_tiles_after(Consumer& consumer, int32_t
 template <typename Config, typename Consumer>
 __device__ __forceinline__ int32_t plain_tiles(Consumer& consumer, int32_t tile) {
   if (consumer.is_last(tile)) return tile;
-  if (Consumer::kAlwaysExact || warpgroup_sees_peaks<Config>(consumer)) {
+  if constexpr (Consumer::Modified::kFixedMaxima) {
+    return plain_tiles_after<Config, false>(consumer, tile);
+  } else if (Consumer::kAlwaysExact || warpgroup_sees_peaks<Config>(consumer)) {
     if constexpr (Consumer::kConverts) lift_weights(consumer);
     return plain_tiles_after<Config, true>(consumer, tile);
   } else {

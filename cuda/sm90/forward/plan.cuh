@@ -175,6 +175,8 @@ __device__ __forceinline__ void describe_query_tile(const Forward& params, const
     const ModifierOffsets offsets(params, q.batch_axes, 0);  // all heads have the same ids
     work.modifiers.query_ids = offsets.query_ids;            // the others would take a while
     work.modifiers.key_ids = offsets.key_ids;
+  } else if constexpr (kModifiers == kDistance) {
+    work.modifiers.distance = ModifierOffsets(params, q.batch_axes, q.head).distance;
   } else if constexpr (kModifiers != kNoModifier) {
     work.modifiers = ModifierOffsets(params, q.batch_axes, q.head);
     if constexpr (kModifiers == kBias || kModifiers == kMask) {

@@ -82,7 +82,14 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
     raise_reference();
     take_references();
     if constexpr (Modified::kSaturates) fix_first_references<Config>(*this, tile, edge);
-    exponentials();
+    if constexpr (Modified::kFixedMaxima) {
+      share_maximum(softmax);
+      float maximum[2];
+      find_shift<true, 0>(softmax, to_log2, maximum);
+      exponentials_in_chains(softmax, scores, to_log2, modified.addend(tile, maximum));
+    } else {
+      exponentials();
+    }
   }
   if constexpr (Modified::kBits) {
     look_ahead(tile + 1);

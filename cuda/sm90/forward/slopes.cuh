@@ -1,0 +1,94 @@
+// Adds ALiBi slopes in the sm_90 forward kernel for causal calls that have nothing else.
+//
+// A slope adds slope * (j - nearest) to the logit of key j, relative to what it adds for the key
+// nearest to the warp's last row. What it adds for that key is the same for all keys of a row: it
+// belongs to lse alone. The rest is the same for all rows of a warp. If these have one running
+// maximum, too, what is added to a logit depends on its column alone: two of a thread's four rows
+// and columns share an addition, which is half an instruction a score.
+//
+// In a causal call with a slope that is not negative, as all published ones are, a row's keys have
+// nothing added that is above 0, nearly. So the greatest logit of the first keys, without the
+// slope, serves all tiles: the sum cannot become much greater than without slopes. It may become
+// too small, if logits near the query are far below those of the first keys or the slope is steep;
+// and with a negative slope it may overflow. The sum shows both, and launch.cc has such rows redone
+// (needs_exact_logits()).
+#pragma once
+
+#include <cstdint>
+
+#include "modifiers/distance.cuh"
+#include "params.h"
+#include "plan/modifiers.h"
+#include "sm90/forward/config.cuh"
+#include "sm90/forward/modifier.cuh"
+#include "sm90/forward/parts.cuh"
+#include "sm90/forward/plan.cuh"
+#include "tile/matmul.cuh"
+#include "tile/softmax.cuh"
+
+namespace jax_flash::sm90 {
+
+inline constexpr int kWarpRows = 16;
+
+template <typename Config, typename Element>
+struct ForwardModifier<Config, Element, kDistance> : ModifierDefaults<Config, Element, kDistance> {
+  using Base = ModifierDefaults<Config, Element, kDistance>;
+  using Base::kN;
+  using typename Base::Scores;
+  static constexpr When kExactMaxima = When::kAlways;
+  static constexpr int kOutParts = Config::kOutParts;
+  static constexpr bool kDescribedLate = true, kFixedMaxima = true;
+
+  float slope_log2;  // the head's, in log2 units
+  int32_t nearest;   // the key nearest to the warp's last row
+
+  // Adds to a logit what depends on its column.
+  struct ColumnAddends {
+    float slope_log2, first;
+
+    __device__ __forceinline__ float operator()(int n, int e) const {
+      return fmaf(slope_log2, static_cast<float>(n * 8 + e % 2), first);
+    }
+  };
+
+  __device__ __forceinline__ ForwardModifier(const Forward&, const ForwardPlan&,
+                                             const ForwardSmem<Config>&, int) {}
+
+  __device__ __forceinline__ void describe(const ForwardPlan& plan, const QueryWork& work,
+                                           int32_t row0) {
+    const DistanceBias& distance = work.modifiers.distance;
+    slope_log2 = distance.slope * kLog2E;
+    nearest = distance.nearest(row0 + kWarpRows - 1, plan.q_len, plan.kv_len);
+  }
+  // Products are compared with the running maximum as they are.
+  __device__ __forceinline__ void modify(Scores&, const Forward&, const ModifierOffsets&,
+                                         const Band&, int32_t, int32_t, bool, bool) const {}
+  __device__ __forceinline__ ColumnAddends addend(int32_t tile, const float (&shift)[2]) const {
+    const int32_t col = tile * Config::kBlockKv + fragment_col(0, 0);
+    return {slope_log2, fmaf(slope_log2, static_cast<float>(col - nearest), -shift[0])};
+  }
+};
+
+template <>
+struct RowStatistics<kDistance> {
+  static __device__ __forceinline__ void finish(const ForwardPlan& plan, const QueryWork& work,
+                                                int half, int32_t row,
+                                                const OnlineSoftmax<1>& softmax, float& lse,
+                                                float& normalizer) {
+    const DistanceBias& distance = work.modifiers.distance;
+    const int32_t last = row / kWarpRows * kWarpRows + kWarpRows - 1;
+    const int32_t nearest = distance.nearest(last, plan.q_len, plan.kv_len);
+    const float rest =
+        distance.slope * static_cast<float>(sub_sat(nearest - row, distance.query_offset));
+    softmax.finish(0, half, plan.to_log2, work.sink_log2 - rest * kLog2E, lse, normalizer);
+    lse += rest;
+    float total = softmax.sum[0][half];
+    total += __shfl_xor_sync(0xffffffff, total, 1);
+    total += __shfl_xor_sync(0xffffffff, total, 2);
+    const bool has_keys = work.band.first_col(row) < work.band.end_col(row);
+    const bool exact = total >= 0x1p-60f && total <= kPeakLimit;  // false for NaN
+    if (has_keys && !exact) lse = __int_as_float(0x7fffffff);
+  }
+};
+
+}  // namespace jax_flash::sm90
