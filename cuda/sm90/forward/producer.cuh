@@ -164,6 +164,18 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const CUte
   if constexpr (kChecksLate<Config, kModifiers>) produce_again(plan, smem, produce);
 }
 
+// Announces to kGroups consumers that there is no n-th query tile.
+template <typename Config, int kGroups>
+__device__ __forceinline__ void announce_end(const ForwardSmem<Config>& smem, uint32_t stage,
+                                             uint32_t parity, uint32_t n, int first_group) {
+  for (int group = first_group; group < first_group + kGroups; ++group) {
+    ptx::mbarrier_wait_asleep(smem.query_empty(stage, group), parity ^ 1);
+    smem.work(group, n).row0 = -1;
+    for (int i = 0; i < 2; ++i) ptx::mbarrier_arrive(smem.query_full(stage, group));
+    ptx::mbarrier_arrive(smem.described(stage, group));
+  }
+}
+
 // Copies, for kGroups consumers from first_group on, their rows of the query tiles and, in boxes,
 // of the bias, and describes the query tiles to them. Called by one warp.
 template <typename Config, typename Element, uint32_t kModifiers, int kGroups>
@@ -250,12 +262,7 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
   }
   if (!leader) return;
   const auto tell_of_end = [&] {
-    for (int group = first_group; group < first_group + kGroups; ++group) {
-      wait_empty(group);
-      smem.work(group, works).row0 = -1;
-      for (int i = 0; i < 2; ++i) ptx::mbarrier_arrive(smem.query_full(stage.stage, group));
-      ptx::mbarrier_arrive(smem.described(stage.stage, group));
-    }
+    announce_end<Config, kGroups>(smem, stage.stage, stage.parity, works, first_group);
     stage.advance();
     ++works;
   };
