@@ -56,7 +56,8 @@ template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void initialise(const ForwardMaps& maps,
                                            const ForwardSmem<Config>& smem) {
   if (threadIdx.x == kWarpgroup) {
-    if constexpr ((kModifiers & kSegments) != 0) init_plan_barriers<Config>(*smem.segments);
+    if constexpr (ForwardModifier<Config, Element, kModifiers>::kSkips)
+      init_plan_barriers<Config>(*smem.segments);
     constexpr bool kConverts = kConvertsValues<Config, Element, kModifiers>;
     if constexpr (kChecksLate<Config, kModifiers>) {
       smem.again->init(Config::kConsumers * 4 + (kConverts ? kConverterWarps : 0));
@@ -72,10 +73,11 @@ __device__ __forceinline__ void initialise(const ForwardMaps& maps,
 // The number of registers that each consumer thread cedes to those of the first warpgroup: for
 // warps that convert many values at a time, and with segments alone for the warp that plans.
 template <typename Config, typename Element, uint32_t kModifiers>
-inline constexpr int kLeftRegisters = kConvertsMany<Config, Element, kModifiers> ||
-                                              (kModifiers == kSegments && Config::kConsumers == 2)
-                                          ? 8
-                                          : 0;
+inline constexpr int kLeftRegisters =
+    kConvertsMany<Config, Element, kModifiers> ||
+            (ForwardModifier<Config, Element, kModifiers>::kHasRuns && Config::kConsumers == 2)
+        ? 8
+        : 0;
 
 // Processes all query tiles, with V in shared memory as numbers of type Value.
 template <typename Config, typename Element, uint32_t kModifiers, typename Value>
@@ -110,7 +112,7 @@ __device__ __forceinline__ void produce(const Forward& params, const ForwardPlan
                                         const MapsOf<Config>& maps, const ForwardSmem<Config>& smem,
                                         const SkipsOf<Config>& skips, const CUtensorMap& value_map,
                                         const BoxAxes& value_axes) {
-  constexpr bool kSkips = (kModifiers & kSegments) != 0;
+  constexpr bool kSkips = ForwardModifier<Config, Element, kModifiers>::kSkips;
   ptx::setmaxnreg_dec<Config::kProducerRegisters +
                       Config::kConsumers * kLeftRegisters<Config, Element, kModifiers>>();
   const int warp = threadIdx.x / 32;
@@ -148,7 +150,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                    const __grid_constant__ MapsOf<Config> maps,
                    const __grid_constant__ Forward params, const SkipsOf<Config> skips,
                    const __grid_constant__ HalfValuesOf<Config, Element, kModifiers> half_values) {
-  constexpr bool kSkips = (kModifiers & kSegments) != 0;
+  constexpr bool kSkips = ForwardModifier<Config, Element, kModifiers>::kSkips;
   extern __shared__ __align__(1024) uint8_t smem_bytes[];
   __shared__ __align__(8) uint64_t barriers[ForwardSmem<Config>::kBarriers];
   __shared__ QueryWork works[ForwardSmem<Config>::kWorks];
@@ -183,7 +185,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   // ptxas places the code of the second branch first, right after the kernel's start. A far jump
   // there costs 300 clocks if the code is not in the cache.
-  if constexpr (Config::kProducersFirst || kModifiers == kSegments) {
+  if constexpr (Config::kProducersFirst || ForwardModifier<Config, Element, kModifiers>::kHasRuns) {
     if (threadIdx.x >= kWarpgroup) {
       consume<Config, Element, kModifiers>(params, plan, maps, smem, half);
     } else {

@@ -254,7 +254,8 @@ struct ForwardModifier<Config, Element, kMask> : ModifierDefaults<Config, Elemen
   static constexpr When kOptimistic = When::kWithHalfValues, kExactMaxima = When::kUnlessOptimistic;
   // Where that is faster.
   static constexpr bool kComparesBits = !(Config::kHeadDim == 64 && Config::kConsumers == 3);
-  static constexpr bool kReadsQueryAgain = true, kMasks = true, kBits = true, kWaitsAhead = true;
+  static constexpr bool kReadsQueryAgain = true, kMasks = true, kBits = true, kWaitsAhead = true,
+                        kJudges = true;
   static constexpr bool kAddsInfinity = Config::kMaskWords;
   // The number of blocks whose elements are forbidden together, and the method: chosen by
   // measurement.

@@ -23,9 +23,10 @@
 namespace jax_flash::sm90 {
 
 // Says what is known of a tile at compile time. kInRun: it and the one before, even if that one
-// belongs to another query tile, have one segment each. kBiasBeside: its bias is added overlapped
-// with the exponentials.
-enum class TileKind { kAny, kInRun, kBiasBeside };
+// belongs to another query tile, have one segment each. kInner: no edge cuts it,
+// its addends were read ahead, and its logits are not compared with the running maxima before its
+// exponentials, which are computed together with the modifier.
+enum class TileKind { kAny, kInRun, kInner };
 
 // Says when a kernel does something.
 enum class When { kNever, kWithHalfValues, kUnlessOptimistic, kAlways };
@@ -64,6 +65,8 @@ struct ModifierDefaults {
   static constexpr bool kSkips = false, kHasRuns = false;
   // True if addends of logits can be read a tile ahead, and if scores begin with them.
   static constexpr bool kAddends = false, kInScores = false;
+  // True if judge() decides how exponentials are computed.
+  static constexpr bool kJudges = false;
   // True if logits are approximated; if running maxima are 0 where they let products be used as
   // they come; and if the usual tiles then have their own loop.
   static constexpr bool kApproximates = false, kSaturates = false, kFixedTiles = false;
@@ -107,6 +110,11 @@ struct ModifierDefaults {
   template <int kLift = 0, typename Beside>
   __device__ __forceinline__ bool exponentials(Scores&, OnlineSoftmax<1>&, float, bool, Beside) {
     return false;
+  }
+  // Processes a query tile's keys after its first tile, `tile`, which it sets to the last one.
+  template <typename Consumer>
+  static __device__ __forceinline__ void attend_rest(Consumer& consumer, int32_t& tile) {
+    for (; !consumer.is_last(tile); ++tile) consumer.next_tile(tile, tile + 1);
   }
   // Zeroes probabilities that are dropped.
   template <typename Consumer>

@@ -26,7 +26,7 @@ namespace jax_flash::sm90 {
 // Writes the rows of a query tile that attends to no keys.
 template <typename Element, typename Consumer>
 __device__ __forceinline__ void skip_query_tile(Consumer& consumer) {
-  if constexpr (Consumer::Modified::kFixedTiles) sync_fixed_tiles();
+  if constexpr (Consumer::Modifier::kFixedTiles) sync_fixed_tiles();
   consumer.read_description();
   finish_empty_rows<Element>(consumer.plan, consumer.work, consumer.warp_row);
   consumer.release_query();
@@ -36,7 +36,7 @@ __device__ __forceinline__ void skip_query_tile(Consumer& consumer) {
 template <typename Consumer>
 __device__ __forceinline__ void start_query_tile(Consumer& consumer) {
   consumer.read_ahead(consumer.work.tile);
-  if constexpr (Consumer::Modified::kSaturates || Consumer::Modified::kInScores) {
+  if constexpr (Consumer::Modifier::kSaturates || Consumer::Modifier::kInScores) {
     multiply_query(consumer);
   }
   consumer.wait_key();
@@ -48,26 +48,10 @@ __device__ __forceinline__ void start_query_tile(Consumer& consumer) {
 // whose product has not been started.
 template <typename Config, uint32_t kModifiers, typename Consumer>
 __device__ __forceinline__ void attend_rest(Consumer& consumer, int32_t& tile) {
-  if constexpr (Consumer::kHasRuns) {
-    for (;;) {
-      for (; consumer.run_goes_on(tile); ++tile) {
-        consumer.template next_tile<TileKind::kInRun>(tile, tile + 1);
-      }
-      if (consumer.is_last(tile)) break;
-      const int32_t last = tile;
-      tile = consumer.note.next();
-      consumer.next_tile(last, tile, consumer.note.next_one_segment());
-    }
-  } else if constexpr (Consumer::kPlain) {
+  if constexpr (Consumer::kPlain) {
     tile = plain_tiles<Config>(consumer, tile);
   } else {
-    for (; !consumer.is_last(tile); ++tile) {
-      if constexpr (Consumer::Modified::kAddends && !Consumer::Modified::kInScores) {
-        next_biased_tile<Config>(consumer, tile, tile + 1);
-      } else {
-        consumer.next_tile(tile, tile + 1);
-      }
-    }
+    Consumer::Modifier::attend_rest(consumer, tile);
   }
 }
 
@@ -137,7 +121,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
     unfinished = true;
     attended = work.attended;
     tile = work.tile;
-    if constexpr (Consumer::Modified::kFixedTiles) {
+    if constexpr (Consumer::Modifier::kFixedTiles) {
       tile = fixed_tiles<Config>(consumer, tile);
       consumer.wait_value();  // in there, it would take registers from the loop below
     }
