@@ -321,14 +321,6 @@ struct ForwardConsumer {
   __device__ __forceinline__ auto& unattended() const {
     return smem.segments->unattended[threadIdx.x / 32 - 4];
   }
-  // Finds which elements of a tile of several segments are allowed.
-  __device__ __forceinline__ void look_at_segments(int32_t tile) {
-    if (one_segment) return;
-    modifier.allowed = allowed_by_segments<Config>(
-        params, work.modifiers, work.band, work.row0 + warp_row, tile * Config::kBlockKv,
-        smem.query_segments(query_tile(), works - 1), unattended());
-    columns = attended_by_warp<kN>(modifier.allowed);
-  }
   // Returns whether the band cuts into a tile, for this warpgroup's rows.
   __device__ __forceinline__ bool at_edge(int32_t tile) const {
     const Band& band = work.band;

@@ -476,6 +476,18 @@ struct ForwardModifier<Config, Element, kSegments> : ModifierDefaults<Config, El
   __device__ __forceinline__ ForwardModifier(const Forward&, const ForwardPlan&,
                                              const ForwardSmem<Config>&, int) {}
 
+  // Finds which elements of a tile of several segments are allowed.
+  template <typename Consumer>
+  static __device__ __forceinline__ void look_at(Consumer& consumer, int32_t tile) {
+    if (consumer.one_segment) return;
+    const QueryWork& work = consumer.work;
+    consumer.modifier.allowed = allowed_by_segments<Config>(
+        consumer.params, work.modifiers, work.band, work.row0 + consumer.warp_row,
+        tile * Config::kBlockKv,
+        consumer.smem.query_segments(consumer.query_tile(), consumer.works - 1),
+        consumer.unattended());
+    consumer.columns = attended_by_warp<Base::kN>(consumer.modifier.allowed);
+  }
   template <typename Consumer>
   static __device__ __forceinline__ void attend_rest(Consumer& consumer, int32_t& tile) {
     for (;;) {

@@ -63,7 +63,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   } else if constexpr (kHasRuns) {
     note = key_note(tile);
     one_segment = note.one_segment();
-    look_at_segments(tile);
+    Modifier::look_at(*this, tile);
   } else {
     one_segment = of_one_segment;
   }
@@ -124,7 +124,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   if constexpr (kHalfValues && kKind != TileKind::kInner) wait_value();
   if constexpr (kKind != TileKind::kInRun) one_segment = of_one_segment;
   if constexpr (!kChained) *next_note = key_note(tile);
-  if constexpr (kHasRuns) look_at_segments(tile);
+  if constexpr (kHasRuns) Modifier::look_at(*this, tile);
   start_out_part<0>(0);
 }
 
