@@ -1,6 +1,6 @@
 // Holds the state that a consumer warpgroup of the sm_90 forward kernel keeps in registers for its
-// 64 rows, and the steps that it takes with a tile of keys and values. For the order of the steps
-// see sm90/forward/kernel.cuh.
+// 64 rows, and the verbs of its steps: await, start, release, apply, raise, convert, rescale.
+// sm90/forward/step.cuh puts them in order.
 #pragma once
 
 #include <cstdint>
@@ -440,13 +440,12 @@ struct ForwardConsumer {
   template <bool kBesideOut, TileKind kKind = TileKind::kAny>
   __device__ __forceinline__ void first_tile(int32_t tile, bool of_one_segment = false);
   // Goes from the probabilities of tile `last` to those of the next, overlapped with the former's
-  // product. With masks, `next_note` is set to the tile's. With a bias, a modifier has
-  // started the scores.
+  // product. With masks, `next_note` is set to the tile's.
   template <TileKind kKind = TileKind::kAny>
   __device__ __forceinline__ void next_tile(int32_t last, int32_t tile, bool of_one_segment = false,
                                             KeyTileNote* next_note = nullptr);
 
-  // Starts a tile's scores, unless a modifier has done so.
+  // Starts a tile's scores, unless the modifier's attend_rest() has done so.
   template <TileKind kKind>
   __device__ __forceinline__ void start_next_scores(int32_t tile);
   // Starts the last tile's product.

@@ -1,6 +1,6 @@
-// Redoes the marked query tiles of a block (sm90/forward/redo.cuh), after all others, their key
-// tiles one by one without overlap, with running maxima that are the rows' greatest logits and with
-// V as it is.
+// Processes the query tiles again that sm90/forward/redo.cuh has marked, after all others of a
+// block: without overlap, with running maxima that are the rows' greatest logits, and with V as it
+// is.
 #pragma once
 
 #include <cstdint>

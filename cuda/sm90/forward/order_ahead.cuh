@@ -1,7 +1,9 @@
-// Implements a consumer of the sm_90 forward kernel with registers for the scores of two tiles: the
-// next tile's scores and the last one's part of the output are computed overlapped with this tile's
-// exponentials, and the consumer waits for neither. Used with two consumers, for calls without
-// modifiers or a left edge.
+// Computes scores a tile ahead in the sm_90 forward kernel, for consumers with registers for the
+// scores of two tiles: the next tile's scores and the last one's part of the output are computed
+// overlapped with this tile's exponentials, and the consumer waits for neither.
+//
+// Used with two consumers, for calls without modifiers or a left edge. Key tiles are taken from the
+// last one on.
 #pragma once
 
 #include <cstdint>

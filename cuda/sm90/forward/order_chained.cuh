@@ -9,7 +9,6 @@
 #include <type_traits>
 
 #include "params.h"
-#include "sm90/forward/bias.cuh"
 #include "sm90/forward/config.cuh"
 #include "sm90/forward/consumer.cuh"
 #include "sm90/forward/order_again.cuh"
@@ -62,6 +61,7 @@ __device__ __forceinline__ void start_last_out(Consumer& consumer, int32_t tile,
   consumer.clear_values(turned_tile<Config, kModifiers>(tile, attended), attended, 1);
   consumer.start_out();
 }
+
 // Writes the rows of the query tile before, whose sums are in `softmax`. `plan`: a copy of the
 // reference that the consumer has, which ptxas would have loaded again.
 template <typename Config, typename Element, uint32_t kModifiers, typename Consumer>
@@ -72,6 +72,7 @@ __device__ __forceinline__ void finish_last(const ForwardPlan& plan, Consumer& c
                                            softmax, consumer.out);
   consumer.out_started = 0;
 }
+
 // Processes one query tile after the other, their key tiles in one chain: a query tile's first
 // scores and exponentials overlap the last product of the one before.
 template <typename Config, typename Element, uint32_t kModifiers, typename Value>

@@ -1,5 +1,8 @@
 // Processes one query tile at a time in the sm_90 forward kernel: with several modifiers, with a
 // mask's bytes, with scores a tile ahead, or where two warpgroups divide a query tile's keys.
+//
+// Consumers release a query tile's Q after its last scores. With divided keys, both warpgroups
+// count all tiles of a query tile, so that their stages agree.
 #pragma once
 
 #include <cstdint>

@@ -1,5 +1,8 @@
 // Processes a tile of keys in the sm_90 forward kernel without modifiers, where consumers chain
-// query tiles.
+// query tiles (sm90/forward/step.cuh says how it differs).
+//
+// A warp goes from its exponentials to the next scores as soon as it can. So the keys of a tile
+// have arrived when its step begins, and a product's factors may be due until settle().
 #pragma once
 
 #include <cuda_bf16.h>

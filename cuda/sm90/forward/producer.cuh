@@ -177,7 +177,8 @@ __device__ __forceinline__ void announce_end(const ForwardSmem<Config>& smem, ui
 }
 
 // Copies, for kGroups consumers from first_group on, their rows of the query tiles and, in boxes,
-// of the bias, and describes the query tiles to them. Called by one warp.
+// of the bias, and describes the query tiles to them. Called by one warp. Its lambdas are not
+// functions of their own: with them, consumers' code is another one.
 template <typename Config, typename Element, uint32_t kModifiers, int kGroups>
 __device__ __forceinline__ void produce_queries(const Forward& params, const ForwardPlan& plan,
                                                 const MapsOf<Config>& maps,

@@ -1,5 +1,5 @@
-// Redoes query tiles in the sm_90 forward kernel, after all others of a block: without modifiers,
-// up to head dim 128, sums are examined only after the last key.
+// Marks query tiles that the sm_90 forward kernel must redo, after all others of a block
+// (sm90/forward/order_again.cuh): without modifiers, sums are examined only after the last key.
 //
 // Exponentials relative to a running maximum that is the greatest logit of a row's first keys may
 // become very great. bfloat16 and float32 hold them up to 2^127, float16, in every second tile, up

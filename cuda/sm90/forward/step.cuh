@@ -1,10 +1,28 @@
-// Implements the steps of a consumer of the sm_90 forward kernel with a tile of keys, and what
-// overlaps what in them. Those of a scores-ahead consumer are in sm90/forward/order_ahead.cuh.
+// Takes the steps of a consumer of the sm_90 forward kernel with a tile of keys: first_tile() with
+// the first one of a query tile, next_tile() with each other one, with the hooks of the kernel's
+// modifier (sm90/forward/modifier.cuh).
+//
+//   start the scores; start the last tile's product; prepare; await the scores; apply the modifier,
+//   raise running maxima; exponentials; await what the next tile needs, and the product; check
+//   sums; convert; rescale
+//
+// Invariants. A step begins with the last tile's probabilities in registers and ends with this
+// tile's. At most one product of each kind is in flight. Each stage of K and V is released once, K
+// after the check, which may compute the scores again.
+//
+// Four other versions of a step exist, since each has a different order of these verbs, and a
+// branch between products costs more than the code:
+//
+//   plain_step.cuh    without modifiers: sums are checked after the last key, and rescaling and the
+//                     wait for V overlap the next scores
+//   soft_cap.cuh      next_capped_tile(), fixed_tiles(): exponentials relative to 0, of products as
+//                     they come
+//   order_ahead.cuh   the next tile's scores are in flight, too
+//   order_again.cuh   nothing overlaps
 #pragma once
 
 #include <cstdint>
 
-#include "sm90/forward/bias.cuh"
 #include "sm90/forward/consumer.cuh"
 #include "sm90/forward/late_maximum.cuh"
 #include "sm90/forward/plain_step.cuh"
