@@ -86,7 +86,7 @@ struct ForwardConsumer {
   RingState<Config::kQueryStages> query_stage;
   uint32_t works = 0;  // number of query tiles before the one in `work`
   QueryWork work;      // the query tile of the scores
-  bool is_last_query;  // set if Config::kTellsLast
+  bool is_last_query;  // set if Config::kMarksLast
   float out[1][kOutN][4];
   int out_started = 0;
   OnlineSoftmax<1> softmax;
@@ -145,7 +145,7 @@ struct ForwardConsumer {
     same(work.tile);
     same(work.end);
     same(work.row0);
-    if constexpr (Config::kTellsLast) {
+    if constexpr (Config::kMarksLast) {
       is_last_query = (work.end & QueryWork::kLast) != 0;
       work.end &= ~QueryWork::kLast;
     }
@@ -292,7 +292,7 @@ struct ForwardConsumer {
     out_started = 1;
   }
   template <int kPart>
-  __device__ __forceinline__ void exponentials_beside_out() {
+  __device__ __forceinline__ void exponentials_overlapped() {
     if constexpr (kOutParts == 1) {
       exponentials();
     } else {
@@ -305,7 +305,7 @@ struct ForwardConsumer {
       const uint32_t zero =
           __any_sync(0xffffffff, fminf(softmax.sum[0][0], softmax.sum[0][1]) < 0.0f);
       start_out_part<kPart + 1>(zero);
-      exponentials_beside_out<kPart + 1>();
+      exponentials_overlapped<kPart + 1>();
     }
   }
   __device__ __forceinline__ void await_out() {
@@ -435,9 +435,9 @@ struct ForwardConsumer {
     }
   }
 
-  // Processes the first tile of a query tile: with kBesideOut, overlapped with the last product of
-  // the previous query tile, whose output is in `out`.
-  template <bool kBesideOut, TileKind kKind = TileKind::kAny>
+  // Processes the first tile of a query tile: with kOverlapsOut, overlapped with the last product
+  // of the previous query tile, whose output is in `out`.
+  template <bool kOverlapsOut, TileKind kKind = TileKind::kAny>
   __device__ __forceinline__ void first_tile(int32_t tile, bool of_one_segment = false);
   // Goes from the probabilities of tile `last` to those of the next, overlapped with the former's
   // product. With masks, `next_note` is set to the tile's.
@@ -490,8 +490,8 @@ struct ForwardConsumer {
     take_references();
   }
   // Processes a query tile's keys from `tile` on.
-  template <typename Beside>
-  __device__ __forceinline__ void attend(int32_t tile, Beside beside);
+  template <typename Overlapped>
+  __device__ __forceinline__ void attend(int32_t tile, Overlapped overlapped);
 
   // Return whether this tile is in the run of one segment; and whether the next one is, too.
   __device__ __forceinline__ bool in_run(int32_t tile) const {

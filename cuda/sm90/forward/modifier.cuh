@@ -114,10 +114,11 @@ struct ModifierDefaults {
   __device__ __forceinline__ void judge(const Scores&, bool, bool, bool&, bool&, bool&) const {}
   // Computes exponentials of a tile that no edge cuts, together with the modifier: in one basic
   // block, in which the assembler interleaves them. `longer`: uses the longer approximation.
-  // Returns whether products are too great for it. `beside`, which receives whether all elements
-  // are allowed, is interleaved, too.
-  template <int kLift = 0, typename Beside>
-  __device__ __forceinline__ bool exponentials(Scores&, OnlineSoftmax<1>&, float, bool, Beside) {
+  // Returns whether products are too great for it. `overlapped`, which receives whether all
+  // elements are allowed, is interleaved, too.
+  template <int kLift = 0, typename Overlapped>
+  __device__ __forceinline__ bool exponentials(Scores&, OnlineSoftmax<1>&, float, bool,
+                                               Overlapped) {
     return false;
   }
   // Processes a query tile's keys after its first tile, `tile`, which it sets to the last one.

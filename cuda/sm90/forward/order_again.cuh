@@ -64,7 +64,7 @@ __device__ __forceinline__ void consume_again(const Forward& params, const Forwa
   take(consumer.value_stage, before.value_stage);
   take(consumer.query_stage, before.query_stage);
   consumer.works = __shfl_sync(0xffffffff, before.works, 0);
-  if constexpr (Config::kTellsLast) consumer.wait_query();  // this one signals the end
+  if constexpr (Config::kMarksLast) consumer.wait_query();  // this one signals the end
   consumer.release_query();
   while (consumer.wait_query()) {
     attend_again<Config>(consumer);

@@ -131,8 +131,8 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
   }
 
   // Processes a query tile's keys from the index-th tile on.
-  template <typename Beside>
-  __device__ __forceinline__ void attend(int32_t index, Beside beside) {
+  template <typename Overlapped>
+  __device__ __forceinline__ void attend(int32_t index, Overlapped overlapped) {
     this->wait_key();
     this->start_scores();
     this->read_description();
@@ -160,7 +160,7 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
       go_on<false>(index);
     }
     this->start_out();
-    beside();
+    overlapped();
     this->await_out();
   }
 };

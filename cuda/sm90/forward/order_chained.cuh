@@ -131,7 +131,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
   }
   if (unfinished) finish();
   if constexpr (Consumer::kPlain) {
-    smem.again->tell();
+    smem.again->notify();
     consume_again<Config, Element>(params, plan, smem, consumer);
   }
 }

@@ -222,7 +222,7 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
       QueryWork& work = smem.work(group, works);
       work.tile = range.first;
       work.end = range.end;
-      if constexpr (Config::kTellsLast) {
+      if constexpr (Config::kMarksLast) {
         QueryTileCursor next = cursor;
         next.advance();
         if (!next.valid()) work.end |= QueryWork::kLast;
@@ -247,7 +247,7 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
         describe(first_group);
       } else {  // as loops, two make the consumers' code slower (TUNING.md), except in short calls,
                 // which wait for code that is not in the cache; three, unrolled, would spill
-        constexpr int kUnroll = kGroups == 2 && !Config::kTellsLast ? 2 : 1;
+        constexpr int kUnroll = kGroups == 2 && !Config::kMarksLast ? 2 : 1;
 #pragma unroll kUnroll
         for (int group = 0; group < kGroups; ++group) load(group);
 #pragma unroll kUnroll
@@ -262,14 +262,14 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
     if (!produce(cursor)) return;
   }
   if (!leader) return;
-  const auto tell_of_end = [&] {
+  const auto notify_of_end = [&] {
     announce_end<Config, kGroups>(smem, stage.stage, stage.parity, works, first_group);
     stage.advance();
     ++works;
   };
-  tell_of_end();
+  notify_of_end();
   if constexpr (kChecksLate<Config, kModifiers>) {
-    if (produce_again(plan, smem, produce)) tell_of_end();
+    if (produce_again(plan, smem, produce)) notify_of_end();
   }
 }
 

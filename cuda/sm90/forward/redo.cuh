@@ -54,7 +54,7 @@ struct QueryTilesAgain {
   __device__ __forceinline__ void add(uint32_t n) { add_some(1u << n % 32); }
   __device__ __forceinline__ void add_all() { add_some(~0u); }
   // Signals that the calling warp has finished all of its tiles.
-  __device__ __forceinline__ void tell() {
+  __device__ __forceinline__ void notify() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier());
   }

@@ -187,9 +187,9 @@ struct ForwardModifier<Config, Element, kSoftCap> : ModifierDefaults<Config, Ele
       longer = !(greatest <= plan.modifiers.soft_cap.two.limit);
     }
   }
-  template <int kLift = 0, typename Beside>
+  template <int kLift = 0, typename Overlapped>
   __device__ __forceinline__ bool exponentials(Scores& scores, OnlineSoftmax<1>& softmax,
-                                               float to_log2, bool longer, Beside) {
+                                               float to_log2, bool longer, Overlapped) {
     const SoftCapPlan& cap = plan.modifiers.soft_cap;
     float shift[2];
 #pragma unroll
@@ -442,14 +442,14 @@ __device__ __forceinline__ int32_t fixed_tiles(Consumer& consumer, int32_t last)
   }
   float limit = consumer.plan.modifiers.soft_cap.two.greatest_sum;
   for (;; ++tile) {
-    int32_t told;
+    int32_t announced;
     for (;; ++tile) {
       if (tile >= end) return tile - 1;
       consumer.wait_key();
       consumer.start_scores();
       consumer.wait_value();  // a branch between products: TUNING.md
       consumer.template start_out_part<0>(0);
-      told = ptx::ld_relaxed_shared_s32(shared_end);
+      announced = ptx::ld_relaxed_shared_s32(shared_end);
       consumer.template await_scores<1>();
       float part[2] = {0.0f, 0.0f};
       modifier.two_term_exponentials(scores, part);
@@ -459,12 +459,12 @@ __device__ __forceinline__ int32_t fixed_tiles(Consumer& consumer, int32_t last)
       sum[0] += part[0];
       sum[1] += part[1];
       consumer.await_out();
-      end = min(end, __reduce_min_sync(0xffffffff, told));
+      end = min(end, __reduce_min_sync(0xffffffff, announced));
       consumer.release_key();
       consumer.convert();
     }
     consumer.await_out();
-    end = min(end, __reduce_min_sync(0xffffffff, told));
+    end = min(end, __reduce_min_sync(0xffffffff, announced));
     consumer.compute_scores_again(tile);
     const float greatest = greatest_magnitude(scores);
     consumer.modify(scores, tile, false);

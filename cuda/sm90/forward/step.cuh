@@ -67,7 +67,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
 }
 
 template <typename Config, typename Element, uint32_t kModifiers, typename Value>
-template <bool kBesideOut, TileKind kKind>
+template <bool kOverlapsOut, TileKind kKind>
 __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::first_tile(
     int32_t tile, bool of_one_segment) {
   if constexpr (Modifier::kInScores) {
@@ -87,7 +87,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   }
   if constexpr (Modifier::kBits) look_ahead(tile);
   modifier.prepare(work, work.row0 + warp_row, tile, edge);
-  await_scores<kBesideOut ? 1 : 0>();
+  await_scores<kOverlapsOut ? 1 : 0>();
   release_key();
   release_query_early(tile);
   softmax = OnlineSoftmax<1>();
@@ -109,10 +109,10 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   }
   Modifier::drop_some(*this, tile);
   if constexpr (kWaitsAhead) {
-    wait_ahead_after_exponentials(*this, tile, kBesideOut ? 1 : 0);
-    if constexpr (kBesideOut) await_out();
+    wait_ahead_after_exponentials(*this, tile, kOverlapsOut ? 1 : 0);
+    if constexpr (kOverlapsOut) await_out();
     convert();
-  } else if constexpr (kBesideOut) {
+  } else if constexpr (kOverlapsOut) {
     wait_next_value_after_exponentials();
     await_out();
     convert();
@@ -167,17 +167,17 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
 template <typename Config, typename Element, uint32_t kModifiers, typename Value>
 __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::exponentials(
     int32_t tile, bool whole, bool assumes_small, bool longer, bool& great) {
-  const auto beside = [&](bool all_allowed) {
+  const auto overlapped = [&](bool all_allowed) {
     if constexpr (Modifier::kBits) {
       look_ahead(tile + 1);
       find_attended_columns(all_allowed);
     }
   };
   if (whole) {
-    beside(modifier.all_allowed);
-    exponentials_beside_out<0>();
+    overlapped(modifier.all_allowed);
+    exponentials_overlapped<0>();
   } else if constexpr (kModifiers != kNoModifier) {
-    great = modifier.template exponentials<kLift>(scores, softmax, to_log2, longer, beside) &&
+    great = modifier.template exponentials<kLift>(scores, softmax, to_log2, longer, overlapped) &&
             assumes_small;
   }
 }
@@ -286,9 +286,9 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
 }
 
 template <typename Config, typename Element, uint32_t kModifiers, typename Value>
-template <typename Beside>
+template <typename Overlapped>
 __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::attend(
-    int32_t tile, Beside beside) {
+    int32_t tile, Overlapped overlapped) {
   wait_key();
   start_scores();
   read_description();
@@ -298,7 +298,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   }
   clear_values(tile, work.attended);
   start_out();
-  beside();
+  overlapped();
   await_out();
 }
 
