@@ -254,8 +254,31 @@ struct ForwardModifier<Config, Element, kBias> : ModifierDefaults<Config, Elemen
       add_bias(scores);
     }
   }
+  // Each case has its own code: that of most tiles is one basic block, in which the assembler
+  // interleaves the exponentials with what precedes and follows them. The scores are started before
+  // the case is determined, since they would have to wait for it.
+  template <typename Consumer>
+  static __device__ __forceinline__ void next_tile(Consumer& consumer, int32_t last, int32_t tile) {
+    consumer.wait_key();
+    consumer.start_scores();
+    if constexpr (Consumer::kOptimistic) {
+      if (!consumer.is_careful(tile) && !consumer.at_edge(tile)) {
+        consumer.template next_tile<TileKind::kInner>(last, tile);
+        return;
+      }
+    }
+    consumer.next_tile(last, tile);
+  }
+  template <typename Consumer>
+  static __device__ __forceinline__ void attend_rest(Consumer& consumer, int32_t& tile) {
+    if constexpr (kInScores) {
+      Base::attend_rest(consumer, tile);
+    } else {
+      for (; !consumer.is_last(tile); ++tile) next_tile(consumer, tile, tile + 1);
+    }
+  }
   // Sets what products are added to. Without boxes it is arbitrary, and the products replace it.
-  __device__ __forceinline__ void begin_with_bias(Scores& scores) {
+  __device__ __forceinline__ void begin_scores(Scores& scores) {
     bias.wait();
 #pragma unroll
     for (int n = 0; n < kN; n += 2) {
@@ -275,10 +298,10 @@ struct ForwardModifier<Config, Element, kBias> : ModifierDefaults<Config, Elemen
       }
     }
   }
-  // Waits for a tile's bias, and starts the loads that biased_exponentials() needs first: after the
+  // Waits for a tile's bias, and starts the loads that inner_exponentials() needs first: after the
   // wait for the scores, it would have to wait for them. Starting more of them takes longer than it
   // saves.
-  __device__ __forceinline__ void wait_bias() {
+  __device__ __forceinline__ void prepare_inner() {
     bias.wait();
     if constexpr (kBoxes) {
 #pragma unroll
@@ -296,8 +319,8 @@ struct ForwardModifier<Config, Element, kBias> : ModifierDefaults<Config, Elemen
   // Computes exponentials of products with the bias added. Every row has a running maximum, whose
   // exponential is 2^kLift.
   template <int kLift>
-  __device__ __forceinline__ void biased_exponentials(Scores& scores,
-                                                      OnlineSoftmax<1>& softmax) const {
+  __device__ __forceinline__ void inner_exponentials(Scores& scores,
+                                                     OnlineSoftmax<1>& softmax) const {
     const float factor = plan.products_to_log2;  // if computed here, it would occupy a register
     float shift[2];
     find_shift<false, kLift>(softmax, kLog2E, shift);
@@ -315,21 +338,5 @@ struct ForwardModifier<Config, Element, kBias> : ModifierDefaults<Config, Elemen
     }
   }
 };
-
-// Implements ForwardConsumer's next_tile(). Each case has its own code: that of most tiles is one
-// basic block, in which the assembler interleaves the exponentials with what precedes and follows
-// them. The scores are started before the case is determined, since they would have to wait for it.
-template <typename Config, typename Consumer>
-__device__ __forceinline__ void next_biased_tile(Consumer& consumer, int32_t last, int32_t tile) {
-  consumer.wait_key();
-  consumer.start_scores();
-  if constexpr (Consumer::kOptimistic) {
-    if (!consumer.is_careful(tile) && !consumer.at_edge(tile)) {
-      consumer.template next_tile<TileKind::kBiasBeside>(last, tile);
-      return;
-    }
-  }
-  consumer.next_tile(last, tile);
-}
 
 }  // namespace jax_flash::sm90

@@ -63,7 +63,7 @@ struct ForwardConfig {
   static constexpr bool kSecondCut = kAhead == ScoresAhead::kTwoCut;
   // For short calls: query tiles say whether they are a block's last, so that consumers need not
   // wait for another one; and the producers' code comes first.
-  static constexpr bool kTellsLast = kScoresAhead && !kSecondCut, kProducersFirst = kTellsLast;
+  static constexpr bool kMarksLast = kScoresAhead && !kSecondCut, kProducersFirst = kMarksLast;
   // The number of parts in which P V is started, interleaved with exponentials.
   static constexpr int kOutParts =
       kHeadDim <= 64 ? JAX_FLASH_SM90_OUT_PARTS_64 : JAX_FLASH_SM90_OUT_PARTS;

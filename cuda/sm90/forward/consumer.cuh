@@ -1,6 +1,6 @@
 // Holds the state that a consumer warpgroup of the sm_90 forward kernel keeps in registers for its
-// 64 rows, and the steps that it takes with a tile of keys and values. For the order of the steps
-// see sm90/forward/kernel.cuh.
+// 64 rows, and the verbs of its steps: await, start, release, apply, raise, convert, rescale.
+// sm90/forward/step.cuh puts them in order.
 #pragma once
 
 #include <cstdint>
@@ -27,34 +27,34 @@ namespace jax_flash::sm90 {
 // Value: the type of V in shared memory, and so of P.
 template <typename Config, typename Element, uint32_t kModifiers, typename Value = Element>
 struct ForwardConsumer {
-  using Modified = ForwardModifier<Config, Element, kModifiers>;
-  static constexpr bool kPlain = kChecksLate<Config, kModifiers> || Modified::kFixedMaxima;
-  static constexpr bool kHasRuns = Modified::kHasRuns, kSkips = Modified::kSkips;
-  static constexpr bool kMasks = Modified::kMasks;
+  using Modifier = ForwardModifier<Config, Element, kModifiers>;
+  static constexpr bool kPlain = kChecksLate<Config, kModifiers> || Modifier::kFixedMaxima;
+  static constexpr bool kHasRuns = Modifier::kHasRuns, kSkips = Modifier::kSkips;
+  static constexpr bool kMasks = Modifier::kMasks;
   // True if query tiles are chained, and Q is released early.
-  static constexpr bool kChained = !kMasks || (Modified::kBits && Config::kMaskWords);
+  static constexpr bool kChained = !kMasks || (Modifier::kBits && Config::kMaskWords);
   static constexpr bool kHalfValues = !std::is_same_v<Value, Element>;
   // True if exponentials are computed before their logits are compared with the running maxima.
   // With a bias or a mask, this is so only if P has enough bits to do without the greatest logits.
   static constexpr bool kOptimistic =
       Config::kOptimistic && Config::kKeyGroups == 1 &&
-      (Modified::kOptimistic == When::kAlways ||
-       (Modified::kOptimistic == When::kWithHalfValues && kHalfValues));
+      (Modifier::kOptimistic == When::kAlways ||
+       (Modifier::kOptimistic == When::kWithHalfValues && kHalfValues));
   // The number of tiles whose logits are compared with the running maxima first: after a tile that
   // had to be redone, and after one in which a running maximum rose.
   static constexpr int kCarefulTiles = 16;
   // True if a running maximum rises to any greater logit that is compared with it, not only to one
   // far above it (OnlineSoftmax). With segments this would be up to 8% slower.
   static constexpr bool kExactMaxima =
-      Modified::kExactMaxima == When::kAlways || Config::kKeyGroups > 1 ||
-      (Modified::kExactMaxima == When::kUnlessOptimistic && !kOptimistic);
+      Modifier::kExactMaxima == When::kAlways || Config::kKeyGroups > 1 ||
+      (Modifier::kExactMaxima == When::kUnlessOptimistic && !kOptimistic);
   // True if, without modifiers, running maxima rise whatever the first keys show: where all of P
   // has the operands' type.
   static constexpr bool kAlwaysExact = Config::kKeyGroups > 1 || std::is_same_v<Element, __half>;
-  static constexpr bool kByBits = kExactMaxima && Modified::kComparesBits;
-  static constexpr bool kByDifference = Modified::kByDifference;
+  static constexpr bool kByBits = kExactMaxima && Modifier::kComparesBits;
+  static constexpr bool kByDifference = Modifier::kByDifference;
   static constexpr int kN = Config::kBlockKv / 8, kOutN = Config::kValueDim / 8;
-  static constexpr bool kLowWord = Modified::kSaturates || Modified::kInScores;
+  static constexpr bool kLowWord = Modifier::kSaturates || Modifier::kInScores;
   static constexpr int kHeadSteps = Config::kHeadDim / 16, kKeySteps = Config::kBlockKv / 16;
   using ScoreProduct = ptx::Wgmma<Element, Config::kBlockKv>;
   // True if P V of every second tile is in float16 (sm90/forward/values.cuh).
@@ -65,10 +65,10 @@ struct ForwardConsumer {
   using OutProduct = ptx::Wgmma<Weight<kHalf>, Config::kValueDim>;
   using Scores = float[1][kN][4];
   static constexpr bool kReadsQueryAgain =
-      Modified::kReadsQueryAgain && kChained && Config::kQueryStages == 1 && kOptimistic;
+      Modifier::kReadsQueryAgain && kChained && Config::kQueryStages == 1 && kOptimistic;
   // True if a tile waits for the next one's keys, and for its own values while the next scores are
   // computed, as without modifiers.
-  static constexpr bool kWaitsAhead = kPlain || (kHalfValues && kChained && Modified::kWaitsAhead);
+  static constexpr bool kWaitsAhead = kPlain || (kHalfValues && kChained && Modifier::kWaitsAhead);
   // log2 of P for a logit equal to its row's running maximum, and the thread's sum of a tile beyond
   // which running maxima rise: P in float16 is exact to 11 bits from 2^-14 on, and ends at 2^16.
   static constexpr int kLift = kHalfValues ? kHalfLift : 0;
@@ -86,7 +86,7 @@ struct ForwardConsumer {
   RingState<Config::kQueryStages> query_stage;
   uint32_t works = 0;  // number of query tiles before the one in `work`
   QueryWork work;      // the query tile of the scores
-  bool is_last_query;  // set if Config::kTellsLast
+  bool is_last_query;  // set if Config::kMarksLast
   float out[1][kOutN][4];
   int out_started = 0;
   OnlineSoftmax<1> softmax;
@@ -106,7 +106,7 @@ struct ForwardConsumer {
   float shift[2];
   int unready;
   uint32_t columns = 0;  // a bit per column of this thread, set if its warp attends to it
-  Modified modified;
+  Modifier modifier;
   RowRange run;      // key tiles of one segment (SegmentNotes)
   KeyTileNote note;  // for the tile of the scores
   bool one_segment;  // for the tile of the probabilities
@@ -120,7 +120,7 @@ struct ForwardConsumer {
         group(__reduce_max_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup - 1)),
         warp_row(group_row() + threadIdx.x % kWarpgroup / 32 * 16),
         to_log2(planned.to_log2),
-        modified(forward, planned, where, group) {}
+        modifier(forward, planned, where, group) {}
 
   __device__ __forceinline__ int query_tile() const { return group % Config::kRowGroups; }
   __device__ __forceinline__ int group_row() const { return query_tile() * 64; }
@@ -130,7 +130,7 @@ struct ForwardConsumer {
   __device__ __forceinline__ bool wait_query() {
     ptx::mbarrier_wait(smem.query_full(query_stage.stage, query_tile()), query_stage.parity);
     const QueryWork& next = smem.work(query_tile(), works);
-    if constexpr (!Modified::kDescribedLate) {
+    if constexpr (!Modifier::kDescribedLate) {
       if constexpr (!kSkips) wait_described();
       work = next;
     } else {
@@ -145,7 +145,7 @@ struct ForwardConsumer {
     same(work.tile);
     same(work.end);
     same(work.row0);
-    if constexpr (Config::kTellsLast) {
+    if constexpr (Config::kMarksLast) {
       is_last_query = (work.end & QueryWork::kLast) != 0;
       work.end &= ~QueryWork::kLast;
     }
@@ -153,19 +153,19 @@ struct ForwardConsumer {
       same(run.first);
       same(run.end);
     }
-    modified.begin(work, work.row0 + warp_row);
+    modifier.begin(work, work.row0 + warp_row);
     return work.row0 >= 0;
   }
   // Reads the rest of the description. This takes a while, so it overlaps the first scores.
   __device__ __forceinline__ void read_description() {
-    if constexpr (!Modified::kDescribedLate) return;
+    if constexpr (!Modifier::kDescribedLate) return;
     if constexpr (!kSkips) wait_described();
     const QueryWork known = work;
     work = work_before(0);
     work.tile = known.tile;
     work.end = known.end;
     work.row0 = known.row0;
-    modified.describe(plan, work, work.row0 + warp_row);
+    modifier.describe(plan, work, work.row0 + warp_row);
   }
   __device__ __forceinline__ bool has_keys() const { return work.tile < work.end; }
   __device__ __forceinline__ void release_query() {
@@ -214,7 +214,7 @@ struct ForwardConsumer {
     });
   }
   __device__ __forceinline__ void start_scores() {
-    if constexpr (Modified::kInScores) modified.begin_with_bias(scores);
+    if constexpr (Modifier::kInScores) modifier.begin_scores(scores);
     start_scores(scores, key_stage.stage);
   }
   __device__ __forceinline__ void start_scores(Scores& of, uint32_t stage) {
@@ -227,7 +227,7 @@ struct ForwardConsumer {
     for (int k = 0; k < kHeadSteps; ++k) {
       ScoreProduct::template ss<0, 0>(of[0], descriptor_k_major<kLowWord>(query_smem, 0, k),
                                       descriptor_k_major<kLowWord>(smem.key(stage), 0, k),
-                                      k > 0 || Modified::kInScores);
+                                      k > 0 || Modifier::kInScores);
     }
     ptx::wgmma_commit_group();
   }
@@ -272,7 +272,7 @@ struct ForwardConsumer {
   }
   // Starts one of kOutParts parts, interleaved with the exponentials of the next tile: if all parts
   // were started at once, they would delay another warpgroup's scores, which are needed sooner.
-  static constexpr int kOutParts = Modified::kOutParts;
+  static constexpr int kOutParts = Modifier::kOutParts;
   template <int kPart, bool kHalf = false>
   __device__ __forceinline__ void start_out_part(uint32_t zero) {
     start_out_steps<kHalf, kPart * kKeySteps / kOutParts, (kPart + 1) * kKeySteps / kOutParts>(
@@ -293,7 +293,7 @@ struct ForwardConsumer {
     out_started = 1;
   }
   template <int kPart>
-  __device__ __forceinline__ void exponentials_beside_out() {
+  __device__ __forceinline__ void exponentials_overlapped() {
     if constexpr (kOutParts == 1) {
       exponentials();
     } else {
@@ -306,7 +306,7 @@ struct ForwardConsumer {
       const uint32_t zero =
           __any_sync(0xffffffff, fminf(softmax.sum[0][0], softmax.sum[0][1]) < 0.0f);
       start_out_part<kPart + 1>(zero);
-      exponentials_beside_out<kPart + 1>();
+      exponentials_overlapped<kPart + 1>();
     }
   }
   __device__ __forceinline__ void await_out() {
@@ -322,14 +322,6 @@ struct ForwardConsumer {
   __device__ __forceinline__ auto& unattended() const {
     return smem.segments->unattended[threadIdx.x / 32 - 4];
   }
-  // Finds which elements of a tile of several segments are allowed.
-  __device__ __forceinline__ void look_at_segments(int32_t tile) {
-    if (one_segment) return;
-    modified.allowed = allowed_by_segments<Config>(
-        params, work.modifiers, work.band, work.row0 + warp_row, tile * Config::kBlockKv,
-        smem.query_segments(query_tile(), works - 1), unattended());
-    columns = attended_by_warp<kN>(modified.allowed);
-  }
   // Returns whether the band cuts into a tile, for this warpgroup's rows.
   __device__ __forceinline__ bool at_edge(int32_t tile) const {
     const Band& band = work.band;
@@ -342,12 +334,12 @@ struct ForwardConsumer {
   // exponentials.
   __device__ __forceinline__ bool is_careful(int32_t tile) const {
     return (kChained && Config::kQueryStages == 1 && !kReadsQueryAgain && is_last(tile)) ||
-           (Modified::kInScores ? (careful_tiles | unready) > 0
+           (Modifier::kInScores ? (careful_tiles | unready) > 0
                                 : careful_tiles > 0 || !softmax.ready());
   }
   // Takes over the first or new running maxima, if scores begin with the bias.
   __device__ __forceinline__ void take_references() {
-    if constexpr (Modified::kInScores) {
+    if constexpr (Modifier::kInScores) {
 #pragma unroll
       // The same as find_shift(), with which ptxas would reorder everything.
       for (int half = 0; half < 2; ++half) {
@@ -359,29 +351,29 @@ struct ForwardConsumer {
     }
   }
   // Reads the mask or bias of a later tile ahead.
-  __device__ __forceinline__ void read_ahead(int32_t tile) { modified.read_ahead(work, tile); }
+  __device__ __forceinline__ void read_ahead(int32_t tile) { modifier.read_ahead(work, tile); }
   // Finds the mask's bits of tile `next`, and reads those of the tile after it.
-  __device__ __forceinline__ void look_ahead(int32_t next) { modified.look_ahead(work, next + 1); }
+  __device__ __forceinline__ void look_ahead(int32_t next) { modifier.look_ahead(work, next + 1); }
   __device__ __forceinline__ void find_attended_columns(bool all_allowed) {
     if constexpr (kHalfValues) return;  // clear_values() does not use them
-    columns = all_allowed ? kAllBits<kN> : attended_by_warp<kN>(modified.allowed);
+    columns = all_allowed ? kAllBits<kN> : attended_by_warp<kN>(modifier.allowed);
   }
   // Applies the call's modifiers to products, except for to_log2. `again`: what was read ahead is
   // gone.
   __device__ __forceinline__ void modify(Scores& scores, int32_t tile, bool edge,
                                          bool again = false) {
     // Not in registers if few tiles need it.
-    const QueryWork& described = Modified::kInScores ? work_before(0) : work;
+    const QueryWork& described = Modifier::kInScores ? work_before(0) : work;
     const Band& band = described.band;
     const int32_t col0 = tile * Config::kBlockKv, warp_row0 = work.row0 + warp_row;
-    if constexpr (Modified::kBits) {
-      if (!modified.all_allowed) modified.forbid_all(scores);
+    if constexpr (Modifier::kBits) {
+      if (!modifier.all_allowed) modifier.forbid_all(scores);
       return;
     }
     if constexpr (kHasRuns) {
-      if (!one_segment) return modified.forbid_all(scores);
+      if (!one_segment) return modifier.forbid_all(scores);
     } else {
-      modified.modify(scores, params, described.modifiers, band, warp_row0, col0, one_segment,
+      modifier.modify(scores, params, described.modifiers, band, warp_row0, col0, one_segment,
                       again);
     }
     if (edge) {
@@ -396,7 +388,7 @@ struct ForwardConsumer {
     }
   }
   __device__ __forceinline__ bool raise_reference() {
-    const float least = modified.least_logit();
+    const float least = modifier.least_logit();
     if constexpr (kByBits) {
       return raise_to_greatest<kByDifference>(softmax, by_bits, scores, to_log2, factor, least);
     } else if constexpr (kExactMaxima) {
@@ -417,7 +409,7 @@ struct ForwardConsumer {
   }
   __device__ __forceinline__ void exponentials() { exponentials(scores); }
   __device__ __forceinline__ void exponentials(Scores& of) {
-    if constexpr (Modified::kInScores) {
+    if constexpr (Modifier::kInScores) {
       exponentials_in_chains(softmax, of, to_log2, shift);
     } else if constexpr (kLift != 0) {
       float lifted[2];
@@ -444,18 +436,17 @@ struct ForwardConsumer {
     }
   }
 
-  // Processes the first tile of a query tile: with kBesideOut, overlapped with the last product of
-  // the previous query tile, whose output is in `out`.
-  template <bool kBesideOut, TileKind kKind = TileKind::kAny>
+  // Processes the first tile of a query tile: with kOverlapsOut, overlapped with the last product
+  // of the previous query tile, whose output is in `out`.
+  template <bool kOverlapsOut, TileKind kKind = TileKind::kAny>
   __device__ __forceinline__ void first_tile(int32_t tile, bool of_one_segment = false);
   // Goes from the probabilities of tile `last` to those of the next, overlapped with the former's
-  // product. With masks, `next_note` is set to the tile's. With a bias, next_biased_tile() has
-  // started the scores.
+  // product. With masks, `next_note` is set to the tile's.
   template <TileKind kKind = TileKind::kAny>
   __device__ __forceinline__ void next_tile(int32_t last, int32_t tile, bool of_one_segment = false,
                                             KeyTileNote* next_note = nullptr);
 
-  // Starts a tile's scores, unless next_biased_tile() has done so.
+  // Starts a tile's scores, unless the modifier's attend_rest() has done so.
   template <TileKind kKind>
   __device__ __forceinline__ void start_next_scores(int32_t tile);
   // Starts the last tile's product.
@@ -500,8 +491,8 @@ struct ForwardConsumer {
     take_references();
   }
   // Processes a query tile's keys from `tile` on.
-  template <typename Beside>
-  __device__ __forceinline__ void attend(int32_t tile, Beside beside);
+  template <typename Overlapped>
+  __device__ __forceinline__ void attend(int32_t tile, Overlapped overlapped);
 
   // Return whether this tile is in the run of one segment; and whether the next one is, too.
   __device__ __forceinline__ bool in_run(int32_t tile) const {

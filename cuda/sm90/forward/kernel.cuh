@@ -7,18 +7,41 @@
 //     O = O 2^(m_old - m) + P V     P from registers
 //   out = O / l, lse = m + log l
 //
-// Warp roles. One warp starts copies (TMA) of K and V. For each consumer, another warp copies its Q
-// and bias, and describes the query tile to it; or one warp does so for all consumers, if two
-// others convert values (sm90/forward/values.cuh). With segments, the last warp plans one query
-// tile ahead (sm90/forward/segments.cuh). Every consumer warpgroup owns 64 rows: it starts S of a
-// tile and O of the one before, and computes the tile's exponentials overlapped with the latter.
-// Blocks are persistent, unless query tiles are very long, and the chain continues over query
-// tiles: the first scores of one overlap the last product of the one before. If there are registers
-// for more scores, S is computed a tile ahead instead (sm90/forward/order_ahead.cuh). If there are
-// very few query tiles, two warpgroups share each, and divide its keys. plan/choose.cc decides
-// which call takes what.
+// Roles of warps. The first warpgroup has producers: its first warp starts copies (TMA) of K and V;
+// for each consumer, another warp copies its Q and bias, and describes the query tile to it, or one
+// warp does so for all consumers, if two others convert values (sm90/forward/values.cuh). With
+// segments, the last warp plans one query tile ahead (sm90/forward/segments.cuh). Every other
+// warpgroup is a consumer and owns 64 rows: it starts S of a tile and O of the one before, and
+// computes the tile's exponentials overlapped with the latter.
 //
-// Shared memory holds Q and some stages of K and of V, each with a pair of barriers (full, empty).
+// Blocks are persistent, unless query tiles are very long. A consumer's loops over query tiles and
+// key tiles are its order, which the row of plan/recipes.h determines; plan/choose.cc decides which
+// call takes which row:
+//
+//   order_chained.cuh      query tiles in one chain: the first scores of one overlap the last
+//                          product of the one before
+//   order_single.cuh       one query tile after the other: with several modifiers, a mask's bytes,
+//                          or one of the next two
+//   order_ahead.cuh        S a tile ahead, if there are registers for more scores
+//   order_split_keys.cuh   two warpgroups share a query tile and divide its keys, if there are few
+//   order_again.cuh        without modifiers: query tiles once more, without overlap
+//
+// step.cuh has a step with a tile of keys, modifier.cuh the hooks that a modifier implements.
+//
+// Map of dynamic shared memory (ForwardConfig, ForwardSmem), from its start:
+//
+//   Q         [kQueryStages][kRowGroups] tiles of 64 rows
+//   K         [kStages] tiles of kBlockKv rows
+//   V         [kValueStages] tiles of kBlockKv rows
+//   partial   with divided keys: one consumer's output in float32, and its statistics
+//   own       with a bias: each consumer warp's 16 rows of a tile
+//
+// Static shared memory has the barriers, full and empty for each stage, the descriptions of kWorks
+// query tiles, and what segments, redone query tiles and converted values need.
+//
+// Hazard: ptxas reacts to how this code is divided into functions; tests/machine_code.py shows it.
+// A reference to a local bool, or a consumer's reference to ForwardPlan in place of an argument,
+// may be enough.
 #pragma once
 
 #include <cstdint>
@@ -34,21 +57,15 @@
 #include "sm90/forward/consumer.cuh"
 #include "sm90/forward/half_values.cuh"
 #include "sm90/forward/mask.cuh"
-#include "sm90/forward/order_again.cuh"
 #include "sm90/forward/order_chained.cuh"
 #include "sm90/forward/order_single.cuh"
-#include "sm90/forward/order_split_keys.cuh"
-#include "sm90/forward/order_window.cuh"
 #include "sm90/forward/parts.cuh"
-#include "sm90/forward/plain_step.cuh"
 #include "sm90/forward/plan.cuh"
 #include "sm90/forward/producer.cuh"
 #include "sm90/forward/segments.cuh"
 #include "sm90/forward/slopes.cuh"
 #include "sm90/forward/soft_cap.cuh"
-#include "sm90/forward/step.cuh"
 #include "sm90/forward/values.cuh"
-#include "tile/softmax.cuh"
 
 namespace jax_flash::sm90 {
 
@@ -57,7 +74,8 @@ template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void initialise(const ForwardMaps& maps,
                                            const ForwardSmem<Config>& smem) {
   if (threadIdx.x == kWarpgroup) {
-    if constexpr ((kModifiers & kSegments) != 0) init_plan_barriers<Config>(*smem.segments);
+    if constexpr (ForwardModifier<Config, Element, kModifiers>::kSkips)
+      init_plan_barriers<Config>(*smem.segments);
     constexpr bool kConverts = kConvertsValues<Config, Element, kModifiers>;
     if constexpr (kChecksLate<Config, kModifiers>) {
       smem.again->init(Config::kConsumers * 4 + (kConverts ? kConverterWarps : 0));
@@ -73,10 +91,11 @@ __device__ __forceinline__ void initialise(const ForwardMaps& maps,
 // The number of registers that each consumer thread cedes to those of the first warpgroup: for
 // warps that convert many values at a time, and with segments alone for the warp that plans.
 template <typename Config, typename Element, uint32_t kModifiers>
-inline constexpr int kLeftRegisters = kConvertsMany<Config, Element, kModifiers> ||
-                                              (kModifiers == kSegments && Config::kConsumers == 2)
-                                          ? 8
-                                          : 0;
+inline constexpr int kLeftRegisters =
+    kConvertsMany<Config, Element, kModifiers> ||
+            (ForwardModifier<Config, Element, kModifiers>::kHasRuns && Config::kConsumers == 2)
+        ? 8
+        : 0;
 
 // Processes all query tiles, with V in shared memory as numbers of type Value.
 template <typename Config, typename Element, uint32_t kModifiers, typename Value>
@@ -111,7 +130,7 @@ __device__ __forceinline__ void produce(const Forward& params, const ForwardPlan
                                         const MapsOf<Config>& maps, const ForwardSmem<Config>& smem,
                                         const SkipsOf<Config>& skips, const CUtensorMap& value_map,
                                         const BoxAxes& value_axes) {
-  constexpr bool kSkips = (kModifiers & kSegments) != 0;
+  constexpr bool kSkips = ForwardModifier<Config, Element, kModifiers>::kSkips;
   ptx::setmaxnreg_dec<Config::kProducerRegisters +
                       Config::kConsumers * kLeftRegisters<Config, Element, kModifiers>>();
   const int warp = threadIdx.x / 32;
@@ -149,7 +168,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                    const __grid_constant__ MapsOf<Config> maps,
                    const __grid_constant__ Forward params, const SkipsOf<Config> skips,
                    const __grid_constant__ HalfValuesOf<Config, Element, kModifiers> half_values) {
-  constexpr bool kSkips = (kModifiers & kSegments) != 0;
+  constexpr bool kSkips = ForwardModifier<Config, Element, kModifiers>::kSkips;
   extern __shared__ __align__(1024) uint8_t smem_bytes[];
   __shared__ __align__(8) uint64_t barriers[ForwardSmem<Config>::kBarriers];
   __shared__ QueryWork works[ForwardSmem<Config>::kWorks];
@@ -184,7 +203,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   // ptxas places the code of the second branch first, right after the kernel's start. A far jump
   // there costs 300 clocks if the code is not in the cache.
-  if constexpr (Config::kProducersFirst || kModifiers == kSegments) {
+  if constexpr (Config::kProducersFirst || ForwardModifier<Config, Element, kModifiers>::kHasRuns) {
     if (threadIdx.x >= kWarpgroup) {
       consume<Config, Element, kModifiers>(params, plan, maps, smem, half);
     } else {

@@ -1,8 +1,8 @@
 // Raises running maxima late, where logits are not compared with them before the exponentials.
 //
-// A query tile's first sums predict the following ones. If a running maximum rises
-// after the exponentials, these are rescaled: a tile pays for that only if its sums show that its
-// logits are far greater than those before.
+// A query tile's first sums predict the following ones. If a running maximum rises after the
+// exponentials, these are rescaled: a tile pays for that only if its sums show that its logits are
+// far greater than those before.
 #pragma once
 
 #include <cstdint>

@@ -8,7 +8,6 @@
 #include <type_traits>
 #include <utility>
 
-#include "modifiers/kernels.h"
 #include "modifiers/segments.cuh"
 #include "params.h"
 #include "plan/choose.h"
@@ -56,7 +55,7 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   // these.
   const bool is_long = int64_t{shape.kv_len} * Config::kHeadDim >= JAX_FLASH_SM90_LONG_UNIT;
   // Blocks take units in turn if there are segments.
-  constexpr bool kInTurn = (kModifiers & kSegments) != 0;
+  constexpr bool kInTurn = ForwardModifier<Config, Element, kModifiers>::kSkips;
   // An additional block loses the chain of query tiles, if there is one.
   constexpr double kMostRest = kInTurn || !JAX_FLASH_SM90_REST_APART ? 0.0
                                : Config::kScoresAhead                ? 0.8
@@ -64,14 +63,12 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   QueryTileTail tail;
   if (kInTurn && spans.query) tail = QueryTileTail(schedule, sms);
   schedule.divide(sms, is_long && !spans.query, kMostRest);
-  using Modified = ForwardModifier<Config, Element, kModifiers>;
-  constexpr bool kSaturates = Modified::kSaturates;
-  ForwardPlan plan(
-      params, schedule, tail,
-      !Modified::kFixedMaxima && kModifiers != kNoModifier && has_natural_logits(params),
-      kSaturates);
+  using Modifier = ForwardModifier<Config, Element, kModifiers>;
+  constexpr bool kSaturates = Modifier::kSaturates;
+  constexpr bool kProducts = kModifiers == kNoModifier || Modifier::kFixedMaxima;
+  ForwardPlan plan(params, schedule, tail, !kProducts && has_natural_logits(params), kSaturates);
   // The scale is applied to Q; bias_in_scores() has made sure that it is a power of two.
-  if (Modified::kInScores) {
+  if (Modifier::kInScores) {
     plan.modifiers.query_factor = params.options.scale;
   }
   if constexpr (Config::kBiasBoxes) {

@@ -254,7 +254,8 @@ struct ForwardModifier<Config, Element, kMask> : ModifierDefaults<Config, Elemen
   static constexpr When kOptimistic = When::kWithHalfValues, kExactMaxima = When::kUnlessOptimistic;
   // Where that is faster.
   static constexpr bool kComparesBits = !(Config::kHeadDim == 64 && Config::kConsumers == 3);
-  static constexpr bool kReadsQueryAgain = true, kMasks = true, kBits = true, kWaitsAhead = true;
+  static constexpr bool kReadsQueryAgain = true, kMasks = true, kBits = true, kWaitsAhead = true,
+                        kJudges = true;
   static constexpr bool kAddsInfinity = Config::kMaskWords;
   // The number of blocks whose elements are forbidden together, and the method: chosen by
   // measurement.
@@ -313,15 +314,15 @@ struct ForwardModifier<Config, Element, kMask> : ModifierDefaults<Config, Elemen
                                         bool&) const {
     whole = careful;
   }
-  template <int kLift = 0, typename Beside>
+  template <int kLift = 0, typename Overlapped>
   __device__ __forceinline__ bool exponentials(Scores& scores, OnlineSoftmax<1>& softmax,
-                                               float to_log2, bool, Beside beside) {
+                                               float to_log2, bool, Overlapped overlapped) {
     float shift[2];
     find_shift<true, kLift>(softmax, to_log2, shift);
     const auto all = [&](auto all_are_allowed) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
-        if (n == kN / 4) beside(all_are_allowed());
+        if (n == kN / 4) overlapped(all_are_allowed());
         if (!all_are_allowed() && n % kForbidBlocks == 0) {
           if constexpr (kAddsInfinity) {
             forbid_finite<kForbidBlocks>(scores[0], allowed, n);

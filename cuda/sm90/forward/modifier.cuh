@@ -3,9 +3,18 @@
 //
 // A modifier is a struct ForwardModifier<Config, Element, kModifiers> that derives from
 // ModifierDefaults and replaces what it needs: bias.cuh, mask.cuh, segments.cuh and soft_cap.cuh
-// have one each; those for no modifier and for all of them together are here. Nothing but the row
-// in plan/recipes.h names it. Its members are in a consumer's registers, and the order in which
-// they are declared decides about the machine code.
+// have one each; those for no modifier and for all of them together are here. A new one is a file
+// of its own, which kernel.cuh includes, and a row of plan/recipes.h. Orders and steps do not name
+// modifiers; the exceptions are what a query tile's description has for them (plan.cuh), which
+// batches follow one another (producer.cuh), which values are converted (half_values.cuh), and
+// rows of low logits with a bias (parts.cuh).
+//
+// A modifier that can be computed with the exponentials sets kJudges, and implements judge(),
+// modify() for tiles that an edge cuts or whose logits are compared with running maxima first, and
+// exponentials() for all others.
+//
+// Hazard: members are in a consumer's registers, and the order in which they are declared decides
+// about the machine code.
 #pragma once
 
 #include <cstdint>
@@ -23,9 +32,10 @@
 namespace jax_flash::sm90 {
 
 // Says what is known of a tile at compile time. kInRun: it and the one before, even if that one
-// belongs to another query tile, have one segment each. kBiasBeside: its bias is added overlapped
-// with the exponentials.
-enum class TileKind { kAny, kInRun, kBiasBeside };
+// belongs to another query tile, have one segment each. kInner: no edge cuts it,
+// its addends were read ahead, and its logits are not compared with the running maxima before its
+// exponentials, which are computed together with the modifier.
+enum class TileKind { kAny, kInRun, kInner };
 
 // Says when a kernel does something.
 enum class When { kNever, kWithHalfValues, kUnlessOptimistic, kAlways };
@@ -64,6 +74,8 @@ struct ModifierDefaults {
   static constexpr bool kSkips = false, kHasRuns = false;
   // True if addends of logits are read a tile ahead, and if scores begin with them.
   static constexpr bool kAddends = false, kInScores = false;
+  // True if judge() decides how exponentials are computed.
+  static constexpr bool kJudges = false;
   // True if logits are approximated; if running maxima are 0 where they let products be used as
   // they come; and if the usual tiles then have their own loop.
   static constexpr bool kApproximates = false, kSaturates = false, kFixedTiles = false;
@@ -111,11 +123,17 @@ struct ModifierDefaults {
   __device__ __forceinline__ void judge(const Scores&, bool, bool, bool&, bool&, bool&) const {}
   // Computes exponentials of a tile that no edge cuts, together with the modifier: in one basic
   // block, in which the assembler interleaves them. `longer`: uses the longer approximation.
-  // Returns whether products are too great for it. `beside`, which receives whether all elements
-  // are allowed, is interleaved, too.
-  template <int kLift = 0, typename Beside>
-  __device__ __forceinline__ bool exponentials(Scores&, OnlineSoftmax<1>&, float, bool, Beside) {
+  // Returns whether products are too great for it. `overlapped`, which receives whether all
+  // elements are allowed, is interleaved, too.
+  template <int kLift = 0, typename Overlapped>
+  __device__ __forceinline__ bool exponentials(Scores&, OnlineSoftmax<1>&, float, bool,
+                                               Overlapped) {
     return false;
+  }
+  // Processes a query tile's keys after its first tile, `tile`, which it sets to the last one.
+  template <typename Consumer>
+  static __device__ __forceinline__ void attend_rest(Consumer& consumer, int32_t& tile) {
+    for (; !consumer.is_last(tile); ++tile) consumer.next_tile(tile, tile + 1);
   }
   // Zeroes probabilities that are dropped.
   template <typename Consumer>

@@ -1,6 +1,6 @@
-// Redoes the marked query tiles of a block (sm90/forward/redo.cuh), after all others, their key
-// tiles one by one without overlap, with running maxima that are the rows' greatest logits and with
-// V as it is.
+// Processes the query tiles again that sm90/forward/redo.cuh has marked, after all others of a
+// block: without overlap, with running maxima that are the rows' greatest logits, and with V as it
+// is.
 #pragma once
 
 #include <cstdint>
@@ -64,7 +64,7 @@ __device__ __forceinline__ void consume_again(const Forward& params, const Forwa
   take(consumer.value_stage, before.value_stage);
   take(consumer.query_stage, before.query_stage);
   consumer.works = __shfl_sync(0xffffffff, before.works, 0);
-  if constexpr (Config::kTellsLast) consumer.wait_query();  // this one signals the end
+  if constexpr (Config::kMarksLast) consumer.wait_query();  // this one signals the end
   consumer.release_query();
   while (consumer.wait_query()) {
     attend_again<Config>(consumer);
@@ -79,7 +79,7 @@ __device__ __forceinline__ void consume_again(const Forward& params, const Forwa
 template <typename Consumer>
 __device__ __forceinline__ void check_query_tile(const Consumer& consumer,
                                                  const OnlineSoftmax<1>& softmax, uint32_t n) {
-  if constexpr (Consumer::kPlain && !Consumer::Modified::kFixedMaxima && !Consumer::kAlwaysExact) {
+  if constexpr (Consumer::kPlain && !Consumer::Modifier::kFixedMaxima && !Consumer::kAlwaysExact) {
     if (exceeds(softmax, consumer.out)) consumer.smem.again->add(n);
   }
 }

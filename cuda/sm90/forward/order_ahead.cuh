@@ -1,7 +1,9 @@
-// Implements a consumer of the sm_90 forward kernel with registers for the scores of two tiles: the
-// next tile's scores and the last one's part of the output are computed overlapped with this tile's
-// exponentials, and the consumer waits for neither. Used with two consumers, for calls without
-// modifiers or a left edge.
+// Computes scores a tile ahead in the sm_90 forward kernel, for consumers with registers for the
+// scores of two tiles: the next tile's scores and the last one's part of the output are computed
+// overlapped with this tile's exponentials, and the consumer waits for neither.
+//
+// Used with two consumers, for calls without modifiers or a left edge. Key tiles are taken from the
+// last one on.
 #pragma once
 
 #include <cstdint>
@@ -129,8 +131,8 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
   }
 
   // Processes a query tile's keys from the index-th tile on.
-  template <typename Beside>
-  __device__ __forceinline__ void attend(int32_t index, Beside beside) {
+  template <typename Overlapped>
+  __device__ __forceinline__ void attend(int32_t index, Overlapped overlapped) {
     this->wait_key();
     this->start_scores();
     this->read_description();
@@ -158,7 +160,7 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
       go_on<false>(index);
     }
     this->start_out();
-    beside();
+    overlapped();
     this->await_out();
   }
 };

@@ -9,7 +9,6 @@
 #include <type_traits>
 
 #include "params.h"
-#include "sm90/forward/bias.cuh"
 #include "sm90/forward/config.cuh"
 #include "sm90/forward/consumer.cuh"
 #include "sm90/forward/order_again.cuh"
@@ -26,7 +25,7 @@ namespace jax_flash::sm90 {
 // Writes the rows of a query tile that attends to no keys.
 template <typename Element, typename Consumer>
 __device__ __forceinline__ void skip_query_tile(Consumer& consumer) {
-  if constexpr (Consumer::Modified::kFixedTiles) sync_fixed_tiles();
+  if constexpr (Consumer::Modifier::kFixedTiles) sync_fixed_tiles();
   consumer.read_description();
   finish_empty_rows<Element>(consumer.plan, consumer.work, consumer.warp_row);
   consumer.release_query();
@@ -36,7 +35,7 @@ __device__ __forceinline__ void skip_query_tile(Consumer& consumer) {
 template <typename Consumer>
 __device__ __forceinline__ void start_query_tile(Consumer& consumer) {
   consumer.read_ahead(consumer.work.tile);
-  if constexpr (Consumer::Modified::kSaturates || Consumer::Modified::kInScores) {
+  if constexpr (Consumer::Modifier::kSaturates || Consumer::Modifier::kInScores) {
     multiply_query(consumer);
   }
   consumer.wait_key();
@@ -48,26 +47,10 @@ __device__ __forceinline__ void start_query_tile(Consumer& consumer) {
 // whose product has not been started.
 template <typename Config, uint32_t kModifiers, typename Consumer>
 __device__ __forceinline__ void attend_rest(Consumer& consumer, int32_t& tile) {
-  if constexpr (Consumer::kHasRuns) {
-    for (;;) {
-      for (; consumer.run_goes_on(tile); ++tile) {
-        consumer.template next_tile<TileKind::kInRun>(tile, tile + 1);
-      }
-      if (consumer.is_last(tile)) break;
-      const int32_t last = tile;
-      tile = consumer.note.next();
-      consumer.next_tile(last, tile, consumer.note.next_one_segment());
-    }
-  } else if constexpr (Consumer::kPlain) {
+  if constexpr (Consumer::kPlain) {
     tile = plain_tiles<Config>(consumer, tile);
   } else {
-    for (; !consumer.is_last(tile); ++tile) {
-      if constexpr (Consumer::Modified::kAddends && !Consumer::Modified::kInScores) {
-        next_biased_tile<Config>(consumer, tile, tile + 1);
-      } else {
-        consumer.next_tile(tile, tile + 1);
-      }
-    }
+    Consumer::Modifier::attend_rest(consumer, tile);
   }
 }
 
@@ -78,6 +61,7 @@ __device__ __forceinline__ void start_last_out(Consumer& consumer, int32_t tile,
   consumer.clear_values(turned_tile<Config, kModifiers>(tile, attended), attended, 1);
   consumer.start_out();
 }
+
 // Writes the rows of the query tile before, whose sums are in `softmax`. `plan`: a copy of the
 // reference that the consumer has, which ptxas would have loaded again.
 template <typename Config, typename Element, uint32_t kModifiers, typename Consumer>
@@ -88,6 +72,7 @@ __device__ __forceinline__ void finish_last(const ForwardPlan& plan, Consumer& c
                                            softmax, consumer.out);
   consumer.out_started = 0;
 }
+
 // Processes one query tile after the other, their key tiles in one chain: a query tile's first
 // scores and exponentials overlap the last product of the one before.
 template <typename Config, typename Element, uint32_t kModifiers, typename Value>
@@ -137,7 +122,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
     unfinished = true;
     attended = work.attended;
     tile = work.tile;
-    if constexpr (Consumer::Modified::kFixedTiles) {
+    if constexpr (Consumer::Modifier::kFixedTiles) {
       tile = fixed_tiles<Config>(consumer, tile);
       consumer.wait_value();  // in there, it would take registers from the loop below
     }
@@ -146,7 +131,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
   }
   if (unfinished) finish();
   if constexpr (kChecksLate<Config, kModifiers>) {
-    smem.again->tell();
+    smem.again->notify();
     consume_again<Config, Element>(params, plan, smem, consumer);
   }
 }

@@ -1,5 +1,8 @@
 // Processes one query tile at a time in the sm_90 forward kernel: with several modifiers, with a
 // mask's bytes, with scores a tile ahead, or where two warpgroups divide a query tile's keys.
+//
+// Consumers release a query tile's Q after its last scores. With divided keys, both warpgroups
+// count all tiles of a query tile, so that their stages agree.
 #pragma once
 
 #include <cstdint>
@@ -65,15 +68,15 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
   RingState<Config::kStages> stage;  // stage of the query tile's first key tile
   bool partial_used = false;
   const auto next = [&] {
-    return !(Config::kTellsLast && consumer.is_last_query) && consumer.wait_query();
+    return !(Config::kMarksLast && consumer.is_last_query) && consumer.wait_query();
   };
   for (bool more = consumer.wait_query(); more; more = next()) {
     if (!consumer.has_keys()) {
       consumer.read_description();
       if (key_group == 0) finish_empty_rows<Element>(plan, work, consumer.warp_row);
       consumer.release_query();
-      if constexpr (Consumer::kPlain && Config::kTellsLast) {
-        if (consumer.is_last_query) smem.again->tell();
+      if constexpr (Consumer::kPlain && Config::kMarksLast) {
+        if (consumer.is_last_query) smem.again->notify();
       }
       continue;
     }
@@ -88,22 +91,22 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
     consumer.softmax = OnlineSoftmax<1>();
     consumer.out_started = 0;
     float normalizer[2];
-    const auto beside = [&] {
+    const auto overlapped = [&] {
       if constexpr (Config::kKeyGroups == 1) {
         finish_statistics<kNoModifier>(plan, consumer.work_before(0), consumer.warp_row,
                                        consumer.softmax, normalizer);
       }
     };
     if (Config::kKeyGroups == 1 || tile < work.end) {
-      consumer.attend(tile, beside);
+      consumer.attend(tile, overlapped);
     } else {
       consumer.read_description();
     }
     consumer.release_query();
     if constexpr (Consumer::kPlain) {
       check_query_tile(consumer, consumer.softmax, consumer.works - 1);
-      if constexpr (Config::kTellsLast) {  // so that all have signaled when the output is stored
-        if (consumer.is_last_query) smem.again->tell();
+      if constexpr (Config::kMarksLast) {  // so that all have signaled when the output is stored
+        if (consumer.is_last_query) smem.again->notify();
       }
     }
     if (key_group == 1) {
@@ -120,7 +123,7 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
     partial_used = true;
   }
   if constexpr (Consumer::kPlain) {
-    if constexpr (!Config::kTellsLast) smem.again->tell();
+    if constexpr (!Config::kMarksLast) smem.again->notify();
     consume_again<Config, Element>(params, plan, smem, consumer);
   }
 }

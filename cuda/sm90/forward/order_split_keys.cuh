@@ -1,5 +1,7 @@
 // Combines the outputs of two warpgroups of the sm_90 forward kernel that divide the keys of the
 // same rows.
+//
+// The results pass through one place in shared memory, with two named barriers, full and empty.
 #pragma once
 
 #include <cstdint>

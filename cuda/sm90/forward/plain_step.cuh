@@ -1,5 +1,8 @@
 // Processes a tile of keys in the sm_90 forward kernel without modifiers, where consumers chain
-// query tiles.
+// query tiles (sm90/forward/step.cuh says how it differs).
+//
+// A warp goes from its exponentials to the next scores as soon as it can. So the keys of a tile
+// have arrived when its step begins, and a product's factors may be due until settle().
 #pragma once
 
 #include <cuda_bf16.h>
@@ -108,10 +111,10 @@ __device__ __forceinline__ void next_plain_tile(Consumer& consumer, int32_t last
   consumer.modify(consumer.scores, tile, edge);
   if constexpr (kExact) consumer.rises = consumer.raise_reference();
   float shift[2];
-  find_shift<kExact || Consumer::Modified::kFixedMaxima,
+  find_shift<kExact || Consumer::Modifier::kFixedMaxima,
              kExact && Consumer::kConverts ? kPeakLift : 0>(softmax, consumer.to_log2, shift);
   float sums[4] = {softmax.sum[0][0], 0.0f, softmax.sum[0][1], 0.0f};
-  plain_exponentials<0, kHalf>(consumer, consumer.modified.addend(tile, shift), sums);
+  plain_exponentials<0, kHalf>(consumer, consumer.modifier.addend(tile, shift), sums);
   softmax.sum[0][0] = sums[0] + sums[1];
   softmax.sum[0][1] = sums[2] + sums[3];
   wait_ahead_after_exponentials(consumer, tile, 1);
@@ -156,7 +159,7 @@ __device__ __forceinline__ int32_t plain_tiles_after(Consumer& consumer, int32_t
 template <typename Config, typename Consumer>
 __device__ __forceinline__ int32_t plain_tiles(Consumer& consumer, int32_t tile) {
   if (consumer.is_last(tile)) return tile;
-  if constexpr (Consumer::Modified::kFixedMaxima) {
+  if constexpr (Consumer::Modifier::kFixedMaxima) {
     return plain_tiles_after<Config, false>(consumer, tile);
   } else if (Consumer::kAlwaysExact || warpgroup_sees_peaks<Config>(consumer)) {
     if constexpr (Consumer::kConverts) lift_weights(consumer);

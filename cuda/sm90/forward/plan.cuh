@@ -145,7 +145,7 @@ struct RowRange {
 // Describes a query tile: what a producer warp passes to a consumer, which saves the latter the
 // search.
 struct QueryWork {
-  // Marks a block's last query tile, if Config::kTellsLast.
+  // Marks a block's last query tile, if Config::kMarksLast.
   static constexpr int32_t kLast = 1 << 30;
 
   void* out;  // points to the block's first row

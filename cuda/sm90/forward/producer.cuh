@@ -164,8 +164,21 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const CUte
   if constexpr (kChecksLate<Config, kModifiers>) produce_again(plan, smem, produce);
 }
 
+// Announces to kGroups consumers that there is no n-th query tile.
+template <typename Config, int kGroups>
+__device__ __forceinline__ void announce_end(const ForwardSmem<Config>& smem, uint32_t stage,
+                                             uint32_t parity, uint32_t n, int first_group) {
+  for (int group = first_group; group < first_group + kGroups; ++group) {
+    ptx::mbarrier_wait_asleep(smem.query_empty(stage, group), parity ^ 1);
+    smem.work(group, n).row0 = -1;
+    for (int i = 0; i < 2; ++i) ptx::mbarrier_arrive(smem.query_full(stage, group));
+    ptx::mbarrier_arrive(smem.described(stage, group));
+  }
+}
+
 // Copies, for kGroups consumers from first_group on, their rows of the query tiles and, in boxes,
-// of the bias, and describes the query tiles to them. Called by one warp.
+// of the bias, and describes the query tiles to them. Called by one warp. Its lambdas are not
+// functions of their own: with them, consumers' code is another one.
 template <typename Config, typename Element, uint32_t kModifiers, int kGroups>
 __device__ __forceinline__ void produce_queries(const Forward& params, const ForwardPlan& plan,
                                                 const MapsOf<Config>& maps,
@@ -209,7 +222,7 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
       QueryWork& work = smem.work(group, works);
       work.tile = range.first;
       work.end = range.end;
-      if constexpr (Config::kTellsLast) {
+      if constexpr (Config::kMarksLast) {
         QueryTileCursor next = cursor;
         next.advance();
         if (!next.valid()) work.end |= QueryWork::kLast;
@@ -232,7 +245,7 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
         describe(first_group);
       } else {  // as loops, two make the consumers' code slower (TUNING.md), except in short calls,
                 // which wait for code that is not in the cache; three, unrolled, would spill
-        constexpr int kUnroll = kGroups == 2 && !Config::kTellsLast ? 2 : 1;
+        constexpr int kUnroll = kGroups == 2 && !Config::kMarksLast ? 2 : 1;
 #pragma unroll kUnroll
         for (int group = 0; group < kGroups; ++group) load(group);
 #pragma unroll kUnroll
@@ -247,19 +260,14 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
     if (!produce(cursor)) return;
   }
   if (!leader) return;
-  const auto tell_of_end = [&] {
-    for (int group = first_group; group < first_group + kGroups; ++group) {
-      wait_empty(group);
-      smem.work(group, works).row0 = -1;
-      for (int i = 0; i < 2; ++i) ptx::mbarrier_arrive(smem.query_full(stage.stage, group));
-      ptx::mbarrier_arrive(smem.described(stage.stage, group));
-    }
+  const auto notify_of_end = [&] {
+    announce_end<Config, kGroups>(smem, stage.stage, stage.parity, works, first_group);
     stage.advance();
     ++works;
   };
-  tell_of_end();
+  notify_of_end();
   if constexpr (kChecksLate<Config, kModifiers>) {
-    if (produce_again(plan, smem, produce)) tell_of_end();
+    if (produce_again(plan, smem, produce)) notify_of_end();
   }
 }
 

@@ -1,5 +1,5 @@
-// Redoes query tiles in the sm_90 forward kernel, after all others of a block: without modifiers,
-// up to head dim 128, sums are examined only after the last key.
+// Marks query tiles that the sm_90 forward kernel must redo, after all others of a block
+// (sm90/forward/order_again.cuh): without modifiers, sums are examined only after the last key.
 //
 // Exponentials relative to a running maximum that is the greatest logit of a row's first keys may
 // become very great. bfloat16 and float32 hold them up to 2^127, float16, in every second tile, up
@@ -54,7 +54,7 @@ struct QueryTilesAgain {
   __device__ __forceinline__ void add(uint32_t n) { add_some(1u << n % 32); }
   __device__ __forceinline__ void add_all() { add_some(~0u); }
   // Signals that the calling warp has finished all of its tiles.
-  __device__ __forceinline__ void tell() {
+  __device__ __forceinline__ void notify() {
     __syncwarp();
     if (threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier());
   }

@@ -476,6 +476,30 @@ struct ForwardModifier<Config, Element, kSegments> : ModifierDefaults<Config, El
   __device__ __forceinline__ ForwardModifier(const Forward&, const ForwardPlan&,
                                              const ForwardSmem<Config>&, int) {}
 
+  // Finds which elements of a tile of several segments are allowed.
+  template <typename Consumer>
+  static __device__ __forceinline__ void look_at(Consumer& consumer, int32_t tile) {
+    if (consumer.one_segment) return;
+    const QueryWork& work = consumer.work;
+    consumer.modifier.allowed = allowed_by_segments<Config>(
+        consumer.params, work.modifiers, work.band, work.row0 + consumer.warp_row,
+        tile * Config::kBlockKv,
+        consumer.smem.query_segments(consumer.query_tile(), consumer.works - 1),
+        consumer.unattended());
+    consumer.columns = attended_by_warp<Base::kN>(consumer.modifier.allowed);
+  }
+  template <typename Consumer>
+  static __device__ __forceinline__ void attend_rest(Consumer& consumer, int32_t& tile) {
+    for (;;) {
+      for (; consumer.run_goes_on(tile); ++tile) {
+        consumer.template next_tile<TileKind::kInRun>(tile, tile + 1);
+      }
+      if (consumer.is_last(tile)) break;
+      const int32_t last = tile;
+      tile = consumer.note.next();
+      consumer.next_tile(last, tile, consumer.note.next_one_segment());
+    }
+  }
   __device__ __forceinline__ void forbid_all(typename Base::Scores& scores) const {
 #pragma unroll
     for (int n = 0; n < Base::kN; n += kForbidBlocks) forbid<kForbidBlocks>(scores[0], allowed, n);

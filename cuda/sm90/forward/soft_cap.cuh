@@ -88,7 +88,7 @@ struct ForwardModifier<Config, Element, kSoftCap> : ModifierDefaults<Config, Ele
   using Base = ModifierDefaults<Config, Element, kSoftCap>;
   using Base::kN;
   using typename Base::Scores;
-  static constexpr bool kApproximates = true;
+  static constexpr bool kApproximates = true, kJudges = true;
   // True if squares are saturated (SoftCapPlan).
   static constexpr bool kSaturates = std::is_same_v<Element, __nv_bfloat16> && Config::kOptimistic;
   // Where that is faster.
@@ -187,9 +187,9 @@ struct ForwardModifier<Config, Element, kSoftCap> : ModifierDefaults<Config, Ele
       longer = !(greatest <= plan.modifiers.soft_cap.two.limit);
     }
   }
-  template <int kLift = 0, typename Beside>
+  template <int kLift = 0, typename Overlapped>
   __device__ __forceinline__ bool exponentials(Scores& scores, OnlineSoftmax<1>& softmax,
-                                               float to_log2, bool longer, Beside) {
+                                               float to_log2, bool longer, Overlapped) {
     const SoftCapPlan& cap = plan.modifiers.soft_cap;
     float shift[2];
 #pragma unroll
@@ -292,7 +292,7 @@ __device__ __forceinline__ bool raise_capped_reference(Consumer& consumer) {
 // Raises running maxima where they may be 0.
 template <typename Consumer>
 __device__ __forceinline__ bool raise_reference(Consumer& consumer) {
-  const float slack = consumer.modified.slack(consumer.to_log2);
+  const float slack = consumer.modifier.slack(consumer.to_log2);
   return consumer.softmax.template raise_reference<4>(consumer.scores, consumer.to_log2,
                                                       {{slack, slack}}, consumer.factor);
 }
@@ -300,14 +300,14 @@ __device__ __forceinline__ bool raise_reference(Consumer& consumer) {
 // uses as they come: those that no edge cuts, without the last one if its Q is not kept.
 template <typename Config, typename Consumer>
 __device__ __forceinline__ void fix_references(Consumer& consumer) {
-  auto& modified = consumer.modified;
-  modified.fix_reference(consumer.softmax, consumer.to_log2, consumer.factor);
+  auto& modifier = consumer.modifier;
+  modifier.fix_reference(consumer.softmax, consumer.to_log2, consumer.factor);
   consumer.fixed =
       uncut_tiles<Config::kBlockKv>(consumer.work.band, consumer.work.row0 + consumer.group_row());
   if (Config::kQueryStages == 1) {
     consumer.fixed.end = min(consumer.fixed.end, consumer.work.end - 1);
   }
-  if (modified.cap_terms == 0) consumer.fixed.end = 0;
+  if (modifier.cap_terms == 0) consumer.fixed.end = 0;
 }
 
 // From this many key tiles on, the logits of a query tile's first one are approximated, too.
@@ -316,13 +316,13 @@ inline constexpr int kManyTiles = 8;
 // Computes the exponentials of a query tile's first tile, if its products can be used as they come.
 template <typename Config, typename Consumer>
 __device__ __forceinline__ bool first_fixed_tile(Consumer& consumer, int32_t tile, bool edge) {
-  auto& modified = consumer.modified;
-  modified.cap_terms = consumer.fixed.end = 0;
+  auto& modifier = consumer.modifier;
+  modifier.cap_terms = consumer.fixed.end = 0;
   if (edge || consumer.work.end - tile < kManyTiles) return false;
   raise_capped_reference(consumer);
   fix_references<Config>(consumer);
-  if (modified.cap_terms == 0) return false;
-  modified.fixed_exponentials(consumer.scores, consumer.softmax.sum[0]);
+  if (modifier.cap_terms == 0) return false;
+  modifier.fixed_exponentials(consumer.scores, consumer.softmax.sum[0]);
   return true;
 }
 // Otherwise this is called, after running maxima rose. Rows of few keys keep their greatest logit,
@@ -336,7 +336,7 @@ __device__ __forceinline__ void fix_first_references(Consumer& consumer, int32_t
 // place, although each warp decides about its running maxima alone.
 template <typename Config, typename Consumer>
 __device__ __forceinline__ void next_capped_tile(Consumer& consumer, int32_t last, int32_t tile) {
-  auto& modified = consumer.modified;
+  auto& modifier = consumer.modifier;
   auto& scores = consumer.scores;
   float (&sum)[2] = consumer.softmax.sum[0];
   const SoftCapPlan& cap = consumer.plan.modifiers.soft_cap;
@@ -353,7 +353,7 @@ __device__ __forceinline__ void next_capped_tile(Consumer& consumer, int32_t las
     before[0] = sum[0];
     before[1] = sum[1];
     sum[0] = sum[1] = 0.0f;
-    limit = modified.fixed_exponentials(scores, sum);
+    limit = modifier.fixed_exponentials(scores, sum);
   } else {
     const bool edge = consumer.at_edge(tile);
     careful = (Config::kQueryStages == 1 && consumer.is_last(tile)) || !consumer.softmax.ready();
@@ -364,12 +364,12 @@ __device__ __forceinline__ void next_capped_tile(Consumer& consumer, int32_t las
       consumer.modify(scores, tile, edge);
       rises = careful && raise_reference(consumer);
     } else {
-      rises = careful && modified.cap_terms == 0 && raise_capped_reference(consumer);
+      rises = careful && modifier.cap_terms == 0 && raise_capped_reference(consumer);
     }
-    if (rises && modified.cap_terms == 0) {
+    if (rises && modifier.cap_terms == 0) {
       fix_references<Config>(consumer);
     } else if (rises) {
-      modified.cap_terms = consumer.fixed.end = 0;
+      modifier.cap_terms = consumer.fixed.end = 0;
     }
     before[0] = sum[0];
     before[1] = sum[1];
@@ -378,9 +378,9 @@ __device__ __forceinline__ void next_capped_tile(Consumer& consumer, int32_t las
       consumer.exponentials();
     } else {
       const bool longer = !(greatest <= cap.three.limit);
-      modified.exponentials(scores, consumer.softmax, consumer.to_log2, longer, [] {});
+      modifier.exponentials(scores, consumer.softmax, consumer.to_log2, longer, [] {});
     }
-    limit = modified.exact_sum_limit();
+    limit = modifier.exact_sum_limit();
   }
   const bool again = !careful && __any_sync(0xffffffff, fmaxf(sum[0], sum[1]) > limit);
   sum[0] += before[0];
@@ -391,7 +391,7 @@ __device__ __forceinline__ void next_capped_tile(Consumer& consumer, int32_t las
   if (again && !fixed && !sums_too_great(consumer.softmax)) {
     raise_to_peaks(consumer.softmax, scores, consumer.to_log2, consumer.factor);
     rises = true;
-    modified.cap_terms = consumer.fixed.end = 0;
+    modifier.cap_terms = consumer.fixed.end = 0;
   } else if (again) {
     sum[0] = before[0];
     sum[1] = before[1];
@@ -400,11 +400,11 @@ __device__ __forceinline__ void next_capped_tile(Consumer& consumer, int32_t las
     consumer.modify(scores, tile, !fixed && consumer.at_edge(tile));
     rises = raise_reference(consumer);
     if (rises) {
-      modified.cap_terms = 0;
+      modifier.cap_terms = 0;
     } else if (fixed) {
-      modified.next_polynomial(greatest);
+      modifier.next_polynomial(greatest);
     }
-    if (modified.cap_terms == 0) consumer.fixed.end = 0;
+    if (modifier.cap_terms == 0) consumer.fixed.end = 0;
     consumer.exponentials();
   }
   consumer.release_key();
@@ -426,7 +426,7 @@ __device__ __forceinline__ void sync_fixed_tiles() {
 // the warp has released those of the current tile. Until then it may have more tiles redone.
 template <typename Config, typename Consumer>
 __device__ __forceinline__ int32_t fixed_tiles(Consumer& consumer, int32_t last) {
-  auto& modified = consumer.modified;
+  auto& modifier = consumer.modifier;
   auto& scores = consumer.scores;
   float (&sum)[2] = consumer.softmax.sum[0];
   const bool is_first_lane = threadIdx.x % 32 == 0;
@@ -435,47 +435,47 @@ __device__ __forceinline__ int32_t fixed_tiles(Consumer& consumer, int32_t last)
   const uint32_t shared_end = ptx::shared_address(&ends[consumer.works % 2][consumer.group]);
   if (is_first_lane && consumer.warp_row % 64 == 0) ptx::st_shared_b32(shared_end, INT32_MAX);
   int32_t end = consumer.fixed.end, tile = last + 1;
-  const bool other = modified.cap_terms != 2 || last < consumer.fixed.first || tile >= end;
+  const bool other = modifier.cap_terms != 2 || last < consumer.fixed.first || tile >= end;
   if (__any_sync(0xffffffff,
                  ptx::barrier_any(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup, other))) {
     return last;
   }
   float limit = consumer.plan.modifiers.soft_cap.two.greatest_sum;
   for (;; ++tile) {
-    int32_t told;
+    int32_t announced;
     for (;; ++tile) {
       if (tile >= end) return tile - 1;
       consumer.wait_key();
       consumer.start_scores();
       consumer.wait_value();  // a branch between products: TUNING.md
       consumer.template start_out_part<0>(0);
-      told = ptx::ld_relaxed_shared_s32(shared_end);
+      announced = ptx::ld_relaxed_shared_s32(shared_end);
       consumer.template await_scores<1>();
       float part[2] = {0.0f, 0.0f};
-      modified.two_term_exponentials(scores, part);
+      modifier.two_term_exponentials(scores, part);
       // Placed before the wait for products, past which the assembler would move exponentials.
       if (__any_sync(0xffffffff, fmaxf(part[0], part[1]) > limit)) [[unlikely]]
         break;
       sum[0] += part[0];
       sum[1] += part[1];
       consumer.await_out();
-      end = min(end, __reduce_min_sync(0xffffffff, told));
+      end = min(end, __reduce_min_sync(0xffffffff, announced));
       consumer.release_key();
       consumer.convert();
     }
     consumer.await_out();
-    end = min(end, __reduce_min_sync(0xffffffff, told));
+    end = min(end, __reduce_min_sync(0xffffffff, announced));
     consumer.compute_scores_again(tile);
     const float greatest = greatest_magnitude(scores);
     consumer.modify(scores, tile, false);
     const bool rises = raise_reference(consumer);
     if (rises) {
-      modified.cap_terms = 0;
+      modifier.cap_terms = 0;
       limit = -1.0f;  // products are no longer used as exponents
     } else {
-      modified.replace_two_terms(greatest);
+      modifier.replace_two_terms(greatest);
     }
-    if (modified.cap_terms == 0) consumer.fixed.end = 0;
+    if (modifier.cap_terms == 0) consumer.fixed.end = 0;
     consumer.exponentials();
     if (is_first_lane) ptx::min_relaxed_shared_s32(shared_end, tile + Config::kStages + 1);
     consumer.release_key();

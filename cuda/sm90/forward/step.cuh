@@ -1,10 +1,28 @@
-// Implements the steps of a consumer of the sm_90 forward kernel with a tile of keys, and what
-// overlaps what in them. Those of a scores-ahead consumer are in sm90/forward/order_ahead.cuh.
+// Takes the steps of a consumer of the sm_90 forward kernel with a tile of keys: first_tile() with
+// the first one of a query tile, next_tile() with each other one, with the hooks of the kernel's
+// modifier (sm90/forward/modifier.cuh).
+//
+//   start the scores; start the last tile's product; prepare; await the scores; apply the modifier,
+//   raise running maxima; exponentials; await what the next tile needs, and the product; check
+//   sums; convert; rescale
+//
+// Invariants. A step begins with the last tile's probabilities in registers and ends with this
+// tile's. At most one product of each kind is in flight. Each stage of K and V is released once, K
+// after the check, which may compute the scores again.
+//
+// Four other versions of a step exist, since each has a different order of these verbs, and a
+// branch between products costs more than the code:
+//
+//   plain_step.cuh    without modifiers: sums are checked after the last key, and rescaling and the
+//                     wait for V overlap the next scores
+//   soft_cap.cuh      next_capped_tile(), fixed_tiles(): exponentials relative to 0, of products as
+//                     they come
+//   order_ahead.cuh   the next tile's scores are in flight, too
+//   order_again.cuh   nothing overlaps
 #pragma once
 
 #include <cstdint>
 
-#include "sm90/forward/bias.cuh"
 #include "sm90/forward/consumer.cuh"
 #include "sm90/forward/late_maximum.cuh"
 #include "sm90/forward/plain_step.cuh"
@@ -37,7 +55,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
         clear_alone();
       }
     }
-  } else if constexpr (Modified::kBits) {
+  } else if constexpr (Modifier::kBits) {
     clear_alone();
   } else if (has_element_masks<kModifiers>(params)) {
     clear([&] {
@@ -49,10 +67,10 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
 }
 
 template <typename Config, typename Element, uint32_t kModifiers, typename Value>
-template <bool kBesideOut, TileKind kKind>
+template <bool kOverlapsOut, TileKind kKind>
 __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::first_tile(
     int32_t tile, bool of_one_segment) {
-  if constexpr (Modified::kInScores) {
+  if constexpr (Modifier::kInScores) {
     uncut = uncut_tiles<Config::kBlockKv>(work.band, work.row0 + group_row());
   }
   const bool edge = at_edge(tile);
@@ -62,45 +80,45 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   } else if constexpr (kHasRuns) {
     note = key_note(tile);
     one_segment = note.one_segment();
-    look_at_segments(tile);
+    Modifier::look_at(*this, tile);
   } else {
     one_segment = of_one_segment;
   }
-  if constexpr (Modified::kBits) look_ahead(tile);
-  modified.prepare(work, work.row0 + warp_row, tile, edge);
-  await_scores<kBesideOut ? 1 : 0>();
+  if constexpr (Modifier::kBits) look_ahead(tile);
+  modifier.prepare(work, work.row0 + warp_row, tile, edge);
+  await_scores<kOverlapsOut ? 1 : 0>();
   release_key();
   release_query_early(tile);
   softmax = OnlineSoftmax<1>();
   softmax.lift = kLift;
   by_bits = is_half = false;
   bool computed = false;
-  if constexpr (Modified::kSaturates) computed = first_fixed_tile<Config>(*this, tile, edge);
+  if constexpr (Modifier::kSaturates) computed = first_fixed_tile<Config>(*this, tile, edge);
   if (!computed) {
     modify(scores, tile, edge);
-    if constexpr (Modified::kAddends) read_ahead(is_last(tile) ? -1 : tile + 1);
+    if constexpr (Modifier::kAddends) read_ahead(is_last(tile) ? -1 : tile + 1);
     raise_reference();
     take_references();
-    if constexpr (Modified::kSaturates) fix_first_references<Config>(*this, tile, edge);
-    if constexpr (Modified::kFixedMaxima) {
+    if constexpr (Modifier::kSaturates) fix_first_references<Config>(*this, tile, edge);
+    if constexpr (Modifier::kFixedMaxima) {
       share_maximum(softmax);
       float maximum[2];
       find_shift<true, 0>(softmax, to_log2, maximum);
-      exponentials_in_chains(softmax, scores, to_log2, modified.addend(tile, maximum));
+      exponentials_in_chains(softmax, scores, to_log2, modifier.addend(tile, maximum));
     } else {
       exponentials();
     }
   }
-  if constexpr (Modified::kBits) {
+  if constexpr (Modifier::kBits) {
     look_ahead(tile + 1);
-    find_attended_columns(modified.all_allowed);
+    find_attended_columns(modifier.all_allowed);
   }
-  Modified::drop_some(*this, tile);
+  Modifier::drop_some(*this, tile);
   if constexpr (kWaitsAhead) {
-    wait_ahead_after_exponentials(*this, tile, kBesideOut ? 1 : 0);
-    if constexpr (kBesideOut) await_out();
+    wait_ahead_after_exponentials(*this, tile, kOverlapsOut ? 1 : 0);
+    if constexpr (kOverlapsOut) await_out();
     convert();
-  } else if constexpr (kBesideOut) {
+  } else if constexpr (kOverlapsOut) {
     wait_next_value_after_exponentials();
     await_out();
     convert();
@@ -114,7 +132,7 @@ template <typename Config, typename Element, uint32_t kModifiers, typename Value
 template <TileKind kKind>
 __device__ __forceinline__ void
 ForwardConsumer<Config, Element, kModifiers, Value>::start_next_scores(int32_t tile) {
-  if constexpr (Modified::kAddends && !Modified::kInScores) return;
+  if constexpr (Modifier::kAddends && !Modifier::kInScores) return;
   if constexpr (!kWaitsAhead) wait_key();
   if constexpr (kHasRuns) note = key_note(tile);
   if constexpr (kKind == TileKind::kInRun) one_segment = true;  // so that the compiler knows
@@ -125,12 +143,12 @@ template <typename Config, typename Element, uint32_t kModifiers, typename Value
 template <TileKind kKind>
 __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::start_last_out(
     int32_t last, int32_t tile, bool inner, bool of_one_segment, KeyTileNote* next_note) {
-  if (!Modified::kInScores || !inner) clear_values(last, work.attended);
+  if (!Modifier::kInScores || !inner) clear_values(last, work.attended);
   // A branch; otherwise O would be started right after S, and before another warpgroup's S.
-  if constexpr (kHalfValues && kKind != TileKind::kBiasBeside) wait_value();
+  if constexpr (kHalfValues && kKind != TileKind::kInner) wait_value();
   if constexpr (kKind != TileKind::kInRun) one_segment = of_one_segment;
   if constexpr (!kChained) *next_note = key_note(tile);
-  if constexpr (kHasRuns) look_at_segments(tile);
+  if constexpr (kHasRuns) Modifier::look_at(*this, tile);
   start_out_part<0>(0);
 }
 
@@ -138,8 +156,8 @@ template <typename Config, typename Element, uint32_t kModifiers, typename Value
 __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::apply(
     int32_t tile, bool edge, bool inner, bool whole, bool careful, bool& rises) {
   if (whole) {
-    if (!Modified::kInScores || !inner) modify(scores, tile, edge);
-    if constexpr (Modified::kInScores) {
+    if (!Modifier::kInScores || !inner) modify(scores, tile, edge);
+    if constexpr (Modifier::kInScores) {
       if (careful) {
         rises = raise_reference();
         take_references();
@@ -147,7 +165,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
     } else {
       rises = careful && raise_reference();
     }
-  } else if constexpr (Modified::kApproximates) {
+  } else if constexpr (Modifier::kApproximates) {
     rises = careful && raise_capped_reference(*this);
   }
 }
@@ -155,17 +173,17 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
 template <typename Config, typename Element, uint32_t kModifiers, typename Value>
 __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::exponentials(
     int32_t tile, bool whole, bool assumes_small, bool longer, bool& great) {
-  const auto beside = [&](bool all_allowed) {
-    if constexpr (Modified::kBits) {
+  const auto overlapped = [&](bool all_allowed) {
+    if constexpr (Modifier::kBits) {
       look_ahead(tile + 1);
       find_attended_columns(all_allowed);
     }
   };
   if (whole) {
-    beside(modified.all_allowed);
-    exponentials_beside_out<0>();
+    overlapped(modifier.all_allowed);
+    exponentials_overlapped<0>();
   } else if constexpr (kModifiers != kNoModifier) {
-    great = modified.template exponentials<kLift>(scores, softmax, to_log2, longer, beside) &&
+    great = modifier.template exponentials<kLift>(scores, softmax, to_log2, longer, overlapped) &&
             assumes_small;
   }
 }
@@ -184,10 +202,10 @@ template <typename Config, typename Element, uint32_t kModifiers, typename Value
 template <TileKind kKind>
 __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::prepare(
     int32_t tile, bool edge) {
-  if constexpr (kKind == TileKind::kBiasBeside) {
-    modified.wait_bias();
+  if constexpr (kKind == TileKind::kInner) {
+    modifier.prepare_inner();
   } else {
-    modified.prepare(work, work.row0 + warp_row, tile, edge);
+    modifier.prepare(work, work.row0 + warp_row, tile, edge);
   }
 }
 
@@ -195,41 +213,41 @@ template <typename Config, typename Element, uint32_t kModifiers, typename Value
 template <TileKind kKind>
 __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::next_tile(
     int32_t last, int32_t tile, bool of_one_segment, KeyTileNote* next_note) {
-  if constexpr (Modified::kSaturates) return next_capped_tile<Config>(*this, last, tile);
-  constexpr bool kBiasBeside = kKind == TileKind::kBiasBeside;
-  constexpr bool kInScores = Modified::kInScores;
-  bool inner = kBiasBeside;  // true if no edge cuts the tiles
+  if constexpr (Modifier::kSaturates) return next_capped_tile<Config>(*this, last, tile);
+  constexpr bool kInner = kKind == TileKind::kInner;
+  constexpr bool kInScores = Modifier::kInScores;
+  bool inner = kInner;  // true if no edge cuts the tiles
   if constexpr (kInScores) inner = last >= uncut.first && tile < uncut.end;
   const bool edge = !inner && (kInScores || at_edge(tile));  // computed before the wait
   start_next_scores<kKind>(tile);
   start_last_out<kKind>(last, tile, inner, of_one_segment, next_note);
   prepare<kKind>(tile, edge);
   await_scores<1>();
-  bool careful = !kBiasBeside;
+  bool careful = !kInner;
   if constexpr (!kOptimistic) {
     release_key();
-  } else if constexpr (!kBiasBeside) {
+  } else if constexpr (!kInner) {
     careful = is_careful(tile);
   }
-  if constexpr (!kBiasBeside || kReadsQueryAgain) release_query_early(tile);
+  if constexpr (!kInner || kReadsQueryAgain) release_query_early(tile);
   // True if all logits must be computed before the exponentials.
-  bool whole = !kBiasBeside;
+  bool whole = !kInner;
   bool assumes_small = false, longer = false;  // see ForwardModifier::judge()
-  if constexpr (Modified::kBits || Modified::kApproximates) {
-    modified.template judge<kOptimistic>(scores, edge, careful, whole, assumes_small, longer);
+  if constexpr (Modifier::kJudges) {
+    modifier.template judge<kOptimistic>(scores, edge, careful, whole, assumes_small, longer);
   }
   bool rises = false;
-  if constexpr (!kBiasBeside) apply(tile, edge, inner, whole, careful, rises);
+  if constexpr (!kInner) apply(tile, edge, inner, whole, careful, rises);
   const float before[2] = {softmax.sum[0][0], softmax.sum[0][1]};
   softmax.sum[0][0] = softmax.sum[0][1] = 0.0f;
   bool great = false;
-  if constexpr (kBiasBeside) {
-    modified.template biased_exponentials<kLift>(scores, softmax);
+  if constexpr (kInner) {
+    modifier.template inner_exponentials<kLift>(scores, softmax);
   } else {
     exponentials(tile, whole, assumes_small, longer, great);
   }
-  if constexpr (Modified::kAddends) read_ahead(is_last(tile) ? -1 : tile + 1);
-  const float greatest = Modified::kAddsInfinity
+  if constexpr (Modifier::kAddends) read_ahead(is_last(tile) ? -1 : tile + 1);
+  const float greatest = Modifier::kAddsInfinity
                              ? ptx::max_nan(softmax.sum[0][0], softmax.sum[0][1])
                              : fmaxf(softmax.sum[0][0], softmax.sum[0][1]);
   softmax.sum[0][0] += before[0];
@@ -245,14 +263,14 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   if constexpr (kOptimistic) {
     // NaN may also come from elements that a mask forbids.
     const bool again =
-        Modified::kAddsInfinity ? !(greatest <= kSumLimit) : greatest > kSumLimit || great;
+        Modifier::kAddsInfinity ? !(greatest <= kSumLimit) : greatest > kSumLimit || great;
     if constexpr (!kInScores) exceeded = !careful && __any_sync(0xffffffff, again);
     if (exceeded) [[unlikely]] {
       bool anew = sums_too_great(softmax);
-      if constexpr (Modified::kAddsInfinity) {
+      if constexpr (Modifier::kAddsInfinity) {
         anew = anew || __any_sync(0xffffffff, greatest != greatest);
       }
-      if constexpr (Modified::kApproximates) modified.reject(great, anew);
+      if constexpr (Modifier::kApproximates) modifier.reject(great, anew);
       if (anew) {
         compute_logits_again(tile, edge, before);
         rises = raise_reference();
@@ -268,15 +286,15 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
     }
     release_key();
   }
-  Modified::drop_some(*this, tile);
+  Modifier::drop_some(*this, tile);
   convert();
   if (rises) rescale();
 }
 
 template <typename Config, typename Element, uint32_t kModifiers, typename Value>
-template <typename Beside>
+template <typename Overlapped>
 __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::attend(
-    int32_t tile, Beside beside) {
+    int32_t tile, Overlapped overlapped) {
   wait_key();
   start_scores();
   read_description();
@@ -286,7 +304,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   }
   clear_values(tile, work.attended);
   start_out();
-  beside();
+  overlapped();
   await_out();
 }
 

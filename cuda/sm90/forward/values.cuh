@@ -165,7 +165,7 @@ __device__ __forceinline__ void convert_values(ValueConversions<Config::kValueSt
     }
   }
   if (__any_sync(0xffffffff, small)) again.add_all();
-  again.tell();
+  again.notify();
 }
 
 }  // namespace jax_flash::sm90
