@@ -138,6 +138,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     for_blocks(smem, [&](const BackwardBlock& block, uint32_t key_parity) {
       consume_tiles<Config, Element, kGeneral, !kGeneral && !kOrdered>(
           params, gradient_maps, workspace, plan, smem, block, ring, key_parity);
+
     });
     if (threadIdx.x % 128 == 0) ptx::cp_async_bulk_wait_group_read<0>();
     if (Config::kAlternates && group == 0) {  // the other consumer's last turn
