@@ -49,30 +49,16 @@
 
 namespace jax_flash::sm90 {
 
-// Computes dK, dV and the sums for dQ. kOrdered: blocks take turns to add dQ.
-template <typename Config, typename Element, bool kGeneral, bool kOrdered>
-__global__ void __launch_bounds__(Config::kThreads, 1)
-    backward_kernel(const __grid_constant__ Backward params,
-                    const __grid_constant__ BackwardMaps maps,
-                    const __grid_constant__ KeyGradientMaps gradient_maps,
-                    const BackwardWorkspace workspace,
-                    const __grid_constant__ TileSchedule schedule, const TurnOrder turns,
-                    const __grid_constant__ BlockPlan plan) {
-  const TurnOrder order = kOrdered ? turns : TurnOrder::kNone;
+// Starts what depends on nothing else: the copies of the first K and V, the description of the
+// first key block, and the copy of its first Q.
+template <typename Config, bool kGeneral, bool kOrdered>
+__device__ __forceinline__ void begin_blocks(const Backward& params, const BackwardMaps& maps,
+                                             const KeyGradientMaps& gradient_maps,
+                                             const BackwardWorkspace& workspace,
+                                             const TileSchedule& schedule, TurnOrder order,
+                                             const BlockPlan& plan,
+                                             const BackwardSmem<Config>& smem) {
   constexpr bool kByMask = kGeneral && !kOrdered;
-  extern __shared__ __align__(1024) uint8_t tiles_smem[];
-  __shared__ __align__(128) float statistics_smem[2][Config::kStages * Config::kBlockQ];
-  __shared__ __align__(8) uint64_t barriers_smem[BackwardSmem<Config>::kBarriers];
-  __shared__ int2 tile_indices_smem[Config::kStages];
-  __shared__ __align__(16) uint8_t block_bytes_smem[2 * sizeof(BackwardBlock)];
-  const BackwardSmem<Config> smem{ptx::shared_address(tiles_smem),
-                                  ptx::shared_address(barriers_smem),
-                                  statistics_smem[0],
-                                  statistics_smem[1],
-                                  tile_indices_smem,
-                                  reinterpret_cast<BackwardBlock*>(block_bytes_smem)};
-  // Starts what depends on nothing else: the copies of the first K and V, and the description of
-  // the first key block.
   if (threadIdx.x < 32) {
     smem.init_barriers();
     if (threadIdx.x == 0) load_first_keys(params, plan, schedule, maps, smem);
@@ -106,6 +92,31 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
     ptx::mbarrier_arrive(smem.block_full(0));
   }
+}
+
+// Computes dK, dV and the sums for dQ. kOrdered: blocks take turns to add dQ.
+template <typename Config, typename Element, bool kGeneral, bool kOrdered>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    backward_kernel(const __grid_constant__ Backward params,
+                    const __grid_constant__ BackwardMaps maps,
+                    const __grid_constant__ KeyGradientMaps gradient_maps,
+                    const BackwardWorkspace workspace,
+                    const __grid_constant__ TileSchedule schedule, const TurnOrder turns,
+                    const __grid_constant__ BlockPlan plan) {
+  const TurnOrder order = kOrdered ? turns : TurnOrder::kNone;
+  extern __shared__ __align__(1024) uint8_t tiles_smem[];
+  __shared__ __align__(128) float statistics_smem[2][Config::kStages * Config::kBlockQ];
+  __shared__ __align__(8) uint64_t barriers_smem[BackwardSmem<Config>::kBarriers];
+  __shared__ int2 tile_indices_smem[Config::kStages];
+  __shared__ __align__(16) uint8_t block_bytes_smem[2 * sizeof(BackwardBlock)];
+  const BackwardSmem<Config> smem{ptx::shared_address(tiles_smem),
+                                  ptx::shared_address(barriers_smem),
+                                  statistics_smem[0],
+                                  statistics_smem[1],
+                                  tile_indices_smem,
+                                  reinterpret_cast<BackwardBlock*>(block_bytes_smem)};
+  begin_blocks<Config, kGeneral, kOrdered>(params, maps, gradient_maps, workspace, schedule, order,
+                                           plan, smem);
   ptx::griddepcontrol_launch_dependents();
   if (threadIdx.x < 128) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
@@ -138,7 +149,6 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     for_blocks(smem, [&](const BackwardBlock& block, uint32_t key_parity) {
       consume_tiles<Config, Element, kGeneral, !kGeneral && !kOrdered>(
           params, gradient_maps, workspace, plan, smem, block, ring, key_parity);
-
     });
     if (threadIdx.x % 128 == 0) ptx::cp_async_bulk_wait_group_read<0>();
     if (Config::kAlternates && group == 0) {  // the other consumer's last turn
