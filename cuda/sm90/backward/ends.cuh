@@ -7,7 +7,7 @@
 #include "ptx/global.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
-#include "sm90/backward/parts.cuh"
+#include "sm90/backward/fragments.cuh"
 #include "sm90/backward/plan.cuh"
 #include "tile/quad.cuh"
 

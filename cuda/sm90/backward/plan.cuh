@@ -2,6 +2,7 @@
 // they keep contiguous what every call reads, and the host derives as much of it as it can.
 #pragma once
 
+#include <cuda.h>
 #include <cuda_bf16.h>
 
 #include <algorithm>
@@ -17,6 +18,14 @@
 #include "tile/batch_index.cuh"
 
 namespace jax_flash::sm90 {
+
+// Holds the tensor maps of the operands, then those of the gradients of keys and values.
+struct BackwardMaps {
+  CUtensorMap query, key, value, dout;
+};
+struct KeyGradientMaps {
+  CUtensorMap dkey, dvalue;
+};
 
 inline constexpr int kEdgeRows = 32;  // rows for each block of the first kernel
 

@@ -10,7 +10,8 @@
 
 #include "params.h"
 #include "sm90/backward/config.cuh"
-#include "sm90/backward/parts.cuh"
+#include "sm90/backward/order.cuh"
+#include "sm90/backward/plan.cuh"
 #include "status.h"
 #include "tile/launch.cuh"
 #include "tile/tensor_map.cuh"

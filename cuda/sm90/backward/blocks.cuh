@@ -1,0 +1,176 @@
+// Describes what a thread block of a backward kernel works on at a time: its key block. A warp of
+// the kernel up to head dim 128 chooses one after the other and hands them to the other warps.
+#pragma once
+
+#include <cstdint>
+
+#include "modifiers/segments.cuh"
+#include "params.h"
+#include "plan/backward_workspace.h"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/mbarrier.cuh"
+#include "sm90/backward/ends.cuh"
+#include "sm90/backward/order.cuh"
+#include "sm90/backward/plan.cuh"
+#include "sm90/backward/smem.cuh"
+#include "sm90/backward/split.cuh"
+#include "tile/band.cuh"
+#include "tile/batch_index.cuh"
+
+namespace jax_flash::sm90 {
+
+// Describes what a thread block works on at a time: a key tile, and the query tiles of its group of
+// heads. It is kept in shared memory, since the warps that copy have few registers.
+struct BackwardBlock {
+  BatchIndex batch;
+  Band band;
+  QueryTileWalk walk;
+  int32_t kv_head, kv_tile, batch_index;  // kv_tile is -1 after the last block
+  int32_t tile_count;
+  bool ascending;  // blocks of lower keys take their turns before this one
+  SplitSum sum;
+
+  // Describes the block at `place` of the schedule. Called by a whole warp. kByMask: skips the
+  // query tiles that the mask rules out.
+  template <typename Config, bool kGeneral, bool kByMask = false>
+  static __device__ __forceinline__ BackwardBlock at(const Backward& params, const BlockPlan& plan,
+                                                     const TileSchedule& schedule, int32_t place,
+                                                     const SegmentSpans& spans, TurnOrder order) {
+    int32_t batch_kv_head, kv_tile;
+    const int32_t section = schedule.at(place, batch_kv_head, kv_tile);
+    const int32_t col0 = kv_tile * Config::kBlockKv, group = plan.group;
+    const HeadIndex index = plan.kv_heads.at(batch_kv_head);
+    const int32_t batch_index = index.batch, kv_head = index.head;
+    const BatchIndex batch = index.batch_index();
+    const Band band = plan.band_of(params, batch);
+    QueryTileWalk walk{q_tiles<Config::kBlockQ>(band, col0, col0 + Config::kBlockKv),
+                       kv_head * group, kv_head * group + group};
+    if (kByMask && plan.mask_rows.ranges != nullptr) {
+      walk.range = plan.mask_rows.narrow<Config::kBlockQ>(walk.range, index.batch_axes,
+                                                          kv_head * group, group, kv_tile);
+    }
+    if (kGeneral && spans.query && order == TurnOrder::kNone) {
+      walk.query_blocks = spans.query_blocks;
+      walk.query_spans = spans.query + int64_t{batch_index} * spans.query_blocks;
+      walk.key_span = tile_span<Config::kBlockKv>(
+          spans.key + int64_t{batch_index} * spans.key_blocks, spans.key_blocks, kv_tile);
+    }
+    const bool full = is_rectangle(band), together = order == TurnOrder::kTogether;
+    walk.backward = together && !full && section % 2 != 0;
+    int32_t shift = 0;
+    if (walk.backward) shift = walk.range.end - 1 - walk.range.first;
+    if (together && full) shift = shifted_start<Config::kBlockKv>(band, walk.range, kv_tile);
+    walk.start_at<Config::kBlockQ>(shift);
+    return {batch,
+            band,
+            walk,
+            kv_head,
+            kv_tile,
+            batch_index,
+            walk.count<Config::kBlockQ>(),
+            walk.backward || order == TurnOrder::kAscending,
+            {}};
+  }
+  __device__ __forceinline__ void restrict_to(int32_t first, int32_t end) {
+    if (end > first) walk.skip(first);
+    tile_count = end - first;
+  }
+  // Returns the number of a query head among those of all batches.
+  __device__ __forceinline__ int64_t batch_head(const Shape& shape, int32_t head) const {
+    return int64_t{batch_index} * shape.heads + head;
+  }
+};
+
+// The next block is chosen when so many tiles of the current one have still to be copied. Until
+// then any other thread block may take it, so that all end at about the same time.
+inline constexpr int kTilesAhead = 3;
+
+// Hands blocks to the other warps, except the launch's first, which has index blockIdx.x. Converts
+// dQ until the next block is wanted, or the last has ended.
+template <typename Config, typename Element, bool kGeneral, bool kOrdered>
+__device__ __forceinline__ void choose_blocks(const Backward& params, const BlockPlan& plan,
+                                              const BackwardWorkspace& workspace,
+                                              const TileSchedule& schedule, TurnOrder order,
+                                              const BackwardSmem<Config>& smem) {
+  const bool leader = threadIdx.x % 32 == 0;
+  constexpr bool kMaySplit = !kGeneral && !kOrdered, kByMask = kGeneral && !kOrdered;
+  const int32_t blocks = schedule.tiles * schedule.total_heads;
+  const auto end = static_cast<uint32_t>(kMaySplit ? plan.split.end(blocks) : blocks);
+  const BackwardCounters counters{workspace.counters, plan.ends.kv_heads};
+  EndWarp<Config, Element, kOrdered> ends{plan.ends, workspace};
+  constexpr bool kMayConvert = !kGeneral && !(kOrdered && Config::kOrderedSums > 1);
+  const bool converts = kMayConvert && plan.ends.blocks > 0;
+  if (converts) ptx::griddepcontrol_wait();
+  // In ordered runs no thread block may have two blocks of a section: see TurnOrder.
+  const auto next = [&](uint32_t index) {
+    if (gridDim.x >= end) return end;
+    if (order != TurnOrder::kNone) return index + gridDim.x;
+    uint32_t taken = 0;
+    if (leader) {
+      ptx::griddepcontrol_wait();  // for the counter's initial value
+      taken = static_cast<uint32_t>(atomicAdd(counters.taken(), 1));
+    }
+    return __shfl_sync(0xffffffff, taken, 0) + gridDim.x;
+  };
+  uint32_t index = blockIdx.x;
+  int32_t left = 0;  // tiles left of a chunk
+  StagePair at;
+  while (true) {
+    const bool last = index >= end;  // the last block is being computed
+    const uint32_t awaited = last ? smem.block_empty(at.stage()) : smem.block_wanted();
+    const uint32_t parity = last ? at.parity() ^ 1 : at.count & 1;
+    if (converts) {
+      ends.work_until(awaited, parity);
+    } else {
+      ptx::mbarrier_wait_asleep(awaited, parity);
+    }
+    __syncwarp();
+    if (last) return ends.finish();
+    at.advance();
+    const bool takes = left == 0;
+    if (takes) index = next(index);
+    if (index >= end) {
+      ptx::mbarrier_wait_asleep(smem.block_empty(at.stage()), at.parity() ^ 1);
+      if (leader) {
+        smem.blocks[at.stage()].kv_tile = -1;
+        ptx::mbarrier_arrive(smem.block_full(at.stage()));
+      }
+      if (!converts) return;
+      at.advance();
+      continue;
+    }
+    auto place = static_cast<int32_t>(index);
+    if constexpr (kMaySplit) {
+      if (takes) left = plan.split.tiles_end(place);
+      place = plan.split.block_of(place, left);
+    }
+    auto block = BackwardBlock::at<Config, kGeneral, kByMask>(params, plan, schedule, place,
+                                                              workspace.spans, order);
+    if constexpr (kMaySplit) divide(plan.split, static_cast<int32_t>(index), left, block);
+    ptx::mbarrier_wait_asleep(smem.block_empty(at.stage()), at.parity() ^ 1);
+    if (leader) {
+      smem.blocks[at.stage()] = block;
+      ptx::mbarrier_arrive(smem.block_full(at.stage()));
+    }
+    const uint32_t zeroed = index + plan.zeros.ahead;
+    if (plan.zeros.ahead > 0 && takes && zeroed < static_cast<uint32_t>(blocks)) {
+      write_zeros(counters, plan.zeros, workspace.dquery,
+                  static_cast<int32_t>(zeroed) / schedule.tiles,
+                  static_cast<int32_t>(zeroed) % schedule.tiles);
+    }
+  }
+}
+
+// Calls f(block, parity) for each block; the parity is that of the barriers of its K and V.
+template <typename Config, typename Function>
+__device__ __forceinline__ void for_blocks(const BackwardSmem<Config>& smem, const Function& f) {
+  for (StagePair at;; at.advance()) {
+    ptx::mbarrier_wait(smem.block_full(at.stage()), at.parity());
+    const BackwardBlock& block = smem.blocks[at.stage()];
+    if (__reduce_max_sync(0xffffffff, block.kv_tile) < 0) break;
+    f(block, at.count & 1);
+    arrive_by_warp(smem.block_empty(at.stage()));
+  }
+}
+
+}  // namespace jax_flash::sm90

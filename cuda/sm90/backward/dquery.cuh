@@ -1,0 +1,160 @@
+// Adds dQ, which the consumers stage in shared memory, to float32 sums in global memory.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "params.h"
+#include "plan/backward_workspace.h"
+#include "ptx/global.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warpgroup.cuh"
+#include "sm90/backward/blocks.cuh"
+#include "sm90/backward/order.cuh"
+#include "sm90/backward/plan.cuh"
+#include "sm90/backward/smem.cuh"
+#include "tile/band.cuh"
+
+namespace jax_flash::sm90 {
+
+// Says where a consumer's dQ of a tile is added, and when.
+struct DqueryTile {
+  uint32_t row = 0;   // first row, in the sums of all heads
+  int32_t lanes = 0;  // lanes that have places there: see dquery_lanes()
+  uint32_t flag = 0;  // index of the flag that holds the current turn
+  int32_t turn = 0;   // turn of this block
+
+  template <bool kOrdered, typename Config>
+  static __device__ __forceinline__ DqueryTile at(const Shape& shape,
+                                                  const BackwardWorkspace& workspace,
+                                                  const BackwardBlock& block,
+                                                  const HeadTile& cursor, int group) {
+    const int32_t row0 = cursor.tile * Config::kBlockQ;
+    const int32_t own_row0 = Config::kDqueryByRows ? row0 + group * 64 : row0;
+    const auto head = static_cast<uint32_t>(block.batch_head(shape, cursor.head));
+    DqueryTile tile;
+    tile.row = head * static_cast<uint32_t>(workspace.dquery_rows) + own_row0;
+    tile.lanes = dquery_lanes(shape.q_len, own_row0);
+    if constexpr (kOrdered) {
+      tile.flag = head * static_cast<uint32_t>(workspace.flags) + cursor.tile * Config::kConsumers;
+      const auto turn = [&](auto sums) {
+        return turn_of<sums>(block.band, block.ascending, block.kv_tile, cursor.tile,
+                             block.walk.range.end,
+                             kv_tiles<Config::kBlockKv>(block.band, row0, row0 + Config::kBlockQ));
+      };
+      constexpr std::integral_constant<int, Config::kOrderedSums> kSeveral;
+      constexpr std::integral_constant<int, 1> kOne;
+      const bool several = Config::kOrderedSums > 1 && workspace.odd_dquery != nullptr;
+      tile.turn = several ? turn(kSeveral) : turn(kOne);
+    }
+    return tile;
+  }
+  __device__ __forceinline__ DqueryTile of_lane(int lane) const {
+    return {__shfl_sync(0xffffffff, row, lane), __shfl_sync(0xffffffff, lanes, lane),
+            __shfl_sync(0xffffffff, flag, lane), __shfl_sync(0xffffffff, turn, lane)};
+  }
+};
+
+// Starts adding staged dQ of a tile to its sums, or storing it there: all blocks of columns in one
+// copy if all lanes have places, else one by one. Called by one thread.
+__device__ __forceinline__ void copy_dquery(bool stores, float* sums, uint32_t staged_smem,
+                                            int32_t lanes, int32_t col_blocks) {
+  const bool whole = lanes == 128;
+  const uint32_t bytes = lanes * 16 * (whole ? col_blocks : 1);
+  if (bytes == 0) return;
+#pragma unroll 1
+  for (int32_t i = 0; i < (whole ? 1 : col_blocks); ++i) {
+    if (stores) {
+      ptx::cp_async_bulk_store(sums + i * lanes * 4, staged_smem + i * 2048, bytes);
+    } else {
+      ptx::cp_reduce_async_bulk_add_f32(sums + i * lanes * 4, staged_smem + i * 2048, bytes);
+    }
+  }
+}
+
+// Adds a consumer's dQ to the sums. Each consumer has a warp for this, so that neither waits for
+// the other's dQ, nor for the other's turns, of which a tile has two. The first turn stores instead
+// of adding. The latency from one turn to the next bounds ordered runs; so the lanes look up 32
+// tiles at a time, and the read of the next flag overlaps the copy.
+template <bool kOrdered, typename Config>
+__device__ __forceinline__ void add_dquery(const Backward& params,
+                                           const BackwardWorkspace& workspace,
+                                           const BackwardSmem<Config>& smem, const BlockPlan& plan,
+                                           int32_t key_tiles, const BackwardBlock& block, int group,
+                                           StagePair& next) {
+  const int lane = threadIdx.x % 32, count = block.tile_count;
+  const bool leader = lane == 0;
+  const QueryTileWalk& walk = block.walk;
+  const auto tile_at = [&](const HeadTile& cursor) {
+    return DqueryTile::at<kOrdered, Config>(params.shape, workspace, block, cursor, group);
+  };
+  const bool odd =
+      kOrdered && workspace.odd_dquery != nullptr && block.kv_tile % Config::kOrderedSums != 0;
+  float* const dquery = odd ? workspace.odd_dquery : workspace.dquery;
+  int32_t* const flags = workspace.turns + group + (odd ? workspace.flags / 2 : 0);
+  const int32_t head_dim = params.shape.head_dim;
+  // Counts the blocks of 8 columns before this consumer's, and its own.
+  const int32_t first_block = Config::kDqueryByRows ? 0 : group * (Config::kDqueryGroupCols / 8);
+  const int32_t col_blocks = min(max(head_dim / 8 - first_block, 0), Config::kDqueryGroupCols / 8);
+  HeadTile cursor = walk.begin();
+  DqueryTile tiles;   // this lane's tile of 32
+  int32_t turn = -1;  // value when last read
+  const BackwardCounters counters{workspace.counters, plan.ends.kv_heads};
+  const int32_t kv_head = block.batch_index * params.shape.kv_heads + block.kv_head;
+  if (!kOrdered && leader && kv_head >= plan.zeros.first_head) {
+    while (ptx::ld_acquire(counters.zeroed(kv_head)) != key_tiles) continue;
+    ptx::fence_proxy_async_global();
+  }
+  for (int32_t index = 0; index < count; ++index, next.advance()) {
+    DqueryTile tile;
+    if constexpr (kOrdered) {
+      if (index % 32 == 0) tiles = tile_at(walk.at(index + lane));
+      tile = tiles.of_lane(index % 32);
+      if (leader) {
+        while (turn != tile.turn) turn = ptx::ld_relaxed(flags + tile.flag);
+        ptx::fence_acquire();
+        ptx::fence_proxy_async_global();
+      }
+    } else {
+      tile = tile_at(cursor);
+      walk.template advance<Config::kBlockQ>(cursor);
+    }
+    __syncwarp();
+    const int stage = next.stage();
+    const uint32_t staged = smem.staging(group * 2 + stage);
+    float* const sums = dquery + int64_t{tile.row} * head_dim + first_block * tile.lanes * 4;
+    ptx::barrier_sync(kDqueryFull + group * 2 + stage, 128 + 32);
+    if (leader) {
+      ptx::fence_proxy_async_shared();
+      copy_dquery(kOrdered && tile.turn == 0, sums, staged, tile.lanes, col_blocks);
+      ptx::cp_async_bulk_commit_group();
+    }
+    __syncwarp();
+    if constexpr (kOrdered) {
+      const int following = (index + 1) % 32;
+      const uint32_t flag = __shfl_sync(0xffffffff, tiles.flag, following);
+      if (leader) {
+        turn = following != 0 && index + 1 < count ? ptx::ld_relaxed(flags + flag) : -1;
+        ptx::cp_async_bulk_wait_group_read<0>();
+        ptx::mbarrier_arrive(smem.dquery_empty(group, stage));
+        ptx::cp_async_bulk_wait_group<0>();
+        ptx::st_release(flags + tile.flag, tile.turn + 1);
+      }
+    } else if (leader) {
+      ptx::cp_async_bulk_wait_group_read<1>();
+      if (index > 0) ptx::mbarrier_arrive(smem.dquery_empty(group, stage ^ 1));
+      if (index + 1 == count) {  // dK and dV may be staged there next
+        ptx::cp_async_bulk_wait_group_read<0>();
+        ptx::mbarrier_arrive(smem.dquery_empty(group, stage));
+      }
+    }
+    __syncwarp();
+  }
+  if (leader && plan.ends.blocks > 0) {
+    ptx::cp_async_bulk_wait_group<0>();
+    ptx::red_release_add(counters.added(kv_head), plan.split.chunks > 0 ? count : 1);
+  }
+}
+
+}  // namespace jax_flash::sm90

@@ -1,0 +1,478 @@
+// Computes a key block's dK and dV, and stages dQ of its query tiles: the consumers of
+// sm90/backward/narrow.cuh, which says how their products are ordered.
+#pragma once
+
+#include <cstdint>
+
+#include "modifiers/score_gradient_transposed.cuh"
+#include "params.h"
+#include "plan/backward_workspace.h"
+#include "ptx/mbarrier.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warpgroup.cuh"
+#include "sm90/backward/blocks.cuh"
+#include "sm90/backward/config.cuh"
+#include "sm90/backward/fragments.cuh"
+#include "sm90/backward/mask.cuh"
+#include "sm90/backward/plan.cuh"
+#include "sm90/backward/smem.cuh"
+#include "sm90/backward/split.cuh"
+#include "sm90/ring.cuh"
+#include "tile/bad_key_rows.cuh"
+#include "tile/band.cuh"
+#include "tile/batch_index.cuh"
+#include "tile/wgmma_tile.cuh"
+
+namespace jax_flash::sm90 {
+
+// Starts copying a tile to rows row0... of a head. Called by one thread. Rows past the end of the
+// operand are not written.
+template <typename Tile>
+__device__ __forceinline__ void store_tile_panels(const Tile& tile, const CUtensorMap& map,
+                                                  const Operand& operand, const BatchIndex& batch,
+                                                  int32_t head, int32_t row0) {
+  const auto coordinate = [](int64_t stride, int64_t index) {
+    return stride == 0 ? 0 : static_cast<int32_t>(index);
+  };
+#pragma unroll
+  for (int panel = 0; panel < Tile::kPanels; ++panel) {
+    ptx::cp_async_bulk_tensor_store_5d(map, tile.root + tile.offset + panel * Tile::kPanelBytes,
+                                       panel * 64, coordinate(operand.row, row0),
+                                       coordinate(operand.head, head),
+                                       coordinate(operand.batch[0], batch.coordinate[0]),
+                                       coordinate(operand.batch[1], batch.coordinate[1]));
+  }
+}
+
+// Holds what all threads of a consumer warpgroup know, and the steps of its work. A query tile is
+// worked on in halves of 64 rows if it has 128. All threads call every function. Arrays in
+// registers are arguments: a struct that held them would stay in memory, with all that it holds,
+// until the compiler has unrolled the loops over them.
+//
+//   key_rmem, value_rmem   K and V, if they are in registers
+//   scores                 S^T, then P^T
+//   dscores                dP^T, then dS^T
+//   dkey, dvalue           sums of the block
+template <typename Config, typename Element, bool kGeneral, bool kMaySplit>
+struct NarrowConsumer {
+  static constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv;
+  static constexpr bool kManyRegisters = Config::kHeadDim <= 96;  // chosen by measurement
+  static constexpr bool kScaled = kScaledDlogits<Element>;
+  static constexpr int kHalves = kBlockQ / 64;
+  static constexpr int kHeadN = Config::kHeadDim / 8, kHeadSteps = Config::kHeadDim / 16;
+  using KeyTile = typename Config::KeyTile;
+  using QueryTile = typename Config::QueryTile;
+  using Tile = float[8][4];  // 64 keys by 64 query rows, of the warpgroup
+  using Sums = float[kHeadN][4];
+  using Rounded = uint32_t[4][4];
+  using Operands = uint32_t[kHeadSteps][4];
+  using ScoreProduct = ptx::Wgmma<Element, 64>;
+  using KeyProduct = ptx::Wgmma<Element, Config::kHeadDim>;
+  using DqueryProduct = ptx::Wgmma<Element, 64>;
+  using Gradient = TransposedGradient<kGeneral, 8, kManyRegisters, kScaled>;
+
+  struct Progress {
+    const int& tiles_done;
+  };
+
+  const Backward& params;
+  const KeyGradientMaps& maps;
+  const BackwardWorkspace& workspace;
+  const BlockPlan& plan;
+  const BackwardSmem<Config>& smem;
+  const BackwardBlock& block;  // read again whenever needed: registers are short
+  // The references here and in Progress decide in which order the compiler numbers the registers of
+  // the main loop, and ptxas allocates them in that order: copies would change the machine code.
+  const int& group;
+  const Progress& progress;
+  const int thread, warp_key;
+  const int dquery_row, dquery_col;
+  const float to_log2;
+  const bool copies;  // true in the thread that starts the copies of dK and dV
+
+  __device__ __forceinline__ NarrowConsumer(const Backward& params, const KeyGradientMaps& maps,
+                                            const BackwardWorkspace& workspace,
+                                            const BlockPlan& plan, const BackwardSmem<Config>& smem,
+                                            const BackwardBlock& block, const int& group,
+                                            const Progress& progress)
+      : params(params),
+        maps(maps),
+        workspace(workspace),
+        plan(plan),
+        smem(smem),
+        block(block),
+        group(group),
+        progress(progress),
+        thread(kept_thread_index()),
+        warp_key(group * 64 + threadIdx.x % 128 / 32 * 16),
+        dquery_row(Config::kDqueryByRows ? group * 64 : 0),
+        dquery_col(Config::kDqueryByRows ? 0 : group * 64),
+        to_log2(params.options.scale * kLog2E),
+        copies(threadIdx.x % 128 == 0) {}
+
+  __device__ __forceinline__ int32_t first_key() const { return block.kv_tile * kBlockKv; }
+
+  // Computes the block.
+  __device__ __forceinline__ void run(RingState<Config::kStages>& ring, uint32_t key_parity,
+                                      int& tiles_done) const {
+    Sums dkey, dvalue;
+    clear(dkey);
+    clear(dvalue);
+    // The maxima make these uniform for the compiler. They are not read from shared memory again,
+    // nor is anything else that the loop can keep: such reads wait behind products, too.
+    const int tile_count = __reduce_max_sync(0xffffffff, block.tile_count);
+    const int32_t group_key = first_key() + group * 64;
+    const auto unmasked = block.band.template unmasked_tiles<64>(group_key, group_key + 64);
+    const int32_t first_unmasked = __reduce_max_sync(0xffffffff, unmasked.first);
+    const int32_t last_unmasked = __reduce_max_sync(0xffffffff, unmasked.last);
+    if (tile_count == 0) return skip(key_parity, dkey, dvalue);
+    ptx::mbarrier_wait(smem.query_full(ring.stage), ring.parity);
+    int2 tile = smem.tiles[ring.stage];
+    Operands key_rmem, value_rmem;
+    TransposedMask mask;
+    const bool reads_mask = kGeneral && kManyRegisters && plan.reads_mask_by_rows;
+    Tile scores, dscores, dquery;
+    const bool has_padding =
+        begin(ring.stage, key_parity, tile, reads_mask, mask, key_rmem, value_rmem, scores);
+    do {
+      const int32_t row0 = tile.x;
+      const uint32_t stage = ring.stage;
+      if constexpr (!Config::kNextScoresFirst) start_scores(scores, key_rmem, stage, 0);
+      ptx::mbarrier_wait(smem.dout_full(stage), ring.parity);
+      zero_padding(smem.dout(stage), row0, has_padding);
+      start_dprobabilities(dscores, value_rmem, stage, 0);
+#pragma unroll
+      for (int half = 0; half < kHalves; ++half) {
+        CapSlopes<8> slopes;
+        uint32_t mask_bits = 0;
+      if (reads_mask) mask_bits = mask.bits();
+        if (half + 1 < kHalves) read_ahead(mask, reads_mask, tile, half + 1);
+        const Gradient gradient{params,           block.batch, tile.y,   first_key() + warp_key,
+                                row0 + half * 64, reads_mask,  mask_bits};
+        const float* lse_smem = smem.lse + stage * kBlockQ + half * 64;
+        const float* delta_smem = smem.delta + stage * kBlockQ + half * 64;
+        const typename Config::LseColumns lse(lse_smem);
+        // P^T, overlapped with dP^T; dV += P^T dO
+        if (!Config::kNextScoresFirst || half > 0) {
+          ptx::wgmma_wait_group<1>();
+          ptx::wgmma_results(scores);
+        }
+        mask_scores(gradient, scores, row0 + half * 64, first_unmasked, last_unmasked, slopes);
+        if (Config::kEarlyDquery && half == 0) start_last_dquery(dquery, stage);
+        Rounded probabilities, rounded;
+        uint32_t kept[2][1];
+        gradient.draw(kept);
+        find_probabilities(gradient, lse, lse_smem, scores, probabilities);
+        if (Config::kEarlyDvalue) add_product(dvalue, probabilities, smem.dout(stage), half);
+        // dS^T, overlapped with dV; dK += dS^T Q
+        find_dscores(gradient, half, lse_smem, delta_smem, kept, slopes, scores, dscores);
+        if constexpr (!Config::kEarlyDvalue) {
+          gradient.drop(scores, kept);
+          round_fragments<Element>(probabilities, scores);
+          add_product(dvalue, probabilities, smem.dout(stage), half);
+        }
+        round_fragments<Element>(rounded, dscores);
+        if (!Config::kEarlyDquery && half == 0) start_last_dquery(dquery, stage);
+        add_product(dkey, rounded, smem.query(stage), half);
+        store_rounded(smem.score(stage), warp_key, half, rounded, thread % 32);
+        if (half + 1 < kHalves) {
+          start_scores(scores, key_rmem, stage, half + 1);
+          if (half == 0) {
+            ptx::wgmma_wait_group<2>();
+            stage_dquery(dquery, stage ^ 1, ring.parity ^ stage);
+          }
+          start_dprobabilities(dscores, value_rmem, stage, half + 1);
+        }
+      }
+      // Starts the next tile's S^T; after the last tile it recomputes that of an old stage and
+      // discards it.
+      ring.advance();
+      if (tiles_done + 1 < tile_count) await_query(ring, tile, has_padding, reads_mask, mask);
+      if constexpr (Config::kNextScoresFirst) start_scores(scores, key_rmem, ring.stage, 0);
+      finish_step(stage, ring, scores, dquery, dkey, dvalue);
+      ++tiles_done;
+    } while (tiles_done < tile_count);
+    finish(ring, dquery, dkey, dvalue);
+  }
+
+  // Writes zeros for a block that no row may attend to.
+  __device__ __forceinline__ void skip(uint32_t key_parity, Sums& dkey, Sums& dvalue) const {
+    // Arrives only after the copying warp has seen the phase before end: it would miss that
+    // otherwise.
+    ptx::mbarrier_wait(smem.key_full(), key_parity);
+    ptx::mbarrier_wait(smem.value_full(), key_parity);
+    arrive_by_warp(smem.keys_empty());
+    await_copies();
+    write_key_gradients(dkey, dvalue);
+  }
+
+  // Awaits and prepares K, V and the first Q. Starts and awaits the first S^T, if S^T comes first.
+  // Returns whether query tiles may have rows to be zeroed.
+  __device__ __forceinline__ bool begin(uint32_t stage, uint32_t key_parity, const int2& tile,
+                                        bool reads_mask, TransposedMask& mask, Operands& key_rmem,
+                                        Operands& value_rmem, Tile& scores) const {
+    const Band& band = block.band;
+    // Zeroes keys and values that no row may attend to.
+    const int32_t first = max(0, band.lo) - first_key();
+    const int32_t end = min(band.kv_len, band.q_len - 1 + band.hi) - first_key();
+    const bool has_unattended =
+        first > 0 || (end < kBlockKv && first_key() + end < params.shape.kv_len);
+    ptx::mbarrier_wait(smem.key_full(), key_parity);
+    if (has_unattended) zero_rows<Config::kConsumerThreads>(smem.key(), first, end, kConsumers);
+    if constexpr (kGeneral) {
+      clear_bad_key_rows<Config::kConsumerThreads, kConsumers, Element>(smem.key(), bad_keys());
+    }
+    const bool has_padding = kGeneral || band.q_len < params.shape.q_len;
+    read_ahead(mask, reads_mask, tile, 0);
+    zero_padding(smem.query(stage), tile.x, has_padding);
+    if constexpr (Config::kKeysInRegisters) load_fragments(key_rmem, smem.key(), warp_key);
+    if constexpr (Config::kNextScoresFirst) start_scores(scores, key_rmem, stage, 0);
+    await_copies();
+    ptx::mbarrier_wait(smem.value_full(), key_parity);
+    if (has_unattended) zero_rows<Config::kConsumerThreads>(smem.value(), first, end, kConsumers);
+    if constexpr (Config::kKeysInRegisters) load_fragments(value_rmem, smem.value(), warp_key);
+    if constexpr (Config::kNextScoresFirst) {
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_results(scores);
+    }
+    return has_padding;
+  }
+
+  // Awaits the ring's next Q and prepares it.
+  __device__ __forceinline__ void await_query(const RingState<Config::kStages>& ring, int2& tile,
+                                              bool has_padding, bool reads_mask,
+                                              TransposedMask& mask) const {
+    ptx::mbarrier_wait(smem.query_full(ring.stage), ring.parity);
+    tile = smem.tiles[ring.stage];
+    read_ahead(mask, reads_mask, tile, 0);
+    zero_padding(smem.query(ring.stage), tile.x, has_padding);
+  }
+
+  // Start S^T = K Q^T and dP^T = V dO^T for 64 rows of a stage.
+  __device__ __forceinline__ void start_scores(Tile& scores, const Operands& key_rmem,
+                                               uint32_t stage, int half) const {
+    start_product(scores, smem.key(), key_rmem, smem.query(stage), half);
+  }
+  __device__ __forceinline__ void start_dprobabilities(Tile& dscores, const Operands& value_rmem,
+                                                       uint32_t stage, int half) const {
+    start_product(dscores, smem.value(), value_rmem, smem.dout(stage), half);
+  }
+  // Multiplies a of 64 keys by b^T of 64 query rows.
+  __device__ __forceinline__ void start_product(Tile& d, const KeyTile& a, const Operands& a_rmem,
+                                                const QueryTile& b, int half) const {
+    forget(d);
+    const auto a_rows = unknown_address(a);
+    const auto b_rows = unknown_address(b);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kHeadSteps; ++k) {
+      if constexpr (Config::kKeysInRegisters) {
+        ScoreProduct::template rs<0>(d, a_rmem[k], operand_k_major(b_rows, half * 64, k), k > 0);
+      } else {
+        ScoreProduct::template ss<0, 0>(d, operand_k_major(a_rows, group * 64, k),
+                                        operand_k_major(b_rows, half * 64, k), k > 0);
+      }
+    }
+    ptx::wgmma_commit_group();
+  }
+
+  // Applies modifiers and the band to S^T of the rows from `row` on.
+  __device__ __forceinline__ void mask_scores(const Gradient& gradient, Tile& scores, int32_t row,
+                                              int32_t first_unmasked, int32_t last_unmasked,
+                                              CapSlopes<8>& slopes) const {
+    if constexpr (kGeneral) mark_bad_key_rows<kBlockKv>(scores, bad_keys(), warp_key);
+    if (kGeneral || row < first_unmasked || row > last_unmasked) {
+      gradient.mask(scores, block.band, kManyRegisters ? &slopes : nullptr);
+    }
+  }
+  // Turns S^T into P^T. If dV comes early, also rounds it; then the other consumer may compute.
+  __device__ __forceinline__ void find_probabilities(const Gradient& gradient,
+                                                     const typename Config::LseColumns& lse,
+                                                     const float* lse_smem, Tile& scores,
+                                                     Rounded& probabilities) const {
+    if constexpr (Config::kAlternates) {
+      ptx::barrier_sync(kMayCompute + group, Config::kConsumerThreads);
+    }
+    gradient.probabilities(scores, lse, lse_smem, to_log2);
+    if constexpr (Config::kEarlyDvalue) {
+      round_fragments<Element>(probabilities, scores);
+      if constexpr (Config::kAlternates) {
+        ptx::wgmma_fence();  // else exponentials sink below what follows
+        ptx::barrier_arrive(kMayCompute + (group ^ 1), Config::kConsumerThreads);
+      }
+    }
+  }
+  // Awaits dP^T and turns it into dS^T.
+  __device__ __forceinline__ void find_dscores(const Gradient& gradient, int half,
+                                               const float* lse_smem, const float* delta_smem,
+                                               const uint32_t (&kept)[2][1],
+                                               const CapSlopes<8>& slopes, const Tile& scores,
+                                               Tile& dscores) const {
+    if (Config::kEarlyDquery && half == 0) {
+      ptx::wgmma_wait_group<1 + Config::kEarlyDvalue>();
+    } else {
+      ptx::wgmma_wait_group<Config::kEarlyDvalue>();
+    }
+    ptx::wgmma_results(dscores);
+    gradient.finish(scores, dscores, lse_smem, delta_smem, kept,
+                    kManyRegisters ? &slopes : nullptr);
+  }
+
+  // Adds a of 64 keys times b of 64 query rows to a sum: dV += P^T dO or dK += dS^T Q.
+  __device__ __forceinline__ void add_product(Sums& sum, const Rounded& a, const QueryTile& b,
+                                              int half) const {
+    const auto b_rows = unknown_address(b);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      KeyProduct::template rs<1>(sum, a[k], operand_mn_major(b_rows, 0, half * 4 + k), 1);
+    }
+    ptx::wgmma_commit_group();
+  }
+
+  // Starts dQ = dS K of the tile before, whose dS^T is in the other stage. Before the first tile it
+  // computes dQ of whatever is there and discards it: a branch around it would make the compiler
+  // wait.
+  __device__ __forceinline__ void start_last_dquery(Tile& dquery, uint32_t stage) const {
+    await_dscores(stage ^ 1);
+    start_dquery(dquery, stage ^ 1);
+  }
+  // Waits for the other consumer's dS^T.
+  __device__ __forceinline__ void await_dscores(uint32_t stage) const {
+    if (progress.tiles_done > 0) {
+      ptx::barrier_sync(kScoresStored + (group ^ 1) * 2 + stage, Config::kConsumerThreads);
+    }
+    ptx::fence_proxy_async_shared();  // also without a tile before: saves a branch
+  }
+  __device__ __forceinline__ void start_dquery(Tile& dquery, uint32_t stage) const {
+    forget(dquery);
+    const auto a = unknown_address(smem.score(stage));
+    const auto b = unknown_address(smem.key());
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kBlockKv / 16; ++k) {
+      DqueryProduct::template ss<1, 1>(dquery, operand_mn_major(a, dquery_row, k),
+                                       operand_mn_major(b, dquery_col, k), k > 0);
+    }
+    ptx::wgmma_commit_group();
+  }
+  // Hands finished dQ to the warp that adds it.
+  __device__ __forceinline__ void stage_dquery(Tile& dquery, uint32_t stage,
+                                               uint32_t empty_parity) const {
+    ptx::wgmma_results(dquery);
+    if (progress.tiles_done == 0) return;
+    ptx::mbarrier_wait(smem.dquery_empty(group, stage), empty_parity);
+    stage_accumulators(smem.staging(group * 2 + stage), dquery, thread % 128);
+    ptx::barrier_arrive(kDqueryFull + group * 2 + stage, 128 + 32);
+  }
+
+  __device__ __forceinline__ void finish_step(uint32_t stage,
+                                              const RingState<Config::kStages>& ring, Tile& scores,
+                                              Tile& dquery, Sums& dkey, Sums& dvalue) const {
+    ptx::wgmma_wait_group<1 + Config::kNextScoresFirst>();
+    if constexpr (kHalves == 1) stage_dquery(dquery, ring.stage, ring.parity);
+    arrive_by_warp(smem.dout_empty(stage));
+    ptx::barrier_arrive(kScoresStored + group * 2 + stage, Config::kConsumerThreads);
+    ptx::wgmma_wait_group<0>();
+    if constexpr (Config::kNextScoresFirst) ptx::wgmma_results(scores);
+    ptx::wgmma_results(dkey);
+    ptx::wgmma_results(dvalue);
+    arrive_by_warp(smem.query_empty(stage));
+  }
+  // Computes dQ of the last tile, and writes dK and dV.
+  __device__ __forceinline__ void finish(const RingState<Config::kStages>& ring, Tile& dquery,
+                                         Sums& dkey, Sums& dvalue) const {
+    start_last_dquery(dquery, ring.stage);
+    ptx::wgmma_wait_group<0>();
+    arrive_by_warp(smem.keys_empty());
+    stage_dquery(dquery, ring.stage ^ 1, ring.parity ^ ring.stage);
+    // Waits until dQ of the last two tiles has been copied from there.
+    ptx::mbarrier_wait(smem.dquery_empty(group, ring.stage), ring.parity ^ 1);
+    ptx::mbarrier_wait(smem.dquery_empty(group, ring.stage ^ 1), ring.parity ^ ring.stage ^ 1);
+    if (!kMaySplit || !exchange_sums(dkey, dvalue)) write_key_gradients(dkey, dvalue);
+  }
+
+  // Fetches what modifies the next 64 rows, if there are registers: the mask to registers, a bias
+  // to L2.
+  __device__ __forceinline__ void read_ahead(TransposedMask& mask, bool reads_mask,
+                                             const int2& tile, int half) const {
+    if constexpr (kGeneral && kManyRegisters) {
+      const Shape& shape = params.shape;
+      const int32_t key = first_key() + warp_key, row = tile.x + half * 64;
+      if (key >= shape.kv_len) return;
+      if (reads_mask) {
+        mask.load(block.batch.template pointer<const uint8_t>(params.mask, tile.y) + key,
+                  params.mask.row, row, shape.q_len);
+      }
+      if (params.bias) prefetch_bias(params, block.batch, tile.y, row, key);
+    }
+  }
+
+  // Zeroes the rows of a tile that are beyond the end of the sequence, once it has arrived. The
+  // copy engine zeroes rows that are beyond the operand.
+  __device__ __forceinline__ void zero_padding(const QueryTile& rows_smem, int32_t row0,
+                                               bool has_padding) const {
+    if (has_padding && row0 + kBlockQ > block.band.q_len) {
+      zero_rows(rows_smem, 0, block.band.q_len - row0, kBackwardZeroed + group);
+    }
+  }
+
+  // Returns the notes on keys that are NaN or infinite: see tile/bad_key_rows.cuh.
+  static __device__ __forceinline__ uint32_t* bad_keys() {
+    __shared__ uint32_t bad_keys_smem[kGeneral ? kBlockKv / 32 + 1 : 1];
+    return bad_keys_smem;
+  }
+
+  // dK and dV are stored from the memory that stages dQ, by bulk copies of one thread a consumer.
+  __device__ __forceinline__ void await_copies() const {
+    if (copies) ptx::cp_async_bulk_wait_group_read<0>();
+    ptx::barrier_sync(kBackwardZeroed + group, 128);
+  }
+  __device__ __forceinline__ void write_key_gradients(Sums& dkey, Sums& dvalue) const {
+    const typename Config::GradientTile dkey_smem{smem.staging(group * 2), 0};
+    const typename Config::GradientTile dvalue_smem{smem.staging(group * 2 + 1), 0};
+    const int row = threadIdx.x % 128 / 32 * 16;
+    store_sums<Element>(dkey_smem, row, kScaled ? 1.0f : params.options.scale, dkey);
+    store_sums<Element>(dvalue_smem, row, 1.0f, dvalue);
+    ptx::barrier_sync(kBackwardZeroed + group, 128);
+    const int32_t row0 = first_key() + group * 64;
+    // A single row has no axis in the maps, and any index would address that row.
+    if (!copies || row0 >= params.shape.kv_len) return;
+    ptx::fence_proxy_async_shared();
+    store_tile_panels(dkey_smem, maps.dkey, params.dkey, block.batch, block.kv_head, row0);
+    store_tile_panels(dvalue_smem, maps.dvalue, params.dvalue, block.batch, block.kv_head, row0);
+    ptx::cp_async_bulk_commit_group();
+  }
+  // Exchanges the sums of a divided key block; true if another thread block writes them.
+  __device__ __forceinline__ bool exchange_sums(Sums& dkey, Sums& dvalue) const {
+    const SplitSums sums{workspace.split_sums,
+                         BackwardCounters{workspace.counters, plan.ends.kv_heads}.stored(), group,
+                         kBackwardZeroed + group};
+    const int32_t index = __reduce_max_sync(0xffffffff, block.sum.index);
+    const int32_t addends = __reduce_max_sync(0xffffffff, block.sum.addends);
+    if (addends < 0) {
+      sums.store(index, dkey, dvalue);
+      return true;
+    }
+    for (int32_t i = index - addends; i < index; ++i) sums.add(i, dkey, dvalue);
+    return false;
+  }
+};
+
+// Computes one key block's dK and dV, and stages dQ of each of its query tiles, as a consumer.
+template <typename Config, typename Element, bool kGeneral, bool kMaySplit>
+__device__ __forceinline__ void consume_tiles(
+    const Backward& params, const KeyGradientMaps& maps, const BackwardWorkspace& workspace,
+    const BlockPlan& plan, const BackwardSmem<Config>& smem, const BackwardBlock& block,
+    RingState<Config::kStages>& ring, uint32_t key_parity) {
+  using Consumer = NarrowConsumer<Config, Element, kGeneral, kMaySplit>;
+  // The shuffle makes it uniform in the warp for the compiler, so that descriptors use uniform
+  // registers.
+  const int group = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0) - 1;
+  int tiles_done = 0;
+  const typename Consumer::Progress progress{tiles_done};
+  const Consumer consumer(params, maps, workspace, plan, smem, block, group, progress);
+  consumer.run(ring, key_parity, tiles_done);
+}
+
+}  // namespace jax_flash::sm90

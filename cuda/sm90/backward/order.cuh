@@ -1,0 +1,153 @@
+// Orders the key blocks of a launch, the query tiles that each visits, and, in deterministic runs,
+// the turns in which blocks add to a query tile's dQ.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "modifiers/segments.cuh"
+#include "plan/divisor.h"
+#include "tile/band.cuh"
+
+namespace jax_flash::sm90 {
+
+// Maps an index to the head and key tile that a block owns. Sections of `section_heads` heads (of
+// all batches, numbered consecutively) follow each other; in a section, all heads' first tiles come
+// first, then all heads' second tiles, and so on.
+struct TileSchedule {
+  int32_t tiles = 0, total_heads = 0, sections = 0;
+  Divisor section_heads, last_section_heads, section_blocks;
+  bool last_first = false;
+  bool alternates = false;  // every other section has its heads' last tiles first
+
+  TileSchedule() = default;
+  TileSchedule(int64_t tiles_of_head, int64_t heads, int64_t heads_of_section,
+               bool last_tiles_first)
+      : tiles(static_cast<int32_t>(tiles_of_head)),
+        total_heads(static_cast<int32_t>(heads)),
+        sections(static_cast<int32_t>((heads + heads_of_section - 1) / heads_of_section)),
+        section_heads(static_cast<int32_t>(heads_of_section)),
+        last_section_heads(
+            static_cast<int32_t>(std::max<int64_t>(heads - (sections - 1) * heads_of_section, 1))),
+        section_blocks(static_cast<int32_t>(
+            std::clamp<int64_t>(heads_of_section * tiles_of_head, 1, INT32_MAX))),
+        last_first(last_tiles_first) {}
+
+  // Returns the section's number.
+  __device__ __forceinline__ int32_t at(int32_t index, int32_t& head, int32_t& tile) const {
+    const int32_t section = section_blocks.quotient(index);
+    const int32_t rest = index - section * section_blocks.divisor;
+    const Divisor& heads_here = section == sections - 1 ? last_section_heads : section_heads;
+    tile = heads_here.quotient(rest);
+    head = section * section_heads.divisor + rest - tile * heads_here.divisor;
+    if (last_first || (alternates && section % 2 != 0)) tile = tiles - 1 - tile;
+    return section;
+  }
+};
+
+// Says how several blocks take turns to add to a sum for dQ, independently of timing. Turns have
+// the order in which blocks would come if all of a section started together, or each when a block
+// of the section before ends: then hardly any block waits. All blocks of a section must run at the
+// same time. They do, because a launch has as many thread blocks as a section has blocks, and each
+// takes one of every section.
+enum class TurnOrder : int32_t {
+  kNone,
+  kTogether,
+  kAscending,  // a head has too many blocks: each waits only for those of lower keys
+};
+
+// Names a query tile of a query head.
+struct HeadTile {
+  int32_t head, tile;
+};
+
+// Walks over the query tiles that a block visits, for all heads of a group, head by head. Within a
+// head it may start at any tile and wrap around, or go from the last to the first. Whole warps call
+// its functions.
+struct QueryTileWalk {
+  TileRange range;
+  int32_t first_head, end_head;
+  int32_t start = 0, first_tile = 0;  // where each head starts, and where the first one does
+  bool backward = false;
+  const SegmentSpan* query_spans = nullptr;
+  int32_t query_blocks = 0;
+  SegmentSpan key_span = {};
+
+  template <int kBlockQ>
+  __device__ __forceinline__ int32_t skip_to(int32_t candidate) const {
+    if (query_spans == nullptr) return candidate;
+    return next_tile<kBlockQ>(query_spans, query_blocks, key_span, candidate, range.end);
+  }
+  template <int kBlockQ>
+  __device__ __forceinline__ void start_at(int32_t shift) {
+    start = skip_to<kBlockQ>(range.first + shift);
+    first_tile = start;
+    if (range.first >= range.end || start >= range.end) first_head = end_head;
+  }
+  // Continues from the tile of an index.
+  __device__ __forceinline__ void skip(int32_t index) {
+    const HeadTile cursor = at(index);
+    first_head = cursor.head;
+    first_tile = cursor.tile;
+  }
+  __device__ __forceinline__ HeadTile begin() const { return {first_head, first_tile}; }
+  __device__ __forceinline__ bool done(const HeadTile& at) const { return at.head >= end_head; }
+  template <int kBlockQ>
+  __device__ __forceinline__ int32_t count() const {
+    if (query_spans == nullptr) return (range.end - range.first) * (end_head - first_head);
+    int32_t tiles = 0;
+    for (HeadTile at = begin(); !done(at); advance<kBlockQ>(at)) ++tiles;
+    return tiles;
+  }
+  // Returns the tile of an index in this order, if nothing is skipped.
+  __device__ __forceinline__ HeadTile at(int32_t index) const {
+    const int32_t tiles = range.end - range.first, heads = index / tiles;
+    const int32_t place = index - heads * tiles;
+    const int32_t tile = backward ? start - place : start + place;
+    return {first_head + heads, tile < range.end ? tile : tile - tiles};
+  }
+  // Advances to the next tile. kOrdered: with turns; without them no walk goes backward.
+  template <int kBlockQ, bool kOrdered = false>
+  __device__ __forceinline__ void advance(HeadTile& at) const {
+    const bool down = kOrdered && backward;
+    at.tile = down ? at.tile - 1 : skip_to<kBlockQ>(at.tile + 1);
+    if (down && at.tile < range.first) at.tile = start;
+    // With segments nothing is shifted, and the first tile that is not skipped is `start`.
+    if (at.tile >= range.end) at.tile = query_spans ? start : range.first;
+    if (at.tile == start) ++at.head;
+  }
+};
+
+// True if every row may attend to every key. Then all blocks visit all tiles, and start shifted.
+__device__ __forceinline__ bool is_rectangle(const Band& band) {
+  return band.lo <= 1 - band.q_len && band.hi >= band.kv_len;
+}
+
+// Returns by how many tiles the start of a block of a rectangle is shifted, if there are turns.
+template <int kBlockKv>
+__device__ __forceinline__ int32_t shifted_start(const Band& band, const TileRange& range,
+                                                 int32_t kv_tile) {
+  const int32_t kv_tiles_here = (band.kv_len + kBlockKv - 1) / kBlockKv;
+  return static_cast<int32_t>(static_cast<uint32_t>(kv_tile) * (range.end - range.first) /
+                              kv_tiles_here);
+}
+
+// Returns how many of the blocks that add to a query tile, those of `range`, do so before the block
+// of tile kv_tile. They are those that reach it earlier (see TurnOrder) if all take equally long
+// for a tile. With kSums sums, each has every kSums-th tile.
+template <int kSums>
+__device__ __forceinline__ int32_t turn_of(const Band& band, bool ascending, int32_t kv_tile,
+                                           int32_t q_tile, int32_t q_tiles_total,
+                                           const TileRange& range) {
+  if (ascending) return (kv_tile - range.first) / kSums;
+  const int32_t later = (range.end - 1 - kv_tile) / kSums;
+  if (!is_rectangle(band)) return later;
+  // Blocks up to `last` start at this tile or before it; the later of them reach it first. The
+  // others wrap around to it.
+  const uint32_t ends = static_cast<uint32_t>(q_tile + 1) * range.end;  // host: fits
+  const int32_t last = static_cast<int32_t>((ends + q_tiles_total - 1) / q_tiles_total) - 1;
+  return kv_tile <= last ? (last - kv_tile) / kSums
+                         : (last + kSums - kv_tile % kSums) / kSums + later;
+}
+
+}  // namespace jax_flash::sm90

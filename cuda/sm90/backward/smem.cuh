@@ -1,0 +1,126 @@
+// Lays out the shared memory of a backward kernel whose block owns keys, and numbers its barriers.
+//
+// A proxy fence separates ordinary accesses to shared memory from those of copies and products. The
+// thread that starts the copies or products executes it, after the barrier that orders the two, in
+// the same block: the memory model asks for one fence on the way (Lustig, Cooksey, Giroux, ISCA
+// 2022). In front of the barrier, where it is often seen, all threads would wait for their own
+// accesses: 600 clocks a tile.
+#pragma once
+
+#include <cstdint>
+
+#include "ptx/mbarrier.cuh"
+#include "sm90/backward/config.cuh"
+#include "sm90/ring.cuh"
+
+namespace jax_flash::sm90 {
+
+// Holds the state of a ring of two stages in one register.
+struct StagePair {
+  uint32_t count = 0;
+
+  __device__ __forceinline__ uint32_t stage() const { return count & 1; }
+  __device__ __forceinline__ uint32_t parity() const { return count >> 1 & 1; }
+  __device__ __forceinline__ void advance() { ++count; }
+};
+
+// Arrives for a whole warp: everything that its threads have done happens before a wait for the
+// barrier returns.
+__device__ __forceinline__ void arrive_by_warp(uint32_t barrier_smem) {
+  __syncwarp();
+  if (kWarpArrivals > 1 || threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier_smem);
+}
+
+struct BackwardBlock;
+
+// Holds the addresses of tiles, row statistics and barriers in shared memory.
+template <typename Config>
+struct BackwardSmem {
+  uint32_t root;      // base of the tiles
+  uint32_t barriers;  // four single ones, then two or kStages of each other kind
+  float* lse;         // [kStages][kBlockQ]
+  float* delta;       // [kStages][kBlockQ]
+  int2* tiles;        // [kStages]: a tile's first row and its head; if there is a single key block,
+                      // a row of -1 after the last tile
+  BackwardBlock* blocks;  // [2], or [1] if there is a single one
+
+  __device__ __forceinline__ typename Config::KeyTile key() const { return {root, 0}; }
+  __device__ __forceinline__ typename Config::KeyTile value() const {
+    return {root, Config::kValueOffset};
+  }
+  __device__ __forceinline__ typename Config::QueryTile query(uint32_t stage) const {
+    return {root, Config::kQueryOffset + stage * Config::QueryTile::kBytes};
+  }
+  __device__ __forceinline__ typename Config::QueryTile dout(uint32_t stage) const {
+    return {root, Config::kOutOffset + stage * Config::QueryTile::kBytes};
+  }
+  __device__ __forceinline__ typename Config::ScoreTile score(uint32_t stage) const {
+    return {root, Config::kScoreOffset + stage * Config::ScoreTile::kBytes};
+  }
+  // Returns the address of staged sums: dQ of a warpgroup, or P^T of a stage.
+  __device__ __forceinline__ uint32_t staging(int index) const {
+    return root + Config::kStagingOffset + index * Config::kStagingBytes;
+  }
+  __device__ __forceinline__ uint32_t key_full() const { return barriers; }
+  __device__ __forceinline__ uint32_t value_full() const { return barriers + 8; }
+  __device__ __forceinline__ uint32_t keys_empty() const { return barriers + 16; }  // and values
+  // Signals that the next block may be chosen.
+  __device__ __forceinline__ uint32_t block_wanted() const { return barriers + 24; }
+  __device__ __forceinline__ uint32_t block_full(uint32_t stage) const {
+    return barriers + 32 + stage * 8;
+  }
+  __device__ __forceinline__ uint32_t block_empty(uint32_t stage) const {
+    return barriers + 48 + stage * 8;
+  }
+  __device__ __forceinline__ uint32_t query_full(uint32_t stage) const { return at(0, stage); }
+  __device__ __forceinline__ uint32_t query_empty(uint32_t stage) const { return at(1, stage); }
+  __device__ __forceinline__ uint32_t dout_full(uint32_t stage) const { return at(2, stage); }
+  __device__ __forceinline__ uint32_t dout_empty(uint32_t stage) const { return at(3, stage); }
+
+  // Is empty when staged dQ has been copied; a consumer has two stages of it. The other kernel has
+  // no such barriers, but the next two kinds instead.
+  __device__ __forceinline__ uint32_t dquery_empty(int group, uint32_t stage) const {
+    return at(4 + group, stage);
+  }
+  // Is full when P^T has been staged by one consumer for the other, in the kernel that has it.
+  __device__ __forceinline__ uint32_t staging_full(uint32_t stage) const { return at(4, stage); }
+  __device__ __forceinline__ uint32_t staging_empty(uint32_t stage) const { return at(5, stage); }
+
+  static constexpr int kBarriers = 8 + 6 * Config::kStages;
+  // Initializes all barriers. One thread of a warp does it: several lanes take longer.
+  __device__ __forceinline__ void init_barriers() const {
+    constexpr int kConsumerArrivals = Config::kConsumers * 4 * kWarpArrivals;
+    if (threadIdx.x % 32 != 0) return;
+#pragma unroll
+    for (int index = 0; index < kBarriers; ++index) {
+      const int kind = (index - 8) / Config::kStages;
+      int arrivals = 1;
+      if (index == 2) arrivals = kConsumerArrivals;
+      // The warps that copy and that add dQ arrive too.
+      if (index == 6 || index == 7) arrivals = kConsumerArrivals + 3 * kWarpArrivals;
+      if (index >= 8 && (kind == 1 || kind == 3)) arrivals = kConsumerArrivals;
+      if (index >= 8 && kind >= 4) arrivals = Config::kStagingArrivals;
+      ptx::mbarrier_init(barriers + index * 8, arrivals);
+    }
+    ptx::fence_mbarrier_init();
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t at(uint32_t kind, uint32_t stage) const {
+    return barriers + 64 + (kind * Config::kStages + stage) * 8;
+  }
+};
+
+// Numbers the named barriers. kScoresStored: each consumer signals to the other that its dS^T is
+// stored; two of them alternate. kBackwardZeroed: synchronizes one consumer. kDqueryFull: each
+// consumer signals to the warp that adds its dQ; two of them alternate. kConsumers: synchronizes
+// both consumers. kMayCompute: one consumer lets the other compute.
+enum BackwardBarrier : int {
+  kScoresStored = 1,
+  kBackwardZeroed = 5,
+  kDqueryFull = 7,
+  kConsumers = 11,
+  kMayCompute = 12
+};
+
+}  // namespace jax_flash::sm90
