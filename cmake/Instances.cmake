@@ -22,7 +22,10 @@
 # max(head_dim, value_dim). All instances of a head dim share one source, <family>_<pass>_<head
 # dim>.cu: to read the headers takes as long as to compile a simple kernel, and some kernels are
 # used by all of them.
-# A source of something else joins with target_sources(cuda_<family> PRIVATE ...).
+#
+#   add_attention_source(<name> ARCHITECTURES <entry>... SOURCE <file>)
+#
+# compiles kernels that do not depend on the head dim, which several families use.
 #
 # finish_attention_instances(<target>), after the last entry, links all of them into <target>,
 # with JAX_FLASH_WITH_CUDA defined, and writes "instances.h": the tables kForwardInstances and
@@ -34,7 +37,7 @@
 # also on a budget that is greater than what the kernel spills. All of these are only warnings with
 # an nvcc of another release than the build requirements' (a user's own toolkit).
 
-# For builds that measure one change (`python -m jax_flash.benchmark ablation`): JAX_FLASH_DEFINES
+# For builds that measure one change (`python benchmarks/run.py ablation`): JAX_FLASH_DEFINES
 # is a list of NAME=VALUE for the kernels' sources, with which spills are only warnings, and
 # JAX_FLASH_INSTANCES a regular expression: instances whose name it does not match are left out.
 set(JAX_FLASH_DEFINES "" CACHE STRING "Definitions for the CUDA kernels, to measure what they change")
@@ -42,6 +45,7 @@ set(JAX_FLASH_INSTANCES "" CACHE STRING "A regular expression: CUDA instances to
 
 set(instances_template_dir "${CMAKE_CURRENT_LIST_DIR}")
 set_property(GLOBAL PROPERTY attention_families "")
+set_property(GLOBAL PROPERTY attention_libraries "")
 foreach(pass forward backward)
   set_property(GLOBAL PROPERTY attention_${pass}_rows "")
 endforeach()
@@ -57,29 +61,42 @@ set(params_of_backward Backward)
 set(variant_of_false plain)
 set(variant_of_true general)
 
-# The object library of a family, made on first use.
+# An object library whose sources are compiled through check_ptxas.py.
+function(attention_library library architectures)
+  set_property(GLOBAL APPEND PROPERTY attention_libraries ${library})
+  add_library(${library} OBJECT)
+  set_target_properties(${library} PROPERTIES CUDA_ARCHITECTURES "${architectures}")
+  target_include_directories(${library} PRIVATE "${PROJECT_SOURCE_DIR}/cuda")
+  target_link_libraries(${library} PRIVATE jax_flash_cuda_options)
+  target_compile_definitions(${library} PRIVATE ${JAX_FLASH_DEFINES})
+  set(launcher "${Python_EXECUTABLE}" "${instances_template_dir}/check_ptxas.py")
+  if(JAX_FLASH_DEFINES OR NOT CMAKE_CUDA_COMPILER_VERSION MATCHES "^13\\.0\\.")
+    list(APPEND launcher --warn)
+  elseif(JAX_FLASH_WERROR AND NOT JAX_FLASH_INSTANCES)
+    list(APPEND launcher --exact)
+  endif()
+  # "--" ends the launcher's own arguments: nvcc's command follows.
+  set_property(TARGET ${library} PROPERTY CUDA_COMPILER_LAUNCHER ${launcher} --)
+endfunction()
+
+# The library of a family, made on first use.
 function(attention_family family architectures)
   get_property(families GLOBAL PROPERTY attention_families)
   if(family IN_LIST families)
     return()
   endif()
   set_property(GLOBAL APPEND PROPERTY attention_families ${family})
-  add_library(cuda_${family} OBJECT)
-  set_target_properties(cuda_${family} PROPERTIES CUDA_ARCHITECTURES "${architectures}")
-  target_include_directories(cuda_${family} PRIVATE "${PROJECT_SOURCE_DIR}/cuda")
-  target_link_libraries(cuda_${family} PRIVATE jax_flash_cuda_options)
-  target_compile_definitions(cuda_${family} PRIVATE ${JAX_FLASH_DEFINES})
+  attention_library(cuda_${family} "${architectures}")
   if(family STREQUAL sm90)
     generate_wgmma()
     target_include_directories(cuda_${family} PRIVATE "${PROJECT_BINARY_DIR}/generated")
   endif()
-  set_property(TARGET cuda_${family} PROPERTY CUDA_COMPILER_LAUNCHER
-    "${Python_EXECUTABLE}" "${instances_template_dir}/check_ptxas.py")
-  if(JAX_FLASH_DEFINES OR NOT CMAKE_CUDA_COMPILER_VERSION MATCHES "^13\\.0\\.")
-    set_property(TARGET cuda_${family} APPEND PROPERTY CUDA_COMPILER_LAUNCHER --warn)
-  elseif(JAX_FLASH_WERROR AND NOT JAX_FLASH_INSTANCES)
-    set_property(TARGET cuda_${family} APPEND PROPERTY CUDA_COMPILER_LAUNCHER --exact)
-  endif()
+endfunction()
+
+function(add_attention_source name)
+  cmake_parse_arguments(PARSE_ARGV 1 arg "" "SOURCE" "ARCHITECTURES")
+  attention_library(cuda_${name} "${arg_ARCHITECTURES}")
+  target_sources(cuda_${name} PRIVATE "${arg_SOURCE}")
 endfunction()
 
 # "wgmma.h", every width up to 256 that is a multiple of 16, and 8.
@@ -129,8 +146,6 @@ function(finish_attention_instances target)
   get_property(families GLOBAL PROPERTY attention_families)
   set(declarations "")
   foreach(family IN LISTS families)
-    # Ends the launcher's own arguments: nvcc's command follows.
-    set_property(TARGET cuda_${family} APPEND PROPERTY CUDA_COMPILER_LAUNCHER --)
     string(APPEND declarations
       "namespace jax_flash::${family} {\n"
       "template <typename Element, int kHeadDim, bool kGeneral>\n"
@@ -146,7 +161,7 @@ function(finish_attention_instances target)
   endforeach()
   configure_file("${instances_template_dir}/instances.h.in"
     "${PROJECT_BINARY_DIR}/instances/instances.h" @ONLY)
-  list(TRANSFORM families PREPEND cuda_ OUTPUT_VARIABLE libraries)
+  get_property(libraries GLOBAL PROPERTY attention_libraries)
   target_link_libraries(${target} PRIVATE ${libraries} jax_flash_cuda_options)
   target_include_directories(${target} PRIVATE "${PROJECT_BINARY_DIR}/instances")
   target_compile_definitions(${target} PRIVATE JAX_FLASH_WITH_CUDA)

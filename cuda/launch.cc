@@ -47,7 +47,7 @@ Status forward(const Forward& params, int family, cudaStream_t stream) {
   Status status = current_device(device);
   if (status.ok()) status = choose(params, family, device, choice);
   if (status.ok()) status = launch(kForwardInstances, params, choice, stream);
-  if (!status.ok() || choice.family == 80 || !params.bias) return status;
+  if (!status.ok() || choice.family == 80 || !adds_to_logits(params)) return status;
   // The sm_90 kernels assume that a row's greatest logit is of moderate size. With a bias it may
   // have any size: the sm_80 kernel, which is exact for them, redoes the tiles of such rows.
   Forward rest = params;

@@ -57,7 +57,7 @@ class Operand:
 _FLOAT = {"kind": jnp.floating, "expected": "a float dtype", "differentiable": True}
 _INTEGER = {"kind": jnp.integer, "expected": "an integer dtype"}
 _MATRIX = {"broadcasts": True, "ring": "either", "whole": ("S",)}
-_DISTANCE = {**_FLOAT, "broadcasts": True, "adds": True, "by_distance": True, "kernels": ("cpu",)}
+_DISTANCE = {**_FLOAT, "broadcasts": True, "adds": True, "by_distance": True}
 
 OPERANDS: dict[str, Operand] = {
     "query": Operand(("T", "N", "H"), **_FLOAT),

@@ -51,17 +51,22 @@ def _question(one_pass: Pass, operands: dict[str, Any], platform: str) -> tuple[
         "value_dim": value_dim,
     }
     dtype = jnp.dtype(operands["query"].dtype).name
+    distances = [
+        operands[name].shape[-1] if "R" in OPERANDS[name].axes else 1
+        for name in one_pass.gradients
+        if OPERANDS[name].by_distance
+    ]
     if platform == "cpu":
-        distance_floats = sum(
-            operands[name].shape[-1] if "R" in OPERANDS[name].axes else 1
-            for name in one_pass.gradients
-            if OPERANDS[name].by_distance
-        )
+        distance_floats = sum(distances)
         more = {"kv_heads": kv_heads, "distance_floats": distance_floats}
         return "host_backward_workspace_bytes", {**sizes, **more}
     segments = "query_segment_ids" in operands
     if one_pass.is_backward:
-        more = {"segments": segments, "deterministic": spec.deterministic}
+        more = {
+            "segments": segments,
+            "deterministic": spec.deterministic,
+            "distances": bool(distances),
+        }
         return "cuda_backward_workspace_bytes", {**sizes, **more}
     mask = operands.get("mask")
     return "cuda_forward_workspace_bytes", {
@@ -115,7 +120,7 @@ def _decode(widest: int) -> int:
 
 
 def _cuda_backward(
-    *, batch, q_len, kv_len, heads, head_dim, value_dim, segments, deterministic
+    *, batch, q_len, kv_len, heads, head_dim, value_dim, segments, deterministic, distances
 ) -> Size:
     """cuda/plan/backward_workspace.h, of which every part is aligned."""
     heads, widest = batch * heads, -(-max(head_dim, value_dim) // 64) * 64
@@ -128,7 +133,9 @@ def _cuda_backward(
     size += 4 * (2 * heads + 521)  # counters
     if deterministic:
         size += 4 * (heads * (q_len // 32 + 4) + 1)
-    elif widest <= 128:  # of blocks of keys that several thread blocks divide
+    if distances:  # sums along diagonals
+        size += 4 * heads * 128 * (q_len // 64 + kv_len // 64 + 1)
+    if not deterministic and widest <= 128:  # of blocks of keys that several thread blocks divide
         size += 4 * 132 * 128 * 2 * widest
     return size
 

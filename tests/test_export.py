@@ -271,7 +271,7 @@ def workspace_question(rng, name):
     if name == "host_backward_workspace_bytes":
         return {**sizes, "kv_heads": kv_heads, "distance_floats": int(rng.choice([0, 1, 258]))}
     if name == "cuda_backward_workspace_bytes":
-        return {**sizes, "segments": flag(), "deterministic": flag()}
+        return {**sizes, "segments": flag(), "deterministic": flag(), "distances": flag()}
     mask = int(rng.choice([0, 1, sizes["batch"], sizes["batch"] * sizes["heads"]]))
     return {
         **sizes, "kv_heads": kv_heads, "dtype": dtype, "segments": flag(), "bias": flag(),

@@ -170,6 +170,7 @@ def backward_workspace(shape, value_dim, *, segments=False, deterministic=False)
     planned = ffi.native.cuda_backward_workspace_bytes(
         batch=batch, q_len=q_len, kv_len=kv_len, heads=heads, head_dim=head_dim,
         value_dim=value_dim, segments=segments, deterministic=deterministic,
+        distances=False,
     )  # fmt: skip
 
     def multiple(size, of):

@@ -148,41 +148,13 @@ struct TransposedGradient {
     }
   }
 
-  // Finds which elements dropout keeps. One counter serves eight keys of one query, which the eight
-  // lanes of equal threadIdx.x % 4 hold: each of them draws for one of eight pairs of query and key
-  // group, and they exchange words. Called by whole warps; key0 is a multiple of 16.
+  // Finds which elements dropout keeps. Called by whole warps; key0 is a multiple of 16.
   __device__ __forceinline__ void draw(uint32_t (&kept)[2][(kN + 15) / 16]) const {
     const bool drops = kGeneral && params.options.dropout_threshold != 0;
 #pragma unroll
     for (int i = 0; i < (kN + 15) / 16; ++i) kept[0][i] = kept[1][i] = drops ? 0 : 0xffffffff;
     if (!drops) return;
-    static_assert(kN % 2 == 0 && kDropoutGroup == 8);
-    const LogitModifiers modifiers = this->modifiers();
-    const int lane = threadIdx.x % 32 / 4;
-#pragma unroll
-    for (int n0 = 0; n0 < kN; n0 += 2) {
-      // Lane g draws for query column g % 2 of block n0 + g / 2 % 2, keys of half g / 4.
-      const uint32_t row = row0 + fragment_col(n0 + lane / 2 % 2, lane % 2);
-      const PhiloxWords words = dropout_words(
-          modifiers.seed0, modifiers.seed1, modifiers.dropout_batch, modifiers.dropout_head,
-          modifiers.dropout_row + row, modifiers.dropout_col + key0 + lane / 4 * kDropoutGroup);
-#pragma unroll
-      for (int distance = 0; distance < 8; ++distance) {
-        const int partner = lane ^ distance;  // the partner needs element `partner`; the words that
-                                              // it drew are for counter `partner`
-        const uint32_t low = partner & 2 ? words.word[1] : words.word[0];
-        const uint32_t high = partner & 2 ? words.word[3] : words.word[2];
-        uint32_t word = __shfl_xor_sync(0xffffffff, partner & 4 ? high : low, distance * 4);
-        word = lane & 1 ? word >> 16 : word & 0xffff;
-        const uint32_t keep = word >= params.options.dropout_threshold ? 1 : 0;
-        const uint32_t bit = keep << ((n0 + partner / 2 % 2) % 16 * 2 + partner % 2);
-        if (partner & 4) {
-          kept[1][n0 / 16] |= bit;
-        } else {
-          kept[0][n0 / 16] |= bit;
-        }
-      }
-    }
+    modifiers().dropout.template kept_transposed<kN>(params.options, key0, row0, kept);
   }
 
  private:

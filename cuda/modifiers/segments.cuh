@@ -1,12 +1,17 @@
-// Computes segment spans on the device, and skips tiles by means of them.
+// Computes segment spans on the device, skips tiles by means of them, and forbids pairs of query
+// and key of different segments in accumulator fragments.
 #pragma once
 
 #include <cstdint>
 
+#include "modifiers/mask.cuh"
+#include "modifiers/pairs.cuh"
 #include "params.h"
 #include "plan/segment_spans.h"
 #include "ptx/griddepcontrol.cuh"
 #include "tile/batch_index.cuh"
+#include "tile/matmul.cuh"
+#include "tile/softmax.cuh"
 
 namespace jax_flash {
 
@@ -85,6 +90,48 @@ __global__ void __launch_bounds__(kThreads)
   const SegmentSpan span = {__reduce_min_sync(0xffffffff, valid ? id : INT32_MAX),
                             __reduce_max_sync(0xffffffff, valid ? id : INT32_MIN)};
   if (threadIdx.x % 32 == 0) (is_query ? spans.query : spans.key)[index] = span;
+}
+
+// Sets elements of other segments to -inf. The ids of one batch begin at the offsets.
+template <int kInFlight, int kN>
+__device__ __forceinline__ void apply_segments(float (&scores)[1][kN][4], const Forward& params,
+                                               int64_t query_offset, int64_t key_offset,
+                                               int32_t row0, int32_t col0, const Extent& extent) {
+  const auto* query_ids = static_cast<const int32_t*>(params.query_segment_ids.data) + query_offset;
+  const auto* key_ids = static_cast<const int32_t*>(params.key_value_segment_ids.data) + key_offset;
+  int32_t ids[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int32_t row = min(row0 + fragment_row(0, 2 * half), extent.rows - 1);
+    ids[half] = query_ids[row * params.query_segment_ids.row];
+  }
+  for_pairs<int32_t, kInFlight, kN>(key_ids, 0, params.key_value_segment_ids.row, row0, col0,
+                                    extent, [&](int n, int half, int32_t first, int32_t second) {
+                                      if (first != ids[half])
+                                        scores[0][n][2 * half] = minus_infinity();
+                                      if (second != ids[half])
+                                        scores[0][n][2 * half + 1] = minus_infinity();
+                                    });
+}
+
+// Does so for fragments whose rows are keys and whose columns are queries, given the ids of one
+// batch.
+template <int kN>
+__device__ __forceinline__ void apply_segments_transposed(float (&scores)[kN][4],
+                                                          const Forward& params,
+                                                          const int32_t* query_ids,
+                                                          const int32_t* key_ids, int32_t key0,
+                                                          int32_t row0, const Extent& extent) {
+  int32_t ids[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int32_t key = min(key0 + fragment_row(0, 2 * half), extent.rows - 1);
+    ids[half] = key_ids[key * params.key_value_segment_ids.row];
+  }
+  for_pairs<int32_t, 4, kN>(query_ids, 0, params.query_segment_ids.row, key0, row0, extent,
+                            [&](int n, int half, int32_t a, int32_t b) {
+                              forbid_pair(scores, n, half, a != ids[half], b != ids[half]);
+                            });
 }
 
 }  // namespace jax_flash

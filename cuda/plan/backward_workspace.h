@@ -18,6 +18,10 @@ inline constexpr int kOneTileRows = 64;
 // (sm90/backward/config.cuh).
 inline constexpr int kTwoSumsHeadDim = 64, kTwoSumsRows = 128;
 
+// Rows and columns of a tile whose dS is summed along diagonals, and the numbers kept of a diagonal
+// of such tiles: one for each of its own diagonals, and one more.
+inline constexpr int kDistanceBlock = 64, kDistanceSums = 2 * kDistanceBlock;
+
 inline constexpr int kMaxPersistentBlocks = 256;  // blocks that have a counter of their own
 
 // Limits for thread blocks that divide blocks of keys (sm90/backward/split.cuh): there are at most
@@ -80,6 +84,9 @@ struct BackwardWorkspace {
   // instance] in fragment order, or null. With a mask: sm90/backward/mask.cuh.
   float* split_sums;
   int64_t split_sums_bytes;
+  // [batch, N, diagonals of tiles, kDistanceSums]: sums of dS along diagonals, or null. See
+  // modifiers/distance_gradient.cuh.
+  float* diagonals;
   int32_t rows, dquery_rows, flags;  // per head
 
   // Returns the index of a row's lse_log2 and delta.
@@ -88,6 +95,10 @@ struct BackwardWorkspace {
   }
 
   static int64_t tiles(int64_t length, int64_t size) { return (length + size - 1) / size; }
+  // Returns the number of diagonals of tiles of kDistanceBlock queries and as many keys.
+  static int64_t tile_diagonals(const Shape& shape) {
+    return tiles(shape.q_len, kDistanceBlock) + tiles(shape.kv_len, kDistanceBlock) - 1;
+  }
   static int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
   // An upper bound: the caller that asks for the size does not know the number of key heads.
@@ -96,9 +107,10 @@ struct BackwardWorkspace {
   }
 
   // Sets the pointers from `base` on and returns the size in bytes; base may be null. `widest` is
-  // the instance's head dim, which is at least head_dim and value_dim.
+  // the instance's head dim, which is at least head_dim and value_dim. `distances`: whether the
+  // gradient of slopes or of a relative bias is wanted.
   static int64_t plan(const Shape& shape, int64_t widest, bool segments, bool deterministic,
-                      void* base, BackwardWorkspace& workspace) {
+                      bool distances, void* base, BackwardWorkspace& workspace) {
     uint8_t* const start = static_cast<uint8_t*>(base);
     int64_t offset = 0;
     const auto take = [&](int64_t bytes) {
@@ -133,6 +145,11 @@ struct BackwardWorkspace {
       workspace.split_sums_bytes =
           std::min<int64_t>(kSplitBlocks, pairs) * kSplitKeys * 2 * widest * 4;
       workspace.split_sums = reinterpret_cast<float*>(take(workspace.split_sums_bytes));
+    }
+    workspace.diagonals = nullptr;
+    if (distances) {
+      const int64_t bytes = heads * tile_diagonals(shape) * kDistanceSums * 4;
+      workspace.diagonals = reinterpret_cast<float*>(take(bytes));
     }
     workspace.turns = nullptr;
     workspace.ticket = nullptr;

@@ -139,6 +139,17 @@ bool bias_in_scores(const Forward& params) {
          std::frexp(params.options.scale, &exponent) == 0.5f && exponent > -14 && exponent <= 1;
 }
 
+// Returns whether the kernels for a bias alone can read it: float32 in vectors of 16 bytes, or the
+// operands' 16-bit type in boxes.
+bool bias_in_vectors(const Forward& params) {
+  const Operand& bias = params.bias;
+  if (bias.dtype == DType::kFloat32) {
+    return sm90::has_vectors(bias, 4, 16) && params.shape.kv_len % 4 == 0;
+  }
+  return bias.dtype == params.query.dtype && sm90::has_vectors(bias, 2, 16) &&
+         fits_tensor_map(params.shape, bias, 1);
+}
+
 using Found = std::pair<Recipe, const char*>;  // the recipe, and why it was chosen
 
 Found choose_plain(const Forward& params, int32_t head_dim, const Device& device) {
@@ -193,6 +204,9 @@ Found choose_modified(const Forward& params, int32_t head_dim, const Device& dev
   }
   switch (modifiers_of(params)) {
     case kBias:
+      if (!bias_in_vectors(params)) {
+        return {Recipe::kEvery, "the bias is not aligned, or of the other 16-bit type"};
+      }
       // Chosen if there is work for three consumers: short calls are 3% slower with it.
       if (head_dim == 64 && is_bfloat16 && bias_in_scores(params) &&
           query_tiles(params.shape, 192) >= device.multiprocessors) {
@@ -296,11 +310,13 @@ int64_t forward_workspace_bytes(const Forward& params) {
   return forward_workspace_bytes(shape, params.query.dtype, features);
 }
 
-int64_t backward_workspace_bytes(const Shape& shape, bool segments, bool deterministic) {
+int64_t backward_workspace_bytes(const Shape& shape, bool segments, bool deterministic,
+                                 bool distances) {
   // No instance has a head dim above the next multiple of 64.
   const int64_t head_dim = (std::max(shape.head_dim, shape.value_dim) + 63) / 64 * 64;
   BackwardWorkspace workspace;
-  return BackwardWorkspace::plan(shape, head_dim, segments, deterministic, nullptr, workspace);
+  return BackwardWorkspace::plan(shape, head_dim, segments, deterministic, distances, nullptr,
+                                 workspace);
 }
 
 }  // namespace jax_flash

@@ -61,7 +61,8 @@ struct ForwardFeatures {
 // that of the operands.
 int64_t forward_workspace_bytes(const Shape& shape, DType dtype, const ForwardFeatures& features);
 int64_t forward_workspace_bytes(const Forward& params);
-int64_t backward_workspace_bytes(const Shape& shape, bool segments, bool deterministic);
+int64_t backward_workspace_bytes(const Shape& shape, bool segments, bool deterministic,
+                                 bool distances);
 
 // Returns the number of query tiles of `rows` rows in a call.
 inline int64_t query_tiles(const Shape& shape, int32_t rows) {

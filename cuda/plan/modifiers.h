@@ -16,7 +16,8 @@ enum Modifier : uint32_t {
   kSegments = 8,
   kDropout = 16,
   kAnyScale = 32,  // including zero and negative scales
-  kEveryModifier = 63,
+  kDistance = 64,  // ALiBi slopes or a relative bias
+  kEveryModifier = 127,
 };
 
 // Returns the modifiers that a call asks for.
@@ -24,6 +25,7 @@ inline uint32_t modifiers_of(const Forward& params) {
   const Options& options = params.options;
   uint32_t modifiers = kNoModifier;
   if (params.bias) modifiers |= kBias;
+  if (params.alibi_slopes || params.relative_bias) modifiers |= kDistance;
   if (options.logits_soft_cap > 0.0f) modifiers |= kSoftCap;
   if (params.mask) modifiers |= kMask;
   if (params.query_segment_ids) modifiers |= kSegments;

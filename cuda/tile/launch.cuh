@@ -6,7 +6,6 @@
 #include <cstdint>
 #include <string>
 
-#include "modifiers/segments.cuh"
 #include "params.h"
 #include "status.h"
 
@@ -88,14 +87,6 @@ inline Status multiprocessors(int& count) {
   if (error == cudaSuccess) return {};
   return Status::internal(std::string("jax_flash: cannot read the device's size: ") +
                           cudaGetErrorString(error));
-}
-
-inline Status launch_segment_spans(const Forward& params, const SegmentSpans& spans,
-                                   cudaStream_t stream) {
-  const int64_t warps = params.shape.batch * (int64_t{spans.query_blocks} + spans.key_blocks);
-  return launch_kernel(
-      "segment_spans_kernel", params.shape, segment_spans_kernel<kSegmentSpansThreads>,
-      ceil_div(warps, kSegmentSpansThreads / 32), kSegmentSpansThreads, 0, stream, params, spans);
 }
 
 }  // namespace jax_flash

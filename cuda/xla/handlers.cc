@@ -122,7 +122,8 @@ ffi::Error backward_cuda(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rema
   if (status.ok()) {
     const bool segments = bool{call.params.query_segment_ids};
     status = check_workspace(
-        call, backward_workspace_bytes(call.params.shape, segments, options.deterministic));
+        call, backward_workspace_bytes(call.params.shape, segments, options.deterministic,
+                                       distance_floats(call.params) > 0));
   }
   if (status.ok()) status = cuda::backward(call.params, options.family, stream);
   return to_error(status);

@@ -20,7 +20,7 @@
 #include <cstdint>
 #include <type_traits>
 
-#include "modifiers/bias_gradient.cuh"
+#include "modifiers/kernels.h"
 #include "modifiers/logits.cuh"
 #include "modifiers/score_gradient.cuh"
 #include "modifiers/segments.cuh"
@@ -330,7 +330,8 @@ Status launch_backward(const Backward& params, const Choice& choice, cudaStream_
   using LargeOrMedium = std::conditional_t<(Large::kSmemBytes > Medium::kSmemLimit), Large, Medium>;
   BackwardWorkspace workspace;
   BackwardWorkspace::plan(params.shape, kHeadDim, bool{params.query_segment_ids},
-                          params.options.deterministic, params.workspace, workspace);
+                          params.options.deterministic, distance_floats(params) > 0,
+                          params.workspace, workspace);
   Status status;
   if (params.query_segment_ids) status = launch_segment_spans(params, workspace.spans, stream);
   if (!status.ok()) return status;
@@ -344,9 +345,7 @@ Status launch_backward(const Backward& params, const Choice& choice, cudaStream_
     case SmemClass::kLarge: status = launch(LargeOrMedium{}); break;
   }
   if constexpr (kGeneral) {
-    if (status.ok() && params.dbias) {
-      status = launch_bias_gradient<Element>(params, workspace, stream);
-    }
+    if (status.ok()) status = launch_added_gradients<Element>(params, workspace, stream);
   }
   return status;
 }

@@ -20,6 +20,7 @@
 #include <type_traits>
 
 #include "modifiers/logits.cuh"
+#include "modifiers/kernels.h"
 #include "modifiers/segments.cuh"
 #include "params.h"
 #include "plan/choose.h"

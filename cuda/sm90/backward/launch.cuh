@@ -7,7 +7,7 @@
 
 #include <cstdint>
 
-#include "modifiers/bias_gradient.cuh"
+#include "modifiers/kernels.h"
 #include "params.h"
 #include "plan/choose.h"
 #include "sm90/backward/config.cuh"
@@ -118,7 +118,8 @@ template <typename Element, int kHeadDim, bool kGeneral>
 Status launch_backward(const Backward& params, const Choice&, cudaStream_t stream) {
   BackwardWorkspace workspace;
   BackwardWorkspace::plan(params.shape, (kHeadDim + 63) / 64 * 64, bool{params.query_segment_ids},
-                          params.options.deterministic, params.workspace, workspace);
+                          params.options.deterministic, distance_floats(params) > 0,
+                          params.workspace, workspace);
   Status status;
   if (params.query_segment_ids) status = launch_segment_spans(params, workspace.spans, stream);
   if (!status.ok()) return status;
@@ -129,9 +130,7 @@ Status launch_backward(const Backward& params, const Choice&, cudaStream_t strea
         params, workspace, stream);
   }
   if constexpr (kGeneral) {
-    if (status.ok() && params.dbias) {
-      status = launch_bias_gradient<Element>(params, workspace, stream);
-    }
+    if (status.ok()) status = launch_added_gradients<Element>(params, workspace, stream);
   }
   return status;
 }

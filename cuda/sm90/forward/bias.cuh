@@ -1,5 +1,5 @@
-// Brings tiles of the bias to shared memory, and reads them there, in the sm_90 forward kernel made
-// for a bias.
+// Adds a bias in the sm_90 forward kernels made for it: brings its tiles to shared memory, reads
+// them there, and adds them before or while the exponentials are computed.
 #pragma once
 
 #include <cuda.h>
@@ -12,11 +12,16 @@
 #include "params.h"
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
+#include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "sm90/forward/config.cuh"
+#include "sm90/forward/late_maximum.cuh"
+#include "sm90/forward/modifier.cuh"
+#include "sm90/forward/parts.cuh"
 #include "sm90/forward/plan.cuh"
 #include "status.h"
+#include "tile/softmax.cuh"
 #include "tile/tensor_map.cuh"
 
 namespace jax_flash::sm90 {
@@ -190,6 +195,141 @@ __device__ __forceinline__ void load_bias(const Smem& smem, const BoxedMaps& map
     }
     parity ^= 1;
   }
+}
+
+// Adds a bias that can be read in vectors, or boxes: it is read a tile ahead.
+template <typename Config, typename Element>
+struct ForwardModifier<Config, Element, kBias> : ModifierDefaults<Config, Element, kBias> {
+  using Base = ModifierDefaults<Config, Element, kBias>;
+  using Base::kN;
+  using typename Base::Scores;
+  static constexpr When kOptimistic = When::kWithHalfValues, kExactMaxima = When::kUnlessOptimistic;
+  static constexpr bool kReadsQueryAgain = true, kAddends = true;
+  // True for a bias that is read ahead in boxes: 2-byte elements have the operands' type.
+  static constexpr bool kBoxes = Config::kBiasBoxes;
+  static constexpr bool kInScores = kBoxes && Config::kBiasInScores, kWaitsAhead = kInScores;
+  using BiasType = std::conditional_t<kBoxes, Element, float>;
+  static constexpr int kEarlyLoads = 2;
+
+  const Forward& params;
+  const ForwardPlan& plan;
+  std::conditional_t<kBoxes, BiasBox<Config::kBlockKv>, BiasTile<kN>> bias;
+  uint32_t first_words[kEarlyLoads][4];
+  typename BiasTile<kN>::Rows bias_rows;
+
+  __device__ __forceinline__ ForwardModifier(const Forward& forward, const ForwardPlan& planned,
+                                             const ForwardSmem<Config>& smem, int group)
+      : params(forward), plan(planned) {
+    if constexpr (kBoxes) {
+      bias.template init<kInScores>(smem.own(group * 4), smem.bias_full(group),
+                                    smem.bias_empty(group), params.bias.row == 0);
+    } else {
+      bias.init(smem.own(threadIdx.x / 32 - 4));
+    }
+  }
+
+  __device__ __forceinline__ float least_logit() const { return kLeastLogit; }
+  __device__ __forceinline__ void begin(const QueryWork&, int32_t row0) {
+    if constexpr (!kBoxes) bias_rows = BiasTile<kN>::rows(params.bias.row, row0, plan.q_len);
+  }
+  // Does nothing for boxes, which a producer copies.
+  __device__ __forceinline__ void read_ahead(const QueryWork& work, int32_t tile) {
+    if constexpr (!kBoxes) {
+      if (tile < 0) return;
+      const int32_t col0 = tile * Config::kBlockKv;
+      const auto* data = static_cast<const float*>(params.bias.data);
+      bias.copy(data + work.modifiers.bias + col0, bias_rows, plan.kv_len - col0);
+    }
+  }
+  __device__ __forceinline__ void prepare(const QueryWork&, int32_t, int32_t, bool) {
+    if constexpr (!kInScores) bias.wait();
+  }
+  __device__ __forceinline__ void modify(Scores& scores, const Forward& params,
+                                         const ModifierOffsets& offsets, const Band& band,
+                                         int32_t row0, int32_t col0, bool, bool again) const {
+    if (again) {
+      add_elements(scores[0], static_cast<const BiasType*>(params.bias.data) + offsets.bias,
+                   params.bias.row, params.options.scale, row0, col0, {band.q_len, band.kv_len});
+    } else if constexpr (!kInScores) {
+      add_bias(scores);
+    }
+  }
+  // Sets what products are added to. Without boxes it is arbitrary, and the products replace it.
+  __device__ __forceinline__ void begin_with_bias(Scores& scores) {
+    bias.wait();
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      bias.template read<BiasType>(reinterpret_cast<float (&)[2][4]>(scores[0][n]), n);
+    }
+  }
+  // Adds the bias that was read ahead.
+  __device__ __forceinline__ void add_bias(Scores& scores) const {
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      float addends[2][4];
+      bias.template read<BiasType>(addends, n);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        float& score = scores[0][n + e / 4][e % 4];
+        score = fmaf(score, params.options.scale, addends[e / 4][e % 4]);
+      }
+    }
+  }
+  // Waits for a tile's bias, and starts the loads that biased_exponentials() needs first: after the
+  // wait for the scores, it would have to wait for them. Starting more of them takes longer than it
+  // saves.
+  __device__ __forceinline__ void wait_bias() {
+    bias.wait();
+    if constexpr (kBoxes) {
+#pragma unroll
+      for (int i = 0; i < kEarlyLoads; ++i) bias.load(first_words[i], 2 * i);
+    }
+  }
+  __device__ __forceinline__ void read_bias(float (&addends)[2][4], int n) const {
+    if constexpr (kBoxes) {
+      if (n < 2 * kEarlyLoads) {
+        return bias.template unpack<BiasType>(first_words[n / 2], addends, n);
+      }
+    }
+    bias.template read<BiasType>(addends, n);
+  }
+  // Computes exponentials of products with the bias added. Every row has a running maximum, whose
+  // exponential is 2^kLift.
+  template <int kLift>
+  __device__ __forceinline__ void biased_exponentials(Scores& scores,
+                                                      OnlineSoftmax<1>& softmax) const {
+    const float factor = plan.products_to_log2;  // if computed here, it would occupy a register
+    float shift[2];
+    find_shift<false, kLift>(softmax, kLog2E, shift);
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      float addends[2][4];
+      read_bias(addends, n);
+#pragma unroll
+      for (int e = 0; e < 8; ++e) {
+        float& score = scores[0][n + e / 4][e % 4];
+        const float offset = fmaf(addends[e / 4][e % 4], kLog2E, -shift[e % 4 / 2]);
+        score = ptx::ex2_approx_ftz(fmaf(score, factor, offset));
+        softmax.sum[0][e % 4 / 2] += score;
+      }
+    }
+  }
+};
+
+// Implements ForwardConsumer's next_tile(). Each case has its own code: that of most tiles is one
+// basic block, in which the assembler interleaves the exponentials with what precedes and follows
+// them. The scores are started before the case is determined, since they would have to wait for it.
+template <typename Config, typename Consumer>
+__device__ __forceinline__ void next_biased_tile(Consumer& consumer, int32_t last, int32_t tile) {
+  consumer.wait_key();
+  consumer.start_scores();
+  if constexpr (Consumer::kOptimistic) {
+    if (!consumer.is_careful(tile) && !consumer.at_edge(tile)) {
+      consumer.template next_tile<TileKind::kBiasBeside>(last, tile);
+      return;
+    }
+  }
+  consumer.next_tile(last, tile);
 }
 
 }  // namespace jax_flash::sm90

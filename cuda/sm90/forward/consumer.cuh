@@ -13,62 +13,47 @@
 #include "ptx/warpgroup.cuh"
 #include "sm90/forward/config.cuh"
 #include "sm90/forward/exact_maximum.cuh"
-#include "sm90/forward/modifier_tile.cuh"
+#include "sm90/forward/modifier.cuh"
 #include "sm90/forward/order_window.cuh"
 #include "sm90/forward/parts.cuh"
 #include "sm90/forward/redo.cuh"
 #include "sm90/forward/redo_scores.cuh"
 #include "sm90/forward/segments.cuh"
-#include "sm90/forward/soft_cap_step.cuh"
 #include "tile/softmax.cuh"
 #include "tile/wgmma_tile.cuh"
 
 namespace jax_flash::sm90 {
 
-// Says what is known of a tile at compile time. kInRun: it and the one before, even if that one
-// belongs to another query tile, have one segment each. kBiasBeside: its bias is added overlapped
-// with the exponentials.
-enum class TileKind { kAny, kInRun, kBiasBeside };
-
 // Value: the type of V in shared memory, and so of P.
 template <typename Config, typename Element, uint32_t kModifiers, typename Value = Element>
 struct ForwardConsumer {
-  static constexpr bool kGeneral = kModifiers != kNoModifier;
+  using Modified = ForwardModifier<Config, Element, kModifiers>;
   static constexpr bool kPlain = kChecksLate<Config, kModifiers>;
-  // Segments alone forbid elements of few tiles, and are examined only in those.
-  static constexpr bool kSegmented = kModifiers == kSegments;
-  // True if key tiles are skipped: the producer signals a query tile when all is known about it.
-  static constexpr bool kSkips = (kModifiers & kSegments) != 0;
-  // True if elements may be forbidden in any tile.
-  static constexpr bool kMasks = !kSegmented && (kModifiers & (kMask | kSegments)) != 0;
+  static constexpr bool kHasRuns = Modified::kHasRuns, kSkips = Modified::kSkips;
+  static constexpr bool kMasks = Modified::kMasks;
   // True if query tiles are chained, and Q is released early.
-  static constexpr bool kChained = !kMasks || (kModifiers == kMask && Config::kMaskWords);
+  static constexpr bool kChained = !kMasks || (Modified::kBits && Config::kMaskWords);
+  static constexpr bool kHalfValues = !std::is_same_v<Value, Element>;
   // True if exponentials are computed before their logits are compared with the running maxima.
   // With a bias or a mask, this is so only if P has enough bits to do without the greatest logits.
-  static constexpr bool kHalfValues = !std::is_same_v<Value, Element>;
-  static constexpr bool kBiasOrMask = kModifiers == kBias || kModifiers == kMask;
-  static constexpr bool kOptimistic = Config::kOptimistic && kModifiers != kEveryModifier &&
-                                      Config::kKeyGroups == 1 && (!kBiasOrMask || kHalfValues);
+  static constexpr bool kOptimistic =
+      Config::kOptimistic && Config::kKeyGroups == 1 &&
+      (Modified::kOptimistic == When::kAlways ||
+       (Modified::kOptimistic == When::kWithHalfValues && kHalfValues));
   // The number of tiles whose logits are compared with the running maxima first: after a tile that
   // had to be redone, and after one in which a running maximum rose.
   static constexpr int kCarefulTiles = 16;
   // True if a running maximum rises to any greater logit that is compared with it, not only to one
   // far above it (OnlineSoftmax). With segments this would be up to 8% slower.
-  static constexpr bool kExactMaxima = kPlain || kModifiers == kEveryModifier ||
-                                       Config::kKeyGroups > 1 ||
-                                       (!kOptimistic && (!kGeneral || kBiasOrMask));
+  static constexpr bool kExactMaxima =
+      Modified::kExactMaxima == When::kAlways || Config::kKeyGroups > 1 ||
+      (Modified::kExactMaxima == When::kUnlessOptimistic && !kOptimistic);
   // True if, without modifiers, running maxima rise whatever the first keys show: where all of P
   // has the operands' type.
   static constexpr bool kAlwaysExact = Config::kKeyGroups > 1 || std::is_same_v<Element, __half>;
-  // True if logits and running maxima are compared as bits when they can be
-  // (sm90/forward/exact_maximum.cuh): where that is faster.
-  static constexpr bool kByBits =
-      kExactMaxima && kModifiers != kEveryModifier &&
-      !(kModifiers == kMask && Config::kHeadDim == 64 && Config::kConsumers == 3);
-  // True if exponentials are taken of differences to the running maximum: where it costs little.
-  static constexpr bool kByDifference = !kGeneral && Config::kHeadDim > 128;
+  static constexpr bool kByBits = kExactMaxima && Modified::kComparesBits;
+  static constexpr bool kByDifference = Modified::kByDifference;
   static constexpr int kN = Config::kBlockKv / 8, kOutN = Config::kValueDim / 8;
-  using Modified = ModifiedTile<Config, Element, kModifiers>;  // used by kernels for one modifier
   static constexpr bool kLowWord = Modified::kSaturates || Modified::kInScores;
   static constexpr int kHeadSteps = Config::kHeadDim / 16, kKeySteps = Config::kBlockKv / 16;
   using ScoreProduct = ptx::Wgmma<Element, Config::kBlockKv>;
@@ -79,14 +64,11 @@ struct ForwardConsumer {
   template <bool kHalf>
   using OutProduct = ptx::Wgmma<Weight<kHalf>, Config::kValueDim>;
   using Scores = float[1][kN][4];
-  // True if, with Q released early, a redo of a query tile's last tile of keys reads Q from global
-  // memory. Otherwise the logits of that tile are compared first, which takes separate code.
   static constexpr bool kReadsQueryAgain =
-      kBiasOrMask && kChained && Config::kQueryStages == 1 && kOptimistic;
+      Modified::kReadsQueryAgain && kChained && Config::kQueryStages == 1 && kOptimistic;
   // True if a tile waits for the next one's keys, and for its own values while the next scores are
   // computed, as without modifiers.
-  static constexpr bool kWaitsAhead =
-      kPlain || (kHalfValues && kChained && (kModifiers == kMask || Modified::kInScores));
+  static constexpr bool kWaitsAhead = kPlain || (kHalfValues && kChained && Modified::kWaitsAhead);
   // log2 of P for a logit equal to its row's running maximum, and the thread's sum of a tile beyond
   // which running maxima rise: P in float16 is exact to 11 bits from 2^-14 on, and ends at 2^16.
   static constexpr int kLift = kHalfValues ? kHalfLift : 0;
@@ -143,16 +125,12 @@ struct ForwardConsumer {
   __device__ __forceinline__ int query_tile() const { return group % Config::kRowGroups; }
   __device__ __forceinline__ int group_row() const { return query_tile() * 64; }
 
-  // True if the rest of a query tile's description is read while its first scores are computed, and
-  // not before.
-  static constexpr bool kReadsLate = !kGeneral || kSegmented;
-
-  // Waits for the next query tile; returns false after the last one. With kReadsLate, only the
+  // Waits for the next query tile; returns false after the last one. With kDescribedLate, only the
   // range of keys that it attends to is known then.
   __device__ __forceinline__ bool wait_query() {
     ptx::mbarrier_wait(smem.query_full(query_stage.stage, query_tile()), query_stage.parity);
     const QueryWork& next = smem.work(query_tile(), works);
-    if constexpr (!kReadsLate) {
+    if constexpr (!Modified::kDescribedLate) {
       if constexpr (!kSkips) wait_described();
       work = next;
     } else {
@@ -160,7 +138,7 @@ struct ForwardConsumer {
       work.end = next.end;
       work.row0 = next.row0;
     }
-    if constexpr (kSegmented) run = smem.query_segments(query_tile(), works).run;
+    if constexpr (kHasRuns) run = smem.query_segments(query_tile(), works).run;
     ++works;
     // Otherwise the compiler would make every warp converge, and move descriptors, again and again.
     const auto same = [](int32_t& value) { value = __reduce_max_sync(0xffffffff, value); };
@@ -171,7 +149,7 @@ struct ForwardConsumer {
       is_last_query = (work.end & QueryWork::kLast) != 0;
       work.end &= ~QueryWork::kLast;
     }
-    if constexpr (kSegmented) {
+    if constexpr (kHasRuns) {
       same(run.first);
       same(run.end);
     }
@@ -180,7 +158,7 @@ struct ForwardConsumer {
   }
   // Reads the rest of the description. This takes a while, so it overlaps the first scores.
   __device__ __forceinline__ void read_description() {
-    if constexpr (!kReadsLate) return;
+    if constexpr (!Modified::kDescribedLate) return;
     if constexpr (!kSkips) wait_described();
     const QueryWork known = work;
     work = work_before(0);
@@ -207,8 +185,8 @@ struct ForwardConsumer {
     ptx::mbarrier_wait(smem.key_full(key_stage.stage), key_stage.parity);
   }
   __device__ __forceinline__ KeyTileNote key_note(int32_t tile) const {
-    if constexpr ((kModifiers & kSegments) != 0) {
-      if (kSegmented && tile + 1 >= run.first && tile + 1 < run.end) {
+    if constexpr (kSkips) {
+      if (kHasRuns && tile + 1 >= run.first && tile + 1 < run.end) {
         return KeyTileNote(tile + 1, tile >= run.first, true);
       }
       KeyTileNote note = smem.segments->notes[key_stage.stage];
@@ -243,12 +221,12 @@ struct ForwardConsumer {
     auto query_smem = smem.query(query_stage.stage, query_tile());
     // Always 0, which the compiler cannot know: it would otherwise keep Q's descriptors of all
     // steps during the loop, in registers that products cannot read.
-    if constexpr (kSegmented && Config::kQueryStages == 1) query_smem.root += stage >> 8;
+    if constexpr (kHasRuns && Config::kQueryStages == 1) query_smem.root += stage >> 8;
 #pragma unroll
     for (int k = 0; k < kHeadSteps; ++k) {
       ScoreProduct::template ss<0, 0>(of[0], descriptor_k_major<kLowWord>(query_smem, 0, k),
                                       descriptor_k_major<kLowWord>(smem.key(stage), 0, k),
-                                      k > 0 ? 1 : Modified::kInScores && modified.reads_ahead());
+                                      k > 0 || Modified::kInScores);
     }
     ptx::wgmma_commit_group();
   }
@@ -293,7 +271,7 @@ struct ForwardConsumer {
   }
   // Starts one of kOutParts parts, interleaved with the exponentials of the next tile: if all parts
   // were started at once, they would delay another warpgroup's scores, which are needed sooner.
-  static constexpr int kOutParts = kGeneral ? 1 : Config::kOutParts;
+  static constexpr int kOutParts = Modified::kOutParts;
   template <int kPart, bool kHalf = false>
   __device__ __forceinline__ void start_out_part(uint32_t zero) {
     start_out_steps<kHalf, kPart * kKeySteps / kOutParts, (kPart + 1) * kKeySteps / kOutParts>(
@@ -399,13 +377,11 @@ struct ForwardConsumer {
       if (!modified.all_allowed) modified.forbid_all(scores);
       return;
     }
-    if constexpr (kSegmented) {
+    if constexpr (kHasRuns) {
       if (!one_segment) return modified.forbid_all(scores);
-    } else if (Modified::kBiased && !again && modified.reads_ahead()) {
-      if constexpr (!Modified::kInScores) modified.add_bias(scores);
-    } else if constexpr (kGeneral) {
-      modify_scores<kModifiers>(scores, params, described.modifiers, band, warp_row0, col0,
-                                one_segment);
+    } else {
+      modified.modify(scores, params, described.modifiers, band, warp_row0, col0, one_segment,
+                      again);
     }
     if (edge) {
       const int32_t keys = turned_tile<Config, kModifiers>(tile, work.attended) * Config::kBlockKv;
@@ -418,18 +394,8 @@ struct ForwardConsumer {
       columns = attended_columns(scores);
     }
   }
-  // Returns the logit below which a logit is taken for -inf: relative to a running maximum of
-  // -1e30, say, exponentials in log2 units would be off by any factor. launch.cc has the rows that
-  // this affects redone.
-  __device__ __forceinline__ float least_logit() const {
-    if constexpr (kModifiers == kBias) return kLeastLogit;
-    if constexpr (kModifiers == kEveryModifier) {
-      return params.bias ? kLeastLogit : minus_infinity();
-    }
-    return minus_infinity();
-  }
   __device__ __forceinline__ bool raise_reference() {
-    const float least = least_logit();
+    const float least = modified.least_logit();
     if constexpr (kByBits) {
       return raise_to_greatest<kByDifference>(softmax, by_bits, scores, to_log2, factor, least);
     } else if constexpr (kExactMaxima) {
@@ -461,12 +427,6 @@ struct ForwardConsumer {
       for (int n = 0; n < kN; ++n) exponentials(of[0][n]);
     }
   }
-  __device__ __forceinline__ void drop_some(int32_t tile) {
-    if constexpr ((kModifiers & kDropout) != 0) {
-      if (params.options.dropout_threshold == 0) return;
-      drop<kN>(scores, modifiers(), work.row0 + warp_row, tile * Config::kBlockKv);
-    }
-  }
   template <bool kHalf = false>
   __device__ __forceinline__ void convert() {
     convert<kHalf>(scores);
@@ -494,6 +454,50 @@ struct ForwardConsumer {
   __device__ __forceinline__ void next_tile(int32_t last, int32_t tile, bool of_one_segment = false,
                                             KeyTileNote* next_note = nullptr);
 
+  // Starts a tile's scores, unless next_biased_tile() has done so.
+  template <TileKind kKind>
+  __device__ __forceinline__ void start_next_scores(int32_t tile);
+  // Starts the last tile's product.
+  template <TileKind kKind>
+  __device__ __forceinline__ void start_last_out(int32_t last, int32_t tile, bool inner,
+                                                 bool of_one_segment, KeyTileNote* next_note);
+  // Applies the modifier, if all logits are computed before the exponentials, and compares them
+  // with the running maxima, if `careful`. Sets `rises` if some of these rise.
+  __device__ __forceinline__ void apply(int32_t tile, bool edge, bool inner, bool whole,
+                                        bool careful, bool& rises);
+  // Computes a tile's exponentials, together with the modifier unless `whole`, and prepares what
+  // the next tile needs. Sets `great` if products were too great (ForwardModifier::judge()).
+  __device__ __forceinline__ void exponentials(int32_t tile, bool whole, bool assumes_small,
+                                               bool longer, bool& great);
+  // Computes a tile's logits again, after sums that were too great; `before`: those before the
+  // tile.
+  __device__ __forceinline__ void compute_logits_again(int32_t tile, bool edge,
+                                                       const float (&before)[2]);
+  // Wait, after a tile's exponentials, for what the next tile needs: the latter on a parity that
+  // depends on them, the former on one that `flip`, 0, inverts.
+  __device__ __forceinline__ void await_next(int32_t tile, uint32_t flip) const {
+    if constexpr (kWaitsAhead) {
+      wait_ahead(*this, tile, 1, 1, flip);
+    } else {
+      wait_next_value(flip);
+    }
+  }
+  __device__ __forceinline__ void await_next_after_exponentials(int32_t tile) const {
+    if constexpr (kWaitsAhead) {
+      wait_ahead_after_exponentials(*this, tile, 1, 1);
+    } else {
+      wait_next_value_after_exponentials();
+    }
+  }
+
+  // Prepares what can be known before a tile's scores.
+  template <TileKind kKind>
+  __device__ __forceinline__ void prepare(int32_t tile, bool edge);
+  // Raises running maxima to a tile's greatest logits, after its exponentials.
+  __device__ __forceinline__ void raise_to_peaks() {
+    sm90::raise_to_peaks<kLift>(softmax, scores, to_log2, factor);
+    take_references();
+  }
   // Processes a query tile's keys from `tile` on.
   template <typename Beside>
   __device__ __forceinline__ void attend(int32_t tile, Beside beside);
@@ -506,7 +510,7 @@ struct ForwardConsumer {
     return tile >= run.first && tile + 1 < run.end;
   }
   __device__ __forceinline__ bool is_last(int32_t tile) const {
-    if constexpr (kSegmented) return note.next() < 0;
+    if constexpr (kHasRuns) return note.next() < 0;
     return tile + Config::kKeyGroups >= work.end;
   }
   // If there is one place for Q, the next Q is to arrive as soon as the last scores are computed.

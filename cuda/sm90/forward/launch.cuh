@@ -8,6 +8,7 @@
 #include <type_traits>
 #include <utility>
 
+#include "modifiers/kernels.h"
 #include "modifiers/segments.cuh"
 #include "params.h"
 #include "plan/choose.h"
@@ -63,16 +64,16 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   QueryTileTail tail;
   if (kInTurn && spans.query) tail = QueryTileTail(schedule, sms);
   schedule.divide(sms, is_long && !spans.query, kMostRest);
-  using Modified = ModifiedTile<Config, Element, kModifiers>;
+  using Modified = ForwardModifier<Config, Element, kModifiers>;
   constexpr bool kSaturates = Modified::kSaturates;
   ForwardPlan plan(params, schedule, tail, kModifiers != kNoModifier && has_natural_logits(params),
                    kSaturates);
   // The scale is applied to Q; bias_in_scores() has made sure that it is a power of two.
-  if (Modified::kInScores && plan.modifiers.vectors) {
+  if (Modified::kInScores) {
     plan.modifiers.query_factor = params.options.scale;
   }
   if constexpr (Config::kBiasBoxes) {
-    if (plan.modifiers.vectors) status = make_bias_map<Config>(params, maps);
+    status = make_bias_map<Config>(params, maps);
     if (!status.ok()) return status;
   }
   Forward adapted = params;

@@ -1,18 +1,27 @@
-// Reads masks in the sm_90 forward kernels made for them: as words of bits that another kernel has
-// made from bytes, once for all batches and heads that share them (plan/mask_words.h), or as bytes.
+// Applies masks in the sm_90 forward kernels made for them, which read them ahead: as words of bits
+// that another kernel has made from bytes, once for all batches and heads that share them
+// (plan/mask_words.h), or as bytes.
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "params.h"
 #include "plan/mask_words.h"
 #include "ptx/griddepcontrol.cuh"
+#include "ptx/math.cuh"
+#include "sm90/forward/allowed_bits.cuh"
+#include "sm90/forward/config.cuh"
+#include "sm90/forward/late_maximum.cuh"
 #include "sm90/forward/modifier.cuh"
+#include "sm90/forward/parts.cuh"
+#include "sm90/forward/plan.cuh"
 #include "sm90/forward/schedule.cuh"
 #include "status.h"
 #include "tile/band.cuh"
 #include "tile/launch.cuh"
 #include "tile/matmul.cuh"
+#include "tile/softmax.cuh"
 
 namespace jax_flash::sm90 {
 
@@ -235,5 +244,106 @@ Status launch_mask_words(Forward& params, MaskTiles& tiles, cudaStream_t stream)
   params.mask = words_operand(words, params.workspace);
   return status;
 }
+
+// Forbids what a mask does not allow.
+template <typename Config, typename Element>
+struct ForwardModifier<Config, Element, kMask> : ModifierDefaults<Config, Element, kMask> {
+  using Base = ModifierDefaults<Config, Element, kMask>;
+  using Base::kN;
+  using typename Base::Scores;
+  static constexpr When kOptimistic = When::kWithHalfValues, kExactMaxima = When::kUnlessOptimistic;
+  // Where that is faster.
+  static constexpr bool kComparesBits = !(Config::kHeadDim == 64 && Config::kConsumers == 3);
+  static constexpr bool kReadsQueryAgain = true, kMasks = true, kBits = true, kWaitsAhead = true;
+  static constexpr bool kAddsInfinity = Config::kMaskWords;
+  // The number of blocks whose elements are forbidden together, and the method: chosen by
+  // measurement.
+  static constexpr int kForbidBlocks =
+      Config::kMaskWords && Config::kHeadDim != 128 ? 4 : Config::kHeadDim / 64;
+
+  const Forward& params;
+  const ForwardPlan& plan;
+  uint32_t unused[2];  // so that the next member has the place at which it was tuned
+  // The bits for the tile after the next one.
+  std::conditional_t<Config::kMaskWords, MaskPair, MaskBytes<kN>> mask;
+  AllowedBits allowed, next_allowed;
+  bool all_allowed, next_all_allowed;
+
+  __device__ __forceinline__ ForwardModifier(const Forward& forward, const ForwardPlan& planned,
+                                             const ForwardSmem<Config>&, int)
+      : params(forward), plan(planned) {
+    if constexpr (Config::kMaskWords) ptx::griddepcontrol_wait();
+  }
+
+  __device__ __forceinline__ void begin(const QueryWork& work, int32_t row0) {
+    mask.begin(params.mask, work.modifiers.mask, row0, plan.q_len);
+  }
+  // The tile must exist, and there are no branches.
+  __device__ __forceinline__ void read_ahead(const QueryWork&, int32_t tile) {
+    mask.load(params.mask, tile, plan.kv_len);
+  }
+  __device__ __forceinline__ void look_ahead(const QueryWork& work, int32_t behind) {
+    next_allowed = mask.bits();
+    next_all_allowed = all_of(next_allowed);
+    read_ahead(work, min(behind, work.end - 1));
+  }
+  __device__ __forceinline__ void prepare(const QueryWork& work, int32_t row0, int32_t tile,
+                                          bool edge) {
+    const Band& band = work.band;
+    allowed = next_allowed;
+    all_allowed = next_all_allowed;
+    if (edge) {
+      forbid_edges(allowed, band, row0, tile * Config::kBlockKv);
+      // A warp none of whose rows exist gets all keys: otherwise it would never have running
+      // maxima, and would search V in each tile (clear_unattended()).
+      if (row0 >= band.q_len) allowed.row[0] = allowed.row[1] = kAllBits<kN>;
+      all_allowed = all_of(allowed);
+    }
+  }
+  static __device__ __forceinline__ bool all_of(const AllowedBits& bits) {
+    return __all_sync(0xffffffff, (bits.row[0] & bits.row[1]) == kAllBits<kN>);
+  }
+
+  __device__ __forceinline__ void forbid_all(Scores& scores) const {
+#pragma unroll
+    for (int n = 0; n < kN; n += kForbidBlocks) forbid<kForbidBlocks>(scores[0], allowed, n);
+  }
+  template <bool kAssumes>
+  __device__ __forceinline__ void judge(const Scores&, bool, bool careful, bool& whole, bool&,
+                                        bool&) const {
+    whole = careful;
+  }
+  template <int kLift = 0, typename Beside>
+  __device__ __forceinline__ bool exponentials(Scores& scores, OnlineSoftmax<1>& softmax,
+                                               float to_log2, bool, Beside beside) {
+    float shift[2];
+    find_shift<true, kLift>(softmax, to_log2, shift);
+    const auto all = [&](auto all_are_allowed) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        if (n == kN / 4) beside(all_are_allowed());
+        if (!all_are_allowed() && n % kForbidBlocks == 0) {
+          if constexpr (kAddsInfinity) {
+            forbid_finite<kForbidBlocks>(scores[0], allowed, n);
+          } else {
+            forbid<kForbidBlocks>(scores[0], allowed, n);
+          }
+        }
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          float& score = scores[0][n][e];
+          score = ptx::ex2_approx_ftz(fmaf(score, to_log2, -shift[e / 2]));
+          softmax.sum[0][e / 2] += score;
+        }
+      }
+    };
+    if (all_allowed) {
+      all(std::true_type{});
+    } else {
+      all(std::false_type{});
+    }
+    return false;
+  }
+};
 
 }  // namespace jax_flash::sm90

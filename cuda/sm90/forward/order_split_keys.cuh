@@ -6,7 +6,9 @@
 
 #include "ptx/math.cuh"
 #include "ptx/shared.cuh"
+#include "ptx/warpgroup.cuh"
 #include "sm90/forward/config.cuh"
+#include "sm90/forward/parts.cuh"
 #include "tile/softmax.cuh"
 
 namespace jax_flash::sm90 {
@@ -68,6 +70,24 @@ __device__ __forceinline__ void add_partial(const Smem& smem, float to_log2,
     for (int e = 0; e < 4; ++e) {
       out[0][n][e] = out[0][n][e] * factor[e / 2] + others[e] * other_factor[e / 2];
     }
+  }
+}
+
+// Hands over a warpgroup's results when the other one has taken the previous ones, if the place was
+// `used`.
+template <typename Config, typename Consumer>
+__device__ __forceinline__ void hand_over_partial(const Consumer& consumer, bool used) {
+  if (used) ptx::barrier_sync(kPartialEmpty, Config::kConsumers * kWarpgroup);
+  store_partial(consumer.smem, consumer.softmax, consumer.out, consumer.out_started != 0);
+  ptx::barrier_arrive(kPartialFull, Config::kConsumers * kWarpgroup);
+}
+// Adds the other warpgroup's results.
+template <typename Config, typename Consumer>
+__device__ __forceinline__ void take_partial(Consumer& consumer) {
+  if constexpr (Config::kKeyGroups > 1) {
+    ptx::barrier_sync(kPartialFull, Config::kConsumers * kWarpgroup);
+    add_partial(consumer.smem, consumer.to_log2, consumer.softmax, consumer.out);
+    ptx::barrier_arrive(kPartialEmpty, Config::kConsumers * kWarpgroup);
   }
 }
 

@@ -9,7 +9,7 @@
 #include "modifiers/scores.cuh"
 #include "params.h"
 #include "plan/choose.h"
-#include "sm90/forward/modifier.cuh"
+#include "sm90/forward/modifier_plan.cuh"
 #include "sm90/forward/schedule.cuh"
 #include "status.h"
 #include "tile/band.cuh"
@@ -195,6 +195,12 @@ struct QuerySegments {
   int32_t count;  // 0 if there are more, or if the rows of one are not contiguous
   int32_t id[kMost];
   RowRange rows[kMost];
+
+  __device__ __forceinline__ void set_one(int32_t segment, const RowRange& all_rows) {
+    count = 1;
+    id[0] = segment;
+    rows[0] = all_rows;
+  }
 };
 
 // Describes a tile of keys, and the one after it, if some tiles are skipped: what must be known of

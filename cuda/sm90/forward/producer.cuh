@@ -222,10 +222,8 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
                                                        smem.work(group, works));
       ptx::mbarrier_arrive(smem.described(stage.stage, group));
       if constexpr (Config::kBiasBoxes) {
-        if (plan.modifiers.vectors) {
-          load_bias<Config>(smem, maps, group, q, row0 + group * 64, range.first, range.end,
-                            bias_parity);
-        }
+        load_bias<Config>(smem, maps, group, q, row0 + group * 64, range.first, range.end,
+                          bias_parity);
       }
     };
     if (leader) {

@@ -10,11 +10,11 @@
 
 #include <cstdint>
 
+#include "plan/modifiers.h"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "sm90/forward/config.cuh"
 #include "sm90/forward/late_maximum.cuh"
-#include "sm90/forward/modifier.cuh"
 #include "sm90/forward/schedule.cuh"
 #include "tile/softmax.cuh"
 

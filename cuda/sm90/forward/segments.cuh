@@ -16,6 +16,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/warpgroup.cuh"
+#include "sm90/forward/allowed_bits.cuh"
 #include "sm90/forward/config.cuh"
 #include "sm90/forward/modifier.cuh"
 #include "sm90/forward/parts.cuh"
@@ -264,6 +265,15 @@ __device__ __forceinline__ void init_plan_barriers(const SegmentNotes<Config>& n
 // The number of key tiles whose copies have not been started when a block takes its next unit late.
 inline constexpr int kTilesLeft = 1;
 
+// Says that there is no more work. Called by one thread.
+template <typename Config>
+__device__ __forceinline__ void hand_over_end(SegmentNotes<Config>& notes) {
+  notes.keys.value.base = -1;
+  ptx::mbarrier_arrive(notes.keys.full());
+  notes.query.value.work.row0 = -1;
+  ptx::mbarrier_arrive(notes.query.full());
+}
+
 // Takes the block's units of work, and plans their tiles ahead of the warps that start copies.
 // Called by one warp. Blocks take units in turn, since the lengths of units are not known in
 // advance.
@@ -321,9 +331,8 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
       query.work.end = tiles.range.end;
       query.segments.run = start.run;
       if (!many_segments) {
-        query.segments.count = 1;
-        query.segments.id[0] = tiles.query_span.least;
-        query.segments.rows[0] = {row0, min(row0 + Config::kBlockQ, band.q_len)};
+        query.segments.set_one(tiles.query_span.least,
+                               {row0, min(row0 + Config::kBlockQ, band.q_len)});
       }
       ptx::mbarrier_arrive(notes.query.full());
     }
@@ -345,12 +354,7 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
   }
   await_keys_taken();
   notes.query.wait_empty(query_turns);
-  if (leader) {
-    keys.base = -1;
-    ptx::mbarrier_arrive(notes.keys.full());
-    query.work.row0 = -1;
-    ptx::mbarrier_arrive(notes.query.full());
-  }
+  if (leader) hand_over_end<Config>(notes);
 }
 
 // Copies keys and values of all query tiles, and writes notes of the tiles. Called by one thread.
@@ -458,5 +462,24 @@ __device__ __forceinline__ void produce_queries_of_segments(const ForwardPlan& p
     stage.advance();
   }
 }
+
+// Forbids keys of other segments. Few tiles have several segments: only those are examined, and
+// only they have `allowed`.
+template <typename Config, typename Element>
+struct ForwardModifier<Config, Element, kSegments> : ModifierDefaults<Config, Element, kSegments> {
+  using Base = ModifierDefaults<Config, Element, kSegments>;
+  static constexpr bool kDescribedLate = true, kSkips = true, kHasRuns = true;
+  static constexpr int kForbidBlocks = Config::kHeadDim / 64;  // as for masks
+
+  AllowedBits allowed;
+
+  __device__ __forceinline__ ForwardModifier(const Forward&, const ForwardPlan&,
+                                             const ForwardSmem<Config>&, int) {}
+
+  __device__ __forceinline__ void forbid_all(typename Base::Scores& scores) const {
+#pragma unroll
+    for (int n = 0; n < Base::kN; n += kForbidBlocks) forbid<kForbidBlocks>(scores[0], allowed, n);
+  }
+};
 
 }  // namespace jax_flash::sm90

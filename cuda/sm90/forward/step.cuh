@@ -4,11 +4,11 @@
 
 #include <cstdint>
 
-#include "sm90/forward/bias_step.cuh"
+#include "sm90/forward/bias.cuh"
 #include "sm90/forward/consumer.cuh"
 #include "sm90/forward/late_maximum.cuh"
 #include "sm90/forward/plain_step.cuh"
-#include "sm90/forward/soft_cap_step.cuh"
+#include "sm90/forward/soft_cap.cuh"
 
 namespace jax_flash::sm90 {
 
@@ -29,7 +29,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
       };
     });
   };
-  if constexpr (kSegmented) {
+  if constexpr (kHasRuns) {
     if (!one_segment) {
       if (smem.query_segments(query_tile(), works - 1 - before).count != 0) {
         zero_unattended<Config>(value_smem, unattended());
@@ -54,13 +54,12 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
     int32_t tile, bool of_one_segment) {
   if constexpr (Modified::kInScores) {
     uncut = uncut_tiles<Config::kBlockKv>(work.band, work.row0 + group_row());
-    if (!modified.reads_ahead()) uncut.end = 0;
   }
   const bool edge = at_edge(tile);
   if constexpr (kKind == TileKind::kInRun) {
     note = key_note(tile);
     one_segment = true;
-  } else if constexpr (kSegmented) {
+  } else if constexpr (kHasRuns) {
     note = key_note(tile);
     one_segment = note.one_segment();
     look_at_segments(tile);
@@ -79,7 +78,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   if constexpr (Modified::kSaturates) computed = first_fixed_tile<Config>(*this, tile, edge);
   if (!computed) {
     modify(scores, tile, edge);
-    if constexpr (Modified::kBiased) read_ahead(is_last(tile) ? -1 : tile + 1);
+    if constexpr (Modified::kAddends) read_ahead(is_last(tile) ? -1 : tile + 1);
     raise_reference();
     take_references();
     if constexpr (Modified::kSaturates) fix_first_references<Config>(*this, tile, edge);
@@ -89,7 +88,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
     look_ahead(tile + 1);
     find_attended_columns(modified.all_allowed);
   }
-  drop_some(tile);
+  Modified::drop_some(*this, tile);
   if constexpr (kWaitsAhead) {
     wait_ahead_after_exponentials(*this, tile, kBesideOut ? 1 : 0);
     if constexpr (kBesideOut) await_out();
@@ -106,33 +105,98 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
 
 template <typename Config, typename Element, uint32_t kModifiers, typename Value>
 template <TileKind kKind>
+__device__ __forceinline__ void
+ForwardConsumer<Config, Element, kModifiers, Value>::start_next_scores(int32_t tile) {
+  if constexpr (Modified::kAddends && !Modified::kInScores) return;
+  if constexpr (!kWaitsAhead) wait_key();
+  if constexpr (kHasRuns) note = key_note(tile);
+  if constexpr (kKind == TileKind::kInRun) one_segment = true;  // so that the compiler knows
+  start_scores();
+}
+
+template <typename Config, typename Element, uint32_t kModifiers, typename Value>
+template <TileKind kKind>
+__device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::start_last_out(
+    int32_t last, int32_t tile, bool inner, bool of_one_segment, KeyTileNote* next_note) {
+  if (!Modified::kInScores || !inner) clear_values(last, work.attended);
+  // A branch; otherwise O would be started right after S, and before another warpgroup's S.
+  if constexpr (kHalfValues && kKind != TileKind::kBiasBeside) wait_value();
+  if constexpr (kKind != TileKind::kInRun) one_segment = of_one_segment;
+  if constexpr (!kChained) *next_note = key_note(tile);
+  if constexpr (kHasRuns) look_at_segments(tile);
+  start_out_part<0>(0);
+}
+
+template <typename Config, typename Element, uint32_t kModifiers, typename Value>
+__device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::apply(
+    int32_t tile, bool edge, bool inner, bool whole, bool careful, bool& rises) {
+  if (whole) {
+    if (!Modified::kInScores || !inner) modify(scores, tile, edge);
+    if constexpr (Modified::kInScores) {
+      if (careful) {
+        rises = raise_reference();
+        take_references();
+      }
+    } else {
+      rises = careful && raise_reference();
+    }
+  } else if constexpr (Modified::kApproximates) {
+    rises = careful && raise_capped_reference(*this);
+  }
+}
+
+template <typename Config, typename Element, uint32_t kModifiers, typename Value>
+__device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::exponentials(
+    int32_t tile, bool whole, bool assumes_small, bool longer, bool& great) {
+  const auto beside = [&](bool all_allowed) {
+    if constexpr (Modified::kBits) {
+      look_ahead(tile + 1);
+      find_attended_columns(all_allowed);
+    }
+  };
+  if (whole) {
+    beside(modified.all_allowed);
+    exponentials_beside_out<0>();
+  } else if constexpr (kModifiers != kNoModifier) {
+    great = modified.template exponentials<kLift>(scores, softmax, to_log2, longer, beside) &&
+            assumes_small;
+  }
+}
+
+template <typename Config, typename Element, uint32_t kModifiers, typename Value>
+__device__ __forceinline__ void
+ForwardConsumer<Config, Element, kModifiers, Value>::compute_logits_again(
+    int32_t tile, bool edge, const float (&before)[2]) {
+  softmax.sum[0][0] = before[0];
+  softmax.sum[0][1] = before[1];
+  compute_scores_again(tile);
+  modify(scores, tile, edge, true);
+}
+
+template <typename Config, typename Element, uint32_t kModifiers, typename Value>
+template <TileKind kKind>
+__device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::prepare(
+    int32_t tile, bool edge) {
+  if constexpr (kKind == TileKind::kBiasBeside) {
+    modified.wait_bias();
+  } else {
+    modified.prepare(work, work.row0 + warp_row, tile, edge);
+  }
+}
+
+template <typename Config, typename Element, uint32_t kModifiers, typename Value>
+template <TileKind kKind>
 __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::next_tile(
     int32_t last, int32_t tile, bool of_one_segment, KeyTileNote* next_note) {
   if constexpr (Modified::kSaturates) return next_capped_tile<Config>(*this, last, tile);
-  constexpr bool kInRun = kKind == TileKind::kInRun;
   constexpr bool kBiasBeside = kKind == TileKind::kBiasBeside;
   constexpr bool kInScores = Modified::kInScores;
   bool inner = kBiasBeside;  // true if no edge cuts the tiles
   if constexpr (kInScores) inner = last >= uncut.first && tile < uncut.end;
   const bool edge = !inner && (kInScores || at_edge(tile));  // computed before the wait
-  if constexpr (!Modified::kBiased || kInScores) {
-    if constexpr (!kWaitsAhead) wait_key();
-    if constexpr (kSegmented) note = key_note(tile);
-    if constexpr (kInRun) one_segment = true;  // so that the compiler knows
-    start_scores();
-  }
-  if (!kInScores || !inner) clear_values(last, work.attended);
-  // A branch; otherwise O would be started right after S, and before another warpgroup's S.
-  if constexpr (kHalfValues && !kBiasBeside) wait_value();
-  if constexpr (!kInRun) one_segment = of_one_segment;
-  if constexpr (!kChained) *next_note = key_note(tile);
-  if constexpr (kSegmented) look_at_segments(tile);
-  start_out_part<0>(0);
-  if constexpr (kBiasBeside) {
-    modified.wait_bias();
-  } else {
-    modified.prepare(work, work.row0 + warp_row, tile, edge);
-  }
+  start_next_scores<kKind>(tile);
+  start_last_out<kKind>(last, tile, inner, of_one_segment, next_note);
+  prepare<kKind>(tile, edge);
   await_scores<1>();
   bool careful = !kBiasBeside;
   if constexpr (!kOptimistic) {
@@ -143,54 +207,21 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   if constexpr (!kBiasBeside || kReadsQueryAgain) release_query_early(tile);
   // True if all logits must be computed before the exponentials.
   bool whole = !kBiasBeside;
-  bool assumes_small = false;  // assumes small products: the tile is redone if they are not
-  bool longer = false;         // uses the longer polynomial of the soft cap
-  if constexpr (Modified::kBits) {
-    whole = careful;
-  } else if constexpr (Modified::kCapped) {
-    whole = edge;
-    assumes_small = kOptimistic && !careful && modified.cap_terms != 0;
-    longer = modified.cap_terms != 2;
-    if (!edge && !assumes_small) {
-      const float greatest = greatest_magnitude(scores);
-      whole = !(greatest <= plan.modifiers.soft_cap.three.limit);
-      longer = !(greatest <= plan.modifiers.soft_cap.two.limit);
-    }
+  bool assumes_small = false, longer = false;  // see ForwardModifier::judge()
+  if constexpr (Modified::kBits || Modified::kApproximates) {
+    modified.template judge<kOptimistic>(scores, edge, careful, whole, assumes_small, longer);
   }
   bool rises = false;
-  if (whole) {
-    if (!kInScores || !inner) modify(scores, tile, edge);
-    if constexpr (kInScores) {
-      if (careful) {
-        rises = raise_reference();
-        take_references();
-      }
-    } else {
-      rises = careful && raise_reference();
-    }
-  } else if constexpr (Modified::kCapped) {
-    rises = careful && raise_capped_reference(*this);
-  }
+  if constexpr (!kBiasBeside) apply(tile, edge, inner, whole, careful, rises);
   const float before[2] = {softmax.sum[0][0], softmax.sum[0][1]};
   softmax.sum[0][0] = softmax.sum[0][1] = 0.0f;
-  // Prepares what the next tile needs.
-  const auto beside = [&](bool all_allowed) {
-    if constexpr (Modified::kBits) {
-      look_ahead(tile + 1);
-      find_attended_columns(all_allowed);
-    }
-  };
   bool great = false;
-  if (whole) {
-    beside(modified.all_allowed);
-    exponentials_beside_out<0>();
-  } else if constexpr (kBiasBeside) {
+  if constexpr (kBiasBeside) {
     modified.template biased_exponentials<kLift>(scores, softmax);
-  } else if constexpr (kGeneral) {
-    great = modified.template exponentials<kLift>(scores, softmax, to_log2, longer, beside) &&
-            assumes_small;
+  } else {
+    exponentials(tile, whole, assumes_small, longer, great);
   }
-  if constexpr (Modified::kBiased) read_ahead(is_last(tile) ? -1 : tile + 1);
+  if constexpr (Modified::kAddends) read_ahead(is_last(tile) ? -1 : tile + 1);
   const float greatest = Modified::kAddsInfinity
                              ? ptx::max_nan(softmax.sum[0][0], softmax.sum[0][1])
                              : fmaxf(softmax.sum[0][0], softmax.sum[0][1]);
@@ -199,16 +230,9 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   bool exceeded = false;
   if constexpr (kInScores) {  // uses the vote that exists already
     exceeded = !careful && __any_sync(0xffffffff, greatest > kSumLimit);
-    const uint32_t never = exceeded && plan.q_len < 0 ? 1 : 0;
-    if constexpr (kWaitsAhead) {
-      wait_ahead(*this, tile, 1, 1, never);
-    } else {
-      wait_next_value(never);
-    }
-  } else if constexpr (kWaitsAhead) {
-    wait_ahead_after_exponentials(*this, tile, 1, 1);
+    await_next(tile, exceeded && plan.q_len < 0 ? 1 : 0);
   } else {
-    wait_next_value_after_exponentials();
+    await_next_after_exponentials(tile);
   }
   await_out();
   if constexpr (kOptimistic) {
@@ -221,24 +245,15 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
       if constexpr (Modified::kAddsInfinity) {
         anew = anew || __any_sync(0xffffffff, greatest != greatest);
       }
-      if constexpr (Modified::kCapped) {
-        if (__any_sync(0xffffffff, great)) {
-          modified.cap_terms = modified.cap_terms == 2 ? 3 : 0;
-          anew = true;
-        }
-      }
+      if constexpr (Modified::kApproximates) modified.reject(great, anew);
       if (anew) {
-        softmax.sum[0][0] = before[0];
-        softmax.sum[0][1] = before[1];
-        compute_scores_again(tile);
-        modify(scores, tile, edge, true);
+        compute_logits_again(tile, edge, before);
         rises = raise_reference();
         take_references();
         exponentials();
         careful_tiles = kCarefulTiles;
       } else {
-        raise_to_peaks<kLift>(softmax, scores, to_log2, factor);
-        take_references();
+        raise_to_peaks();
         rises = true;
       }
     } else if (careful_tiles > 0) {
@@ -246,7 +261,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
     }
     release_key();
   }
-  drop_some(tile);
+  Modified::drop_some(*this, tile);
   convert();
   if (rises) rescale();
 }

@@ -1,22 +1,249 @@
-// Processes tiles of the sm_90 forward kernel for the soft cap alone whose rows have running maxima
-// of 0: products are used as they come, and sums show which are too great.
+// Applies the soft cap in the sm_90 forward kernels made for it, by polynomials. Where squares are
+// saturated, rows have running maxima of 0, if these let them: products are then used as they come,
+// and sums show which are too great.
 #pragma once
 
 #include <cuda_bf16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "modifiers/scores.cuh"
 #include "params.h"
+#include "ptx/math.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/forward/config.cuh"
 #include "sm90/forward/late_maximum.cuh"
+#include "sm90/forward/modifier.cuh"
+#include "sm90/forward/modifier_plan.cuh"
 #include "sm90/forward/parts.cuh"
+#include "sm90/forward/plan.cuh"
 #include "tile/band.cuh"
+#include "tile/softmax.cuh"
 
 namespace jax_flash::sm90 {
+
+// Computes exponentials of a block of products under the soft cap, relative to shift[] of the rows,
+// and adds them to sum[]. `seen`, unless squares are saturated: collects the bits of all squares
+// and offsets so far, also of NaN.
+template <int kTerms, bool kSaturates>
+__device__ __forceinline__ void soft_cap_exponentials(float (&block)[4],
+                                                      const SoftCapPolynomial& cap,
+                                                      const float (&shift)[2], float (&sum)[2],
+                                                      uint32_t& seen) {
+  float square[4];
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    square[e] =
+        kSaturates ? ptx::mul_sat(block[e], block[e]) : fmaf(block[e], block[e], cap.offset);
+    const float polynomial = cap.template value<kTerms>(square[e]);
+    block[e] = ptx::ex2_approx_ftz(fmaf(block[e], polynomial, -shift[e / 2]));
+    sum[e / 2] += block[e];
+  }
+  if constexpr (!kSaturates) {
+#pragma unroll
+    for (int e = 0; e < 4; e += 2) {  // two in one instruction
+      seen |= __float_as_uint(square[e]) | __float_as_uint(square[e + 1]);
+    }
+  }
+}
+// Does the same with squares saturated, relative to 0.
+template <int kTerms>
+__device__ __forceinline__ void soft_cap_exponentials(float (&block)[4],
+                                                      const SoftCapPolynomial& cap,
+                                                      float (&sum)[2]) {
+#pragma unroll
+  for (int e = 0; e < 4; ++e) {
+    const float polynomial = cap.template value<kTerms>(ptx::mul_sat(block[e], block[e]));
+    block[e] = ptx::ex2_approx_ftz(block[e] * polynomial);
+    sum[e / 2] += block[e];
+  }
+}
+// Returns whether some square was beyond the limit.
+__device__ __forceinline__ bool exceeds(uint32_t seen, float offset) {
+  return (seen & ~__float_as_uint(offset) & 0x7f800000) != 0;
+}
+
+// Returns the greatest magnitude in a warp's tile, ignoring NaN.
+template <int kN>
+__device__ __forceinline__ float greatest_magnitude(const float (&scores)[1][kN][4]) {
+  constexpr int kChains = 4;
+  float chain[kChains] = {};
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) chain[e] = fmaxf(chain[e], fabsf(scores[0][n][e]));
+  }
+  const float value = fmaxf(fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3]));
+  // Magnitudes are not negative, so their bits have the same order; the result is in a uniform
+  // register.
+  return __uint_as_float(__reduce_max_sync(0xffffffff, __float_as_uint(value)));
+}
+
+// Caps logits softly: by polynomials, where a tile's products are small enough for one.
+template <typename Config, typename Element>
+struct ForwardModifier<Config, Element, kSoftCap> : ModifierDefaults<Config, Element, kSoftCap> {
+  using Base = ModifierDefaults<Config, Element, kSoftCap>;
+  using Base::kN;
+  using typename Base::Scores;
+  static constexpr bool kApproximates = true;
+  // True if squares are saturated (SoftCapPlan).
+  static constexpr bool kSaturates = std::is_same_v<Element, __nv_bfloat16> && Config::kOptimistic;
+  // Where that is faster.
+  static constexpr bool kFixedTiles =
+      kSaturates && Config::kHeadDim == 64 && Config::kBlockKv == 128;
+
+  const Forward& params;
+  const ForwardPlan& plan;
+  // The share of a soft cap polynomial's limit that greatest products may reach when it is chosen.
+  static constexpr float kMargin = 0.8f;
+  // The number of terms of the chosen polynomial: 2, 3, with kSaturates 5, or 0 if they were too
+  // few. With kSaturates, unless it is 0, all of the warp's running maxima are 0.
+  int cap_terms;
+  float factors[2];  // kSaturates: coefficients of the polynomial of two terms
+
+  __device__ __forceinline__ ForwardModifier(const Forward& forward, const ForwardPlan& planned,
+                                             const ForwardSmem<Config>&, int)
+      : params(forward), plan(planned) {
+    const SoftCapPlan& cap = plan.modifiers.soft_cap;
+    cap_terms = cap.two.limit > 0.0f ? 2 : cap.three.limit > 0.0f ? 3 : 0;
+    if constexpr (kSaturates) {
+      // Reductions keep them in registers: loads from the constant bank would delay the
+      // exponentials of every tile after its scores.
+      const auto keep = [](float value) {
+        return __uint_as_float(__reduce_max_sync(0xffffffff, __float_as_uint(value)));
+      };
+      factors[0] = keep(cap.two.factor[0]);
+      factors[1] = keep(cap.two.factor[1]);
+    }
+  }
+
+  // Fixes the running maximum at 0 for rows that have all had some logits of moderate size: P is up
+  // to e^kMostLogit then, and a row's only remaining state is its sum. Called where running maxima
+  // rose, and none had been fixed. `factor`: for what was computed with the previous ones.
+  __device__ __forceinline__ void fix_reference(OnlineSoftmax<1>& softmax, float to_log2,
+                                                float (&factor)[1][2]) {
+    float (&reference)[2] = softmax.reference[0];
+    // Greater logits may follow, and a tile that is redone takes long.
+    const auto takes = [&](const SoftCapPolynomial& cap) {
+      return __all_sync(0xffffffff,
+                        fminf(reference[0], reference[1]) >= cap.least_logit &&
+                            fmaxf(reference[0], reference[1]) <= kMargin * cap.greatest_logit);
+    };
+    const SoftCapPlan& cap = plan.modifiers.soft_cap;
+    cap_terms = takes(cap.two) ? 2 : takes(cap.three) ? 3 : takes(cap.five) ? 5 : 0;
+    if (cap_terms == 0) return;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float rise = ptx::ex2_approx_ftz(to_log2_units(reference[half], to_log2));
+      softmax.sum[0][half] *= rise;
+      factor[0][half] *= rise;
+      reference[half] = 0.0f;
+    }
+  }
+  // The next two return the limit of this thread's sums of a tile of exact logits, above which
+  // running maxima rise, and how far above running maxima these logits may be, in log2 units.
+  __device__ __forceinline__ float exact_sum_limit() const {
+    return cap_terms == 0 ? kOptimisticLimit : plan.modifiers.soft_cap.five.greatest_sum;
+  }
+  __device__ __forceinline__ float slack(float to_log2) const {
+    if (!kSaturates || cap_terms == 0) return OnlineSoftmax<1>::kSlack;
+    return plan.modifiers.soft_cap.five.greatest_logit * to_log2;
+  }
+  // Called if a tile's products, up to `greatest`, were too great for the polynomial.
+  __device__ __forceinline__ void next_polynomial(float greatest) {
+    const int terms = terms_for(greatest);
+    cap_terms = terms > cap_terms ? terms : 0;
+  }
+  // Called if they were too great for two terms, which may have been replaced before.
+  __device__ __forceinline__ void replace_two_terms(float greatest) {
+    const int terms = cap_terms == 0 ? 0 : terms_for(greatest);
+    cap_terms = terms == 0 ? 0 : max(terms, cap_terms);
+  }
+  __device__ __forceinline__ int terms_for(float greatest) const {
+    const SoftCapPlan& cap = plan.modifiers.soft_cap;
+    return greatest <= kMargin * cap.three.limit ? 3 : greatest <= kMargin * cap.five.limit ? 5 : 0;
+  }
+
+  // Uses another approximation from now on if products were too `great` for some row of the warp,
+  // and has the tile's logits computed anew.
+  __device__ __forceinline__ void reject(bool great, bool& anew) {
+    if (__any_sync(0xffffffff, great)) {
+      cap_terms = cap_terms == 2 ? 3 : 0;
+      anew = true;
+    }
+  }
+  template <bool kAssumes>
+  __device__ __forceinline__ void judge(const Scores& scores, bool edge, bool careful, bool& whole,
+                                        bool& assumes_small, bool& longer) const {
+    whole = edge;
+    assumes_small = kAssumes && !careful && cap_terms != 0;
+    longer = cap_terms != 2;
+    if (!edge && !assumes_small) {
+      const float greatest = greatest_magnitude(scores);
+      whole = !(greatest <= plan.modifiers.soft_cap.three.limit);
+      longer = !(greatest <= plan.modifiers.soft_cap.two.limit);
+    }
+  }
+  template <int kLift = 0, typename Beside>
+  __device__ __forceinline__ bool exponentials(Scores& scores, OnlineSoftmax<1>& softmax,
+                                               float to_log2, bool longer, Beside) {
+    const SoftCapPlan& cap = plan.modifiers.soft_cap;
+    float shift[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float reference = softmax.reference[0][half];
+      shift[half] = reference == minus_infinity() ? 0.0f : to_log2_units(reference, to_log2);
+    }
+    const auto capped = [&](auto terms, const SoftCapPolynomial& polynomial) {
+      uint32_t seen = 0;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        soft_cap_exponentials<decltype(terms)::value, kSaturates>(scores[0][n], polynomial, shift,
+                                                                  softmax.sum[0], seen);
+      }
+      return !kSaturates && exceeds(seen, polynomial.offset);
+    };
+    constexpr std::integral_constant<int, 2> kTwo;
+    constexpr std::integral_constant<int, 3> kThree;
+    if constexpr (kSaturates) {
+      constexpr std::integral_constant<int, 5> kFive;
+      return longer ? capped(kFive, cap.five) : capped(kThree, cap.three);
+    }
+    if (longer) return capped(kThree, cap.three);
+    return capped(kTwo, cap.two);
+  }
+  // Computes exponentials of products as they come, with running maxima of 0 and two terms.
+  __device__ __forceinline__ void two_term_exponentials(Scores& scores, float (&sum)[2]) const {
+    SoftCapPolynomial two;
+    two.factor[0] = factors[0];
+    two.factor[1] = factors[1];
+#pragma unroll
+    for (int n = 0; n < kN; ++n) soft_cap_exponentials<2>(scores[0][n], two, sum);
+  }
+  // Does the same with as many terms as are chosen. Returns the limit for this thread's sums of
+  // such a tile above which it is redone.
+  __device__ __forceinline__ float fixed_exponentials(Scores& scores, float (&sum)[2]) const {
+    const auto all = [&](auto terms, const SoftCapPolynomial& cap) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        soft_cap_exponentials<decltype(terms)::value>(scores[0][n], cap, sum);
+      }
+    };
+    if (cap_terms == 2) {
+      two_term_exponentials(scores, sum);
+      return plan.modifiers.soft_cap.two.greatest_sum;
+    }
+    if (cap_terms == 3) {
+      all(std::integral_constant<int, 3>{}, plan.modifiers.soft_cap.three);
+      return plan.modifiers.soft_cap.three.greatest_sum;
+    }
+    all(std::integral_constant<int, 5>{}, plan.modifiers.soft_cap.five);
+    return plan.modifiers.soft_cap.five.greatest_sum;
+  }
+};
 
 // Multiplies a warpgroup's rows of Q, which have arrived, by a power of two.
 template <typename Consumer>

@@ -1,0 +1,36 @@
+// Applies the band, which position allows, to logits in accumulator fragments.
+#pragma once
+
+#include <cstdint>
+
+#include "tile/band.cuh"
+#include "tile/matmul.cuh"
+#include "tile/softmax.cuh"
+
+namespace jax_flash {
+
+// Sets elements that the band does not allow to -inf. Row 0 of the fragments is row0 of the
+// operand.
+template <int kM, int kN>
+__device__ __forceinline__ void mask_band(float (&logits)[kM][kN][4], const Band& band,
+                                          int32_t row0, int32_t col0) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = row0 + fragment_row(m, 2 * half);
+      const int32_t base = col0 + fragment_col(0, 0);
+      const int32_t first = band.first_col(row) - base, end = band.end_col(row) - base;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          const int col = n * 8 + e;
+          if (col < first || col >= end) logits[m][n][2 * half + e] = minus_infinity();
+        }
+      }
+    }
+  }
+}
+
+}  // namespace jax_flash

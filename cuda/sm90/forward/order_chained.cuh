@@ -1,0 +1,154 @@
+// Processes query tiles in one chain in the sm_90 forward kernel: a query tile's first scores and
+// exponentials overlap the last product of the one before.
+//
+// So the state of two query tiles is kept for a while: consume_chained() has that of the one whose
+// output is complete except for one product, the consumer has the other one's.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "params.h"
+#include "sm90/forward/bias.cuh"
+#include "sm90/forward/config.cuh"
+#include "sm90/forward/consumer.cuh"
+#include "sm90/forward/order_again.cuh"
+#include "sm90/forward/order_window.cuh"
+#include "sm90/forward/parts.cuh"
+#include "sm90/forward/plain_step.cuh"
+#include "sm90/forward/plan.cuh"
+#include "sm90/forward/soft_cap.cuh"
+#include "sm90/forward/step.cuh"
+#include "tile/softmax.cuh"
+
+namespace jax_flash::sm90 {
+
+// Writes the rows of a query tile that attends to no keys.
+template <typename Element, typename Consumer>
+__device__ __forceinline__ void skip_query_tile(Consumer& consumer) {
+  if constexpr (Consumer::Modified::kFixedTiles) sync_fixed_tiles();
+  consumer.read_description();
+  finish_empty_rows<Element>(consumer.plan, consumer.work, consumer.warp_row);
+  consumer.release_query();
+}
+
+// Starts a query tile's first scores, and reads its description while they are computed.
+template <typename Consumer>
+__device__ __forceinline__ void start_query_tile(Consumer& consumer) {
+  consumer.read_ahead(consumer.work.tile);
+  if constexpr (Consumer::Modified::kSaturates || Consumer::Modified::kInScores) {
+    multiply_query(consumer);
+  }
+  consumer.wait_key();
+  consumer.start_scores();
+  consumer.read_description();
+}
+
+// Processes a query tile's keys after its first tile, which is `tile`. Sets `tile` to the last one,
+// whose product has not been started.
+template <typename Config, uint32_t kModifiers, typename Consumer>
+__device__ __forceinline__ void attend_rest(Consumer& consumer, int32_t& tile) {
+  if constexpr (Consumer::kHasRuns) {
+    for (;;) {
+      for (; consumer.run_goes_on(tile); ++tile) {
+        consumer.template next_tile<TileKind::kInRun>(tile, tile + 1);
+      }
+      if (consumer.is_last(tile)) break;
+      const int32_t last = tile;
+      tile = consumer.note.next();
+      consumer.next_tile(last, tile, consumer.note.next_one_segment());
+    }
+  } else if constexpr (Consumer::kPlain) {
+    tile = plain_tiles<Config>(consumer, tile);
+  } else {
+    for (; !consumer.is_last(tile); ++tile) {
+      if constexpr (Consumer::Modified::kAddends && !Consumer::Modified::kInScores) {
+        next_biased_tile<Config>(consumer, tile, tile + 1);
+      } else {
+        consumer.next_tile(tile, tile + 1);
+      }
+    }
+  }
+}
+
+// Starts the last product of the query tile before, whose last key tile is `tile`.
+template <typename Config, uint32_t kModifiers, typename Consumer>
+__device__ __forceinline__ void start_last_out(Consumer& consumer, int32_t tile,
+                                               const RowRange& attended) {
+  consumer.clear_values(turned_tile<Config, kModifiers>(tile, attended), attended, 1);
+  consumer.start_out();
+}
+// Writes the rows of the query tile before, whose sums are in `softmax`. `plan`: a copy of the
+// reference that the consumer has, which ptxas would have loaded again.
+template <typename Config, typename Element, uint32_t kModifiers, typename Consumer>
+__device__ __forceinline__ void finish_last(const ForwardPlan& plan, Consumer& consumer,
+                                            const OnlineSoftmax<1>& softmax) {
+  check_query_tile(consumer, softmax, consumer.works - 2);
+  finish_rows<Config, Element, kModifiers>(plan, consumer.work_before(1), consumer.warp_row,
+                                           softmax, consumer.out);
+  consumer.out_started = 0;
+}
+// Processes one query tile after the other, their key tiles in one chain: a query tile's first
+// scores and exponentials overlap the last product of the one before.
+template <typename Config, typename Element, uint32_t kModifiers, typename Value>
+__device__ __forceinline__ void consume_chained(const Forward& params, const ForwardPlan& plan,
+                                                const ForwardSmem<Config>& smem) {
+  using Consumer = ForwardConsumer<Config, Element, kModifiers, Value>;
+  Consumer consumer(params, plan, smem);
+  const QueryWork& work = consumer.work;
+  // State of the previous query tile, whose output is complete except for one product.
+  bool unfinished = false;
+  RowRange attended;
+  int32_t tile = 0;
+  const auto finish = [&] {
+    if constexpr (Consumer::kPlain) settle(consumer);
+    start_last_out<Config, kModifiers>(consumer, tile, attended);
+    consumer.await_out();
+    finish_last<Config, Element, kModifiers>(plan, consumer, consumer.softmax);
+  };
+  while (consumer.wait_query()) {
+    if (!consumer.has_keys()) {
+      if (unfinished) finish();
+      unfinished = false;
+      skip_query_tile<Element>(consumer);
+      continue;
+    }
+    start_query_tile(consumer);
+    if (unfinished) {
+      const OnlineSoftmax<1> softmax = consumer.softmax;
+      if constexpr (Consumer::kPlain) settle(consumer);
+      // Not a function of its own: other machine code came of that.
+      const auto first_tile = [&](auto kind) {
+        start_last_out<Config, kModifiers>(consumer, tile, attended);
+        consumer.template first_tile<true, kind()>(work.tile);
+      };
+      // No other code should be fetched between tiles of a run of one segment: the instruction
+      // cache is small.
+      if (Consumer::kHasRuns && consumer.one_segment && consumer.in_run(work.tile)) {
+        consumer.one_segment = true;
+        first_tile(std::integral_constant<TileKind, TileKind::kInRun>{});
+      } else {
+        first_tile(std::integral_constant<TileKind, TileKind::kAny>{});
+      }
+      finish_last<Config, Element, kModifiers>(plan, consumer, softmax);
+    } else {
+      consumer.template first_tile<false>(work.tile);
+    }
+    unfinished = true;
+    attended = work.attended;
+    tile = work.tile;
+    if constexpr (Consumer::Modified::kFixedTiles) {
+      tile = fixed_tiles<Config>(consumer, tile);
+      consumer.wait_value();  // in there, it would take registers from the loop below
+    }
+    attend_rest<Config, kModifiers>(consumer, tile);
+    if constexpr (Config::kQueryStages > 1) consumer.release_query();
+  }
+  if (unfinished) finish();
+  if constexpr (Consumer::kPlain) {
+    smem.again->tell();
+    consume_again<Config, Element>(params, plan, smem, consumer);
+  }
+}
+
+}  // namespace jax_flash::sm90

@@ -1,0 +1,128 @@
+// Processes one query tile at a time in the sm_90 forward kernel: with several modifiers, with a
+// mask's bytes, with scores a tile ahead, or where two warpgroups divide a query tile's keys.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "params.h"
+#include "sm90/forward/config.cuh"
+#include "sm90/forward/consumer.cuh"
+#include "sm90/forward/order_again.cuh"
+#include "sm90/forward/order_ahead.cuh"
+#include "sm90/forward/order_split_keys.cuh"
+#include "sm90/forward/parts.cuh"
+#include "sm90/forward/plan.cuh"
+#include "sm90/forward/step.cuh"
+#include "sm90/ring.cuh"
+#include "tile/softmax.cuh"
+
+namespace jax_flash::sm90 {
+
+// Processes one query tile at a time: with several modifiers, or a mask's bytes.
+template <typename Config, typename Element, uint32_t kModifiers, typename Value>
+__device__ __forceinline__ void consume_masked(const Forward& params, const ForwardPlan& plan,
+                                               const ForwardSmem<Config>& smem) {
+  ForwardConsumer<Config, Element, kModifiers, Value> consumer(params, plan, smem);
+  const QueryWork& work = consumer.work;
+  while (consumer.wait_query()) {
+    if (!consumer.has_keys()) {
+      finish_empty_rows<Element>(plan, work, consumer.warp_row);
+      consumer.release_query();
+      continue;
+    }
+    int32_t tile = work.tile;
+    consumer.read_ahead(tile);
+    consumer.wait_key();
+    consumer.out_started = 0;
+    consumer.start_scores();
+    KeyTileNote note = consumer.key_note(tile);
+    consumer.template first_tile<false>(tile, note.one_segment());
+    while (note.next() >= 0) {
+      const int32_t last = tile;
+      tile = note.next();
+      consumer.next_tile(last, tile, note.next_one_segment(), &note);
+    }
+    consumer.release_query();
+    consumer.clear_values(tile, work.attended);
+    consumer.start_out();
+    consumer.await_out();
+    finish_rows<Config, Element, kModifiers>(plan, consumer.work_before(0), consumer.warp_row,
+                                             consumer.softmax, consumer.out);
+  }
+}
+
+// Processes one query tile at a time: with scores ahead, or for few query tiles. With two key
+// groups, the warpgroups divide a tile's keys, and the first adds up their outputs.
+template <typename Config, typename Element>
+__device__ __forceinline__ void consume_apart(const Forward& params, const ForwardPlan& plan,
+                                              const ForwardSmem<Config>& smem) {
+  using Consumer = std::conditional_t<Config::kScoresAhead, AheadConsumer<Config, Element>,
+                                      ForwardConsumer<Config, Element, kNoModifier>>;
+  Consumer consumer(params, plan, smem);
+  const QueryWork& work = consumer.work;
+  const int key_group = Config::kKeyGroups > 1 ? consumer.group / Config::kRowGroups : 0;
+  RingState<Config::kStages> stage;  // stage of the query tile's first key tile
+  bool partial_used = false;
+  const auto next = [&] {
+    return !(Config::kTellsLast && consumer.is_last_query) && consumer.wait_query();
+  };
+  for (bool more = consumer.wait_query(); more; more = next()) {
+    if (!consumer.has_keys()) {
+      consumer.read_description();
+      if (key_group == 0) finish_empty_rows<Element>(plan, work, consumer.warp_row);
+      consumer.release_query();
+      if constexpr (Consumer::kPlain && Config::kTellsLast) {
+        if (consumer.is_last_query) smem.again->tell();
+      }
+      continue;
+    }
+    // Every kKeyGroups-th tile, from this warpgroup's first one on.
+    const int32_t tile = work.tile + key_group;
+    if constexpr (Config::kKeyGroups > 1) {
+      consumer.key_stage = consumer.value_stage = stage;
+      consumer.key_stage.advance(key_group);
+      consumer.value_stage.advance(key_group);
+      stage.advance(work.end - work.tile);
+    }
+    consumer.softmax = OnlineSoftmax<1>();
+    consumer.out_started = 0;
+    float normalizer[2];
+    const auto beside = [&] {
+      if constexpr (Config::kKeyGroups == 1) {
+        finish_statistics<kNoModifier>(plan, consumer.work_before(0), consumer.warp_row,
+                                       consumer.softmax, normalizer);
+      }
+    };
+    if (Config::kKeyGroups == 1 || tile < work.end) {
+      consumer.attend(tile, beside);
+    } else {
+      consumer.read_description();
+    }
+    consumer.release_query();
+    if constexpr (Consumer::kPlain) {
+      check_query_tile(consumer, consumer.softmax, consumer.works - 1);
+      if constexpr (Config::kTellsLast) {  // so that all have signaled when the output is stored
+        if (consumer.is_last_query) smem.again->tell();
+      }
+    }
+    if (key_group == 1) {
+      hand_over_partial<Config>(consumer, partial_used);
+    } else {
+      take_partial<Config>(consumer);
+      if constexpr (Config::kKeyGroups > 1) {
+        finish_statistics<kNoModifier>(plan, consumer.work_before(0), consumer.warp_row,
+                                       consumer.softmax, normalizer);
+      }
+      store_out<Config, Element>(plan, consumer.work_before(0), consumer.warp_row, normalizer,
+                                 consumer.out);
+    }
+    partial_used = true;
+  }
+  if constexpr (Consumer::kPlain) {
+    if constexpr (!Config::kTellsLast) smem.again->tell();
+    consume_again<Config, Element>(params, plan, smem, consumer);
+  }
+}
+
+}  // namespace jax_flash::sm90
