@@ -236,7 +236,8 @@ def _by_distance(name: str, x: ArrayLike, dtype, shape) -> jax.Array:
     if dtype != jnp.float64:
         x = _float32(x)
     if name == "alibi_slopes":
-        return _broadcastable(name, x, "[*B, N]", shape)
+        x = _broadcastable(name, x, "[*B, N]", shape)
+        return jnp.broadcast_to(x, (*x.shape[:-1], shape[-1]))  # kernels read one for each head
     if x.ndim < 2 or x.shape[-1] == 0:
         raise ValueError(
             f"{name}: expected shape [N, R] or [1, R], with at least one distance and perhaps "

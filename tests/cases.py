@@ -188,7 +188,7 @@ def _offset(case, rng, setting):
 
 
 def _alibi(case, rng, setting):
-    """Slopes of "N" or "BN": negative, zero and positive ones, or the published ones."""
+    """Slopes of "N", "B" or "BN": negative, zero and positive ones, or the published ones."""
     if setting == "published":
         return {"alibi_slopes": np.asarray(jax_flash.alibi_slopes(case.heads))}
     shape = _shape(case, setting)[0 if "B" in setting else 1 : 2]
@@ -498,6 +498,7 @@ def _by_distance() -> list[Case]:
         add(("alibi", setting), ("offset", "random"))
     add(("alibi", "published"), ("causal", True), ("offset", "align"), heads=12, kv_heads=4)
     add(("alibi", "published"), ("offset", "extreme"))
+    add(("alibi", "B"), ("relative", ("B", 12)))
     for axes in ("", "N", "BN"):
         for size in (1, 2, 9, 64, 301):  # beyond the table on both sides, on one, on none
             add(("relative", (axes, size)), ("offset", ("align", "random")[len(cases) % 2]))

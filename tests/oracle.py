@@ -469,7 +469,9 @@ class _Bounds:
         # What is too small for P's dtype and the result's, or may be left out with a soft cap.
         share = self._TINY if self.is_float32 else self._HALF
         share = max(share, 1.1e-5 if self.logit_error else 0)
-        small = np.where(terms.allowed, share * terms.p.max(axis=-1, keepdims=True, initial=0), 0)
+        # A sink may be so far above all keys of a row that each P is below what may become 0.
+        small = share * terms.p.max(axis=-1, keepdims=True, initial=0) + self._TINY
+        small = np.where(terms.allowed, small, 0)
         small = small * np.max(terms.keep)  # dropout's factor comes after P is rounded
         self.out_lost = small @ value + self.floor
         if self.inputs.query.dtype == ml_dtypes.bfloat16:

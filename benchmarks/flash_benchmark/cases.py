@@ -15,10 +15,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+import jax_flash
+
 PASSES = ("forward", "backward", "both")
 _WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
-FEATURES = ("lengths", "bias", "mask", "padding", "soft_cap", "sinks", "dropout", "lse",
-            "deterministic", "peaked")  # fmt: skip
+FEATURES = ("lengths", "bias", "alibi", "relative", "mask", "padding", "soft_cap", "sinks",
+            "dropout", "lse", "deterministic", "peaked")  # fmt: skip
 # What "peaked" multiplies query and key by: logits of a deviation of 9, as trained models have.
 PEAKED = 3.0
 
@@ -159,6 +161,10 @@ def _extras(case: Case, key: jax.Array) -> dict[str, jax.Array]:
         extras["key_value_seq_lengths"] = jnp.full(case.batch, case.kv_len)
     elif case.feature == "bias":
         extras["bias"] = jax.random.normal(key, logits, case.dtype)
+    elif case.feature == "alibi":
+        extras["alibi_slopes"] = jax_flash.alibi_slopes(case.heads)
+    elif case.feature == "relative":  # as many distances as T5's buckets reach
+        extras["relative_bias"] = jax.random.normal(key, (case.heads, 257), jnp.float32)
     elif case.feature == "mask":
         extras["mask"] = jax.random.bernoulli(key, 0.9, (1, 1, case.q_len, case.kv_len))
     elif case.feature == "padding":  # a mask that leaves the first half of the keys

@@ -186,7 +186,8 @@ def _jax_nn(implementation: str) -> Callable[[Case], Callable]:
         lacking = sorted(
             static.keys() & {"logits_soft_cap", "dropout_rate", "deterministic", "return_residual"}
         )
-        lacking += ["segments"] * bool(case.segments) + ["sinks"] * (case.feature == "sinks")
+        lacking += ["segments"] * bool(case.segments)
+        lacking += [f for f in ("sinks", "alibi", "relative") if case.feature == f]
         if lacking:
             raise UnavailableError(f"jax.nn has no {lacking[0]}, or not as an equal")
         return functools.partial(

@@ -141,9 +141,16 @@ class _Group:
         return result
 
     def logits(self, logits, rows, first, end, g):
-        """With bias and soft cap; and the cap's derivative."""
+        """With biases and soft cap; and the cap's derivative."""
+        head = self.heads.start + g
+        distance = np.arange(first, end) - np.arange(self.case.q_len)[rows][:, None]
+        if "alibi_slopes" in self.extras:
+            logits = logits + float(self.extras["alibi_slopes"][head]) * distance
+        if "relative_bias" in self.extras:
+            table = self.extras["relative_bias"][head].astype(np.float64)
+            logits = logits + table[np.clip(distance + len(table) // 2, 0, len(table) - 1)]
         if "bias" in self.extras:
-            bias = self.extras["bias"][0, self.heads.start + g, rows, first:end]
+            bias = self.extras["bias"][0, head, rows, first:end]
             logits = logits + bias.astype(np.float64)
         cap = options(self.case).get("logits_soft_cap")
         if cap is None:

@@ -64,8 +64,8 @@ def _only_plain(case: Case, *supported: str) -> None:
         "grouped heads": case.heads != case.kv_heads,
         "q_len other than kv_len": case.q_len != case.kv_len,
         "mask": case.feature in ("mask", "padding"),
-        **{f: f == case.feature for f in ("lengths", "bias", "soft_cap", "sinks", "dropout", "lse",
-                                          "deterministic")},
+        **{f: f == case.feature for f in ("lengths", "bias", "alibi", "relative", "soft_cap",
+                                          "sinks", "dropout", "lse", "deterministic")},
     }  # fmt: skip
     for what, wanted in asked.items():
         if wanted and what not in supported:

@@ -159,6 +159,8 @@ def costs() -> str:
         "full, mask": "mask that heads share",
         "full, padding": "mask of padding",
         "full, bias": "bias, with its gradient",
+        "full, alibi": "ALiBi slopes",
+        "full, relative": "relative bias",
         "full, soft_cap": "soft cap",
         "full, sinks": "sinks",
         "full, dropout": "dropout",
