@@ -10,8 +10,10 @@
 #include <cstdint>
 
 #include "params.h"
+#include "ptx/math.cuh"
 #include "tile/batch_index.cuh"
 #include "tile/matmul.cuh"
+#include "tile/softmax.cuh"
 
 namespace jax_flash {
 
@@ -20,6 +22,13 @@ __device__ __forceinline__ int32_t sub_sat(int32_t a, int32_t b) {
   int32_t result;
   asm("sub.sat.s32 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
   return result;
+}
+
+// Returns the key that is nearest to a row's own position.
+__device__ __forceinline__ int32_t nearest_key(int32_t row, int32_t query_offset, int32_t q_len,
+                                               int32_t kv_len) {
+  const int32_t shift = min(max(query_offset, -q_len), kv_len);
+  return min(max(row + shift, 0), kv_len - 1);
 }
 
 // Holds what one batch and head add. A call without them has `present` false.
@@ -60,8 +69,7 @@ struct DistanceBias {
 
   // Returns the key that is nearest to a row's own position.
   __device__ __forceinline__ int32_t nearest(int32_t row, int32_t q_len, int32_t kv_len) const {
-    const int32_t shift = min(max(query_offset, -q_len), kv_len);
-    return min(max(row + shift, 0), kv_len - 1);
+    return nearest_key(row, query_offset, q_len, kv_len);
   }
 
   // Multiplies products by `scale` and adds.
@@ -107,5 +115,90 @@ struct DistanceBias {
     }
   }
 };
+
+// Holds a head's slope for a consumer of a backward kernel, whose fragments' rows are keys and
+// whose columns are queries, and the slope's gradient. What depends on the query alone has been
+// added to lse: see shifted_lse(). `Gradient`: TransposedGradient of the tile.
+struct TransposedSlope {
+  float slope_log2 = 0.0f;
+  int32_t query_offset = 0;
+  float gradient = 0.0f;  // this thread's sum of dS times the distance
+
+  __device__ __forceinline__ void begin(const Forward& params, const BatchIndex& batch,
+                                        int32_t head) {
+    slope_log2 = *batch.pointer<const float>(params.alibi_slopes, head) * kLog2E;
+    if (params.query_offset) query_offset = *batch.pointer<const int32_t>(params.query_offset);
+  }
+
+  // Computes P^T of the queries from gradient.row0 on, a multiple of 64.
+  template <typename Gradient, int kN, typename Columns>
+  __device__ __forceinline__ void probabilities(const Gradient& gradient, float (&scores)[kN][4],
+                                                const Columns& lse, const float*,
+                                                float to_log2) const {
+    const Shape& shape = gradient.params.shape;
+    const int32_t nearest = nearest_key(gradient.row0, query_offset, shape.q_len, shape.kv_len);
+    float added[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t key = gradient.key0 + fragment_row(0, 2 * half);
+      added[half] = slope_log2 * static_cast<float>(key - nearest);
+    }
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 shift = lse(n);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float logit = fmaf(scores[n][e], to_log2, added[e / 2]);
+        scores[n][e] = ptx::ex2_approx_ftz(logit - (e % 2 ? shift.y : shift.x));
+      }
+    }
+  }
+
+  // Adds the tile's part of the gradient, given dS^T.
+  template <typename Gradient, int kN>
+  __device__ __forceinline__ void add(const Gradient& of, const float (&dscores)[kN][4]) {
+    float sums[2] = {}, moment = 0.0f;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        sums[e / 2] += dscores[n][e];
+        moment = fmaf(dscores[n][e], static_cast<float>(n * 8 + e % 2), moment);
+      }
+    }
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t shift = of.key0 + fragment_row(0, 2 * half) - of.row0 - fragment_col(0, 0);
+      gradient = fmaf(sums[half], static_cast<float>(sub_sat(shift, query_offset)), gradient);
+    }
+    gradient -= moment;
+  }
+
+  // Adds the warp's gradient, times `factor`, to that of the head. Called by whole warps.
+  __device__ __forceinline__ void finish(const Backward& params, const BatchIndex& batch,
+                                         int32_t head, float factor) {
+    if (!params.dalibi_slopes) return;
+    float sum = gradient * factor;
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      sum += __shfl_xor_sync(0xffffffff, sum, distance);
+    }
+    if (threadIdx.x % 32 == 0) atomicAdd(batch.pointer<float>(params.dalibi_slopes, head), sum);
+    gradient = 0.0f;
+  }
+};
+
+// Returns a row's lse in log2 units as TransposedSlope takes it: relative to what the slope adds to
+// the key that is nearest to the first of 64 rows. What it adds to keys near the row then is small,
+// also where the distances are not.
+__device__ __forceinline__ float shifted_lse(const Forward& params, const DistanceBias& distance,
+                                             int32_t row, float lse, float lse_low) {
+  const Shape& shape = params.shape;
+  const int32_t nearest = distance.nearest(row, shape.q_len, shape.kv_len);
+  const int32_t first = distance.nearest(row / 64 * 64, shape.q_len, shape.kv_len);
+  const auto shift = static_cast<float>(sub_sat(nearest - row, distance.query_offset));
+  const float own = fmaf(-distance.slope, shift, lse) + lse_low;
+  return fmaf(distance.slope, static_cast<float>(nearest - first), own) * kLog2E;
+}
 
 }  // namespace jax_flash

@@ -279,7 +279,9 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
   if (choice.family == 80) {
     choose_smem_class(params.shape, params.options, device, true, choice);
   } else if (choice.head_dim <= 128) {
-    choice.name = "one kernel";
+    choice.slopes =
+        modifiers_of(params) == kDistance && !params.relative_bias && !params.options.deterministic;
+    choice.name = choice.slopes ? "one kernel, ALiBi" : "one kernel";
     choice.reason = "dK and dV of 128 keys fit the registers of a block";
     choice.queries = choice.head_dim <= 64 ? 128 : 64;
     choice.keys = 128;

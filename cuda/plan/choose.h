@@ -30,6 +30,7 @@ struct Choice {
   int32_t head_dim = 0;                      // the instance's: the largest that it takes
   bool general = false;                      // true if it is the instance for modifiers
   int32_t row = -1;                          // index in sm90::kRecipes; sm_90, forward
+  bool slopes = false;                       // true for the kernel of slopes alone; backward
   SmemClass smem_class = SmemClass::kSmall;  // used by sm_80
   const char* name = "";                     // the kernel's, for explain()
   const char* reason = "";                   // one clause: why this kernel was chosen

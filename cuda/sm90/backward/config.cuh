@@ -35,8 +35,9 @@ inline constexpr int kBackwardSmemLimit = 227 * 1024;
 
 // Configures the kernel for head dims up to 128. A block owns kBlockKv keys and values, 64 for each
 // consumer warpgroup, and keeps their dK and dV in registers.
-template <int kHeadDimension, bool kGeneral>
+template <int kHeadDimension, bool kGeneral, bool kHasSlopes = false>
 struct BackwardConfig {
+  static constexpr bool kSlopes = kHasSlopes;  // ALiBi, and nothing else
   static constexpr int kHeadDim = kHeadDimension;
   static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128);
   static constexpr int kConsumers = 2;  // warpgroups

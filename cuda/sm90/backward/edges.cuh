@@ -116,8 +116,15 @@ __global__ void __launch_bounds__(kEdgeThreads)
   const int64_t row_index = int64_t{batch_head} * workspace.rows + row0;
   const bool dead = row_lse == minus_infinity();
   // Its units are those of the logits.
-  workspace.lse_log2[row_index + thread] =
-      dead ? -minus_infinity() : row_lse * (in_natural_units(params) ? 1.0f : kLog2E);
+  float shift = row_lse * (in_natural_units(params) ? 1.0f : kLog2E);
+  if (plan.scales.shifts_lse && !dead) {
+    const BatchIndex batch = head.batch_index();
+    const int32_t row = row0 + thread;
+    const float low =
+        batch.pointer<const float>(params.lse_low, head.head)[row * params.lse_low.row];
+    shift = shifted_lse(params, DistanceBias(params, batch, head.head), row, row_lse, low);
+  }
+  workspace.lse_log2[row_index + thread] = dead ? -minus_infinity() : shift;
   workspace.delta[row_index + thread] =
       dead ? 0.0f : (sums_smem[thread] - row_dlse) * plan.scales.delta;
 }

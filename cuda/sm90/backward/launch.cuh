@@ -6,6 +6,7 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
+#include <string>
 
 #include "modifiers/kernels.h"
 #include "params.h"
@@ -36,7 +37,8 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
   if (!status.ok()) return status;
   KeyBlocks blocks = divide_keys<Config>(params, workspace.turns != nullptr, sms);
   const ZeroPlan zeros = plan_zeros<Config>(shape, workspace, blocks);
-  const GradientScales scales = gradient_scales<Element, kGeneral>(params.options);
+  GradientScales scales = gradient_scales<Element, kGeneral>(params.options);
+  scales.shifts_lse = Config::kSlopes;
   EndPlan ends = plan_ends(params, scales, blocks,
                            !kGeneral && !(workspace.turns && Config::kOrderedSums > 1));
   SplitPlan split;
@@ -58,9 +60,11 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
                               gradient_maps, workspace, blocks.schedule, blocks.order,
                               BlockPlan(params, zeros, ends, split, mask_rows));
     };
-    status = blocks.order == TurnOrder::kNone
-                 ? launch(backward_kernel<Config, Element, kGeneral, false>)
-                 : launch(backward_kernel<Config, Element, kGeneral, true>);
+    if (Config::kSlopes || blocks.order == TurnOrder::kNone) {  // atomics have no order
+      status = launch(backward_kernel<Config, Element, kGeneral, false>);
+    } else if constexpr (!Config::kSlopes) {
+      status = launch(backward_kernel<Config, Element, kGeneral, true>);
+    }
   }
   if (!status.ok()) return status;
   constexpr int kGroups = Config::kDqueryCols / kEndCols;
@@ -114,14 +118,35 @@ Status launch_wide_backward(const Backward& params, const BackwardWorkspace& wor
                           stream, params, query_maps, workspace, schedule);
 }
 
+// Launches the kernel for ALiBi slopes alone. Thread blocks add to the slopes' gradient by atomics.
+template <typename Element, int kHeadDim>
+Status launch_backward_with_slopes(const Backward& params, const BackwardWorkspace& workspace,
+                                   cudaStream_t stream) {
+  if (params.dalibi_slopes) {
+    const int64_t bytes = params.shape.batch * params.shape.heads * sizeof(float);
+    const cudaError_t error = cudaMemsetAsync(params.dalibi_slopes.data, 0, bytes, stream);
+    if (error != cudaSuccess) {
+      return Status::internal(std::string("jax_flash: cannot zero the slopes' gradient: ") +
+                              cudaGetErrorString(error));
+    }
+  }
+  return launch_backward_config<BackwardConfig<kHeadDim, false, true>, Element, false>(
+      params, workspace, stream);
+}
+
 // kHeadDim bounds head_dim and value_dim.
 template <typename Element, int kHeadDim, bool kGeneral>
-Status launch_backward(const Backward& params, const Choice&, cudaStream_t stream) {
+Status launch_backward(const Backward& params, const Choice& choice, cudaStream_t stream) {
   BackwardWorkspace workspace;
   BackwardWorkspace::plan(params.shape, (kHeadDim + 63) / 64 * 64, bool{params.query_segment_ids},
                           params.options.deterministic, distance_floats(params) > 0,
                           params.workspace, workspace);
   Status status;
+  if constexpr (kGeneral && kHeadDim <= 128) {
+    if (choice.slopes) {
+      return launch_backward_with_slopes<Element, kHeadDim>(params, workspace, stream);
+    }
+  }
   if (params.query_segment_ids) status = launch_segment_spans(params, workspace.spans, stream);
   if (!status.ok()) return status;
   if constexpr (kHeadDim > 128) {

@@ -4,6 +4,7 @@
 
 #include <cstdint>
 
+#include "modifiers/distance.cuh"
 #include "modifiers/score_gradient_transposed.cuh"
 #include "params.h"
 #include "plan/backward_workspace.h"
@@ -44,6 +45,20 @@ __device__ __forceinline__ void store_tile_panels(const Tile& tile, const CUtens
   }
 }
 
+// Stands for a slope in calls without one: see TransposedSlope.
+struct NoSlope {
+  __device__ __forceinline__ void begin(const Forward&, const BatchIndex&, int32_t) {}
+  template <typename Gradient, typename Scores, typename Columns>
+  __device__ __forceinline__ void probabilities(const Gradient& gradient, Scores& scores,
+                                                const Columns& lse, const float* lse_smem,
+                                                float to_log2) const {
+    gradient.probabilities(scores, lse, lse_smem, to_log2);
+  }
+  template <typename Gradient, typename Scores>
+  __device__ __forceinline__ void add(const Gradient&, const Scores&) {}
+  __device__ __forceinline__ void finish(const Backward&, const BatchIndex&, int32_t, float) {}
+};
+
 // Holds what all threads of a consumer warpgroup know, and the steps of its work. A query tile is
 // worked on in halves of 64 rows if it has 128. All threads call every function. Arrays in
 // registers are arguments: a struct that held them would stay in memory, with all that it holds,
@@ -70,6 +85,7 @@ struct NarrowConsumer {
   using KeyProduct = ptx::Wgmma<Element, Config::kHeadDim>;
   using DqueryProduct = ptx::Wgmma<Element, 64>;
   using Gradient = TransposedGradient<kGeneral, 8, kManyRegisters, kScaled>;
+  using Slope = std::conditional_t<Config::kSlopes, TransposedSlope, NoSlope>;
 
   struct Progress {
     const int& tiles_done;
@@ -130,6 +146,8 @@ struct NarrowConsumer {
     int2 tile = smem.tiles[ring.stage];
     Operands key_rmem, value_rmem;
     TransposedMask mask;
+    Slope slope;
+    slope.begin(params, block.batch, tile.y);
     const bool reads_mask = kGeneral && kManyRegisters && plan.reads_mask_by_rows;
     Tile scores, dscores, dquery;
     const bool has_padding =
@@ -145,7 +163,7 @@ struct NarrowConsumer {
       for (int half = 0; half < kHalves; ++half) {
         CapSlopes<8> slopes;
         uint32_t mask_bits = 0;
-      if (reads_mask) mask_bits = mask.bits();
+        if (reads_mask) mask_bits = mask.bits();
         if (half + 1 < kHalves) read_ahead(mask, reads_mask, tile, half + 1);
         const Gradient gradient{params,           block.batch, tile.y,   first_key() + warp_key,
                                 row0 + half * 64, reads_mask,  mask_bits};
@@ -162,7 +180,7 @@ struct NarrowConsumer {
         Rounded probabilities, rounded;
         uint32_t kept[2][1];
         gradient.draw(kept);
-        find_probabilities(gradient, lse, lse_smem, scores, probabilities);
+        find_probabilities(slope, gradient, lse, lse_smem, scores, probabilities);
         if (Config::kEarlyDvalue) add_product(dvalue, probabilities, smem.dout(stage), half);
         // dS^T, overlapped with dV; dK += dS^T Q
         find_dscores(gradient, half, lse_smem, delta_smem, kept, slopes, scores, dscores);
@@ -171,6 +189,7 @@ struct NarrowConsumer {
           round_fragments<Element>(probabilities, scores);
           add_product(dvalue, probabilities, smem.dout(stage), half);
         }
+        slope.add(gradient, dscores);
         round_fragments<Element>(rounded, dscores);
         if (!Config::kEarlyDquery && half == 0) start_last_dquery(dquery, stage);
         add_product(dkey, rounded, smem.query(stage), half);
@@ -187,11 +206,14 @@ struct NarrowConsumer {
       // Starts the next tile's S^T; after the last tile it recomputes that of an old stage and
       // discards it.
       ring.advance();
-      if (tiles_done + 1 < tile_count) await_query(ring, tile, has_padding, reads_mask, mask);
+      if (tiles_done + 1 < tile_count) {
+        await_query(ring, tile, has_padding, reads_mask, mask, slope);
+      }
       if constexpr (Config::kNextScoresFirst) start_scores(scores, key_rmem, ring.stage, 0);
       finish_step(stage, ring, scores, dquery, dkey, dvalue);
       ++tiles_done;
     } while (tiles_done < tile_count);
+    finish_slope(slope, tile.y);
     finish(ring, dquery, dkey, dvalue);
   }
 
@@ -241,11 +263,20 @@ struct NarrowConsumer {
   // Awaits the ring's next Q and prepares it.
   __device__ __forceinline__ void await_query(const RingState<Config::kStages>& ring, int2& tile,
                                               bool has_padding, bool reads_mask,
-                                              TransposedMask& mask) const {
+                                              TransposedMask& mask, Slope& slope) const {
     ptx::mbarrier_wait(smem.query_full(ring.stage), ring.parity);
+    const int32_t head = tile.y;
     tile = smem.tiles[ring.stage];
+    if (Config::kSlopes && tile.y != head) {
+      finish_slope(slope, head);
+      slope.begin(params, block.batch, tile.y);
+    }
     read_ahead(mask, reads_mask, tile, 0);
     zero_padding(smem.query(ring.stage), tile.x, has_padding);
+  }
+
+  __device__ __forceinline__ void finish_slope(Slope& slope, int32_t head) const {
+    slope.finish(params, block.batch, head, kScaled ? 1.0f / params.options.scale : 1.0f);
   }
 
   // Start S^T = K Q^T and dP^T = V dO^T for 64 rows of a stage.
@@ -286,14 +317,14 @@ struct NarrowConsumer {
     }
   }
   // Turns S^T into P^T. If dV comes early, also rounds it; then the other consumer may compute.
-  __device__ __forceinline__ void find_probabilities(const Gradient& gradient,
+  __device__ __forceinline__ void find_probabilities(const Slope& slope, const Gradient& gradient,
                                                      const typename Config::LseColumns& lse,
                                                      const float* lse_smem, Tile& scores,
                                                      Rounded& probabilities) const {
     if constexpr (Config::kAlternates) {
       ptx::barrier_sync(kMayCompute + group, Config::kConsumerThreads);
     }
-    gradient.probabilities(scores, lse, lse_smem, to_log2);
+    slope.probabilities(gradient, scores, lse, lse_smem, to_log2);
     if constexpr (Config::kEarlyDvalue) {
       round_fragments<Element>(probabilities, scores);
       if constexpr (Config::kAlternates) {

@@ -162,6 +162,7 @@ inline constexpr bool kScaledDlogits = std::is_same_v<Element, __nv_bfloat16>;
 // scale costs one instruction a tile.
 struct GradientScales {
   float delta = 1.0f, dquery = 1.0f;
+  bool shifts_lse = false;  // true if lse is relative to what a slope adds: see shifted_lse()
 };
 template <typename Element, bool kGeneral>
 GradientScales gradient_scales(const Options& options) {
