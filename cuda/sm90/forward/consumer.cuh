@@ -490,9 +490,6 @@ struct ForwardConsumer {
     sm90::raise_to_peaks<kLift>(softmax, scores, to_log2, factor);
     take_references();
   }
-  // Processes a query tile's keys from `tile` on.
-  template <typename Overlapped>
-  __device__ __forceinline__ void attend(int32_t tile, Overlapped overlapped);
 
   // Return whether this tile is in the run of one segment; and whether the next one is, too.
   __device__ __forceinline__ bool in_run(int32_t tile) const {

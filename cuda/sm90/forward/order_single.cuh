@@ -55,6 +55,27 @@ __device__ __forceinline__ void consume_masked(const Forward& params, const Forw
   }
 }
 
+// Processes a query tile's keys from `tile` on. Calls overlapped() while the last product is
+// computed.
+template <typename Config, typename Consumer, typename Overlapped>
+__device__ __forceinline__ void attend(Consumer& consumer, int32_t tile, Overlapped overlapped) {
+  if constexpr (Config::kScoresAhead) {
+    consumer.attend(tile, overlapped);
+  } else {
+    consumer.wait_key();
+    consumer.start_scores();
+    consumer.read_description();
+    consumer.template first_tile<false>(tile);
+    for (; !consumer.is_last(tile); tile += Config::kKeyGroups) {
+      consumer.next_tile(tile, tile + Config::kKeyGroups);
+    }
+    consumer.clear_values(tile, consumer.work.attended);
+    consumer.start_out();
+    overlapped();
+    consumer.await_out();
+  }
+}
+
 // Processes one query tile at a time: with scores ahead, or for few query tiles. With two key
 // groups, the warpgroups divide a tile's keys, and the first adds up their outputs.
 template <typename Config, typename Element>
@@ -98,7 +119,7 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
       }
     };
     if (Config::kKeyGroups == 1 || tile < work.end) {
-      consumer.attend(tile, overlapped);
+      attend<Config>(consumer, tile, overlapped);
     } else {
       consumer.read_description();
     }

@@ -291,21 +291,4 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   if (rises) rescale();
 }
 
-template <typename Config, typename Element, uint32_t kModifiers, typename Value>
-template <typename Overlapped>
-__device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::attend(
-    int32_t tile, Overlapped overlapped) {
-  wait_key();
-  start_scores();
-  read_description();
-  first_tile<false>(tile);
-  for (; !is_last(tile); tile += Config::kKeyGroups) {
-    next_tile(tile, tile + Config::kKeyGroups);
-  }
-  clear_values(tile, work.attended);
-  start_out();
-  overlapped();
-  await_out();
-}
-
 }  // namespace jax_flash::sm90
