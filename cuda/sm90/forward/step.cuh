@@ -8,10 +8,9 @@
 //
 // Invariants. A step begins with the last tile's probabilities in registers and ends with this
 // tile's. At most one product of each kind is in flight. Each stage of K and V is released once, K
-// after the check, which may compute the scores again.
+// after the check, if there is one: it may compute the scores again.
 //
-// Four other versions of a step exist, since each has a different order of these verbs, and a
-// branch between products costs more than the code:
+// Other versions of a step have these verbs in another order:
 //
 //   plain_step.cuh    without modifiers: sums are checked after the last key, and rescaling and the
 //                     wait for V overlap the next scores
