@@ -52,7 +52,7 @@ EXPLAINED_RACES: tuple[tuple[str | None, str, str], ...] = (
         "who starts a copy to where threads have read has the proxy fence",
     ),
     (
-        None, r"sm90::forward_kernel<.*, \(unsigned int\)63>",
+        None, r"sm90::forward_kernel<.*, \(unsigned int\)127>",
         "warps look for NaN in rows of V that others set to zero: they find them or zeros, and "
         "either way set what nobody attends to to zero",
     ),
@@ -74,6 +74,8 @@ def cases(tool: str):
         ("soft_cap", 5.0),
         ("sinks", True),
         ("dropout", 0.2),
+        ("alibi", "N"),
+        ("relative", ("N", 33)),
         ("dlse", True),
     )
     causal = (("causal", True),)
@@ -120,6 +122,9 @@ def cases(tool: str):
         ("bfloat16", (128, 128), (("bias", ("TS", "bfloat16")),), False, grouped),
         ("bfloat16", (64, 64), (("bias", ("TS", "bfloat16")),), False, wide_units),
         ("bfloat16", (64, 64), (("segments", "packed"),), False, small),
+        ("bfloat16", (64, 64), (("alibi", "published"), *causal), False, units),
+        ("bfloat16", (128, 128), (("alibi", "published"), *causal), False, small),
+        ("float16", (96, 96), (("alibi", "N"),), True, small),
         ("bfloat16", (128, 128), (("lengths", "qk"), ("sinks", True)), False, few_rows),
         ("float16", (64, 64), (*causal, ("offset", "random")), False, few_rows),
         ("bfloat16", (256, 256), (), False, few_rows),

@@ -26,9 +26,10 @@ def shape(*sizes, dtype=jnp.bfloat16):
 
 def kernels(
     batch=4, q_len=4096, kv_len=None, heads=16, kv_heads=None, head_dim=128, value_dim=None,
-    dtype=jnp.bfloat16, bias=None, mask=None, segments=False, gpu=H100, **options,
+    dtype=jnp.bfloat16, bias=None, mask=None, segments=False, slopes=False, distances=0, gpu=H100,
+    **options,
 ):  # fmt: skip
-    """The kernels of a call; `bias` and `mask` are (shape, dtype) or None."""
+    """The kernels of a call; `bias` is (shape, dtype) and `mask` a shape, or None."""
     kv_len = kv_len or q_len
     kv_heads = kv_heads or heads
     query = shape(batch, q_len, heads, head_dim, dtype=dtype)
@@ -41,6 +42,10 @@ def kernels(
         options["bias"] = shape(*bias[0], dtype=bias[1])
     if mask:
         options["mask"] = shape(*mask, dtype=jnp.bool_)
+    if slopes:
+        options["alibi_slopes"] = shape(heads, dtype=jnp.float32)
+    if distances:
+        options["relative_bias"] = shape(heads, distances, dtype=jnp.float32)
     if options.get("dropout_rate"):
         options["dropout_seed"] = shape(2, dtype=jnp.uint32)
     call = abstract_call(query, key, value, **options)
@@ -77,6 +82,7 @@ NAMED = [
     ("mask as words", 64, {"head_dim": 64, "mask": MASK, "is_causal": True}),
     ("mask as words, three consumers", 64, {"head_dim": 64, "mask": MASK}),
     *(("mask as words", d, {"head_dim": d, "mask": MASK}) for d in (128, 256)),
+    *(("ALiBi", d, {"head_dim": d, "slopes": True, "is_causal": True}) for d in (64, 128)),
     *(
         ("every modifier", d, {"head_dim": d, "logits_soft_cap": 30.0, "segments": True})
         for d in (64, 96, 128, 192, 256)
@@ -96,6 +102,43 @@ def test_forward_kernel(name, head_dim, call):
 
 def test_every_recipe_is_chosen_by_some_call():
     assert {(name, head_dim) for name, head_dim, _ in NAMED} == set(ffi.native.cuda_recipes())
+
+
+@pytest.mark.skipif(128 not in DIMS, reason="a build without head dim 128")
+@pytest.mark.parametrize(
+    "call",
+    [
+        pytest.param({"bias": ((4, 16, 4095, 4095), jnp.bfloat16), "q_len": 4095}, id="rows"),
+        pytest.param({"bias": (BIAS, jnp.float16)}, id="dtype"),
+        pytest.param({"bias": ((4, 16, 4096, 1), jnp.bfloat16)}, id="broadcast keys"),
+        pytest.param({"bias": ((1, 16, 4097, 4097), jnp.float32), "q_len": 4097}, id="float32"),
+        pytest.param({"slopes": True}, id="slopes without causal order"),
+        pytest.param({"slopes": True, "is_causal": True, "dtype": jnp.float16}, id="float16"),
+        pytest.param(
+            {"slopes": True, "is_causal": True, "local_window_size": (99, 0)}, id="left edge"
+        ),
+        pytest.param({"slopes": True, "is_causal": True, "distances": 9}, id="slopes and table"),
+        pytest.param({"distances": 33, "is_causal": True}, id="table"),
+    ],
+)
+def test_what_the_kernels_for_one_modifier_leave_to_that_for_all(call):
+    assert kernels(**call)["forward"].name == "every modifier"
+
+
+@pytest.mark.skipif(128 not in DIMS, reason="a build without head dim 128")
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("one kernel, ALiBi", {"slopes": True}),
+        ("one kernel, ALiBi", {"slopes": True, "dtype": jnp.float16, "is_causal": True}),
+        ("one kernel", {"slopes": True, "deterministic": True}),
+        ("one kernel", {"slopes": True, "logits_soft_cap": 9.0}),
+        ("one kernel", {"distances": 33}),
+        ("two kernels", {"slopes": True, "head_dim": 256}),
+    ],
+)
+def test_backward_kernels_of_biases_by_distance(name, call):
+    assert kernels(**call)["backward"].name == name
 
 
 @pytest.mark.parametrize(
@@ -142,6 +185,8 @@ def test_random_calls_have_a_kernel_on_every_gpu(seed):
         "logits_soft_cap": draw.choice([None, None, 20.0]),
         "dropout_rate": draw.choice([0.0, 0.0, 0.1]),
         "local_window_size": draw.choice([None, None, (64, 0), (5, 9)]),
+        "slopes": draw.random() < 0.2,
+        "distances": draw.choice([0, 0, 0, 32]),
     }
     if draw.random() < 0.3:
         sizes = [draw.choice([1, n]) for n in (batch, heads * group, q_len, kv_len)]

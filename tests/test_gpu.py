@@ -73,9 +73,37 @@ def test_feature(case, family):
     verify(case, family)
 
 
-# As users call it: no family has kernels for all of these.
+@each_family
 @pytest.mark.parametrize("case", [on_gpu(c, of_16_bits(c)) for c in BY_DISTANCE], ids=str)
-def test_by_distance(case):
+def test_by_distance(case, family):
+    verify(case, family)
+
+
+# What the kernels for slopes alone take, and what they leave to others: logits that are far from
+# those of the first keys, and slopes that are negative or steep.
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("slopes", ["published", "N"])
+@pytest.mark.parametrize(
+    ("features", "fields"),
+    [
+        ((), {}),
+        ((("offset", "align"),), {"q_len": 300, "kv_len": 700}),
+        ((("offset", "extreme"),), {"q_len": 300, "kv_len": 200}),
+        ((("offset", "random"), ("sinks", True)), {"heads": 8, "kv_heads": 2}),
+        ((("lengths", "qk"), ("dlse", True)), {}),
+        ((), {"std": 6.0}),
+        ((), {"batch": 1, "q_len": 2300, "kv_len": 2300, "heads": 2, "kv_heads": 1}),
+        ((("window", (90, 0)),), {}),
+    ],
+    ids=str,
+)
+def test_slopes_of_causal_calls(features, fields, slopes, head_dim, dtype):
+    fields = {"batch": 2, "heads": 4, "kv_heads": 4, "q_len": 390, "kv_len": 390} | fields
+    case = Case(
+        "slopes", head_dim=head_dim, value_dim=head_dim, dtype=dtype,
+        features=(("alibi", slopes), ("causal", True), *features), **fields,
+    )  # fmt: skip
     verify(case, None)
 
 
@@ -92,7 +120,9 @@ def test_left_padding(low, bias_dtype, head_dim, family):
 @each_family
 @pytest.mark.parametrize("index", range(1000, 3000))
 def test_random_combination(index, family):
-    case = random_case(index, head_dims=(8, 32, 40, 64, 96, 128, 192, 256))
+    case = random_case(
+        index, head_dims=(8, 32, 40, 64, 96, 128, 192, 256), by_distance=index % 2 == 1
+    )
     case = on_gpu(case, of_16_bits(case))
     implementation = None if family == FAMILIES[-1] and index % 2 else family
     verify(case, implementation, deterministic=index % 3 == 0)
