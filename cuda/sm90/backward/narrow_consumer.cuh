@@ -145,7 +145,7 @@ struct NarrowConsumer {
       for (int half = 0; half < kHalves; ++half) {
         CapSlopes<8> slopes;
         uint32_t mask_bits = 0;
-      if (reads_mask) mask_bits = mask.bits();
+        if (reads_mask) mask_bits = mask.bits();
         if (half + 1 < kHalves) read_ahead(mask, reads_mask, tile, half + 1);
         const Gradient gradient{params,           block.batch, tile.y,   first_key() + warp_key,
                                 row0 + half * 64, reads_mask,  mask_bits};
