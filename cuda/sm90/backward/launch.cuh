@@ -18,7 +18,8 @@
 #include "sm90/backward/order.cuh"
 #include "sm90/backward/plan.cuh"
 #include "sm90/backward/schedule.cuh"
-#include "sm90/backward/wide.cuh"
+#include "sm90/backward/wide_key.cuh"
+#include "sm90/backward/wide_query.cuh"
 #include "status.h"
 #include "tile/launch.cuh"
 
