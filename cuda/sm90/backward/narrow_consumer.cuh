@@ -195,12 +195,7 @@ struct NarrowConsumer {
         add_product(dkey, rounded, smem.query(stage), half);
         store_rounded(smem.score(stage), warp_key, half, rounded, thread % 32);
         if (half + 1 < kHalves) {
-          start_scores(scores, key_rmem, stage, half + 1);
-          if (half == 0) {
-            ptx::wgmma_wait_group<2>();
-            stage_dquery(dquery, stage ^ 1, ring.parity ^ stage);
-          }
-          start_dprobabilities(dscores, value_rmem, stage, half + 1);
+          start_half(scores, dscores, dquery, key_rmem, value_rmem, ring, half + 1);
         }
       }
       // Starts the next tile's S^T; after the last tile it recomputes that of an old stage and
@@ -287,6 +282,19 @@ struct NarrowConsumer {
   __device__ __forceinline__ void start_dprobabilities(Tile& dscores, const Operands& value_rmem,
                                                        uint32_t stage, int half) const {
     start_product(dscores, smem.value(), value_rmem, smem.dout(stage), half);
+  }
+  // Starts both for the tile's next 64 rows, and hands over the last tile's dQ before its second
+  // half.
+  __device__ __forceinline__ void start_half(Tile& scores, Tile& dscores, Tile& dquery,
+                                             const Operands& key_rmem, const Operands& value_rmem,
+                                             const RingState<Config::kStages>& ring,
+                                             int half) const {
+    start_scores(scores, key_rmem, ring.stage, half);
+    if (half == 1) {
+      ptx::wgmma_wait_group<2>();
+      stage_dquery(dquery, ring.stage ^ 1, ring.parity ^ ring.stage);
+    }
+    start_dprobabilities(dscores, value_rmem, ring.stage, half);
   }
   // Multiplies a of 64 keys by b^T of 64 query rows.
   __device__ __forceinline__ void start_product(Tile& d, const KeyTile& a, const Operands& a_rmem,

@@ -8,7 +8,7 @@
 #include <type_traits>
 #include <utility>
 
-#include "modifiers/segments.cuh"
+#include "modifiers/kernels.h"
 #include "params.h"
 #include "plan/choose.h"
 #include "plan/recipes.h"

@@ -176,6 +176,25 @@ __device__ __forceinline__ void announce_end(const ForwardSmem<Config>& smem, ui
   }
 }
 
+// Returns the key tiles of a query tile as producers count them (sm90/forward/order_window.cuh).
+template <typename Config, uint32_t kModifiers>
+__device__ __forceinline__ TileRange counted_key_tiles(const ForwardPlan& plan,
+                                                       const SkipsOf<Config>& skips,
+                                                       const Band& band, const QueryTileIndex& q,
+                                                       int32_t row0) {
+  TileRange range = key_tiles<Config>(skips, band, q, row0);
+  if constexpr (kTurns<Config, kModifiers>) {
+    const int32_t more = turns<Config>(plan, range, band, row0) ? 1 : 0;
+    range.first += more;
+    range.end += more;
+  }
+  return range;
+}
+__device__ __forceinline__ bool is_last(QueryTileCursor cursor) {
+  cursor.advance();
+  return !cursor.valid();
+}
+
 // Copies, for kGroups consumers from first_group on, their rows of the query tiles and, in boxes,
 // of the bias, and describes the query tiles to them. Called by one warp. Its lambdas are not
 // functions of their own: with them, consumers' code is another one.
@@ -196,12 +215,7 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
     const QueryTileIndex q = cursor.index();
     const Band band = plan.band.of<kModifiers == kNoModifier>(q);
     const int32_t row0 = q.tile * Config::kBlockQ;
-    TileRange range = key_tiles<Config>(skips, band, q, row0);
-    if constexpr (kTurns<Config, kModifiers>) {
-      const int32_t more = turns<Config>(plan, range, band, row0) ? 1 : 0;
-      range.first += more;
-      range.end += more;
-    }
+    const TileRange range = counted_key_tiles<Config, kModifiers>(plan, skips, band, q, row0);
     if (!started) {
       if constexpr (kStartsApart<Config, kModifiers>) {
         ptx::barrier_sync(kStarted, kStartThreads<Config, Element, kModifiers>);
@@ -222,11 +236,7 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
       QueryWork& work = smem.work(group, works);
       work.tile = range.first;
       work.end = range.end;
-      if constexpr (Config::kMarksLast) {
-        QueryTileCursor next = cursor;
-        next.advance();
-        if (!next.valid()) work.end |= QueryWork::kLast;
-      }
+      if (Config::kMarksLast && is_last(cursor)) work.end |= QueryWork::kLast;
       work.row0 = row0;
       ptx::mbarrier_arrive(full);
     };

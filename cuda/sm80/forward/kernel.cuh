@@ -1,0 +1,433 @@
+// Computes the forward pass by warp-level matrix instructions, after FlashAttention-2
+// (arXiv:2307.08691).
+//
+//   for each tile of keys and values that some row of the block may attend to
+//     S = Q K^T                     accumulators of the owning warp
+//     P = 2^(scale log2(e) S - m)   m the running maximum of each row
+//     O = O 2^(m_old - m) + P V     P goes from accumulators to operands within a thread
+//   out = O / l, lse = m + log l
+//
+// Every warp does the same work on its own rows. A block's warps synchronize only to pass tiles of
+// K and V, which cp.async brings while they compute: with two stages, both of the next tile during
+// the current one; with one, V during Q K^T and the next K during P V.
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "modifiers/logits.cuh"
+#include "modifiers/segments.cuh"
+#include "params.h"
+#include "ptx/cp_async.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/math.cuh"
+#include "ptx/shared.cuh"
+#include "sm80/config.cuh"
+#include "tile/band.cuh"
+#include "tile/batch_index.cuh"
+#include "tile/matmul.cuh"
+#include "tile/smem_tile.cuh"
+#include "tile/softmax.cuh"
+
+namespace jax_flash::sm80 {
+
+// Walks over the key tiles that a block reads, in order.
+struct KeyTileWalk {
+  int32_t tile, end;
+  const SegmentSpan* key_spans = nullptr;  // spans of this batch, or null
+  int32_t key_blocks = 0;
+  SegmentSpan query_span = {};
+
+  template <int kBlockKv>
+  __device__ __forceinline__ int32_t skip_to(int32_t candidate) const {
+    if (!key_spans) return candidate;
+    return next_tile<kBlockKv>(key_spans, key_blocks, query_span, candidate, end);
+  }
+};
+
+// Returns a bit per column (n, e) of the tile, set if some row of this warp may attend to it; all
+// lanes that hold rows of V for these columns in operand fragments get the bits they need.
+template <int kM, int kN>
+__device__ __forceinline__ uint32_t attended_columns(const float (&logits)[kM][kN][4]) {
+  uint32_t bits = 0;
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      bool any = false;
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        any |= logits[m][n][e] != minus_infinity() || logits[m][n][e + 2] != minus_infinity();
+      }
+      bits |= static_cast<uint32_t>(any) << (2 * n + e);
+    }
+  }
+  for (int distance = 4; distance < 32; distance *= 2) {
+    bits |= __shfl_xor_sync(0xffffffff, bits, distance);
+  }
+  return bits;
+}
+
+// Keeps the half words of an operand register whose rows of V some row attends to.
+__device__ __forceinline__ uint32_t keep_halves(uint32_t pair, uint32_t bits) {
+  return pair & ((bits & 1 ? 0x0000ffffu : 0) | (bits & 2 ? 0xffff0000u : 0));
+}
+
+// Stores a warp's rows of out through shared memory, in rows of 16-byte chunks.
+template <typename Config, typename Element, int kM, int kN>
+__device__ __forceinline__ void store_out(const Forward& params, const BatchIndex& batch,
+                                          int32_t head, int32_t row0,
+                                          const typename Config::OutTile& out_smem,
+                                          const float (&out)[kM][kN][4]) {
+  const int lane = threadIdx.x % 32;
+  const int warp_row = threadIdx.x / 32 * kM * 16;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        ptx::st_shared_b32(out_smem.address(warp_row + fragment_row(m, 2 * half), n) + lane % 4 * 4,
+                           ptx::cvt_rn_x2<Element>(out[m][n][2 * half], out[m][n][2 * half + 1]));
+      }
+    }
+  }
+  __syncwarp();
+  Element* out_gmem = batch.pointer<Element>(params.out, head);
+#pragma unroll
+  for (int row = lane / 8; row < kM * 16; row += 4) {
+    const int32_t global_row = row0 + warp_row + row;
+    if (global_row >= params.shape.q_len) break;
+#pragma unroll
+    for (int chunk = lane % 8; chunk < Config::kValueDim / kChunk; chunk += 8) {
+      if (chunk * kChunk >= params.shape.value_dim) break;
+      *reinterpret_cast<uint4*>(out_gmem + global_row * params.out.row + chunk * kChunk) =
+          ptx::ld_shared_v4(out_smem.address(warp_row + row, chunk));
+    }
+  }
+}
+
+// Names what a block works on: kBlockQ query rows of a head.
+template <int kBlockQ>
+struct QueryTilePlace {
+  int32_t tile, head;
+  int64_t batch_index;
+
+  // Heads of a group are consecutive, and share keys in L2.
+  __device__ __forceinline__ QueryTilePlace(const Shape& shape, uint32_t index, bool last_first) {
+    const uint32_t tiles = (shape.q_len + kBlockQ - 1) / kBlockQ;
+    const auto position = static_cast<int32_t>(index % tiles);
+    tile = last_first ? static_cast<int32_t>(tiles) - 1 - position : position;
+    head = static_cast<int32_t>(index / tiles % shape.heads);
+    batch_index = index / tiles / shape.heads;
+  }
+  static __host__ __device__ int64_t count(const Shape& shape) {
+    return (int64_t{shape.q_len} + kBlockQ - 1) / kBlockQ * shape.heads * shape.batch;
+  }
+};
+
+// Finds query tiles that have a row with extreme logits, among every gridDim.x-th tile. A block
+// looks at 32 of its tiles at a time, and sets lse_low of the other rows, which is nearly 0.
+template <typename Config>
+class ExtremeTiles {
+ public:
+  // Sets the index of the next tile; returns false if there is none. Called by all threads of a
+  // block, while none of them uses shared memory.
+  __device__ __forceinline__ bool next(const Forward& params, uint32_t& index) {
+    __shared__ uint32_t found_smem;
+    const int64_t stride = gridDim.x, count = QueryTilePlace<Config::kBlockQ>::count(params.shape);
+    while (found_ == 0) {
+      first_ = first_ < 0 ? blockIdx.x : first_ + 32 * stride;
+      if (first_ >= count) return false;
+      __syncthreads();
+      if (threadIdx.x == 0) found_smem = 0;
+      __syncthreads();
+      for (int i = threadIdx.x / 32; i < 32 && first_ + i * stride < count; i += Config::kWarps) {
+        const bool found = look_at(params, static_cast<uint32_t>(first_ + i * stride));
+        if (__any_sync(0xffffffff, found) && threadIdx.x % 32 == 0) atomicOr(&found_smem, 1u << i);
+      }
+      __syncthreads();
+      found_ = found_smem;
+    }
+    const int i = __ffs(found_) - 1;
+    found_ &= found_ - 1;
+    index = static_cast<uint32_t>(first_ + i * stride);
+    return true;
+  }
+
+ private:
+  static __device__ __forceinline__ bool look_at(const Forward& params, uint32_t index) {
+    constexpr int kBlockQ = Config::kBlockQ;
+    const Shape& shape = params.shape;
+    const QueryTilePlace<kBlockQ> at(shape, index, Config::kLongestFirst);
+    const BatchIndex batch(shape, at.batch_index);
+    const float* lse = batch.pointer<const float>(params.lse, at.head);
+    float* lse_low = batch.pointer<float>(params.lse_low, at.head);
+    const int32_t end = min((at.tile + 1) * kBlockQ, shape.q_len),
+                  q_len = Band(params, batch).q_len;
+    bool found = false;
+    for (int32_t row = at.tile * kBlockQ + threadIdx.x % 32; row < end; row += 32) {
+      lse_low[row * params.lse_low.row] = 0.0f;
+      found |= row < q_len && needs_exact_logits(lse[row * params.lse.row]);
+    }
+    return found;
+  }
+
+  int64_t first_ = -1;
+  uint32_t found_ = 0;  // a bit for each of 32 tiles from first_ on
+};
+
+// Computes one query tile, number `index`.
+template <typename Config, typename Element, bool kGeneral>
+__device__ __forceinline__ void attend(const Forward& params, const SegmentSpans& spans,
+                                       uint32_t index) {
+  constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv;
+  constexpr int kM = Config::kMTiles, kN = kBlockKv / 8, kOutN = Config::kValueDim / 8;
+  constexpr int kSteps = Config::kHeadDim / 16;
+  constexpr auto kRowsFirst = BlockOrder::kRowsFirst, kColsFirst = BlockOrder::kColsFirst;
+  const Shape& shape = params.shape;
+
+  const QueryTilePlace<kBlockQ> at(shape, index, Config::kLongestFirst);
+  const int32_t q_tile = at.tile, head = at.head;
+  const int64_t batch_index = at.batch_index;
+  const BatchIndex batch(shape, batch_index);
+  const int32_t kv_head = head / (shape.heads / shape.kv_heads);
+  const int32_t row0 = q_tile * kBlockQ;
+  const int32_t warp_row0 = row0 + threadIdx.x / 32 * kM * 16;
+
+  const Band band(params, batch);
+  const TileRange range = kv_tiles<kBlockKv>(band, row0, row0 + kBlockQ);
+  const auto row_end = [&] { return min(row0 + kBlockQ, band.q_len); };
+  KeyTileWalk walk = {range.first, range.end};
+  if (kGeneral && spans.query) {
+    walk.key_blocks = spans.key_blocks;
+    walk.key_spans = spans.key + batch_index * spans.key_blocks;
+    walk.query_span = tile_span<kBlockQ>(spans.query + batch_index * spans.query_blocks,
+                                         spans.query_blocks, q_tile);
+  }
+  walk.tile = walk.skip_to<kBlockKv>(walk.tile);
+
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const uint32_t smem_base = ptx::shared_address(smem);
+  const typename Config::QueryTile query_smem{smem_base, 0};
+  const auto key_smem = [&](uint32_t stage) {
+    return
+        typename Config::KeyTile{smem_base, Config::kKeyOffset + stage * Config::KeyTile::kBytes};
+  };
+  const auto value_smem = [&](uint32_t stage) {
+    return typename Config::ValueTile{smem_base,
+                                      Config::kValueOffset + stage * Config::ValueTile::kBytes};
+  };
+  // Needed once a tile; kept in shared memory, because registers are short.
+  __shared__ const Element *key_gmem, *value_gmem;
+  if (threadIdx.x == 0) {
+    key_gmem = batch.pointer<const Element>(params.key, kv_head);
+    value_gmem = batch.pointer<const Element>(params.value, kv_head);
+  }
+  __syncthreads();
+  // Columns that no row of the block may attend to become zeros: see load_tile().
+  const auto load_rows = [&](const auto& tile_smem, const Element* gmem, int64_t stride,
+                             int32_t tile, int32_t cols) {
+    load_tile<Config::kThreads>(tile_smem, gmem, stride, tile * kBlockKv, band.first_col(row0),
+                                band.end_col(row_end() - 1), cols);
+  };
+  const auto load_key = [&](int32_t tile, int stage) {
+    load_rows(key_smem(stage), key_gmem, params.key.row, tile, shape.head_dim);
+  };
+  const auto load_value = [&](int32_t tile, int stage) {
+    load_rows(value_smem(stage), value_gmem, params.value.row, tile, shape.value_dim);
+  };
+
+  float out[kM][kOutN][4];
+  set_zero(out);
+  OnlineSoftmax<kM, kGeneral> softmax;
+  float to_log2 = params.options.scale * kLog2E;
+  if constexpr (kGeneral) to_log2 = in_natural_units(params) ? kLog2E : 1.0f;
+
+  uint32_t query_rmem[Config::kQueryInRegisters ? kM : 1][kSteps][4];
+  if (walk.tile < walk.end) {
+    load_tile<Config::kThreads>(query_smem, batch.pointer<const Element>(params.query, head),
+                                params.query.row, row0, row0, row_end(), shape.head_dim);
+    load_key(walk.tile, 0);
+    if constexpr (Config::kStages == 2) load_value(walk.tile, 0);
+    ptx::cp_async_commit_group();
+    if constexpr (Config::kQueryInRegisters) {
+      ptx::cp_async_wait_group<0>();
+      __syncthreads();
+      const BlockReader query_reader(query_smem, kRowsFirst, threadIdx.x / 32 * kM * 16, 0);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int k = 0; k < kSteps; ++k) {
+          ptx::ldmatrix_x4(query_rmem[m][k], query_reader.at(m * 16, k * 2));
+        }
+      }
+    }
+  }
+
+  for (int stage = 0; walk.tile < walk.end; stage ^= Config::kStages - 1) {
+    const int32_t col0 = walk.tile * kBlockKv;
+    const int32_t next = walk.skip_to<kBlockKv>(walk.tile + 1);
+    ptx::cp_async_wait_group<0>();
+    __syncthreads();  // the tile has arrived, and all have read the one before
+    if constexpr (Config::kStages == 2) {
+      if (next < walk.end) {
+        load_key(next, stage ^ 1);
+        load_value(next, stage ^ 1);
+      }
+    } else {
+      load_value(walk.tile, 0);
+    }
+    ptx::cp_async_commit_group();
+
+    // S = Q K^T
+    const BlockReader query_reader(query_smem, kRowsFirst, threadIdx.x / 32 * kM * 16, 0);
+    float logits[kM][kN][4];
+    set_zero(logits);
+    const BlockReader key_reader(key_smem(stage), kColsFirst, 0, 0);
+    matmul<Element, kSteps>(
+        logits,
+        [&](uint32_t (&a)[4], int m, int k) {
+          if constexpr (Config::kQueryInRegisters) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) a[i] = query_rmem[m][k][i];
+          } else {
+            ptx::ldmatrix_x4(a, query_reader.at(m * 16, k * 2));
+          }
+        },
+        [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, key_reader.at(n * 8, k * 2)); });
+
+    if constexpr (Config::kStages == 1) {
+      ptx::cp_async_wait_group<0>();
+      __syncthreads();  // V has arrived, and all have read K
+      if (next < walk.end) load_key(next, 0);
+      ptx::cp_async_commit_group();
+    }
+
+    // softmax
+    uint32_t attended = 0xffffffff;
+    if constexpr (kGeneral) {
+      const LogitModifiers modifiers(params, batch, head);
+      modifiers.apply(logits, band, warp_row0, col0);
+      attended = attended_columns(logits);
+    } else if (!band.all_allowed(row0, row_end(), col0, col0 + kBlockKv)) {
+      mask_band(logits, band, warp_row0, col0);
+    }
+    softmax.update_reference(logits, to_log2, out);
+    uint32_t kept[kGeneral ? kM : 1][2];
+    const bool drops = kGeneral && params.options.dropout_threshold != 0;
+    if (drops) {
+      const LogitModifiers modifiers(params, batch, head);
+#pragma unroll
+      for (int m = 0; m < (kGeneral ? kM : 1); ++m) {
+#pragma unroll
+        for (int half = 0; half < 2; ++half) {
+          kept[m][half] = modifiers.kept<kN>(warp_row0 + fragment_row(m, 2 * half), col0);
+        }
+      }
+    }
+
+    const auto exponentials = [&](int m, int n) {
+      softmax.exponentials(logits[m][n], m, to_log2);
+      if constexpr (kGeneral) {
+        if (!drops) return;
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          if (!(kept[m][e / 2] >> (2 * n + e % 2) & 1)) logits[m][n][e] = 0.0f;
+        }
+      }
+    };
+    if constexpr (!Config::kInterleaved) {
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n) exponentials(m, n);
+      }
+    }
+
+    // O += P V
+    const BlockReader value_reader(value_smem(stage), kRowsFirst, 0, 0);
+    matmul<Element, kBlockKv / 16>(
+        out,
+        [&](uint32_t (&a)[4], int m, int k) {
+          if constexpr (Config::kInterleaved) {
+            exponentials(m, 2 * k);
+            exponentials(m, 2 * k + 1);
+          }
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+            const float (&block)[4] = logits[m][2 * k + i / 2];
+            a[i] = ptx::cvt_rn_x2<Element>(block[i % 2 * 2], block[i % 2 * 2 + 1]);
+          }
+        },
+        [&](uint32_t (&b)[4], int n, int k) {
+          ptx::ldmatrix_x4_trans(b, value_reader.at(k * 16, n));
+          if constexpr (kGeneral) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) b[i] = keep_halves(b[i], attended >> (4 * k + i % 2 * 2));
+          }
+        });
+    walk.tile = next;
+  }
+
+  // Needed also for a block without tiles: no copy may be in flight to the query tile's memory.
+  ptx::cp_async_wait_group<0>();
+  __syncthreads();
+  float sink =  // has the units of logits
+      params.sinks ? *batch.pointer<const float>(params.sinks, head) : minus_infinity();
+  if (!kGeneral || !in_natural_units(params)) sink *= kLog2E;
+  float* lse_gmem = batch.pointer<float>(params.lse, head);
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = warp_row0 + fragment_row(m, 2 * half);
+      float lse, lse_low = 0.0f, normalizer;
+      if constexpr (kGeneral) {
+        softmax.finish(m, half, to_log2, sink, lse, lse_low, normalizer);
+      } else {
+        softmax.finish(m, half, to_log2, sink, lse, normalizer);
+      }
+      if (row >= band.q_len) {
+        lse = minus_infinity();
+        lse_low = normalizer = 0.0f;
+      }
+      if (threadIdx.x % 4 == 0 && row < shape.q_len) {
+        lse_gmem[row * params.lse.row] = lse;
+        if (kGeneral && params.lse_low) {
+          batch.pointer<float>(params.lse_low, head)[row * params.lse_low.row] = lse_low;
+        }
+      }
+      if (kGeneral) normalizer *= params.options.dropout_scale;
+#pragma unroll
+      for (int n = 0; n < kOutN; ++n) {
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; ++e) {
+          out[m][n][e] = normalizer == 0.0f ? 0.0f : out[m][n][e] * normalizer;
+        }
+      }
+    }
+  }
+  store_out<Config, Element>(params, batch, head, row0, typename Config::OutTile{smem_base, 0},
+                             out);
+}
+
+template <typename Config, typename Element, bool kGeneral>
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+    forward_kernel(const __grid_constant__ Forward params, const SegmentSpans spans) {
+  ExtremeTiles<Config> extreme;
+  uint32_t index = blockIdx.x;
+  do {
+    if (kGeneral && params.extreme_rows_only) {
+#if __CUDA_ARCH__ >= 900
+      ptx::griddepcontrol_wait();  // for lse of the kernel before
+#endif
+      if (!extreme.next(params, index)) return;
+    }
+    attend<Config, Element, kGeneral>(params, spans, index);
+  } while (kGeneral && params.extreme_rows_only);
+}
+
+}  // namespace jax_flash::sm80
