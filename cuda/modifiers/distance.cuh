@@ -116,6 +116,12 @@ struct DistanceBias {
   }
 };
 
+// Returns whether distances may be so great that a float cannot hold them. A logit is then what it
+// is after rounding: differences of distances cannot be used.
+__device__ __forceinline__ bool rounds_distances(int32_t query_offset) {
+  return query_offset < -(1 << 23) || query_offset > 1 << 23;
+}
+
 // Holds a head's slope for a consumer of a backward kernel, whose fragments' rows are keys and
 // whose columns are queries, and the slope's gradient. What depends on the query alone has been
 // added to lse: see shifted_lse(). `Gradient`: TransposedGradient of the tile.
@@ -135,6 +141,9 @@ struct TransposedSlope {
   __device__ __forceinline__ void probabilities(const Gradient& gradient, float (&scores)[kN][4],
                                                 const Columns& lse, const float*,
                                                 float to_log2) const {
+    if (rounds_distances(query_offset)) [[unlikely]] {
+      return far_probabilities(gradient, scores, lse);
+    }
     const Shape& shape = gradient.params.shape;
     const int32_t nearest = nearest_key(gradient.row0, query_offset, shape.q_len, shape.kv_len);
     float added[2];
@@ -186,6 +195,34 @@ struct TransposedSlope {
     if (threadIdx.x % 32 == 0) atomicAdd(batch.pointer<float>(params.dalibi_slopes, head), sum);
     gradient = 0.0f;
   }
+
+ private:
+  // Does so if distances are rounded. lse is the row's, in natural units.
+  template <typename Gradient, int kN, typename Columns>
+  __device__ __forceinline__ void far_probabilities(const Gradient& gradient,
+                                                    float (&scores)[kN][4],
+                                                    const Columns& lse) const {
+    const Forward& params = gradient.params;
+    const float* lse_low =
+        gradient.batch.template pointer<const float>(params.lse_low, gradient.head);
+    const float slope =
+        *gradient.batch.template pointer<const float>(params.alibi_slopes, gradient.head);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 shift = lse(n);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int32_t row = gradient.row0 + fragment_col(n, e);
+        const int32_t key = gradient.key0 + fragment_row(0, e);
+        const float added = slope * static_cast<float>(sub_sat(key - row, query_offset));
+        const float logit = fmaf(scores[n][e], params.options.scale, added);
+        const int64_t last = min(row, params.shape.q_len - 1);
+        const float difference =
+            logit - (e % 2 ? shift.y : shift.x) - lse_low[last * params.lse_low.row];
+        scores[n][e] = ptx::ex2_approx_ftz(difference * kLog2E);
+      }
+    }
+  }
 };
 
 // Returns a row's lse in log2 units as TransposedSlope takes it: relative to what the slope adds to
@@ -194,6 +231,7 @@ struct TransposedSlope {
 __device__ __forceinline__ float shifted_lse(const Forward& params, const DistanceBias& distance,
                                              int32_t row, float lse, float lse_low) {
   const Shape& shape = params.shape;
+  if (rounds_distances(distance.query_offset)) return lse;
   const int32_t nearest = distance.nearest(row, shape.q_len, shape.kv_len);
   const int32_t first = distance.nearest(row / 64 * 64, shape.q_len, shape.kv_len);
   const auto shift = static_cast<float>(sub_sat(nearest - row, distance.query_offset));
