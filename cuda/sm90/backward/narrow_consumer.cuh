@@ -171,10 +171,7 @@ struct NarrowConsumer {
         const float* delta_smem = smem.delta + stage * kBlockQ + half * 64;
         const typename Config::LseColumns lse(lse_smem);
         // P^T, overlapped with dP^T; dV += P^T dO
-        if (!Config::kNextScoresFirst || half > 0) {
-          ptx::wgmma_wait_group<1>();
-          ptx::wgmma_results(scores);
-        }
+        await_scores(scores, half);
         mask_scores(gradient, scores, row0 + half * 64, first_unmasked, last_unmasked, slopes);
         if (Config::kEarlyDquery && half == 0) start_last_dquery(dquery, stage);
         Rounded probabilities, rounded;
@@ -315,6 +312,13 @@ struct NarrowConsumer {
     ptx::wgmma_commit_group();
   }
 
+  // Awaits S^T, unless finish_step() or begin() already has.
+  __device__ __forceinline__ void await_scores(Tile& scores, int half) const {
+    if (!Config::kNextScoresFirst || half > 0) {
+      ptx::wgmma_wait_group<1>();
+      ptx::wgmma_results(scores);
+    }
+  }
   // Applies modifiers and the band to S^T of the rows from `row` on.
   __device__ __forceinline__ void mask_scores(const Gradient& gradient, Tile& scores, int32_t row,
                                               int32_t first_unmasked, int32_t last_unmasked,

@@ -130,13 +130,103 @@ __device__ __forceinline__ void load_key_tiles(const Backward& params, const Bac
   ptx::griddepcontrol_wait();  // must not seem complete before the first kernel is
 }
 
+// Holds what all threads of a consumer of the second kernel know, and the steps of its work.
+template <typename Config, typename Element, bool kGeneral>
+struct WideQueryConsumer {
+  static constexpr int kN = Config::kBlockKv / 8;
+  using Tile = float[1][kN][4];  // 64 query rows by 64 keys, of the warpgroup
+
+  const Backward& params;
+  const WideQuerySmem<Config>& smem;
+  const WideQueryBlock& block;
+  const Band& band;
+  // References, as in NarrowConsumer: copies would change the order of the registers.
+  const int& group;
+  const int32_t& group_row0;
+  const int32_t& warp_row0;
+  const float& to_log2;
+  RingState<Config::kValueStages>& ring;  // of V
+
+  // Zeroes keys or values that no row may attend to.
+  __device__ __forceinline__ void zero_unattended(const typename Config::KeyTile& tile,
+                                                  int32_t tile_col0) const {
+    const int32_t first = max(0, band.lo) - tile_col0;
+    const int32_t end = min(band.kv_len, band.q_len - 1 + band.hi) - tile_col0;
+    if (first > 0 || (end < Config::kBlockKv && tile_col0 + end < params.shape.kv_len)) {
+      zero_rows(tile, first, end, kWideZeroed + group);
+    }
+  }
+  // Zeroes rows of Q and dO beyond the end of the sequence.
+  __device__ __forceinline__ void zero_padding() const {
+    const int32_t rows = band.q_len - block.row0;
+    if (rows < Config::kBlockQ && band.q_len < params.shape.q_len) {
+      zero_rows(smem.query(), 0, rows, kWideZeroed + group);
+      zero_rows(smem.dout(), 0, rows, kWideZeroed + group);
+    }
+  }
+  // Rows beyond a head's last read the values of another head's rows, or of none: their results, in
+  // rows of their own, are not stored.
+  __device__ __forceinline__ void load_row_statistics(const BackwardWorkspace& workspace,
+                                                      float (&lse_log2)[1][2],
+                                                      float (&delta)[1][2]) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t index =
+          (int64_t{block.batch_index} * params.shape.heads + block.head) * workspace.rows +
+          warp_row0 + fragment_row(0, 2 * half);
+      lse_log2[0][half] = __ldcg(workspace.lse_log2 + index);
+      delta[0][half] = __ldcg(workspace.delta + index);
+    }
+  }
+  __device__ __forceinline__ void prepare_key(const typename Config::KeyTile& key,
+                                              int32_t tile_col0, uint32_t* bad_keys) const {
+    zero_unattended(key, tile_col0);
+    if constexpr (kGeneral) {
+      clear_bad_key_rows<Config::kConsumerThreads, kWideConsumers, Element>(key, bad_keys);
+    }
+  }
+  __device__ __forceinline__ void await_value(int32_t tile_col0) const {
+    ptx::mbarrier_wait(smem.value_full(ring.stage), ring.parity);
+    zero_unattended(smem.value(ring.stage), tile_col0);
+  }
+  // Starts S = Q K^T or dP = dO V^T.
+  __device__ __forceinline__ void start_product(Tile& d, const typename Config::QueryTile& a,
+                                                const typename Config::KeyTile& b) const {
+    start_product_k_major<Element, Config::kBlockKv>(d[0], rows_from(a, group * 64), b);
+  }
+
+  // Turns finished S into P.
+  __device__ __forceinline__ void find_probabilities(Tile& scores, const float (&lse_log2)[1][2],
+                                                     uint32_t* bad_keys, int32_t tile_col0) const {
+    const ScoreGradient<kGeneral, 1, kN> gradient(params, block.batch, block.head, warp_row0,
+                                                  tile_col0);
+    if constexpr (kGeneral) mark_bad_keys<Config::kBlockKv>(scores, bad_keys, 0);
+    if (kGeneral || !band.all_allowed(group_row0, min(group_row0 + 64, band.q_len), tile_col0,
+                                      tile_col0 + Config::kBlockKv)) {
+      gradient.mask(scores, band);
+    }
+    gradient.probabilities(scores[0], lse_log2[0], to_log2, 0, 0, kN);
+  }
+  // Releases V and turns finished dP into dS.
+  __device__ __forceinline__ void find_dscores(Tile& scores, Tile& dscores,
+                                               const float (&lse_log2)[1][2],
+                                               const float (&delta)[1][2],
+                                               int32_t tile_col0) const {
+    arrive_by_warp(smem.value_empty(ring.stage));
+    ring.advance();
+    const ScoreGradient<kGeneral, 1, kN> gradient(params, block.batch, block.head, warp_row0,
+                                                  tile_col0);
+    gradient.finish(scores, dscores, lse_log2, delta);
+  }
+};
+
 // Computes dQ of 64 rows over all key tiles, as a consumer of the second kernel.
 template <typename Config, typename Element, bool kGeneral>
 __device__ __forceinline__ void consume_key_tiles(const Backward& params,
                                                   const BackwardWorkspace& workspace,
                                                   const WideQuerySmem<Config>& smem,
                                                   const WideQueryBlock& block) {
-  constexpr int kN = Config::kBlockKv / 8, kSteps = Config::kBlockKv / 16;
+  constexpr int kSteps = Config::kBlockKv / 16;
   const Shape& shape = params.shape;
   const Band& band = block.band;
   const int group = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0) - 1;
@@ -151,81 +241,30 @@ __device__ __forceinline__ void consume_key_tiles(const Backward& params,
   ptx::mbarrier_wait(smem.key_full(0), 0);
   int32_t col0 = smem.tiles[0];
   __shared__ uint32_t bad_keys_smem[Config::kKeyStages][Config::kBlockKv / 32 + 1];
-  // Zeroes keys and values that no row may attend to.
-  const auto zero_unattended = [&](const typename Config::KeyTile& tile, int32_t tile_col0) {
-    const int32_t first = max(0, band.lo) - tile_col0;
-    const int32_t end = min(band.kv_len, band.q_len - 1 + band.hi) - tile_col0;
-    if (first > 0 || (end < Config::kBlockKv && tile_col0 + end < shape.kv_len)) {
-      zero_rows(tile, first, end, kWideZeroed + group);
-    }
-  };
-  const auto prepare_key = [&](uint32_t stage, int32_t tile_col0) {
-    zero_unattended(smem.key(stage), tile_col0);
-    if constexpr (kGeneral) {
-      clear_bad_key_rows<Config::kConsumerThreads, kWideConsumers, Element>(smem.key(stage),
-                                                                            bad_keys_smem[stage]);
-    }
-  };
+  const WideQueryConsumer<Config, Element, kGeneral> consumer{
+      params, smem, block, band, group, group_row0, warp_row0, to_log2, value_ring};
+  // Notes on keys that are NaN or infinite: see tile/bad_key_rows.cuh. Only a lambda names them, so
+  // that the compiler places them behind the kernel's other variables.
+  const auto bad_keys = [&](uint32_t stage) { return bad_keys_smem[stage]; };
   if (col0 >= 0) {
     float lse_log2[1][2], delta[1][2];
     ptx::mbarrier_wait(smem.query_full(), 0);
     ptx::mbarrier_wait(smem.dout_full(), 0);
-    const int32_t rows = band.q_len - block.row0;
-    if (rows < Config::kBlockQ && band.q_len < shape.q_len) {
-      zero_rows(smem.query(), 0, rows, kWideZeroed + group);
-      zero_rows(smem.dout(), 0, rows, kWideZeroed + group);
-    }
-    // Rows beyond a head's last read the values of another head's rows, or of none: their results,
-    // in rows of their own, are not stored.
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int64_t index =
-          (int64_t{block.batch_index} * shape.heads + block.head) * workspace.rows + warp_row0 +
-          fragment_row(0, 2 * half);
-      lse_log2[0][half] = __ldcg(workspace.lse_log2 + index);
-      delta[0][half] = __ldcg(workspace.delta + index);
-    }
+    consumer.zero_padding();
+    consumer.load_row_statistics(workspace, lse_log2, delta);
 
-    float scores[1][kN][4], dscores[1][kN][4];
+    typename WideQueryConsumer<Config, Element, kGeneral>::Tile scores, dscores;
     uint32_t rounded[kSteps][4];
-    const auto start_dscores = [&] {
-      start_product_k_major<Element, Config::kBlockKv>(
-          dscores[0], rows_from(smem.dout(), group * 64), smem.value(value_ring.stage));
-    };
-    const auto await_value = [&](int32_t tile_col0) {
-      ptx::mbarrier_wait(smem.value_full(value_ring.stage), value_ring.parity);
-      zero_unattended(smem.value(value_ring.stage), tile_col0);
-    };
-    // Turns finished S into P.
-    const auto soften = [&](uint32_t stage, int32_t tile_col0) {
-      const ScoreGradient<kGeneral, 1, kN> gradient(params, block.batch, block.head, warp_row0,
-                                                    tile_col0);
-      if constexpr (kGeneral) mark_bad_keys<Config::kBlockKv>(scores, bad_keys_smem[stage], 0);
-      if (kGeneral || !band.all_allowed(group_row0, min(group_row0 + 64, band.q_len), tile_col0,
-                                        tile_col0 + Config::kBlockKv)) {
-        gradient.mask(scores, band);
-      }
-      gradient.probabilities(scores[0], lse_log2[0], to_log2, 0, 0, kN);
-    };
-    const auto finish = [&](int32_t tile_col0) {
-      arrive_by_warp(smem.value_empty(value_ring.stage));
-      value_ring.advance();
-      const ScoreGradient<kGeneral, 1, kN> gradient(params, block.batch, block.head, warp_row0,
-                                                    tile_col0);
-      gradient.finish(scores, dscores, lse_log2, delta);
-    };
-
-    prepare_key(0, col0);
-    start_product_k_major<Element, Config::kBlockKv>(scores[0], rows_from(smem.query(), group * 64),
-                                                     smem.key(0));
-    await_value(col0);
-    start_dscores();
+    consumer.prepare_key(smem.key(0), col0, bad_keys(0));
+    consumer.start_product(scores, smem.query(), smem.key(0));
+    consumer.await_value(col0);
+    consumer.start_product(dscores, smem.dout(), smem.value(value_ring.stage));
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_results(scores[0]);
-    soften(0, col0);
+    consumer.find_probabilities(scores, lse_log2, bad_keys(0), col0);
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_results(dscores[0]);
-    finish(col0);
+    consumer.find_dscores(scores, dscores, lse_log2, delta, col0);
     do {
       round_fragments<Element>(rounded, dscores[0]);
       const uint32_t stage = key_ring.stage;
@@ -235,20 +274,21 @@ __device__ __forceinline__ void consume_key_tiles(const Backward& params,
       col0 = smem.tiles[key_ring.stage];
       // Starts the next tile's S and dP; after the last tile it recomputes those of old stages and
       // discards them.
-      if (col0 >= 0) prepare_key(key_ring.stage, col0);
-      start_product_k_major<Element, Config::kBlockKv>(
-          scores[0], rows_from(smem.query(), group * 64), smem.key(key_ring.stage));
-      if (col0 >= 0) await_value(col0);
-      start_dscores();
+      if (col0 >= 0) {
+        consumer.prepare_key(smem.key(key_ring.stage), col0, bad_keys(key_ring.stage));
+      }
+      consumer.start_product(scores, smem.query(), smem.key(key_ring.stage));
+      if (col0 >= 0) consumer.await_value(col0);
+      consumer.start_product(dscores, smem.dout(), smem.value(value_ring.stage));
       ptx::wgmma_wait_group<2>();
       ptx::wgmma_results(dquery);
       arrive_by_warp(smem.key_empty(stage));
       ptx::wgmma_wait_group<1>();
       ptx::wgmma_results(scores[0]);
-      if (col0 >= 0) soften(key_ring.stage, col0);
+      if (col0 >= 0) consumer.find_probabilities(scores, lse_log2, bad_keys(key_ring.stage), col0);
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_results(dscores[0]);
-      if (col0 >= 0) finish(col0);
+      if (col0 >= 0) consumer.find_dscores(scores, dscores, lse_log2, delta, col0);
     } while (col0 >= 0);
   }
   store_rows(block.batch.template pointer<Element>(params.dquery, block.head) +

@@ -54,6 +54,144 @@ struct DividedUnit {
   }
 };
 
+// Reads and adds up the parts of a row of a unit, a round of parts at a time: each warp reads the
+// values of kAhead parts, and its lanes read the statistics of all parts of the round. Arrays in
+// registers are arguments: a struct that held them would stay in memory.
+template <int kHeadDim, int kWarps>
+struct RowParts {
+  static constexpr int kColSteps = (kHeadDim + 127) / 128;        // 32 lanes with four columns each
+  static constexpr int kAhead = kWarps > 2 ? 8 / kColSteps : 16;  // parts of a warp in a round
+  static constexpr int kGroup = 4;                                // parts that are skipped together
+  static constexpr int kRound = kWarps * kAhead, kLaneParts = kRound / 32;
+  static constexpr int kPitch = decode_pitch(kHeadDim);
+  using Statistics = float2[kLaneParts];  // maximum and sum of exponentials, of this lane's parts
+  using Values = float4[kAhead][kColSteps];
+  using Sum = float4[kColSteps];
+
+  const DecodeCall& call;
+  const DividedUnit& divided;
+  const int32_t& parts;  // 0 before the decoding kernel has ended
+  const int lane, warp;
+  // Point to the parts of the first round: this lane's statistics, this warp's values.
+  const float2* statistics;
+  const float* values;
+
+  __device__ __forceinline__ void ask_statistics(Statistics& its, int32_t round) const {
+#pragma unroll
+    for (int i = 0; i < kLaneParts; ++i) {
+      const int32_t part = round + lane + i * 32;
+      its[i] = part < parts ? __ldcg(statistics + round * 2 + i * 64 + (part == 0)) : float2{};
+    }
+  }
+  __device__ __forceinline__ void ask_values(Values& value, int32_t round) const {
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (i % kGroup == 0 && round + i * kWarps >= divided.parts) break;
+      const int32_t part = round + warp + i * kWarps;
+      const float* part_values = values + (round + i * kWarps) * 2 * kPitch;
+      if (i == 0 && part == 0) part_values += kPitch;
+#pragma unroll
+      for (int step = 0; step < kColSteps; ++step) {
+        value[i][step] = part < parts && step * 128 + lane * 4 < call.value_dim
+                             ? __ldcg(reinterpret_cast<const float4*>(part_values + step * 128))
+                             : float4{};
+      }
+    }
+  }
+
+  // Returns the maximum of `top` and all parts. `its` are those of the first round.
+  __device__ __forceinline__ float find_top(Statistics& its, float top) const {
+    const auto include = [&] {
+#pragma unroll
+      for (int i = 0; i < kLaneParts; ++i) {
+        if (its[i].y != 0.0f) top = fmaxf(top, its[i].x);  // 0: nothing attended to
+      }
+    };
+    include();
+    if (parts > kRound) {
+#pragma unroll 1
+      for (int32_t round = kRound; round < parts; round += kRound) {
+        ask_statistics(its, round);
+        include();
+      }
+      ask_statistics(its, 0);
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, distance));
+    }
+    return top;
+  }
+
+  // Adds this warp's parts of a round, and this lane's sums of exponentials, rescaled to `top`.
+  __device__ __forceinline__ void add_round(Sum& sum, float& total, const Statistics& its,
+                                            const Values& value, int32_t round, float top) const {
+    float factors[kLaneParts];
+#pragma unroll
+    for (int i = 0; i < kLaneParts; ++i) {
+      factors[i] = its[i].y == 0.0f ? 0.0f : ptx::ex2_approx_ftz(its[i].x - top);
+      total += its[i].y * factors[i];
+    }
+#pragma unroll
+    for (int i = 0; i < kAhead; ++i) {
+      if (i % kGroup == 0 && round + i * kWarps >= divided.parts) break;
+      const float factor =
+          __shfl_sync(0xffffffff, factors[i * kWarps / 32], warp + i * kWarps % 32);
+      if (factor == 0.0f) continue;
+#pragma unroll
+      for (int step = 0; step < kColSteps; ++step) {
+        sum[step].x += factor * value[i][step].x;
+        sum[step].y += factor * value[i][step].y;
+        sum[step].z += factor * value[i][step].z;
+        sum[step].w += factor * value[i][step].w;
+      }
+    }
+  }
+
+  // Adds all rounds, of which the first has been read.
+  __device__ __forceinline__ void add_rounds(Sum& sum, float& total, Statistics& its, Values& value,
+                                             float top) const {
+#pragma unroll 1
+    for (int32_t round = 0;;) {
+      add_round(sum, total, its, value, round, top);
+      round += kRound;
+      if (round >= parts) break;
+      ask_statistics(its, round);
+      ask_values(value, round);
+    }
+  }
+
+  // Stores this warp's sum of values, and adds up its lanes' sums of exponentials.
+  __device__ __forceinline__ void share_sums(float (&warp_sums)[kColSteps * 128], const Sum& sum,
+                                             float& total) const {
+#pragma unroll
+    for (int step = 0; step < kColSteps; ++step) {
+      *reinterpret_cast<float4*>(&warp_sums[step * 128 + lane * 4]) = sum[step];
+    }
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      total += __shfl_xor_sync(0xffffffff, total, distance);
+    }
+  }
+};
+
+// Adds the warps' sums of each of a thread's columns, and normalizes them.
+template <int kWarps, int kCols, int kWidth>
+__device__ __forceinline__ void add_warps(float (&result)[kCols],
+                                          const float (&sums)[kWarps][kWidth], bool empty,
+                                          float normalizer) {
+#pragma unroll
+  for (int i = 0; i < kCols; ++i) {
+    const int col = static_cast<int>(threadIdx.x) + i * kWarps * 32;
+    float all = 0.0f;
+    if (col < kWidth) {
+#pragma unroll
+      for (int other = 0; other < kWarps; ++other) all += sums[other][col];
+    }
+    result[i] = empty ? 0.0f : all * normalizer;
+  }
+}
+
 // Combines the parts of divided units. The grid is [units, row_blocks] if the plan has parts, else
 // [workers, row_blocks]. A block handles some rows of its unit, or of the unit that its worker
 // begins and another one ends, if there is one. The block's warps divide the parts of the unit.
@@ -66,14 +204,10 @@ template <int kHeadDim, int kWarps, typename Element>
 __global__ void __launch_bounds__(kWarps * 32)
     decode_combine_kernel(const __grid_constant__ DecodeCall call, const int32_t row_blocks,
                           const __grid_constant__ Forward params) {
-  constexpr int kColSteps = (kHeadDim + 127) / 128;  // steps of 32 lanes with four columns each
-  constexpr int kAhead = kWarps > 2 ? 8 / kColSteps : 16;  // parts of a warp in a round
-  constexpr int kGroup = 4;                                // parts that are skipped together
-  constexpr int kRound = kWarps * kAhead, kLaneParts = kRound / 32;
-  // Columns of a thread at the end.
-  constexpr int kCols = (kColSteps * 128 + kWarps * 32 - 1) / (kWarps * 32);
-  constexpr int kPitch = decode_pitch(kHeadDim);
-  __shared__ __align__(16) float sums[kWarps][kColSteps * 128];
+  using Parts = RowParts<kHeadDim, kWarps>;
+  constexpr int kWidth = Parts::kColSteps * 128;
+  constexpr int kCols = (kWidth + kWarps * 32 - 1) / (kWarps * 32);  // of a thread at the end
+  __shared__ __align__(16) float sums[kWarps][kWidth];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   const auto block = static_cast<int32_t>(blockIdx.x) / row_blocks;
   const auto row_block = static_cast<int32_t>(blockIdx.x) % row_blocks;
@@ -98,10 +232,9 @@ __global__ void __launch_bounds__(kWarps * 32)
         unit.at<Element>(call.out) + head * call.out.head + position * call.out.row + threadIdx.x;
     float* lse = unit.at<float>(call.lse) + head * call.lse.head + position * call.lse.row;
     const int64_t place = int64_t{row} * call.workspace.places + divided.worker * 2;
-    // Point to the parts of the first round: this lane's statistics, this warp's values.
     const float2* statistics =
         reinterpret_cast<const float2*>(call.workspace.statistics) + place + lane * 2;
-    const float* values = call.workspace.out + (place + warp * 2) * kPitch + lane * 4;
+    const float* values = call.workspace.out + (place + warp * 2) * Parts::kPitch + lane * 4;
     asm volatile("" : "+l"(out), "+l"(lse), "+l"(statistics), "+l"(values));  // not recomputed
 
     if (waits) {  // translates the addresses early
@@ -109,107 +242,24 @@ __global__ void __launch_bounds__(kWarps * 32)
       if (warp < divided.parts) ptx::prefetch_l2(values);
     }
 
-    float2 its[kLaneParts];
-    float4 value[kAhead][kColSteps];
-    const auto ask_statistics = [&](int32_t round) {
-#pragma unroll
-      for (int i = 0; i < kLaneParts; ++i) {
-        const int32_t part = round + lane + i * 32;
-        its[i] = part < parts ? __ldcg(statistics + round * 2 + i * 64 + (part == 0)) : float2{};
-      }
-    };
-    const auto ask_values = [&](int32_t round) {
-#pragma unroll
-      for (int i = 0; i < kAhead; ++i) {
-        if (i % kGroup == 0 && round + i * kWarps >= divided.parts) break;
-        const int32_t part = round + warp + i * kWarps;
-        const float* part_values = values + (round + i * kWarps) * 2 * kPitch;
-        if (i == 0 && part == 0) part_values += kPitch;
-#pragma unroll
-        for (int step = 0; step < kColSteps; ++step) {
-          value[i][step] = part < parts && step * 128 + lane * 4 < call.value_dim
-                               ? __ldcg(reinterpret_cast<const float4*>(part_values + step * 128))
-                               : float4{};
-        }
-      }
-    };
+    const Parts row_parts{call, divided, parts, lane, warp, statistics, values};
+    typename Parts::Statistics its;
+    typename Parts::Values value;
     float result[kCols], its_lse;
 #pragma unroll 1
     while (true) {
-      ask_statistics(0);
-      ask_values(0);
-      float top = sink_log2;
-      const auto see = [&] {
-#pragma unroll
-        for (int i = 0; i < kLaneParts; ++i) {
-          if (its[i].y != 0.0f) top = fmaxf(top, its[i].x);  // 0: nothing attended to
-        }
-      };
-      see();
-      if (parts > kRound) {
-#pragma unroll 1
-        for (int32_t round = kRound; round < parts; round += kRound) {
-          ask_statistics(round);
-          see();
-        }
-        ask_statistics(0);
-      }
-#pragma unroll
-      for (int distance = 16; distance > 0; distance /= 2) {
-        top = fmaxf(top, __shfl_xor_sync(0xffffffff, top, distance));
-      }
-
+      row_parts.ask_statistics(its, 0);
+      row_parts.ask_values(value, 0);
+      const float top = row_parts.find_top(its, sink_log2);
+      // Declared here: in a function, the compiler numbers their registers differently.
       float total = 0.0f;
-      float4 sum[kColSteps] = {};
-#pragma unroll 1
-      for (int32_t round = 0;;) {
-        float factors[kLaneParts];
-#pragma unroll
-        for (int i = 0; i < kLaneParts; ++i) {
-          factors[i] = its[i].y == 0.0f ? 0.0f : ptx::ex2_approx_ftz(its[i].x - top);
-          total += its[i].y * factors[i];
-        }
-#pragma unroll
-        for (int i = 0; i < kAhead; ++i) {
-          if (i % kGroup == 0 && round + i * kWarps >= divided.parts) break;
-          const float factor =
-              __shfl_sync(0xffffffff, factors[i * kWarps / 32], warp + i * kWarps % 32);
-          if (factor == 0.0f) continue;
-#pragma unroll
-          for (int step = 0; step < kColSteps; ++step) {
-            sum[step].x += factor * value[i][step].x;
-            sum[step].y += factor * value[i][step].y;
-            sum[step].z += factor * value[i][step].z;
-            sum[step].w += factor * value[i][step].w;
-          }
-        }
-        round += kRound;
-        if (round >= parts) break;
-        ask_statistics(round);
-        ask_values(round);
-      }
-#pragma unroll
-      for (int step = 0; step < kColSteps; ++step) {
-        *reinterpret_cast<float4*>(&sums[warp][step * 128 + lane * 4]) = sum[step];
-      }
-#pragma unroll
-      for (int distance = 16; distance > 0; distance /= 2) {
-        total += __shfl_xor_sync(0xffffffff, total, distance);
-      }
+      typename Parts::Sum sum = {};
+      row_parts.add_rounds(sum, total, its, value, top);
+      row_parts.share_sums(sums[warp], sum, total);
       __syncthreads();
       const bool empty = total == 0.0f || !exists;
       const float with_sink = total + ptx::ex2_approx_ftz(sink_log2 - top);
-      const float normalizer = 1.0f / with_sink;
-#pragma unroll
-      for (int i = 0; i < kCols; ++i) {
-        const int col = static_cast<int>(threadIdx.x) + i * kWarps * 32;
-        float all = 0.0f;
-        if (col < kColSteps * 128) {
-#pragma unroll
-          for (int other = 0; other < kWarps; ++other) all += sums[other][col];
-        }
-        result[i] = empty ? 0.0f : all * normalizer;
-      }
+      add_warps(result, sums, empty, 1.0f / with_sink);
       its_lse = (top + log2f(with_sink)) * kLn2;
       if (empty) its_lse = exists ? sink_log2 * kLn2 : minus_infinity();
       if (!waits) break;
