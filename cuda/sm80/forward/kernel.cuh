@@ -179,202 +179,199 @@ class ExtremeTiles {
   uint32_t found_ = 0;  // a bit for each of 32 tiles from first_ on
 };
 
-// Computes one query tile, number `index`.
-template <typename Config, typename Element, bool kGeneral>
-__device__ __forceinline__ void attend(const Forward& params, const SegmentSpans& spans,
-                                       uint32_t index) {
-  constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv;
-  constexpr int kM = Config::kMTiles, kN = kBlockKv / 8, kOutN = Config::kValueDim / 8;
-  constexpr int kSteps = Config::kHeadDim / 16;
-  constexpr auto kRowsFirst = BlockOrder::kRowsFirst, kColsFirst = BlockOrder::kColsFirst;
-  const Shape& shape = params.shape;
+// Says where a block's tiles are in shared memory.
+template <typename Config>
+struct ForwardTiles {
+  uint32_t base;
 
-  const QueryTilePlace<kBlockQ> at(shape, index, Config::kLongestFirst);
-  const int32_t q_tile = at.tile, head = at.head;
-  const int64_t batch_index = at.batch_index;
-  const BatchIndex batch(shape, batch_index);
-  const int32_t kv_head = head / (shape.heads / shape.kv_heads);
-  const int32_t row0 = q_tile * kBlockQ;
-  const int32_t warp_row0 = row0 + threadIdx.x / 32 * kM * 16;
-
-  const Band band(params, batch);
-  const TileRange range = kv_tiles<kBlockKv>(band, row0, row0 + kBlockQ);
-  const auto row_end = [&] { return min(row0 + kBlockQ, band.q_len); };
-  KeyTileWalk walk = {range.first, range.end};
-  if (kGeneral && spans.query) {
-    walk.key_blocks = spans.key_blocks;
-    walk.key_spans = spans.key + batch_index * spans.key_blocks;
-    walk.query_span = tile_span<kBlockQ>(spans.query + batch_index * spans.query_blocks,
-                                         spans.query_blocks, q_tile);
+  __device__ __forceinline__ typename Config::QueryTile query() const { return {base, 0}; }
+  __device__ __forceinline__ typename Config::OutTile out() const { return {base, 0}; }
+  __device__ __forceinline__ typename Config::KeyTile key(uint32_t stage) const {
+    return {base, Config::kKeyOffset + stage * Config::KeyTile::kBytes};
   }
-  walk.tile = walk.skip_to<kBlockKv>(walk.tile);
+  __device__ __forceinline__ typename Config::ValueTile value(uint32_t stage) const {
+    return {base, Config::kValueOffset + stage * Config::ValueTile::kBytes};
+  }
+};
 
-  extern __shared__ __align__(1024) uint8_t smem[];
-  const uint32_t smem_base = ptx::shared_address(smem);
-  const typename Config::QueryTile query_smem{smem_base, 0};
-  const auto key_smem = [&](uint32_t stage) {
-    return
-        typename Config::KeyTile{smem_base, Config::kKeyOffset + stage * Config::KeyTile::kBytes};
-  };
-  const auto value_smem = [&](uint32_t stage) {
-    return typename Config::ValueTile{smem_base,
-                                      Config::kValueOffset + stage * Config::ValueTile::kBytes};
-  };
+// Copies tiles of keys and values of one head for a block of rows from row0 on.
+template <typename Config, typename Element>
+struct KeyValueLoader {
+  const Forward& params;
+  const ForwardTiles<Config>& tiles;
+  const Band& band;
+  int32_t row0;
+
+  // Called by all threads of the block, before anything is loaded.
+  __device__ __forceinline__ void set_head(const BatchIndex& batch, int32_t kv_head) const {
+    if (threadIdx.x == 0) {
+      key_gmem() = batch.pointer<const Element>(params.key, kv_head);
+      value_gmem() = batch.pointer<const Element>(params.value, kv_head);
+    }
+    __syncthreads();
+  }
+  // Start copying a tile.
+  __device__ __forceinline__ void load_key(int32_t tile, int stage) const {
+    load(tiles.key(stage), key_gmem(), params.key.row, tile, params.shape.head_dim);
+  }
+  __device__ __forceinline__ void load_value(int32_t tile, int stage) const {
+    load(tiles.value(stage), value_gmem(), params.value.row, tile, params.shape.value_dim);
+  }
+
+ private:
   // Needed once a tile; kept in shared memory, because registers are short.
-  __shared__ const Element *key_gmem, *value_gmem;
-  if (threadIdx.x == 0) {
-    key_gmem = batch.pointer<const Element>(params.key, kv_head);
-    value_gmem = batch.pointer<const Element>(params.value, kv_head);
+  static __device__ __forceinline__ const Element*& key_gmem() {
+    __shared__ const Element* pointer;
+    return pointer;
   }
-  __syncthreads();
+  static __device__ __forceinline__ const Element*& value_gmem() {
+    __shared__ const Element* pointer;
+    return pointer;
+  }
   // Columns that no row of the block may attend to become zeros: see load_tile().
-  const auto load_rows = [&](const auto& tile_smem, const Element* gmem, int64_t stride,
-                             int32_t tile, int32_t cols) {
-    load_tile<Config::kThreads>(tile_smem, gmem, stride, tile * kBlockKv, band.first_col(row0),
-                                band.end_col(row_end() - 1), cols);
-  };
-  const auto load_key = [&](int32_t tile, int stage) {
-    load_rows(key_smem(stage), key_gmem, params.key.row, tile, shape.head_dim);
-  };
-  const auto load_value = [&](int32_t tile, int stage) {
-    load_rows(value_smem(stage), value_gmem, params.value.row, tile, shape.value_dim);
-  };
-
-  float out[kM][kOutN][4];
-  set_zero(out);
-  OnlineSoftmax<kM, kGeneral> softmax;
-  float to_log2 = params.options.scale * kLog2E;
-  if constexpr (kGeneral) to_log2 = in_natural_units(params) ? kLog2E : 1.0f;
-
-  uint32_t query_rmem[Config::kQueryInRegisters ? kM : 1][kSteps][4];
-  if (walk.tile < walk.end) {
-    load_tile<Config::kThreads>(query_smem, batch.pointer<const Element>(params.query, head),
-                                params.query.row, row0, row0, row_end(), shape.head_dim);
-    load_key(walk.tile, 0);
-    if constexpr (Config::kStages == 2) load_value(walk.tile, 0);
-    ptx::cp_async_commit_group();
-    if constexpr (Config::kQueryInRegisters) {
-      ptx::cp_async_wait_group<0>();
-      __syncthreads();
-      const BlockReader query_reader(query_smem, kRowsFirst, threadIdx.x / 32 * kM * 16, 0);
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-#pragma unroll
-        for (int k = 0; k < kSteps; ++k) {
-          ptx::ldmatrix_x4(query_rmem[m][k], query_reader.at(m * 16, k * 2));
-        }
-      }
-    }
+  template <typename Tile>
+  __device__ __forceinline__ void load(const Tile& to, const Element* gmem, int64_t stride,
+                                       int32_t tile, int32_t cols) const {
+    const int32_t last_row = min(row0 + Config::kBlockQ, band.q_len) - 1;
+    load_tile<Config::kThreads>(to, gmem, stride, tile * Config::kBlockKv, band.first_col(row0),
+                                band.end_col(last_row), cols);
   }
+};
 
-  for (int stage = 0; walk.tile < walk.end; stage ^= Config::kStages - 1) {
-    const int32_t col0 = walk.tile * kBlockKv;
-    const int32_t next = walk.skip_to<kBlockKv>(walk.tile + 1);
-    ptx::cp_async_wait_group<0>();
-    __syncthreads();  // the tile has arrived, and all have read the one before
-    if constexpr (Config::kStages == 2) {
-      if (next < walk.end) {
-        load_key(next, stage ^ 1);
-        load_value(next, stage ^ 1);
-      }
-    } else {
-      load_value(walk.tile, 0);
-    }
-    ptx::cp_async_commit_group();
+// Lets a walk skip key tiles that have no segment in common with the query tile.
+template <int kBlockQ>
+__device__ __forceinline__ void skip_other_segments(KeyTileWalk& walk, const SegmentSpans& spans,
+                                                    int64_t batch_index, int32_t q_tile) {
+  walk.key_blocks = spans.key_blocks;
+  walk.key_spans = spans.key + batch_index * spans.key_blocks;
+  walk.query_span = tile_span<kBlockQ>(spans.query + batch_index * spans.query_blocks,
+                                       spans.query_blocks, q_tile);
+}
 
-    // S = Q K^T
-    const BlockReader query_reader(query_smem, kRowsFirst, threadIdx.x / 32 * kM * 16, 0);
-    float logits[kM][kN][4];
-    set_zero(logits);
-    const BlockReader key_reader(key_smem(stage), kColsFirst, 0, 0);
-    matmul<Element, kSteps>(
-        logits,
-        [&](uint32_t (&a)[4], int m, int k) {
-          if constexpr (Config::kQueryInRegisters) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) a[i] = query_rmem[m][k][i];
-          } else {
-            ptx::ldmatrix_x4(a, query_reader.at(m * 16, k * 2));
-          }
-        },
-        [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, key_reader.at(n * 8, k * 2)); });
-
-    if constexpr (Config::kStages == 1) {
-      ptx::cp_async_wait_group<0>();
-      __syncthreads();  // V has arrived, and all have read K
-      if (next < walk.end) load_key(next, 0);
-      ptx::cp_async_commit_group();
-    }
-
-    // softmax
-    uint32_t attended = 0xffffffff;
-    if constexpr (kGeneral) {
-      const LogitModifiers modifiers(params, batch, head);
-      modifiers.apply(logits, band, warp_row0, col0);
-      attended = attended_columns(logits);
-    } else if (!band.all_allowed(row0, row_end(), col0, col0 + kBlockKv)) {
-      mask_band(logits, band, warp_row0, col0);
-    }
-    softmax.update_reference(logits, to_log2, out);
-    uint32_t kept[kGeneral ? kM : 1][2];
-    const bool drops = kGeneral && params.options.dropout_threshold != 0;
-    if (drops) {
-      const LogitModifiers modifiers(params, batch, head);
-#pragma unroll
-      for (int m = 0; m < (kGeneral ? kM : 1); ++m) {
-#pragma unroll
-        for (int half = 0; half < 2; ++half) {
-          kept[m][half] = modifiers.kept<kN>(warp_row0 + fragment_row(m, 2 * half), col0);
-        }
-      }
-    }
-
-    const auto exponentials = [&](int m, int n) {
-      softmax.exponentials(logits[m][n], m, to_log2);
-      if constexpr (kGeneral) {
-        if (!drops) return;
-#pragma unroll
-        for (int e = 0; e < 4; ++e) {
-          if (!(kept[m][e / 2] >> (2 * n + e % 2) & 1)) logits[m][n][e] = 0.0f;
-        }
-      }
-    };
-    if constexpr (!Config::kInterleaved) {
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-#pragma unroll
-        for (int n = 0; n < kN; ++n) exponentials(m, n);
-      }
-    }
-
-    // O += P V
-    const BlockReader value_reader(value_smem(stage), kRowsFirst, 0, 0);
-    matmul<Element, kBlockKv / 16>(
-        out,
-        [&](uint32_t (&a)[4], int m, int k) {
-          if constexpr (Config::kInterleaved) {
-            exponentials(m, 2 * k);
-            exponentials(m, 2 * k + 1);
-          }
-#pragma unroll
-          for (int i = 0; i < 4; ++i) {
-            const float (&block)[4] = logits[m][2 * k + i / 2];
-            a[i] = ptx::cvt_rn_x2<Element>(block[i % 2 * 2], block[i % 2 * 2 + 1]);
-          }
-        },
-        [&](uint32_t (&b)[4], int n, int k) {
-          ptx::ldmatrix_x4_trans(b, value_reader.at(k * 16, n));
-          if constexpr (kGeneral) {
-#pragma unroll
-            for (int i = 0; i < 4; ++i) b[i] = keep_halves(b[i], attended >> (4 * k + i % 2 * 2));
-          }
-        });
-    walk.tile = next;
-  }
-
-  // Needed also for a block without tiles: no copy may be in flight to the query tile's memory.
+// Waits until copies to shared memory of all threads of the block have arrived.
+__device__ __forceinline__ void wait_for_copies() {
   ptx::cp_async_wait_group<0>();
   __syncthreads();
+}
+
+// Reads a warp's rows of the query tile as operand fragments.
+template <typename Tile, int kM, int kSteps>
+__device__ __forceinline__ void read_query(uint32_t (&fragments)[kM][kSteps][4], const Tile& tile) {
+  const BlockReader reader(tile, BlockOrder::kRowsFirst, threadIdx.x / 32 * kM * 16, 0);
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) ptx::ldmatrix_x4(fragments[m][k], reader.at(m * 16, k * 2));
+  }
+}
+
+// S = Q K^T; Q comes from registers if Config::kQueryInRegisters, and else from its tile.
+template <typename Config, typename Element, int kM, int kN, int kQueryM, int kSteps>
+__device__ __forceinline__ void multiply_query_key(float (&logits)[kM][kN][4],
+                                                   const uint32_t (&query_rmem)[kQueryM][kSteps][4],
+                                                   const typename Config::QueryTile& query_smem,
+                                                   const typename Config::KeyTile& key_smem) {
+  const BlockReader query_reader(query_smem, BlockOrder::kRowsFirst, threadIdx.x / 32 * kM * 16, 0);
+  set_zero(logits);
+  const BlockReader key_reader(key_smem, BlockOrder::kColsFirst, 0, 0);
+  matmul<Element, kSteps>(
+      logits,
+      [&](uint32_t (&a)[4], int m, int k) {
+        if constexpr (Config::kQueryInRegisters) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) a[i] = query_rmem[m][k][i];
+        } else {
+          ptx::ldmatrix_x4(a, query_reader.at(m * 16, k * 2));
+        }
+      },
+      [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, key_reader.at(n * 8, k * 2)); });
+}
+
+// Turns a tile's products into logits, -inf where not allowed. Returns the columns whose values may
+// be used: see attended_columns().
+template <typename Config, bool kGeneral, int kM, int kN>
+__device__ __forceinline__ uint32_t mask_logits(float (&logits)[kM][kN][4], const Forward& params,
+                                                const BatchIndex& batch, int32_t head,
+                                                const Band& band, int32_t row0, int32_t warp_row0,
+                                                int32_t col0) {
+  if constexpr (kGeneral) {
+    const LogitModifiers modifiers(params, batch, head);
+    modifiers.apply(logits, band, warp_row0, col0);
+    return attended_columns(logits);
+  } else if (!band.all_allowed(row0, min(row0 + Config::kBlockQ, band.q_len), col0,
+                               col0 + Config::kBlockKv)) {
+    mask_band(logits, band, warp_row0, col0);
+  }
+  return 0xffffffff;
+}
+
+// Finds which elements of a warp's rows dropout keeps: see LogitModifiers::kept().
+template <int kN, int kM>
+__device__ __forceinline__ void find_kept(uint32_t (&kept)[kM][2], const LogitModifiers& modifiers,
+                                          int32_t row0, int32_t col0) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      kept[m][half] = modifiers.template kept<kN>(row0 + fragment_row(m, 2 * half), col0);
+    }
+  }
+}
+
+// P = 2^(scale log2(e) S - m), without what dropout drops; O += P V, without rows of V that no row
+// of the warp attends to.
+template <typename Config, typename Element, bool kGeneral, int kM, int kN, int kOutN, int kKeptM>
+__device__ __forceinline__ void multiply_probability_value(
+    float (&out)[kM][kOutN][4], float (&logits)[kM][kN][4], OnlineSoftmax<kM, kGeneral>& softmax,
+    float to_log2, bool drops, const uint32_t (&kept)[kKeptM][2], uint32_t attended,
+    const typename Config::ValueTile& value_smem) {
+  const auto exponentials = [&](int m, int n) {
+    softmax.exponentials(logits[m][n], m, to_log2);
+    if constexpr (kGeneral) {
+      if (!drops) return;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (!(kept[m][e / 2] >> (2 * n + e % 2) & 1)) logits[m][n][e] = 0.0f;
+      }
+    }
+  };
+  if constexpr (!Config::kInterleaved) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) exponentials(m, n);
+    }
+  }
+
+  const BlockReader value_reader(value_smem, BlockOrder::kRowsFirst, 0, 0);
+  matmul<Element, kN / 2>(
+      out,
+      [&](uint32_t (&a)[4], int m, int k) {
+        if constexpr (Config::kInterleaved) {
+          exponentials(m, 2 * k);
+          exponentials(m, 2 * k + 1);
+        }
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {
+          const float (&block)[4] = logits[m][2 * k + i / 2];
+          a[i] = ptx::cvt_rn_x2<Element>(block[i % 2 * 2], block[i % 2 * 2 + 1]);
+        }
+      },
+      [&](uint32_t (&b)[4], int n, int k) {
+        ptx::ldmatrix_x4_trans(b, value_reader.at(k * 16, n));
+        if constexpr (kGeneral) {
+#pragma unroll
+          for (int i = 0; i < 4; ++i) b[i] = keep_halves(b[i], attended >> (4 * k + i % 2 * 2));
+        }
+      });
+}
+
+// out = O / l; stores lse = m + log l.
+template <bool kGeneral, int kM, int kOutN>
+__device__ __forceinline__ void finish_rows(float (&out)[kM][kOutN][4],
+                                            OnlineSoftmax<kM, kGeneral>& softmax, float to_log2,
+                                            const Forward& params, const BatchIndex& batch,
+                                            int32_t head, int32_t warp_row0, const Band& band) {
   float sink =  // has the units of logits
       params.sinks ? *batch.pointer<const float>(params.sinks, head) : minus_infinity();
   if (!kGeneral || !in_natural_units(params)) sink *= kLog2E;
@@ -394,7 +391,7 @@ __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans
         lse = minus_infinity();
         lse_low = normalizer = 0.0f;
       }
-      if (threadIdx.x % 4 == 0 && row < shape.q_len) {
+      if (threadIdx.x % 4 == 0 && row < params.shape.q_len) {
         lse_gmem[row * params.lse.row] = lse;
         if (kGeneral && params.lse_low) {
           batch.pointer<float>(params.lse_low, head)[row * params.lse_low.row] = lse_low;
@@ -410,8 +407,89 @@ __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans
       }
     }
   }
-  store_out<Config, Element>(params, batch, head, row0, typename Config::OutTile{smem_base, 0},
-                             out);
+}
+
+// Computes one query tile, number `index`.
+template <typename Config, typename Element, bool kGeneral>
+__device__ __forceinline__ void attend(const Forward& params, const SegmentSpans& spans,
+                                       uint32_t index) {
+  constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv, kM = Config::kMTiles;
+  const Shape& shape = params.shape;
+  const QueryTilePlace<kBlockQ> at(shape, index, Config::kLongestFirst);
+  const BatchIndex batch(shape, at.batch_index);
+  const int32_t row0 = at.tile * kBlockQ, warp_row0 = row0 + threadIdx.x / 32 * kM * 16;
+  const Band band(params, batch);
+  const TileRange range = kv_tiles<kBlockKv>(band, row0, row0 + kBlockQ);
+  KeyTileWalk walk = {range.first, range.end};
+  if (kGeneral && spans.query) {
+    skip_other_segments<kBlockQ>(walk, spans, at.batch_index, at.tile);
+  }
+  walk.tile = walk.skip_to<kBlockKv>(walk.tile);
+
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const ForwardTiles<Config> tiles{ptx::shared_address(smem)};
+  const KeyValueLoader<Config, Element> loader{params, tiles, band, row0};
+  loader.set_head(batch, at.head / (shape.heads / shape.kv_heads));
+
+  float out[kM][Config::kValueDim / 8][4];
+  set_zero(out);
+  OnlineSoftmax<kM, kGeneral> softmax;
+  float to_log2 = params.options.scale * kLog2E;
+  if constexpr (kGeneral) to_log2 = in_natural_units(params) ? kLog2E : 1.0f;
+
+  uint32_t query_rmem[Config::kQueryInRegisters ? kM : 1][Config::kHeadDim / 16][4];
+  if (walk.tile < walk.end) {
+    load_tile<Config::kThreads>(tiles.query(), batch.pointer<const Element>(params.query, at.head),
+                                params.query.row, row0, row0, min(row0 + kBlockQ, band.q_len),
+                                shape.head_dim);
+    loader.load_key(walk.tile, 0);
+    if constexpr (Config::kStages == 2) loader.load_value(walk.tile, 0);
+    ptx::cp_async_commit_group();
+    if constexpr (Config::kQueryInRegisters) {
+      wait_for_copies();
+      read_query(query_rmem, tiles.query());
+    }
+  }
+
+  for (int stage = 0; walk.tile < walk.end; stage ^= Config::kStages - 1) {
+    const int32_t col0 = walk.tile * kBlockKv;
+    const int32_t next = walk.skip_to<kBlockKv>(walk.tile + 1);
+    wait_for_copies();  // the tile has arrived, and all have read the one before
+    if constexpr (Config::kStages == 2) {
+      if (next < walk.end) {
+        loader.load_key(next, stage ^ 1);
+        loader.load_value(next, stage ^ 1);
+      }
+    } else {
+      loader.load_value(walk.tile, 0);
+    }
+    ptx::cp_async_commit_group();
+
+    float logits[kM][kBlockKv / 8][4];
+    multiply_query_key<Config, Element>(logits, query_rmem, tiles.query(), tiles.key(stage));
+    if constexpr (Config::kStages == 1) {
+      wait_for_copies();  // V has arrived, and all have read K
+      if (next < walk.end) loader.load_key(next, 0);
+      ptx::cp_async_commit_group();
+    }
+
+    const uint32_t attended =
+        mask_logits<Config, kGeneral>(logits, params, batch, at.head, band, row0, warp_row0, col0);
+    softmax.update_reference(logits, to_log2, out);
+    uint32_t kept[kGeneral ? kM : 1][2];
+    const bool drops = kGeneral && params.options.dropout_threshold != 0;
+    if (drops) {
+      find_kept<kBlockKv / 8>(kept, LogitModifiers(params, batch, at.head), warp_row0, col0);
+    }
+    multiply_probability_value<Config, Element>(out, logits, softmax, to_log2, drops, kept,
+                                                attended, tiles.value(stage));
+    walk.tile = next;
+  }
+
+  // Needed also for a block without tiles: no copy may be in flight to the query tile's memory.
+  wait_for_copies();
+  finish_rows(out, softmax, to_log2, params, batch, at.head, warp_row0, band);
+  store_out<Config, Element>(params, batch, at.head, row0, tiles.out(), out);
 }
 
 template <typename Config, typename Element, bool kGeneral>
