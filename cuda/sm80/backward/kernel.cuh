@@ -36,261 +36,401 @@
 
 namespace jax_flash::sm80 {
 
-template <typename Config, typename Element, bool kGeneral>
-__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
-    backward_kernel(const __grid_constant__ Backward params, const BackwardWorkspace workspace) {
-  constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv, kWarps = Config::kWarps;
-  constexpr int kScoreCols = kWarps / Config::kScoreWarpRows;
-  constexpr int kKeyCols = kWarps / Config::kKeyWarpRows;
-  constexpr int kQueryCols = kWarps / Config::kQueryWarpRows;
-  constexpr int kScoreM = kBlockQ / 16 / Config::kScoreWarpRows,
-                kScoreN = kBlockKv / 8 / kScoreCols;
-  constexpr int kKeyM = kBlockKv / 16 / Config::kKeyWarpRows;
-  constexpr int kDkeyN = Config::kHeadDim / 8 / kKeyCols;
-  constexpr int kDvalueN = Config::kValueDim / 8 / kKeyCols;
-  constexpr int kDqueryM = kBlockQ / 16 / Config::kQueryWarpRows;
-  constexpr int kDqueryN = Config::kHeadDim / 8 / kQueryCols;
-  constexpr auto kRowsFirst = BlockOrder::kRowsFirst, kColsFirst = BlockOrder::kColsFirst;
-  const Shape& shape = params.shape;
-  const int warp = threadIdx.x / 32;
-  const int32_t group = shape.heads / shape.kv_heads;
+// Says where a block's tiles are in shared memory.
+template <typename Config>
+struct BackwardTiles {
+  uint32_t base;
 
-  extern __shared__ __align__(1024) uint8_t smem[];
-  const uint32_t base = ptx::shared_address(smem);
-  const typename Config::KeyTile key_smem{base, 0};
-  const typename Config::ValueTile value_smem{base, Config::kValueOffset};
-  const typename Config::ScoreTile probability_smem{base, Config::kProbabilityOffset};
-  const typename Config::ScoreTile score_smem{base, Config::kScoreOffset};
-  const auto query_smem = [&](uint32_t stage) {
-    return
-        typename Config::QueryTile{base, Config::kQueryOffset + stage * Config::QueryTile::kBytes};
-  };
-  const auto dout_smem = [&](uint32_t stage) {
-    return typename Config::OutTile{base, Config::kOutOffset + stage * Config::OutTile::kBytes};
-  };
+  __device__ __forceinline__ typename Config::KeyTile key() const { return {base, 0}; }
+  __device__ __forceinline__ typename Config::ValueTile value() const {
+    return {base, Config::kValueOffset};
+  }
+  __device__ __forceinline__ typename Config::ScoreTile probability() const {
+    return {base, Config::kProbabilityOffset};
+  }
+  __device__ __forceinline__ typename Config::ScoreTile dscore() const {
+    return {base, Config::kScoreOffset};
+  }
+  __device__ __forceinline__ typename Config::QueryTile query(uint32_t stage) const {
+    return {base, Config::kQueryOffset + stage * Config::QueryTile::kBytes};
+  }
+  __device__ __forceinline__ typename Config::OutTile dout(uint32_t stage) const {
+    return {base, Config::kOutOffset + stage * Config::OutTile::kBytes};
+  }
+};
 
+// Says which part of each kind of product this thread's warp computes: its first row, and its
+// first column or its number among the warps that divide the columns.
+template <typename Config>
+struct WarpParts {
+  static constexpr int kScoreCols = Config::kWarps / Config::kScoreWarpRows;
+  static constexpr int kKeyCols = Config::kWarps / Config::kKeyWarpRows;
+  static constexpr int kQueryCols = Config::kWarps / Config::kQueryWarpRows;
+  static constexpr int kScoreM = Config::kBlockQ / 16 / Config::kScoreWarpRows;
+  static constexpr int kScoreN = Config::kBlockKv / 8 / kScoreCols;
+  static constexpr int kKeyM = Config::kBlockKv / 16 / Config::kKeyWarpRows;
+  static constexpr int kDkeyN = Config::kHeadDim / 8 / kKeyCols;
+  static constexpr int kDvalueN = Config::kValueDim / 8 / kKeyCols;
+  static constexpr int kDqueryM = Config::kBlockQ / 16 / Config::kQueryWarpRows;
+  static constexpr int kDqueryN = Config::kHeadDim / 8 / kQueryCols;
+
+  int warp = threadIdx.x / 32;
+  int score_row = warp / kScoreCols * kScoreM * 16, score_col = warp % kScoreCols * kScoreN * 8;
+  int key_row = warp / kKeyCols * kKeyM * 16, key_col = warp % kKeyCols;
+  int dquery_row = warp / kQueryCols * kDqueryM * 16, dquery_col = warp % kQueryCols;
+};
+
+// Names what a block works on: kBlockKv keys of a key/value head.
+template <int kBlockKv>
+struct KeyTilePlace {
+  int32_t tile, kv_head;
+  uint32_t batch_kv_head;
+  int64_t batch_index;
+
+  // Under a causal mask the first keys have the most rows, and go first. Blocks of one head share
+  // its rows in L2. If they take turns, as few blocks of a head as possible run at the same time.
+  __device__ __forceinline__ KeyTilePlace(const Shape& shape, uint32_t block, bool by_tile) {
+    const uint32_t tiles = (shape.kv_len + kBlockKv - 1) / kBlockKv;
+    const uint32_t heads = static_cast<uint32_t>(shape.batch * shape.kv_heads);
+    tile = static_cast<int32_t>(by_tile ? block / heads : block % tiles);
+    batch_kv_head = by_tile ? block % heads : block / tiles;
+    kv_head = static_cast<int32_t>(batch_kv_head % shape.kv_heads);
+    batch_index = batch_kv_head / shape.kv_heads;
+  }
+};
+
+// Returns the number of this block: of its ticket, if there are tickets.
+__device__ __forceinline__ uint32_t take_ticket(int32_t* ticket) {
   __shared__ uint32_t ticket_smem;
   uint32_t block = blockIdx.x;
-  if (workspace.ticket) {
-    if (threadIdx.x == 0) ticket_smem = static_cast<uint32_t>(atomicAdd(workspace.ticket, 1));
+  if (ticket) {
+    if (threadIdx.x == 0) ticket_smem = static_cast<uint32_t>(atomicAdd(ticket, 1));
     __syncthreads();
     block = ticket_smem;
   }
-  // Under a causal mask the first keys have the most rows, and go first. Blocks of one head share
-  // its rows in L2. If they take turns, as few blocks of a head as possible run at the same time.
-  const uint32_t kv_tiles_total = (shape.kv_len + kBlockKv - 1) / kBlockKv;
-  const uint32_t heads_total = static_cast<uint32_t>(shape.batch * shape.kv_heads);
-  const bool by_tile = workspace.ticket != nullptr;
-  const int32_t kv_tile =
-      static_cast<int32_t>(by_tile ? block / heads_total : block % kv_tiles_total);
-  const uint32_t batch_kv_head = by_tile ? block % heads_total : block / kv_tiles_total;
-  const int32_t kv_head = static_cast<int32_t>(batch_kv_head % shape.kv_heads);
-  const int64_t batch_index = batch_kv_head / shape.kv_heads;
-  const BatchIndex batch(shape, batch_index);
-  const int32_t col0 = kv_tile * kBlockKv;
+  return block;
+}
 
-  const Band band(params, batch);
-  // Needed once a tile; kept in shared memory, because registers are short.
-  __shared__ const Element *query_gmem, *dout_gmem;
-  __shared__ float* dquery_gmem;
-  const int64_t first_batch_head = int64_t{batch_kv_head} * group;
-  if (threadIdx.x == 0) {
-    query_gmem = batch.pointer<const Element>(params.query, kv_head * group);
-    dout_gmem = batch.pointer<const Element>(params.dout, kv_head * group);
-    dquery_gmem = workspace.dquery + first_batch_head * workspace.dquery_rows * shape.head_dim;
+// Copies tiles of Q and dO with their rows' statistics, for the query heads of a group.
+template <typename Config, typename Element>
+struct QueryLoader {
+  static constexpr int kBlockQ = Config::kBlockQ;
+
+  const Backward& params;
+  const BackwardWorkspace& workspace;
+  const BackwardTiles<Config>& tiles;
+  const Band& band;
+  int64_t first_batch_head;
+
+  // Called by all threads of the block, before anything is loaded.
+  __device__ __forceinline__ void set_head(const BatchIndex& batch, int32_t head) const {
+    if (threadIdx.x == 0) {
+      query_gmem() = batch.pointer<const Element>(params.query, head);
+      dout_gmem() = batch.pointer<const Element>(params.dout, head);
+      dquery_gmem() =
+          workspace.dquery + first_batch_head * workspace.dquery_rows * params.shape.head_dim;
+    }
+    __syncthreads();
   }
+  // Start copying a tile.
+  __device__ __forceinline__ void load_query(const QueryTileWalk& at, int stage) const {
+    const int32_t row0 = at.tile * kBlockQ;
+    load_tile<Config::kThreads>(tiles.query(stage), query_gmem() + at.head * params.query.head,
+                                params.query.row, row0, row0, band.q_len, params.shape.head_dim);
+    load_rows_of(at, lse(stage), workspace.lse_log2);
+  }
+  __device__ __forceinline__ void load_dout(const QueryTileWalk& at, int stage) const {
+    const int32_t row0 = at.tile * kBlockQ;
+    load_tile<Config::kThreads>(tiles.dout(stage), dout_gmem() + at.head * params.dout.head,
+                                params.dout.row, row0, row0, band.q_len, params.shape.value_dim);
+    load_rows_of(at, delta(stage), workspace.delta);
+  }
+
+  // Starts copying both, if there is such a tile.
+  __device__ __forceinline__ void load_both(const QueryTileWalk& at, int stage) const {
+    if (!at.done()) {
+      load_query(at, stage);
+      load_dout(at, stage);
+    }
+    ptx::cp_async_commit_group();
+  }
+  // With one stage: once all have read Q or dO, start copying that of the next tile, if any.
+  __device__ __forceinline__ void replace_query(const QueryTileWalk& next) const {
+    __syncthreads();
+    if (!next.done()) load_query(next, 0);
+    ptx::cp_async_commit_group();
+  }
+  __device__ __forceinline__ void replace_dout(const QueryTileWalk& next) const {
+    __syncthreads();
+    if (!next.done()) load_dout(next, 0);
+    ptx::cp_async_commit_group();
+  }
+
+  // Give a tile's statistics in shared memory.
+  static __device__ __forceinline__ float* lse(int stage) {
+    __shared__ __align__(16) float smem[Config::kStages][kBlockQ];
+    return smem[stage];
+  }
+  static __device__ __forceinline__ float* delta(int stage) {
+    __shared__ __align__(16) float smem[Config::kStages][kBlockQ];
+    return smem[stage];
+  }
+  // Needed once a tile, as the two below; kept in shared memory, because registers are short.
+  static __device__ __forceinline__ float*& dquery_gmem() {
+    __shared__ float* pointer;
+    return pointer;
+  }
+
+ private:
+  static __device__ __forceinline__ const Element*& query_gmem() {
+    __shared__ const Element* pointer;
+    return pointer;
+  }
+  static __device__ __forceinline__ const Element*& dout_gmem() {
+    __shared__ const Element* pointer;
+    return pointer;
+  }
+  __device__ __forceinline__ void load_rows_of(const QueryTileWalk& at, float* smem,
+                                               const float* statistics) const {
+    load_statistics<kBlockQ>(smem, statistics, workspace, first_batch_head + at.head,
+                             at.tile * kBlockQ);
+  }
+};
+
+// Lets a walk skip query tiles that have no segment in common with the key tile.
+template <int kBlockKv>
+__device__ __forceinline__ void skip_other_segments(QueryTileWalk& walk, const SegmentSpans& spans,
+                                                    int64_t batch_index, int32_t kv_tile) {
+  walk.query_blocks = spans.query_blocks;
+  walk.query_spans = spans.query + batch_index * spans.query_blocks;
+  walk.key_span =
+      tile_span<kBlockKv>(spans.key + batch_index * spans.key_blocks, spans.key_blocks, kv_tile);
+}
+
+// Waits until copies to shared memory of all threads of the block have arrived.
+__device__ __forceinline__ void wait_for_copies() {
+  ptx::cp_async_wait_group<0>();
   __syncthreads();
+}
+
+// Starts copying a block's keys and values; those that no row may attend to become zeros: see
+// load_tile().
+template <typename Config, typename Element>
+__device__ __forceinline__ void load_keys(const BackwardTiles<Config>& tiles,
+                                          const Backward& params, const BatchIndex& batch,
+                                          const Band& band, int32_t kv_head, int32_t col0) {
+  const int32_t first = max(0, band.lo), end = min(band.kv_len, band.q_len - 1 + band.hi);
+  load_tile<Config::kThreads>(tiles.key(), batch.pointer<const Element>(params.key, kv_head),
+                              params.key.row, col0, first, end, params.shape.head_dim);
+  load_tile<Config::kThreads>(tiles.value(), batch.pointer<const Element>(params.value, kv_head),
+                              params.value.row, col0, first, end, params.shape.value_dim);
+}
+
+// acc = A B^T, for A's rows from `row` on and B's from `col` on.
+template <typename Element, int kM, int kN, typename TileA, typename TileB>
+__device__ __forceinline__ void multiply_by_transpose(float (&acc)[kM][kN][4], const TileA& a_tile,
+                                                      int row, const TileB& b_tile, int col) {
+  set_zero(acc);
+  const BlockReader a_reader(a_tile, BlockOrder::kRowsFirst, row, 0);
+  const BlockReader b_reader(b_tile, BlockOrder::kColsFirst, col, 0);
+  matmul<Element, TileA::kCols / 16>(
+      acc, [&](uint32_t (&a)[4], int m, int k) { ptx::ldmatrix_x4(a, a_reader.at(m * 16, k * 2)); },
+      [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, b_reader.at(n * 8, k * 2)); });
+}
+
+// Turns products into logits, -inf where not allowed.
+template <typename Config, bool kGeneral, int kM, int kN>
+__device__ __forceinline__ void mask_scores(float (&scores)[kM][kN][4],
+                                            const ScoreGradient<kGeneral, kM, kN>& gradient,
+                                            const Band& band, int32_t row0, int32_t col0) {
+  const int32_t row_end = min(row0 + Config::kBlockQ, band.q_len);
+  if (kGeneral || !band.all_allowed(row0, row_end, col0, col0 + Config::kBlockKv)) {
+    gradient.mask(scores, band);
+  }
+}
+
+// Computes P of the scores, and dscores: dP = dO V^T, dS = P (dP - delta). Exponentials are placed
+// among the products: they do not use the tensor cores. Stores P and dS: the products below divide
+// them otherwise.
+template <typename Element, typename Config, bool kGeneral, int kM, int kN>
+__device__ __forceinline__ void differentiate_scores(
+    float (&scores)[kM][kN][4], float (&dscores)[kM][kN][4],
+    const ScoreGradient<kGeneral, kM, kN>& gradient, const BackwardTiles<Config>& tiles,
+    const float* lse_smem, const float* delta_smem, int stage, const WarpParts<Config>& parts,
+    float to_log2) {
+  constexpr int kSteps = Config::kValueDim / 16;
+  const int row = parts.score_row, col = parts.score_col;
+  float lse_log2[kM][2];
+  load_rows(lse_log2, lse_smem + row);
+  set_zero(dscores);
+  const BlockReader dout_reader(tiles.dout(stage), BlockOrder::kRowsFirst, row, 0);
+  const BlockReader value_reader(tiles.value(), BlockOrder::kColsFirst, col, 0);
+  matmul<Element, kSteps>(
+      dscores,
+      [&](uint32_t (&a)[4], int m, int k) {
+        ptx::ldmatrix_x4(a, dout_reader.at(m * 16, k * 2));
+        gradient.probabilities(scores[m], lse_log2[m], to_log2, m, kN * k / kSteps,
+                               kN * (k + 1) / kSteps);
+      },
+      [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, value_reader.at(n * 8, k * 2)); });
+  float delta[kM][2];
+  load_rows(delta, delta_smem + row);
+  gradient.finish(scores, dscores, lse_log2, delta);
+  store_fragments<Element>(tiles.probability(), row, col / kChunk, scores);
+  store_fragments<Element>(tiles.dscore(), row, col / kChunk, dscores);
+}
+
+// acc += A^T B, for A's columns from `row` on. The warps take 16 of B's columns each, in turn.
+template <typename Element, int kWarpCols, int kM, int kN, typename TileA, typename TileB>
+__device__ __forceinline__ void add_transpose_product(float (&acc)[kM][kN][4], const TileA& a_tile,
+                                                      int row, const TileB& b_tile, int warp_col) {
+  const BlockReader b_reader(b_tile, BlockOrder::kRowsFirst, 0, warp_col * 2);
+  const BlockReader a_reader(a_tile, BlockOrder::kColsFirst, 0, row / kChunk);
+  matmul<Element, TileA::kRows / 16>(
+      acc,
+      [&](uint32_t (&a)[4], int m, int k) {
+        ptx::ldmatrix_x4_trans(a, a_reader.at(k * 16, m * 2));
+      },
+      [&](uint32_t (&b)[4], int n, int k) {
+        ptx::ldmatrix_x4_trans(b, b_reader.at(k * 16, n * kWarpCols));
+      });
+}
+
+// acc = A B, for A's rows from `row` on. The warps take 16 of B's columns each, in turn.
+template <typename Element, int kWarpCols, int kM, int kN, typename TileA, typename TileB>
+__device__ __forceinline__ void multiply(float (&acc)[kM][kN][4], const TileA& a_tile, int row,
+                                         const TileB& b_tile, int warp_col) {
+  const BlockReader a_reader(a_tile, BlockOrder::kRowsFirst, row, 0);
+  const BlockReader b_reader(b_tile, BlockOrder::kRowsFirst, 0, warp_col * 2);
+  set_zero(acc);
+  matmul<Element, TileB::kRows / 16>(
+      acc, [&](uint32_t (&a)[4], int m, int k) { ptx::ldmatrix_x4(a, a_reader.at(m * 16, k * 2)); },
+      [&](uint32_t (&b)[4], int n, int k) {
+        ptx::ldmatrix_x4_trans(b, b_reader.at(k * 16, n * kWarpCols));
+      });
+}
+
+// Adds a tile's part of dQ to its sums in global memory, in turn if workspace.turns.
+template <typename Config, int kM, int kN>
+__device__ __forceinline__ void add_in_turn(float* dquery_gmem, const float (&dquery)[kM][kN][4],
+                                            const Shape& shape, const BackwardWorkspace& workspace,
+                                            const Band& band, int64_t first_batch_head,
+                                            const QueryTileWalk& at, int32_t kv_tile) {
+  const int32_t row0 = at.tile * Config::kBlockQ;
+  Turn turn = {nullptr, 0};
+  if (workspace.turns) {
+    const int64_t batch_head = first_batch_head + at.head;
+    turn.counter = workspace.turns + batch_head * workspace.flags + at.tile;
+    turn.mine = kv_tile - kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ).first;
+  }
+  turn.wait();
+  add_dquery(dquery_gmem + (int64_t{at.head} * workspace.dquery_rows + row0) * shape.head_dim,
+             DqueryOrder<Config>(shape.q_len - row0, shape.head_dim), dquery);
+  turn.pass();
+}
+
+// Stores dK in place of K's tile and dV in place of V's, and then in global memory.
+template <typename Config, typename Element, int kM, int kDkeyN, int kDvalueN>
+__device__ __forceinline__ void store_gradients(const BackwardTiles<Config>& tiles,
+                                                const Backward& params, const BatchIndex& batch,
+                                                int32_t kv_head, int32_t col0,
+                                                const WarpParts<Config>& parts,
+                                                float (&dkey)[kM][kDkeyN][4],
+                                                float (&dvalue)[kM][kDvalueN][4]) {
+  constexpr int kKeyCols = WarpParts<Config>::kKeyCols;
+  const Shape& shape = params.shape;
+  store_key_gradient<Config::kThreads, kKeyCols>(
+      tiles.key(), batch.pointer<Element>(params.dkey, kv_head) + col0 * params.dkey.row,
+      params.dkey.row, shape.kv_len - col0, shape.head_dim, parts.key_row, parts.key_col,
+      params.options.scale, dkey);
+  store_key_gradient<Config::kThreads, kKeyCols>(
+      tiles.value(), batch.pointer<Element>(params.dvalue, kv_head) + col0 * params.dvalue.row,
+      params.dvalue.row, shape.kv_len - col0, shape.value_dim, parts.key_row, parts.key_col, 1.0f,
+      dvalue);
+}
+
+template <typename Config, typename Element, bool kGeneral>
+__global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
+    backward_kernel(const __grid_constant__ Backward params, const BackwardWorkspace workspace) {
+  using Parts = WarpParts<Config>;
+  constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv;
+  const Shape& shape = params.shape;
+  const Parts parts;
+  const int32_t group = shape.heads / shape.kv_heads;
+  extern __shared__ __align__(1024) uint8_t smem[];
+  const BackwardTiles<Config> tiles{ptx::shared_address(smem)};
+  const KeyTilePlace<kBlockKv> at(shape, take_ticket(workspace.ticket),
+                                  workspace.ticket != nullptr);
+  const BatchIndex batch(shape, at.batch_index);
+  const int32_t col0 = at.tile * kBlockKv;
+  const Band band(params, batch);
+  const QueryLoader<Config, Element> loader{params, workspace, tiles, band,
+                                            int64_t{at.batch_kv_head} * group};
+  loader.set_head(batch, at.kv_head * group);
   QueryTileWalk walk{q_tiles<kBlockQ>(band, col0, col0 + kBlockKv), group};
   if (kGeneral && workspace.spans.query && !workspace.turns) {
-    const SegmentSpans& spans = workspace.spans;
-    walk.query_blocks = spans.query_blocks;
-    walk.query_spans = spans.query + batch_index * spans.query_blocks;
-    walk.key_span =
-        tile_span<kBlockKv>(spans.key + batch_index * spans.key_blocks, spans.key_blocks, kv_tile);
+    skip_other_segments<kBlockKv>(walk, workspace.spans, at.batch_index, at.tile);
   }
   walk.start<kBlockQ>();
 
-  __shared__ __align__(16) float lse_smem[Config::kStages][kBlockQ];
-  __shared__ __align__(16) float delta_smem[Config::kStages][kBlockQ];
-  const auto load_rows_of = [&](const QueryTileWalk& at, float* smem, const float* statistics) {
-    load_statistics<kBlockQ>(smem, statistics, workspace, first_batch_head + at.head,
-                             at.tile * kBlockQ);
-  };
-  const auto load_query = [&](const QueryTileWalk& at, int stage) {
-    const int32_t row0 = at.tile * kBlockQ;
-    load_tile<Config::kThreads>(query_smem(stage), query_gmem + at.head * params.query.head,
-                                params.query.row, row0, row0, band.q_len, shape.head_dim);
-    load_rows_of(at, lse_smem[stage], workspace.lse_log2);
-  };
-  const auto load_dout = [&](const QueryTileWalk& at, int stage) {
-    const int32_t row0 = at.tile * kBlockQ;
-    load_tile<Config::kThreads>(dout_smem(stage), dout_gmem + at.head * params.dout.head,
-                                params.dout.row, row0, row0, band.q_len, shape.value_dim);
-    load_rows_of(at, delta_smem[stage], workspace.delta);
-  };
   __shared__ uint32_t bad_keys_smem[kGeneral ? kBlockKv / 32 + 1 : 1];
   if (!walk.done()) {
-    // Keys and values that no row may attend to become zeros: see load_tile().
-    const int32_t first = max(0, band.lo), end = min(band.kv_len, band.q_len - 1 + band.hi);
-    load_tile<Config::kThreads>(key_smem, batch.pointer<const Element>(params.key, kv_head),
-                                params.key.row, col0, first, end, shape.head_dim);
-    load_tile<Config::kThreads>(value_smem, batch.pointer<const Element>(params.value, kv_head),
-                                params.value.row, col0, first, end, shape.value_dim);
-    load_query(walk, 0);
+    load_keys<Config, Element>(tiles, params, batch, band, at.kv_head, col0);
+    loader.load_query(walk, 0);
     ptx::cp_async_commit_group();
-    load_dout(walk, 0);
+    loader.load_dout(walk, 0);
     ptx::cp_async_commit_group();
     if constexpr (kGeneral) {
-      ptx::cp_async_wait_group<0>();
-      __syncthreads();
-      clear_bad_keys<Config::kThreads, Element>(key_smem, bad_keys_smem);
+      wait_for_copies();
+      clear_bad_keys<Config::kThreads, Element>(tiles.key(), bad_keys_smem);
     }
   }
 
-  float dkey[kKeyM][kDkeyN][4], dvalue[kKeyM][kDvalueN][4];
+  float dkey[Parts::kKeyM][Parts::kDkeyN][4], dvalue[Parts::kKeyM][Parts::kDvalueN][4];
   set_zero(dkey);
   set_zero(dvalue);
 
-  // Position of each warp in the three kinds of products.
-  const int score_row = warp / kScoreCols * kScoreM * 16,
-            score_col = warp % kScoreCols * kScoreN * 8;
-  const int key_row = warp / kKeyCols * kKeyM * 16, key_col = warp % kKeyCols;
-  const int dquery_row = warp / kQueryCols * kDqueryM * 16, dquery_col = warp % kQueryCols;
-  const float to_log2 = params.options.scale * kLog2E;
-
   for (int stage = 0; !walk.done(); stage ^= Config::kStages - 1) {
-    const int32_t head = kv_head * group + walk.head, row0 = walk.tile * kBlockQ;
+    const int32_t head = at.kv_head * group + walk.head, row0 = walk.tile * kBlockQ;
     QueryTileWalk next = walk;
     next.advance<kBlockQ>();
     if constexpr (Config::kStages == 2) {
-      ptx::cp_async_wait_group<0>();
-      __syncthreads();  // Q and dO have arrived; all have read the ones before, and P and dS
-      if (!next.done()) {
-        load_query(next, stage ^ 1);
-        load_dout(next, stage ^ 1);
-      }
-      ptx::cp_async_commit_group();
+      wait_for_copies();  // Q and dO have arrived; all have read the ones before, and P and dS
+      loader.load_both(next, stage ^ 1);
     } else {
       ptx::cp_async_wait_group<1>();
       __syncthreads();  // Q has arrived
     }
 
-    // S = Q K^T
-    float scores[kScoreM][kScoreN][4];
-    set_zero(scores);
-    const BlockReader query_reader(query_smem(stage), kRowsFirst, score_row, 0);
-    const BlockReader key_reader(key_smem, kColsFirst, score_col, 0);
-    matmul<Element, Config::kHeadDim / 16>(
-        scores,
-        [&](uint32_t (&a)[4], int m, int k) {
-          ptx::ldmatrix_x4(a, query_reader.at(m * 16, k * 2));
-        },
-        [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, key_reader.at(n * 8, k * 2)); });
-    const ScoreGradient<kGeneral, kScoreM, kScoreN> gradient(params, batch, head, row0 + score_row,
-                                                             col0 + score_col);
-    if constexpr (kGeneral) mark_bad_keys<kBlockKv>(scores, bad_keys_smem, score_col);
-    if (kGeneral ||
-        !band.all_allowed(row0, min(row0 + kBlockQ, band.q_len), col0, col0 + kBlockKv)) {
-      gradient.mask(scores, band);
-    }
-
-    // dP = dO V^T, dS. Exponentials are placed among the products: they do not use the tensor
-    // cores.
-    if constexpr (Config::kStages == 1) {
-      ptx::cp_async_wait_group<0>();
-      __syncthreads();  // dO has arrived
-    }
-    float lse_log2[kScoreM][2];
-    load_rows(lse_log2, lse_smem[stage] + score_row);
-    constexpr int kValueSteps = Config::kValueDim / 16;
-    float dscores[kScoreM][kScoreN][4];
-    set_zero(dscores);
-    const BlockReader dout_reader(dout_smem(stage), kRowsFirst, score_row, 0);
-    const BlockReader value_reader(value_smem, kColsFirst, score_col, 0);
-    matmul<Element, kValueSteps>(
-        dscores,
-        [&](uint32_t (&a)[4], int m, int k) {
-          ptx::ldmatrix_x4(a, dout_reader.at(m * 16, k * 2));
-          gradient.probabilities(scores[m], lse_log2[m], to_log2, m, kScoreN * k / kValueSteps,
-                                 kScoreN * (k + 1) / kValueSteps);
-        },
-        [&](uint32_t (&b)[4], int n, int k) {
-          ptx::ldmatrix_x4(b, value_reader.at(n * 8, k * 2));
-        });
-    float delta[kScoreM][2];
-    load_rows(delta, delta_smem[stage] + score_row);
-    gradient.finish(scores, dscores, lse_log2, delta);
-    store_fragments<Element>(probability_smem, score_row, score_col / kChunk, scores);
-    store_fragments<Element>(score_smem, score_row, score_col / kChunk, dscores);
+    float scores[Parts::kScoreM][Parts::kScoreN][4], dscores[Parts::kScoreM][Parts::kScoreN][4];
+    multiply_by_transpose<Element>(scores, tiles.query(stage), parts.score_row, tiles.key(),
+                                   parts.score_col);
+    const ScoreGradient<kGeneral, Parts::kScoreM, Parts::kScoreN> gradient(
+        params, batch, head, row0 + parts.score_row, col0 + parts.score_col);
+    if constexpr (kGeneral) mark_bad_keys<kBlockKv>(scores, bad_keys_smem, parts.score_col);
+    mask_scores<Config>(scores, gradient, band, row0, col0);
+    if constexpr (Config::kStages == 1) wait_for_copies();  // dO has arrived
+    differentiate_scores<Element>(scores, dscores, gradient, tiles, loader.lse(stage),
+                                  loader.delta(stage), stage, parts, params.options.scale * kLog2E);
     __syncthreads();
 
-    // dK += dS^T Q, dV += P^T dO
-    const BlockReader query_trans_reader(query_smem(stage), kRowsFirst, 0, key_col * 2);
-    const BlockReader score_trans_reader(score_smem, kColsFirst, 0, key_row / kChunk);
-    matmul<Element, kBlockQ / 16>(
-        dkey,
-        [&](uint32_t (&a)[4], int m, int k) {
-          ptx::ldmatrix_x4_trans(a, score_trans_reader.at(k * 16, m * 2));
-        },
-        [&](uint32_t (&b)[4], int n, int k) {
-          ptx::ldmatrix_x4_trans(b, query_trans_reader.at(k * 16, n * kKeyCols));
-        });
-    if constexpr (Config::kStages == 1) {
-      __syncthreads();  // all have read Q
-      if (!next.done()) load_query(next, 0);
-      ptx::cp_async_commit_group();
-    }
-    const BlockReader dout_trans_reader(dout_smem(stage), kRowsFirst, 0, key_col * 2);
-    const BlockReader probability_reader(probability_smem, kColsFirst, 0, key_row / kChunk);
-    matmul<Element, kBlockQ / 16>(
-        dvalue,
-        [&](uint32_t (&a)[4], int m, int k) {
-          ptx::ldmatrix_x4_trans(a, probability_reader.at(k * 16, m * 2));
-        },
-        [&](uint32_t (&b)[4], int n, int k) {
-          ptx::ldmatrix_x4_trans(b, dout_trans_reader.at(k * 16, n * kKeyCols));
-        });
-    if constexpr (Config::kStages == 1) {
-      __syncthreads();  // all have read dO
-      if (!next.done()) load_dout(next, 0);
-      ptx::cp_async_commit_group();
-    }
+    add_transpose_product<Element, Parts::kKeyCols>(dkey, tiles.dscore(), parts.key_row,
+                                                    tiles.query(stage), parts.key_col);
+    if constexpr (Config::kStages == 1) loader.replace_query(next);
+    add_transpose_product<Element, Parts::kKeyCols>(dvalue, tiles.probability(), parts.key_row,
+                                                    tiles.dout(stage), parts.key_col);
+    if constexpr (Config::kStages == 1) loader.replace_dout(next);
 
-    // dQ += dS K
-    const BlockReader score_reader(score_smem, kRowsFirst, dquery_row, 0);
-    const BlockReader key_trans_reader(key_smem, kRowsFirst, 0, dquery_col * 2);
-    float dquery[kDqueryM][kDqueryN][4];
-    set_zero(dquery);
-    matmul<Element, kBlockKv / 16>(
-        dquery,
-        [&](uint32_t (&a)[4], int m, int k) {
-          ptx::ldmatrix_x4(a, score_reader.at(m * 16, k * 2));
-        },
-        [&](uint32_t (&b)[4], int n, int k) {
-          ptx::ldmatrix_x4_trans(b, key_trans_reader.at(k * 16, n * kQueryCols));
-        });
-    Turn turn = {nullptr, 0};
-    if (workspace.turns) {
-      const int64_t batch_head = first_batch_head + walk.head;
-      turn.counter = workspace.turns + batch_head * workspace.flags + walk.tile;
-      turn.mine = kv_tile - kv_tiles<kBlockKv>(band, row0, row0 + kBlockQ).first;
-    }
-    turn.wait();
-    add_dquery(dquery_gmem + (int64_t{walk.head} * workspace.dquery_rows + row0) * shape.head_dim,
-               DqueryOrder<Config>(shape.q_len - row0, shape.head_dim), dquery);
-    turn.pass();
+    float dquery[Parts::kDqueryM][Parts::kDqueryN][4];
+    multiply<Element, Parts::kQueryCols>(dquery, tiles.dscore(), parts.dquery_row, tiles.key(),
+                                         parts.dquery_col);
+    add_in_turn<Config>(loader.dquery_gmem(), dquery, shape, workspace, band,
+                        loader.first_batch_head, walk, at.tile);
     walk = next;
   }
 
-  ptx::cp_async_wait_group<0>();
-  __syncthreads();  // all have read K: dK takes its place, and dV that of V
-  store_key_gradient<Config::kThreads, kKeyCols>(
-      key_smem, batch.pointer<Element>(params.dkey, kv_head) + col0 * params.dkey.row,
-      params.dkey.row, shape.kv_len - col0, shape.head_dim, key_row, key_col, params.options.scale,
-      dkey);
-  store_key_gradient<Config::kThreads, kKeyCols>(
-      value_smem, batch.pointer<Element>(params.dvalue, kv_head) + col0 * params.dvalue.row,
-      params.dvalue.row, shape.kv_len - col0, shape.value_dim, key_row, key_col, 1.0f, dvalue);
+  wait_for_copies();  // all have read K: dK takes its place, and dV that of V
+  store_gradients<Config, Element>(tiles, params, batch, at.kv_head, col0, parts, dkey, dvalue);
 }
 
 }  // namespace jax_flash::sm80

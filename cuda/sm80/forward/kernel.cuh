@@ -369,9 +369,10 @@ __device__ __forceinline__ void multiply_probability_value(
 // out = O / l; stores lse = m + log l.
 template <bool kGeneral, int kM, int kOutN>
 __device__ __forceinline__ void finish_rows(float (&out)[kM][kOutN][4],
-                                            OnlineSoftmax<kM, kGeneral>& softmax, float to_log2,
-                                            const Forward& params, const BatchIndex& batch,
-                                            int32_t head, int32_t warp_row0, const Band& band) {
+                                            const OnlineSoftmax<kM, kGeneral>& softmax,
+                                            float to_log2, const Forward& params,
+                                            const BatchIndex& batch, int32_t head,
+                                            int32_t warp_row0, const Band& band) {
   float sink =  // has the units of logits
       params.sinks ? *batch.pointer<const float>(params.sinks, head) : minus_infinity();
   if (!kGeneral || !in_natural_units(params)) sink *= kLog2E;
