@@ -233,7 +233,7 @@ def _distance_logits(accumulator, operands: Operands, first) -> jax.Array:
     q_len, kv_len = operands["query"].shape[-3], operands["key"].shape[-3]
     period = q_len + kv_len
     k = jnp.arange(period, dtype=jnp.int32)
-    offset = operands.get("query_offset", jnp.int32(0))[..., None]
+    offset = jnp.asarray(operands.get("query_offset", 0), jnp.int32)[..., None]
     # What lies from S on is of distances below 0.
     distance = _difference(jnp.where(k < kv_len, k, k - period) - first, offset)
     vector = jnp.zeros((), accumulator)

@@ -146,13 +146,9 @@ struct QueryLoader {
     load_rows_of(at, delta(stage), workspace.delta);
   }
 
-  // Starts copying both, if there is such a tile.
   __device__ __forceinline__ void load_both(const QueryTileWalk& at, int stage) const {
-    if (!at.done()) {
-      load_query(at, stage);
-      load_dout(at, stage);
-    }
-    ptx::cp_async_commit_group();
+    load_query(at, stage);
+    load_dout(at, stage);
   }
   // With one stage: once all have read Q or dO, start copying that of the next tile, if any.
   __device__ __forceinline__ void replace_query(const QueryTileWalk& next) const {
@@ -207,9 +203,11 @@ __device__ __forceinline__ void skip_other_segments(QueryTileWalk& walk, const S
       tile_span<kBlockKv>(spans.key + batch_index * spans.key_blocks, spans.key_blocks, kv_tile);
 }
 
-// Waits until copies to shared memory of all threads of the block have arrived.
+// Waits until copies to shared memory of all threads of the block have arrived, except those of the
+// last kPending groups.
+template <int kPending>
 __device__ __forceinline__ void wait_for_copies() {
-  ptx::cp_async_wait_group<0>();
+  ptx::cp_async_wait_group<kPending>();
   __syncthreads();
 }
 
@@ -359,8 +357,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   const int32_t group = shape.heads / shape.kv_heads;
   extern __shared__ __align__(1024) uint8_t smem[];
   const BackwardTiles<Config> tiles{ptx::shared_address(smem)};
-  const KeyTilePlace<kBlockKv> at(shape, take_ticket(workspace.ticket),
-                                  workspace.ticket != nullptr);
+  const KeyTilePlace<kBlockKv> at(shape, take_ticket(workspace.ticket), workspace.ticket);
   const BatchIndex batch(shape, at.batch_index);
   const int32_t col0 = at.tile * kBlockKv;
   const Band band(params, batch);
@@ -381,7 +378,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     loader.load_dout(walk, 0);
     ptx::cp_async_commit_group();
     if constexpr (kGeneral) {
-      wait_for_copies();
+      wait_for_copies<0>();
       clear_bad_keys<Config::kThreads, Element>(tiles.key(), bad_keys_smem);
     }
   }
@@ -395,11 +392,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     QueryTileWalk next = walk;
     next.advance<kBlockQ>();
     if constexpr (Config::kStages == 2) {
-      wait_for_copies();  // Q and dO have arrived; all have read the ones before, and P and dS
-      loader.load_both(next, stage ^ 1);
+      wait_for_copies<0>();  // Q and dO have arrived; all have read the ones before, and P and dS
+      if (!next.done()) loader.load_both(next, stage ^ 1);
+      ptx::cp_async_commit_group();
     } else {
-      ptx::cp_async_wait_group<1>();
-      __syncthreads();  // Q has arrived
+      wait_for_copies<1>();  // Q has arrived
     }
 
     float scores[Parts::kScoreM][Parts::kScoreN][4], dscores[Parts::kScoreM][Parts::kScoreN][4];
@@ -409,7 +406,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
         params, batch, head, row0 + parts.score_row, col0 + parts.score_col);
     if constexpr (kGeneral) mark_bad_keys<kBlockKv>(scores, bad_keys_smem, parts.score_col);
     mask_scores<Config>(scores, gradient, band, row0, col0);
-    if constexpr (Config::kStages == 1) wait_for_copies();  // dO has arrived
+    if constexpr (Config::kStages == 1) wait_for_copies<0>();  // dO has arrived
     differentiate_scores<Element>(scores, dscores, gradient, tiles, loader.lse(stage),
                                   loader.delta(stage), stage, parts, params.options.scale * kLog2E);
     __syncthreads();
@@ -429,7 +426,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     walk = next;
   }
 
-  wait_for_copies();  // all have read K: dK takes its place, and dV that of V
+  wait_for_copies<0>();  // all have read K: dK takes its place, and dV that of V
   store_gradients<Config, Element>(tiles, params, batch, at.kv_head, col0, parts, dkey, dvalue);
 }
 
