@@ -124,7 +124,7 @@ def cases(tool: str):
         ("bfloat16", (64, 64), (("segments", "packed"),), False, small),
         ("bfloat16", (64, 64), (("alibi", "published"), *causal), False, units),
         ("bfloat16", (128, 128), (("alibi", "published"), *causal), False, small),
-        ("float16", (96, 96), (("alibi", "N"),), True, small),
+        ("float16", (96, 96), (("alibi", "N"),), True, narrow),
         ("bfloat16", (128, 128), (("lengths", "qk"), ("sinks", True)), False, few_rows),
         ("float16", (64, 64), (*causal, ("offset", "random")), False, few_rows),
         ("bfloat16", (256, 256), (), False, few_rows),

@@ -40,19 +40,21 @@ struct DistanceBias {
   bool present = false;
 
   DistanceBias() = default;
-  // `at(operand)` returns the address of an operand's first number for the batch and head.
+  // `at(operand)` returns the address of an operand's first number for the batch and head, as that
+  // of a float.
   template <typename At>
   __device__ __forceinline__ DistanceBias(const Forward& params, At at)
       : present(params.alibi_slopes || params.relative_bias) {
     if (!present) return;
-    if (params.alibi_slopes) slope = *static_cast<const float*>(at(params.alibi_slopes));
-    if (params.relative_bias) table = static_cast<const float*>(at(params.relative_bias));
+    if (params.alibi_slopes) slope = *at(params.alibi_slopes);
+    if (params.relative_bias) table = at(params.relative_bias);
     if (params.relative_bias) count = params.distances;
-    if (params.query_offset) query_offset = *static_cast<const int32_t*>(at(params.query_offset));
+    if (params.query_offset)
+      query_offset = *reinterpret_cast<const int32_t*>(at(params.query_offset));
   }
   __device__ __forceinline__ DistanceBias(const Forward& params, const BatchIndex& batch,
                                           int32_t head)
-      : DistanceBias(params, [&](const Operand& operand) -> const void* {
+      : DistanceBias(params, [&]([[maybe_unused]] const Operand& operand) {
           return batch.pointer<const float>(operand, head);  // all have elements of 4 bytes
         }) {}
 

@@ -55,7 +55,7 @@ struct ModifierOffsets {
     mask = offset(params.mask);
     query_ids = offset(params.query_segment_ids);
     key_ids = offset(params.key_value_segment_ids);
-    distance = DistanceBias(params, [&](const Operand& operand) -> const void* {
+    distance = DistanceBias(params, [&](const Operand& operand) {
       return static_cast<const float*>(operand.data) + offset(operand);  // 4 bytes an element
     });
   }

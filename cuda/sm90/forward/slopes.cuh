@@ -42,12 +42,16 @@ struct ForwardModifier<Config, Element, kDistance> : ModifierDefaults<Config, El
   float slope_log2;  // the head's, in log2 units
   int32_t nearest;   // the key nearest to the warp's last row
 
-  // Adds to a logit what depends on its column.
+  // Adds to a logit what depends on its column. Columns are counted from the middle of 32: counted
+  // from the tile's first, what is added there would be rounded by far more than what is added near
+  // the query, if the slope is steep.
   struct ColumnAddends {
-    float slope_log2, first;
+    static constexpr int kBlocks = 4;
+    float slope_log2, middle[kN / kBlocks];
 
     __device__ __forceinline__ float operator()(int n, int e) const {
-      return fmaf(slope_log2, static_cast<float>(n * 8 + e % 2), first);
+      const int col = n % kBlocks * 8 + e % 2 - kBlocks * 4;
+      return fmaf(slope_log2, static_cast<float>(col), middle[n / kBlocks]);
     }
   };
 
@@ -64,8 +68,15 @@ struct ForwardModifier<Config, Element, kDistance> : ModifierDefaults<Config, El
   __device__ __forceinline__ void modify(Scores&, const Forward&, const ModifierOffsets&,
                                          const Band&, int32_t, int32_t, bool, bool) const {}
   __device__ __forceinline__ ColumnAddends addend(int32_t tile, const float (&shift)[2]) const {
-    const int32_t col = tile * Config::kBlockKv + fragment_col(0, 0);
-    return {slope_log2, fmaf(slope_log2, static_cast<float>(col - nearest), -shift[0])};
+    ColumnAddends addends;
+    addends.slope_log2 = slope_log2;
+    const int32_t col = tile * Config::kBlockKv + fragment_col(0, 0) - nearest;
+#pragma unroll
+    for (int i = 0; i < kN / ColumnAddends::kBlocks; ++i) {
+      const int32_t middle = col + (2 * i + 1) * 4 * ColumnAddends::kBlocks;
+      addends.middle[i] = fmaf(slope_log2, static_cast<float>(middle), -shift[0]);
+    }
+    return addends;
   }
 };
 
