@@ -43,7 +43,7 @@ EXPLAINED_RACES: tuple[tuple[str | None, str, str], ...] = (
         "one thread arrives at a barrier for its warp, after __syncwarp()",
     ),
     (
-        "mbarrier_leader", r"sm90::forward_kernel<.*, \(unsigned int\)[08]>",  # none, segments
+        "mbarrier_leader", r"sm90::forward_kernel<.*, \(unsigned int\)(0|8|64)>",
         "one thread arrives at a barrier for its warp, after __syncwarp()",
     ),
     (
