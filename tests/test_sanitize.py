@@ -13,7 +13,7 @@ _FORWARD = "forward_kernel<ForwardConfig<(int)64, (int)64>, __nv_bfloat16, (unsi
 
 def test_races_are_explained_only_by_limits_of_the_tool(capsys, monkeypatch):
     kernels = ["backward_kernel<A>", "backward_wide_key_kernel<B>", "backward_wide_query_kernel<C>"]
-    kernels += [_FORWARD.format(63), _FORWARD.format(2)]
+    kernels += [_FORWARD.format(127), _FORWARD.format(2)]
     output = "".join(_RACE.format(kernel, kernel) for kernel in kernels)
     assert sanitize.explained_reports("racecheck", output, {"mbarrier_leader"}) == 3
     assert "2 reports explained: one thread arrives" in capsys.readouterr().out
