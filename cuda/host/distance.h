@@ -1,4 +1,4 @@
-// What is added to logits by the distance between query and key, and its gradient. Along a diagonal
+// Adds to logits by the distance between query and key, and computes the gradient. Along a diagonal
 // of a tile the distance is the same, so both go through one number for each diagonal.
 #pragma once
 

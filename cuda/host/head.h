@@ -52,7 +52,7 @@ struct Span {
   int64_t begin, end;
 };
 
-// What is added to logits by the distance between query and key; see params.h.
+// Describes what is added to logits by the distance between query and key; see params.h.
 struct ByDistance {
   bool present = false;
   int64_t offset = 0;

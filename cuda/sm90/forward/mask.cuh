@@ -252,7 +252,7 @@ struct ForwardModifier<Config, Element, kMask> : ModifierDefaults<Config, Elemen
   using Base::kN;
   using typename Base::Scores;
   static constexpr When kOptimistic = When::kWithHalfValues, kExactMaxima = When::kUnlessOptimistic;
-  // Where that is faster.
+  // Set where that is faster.
   static constexpr bool kComparesBits = !(Config::kHeadDim == 64 && Config::kConsumers == 3);
   static constexpr bool kReadsQueryAgain = true, kMasks = true, kBits = true, kWaitsAhead = true,
                         kJudges = true;

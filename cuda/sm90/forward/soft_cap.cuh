@@ -91,7 +91,7 @@ struct ForwardModifier<Config, Element, kSoftCap> : ModifierDefaults<Config, Ele
   static constexpr bool kApproximates = true, kJudges = true;
   // True if squares are saturated (SoftCapPlan).
   static constexpr bool kSaturates = std::is_same_v<Element, __nv_bfloat16> && Config::kOptimistic;
-  // Where that is faster.
+  // Set where that is faster.
   static constexpr bool kFixedTiles =
       kSaturates && Config::kHeadDim == 64 && Config::kBlockKv == 128;
 
