@@ -3,8 +3,8 @@
 // A slope adds slope * (j - nearest) to the logit of key j, relative to what it adds for the key
 // nearest to the warp's last row. What it adds for that key is the same for all keys of a row: it
 // belongs to lse alone. The rest is the same for all rows of a warp. If these have one running
-// maximum, too, what is added to a logit depends on its column alone: two of a thread's four rows
-// and columns share an addition, which is half an instruction a score.
+// maximum, too, what is added to a logit depends on its column alone: a thread computes it once for
+// both of its rows, which takes half an instruction a score.
 //
 // In a causal call with a slope that is not negative, as all published ones are, a row's keys have
 // nothing added that is above 0, nearly. So the greatest logit of the first keys, without the
