@@ -61,14 +61,21 @@ def _question(one_pass: Pass, operands: dict[str, Any], platform: str) -> tuple[
         more = {"kv_heads": kv_heads, "distance_floats": distance_floats}
         return "host_backward_workspace_bytes", {**sizes, **more}
     segments = "query_segment_ids" in operands
+    mask = operands.get("mask")
+    mask_sizes = {
+        "mask_matrices": math.prod(mask.shape[:-2]) if mask is not None else 0,
+        "mask_rows": mask.shape[-2] if mask is not None else 0,
+    }
     if one_pass.is_backward:
         more = {
+            "kv_heads": kv_heads,
             "segments": segments,
             "deterministic": spec.deterministic,
             "distances": bool(distances),
+            "banded": spec.is_causal or spec.has_window,
+            **mask_sizes,
         }
         return "cuda_backward_workspace_bytes", {**sizes, **more}
-    mask = operands.get("mask")
     return "cuda_forward_workspace_bytes", {
         **sizes,
         "kv_heads": kv_heads,
@@ -76,8 +83,7 @@ def _question(one_pass: Pass, operands: dict[str, Any], platform: str) -> tuple[
         "segments": segments,
         "bias": "bias" in operands,
         "soft_cap_or_dropout": bool(spec.logits_soft_cap or spec.dropout_threshold),
-        "mask_matrices": math.prod(mask.shape[:-2]) if mask is not None else 0,
-        "mask_rows": mask.shape[-2] if mask is not None else 0,
+        **mask_sizes,
         "value_matrices": math.prod(operands["value"].shape[:-3]) * kv_heads,
     }
 
@@ -120,29 +126,37 @@ def _decode(widest: int) -> int:
 
 
 def _cuda_backward(
-    *, batch, q_len, kv_len, heads, head_dim, value_dim, segments, deterministic, distances
-) -> Size:
+    *, batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim, segments, deterministic,
+    distances, banded, mask_matrices, mask_rows,
+) -> Size:  # fmt: skip
     """cuda/plan/backward_workspace.h, of which every part is aligned."""
-    heads, widest = batch * heads, -(-max(head_dim, value_dim) // 64) * 64
-    size = 8 * 256
+    del banded  # at most as if keys were shared
+    heads, kv_heads = batch * heads, batch * kv_heads
+    widest = -(-max(head_dim, value_dim) // 64) * 64
+    size = 10 * 256
     if segments:
         size += _segment_spans(batch, q_len, kv_len)
     size += 2 * 4 * (heads * (q_len + 127) + 128)  # lse and delta
     sums = 2 if deterministic and widest <= 64 else 1
     size += sums * 4 * heads * (q_len + 8) * head_dim
-    size += 4 * (2 * heads + 521)  # counters
+    size += 4 * (2 * heads + 257)  # counters
     if deterministic:
         size += 4 * (heads * (q_len // 32 + 4) + 1)
     if distances:  # sums along diagonals
         size += 4 * heads * 128 * (q_len // 64 + kv_len // 64 + 1)
-    if not deterministic and widest <= 128:  # of blocks of keys that several thread blocks divide
-        size += 4 * 132 * 128 * 2 * widest
+    if widest <= 128:  # a mask as bits
+        size += mask_matrices * (mask_rows // 64 + 1) * (kv_len // 16 + 1) * 128
+    if not deterministic and widest <= 128:  # dK and dV of divided blocks of keys, and counters
+        size += 132 * (4 * 128 * 2 * widest + 16)
+        size += kv_heads * (kv_len // 128 + 1) * 16
+        size += 4 * heads * q_len * head_dim  # at most: where the heads of a group share keys
     return size
 
 
 def _segment_spans(batch: Size, q_len: Size, kv_len: Size) -> Size:
     """cuda/plan/segment_spans.h."""
-    return 8 * (batch * (q_len // 32 + kv_len // 32 + 8) + 1)
+    spans = batch * (q_len // 32 + kv_len // 32 + 8)
+    return 8 * (spans + 2) + 4 * 32 * spans  # and copies of the ids
 
 
 BOUNDS: dict[str, Callable[..., Size]] = {

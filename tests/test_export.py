@@ -268,15 +268,19 @@ def workspace_question(rng, name):
     }
     flag = lambda: bool(rng.integers(2))  # noqa: E731
     dtype = str(rng.choice(["bfloat16", "float16"]))
+    mask = int(rng.choice([0, 1, sizes["batch"], sizes["batch"] * sizes["heads"]]))
+    mask_sizes = {
+        "mask_matrices": mask,
+        "mask_rows": int(rng.choice([1, sizes["q_len"]])) if mask else 0,
+    }
     if name == "host_backward_workspace_bytes":
         return {**sizes, "kv_heads": kv_heads, "distance_floats": int(rng.choice([0, 1, 258]))}
     if name == "cuda_backward_workspace_bytes":
-        return {**sizes, "segments": flag(), "deterministic": flag(), "distances": flag()}
-    mask = int(rng.choice([0, 1, sizes["batch"], sizes["batch"] * sizes["heads"]]))
+        flags = {"segments": flag(), "deterministic": flag(), "distances": flag()}
+        return {**sizes, "kv_heads": kv_heads, "banded": flag(), **flags, **mask_sizes}
     return {
         **sizes, "kv_heads": kv_heads, "dtype": dtype, "segments": flag(), "bias": flag(),
-        "soft_cap_or_dropout": flag(), "mask_matrices": mask,
-        "mask_rows": int(rng.choice([1, sizes["q_len"]])) if mask else 0,
+        "soft_cap_or_dropout": flag(), **mask_sizes,
         "value_matrices": sizes["batch"] * kv_heads,
     }  # fmt: skip
 

@@ -164,19 +164,22 @@ def test_workspace_for_values_in_float16(changed, copied):
     assert (values <= bytes_needed < 1.1 * values) if copied else bytes_needed < 0.1 * values
 
 
-def backward_workspace(shape, value_dim, *, segments=False, deterministic=False):
+def backward_workspace(
+    shape, value_dim, *, kv_heads=None, segments=False, deterministic=False, banded=False
+):
     """What is planned for (B, T, S, N, H); and sums of dQ and the rest, as docs/guide/memory.md."""
     batch, q_len, kv_len, heads, head_dim = shape
     planned = ffi.native.cuda_backward_workspace_bytes(
-        batch=batch, q_len=q_len, kv_len=kv_len, heads=heads, head_dim=head_dim,
-        value_dim=value_dim, segments=segments, deterministic=deterministic,
-        distances=False,
+        batch=batch, q_len=q_len, kv_len=kv_len, heads=heads, kv_heads=kv_heads or heads,
+        head_dim=head_dim, value_dim=value_dim, segments=segments, deterministic=deterministic,
+        distances=False, banded=banded, mask_matrices=0, mask_rows=0,
     )  # fmt: skip
 
     def multiple(size, of):
         return -(-size // of) * of
 
     widest = max(head_dim, value_dim)
+    widest_instance = multiple(widest, 64)
     sums = 4 * batch * heads * head_dim * (q_len + min(q_len % 16, 8))
     if deterministic and widest <= 64 and q_len > 128:
         sums *= 2
@@ -185,8 +188,11 @@ def backward_workspace(shape, value_dim, *, segments=False, deterministic=False)
         rest += 16 * batch * heads * -(-q_len // 128)
     elif widest <= 128:
         rest += 17.4e6
+        if kv_heads and kv_heads < heads:  # dK and dV of a group's query heads, and counters
+            rest += min(sums, 4 * batch * kv_heads * multiple(kv_len, 128) * 2 * widest_instance)
+            rest += batch * kv_heads * multiple(kv_len, 128) / 8
     if segments:
-        rest += 8 * batch * (multiple(q_len, 128) + multiple(kv_len, 128)) // 32
+        rest += (4 + 8 / 32) * batch * (multiple(q_len, 128) + multiple(kv_len, 128))
     return planned, sums, rest
 
 
@@ -231,9 +237,14 @@ def test_backward_workspace_is_what_the_readme_states():
         batch, q_len, kv_len, heads = (int(2 ** rng.uniform(0, 11)) for _ in range(4))
         head_dim, value_dim = (8 * int(rng.integers(1, 33)) for _ in range(2))
         segments, deterministic = (bool(rng.integers(2)) for _ in range(2))
+        kv_heads = heads
+        while kv_heads % 2 == 0 and rng.integers(2):
+            kv_heads //= 2
         planned, sums, rest = backward_workspace(
             (batch, q_len, kv_len, heads, head_dim),
             value_dim,
+            kv_heads=kv_heads,
+            banded=bool(rng.integers(2)),
             segments=segments,
             deterministic=deterministic,
         )

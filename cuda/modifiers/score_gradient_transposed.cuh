@@ -8,6 +8,7 @@
 #include "modifiers/logits.cuh"
 #include "modifiers/scores_transposed.cuh"
 #include "params.h"
+#include "plan/modifiers.h"
 #include "ptx/math.cuh"
 #include "ptx/shared.cuh"
 #include "tile/band.cuh"
@@ -40,13 +41,16 @@ struct ColumnsInRegisters {
 
 // Handles the fragments whose element [0, 0] is (key0, row0) of one batch and query head, 16 keys
 // by 8 kN queries. `lse_smem` and `delta_smem` begin at query row0. With kScaled, dS is multiplied
-// by the scale, and delta has been multiplied by it already, unless kGeneral.
-template <bool kGeneral, int kN, bool kManyRegisters = false, bool kScaled = false>
+// by the scale, and delta has been multiplied by it already, unless there are kModifiers: those
+// that are applied here, as far as the call has them.
+template <uint32_t kModifiers, int kN, bool kManyRegisters = false, bool kScaled = false>
 struct TransposedGradient {
+  static constexpr bool kGeneral = kModifiers != kNoModifier;
+
   const Forward& params;
   const BatchIndex& batch;
   int32_t head, key0, row0;
-  bool has_mask_bits = false;  // if so, mask_bits holds those of sm90's TransposedMask
+  bool has_mask_bits = false;  // if so, mask_bits are those of sm90's TransposedMask
   uint32_t mask_bits = 0;
 
   // Sets elements that are not allowed to -inf; if kGeneral, turns products into logits. `slopes`
@@ -54,8 +58,8 @@ struct TransposedGradient {
   __device__ __forceinline__ void mask(float (&scores)[kN][4], const Band& band,
                                        CapSlopes<kN>* slopes = nullptr) const {
     if constexpr (kGeneral) {
-      modify_transposed<kManyRegisters>(scores, modifiers(), band, key0, row0,
-                                        has_mask_bits ? &mask_bits : nullptr, slopes);
+      modify_transposed<kManyRegisters, kModifiers>(scores, modifiers(), band, key0, row0,
+                                                    has_mask_bits ? &mask_bits : nullptr, slopes);
       // Rows past the end have modifiers as well, perhaps NaN.
       const int32_t row1 = row0 + 8 * kN;
       if (row1 <= band.q_len && band.all_allowed(row0, row1, key0, key0 + 16)) return;
@@ -81,28 +85,33 @@ struct TransposedGradient {
   template <typename Columns>
   __device__ __forceinline__ void probabilities(float (&scores)[kN][4], const Columns& columns,
                                                 const float* lse_smem, float to_log2) const {
-    if constexpr (kGeneral) {
-      if (in_natural_units(params)) return natural_probabilities(scores, columns, lse_smem);
-    }
+    if constexpr (kModifiers == kBias) {
+      natural_probabilities(scores, columns, lse_smem);
+    } else {
+      if constexpr (kGeneral) {
+        if (in_natural_units(params)) return natural_probabilities(scores, columns, lse_smem);
+      }
 #pragma unroll
-    for (int n = 0; n < kN; ++n) {
-      const float2 lse = columns(n);
+      for (int n = 0; n < kN; ++n) {
+        const float2 lse = columns(n);
 #pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        scores[n][e] = ptx::ex2_approx_ftz(
-            fmaf(scores[n][e], kGeneral ? 1.0f : to_log2, e % 2 ? -lse.y : -lse.x));
+        for (int e = 0; e < 4; ++e) {
+          scores[n][e] = ptx::ex2_approx_ftz(
+              fmaf(scores[n][e], kGeneral ? 1.0f : to_log2, e % 2 ? -lse.y : -lse.x));
+        }
       }
     }
   }
 
-  // Turns dP into dS = P (dP - delta). An element that is not allowed has P = 0 and, in general
-  // calls, dS = 0 whatever dP is.
+  // Turns dP into dS = P (dP - delta). An element that is not allowed has P = 0 and, with kForbids,
+  // dS = 0 whatever dP is.
+  template <bool kForbids = kGeneral>
   __device__ __forceinline__ void finish(const float (&p)[kN][4], float (&dp)[kN][4],
                                          const float* lse_smem, const float* delta_smem,
                                          const uint32_t (&kept)[2][(kN + 15) / 16],
                                          const CapSlopes<kN>* slopes = nullptr) const {
     const Options& options = params.options;
-    if constexpr (kGeneral) drop(dp, kept);
+    if constexpr ((kModifiers & kDropout) != 0) drop(dp, kept);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       float2 delta = ColumnsInShared(delta_smem)(n);
@@ -115,10 +124,10 @@ struct TransposedGradient {
         const float ds =
             p[n][e] * (kScaled ? fmaf(dp[n][e], options.scale, e % 2 ? -delta.y : -delta.x)
                                : dp[n][e] - (e % 2 ? delta.y : delta.x));
-        dp[n][e] = kGeneral && p[n][e] == 0.0f ? 0.0f : ds;
+        dp[n][e] = kForbids && p[n][e] == 0.0f ? 0.0f : ds;
       }
     }
-    if (!kGeneral || options.logits_soft_cap <= 0.0f) return;
+    if ((kModifiers & kSoftCap) == 0 || options.logits_soft_cap <= 0.0f) return;
     if (slopes != nullptr) return slopes->multiply(p, dp);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
@@ -150,7 +159,7 @@ struct TransposedGradient {
 
   // Finds which elements dropout keeps. Called by whole warps; key0 is a multiple of 16.
   __device__ __forceinline__ void draw(uint32_t (&kept)[2][(kN + 15) / 16]) const {
-    const bool drops = kGeneral && params.options.dropout_threshold != 0;
+    const bool drops = (kModifiers & kDropout) != 0 && params.options.dropout_threshold != 0;
 #pragma unroll
     for (int i = 0; i < (kN + 15) / 16; ++i) kept[0][i] = kept[1][i] = drops ? 0 : 0xffffffff;
     if (!drops) return;

@@ -90,6 +90,7 @@ __global__ void __launch_bounds__(kThreads)
   const SegmentSpan span = {__reduce_min_sync(0xffffffff, valid ? id : INT32_MAX),
                             __reduce_max_sync(0xffffffff, valid ? id : INT32_MIN)};
   if (threadIdx.x % 32 == 0) (is_query ? spans.query : spans.key)[index] = span;
+  (is_query ? spans.query_ids : spans.key_ids)[index * kSegmentBlock + threadIdx.x % 32] = id;
 }
 
 // Sets elements of other segments to -inf. The ids of one batch begin at the offsets.
@@ -132,6 +133,24 @@ __device__ __forceinline__ void apply_segments_transposed(float (&scores)[kN][4]
                             [&](int n, int half, int32_t a, int32_t b) {
                               forbid_pair(scores, n, half, a != ids[half], b != ids[half]);
                             });
+}
+
+// Does so given copies of the ids (SegmentSpans): `query_ids` points to that of query row0, `ids`
+// holds those of the thread's two keys.
+template <int kN>
+__device__ __forceinline__ void separate_transposed(float (&scores)[kN][4],
+                                                    const int32_t* query_ids,
+                                                    const int32_t (&ids)[2]) {
+  const int2* pairs = reinterpret_cast<const int2*>(query_ids + fragment_col(0, 0));
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    const int2 of_rows = pairs[n * 4];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (of_rows.x != ids[half]) scores[n][2 * half] = minus_infinity();
+      if (of_rows.y != ids[half]) scores[n][2 * half + 1] = minus_infinity();
+    }
+  }
 }
 
 }  // namespace jax_flash

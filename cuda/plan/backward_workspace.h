@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "params.h"
+#include "plan/mask_matrices.h"
 #include "plan/segment_spans.h"
 
 namespace jax_flash {
@@ -24,9 +25,10 @@ inline constexpr int kDistanceBlock = 64, kDistanceSums = 2 * kDistanceBlock;
 
 inline constexpr int kMaxPersistentBlocks = 256;  // blocks that have a counter of their own
 
-// Limits for thread blocks that divide blocks of keys (sm90/backward/split.cuh): there are at most
-// this many of them, up to this head dim.
+// Limits for thread blocks that divide blocks of keys (sm90/backward/split.cuh): of one head, there
+// are at most this many of them, up to this head dim. Two consumers add to the sums of a block.
 inline constexpr int kSplitBlocks = 132, kSplitKeys = 128, kSplitHeadDim = 128;
+inline constexpr int kSplitConsumers = 2;
 
 // Returns the number of rows for which a head's sums for dquery have room. Lane l of a warp holds
 // elements of rows l / 4 and l / 4 + 8 of 16, contiguously. If up to 8 rows are left at the end,
@@ -58,6 +60,59 @@ static_assert([] {
   return true;
 }());
 
+// Says what a call has, as far as its workspace depends on it.
+struct BackwardFeatures {
+  bool segments = false, deterministic = false;
+  bool distances = false;     // the gradient of slopes or of a relative bias is wanted
+  bool banded = false;        // causal, or with a window
+  int64_t mask_matrices = 0;  // the product of the mask's batch axes and heads
+  int32_t mask_rows = 0;      // T, or 1
+  bool sm90 = true;           // false for the kernels of sm_80, which need less
+
+  static BackwardFeatures of(const Backward& params) {
+    const Options& options = params.options;
+    BackwardFeatures features;
+    features.segments = bool{params.query_segment_ids};
+    features.deterministic = options.deterministic;
+    features.distances = distance_floats(params) > 0;
+    features.banded = options.is_causal || options.window_left >= 0 || options.window_right >= 0;
+    const sm90::MaskMatrices mask(params.shape, params.mask);
+    features.mask_matrices = params.mask ? mask.matrices() : 0;
+    features.mask_rows = mask.rows;
+    return features;
+  }
+};
+
+// Returns how many query heads a block of keys visits on sm_90, up to kSplitHeadDim: all of its
+// group, or one or two. If not all, the blocks of a group add up their dK and dV, in sums that take
+// at most as much memory as those for dquery.
+//
+// There are then enough blocks for all multiprocessors even with few key heads. And under a causal
+// mask, whose blocks differ in length, blocks of whole groups drift apart, until those that run
+// together read more query heads than L2 holds. Chosen by measurement: TUNING_backward.md.
+inline int32_t heads_of_key_block(const Shape& shape, int64_t widest,
+                                  const BackwardFeatures& features) {
+  constexpr int64_t kLeastRows = 512, kBlocks = kSplitBlocks, kCacheBytes = int64_t{40} << 20;
+  const int64_t group = shape.heads / std::max(shape.kv_heads, 1);
+  const int64_t tiles = (int64_t{shape.kv_len} + kSplitKeys - 1) / kSplitKeys;
+  const int64_t row_bytes = 8 * widest;  // of Q, dO and the sums for dquery
+  const bool fits = int64_t{2} * shape.kv_heads * shape.kv_len * widest <=
+                    int64_t{shape.heads} * shape.q_len * shape.head_dim;
+  if (!features.sm90 || features.deterministic || widest > kSplitHeadDim || group <= 1 ||
+      tiles <= 0 || shape.q_len < kLeastRows || !fits) {
+    return static_cast<int32_t>(group);
+  }
+  const auto blocks = [&](int64_t heads) { return tiles * shape.batch * (shape.heads / heads); };
+  if (!features.banded) {
+    return static_cast<int32_t>(5 * blocks(group) < 4 * kBlocks ? 1 : group);
+  }
+  const int64_t running = std::min(kBlocks / tiles + 1, shape.batch * shape.kv_heads);
+  if (blocks(group) >= 2 * kBlocks && running * group * shape.q_len * row_bytes <= kCacheBytes) {
+    return static_cast<int32_t>(group);
+  }
+  return group % 2 == 0 && 10 * blocks(2) >= 18 * kBlocks ? 2 : 1;
+}
+
 struct BackwardWorkspace {
   SegmentSpans spans;  // pointers are null without segment ids
   // [batch, N, rows]: lse / ln 2, +inf for rows that attend to nothing and for those beyond T; and
@@ -80,10 +135,16 @@ struct BackwardWorkspace {
   int32_t* ticket;
   // Counters of the persistent blocks of sm_90: see sm90/backward/plan.cuh.
   int32_t* counters;
-  // dK and dV of parts of blocks of keys: [at most kSplitBlocks, kSplitKeys, 2, head dim of the
+  // dK and dV of divided blocks of keys: [at most kSplitBlocks, kSplitKeys, 2, head dim of the
   // instance] in fragment order, or null. With a mask: sm90/backward/mask.cuh.
   float* split_sums;
   int64_t split_sums_bytes;
+  // The same for blocks that query heads share: [batch, K, blocks of kSplitKeys keys, ...], or
+  // null.
+  float* group_sums;
+  int32_t heads_of_key_block;
+  // A mask as bits (sm90/backward/mask.cuh), or null.
+  uint32_t* mask_words;
   // [batch, N, diagonals of tiles, kDistanceSums]: sums of dS along diagonals, or null. See
   // modifiers/distance_gradient.cuh.
   float* diagonals;
@@ -101,16 +162,23 @@ struct BackwardWorkspace {
   }
   static int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-  // An upper bound: the caller that asks for the size does not know the number of key heads.
-  static int64_t counter_words(const Shape& shape) {
-    return 1 + 2 * shape.batch * shape.heads + kMaxPersistentBlocks + 2 * kSplitBlocks;
+  // Return the number of parts of a mask that have words of their own.
+  static int64_t mask_row_groups(int64_t rows) { return tiles(rows, 64); }
+  static int64_t mask_key_groups(const Shape& shape) { return tiles(shape.kv_len, 16); }
+  // Returns the number of blocks of keys that have sums in group_sums.
+  static int64_t shared_key_blocks(const Shape& shape) {
+    return shape.batch * shape.kv_heads * tiles(shape.kv_len, kSplitKeys);
+  }
+  int64_t counter_words(const Shape& shape) const {
+    const int64_t sums = group_sums ? shared_key_blocks(shape) : int64_t{kSplitBlocks};
+    return 1 + 2 * shape.batch * shape.heads + kMaxPersistentBlocks + 2 * kSplitConsumers * sums;
   }
 
   // Sets the pointers from `base` on and returns the size in bytes; base may be null. `widest` is
-  // the instance's head dim, which is at least head_dim and value_dim. `distances`: whether the
-  // gradient of slopes or of a relative bias is wanted.
-  static int64_t plan(const Shape& shape, int64_t widest, bool segments, bool deterministic,
-                      bool distances, void* base, BackwardWorkspace& workspace) {
+  // the instance's head dim, which is at least head_dim and value_dim.
+  static int64_t plan(const Shape& shape, int64_t widest, const BackwardFeatures& features,
+                      void* base, BackwardWorkspace& workspace) {
+    const bool deterministic = features.deterministic;
     uint8_t* const start = static_cast<uint8_t*>(base);
     int64_t offset = 0;
     const auto take = [&](int64_t bytes) {
@@ -123,7 +191,7 @@ struct BackwardWorkspace {
     workspace.rows = static_cast<int32_t>(tiles(shape.q_len, multiple) * multiple);
     workspace.dquery_rows = static_cast<int32_t>(dquery_rows_of(int64_t{shape.q_len}));
     workspace.spans = {};
-    if (segments) {
+    if (features.segments) {
       workspace.spans = SegmentSpans::at(shape, take(SegmentSpans::bytes(shape)));
     }
     workspace.padding = heads * workspace.rows;
@@ -137,7 +205,14 @@ struct BackwardWorkspace {
       workspace.odd_dquery = reinterpret_cast<float*>(take(dquery_bytes));
       workspace.flags = static_cast<int32_t>(4 * tiles(shape.q_len, 128));
     }
-    workspace.counters = reinterpret_cast<int32_t*>(take(counter_words(shape) * 4));
+    workspace.heads_of_key_block = jax_flash::heads_of_key_block(shape, widest, features);
+    const bool shares = workspace.heads_of_key_block * shape.kv_heads < shape.heads;
+    workspace.group_sums = nullptr;
+    if (shares) {
+      const int64_t bytes = shared_key_blocks(shape) * kSplitKeys * 2 * widest * 4;
+      workspace.group_sums = reinterpret_cast<float*>(take(bytes));
+    }
+    workspace.counters = reinterpret_cast<int32_t*>(take(workspace.counter_words(shape) * 4));
     workspace.split_sums = nullptr;
     workspace.split_sums_bytes = 0;
     if (!deterministic && widest <= kSplitHeadDim) {
@@ -146,8 +221,14 @@ struct BackwardWorkspace {
           std::min<int64_t>(kSplitBlocks, pairs) * kSplitKeys * 2 * widest * 4;
       workspace.split_sums = reinterpret_cast<float*>(take(workspace.split_sums_bytes));
     }
+    workspace.mask_words = nullptr;
+    if (features.sm90 && features.mask_matrices > 0 && widest <= kSplitHeadDim) {
+      workspace.mask_words = reinterpret_cast<uint32_t*>(
+          take(features.mask_matrices * mask_row_groups(features.mask_rows) *
+               mask_key_groups(shape) * 128));
+    }
     workspace.diagonals = nullptr;
-    if (distances) {
+    if (features.distances) {
       const int64_t bytes = heads * tile_diagonals(shape) * kDistanceSums * 4;
       workspace.diagonals = reinterpret_cast<float*>(take(bytes));
     }

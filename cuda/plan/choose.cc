@@ -279,9 +279,17 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
   if (choice.family == 80) {
     choose_smem_class(params.shape, params.options, device, true, choice);
   } else if (choice.head_dim <= 128) {
-    choice.slopes =
-        modifiers_of(params) == kDistance && !params.relative_bias && !params.options.deterministic;
-    choice.name = choice.slopes ? "one kernel, ALiBi" : "one kernel";
+    const uint32_t modifiers = modifiers_of(params);
+    for (const auto& [modifier, name] : {std::pair{kSegments, "one kernel, segments"},
+                                         {kSoftCap, "one kernel, soft cap"},
+                                         {kMask, "one kernel, mask"},
+                                         {kBias, "one kernel, bias"},
+                                         {kDistance, "one kernel, ALiBi"}}) {
+      if (modifiers != modifier || params.options.deterministic || params.relative_bias) continue;
+      choice.only = modifier;
+      choice.name = name;
+    }
+    if (choice.only == kNoModifier) choice.name = "one kernel";
     choice.reason = "dK and dV of 128 keys fit the registers of a block";
     choice.queries = choice.head_dim <= 64 ? 128 : 64;
     choice.keys = 128;
@@ -319,13 +327,11 @@ int64_t forward_workspace_bytes(const Forward& params) {
   return forward_workspace_bytes(shape, params.query.dtype, features);
 }
 
-int64_t backward_workspace_bytes(const Shape& shape, bool segments, bool deterministic,
-                                 bool distances) {
+int64_t backward_workspace_bytes(const Shape& shape, const BackwardFeatures& features) {
   // No instance has a head dim above the next multiple of 64.
   const int64_t head_dim = (std::max(shape.head_dim, shape.value_dim) + 63) / 64 * 64;
   BackwardWorkspace workspace;
-  return BackwardWorkspace::plan(shape, head_dim, segments, deterministic, distances, nullptr,
-                                 workspace);
+  return BackwardWorkspace::plan(shape, head_dim, features, nullptr, workspace);
 }
 
 }  // namespace jax_flash

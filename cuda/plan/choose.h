@@ -8,6 +8,8 @@
 #include <functional>
 
 #include "params.h"
+#include "plan/backward_workspace.h"
+#include "plan/modifiers.h"
 #include "plan/recipes.h"
 #include "status.h"
 
@@ -30,7 +32,7 @@ struct Choice {
   int32_t head_dim = 0;                      // the instance's: the largest that it takes
   bool general = false;                      // true if it is the instance for modifiers
   int32_t row = -1;                          // index in sm90::kRecipes; sm_90, forward
-  bool slopes = false;                       // true for the kernel of slopes alone; backward
+  uint32_t only = kNoModifier;               // the one modifier that a backward kernel is made for
   SmemClass smem_class = SmemClass::kSmall;  // used by sm_80
   const char* name = "";                     // the kernel's, for explain()
   const char* reason = "";                   // one clause: why this kernel was chosen
@@ -62,8 +64,7 @@ struct ForwardFeatures {
 // that of the operands.
 int64_t forward_workspace_bytes(const Shape& shape, DType dtype, const ForwardFeatures& features);
 int64_t forward_workspace_bytes(const Forward& params);
-int64_t backward_workspace_bytes(const Shape& shape, bool segments, bool deterministic,
-                                 bool distances);
+int64_t backward_workspace_bytes(const Shape& shape, const BackwardFeatures& features);
 
 // Returns the number of query tiles of `rows` rows in a call.
 inline int64_t query_tiles(const Shape& shape, int32_t rows) {

@@ -1,7 +1,7 @@
 // Lays out the spans of segment ids: the smallest and largest id of every kSegmentBlock rows or
-// columns. They are computed on the device before the attention kernel, which then skips pairs of
-// tiles whose ranges of ids do not meet. Exact for packed sequences, whose ids do not decrease;
-// never wrong for others.
+// columns; and copies of the ids. They are computed on the device before the attention kernel,
+// which then skips pairs of tiles whose ranges of ids do not meet. Exact for packed sequences,
+// whose ids do not decrease; never wrong for others.
 #pragma once
 
 #include <cstdint>
@@ -25,21 +25,25 @@ struct SegmentSpan {
 inline constexpr int kSpansAligned = 4;
 
 // Describes the part of the workspace that holds, for each of the batch, the spans of T ids, then
-// those of S, and a counter. The counter, for blocks that take work in turn, is 0 when the spans
-// have been computed.
+// those of S, a counter, and the ids themselves, kSegmentBlock for each span. The counter, for
+// blocks that take work in turn, is 0 when the spans have been computed.
 struct SegmentSpans {
   SegmentSpan* query = nullptr;
   SegmentSpan* key = nullptr;
   int32_t* counter = nullptr;
+  int32_t* query_ids = nullptr;  // contiguous and aligned, whatever the operand is
+  int32_t* key_ids = nullptr;
   int32_t query_blocks = 0, key_blocks = 0;
 
   static int32_t blocks(int32_t length) {
     constexpr int kIds = kSegmentBlock * kSpansAligned;
     return (length / kIds + (length % kIds != 0)) * kSpansAligned;
   }
+  static constexpr int64_t kCounters = 2;  // in units of a span, which keep the ids aligned
   static int64_t bytes(const Shape& shape) {
-    return (shape.batch * (int64_t{blocks(shape.q_len)} + blocks(shape.kv_len)) + 1) *
-           static_cast<int64_t>(sizeof(SegmentSpan));
+    const int64_t spans = shape.batch * (int64_t{blocks(shape.q_len)} + blocks(shape.kv_len));
+    return (spans + kCounters) * static_cast<int64_t>(sizeof(SegmentSpan)) +
+           spans * kSegmentBlock * static_cast<int64_t>(sizeof(int32_t));
   }
   static SegmentSpans at(const Shape& shape, void* workspace) {
     SegmentSpans spans;
@@ -48,6 +52,8 @@ struct SegmentSpans {
     spans.query = static_cast<SegmentSpan*>(workspace);
     spans.key = spans.query + shape.batch * spans.query_blocks;
     spans.counter = reinterpret_cast<int32_t*>(spans.key + shape.batch * spans.key_blocks);
+    spans.query_ids = spans.counter + 2 * kCounters;
+    spans.key_ids = spans.query_ids + shape.batch * spans.query_blocks * kSegmentBlock;
     return spans;
   }
 };

@@ -120,10 +120,8 @@ ffi::Error backward_cuda(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rema
   Status status =
       read_backward(buffers_of(args), buffers_of(results), options, operands, gradients, call);
   if (status.ok()) {
-    const bool segments = bool{call.params.query_segment_ids};
     status = check_workspace(
-        call, backward_workspace_bytes(call.params.shape, segments, options.deterministic,
-                                       distance_floats(call.params) > 0));
+        call, backward_workspace_bytes(call.params.shape, BackwardFeatures::of(call.params)));
   }
   if (status.ok()) status = cuda::backward(call.params, options.family, stream);
   return to_error(status);

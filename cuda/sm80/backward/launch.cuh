@@ -50,9 +50,9 @@ Status launch_backward(const Backward& params, const Choice& choice, cudaStream_
   using SmallOrMedium = std::conditional_t<(Medium::kSmemBytes > Small::kSmemLimit), Small, Medium>;
   using LargeOrMedium = std::conditional_t<(Large::kSmemBytes > Medium::kSmemLimit), Large, Medium>;
   BackwardWorkspace workspace;
-  BackwardWorkspace::plan(params.shape, kHeadDim, bool{params.query_segment_ids},
-                          params.options.deterministic, distance_floats(params) > 0,
-                          params.workspace, workspace);
+  BackwardFeatures features = BackwardFeatures::of(params);
+  features.sm90 = false;
+  BackwardWorkspace::plan(params.shape, kHeadDim, features, params.workspace, workspace);
   Status status;
   if (params.query_segment_ids) status = launch_segment_spans(params, workspace.spans, stream);
   if (!status.ok()) return status;

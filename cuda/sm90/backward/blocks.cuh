@@ -26,34 +26,37 @@ struct BackwardBlock {
   Band band;
   QueryTileWalk walk;
   int32_t kv_head, kv_tile, batch_index;  // kv_tile is -1 after the last block
+  int32_t unit;                           // of heads: see BackwardCounters
   int32_t tile_count;
   bool ascending;  // blocks of lower keys take their turns before this one
+  AlikeRows alike;
   SplitSum sum;
 
-  // Describes the block at `place` of the schedule. Called by a whole warp. kByMask: skips the
-  // query tiles that the mask rules out.
-  template <typename Config, bool kGeneral, bool kByMask = false>
+  // Describes the block at `place` of the schedule. Called by a whole warp. kSkips: there may be
+  // segments. kByMask: skips the query tiles that the mask rules out.
+  template <typename Config, bool kSkips, bool kByMask = false>
   static __device__ __forceinline__ BackwardBlock at(const Backward& params, const BlockPlan& plan,
                                                      const TileSchedule& schedule, int32_t place,
                                                      const SegmentSpans& spans, TurnOrder order) {
-    int32_t batch_kv_head, kv_tile;
-    const int32_t section = schedule.at(place, batch_kv_head, kv_tile);
+    int32_t unit, kv_tile;
+    const int32_t section = schedule.at(place, unit, kv_tile);
     const int32_t col0 = kv_tile * Config::kBlockKv, group = plan.group;
-    const HeadIndex index = plan.kv_heads.at(batch_kv_head);
-    const int32_t batch_index = index.batch, kv_head = index.head;
+    const HeadIndex index = plan.units.at(unit);
+    const int32_t batch_index = index.batch, first_head = index.head * group;
     const BatchIndex batch = index.batch_index();
     const Band band = plan.band_of(params, batch);
-    QueryTileWalk walk{q_tiles<Config::kBlockQ>(band, col0, col0 + Config::kBlockKv),
-                       kv_head * group, kv_head * group + group};
+    QueryTileWalk walk{q_tiles<Config::kBlockQ>(band, col0, col0 + Config::kBlockKv), first_head,
+                       first_head + group};
     if (kByMask && plan.mask_rows.ranges != nullptr) {
-      walk.range = plan.mask_rows.narrow<Config::kBlockQ>(walk.range, index.batch_axes,
-                                                          kv_head * group, group, kv_tile);
+      walk.range = plan.mask_rows.narrow<Config::kBlockQ>(walk.range, index.batch_axes, first_head,
+                                                          group, kv_tile);
     }
-    if (kGeneral && spans.query && order == TurnOrder::kNone) {
-      walk.query_blocks = spans.query_blocks;
-      walk.query_spans = spans.query + int64_t{batch_index} * spans.query_blocks;
-      walk.key_span = tile_span<Config::kBlockKv>(
-          spans.key + int64_t{batch_index} * spans.key_blocks, spans.key_blocks, kv_tile);
+    AlikeRows alike;
+    if (kSkips && spans.query && order == TurnOrder::kNone) {
+      alike = walk.skip_segments<Config::kBlockQ>(
+          spans.query + int64_t{batch_index} * spans.query_blocks, spans.query_blocks,
+          tile_span<Config::kBlockKv, true>(spans.key + int64_t{batch_index} * spans.key_blocks,
+                                            spans.key_blocks, kv_tile));
     }
     const bool full = is_rectangle(band), together = order == TurnOrder::kTogether;
     walk.backward = together && !full && section % 2 != 0;
@@ -64,11 +67,13 @@ struct BackwardBlock {
     return {batch,
             band,
             walk,
-            kv_head,
+            plan.split.sharing.quotient(index.head),
             kv_tile,
             batch_index,
+            unit,
             walk.count<Config::kBlockQ>(),
             walk.backward || order == TurnOrder::kAscending,
+            alike,
             {}};
   }
   __device__ __forceinline__ void restrict_to(int32_t first, int32_t end) {
@@ -93,10 +98,11 @@ __device__ __forceinline__ void choose_blocks(const Backward& params, const Bloc
                                               const TileSchedule& schedule, TurnOrder order,
                                               const BackwardSmem<Config>& smem) {
   const bool leader = threadIdx.x % 32 == 0;
-  constexpr bool kMaySplit = !kGeneral && !kOrdered, kByMask = kGeneral && !kOrdered;
+  constexpr bool kMayShare = !kOrdered, kMaySplit = !kGeneral && !kOrdered;
+  constexpr bool kByMask = (kGeneral || Config::kHasMask) && !kOrdered;
   const int32_t blocks = schedule.tiles * schedule.total_heads;
   const auto end = static_cast<uint32_t>(kMaySplit ? plan.split.end(blocks) : blocks);
-  const BackwardCounters counters{workspace.counters, plan.ends.kv_heads};
+  const BackwardCounters counters{workspace.counters, schedule.total_heads};
   EndWarp<Config, Element, kOrdered> ends{plan.ends, workspace};
   constexpr bool kMayConvert = !kGeneral && !(kOrdered && Config::kOrderedSums > 1);
   const bool converts = kMayConvert && plan.ends.blocks > 0;
@@ -144,9 +150,11 @@ __device__ __forceinline__ void choose_blocks(const Backward& params, const Bloc
       if (takes) left = plan.split.tiles_end(place);
       place = plan.split.block_of(place, left);
     }
-    auto block = BackwardBlock::at<Config, kGeneral, kByMask>(params, plan, schedule, place,
-                                                              workspace.spans, order);
-    if constexpr (kMaySplit) divide(plan.split, static_cast<int32_t>(index), left, block);
+    auto block = BackwardBlock::at < Config, kGeneral || Config::kHasSegments,
+         kByMask > (params, plan, schedule, place, workspace.spans, order);
+    if constexpr (kMayShare) {
+      divide<kMaySplit>(plan.split, static_cast<int32_t>(index), left, block);
+    }
     ptx::mbarrier_wait_asleep(smem.block_empty(at.stage()), at.parity() ^ 1);
     if (leader) {
       smem.blocks[at.stage()] = block;

@@ -6,6 +6,7 @@
 
 #include "modifiers/score_gradient_transposed.cuh"
 #include "plan/backward_workspace.h"
+#include "plan/modifiers.h"
 #include "sm90/ring.cuh"
 #include "tile/smem_tile.cuh"
 
@@ -34,10 +35,16 @@ namespace jax_flash::sm90 {
 inline constexpr int kBackwardSmemLimit = 227 * 1024;
 
 // Configures the kernel for head dims up to 128. A block owns kBlockKv keys and values, 64 for each
-// consumer warpgroup, and keeps their dK and dV in registers.
-template <int kHeadDimension, bool kGeneral, bool kHasSlopes = false>
+// consumer warpgroup, and keeps their dK and dV in registers. kOnly: the only modifier, if there is
+// one and the kernel is made for it.
+template <int kHeadDimension, bool kGeneral, uint32_t kOnly = kNoModifier>
 struct BackwardConfig {
-  static constexpr bool kSlopes = kHasSlopes;  // ALiBi, and nothing else
+  static constexpr uint32_t kModifier = kOnly;
+  static constexpr bool kHasSlopes = kOnly == kDistance;  // ALiBi
+  static constexpr bool kHasSegments = kOnly == kSegments;
+  static constexpr bool kHasSoftCap = kOnly == kSoftCap;
+  static constexpr bool kHasMask = kOnly == kMask;
+  static constexpr bool kHasBias = kOnly == kBias;
   static constexpr int kHeadDim = kHeadDimension;
   static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128);
   static constexpr int kConsumers = 2;  // warpgroups

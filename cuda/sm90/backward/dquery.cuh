@@ -81,8 +81,8 @@ template <bool kOrdered, typename Config>
 __device__ __forceinline__ void add_dquery(const Backward& params,
                                            const BackwardWorkspace& workspace,
                                            const BackwardSmem<Config>& smem, const BlockPlan& plan,
-                                           int32_t key_tiles, const BackwardBlock& block, int group,
-                                           StagePair& next) {
+                                           int32_t key_tiles, int32_t total_units,
+                                           const BackwardBlock& block, int group, StagePair& next) {
   const int lane = threadIdx.x % 32, count = block.tile_count;
   const bool leader = lane == 0;
   const QueryTileWalk& walk = block.walk;
@@ -100,10 +100,9 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
   HeadTile cursor = walk.begin();
   DqueryTile tiles;   // this lane's tile of 32
   int32_t turn = -1;  // value when last read
-  const BackwardCounters counters{workspace.counters, plan.ends.kv_heads};
-  const int32_t kv_head = block.batch_index * params.shape.kv_heads + block.kv_head;
-  if (!kOrdered && leader && kv_head >= plan.zeros.first_head) {
-    while (ptx::ld_acquire(counters.zeroed(kv_head)) != key_tiles) continue;
+  const BackwardCounters counters{workspace.counters, total_units};
+  if (!kOrdered && leader && block.unit >= plan.zeros.first_unit) {
+    while (ptx::ld_acquire(counters.zeroed(block.unit)) != key_tiles) continue;
     ptx::fence_proxy_async_global();
   }
   for (int32_t index = 0; index < count; ++index, next.advance()) {
@@ -153,7 +152,7 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
   }
   if (leader && plan.ends.blocks > 0) {
     ptx::cp_async_bulk_wait_group<0>();
-    ptx::red_release_add(counters.added(kv_head), plan.split.chunks > 0 ? count : 1);
+    ptx::red_release_add(counters.added(block.unit), plan.split.chunks > 0 ? count : 1);
   }
 }
 

@@ -27,18 +27,19 @@ namespace jax_flash::sm90 {
 inline constexpr int kEdgeThreads = 256;
 inline constexpr int kSpreadSmemBytes = 100 * 1024;  // two such blocks fit on a multiprocessor
 
-// Zeroes what the main kernels add to, for kEdgeRows rows. The first block also zeroes the counters
-// and writes the lse and delta that stand for rows beyond the last. Called by all threads.
+// Zeroes what the main kernels add to, for kEdgeRows rows, and some of the counters. The first
+// block also writes the lse and delta that stand for rows beyond the last. Called by all threads.
 __device__ __forceinline__ void write_zeros(const BackwardEdgePlan& plan, int32_t batch_head,
                                             int32_t row0) {
   const BackwardWorkspace& workspace = plan.workspace;
   const int thread = threadIdx.x;
-  if (blockIdx.x == 0) {
-    for (int i = thread; i < plan.counters; i += kEdgeThreads) workspace.counters[i] = 0;
-    if (thread < kMaxBlockQ) {
-      workspace.lse_log2[workspace.padding + thread] = -minus_infinity();
-      workspace.delta[workspace.padding + thread] = 0.0f;
-    }
+  for (int64_t i = int64_t{blockIdx.x} * kEdgeThreads + thread; i < plan.counters;
+       i += int64_t{gridDim.x} * kEdgeThreads) {
+    workspace.counters[i] = 0;
+  }
+  if (blockIdx.x == 0 && thread < kMaxBlockQ) {
+    workspace.lse_log2[workspace.padding + thread] = -minus_infinity();
+    workspace.delta[workspace.padding + thread] = 0.0f;
   }
   if (workspace.turns) {             // the first block to add stores instead
     static_assert(kEdgeRows == 32);  // so that two flags a tile are enough
@@ -213,7 +214,7 @@ __global__ void __launch_bounds__(kEndThreads, 1024 / kEndThreads)
   const int32_t part = static_cast<int32_t>(blockIdx.x) / kGroups;
   const int32_t block = part % ends.blocks;
   ptx::griddepcontrol_wait();
-  const BackwardCounters counters{plan.workspace.counters, ends.kv_heads};
+  const BackwardCounters counters{plan.workspace.counters, ends.units};
   const int32_t round = *counters.converted(block) + part / ends.blocks;
   for (int32_t index = round * ends.blocks + block; index < ends.tiles;
        index += kRestBlocks * ends.blocks) {

@@ -13,19 +13,19 @@
 
 namespace jax_flash::sm90 {
 
-// Writes share `share` of a head's zeros, by one warp; see ZeroPlan.
+// Writes share `share` of a unit's zeros, by one warp; see ZeroPlan.
 __device__ __forceinline__ void write_zeros(const BackwardCounters& counters, const ZeroPlan& zeros,
-                                            float* sums, int32_t kv_head, int32_t share) {
-  if (kv_head < zeros.first_head) return;
-  const int32_t first = share * zeros.share, end = min(first + zeros.share, zeros.of_head);
-  float4* place = reinterpret_cast<float4*>(sums) +
-                  (int64_t{kv_head} * zeros.of_head + first) * 32 + threadIdx.x % 32;
+                                            float* sums, int32_t unit, int32_t share) {
+  if (unit < zeros.first_unit) return;
+  const int32_t first = share * zeros.share, end = min(first + zeros.share, zeros.of_unit);
+  float4* place = reinterpret_cast<float4*>(sums) + (int64_t{unit} * zeros.of_unit + first) * 32 +
+                  threadIdx.x % 32;
 #pragma unroll 8
   for (int32_t i = first; i < end; ++i, place += 32) {
     *place = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
   __syncwarp();
-  if (threadIdx.x % 32 == 0) ptx::red_release_add(counters.zeroed(kv_head), 1);
+  if (threadIdx.x % 32 == 0) ptx::red_release_add(counters.zeroed(unit), 1);
 }
 
 // Converts every gridDim.x-th tile of 64 query rows, while all key blocks have added to the tile's
@@ -41,15 +41,15 @@ struct EndWarp {
   int32_t at = static_cast<int32_t>(blockIdx.x) * kStrips;
 
   __device__ __forceinline__ BackwardCounters counters() const {
-    return {workspace.counters, plan.kv_heads};
+    return {workspace.counters, plan.units};
   }
   __device__ __forceinline__ bool ready() const {
     if (at >= plan.tiles * kStrips) return false;
     if (at % kStrips != 0) return true;
     int32_t additions = 0;
     if (threadIdx.x % 32 == 0) {
-      const int32_t kv_head = plan.tiles_of_group.quotient(at / kStrips);
-      additions = ptx::ld_relaxed(counters().added(kv_head));
+      const int32_t unit = plan.tiles_of_unit.quotient(at / kStrips);
+      additions = ptx::ld_relaxed(counters().added(unit));
     }
     if (__shfl_sync(0xffffffff, additions, 0) != plan.additions) return false;
     ptx::fence_acquire();

@@ -7,6 +7,7 @@
 
 #include <cstdint>
 #include <string>
+#include <type_traits>
 
 #include "modifiers/kernels.h"
 #include "params.h"
@@ -28,6 +29,8 @@ namespace jax_flash::sm90 {
 template <typename Config, typename Element, bool kGeneral>
 Status launch_backward_config(const Backward& params, const BackwardWorkspace& workspace,
                               cudaStream_t stream) {
+  // Kernels for one modifier do not take turns.
+  constexpr bool kOnly = Config::kModifier != kNoModifier;
   const Shape& shape = params.shape;
   BackwardMaps maps;
   Status status = make_backward_maps(params, Config::kBlockQ, Config::kBlockKv, maps);
@@ -36,18 +39,23 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
   int sms = 0;
   if (status.ok()) status = multiprocessors(sms);
   if (!status.ok()) return status;
-  KeyBlocks blocks = divide_keys<Config>(params, workspace.turns != nullptr, sms);
+  const int32_t heads_of_unit = workspace.heads_of_key_block;
+  KeyBlocks blocks = divide_keys<Config>(params, heads_of_unit, workspace.turns != nullptr, sms);
   const ZeroPlan zeros = plan_zeros<Config>(shape, workspace, blocks);
-  GradientScales scales = gradient_scales<Element, kGeneral>(params.options);
-  scales.shifts_lse = Config::kSlopes;
-  EndPlan ends = plan_ends(params, scales, blocks,
+  GradientScales scales = gradient_scales < Element,
+                 kGeneral || Config::kHasBias > (params.options);
+  scales.shifts_lse = Config::kHasSlopes;
+  EndPlan ends = plan_ends(params, scales, blocks, heads_of_unit,
                            !kGeneral && !(workspace.turns && Config::kOrderedSums > 1));
-  SplitPlan split;
-  if (!kGeneral) split = plan_split<Config>(params, workspace, sms, blocks, ends);
+  const SplitPlan split =
+      plan_split<Config>(params, workspace, sms, blocks, ends,
+                         !kGeneral && !Config::kHasSegments && !Config::kHasMask);
   MaskRows mask_rows;
-  if constexpr (kGeneral) {
+  TransposedMaskWords mask_words;
+  if constexpr (kGeneral || Config::kHasMask) {
     static_assert(Config::kBlockKv == MaskRows::kKeys);
-    if (blocks.order == TurnOrder::kNone) {
+    status = launch_transposed_mask_words(params, workspace, mask_words, stream);
+    if (status.ok() && blocks.order == TurnOrder::kNone) {
       status = launch_mask_rows(params, workspace, mask_rows, stream);
     }
   }
@@ -56,14 +64,15 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
   }
   if (status.ok()) {
     const auto launch = [&](auto* kernel) {
-      return launch_dependent("sm90::backward_kernel", shape, kernel, blocks.launched,
-                              Config::kThreads, Config::kSmemBytes, stream, params, maps,
-                              gradient_maps, workspace, blocks.schedule, blocks.order,
-                              BlockPlan(params, zeros, ends, split, mask_rows));
+      return launch_dependent(
+          "sm90::backward_kernel", shape, kernel, blocks.launched, Config::kThreads,
+          Config::kSmemBytes, stream, params, maps, gradient_maps, workspace, blocks.schedule,
+          blocks.order,
+          BlockPlan(params, heads_of_unit, zeros, ends, split, mask_rows, mask_words));
     };
-    if (Config::kSlopes || blocks.order == TurnOrder::kNone) {  // atomics have no order
+    if (kOnly || blocks.order == TurnOrder::kNone) {
       status = launch(backward_kernel<Config, Element, kGeneral, false>);
-    } else if constexpr (!Config::kSlopes) {
+    } else if constexpr (!kOnly) {
       status = launch(backward_kernel<Config, Element, kGeneral, true>);
     }
   }
@@ -108,7 +117,8 @@ Status launch_wide_backward(const Backward& params, const BackwardWorkspace& wor
     status = launch_dependent("sm90::backward_wide_key_kernel", shape,
                               backward_wide_key_kernel<KeyConfig, Element, kGeneral>,
                               kv_tiles_total * kv_heads, KeyConfig::kThreads, KeyConfig::kSmemBytes,
-                              stream, params, key_maps, workspace, schedule, BlockPlan(params));
+                              stream, params, key_maps, workspace, schedule,
+                              BlockPlan(params, workspace.heads_of_key_block));
   }
   if (!status.ok()) return status;
   const TileSchedule schedule =
@@ -119,37 +129,45 @@ Status launch_wide_backward(const Backward& params, const BackwardWorkspace& wor
                           stream, params, query_maps, workspace, schedule);
 }
 
-// Launches the kernel for ALiBi slopes alone. Thread blocks add to the slopes' gradient by atomics.
-template <typename Element, int kHeadDim>
-Status launch_backward_with_slopes(const Backward& params, const BackwardWorkspace& workspace,
-                                   cudaStream_t stream) {
-  if (params.dalibi_slopes) {
-    const int64_t bytes = params.shape.batch * params.shape.heads * sizeof(float);
-    const cudaError_t error = cudaMemsetAsync(params.dalibi_slopes.data, 0, bytes, stream);
-    if (error != cudaSuccess) {
-      return Status::internal(std::string("jax_flash: cannot zero the slopes' gradient: ") +
-                              cudaGetErrorString(error));
-    }
-  }
-  return launch_backward_config<BackwardConfig<kHeadDim, false, true>, Element, false>(
-      params, workspace, stream);
+// Thread blocks of the kernel for ALiBi slopes alone add to the slopes' gradient by atomics.
+inline Status zero_slopes_gradient(const Backward& params, cudaStream_t stream) {
+  if (!params.dalibi_slopes) return {};
+  const int64_t bytes = params.shape.batch * params.shape.heads * sizeof(float);
+  const cudaError_t error = cudaMemsetAsync(params.dalibi_slopes.data, 0, bytes, stream);
+  if (error == cudaSuccess) return {};
+  return Status::internal(std::string("jax_flash: cannot zero the slopes' gradient: ") +
+                          cudaGetErrorString(error));
 }
 
 // kHeadDim bounds head_dim and value_dim.
 template <typename Element, int kHeadDim, bool kGeneral>
 Status launch_backward(const Backward& params, const Choice& choice, cudaStream_t stream) {
   BackwardWorkspace workspace;
-  BackwardWorkspace::plan(params.shape, (kHeadDim + 63) / 64 * 64, bool{params.query_segment_ids},
-                          params.options.deterministic, distance_floats(params) > 0,
+  BackwardWorkspace::plan(params.shape, (kHeadDim + 63) / 64 * 64, BackwardFeatures::of(params),
                           params.workspace, workspace);
   Status status;
-  if constexpr (kGeneral && kHeadDim <= 128) {
-    if (choice.slopes) {
-      return launch_backward_with_slopes<Element, kHeadDim>(params, workspace, stream);
-    }
-  }
   if (params.query_segment_ids) status = launch_segment_spans(params, workspace.spans, stream);
   if (!status.ok()) return status;
+  if constexpr (kGeneral && kHeadDim <= 128) {
+    const auto launch = [&](auto only) {
+      return launch_backward_config<BackwardConfig<kHeadDim, false, only()>, Element, false>(
+          params, workspace, stream);
+    };
+    switch (choice.only) {
+      case kSegments: return launch(std::integral_constant<uint32_t, kSegments>{});
+      case kSoftCap: return launch(std::integral_constant<uint32_t, kSoftCap>{});
+      case kMask: return launch(std::integral_constant<uint32_t, kMask>{});
+      case kBias:
+        status = launch(std::integral_constant<uint32_t, kBias>{});
+        if (!status.ok()) return status;
+        return launch_added_gradients<Element>(params, workspace, stream);
+      case kDistance:
+        status = zero_slopes_gradient(params, stream);
+        if (!status.ok()) return status;
+        return launch(std::integral_constant<uint32_t, kDistance>{});
+      default: break;
+    }
+  }
   if constexpr (kHeadDim > 128) {
     status = launch_wide_backward<Element, kHeadDim, kGeneral>(params, workspace, stream);
   } else {

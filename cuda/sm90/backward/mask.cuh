@@ -1,5 +1,6 @@
-// Finds the query tiles that a mask lets a key tile skip, for the sm_90 backward kernels up to head
-// dim 128. A kernel before them does so once for all batches and heads that share the mask.
+// Prepares masks for the sm_90 backward kernels up to head dim 128: as bits, in the order in which
+// consumers read them, and as the query tiles that a key tile can skip. Kernels before them do so
+// once for all batches and heads that share the mask.
 #pragma once
 
 #include <cstdint>
@@ -14,6 +15,35 @@
 #include "tile/launch.cuh"
 
 namespace jax_flash::sm90 {
+
+// Points to a word for each lane of a warp, for each 16 keys and 64 rows of each [batch, heads]
+// that the mask has (TransposedMask).
+struct TransposedMaskWords : MaskMatrices {
+  const uint32_t* words = nullptr;
+  int32_t row_groups = 1, key_groups = 1;
+  int64_t batch_strides[2] = {}, head_stride = 0;
+
+  TransposedMaskWords() = default;
+  TransposedMaskWords(const Shape& shape, const Operand& mask, const uint32_t* made)
+      : MaskMatrices(shape, mask),
+        words(made),
+        row_groups(static_cast<int32_t>(BackwardWorkspace::mask_row_groups(rows))),
+        key_groups(static_cast<int32_t>(BackwardWorkspace::mask_key_groups(shape))) {
+    const int64_t matrix = int64_t{row_groups} * key_groups * 32;
+    if (heads > 1) head_stride = matrix;
+    if (batch[1] > 1) batch_strides[1] = matrix * heads;
+    if (batch[0] > 1) batch_strides[0] = matrix * heads * batch[1];
+  }
+  // Returns the lane's word for 16 keys from `key` on, which exist, and 64 rows from `row` on.
+  __device__ __forceinline__ uint32_t load(const BatchIndex& index, int32_t head, int32_t row,
+                                           int32_t key) const {
+    const int64_t matrix = index.coordinate[0] * batch_strides[0] +
+                           index.coordinate[1] * batch_strides[1] + head * head_stride;
+    const int32_t row_group = row_groups > 1 ? row / 64 : 0;
+    return __ldg(words + matrix + (int64_t{row_group} * key_groups + key / 16) * 32 +
+                 threadIdx.x % 32);
+  }
+};
 
 // Holds a range of rows for each tile of kKeys keys, of each [batch, heads] that the mask has: from
 // the first row that may attend to the tile, by the mask, to just past the last.
@@ -54,19 +84,14 @@ struct MaskRows : MaskMatrices {
   }
 };
 
-// True if the mask of every 16 keys can be read as a vector, as TransposedMask requires.
-inline bool mask_is_read_by_rows(const Forward& params) {
-  return bool{params.mask} && mask_has_vectors(params, 16);
-}
-
-// Loads the mask of a warp's 16 keys and 64 query rows, and turns it into bits in the order of
+// Loads the mask of 16 keys and 64 query rows by a warp, and turns it into bits in the order of
 // fragments whose columns are queries: element [n][2 half + e] is bit
 // 8 (half + n / 4 * 2) + n % 4 * 2 + e. Element by element this would take 32 loads of one byte.
 // Instead, a lane loads two rows, and the lanes exchange bits. Bytes are 0 or 1.
 struct TransposedMask {
   uint4 bytes[2] = {};
 
-  // `mask` points to row 0 and the warp's first key. Rows beyond the last repeat the last.
+  // `mask` points to row 0 and the first key. Rows beyond the last repeat the last.
   __device__ __forceinline__ void load(const uint8_t* mask, int64_t stride, int32_t row0,
                                        int32_t count) {
 #pragma unroll
@@ -93,7 +118,62 @@ struct TransposedMask {
     }
     return found;
   }
+  // Finds the bits element by element. Keys beyond the last are not allowed.
+  static __device__ __forceinline__ uint32_t bits_of(const uint8_t* mask, const Operand& operand,
+                                                     int32_t row0, int32_t rows, int32_t keys) {
+    const int lane = threadIdx.x % 32;
+    uint32_t found = 0;
+    for (int i = 0; i < 32; ++i) {
+      const int half = i / 8 % 2, n = i / 16 * 4 + i % 8 / 2;
+      const int32_t key = lane / 4 + 8 * half;
+      const int32_t row = min(row0 + n * 8 + lane % 4 * 2 + i % 2, rows - 1);
+      const bool allowed = key < keys && mask[row * operand.row + key * operand.col] != 0;
+      found |= (allowed ? 1u : 0u) << i;
+    }
+    return found;
+  }
 };
+
+// Computes the words of TransposedMaskWords. A warp computes those of 16 keys and 64 rows.
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads)
+    transposed_mask_words_kernel(const __grid_constant__ Operand mask,
+                                 const __grid_constant__ TransposedMaskWords made, int32_t kv_len,
+                                 bool vectors, int64_t blocks, uint32_t* words) {
+  const int64_t block = int64_t{blockIdx.x} * (kThreads / 32) + threadIdx.x / 32;
+  const int64_t rows_of_matrices = block / made.key_groups;
+  if (block >= blocks) return;
+  const auto key0 = static_cast<int32_t>(block - rows_of_matrices * made.key_groups) * 16;
+  const int64_t matrix = rows_of_matrices / made.row_groups;
+  const auto row0 = static_cast<int32_t>(rows_of_matrices - matrix * made.row_groups) * 64;
+  const int64_t batch = matrix / made.heads, head = matrix - batch * made.heads;
+  const uint8_t* data = static_cast<const uint8_t*>(mask.data) + head * mask.head +
+                        batch % made.batch[1] * mask.batch[1] +
+                        batch / made.batch[1] * mask.batch[0] + key0 * mask.col;
+  uint32_t bits;
+  if (vectors) {
+    TransposedMask bytes;
+    bytes.load(data, mask.row, row0, made.rows);
+    bits = bytes.bits();
+  } else {
+    bits = TransposedMask::bits_of(data, mask, row0, made.rows, kv_len - key0);
+  }
+  words[block * 32 + threadIdx.x % 32] = bits;
+}
+
+inline Status launch_transposed_mask_words(const Backward& params,
+                                           const BackwardWorkspace& workspace,
+                                           TransposedMaskWords& words, cudaStream_t stream) {
+  constexpr int kThreads = 256;
+  const Shape& shape = params.shape;
+  if (!params.mask) return {};
+  words = TransposedMaskWords(shape, params.mask, workspace.mask_words);
+  const int64_t blocks = words.matrices() * words.row_groups * words.key_groups;
+  return launch_kernel("sm90::transposed_mask_words_kernel", shape,
+                       transposed_mask_words_kernel<kThreads>, ceil_div(blocks, kThreads / 32),
+                       kThreads, 0, stream, params.mask, words, shape.kv_len,
+                       mask_has_vectors(params, 16), blocks, workspace.mask_words);
+}
 
 // Prefetches the same elements of a bias to L2: each lane prefetches those of two rows.
 __device__ __forceinline__ void prefetch_bias(const Forward& params, const BatchIndex& batch,

@@ -12,7 +12,8 @@
 // Thread blocks are persistent and take one key block after the other: the first that is not yet
 // taken, in an order that has long ones first. So the start of one key block overlaps the end of
 // the one before. If some thread blocks would have nothing to do, they take part of the query tiles
-// of other key blocks, and the partial dK and dV are then added up: see sm90/backward/split.cuh.
+// of other key blocks; and the query heads of a group may have key blocks of their own. The partial
+// dK and dV are then added up: see sm90/backward/split.cuh.
 //
 // Warp roles: warp 0 starts copies (TMA) of K, V and, tile by tile, of Q with lse and of dO with
 // delta. Warps 1 and 2 add dQ to the sums; in deterministic runs they also wait for the block's
@@ -58,7 +59,7 @@ __device__ __forceinline__ void begin_blocks(const Backward& params, const Backw
                                              const TileSchedule& schedule, TurnOrder order,
                                              const BlockPlan& plan,
                                              const BackwardSmem<Config>& smem) {
-  constexpr bool kByMask = kGeneral && !kOrdered;
+  constexpr bool kByMask = (kGeneral || Config::kHasMask) && !kOrdered;
   if (threadIdx.x < 32) {
     smem.init_barriers();
     if (threadIdx.x == 0) load_first_keys(params, plan, schedule, maps, smem);
@@ -75,12 +76,12 @@ __device__ __forceinline__ void begin_blocks(const Backward& params, const Backw
     touch_parameters(schedule);
     fill_statistics(workspace, smem);
   } else if (threadIdx.x >= 96) {
-    auto block = BackwardBlock::at<Config, kGeneral, kByMask>(
-        params, plan, schedule, plan.split.block_of(static_cast<int32_t>(blockIdx.x)),
-        workspace.spans, order);
-    if constexpr (!kGeneral && !kOrdered) {
+    auto block = BackwardBlock::at < Config, kGeneral || Config::kHasSegments,
+         kByMask > (params, plan, schedule, plan.split.block_of(static_cast<int32_t>(blockIdx.x)),
+                    workspace.spans, order);
+    if constexpr (!kOrdered) {
       int32_t left = 0;
-      divide(plan.split, static_cast<int32_t>(blockIdx.x), left, block);
+      divide<!kGeneral>(plan.split, static_cast<int32_t>(blockIdx.x), left, block);
     }
     if (threadIdx.x == 96) smem.blocks[0] = block;
   }
@@ -131,8 +132,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       ptx::griddepcontrol_wait();  // for the zeros
       StagePair next;
       for_blocks(smem, [&](const BackwardBlock& block, uint32_t) {
-        add_dquery<kOrdered>(params, workspace, smem, plan, schedule.tiles, block,
-                             threadIdx.x / 32 - 1, next);
+        add_dquery<kOrdered>(params, workspace, smem, plan, schedule.tiles, schedule.total_heads,
+                             block, threadIdx.x / 32 - 1, next);
       });
     } else {
       choose_blocks<Config, Element, kGeneral, kOrdered>(params, plan, workspace, schedule, order,
@@ -147,8 +148,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
     RingState<Config::kStages> ring;
     for_blocks(smem, [&](const BackwardBlock& block, uint32_t key_parity) {
-      consume_tiles<Config, Element, kGeneral, !kGeneral && !kOrdered>(
-          params, gradient_maps, workspace, plan, smem, block, ring, key_parity);
+      consume_tiles<Config, Element, kGeneral, !kOrdered>(params, gradient_maps, workspace, plan,
+                                                          schedule.total_heads, smem, block, ring,
+                                                          key_parity);
     });
     if (threadIdx.x % 128 == 0) ptx::cp_async_bulk_wait_group_read<0>();
     if (Config::kAlternates && group == 0) {  // the other consumer's last turn

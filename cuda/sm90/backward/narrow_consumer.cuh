@@ -68,11 +68,17 @@ struct NoSlope {
 //   scores                 S^T, then P^T
 //   dscores                dP^T, then dS^T
 //   dkey, dvalue           sums of the block
-template <typename Config, typename Element, bool kGeneral, bool kMaySplit>
+template <typename Config, typename Element, bool kGeneral, bool kMayShare>
 struct NarrowConsumer {
   static constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv;
   static constexpr bool kManyRegisters = Config::kHeadDim <= 96;  // chosen by measurement
   static constexpr bool kScaled = kScaledDlogits<Element>;
+  // Modifiers that TransposedGradient applies, and whether any pair may be forbidden.
+  static constexpr uint32_t kApplied = kGeneral           ? kEveryModifier
+                                       : Config::kHasBias ? kBias
+                                                          : kNoModifier;
+  static constexpr bool kForbids = kApplied != kNoModifier || Config::kHasMask;
+  static constexpr bool kNotesBadKeys = kForbids || Config::kHasSegments;
   static constexpr int kHalves = kBlockQ / 64;
   static constexpr int kHeadN = Config::kHeadDim / 8, kHeadSteps = Config::kHeadDim / 16;
   using KeyTile = typename Config::KeyTile;
@@ -84,8 +90,8 @@ struct NarrowConsumer {
   using ScoreProduct = ptx::Wgmma<Element, 64>;
   using KeyProduct = ptx::Wgmma<Element, Config::kHeadDim>;
   using DqueryProduct = ptx::Wgmma<Element, 64>;
-  using Gradient = TransposedGradient<kGeneral, 8, kManyRegisters, kScaled>;
-  using Slope = std::conditional_t<Config::kSlopes, TransposedSlope, NoSlope>;
+  using Gradient = TransposedGradient<kApplied, 8, kManyRegisters || Config::kHasBias, kScaled>;
+  using Slope = std::conditional_t<Config::kHasSlopes, TransposedSlope, NoSlope>;
 
   struct Progress {
     const int& tiles_done;
@@ -95,6 +101,7 @@ struct NarrowConsumer {
   const KeyGradientMaps& maps;
   const BackwardWorkspace& workspace;
   const BlockPlan& plan;
+  const int32_t units;  // of heads: see BackwardCounters
   const BackwardSmem<Config>& smem;
   const BackwardBlock& block;  // read again whenever needed: registers are short
   // The references here and in Progress decide in which order the compiler numbers the registers of
@@ -108,13 +115,15 @@ struct NarrowConsumer {
 
   __device__ __forceinline__ NarrowConsumer(const Backward& params, const KeyGradientMaps& maps,
                                             const BackwardWorkspace& workspace,
-                                            const BlockPlan& plan, const BackwardSmem<Config>& smem,
+                                            const BlockPlan& plan, int32_t units,
+                                            const BackwardSmem<Config>& smem,
                                             const BackwardBlock& block, const int& group,
                                             const Progress& progress)
       : params(params),
         maps(maps),
         workspace(workspace),
         plan(plan),
+        units(units),
         smem(smem),
         block(block),
         group(group),
@@ -139,19 +148,23 @@ struct NarrowConsumer {
     const int tile_count = __reduce_max_sync(0xffffffff, block.tile_count);
     const int32_t group_key = first_key() + group * 64;
     const auto unmasked = block.band.template unmasked_tiles<64>(group_key, group_key + 64);
-    const int32_t first_unmasked = __reduce_max_sync(0xffffffff, unmasked.first);
-    const int32_t last_unmasked = __reduce_max_sync(0xffffffff, unmasked.last);
+    int32_t first_unmasked = __reduce_max_sync(0xffffffff, unmasked.first);
+    int32_t last_unmasked = __reduce_max_sync(0xffffffff, unmasked.last);
     if (tile_count == 0) return skip(key_parity, dkey, dvalue);
     ptx::mbarrier_wait(smem.query_full(ring.stage), ring.parity);
     int2 tile = smem.tiles[ring.stage];
     Operands key_rmem, value_rmem;
-    TransposedMask mask;
+    uint32_t allowed = ~0u;  // by the mask, of the next 64 rows
     Slope slope;
     slope.begin(params, block.batch, tile.y);
-    const bool reads_mask = kGeneral && kManyRegisters && plan.reads_mask_by_rows;
     Tile scores, dscores, dquery;
     const bool has_padding =
-        begin(ring.stage, key_parity, tile, reads_mask, mask, key_rmem, value_rmem, scores);
+        begin(ring.stage, key_parity, tile, allowed, key_rmem, value_rmem, scores);
+    if constexpr (Config::kHasSegments) {
+      const int32_t first = has_bad_keys() ? INT32_MAX : block.alike.first;
+      first_unmasked = max(first_unmasked, __reduce_max_sync(0xffffffff, first));
+      last_unmasked = min(last_unmasked, __reduce_max_sync(0xffffffff, block.alike.last));
+    }
     do {
       const int32_t row0 = tile.x;
       const uint32_t stage = ring.stage;
@@ -162,14 +175,17 @@ struct NarrowConsumer {
 #pragma unroll
       for (int half = 0; half < kHalves; ++half) {
         CapSlopes<8> slopes;
-        uint32_t mask_bits = 0;
-        if (reads_mask) mask_bits = mask.bits();
-        if (half + 1 < kHalves) read_ahead(mask, reads_mask, tile, half + 1);
-        const Gradient gradient{params,           block.batch, tile.y,   first_key() + warp_key,
-                                row0 + half * 64, reads_mask,  mask_bits};
+        const uint32_t mask_bits = allowed;
+        if (half + 1 < kHalves) read_ahead(allowed, tile, half + 1);
+        const Gradient gradient{params,           block.batch,
+                                tile.y,           first_key() + warp_key,
+                                row0 + half * 64, kGeneral && params.mask,
+                                mask_bits};
         const float* lse_smem = smem.lse + stage * kBlockQ + half * 64;
         const float* delta_smem = smem.delta + stage * kBlockQ + half * 64;
         const typename Config::LseColumns lse(lse_smem);
+        const int32_t row = row0 + half * 64;
+        const bool is_cut = row < first_unmasked || row > last_unmasked;
         // P^T, overlapped with dP^T; dV += P^T dO
         await_scores(scores, half);
         mask_scores(gradient, scores, row0 + half * 64, first_unmasked, last_unmasked, slopes);
@@ -177,10 +193,10 @@ struct NarrowConsumer {
         Rounded probabilities, rounded;
         uint32_t kept[2][1];
         gradient.draw(kept);
-        find_probabilities(slope, gradient, lse, lse_smem, scores, probabilities);
+        find_probabilities(slope, gradient, lse, lse_smem, scores, probabilities, is_cut);
         if (Config::kEarlyDvalue) add_product(dvalue, probabilities, smem.dout(stage), half);
         // dS^T, overlapped with dV; dK += dS^T Q
-        find_dscores(gradient, half, lse_smem, delta_smem, kept, slopes, scores, dscores);
+        find_dscores(gradient, half, lse_smem, delta_smem, kept, slopes, scores, dscores, is_cut);
         if constexpr (!Config::kEarlyDvalue) {
           gradient.drop(scores, kept);
           round_fragments<Element>(probabilities, scores);
@@ -199,7 +215,7 @@ struct NarrowConsumer {
       // discards it.
       ring.advance();
       if (tiles_done + 1 < tile_count) {
-        await_query(ring, tile, has_padding, reads_mask, mask, slope);
+        await_query(ring, tile, has_padding, allowed, slope);
       }
       if constexpr (Config::kNextScoresFirst) start_scores(scores, key_rmem, ring.stage, 0);
       finish_step(stage, ring, scores, dquery, dkey, dvalue);
@@ -217,14 +233,15 @@ struct NarrowConsumer {
     ptx::mbarrier_wait(smem.value_full(), key_parity);
     arrive_by_warp(smem.keys_empty());
     await_copies();
-    write_key_gradients(dkey, dvalue);
+    ptx::griddepcontrol_wait();  // for the counters' initial value
+    finish_sums(dkey, dvalue);
   }
 
   // Awaits and prepares K, V and the first Q. Starts and awaits the first S^T, if S^T comes first.
   // Returns whether query tiles may have rows to be zeroed.
   __device__ __forceinline__ bool begin(uint32_t stage, uint32_t key_parity, const int2& tile,
-                                        bool reads_mask, TransposedMask& mask, Operands& key_rmem,
-                                        Operands& value_rmem, Tile& scores) const {
+                                        uint32_t& allowed, Operands& key_rmem, Operands& value_rmem,
+                                        Tile& scores) const {
     const Band& band = block.band;
     // Zeroes keys and values that no row may attend to.
     const int32_t first = max(0, band.lo) - first_key();
@@ -233,11 +250,11 @@ struct NarrowConsumer {
         first > 0 || (end < kBlockKv && first_key() + end < params.shape.kv_len);
     ptx::mbarrier_wait(smem.key_full(), key_parity);
     if (has_unattended) zero_rows<Config::kConsumerThreads>(smem.key(), first, end, kConsumers);
-    if constexpr (kGeneral) {
+    if (kForbids || (Config::kHasSegments && !block.alike.all)) {
       clear_bad_key_rows<Config::kConsumerThreads, kConsumers, Element>(smem.key(), bad_keys());
     }
-    const bool has_padding = kGeneral || band.q_len < params.shape.q_len;
-    read_ahead(mask, reads_mask, tile, 0);
+    const bool has_padding = kApplied != kNoModifier || band.q_len < params.shape.q_len;
+    read_ahead(allowed, tile, 0);
     zero_padding(smem.query(stage), tile.x, has_padding);
     if constexpr (Config::kKeysInRegisters) load_fragments(key_rmem, smem.key(), warp_key);
     if constexpr (Config::kNextScoresFirst) start_scores(scores, key_rmem, stage, 0);
@@ -254,16 +271,16 @@ struct NarrowConsumer {
 
   // Awaits the ring's next Q and prepares it.
   __device__ __forceinline__ void await_query(const RingState<Config::kStages>& ring, int2& tile,
-                                              bool has_padding, bool reads_mask,
-                                              TransposedMask& mask, Slope& slope) const {
+                                              bool has_padding, uint32_t& allowed,
+                                              Slope& slope) const {
     ptx::mbarrier_wait(smem.query_full(ring.stage), ring.parity);
     const int32_t head = tile.y;
     tile = smem.tiles[ring.stage];
-    if (Config::kSlopes && tile.y != head) {
+    if (Config::kHasSlopes && tile.y != head) {
       finish_slope(slope, head);
       slope.begin(params, block.batch, tile.y);
     }
-    read_ahead(mask, reads_mask, tile, 0);
+    read_ahead(allowed, tile, 0);
     zero_padding(smem.query(ring.stage), tile.x, has_padding);
   }
 
@@ -323,22 +340,42 @@ struct NarrowConsumer {
   __device__ __forceinline__ void mask_scores(const Gradient& gradient, Tile& scores, int32_t row,
                                               int32_t first_unmasked, int32_t last_unmasked,
                                               CapSlopes<8>& slopes) const {
-    if constexpr (kGeneral) mark_bad_key_rows<kBlockKv>(scores, bad_keys(), warp_key);
-    if (kGeneral || row < first_unmasked || row > last_unmasked) {
+    if constexpr (kForbids) {
+      mark_bad_key_rows<kBlockKv>(scores, bad_keys(), warp_key);
+    }
+    if constexpr (Config::kHasMask) apply_mask_bits(scores, gradient.mask_bits);
+    if (kApplied != kNoModifier || row < first_unmasked || row > last_unmasked) {
+      if constexpr (Config::kHasSegments) {
+        if (!block.alike.all) {
+          mark_bad_key_rows<kBlockKv>(scores, bad_keys(), warp_key);
+          separate_segments(scores, row);
+        }
+      }
       gradient.mask(scores, block.band, kManyRegisters ? &slopes : nullptr);
     }
+  }
+  __device__ __forceinline__ void separate_segments(Tile& scores, int32_t row) const {
+    const SegmentSpans& spans = workspace.spans;
+    const int64_t keys = int64_t{block.batch_index} * spans.key_blocks * kSegmentBlock;
+    const int32_t* key_ids = spans.key_ids + keys + first_key() + warp_key + fragment_row(0, 0);
+    const int64_t rows = int64_t{block.batch_index} * spans.query_blocks * kSegmentBlock;
+    separate_transposed(scores, spans.query_ids + rows + row, {key_ids[0], key_ids[8]});
   }
   // Turns S^T into P^T. If dV comes early, also rounds it; then the other consumer may compute.
   __device__ __forceinline__ void find_probabilities(const Slope& slope, const Gradient& gradient,
                                                      const typename Config::LseColumns& lse,
                                                      const float* lse_smem, Tile& scores,
-                                                     Rounded& probabilities) const {
+                                                     Rounded& probabilities, bool is_cut) const {
     if constexpr (Config::kAlternates) {
       ptx::barrier_sync(kMayCompute + group, Config::kConsumerThreads);
     }
-    slope.probabilities(gradient, scores, lse, lse_smem, to_log2);
+    if constexpr (Config::kHasSoftCap) {
+      CapModifier<Element>::probabilities(scores, probabilities, lse, plan.soft_cap, is_cut);
+    } else {
+      slope.probabilities(gradient, scores, lse, lse_smem, to_log2);
+    }
     if constexpr (Config::kEarlyDvalue) {
-      round_fragments<Element>(probabilities, scores);
+      if constexpr (!Config::kHasSoftCap) round_fragments<Element>(probabilities, scores);
       if constexpr (Config::kAlternates) {
         ptx::wgmma_fence();  // else exponentials sink below what follows
         ptx::barrier_arrive(kMayCompute + (group ^ 1), Config::kConsumerThreads);
@@ -350,15 +387,21 @@ struct NarrowConsumer {
                                                const float* lse_smem, const float* delta_smem,
                                                const uint32_t (&kept)[2][1],
                                                const CapSlopes<8>& slopes, const Tile& scores,
-                                               Tile& dscores) const {
+                                               Tile& dscores, bool is_cut) const {
     if (Config::kEarlyDquery && half == 0) {
       ptx::wgmma_wait_group<1 + Config::kEarlyDvalue>();
     } else {
       ptx::wgmma_wait_group<Config::kEarlyDvalue>();
     }
     ptx::wgmma_results(dscores);
-    gradient.finish(scores, dscores, lse_smem, delta_smem, kept,
-                    kManyRegisters ? &slopes : nullptr);
+    if constexpr (Config::kHasSegments) {
+      // dP of keys of other segments may be NaN.
+      if (is_cut && !block.alike.all) {
+        return gradient.template finish<true>(scores, dscores, lse_smem, delta_smem, kept);
+      }
+    }
+    gradient.template finish<kForbids>(scores, dscores, lse_smem, delta_smem, kept,
+                                       kManyRegisters ? &slopes : nullptr);
   }
 
   // Adds a of 64 keys times b of 64 query rows to a sum: dV += P^T dO or dK += dS^T Q.
@@ -432,22 +475,21 @@ struct NarrowConsumer {
     // Waits until dQ of the last two tiles has been copied from there.
     ptx::mbarrier_wait(smem.dquery_empty(group, ring.stage), ring.parity ^ 1);
     ptx::mbarrier_wait(smem.dquery_empty(group, ring.stage ^ 1), ring.parity ^ ring.stage ^ 1);
-    if (!kMaySplit || !exchange_sums(dkey, dvalue)) write_key_gradients(dkey, dvalue);
+    finish_sums(dkey, dvalue);
   }
 
-  // Fetches what modifies the next 64 rows, if there are registers: the mask to registers, a bias
-  // to L2.
-  __device__ __forceinline__ void read_ahead(TransposedMask& mask, bool reads_mask,
-                                             const int2& tile, int half) const {
-    if constexpr (kGeneral && kManyRegisters) {
-      const Shape& shape = params.shape;
+  // Fetches what modifies the next 64 rows: the mask to a register and, if there are registers for
+  // addresses, a bias to L2.
+  __device__ __forceinline__ void read_ahead(uint32_t& allowed, const int2& tile, int half) const {
+    if constexpr (kForbids) {
       const int32_t key = first_key() + warp_key, row = tile.x + half * 64;
-      if (key >= shape.kv_len) return;
-      if (reads_mask) {
-        mask.load(block.batch.template pointer<const uint8_t>(params.mask, tile.y) + key,
-                  params.mask.row, row, shape.q_len);
+      if (key >= params.shape.kv_len) return;
+      if (Config::kHasMask || (kGeneral && params.mask)) {
+        allowed = plan.mask_words.load(block.batch, tile.y, row, key);
       }
-      if (params.bias) prefetch_bias(params, block.batch, tile.y, row, key);
+      if (Config::kHasBias || (kGeneral && kManyRegisters && params.bias)) {
+        prefetch_bias(params, block.batch, tile.y, row, key);
+      }
     }
   }
 
@@ -462,8 +504,11 @@ struct NarrowConsumer {
 
   // Returns the notes on keys that are NaN or infinite: see tile/bad_key_rows.cuh.
   static __device__ __forceinline__ uint32_t* bad_keys() {
-    __shared__ uint32_t bad_keys_smem[kGeneral ? kBlockKv / 32 + 1 : 1];
+    __shared__ uint32_t bad_keys_smem[kNotesBadKeys ? kBlockKv / 32 + 1 : 1];
     return bad_keys_smem;
+  }
+  __device__ __forceinline__ bool has_bad_keys() const {
+    return !block.alike.all && bad_keys()[kBlockKv / 32] != 0;
   }
 
   // dK and dV are stored from the memory that stages dQ, by bulk copies of one thread a consumer.
@@ -486,35 +531,36 @@ struct NarrowConsumer {
     store_tile_panels(dvalue_smem, maps.dvalue, params.dvalue, block.batch, block.kv_head, row0);
     ptx::cp_async_bulk_commit_group();
   }
-  // Exchanges the sums of a divided key block; true if another thread block writes them.
-  __device__ __forceinline__ bool exchange_sums(Sums& dkey, Sums& dvalue) const {
-    const SplitSums sums{workspace.split_sums,
-                         BackwardCounters{workspace.counters, plan.ends.kv_heads}.stored(), group,
-                         kBackwardZeroed + group};
-    const int32_t index = __reduce_max_sync(0xffffffff, block.sum.index);
-    const int32_t addends = __reduce_max_sync(0xffffffff, block.sum.addends);
-    if (addends < 0) {
-      sums.store(index, dkey, dvalue);
-      return true;
+  // Writes dK and dV, or adds them to the sums of a divided key block, if another thread block
+  // completes those.
+  __device__ __forceinline__ void finish_sums(Sums& dkey, Sums& dvalue) const {
+    if constexpr (kMayShare) {
+      const int32_t weight = __reduce_max_sync(0xffffffff, block.sum.weight);
+      const int32_t total = __reduce_max_sync(0xffffffff, block.sum.total);
+      const int32_t index = __reduce_max_sync(0xffffffff, block.sum.index);
+      if (weight != total) {
+        const SplitSums sums{plan.split.sums, BackwardCounters{workspace.counters, units}.sums(),
+                             group, kBackwardZeroed + group, smem.staging(group * 2)};
+        if (!sums.add_up({index, weight, total}, dkey, dvalue)) return;
+      }
     }
-    for (int32_t i = index - addends; i < index; ++i) sums.add(i, dkey, dvalue);
-    return false;
+    write_key_gradients(dkey, dvalue);
   }
 };
 
 // Computes one key block's dK and dV, and stages dQ of each of its query tiles, as a consumer.
-template <typename Config, typename Element, bool kGeneral, bool kMaySplit>
+template <typename Config, typename Element, bool kGeneral, bool kMayShare>
 __device__ __forceinline__ void consume_tiles(
     const Backward& params, const KeyGradientMaps& maps, const BackwardWorkspace& workspace,
-    const BlockPlan& plan, const BackwardSmem<Config>& smem, const BackwardBlock& block,
-    RingState<Config::kStages>& ring, uint32_t key_parity) {
-  using Consumer = NarrowConsumer<Config, Element, kGeneral, kMaySplit>;
+    const BlockPlan& plan, int32_t units, const BackwardSmem<Config>& smem,
+    const BackwardBlock& block, RingState<Config::kStages>& ring, uint32_t key_parity) {
+  using Consumer = NarrowConsumer<Config, Element, kGeneral, kMayShare>;
   // The shuffle makes it uniform in the warp for the compiler, so that descriptors use uniform
   // registers.
   const int group = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0) - 1;
   int tiles_done = 0;
   const typename Consumer::Progress progress{tiles_done};
-  const Consumer consumer(params, maps, workspace, plan, smem, block, group, progress);
+  const Consumer consumer(params, maps, workspace, plan, units, smem, block, group, progress);
   consumer.run(ring, key_parity, tiles_done);
 }
 

@@ -56,6 +56,13 @@ enum class TurnOrder : int32_t {
   kAscending,  // a head has too many blocks: each waits only for those of lower keys
 };
 
+// Says which query tiles, of 64 rows from `first` to `last` on, have the segment of a block's keys,
+// like all of these: no pair has to be looked at. `all`: whether those that the block visits do.
+struct AlikeRows {
+  int32_t first = INT32_MAX, last = -1;
+  bool all = true;
+};
+
 // Names a query tile of a query head.
 struct HeadTile {
   int32_t head, tile;
@@ -77,6 +84,42 @@ struct QueryTileWalk {
   __device__ __forceinline__ int32_t skip_to(int32_t candidate) const {
     if (query_spans == nullptr) return candidate;
     return next_tile<kBlockQ>(query_spans, query_blocks, key_span, candidate, range.end);
+  }
+  // Skips the tiles that have none of the segments of the block's keys.
+  template <int kBlockQ>
+  __device__ __forceinline__ AlikeRows skip_segments(const SegmentSpan* spans, int32_t blocks,
+                                                     const SegmentSpan& keys) {
+    int32_t first = range.end, end = range.first, count = 0;
+    int32_t first_alike = range.end, end_alike = range.first, count_alike = 0;
+    const auto add = [](uint32_t votes, int32_t tile, int32_t& first, int32_t& end,
+                        int32_t& count) {
+      if (votes == 0) return;
+      first = min(first, tile + __ffs(votes) - 1);
+      end = tile + 32 - __clz(votes);
+      count += __popc(votes);
+    };
+    for (int32_t tile = range.first; tile < range.end; tile += 32) {
+      const int32_t mine = tile + static_cast<int32_t>(threadIdx.x % 32);
+      SegmentSpan span = {INT32_MAX, INT32_MIN};
+      if (mine < range.end) span = tile_span<kBlockQ, true>(spans, blocks, mine);
+      const bool meets = mine < range.end && keys.meets(span);
+      const bool alike = meets && min(keys.least, span.least) == max(keys.greatest, span.greatest);
+      add(__ballot_sync(0xffffffff, meets), tile, first, end, count);
+      add(__ballot_sync(0xffffffff, alike), tile, first_alike, end_alike, count_alike);
+    }
+    range = {first, max(first, end)};
+    if (count != range.end - range.first) {
+      query_spans = spans;
+      query_blocks = blocks;
+      key_span = keys;
+    }
+    AlikeRows rows;
+    rows.all = count_alike == count;
+    if (count_alike > 0 && count_alike == end_alike - first_alike) {
+      rows.first = first_alike * kBlockQ;
+      rows.last = end_alike * kBlockQ - 64;
+    }
+    return rows;
   }
   template <int kBlockQ>
   __device__ __forceinline__ void start_at(int32_t shift) {

@@ -14,6 +14,7 @@
 #include "plan/divisor.h"
 #include "plan/tensor_map.h"
 #include "sm90/backward/mask.cuh"
+#include "sm90/backward/soft_cap.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
 
@@ -83,18 +84,18 @@ struct EdgeOperand {
 // the heads that come first. The sums of each other head are divided into as many shares as the
 // head has key blocks: a thread block that takes a key block writes the share of one further on.
 struct ZeroPlan {
-  int32_t first_head = INT32_MAX;  // first head of keys, in all batches, that is zeroed by shares
+  int32_t first_unit = INT32_MAX;  // first unit (BackwardCounters) that is zeroed by shares
   int32_t ahead = 0;               // distance to that further block, in key blocks
-  int32_t share = 0, of_head = 0;  // sizes, in units of what a warp writes at a time
+  int32_t share = 0, of_unit = 0;  // sizes, in units of what a warp writes at a time
 };
 
 // Says which work of the last kernel the main kernel does: see EndWarp.
 struct EndPlan {
   int32_t blocks = 0;     // blocks of the main kernel that do it; 0: none does
-  int32_t kv_heads = 0;   // in all batches
+  int32_t units = 0;      // of heads, in all batches (BackwardCounters)
   int32_t tiles = 0;      // tiles of 64 query rows, in all heads
-  int32_t additions = 0;  // for each head of keys: two for a block, or for each of its tiles
-  Divisor tiles_of_group, tiles_of_head;
+  int32_t additions = 0;  // for each unit: two for a block, or for each of its tiles
+  Divisor tiles_of_unit, tiles_of_head;
   int32_t q_len = 0, head_dim = 0;
   float scale = 1.0f;
   HeadDivisors heads;
@@ -107,8 +108,8 @@ __device__ __forceinline__ int32_t dquery_lanes(int32_t q_len, int32_t row0) {
   return fragment_lanes(min(max(q_len - row0, 0), 64));
 }
 
-// Divides key blocks among thread blocks, each of which takes a part of their query tiles. The
-// thread block that takes a key block's last tiles adds the sums of the others to its own.
+// Divides key blocks among thread blocks, each of which takes a part of their query tiles. They add
+// up their dK and dV: see sm90/backward/split.cuh.
 struct SplitPlan {
   // Chunks: if all key blocks are equally long, the last ones, fewer than there are thread blocks,
   // are divided. Their tiles, numbered consecutively, are cut into chunks. A chunk may have tiles
@@ -117,6 +118,10 @@ struct SplitPlan {
   Divisor chunk_tiles, block_tiles;
   // Parts: if there are enough thread blocks, every key block is divided into so many.
   Divisor parts;
+  // Groups: if every query head has key blocks of its own, a group has so many for the same keys.
+  Divisor sharing;
+  float* sums = nullptr;
+  int32_t kv_heads = 1, key_tiles = 1;
 
   // Returns the end of the indices by which thread blocks take chunks, parts and whole key blocks.
   __device__ __forceinline__ int32_t end(int32_t blocks) const {
@@ -133,22 +138,21 @@ struct SplitPlan {
   }
 };
 
-// Points to the counters of the main kernel: blocks taken; for each head of keys in all batches,
-// shares of zeros that are written, and warps that have added all of a block's dQ; for each thread
-// block, tiles converted.
+// Points to the counters of the main kernel: blocks taken; for each unit of heads (one head of keys
+// in all batches, or one query head: heads_of_key_block()), shares of zeros that are written, and
+// warps that have added all of a block's dQ; for each thread block, tiles converted; for each sum
+// of dK and dV, two (SplitSums).
 struct BackwardCounters {
   int32_t* first;
-  int32_t kv_heads;
+  int32_t units;
 
   __device__ __forceinline__ int32_t* taken() const { return first; }
-  __device__ __forceinline__ int32_t* zeroed(int32_t kv_head) const { return first + 1 + kv_head; }
-  __device__ __forceinline__ int32_t* added(int32_t kv_head) const {
-    return first + 1 + kv_heads + kv_head;
-  }
+  __device__ __forceinline__ int32_t* zeroed(int32_t unit) const { return first + 1 + unit; }
+  __device__ __forceinline__ int32_t* added(int32_t unit) const { return first + 1 + units + unit; }
   __device__ __forceinline__ int32_t* converted(int32_t block) const {
-    return first + 1 + 2 * kv_heads + block;
+    return first + 1 + 2 * units + block;
   }
-  __device__ __forceinline__ int32_t* stored() const { return converted(kMaxPersistentBlocks); }
+  __device__ __forceinline__ int32_t* sums() const { return converted(kMaxPersistentBlocks); }
 };
 
 // True if dlogits, up to head dim 128, are multiplied by the scale before they are rounded to the
@@ -176,7 +180,8 @@ struct BackwardEdgePlan {
   Divisor tiles;  // tiles of a head
   HeadDivisors heads;
   int32_t q_len = 0, head_dim = 0, value_dim = 0;
-  int32_t zeroed_heads = 0, counters = 0;
+  int32_t zeroed_heads = 0;
+  int64_t counters = 0;
   bool band_varies = false;
   GradientScales scales;
   EdgeOperand out, dout, lse, dlse, dquery;
@@ -191,12 +196,10 @@ struct BackwardEdgePlan {
         q_len(params.shape.q_len),
         head_dim(params.shape.head_dim),
         value_dim(params.shape.value_dim),
-        zeroed_heads(
-            sums ? static_cast<int32_t>(std::min<int64_t>(
-                       int64_t{zeros.first_head} * (params.shape.heads / params.shape.kv_heads),
-                       INT32_MAX))
-                 : 0),
-        counters(sums ? static_cast<int32_t>(BackwardWorkspace::counter_words(params.shape)) : 0),
+        zeroed_heads(sums ? static_cast<int32_t>(std::min<int64_t>(
+                                int64_t{zeros.first_unit} * space.heads_of_key_block, INT32_MAX))
+                          : 0),
+        counters(sums ? space.counter_words(params.shape) : 0),
         band_varies(bool{params.query_seq_lengths}),
         scales(scaled),
         out(params.out),
@@ -209,28 +212,31 @@ struct BackwardEdgePlan {
 
 // Holds what the description of a block needs from the call.
 struct BlockPlan {
-  HeadDivisors kv_heads;
-  int32_t group = 0;
+  HeadDivisors units;  // of heads: see BackwardCounters
+  int32_t group = 0;   // query heads of a unit
   bool band_varies = false;
   Band band;  // unused if it varies
   ZeroPlan zeros;
   EndPlan ends;
   SplitPlan split;
   MaskRows mask_rows;
-  bool reads_mask_by_rows = false;
+  TransposedMaskWords mask_words;
+  CapPolynomial soft_cap;
 
   BlockPlan() = default;
-  explicit BlockPlan(const Backward& params, const ZeroPlan& zeros = {}, const EndPlan& ends = {},
-                     const SplitPlan& split = {}, const MaskRows& mask_rows = {})
-      : kv_heads(params.shape, params.shape.kv_heads),
-        group(params.shape.heads / params.shape.kv_heads),
+  explicit BlockPlan(const Backward& params, int32_t heads_of_unit, const ZeroPlan& zeros = {},
+                     const EndPlan& ends = {}, const SplitPlan& split = {},
+                     const MaskRows& mask_rows = {}, const TransposedMaskWords& mask_words = {})
+      : units(params.shape, params.shape.heads / heads_of_unit),
+        group(heads_of_unit),
         band_varies(Band::varies(params)),
         band(params.options, params.shape.q_len, params.shape.kv_len, 0),
         zeros(zeros),
         ends(ends),
         split(split),
         mask_rows(mask_rows),
-        reads_mask_by_rows(mask_is_read_by_rows(params)) {}
+        mask_words(mask_words),
+        soft_cap(params.options) {}
 
   __device__ __forceinline__ Band band_of(const Forward& params, const BatchIndex& batch) const {
     if (band_varies) [[unlikely]] {

@@ -51,13 +51,14 @@ __device__ __forceinline__ void load_first_keys(const Backward& params, const Bl
                                                 const TileSchedule& schedule,
                                                 const BackwardMaps& maps,
                                                 const BackwardSmem<Config>& smem) {
-  int32_t batch_kv_head, tile;
-  schedule.at(plan.split.block_of(static_cast<int32_t>(blockIdx.x)), batch_kv_head, tile);
-  const HeadIndex index = plan.kv_heads.at(batch_kv_head);
+  int32_t unit, tile;
+  schedule.at(plan.split.block_of(static_cast<int32_t>(blockIdx.x)), unit, tile);
+  const HeadIndex index = plan.units.at(unit);
   const BatchIndex batch = index.batch_index();
   const int32_t col0 = tile * Config::kBlockKv;
-  load_keys(smem.key(), maps.key, smem.key_full(), params.key, batch, index.head, col0);
-  load_keys(smem.value(), maps.value, smem.value_full(), params.value, batch, index.head, col0);
+  const int32_t kv_head = plan.split.sharing.quotient(index.head);
+  load_keys(smem.key(), maps.key, smem.key_full(), params.key, batch, kv_head, col0);
+  load_keys(smem.value(), maps.value, smem.value_full(), params.value, batch, kv_head, col0);
 }
 
 // Returns how many rows of a tile have an lse and a delta in the workspace: all, unless each head

@@ -98,19 +98,19 @@ struct KeyBlocks {
   int64_t launched = 0;
 };
 
-// Chooses the order of key blocks, and how many thread blocks are launched for them.
+// Chooses the order of key blocks, and how many thread blocks are launched for them. For units of
+// heads, see BackwardCounters.
 template <typename Config>
-KeyBlocks divide_keys(const Backward& params, bool turns, int sms) {
+KeyBlocks divide_keys(const Backward& params, int32_t heads_of_unit, bool turns, int sms) {
   const Shape& shape = params.shape;
   const int64_t tiles = ceil_div(shape.kv_len, Config::kBlockKv);
-  const int64_t heads = shape.batch * shape.kv_heads, total = tiles * heads;
+  const int64_t heads = shape.batch * (shape.heads / heads_of_unit), total = tiles * heads;
   KeyBlocks blocks;
   const bool counted = total <= INT32_MAX;
   blocks.launched = counted ? std::min<int64_t>(total, sms) : total;
   if (!turns || !counted) {
-    blocks.schedule =
-        make_schedule(params, tiles, heads, int64_t{shape.q_len} * shape.heads / shape.kv_heads,
-                      4 * (Config::kHeadDim + Config::kDqueryCols), 2, false);
+    blocks.schedule = make_schedule(params, tiles, heads, int64_t{shape.q_len} * heads_of_unit,
+                                    4 * (Config::kHeadDim + Config::kDqueryCols), 2, false);
     return blocks;
   }
   const bool fits = tiles <= sms && tiles * ceil_div(shape.q_len, Config::kBlockQ) < INT32_MAX;
@@ -123,11 +123,11 @@ KeyBlocks divide_keys(const Backward& params, bool turns, int sms) {
 // Plans the conversion of dQ in the main kernel, unless few heads are complete before the last
 // blocks begin.
 inline EndPlan plan_ends(const Backward& params, const GradientScales& scales,
-                         const KeyBlocks& blocks, bool may) {
+                         const KeyBlocks& blocks, int32_t heads_of_unit, bool may) {
   const Shape& shape = params.shape;
   const TileSchedule& schedule = blocks.schedule;
   EndPlan ends;
-  ends.kv_heads = schedule.total_heads;
+  ends.units = schedule.total_heads;
   const int64_t total = int64_t{schedule.tiles} * schedule.total_heads;
   const int64_t of_head = ceil_div(shape.q_len, 64), tiles = shape.batch * shape.heads * of_head;
   if (!may || blocks.launched * 2 >= total || tiles > INT32_MAX / 64 ||
@@ -138,7 +138,7 @@ inline EndPlan plan_ends(const Backward& params, const GradientScales& scales,
   ends.tiles = static_cast<int32_t>(tiles);
   ends.additions = 2 * schedule.tiles;
   ends.tiles_of_head = Divisor(static_cast<int32_t>(of_head));
-  ends.tiles_of_group = Divisor(static_cast<int32_t>(of_head * (shape.heads / shape.kv_heads)));
+  ends.tiles_of_unit = Divisor(static_cast<int32_t>(of_head * heads_of_unit));
   ends.q_len = shape.q_len;
   ends.head_dim = shape.head_dim;
   ends.scale = scales.dquery;
@@ -147,24 +147,29 @@ inline EndPlan plan_ends(const Backward& params, const GradientScales& scales,
   return ends;
 }
 
-// Chooses parts if at least half of the multiprocessors would have no key block; work that takes
-// longer to begin and to add up than to compute is not divided any further. Chooses chunks if all
-// key blocks are equally long, and the last ones would keep the others waiting for longer than that
-// takes.
+// Lets the blocks of a group share keys, if there are any. If may_split, chooses parts if at least
+// half of the multiprocessors would have no key block; work that takes longer to begin and to add
+// up than to compute is not divided any further. Chooses chunks if all key blocks are equally long,
+// and the last ones would keep the others waiting for longer than that takes.
 template <typename Config>
 SplitPlan plan_split(const Backward& params, const BackwardWorkspace& workspace, int sms,
-                     KeyBlocks& blocks, EndPlan& ends) {
+                     KeyBlocks& blocks, EndPlan& ends, bool may_split) {
   static_assert(Config::kBlockKv == kSplitKeys);
   constexpr int64_t kLeastOfPart = 2, kLeastOfChunk = 4, kLeastGain = 5;  // tiles
   const Shape& shape = params.shape;
   const Options& options = params.options;
   const int64_t total = int64_t{blocks.schedule.tiles} * blocks.schedule.total_heads;
+  const int32_t heads_of_unit = workspace.heads_of_key_block;
   SplitPlan split;
-  if (workspace.split_sums == nullptr || blocks.order != TurnOrder::kNone ||
+  split.sharing = Divisor(shape.heads / shape.kv_heads / heads_of_unit);
+  split.sums = split.sharing.divisor > 1 ? workspace.group_sums : workspace.split_sums;
+  split.kv_heads = shape.kv_heads;
+  split.key_tiles = blocks.schedule.tiles;
+  if (!may_split || workspace.split_sums == nullptr || blocks.order != TurnOrder::kNone ||
       blocks.launched > kSplitBlocks) {
     return split;
   }
-  const int64_t tiles = ceil_div(shape.q_len, Config::kBlockQ) * (shape.heads / shape.kv_heads);
+  const int64_t tiles = ceil_div(shape.q_len, Config::kBlockQ) * heads_of_unit;
   const int64_t parts = std::min(std::min(sms, kSplitBlocks) / total, tiles / kLeastOfPart);
   if (parts > 1) {
     split.parts = Divisor(static_cast<int32_t>(parts));
@@ -188,7 +193,7 @@ SplitPlan plan_split(const Backward& params, const BackwardWorkspace& workspace,
   return split;
 }
 
-// Plans the shares of zeros. Shares are contiguous, head by head, and a head's elements must be a
+// Plans the shares of zeros. Shares are contiguous, unit by unit, and a unit's elements must be a
 // multiple of kUnit, which a warp stores at a time. They are written a section ahead. This cannot
 // deadlock: the thread block that is to write a share that a block waits for has taken its own
 // block before that one, or with it, and in turn waits for earlier ones only.
@@ -200,19 +205,19 @@ ZeroPlan plan_zeros(const Shape& shape, const BackwardWorkspace& workspace,
   ZeroPlan zeros;
   if (workspace.turns || blocks.launched >= total) return zeros;
   const int64_t ahead = schedule.section_blocks.divisor + blocks.launched / 8;
-  const int64_t first_head = ceil_div(blocks.launched + ahead, schedule.tiles);
+  const int64_t first_unit = ceil_div(blocks.launched + ahead, schedule.tiles);
   constexpr int kUnit = 128;
   const int64_t elements =
-      int64_t{shape.heads / shape.kv_heads} * workspace.dquery_rows * shape.head_dim;
-  const int64_t of_head = elements / kUnit;
-  if (elements % kUnit != 0 || first_head >= schedule.total_heads ||
-      of_head + schedule.tiles > INT32_MAX) {
+      int64_t{workspace.heads_of_key_block} * workspace.dquery_rows * shape.head_dim;
+  const int64_t of_unit = elements / kUnit;
+  if (elements % kUnit != 0 || first_unit >= schedule.total_heads ||
+      of_unit + schedule.tiles > INT32_MAX) {
     return zeros;
   }
-  zeros.first_head = static_cast<int32_t>(first_head);
+  zeros.first_unit = static_cast<int32_t>(first_unit);
   zeros.ahead = static_cast<int32_t>(ahead);
-  zeros.of_head = static_cast<int32_t>(of_head);
-  zeros.share = static_cast<int32_t>(ceil_div(of_head, schedule.tiles));
+  zeros.of_unit = static_cast<int32_t>(of_unit);
+  zeros.share = static_cast<int32_t>(ceil_div(of_unit, schedule.tiles));
   return zeros;
 }
 

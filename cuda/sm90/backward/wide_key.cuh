@@ -31,8 +31,8 @@ __device__ __forceinline__ void refine_wide_products(
     const int2& here, float (&products)[kN][4], uint32_t (&kept)[2][(kN + 15) / 16]) {
   const Band& band = block.band;
   const float* lse_smem = smem.lse + at.stage * Config::kBlockQ;
-  const TransposedGradient<kGeneral, kN> gradient{params, block.batch, here.y, col0 + warp_key,
-                                                  here.x};
+  const TransposedGradient<kGeneral ? kEveryModifier : kNoModifier, kN> gradient{
+      params, block.batch, here.y, col0 + warp_key, here.x};
   const uint32_t staged = smem.staging(at.stage);
   gradient.draw(kept);
   if constexpr (kScores) {

@@ -1,0 +1,158 @@
+"""Backward kernels that only long or grouped calls reach, beside the oracle in float64."""
+
+import itertools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Case, check, make_inputs
+from test_cases import run
+from test_gpu import each_family, random_normal
+
+import jax_flash
+from jax_flash import explain
+
+pytestmark = pytest.mark.gpu
+
+# What decides whether the query heads of a group have key blocks of their own, alone or in pairs:
+# heads, lengths, and whether an edge cuts tiles.
+GROUPS = [(8, 1, 1030, 1024), (6, 2, 600, 520), (10, 2, 520, 500), (8, 4, 700, 1300),
+          (12, 1, 2100, 300)]  # fmt: skip
+GROUP_FEATURES = {
+    "full": (),
+    "causal": (("causal", True), ("offset", "align")),
+    "window": (("window", (200, 100)),),
+    "lengths": (("causal", True), ("lengths", "qk")),
+    "segments": (("causal", True), ("segments", "packed")),
+    "bias": (("causal", True), ("bias", ("NTS", "bfloat16"))),
+    "mask": (("causal", True), ("mask", "NTS")),
+    "mixed": (("mask", "BS"), ("soft_cap", 5.0), ("dropout", 0.2)),
+}  # fmt: skip
+
+
+@each_family
+@pytest.mark.parametrize("features", GROUP_FEATURES)
+@pytest.mark.parametrize("groups", GROUPS, ids=str)
+def test_heads_of_a_group_share_keys(groups, features, family):
+    heads, kv_heads, q_len, kv_len = groups
+    for number, head_dim in enumerate((64, 96, 128)):
+        case = Case(
+            f"groups-{head_dim}", batch=1 + number % 2, heads=heads, kv_heads=kv_heads,
+            q_len=q_len, kv_len=kv_len, head_dim=head_dim, value_dim=(64, 96, 104)[number],
+            dtype=("bfloat16", "float16")[number % 2], features=GROUP_FEATURES[features],
+        )  # fmt: skip
+        inputs = make_inputs(case)
+        check(run(inputs, family), inputs)
+
+
+@each_family
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_more_blocks_of_groups_than_multiprocessors(is_causal, family):
+    """Thread blocks take several key blocks; in full calls the last ones are divided in chunks."""
+    features = (("causal", True),) if is_causal else ()
+    case = Case(
+        "many-groups", batch=3, heads=10, kv_heads=2, q_len=1100, kv_len=1090, head_dim=64,
+        value_dim=64, dtype="bfloat16", features=features,
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    check(run(inputs, family), inputs)
+
+
+ALONE = {
+    "soft cap 30": (("soft_cap", 30.0),),
+    "soft cap 0.5": (("soft_cap", 0.5), ("causal", True)),
+    "soft cap, window": (("soft_cap", 5.0), ("window", (150, 0))),
+    "soft cap, lengths": (("soft_cap", 5.0), ("lengths", "qk"), ("dlse", True)),
+    "mask of keys": (("mask", "BS"),),
+    "mask of all": (("mask", "TS"), ("causal", True)),
+    "mask of each head": (("mask", "BNTS"),),
+    "mask, lengths": (("mask", "TS"), ("lengths", "qk"), ("dlse", True)),
+    "packed": (("segments", "packed"),),
+    "packed, causal": (("segments", "packed"), ("causal", True), ("dlse", True)),
+    "packed, window": (("segments", "packed"), ("window", (60, 0))),
+    "packed, lengths": (("segments", "packed"), ("lengths", "qk")),
+}  # fmt: skip
+
+
+@each_family
+@pytest.mark.parametrize("std", [1.0, 8.0])
+@pytest.mark.parametrize("lengths", [(640, 640), (333, 777), (64, 1000)], ids=str)
+@pytest.mark.parametrize("features", ALONE)
+def test_one_modifier(features, lengths, std, family):
+    for number, head_dim in enumerate((64, 96, 128, 40)):
+        q_len, kv_len = lengths
+        case = Case(
+            f"alone-{head_dim}", batch=2, heads=4, kv_heads=(4, 2)[number % 2], q_len=q_len,
+            kv_len=kv_len, head_dim=head_dim, value_dim=head_dim, std=std,
+            dtype=("bfloat16", "float16")[number // 2 % 2], features=ALONE[features],
+        )  # fmt: skip
+        inputs = make_inputs(case)
+        check(run(inputs, family), inputs)
+
+
+def _with_gradients(query, key, value, dout, query_ids, key_ids, **options):
+    def attend(query, key, value):
+        return jax_flash.dot_product_attention(
+            query, key, value, query_segment_ids=jnp.asarray(query_ids, jnp.int32)[None],
+            key_value_segment_ids=jnp.asarray(key_ids, jnp.int32)[None], **options,
+        )  # fmt: skip
+
+    out, vjp = jax.vjp(attend, query, key, value)
+    return [np.asarray(x, np.float32) for x in (out, *vjp(dout))]
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("is_causal", [False, True])
+def test_documents_are_independent(head_dim, is_causal):
+    """A packed row has the output and the gradients of its documents."""
+    length, heads = 2900, 3
+    cuts = np.array([0, 1, 130, 256, 900, 1024, 1025, 2048, 2900])
+    ids = np.searchsorted(cuts, np.arange(length), side="right")
+    arrays = [random_normal(1, length, heads, head_dim, seed=s) for s in range(4)]
+    got = _with_gradients(*arrays, ids, ids, is_causal=is_causal)
+    for first, end in itertools.pairwise(cuts):
+        alone = [x[:, first:end] for x in arrays]
+        ids = np.zeros(end - first)
+        expected = _with_gradients(*alone, ids, ids, is_causal=is_causal)
+        for g, e in zip(got, expected, strict=True):
+            # Results are rounded to bfloat16 once in either.
+            np.testing.assert_allclose(g[:, first:end], e, rtol=2e-2, atol=2e-2)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_keys_of_no_query_may_be_nan(head_dim):
+    """Those of a segment that no query has, in the same tiles as others."""
+    length, heads = 700, 2
+    ids = np.repeat(np.arange(10), 70)
+    lonely = ids % 3 == 1
+    query_ids = np.where(lonely, 99, ids)
+    query, key, value, dout = (random_normal(1, length, heads, head_dim, seed=s) for s in range(4))
+    expected = _with_gradients(query, key, value, dout, query_ids, ids)
+    where = jnp.asarray(lonely)[None, :, None, None]
+    key, value = jnp.where(where, jnp.nan, key), jnp.where(where, jnp.inf, value)
+    got = _with_gradients(query, key, value, dout, query_ids, ids)
+    for g, e in zip(got, expected, strict=True):
+        # Additions to a sum of dQ come in no particular order.
+        np.testing.assert_allclose(g, e, rtol=2e-2, atol=2e-2)
+
+
+SEGMENTS = {
+    name: np.zeros((1, 256), np.int32) for name in ("query_segment_ids", "key_value_segment_ids")
+}
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("one kernel, soft cap", {"logits_soft_cap": 30.0}),
+        ("one kernel, segments", SEGMENTS),
+        ("one kernel, mask", {"mask": np.ones((1, 1, 256, 256), bool)}),
+        ("one kernel", {**SEGMENTS, "logits_soft_cap": 30.0}),
+        ("one kernel", {"logits_soft_cap": 30.0, "deterministic": True}),
+        ("one kernel", {}),
+    ],
+)
+def test_these_kernels_run(name, options):
+    x = random_normal(1, 256, 2, 64)
+    assert explain(x, x, x, **options).kernels["backward"].name == name
