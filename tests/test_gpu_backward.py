@@ -6,9 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from cases import Case, check, make_inputs
-from test_cases import run
-from test_gpu import each_family, random_normal
+from cases import Case
+from test_gpu import each_family, random_normal, verify
 
 import jax_flash
 from jax_flash import explain
@@ -42,8 +41,7 @@ def test_heads_of_a_group_share_keys(groups, features, family):
             q_len=q_len, kv_len=kv_len, head_dim=head_dim, value_dim=(64, 96, 104)[number],
             dtype=("bfloat16", "float16")[number % 2], features=GROUP_FEATURES[features],
         )  # fmt: skip
-        inputs = make_inputs(case)
-        check(run(inputs, family), inputs)
+        verify(case, family)
 
 
 @each_family
@@ -55,8 +53,7 @@ def test_more_blocks_of_groups_than_multiprocessors(is_causal, family):
         "many-groups", batch=3, heads=10, kv_heads=2, q_len=1100, kv_len=1090, head_dim=64,
         value_dim=64, dtype="bfloat16", features=features,
     )  # fmt: skip
-    inputs = make_inputs(case)
-    check(run(inputs, family), inputs)
+    verify(case, family)
 
 
 ALONE = {
@@ -87,8 +84,7 @@ def test_one_modifier(features, lengths, std, family):
             kv_len=kv_len, head_dim=head_dim, value_dim=head_dim, std=std,
             dtype=("bfloat16", "float16")[number // 2 % 2], features=ALONE[features],
         )  # fmt: skip
-        inputs = make_inputs(case)
-        check(run(inputs, family), inputs)
+        verify(case, family)
 
 
 def _with_gradients(query, key, value, dout, query_ids, key_ids, **options):

@@ -26,6 +26,16 @@ __device__ __forceinline__ void cp_async_bulk_tensor_5d(uint32_t address_smem,
       : "memory");
 }
 
+// Copies the box at these coordinates to L2.
+__device__ __forceinline__ void cp_async_bulk_prefetch_tensor_5d(const CUtensorMap& map, int32_t c0,
+                                                                 int32_t c1, int32_t c2, int32_t c3,
+                                                                 int32_t c4) {
+  asm volatile(
+      "cp.async.bulk.prefetch.tensor.5d.L2.global.tile [%0, {%1, %2, %3, %4, %5}];" ::"l"(&map),
+      "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
 // Copies shared memory to the box at these coordinates, except elements outside the tensor. The
 // copy belongs to the bulk group that the thread commits next.
 __device__ __forceinline__ void cp_async_bulk_tensor_store_5d(const CUtensorMap& map,

@@ -105,4 +105,17 @@ __device__ __forceinline__ void load_box(uint32_t address_smem, const CUtensorMa
                                coordinate(operand.batch[1], batch.coordinate[1]));
 }
 
+// Starts copying the same box to L2.
+__device__ __forceinline__ void prefetch_box(const CUtensorMap& map, const Operand& operand,
+                                             const BatchIndex& batch, int32_t head, int32_t row0,
+                                             int32_t col0) {
+  const auto coordinate = [](int64_t stride, int64_t index) {
+    return stride == 0 ? 0 : static_cast<int32_t>(index);
+  };
+  ptx::cp_async_bulk_prefetch_tensor_5d(map, col0, coordinate(operand.row, row0),
+                                        coordinate(operand.head, head),
+                                        coordinate(operand.batch[0], batch.coordinate[0]),
+                                        coordinate(operand.batch[1], batch.coordinate[1]));
+}
+
 }  // namespace jax_flash

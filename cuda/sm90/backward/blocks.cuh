@@ -16,6 +16,7 @@
 #include "sm90/backward/split.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
+#include "tile/tensor_map.cuh"
 
 namespace jax_flash::sm90 {
 
@@ -90,10 +91,23 @@ struct BackwardBlock {
 // then any other thread block may take it, so that all end at about the same time.
 inline constexpr int kTilesAhead = 3;
 
+// Copies K and V of a block to L2: there is no room for them before the last one has ended.
+template <typename Config>
+__device__ __forceinline__ void prefetch_keys(const Backward& params, const BackwardMaps& maps,
+                                              const BackwardBlock& block) {
+  const int32_t row0 = block.kv_tile * Config::kBlockKv;
+#pragma unroll
+  for (int panel = 0; panel < Config::KeyTile::kPanels; ++panel) {
+    prefetch_box(maps.key, params.key, block.batch, block.kv_head, row0, panel * 64);
+    prefetch_box(maps.value, params.value, block.batch, block.kv_head, row0, panel * 64);
+  }
+}
+
 // Hands blocks to the other warps, except the launch's first, which has index blockIdx.x. Converts
 // dQ until the next block is wanted, or the last has ended.
 template <typename Config, typename Element, bool kGeneral, bool kOrdered>
-__device__ __forceinline__ void choose_blocks(const Backward& params, const BlockPlan& plan,
+__device__ __forceinline__ void choose_blocks(const Backward& params, const BackwardMaps& maps,
+                                              const BlockPlan& plan,
                                               const BackwardWorkspace& workspace,
                                               const TileSchedule& schedule, TurnOrder order,
                                               const BackwardSmem<Config>& smem) {
@@ -159,6 +173,7 @@ __device__ __forceinline__ void choose_blocks(const Backward& params, const Bloc
     if (leader) {
       smem.blocks[at.stage()] = block;
       ptx::mbarrier_arrive(smem.block_full(at.stage()));
+      prefetch_keys<Config>(params, maps, block);
     }
     const uint32_t zeroed = index + plan.zeros.ahead;
     if (plan.zeros.ahead > 0 && takes && zeroed < static_cast<uint32_t>(blocks)) {

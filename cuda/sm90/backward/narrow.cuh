@@ -136,8 +136,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                              block, threadIdx.x / 32 - 1, next);
       });
     } else {
-      choose_blocks<Config, Element, kGeneral, kOrdered>(params, plan, workspace, schedule, order,
-                                                         smem);
+      choose_blocks<Config, Element, kGeneral, kOrdered>(params, maps, plan, workspace, schedule,
+                                                         order, smem);
     }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
