@@ -189,7 +189,9 @@ def backward_workspace(
     elif widest <= 128:
         rest += 17.4e6
         if kv_heads and kv_heads < heads:  # dK and dV of a group's query heads, and counters
-            rest += min(sums, 4 * batch * kv_heads * multiple(kv_len, 128) * 2 * widest_instance)
+            rounded = multiple(kv_len, 128)
+            of_keys = 4 * batch * kv_heads * rounded * 2 * widest_instance
+            rest += min(sums * rounded / kv_len, of_keys)
             rest += batch * kv_heads * multiple(kv_len, 128) / 8
     if segments:
         rest += (4 + 8 / 32) * batch * (multiple(q_len, 128) + multiple(kv_len, 128))

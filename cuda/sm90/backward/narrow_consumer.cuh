@@ -59,6 +59,13 @@ struct NoSlope {
   __device__ __forceinline__ void finish(const Backward&, const BatchIndex&, int32_t, float) {}
 };
 
+// Names the first rows of tiles of 64 that nothing has to be looked for in.
+struct UncutRows {
+  int32_t first, last;
+
+  __device__ __forceinline__ bool cuts(int32_t row) const { return row < first || row > last; }
+};
+
 // Holds what all threads of a consumer warpgroup know, and the steps of its work. A query tile is
 // worked on in halves of 64 rows if it has 128. All threads call every function. Arrays in
 // registers are arguments: a struct that held them would stay in memory, with all that it holds,
@@ -146,10 +153,7 @@ struct NarrowConsumer {
     // The maxima make these uniform for the compiler. They are not read from shared memory again,
     // nor is anything else that the loop can keep: such reads wait behind products, too.
     const int tile_count = __reduce_max_sync(0xffffffff, block.tile_count);
-    const int32_t group_key = first_key() + group * 64;
-    const auto unmasked = block.band.template unmasked_tiles<64>(group_key, group_key + 64);
-    int32_t first_unmasked = __reduce_max_sync(0xffffffff, unmasked.first);
-    int32_t last_unmasked = __reduce_max_sync(0xffffffff, unmasked.last);
+    UncutRows uncut = uncut_rows();
     if (tile_count == 0) return skip(key_parity, dkey, dvalue);
     ptx::mbarrier_wait(smem.query_full(ring.stage), ring.parity);
     int2 tile = smem.tiles[ring.stage];
@@ -160,11 +164,7 @@ struct NarrowConsumer {
     Tile scores, dscores, dquery;
     const bool has_padding =
         begin(ring.stage, key_parity, tile, allowed, key_rmem, value_rmem, scores);
-    if constexpr (Config::kHasSegments) {
-      const int32_t first = has_bad_keys() ? INT32_MAX : block.alike.first;
-      first_unmasked = max(first_unmasked, __reduce_max_sync(0xffffffff, first));
-      last_unmasked = min(last_unmasked, __reduce_max_sync(0xffffffff, block.alike.last));
-    }
+    if constexpr (Config::kHasSegments) restrict_to_alike(uncut);
     do {
       const int32_t row0 = tile.x;
       const uint32_t stage = ring.stage;
@@ -184,11 +184,10 @@ struct NarrowConsumer {
         const float* lse_smem = smem.lse + stage * kBlockQ + half * 64;
         const float* delta_smem = smem.delta + stage * kBlockQ + half * 64;
         const typename Config::LseColumns lse(lse_smem);
-        const int32_t row = row0 + half * 64;
-        const bool is_cut = row < first_unmasked || row > last_unmasked;
+        const bool is_cut = uncut.cuts(row0 + half * 64);
         // P^T, overlapped with dP^T; dV += P^T dO
         await_scores(scores, half);
-        mask_scores(gradient, scores, row0 + half * 64, first_unmasked, last_unmasked, slopes);
+        mask_scores(gradient, scores, is_cut, slopes);
         if (Config::kEarlyDquery && half == 0) start_last_dquery(dquery, stage);
         Rounded probabilities, rounded;
         uint32_t kept[2][1];
@@ -223,6 +222,22 @@ struct NarrowConsumer {
     } while (tiles_done < tile_count);
     finish_slope(slope, tile.y);
     finish(ring, dquery, dkey, dvalue);
+  }
+
+  // Returns the rows that no edge of the band cuts.
+  __device__ __forceinline__ UncutRows uncut_rows() const {
+    const int32_t group_key = first_key() + group * 64;
+    const auto unmasked = block.band.template unmasked_tiles<64>(group_key, group_key + 64);
+    return {__reduce_max_sync(0xffffffff, unmasked.first),
+            __reduce_max_sync(0xffffffff, unmasked.last)};
+  }
+  // Leaves those whose segment all keys have. A key that is NaN or infinite is looked for in every
+  // tile.
+  __device__ __forceinline__ void restrict_to_alike(UncutRows& uncut) const {
+    const bool has_bad_keys = !block.alike.all && bad_keys()[kBlockKv / 32] != 0;
+    const int32_t first = has_bad_keys ? INT32_MAX : block.alike.first;
+    uncut.first = max(uncut.first, __reduce_max_sync(0xffffffff, first));
+    uncut.last = min(uncut.last, __reduce_max_sync(0xffffffff, block.alike.last));
   }
 
   // Writes zeros for a block that no row may attend to.
@@ -336,19 +351,18 @@ struct NarrowConsumer {
       ptx::wgmma_results(scores);
     }
   }
-  // Applies modifiers and the band to S^T of the rows from `row` on.
-  __device__ __forceinline__ void mask_scores(const Gradient& gradient, Tile& scores, int32_t row,
-                                              int32_t first_unmasked, int32_t last_unmasked,
+  // Applies modifiers and the band to S^T.
+  __device__ __forceinline__ void mask_scores(const Gradient& gradient, Tile& scores, bool is_cut,
                                               CapSlopes<8>& slopes) const {
     if constexpr (kForbids) {
       mark_bad_key_rows<kBlockKv>(scores, bad_keys(), warp_key);
     }
     if constexpr (Config::kHasMask) apply_mask_bits(scores, gradient.mask_bits);
-    if (kApplied != kNoModifier || row < first_unmasked || row > last_unmasked) {
+    if (kApplied != kNoModifier || is_cut) {
       if constexpr (Config::kHasSegments) {
         if (!block.alike.all) {
           mark_bad_key_rows<kBlockKv>(scores, bad_keys(), warp_key);
-          separate_segments(scores, row);
+          separate_segments(scores, gradient.row0);
         }
       }
       gradient.mask(scores, block.band, kManyRegisters ? &slopes : nullptr);
@@ -506,9 +520,6 @@ struct NarrowConsumer {
   static __device__ __forceinline__ uint32_t* bad_keys() {
     __shared__ uint32_t bad_keys_smem[kNotesBadKeys ? kBlockKv / 32 + 1 : 1];
     return bad_keys_smem;
-  }
-  __device__ __forceinline__ bool has_bad_keys() const {
-    return !block.alike.all && bad_keys()[kBlockKv / 32] != 0;
   }
 
   // dK and dV are stored from the memory that stages dQ, by bulk copies of one thread a consumer.
