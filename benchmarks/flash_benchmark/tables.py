@@ -102,6 +102,28 @@ def _features() -> list[Case]:
     ]
 
 
+def _training() -> list[Case]:
+    """What models train with: grouped heads, packed documents, and one modifier."""
+    groups = [  # batch, length, heads, kv_heads, head_dim
+        (1, 4096, 64, 8, 128), (1, 1536, 40, 8, 128), (1, 2048, 32, 8, 128), (2, 6144, 24, 6, 96),
+        (1, 8192, 32, 8, 128), (8, 1024, 32, 8, 64),
+    ]  # fmt: skip
+    grouped = [
+        Case("training", batch, length, heads, dim, kv_heads=kv_heads, is_causal=causal)
+        for batch, length, heads, kv_heads, dim in groups
+        for causal in _BOTH
+    ]
+    modified = []
+    for dim in (128, 64):
+        for causal in _BOTH:
+            plain = Case("training", 4, 4096, 16, dim, is_causal=causal)
+            documents = dataclasses.replace(plain, segments=4)
+            modified += [plain, documents, documents.plain()]
+            for feature in ("soft_cap", "mask", "bias", "dropout"):
+                modified.append(dataclasses.replace(plain, feature=feature))
+    return [*grouped, *modified]
+
+
 def _cpu() -> list[Case]:
     """Sizes that take a couple of cores well under a second."""
     return [
@@ -151,6 +173,7 @@ TABLES: dict[str, Callable[[], list[Case]]] = {
     "window": _window,
     "segments": _segments,
     "features": _features,
+    "training": _training,
     "cpu": _cpu,
     "cpu-length": _cpu_length,
     "cpu-features": _cpu_features,
