@@ -52,8 +52,8 @@ struct Options {
   // -1: unbounded. If the call has an operand `window`, these are upper bounds of its sizes.
   int32_t window_left = -1, window_right = -1;
   float logits_soft_cap = 0.0f;  // 0: none
-  // Dropout keeps an element whose 16 random bits are >= dropout_threshold, and
-  // multiplies it by dropout_scale = 1 / (1 - dropout_threshold / 2^16). 0: no dropout.
+  // Dropout keeps an element whose 15 random bits are >= dropout_threshold, and
+  // multiplies it by dropout_scale = 1 / (1 - dropout_threshold / 2^15). 0: no dropout.
   uint32_t dropout_threshold = 0;
   float dropout_scale = 1.0f;
   bool deterministic = false;
@@ -75,11 +75,9 @@ struct Forward {
   Operand key_value_segment_ids;  // [batch, S] int32
   Operand query_offset;           // [batch] int32
   Operand sinks;                  // [batch, N] float32
-  Operand dropout_seed;           // [batch, 2] uint32, along col
-  Operand dropout_batch_ids;      // [batch] int32: the index b that dropout counts with
-  Operand dropout_head_ids;       // [batch, N] int32: the index n that dropout counts with
+  Operand dropout_keys;           // [batch, N, 3] uint32, along col: see modifiers/philox.h
   // [batch, 2] int32, along col: the indices i and j that dropout uses for row 0 and column 0 if
-  // the call is a block of a larger one; j is a multiple of 8. Absent: 0.
+  // the call is a block of a larger one. Absent: 0.
   Operand dropout_start;
   // [batch, 2] int32, along col: left and right sizes of the window, not negative.
   Operand window;

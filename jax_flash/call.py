@@ -28,6 +28,7 @@ from jax_flash.arrays import (
     saturate,
 )
 from jax_flash.operands import OPERANDS, Operands
+from jax_flash.philox import dropout_keys
 from jax_flash.sequence import check as check_sequence
 from jax_flash.spec import AttentionSpec, SequenceSharding, flag, is_number, make_spec
 
@@ -156,8 +157,7 @@ def make_call(
     if spec.dropout_threshold:
         operands |= _dropout(dropout_seed, batch, heads, alike)
     if sequence is not None:
-        dropout = spec.dropout_threshold > 0
-        check_sequence(sequence, operands, local=is_shard, dropout=dropout)
+        check_sequence(sequence, operands, local=is_shard)
     return Call(spec, operands, has_batch, returns_lse)
 
 
@@ -354,30 +354,24 @@ def _side(side: Any, size: Any) -> tuple[int | None, int | jax.Array]:
 
 
 def _dropout(seed: ArrayLike | None, batch, heads: int, alike: bool) -> Operands:
+    expected = OPERANDS["dropout_seed"].expected
     if seed is None:
         raise ValueError(
-            f"dropout_seed: expected {OPERANDS['dropout_seed'].expected} with a dropout_rate "
-            "above 0, got None"
+            f"dropout_seed: expected {expected} with a dropout_rate above 0, got None"
         )
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         _expect_shape("dropout_seed", seed, ())
         seed = jax.random.bits(seed, (2,), jnp.uint32)
     seed = integers("dropout_seed", seed)
     if seed.dtype != jnp.uint32:
-        raise TypeError(
-            f"dropout_seed: expected {OPERANDS['dropout_seed'].expected}, got {seed.dtype}"
-        )
+        raise TypeError(f"dropout_seed: expected {expected}, got {seed.dtype}")
     _expect_shape("dropout_seed", seed, (2,))
-    ones = (1,) * len(batch)
-    # Dropout counts with these numbers, so a shard or a vmapped call that holds only some
-    # of the batch entries and heads draws the bits of the whole call. Equal numbers, equal bits.
+    # The keys are made for the whole call, so a shard or a vmapped call that holds only some of the
+    # batch entries and heads draws its bits. Equal numbers, equal bits.
     numbers = jnp.zeros if alike else jnp.arange
-    batch_ids, head_ids = (numbers(n, dtype=jnp.int32) for n in (math.prod(batch), heads))
-    return {
-        "dropout_seed": jnp.asarray(seed).reshape(*ones, 2),
-        "dropout_batch_ids": batch_ids.reshape(batch),
-        "dropout_head_ids": head_ids.reshape(*ones, heads),
-    }
+    batch_ids, head_ids = (numbers(n, dtype=jnp.uint32) for n in (math.prod(batch), heads))
+    keys = dropout_keys(jnp.asarray(seed), batch_ids[:, None], head_ids)
+    return {"dropout_keys": keys.reshape(*batch, heads, 3)}
 
 
 def _with_batch(name: str, x, batch, axes, has_batch: bool):

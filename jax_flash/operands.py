@@ -22,7 +22,8 @@ class Operand:
 
     Attributes:
       axes: behind the batch axes. T and S count queries and keys, N and K their heads, H and h
-        are the head dim of query and key and that of value; R counts distances; "2" is two words.
+        are the head dim of query and key and that of value; R counts distances; "2" is two
+        words, "3" three.
       kind: the kind of dtype that a caller's array has to have; None for what no caller gives.
       expected: that kind in an error message.
       broadcasts: whether a caller's array may have any axis of size 1, or lack leading ones.
@@ -50,7 +51,7 @@ class Operand:
     by_distance: bool = False
     slot: int | None = None
     kernels: tuple[str, ...] = ("cpu", "cuda")
-    whole: tuple[str, ...] = ("H", "h", "R", "2")
+    whole: tuple[str, ...] = ("H", "h", "R", "2", "3")
     ring: Literal["stays", "travels", "either", "replaced"] = "stays"
 
 
@@ -81,17 +82,15 @@ OPERANDS: dict[str, Operand] = {
     "query_offset": Operand((), **_INTEGER, slot=6, ring="replaced"),
     "sinks": Operand(("N",), **_FLOAT, slot=7, ring="replaced"),
     "logits_soft_cap": Operand((), **_FLOAT, kernels=()),
-    "dropout_seed": Operand(
-        ("2",), jnp.integer, "uint32 [2] or a PRNG key", slot=8
-    ),
-    "dropout_batch_ids": Operand((), slot=9),
-    "dropout_head_ids": Operand(("N",), slot=10),
-    "dlse": Operand(("N", "T"), slot=11),
-    "dropout_start": Operand(("2",), slot=12),
-    "lse_low": Operand(("N", "T"), slot=13),  # of the backward pass, where something is added
-    "window": Operand(("2",), slot=14),  # left and right, where a size is an array
-    "alibi_slopes": Operand(("N",), **_DISTANCE, slot=15),
-    "relative_bias": Operand(("N", "R"), **_DISTANCE, slot=16),
+    # A caller's alone: calls have keys that philox.py makes from it.
+    "dropout_seed": Operand(("2",), jnp.integer, "uint32 [2] or a PRNG key", kernels=()),
+    "dropout_keys": Operand(("N", "3"), slot=8),
+    "dlse": Operand(("N", "T"), slot=9),
+    "dropout_start": Operand(("2",), slot=10),
+    "lse_low": Operand(("N", "T"), slot=11),  # of the backward pass, where something is added
+    "window": Operand(("2",), slot=12),  # left and right, where a size is an array
+    "alibi_slopes": Operand(("N",), **_DISTANCE, slot=13),
+    "relative_bias": Operand(("N", "R"), **_DISTANCE, slot=14),
 }  # fmt: skip
 
 

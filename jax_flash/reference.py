@@ -324,18 +324,13 @@ def _forward_block(spec, accumulator, operands: Operands, first) -> Operands:
     lse = jnp.where(empty, -jnp.inf, lse)
     weights = weights / total[..., None]
     if spec.dropout_threshold:
-        rows, first_group = first + jnp.arange(q_len, dtype=jnp.int32), 0
+        rows = first + jnp.arange(q_len, dtype=jnp.int32)
+        cols = jnp.arange(key.shape[-3], dtype=jnp.int32)
         if "dropout_start" in operands:
             start = operands["dropout_start"][..., None, None, :]
-            rows, first_group = rows + start[..., 0], start[..., None, 1] // 8
+            rows, cols = rows + start[..., 0], cols + start[..., 1]
         keep = dropout_keep(
-            operands["dropout_seed"],
-            operands["dropout_batch_ids"],
-            operands["dropout_head_ids"],
-            rows=rows,
-            kv_len=key.shape[-3],
-            threshold=spec.dropout_threshold,
-            first_group=first_group,
+            operands["dropout_keys"], rows=rows, cols=cols, threshold=spec.dropout_threshold
         )
         keep = _heads_last_group(keep, -3, kv_heads)
         weights = jnp.where(keep, weights * spec.dropout_scale, 0)

@@ -178,8 +178,8 @@ def ring_attention(
     Raises:
       TypeError, ValueError: as `dot_product_attention` does; or axis_name is no axis of an
         enclosing shard_map, or a length does not divide into the chunks.
-      NotImplementedError: mode "all_to_all" with heads that do not divide; dropout with chunks
-        that are no multiple of 8 keys; a bias or mask sharded along T and S alike.
+      NotImplementedError: mode "all_to_all" with heads that do not divide; a bias or mask
+        sharded along T and S alike.
 
     References:
       Liu et al., "Ring attention with blockwise transformers", 2023, section 3; Jacobs et al.,

@@ -26,21 +26,19 @@ from jax_flash.operands import Operands, axis_of
 from jax_flash.spec import MODES, ORDERS, SequenceSharding
 
 
-def fits(sequence: SequenceSharding, q_len: int, kv_len: int, dropout: bool) -> bool:
+def fits(sequence: SequenceSharding, q_len: int, kv_len: int) -> bool:
     """Whether a ring can run whole sequences of these lengths, that are not empty."""
     parts = sequence.devices * sequence.chunks
-    divide = q_len % parts == 0 and kv_len % parts == 0 and q_len > 0 and kv_len > 0
-    return divide and not (dropout and kv_len // parts % 8)
+    return q_len % parts == 0 and kv_len % parts == 0 and q_len > 0 and kv_len > 0
 
 
-def check(sequence: SequenceSharding, operands: Operands, *, local: bool, dropout: bool) -> None:
+def check(sequence: SequenceSharding, operands: Operands, *, local: bool) -> None:
     """Raises where a call's sizes do not fit the sharding.
 
     Args:
       sequence: the sharding.
       operands: by name.
       local: whether they are one device's shards.
-      dropout: whether the call drops probabilities.
 
     Raises:
       ValueError: a length does not divide into the chunks.
@@ -63,12 +61,6 @@ def check(sequence: SequenceSharding, operands: Operands, *, local: bool, dropou
                     f'mode="all_to_all" gives each device whole heads, and {heads} {axis} heads '
                     f'of {name} do not divide into {sequence.devices}; use mode="ring"'
                 )
-    elif dropout and lengths["key"] // parts % 8:
-        raise NotImplementedError(
-            "dropout in a ring takes chunks of keys whose length is a multiple of 8 (keys share "
-            f"random bits in eights), not {lengths['key'] // parts}; pad key and value, with "
-            "key_value_seq_lengths"
-        )
     if local and sequence.devices > 1:
         for name in ("bias", "mask"):
             if name in operands:

@@ -105,11 +105,9 @@ def make_plan(
         offset = None if "query_offset" in operand_shapes else 0
         return SequenceSharding(names, parts, offset=offset)
 
-    sequence, dropout = spec.sequence, spec.dropout_threshold > 0
+    sequence = spec.sequence
     if sequence is None:
-        names = first_entry(
-            entries_of("TS"), lambda *x: fits(sequence_of(*x), q_len, kv_len, dropout)
-        )
+        names = first_entry(entries_of("TS"), lambda *x: fits(sequence_of(*x), q_len, kv_len))
         if names:
             sequence = sequence_of(names, math.prod(axis_sizes[name] for name in names))
     tokens_entry = sequence.axes if sequence else ()

@@ -11,6 +11,8 @@ import jax
 import jax.core
 import numpy as np
 
+from jax_flash import philox
+
 # The families of CUDA kernels, by the implementations that insist on them.
 FAMILIES: dict[str | None, int] = {"flash_sm80": 80, "flash_sm90": 90}
 Implementation = Literal["flash", "flash_sm80", "flash_sm90", "reference", "xla", "cudnn"]
@@ -19,7 +21,7 @@ IMPLEMENTATIONS = (None, "flash", *FAMILIES, "reference")
 _JAX_NN_IMPLEMENTATIONS = {"xla": None, "cudnn": "flash"}
 
 # Numbers that dropout draws from.
-_RANDOM = 2**16
+_RANDOM = 2**philox.BITS
 
 
 # Of a sharded sequence: see sequence.py, and ring.py and all_to_all.py.
@@ -82,7 +84,7 @@ class AttentionSpec:
         an operand `window`, that says it, and this is the most that it may say.
       logits_soft_cap: logits become cap * tanh(logits / cap); None is no cap.
       dropout_rate: probability in [0, 1) that a probability is dropped, to be rounded to a
-        multiple of 2^-16.
+        multiple of 2^-15.
       deterministic: gradients are bitwise equal between runs.
       implementation: one of `IMPLEMENTATIONS`.
       smem_limit: bytes of shared memory that a CUDA block may have, 0 for what the device has.
@@ -103,7 +105,7 @@ class AttentionSpec:
 
     @property
     def dropout_threshold(self) -> int:
-        """An element is kept if its 16 random bits are at least this."""
+        """An element is kept if its 15 random bits are at least this."""
         return round(self.dropout_rate * _RANDOM)
 
     @property
@@ -166,8 +168,8 @@ def make_spec(
     kept, wanted = 1.0 - round(dropout_rate * _RANDOM) / _RANDOM, 1.0 - dropout_rate
     if abs(kept - wanted) > 0.01 * wanted:
         raise ValueError(
-            "dropout_rate: expected one that keeps, within 1% of it, a multiple of 1/65536 (as "
-            f"every rate up to 0.9992 does), got {dropout_rate}, of which {kept:.4g} would be kept"
+            "dropout_rate: expected one that keeps, within 1% of it, a multiple of 1/32768 (as "
+            f"every rate up to 0.9984 does), got {dropout_rate}, of which {kept:.4g} would be kept"
         )
     if implementation not in IMPLEMENTATIONS:
         if implementation not in _JAX_NN_IMPLEMENTATIONS:

@@ -72,11 +72,11 @@ class Kernel:
             past = np.arange(q_len) >= np.asarray(options["query_seq_lengths"])[:, None]
             self.sinks[np.broadcast_to(past[:, None], self.sinks.shape)] = -np.inf
         self.allowed = allowed_logits(inputs)
-        threshold = round(options.get("dropout_rate", 0.0) * 65536)
+        threshold = round(options.get("dropout_rate", 0.0) * 32768)
         self.keep = np.float32(1)
         if threshold:
             bits = philox_keep(options["dropout_seed"], *logits, threshold)
-            self.keep = bits * np.float32(65536 / (65536 - threshold))
+            self.keep = bits * np.float32(32768 / (32768 - threshold))
         scale = options.get("scale")
         self.scale = np.float32(head_dim**-0.5 if scale is None else scale)
         self.cap = options.get("logits_soft_cap")

@@ -40,27 +40,34 @@ class Results:
         return {"out": self.out, "lse": self.lse, **{"d" + n: x for n, x in self.grads.items()}}
 
 
-def philox_keep(seed, batch, heads, q_len, kv_len, threshold) -> np.ndarray:
-    """The dropout mask, bool [B,N,T,S], in 64-bit arithmetic."""
-    groups = -(-kv_len // 8)
-    shape = (batch, heads, q_len, groups)
-    b, n, i, group = np.indices(shape, dtype=np.uint64)
-    low = np.uint64(0xFFFFFFFF)
-    c = [group, i, n, b]
-    k = [np.uint64(seed[0]), np.uint64(seed[1])]
-    for _ in range(10):
-        product0 = np.uint64(0xD2511F53) * c[0]
-        product1 = np.uint64(0xCD9E8D57) * c[2]
-        c = [
-            (product1 >> np.uint64(32)) ^ c[1] ^ k[0],
-            product1 & low,
-            (product0 >> np.uint64(32)) ^ c[3] ^ k[1],
-            product0 & low,
-        ]
-        k = [(k[0] + np.uint64(0x9E3779B9)) & low, (k[1] + np.uint64(0xBB67AE85)) & low]
-    words = np.stack(c, axis=-1)
-    halves = np.stack([words & np.uint64(0xFFFF), words >> np.uint64(16)], axis=-1)
-    return halves.reshape(batch, heads, q_len, groups * 8)[..., :kv_len] >= threshold
+def philox(rounds: int, counter, key) -> list[np.ndarray]:
+    """Philox2x32 or Philox4x32, by the number of the counter's words, in 64-bit arithmetic."""
+    low, high = np.uint64(0xFFFFFFFF), np.uint64(32)
+    c, k = ([np.asarray(x, np.uint64) for x in words] for words in (counter, key))
+    for _ in range(rounds):
+        if len(c) == 2:
+            product = np.uint64(0xD256D193) * c[0]
+            c = [(product >> high) ^ k[0] ^ c[1], product & low]
+        else:
+            product0, product1 = np.uint64(0xD2511F53) * c[0], np.uint64(0xCD9E8D57) * c[2]
+            c = [
+                (product1 >> high) ^ c[1] ^ k[0], product1 & low,
+                (product0 >> high) ^ c[3] ^ k[1], product0 & low,
+            ]  # fmt: skip
+        weyl = (0x9E3779B9, 0xBB67AE85)[: len(k)]
+        k = [(x + np.uint64(w)) & low for x, w in zip(k, weyl, strict=True)]
+    return c
+
+
+def philox_keep(seed, batch, heads, q_len, kv_len, threshold, start=(0, 0)) -> np.ndarray:
+    """The dropout mask, bool [B,N,T,S], of queries and keys from `start` on."""
+    b, n, i, j = np.ogrid[:batch, :heads, start[0] : start[0] + q_len, start[1] : start[1] + kv_len]
+    key, row, col, _ = philox(10, (n, b, 0, 0), seed)
+    counter = [(x // 16 * 8 + x % 8).astype(np.uint64) ^ y for x, y in ((i, row), (j, col))]
+    words = philox(7, counter, [key])
+    word = np.where(i // 8 % 2, words[1], words[0])
+    half = np.where(j // 8 % 2, word >> np.uint64(16), word)
+    return (half & np.uint64(0x7FFF)) >= threshold
 
 
 def distances(inputs: Inputs) -> np.ndarray:
@@ -303,10 +310,10 @@ def _compute(inputs: Inputs, dtype) -> _Terms:
 
     keep = wide(1)
     rate = options.get("dropout_rate", 0.0)
-    threshold = round(rate * 65536)
+    threshold = round(rate * 32768)
     if threshold:
         bits = philox_keep(options["dropout_seed"], batch, heads, q_len, kv_len, threshold)
-        keep = bits.astype(wide) / wide(1 - threshold / 65536)
+        keep = bits.astype(wide) / wide(1 - threshold / 32768)
 
     dlse = np.zeros_like(lse)
     if inputs.dlse is not None:

@@ -101,8 +101,7 @@ def run(inputs: Inputs, *, mesh, axis_name, order, mode="ring", check_vma=True, 
       traced: whether an integer query_offset is an array.
     """
     devices = mesh.shape[axis_name]
-    dropout = 8 if inputs.options.get("dropout_rate") else 1
-    arrays = padded(inputs, 2 * devices * dropout)
+    arrays = padded(inputs, 2 * devices)
     static = static_of(inputs)
     if traced and "query_offset" in static:
         arrays["query_offset"] = np.int32(static.pop("query_offset"))
@@ -159,8 +158,7 @@ def plain_call(inputs: Inputs, mesh, *, order="contiguous", spread=True, **seque
       **sequence: of `dot_product_attention`'s sequence arguments, those to give.
     """
     devices = mesh.shape["s"]
-    dropout = 8 if inputs.options.get("dropout_rate") else 1
-    arrays, static = padded(inputs, 2 * devices * dropout), static_of(inputs)
+    arrays, static = padded(inputs, 2 * devices), static_of(inputs)
     arrays.setdefault("dlse", np.zeros(arrays["dout"].shape[:-1], np.float32))
     if order == "zigzag":
         arrays = {n: reorder(jax_flash.zigzag_permute, n, x, devices) for n, x in arrays.items()}

@@ -133,7 +133,7 @@ def test_results_are_bitwise_repeatable():
             np.testing.assert_array_equal(grad, first.grads[name])
 
 
-@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9, 0.99, 0.999, 0.9992, 1 - 3 * 2**-16])
+@pytest.mark.parametrize("rate", [0.1, 0.5, 0.9, 0.99, 0.998, 0.9984, 1 - 3 * 2**-15])
 def test_dropout_keeps_the_mean(rate):
     # Of equal probabilities and values; one element has variance 1 / (1 - rate) - 1.
     length, heads = 4096, 4

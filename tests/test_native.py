@@ -49,11 +49,11 @@ X = np.ones((2, 8, 4, 16), np.float32)
         (dict(operands=1), "bias is missing"),
         (dict(extra=[np.ones((1, 3, 1, 8), np.float32)], operands=1), "bias: expected shape"),
         (dict(extra=[np.ones((2, 8), np.int32)], operands=16), "segment ids come for both"),
-        (dict(options={"dropout_threshold": np.int32(9)}), "dropout needs seed"),
-        (dict(extra=[np.ones((1, 3), np.float32)], operands=1 << 15), "alibi_slopes: expected"),
-        (dict(extra=[np.ones((1, 4, 0), np.float32)], operands=1 << 16), "1 to 2.* distances"),
-        (dict(extra=[np.ones((1, 3, 9), np.float32)], operands=1 << 16), "relative_bias: expect"),
-        (dict(extra=[np.ones((1, 4), np.float32)], operands=1 << 15), "results are missing"),
+        (dict(options={"dropout_threshold": np.int32(9)}), "dropout needs its keys"),
+        (dict(extra=[np.ones((1, 3), np.float32)], operands=1 << 13), "alibi_slopes: expected"),
+        (dict(extra=[np.ones((1, 4, 0), np.float32)], operands=1 << 14), "1 to 2.* distances"),
+        (dict(extra=[np.ones((1, 3, 9), np.float32)], operands=1 << 14), "relative_bias: expect"),
+        (dict(extra=[np.ones((1, 4), np.float32)], operands=1 << 13), "results are missing"),
     ],
 )
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="about the CPU's handlers")

@@ -190,14 +190,10 @@ def raises_in_ring(error, match, *, shapes=None, **options):
 
 
 def test_errors():
-    seed = np.zeros(2, np.uint32)
     raises_in_ring(ValueError, "order: expected one of", order="striped")
     raises_in_ring(ValueError, "mode: expected one of", mode="tree")
     raises_in_ring(ValueError, "multiple of 2 .zigzag", order="zigzag", shapes={"length": 8})
     raises_in_ring(NotImplementedError, 'heads.*use mode="ring"', mode="all_to_all")
-    raises_in_ring(
-        NotImplementedError, "multiple of 8", dropout_rate=0.1, dropout_seed=seed, order="zigzag"
-    )
     raises_in_ring(
         NotImplementedError, "sharded over queries and keys alike", bias=np.zeros((8, 8), "f4")
     )

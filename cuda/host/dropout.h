@@ -1,47 +1,72 @@
-// Dropout's bits for a row of a tile, from the generator that modifiers/philox.h defines:
-// here eight counters at a time, one a 64-bit lane.
+// Dropout's bits for the rows of a tile, as modifiers/philox.h defines them: here eight counters at
+// a time, one a 64-bit lane.
 #pragma once
 
-#include "host/head.h"
+#include "host/tile.h"
+#include "modifiers/philox.h"
 
 namespace jax_flash::host::JAX_FLASH_ISA {
 
-inline constexpr int kCounters = 8;  // of a row of 64 columns
-inline constexpr int kGroup = 8;     // columns that share a counter
+inline constexpr int kCounters = kDropoutBlock / 2;  // of a block's columns
 typedef uint64_t Counters __attribute__((vector_size(8 * kCounters)));
 
-// Bit c says whether probability (i, kv_begin + c) is kept; kv_begin is a multiple of 64.
-inline uint64_t keep_bits(const Head& head, int64_t i, int64_t kv_begin) {
-  constexpr uint64_t kWord = 0xffffffff;
-  constexpr uint64_t kMultiplier0 = 0xD2511F53, kMultiplier1 = 0xCD9E8D57;
-  constexpr uint32_t kWeyl0 = 0x9E3779B9, kWeyl1 = 0xBB67AE85;
-  const uint64_t first = (static_cast<uint64_t>(kv_begin) + head.dropout_col) / kGroup;
-  Counters c0 = Counters{0, 1, 2, 3, 4, 5, 6, 7} + first;
-  Counters c1 = Counters{} + ((static_cast<uint64_t>(i) + head.dropout_row) & kWord);
-  Counters c2 = Counters{} + uint64_t{head.dropout_head};
-  Counters c3 = Counters{} + uint64_t{head.dropout_batch};
-  uint32_t key0 = head.seed[0], key1 = head.seed[1];
-  for (int round = 0; round < 10; ++round) {
-    const Counters product0 = c0 * kMultiplier0, product1 = c2 * kMultiplier1;
-    c0 = product1 >> 32 ^ c1 ^ uint64_t{key0};
-    c2 = product0 >> 32 ^ c3 ^ uint64_t{key1};
-    c1 = product1 & kWord;
-    c3 = product0 & kWord;
-    key0 += kWeyl0;
-    key1 += kWeyl1;
+// Which of 16 columns are kept, of the rows that share counters: i and i + 8.
+struct KeptPair {
+  uint64_t bits[2];
+};
+
+// Draws for rows i and i + 8 and columns [j, j + 16): indices of the whole call, i % 16 < 8 and
+// j % 16 = 0.
+inline KeptPair keep_block(const Head& head, uint32_t i, uint32_t j) {
+  constexpr uint64_t kMultiplier = 0xD256D193, kWord = 0xffffffff;
+  constexpr uint32_t kWeyl = 0x9E3779B9;
+  constexpr Counters kLane = {0, 1, 2, 3, 4, 5, 6, 7};
+  const DropoutKeys& keys = head.dropout_keys;
+  Counters c0 = Counters{} + uint64_t{dropout_group(i) ^ keys.row};
+  Counters c1 = (kLane + uint64_t{dropout_group(j)}) ^ uint64_t { keys.col };
+  uint32_t key = keys.key;
+  for (int round = 0; round < 7; ++round) {
+    const Counters product = c0 * kMultiplier;
+    c0 = product >> 32 ^ c1 ^ uint64_t{key};
+    c1 = product & kWord;
+    key += kWeyl;
   }
-  // Half word 2 w + h of a counter decides column 2 w + h of its group.
+  // Bits 0, 8, 16 and 24 of a lane are for its column and the one 8 on, of row i and of i + 8.
   const uint64_t threshold = head.options->dropout_threshold;
-  const Counters* words[4] = {&c0, &c1, &c2, &c3};
-  Counters kept = {};
-  for (int w = 0; w < 4; ++w) {
-    const Counters low = *words[w] & 0xffff, high = *words[w] >> 16;
-    kept |= (Counters)(low >= threshold) & uint64_t{1} << (2 * w);
-    kept |= (Counters)(high >= threshold) & uint64_t{2} << (2 * w);
+  const Counters halves[4] = {c0, c0 >> 16, c1, c1 >> 16};
+  Counters bits = {};
+  for (int h = 0; h < 4; ++h) {
+    bits |= (Counters)((halves[h] & uint64_t{kDropoutBits}) >= threshold) & uint64_t{1} << (8 * h);
   }
-  uint64_t bits = 0;
-  for (int g = 0; g < kCounters; ++g) bits |= kept[g] << (kGroup * g);
-  return bits;
+  bits <<= kLane;
+  uint64_t all = 0;
+  for (int g = 0; g < kCounters; ++g) all |= bits[g];
+  return {{all & 0xffff, all >> 16}};
+}
+
+// Bit c of keep[r] says whether the probability of row r of the tile and column c is kept. Fills
+// the rows from row_begin to row_end.
+inline void keep_bits(const Head& head, const Tile& tile, uint64_t (&keep)[kBlockQ]) {
+  const auto col = static_cast<uint32_t>(tile.kv_begin) + head.dropout_col;
+  const int shift = col % kDropoutBlock;
+  const int blocks = (shift + tile.cols + kDropoutBlock - 1) / kDropoutBlock;
+  const auto first = static_cast<uint32_t>(tile.q_begin) + head.dropout_row;
+  for (int r = tile.row_begin; r < tile.row_end; ++r) keep[r] = 0;
+  for (int r = tile.row_begin; r < tile.row_end; ++r) {
+    const uint32_t i = first + static_cast<uint32_t>(r);
+    const bool second = i / kCounters % 2 != 0;
+    if (second && r - kCounters >= tile.row_begin) continue;  // done with the row 8 before it
+    const int partner = second ? r : r + kCounters;
+    for (int block = 0; block < blocks; ++block) {
+      const auto j =
+          col - static_cast<uint32_t>(shift) + static_cast<uint32_t>(block * kDropoutBlock);
+      const KeptPair pair = keep_block(head, second ? i - kCounters : i, j);
+      const int at = block * kDropoutBlock - shift;
+      const auto placed = [&](uint64_t bits) { return at < 0 ? bits >> -at : bits << at; };
+      keep[r] |= placed(pair.bits[second]);
+      if (!second && partner < tile.row_end) keep[partner] |= placed(pair.bits[1]);
+    }
+  }
 }
 
 }  // namespace jax_flash::host::JAX_FLASH_ISA

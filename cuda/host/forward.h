@@ -98,8 +98,7 @@ inline void exponentials(const Accumulators& acc, int r, float* s) {
   store(sum, total);
 }
 
-inline void drop_row(const Head& head, const Tile& tile, int r, float* p) {
-  const uint64_t keep = keep_bits(head, tile.q_begin + r, tile.kv_begin);
+inline void drop_row(const Head& head, const Tile& tile, uint64_t keep, float* p) {
   for (int v = 0; v < tile.vectors(); ++v) {
     const Vec scaled = load(p + v * kLanes) * head.options->dropout_scale;
     store(p + v * kLanes, lanes_set(keep, v) ? scaled : Vec{});
@@ -125,10 +124,13 @@ inline void forward_tile(const Head& head, const Tile& tile, const Accumulators&
     for (int v = tile.vectors(); v < kRowVectors; ++v) store(s + v * kLanes, splat(-kInfinity));
     raise_max(acc, r, s);
   }
+  const bool drops = head.options->dropout_threshold != 0;
+  uint64_t keep[kBlockQ];
+  if (drops) keep_bits(head, tile, keep);
   for (int r = tile.row_begin; r < tile.row_end; ++r) {
     float* s = scratch.s.data + r * scratch.s.row;
     exponentials(acc, r, s);
-    if (head.options->dropout_threshold != 0) drop_row(head, tile, r, s);
+    if (drops) drop_row(head, tile, keep[r], s);
   }
   gemm({tile.rows(), head.value.dim, tile.cols, true}, as_left(from_row(scratch.s, tile.row_begin)),
        scratch.value, from_row(acc.o, tile.row_begin));

@@ -116,7 +116,8 @@ inline void pack_queries(const GradientHead& head, const Tile& tile, GradientScr
 
 // From logits and dp to p and ds = p (dp - delta), times the derivative of the soft cap,
 // for row r. Selects rather than multiplies by 0 where r may not attend.
-inline void gradient_row(const GradientHead& head, const Tile& tile, int r, float* s, float* dp) {
+inline void gradient_row(const GradientHead& head, const Tile& tile, int r, uint64_t keep, float* s,
+                         float* dp) {
   const Options& options = *head.options;
   const int64_t i = tile.q_begin + r;
   const float lse = head.lse[i * head.lse_row], delta = head.delta[i];
@@ -124,7 +125,6 @@ inline void gradient_row(const GradientHead& head, const Tile& tile, int r, floa
   const bool whole = tile.whole(r), drops = options.dropout_threshold != 0;
   const bool capped = options.logits_soft_cap != 0.0f;
   const float inverse_cap = capped ? 1.0f / options.logits_soft_cap : 0.0f;
-  const uint64_t keep = drops ? keep_bits(head, i, tile.kv_begin) : 0;
   for (int v = 0; v < tile.vectors(); ++v) {
     const Vec logits = load(s + v * kLanes);
     Vec p = exp((logits - lse) - lse_low);
@@ -156,12 +156,14 @@ inline void gradient_tile(const GradientHead& head, const Tile& tile, KeyBlock& 
   start_logits(head, tile, scratch.q, keys.key_t, scratch.s);
   gemm({tile.rows(), tile.cols, head.value.dim, false}, as_left(from_row(scratch.dout, r0)),
        keys.value_t, from_row(scratch.ds, r0));
+  uint64_t keep[kBlockQ] = {};
+  if (head.options->dropout_threshold != 0) keep_bits(head, tile, keep);
   for (int r = r0; r < tile.row_end; ++r) {
     float* s = scratch.s.data + r * scratch.s.row;
     float* ds = scratch.ds.data + r * scratch.ds.row;
     if (head.alive(tile, r)) {
       finish_logits_row(head, tile, r, s);
-      gradient_row(head, tile, r, s, ds);
+      gradient_row(head, tile, r, keep[r], s, ds);
       continue;
     }
     for (int v = 0; v < tile.vectors(); ++v) {

@@ -2,6 +2,7 @@
 #pragma once
 
 #include "host/pack.h"
+#include "modifiers/philox.h"
 
 namespace jax_flash::host::JAX_FLASH_ISA {
 
@@ -78,7 +79,7 @@ struct Head {
   Plane bias, mask;
   ByDistance distance;
   SegmentIds query_segments, kv_segments;
-  uint32_t seed[2], dropout_batch, dropout_head;
+  DropoutKeys dropout_keys;
   uint32_t dropout_row, dropout_col;  // what row 0 and column 0 count as
 
   bool adds_to_logits() const { return bias.data || distance.present; }
@@ -150,10 +151,10 @@ inline Head head_of(const Forward& call, int64_t batch, int64_t n) {
   head.query_segments = segments_of(shape, call.query_segment_ids, batch);
   head.kv_segments = segments_of(shape, call.key_value_segment_ids, batch);
   if (options.dropout_threshold != 0) {
-    head.seed[0] = static_cast<uint32_t>(int_of(shape, call.dropout_seed, batch, 0, 0));
-    head.seed[1] = static_cast<uint32_t>(int_of(shape, call.dropout_seed, batch, 0, 1));
-    head.dropout_batch = static_cast<uint32_t>(int_of(shape, call.dropout_batch_ids, batch));
-    head.dropout_head = static_cast<uint32_t>(int_of(shape, call.dropout_head_ids, batch, n));
+    const auto word = [&](int64_t i) {
+      return static_cast<uint32_t>(int_of(shape, call.dropout_keys, batch, n, i));
+    };
+    head.dropout_keys = {word(0), word(1), word(2)};
     if (call.dropout_start.data) {
       head.dropout_row = static_cast<uint32_t>(int_of(shape, call.dropout_start, batch, 0, 0));
       head.dropout_col = static_cast<uint32_t>(int_of(shape, call.dropout_start, batch, 0, 1));

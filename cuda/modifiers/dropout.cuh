@@ -1,5 +1,5 @@
 // Decides which probabilities dropout keeps, in accumulator fragments and in those of the
-// transposed product: the same bits as modifiers/philox.h defines them.
+// transposed product: modifiers/philox.h defines the bits.
 #pragma once
 
 #include <cstdint>
@@ -11,18 +11,35 @@
 
 namespace jax_flash {
 
-// Holds what the random words of one batch and head depend on, besides row and column.
+// Says which elements of 16 x 8 kN fragments, kN <= 16, are kept. A pair of words, as a group of
+// modifiers/philox.h has: bit n / 2 * 2 + e % 2 of a half is for the elements of blocks n and
+// n + 1, n even, that draw from this half.
+struct Kept {
+  uint32_t word[2];
+
+  // Says so for element e of block n; in fragments of the transposed product columns are queries.
+  template <bool kTransposed>
+  __device__ __forceinline__ bool at(int n, int e) const {
+    const int query = kTransposed ? n % 2 : e / 2, key = kTransposed ? e / 2 : n % 2;
+    return word[query] >> (key * 16 + n / 2 * 2 + e % 2) & 1;
+  }
+  // Sets the bits of a group that is element e of blocks n and n + 1, n even, given its verdicts.
+  __device__ __forceinline__ void set(int n, int e, const PhiloxPair& verdicts) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) word[i] |= (verdicts.word[i] & 0x80008000) >> (15 - n - e);
+  }
+};
+
+// Holds what the bits of one batch and head depend on, besides row and column.
 struct Dropout {
-  uint32_t seed0 = 0, seed1 = 0, batch = 0, head = 0;
+  DropoutKeys keys;
   uint32_t first_row = 0, first_col = 0;  // the indices that row 0 and column 0 count as
 
   __device__ __forceinline__ void begin(const Forward& params, const BatchIndex& index,
                                         int32_t query_head) {
-    const uint32_t* seed = index.pointer<const uint32_t>(params.dropout_seed);
-    seed0 = seed[0];
-    seed1 = seed[params.dropout_seed.col];
-    batch = *index.pointer<const uint32_t>(params.dropout_batch_ids);
-    head = *index.pointer<const uint32_t>(params.dropout_head_ids, query_head);
+    const uint32_t* words = index.pointer<const uint32_t>(params.dropout_keys, query_head);
+    const int64_t stride = params.dropout_keys.col;
+    keys = {words[0], words[stride], words[2 * stride]};
     if (params.dropout_start) {
       const uint32_t* start = index.pointer<const uint32_t>(params.dropout_start);
       first_row = start[0];
@@ -30,72 +47,65 @@ struct Dropout {
     }
   }
 
-  __device__ __forceinline__ PhiloxWords words(uint32_t row, uint32_t col0, uint32_t col) const {
-    return dropout_words(seed0, seed1, batch, head, first_row + row, first_col + col0 + col);
+  // What is added to both halves of a word, so that bits 15 and 31 say whether they are kept.
+  static __device__ __forceinline__ uint32_t addend(const Options& options) {
+    return (kDropoutBits + 1 - options.dropout_threshold) * 0x10001;
+  }
+  static __device__ __forceinline__ PhiloxPair compare(const PhiloxPair& drawn, uint32_t addend) {
+    constexpr uint32_t kBits = kDropoutBits * 0x10001;
+    return {{(drawn.word[0] & kBits) + addend, (drawn.word[1] & kBits) + addend}};
   }
 
-  // Bit 2 n + e of the result is set if dropout keeps column fragment_col(n, e) of `row`. Called by
-  // whole warps; col0 is a multiple of kDropoutGroup. One counter serves the eight columns of a
-  // block, which four lanes hold: each lane draws for one of kShared blocks, and the lanes exchange
-  // words.
-  template <int kN>
-  __device__ __forceinline__ uint32_t kept(const Options& options, int32_t row,
-                                           int32_t col0) const {
-    constexpr int kShared = kN % 4 == 0 ? 4 : 2;
-    static_assert(kN % kShared == 0 && kN <= 16 && kDropoutGroup == 8);
-    const int lane = threadIdx.x % 4;
-    uint32_t bits = 0;
+  // Says which elements are kept of fragments of 16 queries from row0 on by 8 kN keys from col0 on,
+  // or of 16 keys by 8 kN queries if kTransposed. row0 and col0 are multiples of 16.
+  template <int kN, bool kTransposed>
+  __device__ __forceinline__ Kept kept(const Options& options, int32_t row0, int32_t col0) const {
+    static_assert(kN % 2 == 0 && kN <= 16);
+    const uint32_t row = first_row + row0, col = first_col + col0;
+    Kept kept = {};
+    if ((first_row | first_col) % kDropoutBlock == 0) {
+      const uint32_t offset = addend(options), lane = fragment_row(0, 0);
 #pragma unroll
-    for (int n0 = 0; n0 < kN; n0 += kShared) {
-      const int mine = n0 + lane % kShared;
-      const PhiloxWords drawn = words(row, col0, mine * kDropoutGroup);
+      for (int n = 0; n < kN; n += 2) {
 #pragma unroll
-      for (int distance = 0; distance < kShared; ++distance) {
-        const int wanted = lane ^ distance;  // the partner's lane, and the word that it needs
-        const uint32_t low = wanted & 1 ? drawn.word[1] : drawn.word[0];
-        const uint32_t high = wanted & 1 ? drawn.word[3] : drawn.word[2];
-        const uint32_t pair = __shfl_xor_sync(0xffffffff, wanted & 2 ? high : low, distance);
-        const uint32_t keep = ((pair & 0xffff) >= options.dropout_threshold ? 1 : 0) |
-                              (pair >> 16 >= options.dropout_threshold ? 2 : 0);
-        bits |= keep << 2 * (n0 + (wanted % kShared));
-      }
-    }
-    return bits;
-  }
-
-  // Does so for fragments whose rows are keys from key0 on, a multiple of 16, and whose columns are
-  // queries from row0 on: bit 2 (n % 16) + e % 2 of kept[e / 2][n / 16] is for element e of block
-  // n. One counter serves eight keys of one query, which the eight lanes of equal threadIdx.x % 4
-  // hold: each of them draws for one of eight pairs of query and key group, and they exchange
-  // words.
-  template <int kN>
-  __device__ __forceinline__ void kept_transposed(const Options& options, int32_t key0,
-                                                  int32_t row0,
-                                                  uint32_t (&kept)[2][(kN + 15) / 16]) const {
-    static_assert(kN % 2 == 0 && kDropoutGroup == 8);
-    const int lane = threadIdx.x % 32 / 4;
-#pragma unroll
-    for (int n0 = 0; n0 < kN; n0 += 2) {
-      // Lane g draws for query column g % 2 of block n0 + g / 2 % 2, keys of half g / 4.
-      const uint32_t row = row0 + fragment_col(n0 + lane / 2 % 2, lane % 2);
-      const PhiloxWords drawn = words(row, key0, lane / 4 * kDropoutGroup);
-#pragma unroll
-      for (int distance = 0; distance < 8; ++distance) {
-        const int partner = lane ^ distance;  // the partner needs element `partner`; the words that
-                                              // it drew are for counter `partner`
-        const uint32_t low = partner & 2 ? drawn.word[1] : drawn.word[0];
-        const uint32_t high = partner & 2 ? drawn.word[3] : drawn.word[2];
-        uint32_t word = __shfl_xor_sync(0xffffffff, partner & 4 ? high : low, distance * 4);
-        word = lane & 1 ? word >> 16 : word & 0xffff;
-        const uint32_t keep = word >= options.dropout_threshold ? 1 : 0;
-        const uint32_t bit = keep << ((n0 + partner / 2 % 2) % 16 * 2 + partner % 2);
-        if (partner & 4) {
-          kept[1][n0 / 16] |= bit;
-        } else {
-          kept[0][n0 / 16] |= bit;
+        for (int e = 0; e < 2; ++e) {
+          const uint32_t along = fragment_col(0, e) + n * 4;
+          const uint32_t query = (row / 2 + (kTransposed ? along : lane)) ^ keys.row;
+          const uint32_t key = (col / 2 + (kTransposed ? lane : along)) ^ keys.col;
+          kept.set(n, e, compare(philox2x32_7(query, key, keys.key), offset));
         }
       }
+      return kept;
     }
+    // Groups do not lie in fragments.
+#pragma unroll 1
+    for (int n = 0; n < kN; n += 2) {
+#pragma unroll 1
+      for (int e = 0; e < 2; ++e) kept.set(n, e, one_by_one<kTransposed>(options, row, col, n, e));
+    }
+    return kept;
+  }
+
+ private:
+  // Draws the elements that are in the places of a group, and compares them.
+  template <bool kTransposed>
+  __device__ __forceinline__ PhiloxPair one_by_one(const Options& options, uint32_t row,
+                                                   uint32_t col, int n, int e) const {
+    const uint32_t across = fragment_row(0, 0), along = fragment_col(n, e);
+    row += kTransposed ? along : across;
+    col += kTransposed ? across : along;
+    PhiloxPair verdicts = {};
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t bits = dropout_bits(keys, row + i / 2 * 8, col + i % 2 * 8);
+      const uint32_t bit = (bits >= options.dropout_threshold ? 0x8000u : 0u) << i % 2 * 16;
+      if (i < 2) {
+        verdicts.word[0] |= bit;
+      } else {
+        verdicts.word[1] |= bit;
+      }
+    }
+    return verdicts;
   }
 };
 

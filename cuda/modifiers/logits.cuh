@@ -82,10 +82,10 @@ struct LogitModifiers {
            (!mask || mask[row * params.mask.row + col * params.mask.col] != 0);
   }
 
-  // Says which elements dropout keeps: see Dropout. Called by whole warps.
-  template <int kN>
-  __device__ __forceinline__ uint32_t kept(int32_t row, int32_t col0) const {
-    return dropout.kept<kN>(params.options, row, col0);
+  // Says which elements dropout keeps: see Dropout.
+  template <int kN, bool kTransposed = false>
+  __device__ __forceinline__ Kept kept(int32_t row0, int32_t col0) const {
+    return dropout.kept<kN, kTransposed>(params.options, row0, col0);
   }
 
   // Returns the logit of an allowed element, given its product; units: in_natural_units().

@@ -1,11 +1,29 @@
-// Implements Philox4x32-10, the counter-based generator behind dropout (Salmon et al., "Parallel
-// random numbers: as easy as 1, 2, 3", SC 2011, section 4).
+// Defines the random bits of dropout, for kernels and for the host.
 //
-// The dropout mask is a pure function of the seed and of the global index (b, n, i, j) of a
-// probability, so any tiling, device or sharding draws the same bits. One counter (j / 8, i, n, b)
-// yields 128 bits, 16 for each of the eight neighbours along j: element j reads the half word j %
-// 8, low half first. Sixteen bits quantise the rate to 1/65536 and take a quarter of the generator
-// calls that 32 bits would take.
+// They are a pure function of the seed and of the global index (b, n, i, j) of a probability, so
+// any tiling, device or sharding draws the same. philox.py derives three words for each (b, n) from
+// the seed by Philox4x32-10, as DropoutKeys says: they are an operand. Within a batch and head,
+// Philox2x32-7 draws 64 bits, keyed by the first word, for the four probabilities
+//
+//   (i, j), (i, j + 8), (i + 8, j), (i + 8, j + 8)    i % 16 < 8, j % 16 < 8
+//
+// which one thread holds both in the fragments of S = Q K^T and in those of S^T = K Q^T: no words
+// are exchanged between threads. Rows and columns of such a group are counted without gaps, which
+// gives a counter, xored with the other two words. Word i / 8 % 2 and its half j / 8 % 2 are for
+// (i, j). Of a half the lower 15 bits count, so that one addition compares both halves of a word:
+// the carry of each enters its highest bit. They quantise the rate to 2^-15.
+//
+// Rounds: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 4, call a
+// generator Crush-resistant that passes SmallCrush, Crush and BigCrush of TestU01. The authors know
+// of no statistical flaw of Philox2x32 with six rounds or more (their library Random123, philox.h);
+// seven leave one to spare, and known answers are published for seven.
+//
+// Collisions: two streams (of other heads, batches or seeds) have elements with the same bits only
+// if their keys are equal, one chance in 2^32, and so are the upper bits of both xored words, which
+// is one in 2^42 for 4096 queries and keys (2048 counters each way). So a pair of streams has about
+// one chance in 2^74, and 2^30 streams (10,000 steps of 32 layers of 4096 heads and batches) one in
+// 2^15. Even then the streams do not agree in place: their elements are permuted by the differences
+// of the xored words.
 #pragma once
 
 #include <cstdint>
@@ -14,41 +32,44 @@
 
 namespace jax_flash {
 
-inline constexpr int kDropoutGroup = 8;  // neighbours along j that share a counter
+inline constexpr int kDropoutBlock = 16;  // rows, and columns, that groups divide among themselves
+inline constexpr uint32_t kDropoutBits = 0x7fff;  // those of a half word that are compared
 
-struct PhiloxWords {
-  uint32_t word[4];
-
-  // Returns the 16 bits of element j of the group, 0 <= j < kDropoutGroup.
-  JAX_FLASH_HOST_DEVICE uint32_t half(int j) const {
-    return word[j >> 1] >> (16 * (j & 1)) & 0xffff;
-  }
+// The first three words of Philox4x32-10 of counter (n, b, 0, 0), with the seed as its key.
+struct DropoutKeys {
+  uint32_t key = 0, row = 0, col = 0;
 };
 
-JAX_FLASH_HOST_DEVICE inline PhiloxWords philox4x32_10(PhiloxWords counter, uint32_t key0,
-                                                       uint32_t key1) {
-  constexpr uint32_t kMultiplier0 = 0xD2511F53, kMultiplier1 = 0xCD9E8D57;
-  constexpr uint32_t kWeyl0 = 0x9E3779B9, kWeyl1 = 0xBB67AE85;
-  uint32_t* c = counter.word;
-  for (int round = 0; round < 10; ++round) {
-    const uint64_t product0 = uint64_t{kMultiplier0} * c[0];
-    const uint64_t product1 = uint64_t{kMultiplier1} * c[2];
-    const uint32_t next0 = static_cast<uint32_t>(product1 >> 32) ^ c[1] ^ key0;
-    const uint32_t next2 = static_cast<uint32_t>(product0 >> 32) ^ c[3] ^ key1;
-    c[1] = static_cast<uint32_t>(product1);
-    c[3] = static_cast<uint32_t>(product0);
-    c[0] = next0;
-    c[2] = next2;
-    key0 += kWeyl0;
-    key1 += kWeyl1;
+struct PhiloxPair {
+  uint32_t word[2];
+};
+
+JAX_FLASH_HOST_DEVICE inline PhiloxPair philox2x32_7(uint32_t counter0, uint32_t counter1,
+                                                     uint32_t key) {
+  constexpr uint32_t kMultiplier = 0xD256D193, kWeyl = 0x9E3779B9;
+#ifdef __CUDA_ARCH__
+#pragma unroll
+#endif
+  for (int round = 0; round < 7; ++round) {
+    const uint64_t product = uint64_t{kMultiplier} * counter0;
+    counter0 = static_cast<uint32_t>(product >> 32) ^ key ^ counter1;
+    counter1 = static_cast<uint32_t>(product);
+    key += kWeyl;
   }
-  return counter;
+  return {{counter0, counter1}};
 }
 
-// Returns the random words of the group that holds column j; i, n and b are as in the file comment.
-JAX_FLASH_HOST_DEVICE inline PhiloxWords dropout_words(uint32_t seed0, uint32_t seed1, uint32_t b,
-                                                       uint32_t n, uint32_t i, uint32_t j) {
-  return philox4x32_10({{j / kDropoutGroup, i, n, b}}, seed0, seed1);
+// Numbers the groups along rows or columns.
+JAX_FLASH_HOST_DEVICE inline uint32_t dropout_group(uint32_t index) {
+  return index / kDropoutBlock * (kDropoutBlock / 2) + index % (kDropoutBlock / 2);
+}
+
+// Returns the bits of one probability.
+JAX_FLASH_HOST_DEVICE inline uint32_t dropout_bits(const DropoutKeys& keys, uint32_t i,
+                                                   uint32_t j) {
+  const PhiloxPair pair =
+      philox2x32_7(dropout_group(i) ^ keys.row, dropout_group(j) ^ keys.col, keys.key);
+  return pair.word[i / 8 % 2] >> (j / 8 % 2 * 16) & kDropoutBits;
 }
 
 }  // namespace jax_flash

@@ -99,17 +99,17 @@ struct ScoreGradient {
       const LogitModifiers modifiers(params, batch, head);
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
+        Kept kept = {{0xffffffff, 0xffffffff}};
+        if (options.dropout_threshold != 0) {
+          kept = modifiers.template kept<kN>(row0 + m * 16, col0);
+        }
 #pragma unroll
         for (int half = 0; half < 2; ++half) {
-          const uint32_t kept =
-              options.dropout_threshold == 0
-                  ? 0xffffffff
-                  : modifiers.template kept<kN>(row0 + fragment_row(m, 2 * half), col0);
 #pragma unroll
           for (int n = 0; n < kN; ++n) {
 #pragma unroll
             for (int e = 2 * half; e < 2 * half + 2; ++e) {
-              const float factor = kept >> (2 * n + e % 2) & 1 ? options.dropout_scale : 0.0f;
+              const float factor = kept.template at<false>(n, e) ? options.dropout_scale : 0.0f;
               float ds = p[m][n][e] * (dp[m][n][e] * factor - delta[m][half]);
               if (options.logits_soft_cap > 0.0f) {
                 ds *= soft_cap_slope(params, p[m][n][e], lse[m][half]);

@@ -108,7 +108,7 @@ struct TransposedGradient {
   template <bool kForbids = kGeneral>
   __device__ __forceinline__ void finish(const float (&p)[kN][4], float (&dp)[kN][4],
                                          const float* lse_smem, const float* delta_smem,
-                                         const uint32_t (&kept)[2][(kN + 15) / 16],
+                                         const Kept& kept,
                                          const CapSlopes<kN>* slopes = nullptr) const {
     const Options& options = params.options;
     if constexpr ((kModifiers & kDropout) != 0) drop(dp, kept);
@@ -139,16 +139,13 @@ struct TransposedGradient {
     }
   }
 
-  // Returns the factor that dropout multiplies an element by, given by bit 2 (n % 16) + e % 2 of
-  // kept[e / 2][n / 16].
-  __device__ __forceinline__ float factor(const uint32_t (&kept)[2][(kN + 15) / 16], int n,
-                                          int e) const {
-    return kept[e / 2][n / 16] >> (n % 16 * 2 + e % 2) & 1 ? params.options.dropout_scale : 0.0f;
+  // Returns the factor that dropout multiplies an element by.
+  __device__ __forceinline__ float factor(const Kept& kept, int n, int e) const {
+    return kept.template at<true>(n, e) ? params.options.dropout_scale : 0.0f;
   }
 
   // Turns P^T into the operand of dV.
-  __device__ __forceinline__ void drop(float (&p)[kN][4],
-                                       const uint32_t (&kept)[2][(kN + 15) / 16]) const {
+  __device__ __forceinline__ void drop(float (&p)[kN][4], const Kept& kept) const {
     if (params.options.dropout_threshold == 0) return;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
@@ -157,13 +154,12 @@ struct TransposedGradient {
     }
   }
 
-  // Finds which elements dropout keeps. Called by whole warps; key0 is a multiple of 16.
-  __device__ __forceinline__ void draw(uint32_t (&kept)[2][(kN + 15) / 16]) const {
-    const bool drops = (kModifiers & kDropout) != 0 && params.options.dropout_threshold != 0;
-#pragma unroll
-    for (int i = 0; i < (kN + 15) / 16; ++i) kept[0][i] = kept[1][i] = drops ? 0 : 0xffffffff;
-    if (!drops) return;
-    modifiers().dropout.template kept_transposed<kN>(params.options, key0, row0, kept);
+  // Finds which elements dropout keeps.
+  __device__ __forceinline__ Kept draw() const {
+    if ((kModifiers & kDropout) != 0 && params.options.dropout_threshold != 0) {
+      return modifiers().template kept<kN, true>(row0, key0);
+    }
+    return {{0xffffffff, 0xffffffff}};
   }
 
  private:

@@ -152,7 +152,7 @@ std::vector<Axis> distance_axes(const Shape& s, int32_t distances, bool head_bro
 }
 
 // Slots of the optional operands that have a gradient, as in operands.py.
-constexpr int kBiasSlot = 0, kAlibiSlot = 15, kRelativeSlot = 16;
+constexpr int kBiasSlot = 0, kAlibiSlot = 13, kRelativeSlot = 14;
 
 // Lists the results of the backward pass. `wanted` has a bit for the slot of each optional operand
 // whose gradient is among them.
@@ -189,9 +189,7 @@ std::vector<Field> optional_fields(const Shape& s, int32_t distances) {
       {"key_value_segment_ids", &Backward::key_value_segment_ids, Kind::kInt32, {key_row}},
       {"query_offset", &Backward::query_offset, Kind::kInt32, {}},
       {"sinks", &Backward::sinks, Kind::kFloat32, {head}},
-      {"dropout_seed", &Backward::dropout_seed, Kind::kUInt32, {word}},
-      {"dropout_batch_ids", &Backward::dropout_batch_ids, Kind::kInt32, {}},
-      {"dropout_head_ids", &Backward::dropout_head_ids, Kind::kInt32, {head}},
+      {"dropout_keys", &Backward::dropout_keys, Kind::kUInt32, {head, {&Operand::col, 3}}},
       {"dlse", &Backward::dlse, Kind::kFloat32, lse_axes(s), false},
       {"dropout_start", &Backward::dropout_start, Kind::kInt32, {word}},
       lse_low_field(s),
@@ -314,11 +312,9 @@ Status read_optional(const Buffers& args, size_t first, int32_t present, Reader&
                                     std::to_string(args.size() - first));
   }
   const bool one_sided = bool{params.query_segment_ids} != bool{params.key_value_segment_ids};
-  const bool complete = params.dropout_seed && params.dropout_batch_ids && params.dropout_head_ids;
-  if (one_sided || (params.options.dropout_threshold != 0 && !complete)) {
+  if (one_sided || (params.options.dropout_threshold != 0 && !params.dropout_keys)) {
     return Status::invalid_argument(
-        "jax_flash: segment ids come for both query and key/value; dropout needs seed, batch and "
-        "head ids");
+        "jax_flash: segment ids come for both query and key/value; dropout needs its keys");
   }
   return {};
 }

@@ -305,25 +305,12 @@ __device__ __forceinline__ uint32_t mask_logits(float (&logits)[kM][kN][4], cons
   return 0xffffffff;
 }
 
-// Finds which elements of a warp's rows dropout keeps: see LogitModifiers::kept().
-template <int kN, int kM>
-__device__ __forceinline__ void find_kept(uint32_t (&kept)[kM][2], const LogitModifiers& modifiers,
-                                          int32_t row0, int32_t col0) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      kept[m][half] = modifiers.template kept<kN>(row0 + fragment_row(m, 2 * half), col0);
-    }
-  }
-}
-
 // P = 2^(scale log2(e) S - m), without what dropout drops; O += P V, without rows of V that no row
 // of the warp attends to.
 template <typename Config, typename Element, bool kGeneral, int kM, int kN, int kOutN, int kKeptM>
 __device__ __forceinline__ void multiply_probability_value(
     float (&out)[kM][kOutN][4], float (&logits)[kM][kN][4], OnlineSoftmax<kM, kGeneral>& softmax,
-    float to_log2, bool drops, const uint32_t (&kept)[kKeptM][2], uint32_t attended,
+    float to_log2, bool drops, const Kept (&kept)[kKeptM], uint32_t attended,
     const typename Config::ValueTile& value_smem) {
   const auto exponentials = [&](int m, int n) {
     softmax.exponentials(logits[m][n], m, to_log2);
@@ -331,7 +318,7 @@ __device__ __forceinline__ void multiply_probability_value(
       if (!drops) return;
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        if (!(kept[m][e / 2] >> (2 * n + e % 2) & 1)) logits[m][n][e] = 0.0f;
+        if (!kept[m].template at<false>(n, e)) logits[m][n][e] = 0.0f;
       }
     }
   };
@@ -477,10 +464,14 @@ __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans
     const uint32_t attended =
         mask_logits<Config, kGeneral>(logits, params, batch, at.head, band, row0, warp_row0, col0);
     softmax.update_reference(logits, to_log2, out);
-    uint32_t kept[kGeneral ? kM : 1][2];
+    Kept kept[kGeneral ? kM : 1];
     const bool drops = kGeneral && params.options.dropout_threshold != 0;
     if (drops) {
-      find_kept<kBlockKv / 8>(kept, LogitModifiers(params, batch, at.head), warp_row0, col0);
+      const LogitModifiers modifiers(params, batch, at.head);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+        kept[m] = modifiers.template kept<kBlockKv / 8>(warp_row0 + m * 16, col0);
+      }
     }
     multiply_probability_value<Config, Element>(out, logits, softmax, to_log2, drops, kept,
                                                 attended, tiles.value(stage));

@@ -190,8 +190,7 @@ struct NarrowConsumer {
         mask_scores(gradient, scores, is_cut, slopes);
         if (Config::kEarlyDquery && half == 0) start_last_dquery(dquery, stage);
         Rounded probabilities, rounded;
-        uint32_t kept[2][1];
-        gradient.draw(kept);
+        const Kept kept = gradient.draw();
         find_probabilities(slope, gradient, lse, lse_smem, scores, probabilities, is_cut);
         if (Config::kEarlyDvalue) add_product(dvalue, probabilities, smem.dout(stage), half);
         // dS^T, overlapped with dV; dK += dS^T Q
@@ -399,9 +398,9 @@ struct NarrowConsumer {
   // Awaits dP^T and turns it into dS^T.
   __device__ __forceinline__ void find_dscores(const Gradient& gradient, int half,
                                                const float* lse_smem, const float* delta_smem,
-                                               const uint32_t (&kept)[2][1],
-                                               const CapSlopes<8>& slopes, const Tile& scores,
-                                               Tile& dscores, bool is_cut) const {
+                                               const Kept& kept, const CapSlopes<8>& slopes,
+                                               const Tile& scores, Tile& dscores,
+                                               bool is_cut) const {
     if (Config::kEarlyDquery && half == 0) {
       ptx::wgmma_wait_group<1 + Config::kEarlyDvalue>();
     } else {

@@ -25,16 +25,18 @@ namespace jax_flash::sm90 {
 
 // Turns finished products into P^T, which is also staged for the other warpgroup, or into dS^T.
 template <typename Config, bool kGeneral, bool kScores, int kN>
-__device__ __forceinline__ void refine_wide_products(
-    const Backward& params, const BackwardSmem<Config>& smem, const BackwardBlock& block,
-    int32_t col0, int warp_key, float to_log2, const RingState<Config::kStages>& at,
-    const int2& here, float (&products)[kN][4], uint32_t (&kept)[2][(kN + 15) / 16]) {
+__device__ __forceinline__ void refine_wide_products(const Backward& params,
+                                                     const BackwardSmem<Config>& smem,
+                                                     const BackwardBlock& block, int32_t col0,
+                                                     int warp_key, float to_log2,
+                                                     const RingState<Config::kStages>& at,
+                                                     const int2& here, float (&products)[kN][4]) {
   const Band& band = block.band;
   const float* lse_smem = smem.lse + at.stage * Config::kBlockQ;
   const TransposedGradient<kGeneral ? kEveryModifier : kNoModifier, kN> gradient{
       params, block.batch, here.y, col0 + warp_key, here.x};
   const uint32_t staged = smem.staging(at.stage);
-  gradient.draw(kept);
+  const Kept kept = gradient.draw();
   if constexpr (kScores) {
     if (kGeneral || !band.all_allowed(here.x, min(here.x + Config::kBlockQ, band.q_len), col0,
                                       col0 + Config::kBlockKv)) {
@@ -102,14 +104,14 @@ __device__ __forceinline__ void consume_wide_tiles(const Backward& params,
   const auto near = [&](uint32_t stage) { return kScores ? smem.query(stage) : smem.dout(stage); };
   const auto far = [&](uint32_t stage) { return kScores ? smem.dout(stage) : smem.query(stage); };
   float products[kN][4];
-  uint32_t rounded[kSteps][4], kept[2][(kN + 15) / 16];
+  uint32_t rounded[kSteps][4];
   if (!kScores) ptx::mbarrier_wait(smem.dout_full(0), 0);
   zero_padding(near(0), tile.x);
   start_product_k_major<Element, Config::kBlockQ>(products, own, near(0));
   ptx::wgmma_wait_group<0>();
   ptx::wgmma_results(products);
   refine_wide_products<Config, kGeneral, kScores>(params, smem, block, col0, warp_key, to_log2,
-                                                  ring, tile, products, kept);
+                                                  ring, tile, products);
   do {
     round_fragments<Element>(rounded, products);
     const RingState<Config::kStages> at = ring;
@@ -135,7 +137,7 @@ __device__ __forceinline__ void consume_wide_tiles(const Backward& params,
     ptx::wgmma_results(products);
     if (tile.x >= 0)
       refine_wide_products<Config, kGeneral, kScores>(params, smem, block, col0, warp_key, to_log2,
-                                                      ring, tile, products, kept);
+                                                      ring, tile, products);
   } while (tile.x >= 0);
   write_gradient();
 }

@@ -320,15 +320,12 @@ template <int kN>
 __device__ __forceinline__ void drop(float (&probabilities)[1][kN][4],
                                      const LogitModifiers& modifiers, int32_t warp_row0,
                                      int32_t col0) {
+  const Kept kept = modifiers.kept<kN>(warp_row0, col0);
 #pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const uint32_t kept = modifiers.kept<kN>(warp_row0 + fragment_row(0, 2 * half), col0);
+  for (int n = 0; n < kN; ++n) {
 #pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        if (!(kept >> (2 * n + e) & 1)) probabilities[0][n][2 * half + e] = 0.0f;
-      }
+    for (int e = 0; e < 4; ++e) {
+      if (!kept.at<false>(n, e)) probabilities[0][n][e] = 0.0f;
     }
   }
 }
