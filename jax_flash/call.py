@@ -356,9 +356,7 @@ def _side(side: Any, size: Any) -> tuple[int | None, int | jax.Array]:
 def _dropout(seed: ArrayLike | None, batch, heads: int, alike: bool) -> Operands:
     expected = OPERANDS["dropout_seed"].expected
     if seed is None:
-        raise ValueError(
-            f"dropout_seed: expected {expected} with a dropout_rate above 0, got None"
-        )
+        raise ValueError(f"dropout_seed: expected {expected} with a dropout_rate above 0, got None")
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         _expect_shape("dropout_seed", seed, ())
         seed = jax.random.bits(seed, (2,), jnp.uint32)

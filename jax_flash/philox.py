@@ -79,9 +79,7 @@ def dropout_keys(seed: jax.Array, batch_ids: jax.Array, head_ids: jax.Array) -> 
     return jnp.stack(words[:3], axis=-1)
 
 
-def dropout_keep(
-    keys: jax.Array, *, rows: jax.Array, cols: jax.Array, threshold: int
-) -> jax.Array:
+def dropout_keep(keys: jax.Array, *, rows: jax.Array, cols: jax.Array, threshold: int) -> jax.Array:
     """The elements that dropout keeps.
 
     Args:
