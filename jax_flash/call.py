@@ -368,7 +368,7 @@ def _dropout(seed: ArrayLike | None, batch, heads: int, alike: bool) -> Operands
     # batch entries and heads draws its bits. Equal numbers, equal bits.
     numbers = jnp.zeros if alike else jnp.arange
     batch_ids, head_ids = (numbers(n, dtype=jnp.uint32) for n in (math.prod(batch), heads))
-    keys = dropout_keys(jnp.asarray(seed), batch_ids[:, None], head_ids)
+    keys = dropout_keys(jnp.asarray(seed), batch_ids[:, None], head_ids[None])
     return {"dropout_keys": keys.reshape(*batch, heads, 3)}
 
 

@@ -64,6 +64,7 @@ def philox2x32_7(counter, key):
     return c0, c1
 
 
+@jax.jit  # else a call outside of jit runs two hundred operations for it, one by one
 def dropout_keys(seed: jax.Array, batch_ids: jax.Array, head_ids: jax.Array) -> jax.Array:
     """What the bits of a batch entry and head depend on, besides query and key.
 

@@ -47,65 +47,72 @@ struct Dropout {
     }
   }
 
-  // What is added to both halves of a word, so that bits 15 and 31 say whether they are kept.
-  static __device__ __forceinline__ uint32_t addend(const Options& options) {
-    return (kDropoutBits + 1 - options.dropout_threshold) * 0x10001;
+  // Says whether draw() takes groups as they are.
+  __device__ __forceinline__ bool aligned() const {
+    return (first_row | first_col) % kDropoutBlock == 0;
   }
-  static __device__ __forceinline__ PhiloxPair compare(const PhiloxPair& drawn, uint32_t addend) {
+
+  // Draws for element e, 0 or 1, of block n, which is even, and for the three others that are in
+  // the places of its group, among fragments of queries from row0 on by keys from col0 on: rows are
+  // queries, or keys if kTransposed. row0 and col0 are multiples of 16. Needs aligned().
+  template <bool kTransposed>
+  __device__ __forceinline__ PhiloxPair draw(int32_t row0, int32_t col0, int n, int e) const {
+    const uint32_t row = (first_row + row0) / 2, col = (first_col + col0) / 2;
+    const uint32_t across = fragment_row(0, 0), along = fragment_col(0, e) + n * 4;
+    return philox2x32_7((row + (kTransposed ? along : across)) ^ keys.row,
+                        (col + (kTransposed ? across : along)) ^ keys.col, keys.key);
+  }
+  // Returns the same words where groups are not in these places, drawing for each element.
+  template <bool kTransposed>
+  __device__ __forceinline__ PhiloxPair gather(int32_t row0, int32_t col0, int n, int e) const {
+    const uint32_t across = fragment_row(0, 0), along = fragment_col(n, e);
+    const uint32_t row = first_row + row0 + (kTransposed ? along : across);
+    const uint32_t col = first_col + col0 + (kTransposed ? across : along);
+    PhiloxPair gathered = {};
+#pragma unroll 1
+    for (int i = 0; i < 4; ++i) {
+      const uint32_t bits = dropout_bits(keys, row + i / 2 * 8, col + i % 2 * 8) << i % 2 * 16;
+      if (i < 2) {
+        gathered.word[0] |= bits;
+      } else {
+        gathered.word[1] |= bits;
+      }
+    }
+    return gathered;
+  }
+
+  // Returns words whose bits 15 and 31 say whether the elements of the halves are kept.
+  static __device__ __forceinline__ PhiloxPair verdicts(const PhiloxPair& drawn,
+                                                        uint32_t threshold) {
     constexpr uint32_t kBits = kDropoutBits * 0x10001;
+    const uint32_t addend = (kDropoutBits + 1 - threshold) * 0x10001;
     return {{(drawn.word[0] & kBits) + addend, (drawn.word[1] & kBits) + addend}};
   }
 
-  // Says which elements are kept of fragments of 16 queries from row0 on by 8 kN keys from col0 on,
-  // or of 16 keys by 8 kN queries if kTransposed. row0 and col0 are multiples of 16.
+  // Says which elements of fragments of 8 kN columns are kept.
   template <int kN, bool kTransposed>
   __device__ __forceinline__ Kept kept(const Options& options, int32_t row0, int32_t col0) const {
     static_assert(kN % 2 == 0 && kN <= 16);
-    const uint32_t row = first_row + row0, col = first_col + col0;
+    const uint32_t threshold = options.dropout_threshold;
     Kept kept = {};
-    if ((first_row | first_col) % kDropoutBlock == 0) {
-      const uint32_t offset = addend(options), lane = fragment_row(0, 0);
+    if (aligned()) {
 #pragma unroll
       for (int n = 0; n < kN; n += 2) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const uint32_t along = fragment_col(0, e) + n * 4;
-          const uint32_t query = (row / 2 + (kTransposed ? along : lane)) ^ keys.row;
-          const uint32_t key = (col / 2 + (kTransposed ? lane : along)) ^ keys.col;
-          kept.set(n, e, compare(philox2x32_7(query, key, keys.key), offset));
+          kept.set(n, e, verdicts(draw<kTransposed>(row0, col0, n, e), threshold));
         }
       }
       return kept;
     }
-    // Groups do not lie in fragments.
 #pragma unroll 1
     for (int n = 0; n < kN; n += 2) {
 #pragma unroll 1
-      for (int e = 0; e < 2; ++e) kept.set(n, e, one_by_one<kTransposed>(options, row, col, n, e));
-    }
-    return kept;
-  }
-
- private:
-  // Draws the elements that are in the places of a group, and compares them.
-  template <bool kTransposed>
-  __device__ __forceinline__ PhiloxPair one_by_one(const Options& options, uint32_t row,
-                                                   uint32_t col, int n, int e) const {
-    const uint32_t across = fragment_row(0, 0), along = fragment_col(n, e);
-    row += kTransposed ? along : across;
-    col += kTransposed ? across : along;
-    PhiloxPair verdicts = {};
-#pragma unroll 1
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t bits = dropout_bits(keys, row + i / 2 * 8, col + i % 2 * 8);
-      const uint32_t bit = (bits >= options.dropout_threshold ? 0x8000u : 0u) << i % 2 * 16;
-      if (i < 2) {
-        verdicts.word[0] |= bit;
-      } else {
-        verdicts.word[1] |= bit;
+      for (int e = 0; e < 2; ++e) {
+        kept.set(n, e, verdicts(gather<kTransposed>(row0, col0, n, e), threshold));
       }
     }
-    return verdicts;
+    return kept;
   }
 };
 
