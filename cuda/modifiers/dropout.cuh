@@ -62,23 +62,15 @@ struct Dropout {
     return philox2x32_7((row + (kTransposed ? along : across)) ^ keys.row,
                         (col + (kTransposed ? across : along)) ^ keys.col, keys.key);
   }
-  // Returns the same words where groups are not in these places, drawing for each element.
+  // Returns the bits of element i, 0 to 3, of those: the half of a word that draw() would return,
+  // where groups are not in these places.
   template <bool kTransposed>
-  __device__ __forceinline__ PhiloxPair gather(int32_t row0, int32_t col0, int n, int e) const {
+  __device__ __forceinline__ uint32_t draw_one(int32_t row0, int32_t col0, int n, int e,
+                                               int i) const {
     const uint32_t across = fragment_row(0, 0), along = fragment_col(n, e);
     const uint32_t row = first_row + row0 + (kTransposed ? along : across);
     const uint32_t col = first_col + col0 + (kTransposed ? across : along);
-    PhiloxPair gathered = {};
-#pragma unroll 1
-    for (int i = 0; i < 4; ++i) {
-      const uint32_t bits = dropout_bits(keys, row + i / 2 * 8, col + i % 2 * 8) << i % 2 * 16;
-      if (i < 2) {
-        gathered.word[0] |= bits;
-      } else {
-        gathered.word[1] |= bits;
-      }
-    }
-    return gathered;
+    return dropout_bits(keys, row + i / 2 * 8, col + i % 2 * 8);
   }
 
   // Returns words whose bits 15 and 31 say whether the elements of the halves are kept.
@@ -109,7 +101,13 @@ struct Dropout {
     for (int n = 0; n < kN; n += 2) {
 #pragma unroll 1
       for (int e = 0; e < 2; ++e) {
-        kept.set(n, e, verdicts(gather<kTransposed>(row0, col0, n, e), threshold));
+        PhiloxPair drawn = {};
+#pragma unroll 1
+        for (int i = 0; i < 2; ++i) {
+          drawn.word[0] |= draw_one<kTransposed>(row0, col0, n, e, i) << 16 * i;
+          drawn.word[1] |= draw_one<kTransposed>(row0, col0, n, e, i + 2) << 16 * i;
+        }
+        kept.set(n, e, verdicts(drawn, threshold));
       }
     }
     return kept;

@@ -69,7 +69,8 @@ JAX_FLASH_HOST_DEVICE inline uint32_t dropout_bits(const DropoutKeys& keys, uint
                                                    uint32_t j) {
   const PhiloxPair pair =
       philox2x32_7(dropout_group(i) ^ keys.row, dropout_group(j) ^ keys.col, keys.key);
-  return pair.word[i / 8 % 2] >> (j / 8 % 2 * 16) & kDropoutBits;
+  const uint32_t word = i / 8 % 2 ? pair.word[1] : pair.word[0];
+  return word >> (j / 8 % 2 * 16) & kDropoutBits;
 }
 
 }  // namespace jax_flash

@@ -284,6 +284,7 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
                                          {kSoftCap, "one kernel, soft cap"},
                                          {kMask, "one kernel, mask"},
                                          {kBias, "one kernel, bias"},
+                                         {kDropout, "one kernel, dropout"},
                                          {kDistance, "one kernel, ALiBi"}}) {
       if (modifiers != modifier || params.options.deterministic || params.relative_bias) continue;
       choice.only = modifier;

@@ -57,6 +57,18 @@ __device__ __forceinline__ uint32_t cvt_rn_x2(float low, float high) {
   return packed;
 }
 
+// Does so with 0 in place of negative numbers.
+template <typename Element>
+__device__ __forceinline__ uint32_t cvt_rn_relu_x2(float low, float high) {
+  uint32_t packed;
+  if constexpr (std::is_same_v<Element, __nv_bfloat16>) {
+    asm("cvt.rn.relu.bf16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  } else {
+    asm("cvt.rn.relu.f16x2.f32 %0, %1, %2;" : "=r"(packed) : "f"(high), "f"(low));
+  }
+  return packed;
+}
+
 // Rounds two numbers of bfloat16 to float16.
 __device__ __forceinline__ uint32_t cvt_rn_f16x2_bf16x2(uint32_t pair) {
   return cvt_rn_x2<__half>(__uint_as_float(pair << 16), __uint_as_float(pair & 0xffff0000));

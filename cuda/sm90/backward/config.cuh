@@ -45,6 +45,7 @@ struct BackwardConfig {
   static constexpr bool kHasSoftCap = kOnly == kSoftCap;
   static constexpr bool kHasMask = kOnly == kMask;
   static constexpr bool kHasBias = kOnly == kBias;
+  static constexpr bool kHasDropout = kOnly == kDropout;
   static constexpr int kHeadDim = kHeadDimension;
   static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128);
   static constexpr int kConsumers = 2;  // warpgroups

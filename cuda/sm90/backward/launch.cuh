@@ -13,6 +13,7 @@
 #include "params.h"
 #include "plan/choose.h"
 #include "sm90/backward/config.cuh"
+#include "sm90/backward/dropout.cuh"
 #include "sm90/backward/edges.cuh"
 #include "sm90/backward/mask.cuh"
 #include "sm90/backward/narrow.cuh"
@@ -42,8 +43,9 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
   const int32_t heads_of_unit = workspace.heads_of_key_block;
   KeyBlocks blocks = divide_keys<Config>(params, heads_of_unit, workspace.turns != nullptr, sms);
   const ZeroPlan zeros = plan_zeros<Config>(shape, workspace, blocks);
-  GradientScales scales = gradient_scales < Element,
-                 kGeneral || Config::kHasBias > (params.options);
+  constexpr bool kAdds = kGeneral || Config::kHasBias;
+  GradientScales scales = gradient_scales<Element, kAdds>(params.options);
+  if (Config::kHasDropout) scales = dropout_scales(params.options);
   scales.shifts_lse = Config::kHasSlopes;
   EndPlan ends = plan_ends(params, scales, blocks, heads_of_unit,
                            !kGeneral && !(workspace.turns && Config::kOrderedSums > 1));
@@ -157,6 +159,7 @@ Status launch_backward(const Backward& params, const Choice& choice, cudaStream_
       case kSegments: return launch(std::integral_constant<uint32_t, kSegments>{});
       case kSoftCap: return launch(std::integral_constant<uint32_t, kSoftCap>{});
       case kMask: return launch(std::integral_constant<uint32_t, kMask>{});
+      case kDropout: return launch(std::integral_constant<uint32_t, kDropout>{});
       case kBias:
         status = launch(std::integral_constant<uint32_t, kBias>{});
         if (!status.ok()) return status;

@@ -13,6 +13,7 @@
 #include "ptx/warpgroup.cuh"
 #include "sm90/backward/blocks.cuh"
 #include "sm90/backward/config.cuh"
+#include "sm90/backward/dropout.cuh"
 #include "sm90/backward/fragments.cuh"
 #include "sm90/backward/mask.cuh"
 #include "sm90/backward/plan.cuh"
@@ -79,7 +80,7 @@ template <typename Config, typename Element, bool kGeneral, bool kMayShare>
 struct NarrowConsumer {
   static constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv;
   static constexpr bool kManyRegisters = Config::kHeadDim <= 96;  // chosen by measurement
-  static constexpr bool kScaled = kScaledDlogits<Element>;
+  static constexpr bool kScaled = kScaledDlogits<Element> && !Config::kHasDropout;
   // Modifiers that TransposedGradient applies, and whether any pair may be forbidden.
   static constexpr uint32_t kApplied = kGeneral           ? kEveryModifier
                                        : Config::kHasBias ? kBias
@@ -99,6 +100,8 @@ struct NarrowConsumer {
   using DqueryProduct = ptx::Wgmma<Element, 64>;
   using Gradient = TransposedGradient<kApplied, 8, kManyRegisters || Config::kHasBias, kScaled>;
   using Slope = std::conditional_t<Config::kHasSlopes, TransposedSlope, NoSlope>;
+  using Drops = std::conditional_t<Config::kHasDropout, TransposedDropout, NoDropout>;
+  using Words = typename Drops::Words;
 
   struct Progress {
     const int& tiles_done;
@@ -161,10 +164,14 @@ struct NarrowConsumer {
     uint32_t allowed = ~0u;  // by the mask, of the next 64 rows
     Slope slope;
     slope.begin(params, block.batch, tile.y);
+    Drops drops;
+    drops.begin(params, block.batch, tile.y);
     Tile scores, dscores, dquery;
+    Words words;
     const bool has_padding =
         begin(ring.stage, key_parity, tile, allowed, key_rmem, value_rmem, scores);
     if constexpr (Config::kHasSegments) restrict_to_alike(uncut);
+    if (Config::kNextScoresFirst) drops.draw(words, tile.x, first_key() + warp_key);
     do {
       const int32_t row0 = tile.x;
       const uint32_t stage = ring.stage;
@@ -185,21 +192,18 @@ struct NarrowConsumer {
         const float* delta_smem = smem.delta + stage * kBlockQ + half * 64;
         const typename Config::LseColumns lse(lse_smem);
         const bool is_cut = uncut.cuts(row0 + half * 64);
+        if (!Config::kNextScoresFirst || half > 0) drops.draw(words, gradient.row0, gradient.key0);
         // P^T, overlapped with dP^T; dV += P^T dO
         await_scores(scores, half);
         mask_scores(gradient, scores, is_cut, slopes);
         if (Config::kEarlyDquery && half == 0) start_last_dquery(dquery, stage);
         Rounded probabilities, rounded;
         const Kept kept = gradient.draw();
-        find_probabilities(slope, gradient, lse, lse_smem, scores, probabilities, is_cut);
+        find_probabilities(slope, words, gradient, lse, lse_smem, scores, probabilities, is_cut);
         if (Config::kEarlyDvalue) add_product(dvalue, probabilities, smem.dout(stage), half);
         // dS^T, overlapped with dV; dK += dS^T Q
         find_dscores(gradient, half, lse_smem, delta_smem, kept, slopes, scores, dscores, is_cut);
-        if constexpr (!Config::kEarlyDvalue) {
-          gradient.drop(scores, kept);
-          round_fragments<Element>(probabilities, scores);
-          add_product(dvalue, probabilities, smem.dout(stage), half);
-        }
+        if (!Config::kEarlyDvalue) add_late_dvalue(dvalue, gradient, kept, scores, stage, half);
         slope.add(gradient, dscores);
         round_fragments<Element>(rounded, dscores);
         if (!Config::kEarlyDquery && half == 0) start_last_dquery(dquery, stage);
@@ -213,9 +217,12 @@ struct NarrowConsumer {
       // discards it.
       ring.advance();
       if (tiles_done + 1 < tile_count) {
-        await_query(ring, tile, has_padding, allowed, slope);
+        await_query(ring, tile, has_padding, allowed, slope, drops);
       }
-      if constexpr (Config::kNextScoresFirst) start_scores(scores, key_rmem, ring.stage, 0);
+      if constexpr (Config::kNextScoresFirst) {
+        start_scores(scores, key_rmem, ring.stage, 0);
+        drops.draw(words, tile.x, first_key() + warp_key);
+      }
       finish_step(stage, ring, scores, dquery, dkey, dvalue);
       ++tiles_done;
     } while (tiles_done < tile_count);
@@ -285,8 +292,8 @@ struct NarrowConsumer {
 
   // Awaits the ring's next Q and prepares it.
   __device__ __forceinline__ void await_query(const RingState<Config::kStages>& ring, int2& tile,
-                                              bool has_padding, uint32_t& allowed,
-                                              Slope& slope) const {
+                                              bool has_padding, uint32_t& allowed, Slope& slope,
+                                              Drops& drops) const {
     ptx::mbarrier_wait(smem.query_full(ring.stage), ring.parity);
     const int32_t head = tile.y;
     tile = smem.tiles[ring.stage];
@@ -294,6 +301,7 @@ struct NarrowConsumer {
       finish_slope(slope, head);
       slope.begin(params, block.batch, tile.y);
     }
+    if (Config::kHasDropout && tile.y != head) drops.begin(params, block.batch, tile.y);
     read_ahead(allowed, tile, 0);
     zero_padding(smem.query(ring.stage), tile.x, has_padding);
   }
@@ -375,7 +383,8 @@ struct NarrowConsumer {
     separate_transposed(scores, spans.query_ids + rows + row, {key_ids[0], key_ids[8]});
   }
   // Turns S^T into P^T. If dV comes early, also rounds it; then the other consumer may compute.
-  __device__ __forceinline__ void find_probabilities(const Slope& slope, const Gradient& gradient,
+  __device__ __forceinline__ void find_probabilities(const Slope& slope, const Words& words,
+                                                     const Gradient& gradient,
                                                      const typename Config::LseColumns& lse,
                                                      const float* lse_smem, Tile& scores,
                                                      Rounded& probabilities, bool is_cut) const {
@@ -384,11 +393,17 @@ struct NarrowConsumer {
     }
     if constexpr (Config::kHasSoftCap) {
       CapModifier<Element>::probabilities(scores, probabilities, lse, plan.soft_cap, is_cut);
+    } else if constexpr (Config::kHasDropout) {
+      Drops::probabilities(scores, words, lse, to_log2);
     } else {
       slope.probabilities(gradient, scores, lse, lse_smem, to_log2);
     }
     if constexpr (Config::kEarlyDvalue) {
-      if constexpr (!Config::kHasSoftCap) round_fragments<Element>(probabilities, scores);
+      if constexpr (Config::kHasDropout) {
+        Drops::template round<Element>(probabilities, scores);
+      } else if constexpr (!Config::kHasSoftCap) {
+        round_fragments<Element>(probabilities, scores);
+      }
       if constexpr (Config::kAlternates) {
         ptx::wgmma_fence();  // else exponentials sink below what follows
         ptx::barrier_arrive(kMayCompute + (group ^ 1), Config::kConsumerThreads);
@@ -407,6 +422,7 @@ struct NarrowConsumer {
       ptx::wgmma_wait_group<Config::kEarlyDvalue>();
     }
     ptx::wgmma_results(dscores);
+    if constexpr (Config::kHasDropout) return Drops::finish(scores, dscores, delta_smem);
     if constexpr (Config::kHasSegments) {
       // dP of keys of other segments may be NaN.
       if (is_cut && !block.alike.all) {
@@ -427,6 +443,16 @@ struct NarrowConsumer {
       KeyProduct::template rs<1>(sum, a[k], operand_mn_major(b_rows, 0, half * 4 + k), 1);
     }
     ptx::wgmma_commit_group();
+  }
+
+  // Rounds P^T and adds to dV, where that does not come before dS^T.
+  __device__ __forceinline__ void add_late_dvalue(Sums& dvalue, const Gradient& gradient,
+                                                  const Kept& kept, Tile& scores, uint32_t stage,
+                                                  int half) const {
+    Rounded probabilities;
+    gradient.drop(scores, kept);
+    round_fragments<Element>(probabilities, scores);
+    add_product(dvalue, probabilities, smem.dout(stage), half);
   }
 
   // Starts dQ = dS K of the tile before, whose dS^T is in the other stage. Before the first tile it
@@ -530,8 +556,12 @@ struct NarrowConsumer {
     const typename Config::GradientTile dkey_smem{smem.staging(group * 2), 0};
     const typename Config::GradientTile dvalue_smem{smem.staging(group * 2 + 1), 0};
     const int row = threadIdx.x % 128 / 32 * 16;
-    store_sums<Element>(dkey_smem, row, kScaled ? 1.0f : params.options.scale, dkey);
-    store_sums<Element>(dvalue_smem, row, 1.0f, dvalue);
+    const Options& options = params.options;
+    float dkey_scale = kScaled ? 1.0f : options.scale;
+    if constexpr (Config::kHasDropout) dkey_scale = dropout_scales(options).dquery;
+    store_sums<Element>(dkey_smem, row, dkey_scale, dkey);
+    store_sums<Element>(dvalue_smem, row, Config::kHasDropout ? options.dropout_scale : 1.0f,
+                        dvalue);
     ptx::barrier_sync(kBackwardZeroed + group, 128);
     const int32_t row0 = first_key() + group * 64;
     // A single row has no axis in the maps, and any index would address that row.

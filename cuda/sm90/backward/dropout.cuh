@@ -1,0 +1,149 @@
+// Drops probabilities in the backward kernel made for dropout alone.
+//
+//   dV = c D(P)^T dO,  dS = P (c D(dP) - delta)    D: what dropout keeps, c: dropout_scale
+//
+// The random words of a tile are drawn while products run that it waits for, and P is given the
+// sign bit of what is dropped. So no register holds the bits until dP is complete: rounding
+// with .relu gives D(P), and with P' the signed P
+//
+//   (P' + |P'|) dP - |P'| (2 delta / c) = 2 dS / c,
+//
+// one instruction an element more than without dropout. The factors of delta, dK and dQ follow from
+// it (launch.cuh); dV is multiplied by c at the end.
+#pragma once
+
+#include <cstdint>
+
+#include "modifiers/dropout.cuh"
+#include "params.h"
+#include "ptx/math.cuh"
+#include "ptx/shared.cuh"
+#include "sm90/backward/plan.cuh"
+#include "tile/batch_index.cuh"
+#include "tile/matmul.cuh"
+
+namespace jax_flash::sm90 {
+
+// Returns the factors of delta and of dQ; dK has that of dQ.
+JAX_FLASH_HOST_DEVICE inline GradientScales dropout_scales(const Options& options) {
+  return {2.0f / options.dropout_scale, 0.5f * options.dropout_scale * options.scale};
+}
+
+// Draws for fragments of S^T of 16 keys by 64 queries.
+struct TransposedDropout {
+  static constexpr int kN = 8;
+  // Bits 15 and 31 say whether keys in the lower and upper half of the fragment are dropped.
+  // [n / 2][e % 2] are the words of a group, of which n % 2 is block n's.
+  using Words = PhiloxPair[kN / 2][2];
+
+  Dropout dropout;
+  uint32_t addend;
+
+  __device__ __forceinline__ void begin(const Forward& params, const BatchIndex& batch,
+                                        int32_t head) {
+    dropout.begin(params, batch, head);
+    // The maxima make the keys of all rounds uniform for the compiler.
+    dropout.keys.key = __reduce_max_sync(0xffffffff, dropout.keys.key);
+    dropout.keys.row = __reduce_max_sync(0xffffffff, dropout.keys.row);
+    dropout.keys.col = __reduce_max_sync(0xffffffff, dropout.keys.col);
+    dropout.first_row = __reduce_max_sync(0xffffffff, dropout.first_row);
+    dropout.first_col = __reduce_max_sync(0xffffffff, dropout.first_col);
+    addend = (params.options.dropout_threshold + kDropoutBits) * 0x10001;
+  }
+
+  // Draws for the queries from row0 on and the keys from key0 on.
+  __device__ __forceinline__ void draw(Words& words, int32_t row0, int32_t key0) const {
+    if (dropout.aligned()) [[likely]] {
+#pragma unroll
+      for (int n = 0; n < kN; n += 2) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) words[n / 2][e] = dropout.draw<true>(row0, key0, n, e);
+      }
+    } else {
+      clear(words);
+#pragma unroll 1
+      for (int i = 0; i < 2; ++i) {
+#pragma unroll
+        for (int n = 0; n < kN; ++n) {
+#pragma unroll
+          for (int e = 0; e < 2; ++e) {
+            const uint32_t bits = dropout.draw_one<true>(row0, key0, n / 2 * 2, e, n % 2 * 2 + i);
+            words[n / 2][e].word[n % 2] |= bits << 16 * i;
+          }
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        uint32_t& word = words[n / 2][e].word[n % 2];
+        word = addend - (word & kDropoutBits * 0x10001);
+        asm volatile("" : "+r"(word));  // else the compiler draws where the word is used
+      }
+    }
+  }
+
+  static __device__ __forceinline__ void clear(Words& words) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) words[n / 2][e].word[n % 2] = 0;
+    }
+  }
+
+  // Turns S^T into P^T, with a sign where it is dropped.
+  template <typename Columns>
+  static __device__ __forceinline__ void probabilities(float (&scores)[kN][4], const Words& words,
+                                                       const Columns& lse, float to_log2) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 shift = lse(n);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float p =
+            ptx::ex2_approx_ftz(fmaf(scores[n][e], to_log2, e % 2 ? -shift.y : -shift.x));
+        const uint32_t word = words[n / 2][e % 2].word[n % 2];
+        const uint32_t sign = (e < 2 ? word << 16 : word) & 0x80000000;
+        scores[n][e] = __uint_as_float(__float_as_uint(p) | sign);
+      }
+    }
+  }
+
+  // Rounds what is kept to register operands.
+  template <typename Element>
+  static __device__ __forceinline__ void round(uint32_t (&out)[kN / 2][4],
+                                               const float (&signed_p)[kN][4]) {
+#pragma unroll
+    for (int k = 0; k < kN / 2; ++k) {
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        const float (&block)[4] = signed_p[2 * k + i / 2];
+        out[k][i] = ptx::cvt_rn_relu_x2<Element>(block[i % 2 * 2], block[i % 2 * 2 + 1]);
+      }
+    }
+  }
+
+  // Turns dP^T into 2 dS^T / c; delta_smem has 2 delta / c.
+  static __device__ __forceinline__ void finish(const float (&signed_p)[kN][4], float (&dp)[kN][4],
+                                                const float* delta_smem) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 delta = ColumnsInShared(delta_smem)(n);
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float p = fabsf(signed_p[n][e]);
+        dp[n][e] = fmaf(signed_p[n][e] + p, dp[n][e], -(p * (e % 2 ? delta.y : delta.x)));
+      }
+    }
+  }
+};
+
+// Stands for it in calls without dropout.
+struct NoDropout {
+  struct Words {};
+  __device__ __forceinline__ void begin(const Forward&, const BatchIndex&, int32_t) {}
+  __device__ __forceinline__ void draw(Words&, int32_t, int32_t) const {}
+};
+
+}  // namespace jax_flash::sm90
