@@ -30,24 +30,47 @@ struct Kept {
   }
 };
 
+// Holds verdicts(), below, of all groups: [n / 2][e] is for element e of blocks n and n + 1, n
+// even.
+template <int kN>
+using KeptGroups = PhiloxPair[kN / 2][2];
+
 // Holds what the bits of one batch and head depend on, besides row and column.
 struct Dropout {
   DropoutKeys keys;
   uint32_t first_row = 0, first_col = 0;  // the indices that row 0 and column 0 count as
 
-  __device__ __forceinline__ void begin(const Forward& params, const BatchIndex& index,
-                                        int32_t query_head) {
-    const uint32_t* words = index.pointer<const uint32_t>(params.dropout_keys, query_head);
+  Dropout() = default;
+  // `at(operand)` returns the address of an operand's first word for the batch and head.
+  template <typename At>
+  __device__ __forceinline__ Dropout(const Forward& params, At at) {
+    if (params.options.dropout_threshold == 0) return;
+    const uint32_t* words = at(params.dropout_keys);
     const int64_t stride = params.dropout_keys.col;
     keys = {words[0], words[stride], words[2 * stride]};
     if (params.dropout_start) {
-      const uint32_t* start = index.pointer<const uint32_t>(params.dropout_start);
+      const uint32_t* start = at(params.dropout_start);
       first_row = start[0];
       first_col = start[params.dropout_start.col];
     }
   }
+  __device__ __forceinline__ Dropout(const Forward& params, const BatchIndex& batch, int32_t head)
+      : Dropout(params, [&](const Operand& operand) {
+          return batch.pointer<const uint32_t>(operand, head);
+        }) {}
 
-  // Says whether draw() takes groups as they are.
+  // Returns the same, known to the compiler as uniform, and with it the keys of all rounds. Called
+  // by whole warps.
+  __device__ __forceinline__ Dropout uniform() const {
+    const auto same = [](uint32_t word) { return __reduce_max_sync(0xffffffff, word); };
+    Dropout result;
+    result.keys = {same(keys.key), same(keys.row), same(keys.col)};
+    result.first_row = same(first_row);
+    result.first_col = same(first_col);
+    return result;
+  }
+
+  // Says whether groups are in the places that draw() assumes.
   __device__ __forceinline__ bool aligned() const {
     return (first_row | first_col) % kDropoutBlock == 0;
   }
@@ -62,6 +85,60 @@ struct Dropout {
     return philox2x32_7((row + (kTransposed ? along : across)) ^ keys.row,
                         (col + (kTransposed ? across : along)) ^ keys.col, keys.key);
   }
+  // Returns words whose bits 15 and 31 say whether the elements of the halves are kept.
+  static __device__ __forceinline__ PhiloxPair verdicts(const PhiloxPair& drawn,
+                                                        uint32_t threshold) {
+    constexpr uint32_t kBits = kDropoutBits * 0x10001;
+    const uint32_t addend = (kDropoutBits + 1 - threshold) * 0x10001;
+    return {{(drawn.word[0] & kBits) + addend, (drawn.word[1] & kBits) + addend}};
+  }
+
+  // Says which elements of fragments of 8 kN columns are kept.
+  template <int kN, bool kTransposed>
+  __device__ __forceinline__ Kept kept(uint32_t threshold, int32_t row0, int32_t col0) const {
+    if (!aligned()) return gather<kN, kTransposed>(threshold, row0, col0);
+    Kept kept = {};
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        kept.set(n, e, verdicts(draw<kTransposed>(row0, col0, n, e), threshold));
+      }
+    }
+    return kept;
+  }
+
+  // Does so by verdicts() for each group, which takes fewer instructions and more registers. They
+  // are computed where this is called, not where they are used.
+  template <int kN, bool kTransposed>
+  __device__ __forceinline__ void draw_all(KeptGroups<kN>& kept, uint32_t threshold, int32_t row0,
+                                           int32_t col0) const {
+    if (aligned()) [[likely]] {
+#pragma unroll
+      for (int n = 0; n < kN; n += 2) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          kept[n / 2][e] = verdicts(draw<kTransposed>(row0, col0, n, e), threshold);
+        }
+      }
+    } else {
+      const Kept gathered = gather<kN, kTransposed>(threshold, row0, col0);
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          kept[n / 2][e].word[n % 2] = gathered.word[n % 2] << (15 - n / 2 * 2 - e);
+        }
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) asm volatile("" : "+r"(kept[n / 2][e].word[n % 2]));
+    }
+  }
+
+ private:
   // Returns the bits of element i, 0 to 3, of those: the half of a word that draw() would return,
   // where groups are not in these places.
   template <bool kTransposed>
@@ -73,30 +150,11 @@ struct Dropout {
     return dropout_bits(keys, row + i / 2 * 8, col + i % 2 * 8);
   }
 
-  // Returns words whose bits 15 and 31 say whether the elements of the halves are kept.
-  static __device__ __forceinline__ PhiloxPair verdicts(const PhiloxPair& drawn,
-                                                        uint32_t threshold) {
-    constexpr uint32_t kBits = kDropoutBits * 0x10001;
-    const uint32_t addend = (kDropoutBits + 1 - threshold) * 0x10001;
-    return {{(drawn.word[0] & kBits) + addend, (drawn.word[1] & kBits) + addend}};
-  }
-
-  // Says which elements of fragments of 8 kN columns are kept.
+  // Does what kept() does where groups are not in their places.
   template <int kN, bool kTransposed>
-  __device__ __forceinline__ Kept kept(const Options& options, int32_t row0, int32_t col0) const {
+  __device__ __forceinline__ Kept gather(uint32_t threshold, int32_t row0, int32_t col0) const {
     static_assert(kN % 2 == 0 && kN <= 16);
-    const uint32_t threshold = options.dropout_threshold;
     Kept kept = {};
-    if (aligned()) {
-#pragma unroll
-      for (int n = 0; n < kN; n += 2) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          kept.set(n, e, verdicts(draw<kTransposed>(row0, col0, n, e), threshold));
-        }
-      }
-      return kept;
-    }
 #pragma unroll 1
     for (int n = 0; n < kN; n += 2) {
 #pragma unroll 1

@@ -37,7 +37,7 @@ struct LogitModifiers {
       query_ids = batch.pointer<const int32_t>(params.query_segment_ids);
       key_ids = batch.pointer<const int32_t>(params.key_value_segment_ids);
     }
-    if (params.options.dropout_threshold != 0) dropout.begin(params, batch, head);
+    dropout = Dropout(params, batch, head);
   }
 
   // Turns products into logits, -inf where not allowed; units: in_natural_units().
@@ -85,7 +85,7 @@ struct LogitModifiers {
   // Says which elements dropout keeps: see Dropout.
   template <int kN, bool kTransposed = false>
   __device__ __forceinline__ Kept kept(int32_t row0, int32_t col0) const {
-    return dropout.kept<kN, kTransposed>(params.options, row0, col0);
+    return dropout.kept<kN, kTransposed>(params.options.dropout_threshold, row0, col0);
   }
 
   // Returns the logit of an allowed element, given its product; units: in_natural_units().

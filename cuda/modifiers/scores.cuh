@@ -7,6 +7,7 @@
 
 #include "modifiers/bias.cuh"
 #include "modifiers/distance.cuh"
+#include "modifiers/dropout.cuh"
 #include "modifiers/logits.cuh"
 #include "modifiers/mask.cuh"
 #include "modifiers/pairs.cuh"
@@ -44,6 +45,7 @@ __device__ __forceinline__ bool has_element_masks(const Forward& params) {
 struct ModifierOffsets {
   int64_t bias, mask, query_ids, key_ids;
   DistanceBias distance;
+  Dropout dropout;
 
   ModifierOffsets() = default;
   __device__ __forceinline__ ModifierOffsets(const Forward& params, const int32_t (&batch)[2],
@@ -57,6 +59,9 @@ struct ModifierOffsets {
     key_ids = offset(params.key_value_segment_ids);
     distance = DistanceBias(params, [&](const Operand& operand) {
       return static_cast<const float*>(operand.data) + offset(operand);  // 4 bytes an element
+    });
+    dropout = Dropout(params, [&](const Operand& operand) {
+      return static_cast<const uint32_t*>(operand.data) + offset(operand);
     });
   }
 };

@@ -233,6 +233,9 @@ Found choose_modified(const Forward& params, int32_t head_dim, const Device& dev
       }
       return {Recipe::kEvery, "a relative bias, or slopes without causal order or of float16"};
     case kSegments: return {Recipe::kSegments, "segments are the only modifier"};
+    case kDropout:
+      if (head_dim <= 128) return {Recipe::kDropout, "dropout is the only modifier"};
+      return {Recipe::kEvery, "this head dim has no kernel for dropout alone"};
     default: return {Recipe::kEvery, "the call has several modifiers"};
   }
 }

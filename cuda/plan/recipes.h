@@ -95,7 +95,8 @@ enum class Recipe : int32_t {
   kMaskWords,
   kMaskWordsTriple,  // the same with three consumers
   kSlopes,           // ALiBi slopes of a causal call
-  kEvery,            // any modifiers together
+  kDropout,
+  kEvery,  // any modifiers together
 };
 
 // Returns the number of keys in a tile if a mask comes as words.
@@ -183,6 +184,8 @@ inline constexpr RecipeRow kRecipes[] = {
      true},
     {Recipe::kSlopes, "ALiBi", 128, 128, kDistance, 2, 128, 1, ScoresAhead::kNo, BiasPlace::kNone,
      0, true},
+    {Recipe::kDropout, "dropout", 64, 64, kDropout, 2, 128},
+    {Recipe::kDropout, "dropout", 128, 128, kDropout, 2, 128},
     // Several modifiers, or a head dim that has no kernel for one. The loop has ten times as many
     // instructions as a call executes.
     {Recipe::kEvery, "every modifier", 64, 64, kEveryModifier, 2, 128},

@@ -305,6 +305,14 @@ __device__ __forceinline__ uint32_t mask_logits(float (&logits)[kM][kN][4], cons
   return 0xffffffff;
 }
 
+// Finds which elements of a warp's rows dropout keeps.
+template <int kN, int kM>
+__device__ __forceinline__ void find_kept(Kept (&kept)[kM], const LogitModifiers& modifiers,
+                                          int32_t row0, int32_t col0) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) kept[m] = modifiers.template kept<kN>(row0 + m * 16, col0);
+}
+
 // P = 2^(scale log2(e) S - m), without what dropout drops; O += P V, without rows of V that no row
 // of the warp attends to.
 template <typename Config, typename Element, bool kGeneral, int kM, int kN, int kOutN, int kKeptM>
@@ -467,11 +475,7 @@ __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans
     Kept kept[kGeneral ? kM : 1];
     const bool drops = kGeneral && params.options.dropout_threshold != 0;
     if (drops) {
-      const LogitModifiers modifiers(params, batch, at.head);
-#pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        kept[m] = modifiers.template kept<kBlockKv / 8>(warp_row0 + m * 16, col0);
-      }
+      find_kept<kBlockKv / 8>(kept, LogitModifiers(params, batch, at.head), warp_row0, col0);
     }
     multiply_probability_value<Config, Element>(out, logits, softmax, to_log2, drops, kept,
                                                 attended, tiles.value(stage));

@@ -32,64 +32,19 @@ JAX_FLASH_HOST_DEVICE inline GradientScales dropout_scales(const Options& option
 // Draws for fragments of S^T of 16 keys by 64 queries.
 struct TransposedDropout {
   static constexpr int kN = 8;
-  // Bits 15 and 31 say whether keys in the lower and upper half of the fragment are dropped.
-  // [n / 2][e % 2] are the words of a group, of which n % 2 is block n's.
-  using Words = PhiloxPair[kN / 2][2];
+  using Words = KeptGroups<kN>;
 
   Dropout dropout;
-  uint32_t addend;
+  uint32_t threshold;
 
   __device__ __forceinline__ void begin(const Forward& params, const BatchIndex& batch,
                                         int32_t head) {
-    dropout.begin(params, batch, head);
-    // The maxima make the keys of all rounds uniform for the compiler.
-    dropout.keys.key = __reduce_max_sync(0xffffffff, dropout.keys.key);
-    dropout.keys.row = __reduce_max_sync(0xffffffff, dropout.keys.row);
-    dropout.keys.col = __reduce_max_sync(0xffffffff, dropout.keys.col);
-    dropout.first_row = __reduce_max_sync(0xffffffff, dropout.first_row);
-    dropout.first_col = __reduce_max_sync(0xffffffff, dropout.first_col);
-    addend = (params.options.dropout_threshold + kDropoutBits) * 0x10001;
+    dropout = Dropout(params, batch, head).uniform();
+    threshold = params.options.dropout_threshold;
   }
-
   // Draws for the queries from row0 on and the keys from key0 on.
   __device__ __forceinline__ void draw(Words& words, int32_t row0, int32_t key0) const {
-    if (dropout.aligned()) [[likely]] {
-#pragma unroll
-      for (int n = 0; n < kN; n += 2) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) words[n / 2][e] = dropout.draw<true>(row0, key0, n, e);
-      }
-    } else {
-      clear(words);
-#pragma unroll 1
-      for (int i = 0; i < 2; ++i) {
-#pragma unroll
-        for (int n = 0; n < kN; ++n) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const uint32_t bits = dropout.draw_one<true>(row0, key0, n / 2 * 2, e, n % 2 * 2 + i);
-            words[n / 2][e].word[n % 2] |= bits << 16 * i;
-          }
-        }
-      }
-    }
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        uint32_t& word = words[n / 2][e].word[n % 2];
-        word = addend - (word & kDropoutBits * 0x10001);
-        asm volatile("" : "+r"(word));  // else the compiler draws where the word is used
-      }
-    }
-  }
-
-  static __device__ __forceinline__ void clear(Words& words) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) words[n / 2][e].word[n % 2] = 0;
-    }
+    dropout.draw_all<kN, true>(words, threshold, row0, key0);
   }
 
   // Turns S^T into P^T, with a sign where it is dropped.
@@ -104,7 +59,7 @@ struct TransposedDropout {
         const float p =
             ptx::ex2_approx_ftz(fmaf(scores[n][e], to_log2, e % 2 ? -shift.y : -shift.x));
         const uint32_t word = words[n / 2][e % 2].word[n % 2];
-        const uint32_t sign = (e < 2 ? word << 16 : word) & 0x80000000;
+        const uint32_t sign = ~(e < 2 ? word << 16 : word) & 0x80000000;
         scores[n][e] = __uint_as_float(__float_as_uint(p) | sign);
       }
     }

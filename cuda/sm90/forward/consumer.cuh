@@ -434,6 +434,7 @@ struct ForwardConsumer {
         probabilities[k][i] = ptx::cvt_rn_x2<Weight<kHalf>>(block[i % 2 * 2], block[i % 2 * 2 + 1]);
       }
     }
+    if constexpr (Modifier::kDropsRounded) modifier.drop_rounded(probabilities);
   }
 
   // Processes the first tile of a query tile: with kOverlapsOut, overlapped with the last product

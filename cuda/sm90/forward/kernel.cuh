@@ -55,6 +55,7 @@
 #include "sm90/forward/bias.cuh"
 #include "sm90/forward/config.cuh"
 #include "sm90/forward/consumer.cuh"
+#include "sm90/forward/dropout.cuh"
 #include "sm90/forward/half_values.cuh"
 #include "sm90/forward/mask.cuh"
 #include "sm90/forward/order_chained.cuh"

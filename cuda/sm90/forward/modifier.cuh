@@ -135,9 +135,11 @@ struct ModifierDefaults {
   static __device__ __forceinline__ void attend_rest(Consumer& consumer, int32_t& tile) {
     for (; !consumer.is_last(tile); ++tile) consumer.next_tile(tile, tile + 1);
   }
-  // Zeroes probabilities that are dropped.
+  // Zeroes probabilities that are dropped. Then, if kDropsRounded, drop_rounded() zeroes them after
+  // they have been rounded.
   template <typename Consumer>
   static __device__ __forceinline__ void drop_some(Consumer&, int32_t) {}
+  static constexpr bool kDropsRounded = false;
 };
 
 // Says how a kernel applies modifiers: constants and hooks of ModifierDefaults.
@@ -177,7 +179,8 @@ struct ForwardModifier<Config, Element, kEveryModifier>
   template <typename Consumer>
   static __device__ __forceinline__ void drop_some(Consumer& consumer, int32_t tile) {
     if (consumer.params.options.dropout_threshold == 0) return;
-    drop<Config::kBlockKv / 8>(consumer.scores, consumer.modifiers(),
+    const uint32_t threshold = consumer.params.options.dropout_threshold;
+    drop<Config::kBlockKv / 8>(consumer.scores, consumer.work.modifiers.dropout, threshold,
                                consumer.work.row0 + consumer.warp_row, tile * Config::kBlockKv);
   }
 };

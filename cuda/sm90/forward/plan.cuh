@@ -177,6 +177,8 @@ __device__ __forceinline__ void describe_query_tile(const Forward& params, const
     work.modifiers.key_ids = offsets.key_ids;
   } else if constexpr (kModifiers == kDistance) {
     work.modifiers.distance = ModifierOffsets(params, q.batch_axes, q.head).distance;
+  } else if constexpr (kModifiers == kDropout) {
+    work.modifiers.dropout = ModifierOffsets(params, q.batch_axes, q.head).dropout;
   } else if constexpr (kModifiers != kNoModifier) {
     work.modifiers = ModifierOffsets(params, q.batch_axes, q.head);
     if constexpr (kModifiers == kBias || kModifiers == kMask) {
