@@ -1,270 +1,298 @@
-"""Time attention over a sequence that is sharded over all devices, against one device.
+"""Time attention over a sequence that is sharded over several devices, against one device.
 
     python examples/ring_speed.py                        # sizes for the devices there are
-    python examples/ring_speed.py --seq 131072 --profile
+    python examples/ring_speed.py --seq 131072 --devices 2 4 8 --profile
+    python examples/ring_speed.py --call packed window --seq 131072
 
-The methods are the ring in zig-zag and in contiguous order, the all-to-all mode, and what XLA does
-by itself, which is gathering all keys and values before the call, in both orders (in contiguous
-order the last device has most of the causal work). "one" is the same call with the whole sequence
-on one device; efficiency is a method's TFLOP/s divided by the number of devices times that. Calls
-of all methods take turns, round after round. Each result is first compared with that on one device.
+Ways to share a sequence are `jax_flash.ring_attention`'s modes, each in an order of storage. "batch"
+shares nothing: each device has a sequence of its own and all of them run at once, which is what the
+machine gives where nothing is sent. "one" is one device with the whole sequence, or with
+--one-seq tokens where the sequence is longer.
+
+Calls are "causal", "packed" (causal, in documents whose lengths are drawn evenly from 1 to
+2 --document, the same for every way) and "window" (causal, each query sees --window keys to its
+left). TFLOP/s count the pairs that attend. Efficiency is a way's TFLOP/s over the number of devices
+times those of "one". Each result is first compared with that on one device. Then the ways take
+turns, round after round; a measured time is the mean of as many calls in a row as take 0.2 s, and
+there are as many rounds as --seconds allow, at most --rounds.
 """
 
 import argparse
 import functools
 import json
+import math
 import pathlib
-import re
-import tempfile
 import time
 
 import _report as report
+import _ring_profile
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flash_benchmark import stats
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
 import jax_flash
 
+# By name: mode and order.
 METHODS = {
-    "ring": "zigzag",
-    "ring_contiguous": "contiguous",
-    "all_to_all": "contiguous",
-    "all_gather": "contiguous",
-    "all_gather_zigzag": "zigzag",
+    "ring": ("ring", "zigzag"),
+    "ring_contiguous": ("ring", "contiguous"),
+    "all_to_all": ("all_to_all", "contiguous"),
+    "all_gather": ("all_gather", "zigzag"),
+    "all_gather_contiguous": ("all_gather", "contiguous"),
 }
+WHOLE = ("one", "batch")  # no sequence is shared
+BY_CALL = {
+    "causal": ("ring", "all_to_all", "all_gather"),
+    "packed": ("ring", "all_to_all", "all_gather"),
+    "window": ("ring_contiguous", "all_to_all", "all_gather_contiguous"),
+}
+PASSES = ("forward", "forward_backward")
 TOKENS = P(None, "sequence")
 
 
-def all_gather_attention(query, key, value, order: str):
-    """Causal attention of this device's queries to all keys, which it gathers."""
-    devices, device = jax.lax.axis_size("sequence"), jax.lax.axis_index("sequence")
-    key, value = (jax.lax.all_gather(x, "sequence", axis=1, tiled=True) for x in (key, value))
-    chunks = 2 if order == "zigzag" else 1
-    if chunks == 2:
-        key, value = (jax_flash.zigzag_restore(x, devices) for x in (key, value))
-    size = query.shape[1] // chunks
-    starts = jnp.array([device, 2 * devices - 1 - device][:chunks]) * size
-
-    def attend(query, start):
-        return jax_flash.dot_product_attention(
-            query, key, value, is_causal=True, query_offset=start
-        )
-
-    split = query.reshape(query.shape[0], chunks, size, *query.shape[2:])
-    return jax.vmap(attend, (1, 0), 1)(split, starts).reshape(*query.shape[:3], -1)
-
-
-def make_attention(method: str, mesh):
-    """The method as a function of whole arrays, stored in its order."""
-    if method == "one":
-        return functools.partial(jax_flash.dot_product_attention, is_causal=True)
-    order = METHODS[method]
-    if method.startswith("all_gather"):
-        body = functools.partial(all_gather_attention, order=order)
+def make_attention(arguments, method: str, call: str, mesh):
+    """The method as a function of query, key, value and ids, whole and stored in its order."""
+    options = {"is_causal": True}
+    if call == "window":
+        options["local_window_size"] = (arguments.window, 0)
+    if method in WHOLE:
+        whole, spec = functools.partial(jax_flash.dot_product_attention, **options), P("sequence")
     else:
-        mode = "all_to_all" if method == "all_to_all" else "ring"
-        body = functools.partial(
-            jax_flash.ring_attention, axis_name="sequence", order=order, mode=mode, is_causal=True
+        mode, order = METHODS[method]
+        spec = TOKENS
+        whole = functools.partial(
+            jax_flash.ring_attention, axis_name="sequence", order=order, mode=mode, **options
         )
-    return jax.shard_map(body, mesh=mesh, in_specs=(TOKENS,) * 3, out_specs=TOKENS, check_vma=False)
+
+    def body(query, key, value, *ids):
+        named = dict.fromkeys(("query_segment_ids", "key_value_segment_ids"), *ids) if ids else {}
+        return whole(query, key, value, **named)
+
+    if method == "one":
+        return body
+    return jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
 
-def make_passes(method: str, mesh):
-    """By name: (query, key, value, dout) -> results."""
-    attention = make_attention(method, mesh)
+def make_pass(what: str, attention):
+    """(query, key, value, dout, *ids) -> results."""
 
-    def both(query, key, value, dout):
-        out, vjp = jax.vjp(attention, query, key, value)
+    def forward(query, key, value, dout, *ids):
+        del dout
+        return (attention(query, key, value, *ids),)
+
+    def forward_backward(query, key, value, dout, *ids):
+        out, vjp = jax.vjp(lambda *x: attention(*x, *ids), query, key, value)
         return out, *vjp(dout)
 
-    return {"forward": lambda *x: (attention(*x[:3]),), "forward_backward": both}
+    return {"forward": forward, "forward_backward": forward_backward}[what]
 
 
-def make_arrays(arguments, seq: int, seed: int = 0):
-    """query, key, value, dout."""
+def document_lengths(arguments, seq: int) -> np.ndarray:
+    """Lengths of the packed documents; at least 4 in a sequence."""
+    most = max(1, min(2 * arguments.document, seq // 4))
+    drawn = np.random.default_rng(0).integers(1, most + 1, size=seq)
+    ends = np.minimum(np.cumsum(drawn), seq)
+    lengths = np.diff(ends, prepend=0)
+    return lengths[lengths > 0]
+
+
+def make_arrays(arguments, call: str, batch: int, seq: int, sharding=None, seed: int = 0):
+    """query, key, value, dout and, in documents, their ids; made where they are to be."""
     keys = jax.random.split(jax.random.key(seed), 4)
     heads = (arguments.heads, arguments.kv_heads, arguments.kv_heads, arguments.heads)
 
-    @functools.partial(jax.jit, static_argnums=1)
+    @functools.partial(jax.jit, static_argnums=1, out_shardings=sharding)
     def draw(key, heads):
-        shape = (arguments.batch, seq, heads, arguments.head_dim)
+        shape = (batch, seq, heads, arguments.head_dim)
         return jax.random.normal(key, shape, jnp.dtype(arguments.dtype))
 
-    return [draw(key, n) for key, n in zip(keys, heads, strict=True)]
+    arrays = [draw(key, n) for key, n in zip(keys, heads, strict=True)]
+    if call == "packed":
+        lengths = document_lengths(arguments, seq)
+        ids = np.repeat(np.arange(lengths.size, dtype=np.int32), lengths)
+        ids = np.broadcast_to(ids, (batch, seq))
+        arrays.append(jax.device_put(ids, sharding))
+    return arrays
 
 
-def place(method: str, mesh, arrays):
-    """The arrays in the method's order, sharded as it takes them."""
-    if method == "one":
-        return arrays
-    if METHODS[method] == "zigzag":
-        permute = jax.jit(functools.partial(jax_flash.zigzag_permute, devices=mesh.size))
-        arrays = [permute(x) for x in arrays]
-    return [jax.device_put(x, NamedSharding(mesh, TOKENS)) for x in arrays]
+def flops(arguments, call: str, what: str, seq: int) -> float:
+    """Of one call: with as many operations for each pair as `jax_flash.flops` counts."""
+    shapes = [
+        jax.ShapeDtypeStruct((arguments.batch, seq, n, arguments.head_dim), jnp.bfloat16)
+        for n in (arguments.heads, arguments.kv_heads, arguments.kv_heads)
+    ]
+    window = (arguments.window, 0) if call == "window" else None
+    both = jax_flash.flops(*shapes, is_causal=True, local_window_size=window)
+    total = both.forward if what == "forward" else sum(both)
+    if call != "packed":
+        return total
+    lengths = document_lengths(arguments, seq).astype(float)
+    return total * (lengths * (lengths + 1)).sum() / (seq * (seq + 1.0))
 
 
-def check(arguments, mesh, methods) -> dict[str, float]:
+def check(arguments, call: str, mesh, methods) -> dict[str, float]:
     """The largest relative error, in the 2-norm, of output and gradients against one device."""
-    seq = min(arguments.seq, arguments.check_seq)
-    arrays = make_arrays(arguments, seq, seed=1)
-    expected = jax.device_get(jax.jit(make_passes("one", mesh)["forward_backward"])(*arrays))
+    seq = min(arguments.seq[0], arguments.check_seq)
+    arrays = make_arrays(arguments, call, arguments.batch, seq, seed=1)
+
+    def results(method, *arrays):
+        attention = make_attention(arguments, method, call, mesh)
+        return jax.device_get(jax.jit(make_pass("forward_backward", attention))(*arrays))
+
+    expected = results("one", *arrays)
     errors = {}
     for method in methods:
-        run = jax.jit(make_passes(method, mesh)["forward_backward"])
-        got = run(*place(method, mesh, arrays))
-        if METHODS[method] == "zigzag":
-            got = [jax_flash.zigzag_restore(jax.device_get(x), mesh.size) for x in got]
-        pairs = [(np.asarray(g, np.float64), np.asarray(e, np.float64))
-                 for g, e in zip(jax.device_get(got), expected, strict=True)]  # fmt: skip
+        permute, restore = (
+            functools.partial(function, devices=mesh.size) if METHODS[method][1] == "zigzag"
+            else (lambda x: x)
+            for function in (jax_flash.zigzag_permute, jax_flash.zigzag_restore)
+        )  # fmt: skip
+        got = results(method, *(jax.device_put(permute(x), NamedSharding(mesh, TOKENS))
+                                for x in arrays))  # fmt: skip
+        pairs = [(np.asarray(restore(g), np.float64), np.asarray(e, np.float64))
+                 for g, e in zip(got, expected, strict=True)]  # fmt: skip
         errors[method] = max(float(np.linalg.norm(g - e) / np.linalg.norm(e)) for g, e in pairs)
-        print(f"{method}: differs by {errors[method]:.2e} at {seq} tokens", flush=True)
+        print(f"{call}, {method}: differs by {errors[method]:.2e} at {seq} tokens", flush=True)
     return errors
 
 
-def flops(arguments, what: str) -> float:
-    """Of causal attention: two products of half a square each, and five more backward."""
-    one = arguments.batch * arguments.heads * arguments.seq**2 * arguments.head_dim
-    return one * (2 if what == "forward" else 7)
+class Timer:
+    """One method's pass: compiled, run once, and timed when it is its turn."""
+
+    def __init__(self, arguments, function, inputs, result: dict):
+        compiled = jax.jit(function).lower(*inputs).compile()
+        result["temporary_bytes_per_device"] = compiled.memory_analysis().temp_size_in_bytes
+        self.compiled, self.result = compiled, result
+        self.run = functools.partial(compiled, *inputs)
+        jax.block_until_ready(self.run())
+        once = self._time(1)
+        self._calls = math.ceil(0.2 / once)
+        self.rounds = max(1, min(arguments.rounds, int(arguments.seconds / (self._calls * once))))
+        result |= {"calls_in_a_row": self._calls, "times_s": []}
+
+    def _time(self, calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            last = self.run()
+        jax.block_until_ready(last)
+        return (time.perf_counter() - start) / calls
+
+    def take_turn(self, number: int) -> None:
+        if number < self.rounds:
+            self.result["times_s"].append(self._time(self._calls))
 
 
-def measure(arguments, mesh, methods, output) -> None:
-    """Times every method; fills in output["results"] as it goes."""
-    arrays = make_arrays(arguments, arguments.seq)
-    placed: dict[str, list] = {}
-    runs = {}
-    for method in ("one", *methods):
-        order = METHODS.get(method, "one")
-        if order not in placed:
-            placed[order] = place(method, mesh, arrays)
-        output["results"].append(result := {"method": method})
-        for what, function in make_passes(method, mesh).items():
-            compiled = jax.jit(function).lower(*placed[order]).compile()
-            plan = compiled.memory_analysis()
-            result[what] = {"temporary_bytes_per_device": plan.temp_size_in_bytes}
-            runs[method, what] = (compiled, placed[order], result[what])
-            jax.block_until_ready(compiled(*placed[order]))
+def measure(arguments, call: str, seq: int, mesh, methods, results: list) -> None:
+    """Times every method; fills in results as it goes."""
+    one_seq, timers = min(seq, arguments.one_seq), {}
+    arrays: dict = {}
+    for method in (*WHOLE, *methods):
+        if (kind := method if method in WHOLE else "shared") not in arrays:
+            spec = {"one": None, "batch": P("sequence"), "shared": TOKENS}[kind]
+            arrays[kind] = make_arrays(
+                arguments, call,
+                arguments.batch * (mesh.size if method == "batch" else 1),
+                one_seq if method in WHOLE else seq,
+                spec and NamedSharding(mesh, spec),
+            )  # fmt: skip
+        results.append(result := {"method": method, "seq": one_seq if method in WHOLE else seq})
+        for what in PASSES:
+            function = make_pass(what, make_attention(arguments, method, call, mesh))
+            timer = Timer(arguments, function, arrays[kind], result.setdefault(what, {}))
+            timers[method, what] = timer
             if arguments.hlo:
-                pathlib.Path(f"{arguments.hlo}_{method}_{what}.txt").write_text(compiled.as_text())
-        print(f"compiled {method}", flush=True)
-    del arrays
-    for _ in range(arguments.rounds):
-        for compiled, inputs, result in runs.values():
-            start = time.perf_counter()
-            jax.block_until_ready(compiled(*inputs))
-            result.setdefault("times_s", []).append(time.perf_counter() - start)
-    for (method, what), (_, _, result) in runs.items():
-        result.update(report.summarise(result["times_s"], arguments.batch * arguments.seq))
-        result["tflops"] = flops(arguments, what) / result["median_s"] / 1e12
-        one = next(r for r in output["results"] if r["method"] == "one")[what]
+                path = f"{arguments.hlo}_{mesh.size}_{call}_{method}_{what}.txt"
+                pathlib.Path(path).write_text(timer.compiled.as_text())
+        print(f"compiled {call}, {method}", flush=True)
+    for number in range(max(timer.rounds for timer in timers.values())):
+        for timer in timers.values():
+            timer.take_turn(number)
+    for (method, what), timer in timers.items():
+        timer.result |= stats.summarise(timer.result["times_s"])
+        work = flops(arguments, call, what, one_seq if method in WHOLE else seq)
+        work *= mesh.size if method == "batch" else 1
+        timer.result["tflops"] = work / timer.result["median_s"] / 1e12
         if method != "one":
-            result["efficiency"] = result["tflops"] / (mesh.size * one["tflops"])
+            one = timers["one", what].result["tflops"]
+            timer.result["efficiency"] = timer.result["tflops"] / (mesh.size * one)
     if arguments.profile:
-        for (method, _), (compiled, inputs, result) in runs.items():
-            if method != "one":
-                run = functools.partial(compiled, *inputs)
-                result["profile"] = profile(lambda run=run: jax.block_until_ready(run()))
-
-
-def profile(run) -> dict:
-    """How much of the time that one run spends on communication is spent computing, too."""
-    with tempfile.TemporaryDirectory() as folder:
-        with jax.profiler.trace(folder):
-            run()
-        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
-        data = jax.profiler.ProfileData.from_file(str(path))
-        devices = [plane for plane in data.planes if re.match(r"/device:\w+:\d", plane.name)]
-        return {plane.name: _overlap(plane) for plane in devices}
-
-
-def _overlap(plane) -> dict:
-    spans = {True: [], False: []}
-    names: dict[str, float] = {}
-    for line in plane.lines:
-        if not line.name.startswith("Stream"):
-            continue
-        for event in line.events:
-            is_transfer = re.search(r"nccl|p2p|peer", event.name, re.IGNORECASE) is not None
-            spans[is_transfer].append((event.start_ns, event.start_ns + event.duration_ns))
-            name = event.name[:80]
-            names[name] = names.get(name, 0.0) + event.duration_ns / 1e6
-    transfers, kernels = (_union(spans[kind]) for kind in (True, False))
-    both = sum(max(0, min(end, e) - max(start, s)) for start, end in transfers for s, e in kernels)
-    total = sum(end - start for start, end in transfers)
-    everything = _union(transfers + kernels)
-    return {
-        "transfer_ms": total / 1e6,
-        "transfer_hidden_ms": both / 1e6,
-        "compute_ms": sum(end - start for start, end in kernels) / 1e6,
-        "span_ms": (everything[-1][1] - everything[0][0]) / 1e6 if everything else 0.0,
-        "largest_ms": dict(sorted(names.items(), key=lambda item: -item[1])[:8]),
-    }
-
-
-def _union(spans):
-    merged: list[list[float]] = []
-    for start, end in sorted(spans):
-        if merged and start <= merged[-1][1]:
-            merged[-1][1] = max(merged[-1][1], end)
-        else:
-            merged.append([start, end])
-    return merged
+        for (method, _), timer in timers.items():
+            if method not in WHOLE:
+                timer.result["profile"] = _ring_profile.profile(timer.run)
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:
-    on_gpu = jax.default_backend() == "gpu"
+    on_gpu, count = jax.default_backend() == "gpu", jax.device_count()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    add = parser.add_argument
+    add = functools.partial(parser.add_argument, help="default: %(default)s")
     add("--batch", type=int, default=1)
-    add("--seq", type=int, default=32768 * jax.device_count() if on_gpu else 2048)
+    add("--seq", type=int, nargs="+", default=[32768 * count if on_gpu else 2048])
+    add("--one-seq", type=int, default=131072)
+    add("--devices", type=int, nargs="+", default=[count])
     add("--heads", type=int, default=32 if on_gpu else 4)
     add("--kv-heads", type=int, default=8 if on_gpu else 4)
     add("--head-dim", type=int, default=128 if on_gpu else 32)
     add("--dtype", default="bfloat16" if on_gpu else "float32")
-    add("--methods", nargs="+", choices=METHODS, default=list(METHODS))
+    add("--call", nargs="+", choices=BY_CALL, default=["causal"])
+    add("--document", type=int, default=8192 if on_gpu else 256)
+    add("--window", type=int, default=4096 if on_gpu else 128)
+    add("--methods", nargs="+", choices=METHODS, help="default: those that suit the call")
     add("--rounds", type=int, default=7)
-    add(
-        "--check-seq", type=int, default=8192, help="tokens of the comparison; default: %(default)s"
-    )
+    add("--seconds", type=float, default=4.0)
+    add("--check-seq", type=int, default=8192)
     add("--profile", action="store_true", help="also profile one run each (GPUs)")
     add("--hlo", metavar="PREFIX", help="write the compiled programs there")
-    add("--json", default="ring_speed.json", metavar="FILE", help="default: %(default)s")
+    add("--json", default="ring_speed.json", metavar="FILE")
     return parser.parse_args(argv)
+
+
+def rows(run: dict) -> list[list[str]]:
+    found = []
+    for result in run["results"]:
+        row = [run["call"], str(run["devices"]), f"{result['seq']:,}", result["method"]]
+        for each in (result[what] for what in PASSES):
+            efficiency = f"{each['efficiency']:.1%}" if "efficiency" in each else "-"
+            memory = f"{each['temporary_bytes_per_device'] / 2**20:,.0f}"
+            row += [f"{1e3 * each['median_s']:.2f}", f"{each['tflops']:.1f}", efficiency, memory]
+        found.append(row)
+    return found
 
 
 def main(argv=None) -> int:
     arguments = parse_arguments(argv)
-    mesh = jax.make_mesh((jax.device_count(),), ("sequence",), axis_types=(AxisType.Auto,))
+    sizes = ("batch", "heads", "kv_heads", "head_dim", "dtype", "window", "document")
     output = {
         **report.environment(),
-        "shape": {n: getattr(arguments, n)
-                  for n in ("batch", "seq", "heads", "kv_heads", "head_dim", "dtype")},
-        "devices": mesh.size,
-        "results": [],
-    }  # fmt: skip
-    output["relative_errors"] = check(arguments, mesh, arguments.methods)
-    try:
-        measure(arguments, mesh, arguments.methods, output)
-    finally:
-        pathlib.Path(arguments.json).write_text(json.dumps(output, indent=2) + "\n")
-    rows = []
-    for result in output["results"]:
-        row = [result["method"]]
-        for what in ("forward", "forward_backward"):
-            each = result[what]
-            efficiency = f"{each['efficiency']:.0%}" if "efficiency" in each else "-"
-            memory = f"{each['temporary_bytes_per_device'] / 2**20:,.0f}"
-            row += [f"{1e3 * each['median_s']:.1f}", f"{each['tflops']:.1f}", efficiency, memory]
-        rows.append(row)
+        "shape": {name: getattr(arguments, name) for name in sizes},
+        "runs": [],
+    }
     columns = ["ms", "TFLOP/s", "efficiency", "MiB"]
-    header = ["method", *(f"{p} {c}" for p in ("fwd", "f+b") for c in columns)]
-    print(report.format_table(header, rows))
-    print(f"wrote {arguments.json}")
+    header = ["call", "devices", "tokens", "method",
+              *(f"{p} {c}" for p in ("fwd", "f+b") for c in columns)]  # fmt: skip
     largest = 2e-2 if arguments.dtype != "float32" else 1e-4
-    return int(not all(error < largest for error in output["relative_errors"].values()))
+    agree = True
+    for devices in arguments.devices:
+        mesh = jax.make_mesh(
+            (devices,), ("sequence",), axis_types=(AxisType.Auto,),
+            devices=jax.devices()[:devices],
+        )  # fmt: skip
+        for call in arguments.call:
+            methods = arguments.methods or BY_CALL[call]
+            errors = check(arguments, call, mesh, methods)
+            agree &= all(error < largest for error in errors.values())
+            for seq in arguments.seq:
+                run = {"call": call, "devices": devices, "seq": seq, "relative_errors": errors}
+                measure(arguments, call, seq, mesh, methods, run.setdefault("results", []))
+                output["runs"].append(run)
+                pathlib.Path(arguments.json).write_text(json.dumps(output, indent=1) + "\n")
+                print(report.format_table(header, rows(run)), flush=True)
+    print(f"wrote {arguments.json}")
+    return int(not agree)
 
 
 if __name__ == "__main__":

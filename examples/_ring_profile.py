@@ -1,0 +1,92 @@
+"""Profiles one call on several devices: what is sent while they compute, and what waits for it."""
+
+import collections
+import pathlib
+import re
+import tempfile
+
+import jax
+
+_TRANSFER = re.compile(r"nccl|p2p|peer", re.IGNORECASE)
+_LONGEST = 8  # names that are kept
+
+
+def profile(run) -> dict[str, dict]:
+    """What each device did in one run, by its name; see `summary`."""
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder):
+            jax.block_until_ready(run())
+        (path,) = pathlib.Path(folder).rglob("*.xplane.pb")
+        data = jax.profiler.ProfileData.from_file(str(path))
+        planes = [plane for plane in data.planes if re.match(r"/device:\w+:\d", plane.name)]
+        return {
+            plane.name: summary([
+                (event.start_ns, event.start_ns + event.duration_ns, event.name)
+                for line in plane.lines if line.name.startswith("Stream") for event in line.events
+            ])
+            for plane in planes
+        }  # fmt: skip
+
+
+def summary(events: list[tuple[float, float, str]]) -> dict:
+    """What a device did.
+
+    Args:
+      events: (start, end, name) of each kernel and copy, in ns.
+
+    Returns:
+      In ms: `span` from first to last; `compute`; `transfer`, and what of it ran while something
+      was computed (`transfer_hidden`); `idle`, neither; by name, the longest of `transfers` and
+      of `kernels`; `waits`: by the kernel that began next, how long nothing was computed
+      before it.
+    """
+    transfers = [event for event in events if _TRANSFER.search(event[2])]
+    kernels = sorted(event for event in events if not _TRANSFER.search(event[2]))
+    sending, computing, busy = map(_union, (transfers, kernels, events))
+    both = sum(max(0, min(end, e) - max(start, s)) for start, end in sending for s, e in computing)
+    waits: collections.Counter[str] = collections.Counter()
+    until = kernels[0][0] if kernels else 0
+    for start, end, name in kernels:
+        if start > until:
+            waits[_short(name)] += start - until
+        until = max(until, end)
+    span = busy[-1][1] - busy[0][0] if busy else 0
+    return {
+        "span_ms": span / 1e6,
+        "compute_ms": _total(computing),
+        "transfer_ms": _total(sending),
+        "transfer_hidden_ms": both / 1e6,
+        "idle_ms": span / 1e6 - _total(busy),
+        "transfers_ms": _longest(_by_name(transfers)),
+        "kernels_ms": _longest(_by_name(kernels)),
+        "waits_ms": _longest(waits),
+    }
+
+
+def _short(name: str) -> str:
+    return re.sub(r"\(.*", "", name.replace("void ", ""))[:60]
+
+
+def _by_name(events) -> collections.Counter:
+    found: collections.Counter[str] = collections.Counter()
+    for start, end, name in events:
+        found[_short(name)] += end - start
+    return found
+
+
+def _longest(found: collections.Counter) -> dict[str, float]:
+    return {name: ns / 1e6 for name, ns in found.most_common(_LONGEST)}
+
+
+def _total(spans) -> float:
+    return sum(end - start for start, end in spans) / 1e6
+
+
+def _union(events) -> list[list[float]]:
+    merged: list[list[float]] = []
+    for start, end, *_ in sorted(events):
+        if merged and start <= merged[-1][1]:
+            merged[-1][1] = max(merged[-1][1], end)
+        else:
+            merged.append([start, end])
+    return merged
