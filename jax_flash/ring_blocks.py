@@ -1,10 +1,12 @@
 """Makes one step of a ring one call: every chunk of queries against every chunk of keys.
 
-A device that holds c chunks of queries and has c chunks of keys visiting makes one call with two
-more batch axes, (query chunk, key chunk), both of size c. Queries have size 1 along the second and
-keys along the first, so native code does not copy them. The offset between the positions of a pair
-and what is left of the lengths are operands, so kernels skip what a pair may not attend to as they
-skip tiles.
+A device that holds c chunks of queries and has k chunks of keys makes one call with two more batch
+axes, (query chunk, key chunk). Queries have size 1 along the second and keys along the first, so
+native code does not copy them. The offset between the positions of a pair and what is left of the
+lengths are operands, so kernels skip what a pair may not attend to as they skip tiles.
+
+Both chunks of keys that visit in zig-zag order are one (k = 1) where the keys that a query may
+attend to are the first so many as they are stored: then a step has half of the results to merge.
 """
 
 from __future__ import annotations
@@ -31,9 +33,11 @@ def _chunk_axes(name: str, ndim: int):
         yield letter, axis_of(name, letter, ndim), num_batch + number
 
 
-def cut(name: str, x: jax.Array, chunks: int) -> jax.Array:
-    """[*B, ..., T, ...] to [*B, c, 1, ..., T / c, ...]; S likewise to [*B, 1, c, ...]."""
+def cut(name: str, x: jax.Array, q_chunks: int, kv_chunks: int) -> jax.Array:
+    """[*B, ..., T, ...] to [*B, c, 1, ..., T / c, ...]; S likewise to [*B, 1, k, ...]."""
+    counts = q_chunks, kv_chunks
     for number, (letter, axis, place) in enumerate(_chunk_axes(name, x.ndim)):
+        chunks = counts[number]
         if axis is None or x.shape[axis + number] == 1:
             x = jnp.expand_dims(x, place)
             continue
@@ -104,7 +108,8 @@ class Blocks:
 
     Attributes:
       q_len, kv_len: length of the whole sequences.
-      travelling: names of the operands that go round with the keys.
+      travelling: names of the operands of which a device has a part along the keys.
+      joined: whether the chunks of keys that visit are one.
     """
 
     def __init__(self, spec: AttentionSpec, sequence: SequenceSharding, operands: Operands):
@@ -120,6 +125,24 @@ class Blocks:
             if OPERANDS[name].ring == "travels"
             or (OPERANDS[name].ring == "either" and self._is_local(name, "S", x))
         ]
+        self.joined = self._can_join()
+
+    def _can_join(self) -> bool:
+        """Whether a query attends to the first so many keys of a device, as they are stored.
+
+        In causal order, its chunk must begin where one of keys does: else the keys that some
+        queries see begin in the middle of the second chunk, and those of others before it.
+        """
+        spec, sequence = self._spec, self._sequence
+        by_position = spec.has_window or spec.dropout_threshold > 0
+        by_position |= any(OPERANDS[name].by_distance for name in self._operands)
+        if by_position:
+            return False
+        if not spec.is_causal:
+            return True
+        size = self._local["S"] // sequence.chunks
+        same = self._local["T"] == self._local["S"]
+        return sequence.offset is not None and same and size > 0 and sequence.offset % size == 0
 
     def _is_local(self, name: str, letter: str, x: jax.Array) -> bool:
         axis = axis_of(name, letter, x.ndim)
@@ -128,35 +151,52 @@ class Blocks:
         return x.shape[axis] == self._local[letter]
 
     def window(self, name: str, x: jax.Array, device, source) -> tuple[tuple, tuple]:
-        """Start and size of the part of x that queries of `device`, keys of `source` read."""
+        """Start and size of the part of x that queries of `device`, keys of `source` read.
+
+        Where source is None, these are all keys.
+        """
         starts, sizes = [0] * x.ndim, list(x.shape)
         for letter, owner in (("T", device), ("S", source)):
             axis = axis_of(name, letter, x.ndim)
-            if axis is None or x.shape[axis] == 1 or self._is_local(name, letter, x):
+            if owner is None or axis is None or x.shape[axis] == 1:
+                continue
+            if self._is_local(name, letter, x):
                 continue
             sizes[axis] = self._local[letter]
             starts[axis] = owner * self._local[letter]
         return tuple(starts), tuple(sizes)
 
     def take(self, visiting: Operands, device, source) -> Operands:
-        """Operands of the step at which the keys of `source` visit `device` (traced int32)."""
+        """Operands of the step at which the keys of `source` visit `device` (traced int32).
+
+        Where source is None, `visiting` has all keys, in the order of their positions.
+        """
+        whole = source is None
         chunks = self._sequence.chunks
         block = {}
         for name, x in {**self._operands, **visiting}.items():
-            if OPERANDS[name].ring == "replaced":
+            if OPERANDS[name].ring == "replaced" and not (whole and name == "sinks"):
                 continue
             if OPERANDS[name].ring == "either":
                 starts, sizes = self.window(name, x, device, source)
                 if sizes != x.shape:
                     x = jax.lax.dynamic_slice(x, [*map(_int32, starts)], sizes)
-            block[name] = cut(name, x, chunks)
-        self._positions(block, device, source)
+            block[name] = cut(name, x, chunks, 1 if whole or self.joined else chunks)
+        q_starts = jnp.stack([*map(_int32, self._sequence.chunk_starts(device, self.q_len))])
+        if whole:
+            kv_starts = jnp.zeros(1, jnp.int32)
+        else:
+            starts = self._sequence.chunk_starts(source, self.kv_len)
+            kv_starts = jnp.stack([*map(_int32, starts)])
+        if self.joined and not whole:
+            self._prefixes(block, q_starts[:, None], kv_starts)
+        else:
+            self._positions(block, q_starts[:, None], kv_starts)
         return block
 
-    def _positions(self, block: Operands, device, source) -> None:
-        sequence, spec = self._sequence, self._spec
-        q_starts = jnp.stack([*map(_int32, sequence.chunk_starts(device, self.q_len))])[:, None]
-        kv_starts = jnp.stack([*map(_int32, sequence.chunk_starts(source, self.kv_len))])
+    def _positions(self, block: Operands, q_starts: jax.Array, kv_starts: jax.Array) -> None:
+        """Says where the chunks begin: q_starts int32 [c,1], kv_starts int32 [k]."""
+        spec = self._spec
         for name, starts, length in (
             ("query_seq_lengths", q_starts, self.q_len),
             ("key_value_seq_lengths", kv_starts, self.kv_len),
@@ -167,8 +207,7 @@ class Blocks:
             distance = q_starts - kv_starts
             offset = self._operands.get("query_offset")
             if offset is None:
-                num_batch = self._operands["query"].ndim - 3
-                offset = distance.reshape((1,) * num_batch + distance.shape)
+                offset = self._batched(distance)
             else:
                 # The sum must not wrap around, and no query reaches a key across the distances
                 # given up.
@@ -178,8 +217,40 @@ class Blocks:
             block["query_offset"] = offset
         if spec.dropout_threshold:
             start = jnp.stack(jnp.broadcast_arrays(q_starts, kv_starts), axis=-1)
-            num_batch = self._operands["query"].ndim - 3
-            block["dropout_start"] = start.reshape((1,) * num_batch + start.shape)
+            block["dropout_start"] = self._batched(start)
+
+    def _prefixes(self, block: Operands, q_starts: jax.Array, kv_starts: jax.Array) -> None:
+        """Says how many of the stored keys queries may attend to; arguments as for `_positions`.
+
+        The chunks of keys are stored in the order of their positions, so that lengths leave the
+        first so many. In causal order, a chunk of queries sees some of them whole (offset), and
+        perhaps one more up to its diagonal, but nothing behind that (length).
+        """
+        size = self._local["S"] // self._sequence.chunks
+        if "query_seq_lengths" in block:
+            block["query_seq_lengths"] = (
+                jnp.clip(block["query_seq_lengths"], 0, self.q_len) - q_starts
+            )
+        seen = None
+        if "key_value_seq_lengths" in block:
+            lengths = jnp.clip(block["key_value_seq_lengths"], 0, self.kv_len)
+            seen = jnp.clip(lengths - kv_starts, 0, size).sum(-1, keepdims=True, dtype=jnp.int32)
+        if self._spec.is_causal:
+            room = self.q_len + self.kv_len  # no query reaches a key across more
+            offset = min(max(self._sequence.offset, -room), room)
+            distance = q_starts + offset - kv_starts  # [c, chunks]
+            whole = size * (distance > 0).sum(-1, keepdims=True, dtype=jnp.int32)
+            diagonal = size * (distance == 0).sum(-1, keepdims=True, dtype=jnp.int32)
+            # Nothing of a chunk that is not seen: also the first query has one key before it.
+            block["query_offset"] = self._batched(jnp.where(whole + diagonal > 0, whole, -size))
+            ends = self._batched(whole + diagonal)
+            seen = ends if seen is None else jnp.minimum(seen, ends)
+        if seen is not None:
+            block["key_value_seq_lengths"] = seen
+
+    def _batched(self, x: jax.Array) -> jax.Array:
+        """x with the call's batch axes in front, of size 1."""
+        return x.reshape((1,) * (self._operands["query"].ndim - 3) + x.shape)
 
     def rows(self, device) -> jax.Array:
         """Positions of the queries of `device`, as they are stored: int32 [T / D]."""

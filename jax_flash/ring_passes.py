@@ -2,7 +2,7 @@
 
 Every device keeps its queries. Keys and values circulate, and each step attends to the block that
 is visiting while the next one travels (the transfer depends on nothing that the step computes, so
-XLA runs both at once). The forward pass merges the steps' outputs by their lse. In the backward
+XLA runs both at once). The forward pass merges the outputs of a few steps at a time by their lse. In the backward
 pass they circulate again: with the lse, output and cotangent of the whole call, the gradients of a
 block are exact by themselves, so nothing is kept from the forward pass but its results. The devices
 that a block visits sum its dK and dV in float32, one step behind it; the sums get home while each
@@ -74,13 +74,14 @@ class _Ring:
         self._operands = operands
         self.accumulator = accumulator_of(operands["query"].dtype)
 
-    def go_round(self, step_of, carry, *, own_last: bool = False):
+    def go_round(self, step_of, carry, *, settle=lambda carry: carry, own_last: bool = False):
         """Makes every step; returns the last carry.
 
         Args:
           step_of: `step_of(carry, hop, source, block)` returns the next carry, given the device
             whose keys visit, the operands, and the hop from the step before, for gradients.
           carry: any pytree of arrays.
+          settle: makes a carry one whose structure stays, after some steps.
           own_last: whether step 0, the device's own keys, comes last instead of first.
         """
         route, last = self.route, len(self.route.shifts) - 1
@@ -95,26 +96,36 @@ class _Ring:
             block = self.blocks.take(parcel.unpack(visiting), self.device, source)
             return following, step_of(carry, gradient_hop, source, block)
 
-        step = 0
+        def visit_next(step, visiting, carry):
+            hop = route.hop(step) if step < last else None
+            gradient_hop = route.hop_of_gradients(step - 1) if step else None
+            return visit(visiting, carry, route.shifts[step], hop, gradient_hop)
+
+        def loop(step, rounds, size, visiting, carry):
+            # Its body is the same for all steps, so that a hop is made where any of them needs it.
+            end = step + rounds * size
+            hop = sorted({pair for k in range(step, end) for pair in route.hop(k)})
+            gradient_hop = route.hop_of_gradients(step - 1)
+
+            def body(state, first):
+                for number in range(size):
+                    state = visit(*state, first + number, hop, gradient_hop)
+                return (state[0], settle(state[1])), None
+
+            shifts = jnp.arange(step, end, size, dtype=jnp.int32)
+            state, _ = jax.lax.scan(body, (visiting, settle(carry)), shifts)
+            return state
+
+        first, step = 1 + own_last, 0
         if own_last and last > 0:
             step, visiting = 1, self.send(visiting, route.hop(0))
         while step <= last and not (own_last and step == 0):
-            gradient_hop = route.hop_of_gradients(step - 1) if step else None
-            if step >= 1 + own_last and last - step >= 2 and route.is_regular:
-                # A loop, lest all blocks arrive at once and fill the memory. Its body is the same
-                # for all steps, so that a hop is made where any of them needs it.
-                hop = sorted({pair for k in range(step, last) for pair in route.hop(k)})
-
-                def body(state, shift, hop=hop, gradient_hop=gradient_hop):
-                    visiting, carry = state
-                    return visit(visiting, carry, shift, hop, gradient_hop), None
-
-                shifts = jnp.arange(step, last, dtype=jnp.int32)
-                (visiting, carry), _ = jax.lax.scan(body, (visiting, carry), shifts)
-                step = last
+            rounds, size = _loop(last - step) if step == first and route.is_regular else (0, 0)
+            if rounds:
+                visiting, carry = loop(step, rounds, size, visiting, carry)
+                step += rounds * size
                 continue
-            hop = route.hop(step) if step < last else None
-            visiting, carry = visit(visiting, carry, route.shifts[step], hop, gradient_hop)
+            visiting, carry = visit_next(step, visiting, carry)
             step += 1
         if own_last:
             gradient_hop = route.hop_of_gradients(last) if last else None
@@ -123,6 +134,17 @@ class _Ring:
 
     def send(self, arrays: Operands, pairs) -> Operands:
         return {name: jax.lax.ppermute(x, self.axis_name, pairs) for name, x in arrays.items()}
+
+
+def _loop(steps: int) -> tuple[int, int]:
+    """How many rounds of how many steps each a loop makes of `steps`, or of all but a few.
+
+    All blocks would arrive at once and fill the memory, but for a loop. In a round, keys may be
+    sent several steps ahead, and what the steps add to float32 sums is added at once, which saves
+    reading and writing the sums.
+    """
+    size = min(3, steps // 2)
+    return (steps // size, size) if steps >= 4 else (0, 0)
 
 
 def forward(
@@ -150,9 +172,12 @@ def forward(
                 for name, x in part.items()
             }
             parts = [*parts, one]
+        return parts
+
+    def settle(parts):
         return [_merge(parts, ring.accumulator)]
 
-    (results,) = ring.go_round(step_of, [])
+    (results,) = settle(ring.go_round(step_of, [], settle=settle))
     place = results["out"].ndim - 3
     results = {
         name: restore(name, jnp.expand_dims(x, place), ring.accumulator)
