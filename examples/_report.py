@@ -13,7 +13,10 @@ from flash_benchmark import stats
 from flash_benchmark.environment import environment
 from flash_benchmark.report import format_table, progress
 
-__all__ = ["environment", "format_results", "format_table", "plot_results", "progress", "summarise"]
+__all__ = [
+    "environment", "format_results", "format_table", "plot_results", "progress", "stats",
+    "summarise",
+]  # fmt: skip
 
 
 PASSES = ("forward", "train")

@@ -4,9 +4,9 @@
     python examples/ring_speed.py --seq 131072 --devices 2 4 8 --profile
     python examples/ring_speed.py --call packed window --seq 131072
 
-Ways to share a sequence are `jax_flash.ring_attention`'s modes, each in an order of storage. "batch"
-shares nothing: each device has a sequence of its own and all of them run at once, which is what the
-machine gives where nothing is sent. "one" is one device with the whole sequence, or with
+Ways to share a sequence are `jax_flash.ring_attention`'s modes, each in an order of storage.
+"batch" shares nothing: each device has a sequence of its own and all of them run at once, which is
+what the machine gives where nothing is sent. "one" is one device with the whole sequence, or with
 --one-seq tokens where the sequence is longer.
 
 Calls are "causal", "packed" (causal, in documents whose lengths are drawn evenly from 1 to
@@ -29,7 +29,6 @@ import _ring_profile
 import jax
 import jax.numpy as jnp
 import numpy as np
-from flash_benchmark import stats
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 
@@ -211,7 +210,7 @@ def measure(arguments, call: str, seq: int, mesh, methods, results: list) -> Non
         for timer in timers.values():
             timer.take_turn(number)
     for (method, what), timer in timers.items():
-        timer.result |= stats.summarise(timer.result["times_s"])
+        timer.result |= report.stats.summarise(timer.result["times_s"])
         work = flops(arguments, call, what, one_seq if method in WHOLE else seq)
         work *= mesh.size if method == "batch" else 1
         timer.result["tflops"] = work / timer.result["median_s"] / 1e12

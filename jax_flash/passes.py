@@ -13,7 +13,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jax_flash import all_to_all, reference, ring_passes
+from jax_flash import all_gather, all_to_all, reference, ring_passes
 from jax_flash.arrays import accumulator_of
 from jax_flash.operands import (
     OPERANDS,
@@ -140,6 +140,8 @@ def on_shards(
     one_pass = _without_sequence(one_pass)
     if sequence.mode == "all_to_all":
         return all_to_all.exchanged(lambda x: run(one_pass, x), sequence, operands)
+    if sequence.mode == "all_gather":
+        return all_gather.gathered(lambda x: run(one_pass, x), one_pass.spec, sequence, operands)
     block = dataclasses.replace(one_pass, is_block=True)
     ring = ring_passes.backward if one_pass.is_backward else ring_passes.forward
     return ring(lambda x: run(block, x), one_pass.spec, sequence, operands)

@@ -252,6 +252,28 @@ class Blocks:
         """x with the call's batch axes in front, of size 1."""
         return x.reshape((1,) * (self._operands["query"].ndim - 3) + x.shape)
 
+    def place(self, name: str, part, total, operand, device, source) -> jax.Array:
+        """Adds the gradient of the part that a block read to that of the whole operand.
+
+        Args:
+          name: of the operand.
+          part: the gradient, restored.
+          total: of the parts before, or None.
+          operand: that the block was taken from.
+          device, source: as for `take`.
+        """
+        batch = part.shape[: part.ndim - len(OPERANDS[name].axes)]
+        starts, _ = self.window(name, operand, device, source)
+        starts = [0 if axis < len(batch) else start for axis, start in enumerate(starts)]
+        whole = (*batch, *operand.shape[len(batch) :])
+        if part.shape == whole:
+            return part if total is None else total + part
+        if total is None:
+            total = jnp.zeros(whole, part.dtype)
+        starts = [*map(_int32, starts)]
+        old = jax.lax.dynamic_slice(total, starts, part.shape)
+        return jax.lax.dynamic_update_slice(total, old + part, starts)
+
     def rows(self, device) -> jax.Array:
         """Positions of the queries of `device`, as they are stored: int32 [T / D]."""
         size = self._local["T"] // self._sequence.chunks

@@ -2,11 +2,11 @@
 
 Every device keeps its queries. Keys and values circulate, and each step attends to the block that
 is visiting while the next one travels (the transfer depends on nothing that the step computes, so
-XLA runs both at once). The forward pass merges the outputs of a few steps at a time by their lse. In the backward
-pass they circulate again: with the lse, output and cotangent of the whole call, the gradients of a
-block are exact by themselves, so nothing is kept from the forward pass but its results. The devices
-that a block visits sum its dK and dV in float32, one step behind it; the sums get home while each
-device attends to its own keys.
+XLA runs both at once). The forward pass merges the outputs of a few steps at a time by their lse.
+In the backward pass they circulate again: with the lse, output and cotangent of the whole call, the
+gradients of a block are exact by themselves, so nothing is kept from the forward pass but its
+results. The devices that a block visits sum its dK and dV in float32, one step behind it; the sums
+get home while each device attends to its own keys.
 
 Reference: Liu et al., "Ring attention with blockwise transformers", 2023, section 3.
 """
@@ -255,7 +255,8 @@ def backward(
             part = restore(name, part, ring.accumulator)
             sums = carried if name in ring.blocks.travelling else kept
             if name == "bias":
-                part = _place(part, sums.get(name), operands[name], ring, source)
+                bias = operands[name]
+                part = ring.blocks.place(name, part, sums.get(name), bias, ring.device, source)
             elif name in sums:
                 part = sums[name] + part
             sums[name] = part
@@ -266,17 +267,3 @@ def backward(
     kept, carried = ring.go_round(step_of, ({}, {}), own_last=True)
     grads = {**kept, **parcel.unpack(carried)}
     return {name: x.astype(operands[name].dtype) for name, x in grads.items()}
-
-
-def _place(part, total, bias, ring: _Ring, source):
-    """Adds the gradient of the part of the bias that a step read to that of the whole."""
-    batch = part.shape[: part.ndim - 3]
-    starts, _ = ring.blocks.window("bias", bias, ring.device, source)
-    starts = [jnp.asarray(0 if a < len(batch) else x, jnp.int32) for a, x in enumerate(starts)]
-    whole = (*batch, *bias.shape[len(batch) :])
-    if total is None:
-        total = jnp.zeros(whole, part.dtype)
-    if part.shape == whole:
-        return total + part
-    old = jax.lax.dynamic_slice(total, starts, part.shape)
-    return jax.lax.dynamic_update_slice(total, old + part, starts)

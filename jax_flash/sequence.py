@@ -71,7 +71,8 @@ def _check_matrix(sequence: SequenceSharding, name: str, shape, lengths: dict[st
     """Raises where a device's bias or mask, of these lengths of its shards, lacks elements."""
     q_len, kv_len = lengths["query"], lengths["key"]
     q_whole, kv_whole = q_len * sequence.devices, kv_len * sequence.devices
-    if sequence.mode == "ring" and shape[-2] == q_len > 1 and shape[-1] == kv_len > 1:
+    is_part = shape[-2] == q_len > 1 and shape[-1] == kv_len > 1
+    if sequence.mode != "all_to_all" and is_part:
         raise NotImplementedError(
             f"{name}: sharded over queries and keys alike ({shape}), it has no element for "
             f"most pairs; give it whole along S ({kv_whole}), or along T ({q_whole})"

@@ -24,11 +24,11 @@ _JAX_NN_IMPLEMENTATIONS = {"xla": None, "cudnn": "flash"}
 _RANDOM = 2**philox.BITS
 
 
-# Of a sharded sequence: see sequence.py, and ring.py and all_to_all.py.
+# Of a sharded sequence: see sequence.py, ring.py, all_gather.py and all_to_all.py.
 Order = Literal["contiguous", "zigzag"]
-Mode = Literal["ring", "all_to_all"]
+Mode = Literal["ring", "all_to_all", "all_gather"]
 ORDERS: tuple[Order, ...] = ("contiguous", "zigzag")
-MODES: tuple[Mode, ...] = ("ring", "all_to_all")
+MODES: tuple[Mode, ...] = ("ring", "all_to_all", "all_gather")
 
 
 @dataclasses.dataclass(frozen=True)

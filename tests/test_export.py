@@ -309,6 +309,7 @@ ON_A_MESH = {
     "sequence": (P(None, "s"), {}),
     "ring": (P("b", "s"), {"sequence_axis": "s", "is_causal": True}),
     "all-to-all": (P(None, "s"), {"sequence_axis": "s", "sequence_mode": "all_to_all"}),
+    "all-gather": (P(None, "s"), {"sequence_axis": "s", "sequence_mode": "all_gather"}),
 }
 
 

@@ -187,7 +187,7 @@ def test_linear_transpose_in_value():
         jax.linear_transpose(lambda q: FLASH(q, key, value), query)(jnp.ones((2, 7, 4, 16)))
 
 
-@pytest.mark.parametrize("mode", ["ring", "all_to_all"])
+@pytest.mark.parametrize("mode", ["ring", "all_to_all", "all_gather"])
 @pytest.mark.parametrize("kind", ["Auto", "Explicit", "Manual"])
 def test_on_a_mesh(kind, mode):
     types = jax.sharding.AxisType

@@ -167,7 +167,7 @@ def test_long_segment_ids_under_vmap_and_of_other_lengths():
 
 
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs 2 devices")
-@pytest.mark.parametrize("mode", ["ring", "all_to_all"])
+@pytest.mark.parametrize("mode", ["ring", "all_to_all", "all_gather"])
 def test_long_segment_ids_and_lengths_in_a_ring(mode):
     args, chosen = tokens(LENGTH), choices(True)
     lengths = np.array([33, LENGTH], np.int32)

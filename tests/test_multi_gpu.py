@@ -88,7 +88,7 @@ def test_shard_map(name):
     assert_equal_up_to_rounding(with_gradients(mapped)(*arguments()), on_one_gpu("causal"))
 
 
-@pytest.mark.parametrize("mode", ["ring", "all_to_all"])
+@pytest.mark.parametrize("mode", ["ring", "all_to_all", "all_gather"])
 @pytest.mark.parametrize("options", OPTIONS)
 def test_zigzag_ring(options, mode):
     mesh = mesh_of(AxisType.Auto)

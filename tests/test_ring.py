@@ -41,6 +41,17 @@ def test_case(case, order):
     check(run(inputs, mesh=mesh_of(8), axis_name="x", order=order), inputs)
 
 
+@pytest.mark.parametrize(
+    ("case", "order"),
+    [(case, ("contiguous", "zigzag")[i % 2]) for i, case in enumerate(CASES[::3])],
+    ids=str,
+)
+def test_gathered_keys(case, order):
+    inputs = make_inputs(case)
+    mesh = mesh_of(4)
+    check(run(inputs, mesh=mesh, axis_name="x", order=order, mode="all_gather"), inputs)
+
+
 def test_one_sequence():
     # Both chunks of keys in one call: with more sequences they take turns.
     options = {"causal": True, "bias": ("NT", "float32"), "dropout": 0.2, "sinks": True}
@@ -55,11 +66,12 @@ def test_random(index):
     check(run(inputs, mesh=mesh_of(4), axis_name="x", order=order, check_vma=False), inputs)
 
 
+@pytest.mark.parametrize("mode", ["ring", "all_gather"])
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
-def test_no_keys(order):
+def test_no_keys(order, mode):
     def attend(query, key):
         return jax_flash.ring_attention(
-            query, key, key, axis_name="x", order=order, return_residual=True
+            query, key, key, axis_name="x", order=order, mode=mode, return_residual=True
         )
 
     specs = (P(None, "x"),) * 2

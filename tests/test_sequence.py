@@ -60,8 +60,12 @@ def test_plain_call_of_sharded_arrays(case, kind):
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize("spread", [True, False], ids=["sharded", "replicated"])
 @pytest.mark.parametrize(
-    ("order", "mode"), [("zigzag", "ring"), ("contiguous", "all_to_all"), ("zigzag", "all_to_all")]
-)
+    ("order", "mode"),
+    [
+        ("zigzag", "ring"), ("contiguous", "all_to_all"), ("zigzag", "all_to_all"),
+        ("contiguous", "all_gather"), ("zigzag", "all_gather"),
+    ],
+)  # fmt: skip
 def test_plain_call_with_sequence_axis(order, mode, spread, kind):
     mesh, inputs = mesh_of(kind, b=2, s=2, h=1), make_inputs(EVERYTHING)
     with jax.set_mesh(mesh):
@@ -70,7 +74,7 @@ def test_plain_call_with_sequence_axis(order, mode, spread, kind):
             sequence_mode=mode,
         )  # fmt: skip
         text = call.lower(arrays).compile().as_text()
-        assert lines(text, "collective-permute" if mode == "ring" else "all-to-all")
+        assert lines(text, "collective-permute" if mode == "ring" else mode.replace("_", "-"))
         check(plain_results(inputs, call(arrays), mesh, order), inputs)
 
 
@@ -84,15 +88,16 @@ def test_all_to_all(case, order):
     check(run(inputs, mesh=mesh, axis_name="x", order=order, mode="all_to_all"), inputs)
 
 
+@pytest.mark.parametrize("mode", ["ring", "all_gather"])
 @pytest.mark.parametrize("order", ["contiguous", "zigzag"])
-def test_bias_that_travels_with_the_keys(order):
+def test_bias_that_travels_with_the_keys(order, mode):
     mesh = ring_mesh(4)
     keys = jax.random.split(jax.random.key(1), 2)
     bias, mask = jax.random.normal(keys[0], (4, 64, 64)), jax.random.bernoulli(keys[1], 0.7, (64,))
 
     def ring(query, key, value, bias, mask):
         return jax_flash.ring_attention(
-            query, key, value, bias, mask, axis_name="s", order=order, is_causal=True
+            query, key, value, bias, mask, axis_name="s", order=order, mode=mode, is_causal=True
         )
 
     token, column = P(None, "s"), P(None, None, "s")
