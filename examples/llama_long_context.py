@@ -7,10 +7,10 @@
 
 One mesh has three axes. Batches are sharded over "data" and tokens over "sequence", stored in
 zig-zag order, so that every device has the same share of causal attention; heads and the width of
-the feed-forward part are sharded over "tensor". Attention over the sequence is a ring
-(--mode ring) or an all-to-all; the rest needs no more than positions that follow the tokens. The
-loss and the gradient's norm of the first step are compared with those of the same model on one
-device, where it is small enough (--check).
+the feed-forward part are sharded over "tensor". Attention over the sequence is a ring, or what
+--mode says; the rest needs no more than positions that follow the tokens. The loss and the
+gradient's norm of the first step are compared with those of the same model on one device, where it
+is small enough (--check).
 """
 
 import argparse
@@ -35,7 +35,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--mesh", type=int, nargs=3, metavar=("DATA", "SEQUENCE", "TENSOR"),
         help="default: 2 2 2 of 8 devices, else all on the sequence")  # fmt: skip
     add("--order", choices=("zigzag", "contiguous"), default="zigzag")
-    add("--mode", choices=("ring", "all_to_all"), default="ring")
+    add("--mode", choices=("ring", "all_to_all", "all_gather"), default="ring")
     for name in ("blocks", "d-model", "heads", "kv-heads", "head-dim", "ffn", "seq", "batch"):
         add(f"--{name}", type=int, help="default: a small model, on GPUs the 8b preset's blocks")
     add("--dtype", help="default: float32, on GPUs bfloat16")
@@ -45,6 +45,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--check", action=argparse.BooleanOptionalAction, help="default: up to 4096 tokens")
     add("--cpu", action="store_true", help="use CPUs even if there is a GPU")
     add("--json", metavar="FILE", help="write losses and times there")
+    add("--commit", help="of the sources, where this does not run from a checkout of them")
     several = parser.add_argument_group("several processes")
     add = several.add_argument
     add("--processes", type=int, help="start so many on this machine, with CPU devices")
@@ -144,6 +145,7 @@ def main(argv: list[str] | None = None) -> int:
     import jax
     import numpy as np
     import optax
+    from _llama_measure import jit
     from _llama_model import ATTENTIONS, init_params, load_text, sample_text
     from jax.sharding import AxisType, NamedSharding
     from jax.sharding import PartitionSpec as P
@@ -199,7 +201,7 @@ def main(argv: list[str] | None = None) -> int:
             return [place(in_order(x), tokens_spec) for x in batch(seed)]
 
     output = {
-        **report.environment(),
+        **report.environment(arguments.commit),
         "processes": jax.process_count(),
         "mesh": dict(mesh.shape),
         "order": arguments.order,
@@ -207,7 +209,7 @@ def main(argv: list[str] | None = None) -> int:
         "model": dataclasses.asdict(config),
     }
     first = batch_on_mesh(0)
-    step = jax.jit(make_step(config, "sharded", optimizer), donate_argnums=(0, 1))
+    step = jit(make_step(config, "sharded", optimizer), donate_argnums=(0, 1))
     compiled = step.lower(params, state, *first, positions).compile()
     plan = compiled.memory_analysis()
     output["temporary_bytes_per_device"] = plan.temp_size_in_bytes
@@ -248,13 +250,14 @@ def check_on_one_device(config, optimizer, batch):
     """Loss and gradient norm of the first step, without any mesh."""
     import jax
     import numpy as np
+    from _llama_measure import jit
     from _llama_model import init_params
 
     here = jax.local_devices()[0]
     with jax.set_mesh(jax.make_mesh((1,), ("one",), devices=[here])), jax.default_device(here):
         params = init_params(config)
         positions = np.arange(config.seq)
-        step = jax.jit(make_step(config, "jax_flash", optimizer))
+        step = jit(make_step(config, "jax_flash", optimizer))
         _, _, loss, norm = step(params, optimizer.init(params), *batch, positions)
         return np.array([float(loss), float(norm)])
 

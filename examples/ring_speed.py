@@ -247,6 +247,7 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     add("--profile", action="store_true", help="also profile one run each (GPUs)")
     add("--hlo", metavar="PREFIX", help="write the compiled programs there")
     add("--json", default="ring_speed.json", metavar="FILE")
+    add("--commit", help="of the sources, where this does not run from a checkout of them")
     return parser.parse_args(argv)
 
 
@@ -266,7 +267,7 @@ def main(argv=None) -> int:
     arguments = parse_arguments(argv)
     sizes = ("batch", "heads", "kv_heads", "head_dim", "dtype", "window", "document")
     output = {
-        **report.environment(),
+        **report.environment(arguments.commit),
         "shape": {name: getattr(arguments, name) for name in sizes},
         "runs": [],
     }
