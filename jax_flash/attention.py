@@ -11,9 +11,10 @@ from jax.typing import ArrayLike
 
 from jax_flash import autodiff, dispatch, ffi
 from jax_flash.call import Call, WindowSize, make_call
+from jax_flash.operands import axis_of
 from jax_flash.passes import Pass
 from jax_flash.primitives import cuda_kernels
-from jax_flash.sequence import sequence_of_mesh, shard_sequence
+from jax_flash.sequence import choose_mode, sequence_of_mesh, shard_sequence
 from jax_flash.spec import Implementation, Mode, Order
 
 Abstract = ArrayLike | jax.ShapeDtypeStruct
@@ -352,11 +353,14 @@ class Explanation:
       kernels: for each pass ("forward", "backward") the `ffi.Kernel` that the call gets on this
         process's GPU, with its name, its tile sizes and why it was chosen; empty where there is
         no GPU or no kernel. A call that is spread over devices is looked at as if on one.
+      sequence: how the devices share the sequence, where sequence_axis says so, and why: with
+        all heads, which a mesh may divide further.
     """
 
     choices: dict[str, dispatch.Choice | str]
     current: str
     kernels: dict[str, ffi.Kernel] = dataclasses.field(default_factory=dict)
+    sequence: str = ""
 
     def __str__(self) -> str:
         lines = []
@@ -368,6 +372,8 @@ class Explanation:
                 lines.append(f"{platform}{here}: {choice.implementation}: {choice.reason}")
             if platform == "cuda":
                 lines += [f"  {one_pass}: {kernel}" for one_pass, kernel in self.kernels.items()]
+        if self.sequence:
+            lines.append(f"sequence: {self.sequence}")
         return "\n".join(lines)
 
 
@@ -535,4 +541,21 @@ def explain(
             kernels = cuda_kernels(call.spec, call.operands, gpu)
         except ValueError as error:  # which the call raises, too
             choices["cuda"] = str(error)
-    return Explanation(choices, current, kernels)
+    return Explanation(choices, current, kernels, _explain_sequence(call))
+
+
+def _explain_sequence(call: Call) -> str:
+    sequence = call.spec.sequence
+    if sequence is None:
+        return ""
+    shards = dict(call.operands)
+    for name, x in shards.items():
+        axis = axis_of(name, "T", x.ndim)
+        axis = axis_of(name, "S", x.ndim) if axis is None else axis
+        if axis is not None and x.shape[axis] > 1:
+            shape = [*x.shape[:axis], x.shape[axis] // sequence.devices, *x.shape[axis + 1 :]]
+            shards[name] = jax.ShapeDtypeStruct(shape, x.dtype)
+    mode, reason = sequence.mode, "the call asks for it"
+    if mode == "auto":
+        mode, reason = choose_mode(call.spec, sequence, shards)
+    return f"{mode} in {sequence.order} order over {sequence.devices} devices: {reason}"

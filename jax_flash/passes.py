@@ -22,7 +22,7 @@ from jax_flash.operands import (
     batch_shape,
     broadcast_batch,
 )
-from jax_flash.sequence import SequenceSharding, in_position_order
+from jax_flash.sequence import SequenceSharding, choose_mode, in_position_order
 from jax_flash.spec import AttentionSpec
 
 # What the backward pass has from the forward pass and from its caller, with every batch axis.
@@ -138,6 +138,9 @@ def on_shards(
     if sequence is None:
         return run(one_pass, operands)
     one_pass = _without_sequence(one_pass)
+    if sequence.mode == "auto":
+        mode, _ = choose_mode(one_pass.spec, sequence, operands)
+        sequence = dataclasses.replace(sequence, mode=mode)
     if sequence.mode == "all_to_all":
         return all_to_all.exchanged(lambda x: run(one_pass, x), sequence, operands)
     if sequence.mode == "all_gather":

@@ -63,7 +63,7 @@ class _Parcel:
 class _Ring:
     """What both passes share: the order of the steps, and the transfers."""
 
-    def __init__(self, spec: AttentionSpec, sequence: SequenceSharding, operands: Operands):
+    def __init__(self, run: Run, spec: AttentionSpec, sequence: SequenceSharding, operands):
         self.blocks = Blocks(spec, sequence, operands)
         lengths = self.blocks.q_len, self.blocks.kv_len
         if 0 in (*operands["query"].shape[:-1], *lengths):  # there are no logits
@@ -71,77 +71,80 @@ class _Ring:
         self.route = plan_route(spec, sequence, *lengths)
         self.axis_name = sequence.axis_name
         self.device = jax.lax.axis_index(self.axis_name)
-        self._operands = operands
         self.accumulator = accumulator_of(operands["query"].dtype)
+        self._run = one_key_chunk_at_a_time(run)
+        self._own = {name: operands[name] for name in self.blocks.travelling}
+        self._parcel = _Parcel(self._own)
 
     def go_round(self, step_of, carry, *, settle=lambda carry: carry, own_last: bool = False):
         """Makes every step; returns the last carry.
 
         Args:
-          step_of: `step_of(carry, hop, source, block)` returns the next carry, given the device
-            whose keys visit, the operands, and the hop from the step before, for gradients.
+          step_of: `step_of(carry, hop, source, results)` returns the next carry, given the device
+            whose keys visit, what the pass gives for them, and the hop from the step before, for
+            gradients.
           carry: any pytree of arrays.
           settle: makes a carry one whose structure stays, after some steps.
           own_last: whether step 0, the device's own keys, comes last instead of first.
         """
         route, last = self.route, len(self.route.shifts) - 1
-        own = {name: self._operands[name] for name in self.blocks.travelling}
-        parcel = _Parcel(own)
-        own = visiting = parcel.pack(own)
-
-        def visit(visiting, carry, shift, hop, gradient_hop):
-            # Sent on before the step that reads it, to be under way meanwhile.
-            following = None if hop is None else self.send(visiting, hop)
-            source = (self.device - shift) % route.devices
-            block = self.blocks.take(parcel.unpack(visiting), self.device, source)
-            return following, step_of(carry, gradient_hop, source, block)
-
-        def visit_next(step, visiting, carry):
-            hop = route.hop(step) if step < last else None
-            gradient_hop = route.hop_of_gradients(step - 1) if step else None
-            return visit(visiting, carry, route.shifts[step], hop, gradient_hop)
-
-        def loop(step, rounds, size, visiting, carry):
-            # Its body is the same for all steps, so that a hop is made where any of them needs it.
-            end = step + rounds * size
-            hop = sorted({pair for k in range(step, end) for pair in route.hop(k)})
-            gradient_hop = route.hop_of_gradients(step - 1)
-
-            def body(state, first):
-                for number in range(size):
-                    state = visit(*state, first + number, hop, gradient_hop)
-                return (state[0], settle(state[1])), None
-
-            shifts = jnp.arange(step, end, size, dtype=jnp.int32)
-            state, _ = jax.lax.scan(body, (visiting, settle(carry)), shifts)
-            return state
-
+        own = visiting = self._parcel.pack(self._own)
         first, step = 1 + own_last, 0
         if own_last and last > 0:
             step, visiting = 1, self.send(visiting, route.hop(0))
         while step <= last and not (own_last and step == 0):
-            rounds, size = _loop(last - step) if step == first and route.is_regular else (0, 0)
+            rounds, size = _rounds(last - step) if step == first and route.is_regular else (0, 0)
             if rounds:
-                visiting, carry = loop(step, rounds, size, visiting, carry)
+                visiting, carry = self._loop(step_of, settle, step, rounds, size, visiting, carry)
                 step += rounds * size
                 continue
-            visiting, carry = visit_next(step, visiting, carry)
+            hop = route.hop(step) if step < last else None
+            gradient_hop = route.hop_of_gradients(step - 1) if step else None
+            shift = route.shifts[step]
+            visiting, carry = self._visit(step_of, visiting, carry, shift, hop, gradient_hop)
             step += 1
         if own_last:
             gradient_hop = route.hop_of_gradients(last) if last else None
-            _, carry = visit(own, carry, 0, None, gradient_hop)
+            _, carry = self._visit(step_of, own, carry, 0, None, gradient_hop)
         return carry
+
+    def _visit(self, step_of, visiting, carry, shift, hop, gradient_hop):
+        """One step: the keys that visit at the next one, and the carry."""
+        following = None if hop is None else self.send(visiting, hop)
+        source = (self.device - shift) % self.route.devices
+        block = self.blocks.take(self._parcel.unpack(visiting), self.device, source)
+        results = self._run(block)
+        if following is not None:
+            # They are sent on in the next step, and not before: XLA would send them at once, and
+            # have every step until the last wait for it.
+            following, results = jax.lax.optimization_barrier((following, results))
+        return following, step_of(carry, gradient_hop, source, results)
+
+    def _loop(self, step_of, settle, step, rounds, size, visiting, carry):
+        """`rounds` times `size` steps from `step` on: as `_visit`."""
+        # The body is the same for all steps, so that a hop is made where any of them needs it.
+        end = step + rounds * size
+        hop = sorted({pair for k in range(step, end) for pair in self.route.hop(k)})
+        gradient_hop = self.route.hop_of_gradients(step - 1)
+
+        def body(state, first):
+            for number in range(size):
+                state = self._visit(step_of, *state, first + number, hop, gradient_hop)
+            return (state[0], settle(state[1])), None
+
+        shifts = jnp.arange(step, end, size, dtype=jnp.int32)
+        state, _ = jax.lax.scan(body, (visiting, settle(carry)), shifts)
+        return state
 
     def send(self, arrays: Operands, pairs) -> Operands:
         return {name: jax.lax.ppermute(x, self.axis_name, pairs) for name, x in arrays.items()}
 
 
-def _loop(steps: int) -> tuple[int, int]:
+def _rounds(steps: int) -> tuple[int, int]:
     """How many rounds of how many steps each a loop makes of `steps`, or of all but a few.
 
-    All blocks would arrive at once and fill the memory, but for a loop. In a round, keys may be
-    sent several steps ahead, and what the steps add to float32 sums is added at once, which saves
-    reading and writing the sums.
+    The program is to be no longer with many devices. What the steps of a round add to float32 sums
+    is added at once, which saves reading and writing the sums.
     """
     size = min(3, steps // 2)
     return (steps // size, size) if steps >= 4 else (0, 0)
@@ -158,12 +161,10 @@ def forward(
       sequence: the sharding.
       operands: by name, this device's shards; bias and mask may be whole along T or S.
     """
-    ring = _Ring(spec, sequence, operands)
-    run = one_key_chunk_at_a_time(run)
+    ring = _Ring(run, spec, sequence, operands)
 
-    def step_of(parts, gradient_hop, source, block):
+    def step_of(parts, gradient_hop, source, part):
         del gradient_hop, source
-        part = run(block)
         # [*B,q chunk,kv chunk,T,N,h] and [*B,q chunk,kv chunk,N,T]: kv chunks merge.
         place = part["out"].ndim - 4
         for chunk in range(part["out"].shape[place]):
@@ -239,19 +240,17 @@ def backward(
       sequence: the sharding.
       operands: as for `forward`, with its results, dout and perhaps dlse.
     """
-    ring = _Ring(spec, sequence, operands)
-    run = one_key_chunk_at_a_time(run)
-
+    ring = _Ring(run, spec, sequence, operands)
     parcel: Any = None  # the _Parcel of the gradients that travel
 
-    def step_of(carry, gradient_hop, source, block):
+    def step_of(carry, gradient_hop, source, gradients):
         # kept: gradients of what stays on this device; carried: of what visits, from the devices
         # that it visited before.
         nonlocal parcel
         kept, carried = carry
         arrived = ring.send(carried, gradient_hop) if carried else {}
         kept, carried = dict(kept), parcel.unpack(arrived) if arrived else {}
-        for name, part in run(block).items():
+        for name, part in gradients.items():
             part = restore(name, part, ring.accumulator)
             sums = carried if name in ring.blocks.travelling else kept
             if name == "bias":

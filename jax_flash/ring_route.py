@@ -5,8 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 
-from jax_flash.sequence import SequenceSharding
-from jax_flash.spec import AttentionSpec
+from jax_flash.spec import AttentionSpec, SequenceSharding
 
 
 @dataclasses.dataclass(frozen=True)

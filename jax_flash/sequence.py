@@ -23,7 +23,8 @@ from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_flash.operands import Operands, axis_of
-from jax_flash.spec import MODES, ORDERS, SequenceSharding
+from jax_flash.ring_route import plan_route
+from jax_flash.spec import MODES, ORDERS, AttentionSpec, Mode, SequenceSharding
 
 
 def fits(sequence: SequenceSharding, q_len: int, kv_len: int) -> bool:
@@ -67,6 +68,11 @@ def check(sequence: SequenceSharding, operands: Operands, *, local: bool) -> Non
                 _check_matrix(sequence, name, operands[name].shape, lengths)
 
 
+def has_whole_rows(shape, q_len: int, kv_len: int) -> bool:
+    """Whether a bias or mask of a device has all keys of its queries, or is broadcast."""
+    return shape[-2] in (1, q_len) and shape[-1] in (1, kv_len)
+
+
 def _check_matrix(sequence: SequenceSharding, name: str, shape, lengths: dict[str, int]) -> None:
     """Raises where a device's bias or mask, of these lengths of its shards, lacks elements."""
     q_len, kv_len = lengths["query"], lengths["key"]
@@ -77,13 +83,47 @@ def _check_matrix(sequence: SequenceSharding, name: str, shape, lengths: dict[st
             f"{name}: sharded over queries and keys alike ({shape}), it has no element for "
             f"most pairs; give it whole along S ({kv_whole}), or along T ({q_whole})"
         )
-    fits = shape[-2] in (1, q_len) and shape[-1] in (1, kv_whole)
-    if sequence.mode == "all_to_all" and not fits:
+    if sequence.mode == "all_to_all" and not has_whole_rows(shape, q_len, kv_whole):
         raise NotImplementedError(
             f'{name}: mode="all_to_all" takes it sharded along T and whole along S, as '
             f"[..., {q_len}, {kv_whole}] or broadcast there, not [..., {shape[-2]}, "
             f'{shape[-1]}]; mode="ring" takes more'
         )
+
+
+def choose_mode(
+    spec: AttentionSpec, sequence: SequenceSharding, operands: Operands
+) -> tuple[Mode, str]:
+    """What mode "auto" stands for, and why: a function of shapes and options alone.
+
+    docs/guide/several-devices.md says where the numbers are from.
+
+    Args:
+      spec: the static options.
+      sequence: the sharding.
+      operands: by name, one device's shards, or what has their shapes.
+    """
+    devices = sequence.devices
+    (q_len, heads), (kv_len, kv_heads) = (operands[n].shape[-3:-1] for n in ("query", "key"))
+    visits = len(plan_route(spec, sequence, q_len * devices, kv_len * devices).shifts)
+    rings = not spec.dropout_threshold or kv_len // sequence.chunks % 8 == 0
+    if visits < devices and rings:
+        return "ring", f"queries reach the keys of {visits} of {devices} devices"
+    by_heads = heads % devices == 0 == kv_heads % devices
+    by_heads &= all(
+        has_whole_rows(operands[name].shape, q_len, kv_len * devices)
+        for name in ("bias", "mask")
+        if name in operands
+    )
+    if by_heads and "query_segment_ids" in operands:
+        return "all_to_all", "documents give devices unequal work, but not heads"
+    if devices * kv_heads <= 2 * heads:
+        return "all_gather", f"of {heads} heads, {kv_heads} have keys to gather from {devices}"
+    if by_heads:
+        return "all_to_all", f"{heads} and {kv_heads} heads divide into {devices}"
+    if rings:
+        return "ring", f"{kv_heads} of {heads} heads have keys, too many to gather from {devices}"
+    return "all_gather", "chunks of keys are no multiple of 8, as dropout needs them in a ring"
 
 
 def make_sequence(axes, devices: int, order, mode, query_offset) -> SequenceSharding:

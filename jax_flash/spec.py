@@ -26,9 +26,9 @@ _RANDOM = 2**philox.BITS
 
 # Of a sharded sequence: see sequence.py, ring.py, all_gather.py and all_to_all.py.
 Order = Literal["contiguous", "zigzag"]
-Mode = Literal["ring", "all_to_all", "all_gather"]
+Mode = Literal["ring", "all_to_all", "all_gather", "auto"]
 ORDERS: tuple[Order, ...] = ("contiguous", "zigzag")
-MODES: tuple[Mode, ...] = ("ring", "all_to_all", "all_gather")
+MODES: tuple[Mode, ...] = ("ring", "all_to_all", "all_gather", "auto")
 
 
 @dataclasses.dataclass(frozen=True)
