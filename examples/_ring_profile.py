@@ -11,8 +11,8 @@ _TRANSFER = re.compile(r"nccl|p2p|peer", re.IGNORECASE)
 _LONGEST = 8  # names that are kept
 
 
-def profile(run) -> dict[str, dict]:
-    """What each device did in one run, by its name; see `summary`."""
+def profile(run, calls: int) -> dict[str, dict]:
+    """What each device did in one run, which makes so many calls, by its name; see `summary`."""
     with tempfile.TemporaryDirectory() as folder:
         with jax.profiler.trace(folder):
             jax.block_until_ready(run())
@@ -23,22 +23,23 @@ def profile(run) -> dict[str, dict]:
             plane.name: summary([
                 (event.start_ns, event.start_ns + event.duration_ns, event.name)
                 for line in plane.lines if line.name.startswith("Stream") for event in line.events
-            ])
+            ], calls)
             for plane in planes
         }  # fmt: skip
 
 
-def summary(events: list[tuple[float, float, str]]) -> dict:
+def summary(events: list[tuple[float, float, str]], calls: int = 1) -> dict:
     """What a device did.
 
     Args:
       events: (start, end, name) of each kernel and copy, in ns.
+      calls: that they are of.
 
     Returns:
-      In ms: `span` from first to last; `compute`; `transfer`, and what of it ran while something
-      was computed (`transfer_hidden`); `idle`, neither; by name, the longest of `transfers` and
-      of `kernels`; `waits`: by the kernel that began next, how long nothing was computed
-      before it.
+      In ms for each call: `span` from first to last; `compute`; `transfer`, and what of it ran
+      while something was computed (`transfer_hidden`); `idle`, neither; by name, the longest of
+      `transfers` and of `kernels`; `waits`: by the kernel that began next, how long nothing was
+      computed before it.
     """
     transfers = [event for event in events if _TRANSFER.search(event[2])]
     kernels = sorted(event for event in events if not _TRANSFER.search(event[2]))
@@ -51,15 +52,17 @@ def summary(events: list[tuple[float, float, str]]) -> dict:
             waits[_short(name)] += start - until
         until = max(until, end)
     span = busy[-1][1] - busy[0][0] if busy else 0
+    idle = span - sum(end - start for start, end in busy)
+    per_call = 1e-6 / calls
     return {
-        "span_ms": span / 1e6,
-        "compute_ms": _total(computing),
-        "transfer_ms": _total(sending),
-        "transfer_hidden_ms": both / 1e6,
-        "idle_ms": span / 1e6 - _total(busy),
-        "transfers_ms": _longest(_by_name(transfers)),
-        "kernels_ms": _longest(_by_name(kernels)),
-        "waits_ms": _longest(waits),
+        "span_ms": span * per_call,
+        "compute_ms": sum(end - start for start, end in computing) * per_call,
+        "transfer_ms": sum(end - start for start, end in sending) * per_call,
+        "transfer_hidden_ms": both * per_call,
+        "idle_ms": idle * per_call,
+        "transfers_ms": _longest(_by_name(transfers), per_call),
+        "kernels_ms": _longest(_by_name(kernels), per_call),
+        "waits_ms": _longest(waits, per_call),
     }
 
 
@@ -74,12 +77,8 @@ def _by_name(events) -> collections.Counter:
     return found
 
 
-def _longest(found: collections.Counter) -> dict[str, float]:
-    return {name: ns / 1e6 for name, ns in found.most_common(_LONGEST)}
-
-
-def _total(spans) -> float:
-    return sum(end - start for start, end in spans) / 1e6
+def _longest(found: collections.Counter, factor: float) -> dict[str, float]:
+    return {name: ns * factor for name, ns in found.most_common(_LONGEST)}
 
 
 def _union(events) -> list[list[float]]:

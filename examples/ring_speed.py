@@ -11,16 +11,20 @@ what the machine gives where nothing is sent. "one" is one device with the whole
 
 Calls are "causal", "packed" (causal, in documents whose lengths are drawn evenly from 1 to
 2 --document, the same for every way) and "window" (causal, each query sees --window keys to its
-left). TFLOP/s count the pairs that attend. Efficiency is a way's TFLOP/s over the number of devices
-times those of "one". Each result is first compared with that on one device. Then the ways take
-turns, round after round; a measured time is the mean of as many calls in a row as take 0.2 s, and
-there are as many rounds as --seconds allow, at most --rounds.
+left). Of several lengths (--seq), "packed" and "window" are measured with the first. TFLOP/s count
+the pairs that attend. Efficiency is a way's TFLOP/s over the number of devices times those of
+"one". Each result is first compared with that on one device.
+
+Then the ways take turns, round after round, as many as --seconds allow; a single one is not warmed
+up. On GPUs a program makes as many calls as take about 0.3 s, each of which waits for the one
+before, as a model's do; a time is that of one call. "one" and "batch" are measured once for each
+kind of call and number of devices.
 """
 
 import argparse
+import concurrent.futures
 import functools
 import json
-import math
 import pathlib
 import time
 
@@ -44,7 +48,7 @@ METHODS = {
 }
 WHOLE = ("one", "batch")  # no sequence is shared
 BY_CALL = {
-    "causal": ("ring", "all_to_all", "all_gather"),
+    "causal": ("batch", "ring", "all_to_all", "all_gather"),
     "packed": ("ring", "all_to_all", "all_gather"),
     "window": ("ring_contiguous", "all_to_all", "all_gather_contiguous"),
 }
@@ -75,8 +79,8 @@ def make_attention(arguments, method: str, call: str, mesh):
     return jax.shard_map(body, mesh=mesh, in_specs=spec, out_specs=spec, check_vma=False)
 
 
-def make_pass(what: str, attention):
-    """(query, key, value, dout, *ids) -> results."""
+def make_pass(what: str, attention, calls: int = 1):
+    """(query, key, value, dout, *ids) -> results, those of the last of so many calls."""
 
     def forward(query, key, value, dout, *ids):
         del dout
@@ -86,7 +90,19 @@ def make_pass(what: str, attention):
         out, vjp = jax.vjp(lambda *x: attention(*x, *ids), query, key, value)
         return out, *vjp(dout)
 
-    return {"forward": forward, "forward_backward": forward_backward}[what]
+    one = {"forward": forward, "forward_backward": forward_backward}[what]
+
+    def chain(query, key, value, dout, *ids):
+        def body(inputs, _):
+            out, *grads = one(*inputs, dout, *ids)
+            results = grads or (out, *[out[:, :, : key.shape[2]]] * 2)
+            # Inputs of the next call are the same numbers, but wait for this one's results.
+            tiny = jnp.finfo(query.dtype).tiny
+            return tuple(x + tiny * y for x, y in zip(inputs, results, strict=True)), None
+
+        return jax.lax.scan(body, (query, key, value), length=calls)[0]
+
+    return one if calls == 1 else chain
 
 
 def document_lengths(arguments, seq: int) -> np.ndarray:
@@ -143,7 +159,7 @@ def check(arguments, call: str, mesh, methods) -> dict[str, float]:
 
     expected = results("one", *arrays)
     errors = {}
-    for method in methods:
+    for method in (m for m in methods if m not in WHOLE):
         permute, restore = (
             functools.partial(function, devices=mesh.size) if METHODS[method][1] == "zigzag"
             else (lambda x: x)
@@ -161,66 +177,109 @@ def check(arguments, call: str, mesh, methods) -> dict[str, float]:
 class Timer:
     """One method's pass: compiled, run once, and timed when it is its turn."""
 
-    def __init__(self, arguments, function, inputs, result: dict):
-        compiled = jax.jit(function).lower(*inputs).compile()
-        result["temporary_bytes_per_device"] = compiled.memory_analysis().temp_size_in_bytes
-        self.compiled, self.result = compiled, result
-        self.run = functools.partial(compiled, *inputs)
-        jax.block_until_ready(self.run())
-        once = self._time(1)
-        self._calls = math.ceil(0.2 / once)
-        self.rounds = max(1, min(arguments.rounds, int(arguments.seconds / (self._calls * once))))
-        result |= {"calls_in_a_row": self._calls, "times_s": []}
+    def __init__(self, arguments, make, inputs, seconds: float):
+        """`make(calls)` gives a function of the inputs; a call takes about so many seconds."""
+        fitting = round(0.3 / seconds) if jax.default_backend() == "gpu" else 1
+        self._calls = arguments.calls or max(1, min(16, fitting))
+        self._lowered = {calls: jax.jit(make(calls)).lower(*inputs) for calls in {1, self._calls}}
+        self._inputs = inputs
+        self.rounds = max(1, min(arguments.rounds, int(arguments.seconds / seconds / self._calls)))
 
-    def _time(self, calls: int) -> float:
-        start = time.perf_counter()
-        for _ in range(calls):
-            last = self.run()
-        jax.block_until_ready(last)
-        return (time.perf_counter() - start) / calls
+    def compile(self) -> None:
+        self._compiled = {calls: x.compile() for calls, x in self._lowered.items()}
+
+    def start(self, result: dict) -> None:
+        plan = self._compiled[1].memory_analysis()
+        result |= {
+            "temporary_bytes_per_device": plan.temp_size_in_bytes,
+            "calls_in_a_row": self._calls,
+            "times_s": [],
+        }
+        self.result = result
+        if self.rounds > 1:
+            jax.block_until_ready(self.run())
+
+    def run(self):
+        return self._compiled[self._calls](*self._inputs)
 
     def take_turn(self, number: int) -> None:
         if number < self.rounds:
-            self.result["times_s"].append(self._time(self._calls))
+            start = time.perf_counter()
+            jax.block_until_ready(self.run())
+            self.result["times_s"].append((time.perf_counter() - start) / self._calls)
+
+    def profile(self) -> None:
+        self.result["profile"] = _ring_profile.profile(self.run, self._calls)
+
+    def text(self) -> str:
+        return self._compiled[1].as_text()
 
 
-def measure(arguments, call: str, seq: int, mesh, methods, results: list) -> None:
-    """Times every method; fills in results as it goes."""
-    one_seq, timers = min(seq, arguments.one_seq), {}
-    arrays: dict = {}
-    for method in (*WHOLE, *methods):
+def make_timers(arguments, call: str, seq: int, mesh, methods) -> dict:
+    """By method and pass: compiled together, since that takes most of the time."""
+    timers, arrays = {}, {}
+    for method in methods:
         if (kind := method if method in WHOLE else "shared") not in arrays:
             spec = {"one": None, "batch": P("sequence"), "shared": TOKENS}[kind]
             arrays[kind] = make_arrays(
                 arguments, call,
                 arguments.batch * (mesh.size if method == "batch" else 1),
-                one_seq if method in WHOLE else seq,
+                min(seq, arguments.one_seq) if method in WHOLE else seq,
                 spec and NamedSharding(mesh, spec),
             )  # fmt: skip
-        results.append(result := {"method": method, "seq": one_seq if method in WHOLE else seq})
+        attention = make_attention(arguments, method, call, mesh)
         for what in PASSES:
-            function = make_pass(what, make_attention(arguments, method, call, mesh))
-            timer = Timer(arguments, function, arrays[kind], result.setdefault(what, {}))
-            timers[method, what] = timer
-            if arguments.hlo:
-                path = f"{arguments.hlo}_{mesh.size}_{call}_{method}_{what}.txt"
-                pathlib.Path(path).write_text(timer.compiled.as_text())
-        print(f"compiled {call}, {method}", flush=True)
+            seconds = work(arguments, call, what, seq, method, mesh) / 5e14 / mesh.size
+            seconds *= mesh.size if method == "one" else 1
+            make = functools.partial(make_pass, what, attention)
+            timers[method, what] = Timer(arguments, make, arrays[kind], seconds)
+    with concurrent.futures.ThreadPoolExecutor() as pool:
+        list(pool.map(Timer.compile, timers.values()))
+    return timers
+
+
+def work(arguments, call: str, what: str, seq: int, method: str, mesh) -> float:
+    """Operations of all devices in one call of a method."""
+    tokens = min(seq, arguments.one_seq) if method in WHOLE else seq
+    return flops(arguments, call, what, tokens) * (mesh.size if method == "batch" else 1)
+
+
+def measure(arguments, call: str, seq: int, mesh, methods, known: dict) -> list[dict]:
+    """Times every method.
+
+    Args:
+      known: results of "one" and "batch" for a call, tokens and, of "batch", devices; filled in.
+    """
+    results, fresh = [], []
+    for method in ("one", *methods):
+        tokens = min(seq, arguments.one_seq) if method in WHOLE else seq
+        key = (method, call, tokens, mesh.size if method == "batch" else 1)
+        if method not in WHOLE or key not in known:
+            fresh.append(method)
+            known[key] = {"method": method, "seq": tokens}
+        results.append(known[key])
+    timers = make_timers(arguments, call, seq, mesh, fresh)
+    by_method = {result["method"]: result for result in results}
+    for (method, what), timer in timers.items():
+        timer.start(by_method[method].setdefault(what, {}))
+        if arguments.hlo:
+            path = f"{arguments.hlo}_{mesh.size}_{call}_{method}_{what}.txt"
+            pathlib.Path(path).write_text(timer.text())
+    print(f"compiled {call}, {seq} tokens, {mesh.size} devices", flush=True)
     for number in range(max(timer.rounds for timer in timers.values())):
         for timer in timers.values():
             timer.take_turn(number)
     for (method, what), timer in timers.items():
-        timer.result |= report.stats.summarise(timer.result["times_s"])
-        work = flops(arguments, call, what, one_seq if method in WHOLE else seq)
-        work *= mesh.size if method == "batch" else 1
-        timer.result["tflops"] = work / timer.result["median_s"] / 1e12
+        result = timer.result
+        result |= report.stats.summarise(result["times_s"])
+        result["tflops"] = (
+            work(arguments, call, what, seq, method, mesh) / result["median_s"] / 1e12
+        )
         if method != "one":
-            one = timers["one", what].result["tflops"]
-            timer.result["efficiency"] = timer.result["tflops"] / (mesh.size * one)
-    if arguments.profile:
-        for (method, _), timer in timers.items():
-            if method not in WHOLE:
-                timer.result["profile"] = _ring_profile.profile(timer.run)
+            result["efficiency"] = result["tflops"] / mesh.size / by_method["one"][what]["tflops"]
+        if arguments.profile and method not in WHOLE and seq == arguments.seq[0]:
+            timer.profile()
+    return results
 
 
 def parse_arguments(argv=None) -> argparse.Namespace:
@@ -240,11 +299,12 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     add("--call", nargs="+", choices=BY_CALL, default=["causal"])
     add("--document", type=int, default=8192 if on_gpu else 256)
     add("--window", type=int, default=4096 if on_gpu else 128)
-    add("--methods", nargs="+", choices=METHODS, help="default: those that suit the call")
+    add("--methods", nargs="+", choices=(*METHODS, "batch"), help="default: those that suit a call")
     add("--rounds", type=int, default=7)
     add("--seconds", type=float, default=4.0)
-    add("--check-seq", type=int, default=8192)
-    add("--profile", action="store_true", help="also profile one run each (GPUs)")
+    add("--calls", type=int, help="in a row; default: as many as take 0.3 s on GPUs")
+    add("--check-seq", type=int, default=8192, help="0: no comparison; default: %(default)s")
+    add("--profile", action="store_true", help="of the first --seq (GPUs)")
     add("--hlo", metavar="PREFIX", help="write the compiled programs there")
     add("--json", default="ring_speed.json", metavar="FILE")
     add("--commit", help="of the sources, where this does not run from a checkout of them")
@@ -275,7 +335,7 @@ def main(argv=None) -> int:
     header = ["call", "devices", "tokens", "method",
               *(f"{p} {c}" for p in ("fwd", "f+b") for c in columns)]  # fmt: skip
     largest = 2e-2 if arguments.dtype != "float32" else 1e-4
-    agree = True
+    agree, known = True, {}
     for devices in arguments.devices:
         mesh = jax.make_mesh(
             (devices,), ("sequence",), axis_types=(AxisType.Auto,),
@@ -283,11 +343,11 @@ def main(argv=None) -> int:
         )  # fmt: skip
         for call in arguments.call:
             methods = arguments.methods or BY_CALL[call]
-            errors = check(arguments, call, mesh, methods)
+            errors = check(arguments, call, mesh, methods) if arguments.check_seq else {}
             agree &= all(error < largest for error in errors.values())
-            for seq in arguments.seq:
+            for seq in arguments.seq if call == "causal" else arguments.seq[:1]:
                 run = {"call": call, "devices": devices, "seq": seq, "relative_errors": errors}
-                measure(arguments, call, seq, mesh, methods, run.setdefault("results", []))
+                run["results"] = measure(arguments, call, seq, mesh, methods, known)
                 output["runs"].append(run)
                 pathlib.Path(arguments.json).write_text(json.dumps(output, indent=1) + "\n")
                 print(report.format_table(header, rows(run)), flush=True)
