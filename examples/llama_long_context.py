@@ -35,7 +35,7 @@ def parse_arguments(argv: list[str] | None = None) -> argparse.Namespace:
     add("--mesh", type=int, nargs=3, metavar=("DATA", "SEQUENCE", "TENSOR"),
         help="default: 2 2 2 of 8 devices, else all on the sequence")  # fmt: skip
     add("--order", choices=("zigzag", "contiguous"), default="zigzag")
-    add("--mode", choices=("ring", "all_to_all", "all_gather"), default="ring")
+    add("--mode", choices=("ring", "all_to_all", "all_gather", "auto"), default="ring")
     for name in ("blocks", "d-model", "heads", "kv-heads", "head-dim", "ffn", "seq", "batch"):
         add(f"--{name}", type=int, help="default: a small model, on GPUs the 8b preset's blocks")
     add("--dtype", help="default: float32, on GPUs bfloat16")
