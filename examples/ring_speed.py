@@ -277,7 +277,8 @@ def measure(arguments, call: str, seq: int, mesh, methods, known: dict) -> list[
         )
         if method != "one":
             result["efficiency"] = result["tflops"] / mesh.size / by_method["one"][what]["tflops"]
-        if arguments.profile and method not in WHOLE and seq == arguments.seq[0]:
+        first = call == arguments.call[0] and seq == arguments.seq[0]
+        if arguments.profile and first and method not in WHOLE:
             timer.profile()
     return results
 
@@ -304,7 +305,7 @@ def parse_arguments(argv=None) -> argparse.Namespace:
     add("--seconds", type=float, default=4.0)
     add("--calls", type=int, help="in a row; default: as many as take 0.3 s on GPUs")
     add("--check-seq", type=int, default=8192, help="0: no comparison; default: %(default)s")
-    add("--profile", action="store_true", help="of the first --seq (GPUs)")
+    add("--profile", action="store_true", help="of the first --call and --seq (GPUs)")
     add("--hlo", metavar="PREFIX", help="write the compiled programs there")
     add("--json", default="ring_speed.json", metavar="FILE")
     add("--commit", help="of the sources, where this does not run from a checkout of them")
