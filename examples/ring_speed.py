@@ -331,6 +331,7 @@ def main(argv=None) -> int:
         **report.environment(arguments.commit),
         "shape": {name: getattr(arguments, name) for name in sizes},
         "runs": [],
+        "interrupted": True,
     }
     columns = ["ms", "TFLOP/s", "efficiency", "MiB"]
     header = ["call", "devices", "tokens", "method",
@@ -352,6 +353,8 @@ def main(argv=None) -> int:
                 output["runs"].append(run)
                 pathlib.Path(arguments.json).write_text(json.dumps(output, indent=1) + "\n")
                 print(report.format_table(header, rows(run)), flush=True)
+    output["interrupted"] = False
+    pathlib.Path(arguments.json).write_text(json.dumps(output, indent=1) + "\n")
     print(f"wrote {arguments.json}")
     return int(not agree)
 

@@ -230,7 +230,8 @@ def dot_product_attention(
         the call a ring, see `ring_attention`.
       sequence_order: with sequence_axis, the order that axes T and S of all arrays are stored in:
         "contiguous", or "zigzag" as `zigzag_permute` makes it. Positions are those before it.
-      sequence_mode: with sequence_axis, "ring" or "all_to_all".
+      sequence_mode: with sequence_axis, "ring", "all_to_all", "all_gather" or "auto", as the mode
+        of `ring_attention`.
 
     Returns:
       out [\*B,T,N,h] in query's dtype, or (out, lse) with lse [\*B,T,N] float32, the natural
@@ -548,7 +549,7 @@ def _explain_sequence(call: Call) -> str:
     sequence = call.spec.sequence
     if sequence is None:
         return ""
-    shards = dict(call.operands)
+    shards: dict[str, Any] = dict(call.operands)
     for name, x in shards.items():
         axis = axis_of(name, "T", x.ndim)
         axis = axis_of(name, "S", x.ndim) if axis is None else axis

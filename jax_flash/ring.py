@@ -144,7 +144,7 @@ def ring_attention(
     values go round (`jax.lax.ppermute`) while the block at hand is attended to, forward and
     backward; memory per device is O((T + S) / D), and no device ever holds all keys. What causal
     order and window make useless is neither computed nor sent. The result is that of the same call
-    on one device, dropout's bits included.
+    on one device, dropout's bits included. Other modes send otherwise, for the same result.
 
     Args:
       query: [\*B,T/D,N,H], this device's part, as `dot_product_attention` takes it.
@@ -158,8 +158,10 @@ def ring_attention(
         as `zigzag_permute` stores them, which gives causal attention the same work everywhere.
         Causal order, window, lengths, offset and dropout go by position in either.
       mode: "ring"; or "all_to_all": each device exchanges its part of all heads for all of its
-        part of the heads (Ulysses): two exchanges, less to hide, memory O(T + S) for 1 / D of the
-        heads. N and K must be multiples of D.
+        part of the heads (Ulysses): two exchanges, which nothing hides, memory O(T + S) for 1 / D
+        of the heads. N and K must be multiples of D. Or "all_gather": each device gathers all keys
+        and values. Or "auto": one of these, by shapes and options alone, as `explain` says and
+        docs/guide/several-devices.md calculates.
       query_seq_lengths: int [\*B], of the whole sequence.
       key_value_seq_lengths: int [\*B], of the whole sequence.
       query_segment_ids: int [\*B,T/D], this device's part.
@@ -183,7 +185,8 @@ def ring_attention(
 
     References:
       Liu et al., "Ring attention with blockwise transformers", 2023, section 3; Jacobs et al.,
-      "DeepSpeed Ulysses", 2023, section 3.
+      "DeepSpeed Ulysses", 2023, section 3; Grattafiori et al., "The Llama 3 herd of models",
+      2024, section 3.3.2 (gathering).
     """
     mesh = jax.sharding.get_abstract_mesh()
     axes, devices = mesh_axes("axis_name", axis_name, mesh)

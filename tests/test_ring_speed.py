@@ -33,6 +33,7 @@ def test_every_way_to_share(tmp_path):
     assert [(r["call"], r["seq"]) for r in output["runs"]] == [
         ("causal", 128), ("causal", 256), ("packed", 128),
     ]  # fmt: skip
+    assert output["interrupted"] is False
     ways = ["one", "batch", "ring", "all_to_all", "all_gather"]
     for each in output["runs"]:
         assert each["devices"] == 2

@@ -114,6 +114,7 @@ def shards(q_len=1024, heads=32, kv_heads=8, **more):
         (8, {}, shards(kv_heads=32, bias=(32, 8192, 1024)), "ring"),
         (8, {}, shards(query_segment_ids=(1024,)), "all_to_all"),
         (4, {}, shards(kv_heads=2, query_segment_ids=(1024,)), "all_gather"),
+        (2, {}, shards(query_segment_ids=(1024,)), "all_gather"),
         (8, {"window": (1000, 0)}, shards(), "ring"),
         (8, {"window": (100000, 0)}, shards(), "all_gather"),
         (16, {"dropout_rate": 0.5}, shards(q_len=1004), "all_gather"),  # no multiple of 8

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import _ring
 from _svg import COLOURS, FAINT, GREY, INK, Drawing
 
 _FORWARD, _BACKWARD = COLOURS[0], COLOURS[1]
@@ -55,17 +56,12 @@ def _call(case: str) -> str:
 
 
 def efficiencies(documents: list[dict[str, Any]]) -> str:
-    """What part of so many GPUs' speed each way of sharding a sequence reaches."""
-    names = {
-        "ring": "ring, zig-zag",
-        "all_gather_zigzag": "all-gather, zig-zag",
-        "all_to_all": "all-to-all",
-        "ring_contiguous": "ring, contiguous",
-        "all_gather": "all-gather, contiguous",
-    }
-    rows = [(document, method) for document in documents for method in names]
+    """What part of so many GPUs' speed each way of sharing a causal sequence reaches."""
+    runs = [run for run in _ring.runs(documents) if run["call"] == "causal"]
+    rows = [(run, found) for run in runs for found in run["results"]
+            if found["method"] in _ring.WAYS]  # fmt: skip
     left, right, top, step, width = 270, 60, 66, 24, 860
-    height = top + step * len(rows) + 16 * (len(documents) - 1) + 40
+    height = top + step * len(rows) + 16 * (len(runs) - 1) + 40
     drawing = Drawing(width, height, "Efficiency of a sharded sequence")
     drawing.text(
         16, 24, "Causal attention over a sharded sequence: speed over that of as many single GPUs",
@@ -82,17 +78,15 @@ def efficiencies(documents: list[dict[str, Any]]) -> str:
     for fifth in range(6):
         drawing.line(x(fifth / 5), top - 6, x(fifth / 5), bottom, FAINT)
         drawing.text(x(fifth / 5), bottom + 18, f"{fifth / 5:.0%}", anchor="middle", fill=GREY)
-    for i, (document, method) in enumerate(rows):
-        y = top + step * i + 16 * documents.index(document)
-        tokens, devices = document["shape"]["seq"], document["devices"]
-        drawing.text(
-            left - 10, y + 14, f"{devices} GPUs, {tokens:,}: {names[method]}", anchor="end"
-        )
-        result = next(r for r in document["results"] if r["method"] == method)
+    for i, (run, found) in enumerate(rows):
+        y = top + step * i + 16 * runs.index(run)
+        way = _ring.WAYS[found["method"]]
+        name = f"{run['devices']} GPUs, {run['seq']:,}: {way}"
+        drawing.text(left - 10, y + 14, name, anchor="end")
         for j, (what, colour) in enumerate(
             (("forward", _FORWARD), ("forward_backward", _BACKWARD))
         ):
-            part = result[what]["efficiency"]
+            part = found[what]["efficiency"]
             drawing.rect(x(0), y + 1 + 9 * j, x(part) - x(0), 8, colour)
             drawing.text(x(part) + 4, y + 9 + 9 * j, f"{part:.0%}", size=9, fill=GREY)
     return str(drawing)

@@ -1,125 +1,203 @@
 """Figures on sharded sequences, from what `ring_speed.py` measured, for result_pages.py."""
 
+from collections.abc import Callable
 from typing import Any
 
-_METHODS = {
-    "one": "one GPU",
-    "ring": "ring, zig-zag",
-    "ring_contiguous": "ring, contiguous",
+WAYS = {
+    "ring": "ring",
+    "ring_contiguous": "ring",
     "all_to_all": "all-to-all",
-    "all_gather": "all-gather, contiguous",
-    "all_gather_zigzag": "all-gather, zig-zag",
+    "all_gather": "all-gather",
+    "all_gather_contiguous": "all-gather",
 }
+_COLUMNS = ("ring", "all-to-all", "all-gather")
 _PASSES = ("forward", "forward_backward")
+_CALLS = {
+    "causal": "causal",
+    "packed": "causal, packed documents",
+    "window": "causal, window of {window:,}",
+}
 # Bytes a second from one GPU to another, one way: half of the 900 GB/s that NVIDIA's datasheet of
 # the H200 gives NVLink; a 400 Gbit/s port for each GPU, as in hosts for clusters of them.
 _LINKS = (("NVLink, 450 GB/s by its datasheet", 450e9), ("a 400 Gbit/s port for each GPU", 50e9))
 
 
-def _result(document: dict, method: str) -> dict[str, Any]:
-    return next(r for r in document["results"] if r["method"] == method)
+def runs(documents: list[dict]) -> list[dict[str, Any]]:
+    """All runs, those of causal attention first, with the shape that they have in common."""
+    found = [{**run, "shape": d["shape"]} for d in documents for run in d["runs"]]
+    return sorted(found, key=lambda run: list(_CALLS).index(run["call"]))
+
+
+def result(run: dict, method: str) -> dict[str, Any]:
+    return next(r for r in run["results"] if r["method"] == method)
+
+
+def _rows(documents: list[dict], cell: Callable[[dict], str]) -> list[list[str]]:
+    rows = []
+    for run in runs(documents):
+        cells = {WAYS[r["method"]]: cell(r) for r in run["results"] if r["method"] in WAYS}
+        call = _CALLS[run["call"]].format(**run["shape"])
+        rows.append([str(run["devices"]), f"{run['seq']:,}", call, *(cells[c] for c in _COLUMNS)])
+    return rows
 
 
 def measured(documents: list[dict], table) -> str:
-    """The table of methods, and sentences on it.
+    """Milliseconds and efficiency of every way.
 
     Args:
       documents: for ascending numbers of GPUs.
       table: formats a header and rows.
     """
-    rows = []
-    for document in documents:
-        tokens, devices = document["shape"]["seq"], document["devices"]
-        for result in document["results"]:
-            row = [f"{devices}, {tokens:,}", _METHODS[result["method"]]]
-            for what in _PASSES:
-                each = result[what]
-                row += [f"{1e3 * each['median_s']:.1f}", f"{each['tflops']:,.0f}"]
-                row.append(f"{each['efficiency']:.0%}" if "efficiency" in each else "-")
-            row.append(" / ".join(_mib(result[what]) for what in _PASSES))
-            row.append(" / ".join(_transfer(result[what]) for what in _PASSES))
-            rows.append(row)
-    header = ["GPUs, tokens", "method", "forward ms", "TFLOP/s", "efficiency", "with backward ms",
-              "TFLOP/s", "efficiency", "MiB a GPU", "sending ms (hidden)"]  # fmt: skip
+
+    def cell(found: dict) -> str:
+        return " / ".join(
+            f"{1e3 * found[what]['median_s']:,.1f} ({found[what]['efficiency']:.0%})"
+            for what in _PASSES
+        )
+
+    return table(["GPUs", "tokens", "call", *_COLUMNS], _rows(documents, cell))
+
+
+def memory(documents: list[dict], table) -> str:
+    """MiB of temporaries a GPU."""
+
+    def cell(found: dict) -> str:
+        sizes = (found[what]["temporary_bytes_per_device"] / 2**20 for what in _PASSES)
+        return " / ".join(f"{size:,.0f}" for size in sizes)
+
+    rows = [row[:2] + row[3:] for row in _rows(documents, cell) if row[2] == "causal"]
+    return table(["GPUs", "tokens", *_COLUMNS], rows)
+
+
+def sending(documents: list[dict], table) -> str:
+    """What the GPUs did during a call, on average."""
+    keys = ("compute_ms", "forward_kernels", "transfer_ms", "transfer_hidden_ms", "waiting")
+    rows = [
+        [
+            str(run["devices"]), WAYS[found["method"]],
+            *(" / ".join(f"{_mean(found[what], key):.1f}" for what in _PASSES) for key in keys),
+        ]
+        for run in runs(documents)
+        for found in run["results"]
+        if "profile" in found["forward"]
+    ]  # fmt: skip
+    header = ["GPUs", "way", "computing", "forward kernels", "sending", "of it hidden", "waiting"]
     return table(header, rows)
 
 
-def _mib(each: dict) -> str:
-    return f"{each['temporary_bytes_per_device'] / 2**20:,.0f}"
+def _mean(each: dict, key: str) -> float:
+    """Milliseconds of a call on a GPU, on average over them."""
+    values = []
+    for device in each["profile"].values():
+        kernels = device["kernels_ms"]
+        found = {
+            "forward_kernels": sum(ms for name, ms in kernels.items() if "forward_kernel" in name),
+            "waiting": device["span_ms"] - device["compute_ms"],
+        }
+        values.append({**device, **found}[key])
+    return sum(values) / len(values)
 
 
-def _transfer(each: dict) -> str:
-    """On the GPU that waits least for the others, since waiting looks like sending."""
-    if "profile" not in each:
-        return "-"
-    least = min(each["profile"].values(), key=lambda device: device["transfer_ms"])
-    return f"{least['transfer_ms']:.1f} ({least['transfer_hidden_ms']:.1f})"
+def contention(document: dict) -> str:
+    """What sending costs the kernels that it runs beside."""
+    run = runs([document])[0]
+    ring, gather = (
+        {key: _mean(result(run, method)["forward"], key) for key in ("forward_kernels", "waiting")}
+        for method in ("ring", "all_gather")
+    )
+    return (
+        f"In the forward pass on {run['devices']} GPUs, nothing waits for the ring's sends, but "
+        f"beside them the forward kernels take {ring['forward_kernels']:.1f} ms, and "
+        f"{gather['forward_kernels']:.1f} ms by themselves; behind a gather they wait for "
+        f"{gather['waiting']:.1f} ms. With backward, a ring's steps wait for keys and sums of "
+        "gradients, which are sent in turn, and a gather's GPUs wait for the last of them before "
+        "they sum gradients. All of that grows with the tokens, and computing with their square."
+    )
 
 
-def _rates(document: dict) -> tuple[float, float]:
+def _rates(run: dict) -> tuple[float, float]:
     """FLOP/s of one GPU, forward and backward (5 of the 7 products that both passes have)."""
-    one = _result(document, "one")
+    one = result(run, "one")
     forward, both = (one[what]["median_s"] for what in _PASSES)
     work = one["forward_backward"]["tflops"] * 1e12 * both
     return one["forward"]["tflops"] * 1e12, work * 5 / 7 / (both - forward)
 
 
-def _block(document: dict, link: float, speedup: float) -> str:
-    """Tokens a device above which a hop takes less time than a step; see the formulas below."""
-    shape = document["shape"]
+def _block(run: dict, link: float, speedup: float) -> str:
+    """Tokens a device above which a hop takes less time than a step; see the formulas there."""
+    shape = run["shape"]
     ratio = shape["kv_heads"] / shape["heads"]
-    forward, backward = (speedup * rate / link * ratio for rate in _rates(document))
+    forward, backward = (speedup * rate / link * ratio for rate in _rates(run))
     return f"{2 * forward:,.0f} / {2.4 * backward:,.0f}"
 
 
-def _apparent_bandwidth(document: dict) -> float:
+def _apparent_bandwidth(run: dict) -> float:
     """Bytes of the forward pass's hops over the time they took, with what they waited."""
-    shape, devices = document["shape"], document["devices"]
-    tokens = shape["seq"] // devices
+    shape, devices = run["shape"], run["devices"]
+    tokens = run["seq"] // devices
     sent = (devices - 1) * 4 * tokens * shape["kv_heads"] * shape["head_dim"]
-    profile = _result(document, "ring")["forward"]["profile"]
+    profile = result(run, "ring")["forward"]["profile"]
     return sent / min(1e-3 * device["transfer_ms"] for device in profile.values())
 
 
 def calculation(documents: list[dict], table) -> str:
     """Where the ring stops hiding what it sends: the formulas' table."""
-    document = documents[-1]
+    first = [runs([document])[0] for document in documents]
     links = [
         *_LINKS,
-        *((f"as measured with {d['devices']} GPUs, {_apparent_bandwidth(d) / 1e9:.0f} GB/s",
-           _apparent_bandwidth(d)) for d in documents),
+        *((f"as measured with {run['devices']} GPUs, {_apparent_bandwidth(run) / 1e9:.0f} GB/s",
+           _apparent_bandwidth(run)) for run in first),
     ]  # fmt: skip
-    rates = " and ".join(f"{rate / 1e12:.0f}" for rate in _rates(document))
+    rates = " and ".join(f"{rate / 1e12:.0f}" for rate in _rates(first[-1]))
     header = ["link", f"tokens a GPU at F = {rates} TFLOP/s, as measured", "at twice that"]
     return table(
-        header, [[name, *(_block(document, link, s) for s in (1.0, 2.0))] for name, link in links]
+        header, [[name, *(_block(first[-1], link, s) for s in (1.0, 2.0))] for name, link in links]
     )
 
 
 def sentences(documents: list[dict]) -> str:
-    """What the table says, in words."""
-    parts = []
-    for document in documents:
-        ring = _result(document, "ring")
-        forward, both = (f"{ring[what]['efficiency']:.0%}" for what in _PASSES)
-        parts.append(f"{forward} and {both} with {document['devices']} GPUs")
-    first, last = documents[0], documents[-1]
-    slope, start = {}, {}
-    for method in ("ring", "all_gather_zigzag"):
+    """What the tables say, in words."""
+    last = documents[-1]
+    causal = [run for run in runs([last]) if run["call"] == "causal"]
+    first, longest = causal[0], causal[-1]
+
+    def reached(run: dict, method: str) -> str:
+        return " and ".join(f"{result(run, method)[what]['efficiency']:.0%}" for what in _PASSES)
+
+    def growth(method: str) -> float:
         sizes = [
-            _result(d, method)["forward_backward"]["temporary_bytes_per_device"] for d in documents
+            result(run, method)["forward_backward"]["temporary_bytes_per_device"]
+            for run in (first, longest)
         ]
-        slope[method] = (sizes[-1] - sizes[0]) / (last["devices"] - first["devices"])
-        start[method] = sizes[-1]
-    more = (start["ring"] - start["all_gather_zigzag"]) / slope["all_gather_zigzag"]
-    gathered = _result(last, "all_gather_zigzag")
-    reached = " and ".join(f"{gathered[what]['efficiency']:.0%}" for what in _PASSES)
+        return sizes[1] / sizes[0]
+
+    factors = [growth(method) for method in ("ring", "all_to_all", "all_gather")]
+    two = runs([documents[0]])[0]
     return (
-        "The ring in zig-zag order reaches "
-        + ", ".join(parts)
-        + " (forward, and with the backward pass). Gathering keys and values in zig-zag order "
-        f"reaches {reached} with {last['devices']} GPUs, in less memory. Its memory grows by "
-        f"{slope['all_gather_zigzag'] / 2**20:,.0f} MiB with each GPU, while that of the ring, "
-        "mostly float32 sums, does not grow beyond 4 GPUs. By extrapolation the ring takes less "
-        f"from {last['devices'] + more:.0f} GPUs on."
+        f"With 2 GPUs and {two['seq']:,} tokens, the ring reaches {reached(two, 'ring')} (forward, "
+        f"and with the backward pass). With {last['runs'][0]['devices']} GPUs and as many tokens, "
+        f"gathering reaches {reached(first, 'all_gather')}, all-to-all "
+        f"{reached(first, 'all_to_all')} and the ring {reached(first, 'ring')}; with "
+        f"{longest['seq']:,} tokens, all three reach at least "
+        f"{_least(longest):.0%}. So many GPUs that each have a sequence of their own, and send "
+        f"nothing, reach {reached(first, 'batch')}. Memory is linear in the tokens: "
+        f"{longest['seq'] // first['seq']} times as many take {min(factors):.1f} to "
+        f"{max(factors):.1f} times as much."
+    )
+
+
+def _least(run: dict) -> float:
+    return min(r[what]["efficiency"] for r in run["results"] if r["method"] in WAYS
+               for what in _PASSES)  # fmt: skip
+
+
+def whole_model(document: dict) -> str:
+    """Tokens a second of `llama_long_context.py`."""
+    model, mesh = document["model"], document["mesh"]
+    axes = ", ".join(f"{size} {name}" for name, size in mesh.items())
+    return (
+        f"On {document['device']['count']} {document['device']['kind']} (axes: {axes}) "
+        f"{model['blocks']} blocks of the width of LLaMA 3 8B train on {model['batch']} sequences "
+        f"of {model['seq']:,} tokens at {document['tokens_per_second']:,.0f} tokens/s, with "
+        f"{document['temporary_bytes_per_device'] / 2**30:.1f} GiB of temporaries a GPU."
     )

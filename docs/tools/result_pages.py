@@ -354,16 +354,34 @@ def several_devices() -> str:
     documents = rings()
     shape = documents[0]["shape"]
     heads = f"{shape['heads']}/{shape['kv_heads']}"
+    one = " and ".join(
+        f"{run['seq']:,}" for run in documents[-1]["runs"][1:] if run["call"] == "causal"
+    )
+    cut = "".join(
+        f" The run with {d['runs'][0]['devices']} GPUs was cut off before its last calls."
+        for d in documents
+        if d.get("interrupted")
+    )
     return "\n\n".join(
         [
-            f"Causal, {shape['dtype']}, {heads} heads of dim {shape['head_dim']}, on "
-            f"{where(documents[0])}, of one host. *Efficiency* is TFLOP/s over that many times one "
-            "GPU's with the whole sequence, in the same run. *MiB* are temporaries as XLA plans "
-            "them, forward / with backward. *Sending* is the time that one call sends, and what "
-            "of it ran while the GPU computed, likewise.",
+            f"{shape['dtype']}, {heads} heads of dim {shape['head_dim']}, on "
+            f"{where(documents[-1])}, of one host. Cells are milliseconds and, in brackets, "
+            "*efficiency*, TFLOP/s over that many times one GPU's with the whole sequence (with "
+            f"{documents[-1]['runs'][0]['seq']:,} tokens for {one}), forward / with backward. "
+            "Order is zig-zag for the ring and the gather, contiguous for the all-to-all and for "
+            f"windows. Documents have 1 to {2 * shape['document']:,} tokens.",
             _ring.measured(documents, table),
+            _ring.sentences(documents) + cut,
+            "MiB of temporaries a GPU, as XLA plans them, forward / with backward:",
+            _ring.memory(documents, table),
+            "Where the time of a causal call of "
+            f"{documents[0]['runs'][0]['seq']:,} tokens goes, in ms, the mean of the GPUs, from a "
+            "profile, forward / with backward. *Sending* includes waiting for a GPU that is late; "
+            "*hidden* is what of it ran while something was computed; *waiting* is when nothing "
+            "was.",
+            _ring.sending(documents, table),
+            _ring.contention(documents[-1]),
             block([command(document) for document in documents]),
-            _ring.sentences(documents),
         ]
     )
 
@@ -375,6 +393,7 @@ _PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "docs/guide/several-devices.md": {
         "measured": several_devices,
         "hiding": lambda: _ring.calculation(rings(), table),
+        "model": lambda: _ring.whole_model(load("llama_long_h200_x8.json")),
     },
     "docs/benchmarks/h200.md": {"measured": lambda: machine_page("h200")},
     "docs/benchmarks/h100.md": {
