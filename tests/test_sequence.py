@@ -79,7 +79,7 @@ def test_plain_call_with_sequence_axis(order, mode, spread, kind):
             sequence_mode=mode,
         )  # fmt: skip
         text = call.lower(arrays).compile().as_text()
-        collective = {"ring": "collective-permute", "auto": "all-to-all"}  # it has segments
+        collective = {"ring": "collective-permute", "auto": "all-gather"}
         assert lines(text, collective.get(mode, mode.replace("_", "-")))
         check(plain_results(inputs, call(arrays), mesh, order), inputs)
 
@@ -92,6 +92,37 @@ def test_plain_call_with_sequence_axis(order, mode, spread, kind):
 def test_all_to_all(case, order):
     mesh, inputs = mesh_of(b=1, x=2), make_inputs(case)
     check(run(inputs, mesh=mesh, axis_name="x", order=order, mode="all_to_all"), inputs)
+
+
+@pytest.mark.parametrize("mode", ["ring", "all_gather"])
+@pytest.mark.parametrize("offset", [8, 24, -16, 64, 5, -3, 2**31 - 1, -(2**31)])
+def test_static_offsets_in_zigzag_order(offset, mode):
+    # Chunks of 8: a ring joins the chunks that visit where the offset is a multiple of that.
+    args, lengths = tokens(), np.array([64, 21], np.int32)
+    options = {"is_causal": True, "query_offset": offset, "key_value_seq_lengths": lengths}
+    ring = sharded(jax_flash.ring_attention, ring_mesh(4), order="zigzag", mode=mode, **options)
+
+    def through_ring(*args):
+        permuted = (jax_flash.zigzag_permute(x, 4) for x in args)
+        return jax_flash.zigzag_restore(ring(*permuted), 4)
+
+    plain = functools.partial(jax_flash.dot_product_attention, **options)
+    got, expected = (
+        jax.jit(jax.value_and_grad(lambda *x, f=f: (f(*x) ** 2).sum(), (0, 1, 2)))(*args)
+        for f in (through_ring, plain)
+    )
+    assert_close(got, expected)
+
+
+def test_chunks_that_visit_are_joined():
+    # One call for both chunks of keys, so that their results need no merging.
+    def keys_a_call(**options):
+        ring = sharded(jax_flash.ring_attention, ring_mesh(4), order="zigzag", **options)
+        text = jax.jit(ring).lower(*tokens()).as_text()
+        return set(re.findall(r"custom_call @jax_flash\w+.*, tensor<2x1x(\d+)x2x16xf32>, ", text))
+
+    assert keys_a_call(is_causal=True) == {"16"}
+    assert keys_a_call(is_causal=True, local_window_size=50) == {"8"}
 
 
 def shards(q_len=1024, heads=32, kv_heads=8, **more):
