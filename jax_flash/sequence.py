@@ -106,8 +106,7 @@ def choose_mode(
     devices = sequence.devices
     (q_len, heads), (kv_len, kv_heads) = (operands[n].shape[-3:-1] for n in ("query", "key"))
     visits = len(plan_route(spec, sequence, q_len * devices, kv_len * devices).shifts)
-    rings = not spec.dropout_threshold or kv_len // sequence.chunks % 8 == 0
-    if visits < devices and rings:
+    if visits < devices:
         return "ring", f"queries reach the keys of {visits} of {devices} devices"
     by_heads = heads % devices == 0 == kv_heads % devices
     by_heads &= all(
@@ -123,9 +122,7 @@ def choose_mode(
         return "all_gather", f"of {heads} heads, {kv_heads} have keys to gather from {devices}"
     if by_heads:
         return "all_to_all", f"{heads} and {kv_heads} heads divide into {devices}"
-    if rings:
-        return "ring", f"{kv_heads} of {heads} heads have keys, too many to gather from {devices}"
-    return "all_gather", "chunks of keys are no multiple of 8, as dropout needs them in a ring"
+    return "ring", f"{kv_heads} of {heads} heads have keys, too many to gather from {devices}"
 
 
 def make_sequence(axes, devices: int, order, mode, query_offset) -> SequenceSharding:
