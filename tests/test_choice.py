@@ -83,6 +83,7 @@ NAMED = [
     ("mask as words, three consumers", 64, {"head_dim": 64, "mask": MASK}),
     *(("mask as words", d, {"head_dim": d, "mask": MASK}) for d in (128, 256)),
     *(("ALiBi", d, {"head_dim": d, "slopes": True, "is_causal": True}) for d in (64, 128)),
+    *(("dropout", d, {"head_dim": d, "dropout_rate": 0.1}) for d in (64, 128)),
     *(
         ("every modifier", d, {"head_dim": d, "logits_soft_cap": 30.0, "segments": True})
         for d in (64, 96, 128, 192, 256)
@@ -119,6 +120,8 @@ def test_every_recipe_is_chosen_by_some_call():
         ),
         pytest.param({"slopes": True, "is_causal": True, "distances": 9}, id="slopes and table"),
         pytest.param({"distances": 33, "is_causal": True}, id="table"),
+        pytest.param({"dropout_rate": 0.1, "logits_soft_cap": 9.0}, id="dropout and soft cap"),
+        pytest.param({"dropout_rate": 0.1, "head_dim": 256}, id="dropout above 128"),
     ],
 )
 def test_what_the_kernels_for_one_modifier_leave_to_that_for_all(call):
@@ -135,9 +138,13 @@ def test_what_the_kernels_for_one_modifier_leave_to_that_for_all(call):
         ("one kernel", {"slopes": True, "logits_soft_cap": 9.0}),
         ("one kernel", {"distances": 33}),
         ("two kernels", {"slopes": True, "head_dim": 256}),
+        ("one kernel, dropout", {"dropout_rate": 0.1}),
+        ("one kernel, dropout", {"dropout_rate": 0.1, "head_dim": 96, "is_causal": True}),
+        ("one kernel", {"dropout_rate": 0.1, "deterministic": True}),
+        ("one kernel", {"dropout_rate": 0.1, "logits_soft_cap": 9.0}),
     ],
 )
-def test_backward_kernels_of_biases_by_distance(name, call):
+def test_backward_kernels_for_one_modifier(name, call):
     assert kernels(**call)["backward"].name == name
 
 

@@ -155,3 +155,38 @@ def test_starts_within_a_block(lengths, implementation):
     kept = np.asarray(jax.jit(ring)(query, key, value)).swapaxes(1, 2) != 0
     threshold = round(0.4 * 2**15)
     np.testing.assert_array_equal(kept, philox_keep(SEED, 1, 2, q_len, kv_len, threshold))
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
+def test_both_passes_of_every_kernel_drop_the_same(head_dim, causal, dtype):
+    # Probabilities are equal. A column of value that is 1 for one key alone shows what queries keep
+    # of it, and one of dout that is 1 for one query alone what keys keep: head_dim of them a call.
+    length, heads, rate = 333, 2, 0.3
+    query = jnp.zeros((1, length, heads, head_dim), dtype)
+
+    @jax.jit
+    def kept(start):
+        columns = jnp.eye(length, head_dim, -start, dtype)[:, None]
+        columns = jnp.broadcast_to(columns, query.shape)
+
+        def attention(value):
+            return jax_flash.dot_product_attention(
+                query, query, value, is_causal=causal, dropout_rate=rate, dropout_seed=SEED
+            )
+
+        out, gradient = jax.vjp(attention, columns)
+        (dvalue,) = gradient(columns)
+        return (out != 0).swapaxes(1, 3), (dvalue != 0).swapaxes(1, 3)
+
+    starts = range(0, length, head_dim)
+    found = [kept(start) for start in starts]
+    by_key, by_query = (
+        np.concatenate(x, 1)[0, :length].swapaxes(0, 1) for x in zip(*found, strict=True)
+    )
+    expected = philox_keep(SEED, 1, heads, length, length, round(rate * 2**15))[0]
+    if causal:
+        expected &= np.tri(length, dtype=bool)
+    np.testing.assert_array_equal(by_key.swapaxes(1, 2), expected)
+    np.testing.assert_array_equal(by_query, expected)
