@@ -55,7 +55,7 @@ struct Dropout {
     }
   }
   __device__ __forceinline__ Dropout(const Forward& params, const BatchIndex& batch, int32_t head)
-      : Dropout(params, [&](const Operand& operand) {
+      : Dropout(params, [&]([[maybe_unused]] const Operand& operand) {
           return batch.pointer<const uint32_t>(operand, head);
         }) {}
 

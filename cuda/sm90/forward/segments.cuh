@@ -414,10 +414,13 @@ __device__ __forceinline__ void produce_keys_of_segments(const ForwardPlan& plan
 // Called by a whole warp.
 template <typename T>
 __device__ __forceinline__ void copy_by_lanes(const T& from, T& to) {
-  static_assert(sizeof(T) <= 32 * sizeof(uint32_t) && sizeof(T) % sizeof(uint32_t) == 0);
-  const int lane = threadIdx.x % 32;
-  if (lane < static_cast<int>(sizeof(T) / sizeof(uint32_t))) {
-    reinterpret_cast<uint32_t*>(&to)[lane] = reinterpret_cast<const uint32_t*>(&from)[lane];
+  static_assert(sizeof(T) % sizeof(uint32_t) == 0);
+  constexpr int kWords = sizeof(T) / sizeof(uint32_t);
+#pragma unroll
+  for (int first = 0; first < kWords; first += 32) {
+    const int word = first + static_cast<int>(threadIdx.x) % 32;
+    if (word >= kWords) continue;
+    reinterpret_cast<uint32_t*>(&to)[word] = reinterpret_cast<const uint32_t*>(&from)[word];
   }
 }
 
