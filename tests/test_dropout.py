@@ -1,5 +1,6 @@
 """The random bits of dropout: known answers, statistics, and starts that no block of 16 fits."""
 
+import dataclasses
 import functools
 
 import jax
@@ -158,17 +159,27 @@ def test_starts_within_a_block(lengths, implementation):
 
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
-@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize(
+    ("causal", "start"), [(False, None), (True, None), (False, (32, 16)), (False, (5, 11))]
+)
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 192, 256])
-def test_both_passes_of_every_kernel_drop_the_same(head_dim, causal, dtype):
+def test_both_passes_of_every_kernel_drop_the_same(head_dim, causal, start, dtype, monkeypatch):
+    # As a block of a larger call, `start` being its first query and key: what rings make.
+    run = jax_flash.attention.run
+
+    def run_block(call):
+        operands = {"dropout_start": jnp.array([start], jnp.int32)} if start else {}
+        return run(dataclasses.replace(call, operands=call.operands | operands))
+
+    monkeypatch.setattr(jax_flash.attention, "run", run_block)
     # Probabilities are equal. A column of value that is 1 for one key alone shows what queries keep
     # of it, and one of dout that is 1 for one query alone what keys keep: head_dim of them a call.
     length, heads, rate = 333, 2, 0.3
     query = jnp.zeros((1, length, heads, head_dim), dtype)
 
     @jax.jit
-    def kept(start):
-        columns = jnp.eye(length, head_dim, -start, dtype)[:, None]
+    def kept(first):
+        columns = jnp.eye(length, head_dim, -first, dtype)[:, None]
         columns = jnp.broadcast_to(columns, query.shape)
 
         def attention(value):
@@ -180,12 +191,12 @@ def test_both_passes_of_every_kernel_drop_the_same(head_dim, causal, dtype):
         (dvalue,) = gradient(columns)
         return (out != 0).swapaxes(1, 3), (dvalue != 0).swapaxes(1, 3)
 
-    starts = range(0, length, head_dim)
-    found = [kept(start) for start in starts]
+    found = [kept(first) for first in range(0, length, head_dim)]
     by_key, by_query = (
         np.concatenate(x, 1)[0, :length].swapaxes(0, 1) for x in zip(*found, strict=True)
     )
-    expected = philox_keep(SEED, 1, heads, length, length, round(rate * 2**15))[0]
+    threshold = round(rate * 2**15)
+    expected = philox_keep(SEED, 1, heads, length, length, threshold, start or (0, 0))[0]
     if causal:
         expected &= np.tri(length, dtype=bool)
     np.testing.assert_array_equal(by_key.swapaxes(1, 2), expected)
