@@ -217,7 +217,7 @@ def dot_product_attention(
         reference. On Hopper, for bfloat16, the forward pass has logits within 3.5e-4 of it; far
         below 0, probabilities within 1.1e-5 of the row's greatest.
       dropout_rate: probability in [0, 1) with which each p is dropped; the others are
-        multiplied by 1 / (1 - rate). In both, the rate is the nearest multiple of 2^-16; a rate
+        multiplied by 1 / (1 - rate). In both, the rate is the nearest multiple of 2^-15; a rate
         so near 1 that this changes what is kept by more than 1% is refused.
       dropout_seed: uint32 [2], or a PRNG key (``jax.random.key``), which stands for
         ``jax.random.bits(key, (2,), "uint32")``. The mask is a function of the two words and of
