@@ -6,10 +6,10 @@
 CMake puts the first before each nvcc command (CUDA_COMPILER_LAUNCHER). It fails, after nvcc
 succeeded, if a kernel spills more registers (stores plus loads, in bytes) than its budget in
 spills.txt, which is 0 for kernels that are not there, or if ptxas reports that it serialized wgmma
-instructions, which it does without failing. (What functions out of line save of their callers'
-registers, which ptxas counts too, is not looked at.) A kernel that spills less than its budget, or
-has one and is gone, is reported, too: with --exact, which needs objects with all their instances,
-as an error.
+instructions, which it does without failing, of a kernel that spills.txt does not name for this.
+(What functions out of line save of their callers' registers, which ptxas counts too, is not looked
+at.) A kernel that spills less than its budget, or has one and is gone, is reported, too: with
+--exact, which needs objects with all their instances, as an error.
 
 With --warn, or JAX_FLASH_SPILLS=warn in the environment, it reports and goes on: for releases of
 ptxas that nobody has tuned for, and for work on kernels. What ptxas says of each kernel is kept
@@ -30,12 +30,16 @@ _ENTRY = re.compile(r"Compiling entry function '([\w$.]+)' for '(\w+)'")
 _FUNCTION = re.compile(r"properties for '?([\w$.]+)'?")
 _SPILLS = re.compile(r"(\d+) bytes spill stores, (\d+) bytes spill loads")
 _SERIALIZED = re.compile(r"wgmma.*serializ|serializ.*wgmma|\bC751\d\b", re.IGNORECASE)
+_WHERE = re.compile(r"function '([\w$.]+)'")
 _PTXAS_INFO = re.compile(r"^ptxas (info|\.)|^\s*(\d+ bytes (gmem|stack frame))|^\s*Function prop")
+
+_IS_SERIALIZED = "serialized"
 
 _HEADER = """\
 # Bytes of registers (stores plus loads) that each kernel may spill; 0 for all others. By object,
 # architecture and kernel, in which numbers are template arguments: sizes, and modifiers as bits.
-# A kernel that spills less fails CI, too, until its line is lowered. To write this file anew from a
+# A kernel that spills less fails CI, too, until its line is lowered. "serialized" stands for a
+# kernel whose wgmma instructions ptxas serializes: to be mended. To write this file anew from a
 # build: python cmake/check_ptxas.py --update BUILD_FOLDER. The measurements that justify spills:
 # cuda/TUNING.md, cuda/sm80/TUNING.md and cuda/sm90/TUNING_backward.md, "Spills".
 """
@@ -57,13 +61,32 @@ def spills_of(log):
     return spills
 
 
+def serialized_in(log):
+    """(architecture, kernel) of those whose wgmma instructions are serialized, from ptxas -v."""
+    architectures = {match[1]: match[2] for match in _ENTRY.finditer(log)}
+    found = set()
+    for line in filter(_SERIALIZED.search, log.splitlines()):
+        match = _WHERE.search(line)
+        name = match[1] if match else ""
+        found.add((architectures.get(name, "sm_?"), readable(name) if name else line.strip()))
+    return found
+
+
 def find_problems(log, budgets):
     """Two lists of sentences on `log`, the output of ptxas -v: what is slow, and what is unused.
 
-    budgets: bytes by (architecture, kernel).
+    budgets: bytes by (architecture, kernel); and those of `serialized_in`, as `read_budgets`.
     """
     slow, unused = [], []
-    spills = spills_of(log)
+    spills, serialized = spills_of(log), serialized_in(log)
+    budgets = dict(budgets)
+    known = {kernel[1:] for kernel in budgets if kernel[0] == _IS_SERIALIZED}
+    for kernel in known:
+        del budgets[_IS_SERIALIZED, *kernel]
+    slow += [f"wgmma serialized: {name} on {arch}" for arch, name in sorted(serialized - known)]
+    unused += [
+        f"no longer serialized: {name} on {arch}" for arch, name in sorted(known - serialized)
+    ]
     for kernel in sorted({**spills, **budgets}):
         spilled, budget = spills.get(kernel), budgets.get(kernel, 0)
         name = " ".join(reversed(kernel)).replace(" sm_", " on sm_")
@@ -73,9 +96,6 @@ def find_problems(log, budgets):
             unused.append(f"{name} spills {spilled} bytes of registers; lower its {budget}")
         elif spilled > budget:
             slow.append(f"{name} spills {spilled} bytes of registers; its budget is {budget}")
-    for line in log.splitlines():
-        if _SERIALIZED.search(line):
-            slow.append(f"wgmma serialized: {line.strip()}")
     return slow, unused
 
 
@@ -160,24 +180,26 @@ class _Mangled:
 
 
 def read_budgets(text):
-    """Bytes by object and then (architecture, kernel)."""
+    """Bytes by object and then (architecture, kernel); ("serialized", architecture, kernel): 0."""
     budgets = {}
     for line in text.splitlines():
         if line and not line.startswith("#"):
             spilled, source, architecture, kernel = line.split(maxsplit=3)
-            budgets.setdefault(source, {})[architecture, kernel] = int(spilled)
+            is_serialized = spilled == _IS_SERIALIZED
+            key = (spilled, architecture, kernel) if is_serialized else (architecture, kernel)
+            budgets.setdefault(source, {})[key] = 0 if is_serialized else int(spilled)
     return budgets
 
 
 def write_budgets(budgets):
     """The inverse of `read_budgets`; what spills nothing is left out."""
     rows = [
-        (source, architecture, kernel, spilled)
+        (source, *kernel[-2:], _IS_SERIALIZED if len(kernel) > 2 else str(spilled))
         for source, kernels in budgets.items()
-        for (architecture, kernel), spilled in kernels.items()
-        if spilled
+        for kernel, spilled in kernels.items()
+        if spilled or len(kernel) > 2
     ]
-    lines = [f"{row[3]:5} {row[0]:19} {row[1]:6} {row[2]}\n" for row in sorted(rows)]
+    lines = [f"{row[3]:>5} {row[0]:19} {row[1]:6} {row[2]}\n" for row in sorted(rows)]
     return _HEADER + "".join(lines)
 
 
@@ -189,7 +211,9 @@ def update(folder):
     budgets = read_budgets(BUDGETS.read_text()) if BUDGETS.exists() else {}
     for report in reports:
         source = report.name.partition(".")[0]
-        before, after = budgets.get(source, {}), spills_of(report.read_text())
+        log = report.read_text()
+        before, after = budgets.get(source, {}), spills_of(log)
+        after |= {(_IS_SERIALIZED, *kernel): 0 for kernel in serialized_in(log)}
         for kernel in sorted({**before, **after}):
             old, new = before.get(kernel, 0), after.get(kernel, 0)
             if old != new:

@@ -54,7 +54,14 @@ ptxas info    : Function properties for _Z8functionv
             ["on sm_90 spills 40 bytes"],
             ["on sm_80 spills 0 bytes"],
         ),
-        (log_of(_CLEAN) + _SERIALIZED, {}, ["wgmma serialized"], []),
+        (log_of(_CLEAN) + _SERIALIZED, {}, ["wgmma serialized: kernel on sm_?"], []),
+        (
+            log_of(_CLEAN) + _SERIALIZED.replace("_Z6kernelv", _MANGLED),
+            {("serialized", *_KERNEL): 0},
+            [],
+            [],
+        ),
+        (log_of(_CLEAN), {("serialized", *_KERNEL): 0}, [], ["no longer serialized: kernel<"]),
     ],
 )
 def test_ptxas_log_is_judged(log, budgets, slow, unused):
