@@ -148,7 +148,7 @@ def shards(q_len=1024, heads=32, kv_heads=8, **more):
         (2, {}, shards(query_segment_ids=(1024,)), "all_gather"),
         (8, {"window": (1000, 0)}, shards(), "ring"),
         (8, {"window": (100000, 0)}, shards(), "all_gather"),
-        (16, {"dropout_rate": 0.5}, shards(q_len=1004), "all_gather"),  # no multiple of 8
+        (16, {"dropout_rate": 0.5}, shards(q_len=1004), "ring"),  # whatever the chunks are
     ],
 )
 def test_automatic_mode(devices, options, operands, expected):
