@@ -237,7 +237,7 @@ class Blocks:
             seen = jnp.clip(lengths - kv_starts, 0, size).sum(-1, keepdims=True, dtype=jnp.int32)
         if self._spec.is_causal:
             room = self.q_len + self.kv_len  # no query reaches a key across more
-            offset = min(max(self._sequence.offset, -room), room)
+            offset = min(max(self._sequence.offset or 0, -room), room)  # static here
             distance = q_starts + offset - kv_starts  # [c, chunks]
             whole = size * (distance > 0).sum(-1, keepdims=True, dtype=jnp.int32)
             diagonal = size * (distance == 0).sum(-1, keepdims=True, dtype=jnp.int32)
