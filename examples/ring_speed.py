@@ -38,7 +38,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_flash
 
-# By name: mode and order.
+# Names each method's mode and order.
 METHODS = {
     "ring": ("ring", "zigzag"),
     "ring_contiguous": ("ring", "contiguous"),

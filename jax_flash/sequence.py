@@ -114,7 +114,7 @@ def choose_mode(
         for name in ("bias", "mask")
         if name in operands
     )
-    # Of a forward and a backward pass: 12 (N + K) / D against 16 K bytes for each token and column.
+    # Both passes together send 12 (N + K) / D against 16 K bytes for each token and column.
     exchanges_less = 3 * (heads + kv_heads) < 4 * kv_heads * devices
     if by_heads and "query_segment_ids" in operands and exchanges_less:
         return "all_to_all", "of documents, whose calls are short, it sends least"

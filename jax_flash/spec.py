@@ -24,7 +24,7 @@ _JAX_NN_IMPLEMENTATIONS = {"xla": None, "cudnn": "flash"}
 _RANDOM = 2**philox.BITS
 
 
-# Of a sharded sequence: see sequence.py, ring.py, all_gather.py and all_to_all.py.
+# Says how a sequence is sharded: see sequence.py, ring.py, all_gather.py and all_to_all.py.
 Order = Literal["contiguous", "zigzag"]
 Mode = Literal["ring", "all_to_all", "all_gather", "auto"]
 ORDERS: tuple[Order, ...] = ("contiguous", "zigzag")

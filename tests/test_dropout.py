@@ -17,7 +17,7 @@ from jax_flash.philox import dropout_keep, dropout_keys, philox2x32_7, philox4x3
 LENGTH = 512
 SEED = np.array([7, 2**32 - 9], np.uint32)
 
-# Of Random123's file tests/kat_vectors, for Philox2x32-7 and Philox4x32-10: counter, key, words.
+# Taken from Random123's tests/kat_vectors, for Philox2x32-7 and Philox4x32-10: counter, key, words.
 KNOWN = """
 00000000 00000000 / 00000000 / 257a3673 cd26be2a
 ffffffff ffffffff / ffffffff / ab302c4d 3dc9d239

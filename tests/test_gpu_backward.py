@@ -14,7 +14,7 @@ from jax_flash import explain
 
 pytestmark = pytest.mark.gpu
 
-# What decides whether the query heads of a group have key blocks of their own, alone or in pairs:
+# These decide whether the query heads of a group have key blocks of their own, alone or in pairs:
 # heads, lengths, and whether an edge cuts tiles.
 GROUPS = [(8, 1, 1030, 1024), (6, 2, 600, 520), (10, 2, 520, 500), (8, 4, 700, 1300),
           (12, 1, 2100, 300)]  # fmt: skip

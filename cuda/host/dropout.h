@@ -10,7 +10,7 @@ namespace jax_flash::host::JAX_FLASH_ISA {
 inline constexpr int kCounters = kDropoutBlock / 2;  // of a block's columns
 typedef uint64_t Counters __attribute__((vector_size(8 * kCounters)));
 
-// Which of 16 columns are kept, of the rows that share counters: i and i + 8.
+// Says which of 16 columns are kept, in the rows that share counters: i and i + 8.
 struct KeptPair {
   uint64_t bits[2];
 };
