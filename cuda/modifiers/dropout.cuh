@@ -38,12 +38,13 @@ using KeptGroups = PhiloxPair[kN / 2][2];
 // Holds what the bits of one batch and head depend on, besides row and column.
 struct Dropout {
   DropoutKeys keys;
-  uint32_t first_row = 0, first_col = 0;  // the indices that row 0 and column 0 count as
+  uint32_t first_row, first_col;  // the indices that row 0 and column 0 count as
 
   Dropout() = default;
   // `at(operand)` returns the address of an operand's first word for the batch and head.
   template <typename At>
-  __device__ __forceinline__ Dropout(const Forward& params, At at) {
+  __device__ __forceinline__ Dropout(const Forward& params, At at)
+      : keys{}, first_row(0), first_col(0) {
     if (params.options.dropout_threshold == 0) return;
     const uint32_t* words = at(params.dropout_keys);
     const int64_t stride = params.dropout_keys.col;

@@ -37,7 +37,7 @@ inline constexpr uint32_t kDropoutBits = 0x7fff;  // those of a half word that a
 
 // The first three words of Philox4x32-10 of counter (n, b, 0, 0), with the seed as its key.
 struct DropoutKeys {
-  uint32_t key = 0, row = 0, col = 0;
+  uint32_t key, row, col;
 };
 
 struct PhiloxPair {

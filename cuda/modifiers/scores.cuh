@@ -44,15 +44,15 @@ __device__ __forceinline__ bool has_element_masks(const Forward& params) {
 // Computed once per query tile, without the divisions of BatchIndex, which are function calls.
 struct ModifierOffsets {
   int64_t bias, mask, query_ids, key_ids;
-  DistanceBias distance;
-  Dropout dropout;
+  union {
+    DistanceBias distance = {};
+    Dropout dropout;  // in kernels for dropout alone: a query tile's description is full
+  };
 
   ModifierOffsets() = default;
   __device__ __forceinline__ ModifierOffsets(const Forward& params, const int32_t (&batch)[2],
                                              int32_t head) {
-    const auto offset = [&](const Operand& operand) {
-      return batch[0] * operand.batch[0] + batch[1] * operand.batch[1] + head * operand.head;
-    };
+    const auto offset = [&](const Operand& operand) { return offset_of(operand, batch, head); };
     bias = offset(params.bias);
     mask = offset(params.mask);
     query_ids = offset(params.query_segment_ids);
@@ -60,9 +60,20 @@ struct ModifierOffsets {
     distance = DistanceBias(params, [&](const Operand& operand) {
       return static_cast<const float*>(operand.data) + offset(operand);  // 4 bytes an element
     });
-    dropout = Dropout(params, [&](const Operand& operand) {
-      return static_cast<const uint32_t*>(operand.data) + offset(operand);
+  }
+
+  // Returns what dropout needs.
+  static __device__ __forceinline__ Dropout dropout_of(const Forward& params,
+                                                       const int32_t (&batch)[2], int32_t head) {
+    return Dropout(params, [&](const Operand& operand) {
+      return static_cast<const uint32_t*>(operand.data) + offset_of(operand, batch, head);
     });
+  }
+
+ private:
+  static __device__ __forceinline__ int64_t offset_of(const Operand& operand,
+                                                      const int32_t (&batch)[2], int32_t head) {
+    return batch[0] * operand.batch[0] + batch[1] * operand.batch[1] + head * operand.head;
   }
 };
 

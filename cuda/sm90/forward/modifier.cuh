@@ -179,8 +179,7 @@ struct ForwardModifier<Config, Element, kEveryModifier>
   template <typename Consumer>
   static __device__ __forceinline__ void drop_some(Consumer& consumer, int32_t tile) {
     if (consumer.params.options.dropout_threshold == 0) return;
-    const uint32_t threshold = consumer.params.options.dropout_threshold;
-    drop<Config::kBlockKv / 8>(consumer.scores, consumer.work.modifiers.dropout, threshold,
+    drop<Config::kBlockKv / 8>(consumer.scores, consumer.modifiers(),
                                consumer.work.row0 + consumer.warp_row, tile * Config::kBlockKv);
   }
 };

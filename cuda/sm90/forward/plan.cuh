@@ -178,7 +178,7 @@ __device__ __forceinline__ void describe_query_tile(const Forward& params, const
   } else if constexpr (kModifiers == kDistance) {
     work.modifiers.distance = ModifierOffsets(params, q.batch_axes, q.head).distance;
   } else if constexpr (kModifiers == kDropout) {
-    work.modifiers.dropout = ModifierOffsets(params, q.batch_axes, q.head).dropout;
+    work.modifiers.dropout = ModifierOffsets::dropout_of(params, q.batch_axes, q.head);
   } else if constexpr (kModifiers != kNoModifier) {
     work.modifiers = ModifierOffsets(params, q.batch_axes, q.head);
     if constexpr (kModifiers == kBias || kModifiers == kMask) {
