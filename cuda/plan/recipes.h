@@ -184,7 +184,7 @@ inline constexpr RecipeRow kRecipes[] = {
      true},
     {Recipe::kSlopes, "ALiBi", 128, 128, kDistance, 2, 128, 1, ScoresAhead::kNo, BiasPlace::kNone,
      0, true},
-    {Recipe::kDropout, "dropout", 64, 64, kDropout, 2, 128},
+    {Recipe::kDropout, "dropout", 64, 64, kDropout, 3, 96},
     {Recipe::kDropout, "dropout", 128, 128, kDropout, 2, 128},
     // Several modifiers, or a head dim that has no kernel for one. The loop has ten times as many
     // instructions as a call executes.
