@@ -3,6 +3,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "modifiers/distance.cuh"
 #include "modifiers/score_gradient_transposed.cuh"
@@ -76,7 +77,10 @@ struct UncutRows {
 //   scores                 S^T, then P^T
 //   dscores                dP^T, then dS^T
 //   dkey, dvalue           sums of the block
-template <typename Config, typename Element, bool kGeneral, bool kMayShare>
+//
+// kMixed: the block's keys and rows have several segments. Such blocks have code of their own: in
+// one loop for both kinds, registers would not suffice.
+template <typename Config, typename Element, bool kGeneral, bool kMayShare, bool kMixed = false>
 struct NarrowConsumer {
   static constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv;
   static constexpr bool kManyRegisters = Config::kHeadDim <= 96;  // chosen by measurement
@@ -85,8 +89,7 @@ struct NarrowConsumer {
   static constexpr uint32_t kApplied = kGeneral           ? kEveryModifier
                                        : Config::kHasBias ? kBias
                                                           : kNoModifier;
-  static constexpr bool kForbids = kApplied != kNoModifier || Config::kHasMask;
-  static constexpr bool kNotesBadKeys = kForbids || Config::kHasSegments;
+  static constexpr bool kForbids = kApplied != kNoModifier || Config::kHasMask || kMixed;
   static constexpr int kHalves = kBlockQ / 64;
   static constexpr int kHeadN = Config::kHeadDim / 8, kHeadSteps = Config::kHeadDim / 16;
   using KeyTile = typename Config::KeyTile;
@@ -170,7 +173,7 @@ struct NarrowConsumer {
     Words words;
     const bool has_padding =
         begin(ring.stage, key_parity, tile, allowed, key_rmem, value_rmem, scores);
-    if constexpr (Config::kHasSegments) restrict_to_alike(uncut);
+    if constexpr (kMixed) restrict_to_alike(uncut);
     if (Config::kNextScoresFirst) drops.draw(words, tile.x, first_key() + warp_key);
     do {
       const int32_t row0 = tile.x;
@@ -240,7 +243,7 @@ struct NarrowConsumer {
   // Leaves those whose segment all keys have. A key that is NaN or infinite is looked for in every
   // tile.
   __device__ __forceinline__ void restrict_to_alike(UncutRows& uncut) const {
-    const bool has_bad_keys = !block.alike.all && bad_keys()[kBlockKv / 32] != 0;
+    const bool has_bad_keys = bad_keys()[kBlockKv / 32] != 0;
     const int32_t first = has_bad_keys ? INT32_MAX : block.alike.first;
     uncut.first = max(uncut.first, __reduce_max_sync(0xffffffff, first));
     uncut.last = min(uncut.last, __reduce_max_sync(0xffffffff, block.alike.last));
@@ -271,7 +274,7 @@ struct NarrowConsumer {
         first > 0 || (end < kBlockKv && first_key() + end < params.shape.kv_len);
     ptx::mbarrier_wait(smem.key_full(), key_parity);
     if (has_unattended) zero_rows<Config::kConsumerThreads>(smem.key(), first, end, kConsumers);
-    if (kForbids || (Config::kHasSegments && !block.alike.all)) {
+    if constexpr (kForbids) {
       clear_bad_key_rows<Config::kConsumerThreads, kConsumers, Element>(smem.key(), bad_keys());
     }
     const bool has_padding = kApplied != kNoModifier || band.q_len < params.shape.q_len;
@@ -361,16 +364,14 @@ struct NarrowConsumer {
   // Applies modifiers and the band to S^T.
   __device__ __forceinline__ void mask_scores(const Gradient& gradient, Tile& scores, bool is_cut,
                                               CapSlopes<8>& slopes) const {
-    if constexpr (kForbids) {
+    if constexpr (kForbids && !kMixed) {
       mark_bad_key_rows<kBlockKv>(scores, bad_keys(), warp_key);
     }
     if constexpr (Config::kHasMask) apply_mask_bits(scores, gradient.mask_bits);
     if (kApplied != kNoModifier || is_cut) {
-      if constexpr (Config::kHasSegments) {
-        if (!block.alike.all) {
-          mark_bad_key_rows<kBlockKv>(scores, bad_keys(), warp_key);
-          separate_segments(scores, gradient.row0);
-        }
+      if constexpr (kMixed) {
+        mark_bad_key_rows<kBlockKv>(scores, bad_keys(), warp_key);
+        separate_segments(scores, gradient.row0);
       }
       gradient.mask(scores, block.band, kManyRegisters ? &slopes : nullptr);
     }
@@ -423,12 +424,6 @@ struct NarrowConsumer {
     }
     ptx::wgmma_results(dscores);
     if constexpr (Config::kHasDropout) return Drops::finish(scores, dscores, delta_smem);
-    if constexpr (Config::kHasSegments) {
-      // dP of keys of other segments may be NaN.
-      if (is_cut && !block.alike.all) {
-        return gradient.template finish<true>(scores, dscores, lse_smem, delta_smem, kept);
-      }
-    }
     gradient.template finish<kForbids>(scores, dscores, lse_smem, delta_smem, kept,
                                        kManyRegisters ? &slopes : nullptr);
   }
@@ -520,7 +515,7 @@ struct NarrowConsumer {
   // Fetches what modifies the next 64 rows: the mask to a register and, if there are registers for
   // addresses, a bias to L2.
   __device__ __forceinline__ void read_ahead(uint32_t& allowed, const int2& tile, int half) const {
-    if constexpr (kForbids) {
+    if constexpr (kForbids && !kMixed) {
       const int32_t key = first_key() + warp_key, row = tile.x + half * 64;
       if (key >= params.shape.kv_len) return;
       if (Config::kHasMask || (kGeneral && params.mask)) {
@@ -543,7 +538,7 @@ struct NarrowConsumer {
 
   // Returns the notes on keys that are NaN or infinite: see tile/bad_key_rows.cuh.
   static __device__ __forceinline__ uint32_t* bad_keys() {
-    __shared__ uint32_t bad_keys_smem[kNotesBadKeys ? kBlockKv / 32 + 1 : 1];
+    __shared__ uint32_t bad_keys_smem[kForbids ? kBlockKv / 32 + 1 : 1];
     return bad_keys_smem;
   }
 
@@ -594,14 +589,20 @@ __device__ __forceinline__ void consume_tiles(
     const Backward& params, const KeyGradientMaps& maps, const BackwardWorkspace& workspace,
     const BlockPlan& plan, int32_t units, const BackwardSmem<Config>& smem,
     const BackwardBlock& block, RingState<Config::kStages>& ring, uint32_t key_parity) {
-  using Consumer = NarrowConsumer<Config, Element, kGeneral, kMayShare>;
   // The shuffle makes it uniform in the warp for the compiler, so that descriptors use uniform
   // registers.
   const int group = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0) - 1;
   int tiles_done = 0;
-  const typename Consumer::Progress progress{tiles_done};
-  const Consumer consumer(params, maps, workspace, plan, units, smem, block, group, progress);
-  consumer.run(ring, key_parity, tiles_done);
+  const auto run = [&](auto mixed) {
+    using Consumer = NarrowConsumer<Config, Element, kGeneral, kMayShare, mixed()>;
+    const typename Consumer::Progress progress{tiles_done};
+    const Consumer consumer(params, maps, workspace, plan, units, smem, block, group, progress);
+    consumer.run(ring, key_parity, tiles_done);
+  };
+  if constexpr (Config::kHasSegments) {
+    if (__any_sync(0xffffffff, !block.alike.all)) return run(std::true_type{});
+  }
+  run(std::false_type{});
 }
 
 }  // namespace jax_flash::sm90
