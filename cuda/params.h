@@ -57,6 +57,9 @@ struct Options {
   uint32_t dropout_threshold = 0;
   float dropout_scale = 1.0f;
   bool deterministic = false;
+  // Products of float32 operands on a GPU are as exact as in float32; otherwise their operands are
+  // rounded to TF32.
+  bool high_precision = false;
   int32_t smem_limit = 0;  // shared memory that a block may use, in bytes; 0: the device's
 };
 

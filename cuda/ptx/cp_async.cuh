@@ -13,6 +13,21 @@ __device__ __forceinline__ void cp_async_16(uint32_t address_smem, const void* g
                : "memory");
 }
 
+// Copies the first `bytes` of 16 bytes, and fills the rest with zeros.
+__device__ __forceinline__ void cp_async_16_of(uint32_t address_smem, const void* gmem,
+                                               int32_t bytes) {
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address_smem),
+               "l"(gmem), "r"(bytes)
+               : "memory");
+}
+
+// Copies 4 bytes, or writes zeros and reads nothing if !valid.
+__device__ __forceinline__ void cp_async_4(uint32_t address_smem, const void* gmem, bool valid) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4, %2;" ::"r"(address_smem), "l"(gmem),
+               "r"(valid ? 4 : 0)
+               : "memory");
+}
+
 __device__ __forceinline__ void cp_async_commit_group() {
   asm volatile("cp.async.commit_group;" ::: "memory");
 }

@@ -30,4 +30,17 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
   }
 }
 
+// Computes d[16, 8] += a[16, 8] b[8, 8] of float32 operands whose last 13 bits are ignored, which
+// makes them TF32. With lane = 4 g + t, a thread holds
+//   d: as above
+//   a: column t of rows g and g + 8, then column t + 4 of the same rows
+//   b: rows t and t + 4 of column g
+__device__ __forceinline__ void mma_m16n8k8_tf32(float (&d)[4], const uint32_t (&a)[4], uint32_t b0,
+                                                 uint32_t b1) {
+  asm("mma.sync.aligned.m16n8k8.row.col.f32.tf32.tf32.f32 {%0, %1, %2, %3}, {%4, %5, %6, %7}, "
+      "{%8, %9}, {%0, %1, %2, %3};"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
+}
+
 }  // namespace jax_flash::ptx

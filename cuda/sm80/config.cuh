@@ -3,6 +3,7 @@
 
 #include <cstdint>
 
+#include "tile/element.cuh"
 #include "tile/smem_tile.cuh"
 
 // Switches of `python benchmarks/run.py ablation`, which builds variants with -D; their defaults
@@ -44,22 +45,36 @@ namespace jax_flash::sm80 {
 // Configurations exist for up to three amounts of shared memory that a block can have, in KB:
 //   99 on sm_86, sm_89 and sm_120; 163 on sm_80 and sm_87; 227 on sm_90 and sm_100
 
+// Sizes of the forward pass for float32 operands. As many bytes as of 16-bit operands are half as
+// many columns, whose products take as long; so tiles have the same bytes.
+template <int kHeadDim, bool kGeneral, int kSmemKb>
+struct Float32ForwardSizes {
+  static constexpr int kBlockQ = kHeadDim <= 128 || kSmemKb > 99 ? 128 : 64;
+  static constexpr int kBlockKv = kHeadDim <= 64 ? 64 : kHeadDim <= 128 ? 32 : 16;
+  static constexpr int kWarps = kHeadDim <= (kGeneral ? 64 : 128) || kSmemKb <= 99 ? 4 : 8;
+  static constexpr int kStages = kHeadDim <= 64 ? 2 : 1;
+};
+
 // Configures the forward pass: a block computes kBlockQ rows of one head's output and walks over
 // tiles of kBlockKv keys and values. A warp owns kMTiles * 16 rows, so that softmax needs no other
 // warp, and reads each key and value fragment once for all of them.
-template <int kHeadDimension, int kValueDimension, bool kGeneral, int kSmemKb>
+template <typename Element, int kHeadDimension, int kValueDimension, bool kGeneral, int kSmemKb>
 struct ForwardConfig {
+  static constexpr bool kFloat32 = kIsFloat32<Element>;
+  using Float32 = Float32ForwardSizes<kHeadDimension, kGeneral, kSmemKb>;
   static constexpr int kSmemLimit = kSmemKb * 1024;
   static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension;
   static_assert(kHeadDim % 16 == 0 && kValueDim % 16 == 0 && kValueDim <= kHeadDim);
 
-  static constexpr int kBlockQ = JAX_FLASH_SM80_FORWARD_BLOCK_Q;
-  static constexpr int kBlockKv = JAX_FLASH_SM80_FORWARD_BLOCK_KV;
-  static constexpr int kWarps = JAX_FLASH_SM80_FORWARD_WARPS;
+  static constexpr int kBlockQ = kFloat32 ? Float32::kBlockQ : JAX_FLASH_SM80_FORWARD_BLOCK_Q;
+  static constexpr int kBlockKv = kFloat32 ? Float32::kBlockKv : JAX_FLASH_SM80_FORWARD_BLOCK_KV;
+  static constexpr int kWarps = kFloat32 ? Float32::kWarps : JAX_FLASH_SM80_FORWARD_WARPS;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kMTiles = kBlockQ / (16 * kWarps);
-  static constexpr bool kQueryInRegisters = JAX_FLASH_SM80_FORWARD_QUERY_IN_REGISTERS;
-  static constexpr int kStages = JAX_FLASH_SM80_FORWARD_STAGES;  // for each of K and V
+  static constexpr bool kQueryInRegisters =
+      !kFloat32 && JAX_FLASH_SM80_FORWARD_QUERY_IN_REGISTERS;
+  static constexpr int kStages =  // for each of K and V
+      kFloat32 ? Float32::kStages : JAX_FLASH_SM80_FORWARD_STAGES;
   static constexpr int kMinBlocks = kWarps == 4 ? 2 : 1;
   // If true, the exponentials of 16 columns come right before the products that use them, and so
   // overlap the products before; if false, all exponentials of a tile come before all those
@@ -68,16 +83,32 @@ struct ForwardConfig {
   // Under a causal mask the last rows, which have the most work, go first.
   static constexpr bool kLongestFirst = JAX_FLASH_SM80_FORWARD_LONGEST_FIRST;
 
-  using QueryTile = SmemTile<kBlockQ, kHeadDim>;
-  using KeyTile = SmemTile<kBlockKv, kHeadDim>;
-  using ValueTile = SmemTile<kBlockKv, kValueDim>;
-  using OutTile = SmemTile<kBlockQ, kValueDim>;  // reuses the memory of the query tile
+  static constexpr int kBytes = sizeof(Element);
+  using QueryTile = SmemTile<kBlockQ, kHeadDim, kBytes>;
+  using KeyTile = SmemTile<kBlockKv, kHeadDim, kBytes>;
+  using ValueTile = SmemTile<kBlockKv, kValueDim, kBytes>;
+  using OutTile = SmemTile<kBlockQ, kValueDim, kBytes>;  // reuses the memory of the query tile
 
   // Shared memory holds query (then out), kStages times key, kStages times value.
   static constexpr int kKeyOffset = QueryTile::kBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * KeyTile::kBytes;
   static constexpr int kSmemBytes = kValueOffset + kStages * ValueTile::kBytes;
   static_assert(kSmemBytes <= kSmemLimit);
+};
+
+// Sizes of the backward pass for float32 operands; names as in BackwardConfig.
+template <int kHeadDim, int kSmemKb>
+struct Float32BackwardSizes {
+  static constexpr int kBlockQ = kHeadDim <= (kSmemKb <= 99 ? 64 : 128) ? 64 : 32;
+  static constexpr int kBlockKv = kHeadDim <= (kSmemKb <= 99    ? 64
+                                               : kSmemKb <= 163 ? 128
+                                                                : 256)
+                                      ? 64
+                                      : 32;
+  static constexpr int kStages = kHeadDim <= 32 ? 2 : 1;
+  static constexpr int kWarps = kHeadDim <= 64 || kBlockKv == 32 ? 4 : 8;
+  static constexpr int kScoreWarpRows = kBlockQ == 64 && kWarps == 8 ? 4 : 2;
+  static constexpr int kKeyWarpRows = kBlockKv / 32, kQueryWarpRows = kBlockQ / 32;
 };
 
 // Configures the backward pass: a block owns kBlockKv keys and values of one key/value head and
@@ -87,33 +118,47 @@ struct ForwardConfig {
 //   S, dP  [kBlockQ, kBlockKv]     kScoreWarpRows x the rest
 //   dK, dV [kBlockKv, head dim]    kKeyWarpRows x the rest
 //   dQ     [kBlockQ, head dim]     kQueryWarpRows x the rest
-template <int kHeadDimension, int kValueDimension, bool kGeneral, int kSmemKb>
+template <typename Element, int kHeadDimension, int kValueDimension, bool kGeneral, int kSmemKb>
 struct BackwardConfig {
+  static constexpr bool kFloat32 = kIsFloat32<Element>;
+  using Float32 = Float32BackwardSizes<kHeadDimension, kSmemKb>;
   static constexpr int kSmemLimit = kSmemKb * 1024;
   static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension;
   static_assert(kHeadDim % 32 == 0 && kValueDim % 32 == 0 && kValueDim <= kHeadDim);
   static constexpr bool kSmall = kSmemKb <= 99;
 
-  static constexpr int kBlockQ = kSmall && kHeadDim >= 192 ? 32 : 64;
+  static constexpr int kBlockQ = kFloat32                     ? Float32::kBlockQ
+                                 : kSmall && kHeadDim >= 192 ? 32
+                                                             : 64;
   static constexpr bool kWide = kHeadDim == 128 || (kHeadDim == 96 && !kGeneral);
-  static constexpr int kBlockKv = JAX_FLASH_SM80_BACKWARD_BLOCK_KV;
+  static constexpr int kBlockKv = kFloat32 ? Float32::kBlockKv : JAX_FLASH_SM80_BACKWARD_BLOCK_KV;
   // The greatest head dim with two stages of Q and dO; larger ones have one stage.
   static constexpr int kTwoStages = kSmall ? 64 : kSmemKb > 163 && !kGeneral ? 256 : 192;
-  static constexpr int kStages = JAX_FLASH_SM80_BACKWARD_STAGES;
-  static constexpr int kWarps = kHeadDim <= 64 || kBlockKv == 32 ? 4 : 8;
+  static constexpr int kStages = kFloat32 ? Float32::kStages : JAX_FLASH_SM80_BACKWARD_STAGES;
+  static constexpr int kWarps = kFloat32                          ? Float32::kWarps
+                                : kHeadDim <= 64 || kBlockKv == 32 ? 4
+                                                                   : 8;
   static constexpr int kThreads = 32 * kWarps;
   // Three blocks of four warps leave 168 registers a thread, which suffices without modifiers.
-  static constexpr int kMinBlocks = JAX_FLASH_SM80_BACKWARD_MIN_BLOCKS;
+  static constexpr int kMinBlocks =
+      kFloat32 ? (kWarps == 4 && kSmemKb > 99 && kHeadDim <= 64 ? 2 : 1) : JAX_FLASH_SM80_BACKWARD_MIN_BLOCKS;
 
-  static constexpr int kScoreWarpRows = kBlockQ == 64 && kBlockKv == 64 && kWarps == 8 ? 4 : 2;
-  static constexpr int kKeyWarpRows = kBlockKv == 128 || kHeadDim == 96 ? 4 : kBlockKv / 32;
-  static constexpr int kQueryWarpRows = kHeadDim == 96 ? 4 : kBlockKv == 32 ? 1 : 2;
+  static constexpr int kScoreWarpRows =
+      kFloat32 ? Float32::kScoreWarpRows : kBlockQ == 64 && kBlockKv == 64 && kWarps == 8 ? 4 : 2;
+  static constexpr int kKeyWarpRows = kFloat32                              ? Float32::kKeyWarpRows
+                                      : kBlockKv == 128 || kHeadDim == 96 ? 4
+                                                                          : kBlockKv / 32;
+  static constexpr int kQueryWarpRows = kFloat32         ? Float32::kQueryWarpRows
+                                        : kHeadDim == 96 ? 4
+                                        : kBlockKv == 32 ? 1
+                                                         : 2;
 
-  using QueryTile = SmemTile<kBlockQ, kHeadDim>;
-  using OutTile = SmemTile<kBlockQ, kValueDim>;  // for dO
-  using KeyTile = SmemTile<kBlockKv, kHeadDim>;
-  using ValueTile = SmemTile<kBlockKv, kValueDim>;
-  using ScoreTile = SmemTile<kBlockQ, kBlockKv>;
+  static constexpr int kBytes = sizeof(Element);
+  using QueryTile = SmemTile<kBlockQ, kHeadDim, kBytes>;
+  using OutTile = SmemTile<kBlockQ, kValueDim, kBytes>;  // for dO
+  using KeyTile = SmemTile<kBlockKv, kHeadDim, kBytes>;
+  using ValueTile = SmemTile<kBlockKv, kValueDim, kBytes>;
+  using ScoreTile = SmemTile<kBlockQ, kBlockKv, kBytes>;
 
   // Shared memory holds key (then dK), value (then dV), P, dS, kStages times query, kStages times
   // dO.

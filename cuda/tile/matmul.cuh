@@ -3,17 +3,63 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "ptx/mma.cuh"
+#include "ptx/tf32.cuh"
+#include "tile/element.cuh"
 
 namespace jax_flash {
 
+// Adds A B to acc, for float32 operands. See matmul() below; fragments are of 8 columns of A.
+template <typename Element, int kSteps, int kM, int kN, typename LoadA, typename LoadB>
+__device__ __forceinline__ void matmul_float32(float (&acc)[kM][kN][4], LoadA load_a,
+                                               LoadB load_b) {
+  constexpr bool kSplit = std::is_same_v<Element, Tf32x3>;
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+    uint32_t a[kM][4], a_rest[kSplit ? kM : 1][4];
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      load_a(a[m], m, k);
+      ptx::round_to_tf32<kSplit>(a[m], a_rest[kSplit ? m : 0]);
+    }
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      uint32_t b[4], b_rest[4];
+      load_b(b, n, k);
+      ptx::round_to_tf32<kSplit>(b, b_rest);
+#pragma unroll
+      for (int m = 0; m < kM; ++m) {
+#pragma unroll
+        for (int j = 0; j < 2; ++j) {
+          if constexpr (kSplit) {
+            // Tensor cores truncate sums, so that a long sum would become too small. That of one
+            // step is added by an instruction that rounds.
+            float sum[4] = {};
+            ptx::mma_m16n8k8_tf32(sum, a_rest[m], b[2 * j], b[2 * j + 1]);
+            ptx::mma_m16n8k8_tf32(sum, a[m], b_rest[2 * j], b_rest[2 * j + 1]);
+            ptx::mma_m16n8k8_tf32(sum, a[m], b[2 * j], b[2 * j + 1]);
+#pragma unroll
+            for (int e = 0; e < 4; ++e) acc[m][n + j][e] += sum[e];
+          } else {
+            ptx::mma_m16n8k8_tf32(acc[m][n + j], a[m], b[2 * j], b[2 * j + 1]);
+          }
+        }
+      }
+    }
+  }
+}
+
 // Adds A B to acc. acc[m][n] are the 16x8 blocks of a [16 kM, 8 kN] matrix; the inner dimension is
-// 16 kSteps. load_a(a, m, k) sets the fragment of A's block (m, k), load_b(b, n, k) those of the
+// kStepCols<Element> kSteps. load_a(a, m, k) sets the fragment of A's block (m, k), load_b(b, n, k) those of the
 // two blocks (k, n) and (k, n + 1) of B, n even.
 template <typename Element, int kSteps, int kM, int kN, typename LoadA, typename LoadB>
 __device__ __forceinline__ void matmul(float (&acc)[kM][kN][4], LoadA load_a, LoadB load_b) {
   static_assert(kN % 2 == 0);
+  if constexpr (kIsFloat32<Element>) {
+    return matmul_float32<Element, kSteps>(acc, load_a, load_b);
+  } else {
 #pragma unroll
   for (int k = 0; k < kSteps; ++k) {
     uint32_t a[kM][4];
@@ -29,6 +75,7 @@ __device__ __forceinline__ void matmul(float (&acc)[kM][kN][4], LoadA load_a, Lo
         ptx::mma_m16n8k16<Element>(acc[m][n + 1], a[m], b[2], b[3]);
       }
     }
+  }
   }
 }
 

@@ -1,14 +1,16 @@
-// Defines matrices of 16-bit elements in shared memory, and reads mma fragments from them.
+// Defines matrices in shared memory, and reads mma fragments from them.
 //
-// A matrix is stored in panels of 64 columns; a row of a panel is 128 bytes, eight chunks of 16.
-// Chunk c of row r is stored at position c ^ (r % 8): eight rows of one chunk, which one phase of
-// ldmatrix reads, are then spread over all 32 banks, and so are the eight chunks of a row.
+// A matrix is stored in panels of 64 columns of 16-bit elements, or 32 of float32; a row of a panel
+// is 128 bytes, eight chunks of 16. Chunk c of row r is stored at position c ^ swizzle(r): eight
+// rows of one chunk, which one phase of ldmatrix reads, are then spread over all 32 banks, and so
+// are the eight chunks of a row.
 #pragma once
 
 #include <cstdint>
 
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
+#include "ptx/shared.cuh"
 
 // Switch of the ablation (sm80/config.cuh): 0 stores chunk c at position c.
 #ifndef JAX_FLASH_SM80_SWIZZLE
@@ -19,20 +21,31 @@ namespace jax_flash {
 
 inline constexpr int kChunk = 8;  // elements in 16 bytes, the unit of copies
 
-template <int kRowCount, int kColCount>
+template <int kRowCount, int kColCount, int kElementBytes = 2>
 struct SmemTile {
   static constexpr int kRows = kRowCount, kCols = kColCount;
-  static constexpr int kPanels = (kCols + 63) / 64;
+  static constexpr int kChunkCols = 16 / kElementBytes, kPanelCols = 8 * kChunkCols;
+  static constexpr int kPanels = (kCols + kPanelCols - 1) / kPanelCols;
   static constexpr int kPanelBytes = kRows * 128;
   static constexpr int kBytes = kPanels * kPanelBytes;
 
   uint32_t root;    // base of the block's tiles: a multiple of 1024
   uint32_t offset;  // distance of the tile from the root: a multiple of 1024
 
+  // Float32 fragments that ldmatrix cannot transpose are read in two contiguous chunks of four rows
+  // at a time: rows 4 i to 4 i + 3, or every second row of eight. The swizzle, which is linear over
+  // exclusive or, spreads both over all banks.
+  static __device__ __forceinline__ int swizzle(int row) {
+    if constexpr (kElementBytes == 2) {
+      return JAX_FLASH_SM80_SWIZZLE ? row : 0;
+    } else {
+      return (row & 2) << 1 | ((row ^ row >> 2) & 1) << 1 | (row & 1);
+    }
+  }
   // Returns where chunk `chunk` of row `row` would be in a tile at the root.
   __device__ __forceinline__ uint32_t root_address(int row, int chunk) const {
     return root + (chunk >> 3) * kPanelBytes + row * 128 +
-           ((chunk ^ (JAX_FLASH_SM80_SWIZZLE ? row : 0)) & 7) * 16;
+           ((chunk ^ swizzle(row)) & 7) * 16;
   }
   __device__ __forceinline__ uint32_t address(int row, int chunk) const {
     return root_address(row, chunk) + offset;
@@ -69,12 +82,108 @@ struct BlockReader {
   }
 };
 
+// Says how the columns of A, or rows of B, in a step of 8 are numbered among a thread's operands: t
+// and t + 4, or 2 t and 2 t + 1, as they are in accumulators.
+enum class StepOrder { kApart, kPaired };
+
+// Gives 8x16 blocks of a tile of float32 as transposed fragments: of a B stored [k, n], or of an A
+// stored [k, m]. A thread's columns are neighbours, so that one load reads both: of B's two 8x8
+// blocks, column g of the first is column 2 g of the tile, and that of the second 2 g + 1; of A's
+// block, rows g and g + 8 likewise.
+template <typename Tile, StepOrder kOrder = StepOrder::kApart>
+struct TransposedReader {
+  uint32_t lane_address;
+  uint32_t offset;
+
+  __device__ __forceinline__ TransposedReader(const Tile& tile, int row, int chunk)
+      : offset(tile.offset) {
+    const int group = threadIdx.x % 32 / 4, lane = threadIdx.x % 4;
+    const int lane_row = kOrder == StepOrder::kPaired ? 2 * lane : lane;
+    lane_address = tile.root_address(row + lane_row, chunk + group / 2) + group % 2 * 8;
+  }
+
+  // Sets {columns of the first row, columns of the second row}; see BlockReader::at().
+  __device__ __forceinline__ void read(uint32_t (&words)[4], int rows, int chunks) const {
+    constexpr int kSecondRow = kOrder == StepOrder::kPaired ? 1 : 4;
+    constexpr uint32_t kSecondSwizzle = kOrder == StepOrder::kPaired ? 3 * 16 : 2 * 16;
+    const uint32_t distance = offset + chunks / 8 * Tile::kPanelBytes + rows * 128;
+    const uint32_t swizzled = lane_address ^ (chunks % 8 * 16);
+    const uint2 first = ptx::ld_shared_v2(swizzled + distance);
+    const uint2 second =
+        ptx::ld_shared_v2((swizzled ^ kSecondSwizzle) + distance + kSecondRow * 128);
+    words[0] = first.x;
+    words[1] = first.y;
+    words[2] = second.x;
+    words[3] = second.y;
+  }
+  // Sets the fragments of B's two blocks.
+  __device__ __forceinline__ void read_b(uint32_t (&b)[4], int rows, int chunks) const {
+    uint32_t words[4];
+    read(words, rows, chunks);
+    b[0] = words[0];
+    b[1] = words[2];
+    b[2] = words[1];
+    b[3] = words[3];
+  }
+};
+
+// Does what load_tile() does, for float32, whose rows may begin at any address and have any number
+// of columns.
+template <int kThreads, typename Element, typename Tile>
+__device__ __forceinline__ void load_float32_tile(const Tile& tile, const Element* gmem,
+                                                  int64_t row_stride, int32_t row0, int32_t first,
+                                                  int32_t end, int cols) {
+  constexpr int kRowStep = kThreads / 8 < Tile::kRows ? kThreads / 8 : Tile::kRows;
+  constexpr int kPanelStep = kThreads / 8 / kRowStep;  // threads also divide the panels if few rows
+  static_assert(kRowStep % 8 == 0 && Tile::kRows % kRowStep == 0 &&
+                Tile::kPanels % kPanelStep == 0);
+  const int chunk = threadIdx.x % 8, row = threadIdx.x / 8 % kRowStep;
+  const int panel0 = kPanelStep == 1 ? 0 : threadIdx.x / (8 * kRowStep);
+  const uint32_t address = tile.address(row, chunk) + panel0 * Tile::kPanelBytes;
+  const int col = panel0 * Tile::kPanelCols + chunk * Tile::kChunkCols;
+  const Element* source = gmem + int64_t{row0 + row} * row_stride + col;
+  const bool aligned = reinterpret_cast<uintptr_t>(gmem) % 16 == 0 && row_stride % 4 == 0;
+  if (aligned) {
+#pragma unroll
+    for (int step = 0; step < Tile::kRows / kRowStep; ++step) {
+      const int32_t global_row = row0 + row + step * kRowStep;
+      const bool row_valid = global_row >= first && global_row < end;
+#pragma unroll
+      for (int panel = 0; panel < Tile::kPanels; panel += kPanelStep) {
+        const int left = row_valid ? cols - (col + panel * Tile::kPanelCols) : 0;
+        ptx::cp_async_16_of(address + step * kRowStep * 128 + panel * Tile::kPanelBytes,
+                            source + step * kRowStep * row_stride + panel * Tile::kPanelCols,
+                            min(max(left, 0), 4) * 4);
+      }
+    }
+    return;
+  }
+#pragma unroll 1
+  for (int step = 0; step < Tile::kRows / kRowStep; ++step) {
+    const int32_t global_row = row0 + row + step * kRowStep;
+    const bool row_valid = global_row >= first && global_row < end;
+#pragma unroll 1
+    for (int panel = 0; panel < Tile::kPanels; panel += kPanelStep) {
+      const int left = row_valid ? cols - (col + panel * Tile::kPanelCols) : 0;
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        ptx::cp_async_4(address + step * kRowStep * 128 + panel * Tile::kPanelBytes + e * 4,
+                        source + step * kRowStep * row_stride + panel * Tile::kPanelCols + e,
+                        e < left);
+      }
+    }
+  }
+}
+
 // Starts copying rows row0 ... row0 + kRows - 1 of a [*, cols] matrix in global memory into a tile.
 // Rows outside [first, end) and columns from `cols` on are not read, and filled with zeros, so that
 // padding and rows that nobody may attend to, which may hold NaN, never take part.
 template <int kThreads, typename Element, typename Tile>
 __device__ __forceinline__ void load_tile(const Tile& tile, const Element* gmem, int64_t row_stride,
                                           int32_t row0, int32_t first, int32_t end, int cols) {
+  if constexpr (sizeof(Element) == 4) {
+    return load_float32_tile<kThreads>(tile, gmem, row_stride, row0, first, end, cols);
+  } else {
   constexpr int kRowStep = kThreads / 8;
   static_assert(kRowStep % 8 == 0 && Tile::kRows % kRowStep == 0);
   const int chunk = threadIdx.x % 8, row = threadIdx.x / 8;
@@ -92,6 +201,7 @@ __device__ __forceinline__ void load_tile(const Tile& tile, const Element* gmem,
       ptx::cp_async_16(address + step * kRowStep * 128 + panel * Tile::kPanelBytes,
                        source + step * kRowStep * row_stride + panel * 64, valid);
     }
+  }
   }
 }
 

@@ -27,6 +27,8 @@
 #include "sm80/config.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
+#include "tile/element.cuh"
+#include "tile/float32_rows.cuh"
 #include "tile/matmul.cuh"
 #include "tile/smem_tile.cuh"
 #include "tile/softmax.cuh"
@@ -83,6 +85,18 @@ __device__ __forceinline__ void store_out(const Forward& params, const BatchInde
                                           const float (&out)[kM][kN][4]) {
   const int lane = threadIdx.x % 32;
   const int warp_row = threadIdx.x / 32 * kM * 16;
+  if constexpr (kIsFloat32<Element>) {
+    const Float32Rows rows(batch.pointer<float>(params.out, head), params.out.row,
+                           params.shape.value_dim);
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        const int32_t row = row0 + warp_row + fragment_row(m, 2 * half);
+        if (row < params.shape.q_len) rows.store(row, half, out[m]);
+      }
+    }
+  } else {
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -106,6 +120,7 @@ __device__ __forceinline__ void store_out(const Forward& params, const BatchInde
       *reinterpret_cast<uint4*>(out_gmem + global_row * params.out.row + chunk * kChunk) =
           ptx::ld_shared_v4(out_smem.address(warp_row + row, chunk));
     }
+  }
   }
 }
 
@@ -338,6 +353,26 @@ __device__ __forceinline__ void multiply_probability_value(
     }
   }
 
+  if constexpr (kIsFloat32<Element>) {
+    // Keys are summed over in any order: columns 2 t and 2 t + 1 of accumulators become columns t
+    // and t + 4 of operands, and rows of V go along.
+    const TransposedReader<typename Config::ValueTile, StepOrder::kPaired> reader(value_smem, 0, 0);
+    matmul<Element, kN>(
+        out,
+        [&](uint32_t (&a)[4], int m, int k) {
+          if constexpr (Config::kInterleaved) exponentials(m, k);
+          constexpr int kElement[4] = {0, 2, 1, 3};
+#pragma unroll
+          for (int i = 0; i < 4; ++i) a[i] = __float_as_uint(logits[m][k][kElement[i]]);
+        },
+        [&](uint32_t (&b)[4], int n, int k) {
+          reader.read_b(b, k * 8, n * 2);
+          if constexpr (kGeneral) {
+#pragma unroll
+            for (int i = 0; i < 4; ++i) b[i] = attended >> (2 * k + i % 2) & 1 ? b[i] : 0;
+          }
+        });
+  } else {
   const BlockReader value_reader(value_smem, BlockOrder::kRowsFirst, 0, 0);
   matmul<Element, kN / 2>(
       out,
@@ -359,6 +394,7 @@ __device__ __forceinline__ void multiply_probability_value(
           for (int i = 0; i < 4; ++i) b[i] = keep_halves(b[i], attended >> (4 * k + i % 2 * 2));
         }
       });
+  }
 }
 
 // out = O / l; stores lse = m + log l.
@@ -433,7 +469,8 @@ __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans
   float to_log2 = params.options.scale * kLog2E;
   if constexpr (kGeneral) to_log2 = in_natural_units(params) ? kLog2E : 1.0f;
 
-  uint32_t query_rmem[Config::kQueryInRegisters ? kM : 1][Config::kHeadDim / 16][4];
+  uint32_t query_rmem[Config::kQueryInRegisters ? kM : 1]
+                     [Config::kHeadDim / kStepCols<Element>][4];
   if (walk.tile < walk.end) {
     load_tile<Config::kThreads>(tiles.query(), batch.pointer<const Element>(params.query, at.head),
                                 params.query.row, row0, row0, min(row0 + kBlockQ, band.q_len),

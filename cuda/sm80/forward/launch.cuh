@@ -14,6 +14,7 @@
 #include "sm80/config.cuh"
 #include "sm80/forward/kernel.cuh"
 #include "status.h"
+#include "tile/element.cuh"
 #include "tile/launch.cuh"
 
 namespace jax_flash::sm80 {
@@ -32,10 +33,8 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
                      Config::kSmemBytes, stream, params, spans);
 }
 
-// Launches the forward pass. kHeadDim bounds head_dim and value_dim; a head dim of 192 comes mostly
-// with a value dim of 128.
 template <typename Element, int kHeadDim, bool kGeneral>
-Status launch_forward(const Forward& params, const Choice& choice, cudaStream_t stream) {
+Status launch_forward_elements(const Forward& params, const Choice& choice, cudaStream_t stream) {
   SegmentSpans spans;
   if (params.query_segment_ids) {
     spans = SegmentSpans::at(params.shape, params.workspace);
@@ -45,8 +44,8 @@ Status launch_forward(const Forward& params, const Choice& choice, cudaStream_t 
     }
   }
   constexpr int kNarrow = kHeadDim == 192 ? 128 : kHeadDim;
-  using Small = ForwardConfig<kHeadDim, kHeadDim, kGeneral, 99>;
-  using Medium = ForwardConfig<kHeadDim, kHeadDim, kGeneral, 163>;
+  using Small = ForwardConfig<Element, kHeadDim, kHeadDim, kGeneral, 99>;
+  using Medium = ForwardConfig<Element, kHeadDim, kHeadDim, kGeneral, 163>;
   // Avoids a second instance of the same configuration.
   using SmallOrMedium = std::conditional_t<(Medium::kSmemBytes > Small::kSmemLimit), Small, Medium>;
   if (choice.smem_class == SmemClass::kSmall) {
@@ -54,11 +53,20 @@ Status launch_forward(const Forward& params, const Choice& choice, cudaStream_t 
   }
   if constexpr (kNarrow < kHeadDim) {
     if (choice.smem_class == SmemClass::kNarrow) {
-      return launch_forward_config<ForwardConfig<kHeadDim, kNarrow, kGeneral, 163>, Element,
+      return launch_forward_config<ForwardConfig<Element, kHeadDim, kNarrow, kGeneral, 163>, Element,
                                    kGeneral>(params, spans, stream);
     }
   }
   return launch_forward_config<Medium, Element, kGeneral>(params, spans, stream);
+}
+
+// Launches the forward pass. kHeadDim bounds head_dim and value_dim; a head dim of 192 comes mostly
+// with a value dim of 128.
+template <typename Element, int kHeadDim, bool kGeneral>
+Status launch_forward(const Forward& params, const Choice& choice, cudaStream_t stream) {
+  return with_kernel_element<Element>(params.options.high_precision, [&](auto element) {
+    return launch_forward_elements<decltype(element), kHeadDim, kGeneral>(params, choice, stream);
+  });
 }
 
 }  // namespace jax_flash::sm80

@@ -1,0 +1,36 @@
+// Defines the element types of kernels for float32 operands: they say how products are computed.
+#pragma once
+
+#include <type_traits>
+
+namespace jax_flash {
+
+// Holds a float32 that products round to TF32, which has 11 significant bits.
+struct Tf32 {
+  float value;
+};
+
+// Holds a float32 that products split in two numbers of TF32. The product of two is the sum of the
+// three greatest products of their parts, and about as exact as one of float32.
+struct Tf32x3 {
+  float value;
+};
+
+template <typename Element>
+inline constexpr bool kIsFloat32 = sizeof(Element) == 4;
+
+// The columns of a step of the inner dimension of a product: 32 bytes.
+template <typename Element>
+inline constexpr int kStepCols = 32 / sizeof(Element);
+
+// Calls body(an element of the type that kernels have for it). Element: a type of operands.
+template <typename Element, typename Body>
+auto with_kernel_element(bool high_precision, Body body) {
+  if constexpr (std::is_same_v<Element, float>) {
+    return high_precision ? body(Tf32x3{}) : body(Tf32{});
+  } else {
+    return body(Element{});
+  }
+}
+
+}  // namespace jax_flash
