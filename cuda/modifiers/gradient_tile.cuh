@@ -14,6 +14,7 @@
 #include "ptx/shared.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
+#include "tile/element.cuh"
 #include "tile/matmul.cuh"
 #include "tile/smem_tile.cuh"
 
@@ -21,8 +22,10 @@ namespace jax_flash {
 
 inline constexpr int kGradientBlock = 64;
 inline constexpr int kGradientThreads = 128;
-using GradientTile = SmemTile<kGradientBlock, 64>;
-inline constexpr int kGradientSmemBytes = 2 * GradientTile::kBytes;
+template <typename Element>
+using GradientTile = SmemTile<kGradientBlock, 64, sizeof(Element)>;
+template <typename Element>
+inline constexpr int kGradientSmemBytes = 2 * GradientTile<Element>::kBytes;
 
 // Computes products += A B^T for 64 rows of A, 16 per warp, and 64 rows of B.
 template <typename Element>
@@ -31,8 +34,9 @@ __device__ __forceinline__ void add_products(float (&products)[1][8][4], const E
                                              const Element* b_gmem, int64_t b_stride, int32_t col0,
                                              int32_t col_end, int32_t dim) {
   extern __shared__ __align__(1024) uint8_t smem[];
-  const GradientTile a_smem{ptx::shared_address(smem), 0};
-  const GradientTile b_smem{a_smem.root, GradientTile::kBytes};
+  using Tile = GradientTile<Element>;
+  const Tile a_smem{ptx::shared_address(smem), 0};
+  const Tile b_smem{a_smem.root, Tile::kBytes};
   const BlockReader a_reader(a_smem, BlockOrder::kRowsFirst, threadIdx.x / 32 * 16, 0);
   const BlockReader b_reader(b_smem, BlockOrder::kColsFirst, 0, 0);
   for (int32_t k0 = 0; k0 < dim; k0 += 64) {
@@ -42,7 +46,7 @@ __device__ __forceinline__ void add_products(float (&products)[1][8][4], const E
     ptx::cp_async_commit_group();
     ptx::cp_async_wait_group<0>();
     __syncthreads();
-    matmul<Element, 4>(
+    matmul<Element, 64 / kStepCols<Element>>(
         products, [&](uint32_t (&a)[4], int, int k) { ptx::ldmatrix_x4(a, a_reader.at(0, k * 2)); },
         [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, b_reader.at(n * 8, k * 2)); });
   }

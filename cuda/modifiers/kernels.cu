@@ -9,6 +9,7 @@
 #include "modifiers/distance_gradient.cuh"
 #include "modifiers/kernels.h"
 #include "modifiers/segments.cuh"
+#include "tile/element.cuh"
 #include "tile/launch.cuh"
 
 namespace jax_flash {
@@ -28,14 +29,14 @@ Status launch_added_gradients(const Backward& params, const BackwardWorkspace& w
   if (params.dbias) {
     const BiasOwnership ownership(shape, params.dbias);
     status = launch_kernel("bias_gradient_kernel", shape, bias_gradient_kernel<Element>,
-                           ownership.blocks(), kGradientThreads, kGradientSmemBytes, stream, params,
-                           workspace, ownership);
+                           ownership.blocks(), kGradientThreads, kGradientSmemBytes<Element>,
+                           stream, params, workspace, ownership);
   }
   if (!status.ok() || distance_floats(params) == 0) return status;
   const int64_t heads = shape.batch * shape.heads;
   status = launch_kernel("distance_gradient_kernel", shape, distance_gradient_kernel<Element>,
                          heads * BackwardWorkspace::tile_diagonals(shape), kGradientThreads,
-                         kGradientSmemBytes, stream, params, workspace);
+                         kGradientSmemBytes<Element>, stream, params, workspace);
   if (!status.ok()) return status;
   return launch_kernel("distance_sums_kernel", shape, distance_sums_kernel<kGradientThreads>, heads,
                        kGradientThreads, 0, stream, params, workspace);
@@ -43,6 +44,10 @@ Status launch_added_gradients(const Backward& params, const BackwardWorkspace& w
 template Status launch_added_gradients<__nv_bfloat16>(const Backward&, const BackwardWorkspace&,
                                                       cudaStream_t);
 template Status launch_added_gradients<__half>(const Backward&, const BackwardWorkspace&,
+                                               cudaStream_t);
+template Status launch_added_gradients<Tf32>(const Backward&, const BackwardWorkspace&,
+                                             cudaStream_t);
+template Status launch_added_gradients<Tf32x3>(const Backward&, const BackwardWorkspace&,
                                                cudaStream_t);
 
 }  // namespace jax_flash

@@ -13,6 +13,7 @@
 #include "ptx/shared.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
+#include "tile/element.cuh"
 #include "tile/matmul.cuh"
 #include "tile/smem_tile.cuh"
 
@@ -131,15 +132,18 @@ struct ScoreGradient {
 template <int kThreads, typename Element, typename Tile>
 __device__ __forceinline__ void clear_bad_keys(const Tile& key, uint32_t* bad_smem) {
   // An exponent of all ones.
-  constexpr uint32_t kExponent = std::is_same_v<Element, __half> ? 0x7c00u : 0x7f80u;
+  constexpr uint32_t kExponent = kIsFloat32<Element>               ? 0x7f800000u
+                                 : std::is_same_v<Element, __half> ? 0x7c00u
+                                                                   : 0x7f80u;
   const auto not_finite = [](uint32_t pair) {
+    if constexpr (kIsFloat32<Element>) return (pair & kExponent) == kExponent;
     return (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
   };
   if (threadIdx.x <= Tile::kRows / 32) bad_smem[threadIdx.x] = 0;
   __syncthreads();
   for (int row = threadIdx.x; row < Tile::kRows; row += kThreads) {
     bool bad = false;
-    for (int chunk = 0; chunk < Tile::kCols / kChunk; ++chunk) {
+    for (int chunk = 0; chunk < Tile::kCols / Tile::kChunkCols; ++chunk) {
       const uint4 words = ptx::ld_shared_v4(key.address(row, chunk));
       bad |=
           not_finite(words.x) || not_finite(words.y) || not_finite(words.z) || not_finite(words.w);
@@ -147,7 +151,7 @@ __device__ __forceinline__ void clear_bad_keys(const Tile& key, uint32_t* bad_sm
     if (!bad) continue;
     atomicOr(&bad_smem[row / 32], 1u << row % 32);
     bad_smem[Tile::kRows / 32] = 1;
-    for (int chunk = 0; chunk < Tile::kCols / kChunk; ++chunk) {
+    for (int chunk = 0; chunk < Tile::kCols / Tile::kChunkCols; ++chunk) {
       ptx::st_shared_v4(key.address(row, chunk), make_uint4(0, 0, 0, 0));
     }
   }

@@ -21,8 +21,12 @@ namespace jax_flash {
 template <int kBlock, bool kAtOnce = false>
 __device__ __forceinline__ SegmentSpan tile_span(const SegmentSpan* spans, int32_t blocks,
                                                  int64_t tile) {
-  static_assert(kBlock % kSegmentBlock == 0);
-  constexpr int kRatio = kBlock / kSegmentBlock;
+  if constexpr (kBlock < kSegmentBlock) {  // part of what one span is about
+    static_assert(kSegmentBlock % kBlock == 0);
+    return tile_span<kSegmentBlock>(spans, blocks, tile / (kSegmentBlock / kBlock));
+  }
+  constexpr int kRatio = kBlock < kSegmentBlock ? 1 : kBlock / kSegmentBlock;
+  static_assert(kBlock % kSegmentBlock == 0 || kBlock < kSegmentBlock);
   SegmentSpan span = {INT32_MAX, INT32_MIN};
   const auto add = [&](const SegmentSpan& part) {
     span.least = min(span.least, part.least);

@@ -50,7 +50,7 @@ namespace jax_flash::sm80 {
 template <int kHeadDim, bool kGeneral, int kSmemKb>
 struct Float32ForwardSizes {
   static constexpr int kBlockQ = kHeadDim <= 128 || kSmemKb > 99 ? 128 : 64;
-  static constexpr int kBlockKv = kHeadDim <= 64 ? 64 : kHeadDim <= 128 ? 32 : 16;
+  static constexpr int kBlockKv = kHeadDim <= 64 ? 64 : kHeadDim <= 128 || kSmemKb > 163 ? 32 : 16;
   static constexpr int kWarps = kHeadDim <= (kGeneral ? 64 : 128) || kSmemKb <= 99 ? 4 : 8;
   static constexpr int kStages = kHeadDim <= 64 ? 2 : 1;
 };
@@ -71,8 +71,7 @@ struct ForwardConfig {
   static constexpr int kWarps = kFloat32 ? Float32::kWarps : JAX_FLASH_SM80_FORWARD_WARPS;
   static constexpr int kThreads = 32 * kWarps;
   static constexpr int kMTiles = kBlockQ / (16 * kWarps);
-  static constexpr bool kQueryInRegisters =
-      !kFloat32 && JAX_FLASH_SM80_FORWARD_QUERY_IN_REGISTERS;
+  static constexpr bool kQueryInRegisters = !kFloat32 && JAX_FLASH_SM80_FORWARD_QUERY_IN_REGISTERS;
   static constexpr int kStages =  // for each of K and V
       kFloat32 ? Float32::kStages : JAX_FLASH_SM80_FORWARD_STAGES;
   static constexpr int kMinBlocks = kWarps == 4 ? 2 : 1;
@@ -127,25 +126,25 @@ struct BackwardConfig {
   static_assert(kHeadDim % 32 == 0 && kValueDim % 32 == 0 && kValueDim <= kHeadDim);
   static constexpr bool kSmall = kSmemKb <= 99;
 
-  static constexpr int kBlockQ = kFloat32                     ? Float32::kBlockQ
-                                 : kSmall && kHeadDim >= 192 ? 32
-                                                             : 64;
+  static constexpr int kBlockQ = kFloat32 ? Float32::kBlockQ : kSmall && kHeadDim >= 192 ? 32 : 64;
   static constexpr bool kWide = kHeadDim == 128 || (kHeadDim == 96 && !kGeneral);
   static constexpr int kBlockKv = kFloat32 ? Float32::kBlockKv : JAX_FLASH_SM80_BACKWARD_BLOCK_KV;
   // The greatest head dim with two stages of Q and dO; larger ones have one stage.
   static constexpr int kTwoStages = kSmall ? 64 : kSmemKb > 163 && !kGeneral ? 256 : 192;
   static constexpr int kStages = kFloat32 ? Float32::kStages : JAX_FLASH_SM80_BACKWARD_STAGES;
-  static constexpr int kWarps = kFloat32                          ? Float32::kWarps
+  static constexpr int kWarps = kFloat32                           ? Float32::kWarps
                                 : kHeadDim <= 64 || kBlockKv == 32 ? 4
                                                                    : 8;
   static constexpr int kThreads = 32 * kWarps;
   // Three blocks of four warps leave 168 registers a thread, which suffices without modifiers.
-  static constexpr int kMinBlocks =
-      kFloat32 ? (kWarps == 4 && kSmemKb > 99 && kHeadDim <= 64 ? 2 : 1) : JAX_FLASH_SM80_BACKWARD_MIN_BLOCKS;
+  static constexpr int kMinBlocks = kFloat32
+                                        ? (kWarps == 4 && kSmemKb > 99 && kHeadDim <= 64 ? 2 : 1)
+                                        : JAX_FLASH_SM80_BACKWARD_MIN_BLOCKS;
 
-  static constexpr int kScoreWarpRows =
-      kFloat32 ? Float32::kScoreWarpRows : kBlockQ == 64 && kBlockKv == 64 && kWarps == 8 ? 4 : 2;
-  static constexpr int kKeyWarpRows = kFloat32                              ? Float32::kKeyWarpRows
+  static constexpr int kScoreWarpRows = kFloat32 ? Float32::kScoreWarpRows
+                                        : kBlockQ == 64 && kBlockKv == 64 && kWarps == 8 ? 4
+                                                                                         : 2;
+  static constexpr int kKeyWarpRows = kFloat32                            ? Float32::kKeyWarpRows
                                       : kBlockKv == 128 || kHeadDim == 96 ? 4
                                                                           : kBlockKv / 32;
   static constexpr int kQueryWarpRows = kFloat32         ? Float32::kQueryWarpRows

@@ -30,7 +30,7 @@ struct Float32Rows {
     for (int n = 0; n < kN; n += 2) {
       const int32_t col = (n / 2 * kWarpCols + warp_col) * 16 + threadIdx.x % 4 * 4;
       if (col >= cols) continue;
-      const float(&first)[4] = block[n], (&second)[4] = block[n + 1];
+      const float (&first)[4] = block[n], (&second)[4] = block[n + 1];
       body(data + row * stride + col, cols - col,
            make_float4(first[2 * half], second[2 * half], first[2 * half + 1],
                        second[2 * half + 1]));

@@ -52,8 +52,8 @@ __device__ __forceinline__ void matmul_float32(float (&acc)[kM][kN][4], LoadA lo
 }
 
 // Adds A B to acc. acc[m][n] are the 16x8 blocks of a [16 kM, 8 kN] matrix; the inner dimension is
-// kStepCols<Element> kSteps. load_a(a, m, k) sets the fragment of A's block (m, k), load_b(b, n, k) those of the
-// two blocks (k, n) and (k, n + 1) of B, n even.
+// kStepCols<Element> kSteps. load_a(a, m, k) sets the fragment of A's block (m, k), load_b(b, n, k)
+// those of the two blocks (k, n) and (k, n + 1) of B, n even.
 template <typename Element, int kSteps, int kM, int kN, typename LoadA, typename LoadB>
 __device__ __forceinline__ void matmul(float (&acc)[kM][kN][4], LoadA load_a, LoadB load_b) {
   static_assert(kN % 2 == 0);
@@ -61,21 +61,21 @@ __device__ __forceinline__ void matmul(float (&acc)[kM][kN][4], LoadA load_a, Lo
     return matmul_float32<Element, kSteps>(acc, load_a, load_b);
   } else {
 #pragma unroll
-  for (int k = 0; k < kSteps; ++k) {
-    uint32_t a[kM][4];
+    for (int k = 0; k < kSteps; ++k) {
+      uint32_t a[kM][4];
 #pragma unroll
-    for (int m = 0; m < kM; ++m) load_a(a[m], m, k);
+      for (int m = 0; m < kM; ++m) load_a(a[m], m, k);
 #pragma unroll
-    for (int n = 0; n < kN; n += 2) {
-      uint32_t b[4];
-      load_b(b, n, k);
+      for (int n = 0; n < kN; n += 2) {
+        uint32_t b[4];
+        load_b(b, n, k);
 #pragma unroll
-      for (int m = 0; m < kM; ++m) {
-        ptx::mma_m16n8k16<Element>(acc[m][n], a[m], b[0], b[1]);
-        ptx::mma_m16n8k16<Element>(acc[m][n + 1], a[m], b[2], b[3]);
+        for (int m = 0; m < kM; ++m) {
+          ptx::mma_m16n8k16<Element>(acc[m][n], a[m], b[0], b[1]);
+          ptx::mma_m16n8k16<Element>(acc[m][n + 1], a[m], b[2], b[3]);
+        }
       }
     }
-  }
   }
 }
 

@@ -36,16 +36,15 @@ struct SmemTile {
   // at a time: rows 4 i to 4 i + 3, or every second row of eight. The swizzle, which is linear over
   // exclusive or, spreads both over all banks.
   static __device__ __forceinline__ int swizzle(int row) {
-    if constexpr (kElementBytes == 2) {
-      return JAX_FLASH_SM80_SWIZZLE ? row : 0;
-    } else {
-      return (row & 2) << 1 | ((row ^ row >> 2) & 1) << 1 | (row & 1);
-    }
+    return (row & 2) << 1 | ((row ^ row >> 2) & 1) << 1 | (row & 1);
   }
   // Returns where chunk `chunk` of row `row` would be in a tile at the root.
   __device__ __forceinline__ uint32_t root_address(int row, int chunk) const {
+    if constexpr (kElementBytes == 4) {
+      return root + (chunk >> 3) * kPanelBytes + row * 128 + ((chunk ^ swizzle(row)) & 7) * 16;
+    }
     return root + (chunk >> 3) * kPanelBytes + row * 128 +
-           ((chunk ^ swizzle(row)) & 7) * 16;
+           ((chunk ^ (JAX_FLASH_SM80_SWIZZLE ? row : 0)) & 7) * 16;
   }
   __device__ __forceinline__ uint32_t address(int row, int chunk) const {
     return root_address(row, chunk) + offset;
@@ -184,24 +183,24 @@ __device__ __forceinline__ void load_tile(const Tile& tile, const Element* gmem,
   if constexpr (sizeof(Element) == 4) {
     return load_float32_tile<kThreads>(tile, gmem, row_stride, row0, first, end, cols);
   } else {
-  constexpr int kRowStep = kThreads / 8;
-  static_assert(kRowStep % 8 == 0 && Tile::kRows % kRowStep == 0);
-  const int chunk = threadIdx.x % 8, row = threadIdx.x / 8;
-  const uint32_t address = tile.address(row, chunk);
-  const Element* source = gmem + int64_t{row0 + row} * row_stride + chunk * kChunk;
+    constexpr int kRowStep = kThreads / 8;
+    static_assert(kRowStep % 8 == 0 && Tile::kRows % kRowStep == 0);
+    const int chunk = threadIdx.x % 8, row = threadIdx.x / 8;
+    const uint32_t address = tile.address(row, chunk);
+    const Element* source = gmem + int64_t{row0 + row} * row_stride + chunk * kChunk;
 #pragma unroll
-  for (int step = 0; step < Tile::kRows / kRowStep; ++step) {
-    const int32_t global_row = row0 + row + step * kRowStep;
-    const bool row_valid = global_row >= first && global_row < end;
+    for (int step = 0; step < Tile::kRows / kRowStep; ++step) {
+      const int32_t global_row = row0 + row + step * kRowStep;
+      const bool row_valid = global_row >= first && global_row < end;
 #pragma unroll
-    for (int panel = 0; panel < Tile::kPanels; ++panel) {
-      // The last panel of 96 columns is half empty.
-      if (panel * 64 + chunk * kChunk >= Tile::kCols) continue;
-      const bool valid = row_valid && panel * 64 + chunk * kChunk < cols;
-      ptx::cp_async_16(address + step * kRowStep * 128 + panel * Tile::kPanelBytes,
-                       source + step * kRowStep * row_stride + panel * 64, valid);
+      for (int panel = 0; panel < Tile::kPanels; ++panel) {
+        // The last panel of 96 columns is half empty.
+        if (panel * 64 + chunk * kChunk >= Tile::kCols) continue;
+        const bool valid = row_valid && panel * 64 + chunk * kChunk < cols;
+        ptx::cp_async_16(address + step * kRowStep * 128 + panel * Tile::kPanelBytes,
+                         source + step * kRowStep * row_stride + panel * 64, valid);
+      }
     }
-  }
   }
 }
 

@@ -12,6 +12,7 @@
 #include "ptx/math.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
+#include "tile/element.cuh"
 #include "tile/smem_tile.cuh"
 #include "tile/softmax.cuh"
 
@@ -78,11 +79,21 @@ __global__ void __launch_bounds__(kEdgeThreads)
   const BatchIndex batch(shape, batch_head / shape.heads);
   const Band band(params, batch);
 
-  float4* dquery = reinterpret_cast<float4*>(
-      workspace.dquery + (batch_head * workspace.dquery_rows + row0) * shape.head_dim);
-  const int zeros = min(workspace.dquery_rows - row0, kMaxBlockQ) * shape.head_dim;
-  for (int i = threadIdx.x; i < zeros / 4; i += kEdgeThreads) {
-    dquery[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+  if constexpr (kIsFloat32<Element>) {  // dquery itself holds the sums
+    float* dquery = batch.pointer<float>(params.dquery, head);
+    const int32_t end = min(row0 + kMaxBlockQ, shape.q_len);
+    for (int32_t row = row0 + threadIdx.x / 32; row < end; row += kEdgeThreads / 32) {
+      for (int32_t col = threadIdx.x % 32; col < shape.head_dim; col += 32) {
+        dquery[row * params.dquery.row + col] = 0.0f;
+      }
+    }
+  } else {
+    float4* dquery = reinterpret_cast<float4*>(
+        workspace.dquery + (batch_head * workspace.dquery_rows + row0) * shape.head_dim);
+    const int zeros = min(workspace.dquery_rows - row0, kMaxBlockQ) * shape.head_dim;
+    for (int i = threadIdx.x; i < zeros / 4; i += kEdgeThreads) {
+      dquery[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
   }
   const int32_t flag = tile * 4 + static_cast<int32_t>(threadIdx.x);  // a tile has at most four
   if (workspace.turns && threadIdx.x < 4 && flag < workspace.flags) {
@@ -105,7 +116,12 @@ __global__ void __launch_bounds__(kEdgeThreads)
   for (int i = threadIdx.x / lanes; i < kMaxBlockQ; i += kEdgeThreads / lanes) {
     const int32_t row = row0 + i;
     float sum = 0.0f;
-    if (row < band.q_len && chunk_valid) {
+    if constexpr (kIsFloat32<Element>) {
+      for (int32_t col = chunk; row < band.q_len && col < shape.value_dim; col += lanes) {
+        sum = fmaf(out[row * params.out.row + col].value, dout[row * params.dout.row + col].value,
+                   sum);
+      }
+    } else if (row < band.q_len && chunk_valid) {
       const uint4 a = *reinterpret_cast<const uint4*>(out + row * params.out.row + chunk * kChunk);
       const uint4 b =
           *reinterpret_cast<const uint4*>(dout + row * params.dout.row + chunk * kChunk);

@@ -31,6 +31,8 @@
 #include "sm80/config.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
+#include "tile/element.cuh"
+#include "tile/float32_rows.cuh"
 #include "tile/matmul.cuh"
 #include "tile/smem_tile.cuh"
 
@@ -127,8 +129,12 @@ struct QueryLoader {
     if (threadIdx.x == 0) {
       query_gmem() = batch.pointer<const Element>(params.query, head);
       dout_gmem() = batch.pointer<const Element>(params.dout, head);
-      dquery_gmem() =
-          workspace.dquery + first_batch_head * workspace.dquery_rows * params.shape.head_dim;
+      if constexpr (kIsFloat32<Element>) {
+        dquery_gmem() = batch.pointer<float>(params.dquery, head);
+      } else {
+        dquery_gmem() =
+            workspace.dquery + first_batch_head * workspace.dquery_rows * params.shape.head_dim;
+      }
     }
     __syncthreads();
   }
@@ -231,7 +237,7 @@ __device__ __forceinline__ void multiply_by_transpose(float (&acc)[kM][kN][4], c
   set_zero(acc);
   const BlockReader a_reader(a_tile, BlockOrder::kRowsFirst, row, 0);
   const BlockReader b_reader(b_tile, BlockOrder::kColsFirst, col, 0);
-  matmul<Element, TileA::kCols / 16>(
+  matmul<Element, TileA::kCols / kStepCols<Element>>(
       acc, [&](uint32_t (&a)[4], int m, int k) { ptx::ldmatrix_x4(a, a_reader.at(m * 16, k * 2)); },
       [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, b_reader.at(n * 8, k * 2)); });
 }
@@ -256,7 +262,7 @@ __device__ __forceinline__ void differentiate_scores(
     const ScoreGradient<kGeneral, kM, kN>& gradient, const BackwardTiles<Config>& tiles,
     const float* lse_smem, const float* delta_smem, int stage, const WarpParts<Config>& parts,
     float to_log2) {
-  constexpr int kSteps = Config::kValueDim / 16;
+  constexpr int kSteps = Config::kValueDim / kStepCols<Element>;
   const int row = parts.score_row, col = parts.score_col;
   float lse_log2[kM][2];
   load_rows(lse_log2, lse_smem + row);
@@ -274,24 +280,32 @@ __device__ __forceinline__ void differentiate_scores(
   float delta[kM][2];
   load_rows(delta, delta_smem + row);
   gradient.finish(scores, dscores, lse_log2, delta);
-  store_fragments<Element>(tiles.probability(), row, col / kChunk, scores);
-  store_fragments<Element>(tiles.dscore(), row, col / kChunk, dscores);
+  store_fragments<Element>(tiles.probability(), row, col / 8, scores);
+  store_fragments<Element>(tiles.dscore(), row, col / 8, dscores);
 }
 
 // acc += A^T B, for A's columns from `row` on. The warps take 16 of B's columns each, in turn.
 template <typename Element, int kWarpCols, int kM, int kN, typename TileA, typename TileB>
 __device__ __forceinline__ void add_transpose_product(float (&acc)[kM][kN][4], const TileA& a_tile,
                                                       int row, const TileB& b_tile, int warp_col) {
-  const BlockReader b_reader(b_tile, BlockOrder::kRowsFirst, 0, warp_col * 2);
-  const BlockReader a_reader(a_tile, BlockOrder::kColsFirst, 0, row / kChunk);
-  matmul<Element, TileA::kRows / 16>(
-      acc,
-      [&](uint32_t (&a)[4], int m, int k) {
-        ptx::ldmatrix_x4_trans(a, a_reader.at(k * 16, m * 2));
-      },
-      [&](uint32_t (&b)[4], int n, int k) {
-        ptx::ldmatrix_x4_trans(b, b_reader.at(k * 16, n * kWarpCols));
-      });
+  if constexpr (kIsFloat32<Element>) {
+    const TransposedReader b_reader(b_tile, 0, warp_col * 4);
+    const TransposedReader a_reader(a_tile, 0, row / 4);
+    matmul<Element, TileA::kRows / 8>(
+        acc, [&](uint32_t (&a)[4], int m, int k) { a_reader.read(a, k * 8, m * 4); },
+        [&](uint32_t (&b)[4], int n, int k) { b_reader.read_b(b, k * 8, n * 2 * kWarpCols); });
+  } else {
+    const BlockReader b_reader(b_tile, BlockOrder::kRowsFirst, 0, warp_col * 2);
+    const BlockReader a_reader(a_tile, BlockOrder::kColsFirst, 0, row / kChunk);
+    matmul<Element, TileA::kRows / 16>(
+        acc,
+        [&](uint32_t (&a)[4], int m, int k) {
+          ptx::ldmatrix_x4_trans(a, a_reader.at(k * 16, m * 2));
+        },
+        [&](uint32_t (&b)[4], int n, int k) {
+          ptx::ldmatrix_x4_trans(b, b_reader.at(k * 16, n * kWarpCols));
+        });
+  }
 }
 
 // acc = A B, for A's rows from `row` on. The warps take 16 of B's columns each, in turn.
@@ -299,21 +313,33 @@ template <typename Element, int kWarpCols, int kM, int kN, typename TileA, typen
 __device__ __forceinline__ void multiply(float (&acc)[kM][kN][4], const TileA& a_tile, int row,
                                          const TileB& b_tile, int warp_col) {
   const BlockReader a_reader(a_tile, BlockOrder::kRowsFirst, row, 0);
-  const BlockReader b_reader(b_tile, BlockOrder::kRowsFirst, 0, warp_col * 2);
-  set_zero(acc);
-  matmul<Element, TileB::kRows / 16>(
-      acc, [&](uint32_t (&a)[4], int m, int k) { ptx::ldmatrix_x4(a, a_reader.at(m * 16, k * 2)); },
-      [&](uint32_t (&b)[4], int n, int k) {
-        ptx::ldmatrix_x4_trans(b, b_reader.at(k * 16, n * kWarpCols));
-      });
+  if constexpr (kIsFloat32<Element>) {
+    const TransposedReader b_reader(b_tile, 0, warp_col * 4);
+    set_zero(acc);
+    matmul<Element, TileB::kRows / 8>(
+        acc,
+        [&](uint32_t (&a)[4], int m, int k) { ptx::ldmatrix_x4(a, a_reader.at(m * 16, k * 2)); },
+        [&](uint32_t (&b)[4], int n, int k) { b_reader.read_b(b, k * 8, n * 2 * kWarpCols); });
+  } else {
+    const BlockReader b_reader(b_tile, BlockOrder::kRowsFirst, 0, warp_col * 2);
+    set_zero(acc);
+    matmul<Element, TileB::kRows / 16>(
+        acc,
+        [&](uint32_t (&a)[4], int m, int k) { ptx::ldmatrix_x4(a, a_reader.at(m * 16, k * 2)); },
+        [&](uint32_t (&b)[4], int n, int k) {
+          ptx::ldmatrix_x4_trans(b, b_reader.at(k * 16, n * kWarpCols));
+        });
+  }
 }
 
 // Adds a tile's part of dQ to its sums in global memory, in turn if workspace.turns.
 template <typename Config, int kM, int kN>
 __device__ __forceinline__ void add_in_turn(float* dquery_gmem, const float (&dquery)[kM][kN][4],
-                                            const Shape& shape, const BackwardWorkspace& workspace,
-                                            const Band& band, int64_t first_batch_head,
-                                            const QueryTileWalk& at, int32_t kv_tile) {
+                                            const Backward& params,
+                                            const BackwardWorkspace& workspace, const Band& band,
+                                            int64_t first_batch_head, const QueryTileWalk& at,
+                                            int32_t kv_tile, const WarpParts<Config>& parts) {
+  const Shape& shape = params.shape;
   const int32_t row0 = at.tile * Config::kBlockQ;
   Turn turn = {nullptr, 0};
   if (workspace.turns) {
@@ -322,8 +348,15 @@ __device__ __forceinline__ void add_in_turn(float* dquery_gmem, const float (&dq
     turn.mine = kv_tile - kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ).first;
   }
   turn.wait();
-  add_dquery(dquery_gmem + (int64_t{at.head} * workspace.dquery_rows + row0) * shape.head_dim,
-             DqueryOrder<Config>(shape.q_len - row0, shape.head_dim), dquery);
+  if constexpr (Config::kFloat32) {
+    const Float32Rows rows(dquery_gmem + at.head * params.dquery.head, params.dquery.row,
+                           shape.head_dim);
+    add_float32_dquery<Config>(rows, row0 + parts.dquery_row, shape.q_len, parts.dquery_col,
+                               params.options.scale, dquery);
+  } else {
+    add_dquery(dquery_gmem + (int64_t{at.head} * workspace.dquery_rows + row0) * shape.head_dim,
+               DqueryOrder<Config>(shape.q_len - row0, shape.head_dim), dquery);
+  }
   turn.pass();
 }
 
@@ -337,14 +370,25 @@ __device__ __forceinline__ void store_gradients(const BackwardTiles<Config>& til
                                                 float (&dvalue)[kM][kDvalueN][4]) {
   constexpr int kKeyCols = WarpParts<Config>::kKeyCols;
   const Shape& shape = params.shape;
-  store_key_gradient<Config::kThreads, kKeyCols>(
-      tiles.key(), batch.pointer<Element>(params.dkey, kv_head) + col0 * params.dkey.row,
-      params.dkey.row, shape.kv_len - col0, shape.head_dim, parts.key_row, parts.key_col,
-      params.options.scale, dkey);
-  store_key_gradient<Config::kThreads, kKeyCols>(
-      tiles.value(), batch.pointer<Element>(params.dvalue, kv_head) + col0 * params.dvalue.row,
-      params.dvalue.row, shape.kv_len - col0, shape.value_dim, parts.key_row, parts.key_col, 1.0f,
-      dvalue);
+  if constexpr (Config::kFloat32) {
+    const Float32Rows dkey_rows(batch.pointer<float>(params.dkey, kv_head), params.dkey.row,
+                                shape.head_dim);
+    const Float32Rows dvalue_rows(batch.pointer<float>(params.dvalue, kv_head), params.dvalue.row,
+                                  shape.value_dim);
+    store_float32_key_gradient<kKeyCols>(dkey_rows, col0 + parts.key_row, shape.kv_len,
+                                         parts.key_col, params.options.scale, dkey);
+    store_float32_key_gradient<kKeyCols>(dvalue_rows, col0 + parts.key_row, shape.kv_len,
+                                         parts.key_col, 1.0f, dvalue);
+  } else {
+    store_key_gradient<Config::kThreads, kKeyCols>(
+        tiles.key(), batch.pointer<Element>(params.dkey, kv_head) + col0 * params.dkey.row,
+        params.dkey.row, shape.kv_len - col0, shape.head_dim, parts.key_row, parts.key_col,
+        params.options.scale, dkey);
+    store_key_gradient<Config::kThreads, kKeyCols>(
+        tiles.value(), batch.pointer<Element>(params.dvalue, kv_head) + col0 * params.dvalue.row,
+        params.dvalue.row, shape.kv_len - col0, shape.value_dim, parts.key_row, parts.key_col, 1.0f,
+        dvalue);
+  }
 }
 
 template <typename Config, typename Element, bool kGeneral>
@@ -421,8 +465,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     float dquery[Parts::kDqueryM][Parts::kDqueryN][4];
     multiply<Element, Parts::kQueryCols>(dquery, tiles.dscore(), parts.dquery_row, tiles.key(),
                                          parts.dquery_col);
-    add_in_turn<Config>(loader.dquery_gmem(), dquery, shape, workspace, band,
-                        loader.first_batch_head, walk, at.tile);
+    add_in_turn<Config>(loader.dquery_gmem(), dquery, params, workspace, band,
+                        loader.first_batch_head, walk, at.tile, parts);
     walk = next;
   }
 

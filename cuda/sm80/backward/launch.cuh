@@ -15,6 +15,7 @@
 #include "sm80/backward/kernel.cuh"
 #include "sm80/config.cuh"
 #include "status.h"
+#include "tile/element.cuh"
 #include "tile/launch.cuh"
 
 namespace jax_flash::sm80 {
@@ -31,21 +32,25 @@ Status launch_backward_config(const Backward& params, BackwardWorkspace workspac
   status = launch_kernel("sm80::backward_kernel", shape, backward_kernel<Config, Element, kGeneral>,
                          ceil_div(shape.kv_len, Config::kBlockKv) * shape.kv_heads * shape.batch,
                          Config::kThreads, Config::kSmemBytes, stream, params, workspace);
-  if (!status.ok()) return status;
-  return launch_kernel("sm80::backward_end_kernel", shape, backward_end_kernel<Config, Element>,
-                       ceil_div(shape.q_len, Config::kBlockQ) * heads, kEdgeThreads, 0, stream,
-                       params, workspace);
+  if constexpr (kIsFloat32<Element>) {
+    return status;
+  } else {
+    if (!status.ok()) return status;
+    return launch_kernel("sm80::backward_end_kernel", shape, backward_end_kernel<Config, Element>,
+                         ceil_div(shape.q_len, Config::kBlockQ) * heads, kEdgeThreads, 0, stream,
+                         params, workspace);
+  }
 }
 
-// Launches the backward pass. kHeadDim bounds head_dim and value_dim; a head dim of 192 comes
-// mostly with a value dim of 128.
 template <typename Element, int kHeadDim, bool kGeneral>
-Status launch_backward(const Backward& params, const Choice& choice, cudaStream_t stream) {
+Status launch_backward_elements(const Backward& params, const Choice& choice, cudaStream_t stream) {
   constexpr int kNarrow = kHeadDim == 192 ? 128 : kHeadDim;
-  using Small = BackwardConfig<kHeadDim, kHeadDim, kGeneral, 99>;
-  using Medium = BackwardConfig<kHeadDim, kHeadDim, kGeneral, 163>;
-  using Large = BackwardConfig<kHeadDim, kHeadDim, kGeneral, 227>;
-  using MediumNarrow = BackwardConfig<kHeadDim, kNarrow, kGeneral, 163>;
+  // Tiles of float32 above head dim 128 do not fit 99 KB: choose_backward() refuses such calls.
+  constexpr int kLeastKb = kIsFloat32<Element> && kHeadDim > 128 ? 163 : 99;
+  using Small = BackwardConfig<Element, kHeadDim, kHeadDim, kGeneral, kLeastKb>;
+  using Medium = BackwardConfig<Element, kHeadDim, kHeadDim, kGeneral, 163>;
+  using Large = BackwardConfig<Element, kHeadDim, kHeadDim, kGeneral, 227>;
+  using MediumNarrow = BackwardConfig<Element, kHeadDim, kNarrow, kGeneral, 163>;
   // Avoids a second instance of the same configuration.
   using SmallOrMedium = std::conditional_t<(Medium::kSmemBytes > Small::kSmemLimit), Small, Medium>;
   using LargeOrMedium = std::conditional_t<(Large::kSmemBytes > Medium::kSmemLimit), Large, Medium>;
@@ -69,6 +74,15 @@ Status launch_backward(const Backward& params, const Choice& choice, cudaStream_
     if (status.ok()) status = launch_added_gradients<Element>(params, workspace, stream);
   }
   return status;
+}
+
+// Launches the backward pass. kHeadDim bounds head_dim and value_dim; a head dim of 192 comes
+// mostly with a value dim of 128.
+template <typename Element, int kHeadDim, bool kGeneral>
+Status launch_backward(const Backward& params, const Choice& choice, cudaStream_t stream) {
+  return with_kernel_element<Element>(params.options.high_precision, [&](auto element) {
+    return launch_backward_elements<decltype(element), kHeadDim, kGeneral>(params, choice, stream);
+  });
 }
 
 }  // namespace jax_flash::sm80

@@ -11,6 +11,8 @@
 #include "ptx/shared.cuh"
 #include "sm80/backward/edges.cuh"
 #include "tile/band.cuh"
+#include "tile/element.cuh"
+#include "tile/float32_rows.cuh"
 #include "tile/matmul.cuh"
 #include "tile/smem_tile.cuh"
 
@@ -99,7 +101,7 @@ __device__ __forceinline__ void load_rows(float (&values)[kM][2], const float* s
   }
 }
 
-// Rounds accumulator fragments and stores them in a tile at (row, 8 * chunk).
+// Stores accumulator fragments, rounded to the element type, in a tile at (row, 8 * chunk).
 template <typename Element, typename Tile, int kM, int kN>
 __device__ __forceinline__ void store_fragments(const Tile& tile, int row, int chunk,
                                                 const float (&values)[kM][kN][4]) {
@@ -109,9 +111,17 @@ __device__ __forceinline__ void store_fragments(const Tile& tile, int row, int c
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        ptx::st_shared_b32(
-            tile.address(row + fragment_row(m, 2 * half), chunk + n) + threadIdx.x % 4 * 4,
-            ptx::cvt_rn_x2<Element>(values[m][n][2 * half], values[m][n][2 * half + 1]));
+        if constexpr (kIsFloat32<Element>) {
+          ptx::st_shared_v2(
+              tile.address(row + fragment_row(m, 2 * half), 2 * (chunk + n) + threadIdx.x % 4 / 2) +
+                  threadIdx.x % 2 * 8,
+              make_uint2(__float_as_uint(values[m][n][2 * half]),
+                         __float_as_uint(values[m][n][2 * half + 1])));
+        } else {
+          ptx::st_shared_b32(
+              tile.address(row + fragment_row(m, 2 * half), chunk + n) + threadIdx.x % 4 * 4,
+              ptx::cvt_rn_x2<Element>(values[m][n][2 * half], values[m][n][2 * half + 1]));
+        }
       }
     }
   }
@@ -168,6 +178,49 @@ __device__ __forceinline__ void add_dquery(float* tile_gmem, const DqueryOrder<C
         ptx::red_add_f32(address + e * order.element_stride(), values[m][n][e]);
       }
 #endif
+    }
+  }
+}
+
+// Does the same for float32, where dQ itself holds the sums.
+template <typename Config, int kM, int kN>
+__device__ __forceinline__ void add_float32_dquery(const Float32Rows& rows, int32_t row0,
+                                                   int32_t row_end, int warp_col, float scale,
+                                                   const float (&values)[kM][kN][4]) {
+  constexpr int kWarpCols = Config::kWarps / Config::kQueryWarpRows;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = row0 + fragment_row(m, 2 * half);
+      if (row >= row_end) continue;
+      rows.for_columns<kWarpCols>(row, half, values[m], warp_col,
+                                  [&](float* to, int32_t left, float4 value) {
+                                    const float scaled[4] = {value.x * scale, value.y * scale,
+                                                             value.z * scale, value.w * scale};
+#if __CUDA_ARCH__ >= 900
+                                    if (rows.aligned) return ptx::red_add_v4_f32(to, scaled);
+#endif
+#pragma unroll
+                                    for (int e = 0; e < 4; ++e) {
+                                      if (e < left) ptx::red_add_f32(to + e, scaled[e]);
+                                    }
+                                  });
+    }
+  }
+}
+
+// Stores dK or dV of float32, of which add_transpose_product() computes neighbouring rows.
+template <int kWarpCols, int kM, int kN>
+__device__ __forceinline__ void store_float32_key_gradient(const Float32Rows& gradient, int row0,
+                                                           int row_end, int warp_col, float scale,
+                                                           const float (&values)[kM][kN][4]) {
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = row0 + m * 16 + threadIdx.x % 32 / 4 * 2 + half;
+      if (row < row_end) gradient.store<kWarpCols>(row, half, values[m], warp_col, scale);
     }
   }
 }

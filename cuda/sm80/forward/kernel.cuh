@@ -98,29 +98,30 @@ __device__ __forceinline__ void store_out(const Forward& params, const BatchInde
     }
   } else {
 #pragma unroll
-  for (int m = 0; m < kM; ++m) {
+    for (int m = 0; m < kM; ++m) {
 #pragma unroll
-    for (int n = 0; n < kN; ++n) {
+      for (int n = 0; n < kN; ++n) {
 #pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        ptx::st_shared_b32(out_smem.address(warp_row + fragment_row(m, 2 * half), n) + lane % 4 * 4,
-                           ptx::cvt_rn_x2<Element>(out[m][n][2 * half], out[m][n][2 * half + 1]));
+        for (int half = 0; half < 2; ++half) {
+          ptx::st_shared_b32(
+              out_smem.address(warp_row + fragment_row(m, 2 * half), n) + lane % 4 * 4,
+              ptx::cvt_rn_x2<Element>(out[m][n][2 * half], out[m][n][2 * half + 1]));
+        }
       }
     }
-  }
-  __syncwarp();
-  Element* out_gmem = batch.pointer<Element>(params.out, head);
+    __syncwarp();
+    Element* out_gmem = batch.pointer<Element>(params.out, head);
 #pragma unroll
-  for (int row = lane / 8; row < kM * 16; row += 4) {
-    const int32_t global_row = row0 + warp_row + row;
-    if (global_row >= params.shape.q_len) break;
+    for (int row = lane / 8; row < kM * 16; row += 4) {
+      const int32_t global_row = row0 + warp_row + row;
+      if (global_row >= params.shape.q_len) break;
 #pragma unroll
-    for (int chunk = lane % 8; chunk < Config::kValueDim / kChunk; chunk += 8) {
-      if (chunk * kChunk >= params.shape.value_dim) break;
-      *reinterpret_cast<uint4*>(out_gmem + global_row * params.out.row + chunk * kChunk) =
-          ptx::ld_shared_v4(out_smem.address(warp_row + row, chunk));
+      for (int chunk = lane % 8; chunk < Config::kValueDim / kChunk; chunk += 8) {
+        if (chunk * kChunk >= params.shape.value_dim) break;
+        *reinterpret_cast<uint4*>(out_gmem + global_row * params.out.row + chunk * kChunk) =
+            ptx::ld_shared_v4(out_smem.address(warp_row + row, chunk));
+      }
     }
-  }
   }
 }
 
@@ -373,27 +374,27 @@ __device__ __forceinline__ void multiply_probability_value(
           }
         });
   } else {
-  const BlockReader value_reader(value_smem, BlockOrder::kRowsFirst, 0, 0);
-  matmul<Element, kN / 2>(
-      out,
-      [&](uint32_t (&a)[4], int m, int k) {
-        if constexpr (Config::kInterleaved) {
-          exponentials(m, 2 * k);
-          exponentials(m, 2 * k + 1);
-        }
+    const BlockReader value_reader(value_smem, BlockOrder::kRowsFirst, 0, 0);
+    matmul<Element, kN / 2>(
+        out,
+        [&](uint32_t (&a)[4], int m, int k) {
+          if constexpr (Config::kInterleaved) {
+            exponentials(m, 2 * k);
+            exponentials(m, 2 * k + 1);
+          }
 #pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          const float (&block)[4] = logits[m][2 * k + i / 2];
-          a[i] = ptx::cvt_rn_x2<Element>(block[i % 2 * 2], block[i % 2 * 2 + 1]);
-        }
-      },
-      [&](uint32_t (&b)[4], int n, int k) {
-        ptx::ldmatrix_x4_trans(b, value_reader.at(k * 16, n));
-        if constexpr (kGeneral) {
+          for (int i = 0; i < 4; ++i) {
+            const float (&block)[4] = logits[m][2 * k + i / 2];
+            a[i] = ptx::cvt_rn_x2<Element>(block[i % 2 * 2], block[i % 2 * 2 + 1]);
+          }
+        },
+        [&](uint32_t (&b)[4], int n, int k) {
+          ptx::ldmatrix_x4_trans(b, value_reader.at(k * 16, n));
+          if constexpr (kGeneral) {
 #pragma unroll
-          for (int i = 0; i < 4; ++i) b[i] = keep_halves(b[i], attended >> (4 * k + i % 2 * 2));
-        }
-      });
+            for (int i = 0; i < 4; ++i) b[i] = keep_halves(b[i], attended >> (4 * k + i % 2 * 2));
+          }
+        });
   }
 }
 
@@ -469,8 +470,7 @@ __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans
   float to_log2 = params.options.scale * kLog2E;
   if constexpr (kGeneral) to_log2 = in_natural_units(params) ? kLog2E : 1.0f;
 
-  uint32_t query_rmem[Config::kQueryInRegisters ? kM : 1]
-                     [Config::kHeadDim / kStepCols<Element>][4];
+  uint32_t query_rmem[Config::kQueryInRegisters ? kM : 1][Config::kHeadDim / kStepCols<Element>][4];
   if (walk.tile < walk.end) {
     load_tile<Config::kThreads>(tiles.query(), batch.pointer<const Element>(params.query, at.head),
                                 params.query.row, row0, row0, min(row0 + kBlockQ, band.q_len),

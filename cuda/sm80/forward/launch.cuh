@@ -44,6 +44,12 @@ Status launch_forward_elements(const Forward& params, const Choice& choice, cuda
     }
   }
   constexpr int kNarrow = kHeadDim == 192 ? 128 : kHeadDim;
+  if constexpr (kIsFloat32<Element> && kHeadDim > 128) {
+    if (choice.smem_class == SmemClass::kLarge) {
+      return launch_forward_config<ForwardConfig<Element, kHeadDim, kHeadDim, kGeneral, 227>,
+                                   Element, kGeneral>(params, spans, stream);
+    }
+  }
   using Small = ForwardConfig<Element, kHeadDim, kHeadDim, kGeneral, 99>;
   using Medium = ForwardConfig<Element, kHeadDim, kHeadDim, kGeneral, 163>;
   // Avoids a second instance of the same configuration.
@@ -53,8 +59,8 @@ Status launch_forward_elements(const Forward& params, const Choice& choice, cuda
   }
   if constexpr (kNarrow < kHeadDim) {
     if (choice.smem_class == SmemClass::kNarrow) {
-      return launch_forward_config<ForwardConfig<Element, kHeadDim, kNarrow, kGeneral, 163>, Element,
-                                   kGeneral>(params, spans, stream);
+      return launch_forward_config<ForwardConfig<Element, kHeadDim, kNarrow, kGeneral, 163>,
+                                   Element, kGeneral>(params, spans, stream);
     }
   }
   return launch_forward_config<Medium, Element, kGeneral>(params, spans, stream);
