@@ -15,7 +15,7 @@ from jax_flash.operands import axis_of
 from jax_flash.passes import Pass
 from jax_flash.primitives import cuda_kernels
 from jax_flash.sequence import choose_mode, sequence_of_mesh, shard_sequence
-from jax_flash.spec import Implementation, Mode, Order
+from jax_flash.spec import Implementation, Mode, Order, Precision
 
 Abstract = ArrayLike | jax.ShapeDtypeStruct
 
@@ -46,6 +46,7 @@ def dot_product_attention(
     dropout_seed: ArrayLike | None = None,
     broadcast_dropout: bool = False,
     deterministic: bool = False,
+    precision: Precision = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_order: Order = "contiguous",
     sequence_mode: Mode = "ring",
@@ -78,6 +79,7 @@ def dot_product_attention(
     dropout_seed: ArrayLike | None = None,
     broadcast_dropout: bool = False,
     deterministic: bool = False,
+    precision: Precision = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_order: Order = "contiguous",
     sequence_mode: Mode = "ring",
@@ -110,6 +112,7 @@ def dot_product_attention(
     dropout_seed: ArrayLike | None = None,
     broadcast_dropout: bool = False,
     deterministic: bool = False,
+    precision: Precision = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_order: Order = "contiguous",
     sequence_mode: Mode = "ring",
@@ -141,6 +144,7 @@ def dot_product_attention(
     dropout_seed: ArrayLike | None = None,
     broadcast_dropout: bool = False,
     deterministic: bool = False,
+    precision: Precision = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_order: Order = "contiguous",
     sequence_mode: Mode = "ring",
@@ -225,6 +229,10 @@ def dot_product_attention(
       broadcast_dropout: whether all batch entries and heads drop the same (i, j), as if b and n
         were 0.
       deterministic: gradients are bitwise equal between runs (the output always is).
+      precision: of the products of float32 operands on a GPU, as `jax.lax.dot_general` takes it:
+        None is `jax_default_matmul_precision`, and without that "default": operands are rounded
+        to TF32. "high" and "highest": as exact as products of float32. Nothing else depends on
+        it: CPUs and the reference are always as exact, and products of 16-bit operands are exact.
       sequence_axis: mesh axis, or axes, of the current mesh (`jax.set_mesh`) to shard query, key
         and value over along T and S. None: as they are sharded. A sequence that is sharded makes
         the call a ring, see `ring_attention`.
@@ -275,6 +283,7 @@ def dot_product_attention(
         dropout_seed=dropout_seed,
         broadcast_dropout=broadcast_dropout,
         deterministic=deterministic,
+        precision=precision,
         sequence=sequence,
     )
     if sequence is not None:
@@ -403,6 +412,7 @@ def abstract_call(
     dropout_seed: Abstract | None = None,
     broadcast_dropout: bool = False,
     deterministic: bool = False,
+    precision: Precision = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_order: Order = "contiguous",
     sequence_mode: Mode = "ring",
@@ -445,6 +455,7 @@ def abstract_call(
             dropout_seed=given(dropout_seed),
             broadcast_dropout=broadcast_dropout,
             deterministic=deterministic,
+            precision=precision,
             sequence=sequence,
         )
 
@@ -482,6 +493,7 @@ def explain(
     dropout_seed: Abstract | None = None,
     broadcast_dropout: bool = False,
     deterministic: bool = False,
+    precision: Precision = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_order: Order = "contiguous",
     sequence_mode: Mode = "ring",
@@ -523,6 +535,7 @@ def explain(
         dropout_seed=dropout_seed,
         broadcast_dropout=broadcast_dropout,
         deterministic=deterministic,
+        precision=precision,
         sequence_axis=sequence_axis,
         sequence_order=sequence_order,
         sequence_mode=sequence_mode,

@@ -30,7 +30,14 @@ from jax_flash.arrays import (
 from jax_flash.operands import OPERANDS, Operands
 from jax_flash.philox import dropout_keys
 from jax_flash.sequence import check as check_sequence
-from jax_flash.spec import AttentionSpec, SequenceSharding, flag, is_number, make_spec
+from jax_flash.spec import (
+    AttentionSpec,
+    Precision,
+    SequenceSharding,
+    flag,
+    is_number,
+    make_spec,
+)
 
 # Sizes of a local window: of both sides, or (left, right); None is unbounded.
 Size = int | jax.Array | None
@@ -84,6 +91,7 @@ def make_call(
     dropout_seed: ArrayLike | None,
     broadcast_dropout: bool,
     deterministic: bool,
+    precision: Precision,
     sequence: SequenceSharding | None,
     is_shard: bool = False,
 ) -> Call:
@@ -118,6 +126,7 @@ def make_call(
         logits_soft_cap=logits_soft_cap if is_number(logits_soft_cap) else None,
         dropout_rate=dropout_rate,
         deterministic=deterministic,
+        precision=precision,
         implementation=implementation,
         sequence=sequence,
     )

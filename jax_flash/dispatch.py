@@ -55,10 +55,10 @@ def choose(one_pass: Pass, operands: dict[str, Any], platform: str) -> Choice:
     problem = _Problem.of(operands)
     if problem.empty is not None:
         return Choice("reference", f"no kernel is needed, since there are no {problem.empty}")
-    unsupported = _unsupported(spec, problem, platform)
+    unsupported = _unsupported(one_pass, problem, platform)
     if unsupported is None:
         return Choice(
-            "flash", _reason(spec, platform), workspace_bytes(one_pass, operands, platform)
+            "flash", _reason(spec, problem, platform), workspace_bytes(one_pass, operands, platform)
         )
     if spec.implementation is not None:
         raise NotImplementedError(
@@ -105,23 +105,31 @@ class _Problem:
         )
 
 
-def _reason(spec: AttentionSpec, platform: str) -> str:
+def _reason(spec: AttentionSpec, problem: _Problem, platform: str) -> str:
     if platform == "cpu":
         return f"the native CPU kernel ({_library().instruction_set()}) supports the call"
-    families = _families()
+    families = _families(problem.dtype)
     if spec.implementation in FAMILIES:
-        return f"the sm_{FAMILIES[spec.implementation]} kernels support the call"
+        return f"the sm_{FAMILIES[spec.implementation]} kernels support the call{_products(spec, problem)}"
     capabilities = _compute_capabilities()
     if not capabilities:  # lowered here, to run elsewhere
-        return "the CUDA kernels support the call"
+        return f"the CUDA kernels support the call{_products(spec, problem)}"
     # As cuda/plan/choose.cc chooses; it also looks at strides, which are not known here.
     chosen = {c if c in families and c in _ONLY_ON else min(families) for c in capabilities}
     names = " and ".join(f"sm_{family}" for family in sorted(chosen))
-    return f"the {names} kernels support the call"
+    return f"the {names} kernels support the call{_products(spec, problem)}"
 
 
-def _unsupported(spec: AttentionSpec, problem: _Problem, platform: str) -> str | None:
-    """Why the native kernel cannot run a call, or None if it can."""
+def _products(spec: AttentionSpec, problem: _Problem) -> str:
+    """How precise the products of float32 operands are, to go with a reason."""
+    if problem.dtype != "float32":
+        return ""
+    return ", with products as exact as float32's" if spec.high_precision else ", with TF32 products"
+
+
+def _unsupported(one_pass: Pass, problem: _Problem, platform: str) -> str | None:
+    """Why the native kernel cannot run a pass, or None if it can."""
+    spec = one_pass.spec
     if platform not in PLATFORMS:
         return f"there is no kernel for platform {platform!r} (there is for cpu and cuda)"
     if ffi.native is None:
@@ -145,13 +153,13 @@ def _unsupported(spec: AttentionSpec, problem: _Problem, platform: str) -> str |
         return None
     if not ffi.native.has_cuda():
         return "this build of jax_flash contains no CUDA kernels"
-    return _unsupported_on_cuda(spec, problem)
+    return _unsupported_on_cuda(one_pass, problem)
 
 
-def _unsupported_on_cuda(spec: AttentionSpec, problem: _Problem) -> str | None:
-    wanted = FAMILIES.get(spec.implementation)
-    families = _families()
-    if wanted is not None and wanted not in families:
+def _unsupported_on_cuda(one_pass: Pass, problem: _Problem) -> str | None:
+    wanted = FAMILIES.get(one_pass.spec.implementation)
+    families = _families(problem.dtype)
+    if wanted is not None and wanted not in _families():
         return f"this build of jax_flash contains no sm_{wanted} kernels"
     limit = max(
         (
@@ -162,16 +170,27 @@ def _unsupported_on_cuda(spec: AttentionSpec, problem: _Problem) -> str | None:
         default=None,
     )
     if limit is None:
-        return f"no CUDA kernel takes {problem.dtype} (they take bfloat16 and float16)"
+        others = "bfloat16 and float16" if wanted == 90 else "float32, bfloat16 and float16"
+        kind = f"no sm_{wanted} kernel" if wanted else "no CUDA kernel"
+        return f"{kind} takes {problem.dtype} (they take {others})"
+    multiple = 1 if problem.dtype == "float32" else 8
     for name, dim in (("head_dim", problem.head_dim), ("value_dim", problem.value_dim)):
-        if dim % 8 != 0 or not 0 < dim <= limit:
-            return f"the CUDA kernels take multiples of 8 up to {limit} as {name}, not {dim}"
+        if dim % multiple != 0 or not 0 < dim <= limit:
+            numbers = "numbers" if multiple == 1 else f"multiples of {multiple}"
+            return f"the CUDA kernels take {numbers} up to {limit} as {name}, not {dim}"
     needed = wanted or min(families)
+    widest = max(problem.head_dim, problem.value_dim)
     for capability in _compute_capabilities():
         if needed in _ONLY_ON and capability != needed:
             return f"the sm_{needed} kernels run on sm_{needed} only; this GPU is sm_{capability}"
         if capability < needed:
             return f"the kernels need sm_{needed} or newer, and this GPU is sm_{capability}"
+        smem_kb = _SMEM_KB.get(capability, 99)
+        if problem.dtype == "float32" and one_pass.is_backward and widest > 128 and smem_kb < 163:
+            return (
+                "the backward pass of float32 needs 163 KB of shared memory for a block above head "
+                f"dim 128, and this GPU, sm_{capability}, has {smem_kb}"
+            )
     return None
 
 
@@ -180,8 +199,13 @@ def _library() -> Any:
     return ffi.native
 
 
-def _families() -> set[int]:
-    return {family for _, family, _, _ in _library().cuda_instances()}
+def _families(dtype: str | None = None) -> set[int]:
+    """Those that this build has, or has for a dtype."""
+    return {
+        family
+        for _, family, name, _ in _library().cuda_instances()
+        if dtype is None or name == dtype
+    }
 
 
 def _gpus() -> list[Any]:

@@ -10,7 +10,7 @@ from jax.export import is_symbolic_dim
 
 from jax_flash.attention import Abstract, abstract_call
 from jax_flash.operands import batch_shape
-from jax_flash.spec import AttentionSpec, Implementation, Mode, Order
+from jax_flash.spec import AttentionSpec, Implementation, Mode, Order, Precision
 
 
 class Flops(NamedTuple):
@@ -50,6 +50,7 @@ def flops(
     dropout_seed: Abstract | None = None,
     broadcast_dropout: bool = False,
     deterministic: bool = False,
+    precision: Precision = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_order: Order = "contiguous",
     sequence_mode: Mode = "ring",
@@ -110,6 +111,7 @@ def flops(
         dropout_seed=dropout_seed,
         broadcast_dropout=broadcast_dropout,
         deterministic=deterministic,
+        precision=precision,
         sequence_axis=sequence_axis,
         sequence_order=sequence_order,
         sequence_mode=sequence_mode,

@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 from jax_flash.attention import run
 from jax_flash.call import WindowSize, make_call
 from jax_flash.sequence import make_sequence, mesh_axes
-from jax_flash.spec import Implementation, Mode, Order
+from jax_flash.spec import Implementation, Mode, Order, Precision
 
 
 @overload
@@ -42,6 +42,7 @@ def ring_attention(
     dropout_seed: ArrayLike | None = None,
     broadcast_dropout: bool = False,
     deterministic: bool = False,
+    precision: Precision = None,
 ) -> jax.Array: ...
 
 
@@ -74,6 +75,7 @@ def ring_attention(
     dropout_seed: ArrayLike | None = None,
     broadcast_dropout: bool = False,
     deterministic: bool = False,
+    precision: Precision = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -106,6 +108,7 @@ def ring_attention(
     dropout_seed: ArrayLike | None = None,
     broadcast_dropout: bool = False,
     deterministic: bool = False,
+    precision: Precision = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
@@ -137,6 +140,7 @@ def ring_attention(
     dropout_seed: ArrayLike | None = None,
     broadcast_dropout: bool = False,
     deterministic: bool = False,
+    precision: Precision = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""`dot_product_attention` of a sequence sharded over the devices of a `shard_map`.
 
@@ -172,7 +176,7 @@ def ring_attention(
         are those of the whole sequence.
       scale: as for `dot_product_attention`, like all that follows: is_causal, local_window_size,
         implementation, return_residual, logits_soft_cap, dropout_rate, dropout_seed,
-        broadcast_dropout, deterministic.
+        broadcast_dropout, deterministic, precision.
 
     Returns:
       out [\*B,T/D,N,h], or (out, lse [\*B,T/D,N] float32), both differentiable.
@@ -221,6 +225,7 @@ def ring_attention(
         dropout_seed=dropout_seed,
         broadcast_dropout=broadcast_dropout,
         deterministic=deterministic,
+        precision=precision,
         sequence=sequence,
         is_shard=True,
     )

@@ -20,6 +20,9 @@ IMPLEMENTATIONS = (None, "flash", *FAMILIES, "reference")
 # Names that jax.nn.dot_product_attention uses, and ours for the same wish.
 _JAX_NN_IMPLEMENTATIONS = {"xla": None, "cudnn": "flash"}
 
+# As `jax.lax.dot_general` takes it: of both operands, or of each.
+Precision = jax.lax.PrecisionLike
+
 # Numbers that dropout draws from.
 _RANDOM = 2**philox.BITS
 
@@ -86,6 +89,7 @@ class AttentionSpec:
       dropout_rate: probability in [0, 1) that a probability is dropped, to be rounded to a
         multiple of 2^-15.
       deterministic: gradients are bitwise equal between runs.
+      high_precision: products of float32 operands on a GPU are as exact as in float32, not TF32.
       implementation: one of `IMPLEMENTATIONS`.
       smem_limit: bytes of shared memory that a CUDA block may have, 0 for what the device has.
         Tests set it to run the configurations of GPUs with less.
@@ -99,6 +103,7 @@ class AttentionSpec:
     logits_soft_cap: float | None = None
     dropout_rate: float = 0.0
     deterministic: bool = False
+    high_precision: bool = False
     implementation: str | None = None
     smem_limit: int = 0
     sequence: SequenceSharding | None = None
@@ -129,6 +134,7 @@ class AttentionSpec:
             "dropout_threshold": np.int32(self.dropout_threshold),
             "dropout_scale": np.float32(self.dropout_scale),
             "deterministic": np.bool_(self.deterministic),
+            "high_precision": np.bool_(self.high_precision),
             "smem_limit": np.int32(self.smem_limit),
             "family": np.int32(FAMILIES.get(self.implementation, 0)),
         }
@@ -143,6 +149,7 @@ def make_spec(
     logits_soft_cap: float | None,
     dropout_rate: float,
     deterministic: bool,
+    precision: Precision = None,
     implementation: str | None,
     sequence: SequenceSharding | None = None,
 ) -> AttentionSpec:
@@ -184,9 +191,45 @@ def make_spec(
         logits_soft_cap=logits_soft_cap,
         dropout_rate=dropout_rate,
         deterministic=flag("deterministic", deterministic),
+        high_precision=is_high_precision(precision),
         implementation=implementation,
         sequence=sequence,
     )
+
+
+def is_high_precision(precision: Precision) -> bool:
+    """Whether it asks for products of float32 that are more exact than TF32's.
+
+    Raises:
+      ValueError: `jax.lax.dot_general` does not take it either.
+    """
+    if precision is None:
+        default = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
+        return default is not None and is_high_precision(default)
+    if isinstance(precision, tuple | list):
+        if len(precision) != 2:
+            raise ValueError(
+                f"precision: expected one, or one for each of two operands, got {precision!r}"
+            )
+        return any([is_high_precision(entry) for entry in precision])
+    if isinstance(precision, jax.lax.DotAlgorithm):
+        types = (precision.lhs_precision_type, precision.rhs_precision_type)
+        return precision.num_primitive_operations > 1 or any(
+            np.dtype(x).itemsize > 2 for x in types
+        )
+    if precision == "tensorfloat32":  # which jax.lax.Precision takes for HIGH
+        return False
+    try:
+        return jax.lax.Precision(precision) != jax.lax.Precision.DEFAULT
+    except ValueError:
+        name = getattr(precision, "name", precision)
+    if name not in jax.lax.DotAlgorithmPreset.__members__:
+        raise ValueError(
+            "precision: expected None, a jax.lax.Precision or its name, a member of "
+            f"jax.lax.DotAlgorithmPreset or its name, or a pair of these, got {precision!r}"
+        )
+    # Several products of narrow operands, or products of wide ones.
+    return "_X" in name or name.startswith(("F32", "F64"))
 
 
 def is_number(value: Any) -> TypeGuard[float]:

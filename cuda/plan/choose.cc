@@ -25,6 +25,7 @@ using sm90::Recipe;
 constexpr int64_t kMaxTotalLength = (int64_t{1} << 31) - 1024;
 
 Status check_operand(const char* name, const Shape& shape, const Operand& operand) {
+  if (operand.dtype == DType::kFloat32) return {};  // read and written one by one, if need be
   bool aligned = reinterpret_cast<uintptr_t>(operand.data) % 16 == 0 && operand.row % 8 == 0 &&
                  operand.head % 8 == 0;
   for (int axis = 0; axis < shape.num_batch_dims; ++axis) {
@@ -43,9 +44,11 @@ Status check_call(const Forward& params) {
         "jax_flash: axes: expected at least one batch entry, query, key and head; without, there is "
         "nothing to compute");
   }
-  const auto bad_dim = [](int32_t dim) { return dim <= 0 || dim % 8 != 0; };
+  const int32_t multiple = params.query.dtype == DType::kFloat32 ? 1 : 8;
+  const auto bad_dim = [&](int32_t dim) { return dim <= 0 || dim % multiple != 0; };
   if (bad_dim(shape.head_dim) || bad_dim(shape.value_dim)) {
-    return Status::unimplemented("jax_flash: head dims: expected multiples of 8, got " +
+    return Status::unimplemented("jax_flash: head dims: expected positive multiples of " +
+                                 std::to_string(multiple) + ", got " +
                                  std::to_string(shape.head_dim) + " and " +
                                  std::to_string(shape.value_dim));
   }
@@ -107,20 +110,29 @@ Status choose_family(const Forward& params, int32_t family, bool fits_90, const 
                                std::to_string(shape.value_dim));
 }
 
-void choose_smem_class(const Shape& shape, const Options& options, const Device& device,
-                       bool is_backward, Choice& choice) {
+Status choose_smem_class(const Forward& params, const Device& device, bool is_backward,
+                         Choice& choice) {
+  const Shape& shape = params.shape;
+  const Options& options = params.options;
+  const bool is_float32 = params.query.dtype == DType::kFloat32;
   int32_t bytes = device.smem_bytes;
   if (options.smem_limit > 0) bytes = std::min(bytes, options.smem_limit);
   const auto has = [&](SmemClass smem_class) {
     return bytes >= static_cast<int32_t>(smem_class) * 1024;
   };
   if (!has(SmemClass::kMedium)) {
+    if (is_backward && is_float32 && choice.head_dim > 128) {
+      return Status::unimplemented(
+          "jax_flash: the backward pass of float32 above head dim 128 needs 163 KB of shared memory "
+          "for a block, and this GPU has " +
+          std::to_string(bytes / 1024));
+    }
     choice.smem_class = SmemClass::kSmall;
     choice.reason = "a block has less than 163 KB of shared memory";
   } else if (choice.head_dim == 192 && shape.value_dim <= 128) {
     choice.smem_class = SmemClass::kNarrow;
     choice.reason = "values have at most 128 columns";
-  } else if (!is_backward || !has(SmemClass::kLarge)) {
+  } else if (!(is_backward || is_float32) || !has(SmemClass::kLarge)) {
     choice.smem_class = SmemClass::kMedium;
     choice.reason = "a block has 163 KB of shared memory";
   } else {
@@ -128,6 +140,7 @@ void choose_smem_class(const Shape& shape, const Options& options, const Device&
     choice.reason = "a block has 227 KB of shared memory";
   }
   choice.name = choice.general ? "every modifier" : "plain";
+  return {};
 }
 
 // Returns whether the scores of a bfloat16 call can begin with the bias, so that nothing needs to
@@ -250,8 +263,7 @@ Status choose_forward(const Forward& params, int32_t family, const Device& devic
     return status;
   }
   if (choice.family == 80) {
-    choose_smem_class(params.shape, params.options, device, false, choice);
-    return {};
+    return choose_smem_class(params, device, false, choice);
   }
   const auto [recipe, reason] = choice.general ? choose_modified(params, choice.head_dim, device)
                                                : choose_plain(params, choice.head_dim, device);
@@ -280,8 +292,9 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
     return status;
   }
   if (choice.family == 80) {
-    choose_smem_class(params.shape, params.options, device, true, choice);
-  } else if (choice.head_dim <= 128) {
+    return choose_smem_class(params, device, true, choice);
+  }
+  if (choice.head_dim <= 128) {
     const uint32_t modifiers = modifiers_of(params);
     for (const auto& [modifier, name] : {std::pair{kSegments, "one kernel, segments"},
                                          {kSoftCap, "one kernel, soft cap"},

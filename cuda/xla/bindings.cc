@@ -136,6 +136,7 @@ OptionAttributes make_attributes(const nb::dict& values) {
   get("dropout_threshold", options.dropout_threshold);
   get("dropout_scale", options.dropout_scale);
   get("deterministic", options.deterministic);
+  get("high_precision", options.high_precision);
   get("smem_limit", options.smem_limit);
   get("family", options.family);
   return options;

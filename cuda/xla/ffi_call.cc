@@ -249,6 +249,7 @@ Options make_options(const OptionAttributes& attributes) {
   options.dropout_threshold = static_cast<uint32_t>(attributes.dropout_threshold);
   options.dropout_scale = attributes.dropout_scale;
   options.deterministic = attributes.deterministic;
+  options.high_precision = attributes.high_precision;
   options.smem_limit = attributes.smem_limit;
   return options;
 }

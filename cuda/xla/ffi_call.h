@@ -29,6 +29,7 @@ struct OptionAttributes {
   int32_t dropout_threshold;
   float dropout_scale;
   bool deterministic;
+  bool high_precision;
   int32_t smem_limit;
   int32_t family;  // CUDA kernel family: 0 the best, 80, 90
 };
@@ -67,5 +68,6 @@ XLA_FFI_REGISTER_STRUCT_ATTR_DECODING(::jax_flash::OptionAttributes,
                                       ::xla::ffi::StructMember<int32_t>("dropout_threshold"),
                                       ::xla::ffi::StructMember<float>("dropout_scale"),
                                       ::xla::ffi::StructMember<bool>("deterministic"),
+                                      ::xla::ffi::StructMember<bool>("high_precision"),
                                       ::xla::ffi::StructMember<int32_t>("smem_limit"),
                                       ::xla::ffi::StructMember<int32_t>("family"));
