@@ -124,7 +124,9 @@ def _products(spec: AttentionSpec, problem: _Problem) -> str:
     """How precise the products of float32 operands are, to go with a reason."""
     if problem.dtype != "float32":
         return ""
-    return ", with products as exact as float32's" if spec.high_precision else ", with TF32 products"
+    return (
+        ", with products as exact as float32's" if spec.high_precision else ", with TF32 products"
+    )
 
 
 def _unsupported(one_pass: Pass, problem: _Problem, platform: str) -> str | None:

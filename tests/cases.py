@@ -531,13 +531,15 @@ BY_DISTANCE = _by_distance()
 ADDITIVE_MASKS = _additive_masks()
 
 
-def check(got: Results, inputs: Inputs, logit_error: float = 0.0) -> dict[str, float]:
+def check(
+    got: Results, inputs: Inputs, logit_error: float = 0.0, product_error: float = 0.0
+) -> dict[str, float]:
     """Compares a call's results with the truth, element by element.
 
     Args:
       got: the results.
       inputs: the call.
-      logit_error: as in `oracle.truth_and_bounds`.
+      logit_error, product_error: as in `oracle.truth_and_bounds`.
 
     Returns:
       By result, the largest error in units of what rounding may do.
@@ -545,14 +547,14 @@ def check(got: Results, inputs: Inputs, logit_error: float = 0.0) -> dict[str, f
     Raises:
       AssertionError: one is above 1; the message has the worst element.
     """
-    return Expected(inputs, logit_error).check(got)
+    return Expected(inputs, logit_error, product_error).check(got)
 
 
 class Expected:
     """The truth of a call, for any number of results."""
 
-    def __init__(self, inputs: Inputs, logit_error: float = 0.0):
-        self.truth, self.bounds = truth_and_bounds(inputs, logit_error)
+    def __init__(self, inputs: Inputs, logit_error: float = 0.0, product_error: float = 0.0):
+        self.truth, self.bounds = truth_and_bounds(inputs, logit_error, product_error)
 
     def check(self, got: Results) -> dict[str, float]:
         truth, bounds = self.truth.arrays(), self.bounds.arrays()

@@ -171,17 +171,27 @@ def attention(inputs: Inputs, dtype=np.float64) -> Results:
     return results
 
 
-def truth_and_bounds(inputs: Inputs, logit_error: float = 0.0) -> tuple[Results, Results]:
+# What rounding both operands to TF32, each within 2^-11, may do to a product.
+TF32 = 2.0**-10
+
+
+def truth_and_bounds(
+    inputs: Inputs, logit_error: float = 0.0, product_error: float = 0.0
+) -> tuple[Results, Results]:
     """The truth, and how far from it rounding may take each element: see `_Bounds`.
 
     Args:
       inputs: the call.
       logit_error: what a kernel's documentation allows a logit of the forward pass; with it, of a
         probability that is far below its row's greatest, 1.1e-5 of that.
+      product_error: how far each product may be off, relative to it, such as `TF32`.
     """
     with np.errstate(all="ignore"):
         terms = _compute(inputs, np.float64)
-        truth, bounds = terms.results(), _Bounds(inputs, terms, logit_error).results()
+        truth, bounds = (
+            terms.results(),
+            _Bounds(inputs, terms, logit_error, product_error).results(),
+        )
     if inputs.unmapped is None:
         return truth, bounds
     # What all share has the sum of the gradients; each of them, and each partial sum, is rounded.
@@ -384,7 +394,10 @@ class _Bounds:
 
     float16 has nothing between multiples of 2^-24: an absolute error of half of that for each P,
     dS and result, added up linearly; and what is below e^-87, about 2^-126, may become 0 in any
-    other dtype. Kernels for bfloat16 may use float16 for the forward pass's P, relative to the
+    other dtype. Products of float32 that are rounded to TF32 are each off by a part of themselves,
+    which is added up linearly.
+
+    Kernels for bfloat16 may use float16 for the forward pass's P, relative to the
     row's greatest, and for values that reach 2^-12 in their column.
     """
 
@@ -392,8 +405,11 @@ class _Bounds:
     _HALF = 2.0**-25  # of float16's smallest step
     _TINY = float(np.exp(-87.0))
 
-    def __init__(self, inputs: Inputs, terms: _Terms, logit_error: float):
+    def __init__(
+        self, inputs: Inputs, terms: _Terms, logit_error: float, product_error: float = 0.0
+    ):
         self.inputs, self.terms, self.logit_error = inputs, terms, logit_error
+        self.product_error = product_error
         dtype = inputs.query.dtype
         self.is_float32 = dtype == np.float32
         self.step = 0.0 if self.is_float32 else float(ml_dtypes.finfo(dtype).eps)
@@ -414,7 +430,11 @@ class _Bounds:
         """e above, of the forward and the backward pass."""
         terms = self.terms
         product = np.abs(terms.query) @ np.abs(terms.key).swapaxes(2, 3)
-        bound = self._FEW * abs(terms.scale) * np.where(terms.allowed, product, 0)
+        bound = (
+            (self._FEW + self.product_error)
+            * abs(terms.scale)
+            * np.where(terms.allowed, product, 0)
+        )
         center, low, high = terms.sums, terms.sums - bound, terms.sums + bound
         if self.added:
             product = terms.sums - sum(self.added.values())
@@ -484,7 +504,8 @@ class _Bounds:
         if self.inputs.query.dtype == ml_dtypes.bfloat16:
             column = value.max(axis=2, keepdims=True, initial=0)
             self.out_lost += np.minimum(self._HALF, 2.0**-13 * column)
-        certain = (self.p_forward * terms.keep + self.over_keys * dropped) @ value + self.out_lost
+        over_keys = self.over_keys + self.product_error
+        certain = (self.p_forward * terms.keep + over_keys * dropped) @ value + self.out_lost
         variance = self.deviation**2 * self.out_variance
         self.out = certain + 6 * np.sqrt(variance) + self.step * np.abs(terms.out)
 
@@ -497,7 +518,7 @@ class _Bounds:
         centered = np.abs(terms.dp - (terms.delta + terms.dlse)[..., None])
         self.delta = (
             (self.p_forward * centered).sum(axis=-1)
-            + self.over_keys * delta
+            + (self.over_keys + self.product_error) * delta
             + (dout * self.out_lost).sum(axis=-1)
         )
         variance = (terms.dout**2 * (self.out_variance + terms.out**2)).sum(axis=-1)
@@ -514,10 +535,12 @@ class _Bounds:
         certain = (
             slope * self.p_backward * difference
             + slope * terms.p * (self._FEW * (dp + delta[..., None]) + self.delta[..., None])
+            + slope * terms.p * self.product_error * dp
             + slope_bound * terms.p * (difference + rounded)
         )
         self.dlogits = np.where(terms.allowed, certain, 0)
-        self.dropped = self.p_backward * terms.keep + self.over_queries * terms.p * terms.keep
+        over_queries = self.over_queries + self.product_error
+        self.dropped = self.p_backward * terms.keep + over_queries * terms.p * terms.keep
 
     def results(self) -> Results:
         terms = self.terms
@@ -525,6 +548,7 @@ class _Bounds:
         query, key, dout = np.abs(terms.query), np.abs(terms.key), np.abs(terms.dout)
         true = terms.results().grads
         dlogits = self.dlogits + np.where(allowed, self.floor, 0)
+        dlogits += self.product_error * np.abs(terms.dlogits)
         dropped = self.dropped + np.where(allowed, self.floor, 0)
         own, variance = self.deviation**2 * terms.dlogits**2, self.delta_variance[..., None]
         sloped = terms.p * terms.slope

@@ -87,7 +87,7 @@ __device__ __forceinline__ void add_score_gradient(float (&total)[1][8][4], cons
     lse_log2[0][half] = workspace.lse_log2[index];
     delta[0][half] = workspace.delta[index];
   }
-  const ScoreGradient<true, 1, 8> gradient(params, batch, head, warp_row0, col0);
+  const ScoreGradient<true, 1, 8, Element> gradient(params, batch, head, warp_row0, col0);
   gradient.mask(scores, band);
   gradient.probabilities(scores[0], lse_log2[0], 1.0f, 0, 0, 8);
 

@@ -8,6 +8,7 @@
 #include <type_traits>
 
 #include "modifiers/logits.cuh"
+#include "modifiers/scores.cuh"
 #include "params.h"
 #include "ptx/math.cuh"
 #include "ptx/shared.cuh"
@@ -19,8 +20,9 @@
 
 namespace jax_flash {
 
-// Handles the fragments whose element [0, 0] is (row0, col0) of one batch and head.
-template <bool kGeneral, int kM, int kN>
+// Handles the fragments whose element [0, 0] is (row0, col0) of one batch and head. Element: that
+// of the operands.
+template <bool kGeneral, int kM, int kN, typename Element>
 struct ScoreGradient {
   const Forward& params;
   const BatchIndex& batch;
@@ -31,7 +33,9 @@ struct ScoreGradient {
       : params(forward), batch(index), head(query_head), row0(row), col0(col) {}
 
   __device__ __forceinline__ void mask(float (&scores)[kM][kN][4], const Band& band) const {
-    if constexpr (kGeneral) {
+    if constexpr (kGeneral && kIsFloat32<Element>) {
+      modify_tile(scores, params, batch, head, band, row0, col0);
+    } else if constexpr (kGeneral) {
       LogitModifiers(params, batch, head).apply(scores, band, row0, col0);
     } else {
       mask_band(scores, band, row0, col0);
@@ -57,12 +61,13 @@ struct ScoreGradient {
   }
 
   // Computes exp((S - lse) - lse_low), for calls with a bias. lse_low is read only where it is not
-  // nearly 0.
+  // nearly 0, or products are so exact that it matters.
   __device__ __forceinline__ void natural_probabilities(float (&scores)[kN][4],
                                                         const float (&lse)[2], int m, int first,
                                                         int end) const {
     float low[2] = {};
-    if (__any_sync(0xffffffff, is_extreme(lse[0]) || is_extreme(lse[1]))) {
+    if (std::is_same_v<Element, Tf32x3> ||
+        __any_sync(0xffffffff, is_extreme(lse[0]) || is_extreme(lse[1]))) {
       const float* lse_low = batch.template pointer<const float>(params.lse_low, head);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
@@ -97,6 +102,22 @@ struct ScoreGradient {
       }
     } else {
       const Options& options = params.options;
+      if constexpr (kIsFloat32<Element>) {
+        if (options.dropout_threshold == 0 && !(options.logits_soft_cap > 0.0f)) {
+#pragma unroll
+          for (int m = 0; m < kM; ++m) {
+#pragma unroll
+            for (int n = 0; n < kN; ++n) {
+#pragma unroll
+              for (int e = 0; e < 4; ++e) {
+                const float ds = p[m][n][e] * (dp[m][n][e] - delta[m][e / 2]);
+                dp[m][n][e] = p[m][n][e] == 0.0f ? 0.0f : ds;
+              }
+            }
+          }
+          return;
+        }
+      }
       const LogitModifiers modifiers(params, batch, head);
 #pragma unroll
       for (int m = 0; m < kM; ++m) {

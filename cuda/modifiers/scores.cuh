@@ -13,8 +13,11 @@
 #include "modifiers/pairs.cuh"
 #include "modifiers/segments.cuh"
 #include "modifiers/soft_cap.cuh"
+#include "modifiers/units.cuh"
 #include "params.h"
 #include "plan/modifiers.h"
+#include "tile/band.cuh"
+#include "tile/batch_index.cuh"
 #include "tile/matmul.cuh"
 
 namespace jax_flash {
@@ -50,6 +53,13 @@ struct ModifierOffsets {
   };
 
   ModifierOffsets() = default;
+  __device__ __forceinline__ ModifierOffsets(const Forward& params, const BatchIndex& batch,
+                                             int32_t head)
+      : bias(batch.offset(params.bias) + head * params.bias.head),
+        mask(batch.offset(params.mask) + head * params.mask.head),
+        query_ids(batch.offset(params.query_segment_ids)),
+        key_ids(batch.offset(params.key_value_segment_ids)),
+        distance(params, batch, head) {}
   __device__ __forceinline__ ModifierOffsets(const Forward& params, const int32_t (&batch)[2],
                                              int32_t head) {
     const auto offset = [&](const Operand& operand) { return offset_of(operand, batch, head); };
@@ -79,14 +89,14 @@ struct ModifierOffsets {
 
 // Turns a warp's products into logits, -inf where not allowed, except for the band. They are in
 // natural units if has_natural_logits(), and otherwise unscaled. `one_segment`: the tile's ids are
-// all equal.
-template <uint32_t kModifiers, int kN>
+// all equal. kPairs: pairs of elements that are loaded at the same time; 0: as registers allow.
+template <uint32_t kModifiers, int kN, int kPairs = 0>
 __device__ __forceinline__ void modify_scores(float (&scores)[1][kN][4], const Forward& params,
                                               const ModifierOffsets& offsets, const Band& band,
                                               int32_t row0, int32_t col0, bool one_segment) {
   // Pairs of elements that are loaded at the same time: a kernel for few modifiers has the
   // registers.
-  constexpr int kInFlight = kModifiers == kEveryModifier ? 4 : kN;
+  constexpr int kInFlight = kPairs > 0 ? kPairs : kModifiers == kEveryModifier ? 4 : kN;
   const Options& options = params.options;
   const bool has_bias = has_modifier<kModifiers, kBias>(bool{params.bias});
   const bool capped = has_modifier<kModifiers, kSoftCap>(options.logits_soft_cap > 0.0f);
@@ -120,6 +130,41 @@ __device__ __forceinline__ void modify_scores(float (&scores)[1][kN][4], const F
   if (by_segment) {
     apply_segments<kInFlight>(scores, params, offsets.query_ids, offsets.key_ids, row0, col0,
                               extent);
+  }
+}
+
+// Does what LogitModifiers::apply() does, in the same units, a feature at a time.
+template <int kM, int kN>
+__device__ __forceinline__ void modify_tile(float (&scores)[kM][kN][4], const Forward& params,
+                                            const BatchIndex& batch, int32_t head, const Band& band,
+                                            int32_t row0, int32_t col0) {
+  const ModifierOffsets offsets(params, batch, head);
+  const float factor = in_natural_units(params)     ? 1.0f
+                       : has_natural_logits(params) ? kLog2E
+                                                    : params.options.scale * kLog2E;
+  const bool all_allowed =
+      row0 + 16 * kM <= band.q_len && band.all_allowed(row0, row0 + 16 * kM, col0, col0 + 8 * kN);
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+    modify_scores<kEveryModifier, kN, kN>(reinterpret_cast<float (&)[1][kN][4]>(scores[m]), params,
+                                          offsets, band, row0 + 16 * m, col0, false);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = row0 + fragment_row(m, 2 * half);
+      const bool valid = row < band.q_len;
+      const int32_t first = valid ? band.first_col(row) - col0 : 0;
+      const int32_t end = valid ? band.end_col(row) - col0 : 0;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          float& score = scores[m][n][2 * half + e];
+          const int32_t col = fragment_col(n, e);
+          const bool allowed = all_allowed || (col >= first && col < end);
+          score = allowed ? score * factor : minus_infinity();
+        }
+      }
+    }
   }
 }
 

@@ -1,33 +1,33 @@
-// Rounds float32 operands of products to TF32, the upper 19 bits of a float32.
+// Rounds float32 operands of products to TF32, the upper 19 bits of a float32, and splits them. The
+// tensor cores ignore the other 13 bits.
 #pragma once
 
 #include <cstdint>
 
 namespace jax_flash::ptx {
 
-// Rounds to nearest, ties away from zero, where the last 13 bits are ignored. It is
-// cvt.rna.tf32.f32 without clearing these bits, which takes twice as many instructions.
-__device__ __forceinline__ uint32_t add_half_tf32(uint32_t bits) {
-  // The addition would make another number of a NaN whose bits are all set.
-  return fabsf(__uint_as_float(bits)) < __uint_as_float(0x7f800000) ? bits + 0x1000 : bits;
+inline constexpr uint32_t kTf32Bits = 0xffffe000, kHalfTf32 = 0x1000;
+
+// Rounds to nearest, ties away from zero, but for the 13 bits that are ignored: as cvt.rna.tf32.f32
+// does in twice as many instructions.
+__device__ __forceinline__ uint32_t round_to_tf32(uint32_t bits) {
+  // The addition would turn a NaN whose bits are all set, as computed ones are, into zero.
+  return fabsf(__uint_as_float(bits)) < __uint_as_float(0x7f800000) ? bits + kHalfTf32 : bits;
 }
 
-// Rounds the four words of a fragment to TF32. With kSplit, `rest` gets what that takes away,
-// rounded likewise.
-template <bool kSplit>
-__device__ __forceinline__ void round_to_tf32(uint32_t (&fragment)[4], uint32_t (&rest)[4]) {
-#pragma unroll
-  for (int i = 0; i < 4; ++i) {
-    const uint32_t rounded = add_half_tf32(fragment[i]);
-    if constexpr (kSplit) {
-      const uint32_t kept = rounded & 0xffffe000;
-      // What is left of infinity, NaN with all bits set, becomes 0.
-      rest[i] = __float_as_uint(__uint_as_float(fragment[i]) - __uint_as_float(kept)) + 0x1000;
-      fragment[i] = kept;
-    } else {
-      fragment[i] = rounded;
-    }
-  }
+// Return an operand's greater part, and set the rest. Products of two rests are left out, so one of
+// the two operands is rounded, which gives rests of both signs, and the other truncated, which
+// takes as many instructions for a rest that is rounded. What is not finite stays so: of NaN, at
+// least one part is NaN, and infinity has the rest NaN or 0.
+__device__ __forceinline__ uint32_t split_rounded(uint32_t bits, uint32_t& rest) {
+  const uint32_t kept = (bits + kHalfTf32) & kTf32Bits;
+  rest = __float_as_uint(__uint_as_float(bits) - __uint_as_float(kept));
+  return kept;
+}
+__device__ __forceinline__ uint32_t split_truncated(uint32_t bits, uint32_t& rest) {
+  const uint32_t kept = bits & kTf32Bits;
+  rest = __float_as_uint(__uint_as_float(bits) - __uint_as_float(kept)) + kHalfTf32;
+  return kept;
 }
 
 }  // namespace jax_flash::ptx

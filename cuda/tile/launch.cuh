@@ -27,7 +27,7 @@ inline std::string shape_text(const Shape& shape) {
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Less than the 48 KB that need no attribute, as a kernel's static shared memory counts too.
-inline constexpr int kSmemWithoutAsking = 40 * 1024;
+inline constexpr int kSmemWithoutAsking = 24 * 1024;
 
 // Launches a kernel with a one-dimensional grid. Its shared-memory limit is set on every call: the
 // attribute belongs to the current device's context, and setting it costs less than remembering for

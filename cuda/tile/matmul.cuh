@@ -11,8 +11,12 @@
 
 namespace jax_flash {
 
-// Adds A B to acc, for float32 operands. See matmul() below; fragments are of 8 columns of A.
-template <typename Element, int kSteps, int kM, int kN, typename LoadA, typename LoadB>
+// Says which operands of a product in TF32 have been rounded to it already.
+enum Rounded : uint32_t { kRoundedNone = 0, kRoundedA = 1, kRoundedB = 2 };
+
+// Adds A B to acc, for float32 operands. See matmul() below.
+template <typename Element, int kSteps, uint32_t kRounded, int kM, int kN, typename LoadA,
+          typename LoadB>
 __device__ __forceinline__ void matmul_float32(float (&acc)[kM][kN][4], LoadA load_a,
                                                LoadB load_b) {
   constexpr bool kSplit = std::is_same_v<Element, Tf32x3>;
@@ -22,13 +26,27 @@ __device__ __forceinline__ void matmul_float32(float (&acc)[kM][kN][4], LoadA lo
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
       load_a(a[m], m, k);
-      ptx::round_to_tf32<kSplit>(a[m], a_rest[kSplit ? m : 0]);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (kSplit) {
+          a[m][i] = ptx::split_rounded(a[m][i], a_rest[m][i]);
+        } else if constexpr ((kRounded & kRoundedA) == 0) {
+          a[m][i] = ptx::round_to_tf32(a[m][i]);
+        }
+      }
     }
 #pragma unroll
     for (int n = 0; n < kN; n += 2) {
       uint32_t b[4], b_rest[4];
       load_b(b, n, k);
-      ptx::round_to_tf32<kSplit>(b, b_rest);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        if constexpr (kSplit) {
+          b[i] = ptx::split_truncated(b[i], b_rest[i]);
+        } else if constexpr ((kRounded & kRoundedB) == 0) {
+          b[i] = ptx::round_to_tf32(b[i]);
+        }
+      }
 #pragma unroll
       for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -54,11 +72,12 @@ __device__ __forceinline__ void matmul_float32(float (&acc)[kM][kN][4], LoadA lo
 // Adds A B to acc. acc[m][n] are the 16x8 blocks of a [16 kM, 8 kN] matrix; the inner dimension is
 // kStepCols<Element> kSteps. load_a(a, m, k) sets the fragment of A's block (m, k), load_b(b, n, k)
 // those of the two blocks (k, n) and (k, n + 1) of B, n even.
-template <typename Element, int kSteps, int kM, int kN, typename LoadA, typename LoadB>
+template <typename Element, int kSteps, uint32_t kRounded = kRoundedNone, int kM, int kN,
+          typename LoadA, typename LoadB>
 __device__ __forceinline__ void matmul(float (&acc)[kM][kN][4], LoadA load_a, LoadB load_b) {
   static_assert(kN % 2 == 0);
   if constexpr (kIsFloat32<Element>) {
-    return matmul_float32<Element, kSteps>(acc, load_a, load_b);
+    return matmul_float32<Element, kSteps, kRounded>(acc, load_a, load_b);
   } else {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {

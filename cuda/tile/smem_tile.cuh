@@ -11,6 +11,7 @@
 #include "ptx/cp_async.cuh"
 #include "ptx/ldmatrix.cuh"
 #include "ptx/shared.cuh"
+#include "ptx/tf32.cuh"
 
 // Switch of the ablation (sm80/config.cuh): 0 stores chunk c at position c.
 #ifndef JAX_FLASH_SM80_SWIZZLE
@@ -126,52 +127,72 @@ struct TransposedReader {
   }
 };
 
+// Says which chunks of a float32 tile a thread copies: `chunk` of rows row, row + kRowStep, ... of
+// panels panel, panel + kPanelStep, ...
+template <int kThreads, typename Tile>
+struct ChunksOfThread {
+  static constexpr int kRowStep = kThreads / 8 < Tile::kRows ? kThreads / 8 : Tile::kRows;
+  static constexpr int kPanelStep = kThreads / 8 / kRowStep;  // above 1 where there are few rows
+  static_assert(kRowStep % 8 == 0 && Tile::kRows % kRowStep == 0 &&
+                Tile::kPanels % kPanelStep == 0);
+
+  int chunk = threadIdx.x % 8, row = threadIdx.x / 8 % kRowStep;
+  int panel = kPanelStep == 1 ? 0 : threadIdx.x / (8 * kRowStep);
+
+  // Calls body(rows and columns from the thread's first chunk on, and bytes of the tile).
+  template <typename Body>
+  __device__ __forceinline__ void for_each(Body body) const {
+#pragma unroll
+    for (int rows = 0; rows < Tile::kRows; rows += kRowStep) {
+#pragma unroll
+      for (int panels = 0; panels < Tile::kPanels; panels += kPanelStep) {
+        body(rows, panels * Tile::kPanelCols, rows * 128 + panels * Tile::kPanelBytes);
+      }
+    }
+  }
+  __device__ __forceinline__ uint32_t address(const Tile& tile) const {
+    return tile.address(row, chunk) + panel * Tile::kPanelBytes;
+  }
+};
+
 // Does what load_tile() does, for float32, whose rows may begin at any address and have any number
 // of columns.
 template <int kThreads, typename Element, typename Tile>
 __device__ __forceinline__ void load_float32_tile(const Tile& tile, const Element* gmem,
                                                   int64_t row_stride, int32_t row0, int32_t first,
                                                   int32_t end, int cols) {
-  constexpr int kRowStep = kThreads / 8 < Tile::kRows ? kThreads / 8 : Tile::kRows;
-  constexpr int kPanelStep = kThreads / 8 / kRowStep;  // threads also divide the panels if few rows
-  static_assert(kRowStep % 8 == 0 && Tile::kRows % kRowStep == 0 &&
-                Tile::kPanels % kPanelStep == 0);
-  const int chunk = threadIdx.x % 8, row = threadIdx.x / 8 % kRowStep;
-  const int panel0 = kPanelStep == 1 ? 0 : threadIdx.x / (8 * kRowStep);
-  const uint32_t address = tile.address(row, chunk) + panel0 * Tile::kPanelBytes;
-  const int col = panel0 * Tile::kPanelCols + chunk * Tile::kChunkCols;
-  const Element* source = gmem + int64_t{row0 + row} * row_stride + col;
+  const ChunksOfThread<kThreads, Tile> mine;
+  const uint32_t address = mine.address(tile);
+  const int col0 = mine.panel * Tile::kPanelCols + mine.chunk * 4;
+  const Element* source = gmem + int64_t{row0 + mine.row} * row_stride + col0;
   const bool aligned = reinterpret_cast<uintptr_t>(gmem) % 16 == 0 && row_stride % 4 == 0;
-  if (aligned) {
-#pragma unroll
-    for (int step = 0; step < Tile::kRows / kRowStep; ++step) {
-      const int32_t global_row = row0 + row + step * kRowStep;
-      const bool row_valid = global_row >= first && global_row < end;
-#pragma unroll
-      for (int panel = 0; panel < Tile::kPanels; panel += kPanelStep) {
-        const int left = row_valid ? cols - (col + panel * Tile::kPanelCols) : 0;
-        ptx::cp_async_16_of(address + step * kRowStep * 128 + panel * Tile::kPanelBytes,
-                            source + step * kRowStep * row_stride + panel * Tile::kPanelCols,
-                            min(max(left, 0), 4) * 4);
-      }
-    }
-    return;
-  }
+  mine.for_each([&](int rows, int more_cols, int bytes) {
+    const int32_t row = row0 + mine.row + rows;
+    const int valid = row >= first && row < end ? min(max(cols - col0 - more_cols, 0), 4) : 0;
+    const Element* from = source + rows * row_stride + more_cols;
+    if (aligned) {
+      ptx::cp_async_16_of(address + bytes, from, valid * 4);
+    } else {
 #pragma unroll 1
-  for (int step = 0; step < Tile::kRows / kRowStep; ++step) {
-    const int32_t global_row = row0 + row + step * kRowStep;
-    const bool row_valid = global_row >= first && global_row < end;
-#pragma unroll 1
-    for (int panel = 0; panel < Tile::kPanels; panel += kPanelStep) {
-      const int left = row_valid ? cols - (col + panel * Tile::kPanelCols) : 0;
-#pragma unroll
       for (int e = 0; e < 4; ++e) {
-        ptx::cp_async_4(address + step * kRowStep * 128 + panel * Tile::kPanelBytes + e * 4,
-                        source + step * kRowStep * row_stride + panel * Tile::kPanelCols + e,
-                        e < left);
+        ptx::cp_async_4(address + bytes + e * 4, from + e, e < valid);
       }
     }
-  }
+  });
+}
+
+// Rounds the elements of a tile to TF32 that this thread has copied by load_tile(); they have
+// arrived.
+template <int kThreads, typename Tile>
+__device__ __forceinline__ void round_own_chunks(const Tile& tile) {
+  const ChunksOfThread<kThreads, Tile> mine;
+  const uint32_t address = mine.address(tile);
+  mine.for_each([&](int, int, int bytes) {
+    const uint4 words = ptx::ld_shared_v4(address + bytes);
+    ptx::st_shared_v4(address + bytes,
+                      make_uint4(ptx::round_to_tf32(words.x), ptx::round_to_tf32(words.y),
+                                 ptx::round_to_tf32(words.z), ptx::round_to_tf32(words.w)));
+  });
 }
 
 // Starts copying rows row0 ... row0 + kRows - 1 of a [*, cols] matrix in global memory into a tile.

@@ -18,6 +18,7 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "modifiers/logits.cuh"
 #include "modifiers/score_gradient.cuh"
@@ -237,16 +238,16 @@ __device__ __forceinline__ void multiply_by_transpose(float (&acc)[kM][kN][4], c
   set_zero(acc);
   const BlockReader a_reader(a_tile, BlockOrder::kRowsFirst, row, 0);
   const BlockReader b_reader(b_tile, BlockOrder::kColsFirst, col, 0);
-  matmul<Element, TileA::kCols / kStepCols<Element>>(
+  matmul<Element, TileA::kCols / kStepCols<Element>, kRoundedB>(
       acc, [&](uint32_t (&a)[4], int m, int k) { ptx::ldmatrix_x4(a, a_reader.at(m * 16, k * 2)); },
       [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, b_reader.at(n * 8, k * 2)); });
 }
 
 // Turns products into logits, -inf where not allowed.
-template <typename Config, bool kGeneral, int kM, int kN>
-__device__ __forceinline__ void mask_scores(float (&scores)[kM][kN][4],
-                                            const ScoreGradient<kGeneral, kM, kN>& gradient,
-                                            const Band& band, int32_t row0, int32_t col0) {
+template <typename Config, typename Element, bool kGeneral, int kM, int kN>
+__device__ __forceinline__ void mask_scores(
+    float (&scores)[kM][kN][4], const ScoreGradient<kGeneral, kM, kN, Element>& gradient,
+    const Band& band, int32_t row0, int32_t col0) {
   const int32_t row_end = min(row0 + Config::kBlockQ, band.q_len);
   if (kGeneral || !band.all_allowed(row0, row_end, col0, col0 + Config::kBlockKv)) {
     gradient.mask(scores, band);
@@ -259,7 +260,7 @@ __device__ __forceinline__ void mask_scores(float (&scores)[kM][kN][4],
 template <typename Element, typename Config, bool kGeneral, int kM, int kN>
 __device__ __forceinline__ void differentiate_scores(
     float (&scores)[kM][kN][4], float (&dscores)[kM][kN][4],
-    const ScoreGradient<kGeneral, kM, kN>& gradient, const BackwardTiles<Config>& tiles,
+    const ScoreGradient<kGeneral, kM, kN, Element>& gradient, const BackwardTiles<Config>& tiles,
     const float* lse_smem, const float* delta_smem, int stage, const WarpParts<Config>& parts,
     float to_log2) {
   constexpr int kSteps = Config::kValueDim / kStepCols<Element>;
@@ -269,7 +270,7 @@ __device__ __forceinline__ void differentiate_scores(
   set_zero(dscores);
   const BlockReader dout_reader(tiles.dout(stage), BlockOrder::kRowsFirst, row, 0);
   const BlockReader value_reader(tiles.value(), BlockOrder::kColsFirst, col, 0);
-  matmul<Element, kSteps>(
+  matmul<Element, kSteps, kRoundedB>(
       dscores,
       [&](uint32_t (&a)[4], int m, int k) {
         ptx::ldmatrix_x4(a, dout_reader.at(m * 16, k * 2));
@@ -291,7 +292,7 @@ __device__ __forceinline__ void add_transpose_product(float (&acc)[kM][kN][4], c
   if constexpr (kIsFloat32<Element>) {
     const TransposedReader b_reader(b_tile, 0, warp_col * 4);
     const TransposedReader a_reader(a_tile, 0, row / 4);
-    matmul<Element, TileA::kRows / 8>(
+    matmul<Element, TileA::kRows / 8, kRoundedA>(
         acc, [&](uint32_t (&a)[4], int m, int k) { a_reader.read(a, k * 8, m * 4); },
         [&](uint32_t (&b)[4], int n, int k) { b_reader.read_b(b, k * 8, n * 2 * kWarpCols); });
   } else {
@@ -316,7 +317,7 @@ __device__ __forceinline__ void multiply(float (&acc)[kM][kN][4], const TileA& a
   if constexpr (kIsFloat32<Element>) {
     const TransposedReader b_reader(b_tile, 0, warp_col * 4);
     set_zero(acc);
-    matmul<Element, TileB::kRows / 8>(
+    matmul<Element, TileB::kRows / 8, kRoundedA | kRoundedB>(
         acc,
         [&](uint32_t (&a)[4], int m, int k) { ptx::ldmatrix_x4(a, a_reader.at(m * 16, k * 2)); },
         [&](uint32_t (&b)[4], int n, int k) { b_reader.read_b(b, k * 8, n * 2 * kWarpCols); });
@@ -425,6 +426,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
       wait_for_copies<0>();
       clear_bad_keys<Config::kThreads, Element>(tiles.key(), bad_keys_smem);
     }
+    if constexpr (std::is_same_v<Element, Tf32>) {  // P and dS are rounded when they are stored
+      ptx::cp_async_wait_group<0>();
+      round_own_chunks<Config::kThreads>(tiles.key());
+      round_own_chunks<Config::kThreads>(tiles.value());
+    }
   }
 
   float dkey[Parts::kKeyM][Parts::kDkeyN][4], dvalue[Parts::kKeyM][Parts::kDvalueN][4];
@@ -446,7 +452,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     float scores[Parts::kScoreM][Parts::kScoreN][4], dscores[Parts::kScoreM][Parts::kScoreN][4];
     multiply_by_transpose<Element>(scores, tiles.query(stage), parts.score_row, tiles.key(),
                                    parts.score_col);
-    const ScoreGradient<kGeneral, Parts::kScoreM, Parts::kScoreN> gradient(
+    const ScoreGradient<kGeneral, Parts::kScoreM, Parts::kScoreN, Element> gradient(
         params, batch, head, row0 + parts.score_row, col0 + parts.score_col);
     if constexpr (kGeneral) mark_bad_keys<kBlockKv>(scores, bad_keys_smem, parts.score_col);
     mask_scores<Config>(scores, gradient, band, row0, col0);

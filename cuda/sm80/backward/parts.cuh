@@ -3,12 +3,14 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "modifiers/segments.cuh"
 #include "ptx/cp_async.cuh"
 #include "ptx/global.cuh"
 #include "ptx/math.cuh"
 #include "ptx/shared.cuh"
+#include "ptx/tf32.cuh"
 #include "sm80/backward/edges.cuh"
 #include "tile/band.cuh"
 #include "tile/element.cuh"
@@ -112,11 +114,15 @@ __device__ __forceinline__ void store_fragments(const Tile& tile, int row, int c
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if constexpr (kIsFloat32<Element>) {
+          uint2 pair = make_uint2(__float_as_uint(values[m][n][2 * half]),
+                                  __float_as_uint(values[m][n][2 * half + 1]));
+          if constexpr (std::is_same_v<Element, Tf32>) {
+            pair = make_uint2(ptx::round_to_tf32(pair.x), ptx::round_to_tf32(pair.y));
+          }
           ptx::st_shared_v2(
               tile.address(row + fragment_row(m, 2 * half), 2 * (chunk + n) + threadIdx.x % 4 / 2) +
                   threadIdx.x % 2 * 8,
-              make_uint2(__float_as_uint(values[m][n][2 * half]),
-                         __float_as_uint(values[m][n][2 * half + 1])));
+              pair);
         } else {
           ptx::st_shared_b32(
               tile.address(row + fragment_row(m, 2 * half), chunk + n) + threadIdx.x % 4 * 4,

@@ -16,8 +16,10 @@
 #include <cuda_fp16.h>
 
 #include <cstdint>
+#include <type_traits>
 
 #include "modifiers/logits.cuh"
+#include "modifiers/scores.cuh"
 #include "modifiers/segments.cuh"
 #include "params.h"
 #include "ptx/cp_async.cuh"
@@ -290,7 +292,7 @@ __device__ __forceinline__ void multiply_query_key(float (&logits)[kM][kN][4],
   const BlockReader query_reader(query_smem, BlockOrder::kRowsFirst, threadIdx.x / 32 * kM * 16, 0);
   set_zero(logits);
   const BlockReader key_reader(key_smem, BlockOrder::kColsFirst, 0, 0);
-  matmul<Element, kSteps>(
+  matmul<Element, kSteps, kRoundedA>(  // Q's tile has been rounded
       logits,
       [&](uint32_t (&a)[4], int m, int k) {
         if constexpr (Config::kQueryInRegisters) {
@@ -305,12 +307,15 @@ __device__ __forceinline__ void multiply_query_key(float (&logits)[kM][kN][4],
 
 // Turns a tile's products into logits, -inf where not allowed. Returns the columns whose values may
 // be used: see attended_columns().
-template <typename Config, bool kGeneral, int kM, int kN>
+template <typename Config, typename Element, bool kGeneral, int kM, int kN>
 __device__ __forceinline__ uint32_t mask_logits(float (&logits)[kM][kN][4], const Forward& params,
                                                 const BatchIndex& batch, int32_t head,
                                                 const Band& band, int32_t row0, int32_t warp_row0,
                                                 int32_t col0) {
-  if constexpr (kGeneral) {
+  if constexpr (kGeneral && kIsFloat32<Element>) {
+    modify_tile(logits, params, batch, head, band, warp_row0, col0);
+    return attended_columns(logits);
+  } else if constexpr (kGeneral) {
     const LogitModifiers modifiers(params, batch, head);
     modifiers.apply(logits, band, warp_row0, col0);
     return attended_columns(logits);
@@ -358,13 +363,17 @@ __device__ __forceinline__ void multiply_probability_value(
     // Keys are summed over in any order: columns 2 t and 2 t + 1 of accumulators become columns t
     // and t + 4 of operands, and rows of V go along.
     const TransposedReader<typename Config::ValueTile, StepOrder::kPaired> reader(value_smem, 0, 0);
-    matmul<Element, kN>(
+    matmul<Element, kN, kRoundedA>(
         out,
         [&](uint32_t (&a)[4], int m, int k) {
           if constexpr (Config::kInterleaved) exponentials(m, k);
           constexpr int kElement[4] = {0, 2, 1, 3};
 #pragma unroll
-          for (int i = 0; i < 4; ++i) a[i] = __float_as_uint(logits[m][k][kElement[i]]);
+          for (int i = 0; i < 4; ++i) {
+            a[i] = __float_as_uint(logits[m][k][kElement[i]]);
+            // Of NaN, which this loses, the sum of the row's exponentials becomes NaN.
+            if constexpr (std::is_same_v<Element, Tf32>) a[i] += ptx::kHalfTf32;
+          }
         },
         [&](uint32_t (&b)[4], int n, int k) {
           reader.read_b(b, k * 8, n * 2);
@@ -478,6 +487,10 @@ __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans
     loader.load_key(walk.tile, 0);
     if constexpr (Config::kStages == 2) loader.load_value(walk.tile, 0);
     ptx::cp_async_commit_group();
+    if constexpr (std::is_same_v<Element, Tf32>) {
+      ptx::cp_async_wait_group<0>();
+      round_own_chunks<Config::kThreads>(tiles.query());
+    }
     if constexpr (Config::kQueryInRegisters) {
       wait_for_copies();
       read_query(query_rmem, tiles.query());
@@ -506,8 +519,8 @@ __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans
       ptx::cp_async_commit_group();
     }
 
-    const uint32_t attended =
-        mask_logits<Config, kGeneral>(logits, params, batch, at.head, band, row0, warp_row0, col0);
+    const uint32_t attended = mask_logits<Config, Element, kGeneral>(logits, params, batch, at.head,
+                                                                     band, row0, warp_row0, col0);
     softmax.update_reference(logits, to_log2, out);
     Kept kept[kGeneral ? kM : 1];
     const bool drops = kGeneral && params.options.dropout_threshold != 0;

@@ -198,8 +198,8 @@ struct WideQueryConsumer {
   // Turns finished S into P.
   __device__ __forceinline__ void find_probabilities(Tile& scores, const float (&lse_log2)[1][2],
                                                      uint32_t* bad_keys, int32_t tile_col0) const {
-    const ScoreGradient<kGeneral, 1, kN> gradient(params, block.batch, block.head, warp_row0,
-                                                  tile_col0);
+    const ScoreGradient<kGeneral, 1, kN, Element> gradient(params, block.batch, block.head,
+                                                           warp_row0, tile_col0);
     if constexpr (kGeneral) mark_bad_keys<Config::kBlockKv>(scores, bad_keys, 0);
     if (kGeneral || !band.all_allowed(group_row0, min(group_row0 + 64, band.q_len), tile_col0,
                                       tile_col0 + Config::kBlockKv)) {
@@ -214,8 +214,8 @@ struct WideQueryConsumer {
                                                int32_t tile_col0) const {
     arrive_by_warp(smem.value_empty(ring.stage));
     ring.advance();
-    const ScoreGradient<kGeneral, 1, kN> gradient(params, block.batch, block.head, warp_row0,
-                                                  tile_col0);
+    const ScoreGradient<kGeneral, 1, kN, Element> gradient(params, block.batch, block.head,
+                                                           warp_row0, tile_col0);
     gradient.finish(scores, dscores, lse_log2, delta);
   }
 };

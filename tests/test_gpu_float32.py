@@ -1,0 +1,88 @@
+"""The CUDA kernels for float32 are right, at each precision, for the cases that the others take."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+from cases import (
+    ADDITIVE_MASKS,
+    BY_DISTANCE,
+    LOWS,
+    TABLE,
+    Case,
+    check,
+    left_padding,
+    make_inputs,
+    random_case,
+)
+from oracle import TF32
+from test_cases import run
+
+from jax_flash import call
+
+pytestmark = pytest.mark.gpu
+
+# How far each product may be off: nothing beyond rounding to float32, or as TF32.
+PRODUCT_ERRORS = {"default": TF32, "highest": 0.0}
+each_precision = pytest.mark.parametrize("precision", PRODUCT_ERRORS)
+
+
+def verify(case: Case, precision: str, **options) -> None:
+    inputs = make_inputs(dataclasses.replace(case, dtype="float32"))
+    got = run(inputs, "flash", precision=precision, **options)
+    check(got, inputs, product_error=PRODUCT_ERRORS[precision])
+
+
+@each_precision
+@pytest.mark.parametrize("case", [*TABLE, *ADDITIVE_MASKS, *BY_DISTANCE], ids=str)
+def test_feature(case, precision):
+    verify(case, precision)
+
+
+@each_precision
+@pytest.mark.parametrize("head_dim", [16, 64, 128])
+@pytest.mark.parametrize("bias_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("low", LOWS)
+def test_left_padding(low, bias_dtype, head_dim, precision):
+    for features in ((), (("causal", True),)):
+        verify(
+            left_padding(low, bias_dtype, head_dim, dtype="float32", features=features), precision
+        )
+
+
+# The index is the seed. Any head dim: rows of operands then begin at any multiple of 4 bytes.
+@each_precision
+@pytest.mark.parametrize("index", range(1000, 1500))
+def test_random_combination(index, precision):
+    head_dims = (1, 3, 8, 30, 32, 33, 40, 64, 65, 96, 100, 128, 129, 192, 250, 256)
+    case = random_case(index, head_dims=head_dims, by_distance=index % 2 == 1)
+    verify(case, precision, deterministic=index % 3 == 0)
+
+
+@each_precision
+@pytest.mark.parametrize("smem_kb", [99, 163])
+@pytest.mark.parametrize("head_dim", [20, 64, 100, 128, 256])
+@pytest.mark.parametrize("index", range(5000, 5004))
+def test_tiles_of_less_shared_memory(index, head_dim, smem_kb, precision, monkeypatch):
+    if smem_kb == 99 and head_dim > 128:
+        head_dim = 96  # more has no backward pass
+    make_spec = call.make_spec
+    monkeypatch.setattr(
+        call,
+        "make_spec",
+        lambda **options: dataclasses.replace(make_spec(**options), smem_limit=smem_kb * 1024),
+    )
+    case = random_case(index, sizes=(63, 65, 129, 300))
+    verify(dataclasses.replace(case, head_dim=head_dim, value_dim=head_dim), precision)
+
+
+@each_precision
+@pytest.mark.parametrize("head_dim", [32, 64, 128, 256])
+def test_repeated_gradients_are_equal(head_dim, precision):
+    case = Case("repeated", q_len=700, kv_len=650, head_dim=head_dim, value_dim=head_dim)
+    inputs = make_inputs(case)
+    first, second = (
+        run(inputs, "flash", precision=precision, deterministic=True).arrays() for _ in range(2)
+    )
+    for name, x in first.items():
+        np.testing.assert_array_equal(x, second[name], err_msg=name)
