@@ -271,7 +271,14 @@ def test_row_without_any_key_is_zero():
 
 @pytest.mark.parametrize(
     "precision",
-    [None, "highest", jax.lax.Precision.HIGH, "bfloat16", ("default", "highest")],
+    [
+        None,
+        "highest",
+        jax.lax.Precision.HIGH,
+        "bfloat16",
+        ("default", "highest"),
+        jax.lax.DotAlgorithmPreset.F32_F32_F32,
+    ],
     ids=str,
 )
 def test_precision_accepted(precision):
@@ -296,8 +303,8 @@ def test_what_cannot_be_honoured_is_refused():
     )
     with pytest.raises(NotImplementedError, match="qk_attn_weights_einsum must be None"):
         quantised.apply(variables, inputs)
-    with pytest.raises(NotImplementedError, match="dot algorithm"):
-        dot_product_attention(x, x, x, precision=jax.lax.DotAlgorithmPreset.F32_F32_F32)
+    with pytest.raises(ValueError, match="precision: expected"):
+        dot_product_attention(x, x, x, precision="exact")
     with pytest.raises(ValueError, match="dropout_rng must be a PRNG key"):
         dot_product_attention(x, x, x, dropout_rate=0.5)
     with pytest.raises(TypeError, match="input_positions"):

@@ -9,10 +9,13 @@
 #include "ptx/tf32.cuh"
 #include "tile/element.cuh"
 
+#ifndef JAX_FLASH_X
+#define JAX_FLASH_X 2
+#endif
 namespace jax_flash {
 
 // Says which operands of a product in TF32 have been rounded to it already.
-enum Rounded : uint32_t { kRoundedNone = 0, kRoundedA = 1, kRoundedB = 2 };
+enum Rounded : uint32_t { kRoundedNone = 0, kRoundedA = 1, kRoundedB = 2, kRolled = 4 };
 
 // Adds A B to acc, for float32 operands. See matmul() below.
 template <typename Element, int kSteps, uint32_t kRounded, int kM, int kN, typename LoadA,
@@ -20,7 +23,8 @@ template <typename Element, int kSteps, uint32_t kRounded, int kM, int kN, typen
 __device__ __forceinline__ void matmul_float32(float (&acc)[kM][kN][4], LoadA load_a,
                                                LoadB load_b) {
   constexpr bool kSplit = std::is_same_v<Element, Tf32x3>;
-#pragma unroll
+  constexpr int kUnroll = kSplit && (kRounded & kRolled) ? JAX_FLASH_X : kSteps;
+#pragma unroll kUnroll
   for (int k = 0; k < kSteps; ++k) {
     uint32_t a[kM][4], a_rest[kSplit ? kM : 1][4];
 #pragma unroll

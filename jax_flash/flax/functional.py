@@ -61,9 +61,8 @@ def dot_product_attention(
       deterministic: if True, no dropout (Flax's meaning of the word).
       dtype: query, key and value are cast to it; by default to their common dtype, or float32 if
         that is one of integers.
-      precision: None, any `jax.lax.Precision` or its name, or a pair of them. All give the same
-        result: products of the operands are exact for 16-bit dtypes and not reduced to TF32 for
-        float32, and sums are float32.
+      precision: None, any `jax.lax.Precision` or its name, or a pair of them, as
+        `jax_flash.dot_product_attention` takes it.
       module: must be None: the weights that Flax would sow are never materialised.
       promote_dtype: casts instead: `promote_dtype((query, key, value), dtype=dtype)` returns the
         three; None casts as Flax's own does.
@@ -80,8 +79,7 @@ def dot_product_attention(
 
     Raises:
       TypeError: `promote_dtype` is no function; otherwise as `jax_flash.dot_product_attention`.
-      NotImplementedError: a `module` to sow weights into, a custom einsum, or a precision that
-        names a dot algorithm.
+      NotImplementedError: a `module` to sow weights into, or a custom einsum.
       ValueError: dropout applies but `dropout_rng` is None; otherwise as
         `jax_flash.dot_product_attention`.
     """
@@ -101,7 +99,6 @@ def dot_product_attention(
                 f"{name} must be None, got {einsum!r}: a fused kernel cannot call it; use Flax's "
                 "own dot_product_attention for custom (such as quantized) einsums"
             )
-    _check_precision(precision)
     if promote_dtype is None:
         promote_dtype = _promote_dtype
     elif not callable(promote_dtype):
@@ -124,7 +121,7 @@ def dot_product_attention(
             broadcast_dropout=broadcast_dropout,
         )
     options.update(bias=bias, mask=mask, is_causal=is_causal)
-    options["deterministic"] = deterministic_gradients
+    options.update(deterministic=deterministic_gradients, precision=precision)
     return jax_flash.dot_product_attention(query, key, value, **options)
 
 
@@ -134,20 +131,6 @@ def _promote_dtype(arrays: tuple[Any, ...], *, dtype: Any) -> list[jax.Array]:
         if not jnp.issubdtype(dtype, jnp.inexact):
             dtype = jnp.promote_types(jnp.float32, dtype)
     return [jnp.asarray(x, dtype) for x in arrays]
-
-
-def _check_precision(precision: Any) -> None:
-    """Refuses what asks for a particular dot algorithm; see `dot_product_attention`."""
-    for entry in precision if isinstance(precision, (tuple, list)) else (precision,):
-        try:
-            if entry is not None:
-                jax.lax.Precision(entry)
-        except ValueError:
-            raise NotImplementedError(
-                f"precision must be None, a jax.lax.Precision or a pair of them, got "
-                f"{precision!r}: the kernels choose their own dot algorithm and always "
-                "accumulate in float32"
-            ) from None
 
 
 def dot_product_attention_with_rope(

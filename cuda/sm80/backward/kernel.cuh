@@ -238,7 +238,7 @@ __device__ __forceinline__ void multiply_by_transpose(float (&acc)[kM][kN][4], c
   set_zero(acc);
   const BlockReader a_reader(a_tile, BlockOrder::kRowsFirst, row, 0);
   const BlockReader b_reader(b_tile, BlockOrder::kColsFirst, col, 0);
-  matmul<Element, TileA::kCols / kStepCols<Element>, kRoundedB>(
+  matmul<Element, TileA::kCols / kStepCols<Element>, kRoundedB | kRolled>(
       acc, [&](uint32_t (&a)[4], int m, int k) { ptx::ldmatrix_x4(a, a_reader.at(m * 16, k * 2)); },
       [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, b_reader.at(n * 8, k * 2)); });
 }
@@ -292,7 +292,7 @@ __device__ __forceinline__ void add_transpose_product(float (&acc)[kM][kN][4], c
   if constexpr (kIsFloat32<Element>) {
     const TransposedReader b_reader(b_tile, 0, warp_col * 4);
     const TransposedReader a_reader(a_tile, 0, row / 4);
-    matmul<Element, TileA::kRows / 8, kRoundedA>(
+    matmul<Element, TileA::kRows / 8, kRoundedA | kRolled>(
         acc, [&](uint32_t (&a)[4], int m, int k) { a_reader.read(a, k * 8, m * 4); },
         [&](uint32_t (&b)[4], int n, int k) { b_reader.read_b(b, k * 8, n * 2 * kWarpCols); });
   } else {
@@ -317,7 +317,7 @@ __device__ __forceinline__ void multiply(float (&acc)[kM][kN][4], const TileA& a
   if constexpr (kIsFloat32<Element>) {
     const TransposedReader b_reader(b_tile, 0, warp_col * 4);
     set_zero(acc);
-    matmul<Element, TileB::kRows / 8, kRoundedA | kRoundedB>(
+    matmul<Element, TileB::kRows / 8, kRoundedA | kRoundedB | kRolled>(
         acc,
         [&](uint32_t (&a)[4], int m, int k) { ptx::ldmatrix_x4(a, a_reader.at(m * 16, k * 2)); },
         [&](uint32_t (&b)[4], int n, int k) { b_reader.read_b(b, k * 8, n * 2 * kWarpCols); });

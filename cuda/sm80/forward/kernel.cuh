@@ -292,7 +292,7 @@ __device__ __forceinline__ void multiply_query_key(float (&logits)[kM][kN][4],
   const BlockReader query_reader(query_smem, BlockOrder::kRowsFirst, threadIdx.x / 32 * kM * 16, 0);
   set_zero(logits);
   const BlockReader key_reader(key_smem, BlockOrder::kColsFirst, 0, 0);
-  matmul<Element, kSteps, kRoundedA>(  // Q's tile has been rounded
+  matmul<Element, kSteps, kRoundedA | kRolled>(  // Q's tile has been rounded
       logits,
       [&](uint32_t (&a)[4], int m, int k) {
         if constexpr (Config::kQueryInRegisters) {

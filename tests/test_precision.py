@@ -1,0 +1,94 @@
+"""`precision` means what it means for `jax.lax.dot_general`, and reaches the kernels."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+import jax_flash
+from jax_flash import dispatch, ffi
+from jax_flash.passes import Pass
+from jax_flash.spec import is_high_precision, make_spec
+
+Presets = jax.lax.DotAlgorithmPreset
+LOW = (None, "default", "fastest", "bfloat16", "tensorfloat32", jax.lax.Precision.DEFAULT,
+       "TF32_TF32_F32", Presets.BF16_BF16_F32, Presets.DEFAULT, ("default", "default"))  # fmt: skip
+HIGH = ("high", "highest", "float32", "bfloat16_3x", jax.lax.Precision.HIGH, "F32_F32_F32",
+        jax.lax.Precision.HIGHEST, Presets.TF32_TF32_F32_X3, "BF16_BF16_F32_X6",
+        ("default", "highest"), Presets.F64_F64_F64)  # fmt: skip
+
+
+@pytest.mark.parametrize("precision", LOW + HIGH, ids=str)
+def test_kind_of_products(precision):
+    assert is_high_precision(precision) == (precision in HIGH)
+    x = jnp.ones((2, 2))
+    if not isinstance(precision, Presets) and "_" not in str(precision):  # CPUs have few algorithms
+        jnp.dot(x, x, precision=precision)  # JAX takes it as well
+
+
+@pytest.mark.parametrize("precision", ["exact", 3, ("high",), ("high", "exact"), object()], ids=str)
+def test_what_is_no_precision_is_refused(precision):
+    x = jnp.ones((1, 4, 1, 8))
+    with pytest.raises(ValueError, match="precision: expected"):
+        jax_flash.dot_product_attention(x, x, x, precision=precision)
+
+
+@pytest.mark.parametrize("default", [None, "tensorfloat32", "high", "F32_F32_F32"])
+def test_none_is_the_default_of_jax(default):
+    with jax.default_matmul_precision(default):
+        assert is_high_precision(None) == (default in HIGH)
+        assert is_high_precision("highest")
+        assert not is_high_precision("default")
+
+
+@pytest.mark.parametrize("precision", ["default", "highest"])
+def test_precision_reaches_native_code(precision):
+    x = jax.ShapeDtypeStruct((2, 64, 4, 32), jnp.float32)
+
+    def loss(q, k, v):
+        return jax_flash.dot_product_attention(q, k, v, precision=precision).sum()
+
+    lowered = jax.jit(jax.grad(loss, (0, 1, 2))).trace(x, x, x).lower(lowering_platforms=("cuda",))
+    text = lowered.as_text()
+    value = "true" if precision == "highest" else "false"
+    assert text.count("high_precision") == text.count(f"high_precision = {value}") == 2
+
+
+def choose(dtype, head_dim, kind="forward", **options):
+    x = jax.ShapeDtypeStruct((2, 64, 4, head_dim), dtype)
+    spec = make_spec(
+        head_dim=head_dim, scale=None, is_causal=False, window=(None, None), logits_soft_cap=None,
+        dropout_rate=0.0, deterministic=False, implementation=None, **options,
+    )  # fmt: skip
+    return dispatch.choose(Pass(spec, kind), {"query": x, "key": x, "value": x}, "cuda")
+
+
+@pytest.mark.parametrize("head_dim", [1, 7, 30, 32, 100, 129, 256])
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_float32_of_any_head_dim_has_a_kernel(kind, head_dim):
+    choice = choose(jnp.float32, head_dim, kind)
+    assert choice.implementation == "flash"
+    assert choice.reason.endswith("with TF32 products")
+    exact = choose(jnp.float32, head_dim, kind, precision="highest")
+    assert exact.reason.endswith("with products as exact as float32's")
+
+
+def test_what_float32_has_no_kernel_for():
+    choice = choose(jnp.float32, 257)
+    assert choice.implementation == "reference"
+    assert choice.reason == "the CUDA kernels take numbers up to 256 as head_dim, not 257"
+    x = jax.ShapeDtypeStruct((2, 64, 4, 64), jnp.float32)
+    explained = jax_flash.explain(x, x, x, implementation="flash_sm90").choices["cuda"]
+    assert "no sm_90 kernel takes float32" in explained
+
+
+# Shared memory of a block, in KB, and what a float32 call gets there.
+@pytest.mark.parametrize(("capability", "smem_kb", "runs"), [(80, 163, True), (86, 99, False)])
+def test_backward_pass_of_wide_heads_needs_shared_memory(capability, smem_kb, runs, monkeypatch):
+    monkeypatch.setattr(dispatch, "_compute_capabilities", lambda: [capability])
+    assert choose(jnp.float32, 200).implementation == "flash"
+    assert choose(jnp.float32, 128, "backward").implementation == "flash"
+    choice = choose(jnp.float32, 200, "backward")
+    assert choice.implementation == ("flash" if runs else "reference")
+    if not runs:
+        assert "needs 163 KB of shared memory for a block above head dim 128" in choice.reason
+    assert ffi.native.has_cuda() and smem_kb == dispatch._SMEM_KB.get(capability, 99)
