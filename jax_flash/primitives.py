@@ -63,15 +63,16 @@ def cuda_kernels(spec: AttentionSpec, operands: Operands, gpu: ffi.Gpu) -> dict[
       gpu: what the choice depends on.
 
     Returns:
-      Of each pass, "forward" and "backward", the kernel.
+      Of each pass, "forward" and "backward", the kernel, unless the reference runs it.
     """
     forward = Pass(spec)
     results = forward.result_types(operands)
     residuals = {**operands, **results, "dout": results["out"]}
     backward = Pass(spec, "backward", added(operands))
     return {
-        "forward": _cuda_kernel(forward, operands, gpu),
-        "backward": _cuda_kernel(backward, residuals, gpu),
+        one_pass.kind: _cuda_kernel(one_pass, arrays, gpu)
+        for one_pass, arrays in ((forward, operands), (backward, residuals))
+        if dispatch.choose(one_pass, arrays, "cuda").implementation == "flash"
     }
 
 
