@@ -69,6 +69,7 @@ def _question(one_pass: Pass, operands: dict[str, Any], platform: str) -> tuple[
     if one_pass.is_backward:
         more = {
             "kv_heads": kv_heads,
+            "dtype": dtype,
             "segments": segments,
             "deterministic": spec.deterministic,
             "distances": bool(distances),
@@ -107,6 +108,8 @@ def _cuda_forward(
     del heads, kv_heads, soft_cap_or_dropout
     if segments:
         return _segment_spans(batch, q_len, kv_len)
+    if dtype == "float32":
+        return 0
     masked = mask_matrices != 0
     widest = max(head_dim, value_dim)
     if masked:
@@ -126,7 +129,7 @@ def _decode(widest: int) -> int:
 
 
 def _cuda_backward(
-    *, batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim, segments, deterministic,
+    *, batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim, dtype, segments, deterministic,
     distances, banded, mask_matrices, mask_rows,
 ) -> Size:  # fmt: skip
     """cuda/plan/backward_workspace.h, of which every part is aligned."""
@@ -137,16 +140,17 @@ def _cuda_backward(
     if segments:
         size += _segment_spans(batch, q_len, kv_len)
     size += 2 * 4 * (heads * (q_len + 127) + 128)  # lse and delta
-    sums = 2 if deterministic and widest <= 64 else 1
+    is_float32 = dtype == "float32"  # dquery itself holds its sums
+    sums = 0 if is_float32 else 2 if deterministic and widest <= 64 else 1
     size += sums * 4 * heads * (q_len + 8) * head_dim
     size += 4 * (2 * heads + 257)  # counters
     if deterministic:
         size += 4 * (heads * (q_len // 32 + 4) + 1)
     if distances:  # sums along diagonals
         size += 4 * heads * 128 * (q_len // 64 + kv_len // 64 + 1)
-    if widest <= 128:  # a mask as bits
+    if widest <= 128 and not is_float32:  # a mask as bits
         size += mask_matrices * (mask_rows // 64 + 1) * (kv_len // 16 + 1) * 128
-    if not deterministic and widest <= 128:  # dK and dV of divided blocks of keys, and counters
+    if not (deterministic or is_float32) and widest <= 128:  # dK and dV of divided blocks of keys
         size += 132 * (4 * 128 * 2 * widest + 16)
         size += kv_heads * (kv_len // 128 + 1) * 16
         size += 4 * heads * q_len * head_dim  # at most: where the heads of a group share keys

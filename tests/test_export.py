@@ -267,7 +267,7 @@ def workspace_question(rng, name):
         "value_dim": 8 * int(rng.integers(1, 33)),
     }
     flag = lambda: bool(rng.integers(2))  # noqa: E731
-    dtype = str(rng.choice(["bfloat16", "float16"]))
+    dtype = str(rng.choice(["bfloat16", "float16", "float32"]))
     mask = int(rng.choice([0, 1, sizes["batch"], sizes["batch"] * sizes["heads"]]))
     mask_sizes = {
         "mask_matrices": mask,
@@ -277,7 +277,8 @@ def workspace_question(rng, name):
         return {**sizes, "kv_heads": kv_heads, "distance_floats": int(rng.choice([0, 1, 258]))}
     if name == "cuda_backward_workspace_bytes":
         flags = {"segments": flag(), "deterministic": flag(), "distances": flag()}
-        return {**sizes, "kv_heads": kv_heads, "banded": flag(), **flags, **mask_sizes}
+        more = {"kv_heads": kv_heads, "dtype": dtype, "banded": flag()}
+        return {**sizes, **more, **flags, **mask_sizes}
     return {
         **sizes, "kv_heads": kv_heads, "dtype": dtype, "segments": flag(), "bias": flag(),
         "soft_cap_or_dropout": flag(), **mask_sizes,

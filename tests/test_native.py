@@ -171,8 +171,8 @@ def backward_workspace(
     batch, q_len, kv_len, heads, head_dim = shape
     planned = ffi.native.cuda_backward_workspace_bytes(
         batch=batch, q_len=q_len, kv_len=kv_len, heads=heads, kv_heads=kv_heads or heads,
-        head_dim=head_dim, value_dim=value_dim, segments=segments, deterministic=deterministic,
-        distances=False, banded=banded, mask_matrices=0, mask_rows=0,
+        head_dim=head_dim, value_dim=value_dim, dtype="bfloat16", segments=segments,
+        deterministic=deterministic, distances=False, banded=banded, mask_matrices=0, mask_rows=0,
     )  # fmt: skip
 
     def multiple(size, of):

@@ -67,6 +67,7 @@ struct BackwardFeatures {
   bool banded = false;        // causal, or with a window
   int64_t mask_matrices = 0;  // the product of the mask's batch axes and heads
   int32_t mask_rows = 0;      // T, or 1
+  bool is_float32 = false;    // the operands' type
   bool sm90 = true;           // false for the kernels of sm_80, which need less
 
   static BackwardFeatures of(const Backward& params) {
@@ -79,6 +80,7 @@ struct BackwardFeatures {
     const sm90::MaskMatrices mask(params.shape, params.mask);
     features.mask_matrices = params.mask ? mask.matrices() : 0;
     features.mask_rows = mask.rows;
+    features.is_float32 = params.query.dtype == DType::kFloat32;
     return features;
   }
 };
@@ -98,8 +100,8 @@ inline int32_t heads_of_key_block(const Shape& shape, int64_t widest,
   const int64_t row_bytes = 8 * widest;  // of Q, dO and the sums for dquery
   const bool fits = int64_t{2} * shape.kv_heads * shape.kv_len * widest <=
                     int64_t{shape.heads} * shape.q_len * shape.head_dim;
-  if (!features.sm90 || features.deterministic || widest > kSplitHeadDim || group <= 1 ||
-      tiles <= 0 || shape.q_len < kLeastRows || !fits) {
+  if (!features.sm90 || features.is_float32 || features.deterministic || widest > kSplitHeadDim ||
+      group <= 1 || tiles <= 0 || shape.q_len < kLeastRows || !fits) {
     return static_cast<int32_t>(group);
   }
   const auto blocks = [&](int64_t heads) { return tiles * shape.batch * (shape.heads / heads); };
@@ -125,7 +127,8 @@ struct BackwardWorkspace {
   int64_t padding;
   // [batch, N, dquery_rows, head dim]: dquery / scale. Elements of a tile are in the order of
   // accumulator fragments, without the lanes and columns that dquery does not have. On sm_90, 64
-  // rows: [block of 8 columns][lane][element]; on sm_80, kBlockQ rows: see DqueryOrder.
+  // rows: [block of 8 columns][lane][element]; on sm_80, kBlockQ rows: see DqueryOrder. Null for
+  // float32: dquery itself holds its sums.
   float* dquery;
   // A second sum, if deterministic runs have two, for blocks of even and of odd key tiles; or null.
   float* odd_dquery;
@@ -178,7 +181,7 @@ struct BackwardWorkspace {
   // the instance's head dim, which is at least head_dim and value_dim.
   static int64_t plan(const Shape& shape, int64_t widest, const BackwardFeatures& features,
                       void* base, BackwardWorkspace& workspace) {
-    const bool deterministic = features.deterministic;
+    const bool deterministic = features.deterministic, is_float32 = features.is_float32;
     uint8_t* const start = static_cast<uint8_t*>(base);
     int64_t offset = 0;
     const auto take = [&](int64_t bytes) {
@@ -198,10 +201,10 @@ struct BackwardWorkspace {
     workspace.lse_log2 = reinterpret_cast<float*>(take((workspace.padding + kMaxBlockQ) * 4));
     workspace.delta = reinterpret_cast<float*>(take((workspace.padding + kMaxBlockQ) * 4));
     const int64_t dquery_bytes = heads * workspace.dquery_rows * shape.head_dim * 4;
-    workspace.dquery = reinterpret_cast<float*>(take(dquery_bytes));
+    workspace.dquery = is_float32 ? nullptr : reinterpret_cast<float*>(take(dquery_bytes));
     workspace.odd_dquery = nullptr;
     workspace.flags = static_cast<int32_t>(2 * tiles(shape.q_len, 64));
-    if (deterministic && widest <= kTwoSumsHeadDim && shape.q_len > kTwoSumsRows) {
+    if (deterministic && widest <= kTwoSumsHeadDim && shape.q_len > kTwoSumsRows && !is_float32) {
       workspace.odd_dquery = reinterpret_cast<float*>(take(dquery_bytes));
       workspace.flags = static_cast<int32_t>(4 * tiles(shape.q_len, 128));
     }
@@ -215,14 +218,14 @@ struct BackwardWorkspace {
     workspace.counters = reinterpret_cast<int32_t*>(take(workspace.counter_words(shape) * 4));
     workspace.split_sums = nullptr;
     workspace.split_sums_bytes = 0;
-    if (!deterministic && widest <= kSplitHeadDim) {
+    if (!deterministic && widest <= kSplitHeadDim && !is_float32) {
       const int64_t pairs = heads * tiles(shape.q_len, 64) * tiles(shape.kv_len, kSplitKeys);
       workspace.split_sums_bytes =
           std::min<int64_t>(kSplitBlocks, pairs) * kSplitKeys * 2 * widest * 4;
       workspace.split_sums = reinterpret_cast<float*>(take(workspace.split_sums_bytes));
     }
     workspace.mask_words = nullptr;
-    if (features.sm90 && features.mask_matrices > 0 && widest <= kSplitHeadDim) {
+    if (features.sm90 && !is_float32 && features.mask_matrices > 0 && widest <= kSplitHeadDim) {
       workspace.mask_words = reinterpret_cast<uint32_t*>(
           take(features.mask_matrices * mask_row_groups(features.mask_rows) *
                mask_key_groups(shape) * 128));

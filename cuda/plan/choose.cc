@@ -47,10 +47,9 @@ Status check_call(const Forward& params) {
   const int32_t multiple = params.query.dtype == DType::kFloat32 ? 1 : 8;
   const auto bad_dim = [&](int32_t dim) { return dim <= 0 || dim % multiple != 0; };
   if (bad_dim(shape.head_dim) || bad_dim(shape.value_dim)) {
-    return Status::unimplemented("jax_flash: head dims: expected positive multiples of " +
-                                 std::to_string(multiple) + ", got " +
-                                 std::to_string(shape.head_dim) + " and " +
-                                 std::to_string(shape.value_dim));
+    return Status::unimplemented(
+        "jax_flash: head dims: expected positive multiples of " + std::to_string(multiple) +
+        ", got " + std::to_string(shape.head_dim) + " and " + std::to_string(shape.value_dim));
   }
   if (int64_t{shape.q_len} + shape.kv_len > kMaxTotalLength) {
     return Status::unimplemented("jax_flash: q_len + kv_len: expected at most " +
@@ -320,6 +319,7 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
 
 int64_t forward_workspace_bytes(const Shape& shape, DType dtype, const ForwardFeatures& features) {
   if (features.segments) return SegmentSpans::bytes(shape);
+  if (dtype == DType::kFloat32) return 0;  // what follows is for the sm_90 kernels
   const bool masked = features.mask_matrices > 0;
   int64_t bytes = masked ? sm90::MaskWords::bytes(shape, features.mask_matrices, features.mask_rows)
                          : sm90::DecodeWorkspace::bytes(shape);

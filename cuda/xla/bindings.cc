@@ -83,11 +83,13 @@ int64_t cuda_forward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_le
 
 int64_t cuda_backward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_len, int32_t heads,
                                       int32_t kv_heads, int32_t head_dim, int32_t value_dim,
-                                      bool segments, bool deterministic, bool distances,
-                                      bool banded, int64_t mask_matrices, int32_t mask_rows) {
+                                      const std::string& dtype, bool segments, bool deterministic,
+                                      bool distances, bool banded, int64_t mask_matrices,
+                                      int32_t mask_rows) {
   const Shape shape = make_shape(batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim);
+  const bool is_float32 = make_dtype(dtype) == DType::kFloat32;
   return backward_workspace_bytes(
-      shape, {segments, deterministic, distances, banded, mask_matrices, mask_rows});
+      shape, {segments, deterministic, distances, banded, mask_matrices, mask_rows, is_float32});
 }
 #endif
 
@@ -228,7 +230,7 @@ NB_MODULE(_native, module) {
              nb::arg("mask_rows"), nb::arg("value_matrices"));
   module.def("cuda_backward_workspace_bytes", &cuda_backward_workspace_bytes, nb::arg("batch"),
              nb::arg("q_len"), nb::arg("kv_len"), nb::arg("heads"), nb::arg("kv_heads"),
-             nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("segments"),
+             nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("dtype"), nb::arg("segments"),
              nb::arg("deterministic"), nb::arg("distances"), nb::arg("banded"),
              nb::arg("mask_matrices"), nb::arg("mask_rows"));
 #endif

@@ -5,11 +5,13 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "modifiers/logits.cuh"
 #include "params.h"
 #include "plan/backward_workspace.h"
 #include "ptx/math.cuh"
+#include "ptx/tf32.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
 #include "tile/element.cuh"
@@ -118,8 +120,13 @@ __global__ void __launch_bounds__(kEdgeThreads)
     float sum = 0.0f;
     if constexpr (kIsFloat32<Element>) {
       for (int32_t col = chunk; row < band.q_len && col < shape.value_dim; col += lanes) {
-        sum = fmaf(out[row * params.out.row + col].value, dout[row * params.dout.row + col].value,
-                   sum);
+        float gradient = dout[row * params.dout.row + col].value;
+        // Rounded as in dP, so that the errors cancel where dP and delta nearly do.
+        if constexpr (std::is_same_v<Element, Tf32>) {
+          gradient =
+              __uint_as_float(ptx::round_to_tf32(__float_as_uint(gradient)) & ptx::kTf32Bits);
+        }
+        sum = fmaf(out[row * params.out.row + col].value, gradient, sum);
       }
     } else if (row < band.q_len && chunk_valid) {
       const uint4 a = *reinterpret_cast<const uint4*>(out + row * params.out.row + chunk * kChunk);
