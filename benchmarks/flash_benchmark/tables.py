@@ -124,6 +124,23 @@ def _training() -> list[Case]:
     return [*grouped, *modified]
 
 
+def _float32() -> list[Case]:
+    """Long, short and pair-biased (triangle attention) calls in float32.
+
+    Products are in TF32; `JAX_DEFAULT_MATMUL_PRECISION=highest` in the environment makes those of
+    every contender as exact as float32's.
+    """
+    shapes = [  # batch, length, heads, head_dim, causal, feature
+        (4, 2048, 16, 64, True, ""), (4, 2048, 16, 64, False, "mask"),
+        (1, 8192, 16, 128, True, ""), (64, 128, 8, 32, False, ""), (512, 64, 4, 64, False, ""),
+        (1, 1024, 8, 64, False, ""), (768, 768, 4, 32, False, "bias"),
+    ]  # fmt: skip
+    return [
+        Case("float32", batch, length, heads, dim, dtype="float32", is_causal=causal, feature=what)
+        for batch, length, heads, dim, causal, what in shapes
+    ]
+
+
 def _cpu() -> list[Case]:
     """Sizes that take a couple of cores well under a second."""
     return [
@@ -174,6 +191,7 @@ TABLES: dict[str, Callable[[], list[Case]]] = {
     "segments": _segments,
     "features": _features,
     "training": _training,
+    "float32": _float32,
     "cpu": _cpu,
     "cpu-length": _cpu_length,
     "cpu-features": _cpu_features,

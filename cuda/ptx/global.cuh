@@ -11,7 +11,11 @@ __device__ __forceinline__ void red_add_f32(float* address, float value) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
 }
 
-// Adds to four contiguous floats in one instruction: sm_90 and later.
+// Add to two or four contiguous floats in one instruction: sm_90 and later.
+__device__ __forceinline__ void red_add_v2_f32(float* address, float x, float y) {
+  asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(x), "f"(y)
+               : "memory");
+}
 __device__ __forceinline__ void red_add_v4_f32(float* address, const float (&value)[4]) {
   asm volatile("red.relaxed.gpu.global.add.v4.f32 [%0], {%1, %2, %3, %4};" ::"l"(address),
                "f"(value[0]), "f"(value[1]), "f"(value[2]), "f"(value[3])

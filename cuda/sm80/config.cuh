@@ -46,35 +46,28 @@ namespace jax_flash::sm80 {
 // Configurations exist for up to three amounts of shared memory that a block can have, in KB:
 //   99 on sm_86, sm_89 and sm_120; 163 on sm_80 and sm_87; 227 on sm_90 and sm_100
 
-#ifndef JAX_FLASH_SM80_FLOAT32_VARIANT
-#define JAX_FLASH_SM80_FLOAT32_VARIANT 0
-#endif
-
 // Sizes of the forward pass for float32 operands. As many bytes as of 16-bit operands are half as
 // many columns, whose products take as long; so tiles have the same bytes. With split products, of
-// which there are three for each load, a warp has 16 rows, which leaves registers for parts.
-template <bool kSplit, int kHeadDim, bool kGeneral, int kSmemKb>
+// which there are three for each load, and where there are few blocks, a warp has 16 rows.
+template <bool kSplit, int kHeadDim, bool kGeneral, int kSmemKb, bool kFewRows>
 struct Float32ForwardSizes {
-  static constexpr int kVariant = JAX_FLASH_SM80_FLOAT32_VARIANT;
-  static constexpr bool kHalf = kSplit && kVariant > 0 && kHeadDim <= 128;
-  static constexpr bool kTwice = !kSplit && kVariant == 1 && kHeadDim == 128 && !kGeneral && kSmemKb > 163;
-  static constexpr int kBlockQ = kTwice ? 256 : kHalf ? 64 : kHeadDim <= 128 || kSmemKb > 99 ? 128 : 64;
-  static constexpr int kBlockKv = kTwice ? 64 : kHeadDim <= 64 ? (kVariant == 1 && kSplit ? 32 : 64)
-                                  : kHeadDim <= 128 || kSmemKb > 163 ? 32
-                                                                     : 16;
-  static constexpr int kWarps = kTwice ? 8 : kHalf ? 4 : kHeadDim <= (kGeneral ? 64 : 128) || kSmemKb <= 99 ? 4 : 8;
+  static constexpr bool kHalf = kHeadDim <= 128 && (kSplit || kFewRows);
+  static constexpr int kBlockQ = kHalf ? 64 : kHeadDim <= 128 || kSmemKb > 99 ? 128 : 64;
+  static constexpr int kBlockKv = kHeadDim <= 64 ? 64 : kHeadDim <= 128 || kSmemKb > 163 ? 32 : 16;
+  static constexpr int kWarps = kHalf || kHeadDim <= (kGeneral ? 64 : 128) || kSmemKb <= 99 ? 4 : 8;
   static constexpr int kStages = kHeadDim <= 64 ? 2 : 1;
-  static constexpr int kMinBlocks = kHalf ? (kHeadDim == 128 || kVariant == 1 ? 3 : 2) : kWarps == 4 ? 2 : 1;
+  static constexpr int kMinBlocks = kWarps == 8 ? 1 : kHalf && kHeadDim == 128 && !kGeneral ? 3 : 2;
 };
 
 // Configures the forward pass: a block computes kBlockQ rows of one head's output and walks over
 // tiles of kBlockKv keys and values. A warp owns kMTiles * 16 rows, so that softmax needs no other
 // warp, and reads each key and value fragment once for all of them.
-template <typename Element, int kHeadDimension, int kValueDimension, bool kGeneral, int kSmemKb>
+template <typename Element, int kHeadDimension, int kValueDimension, bool kGeneral, int kSmemKb,
+          bool kFewRows = false>
 struct ForwardConfig {
   static constexpr bool kFloat32 = kIsFloat32<Element>;
-  using Float32 =
-      Float32ForwardSizes<std::is_same_v<Element, Tf32x3>, kHeadDimension, kGeneral, kSmemKb>;
+  using Float32 = Float32ForwardSizes<std::is_same_v<Element, Tf32x3>, kHeadDimension, kGeneral,
+                                      kSmemKb, kFewRows>;
   static constexpr int kSmemLimit = kSmemKb * 1024;
   static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension;
   static_assert(kHeadDim % 16 == 0 && kValueDim % 16 == 0 && kValueDim <= kHeadDim);
@@ -111,19 +104,13 @@ struct ForwardConfig {
 // Sizes of the backward pass for float32 operands; names as in BackwardConfig.
 template <bool kSplit, int kHeadDim, int kSmemKb>
 struct Float32BackwardSizes {
-  static constexpr int kVariant = JAX_FLASH_SM80_FLOAT32_VARIANT;
-  static constexpr bool kNarrow = kVariant == 1 && kHeadDim == 128 && kSmemKb > 99;
-  static constexpr bool kTall = kVariant == 2 && kHeadDim == 128 && kSmemKb > 163;
-  static constexpr int kBlockQ = kNarrow || kTall || (kVariant == 2 && kHeadDim <= 64 && !kSplit) ? 32 : kHeadDim <= (kSmemKb <= 99 ? 64 : 128) ? 64 : 32;
-  static constexpr int kBlockKv = kTall ? 128 : kHeadDim <= (kSmemKb <= 99    ? 64
-                                               : kSmemKb <= 163 ? 128
-                                                                : 256)
-                                      ? 64
-                                      : 32;
-  static constexpr bool kMany = kVariant > 0 && kSplit && kHeadDim == 64 && kSmemKb > 99;
-  static constexpr int kStages = kHeadDim <= 32 || (kBlockQ == 32 && kHeadDim == 64) ? 2 : 1;
-  static constexpr int kWarps = kMany ? 8 : kNarrow ? 4 : kHeadDim <= 64 || kBlockKv == 32 ? 4 : 8;
-  static constexpr int kMinBlocks = kNarrow ? 2 : kHeadDim <= 64 && kSmemKb > 99 ? 2 : 1;
+  static constexpr bool kSmall = kSmemKb <= 99;
+  static constexpr int kBlockQ = kHeadDim <= (kSmall ? 64 : 128) ? 64 : 32;
+  static constexpr int kBlockKv = kHeadDim <= (kSmall ? 64 : kSmemKb <= 163 ? 128 : 256) ? 64 : 32;
+  static constexpr int kStages = kHeadDim <= 32 ? 2 : 1;
+  static constexpr bool kManyWarps = kHeadDim > 64 || (kSplit && kHeadDim == 64 && !kSmall);
+  static constexpr int kWarps = kManyWarps && kBlockKv == 64 ? 8 : 4;
+  static constexpr int kMinBlocks = kHeadDim <= 64 && !kSmall ? 2 : 1;
   static constexpr int kScoreWarpRows = kBlockQ == 64 && kWarps == 8 ? 4 : 2;
   static constexpr int kKeyWarpRows = kBlockKv / 32, kQueryWarpRows = kBlockQ / 32;
 };
@@ -138,8 +125,7 @@ struct Float32BackwardSizes {
 template <typename Element, int kHeadDimension, int kValueDimension, bool kGeneral, int kSmemKb>
 struct BackwardConfig {
   static constexpr bool kFloat32 = kIsFloat32<Element>;
-  using Float32 =
-      Float32BackwardSizes<std::is_same_v<Element, Tf32x3>, kHeadDimension, kSmemKb>;
+  using Float32 = Float32BackwardSizes<std::is_same_v<Element, Tf32x3>, kHeadDimension, kSmemKb>;
   static constexpr int kSmemLimit = kSmemKb * 1024;
   static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension;
   static_assert(kHeadDim % 32 == 0 && kValueDim % 32 == 0 && kValueDim <= kHeadDim);
@@ -156,9 +142,8 @@ struct BackwardConfig {
                                                                    : 8;
   static constexpr int kThreads = 32 * kWarps;
   // Three blocks of four warps leave 168 registers a thread, which suffices without modifiers.
-  static constexpr int kMinBlocks = kFloat32
-                                        ? Float32::kMinBlocks
-                                        : JAX_FLASH_SM80_BACKWARD_MIN_BLOCKS;
+  static constexpr int kMinBlocks =
+      kFloat32 ? Float32::kMinBlocks : JAX_FLASH_SM80_BACKWARD_MIN_BLOCKS;
 
   static constexpr int kScoreWarpRows = kFloat32 ? Float32::kScoreWarpRows
                                         : kBlockQ == 64 && kBlockKv == 64 && kWarps == 8 ? 4

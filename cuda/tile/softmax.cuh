@@ -146,7 +146,9 @@ struct OnlineSoftmax {
   }
 
   // Finishes a row after the last tile: sets its natural log-sum-exp, and the factor of its output.
-  // `sink_log2` is the sink logit in log2 units, or -inf.
+  // `sink_log2` is the sink logit in log2 units, or -inf. kExact: the logarithm is rounded only
+  // once.
+  template <bool kExact = false>
   __device__ __forceinline__ void finish(int m, int half, float to_log2, float sink_log2,
                                          float& lse, float& normalizer) const {
     float total = sum[m][half];
@@ -160,12 +162,13 @@ struct OnlineSoftmax {
     const float top = fmaxf(shift, sink_log2);
     const float factor = ptx::ex2_approx_ftz(shift - top);
     total = fmaf(total, factor, ptx::ex2_approx_ftz(sink_log2 - top));
-    lse = (nothing_allowed ? sink_log2 : top + ptx::lg2_approx_ftz(total)) * kLn2;
+    lse = (nothing_allowed ? sink_log2 : top + log2_of<kExact>(total)) * kLn2;
     normalizer = nothing_allowed ? 0.0f : factor * ptx::rcp_approx_ftz(total);
   }
 
   // Does the same by differences, for logits and a sink in units that to_log2 converts; lse and
   // lse_low are in natural units.
+  template <bool kExact = false>
   __device__ __forceinline__ void finish(int m, int half, float to_log2, float sink, float& lse,
                                          float& lse_low, float& normalizer) const {
     static_assert(kByDifference);
@@ -179,7 +182,7 @@ struct OnlineSoftmax {
       total = fmaf(total, factor, ptx::ex2_approx_ftz((sink - top) * to_log2));
     }
     const float greatest = to_log2 == kLog2E ? top : top * kLn2;
-    const float rest = ptx::lg2_approx_ftz(total) * kLn2;
+    const float rest = kExact ? logf(total) : ptx::lg2_approx_ftz(total) * kLn2;
     lse = greatest + rest;
     const float taken = lse - greatest;  // Knuth's sum of two; lse_low is the part lost
     lse_low = (greatest - (lse - taken)) + (rest - taken);
@@ -191,6 +194,10 @@ struct OnlineSoftmax {
   }
 
  private:
+  template <bool kExact>
+  static __device__ __forceinline__ float log2_of(float total) {
+    return kExact ? log2f(total) : ptx::lg2_approx_ftz(total);
+  }
   static __device__ __forceinline__ void fill_slack(float (&slack)[kM][2]) {
 #pragma unroll
     for (int m = 0; m < kM; ++m) slack[m][0] = slack[m][1] = kSlack;

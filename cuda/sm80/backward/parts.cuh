@@ -6,6 +6,7 @@
 #include <type_traits>
 
 #include "modifiers/segments.cuh"
+#include "params.h"
 #include "ptx/cp_async.cuh"
 #include "ptx/global.cuh"
 #include "ptx/math.cuh"
@@ -212,6 +213,49 @@ __device__ __forceinline__ void add_float32_dquery(const Float32Rows& rows, int3
                                       if (e < left) ptx::red_add_f32(to + e, scaled[e]);
                                     }
                                   });
+    }
+  }
+}
+
+// Returns whether the main kernel for float32 adds dS to the bias's gradient, which is float32 and
+// begins as zeros. Its sums then depend on the order of blocks; other gradients have a kernel of
+// their own, which computes dS once more: modifiers/bias_gradient.cuh.
+__host__ __device__ __forceinline__ bool adds_bias_gradient(const Backward& params) {
+  const Operand& dbias = params.dbias;
+  return dbias && dbias.dtype == DType::kFloat32 && dbias.row != 0 && dbias.col == 1 &&
+         !params.options.deterministic;
+}
+
+// Adds a warp's dS, whose element [0, 0] is (row0, col0) of a batch and head.
+template <int kM, int kN>
+__device__ __forceinline__ void add_bias_gradient(const Backward& params, const BatchIndex& batch,
+                                                  int32_t head, int32_t row0, int32_t col0,
+                                                  const float (&dscores)[kM][kN][4]) {
+  const Operand& dbias = params.dbias;
+  const Shape& shape = params.shape;
+  float* const first = batch.pointer<float>(dbias, head);
+  [[maybe_unused]] const bool in_pairs =
+      reinterpret_cast<uintptr_t>(first) % 8 == 0 && dbias.row % 2 == 0 && shape.kv_len % 2 == 0;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = row0 + fragment_row(m, 2 * half);
+      if (row >= shape.q_len) continue;
+      float* const to = first + row * dbias.row;
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        const int32_t col = col0 + fragment_col(n, 0);
+        const float x = dscores[m][n][2 * half], y = dscores[m][n][2 * half + 1];
+#if __CUDA_ARCH__ >= 900
+        if (in_pairs) {
+          if (col < shape.kv_len) ptx::red_add_v2_f32(to + col, x, y);
+          continue;
+        }
+#endif
+        if (col < shape.kv_len) ptx::red_add_f32(to + col, x);
+        if (col + 1 < shape.kv_len) ptx::red_add_f32(to + col + 1, y);
+      }
     }
   }
 }

@@ -34,7 +34,9 @@
 #include "tile/matmul.cuh"
 #include "tile/smem_tile.cuh"
 #include "tile/softmax.cuh"
-
+#ifndef JAX_FLASH_R
+#define JAX_FLASH_R 0
+#endif
 namespace jax_flash::sm80 {
 
 // Walks over the key tiles that a block reads, in order.
@@ -292,7 +294,8 @@ __device__ __forceinline__ void multiply_query_key(float (&logits)[kM][kN][4],
   const BlockReader query_reader(query_smem, BlockOrder::kRowsFirst, threadIdx.x / 32 * kM * 16, 0);
   set_zero(logits);
   const BlockReader key_reader(key_smem, BlockOrder::kColsFirst, 0, 0);
-  matmul<Element, kSteps, kRoundedA | kRolled>(  // Q's tile has been rounded
+  matmul<Element, kSteps,
+         kRoundedA | kRolled | (JAX_FLASH_R & 1 ? kRoundedB : 0)>(  // Q's tile has been rounded
       logits,
       [&](uint32_t (&a)[4], int m, int k) {
         if constexpr (Config::kQueryInRegisters) {
@@ -363,7 +366,7 @@ __device__ __forceinline__ void multiply_probability_value(
     // Keys are summed over in any order: columns 2 t and 2 t + 1 of accumulators become columns t
     // and t + 4 of operands, and rows of V go along.
     const TransposedReader<typename Config::ValueTile, StepOrder::kPaired> reader(value_smem, 0, 0);
-    matmul<Element, kN, kRoundedA>(
+    matmul<Element, kN, kRoundedA | (JAX_FLASH_R & 1 ? kRoundedB : 0)>(
         out,
         [&](uint32_t (&a)[4], int m, int k) {
           if constexpr (Config::kInterleaved) exponentials(m, k);
@@ -408,12 +411,13 @@ __device__ __forceinline__ void multiply_probability_value(
 }
 
 // out = O / l; stores lse = m + log l.
-template <bool kGeneral, int kM, int kOutN>
+template <typename Element, bool kGeneral, int kM, int kOutN>
 __device__ __forceinline__ void finish_rows(float (&out)[kM][kOutN][4],
                                             const OnlineSoftmax<kM, kGeneral>& softmax,
                                             float to_log2, const Forward& params,
                                             const BatchIndex& batch, int32_t head,
                                             int32_t warp_row0, const Band& band) {
+  constexpr bool kExact = std::is_same_v<Element, Tf32x3>;
   float sink =  // has the units of logits
       params.sinks ? *batch.pointer<const float>(params.sinks, head) : minus_infinity();
   if (!kGeneral || !in_natural_units(params)) sink *= kLog2E;
@@ -425,9 +429,9 @@ __device__ __forceinline__ void finish_rows(float (&out)[kM][kOutN][4],
       const int32_t row = warp_row0 + fragment_row(m, 2 * half);
       float lse, lse_low = 0.0f, normalizer;
       if constexpr (kGeneral) {
-        softmax.finish(m, half, to_log2, sink, lse, lse_low, normalizer);
+        softmax.template finish<kExact>(m, half, to_log2, sink, lse, lse_low, normalizer);
       } else {
-        softmax.finish(m, half, to_log2, sink, lse, normalizer);
+        softmax.template finish<kExact>(m, half, to_log2, sink, lse, normalizer);
       }
       if (row >= band.q_len) {
         lse = minus_infinity();
@@ -500,6 +504,11 @@ __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans
   for (int stage = 0; walk.tile < walk.end; stage ^= Config::kStages - 1) {
     const int32_t col0 = walk.tile * kBlockKv;
     const int32_t next = walk.skip_to<kBlockKv>(walk.tile + 1);
+    if constexpr (std::is_same_v<Element, Tf32> && (JAX_FLASH_R & 1)) {
+      ptx::cp_async_wait_group<0>();
+      round_own_chunks<Config::kThreads>(tiles.key(stage));
+      if constexpr (Config::kStages == 2) round_own_chunks<Config::kThreads>(tiles.value(stage));
+    }
     wait_for_copies();  // the tile has arrived, and all have read the one before
     if constexpr (Config::kStages == 2) {
       if (next < walk.end) {
@@ -514,6 +523,10 @@ __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans
     float logits[kM][kBlockKv / 8][4];
     multiply_query_key<Config, Element>(logits, query_rmem, tiles.query(), tiles.key(stage));
     if constexpr (Config::kStages == 1) {
+      if constexpr (std::is_same_v<Element, Tf32> && (JAX_FLASH_R & 1)) {
+        ptx::cp_async_wait_group<0>();
+        round_own_chunks<Config::kThreads>(tiles.value(0));
+      }
       wait_for_copies();  // V has arrived, and all have read K
       if (next < walk.end) loader.load_key(next, 0);
       ptx::cp_async_commit_group();
@@ -534,7 +547,7 @@ __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans
 
   // Needed also for a block without tiles: no copy may be in flight to the query tile's memory.
   wait_for_copies();
-  finish_rows(out, softmax, to_log2, params, batch, at.head, warp_row0, band);
+  finish_rows<Element>(out, softmax, to_log2, params, batch, at.head, warp_row0, band);
   store_out<Config, Element>(params, batch, at.head, row0, tiles.out(), out);
 }
 

@@ -44,7 +44,15 @@ Status launch_forward_elements(const Forward& params, const Choice& choice, cuda
     }
   }
   constexpr int kNarrow = kHeadDim == 192 ? 128 : kHeadDim;
-  if constexpr (kIsFloat32<Element> && kHeadDim > (JAX_FLASH_SM80_FLOAT32_VARIANT == 1 ? 64 : 128)) {
+  if constexpr (std::is_same_v<Element, Tf32> && !kGeneral && kHeadDim <= 128) {
+    int sms = 0;
+    if (const Status status = multiprocessors(sms); !status.ok()) return status;
+    if (query_tiles(params.shape, 128) < sms) {
+      return launch_forward_config<ForwardConfig<Element, kHeadDim, kHeadDim, kGeneral, 99, true>,
+                                   Element, kGeneral>(params, spans, stream);
+    }
+  }
+  if constexpr (kIsFloat32<Element> && kHeadDim > 128) {
     if (choice.smem_class == SmemClass::kLarge) {
       return launch_forward_config<ForwardConfig<Element, kHeadDim, kHeadDim, kGeneral, 227>,
                                    Element, kGeneral>(params, spans, stream);
