@@ -62,12 +62,12 @@ struct Float32ForwardSizes {
 // Configures the forward pass: a block computes kBlockQ rows of one head's output and walks over
 // tiles of kBlockKv keys and values. A warp owns kMTiles * 16 rows, so that softmax needs no other
 // warp, and reads each key and value fragment once for all of them.
-template <typename Element, int kHeadDimension, int kValueDimension, bool kGeneral, int kSmemKb,
-          bool kFewRows = false>
+template <int kHeadDimension, int kValueDimension, bool kGeneral, int kSmemKb,
+          int kTf32Products = 0, bool kFewRows = false>
 struct ForwardConfig {
-  static constexpr bool kFloat32 = kIsFloat32<Element>;
-  using Float32 = Float32ForwardSizes<std::is_same_v<Element, Tf32x3>, kHeadDimension, kGeneral,
-                                      kSmemKb, kFewRows>;
+  static constexpr bool kFloat32 = kTf32Products > 0;
+  using Float32 =
+      Float32ForwardSizes<(kTf32Products == 3), kHeadDimension, kGeneral, kSmemKb, kFewRows>;
   static constexpr int kSmemLimit = kSmemKb * 1024;
   static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension;
   static_assert(kHeadDim % 16 == 0 && kValueDim % 16 == 0 && kValueDim <= kHeadDim);
@@ -88,7 +88,7 @@ struct ForwardConfig {
   // Under a causal mask the last rows, which have the most work, go first.
   static constexpr bool kLongestFirst = JAX_FLASH_SM80_FORWARD_LONGEST_FIRST;
 
-  static constexpr int kBytes = sizeof(Element);
+  static constexpr int kBytes = kFloat32 ? 4 : 2;
   using QueryTile = SmemTile<kBlockQ, kHeadDim, kBytes>;
   using KeyTile = SmemTile<kBlockKv, kHeadDim, kBytes>;
   using ValueTile = SmemTile<kBlockKv, kValueDim, kBytes>;
@@ -122,10 +122,11 @@ struct Float32BackwardSizes {
 //   S, dP  [kBlockQ, kBlockKv]     kScoreWarpRows x the rest
 //   dK, dV [kBlockKv, head dim]    kKeyWarpRows x the rest
 //   dQ     [kBlockQ, head dim]     kQueryWarpRows x the rest
-template <typename Element, int kHeadDimension, int kValueDimension, bool kGeneral, int kSmemKb>
+template <int kHeadDimension, int kValueDimension, bool kGeneral, int kSmemKb,
+          int kTf32Products = 0>
 struct BackwardConfig {
-  static constexpr bool kFloat32 = kIsFloat32<Element>;
-  using Float32 = Float32BackwardSizes<std::is_same_v<Element, Tf32x3>, kHeadDimension, kSmemKb>;
+  static constexpr bool kFloat32 = kTf32Products > 0;
+  using Float32 = Float32BackwardSizes<(kTf32Products == 3), kHeadDimension, kSmemKb>;
   static constexpr int kSmemLimit = kSmemKb * 1024;
   static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension;
   static_assert(kHeadDim % 32 == 0 && kValueDim % 32 == 0 && kValueDim <= kHeadDim);
@@ -156,7 +157,7 @@ struct BackwardConfig {
                                         : kBlockKv == 32 ? 1
                                                          : 2;
 
-  static constexpr int kBytes = sizeof(Element);
+  static constexpr int kBytes = kFloat32 ? 4 : 2;
   using QueryTile = SmemTile<kBlockQ, kHeadDim, kBytes>;
   using OutTile = SmemTile<kBlockQ, kValueDim, kBytes>;  // for dO
   using KeyTile = SmemTile<kBlockKv, kHeadDim, kBytes>;

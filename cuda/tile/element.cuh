@@ -19,6 +19,12 @@ struct Tf32x3 {
 template <typename Element>
 inline constexpr bool kIsFloat32 = sizeof(Element) == 4;
 
+// The number of TF32 products that stand for a product of two elements; 0: not float32.
+template <typename Element>
+inline constexpr int kTf32ProductsOf = std::is_same_v<Element, Tf32x3> ? 3
+                                       : std::is_same_v<Element, Tf32> ? 1
+                                                                       : 0;
+
 // The columns of a step of the inner dimension of a product: 32 bytes.
 template <typename Element>
 inline constexpr int kStepCols = 32 / sizeof(Element);

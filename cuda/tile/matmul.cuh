@@ -9,21 +9,20 @@
 #include "ptx/tf32.cuh"
 #include "tile/element.cuh"
 
-#ifndef JAX_FLASH_X
-#define JAX_FLASH_X 2
-#endif
 namespace jax_flash {
 
-// Says which operands of a product in TF32 have been rounded to it already.
-enum Rounded : uint32_t { kRoundedNone = 0, kRoundedA = 1, kRoundedB = 2, kRolled = 4 };
+// Says how float32 operands are multiplied: kRoundedA and kRoundedB, that these have been rounded
+// to TF32 already, if products are in TF32; kRolled, that no index of registers depends on the
+// step, so that split products, whose parts take many registers, can take few steps at a time.
+enum ProductFlags : uint32_t { kNoFlag = 0, kRoundedA = 1, kRoundedB = 2, kRolled = 4 };
 
 // Adds A B to acc, for float32 operands. See matmul() below.
-template <typename Element, int kSteps, uint32_t kRounded, int kM, int kN, typename LoadA,
+template <typename Element, int kSteps, uint32_t kFlags, int kM, int kN, typename LoadA,
           typename LoadB>
 __device__ __forceinline__ void matmul_float32(float (&acc)[kM][kN][4], LoadA load_a,
                                                LoadB load_b) {
   constexpr bool kSplit = std::is_same_v<Element, Tf32x3>;
-  constexpr int kUnroll = kSplit && (kRounded & kRolled) ? JAX_FLASH_X : kSteps;
+  constexpr int kUnroll = kSplit && (kFlags & kRolled) ? 2 : kSteps;
 #pragma unroll kUnroll
   for (int k = 0; k < kSteps; ++k) {
     uint32_t a[kM][4], a_rest[kSplit ? kM : 1][4];
@@ -34,7 +33,7 @@ __device__ __forceinline__ void matmul_float32(float (&acc)[kM][kN][4], LoadA lo
       for (int i = 0; i < 4; ++i) {
         if constexpr (kSplit) {
           a[m][i] = ptx::split_rounded(a[m][i], a_rest[m][i]);
-        } else if constexpr ((kRounded & kRoundedA) == 0) {
+        } else if constexpr ((kFlags & kRoundedA) == 0) {
           a[m][i] = ptx::round_to_tf32(a[m][i]);
         }
       }
@@ -47,7 +46,7 @@ __device__ __forceinline__ void matmul_float32(float (&acc)[kM][kN][4], LoadA lo
       for (int i = 0; i < 4; ++i) {
         if constexpr (kSplit) {
           b[i] = ptx::split_truncated(b[i], b_rest[i]);
-        } else if constexpr ((kRounded & kRoundedB) == 0) {
+        } else if constexpr ((kFlags & kRoundedB) == 0) {
           b[i] = ptx::round_to_tf32(b[i]);
         }
       }
@@ -76,12 +75,12 @@ __device__ __forceinline__ void matmul_float32(float (&acc)[kM][kN][4], LoadA lo
 // Adds A B to acc. acc[m][n] are the 16x8 blocks of a [16 kM, 8 kN] matrix; the inner dimension is
 // kStepCols<Element> kSteps. load_a(a, m, k) sets the fragment of A's block (m, k), load_b(b, n, k)
 // those of the two blocks (k, n) and (k, n + 1) of B, n even.
-template <typename Element, int kSteps, uint32_t kRounded = kRoundedNone, int kM, int kN,
-          typename LoadA, typename LoadB>
+template <typename Element, int kSteps, uint32_t kFlags = kNoFlag, int kM, int kN, typename LoadA,
+          typename LoadB>
 __device__ __forceinline__ void matmul(float (&acc)[kM][kN][4], LoadA load_a, LoadB load_b) {
   static_assert(kN % 2 == 0);
   if constexpr (kIsFloat32<Element>) {
-    return matmul_float32<Element, kSteps, kRounded>(acc, load_a, load_b);
+    return matmul_float32<Element, kSteps, kFlags>(acc, load_a, load_b);
   } else {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {

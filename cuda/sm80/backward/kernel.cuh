@@ -37,9 +37,6 @@
 #include "tile/matmul.cuh"
 #include "tile/smem_tile.cuh"
 
-#ifndef JAX_FLASH_R
-#define JAX_FLASH_R 0
-#endif
 namespace jax_flash::sm80 {
 
 // Says where a block's tiles are in shared memory.
@@ -234,6 +231,21 @@ __device__ __forceinline__ void load_keys(const BackwardTiles<Config>& tiles,
                               params.value.row, col0, first, end, params.shape.value_dim);
 }
 
+// Clears keys that are not finite, and rounds keys and values to TF32 if products need that.
+template <typename Config, typename Element, bool kGeneral>
+__device__ __forceinline__ void prepare_keys(const BackwardTiles<Config>& tiles,
+                                             uint32_t* bad_keys_smem) {
+  if constexpr (kGeneral) {
+    wait_for_copies<0>();
+    clear_bad_keys<Config::kThreads, Element>(tiles.key(), bad_keys_smem);
+  }
+  if constexpr (std::is_same_v<Element, Tf32>) {  // P and dS are rounded when they are stored
+    ptx::cp_async_wait_group<0>();
+    round_own_chunks<Config::kThreads>(tiles.key());
+    round_own_chunks<Config::kThreads>(tiles.value());
+  }
+}
+
 // acc = A B^T, for A's rows from `row` on and B's from `col` on.
 template <typename Element, int kM, int kN, typename TileA, typename TileB>
 __device__ __forceinline__ void multiply_by_transpose(float (&acc)[kM][kN][4], const TileA& a_tile,
@@ -241,8 +253,7 @@ __device__ __forceinline__ void multiply_by_transpose(float (&acc)[kM][kN][4], c
   set_zero(acc);
   const BlockReader a_reader(a_tile, BlockOrder::kRowsFirst, row, 0);
   const BlockReader b_reader(b_tile, BlockOrder::kColsFirst, col, 0);
-  matmul<Element, TileA::kCols / kStepCols<Element>,
-         kRoundedB | kRolled | (JAX_FLASH_R & 2 ? kRoundedA : 0)>(
+  matmul<Element, TileA::kCols / kStepCols<Element>, kRoundedB | kRolled>(
       acc, [&](uint32_t (&a)[4], int m, int k) { ptx::ldmatrix_x4(a, a_reader.at(m * 16, k * 2)); },
       [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, b_reader.at(n * 8, k * 2)); });
 }
@@ -274,7 +285,7 @@ __device__ __forceinline__ void differentiate_scores(
   set_zero(dscores);
   const BlockReader dout_reader(tiles.dout(stage), BlockOrder::kRowsFirst, row, 0);
   const BlockReader value_reader(tiles.value(), BlockOrder::kColsFirst, col, 0);
-  matmul<Element, kSteps, kRoundedB | (JAX_FLASH_R & 2 ? kRoundedA : 0)>(
+  matmul<Element, kSteps, kRoundedB>(
       dscores,
       [&](uint32_t (&a)[4], int m, int k) {
         ptx::ldmatrix_x4(a, dout_reader.at(m * 16, k * 2));
@@ -296,7 +307,7 @@ __device__ __forceinline__ void add_transpose_product(float (&acc)[kM][kN][4], c
   if constexpr (kIsFloat32<Element>) {
     const TransposedReader b_reader(b_tile, 0, warp_col * 4);
     const TransposedReader a_reader(a_tile, 0, row / 4);
-    matmul<Element, TileA::kRows / 8, kRoundedA | kRolled | (JAX_FLASH_R & 2 ? kRoundedB : 0)>(
+    matmul<Element, TileA::kRows / 8, kRoundedA | kRolled>(
         acc, [&](uint32_t (&a)[4], int m, int k) { a_reader.read(a, k * 8, m * 4); },
         [&](uint32_t (&b)[4], int n, int k) { b_reader.read_b(b, k * 8, n * 2 * kWarpCols); });
   } else {
@@ -426,15 +437,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     ptx::cp_async_commit_group();
     loader.load_dout(walk, 0);
     ptx::cp_async_commit_group();
-    if constexpr (kGeneral) {
-      wait_for_copies<0>();
-      clear_bad_keys<Config::kThreads, Element>(tiles.key(), bad_keys_smem);
-    }
-    if constexpr (std::is_same_v<Element, Tf32>) {  // P and dS are rounded when they are stored
-      ptx::cp_async_wait_group<0>();
-      round_own_chunks<Config::kThreads>(tiles.key());
-      round_own_chunks<Config::kThreads>(tiles.value());
-    }
+    prepare_keys<Config, Element, kGeneral>(tiles, bad_keys_smem);
   }
 
   float dkey[Parts::kKeyM][Parts::kDkeyN][4], dvalue[Parts::kKeyM][Parts::kDvalueN][4];
@@ -446,19 +449,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     QueryTileWalk next = walk;
     next.advance<kBlockQ>();
     if constexpr (Config::kStages == 2) {
-      if constexpr (std::is_same_v<Element, Tf32> && (JAX_FLASH_R & 2)) {
-        ptx::cp_async_wait_group<0>();
-        round_own_chunks<Config::kThreads>(tiles.query(stage));
-        round_own_chunks<Config::kThreads>(tiles.dout(stage));
-      }
       wait_for_copies<0>();  // Q and dO have arrived; all have read the ones before, and P and dS
       if (!next.done()) loader.load_both(next, stage ^ 1);
       ptx::cp_async_commit_group();
     } else {
-      if constexpr (std::is_same_v<Element, Tf32> && (JAX_FLASH_R & 2)) {
-        ptx::cp_async_wait_group<1>();
-        round_own_chunks<Config::kThreads>(tiles.query(0));
-      }
       wait_for_copies<1>();  // Q has arrived
     }
 
@@ -469,19 +463,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
         params, batch, head, row0 + parts.score_row, col0 + parts.score_col);
     if constexpr (kGeneral) mark_bad_keys<kBlockKv>(scores, bad_keys_smem, parts.score_col);
     mask_scores<Config>(scores, gradient, band, row0, col0);
-    if constexpr (Config::kStages == 1 && std::is_same_v<Element, Tf32> && (JAX_FLASH_R & 2)) {
-      ptx::cp_async_wait_group<0>();
-      round_own_chunks<Config::kThreads>(tiles.dout(0));
-    }
     if constexpr (Config::kStages == 1) wait_for_copies<0>();  // dO has arrived
     differentiate_scores<Element>(scores, dscores, gradient, tiles, loader.lse(stage),
                                   loader.delta(stage), stage, parts, params.options.scale * kLog2E);
-    if constexpr (kGeneral && Config::kFloat32) {
-      if (adds_bias_gradient(params)) {
-        add_bias_gradient(params, batch, head, row0 + parts.score_row, col0 + parts.score_col,
-                          dscores);
-      }
-    }
+    add_bias_gradient<kGeneral && Config::kFloat32>(params, batch, head, row0 + parts.score_row,
+                                                    col0 + parts.score_col, dscores);
     __syncthreads();
 
     add_transpose_product<Element, Parts::kKeyCols>(dkey, tiles.dscore(), parts.key_row,

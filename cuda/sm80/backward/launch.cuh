@@ -46,13 +46,13 @@ Status launch_backward_config(const Backward& params, BackwardWorkspace workspac
 
 template <typename Element, int kHeadDim, bool kGeneral>
 Status launch_backward_elements(const Backward& params, const Choice& choice, cudaStream_t stream) {
-  constexpr int kNarrow = kHeadDim == 192 ? 128 : kHeadDim;
+  constexpr int kNarrow = kHeadDim == 192 ? 128 : kHeadDim, kProducts = kTf32ProductsOf<Element>;
   // Tiles of float32 above head dim 128 do not fit 99 KB: choose_backward() refuses such calls.
   constexpr int kLeastKb = kIsFloat32<Element> && kHeadDim > 128 ? 163 : 99;
-  using Small = BackwardConfig<Element, kHeadDim, kHeadDim, kGeneral, kLeastKb>;
-  using Medium = BackwardConfig<Element, kHeadDim, kHeadDim, kGeneral, 163>;
-  using Large = BackwardConfig<Element, kHeadDim, kHeadDim, kGeneral, 227>;
-  using MediumNarrow = BackwardConfig<Element, kHeadDim, kNarrow, kGeneral, 163>;
+  using Small = BackwardConfig<kHeadDim, kHeadDim, kGeneral, kLeastKb, kProducts>;
+  using Medium = BackwardConfig<kHeadDim, kHeadDim, kGeneral, 163, kProducts>;
+  using Large = BackwardConfig<kHeadDim, kHeadDim, kGeneral, 227, kProducts>;
+  using MediumNarrow = BackwardConfig<kHeadDim, kNarrow, kGeneral, 163, kProducts>;
   // Avoids a second instance of the same configuration.
   using SmallOrMedium = std::conditional_t<(Medium::kSmemBytes > Small::kSmemLimit), Small, Medium>;
   using LargeOrMedium = std::conditional_t<(Large::kSmemBytes > Medium::kSmemLimit), Large, Medium>;

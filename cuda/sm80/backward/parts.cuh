@@ -226,11 +226,12 @@ __host__ __device__ __forceinline__ bool adds_bias_gradient(const Backward& para
          !params.options.deterministic;
 }
 
-// Adds a warp's dS, whose element [0, 0] is (row0, col0) of a batch and head.
-template <int kM, int kN>
+// Adds a warp's dS, whose element [0, 0] is (row0, col0) of a batch and head, if it is to.
+template <bool kFloat32, int kM, int kN>
 __device__ __forceinline__ void add_bias_gradient(const Backward& params, const BatchIndex& batch,
                                                   int32_t head, int32_t row0, int32_t col0,
                                                   const float (&dscores)[kM][kN][4]) {
+  if (!kFloat32 || !adds_bias_gradient(params)) return;
   const Operand& dbias = params.dbias;
   const Shape& shape = params.shape;
   float* const first = batch.pointer<float>(dbias, head);

@@ -34,9 +34,7 @@
 #include "tile/matmul.cuh"
 #include "tile/smem_tile.cuh"
 #include "tile/softmax.cuh"
-#ifndef JAX_FLASH_R
-#define JAX_FLASH_R 0
-#endif
+
 namespace jax_flash::sm80 {
 
 // Walks over the key tiles that a block reads, in order.
@@ -214,9 +212,9 @@ struct ForwardTiles {
   }
 };
 
-// Copies tiles of keys and values of one head for a block of rows from row0 on.
+// Copies tiles of queries, keys and values of one head for a block of rows from row0 on.
 template <typename Config, typename Element>
-struct KeyValueLoader {
+struct TileLoader {
   const Forward& params;
   const ForwardTiles<Config>& tiles;
   const Band& band;
@@ -231,6 +229,11 @@ struct KeyValueLoader {
     __syncthreads();
   }
   // Start copying a tile.
+  __device__ __forceinline__ void load_query(const BatchIndex& batch, int32_t head) const {
+    load_tile<Config::kThreads>(tiles.query(), batch.pointer<const Element>(params.query, head),
+                                params.query.row, row0, row0,
+                                min(row0 + Config::kBlockQ, band.q_len), params.shape.head_dim);
+  }
   __device__ __forceinline__ void load_key(int32_t tile, int stage) const {
     load(tiles.key(stage), key_gmem(), params.key.row, tile, params.shape.head_dim);
   }
@@ -274,6 +277,17 @@ __device__ __forceinline__ void wait_for_copies() {
   __syncthreads();
 }
 
+// Does so for copies of these tiles, and rounds them to TF32 if products need that: each thread
+// what it has copied, before others see it. Rounding fragments would repeat it in every warp.
+template <typename Config, typename Element, typename... Tiles>
+__device__ __forceinline__ void wait_for_tiles(const Tiles&... tiles) {
+  if constexpr (std::is_same_v<Element, Tf32>) {
+    ptx::cp_async_wait_group<0>();
+    (round_own_chunks<Config::kThreads>(tiles), ...);
+  }
+  wait_for_copies();
+}
+
 // Reads a warp's rows of the query tile as operand fragments.
 template <typename Tile, int kM, int kSteps>
 __device__ __forceinline__ void read_query(uint32_t (&fragments)[kM][kSteps][4], const Tile& tile) {
@@ -294,8 +308,7 @@ __device__ __forceinline__ void multiply_query_key(float (&logits)[kM][kN][4],
   const BlockReader query_reader(query_smem, BlockOrder::kRowsFirst, threadIdx.x / 32 * kM * 16, 0);
   set_zero(logits);
   const BlockReader key_reader(key_smem, BlockOrder::kColsFirst, 0, 0);
-  matmul<Element, kSteps,
-         kRoundedA | kRolled | (JAX_FLASH_R & 1 ? kRoundedB : 0)>(  // Q's tile has been rounded
+  matmul<Element, kSteps, kRoundedA | kRoundedB | kRolled>(
       logits,
       [&](uint32_t (&a)[4], int m, int k) {
         if constexpr (Config::kQueryInRegisters) {
@@ -366,7 +379,7 @@ __device__ __forceinline__ void multiply_probability_value(
     // Keys are summed over in any order: columns 2 t and 2 t + 1 of accumulators become columns t
     // and t + 4 of operands, and rows of V go along.
     const TransposedReader<typename Config::ValueTile, StepOrder::kPaired> reader(value_smem, 0, 0);
-    matmul<Element, kN, kRoundedA | (JAX_FLASH_R & 1 ? kRoundedB : 0)>(
+    matmul<Element, kN, kRoundedA | kRoundedB>(
         out,
         [&](uint32_t (&a)[4], int m, int k) {
           if constexpr (Config::kInterleaved) exponentials(m, k);
@@ -474,7 +487,7 @@ __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans
 
   extern __shared__ __align__(1024) uint8_t smem[];
   const ForwardTiles<Config> tiles{ptx::shared_address(smem)};
-  const KeyValueLoader<Config, Element> loader{params, tiles, band, row0};
+  const TileLoader<Config, Element> loader{params, tiles, band, row0};
   loader.set_head(batch, at.head / (shape.heads / shape.kv_heads));
 
   float out[kM][Config::kValueDim / 8][4];
@@ -485,16 +498,11 @@ __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans
 
   uint32_t query_rmem[Config::kQueryInRegisters ? kM : 1][Config::kHeadDim / kStepCols<Element>][4];
   if (walk.tile < walk.end) {
-    load_tile<Config::kThreads>(tiles.query(), batch.pointer<const Element>(params.query, at.head),
-                                params.query.row, row0, row0, min(row0 + kBlockQ, band.q_len),
-                                shape.head_dim);
+    loader.load_query(batch, at.head);
     loader.load_key(walk.tile, 0);
     if constexpr (Config::kStages == 2) loader.load_value(walk.tile, 0);
     ptx::cp_async_commit_group();
-    if constexpr (std::is_same_v<Element, Tf32>) {
-      ptx::cp_async_wait_group<0>();
-      round_own_chunks<Config::kThreads>(tiles.query());
-    }
+    if constexpr (std::is_same_v<Element, Tf32>) wait_for_tiles<Config, Element>(tiles.query());
     if constexpr (Config::kQueryInRegisters) {
       wait_for_copies();
       read_query(query_rmem, tiles.query());
@@ -504,18 +512,15 @@ __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans
   for (int stage = 0; walk.tile < walk.end; stage ^= Config::kStages - 1) {
     const int32_t col0 = walk.tile * kBlockKv;
     const int32_t next = walk.skip_to<kBlockKv>(walk.tile + 1);
-    if constexpr (std::is_same_v<Element, Tf32> && (JAX_FLASH_R & 1)) {
-      ptx::cp_async_wait_group<0>();
-      round_own_chunks<Config::kThreads>(tiles.key(stage));
-      if constexpr (Config::kStages == 2) round_own_chunks<Config::kThreads>(tiles.value(stage));
-    }
-    wait_for_copies();  // the tile has arrived, and all have read the one before
+    // The tile arrives, and all have read the one before.
     if constexpr (Config::kStages == 2) {
+      wait_for_tiles<Config, Element>(tiles.key(stage), tiles.value(stage));
       if (next < walk.end) {
         loader.load_key(next, stage ^ 1);
         loader.load_value(next, stage ^ 1);
       }
     } else {
+      wait_for_tiles<Config, Element>(tiles.key(0));
       loader.load_value(walk.tile, 0);
     }
     ptx::cp_async_commit_group();
@@ -523,11 +528,7 @@ __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans
     float logits[kM][kBlockKv / 8][4];
     multiply_query_key<Config, Element>(logits, query_rmem, tiles.query(), tiles.key(stage));
     if constexpr (Config::kStages == 1) {
-      if constexpr (std::is_same_v<Element, Tf32> && (JAX_FLASH_R & 1)) {
-        ptx::cp_async_wait_group<0>();
-        round_own_chunks<Config::kThreads>(tiles.value(0));
-      }
-      wait_for_copies();  // V has arrived, and all have read K
+      wait_for_tiles<Config, Element>(tiles.value(0));  // all have read K
       if (next < walk.end) loader.load_key(next, 0);
       ptx::cp_async_commit_group();
     }

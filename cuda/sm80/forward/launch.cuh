@@ -43,23 +43,23 @@ Status launch_forward_elements(const Forward& params, const Choice& choice, cuda
       if (!status.ok()) return status;
     }
   }
-  constexpr int kNarrow = kHeadDim == 192 ? 128 : kHeadDim;
+  constexpr int kNarrow = kHeadDim == 192 ? 128 : kHeadDim, kProducts = kTf32ProductsOf<Element>;
   if constexpr (std::is_same_v<Element, Tf32> && !kGeneral && kHeadDim <= 128) {
     int sms = 0;
     if (const Status status = multiprocessors(sms); !status.ok()) return status;
     if (query_tiles(params.shape, 128) < sms) {
-      return launch_forward_config<ForwardConfig<Element, kHeadDim, kHeadDim, kGeneral, 99, true>,
+      return launch_forward_config<ForwardConfig<kHeadDim, kHeadDim, kGeneral, 99, kProducts, true>,
                                    Element, kGeneral>(params, spans, stream);
     }
   }
   if constexpr (kIsFloat32<Element> && kHeadDim > 128) {
     if (choice.smem_class == SmemClass::kLarge) {
-      return launch_forward_config<ForwardConfig<Element, kHeadDim, kHeadDim, kGeneral, 227>,
+      return launch_forward_config<ForwardConfig<kHeadDim, kHeadDim, kGeneral, 227, kProducts>,
                                    Element, kGeneral>(params, spans, stream);
     }
   }
-  using Small = ForwardConfig<Element, kHeadDim, kHeadDim, kGeneral, 99>;
-  using Medium = ForwardConfig<Element, kHeadDim, kHeadDim, kGeneral, 163>;
+  using Small = ForwardConfig<kHeadDim, kHeadDim, kGeneral, 99, kProducts>;
+  using Medium = ForwardConfig<kHeadDim, kHeadDim, kGeneral, 163, kProducts>;
   // Avoids a second instance of the same configuration.
   using SmallOrMedium = std::conditional_t<(Medium::kSmemBytes > Small::kSmemLimit), Small, Medium>;
   if (choice.smem_class == SmemClass::kSmall) {
@@ -67,7 +67,7 @@ Status launch_forward_elements(const Forward& params, const Choice& choice, cuda
   }
   if constexpr (kNarrow < kHeadDim) {
     if (choice.smem_class == SmemClass::kNarrow) {
-      return launch_forward_config<ForwardConfig<Element, kHeadDim, kNarrow, kGeneral, 163>,
+      return launch_forward_config<ForwardConfig<kHeadDim, kNarrow, kGeneral, 163, kProducts>,
                                    Element, kGeneral>(params, spans, stream);
     }
   }
