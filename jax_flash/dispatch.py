@@ -108,16 +108,19 @@ class _Problem:
 def _reason(spec: AttentionSpec, problem: _Problem, platform: str) -> str:
     if platform == "cpu":
         return f"the native CPU kernel ({_library().instruction_set()}) supports the call"
-    families = _families(problem.dtype)
+    families, supports = (
+        _families(problem.dtype),
+        f"kernels support the call{_products(spec, problem)}",
+    )
     if spec.implementation in FAMILIES:
-        return f"the sm_{FAMILIES[spec.implementation]} kernels support the call{_products(spec, problem)}"
+        return f"the sm_{FAMILIES[spec.implementation]} {supports}"
     capabilities = _compute_capabilities()
     if not capabilities:  # lowered here, to run elsewhere
-        return f"the CUDA kernels support the call{_products(spec, problem)}"
+        return f"the CUDA {supports}"
     # As cuda/plan/choose.cc chooses; it also looks at strides, which are not known here.
     chosen = {c if c in families and c in _ONLY_ON else min(families) for c in capabilities}
     names = " and ".join(f"sm_{family}" for family in sorted(chosen))
-    return f"the {names} kernels support the call{_products(spec, problem)}"
+    return f"the {names} {supports}"
 
 
 def _products(spec: AttentionSpec, problem: _Problem) -> str:

@@ -211,7 +211,8 @@ def is_high_precision(precision: Precision) -> bool:
             raise ValueError(
                 f"precision: expected one, or one for each of two operands, got {precision!r}"
             )
-        return any([is_high_precision(entry) for entry in precision])
+        first, second = map(is_high_precision, precision)  # both are checked
+        return first or second
     if isinstance(precision, jax.lax.DotAlgorithm):
         types = (precision.lhs_precision_type, precision.rhs_precision_type)
         return precision.num_primitive_operations > 1 or any(

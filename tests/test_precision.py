@@ -25,7 +25,7 @@ def test_kind_of_products(precision):
         jnp.dot(x, x, precision=precision)  # JAX takes it as well
 
 
-@pytest.mark.parametrize("precision", ["exact", 3, ("high",), ("high", "exact"), object()], ids=str)
+@pytest.mark.parametrize("precision", ["exact", 3, ("high",), ("high", "exact"), 2.5], ids=str)
 def test_what_is_no_precision_is_refused(precision):
     x = jnp.ones((1, 4, 1, 8))
     with pytest.raises(ValueError, match="precision: expected"):
@@ -91,4 +91,4 @@ def test_backward_pass_of_wide_heads_needs_shared_memory(capability, smem_kb, ru
     assert choice.implementation == ("flash" if runs else "reference")
     if not runs:
         assert "needs 163 KB of shared memory for a block above head dim 128" in choice.reason
-    assert ffi.native.has_cuda() and smem_kb == dispatch._SMEM_KB.get(capability, 99)
+    assert smem_kb == dispatch._SMEM_KB.get(capability, 99)
