@@ -140,9 +140,16 @@ def test_budgets_are_as_the_command_writes_them():
     assert check_ptxas.write_budgets(budgets) == text
     table = (_SCRIPT.parent.parent / "CMakeLists.txt").read_text()
     entries = re.findall(
-        r"add_attention_instances\((\w+) (\w+).*?HEAD_DIMS ([\d ]+)", table, re.DOTALL
+        r"add_attention_instances\((\w+) (\w+).*?DTYPES ([\w ]+?)\s+HEAD_DIMS ([\d ]+)",
+        table,
+        re.DOTALL,
     )
-    objects = {f"{f}_{p}_{dim}" for f, p, dims in entries for dim in dims.split()}
+    objects = {
+        f"{family}_{kind}_{dim}" + "_float32" * (dtypes == "float32")
+        for family, kind, dtypes, dims in entries
+        for dim in dims.split()
+    }
+    objects |= {pathlib.Path(x).stem for x in re.findall(r"SOURCE ([\w/]+\.cu)", table)}
     assert len(objects) > 20
     assert budgets.keys() <= objects
 

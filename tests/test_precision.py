@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 
 import jax_flash
-from jax_flash import dispatch, ffi
+from jax_flash import dispatch
 from jax_flash.passes import Pass
 from jax_flash.spec import is_high_precision, make_spec
 

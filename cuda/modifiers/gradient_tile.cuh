@@ -46,7 +46,7 @@ __device__ __forceinline__ void add_products(float (&products)[1][8][4], const E
     ptx::cp_async_commit_group();
     ptx::cp_async_wait_group<0>();
     __syncthreads();
-    matmul<Element, 64 / kStepCols<Element>>(
+    matmul<Element, 64 / kStepCols<Element>, kRolled>(
         products, [&](uint32_t (&a)[4], int, int k) { ptx::ldmatrix_x4(a, a_reader.at(0, k * 2)); },
         [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, b_reader.at(n * 8, k * 2)); });
   }
