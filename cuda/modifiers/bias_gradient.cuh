@@ -29,13 +29,14 @@ struct BiasOwnership {
   int32_t owned_heads, owned_row_tiles, owned_col_tiles;
   int32_t heads, row_tiles, col_tiles;
 
-  BiasOwnership(const Shape& shape, const Operand& dbias) {
+  // `block`: rows and columns of a tile.
+  BiasOwnership(const Shape& shape, const Operand& dbias, int32_t block = kGradientBlock) {
     for (int axis = 0; axis < shape.num_batch_dims; ++axis) {
       (dbias.batch[axis] ? owned : summed) *= shape.batch_dims[axis];
     }
     heads = shape.heads;
-    row_tiles = static_cast<int32_t>(ceil_div(shape.q_len, kGradientBlock));
-    col_tiles = static_cast<int32_t>(ceil_div(shape.kv_len, kGradientBlock));
+    row_tiles = static_cast<int32_t>(ceil_div(shape.q_len, block));
+    col_tiles = static_cast<int32_t>(ceil_div(shape.kv_len, block));
     owned_heads = dbias.head ? heads : 1;
     owned_row_tiles = dbias.row ? row_tiles : 1;
     owned_col_tiles = dbias.col ? col_tiles : 1;
@@ -102,16 +103,17 @@ __device__ __forceinline__ void sum_rows(float (&total)[1][8][4]) {
 }
 
 // Sums over the columns of a tile. All columns then hold the sum.
-__device__ __forceinline__ void sum_cols(float (&total)[1][8][4]) {
+template <int kN>
+__device__ __forceinline__ void sum_cols(float (&total)[1][kN][4]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     float sum = 0.0f;
 #pragma unroll
-    for (int n = 0; n < 8; ++n) sum += total[0][n][2 * half] + total[0][n][2 * half + 1];
+    for (int n = 0; n < kN; ++n) sum += total[0][n][2 * half] + total[0][n][2 * half + 1];
     sum += __shfl_xor_sync(0xffffffff, sum, 1);
     sum += __shfl_xor_sync(0xffffffff, sum, 2);
 #pragma unroll
-    for (int n = 0; n < 8; ++n) total[0][n][2 * half] = total[0][n][2 * half + 1] = sum;
+    for (int n = 0; n < kN; ++n) total[0][n][2 * half] = total[0][n][2 * half + 1] = sum;
   }
 }
 

@@ -133,8 +133,9 @@ __device__ __forceinline__ void modify_scores(float (&scores)[1][kN][4], const F
   }
 }
 
-// Does what LogitModifiers::apply() does, in the same units, a feature at a time.
-template <int kM, int kN>
+// Does what LogitModifiers::apply() does, in the same units, a feature at a time. kModifiers: those
+// that the call may have.
+template <uint32_t kModifiers = kEveryModifier, int kM, int kN>
 __device__ __forceinline__ void modify_tile(float (&scores)[kM][kN][4], const Forward& params,
                                             const BatchIndex& batch, int32_t head, const Band& band,
                                             int32_t row0, int32_t col0) {
@@ -146,8 +147,8 @@ __device__ __forceinline__ void modify_tile(float (&scores)[kM][kN][4], const Fo
       row0 + 16 * kM <= band.q_len && band.all_allowed(row0, row0 + 16 * kM, col0, col0 + 8 * kN);
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
-    modify_scores<kEveryModifier, kN, kN>(reinterpret_cast<float (&)[1][kN][4]>(scores[m]), params,
-                                          offsets, band, row0 + 16 * m, col0, false);
+    modify_scores<kModifiers, kN, kN>(reinterpret_cast<float (&)[1][kN][4]>(scores[m]), params,
+                                      offsets, band, row0 + 16 * m, col0, false);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t row = row0 + fragment_row(m, 2 * half);

@@ -12,6 +12,7 @@
 #include "modifiers/kernels.h"
 #include "params.h"
 #include "plan/choose.h"
+#include "sm90/backward/bias_gradient.cuh"
 #include "sm90/backward/config.cuh"
 #include "sm90/backward/dropout.cuh"
 #include "sm90/backward/edges.cuh"
@@ -141,6 +142,21 @@ inline Status zero_slopes_gradient(const Backward& params, cudaStream_t stream) 
                           cudaGetErrorString(error));
 }
 
+// Computes the gradients of what is added to the logits.
+template <typename Element, int kHeadDim>
+Status launch_gradients_of_addends(const Backward& params, const BackwardWorkspace& workspace,
+                                   cudaStream_t stream) {
+  Backward rest = params;
+  if constexpr (kHeadDim <= 128) {
+    bool launched = false;
+    const Status status =
+        launch_wide_bias_gradient<Element, kHeadDim>(params, workspace, stream, launched);
+    if (!status.ok()) return status;
+    if (launched) rest.dbias = {};
+  }
+  return launch_added_gradients<Element>(rest, workspace, stream);
+}
+
 // kHeadDim bounds head_dim and value_dim.
 template <typename Element, int kHeadDim, bool kGeneral>
 Status launch_backward(const Backward& params, const Choice& choice, cudaStream_t stream) {
@@ -163,7 +179,7 @@ Status launch_backward(const Backward& params, const Choice& choice, cudaStream_
       case kBias:
         status = launch(std::integral_constant<uint32_t, kBias>{});
         if (!status.ok()) return status;
-        return launch_added_gradients<Element>(params, workspace, stream);
+        return launch_gradients_of_addends<Element, kHeadDim>(params, workspace, stream);
       case kDistance:
         status = zero_slopes_gradient(params, stream);
         if (!status.ok()) return status;
@@ -178,7 +194,8 @@ Status launch_backward(const Backward& params, const Choice& choice, cudaStream_
         params, workspace, stream);
   }
   if constexpr (kGeneral) {
-    if (status.ok()) status = launch_added_gradients<Element>(params, workspace, stream);
+    if (status.ok())
+      status = launch_gradients_of_addends<Element, kHeadDim>(params, workspace, stream);
   }
   return status;
 }
