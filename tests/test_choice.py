@@ -101,6 +101,23 @@ def test_forward_kernel(name, head_dim, call):
         assert kernel.tile == (128, 128)
 
 
+@pytest.mark.skipif(64 not in DIMS, reason="a build without head dim 64")
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        # The most rows that one of 132 multiprocessors has, in tiles of 128 and of 192:
+        ("scores ahead", {"batch": 2, "heads": 8, "q_len": 2048}),  # 256, 384
+        ("scores ahead", {"batch": 4, "heads": 16, "q_len": 2048}),  # 1024, 1152
+        ("chained", {"batch": 1, "heads": 16, "q_len": 1536}),  # 256, 192
+        ("chained", {"batch": 1, "heads": 33, "q_len": 1536}),  # 384, 384
+        ("chained", {"batch": 4, "heads": 16, "q_len": 4096}),  # 2048, 2112
+        ("mask as words", {"batch": 2, "heads": 8, "q_len": 2048, "mask": (1, 1, 2048, 2048)}),
+    ],
+)
+def test_tiles_fill_the_multiprocessors(name, call):
+    assert kernels(head_dim=64, **call)["forward"].name == name
+
+
 def test_every_recipe_is_chosen_by_some_call():
     assert {(name, head_dim) for name, head_dim, _ in NAMED} == set(ffi.native.cuda_recipes())
 
