@@ -300,16 +300,6 @@ def test_vmap_leaves_unmapped_operands_alone():
     )
 
 
-def test_float32_runs_as_the_reference():
-    x = random_normal(1, 64, 2, 64, dtype=jnp.float32)
-    choice = jax_flash.explain(x, x, x).choices["cuda"]
-    assert choice.implementation == "reference"
-    assert "float32" in choice.reason
-    with pytest.raises(NotImplementedError, match="float32"):
-        jax_flash.dot_product_attention(x, x, x, implementation="flash")
-    assert jnp.isfinite(jax_flash.dot_product_attention(x, x, x)).all()
-
-
 def test_slices_of_larger_arrays():
     # Leading dimensions that are no multiple of anything, inside one program.
     whole = random_normal(2, 301, 11, 72)
