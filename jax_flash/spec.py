@@ -206,6 +206,11 @@ def is_high_precision(precision: Precision) -> bool:
     if precision is None:
         default = jax.config.jax_default_matmul_precision  # pyright: ignore[reportAttributeAccessIssue]
         return default is not None and is_high_precision(default)
+    if isinstance(precision, jax.lax.DotAlgorithm):
+        types = (precision.lhs_precision_type, precision.rhs_precision_type)
+        return precision.num_primitive_operations > 1 or any(
+            np.dtype(x).itemsize > 2 for x in types
+        )
     if isinstance(precision, tuple | list):
         if len(precision) != 2:
             raise ValueError(
@@ -213,17 +218,12 @@ def is_high_precision(precision: Precision) -> bool:
             )
         first, second = map(is_high_precision, precision)  # both are checked
         return first or second
-    if isinstance(precision, jax.lax.DotAlgorithm):
-        types = (precision.lhs_precision_type, precision.rhs_precision_type)
-        return precision.num_primitive_operations > 1 or any(
-            np.dtype(x).itemsize > 2 for x in types
-        )
     if precision == "tensorfloat32":  # which jax.lax.Precision takes for HIGH
         return False
     try:
         return jax.lax.Precision(precision) != jax.lax.Precision.DEFAULT
     except ValueError:
-        name = getattr(precision, "name", precision)
+        name = str(getattr(precision, "name", precision))
     if name not in jax.lax.DotAlgorithmPreset.__members__:
         raise ValueError(
             "precision: expected None, a jax.lax.Precision or its name, a member of "

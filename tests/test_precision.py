@@ -10,11 +10,22 @@ from jax_flash.passes import Pass
 from jax_flash.spec import is_high_precision, make_spec
 
 Presets = jax.lax.DotAlgorithmPreset
+
+
+def algorithm(dtype, products=1):
+    return jax.lax.DotAlgorithm(
+        lhs_precision_type=dtype, rhs_precision_type=dtype, accumulation_type=jnp.float32,
+        num_primitive_operations=products,
+    )  # fmt: skip
+
+
 LOW = (None, "default", "fastest", "bfloat16", "tensorfloat32", jax.lax.Precision.DEFAULT,
-       "TF32_TF32_F32", Presets.BF16_BF16_F32, Presets.DEFAULT, ("default", "default"))  # fmt: skip
+       "TF32_TF32_F32", Presets.BF16_BF16_F32, Presets.DEFAULT, ("default", "default"),
+       algorithm(jnp.bfloat16))  # fmt: skip
 HIGH = ("high", "highest", "float32", "bfloat16_3x", jax.lax.Precision.HIGH, "F32_F32_F32",
         jax.lax.Precision.HIGHEST, Presets.TF32_TF32_F32_X3, "BF16_BF16_F32_X6",
-        ("default", "highest"), Presets.F64_F64_F64)  # fmt: skip
+        ("default", "highest"), Presets.F64_F64_F64, algorithm(jnp.float32),
+        algorithm(jnp.bfloat16, 3))  # fmt: skip
 
 
 @pytest.mark.parametrize("precision", LOW + HIGH, ids=str)
@@ -75,7 +86,7 @@ def test_float32_of_any_head_dim_has_a_kernel(kind, head_dim):
 def test_what_float32_has_no_kernel_for():
     choice = choose(jnp.float32, 257)
     assert choice.implementation == "reference"
-    assert choice.reason == "the CUDA kernels take numbers up to 256 as head_dim, not 257"
+    assert choice.reason == "the CUDA kernels take 1 to 256 as head_dim, not 257"
     x = jax.ShapeDtypeStruct((2, 64, 4, 64), jnp.float32)
     explained = jax_flash.explain(x, x, x, implementation="flash_sm90").choices["cuda"]
     assert "no sm_90 kernel takes float32" in explained
