@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash import ffi
+from jax_flash.head_dims import padded_size
 from jax_flash.operands import OPERANDS, batch_shape
 from jax_flash.passes import Pass
 from jax_flash.spec import FAMILIES, AttentionSpec
@@ -108,10 +109,9 @@ class _Problem:
 def _reason(spec: AttentionSpec, problem: _Problem, platform: str) -> str:
     if platform == "cpu":
         return f"the native CPU kernel ({_library().instruction_set()}) supports the call"
-    families, supports = (
-        _families(problem.dtype),
-        f"kernels support the call{_products(spec, problem)}",
-    )
+    families = _families(problem.dtype)
+    details = _products(spec, problem) + _copies(problem)
+    supports = f"kernels support the call{details}"
     if spec.implementation in FAMILIES:
         return f"the sm_{FAMILIES[spec.implementation]} {supports}"
     capabilities = _compute_capabilities()
@@ -130,6 +130,17 @@ def _products(spec: AttentionSpec, problem: _Problem) -> str:
     return (
         ", with products as exact as float32's" if spec.high_precision else ", with TF32 products"
     )
+
+
+def _copies(problem: _Problem) -> str:
+    """Which operands are copied, to go with a reason."""
+    sizes = [("head_dim", problem.head_dim), ("value_dim", problem.value_dim)]
+    padded = [
+        f"{name} {padded_size(size, problem.dtype, 'cuda')}"
+        for name, size in sizes
+        if padded_size(size, problem.dtype, "cuda") != size
+    ]
+    return f", of operands copied to {' and '.join(padded)}" if padded else ""
 
 
 def _unsupported(one_pass: Pass, problem: _Problem, platform: str) -> str | None:
@@ -178,11 +189,9 @@ def _unsupported_on_cuda(one_pass: Pass, problem: _Problem) -> str | None:
         others = "bfloat16 and float16" if wanted == 90 else "float32, bfloat16 and float16"
         kind = f"no sm_{wanted} kernel" if wanted else "no CUDA kernel"
         return f"{kind} takes {problem.dtype} (they take {others})"
-    multiple = 1 if problem.dtype == "float32" else 8
     for name, dim in (("head_dim", problem.head_dim), ("value_dim", problem.value_dim)):
-        if dim % multiple != 0 or not 0 < dim <= limit:
-            numbers = "numbers" if multiple == 1 else f"multiples of {multiple}"
-            return f"the CUDA kernels take {numbers} up to {limit} as {name}, not {dim}"
+        if not 0 < dim <= limit:
+            return f"the CUDA kernels take 1 to {limit} as {name}, not {dim}"
     needed = wanted or min(families)
     widest = max(problem.head_dim, problem.value_dim)
     for capability in _compute_capabilities():

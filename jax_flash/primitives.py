@@ -20,6 +20,7 @@ from jax.interpreters import batching, mlir
 
 from jax_flash import compat, dispatch, ffi
 from jax_flash.folding import fold_batch_axes
+from jax_flash.head_dims import with_padded_head_dims
 from jax_flash.operands import Operands, added
 from jax_flash.partitioning import mesh_of, result_types, spread, unify_varying, vary_like
 from jax_flash.passes import Pass, complete, run_reference
@@ -51,7 +52,9 @@ def run_on(platform: str, one_pass: Pass, operands: Operands) -> Operands:
         )
         return vary_like(operands, outputs)
 
-    return fold_batch_axes(native, complete(one_pass, operands), one_pass.result_types(operands))
+    types = one_pass.result_types(operands)
+    padded = with_padded_head_dims(native, platform)
+    return fold_batch_axes(padded, complete(one_pass, operands), types)
 
 
 def cuda_kernels(spec: AttentionSpec, operands: Operands, gpu: ffi.Gpu) -> dict[str, ffi.Kernel]:
@@ -85,7 +88,8 @@ def _cuda_kernel(one_pass: Pass, operands: Operands, gpu: ffi.Gpu) -> ffi.Kernel
 
     def make(operands):
         types = one_pass.result_types(operands)
-        return fold_batch_axes(native, complete(one_pass, operands), types)
+        padded = with_padded_head_dims(native, "cuda")
+        return fold_batch_axes(padded, complete(one_pass, operands), types)
 
     jax.eval_shape(make, operands)
     return found[0]

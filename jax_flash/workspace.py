@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 
 from jax_flash import ffi
+from jax_flash.head_dims import padded_size
 from jax_flash.operands import OPERANDS, batch_shape
 from jax_flash.passes import Pass
 
@@ -42,15 +43,15 @@ def _question(one_pass: Pass, operands: dict[str, Any], platform: str) -> tuple[
     spec = one_pass.spec
     q_len, heads, head_dim = operands["query"].shape[-3:]
     kv_len, kv_heads, value_dim = operands["value"].shape[-3:]
+    dtype = jnp.dtype(operands["query"].dtype).name
     sizes = {
         "batch": math.prod(batch_shape(operands)),
         "q_len": q_len,
         "kv_len": kv_len,
         "heads": heads,
-        "head_dim": head_dim,
-        "value_dim": value_dim,
+        "head_dim": padded_size(head_dim, dtype, platform),
+        "value_dim": padded_size(value_dim, dtype, platform),
     }
-    dtype = jnp.dtype(operands["query"].dtype).name
     distances = [
         operands[name].shape[-1] if "R" in OPERANDS[name].axes else 1
         for name in one_pass.gradients
