@@ -72,9 +72,9 @@ def flops(
     What is recomputed under `jax.checkpoint` is one more forward pass.
 
     P leaves out what causal order and window forbid, where query_offset is a number. What arrays
-    say is not known: lengths, segments, documents, bias and mask count as if all pairs attended; with
-    an array as query_offset, and with key_value_offsets, each query counts all S keys, or as many as
-    the window has if less.
+    say is not known: lengths, segments, documents, bias and mask count as if all pairs attended.
+    With an array as query_offset, and with key_value_offsets, each query counts all S keys, or as
+    many as the window has if less.
 
     Args:
       query, key, value, bias, mask, ...: as for `dot_product_attention`, from the first to the

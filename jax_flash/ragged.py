@@ -11,8 +11,8 @@ document has a distance of its own, and rows are gathered into a layout in which
     key attend to nothing. The others fit into the rows of its keys: queries move.
   - Otherwise each document has as many rows as the longer of its sides, T + S in all.
 
-What moves is one gather, whose derivative is one scatter of distinct rows. Kernels skip rows without
-a pair by their ids, so that they compute as much as for the documents one by one.
+What moves is one gather, whose derivative is one scatter of distinct rows. Kernels skip blocks
+without a pair by their ids, so that they compute as much as for the documents one by one.
 """
 
 from __future__ import annotations
@@ -108,17 +108,17 @@ def make_documents(
         raise ValueError(
             f"key_value_offsets: expected with {q_len} rows of query and {kv_len} of key, got None"
         )
-    same = key_value_offsets is None or (key_value_offsets is query_offsets and q_len == kv_len)
+    if key_value_offsets is query_offsets and q_len == kv_len:
+        key_value_offsets = None
     batch = batch_shape(operands)
-    query = _offsets("query_offsets", query_offsets, batch)
-    key = None if same else _offsets("key_value_offsets", key_value_offsets, batch)
-    if key is not None and key.shape[-1] != query.shape[-1]:
-        raise ValueError(
-            f"key_value_offsets: expected as many as query_offsets has, {query.shape[-1]}, got "
-            f"{key.shape[-1]}"
-        )
-    if query.shape[-1] == 1:  # no document is one that is empty
-        query, key = (None if x is None else jnp.repeat(x, 2, axis=-1) for x in (query, key))
+    query, key = _offsets("query_offsets", query_offsets, batch), None
+    if key_value_offsets is not None:
+        key = _offsets("key_value_offsets", key_value_offsets, batch)
+        if key.shape[-1] != query.shape[-1]:
+            raise ValueError(
+                f"key_value_offsets: expected as many as query_offsets has, {query.shape[-1]}, got "
+                f"{key.shape[-1]}"
+            )
     documents = Documents(query, key, alignment)
     which, reason = moving(documents, spec, operands)
     if which != "none":
@@ -135,7 +135,8 @@ def _offsets(name: str, offsets: ArrayLike, batch: tuple[int, ...]) -> jax.Array
             f"{name}: expected shape [D + 1] with at least one offset, perhaps with batch axes in "
             f"front that broadcast to {batch}, got {x.shape}"
         )
-    return x.reshape(padded)
+    x = x.reshape(padded)
+    return x if padded[-1] > 1 else jnp.repeat(x, 2, axis=-1)  # no document is one that is empty
 
 
 def _check_moving(spec: AttentionSpec, q_len: Any, kv_len: Any, reason: str) -> None:
@@ -334,14 +335,26 @@ def _gather(x: jax.Array, rows: jax.Array, axis: int, fill: float) -> jax.Array:
     return take(x, jnp.broadcast_to(rows, (*batch, rows.shape[-1])))
 
 
-def _public(offsets: ArrayLike, length: int) -> _Rows:
-    """The rows of one of the public functions below."""
+def _public(offsets: ArrayLike, length: int) -> jax.Array:
+    """The offsets that one of the functions below is given."""
     x = saturate(integers("query_offsets", offsets))
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"offsets: expected shape [*B, D + 1] with D >= 0, got {x.shape}")
     if not 0 <= length <= INT32.max:
         raise ValueError(f"length: expected a number from 0 to 2**31 - 1, got {length}")
-    return _Rows(_ascending(x, length), length)
+    return x
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _ids(offsets: jax.Array, length: int) -> jax.Array:
+    return _Rows(_ascending(offsets, length), length).numbers() - 1
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _positions(offsets: jax.Array, length: int) -> jax.Array:
+    rows = _Rows(_ascending(offsets, length), length)
+    start = jnp.take_along_axis(rows.bounds, jnp.maximum(rows.numbers() - 1, 0), axis=-1)
+    return jnp.where(rows.inside(), jnp.arange(length, dtype=jnp.int32) - start, 0)
 
 
 def segment_ids_from_offsets(offsets: ArrayLike, length: int) -> jax.Array:
@@ -364,7 +377,7 @@ def segment_ids_from_offsets(offsets: ArrayLike, length: int) -> jax.Array:
       >>> segment_ids_from_offsets([0, 2, 2, 5], 6)
       Array([0, 0, 2, 2, 2, 3], dtype=int32)
     """
-    return _public(offsets, length).numbers() - 1
+    return _ids(_public(offsets, length), length)
 
 
 def positions_from_offsets(offsets: ArrayLike, length: int) -> jax.Array:
@@ -384,6 +397,4 @@ def positions_from_offsets(offsets: ArrayLike, length: int) -> jax.Array:
       >>> positions_from_offsets([0, 2, 2, 5], 6)
       Array([0, 1, 0, 1, 2, 0], dtype=int32)
     """
-    rows = _public(offsets, length)
-    start = jnp.take_along_axis(rows.bounds, jnp.maximum(rows.numbers() - 1, 0), axis=-1)
-    return jnp.where(rows.inside(), jnp.arange(length, dtype=jnp.int32) - start, 0)
+    return _positions(_public(offsets, length), length)
