@@ -29,6 +29,8 @@ from jax.typing import ArrayLike
 
 from jax_flash.arrays import INT32, integers, saturate
 from jax_flash.operands import OPERANDS, Operands, axis_of, batch_shape
+from jax_flash.partitioning import match_batch_sharding
+from jax_flash.ranks import own_ranks
 from jax_flash.sequence import zigzag_permute
 from jax_flash.spec import ALIGNMENTS, Alignment, AttentionSpec
 
@@ -169,6 +171,7 @@ def moving(documents: Documents, spec: AttentionSpec, operands: Operands) -> tup
     return "both", f"queries, keys and values are gathered into {q_len} + {kv_len} rows"
 
 
+@own_ranks
 def lay_out(
     documents: Documents, spec: AttentionSpec, operands: Operands
 ) -> tuple[Operands, Restore]:
@@ -210,6 +213,7 @@ def lay_out(
         operands |= {name: stored(operands[name]) for name in names}
         inside = stored(inside)
 
+    @own_ranks
     def restore(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
         if target is not None:
             out = _gather(out, target, -3, 0)
@@ -324,15 +328,16 @@ def _gather(x: jax.Array, rows: jax.Array, axis: int, fill: float) -> jax.Array:
     """Rows [*B,L] of an axis of x [*B,...], counted from the back, and `fill` past its end."""
 
     def take(x, rows):
+        if rows.ndim > 1 and rows.shape[0] == 1:
+            return jax.vmap(take, (0, None))(x, rows[0])
+        if rows.ndim > 1 and x.shape[0] == 1:
+            return jax.vmap(take, (None, 0))(x[0], rows)
+        if rows.ndim > 1:
+            return jax.vmap(take)(x, rows)
         index = (slice(None),) * (x.ndim + axis) + (rows,)
         return x.at[index].get(mode="fill", fill_value=fill, unique_indices=True)
 
-    depth = rows.ndim - 1
-    for _ in range(depth):
-        take = jax.vmap(take)
-    batch = jnp.broadcast_shapes(x.shape[:depth], rows.shape[:-1])
-    x = jnp.broadcast_to(x, (*batch, *x.shape[depth:]))
-    return take(x, jnp.broadcast_to(rows, (*batch, rows.shape[-1])))
+    return take(x, match_batch_sharding(rows, x))
 
 
 def _public(offsets: ArrayLike, length: int) -> jax.Array:
@@ -346,11 +351,13 @@ def _public(offsets: ArrayLike, length: int) -> jax.Array:
 
 
 @functools.partial(jax.jit, static_argnums=1)
+@own_ranks
 def _ids(offsets: jax.Array, length: int) -> jax.Array:
     return _Rows(_ascending(offsets, length), length).numbers() - 1
 
 
 @functools.partial(jax.jit, static_argnums=1)
+@own_ranks
 def _positions(offsets: jax.Array, length: int) -> jax.Array:
     rows = _Rows(_ascending(offsets, length), length)
     start = jnp.take_along_axis(rows.bounds, jnp.maximum(rows.numbers() - 1, 0), axis=-1)

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from oracle import Inputs, attention
 
 import jax_flash
@@ -353,6 +354,32 @@ def test_sequence_over_devices(order):
         np.testing.assert_allclose(restore(results[1]), expected[1], rtol=1e-5, atol=1e-5)
         with pytest.raises(NotImplementedError, match="key_value_offsets: a sequence that is spr"):
             dot_product_attention(**stored, **static, key_value_offsets=offsets + 0)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("alignment", ["start", "end"])
+def test_batch_and_heads_over_devices(alignment, kind):
+    mesh = jax.make_mesh((2, 2), ("b", "n"), axis_types=(kind,) * 2)
+    operands = {n: np.stack([x, x[::-1]]) for n, x in make_operands().items()}
+    static = {"is_causal": True, "causal_alignment": alignment}
+    offsets = (np.stack([QUERY_OFFSETS, QUERY_OFFSETS // 2]), KEY_OFFSETS)
+
+    def loss(operands, query_offsets, key_value_offsets):
+        out = dot_product_attention(
+            **operands, **static, query_offsets=query_offsets, key_value_offsets=key_value_offsets
+        )
+        return (out**2).sum(), out
+
+    gradient = jax.jit(jax.grad(loss, has_aux=True))
+    expected = gradient(operands, *offsets)
+    with jax.set_mesh(mesh):
+        sharding = NamedSharding(mesh, PartitionSpec("b", None, "n", None))
+        sharded = jax.device_put(operands, sharding)
+        got = gradient(sharded, *offsets)
+        program = gradient.lower(sharded, *offsets).compile().as_text()
+    assert "all-gather" not in program
+    for x, y in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
+        np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
 def test_flax_takes_offsets():
