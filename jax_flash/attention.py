@@ -218,6 +218,18 @@ def dot_product_attention(
         to keys of its own segment (packed sequences). Blocks without a pair are skipped. Ids of
         64 bits (under jax_enable_x64) are sorted in each pass, which costs time.
       key_value_segment_ids: see query_segment_ids.
+      query_offsets: int [D+1] or [\*B,D+1]: document d is the queries from offset d to offset d + 1
+        (the ragged layout, FlashAttention's cu_seqlens), and attends only to keys of document d.
+        Positions count within a document. Documents may be empty. Queries of no document, such as
+        those past the last offset, get out 0, lse -inf and zero gradients. An offset is clamped to
+        [0, T], and one below those before it counts as the greatest of them. Rows of bias and
+        mask are those of T and S. Not with lengths or segment ids.
+      key_value_offsets: likewise the keys of each document, as many, clamped to [0, S]. None, or
+        the same object: query_offsets. Others take memory and time where positions count, since
+        rows are gathered, as `explain` says: in causal order without query_offset, keys and values
+        into T rows, or, aligned at the end, queries into S rows; else all three into T + S rows.
+      causal_alignment: with query_offsets: "start": the first query of each document has the
+        position of its first key; "end": the last ones have. query_offset is added.
       query_offset: int, scalar or [\*B]: position of query 0 on the key axis, for `is_causal`,
         `local_window_size`, `alibi_slopes` and `relative_bias`; S - T aligns the last query with
         the last key. A number is within int32's range; an array is clamped to it.
@@ -238,7 +250,8 @@ def dot_product_attention(
         so near 1 that this changes what is kept by more than 1% is refused.
       dropout_seed: uint32 [2], or a PRNG key (``jax.random.key``), which stands for
         ``jax.random.bits(key, (2,), "uint32")``. The mask is a function of the two words and of
-        the index (b, n, i, j) alone: the same on every platform.
+        the index (b, n, i, j) alone: the same on every platform. With documents, i and j are rows,
+        where rows are gathered those that they are gathered into.
       broadcast_dropout: whether all batch entries and heads drop the same (i, j), as if b and n
         were 0.
       deterministic: gradients are bitwise equal between runs (the output always is).
@@ -263,6 +276,13 @@ def dot_product_attention(
       ValueError: a shape, dtype or number does not fit.
       NotImplementedError: `implementation` names one that does not support the call, or the
         sequence cannot be sharded so.
+
+    Examples:
+      Two documents, of 3 and 5 tokens, and 2 tokens of padding:
+
+      >>> query = key = value = jnp.ones((10, 4, 64))
+      >>> offsets = jnp.array([0, 3, 8])
+      >>> out = dot_product_attention(query, key, value, is_causal=True, query_offsets=offsets)
 
     References:
       Dao et al., "FlashAttention", 2022, algorithms 1 and 4; Dao, "FlashAttention-2", 2023,

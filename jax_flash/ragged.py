@@ -365,22 +365,22 @@ def _positions(offsets: jax.Array, length: int) -> jax.Array:
 
 
 def segment_ids_from_offsets(offsets: ArrayLike, length: int) -> jax.Array:
-    """The number of each token's document, for whatever takes segment ids.
+    r"""The number of each token's document, for whatever takes segment ids.
 
     `dot_product_attention` takes the offsets themselves.
 
     Args:
-      offsets: int [\\*B,D+1], traced or not: document d is tokens offsets[d] to offsets[d + 1], as
+      offsets: int [\*B,D+1], traced or not: document d is tokens offsets[d] to offsets[d + 1], as
         for `dot_product_attention`.
       length: number of tokens.
 
     Returns:
-      int32 [\\*B,length], from 0 to D - 1; -1 before the first document and D past the last one.
+      int32 [\*B,length], from 0 to D - 1; -1 before the first document and D past the last one.
 
     Raises:
       TypeError, ValueError: an argument is of the wrong kind or shape.
 
-    Example:
+    Examples:
       >>> segment_ids_from_offsets([0, 2, 2, 5], 6)
       Array([0, 0, 2, 2, 2, 3], dtype=int32)
     """
@@ -388,19 +388,19 @@ def segment_ids_from_offsets(offsets: ArrayLike, length: int) -> jax.Array:
 
 
 def positions_from_offsets(offsets: ArrayLike, length: int) -> jax.Array:
-    """The position of each token within its document, as for a rotary embedding.
+    r"""The position of each token within its document, as for a rotary embedding.
 
     Args:
-      offsets: int [\\*B,D+1], as for `segment_ids_from_offsets`.
+      offsets: int [\*B,D+1], as for `segment_ids_from_offsets`.
       length: number of tokens.
 
     Returns:
-      int32 [\\*B,length], from 0 on in each document; 0 where there is none.
+      int32 [\*B,length], from 0 on in each document; 0 where there is none.
 
     Raises:
       TypeError, ValueError: an argument is of the wrong kind or shape.
 
-    Example:
+    Examples:
       >>> positions_from_offsets([0, 2, 2, 5], 6)
       Array([0, 1, 0, 1, 2, 0], dtype=int32)
     """
