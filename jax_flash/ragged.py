@@ -162,8 +162,10 @@ def moving(documents: Documents, spec: AttentionSpec, operands: Operands) -> tup
     by_distance = any(OPERANDS[name].by_distance for name in operands)
     if not (spec.is_causal or spec.has_window or by_distance):
         return "none", "no rows move, since no position counts"
-    right = 0 if spec.is_causal else spec.window[1]
     q_len, kv_len = (operands[name].shape[-3] for name in ("query", "key"))
+    if 0 in (q_len, kv_len):
+        return "none", "no rows move, since there are no queries or no keys"
+    right = 0 if spec.is_causal else spec.window[1]
     if right == 0 and "query_offset" not in operands:
         if documents.alignment == "start":
             return "keys", f"keys and values are gathered into the queries' {q_len} rows"

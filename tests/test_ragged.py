@@ -230,6 +230,28 @@ def test_poison_past_the_last_document(implementation, name, alignment):
     jax.tree.map(np.testing.assert_array_equal, run(poisoned, offsets), run(operands, offsets))
 
 
+@pytest.mark.parametrize("static", [BAND, {"local_window_size": 4}], ids=["one side", "both"])
+@pytest.mark.parametrize("alignment", ["start", "end"])
+def test_no_queries_or_no_keys(alignment, static):
+    operands = make_operands(("sinks",))
+    static = static | {"causal_alignment": alignment, "return_residual": True}
+    for changed in (("query",), ("key", "value")):
+        empty = operands | {n: operands[n][:0] for n in changed}
+
+        def total(operands, count):
+            out, lse = dot_product_attention(
+                **operands, **static, query_offsets=QUERY_OFFSETS, key_value_offsets=KEY_OFFSETS
+            )
+            assert out.shape[0] == lse.shape[0] == count
+            return out.sum() + jnp.where(lse == -jnp.inf, 0, lse).sum()
+
+        count = len(empty["query"])
+        value, grads = jax.value_and_grad(total)(empty, count)
+        rows = 45 if count else 0  # of documents, which have the sink alone
+        np.testing.assert_allclose(value, rows * operands["sinks"].sum(), rtol=1e-5)
+        np.testing.assert_allclose(grads["sinks"], rows, rtol=1e-5)
+
+
 BATCHES = {
     "each": (np.stack([QUERY_OFFSETS, QUERY_OFFSETS[::-1], [0, 5, 9, 20, 30, 44, 50]]), True),
     "all": (QUERY_OFFSETS, False),
