@@ -38,12 +38,8 @@ from jax_flash.spec import ALIGNMENTS, Alignment, AttentionSpec
 Moving = Literal["none", "keys", "queries", "both"]
 
 # What lay_out makes of the offsets.
-_MADE = (
-    "query_seq_lengths",
-    "key_value_seq_lengths",
-    "query_segment_ids",
-    "key_value_segment_ids",
-)
+_LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
+_IDS = ("query_segment_ids", "key_value_segment_ids")
 
 # Returns out [*B,T,N,h] and lse [*B,N,T] of the caller's rows, given those of the layout.
 Restore = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
@@ -99,7 +95,7 @@ def make_documents(
                 "query_offset=S - T aligns the last query with the last key"
             )
         return None
-    for name in _MADE:
+    for name in (*_LENGTHS, *_IDS):
         if name in operands:
             raise ValueError(
                 f"{name}: expected None with query_offsets, which say the documents, got shape "
@@ -185,14 +181,12 @@ def lay_out(
       operands: by name, in the caller's rows.
     """
     which, _ = moving(documents, spec, operands)
-    sides = _sides(documents, operands)
-    queries, keys = sides
-    if which == "none":
-        layouts = sides
-    else:
+    sides = queries, keys = _sides(documents, operands)
+    layouts = sides
+    if which != "none":
         layout = {"keys": queries, "queries": keys, "both": _longer(*sides)}[which]
         layouts = (layout, layout)
-    operands, valid = dict(operands), []
+    moved, valid = dict(operands), []
     for letter, side, layout in zip("TS", sides, layouts, strict=True):
         if layout is side:
             valid.append(layout.inside())
@@ -202,32 +196,49 @@ def lay_out(
         for name, x in operands.items():
             axis = axis_of(name, letter, 0)
             if axis is not None and not (OPERANDS[name].broadcasts and x.shape[axis] == 1):
-                operands[name] = _gather(x, source, axis, 0)
-    operands |= _forbid(layouts, valid)
-    target = None
-    if layouts[0] is not queries:
-        target = queries.rows_of(layouts[0], documents.alignment)
-    inside = queries.inside()
+                moved[name] = _gather(moved[name], source, axis, 0)
+    ids, lengths, inside = _ids_of(layouts, valid), _lengths_of(layouts), queries.inside()
     sequence = spec.sequence
-    if sequence is not None and sequence.order == "zigzag":
-        names = ("query_segment_ids", "key_value_segment_ids")
+    if sequence is not None and sequence.order == "zigzag":  # where nothing moves
         stored = functools.partial(zigzag_permute, devices=sequence.devices, axis=-1)
-        operands |= {name: stored(operands[name]) for name in names}
-        inside = stored(inside)
+        ids, inside = {name: stored(x) for name, x in ids.items()}, stored(inside)
+    target, layout = None, layouts[0]
+    if layout is not queries:
+        target = queries.rows_of(layout, documents.alignment)
+    restore = functools.partial(
+        _restored, inside=inside, target=target, length=layout.length, sinks=operands.get("sinks")
+    )
+    return moved | ids | lengths, restore
 
-    @own_ranks
-    def restore(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+
+@own_ranks
+def _restored(
+    out: jax.Array,
+    lse: jax.Array,
+    *,
+    inside: jax.Array,
+    target: jax.Array | None,
+    length: Any,
+    sinks: jax.Array | None,
+) -> tuple[jax.Array, jax.Array]:
+    """The results of the caller's rows.
+
+    Args:
+      out, lse: of the layout's rows.
+      inside: which of the caller's rows are of a document, bool [*B,T].
+      target: the layout's row of each, `length` or more where there is none; None: its own.
+      length: the number of the layout's rows.
+      sinks: of the call, if any. A query of a document that attends to no key has them, and a row
+        of no document does not.
+    """
+    if target is not None:
+        out, lse = _gather(out, target, -3, 0), _gather(lse, target, -1, -jnp.inf)
+    if sinks is not None:
         if target is not None:
-            out = _gather(out, target, -3, 0)
-            lse = _gather(lse, target, -1, -jnp.inf)
-        if "sinks" in operands:  # which queries of no document do not have
-            sinks = operands["sinks"].astype(lse.dtype)[..., None]
-            if target is not None:
-                lse = jnp.where((target < layouts[0].length)[..., None, :], lse, sinks)
-            lse = jnp.where(inside[..., None, :], lse, -jnp.inf)
-        return out, lse
-
-    return operands, restore
+            alone = sinks.astype(lse.dtype)[..., None]
+            lse = jnp.where((target < length)[..., None, :], lse, alone)
+        lse = jnp.where(inside[..., None, :], lse, -jnp.inf)
+    return out, lse
 
 
 @dataclasses.dataclass(frozen=True)
@@ -312,18 +323,20 @@ def _longer(queries: _Rows, keys: _Rows) -> _Rows:
     return _Rows(bounds, queries.length + keys.length)
 
 
-def _forbid(layouts: tuple[_Rows, _Rows], valid: list[jax.Array]) -> Operands:
-    """Lets queries attend within their document, given which rows hold a query, and which a key.
+def _ids_of(layouts: tuple[_Rows, _Rows], valid: list[jax.Array]) -> Operands:
+    """Segment ids, given which rows hold a query of a document, and which a key.
 
-    Ids ascend, and the ranges of ids in a block without queries and of one without keys are apart.
-    Lengths keep NaN in rows past the last document from its gradients, too.
+    They ascend, and those in a block without queries are apart from those in one without keys.
     """
-    operands = {}
-    names = ("query", "key_value")
-    for name, rows, exists, apart in zip(names, layouts, valid, (-1, 1), strict=True):
-        operands[f"{name}_segment_ids"] = 3 * rows.numbers() + jnp.where(exists, 0, apart)
-        operands[f"{name}_seq_lengths"] = rows.bounds[..., -1]
-    return operands
+    return {
+        name: 3 * rows.numbers() + jnp.where(exists, 0, apart)
+        for name, rows, exists, apart in zip(_IDS, layouts, valid, (-1, 1), strict=True)
+    }
+
+
+def _lengths_of(layouts: tuple[_Rows, _Rows]) -> Operands:
+    """Lengths, which keep NaN in rows past the last document from its gradients."""
+    return {name: rows.bounds[..., -1] for name, rows in zip(_LENGTHS, layouts, strict=True)}
 
 
 def _gather(x: jax.Array, rows: jax.Array, axis: int, fill: float) -> jax.Array:
