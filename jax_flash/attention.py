@@ -14,8 +14,9 @@ from jax_flash.call import Call, WindowSize, make_call
 from jax_flash.operands import axis_of
 from jax_flash.passes import Pass
 from jax_flash.primitives import cuda_kernels
+from jax_flash.ragged import lay_out, moving
 from jax_flash.sequence import choose_mode, sequence_of_mesh, shard_sequence
-from jax_flash.spec import Implementation, Mode, Order, Precision
+from jax_flash.spec import Alignment, Implementation, Mode, Order, Precision
 
 Abstract = ArrayLike | jax.ShapeDtypeStruct
 
@@ -37,6 +38,9 @@ def dot_product_attention(
     return_residual: Literal[False] = False,
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
+    query_offsets: ArrayLike | None = None,
+    key_value_offsets: ArrayLike | None = None,
+    causal_alignment: Alignment = "start",
     query_offset: ArrayLike = 0,
     sinks: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None,
@@ -70,6 +74,9 @@ def dot_product_attention(
     return_residual: Literal[True],
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
+    query_offsets: ArrayLike | None = None,
+    key_value_offsets: ArrayLike | None = None,
+    causal_alignment: Alignment = "start",
     query_offset: ArrayLike = 0,
     sinks: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None,
@@ -103,6 +110,9 @@ def dot_product_attention(
     return_residual: bool,
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
+    query_offsets: ArrayLike | None = None,
+    key_value_offsets: ArrayLike | None = None,
+    causal_alignment: Alignment = "start",
     query_offset: ArrayLike = 0,
     sinks: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None,
@@ -135,6 +145,9 @@ def dot_product_attention(
     return_residual: bool = False,
     query_segment_ids: ArrayLike | None = None,
     key_value_segment_ids: ArrayLike | None = None,
+    query_offsets: ArrayLike | None = None,
+    key_value_offsets: ArrayLike | None = None,
+    causal_alignment: Alignment = "start",
     query_offset: ArrayLike = 0,
     sinks: ArrayLike | None = None,
     alibi_slopes: ArrayLike | None = None,
@@ -205,6 +218,18 @@ def dot_product_attention(
         to keys of its own segment (packed sequences). Blocks without a pair are skipped. Ids of
         64 bits (under jax_enable_x64) are sorted in each pass, which costs time.
       key_value_segment_ids: see query_segment_ids.
+      query_offsets: int [D+1] or [\*B,D+1]: document d is the queries from offset d to offset d + 1
+        (the ragged layout, FlashAttention's cu_seqlens), and attends only to keys of document d.
+        Positions count within a document. Documents may be empty. Queries of no document, such as
+        those past the last offset, get out 0, lse -inf and zero gradients. An offset is clamped to
+        [0, T], and one below those before it counts as the greatest of them. Rows of bias and
+        mask are those of T and S. Not with lengths or segment ids.
+      key_value_offsets: likewise the keys of each document, as many, clamped to [0, S]. None, or
+        the same object: query_offsets. Others take memory and time where positions count, since
+        rows are gathered, as `explain` says: in causal order without query_offset, keys and values
+        into T rows, or, aligned at the end, queries into S rows; else all three into T + S rows.
+      causal_alignment: with query_offsets: "start": the first query of each document has the
+        position of its first key; "end": the last ones have. query_offset is added.
       query_offset: int, scalar or [\*B]: position of query 0 on the key axis, for `is_causal`,
         `local_window_size`, `alibi_slopes` and `relative_bias`; S - T aligns the last query with
         the last key. A number is within int32's range; an array is clamped to it.
@@ -225,7 +250,8 @@ def dot_product_attention(
         so near 1 that this changes what is kept by more than 1% is refused.
       dropout_seed: uint32 [2], or a PRNG key (``jax.random.key``), which stands for
         ``jax.random.bits(key, (2,), "uint32")``. The mask is a function of the two words and of
-        the index (b, n, i, j) alone: the same on every platform.
+        the index (b, n, i, j) alone: the same on every platform. With documents, i and j are rows,
+        where rows are gathered those that they are gathered into.
       broadcast_dropout: whether all batch entries and heads drop the same (i, j), as if b and n
         were 0.
       deterministic: gradients are bitwise equal between runs (the output always is).
@@ -251,6 +277,13 @@ def dot_product_attention(
       NotImplementedError: `implementation` names one that does not support the call, or the
         sequence cannot be sharded so.
 
+    Examples:
+      Two documents, of 3 and 5 tokens, and 2 tokens of padding:
+
+      >>> query = key = value = jnp.ones((10, 4, 64))
+      >>> offsets = jnp.array([0, 3, 8])
+      >>> out = dot_product_attention(query, key, value, is_causal=True, query_offsets=offsets)
+
     References:
       Dao et al., "FlashAttention", 2022, algorithms 1 and 4; Dao, "FlashAttention-2", 2023,
       section 3.1; grouped heads: Ainslie et al., "GQA", 2023; sinks: Xiao et al., "Efficient
@@ -274,6 +307,9 @@ def dot_product_attention(
         return_residual=return_residual,
         query_segment_ids=query_segment_ids,
         key_value_segment_ids=key_value_segment_ids,
+        query_offsets=query_offsets,
+        key_value_offsets=key_value_offsets,
+        causal_alignment=causal_alignment,
         query_offset=query_offset,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
@@ -295,8 +331,20 @@ def dot_product_attention(
 def run(call: Call) -> jax.Array | tuple[jax.Array, jax.Array]:
     """What a call returns; refuses one that asks for a kernel that cannot run it here."""
     if call.spec.implementation is not None:
-        dispatch.choose(Pass(call.spec), call.operands, dispatch.current_platform())
+        dispatch.choose(Pass(call.spec), kernel_operands(call), dispatch.current_platform())
     return autodiff.attend(call)
+
+
+def kernel_operands(call: Call) -> dict[str, Any]:
+    """What the passes of a call take, as anything that has shapes and dtypes, by name."""
+    documents = call.documents
+    if documents is None:
+        return call.operands
+
+    def made(documents, operands):
+        return lay_out(documents, call.spec, operands)[0]
+
+    return jax.eval_shape(made, documents, call.operands)
 
 
 def merge_attention(
@@ -365,12 +413,14 @@ class Explanation:
         no GPU or no kernel. A call that is spread over devices is looked at as if on one.
       sequence: how the devices share the sequence, where sequence_axis says so, and why: with
         all heads, which a mesh may divide further.
+      documents: which rows query_offsets makes the call move.
     """
 
     choices: dict[str, dispatch.Choice | str]
     current: str
     kernels: dict[str, ffi.Kernel] = dataclasses.field(default_factory=dict)
     sequence: str = ""
+    documents: str = ""
 
     def __str__(self) -> str:
         lines = []
@@ -384,6 +434,8 @@ class Explanation:
                 lines += [f"  {one_pass}: {kernel}" for one_pass, kernel in self.kernels.items()]
         if self.sequence:
             lines.append(f"sequence: {self.sequence}")
+        if self.documents:
+            lines.append(f"documents: {self.documents}")
         return "\n".join(lines)
 
 
@@ -403,6 +455,9 @@ def abstract_call(
     return_residual: bool = False,
     query_segment_ids: Abstract | None = None,
     key_value_segment_ids: Abstract | None = None,
+    query_offsets: Abstract | None = None,
+    key_value_offsets: Abstract | None = None,
+    causal_alignment: Alignment = "start",
     query_offset: Abstract = 0,
     sinks: Abstract | None = None,
     alibi_slopes: Abstract | None = None,
@@ -446,6 +501,9 @@ def abstract_call(
             return_residual=return_residual,
             query_segment_ids=given(query_segment_ids),
             key_value_segment_ids=given(key_value_segment_ids),
+            query_offsets=given(query_offsets),
+            key_value_offsets=given(key_value_offsets),
+            causal_alignment=causal_alignment,
             query_offset=given(query_offset),
             sinks=given(sinks),
             alibi_slopes=given(alibi_slopes),
@@ -461,8 +519,8 @@ def abstract_call(
 
     operands = (
         query, key, value, bias, mask, scale, query_seq_lengths, key_value_seq_lengths,
-        query_segment_ids, key_value_segment_ids, query_offset, sinks, alibi_slopes, relative_bias,
-        logits_soft_cap, dropout_seed, local_window_size,
+        query_segment_ids, key_value_segment_ids, query_offsets, key_value_offsets, query_offset,
+        sinks, alibi_slopes, relative_bias, logits_soft_cap, dropout_seed, local_window_size,
     )  # fmt: skip
     abstract += [x for x in jax.tree.leaves(operands) if isinstance(x, jax.ShapeDtypeStruct)]
     return jax.eval_shape(made, *abstract)
@@ -484,6 +542,9 @@ def explain(
     return_residual: bool = False,
     query_segment_ids: Abstract | None = None,
     key_value_segment_ids: Abstract | None = None,
+    query_offsets: Abstract | None = None,
+    key_value_offsets: Abstract | None = None,
+    causal_alignment: Alignment = "start",
     query_offset: Abstract = 0,
     sinks: Abstract | None = None,
     alibi_slopes: Abstract | None = None,
@@ -526,6 +587,9 @@ def explain(
         return_residual=return_residual,
         query_segment_ids=query_segment_ids,
         key_value_segment_ids=key_value_segment_ids,
+        query_offsets=query_offsets,
+        key_value_offsets=key_value_offsets,
+        causal_alignment=causal_alignment,
         query_offset=query_offset,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
@@ -540,11 +604,12 @@ def explain(
         sequence_order=sequence_order,
         sequence_mode=sequence_mode,
     )
+    operands = kernel_operands(call)
     current = dispatch.current_platform()
     choices: dict[str, dispatch.Choice | str] = {}
     for platform in dict.fromkeys((*dispatch.PLATFORMS, current)):
         try:
-            choices[platform] = dispatch.choose(Pass(call.spec), call.operands, platform)
+            choices[platform] = dispatch.choose(Pass(call.spec), operands, platform)
         except NotImplementedError as error:
             choices[platform] = str(error)
     on_cuda, gpu = choices["cuda"], dispatch.current_gpu()
@@ -552,17 +617,23 @@ def explain(
     has_kernel = isinstance(on_cuda, dispatch.Choice) and on_cuda.implementation == "flash"
     if gpu is not None and has_kernel:
         try:
-            kernels = cuda_kernels(call.spec, call.operands, gpu)
+            kernels = cuda_kernels(call.spec, operands, gpu)
         except ValueError as error:  # which the call raises, too
             choices["cuda"] = str(error)
-    return Explanation(choices, current, kernels, _explain_sequence(call))
+    return Explanation(
+        choices, current, kernels, _explain_sequence(call, operands), _explain_documents(call)
+    )
 
 
-def _explain_sequence(call: Call) -> str:
+def _explain_documents(call: Call) -> str:
+    return "" if call.documents is None else moving(call.documents, call.spec, call.operands)[1]
+
+
+def _explain_sequence(call: Call, operands: dict[str, Any]) -> str:
     sequence = call.spec.sequence
     if sequence is None:
         return ""
-    shards: dict[str, Any] = dict(call.operands)
+    shards: dict[str, Any] = dict(operands)
     for name, x in shards.items():
         axis = axis_of(name, "T", x.ndim)
         axis = axis_of(name, "S", x.ndim) if axis is None else axis

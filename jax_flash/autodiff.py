@@ -31,6 +31,7 @@ from jax_flash.partitioning import (
 )
 from jax_flash.passes import Pass, run_reference
 from jax_flash.primitives import backward_p, batch, bind, forward_p
+from jax_flash.ragged import lay_out
 from jax_flash.ranks import own_ranks
 
 # Names of the residuals, for checkpoint policies. Both parts of the logarithm have the same: the
@@ -42,7 +43,9 @@ RESIDUAL_NAMES = ("jax_flash_out", "jax_flash_lse")
 @own_ranks
 def attend(call: Call) -> jax.Array | tuple[jax.Array, jax.Array]:
     """What the call returns."""
-    spec, operands = call.spec, call.operands
+    spec, operands, restore = call.spec, call.operands, None
+    if call.documents is not None:
+        operands, restore = lay_out(call.documents, spec, operands)
     operands = unify_varying(operands, spec.sequence.axes if spec.sequence else ())
     # A sequence that the partitioner is to spread needs the primitive, whichever kernel runs it.
     plain = spec.implementation == "reference" and spec.sequence is None
@@ -51,6 +54,8 @@ def attend(call: Call) -> jax.Array | tuple[jax.Array, jax.Array]:
     else:
         results = bind(Pass(spec), operands)
     out, lse = results["out"], results["lse"]
+    if restore is not None:
+        out, lse = restore(out, lse)
     if not call.has_batch:
         out, lse = out[0], lse[0]
     return (out, jnp.swapaxes(lse, -1, -2)) if call.return_residual else out

@@ -29,6 +29,7 @@ from jax_flash.arrays import (
 )
 from jax_flash.operands import OPERANDS, Operands
 from jax_flash.philox import dropout_keys
+from jax_flash.ragged import Documents, make_documents
 from jax_flash.sequence import check as check_sequence
 from jax_flash.spec import (
     AttentionSpec,
@@ -46,7 +47,7 @@ WindowSize = Size | tuple[Size, Size]
 
 @functools.partial(
     jax.tree_util.register_dataclass,
-    data_fields=["operands"],
+    data_fields=["operands", "documents"],
     meta_fields=["spec", "has_batch", "return_residual"],
 )
 @dataclasses.dataclass(frozen=True)
@@ -58,12 +59,14 @@ class Call:
       operands: the arrays by name, see operands.py.
       has_batch: whether the caller's query has batch axes; operands have one in any case.
       return_residual: whether lse is returned, too.
+      documents: what makes the rows documents, see ragged.py; None: nothing does.
     """
 
     spec: AttentionSpec
     operands: Operands
     has_batch: bool
     return_residual: bool
+    documents: Documents | None = None
 
 
 def make_call(
@@ -82,6 +85,9 @@ def make_call(
     return_residual: bool,
     query_segment_ids: ArrayLike | None,
     key_value_segment_ids: ArrayLike | None,
+    query_offsets: ArrayLike | None,
+    key_value_offsets: ArrayLike | None,
+    causal_alignment: str,
     query_offset: ArrayLike,
     sinks: ArrayLike | None,
     alibi_slopes: ArrayLike | None,
@@ -167,7 +173,8 @@ def make_call(
         operands |= _dropout(dropout_seed, batch, heads, alike)
     if sequence is not None:
         check_sequence(sequence, operands, local=is_shard)
-    return Call(spec, operands, has_batch, returns_lse)
+    documents = make_documents(spec, operands, query_offsets, key_value_offsets, causal_alignment)
+    return Call(spec, operands, has_batch, returns_lse, documents)
 
 
 def _query_key_value(query, key, value) -> Operands:

@@ -10,7 +10,7 @@ from jax.export import is_symbolic_dim
 
 from jax_flash.attention import Abstract, abstract_call
 from jax_flash.operands import batch_shape
-from jax_flash.spec import AttentionSpec, Implementation, Mode, Order, Precision
+from jax_flash.spec import Alignment, AttentionSpec, Implementation, Mode, Order, Precision
 
 
 class Flops(NamedTuple):
@@ -41,6 +41,9 @@ def flops(
     return_residual: bool = False,
     query_segment_ids: Abstract | None = None,
     key_value_segment_ids: Abstract | None = None,
+    query_offsets: Abstract | None = None,
+    key_value_offsets: Abstract | None = None,
+    causal_alignment: Alignment = "start",
     query_offset: Abstract = 0,
     sinks: Abstract | None = None,
     alibi_slopes: Abstract | None = None,
@@ -69,8 +72,9 @@ def flops(
     What is recomputed under `jax.checkpoint` is one more forward pass.
 
     P leaves out what causal order and window forbid, where query_offset is a number. What arrays
-    say is not known: lengths, segments, bias and mask count as if all pairs attended; with an
-    array as query_offset, each query counts all S keys, or as many as the window has if less.
+    say is not known: lengths, segments, documents, bias and mask count as if all pairs attended.
+    With an array as query_offset, and with key_value_offsets, each query counts all S keys, or as
+    many as the window has if less.
 
     Args:
       query, key, value, bias, mask, ...: as for `dot_product_attention`, from the first to the
@@ -102,6 +106,9 @@ def flops(
         return_residual=return_residual,
         query_segment_ids=query_segment_ids,
         key_value_segment_ids=key_value_segment_ids,
+        query_offsets=query_offsets,
+        key_value_offsets=key_value_offsets,
+        causal_alignment=causal_alignment,
         query_offset=query_offset,
         sinks=sinks,
         alibi_slopes=alibi_slopes,
@@ -123,6 +130,8 @@ def flops(
     q_len, heads, head_dim = query.shape[-3:]
     kv_len, _, value_dim = value.shape[-3:]
     offset = int(query_offset) if isinstance(query_offset, int | np.integer) else None
+    if call.documents is not None and call.documents.key_value_offsets is not None:
+        offset = None
     pairs = math.prod(batch_shape(call.operands)) * _pairs(call.spec, q_len, kv_len, offset)
     return Flops(
         forward=2 * pairs * heads * (head_dim + value_dim),

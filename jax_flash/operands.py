@@ -22,8 +22,8 @@ class Operand:
 
     Attributes:
       axes: behind the batch axes. T and S count queries and keys, N and K their heads, H and h
-        are the head dim of query and key and that of value; R counts distances; "2" is two
-        words, "3" three.
+        are the head dim of query and key and that of value; R counts distances, D offsets; "2"
+        is two words, "3" three.
       kind: the kind of dtype that a caller's array has to have; None for what no caller gives.
       expected: that kind in an error message.
       broadcasts: whether a caller's array may have any axis of size 1, or lack leading ones.
@@ -82,6 +82,9 @@ OPERANDS: dict[str, Operand] = {
     "query_offset": Operand((), **_INTEGER, slot=6, ring="replaced"),
     "sinks": Operand(("N",), **_FLOAT, slot=7, ring="replaced"),
     "logits_soft_cap": Operand((), **_FLOAT, kernels=()),
+    # A caller's alone: ragged.py makes ids and lengths of them.
+    "query_offsets": Operand(("D",), **_INTEGER, kernels=()),
+    "key_value_offsets": Operand(("D",), **_INTEGER, kernels=()),
     # A caller's alone: calls have keys that philox.py makes from it.
     "dropout_seed": Operand(("2",), jnp.integer, "uint32 [2] or a PRNG key", kernels=()),
     "dropout_keys": Operand(("N", "3"), slot=8),

@@ -133,6 +133,16 @@ def match_head_sharding(sinks: jax.Array, lse: jax.Array) -> jax.Array:
     return jax.sharding.reshard(sinks, PartitionSpec(*[None] * (sinks.ndim - 1), heads))
 
 
+def match_batch_sharding(rows: jax.Array, operand: jax.Array) -> jax.Array:
+    """On an Explicit mesh, shards rows [*B,L] over batch axes in the same way as an operand."""
+    sharding = jax.typeof(operand).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
+        return rows
+    sizes = zip(sharding.spec, operand.shape, rows.shape[:-1], strict=False)
+    batch = [axes if size == own else None for axes, size, own in sizes]
+    return jax.sharding.reshard(rows, PartitionSpec(*batch, None))
+
+
 def _shapes(arrays) -> dict[str, tuple[int, ...]]:
     return {name: tuple(x.shape) for name, x in arrays.items()}
 

@@ -33,6 +33,10 @@ Mode = Literal["ring", "all_to_all", "all_gather", "auto"]
 ORDERS: tuple[Order, ...] = ("contiguous", "zigzag")
 MODES: tuple[Mode, ...] = ("ring", "all_to_all", "all_gather", "auto")
 
+# Where the queries and the keys of a document have the same position: see ragged.py.
+Alignment = Literal["start", "end"]
+ALIGNMENTS: tuple[Alignment, ...] = ("start", "end")
+
 
 @dataclasses.dataclass(frozen=True)
 class SequenceSharding:

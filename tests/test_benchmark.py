@@ -86,6 +86,7 @@ def test_every_round_calls_everyone_once():
         (tiny(window=(3, 0)), 4 * 40 - 6),
         (tiny(segments=4), 400),
         (tiny(segments=4, is_causal=True), 4 * 55),
+        (tiny(documents=4), 17 * 17 + 23 * 23),
     ],
     ids=lambda x: x.mask_name if isinstance(x, Case) else "",
 )
@@ -97,6 +98,7 @@ def test_work_is_that_of_the_allowed_pairs(case, pairs):
 
 _CASES = [
     tiny(), tiny(is_causal=True), tiny(window=(5, 2)), tiny(segments=3),
+    tiny(documents=5, is_causal=True), tiny(documents=5, q_len=23, is_causal=True),
     *(tiny(feature=feature) for feature in FEATURES if feature != "dropout"),
 ]  # fmt: skip
 

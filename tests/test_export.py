@@ -101,6 +101,18 @@ SYMBOLIC = {
         {"logits_soft_cap": 5.0},
         {"query_segment_ids": ("b", "t"), "key_value_segment_ids": ("b", "s")},
     ),
+    "documents": (
+        {"is_causal": True},
+        {"query_offsets": ("b", 5), "key_value_offsets": (5,)},
+    ),
+    "documents aligned at the end": (
+        {"is_causal": True, "causal_alignment": "end", "return_residual": True},
+        {"query_offsets": (5,), "key_value_offsets": ("b", 5)},
+    ),
+    "documents and a window": (
+        {"local_window_size": (3, 2)},
+        {"query_offsets": (5,), "key_value_offsets": (5,)},
+    ),
     "distances": (
         {"alibi_slopes": np.array([0.5, 0.25, 0.0, -0.1], np.float32)},
         {"relative_bias": (1, 9), "query_offset": ("b",)},

@@ -1,8 +1,8 @@
 """The calls that are measured: shapes, masks and features, their inputs and their work.
 
 Work follows the usual convention: 4 B N T S H floating-point operations forward, half of that
-under a causal mask, exactly those of the allowed (query, key) pairs under a window or packed
-segments; 2.5 times as many backward. Bytes are operands and results, each moved once.
+under a causal mask, exactly those of the allowed (query, key) pairs under a window, packed
+segments or documents; 2.5 times as many backward. Bytes are operands and results, each moved once.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ PEAKED = 3.0
 class Case:
     """One call of dot_product_attention; `group` is the table that it belongs to.
 
-    `segments` is the number of equal packed segments, 0 for none; `feature` one of `FEATURES`.
+    `segments` is the number of equal packed segments, 0 for none, given by ids; `documents` that of
+    segments of random lengths, given by offsets, whose queries are the last ones where they are
+    fewer than the keys; `feature` one of `FEATURES`.
     """
 
     group: str
@@ -43,6 +45,7 @@ class Case:
     is_causal: bool = False
     window: tuple[int | None, int | None] | None = None
     segments: int = 0
+    documents: int = 0
     feature: str = ""
     passes: tuple[str, ...] = PASSES
 
@@ -57,6 +60,8 @@ class Case:
             parts.append("window " + ",".join("-" if w is None else str(w) for w in self.window))
         if self.segments:
             parts.append(f"{self.segments} segments")
+        if self.documents:
+            parts.append(f"{self.documents} documents")
         return " + ".join(parts) or "full"
 
     @property
@@ -91,19 +96,36 @@ class Case:
                 kv_len=self.kv_len // self.segments, segments=0, feature="",
             )  # fmt: skip
         is_causal = self.is_causal and bool(self.feature)
-        return dataclasses.replace(self, is_causal=is_causal, window=None, segments=0, feature="")
+        return dataclasses.replace(
+            self, is_causal=is_causal, window=None, segments=0, documents=0, feature=""
+        )
 
     def allowed_pairs(self) -> float:
         """(query, key) pairs of one head that the masks allow, by the convention above."""
-        if self.window is None and not self.segments:
+        if self.window is None and not self.segments and not self.documents:
             return self.q_len * self.kv_len * (0.5 if self.is_causal else 1.0)
         low, high = self.band()
         return float(np.maximum(high - low, 0).sum())
+
+    def offsets(self) -> tuple[np.ndarray, np.ndarray]:
+        """Of the documents: where queries and keys of each begin, and one past the last.
+
+        Lengths have the same share in each octave from 1 to 8192 before they are scaled.
+        """
+        lengths = 8192 ** np.random.default_rng(self.documents).random(self.documents)
+        ends = lengths.cumsum() / lengths.sum() * self.kv_len
+        keys = np.concatenate([[0], ends.round()]).astype(np.int64)
+        return (keys * self.q_len // self.kv_len).astype(np.int32), keys.astype(np.int32)
 
     def band(self) -> tuple[np.ndarray, np.ndarray]:
         """For each query the first key that it may attend to, and one past the last."""
         i = np.arange(self.q_len)
         low, high = np.zeros_like(i), np.full_like(i, self.kv_len)
+        if self.documents:
+            queries, keys = self.offsets()
+            document = np.searchsorted(queries, i, side="right") - 1
+            low, high = keys[document], keys[document + 1]
+            i = high - (queries[document + 1] - i)  # the last query is at the last key
         if self.is_causal:
             high = np.minimum(high, i + 1)
         left, right = self.window or (None, None)
@@ -157,6 +179,11 @@ def _extras(case: Case, key: jax.Array) -> dict[str, jax.Array]:
         size = -(-case.q_len // case.segments)
         ids = jnp.broadcast_to(jnp.arange(case.q_len) // size, (case.batch, case.q_len))
         extras |= {"query_segment_ids": ids, "key_value_segment_ids": ids}
+    if case.documents:
+        queries, keys = map(jnp.asarray, case.offsets())
+        extras["query_offsets"] = queries
+        if case.q_len != case.kv_len:
+            extras["key_value_offsets"] = keys
     if case.feature == "lengths":  # those of the whole arrays: the same work, all of it checked
         extras["key_value_seq_lengths"] = jnp.full(case.batch, case.kv_len)
     elif case.feature == "bias":
@@ -181,6 +208,8 @@ def options(case: Case) -> dict[str, Any]:
     static: dict[str, Any] = {"is_causal": case.is_causal}
     if case.window is not None:
         static["local_window_size"] = case.window
+    if case.documents and case.q_len != case.kv_len:
+        static["causal_alignment"] = "end"
     if case.feature == "soft_cap":
         static["logits_soft_cap"] = 30.0
     elif case.feature == "dropout":

@@ -186,7 +186,7 @@ def _jax_nn(implementation: str) -> Callable[[Case], Callable]:
         lacking = sorted(
             static.keys() & {"logits_soft_cap", "dropout_rate", "deterministic", "return_residual"}
         )
-        lacking += ["segments"] * bool(case.segments)
+        lacking += ["segments"] * bool(case.segments or case.documents)
         lacking += [f for f in ("sinks", "alibi", "relative") if case.feature == f]
         if lacking:
             raise UnavailableError(f"jax.nn has no {lacking[0]}, or not as an equal")

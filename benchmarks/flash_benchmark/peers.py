@@ -61,6 +61,7 @@ def _only_plain(case: Case, *supported: str) -> None:
     asked = {
         "window": case.window is not None,
         "segments": case.segments > 0,
+        "documents": case.documents > 0,
         "grouped heads": case.heads != case.kv_heads,
         "q_len other than kv_len": case.q_len != case.kv_len,
         "mask": case.feature in ("mask", "padding"),

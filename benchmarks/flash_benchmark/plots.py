@@ -77,6 +77,8 @@ def _lines(found, quantity, label, *, log: bool):
     for row, case in found:
         if (value := quantity(row)) is None or case["feature"] or case["segments"]:
             continue
+        if case.get("documents"):  # which older results do not have
+            continue
         if case["window"] is not None or case["q_len"] != case["kv_len"]:
             continue
         # One line joins the cases of one table only: others differ in more than the length.

@@ -87,6 +87,18 @@ def _segments() -> list[Case]:
     return [dataclasses.replace(plain, segments=count) for count in (0, 1, 4, 16, 64)]
 
 
+def _documents() -> list[Case]:
+    """Documents by offsets: packed training, and prompts whose first tokens are cached."""
+    packed = Case("documents", 1, 32768, 8, 128, is_causal=True)
+    cached = dataclasses.replace(packed, q_len=8192, passes=("forward",))
+    return [
+        dataclasses.replace(case, kv_heads=kv_heads, documents=count)
+        for case in (packed, cached)
+        for kv_heads in (8, 2)
+        for count in (8, 64)
+    ]
+
+
 def _features() -> list[Case]:
     """One feature at a time: what each costs over the plain call (Case.plain())."""
     plain = Case("features", 4, 4096, 16, 128)
@@ -189,6 +201,7 @@ TABLES: dict[str, Callable[[], list[Case]]] = {
     "heads": _heads,
     "window": _window,
     "segments": _segments,
+    "documents": _documents,
     "features": _features,
     "training": _training,
     "float32": _float32,
