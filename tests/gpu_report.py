@@ -157,8 +157,14 @@ def judged(report: dict, sources: str, collected: list[str]) -> tuple[list[str],
             f"tests/{PATH.name} is of other sources than these (sources_sha256 should be "
             f"{sources}): on a machine with a GPU, run {COMMAND} and commit the file"
         ], []
-    errors = [f"did not pass on a GPU: {test}" for test in report["not_passed"]]
-    remarks = []
+    errors = [
+        f"did not pass on a GPU: {test}" for test in report["not_passed"] if test in collected
+    ]
+    remarks = [
+        f"did not pass on a GPU, and exists no more: {test}"
+        for test in report["not_passed"]
+        if test not in collected
+    ]
     for function, count in sorted(collections.Counter(map(function_of, collected)).items()):
         ran = report["passed"].get(function, 0)
         if ran < count:

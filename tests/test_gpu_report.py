@@ -50,6 +50,9 @@ def test_what_is_said_of_a_report():
     errors, remarks = gpu_report.judged(report, "1", IDS)
     assert errors == [f"did not pass on a GPU: {IDS[1]}"]
     assert remarks == ["did not run on a GPU: test_gpu.py::test_feature, 2 of 3 cases"]
+    errors, remarks = gpu_report.judged(report, "1", IDS[:1])
+    assert errors == []
+    assert remarks == [f"did not pass on a GPU, and exists no more: {IDS[1]}"]
     (error,), _ = gpu_report.judged(report, "2", IDS)
     assert "tests/gpu_report.json is of other sources" in error
     assert gpu_report.COMMAND in error
