@@ -53,7 +53,8 @@ def gathered(
         """This device's part of a result, summed over the devices where it is along the keys."""
         x = restore(name, x, accumulator)
         if name not in operands:
-            return x.astype(operands["query"].dtype if name == "out" else accumulator)
+            dtype = spec.result_dtype(operands["query"].dtype)
+            return x.astype(dtype if name == "out" else accumulator)
         if name == "bias":
             x = blocks.place(name, x, None, keys[name], device, None)
         axis = axis_of(name, "S", x.ndim)

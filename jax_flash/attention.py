@@ -11,8 +11,10 @@ from jax.typing import ArrayLike
 
 from jax_flash import autodiff, dispatch, ffi
 from jax_flash.call import Call, WindowSize, make_call
+from jax_flash.fp8 import DTYPE as FLOAT8
+from jax_flash.fp8 import Fp8
 from jax_flash.operands import axis_of
-from jax_flash.passes import Pass
+from jax_flash.passes import Pass, as_run
 from jax_flash.primitives import cuda_kernels
 from jax_flash.sequence import choose_mode, sequence_of_mesh, shard_sequence
 from jax_flash.spec import Implementation, Mode, Order, Precision
@@ -47,6 +49,11 @@ def dot_product_attention(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     precision: Precision = None,
+    fp8: Fp8 | None = None,
+    query_scale: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+    out_dtype: Any = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_order: Order = "contiguous",
     sequence_mode: Mode = "ring",
@@ -80,6 +87,11 @@ def dot_product_attention(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     precision: Precision = None,
+    fp8: Fp8 | None = None,
+    query_scale: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+    out_dtype: Any = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_order: Order = "contiguous",
     sequence_mode: Mode = "ring",
@@ -113,6 +125,11 @@ def dot_product_attention(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     precision: Precision = None,
+    fp8: Fp8 | None = None,
+    query_scale: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+    out_dtype: Any = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_order: Order = "contiguous",
     sequence_mode: Mode = "ring",
@@ -145,6 +162,11 @@ def dot_product_attention(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     precision: Precision = None,
+    fp8: Fp8 | None = None,
+    query_scale: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+    out_dtype: Any = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_order: Order = "contiguous",
     sequence_mode: Mode = "ring",
@@ -284,6 +306,11 @@ def dot_product_attention(
         broadcast_dropout=broadcast_dropout,
         deterministic=deterministic,
         precision=precision,
+        fp8=fp8,
+        query_scale=query_scale,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        out_dtype=out_dtype,
         sequence=sequence,
     )
     if sequence is not None:
@@ -295,7 +322,7 @@ def dot_product_attention(
 def run(call: Call) -> jax.Array | tuple[jax.Array, jax.Array]:
     """What a call returns; refuses one that asks for a kernel that cannot run it here."""
     if call.spec.implementation is not None:
-        dispatch.choose(Pass(call.spec), call.operands, dispatch.current_platform())
+        dispatch.choose(*as_run(Pass(call.spec), call.operands), dispatch.current_platform())
     return autodiff.attend(call)
 
 
@@ -365,12 +392,14 @@ class Explanation:
         no GPU or no kernel. A call that is spread over devices is looked at as if on one.
       sequence: how the devices share the sequence, where sequence_axis says so, and why: with
         all heads, which a mesh may divide further.
+      rounded: what is rounded to float8, and where; empty where nothing is.
     """
 
     choices: dict[str, dispatch.Choice | str]
     current: str
     kernels: dict[str, ffi.Kernel] = dataclasses.field(default_factory=dict)
     sequence: str = ""
+    rounded: str = ""
 
     def __str__(self) -> str:
         lines = []
@@ -384,6 +413,8 @@ class Explanation:
                 lines += [f"  {one_pass}: {kernel}" for one_pass, kernel in self.kernels.items()]
         if self.sequence:
             lines.append(f"sequence: {self.sequence}")
+        if self.rounded:
+            lines.append(f"rounded: {self.rounded}")
         return "\n".join(lines)
 
 
@@ -413,6 +444,11 @@ def abstract_call(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     precision: Precision = None,
+    fp8: Fp8 | None = None,
+    query_scale: Abstract | None = None,
+    key_scale: Abstract | None = None,
+    value_scale: Abstract | None = None,
+    out_dtype: Any = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_order: Order = "contiguous",
     sequence_mode: Mode = "ring",
@@ -456,13 +492,18 @@ def abstract_call(
             broadcast_dropout=broadcast_dropout,
             deterministic=deterministic,
             precision=precision,
+            fp8=fp8,
+            query_scale=given(query_scale),
+            key_scale=given(key_scale),
+            value_scale=given(value_scale),
+            out_dtype=out_dtype,
             sequence=sequence,
         )
 
     operands = (
         query, key, value, bias, mask, scale, query_seq_lengths, key_value_seq_lengths,
         query_segment_ids, key_value_segment_ids, query_offset, sinks, alibi_slopes, relative_bias,
-        logits_soft_cap, dropout_seed, local_window_size,
+        logits_soft_cap, dropout_seed, local_window_size, query_scale, key_scale, value_scale,
     )  # fmt: skip
     abstract += [x for x in jax.tree.leaves(operands) if isinstance(x, jax.ShapeDtypeStruct)]
     return jax.eval_shape(made, *abstract)
@@ -494,6 +535,11 @@ def explain(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     precision: Precision = None,
+    fp8: Fp8 | None = None,
+    query_scale: Abstract | None = None,
+    key_scale: Abstract | None = None,
+    value_scale: Abstract | None = None,
+    out_dtype: Any = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_order: Order = "contiguous",
     sequence_mode: Mode = "ring",
@@ -536,15 +582,21 @@ def explain(
         broadcast_dropout=broadcast_dropout,
         deterministic=deterministic,
         precision=precision,
+        fp8=fp8,
+        query_scale=query_scale,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        out_dtype=out_dtype,
         sequence_axis=sequence_axis,
         sequence_order=sequence_order,
         sequence_mode=sequence_mode,
     )
     current = dispatch.current_platform()
+    forward, operands = as_run(Pass(call.spec), call.operands)
     choices: dict[str, dispatch.Choice | str] = {}
     for platform in dict.fromkeys((*dispatch.PLATFORMS, current)):
         try:
-            choices[platform] = dispatch.choose(Pass(call.spec), call.operands, platform)
+            choices[platform] = dispatch.choose(forward, operands, platform)
         except NotImplementedError as error:
             choices[platform] = str(error)
     on_cuda, gpu = choices["cuda"], dispatch.current_gpu()
@@ -555,7 +607,17 @@ def explain(
             kernels = cuda_kernels(call.spec, call.operands, gpu)
         except ValueError as error:  # which the call raises, too
             choices["cuda"] = str(error)
-    return Explanation(choices, current, kernels, _explain_sequence(call))
+    return Explanation(choices, current, kernels, _explain_sequence(call), _explain_float8(call))
+
+
+def _explain_float8(call: Call) -> str:
+    dtype = call.operands["query"].dtype
+    if call.spec.fp8 is None and dtype != FLOAT8:
+        return ""
+    products = "probabilities to e4m3 where they are multiplied; logits, softmax and sums float32"
+    if call.spec.fp8 is None:
+        return f"{products}; no derivatives"
+    return f"{call.spec.fp8}; {products}; backward pass in {dtype}"
 
 
 def _explain_sequence(call: Call) -> str:

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import jax
 from jax.typing import ArrayLike
 
 from jax_flash.attention import run
 from jax_flash.call import WindowSize, make_call
+from jax_flash.fp8 import Fp8
 from jax_flash.sequence import make_sequence, mesh_axes
 from jax_flash.spec import Implementation, Mode, Order, Precision
 
@@ -43,6 +44,11 @@ def ring_attention(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     precision: Precision = None,
+    fp8: Fp8 | None = None,
+    query_scale: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+    out_dtype: Any = None,
 ) -> jax.Array: ...
 
 
@@ -76,6 +82,11 @@ def ring_attention(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     precision: Precision = None,
+    fp8: Fp8 | None = None,
+    query_scale: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+    out_dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -109,6 +120,11 @@ def ring_attention(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     precision: Precision = None,
+    fp8: Fp8 | None = None,
+    query_scale: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+    out_dtype: Any = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
@@ -141,6 +157,11 @@ def ring_attention(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     precision: Precision = None,
+    fp8: Fp8 | None = None,
+    query_scale: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+    out_dtype: Any = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""`dot_product_attention` of a sequence sharded over the devices of a `shard_map`.
 
@@ -226,6 +247,11 @@ def ring_attention(
         broadcast_dropout=broadcast_dropout,
         deterministic=deterministic,
         precision=precision,
+        fp8=fp8,
+        query_scale=query_scale,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        out_dtype=out_dtype,
         sequence=sequence,
         is_shard=True,
     )

@@ -186,7 +186,7 @@ def forward(
     }
     if "sinks" in operands:
         results = _add_sinks(results, ring.blocks.rows(ring.device), operands, ring.blocks.q_len)
-    return {**results, "out": results["out"].astype(operands["query"].dtype)}
+    return {**results, "out": results["out"].astype(spec.result_dtype(operands["query"].dtype))}
 
 
 def _merge(parts: list[Operands], accumulator) -> Operands:
