@@ -200,7 +200,8 @@ def dot_product_attention(
     entry all the same, such as a mask [1,N,T,S] or lengths [1].
 
     Args:
-      query: [\*B,T,N,H], bfloat16, float16 or float32 (float64, too, runs as the reference).
+      query: [\*B,T,N,H], bfloat16, float16, float32 or float8_e4m3fn (float64, too, runs as the
+        reference).
       key: [\*B,S,K,H], query's dtype.
       value: [\*B,S,K,h], query's dtype.
       bias: added to the logits; broadcastable to [\*B,N,T,S], any float or integer dtype. -inf
@@ -255,6 +256,15 @@ def dot_product_attention(
         None is `jax_default_matmul_precision`, and without that "default": operands are rounded
         to TF32. "high" and "highest": as exact as products of float32. Nothing else depends on
         it: CPUs and the reference are always as exact, and products of 16-bit operands are exact.
+      fp8: an `Fp8`, to round operands of 16 or 32 bits to float8_e4m3fn and multiply them in FP8;
+        None does not. The backward pass is that of the operands as they are, with out and lse of
+        this forward pass. Where no FP8 kernel takes the call, the reference computes the same.
+      query_scale: float32, broadcastable to [\*B, blocks, N]: positive factors of a float8_e4m3fn
+        query, one for each block of tokens and head: 1 block, blocks of 128 tokens of which the
+        last may be shorter, or a number of blocks that divides T. 1 if None. `quantize` makes
+        query and scale. Attention of float8_e4m3fn operands has no derivatives: see `fp8`.
+      key_scale, value_scale: likewise, [\*B, blocks, K] with blocks of the S tokens.
+      out_dtype: of out where operands are float8_e4m3fn: bfloat16 (if None), float16 or float32.
       sequence_axis: mesh axis, or axes, of the current mesh (`jax.set_mesh`) to shard query, key
         and value over along T and S. None: as they are sharded. A sequence that is sharded makes
         the call a ring, see `ring_attention`.
@@ -264,14 +274,14 @@ def dot_product_attention(
         of `ring_attention`.
 
     Returns:
-      out [\*B,T,N,h] in query's dtype, or (out, lse) with lse [\*B,T,N] float32, the natural
+      out [\*B,T,N,h] in query's dtype (or out_dtype), or (out, lse) with lse [\*B,T,N] float32, the natural
       logarithm of the softmax's denominator. Both are differentiable.
 
     Raises:
       TypeError: an argument is of the wrong kind, or traced where it must be static.
       ValueError: a shape, dtype or number does not fit.
-      NotImplementedError: `implementation` names one that does not support the call, or the
-        sequence cannot be sharded so.
+      NotImplementedError: `implementation` names one that does not support the call, the sequence
+        cannot be sharded so, or float8_e4m3fn operands are differentiated.
 
     References:
       Dao et al., "FlashAttention", 2022, algorithms 1 and 4; Dao, "FlashAttention-2", 2023,

@@ -197,7 +197,10 @@ def ring_attention(
         are those of the whole sequence.
       scale: as for `dot_product_attention`, like all that follows: is_causal, local_window_size,
         implementation, return_residual, logits_soft_cap, dropout_rate, dropout_seed,
-        broadcast_dropout, deterministic, precision.
+        broadcast_dropout, deterministic, precision, fp8, out_dtype.
+      query_scale: broadcastable to [\*B, blocks, N], blocks of this device's T/D tokens. With them,
+        and with fp8, what travels has 8 bits.
+      key_scale, value_scale: likewise, [\*B, blocks, K] of the S/D tokens; they travel.
 
     Returns:
       out [\*B,T/D,N,h], or (out, lse [\*B,T/D,N] float32), both differentiable.
