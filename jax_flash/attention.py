@@ -274,8 +274,8 @@ def dot_product_attention(
         of `ring_attention`.
 
     Returns:
-      out [\*B,T,N,h] in query's dtype (or out_dtype), or (out, lse) with lse [\*B,T,N] float32, the natural
-      logarithm of the softmax's denominator. Both are differentiable.
+      out [\*B,T,N,h] in query's dtype (or out_dtype), or (out, lse) with lse [\*B,T,N] float32,
+      the natural logarithm of the softmax's denominator. Both are differentiable.
 
     Raises:
       TypeError: an argument is of the wrong kind, or traced where it must be static.

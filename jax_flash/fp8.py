@@ -8,6 +8,7 @@ one, and kernels get one number for each block (`block_scales`).
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -197,6 +198,17 @@ def _signed_hadamard(dim: int, seed: int) -> np.ndarray:
         hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
     signs = np.random.default_rng(abs(seed)).integers(0, 2, (dim, 1)) * 2.0 - 1.0
     return (signs * np.kron(np.eye(dim // size), hadamard)).astype(np.float32)
+
+
+def moved(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """What a collective that moves numbers makes of x; those of float8 travel as bytes.
+
+    Otherwise XLA may convert them to wider numbers and send these.
+    """
+    if x.dtype != DTYPE:
+        return collective(x)
+    sent = collective(jax.lax.bitcast_convert_type(x, jnp.uint8))
+    return jax.lax.bitcast_convert_type(sent, DTYPE)
 
 
 def quantize_operands(option: Fp8, operands: Operands) -> tuple[Operands, int]:
