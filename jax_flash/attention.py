@@ -257,8 +257,8 @@ def dot_product_attention(
         to TF32. "high" and "highest": as exact as products of float32. Nothing else depends on
         it: CPUs and the reference are always as exact, and products of 16-bit operands are exact.
       fp8: an `Fp8`, to round operands of 16 or 32 bits to float8_e4m3fn and multiply them in FP8;
-        None does not. The backward pass is that of the operands as they are, with out and lse of
-        this forward pass. Where no FP8 kernel takes the call, the reference computes the same.
+        None does not. The backward pass has products of the operands' own dtype. Where no FP8
+        kernel takes the call, the reference computes the same.
       query_scale: float32, broadcastable to [\*B, blocks, N]: positive factors of a float8_e4m3fn
         query, one for each block of tokens and head: 1 block, blocks of 128 tokens of which the
         last may be shorter, or a number of blocks that divides T. 1 if None. `quantize` makes
@@ -627,7 +627,7 @@ def _explain_float8(call: Call) -> str:
     products = "probabilities to e4m3 where they are multiplied; logits, softmax and sums float32"
     if call.spec.fp8 is None:
         return f"{products}; no derivatives"
-    return f"{call.spec.fp8}; {products}; backward pass in {dtype}"
+    return f"{call.spec.fp8}; {products}; backward pass in {dtype} at the rounded operands"
 
 
 def _explain_sequence(call: Call) -> str:

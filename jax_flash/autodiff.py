@@ -11,7 +11,6 @@ Residuals between forward and backward pass are the operands and the forward pas
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 
 import jax
@@ -47,7 +46,7 @@ def attend(call: Call) -> jax.Array | tuple[jax.Array, jax.Array]:
     spec, operands = call.spec, call.operands
     operands = unify_varying(operands, spec.sequence.axes if spec.sequence else ())
     # A sequence that the partitioner is to spread needs the primitive, whichever kernel runs it.
-    # So has what is rounded to float8: its derivative is not that of what is computed.
+    # So has what is rounded to float8: its derivative has kernels.
     is_float8 = operands["query"].dtype == FLOAT8
     plain = spec.implementation == "reference" and spec.sequence is None and spec.fp8 is None
     plain |= any(not OPERANDS[name].kernels for name in operands)
@@ -132,8 +131,6 @@ def _tangent(*arrays, one_pass: Pass, names, results, wrt):
     """Tangents of out and lse, by the reference: in plain JAX, in memory linear in the lengths."""
     operands, made, tangents = _split(arrays, names, results, wrt)
     batch = _batch_of_all(operands, made, tangents)
-    # Of what is rounded to float8 it is as if it were not.
-    one_pass = dataclasses.replace(one_pass, spec=dataclasses.replace(one_pass.spec, fp8=None))
 
     def forward(moving):
         made = spread(one_pass, run_reference, {**operands, **moving})

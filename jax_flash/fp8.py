@@ -8,6 +8,7 @@ one, and kernels get one number for each block (`block_scales`).
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
 
@@ -33,8 +34,8 @@ class Fp8:
     """How `dot_product_attention(..., fp8=Fp8())` rounds operands of 16 or 32 bits to e4m3.
 
     The forward pass rounds query, key and value as `quantize` does, and multiplies them and the
-    probabilities in FP8. The backward pass is that of the operands as they are given, with the
-    output and the log-sum-exp of the forward pass: gradients pass the rounding as if it were none.
+    probabilities in FP8. The backward pass multiplies in the operands' own dtype, at the rounded
+    query, key and value; gradients pass the rounding as if it were none.
 
     Attributes:
       per: what shares a scale, as for `quantize`.
@@ -141,6 +142,7 @@ def _block_size(per: Per, length: Any) -> Any:
     return max(1, min(per, length))
 
 
+@functools.partial(jax.jit, static_argnums=1)
 def _quantized(x: jax.Array, option: Fp8) -> Quantized:
     if option.rotation is not None:
         x = rotate(x, option.rotation)
@@ -177,12 +179,13 @@ def round_e4m3(x: jax.Array) -> jax.Array:
     return jnp.round(x / power * 8) * (power / 8)
 
 
-def rotate(x: jax.Array, seed: int) -> jax.Array:
-    """x with each vector along its last axis rotated as `quantize` says, in x's dtype."""
-    signs = jnp.asarray(_signed_hadamard(x.shape[-1], seed), x.dtype)
+def rotate(x: jax.Array, seed: int, *, back: bool = False) -> jax.Array:
+    """x with each vector along its last axis rotated as `quantize` says, or back, in x's dtype."""
+    matrix = _signed_hadamard(x.shape[-1], seed)
+    matrix = jnp.asarray(matrix.T if back else matrix, x.dtype)
     size = _hadamard_size(x.shape[-1])
     highest = jax.lax.Precision.HIGHEST
-    product = jnp.matmul(x, signs, precision=highest, preferred_element_type=jnp.float32)
+    product = jnp.matmul(x, matrix, precision=highest, preferred_element_type=jnp.float32)
     return (product * np.float32(size**-0.5)).astype(x.dtype)
 
 
@@ -211,19 +214,49 @@ def moved(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Arr
     return jax.lax.bitcast_convert_type(sent, DTYPE)
 
 
+def _option_of(name: str, option: Fp8) -> Fp8:
+    return dataclasses.replace(option, rotation=None) if name == "value" else option
+
+
 def quantize_operands(option: Fp8, operands: Operands) -> tuple[Operands, int]:
     """The operands of a call with `fp8=` as those of one of float8, and the tokens of a scale."""
     quantized = dict(operands)
     for name, scale_name in SCALES.items():
         x = operands[name]
         length, heads, _ = x.shape[-3:]
-        own = option if name != "value" else dataclasses.replace(option, rotation=None)
-        quantized[name], scale = _quantized(x, own)
+        quantized[name], scale = _quantized(x, _option_of(name, option))
         block = _block_size(option.per, length)
         quantized[scale_name] = token_scale(scale, block, length, heads)
     return quantized, option.per if isinstance(option.per, int) else 0
 
 
+def round_operands(option: Fp8, operands: Operands) -> Operands:
+    """The operands with the numbers that those of float8 stand for, in their own dtype.
+
+    The derivative passes the rounding as if it were none, and takes the rotation for what it is.
+    """
+    rounded = dict(operands)
+    for name in SCALES:
+        x, own = operands[name], _option_of(name, option)
+        if own.rotation is not None:
+            x = rotate(x, own.rotation)
+        length, heads, _ = x.shape[-3:]
+        values, scale = _quantized(jax.lax.stop_gradient(x), Fp8(own.per))
+        scale = token_scale(scale, _block_size(own.per, length), length, heads)
+        values = values.astype(jnp.float32) * jnp.swapaxes(scale, -1, -2)[..., None]
+        rounded[name] = values.astype(x.dtype) + (x - jax.lax.stop_gradient(x))
+    return rounded
+
+
+def rotate_back(option: Fp8, gradients: Operands) -> Operands:
+    """Gradients of operands, given those of `round_operands`."""
+    if option.rotation is None:
+        return gradients
+    rotated = {n: rotate(gradients[n], option.rotation, back=True) for n in ("query", "key")}
+    return {**gradients, **rotated}
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def token_scale(scale: jax.Array, block: int, length: Any, heads: int) -> jax.Array:
     """A scale [*B, blocks, heads], the last two axes full or 1, as one for each token.
 
@@ -256,28 +289,25 @@ def block_scales(scale_block: int, operands: Operands) -> Operands:
     return changed
 
 
-def round_weights(
-    logits: jax.Array, weights: jax.Array, allowed: jax.Array, maximum: jax.Array,
-    value_scale: jax.Array,
-) -> jax.Array:  # fmt: skip
+def rounded_weights(
+    logits: jax.Array, allowed: jax.Array, maximum: jax.Array, value_scale: jax.Array
+) -> jax.Array:
     """Probabilities as the FP8 kernels multiply them with stored values; all float32.
 
     With x = log2(e) * logits, M the greatest x of a row rounded up to an integer, and v the
     greatest of the values' scales, P is e4m3(2^(x - M + 8) * scale / v) * v * 2^(M - 8). Powers of
-    two change no rounding, so M may be that of the keys that a kernel has met so far. The
-    derivative is that of P as it was.
+    two change no rounding, so M may be that of the keys that a kernel has met so far. It has no
+    derivative.
 
     Args:
       logits: [...,T,S].
-      weights: exp(logits - maximum), and 0 where not allowed.
       allowed: bool, broadcastable to [...,T,S].
       maximum: what was subtracted from the logits, [...,T].
       value_scale: that of each key, broadcastable to [...,T,S].
 
     Returns:
-      What is weights times value_scale but for the rounding.
+      Rounded, exp(logits - maximum) * value_scale; 0 where not allowed.
     """
-    exact = weights * value_scale
     to_base_2 = np.float32(np.log2(np.e))
     x = to_base_2 * logits
     top = jnp.max(jnp.where(allowed, x, -jnp.inf), axis=-1, keepdims=True, initial=-jnp.inf)
@@ -285,6 +315,4 @@ def round_weights(
     greatest = value_scale.max(axis=-1, keepdims=True, initial=0)
     share = value_scale / jnp.where(greatest > 0, greatest, 1)
     rounded = round_e4m3(jnp.where(allowed, jnp.exp2(x - top + 8) * share, 0))
-    base = to_base_2 * maximum[..., None]
-    rounded = rounded * (greatest * jnp.exp2(top - 8 - base))
-    return exact + jax.lax.stop_gradient(rounded - exact)
+    return rounded * (greatest * jnp.exp2(top - 8 - to_base_2 * maximum[..., None]))

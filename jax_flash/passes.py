@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jax_flash import all_gather, all_to_all, reference, ring_passes
 from jax_flash.arrays import accumulator_of
-from jax_flash.fp8 import quantize_operands
+from jax_flash.fp8 import quantize_operands, rotate_back, round_operands
 from jax_flash.operands import (
     OPERANDS,
     Operands,
@@ -122,21 +122,53 @@ def run_reference(one_pass: Pass, operands: Operands) -> Operands:
 
 
 def quantized(one_pass: Pass, operands: Operands) -> tuple[Pass, Operands]:
-    """A forward pass with `fp8=` as one of float8 operands; any other as it is."""
+    """A forward pass with `fp8=` as one of float8 operands."""
     spec = one_pass.spec
-    if spec.fp8 is None or one_pass.is_backward:
-        return one_pass, operands
-    dtype = jnp.dtype(spec.result_dtype(operands["query"].dtype)).name
+    assert spec.fp8 is not None
+    dtype = jnp.dtype(operands["query"].dtype).name
     operands, block = quantize_operands(spec.fp8, operands)
     spec = dataclasses.replace(spec, fp8=None, out_dtype=dtype, scale_block=block)
     return dataclasses.replace(one_pass, spec=spec), operands
 
 
+def _rounded(one_pass: Pass, run: Run, operands: Operands) -> Operands:
+    """A pass whose operands are rounded to float8 first, if `fp8=` says so.
+
+    The derivatives, the backward pass among them, are those of the pass in the operands' own dtype,
+    at the rounded operands: what out and lse belong to. At others, probabilities do not sum to 1,
+    and rows of dlogits not to 0, which training does not forgive.
+
+    Args:
+      one_pass: the pass.
+      run: makes it.
+      operands: by name.
+    """
+    option = one_pass.spec.fp8
+    if option is None:
+        return run(one_pass, operands)
+    wide = dataclasses.replace(one_pass, spec=dataclasses.replace(one_pass.spec, fp8=None))
+    if one_pass.is_backward:
+        return rotate_back(option, run(wide, round_operands(option, operands)))
+
+    def smooth(operands: Operands) -> Operands:
+        return run(wide, round_operands(option, operands))
+
+    @jax.custom_jvp
+    def forward(operands: Operands) -> Operands:
+        return run(*quantized(one_pass, operands))
+
+    @forward.defjvp
+    def _(primals, tangents):
+        return forward(*primals), jax.jvp(smooth, primals, tangents)[1]
+
+    return forward(operands)
+
+
 def as_run(one_pass: Pass, operands: dict[str, Any]) -> tuple[Pass, dict[str, Any]]:
-    """`quantized` of operands that need only have shapes and dtypes, as those that it returns."""
+    """The pass and the operands that are run: `quantized`, of and as shapes and dtypes."""
     if one_pass.spec.fp8 is None or one_pass.is_backward:
         return one_pass, operands
-    made = []
+    made: list[Pass] = []
 
     def arrays(operands):
         run, operands = quantized(one_pass, operands)
@@ -159,10 +191,10 @@ def on_whole_sequences(one_pass: Pass, run: Run, operands: Operands) -> Operands
     sequence = one_pass.spec.sequence
     one_pass = _without_sequence(one_pass)
     if sequence is None:
-        return run(*quantized(one_pass, operands))
+        return _rounded(one_pass, run, operands)
     if sequence.order == "zigzag":
         one_pass = _cut(one_pass, operands, sequence.devices * sequence.chunks)
-    return in_position_order(lambda x: run(*quantized(one_pass, x)), sequence, operands)
+    return in_position_order(lambda x: _rounded(one_pass, run, x), sequence, operands)
 
 
 def on_shards(
@@ -172,7 +204,8 @@ def on_shards(
 
     Operands are rounded to float8 before they are sent, each device its own.
     """
-    one_pass, operands = quantized(one_pass, operands)
+    if one_pass.spec.fp8 is not None:
+        return _rounded(one_pass, lambda p, x: on_shards(p, run, sequence, x), operands)
     if sequence is None:
         return run(one_pass, operands)
     one_pass = _cut(_without_sequence(one_pass), operands, sequence.chunks)

@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 
 from jax_flash.arrays import INT32, accumulator_of
-from jax_flash.fp8 import round_weights
+from jax_flash.fp8 import rounded_weights
 from jax_flash.operands import OPERANDS, Operands, added, axis_of, batch_shape
 from jax_flash.philox import dropout_keep
 from jax_flash.spec import AttentionSpec
@@ -323,7 +323,7 @@ def _forward_block(spec, accumulator, operands: Operands, first) -> Operands:
     total = weights.sum(axis=-1)
     if "value_scale" in operands:
         value_scale = operands["value_scale"][..., None, None, :]  # [*B,K,1,1,S]
-        weights = round_weights(logits, weights, allowed, maximum, value_scale)
+        weights = rounded_weights(logits, allowed, maximum, value_scale)
     if sinks is not None:
         total = total + jnp.where(row_exists, jnp.exp(sinks - maximum), 0)
     empty = total == 0

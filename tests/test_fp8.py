@@ -212,8 +212,10 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("per", [128, "tensor"])
-@pytest.mark.parametrize("case", CASES, ids=str)
+@pytest.mark.parametrize(
+    ("case", "per"), [*((case, 128) for case in CASES), (CASES[0], "tensor"), (CASES[5], 30)],
+    ids=str,
+)  # fmt: skip
 def test_call_of_float8(case, per):
     inputs = make_inputs(case)
     inputs.value[:, :64] *= 30  # blocks of different scales
@@ -372,15 +374,29 @@ def test_backward_pass_is_that_of_16_bits():
     assert "custom_call @jax_flash_forward" not in text
 
 
-def test_forward_mode_is_that_of_the_unrounded_call():
-    args = operands(q_len=20, kv_len=30, dtype=jnp.float32)
+def test_derivatives_are_those_at_the_rounded_operands():
+    args, option = operands(q_len=20, kv_len=30, dtype=jnp.float32), Fp8(rotation=3)
+    rounded = []
+    for i, x in enumerate(args):
+        values, scale = quantize(x, rotation=3 if i < 2 else None)
+        y = values.astype(jnp.float32) * scale[..., None]
+        rounded.append(fp8.rotate(y, 3, back=True) if i < 2 else y)
     tangents = tuple(jnp.cos(x) for x in args)
-    got, expected = (
-        jax.jvp(functools.partial(dot_product_attention, fp8=option), args, tangents)
-        for option in (Fp8(), None)
-    )
-    np.testing.assert_allclose(got[1], expected[1], atol=1e-5)
-    assert 0.01 < error(got[0], expected[0]) < 0.06
+    call = functools.partial(dot_product_attention, return_residual=True)
+    out, got = jax.jvp(functools.partial(call, fp8=option), args, tangents)
+    unrounded, expected = jax.jvp(call, tuple(rounded), tangents)
+    for g, e in zip(got, expected, strict=True):
+        np.testing.assert_allclose(g, e, atol=1e-5)
+    assert 0.01 < error(out[0], unrounded[0]) < 0.04  # of P alone
+    np.testing.assert_allclose(out[1], unrounded[1], atol=1e-5)
+
+    def vjp(function, *args):
+        return jax.vjp(lambda *x: function(*x)[0], *args)[1](jnp.cos(out[0]))
+
+    for g, e in zip(
+        vjp(functools.partial(call, fp8=option), *args), vjp(call, *rounded), strict=True
+    ):
+        assert error(g, e) < 0.02
 
 
 def test_soft_cap_with_a_gradient():
@@ -467,7 +483,7 @@ def whole_and_spread(kind, mode, order, option):
 
 
 # Of out, lse and the gradients of query, key and value.
-_ERRORS = (0.03, 0.06), (1e-4, 0.02), (1e-3, 0.05), (1e-3, 0.05), (1e-3, 0.05)
+_ERRORS = (0.03, 0.06), (1e-4, 0.02), (0.01, 0.07), (0.01, 0.07), (5e-3, 0.07)
 
 
 @pytest.mark.parametrize(
@@ -639,7 +655,7 @@ def test_explain():
     text = str(explained)
     assert "e4m3 with a scale for each block of 128 tokens of a head, query and key after" in text
     assert "probabilities to e4m3" in text
-    assert text.endswith("backward pass in bfloat16")
+    assert text.endswith("backward pass in bfloat16 at the rounded operands")
     x = jax.ShapeDtypeStruct((2, 512, 4, 64), E4M3)
     scale = jax.ShapeDtypeStruct((2, 4, 4), jnp.float32)
     assert str(jax_flash.explain(x, x, x, query_scale=scale)).endswith("no derivatives")
@@ -710,17 +726,21 @@ def test_wrong_options(call, kind, message):
 
 
 def test_training():
-    """A small model learns as well with fp8= as without."""
-    tokens = np.random.default_rng(0).integers(0, 16, (4, 16))
-    tokens = np.tile(tokens, (1, 3))  # to be copied
+    """A small model learns to copy tokens, a tenth of which change, as well as without fp8=."""
+    optax = pytest.importorskip("optax")
+    optimizer = optax.adam(1e-2)
+    rng = np.random.default_rng(0)
+    steps, period = 100, 12
+    tokens = np.tile(rng.integers(0, 16, (steps, 8, period)), (1, 1, 4))
+    tokens = np.where(rng.random(tokens.shape) < 0.1, rng.integers(0, 16, tokens.shape), tokens)
     keys = jax.random.split(jax.random.key(0), 3)
     parameters = {
         "embed": jax.random.normal(keys[0], (16, 32)),
-        "positions": 0.5 * jax.random.normal(keys[1], (48, 32)),
+        "positions": jax.random.normal(keys[1], (4 * period, 32)),
         "qkv": jax.random.normal(keys[2], (32, 3, 2, 16)) / 6,
     }
 
-    def loss(parameters, option):
+    def loss(parameters, tokens, option):
         x = parameters["embed"][tokens] + parameters["positions"]
         qkv = jnp.einsum("btd,dcnh->cbtnh", x, parameters["qkv"]).astype(jnp.bfloat16)
         x = x + dot_product_attention(*qkv, is_causal=True, fp8=option).reshape(x.shape)
@@ -729,15 +749,18 @@ def test_training():
 
     @functools.partial(jax.jit, static_argnums=1)
     def trained(parameters, option):
-        def step(parameters, _):
-            value, grads = jax.value_and_grad(loss)(parameters, option)
-            return jax.tree.map(lambda p, g: p - 0.5 * g, parameters, grads), value
+        def step(state, tokens):
+            parameters, moments = state
+            value, grads = jax.value_and_grad(loss)(parameters, tokens, option)
+            updates, moments = optimizer.update(grads, moments)
+            return (optax.apply_updates(parameters, updates), moments), value
 
-        return jax.lax.scan(step, parameters, length=25)[1]
+        return jax.lax.scan(step, (parameters, optimizer.init(parameters)), tokens)[1]
 
-    in_16_bits, in_8 = trained(parameters, None), trained(parameters, Fp8(rotation=0))
-    assert in_16_bits[-1] < 0.5 * in_16_bits[0]
-    assert abs(in_8[-1] - in_16_bits[-1]) < 0.01 * in_16_bits[-1]
+    losses = {o: trained(parameters, o) for o in (None, Fp8(rotation=0))}
+    in_16_bits, in_8 = (np.asarray(x[-10:]).mean() for x in losses.values())
+    assert in_16_bits < 0.5 * losses[None][0]
+    assert 0 < abs(in_8 - in_16_bits) < 0.01 * in_16_bits, (in_8, in_16_bits)
 
 
 def test_flax_modules():
