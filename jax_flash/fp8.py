@@ -146,23 +146,36 @@ def _block_size(per: Per, length: Any) -> Any:
 def _quantized(x: jax.Array, option: Fp8) -> Quantized:
     if option.rotation is not None:
         x = rotate(x, option.rotation)
-    *batch, length, heads, dim = x.shape
-    block = _block_size(option.per, length)
-    count = 1 if block is length else -(-length // block)
-    padded = length if block is length else count * block
-    pads = [(0, 0)] * len(batch) + [(0, padded - length), (0, 0), (0, 0)]
-    blocks = jnp.pad(x, pads).reshape(*batch, count, block, heads, dim).astype(jnp.float32)
-    sizes = jax.lax.stop_gradient(jnp.abs(blocks))
-    sizes = jnp.where(sizes < jnp.inf, sizes, 0)
-    axes = tuple(range(blocks.ndim)) if option.per == "tensor" else (-3, -1)
-    # The least scale is that of zeros: a probability is scaled by the greatest of the values' ones.
-    scale = sizes.max(axes, keepdims=True, initial=0) * np.float32(1 / GREATEST)
-    scale = jnp.maximum(scale, jnp.finfo(jnp.float32).tiny)
-    scaled = blocks / scale
+    scale = _scale(x, option.per)
+    length, heads = x.shape[-3:-1]
+    by_token = token_scale(scale, _block_size(option.per, length), length, heads)
+    scaled = x.astype(jnp.float32) / jnp.swapaxes(by_token, -1, -2)[..., None]
     values = scaled + jax.lax.stop_gradient(round_e4m3(scaled) - scaled)
-    values = jnp.where(jnp.abs(blocks) < jnp.inf, values, jnp.nan).astype(DTYPE)
-    values = values.reshape(*batch, padded, heads, dim)[..., :length, :, :]
-    return Quantized(values, scale[..., 0, :, 0])
+    return Quantized(jnp.where(jnp.abs(x) < jnp.inf, values, jnp.nan).astype(DTYPE), scale)
+
+
+def _scale(x: jax.Array, per: Per) -> jax.Array:
+    """The scales of x [*B,T,heads,H]: [*B, blocks, heads], without a derivative.
+
+    The maximum over the head dim comes first, of x as it lies in memory: XLA makes one reduction of
+    two, and would be slow where the two axes are no neighbours.
+    """
+    sizes = jax.lax.stop_gradient(jnp.abs(x))
+    sizes = jnp.where(sizes < jnp.inf, sizes, 0).max(-1, initial=0)
+    *batch, length, heads = sizes.shape
+    if per == "tensor":
+        sizes = sizes.max(keepdims=True, initial=0)
+    elif per == "head":
+        sizes = sizes.max(-2, keepdims=True, initial=0)
+    else:
+        block = _block_size(per, length)
+        count = -(-length // block)
+        pads = [(0, 0)] * len(batch) + [(0, count * block - length), (0, 0)]
+        sizes = jnp.pad(sizes, pads).reshape(*batch, count, block, heads).max(-2)
+    # The least scale is that of zeros: a probability is scaled by the greatest of the values' ones.
+    return jnp.maximum(
+        sizes.astype(jnp.float32) * np.float32(1 / GREATEST), jnp.finfo(jnp.float32).tiny
+    )
 
 
 def round_e4m3(x: jax.Array) -> jax.Array:
