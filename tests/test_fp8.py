@@ -134,11 +134,13 @@ def test_rounding_is_that_of_e4m3():
     assert np.isnan(fp8.round_e4m3(jnp.array(np.nan)))
 
 
-@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
 @pytest.mark.parametrize(
-    ("per", "blocks", "block"),
-    [(128, 2, 128), (40, 5, 40), (1, 200, 1), ("head", 1, 200), ("tensor", 1, 200), (500, 1, 200)],
-)
+    ("per", "blocks", "block", "dtype"),
+    [
+        (128, 2, 128, "bfloat16"), (128, 2, 128, "float16"), (40, 5, 40, "float32"),
+        ("head", 1, 200, "bfloat16"), ("tensor", 1, 200, "float32"), (500, 1, 200, "bfloat16"),
+    ],
+)  # fmt: skip
 def test_quantize(per, blocks, block, dtype):
     x = normal(2, 200, 3, 16, dtype=dtype, outliers=True)
     values, scale = quantize(x, per)
@@ -169,7 +171,7 @@ def test_quantize_keeps_what_is_not_finite_where_it_is():
     assert quantize(np.ones((2, 0, 3, 8), np.float32)).scale.shape == (2, 0, 3)
 
 
-@pytest.mark.parametrize(("dim", "size"), [(64, 64), (96, 32), (128, 128), (192, 64), (7, 1)])
+@pytest.mark.parametrize(("dim", "size"), [(96, 32), (128, 128), (7, 1)])
 def test_rotation(dim, size):
     x, y = normal(2, 5, 3, dim, dtype=jnp.float32), normal(2, 5, 3, dim, seed=1, dtype=jnp.float32)
     rotated = fp8.rotate(x, 3)
@@ -262,7 +264,6 @@ def test_scales_broadcast():
 
     for query, key, value in (
         (scale(), scale(1), scale(2)),
-        (scale(2, 1), scale(2, 1, 1), scale(2, 2)),
         (scale(2, 200, 4), scale(4, 1), scale(1, 2, 2)),
         (scale(5, 4), scale(2, 256, 1), scale(2, 1, 2)),
     ):
@@ -307,7 +308,7 @@ def test_nan_in_keys_that_nobody_attends_to():
 # fp8=
 
 
-@pytest.mark.parametrize("option", [Fp8(), Fp8(rotation=5), Fp8("head"), Fp8("tensor"), Fp8(40)],
+@pytest.mark.parametrize("option", [Fp8(), Fp8("head", 5), Fp8("tensor"), Fp8(40)],
                          ids=str)  # fmt: skip
 def test_option_is_quantize_and_a_call_of_float8(option):
     args = operands(outliers=True)
@@ -412,16 +413,28 @@ def test_soft_cap_with_a_gradient():
 # Transformations.
 
 
-def test_vmap_and_jit_and_checkpoint():
+def test_vmap_and_checkpoint():
     query, key, value = operands(q_len=130, kv_len=140)
+    queries = jnp.stack([query, 2 * query], 2)
 
     def one(query, key, value):
         return dot_product_attention(query, key, value, fp8=Fp8(), is_causal=True)
 
-    mapped = jax.jit(jax.vmap(jax.checkpoint(one), (2, None, None), 2))
-    queries = jnp.stack([query, 2 * query], 2)
-    expected = jnp.stack([one(query, key, value), one(2 * query, key, value)], 2)
-    assert error(mapped(queries, key, value), expected) < 1e-3
+    def in_turn(queries, key, value):
+        return jnp.stack([one(queries[:, :, i], key, value) for i in range(2)], 2)
+
+    def both(function):
+        def loss(*x):
+            out = function(*x)
+            return out.sum(dtype=jnp.float32), out
+
+        return jax.jit(jax.value_and_grad(loss, (0, 1, 2), has_aux=True))(queries, key, value)
+
+    ((_, got), grads), ((_, expected), expected_grads) = map(
+        both, (jax.vmap(jax.checkpoint(one), (2, None, None), 2), in_turn)
+    )
+    for g, e in zip((got, *grads), (expected, *expected_grads), strict=True):
+        assert error(g, e) < 0.01
 
     q, qs = quantize(query)
     by_scale = jax.vmap(lambda s: dot_product_attention(q, q, q, query_scale=s))
@@ -429,26 +442,31 @@ def test_vmap_and_jit_and_checkpoint():
         by_scale(jnp.stack([qs, 2 * qs]))[1], dot_product_attention(q, q, q, query_scale=2 * qs)
     )
 
-    def total(*x):
-        return jax.vmap(jax.checkpoint(one), (2, None, None), 2)(*x).sum(dtype=jnp.float32)
 
-    grads = jax.jit(jax.grad(total, (0, 1, 2)))(queries, key, value)
-    expected = sum(
-        jax.grad(lambda k, q=q: one(q, k, value).sum(dtype=jnp.float32))(key).astype(jnp.float32)
-        for q in (query, 2 * query)
-    )
-    assert error(grads[1], expected) < 0.01
+COTANGENT = jnp.cos(jnp.arange(32.0))
 
 
-def whole_and_spread(kind, mode, order, option):
-    """out, lse and gradients of a call spread over 2 x 2 devices, and of an unrounded one."""
-    args = operands(q_len=512, kv_len=512)
-    mesh = mesh_of(kind if kind != "Manual" else AxisType.Auto, b=2, s=2)
-
-    def loss(attention, *x):
+def out_lse_and_gradients(attention):
+    def loss(*x):
         out, lse = attention(*x)
-        return (out * jnp.cos(jnp.arange(32.0))).sum(dtype=jnp.float32) + lse.sum(), (out, lse)
+        return (out * COTANGENT).sum(dtype=jnp.float32) + lse.sum(), (out, lse)
 
+    grad = jax.grad(loss, (0, 1, 2), has_aux=True)
+    return jax.jit(lambda *x: (lambda grads, results: (*results, *grads))(*grad(*x)))
+
+
+@functools.cache
+def unrounded():
+    """The operands of a call, and its out, lse and gradients."""
+    args = operands(q_len=512, kv_len=512)
+    exact = functools.partial(dot_product_attention, is_causal=True, return_residual=True)
+    return args, out_lse_and_gradients(exact)(*args)
+
+
+def over_devices(kind, mode, order, option):
+    """out, lse and gradients of that call in FP8 over 2 x 2 devices, and the program."""
+    args, _ = unrounded()
+    mesh = mesh_of(kind if kind != "Manual" else AxisType.Auto, b=2, s=2)
     options = {"is_causal": True, "return_residual": True, "fp8": option}
     if kind == "Manual":
         ring = functools.partial(
@@ -462,24 +480,14 @@ def whole_and_spread(kind, mode, order, option):
             dot_product_attention, sequence_axis="s", sequence_mode=mode, sequence_order=order,
             **options,
         )  # fmt: skip
-
-    def both(attention):
-        return jax.jit(jax.value_and_grad(functools.partial(loss, attention), (0, 1, 2),
-                                          has_aux=True))  # fmt: skip
-
-    exact = functools.partial(dot_product_attention, is_causal=True, return_residual=True)
-    (_, results), grads = both(exact)(*args)
+    zigzag = order == "zigzag"
     with jax.set_mesh(mesh):
-        reorder = functools.partial(jax_flash.zigzag_permute, devices=2)
-        restore = functools.partial(jax_flash.zigzag_restore, devices=2)
-        stored = [reorder(x) for x in args] if order == "zigzag" else args
+        stored = [jax_flash.zigzag_permute(x, 2) for x in args] if zigzag else args
         placed = jax.device_put(stored, jax.sharding.NamedSharding(mesh, P("b", "s")))
-        function = both(spread)
-        compiled = function.lower(*placed).compile()
-        (_, got), got_grads = jax.device_get(compiled(*placed))
-    got = (*got, *got_grads)
-    got = [restore(x) for x in got] if order == "zigzag" else got
-    return got, (*results, *grads), compiled.as_text()
+        compiled = out_lse_and_gradients(spread).lower(*placed).compile()
+        got = jax.device_get(compiled(*placed))
+    got = [jax_flash.zigzag_restore(x, 2) for x in got] if zigzag else got
+    return got, compiled.as_text()
 
 
 # Of out, lse and the gradients of query, key and value.
@@ -496,8 +504,8 @@ _ERRORS = (0.03, 0.06), (1e-4, 0.02), (0.01, 0.07), (0.01, 0.07), (5e-3, 0.07)
 )  # fmt: skip
 def test_sequence_over_devices(kind, mode, order):
     option = Fp8("head") if mode == "all_gather" else Fp8()
-    got, expected, text = whole_and_spread(kind, mode, order, option)
-    for g, e, (least, most) in zip(got, expected, _ERRORS, strict=True):
+    got, text = over_devices(kind, mode, order, option)
+    for g, e, (least, most) in zip(got, unrounded()[1], _ERRORS, strict=True):
         assert g.shape == e.shape
         assert least < error(g, e) < most
     sent = {"ring": "collective-permute", "all_gather": "all-gather", "all_to_all": "all-to-all"}
