@@ -194,26 +194,29 @@ def round_e4m3(x: jax.Array) -> jax.Array:
 
 def rotate(x: jax.Array, seed: int, *, back: bool = False) -> jax.Array:
     """x with each vector along its last axis rotated as `quantize` says, or back, in x's dtype."""
-    matrix = _signed_hadamard(x.shape[-1], seed)
-    matrix = jnp.asarray(matrix.T if back else matrix, x.dtype)
-    size = _hadamard_size(x.shape[-1])
+    dim = x.shape[-1]
+    size = dim & -dim if dim else 1  # the greatest power of two that divides it
+    matrix = _signed_hadamard(dim, size, seed).astype(x.dtype)
     highest = jax.lax.Precision.HIGHEST
-    product = jnp.matmul(x, matrix, precision=highest, preferred_element_type=jnp.float32)
+    product = jnp.matmul(
+        x, matrix.T if back else matrix, precision=highest, preferred_element_type=jnp.float32
+    )
     return (product * np.float32(size**-0.5)).astype(x.dtype)
 
 
-def _hadamard_size(dim: int) -> int:
-    return dim & -dim if dim else 1
+def _signed_hadamard(dim: int, size: int, seed: int) -> jax.Array:
+    """Random signs in a diagonal times blocks of Sylvester's Hadamard matrices: [dim,dim], +-1.
 
-
-def _signed_hadamard(dim: int, seed: int) -> np.ndarray:
-    """Random signs in a diagonal times blocks of Sylvester's Hadamard matrices: [dim,dim], +-1."""
-    size = _hadamard_size(dim)
-    hadamard = np.ones((1, 1), np.float32)
-    while len(hadamard) < size:
-        hadamard = np.block([[hadamard, hadamard], [hadamard, -hadamard]])
-    signs = np.random.default_rng(abs(seed)).integers(0, 2, (dim, 1)) * 2.0 - 1.0
-    return (signs * np.kron(np.eye(dim // size), hadamard)).astype(np.float32)
+    It is computed from the indices, since a `custom_partitioning` takes no constant arrays.
+    """
+    row, column = (jax.lax.broadcasted_iota(jnp.uint32, (dim, dim), axis) for axis in (0, 1))
+    odd = jax.lax.population_count(row & column & np.uint32(size - 1)) & 1
+    # Bits that look random: the finalizer of MurmurHash3.
+    bits = row * np.uint32(0x9E3779B9) + np.uint32(seed % 2**32)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)
+    signs = 1 - 2 * ((odd ^ bits) & 1).astype(jnp.float32)
+    return jnp.where(row // np.uint32(size) == column // np.uint32(size), signs, 0)
 
 
 def moved(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
