@@ -91,6 +91,7 @@ def no_attention(query: jax.Array, key: jax.Array, value: jax.Array, *, is_causa
 
 ATTENTIONS: dict[str, Callable[..., jax.Array]] = {
     "jax_flash": jax_flash.dot_product_attention,
+    "jax_flash_fp8": functools.partial(jax_flash.dot_product_attention, fp8=jax_flash.Fp8()),
     "xla": functools.partial(jax.nn.dot_product_attention, implementation="xla"),
     "cudnn": functools.partial(jax.nn.dot_product_attention, implementation="cudnn"),
     "limit": no_attention,

@@ -9,10 +9,13 @@ Reference: Grattafiori et al., "The Llama 3 herd of models", 2024, section 3.3.2
 
 from __future__ import annotations
 
+import functools
+
 import jax
 import jax.numpy as jnp
 
 from jax_flash.arrays import accumulator_of
+from jax_flash.fp8 import moved
 from jax_flash.operands import Operands, axis_of
 from jax_flash.ring_blocks import Blocks, Run, restore
 from jax_flash.sequence import SequenceSharding, zigzag_permute, zigzag_restore
@@ -42,7 +45,10 @@ def gathered(
         if name in blocks.travelling and not x.size:  # XLA crashes where nothing is sent
             x = jnp.concatenate([x] * sequence.devices, axis)
         elif name in blocks.travelling:
-            x = jax.lax.all_gather(x, sequence.axis_name, axis=axis, tiled=True)
+            gather = functools.partial(
+                jax.lax.all_gather, axis_name=sequence.axis_name, axis=axis, tiled=True
+            )
+            x = moved(gather, x)
         return zigzag_restore(x, sequence.devices, axis=axis) if reorder else x
 
     keys = {name: whole(name, x) for name, x in operands.items()}
@@ -53,7 +59,8 @@ def gathered(
         """This device's part of a result, summed over the devices where it is along the keys."""
         x = restore(name, x, accumulator)
         if name not in operands:
-            return x.astype(operands["query"].dtype if name == "out" else accumulator)
+            dtype = spec.result_dtype(operands["query"].dtype)
+            return x.astype(dtype if name == "out" else accumulator)
         if name == "bias":
             x = blocks.place(name, x, None, keys[name], device, None)
         axis = axis_of(name, "S", x.ndim)

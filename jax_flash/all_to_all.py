@@ -13,6 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jax_flash.fp8 import moved
 from jax_flash.operands import OPERANDS, Operands
 from jax_flash.sequence import SequenceSharding, in_position_order
 
@@ -56,7 +57,9 @@ class _Exchange:
     def to_heads(self, name: str, x: jax.Array) -> jax.Array:
         heads, tokens = self._axes(name, x)
         if heads is not None and tokens is not None:
-            return jax.lax.all_to_all(x, self._axis_name, heads, tokens, tiled=True)
+            return moved(
+                lambda x: jax.lax.all_to_all(x, self._axis_name, heads, tokens, tiled=True), x
+            )
         if heads is not None:
             size = x.shape[heads] // self._devices
             return jax.lax.dynamic_slice_in_dim(x, self._device * size, size, heads)

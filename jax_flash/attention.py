@@ -11,8 +11,10 @@ from jax.typing import ArrayLike
 
 from jax_flash import autodiff, dispatch, ffi
 from jax_flash.call import Call, WindowSize, make_call
+from jax_flash.fp8 import DTYPE as FLOAT8
+from jax_flash.fp8 import Fp8
 from jax_flash.operands import axis_of
-from jax_flash.passes import Pass
+from jax_flash.passes import Pass, as_run
 from jax_flash.primitives import cuda_kernels
 from jax_flash.ragged import lay_out, moving
 from jax_flash.sequence import choose_mode, sequence_of_mesh, shard_sequence
@@ -51,6 +53,11 @@ def dot_product_attention(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     precision: Precision = None,
+    fp8: Fp8 | None = None,
+    query_scale: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+    out_dtype: Any = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_order: Order = "contiguous",
     sequence_mode: Mode = "ring",
@@ -87,6 +94,11 @@ def dot_product_attention(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     precision: Precision = None,
+    fp8: Fp8 | None = None,
+    query_scale: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+    out_dtype: Any = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_order: Order = "contiguous",
     sequence_mode: Mode = "ring",
@@ -123,6 +135,11 @@ def dot_product_attention(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     precision: Precision = None,
+    fp8: Fp8 | None = None,
+    query_scale: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+    out_dtype: Any = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_order: Order = "contiguous",
     sequence_mode: Mode = "ring",
@@ -158,6 +175,11 @@ def dot_product_attention(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     precision: Precision = None,
+    fp8: Fp8 | None = None,
+    query_scale: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+    out_dtype: Any = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_order: Order = "contiguous",
     sequence_mode: Mode = "ring",
@@ -191,7 +213,8 @@ def dot_product_attention(
     entry all the same, such as a mask [1,N,T,S] or lengths [1].
 
     Args:
-      query: [\*B,T,N,H], bfloat16, float16 or float32 (float64, too, runs as the reference).
+      query: [\*B,T,N,H], bfloat16, float16, float32 or float8_e4m3fn (float64, too, runs as the
+        reference).
       key: [\*B,S,K,H], query's dtype.
       value: [\*B,S,K,h], query's dtype.
       bias: added to the logits; broadcastable to [\*B,N,T,S], any float or integer dtype. -inf
@@ -259,6 +282,15 @@ def dot_product_attention(
         None is `jax_default_matmul_precision`, and without that "default": operands are rounded
         to TF32. "high" and "highest": as exact as products of float32. Nothing else depends on
         it: CPUs and the reference are always as exact, and products of 16-bit operands are exact.
+      fp8: an `Fp8`, to round operands of 16 or 32 bits to float8_e4m3fn and multiply them in FP8;
+        None does not. The backward pass has products of the operands' own dtype. Where no FP8
+        kernel takes the call, the reference computes the same.
+      query_scale: float32, broadcastable to [\*B, blocks, N]: positive factors of a float8_e4m3fn
+        query, one for each block of tokens and head: 1 block, blocks of 128 tokens of which the
+        last may be shorter, or a number of blocks that divides T. 1 if None. `quantize` makes
+        query and scale. Attention of float8_e4m3fn operands has no derivatives: see `fp8`.
+      key_scale, value_scale: likewise, [\*B, blocks, K] with blocks of the S tokens.
+      out_dtype: of out where operands are float8_e4m3fn: bfloat16 (if None), float16 or float32.
       sequence_axis: mesh axis, or axes, of the current mesh (`jax.set_mesh`) to shard query, key
         and value over along T and S. None: as they are sharded. A sequence that is sharded makes
         the call a ring, see `ring_attention`.
@@ -268,14 +300,14 @@ def dot_product_attention(
         of `ring_attention`.
 
     Returns:
-      out [\*B,T,N,h] in query's dtype, or (out, lse) with lse [\*B,T,N] float32, the natural
-      logarithm of the softmax's denominator. Both are differentiable.
+      out [\*B,T,N,h] in query's dtype (or out_dtype), or (out, lse) with lse [\*B,T,N] float32,
+      the natural logarithm of the softmax's denominator. Both are differentiable.
 
     Raises:
       TypeError: an argument is of the wrong kind, or traced where it must be static.
       ValueError: a shape, dtype or number does not fit.
-      NotImplementedError: `implementation` names one that does not support the call, or the
-        sequence cannot be sharded so.
+      NotImplementedError: `implementation` names one that does not support the call, the sequence
+        cannot be sharded so, or float8_e4m3fn operands are differentiated.
 
     Examples:
       Two documents, of 3 and 5 tokens, and 2 tokens of padding:
@@ -320,6 +352,11 @@ def dot_product_attention(
         broadcast_dropout=broadcast_dropout,
         deterministic=deterministic,
         precision=precision,
+        fp8=fp8,
+        query_scale=query_scale,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        out_dtype=out_dtype,
         sequence=sequence,
     )
     if sequence is not None:
@@ -331,7 +368,8 @@ def dot_product_attention(
 def run(call: Call) -> jax.Array | tuple[jax.Array, jax.Array]:
     """What a call returns; refuses one that asks for a kernel that cannot run it here."""
     if call.spec.implementation is not None:
-        dispatch.choose(Pass(call.spec), kernel_operands(call), dispatch.current_platform())
+        forward, operands = as_run(Pass(call.spec), kernel_operands(call))
+        dispatch.choose(forward, operands, dispatch.current_platform())
     return autodiff.attend(call)
 
 
@@ -414,6 +452,7 @@ class Explanation:
       sequence: how the devices share the sequence, where sequence_axis says so, and why: with
         all heads, which a mesh may divide further.
       documents: which rows query_offsets makes the call move.
+      rounded: what is rounded to float8, and where; empty where nothing is.
     """
 
     choices: dict[str, dispatch.Choice | str]
@@ -421,6 +460,7 @@ class Explanation:
     kernels: dict[str, ffi.Kernel] = dataclasses.field(default_factory=dict)
     sequence: str = ""
     documents: str = ""
+    rounded: str = ""
 
     def __str__(self) -> str:
         lines = []
@@ -436,6 +476,8 @@ class Explanation:
             lines.append(f"sequence: {self.sequence}")
         if self.documents:
             lines.append(f"documents: {self.documents}")
+        if self.rounded:
+            lines.append(f"rounded: {self.rounded}")
         return "\n".join(lines)
 
 
@@ -468,6 +510,11 @@ def abstract_call(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     precision: Precision = None,
+    fp8: Fp8 | None = None,
+    query_scale: Abstract | None = None,
+    key_scale: Abstract | None = None,
+    value_scale: Abstract | None = None,
+    out_dtype: Any = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_order: Order = "contiguous",
     sequence_mode: Mode = "ring",
@@ -514,6 +561,11 @@ def abstract_call(
             broadcast_dropout=broadcast_dropout,
             deterministic=deterministic,
             precision=precision,
+            fp8=fp8,
+            query_scale=given(query_scale),
+            key_scale=given(key_scale),
+            value_scale=given(value_scale),
+            out_dtype=out_dtype,
             sequence=sequence,
         )
 
@@ -521,6 +573,7 @@ def abstract_call(
         query, key, value, bias, mask, scale, query_seq_lengths, key_value_seq_lengths,
         query_segment_ids, key_value_segment_ids, query_offsets, key_value_offsets, query_offset,
         sinks, alibi_slopes, relative_bias, logits_soft_cap, dropout_seed, local_window_size,
+        query_scale, key_scale, value_scale,
     )  # fmt: skip
     abstract += [x for x in jax.tree.leaves(operands) if isinstance(x, jax.ShapeDtypeStruct)]
     return jax.eval_shape(made, *abstract)
@@ -555,6 +608,11 @@ def explain(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     precision: Precision = None,
+    fp8: Fp8 | None = None,
+    query_scale: Abstract | None = None,
+    key_scale: Abstract | None = None,
+    value_scale: Abstract | None = None,
+    out_dtype: Any = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_order: Order = "contiguous",
     sequence_mode: Mode = "ring",
@@ -600,16 +658,21 @@ def explain(
         broadcast_dropout=broadcast_dropout,
         deterministic=deterministic,
         precision=precision,
+        fp8=fp8,
+        query_scale=query_scale,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        out_dtype=out_dtype,
         sequence_axis=sequence_axis,
         sequence_order=sequence_order,
         sequence_mode=sequence_mode,
     )
-    operands = kernel_operands(call)
     current = dispatch.current_platform()
+    forward, operands = as_run(Pass(call.spec), kernel_operands(call))
     choices: dict[str, dispatch.Choice | str] = {}
     for platform in dict.fromkeys((*dispatch.PLATFORMS, current)):
         try:
-            choices[platform] = dispatch.choose(Pass(call.spec), operands, platform)
+            choices[platform] = dispatch.choose(forward, operands, platform)
         except NotImplementedError as error:
             choices[platform] = str(error)
     on_cuda, gpu = choices["cuda"], dispatch.current_gpu()
@@ -621,8 +684,23 @@ def explain(
         except ValueError as error:  # which the call raises, too
             choices["cuda"] = str(error)
     return Explanation(
-        choices, current, kernels, _explain_sequence(call, operands), _explain_documents(call)
+        choices,
+        current,
+        kernels,
+        _explain_sequence(call, operands),
+        _explain_documents(call),
+        _explain_float8(call),
     )
+
+
+def _explain_float8(call: Call) -> str:
+    dtype = call.operands["query"].dtype
+    if call.spec.fp8 is None and dtype != FLOAT8:
+        return ""
+    products = "probabilities to e4m3 where they are multiplied; logits, softmax and sums float32"
+    if call.spec.fp8 is None:
+        return f"{products}; no derivatives"
+    return f"{call.spec.fp8}; {products}; backward pass in {dtype} at the rounded operands"
 
 
 def _explain_documents(call: Call) -> str:

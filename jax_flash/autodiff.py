@@ -21,6 +21,7 @@ from jax.interpreters import ad, batching, mlir
 
 from jax_flash.arrays import accumulator_of
 from jax_flash.call import Call
+from jax_flash.fp8 import DTYPE as FLOAT8
 from jax_flash.operands import OPERANDS, Operands, added, batch_shape, broadcast_batch
 from jax_flash.partitioning import (
     match_head_sharding,
@@ -48,8 +49,11 @@ def attend(call: Call) -> jax.Array | tuple[jax.Array, jax.Array]:
         operands, restore = lay_out(call.documents, spec, operands)
     operands = unify_varying(operands, spec.sequence.axes if spec.sequence else ())
     # A sequence that the partitioner is to spread needs the primitive, whichever kernel runs it.
-    plain = spec.implementation == "reference" and spec.sequence is None
-    if plain or any(not OPERANDS[name].kernels for name in operands):
+    # So has what is rounded to float8: its derivative has kernels.
+    is_float8 = operands["query"].dtype == FLOAT8
+    plain = spec.implementation == "reference" and spec.sequence is None and spec.fp8 is None
+    plain |= any(not OPERANDS[name].kernels for name in operands)
+    if plain and not is_float8:
         results = spread(Pass(spec), run_reference, operands)
     else:
         results = bind(Pass(spec), operands)
@@ -66,6 +70,12 @@ def attend(call: Call) -> jax.Array | tuple[jax.Array, jax.Array]:
 
 def _forward_jvp(primals, tangents, *, one_pass: Pass, names):
     operands = dict(zip(names, primals, strict=True))
+    if operands["query"].dtype == FLOAT8:
+        raise NotImplementedError(
+            "query: attention of float8_e4m3fn operands has no derivatives, since JAX makes those "
+            "of float8 numbers float8, too; pass operands of 16 or 32 bits with "
+            "fp8=jax_flash.Fp8()"
+        )
     results = {
         name: checkpoint_name(x, RESIDUAL_NAMES[name != "out"])
         for name, x in bind(one_pass, operands).items()

@@ -27,6 +27,8 @@ from jax_flash.arrays import (
     number_array,
     saturate,
 )
+from jax_flash.fp8 import DTYPE as FLOAT8
+from jax_flash.fp8 import KERNEL_BLOCK, SCALES, Fp8, block_of, token_scale
 from jax_flash.operands import OPERANDS, Operands
 from jax_flash.philox import dropout_keys
 from jax_flash.ragged import Documents, make_documents
@@ -98,6 +100,11 @@ def make_call(
     broadcast_dropout: bool,
     deterministic: bool,
     precision: Precision,
+    fp8: Fp8 | None,
+    query_scale: ArrayLike | None,
+    key_scale: ArrayLike | None,
+    value_scale: ArrayLike | None,
+    out_dtype: Any,
     sequence: SequenceSharding | None,
     is_shard: bool = False,
 ) -> Call:
@@ -147,8 +154,10 @@ def make_call(
                 f"{name}: expected a sequence of at most 2**31 - 1 tokens, since positions are "
                 f"int32, got {sizes[letter] * parts}"
             )
+    scales = {"query": query_scale, "key": key_scale, "value": value_scale}
+    spec = _float8(spec, operands, scales, fp8, out_dtype)
     if scale_array is not None:
-        operands["query"] = _scaled(operands["query"], scale_array, batch)
+        spec = _scale(spec, operands, scale_array, batch)
     for name, x in (("bias", bias), ("mask", mask)):
         if x is not None:
             operands[name] = _matrix(name, x, operands["query"].dtype, batch, sizes, parts)
@@ -214,17 +223,80 @@ def _query_key_value(query, key, value) -> Operands:
     return operands if query.ndim > 3 else {name: x[None] for name, x in operands.items()}
 
 
-def _scaled(query: jax.Array, scale: ArrayLike, batch) -> jax.Array:
-    """The query times a scale that is an array: kernels take a number that is known."""
+def _float8(
+    spec: AttentionSpec,
+    operands: Operands,
+    scales: dict[str, ArrayLike | None],
+    fp8: Fp8 | None,
+    out_dtype: Any,
+) -> AttentionSpec:
+    """Adds the scales of float8 operands; the spec with what is static about float8."""
+    dtype = operands["query"].dtype
+    if fp8 is not None and not isinstance(fp8, Fp8):
+        raise TypeError(f"fp8: expected a jax_flash.Fp8 or None, got {type(fp8).__name__}")
+    if dtype != FLOAT8:
+        for name, x in scales.items():
+            if x is not None:
+                raise ValueError(
+                    f"{SCALES[name]}: expected None unless query, key and value are "
+                    f"float8_e4m3fn, got one with {dtype}; jax_flash.quantize makes both"
+                )
+        if out_dtype is not None and jnp.dtype(out_dtype) != dtype:
+            raise ValueError(
+                f"out_dtype: expected None or {dtype}, as query has it (another with operands of "
+                f"float8_e4m3fn alone), got {out_dtype}"
+            )
+        if fp8 is not None and dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+            raise ValueError(f"fp8: expected operands of 16 or 32 bits, got {dtype}")
+        return dataclasses.replace(spec, fp8=fp8)
+    if fp8 is not None:
+        raise ValueError("fp8: expected None where query, key and value are float8_e4m3fn already")
+    out_dtype = jnp.dtype(jnp.bfloat16 if out_dtype is None else out_dtype)
+    if out_dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise ValueError(f"out_dtype: expected bfloat16, float16 or float32, got {out_dtype}")
+    block = 0
+    for name, x in scales.items():
+        *batch, length, heads, _ = operands[name].shape
+        x, size = _token_scale(SCALES[name], x, batch, length, heads)
+        operands[SCALES[name]] = x
+        block = math.gcd(block, size)
+    return dataclasses.replace(spec, out_dtype=out_dtype.name, scale_block=block)
+
+
+def _token_scale(name: str, x: ArrayLike | None, batch, length, heads: int):
+    """A scale as one for each token, [*B,N,T] or [*B,K,S], and how many share one; 0 is all."""
+    x = jnp.ones((), jnp.float32) if x is None else array(name, x)
+    x = x.astype(jnp.float32).reshape((1,) * (len(batch) + 2 - x.ndim) + x.shape)
+    blocks = x.shape[-2] if x.ndim > 1 else 1
+    block = 0 if blocks == 1 else block_of(blocks, length)
+    if block is None:
+        raise ValueError(
+            f"{name}: expected one block of tokens, blocks of {KERNEL_BLOCK}, or a number of them "
+            f"that divides the {length} tokens, in shape [*B, blocks, heads], got {x.shape}"
+        )
+    x = _broadcastable(name, x, "[*B, blocks, heads]", (*batch, blocks, heads))
+    return token_scale(x, block, length, heads), block
+
+
+def _scale(spec: AttentionSpec, operands: Operands, scale: ArrayLike, batch) -> AttentionSpec:
+    """Multiplies the query by a scale that is an array: kernels take a number that is known.
+
+    A query of float8 stays as it is, and its own scale is multiplied.
+    """
+    query = operands["query"]
     q_len, heads, _ = query.shape[-3:]
     scale = number_array("scale", scale)
     scale = _broadcastable("scale", scale, "[*B, N, T, 1]", (*batch, heads, q_len, 1))
     wide = accumulator_of(query.dtype)
+    if "query_scale" in operands:
+        operands["query_scale"] = operands["query_scale"] * scale[..., 0].astype(wide)
+        return dataclasses.replace(spec, scale_block=1) if scale.shape[-2] > 1 else spec
     factor, x = jnp.swapaxes(scale, -3, -2).astype(wide), query.astype(wide)
     # The second term is 0. The scale's gradient comes from it alone, lest it be NaN for NaN in a
     # query that attends to nothing.
     known, finite = jax.lax.stop_gradient(factor), jnp.where(jnp.isfinite(x), x, 0)
-    return (x * known + finite * (factor - known)).astype(query.dtype)
+    operands["query"] = (x * known + finite * (factor - known)).astype(query.dtype)
+    return spec
 
 
 def _matrix(name: str, x: ArrayLike, dtype, batch, sizes, parts: int) -> jax.Array:

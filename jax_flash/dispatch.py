@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash import ffi
+from jax_flash.fp8 import DTYPE, KERNEL_BLOCK
 from jax_flash.head_dims import padded_size
 from jax_flash.operands import OPERANDS, batch_shape
 from jax_flash.passes import Pass
@@ -17,6 +18,8 @@ from jax_flash.spec import FAMILIES, AttentionSpec
 from jax_flash.workspace import Size, workspace_bytes
 
 PLATFORMS = ("cpu", "cuda")
+
+FLOAT8 = jnp.dtype(DTYPE).name
 
 # Families of CUDA kernels that run on one compute capability only.
 _ONLY_ON = (90,)
@@ -150,6 +153,11 @@ def _unsupported(one_pass: Pass, problem: _Problem, platform: str) -> str | None
         return f"there is no kernel for platform {platform!r} (there is for cpu and cuda)"
     if ffi.native is None:
         return ffi.load_error
+    if problem.dtype == FLOAT8:
+        if platform == "cpu":
+            return f"the kernels for cpu take operands of 16 and 32 bits, not {FLOAT8}"
+        if unsupported := _unsupported_with_float8(spec, problem):
+            return unsupported
     for name in problem.operands:
         if name == "logits_soft_cap":
             return (
@@ -158,7 +166,7 @@ def _unsupported(one_pass: Pass, problem: _Problem, platform: str) -> str | None
             )
         if platform not in OPERANDS[name].kernels:
             return f"the kernels for {platform} do not take {name}"
-    if problem.dtype not in ("float32", "bfloat16", "float16"):
+    if problem.dtype not in ("float32", "bfloat16", "float16", FLOAT8):
         return (
             f"the kernels take float32, bfloat16 and float16, not {problem.dtype} "
             "(cast to float32 to use them)"
@@ -172,26 +180,35 @@ def _unsupported(one_pass: Pass, problem: _Problem, platform: str) -> str | None
     return _unsupported_on_cuda(one_pass, problem)
 
 
+def _unsupported_with_float8(spec: AttentionSpec, problem: _Problem) -> str | None:
+    """What keeps CUDA kernels of float8 operands from a call, beside what any kernel needs."""
+    for name in problem.operands:
+        if not OPERANDS[name].float8:
+            return f"the FP8 kernels do not take {name.replace('_keys', '')}"
+    if spec.scale_block % KERNEL_BLOCK:
+        return (
+            f"the FP8 kernels take scales of {KERNEL_BLOCK} tokens, multiples of that, or all of a "
+            f"head, and these are of {spec.scale_block} tokens of a device's part"
+        )
+    return None
+
+
 def _unsupported_on_cuda(one_pass: Pass, problem: _Problem) -> str | None:
     wanted = FAMILIES.get(one_pass.spec.implementation)
     families = _families(problem.dtype)
     if wanted is not None and wanted not in _families():
         return f"this build of jax_flash contains no sm_{wanted} kernels"
-    limit = max(
-        (
-            head_dim
-            for _, family, dtype, head_dim in _library().cuda_instances()
-            if dtype == problem.dtype and wanted in (None, family)
-        ),
-        default=None,
-    )
-    if limit is None:
+    head_dims = {
+        head_dim
+        for _, family, dtype, head_dim in _library().cuda_instances()
+        if dtype == problem.dtype and wanted in (None, family)
+    }
+    if not head_dims:
         others = "bfloat16 and float16" if wanted == 90 else "float32, bfloat16 and float16"
         kind = f"no sm_{wanted} kernel" if wanted else "no CUDA kernel"
         return f"{kind} takes {problem.dtype} (they take {others})"
-    for name, dim in (("head_dim", problem.head_dim), ("value_dim", problem.value_dim)):
-        if not 0 < dim <= limit:
-            return f"the CUDA kernels take 1 to {limit} as {name}, not {dim}"
+    if unsupported := _unsupported_dims(problem, head_dims):
+        return unsupported
     needed = wanted or min(families)
     widest = max(problem.head_dim, problem.value_dim)
     for capability in _compute_capabilities():
@@ -205,6 +222,23 @@ def _unsupported_on_cuda(one_pass: Pass, problem: _Problem) -> str | None:
                 "the backward pass of float32 needs 163 KB of shared memory for a block above head "
                 f"dim 128, and this GPU, sm_{capability}, has {smem_kb}"
             )
+    return None
+
+
+def _unsupported_dims(problem: _Problem, head_dims: set[int]) -> str | None:
+    """Why kernels of these head dims do not take the call's, or None if they do."""
+    if problem.dtype == FLOAT8:
+        pair = problem.head_dim, problem.value_dim
+        if problem.head_dim in head_dims and (pair[0] == pair[1] or pair == (192, 128)):
+            return None
+        return (
+            f"the FP8 kernels take {', '.join(map(str, sorted(head_dims)))} as head_dim, and the "
+            f"same as value_dim (or 128 with 192), not {pair[0]} and {pair[1]}"
+        )
+    limit = max(head_dims)
+    for name, dim in (("head_dim", problem.head_dim), ("value_dim", problem.value_dim)):
+        if not 0 < dim <= limit:
+            return f"the CUDA kernels take 1 to {limit} as {name}, not {dim}"
     return None
 
 

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import math
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from jax.export import is_symbolic_dim
 
 from jax_flash.attention import Abstract, abstract_call
+from jax_flash.fp8 import Fp8
 from jax_flash.operands import batch_shape
 from jax_flash.spec import Alignment, AttentionSpec, Implementation, Mode, Order, Precision
 
@@ -54,6 +55,11 @@ def flops(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     precision: Precision = None,
+    fp8: Fp8 | None = None,
+    query_scale: Abstract | None = None,
+    key_scale: Abstract | None = None,
+    value_scale: Abstract | None = None,
+    out_dtype: Any = None,
     sequence_axis: str | tuple[str, ...] | None = None,
     sequence_order: Order = "contiguous",
     sequence_mode: Mode = "ring",
@@ -119,6 +125,11 @@ def flops(
         broadcast_dropout=broadcast_dropout,
         deterministic=deterministic,
         precision=precision,
+        fp8=fp8,
+        query_scale=query_scale,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        out_dtype=out_dtype,
         sequence_axis=sequence_axis,
         sequence_order=sequence_order,
         sequence_mode=sequence_mode,

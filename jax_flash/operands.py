@@ -36,6 +36,7 @@ class Operand:
         counts them (`optional_fields` in cuda/xla/ffi_call.cc); None for what every call has.
       kernels: the platforms whose kernels take it; on others, a call with it runs as the reference.
         A call with an operand that no platform's take is differentiated as plain JAX.
+      float8: whether kernels take it with query, key and value of float8.
       whole: the axes that no device has a part of, where the call is spread over devices.
       ring: what becomes of it in a ring. "stays" on its device; "travels" with the keys;
         "either", as its shape along S says; "replaced" by what the ring makes for each block.
@@ -51,14 +52,18 @@ class Operand:
     by_distance: bool = False
     slot: int | None = None
     kernels: tuple[str, ...] = ("cpu", "cuda")
+    float8: bool = True
     whole: tuple[str, ...] = ("H", "h", "R", "2", "3")
     ring: Literal["stays", "travels", "either", "replaced"] = "stays"
 
 
 _FLOAT = {"kind": jnp.floating, "expected": "a float dtype", "differentiable": True}
 _INTEGER = {"kind": jnp.integer, "expected": "an integer dtype"}
-_MATRIX = {"broadcasts": True, "ring": "either", "whole": ("S",)}
-_DISTANCE = {**_FLOAT, "broadcasts": True, "adds": True, "by_distance": True}
+_MATRIX = {"broadcasts": True, "ring": "either", "whole": ("S",), "float8": False}
+_DISTANCE = {
+    **_FLOAT, "broadcasts": True, "adds": True, "by_distance": True, "float8": False
+}  # fmt: skip
+_SCALE = {"kind": jnp.floating, "expected": "a float dtype", "kernels": ("cuda",)}
 
 OPERANDS: dict[str, Operand] = {
     "query": Operand(("T", "N", "H"), **_FLOAT),
@@ -87,13 +92,17 @@ OPERANDS: dict[str, Operand] = {
     "key_value_offsets": Operand(("D",), **_INTEGER, kernels=()),
     # A caller's alone: calls have keys that philox.py makes from it.
     "dropout_seed": Operand(("2",), jnp.integer, "uint32 [2] or a PRNG key", kernels=()),
-    "dropout_keys": Operand(("N", "3"), slot=8),
+    "dropout_keys": Operand(("N", "3"), slot=8, float8=False),
     "dlse": Operand(("N", "T"), slot=9),
     "dropout_start": Operand(("2",), slot=10),
     "lse_low": Operand(("N", "T"), slot=11),  # of the backward pass, where something is added
     "window": Operand(("2",), slot=12),  # left and right, where a size is an array
     "alibi_slopes": Operand(("N",), **_DISTANCE, slot=13),
     "relative_bias": Operand(("N", "R"), **_DISTANCE, slot=14),
+    # Of float8 operands: one for each token here, and for each block of tokens in native code.
+    "query_scale": Operand(("N", "T"), **_SCALE, slot=15),
+    "key_scale": Operand(("K", "S"), **_SCALE, slot=16, ring="travels"),
+    "value_scale": Operand(("K", "S"), **_SCALE, slot=17, ring="travels"),
 }  # fmt: skip
 
 

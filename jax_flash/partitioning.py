@@ -199,7 +199,7 @@ def _exported(one_pass: Pass, run: Run, operands: Operands) -> Operands:
         stacklevel=2,
     )
     if spec.sequence is None:
-        return run(one_pass, operands)
+        return on_whole_sequences(one_pass, run, operands)
     mesh, nothing = mesh_of(operands.values()), dict.fromkeys(operands, PartitionSpec())
     results = _shapes(one_pass.result_types(operands))
     plan = make_plan(spec, _shapes(operands), results, nothing, dict(mesh.shape))

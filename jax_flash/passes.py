@@ -7,6 +7,7 @@ the names of `operands.OPERANDS`; a gradient has the name of the operand that it
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Callable
 from typing import Any, Literal
 
@@ -15,6 +16,7 @@ import jax.numpy as jnp
 
 from jax_flash import all_gather, all_to_all, reference, ring_passes
 from jax_flash.arrays import accumulator_of
+from jax_flash.fp8 import quantize_operands, rotate_back, round_operands
 from jax_flash.operands import (
     OPERANDS,
     Operands,
@@ -60,7 +62,10 @@ class Pass:
         if not self.is_backward:
             q_len, heads = query.shape[-3:-1]
             shapes = {
-                "out": ((*batch, q_len, heads, value.shape[-1]), query.dtype),
+                "out": (
+                    (*batch, q_len, heads, value.shape[-1]),
+                    self.spec.result_dtype(query.dtype),
+                ),
                 "lse": ((*batch, heads, q_len), accumulator_of(query.dtype)),
             }
             if added(operands):
@@ -116,6 +121,65 @@ def run_reference(one_pass: Pass, operands: Operands) -> Operands:
     )
 
 
+def quantized(one_pass: Pass, operands: Operands) -> tuple[Pass, Operands]:
+    """A forward pass with `fp8=` as one of float8 operands."""
+    spec = one_pass.spec
+    assert spec.fp8 is not None
+    dtype = jnp.dtype(operands["query"].dtype).name
+    operands, block = quantize_operands(spec.fp8, operands)
+    spec = dataclasses.replace(spec, fp8=None, out_dtype=dtype, scale_block=block)
+    return dataclasses.replace(one_pass, spec=spec), operands
+
+
+def _rounded(one_pass: Pass, run: Run, operands: Operands) -> Operands:
+    """A pass whose operands are rounded to float8 first, if `fp8=` says so.
+
+    The derivatives, the backward pass among them, are those of the pass in the operands' own dtype,
+    at the rounded operands: what out and lse belong to. At others, probabilities do not sum to 1,
+    and rows of dlogits not to 0, which training does not forgive.
+
+    Args:
+      one_pass: the pass.
+      run: makes it.
+      operands: by name.
+    """
+    option = one_pass.spec.fp8
+    if option is None:
+        return run(one_pass, operands)
+    wide = dataclasses.replace(one_pass, spec=dataclasses.replace(one_pass.spec, fp8=None))
+    if one_pass.is_backward:
+        return rotate_back(option, run(wide, round_operands(option, operands)))
+
+    def smooth(operands: Operands) -> Operands:
+        return run(wide, round_operands(option, operands))
+
+    @jax.custom_jvp
+    def forward(operands: Operands) -> Operands:
+        return run(*quantized(one_pass, operands))
+
+    @forward.defjvp
+    def _(primals, tangents):
+        return forward(*primals), jax.jvp(smooth, primals, tangents)[1]
+
+    return forward(operands)
+
+
+def as_run(one_pass: Pass, operands: dict[str, Any]) -> tuple[Pass, dict[str, Any]]:
+    """The pass and the operands that are run: `quantized`, of and as shapes and dtypes."""
+    if one_pass.spec.fp8 is None or one_pass.is_backward:
+        return one_pass, operands
+    made: list[Pass] = []
+
+    def arrays(operands):
+        run, operands = quantized(one_pass, operands)
+        made.append(run)
+        return operands
+
+    shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in operands.items()}
+    types = jax.eval_shape(arrays, shapes)
+    return made[0], types
+
+
 def on_whole_sequences(one_pass: Pass, run: Run, operands: Operands) -> Operands:
     """A pass on one device that has all of the sequences, in the order that they are stored in.
 
@@ -127,17 +191,24 @@ def on_whole_sequences(one_pass: Pass, run: Run, operands: Operands) -> Operands
     sequence = one_pass.spec.sequence
     one_pass = _without_sequence(one_pass)
     if sequence is None:
-        return run(one_pass, operands)
-    return in_position_order(lambda x: run(one_pass, x), sequence, operands)
+        return _rounded(one_pass, run, operands)
+    if sequence.order == "zigzag":
+        one_pass = _cut(one_pass, operands, sequence.devices * sequence.chunks)
+    return in_position_order(lambda x: _rounded(one_pass, run, x), sequence, operands)
 
 
 def on_shards(
     one_pass: Pass, run: Run, sequence: SequenceSharding | None, operands: Operands
 ) -> Operands:
-    """A pass on one device's shards of the sequences; arguments as for `on_whole_sequences`."""
+    """A pass on one device's shards of the sequences; arguments as for `on_whole_sequences`.
+
+    Operands are rounded to float8 before they are sent, each device its own.
+    """
+    if one_pass.spec.fp8 is not None:
+        return _rounded(one_pass, lambda p, x: on_shards(p, run, sequence, x), operands)
     if sequence is None:
         return run(one_pass, operands)
-    one_pass = _without_sequence(one_pass)
+    one_pass = _cut(_without_sequence(one_pass), operands, sequence.chunks)
     if sequence.mode == "auto":
         mode, _ = choose_mode(one_pass.spec, sequence, operands)
         sequence = dataclasses.replace(sequence, mode=mode)
@@ -148,6 +219,18 @@ def on_shards(
     block = dataclasses.replace(one_pass, is_block=True)
     ring = ring_passes.backward if one_pass.is_backward else ring_passes.forward
     return ring(lambda x: run(block, x), one_pass.spec, sequence, operands)
+
+
+def _cut(one_pass: Pass, operands: Operands, parts: int) -> Pass:
+    """A pass whose sequences are cut into so many parts, and put together anew.
+
+    A scale's block may then begin in the middle of a part, and scales may differ between parts.
+    """
+    if "query_scale" not in operands:
+        return one_pass
+    lengths = (operands[name].shape[-3] // parts for name in ("query", "key"))
+    block = math.gcd(one_pass.spec.scale_block, *lengths)
+    return dataclasses.replace(one_pass, spec=dataclasses.replace(one_pass.spec, scale_block=block))
 
 
 def _without_sequence(one_pass: Pass) -> Pass:

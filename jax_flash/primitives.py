@@ -20,10 +20,11 @@ from jax.interpreters import batching, mlir
 
 from jax_flash import compat, dispatch, ffi
 from jax_flash.folding import fold_batch_axes
+from jax_flash.fp8 import block_scales
 from jax_flash.head_dims import with_padded_head_dims
 from jax_flash.operands import Operands, added
 from jax_flash.partitioning import mesh_of, result_types, spread, unify_varying, vary_like
-from jax_flash.passes import Pass, complete, run_reference
+from jax_flash.passes import Pass, as_run, complete, run_reference
 from jax_flash.ranks import own_ranks
 from jax_flash.spec import AttentionSpec
 
@@ -45,7 +46,7 @@ def run_on(platform: str, one_pass: Pass, operands: Operands) -> Operands:
     def native(operands, results):
         outputs = ffi.call(
             one_pass,
-            operands,
+            block_scales(one_pass.spec.scale_block, operands),
             results,
             # The same for folded axes as for those that were folded.
             workspace_bytes=choice.workspace_bytes,
@@ -74,7 +75,7 @@ def cuda_kernels(spec: AttentionSpec, operands: Operands, gpu: ffi.Gpu) -> dict[
     backward = Pass(spec, "backward", added(operands))
     return {
         one_pass.kind: _cuda_kernel(one_pass, arrays, gpu)
-        for one_pass, arrays in ((forward, operands), (backward, residuals))
+        for one_pass, arrays in (as_run(forward, operands), (backward, residuals))
         if dispatch.choose(one_pass, arrays, "cuda").implementation == "flash"
     }
 
@@ -83,6 +84,7 @@ def _cuda_kernel(one_pass: Pass, operands: Operands, gpu: ffi.Gpu) -> ffi.Kernel
     found = []
 
     def native(operands, results):
+        operands = block_scales(one_pass.spec.scale_block, operands)
         found.append(ffi.kernel(one_pass, operands, results, gpu))
         return {name: jnp.zeros(x.shape, x.dtype) for name, x in results.items()}
 

@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 
 from jax_flash.arrays import INT32, accumulator_of
+from jax_flash.fp8 import rounded_weights
 from jax_flash.operands import OPERANDS, Operands, added, axis_of, batch_shape
 from jax_flash.philox import dropout_keep
 from jax_flash.spec import AttentionSpec
@@ -41,10 +42,10 @@ def forward(spec: AttentionSpec, operands: Operands, *, block_q: int | None = No
     batch = batch_shape(operands)
     q_len, heads, _ = query.shape[-3:]
     kv_len, _, value_dim = value.shape[-3:]
-    accumulator = accumulator_of(query.dtype)
+    accumulator, dtype = accumulator_of(query.dtype), spec.result_dtype(query.dtype)
     if 0 in (*batch, q_len, heads):
         results = {
-            "out": jnp.zeros((*batch, q_len, heads, value_dim), query.dtype),
+            "out": jnp.zeros((*batch, q_len, heads, value_dim), dtype),
             "lse": jnp.full((*batch, heads, q_len), -jnp.inf, accumulator),
         }
         if added(operands):
@@ -52,6 +53,8 @@ def forward(spec: AttentionSpec, operands: Operands, *, block_q: int | None = No
         return results
 
     operands = {**operands, "key": key.astype(accumulator), "value": value.astype(accumulator)}
+    if "key_scale" in operands:
+        operands["key"] = operands["key"] * jnp.swapaxes(operands["key_scale"], -1, -2)[..., None]
     if block_q is None:
         block_q = _block_size(q_len, heads * kv_len * math.prod(batch))
     if _has_mask(spec, operands):
@@ -65,7 +68,7 @@ def forward(spec: AttentionSpec, operands: Operands, *, block_q: int | None = No
     block = jax.checkpoint(functools.partial(_forward_block, spec, accumulator))
     results = _over_query_blocks(block, operands, block_q)
     results = {n: jnp.broadcast_to(x, (*batch, *x.shape[len(batch) :])) for n, x in results.items()}
-    return {**results, "out": results["out"].astype(query.dtype)}
+    return {**results, "out": results["out"].astype(dtype)}
 
 
 def _block_size(q_len: Any, logits_per_query: Any) -> Any:
@@ -281,6 +284,8 @@ def _forward_block(spec, accumulator, operands: Operands, first) -> Operands:
     key, value = operands["key"], operands["value"]
     kv_heads = key.shape[-2]
     query = operands["query"].astype(accumulator)
+    if "query_scale" in operands:
+        query = query * jnp.swapaxes(operands["query_scale"], -1, -2)[..., None]
     q_len, heads = query.shape[-3:-1]
     allowed = _allowed(spec, operands, first)
     row_exists = jnp.ones((), bool)
@@ -316,6 +321,9 @@ def _forward_block(spec, accumulator, operands: Operands, first) -> Operands:
     maximum = jax.lax.stop_gradient(jnp.where(maximum == -jnp.inf, 0, maximum))
     weights = jnp.where(allowed, jnp.exp(logits - maximum[..., None]), 0)
     total = weights.sum(axis=-1)
+    if "value_scale" in operands:
+        value_scale = operands["value_scale"][..., None, None, :]  # [*B,K,1,1,S]
+        weights = rounded_weights(logits, allowed, maximum, value_scale)
     if sinks is not None:
         total = total + jnp.where(row_exists, jnp.exp(sinks - maximum), 0)
     empty = total == 0

@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from typing import Literal, overload
+from typing import Any, Literal, overload
 
 import jax
 from jax.typing import ArrayLike
 
 from jax_flash.attention import run
 from jax_flash.call import WindowSize, make_call
+from jax_flash.fp8 import Fp8
 from jax_flash.sequence import make_sequence, mesh_axes
 from jax_flash.spec import Implementation, Mode, Order, Precision
 
@@ -43,6 +44,11 @@ def ring_attention(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     precision: Precision = None,
+    fp8: Fp8 | None = None,
+    query_scale: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+    out_dtype: Any = None,
 ) -> jax.Array: ...
 
 
@@ -76,6 +82,11 @@ def ring_attention(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     precision: Precision = None,
+    fp8: Fp8 | None = None,
+    query_scale: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+    out_dtype: Any = None,
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -109,6 +120,11 @@ def ring_attention(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     precision: Precision = None,
+    fp8: Fp8 | None = None,
+    query_scale: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+    out_dtype: Any = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
@@ -141,6 +157,11 @@ def ring_attention(
     broadcast_dropout: bool = False,
     deterministic: bool = False,
     precision: Precision = None,
+    fp8: Fp8 | None = None,
+    query_scale: ArrayLike | None = None,
+    key_scale: ArrayLike | None = None,
+    value_scale: ArrayLike | None = None,
+    out_dtype: Any = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
     r"""`dot_product_attention` of a sequence sharded over the devices of a `shard_map`.
 
@@ -176,7 +197,10 @@ def ring_attention(
         are those of the whole sequence.
       scale: as for `dot_product_attention`, like all that follows: is_causal, local_window_size,
         implementation, return_residual, logits_soft_cap, dropout_rate, dropout_seed,
-        broadcast_dropout, deterministic, precision.
+        broadcast_dropout, deterministic, precision, fp8, out_dtype.
+      query_scale: broadcastable to [\*B, blocks, N], blocks of this device's T/D tokens. With them,
+        and with fp8, what travels has 8 bits.
+      key_scale, value_scale: likewise, [\*B, blocks, K] of the S/D tokens; they travel.
 
     Returns:
       out [\*B,T/D,N,h], or (out, lse [\*B,T/D,N] float32), both differentiable.
@@ -229,6 +253,11 @@ def ring_attention(
         broadcast_dropout=broadcast_dropout,
         deterministic=deterministic,
         precision=precision,
+        fp8=fp8,
+        query_scale=query_scale,
+        key_scale=key_scale,
+        value_scale=value_scale,
+        out_dtype=out_dtype,
         sequence=sequence,
         is_shard=True,
     )

@@ -20,6 +20,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash.arrays import accumulator_of
+from jax_flash.fp8 import moved
 from jax_flash.reference import two_sum
 from jax_flash.ring_blocks import Blocks, Run, one_key_chunk_at_a_time, restore
 from jax_flash.ring_route import plan_route
@@ -137,7 +138,10 @@ class _Ring:
         return state
 
     def send(self, arrays: Operands, pairs) -> Operands:
-        return {name: jax.lax.ppermute(x, self.axis_name, pairs) for name, x in arrays.items()}
+        def permute(x: jax.Array) -> jax.Array:
+            return jax.lax.ppermute(x, self.axis_name, pairs)
+
+        return {name: moved(permute, x) for name, x in arrays.items()}
 
 
 def _rounds(steps: int) -> tuple[int, int]:
@@ -186,7 +190,7 @@ def forward(
     }
     if "sinks" in operands:
         results = _add_sinks(results, ring.blocks.rows(ring.device), operands, ring.blocks.q_len)
-    return {**results, "out": results["out"].astype(operands["query"].dtype)}
+    return {**results, "out": results["out"].astype(spec.result_dtype(operands["query"].dtype))}
 
 
 def _merge(parts: list[Operands], accumulator) -> Operands:

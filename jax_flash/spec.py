@@ -12,6 +12,7 @@ import jax.core
 import numpy as np
 
 from jax_flash import philox
+from jax_flash.fp8 import Fp8
 
 # The families of CUDA kernels, by the implementations that insist on them.
 FAMILIES: dict[str | None, int] = {"flash_sm80": 80, "flash_sm90": 90}
@@ -99,6 +100,11 @@ class AttentionSpec:
         Tests set it to run the configurations of GPUs with less.
       sequence: how query, key and value are spread over the sequence, where the caller says so;
         None: not at all, or as partitioning finds them.
+      fp8: how the forward pass rounds query, key and value to float8; None is not at all, or they
+        are of float8 already.
+      out_dtype: name of the output's dtype; None is query's.
+      scale_block: of float8 operands, a number of tokens of which multiples share each scale; 0
+        where all of a sequence do.
     """
 
     scale: float
@@ -111,6 +117,9 @@ class AttentionSpec:
     implementation: str | None = None
     smem_limit: int = 0
     sequence: SequenceSharding | None = None
+    fp8: Fp8 | None = None
+    out_dtype: str | None = None
+    scale_block: int = 0
 
     @property
     def dropout_threshold(self) -> int:
@@ -125,6 +134,10 @@ class AttentionSpec:
     @property
     def has_window(self) -> bool:
         return self.window != (None, None)
+
+    def result_dtype(self, dtype: Any) -> np.dtype:
+        """The output's dtype, given query's."""
+        return np.dtype(self.out_dtype or dtype)
 
     def ffi_attributes(self) -> dict[str, Any]:
         """The `options` attribute; fields as `OptionAttributes` in cuda/xla/handlers.cc."""

@@ -216,6 +216,18 @@ def test_llama_block_trains(tmp_path):
         assert sum(losses[-5:]) / 5 < 3.5
 
 
+def test_llama_block_trains_in_fp8(tmp_path):
+    printed, output = run(
+        tmp_path, "--train", "300", "--batch", "2", "--learning-rate", "0.003", "--dtype",
+        "bfloat16", "--attention", "jax_flash", "jax_flash_fp8",
+    )  # fmt: skip
+    assert "jax_flash_fp8 over the others, mean of the last 30 steps:" in printed
+    (trained,) = output["runs"]
+    assert trained["training"]["equal"]
+    assert 0 < abs(trained["training"]["fp8_excess"]["jax_flash_fp8"]) < 0.01
+    assert sum(trained["results"][1]["losses"][-30:]) / 30 < 3
+
+
 def test_llama_block_keeps_what_was_measured_before_an_interrupt(tmp_path):
     # What a script starts in the background ignores it, and so would the process.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)

@@ -178,6 +178,19 @@ def costs() -> str:
     return f"{table(header, lines)}\n\nOn {where(document)}."
 
 
+def fp8_errors() -> str:
+    """The guide's table: errors of the output and of the gradients, by inputs and option."""
+    document = load("fp8_cpu.json")
+    lines = [
+        [row["inputs"], str(row["shape"][-1]), row["mask"], row["option"],
+         *(f"{100 * x:.2g}%" if x < 0.01 else f"{100 * x:.1f}%" for x in row["errors"].values())]
+        for row in document["results"]
+    ]  # fmt: skip
+    header = ["inputs", "H", "mask", "scales", "output", "gradient of query", "of key", "of value"]
+    how = block([command(document)])
+    return f"{table(header, lines)}\n\nThe reference, on {where(document)}.\n\n{how}"
+
+
 def host(document: dict) -> str:
     rows = [row for row in document["results"] if "time" in row]
     names = list(dict.fromkeys(r["contender"] for r in rows if r["case"] != "import"))
@@ -389,6 +402,7 @@ def several_devices() -> str:
 # By file, what stands between <!-- NAME --> and <!-- end of NAME -->.
 _PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"results": headline},
+    "docs/guide/fp8.md": {"errors": fp8_errors},
     "docs/guide/masks.md": {"costs": costs},
     "docs/guide/several-devices.md": {
         "measured": several_devices,

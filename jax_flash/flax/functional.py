@@ -33,6 +33,7 @@ def dot_product_attention(
     qk_attn_weights_einsum: Callable | None = None,
     attn_weights_value_einsum: Callable | None = None,
     deterministic_gradients: bool = False,
+    fp8: jax_flash.Fp8 | None = None,
     **options: Any,
 ) -> jax.Array:
     """`jax_flash.dot_product_attention` with the calling convention of Flax's attention modules.
@@ -72,6 +73,7 @@ def dot_product_attention(
         `attn_weights_value_einsum`: a fused kernel cannot call them.
       deterministic_gradients: the `deterministic` of `jax_flash.dot_product_attention`: the
         backward pass is bitwise repeatable.
+      fp8: how to round query, key and value to FP8, as `jax_flash.dot_product_attention` has it.
       **options: passed on to `jax_flash.dot_product_attention`.
 
     Returns:
@@ -121,7 +123,7 @@ def dot_product_attention(
             broadcast_dropout=broadcast_dropout,
         )
     options.update(bias=bias, mask=mask, is_causal=is_causal)
-    options.update(deterministic=deterministic_gradients, precision=precision)
+    options.update(deterministic=deterministic_gradients, precision=precision, fp8=fp8)
     return jax_flash.dot_product_attention(query, key, value, **options)
 
 

@@ -24,6 +24,7 @@ class Options(Protocol):
     scale: float | None
     qk_norm: str | None
     dropout_rate: float
+    fp8: jax_flash.Fp8 | None
     attention_fn: Callable[..., jax.Array] | None
 
 
@@ -156,6 +157,7 @@ def attend(
         "scale": layer.scale,
         "local_window_size": layer.local_window_size,
         "logits_soft_cap": layer.logits_soft_cap,
+        "fp8": layer.fp8 if cache is None else None,
     }
     options |= {name: x for name, x in given.items() if x is not None}
     attention_fn = layer.attention_fn or jax_flash.dot_product_attention

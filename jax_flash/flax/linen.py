@@ -9,6 +9,7 @@ import jax
 import jax.numpy as jnp
 from flax import linen
 
+import jax_flash
 from jax_flash.flax import layer
 from jax_flash.flax.rotary import Rotary
 
@@ -56,6 +57,7 @@ class GroupedQueryAttention(linen.Module):
     deterministic: bool | None = None
     use_bias: bool = False
     use_out_bias: bool | None = None
+    fp8: jax_flash.Fp8 | None = None
     dtype: Any = None
     param_dtype: Any = jnp.float32
     kernel_init: jax.nn.initializers.Initializer = linen.initializers.lecun_normal()

@@ -7,6 +7,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 
+import jax_flash
 from jax_flash.flax import layer
 from jax_flash.flax.rotary import Rotary
 
@@ -68,6 +69,7 @@ class GroupedQueryAttention(nnx.Module):
         deterministic: bool = False,
         use_bias: bool = False,
         use_out_bias: bool | None = None,
+        fp8: jax_flash.Fp8 | None = None,
         dtype: Any = None,
         param_dtype: Any = jnp.float32,
         kernel_init: nnx.Initializer = _KERNEL_INIT,
@@ -102,6 +104,9 @@ class GroupedQueryAttention(nnx.Module):
           deterministic: if True, no dropout. `nnx.view`, `eval` and `train` set it, too.
           use_bias: whether the projections to query, key and value add a bias.
           use_out_bias: whether the last projection does. Default: use_bias.
+          fp8: how the attention rounds query, key and value to FP8, as for
+            `jax_flash.dot_product_attention`; None is not at all. Calls with `decode=True` do not:
+            they would round the whole cache for each token.
           dtype: dtype of the computation; by default that of inputs and parameters together.
           param_dtype: dtype of the parameters.
           kernel_init: initializer of the projections' kernels.
@@ -133,6 +138,7 @@ class GroupedQueryAttention(nnx.Module):
         self.qk_norm = qk_norm
         self.dropout_rate = dropout_rate
         self.deterministic = deterministic
+        self.fp8 = fp8
         self.dtype = dtype
         self.attention_fn = attention_fn
 

@@ -1,0 +1,334 @@
+"""Rounds operands to float8_e4m3fn, with scales, and probabilities as FP8 kernels do.
+
+Inside the package a scale has one number for each token, [*B,N,T] or [*B,K,S]: it is cut, sent and
+sharded as other operands of tokens are. `AttentionSpec.scale_block` says how many neighbours share
+one, and kernels get one number for each block (`block_scales`).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.export import is_symbolic_dim
+from jax.typing import ArrayLike
+
+from jax_flash.operands import Operands
+
+DTYPE = jnp.float8_e4m3fn
+GREATEST = 448.0  # of e4m3
+# Tokens that share a scale in a kernel, at least.
+KERNEL_BLOCK = 128
+SCALES = {"query": "query_scale", "key": "key_scale", "value": "value_scale"}
+
+Per = int | Literal["head", "tensor"]
+
+
+@dataclasses.dataclass(frozen=True)
+class Fp8:
+    """How `dot_product_attention(..., fp8=Fp8())` rounds operands of 16 or 32 bits to e4m3.
+
+    The forward pass rounds query, key and value as `quantize` does, and multiplies them and the
+    probabilities in FP8. The backward pass multiplies in the operands' own dtype, at the rounded
+    query, key and value; gradients pass the rounding as if it were none.
+
+    Attributes:
+      per: what shares a scale, as for `quantize`.
+      rotation: the seed of a random rotation of query and key, as for `quantize`; None is none.
+    """
+
+    per: Per = 128
+    rotation: int | None = None
+
+    def __post_init__(self):
+        is_block = isinstance(self.per, int) and not isinstance(self.per, bool) and self.per > 0
+        if not is_block and self.per not in ("head", "tensor"):
+            raise ValueError(
+                f'per: expected a positive number of tokens, "head" or "tensor", got {self.per!r}'
+            )
+        seed = self.rotation
+        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
+            raise ValueError(
+                "rotation: expected an int of 0 or more, known when the function is traced, or "
+                f"None, got {seed!r}"
+            )
+
+    def __str__(self) -> str:
+        shared = f"block of {self.per} tokens of a head" if isinstance(self.per, int) else self.per
+        rotated = "" if self.rotation is None else ", query and key after a rotation"
+        return f"query, key and value to e4m3 with a scale for each {shared}{rotated}"
+
+
+class Quantized(NamedTuple):
+    r"""What `quantize` returns.
+
+    Attributes:
+      values: float8_e4m3fn, in the shape of what was quantized.
+      scale: float32 [\*B, blocks, heads], each axis full or 1; values times scale is what they
+        stand for.
+    """
+
+    values: jax.Array
+    scale: jax.Array
+
+
+def quantize(x: ArrayLike, per: Per = 128, *, rotation: int | None = None) -> Quantized:
+    r"""Rounds a query, key or value to float8_e4m3fn with scales, for `dot_product_attention`.
+
+    The scale of a block is its greatest finite absolute value over 448, so that the block uses
+    all of e4m3's range. Infinities become NaN, which e4m3 has, and stay where they are.
+
+    A rotation multiplies each head's vector by :math:`D H / \sqrt{m}`, where D is a diagonal of
+    random signs and H a Hadamard matrix of m rows, m being the greatest power of two that divides
+    the head dim (for other head dims, several such blocks). Products of query and key stay as they
+    are if both are rotated with one seed, and an outlier is spread over m numbers, which lowers
+    the scale of its block. Values must not be rotated.
+
+    It is plain JAX, which XLA fuses. Its derivative passes the rounding as if it were none, and
+    takes scales for constants; JAX makes cotangents of float8 values float8, too, so that they
+    are too coarse to train with, and attention refuses them. To train, use `fp8=Fp8()` instead.
+
+    Args:
+      x: [\*B,T,heads,H], bfloat16, float16 or float32; at least three axes.
+      per: what shares a scale: a block of so many tokens of a head, 128 or a divisor of T; "head";
+        or "tensor", all of x. CUDA kernels take multiples of 128.
+      rotation: the seed of the signs, known when the function is traced; None is no rotation.
+
+    Returns:
+      `Quantized`: (values, scale).
+
+    Raises:
+      TypeError: x is no array of floats, or rotation no int.
+      ValueError: x has too few axes, or per does not fit.
+
+    References:
+      Micikevicius et al., "FP8 formats for deep learning", 2022; Ashkboos et al., "QuaRot", 2024,
+      section 4, and Shah et al., "FlashAttention-3", 2024, section 3.3 (rotations).
+    """
+    option = Fp8(per, rotation)
+    x = jnp.asarray(x)
+    if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
+        raise TypeError(f"x: expected bfloat16, float16 or float32, got {x.dtype}")
+    if x.ndim < 3:
+        raise ValueError(f"x: expected shape [..., T, heads, H] of 3 or more axes, got {x.shape}")
+    length = x.shape[-3]
+    block = _block_size(option.per, length)
+    if -(-length // block) > 1 and block_of(-(-length // block), length) != block:
+        raise ValueError(
+            f"per: expected {KERNEL_BLOCK}, or a number of tokens that divides the sequence's "
+            f"{length} into another number of blocks than that does, got {per}"
+        )
+    return _quantized(x, option)
+
+
+def block_of(blocks: int, length: Any) -> int | None:
+    """The tokens that share a scale where a sequence has so many; None if that cannot be."""
+    if blocks == -(-length // KERNEL_BLOCK):
+        return KERNEL_BLOCK
+    return length // blocks if blocks and length % blocks == 0 else None
+
+
+def _block_size(per: Per, length: Any) -> Any:
+    """The tokens of a block, one of which is the whole sequence if that is shorter."""
+    if not isinstance(per, int):
+        return length
+    if is_symbolic_dim(length):
+        raise ValueError(f'per: expected "head" or "tensor" where lengths are symbolic, got {per}')
+    return max(1, min(per, length))
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def _quantized(x: jax.Array, option: Fp8) -> Quantized:
+    if option.rotation is not None:
+        x = rotate(x, option.rotation)
+    scale = _scale(x, option.per)
+    length, heads = x.shape[-3:-1]
+    by_token = token_scale(scale, _block_size(option.per, length), length, heads)
+    scaled = x.astype(jnp.float32) / jnp.swapaxes(by_token, -1, -2)[..., None]
+    values = scaled + jax.lax.stop_gradient(round_e4m3(scaled) - scaled)
+    return Quantized(jnp.where(jnp.abs(x) < jnp.inf, values, jnp.nan).astype(DTYPE), scale)
+
+
+def _scale(x: jax.Array, per: Per) -> jax.Array:
+    """The scales of x [*B,T,heads,H]: [*B, blocks, heads], without a derivative.
+
+    The maximum over the head dim comes first, of x as it lies in memory: XLA makes one reduction of
+    two, and would be slow where the two axes are no neighbours.
+    """
+    sizes = jax.lax.stop_gradient(jnp.abs(x))
+    sizes = jnp.where(sizes < jnp.inf, sizes, 0).max(-1, initial=0)
+    *batch, length, heads = sizes.shape
+    if per == "tensor":
+        sizes = sizes.max(keepdims=True, initial=0)
+    elif per == "head":
+        sizes = sizes.max(-2, keepdims=True, initial=0)
+    else:
+        block = _block_size(per, length)
+        count = -(-length // block)
+        pads = [(0, 0)] * len(batch) + [(0, count * block - length), (0, 0)]
+        sizes = jnp.pad(sizes, pads).reshape(*batch, count, block, heads).max(-2)
+    # The least scale is that of zeros: a probability is scaled by the greatest of the values' ones.
+    return jnp.maximum(
+        sizes.astype(jnp.float32) * np.float32(1 / GREATEST), jnp.finfo(jnp.float32).tiny
+    )
+
+
+def round_e4m3(x: jax.Array) -> jax.Array:
+    """The nearest number of e4m3, ties to even, 448 at most, as float32.
+
+    As arithmetic, since XLA may round twice where it converts, or leave out a conversion to 8 bits
+    and back. Its derivative is 0.
+    """
+    x = jnp.clip(jax.lax.stop_gradient(x), -GREATEST, GREATEST)
+    bits = jax.lax.bitcast_convert_type(x, jnp.int32)
+    # A power of two: x's own, or that of subnormal numbers, 2^-6.
+    exponent = jnp.maximum(bits & 0x7F800000, (127 - 6) << 23)
+    power = jax.lax.bitcast_convert_type(exponent, jnp.float32)
+    return jnp.round(x / power * 8) * (power / 8)
+
+
+def rotate(x: jax.Array, seed: int, *, back: bool = False) -> jax.Array:
+    """x with each vector along its last axis rotated as `quantize` says, or back, in x's dtype."""
+    dim = x.shape[-1]
+    size = dim & -dim if dim else 1  # the greatest power of two that divides it
+    matrix = _signed_hadamard(dim, size, seed).astype(x.dtype)
+    highest = jax.lax.Precision.HIGHEST
+    product = jnp.matmul(
+        x, matrix.T if back else matrix, precision=highest, preferred_element_type=jnp.float32
+    )
+    return (product * np.float32(size**-0.5)).astype(x.dtype)
+
+
+def _signed_hadamard(dim: int, size: int, seed: int) -> jax.Array:
+    """Random signs in a diagonal times blocks of Sylvester's Hadamard matrices: [dim,dim], +-1.
+
+    It is computed from the indices, since a `custom_partitioning` takes no constant arrays.
+    """
+    row, column = (jax.lax.broadcasted_iota(jnp.uint32, (dim, dim), axis) for axis in (0, 1))
+    odd = jax.lax.population_count(row & column & np.uint32(size - 1)) & 1
+    # Bits that look random: the finalizer of MurmurHash3.
+    bits = row * np.uint32(0x9E3779B9) + np.uint32(seed % 2**32)
+    for shift, factor in ((16, 0x85EBCA6B), (13, 0xC2B2AE35), (16, 1)):
+        bits = (bits ^ (bits >> np.uint32(shift))) * np.uint32(factor)
+    signs = 1 - 2 * ((odd ^ bits) & 1).astype(jnp.float32)
+    return jnp.where(row // np.uint32(size) == column // np.uint32(size), signs, 0)
+
+
+def moved(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+    """What a collective that moves numbers makes of x; those of float8 travel as bytes.
+
+    Otherwise XLA may convert them to wider numbers and send these.
+    """
+    if x.dtype != DTYPE:
+        return collective(x)
+    sent = collective(jax.lax.bitcast_convert_type(x, jnp.uint8))
+    return jax.lax.bitcast_convert_type(sent, DTYPE)
+
+
+def _option_of(name: str, option: Fp8) -> Fp8:
+    return dataclasses.replace(option, rotation=None) if name == "value" else option
+
+
+def quantize_operands(option: Fp8, operands: Operands) -> tuple[Operands, int]:
+    """The operands of a call with `fp8=` as those of one of float8, and the tokens of a scale."""
+    quantized = dict(operands)
+    for name, scale_name in SCALES.items():
+        x = operands[name]
+        length, heads, _ = x.shape[-3:]
+        quantized[name], scale = _quantized(x, _option_of(name, option))
+        block = _block_size(option.per, length)
+        quantized[scale_name] = token_scale(scale, block, length, heads)
+    return quantized, option.per if isinstance(option.per, int) else 0
+
+
+def round_operands(option: Fp8, operands: Operands) -> Operands:
+    """The operands with the numbers that those of float8 stand for, in their own dtype.
+
+    The derivative passes the rounding as if it were none, and takes the rotation for what it is.
+    """
+    rounded = dict(operands)
+    for name in SCALES:
+        x, own = operands[name], _option_of(name, option)
+        if own.rotation is not None:
+            x = rotate(x, own.rotation)
+        length, heads, _ = x.shape[-3:]
+        values, scale = _quantized(jax.lax.stop_gradient(x), Fp8(own.per))
+        scale = token_scale(scale, _block_size(own.per, length), length, heads)
+        values = values.astype(jnp.float32) * jnp.swapaxes(scale, -1, -2)[..., None]
+        rounded[name] = values.astype(x.dtype) + (x - jax.lax.stop_gradient(x))
+    return rounded
+
+
+def rotate_back(option: Fp8, gradients: Operands) -> Operands:
+    """Gradients of operands, given those of `round_operands`."""
+    if option.rotation is None:
+        return gradients
+    rotated = {n: rotate(gradients[n], option.rotation, back=True) for n in ("query", "key")}
+    return {**gradients, **rotated}
+
+
+@functools.partial(jax.jit, static_argnums=(1, 2, 3))
+def token_scale(scale: jax.Array, block: int, length: Any, heads: int) -> jax.Array:
+    """A scale [*B, blocks, heads], the last two axes full or 1, as one for each token.
+
+    Args:
+      scale: as above.
+      block: tokens that share one.
+      length: all tokens.
+      heads: all heads.
+
+    Returns:
+      [*B, heads, length], each batch axis as it is.
+    """
+    scale = jnp.swapaxes(scale, -1, -2)
+    if scale.shape[-1] == 1:
+        return jnp.broadcast_to(scale, (*scale.shape[:-2], heads, length))
+    scale = jnp.broadcast_to(scale, (*scale.shape[:-2], heads, scale.shape[-1]))
+    return jnp.repeat(scale, block, axis=-1)[..., :length]
+
+
+def block_scales(scale_block: int, operands: Operands) -> Operands:
+    """The operands as kernels take them: with one scale for each 128 tokens, or one for all."""
+    changed = dict(operands)
+    for name in SCALES.values():
+        if name in operands:
+            x = operands[name]
+            if scale_block:
+                changed[name] = jax.lax.slice_in_dim(x, 0, x.shape[-1], KERNEL_BLOCK, axis=-1)
+            else:
+                changed[name] = x[..., :1]
+    return changed
+
+
+def rounded_weights(
+    logits: jax.Array, allowed: jax.Array, maximum: jax.Array, value_scale: jax.Array
+) -> jax.Array:
+    """Probabilities as the FP8 kernels multiply them with stored values; all float32.
+
+    With x = log2(e) * logits, M the greatest x of a row rounded up to an integer, and v the
+    greatest of the values' scales, P is e4m3(2^(x - M + 8) * scale / v) * v * 2^(M - 8). Powers of
+    two change no rounding, so M may be that of the keys that a kernel has met so far. It has no
+    derivative.
+
+    Args:
+      logits: [...,T,S].
+      allowed: bool, broadcastable to [...,T,S].
+      maximum: what was subtracted from the logits, [...,T].
+      value_scale: that of each key, broadcastable to [...,T,S].
+
+    Returns:
+      Rounded, exp(logits - maximum) * value_scale; 0 where not allowed.
+    """
+    to_base_2 = np.float32(np.log2(np.e))
+    x = to_base_2 * logits
+    top = jnp.max(jnp.where(allowed, x, -jnp.inf), axis=-1, keepdims=True, initial=-jnp.inf)
+    top = jnp.where(jnp.isfinite(top), jnp.ceil(top), 0)
+    greatest = value_scale.max(axis=-1, keepdims=True, initial=0)
+    share = value_scale / jnp.where(greatest > 0, greatest, 1)
+    rounded = round_e4m3(jnp.where(allowed, jnp.exp2(x - top + 8) * share, 0))
+    return rounded * (greatest * jnp.exp2(top - 8 - to_base_2 * maximum[..., None]))
