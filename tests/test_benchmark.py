@@ -110,13 +110,13 @@ def test_oracle_agrees_and_notices(case):
     prepared = _FLASH.prepare(case, [inputs], extras)
     assert not prepared.refused
     results = prepared.results("both")
-    found = oracle.errors(truth, results)
+    found = oracle.errors(case, truth, results)
     assert found.keys() == {"out", "dquery", "dkey", "dvalue"}
     assert max(found.values()) < 1e-5
     assert not oracle.is_wrong(case, found)
     for name in results:
         spoiled = {**results, name: results[name] * 1.01}
-        assert oracle.is_wrong(case, oracle.errors(truth, spoiled)), name
+        assert oracle.is_wrong(case, oracle.errors(case, truth, spoiled)), name
     assert oracle.is_wrong(case, {"out": float("nan")})
 
 
@@ -134,7 +134,7 @@ def test_oracle_beyond_its_budget_takes_rows(monkeypatch, case, keys):
     # Of keys, those that only the first, middle and last 8 queries may attend to.
     assert truth.values.keys() >= {"out", "dquery"}
     assert truth.values.get("dkey", np.zeros(0)).shape[0] == keys
-    found = oracle.errors(truth, _FLASH.prepare(case, [inputs], extras).results("both"))
+    found = oracle.errors(case, truth, _FLASH.prepare(case, [inputs], extras).results("both"))
     assert max(found.values()) < 1e-5
 
 
