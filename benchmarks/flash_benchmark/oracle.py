@@ -186,9 +186,9 @@ class _Group:
         group = case.heads // case.kv_heads
         heads = slice(case.heads - group, case.heads)
         query, key, value, dout = (x[entry] for x in inputs)
-        of_queries = (np.asarray(x[:, heads], np.float64) for x in (query, dout))
-        of_keys = (np.asarray(x[:, -1], np.float64) for x in (key, value))
-        return cls(case, *of_queries, *of_keys, extras, heads)
+        query, dout = (np.asarray(x[:, heads], np.float64) for x in (query, dout))
+        key, value = (np.asarray(x[:, -1], np.float64) for x in (key, value))
+        return cls(case, query, dout, key, value, extras, heads)
 
     @property
     def spread(self) -> float:
