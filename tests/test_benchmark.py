@@ -218,6 +218,8 @@ def test_tables_name_cases_once():
         names = [case.name for case in select([name])]
         assert len(set(names)) == len(names) > 0, name
     assert len(select(["targets"])) == 18
+    unequal = {case.name for case in select(list(TABLES)) if case.value_dim != case.head_dim}
+    assert unequal == {f"(1,8192,16,192/128) bfloat16 {mask}" for mask in ("full", "causal")}
 
 
 def test_training_has_what_models_train_with():
