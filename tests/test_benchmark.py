@@ -96,28 +96,103 @@ def test_work_is_that_of_the_allowed_pairs(case, pairs):
     assert case.flops("both") == 3.5 * case.flops("forward")
 
 
+def test_work_counts_both_head_dims():
+    case = tiny(value_dim=48)
+    assert case.name == "(2,40,4/2,16/48) float32 full"
+    assert case.flops("forward") == 2 * (16 + 48) * 2 * 4 * 40 * 40
+    # Query and output, key and value; in the backward pass also the gradients of all four.
+    assert case.bytes("forward") == 4 * 2 * 40 * (4 + 2) * (16 + 48)
+    assert case.bytes("both") == 3 * case.bytes("forward")
+
+
 _CASES = [
     tiny(), tiny(is_causal=True), tiny(window=(5, 2)), tiny(segments=3),
     tiny(documents=5, is_causal=True), tiny(documents=5, q_len=23, is_causal=True),
+    tiny(value_dim=24, is_causal=True), tiny(is_causal=True, feature="bias_gradient"),
+    tiny(segments=3, is_causal=True, feature="soft_cap"), tiny(window=(5, 0), feature="sinks"),
     *(tiny(feature=feature) for feature in FEATURES if feature != "dropout"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", _CASES, ids=lambda case: case.mask_name + case.feature)
+@pytest.mark.parametrize("case", _CASES, ids=lambda case: case.name)
 def test_oracle_agrees_and_notices(case):
     inputs, extras = make_inputs(case, 0)
     truth = oracle.compute(case, inputs, extras)
     prepared = _FLASH.prepare(case, [inputs], extras)
     assert not prepared.refused
     results = prepared.results("both")
-    found = oracle.errors(truth, results)
-    assert found.keys() == {"out", "dquery", "dkey", "dvalue"}
+    found = oracle.errors(case, truth, results)
+    assert tuple(found) == case.results("both")
     assert max(found.values()) < 1e-5
     assert not oracle.is_wrong(case, found)
     for name in results:
         spoiled = {**results, name: results[name] * 1.01}
-        assert oracle.is_wrong(case, oracle.errors(truth, spoiled)), name
+        assert oracle.is_wrong(case, oracle.errors(case, truth, spoiled)), name
     assert oracle.is_wrong(case, {"out": float("nan")})
+
+
+def test_gradient_of_a_bias_is_of_all_batch_entries():
+    case = tiny(batch=3, is_causal=True, feature="bias_gradient")
+    inputs, extras = make_inputs(case, 0)
+    one = [x[:1] for x in inputs]
+    truth = oracle.compute(case, inputs, extras)
+    part = _FLASH.prepare(dataclasses.replace(case, batch=1), [one], extras).results("both")
+    assert oracle.errors(case, truth, part)["dbias"] > 0.5
+
+
+def _dropped(case, inputs, extras, **changes) -> dict[str, np.ndarray]:
+    static = options(case) | changes
+    build = JaxContender("", lambda case: lambda *x, **more: jax_flash.dot_product_attention(
+        *x, **more, **static
+    ))  # fmt: skip
+    return build.prepare(case, [inputs], extras).results("both")
+
+
+@pytest.mark.parametrize("causal", [False, True])
+def test_dropout_by_other_bits_is_told_from_wrong_dropout(causal):
+    case = tiny(batch=1, q_len=256, kv_len=256, is_causal=causal, feature="dropout")
+    inputs, extras = make_inputs(case, 0)
+    truth = oracle.compute(case, inputs, extras)
+    right = _dropped(case, inputs, extras)
+    found = oracle.errors(case, truth, right)
+    assert tuple(found) == case.results("both")
+    assert not oracle.is_wrong(case, found)
+    other = {"dropout_seed": extras["dropout_seed"] + 1}
+    assert not oracle.is_wrong(case, oracle.errors(case, truth, _dropped(case, inputs, other)))
+    faults = {rate: _dropped(case, inputs, extras, dropout_rate=rate) for rate in (0.0, 0.05, 0.2)}
+    faults["not scaled"] = {name: 0.9 * x for name, x in right.items()}
+    faults["half NaN"] = {name: x * np.where(x > 0, 1, np.nan) for name, x in right.items()}
+    for fault, results in faults.items():
+        for name, error in oracle.errors(case, truth, results).items():
+            assert oracle.is_wrong(case, {name: error}), (fault, name)
+
+
+def test_variance_by_dropout_is_that_of_many_seeds():
+    case = tiny(batch=1, q_len=12, kv_len=12, is_causal=True, feature="dropout")
+    inputs, extras = make_inputs(case, 0)
+    truth = oracle.compute(case, inputs, extras)
+    seeds = jax.random.bits(jax.random.key(1), (2000, 2), jnp.uint32)
+
+    @jax.jit
+    def results(seed):
+        static = options(case)
+        out, pullback = jax.vjp(
+            lambda *x: jax_flash.dot_product_attention(
+                *x, dropout_seed=seed, implementation="reference", **static
+            ),
+            *inputs[:3],
+        )
+        return out, *pullback(inputs[3])
+
+    drawn = dict(
+        zip(case.results("both"), jax.lax.map(results, seeds, batch_size=100), strict=True)
+    )
+    for name, index in truth.index.items():
+        difference = np.asarray(drawn[name], np.float64)[:, -1][:, *index] - truth.values[name]
+        expected = truth.variance[name]
+        assert np.abs(difference.mean(0)).max() < 5 * np.sqrt(expected.max() / len(seeds)), name
+        measured = (difference**2).sum(-1).mean(0)
+        np.testing.assert_allclose(measured, expected, rtol=0.25, atol=1e-3 * expected.max())
 
 
 @pytest.mark.parametrize(
@@ -134,7 +209,7 @@ def test_oracle_beyond_its_budget_takes_rows(monkeypatch, case, keys):
     # Of keys, those that only the first, middle and last 8 queries may attend to.
     assert truth.values.keys() >= {"out", "dquery"}
     assert truth.values.get("dkey", np.zeros(0)).shape[0] == keys
-    found = oracle.errors(truth, _FLASH.prepare(case, [inputs], extras).results("both"))
+    found = oracle.errors(case, truth, _FLASH.prepare(case, [inputs], extras).results("both"))
     assert max(found.values()) < 1e-5
 
 
@@ -143,6 +218,35 @@ def test_tables_name_cases_once():
         names = [case.name for case in select([name])]
         assert len(set(names)) == len(names) > 0, name
     assert len(select(["targets"])) == 18
+    unequal = {case.name for case in select(list(TABLES)) if case.value_dim != case.head_dim}
+    assert unequal == {f"(1,8192,16,192/128) bfloat16 {mask}" for mask in ("full", "causal")}
+
+
+def test_training_has_what_models_train_with():
+    names = {case.name for case in select(["training"])}
+    assert names >= {
+        f"({shape}) bfloat16 {mask}"
+        for shape, masks in {
+            "4,4096,16,128": ("full", "causal", "4 segments", "causal + 4 segments",
+                              "full, soft_cap", "causal, soft_cap", "window 1023,0, soft_cap",
+                              "causal + 4 segments, soft_cap", "full, mask", "full, bias",
+                              "full, bias_gradient", "causal + 4 segments, bias", "full, dropout",
+                              "causal, dropout"),
+            "4,4096,16,64": ("full", "causal", "4 segments", "causal + 4 segments",
+                             "full, soft_cap", "full, mask", "full, bias_gradient",
+                             "full, dropout"),
+            "1,8192,16,192/128": ("full", "causal"),
+            "2,8192,64/8,64": ("window 1023,0, sinks",),
+            "2,8192,8,256": ("full", "causal"),
+            "1,4096,64/8,128": ("causal",),
+            "1,1536,40/8,128": ("full", "causal"),
+            "1,2048,32/8,128": ("causal",),
+            "2,6144,24/6,96": ("causal",),
+            "32,256,8,64": ("causal",),
+            "1,16384,16,128": ("full",),
+        }.items()
+        for mask in masks
+    }  # fmt: skip
 
 
 def test_who_is_wrong_is_nobodys_best_peer():

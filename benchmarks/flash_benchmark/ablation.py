@@ -129,7 +129,7 @@ def measure_case(case: Case, chosen, folder, timer, arguments) -> list[dict[str,
         except Exception as error:  # a variant may fail to load, launch or fit
             rows[key]["unavailable"] = reason(error)
             return
-        rows[key]["errors"] = oracle.errors(truth, dict(zip(names, results, strict=True)))
+        rows[key]["errors"] = oracle.errors(case, truth, dict(zip(names, results, strict=True)))
         rows[key]["wrong"] = oracle.is_wrong(case, rows[key]["errors"])
         runs[key] = lambda i: jax.block_until_ready(call())
 

@@ -1,8 +1,9 @@
 """The calls that are measured: shapes, masks and features, their inputs and their work.
 
-Work follows the usual convention: 4 B N T S H floating-point operations forward, half of that
-under a causal mask, exactly those of the allowed (query, key) pairs under a window, packed
-segments or documents; 2.5 times as many backward. Bytes are operands and results, each moved once.
+Work follows the usual convention: 2 B N T S (H + h) floating-point operations forward, with head
+dims H of query and key and h of value, half of that under a causal mask, exactly those of the
+allowed (query, key) pairs under a window, packed segments or documents; 2.5 times as many
+backward. Bytes are query, key, value and output, and their gradients, each moved once.
 """
 
 from __future__ import annotations
@@ -19,10 +20,12 @@ import jax_flash
 
 PASSES = ("forward", "backward", "both")
 _WORK = {"forward": 1.0, "backward": 2.5, "both": 3.5}
-FEATURES = ("lengths", "bias", "alibi", "relative", "mask", "padding", "soft_cap", "sinks",
-            "dropout", "lse", "deterministic", "peaked")  # fmt: skip
+FEATURES = ("lengths", "bias", "bias_gradient", "alibi", "relative", "mask", "padding", "soft_cap",
+            "sinks", "dropout", "lse", "deterministic", "peaked")  # fmt: skip
 # What "peaked" multiplies query and key by: logits of a deviation of 9, as trained models have.
 PEAKED = 3.0
+SOFT_CAP = 50.0  # Gemma 2's
+DROPOUT_RATE = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,7 +34,8 @@ class Case:
 
     `segments` is the number of equal packed segments, 0 for none, given by ids; `documents` that of
     segments of random lengths, given by offsets, whose queries are the last ones where they are
-    fewer than the keys; `feature` one of `FEATURES`.
+    fewer than the keys; `feature` one of `FEATURES`. The gradient of a bias is a result for the
+    feature "bias_gradient" alone.
     """
 
     group: str
@@ -41,6 +45,7 @@ class Case:
     head_dim: int
     kv_len: int = 0  # q_len if 0
     kv_heads: int = 0  # heads if 0
+    value_dim: int = 0  # head_dim if 0
     dtype: str = "bfloat16"
     is_causal: bool = False
     window: tuple[int | None, int | None] | None = None
@@ -52,6 +57,7 @@ class Case:
     def __post_init__(self):
         object.__setattr__(self, "kv_len", self.kv_len or self.q_len)
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
+        object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
 
     @property
     def mask_name(self) -> str:
@@ -69,11 +75,9 @@ class Case:
         """Unique among cases: shape, dtype, mask and feature."""
         heads = str(self.heads) + (f"/{self.kv_heads}" if self.kv_heads != self.heads else "")
         length = str(self.q_len) + (f"x{self.kv_len}" if self.kv_len != self.q_len else "")
+        dim = str(self.head_dim) + (f"/{self.value_dim}" if self.value_dim != self.head_dim else "")
         feature = f", {self.feature}" if self.feature else ""
-        return (
-            f"({self.batch},{length},{heads},{self.head_dim}) {self.dtype} "
-            f"{self.mask_name}{feature}"
-        )
+        return f"({self.batch},{length},{heads},{dim}) {self.dtype} {self.mask_name}{feature}"
 
     @property
     def is_decode(self) -> bool:
@@ -84,6 +88,16 @@ class Case:
     def deviation(self) -> float:
         """Of the elements of query and key."""
         return PEAKED if self.feature == "peaked" else 1.0
+
+    @property
+    def differentiated(self) -> tuple[str, ...]:
+        """Names of the array arguments beside query, key and value whose gradients are results."""
+        return ("bias",) if self.feature == "bias_gradient" else ()
+
+    def results(self, what: str) -> tuple[str, ...]:
+        """Names of what a pass computes, in order."""
+        gradients = tuple(f"d{name}" for name in ("query", "key", "value", *self.differentiated))
+        return ("out",) * (what != "backward") + gradients * (what != "forward")
 
     def plain(self) -> Case:
         """The call without its feature; for segments, that of as many sequences of their length.
@@ -108,10 +122,15 @@ class Case:
         return float(np.maximum(high - low, 0).sum())
 
     def offsets(self) -> tuple[np.ndarray, np.ndarray]:
-        """Of the documents: where queries and keys of each begin, and one past the last.
+        """Where queries and keys of each segment or document begin, and one past the last.
 
-        Lengths have the same share in each octave from 1 to 8192 before they are scaled.
+        Lengths of documents have the same share in each octave from 1 to 8192 before they are
+        scaled.
         """
+        if self.segments:
+            size = -(-self.q_len // self.segments)
+            starts = np.minimum(np.arange(self.segments + 1) * size, self.q_len).astype(np.int32)
+            return starts, starts
         lengths = 8192 ** np.random.default_rng(self.documents).random(self.documents)
         ends = lengths.cumsum() / lengths.sum() * self.kv_len
         keys = np.concatenate([[0], ends.round()]).astype(np.int64)
@@ -121,7 +140,7 @@ class Case:
         """For each query the first key that it may attend to, and one past the last."""
         i = np.arange(self.q_len)
         low, high = np.zeros_like(i), np.full_like(i, self.kv_len)
-        if self.documents:
+        if self.segments or self.documents:
             queries, keys = self.offsets()
             document = np.searchsorted(queries, i, side="right") - 1
             low, high = keys[document], keys[document + 1]
@@ -133,24 +152,19 @@ class Case:
             low = np.maximum(low, i - left)
         if right is not None:
             high = np.minimum(high, i + right + 1)
-        if self.segments:
-            size = -(-self.q_len // self.segments)
-            low = np.maximum(low, i // size * size)
-            high = np.minimum(high, (i // size + 1) * size)
         return low, high
 
     def flops(self, what: str) -> float:
         """Floating-point operations of a pass."""
-        return 4 * self.batch * self.heads * self.head_dim * self.allowed_pairs() * _WORK[what]
+        dims = self.head_dim + self.value_dim
+        return 2 * self.batch * self.heads * dims * self.allowed_pairs() * _WORK[what]
 
     def bytes(self, what: str) -> float:
         """Bytes of operands and results of a pass."""
-        size = jnp.dtype(self.dtype).itemsize
-        query = self.batch * self.q_len * self.heads * self.head_dim * size
-        key = self.batch * self.kv_len * self.kv_heads * self.head_dim * size
-        forward = 2 * query + 2 * key
-        backward = 4 * query + 4 * key
-        return {"forward": forward, "backward": backward, "both": forward + backward}[what]
+        dims = self.head_dim + self.value_dim  # query and output, or key and value
+        rows = self.batch * (self.q_len * self.heads + self.kv_len * self.kv_heads)
+        forward = rows * dims * jnp.dtype(self.dtype).itemsize
+        return forward * {"forward": 1, "backward": 2, "both": 3}[what]
 
 
 def make_inputs(case: Case, seed: int) -> tuple[tuple[jax.Array, ...], dict[str, jax.Array]]:
@@ -164,10 +178,13 @@ def make_inputs(case: Case, seed: int) -> tuple[tuple[jax.Array, ...], dict[str,
 
 @functools.partial(jax.jit, static_argnums=0)
 def _draw(case: Case, key: jax.Array) -> tuple[jax.Array, ...]:
-    rows = (case.batch, case.q_len, case.heads, case.head_dim)
-    keys = (case.batch, case.kv_len, case.kv_heads, case.head_dim)
-    shapes = zip(jax.random.split(key, 4), (rows, keys, keys, rows), strict=True)
-    query, key, value, dout = (jax.random.normal(k, shape, case.dtype) for k, shape in shapes)
+    rows, keys = (case.batch, case.q_len, case.heads), (case.batch, case.kv_len, case.kv_heads)
+    dims = (case.head_dim, case.head_dim, case.value_dim, case.value_dim)
+    shapes = [(*x, dim) for x, dim in zip((rows, keys, keys, rows), dims, strict=True)]
+    query, key, value, dout = (
+        jax.random.normal(k, shape, case.dtype)
+        for k, shape in zip(jax.random.split(key, 4), shapes, strict=True)
+    )
     deviation = jnp.asarray(case.deviation, case.dtype)
     return query * deviation, key * deviation, value, dout
 
@@ -186,14 +203,14 @@ def _extras(case: Case, key: jax.Array) -> dict[str, jax.Array]:
             extras["key_value_offsets"] = keys
     if case.feature == "lengths":  # those of the whole arrays: the same work, all of it checked
         extras["key_value_seq_lengths"] = jnp.full(case.batch, case.kv_len)
-    elif case.feature == "bias":
+    elif case.feature in ("bias", "bias_gradient"):
         extras["bias"] = jax.random.normal(key, logits, case.dtype)
     elif case.feature == "alibi":
         extras["alibi_slopes"] = jax_flash.alibi_slopes(case.heads)
     elif case.feature == "relative":  # as many distances as T5's buckets reach
         extras["relative_bias"] = jax.random.normal(key, (case.heads, 257), jnp.float32)
     elif case.feature == "mask":
-        extras["mask"] = jax.random.bernoulli(key, 0.9, (1, 1, case.q_len, case.kv_len))
+        extras["mask"] = jax.random.bernoulli(key, 0.7, (1, 1, case.q_len, case.kv_len))
     elif case.feature == "padding":  # a mask that leaves the first half of the keys
         extras["mask"] = jnp.arange(case.kv_len)[None, None, None] < case.kv_len // 2
     elif case.feature == "sinks":
@@ -211,9 +228,9 @@ def options(case: Case) -> dict[str, Any]:
     if case.documents and case.q_len != case.kv_len:
         static["causal_alignment"] = "end"
     if case.feature == "soft_cap":
-        static["logits_soft_cap"] = 30.0
+        static["logits_soft_cap"] = SOFT_CAP
     elif case.feature == "dropout":
-        static["dropout_rate"] = 0.1
+        static["dropout_rate"] = DROPOUT_RATE
     elif case.feature == "deterministic":
         static["deterministic"] = True
     elif case.feature == "lse":

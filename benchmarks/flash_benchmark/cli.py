@@ -53,6 +53,7 @@ def add_case_options(add) -> None:
         help="measure this shape, full and causal, instead of tables")  # fmt: skip
     add("--kv-heads", type=int, default=0)
     add("--kv-length", type=int, default=0)
+    add("--value-dim", type=int, default=0)
     add("--dtype", choices=("bfloat16", "float16", "float32"))
     add("--mask", choices=("full", "causal"), help="of --shape; default: both")
 
@@ -64,7 +65,8 @@ def own_cases(arguments: argparse.Namespace) -> list[Case]:
     dtype = arguments.dtype or ("bfloat16" if jax.default_backend() == "gpu" else "float32")
     return [
         Case("shape", batch, length, heads, head_dim, kv_len=arguments.kv_length,
-             kv_heads=arguments.kv_heads, dtype=dtype, is_causal=causal)
+             kv_heads=arguments.kv_heads, value_dim=arguments.value_dim, dtype=dtype,
+             is_causal=causal)
         for causal in masks
     ]  # fmt: skip
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import functools
+import importlib
 import re
 from collections.abc import Callable
 from typing import Any
@@ -14,12 +15,50 @@ import jax.numpy as jnp
 import numpy as np
 
 import jax_flash
-from flash_benchmark.cases import Case, options
+from flash_benchmark.cases import FEATURES, Case, options
 from jax_flash import dispatch, ffi
 
 
 class UnavailableError(Exception):
     """A contender cannot run a case, or anything here; the text says why, in a few words."""
+
+
+def require(case: Case, *has: str) -> None:
+    """Raises `UnavailableError` for what a case needs and a contender does not have.
+
+    `has` names what it has beside full and causal attention with as many queries as keys.
+    """
+    masked = case.is_causal or case.window is not None
+    other_length = case.q_len != case.kv_len
+    needs = {
+        "window": case.window is not None,
+        "segments": case.segments > 0,
+        "documents": case.documents > 0,
+        "grouped heads": case.heads != case.kv_heads,
+        "value dim": case.value_dim != case.head_dim,
+        "other q_len": other_length,
+        # Where lengths differ, some have the first query at the first key, others both last ones.
+        "first at first": other_length and masked and not case.documents,
+        "mask": case.feature in ("mask", "padding"),
+        **{f: f == case.feature for f in FEATURES if f not in ("mask", "padding", "peaked")},
+    }
+    for what, wanted in needs.items():
+        if wanted and what not in has:
+            raise UnavailableError(f"has no {what.replace('_', ' ')}, or not as an equal")
+
+
+def import_module(name: str) -> Any:
+    """The module; `UnavailableError` where it is not installed or does not load."""
+    if jax.default_backend() != "gpu":
+        raise UnavailableError("runs on NVIDIA GPUs only")
+    try:
+        return importlib.import_module(name)
+    except ModuleNotFoundError as error:
+        if error.name == name.split(".")[0]:
+            raise UnavailableError("not installed") from error
+        raise UnavailableError(f"does not load: {reason(error)}") from error
+    except Exception as error:  # a library may fail to load in any way
+        raise UnavailableError(f"does not load: {reason(error)}") from error
 
 
 @dataclasses.dataclass
@@ -29,8 +68,8 @@ class Prepared:
     Attributes:
       calls: by pass, a function that enqueues the call with input set i and returns its result.
       wait: until a result has been computed.
-      results: by pass, the results as numpy arrays by name (out, dquery, dkey, dvalue) of a call
-        with input set 0: of the last batch entry, which is what the oracle looks at.
+      results: by pass, the results as numpy arrays by name (`Case.results`) of a call with input
+        set 0: of the last batch entry, which is what the oracle looks at.
       memory: by pass, bytes beside operands and results, if known.
       refused: by pass that it cannot run, why.
     """
@@ -77,18 +116,24 @@ class JaxContender(Contender):
         if self.dtype:
             inputs = [tuple(x.astype(self.dtype) for x in one) for one in inputs]
 
-        def attend(extras, *qkv):
-            out = attention(*qkv, **extras)
+        constants = {n: x for n, x in extras.items() if n not in case.differentiated}
+        others = tuple(extras[name] for name in case.differentiated)
+        # By input set: what is differentiated, and the output's cotangent.
+        inputs = [((*one[:3], *others), one[3]) for one in inputs]
+
+        def attend(constants, query, key, value, *others):
+            named = dict(zip(case.differentiated, others, strict=True))
+            out = attention(query, key, value, **constants, **named)
             return out[0] if isinstance(out, tuple) else out  # lse
 
-        def forward(extras, query, key, value, dout):
-            return attend(extras, query, key, value)
+        def forward(constants, operands, dout):
+            return attend(constants, *operands)
 
-        def residuals(extras, query, key, value):
-            return jax.vjp(functools.partial(attend, extras), query, key, value)[1]
+        def residuals(constants, operands):
+            return jax.vjp(functools.partial(attend, constants), *operands)[1]
 
-        def both(extras, query, key, value, dout):
-            out, pullback = jax.vjp(functools.partial(attend, extras), query, key, value)
+        def both(constants, operands, dout):
+            out, pullback = jax.vjp(functools.partial(attend, constants), *operands)
             return out, *pullback(dout)
 
         calls: dict[str, Callable[[int], Any]] = {}
@@ -96,26 +141,26 @@ class JaxContender(Contender):
         refused: dict[str, str] = {}
 
         def prepare_backward():
-            arguments = (extras, *inputs[0][:3])
+            arguments = (constants, inputs[0][0])
             save = jax.jit(residuals).lower(*arguments).compile()
             _check_memory(save, copies=len(inputs))
             # As leaves: a pullback is a tree that holds functions, new ones after each trace.
-            kept = [jax.tree.flatten(save(extras, *x[:3])) for x in inputs]
+            kept = [jax.tree.flatten(save(constants, operands)) for operands, _ in inputs]
             tree = kept[0][1]
 
             def backward(leaves, dout):
                 return jax.tree.unflatten(tree, leaves)(dout)
 
-            run = jax.jit(backward).lower(kept[0][0], inputs[0][3]).compile()
+            run = jax.jit(backward).lower(kept[0][0], inputs[0][1]).compile()
             own = _check_memory(run)
-            calls["backward"] = lambda i: run(kept[i % len(kept)][0], inputs[i % len(inputs)][3])
+            calls["backward"] = lambda i: run(kept[i % len(kept)][0], inputs[i % len(inputs)][1])
             # What is kept for the backward pass counts as memory that it needs.
             memory["backward"] = own + max(0, _bytes(kept[0][0]) - _bytes(arguments))
 
         def prepare_other(what, function):
-            run = jax.jit(function).lower(extras, *inputs[0]).compile()
+            run = jax.jit(function).lower(constants, *inputs[0]).compile()
             memory[what] = _check_memory(run)
-            calls[what] = lambda i: run(extras, *inputs[i % len(inputs)])
+            calls[what] = lambda i: run(constants, *inputs[i % len(inputs)])
 
         def prepare_pass(what):
             try:
@@ -131,12 +176,7 @@ class JaxContender(Contender):
 
         def results(what):
             values = [np.asarray(x[-1]) for x in jax.tree.leaves(calls[what](0))]
-            names = {
-                "forward": ("out",),
-                "backward": ("dquery", "dkey", "dvalue"),
-                "both": ("out", "dquery", "dkey", "dvalue"),
-            }[what]
-            named = dict(zip(names, values, strict=True))
+            named = dict(zip(case.results(what), values, strict=True))
             if "dquery" in named and scale != 1.0:
                 named["dquery"] = named["dquery"].astype(np.float32) * scale
             return named
@@ -182,16 +222,10 @@ def _flash(implementation: str | None, **static) -> Callable[[Case], Callable]:
 
 def _jax_nn(implementation: str) -> Callable[[Case], Callable]:
     def build(case):
-        static = options(case)
-        lacking = sorted(
-            static.keys() & {"logits_soft_cap", "dropout_rate", "deterministic", "return_residual"}
-        )
-        lacking += ["segments"] * bool(case.segments or case.documents)
-        lacking += [f for f in ("sinks", "alibi", "relative") if case.feature == f]
-        if lacking:
-            raise UnavailableError(f"jax.nn has no {lacking[0]}, or not as an equal")
+        require(case, "window", "grouped heads", "other q_len", "first at first", "lengths",
+                "mask", "bias", "bias_gradient")  # fmt: skip
         return functools.partial(
-            jax.nn.dot_product_attention, implementation=implementation, **static
+            jax.nn.dot_product_attention, implementation=implementation, **options(case)
         )
 
     return build

@@ -18,7 +18,7 @@ import jax
 _PACKAGES = (
     "jax", "jaxlib", "jax-flash", "flax", "optax", "numpy", "jax-cuda12-plugin",
     "jax-cuda13-plugin", "nvidia-cudnn-cu12", "nvidia-cudnn-cu13", "tokamax", "flash-attn-jax",
-    "torch", "triton",
+    "torch", "triton", "flash-attn-4", "nvidia-cutlass-dsl",
 )  # fmt: skip
 _ROOT = pathlib.Path(__file__).resolve().parents[2]  # of the checkout
 _CLOCKS = "clocks.sm,clocks.mem,clocks.max.sm,power.draw,power.limit,temperature.gpu"

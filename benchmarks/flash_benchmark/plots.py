@@ -77,7 +77,8 @@ def _lines(found, quantity, label, *, log: bool):
     for row, case in found:
         if (value := quantity(row)) is None or case["feature"] or case["segments"]:
             continue
-        if case.get("documents"):  # which older results do not have
+        # Which older results do not have.
+        if case.get("documents") or case.get("value_dim", case["head_dim"]) != case["head_dim"]:
             continue
         if case["window"] is not None or case["q_len"] != case["kv_len"]:
             continue

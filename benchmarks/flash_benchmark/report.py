@@ -114,7 +114,8 @@ FOOTNOTE = (
     "std: of the calls, ! above 2% of the median. rate: by the usual count, half under a causal\n"
     "mask. peak: in percent of a measured matrix product (decoding: copy). over best peer: its\n"
     "time over this one's, ~ where the 95% intervals overlap. error: worst of output and\n"
-    "gradients against float64, in the 2-norm; WRONG ones are nobody's best peer."
+    "gradients against float64, in the 2-norm, with dropout: of how far they vary around it;\n"
+    "WRONG ones are nobody's best peer."
 )
 
 

@@ -158,7 +158,7 @@ def _checked(case, what: str, one: Prepared | str, truth, row) -> timing.Run | N
         row["unavailable"] = one if isinstance(one, str) else one.refused[what]
         return None
     try:
-        row["errors"] = oracle.errors(truth, one.results(what))
+        row["errors"] = oracle.errors(case, truth, one.results(what))
     except Exception as error:  # a call may fail that has compiled
         row["unavailable"] = reason(error)
         return None

@@ -102,7 +102,7 @@ def _documents() -> list[Case]:
 def _features() -> list[Case]:
     """One feature at a time: what each costs over the plain call (Case.plain())."""
     plain = Case("features", 4, 4096, 16, 128)
-    narrow = dataclasses.replace(plain, head_dim=64)
+    narrow = Case("features", 4, 4096, 16, 64)
     return [
         plain,
         dataclasses.replace(plain, is_causal=True),
@@ -115,25 +115,48 @@ def _features() -> list[Case]:
 
 
 def _training() -> list[Case]:
-    """What models train with: grouped heads, packed documents, and one modifier."""
-    groups = [  # batch, length, heads, kv_heads, head_dim
-        (1, 4096, 64, 8, 128), (1, 1536, 40, 8, 128), (1, 2048, 32, 8, 128), (2, 6144, 24, 6, 96),
-        (1, 8192, 32, 8, 128), (8, 1024, 32, 8, 64),
+    """What models train with: grouped heads, unequal head dims, packed documents, modifiers."""
+    shapes = [  # batch, length, heads, kv_heads, head_dim, value_dim, masks
+        (1, 4096, 64, 8, 128, 128, _BOTH), (1, 1536, 40, 8, 128, 128, _BOTH),
+        (1, 2048, 32, 8, 128, 128, _BOTH), (2, 6144, 24, 6, 96, 96, _BOTH),
+        (1, 8192, 32, 8, 128, 128, _BOTH), (8, 1024, 32, 8, 64, 64, _BOTH),
+        (1, 8192, 16, 16, 192, 128, _BOTH), (2, 8192, 8, 8, 256, 256, _BOTH),
+        (32, 256, 8, 8, 64, 64, (True,)), (1, 16384, 16, 16, 128, 128, (False,)),
     ]  # fmt: skip
-    grouped = [
-        Case("training", batch, length, heads, dim, kv_heads=kv_heads, is_causal=causal)
-        for batch, length, heads, kv_heads, dim in groups
+    plain = [
+        Case("training", batch, length, heads, dim, kv_heads=kv_heads, value_dim=value_dim,
+             is_causal=causal)
+        for batch, length, heads, kv_heads, dim, value_dim, masks in shapes
+        for causal in masks
+    ]  # fmt: skip
+    modified = [
+        case
+        for dim in (128, 64)
         for causal in _BOTH
+        for case in _modified(Case("training", 4, 4096, 16, dim, is_causal=causal))
     ]
-    modified = []
-    for dim in (128, 64):
-        for causal in _BOTH:
-            plain = Case("training", 4, 4096, 16, dim, is_causal=causal)
-            documents = dataclasses.replace(plain, segments=4)
-            modified += [plain, documents, documents.plain()]
-            for feature in ("soft_cap", "mask", "bias", "dropout"):
-                modified.append(dataclasses.replace(plain, feature=feature))
-    return [*grouped, *modified]
+    return [*plain, *modified, *_combined()]
+
+
+def _modified(plain: Case) -> list[Case]:
+    """A call, and with four documents or one modifier."""
+    documents = dataclasses.replace(plain, segments=4)
+    features = ("soft_cap", "mask", "bias", "bias_gradient", "dropout")
+    return [plain, documents, documents.plain()] + [
+        dataclasses.replace(plain, feature=feature) for feature in features
+    ]
+
+
+def _combined() -> list[Case]:
+    """Two modifiers at once; sinks with a window as gpt-oss has them, in every other layer."""
+    full = Case("training", 4, 4096, 16, 128)
+    causal = dataclasses.replace(full, is_causal=True)
+    return [
+        dataclasses.replace(full, window=(1023, 0), feature="soft_cap"),
+        dataclasses.replace(causal, segments=4, feature="soft_cap"),
+        dataclasses.replace(causal, segments=4, feature="bias"),
+        Case("training", 2, 8192, 64, 64, kv_heads=8, window=(1023, 0), feature="sinks"),
+    ]
 
 
 def _float32() -> list[Case]:
@@ -174,12 +197,12 @@ def _cpu_length() -> list[Case]:
 
 
 def _cpu_features() -> list[Case]:
-    small = {"batch": 1, "q_len": 1024, "heads": 4, "head_dim": 64, "dtype": "float32"}
+    small = {"batch": 1, "q_len": 1024, "kv_len": 1024, "heads": 4, "kv_heads": 4, "head_dim": 64,
+             "value_dim": 64, "dtype": "float32"}  # fmt: skip
     shrunk = []
     for case in _features():
         window = case.window and (255, 0)
-        shrunk.append(dataclasses.replace(case, group="cpu-features", kv_len=1024, kv_heads=4,
-                                          window=window, **small))  # fmt: skip
+        shrunk.append(dataclasses.replace(case, group="cpu-features", window=window, **small))
     return list(dict.fromkeys(shrunk))  # which have one head dim
 
 
