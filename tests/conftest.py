@@ -1,5 +1,6 @@
 """Makes the tests run against the installed package, and reports runs on a GPU."""
 
+import collections
 import os
 import pathlib
 import sys
@@ -36,6 +37,9 @@ def pytest_addoption(parser):
         action="store_true",
         help=f"add what ran, on which GPU, to tests/{gpu_report.PATH.name}",
     )
+    parser.addoption(
+        "--every", type=int, default=1, metavar="N", help="of each test's cases, run every N-th"
+    )
 
 
 def pytest_xdist_auto_num_workers():
@@ -53,12 +57,24 @@ def pytest_configure(config):
 
 
 def pytest_collection_modifyitems(config, items):
-    if _gpus():
-        return
-    on_gpu = [item for item in items if item.get_closest_marker("gpu")]
-    if on_gpu:
-        config.hook.pytest_deselected(items=on_gpu)
-        items[:] = [item for item in items if not item.get_closest_marker("gpu")]
+    keep = every_nth_case(items, config.getoption("--every"))
+    if not _gpus():
+        keep = [item for item in keep if not item.get_closest_marker("gpu")]
+    kept = set(keep)
+    config.hook.pytest_deselected(items=[item for item in items if item not in kept])
+    items[:] = keep
+
+
+def every_nth_case(items, n):
+    """The first, the (n + 1)-th and so on of the cases of each test function."""
+    numbers = collections.Counter()
+    kept = []
+    for item in items:
+        function = item.nodeid.partition("[")[0]
+        if numbers[function] % n == 0:
+            kept.append(item)
+        numbers[function] += 1
+    return kept
 
 
 @pytest.fixture(autouse=True)
