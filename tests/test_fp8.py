@@ -176,7 +176,12 @@ def test_rotation(dim, size):
     x, y = normal(2, 5, 3, dim, dtype=jnp.float32), normal(2, 5, 3, dim, seed=1, dtype=jnp.float32)
     rotated = fp8.rotate(x, 3)
     products = functools.partial(jnp.einsum, "btnh,bsnh->bnts", precision="highest")
-    np.testing.assert_allclose(products(rotated, fp8.rotate(y, 3)), products(x, y), atol=1e-5)
+    # Sums of n roundings are off by sqrt(n) of them, and a rotation's matrix without its signs has
+    # the norm sqrt(size): 2 size for both rotations, and sqrt(dim) for the products.
+    norms = [np.linalg.norm(np.asarray(a), axis=-1).max() for a in (x, y)]
+    bound = (2 * size + dim**0.5) * 2.0**-24 * norms[0] * norms[1]
+    got, expected = products(rotated, fp8.rotate(y, 3)), products(x, y)
+    np.testing.assert_allclose(got, expected, rtol=0, atol=bound)
     one = np.zeros((1, 1, 1, dim), np.float32)
     one[..., dim // 2] = 10
     spread = np.abs(fp8.rotate(jnp.asarray(one), 3))
