@@ -99,7 +99,7 @@ OPERANDS: dict[str, Operand] = {
     "window": Operand(("2",), slot=12),  # left and right, where a size is an array
     "alibi_slopes": Operand(("N",), **_DISTANCE, slot=13),
     "relative_bias": Operand(("N", "R"), **_DISTANCE, slot=14),
-    # Of float8 operands: one for each token here, and for each block of tokens in native code.
+    # Float8 operands have one for each token here, and for each block of tokens in native code.
     "query_scale": Operand(("N", "T"), **_SCALE, slot=15),
     "key_scale": Operand(("K", "S"), **_SCALE, slot=16, ring="travels"),
     "value_scale": Operand(("K", "S"), **_SCALE, slot=17, ring="travels"),

@@ -34,10 +34,10 @@ from jax_flash.ranks import own_ranks
 from jax_flash.sequence import zigzag_permute
 from jax_flash.spec import ALIGNMENTS, Alignment, AttentionSpec
 
-# Which rows move: none, keys to the queries' rows, queries to the keys', or both to others.
+# Rows that move: none, keys to the queries' rows, queries to the keys', or both to others.
 Moving = Literal["none", "keys", "queries", "both"]
 
-# What lay_out makes of the offsets.
+# lay_out makes these of the offsets.
 _LENGTHS = ("query_seq_lengths", "key_value_seq_lengths")
 _IDS = ("query_segment_ids", "key_value_segment_ids")
 

@@ -34,7 +34,7 @@ Mode = Literal["ring", "all_to_all", "all_gather", "auto"]
 ORDERS: tuple[Order, ...] = ("contiguous", "zigzag")
 MODES: tuple[Mode, ...] = ("ring", "all_to_all", "all_gather", "auto")
 
-# Where the queries and the keys of a document have the same position: see ragged.py.
+# The queries and keys of a document have the same position at this end: see ragged.py.
 Alignment = Literal["start", "end"]
 ALIGNMENTS: tuple[Alignment, ...] = ("start", "end")
 

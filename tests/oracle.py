@@ -171,7 +171,7 @@ def attention(inputs: Inputs, dtype=np.float64) -> Results:
     return results
 
 
-# What rounding both operands to TF32, each within 2^-11, may do to a product.
+# Rounding both operands to TF32, each within 2^-11, changes a product by at most this.
 TF32 = 2.0**-10
 
 

@@ -37,7 +37,7 @@ def require(case: Case, *has: str) -> None:
         "grouped heads": case.heads != case.kv_heads,
         "value dim": case.value_dim != case.head_dim,
         "other q_len": other_length,
-        # Where lengths differ, some have the first query at the first key, others both last ones.
+        # Some have the first query at the first key where lengths differ, others both last ones.
         "first at first": other_length and masked and not case.documents,
         "mask": case.feature in ("mask", "padding"),
         **{f: f == case.feature for f in FEATURES if f not in ("mask", "padding", "peaked")},
@@ -118,7 +118,7 @@ class JaxContender(Contender):
 
         constants = {n: x for n, x in extras.items() if n not in case.differentiated}
         others = tuple(extras[name] for name in case.differentiated)
-        # By input set: what is differentiated, and the output's cotangent.
+        # Each input set is what is differentiated, and the output's cotangent.
         inputs = [((*one[:3], *others), one[3]) for one in inputs]
 
         def attend(constants, query, key, value, *others):

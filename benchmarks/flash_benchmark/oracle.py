@@ -318,7 +318,7 @@ def errors(case: Case, truth: Truth, results: dict[str, np.ndarray]) -> dict[str
 
 def _beyond_chance(case: Case, exact, difference, variance) -> float:
     squares = (exact**2).sum(-1)
-    # Where chance has no say, as of a query's only key, rounding has.
+    # Rounding decides where chance does not, as for a query's only key.
     variance = variance + (WRONG[case.dtype] / 8) ** 2 * squares.mean()
     spread = np.sqrt(((difference**2).sum(-1) / variance).mean())
     factor = ((difference * exact).sum(-1) / variance).sum() / (squares / variance).sum()

@@ -77,7 +77,7 @@ def _lines(found, quantity, label, *, log: bool):
     for row, case in found:
         if (value := quantity(row)) is None or case["feature"] or case["segments"]:
             continue
-        # Which older results do not have.
+        # Older results have neither.
         if case.get("documents") or case.get("value_dim", case["head_dim"]) != case["head_dim"]:
             continue
         if case["window"] is not None or case["q_len"] != case["kv_len"]:

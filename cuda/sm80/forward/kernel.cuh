@@ -387,7 +387,7 @@ __device__ __forceinline__ void multiply_probability_value(
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             a[i] = __float_as_uint(logits[m][k][kElement[i]]);
-            // Of NaN, which this loses, the sum of the row's exponentials becomes NaN.
+            // This loses NaN, but then the sum of the row's exponentials is NaN.
             if constexpr (std::is_same_v<Element, Tf32>) a[i] += ptx::kHalfTf32;
           }
         },
