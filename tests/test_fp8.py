@@ -229,7 +229,7 @@ def test_call_of_float8(case, per):
     inputs, scales = quantized(inputs, per)
     out, lse = call8(inputs, scales, out_dtype=jnp.float32)
     expected, expected_lse = emulate(inputs, scales)
-    # Where a float32 logit falls on the other side of a rounding's middle, P is off by a spacing.
+    # A float32 logit on the other side of a rounding's middle makes P off by a spacing.
     limit = 3e-5 * np.abs(expected).max()
     off = np.abs(out - expected)
     assert (off <= limit).mean() > 0.98
@@ -495,7 +495,7 @@ def over_devices(kind, mode, order, option):
     return got, compiled.as_text()
 
 
-# Of out, lse and the gradients of query, key and value.
+# Bounds for out, lse and the gradients of query, key and value.
 _ERRORS = (0.03, 0.06), (1e-4, 0.02), (0.01, 0.07), (0.01, 0.07), (5e-3, 0.07)
 
 

@@ -21,7 +21,7 @@ KEY_OFFSETS = np.array([3, 6, 12, 12, 40, 40, 51], np.int32)
 BAND = {"is_causal": True}
 BY_DISTANCE = ("alibi_slopes", "relative_bias")
 
-# By name: static options, further operands, whether keys have offsets of their own, and what moves.
+# Names have static options, further operands, whether keys have own offsets, and what moves.
 CASES = {
     "full": ({}, (), False, "none"),
     "causal": (BAND, ("sinks",), False, "none"),
@@ -119,9 +119,9 @@ def assert_close(got, expected):
         np.testing.assert_allclose(got[name], x, rtol=1e-5, atol=2e-6 * scale, err_msg=name)
 
 
-# Where no rows move, the alignment is that of rows.
+# The alignment is that of rows where no rows move.
 CALLS = [(n, a) for n, x in CASES.items() for a in ("start", "end") if a == "end" or x[3] != "none"]
-# By a kernel, and by the reference where rows move in each way.
+# A kernel runs it, and the reference where rows move in each way.
 CALLS = [("flash", *x) for x in CALLS] + [
     ("reference", *x)
     for x in CALLS
