@@ -28,10 +28,10 @@ __device__ __forceinline__ uint32_t address_in_block(uint32_t address_smem, uint
   return address;
 }
 
-// Arrives at a barrier of any block of the cluster.
+// Arrives at a barrier of any block of the cluster, in which this thread's accesses to memory before
+// are not ordered: `.release.cluster` would wait for all of the GPU's.
 __device__ __forceinline__ void mbarrier_arrive_in_cluster(uint32_t barrier_cluster) {
-  asm volatile("mbarrier.arrive.release.cluster.shared::cluster.b64 _, [%0];" ::"r"(barrier_cluster)
-               : "memory");
+  asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier_cluster) : "memory");
 }
 
 }  // namespace jax_flash::ptx

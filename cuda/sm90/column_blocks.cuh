@@ -58,7 +58,7 @@ template <int kOwnOperands>
 struct ColumnConfig {
   static constexpr int kOwn = kOwnOperands;
   static constexpr int kThreads = 384;
-  static constexpr int kProducerRegisters = 32, kConsumerRegisters = 240;
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
   static constexpr int kSumCols = kColumnsHeadDim / 2;  // of a warpgroup
 
   using OwnTile = SmemTile<kColumnsRows, kColumnsHeadDim>;
@@ -87,11 +87,16 @@ struct ColumnSmem {
   static constexpr int kBarriers = 2 + 4 * kStages;
   uint32_t root, barriers;
 
+  // Addresses hold a block's number in its cluster, which copies need, but matrix descriptors have
+  // no room for.
+  __device__ __forceinline__ uint32_t operand_root() const { return root & 0xffffff; }
+
   __device__ __forceinline__ typename Config::OwnTile own(int operand) const {
-    return {root, static_cast<uint32_t>(operand * Config::OwnTile::kBytes)};
+    return {operand_root(), static_cast<uint32_t>(operand * Config::OwnTile::kBytes)};
   }
   __device__ __forceinline__ typename Config::HandedTile handed(int group) const {
-    return {root, static_cast<uint32_t>(Config::kHandedOffset + group * Config::HandedTile::kBytes)};
+    return {operand_root(),
+            static_cast<uint32_t>(Config::kHandedOffset + group * Config::HandedTile::kBytes)};
   }
   __device__ __forceinline__ uint32_t chunk_offset(int group, uint32_t stage) const {
     return Config::kRingOffset + (group * kStages + stage) * Config::kChunkBytes;
@@ -288,21 +293,25 @@ struct ColumnConsumer {
         ptx::address_in_block(smem.empty(group, 0), threadIdx.x % 32 % kColumnsCluster);
   }
 
-  // Waits for all products, of which there are some, and gives back their chunks.
-  __device__ __forceinline__ void retire() {
-    ptx::wgmma_wait_group<0>();
+  // Gives back the chunks before stage `end`, whose products are complete; there are some.
+  __device__ __forceinline__ void release(uint32_t end) {
     do {
       if (threadIdx.x % 32 < kColumnsCluster) {
         ptx::mbarrier_arrive_in_cluster(peer_empty + oldest * 8);
       }
       if (++oldest == Config::kStages) oldest = 0;
-    } while (oldest != stage);
+    } while (oldest != end);
+  }
+  // Waits for all products, if there are `any`, and gives back their chunks.
+  __device__ __forceinline__ void retire(bool any = true) {
+    ptx::wgmma_wait_group<0>();
+    if (any) release(stage);
   }
   // Waits for the next chunk.
   template <typename Chunk>
   __device__ __forceinline__ Chunk await() const {
     ptx::mbarrier_wait(smem.full(group, stage), parity);
-    return {smem.root, smem.chunk_offset(group, stage)};
+    return {smem.operand_root(), smem.chunk_offset(group, stage)};
   }
   __device__ __forceinline__ void advance() {
     if (++stage == Config::kStages) {
@@ -318,6 +327,7 @@ struct ColumnConsumer {
                                                  int chunks) {
     forget(d);
     for (int c = 0; c < chunks; c += Config::kChunksAtATime) {
+      const uint32_t before = stage;
 #pragma unroll
       for (int i = 0; i < Config::kChunksAtATime; ++i) {
         const auto chunk = await<typename Config::FirstChunk>();
@@ -331,10 +341,14 @@ struct ColumnConsumer {
         own.offset += Config::OwnTile::kPanelBytes;
       }
       ptx::wgmma_commit_group();
-      retire();
+      // What is complete is given back when these products have been started.
+      if (c > 0 && oldest != before) release(before);
+      ptx::wgmma_wait_group<0>();
+      if (c == 0) release(stage);
     }
     ptx::wgmma_wait_group<0>();  // for ptxas: without chunks, older products would still run
     ptx::wgmma_results(d);
+    if (oldest != stage) release(stage);
   }
 
   // Starts sum += P streamed, with P of a warpgroup's tile. prepare(chunk, row) is called before a
@@ -431,7 +445,7 @@ __device__ __forceinline__ void consume_columns(
     n = 2;
   }
   for (; n < tiles; n += 2) step(std::true_type{}, n);
-  consumer.retire();
+  consumer.retire(consumer.group < tiles);
   ptx::wgmma_results(sum);
   if ((tiles - 1) % 2 != consumer.group) {
     consumer.await_handed(tiles - 1);
