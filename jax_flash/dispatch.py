@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash import ffi
+from jax_flash.folding import folding_axes
 from jax_flash.fp8 import DTYPE, KERNEL_BLOCK
 from jax_flash.head_dims import padded_size
 from jax_flash.operands import OPERANDS, batch_shape
@@ -24,8 +25,8 @@ FLOAT8 = jnp.dtype(DTYPE).name
 # Families of CUDA kernels that run on one compute capability only.
 _ONLY_ON = (90,)
 
-# The largest head dim of every family, and what the kernels above it do not take: as
-# kColumnsModifiers in cuda/plan/recipes.h.
+# The largest head dim of every family (kWidestOfAll in cuda/plan/recipes.h), and operands that the
+# kernels above it do not take.
 _WIDEST_OF_ALL = 256
 _NOT_ABOVE_256 = (
     "bias", "mask", "query_segment_ids", "dropout_keys", "alibi_slopes", "relative_bias",
@@ -88,6 +89,7 @@ class _Problem:
       head_dim, value_dim: of query and key, and of value.
       empty: what the call has none of, or None: without it, there is nothing for a kernel to do.
       operands: the names of its operands.
+      batch_axes: how many batch axes it has when those are folded that fold into one.
     """
 
     dtype: str
@@ -95,6 +97,7 @@ class _Problem:
     value_dim: int
     empty: str | None = None
     operands: tuple[str, ...] = ()
+    batch_axes: int = 1
 
     @property
     def widest(self) -> int:
@@ -117,6 +120,7 @@ class _Problem:
             value.shape[-1],
             empty,
             tuple(operands),
+            len(folding_axes(batch_shape(operands), operands.values())),
         )
 
 
@@ -248,6 +252,7 @@ def _unsupported_above_256(
     has = {
         "logits_soft_cap": spec.logits_soft_cap is not None,
         "a scale that is not positive": not spec.scale > 0.0,
+        "more than two batch axes that do not fold into one": problem.batch_axes > 2,
         **{name: name in problem.operands for name in _NOT_ABOVE_256},
     }
     return next(

@@ -98,10 +98,7 @@ Status choose_family(const Forward& params, int32_t family, bool fits_90, const 
   }
   choice.family = 90;
   choice.head_dim = family != 80 && takes ? find(90, choice.general) : 0;
-  if (choice.head_dim > sm90::kWidestOfAll && modifiers_of(params) & ~sm90::kColumnsModifiers) {
-    return Status::unimplemented(
-        "jax_flash: the kernels for head dims above 256 take no modifiers");
-  }
+  if (choice.head_dim > sm90::kWidestOfAll && choice.general) choice.head_dim = 0;
   if (choice.head_dim == 0 && family != 90) {
     choice.family = 80;
     choice.head_dim = find(80, choice.general);

@@ -100,10 +100,9 @@ enum class Recipe : int32_t {
   kColumns,  // head dims above 256: two consumers divide the columns of 64 queries' output
 };
 
-// Above this head dim, only the sm_90 family has kernels (sm90/column_blocks.cuh), which take these
+// Above this head dim, only the sm_90 family has kernels (sm90/column_blocks.cuh), which take no
 // modifiers.
 inline constexpr int32_t kWidestOfAll = 256;
-inline constexpr uint32_t kColumnsModifiers = kNoModifier;
 
 // Returns the number of keys in a tile if a mask comes as words.
 constexpr int mask_words_keys(int head_dim) { return head_dim <= 128 ? 128 : 80; }

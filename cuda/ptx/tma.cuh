@@ -26,8 +26,8 @@ __device__ __forceinline__ void cp_async_bulk_tensor_5d(uint32_t address_smem,
       : "memory");
 }
 
-// Does the same for every block of the cluster in `blocks`, a bit for each: the box and its bytes go
-// to the same addresses of their shared memory.
+// Does the same for every block of the cluster in `blocks`, a bit for each: the box and its bytes
+// go to the same addresses of their shared memory.
 __device__ __forceinline__ void cp_async_bulk_tensor_multicast_5d(
     uint32_t address_smem, const CUtensorMap& map, uint32_t barrier_smem, uint16_t blocks,
     int32_t c0, int32_t c1, int32_t c2, int32_t c3, int32_t c4) {

@@ -15,16 +15,16 @@
 //
 // Two consumer warpgroups own 256 columns of `sum` each, and compute S of every second tile each. A
 // warpgroup hands P of its tiles to the other one in shared memory, where its own product reads it,
-// too: registers for it would be too many. So each has, in turn: S of its own next tile, the product
-// of the tile that was handed to it, which runs while it computes P, and the product of its own
-// tile. The order of tiles is the same for both, which a running maximum needs. A warpgroup hands
-// over a tile when its product with the other one's last tile is complete, so that the other one may
-// overwrite that.
+// too: registers for it would be too many. So each has, in turn: S of its own next tile, the
+// product of the tile that was handed to it, which runs while it computes P, and the product of its
+// own tile. The order of tiles is the same for both, which a running maximum needs. A warpgroup
+// hands over a tile when its product with the other one's last tile is complete, so that the other
+// one may overwrite that.
 //
 // Streamed tiles arrive in chunks of 8 KB: 64 rows of 64 columns for S; 16 rows of a warpgroup's
-// 256 columns for `sum`. Each warpgroup has a ring of chunks of its own, which a warp fills. The two
-// blocks of a cluster own neighbouring rows and stream the same tiles: each copies half of every
-// chunk to both, so that L2 is read once for 128 rows.
+// 256 columns for `sum`. Each warpgroup has a ring of chunks of its own, which a warp fills. The
+// two blocks of a cluster own neighbouring rows and stream the same tiles: each copies half of
+// every chunk to both, so that L2 is read once for 128 rows.
 //
 // Shared memory: own operands, 64 KB each | a tile of P of each warpgroup | rings of chunks.
 #pragma once
@@ -80,6 +80,14 @@ struct ColumnConfig {
   static constexpr int kSmemBytes = kRingOffset + 2 * kStages * kChunkBytes;
 };
 
+// Returns a tile for matrix descriptors. From bit 24 on, an address holds the block's number in its
+// cluster, which loads, stores and copies need, but which a descriptor has no room for.
+template <typename Tile>
+__device__ __forceinline__ Tile in_own_block(Tile tile) {
+  tile.root &= 0xffffff;
+  return tile;
+}
+
 // Gives the addresses of a block's tiles and barriers.
 template <typename Config>
 struct ColumnSmem {
@@ -87,15 +95,11 @@ struct ColumnSmem {
   static constexpr int kBarriers = 2 + 4 * kStages;
   uint32_t root, barriers;
 
-  // Addresses hold a block's number in its cluster, which copies need, but matrix descriptors have
-  // no room for.
-  __device__ __forceinline__ uint32_t operand_root() const { return root & 0xffffff; }
-
   __device__ __forceinline__ typename Config::OwnTile own(int operand) const {
-    return {operand_root(), static_cast<uint32_t>(operand * Config::OwnTile::kBytes)};
+    return {root, static_cast<uint32_t>(operand * Config::OwnTile::kBytes)};
   }
   __device__ __forceinline__ typename Config::HandedTile handed(int group) const {
-    return {operand_root(),
+    return {root,
             static_cast<uint32_t>(Config::kHandedOffset + group * Config::HandedTile::kBytes)};
   }
   __device__ __forceinline__ uint32_t chunk_offset(int group, uint32_t stage) const {
@@ -138,8 +142,8 @@ struct ColumnOperand {
   }
 };
 
-// Holds a block's own operands; those whose tiles are multiplied by them, by rows; and the one whose
-// tiles are multiplied by P, by columns.
+// Holds a block's own operands; those whose tiles are multiplied by them, by rows; and the one
+// whose tiles are multiplied by P, by columns.
 template <int kOwn>
 struct ColumnOperands {
   ColumnOperand own[kOwn], first[kOwn], second;
@@ -260,8 +264,8 @@ struct ColumnProducer {
   }
 };
 
-// Orders clusters. If they differ in length, those of several heads run together, the longest first,
-// so that few multiprocessors are idle at the end.
+// Orders clusters. If they differ in length, those of several heads run together, the longest
+// first, so that few multiprocessors are idle at the end.
 inline TileSchedule column_schedule(const Forward& params, int64_t tiles, int64_t heads,
                                     bool last_longest) {
   const Options& options = params.options;
@@ -283,14 +287,13 @@ struct ColumnConsumer {
 
   const ColumnSmem<Config>& smem;
   const int group;
-  uint32_t peer_empty;              // lanes 0 and 1: this barrier in each block of the cluster
+  uint32_t peer_empty;             // lanes 0 and 1: this barrier in each block of the cluster
   uint32_t stage = 0, parity = 0;  // of the next chunk
   uint32_t oldest = 0;             // the stage of the first chunk that is in use
 
   __device__ __forceinline__ ColumnConsumer(const ColumnSmem<Config>& tiles, int number)
       : smem(tiles), group(number) {
-    peer_empty =
-        ptx::address_in_block(smem.empty(group, 0), threadIdx.x % 32 % kColumnsCluster);
+    peer_empty = ptx::address_in_block(smem.empty(group, 0), threadIdx.x % 32 % kColumnsCluster);
   }
 
   // Gives back the chunks before stage `end`, whose products are complete; there are some.
@@ -311,7 +314,7 @@ struct ColumnConsumer {
   template <typename Chunk>
   __device__ __forceinline__ Chunk await() const {
     ptx::mbarrier_wait(smem.full(group, stage), parity);
-    return {smem.operand_root(), smem.chunk_offset(group, stage)};
+    return {smem.root, smem.chunk_offset(group, stage)};
   }
   __device__ __forceinline__ void advance() {
     if (++stage == Config::kStages) {
@@ -320,9 +323,9 @@ struct ColumnConsumer {
     }
   }
 
-  // Computes d = own streamed^T, a few chunks at a time: meanwhile the other warpgroup's products run.
-  // Their number is a multiple of that: a branch among products makes ptxas serialize them, and so
-  // does a wait for some of them only.
+  // Computes d = own streamed^T, a few chunks at a time: meanwhile the other warpgroup's products
+  // run. Their number is a multiple of that: a branch among products makes ptxas serialize them,
+  // and so does a wait for some of them only.
   __device__ __forceinline__ void multiply_first(Scores& d, typename Config::OwnTile own,
                                                  int chunks) {
     forget(d);
@@ -335,7 +338,8 @@ struct ColumnConsumer {
 #pragma unroll
         for (int k = 0; k < 4; ++k) {
           ptx::Wgmma<Element, kColumnsRows>::template ss<0, 0>(
-              d, operand_k_major(own, 0, k), operand_k_major(chunk, 0, k), i + k > 0 ? 1 : c);
+              d, operand_k_major(in_own_block(own), 0, k),
+              operand_k_major(in_own_block(chunk), 0, k), i + k > 0 ? 1 : c);
         }
         advance();
         own.offset += Config::OwnTile::kPanelBytes;
@@ -355,14 +359,14 @@ struct ColumnConsumer {
   // chunk of rows from `row` of the tile on is read.
   template <typename Prepare>
   __device__ __forceinline__ void start_second(Sum& sum, int of_group, const Prepare& prepare) {
-    const auto p = smem.handed(of_group);
+    const auto p = in_own_block(smem.handed(of_group));
 #pragma unroll
     for (int c = 0; c < kColumnsRows / 16; ++c) {
       const auto chunk = await<typename Config::SecondChunk>();
       prepare(chunk, c * 16);
       ptx::wgmma_fence();
-      ptx::Wgmma<Element, Config::kSumCols>::template ss<0, 1>(sum, operand_k_major(p, 0, c),
-                                                            operand_mn_major(chunk, 0, 0), 1);
+      ptx::Wgmma<Element, Config::kSumCols>::template ss<0, 1>(
+          sum, operand_k_major(p, 0, c), operand_mn_major(in_own_block(chunk), 0, 0), 1);
       advance();
     }
     ptx::wgmma_commit_group();
@@ -392,10 +396,11 @@ struct ColumnConsumer {
 //                                  warpgroup before it multiplies that tile
 //   rows()                         the streamed rows that may be read; others may hold NaN
 template <typename Config, typename Element, typename Pass>
-__device__ __forceinline__ void consume_columns(
-    const ColumnOperands<Config::kOwn>& operands, const ColumnBlock& block,
-    ColumnConsumer<Config, Element>& consumer,
-    typename ColumnConsumer<Config, Element>::Sum& sum, Pass& pass) {
+__device__ __forceinline__ void consume_columns(const ColumnOperands<Config::kOwn>& operands,
+                                                const ColumnBlock& block,
+                                                ColumnConsumer<Config, Element>& consumer,
+                                                typename ColumnConsumer<Config, Element>::Sum& sum,
+                                                Pass& pass) {
   using Consumer = ColumnConsumer<Config, Element>;
   const auto& smem = consumer.smem;
   const int32_t tiles = block.tiles;

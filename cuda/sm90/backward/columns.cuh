@@ -71,8 +71,7 @@ struct KeyColumns {
     const int thread = threadIdx.x % 128;
     const float* values = thread < kColumnsRows ? workspace.lse_log2 : workspace.delta;
     const int64_t batch_head = int64_t{block.batch_index} * params.shape.heads + tile.head;
-    statistic =
-        __ldcg(values + workspace.row_index(batch_head, tile.row0 + thread % kColumnsRows));
+    statistic = __ldcg(values + workspace.row_index(batch_head, tile.row0 + thread % kColumnsRows));
     buffer = index / 2 % 2;
   }
   __device__ __forceinline__ void weigh(const ColumnTile& tile,
@@ -83,8 +82,8 @@ struct KeyColumns {
     const Band& band = block.band;
     const int32_t row_end = tile.row0 + kColumnsRows;
     const auto gradient = gradient_at(tile);
-    if (row_end > band.q_len || !band.all_allowed(tile.row0, row_end, block.own_row0,
-                                                  block.own_row0 + kColumnsRows)) {
+    if (row_end > band.q_len ||
+        !band.all_allowed(tile.row0, row_end, block.own_row0, block.own_row0 + kColumnsRows)) {
       gradient.mask(scores, band);
     }
     gradient.probabilities(scores, ColumnsInShared(lse), lse, to_log2);
@@ -126,8 +125,7 @@ struct QueryColumns {
     const int64_t batch_head = int64_t{block.batch_index} * params.shape.heads + block.own_head;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const int64_t index =
-          workspace.row_index(batch_head, warp_row0 + fragment_row(0, 2 * half));
+      const int64_t index = workspace.row_index(batch_head, warp_row0 + fragment_row(0, 2 * half));
       lse[half] = __ldcg(workspace.lse_log2 + index);
       delta[half] = __ldcg(workspace.delta + index);
     }
@@ -206,7 +204,8 @@ __global__ void __cluster_dims__(kColumnsCluster, 1, 1)
     int32_t row0;
     block.start(params, schedule, kQueries ? shape.heads : shape.kv_heads, row0);
     if (kQueries) {
-      block.stream(block.own_head / group, 1, kv_tiles<kColumnsRows>(block.band, row0, row0 + kRows));
+      block.stream(block.own_head / group, 1,
+                   kv_tiles<kColumnsRows>(block.band, row0, row0 + kRows));
     } else {
       block.stream(block.own_head * group, group,
                    q_tiles<kColumnsRows>(block.band, row0, row0 + kRows));
@@ -222,7 +221,8 @@ __global__ void __cluster_dims__(kColumnsCluster, 1, 1)
     }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-    using Pass = std::conditional_t<kQueries, QueryColumns<Element>, KeyColumns<Element, kGradient>>;
+    using Pass =
+        std::conditional_t<kQueries, QueryColumns<Element>, KeyColumns<Element, kGradient>>;
     ColumnConsumer<Config, Element> consumer(
         smem, __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0) - 1);
     Pass pass(params, workspace, block, statistics, consumer.group);
@@ -282,12 +282,12 @@ Status launch_backward_columns(const Backward& params, const BackwardWorkspace& 
                                cudaStream_t stream) {
   Status status = launch_begin<Element>(params, workspace, {}, false, {}, stream);
   if (status.ok()) {
-    status = launch_columns_gradient<Element, ColumnGradient::kKeys>(params, workspace, false,
-                                                                     stream);
+    status =
+        launch_columns_gradient<Element, ColumnGradient::kKeys>(params, workspace, false, stream);
   }
   if (status.ok()) {
-    status = launch_columns_gradient<Element, ColumnGradient::kQueries>(params, workspace, true,
-                                                                        stream);
+    status =
+        launch_columns_gradient<Element, ColumnGradient::kQueries>(params, workspace, true, stream);
   }
   if (!status.ok()) return status;
   return launch_columns_gradient<Element, ColumnGradient::kValues>(params, workspace, true, stream);
