@@ -229,14 +229,10 @@ struct ColumnProducer {
       parity ^= 1;
     }
   }
-  __device__ __forceinline__ void load_first(const ColumnTile& tile) {
+  __device__ __forceinline__ void load_first(const ColumnOperand& operand, const ColumnTile& tile) {
     constexpr int kRows = kColumnsRows / kColumnsCluster;
-#pragma unroll
-    for (int i = 0; i < Config::kOwn; ++i) {
-      const ColumnOperand& operand = operands.first[i];
-      for (int c = 0; c < operand.chunks; ++c) {
-        load_chunk(operand, tile, [&](auto box) { box(rank * kRows, c * 64, rank * kRows * 128); });
-      }
+    for (int c = 0; c < operand.chunks; ++c) {
+      load_chunk(operand, tile, [&](auto box) { box(rank * kRows, c * 64, rank * kRows * 128); });
     }
   }
   __device__ __forceinline__ void load_second(const ColumnTile& tile) {
@@ -256,8 +252,9 @@ struct ColumnProducer {
     if (block.tiles == 0) return;
     if (group == 0) load_own();
     for (int32_t n = group; n < block.tiles; n += 2) {
-      load_first(block.at(n));
+      load_first(operands.first[0], block.at(n));
       if (n > 0) load_second(block.at(n - 1));
+      if (Config::kOwn == 2) load_first(operands.first[Config::kOwn - 1], block.at(n));
       load_second(block.at(n));
     }
     if ((block.tiles - 1) % 2 != group) load_second(block.at(block.tiles - 1));
