@@ -73,10 +73,9 @@ struct ColumnConfig {
   static constexpr int kStaticSmemBytes = 3072;  // most for barriers, statistics, the block
   static constexpr int kStages =
       (227 * 1024 - kStaticSmemBytes - kRingOffset) / (2 * kChunkBytes);  // of each ring
-  // Chunks of a warpgroup's first products that it starts at a time; those of its last product are
-  // still in use.
-  static constexpr int kChunksAtATime = kOwn == 1 ? 2 : 1;
-  static_assert(kStages >= kColumnsRows / 16 + kChunksAtATime);
+  // The chunks that are in use at a time: of the product that adds to `sum`, and of the others.
+  static constexpr int kSecondChunks = kColumnsRows / 16, kChunksAtATime = 2;
+  static_assert(kStages > kSecondChunks);
   static constexpr int kSmemBytes = kRingOffset + 2 * kStages * kChunkBytes;
 };
 
@@ -238,7 +237,7 @@ struct ColumnProducer {
   __device__ __forceinline__ void load_second(const ColumnTile& tile) {
     using Chunk = typename Config::SecondChunk;
     constexpr int kPanels = Chunk::kPanels / kColumnsCluster;
-    for (int c = 0; c < kColumnsRows / 16; ++c) {
+    for (int c = 0; c < Config::kSecondChunks; ++c) {
       load_chunk(operands.second, tile, [&](auto box) {
 #pragma unroll
         for (int i = 0; i < kPanels; ++i) {
@@ -326,6 +325,7 @@ struct ColumnConsumer {
   __device__ __forceinline__ void multiply_first(Scores& d, typename Config::OwnTile own,
                                                  int chunks) {
     forget(d);
+    if (Config::kStages < Config::kSecondChunks + Config::kChunksAtATime) retire(oldest != stage);
     for (int c = 0; c < chunks; c += Config::kChunksAtATime) {
       const uint32_t before = stage;
 #pragma unroll
@@ -358,7 +358,7 @@ struct ColumnConsumer {
   __device__ __forceinline__ void start_second(Sum& sum, int of_group, const Prepare& prepare) {
     const auto p = in_own_block(smem.handed(of_group));
 #pragma unroll
-    for (int c = 0; c < kColumnsRows / 16; ++c) {
+    for (int c = 0; c < Config::kSecondChunks; ++c) {
       const auto chunk = await<typename Config::SecondChunk>();
       prepare(chunk, c * 16);
       ptx::wgmma_fence();

@@ -280,7 +280,7 @@ Status launch_columns_gradient(const Backward& params, const BackwardWorkspace& 
 template <typename Element>
 Status launch_backward_columns(const Backward& params, const BackwardWorkspace& workspace,
                                cudaStream_t stream) {
-  Status status = launch_begin<Element>(params, workspace, {}, false, {}, stream);
+  Status status = launch_begin<Element, true>(params, workspace, {}, false, {}, stream);
   if (status.ok()) {
     status =
         launch_columns_gradient<Element, ColumnGradient::kKeys>(params, workspace, false, stream);
