@@ -5,7 +5,7 @@
 // each tile
 //   S = own streamed^T          64x64, over up to 512 columns; perhaps a second such product
 //   P = a function of S         the pass decides: probabilities, or gradients of scores
-//   sum += P streamed'          64x512 in float32: a quarter of a megabit, half of the registers
+//   sum += P streamed'          64x512 in float32: 128 KB, half of the registers
 //
 //   pass      own       streamed by rows   then by columns   P        sum
 //   forward   Q         K                  V                 P        out
@@ -342,7 +342,7 @@ struct ColumnConsumer {
         own.offset += Config::OwnTile::kPanelBytes;
       }
       ptx::wgmma_commit_group();
-      // What is complete is given back when these products have been started.
+      // Chunks of complete products are given back when these have been started.
       if (c > 0 && oldest != before) release(before);
       ptx::wgmma_wait_group<0>();
       if (c == 0) release(stage);
