@@ -247,8 +247,11 @@ def _unsupported_above_256(
     spec: AttentionSpec, problem: _Problem, wanted: int | None
 ) -> str | None:
     """What keeps the kernels for head dims above 256 from a call, or None."""
-    if wanted is None and not _compute_capabilities():
-        return "above head dim 256 there are sm_90 kernels only, and this process has no GPU"
+    capabilities = _compute_capabilities()
+    others = [f"this GPU is sm_{c}" for c in capabilities if c != 90]
+    if wanted is None and (others or not capabilities):
+        where = others[0] if others else "this process has no GPU"
+        return f"above head dim 256 there are sm_90 kernels only, and {where}"
     has = {
         "logits_soft_cap": spec.logits_soft_cap is not None,
         "a scale that is not positive": not spec.scale > 0.0,
