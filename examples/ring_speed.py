@@ -18,8 +18,8 @@ the pairs that attend. Efficiency is a way's TFLOP/s over the number of devices 
 "one". Each result is first compared with that on one device.
 
 Then the ways take turns, round after round, as many as --seconds allow; a single one is not warmed
-up. On GPUs a program makes as many calls as take about 2 s, 16 at most, each of which waits for the
-one before, as a model's do: to start a program takes 15 ms on 8 GPUs. A time is that of one call.
+up. On GPUs a program makes as many calls as take about 2 s, 64 at most, each of which waits for the
+one before, as a model's do: to start a program takes some 20 ms on 8 GPUs. A time is that of one call.
 "one" and "batch" are measured once for each kind of call and number of devices.
 """
 
@@ -192,7 +192,7 @@ class Timer:
         """`make(calls)` gives a function of the inputs; a call takes about so many seconds."""
         fitting = round(2 / seconds) if jax.default_backend() == "gpu" else 1
         self._options = options
-        self._calls = arguments.calls or max(1, min(16, fitting))
+        self._calls = arguments.calls or max(1, min(64, fitting))
         self._lowered = {calls: jax.jit(make(calls)).lower(*inputs) for calls in {1, self._calls}}
         self._inputs = inputs
         self.rounds = max(1, min(arguments.rounds, int(arguments.seconds / seconds / self._calls)))
