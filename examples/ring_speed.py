@@ -4,7 +4,9 @@
     python examples/ring_speed.py --seq 131072 --devices 2 4 8 --profile
     python examples/ring_speed.py --call packed window --seq 131072
 
-Ways to share a sequence are `jax_flash.ring_attention`'s modes, each in an order of storage.
+Ways to share a sequence are `jax_flash.ring_attention`'s modes, each in an order of storage. A
+ring's sends are made by the GPUs' copy engines (XLA's xla_gpu_collective_permute_mode), or in
+"ring_nccl" by kernels of NCCL, which is XLA's default.
 "batch" shares nothing: each device has a sequence of its own and all of them run at once, which is
 what the machine gives where nothing is sent. "one" is one device with the whole sequence, or with
 --one-seq tokens where the sequence is longer.
@@ -16,9 +18,9 @@ the pairs that attend. Efficiency is a way's TFLOP/s over the number of devices 
 "one". Each result is first compared with that on one device.
 
 Then the ways take turns, round after round, as many as --seconds allow; a single one is not warmed
-up. On GPUs a program makes as many calls as take about 0.3 s, each of which waits for the one
-before, as a model's do; a time is that of one call. "one" and "batch" are measured once for each
-kind of call and number of devices.
+up. On GPUs a program makes as many calls as take about 2 s, 64 at most, each of which waits for the
+one before, as a model's do: to start a program takes some 20 ms on 8 GPUs. A time is that of one call.
+"one" and "batch" are measured once for each kind of call and number of devices.
 """
 
 import argparse
@@ -41,6 +43,7 @@ import jax_flash
 # Names each method's mode and order.
 METHODS = {
     "ring": ("ring", "zigzag"),
+    "ring_nccl": ("ring", "zigzag"),
     "ring_contiguous": ("ring", "contiguous"),
     "all_to_all": ("all_to_all", "contiguous"),
     "all_gather": ("all_gather", "zigzag"),
@@ -48,12 +51,19 @@ METHODS = {
 }
 WHOLE = ("one", "batch")  # no sequence is shared
 BY_CALL = {
-    "causal": ("batch", "ring", "all_to_all", "all_gather"),
+    "causal": ("batch", "ring", "ring_nccl", "all_to_all", "all_gather"),
     "packed": ("ring", "all_to_all", "all_gather"),
     "window": ("ring_contiguous", "all_to_all", "all_gather_contiguous"),
 }
 PASSES = ("forward", "forward_backward")
 TOKENS = P(None, "sequence")
+# Says that the copy engines send, which leave all multiprocessors to the kernels beside them.
+BY_COPY_ENGINES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
+
+
+def compiler_options(method: str) -> dict[str, str]:
+    sends = method in ("ring", "ring_contiguous") and jax.default_backend() == "gpu"
+    return BY_COPY_ENGINES if sends else {}
 
 
 def make_attention(arguments, method: str, call: str, mesh):
@@ -155,7 +165,8 @@ def check(arguments, call: str, mesh, methods) -> dict[str, float]:
 
     def results(method, *arrays):
         attention = make_attention(arguments, method, call, mesh)
-        return jax.device_get(jax.jit(make_pass("forward_backward", attention))(*arrays))
+        both = make_pass("forward_backward", attention)
+        return jax.device_get(jax.jit(both, compiler_options=compiler_options(method))(*arrays))
 
     expected = results("one", *arrays)
     errors = {}
@@ -177,26 +188,36 @@ def check(arguments, call: str, mesh, methods) -> dict[str, float]:
 class Timer:
     """One method's pass: compiled, run once, and timed when it is its turn."""
 
-    def __init__(self, arguments, make, inputs, seconds: float):
+    def __init__(self, arguments, make, inputs, seconds: float, options: dict[str, str]):
         """`make(calls)` gives a function of the inputs; a call takes about so many seconds."""
-        fitting = round(0.3 / seconds) if jax.default_backend() == "gpu" else 1
-        self._calls = arguments.calls or max(1, min(16, fitting))
+        fitting = round(2 / seconds) if jax.default_backend() == "gpu" else 1
+        self._options = options
+        self._calls = arguments.calls or max(1, min(64, fitting))
         self._lowered = {calls: jax.jit(make(calls)).lower(*inputs) for calls in {1, self._calls}}
         self._inputs = inputs
         self.rounds = max(1, min(arguments.rounds, int(arguments.seconds / seconds / self._calls)))
 
     def compile(self) -> None:
-        self._compiled = {calls: x.compile() for calls, x in self._lowered.items()}
+        self._compiled = {calls: x.compile(self._options) for calls, x in self._lowered.items()}
+        plan = self._compiled[1].memory_analysis()
+        self.temporary, self._planned = (
+            plan.temp_size_in_bytes, plan.temp_size_in_bytes + plan.output_size_in_bytes
+        )  # fmt: skip
 
     def start(self, result: dict) -> None:
-        plan = self._compiled[1].memory_analysis()
         result |= {
-            "temporary_bytes_per_device": plan.temp_size_in_bytes,
+            "temporary_bytes_per_device": self.temporary,
             "calls_in_a_row": self._calls,
             "times_s": [],
         }
         self.result = result
-        if self.rounds > 1:
+        before = memory()
+        if before or self.rounds > 1:
+            jax.block_until_ready(self._compiled[1](*self._inputs))
+        if before and (after := memory())["peak"] > before["peak"]:
+            result["planned_bytes_per_device"] = self._planned
+            result["measured_bytes_per_device"] = after["peak"] - before["in_use"]
+        if self.rounds > 1 and self._calls > 1:
             jax.block_until_ready(self.run())
 
     def run(self):
@@ -213,6 +234,14 @@ class Timer:
 
     def text(self) -> str:
         return self._compiled[1].as_text()
+
+
+def memory() -> dict[str, int]:
+    """Bytes of the first device in use now, and at most so far; empty where it does not count."""
+    found = jax.local_devices()[0].memory_stats()
+    if not found:
+        return {}
+    return {"in_use": found["bytes_in_use"], "peak": found["peak_bytes_in_use"]}
 
 
 def make_timers(arguments, call: str, seq: int, mesh, methods) -> dict:
@@ -232,7 +261,9 @@ def make_timers(arguments, call: str, seq: int, mesh, methods) -> dict:
             seconds = work(arguments, call, what, seq, method, mesh) / 5e14 / mesh.size
             seconds *= mesh.size if method == "one" else 1
             make = functools.partial(make_pass, what, attention)
-            timers[method, what] = Timer(arguments, make, arrays[kind], seconds)
+            timers[method, what] = Timer(
+                arguments, make, arrays[kind], seconds, compiler_options(method)
+            )
     with concurrent.futures.ThreadPoolExecutor() as pool:
         list(pool.map(Timer.compile, timers.values()))
     return timers
@@ -260,7 +291,8 @@ def measure(arguments, call: str, seq: int, mesh, methods, known: dict) -> list[
         results.append(known[key])
     timers = make_timers(arguments, call, seq, mesh, fresh)
     by_method = {result["method"]: result for result in results}
-    for (method, what), timer in timers.items():
+    # What takes little memory comes first, so that each raises the most that was ever used.
+    for (method, what), timer in sorted(timers.items(), key=lambda item: item[1].temporary):
         timer.start(by_method[method].setdefault(what, {}))
         if arguments.hlo:
             path = f"{arguments.hlo}_{mesh.size}_{call}_{method}_{what}.txt"

@@ -34,10 +34,11 @@ def test_every_way_to_share(tmp_path):
         ("causal", 128), ("causal", 256), ("packed", 128),
     ]  # fmt: skip
     assert output["interrupted"] is False
-    ways = ["one", "batch", "ring", "all_to_all", "all_gather"]
+    ways = ["one", "batch", "ring", "ring_nccl", "all_to_all", "all_gather"]
     for each in output["runs"]:
         assert each["devices"] == 2
-        wanted = [way for way in ways if way != "batch" or each["call"] == "causal"]
+        only_causal = ("batch", "ring_nccl")
+        wanted = [way for way in ways if way not in only_causal or each["call"] == "causal"]
         assert [r["method"] for r in each["results"]] == wanted
         assert each["relative_errors"].keys() == set(wanted) - {"one", "batch"}
         for result in each["results"]:

@@ -20,6 +20,9 @@ enum Modifier : uint32_t {
   kEveryModifier = 127,
 };
 
+// Returns whether the one modifier is an operand of [N,T,S], which batches and heads may share.
+constexpr bool is_matrix(uint32_t modifiers) { return modifiers == kBias || modifiers == kMask; }
+
 // Returns the modifiers that a call asks for.
 inline uint32_t modifiers_of(const Forward& params) {
   const Options& options = params.options;

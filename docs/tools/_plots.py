@@ -59,7 +59,7 @@ def efficiencies(documents: list[dict[str, Any]]) -> str:
     """What part of so many GPUs' speed each way of sharing a causal sequence reaches."""
     runs = [run for run in _ring.runs(documents) if run["call"] == "causal"]
     rows = [(run, found) for run in runs for found in run["results"]
-            if found["method"] in _ring.WAYS]  # fmt: skip
+            if _ring.way(run, found["method"])]  # fmt: skip
     left, right, top, step, width = 270, 60, 66, 24, 860
     height = top + step * len(rows) + 16 * (len(runs) - 1) + 40
     drawing = Drawing(width, height, "Efficiency of a sharded sequence")
@@ -80,7 +80,7 @@ def efficiencies(documents: list[dict[str, Any]]) -> str:
         drawing.text(x(fifth / 5), bottom + 18, f"{fifth / 5:.0%}", anchor="middle", fill=GREY)
     for i, (run, found) in enumerate(rows):
         y = top + step * i + 16 * runs.index(run)
-        way = _ring.WAYS[found["method"]]
+        way = _ring.way(run, found["method"])
         name = f"{run['devices']} GPUs, {run['seq']:,}: {way}"
         drawing.text(left - 10, y + 14, name, anchor="end")
         for j, (what, colour) in enumerate(

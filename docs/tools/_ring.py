@@ -3,14 +3,16 @@
 from collections.abc import Callable
 from typing import Any
 
-WAYS = {
-    "ring": "ring",
-    "ring_contiguous": "ring",
+_COPIES = "ring, copy engines"
+_WAYS = {
+    "ring": _COPIES,
+    "ring_contiguous": _COPIES,
+    "ring_nccl": "ring",
     "all_to_all": "all-to-all",
     "all_gather": "all-gather",
     "all_gather_contiguous": "all-gather",
 }
-_COLUMNS = ("ring", "all-to-all", "all-gather")
+_COLUMNS = (_COPIES, "ring", "all-to-all", "all-gather")
 _PASSES = ("forward", "forward_backward")
 _CALLS = {
     "causal": "causal",
@@ -24,8 +26,19 @@ _LINKS = (("NVLink, 450 GB/s by its datasheet", 450e9), ("a 400 Gbit/s port for 
 
 def runs(documents: list[dict]) -> list[dict[str, Any]]:
     """All runs, those of causal attention first, with the shape that they have in common."""
-    found = [{**run, "shape": d["shape"]} for d in documents for run in d["runs"]]
+    found = []
+    for document in documents:
+        methods = {r["method"] for run in document["runs"] for r in run["results"]}
+        # Older files name the ring whose sends are NCCL's kernels so; it was the only one.
+        older = "ring_nccl" not in methods
+        found += [{**run, "shape": document["shape"], "older": older} for run in document["runs"]]
     return sorted(found, key=lambda run: list(_CALLS).index(run["call"]))
+
+
+def way(run: dict, method: str) -> str | None:
+    """What the tables call a method of a run; None for those that share no sequence."""
+    found = _WAYS.get(method)
+    return "ring" if run["older"] and found == _COPIES else found
 
 
 def result(run: dict, method: str) -> dict[str, Any]:
@@ -35,9 +48,10 @@ def result(run: dict, method: str) -> dict[str, Any]:
 def _rows(documents: list[dict], cell: Callable[[dict], str]) -> list[list[str]]:
     rows = []
     for run in runs(documents):
-        cells = {WAYS[r["method"]]: cell(r) for r in run["results"] if r["method"] in WAYS}
+        ways = {way(run, r["method"]): r for r in run["results"]}
         call = _CALLS[run["call"]].format(**run["shape"])
-        rows.append([str(run["devices"]), f"{run['seq']:,}", call, *(cells[c] for c in _COLUMNS)])
+        cells = [cell(ways[column]) if column in ways else "-" for column in _COLUMNS]
+        rows.append([str(run["devices"]), f"{run['seq']:,}", call, *cells])
     return rows
 
 
@@ -74,7 +88,7 @@ def sending(documents: list[dict], table) -> str:
     keys = ("compute_ms", "forward_kernels", "transfer_ms", "transfer_hidden_ms", "waiting")
     rows = [
         [
-            str(run["devices"]), WAYS[found["method"]],
+            str(run["devices"]), way(run, found["method"]),
             *(" / ".join(f"{_mean(found[what], key):.1f}" for what in _PASSES) for key in keys),
         ]
         for run in runs(documents)
@@ -101,17 +115,21 @@ def _mean(each: dict, key: str) -> float:
 def contention(document: dict) -> str:
     """What sending costs the kernels that it runs beside."""
     run = runs([document])[0]
-    ring, gather = (
-        {key: _mean(result(run, method)["forward"], key) for key in ("forward_kernels", "waiting")}
-        for method in ("ring", "all_gather")
-    )
+    copies, kernels, gather = (
+        {key: _mean(result(run, method)["forward"], key)
+         for key in ("forward_kernels", "transfer_ms", "waiting")}
+        for method in ("ring", "ring_nccl", "all_gather")
+    )  # fmt: skip
     return (
-        f"In the forward pass on {run['devices']} GPUs, nothing waits for the ring's sends, but "
-        f"beside them the forward kernels take {ring['forward_kernels']:.1f} ms, and "
-        f"{gather['forward_kernels']:.1f} ms by themselves; behind a gather they wait for "
-        f"{gather['waiting']:.1f} ms. With backward, a ring's steps wait for keys and sums of "
-        "gradients, which are sent in turn, and a gather's GPUs wait for the last of them before "
-        "they sum gradients. All of that grows with the tokens, and computing with their square."
+        f"In the forward pass on {run['devices']} GPUs, the ring's sends are hidden, but beside "
+        f"NCCL's kernels, which take multiprocessors, the forward kernels take "
+        f"{kernels['forward_kernels']:.1f} ms, {copies['forward_kernels']:.1f} ms beside copy "
+        f"engines, and {gather['forward_kernels']:.1f} ms by themselves; behind a gather they wait "
+        f"for {gather['waiting']:.1f} ms. The sends themselves take {kernels['transfer_ms']:.1f} "
+        f"ms by NCCL and {copies['transfer_ms']:.1f} ms by copy engines. With backward, a ring's "
+        "steps wait for keys and sums of gradients, which are sent in turn, and a gather's GPUs "
+        "wait for the last of them before they sum gradients. All of that grows with the tokens, "
+        "and computing with their square."
     )
 
 
@@ -143,11 +161,12 @@ def _apparent_bandwidth(run: dict) -> float:
 def calculation(documents: list[dict], table) -> str:
     """Where the ring stops hiding what it sends: the formulas' table."""
     first = [runs([document])[0] for document in documents]
-    links = [
-        *_LINKS,
-        *((f"as measured with {run['devices']} GPUs, {_apparent_bandwidth(run) / 1e9:.0f} GB/s",
-           _apparent_bandwidth(run)) for run in first),
-    ]  # fmt: skip
+    links = list(_LINKS)
+    for run in first:
+        bandwidth = _apparent_bandwidth(run)
+        by = "NCCL" if run["older"] else "copy engines"
+        name = f"as measured with {run['devices']} GPUs, by {by}, {bandwidth / 1e9:.0f} GB/s"
+        links.append((name, bandwidth))
     rates = " and ".join(f"{rate / 1e12:.0f}" for rate in _rates(first[-1]))
     header = ["link", f"tokens a GPU at F = {rates} TFLOP/s, as measured", "at twice that"]
     return table(
@@ -177,17 +196,35 @@ def sentences(documents: list[dict]) -> str:
         f"With 2 GPUs and {two['seq']:,} tokens, the ring reaches {reached(two, 'ring')} (forward, "
         f"and with the backward pass). With {last['runs'][0]['devices']} GPUs and as many tokens, "
         f"gathering reaches {reached(first, 'all_gather')}, all-to-all "
-        f"{reached(first, 'all_to_all')} and the ring {reached(first, 'ring')}; with "
-        f"{longest['seq']:,} tokens, all three reach at least "
-        f"{_least(longest):.0%}. So many GPUs that each have a sequence of their own, and send "
-        f"nothing, reach {reached(first, 'batch')}. Memory is linear in the tokens: "
-        f"{longest['seq'] // first['seq']} times as many take {min(factors):.1f} to "
-        f"{max(factors):.1f} times as much."
+        f"{reached(first, 'all_to_all')}, and the ring {reached(first, 'ring')} by copy engines, "
+        f"{reached(first, 'ring_nccl')} by NCCL; with {longest['seq']:,} tokens, all of them reach "
+        f"at least {_least(longest):.0%}. So many GPUs that each have a sequence of their own, and "
+        f"send nothing, reach {reached(first, 'batch')}. Memory is linear in the tokens: "
+        f"{longest['seq'] // first['seq']} times as many take {min(factors):.2f} to "
+        f"{max(factors):.2f} times as much."
+    )
+
+
+def measured_memory(document: dict) -> str:
+    """Compares what JAX's allocator handed out at most with what XLA had planned."""
+    found = {
+        (way(run, r["method"]), run["seq"]): (each["planned_bytes_per_device"],
+                                               each["measured_bytes_per_device"])
+        for run in runs([document]) for r in run["results"] if way(run, r["method"])
+        for each in (r["forward_backward"],) if "measured_bytes_per_device" in each
+    }  # fmt: skip
+    cases = "; ".join(
+        f"{name} with {seq:,} tokens, {planned / 2**20:,.0f} planned and {used / 2**20:,.0f} used"
+        for (name, seq), (planned, used) in found.items()
+    )
+    return (
+        "What JAX's allocator handed out at most during a call with backward, and what XLA had "
+        f"planned for temporaries and results, in MiB: {cases}."
     )
 
 
 def _least(run: dict) -> float:
-    return min(r[what]["efficiency"] for r in run["results"] if r["method"] in WAYS
+    return min(r[what]["efficiency"] for r in run["results"] if way(run, r["method"])
                for what in _PASSES)  # fmt: skip
 
 

@@ -387,6 +387,7 @@ def several_devices() -> str:
             _ring.sentences(documents) + cut,
             "MiB of temporaries a GPU, as XLA plans them, forward / with backward:",
             _ring.memory(documents, table),
+            _ring.measured_memory(documents[-1]),
             "Where the time of a causal call of "
             f"{documents[0]['runs'][0]['seq']:,} tokens goes, in ms, the mean of the GPUs, from a "
             "profile, forward / with backward. *Sending* includes waiting for a GPU that is late; "

@@ -64,4 +64,12 @@ struct ForwardModifier<Config, Element, kDropout> : ModifierDefaults<Config, Ele
   }
 };
 
+template <>
+struct OffsetsOf<kDropout> {
+  static __device__ __forceinline__ void set(const Forward& params, const QueryTileIndex& q,
+                                             int32_t, ModifierOffsets& offsets) {
+    offsets.dropout = ModifierOffsets::dropout_of(params, q.batch_axes, q.head);
+  }
+};
+
 }  // namespace jax_flash::sm90

@@ -27,7 +27,7 @@ namespace jax_flash::sm90 {
 template <typename Config, typename Element, uint32_t kModifiers>
 inline constexpr bool kReadsHalfValues =
     JAX_FLASH_SM90_CONVERT_VALUES && std::is_same_v<Element, __nv_bfloat16> &&
-    Config::kOptimistic && (kModifiers == kBias || kModifiers == kMask);
+    Config::kOptimistic && is_matrix(kModifiers);
 
 // Gives the forward kernel access to the converted values.
 struct HalfValueMap {

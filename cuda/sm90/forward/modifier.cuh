@@ -4,10 +4,9 @@
 // A modifier is a struct ForwardModifier<Config, Element, kModifiers> that derives from
 // ModifierDefaults and replaces what it needs: bias.cuh, mask.cuh, segments.cuh and soft_cap.cuh
 // have one each; those for no modifier and for all of them together are here. A new one is a file
-// of its own, which kernel.cuh includes, and a row of plan/recipes.h. Orders and steps do not name
-// modifiers; the exceptions are what a query tile's description has for them (plan.cuh), which
-// batches follow one another (producer.cuh), which values are converted (half_values.cuh), and
-// rows of low logits with a bias (parts.cuh).
+// of its own, which kernel.cuh includes, and a row of plan/recipes.h. Beside the struct, such a
+// file may replace OffsetsOf (plan.cuh) and RowStatistics (parts.cuh). Orders, steps and producers
+// do not name modifiers; rows of low logits with a bias and the scale of dropout (parts.cuh) do.
 //
 // A modifier that can be computed with the exponentials sets kJudges, and implements judge(),
 // modify() for tiles that an edge cuts or whose logits are compared with running maxima first, and

@@ -159,6 +159,24 @@ struct QueryWork {
   ModifierOffsets modifiers;
 };
 
+// Sets where a query tile's modifiers begin. Files of modifiers replace it where less will do.
+template <uint32_t kModifiers>
+struct OffsetsOf {
+  static __device__ __forceinline__ void set(const Forward& params, const QueryTileIndex& q,
+                                             int32_t row0, ModifierOffsets& offsets) {
+    if constexpr (kModifiers != kNoModifier) {
+      offsets = ModifierOffsets(params, q.batch_axes, q.head);
+    }
+    if constexpr (is_matrix(kModifiers)) {
+      // The offset of Q, for a consumer that reads it again: there are no segments, and more bytes
+      // would cost registers.
+      offsets.query_ids = q.batch_axes[0] * params.query.batch[0] +
+                          q.batch_axes[1] * params.query.batch[1] + q.head * params.query.head +
+                          row0 * params.query.row;
+    }
+  }
+};
+
 // Sets all but the tiles of keys and the first row.
 template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void describe_query_tile(const Forward& params, const ForwardPlan& plan,
@@ -171,24 +189,7 @@ __device__ __forceinline__ void describe_query_tile(const Forward& params, const
   work.attended = {band.first_col(row0), band.end_col(row_end - 1)};
   work.batch = q.batch;
   work.head = q.head;
-  if constexpr (kModifiers == kSegments) {
-    const ModifierOffsets offsets(params, q.batch_axes, 0);  // all heads have the same ids
-    work.modifiers.query_ids = offsets.query_ids;            // the others would take a while
-    work.modifiers.key_ids = offsets.key_ids;
-  } else if constexpr (kModifiers == kDistance) {
-    work.modifiers.distance = ModifierOffsets(params, q.batch_axes, q.head).distance;
-  } else if constexpr (kModifiers == kDropout) {
-    work.modifiers.dropout = ModifierOffsets::dropout_of(params, q.batch_axes, q.head);
-  } else if constexpr (kModifiers != kNoModifier) {
-    work.modifiers = ModifierOffsets(params, q.batch_axes, q.head);
-    if constexpr (kModifiers == kBias || kModifiers == kMask) {
-      // The offset of Q, for a consumer that reads it again: there are no segments, and more bytes
-      // would cost registers.
-      work.modifiers.query_ids = q.batch_axes[0] * params.query.batch[0] +
-                                 q.batch_axes[1] * params.query.batch[1] +
-                                 q.head * params.query.head + row0 * params.query.row;
-    }
-  }
+  OffsetsOf<kModifiers>::set(params, q, row0, work.modifiers);
   work.sink_log2 = plan.sinks.data ? *plan.sinks.at<const float>(q, 0) * kLog2E : minus_infinity();
 }
 

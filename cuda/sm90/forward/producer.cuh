@@ -40,12 +40,10 @@ inline constexpr int kStartThreads =
           (kConvertsValues<Config, Element, kModifiers> ? kConverterWarps : 0)) +
     kWarpgroup * Config::kConsumers;
 
-// Returns a cursor over a block's query tiles; batches that share a bias or mask follow one
-// another.
+// Returns a cursor over a block's query tiles; batches that share a matrix follow one another.
 template <uint32_t kModifiers>
 __device__ __forceinline__ QueryTileCursor query_tiles(const ForwardPlan& plan) {
-  constexpr bool kShares = kModifiers == kBias || kModifiers == kMask;
-  return {plan.schedule, kShares ? plan.modifiers.batch_shift : 0};
+  return {plan.schedule, is_matrix(kModifiers) ? plan.modifiers.batch_shift : 0};
 }
 
 // The source for key tiles that are skipped: a mask's words, or spans of segments, if there are

@@ -466,6 +466,17 @@ __device__ __forceinline__ void produce_queries_of_segments(const ForwardPlan& p
   }
 }
 
+// All heads have the same ids; the other offsets would take a while.
+template <>
+struct OffsetsOf<kSegments> {
+  static __device__ __forceinline__ void set(const Forward& params, const QueryTileIndex& q,
+                                             int32_t, ModifierOffsets& offsets) {
+    const ModifierOffsets found(params, q.batch_axes, 0);
+    offsets.query_ids = found.query_ids;
+    offsets.key_ids = found.key_ids;
+  }
+};
+
 // Forbids keys of other segments. Few tiles have several segments: only those are examined, and
 // only they have `allowed`.
 template <typename Config, typename Element>

@@ -81,6 +81,14 @@ struct ForwardModifier<Config, Element, kDistance> : ModifierDefaults<Config, El
 };
 
 template <>
+struct OffsetsOf<kDistance> {
+  static __device__ __forceinline__ void set(const Forward& params, const QueryTileIndex& q,
+                                             int32_t, ModifierOffsets& offsets) {
+    offsets.distance = ModifierOffsets(params, q.batch_axes, q.head).distance;
+  }
+};
+
+template <>
 struct RowStatistics<kDistance> {
   static __device__ __forceinline__ void finish(const ForwardPlan& plan, const QueryWork& work,
                                                 int half, int32_t row,
