@@ -96,8 +96,13 @@ enum class Recipe : int32_t {
   kMaskWordsTriple,  // the same with three consumers
   kSlopes,           // ALiBi slopes of a causal call
   kDropout,
-  kEvery,  // any modifiers together
+  kEvery,    // any modifiers together
+  kColumns,  // head dims above 256: two consumers divide the columns of 64 queries' output
 };
+
+// Above this head dim, only the sm_90 family has kernels (sm90/column_blocks.cuh), which take no
+// modifiers.
+inline constexpr int32_t kWidestOfAll = 256;
 
 // Returns the number of keys in a tile if a mask comes as words.
 constexpr int mask_words_keys(int head_dim) { return head_dim <= 128 ? 128 : 80; }
@@ -193,6 +198,7 @@ inline constexpr RecipeRow kRecipes[] = {
     {Recipe::kEvery, "every modifier", 128, 128, kEveryModifier, 2, 128},
     {Recipe::kEvery, "every modifier", 192, 192, kEveryModifier, 2, 96},
     {Recipe::kEvery, "every modifier", 256, 256, kEveryModifier, 2, 64},
+    {Recipe::kColumns, "columns", 512, 512, kNoModifier, 2, 64, 2},
 };
 inline constexpr int kRecipeCount = sizeof(kRecipes) / sizeof(kRecipes[0]);
 
