@@ -344,7 +344,7 @@ struct Float8Consumer {
       // Relative to the greater one of the sum and the sink.
       const float log2_total =
           total == 0.0f ? minus_infinity() : ptx::lg2_approx_ftz(total) + of_reference[half];
-      const float top = fmaxf(log2_total, sink);
+      const float top = ptx::max_nan(log2_total, sink);
       const float of_sink = sink == minus_infinity() ? 0.0f : ptx::ex2_approx_ftz(sink - top);
       const float of_keys =
           log2_total == minus_infinity() ? 0.0f : ptx::ex2_approx_ftz(log2_total - top);

@@ -10,8 +10,8 @@
 //
 // m begins as the row's greatest x in its first tile, rounded up, minus kFirstPeakLog2. Tiles after
 // the first are not searched for greater logits: a sum of P beyond e4m3's greatest number shows
-// one, and the tile is then redone with a greater m. Rounding is relative to powers of two, so that
-// m, an integer, changes no rounding unless P falls below 2^-6.
+// one. Then m rises, and P is lowered, by a power of two. Rounding is relative to powers of two, so
+// that m, an integer, changes no rounding unless P falls below 2^-6.
 //
 // Roles of warps. The first warpgroup's first warp starts copies (TMA, plain bulk copies of V) and
 // describes query tiles (producer.cuh). Two consumer warpgroups own 64 rows each (consumer.cuh).
