@@ -37,7 +37,8 @@ struct Float8Config {
   static constexpr bool kGeneral = kIsGeneral;
   static constexpr int kConsumers = 2, kBlockQ = 64 * kConsumers, kBlockKv = kScaleBlock;
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1);
-  static constexpr int kProducerRegisters = 24, kConsumerRegisters = 240;
+  static constexpr int kProducerRegisters = kValueDim > 192 ? 24 : 40;
+  static constexpr int kConsumerRegisters = kValueDim > 192 ? 240 : 232;
 
   using QueryTile = SmemTile<64, kHeadDim, 1>;
   using KeyTile = SmemTile<kBlockKv, kHeadDim, 1>;
