@@ -3,7 +3,7 @@
 #
 #   add_attention_instances(<family> <pass>
 #     ARCHITECTURES <entry>...     CMake's CUDA_ARCHITECTURES: 80 is SASS and PTX, 90a-real SASS
-#     DTYPES <dtype>...            bfloat16, float16, float32
+#     DTYPES <dtype>...            bfloat16, float16, float32; float8 alone
 #     HEAD_DIMS <n>...)            ascending; a head dim in between uses the next larger one
 #
 # The calls in CMakeLists.txt are the one table. <family> is sm80, sm90, ...; <pass> is forward
@@ -19,7 +19,8 @@
 #   }
 #
 # of "<family>/<pass>/launch.cuh", with Element __nv_bfloat16, __half or float. kHeadDim bounds
-# max(head_dim, value_dim). All instances of a head dim share one source, <family>_<pass>_<head
+# max(head_dim, value_dim). Those of float8 are launch_<pass>_float8<kHeadDim, kGeneral>, which take
+# the scales, too, of "<family>/<pass>_float8/launch.cuh". All instances of a head dim share one source, <family>_<pass>_<head
 # dim>.cu: to read the headers takes as long as to compile a simple kernel, and some kernels are
 # used by all of them.
 #
@@ -28,8 +29,8 @@
 # compiles kernels that do not depend on the head dim, which several families use.
 #
 # finish_attention_instances(<target>), after the last entry, links all of them into <target>,
-# with JAX_FLASH_WITH_CUDA defined, and writes "instances.h": the tables kForwardInstances and
-# kBackwardInstances, and find_instance(), with which cuda/launch.cc (plain C++: it compiles no
+# with JAX_FLASH_WITH_CUDA defined, and writes "instances.h": the tables kForwardInstances,
+# kForwardFloat8Instances and kBackwardInstances, and find_instance(), with which cuda/launch.cc (plain C++: it compiles no
 # kernel) launches what cuda/plan/choose.cc chose. See instances.h.in.
 #
 # Every object is compiled through check_ptxas.py, which fails on a register spill beyond the
@@ -46,7 +47,7 @@ set(JAX_FLASH_INSTANCES "" CACHE STRING "A regular expression: CUDA instances to
 set(instances_template_dir "${CMAKE_CURRENT_LIST_DIR}")
 set_property(GLOBAL PROPERTY attention_families "")
 set_property(GLOBAL PROPERTY attention_libraries "")
-foreach(pass forward backward)
+foreach(pass forward forward_float8 backward)
   set_property(GLOBAL PROPERTY attention_${pass}_rows "")
 endforeach()
 
@@ -56,6 +57,7 @@ set(element_of_float32 float)
 set(enum_of_bfloat16 kBFloat16)
 set(enum_of_float16 kFloat16)
 set(enum_of_float32 kFloat32)
+set(enum_of_float8 kFloat8)
 set(params_of_forward Forward)
 set(params_of_backward Backward)
 set(variant_of_false plain)
@@ -116,6 +118,14 @@ endfunction()
 function(add_attention_instances family pass)
   cmake_parse_arguments(PARSE_ARGV 2 arg "" "" "ARCHITECTURES;DTYPES;HEAD_DIMS")
   string(REGEX MATCH "[0-9]+" family_number ${family})
+  set(header ${family}/${pass}/launch.cuh)
+  set(table ${pass})
+  set(scales "")
+  if(arg_DTYPES STREQUAL float8)
+    set(header ${family}/${pass}_float8/launch.cuh)
+    set(table ${pass}_float8)
+    set(scales "const jax_flash::Scales&, ")
+  endif()
   foreach(head_dim IN LISTS arg_HEAD_DIMS)
     set(instantiations "")
     foreach(dtype IN LISTS arg_DTYPES)
@@ -125,18 +135,22 @@ function(add_attention_instances family pass)
           continue()
         endif()
         set(launch "${family}::launch_${pass}<${element_of_${dtype}}, ${head_dim}, ${general}>")
+        if(dtype STREQUAL float8)
+          set(launch "${family}::launch_${pass}_float8<${head_dim}, ${general}>")
+        endif()
         string(APPEND instantiations "\ntemplate jax_flash::Status jax_flash::${launch}(\n"
-          "    const jax_flash::${params_of_${pass}}&, const jax_flash::Choice&, cudaStream_t);\n")
+          "    const jax_flash::${params_of_${pass}}&, ${scales}const jax_flash::Choice&, "
+          "cudaStream_t);\n")
         string(CONCAT row "    {${family_number}, DType::${enum_of_${dtype}}, ${head_dim}, ${general}, "
           "&${launch}},\n")
-        set_property(GLOBAL APPEND PROPERTY attention_${pass}_rows "${row}")
+        set_property(GLOBAL APPEND PROPERTY attention_${table}_rows "${row}")
       endforeach()
     endforeach()
     if(instantiations)
       attention_family(${family} "${arg_ARCHITECTURES}")
       set(name ${family}_${pass}_${head_dim})
-      if(arg_DTYPES STREQUAL float32)
-        string(APPEND name _float32)
+      if(arg_DTYPES MATCHES "^(float32|float8)$")
+        string(APPEND name _${arg_DTYPES})
       endif()
       set(source "${PROJECT_BINARY_DIR}/instances/${name}.cu")
       configure_file("${instances_template_dir}/instances.cu.in" "${source}" @ONLY)
@@ -155,9 +169,12 @@ function(finish_attention_instances target)
       "Status launch_forward(const Forward& params, const Choice& choice, cudaStream_t stream);\n"
       "template <typename Element, int kHeadDim, bool kGeneral>\n"
       "Status launch_backward(const Backward& params, const Choice& choice, cudaStream_t stream);\n"
+      "template <int kHeadDim, bool kGeneral>\n"
+      "Status launch_forward_float8(const Forward& params, const Scales& scales,\n"
+      "                             const Choice& choice, cudaStream_t stream);\n"
       "}  // namespace jax_flash::${family}\n")
   endforeach()
-  foreach(pass forward backward)
+  foreach(pass forward forward_float8 backward)
     get_property(rows GLOBAL PROPERTY attention_${pass}_rows)
     list(LENGTH rows ${pass}_count)
     list(JOIN rows "" ${pass}_rows)

@@ -25,28 +25,36 @@ Status current_device(Device& device) {
                           cudaGetErrorString(error));
 }
 
-template <typename Params, typename Table>
-Status launch(const Table& table, const Params& params, const Choice& choice, cudaStream_t stream) {
+template <typename Table, typename Params, typename... More>
+Status launch(const Table& table, const Choice& choice, cudaStream_t stream, const Params& params,
+              const More&... more) {
   const auto* instance =
       find_instance(table, choice.family, params.query.dtype, params.shape, choice.general);
-  return instance->launch(params, choice, stream);
+  return instance->launch(params, more..., choice, stream);
 }
 
 }  // namespace
 
 Status choose(const Forward& params, int family, const Device& device, Choice& choice) {
+  if (params.query.dtype == DType::kFloat8) {
+    return choose_forward(params, family, device, instances_of(kForwardFloat8Instances, params),
+                          choice);
+  }
   return choose_forward(params, family, device, instances_of(kForwardInstances, params), choice);
 }
 Status choose(const Backward& params, int family, const Device& device, Choice& choice) {
   return choose_backward(params, family, device, instances_of(kBackwardInstances, params), choice);
 }
 
-Status forward(const Forward& params, int family, cudaStream_t stream) {
+Status forward(const Forward& params, const Scales& scales, int family, cudaStream_t stream) {
   Device device;
   Choice choice;
   Status status = current_device(device);
   if (status.ok()) status = choose(params, family, device, choice);
-  if (status.ok()) status = launch(kForwardInstances, params, choice, stream);
+  if (status.ok() && params.query.dtype == DType::kFloat8) {
+    return launch(kForwardFloat8Instances, choice, stream, params, scales);
+  }
+  if (status.ok()) status = launch(kForwardInstances, choice, stream, params);
   if (!status.ok() || choice.family == 80 || !adds_to_logits(params)) return status;
   // The sm_90 kernels assume that a row's greatest logit is of moderate size. With a bias it may
   // have any size: the sm_80 kernel, which is exact for them, redoes the tiles of such rows.
@@ -54,7 +62,7 @@ Status forward(const Forward& params, int family, cudaStream_t stream) {
   rest.extreme_rows_only = true;
   Choice exact;
   status = choose(rest, 80, device, exact);
-  return status.ok() ? launch(kForwardInstances, rest, exact, stream) : status;
+  return status.ok() ? launch(kForwardInstances, exact, stream, rest) : status;
 }
 
 Status backward(const Backward& params, int family, cudaStream_t stream) {
@@ -62,7 +70,7 @@ Status backward(const Backward& params, int family, cudaStream_t stream) {
   Choice choice;
   Status status = current_device(device);
   if (status.ok()) status = choose(params, family, device, choice);
-  return status.ok() ? launch(kBackwardInstances, params, choice, stream) : status;
+  return status.ok() ? launch(kBackwardInstances, choice, stream, params) : status;
 }
 
 }  // namespace jax_flash::cuda

@@ -7,6 +7,7 @@
 
 #include "params.h"
 #include "plan/choose.h"
+#include "plan/float8.h"
 #include "status.h"
 
 namespace jax_flash::cuda {
@@ -17,8 +18,9 @@ namespace jax_flash::cuda {
 //
 // The result is Unimplemented for float32 operands, for head dims that are not multiples of 8 or
 // exceed 256, and for axes without elements, which no kernel handles. Operands of matrix products
-// must have pointers and strides that are multiples of 16 bytes.
-Status forward(const Forward& params, int family, cudaStream_t stream);
+// must have pointers and strides that are multiples of 16 bytes. `scales`: those of float8
+// operands.
+Status forward(const Forward& params, const Scales& scales, int family, cudaStream_t stream);
 Status backward(const Backward& params, int family, cudaStream_t stream);
 
 // Returns the kernel that a call gets on a device, among those in this build.

@@ -22,7 +22,7 @@ namespace jax_flash {
 // operand unmapped can add one, since that operand is not copied.
 inline constexpr int kMaxBatchDims = 4;
 
-enum class DType : int32_t { kFloat32, kBFloat16, kFloat16 };
+enum class DType : int32_t { kFloat32, kBFloat16, kFloat16, kFloat8 };  // kFloat8: e4m3
 
 // Describes one operand or result: where it is and how far apart its elements are, in elements. A
 // broadcast axis has stride 0. An absent operand has data == nullptr.

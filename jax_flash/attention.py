@@ -668,7 +668,8 @@ def explain(
         sequence_mode=sequence_mode,
     )
     current = dispatch.current_platform()
-    forward, operands = as_run(Pass(call.spec), kernel_operands(call))
+    given = kernel_operands(call)
+    forward, operands = as_run(Pass(call.spec), given)
     choices: dict[str, dispatch.Choice | str] = {}
     for platform in dict.fromkeys((*dispatch.PLATFORMS, current)):
         try:
@@ -680,7 +681,7 @@ def explain(
     has_kernel = isinstance(on_cuda, dispatch.Choice) and on_cuda.implementation == "flash"
     if gpu is not None and has_kernel:
         try:
-            kernels = cuda_kernels(call.spec, operands, gpu)
+            kernels = cuda_kernels(call.spec, given, gpu)
         except ValueError as error:  # which the call raises, too
             choices["cuda"] = str(error)
     return Explanation(

@@ -171,7 +171,7 @@ def _unsupported(one_pass: Pass, problem: _Problem, platform: str) -> str | None
     if problem.dtype == FLOAT8:
         if platform == "cpu":
             return f"the kernels for cpu take operands of 16 and 32 bits, not {FLOAT8}"
-        if unsupported := _unsupported_with_float8(spec, problem):
+        if unsupported := _unsupported_with_float8(one_pass, problem):
             return unsupported
     for name in problem.operands:
         if name == "logits_soft_cap":
@@ -195,11 +195,14 @@ def _unsupported(one_pass: Pass, problem: _Problem, platform: str) -> str | None
     return _unsupported_on_cuda(one_pass, problem)
 
 
-def _unsupported_with_float8(spec: AttentionSpec, problem: _Problem) -> str | None:
+def _unsupported_with_float8(one_pass: Pass, problem: _Problem) -> str | None:
     """What keeps CUDA kernels of float8 operands from a call, beside what any kernel needs."""
+    if one_pass.is_backward:
+        return "no kernel computes gradients of float8 operands"
     for name in problem.operands:
         if not OPERANDS[name].float8:
             return f"the FP8 kernels do not take {name.replace('_keys', '')}"
+    spec = one_pass.spec
     if spec.scale_block % KERNEL_BLOCK:
         return (
             f"the FP8 kernels take scales of {KERNEL_BLOCK} tokens, multiples of that, or all of a "

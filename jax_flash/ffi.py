@@ -32,6 +32,9 @@ EXPORT_SAFETY_CHECKS = tuple(
 
 # Batch axes that native code takes (kMaxBatchDims in cuda/params.h).
 MAX_BATCH_AXES = 4
+# The same of float8 operands, for which there are sm_90 kernels only (kTensorMapBatchDims in
+# cuda/plan/tensor_map.h).
+MAX_FLOAT8_BATCH_AXES = 2
 
 
 def _load():

@@ -13,7 +13,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_flash.ffi import MAX_BATCH_AXES
+from jax_flash.ffi import MAX_BATCH_AXES, MAX_FLOAT8_BATCH_AXES
+from jax_flash.fp8 import DTYPE as FLOAT8
 from jax_flash.operands import Operands, batch_shape
 
 Types = dict[str, jax.ShapeDtypeStruct]
@@ -48,7 +49,8 @@ def fold_batch_axes(
     """
     batch = batch_shape(operands)
     groups = folding_axes(batch, (*operands.values(), *results.values()))
-    if len(groups) > MAX_BATCH_AXES:
+    is_float8 = operands["query"].dtype == FLOAT8
+    if len(groups) > (MAX_FLOAT8_BATCH_AXES if is_float8 else MAX_BATCH_AXES):
         return _map_axis(call, operands, results, groups[0][0])
 
     def folded(shape):

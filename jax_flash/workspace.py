@@ -15,9 +15,12 @@ import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 
 from jax_flash import ffi
+from jax_flash.fp8 import DTYPE
 from jax_flash.head_dims import padded_size
 from jax_flash.operands import OPERANDS, batch_shape
 from jax_flash.passes import Pass
+
+FLOAT8 = jnp.dtype(DTYPE).name
 
 # A number or, under `jax.export`, an expression of symbolic sizes.
 Size = Any
@@ -106,7 +109,11 @@ def _cuda_forward(
     soft_cap_or_dropout, mask_matrices, mask_rows, value_matrices,
 ) -> Size:  # fmt: skip
     """`forward_workspace_bytes` of cuda/launch.cc."""
-    del heads, kv_heads, soft_cap_or_dropout
+    del heads, soft_cap_or_dropout
+    if dtype == FLOAT8:  # cuda/plan/float8.h: transposed values, and factors
+        spans = _segment_spans(batch, q_len, kv_len) + 256 if segments else 0
+        return spans + batch * kv_heads * (kv_len // 128 + 1) * (128 * value_dim + 16)
+    del kv_heads
     if segments:
         return _segment_spans(batch, q_len, kv_len)
     if dtype == "float32":

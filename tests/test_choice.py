@@ -6,8 +6,9 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_flash import ffi
+from jax_flash import Fp8, dispatch, explain, ffi
 from jax_flash.attention import abstract_call
+from jax_flash.fp8 import DTYPE as FLOAT8
 from jax_flash.primitives import cuda_kernels
 
 pytestmark = pytest.mark.skipif(not ffi.native.has_cuda(), reason="a build without CUDA kernels")
@@ -17,7 +18,9 @@ A100 = ffi.Gpu(80, 108, 163 * 1024)
 RTX_4090 = ffi.Gpu(89, 128, 99 * 1024)
 
 # Head dims of the sm_90 family in this build, which may have a part of the instances.
-DIMS = {dim for _, family, _, dim in ffi.native.cuda_instances() if family == 90}
+INSTANCES = ffi.native.cuda_instances()
+DIMS = {dim for _, family, dtype, dim in INSTANCES if family == 90 and dtype == "bfloat16"}
+FLOAT8_DIMS = {dim for *_, dtype, dim in INSTANCES if dtype == "float8_e4m3fn"}
 
 
 def shape(*sizes, dtype=jnp.bfloat16):
@@ -90,6 +93,41 @@ NAMED = [
         for d in (64, 96, 128, 192, 256)
     ),
 ]  # fmt: skip
+MODIFIED = "FP8, segments and soft cap"
+FLOAT8_NAMED = [
+    *(("FP8", d, {"head_dim": d, "is_causal": True}) for d in (64, 96, 128, 192, 256)),
+    ("FP8", 192, {"head_dim": 192, "value_dim": 128}),
+    *((MODIFIED, d, {"head_dim": d, "segments": True}) for d in (64, 96, 128, 192, 256)),
+    (MODIFIED, 128, {"head_dim": 128, "logits_soft_cap": 30.0}),
+    (MODIFIED, 64, {"head_dim": 64, "scale": -1.0}),
+]
+
+
+@pytest.mark.parametrize(
+    ("name", "head_dim", "call"), [row for row in FLOAT8_NAMED if row[1] in FLOAT8_DIMS]
+)
+def test_float8_kernel(name, head_dim, call):
+    found = kernels(**call, dtype=FLOAT8)
+    assert found.keys() == {"forward"}
+    assert (found["forward"].family, found["forward"].name) == (90, name)
+    assert found["forward"].tile == (128, 128)
+    rounded = kernels(**call, fp8=Fp8())
+    assert rounded["forward"] == found["forward"]
+    # No other GPU has an FP8 kernel.
+    with pytest.raises(ValueError, match="no kernel for this dtype with head_dim"):
+        kernels(**call, dtype=FLOAT8, gpu=RTX_4090)
+
+
+@pytest.mark.skipif(not DIMS & FLOAT8_DIMS, reason="a build without one of the dtypes")
+def test_explain_names_the_float8_kernel(monkeypatch):
+    monkeypatch.setattr(dispatch, "current_gpu", lambda: H100)
+    dim = min(DIMS & FLOAT8_DIMS)
+    x = shape(1, 256, 2, dim)
+    found = explain(x, x, x, fp8=Fp8())
+    assert found.kernels["forward"].name == "FP8"
+    assert found.kernels.keys() == {"forward", "backward"}
+    stored = shape(1, 256, 2, dim, dtype=FLOAT8)
+    assert explain(stored, stored, stored).kernels.keys() == {"forward"}
 
 
 @pytest.mark.parametrize(("name", "head_dim", "call"), [row for row in NAMED if row[1] in DIMS])
@@ -120,7 +158,8 @@ def test_tiles_fill_the_multiprocessors(name, call):
 
 
 def test_every_recipe_is_chosen_by_some_call():
-    assert {(name, head_dim) for name, head_dim, _ in NAMED} == set(ffi.native.cuda_recipes())
+    named = {(name, head_dim) for name, head_dim, _ in (*NAMED, *FLOAT8_NAMED)}
+    assert named == set(ffi.native.cuda_recipes())
 
 
 @pytest.mark.skipif(128 not in DIMS, reason="a build without head dim 128")

@@ -111,6 +111,7 @@ JAX_FLASH_INLINE auto with_type(DType dtype, F f) {
   switch (dtype) {
     case DType::kBFloat16: return f(static_cast<BFloat16*>(nullptr));
     case DType::kFloat16: return f(static_cast<Float16*>(nullptr));
+    case DType::kFloat8:  // refused by the handlers
     case DType::kFloat32: break;
   }
   return f(static_cast<float*>(nullptr));

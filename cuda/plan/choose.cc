@@ -10,6 +10,7 @@
 
 #include "plan/backward_workspace.h"
 #include "plan/decode.h"
+#include "plan/float8.h"
 #include "plan/half_values.h"
 #include "plan/mask_words.h"
 #include "plan/segment_spans.h"
@@ -26,10 +27,11 @@ constexpr int64_t kMaxTotalLength = (int64_t{1} << 31) - 1024;
 
 Status check_operand(const char* name, const Shape& shape, const Operand& operand) {
   if (operand.dtype == DType::kFloat32) return {};  // read and written one by one, if need be
-  bool aligned = reinterpret_cast<uintptr_t>(operand.data) % 16 == 0 && operand.row % 8 == 0 &&
-                 operand.head % 8 == 0;
+  const int64_t elements = operand.dtype == DType::kFloat8 ? 16 : 8;
+  bool aligned = reinterpret_cast<uintptr_t>(operand.data) % 16 == 0 &&
+                 operand.row % elements == 0 && operand.head % elements == 0;
   for (int axis = 0; axis < shape.num_batch_dims; ++axis) {
-    aligned = aligned && operand.batch[axis] % 8 == 0;
+    aligned = aligned && operand.batch[axis] % elements == 0;
   }
   if (aligned) return {};
   return Status::invalid_argument(std::string("jax_flash: ") + name +
@@ -44,7 +46,8 @@ Status check_call(const Forward& params) {
         "jax_flash: axes: expected at least one batch entry, query, key and head; without, there is "
         "nothing to compute");
   }
-  const int32_t multiple = params.query.dtype == DType::kFloat32 ? 1 : 8;
+  const DType dtype = params.query.dtype;
+  const int32_t multiple = dtype == DType::kFloat32 ? 1 : dtype == DType::kFloat8 ? 16 : 8;
   const auto bad_dim = [&](int32_t dim) { return dim <= 0 || dim % multiple != 0; };
   if (bad_dim(shape.head_dim) || bad_dim(shape.value_dim)) {
     return Status::unimplemented(
@@ -267,6 +270,15 @@ Found choose_modified(const Forward& params, int32_t head_dim, const Device& dev
   }
 }
 
+Found choose_float8(const Forward& params) {
+  const uint32_t modifiers = modifiers_of(params);
+  if (modifiers == kNoModifier) return {Recipe::kFloat8, "the operands are float8"};
+  if (modifiers == kAnyScale) {
+    return {Recipe::kFloat8Modified, "the operands are float8, and the scale is not positive"};
+  }
+  return {Recipe::kFloat8Modified, "the operands are float8, with segments or a soft cap"};
+}
+
 }  // namespace
 
 Status choose_forward(const Forward& params, int32_t family, const Device& device,
@@ -279,8 +291,9 @@ Status choose_forward(const Forward& params, int32_t family, const Device& devic
   if (choice.family == 80) {
     return choose_smem_class(params, device, false, choice);
   }
-  const auto [recipe, reason] = choice.general ? choose_modified(params, choice.head_dim, device)
-                                               : choose_plain(params, choice.head_dim, device);
+  const auto [recipe, reason] = params.query.dtype == DType::kFloat8 ? choose_float8(params)
+                                : choice.general ? choose_modified(params, choice.head_dim, device)
+                                                 : choose_plain(params, choice.head_dim, device);
   choice.row = sm90::recipe_row(recipe, choice.head_dim);
   if (choice.row < 0) return Status::internal("jax_flash: a kernel was chosen that does not exist");
   const sm90::RecipeRow& row = sm90::kRecipes[choice.row];
@@ -337,6 +350,7 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
 }
 
 int64_t forward_workspace_bytes(const Shape& shape, DType dtype, const ForwardFeatures& features) {
+  if (dtype == DType::kFloat8) return sm90::Float8Workspace::bytes(shape, features.segments);
   if (features.segments) return SegmentSpans::bytes(shape);
   if (dtype == DType::kFloat32) return 0;  // what follows is for the sm_90 kernels
   const bool masked = features.mask_matrices > 0;

@@ -98,6 +98,8 @@ enum class Recipe : int32_t {
   kDropout,
   kEvery,    // any modifiers together
   kColumns,  // head dims above 256: two consumers divide the columns of 64 queries' output
+  kFloat8,
+  kFloat8Modified,
 };
 
 // Above this head dim, only the sm_90 family has kernels (sm90/column_blocks.cuh), which take no
@@ -120,6 +122,7 @@ struct RecipeRow {
   BiasPlace bias = BiasPlace::kNone;
   int32_t fewer_values = 0;
   bool bfloat16_only = false;
+  bool float8 = false;  // for operands of float8, and for no others
 
   constexpr bool mask_words() const {
     return recipe == Recipe::kMaskWords || recipe == Recipe::kMaskWordsTriple;
@@ -127,6 +130,18 @@ struct RecipeRow {
   constexpr int32_t queries() const { return 64 * consumers / key_groups; }
   constexpr bool exists() const { return ahead == ScoresAhead::kNo || kHasScoresAhead; }
 };
+
+constexpr RecipeRow float8_row(int32_t head_dim, bool modified) {
+  RecipeRow row{modified ? Recipe::kFloat8Modified : Recipe::kFloat8,
+                modified ? "FP8, segments and soft cap" : "FP8",
+                head_dim,
+                head_dim,
+                modified ? uint32_t{kSegments | kSoftCap} : uint32_t{kNoModifier},
+                2,
+                128};
+  row.float8 = true;
+  return row;
+}
 
 inline constexpr RecipeRow kRecipes[] = {
     // Few query rows (sm90/decode).
@@ -199,6 +214,17 @@ inline constexpr RecipeRow kRecipes[] = {
     {Recipe::kEvery, "every modifier", 192, 192, kEveryModifier, 2, 96},
     {Recipe::kEvery, "every modifier", 256, 256, kEveryModifier, 2, 64},
     {Recipe::kColumns, "columns", 512, 512, kNoModifier, 2, 64, 2},
+    // Operands of float8 (sm90/forward_float8).
+    float8_row(64, false),
+    float8_row(96, false),
+    float8_row(128, false),
+    float8_row(192, false),
+    float8_row(256, false),
+    float8_row(64, true),
+    float8_row(96, true),
+    float8_row(128, true),
+    float8_row(192, true),
+    float8_row(256, true),
 };
 inline constexpr int kRecipeCount = sizeof(kRecipes) / sizeof(kRecipes[0]);
 

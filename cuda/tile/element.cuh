@@ -1,9 +1,15 @@
 // Defines the element types of kernels for float32 operands: they say how products are computed.
 #pragma once
 
+#include <cstdint>
 #include <type_traits>
 
 namespace jax_flash {
+
+// Holds a number of 8 bits with four significant ones, e4m3.
+struct Float8 {
+  uint8_t bits;
+};
 
 // Holds a float32 that products round to TF32, which has 11 significant bits.
 struct Tf32 {

@@ -30,14 +30,16 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   return encoder;
 }
 
-// Makes a map of [batch, rows, heads, cols] of 16-bit elements, for boxes of box_rows rows of
-// box_heads heads by box_cols columns: 64, swizzled like SmemTile, or 32, swizzled by rows of 64
+// Makes a map of [batch, rows, heads, cols] of elements of 8 or 16 bits, for boxes of box_rows rows
+// of box_heads heads by box_cols columns: 128 bytes, swizzled like SmemTile, or 64 bytes. 0: 128
 // bytes. Axes of stride 0 are omitted: see load_box().
 inline Status make_tensor_map(const char* name, const Shape& shape, const Operand& operand,
                               int64_t rows, int64_t heads, int64_t cols, int box_rows,
                               CUtensorMap& map, int box_heads = 1,
                               CUtensorMapL2promotion promotion = CU_TENSOR_MAP_L2_PROMOTION_L2_256B,
-                              int box_cols = 64) {
+                              int box_cols = 0) {
+  const int bytes = operand.dtype == DType::kFloat8 ? 1 : 2;
+  if (box_cols == 0) box_cols = 128 / bytes;
   const auto encode = tensor_map_encoder();
   if (encode == nullptr) {
     return Status::internal("jax_flash: the CUDA driver has no cuTensorMapEncodeTiled");
@@ -50,14 +52,15 @@ inline Status make_tensor_map(const char* name, const Shape& shape, const Operan
   for (int axis = 0; axis < 4; ++axis) {
     const bool broadcast = strides[axis] == 0 || sizes[axis] == 1;
     global_dims[axis + 1] = broadcast ? 1 : static_cast<cuuint64_t>(sizes[axis]);
-    global_strides[axis] = broadcast ? 16 : static_cast<cuuint64_t>(strides[axis]) * 2;
+    global_strides[axis] = broadcast ? 16 : static_cast<cuuint64_t>(strides[axis]) * bytes;
   }
   const cuuint32_t box[5] = {static_cast<cuuint32_t>(box_cols), static_cast<cuuint32_t>(box_rows),
                              static_cast<cuuint32_t>(box_heads), 1, 1};
   const CUtensorMapSwizzle swizzle =
-      box_cols == 64 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
+      box_cols * bytes == 128 ? CU_TENSOR_MAP_SWIZZLE_128B : CU_TENSOR_MAP_SWIZZLE_64B;
   const cuuint32_t element_strides[5] = {1, 1, 1, 1, 1};
-  const CUtensorMapDataType type = operand.dtype == DType::kBFloat16
+  const CUtensorMapDataType type = operand.dtype == DType::kFloat8 ? CU_TENSOR_MAP_DATA_TYPE_UINT8
+                                   : operand.dtype == DType::kBFloat16
                                        ? CU_TENSOR_MAP_DATA_TYPE_BFLOAT16
                                        : CU_TENSOR_MAP_DATA_TYPE_FLOAT16;
   const CUresult result =

@@ -65,9 +65,10 @@ int64_t host_backward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_l
 
 #ifdef JAX_FLASH_WITH_CUDA
 DType make_dtype(const std::string& name) {
-  return name == "float32"    ? DType::kFloat32
-         : name == "bfloat16" ? DType::kBFloat16
-                              : DType::kFloat16;
+  return name == "float32"         ? DType::kFloat32
+         : name == "bfloat16"      ? DType::kBFloat16
+         : name == "float8_e4m3fn" ? DType::kFloat8
+                                   : DType::kFloat16;
 }
 
 int64_t cuda_forward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_len, int32_t heads,
@@ -111,9 +112,13 @@ class AbstractBuffers {
  private:
   static xla::ffi::DataType element_type(const std::string& name) {
     using xla::ffi::DataType;
-    const std::pair<const char*, DataType> types[] = {
-        {"float32", DataType::F32}, {"bfloat16", DataType::BF16}, {"float16", DataType::F16},
-        {"bool", DataType::PRED},   {"int32", DataType::S32},     {"uint32", DataType::U32}};
+    const std::pair<const char*, DataType> types[] = {{"float32", DataType::F32},
+                                                      {"bfloat16", DataType::BF16},
+                                                      {"float16", DataType::F16},
+                                                      {"bool", DataType::PRED},
+                                                      {"int32", DataType::S32},
+                                                      {"uint32", DataType::U32},
+                                                      {"float8_e4m3fn", DataType::F8E4M3FN}};
     for (const auto& [known, type] : types) {
       if (name == known) return type;
     }
@@ -198,11 +203,13 @@ nb::list cuda_instances() {
       if (instance.general) continue;  // each plain instance has a general one, too
       const char* dtype = instance.dtype == DType::kFloat32    ? "float32"
                           : instance.dtype == DType::kBFloat16 ? "bfloat16"
+                          : instance.dtype == DType::kFloat8   ? "float8_e4m3fn"
                                                                : "float16";
       all.append(nb::make_tuple(pass, instance.family, dtype, instance.head_dim));
     }
   };
   add("forward", cuda::kForwardInstances);
+  add("forward", cuda::kForwardFloat8Instances);
   add("backward", cuda::kBackwardInstances);
 #endif
   return all;

@@ -30,7 +30,7 @@ class Reader {
  public:
   explicit Reader(const Shape& shape) : shape_(shape) {}
 
-  enum class Kind { kFloat, kFloat32, kBool, kInt32, kUInt32 };
+  enum class Kind { kFloat, kFloatOrFloat8, kFloat32, kBool, kInt32, kUInt32 };
 
   // `batch_broadcasts`: a batch axis may be 1 where the call's is larger.
   Operand read(const char* name, const Buffer& buffer, Kind kind, const std::vector<Axis>& axes,
@@ -83,9 +83,11 @@ class Reader {
       case Kind::kInt32: return type == ffi::DataType::S32;
       case Kind::kUInt32: return type == ffi::DataType::U32;
       case Kind::kFloat32: dtype = DType::kFloat32; return type == ffi::DataType::F32;
+      case Kind::kFloatOrFloat8:
       case Kind::kFloat: break;
     }
     switch (type) {
+      case ffi::DataType::F8E4M3FN: dtype = DType::kFloat8; return kind == Kind::kFloatOrFloat8;
       case ffi::DataType::F32: dtype = DType::kFloat32; return true;
       case ffi::DataType::BF16: dtype = DType::kBFloat16; return true;
       case ffi::DataType::F16: dtype = DType::kFloat16; return true;
@@ -125,9 +127,10 @@ std::vector<Axis> logit_axes(const Shape& s) {
 }
 
 std::vector<Field> operand_fields(const Shape& s) {
-  return {{"query", &Backward::query, Kind::kFloat, query_axes(s, s.head_dim)},
-          {"key", &Backward::key, Kind::kFloat, key_axes(s, s.head_dim)},
-          {"value", &Backward::value, Kind::kFloat, key_axes(s, s.value_dim)}};
+  constexpr Kind kKind = Kind::kFloatOrFloat8;
+  return {{"query", &Backward::query, kKind, query_axes(s, s.head_dim)},
+          {"key", &Backward::key, kKind, key_axes(s, s.head_dim)},
+          {"value", &Backward::value, kKind, key_axes(s, s.value_dim)}};
 }
 
 Field lse_low_field(const Shape& s) {
@@ -151,8 +154,8 @@ std::vector<Axis> distance_axes(const Shape& s, int32_t distances, bool head_bro
   return {{&Operand::head, s.heads, head_broadcasts}, {&Operand::col, distances}};
 }
 
-// Slots of the optional operands that have a gradient, as in operands.py.
-constexpr int kBiasSlot = 0, kAlibiSlot = 13, kRelativeSlot = 14;
+// Slots of the optional operands that have a gradient, as in operands.py, and those of scales.
+constexpr int kBiasSlot = 0, kAlibiSlot = 13, kRelativeSlot = 14, kScaleSlot = 15, kScales = 3;
 
 // Lists the results of the backward pass. `wanted` has a bit for the slot of each optional operand
 // whose gradient is among them.
@@ -198,6 +201,28 @@ std::vector<Field> optional_fields(const Shape& s, int32_t distances) {
       {"relative_bias", &Backward::relative_bias, Kind::kFloat32,
        distance_axes(s, distances, true)},
   };
+}
+
+// Reads the scales of float8 operands: [batch, heads, blocks], from `first` on.
+Status read_scales(const Buffers& args, size_t first, int32_t present, Reader& reader, Call& call) {
+  const Shape& s = call.params.shape;
+  const bool is_float8 = call.params.query.dtype == DType::kFloat8;
+  if ((present >> kScaleSlot) != (is_float8 ? (1 << kScales) - 1 : 0)) {
+    return Status::invalid_argument(
+        "jax_flash: operands of float8 come with three scales, others with none");
+  }
+  if (!is_float8) return {};
+  const auto axes = [](int32_t heads, int32_t length) -> std::vector<Axis> {
+    return {{&Operand::head, heads, true},
+            {&Operand::row, (int64_t{length} + kScaleBlock - 1) / kScaleBlock, true}};
+  };
+  const auto read = [&](const char* name, const std::vector<Axis>& shape) {
+    return reader.read(name, args[first++], Reader::Kind::kFloat32, shape, true);
+  };
+  call.scales.query = read("query_scale", axes(s.heads, s.q_len));
+  call.scales.key = read("key_scale", axes(s.kv_heads, s.kv_len));
+  call.scales.value = read("value_scale", axes(s.kv_heads, s.kv_len));
+  return reader.status();
 }
 
 // Reads the sizes of a call: those of query, key and value, and the batch axes of `full`, which has
@@ -287,7 +312,8 @@ Status read_fields(const Buffers& buffers, size_t first, const std::vector<Field
   return reader.status();
 }
 
-// Reads R, the last axis of the relative bias, which is the last of the optional operands.
+// Reads R, the last axis of the relative bias, which is the last of the optional operands, as calls
+// with scales have none.
 Status read_distances(const Buffers& args, int32_t present, Backward& params) {
   if (!(present >> kRelativeSlot & 1)) return {};
   const int64_t distances = args.back().dims.empty() ? 0 : args.back().dims.back();
@@ -299,7 +325,9 @@ Status read_distances(const Buffers& args, int32_t present, Backward& params) {
 }
 
 Status read_optional(const Buffers& args, size_t first, int32_t present, Reader& reader,
-                     const Shape& shape, Backward& params) {
+                     Call& call) {
+  Backward& params = call.params;
+  const Shape& shape = params.shape;
   if (Status status = read_distances(args, present, params); !status.ok()) return status;
   std::vector<Field> fields;
   int bit = 0;
@@ -307,10 +335,15 @@ Status read_optional(const Buffers& args, size_t first, int32_t present, Reader&
     if (present >> bit++ & 1) fields.push_back(std::move(field));
   }
   if (Status status = read_fields(args, first, fields, reader, params); !status.ok()) return status;
-  if (first + fields.size() != args.size()) {
-    return Status::invalid_argument("jax_flash: expected " + std::to_string(fields.size()) +
+  const size_t expected = fields.size() + (present >> kScaleSlot ? kScales : 0);
+  if (first + expected != args.size()) {
+    return Status::invalid_argument("jax_flash: expected " + std::to_string(expected) +
                                     " optional operands, got " +
                                     std::to_string(args.size() - first));
+  }
+  if (Status status = read_scales(args, first + fields.size(), present, reader, call);
+      !status.ok()) {
+    return status;
   }
   const bool one_sided = bool{params.query_segment_ids} != bool{params.key_value_segment_ids};
   if (one_sided || (params.options.dropout_threshold != 0 && !params.dropout_keys)) {
@@ -361,7 +394,7 @@ Status read_forward(const Buffers& args, const Buffers& results, const OptionAtt
   Reader reader(shape);
   status = read_fields(args, 0, operand_fields(shape), reader, params);
   if (status.ok()) status = same_dtype(params);
-  if (status.ok()) status = read_optional(args, 3, operands, reader, shape, params);
+  if (status.ok()) status = read_optional(args, 3, operands, reader, call);
   const std::vector<Field> outputs = output_fields(shape, adds_to_logits(params));
   if (status.ok() && results.size() != outputs.size() + 1) status = too_few();
   if (status.ok()) status = read_fields(results, 0, outputs, reader, params);
@@ -384,7 +417,7 @@ Status read_backward(const Buffers& args, const Buffers& results, const OptionAt
   if (status.ok()) status = same_dtype(params);
   if (status.ok()) status = read_fields(args, 3, output_fields(shape, false), reader, params);
   if (status.ok()) status = read_fields(args, 5, {dout_field(shape)}, reader, params);
-  if (status.ok()) status = read_optional(args, 6, operands, reader, shape, params);
+  if (status.ok()) status = read_optional(args, 6, operands, reader, call);
   if (status.ok()) status = check_lse_low(params);
   if (status.ok()) status = check_gradients(params, gradients);
   const std::vector<Field> wanted = gradient_fields(shape, params.distances, gradients);

@@ -14,6 +14,7 @@
 #include <vector>
 
 #include "params.h"
+#include "plan/float8.h"
 #include "status.h"
 #include "xla/ffi/api/ffi.h"
 
@@ -36,6 +37,7 @@ struct OptionAttributes {
 
 struct Call {
   Backward params;  // for a forward call, only the members of Forward are set
+  Scales scales;    // of a forward call of float8 operands
   int64_t workspace_bytes = 0;
 };
 

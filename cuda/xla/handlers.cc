@@ -84,6 +84,9 @@ ffi::Error forward_host(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::Rema
                         OptionAttributes options, int32_t operands) {
   Call call;
   Status status = read_forward(buffers_of(args), buffers_of(results), options, operands, call);
+  if (status.ok() && call.params.query.dtype == DType::kFloat8) {
+    status = Status::unimplemented("jax_flash: no CPU kernel takes operands of float8");
+  }
   if (status.ok()) status = host::forward(call.params, parallel_for_on(pool));
   return to_error(status);
 }
@@ -110,7 +113,7 @@ ffi::Error forward_cuda(cudaStream_t stream, ffi::RemainingArgs args, ffi::Remai
   if (status.ok()) {
     status = check_workspace(call, forward_workspace_bytes(call.params));
   }
-  if (status.ok()) status = cuda::forward(call.params, options.family, stream);
+  if (status.ok()) status = cuda::forward(call.params, call.scales, options.family, stream);
   return to_error(status);
 }
 

@@ -1,0 +1,123 @@
+// Defines tile sizes and the shared-memory plan of the FP8 forward kernel.
+#pragma once
+
+#include <cstdint>
+
+#include "plan/float8.h"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
+#include "sm90/forward/config.cuh"
+#include "sm90/forward/plan.cuh"
+#include "sm90/ring.cuh"
+#include "tile/band.cuh"
+#include "tile/smem_tile.cuh"
+
+namespace jax_flash::sm90 {
+
+// Describes a query tile, from the warp that starts copies to consumers.
+struct Float8Work {
+  void* out;  // points to the tile's first row
+  float* lse;
+  Band band;
+  TileRange tiles;  // of keys, at least one
+  int32_t row0;     // negative: there is no more work
+  float to_log2;    // from products of query and stored key to logits in log2 units
+  float sink_log2;
+  float greatest;        // scale of the values
+  SegmentSpan segments;  // of its rows, if the call has segments
+  const int32_t* query_ids;
+  const int32_t* key_ids;
+  const SegmentSpan* key_spans;
+};
+
+// kGeneral: the kernel for segments and a soft cap.
+template <int kHeadDimension, int kValueDimension, bool kIsGeneral>
+struct Float8Config {
+  static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension;
+  static constexpr bool kGeneral = kIsGeneral;
+  static constexpr int kConsumers = 2, kBlockQ = 64 * kConsumers, kBlockKv = kScaleBlock;
+  static constexpr int kThreads = kWarpgroup * (kConsumers + 1);
+  static constexpr int kProducerRegisters = kValueDim > 192 ? 24 : 40;
+  static constexpr int kConsumerRegisters = kValueDim > 192 ? 240 : 232;
+
+  using QueryTile = SmemTile<64, kHeadDim, 1>;
+  using KeyTile = SmemTile<kBlockKv, kHeadDim, 1>;
+  using ValueTile = SmemTile<kValueDim, kBlockKv, 1>;  // keys contiguous
+  static constexpr int kKeySteps = kHeadDim / 32, kValueSteps = kBlockKv / 32;
+
+  static constexpr int kQueryStages = 2;
+  static constexpr int kKeyOffset = kQueryStages * kConsumers * QueryTile::kBytes;
+  static constexpr int kFit =
+      (kSmemLimit - kStaticSmemBytes - kKeyOffset) / (KeyTile::kBytes + ValueTile::kBytes);
+  static constexpr int kStages = kFit < 4 ? kFit : 4;
+  static_assert(kStages >= 2);
+  static constexpr int kValueOffset = kKeyOffset + kStages * KeyTile::kBytes;
+  static constexpr int kSmemBytes = kValueOffset + kStages * ValueTile::kBytes;
+};
+
+// Holds what is in static shared memory.
+template <typename Config>
+struct Float8Notes {
+  alignas(16) KeyFactors factors[Config::kStages];  // they arrive with the keys
+  Float8Work works[Config::kQueryStages];
+  uint64_t barriers[2 * Config::kQueryStages + 4 * Config::kStages];
+};
+
+// Gives the addresses of a block's tiles and barriers. `full`: the copy has arrived; `empty`: every
+// consumer warp has finished with it.
+template <typename Config>
+struct Float8Smem {
+  static constexpr uint32_t kArrivals = Config::kConsumers * 4 * kWarpArrivals;
+  uint32_t root, barriers, factors;
+  Float8Work* works;
+
+  __device__ __forceinline__ Float8Smem(uint32_t tiles, Float8Notes<Config>& notes)
+      : root(tiles),
+        barriers(ptx::shared_address(notes.barriers)),
+        factors(ptx::shared_address(notes.factors)),
+        works(notes.works) {}
+
+  __device__ __forceinline__ typename Config::QueryTile query(uint32_t stage, int group) const {
+    return {root, (stage * Config::kConsumers + group) * Config::QueryTile::kBytes};
+  }
+  __device__ __forceinline__ typename Config::KeyTile key(uint32_t stage) const {
+    return {root, Config::kKeyOffset + stage * Config::KeyTile::kBytes};
+  }
+  __device__ __forceinline__ typename Config::ValueTile value(uint32_t stage) const {
+    return {root, Config::kValueOffset + stage * Config::ValueTile::kBytes};
+  }
+  __device__ __forceinline__ uint32_t factors_of(uint32_t stage) const {
+    return factors + stage * static_cast<uint32_t>(sizeof(KeyFactors));
+  }
+  __device__ __forceinline__ uint32_t query_full(uint32_t stage) const {
+    return barriers + stage * 8;
+  }
+  __device__ __forceinline__ uint32_t query_empty(uint32_t stage) const {
+    return barriers + (Config::kQueryStages + stage) * 8;
+  }
+  __device__ __forceinline__ uint32_t key_full(uint32_t stage) const { return at(0, stage); }
+  __device__ __forceinline__ uint32_t key_empty(uint32_t stage) const { return at(1, stage); }
+  __device__ __forceinline__ uint32_t value_full(uint32_t stage) const { return at(2, stage); }
+  __device__ __forceinline__ uint32_t value_empty(uint32_t stage) const { return at(3, stage); }
+
+  __device__ __forceinline__ void init_barriers() const {
+    for (uint32_t stage = 0; stage < Config::kQueryStages; ++stage) {
+      ptx::mbarrier_init(query_full(stage), 1);
+      ptx::mbarrier_init(query_empty(stage), kArrivals);
+    }
+    for (uint32_t stage = 0; stage < Config::kStages; ++stage) {
+      ptx::mbarrier_init(key_full(stage), 1);
+      ptx::mbarrier_init(key_empty(stage), kArrivals);
+      ptx::mbarrier_init(value_full(stage), 1);
+      ptx::mbarrier_init(value_empty(stage), kArrivals);
+    }
+    ptx::fence_mbarrier_init();
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t at(uint32_t kind, uint32_t stage) const {
+    return barriers + (2 * Config::kQueryStages + kind * Config::kStages + stage) * 8;
+  }
+};
+
+}  // namespace jax_flash::sm90

@@ -1,0 +1,403 @@
+// Implements a consumer warpgroup of the FP8 forward kernel, which owns 64 rows of each query tile.
+//
+// Its loop is a chain of steps over the tiles of keys of all query tiles, from the last tile of
+// each to the first:
+//
+//   start S; start P V of the last tile; await S; forbid; exponentials; await P V; round P; lower P
+//   if a sum is too great
+//
+// The first step of a query tile multiplies the last P of the query tile before it, and stores that
+// one's output. The two consumers do not wait for each other: taking turns at the tensor cores, or
+// at exponentials, made nothing faster (TUNING_fp8.md).
+#pragma once
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include <cstdint>
+
+#include "ptx/float8.cuh"
+#include "ptx/ldmatrix.cuh"
+#include "ptx/math.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/warpgroup.cuh"
+#include "sm90/forward/parts.cuh"
+#include "sm90/forward_float8/config.cuh"
+#include "sm90/forward_float8/plan.cuh"
+#include "sm90/forward_float8/softmax.cuh"
+#include "sm90/ring.cuh"
+#include "tile/element.cuh"
+#include "tile/quad.cuh"
+#include "tile/wgmma_tile.cuh"
+#include "wgmma.h"
+
+namespace jax_flash::sm90 {
+
+template <typename Config>
+struct Float8Consumer {
+  static constexpr int kOutN = Config::kValueDim / 8;
+  // No key has been met: so low that each logit makes a sum too great.
+  static constexpr float kNoReference = -1e30f;
+
+  const Float8Plan& plan;
+  const Float8Smem<Config>& smem;
+
+  float scores[16][4];
+  float out[kOutN][4];
+  uint32_t weights[4][4];  // P
+  // P is 2^(logit - reference), logits in log2 units; sums are those of P over the share of the
+  // value's scale.
+  float reference[2], sum[2];
+  RingState<Config::kQueryStages> query_stage;
+  RingState<Config::kStages> stage;  // of K and V
+  int32_t tile, first;               // tile of keys, and the query tile's last one
+  RowRange uncut;                    // tiles that the band does not cut
+  float query_to_log2;               // as in Float8Work
+  bool accumulates = false;          // true if `out` has some product of the query tile
+
+  // Computed anew wherever they are used, since registers are scarce.
+  static __device__ __forceinline__ int group() { return threadIdx.x / kWarpgroup - 1; }
+  static __device__ __forceinline__ int warp_row() {  // in the query tile
+    return threadIdx.x / 32 * 16 - 64;
+  }
+
+  __device__ __forceinline__ Float8Work& work() const { return smem.works[query_stage.stage]; }
+
+  __device__ __forceinline__ void start_scores() {
+    const auto query = smem.query(query_stage.stage, group());
+    const auto key = smem.key(stage.stage);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Config::kKeySteps; ++k) {
+      ptx::Wgmma<Float8, Config::kBlockKv>::ss(scores, descriptor_k_major(query, 0, k),
+                                               descriptor_k_major(key, 0, k), k != 0);
+    }
+    ptx::wgmma_commit_group();
+  }
+
+  __device__ __forceinline__ void start_out() {
+    const auto value = smem.value(last_stage());
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Config::kValueSteps; ++k) {
+      ptx::Wgmma<Float8, Config::kValueDim>::rs(out, weights[k], descriptor_k_major(value, 0, k),
+                                                k != 0 || accumulates);
+    }
+    ptx::wgmma_commit_group();
+    accumulates = true;
+  }
+
+  __device__ __forceinline__ uint32_t last_stage() const {
+    return stage.stage == 0 ? Config::kStages - 1 : stage.stage - 1;
+  }
+
+  // Says how logits are made of a tile's products before the exponentials, if they must be.
+  struct Rules {
+    bool edge = false, segments = false, all = false;  // all: for another reason
+    __device__ __forceinline__ bool any() const { return edge || segments || all; }
+  };
+  template <bool kFresh>
+  __device__ __forceinline__ Rules find_rules() const {
+    Rules rules;
+    rules.edge = tile < uncut.first || tile >= uncut.end;
+    rules.all = kFresh;
+    if constexpr (Config::kGeneral) {
+      const Float8Work& of = work();
+      rules.all = kFresh || plan.cap_log2 > 0.0f;
+      if (plan.segments.query != nullptr) {
+        const auto keys = tile_span<Config::kBlockKv>(of.key_spans, plan.segments.key_blocks, tile);
+        rules.segments = __any_sync(0xffffffff, of.segments.least != of.segments.greatest ||
+                                                    keys.least != keys.greatest ||
+                                                    of.segments.least != keys.least);
+      }
+    }
+    return rules;
+  }
+
+  // Makes logits, in log2 units, of products.
+  __device__ __forceinline__ void make_logits(const Rules& rules, float factor) {
+    const Float8Work& of = work();
+    const int32_t row = of.row0 + warp_row() + threadIdx.x % 32 / 4;
+    const int32_t col0 = tile * Config::kBlockKv;
+    scale_products(scores, factor);
+    if constexpr (Config::kGeneral) {
+      if (plan.cap_log2 > 0.0f) cap_logits(scores, plan.cap_log2);
+      if (rules.segments) {
+        const int32_t row_ids[2] = {of.query_ids[row], of.query_ids[row + 8]};
+        forbid_other_segments(scores, of.key_ids + col0, row_ids);
+      }
+    }
+    if (!rules.edge) return;
+    TileRange columns[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t at = row + half * 8;
+      columns[half] = {of.band.first_col(at) - col0,
+                       at < of.band.q_len ? of.band.end_col(at) - col0 : 0};
+    }
+    forbid_outside(scores, columns);
+  }
+
+  // Computes the scores again, by the products of a warp alone: the others need not take part.
+  __device__ __forceinline__ void compute_scores_again() {
+    const BlockReader query(smem.query(query_stage.stage, group()), BlockOrder::kRowsFirst,
+                            warp_row() % 64, 0);
+    const BlockReader key(smem.key(stage.stage), BlockOrder::kColsFirst, 0, 0);
+#pragma unroll
+    for (auto& block : scores) {
+#pragma unroll
+      for (float& x : block) x = 0.0f;
+    }
+#pragma unroll 1
+    for (int k = 0; k < Config::kKeySteps; ++k) {
+      uint32_t a[4];
+      ptx::ldmatrix_x4(a, query.at(0, 2 * k));
+#pragma unroll
+      for (int n = 0; n < 16; n += 2) {
+        uint32_t b[4];
+        ptx::ldmatrix_x4(b, key.at(n * 8, 2 * k));
+        ptx::mma_m16n8k32_e4m3(scores[n], a, b[0], b[1]);
+        ptx::mma_m16n8k32_e4m3(scores[n + 1], a, b[2], b[3]);
+      }
+    }
+  }
+
+  // Sets the references of a query tile's rows, by the logits of its first tile of keys.
+  __device__ __forceinline__ void set_references() {
+    float greatest[2];
+    greatest_logits(scores, greatest);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      reference[half] = greatest[half] == minus_infinity() ? kNoReference
+                                                           : ceilf(greatest[half]) - kFirstPeakLog2;
+      sum[half] = 0.0f;
+    }
+  }
+
+  // Multiplies what a row has so far by 2^-shift.
+  __device__ __forceinline__ void lower(int half, float shift) {
+    const float factor = ptx::ex2_approx_ftz(-shift);  // exact, as shift is an integer
+    reference[half] += shift;
+    sum[half] *= factor;
+#pragma unroll
+    for (auto& block : out) {
+      block[2 * half] *= factor;
+      block[2 * half + 1] *= factor;
+    }
+  }
+
+  // Returns the greatest sum among the four threads that share a row.
+  static __device__ __forceinline__ float greatest_sum(float sum) {
+    sum = fmaxf(sum, __shfl_xor_sync(0xffffffff, sum, 1));
+    return fmaxf(sum, __shfl_xor_sync(0xffffffff, sum, 2));
+  }
+
+  // Raises the references of rows whose sums are too great to their greatest logits.
+  __device__ __forceinline__ void raise_references(const float (&sums)[2]) {
+    float greatest[2];
+    greatest_logits(scores, greatest);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (!(greatest_sum(sums[half]) > kFloat8SumLimit)) continue;
+      const float raised = fmaxf(reference[half], ceilf(greatest[half]) - kRedonePeakLog2);
+      lower(half, raised - reference[half]);
+      reference[half] = raised;  // the difference may have been rounded
+    }
+  }
+
+  // Lowers P of rows whose sums are too great, by powers of two.
+  __device__ __forceinline__ void lower_rows(float (&total)[2]) {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const float most = greatest_sum(total[half]);
+      if (!(most > kFloat8SumLimit)) continue;
+      // Sums are below 2^kLoweredLog2 then.
+      const int exponent = (__float_as_int(most) >> 23) - 126;
+      const float shift = static_cast<float>(exponent - kLoweredLog2);
+      const float factor = ptx::ex2_approx_ftz(-shift);
+      lower(half, shift);
+      total[half] *= factor;
+#pragma unroll
+      for (auto& block : scores) {
+        block[2 * half] *= factor;
+        block[2 * half + 1] *= factor;
+      }
+    }
+    float8_weights(scores, weights);
+  }
+
+  // Waits for the values of this tile, on a parity that depends on all exponentials in a way that
+  // never matters: otherwise the assembler would move these past the wait for the last P V.
+  __device__ __forceinline__ void await_value(const float (&total)[2]) const {
+    const uint32_t flip = __any_sync(0xffffffff, fminf(total[0], total[1]) < 0.0f);
+    ptx::mbarrier_wait(smem.value_full(stage.stage), stage.parity ^ flip);
+  }
+
+  // Computes a tile's P again, where some logits are far greater than those before. `total`: its
+  // sums.
+  __device__ __forceinline__ void redo(const Rules& rules, float to_log2, float value_log2,
+                                       float (&total)[2]) {
+    compute_scores_again();
+    make_logits(rules, to_log2);
+    raise_references(total);
+    const float addend[2] = {value_log2 - reference[0], value_log2 - reference[1]};
+    float8_exponentials(scores, 1.0f, addend, total);
+    float8_weights(scores, weights);
+  }
+
+  // Goes from a tile's keys to P. kFresh: the tile is a query tile's first one. kPending: there is
+  // a P of the last tile, which is multiplied.
+  template <bool kFresh, bool kPending>
+  __device__ __forceinline__ void step() {
+    const Rules rules = find_rules<kFresh>();
+    ptx::mbarrier_wait(smem.key_full(stage.stage), stage.parity);
+    const KeyFactors factors = factors_of(stage.stage);
+    const float to_log2 = query_to_log2 * factors.key;
+    start_scores();
+    if constexpr (kPending) start_out();
+    accumulates = !kFresh;
+    ptx::wgmma_wait_group<kPending ? 1 : 0>();
+    ptx::wgmma_results(scores);
+    float factor = to_log2;
+    if (rules.any()) {
+      make_logits(rules, to_log2);
+      factor = 1.0f;
+    }
+    const float last_sum[2] = {sum[0], sum[1]}, last_reference[2] = {reference[0], reference[1]};
+    if constexpr (kFresh) set_references();
+    float total[2];
+    const float addend[2] = {factors.value_log2 - reference[0], factors.value_log2 - reference[1]};
+    float8_exponentials(scores, factor, addend, total);
+    await_value(total);
+    ptx::wgmma_wait_group<0>();
+    if constexpr (kPending) release_value();
+    float8_weights(scores, weights);
+    if constexpr (kFresh && kPending) store_last(last_sum, last_reference);
+    if (__any_sync(0xffffffff, fmaxf(total[0], total[1]) > kFloat8SumLimit)) [[unlikely]] {
+      if (__any_sync(0xffffffff, fmaxf(total[0], total[1]) > kFloat8RedoLimit)) {
+        redo(rules, to_log2, factors.value_log2, total);
+      } else {
+        lower_rows(total);
+      }
+    }
+    sum[0] = fmaf(total[0], factors.value_rest, sum[0]);
+    sum[1] = fmaf(total[1], factors.value_rest, sum[1]);
+    arrive_warp(smem.key_empty(stage.stage));
+    stage.advance();
+    --tile;
+  }
+
+  __device__ __forceinline__ void release_value() {
+    ptx::wgmma_results(out);
+    arrive_warp(smem.value_empty(last_stage()));
+  }
+
+  __device__ __forceinline__ KeyFactors factors_of(uint32_t stage) const {
+    const uint4 words = ptx::ld_shared_v4(smem.factors_of(stage));
+    return {__uint_as_float(words.x), __uint_as_float(words.y), __uint_as_float(words.z),
+            __uint_as_float(words.w)};
+  }
+
+  // Rows that do not exist are forbidden to all keys: they cut every tile.
+  __device__ __forceinline__ void find_uncut() {
+    const Float8Work& of = work();
+    const int32_t row0 = of.row0 + group() * 64;
+    uncut = uncut_tiles<Config::kBlockKv>(of.band, row0);
+    const bool lacks_rows = of.band.q_len < plan.q_len && row0 + 64 > of.band.q_len;
+    if (__any_sync(0xffffffff, lacks_rows)) uncut.end = 0;
+  }
+
+  // Waits for the description of a query tile. Returns false if there is none.
+  __device__ __forceinline__ bool begin_work() {
+    ptx::mbarrier_wait(smem.query_full(query_stage.stage), query_stage.parity);
+    // By reductions, whose results the compiler knows to be the same in all lanes.
+    first = __reduce_max_sync(0xffffffff, work().tiles.first);
+    tile = __reduce_max_sync(0xffffffff, work().tiles.end) - 1;
+    find_uncut();
+    query_to_log2 = work().to_log2;
+    return __reduce_max_sync(0xffffffff, work().row0) >= 0;
+  }
+
+  // Stores the output of the query tile before this one, and releases its place.
+  __device__ __forceinline__ void store_last(const float (&of_sum)[2],
+                                             const float (&of_reference)[2]) {
+    static_assert(Config::kQueryStages == 2);
+    const uint32_t last = query_stage.stage ^ 1;
+    store(smem.works[last], of_sum, of_reference);
+    __syncwarp();
+    arrive_warp(smem.query_empty(last));
+  }
+
+  // Writes out = O / l and lse.
+  __device__ __forceinline__ void store(const Float8Work& of, const float (&of_sum)[2],
+                                        const float (&of_reference)[2]) {
+    const int32_t rows = plan.q_len - of.row0 - warp_row();
+    float factor[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      float total = of_sum[half];
+      total += __shfl_xor_sync(0xffffffff, total, 1);
+      total += __shfl_xor_sync(0xffffffff, total, 2);
+      const int32_t row = fragment_row(0, 2 * half);
+      const bool exists = of.row0 + warp_row() + row < of.band.q_len;
+      const float sink = exists ? of.sink_log2 : minus_infinity();
+      // Relative to the greater one of the sum and the sink.
+      const float log2_total =
+          total == 0.0f ? minus_infinity() : ptx::lg2_approx_ftz(total) + of_reference[half];
+      const float top = ptx::max_nan(log2_total, sink);
+      const float of_sink = sink == minus_infinity() ? 0.0f : ptx::ex2_approx_ftz(sink - top);
+      const float of_keys =
+          log2_total == minus_infinity() ? 0.0f : ptx::ex2_approx_ftz(log2_total - top);
+      const float lse = (top + ptx::lg2_approx_ftz(of_keys + of_sink)) / kLog2E;
+      factor[half] = total == 0.0f ? 0.0f : of.greatest / total * (of_keys / (of_keys + of_sink));
+      if (threadIdx.x % 4 == 0 && row < rows) {
+        of.lse[(warp_row() + row) * plan.lse.row] = top == minus_infinity() ? top : lse;
+      }
+    }
+#pragma unroll
+    for (auto& block : out) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) block[e] *= factor[e / 2];
+    }
+    const int64_t offset = warp_row() * plan.out.row;
+    if (plan.out_dtype == DType::kBFloat16) {
+      store_rows(static_cast<__nv_bfloat16*>(of.out) + offset, plan.out.row, rows, plan.value_dim,
+                 1.0f, out);
+    } else if (plan.out_dtype == DType::kFloat16) {
+      store_rows(static_cast<__half*>(of.out) + offset, plan.out.row, rows, plan.value_dim, 1.0f,
+                 out);
+    } else {
+      store_floats(static_cast<float*>(of.out) + offset, rows);
+    }
+  }
+
+  __device__ __forceinline__ void store_floats(float* to, int32_t rows) const {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = fragment_row(0, 2 * half);
+      if (row >= rows) continue;
+#pragma unroll
+      for (int n = 0; n < kOutN; ++n) {
+        *reinterpret_cast<float2*>(to + row * plan.out.row + fragment_col(n, 0)) =
+            make_float2(out[n][2 * half], out[n][2 * half + 1]);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void run() {
+    if (!begin_work()) return;
+    step<true, false>();
+    for (;;) {
+      while (tile >= first) step<false, true>();
+      query_stage.advance();
+      if (!begin_work()) break;
+      step<true, true>();
+    }
+    start_out();
+    ptx::wgmma_wait_group<0>();
+    release_value();
+    store_last(sum, reference);
+  }
+};
+
+}  // namespace jax_flash::sm90

@@ -1,0 +1,140 @@
+"""Time FP8 attention beside cuDNN's FP8 and this package's bfloat16, in one run, on one GPU.
+
+    python examples/fp8_speed.py --json examples/results/fp8_speed_h200.json
+
+The forward pass alone. "float8": operands that are float8 already, with a scale for each 128
+tokens; "rounded": the same from bfloat16 operands, by fp8=Fp8(); "cudnn": cuDNN's FP8 attention by
+JAX's private entry, which has a scale for each tensor and refuses some head dims. Times are those
+of all kernels of a call, from CUPTI, where there is one; medians.
+"""
+
+import argparse
+import json
+import math
+import pathlib
+import statistics
+import sys
+
+import _report as report
+import jax
+import jax.numpy as jnp
+
+import jax_flash
+from flash_benchmark import timing
+from jax_flash import Fp8, quantize
+
+# Batch, length, heads of query and of key and value, head dim, and that of value.
+SHAPES = [
+    (4, 2048, 16, 16, 128, 128),
+    (4, 4096, 16, 16, 128, 128),
+    (1, 4096, 64, 8, 128, 128),
+    (1, 8192, 32, 8, 128, 128),
+    (1, 16384, 16, 16, 128, 128),
+    (4, 4096, 16, 16, 64, 64),
+    (2, 8192, 8, 8, 256, 256),
+    (1, 8192, 16, 16, 192, 128),
+]
+
+
+def flops(shape, is_causal):
+    batch, length, heads, _, dim, value_dim = shape
+    pairs = length * (length + 1) // 2 if is_causal else length * length
+    return 2.0 * batch * heads * (dim + value_dim) * pairs
+
+
+def make_operands(shape):
+    batch, length, heads, kv_heads, dim, value_dim = shape
+    sizes = ((heads, dim), (kv_heads, dim), (kv_heads, value_dim))
+    keys = jax.random.split(jax.random.key(0), 3)
+    return [
+        jax.random.normal(key, (batch, length, *size), jnp.bfloat16)
+        for key, size in zip(keys, sizes, strict=True)
+    ]
+
+
+def cudnn(dim, is_causal):
+    """cuDNN's FP8 attention, with scales of 1."""
+    from jax._src.cudnn import fused_attention_stablehlo as private
+
+    parameters = {name: jnp.ones((1, 1, 1, 1), jnp.float32) for name in private.fp8_params_keys}
+    mask = private.MaskType.CAUSAL if is_causal else private.MaskType.NO_MASK
+
+    def attend(query, key, value):
+        return private.dot_product_attention(
+            query, key, value, scale=1 / math.sqrt(dim), mask_type=mask, use_fp8=True,
+            fp8_params=parameters,
+        )[0]  # fmt: skip
+
+    return attend
+
+
+def contenders(shape, is_causal):
+    """Functions without arguments by name; those that refuse the call are left out."""
+    wide = make_operands(shape)
+    small = [jax.jit(quantize)(x) for x in wide]
+    stored, scales = [x.values for x in small], [x.scale for x in small]
+    plain = [x.astype(jnp.float8_e4m3fn) for x in wide]
+
+    def float8(query, key, value, *scale):
+        names = ("query_scale", "key_scale", "value_scale")
+        return jax_flash.dot_product_attention(
+            query, key, value, is_causal=is_causal, **dict(zip(names, scale, strict=True))
+        )
+
+    def of_wide(query, key, value, fp8=None):
+        return jax_flash.dot_product_attention(query, key, value, is_causal=is_causal, fp8=fp8)
+
+    calls = {
+        "float8": (float8, (*stored, *scales)),
+        "rounded": (lambda *x: of_wide(*x, Fp8()), wide),
+        "bfloat16": (of_wide, wide),
+        "cudnn": (cudnn(shape[4], is_causal), plain),
+    }
+    for name, (function, arguments) in calls.items():
+        run = jax.jit(function)
+        try:
+            jax.block_until_ready(run(*arguments))
+        except Exception as problem:  # what a private entry may raise
+            print(f"{name} {shape}: {type(problem).__name__}", file=sys.stderr)
+            continue
+        yield name, lambda run=run, arguments=arguments: jax.block_until_ready(run(*arguments))
+
+
+def rows(arguments):
+    """Yields one dictionary for each shape and mask."""
+    timer, _ = timing.choose_timer()
+    for shape in SHAPES:
+        for is_causal in (False, True):
+            runs = dict(contenders(shape, is_causal))
+            order = timing.schedule(list(runs), arguments.calls + 5)
+            taken = timer.record([(name, runs[name]) for name, _ in order])
+            medians = {name: statistics.median(x[5:]) for name, x in taken.items()}
+            yield {
+                "shape": list(shape),
+                "mask": "causal" if is_causal else "full",
+                "us": {name: round(x * 1e6, 2) for name, x in medians.items()},
+                "tflops": {
+                    name: round(flops(shape, is_causal) / x / 1e12, 1)
+                    for name, x in medians.items()
+                },
+            }
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--calls", type=int, default=30, help="of each; default: %(default)s")
+    parser.add_argument("--json", default="fp8_speed.json", metavar="FILE")
+    arguments = parser.parse_args(argv)
+    output = {**report.environment(), "results": []}
+    for row in rows(arguments):
+        output["results"].append(row)
+        rates = "  ".join(f"{name} {x:6.1f}" for name, x in row["tflops"].items())
+        print(f"{row['shape']!s:34} {row['mask']:6} {rates}", flush=True)
+        pathlib.Path(arguments.json).write_text(json.dumps(output, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,142 @@
+"""The FP8 kernels of a GPU against the emulation in float64: every feature and head dim."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from cases import Case, make_inputs
+from test_fp8 import call8, emulate, error, normal, quantized
+
+import jax_flash
+from jax_flash import Fp8, dot_product_attention, quantize
+
+pytestmark = pytest.mark.gpu
+
+# Tensor cores add products of FP8 with some 14 bits. A logit that is off by as much may be rounded
+# to another P, which differs by 1/8 at most; sums of P V are off by themselves. In rows of few keys
+# nothing averages out. Measured on an H200: 0.002 to 0.008, and 0.017 in rows of few keys.
+LIMIT = 0.03  # root mean square error, over that of the output
+LSE_LIMIT = 0.02  # of logits whose deviation is about 1; measured: 0.006
+
+FEATURES = {
+    "plain": (),
+    "causal": (("causal", True), ("offset", "random")),
+    "window": (("window", (50, 30)), ("sinks", True)),
+    "traced window": (("traced_window", (60, -1)), ("lengths", "qk")),
+    "segments": (("segments", "packed"), ("lengths", "qk"), ("sinks", True)),
+    "soft cap": (("soft_cap", 2.0), ("causal", True)),
+    "both": (("segments", "packed"), ("soft_cap", 5.0), ("window", (200, 0))),
+    "scale": (("scale", -0.3), ("causal", True)),
+}
+DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
+SIZES = ((150, 270), (300, 1000))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def on_hopper():
+    """These tests are of sm_90 alone, where every call below has the kernel."""
+    x = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
+    found = jax_flash.explain(x, x, x, fp8=Fp8())
+    assert found.kernels["forward"].name == "FP8", found
+
+
+def compare(inputs, per=128, dtype="float32", deviation=1.0):
+    """`deviation`: that of logits, to which their errors are proportional."""
+    inputs, scales = quantized(inputs, per)
+    out, lse = call8(inputs, scales, out_dtype=dtype)
+    expected, expected_lse = emulate(inputs, scales)
+    assert error(out, expected) < LIMIT * max(1, deviation) ** 0.5
+    empty = ~np.isfinite(expected_lse)
+    assert not np.asarray(out, np.float32)[empty].any()
+    np.testing.assert_array_equal(np.isfinite(lse), ~empty)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-4, atol=LSE_LIMIT * max(1, deviation))
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+@pytest.mark.parametrize(("dim", "value_dim"), DIMS)
+def test_features(feature, dim, value_dim):
+    for q_len, kv_len in SIZES:
+        case = Case(f"fp8 {feature}", q_len=q_len, kv_len=kv_len, head_dim=dim,
+                    value_dim=value_dim, features=FEATURES[feature])  # fmt: skip
+        inputs = make_inputs(case)
+        inputs.value[:, :64] *= 30  # blocks of different scales
+        compare(inputs, deviation=0.3 * dim**0.5 if feature == "scale" else 1)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "float32"])
+@pytest.mark.parametrize("per", [128, 256, "head", "tensor"])
+def test_scales_and_dtypes(per, dtype):
+    compare(make_inputs(Case("fp8", q_len=512, kv_len=768)), per, dtype)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("std", [0.0, 4.0, 30.0])
+def test_flat_and_peaked_rows(dim, std):
+    """All logits alike, or one of them greater by far, wherever it is."""
+    case = Case("fp8", q_len=200, kv_len=900, head_dim=dim, value_dim=dim, std=1.0)
+    inputs = make_inputs(case)
+    inputs.query[:] *= std
+    compare(inputs, deviation=std)
+
+
+@pytest.mark.parametrize("rising", [False, True])
+def test_maxima_in_any_tile(rising):
+    """Logits that grow from tile to tile, by far more than P can hold."""
+    inputs = make_inputs(Case("fp8", q_len=130, kv_len=1024, head_dim=128, value_dim=128))
+    growth = 2.0 ** np.arange(8)[:: 1 if rising else -1].repeat(128)
+    inputs.key[:] *= growth[None, :, None, None].astype(inputs.key.dtype)
+    compare(inputs, deviation=growth.max())
+
+
+def test_many_heads_and_query_tiles():
+    query = normal(2, 1500, 12, 128)
+    key, value = normal(2, 1500, 3, 128, seed=1), normal(2, 1500, 3, 128, seed=2)
+    run = functools.partial(dot_product_attention, is_causal=True, fp8=Fp8())
+    expected = jax.jit(functools.partial(run, implementation="reference"))(query, key, value)
+    assert error(jax.jit(run)(query, key, value), expected) < LIMIT
+
+
+def test_vmap_with_operands_that_are_not_mapped():
+    query, key = normal(2, 3, 2, 130, 4, 64), normal(3, 2, 200, 4, 64, seed=1)
+    value = normal(2, 2, 200, 4, 64, seed=2)
+
+    def mapped(implementation):
+        run = functools.partial(
+            dot_product_attention, fp8=Fp8("head"), implementation=implementation
+        )
+        return jax.jit(jax.vmap(jax.vmap(run, (0, 0, None)), (0, None, 0)))
+
+    expected = mapped("reference")(query, key, value)
+    assert error(mapped(None)(query, key, value), expected) < LIMIT
+
+
+def test_gradients_are_those_of_the_rounded_operands():
+    arrays = [normal(1, 256, 4, 64, seed=i) for i in range(3)]
+
+    def loss(implementation, *x):
+        out, lse = dot_product_attention(
+            *x, is_causal=True, fp8=Fp8(rotation=1), return_residual=True,
+            implementation=implementation,
+        )  # fmt: skip
+        return (out.astype(jnp.float32) ** 2).sum() + lse.sum()
+
+    got, expected = (
+        jax.jit(jax.grad(functools.partial(loss, name), (0, 1, 2)))(*arrays)
+        for name in (None, "reference")
+    )
+    # The kernel's gradient has unrounded probabilities, of the rounded operands; that of the
+    # reference has rounded ones.
+    for one, other in zip(got, expected, strict=True):
+        assert error(one, other) < 0.15
+
+
+def test_values_beyond_the_lengths_may_be_nan():
+    x = normal(1, 256, 2, 64, dtype=jnp.float32)
+    values, scale = quantize(jnp.where(jnp.arange(256)[:, None, None] < 100, x, jnp.nan))
+    query, key = (quantize(x)[0] for _ in range(2))
+    out = dot_product_attention(
+        query, key, values, value_scale=scale, key_value_seq_lengths=jnp.array([100])
+    )
+    assert jnp.isfinite(out).all()
