@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash import ffi
+from jax_flash.folding import folding_axes
 from jax_flash.fp8 import DTYPE, KERNEL_BLOCK
 from jax_flash.head_dims import padded_size
 from jax_flash.operands import OPERANDS, batch_shape
@@ -23,6 +24,13 @@ FLOAT8 = jnp.dtype(DTYPE).name
 
 # Families of CUDA kernels that run on one compute capability only.
 _ONLY_ON = (90,)
+
+# The largest head dim of every family (kWidestOfAll in cuda/plan/recipes.h), and operands that the
+# kernels above it do not take.
+_WIDEST_OF_ALL = 256
+_NOT_ABOVE_256 = (
+    "bias", "mask", "query_segment_ids", "dropout_keys", "alibi_slopes", "relative_bias",
+)  # fmt: skip
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,6 +89,7 @@ class _Problem:
       head_dim, value_dim: of query and key, and of value.
       empty: what the call has none of, or None: without it, there is nothing for a kernel to do.
       operands: the names of its operands.
+      batch_axes: how many batch axes it has when those are folded that fold into one.
     """
 
     dtype: str
@@ -88,6 +97,11 @@ class _Problem:
     value_dim: int
     empty: str | None = None
     operands: tuple[str, ...] = ()
+    batch_axes: int = 1
+
+    @property
+    def widest(self) -> int:
+        return max(self.head_dim, self.value_dim)
 
     @classmethod
     def of(cls, operands: dict[str, Any]) -> _Problem:
@@ -106,13 +120,14 @@ class _Problem:
             value.shape[-1],
             empty,
             tuple(operands),
+            len(folding_axes(batch_shape(operands), operands.values())),
         )
 
 
 def _reason(spec: AttentionSpec, problem: _Problem, platform: str) -> str:
     if platform == "cpu":
         return f"the native CPU kernel ({_library().instruction_set()}) supports the call"
-    families = _families(problem.dtype)
+    families = _families(problem.dtype, problem.widest)
     details = _products(spec, problem) + _copies(problem)
     supports = f"kernels support the call{details}"
     if spec.implementation in FAMILIES:
@@ -198,7 +213,6 @@ def _unsupported_with_float8(one_pass: Pass, problem: _Problem) -> str | None:
 
 def _unsupported_on_cuda(one_pass: Pass, problem: _Problem) -> str | None:
     wanted = FAMILIES.get(one_pass.spec.implementation)
-    families = _families(problem.dtype)
     if wanted is not None and wanted not in _families():
         return f"this build of jax_flash contains no sm_{wanted} kernels"
     head_dims = {
@@ -212,8 +226,12 @@ def _unsupported_on_cuda(one_pass: Pass, problem: _Problem) -> str | None:
         return f"{kind} takes {problem.dtype} (they take {others})"
     if unsupported := _unsupported_dims(problem, head_dims):
         return unsupported
-    needed = wanted or min(families)
-    widest = max(problem.head_dim, problem.value_dim)
+    widest = problem.widest
+    needed = wanted or min(_families(problem.dtype, widest))
+    if widest > _WIDEST_OF_ALL and (
+        unsupported := _unsupported_above_256(one_pass.spec, problem, wanted)
+    ):
+        return unsupported
     for capability in _compute_capabilities():
         if needed in _ONLY_ON and capability != needed:
             return f"the sm_{needed} kernels run on sm_{needed} only; this GPU is sm_{capability}"
@@ -226,6 +244,26 @@ def _unsupported_on_cuda(one_pass: Pass, problem: _Problem) -> str | None:
                 f"dim 128, and this GPU, sm_{capability}, has {smem_kb}"
             )
     return None
+
+
+def _unsupported_above_256(
+    spec: AttentionSpec, problem: _Problem, wanted: int | None
+) -> str | None:
+    """What keeps the kernels for head dims above 256 from a call, or None."""
+    capabilities = _compute_capabilities()
+    others = [f"this GPU is sm_{c}" for c in capabilities if c != 90]
+    if wanted is None and (others or not capabilities):
+        where = others[0] if others else "this process has no GPU"
+        return f"above head dim 256 there are sm_90 kernels only, and {where}"
+    has = {
+        "logits_soft_cap": spec.logits_soft_cap is not None,
+        "a scale that is not positive": not spec.scale > 0.0,
+        "more than two batch axes that do not fold into one": problem.batch_axes > 2,
+        **{name: name in problem.operands for name in _NOT_ABOVE_256},
+    }
+    return next(
+        (f"the kernels for head dims above 256 do not take {x}" for x in has if has[x]), None
+    )
 
 
 def _unsupported_dims(problem: _Problem, head_dims: set[int]) -> str | None:
@@ -250,12 +288,12 @@ def _library() -> Any:
     return ffi.native
 
 
-def _families(dtype: str | None = None) -> set[int]:
-    """Those that this build has, or has for a dtype."""
+def _families(dtype: str | None = None, widest: int = 0) -> set[int]:
+    """Those that this build has, or has for a dtype and for head dims up to `widest`."""
     return {
         family
-        for _, family, name, _ in _library().cuda_instances()
-        if dtype is None or name == dtype
+        for _, family, name, head_dim in _library().cuda_instances()
+        if (dtype is None or name == dtype) and head_dim >= widest
     }
 
 

@@ -7,7 +7,8 @@ of size 1 the stride 0, so that what is not mapped is not copied. Nested vmaps e
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,6 +18,21 @@ from jax_flash.fp8 import DTYPE as FLOAT8
 from jax_flash.operands import Operands, batch_shape
 
 Types = dict[str, jax.ShapeDtypeStruct]
+
+
+def folding_axes(batch: tuple[int, ...], arrays: Iterable[Any]) -> list[list[int]]:
+    """The batch axes that are not of size 1, in lists of those that fold into one."""
+    arrays = tuple(arrays)
+    groups: list[tuple[list[int], tuple[bool, ...]]] = []  # with the pattern that they share
+    for axis, size in enumerate(batch):
+        if size == 1:
+            continue
+        pattern = tuple(x.shape[axis] == 1 for x in arrays)
+        if groups and groups[-1][1] == pattern:
+            groups[-1][0].append(axis)
+        else:
+            groups.append(([axis], pattern))
+    return [axes for axes, _ in groups]
 
 
 def fold_batch_axes(
@@ -32,22 +48,13 @@ def fold_batch_axes(
       results: types of the results, by name; a batch axis of size 1 is summed over.
     """
     batch = batch_shape(operands)
-    groups = []  # lists of neighbouring axes, with the pattern that they share
-    for axis, size in enumerate(batch):
-        if size == 1:
-            continue
-        arrays = (*operands.values(), *results.values())
-        pattern = tuple(x.shape[axis] == 1 for x in arrays)
-        if groups and groups[-1][1] == pattern:
-            groups[-1][0].append(axis)
-        else:
-            groups.append(([axis], pattern))
+    groups = folding_axes(batch, (*operands.values(), *results.values()))
     is_float8 = operands["query"].dtype == FLOAT8
     if len(groups) > (MAX_FLOAT8_BATCH_AXES if is_float8 else MAX_BATCH_AXES):
-        return _map_axis(call, operands, results, groups[0][0][0])
+        return _map_axis(call, operands, results, groups[0][0])
 
     def folded(shape):
-        sizes = [math.prod(shape[a] for a in axes) for axes, _ in groups] or [1]
+        sizes = [math.prod(shape[a] for a in axes) for axes in groups] or [1]
         return (*sizes, *shape[len(batch) :])
 
     if folded(batch) == batch:

@@ -60,6 +60,7 @@ BIAS, MASK = (4, 16, 4096, 4096), (1, 1, 4096, 4096)
 NAMED = [
     *(("decode", d, {"q_len": 1, "kv_len": 4096, "head_dim": d}) for d in (64, 96, 128, 192, 256)),
     *(("chained", d, {"head_dim": d}) for d in (64, 96, 128, 192, 256)),
+    ("columns", 512, {"head_dim": 512, "implementation": "flash_sm90"}),
     ("chained, narrow values", 192, {"head_dim": 192, "value_dim": 128}),
     ("scores ahead, two edges", 64, {"head_dim": 64, "is_causal": True}),
     ("scores ahead", 64, {"head_dim": 64, "batch": 1, "heads": 16, "q_len": 1024}),
@@ -214,11 +215,16 @@ def test_kernels_of_the_sm_80_family(gpu, reason):
     assert reason in kernel.reason
 
 
+BACKWARD = {128: "one kernel", 256: "two kernels", 512: "three kernels"}  # up to head dims
+
+
 @pytest.mark.parametrize("head_dim", sorted(DIMS))
 def test_backward_kernels(head_dim):
-    name = "one kernel" if head_dim <= 128 else "two kernels"
-    assert kernels(head_dim=head_dim)["backward"].name == name
-    assert kernels(head_dim=head_dim, gpu=A100)["backward"].family == 80
+    name = next(n for most, n in BACKWARD.items() if head_dim <= most)
+    found = kernels(head_dim=head_dim, implementation="flash_sm90")
+    assert found["backward"].name == name
+    if head_dim <= 256:
+        assert kernels(head_dim=head_dim, gpu=A100)["backward"].family == 80
 
 
 @pytest.mark.skipif(128 not in DIMS, reason="a build without head dim 128")
@@ -226,7 +232,28 @@ def test_any_head_dim_has_a_kernel():
     assert kernels(head_dim=100) == kernels(head_dim=104)
     assert kernels(head_dim=60, value_dim=100) == kernels(head_dim=64, value_dim=104)
     assert kernels(head_dim=100, dtype=jnp.float32)["forward"].family == 80
-    assert kernels(head_dim=300) == {}
+    assert kernels(head_dim=520) == {}
+
+
+@pytest.mark.skipif(512 not in DIMS, reason="a build without head dim 512")
+def test_head_dims_above_256():
+    """Without a GPU it is not known whether the call will run on Hopper, unless it insists."""
+
+    def hopper(**call):
+        return kernels(implementation="flash_sm90", **call)
+
+    for sizes in ((264, 264, 1), (300, 8, 17), (512, 512, 4096)):
+        head_dim, value_dim, q_len = sizes
+        found = hopper(head_dim=head_dim, value_dim=value_dim, q_len=q_len, is_causal=True)
+        assert (found["forward"].name, found["backward"].name) == ("columns", "three kernels")
+    assert kernels(head_dim=512) == {}
+    for refused in ({"logits_soft_cap": 30.0}, {"segments": True}, {"scale": 0.0}, {"mask": MASK}):
+        with pytest.raises(NotImplementedError, match="head dims above 256 do not take"):
+            hopper(head_dim=512, **refused)
+    with pytest.raises(NotImplementedError, match="float32"):
+        hopper(head_dim=512, dtype=jnp.float32)
+    with pytest.raises(ValueError, match="sm_90 only"):
+        hopper(head_dim=512, gpu=A100)
 
 
 def test_what_no_kernel_takes_is_refused():

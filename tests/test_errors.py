@@ -284,7 +284,8 @@ def test_what_the_cuda_kernels_take(monkeypatch):
     assert choice((1, 8, 2, 64), jnp.float16, implementation="flash_sm80").implementation == "flash"
     for shape, dtype, reason in (
         ((1, 8, 2, 300), jnp.float32, "1 to 256"),
-        ((1, 8, 2, 257), jnp.bfloat16, "1 to 256"),
+        ((1, 8, 2, 257), jnp.bfloat16, "sm_90 kernels only, and this GPU is sm_80"),
+        ((1, 8, 2, 513), jnp.bfloat16, "1 to 512"),
     ):
         fallback = choice(shape, dtype)
         assert fallback.implementation == "reference"

@@ -101,6 +101,7 @@ Status choose_family(const Forward& params, int32_t family, bool fits_90, const 
   }
   choice.family = 90;
   choice.head_dim = family != 80 && takes ? find(90, choice.general) : 0;
+  if (choice.head_dim > sm90::kWidestOfAll && choice.general) choice.head_dim = 0;
   if (choice.head_dim == 0 && family != 90) {
     choice.family = 80;
     choice.head_dim = find(80, choice.general);
@@ -181,6 +182,9 @@ bool smaller_tiles_are_faster(const Shape& shape, const Device& device) {
 Found choose_plain(const Forward& params, int32_t head_dim, const Device& device) {
   const Shape& shape = params.shape;
   const Options& options = params.options;
+  if (head_dim > sm90::kWidestOfAll) {
+    return {Recipe::kColumns, "above head dim 256 two consumers divide the columns of the output"};
+  }
   if (sm90::takes_decode(shape)) {
     return {Recipe::kDecode, "the query rows of a key/value head fit one tile"};
   }
@@ -333,6 +337,10 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
     choice.reason = "dK and dV of 128 keys fit the registers of a block";
     choice.queries = choice.head_dim <= 64 ? 128 : 64;
     choice.keys = 128;
+  } else if (choice.head_dim > sm90::kWidestOfAll) {
+    choice.name = "three kernels";
+    choice.reason = "above head dim 256 each of dK, dV and dQ takes half of the registers";
+    choice.queries = choice.keys = 64;
   } else {
     choice.name = "two kernels";
     choice.reason = "above head dim 128 dK, dV and dQ do not fit the registers of a block";

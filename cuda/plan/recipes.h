@@ -96,10 +96,15 @@ enum class Recipe : int32_t {
   kMaskWordsTriple,  // the same with three consumers
   kSlopes,           // ALiBi slopes of a causal call
   kDropout,
-  kEvery,  // any modifiers together
+  kEvery,    // any modifiers together
+  kColumns,  // head dims above 256: two consumers divide the columns of 64 queries' output
   kFloat8,
   kFloat8Modified,
 };
+
+// Above this head dim, only the sm_90 family has kernels (sm90/column_blocks.cuh), which take no
+// modifiers.
+inline constexpr int32_t kWidestOfAll = 256;
 
 // Returns the number of keys in a tile if a mask comes as words.
 constexpr int mask_words_keys(int head_dim) { return head_dim <= 128 ? 128 : 80; }
@@ -208,6 +213,7 @@ inline constexpr RecipeRow kRecipes[] = {
     {Recipe::kEvery, "every modifier", 128, 128, kEveryModifier, 2, 128},
     {Recipe::kEvery, "every modifier", 192, 192, kEveryModifier, 2, 96},
     {Recipe::kEvery, "every modifier", 256, 256, kEveryModifier, 2, 64},
+    {Recipe::kColumns, "columns", 512, 512, kNoModifier, 2, 64, 2},
     // Operands of float8 (sm90/forward_float8).
     float8_row(64, false),
     float8_row(96, false),

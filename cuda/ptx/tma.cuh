@@ -26,6 +26,18 @@ __device__ __forceinline__ void cp_async_bulk_tensor_5d(uint32_t address_smem,
       : "memory");
 }
 
+// Does the same for every block of the cluster in `blocks`, a bit for each: the box and its bytes
+// go to the same addresses of their shared memory.
+__device__ __forceinline__ void cp_async_bulk_tensor_multicast_5d(
+    uint32_t address_smem, const CUtensorMap& map, uint32_t barrier_smem, uint16_t blocks,
+    int32_t c0, int32_t c1, int32_t c2, int32_t c3, int32_t c4) {
+  asm volatile(
+      "cp.async.bulk.tensor.5d.shared::cluster.global.tile.mbarrier::complete_tx::bytes"
+      ".multicast::cluster [%0], [%1, {%4, %5, %6, %7, %8}], [%2], %3;" ::"r"(address_smem),
+      "l"(&map), "r"(barrier_smem), "h"(blocks), "r"(c0), "r"(c1), "r"(c2), "r"(c3), "r"(c4)
+      : "memory");
+}
+
 // Copies the box at these coordinates to L2.
 __device__ __forceinline__ void cp_async_bulk_prefetch_tensor_5d(const CUtensorMap& map, int32_t c0,
                                                                  int32_t c1, int32_t c2, int32_t c3,

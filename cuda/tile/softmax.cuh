@@ -116,6 +116,18 @@ struct OnlineSoftmax {
     return __all_sync(0xffffffff, all);
   }
 
+  // Raises a row's running maximum; returns the factor for what was computed with the old one.
+  __device__ __forceinline__ float raise(int m, int half, float greatest, float to_log2) {
+    const float old = reference[m][half];
+    const float raised = fmaxf(old, greatest);
+    const float rise = kByDifference ? (old - raised) * to_log2
+                                     : to_log2_units(old, to_log2) - to_log2_units(raised, to_log2);
+    const float factor = old == raised ? 1.0f : ptx::ex2_approx_ftz(rise);
+    reference[m][half] = raised;
+    sum[m][half] *= factor;
+    return factor;
+  }
+
   template <int kOutN>
   static __device__ __forceinline__ void rescale(float (&out)[kM][kOutN][4],
                                                  const float (&factor)[kM][2]) {
@@ -230,18 +242,6 @@ struct OnlineSoftmax {
       }
     }
     return __any_sync(0xffffffff, rises);
-  }
-
-  // Raises a row's running maximum; returns the factor for what was computed with the old one.
-  __device__ __forceinline__ float raise(int m, int half, float greatest, float to_log2) {
-    const float old = reference[m][half];
-    const float raised = fmaxf(old, greatest);
-    const float rise = kByDifference ? (old - raised) * to_log2
-                                     : to_log2_units(old, to_log2) - to_log2_units(raised, to_log2);
-    const float factor = old == raised ? 1.0f : ptx::ex2_approx_ftz(rise);
-    reference[m][half] = raised;
-    sum[m][half] *= factor;
-    return factor;
   }
 
   // Returns the running maximum in log2 units, 0 for a row that has had nothing but -inf.

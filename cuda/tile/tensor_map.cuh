@@ -108,6 +108,17 @@ __device__ __forceinline__ void load_box(uint32_t address_smem, const CUtensorMa
                                coordinate(operand.batch[1], batch.coordinate[1]));
 }
 
+// Does the same for every block of the cluster in `blocks`.
+__device__ __forceinline__ void load_box_multicast(uint32_t address_smem, const CUtensorMap& map,
+                                                   uint32_t barrier_smem, uint16_t blocks,
+                                                   const BoxAxes& axes,
+                                                   const int32_t (&batch)[kTensorMapBatchDims],
+                                                   int32_t head, int32_t row0, int32_t col0) {
+  ptx::cp_async_bulk_tensor_multicast_5d(address_smem, map, barrier_smem, blocks, col0,
+                                         axes.row * row0, axes.head * head,
+                                         axes.batch[0] * batch[0], axes.batch[1] * batch[1]);
+}
+
 // Starts copying the same box to L2.
 __device__ __forceinline__ void prefetch_box(const CUtensorMap& map, const Operand& operand,
                                              const BatchIndex& batch, int32_t head, int32_t row0,

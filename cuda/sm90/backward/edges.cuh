@@ -58,14 +58,28 @@ __device__ __forceinline__ void write_zeros(const BackwardEdgePlan& plan, int32_
   }
 }
 
+// Returns the product of kChunk contiguous elements, aligned, with as many others.
+template <typename Element>
+__device__ __forceinline__ float dot_product_of_chunk(const Element* a, const Element* b) {
+  const uint4 a_words = *reinterpret_cast<const uint4*>(a);
+  const uint4 b_words = *reinterpret_cast<const uint4*>(b);
+  float sum = 0.0f;
+#pragma unroll
+  for (int e = 0; e < kChunk; ++e) {
+    sum = fmaf(static_cast<float>(reinterpret_cast<const Element*>(&a_words)[e]),
+               static_cast<float>(reinterpret_cast<const Element*>(&b_words)[e]), sum);
+  }
+  return sum;
+}
+
 // Computes delta and lse in log2 units. The grid is batch x head x tiles of kEdgeRows rows, and
-// kLanes lanes read a row. The zeros, which depend on nothing that is read, are written first, and
-// all reads are in flight at the same time.
+// kLanes lanes read a row, or 32 do twice. The zeros, which depend on nothing that is read, are
+// written first, and all reads are in flight at the same time.
 template <typename Element, int kLanes>
 __global__ void __launch_bounds__(kEdgeThreads)
     backward_begin_kernel(const __grid_constant__ BackwardEdgePlan plan,
                           const __grid_constant__ Backward params) {
-  constexpr int kRowsAtATime = kEdgeThreads / kLanes;
+  constexpr int kRowLanes = kLanes < 32 ? kLanes : 32, kRowsAtATime = kEdgeThreads / kRowLanes;
   constexpr int kBatch = (kEdgeRows + kRowsAtATime - 1) / kRowsAtATime;
   ptx::griddepcontrol_launch_dependents();
   touch_parameters(plan);
@@ -76,7 +90,7 @@ __global__ void __launch_bounds__(kEdgeThreads)
   const HeadIndex head = plan.heads.at(batch_head);
   const int32_t q_len =
       plan.band_varies ? Band(params, BatchIndex(params.shape, head.batch)).q_len : plan.q_len;
-  const int thread = threadIdx.x, chunk = thread % kLanes, first = thread / kLanes;
+  const int thread = threadIdx.x, chunk = thread % kRowLanes, first = thread / kRowLanes;
   const int32_t rows_left = chunk * kChunk < plan.value_dim ? min(q_len - row0, kEdgeRows) : 0;
   const Element* out = plan.out.at<const Element>(head, row0) + chunk * kChunk;
   const Element* dout = plan.dout.at<const Element>(head, row0) + chunk * kChunk;
@@ -106,8 +120,15 @@ __global__ void __launch_bounds__(kEdgeThreads)
     for (int e = 0; e < kChunk; ++e) {
       sum = fmaf(static_cast<float>(a_elements[e]), static_cast<float>(b_elements[e]), sum);
     }
+    if constexpr (kLanes > kRowLanes) {
+      const int i = first + u * kRowsAtATime;
+      if (i < rows_left && (chunk + kRowLanes) * kChunk < plan.value_dim) {
+        sum += dot_product_of_chunk(out + i * plan.out.row + kRowLanes * kChunk,
+                                    dout + i * plan.dout.row + kRowLanes * kChunk);
+      }
+    }
 #pragma unroll
-    for (int distance = kLanes / 2; distance > 0; distance /= 2) {
+    for (int distance = kRowLanes / 2; distance > 0; distance /= 2) {
       sum += __shfl_xor_sync(0xffffffff, sum, distance);
     }
     if (chunk == 0) sums_smem[first + u * kRowsAtATime] = sum;
@@ -130,7 +151,8 @@ __global__ void __launch_bounds__(kEdgeThreads)
       dead ? 0.0f : (sums_smem[thread] - row_dlse) * plan.scales.delta;
 }
 
-template <typename Element>
+// kAbove256: whether value_dim may be above 256.
+template <typename Element, bool kAbove256 = false>
 Status launch_begin(const Backward& params, const BackwardWorkspace& workspace,
                     const GradientScales& scales, bool sums, const ZeroPlan& zeros,
                     cudaStream_t stream) {
@@ -141,6 +163,9 @@ Status launch_begin(const Backward& params, const BackwardWorkspace& workspace,
                          shape.batch * shape.heads * tiles, kEdgeThreads, 0, stream,
                          BackwardEdgePlan(params, workspace, scales, tiles, sums, zeros), params);
   };
+  if constexpr (kAbove256) {
+    if (shape.value_dim > 256) return launch(backward_begin_kernel<Element, 64>);
+  }
   if (shape.value_dim > 128) return launch(backward_begin_kernel<Element, 32>);
   return shape.value_dim > 64 ? launch(backward_begin_kernel<Element, 16>)
                               : launch(backward_begin_kernel<Element, 8>);

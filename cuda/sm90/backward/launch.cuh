@@ -13,6 +13,7 @@
 #include "params.h"
 #include "plan/choose.h"
 #include "sm90/backward/bias_gradient.cuh"
+#include "sm90/backward/columns.cuh"
 #include "sm90/backward/config.cuh"
 #include "sm90/backward/dropout.cuh"
 #include "sm90/backward/edges.cuh"
@@ -187,7 +188,9 @@ Status launch_backward(const Backward& params, const Choice& choice, cudaStream_
       default: break;
     }
   }
-  if constexpr (kHeadDim > 128) {
+  if constexpr (kHeadDim > 256) {
+    status = launch_backward_columns<Element>(params, workspace, stream);
+  } else if constexpr (kHeadDim > 128) {
     status = launch_wide_backward<Element, kHeadDim, kGeneral>(params, workspace, stream);
   } else {
     status = launch_backward_config<BackwardConfig<kHeadDim, kGeneral>, Element, kGeneral>(

@@ -14,6 +14,7 @@
 #include "plan/recipes.h"
 #include "sm90/decode/kernel.cuh"
 #include "sm90/forward/bias.cuh"
+#include "sm90/forward/columns.cuh"
 #include "sm90/forward/config.cuh"
 #include "sm90/forward/half_values.cuh"
 #include "sm90/forward/kernel.cuh"
@@ -120,6 +121,8 @@ Status launch_row(const Forward& params, const SegmentSpans& spans, cudaStream_t
   if constexpr (kRecipes[kRow].recipe == Recipe::kDecode) {
     static_assert(kRecipes[kRow].keys == DecodeConfigOf<kHeadDim>::kBlockKv);
     return launch_decode<Element, kHeadDim>(params, stream);
+  } else if constexpr (kRecipes[kRow].recipe == Recipe::kColumns) {
+    return launch_forward_columns<Element>(params, stream);
   } else {
     return launch_forward_config<RowConfig<kRow>, Element, kRecipes[kRow].modifiers>(params, spans,
                                                                                      stream);
