@@ -49,7 +49,7 @@ struct Float8Config {
   static constexpr int kKeyOffset = kQueryStages * kConsumers * QueryTile::kBytes;
   static constexpr int kFit =
       (kSmemLimit - kStaticSmemBytes - kKeyOffset) / (KeyTile::kBytes + ValueTile::kBytes);
-  static constexpr int kStages = kFit < 4 ? kFit : 4;
+  static constexpr int kStages = kFit < 6 ? kFit : 6;
   static_assert(kStages >= 2);
   static constexpr int kValueOffset = kKeyOffset + kStages * KeyTile::kBytes;
   static constexpr int kSmemBytes = kValueOffset + kStages * ValueTile::kBytes;
