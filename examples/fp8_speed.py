@@ -126,8 +126,9 @@ def main(argv=None):
     )
     parser.add_argument("--calls", type=int, default=30, help="of each; default: %(default)s")
     parser.add_argument("--json", default="fp8_speed.json", metavar="FILE")
+    parser.add_argument("--commit", help="of the sources, where this does not run from a checkout")
     arguments = parser.parse_args(argv)
-    output = {**report.environment(), "results": []}
+    output = {**report.environment(arguments.commit), "results": []}
     for row in rows(arguments):
         output["results"].append(row)
         rates = "  ".join(f"{name} {x:6.1f}" for name, x in row["tflops"].items())

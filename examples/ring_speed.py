@@ -19,7 +19,7 @@ the pairs that attend. Efficiency is a way's TFLOP/s over the number of devices 
 
 Then the ways take turns, round after round, as many as --seconds allow; a single one is not warmed
 up. On GPUs a program makes as many calls as take about 2 s, 64 at most, each of which waits for the
-one before, as a model's do: to start a program takes some 20 ms on 8 GPUs. A time is that of one call.
+one before, as a model's do: to start a program takes some 20 ms on 8 GPUs. A time is of one call.
 "one" and "batch" are measured once for each kind of call and number of devices.
 """
 

@@ -191,6 +191,23 @@ def fp8_errors() -> str:
     return f"{table(header, lines)}\n\nThe reference, on {where(document)}.\n\n{how}"
 
 
+def fp8_speed() -> str:
+    """The guide's table: the forward pass in FP8 beside cuDNN's and beside bfloat16."""
+    document = load("fp8_h200.json")
+    lines = []
+    for row in document["results"]:
+        batch, length, heads, kv_heads, dim, value_dim = row["shape"]
+        heads = str(heads) if heads == kv_heads else f"{heads}/{kv_heads}"
+        dims = str(dim) if dim == value_dim else f"{dim}/{value_dim}"
+        rates = row["tflops"]
+        cells = [f"{rates[name]:,.0f}" if name in rates else "-" for name in _FP8]
+        over = f"{rates['float8'] / rates['cudnn']:.2f}" if "cudnn" in rates else "-"
+        lines.append([f"({batch},{length},{heads},{dims})", row["mask"], *cells, over])
+    header = ["(B,T,N,H)", "mask", *_FP8.values(), "float8 over cuDNN"]
+    how = block([command(document)])
+    return f"{table(header, lines)}\n\nTFLOP/s on {where(document)}; medians.\n\n{how}"
+
+
 def host(document: dict) -> str:
     rows = [row for row in document["results"] if "time" in row]
     names = list(dict.fromkeys(r["contender"] for r in rows if r["case"] != "import"))
@@ -356,6 +373,12 @@ _HEADLINE = [
     "(1,8192,32/8,128) bfloat16 causal",
     "(2,8192,8,256) bfloat16 causal",
 ]
+_FP8 = {
+    "float8": "float8 operands",
+    "rounded": "`fp8=Fp8()`",
+    "bfloat16": "bfloat16",
+    "cudnn": "cuDNN FP8",
+}
 _HEADLINE_PRESETS = ("7b", "8b-32k")
 
 
@@ -403,7 +426,7 @@ def several_devices() -> str:
 # By file, what stands between <!-- NAME --> and <!-- end of NAME -->.
 _PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"results": headline},
-    "docs/guide/fp8.md": {"errors": fp8_errors},
+    "docs/guide/fp8.md": {"errors": fp8_errors, "speed": fp8_speed},
     "docs/guide/masks.md": {"costs": costs},
     "docs/guide/several-devices.md": {
         "measured": several_devices,
