@@ -7,8 +7,8 @@
 //   if a sum is too great
 //
 // The first step of a query tile multiplies the last P of the query tile before it, and stores that
-// one's output. The two consumers do not wait for each other: taking turns at the tensor cores, or
-// at exponentials, made nothing faster (TUNING_fp8.md).
+// one's output. The two consumers do not wait for each other: turns at the tensor cores, or at
+// exponentials, make most calls slower (TUNING_fp8.md).
 #pragma once
 
 #include <cuda_bf16.h>
