@@ -291,7 +291,7 @@ def measure(arguments, call: str, seq: int, mesh, methods, known: dict) -> list[
         results.append(known[key])
     timers = make_timers(arguments, call, seq, mesh, fresh)
     by_method = {result["method"]: result for result in results}
-    # What takes little memory comes first, so that each raises the most that was ever used.
+    # Those that take little memory come first, so that each raises the most that was ever used.
     for (method, what), timer in sorted(timers.items(), key=lambda item: item[1].temporary):
         timer.start(by_method[method].setdefault(what, {}))
         if arguments.hlo:

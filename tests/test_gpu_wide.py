@@ -54,7 +54,7 @@ def test_few_rows(q_len):
         check(run(inputs, "flash_sm90"), inputs)
 
 
-# What the kernels take; all else runs as the reference.
+# The kernels take these; all else runs as the reference.
 TAKEN = ("lengths", "causal", "window", "traced_window", "offset", "sinks", "dlse")
 
 

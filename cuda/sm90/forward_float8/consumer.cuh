@@ -310,7 +310,7 @@ struct Float8Consumer {
   // Waits for the description of a query tile. Returns false if there is none.
   __device__ __forceinline__ bool begin_work() {
     ptx::mbarrier_wait(smem.query_full(query_stage.stage), query_stage.parity);
-    // By reductions, whose results the compiler knows to be the same in all lanes.
+    // These are reductions, whose results the compiler knows to be the same in all lanes.
     first = __reduce_max_sync(0xffffffff, work().tiles.first);
     tile = __reduce_max_sync(0xffffffff, work().tiles.end) - 1;
     find_uncut();

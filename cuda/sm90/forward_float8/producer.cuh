@@ -55,7 +55,7 @@ __device__ __forceinline__ Float8Work describe_float8_work(const Float8Plan& pla
                                                   tiles.first, tiles.end);
     }
   }
-  // Of a query tile without keys, one tile is computed, and all of it is forbidden.
+  // A query tile without keys computes one tile, all of which is forbidden.
   if (work.tiles.first >= work.tiles.end) work.tiles = {0, 1};
   work.out = static_cast<char*>(plan.out.data) +
              (plan.out.at<char>(q, work.row0) - static_cast<char*>(plan.out.data)) *
