@@ -1,11 +1,12 @@
 """Time FP8 attention beside cuDNN's FP8 and this package's bfloat16, in one run, on one GPU.
 
-    python examples/fp8_speed.py --json examples/results/fp8_speed_h200.json
+    python examples/fp8_speed.py --json examples/results/fp8_h200.json
 
 The forward pass alone. "float8": operands that are float8 already, with a scale for each 128
 tokens; "rounded": the same from bfloat16 operands, by fp8=Fp8(); "cudnn": cuDNN's FP8 attention by
 JAX's private entry, which has a scale for each tensor and refuses some head dims. Times are those
-of all kernels of a call, from CUPTI, where there is one; medians.
+of all kernels of a call, from CUPTI, where there is one; medians. Each output is first compared
+with that in bfloat16: the root mean square of the difference over that of the output.
 """
 
 import argparse
@@ -36,12 +37,6 @@ SHAPES = [
 ]
 
 
-def flops(shape, is_causal):
-    batch, length, heads, _, dim, value_dim = shape
-    pairs = length * (length + 1) // 2 if is_causal else length * length
-    return 2.0 * batch * heads * (dim + value_dim) * pairs
-
-
 def make_operands(shape):
     batch, length, heads, kv_heads, dim, value_dim = shape
     sizes = ((heads, dim), (kv_heads, dim), (kv_heads, value_dim))
@@ -68,9 +63,8 @@ def cudnn(dim, is_causal):
     return attend
 
 
-def contenders(shape, is_causal):
-    """Functions without arguments by name; those that refuse the call are left out."""
-    wide = make_operands(shape)
+def contenders(wide, is_causal):
+    """(function, its arguments) by name, given operands in bfloat16."""
     small = [jax.jit(quantize)(x) for x in wide]
     stored, scales = [x.values for x in small], [x.scale for x in small]
     plain = [x.astype(jnp.float8_e4m3fn) for x in wide]
@@ -84,20 +78,38 @@ def contenders(shape, is_causal):
     def of_wide(query, key, value, fp8=None):
         return jax_flash.dot_product_attention(query, key, value, is_causal=is_causal, fp8=fp8)
 
-    calls = {
-        "float8": (float8, (*stored, *scales)),
-        "rounded": (lambda *x: of_wide(*x, Fp8()), wide),
-        "bfloat16": (of_wide, wide),
-        "cudnn": (cudnn(shape[4], is_causal), plain),
+    return {
+        "bfloat16": (jax.jit(of_wide), wide),
+        "float8": (jax.jit(float8), (*stored, *scales)),
+        "rounded": (jax.jit(lambda *x: of_wide(*x, Fp8())), wide),
+        "cudnn": (jax.jit(cudnn(wide[0].shape[-1], is_causal)), plain),
     }
+
+
+@jax.jit
+def difference(out, expected):
+    out, expected = (x.astype(jnp.float32) for x in (out, expected))
+    return jnp.sqrt(jnp.mean((out - expected) ** 2) / jnp.mean(expected**2))
+
+
+def check(calls, shape):
+    """Functions without arguments, and how far their outputs are from bfloat16's, by name.
+
+    Those that refuse the call are left out.
+    """
+    runs, differences, expected = {}, {}, None
     for name, (function, arguments) in calls.items():
-        run = jax.jit(function)
         try:
-            jax.block_until_ready(run(*arguments))
+            out = jax.block_until_ready(function(*arguments))
         except Exception as problem:  # what a private entry may raise
             print(f"{name} {shape}: {type(problem).__name__}", file=sys.stderr)
             continue
-        yield name, lambda run=run, arguments=arguments: jax.block_until_ready(run(*arguments))
+        expected = out if expected is None else expected
+        differences[name] = float(difference(out, expected))
+        runs[name] = lambda function=function, arguments=arguments: jax.block_until_ready(
+            function(*arguments)
+        )
+    return runs, differences
 
 
 def rows(arguments):
@@ -105,18 +117,18 @@ def rows(arguments):
     timer, _ = timing.choose_timer()
     for shape in SHAPES:
         for is_causal in (False, True):
-            runs = dict(contenders(shape, is_causal))
+            wide = make_operands(shape)
+            runs, differences = check(contenders(wide, is_causal), shape)
+            operations = jax_flash.flops(*wide, is_causal=is_causal).forward
             order = timing.schedule(list(runs), arguments.calls + 5)
             taken = timer.record([(name, runs[name]) for name, _ in order])
             medians = {name: statistics.median(x[5:]) for name, x in taken.items()}
             yield {
                 "shape": list(shape),
                 "mask": "causal" if is_causal else "full",
+                "differs": differences,
                 "us": {name: round(x * 1e6, 2) for name, x in medians.items()},
-                "tflops": {
-                    name: round(flops(shape, is_causal) / x / 1e12, 1)
-                    for name, x in medians.items()
-                },
+                "tflops": {name: round(operations / x / 1e12, 1) for name, x in medians.items()},
             }
 
 

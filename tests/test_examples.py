@@ -228,6 +228,23 @@ def test_llama_block_trains_in_fp8(tmp_path):
     assert sum(trained["results"][1]["losses"][-30:]) / 30 < 3
 
 
+def test_fp8_speed(tmp_path, monkeypatch):
+    monkeypatch.syspath_prepend(str(LLAMA_BLOCK.parent))
+    import fp8_speed
+
+    monkeypatch.setattr(fp8_speed, "SHAPES", [(2, 128, 4, 2, 32, 16)])
+    path = tmp_path / "out.json"
+    assert fp8_speed.main(["--calls", "2", "--json", str(path), "--commit", "abc"]) == 0
+    output = json.loads(path.read_text())
+    assert output["commit"] == "abc"
+    assert [row["mask"] for row in output["results"]] == ["full", "causal"]
+    for row in output["results"]:
+        assert {"float8", "rounded", "bfloat16"} <= row["us"].keys() == row["tflops"].keys()
+        assert row["differs"]["bfloat16"] == 0
+        assert 0.01 < row["differs"]["float8"] < 0.1
+        assert row["differs"]["rounded"] == pytest.approx(row["differs"]["float8"])
+
+
 def test_llama_block_keeps_what_was_measured_before_an_interrupt(tmp_path):
     # What a script starts in the background ignores it, and so would the process.
     handler = signal.signal(signal.SIGINT, signal.default_int_handler)
