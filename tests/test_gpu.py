@@ -195,6 +195,30 @@ def test_bias_of_a_call_that_fills_the_gpu(axes, kv_len, forbidden, causal, fami
     check(run(inputs, family), inputs)
 
 
+@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize(
+    ("axes", "dtype", "more"),
+    [
+        ("NTS", "bfloat16", ()),
+        ("NTS", "float32", (("causal", True),)),
+        ("BNTS", "bfloat16", (("window", (70, 300)), ("lengths", "qk"))),
+        ("TS", "bfloat16", (("causal", True), ("offset", "random"))),
+        ("BNS", "float32", ()),
+        ("NTS", "float16", (("segments", "packed"),)),
+        ("NTS", "bfloat16", (("soft_cap", 1.5), ("mask", "TS"))),
+    ],
+)
+def test_gradient_of_a_bias_with_a_tile_for_every_multiprocessor(axes, dtype, more, head_dim):
+    # 180 tiles of dbias or more: fewer are summed by another kernel.
+    large = {"TS": (1500, 1700), "BNS": (130, 2900)}.get(axes, (600, 650))
+    case = Case(
+        "bias", batch=2, heads=6, kv_heads=3, q_len=large[0], kv_len=large[1], head_dim=head_dim,
+        value_dim=head_dim, dtype="bfloat16", features=(("bias", (axes, dtype)), *more),
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    check(run(inputs, "flash_sm90"), inputs)
+
+
 def random_normal(*shape, dtype=jnp.bfloat16, seed=0):
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 

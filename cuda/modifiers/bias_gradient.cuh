@@ -42,7 +42,9 @@ struct BiasOwnership {
     owned_col_tiles = dbias.col ? col_tiles : 1;
   }
 
-  int64_t blocks() const { return owned * owned_heads * owned_row_tiles * owned_col_tiles; }
+  __host__ __device__ __forceinline__ int64_t blocks() const {
+    return owned * owned_heads * owned_row_tiles * owned_col_tiles;
+  }
 
   // Returns the batch index for a pair of indices, one among the owned batches and one among the
   // summed batches.
