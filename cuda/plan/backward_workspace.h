@@ -30,6 +30,15 @@ inline constexpr int kMaxPersistentBlocks = 256;  // blocks that have a counter 
 inline constexpr int kSplitBlocks = 132, kSplitKeys = 128, kSplitHeadDim = 128;
 inline constexpr int kSplitConsumers = 2;
 
+// Above kSplitHeadDim, one kernel of sm_90 computes all gradients up to these dims of queries and
+// values, unless it had to be deterministic.
+inline constexpr int kOneKernelHeadDim = 192, kOneKernelValueDim = 128;
+
+// Returns whether that kernel may take calls of this shape. `widest`: the instance's head dim.
+inline bool adds_in_one_kernel(const Shape& shape, int64_t widest, bool deterministic) {
+  return widest == kOneKernelHeadDim && shape.value_dim <= kOneKernelValueDim && !deterministic;
+}
+
 // Returns the number of rows for which a head's sums for dquery have room. Lane l of a warp holds
 // elements of rows l / 4 and l / 4 + 8 of 16, contiguously. If up to 8 rows are left at the end,
 // the space of 8 more is therefore kept.
@@ -100,8 +109,9 @@ inline int32_t heads_of_key_block(const Shape& shape, int64_t widest,
   const int64_t row_bytes = 8 * widest;  // of Q, dO and the sums for dquery
   const bool fits = int64_t{2} * shape.kv_heads * shape.kv_len * widest <=
                     int64_t{shape.heads} * shape.q_len * shape.head_dim;
-  if (!features.sm90 || features.is_float32 || features.deterministic || widest > kSplitHeadDim ||
-      group <= 1 || tiles <= 0 || shape.q_len < kLeastRows || !fits) {
+  const bool divides = widest <= kSplitHeadDim || adds_in_one_kernel(shape, widest, false);
+  if (!features.sm90 || features.is_float32 || features.deterministic || !divides || group <= 1 ||
+      tiles <= 0 || shape.q_len < kLeastRows || !fits) {
     return static_cast<int32_t>(group);
   }
   const auto blocks = [&](int64_t heads) { return tiles * shape.batch * (shape.heads / heads); };
@@ -218,7 +228,8 @@ struct BackwardWorkspace {
     workspace.counters = reinterpret_cast<int32_t*>(take(workspace.counter_words(shape) * 4));
     workspace.split_sums = nullptr;
     workspace.split_sums_bytes = 0;
-    if (!deterministic && widest <= kSplitHeadDim && !is_float32) {
+    const bool one_kernel = adds_in_one_kernel(shape, widest, deterministic) && features.sm90;
+    if (!deterministic && (widest <= kSplitHeadDim || one_kernel) && !is_float32) {
       const int64_t pairs = heads * tiles(shape.q_len, 64) * tiles(shape.kv_len, kSplitKeys);
       workspace.split_sums_bytes =
           std::min<int64_t>(kSplitBlocks, pairs) * kSplitKeys * 2 * widest * 4;

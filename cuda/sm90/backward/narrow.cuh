@@ -41,8 +41,8 @@
 #include "sm90/backward/blocks.cuh"
 #include "sm90/backward/config.cuh"
 #include "sm90/backward/dquery.cuh"
-#include "sm90/backward/narrow_consumer.cuh"
 #include "sm90/backward/order.cuh"
+#include "sm90/backward/pieces_consumer.cuh"
 #include "sm90/backward/plan.cuh"
 #include "sm90/backward/producer.cuh"
 #include "sm90/backward/smem.cuh"
@@ -132,8 +132,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       ptx::griddepcontrol_wait();  // for the zeros
       StagePair next;
       for_blocks(smem, [&](const BackwardBlock& block, uint32_t) {
-        add_dquery<kOrdered>(params, workspace, smem, plan, schedule.tiles, schedule.total_heads,
-                             block, threadIdx.x / 32 - 1, next);
+        if constexpr (Config::kInPieces) {
+          add_dquery_in_pieces(params, workspace, smem, plan, schedule.tiles, schedule.total_heads,
+                              block, threadIdx.x / 32 - 1);
+        } else {
+          add_dquery<kOrdered>(params, workspace, smem, plan, schedule.tiles, schedule.total_heads,
+                               block, threadIdx.x / 32 - 1, next);
+        }
       });
     } else {
       choose_blocks<Config, Element, kGeneral, kOrdered>(params, maps, plan, workspace, schedule,
