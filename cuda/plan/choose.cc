@@ -321,8 +321,8 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
   if (choice.family == 80) {
     return choose_smem_class(params, device, true, choice);
   }
-  choice.one_kernel = choice.head_dim == kOneKernelHeadDim && !choice.general &&
-                      adds_in_one_kernel(params.shape, choice.head_dim, params.options.deterministic);
+  choice.one_kernel = fits_one_kernel(params.shape, choice.head_dim) && !choice.general &&
+                      !params.options.deterministic;
   if (choice.one_kernel) {
     choice.name = "one kernel, narrow values";
     choice.reason = "values have at most 128 columns, so dK and dV of 128 keys fit the registers";

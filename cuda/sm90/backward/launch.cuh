@@ -1,5 +1,6 @@
 // Launches the backward pass for sm_90: chooses the kernels for a head dim and their arguments.
-// Head dims up to 128 use sm90/backward/narrow.cuh, larger ones sm90/backward/wide.cuh. The kernels
+// Head dims up to 128, and up to 192 with values of at most 128 columns, use
+// sm90/backward/narrow.cuh, larger ones sm90/backward/wide.cuh. The kernels
 // of sm90/backward/edges.cuh run before and after them.
 #pragma once
 
