@@ -85,19 +85,18 @@ __device__ __forceinline__ void await_zeros(const BackwardCounters& counters, co
 // same place: columns [64 group, 64 group + 64), then [128 + 32 group, 128 + 32 group + 32).
 template <typename Config>
 __device__ __forceinline__ void add_dquery_in_pieces(const Backward& params,
-                                                    const BackwardWorkspace& workspace,
-                                                    const BackwardSmem<Config>& smem,
-                                                    const BlockPlan& plan, int32_t key_tiles,
-                                                    int32_t total_units, const BackwardBlock& block,
-                                                    int group) {
+                                                     const BackwardWorkspace& workspace,
+                                                     const BackwardSmem<Config>& smem,
+                                                     const BlockPlan& plan, int32_t key_tiles,
+                                                     int32_t total_units,
+                                                     const BackwardBlock& block, int group) {
   const bool leader = threadIdx.x % 32 == 0;
   const int32_t head_dim = params.shape.head_dim;
   const BackwardCounters counters{workspace.counters, total_units};
   HeadTile cursor = block.walk.begin();
   if (leader) await_zeros(counters, plan, block, key_tiles);
   for (int32_t left = block.tile_count; left > 0; --left) {
-    const auto tile =
-        DqueryTile::at<false, Config>(params.shape, workspace, block, cursor, group);
+    const auto tile = DqueryTile::at<false, Config>(params.shape, workspace, block, cursor, group);
     block.walk.template advance<Config::kBlockQ>(cursor);
     float* const sums = workspace.dquery + int64_t{tile.row} * head_dim;
 #pragma unroll

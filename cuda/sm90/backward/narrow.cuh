@@ -135,7 +135,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       for_blocks(smem, [&](const BackwardBlock& block, uint32_t) {
         if constexpr (Config::kInPieces) {
           add_dquery_in_pieces(params, workspace, smem, plan, schedule.tiles, schedule.total_heads,
-                              block, threadIdx.x / 32 - 1);
+                               block, threadIdx.x / 32 - 1);
         } else {
           add_dquery<kOrdered>(params, workspace, smem, plan, schedule.tiles, schedule.total_heads,
                                block, threadIdx.x / 32 - 1, next);

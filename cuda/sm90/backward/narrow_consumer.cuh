@@ -472,7 +472,8 @@ struct NarrowConsumer {
   __device__ __forceinline__ void start_dquery(Tile& dquery, uint32_t stage) const {
     start_dquery_of(dquery, stage, smem.key());
   }
-  // Computes dQ of as many columns as there are accumulators for, from the thread's first column on.
+  // Computes dQ of as many columns as there are accumulators for, from the thread's first column
+  // on.
   template <int kN>
   __device__ __forceinline__ void start_dquery_of(float (&dquery)[kN][4], uint32_t stage,
                                                   const KeyTile& keys) const {

@@ -1,5 +1,5 @@
-// Computes a key block's dK and dV, and stages dQ of its query tiles, where head dims up to 192 meet
-// values of at most 128 columns, as in multi-head latent attention: the consumers of
+// Computes a key block's dK and dV, and stages dQ of its query tiles, where head dims up to 192
+// meet values of at most 128 columns, as in multi-head latent attention: the consumers of
 // sm90/backward/narrow.cuh, in another order.
 //
 //   S^T = K Q^T                              64 query rows
@@ -40,8 +40,8 @@ template <typename Config, typename Element, bool kMayShare>
 struct PiecesConsumer : NarrowConsumer<Config, Element, false, kMayShare> {
   using Base = NarrowConsumer<Config, Element, false, kMayShare>;
   using Base::Base, Base::block, Base::group, Base::params, Base::progress, Base::smem;
-  using Base::thread, Base::to_log2, Base::warp_key;
   using Base::kBlockQ, Base::kScaled;
+  using Base::thread, Base::to_log2, Base::warp_key;
   using typename Base::KeySums, typename Base::KeyTile, typename Base::Operands;
   using typename Base::Rounded, typename Base::Tile, typename Base::ValueSums;
   using HalfTile = float[4][4];  // 64 keys by 32 query rows, or 64 rows by 32 columns of dQ
@@ -160,9 +160,9 @@ struct PiecesConsumer : NarrowConsumer<Config, Element, false, kMayShare> {
     ptx::wgmma_wait_group<0>();
     stage_piece(second, 1, stage);
   }
-  // Hands a piece to the warp that adds it. Both pieces are staged in the same place, so each has to
-  // wait until the one before has been copied from there. Each is copied once a tile, and the ring
-  // has two stages, so the stage is the parity of the number of tiles before.
+  // Hands a piece to the warp that adds it. Both pieces are staged in the same place, so each has
+  // to wait until the one before has been copied from there. Each is copied once a tile, and the
+  // ring has two stages, so the stage is the parity of the number of tiles before.
   template <int kN>
   __device__ __forceinline__ void stage_piece(float (&dquery)[kN][4], int piece,
                                               uint32_t stage) const {
