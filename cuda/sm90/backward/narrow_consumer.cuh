@@ -153,8 +153,7 @@ struct NarrowConsumer {
                                       int& tiles_done) const {
     KeySums dkey;
     ValueSums dvalue;
-    clear(dkey);
-    clear(dvalue);
+    clear(dkey), clear(dvalue);
     // The maxima make these uniform for the compiler. They are not read from shared memory again,
     // nor is anything else that the loop can keep: such reads wait behind products, too.
     const int tile_count = __reduce_max_sync(0xffffffff, block.tile_count);

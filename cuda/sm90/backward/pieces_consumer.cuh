@@ -51,8 +51,7 @@ struct PiecesConsumer : NarrowConsumer<Config, Element, false, kMayShare> {
   __device__ __forceinline__ void run(Ring& ring, uint32_t key_parity, int& tiles_done) const {
     KeySums dkey;
     ValueSums dvalue;
-    clear(dkey);
-    clear(dvalue);
+    clear(dkey), clear(dvalue);
     const int tile_count = __reduce_max_sync(0xffffffff, block.tile_count);
     const UncutRows uncut = this->uncut_rows();
     if (tile_count == 0) return this->skip(key_parity, dkey, dvalue);
