@@ -1,6 +1,6 @@
 // Computes the backward pass up to head dim 128, by warpgroup-level matrix instructions, after
-// FlashAttention-3 (arXiv:2407.08608); and up to head dim 192 with values of at most 128 columns,
-// where sm90/backward/pieces_consumer.cuh says what differs.
+// FlashAttention-3 (arXiv:2407.08608). So it does up to head dim 192 with values of at most 128
+// columns; sm90/backward/pieces_consumer.cuh says what differs there.
 //
 //   for each query head of the group, for each tile of rows that may attend to the block's keys
 //     S^T = K Q^T,  dP^T = V dO^T     registers of a warpgroup, 64 keys
