@@ -105,6 +105,7 @@ def cases(tool: str):
         ("bfloat16", (128, 128), causal, False, units),
         ("bfloat16", (128, 128), causal, True, small),
         ("bfloat16", (192, 128), (), False, wide),
+        ("bfloat16", (192, 192), (), False, wide),
         ("bfloat16", (256, 256), (("lengths", "qk"),), False, small),
         ("float16", (40, 24), (("window", (30, 20)),), True, small),
         ("bfloat16", (64, 64), everything, False, small),

@@ -231,6 +231,17 @@ def test_backward_kernels(head_dim):
         assert kernels(head_dim=head_dim, gpu=A100)["backward"].family == 80
 
 
+@pytest.mark.skipif(192 not in DIMS, reason="a build without head dim 192")
+def test_backward_kernel_for_narrow_values():
+    def name(**call):
+        return kernels(**{"head_dim": 192, "value_dim": 128} | call)["backward"].name
+
+    for call in ({}, {"head_dim": 136, "value_dim": 8}, {"is_causal": True, "kv_heads": 2}):
+        assert name(**call) == "one kernel, narrow values"
+    for call in ({"value_dim": 136}, {"deterministic": True}, {"segments": True}, {"mask": MASK}):
+        assert name(**call) == "two kernels"
+
+
 @pytest.mark.skipif(128 not in DIMS, reason="a build without head dim 128")
 def test_any_head_dim_has_a_kernel():
     assert kernels(head_dim=100) == kernels(head_dim=104)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Case
-from test_gpu import each_family, random_normal, verify
+from test_gpu import FAMILIES, each_family, random_normal, verify
 
 import jax_flash
 from jax_flash import explain
@@ -153,3 +153,38 @@ SEGMENTS = {
 def test_these_kernels_run(name, options):
     x = random_normal(1, 256, 2, 64)
     assert explain(x, x, x, **options).kernels["backward"].name == name
+
+
+# One kernel computes all gradients where values have at most 128 columns and queries up to 192:
+# head dims, and what decides how blocks of keys are divided and shared.
+NARROW_VALUES = [(192, 128), (136, 64), (160, 128), (184, 8), (192, 120)]
+NARROW_SIZES = [
+    {"q_len": 300, "kv_len": 333, "batch": 2},
+    {"q_len": 1, "kv_len": 257, "kv_heads": 2},
+    {"q_len": 65, "kv_len": 2},
+    {"q_len": 600, "kv_len": 2100},
+    {"q_len": 1030, "kv_len": 1024, "heads": 8, "kv_heads": 1},
+    {"q_len": 700, "kv_len": 500, "batch": 3, "heads": 10, "kv_heads": 2},
+    {"q_len": 200, "kv_len": 130, "batch": 30, "heads": 6, "kv_heads": 3},
+]
+NARROW_FEATURES = {
+    "full": (("dlse", True),),
+    "causal": (("causal", True), ("offset", "align")),
+    "window": (("window", (200, 100)), ("dlse", True)),
+    "lengths": (("causal", True), ("lengths", "qk"), ("dlse", True)),
+    "offset": (("causal", True), ("offset", "random"), ("sinks", True)),
+}
+
+
+@pytest.mark.skipif("flash_sm90" not in FAMILIES, reason="the sm_90 kernels need sm_90")
+@pytest.mark.parametrize("features", NARROW_FEATURES)
+@pytest.mark.parametrize("size", range(len(NARROW_SIZES)))
+def test_narrow_values(size, features):
+    number = size + list(NARROW_FEATURES).index(features)
+    head_dim, value_dim = NARROW_VALUES[number % len(NARROW_VALUES)]
+    case = Case(
+        "narrow-values", head_dim=head_dim, value_dim=value_dim,
+        dtype=("bfloat16", "float16")[number // 2 % 2], features=NARROW_FEATURES[features],
+        **({"heads": 4, "kv_heads": 4} | NARROW_SIZES[size]),
+    )  # fmt: skip
+    verify(case, "flash_sm90")

@@ -186,11 +186,12 @@ def backward_workspace(
     rest = 8 * batch * heads * (multiple(q_len, 4 if q_len <= 64 else 128) + 1) + 2**13
     if deterministic:
         rest += 16 * batch * heads * -(-q_len // 128)
-    elif widest <= 128:
-        rest += 17.4e6
+    elif widest <= 128 or (widest <= 192 and value_dim <= 128):
+        rest += 17.4e6 if widest <= 128 else 21.7e6
         if kv_heads and kv_heads < heads:  # dK and dV of a group's query heads, and counters
             rounded = multiple(kv_len, 128)
-            of_keys = 4 * batch * kv_heads * rounded * 2 * widest_instance
+            columns = widest_instance + min(widest_instance, 128)
+            of_keys = 4 * batch * kv_heads * rounded * columns
             rest += min(sums * rounded / kv_len, of_keys)
             rest += batch * kv_heads * multiple(kv_len, 128) / 8
     if segments:

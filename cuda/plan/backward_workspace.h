@@ -30,6 +30,19 @@ inline constexpr int kMaxPersistentBlocks = 256;  // blocks that have a counter 
 inline constexpr int kSplitBlocks = 132, kSplitKeys = 128, kSplitHeadDim = 128;
 inline constexpr int kSplitConsumers = 2;
 
+// Above kSplitHeadDim, one kernel of sm_90 computes all gradients up to these dims of queries and
+// values, unless it had to be deterministic.
+inline constexpr int kOneKernelHeadDim = 192, kOneKernelValueDim = 128;
+
+// Returns whether that kernel may take calls of this shape. `widest`: the instance's head dim.
+inline bool fits_one_kernel(const Shape& shape, int64_t widest) {
+  return widest == kOneKernelHeadDim && shape.value_dim <= kOneKernelValueDim;
+}
+// Returns the number of columns of dK and dV together in sums of a block of keys.
+constexpr int64_t sum_columns(int64_t widest) {
+  return widest + std::min<int64_t>(widest, kOneKernelValueDim);
+}
+
 // Returns the number of rows for which a head's sums for dquery have room. Lane l of a warp holds
 // elements of rows l / 4 and l / 4 + 8 of 16, contiguously. If up to 8 rows are left at the end,
 // the space of 8 more is therefore kept.
@@ -85,9 +98,9 @@ struct BackwardFeatures {
   }
 };
 
-// Returns how many query heads a block of keys visits on sm_90, up to kSplitHeadDim: all of its
-// group, or one or two. If not all, the blocks of a group add up their dK and dV, in sums that take
-// at most as much memory as those for dquery.
+// Returns how many query heads a block of keys visits on sm_90, where one kernel computes all
+// gradients: all of its group, or one or two. If not all, the blocks of a group add up their dK and
+// dV, in sums that take at most as much memory as those for dquery.
 //
 // There are then enough blocks for all multiprocessors even with few key heads. And under a causal
 // mask, whose blocks differ in length, blocks of whole groups drift apart, until those that run
@@ -98,10 +111,11 @@ inline int32_t heads_of_key_block(const Shape& shape, int64_t widest,
   const int64_t group = shape.heads / std::max(shape.kv_heads, 1);
   const int64_t tiles = (int64_t{shape.kv_len} + kSplitKeys - 1) / kSplitKeys;
   const int64_t row_bytes = 8 * widest;  // of Q, dO and the sums for dquery
-  const bool fits = int64_t{2} * shape.kv_heads * shape.kv_len * widest <=
+  const bool fits = int64_t{shape.kv_heads} * shape.kv_len * sum_columns(widest) <=
                     int64_t{shape.heads} * shape.q_len * shape.head_dim;
-  if (!features.sm90 || features.is_float32 || features.deterministic || widest > kSplitHeadDim ||
-      group <= 1 || tiles <= 0 || shape.q_len < kLeastRows || !fits) {
+  const bool divides = widest <= kSplitHeadDim || fits_one_kernel(shape, widest);
+  if (!features.sm90 || features.is_float32 || features.deterministic || !divides || group <= 1 ||
+      tiles <= 0 || shape.q_len < kLeastRows || !fits) {
     return static_cast<int32_t>(group);
   }
   const auto blocks = [&](int64_t heads) { return tiles * shape.batch * (shape.heads / heads); };
@@ -138,8 +152,8 @@ struct BackwardWorkspace {
   int32_t* ticket;
   // Counters of the persistent blocks of sm_90: see sm90/backward/plan.cuh.
   int32_t* counters;
-  // dK and dV of divided blocks of keys: [at most kSplitBlocks, kSplitKeys, 2, head dim of the
-  // instance] in fragment order, or null. With a mask: sm90/backward/mask.cuh.
+  // dK and dV of divided blocks of keys: [at most kSplitBlocks, kSplitKeys, sum_columns()] in
+  // fragment order, or null. With a mask: sm90/backward/mask.cuh.
   float* split_sums;
   int64_t split_sums_bytes;
   // The same for blocks that query heads share: [batch, K, blocks of kSplitKeys keys, ...], or
@@ -212,16 +226,17 @@ struct BackwardWorkspace {
     const bool shares = workspace.heads_of_key_block * shape.kv_heads < shape.heads;
     workspace.group_sums = nullptr;
     if (shares) {
-      const int64_t bytes = shared_key_blocks(shape) * kSplitKeys * 2 * widest * 4;
+      const int64_t bytes = shared_key_blocks(shape) * kSplitKeys * sum_columns(widest) * 4;
       workspace.group_sums = reinterpret_cast<float*>(take(bytes));
     }
     workspace.counters = reinterpret_cast<int32_t*>(take(workspace.counter_words(shape) * 4));
     workspace.split_sums = nullptr;
     workspace.split_sums_bytes = 0;
-    if (!deterministic && widest <= kSplitHeadDim && !is_float32) {
+    const bool divides = widest <= kSplitHeadDim || fits_one_kernel(shape, widest);
+    if (!deterministic && divides && !is_float32) {
       const int64_t pairs = heads * tiles(shape.q_len, 64) * tiles(shape.kv_len, kSplitKeys);
       workspace.split_sums_bytes =
-          std::min<int64_t>(kSplitBlocks, pairs) * kSplitKeys * 2 * widest * 4;
+          std::min<int64_t>(kSplitBlocks, pairs) * kSplitKeys * sum_columns(widest) * 4;
       workspace.split_sums = reinterpret_cast<float*>(take(workspace.split_sums_bytes));
     }
     workspace.mask_words = nullptr;

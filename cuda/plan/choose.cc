@@ -321,7 +321,14 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
   if (choice.family == 80) {
     return choose_smem_class(params, device, true, choice);
   }
-  if (choice.head_dim <= 128) {
+  choice.one_kernel = fits_one_kernel(params.shape, choice.head_dim) && !choice.general &&
+                      !params.options.deterministic;
+  if (choice.one_kernel) {
+    choice.name = "one kernel, narrow values";
+    choice.reason = "values have at most 128 columns, so dK and dV of 128 keys fit the registers";
+    choice.queries = 64;
+    choice.keys = 128;
+  } else if (choice.head_dim <= 128) {
     const uint32_t modifiers = modifiers_of(params);
     for (const auto& [modifier, name] : {std::pair{kSegments, "one kernel, segments"},
                                          {kSoftCap, "one kernel, soft cap"},

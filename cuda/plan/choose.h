@@ -33,6 +33,7 @@ struct Choice {
   bool general = false;                      // true if it is the instance for modifiers
   int32_t row = -1;                          // index in sm90::kRecipes; sm_90, forward
   uint32_t only = kNoModifier;               // the one modifier that a backward kernel is made for
+  bool one_kernel = false;                   // true above 128 if one computes all gradients; sm_90
   SmemClass smem_class = SmemClass::kSmall;  // used by sm_80
   const char* name = "";                     // the kernel's, for explain()
   const char* reason = "";                   // one clause: why this kernel was chosen

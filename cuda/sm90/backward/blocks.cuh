@@ -1,5 +1,5 @@
 // Describes what a thread block of a backward kernel works on at a time: its key block. A warp of
-// the kernel up to head dim 128 chooses one after the other and hands them to the other warps.
+// the kernel in narrow.cuh chooses one after the other and hands them to the other warps.
 #pragma once
 
 #include <cstdint>
@@ -99,7 +99,9 @@ __device__ __forceinline__ void prefetch_keys(const Backward& params, const Back
 #pragma unroll
   for (int panel = 0; panel < Config::KeyTile::kPanels; ++panel) {
     prefetch_box(maps.key, params.key, block.batch, block.kv_head, row0, panel * 64);
-    prefetch_box(maps.value, params.value, block.batch, block.kv_head, row0, panel * 64);
+    if (panel < Config::ValueTile::kPanels) {
+      prefetch_box(maps.value, params.value, block.batch, block.kv_head, row0, panel * 64);
+    }
   }
 }
 

@@ -34,9 +34,9 @@ namespace jax_flash::sm90 {
 
 inline constexpr int kBackwardSmemLimit = 227 * 1024;
 
-// Configures the kernel for head dims up to 128. A block owns kBlockKv keys and values, 64 for each
-// consumer warpgroup, and keeps their dK and dV in registers. kOnly: the only modifier, if there is
-// one and the kernel is made for it.
+// Configures the kernel for head dims up to 128, and up to 192 with values of at most 128 columns.
+// A block owns kBlockKv keys and values, 64 for each consumer warpgroup, and keeps their dK and dV
+// in registers. kOnly: the only modifier, if there is one and the kernel is made for it.
 template <int kHeadDimension, bool kGeneral, uint32_t kOnly = kNoModifier>
 struct BackwardConfig {
   static constexpr uint32_t kModifier = kOnly;
@@ -47,11 +47,17 @@ struct BackwardConfig {
   static constexpr bool kHasBias = kOnly == kBias;
   static constexpr bool kHasDropout = kOnly == kDropout;
   static constexpr int kHeadDim = kHeadDimension;
-  static_assert(kHeadDim % 16 == 0 && kHeadDim <= 128);
+  static constexpr int kValueDim = kHeadDim <= 128 ? kHeadDim : kOneKernelValueDim;
+  static_assert(kHeadDim % 16 == 0 && (kHeadDim <= 128 || kHeadDim == kOneKernelHeadDim));
+  // True if dK leaves so few registers and so little shared memory that a consumer computes dP and
+  // dQ in pieces: see sm90/backward/pieces_consumer.cuh.
+  static constexpr bool kInPieces = kHeadDim > 128;
+  static_assert(!(kInPieces && (kGeneral || kOnly != kNoModifier)));
   static constexpr int kConsumers = 2;  // warpgroups
   static constexpr int kThreads = 128 * (kConsumers + 1);
   static constexpr int kConsumerThreads = 128 * kConsumers;
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static constexpr int kProducerRegisters = kInPieces ? 24 : 40;
+  static constexpr int kConsumerRegisters = kInPieces ? 240 : 232;
 
   static constexpr int kBlockQ = JAX_FLASH_SM90_BWD_BLOCK_Q;
   static constexpr int kBlockKv = 64 * kConsumers;
@@ -72,11 +78,13 @@ struct BackwardConfig {
       std::conditional_t<JAX_FLASH_SM90_BWD_EARLY_LSE, ColumnsInRegisters<8>, ColumnsInShared>;
 
   // dQ is [kBlockQ, kDqueryCols]. The warpgroups divide its rows if there are 128, else its
-  // columns.
+  // columns: each has 64, and half of the next 64 if it has two pieces.
   static constexpr int kDqueryCols = (kHeadDim + 63) / 64 * 64;
   static constexpr bool kDqueryByRows = kBlockQ == 128;
-  static constexpr int kDqueryGroupCols = kDqueryByRows ? kDqueryCols : kDqueryCols / kConsumers;
+  static constexpr int kDqueryGroupCols = kDqueryByRows ? kDqueryCols : 64;
+  static_assert(kDqueryCols == kDqueryGroupCols * (kDqueryByRows ? 1 : kInPieces ? 3 : kConsumers));
   static constexpr int kStagingBytes = 64 * kDqueryGroupCols * 4;
+  static constexpr int kStagingStages = kInPieces ? 1 : 2;  // for each consumer
   static_assert(kBlockQ % 64 == 0 && kDqueryGroupCols == 64);
   // Number of sums in ordered runs: even and odd key tiles have one each if tiles have 128 rows and
   // 128 keys. With a single sum, the next block to add to a tile would come just one tile later,
@@ -85,18 +93,22 @@ struct BackwardConfig {
   static_assert(kOrderedSums == 1 || kHeadDim <= kTwoSumsHeadDim);
 
   using QueryTile = SmemTile<kBlockQ, kHeadDim>;
+  using OutTile = SmemTile<kBlockQ, kValueDim>;  // dO
   using KeyTile = SmemTile<kBlockKv, kHeadDim>;
+  using ValueTile = SmemTile<kBlockKv, kValueDim>;
   using ScoreTile = SmemTile<kBlockKv, kBlockQ>;  // dS^T
-  using GradientTile = SmemTile<64, kHeadDim>;    // dK or dV of a warpgroup, staged in dQ's place
-  static_assert(GradientTile::kBytes <= kStagingBytes);
+  // dK or dV of a warpgroup, staged in dQ's place; or one of two panels of it.
+  using GradientTile = SmemTile<64, kInPieces ? 64 : kHeadDim>;
+  static_assert(GradientTile::kBytes * (kInPieces ? 2 : 1) <= kStagingBytes);
 
-  // Shared memory holds K, V, kStages times Q, dO and dS^T, and two stages of dQ for each consumer.
+  // Shared memory holds K, V, kStages times Q, dO and dS^T, and kStagingStages times dQ of each
+  // consumer.
   static constexpr int kValueOffset = KeyTile::kBytes;
-  static constexpr int kQueryOffset = kValueOffset + KeyTile::kBytes;
+  static constexpr int kQueryOffset = kValueOffset + ValueTile::kBytes;
   static constexpr int kOutOffset = kQueryOffset + kStages * QueryTile::kBytes;
-  static constexpr int kScoreOffset = kOutOffset + kStages * QueryTile::kBytes;
+  static constexpr int kScoreOffset = kOutOffset + kStages * OutTile::kBytes;
   static constexpr int kStagingOffset = kScoreOffset + kStages * ScoreTile::kBytes;
-  static constexpr int kSmemBytes = kStagingOffset + 2 * kConsumers * kStagingBytes;
+  static constexpr int kSmemBytes = kStagingOffset + kStagingStages * kConsumers * kStagingBytes;
   static constexpr int kStagingArrivals = 1;
   static constexpr int kStaticSmemBytes = 3072;  // most for row statistics, barriers, alignment
   static_assert(kSmemBytes + kStaticSmemBytes <= kBackwardSmemLimit);
@@ -116,6 +128,8 @@ struct WideKeyConfig {
 
   using QueryTile = SmemTile<kBlockQ, kHeadDim>;
   using KeyTile = SmemTile<kBlockKv, kHeadDim>;
+  using OutTile = QueryTile;
+  using ValueTile = KeyTile;
 
   // Shared memory holds K, V, and kStages times Q, dO and P^T; P^T is float32, in fragment order.
   static constexpr int kValueOffset = KeyTile::kBytes;

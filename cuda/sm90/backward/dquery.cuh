@@ -73,6 +73,54 @@ __device__ __forceinline__ void copy_dquery(bool stores, float* sums, uint32_t s
   }
 }
 
+// Waits until another thread block has zeroed the sums, if that is planned. Called by one thread.
+__device__ __forceinline__ void await_zeros(const BackwardCounters& counters, const BlockPlan& plan,
+                                            const BackwardBlock& block, int32_t key_tiles) {
+  if (block.unit < plan.zeros.first_unit) return;
+  while (ptx::ld_acquire(counters.zeroed(block.unit)) != key_tiles) continue;
+  ptx::fence_proxy_async_global();
+}
+
+// Does what add_dquery() does where a consumer stages its dQ in pieces, one after the other in the
+// same place: columns [64 group, 64 group + 64), then [128 + 32 group, 128 + 32 group + 32).
+template <typename Config>
+__device__ __forceinline__ void add_dquery_in_pieces(const Backward& params,
+                                                     const BackwardWorkspace& workspace,
+                                                     const BackwardSmem<Config>& smem,
+                                                     const BlockPlan& plan, int32_t key_tiles,
+                                                     int32_t total_units,
+                                                     const BackwardBlock& block, int group) {
+  const bool leader = threadIdx.x % 32 == 0;
+  const int32_t head_dim = params.shape.head_dim;
+  const BackwardCounters counters{workspace.counters, total_units};
+  HeadTile cursor = block.walk.begin();
+  if (leader) await_zeros(counters, plan, block, key_tiles);
+  for (int32_t left = block.tile_count; left > 0; --left) {
+    const auto tile = DqueryTile::at<false, Config>(params.shape, workspace, block, cursor, group);
+    block.walk.template advance<Config::kBlockQ>(cursor);
+    float* const sums = workspace.dquery + int64_t{tile.row} * head_dim;
+#pragma unroll
+    for (int piece = 0; piece < 2; ++piece) {
+      const int32_t blocks = 8 >> piece;  // of 8 columns
+      const int32_t first_block = piece * 16 + group * blocks;
+      ptx::barrier_sync(kDqueryFull + group * 2 + piece, 128 + 32);
+      if (leader) {
+        ptx::fence_proxy_async_shared();
+        copy_dquery(false, sums + first_block * tile.lanes * 4, smem.staging(group), tile.lanes,
+                    min(max(head_dim / 8 - first_block, 0), blocks));
+        ptx::cp_async_bulk_commit_group();
+        ptx::cp_async_bulk_wait_group_read<0>();
+        ptx::mbarrier_arrive(smem.dquery_empty(group, piece));
+      }
+      __syncwarp();
+    }
+  }
+  if (leader && plan.ends.blocks > 0) {
+    ptx::cp_async_bulk_wait_group<0>();
+    ptx::red_release_add(counters.added(block.unit), plan.split.chunks > 0 ? block.tile_count : 1);
+  }
+}
+
 // Adds a consumer's dQ to the sums. Each consumer has a warp for this, so that neither waits for
 // the other's dQ, nor for the other's turns, of which a tile has two. The first turn stores instead
 // of adding. The latency from one turn to the next bounds ordered runs; so the lanes look up 32
@@ -101,10 +149,7 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
   DqueryTile tiles;   // this lane's tile of 32
   int32_t turn = -1;  // value when last read
   const BackwardCounters counters{workspace.counters, total_units};
-  if (!kOrdered && leader && block.unit >= plan.zeros.first_unit) {
-    while (ptx::ld_acquire(counters.zeroed(block.unit)) != key_tiles) continue;
-    ptx::fence_proxy_async_global();
-  }
+  if (!kOrdered && leader) await_zeros(counters, plan, block, key_tiles);
   for (int32_t index = 0; index < count; ++index, next.advance()) {
     DqueryTile tile;
     if constexpr (kOrdered) {

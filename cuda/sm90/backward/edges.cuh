@@ -177,7 +177,7 @@ inline constexpr int kEndThreads = 128, kEndCols = 64;
 template <typename Config, typename Element>
 __device__ __forceinline__ void convert_tile(const BackwardEdgePlan& plan, int32_t index,
                                              int group) {
-  static_assert(kEndCols == Config::kDqueryGroupCols);
+  static_assert(kEndCols == Config::kDqueryGroupCols && Config::kDqueryCols % kEndCols == 0);
   const BackwardWorkspace& workspace = plan.workspace;
   const int32_t batch_head = plan.tiles.quotient(index);
   const int32_t tile = index - batch_head * plan.tiles.divisor;

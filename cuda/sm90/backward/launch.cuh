@@ -1,10 +1,12 @@
 // Launches the backward pass for sm_90: chooses the kernels for a head dim and their arguments.
-// Head dims up to 128 use sm90/backward/narrow.cuh, larger ones sm90/backward/wide.cuh. The kernels
+// Head dims up to 128, and up to 192 with values of at most 128 columns, use
+// sm90/backward/narrow.cuh, larger ones sm90/backward/wide.cuh. The kernels
 // of sm90/backward/edges.cuh run before and after them.
 #pragma once
 
 #include <cuda_runtime.h>
 
+#include <algorithm>
 #include <cstdint>
 #include <string>
 #include <type_traits>
@@ -32,8 +34,8 @@ namespace jax_flash::sm90 {
 template <typename Config, typename Element, bool kGeneral>
 Status launch_backward_config(const Backward& params, const BackwardWorkspace& workspace,
                               cudaStream_t stream) {
-  // Kernels for one modifier do not take turns.
-  constexpr bool kOnly = Config::kModifier != kNoModifier;
+  // Kernels for one modifier do not take turns, nor do those with dQ in pieces.
+  constexpr bool kOnly = Config::kModifier != kNoModifier || Config::kInPieces;
   const Shape& shape = params.shape;
   BackwardMaps maps;
   Status status = make_backward_maps(params, Config::kBlockQ, Config::kBlockKv, maps);
@@ -122,7 +124,7 @@ Status launch_wide_backward(const Backward& params, const BackwardWorkspace& wor
                               backward_wide_key_kernel<KeyConfig, Element, kGeneral>,
                               kv_tiles_total * kv_heads, KeyConfig::kThreads, KeyConfig::kSmemBytes,
                               stream, params, key_maps, workspace, schedule,
-                              BlockPlan(params, workspace.heads_of_key_block));
+                              BlockPlan(params, shape.heads / std::max(shape.kv_heads, 1)));
   }
   if (!status.ok()) return status;
   const TileSchedule schedule =
@@ -186,6 +188,12 @@ Status launch_backward(const Backward& params, const Choice& choice, cudaStream_
         if (!status.ok()) return status;
         return launch(std::integral_constant<uint32_t, kDistance>{});
       default: break;
+    }
+  }
+  if constexpr (kHeadDim == kOneKernelHeadDim && !kGeneral) {
+    if (choice.one_kernel) {
+      return launch_backward_config<BackwardConfig<kHeadDim, false>, Element, false>(
+          params, workspace, stream);
     }
   }
   if constexpr (kHeadDim > 256) {

@@ -1,5 +1,6 @@
 // Computes the backward pass up to head dim 128, by warpgroup-level matrix instructions, after
-// FlashAttention-3 (arXiv:2407.08608).
+// FlashAttention-3 (arXiv:2407.08608). So it does up to head dim 192 with values of at most 128
+// columns; sm90/backward/pieces_consumer.cuh says what differs there.
 //
 //   for each query head of the group, for each tile of rows that may attend to the block's keys
 //     S^T = K Q^T,  dP^T = V dO^T     registers of a warpgroup, 64 keys
@@ -41,8 +42,8 @@
 #include "sm90/backward/blocks.cuh"
 #include "sm90/backward/config.cuh"
 #include "sm90/backward/dquery.cuh"
-#include "sm90/backward/narrow_consumer.cuh"
 #include "sm90/backward/order.cuh"
+#include "sm90/backward/pieces_consumer.cuh"
 #include "sm90/backward/plan.cuh"
 #include "sm90/backward/producer.cuh"
 #include "sm90/backward/smem.cuh"
@@ -132,8 +133,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
       ptx::griddepcontrol_wait();  // for the zeros
       StagePair next;
       for_blocks(smem, [&](const BackwardBlock& block, uint32_t) {
-        add_dquery<kOrdered>(params, workspace, smem, plan, schedule.tiles, schedule.total_heads,
-                             block, threadIdx.x / 32 - 1, next);
+        if constexpr (Config::kInPieces) {
+          add_dquery_in_pieces(params, workspace, smem, plan, schedule.tiles, schedule.total_heads,
+                               block, threadIdx.x / 32 - 1);
+        } else {
+          add_dquery<kOrdered>(params, workspace, smem, plan, schedule.tiles, schedule.total_heads,
+                               block, threadIdx.x / 32 - 1, next);
+        }
       });
     } else {
       choose_blocks<Config, Element, kGeneral, kOrdered>(params, maps, plan, workspace, schedule,

@@ -28,19 +28,19 @@
 
 namespace jax_flash::sm90 {
 
-// Starts copying a tile to rows row0... of a head. Called by one thread. Rows past the end of the
-// operand are not written.
+// Starts copying a tile to rows row0... of a head, from column col0 on. Called by one thread. Rows
+// past the end of the operand are not written.
 template <typename Tile>
 __device__ __forceinline__ void store_tile_panels(const Tile& tile, const CUtensorMap& map,
                                                   const Operand& operand, const BatchIndex& batch,
-                                                  int32_t head, int32_t row0) {
+                                                  int32_t head, int32_t row0, int32_t col0 = 0) {
   const auto coordinate = [](int64_t stride, int64_t index) {
     return stride == 0 ? 0 : static_cast<int32_t>(index);
   };
 #pragma unroll
   for (int panel = 0; panel < Tile::kPanels; ++panel) {
     ptx::cp_async_bulk_tensor_store_5d(map, tile.root + tile.offset + panel * Tile::kPanelBytes,
-                                       panel * 64, coordinate(operand.row, row0),
+                                       col0 + panel * 64, coordinate(operand.row, row0),
                                        coordinate(operand.head, head),
                                        coordinate(operand.batch[0], batch.coordinate[0]),
                                        coordinate(operand.batch[1], batch.coordinate[1]));
@@ -95,12 +95,10 @@ struct NarrowConsumer {
   using KeyTile = typename Config::KeyTile;
   using QueryTile = typename Config::QueryTile;
   using Tile = float[8][4];  // 64 keys by 64 query rows, of the warpgroup
-  using Sums = float[kHeadN][4];
+  using KeySums = float[kHeadN][4];
+  using ValueSums = float[Config::kValueDim / 8][4];
   using Rounded = uint32_t[4][4];
   using Operands = uint32_t[kHeadSteps][4];
-  using ScoreProduct = ptx::Wgmma<Element, 64>;
-  using KeyProduct = ptx::Wgmma<Element, Config::kHeadDim>;
-  using DqueryProduct = ptx::Wgmma<Element, 64>;
   using Gradient = TransposedGradient<kApplied, 8, kManyRegisters || Config::kHasBias, kScaled>;
   using Slope = std::conditional_t<Config::kHasSlopes, TransposedSlope, NoSlope>;
   using Drops = std::conditional_t<Config::kHasDropout, TransposedDropout, NoDropout>;
@@ -153,9 +151,9 @@ struct NarrowConsumer {
   // Computes the block.
   __device__ __forceinline__ void run(RingState<Config::kStages>& ring, uint32_t key_parity,
                                       int& tiles_done) const {
-    Sums dkey, dvalue;
-    clear(dkey);
-    clear(dvalue);
+    KeySums dkey;
+    ValueSums dvalue;
+    clear(dkey), clear(dvalue);
     // The maxima make these uniform for the compiler. They are not read from shared memory again,
     // nor is anything else that the loop can keep: such reads wait behind products, too.
     const int tile_count = __reduce_max_sync(0xffffffff, block.tile_count);
@@ -250,7 +248,8 @@ struct NarrowConsumer {
   }
 
   // Writes zeros for a block that no row may attend to.
-  __device__ __forceinline__ void skip(uint32_t key_parity, Sums& dkey, Sums& dvalue) const {
+  __device__ __forceinline__ void skip(uint32_t key_parity, KeySums& dkey,
+                                       ValueSums& dvalue) const {
     // Arrives only after the copying warp has seen the phase before end: it would miss that
     // otherwise.
     ptx::mbarrier_wait(smem.key_full(), key_parity);
@@ -335,20 +334,23 @@ struct NarrowConsumer {
     }
     start_dprobabilities(dscores, value_rmem, ring.stage, half);
   }
-  // Multiplies a of 64 keys by b^T of 64 query rows.
-  __device__ __forceinline__ void start_product(Tile& d, const KeyTile& a, const Operands& a_rmem,
-                                                const QueryTile& b, int half) const {
+  // Multiplies a of 64 keys by b^T of 8 kN query rows.
+  template <int kN, typename TileA, typename TileB>
+  __device__ __forceinline__ void start_product(float (&d)[kN][4], const TileA& a,
+                                                const Operands& a_rmem, const TileB& b,
+                                                int half) const {
+    using Product = ptx::Wgmma<Element, kN * 8>;
     forget(d);
     const auto a_rows = unknown_address(a);
     const auto b_rows = unknown_address(b);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < kHeadSteps; ++k) {
+    for (int k = 0; k < TileA::kCols / 16; ++k) {
       if constexpr (Config::kKeysInRegisters) {
-        ScoreProduct::template rs<0>(d, a_rmem[k], operand_k_major(b_rows, half * 64, k), k > 0);
+        Product::template rs<0>(d, a_rmem[k], operand_k_major(b_rows, half * kN * 8, k), k > 0);
       } else {
-        ScoreProduct::template ss<0, 0>(d, operand_k_major(a_rows, group * 64, k),
-                                        operand_k_major(b_rows, half * 64, k), k > 0);
+        Product::template ss<0, 0>(d, operand_k_major(a_rows, group * 64, k),
+                                   operand_k_major(b_rows, half * kN * 8, k), k > 0);
       }
     }
     ptx::wgmma_commit_group();
@@ -428,20 +430,22 @@ struct NarrowConsumer {
                                        kManyRegisters ? &slopes : nullptr);
   }
 
-  // Adds a of 64 keys times b of 64 query rows to a sum: dV += P^T dO or dK += dS^T Q.
-  __device__ __forceinline__ void add_product(Sums& sum, const Rounded& a, const QueryTile& b,
-                                              int half) const {
+  // Adds a of 64 keys times b of 16 kSteps query rows to a sum: dV += P^T dO or dK += dS^T Q.
+  template <int kN, int kSteps, typename TileB>
+  __device__ __forceinline__ void add_product(float (&sum)[kN][4], const uint32_t (&a)[kSteps][4],
+                                              const TileB& b, int half) const {
     const auto b_rows = unknown_address(b);
     ptx::wgmma_fence();
 #pragma unroll
-    for (int k = 0; k < 4; ++k) {
-      KeyProduct::template rs<1>(sum, a[k], operand_mn_major(b_rows, 0, half * 4 + k), 1);
+    for (int k = 0; k < kSteps; ++k) {
+      ptx::Wgmma<Element, kN * 8>::template rs<1>(
+          sum, a[k], operand_mn_major(b_rows, 0, half * kSteps + k), 1);
     }
     ptx::wgmma_commit_group();
   }
 
   // Rounds P^T and adds to dV, where that does not come before dS^T.
-  __device__ __forceinline__ void add_late_dvalue(Sums& dvalue, const Gradient& gradient,
+  __device__ __forceinline__ void add_late_dvalue(ValueSums& dvalue, const Gradient& gradient,
                                                   const Kept& kept, Tile& scores, uint32_t stage,
                                                   int half) const {
     Rounded probabilities;
@@ -465,14 +469,22 @@ struct NarrowConsumer {
     ptx::fence_proxy_async_shared();  // also without a tile before: saves a branch
   }
   __device__ __forceinline__ void start_dquery(Tile& dquery, uint32_t stage) const {
+    start_dquery_of(dquery, stage, smem.key());
+  }
+  // Computes dQ of as many columns as there are accumulators for, from the thread's first column
+  // on.
+  template <int kN>
+  __device__ __forceinline__ void start_dquery_of(float (&dquery)[kN][4], uint32_t stage,
+                                                  const KeyTile& keys) const {
     forget(dquery);
     const auto a = unknown_address(smem.score(stage));
-    const auto b = unknown_address(smem.key());
+    const auto b = unknown_address(keys);
     ptx::wgmma_fence();
 #pragma unroll
     for (int k = 0; k < kBlockKv / 16; ++k) {
-      DqueryProduct::template ss<1, 1>(dquery, operand_mn_major(a, dquery_row, k),
-                                       operand_mn_major(b, dquery_col, k), k > 0);
+      ptx::Wgmma<Element, kN * 8>::template ss<1, 1>(
+          dquery, operand_mn_major(a, dquery_row, k),
+          operand_mn_major(b, kN == 8 ? dquery_col : 0, k), k > 0);
     }
     ptx::wgmma_commit_group();
   }
@@ -488,7 +500,8 @@ struct NarrowConsumer {
 
   __device__ __forceinline__ void finish_step(uint32_t stage,
                                               const RingState<Config::kStages>& ring, Tile& scores,
-                                              Tile& dquery, Sums& dkey, Sums& dvalue) const {
+                                              Tile& dquery, KeySums& dkey,
+                                              ValueSums& dvalue) const {
     ptx::wgmma_wait_group<1 + Config::kNextScoresFirst>();
     if constexpr (kHalves == 1) stage_dquery(dquery, ring.stage, ring.parity);
     arrive_by_warp(smem.dout_empty(stage));
@@ -501,7 +514,7 @@ struct NarrowConsumer {
   }
   // Computes dQ of the last tile, and writes dK and dV.
   __device__ __forceinline__ void finish(const RingState<Config::kStages>& ring, Tile& dquery,
-                                         Sums& dkey, Sums& dvalue) const {
+                                         KeySums& dkey, ValueSums& dvalue) const {
     start_last_dquery(dquery, ring.stage);
     ptx::wgmma_wait_group<0>();
     arrive_by_warp(smem.keys_empty());
@@ -529,7 +542,8 @@ struct NarrowConsumer {
 
   // Zeroes the rows of a tile that are beyond the end of the sequence, once it has arrived. The
   // copy engine zeroes rows that are beyond the operand.
-  __device__ __forceinline__ void zero_padding(const QueryTile& rows_smem, int32_t row0,
+  template <typename Rows>
+  __device__ __forceinline__ void zero_padding(const Rows& rows_smem, int32_t row0,
                                                bool has_padding) const {
     if (has_padding && row0 + kBlockQ > block.band.q_len) {
       zero_rows(rows_smem, 0, block.band.q_len - row0, kBackwardZeroed + group);
@@ -547,7 +561,7 @@ struct NarrowConsumer {
     if (copies) ptx::cp_async_bulk_wait_group_read<0>();
     ptx::barrier_sync(kBackwardZeroed + group, 128);
   }
-  __device__ __forceinline__ void write_key_gradients(Sums& dkey, Sums& dvalue) const {
+  __device__ __forceinline__ void write_key_gradients(KeySums& dkey, ValueSums& dvalue) const {
     const typename Config::GradientTile dkey_smem{smem.staging(group * 2), 0};
     const typename Config::GradientTile dvalue_smem{smem.staging(group * 2 + 1), 0};
     const int row = threadIdx.x % 128 / 32 * 16;
@@ -566,43 +580,47 @@ struct NarrowConsumer {
     store_tile_panels(dvalue_smem, maps.dvalue, params.dvalue, block.batch, block.kv_head, row0);
     ptx::cp_async_bulk_commit_group();
   }
+  // Writes dK or dV, a panel of 64 columns after the other.
+  template <int kN>
+  __device__ __forceinline__ void write_panels(float (&sums)[kN][4], float scale,
+                                               const CUtensorMap& map,
+                                               const Operand& operand) const {
+    using Panel = typename Config::GradientTile;
+    const int32_t row0 = first_key() + group * 64;
+#pragma unroll
+    for (int panel = 0; panel < kN / 8; ++panel) {
+      const Panel staged{smem.staging(group) + panel % 2 * Panel::kBytes, 0};
+      if (panel % 2 == 0) await_copies();
+      store_sums<Element>(staged, threadIdx.x % 128 / 32 * 16, scale,
+                          reinterpret_cast<float (&)[8][4]>(sums[panel * 8]));
+      ptx::barrier_sync(kBackwardZeroed + group, 128);
+      if (!copies || row0 >= params.shape.kv_len) continue;
+      ptx::fence_proxy_async_shared();
+      store_tile_panels(staged, map, operand, block.batch, block.kv_head, row0, panel * 64);
+      ptx::cp_async_bulk_commit_group();
+    }
+  }
   // Writes dK and dV, or adds them to the sums of a divided key block, if another thread block
   // completes those.
-  __device__ __forceinline__ void finish_sums(Sums& dkey, Sums& dvalue) const {
+  __device__ __forceinline__ void finish_sums(KeySums& dkey, ValueSums& dvalue) const {
     if constexpr (kMayShare) {
       const int32_t weight = __reduce_max_sync(0xffffffff, block.sum.weight);
       const int32_t total = __reduce_max_sync(0xffffffff, block.sum.total);
       const int32_t index = __reduce_max_sync(0xffffffff, block.sum.index);
       if (weight != total) {
         const SplitSums sums{plan.split.sums, BackwardCounters{workspace.counters, units}.sums(),
-                             group, kBackwardZeroed + group, smem.staging(group * 2)};
+                             group, kBackwardZeroed + group,
+                             smem.staging(group * Config::kStagingStages)};
         if (!sums.add_up({index, weight, total}, dkey, dvalue)) return;
       }
     }
-    write_key_gradients(dkey, dvalue);
+    if constexpr (Config::kInPieces) {
+      write_panels(dvalue, 1.0f, maps.dvalue, params.dvalue);
+      write_panels(dkey, kScaled ? 1.0f : params.options.scale, maps.dkey, params.dkey);
+    } else {
+      write_key_gradients(dkey, dvalue);
+    }
   }
 };
-
-// Computes one key block's dK and dV, and stages dQ of each of its query tiles, as a consumer.
-template <typename Config, typename Element, bool kGeneral, bool kMayShare>
-__device__ __forceinline__ void consume_tiles(
-    const Backward& params, const KeyGradientMaps& maps, const BackwardWorkspace& workspace,
-    const BlockPlan& plan, int32_t units, const BackwardSmem<Config>& smem,
-    const BackwardBlock& block, RingState<Config::kStages>& ring, uint32_t key_parity) {
-  // The shuffle makes it uniform in the warp for the compiler, so that descriptors use uniform
-  // registers.
-  const int group = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0) - 1;
-  int tiles_done = 0;
-  const auto run = [&](auto mixed) {
-    using Consumer = NarrowConsumer<Config, Element, kGeneral, kMayShare, mixed()>;
-    const typename Consumer::Progress progress{tiles_done};
-    const Consumer consumer(params, maps, workspace, plan, units, smem, block, group, progress);
-    consumer.run(ring, key_parity, tiles_done);
-  };
-  if constexpr (Config::kHasSegments) {
-    if (__any_sync(0xffffffff, !block.alike.all)) return run(std::true_type{});
-  }
-  run(std::false_type{});
-}
 
 }  // namespace jax_flash::sm90

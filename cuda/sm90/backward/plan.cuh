@@ -155,9 +155,9 @@ struct BackwardCounters {
   __device__ __forceinline__ int32_t* sums() const { return converted(kMaxPersistentBlocks); }
 };
 
-// True if dlogits, up to head dim 128, are multiplied by the scale before they are rounded to the
-// operands' type, instead of dQ and dK at the end: the rounding is then the same as cuDNN's
-// (TUNING_backward.md, "Errors"). False for float16, whose range of exponents is small.
+// True if dlogits, where one kernel computes all gradients, are multiplied by the scale before they
+// are rounded to the operands' type, instead of dQ and dK at the end: the rounding is then the same
+// as cuDNN's (TUNING_backward.md, "Errors"). False for float16, whose range of exponents is small.
 template <typename Element>
 inline constexpr bool kScaledDlogits = std::is_same_v<Element, __nv_bfloat16>;
 

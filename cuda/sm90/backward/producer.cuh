@@ -155,7 +155,7 @@ __device__ __forceinline__ void load_tiles(const Backward& params, const Backwar
       }
       ptx::mbarrier_wait(smem.dout_empty(stage), next.parity() ^ 1);
       ptx::fence_proxy_async_shared();
-      ptx::mbarrier_arrive_expect_tx(dout_full, Config::QueryTile::kBytes + statistics_bytes);
+      ptx::mbarrier_arrive_expect_tx(dout_full, Config::OutTile::kBytes + statistics_bytes);
       load_tile_panels(smem.dout(stage), maps.dout, dout_full, params.dout, batch, at.head, row0);
       ptx::cp_async_bulk_load(ptx::shared_address(smem.delta + stage * Config::kBlockQ),
                               workspace.delta + row_index, statistics_bytes, dout_full);

@@ -91,7 +91,7 @@ inline TileSchedule make_turn_schedule(const Backward& params, int64_t tiles, in
   return schedule;
 }
 
-// Holds the launch parameters of the kernel for head dims up to 128.
+// Holds the launch parameters of the kernel in narrow.cuh.
 struct KeyBlocks {
   TileSchedule schedule;
   TurnOrder order = TurnOrder::kNone;

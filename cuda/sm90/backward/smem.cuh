@@ -45,14 +45,14 @@ struct BackwardSmem {
   BackwardBlock* blocks;  // [2], or [1] if there is a single one
 
   __device__ __forceinline__ typename Config::KeyTile key() const { return {root, 0}; }
-  __device__ __forceinline__ typename Config::KeyTile value() const {
+  __device__ __forceinline__ typename Config::ValueTile value() const {
     return {root, Config::kValueOffset};
   }
   __device__ __forceinline__ typename Config::QueryTile query(uint32_t stage) const {
     return {root, Config::kQueryOffset + stage * Config::QueryTile::kBytes};
   }
-  __device__ __forceinline__ typename Config::QueryTile dout(uint32_t stage) const {
-    return {root, Config::kOutOffset + stage * Config::QueryTile::kBytes};
+  __device__ __forceinline__ typename Config::OutTile dout(uint32_t stage) const {
+    return {root, Config::kOutOffset + stage * Config::OutTile::kBytes};
   }
   __device__ __forceinline__ typename Config::ScoreTile score(uint32_t stage) const {
     return {root, Config::kScoreOffset + stage * Config::ScoreTile::kBytes};
@@ -77,8 +77,8 @@ struct BackwardSmem {
   __device__ __forceinline__ uint32_t dout_full(uint32_t stage) const { return at(2, stage); }
   __device__ __forceinline__ uint32_t dout_empty(uint32_t stage) const { return at(3, stage); }
 
-  // Is empty when staged dQ has been copied; a consumer has two stages of it. The other kernel has
-  // no such barriers, but the next two kinds instead.
+  // Is empty when staged dQ has been copied; a consumer has two stages of it, or two pieces. The
+  // other kernel has no such barriers, but the next two kinds instead.
   __device__ __forceinline__ uint32_t dquery_empty(int group, uint32_t stage) const {
     return at(4 + group, stage);
   }

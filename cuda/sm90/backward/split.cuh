@@ -58,15 +58,15 @@ __device__ __forceinline__ void divide(const SplitPlan& plan, int32_t index, int
 // there, the others add theirs, and the last one gets what all have added. Called by all threads of
 // the consumer.
 struct SplitSums {
-  float* sums;        // [index][consumer][2][element]
+  float* sums;        // [index][consumer][element of dK, then of dV]
   int32_t* counters;  // [index][consumer]: the weights that have come, and that have been added
   int group, barrier;
   uint32_t scratch_smem;  // four bytes, free until `barrier`
 
   // Returns whether a and b are now complete.
-  template <int kN>
-  __device__ __forceinline__ bool add_up(const SplitSum& sum, float (&a)[kN][4],
-                                         float (&b)[kN][4]) const {
+  template <int kNA, int kNB>
+  __device__ __forceinline__ bool add_up(const SplitSum& sum, float (&a)[kNA][4],
+                                         float (&b)[kNB][4]) const {
     const bool leader = threadIdx.x % 128 == 0;
     int32_t* const come = counters + (int64_t{sum.index} * kSplitConsumers + group) * 2;
     int32_t* const added = come + 1;
@@ -82,15 +82,15 @@ struct SplitSums {
     }
     ptx::barrier_sync(barrier, 128);
     float4* const place = reinterpret_cast<float4*>(sums) +
-                          (int64_t{sum.index} * kSplitConsumers + group) * (2 * kN * 128) +
+                          (int64_t{sum.index} * kSplitConsumers + group) * ((kNA + kNB) * 128) +
                           threadIdx.x % 128;
     if (last) {
       gather(place, a);
-      gather(place + kN * 128, b);
+      gather(place + kNA * 128, b);
       return true;
     }
     put(first, place, a);
-    put(first, place + kN * 128, b);
+    put(first, place + kNA * 128, b);
     ptx::barrier_sync(barrier, 128);
     if (leader) ptx::red_release_add(added, sum.weight);
     return false;

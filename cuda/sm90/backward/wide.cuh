@@ -1,6 +1,7 @@
-// Computes the backward pass for head dims above 128. There, the accumulators of dK and dV leave no
-// room for more than 64 keys a block, and dQ's sums would bound a single kernel. So there are two
-// kernels: both compute S and dP, and neither sums in global memory. Both are deterministic.
+// Computes the backward pass for head dims above 128, unless sm90/backward/pieces_consumer.cuh
+// does. There, the accumulators of dK and dV leave no room for more than 64 keys a block, and dQ's
+// sums would bound a single kernel. So there are two kernels: both compute S and dP, and neither
+// sums in global memory. Both are deterministic.
 //
 //   backward_wide_key_kernel     for each query tile, 64 rows:
 //     warpgroup 0   S^T = K Q^T,  P^T = 2^(scale log2(e) S^T - lse) to shared memory, dV += P^T dO
