@@ -146,12 +146,9 @@ struct ScoreGradient {
   }
 };
 
-// Replaces keys that are NaN or infinite by zeros. If mask or segments hide such keys from every
-// query, they must not reach dQ, where they would meet dS = 0. mark_bad_keys() then sets the
-// queries that do attend to them to NaN. `bad` has a bit per row, followed by a word that is set if
-// any of these bits is.
-template <int kThreads, typename Element, typename Tile>
-__device__ __forceinline__ void clear_bad_keys(const Tile& key, uint32_t* bad_smem) {
+// Returns whether some element of 16 bytes is NaN or infinite.
+template <typename Element>
+__device__ __forceinline__ bool has_bad_element(const uint4& words) {
   // An exponent of all ones.
   constexpr uint32_t kExponent = kIsFloat32<Element>               ? 0x7f800000u
                                  : std::is_same_v<Element, __half> ? 0x7c00u
@@ -160,14 +157,21 @@ __device__ __forceinline__ void clear_bad_keys(const Tile& key, uint32_t* bad_sm
     if constexpr (kIsFloat32<Element>) return (pair & kExponent) == kExponent;
     return (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
   };
+  return not_finite(words.x) || not_finite(words.y) || not_finite(words.z) || not_finite(words.w);
+}
+
+// Replaces keys that are NaN or infinite by zeros. If mask or segments hide such keys from every
+// query, they must not reach dQ, where they would meet dS = 0. mark_bad_keys() then sets the
+// queries that do attend to them to NaN. `bad` has a bit per row, followed by a word that is set if
+// any of these bits is.
+template <int kThreads, typename Element, typename Tile>
+__device__ __forceinline__ void clear_bad_keys(const Tile& key, uint32_t* bad_smem) {
   if (threadIdx.x <= Tile::kRows / 32) bad_smem[threadIdx.x] = 0;
   __syncthreads();
   for (int row = threadIdx.x; row < Tile::kRows; row += kThreads) {
     bool bad = false;
     for (int chunk = 0; chunk < Tile::kCols / Tile::kChunkCols; ++chunk) {
-      const uint4 words = ptx::ld_shared_v4(key.address(row, chunk));
-      bad |=
-          not_finite(words.x) || not_finite(words.y) || not_finite(words.z) || not_finite(words.w);
+      bad |= has_bad_element<Element>(ptx::ld_shared_v4(key.address(row, chunk)));
     }
     if (!bad) continue;
     atomicOr(&bad_smem[row / 32], 1u << row % 32);

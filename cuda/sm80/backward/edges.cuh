@@ -68,8 +68,8 @@ __device__ __forceinline__ float to_float(Element value) {
 }
 
 // Computes delta and lse in log2 units, and zeroes sums. The grid is batch x head x tiles of
-// kMaxBlockQ rows.
-template <typename Element>
+// kMaxBlockQ rows. kWide: for kernels of head dims above 256, which have no sums and no turns.
+template <typename Element, bool kWide = false>
 __global__ void __launch_bounds__(kEdgeThreads)
     backward_begin_kernel(const __grid_constant__ Backward params,
                           const BackwardWorkspace workspace) {
@@ -89,7 +89,7 @@ __global__ void __launch_bounds__(kEdgeThreads)
         dquery[row * params.dquery.row + col] = 0.0f;
       }
     }
-  } else {
+  } else if constexpr (!kWide) {
     float4* dquery = reinterpret_cast<float4*>(
         workspace.dquery + (batch_head * workspace.dquery_rows + row0) * shape.head_dim);
     const int zeros = min(workspace.dquery_rows - row0, kMaxBlockQ) * shape.head_dim;
@@ -98,7 +98,7 @@ __global__ void __launch_bounds__(kEdgeThreads)
     }
   }
   const int32_t flag = tile * 4 + static_cast<int32_t>(threadIdx.x);  // a tile has at most four
-  if (workspace.turns && threadIdx.x < 4 && flag < workspace.flags) {
+  if (!kWide && workspace.turns && threadIdx.x < 4 && flag < workspace.flags) {
     workspace.turns[batch_head * workspace.flags + flag] = 0;
   }
   if (blockIdx.x == 0 && threadIdx.x < kMaxBlockQ) {
@@ -107,7 +107,7 @@ __global__ void __launch_bounds__(kEdgeThreads)
     if (workspace.ticket && threadIdx.x == 0) *workspace.ticket = 0;
   }
 
-  // A row of up to 64, 128 or 256 elements is read by 8, 16 or 32 lanes.
+  // A row of up to 64, 128 or 256 elements is read by 8, 16 or 32 lanes, a wider one twice.
   const int lanes = shape.value_dim <= 64 ? 8 : shape.value_dim <= 128 ? 16 : 32;
   const int chunk = threadIdx.x % lanes;
   const bool chunk_valid = chunk * kChunk < shape.value_dim;
@@ -129,14 +129,22 @@ __global__ void __launch_bounds__(kEdgeThreads)
         sum = fmaf(out[row * params.out.row + col].value, gradient, sum);
       }
     } else if (row < band.q_len && chunk_valid) {
-      const uint4 a = *reinterpret_cast<const uint4*>(out + row * params.out.row + chunk * kChunk);
-      const uint4 b =
-          *reinterpret_cast<const uint4*>(dout + row * params.dout.row + chunk * kChunk);
-      const Element* a_elements = reinterpret_cast<const Element*>(&a);
-      const Element* b_elements = reinterpret_cast<const Element*>(&b);
+      const auto add_chunk = [&](const Element* a_gmem, const Element* b_gmem) {
+        const uint4 a = *reinterpret_cast<const uint4*>(a_gmem);
+        const uint4 b = *reinterpret_cast<const uint4*>(b_gmem);
+        const Element* a_elements = reinterpret_cast<const Element*>(&a);
+        const Element* b_elements = reinterpret_cast<const Element*>(&b);
 #pragma unroll
-      for (int e = 0; e < kChunk; ++e) {
-        sum = fmaf(to_float(a_elements[e]), to_float(b_elements[e]), sum);
+        for (int e = 0; e < kChunk; ++e) {
+          sum = fmaf(to_float(a_elements[e]), to_float(b_elements[e]), sum);
+        }
+      };
+      const Element* a = out + row * params.out.row + chunk * kChunk;
+      const Element* b = dout + row * params.dout.row + chunk * kChunk;
+      add_chunk(a, b);
+      if constexpr (kWide) {
+        constexpr int kRead = 32 * kChunk;
+        if (chunk * kChunk + kRead < shape.value_dim) add_chunk(a + kRead, b + kRead);
       }
     }
     for (int distance = lanes / 2; distance > 0; distance /= 2) {
