@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "modifiers/band.cuh"
 #include "modifiers/bias.cuh"
 #include "modifiers/distance.cuh"
 #include "modifiers/dropout.cuh"
@@ -130,6 +131,24 @@ __device__ __forceinline__ void modify_scores(float (&scores)[1][kN][4], const F
   if (by_segment) {
     apply_segments<kInFlight>(scores, params, offsets.query_ids, offsets.key_ids, row0, col0,
                               extent);
+  }
+}
+
+// Turns products into logits in log2 units, -inf where not allowed, for a call without modifiers.
+template <int kM, int kN>
+__device__ __forceinline__ void scale_tile(float (&scores)[kM][kN][4], const Forward& params,
+                                           const Band& band, int32_t row0, int32_t col0) {
+  const float factor = params.options.scale * kLog2E;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[m][n][e] *= factor;
+    }
+  }
+  if (!band.all_allowed(row0, min(row0 + 16 * kM, band.q_len), col0, col0 + 8 * kN)) {
+    mask_band(scores, band, row0, col0);
   }
 }
 

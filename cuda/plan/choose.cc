@@ -105,7 +105,8 @@ Status choose_family(const Forward& params, int32_t family, bool fits_90, const 
   if (choice.head_dim == 0 && family != 90) {
     choice.family = 80;
     choice.head_dim = find(80, choice.general);
-    if (choice.head_dim == 0 && !choice.general) {  // the instance for modifiers may be the only one
+    if (choice.head_dim == 0 &&
+        !choice.general) {  // the instance for modifiers may be the only one
       choice.head_dim = find(80, true);
       choice.general = choice.head_dim != 0;
     }

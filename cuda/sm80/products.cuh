@@ -27,19 +27,23 @@ __device__ __forceinline__ void multiply_by_transpose(float (&acc)[kM][kN][4], c
       [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, b_reader.at(n * 8, k * 2)); });
 }
 
-// Does so over the first `cols` columns alone, rounded up; the others are zeros.
-template <typename Element, int kM, int kN, typename TileA, typename TileB>
+// Does so over the first `cols` columns alone, rounded up to 128; the others are zeros. With
+// kShares, over one share of each 128 of these.
+template <typename Element, int kShares = 1, int kM, int kN, typename TileA, typename TileB>
 __device__ __forceinline__ void multiply_first_columns(float (&acc)[kM][kN][4], const TileA& a_tile,
                                                        int row, const TileB& b_tile, int col,
-                                                       int32_t cols) {
-  constexpr int kCols = 128, kPanels = kCols / TileA::kPanelCols;  // of one turn of the loop
+                                                       int32_t cols, int share = 0) {
+  constexpr int kCols = 128, kPanels = kCols / TileA::kPanelCols;  // of a turn of the loop
   static_assert(TileA::kCols == TileB::kCols && TileA::kCols % kCols == 0);
+  static_assert(kPanels % kShares == 0);
   set_zero(acc);
   BlockReader a_reader(a_tile, BlockOrder::kRowsFirst, row, 0);
   BlockReader b_reader(b_tile, BlockOrder::kColsFirst, col, 0);
+  a_reader.offset += share * (kPanels / kShares * TileA::kPanelBytes);
+  b_reader.offset += share * (kPanels / kShares * TileB::kPanelBytes);
 #pragma unroll 1
   for (int32_t first = 0; first < cols; first += kCols) {
-    matmul<Element, kCols / kStepCols<Element>>(
+    matmul<Element, kCols / kShares / kStepCols<Element>>(
         acc,
         [&](uint32_t (&a)[4], int m, int k) { ptx::ldmatrix_x4(a, a_reader.at(m * 16, k * 2)); },
         [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, b_reader.at(n * 8, k * 2)); });

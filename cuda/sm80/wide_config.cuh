@@ -66,15 +66,15 @@ struct WideBackwardConfig {
   using Tile = SmemTile<32, kWideDim>;
   using ScoreTile = SmemTile<kBlockQ, kBlockKv>;
 
-  // Shared memory holds key, value, query, dO, each as often as it has stages; P, dS; dP as float32
-  // in the order of fragments.
+  // Shared memory holds key, value, query, dO, each as often as it has stages; P, dS; sums of S and
+  // dP that warps hand over, float32 in the order of fragments.
   static constexpr int kValueOffset = kKeyStages * Tile::kBytes;
   static constexpr int kQueryOffset = 2 * kValueOffset;
   static constexpr int kOutOffset = kQueryOffset + kQueryStages * Tile::kBytes;
   static constexpr int kProbabilityOffset = kOutOffset + kQueryStages * Tile::kBytes;
   static constexpr int kScoreOffset = kProbabilityOffset + ScoreTile::kBytes;
   static constexpr int kHandoverOffset = kScoreOffset + ScoreTile::kBytes;
-  static constexpr int kSmemBytes = kHandoverOffset + kBlockQ * kBlockKv * 4;
+  static constexpr int kSmemBytes = kHandoverOffset + 3 * kBlockQ * kBlockKv * 4;
   static constexpr int kStaticSmemBytes = 1024;
   static_assert(kSmemBytes + kStaticSmemBytes <= kSmemLimit);
 };

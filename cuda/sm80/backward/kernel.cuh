@@ -222,8 +222,9 @@ __device__ __forceinline__ void wait_for_copies() {
 // Starts copying a block's keys and values; those that no row may attend to become zeros: see
 // load_tile().
 template <typename Config, typename Element, typename Tiles>
-__device__ __forceinline__ void load_keys(const Tiles& tiles, const Backward& params, const BatchIndex& batch,
-                                          const Band& band, int32_t kv_head, int32_t col0) {
+__device__ __forceinline__ void load_keys(const Tiles& tiles, const Backward& params,
+                                          const BatchIndex& batch, const Band& band,
+                                          int32_t kv_head, int32_t col0) {
   const int32_t first = max(0, band.lo), end = min(band.kv_len, band.q_len - 1 + band.hi);
   load_tile<Config::kThreads>(tiles.key(), batch.pointer<const Element>(params.key, kv_head),
                               params.key.row, col0, first, end, params.shape.head_dim);

@@ -13,6 +13,7 @@
 #include "params.h"
 #include "plan/backward_workspace.h"
 #include "plan/choose.h"
+#include "plan/modifiers.h"
 #include "sm80/backward/edges.cuh"
 #include "sm80/backward/kernel.cuh"
 #include "sm80/backward/wide.cuh"
@@ -64,14 +65,15 @@ Status launch_wide_kernels(const Backward& params, const BackwardWorkspace& work
   using KeyConfig = WideBackwardConfig<true, kSmemKb>;
   using QueryConfig = WideBackwardConfig<false, kSmemKb>;
   const Shape& shape = params.shape;
+  const bool modified = modifiers_of(params) != kNoModifier;
   const Status status = launch_kernel(
       "sm80::wide_key_kernel", shape, wide_key_kernel<KeyConfig, Element>,
       ceil_div(shape.kv_len, KeyConfig::kBlockKv) * shape.kv_heads * shape.batch,
-      KeyConfig::kThreads, KeyConfig::kSmemBytes, stream, params, workspace);
+      KeyConfig::kThreads, KeyConfig::kSmemBytes, stream, params, workspace, modified);
   if (!status.ok()) return status;
   return launch_kernel("sm80::wide_query_kernel", shape, wide_query_kernel<QueryConfig, Element>,
                        QueryTilePlace<QueryConfig::kBlockQ>::count(shape), QueryConfig::kThreads,
-                       QueryConfig::kSmemBytes, stream, params, workspace);
+                       QueryConfig::kSmemBytes, stream, params, workspace, modified);
 }
 
 template <typename Element>

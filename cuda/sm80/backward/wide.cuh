@@ -2,8 +2,8 @@
 // dQ by another.
 //
 //   for each tile of the other operands, of 32 queries or keys
-//     S = Q K^T                       half of the warps, a part of the tile each
-//     dP = dO V^T                     the others, which hand it over in shared memory
+//     S = Q K^T                       half of the warps, half of the sums each
+//     dP = dO V^T                     the others likewise, which hand it over in shared memory
 //     P = 2^(log2(e) (S - lse)),  dS = P (dP - delta)     the first half; to shared memory
 //     dV += P^T dO,  dK += dS^T Q     or
 //     dQ += dS K                      all warps, 64 columns each
@@ -59,59 +59,116 @@ struct WideBackwardTiles {
   }
 };
 
-// Says which 16x16 part of S or dP this thread's warp computes.
+// Says what this thread's warp does of S and dP. Half of the warps compute S and half dP: 32 rows
+// by 16 columns each, and two warps share these, as each sums over half of the operands' columns.
+// Those of S then have 16 rows each.
 struct WideScorePart {
-  int pair = threadIdx.x / 32 % 4;  // of the two warps that compute the same part of S and of dP
-  bool is_dprobability = threadIdx.x >= 128;
-  int row = pair / 2 * 16, col = pair % 2 * 16;
+  static constexpr int kBlockBytes = 1024;  // of 16x16 float32
+
+  int warp = threadIdx.x / 32;
+  bool is_dprobability = warp >= 4;
+  int side = warp % 2, half = warp / 2 % 2;  // of the columns, and of the sums or rows
+  int row = half * 16, col = side * 16;
+
+  // Waits, with those of S, for what the four warps of the same columns have put in shared memory.
+  __device__ __forceinline__ void wait() const { ptx::barrier_sync(1 + side, 128); }
+  __device__ __forceinline__ void arrive() const { ptx::barrier_arrive(1 + side, 128); }
+
+  // Gives the address of this thread's part of what is put for the 16 rows `rows` of its columns:
+  // slot 0 is for S, slots 1 and 2 are for dP.
+  static constexpr int kSlots = 3;
+  __device__ __forceinline__ uint32_t slot(uint32_t base, int rows, int number) const {
+    return base + ((side * 2 + rows) * kSlots + number) * kBlockBytes + threadIdx.x % 32 * 16;
+  }
 };
 
-// Computes S and dP of the tile at (row0, col0), stores P and dS. `note_keys(scores, col)` may
-// change the products of a warp, whose first column is `col`.
+__device__ __forceinline__ void put_block(uint32_t address_smem, const float (&values)[2][4]) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    ptx::st_shared_v4(address_smem + n * 512,
+                      make_uint4(__float_as_uint(values[n][0]), __float_as_uint(values[n][1]),
+                                 __float_as_uint(values[n][2]), __float_as_uint(values[n][3])));
+  }
+}
+__device__ __forceinline__ void add_block(uint32_t address_smem, float (&values)[2][4]) {
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+    const uint4 words = ptx::ld_shared_v4(address_smem + n * 512);
+    values[n][0] += __uint_as_float(words.x);
+    values[n][1] += __uint_as_float(words.y);
+    values[n][2] += __uint_as_float(words.z);
+    values[n][3] += __uint_as_float(words.w);
+  }
+}
+
+// Computes S and dP of a tile. Returns whether the warp is one of those that get their parts of
+// both.
+template <typename Element, typename Config>
+__device__ __forceinline__ bool multiply_scores(float (&scores)[1][2][4], float (&dscores)[1][2][4],
+                                                const WideBackwardTiles<Config>& tiles,
+                                                uint32_t key_stage, uint32_t query_stage,
+                                                const Shape& shape, const WideScorePart& part) {
+  const bool second = part.is_dprobability;
+  const uint32_t slots = tiles.base + Config::kHandoverOffset;
+  float sums[2][2][4];
+  multiply_first_columns<Element, 2>(
+      sums, second ? tiles.dout(query_stage) : tiles.query(query_stage), 0,
+      second ? tiles.value(key_stage) : tiles.key(key_stage), part.col,
+      second ? shape.value_dim : shape.head_dim, part.half);
+  if (second) {
+#pragma unroll
+    for (int m = 0; m < 2; ++m) put_block(part.slot(slots, m, 1 + part.half), sums[m]);
+    part.arrive();
+    return false;
+  }
+  float others[2][4];
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      scores[0][n][e] = part.half ? sums[1][n][e] : sums[0][n][e];
+      others[n][e] = part.half ? sums[0][n][e] : sums[1][n][e];
+    }
+  }
+  put_block(part.slot(slots, 1 - part.half, 0), others);
+  part.wait();
+  set_zero(dscores);
+  add_block(part.slot(slots, part.half, 0), scores[0]);
+  add_block(part.slot(slots, part.half, 1), dscores[0]);
+  add_block(part.slot(slots, part.half, 2), dscores[0]);
+  return true;
+}
+
+// Computes P and dS of the tile at (row0, col0), and stores them. `note_keys(scores, col)` may
+// change the products of a warp, whose first column is `col`. `modified`: the call has modifiers.
 template <typename Element, typename Config, typename NoteKeys>
 __device__ __forceinline__ void differentiate_tile(
     const WideBackwardTiles<Config>& tiles, uint32_t key_stage, uint32_t query_stage,
     const float* lse_smem, const float* delta_smem, const Backward& params, const BatchIndex& batch,
-    int32_t head, const Band& band, int32_t row0, int32_t col0, NoteKeys note_keys) {
+    int32_t head, const Band& band, int32_t row0, int32_t col0, bool modified, NoteKeys note_keys) {
   const WideScorePart part;
-  const Shape& shape = params.shape;
-  const bool second = part.is_dprobability;
-  float scores[1][2][4];
-  multiply_first_columns<Element>(scores, second ? tiles.dout(query_stage) : tiles.query(query_stage),
-                                  part.row, second ? tiles.value(key_stage) : tiles.key(key_stage),
-                                  part.col, second ? shape.value_dim : shape.head_dim);
-  const uint32_t handover =
-      tiles.base + Config::kHandoverOffset + part.pair * 1024 + threadIdx.x % 32 * 16;
-  if (second) {
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      const float(&block)[4] = scores[0][n];
-      ptx::st_shared_v4(handover + n * 512,
-                        make_uint4(__float_as_uint(block[0]), __float_as_uint(block[1]),
-                                   __float_as_uint(block[2]), __float_as_uint(block[3])));
-    }
-    ptx::barrier_arrive(1 + part.pair, 64);
+  float scores[1][2][4], dscores[1][2][4];
+  if (!multiply_scores<Element>(scores, dscores, tiles, key_stage, query_stage, params.shape,
+                                part)) {
     return;
   }
-  note_keys(scores, part.col);
-  modify_tile(scores, params, batch, head, band, row0 + part.row, col0 + part.col);
-  const ScoreGradient<true, 1, 2, Element> gradient(params, batch, head, row0 + part.row,
-                                                    col0 + part.col);
+  row0 += part.row;
+  col0 += part.col;
   float lse[1][2], delta[1][2];
   load_rows(lse, lse_smem + part.row);
   load_rows(delta, delta_smem + part.row);
-  gradient.probabilities(scores[0], lse[0], 1.0f, 0, 0, 2);
-  ptx::barrier_sync(1 + part.pair, 64);
-  float dscores[1][2][4];
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    const uint4 words = ptx::ld_shared_v4(handover + n * 512);
-    dscores[0][n][0] = __uint_as_float(words.x);
-    dscores[0][n][1] = __uint_as_float(words.y);
-    dscores[0][n][2] = __uint_as_float(words.z);
-    dscores[0][n][3] = __uint_as_float(words.w);
+  const auto differentiate = [&](const auto& gradient) {
+    gradient.probabilities(scores[0], lse[0], 1.0f, 0, 0, 2);
+    gradient.finish(scores, dscores, lse, delta);
+  };
+  if (modified) {
+    note_keys(scores, part.col);
+    modify_tile(scores, params, batch, head, band, row0, col0);
+    differentiate(ScoreGradient<true, 1, 2, Element>(params, batch, head, row0, col0));
+  } else {
+    scale_tile(scores, params, band, row0, col0);
+    differentiate(ScoreGradient<false, 1, 2, Element>(params, batch, head, row0, col0));
   }
-  gradient.finish(scores, dscores, lse, delta);
   store_fragments<Element>(tiles.probability(), part.row, part.col / 8, scores);
   store_fragments<Element>(tiles.dscore(), part.row, part.col / 8, dscores);
 }
@@ -131,7 +188,8 @@ __device__ __forceinline__ void store_gradient(Element* gmem, int64_t row_stride
 // Computes dK and dV. The grid is batch x key/value head x tiles of keys.
 template <typename Config, typename Element>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    wide_key_kernel(const __grid_constant__ Backward params, const BackwardWorkspace workspace) {
+    wide_key_kernel(const __grid_constant__ Backward params, const BackwardWorkspace workspace,
+                    bool modified) {
   constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv, kN = Config::kGradientN;
   const Shape& shape = params.shape;
   const int32_t group = shape.heads / shape.kv_heads;
@@ -154,7 +212,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     load_keys<Config, Element>(tiles, params, batch, band, at.kv_head, col0);
     loader.load_both(walk, 0);
     ptx::cp_async_commit_group();
-    prepare_keys<Config, Element, true>(tiles, bad_keys_smem);
+    if (modified) prepare_keys<Config, Element, true>(tiles, bad_keys_smem);
   }
 
   const int warp = threadIdx.x / 32;
@@ -171,7 +229,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     }
     differentiate_tile<Element>(
         tiles, 0, stage, loader.lse(stage), loader.delta(stage), params, batch,
-        at.kv_head * group + walk.head, band, walk.tile * kBlockQ, col0,
+        at.kv_head * group + walk.head, band, walk.tile * kBlockQ, col0, modified,
         [&](auto& scores, int col) { mark_bad_keys<kBlockKv>(scores, bad_keys_smem, col); });
     __syncthreads();
     // A warp's columns are contiguous: blocks of 16 in turn, of one warp, from its own on.
@@ -230,7 +288,8 @@ __device__ __forceinline__ uint32_t kept_keys(uint32_t bad) {
 // Computes dQ. The grid is batch x head x query tiles.
 template <typename Config, typename Element>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    wide_query_kernel(const __grid_constant__ Backward params, const BackwardWorkspace workspace) {
+    wide_query_kernel(const __grid_constant__ Backward params, const BackwardWorkspace workspace,
+                      bool modified) {
   constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv, kN = Config::kGradientN;
   const Shape& shape = params.shape;
   const QueryTilePlace<kBlockQ> at(shape, blockIdx.x, Config::kLongestFirst);
@@ -278,17 +337,16 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::cp_async_commit_group();
     if (threadIdx.x == 0) bad_keys_smem[turn ^ 1] = 0;
     differentiate_tile<Element>(tiles, stage, 0, lse_smem, delta_smem, params, batch, at.head, band,
-                                row0, walk.tile * kBlockKv, [&](auto& scores, int col) {
+                                row0, walk.tile * kBlockKv, modified, [&](auto& scores, int col) {
                                   note_bad_keys<Element>(scores, tiles.key(stage), col,
                                                          bad_keys_smem + turn);
                                 });
     __syncthreads();
     if (Config::kStages == 1 && next < walk.end) loader.load_value(next, 0);
     ptx::cp_async_commit_group();
-    add_kept_product<Element>(
-        dquery, BlockReader(tiles.dscore(), BlockOrder::kRowsFirst, 0, 0),
-        BlockReader(tiles.key(stage), BlockOrder::kRowsFirst, 0, warp * kN),
-        kept_keys(bad_keys_smem[turn]));
+    add_kept_product<Element>(dquery, BlockReader(tiles.dscore(), BlockOrder::kRowsFirst, 0, 0),
+                              BlockReader(tiles.key(stage), BlockOrder::kRowsFirst, 0, warp * kN),
+                              kept_keys(bad_keys_smem[turn]));
     if constexpr (Config::kStages == 1) {
       __syncthreads();  // all have read K
       if (next < walk.end) loader.load_key(next, 0);

@@ -11,6 +11,7 @@
 #include "modifiers/kernels.h"
 #include "params.h"
 #include "plan/choose.h"
+#include "plan/modifiers.h"
 #include "sm80/config.cuh"
 #include "sm80/forward/kernel.cuh"
 #include "sm80/forward/wide.cuh"
@@ -51,10 +52,10 @@ Status launch_wide_forward(const Forward& params, const Choice& choice, cudaStre
   if (const Status status = find_segment_spans(params, spans, stream); !status.ok()) return status;
   const auto launch = [&](auto config) {
     using Config = decltype(config);
-    return launch_kernel("sm80::wide_forward_kernel", params.shape,
-                         wide_forward_kernel<Config, Element>,
-                         QueryTilePlace<Config::kBlockQ>::count(params.shape), Config::kThreads,
-                         Config::kSmemBytes, stream, params, spans);
+    return launch_kernel(
+        "sm80::wide_forward_kernel", params.shape, wide_forward_kernel<Config, Element>,
+        QueryTilePlace<Config::kBlockQ>::count(params.shape), Config::kThreads, Config::kSmemBytes,
+        stream, params, spans, modifiers_of(params) != kNoModifier);
   };
   switch (choice.smem_class) {
     case SmemClass::kSmall: return launch(WideForwardConfig<99>{});

@@ -148,10 +148,12 @@ __device__ __forceinline__ uint32_t update_wide_reference(OnlineSoftmax<kM, true
 
 // Turns logits into P, without what dropout drops, and stores it for the group's other warps.
 template <typename Config, typename Element, int kM, int kN>
-__device__ __forceinline__ void store_probabilities(
-    float (&logits)[kM][kN][4], OnlineSoftmax<kM, true>& softmax, float to_log2,
-    const Forward& params, const BatchIndex& batch, int32_t head, int32_t row0, int32_t col0,
-    const typename Config::ProbabilityTile& tile, const WideForwardPart<Config>& part) {
+__device__ __forceinline__ void store_probabilities(float (&logits)[kM][kN][4],
+                                                    OnlineSoftmax<kM, true>& softmax, float to_log2,
+                                                    const Forward& params, const BatchIndex& batch,
+                                                    int32_t head, int32_t row0, int32_t col0,
+                                                    const typename Config::ProbabilityTile& tile,
+                                                    const WideForwardPart<Config>& part) {
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
@@ -171,8 +173,8 @@ __device__ __forceinline__ void store_probabilities(
       }
     }
   }
-  store_fragments<Element>(tile, part.probability_row(),
-                           part.probability_chunk() + part.part * kN, logits);
+  store_fragments<Element>(tile, part.probability_row(), part.probability_chunk() + part.part * kN,
+                           logits);
 }
 
 // Gives each warp the sums of its rows over the keys of all, as if it had them in one lane a quad.
@@ -217,9 +219,11 @@ __device__ __forceinline__ void store_columns(const Forward& params, const Batch
   }
 }
 
+// Computes out and lse. The grid is batch x head x query tiles. `modified`: the call has modifiers.
 template <typename Config, typename Element>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    wide_forward_kernel(const __grid_constant__ Forward params, const SegmentSpans spans) {
+    wide_forward_kernel(const __grid_constant__ Forward params, const SegmentSpans spans,
+                        bool modified) {
   constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv, kM = Config::kM;
   const Shape& shape = params.shape;
   const WideForwardPart<Config> part;
@@ -260,16 +264,21 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (next < walk.end) loader.load_key(next, 0);
     ptx::cp_async_commit_group();
 
-    modify_tile(logits, params, batch, at.head, band, row0 + part.row, col0 + part.key);
+    const int32_t warp_row0 = row0 + part.row, warp_col0 = col0 + part.key;
+    if (modified) {
+      modify_tile(logits, params, batch, at.head, band, warp_row0, warp_col0);
+    } else {
+      scale_tile(logits, params, band, warp_row0, warp_col0);
+    }
     const uint32_t attended = update_wide_reference(softmax, logits, to_log2, out, part);
     store_probabilities<Config, Element>(logits, softmax, to_log2, params, batch, at.head,
-                                         row0 + part.row, col0 + part.key, probability, part);
+                                         warp_row0, warp_col0, probability, part);
     part.wait();
-    add_kept_product<Element>(
-        out,
-        BlockReader(probability, BlockOrder::kRowsFirst, part.probability_row(),
-                    part.probability_chunk()),
-        BlockReader(tiles.value(0), BlockOrder::kRowsFirst, 0, part.chunk), attended);
+    add_kept_product<Element>(out,
+                              BlockReader(probability, BlockOrder::kRowsFirst,
+                                          part.probability_row(), part.probability_chunk()),
+                              BlockReader(tiles.value(0), BlockOrder::kRowsFirst, 0, part.chunk),
+                              attended);
     walk.tile = next;
   }
 
