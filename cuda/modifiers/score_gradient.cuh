@@ -146,18 +146,14 @@ struct ScoreGradient {
   }
 };
 
-// Returns whether some element of 16 bytes is NaN or infinite.
+// Returns whether an element of a word is NaN or infinite: it has an exponent of all ones.
 template <typename Element>
-__device__ __forceinline__ bool has_bad_element(const uint4& words) {
-  // An exponent of all ones.
+__device__ __forceinline__ bool has_bad_element(uint32_t pair) {
   constexpr uint32_t kExponent = kIsFloat32<Element>               ? 0x7f800000u
                                  : std::is_same_v<Element, __half> ? 0x7c00u
                                                                    : 0x7f80u;
-  const auto not_finite = [](uint32_t pair) {
-    if constexpr (kIsFloat32<Element>) return (pair & kExponent) == kExponent;
-    return (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
-  };
-  return not_finite(words.x) || not_finite(words.y) || not_finite(words.z) || not_finite(words.w);
+  if constexpr (kIsFloat32<Element>) return (pair & kExponent) == kExponent;
+  return (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
 }
 
 // Replaces keys that are NaN or infinite by zeros. If mask or segments hide such keys from every
@@ -171,7 +167,9 @@ __device__ __forceinline__ void clear_bad_keys(const Tile& key, uint32_t* bad_sm
   for (int row = threadIdx.x; row < Tile::kRows; row += kThreads) {
     bool bad = false;
     for (int chunk = 0; chunk < Tile::kCols / Tile::kChunkCols; ++chunk) {
-      bad |= has_bad_element<Element>(ptx::ld_shared_v4(key.address(row, chunk)));
+      const uint4 words = ptx::ld_shared_v4(key.address(row, chunk));
+      bad |= has_bad_element<Element>(words.x) || has_bad_element<Element>(words.y) ||
+             has_bad_element<Element>(words.z) || has_bad_element<Element>(words.w);
     }
     if (!bad) continue;
     atomicOr(&bad_smem[row / 32], 1u << row % 32);

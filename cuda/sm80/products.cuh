@@ -100,6 +100,31 @@ __device__ __forceinline__ void multiply(float (&acc)[kM][kN][4], const TileA& a
   }
 }
 
+// Stores a thread's elements of blocks as float32, 16 bytes for each block and thread of a warp,
+// for a thread of the same lane of another warp. The address is this thread's.
+template <int kN>
+__device__ __forceinline__ void put_fragments(uint32_t address_smem, const float (&values)[kN][4]) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    ptx::st_shared_v4(address_smem + n * 512,
+                      make_uint4(__float_as_uint(values[n][0]), __float_as_uint(values[n][1]),
+                                 __float_as_uint(values[n][2]), __float_as_uint(values[n][3])));
+  }
+}
+
+// Adds what put_fragments() has stored.
+template <int kN>
+__device__ __forceinline__ void add_fragments(uint32_t address_smem, float (&values)[kN][4]) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+    const uint4 words = ptx::ld_shared_v4(address_smem + n * 512);
+    values[n][0] += __uint_as_float(words.x);
+    values[n][1] += __uint_as_float(words.y);
+    values[n][2] += __uint_as_float(words.z);
+    values[n][3] += __uint_as_float(words.w);
+  }
+}
+
 // Keeps the half words of an operand register whose rows' bits are set.
 __device__ __forceinline__ uint32_t keep_halves(uint32_t pair, uint32_t bits) {
   return pair & ((bits & 1 ? 0x0000ffffu : 0) | (bits & 2 ? 0xffff0000u : 0));

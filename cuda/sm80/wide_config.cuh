@@ -27,7 +27,10 @@ struct WideForwardConfig {
   static constexpr int kRowWarps = JAX_FLASH_SM80_WIDE_ROW_WARPS, kColWarps = kWarps / kRowWarps;
   static constexpr int kM = kBlockQ / 16 / kRowWarps;
   static constexpr int kScoreN = kBlockKv / 8 / kColWarps, kOutN = kValueDim / 8 / kColWarps;
-  static_assert(kScoreN % 2 == 0);
+  static_assert(kScoreN % 2 == 0 && kColWarps % 2 == 0);
+  // Two warps compute the scores of both, each summing over half of the columns: fewer bytes of
+  // operands. Then they hand over half of the sums, for which there is no room in 99 KB.
+  static constexpr int kShares = kSmemKb <= 99 ? 1 : 2;
   static constexpr bool kLongestFirst = true;
 
   using QueryTile = SmemTile<kBlockQ, kHeadDim>;
@@ -39,11 +42,13 @@ struct WideForwardConfig {
   static constexpr int kHalves = 64 / kBlockKv;
   using ProbabilityTile = SmemTile<kBlockQ / kHalves, 64>;
 
-  // Shared memory holds query, key, value, P.
+  // Shared memory holds query, key, value, P; sums of S, float32 in the order of fragments.
   static constexpr int kKeyOffset = QueryTile::kBytes;
   static constexpr int kValueOffset = kKeyOffset + KeyTile::kBytes;
   static constexpr int kProbabilityOffset = kValueOffset + ValueTile::kBytes;
-  static constexpr int kSmemBytes = kProbabilityOffset + ProbabilityTile::kBytes;
+  static constexpr int kHandoverOffset = kProbabilityOffset + ProbabilityTile::kBytes;
+  static constexpr int kHandoverBytes = kShares == 1 ? 0 : kM * kScoreN * 512;  // of a warp
+  static constexpr int kSmemBytes = kHandoverOffset + kWarps * kHandoverBytes;
   static constexpr int kStaticSmemBytes = 2048 / kHalves;  // most for row statistics and the like
   static_assert(kSmemBytes + kStaticSmemBytes <= kSmemLimit);
 };

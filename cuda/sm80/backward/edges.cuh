@@ -14,6 +14,7 @@
 #include "ptx/tf32.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
+#include "tile/chunk.cuh"
 #include "tile/element.cuh"
 #include "tile/smem_tile.cuh"
 #include "tile/softmax.cuh"
@@ -128,23 +129,21 @@ __global__ void __launch_bounds__(kEdgeThreads)
         }
         sum = fmaf(out[row * params.out.row + col].value, gradient, sum);
       }
+    } else if constexpr (kWide) {
+      for (int32_t col = chunk * kChunk; row < band.q_len && col < shape.value_dim;
+           col += 32 * kChunk) {
+        sum += dot_product_of_chunk(out + row * params.out.row + col,
+                                    dout + row * params.dout.row + col);
+      }
     } else if (row < band.q_len && chunk_valid) {
-      const auto add_chunk = [&](const Element* a_gmem, const Element* b_gmem) {
-        const uint4 a = *reinterpret_cast<const uint4*>(a_gmem);
-        const uint4 b = *reinterpret_cast<const uint4*>(b_gmem);
-        const Element* a_elements = reinterpret_cast<const Element*>(&a);
-        const Element* b_elements = reinterpret_cast<const Element*>(&b);
+      const uint4 a = *reinterpret_cast<const uint4*>(out + row * params.out.row + chunk * kChunk);
+      const uint4 b =
+          *reinterpret_cast<const uint4*>(dout + row * params.dout.row + chunk * kChunk);
+      const Element* a_elements = reinterpret_cast<const Element*>(&a);
+      const Element* b_elements = reinterpret_cast<const Element*>(&b);
 #pragma unroll
-        for (int e = 0; e < kChunk; ++e) {
-          sum = fmaf(to_float(a_elements[e]), to_float(b_elements[e]), sum);
-        }
-      };
-      const Element* a = out + row * params.out.row + chunk * kChunk;
-      const Element* b = dout + row * params.dout.row + chunk * kChunk;
-      add_chunk(a, b);
-      if constexpr (kWide) {
-        constexpr int kRead = 32 * kChunk;
-        if (chunk * kChunk + kRead < shape.value_dim) add_chunk(a + kRead, b + kRead);
+      for (int e = 0; e < kChunk; ++e) {
+        sum = fmaf(to_float(a_elements[e]), to_float(b_elements[e]), sum);
       }
     }
     for (int distance = lanes / 2; distance > 0; distance /= 2) {

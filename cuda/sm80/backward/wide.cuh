@@ -82,25 +82,6 @@ struct WideScorePart {
   }
 };
 
-__device__ __forceinline__ void put_block(uint32_t address_smem, const float (&values)[2][4]) {
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    ptx::st_shared_v4(address_smem + n * 512,
-                      make_uint4(__float_as_uint(values[n][0]), __float_as_uint(values[n][1]),
-                                 __float_as_uint(values[n][2]), __float_as_uint(values[n][3])));
-  }
-}
-__device__ __forceinline__ void add_block(uint32_t address_smem, float (&values)[2][4]) {
-#pragma unroll
-  for (int n = 0; n < 2; ++n) {
-    const uint4 words = ptx::ld_shared_v4(address_smem + n * 512);
-    values[n][0] += __uint_as_float(words.x);
-    values[n][1] += __uint_as_float(words.y);
-    values[n][2] += __uint_as_float(words.z);
-    values[n][3] += __uint_as_float(words.w);
-  }
-}
-
 // Computes S and dP of a tile. Returns whether the warp is one of those that get their parts of
 // both.
 template <typename Element, typename Config>
@@ -117,7 +98,7 @@ __device__ __forceinline__ bool multiply_scores(float (&scores)[1][2][4], float 
       second ? shape.value_dim : shape.head_dim, part.half);
   if (second) {
 #pragma unroll
-    for (int m = 0; m < 2; ++m) put_block(part.slot(slots, m, 1 + part.half), sums[m]);
+    for (int m = 0; m < 2; ++m) put_fragments(part.slot(slots, m, 1 + part.half), sums[m]);
     part.arrive();
     return false;
   }
@@ -130,12 +111,12 @@ __device__ __forceinline__ bool multiply_scores(float (&scores)[1][2][4], float 
       others[n][e] = part.half ? sums[0][n][e] : sums[1][n][e];
     }
   }
-  put_block(part.slot(slots, 1 - part.half, 0), others);
+  put_fragments(part.slot(slots, 1 - part.half, 0), others);
   part.wait();
   set_zero(dscores);
-  add_block(part.slot(slots, part.half, 0), scores[0]);
-  add_block(part.slot(slots, part.half, 1), dscores[0]);
-  add_block(part.slot(slots, part.half, 2), dscores[0]);
+  add_fragments(part.slot(slots, part.half, 0), scores[0]);
+  add_fragments(part.slot(slots, part.half, 1), dscores[0]);
+  add_fragments(part.slot(slots, part.half, 2), dscores[0]);
   return true;
 }
 
@@ -264,7 +245,10 @@ __device__ __forceinline__ void note_bad_keys(float (&scores)[1][2][4], const Ti
   const int lane = threadIdx.x % 32, key = lane % 16;
   bool found = false;
   for (int chunk = lane / 16; chunk < Tile::kCols / kChunk; chunk += 2) {
-    found |= has_bad_element<Element>(ptx::ld_shared_v4(tile.address(key0 + key, chunk)));
+    const uint4 words = ptx::ld_shared_v4(tile.address(key0 + key, chunk));
+    for (const uint32_t pair : {words.x, words.y, words.z, words.w}) {
+      found |= has_bad_element<Element>(pair);
+    }
   }
   const uint32_t votes = __ballot_sync(0xffffffff, found), keys = (votes | votes >> 16) & 0xffff;
   if (lane == 0) atomicOr(bad, keys << key0);

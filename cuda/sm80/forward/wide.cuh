@@ -1,7 +1,7 @@
 // Computes the forward pass for head dims above 256, with every modifier.
 //
 //   for each tile of keys and values that some row of the block may attend to
-//     S = Q K^T                     a part of the tile's keys
+//     S = Q K^T                     a part of the tile's keys; two warps half of the sums each
 //     m, the running maximum        of all parts, by way of shared memory
 //     P = 2^(log2(e) (S - m))       to shared memory
 //     O = O 2^(m_old - m) + P V     a part of the columns, and all keys
@@ -9,9 +9,9 @@
 //
 // The output of 64 rows takes half of the registers of a multiprocessor. So the warps that share
 // rows divide the keys of S and the columns of O: S is computed once, and what they tell each other
-// are the rows' greatest logits, which keys are attended to, and P. A named barrier of theirs
-// comes after each of the two. Copies are as in forward/kernel.cuh with one stage: V during Q K^T,
-// and the next K during P V.
+// are sums of S, the rows' greatest logits and which keys are attended to, and P. A named
+// barrier of theirs comes after each of the three. Copies are as in forward/kernel.cuh with one
+// stage: V during Q K^T, and the next K during P V.
 #pragma once
 
 #include <cstdint>
@@ -98,6 +98,42 @@ struct WideForwardPart {
     return smem[group][part];
   }
 };
+
+// S = Q K^T, a warp's part.
+template <typename Config, typename Element, int kM, int kN>
+__device__ __forceinline__ void multiply_wide_scores(float (&scores)[kM][kN][4],
+                                                     const ForwardTiles<Config>& tiles,
+                                                     int32_t head_dim,
+                                                     const WideForwardPart<Config>& part) {
+  if constexpr (Config::kShares == 1) {
+    multiply_first_columns<Element>(scores, tiles.query(), part.row, tiles.key(0), part.key,
+                                    head_dim);
+  } else {
+    const int half = part.part % 2;
+    float sums[kM][2 * kN][4];
+    multiply_first_columns<Element, 2>(sums, tiles.query(), part.row, tiles.key(0),
+                                       part.key - half * kN * 8, head_dim, half);
+    const uint32_t slots = tiles.base + Config::kHandoverOffset + threadIdx.x % 32 * 16;
+    const uint32_t mine = slots + threadIdx.x / 32 * Config::kHandoverBytes;
+    const uint32_t other = slots + (threadIdx.x / 32 ^ 1) * Config::kHandoverBytes;
+#pragma unroll
+    for (int m = 0; m < kM; ++m) {
+      float given[kN][4];
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          scores[m][n][e] = half ? sums[m][n + kN][e] : sums[m][n][e];
+          given[n][e] = half ? sums[m][n][e] : sums[m][n + kN][e];
+        }
+      }
+      put_fragments(other + m * kN * 512, given);
+    }
+    part.wait();
+#pragma unroll
+    for (int m = 0; m < kM; ++m) add_fragments(mine + m * kN * 512, scores[m]);
+  }
+}
 
 // Adds a tile's logits to the statistics: raises running maxima, and rescales the output, as
 // OnlineSoftmax::update_reference() does. Returns the bits of all keys that are attended to.
@@ -258,8 +294,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     loader.load_value(walk.tile, 0);
     ptx::cp_async_commit_group();
     float logits[kM][Config::kScoreN][4];
-    multiply_first_columns<Element>(logits, tiles.query(), part.row, tiles.key(0), part.key,
-                                    shape.head_dim);
+    multiply_wide_scores<Config, Element>(logits, tiles, shape.head_dim, part);
     wait_for_copies();  // V has arrived; all have read K
     if (next < walk.end) loader.load_key(next, 0);
     ptx::cp_async_commit_group();
