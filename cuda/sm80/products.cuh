@@ -7,6 +7,7 @@
 
 #include "ptx/ldmatrix.cuh"
 #include "ptx/math.cuh"
+#include "ptx/mma.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tf32.cuh"
 #include "tile/element.cuh"
@@ -28,27 +29,50 @@ __device__ __forceinline__ void multiply_by_transpose(float (&acc)[kM][kN][4], c
 }
 
 // Does so over the first `cols` columns alone, rounded up to 128; the others are zeros. With
-// kShares, over one share of each 128 of these.
+// kShares, over one share of each 128 of these. Fragments are loaded two steps ahead.
 template <typename Element, int kShares = 1, int kM, int kN, typename TileA, typename TileB>
 __device__ __forceinline__ void multiply_first_columns(float (&acc)[kM][kN][4], const TileA& a_tile,
                                                        int row, const TileB& b_tile, int col,
                                                        int32_t cols, int share = 0) {
   constexpr int kCols = 128, kPanels = kCols / TileA::kPanelCols;  // of a turn of the loop
+  constexpr int kSteps = kCols / kShares / kStepCols<Element>, kSlots = 4, kAhead = 2;
   static_assert(TileA::kCols == TileB::kCols && TileA::kCols % kCols == 0);
-  static_assert(kPanels % kShares == 0);
+  static_assert(kPanels % kShares == 0 && kSteps % kSlots == 0);
   set_zero(acc);
   BlockReader a_reader(a_tile, BlockOrder::kRowsFirst, row, 0);
   BlockReader b_reader(b_tile, BlockOrder::kColsFirst, col, 0);
   a_reader.offset += share * (kPanels / kShares * TileA::kPanelBytes);
   b_reader.offset += share * (kPanels / kShares * TileB::kPanelBytes);
+  uint32_t a[kSlots][kM][4], b[kSlots][kN / 2][4];
+  const auto load = [&](int k) {
+#pragma unroll
+    for (int m = 0; m < kM; ++m) ptx::ldmatrix_x4(a[k % kSlots][m], a_reader.at(m * 16, k * 2));
+#pragma unroll
+    for (int n = 0; n < kN; n += 2) {
+      ptx::ldmatrix_x4(b[k % kSlots][n / 2], b_reader.at(n * 8, k * 2));
+    }
+  };
+#pragma unroll
+  for (int k = 0; k < kAhead; ++k) load(k);
 #pragma unroll 1
   for (int32_t first = 0; first < cols; first += kCols) {
-    matmul<Element, kCols / kShares / kStepCols<Element>>(
-        acc,
-        [&](uint32_t (&a)[4], int m, int k) { ptx::ldmatrix_x4(a, a_reader.at(m * 16, k * 2)); },
-        [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, b_reader.at(n * 8, k * 2)); });
-    a_reader.offset += kPanels * TileA::kPanelBytes;
-    b_reader.offset += kPanels * TileB::kPanelBytes;
+#pragma unroll
+    for (int k = 0; k < kSteps; ++k) {
+      if (k + kAhead == kSteps && first + kCols < cols) {  // the next turn's, or these once more
+        a_reader.offset += kPanels * TileA::kPanelBytes;
+        b_reader.offset += kPanels * TileB::kPanelBytes;
+      }
+      load((k + kAhead) % kSteps);
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int m = 0; m < kM; ++m) {
+          const uint32_t (&fragment)[4] = b[k % kSlots][n / 2];
+          ptx::mma_m16n8k16<Element>(acc[m][n], a[k % kSlots][m], fragment[n % 2 * 2],
+                                     fragment[n % 2 * 2 + 1]);
+        }
+      }
+    }
   }
 }
 

@@ -120,6 +120,58 @@ __device__ __forceinline__ bool multiply_scores(float (&scores)[1][2][4], float 
   return true;
 }
 
+// Turns logits, their P and dP into dS = P (dP - delta), and P into the operand of dV, for a call
+// with modifiers. Does what ScoreGradient::finish() does, which has registers for P alone.
+__device__ __forceinline__ void finish_modified(float (&p)[2][4], float (&dp)[2][4],
+                                                const float (&slopes)[2][4],
+                                                const float (&delta)[2], const Forward& params,
+                                                const BatchIndex& batch, int32_t head, int32_t row0,
+                                                int32_t col0) {
+  const Options& options = params.options;
+  float dropped[2][4];
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) dropped[n][e] = 1.0f;
+  }
+  if (options.dropout_threshold != 0) {
+    const Kept kept =
+        Dropout(params, batch, head).kept<2, false>(options.dropout_threshold, row0, col0);
+#pragma unroll
+    for (int n = 0; n < 2; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        dropped[n][e] = kept.at<false>(n, e) ? options.dropout_scale : 0.0f;
+      }
+    }
+  }
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float ds = p[n][e] * (dp[n][e] * dropped[n][e] - delta[e / 2]) * slopes[n][e];
+      dp[n][e] = p[n][e] == 0.0f ? 0.0f : ds;
+      p[n][e] *= dropped[n][e];
+    }
+  }
+}
+
+// Computes the slopes of the soft cap, 1 - (logit / cap)^2, from logits; 1 without a cap.
+__device__ __forceinline__ void find_slopes(float (&slopes)[2][4], const float (&logits)[2][4],
+                                            const Forward& params) {
+  const float cap = params.options.logits_soft_cap;
+  const float unit = in_natural_units(params) ? 1.0f : kLn2;
+  const float inverse = cap > 0.0f ? __fdividef(unit, cap) : 0.0f;
+#pragma unroll
+  for (int n = 0; n < 2; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      const float ratio = logits[n][e] * inverse;
+      slopes[n][e] = 1.0f - ratio * ratio;
+    }
+  }
+}
+
 // Computes P and dS of the tile at (row0, col0), and stores them. `note_keys(scores, col)` may
 // change the products of a warp, whose first column is `col`. `modified`: the call has modifiers.
 template <typename Element, typename Config, typename NoteKeys>
@@ -138,17 +190,19 @@ __device__ __forceinline__ void differentiate_tile(
   float lse[1][2], delta[1][2];
   load_rows(lse, lse_smem + part.row);
   load_rows(delta, delta_smem + part.row);
-  const auto differentiate = [&](const auto& gradient) {
-    gradient.probabilities(scores[0], lse[0], 1.0f, 0, 0, 2);
-    gradient.finish(scores, dscores, lse, delta);
-  };
   if (modified) {
     note_keys(scores, part.col);
-    modify_tile(scores, params, batch, head, band, row0, col0);
-    differentiate(ScoreGradient<true, 1, 2, Element>(params, batch, head, row0, col0));
+    modify_tile<kEveryModifier, true>(scores, params, batch, head, band, row0, col0);
+    float slopes[2][4];
+    find_slopes(slopes, scores[0], params);
+    ScoreGradient<true, 1, 2, Element>(params, batch, head, row0, col0)
+        .probabilities(scores[0], lse[0], 1.0f, 0, 0, 2);
+    finish_modified(scores[0], dscores[0], slopes, delta[0], params, batch, head, row0, col0);
   } else {
     scale_tile(scores, params, band, row0, col0);
-    differentiate(ScoreGradient<false, 1, 2, Element>(params, batch, head, row0, col0));
+    const ScoreGradient<false, 1, 2, Element> gradient(params, batch, head, row0, col0);
+    gradient.probabilities(scores[0], lse[0], 1.0f, 0, 0, 2);
+    gradient.finish(scores, dscores, lse, delta);
   }
   store_fragments<Element>(tiles.probability(), part.row, part.col / 8, scores);
   store_fragments<Element>(tiles.dscore(), part.row, part.col / 8, dscores);

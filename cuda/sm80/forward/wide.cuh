@@ -301,7 +301,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
 
     const int32_t warp_row0 = row0 + part.row, warp_col0 = col0 + part.key;
     if (modified) {
-      modify_tile(logits, params, batch, at.head, band, warp_row0, warp_col0);
+      modify_tile<kEveryModifier, true>(logits, params, batch, at.head, band, warp_row0, warp_col0);
     } else {
       scale_tile(logits, params, band, warp_row0, warp_col0);
     }
