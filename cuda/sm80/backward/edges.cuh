@@ -68,6 +68,31 @@ __device__ __forceinline__ float to_float(Element value) {
   return static_cast<float>(value);
 }
 
+// Zeroes the sums for dquery of kMaxBlockQ rows.
+template <typename Element>
+__device__ __forceinline__ void zero_dquery(const Backward& params,
+                                            const BackwardWorkspace& workspace,
+                                            const BatchIndex& batch, int64_t batch_head,
+                                            int32_t head, int32_t row0) {
+  const Shape& shape = params.shape;
+  if constexpr (kIsFloat32<Element>) {  // dquery itself holds the sums
+    float* dquery = batch.pointer<float>(params.dquery, head);
+    const int32_t end = min(row0 + kMaxBlockQ, shape.q_len);
+    for (int32_t row = row0 + threadIdx.x / 32; row < end; row += kEdgeThreads / 32) {
+      for (int32_t col = threadIdx.x % 32; col < shape.head_dim; col += 32) {
+        dquery[row * params.dquery.row + col] = 0.0f;
+      }
+    }
+  } else {
+    float4* dquery = reinterpret_cast<float4*>(
+        workspace.dquery + (batch_head * workspace.dquery_rows + row0) * shape.head_dim);
+    const int zeros = min(workspace.dquery_rows - row0, kMaxBlockQ) * shape.head_dim;
+    for (int i = threadIdx.x; i < zeros / 4; i += kEdgeThreads) {
+      dquery[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
+    }
+  }
+}
+
 // Computes delta and lse in log2 units, and zeroes sums. The grid is batch x head x tiles of
 // kMaxBlockQ rows. kWide: for kernels of head dims above 256, which have no sums and no turns.
 template <typename Element, bool kWide = false>
@@ -82,21 +107,8 @@ __global__ void __launch_bounds__(kEdgeThreads)
   const BatchIndex batch(shape, batch_head / shape.heads);
   const Band band(params, batch);
 
-  if constexpr (kIsFloat32<Element>) {  // dquery itself holds the sums
-    float* dquery = batch.pointer<float>(params.dquery, head);
-    const int32_t end = min(row0 + kMaxBlockQ, shape.q_len);
-    for (int32_t row = row0 + threadIdx.x / 32; row < end; row += kEdgeThreads / 32) {
-      for (int32_t col = threadIdx.x % 32; col < shape.head_dim; col += 32) {
-        dquery[row * params.dquery.row + col] = 0.0f;
-      }
-    }
-  } else if constexpr (!kWide) {
-    float4* dquery = reinterpret_cast<float4*>(
-        workspace.dquery + (batch_head * workspace.dquery_rows + row0) * shape.head_dim);
-    const int zeros = min(workspace.dquery_rows - row0, kMaxBlockQ) * shape.head_dim;
-    for (int i = threadIdx.x; i < zeros / 4; i += kEdgeThreads) {
-      dquery[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
-    }
+  if constexpr (!kWide) {
+    zero_dquery<Element>(params, workspace, batch, batch_head, head, row0);
   }
   const int32_t flag = tile * 4 + static_cast<int32_t>(threadIdx.x);  // a tile has at most four
   if (!kWide && workspace.turns && threadIdx.x < 4 && flag < workspace.flags) {
