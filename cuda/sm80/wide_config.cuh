@@ -6,12 +6,6 @@
 
 #include "tile/smem_tile.cuh"
 
-// Switch of the ablation (sm80/config.cuh): warps that divide the rows of a query tile; the rest
-// divide the columns of the output.
-#ifndef JAX_FLASH_SM80_WIDE_ROW_WARPS
-#define JAX_FLASH_SM80_WIDE_ROW_WARPS (kSmemKb > 163 ? 2 : kWarps / 2)
-#endif
-
 namespace jax_flash::sm80 {
 
 inline constexpr int kWideDim = 512;
@@ -24,7 +18,7 @@ struct WideForwardConfig {
   static constexpr int kHeadDim = kWideDim, kValueDim = kWideDim;
   static constexpr int kBlockQ = kSmemKb <= 99 ? 32 : 64, kBlockKv = kSmemKb <= 163 ? 32 : 64;
   static constexpr int kWarps = kSmemKb <= 99 ? 4 : 8, kThreads = 32 * kWarps;
-  static constexpr int kRowWarps = JAX_FLASH_SM80_WIDE_ROW_WARPS, kColWarps = kWarps / kRowWarps;
+  static constexpr int kRowWarps = kSmemKb > 163 ? 2 : kWarps / 2, kColWarps = kWarps / kRowWarps;
   static constexpr int kM = kBlockQ / 16 / kRowWarps;
   static constexpr int kScoreN = kBlockKv / 8 / kColWarps, kOutN = kValueDim / 8 / kColWarps;
   static_assert(kScoreN % 2 == 0 && kColWarps % 2 == 0);
