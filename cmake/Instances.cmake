@@ -4,7 +4,8 @@
 #   add_attention_instances(<family> <pass>
 #     ARCHITECTURES <entry>...     CMake's CUDA_ARCHITECTURES: 80 is SASS and PTX, 90a-real SASS
 #     DTYPES <dtype>...            bfloat16, float16, float32; float8 alone
-#     HEAD_DIMS <n>...)            ascending; a head dim in between uses the next larger one
+#     HEAD_DIMS <n>...             ascending; a head dim in between uses the next larger one
+#     [GENERAL_ONLY])              no plain instances: calls without modifiers take the general ones
 #
 # The calls in CMakeLists.txt are the one table. <family> is sm80, sm90, ...; <pass> is forward
 # or backward. All passes of a family share its architectures.
@@ -116,7 +117,11 @@ function(generate_wgmma)
 endfunction()
 
 function(add_attention_instances family pass)
-  cmake_parse_arguments(PARSE_ARGV 2 arg "" "" "ARCHITECTURES;DTYPES;HEAD_DIMS")
+  cmake_parse_arguments(PARSE_ARGV 2 arg "GENERAL_ONLY" "" "ARCHITECTURES;DTYPES;HEAD_DIMS")
+  set(variants false true)
+  if(arg_GENERAL_ONLY)
+    set(variants true)
+  endif()
   string(REGEX MATCH "[0-9]+" family_number ${family})
   set(header ${family}/${pass}/launch.cuh)
   set(table ${pass})
@@ -129,7 +134,7 @@ function(add_attention_instances family pass)
   foreach(head_dim IN LISTS arg_HEAD_DIMS)
     set(instantiations "")
     foreach(dtype IN LISTS arg_DTYPES)
-      foreach(general false true)
+      foreach(general IN LISTS variants)
         set(instance ${family}_${pass}_${dtype}_${head_dim}_${variant_of_${general}})
         if(NOT instance MATCHES "${JAX_FLASH_INSTANCES}")
           continue()

@@ -25,10 +25,10 @@ FLOAT8 = jnp.dtype(DTYPE).name
 # Families of CUDA kernels that run on one compute capability only.
 _ONLY_ON = (90,)
 
-# The largest head dim of every family (kWidestOfAll in cuda/plan/recipes.h), and operands that the
-# kernels above it do not take.
+# Above this head dim (kWidestOfAll in cuda/plan/recipes.h) the sm_90 kernels take no modifiers:
+# none of these operands.
 _WIDEST_OF_ALL = 256
-_NOT_ABOVE_256 = (
+_MODIFIERS = (
     "bias", "mask", "query_segment_ids", "dropout_keys", "alibi_slopes", "relative_bias",
 )  # fmt: skip
 
@@ -128,6 +128,8 @@ def _reason(spec: AttentionSpec, problem: _Problem, platform: str) -> str:
     if platform == "cpu":
         return f"the native CPU kernel ({_library().instruction_set()}) supports the call"
     families = _families(problem.dtype, problem.widest)
+    if _refused_by_sm90(spec, problem):
+        families -= {90}
     details = _products(spec, problem) + _copies(problem)
     supports = f"kernels support the call{details}"
     if spec.implementation in FAMILIES:
@@ -228,41 +230,35 @@ def _unsupported_on_cuda(one_pass: Pass, problem: _Problem) -> str | None:
         return unsupported
     widest = problem.widest
     needed = wanted or min(_families(problem.dtype, widest))
-    if widest > _WIDEST_OF_ALL and (
-        unsupported := _unsupported_above_256(one_pass.spec, problem, wanted)
-    ):
-        return unsupported
+    if needed == 90 and (refused := _refused_by_sm90(one_pass.spec, problem)):
+        return refused
     for capability in _compute_capabilities():
         if needed in _ONLY_ON and capability != needed:
             return f"the sm_{needed} kernels run on sm_{needed} only; this GPU is sm_{capability}"
         if capability < needed:
             return f"the kernels need sm_{needed} or newer, and this GPU is sm_{capability}"
         smem_kb = _SMEM_KB.get(capability, 99)
-        if problem.dtype == "float32" and one_pass.is_backward and widest > 128 and smem_kb < 163:
+        limit, of = (128, " of float32") if problem.dtype == "float32" else (_WIDEST_OF_ALL, "")
+        if one_pass.is_backward and widest > limit and smem_kb < 163:
             return (
-                "the backward pass of float32 needs 163 KB of shared memory for a block above head "
-                f"dim 128, and this GPU, sm_{capability}, has {smem_kb}"
+                f"the backward pass{of} needs 163 KB of shared memory for a block above head dim "
+                f"{limit}, and this GPU, sm_{capability}, has {smem_kb}"
             )
     return None
 
 
-def _unsupported_above_256(
-    spec: AttentionSpec, problem: _Problem, wanted: int | None
-) -> str | None:
-    """What keeps the kernels for head dims above 256 from a call, or None."""
-    capabilities = _compute_capabilities()
-    others = [f"this GPU is sm_{c}" for c in capabilities if c != 90]
-    if wanted is None and (others or not capabilities):
-        where = others[0] if others else "this process has no GPU"
-        return f"above head dim 256 there are sm_90 kernels only, and {where}"
+def _refused_by_sm90(spec: AttentionSpec, problem: _Problem) -> str | None:
+    """What keeps the sm_90 kernels for head dims above 256 from a call, or None."""
+    if problem.widest <= _WIDEST_OF_ALL:
+        return None
     has = {
         "logits_soft_cap": spec.logits_soft_cap is not None,
         "a scale that is not positive": not spec.scale > 0.0,
         "more than two batch axes that do not fold into one": problem.batch_axes > 2,
-        **{name: name in problem.operands for name in _NOT_ABOVE_256},
+        **{name: name in problem.operands for name in _MODIFIERS},
     }
     return next(
-        (f"the kernels for head dims above 256 do not take {x}" for x in has if has[x]), None
+        (f"the sm_90 kernels for head dims above 256 do not take {x}" for x in has if has[x]), None
     )
 
 

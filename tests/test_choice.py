@@ -24,6 +24,7 @@ DIMS_OF = {
     for name in ("bfloat16", "float16")
 }
 DIMS = DIMS_OF["bfloat16"]
+DIMS_80 = {dim for _, family, dtype, dim in INSTANCES if family == 80 and dtype == "bfloat16"}
 FLOAT8_DIMS = {dim for *_, dtype, dim in INSTANCES if dtype == "float8_e4m3fn"}
 
 
@@ -209,6 +210,7 @@ def test_backward_kernels_for_one_modifier(name, call):
     assert kernels(**call)["backward"].name == name
 
 
+@pytest.mark.skipif(not DIMS_80 & {128, 192, 256}, reason="a build without head dim 128")
 @pytest.mark.parametrize(
     ("gpu", "reason"),
     [(A100, "163 KB"), (RTX_4090, "less than 163 KB"), (H100, "163 KB")],
@@ -227,7 +229,7 @@ def test_backward_kernels(head_dim):
     name = next(n for most, n in BACKWARD.items() if head_dim <= most)
     found = kernels(head_dim=head_dim, implementation="flash_sm90")
     assert found["backward"].name == name
-    if head_dim <= 256:
+    if head_dim <= max(DIMS_80, default=0):
         assert kernels(head_dim=head_dim, gpu=A100)["backward"].family == 80
 
 
@@ -251,24 +253,56 @@ def test_any_head_dim_has_a_kernel():
 
 
 @pytest.mark.skipif(512 not in DIMS, reason="a build without head dim 512")
-def test_head_dims_above_256():
-    """Without a GPU it is not known whether the call will run on Hopper, unless it insists."""
-
-    def hopper(**call):
-        return kernels(implementation="flash_sm90", **call)
-
+def test_head_dims_above_256_on_hopper():
     for sizes in ((264, 264, 1), (300, 8, 17), (512, 512, 4096)):
         head_dim, value_dim, q_len = sizes
-        found = hopper(head_dim=head_dim, value_dim=value_dim, q_len=q_len, is_causal=True)
-        assert (found["forward"].name, found["backward"].name) == ("columns", "three kernels")
-    assert kernels(head_dim=512) == {}
+        call = {"head_dim": head_dim, "value_dim": value_dim, "q_len": q_len, "is_causal": True}
+        for implementation in ("flash_sm90", None):
+            found = kernels(**call, implementation=implementation)
+            assert (found["forward"].name, found["backward"].name) == ("columns", "three kernels")
     for refused in ({"logits_soft_cap": 30.0}, {"segments": True}, {"scale": 0.0}, {"mask": MASK}):
         with pytest.raises(NotImplementedError, match="head dims above 256 do not take"):
-            hopper(head_dim=512, **refused)
+            kernels(head_dim=512, implementation="flash_sm90", **refused)
     with pytest.raises(NotImplementedError, match="float32"):
-        hopper(head_dim=512, dtype=jnp.float32)
+        kernels(head_dim=512, implementation="flash_sm90", dtype=jnp.float32)
     with pytest.raises(ValueError, match="sm_90 only"):
-        hopper(head_dim=512, gpu=A100)
+        kernels(head_dim=512, implementation="flash_sm90", gpu=A100)
+
+
+WIDE_MODIFIERS = (
+    {}, {"logits_soft_cap": 30.0}, {"segments": True}, {"scale": -1.0}, {"mask": MASK},
+    {"bias": (BIAS, jnp.float32)}, {"dropout_rate": 0.1}, {"slopes": True}, {"distances": 33},
+)  # fmt: skip
+
+
+@pytest.mark.skipif(512 not in DIMS_80, reason="a build without head dim 512")
+@pytest.mark.parametrize("options", WIDE_MODIFIERS, ids=lambda x: next(iter(x), "plain"))
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_head_dims_above_256_of_the_sm_80_family(options, dtype):
+    """With modifiers Hopper takes these kernels, too; without, they are what others have."""
+    for gpu, tile in ((A100, (64, 32)), (H100, (64, 64))):
+        for head_dim, value_dim in ((264, 8), (300, 320), (8, 512), (512, 512)):
+            call = {"head_dim": head_dim, "value_dim": value_dim, "dtype": dtype, **options}
+            asked = [None, "flash_sm80"] if options or gpu is not H100 else ["flash_sm80"]
+            for implementation in asked:
+                found = kernels(**call, gpu=gpu, implementation=implementation)
+                forward, backward = found["forward"], found["backward"]
+                assert (forward.family, forward.name) == (80, "columns, every modifier")
+                assert forward.tile == tile
+                assert (backward.family, backward.name) == (80, "two kernels, every modifier")
+                assert backward.tile == (32, 32)
+
+
+@pytest.mark.skipif(512 not in DIMS_80, reason="a build without head dim 512")
+def test_head_dims_above_256_with_less_shared_memory(monkeypatch):
+    """The backward pass is then left to the reference."""
+    monkeypatch.setattr(dispatch, "_compute_capabilities", lambda: [89])
+    found = kernels(head_dim=512, gpu=RTX_4090)
+    assert found.keys() == {"forward"}
+    assert found["forward"].tile == (32, 32)
+    monkeypatch.setattr(dispatch, "_compute_capabilities", list)
+    with pytest.raises(ValueError, match="above head dim 256 needs 163 KB of shared memory"):
+        kernels(head_dim=512, gpu=RTX_4090)
 
 
 def test_what_no_kernel_takes_is_refused():
@@ -276,9 +310,18 @@ def test_what_no_kernel_takes_is_refused():
         kernels(head_dim=64, implementation="flash_sm90", gpu=A100)
 
 
+def instance(widest, dims):
+    """The head dim of the instance that takes a call's."""
+    return min((dim for dim in dims if dim >= widest), default=1000)
+
+
+MODIFIERS = ("segments", "logits_soft_cap", "dropout_rate", "slopes", "distances", "bias", "mask")
+
+
 @pytest.mark.parametrize("seed", range(60))
 def test_random_calls_have_a_kernel_on_every_gpu(seed):
     draw = random.Random(seed)
+    widest = 64 if seed % 3 == 0 and 512 in DIMS & DIMS_80 else 32  # in units of 8
     group, heads = draw.choice([1, 1, 2, 4, 8]), draw.choice([1, 2, 8])
     q_len, kv_len = draw.choice([1, 17, 300, 4096]), draw.choice([1, 64, 999, 8192])
     batch = draw.choice([1, 3])
@@ -288,8 +331,8 @@ def test_random_calls_have_a_kernel_on_every_gpu(seed):
         "kv_len": kv_len,
         "heads": heads * group,
         "kv_heads": heads,
-        "head_dim": 8 * draw.randint(1, 32),
-        "value_dim": 8 * draw.randint(1, 32),
+        "head_dim": 8 * draw.randint(1, widest),
+        "value_dim": 8 * draw.randint(1, widest),
         "dtype": draw.choice([jnp.bfloat16, jnp.float16]),
         "is_causal": draw.random() < 0.5,
         "segments": draw.random() < 0.3,
@@ -304,11 +347,15 @@ def test_random_calls_have_a_kernel_on_every_gpu(seed):
         call["bias"] = (sizes, draw.choice([jnp.bfloat16, jnp.float16, jnp.float32]))
     if draw.random() < 0.3:
         call["mask"] = [draw.choice([1, n]) for n in (batch, heads * group, q_len, kv_len)]
+    widest = max(call["head_dim"], call["value_dim"])
+    modified = any(call.get(name) for name in MODIFIERS)
     for gpu in (H100, A100, RTX_4090):
+        if gpu is RTX_4090 and instance(widest, DIMS_80) > 256:
+            continue  # whose backward pass is left to the reference
         found = kernels(**call, gpu=gpu)
         assert found == kernels(**call, gpu=gpu)
         for kernel in found.values():
-            widest = max(call["head_dim"], call["value_dim"])
-            on_90 = gpu is H100 and widest <= max(DIMS_OF[call["dtype"].dtype.name], default=0)
+            dim = instance(widest, DIMS_OF[call["dtype"].dtype.name])
+            on_90 = gpu is H100 and (dim <= 256 or (dim == 512 and not modified))
             assert kernel.family == (90 if on_90 else 80)
             assert kernel.reason

@@ -146,28 +146,30 @@ struct ScoreGradient {
   }
 };
 
+// Returns whether an element of a word is NaN or infinite: it has an exponent of all ones.
+template <typename Element>
+__device__ __forceinline__ bool has_bad_element(uint32_t pair) {
+  constexpr uint32_t kExponent = kIsFloat32<Element>               ? 0x7f800000u
+                                 : std::is_same_v<Element, __half> ? 0x7c00u
+                                                                   : 0x7f80u;
+  if constexpr (kIsFloat32<Element>) return (pair & kExponent) == kExponent;
+  return (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
+}
+
 // Replaces keys that are NaN or infinite by zeros. If mask or segments hide such keys from every
 // query, they must not reach dQ, where they would meet dS = 0. mark_bad_keys() then sets the
 // queries that do attend to them to NaN. `bad` has a bit per row, followed by a word that is set if
 // any of these bits is.
 template <int kThreads, typename Element, typename Tile>
 __device__ __forceinline__ void clear_bad_keys(const Tile& key, uint32_t* bad_smem) {
-  // An exponent of all ones.
-  constexpr uint32_t kExponent = kIsFloat32<Element>               ? 0x7f800000u
-                                 : std::is_same_v<Element, __half> ? 0x7c00u
-                                                                   : 0x7f80u;
-  const auto not_finite = [](uint32_t pair) {
-    if constexpr (kIsFloat32<Element>) return (pair & kExponent) == kExponent;
-    return (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
-  };
   if (threadIdx.x <= Tile::kRows / 32) bad_smem[threadIdx.x] = 0;
   __syncthreads();
   for (int row = threadIdx.x; row < Tile::kRows; row += kThreads) {
     bool bad = false;
     for (int chunk = 0; chunk < Tile::kCols / Tile::kChunkCols; ++chunk) {
       const uint4 words = ptx::ld_shared_v4(key.address(row, chunk));
-      bad |=
-          not_finite(words.x) || not_finite(words.y) || not_finite(words.z) || not_finite(words.w);
+      bad |= has_bad_element<Element>(words.x) || has_bad_element<Element>(words.y) ||
+             has_bad_element<Element>(words.z) || has_bad_element<Element>(words.w);
     }
     if (!bad) continue;
     atomicOr(&bad_smem[row / 32], 1u << row % 32);

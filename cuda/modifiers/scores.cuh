@@ -5,6 +5,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "modifiers/band.cuh"
 #include "modifiers/bias.cuh"
 #include "modifiers/distance.cuh"
 #include "modifiers/dropout.cuh"
@@ -60,6 +61,20 @@ struct ModifierOffsets {
         query_ids(batch.offset(params.query_segment_ids)),
         key_ids(batch.offset(params.key_value_segment_ids)),
         distance(params, batch, head) {}
+  // Returns the same, but nothing of operands that the call has not.
+  static __device__ __forceinline__ ModifierOffsets of_present(const Forward& params,
+                                                               const BatchIndex& batch,
+                                                               int32_t head) {
+    ModifierOffsets offsets = {};
+    if (params.bias) offsets.bias = batch.offset(params.bias) + head * params.bias.head;
+    if (params.mask) offsets.mask = batch.offset(params.mask) + head * params.mask.head;
+    if (params.query_segment_ids) {
+      offsets.query_ids = batch.offset(params.query_segment_ids);
+      offsets.key_ids = batch.offset(params.key_value_segment_ids);
+    }
+    if (adds_to_logits(params)) offsets.distance = DistanceBias(params, batch, head);
+    return offsets;
+  }
   __device__ __forceinline__ ModifierOffsets(const Forward& params, const int32_t (&batch)[2],
                                              int32_t head) {
     const auto offset = [&](const Operand& operand) { return offset_of(operand, batch, head); };
@@ -133,13 +148,32 @@ __device__ __forceinline__ void modify_scores(float (&scores)[1][kN][4], const F
   }
 }
 
+// Turns products into logits in log2 units, -inf where not allowed, for a call without modifiers.
+template <int kM, int kN>
+__device__ __forceinline__ void scale_tile(float (&scores)[kM][kN][4], const Forward& params,
+                                           const Band& band, int32_t row0, int32_t col0) {
+  const float factor = params.options.scale * kLog2E;
+#pragma unroll
+  for (int m = 0; m < kM; ++m) {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) scores[m][n][e] *= factor;
+    }
+  }
+  if (!band.all_allowed(row0, min(row0 + 16 * kM, band.q_len), col0, col0 + 8 * kN)) {
+    mask_band(scores, band, row0, col0);
+  }
+}
+
 // Does what LogitModifiers::apply() does, in the same units, a feature at a time. kModifiers: those
-// that the call may have.
-template <uint32_t kModifiers = kEveryModifier, int kM, int kN>
+// that the call may have. kSkips: what a tile does not need is skipped, which takes more code.
+template <uint32_t kModifiers = kEveryModifier, bool kSkips = false, int kM, int kN>
 __device__ __forceinline__ void modify_tile(float (&scores)[kM][kN][4], const Forward& params,
                                             const BatchIndex& batch, int32_t head, const Band& band,
                                             int32_t row0, int32_t col0) {
-  const ModifierOffsets offsets(params, batch, head);
+  const ModifierOffsets offsets = kSkips ? ModifierOffsets::of_present(params, batch, head)
+                                         : ModifierOffsets(params, batch, head);
   const float factor = in_natural_units(params)     ? 1.0f
                        : has_natural_logits(params) ? kLog2E
                                                     : params.options.scale * kLog2E;
@@ -149,6 +183,14 @@ __device__ __forceinline__ void modify_tile(float (&scores)[kM][kN][4], const Fo
   for (int m = 0; m < kM; ++m) {
     modify_scores<kModifiers, kN, kN>(reinterpret_cast<float (&)[1][kN][4]>(scores[m]), params,
                                       offsets, band, row0 + 16 * m, col0, false);
+    if (kSkips && all_allowed) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) scores[m][n][e] *= factor;
+      }
+      continue;
+    }
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t row = row0 + fragment_row(m, 2 * half);

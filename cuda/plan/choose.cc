@@ -101,10 +101,15 @@ Status choose_family(const Forward& params, int32_t family, bool fits_90, const 
   }
   choice.family = 90;
   choice.head_dim = family != 80 && takes ? find(90, choice.general) : 0;
-  if (choice.head_dim > sm90::kWidestOfAll && choice.general) choice.head_dim = 0;
+  if (choice.head_dim > kWidestOfAll && choice.general) choice.head_dim = 0;
   if (choice.head_dim == 0 && family != 90) {
     choice.family = 80;
     choice.head_dim = find(80, choice.general);
+    if (choice.head_dim == 0 &&
+        !choice.general) {  // the instance for modifiers may be the only one
+      choice.head_dim = find(80, true);
+      choice.general = choice.head_dim != 0;
+    }
   }
   if (choice.head_dim != 0) return {};
   const Shape& shape = params.shape;
@@ -113,9 +118,19 @@ Status choose_family(const Forward& params, int32_t family, bool fits_90, const 
                                std::to_string(shape.value_dim));
 }
 
+// Describes the sm_80 kernels for head dims above 256 (sm80/wide_config.cuh).
+void describe_wide(bool is_backward, Choice& choice) {
+  const bool is_small = choice.smem_class == SmemClass::kSmall;
+  const bool is_large = choice.smem_class == SmemClass::kLarge;
+  choice.name = is_backward ? "two kernels, every modifier" : "columns, every modifier";
+  choice.queries = is_backward || is_small ? 32 : 64;
+  choice.keys = is_large && !is_backward ? 64 : 32;
+}
+
 Status choose_smem_class(const Forward& params, const Device& device, bool is_backward,
                          Choice& choice) {
   const Shape& shape = params.shape;
+  const bool is_wide = choice.head_dim > kWidestOfAll;
   const Options& options = params.options;
   const bool is_float32 = params.query.dtype == DType::kFloat32;
   int32_t bytes = device.smem_bytes;
@@ -124,10 +139,11 @@ Status choose_smem_class(const Forward& params, const Device& device, bool is_ba
     return bytes >= static_cast<int32_t>(smem_class) * 1024;
   };
   if (!has(SmemClass::kMedium)) {
-    if (is_backward && is_float32 && choice.head_dim > 128) {
+    if (is_backward && (is_wide || (is_float32 && choice.head_dim > 128))) {
       return Status::unimplemented(
-          "jax_flash: the backward pass of float32 above head dim 128 needs 163 KB of shared memory "
-          "for a block, and this GPU has " +
+          std::string("jax_flash: the backward pass ") +
+          (is_wide ? "above head dim 256" : "of float32 above head dim 128") +
+          " needs 163 KB of shared memory for a block, and this GPU has " +
           std::to_string(bytes / 1024));
     }
     choice.smem_class = SmemClass::kSmall;
@@ -135,7 +151,7 @@ Status choose_smem_class(const Forward& params, const Device& device, bool is_ba
   } else if (choice.head_dim == 192 && shape.value_dim <= 128) {
     choice.smem_class = SmemClass::kNarrow;
     choice.reason = "values have at most 128 columns";
-  } else if (!(is_backward || is_float32) || !has(SmemClass::kLarge)) {
+  } else if (!(is_backward || is_float32 || is_wide) || !has(SmemClass::kLarge)) {
     choice.smem_class = SmemClass::kMedium;
     choice.reason = "a block has 163 KB of shared memory";
   } else {
@@ -143,6 +159,7 @@ Status choose_smem_class(const Forward& params, const Device& device, bool is_ba
     choice.reason = "a block has 227 KB of shared memory";
   }
   choice.name = choice.general ? "every modifier" : "plain";
+  if (is_wide) describe_wide(is_backward, choice);
   return {};
 }
 
@@ -182,7 +199,7 @@ bool smaller_tiles_are_faster(const Shape& shape, const Device& device) {
 Found choose_plain(const Forward& params, int32_t head_dim, const Device& device) {
   const Shape& shape = params.shape;
   const Options& options = params.options;
-  if (head_dim > sm90::kWidestOfAll) {
+  if (head_dim > kWidestOfAll) {
     return {Recipe::kColumns, "above head dim 256 two consumers divide the columns of the output"};
   }
   if (sm90::takes_decode(shape)) {
@@ -344,7 +361,7 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
     choice.reason = "dK and dV of 128 keys fit the registers of a block";
     choice.queries = choice.head_dim <= 64 ? 128 : 64;
     choice.keys = 128;
-  } else if (choice.head_dim > sm90::kWidestOfAll) {
+  } else if (choice.head_dim > kWidestOfAll) {
     choice.name = "three kernels";
     choice.reason = "above head dim 256 each of dK, dV and dQ takes half of the registers";
     choice.queries = choice.keys = 64;

@@ -62,6 +62,14 @@
 #define JAX_FLASH_SM90_BLOCK_KV_256 80
 #endif
 
+namespace jax_flash {
+
+// Above this head dim, each family has one kernel a pass: that of sm_90 (sm90/column_blocks.cuh)
+// takes no modifiers, and that of sm_80 (sm80/wide_config.cuh) takes all, of 16-bit operands.
+inline constexpr int32_t kWidestOfAll = 256;
+
+}  // namespace jax_flash
+
 namespace jax_flash::sm90 {
 
 // Says whether a consumer computes the next tile's scores overlapped with this tile's exponentials,
@@ -101,10 +109,6 @@ enum class Recipe : int32_t {
   kFloat8,
   kFloat8Modified,
 };
-
-// Above this head dim, only the sm_90 family has kernels (sm90/column_blocks.cuh), which take no
-// modifiers.
-inline constexpr int32_t kWidestOfAll = 256;
 
 // Returns the number of keys in a tile if a mask comes as words.
 constexpr int mask_words_keys(int head_dim) { return head_dim <= 128 ? 128 : 80; }

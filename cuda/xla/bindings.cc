@@ -200,7 +200,7 @@ nb::list cuda_instances() {
 #ifdef JAX_FLASH_WITH_CUDA
   const auto add = [&all](const char* pass, const auto& table) {
     for (const auto& instance : table) {
-      if (instance.general) continue;  // each plain instance has a general one, too
+      if (!instance.general) continue;  // a plain instance has a general one, too
       const char* dtype = instance.dtype == DType::kFloat32    ? "float32"
                           : instance.dtype == DType::kBFloat16 ? "bfloat16"
                           : instance.dtype == DType::kFloat8   ? "float8_e4m3fn"

@@ -14,6 +14,7 @@
 #include "ptx/tf32.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
+#include "tile/chunk.cuh"
 #include "tile/element.cuh"
 #include "tile/smem_tile.cuh"
 #include "tile/softmax.cuh"
@@ -67,20 +68,13 @@ __device__ __forceinline__ float to_float(Element value) {
   return static_cast<float>(value);
 }
 
-// Computes delta and lse in log2 units, and zeroes sums. The grid is batch x head x tiles of
-// kMaxBlockQ rows.
+// Zeroes the sums for dquery of kMaxBlockQ rows.
 template <typename Element>
-__global__ void __launch_bounds__(kEdgeThreads)
-    backward_begin_kernel(const __grid_constant__ Backward params,
-                          const BackwardWorkspace workspace) {
+__device__ __forceinline__ void zero_dquery(const Backward& params,
+                                            const BackwardWorkspace& workspace,
+                                            const BatchIndex& batch, int64_t batch_head,
+                                            int32_t head, int32_t row0) {
   const Shape& shape = params.shape;
-  const int32_t tiles = (shape.q_len + kMaxBlockQ - 1) / kMaxBlockQ;
-  const int32_t tile = static_cast<int32_t>(blockIdx.x % tiles), row0 = tile * kMaxBlockQ;
-  const int64_t batch_head = blockIdx.x / tiles;
-  const int32_t head = static_cast<int32_t>(batch_head % shape.heads);
-  const BatchIndex batch(shape, batch_head / shape.heads);
-  const Band band(params, batch);
-
   if constexpr (kIsFloat32<Element>) {  // dquery itself holds the sums
     float* dquery = batch.pointer<float>(params.dquery, head);
     const int32_t end = min(row0 + kMaxBlockQ, shape.q_len);
@@ -97,8 +91,27 @@ __global__ void __launch_bounds__(kEdgeThreads)
       dquery[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
     }
   }
+}
+
+// Computes delta and lse in log2 units, and zeroes sums. The grid is batch x head x tiles of
+// kMaxBlockQ rows. kWide: for kernels of head dims above 256, which have no sums and no turns.
+template <typename Element, bool kWide = false>
+__global__ void __launch_bounds__(kEdgeThreads)
+    backward_begin_kernel(const __grid_constant__ Backward params,
+                          const BackwardWorkspace workspace) {
+  const Shape& shape = params.shape;
+  const int32_t tiles = (shape.q_len + kMaxBlockQ - 1) / kMaxBlockQ;
+  const int32_t tile = static_cast<int32_t>(blockIdx.x % tiles), row0 = tile * kMaxBlockQ;
+  const int64_t batch_head = blockIdx.x / tiles;
+  const int32_t head = static_cast<int32_t>(batch_head % shape.heads);
+  const BatchIndex batch(shape, batch_head / shape.heads);
+  const Band band(params, batch);
+
+  if constexpr (!kWide) {
+    zero_dquery<Element>(params, workspace, batch, batch_head, head, row0);
+  }
   const int32_t flag = tile * 4 + static_cast<int32_t>(threadIdx.x);  // a tile has at most four
-  if (workspace.turns && threadIdx.x < 4 && flag < workspace.flags) {
+  if (!kWide && workspace.turns && threadIdx.x < 4 && flag < workspace.flags) {
     workspace.turns[batch_head * workspace.flags + flag] = 0;
   }
   if (blockIdx.x == 0 && threadIdx.x < kMaxBlockQ) {
@@ -107,7 +120,7 @@ __global__ void __launch_bounds__(kEdgeThreads)
     if (workspace.ticket && threadIdx.x == 0) *workspace.ticket = 0;
   }
 
-  // A row of up to 64, 128 or 256 elements is read by 8, 16 or 32 lanes.
+  // A row of up to 64, 128 or 256 elements is read by 8, 16 or 32 lanes, a wider one twice.
   const int lanes = shape.value_dim <= 64 ? 8 : shape.value_dim <= 128 ? 16 : 32;
   const int chunk = threadIdx.x % lanes;
   const bool chunk_valid = chunk * kChunk < shape.value_dim;
@@ -127,6 +140,12 @@ __global__ void __launch_bounds__(kEdgeThreads)
               __uint_as_float(ptx::round_to_tf32(__float_as_uint(gradient)) & ptx::kTf32Bits);
         }
         sum = fmaf(out[row * params.out.row + col].value, gradient, sum);
+      }
+    } else if constexpr (kWide) {
+      for (int32_t col = chunk * kChunk; row < band.q_len && col < shape.value_dim;
+           col += 32 * kChunk) {
+        sum += dot_product_of_chunk(out + row * params.out.row + col,
+                                    dout + row * params.dout.row + col);
       }
     } else if (row < band.q_len && chunk_valid) {
       const uint4 a = *reinterpret_cast<const uint4*>(out + row * params.out.row + chunk * kChunk);

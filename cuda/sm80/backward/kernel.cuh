@@ -30,6 +30,7 @@
 #include "sm80/backward/edges.cuh"
 #include "sm80/backward/parts.cuh"
 #include "sm80/config.cuh"
+#include "sm80/products.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
 #include "tile/element.cuh"
@@ -115,13 +116,13 @@ __device__ __forceinline__ uint32_t take_ticket(int32_t* ticket) {
 }
 
 // Copies tiles of Q and dO with their rows' statistics, for the query heads of a group.
-template <typename Config, typename Element>
+template <typename Config, typename Element, typename Tiles = BackwardTiles<Config>>
 struct QueryLoader {
   static constexpr int kBlockQ = Config::kBlockQ;
 
   const Backward& params;
   const BackwardWorkspace& workspace;
-  const BackwardTiles<Config>& tiles;
+  const Tiles& tiles;
   const Band& band;
   int64_t first_batch_head;
 
@@ -220,10 +221,10 @@ __device__ __forceinline__ void wait_for_copies() {
 
 // Starts copying a block's keys and values; those that no row may attend to become zeros: see
 // load_tile().
-template <typename Config, typename Element>
-__device__ __forceinline__ void load_keys(const BackwardTiles<Config>& tiles,
-                                          const Backward& params, const BatchIndex& batch,
-                                          const Band& band, int32_t kv_head, int32_t col0) {
+template <typename Config, typename Element, typename Tiles>
+__device__ __forceinline__ void load_keys(const Tiles& tiles, const Backward& params,
+                                          const BatchIndex& batch, const Band& band,
+                                          int32_t kv_head, int32_t col0) {
   const int32_t first = max(0, band.lo), end = min(band.kv_len, band.q_len - 1 + band.hi);
   load_tile<Config::kThreads>(tiles.key(), batch.pointer<const Element>(params.key, kv_head),
                               params.key.row, col0, first, end, params.shape.head_dim);
@@ -232,9 +233,8 @@ __device__ __forceinline__ void load_keys(const BackwardTiles<Config>& tiles,
 }
 
 // Clears keys that are not finite, and rounds keys and values to TF32 if products need that.
-template <typename Config, typename Element, bool kGeneral>
-__device__ __forceinline__ void prepare_keys(const BackwardTiles<Config>& tiles,
-                                             uint32_t* bad_keys_smem) {
+template <typename Config, typename Element, bool kGeneral, typename Tiles>
+__device__ __forceinline__ void prepare_keys(const Tiles& tiles, uint32_t* bad_keys_smem) {
   if constexpr (kGeneral) {
     wait_for_copies<0>();
     clear_bad_keys<Config::kThreads, Element>(tiles.key(), bad_keys_smem);
@@ -244,18 +244,6 @@ __device__ __forceinline__ void prepare_keys(const BackwardTiles<Config>& tiles,
     round_own_chunks<Config::kThreads>(tiles.key());
     round_own_chunks<Config::kThreads>(tiles.value());
   }
-}
-
-// acc = A B^T, for A's rows from `row` on and B's from `col` on.
-template <typename Element, int kM, int kN, typename TileA, typename TileB>
-__device__ __forceinline__ void multiply_by_transpose(float (&acc)[kM][kN][4], const TileA& a_tile,
-                                                      int row, const TileB& b_tile, int col) {
-  set_zero(acc);
-  const BlockReader a_reader(a_tile, BlockOrder::kRowsFirst, row, 0);
-  const BlockReader b_reader(b_tile, BlockOrder::kColsFirst, col, 0);
-  matmul<Element, TileA::kCols / kStepCols<Element>, kRoundedB | kRolled>(
-      acc, [&](uint32_t (&a)[4], int m, int k) { ptx::ldmatrix_x4(a, a_reader.at(m * 16, k * 2)); },
-      [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, b_reader.at(n * 8, k * 2)); });
 }
 
 // Turns products into logits, -inf where not allowed.
@@ -298,54 +286,6 @@ __device__ __forceinline__ void differentiate_scores(
   gradient.finish(scores, dscores, lse_log2, delta);
   store_fragments<Element>(tiles.probability(), row, col / 8, scores);
   store_fragments<Element>(tiles.dscore(), row, col / 8, dscores);
-}
-
-// acc += A^T B, for A's columns from `row` on. The warps take 16 of B's columns each, in turn.
-template <typename Element, int kWarpCols, int kM, int kN, typename TileA, typename TileB>
-__device__ __forceinline__ void add_transpose_product(float (&acc)[kM][kN][4], const TileA& a_tile,
-                                                      int row, const TileB& b_tile, int warp_col) {
-  if constexpr (kIsFloat32<Element>) {
-    const TransposedReader b_reader(b_tile, 0, warp_col * 4);
-    const TransposedReader a_reader(a_tile, 0, row / 4);
-    matmul<Element, TileA::kRows / 8, kRoundedA | kRolled>(
-        acc, [&](uint32_t (&a)[4], int m, int k) { a_reader.read(a, k * 8, m * 4); },
-        [&](uint32_t (&b)[4], int n, int k) { b_reader.read_b(b, k * 8, n * 2 * kWarpCols); });
-  } else {
-    const BlockReader b_reader(b_tile, BlockOrder::kRowsFirst, 0, warp_col * 2);
-    const BlockReader a_reader(a_tile, BlockOrder::kColsFirst, 0, row / kChunk);
-    matmul<Element, TileA::kRows / 16>(
-        acc,
-        [&](uint32_t (&a)[4], int m, int k) {
-          ptx::ldmatrix_x4_trans(a, a_reader.at(k * 16, m * 2));
-        },
-        [&](uint32_t (&b)[4], int n, int k) {
-          ptx::ldmatrix_x4_trans(b, b_reader.at(k * 16, n * kWarpCols));
-        });
-  }
-}
-
-// acc = A B, for A's rows from `row` on. The warps take 16 of B's columns each, in turn.
-template <typename Element, int kWarpCols, int kM, int kN, typename TileA, typename TileB>
-__device__ __forceinline__ void multiply(float (&acc)[kM][kN][4], const TileA& a_tile, int row,
-                                         const TileB& b_tile, int warp_col) {
-  const BlockReader a_reader(a_tile, BlockOrder::kRowsFirst, row, 0);
-  if constexpr (kIsFloat32<Element>) {
-    const TransposedReader b_reader(b_tile, 0, warp_col * 4);
-    set_zero(acc);
-    matmul<Element, TileB::kRows / 8, kRoundedA | kRoundedB | kRolled>(
-        acc,
-        [&](uint32_t (&a)[4], int m, int k) { ptx::ldmatrix_x4(a, a_reader.at(m * 16, k * 2)); },
-        [&](uint32_t (&b)[4], int n, int k) { b_reader.read_b(b, k * 8, n * 2 * kWarpCols); });
-  } else {
-    const BlockReader b_reader(b_tile, BlockOrder::kRowsFirst, 0, warp_col * 2);
-    set_zero(acc);
-    matmul<Element, TileB::kRows / 16>(
-        acc,
-        [&](uint32_t (&a)[4], int m, int k) { ptx::ldmatrix_x4(a, a_reader.at(m * 16, k * 2)); },
-        [&](uint32_t (&b)[4], int n, int k) {
-          ptx::ldmatrix_x4_trans(b, b_reader.at(k * 16, n * kWarpCols));
-        });
-  }
 }
 
 // Adds a tile's part of dQ to its sums in global memory, in turn if workspace.turns.

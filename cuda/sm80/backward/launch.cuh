@@ -13,9 +13,12 @@
 #include "params.h"
 #include "plan/backward_workspace.h"
 #include "plan/choose.h"
+#include "plan/modifiers.h"
 #include "sm80/backward/edges.cuh"
 #include "sm80/backward/kernel.cuh"
+#include "sm80/backward/wide.cuh"
 #include "sm80/config.cuh"
+#include "sm80/wide_config.cuh"
 #include "status.h"
 #include "tile/element.cuh"
 #include "tile/launch.cuh"
@@ -44,6 +47,51 @@ Status launch_backward_config(const Backward& params, BackwardWorkspace workspac
   }
 }
 
+// Lays out the workspace, and launches what computes the spans of segments, if there are any.
+inline Status find_workspace(const Backward& params, int64_t head_dim, BackwardWorkspace& workspace,
+                             cudaStream_t stream) {
+  BackwardFeatures features = BackwardFeatures::of(params);
+  features.sm90 = false;
+  BackwardWorkspace::plan(params.shape, head_dim, features, params.workspace, workspace);
+  if (!params.query_segment_ids) return {};
+  return launch_segment_spans(params, workspace.spans, stream);
+}
+
+// Launches the kernels for head dims above 256, with as many stages of tiles as a block has
+// the shared memory for.
+template <typename Element, int kSmemKb>
+Status launch_wide_kernels(const Backward& params, const BackwardWorkspace& workspace,
+                           cudaStream_t stream) {
+  using KeyConfig = WideBackwardConfig<true, kSmemKb>;
+  using QueryConfig = WideBackwardConfig<false, kSmemKb>;
+  const Shape& shape = params.shape;
+  const bool modified = modifiers_of(params) != kNoModifier;
+  const Status status = launch_kernel(
+      "sm80::wide_key_kernel", shape, wide_key_kernel<KeyConfig, Element>,
+      ceil_div(shape.kv_len, KeyConfig::kBlockKv) * shape.kv_heads * shape.batch,
+      KeyConfig::kThreads, KeyConfig::kSmemBytes, stream, params, workspace, modified);
+  if (!status.ok()) return status;
+  return launch_kernel("sm80::wide_query_kernel", shape, wide_query_kernel<QueryConfig, Element>,
+                       QueryTilePlace<QueryConfig::kBlockQ>::count(shape), QueryConfig::kThreads,
+                       QueryConfig::kSmemBytes, stream, params, workspace, modified);
+}
+
+template <typename Element>
+Status launch_wide_backward(const Backward& params, const Choice& choice, cudaStream_t stream) {
+  const Shape& shape = params.shape;
+  BackwardWorkspace workspace;
+  Status status = find_workspace(params, kWideDim, workspace, stream);
+  if (!status.ok()) return status;
+  status = launch_kernel("sm80::backward_begin_kernel", shape, backward_begin_kernel<Element, true>,
+                         ceil_div(shape.q_len, kMaxBlockQ) * shape.batch * shape.heads,
+                         kEdgeThreads, 0, stream, params, workspace);
+  if (!status.ok()) return status;
+  status = choice.smem_class == SmemClass::kLarge
+               ? launch_wide_kernels<Element, 227>(params, workspace, stream)
+               : launch_wide_kernels<Element, 163>(params, workspace, stream);
+  return status.ok() ? launch_added_gradients<Element>(params, workspace, stream) : status;
+}
+
 template <typename Element, int kHeadDim, bool kGeneral>
 Status launch_backward_elements(const Backward& params, const Choice& choice, cudaStream_t stream) {
   constexpr int kNarrow = kHeadDim == 192 ? 128 : kHeadDim, kProducts = kTf32ProductsOf<Element>;
@@ -57,11 +105,7 @@ Status launch_backward_elements(const Backward& params, const Choice& choice, cu
   using SmallOrMedium = std::conditional_t<(Medium::kSmemBytes > Small::kSmemLimit), Small, Medium>;
   using LargeOrMedium = std::conditional_t<(Large::kSmemBytes > Medium::kSmemLimit), Large, Medium>;
   BackwardWorkspace workspace;
-  BackwardFeatures features = BackwardFeatures::of(params);
-  features.sm90 = false;
-  BackwardWorkspace::plan(params.shape, kHeadDim, features, params.workspace, workspace);
-  Status status;
-  if (params.query_segment_ids) status = launch_segment_spans(params, workspace.spans, stream);
+  Status status = find_workspace(params, kHeadDim, workspace, stream);
   if (!status.ok()) return status;
   if (kGeneral && kIsFloat32<Element> && adds_bias_gradient(params)) {
     const BiasOwnership size(params.shape, params.dbias);
@@ -94,9 +138,15 @@ Status launch_backward_elements(const Backward& params, const Choice& choice, cu
 // mostly with a value dim of 128.
 template <typename Element, int kHeadDim, bool kGeneral>
 Status launch_backward(const Backward& params, const Choice& choice, cudaStream_t stream) {
-  return with_kernel_element<Element>(params.options.high_precision, [&](auto element) {
-    return launch_backward_elements<decltype(element), kHeadDim, kGeneral>(params, choice, stream);
-  });
+  if constexpr (kHeadDim == kWideDim) {
+    static_assert(kGeneral);
+    return launch_wide_backward<Element>(params, choice, stream);
+  } else {
+    return with_kernel_element<Element>(params.options.high_precision, [&](auto element) {
+      return launch_backward_elements<decltype(element), kHeadDim, kGeneral>(params, choice,
+                                                                             stream);
+    });
+  }
 }
 
 }  // namespace jax_flash::sm80

@@ -3,7 +3,6 @@
 #pragma once
 
 #include <cstdint>
-#include <type_traits>
 
 #include "modifiers/segments.cuh"
 #include "params.h"
@@ -11,10 +10,8 @@
 #include "ptx/global.cuh"
 #include "ptx/math.cuh"
 #include "ptx/shared.cuh"
-#include "ptx/tf32.cuh"
 #include "sm80/backward/edges.cuh"
 #include "tile/band.cuh"
-#include "tile/element.cuh"
 #include "tile/float32_rows.cuh"
 #include "tile/matmul.cuh"
 #include "tile/smem_tile.cuh"
@@ -101,36 +98,6 @@ __device__ __forceinline__ void load_rows(float (&values)[kM][2], const float* s
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) values[m][half] = smem[fragment_row(m, 2 * half)];
-  }
-}
-
-// Stores accumulator fragments, rounded to the element type, in a tile at (row, 8 * chunk).
-template <typename Element, typename Tile, int kM, int kN>
-__device__ __forceinline__ void store_fragments(const Tile& tile, int row, int chunk,
-                                                const float (&values)[kM][kN][4]) {
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        if constexpr (kIsFloat32<Element>) {
-          uint2 pair = make_uint2(__float_as_uint(values[m][n][2 * half]),
-                                  __float_as_uint(values[m][n][2 * half + 1]));
-          if constexpr (std::is_same_v<Element, Tf32>) {
-            pair = make_uint2(ptx::round_to_tf32(pair.x), ptx::round_to_tf32(pair.y));
-          }
-          ptx::st_shared_v2(
-              tile.address(row + fragment_row(m, 2 * half), 2 * (chunk + n) + threadIdx.x % 4 / 2) +
-                  threadIdx.x % 2 * 8,
-              pair);
-        } else {
-          ptx::st_shared_b32(
-              tile.address(row + fragment_row(m, 2 * half), chunk + n) + threadIdx.x % 4 * 4,
-              ptx::cvt_rn_x2<Element>(values[m][n][2 * half], values[m][n][2 * half + 1]));
-        }
-      }
-    }
   }
 }
 

@@ -27,6 +27,7 @@
 #include "ptx/math.cuh"
 #include "ptx/shared.cuh"
 #include "sm80/config.cuh"
+#include "sm80/products.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
 #include "tile/element.cuh"
@@ -72,11 +73,6 @@ __device__ __forceinline__ uint32_t attended_columns(const float (&logits)[kM][k
     bits |= __shfl_xor_sync(0xffffffff, bits, distance);
   }
   return bits;
-}
-
-// Keeps the half words of an operand register whose rows of V some row attends to.
-__device__ __forceinline__ uint32_t keep_halves(uint32_t pair, uint32_t bits) {
-  return pair & ((bits & 1 ? 0x0000ffffu : 0) | (bits & 2 ? 0xffff0000u : 0));
 }
 
 // Stores a warp's rows of out through shared memory, in rows of 16-byte chunks.
@@ -213,10 +209,10 @@ struct ForwardTiles {
 };
 
 // Copies tiles of queries, keys and values of one head for a block of rows from row0 on.
-template <typename Config, typename Element>
+template <typename Config, typename Element, typename Tiles = ForwardTiles<Config>>
 struct TileLoader {
   const Forward& params;
-  const ForwardTiles<Config>& tiles;
+  const Tiles& tiles;
   const Band& band;
   int32_t row0;
 

@@ -11,8 +11,11 @@
 #include "modifiers/kernels.h"
 #include "params.h"
 #include "plan/choose.h"
+#include "plan/modifiers.h"
 #include "sm80/config.cuh"
 #include "sm80/forward/kernel.cuh"
+#include "sm80/forward/wide.cuh"
+#include "sm80/wide_config.cuh"
 #include "status.h"
 #include "tile/element.cuh"
 #include "tile/launch.cuh"
@@ -33,16 +36,38 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
                      Config::kSmemBytes, stream, params, spans);
 }
 
+// Finds where the spans of segments are, if there are any, and launches what computes them.
+inline Status find_segment_spans(const Forward& params, SegmentSpans& spans, cudaStream_t stream) {
+  if (!params.query_segment_ids) return {};
+  spans = SegmentSpans::at(params.shape, params.workspace);
+  if (params.extreme_rows_only) return {};  // the kernels before have launched it
+  return launch_segment_spans(params, spans, stream);
+}
+
+// Launches the kernel for head dims above 256, with the largest tiles that a block has the shared
+// memory for.
+template <typename Element>
+Status launch_wide_forward(const Forward& params, const Choice& choice, cudaStream_t stream) {
+  SegmentSpans spans;
+  if (const Status status = find_segment_spans(params, spans, stream); !status.ok()) return status;
+  const auto launch = [&](auto config) {
+    using Config = decltype(config);
+    return launch_kernel(
+        "sm80::wide_forward_kernel", params.shape, wide_forward_kernel<Config, Element>,
+        QueryTilePlace<Config::kBlockQ>::count(params.shape), Config::kThreads, Config::kSmemBytes,
+        stream, params, spans, modifiers_of(params) != kNoModifier);
+  };
+  switch (choice.smem_class) {
+    case SmemClass::kSmall: return launch(WideForwardConfig<99>{});
+    case SmemClass::kLarge: return launch(WideForwardConfig<227>{});
+    default: return launch(WideForwardConfig<163>{});
+  }
+}
+
 template <typename Element, int kHeadDim, bool kGeneral>
 Status launch_forward_elements(const Forward& params, const Choice& choice, cudaStream_t stream) {
   SegmentSpans spans;
-  if (params.query_segment_ids) {
-    spans = SegmentSpans::at(params.shape, params.workspace);
-    if (!params.extreme_rows_only) {  // otherwise the kernels before have launched it
-      const Status status = launch_segment_spans(params, spans, stream);
-      if (!status.ok()) return status;
-    }
-  }
+  if (const Status status = find_segment_spans(params, spans, stream); !status.ok()) return status;
   constexpr int kNarrow = kHeadDim == 192 ? 128 : kHeadDim, kProducts = kTf32ProductsOf<Element>;
   if constexpr (std::is_same_v<Element, Tf32> && !kGeneral && kHeadDim <= 128) {
     int sms = 0;
@@ -78,9 +103,14 @@ Status launch_forward_elements(const Forward& params, const Choice& choice, cuda
 // with a value dim of 128.
 template <typename Element, int kHeadDim, bool kGeneral>
 Status launch_forward(const Forward& params, const Choice& choice, cudaStream_t stream) {
-  return with_kernel_element<Element>(params.options.high_precision, [&](auto element) {
-    return launch_forward_elements<decltype(element), kHeadDim, kGeneral>(params, choice, stream);
-  });
+  if constexpr (kHeadDim == kWideDim) {
+    static_assert(kGeneral);
+    return launch_wide_forward<Element>(params, choice, stream);
+  } else {
+    return with_kernel_element<Element>(params.options.high_precision, [&](auto element) {
+      return launch_forward_elements<decltype(element), kHeadDim, kGeneral>(params, choice, stream);
+    });
+  }
 }
 
 }  // namespace jax_flash::sm80

@@ -17,6 +17,7 @@
 #include "status.h"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
+#include "tile/chunk.cuh"
 #include "tile/launch.cuh"
 #include "tile/quad.cuh"
 #include "tile/smem_tile.cuh"
@@ -56,20 +57,6 @@ __device__ __forceinline__ void write_zeros(const BackwardEdgePlan& plan, int32_
   for (int i = thread; i < zeros / 4; i += kEdgeThreads) {
     sums[i] = make_float4(0.0f, 0.0f, 0.0f, 0.0f);
   }
-}
-
-// Returns the product of kChunk contiguous elements, aligned, with as many others.
-template <typename Element>
-__device__ __forceinline__ float dot_product_of_chunk(const Element* a, const Element* b) {
-  const uint4 a_words = *reinterpret_cast<const uint4*>(a);
-  const uint4 b_words = *reinterpret_cast<const uint4*>(b);
-  float sum = 0.0f;
-#pragma unroll
-  for (int e = 0; e < kChunk; ++e) {
-    sum = fmaf(static_cast<float>(reinterpret_cast<const Element*>(&a_words)[e]),
-               static_cast<float>(reinterpret_cast<const Element*>(&b_words)[e]), sum);
-  }
-  return sum;
 }
 
 // Computes delta and lse in log2 units. The grid is batch x head x tiles of kEdgeRows rows, and
