@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Case, make_inputs
+from oracle import Inputs, allowed_logits
 from test_fp8 import call8, emulate, error, normal, quantized
 
 import jax_flash
 from jax_flash import Fp8, dot_product_attention, quantize
+from jax_flash.fp8 import SCALES
 
 pytestmark = pytest.mark.gpu
 
@@ -133,6 +135,58 @@ def test_gradients_are_those_of_the_rounded_operands():
     # reference has rounded ones.
     for one, other in zip(got, expected, strict=True):
         assert error(one, other) < 0.15
+
+
+# What keeps some of 500 keys from each of 300 queries, and whether these are before or after them.
+KEPT = {
+    "causal": {"is_causal": True, "query_offset": -30},
+    "window": {"local_window_size": (40, 20), "query_offset": 100},
+    "traced window": {"local_window_size": (jnp.int32(9), jnp.int32(0)), "query_offset": 77},
+    "lengths": {"query_seq_lengths": [200, 130], "key_value_seq_lengths": [400, 120]},
+    "causal and lengths": {"is_causal": True, "query_seq_lengths": [200, 0]},
+    "segments": {"query_segment_ids": True, "key_value_segment_ids": True},
+    "segments and window": {
+        "query_segment_ids": True, "key_value_segment_ids": True, "local_window_size": (64, 200),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("kept", KEPT)
+def test_keys_and_values_of_no_query_may_be_nan(kept, dim):
+    options = {n: jnp.array(x) if isinstance(x, list) else x for n, x in KEPT[kept].items()}
+    if "query_segment_ids" in options:  # keys of 1 and 3 alone: segments that no query has
+        query_ids = jnp.repeat(jnp.array([[0, 2, 4], [4, 2, 0]]), 100, axis=1)
+        key_ids = jnp.stack([jnp.arange(500) // 100, jnp.arange(500) % 5])
+        options |= {"query_segment_ids": query_ids, "key_value_segment_ids": key_ids}
+    query = normal(2, 300, 4, dim)
+    key, value = (normal(2, 500, 2, dim, seed=i) for i in (1, 2))
+    inputs = Inputs(query, key, value, options, dout=None)
+    attended = jnp.array(allowed_logits(inputs).any((1, 2)))[:, :, None, None]
+
+    @jax.jit
+    def call(key, value):
+        arrays = [quantize(x) for x in (query, key, value)]
+        scales = {n: x.scale for n, x in zip(SCALES.values(), arrays, strict=True)}
+        return dot_product_attention(*(x.values for x in arrays), **scales, **options)
+
+    assert not attended.all()
+    clean = call(*(jnp.where(attended, x, 0) for x in (key, value)))
+    got = call(*(jnp.where(attended, x, jnp.nan) for x in (key, value)))
+    assert jnp.isfinite(got).all()
+    np.testing.assert_array_equal(got, clean)
+
+
+def test_nan_that_a_query_attends_to_reaches_it():
+    query, key, value = (normal(1, 300, 2, 64, seed=i) for i in range(3))
+    ids = jnp.arange(300)[None] // 150
+    for x in (200, 260):
+        out = dot_product_attention(
+            query, key, value.at[:, x, 0, 3].set(jnp.nan), is_causal=True, fp8=Fp8(),
+            query_segment_ids=ids, key_value_segment_ids=ids,
+        )  # fmt: skip
+        assert jnp.isnan(out[0, x:, 0, 3]).all()
+        assert jnp.isfinite(out[0, :, 1]).all()
 
 
 def test_values_beyond_the_lengths_may_be_nan():

@@ -33,7 +33,7 @@ Status launch_float8_config(const Forward& params, const Scales& scales, cudaStr
   }
   const auto workspace = Float8Workspace::at(shape, has_segments, params.workspace);
   if (status.ok()) {
-    status = launch_float8_values<Config::kValueDim>(params, scales, workspace, stream);
+    status = launch_float8_values<Config::kValueDim>(params, scales, workspace, spans, stream);
   }
   Float8Maps maps;
   if (status.ok()) {

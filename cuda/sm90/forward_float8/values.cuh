@@ -1,7 +1,10 @@
 // Prepares values for the FP8 forward kernel: an FP8 product takes the keys of V contiguous.
 //
-//   values[batch, kv head, tile][column][place of a key]   e4m3, zeros from kv_len on
+//   values[batch, kv head, tile][column][place of a key]   e4m3
 //   factors[batch, kv head, tile]                          KeyFactors
+//
+// Keys that no query may attend to get zeros: a P of 0 does not cancel NaN. Where their position
+// alone forbids them, always; where their segment does, if they are NaN.
 //
 // A tile is as SmemTile has it in shared memory, so that one plain copy fetches it. In every 16
 // keys, that of place 4 t + r is 8 (r / 2) + 2 t + r % 2: a thread's accumulators of S are then its
@@ -12,30 +15,18 @@
 
 #include "params.h"
 #include "plan/float8.h"
+#include "plan/segment_spans.h"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
+#include "tile/block_maximum.cuh"
 #include "tile/launch.cuh"
 
 namespace jax_flash::sm90 {
 
 inline constexpr int kValuesThreads = 256;
-
-// Returns the greatest number among those of a block's threads.
-__device__ __forceinline__ float block_maximum(float x) {
-  __shared__ float of_warps[kValuesThreads / 32];
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, distance));
-  }
-  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = x;
-  __syncthreads();
-#pragma unroll
-  for (float other : of_warps) x = fmaxf(x, other);
-  return x;
-}
 
 // Transposes 4x4 bytes: byte j of word i goes to byte i of word j.
 __device__ __forceinline__ void transpose_bytes(uint32_t (&word)[4]) {
@@ -88,34 +79,92 @@ __device__ __forceinline__ void load_transposed(const uint8_t (&stored)[kScaleBl
   }
 }
 
+// Returns true if some of four numbers of e4m3 is NaN.
+__device__ __forceinline__ bool has_nan(uint32_t bytes) {
+  return (((bytes & 0x7f7f7f7f) + 0x01010101) & 0x80808080) != 0;
+}
+
+// Says which keys of a batch some query may attend to, with segments if the call has any.
+struct AttendedKeys {
+  Band band;
+  const int32_t *query_ids = nullptr, *key_ids = nullptr;
+
+  __device__ __forceinline__ AttendedKeys(const Forward& params, const BatchIndex& batch,
+                                          const SegmentSpans& spans, int64_t index)
+      : band(params, batch) {
+    if (spans.query == nullptr) return;
+    query_ids = spans.query_ids + index * spans.query_blocks * kSegmentBlock;
+    key_ids = spans.key_ids + index * spans.key_blocks * kSegmentBlock;
+  }
+  __device__ __forceinline__ bool by_position(int32_t key) const {
+    return key < band.kv_len && band.first_row(key) < band.end_row(key + 1);
+  }
+  // Whether a query has the key's segment. Called by whole warps.
+  __device__ __forceinline__ bool by_segment(int32_t key) const {
+    const int32_t id = key_ids[key], end = band.end_row(key + 1);
+    bool found = false;
+    for (int32_t row = band.first_row(key) + static_cast<int32_t>(threadIdx.x % 32); row < end;
+         row += 32) {
+      found = found || query_ids[row] == id;
+    }
+    return __any_sync(0xffffffff, found);
+  }
+};
+
+// Zeroes keys of a tile, `key0` its first, whose bits of `nan` are set and whose segment no query
+// has.
+template <int kValueDim, int kPitch>
+__device__ __forceinline__ void clear_other_segments(const AttendedKeys& attended, int32_t key0,
+                                                     const uint32_t (&nan)[kScaleBlock / 32],
+                                                     uint8_t (&stored)[kScaleBlock][kPitch]) {
+  for (int key = threadIdx.x / 32; key < kScaleBlock; key += kValuesThreads / 32) {
+    if (!(nan[key / 32] >> key % 32 & 1) || attended.by_segment(key0 + key)) continue;
+    for (int chunk = threadIdx.x % 32; chunk < kValueDim / 16; chunk += 32) {
+      *reinterpret_cast<uint4*>(&stored[key][chunk * 16]) = uint4{};
+    }
+  }
+  __syncthreads();
+}
+
 // Grid: a block for each tile of each batch and head, tiles fastest.
 template <int kValueDim>
 __global__ void __launch_bounds__(kValuesThreads)
     float8_values_kernel(const __grid_constant__ Forward params,
-                         const __grid_constant__ Scales scales, Float8Workspace workspace) {
+                         const __grid_constant__ Scales scales, Float8Workspace workspace,
+                         SegmentSpans spans) {
   ptx::griddepcontrol_launch_dependents();
   constexpr int kKeys = kScaleBlock, kPitch = kValueDim + 16;
   __shared__ alignas(128) uint8_t stored[kKeys][kPitch];  // then the result
+  __shared__ uint32_t nan[kKeys / 32];                    // a bit for each key
   const Shape& shape = params.shape;
   const int64_t index = blockIdx.x;
   const int32_t tile = static_cast<int32_t>(index % workspace.tiles);
   const int32_t head = static_cast<int32_t>(index / workspace.tiles % shape.kv_heads);
-  const BatchIndex batch(shape, index / workspace.tiles / shape.kv_heads);
-  const int32_t kv_len = Band(params, batch).kv_len;
+  const int64_t batch_index = index / workspace.tiles / shape.kv_heads;
+  const BatchIndex batch(shape, batch_index);
+  const AttendedKeys attended(params, batch, spans, batch_index);
+  if (threadIdx.x < kKeys / 32) nan[threadIdx.x] = 0;
+  __syncthreads();
   const uint8_t* from = batch.pointer<const uint8_t>(params.value, head);
   constexpr int kChunks = kValueDim / 16;
 #pragma unroll
   for (int i = threadIdx.x; i < kKeys * kChunks; i += kValuesThreads) {
     const int key = i / kChunks, chunk = i % kChunks;
-    const int64_t row = int64_t{tile} * kKeys + key;
+    const int32_t row = tile * kKeys + key;
     uint4 bytes = {};
-    if (row < kv_len) {
+    if (attended.by_position(row)) {
       bytes = *reinterpret_cast<const uint4*>(from + row * params.value.row + chunk * 16);
+      if (has_nan(bytes.x) || has_nan(bytes.y) || has_nan(bytes.z) || has_nan(bytes.w)) {
+        atomicOr(&nan[key / 32], 1u << key % 32);
+      }
     }
     *reinterpret_cast<uint4*>(&stored[key][chunk * 16]) = bytes;
   }
   find_key_factors(shape, scales, workspace, batch, head, tile, index);
   __syncthreads();
+  if (attended.query_ids != nullptr) {
+    clear_other_segments<kValueDim>(attended, tile * kKeys, nan, stored);
+  }
   // Each part is four columns of 16 keys. Neighbouring threads have neighbouring columns, which are
   // in different banks.
   constexpr int kFours = kValueDim / 4, kParts = kFours * (kKeys / 16);
@@ -152,11 +201,12 @@ __global__ void __launch_bounds__(kValuesThreads)
 
 template <int kValueDim>
 Status launch_float8_values(const Forward& params, const Scales& scales,
-                            const Float8Workspace& workspace, cudaStream_t stream) {
+                            const Float8Workspace& workspace, const SegmentSpans& spans,
+                            cudaStream_t stream) {
   const Shape& shape = params.shape;
   return launch_kernel("sm90::float8_values_kernel", shape, float8_values_kernel<kValueDim>,
                        shape.batch * shape.kv_heads * workspace.tiles, kValuesThreads, 0, stream,
-                       params, scales, workspace);
+                       params, scales, workspace, spans);
 }
 
 }  // namespace jax_flash::sm90
