@@ -11,7 +11,7 @@ from oracle import Inputs, allowed_logits
 from test_fp8 import call8, emulate, error, normal, quantized
 
 import jax_flash
-from jax_flash import Fp8, dot_product_attention, quantize
+from jax_flash import Fp8, dot_product_attention, fp8, quantize
 from jax_flash.fp8 import SCALES
 
 pytestmark = pytest.mark.gpu
@@ -57,6 +57,76 @@ def compare(inputs, per=128, dtype="float32", deviation=1.0):
     assert not out[empty].any()
     np.testing.assert_array_equal(np.isfinite(lse), ~empty)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-4, atol=LSE_LIMIT * max(1, deviation))
+
+
+def by_xla(x, per, rotation=None):
+    return jax.jit(fp8.quantized_by_xla, static_argnums=1)(x, Fp8(per, rotation))
+
+
+def check_rounding(got, expected, rotated=False):
+    """Equal, but for what sums in another order, and XLA's divisions, make of it.
+
+    A rotated number may be rounded to another one of 16 bits, and so may a scale, which changes the
+    rounding of all that share it.
+    """
+    for x in (got, expected):
+        assert x.values.dtype == jnp.float8_e4m3fn
+    np.testing.assert_allclose(got.scale, expected.scale, rtol=2**-7 if rotated else 2e-7)
+    one, other = (np.asarray(x.values, np.float32) for x in (got, expected))
+    np.testing.assert_array_equal(np.isnan(one), np.isnan(other))
+    one, other = np.nan_to_num(one), np.nan_to_num(other)
+    np.testing.assert_allclose(one, other, rtol=0.13, atol=2**-9)  # a step of e4m3
+    assert np.mean(one != other) < (0.04 if rotated else 1e-5)
+
+
+ROUNDINGS = [
+    ((2, 600, 3, 128), 128, None, "bfloat16"),
+    ((2, 600, 3, 128), 300, 5, "bfloat16"),
+    ((2, 600, 3, 128), 50, 5, "float16"),
+    ((700, 2, 64), "head", 5, "float32"),
+    ((700, 2, 64), "tensor", None, "float16"),
+    ((1, 2, 300, 1, 96), 128, 5, "float32"),
+    ((1, 2, 300, 1, 96), "tensor", 5, "bfloat16"),
+    ((300, 1, 192), 128, 2**32 - 1, "bfloat16"),
+    ((300, 1, 192), "head", None, "bfloat16"),
+    ((1, 300, 2, 8), 128, 5, "bfloat16"),
+    ((600, 3, 256), 128, 5, "float32"),
+    ((640, 3, 256), 320, None, "float32"),
+    ((1, 600, 2, 72), 128, 5, "float16"),
+]
+
+
+@pytest.mark.parametrize(("shape", "per", "rotation", "dtype"), ROUNDINGS)
+def test_quantize(shape, per, rotation, dtype):
+    x = 3 * normal(*shape, dtype=dtype)
+    text = jax.jit(functools.partial(quantize, per=per, rotation=rotation)).lower(x).as_text()
+    assert "jax_flash_quantize" in text
+    got, expected = quantize(x, per, rotation=rotation), by_xla(x, per, rotation)
+    check_rounding(got, expected, rotation is not None)
+
+
+@pytest.mark.parametrize("per", [128, "head"])
+def test_quantize_what_is_not_finite_or_tiny(per):
+    x = np.array(normal(1, 512, 2, 64, dtype=jnp.float32))
+    x[0, 3, 0, 1], x[0, 130, 1, 2], x[0, 200, 0, 0] = np.nan, np.inf, -np.inf
+    x[0, 256:384, 1], x[0, 384:, 1] = 0, 1e-38
+    for dtype in (jnp.float32, jnp.bfloat16):
+        got, expected = quantize(jnp.asarray(x, dtype), per), by_xla(jnp.asarray(x, dtype), per)
+        assert np.argwhere(np.isnan(np.asarray(got.values, np.float32))).tolist() == [
+            [0, 3, 0, 1], [0, 130, 1, 2], [0, 200, 0, 0],
+        ]  # fmt: skip
+        check_rounding(got, expected)
+
+
+@pytest.mark.parametrize("per", [128, "tensor"])
+def test_quantize_under_vmap(per):
+    x = 3 * normal(2, 3, 200, 4, 64)
+    x = x * (1 + jnp.arange(6, dtype=x.dtype).reshape(2, 3, 1, 1, 1))
+    mapped = jax.jit(jax.vmap(jax.vmap(functools.partial(quantize, per=per)), 1))(x)
+    for i in range(3):
+        for k in range(2):
+            one = jax.tree.map(lambda y, i=i, k=k: y[i, k], mapped)
+            check_rounding(one, by_xla(x[k, i], per))
 
 
 @pytest.mark.parametrize("feature", FEATURES)
