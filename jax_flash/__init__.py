@@ -7,7 +7,8 @@ from jax_flash.attention import Explanation, dot_product_attention, explain, mer
 from jax_flash.autodiff import RESIDUAL_NAMES
 from jax_flash.ffi import EXPORT_SAFETY_CHECKS
 from jax_flash.flops import Flops, flops
-from jax_flash.fp8 import Fp8, Quantized, quantize
+from jax_flash.fp8 import Fp8, Quantized
+from jax_flash.quantization import quantize
 from jax_flash.ragged import positions_from_offsets, segment_ids_from_offsets
 from jax_flash.ring import ring_attention
 from jax_flash.sequence import sequence_positions, zigzag_permute, zigzag_restore

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from collections.abc import Iterable
 from typing import Any
 
 import jax
@@ -282,6 +283,16 @@ def _unsupported_dims(problem: _Problem, head_dims: set[int]) -> str | None:
 def _library() -> Any:
     """The native library, where it is known to be loaded."""
     return ffi.native
+
+
+def rounds(arrays: Iterable[Any]) -> bool:
+    """Whether the CUDA kernel that rounds to float8 takes these arrays; see cuda/quantize/."""
+    return (
+        ffi.native is not None
+        and _library().has_cuda()
+        and all(x.size and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256 for x in arrays)
+        and all(capability >= 80 for capability in _compute_capabilities())
+    )
 
 
 def _families(dtype: str | None = None, widest: int = 0) -> set[int]:

@@ -10,7 +10,7 @@ import dataclasses
 import importlib
 import warnings
 from collections.abc import Iterable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.export
@@ -19,15 +19,18 @@ import numpy as np
 
 from jax_flash.arrays import with_short_segment_ids
 from jax_flash.operands import OPERANDS, Operands
-from jax_flash.passes import Pass
+
+if TYPE_CHECKING:
+    from jax_flash.passes import Pass
 
 FORWARD_TARGET = "jax_flash_forward"
 BACKWARD_TARGET = "jax_flash_backward"
+QUANTIZE_TARGET = "jax_flash_quantize"
 
 # For jax.export: `jax.export.export(f, disabled_checks=jax_flash.EXPORT_SAFETY_CHECKS)`.
 EXPORT_SAFETY_CHECKS = tuple(
     jax.export.DisabledSafetyCheck.custom_call(target)
-    for target in (FORWARD_TARGET, BACKWARD_TARGET)
+    for target in (FORWARD_TARGET, BACKWARD_TARGET, QUANTIZE_TARGET)
 )
 
 # Batch axes that native code takes (kMaxBatchDims in cuda/params.h).
@@ -82,6 +85,34 @@ def call(
         target, attributes["gradients"] = BACKWARD_TARGET, _bits(one_pass.gradients)
     outputs = jax.ffi.ffi_call(target, (*results.values(), workspace))(*arrays, **attributes)
     return dict(zip(results, outputs[:-1], strict=True))
+
+
+def quantize(
+    arrays: list[jax.Array],
+    scale_shapes: list[tuple[int, ...]],
+    *,
+    block: int,
+    rotation: int | None,
+    rotated: tuple[bool, ...],
+) -> list[jax.Array]:
+    """Rounds arrays to float8_e4m3fn, on a GPU.
+
+    Args:
+      arrays: up to three, [sets,batch,T,heads,H].
+      scale_shapes: of each, [sets,batch,blocks,heads], or [sets,1,1,1] where a set shares one.
+      block: how many tokens of a head share a scale; 0: all of a set.
+      rotation: the seed of a rotation, or None.
+      rotated: which of the arrays are rotated.
+
+    Returns:
+      All values, then all scales.
+    """
+    values = [jax.ShapeDtypeStruct(x.shape, jnp.float8_e4m3fn) for x in arrays]
+    scales = [jax.ShapeDtypeStruct(shape, jnp.float32) for shape in scale_shapes]
+    bits = 0 if rotation is None else sum(1 << i for i, x in enumerate(rotated) if x)
+    call = jax.ffi.ffi_call(QUANTIZE_TARGET, (*values, *scales))
+    seed = np.int64((rotation or 0) % 2**32)
+    return list(call(*arrays, block=np.int64(block), rotated=np.int32(bits), seed=seed))
 
 
 def _in_order(operands: Operands) -> list[jax.Array]:

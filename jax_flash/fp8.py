@@ -16,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.export import is_symbolic_dim
-from jax.typing import ArrayLike
 
 from jax_flash.operands import Operands
 
@@ -77,55 +76,6 @@ class Quantized(NamedTuple):
     scale: jax.Array
 
 
-def quantize(x: ArrayLike, per: Per = 128, *, rotation: int | None = None) -> Quantized:
-    r"""Rounds a query, key or value to float8_e4m3fn with scales, for `dot_product_attention`.
-
-    The scale of a block is its greatest finite absolute value over 448, so that the block uses
-    all of e4m3's range. Infinities become NaN, which e4m3 has, and stay where they are.
-
-    A rotation multiplies each head's vector by :math:`D H / \sqrt{m}`, where D is a diagonal of
-    random signs and H a Hadamard matrix of m rows, m being the greatest power of two that divides
-    the head dim (for other head dims, several such blocks). Products of query and key stay as they
-    are if both are rotated with one seed, and an outlier is spread over m numbers, which lowers
-    the scale of its block. Values must not be rotated.
-
-    It is plain JAX, which XLA fuses. Its derivative passes the rounding as if it were none, and
-    takes scales for constants; JAX makes cotangents of float8 values float8, too, so that they
-    are too coarse to train with, and attention refuses them. To train, use `fp8=Fp8()` instead.
-
-    Args:
-      x: [\*B,T,heads,H], bfloat16, float16 or float32; at least three axes.
-      per: what shares a scale: a block of so many tokens of a head, 128 or a divisor of T; "head";
-        or "tensor", all of x. CUDA kernels take multiples of 128.
-      rotation: the seed of the signs, known when the function is traced; None is no rotation.
-
-    Returns:
-      `Quantized`: (values, scale).
-
-    Raises:
-      TypeError: x is no array of floats, or rotation no int.
-      ValueError: x has too few axes, or per does not fit.
-
-    References:
-      Micikevicius et al., "FP8 formats for deep learning", 2022; Ashkboos et al., "QuaRot", 2024,
-      section 4, and Shah et al., "FlashAttention-3", 2024, section 3.3 (rotations).
-    """
-    option = Fp8(per, rotation)
-    x = jnp.asarray(x)
-    if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
-        raise TypeError(f"x: expected bfloat16, float16 or float32, got {x.dtype}")
-    if x.ndim < 3:
-        raise ValueError(f"x: expected shape [..., T, heads, H] of 3 or more axes, got {x.shape}")
-    length = x.shape[-3]
-    block = _block_size(option.per, length)
-    if -(-length // block) > 1 and block_of(-(-length // block), length) != block:
-        raise ValueError(
-            f"per: expected {KERNEL_BLOCK}, or a number of tokens that divides the sequence's "
-            f"{length} into another number of blocks than that does, got {per}"
-        )
-    return _quantized(x, option)
-
-
 def block_of(blocks: int, length: Any) -> int | None:
     """The tokens that share a scale where a sequence has so many; None if that cannot be."""
     if blocks == -(-length // KERNEL_BLOCK):
@@ -133,7 +83,7 @@ def block_of(blocks: int, length: Any) -> int | None:
     return length // blocks if blocks and length % blocks == 0 else None
 
 
-def _block_size(per: Per, length: Any) -> Any:
+def block_size(per: Per, length: Any) -> Any:
     """The tokens of a block, one of which is the whole sequence if that is shorter."""
     if not isinstance(per, int):
         return length
@@ -143,12 +93,13 @@ def _block_size(per: Per, length: Any) -> Any:
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def _quantized(x: jax.Array, option: Fp8) -> Quantized:
+def quantized_by_xla(x: jax.Array, option: Fp8) -> Quantized:
+    """What `quantize` returns, in operations that XLA fuses; it can be differentiated."""
     if option.rotation is not None:
         x = rotate(x, option.rotation)
     scale = _scale(x, option.per)
     length, heads = x.shape[-3:-1]
-    by_token = token_scale(scale, _block_size(option.per, length), length, heads)
+    by_token = token_scale(scale, block_size(option.per, length), length, heads)
     scaled = x.astype(jnp.float32) / jnp.swapaxes(by_token, -1, -2)[..., None]
     values = scaled + jax.lax.stop_gradient(round_e4m3(scaled) - scaled)
     return Quantized(jnp.where(jnp.abs(x) < jnp.inf, values, jnp.nan).astype(DTYPE), scale)
@@ -168,7 +119,7 @@ def _scale(x: jax.Array, per: Per) -> jax.Array:
     elif per == "head":
         sizes = sizes.max(-2, keepdims=True, initial=0)
     else:
-        block = _block_size(per, length)
+        block = block_size(per, length)
         count = -(-length // block)
         pads = [(0, 0)] * len(batch) + [(0, count * block - length), (0, 0)]
         sizes = jnp.pad(sizes, pads).reshape(*batch, count, block, heads).max(-2)
@@ -228,40 +179,6 @@ def moved(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Arr
         return collective(x)
     sent = collective(jax.lax.bitcast_convert_type(x, jnp.uint8))
     return jax.lax.bitcast_convert_type(sent, DTYPE)
-
-
-def _option_of(name: str, option: Fp8) -> Fp8:
-    return dataclasses.replace(option, rotation=None) if name == "value" else option
-
-
-def quantize_operands(option: Fp8, operands: Operands) -> tuple[Operands, int]:
-    """The operands of a call with `fp8=` as those of one of float8, and the tokens of a scale."""
-    quantized = dict(operands)
-    for name, scale_name in SCALES.items():
-        x = operands[name]
-        length, heads, _ = x.shape[-3:]
-        quantized[name], scale = _quantized(x, _option_of(name, option))
-        block = _block_size(option.per, length)
-        quantized[scale_name] = token_scale(scale, block, length, heads)
-    return quantized, option.per if isinstance(option.per, int) else 0
-
-
-def round_operands(option: Fp8, operands: Operands) -> Operands:
-    """The operands with the numbers that those of float8 stand for, in their own dtype.
-
-    The derivative passes the rounding as if it were none, and takes the rotation for what it is.
-    """
-    rounded = dict(operands)
-    for name in SCALES:
-        x, own = operands[name], _option_of(name, option)
-        if own.rotation is not None:
-            x = rotate(x, own.rotation)
-        length, heads, _ = x.shape[-3:]
-        values, scale = _quantized(jax.lax.stop_gradient(x), Fp8(own.per))
-        scale = token_scale(scale, _block_size(own.per, length), length, heads)
-        values = values.astype(jnp.float32) * jnp.swapaxes(scale, -1, -2)[..., None]
-        rounded[name] = values.astype(x.dtype) + (x - jax.lax.stop_gradient(x))
-    return rounded
 
 
 def rotate_back(option: Fp8, gradients: Operands) -> Operands:

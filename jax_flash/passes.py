@@ -16,7 +16,7 @@ import jax.numpy as jnp
 
 from jax_flash import all_gather, all_to_all, reference, ring_passes
 from jax_flash.arrays import accumulator_of
-from jax_flash.fp8 import quantize_operands, rotate_back, round_operands
+from jax_flash.fp8 import rotate_back
 from jax_flash.operands import (
     OPERANDS,
     Operands,
@@ -24,6 +24,7 @@ from jax_flash.operands import (
     batch_shape,
     broadcast_batch,
 )
+from jax_flash.quantization import quantize_operands, round_operands
 from jax_flash.sequence import SequenceSharding, choose_mode, in_position_order
 from jax_flash.spec import AttentionSpec
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -25,6 +26,7 @@ from jax_flash.head_dims import with_padded_head_dims
 from jax_flash.operands import Operands, added
 from jax_flash.partitioning import mesh_of, result_types, spread, unify_varying, vary_like
 from jax_flash.passes import Pass, as_run, complete, run_reference
+from jax_flash.quantization import Rounding, quantize_p, run_by_xla
 from jax_flash.ranks import own_ranks
 from jax_flash.spec import AttentionSpec
 
@@ -139,5 +141,32 @@ def _lower(platform: str | None, context, *arrays, one_pass: Pass, names: tuple[
     return mlir.lower_fun(make, multiple_results=True)(context, *arrays)
 
 
+def _quantize_natively(*arrays: jax.Array, static: Rounding) -> list[jax.Array]:
+    """What `quantization.run_by_xla` computes, by a CUDA kernel."""
+    per, folded, scale_shapes, shapes = static.per, [], [], []
+    for i, (x, mapped) in enumerate(zip(arrays, static.mapped, strict=True)):
+        *batch, length, heads, dim = x.shape
+        sets, rest = math.prod(batch[:mapped]), math.prod(batch[mapped:])
+        folded.append(x.reshape(sets, rest, length, heads, dim))
+        shape = static.scale_shape(i, x.shape)
+        shapes.append(shape)
+        scale_shapes.append((sets, math.prod(shape[mapped:-2]), *shape[-2:]))
+    block = {"tensor": 0, "head": max(x.shape[-3] for x in arrays)}.get(per, per)
+    results = ffi.quantize(
+        folded, scale_shapes, block=block, rotation=static.rotation, rotated=static.rotated
+    )
+    shapes = [x.shape for x in arrays] + shapes
+    return [x.reshape(shape) for x, shape in zip(results, shapes, strict=True)]
+
+
+def _lower_quantize(context, *arrays, static: Rounding):
+    # A partitioner does not know how to divide a native call.
+    alone = static.on_one_device or compat.number_of_devices(context) in (1, None)
+    native = alone and dispatch.rounds(context.avals_in)
+    run = functools.partial(_quantize_natively if native else run_by_xla, static=static)
+    return mlir.lower_fun(run, multiple_results=True)(context, *arrays)
+
+
 forward_p = _make_primitive("attention_forward")
 backward_p = _make_primitive("attention_backward")
+mlir.register_lowering(quantize_p, _lower_quantize, platform="cuda")

@@ -641,6 +641,42 @@ def test_what_has_a_kernel(kernels, option, blocks, options):
     assert "tensor<2x512x4x128xbf16>" in call.split("->")[1]
 
 
+def test_kernel_that_rounds(kernels):
+    def calls(function, *shapes):
+        types = [jax.ShapeDtypeStruct(shape, jnp.bfloat16) for shape in shapes]
+        text = jax.jit(function).trace(*types).lower(lowering_platforms=("cuda",)).as_text()
+        return [x for x in text.splitlines() if "@jax_flash_quantize" in x]
+
+    (call,) = calls(functools.partial(quantize, rotation=2**32 + 7), (300, 4, 64))
+    assert "block = 128" in call
+    assert "rotated = 1 : i32, seed = 7 : i64" in call
+    assert "tensor<1x1x300x4x64xf8E4M3FN>, tensor<1x1x3x4xf32>" in call
+    (call,) = calls(jax.vmap(functools.partial(quantize, per="tensor")), (5, 2, 9, 4, 8))
+    assert "block = 0" in call
+    assert "tensor<5x2x9x4x8xf8E4M3FN>, tensor<5x1x1x1xf32>" in call
+    assert not calls(quantize, (2, 300, 4, 12))
+    assert not calls(quantize, (2, 0, 4, 64))
+
+    # One for all three operands, also on each device of a mesh.
+    def attend(*x):
+        return dot_product_attention(*x, is_causal=True, fp8=Fp8(rotation=0))
+
+    shapes = (2, 300, 8, 192), (2, 512, 2, 192), (2, 512, 2, 128)
+    (call,) = calls(attend, *shapes)
+    assert "rotated = 3 : i32, seed = 0 : i64" in call
+    mesh = mesh_of(s=2)
+    spec = P("s")
+    shard = jax.shard_map(attend, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec)
+    (call,) = calls(shard, *shapes)
+    assert "tensor<1x1x300x8x192xf8E4M3FN>" in call
+    # Both passes round.
+    gradient = jax.grad(lambda *x: attend(*x).astype(jnp.float32).sum())
+    assert len(calls(gradient, *[(2, 128, 8, 64)] * 3)) == 2
+    # A partitioner that may choose divides jax.numpy.
+    rounded = jax.jit(quantize, in_shardings=jax.sharding.NamedSharding(mesh, spec))
+    assert not calls(rounded, (2, 300, 4, 64))
+
+
 def test_parts_of_blocks_have_no_kernel(kernels):
     spec = P(None, "s")
 

@@ -7,10 +7,12 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from cases import Case, make_inputs
+from oracle import Inputs, allowed_logits
 from test_fp8 import call8, emulate, error, normal, quantized
 
 import jax_flash
-from jax_flash import Fp8, dot_product_attention, quantize
+from jax_flash import Fp8, dot_product_attention, fp8, quantize
+from jax_flash.fp8 import SCALES
 
 pytestmark = pytest.mark.gpu
 
@@ -55,6 +57,76 @@ def compare(inputs, per=128, dtype="float32", deviation=1.0):
     assert not out[empty].any()
     np.testing.assert_array_equal(np.isfinite(lse), ~empty)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-4, atol=LSE_LIMIT * max(1, deviation))
+
+
+def by_xla(x, per, rotation=None):
+    return jax.jit(fp8.quantized_by_xla, static_argnums=1)(x, Fp8(per, rotation))
+
+
+def check_rounding(got, expected, rotated=False):
+    """Equal, but for what sums in another order, and XLA's divisions, make of it.
+
+    A rotated number may be rounded to another one of 16 bits, and so may a scale, which changes the
+    rounding of all that share it.
+    """
+    for x in (got, expected):
+        assert x.values.dtype == jnp.float8_e4m3fn
+    np.testing.assert_allclose(got.scale, expected.scale, rtol=2**-7 if rotated else 2e-7)
+    one, other = (np.asarray(x.values, np.float32) for x in (got, expected))
+    np.testing.assert_array_equal(np.isnan(one), np.isnan(other))
+    one, other = np.nan_to_num(one), np.nan_to_num(other)
+    np.testing.assert_allclose(one, other, rtol=0.13, atol=2**-9)  # a step of e4m3
+    assert np.mean(one != other) < (0.04 if rotated else 1e-5)
+
+
+ROUNDINGS = [
+    ((2, 600, 3, 128), 128, None, "bfloat16"),
+    ((2, 600, 3, 128), 300, 5, "bfloat16"),
+    ((2, 600, 3, 128), 50, 5, "float16"),
+    ((700, 2, 64), "head", 5, "float32"),
+    ((700, 2, 64), "tensor", None, "float16"),
+    ((1, 2, 300, 1, 96), 128, 5, "float32"),
+    ((1, 2, 300, 1, 96), "tensor", 5, "bfloat16"),
+    ((300, 1, 192), 128, 2**32 - 1, "bfloat16"),
+    ((300, 1, 192), "head", None, "bfloat16"),
+    ((1, 300, 2, 8), 128, 5, "bfloat16"),
+    ((600, 3, 256), 128, 5, "float32"),
+    ((640, 3, 256), 320, None, "float32"),
+    ((1, 600, 2, 72), 128, 5, "float16"),
+]
+
+
+@pytest.mark.parametrize(("shape", "per", "rotation", "dtype"), ROUNDINGS)
+def test_quantize(shape, per, rotation, dtype):
+    x = 3 * normal(*shape, dtype=dtype)
+    text = jax.jit(functools.partial(quantize, per=per, rotation=rotation)).lower(x).as_text()
+    assert "jax_flash_quantize" in text
+    got, expected = quantize(x, per, rotation=rotation), by_xla(x, per, rotation)
+    check_rounding(got, expected, rotation is not None)
+
+
+@pytest.mark.parametrize("per", [128, "head"])
+def test_quantize_what_is_not_finite_or_tiny(per):
+    x = np.array(normal(1, 512, 2, 64, dtype=jnp.float32))
+    x[0, 3, 0, 1], x[0, 130, 1, 2], x[0, 200, 0, 0] = np.nan, np.inf, -np.inf
+    x[0, 256:384, 1], x[0, 384:, 1] = 0, 1e-38
+    for dtype in (jnp.float32, jnp.bfloat16):
+        got, expected = quantize(jnp.asarray(x, dtype), per), by_xla(jnp.asarray(x, dtype), per)
+        assert np.argwhere(np.isnan(np.asarray(got.values, np.float32))).tolist() == [
+            [0, 3, 0, 1], [0, 130, 1, 2], [0, 200, 0, 0],
+        ]  # fmt: skip
+        check_rounding(got, expected)
+
+
+@pytest.mark.parametrize("per", [128, "tensor"])
+def test_quantize_under_vmap(per):
+    x = 3 * normal(2, 3, 200, 4, 64)
+    x = x * (1 + jnp.arange(6, dtype=x.dtype).reshape(2, 3, 1, 1, 1))
+    mapped = jax.jit(jax.vmap(jax.vmap(functools.partial(quantize, per=per)), 1))(x)
+    for i in range(3):
+        for k in range(2):
+            one = jax.tree.map(lambda y, i=i, k=k: y[i, k], mapped)
+            check_rounding(one, by_xla(x[k, i], per))
 
 
 @pytest.mark.parametrize("feature", FEATURES)
@@ -133,6 +205,58 @@ def test_gradients_are_those_of_the_rounded_operands():
     # reference has rounded ones.
     for one, other in zip(got, expected, strict=True):
         assert error(one, other) < 0.15
+
+
+# What keeps some of 500 keys from each of 300 queries, and whether these are before or after them.
+KEPT = {
+    "causal": {"is_causal": True, "query_offset": -30},
+    "window": {"local_window_size": (40, 20), "query_offset": 100},
+    "traced window": {"local_window_size": (jnp.int32(9), jnp.int32(0)), "query_offset": 77},
+    "lengths": {"query_seq_lengths": [200, 130], "key_value_seq_lengths": [400, 120]},
+    "causal and lengths": {"is_causal": True, "query_seq_lengths": [200, 0]},
+    "segments": {"query_segment_ids": True, "key_value_segment_ids": True},
+    "segments and window": {
+        "query_segment_ids": True, "key_value_segment_ids": True, "local_window_size": (64, 200),
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("kept", KEPT)
+def test_keys_and_values_of_no_query_may_be_nan(kept, dim):
+    options = {n: jnp.array(x) if isinstance(x, list) else x for n, x in KEPT[kept].items()}
+    if "query_segment_ids" in options:  # keys of 1 and 3 alone: segments that no query has
+        query_ids = jnp.repeat(jnp.array([[0, 2, 4], [4, 2, 0]]), 100, axis=1)
+        key_ids = jnp.stack([jnp.arange(500) // 100, jnp.arange(500) % 5])
+        options |= {"query_segment_ids": query_ids, "key_value_segment_ids": key_ids}
+    query = normal(2, 300, 4, dim)
+    key, value = (normal(2, 500, 2, dim, seed=i) for i in (1, 2))
+    inputs = Inputs(query, key, value, options, dout=None)
+    attended = jnp.array(allowed_logits(inputs).any((1, 2)))[:, :, None, None]
+
+    @jax.jit
+    def call(key, value):
+        arrays = [quantize(x) for x in (query, key, value)]
+        scales = {n: x.scale for n, x in zip(SCALES.values(), arrays, strict=True)}
+        return dot_product_attention(*(x.values for x in arrays), **scales, **options)
+
+    assert not attended.all()
+    clean = call(*(jnp.where(attended, x, 0) for x in (key, value)))
+    got = call(*(jnp.where(attended, x, jnp.nan) for x in (key, value)))
+    assert jnp.isfinite(got).all()
+    np.testing.assert_array_equal(got, clean)
+
+
+def test_nan_that_a_query_attends_to_reaches_it():
+    query, key, value = (normal(1, 300, 2, 64, seed=i) for i in range(3))
+    ids = jnp.arange(300)[None] // 150
+    for x in (200, 260):
+        out = dot_product_attention(
+            query, key, value.at[:, x, 0, 3].set(jnp.nan), is_causal=True, fp8=Fp8(),
+            query_segment_ids=ids, key_value_segment_ids=ids,
+        )  # fmt: skip
+        assert jnp.isnan(out[0, x:, 0, 3]).all()
+        assert jnp.isfinite(out[0, :, 1]).all()
 
 
 def test_values_beyond_the_lengths_may_be_nan():

@@ -33,6 +33,7 @@ struct KeyFactors {
 struct Float8Workspace {
   uint8_t* values = nullptr;
   KeyFactors* factors = nullptr;
+  int32_t* counter = nullptr;  // of query tiles that were taken in turn; 0 when values are there
   int32_t tiles = 0;
 
   static int32_t tiles_of(const Shape& shape) {
@@ -46,7 +47,7 @@ struct Float8Workspace {
     const int64_t count = shape.batch * shape.kv_heads * tiles_of(shape);
     const int64_t of_tile =
         int64_t{shape.value_dim} * kScaleBlock + static_cast<int64_t>(sizeof(KeyFactors));
-    return spans_bytes(shape, segments) + count * of_tile;
+    return spans_bytes(shape, segments) + count * of_tile + static_cast<int64_t>(sizeof(int32_t));
   }
   static Float8Workspace at(const Shape& shape, bool segments, void* workspace) {
     Float8Workspace result;
@@ -55,6 +56,7 @@ struct Float8Workspace {
     const int64_t count = shape.batch * shape.kv_heads * result.tiles;
     result.factors =
         reinterpret_cast<KeyFactors*>(result.values + count * shape.value_dim * kScaleBlock);
+    result.counter = reinterpret_cast<int32_t*>(result.factors + count);
     return result;
   }
 };

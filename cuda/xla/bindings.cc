@@ -39,6 +39,7 @@ nb::list registrations() {
 #ifdef JAX_FLASH_WITH_CUDA
   all.append(nb::make_tuple("jax_flash_forward", "CUDA", ffi_capsule(kForwardCuda)));
   all.append(nb::make_tuple("jax_flash_backward", "CUDA", ffi_capsule(kBackwardCuda)));
+  all.append(nb::make_tuple("jax_flash_quantize", "CUDA", ffi_capsule(kQuantizeCuda)));
 #endif
   return all;
 }

@@ -1,6 +1,7 @@
-// Implements the custom calls "jax_flash_forward" and "jax_flash_backward": each reads the call and
-// launches it. On a GPU a handler allocates nothing, reads no device memory and launches the same
-// kernels on every call with the same shapes, so that XLA may record it into a command buffer.
+// Implements the custom calls "jax_flash_forward", "jax_flash_backward" and, on GPUs,
+// "jax_flash_quantize": each reads the call and launches it. On a GPU a handler allocates nothing,
+// reads no device memory and launches the same kernels on every call with the same shapes, so that
+// XLA may record it into a command buffer.
 
 #include "xla/handlers.h"
 
@@ -19,6 +20,8 @@
 
 #ifdef JAX_FLASH_WITH_CUDA
 #include "launch.h"
+#include "quantize/quantize.h"
+#include "xla/quantize_call.h"
 #endif
 
 namespace ffi = xla::ffi;
@@ -129,6 +132,14 @@ ffi::Error backward_cuda(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rema
   if (status.ok()) status = cuda::backward(call.params, options.family, stream);
   return to_error(status);
 }
+
+ffi::Error quantize_cuda(cudaStream_t stream, ffi::RemainingArgs args, ffi::RemainingRets results,
+                         int64_t block, int32_t rotated, int64_t seed) {
+  Quantize call;
+  Status status = read_quantize(buffers_of(args), buffers_of(results), block, rotated, seed, call);
+  if (status.ok()) status = launch_quantize(call, stream);
+  return to_error(status);
+}
 #endif  // JAX_FLASH_WITH_CUDA
 
 // Declares what every handler takes, besides the place where it runs.
@@ -157,6 +168,15 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(kForwardCuda, forward_cuda,
                               {ffi::Traits::kCmdBufferCompatible});
 XLA_FFI_DEFINE_HANDLER_SYMBOL(kBackwardCuda, backward_cuda,
                               backward_binding<ffi::PlatformStream<cudaStream_t>>(),
+                              {ffi::Traits::kCmdBufferCompatible});
+XLA_FFI_DEFINE_HANDLER_SYMBOL(kQuantizeCuda, quantize_cuda,
+                              ffi::Ffi::Bind()
+                                  .Ctx<ffi::PlatformStream<cudaStream_t>>()
+                                  .RemainingArgs()
+                                  .RemainingRets()
+                                  .Attr<int64_t>("block")
+                                  .Attr<int32_t>("rotated")
+                                  .Attr<int64_t>("seed"),
                               {ffi::Traits::kCmdBufferCompatible});
 #endif  // JAX_FLASH_WITH_CUDA
 

@@ -11,6 +11,7 @@ XLA_FFI_Error* kBackwardHost(XLA_FFI_CallFrame* call_frame);
 #ifdef JAX_FLASH_WITH_CUDA
 XLA_FFI_Error* kForwardCuda(XLA_FFI_CallFrame* call_frame);
 XLA_FFI_Error* kBackwardCuda(XLA_FFI_CallFrame* call_frame);
+XLA_FFI_Error* kQuantizeCuda(XLA_FFI_CallFrame* call_frame);
 #endif
 }
 

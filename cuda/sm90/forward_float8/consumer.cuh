@@ -21,6 +21,7 @@
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/warpgroup.cuh"
+#include "sm90/forward/allowed_bits.cuh"
 #include "sm90/forward/parts.cuh"
 #include "sm90/forward_float8/config.cuh"
 #include "sm90/forward_float8/plan.cuh"
@@ -117,25 +118,20 @@ struct Float8Consumer {
   // Makes logits, in log2 units, of products.
   __device__ __forceinline__ void make_logits(const Rules& rules, float factor) {
     const Float8Work& of = work();
-    const int32_t row = of.row0 + warp_row() + threadIdx.x % 32 / 4;
     const int32_t col0 = tile * Config::kBlockKv;
     scale_products(scores, factor);
     if constexpr (Config::kGeneral) {
       if (plan.cap_log2 > 0.0f) cap_logits(scores, plan.cap_log2);
       if (rules.segments) {
+        const int32_t row = of.row0 + warp_row() + fragment_row(0, 0);
         const int32_t row_ids[2] = {of.query_ids[row], of.query_ids[row + 8]};
         forbid_other_segments(scores, of.key_ids + col0, row_ids);
       }
     }
     if (!rules.edge) return;
-    TileRange columns[2];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int32_t at = row + half * 8;
-      columns[half] = {of.band.first_col(at) - col0,
-                       at < of.band.q_len ? of.band.end_col(at) - col0 : 0};
-    }
-    forbid_outside(scores, columns);
+    AllowedBits allowed = {{~0u, ~0u}};
+    forbid_edges(allowed, of.band, of.row0 + warp_row(), col0);
+    forbid<16>(scores, allowed, 0);
   }
 
   // Computes the scores again, by the products of a warp alone: the others need not take part.

@@ -15,8 +15,9 @@
 //
 // Roles of warps. The first warpgroup's first warp starts copies (TMA, plain bulk copies of V) and
 // describes query tiles (producer.cuh). Two consumer warpgroups own 64 rows each (consumer.cuh).
-// Blocks are persistent; schedule.cuh of sm90/forward says which query tiles a block computes. A
-// kernel before this one has transposed V (values.cuh).
+// Blocks are persistent, and take query tiles in turn, in the order of schedule.cuh of
+// sm90/forward, by a counter that the kernel before this one has cleared. That one has also
+// transposed V (values.cuh). In long calls each block has one query tile.
 //
 // Map of dynamic shared memory (Float8Config, Float8Smem), from its start:
 //

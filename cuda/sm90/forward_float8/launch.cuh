@@ -33,7 +33,7 @@ Status launch_float8_config(const Forward& params, const Scales& scales, cudaStr
   }
   const auto workspace = Float8Workspace::at(shape, has_segments, params.workspace);
   if (status.ok()) {
-    status = launch_float8_values<Config::kValueDim>(params, scales, workspace, stream);
+    status = launch_float8_values<Config::kValueDim>(params, scales, workspace, spans, stream);
   }
   Float8Maps maps;
   if (status.ok()) {
@@ -51,8 +51,11 @@ Status launch_float8_config(const Forward& params, const Scales& scales, cudaStr
                              params.options.is_causal && tiles > sms);
   // As in sm90/forward/launch.cuh.
   const bool is_long = int64_t{shape.kv_len} * Config::kHeadDim >= 2 * JAX_FLASH_SM90_LONG_UNIT;
-  schedule.divide(sms, is_long, 0.67);
-  const Float8Plan plan(params, scales, schedule, workspace, spans);
+  const bool in_turn = !is_long && schedule.units > sms;
+  QueryTileTail tail;
+  if (in_turn) tail = QueryTileTail(schedule, sms);
+  schedule.divide(sms, is_long, 0.0);
+  const Float8Plan plan(params, scales, schedule, tail, in_turn, workspace, spans);
   // It begins while values are still being transposed.
   return launch_grid(true, "sm90::forward_float8_kernel", shape, forward_float8_kernel<Config>,
                      schedule.grid(), Config::kThreads, Config::kSmemBytes, stream, plan, maps);

@@ -20,6 +20,8 @@ struct Float8Maps {
 
 struct Float8Plan {
   QueryTileSchedule schedule;
+  QueryTileTail tail;
+  bool in_turn = false;  // each block takes the next unit when it has loaded one
   BoxAxes query, key;
   ForwardBand band;
   int32_t q_len = 0, kv_heads = 0, value_dim = 0;
@@ -31,8 +33,11 @@ struct Float8Plan {
 
   Float8Plan() = default;
   Float8Plan(const Forward& params, const Scales& scales, const QueryTileSchedule& tiles,
-             const Float8Workspace& place, const SegmentSpans& spans)
+             const QueryTileTail& last, bool takes, const Float8Workspace& place,
+             const SegmentSpans& spans)
       : schedule(tiles),
+        tail(last),
+        in_turn(takes),
         query(params.query),
         key(params.key),
         band(params),

@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "modifiers/segments.cuh"
+#include "ptx/atomic.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
@@ -127,8 +128,9 @@ struct Float8Producer {
   __device__ __forceinline__ void run() {
     const bool leads = threadIdx.x % 32 == 0;
     ptx::griddepcontrol_wait();
-    for (QueryTileCursor cursor{plan.schedule}; cursor.valid(); cursor.advance()) {
-      const QueryTileIndex q = cursor.index();
+    QueryTileCursor cursor{plan.schedule};
+    while (cursor.valid()) {
+      const QueryTileIndex q = cursor.index(plan.tail);
       const Float8Work work = describe_float8_work<Config>(plan, q);
       if (leads) {
         load_query(q, work);
@@ -137,6 +139,12 @@ struct Float8Producer {
         }
       }
       __syncwarp();
+      const int32_t unit = cursor.unit;
+      cursor.advance(plan.tail);
+      if (plan.in_turn && cursor.unit != unit) {
+        const int32_t taken = leads ? ptx::atomic_increment(plan.workspace.counter) : 0;
+        cursor.unit = plan.schedule.blocks + __shfl_sync(0xffffffff, taken, 0);
+      }
     }
     if (leads) {
       ptx::mbarrier_wait_asleep(smem.query_empty(query_stage.stage), query_stage.parity ^ 1);

@@ -91,22 +91,6 @@ __device__ __forceinline__ void cap_logits(Float8Scores& logits, float cap) {
   }
 }
 
-// Makes logits -inf outside the columns [first, end) of their row, counted from the tile's first.
-__device__ __forceinline__ void forbid_outside(Float8Scores& logits,
-                                               const TileRange (&columns)[2]) {
-  const int mine = threadIdx.x % 4 * 2;
-#pragma unroll
-  for (int n = 0; n < 16; ++n) {
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      const int column = n * 8 + e % 2;
-      const bool allowed =
-          column >= columns[e / 2].first - mine && column < columns[e / 2].end - mine;
-      logits[n][e] = allowed ? logits[n][e] : minus_infinity();
-    }
-  }
-}
-
 // Makes logits -inf where the key's segment, of those from key_ids on, is not the row's.
 __device__ __forceinline__ void forbid_other_segments(Float8Scores& logits, const int32_t* key_ids,
                                                       const int32_t (&row_ids)[2]) {

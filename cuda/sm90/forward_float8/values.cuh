@@ -1,7 +1,10 @@
 // Prepares values for the FP8 forward kernel: an FP8 product takes the keys of V contiguous.
 //
-//   values[batch, kv head, tile][column][place of a key]   e4m3, zeros from kv_len on
+//   values[batch, kv head, tile][column][place of a key]   e4m3
 //   factors[batch, kv head, tile]                          KeyFactors
+//
+// Keys that no query may attend to get zeros: a P of 0 does not cancel NaN. Where their position
+// alone forbids them, always; where their segment does, if they are NaN.
 //
 // A tile is as SmemTile has it in shared memory, so that one plain copy fetches it. In every 16
 // keys, that of place 4 t + r is 8 (r / 2) + 2 t + r % 2: a thread's accumulators of S are then its
@@ -12,6 +15,7 @@
 
 #include "params.h"
 #include "plan/float8.h"
+#include "plan/segment_spans.h"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
@@ -22,20 +26,6 @@
 namespace jax_flash::sm90 {
 
 inline constexpr int kValuesThreads = 256;
-
-// Returns the greatest number among those of a block's threads.
-__device__ __forceinline__ float block_maximum(float x) {
-  __shared__ float of_warps[kValuesThreads / 32];
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    x = fmaxf(x, __shfl_xor_sync(0xffffffff, x, distance));
-  }
-  if (threadIdx.x % 32 == 0) of_warps[threadIdx.x / 32] = x;
-  __syncthreads();
-#pragma unroll
-  for (float other : of_warps) x = fmaxf(x, other);
-  return x;
-}
 
 // Transposes 4x4 bytes: byte j of word i goes to byte i of word j.
 __device__ __forceinline__ void transpose_bytes(uint32_t (&word)[4]) {
@@ -49,26 +39,36 @@ __device__ __forceinline__ void transpose_bytes(uint32_t (&word)[4]) {
   word[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-// Computes what the keys of a tile have in common.
-__device__ __forceinline__ void find_key_factors(const Shape& shape, const Scales& scales,
-                                                 const Float8Workspace& workspace,
-                                                 const BatchIndex& batch, int32_t head,
-                                                 int32_t tile, int64_t index) {
-  const float* of_values = batch.pointer<const float>(scales.value, head);
-  const int32_t count = scales.value.row == 0 ? 1 : workspace.tiles;
-  float greatest = 0.0f;
-  for (int32_t i = threadIdx.x; i < count; i += kValuesThreads) {
-    greatest = fmaxf(greatest, of_values[i * scales.value.row]);
+// Finds what the keys of a tile have in common. Called by one warp.
+struct KeyFactorsFinder {
+  float greatest = 0.0f, key = 0.0f,
+        value = 0.0f;  // scales; the greatest of those that a lane read
+
+  // Reads scales: before the values, for which all warps wait.
+  __device__ __forceinline__ void read(const Scales& scales, const BatchIndex& batch, int32_t head,
+                                       int32_t tile, int32_t tiles) {
+    const float* of_values = batch.pointer<const float>(scales.value, head);
+    key = batch.pointer<const float>(scales.key, head)[tile * scales.key.row];
+    value = of_values[tile * scales.value.row];
+    const int32_t count = scales.value.row == 0 ? 1 : tiles;
+    for (int32_t i = threadIdx.x % 32; i < count; i += 32) {
+      greatest = fmaxf(greatest, of_values[i * scales.value.row]);
+    }
   }
-  greatest = block_maximum(greatest);
-  if (threadIdx.x != 0) return;
-  // Bounded, so that its reciprocal is finite.
-  float share = of_values[tile * scales.value.row] / greatest;
-  share = share == share && greatest > 0.0f ? fmaxf(share, 0x1p-100f) : share;
-  if (greatest == 0.0f) share = 1.0f;
-  workspace.factors[index] = {batch.pointer<const float>(scales.key, head)[tile * scales.key.row],
-                              log2f(share), 1.0f / share, greatest};
-}
+
+  __device__ __forceinline__ KeyFactors result() const {
+    float most = greatest;
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, distance));
+    }
+    // Bounded, so that its reciprocal is finite.
+    float share = value / most;
+    share = share == share && most > 0.0f ? fmaxf(share, 0x1p-100f) : share;
+    if (most == 0.0f) share = 1.0f;
+    return {key, log2f(share), 1.0f / share, most};
+  }
+};
 
 // Loads four columns of 16 keys of a tile, and transposes them: 16 bytes for each column.
 template <int kPitch>
@@ -88,34 +88,90 @@ __device__ __forceinline__ void load_transposed(const uint8_t (&stored)[kScaleBl
   }
 }
 
-// Grid: a block for each tile of each batch and head, tiles fastest.
-template <int kValueDim>
-__global__ void __launch_bounds__(kValuesThreads)
-    float8_values_kernel(const __grid_constant__ Forward params,
-                         const __grid_constant__ Scales scales, Float8Workspace workspace) {
-  ptx::griddepcontrol_launch_dependents();
-  constexpr int kKeys = kScaleBlock, kPitch = kValueDim + 16;
-  __shared__ alignas(128) uint8_t stored[kKeys][kPitch];  // then the result
-  const Shape& shape = params.shape;
-  const int64_t index = blockIdx.x;
-  const int32_t tile = static_cast<int32_t>(index % workspace.tiles);
-  const int32_t head = static_cast<int32_t>(index / workspace.tiles % shape.kv_heads);
-  const BatchIndex batch(shape, index / workspace.tiles / shape.kv_heads);
-  const int32_t kv_len = Band(params, batch).kv_len;
-  const uint8_t* from = batch.pointer<const uint8_t>(params.value, head);
-  constexpr int kChunks = kValueDim / 16;
-#pragma unroll
-  for (int i = threadIdx.x; i < kKeys * kChunks; i += kValuesThreads) {
-    const int key = i / kChunks, chunk = i % kChunks;
-    const int64_t row = int64_t{tile} * kKeys + key;
-    uint4 bytes = {};
-    if (row < kv_len) {
-      bytes = *reinterpret_cast<const uint4*>(from + row * params.value.row + chunk * 16);
-    }
-    *reinterpret_cast<uint4*>(&stored[key][chunk * 16]) = bytes;
+// Returns true if some of four numbers of e4m3 is NaN.
+__device__ __forceinline__ bool has_nan(uint32_t bytes) {
+  return (((bytes & 0x7f7f7f7f) + 0x01010101) & 0x80808080) != 0;
+}
+
+// Says which keys of a batch some query may attend to, with segments if the call has any.
+struct AttendedKeys {
+  Band band;
+  const int32_t *query_ids = nullptr, *key_ids = nullptr;
+
+  __device__ __forceinline__ AttendedKeys(const Forward& params, const BatchIndex& batch,
+                                          const SegmentSpans& spans, int64_t index)
+      : band(params, batch) {
+    if (spans.query == nullptr) return;
+    query_ids = spans.query_ids + index * spans.query_blocks * kSegmentBlock;
+    key_ids = spans.key_ids + index * spans.key_blocks * kSegmentBlock;
   }
-  find_key_factors(shape, scales, workspace, batch, head, tile, index);
+  __device__ __forceinline__ bool by_position(int32_t key) const {
+    return key < band.kv_len && band.first_row(key) < band.end_row(key + 1);
+  }
+  // Whether a query has the key's segment. Called by whole warps.
+  __device__ __forceinline__ bool by_segment(int32_t key) const {
+    const int32_t id = key_ids[key], end = band.end_row(key + 1);
+    bool found = false;
+    for (int32_t row = band.first_row(key) + static_cast<int32_t>(threadIdx.x % 32); row < end;
+         row += 32) {
+      found = found || query_ids[row] == id;
+    }
+    return __any_sync(0xffffffff, found);
+  }
+};
+
+// Zeroes keys of a tile, `key0` its first, whose bits of `nan` are set and whose segment no query
+// has.
+template <int kValueDim, int kPitch>
+__device__ __forceinline__ void clear_other_segments(const AttendedKeys& attended, int32_t key0,
+                                                     const uint32_t (&nan)[kScaleBlock / 32],
+                                                     uint8_t (&stored)[kScaleBlock][kPitch]) {
+  for (int key = threadIdx.x / 32; key < kScaleBlock; key += kValuesThreads / 32) {
+    if (!(nan[key / 32] >> key % 32 & 1) || attended.by_segment(key0 + key)) continue;
+    for (int chunk = threadIdx.x % 32; chunk < kValueDim / 16; chunk += 32) {
+      *reinterpret_cast<uint4*>(&stored[key][chunk * 16]) = uint4{};
+    }
+  }
   __syncthreads();
+}
+
+// Copies a tile, `key0` its first key, to shared memory. Sets bits of `nan` for keys that are NaN.
+template <int kValueDim, int kPitch>
+__device__ __forceinline__ void load_tile(const Operand& value, const uint8_t* from,
+                                          const AttendedKeys& attended, int32_t key0,
+                                          uint8_t (&stored)[kScaleBlock][kPitch],
+                                          uint32_t (&nan)[kScaleBlock / 32]) {
+  constexpr int kChunks = kValueDim / 16, kLoads = kScaleBlock * kChunks / kValuesThreads;
+  static_assert(kLoads * kValuesThreads == kScaleBlock * kChunks);
+  constexpr int kAtOnce = kLoads > 4 ? kLoads / 2 : kLoads;
+#pragma unroll
+  for (int start = 0; start < kLoads; start += kAtOnce) {
+    uint4 bytes[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int place = threadIdx.x + (start + i) * kValuesThreads;
+      const int32_t key = key0 + place / kChunks;
+      bytes[i] = uint4{};
+      if (attended.by_position(key)) {
+        bytes[i] = __ldg(reinterpret_cast<const uint4*>(from + key * value.row) + place % kChunks);
+      }
+    }
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      const int place = threadIdx.x + (start + i) * kValuesThreads, key = place / kChunks;
+      const uint4& own = bytes[i];
+      if (has_nan(own.x) || has_nan(own.y) || has_nan(own.z) || has_nan(own.w)) {
+        atomicOr(&nan[key / 32], 1u << key % 32);
+      }
+      *reinterpret_cast<uint4*>(&stored[key][place % kChunks * 16]) = own;
+    }
+  }
+}
+
+// Transposes a tile in place. The result has rows of kScaleBlock bytes.
+template <int kValueDim, int kPitch>
+__device__ __forceinline__ void transpose_tile(uint8_t (&stored)[kScaleBlock][kPitch]) {
+  constexpr int kKeys = kScaleBlock;
   // Each part is four columns of 16 keys. Neighbouring threads have neighbouring columns, which are
   // in different banks.
   constexpr int kFours = kValueDim / 4, kParts = kFours * (kKeys / 16);
@@ -140,23 +196,62 @@ __global__ void __launch_bounds__(kValuesThreads)
           make_uint4(of_column[0], of_column[1], of_column[2], of_column[3]);
     }
   }
+}
+
+// Grid: a block for each tile of each batch and head, heads fastest: neighbours in memory are read
+// at the same time.
+template <int kValueDim>
+__global__ void __launch_bounds__(kValuesThreads)
+    float8_values_kernel(const __grid_constant__ Forward params,
+                         const __grid_constant__ Scales scales, Float8Workspace workspace,
+                         SegmentSpans spans) {
+  ptx::griddepcontrol_launch_dependents();
+  constexpr int kKeys = kScaleBlock, kPitch = kValueDim + 16;
+  __shared__ alignas(128) uint8_t stored[kKeys][kPitch];  // then the result
+  __shared__ uint32_t nan[kKeys / 32];                    // a bit for each key
+  if (blockIdx.x == 0 && threadIdx.x == 0) *workspace.counter = 0;
+  const Shape& shape = params.shape;
+  const int32_t turn = static_cast<int32_t>(blockIdx.x) / shape.kv_heads;
+  const int32_t head = static_cast<int32_t>(blockIdx.x) - turn * shape.kv_heads;
+  const int32_t batch_index = turn / workspace.tiles;
+  const int32_t tile = turn - batch_index * workspace.tiles;
+  const int64_t index = (int64_t{batch_index} * shape.kv_heads + head) * workspace.tiles + tile;
+  const BatchIndex batch(shape, batch_index);
+  KeyFactorsFinder finder;
+  const bool finds = threadIdx.x >= kValuesThreads - 32;
+  if (finds) finder.read(scales, batch, head, tile, workspace.tiles);
+  if (threadIdx.x < kKeys / 32) nan[threadIdx.x] = 0;
+  __syncthreads();
+  const AttendedKeys attended(params, batch, spans, batch_index);
+  load_tile<kValueDim>(params.value, batch.pointer<const uint8_t>(params.value, head), attended,
+                       tile * kKeys, stored, nan);
+  __syncthreads();
+  if (attended.query_ids != nullptr) {
+    clear_other_segments<kValueDim>(attended, tile * kKeys, nan, stored);
+  }
+  transpose_tile<kValueDim>(stored);
   ptx::fence_proxy_async_shared();
   __syncthreads();
   if (threadIdx.x == 0) {
     ptx::cp_async_bulk_store(workspace.values + index * (kValueDim * kKeys),
-                             ptx::shared_address(result), kValueDim * kKeys);
+                             ptx::shared_address(&stored[0][0]), kValueDim * kKeys);
     ptx::cp_async_bulk_commit_group();
     ptx::cp_async_bulk_wait_group<0>();
+  }
+  if (finds) {
+    const KeyFactors factors = finder.result();
+    if (threadIdx.x % 32 == 0) workspace.factors[index] = factors;
   }
 }
 
 template <int kValueDim>
 Status launch_float8_values(const Forward& params, const Scales& scales,
-                            const Float8Workspace& workspace, cudaStream_t stream) {
+                            const Float8Workspace& workspace, const SegmentSpans& spans,
+                            cudaStream_t stream) {
   const Shape& shape = params.shape;
   return launch_kernel("sm90::float8_values_kernel", shape, float8_values_kernel<kValueDim>,
                        shape.batch * shape.kv_heads * workspace.tiles, kValuesThreads, 0, stream,
-                       params, scales, workspace);
+                       params, scales, workspace, spans);
 }
 
 }  // namespace jax_flash::sm90
