@@ -15,12 +15,18 @@ With --warn, or JAX_FLASH_SPILLS=warn in the environment, it reports and goes on
 ptxas that nobody has tuned for, and for work on kernels. What ptxas says of each kernel is kept
 beside the object, as OBJECT.ptxas.txt. The second command makes budgets of what these files say,
 and prints what became of them.
+
+With JAX_FLASH_OBJECTS=FOLDER in the environment, objects are kept there, too, and are taken from
+there where the same sources were compiled in the same way before, in whatever folder. CI builds for
+several Pythons, which the kernels do not see.
 """
 
 import argparse
+import hashlib
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 
@@ -222,8 +228,49 @@ def update(folder):
     BUDGETS.write_text(write_budgets(budgets))
 
 
+def run_compiler(command):
+    return subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+
+
+def compile_or_take(command, store):
+    """As `run_compiler`, but takes the object from a folder if that has it, else puts it there.
+
+    command: of CMake, where every argument with a slash is a path.
+    store: the folder. An object's name is a hash of the compiler's version, the options, and all
+      that is in the source and in the folders of headers.
+    """
+    folders = [arg.removeprefix("-I") for arg in command if arg.startswith("-I")]
+    headers = [file for folder in folders for file in sorted(pathlib.Path(folder).rglob("*"))]
+    files = [pathlib.Path(_after(command, "-c")), *filter(pathlib.Path.is_file, headers)]
+    version = run_compiler([command[0], "--version"]).stdout
+    options = [arg for arg in command[1:] if "/" not in arg]
+    digest = hashlib.sha256(repr((version, options)).encode())
+    for file in files:
+        digest.update(hashlib.sha256(file.read_bytes()).digest())
+    kept = pathlib.Path(store) / digest.hexdigest()
+    log, target = kept.with_suffix(".txt"), _after(command, "-o")
+    if log.exists():
+        shutil.copyfile(kept, target)
+        if "-MF" in command:
+            depends = f"{target}: {' '.join(map(str, files))}\n"
+            pathlib.Path(_after(command, "-MF")).write_text(depends)
+        return subprocess.CompletedProcess(command, 0, log.read_text())
+    done = run_compiler(command)
+    if not done.returncode:
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(target, kept)
+        log.write_text(done.stdout)  # last, since it says that the object is whole
+    return done
+
+
+def _after(command, option):
+    return command[command.index(option) + 1]
+
+
 def compile_and_check(command, exact, warn):
-    done = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+    store = os.environ.get("JAX_FLASH_OBJECTS")
+    keeps = store and "-c" in command and "-o" in command
+    done = compile_or_take(command, store) if keeps else run_compiler(command)
     info = [line for line in done.stdout.splitlines() if _PTXAS_INFO.match(line)]
     rest = [line for line in done.stdout.splitlines() if not _PTXAS_INFO.match(line)]
     if rest:
@@ -231,7 +278,7 @@ def compile_and_check(command, exact, warn):
     if done.returncode or "-o" not in command:
         return done.returncode
 
-    target = pathlib.Path(command[command.index("-o") + 1])
+    target = pathlib.Path(_after(command, "-o"))
     target.with_name(target.name + ".ptxas.txt").write_text("\n".join(info) + "\n")
     source = target.name.partition(".")[0]
     budgets = read_budgets(BUDGETS.read_text()).get(source, {})

@@ -5,8 +5,8 @@
     python examples/ring_speed.py --call packed window --seq 131072
 
 Ways to share a sequence are `jax_flash.ring_attention`'s modes, each in an order of storage. A
-ring's sends are made by the GPUs' copy engines (XLA's xla_gpu_collective_permute_mode), or in
-"ring_nccl" by kernels of NCCL, which is XLA's default.
+ring's and an all-to-all's sends are made by the GPUs' copy engines (options of XLA), or in
+"ring_nccl" and "all_to_all_nccl" by kernels of NCCL, which is XLA's default.
 "batch" shares nothing: each device has a sequence of its own and all of them run at once, which is
 what the machine gives where nothing is sent. "one" is one device with the whole sequence, or with
 --one-seq tokens where the sequence is longer.
@@ -46,24 +46,30 @@ METHODS = {
     "ring_nccl": ("ring", "zigzag"),
     "ring_contiguous": ("ring", "contiguous"),
     "all_to_all": ("all_to_all", "contiguous"),
+    "all_to_all_nccl": ("all_to_all", "contiguous"),
     "all_gather": ("all_gather", "zigzag"),
     "all_gather_contiguous": ("all_gather", "contiguous"),
 }
 WHOLE = ("one", "batch")  # no sequence is shared
 BY_CALL = {
-    "causal": ("batch", "ring", "ring_nccl", "all_to_all", "all_gather"),
-    "packed": ("ring", "all_to_all", "all_gather"),
-    "window": ("ring_contiguous", "all_to_all", "all_gather_contiguous"),
+    "causal": ("batch", "ring", "ring_nccl", "all_to_all", "all_to_all_nccl", "all_gather"),
+    "packed": ("ring", "all_to_all", "all_to_all_nccl", "all_gather"),
+    "window": ("ring_contiguous", "all_to_all", "all_to_all_nccl", "all_gather_contiguous"),
 }
 PASSES = ("forward", "forward_backward")
 TOKENS = P(None, "sequence")
-# Says that the copy engines send, which leave all multiprocessors to the kernels beside them.
-BY_COPY_ENGINES = {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"}
+# By mode, XLA's options with which the copy engines send. They leave all multiprocessors to the
+# kernels beside them.
+BY_COPY_ENGINES = {
+    "ring": {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"},
+    "all_to_all": {"xla_gpu_use_memcpy_local_p2p": True},
+}
 
 
-def compiler_options(method: str) -> dict[str, str]:
-    sends = method in ("ring", "ring_contiguous") and jax.default_backend() == "gpu"
-    return BY_COPY_ENGINES if sends else {}
+def compiler_options(method: str) -> dict[str, str | bool]:
+    if method in WHOLE or method.endswith("_nccl") or jax.default_backend() != "gpu":
+        return {}
+    return BY_COPY_ENGINES.get(METHODS[method][0], {})
 
 
 def make_attention(arguments, method: str, call: str, mesh):
@@ -188,7 +194,7 @@ def check(arguments, call: str, mesh, methods) -> dict[str, float]:
 class Timer:
     """One method's pass: compiled, run once, and timed when it is its turn."""
 
-    def __init__(self, arguments, make, inputs, seconds: float, options: dict[str, str]):
+    def __init__(self, arguments, make, inputs, seconds: float, options: dict[str, str | bool]):
         """`make(calls)` gives a function of the inputs; a call takes about so many seconds."""
         fitting = round(2 / seconds) if jax.default_backend() == "gpu" else 1
         self._options = options

@@ -4,6 +4,7 @@ import collections
 import os
 import pathlib
 import sys
+import zlib
 
 import gpu_report
 import pytest
@@ -40,6 +41,10 @@ def pytest_addoption(parser):
     parser.addoption(
         "--every", type=int, default=1, metavar="N", help="of each test's cases, run every N-th"
     )
+    parser.addoption(
+        "--part", default="1/1", metavar="K/N",
+        help="divide each test's cases into N parts, and run the K-th: one case at the least",
+    )  # fmt: skip
 
 
 def pytest_xdist_auto_num_workers():
@@ -58,6 +63,7 @@ def pytest_configure(config):
 
 def pytest_collection_modifyitems(config, items):
     keep = every_nth_case(items, config.getoption("--every"))
+    keep = part_of_cases(keep, *map(int, config.getoption("--part").split("/")))
     if not _gpus():
         keep = [item for item in keep if not item.get_closest_marker("gpu")]
     kept = set(keep)
@@ -75,6 +81,21 @@ def every_nth_case(items, n):
             kept.append(item)
         numbers[function] += 1
     return kept
+
+
+def part_of_cases(items, part, parts):
+    """The `part`-th of so many parts of the cases of each test function, or its first case.
+
+    A case's part goes by its name, not by its number: dtypes and the like often take turns.
+    """
+    functions = collections.defaultdict(list)
+    for item in items:
+        functions[item.nodeid.partition("[")[0]].append(item)
+    kept = set()
+    for cases in functions.values():
+        chosen = [x for x in cases if zlib.crc32(x.nodeid.encode()) % parts == part - 1]
+        kept.update(chosen or cases[:1])
+    return [item for item in items if item in kept]
 
 
 @pytest.fixture(autouse=True)

@@ -134,6 +134,46 @@ def test_build_fails_where_a_budget_is_not_met(
     )
 
 
+_COMPILER = """
+import pathlib, sys
+after = lambda option: pathlib.Path(sys.argv[sys.argv.index(option) + 1])
+after("-o").write_text(after("-c").read_text())
+runs = pathlib.Path(__file__).with_name("runs")
+runs.write_text(runs.read_text() + "x")
+print("ptxas info    : 0 bytes gmem")
+"""
+
+
+def test_objects_are_taken_where_the_same_was_compiled(tmp_path, monkeypatch):
+    monkeypatch.setenv("JAX_FLASH_OBJECTS", str(tmp_path / "objects"))
+    (tmp_path / "compiler.py").write_text(_COMPILER)
+    runs = tmp_path / "runs"
+    runs.write_text("")
+
+    def compile_in(folder, source="source", header="header", option="-O1"):
+        folder = tmp_path / folder
+        (folder / "headers").mkdir(parents=True)
+        (folder / "headers" / "a.cuh").write_text(header)
+        (folder / "source.cu").write_text(source)
+        target = folder / "source.cu.o"
+        command = [sys.executable, f"{tmp_path}/compiler.py", option, f"-I{folder}/headers", "-MF",
+                   f"{target}.d", "-c", f"{folder}/source.cu", "-o", str(target)]  # fmt: skip
+        assert check_ptxas.main(["--", *command]) == 0
+        assert target.read_text() == source
+        assert "0 bytes gmem" in (folder / "source.cu.o.ptxas.txt").read_text()
+        return target, len(runs.read_text())
+
+    assert compile_in("first")[1] == 1
+    target, count = compile_in("second")
+    assert count == 1
+    depends = pathlib.Path(f"{target}.d").read_text()
+    assert depends.startswith(f"{target}: ")
+    assert "second/headers/a.cuh" in depends
+    assert compile_in("third", header="changed")[1] == 2
+    assert compile_in("fourth", source="changed")[1] == 3
+    assert compile_in("fifth", option="-O2")[1] == 4
+
+
 def test_budgets_are_as_the_command_writes_them():
     text = check_ptxas.BUDGETS.read_text()
     budgets = check_ptxas.read_budgets(text)

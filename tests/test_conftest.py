@@ -22,6 +22,16 @@ def test_every_nth_case(n, kept):
     assert [item.nodeid for item in conftest.every_nth_case(items, n)] == kept
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_parts_have_every_case(parts):
+    items = [Item(f"f[{i}]") for i in range(50)] + [Item("g")]
+    found = [conftest.part_of_cases(items, k + 1, parts) for k in range(parts)]
+    assert all(item in items for part in found for item in part)
+    assert {item for part in found for item in part} == set(items)
+    assert sum(map(len, found)) == 50 + parts  # each runs g
+    assert all(len(part) > 50 / parts / 2 for part in found)
+
+
 def test_every_test_function_keeps_a_case():
     path = str(pathlib.Path(__file__).parent / "test_precision.py")
 
@@ -31,6 +41,7 @@ def test_every_test_function_keeps_a_case():
         lines = [line for line in text.splitlines() if "::" in line]
         return {line.partition("[")[0] for line in lines}, len(lines)
 
-    everything, some = functions(), functions("--every", "3")
-    assert everything[0] == some[0]
-    assert some[1] < everything[1]
+    everything = functions()
+    for some in (functions("--every", "3"), functions("--part", "2/2")):
+        assert everything[0] == some[0]
+        assert some[1] < everything[1]

@@ -27,6 +27,11 @@ OPTIONS = {
         "dropout_seed": np.array([3, 4], np.uint32),
     },
 }  # fmt: skip
+# As docs/guide/several-devices.md gives them.
+BY_COPY_ENGINES = {
+    "ring": {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"},
+    "all_to_all": {"xla_gpu_use_memcpy_local_p2p": True},
+}
 
 
 def mesh_of(kind):
@@ -39,12 +44,12 @@ def arguments():
     return [jax.random.normal(k, s, jnp.bfloat16) for k, s in zip(keys, shapes, strict=True)]
 
 
-def with_gradients(attention):
+def with_gradients(attention, compiler_options=None):
     def both(query, key, value, dout):
         out, vjp = jax.vjp(attention, query, key, value)
         return out, *vjp(dout)
 
-    return jax.jit(both)
+    return jax.jit(both, compiler_options=compiler_options)
 
 
 @functools.cache
@@ -89,9 +94,8 @@ def test_shard_map(name):
     assert_equal_up_to_rounding(with_gradients(mapped)(*arguments()), on_one_gpu("causal"))
 
 
-@pytest.mark.parametrize("mode", ["ring", "all_to_all", "all_gather"])
-@pytest.mark.parametrize("options", OPTIONS)
-def test_zigzag_ring(options, mode):
+def zigzag(options, mode, compiler_options=None):
+    """Output and gradients of a sequence that is stored in zig-zag order, restored."""
     mesh = mesh_of(AxisType.Auto)
     attention = functools.partial(
         jax_flash.ring_attention, implementation="flash", axis_name="x", order="zigzag",
@@ -100,6 +104,18 @@ def test_zigzag_ring(options, mode):
     mapped = jax.shard_map(
         attention, mesh=mesh, in_specs=(P(None, "x"),) * 3, out_specs=P(None, "x")
     )
-    got = with_gradients(mapped)(*(jax_flash.zigzag_permute(x, DEVICES) for x in arguments()))
-    got = [jax_flash.zigzag_restore(jax.device_get(x), DEVICES) for x in got]
-    assert_equal_up_to_rounding(got, on_one_gpu(options))
+    run = with_gradients(mapped, compiler_options)
+    got = run(*(jax_flash.zigzag_permute(x, DEVICES) for x in arguments()))
+    return [jax_flash.zigzag_restore(jax.device_get(x), DEVICES) for x in got]
+
+
+@pytest.mark.parametrize("mode", ["ring", "all_to_all", "all_gather"])
+@pytest.mark.parametrize("options", OPTIONS)
+def test_zigzag_ring(options, mode):
+    assert_equal_up_to_rounding(zigzag(options, mode), on_one_gpu(options))
+
+
+@pytest.mark.parametrize("mode", BY_COPY_ENGINES)
+def test_sends_by_copy_engines(mode):
+    got = zigzag("causal", mode, BY_COPY_ENGINES[mode])
+    assert_equal_up_to_rounding(got, on_one_gpu("causal"))

@@ -34,7 +34,7 @@ def test_every_way_to_share(tmp_path):
         ("causal", 128), ("causal", 256), ("packed", 128),
     ]  # fmt: skip
     assert output["interrupted"] is False
-    ways = ["one", "batch", "ring", "ring_nccl", "all_to_all", "all_gather"]
+    ways = ["one", "batch", "ring", "ring_nccl", "all_to_all", "all_to_all_nccl", "all_gather"]
     for each in output["runs"]:
         assert each["devices"] == 2
         only_causal = ("batch", "ring_nccl")

@@ -81,7 +81,7 @@ def efficiencies(documents: list[dict[str, Any]]) -> str:
     for i, (run, found) in enumerate(rows):
         y = top + step * i + 16 * runs.index(run)
         way = _ring.way(run, found["method"])
-        name = f"{run['devices']} GPUs, {run['seq']:,}: {way}"
+        name = f"{_ring.gpus(run)}, {run['seq']:,}: {way}"
         drawing.text(left - 10, y + 14, name, anchor="end")
         for j, (what, colour) in enumerate(
             (("forward", _FORWARD), ("forward_backward", _BACKWARD))

@@ -1,18 +1,20 @@
 """Figures on sharded sequences, from what `ring_speed.py` measured, for result_pages.py."""
 
+import re
 from collections.abc import Callable
 from typing import Any
 
-_COPIES = "ring, copy engines"
+# By method, its way of sending; what follows the comma is left out where NCCL sends.
 _WAYS = {
-    "ring": _COPIES,
-    "ring_contiguous": _COPIES,
+    "ring": "ring, copy engines",
+    "ring_contiguous": "ring, copy engines",
     "ring_nccl": "ring",
-    "all_to_all": "all-to-all",
+    "all_to_all": "all-to-all, copy engines",
+    "all_to_all_nccl": "all-to-all",
     "all_gather": "all-gather",
     "all_gather_contiguous": "all-gather",
 }
-_COLUMNS = (_COPIES, "ring", "all-to-all", "all-gather")
+_COLUMNS = tuple(dict.fromkeys(_WAYS.values()))
 _PASSES = ("forward", "forward_backward")
 _CALLS = {
     "causal": "causal",
@@ -25,20 +27,27 @@ _LINKS = (("NVLink, 450 GB/s by its datasheet", 450e9), ("a 400 Gbit/s port for 
 
 
 def runs(documents: list[dict]) -> list[dict[str, Any]]:
-    """All runs, those of causal attention first, with the shape that they have in common."""
+    """All runs, those of causal attention first, with their shape, GPUs and those who sent."""
     found = []
     for document in documents:
         methods = {r["method"] for run in document["runs"] for r in run["results"]}
-        # Older files name the ring whose sends are NCCL's kernels so; it was the only one.
-        older = "ring_nccl" not in methods
-        found += [{**run, "shape": document["shape"], "older": older} for run in document["runs"]]
+        # Older files have a mode's sends by NCCL alone, and name them as later ones name copies.
+        only_nccl = [mode for mode in ("ring", "all_to_all") if f"{mode}_nccl" not in methods]
+        card = re.search(r"[A-Z]+\d+", document["device"]["kind"])[0]
+        common = {"shape": document["shape"], "only_nccl": only_nccl, "card": card}
+        found += [{**run, **common} for run in document["runs"]]
     return sorted(found, key=lambda run: list(_CALLS).index(run["call"]))
+
+
+def gpus(run: dict) -> str:
+    return f"{run['devices']} {run['card']}"
 
 
 def way(run: dict, method: str) -> str | None:
     """What the tables call a method of a run; None for those that share no sequence."""
     found = _WAYS.get(method)
-    return "ring" if run["older"] and found == _COPIES else found
+    by_nccl = method.removesuffix("_contiguous") in run["only_nccl"]
+    return found.partition(",")[0] if found and by_nccl else found
 
 
 def result(run: dict, method: str) -> dict[str, Any]:
@@ -51,7 +60,7 @@ def _rows(documents: list[dict], cell: Callable[[dict], str]) -> list[list[str]]
         ways = {way(run, r["method"]): r for r in run["results"]}
         call = _CALLS[run["call"]].format(**run["shape"])
         cells = [cell(ways[column]) if column in ways else "-" for column in _COLUMNS]
-        rows.append([str(run["devices"]), f"{run['seq']:,}", call, *cells])
+        rows.append([gpus(run), f"{run['seq']:,}", call, *cells])
     return rows
 
 
@@ -59,7 +68,7 @@ def measured(documents: list[dict], table) -> str:
     """Milliseconds and efficiency of every way.
 
     Args:
-      documents: for ascending numbers of GPUs.
+      documents: for ascending numbers of GPUs, the first with sends by copy engines.
       table: formats a header and rows.
     """
 
@@ -88,7 +97,7 @@ def sending(documents: list[dict], table) -> str:
     keys = ("compute_ms", "forward_kernels", "transfer_ms", "transfer_hidden_ms", "waiting")
     rows = [
         [
-            str(run["devices"]), way(run, found["method"]),
+            gpus(run), way(run, found["method"]),
             *(" / ".join(f"{_mean(found[what], key):.1f}" for what in _PASSES) for key in keys),
         ]
         for run in runs(documents)
@@ -133,6 +142,23 @@ def contention(document: dict) -> str:
     )
 
 
+def exchanges(document: dict) -> str:
+    """What sending by copy engines changes for an all-to-all."""
+    run = runs([document])[0]
+    (nccl, nccl_waits), (copies, waits) = (
+        [
+            " and ".join(f"{_mean(result(run, method)[what], key):.1f}" for what in _PASSES)
+            for key in ("transfer_ms", "waiting")
+        ]
+        for method in ("all_to_all_nccl", "all_to_all")
+    )
+    return (
+        f"On {gpus(run)}s, an all-to-all's sends take {nccl} ms (forward, and with backward) by "
+        f"NCCL and {copies} ms by copy engines; during {nccl_waits} ms, and {waits} ms, nothing is "
+        "computed, since one GPU also waits for the other."
+    )
+
+
 def _rates(run: dict) -> tuple[float, float]:
     """FLOP/s of one GPU, forward and backward (5 of the 7 products that both passes have)."""
     one = result(run, "one")
@@ -164,8 +190,8 @@ def calculation(documents: list[dict], table) -> str:
     links = list(_LINKS)
     for run in first:
         bandwidth = _apparent_bandwidth(run)
-        by = "NCCL" if run["older"] else "copy engines"
-        name = f"as measured with {run['devices']} GPUs, by {by}, {bandwidth / 1e9:.0f} GB/s"
+        by = "NCCL" if "ring" in run["only_nccl"] else "copy engines"
+        name = f"as measured with {gpus(run)}, by {by}, {bandwidth / 1e9:.0f} GB/s"
         links.append((name, bandwidth))
     rates = " and ".join(f"{rate / 1e12:.0f}" for rate in _rates(first[-1]))
     header = ["link", f"tokens a GPU at F = {rates} TFLOP/s, as measured", "at twice that"]
@@ -192,10 +218,12 @@ def sentences(documents: list[dict]) -> str:
 
     factors = [growth(method) for method in ("ring", "all_to_all", "all_gather")]
     two = runs([documents[0]])[0]
+    by = "NCCL" if "all_to_all" in first["only_nccl"] else "copy engines"
     return (
-        f"With 2 GPUs and {two['seq']:,} tokens, the ring reaches {reached(two, 'ring')} (forward, "
-        f"and with the backward pass). With {last['runs'][0]['devices']} GPUs and as many tokens, "
-        f"gathering reaches {reached(first, 'all_gather')}, all-to-all "
+        f"With {gpus(two)}s and {two['seq']:,} tokens, the ring reaches {reached(two, 'ring')} "
+        f"(forward, and with the backward pass) and all-to-all {reached(two, 'all_to_all')}, both "
+        f"by copy engines, and gathering {reached(two, 'all_gather')}. With {gpus(first)}s and as "
+        f"many tokens, gathering reaches {reached(first, 'all_gather')}, all-to-all by {by} "
         f"{reached(first, 'all_to_all')}, and the ring {reached(first, 'ring')} by copy engines, "
         f"{reached(first, 'ring_nccl')} by NCCL; with {longest['seq']:,} tokens, all of them reach "
         f"at least {_least(longest):.0%}. So many GPUs that each have a sequence of their own, and "

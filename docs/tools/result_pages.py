@@ -383,7 +383,8 @@ _HEADLINE_PRESETS = ("7b", "8b-32k")
 
 
 def rings() -> list[dict[str, Any]]:
-    return [document for n in (2, 4, 8) if (document := load(f"ring_h200_x{n}.json"))]
+    names = ("h100_x2", "h200_x2", "h200_x4", "h200_x8")
+    return [document for name in names if (document := load(f"ring_{name}.json"))]
 
 
 def several_devices() -> str:
@@ -394,7 +395,7 @@ def several_devices() -> str:
         f"{run['seq']:,}" for run in documents[-1]["runs"][1:] if run["call"] == "causal"
     )
     cut = "".join(
-        f" The run with {d['runs'][0]['devices']} GPUs was cut off before its last calls."
+        f" The run with {_ring.gpus(_ring.runs([d])[0])}s was cut off before its last calls."
         for d in documents
         if d.get("interrupted")
     )
@@ -418,6 +419,7 @@ def several_devices() -> str:
             "was.",
             _ring.sending(documents, table),
             _ring.contention(documents[-1]),
+            _ring.exchanges(documents[0]),
             block([command(document) for document in documents]),
         ]
     )
