@@ -38,10 +38,10 @@
 #define JAX_FLASH_SM90_BLOCK_KV_64_BANDED 128
 #endif
 #ifndef JAX_FLASH_SM90_CONSUMERS_96
-#define JAX_FLASH_SM90_CONSUMERS_96 2
+#define JAX_FLASH_SM90_CONSUMERS_96 3
 #endif
 #ifndef JAX_FLASH_SM90_BLOCK_KV_96
-#define JAX_FLASH_SM90_BLOCK_KV_96 128
+#define JAX_FLASH_SM90_BLOCK_KV_96 112
 #endif
 #ifndef JAX_FLASH_SM90_CONSUMERS_128
 #define JAX_FLASH_SM90_CONSUMERS_128 2
@@ -170,7 +170,8 @@ inline constexpr RecipeRow kRecipes[] = {
      JAX_FLASH_SM90_BLOCK_KV_96},
     {Recipe::kChained, "chained", 128, 128, kNoModifier, JAX_FLASH_SM90_CONSUMERS_128,
      JAX_FLASH_SM90_BLOCK_KV_128},
-    {Recipe::kNarrowValues, "chained, narrow values", 192, 128, kNoModifier, 2, 128},
+    {Recipe::kNarrowValues, "chained, narrow values", 192, 128, kNoModifier, 2, 96, 1,
+     ScoresAhead::kNo, BiasPlace::kNone, 1},
     {Recipe::kChained, "chained", 192, 192, kNoModifier, JAX_FLASH_SM90_CONSUMERS_192,
      JAX_FLASH_SM90_BLOCK_KV_192},
     {Recipe::kChained, "chained", 256, 256, kNoModifier, JAX_FLASH_SM90_CONSUMERS_256,

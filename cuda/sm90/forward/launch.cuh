@@ -60,7 +60,7 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   // An additional block loses the chain of query tiles, if there is one.
   constexpr double kMostRest = kInTurn || !JAX_FLASH_SM90_REST_APART ? 0.0
                                : Config::kScoresAhead                ? 0.8
-                                                                     : 0.67;
+                                                                     : 0.6;
   QueryTileTail tail;
   if (kInTurn && spans.query) tail = QueryTileTail(schedule, sms);
   schedule.divide(sms, is_long && !spans.query, kMostRest);

@@ -150,7 +150,8 @@ struct ForwardModifier<Config, Element, kNoModifier>
     : ModifierDefaults<Config, Element, kNoModifier> {
   using Base = ModifierDefaults<Config, Element, kNoModifier>;
   static constexpr When kExactMaxima = When::kAlways;
-  static constexpr bool kByDifference = Config::kHeadDim > 128;  // where it costs little
+  static constexpr bool kByDifference =
+      Config::kHeadDim > 128 && !Config::kOptimistic;  // where it costs little
   static constexpr int kOutParts = Config::kOutParts;
   static constexpr bool kDescribedLate = true;
 

@@ -1,5 +1,5 @@
-// Converts values to float16 in the sm_90 forward kernel for bfloat16 calls without modifiers, up
-// to head dim 128: two warps convert every second tile of V, so that P is float16 for it, too.
+// Converts values to float16 in the sm_90 forward kernel for bfloat16 calls without modifiers, at
+// head dims 64 and 128: two warps convert every second tile of V, so that P is float16 for it, too.
 //
 // Half of the squared error of a call's output is its own rounding, and half is that of P, for
 // which float16 has three bits more than bfloat16. A bfloat16 number within float16's range is the
@@ -29,10 +29,12 @@
 
 namespace jax_flash::sm90 {
 
+// Head dim 96 has three consumers, which two warps that convert would make wait: calls would take
+// 18% longer. With values of fewer columns than keys have, they would take 16% longer.
 template <typename Config, typename Element, uint32_t kModifiers>
 inline constexpr bool kConvertsValues =
     JAX_FLASH_SM90_CONVERT_VALUES && std::is_same_v<Element, __nv_bfloat16> &&
-    kChecksLate<Config, kModifiers>;
+    kChecksLate<Config, kModifiers> && (Config::kHeadDim == 64 || Config::kHeadDim == 128);
 inline constexpr int kConverterWarps = 2, kConverterArrivals = kConverterWarps * kWarpArrivals;
 
 // True if the converting warps have registers for many values at a time.
