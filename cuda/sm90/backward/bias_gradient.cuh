@@ -47,7 +47,7 @@ struct BiasGradientConfig {
   static constexpr int kHeadDim = kHeadDimension;
   static constexpr int kBlock = 128, kConsumers = 2;
   static constexpr int kThreads = 128 * (kConsumers + 1);
-  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+  static constexpr int kProducerRegisters = 56, kConsumerRegisters = 224;
   static constexpr int kConsumerThreads = 128 * kConsumers;
   using Tile = SmemTile<kBlock, kHeadDim>;
   static constexpr int kPairBytes = 2 * Tile::kBytes;
@@ -94,39 +94,64 @@ struct BiasSteps {
   int32_t own_head, own_row, own_col;
 
   __device__ __forceinline__ BiasSteps(const Backward& backward, const BackwardWorkspace& space,
-                                       const BiasOwnership& owned, int64_t block)
+                                       const BiasOwnership& owned, uint32_t block)
       : params(backward), workspace(space), ownership(owned) {
-    own_col = static_cast<int32_t>(block % owned.owned_col_tiles);
-    block /= owned.owned_col_tiles;
-    own_row = static_cast<int32_t>(block % owned.owned_row_tiles);
-    block /= owned.owned_row_tiles;
-    own_head = static_cast<int32_t>(block % owned.owned_heads);
-    own_batch = block / owned.owned_heads;
+    const auto take = [&](uint32_t count) {
+      const uint32_t index = block % count;
+      block /= count;
+      return static_cast<int32_t>(index);
+    };
+    own_col = take(owned.owned_col_tiles);
+    own_row = take(owned.owned_row_tiles);
+    own_head = take(owned.owned_heads);
+    own_batch = block;
   }
 
   __device__ __forceinline__ int64_t first_batch() const {
     return BiasOwnership::batch_index(params.shape, params.dbias, own_batch, 0);
   }
+  // Calls visit(batch, step) for each step, by a whole warp. To find a batch entry and its band
+  // takes as long as a step's products: each lane does it for another one.
   template <int kBlock, typename Visit>
   __device__ __forceinline__ void for_each(const Visit& visit) const {
     const BiasOwnership& own = ownership;
-    for (int64_t sum_batch = 0; sum_batch < own.summed; ++sum_batch) {
-      const int64_t batch_index =
+    for (int64_t first = 0; first < own.summed; first += 32) {
+      const int64_t sum_batch = min(first + threadIdx.x % 32, own.summed - 1);
+      const int64_t index =
           BiasOwnership::batch_index(params.shape, params.dbias, own_batch, sum_batch);
-      const BatchIndex batch(params.shape, batch_index);
-      const Band band(params, batch);
-      for (int32_t row = own_row; row < own.row_tiles; row += own.owned_row_tiles) {
-        for (int32_t col = own_col; col < own.col_tiles; col += own.owned_col_tiles) {
-          if (!attends<kBlock>(band, batch_index, row, col)) continue;
-          for (int32_t head = own_head; head < own.heads; head += own.owned_heads) {
-            visit(batch, BiasStep{band, batch_index, head, row * kBlock, col * kBlock});
-          }
+      const BatchIndex own_batch_index(params.shape, index);
+      const Band own_band(params, own_batch_index);
+      const int count = static_cast<int>(min(own.summed - first, int64_t{32}));
+      for (int lane = 0; lane < count; ++lane) {
+        const auto of_lane = [&](auto value) { return __shfl_sync(0xffffffff, value, lane); };
+        BatchIndex batch;
+        for (int axis = 0; axis < kTensorMapBatchDims; ++axis) {
+          batch.coordinate[axis] = of_lane(own_batch_index.coordinate[axis]);
         }
+        Band band;
+        band.lo = of_lane(own_band.lo);
+        band.hi = of_lane(own_band.hi);
+        band.q_len = of_lane(own_band.q_len);
+        band.kv_len = of_lane(own_band.kv_len);
+        visit_batch<kBlock>(batch, band, of_lane(index), visit);
       }
     }
   }
 
  private:
+  template <int kBlock, typename Visit>
+  __device__ __forceinline__ void visit_batch(const BatchIndex& batch, const Band& band,
+                                              int64_t batch_index, const Visit& visit) const {
+    const BiasOwnership& own = ownership;
+    for (int32_t row = own_row; row < own.row_tiles; row += own.owned_row_tiles) {
+      for (int32_t col = own_col; col < own.col_tiles; col += own.owned_col_tiles) {
+        if (!attends<kBlock>(band, batch_index, row, col)) continue;
+        for (int32_t head = own_head; head < own.heads; head += own.owned_heads) {
+          visit(batch, BiasStep{band, batch_index, head, row * kBlock, col * kBlock});
+        }
+      }
+    }
+  }
   // Returns whether any row of a tile may attend to any key of one.
   template <int kBlock>
   __device__ __forceinline__ bool attends(const Band& band, int64_t batch_index, int32_t row,
@@ -148,13 +173,15 @@ struct BiasRing {
   BiasStep* steps;
 };
 
-// Describes all steps of a tile of dbias and copies their pairs. Called by one thread.
+// Describes all steps of a tile of dbias and copies their pairs. Called by a warp, whose first lane
+// does it.
 template <typename Config>
 __device__ __forceinline__ void load_pairs(const BiasSteps& steps, const BackwardMaps& maps,
                                            const BiasRing& smem, PairRing& ring) {
   using Tile = typename Config::Tile;
   const Backward& params = steps.params;
   const int32_t group = params.shape.heads / params.shape.kv_heads;
+  const bool leader = threadIdx.x % 32 == 0;
   const auto await_stage = [&] {
     ptx::mbarrier_wait(smem.empty + ring.stage * 8, ring.parity ^ 1);
   };
@@ -171,12 +198,14 @@ __device__ __forceinline__ void load_pairs(const BiasSteps& steps, const Backwar
                        col_operand, batch, step.head / group, step.col0);
       ring.advance();
     };
+    if (!leader) return;
     await_stage();
     smem.steps[ring.stage] = step;
     load(maps.query, params.query, maps.key, params.key);
     await_stage();
     load(maps.dout, params.dout, maps.value, params.value);
   });
+  if (!leader) return;
   await_stage();
   smem.steps[ring.stage].row0 = -1;
   ptx::mbarrier_arrive(smem.full + ring.stage * 8);
@@ -562,11 +591,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
-  const int64_t tiles = ownership.blocks();
+  const auto tiles = static_cast<uint32_t>(ownership.blocks());
   if (threadIdx.x < 128) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-    if (threadIdx.x != 0) return;
-    for (int64_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
+    if (threadIdx.x >= 32) return;
+    for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
       load_pairs<Config>(BiasSteps(params, workspace, ownership, tile), maps, smem, ring);
     }
   } else {
@@ -577,7 +606,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     float* const partial_smem =
         reinterpret_cast<float*>(tiles_smem + ring.stages * Config::kPairBytes);
     float total[1][Config::kBlock / 8][4];
-    for (int64_t index = blockIdx.x; index < tiles; index += gridDim.x) {
+    for (uint32_t index = blockIdx.x; index < tiles; index += gridDim.x) {
       const BiasSteps tile(params, workspace, ownership, index);
       const int32_t row0 = tile.own_row * Config::kBlock + (threadIdx.x / 32 - 4) * 16;
       consumer.run(total, tile, row0, ring);
