@@ -35,6 +35,9 @@ template <int kHeadDimension, int kValueDimension, bool kIsGeneral>
 struct Float8Config {
   static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension;
   static constexpr bool kGeneral = kIsGeneral;
+  // Tiles that the band does not cut have a loop of their own. Above this dimension, it would take
+  // more registers than there are.
+  static constexpr bool kHasPlainTiles = !kGeneral && kValueDim <= 128;
   static constexpr int kConsumers = 2, kBlockQ = 64 * kConsumers, kBlockKv = kScaleBlock;
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1);
   static constexpr int kProducerRegisters = kValueDim > 192 ? 24 : 40;

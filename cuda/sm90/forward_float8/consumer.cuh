@@ -242,10 +242,11 @@ struct Float8Consumer {
   }
 
   // Goes from a tile's keys to P. kFresh: the tile is a query tile's first one. kPending: there is
-  // a P of the last tile, which is multiplied.
-  template <bool kFresh, bool kPending>
+  // a P of the last tile, which is multiplied. kPlain: products become logits by a factor alone.
+  template <bool kFresh, bool kPending, bool kPlain = false>
   __device__ __forceinline__ void step() {
-    const Rules rules = find_rules<kFresh>();
+    Rules rules;
+    if constexpr (!kPlain) rules = find_rules<kFresh>();
     ptx::mbarrier_wait(smem.key_full(stage.stage), stage.parity);
     const KeyFactors factors = factors_of(stage.stage);
     const float to_log2 = query_to_log2 * factors.key;
@@ -255,7 +256,7 @@ struct Float8Consumer {
     ptx::wgmma_wait_group<kPending ? 1 : 0>();
     ptx::wgmma_results(scores);
     float factor = to_log2;
-    if (rules.any()) {
+    if (!kPlain && rules.any()) {
       make_logits(rules, to_log2);
       factor = 1.0f;
     }
@@ -384,7 +385,14 @@ struct Float8Consumer {
     if (!begin_work()) return;
     step<true, false>();
     for (;;) {
-      while (tile >= first) step<false, true>();
+      while (tile >= first) {
+        if constexpr (Config::kHasPlainTiles) {
+          const int32_t last = tile < uncut.end ? max(first, uncut.first) : tile + 1;
+          while (tile >= last) step<false, true, true>();
+          if (tile < first) break;
+        }
+        step<false, true>();
+      }
       query_stage.advance();
       if (!begin_work()) break;
       step<true, true>();
