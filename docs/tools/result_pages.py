@@ -16,7 +16,6 @@ from collections.abc import Callable
 from typing import Any
 
 import _floors
-import _peers
 import _plots
 import _ring
 
@@ -277,6 +276,7 @@ _SPEED: dict[str, tuple[str, Any]] = {
     "short": ("Short calls, Pallas' own kernel included", [("targets", "us")]),
     "families": ("The kernels for Ampere, on the same GPU", [("targets", "TFLOP/s")]),
     "earlier": ("Small calls, inputs not in the cache", [("earlier", "us")]),
+    "training": ("What models train with, other packages included", [("training", "us")]),
     "features": ("What each feature costs", features),
     "sustained": ("Without pauses", sustained),
     "host": ("On the host", host),
@@ -436,17 +436,7 @@ _PARTS: dict[str, dict[str, Callable[[], str]]] = {
         "model": lambda: _ring.whole_model(load("llama_long_h200_x8.json")),
     },
     "docs/benchmarks/h200.md": {"measured": lambda: machine_page("h200")},
-    "docs/benchmarks/h100.md": {
-        "measured": lambda: "\n\n".join(
-            filter(
-                None,
-                [
-                    machine_page("h100"),
-                    _peers.page(load("peers_h100.json"), table),
-                ],
-            )
-        )
-    },
+    "docs/benchmarks/h100.md": {"measured": lambda: machine_page("h100")},
     "docs/benchmarks/cpu.md": {"measured": lambda: machine_page("cpu")},
     "docs/benchmarks/floors.md": {"measured": lambda: sections("h200", _FLOORS)},
     "docs/benchmarks/ablations.md": {"measured": lambda: sections("h200", _ABLATIONS)},
