@@ -1,6 +1,6 @@
 """Time FP8 attention beside cuDNN's FP8 and this package's bfloat16, in one run, on one GPU.
 
-    python examples/fp8_speed.py --json examples/results/fp8_h200.json
+    python examples/fp8_speed.py --json examples/results/fp8_h100.json
 
 The forward pass alone. "float8": operands that are float8 already, with a scale for each 128
 tokens; "rounded": the same from bfloat16 operands, by fp8=Fp8(); "cudnn": cuDNN's FP8 attention by

@@ -60,11 +60,26 @@ def errors(operands, is_causal=False, rows=...):
 @pytest.mark.parametrize("std", [1.0, 1.1])
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
 @pytest.mark.parametrize("batch", [1, 4])  # less than one query tile for each multiprocessor, more
-@pytest.mark.parametrize("head_dim", [64, 96, 128])
+@pytest.mark.parametrize("head_dim", [64, 128])
 def test_output_errors_are_below_those_of_cudnn(head_dim, batch, is_causal, std):
     shape = (batch, 1024, 16, head_dim)
     ours, theirs = errors([draw(shape, std, seed=i) for i in range(3)], is_causal)
     assert ours < theirs, ours / theirs
+
+
+# At head dim 96 nothing is converted, and running maxima rise only where a row's first keys show
+# that they should: no P is exactly 1, as the greatest of each row is in cuDNN. By the emulation in
+# cuda/TUNING.md, "Errors and sanitizers", that makes the error 1.03 times as great for logits of
+# deviation 1 and 1.08 for 1.44 (query and key of 1.2); measured at 1 on an H100, 1.043.
+LAGGING = 1.1
+
+
+@pytest.mark.parametrize("std", [1.0, 1.1])
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("batch", [1, 4])
+def test_output_errors_where_running_maxima_lag(batch, is_causal, std):
+    ours, theirs = errors([draw((batch, 1024, 16, 96), std, seed=i) for i in range(3)], is_causal)
+    assert ours < LAGGING * theirs, ours / theirs
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -85,7 +100,7 @@ def test_output_errors_are_those_of_cudnn_where_nothing_is_converted(shape, dtyp
 
 
 # Full and causal calls of some 3 query tiles for each multiprocessor, and short ones.
-SHAPES = [(1, 1024, 16, 64), (8, 700, 16, 64), (4, 1024, 16, 128), (2, 300, 4, 96)]
+SHAPES = [(1, 1024, 16, 64), (8, 700, 16, 64), (4, 1024, 16, 128)]
 
 
 @pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
@@ -96,6 +111,15 @@ def test_values_of_any_magnitude(exponent, shape, is_causal):
     value = (value.astype(np.float32) * 2.0**exponent).astype(BFLOAT16)
     ours, theirs = errors([query, key, value], is_causal)
     assert ours <= 1.02 * theirs, ours / theirs
+
+
+@pytest.mark.parametrize("is_causal", [False, True], ids=["full", "causal"])
+@pytest.mark.parametrize("exponent", [-100, 90])
+def test_values_of_any_magnitude_where_running_maxima_lag(exponent, is_causal):
+    query, key, value = (draw((2, 300, 4, 96), seed=i) for i in range(3))
+    value = (value.astype(np.float32) * 2.0**exponent).astype(BFLOAT16)
+    ours, theirs = errors([query, key, value], is_causal)
+    assert ours <= LAGGING * theirs, ours / theirs
 
 
 @pytest.mark.parametrize("factor", [1e-7, 2.0**-13, 1e6])

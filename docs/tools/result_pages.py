@@ -192,7 +192,7 @@ def fp8_errors() -> str:
 
 def fp8_speed() -> str:
     """The guide's table: the forward pass in FP8 beside cuDNN's and beside bfloat16."""
-    document = load("fp8_h200.json")
+    document = load("fp8_h100.json")
     lines = []
     for row in document["results"]:
         batch, length, heads, kv_heads, dim, value_dim = row["shape"]
