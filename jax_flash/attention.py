@@ -218,8 +218,8 @@ def dot_product_attention(
       key: [\*B,S,K,H], query's dtype.
       value: [\*B,S,K,h], query's dtype.
       bias: added to the logits; broadcastable to [\*B,N,T,S], any float or integer dtype. -inf
-        forbids, as a mask's False does; every finite bias, such as ``jnp.finfo(dtype).min``, is a
-        number.
+        forbids, as a mask's False does, but a mask alone also keeps NaN and Inf in key and value
+        from results; every finite bias, such as ``jnp.finfo(dtype).min``, is a number.
       mask: bool, True where attention is allowed; broadcastable to [\*B,N,T,S].
       scale: factor on the logits; 1/sqrt(H) if None. A number, or an array that broadcasts to
         [\*B,N,T,1], such as a traced or learned temperature, with its gradient. An array
