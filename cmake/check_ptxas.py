@@ -209,6 +209,16 @@ def write_budgets(budgets):
     return _HEADER + "".join(lines)
 
 
+def source_of(target):
+    """The name in spills.txt of an object's source: cuda/FOLDER/NAME.cu is FOLDER/NAME.
+
+    Sources that are generated have names of their own.
+    """
+    name = target.name.partition(".")[0]
+    folder = target.parent
+    return f"{folder.name}/{name}" if folder.parent.name == "cuda" else name
+
+
 def update(folder):
     """Makes the budgets of all objects in a build what their kernels spill."""
     reports = sorted(pathlib.Path(folder).rglob("*.ptxas.txt"))
@@ -216,7 +226,7 @@ def update(folder):
         sys.exit(f"{folder}: no *.ptxas.txt: expected the folder of a build with CUDA kernels")
     budgets = read_budgets(BUDGETS.read_text()) if BUDGETS.exists() else {}
     for report in reports:
-        source = report.name.partition(".")[0]
+        source = source_of(report)
         log = report.read_text()
         before, after = budgets.get(source, {}), spills_of(log)
         after |= {(_IS_SERIALIZED, *kernel): 0 for kernel in serialized_in(log)}
@@ -280,7 +290,7 @@ def compile_and_check(command, exact, warn):
 
     target = pathlib.Path(_after(command, "-o"))
     target.with_name(target.name + ".ptxas.txt").write_text("\n".join(info) + "\n")
-    source = target.name.partition(".")[0]
+    source = source_of(target)
     budgets = read_budgets(BUDGETS.read_text()).get(source, {})
     slow, unused = find_problems(done.stdout, budgets)
     errors = [] if warn else slow + unused if exact else slow

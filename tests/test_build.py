@@ -100,6 +100,18 @@ def test_names_of_kernels(mangled, name):
 
 
 @pytest.mark.parametrize(
+    ("target", "name"),
+    [
+        ("cuda_sm90.dir/instances/sm90_forward_64.cu.o", "sm90_forward_64"),
+        ("cuda_modifiers.dir/cuda/modifiers/kernels.cu.o", "modifiers/kernels"),
+        ("cuda_quantize.dir/cuda/quantize/kernels.cu.o.ptxas.txt", "quantize/kernels"),
+    ],
+)
+def test_sources_of_one_name_have_budgets_of_their_own(target, name):
+    assert check_ptxas.source_of(pathlib.Path("CMakeFiles") / target) == name
+
+
+@pytest.mark.parametrize(
     ("spills", "budget", "options", "environment", "passes"),
     [
         (_SPILLED, 40, ["--exact"], "", True),
@@ -189,7 +201,7 @@ def test_budgets_are_as_the_command_writes_them():
         for family, kind, dtypes, dims in entries
         for dim in dims.split()
     }
-    objects |= {pathlib.Path(x).stem for x in re.findall(r"SOURCE ([\w/]+\.cu)", table)}
+    objects |= set(re.findall(r"SOURCE cuda/([\w/]+)\.cu", table))
     assert len(objects) > 20
     assert budgets.keys() <= objects
 
