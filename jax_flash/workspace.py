@@ -158,8 +158,9 @@ def _cuda_backward(
         size += 4 * heads * 128 * (q_len // 64 + kv_len // 64 + 1)
     if widest <= 128 and not is_float32:  # a mask as bits
         size += mask_matrices * (mask_rows // 64 + 1) * (kv_len // 16 + 1) * 128
-    if not (deterministic or is_float32) and widest <= 128:  # dK and dV of divided blocks of keys
-        size += 132 * (4 * 128 * 2 * widest + 16)
+    one_kernel = widest <= 128 or (widest == 192 and value_dim <= 128)
+    if one_kernel and not (deterministic or is_float32):  # dK and dV of divided blocks of keys
+        size += 132 * (4 * 128 * (widest + min(widest, 128)) + 16)
         size += kv_heads * (kv_len // 128 + 1) * 16
         size += 4 * heads * q_len * head_dim  # at most: where the heads of a group share keys
     return size

@@ -128,6 +128,7 @@ def test_build_fails_where_a_budget_is_not_met(
 ):
     monkeypatch.setattr(check_ptxas, "BUDGETS", tmp_path / "spills.txt")
     monkeypatch.setenv("JAX_FLASH_SPILLS", environment)
+    monkeypatch.delenv("JAX_FLASH_OBJECTS", raising=False)
     check_ptxas.BUDGETS.write_text(check_ptxas.write_budgets({"source": {_KERNEL: budget}}))
     target = tmp_path / "source.cu.o"
     target.write_text("object")
