@@ -151,7 +151,10 @@ def _quantize_natively(*arrays: jax.Array, static: Rounding) -> list[jax.Array]:
         shape = static.scale_shape(i, x.shape)
         shapes.append(shape)
         scale_shapes.append((sets, math.prod(shape[mapped:-2]), *shape[-2:]))
-    block = {"tensor": 0, "head": max(x.shape[-3] for x in arrays)}.get(per, per)
+    if isinstance(per, int):
+        block = per
+    else:
+        block = 0 if per == "tensor" else max(x.shape[-3] for x in arrays)
     results = ffi.quantize(
         folded, scale_shapes, block=block, rotation=static.rotation, rotated=static.rotated
     )

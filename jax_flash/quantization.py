@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, cast
 
 import jax
 import jax.numpy as jnp
@@ -189,7 +189,8 @@ def quantize(x: ArrayLike, per: Per = 128, *, rotation: int | None = None) -> Qu
             f"per: expected {KERNEL_BLOCK}, or a number of tokens that divides the sequence's "
             f"{length} into another number of blocks than that does, got {per}"
         )
-    (result,) = _round((x,), Rounding(option.per, option.rotation, (True,), (0,)))
+    static = Rounding(option.per, option.rotation, (True,), (0,))
+    (result,) = cast("list[Quantized]", _round((x,), static))
     return result
 
 
