@@ -160,9 +160,11 @@ def _cuda_backward(
         size += mask_matrices * (mask_rows // 64 + 1) * (kv_len // 16 + 1) * 128
     one_kernel = widest <= 128 or (widest == 192 and value_dim <= 128)
     if one_kernel and not (deterministic or is_float32):  # dK and dV of divided blocks of keys
-        size += 132 * (4 * 128 * (widest + min(widest, 128)) + 16)
+        block_floats = 128 * (widest + min(widest, 128))
+        size += 132 * (4 * block_floats + 16)
         size += kv_heads * (kv_len // 128 + 1) * 16
-        size += 4 * heads * q_len * head_dim  # at most: where the heads of a group share keys
+        # At most, where the heads of a group share keys, of which the last block may lack some.
+        size += 4 * (heads * q_len * head_dim + kv_heads * block_floats)
     return size
 
 

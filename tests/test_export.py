@@ -275,8 +275,9 @@ def workspace_question(rng, name):
         "q_len": int(rng.integers(1, most)),
         "kv_len": int(rng.integers(1, 20000)),
         "heads": kv_heads * int(rng.choice([1, 4, 16])),
-        "head_dim": 8 * int(rng.integers(1, 33)),
-        "value_dim": 8 * int(rng.integers(1, 33)),
+        # Also dims of queries and values that have a kernel of their own together.
+        "head_dim": 8 * int(rng.choice([rng.integers(1, 65), 24])),
+        "value_dim": 8 * int(rng.choice([rng.integers(1, 65), 16])),
     }
     flag = lambda: bool(rng.integers(2))  # noqa: E731
     dtype = str(rng.choice(["bfloat16", "float16", "float32"]))
