@@ -58,8 +58,8 @@ BY_CALL = {
 }
 PASSES = ("forward", "forward_backward")
 TOKENS = P(None, "sequence")
-# By mode, XLA's options with which the copy engines send. They leave all multiprocessors to the
-# kernels beside them.
+# Holds each mode's options of XLA with which the copy engines send. They leave all multiprocessors
+# to the kernels beside them.
 BY_COPY_ENGINES = {
     "ring": {"xla_gpu_collective_permute_mode": "COLLECTIVES_PEER_MEMORY"},
     "all_to_all": {"xla_gpu_use_memcpy_local_p2p": True},

@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 from typing import Any
 
-# By method, its way of sending; what follows the comma is left out where NCCL sends.
+# Names each method's way of sending; what follows the comma is left out where NCCL sends.
 _WAYS = {
     "ring": "ring, copy engines",
     "ring_contiguous": "ring, copy engines",

@@ -108,7 +108,7 @@ struct AttendedKeys {
   __device__ __forceinline__ bool by_position(int32_t key) const {
     return key < band.kv_len && band.first_row(key) < band.end_row(key + 1);
   }
-  // Whether a query has the key's segment. Called by whole warps.
+  // Returns whether a query has the key's segment. Called by whole warps.
   __device__ __forceinline__ bool by_segment(int32_t key) const {
     const int32_t id = key_ids[key], end = band.end_row(key + 1);
     bool found = false;
