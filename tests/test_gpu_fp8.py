@@ -207,7 +207,7 @@ def test_gradients_are_those_of_the_rounded_operands():
         assert error(one, other) < 0.15
 
 
-# Lists what keeps some of 500 keys from each of 300 queries: from those before or those after.
+# Lists what keeps some of 500 keys from all of 300 queries.
 KEPT = {
     "causal": {"is_causal": True, "query_offset": -30},
     "window": {"local_window_size": (40, 20), "query_offset": 100},
