@@ -383,7 +383,7 @@ _HEADLINE_PRESETS = ("7b", "8b-32k")
 
 
 def rings() -> list[dict[str, Any]]:
-    names = ("h100_x2", "h200_x2", "h200_x4", "h200_x8")
+    names = ("h100_x2", "h200_x2", "h100_x4", "h200_x4", "h200_x8")
     return [document for name in names if (document := load(f"ring_{name}.json"))]
 
 
