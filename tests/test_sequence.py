@@ -137,17 +137,20 @@ def shards(q_len=1024, heads=32, kv_heads=8, **more):
 @pytest.mark.parametrize(
     ("devices", "options", "operands", "expected"),
     [
-        (8, {}, shards(), "all_gather"),
+        (8, {}, shards(), "all_to_all"),
+        (2, {}, shards(), "all_gather"),
+        (2, {}, shards(kv_heads=32), "all_to_all"),
+        (8, {}, shards(kv_heads=4), "all_gather"),  # 4 heads do not divide
         (16, {}, shards(), "ring"),  # 8 heads do not divide
         (16, {}, shards(heads=64, kv_heads=16), "all_to_all"),
         (8, {}, shards(kv_heads=32), "all_to_all"),
         (8, {}, shards(kv_heads=32, bias=(32, 1024, 8192)), "all_to_all"),
         (8, {}, shards(kv_heads=32, bias=(32, 8192, 1024)), "ring"),
-        (8, {}, shards(query_segment_ids=(1024,)), "all_to_all"),
+        (4, {}, shards(query_segment_ids=(1024,)), "all_to_all"),
         (4, {}, shards(kv_heads=2, query_segment_ids=(1024,)), "all_gather"),
         (2, {}, shards(query_segment_ids=(1024,)), "all_gather"),
         (8, {"window": (1000, 0)}, shards(), "ring"),
-        (8, {"window": (100000, 0)}, shards(), "all_gather"),
+        (8, {"window": (100000, 0)}, shards(), "all_to_all"),
         (16, {"dropout_rate": 0.5}, shards(q_len=1004), "ring"),  # whatever the chunks are
     ],
 )
