@@ -26,17 +26,44 @@ _CALLS = {
 _LINKS = (("NVLink, 450 GB/s by its datasheet", 450e9), ("a 400 Gbit/s port for each GPU", 50e9))
 
 
+def _only_nccl(file: dict) -> list[str]:
+    """The modes whose sends NCCL makes under the name that the newest files have for copies."""
+    methods = {r["method"] for run in file["runs"] for r in run["results"]}
+    if "all_to_all_nccl" in methods:
+        return []
+    return [mode for mode in ("ring", "all_to_all") if f"{mode}_nccl" not in methods]
+
+
+def joined(files: list[dict]) -> dict[str, Any]:
+    """The first file, with the runs of the others that it lacks; "files": all of them."""
+    found: dict[tuple, dict] = {}
+    for file in files:
+        more = {"commit": file["commit"], "only_nccl": _only_nccl(file)}
+        for run in file["runs"]:
+            found.setdefault((run["call"], run["seq"]), run | more)
+    in_order = sorted(found.values(), key=lambda run: run["seq"])
+    return {**files[0], "runs": in_order, "files": files}
+
+
 def runs(documents: list[dict]) -> list[dict[str, Any]]:
-    """All runs, those of causal attention first, with their shape, GPUs and those who sent."""
+    """All runs of joined files, those of causal attention first, with their shape and GPUs."""
     found = []
     for document in documents:
-        methods = {r["method"] for run in document["runs"] for r in run["results"]}
-        # Older files have a mode's sends by NCCL alone, and name them as later ones name copies.
-        only_nccl = [mode for mode in ("ring", "all_to_all") if f"{mode}_nccl" not in methods]
         card = re.search(r"[A-Z]+\d+", document["device"]["kind"])[0]
-        common = {"shape": document["shape"], "only_nccl": only_nccl, "card": card}
+        common = {"shape": document["shape"], "card": card}
         found += [{**run, **common} for run in document["runs"]]
     return sorted(found, key=lambda run: list(_CALLS).index(run["call"]))
+
+
+def older(documents: list[dict]) -> str:
+    """Which rows are of sources before those that the heading names."""
+    return "".join(
+        f" Rows of {gpus(run)}s with a {run['call']} are of commit {run['commit']}."
+        for document in documents
+        for run in runs([document])
+        if run["commit"] == document["files"][-1]["commit"] != document["commit"]
+        and len(document["files"]) > 1
+    )
 
 
 def gpus(run: dict) -> str:
@@ -216,19 +243,19 @@ def sentences(documents: list[dict]) -> str:
         ]
         return sizes[1] / sizes[0]
 
-    factors = [growth(method) for method in ("ring", "all_to_all", "all_gather")]
+    factors = [growth(r["method"]) for r in longest["results"] if way(longest, r["method"])]
     two = runs([documents[0]])[0]
-    by = "NCCL" if "all_to_all" in first["only_nccl"] else "copy engines"
     return (
         f"With {gpus(two)}s and {two['seq']:,} tokens, the ring reaches {reached(two, 'ring')} "
         f"(forward, and with the backward pass) and all-to-all {reached(two, 'all_to_all')}, both "
         f"by copy engines, and gathering {reached(two, 'all_gather')}. With {gpus(first)}s and as "
-        f"many tokens, gathering reaches {reached(first, 'all_gather')}, all-to-all by {by} "
-        f"{reached(first, 'all_to_all')}, and the ring {reached(first, 'ring')} by copy engines, "
-        f"{reached(first, 'ring_nccl')} by NCCL; with {longest['seq']:,} tokens, all of them reach "
-        f"at least {_least(longest):.0%}. So many GPUs that each have a sequence of their own, and "
-        f"send nothing, reach {reached(first, 'batch')}. Memory is linear in the tokens: "
-        f"{longest['seq'] // first['seq']} times as many take {min(factors):.2f} to "
+        f"many tokens, all-to-all reaches {reached(first, 'all_to_all_nccl')} by NCCL and "
+        f"{reached(first, 'all_to_all')} by copy engines, gathering "
+        f"{reached(first, 'all_gather')}, and the ring {reached(first, 'ring')} by copy engines, "
+        f"{reached(first, 'ring_nccl')} by NCCL; with {longest['seq']:,} tokens, all that was "
+        f"measured reaches at least {_least(longest):.0%}. So many GPUs that each have a sequence "
+        f"of their own, and send nothing, reach {reached(first, 'batch')}. Memory is linear in the "
+        f"tokens: {longest['seq'] // first['seq']} times as many take {min(factors):.2f} to "
         f"{max(factors):.2f} times as much."
     )
 

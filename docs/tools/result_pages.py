@@ -383,8 +383,14 @@ _HEADLINE_PRESETS = ("7b", "8b-32k")
 
 
 def rings() -> list[dict[str, Any]]:
-    names = ("h100_x2", "h200_x2", "h100_x4", "h200_x4", "h200_x8")
-    return [document for name in names if (document := load(f"ring_{name}.json"))]
+    """For each machine its newest file, with the runs that only other ones have."""
+    documents = []
+    for machine in ("h100_x2", "h200_x2", "h100_x4", "h200_x4", "h200_x8"):
+        names = (f"ring_{machine}{suffix}.json" for suffix in ("", "_long", "_before"))
+        files = [document for name in names if (document := load(name))]
+        if files:
+            documents.append(_ring.joined(files))
+    return documents
 
 
 def several_devices() -> str:
@@ -392,7 +398,7 @@ def several_devices() -> str:
     shape = documents[0]["shape"]
     heads = f"{shape['heads']}/{shape['kv_heads']}"
     one = " and ".join(
-        f"{run['seq']:,}" for run in documents[-1]["runs"][1:] if run["call"] == "causal"
+        f"{run['seq']:,}" for run in _ring.runs(documents[-1:])[1:] if run["call"] == "causal"
     )
     cut = "".join(
         f" The run with {_ring.gpus(_ring.runs([d])[0])}s was cut off before its last calls."
@@ -408,7 +414,7 @@ def several_devices() -> str:
             "Order is zig-zag for the ring and the gather, contiguous for the all-to-all and for "
             f"windows. Documents have 1 to {2 * shape['document']:,} tokens.",
             _ring.measured(documents, table),
-            _ring.sentences(documents) + cut,
+            _ring.sentences(documents) + cut + _ring.older(documents),
             "MiB of temporaries a GPU, as XLA plans them, forward / with backward:",
             _ring.memory(documents, table),
             _ring.measured_memory(documents[-1]),
@@ -420,7 +426,7 @@ def several_devices() -> str:
             _ring.sending(documents, table),
             _ring.contention(documents[-1]),
             _ring.exchanges(documents[0]),
-            block([command(document) for document in documents]),
+            block([command(file) for document in documents for file in document["files"]]),
         ]
     )
 
