@@ -219,6 +219,18 @@ def test_gradient_of_a_bias_with_a_tile_for_every_multiprocessor(axes, dtype, mo
     check(run(inputs, "flash_sm90"), inputs)
 
 
+def test_gradient_of_a_bias_whose_logits_need_the_low_part_of_lse():
+    # Multiples of 1/2 near 2^20, which float32 has; lse there has steps of 1/8.
+    case = Case(
+        "bias", batch=3, heads=6, kv_heads=3, q_len=600, kv_len=650, head_dim=64, value_dim=64,
+        dtype="bfloat16", features=(("bias", ("NTS", "float32")),),
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    bias = inputs.options["bias"]
+    bias[:] = np.rint(2 * bias) / 2 + 2.0**20
+    check(run(inputs, "flash_sm90"), inputs)
+
+
 def random_normal(*shape, dtype=jnp.bfloat16, seed=0):
     return jax.random.normal(jax.random.key(seed), shape, dtype)
 

@@ -6,30 +6,31 @@
 //     P = exp(S + bias - lse)  beside dP; and whatever else the call has
 //     dbias += P (dP - delta)  registers
 //
-// Blocks are persistent. Warp roles: one thread of warp 0 finds the steps of one tile of dbias
-// after the other, describes them, and copies pairs of tiles (TMA) through a ring, Q and K, then dO
-// and V; two consumer warpgroups own 64 queries each, and neither waits for the other.
+// Blocks are persistent. Warp roles: warp 0 finds the steps of one tile of dbias after the other,
+// describes them, and copies pairs of tiles (TMA) through a ring, Q and K, then dO and V; two
+// consumer warpgroups own 64 queries each, and neither waits for the other.
 //
-// Shared memory holds a ring of pairs of tiles, and each warp's rows of the bias: all steps add the
-// same elements of it to their logits, those whose gradient the block owns. dbias takes their place
-// before it is written by rows; and so do its sums over rows, where it has one row.
+// Shared memory holds a ring of pairs of tiles, and each warp's rows of the bias (bias_rows.cuh):
+// all steps add the same elements of it to their logits, those whose gradient the block owns. dbias
+// takes their place before it is written by rows; and so do its sums over rows, where it has one
+// row.
 #pragma once
 
 #include <cstdint>
-#include <cstring>
 #include <type_traits>
 
 #include "modifiers/band.cuh"
-#include "modifiers/bias.cuh"
 #include "modifiers/bias_gradient.cuh"
 #include "modifiers/score_gradient.cuh"
+#include "modifiers/units.cuh"
 #include "params.h"
 #include "plan/backward_workspace.h"
-#include "ptx/ldmatrix.cuh"
+#include "ptx/global.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/warpgroup.cuh"
+#include "sm90/backward/bias_rows.cuh"
 #include "sm90/backward/config.cuh"
 #include "sm90/backward/fragments.cuh"
 #include "sm90/backward/plan.cuh"
@@ -38,6 +39,7 @@
 #include "sm90/backward/smem.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
+#include "tile/tensor_map.cuh"
 #include "tile/wgmma_tile.cuh"
 
 namespace jax_flash::sm90 {
@@ -65,9 +67,16 @@ struct BiasGradientConfig {
   }
 };
 
-// Describes a tile of logits that adds to the block's tile of dbias. row0 is negative behind the
-// last one.
+// Describes a tile of dbias: the index of element [0, 0] of its batch and head, in the bias and in
+// dbias, and its first row and column.
+struct BiasTile {
+  int64_t bias, dbias;
+  int32_t row0, col0;
+};
+
+// Describes a tile of logits that adds to a tile of dbias. row0 is negative behind the last one.
 struct BiasStep {
+  BiasTile tile;
   Band band;
   int64_t batch_index;
   int32_t head, row0, col0;
@@ -85,13 +94,21 @@ struct PairRing {
   }
 };
 
+// Returns the tile of dbias that a block computes in a round. Its place among a round's tiles moves
+// by one from round to round: else it would get tiles at about one distance from the diagonal.
+__device__ __forceinline__ uint32_t bias_tile_of(uint32_t round) {
+  return round * gridDim.x + (blockIdx.x + round) % gridDim.x;
+}
+
 // Visits the steps of a tile of dbias in order.
+template <int kBlock>
 struct BiasSteps {
   const Backward& params;
   const BackwardWorkspace& workspace;
   const BiasOwnership& ownership;
   int64_t own_batch;
   int32_t own_head, own_row, own_col;
+  BiasTile tile;
 
   __device__ __forceinline__ BiasSteps(const Backward& backward, const BackwardWorkspace& space,
                                        const BiasOwnership& owned, uint32_t block)
@@ -105,14 +122,17 @@ struct BiasSteps {
     own_row = take(owned.owned_row_tiles);
     own_head = take(owned.owned_heads);
     own_batch = block;
+    const BatchIndex batch(params.shape,
+                           BiasOwnership::batch_index(params.shape, params.dbias, own_batch, 0));
+    const auto start = [&](const Operand& operand) {
+      return batch.offset(operand) + own_head * operand.head;
+    };
+    tile = {start(params.bias), start(params.dbias), own_row * kBlock, own_col * kBlock};
   }
 
-  __device__ __forceinline__ int64_t first_batch() const {
-    return BiasOwnership::batch_index(params.shape, params.dbias, own_batch, 0);
-  }
   // Calls visit(batch, step) for each step, by a whole warp. To find a batch entry and its band
   // takes as long as a step's products: each lane does it for another one.
-  template <int kBlock, typename Visit>
+  template <typename Visit>
   __device__ __forceinline__ void for_each(const Visit& visit) const {
     const BiasOwnership& own = ownership;
     for (int64_t first = 0; first < own.summed; first += 32) {
@@ -133,27 +153,26 @@ struct BiasSteps {
         band.hi = of_lane(own_band.hi);
         band.q_len = of_lane(own_band.q_len);
         band.kv_len = of_lane(own_band.kv_len);
-        visit_batch<kBlock>(batch, band, of_lane(index), visit);
+        visit_batch(batch, band, of_lane(index), visit);
       }
     }
   }
 
  private:
-  template <int kBlock, typename Visit>
+  template <typename Visit>
   __device__ __forceinline__ void visit_batch(const BatchIndex& batch, const Band& band,
                                               int64_t batch_index, const Visit& visit) const {
     const BiasOwnership& own = ownership;
     for (int32_t row = own_row; row < own.row_tiles; row += own.owned_row_tiles) {
       for (int32_t col = own_col; col < own.col_tiles; col += own.owned_col_tiles) {
-        if (!attends<kBlock>(band, batch_index, row, col)) continue;
+        if (!attends(band, batch_index, row, col)) continue;
         for (int32_t head = own_head; head < own.heads; head += own.owned_heads) {
-          visit(batch, BiasStep{band, batch_index, head, row * kBlock, col * kBlock});
+          visit(batch, BiasStep{tile, band, batch_index, head, row * kBlock, col * kBlock});
         }
       }
     }
   }
   // Returns whether any row of a tile may attend to any key of one.
-  template <int kBlock>
   __device__ __forceinline__ bool attends(const Band& band, int64_t batch_index, int32_t row,
                                           int32_t col) const {
     const TileRange range = kv_tiles<kBlock>(band, row * kBlock, (row + 1) * kBlock);
@@ -173,221 +192,66 @@ struct BiasRing {
   BiasStep* steps;
 };
 
-// Describes all steps of a tile of dbias and copies their pairs. Called by a warp, whose first lane
-// does it.
+// Fetches a tile's elements of the bias to L2: consumers read them when they begin the tile.
+template <int kBlock>
+__device__ __forceinline__ void prefetch_bias(const BiasTile& tile, const Operand& bias,
+                                              int32_t rows) {
+  if (bias.col != 1) return;
+  const int bytes = bias.dtype == DType::kFloat32 ? 4 : 2, lines = kBlock * bytes / 128;
+  const char* first = static_cast<const char*>(bias.data) + (tile.bias + tile.col0) * bytes;
+  for (int i = threadIdx.x % 32; i < kBlock * lines; i += 32) {
+    const int64_t row = min(tile.row0 + i / lines, rows - 1);
+    ptx::prefetch_l2(first + row * bias.row * bytes + i % lines * 128);
+  }
+}
+
+// Describes all steps of a tile of dbias and copies their pairs. Called by a warp.
 template <typename Config>
-__device__ __forceinline__ void load_pairs(const BiasSteps& steps, const BackwardMaps& maps,
-                                           const BiasRing& smem, PairRing& ring) {
+__device__ __forceinline__ void load_pairs(const BiasSteps<Config::kBlock>& steps,
+                                           const BackwardMaps& maps, const BiasRing& smem,
+                                           PairRing& ring) {
   using Tile = typename Config::Tile;
   const Backward& params = steps.params;
   const int32_t group = params.shape.heads / params.shape.kv_heads;
-  const bool leader = threadIdx.x % 32 == 0;
+  const int lane = threadIdx.x % 32;
   const auto await_stage = [&] {
     ptx::mbarrier_wait(smem.empty + ring.stage * 8, ring.parity ^ 1);
   };
-  steps.template for_each<Config::kBlock>([&](const BatchIndex& batch, const BiasStep& step) {
+  steps.for_each([&](const BatchIndex& batch, const BiasStep& step) {
+    // Each of the first lanes copies a panel of a tile.
     const auto load = [&](const CUtensorMap& rows, const Operand& row_operand,
                           const CUtensorMap& cols, const Operand& col_operand) {
       const uint32_t barrier = smem.full + ring.stage * 8;
-      ptx::fence_proxy_async_shared();
-      ptx::mbarrier_arrive_expect_tx(barrier, Config::kPairBytes);
-      const int32_t at = ring.stage * Config::kPairBytes;
-      load_tile_panels(Tile{smem.root, static_cast<uint32_t>(at)}, rows, barrier, row_operand,
-                       batch, step.head, step.row0);
-      load_tile_panels(Tile{smem.root, static_cast<uint32_t>(at + Tile::kBytes)}, cols, barrier,
-                       col_operand, batch, step.head / group, step.col0);
+      if (lane == 0) ptx::mbarrier_arrive_expect_tx(barrier, Config::kPairBytes);
+      __syncwarp();
+      if (lane < 2 * Tile::kPanels) {
+        const bool is_rows = lane < Tile::kPanels;
+        const int panel = lane % Tile::kPanels;
+        ptx::fence_proxy_async_shared();
+        load_box(smem.root + ring.stage * Config::kPairBytes + lane * Tile::kPanelBytes,
+                 is_rows ? rows : cols, barrier, is_rows ? row_operand : col_operand, batch,
+                 is_rows ? step.head : step.head / group, is_rows ? step.row0 : step.col0,
+                 panel * 64);
+      }
+      __syncwarp();
       ring.advance();
     };
-    if (!leader) return;
     await_stage();
-    smem.steps[ring.stage] = step;
+    if (lane == 0) smem.steps[ring.stage] = step;
     load(maps.query, params.query, maps.key, params.key);
     await_stage();
     load(maps.dout, params.dout, maps.value, params.value);
   });
-  if (!leader) return;
   await_stage();
-  smem.steps[ring.stage].row0 = -1;
-  ptx::mbarrier_arrive(smem.full + ring.stage * 8);
+  if (lane == 0) {
+    BiasStep end = {};
+    end.tile = steps.tile;
+    end.row0 = -Config::kBlock;
+    smem.steps[ring.stage] = end;
+    ptx::mbarrier_arrive(smem.full + ring.stage * 8);
+  }
   ring.advance();
 }
-
-// A warp's 16 rows of the tile in shared memory: the bias, then dbias. They have the operands' type
-// if bias and dbias do, else they are float32. The 16-byte chunks of a row are exchanged so that
-// neither rows nor fragments make threads access the same banks.
-template <typename Config, typename Element>
-struct BiasRows {
-  static constexpr int kN = Config::kBlock / 8, kRows = 16;
-  static constexpr DType kDType =
-      std::is_same_v<Element, __nv_bfloat16> ? DType::kBFloat16 : DType::kFloat16;
-
-  uint32_t address;
-  bool rounded;
-
-  // `root`: where the rows of all warps begin. Called by the consumers' threads.
-  __device__ __forceinline__ BiasRows(uint32_t root, bool is_rounded)
-      : address(root +
-                (threadIdx.x / 32 - 4) * Config::bias_bytes(is_rounded) / (4 * Config::kConsumers)),
-        rounded(is_rounded) {}
-
-  static __host__ __device__ __forceinline__ bool is_rounded(const Backward& params) {
-    return params.bias.dtype == kDType && params.dbias.dtype == kDType;
-  }
-
-  // Reads the bias of rows row0... and columns col0..., of one batch and head.
-  __device__ __forceinline__ void load(const Operand& bias, int64_t offset, int32_t row0,
-                                       int32_t col0, const Extent& extent) const {
-    __syncwarp();
-    const int64_t first = offset + row0 * bias.row + col0 * bias.col;
-    if (__all_sync(0xffffffff, has_chunks(bias, first) &&
-                                   extent.contains(row0 + kRows, col0 + Config::kBlock))) {
-      constexpr int kTogether = 8;
-      for (int i = threadIdx.x % 32; i < chunks(); i += 32 * kTogether) {
-        uint4 values[kTogether];
-#pragma unroll
-        for (int j = 0; j < kTogether; ++j) {
-          values[j] = __ldg(chunk_of(bias, first, row(i + 32 * j), chunk(i + 32 * j)));
-        }
-#pragma unroll
-        for (int j = 0; j < kTogether; ++j) {
-          ptx::st_shared_v4(chunk_address(row(i + 32 * j), chunk(i + 32 * j)), values[j]);
-        }
-      }
-    } else {
-      for_elements([&](int r, int c, uint32_t at) {
-        const int64_t from = min(row0 + r, extent.rows - 1) * bias.row;
-        set(at, load_float(bias, offset + from + min(col0 + c, extent.cols - 1) * bias.col));
-      });
-    }
-    __syncwarp();
-  }
-  // Multiplies products by `scale` and adds the bias.
-  __device__ __forceinline__ void add_to(float (&scores)[kN][4], float scale) const {
-    const int lane = threadIdx.x % 32;
-    if (rounded) {
-      const uint32_t base = chunk_address(lane % 16, lane / 16);
-#pragma unroll
-      for (int n = 0; n < kN; n += 2) {
-        uint32_t pairs[4];
-        ptx::ldmatrix_x4(pairs, base ^ (n * 16));
-#pragma unroll
-        for (int i = 0; i < 4; ++i) {
-          Element pair[2];
-          memcpy(pair, &pairs[i], 4);
-          float* const both = &scores[n + i / 2][i % 2 * 2];
-          both[0] = fmaf(both[0], scale, to_float(pair[0]));
-          both[1] = fmaf(both[1], scale, to_float(pair[1]));
-        }
-      }
-    } else {
-#pragma unroll
-      for (int half = 0; half < 2; ++half) {
-        const uint32_t base = fragment_address(half);
-#pragma unroll
-        for (int n = 0; n < kN; ++n) {
-          const float2 pair = ptx::ld_shared_v2_f32(base ^ (n * 32));
-          scores[n][2 * half] = fmaf(scores[n][2 * half], scale, pair.x);
-          scores[n][2 * half + 1] = fmaf(scores[n][2 * half + 1], scale, pair.y);
-        }
-      }
-    }
-  }
-  // Puts dbias in the place of the bias.
-  __device__ __forceinline__ void put(const float (&sums)[kN][4]) const {
-    __syncwarp();
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const uint32_t base = fragment_address(half);
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-        const float x = sums[n][2 * half], y = sums[n][2 * half + 1];
-        if (rounded) {
-          ptx::st_shared_b32(base ^ (n * 16), ptx::cvt_rn_x2<Element>(x, y));
-        } else {
-          ptx::st_shared_v2(base ^ (n * 32), make_uint2(__float_as_uint(x), __float_as_uint(y)));
-        }
-      }
-    }
-    __syncwarp();
-  }
-  // Writes it to rows row0... and columns col0... that exist, of one batch and head.
-  __device__ __forceinline__ void store(const Operand& dbias, int64_t offset, int32_t row0,
-                                        int32_t col0, const Extent& extent) const {
-    const int64_t first = offset + row0 * dbias.row + col0 * dbias.col;
-    if (__all_sync(0xffffffff, has_chunks(dbias, first) && extent.cols % chunk_elements() == 0)) {
-#pragma unroll 4
-      for (int i = threadIdx.x % 32; i < chunks(); i += 32) {
-        if (row0 + row(i) >= extent.rows || col0 + chunk(i) * chunk_elements() >= extent.cols) {
-          continue;
-        }
-        *chunk_of(dbias, first, row(i), chunk(i)) =
-            ptx::ld_shared_v4(chunk_address(row(i), chunk(i)));
-      }
-    } else {
-      for_elements([&](int r, int c, uint32_t at) {
-        if (row0 + r >= extent.rows || col0 + c >= extent.cols) return;
-        store_float(dbias, first + r * dbias.row + c * dbias.col, get(at));
-      });
-    }
-  }
-
- private:
-  __device__ __forceinline__ int element_bytes() const { return rounded ? 2 : 4; }
-  __device__ __forceinline__ int chunk_elements() const { return rounded ? 8 : 4; }
-  __device__ __forceinline__ int row_chunks() const { return rounded ? kN : 2 * kN; }
-  __device__ __forceinline__ int chunks() const { return kRows * row_chunks(); }
-  // The i-th chunk's row, and place in that.
-  __device__ __forceinline__ int row(int i) const { return i / kN >> !rounded; }
-  __device__ __forceinline__ int chunk(int i) const { return i % row_chunks(); }
-
-  // A row of an even number of chunks, and the other one of its pair, exchange pairs of chunks.
-  __device__ __forceinline__ uint32_t chunk_address(int r, int index) const {
-    return address + (r * row_chunks() + (index ^ (r % 8 << !rounded))) * 16;
-  }
-  // The address of this thread's first pair of elements in the upper or lower 8 rows.
-  __device__ __forceinline__ uint32_t fragment_address(int half) const {
-    const int lane = threadIdx.x % 32, byte = lane % 4 * 2 * element_bytes();
-    return chunk_address(lane / 4 + 8 * half, byte / 16) + byte % 16;
-  }
-  // Returns whether rows are whole chunks in memory. `first`: the index of some chunk.
-  __device__ __forceinline__ bool has_chunks(const Operand& operand, int64_t first) const {
-    return operand.dtype == (rounded ? kDType : DType::kFloat32) && operand.col == 1 &&
-           operand.row % chunk_elements() == 0 &&
-           reinterpret_cast<uintptr_t>(element(operand, first)) % 16 == 0;
-  }
-  __device__ __forceinline__ char* element(const Operand& operand, int64_t index) const {
-    return static_cast<char*>(operand.data) + index * element_bytes();
-  }
-  __device__ __forceinline__ uint4* chunk_of(const Operand& operand, int64_t first, int r,
-                                             int index) const {
-    return reinterpret_cast<uint4*>(
-        element(operand, first + r * operand.row + index * chunk_elements()));
-  }
-  // Calls body(row, column, address) for a share of the elements.
-  template <typename Body>
-  __device__ __forceinline__ void for_elements(const Body& body) const {
-#pragma unroll 1
-    for (int i = threadIdx.x % 32; i < kRows * Config::kBlock; i += 32) {
-      const int r = i / Config::kBlock, c = i % Config::kBlock, byte = c * element_bytes();
-      body(r, c, chunk_address(r, byte / 16) + byte % 16);
-    }
-  }
-  __device__ __forceinline__ void set(uint32_t at, float value) const {
-    if (!rounded) {
-      in_shared<float>(at) = value;
-      return;
-    }
-    const uint32_t pair = ptx::cvt_rn_x2<Element>(value, value);
-    memcpy(&in_shared<Element>(at), &pair, 2);
-  }
-  __device__ __forceinline__ float get(uint32_t at) const {
-    return rounded ? to_float(in_shared<Element>(at)) : in_shared<float>(at);
-  }
-  template <typename Value>
-  static __device__ __forceinline__ Value& in_shared(uint32_t at) {
-    return *static_cast<Value*>(__cvta_shared_to_generic(at));
-  }
-};
 
 // Sums dbias of a consumer's 64 queries and 128 keys over the steps of one tile after the other.
 // kModifiers: kBias if there is no other.
@@ -396,68 +260,186 @@ struct BiasConsumer {
   static constexpr int kN = Config::kBlock / 8;
   static constexpr bool kOnly = kModifiers == kBias;
   using Tile = typename Config::Tile;
-  using Sums = float[1][kN][4];
+  using Products = float[1][kN][4];
+  using Total = float[1][kN][4];
+
+  // What a thread knows of its two rows in a step.
+  struct Statistics {
+    int32_t row0;  // the warp's first row
+    float lse[1][2], delta[1][2];
+    float lse_low[2];  // kOnly: what lse lacks, in log2 units (ScoreGradient)
+  };
 
   const Backward& params;
   const BackwardWorkspace& workspace;
   const BiasRing& smem;
-  const BiasRows<Config, Element>& rows;
-  const int group;  // 0 or 1
+  PairRing& ring;
+  uint32_t rows_root;  // where the rows of the bias begin
+  bool rounded;
+  int group;  // 0 or 1
 
-  // Sums one tile, whose first row of this warp is row0.
-  __device__ __forceinline__ void run(Sums& total, const BiasSteps& tile, int32_t row0,
-                                      PairRing& ring) const {
+  // Sums one tile, and returns it.
+  __device__ __forceinline__ BiasTile run(Total& total) const {
+    Products p, dp;
     clear(total[0]);
-    for (bool first = true;; first = false) {
-      ptx::mbarrier_wait(smem.full + ring.stage * 8, ring.parity);
-      const BiasStep step = smem.steps[ring.stage];
-      if (__reduce_max_sync(0xffffffff, step.row0) < 0) break;
-      if (kOnly && first) load_bias(tile, row0);
-      add_step(total, step, ring);
+    BiasStep step;
+    for (bool first = true; await_step(step); first = false) {
+      const uint32_t pair = ring.stage;  // Q and K
+      start(p[0], pair);
+      Statistics rows;
+      read_rows(step, rows);
+      ring.advance();
+      // Other modifiers need the registers of dP.
+      if constexpr (kOnly) start_second(dp);
+      if (kOnly && first) load_bias(step.tile);
+      if constexpr (kOnly) read_low_parts(step, rows);
+      await<kOnly>(p);
+      arrive_by_warp(smem.empty + pair * 8);
+      find_probabilities(p, step, rows);
+      if constexpr (kOnly) await_full(find_zero(p));
+      if constexpr (!kOnly) start_second(dp);
+      await<0>(dp);
+      release();
+      add(total, p, dp, step, rows);
     }
-    arrive_by_warp(smem.empty + ring.stage * 8);
-    ring.advance();
+    release();
+    return step.tile;
+  }
+
+  // Calls body(rows) with the BiasRows that fit the types of the bias and of dbias.
+  template <typename Body>
+  __device__ __forceinline__ void with_rows(const Body& body) const {
+    if (rounded) {
+      body(BiasRows<Config, Element, true>(rows_root));
+    } else {
+      body(BiasRows<Config, Element, false>(rows_root));
+    }
   }
 
  private:
-  __device__ __forceinline__ void load_bias(const BiasSteps& tile, int32_t row0) const {
-    const Operand& bias = params.bias;
-    const BatchIndex batch(params.shape, tile.first_batch());
-    rows.load(bias, batch.offset(bias) + tile.own_head * bias.head, row0,
-              tile.own_col * Config::kBlock, {params.shape.q_len, params.shape.kv_len});
-  }
-  __device__ __forceinline__ void add_step(Sums& total, const BiasStep& step,
-                                           PairRing& ring) const {
-    Sums scores, dscores;
-    start(scores[0], ring.stage);
-    const int32_t row0 = step.row0 + group * 64 + threadIdx.x % 128 / 32 * 16;
-    float lse[1][2], delta[1][2];
-    read_statistics(step, row0, lse[0], delta[0]);
-    const uint32_t first = ring.stage;
-    ring.advance();
-    // Other modifiers need the registers of dP.
-    if constexpr (kOnly) start_second(dscores[0], ring);
-    ptx::wgmma_wait_group<kOnly>();
-    ptx::wgmma_results(scores[0]);
-    arrive_by_warp(smem.empty + first * 8);
-    const BatchIndex batch = kOnly ? BatchIndex() : BatchIndex(params.shape, step.batch_index);
-    const ScoreGradient<true, 1, kN, Element> gradient(params, batch, step.head, row0, step.col0);
-    if constexpr (kOnly) {
-      rows.add_to(scores[0], params.options.scale);
-      const bool all_allowed =
-          row0 + 16 <= step.band.q_len &&
-          step.band.all_allowed(row0, row0 + 16, step.col0, step.col0 + Config::kBlock);
-      if (!__all_sync(0xffffffff, all_allowed)) mask_rows(scores, step, row0);
-    } else {
-      modify_tile<kModifiers>(scores, params, batch, step.head, step.band, row0, step.col0);
-    }
-    gradient.probabilities(scores[0], lse[0], 1.0f, 0, 0, kN);
-    if constexpr (!kOnly) start_second(dscores[0], ring);
-    ptx::wgmma_wait_group<0>();
-    ptx::wgmma_results(dscores[0]);
+  __device__ __forceinline__ void release() const {
     arrive_by_warp(smem.empty + ring.stage * 8);
     ring.advance();
-    if constexpr (!kOnly) gradient.finish(scores, dscores, lse, delta);
+  }
+  // Waits for the ring's next pair. P should overlap products, but the assembler tends to move it
+  // behind the wait for them. So another wait for the pair precedes that, where `flip` is
+  // find_zero(P).
+  __device__ __forceinline__ void await_full(uint32_t flip) const {
+    ptx::mbarrier_wait(smem.full + ring.stage * 8, ring.parity ^ flip);
+  }
+  // Returns 0, as P is not negative, which the compiler cannot know.
+  static __device__ __forceinline__ uint32_t find_zero(const Products& p) {
+    uint32_t bits = 0;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) bits |= __float_as_uint(p[0][n][e]);
+    }
+    return __any_sync(0xffffffff, __uint_as_float(bits) < 0.0f);
+  }
+  // Returns whether the tile has another step, once its Q and K have arrived.
+  __device__ __forceinline__ bool await_step(BiasStep& step) const {
+    await_full(0);
+    step = smem.steps[ring.stage];
+    return __reduce_max_sync(0xffffffff, step.row0) >= 0;
+  }
+  __device__ __forceinline__ void read_rows(const BiasStep& step, Statistics& rows) const {
+    rows.row0 = step.row0 + group * 64 + threadIdx.x % 128 / 32 * 16;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int64_t index = workspace.row_index(step.batch_index * params.shape.heads + step.head,
+                                                rows.row0 + fragment_row(0, 2 * half));
+      rows.lse[0][half] = workspace.lse_log2[index];
+      rows.delta[0][half] = workspace.delta[index];
+    }
+  }
+  // Reads what lse lacks where that matters. Called when products are in flight.
+  __device__ __forceinline__ void read_low_parts(const BiasStep& step, Statistics& rows) const {
+    rows.lse_low[0] = rows.lse_low[1] = 0.0f;
+    if (!__any_sync(0xffffffff, is_extreme(rows.lse[0][0]) || is_extreme(rows.lse[0][1]))) return;
+    const BatchIndex batch(params.shape, step.batch_index);
+    const float* lse_low = batch.template pointer<const float>(params.lse_low, step.head);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = min(rows.row0 + fragment_row(0, 2 * half), params.shape.q_len - 1);
+      rows.lse_low[half] = lse_low[row * params.lse_low.row] * kLog2E;
+    }
+  }
+  __device__ __forceinline__ void start_second(Products& products) const {
+    await_full(0);
+    start(products[0], ring.stage);
+  }
+  // Starts to multiply a stage's pair of tiles.
+  __device__ __forceinline__ void start(float (&products)[kN][4], uint32_t stage) const {
+    // A reduction puts the address into a uniform register, and with it what descriptors derive
+    // from it.
+    const uint32_t at = __reduce_max_sync(0xffffffff, smem.root + stage * Config::kPairBytes);
+    const Tile queries{at, group * 64u * 128}, keys{at, Tile::kBytes};
+    forget(products);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < Config::kHeadDim / 16; ++k) {
+      ptx::Wgmma<Element, Config::kBlock>::template ss<0, 0>(
+          products, operand_k_major(queries, 0, k), operand_k_major(keys, 0, k), k > 0);
+    }
+    ptx::wgmma_commit_group();
+  }
+  template <int kPending>
+  static __device__ __forceinline__ void await(Products& products) {
+    ptx::wgmma_wait_group<kPending>();
+    ptx::wgmma_results(products[0]);
+  }
+  __device__ __forceinline__ void load_bias(const BiasTile& tile) const {
+    with_rows([&](const auto& rows) {
+      rows.load(params.bias, tile.bias, tile.row0 + (threadIdx.x / 32 - 4) * 16, tile.col0,
+                {params.shape.q_len, params.shape.kv_len});
+    });
+  }
+
+  // Turns products into P.
+  __device__ __forceinline__ void find_probabilities(Products& scores, const BiasStep& step,
+                                                     const Statistics& rows) const {
+    const int32_t row0 = rows.row0, col0 = step.col0;
+    if constexpr (kOnly) {
+      with_rows([&](const auto& bias) { bias.add_to(scores[0], params.options.scale); });
+      const bool all_allowed = row0 + 16 <= step.band.q_len &&
+                               step.band.all_allowed(row0, row0 + 16, col0, col0 + Config::kBlock);
+      if (!__all_sync(0xffffffff, all_allowed)) mask_rows(scores, step.band, row0, col0);
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) {
+          const float difference = scores[0][n][e] - rows.lse[0][e / 2];
+          scores[0][n][e] = ptx::ex2_approx_ftz(fmaf(difference, kLog2E, -rows.lse_low[e / 2]));
+        }
+      }
+    } else {
+      const BatchIndex batch(params.shape, step.batch_index);
+      modify_tile<kModifiers>(scores, params, batch, step.head, step.band, row0, col0);
+      ScoreGradient<true, 1, kN, Element>(params, batch, step.head, row0, col0)
+          .probabilities(scores[0], rows.lse[0], 1.0f, 0, 0, kN);
+    }
+  }
+  // Sets what the band does not allow, and rows past the end, to -inf.
+  static __device__ __forceinline__ void mask_rows(Products& scores, const Band& band, int32_t row0,
+                                                   int32_t col0) {
+    mask_band(scores, band, row0, col0);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (row0 + fragment_row(0, e) >= band.q_len) scores[0][n][e] = minus_infinity();
+      }
+    }
+  }
+  // Adds a step's dS to the sums.
+  __device__ __forceinline__ void add(Total& total, Products& p, Products& dp, const BiasStep& step,
+                                      const Statistics& rows) const {
+    if constexpr (!kOnly) {
+      const BatchIndex batch(params.shape, step.batch_index);
+      ScoreGradient<true, 1, kN, Element>(params, batch, step.head, rows.row0, step.col0)
+          .finish(p, dp, rows.lse, rows.delta);
+    }
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
 #pragma unroll
@@ -465,55 +447,13 @@ struct BiasConsumer {
         float& sum = total[0][n][e];
         if constexpr (kOnly) {
           // An element that is not allowed has P = 0 whatever dP is.
-          const float p = scores[0][n][e], added = fmaf(p, dscores[0][n][e] - delta[0][e / 2], sum);
-          sum = p == 0.0f ? sum : added;
+          const float added = fmaf(p[0][n][e], dp[0][n][e] - rows.delta[0][e / 2], sum);
+          sum = p[0][n][e] == 0.0f ? sum : added;
         } else {
-          sum += dscores[0][n][e];
+          sum += dp[0][n][e];
         }
       }
     }
-  }
-
-  // Sets what the band does not allow, and rows past the end, to -inf.
-  static __device__ __forceinline__ void mask_rows(Sums& scores, const BiasStep& step,
-                                                   int32_t row0) {
-    mask_band(scores, step.band, row0, step.col0);
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        if (row0 + fragment_row(0, e) >= step.band.q_len) scores[0][n][e] = minus_infinity();
-      }
-    }
-  }
-  __device__ __forceinline__ void read_statistics(const BiasStep& step, int32_t row0,
-                                                  float (&lse)[2], float (&delta)[2]) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int64_t index = workspace.row_index(step.batch_index * params.shape.heads + step.head,
-                                                row0 + fragment_row(0, 2 * half));
-      lse[half] = workspace.lse_log2[index];
-      delta[half] = workspace.delta[index];
-    }
-  }
-  __device__ __forceinline__ void start_second(float (&products)[kN][4],
-                                               const PairRing& ring) const {
-    ptx::mbarrier_wait(smem.full + ring.stage * 8, ring.parity);
-    start(products, ring.stage);
-  }
-  // Starts to multiply a stage's pair of tiles.
-  __device__ __forceinline__ void start(float (&products)[kN][4], uint32_t stage) const {
-    const uint32_t at = stage * Config::kPairBytes;
-    const Tile queries{smem.root, at}, keys{smem.root, at + Tile::kBytes};
-    forget(products);
-    ptx::wgmma_fence();
-#pragma unroll
-    for (int k = 0; k < Config::kHeadDim / 16; ++k) {
-      ptx::Wgmma<Element, Config::kBlock>::template ss<0, 0>(
-          products, descriptor_k_major(queries, group * 64, k), descriptor_k_major(keys, 0, k),
-          k > 0);
-    }
-    ptx::wgmma_commit_group();
   }
 };
 
@@ -551,21 +491,28 @@ __device__ __forceinline__ void sum_bias_rows(float (&total)[kN][4], float* part
   ptx::barrier_sync(kConsumers, Config::kConsumerThreads);
 }
 
-// Writes a warp's part of a tile of dbias, whose first row is row0.
-template <typename Config, typename Element>
-__device__ __forceinline__ void store_bias_gradient(const BiasSteps& tile,
+// Writes a warp's part of a tile of dbias.
+template <typename Config, typename Consumer>
+__device__ __forceinline__ void store_bias_gradient(const Consumer& consumer, const BiasTile& tile,
                                                     float (&total)[1][Config::kBlock / 8][4],
-                                                    const BiasRows<Config, Element>& rows,
-                                                    int32_t row0, float* partial_smem) {
-  const Shape& shape = tile.params.shape;
-  const Operand& dbias = tile.params.dbias;
+                                                    float* partial_smem) {
+  const Shape& shape = consumer.params.shape;
+  const Operand& dbias = consumer.params.dbias;
   if (dbias.row == 0) sum_bias_rows<Config>(total[0], partial_smem);
   if (dbias.col == 0) sum_cols(total);
-  rows.put(total[0]);
-  const BatchIndex batch(shape, tile.first_batch());
-  rows.store(dbias, batch.offset(dbias) + tile.own_head * dbias.head, row0,
-             tile.own_col * Config::kBlock,
-             {dbias.row ? shape.q_len : 1, dbias.col ? shape.kv_len : 1});
+  consumer.with_rows([&](const auto& rows) {
+    rows.put(total[0]);
+    rows.store(dbias, tile.dbias, tile.row0 + (threadIdx.x / 32 - 4) * 16, tile.col0,
+               {dbias.row ? shape.q_len : 1, dbias.col ? shape.kv_len : 1});
+  });
+}
+
+// Returns whether elements of a tile have the operands' type in shared memory.
+template <typename Element>
+__host__ __device__ __forceinline__ bool bias_is_rounded(const Backward& params) {
+  constexpr DType kDType =
+      std::is_same_v<Element, __nv_bfloat16> ? DType::kBFloat16 : DType::kFloat16;
+  return params.bias.dtype == kDType && params.dbias.dtype == kDType;
 }
 
 template <typename Config, typename Element, uint32_t kModifiers>
@@ -574,14 +521,13 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                               const __grid_constant__ BackwardMaps maps,
                               const BackwardWorkspace workspace,
                               const __grid_constant__ BiasOwnership ownership) {
-  using Rows = BiasRows<Config, Element>;
   extern __shared__ __align__(1024) uint8_t tiles_smem[];
   __shared__ __align__(8) uint64_t barriers_smem[2 * Config::kMostStages];
   __shared__ BiasStep steps_smem[Config::kMostStages];
   const uint32_t barriers = ptx::shared_address(barriers_smem);
   const BiasRing smem{ptx::shared_address(tiles_smem), barriers, barriers + 8 * Config::kMostStages,
                       steps_smem};
-  const bool rounded = Rows::is_rounded(params);
+  const bool rounded = bias_is_rounded<Element>(params);
   PairRing ring{static_cast<uint32_t>(Config::stages(rounded))};
   if (threadIdx.x == 0) {
     for (uint32_t stage = 0; stage < ring.stages; ++stage) {
@@ -592,25 +538,29 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
   __syncthreads();
   const auto tiles = static_cast<uint32_t>(ownership.blocks());
+  const uint32_t rounds = (tiles + gridDim.x - 1) / gridDim.x;
   if (threadIdx.x < 128) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if (threadIdx.x >= 32) return;
-    for (uint32_t tile = blockIdx.x; tile < tiles; tile += gridDim.x) {
-      load_pairs<Config>(BiasSteps(params, workspace, ownership, tile), maps, smem, ring);
+    for (uint32_t round = 0; round < rounds; ++round) {
+      const uint32_t tile = bias_tile_of(round);
+      if (tile >= tiles) continue;
+      const BiasSteps<Config::kBlock> steps(params, workspace, ownership, tile);
+      prefetch_bias<Config::kBlock>(steps.tile, params.bias, params.shape.q_len);
+      load_pairs<Config>(steps, maps, smem, ring);
     }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-    const int group = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0) - 1;
-    const Rows rows(smem.root + ring.stages * Config::kPairBytes, rounded);
-    const BiasConsumer<Config, Element, kModifiers> consumer{params, workspace, smem, rows, group};
-    float* const partial_smem =
-        reinterpret_cast<float*>(tiles_smem + ring.stages * Config::kPairBytes);
+    const int group = __reduce_max_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128 - 1);
+    const uint32_t rows_at = ring.stages * Config::kPairBytes;
+    const BiasConsumer<Config, Element, kModifiers> consumer{
+        params, workspace, smem, ring, smem.root + rows_at, rounded, group};
     float total[1][Config::kBlock / 8][4];
-    for (uint32_t index = blockIdx.x; index < tiles; index += gridDim.x) {
-      const BiasSteps tile(params, workspace, ownership, index);
-      const int32_t row0 = tile.own_row * Config::kBlock + (threadIdx.x / 32 - 4) * 16;
-      consumer.run(total, tile, row0, ring);
-      store_bias_gradient<Config, Element>(tile, total, rows, row0, partial_smem);
+    for (uint32_t round = 0; round < rounds; ++round) {
+      if (bias_tile_of(round) >= tiles) continue;
+      const BiasTile tile = consumer.run(total);
+      store_bias_gradient<Config>(consumer, tile, total,
+                                  reinterpret_cast<float*>(tiles_smem + rows_at));
     }
   }
 }
@@ -630,7 +580,7 @@ Status launch_wide_bias_gradient(const Backward& params, const BackwardWorkspace
   status = make_backward_maps(params, Config::kBlock, Config::kBlock, maps);
   if (!status.ok()) return status;
   launched = true;
-  const bool rounded = BiasRows<Config, Element>::is_rounded(params);
+  const bool rounded = bias_is_rounded<Element>(params);
   const auto launch = [&](auto* kernel) {
     return launch_kernel("sm90::wide_bias_gradient_kernel", params.shape, kernel, sms,
                          Config::kThreads, Config::smem_bytes(rounded), stream, params, maps,
