@@ -117,7 +117,7 @@ def choose_mode(
     # Both passes together send 12 (N + K) / D against 16 K bytes for each token and column.
     exchanges_less = 3 * (heads + kv_heads) < 4 * kv_heads * devices
     if by_heads and exchanges_less:
-        return "all_to_all", f"of {heads} and {kv_heads} heads, {devices} devices send least"
+        return "all_to_all", f"{heads} and {kv_heads} heads divide into {devices}: it sends least"
     if devices * kv_heads <= 2 * heads:
         return "all_gather", f"of {heads} heads, {kv_heads} have keys to gather from {devices}"
     return "ring", f"{kv_heads} of {heads} heads have keys, too many to gather from {devices}"
