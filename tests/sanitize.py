@@ -2,6 +2,7 @@
 
     python tests/sanitize.py                      # memcheck, initcheck, racecheck, synccheck
     python tests/sanitize.py racecheck            # one of them
+    python tests/sanitize.py --only "'fp8'|512"   # the cases whose text has this expression
 
 Only this project's kernels are instrumented. Every buffer is an allocation of its own and command
 buffers are off, so that each access is checked against the operand it is meant for. Exits with 1
@@ -18,6 +19,7 @@ of a warp arrive at barriers where else one does for them, needs no explanation 
 JAX_FLASH_EVERY_THREAD_ARRIVES=1 in the environment says that this is one.
 """
 
+import argparse
 import collections
 import concurrent.futures
 import importlib.util
@@ -104,7 +106,7 @@ def cases(tool: str):
         ("bfloat16", (96, 96), (), False, narrow),
         ("bfloat16", (128, 128), causal, False, units),
         ("bfloat16", (128, 128), causal, True, small),
-        ("bfloat16", (192, 128), (), False, wide),
+        ("bfloat16", (192, 128), (), False, wide | {"kv_len": 172}),
         ("bfloat16", (192, 192), (), False, wide),
         ("bfloat16", (256, 256), (("lengths", "qk"),), False, small),
         ("float16", (40, 24), (("window", (30, 20)),), True, small),
@@ -132,7 +134,106 @@ def cases(tool: str):
         ("bfloat16", (24, 40), everything, False, narrow_rows),
         ("bfloat16", (72, 72), (), True, narrow_rows),
         ("bfloat16", (128, 128), (("traced_window", (30, 20)),), False, small | {"kv_len": 170}),
+        ("bfloat16", (96, 96), causal, False, units),
+        *narrow_value_cases(few),
+        *wide_cases(few, everything),
+        *bias_gradient_cases(),
+        *float8_cases(few),
     )
+
+
+def narrow_value_cases(few: bool):
+    """Calls of the kernel that computes all gradients at head dims up to 192 and values of 128."""
+    causal = (("causal", True), ("dlse", True))
+    # Query heads of a group have key blocks of their own, and add up dK and dV.
+    group = {"batch": 1, "q_len": 530, "kv_len": 220, "heads": 4, "kv_heads": 1}
+    heads = {"heads": 2, "kv_heads": 2} if few else {"heads": 70, "kv_heads": 70}
+    units = {"batch": 1, "q_len": 130, "kv_len": 234, **heads}
+    return (
+        ("bfloat16", (192, 128), causal, False, units),
+        ("float16", (136, 64), (("window", (90, 20)), ("lengths", "qk")), False, group),
+    )
+
+
+def wide_cases(few: bool, everything):
+    """Calls of head dims above 256; with modifiers, the sm_80 kernels alone take them."""
+    few_heads = {"heads": 2, "kv_heads": 1}
+    small = {"batch": 1, "q_len": 150, "kv_len": 164, **few_heads}
+    groups = small if few else small | {"batch": 2, "heads": 4, "kv_heads": 2}
+    return (
+        ("bfloat16", (512, 512), (("causal", True), ("sinks", True)), False, groups),
+        ("float16", (300, 264), (("window", (70, 9)), ("lengths", "qk")), True, small),
+        ("bfloat16", (512, 512), (("dlse", True),), False, small | {"q_len": 3}),
+        ("float16", (320, 512), everything, False, small),
+        ("bfloat16", (512, 72), (("bias", ("NTS", "bfloat16")), ("causal", True)), True, small),
+    )
+
+
+def bias_gradient_cases():
+    """Calls with a tile of dbias for each multiprocessor; fewer are summed by another kernel."""
+    by_head = {"batch": 2, "q_len": 130, "kv_len": 152, "heads": 34, "kv_heads": 1}
+    by_entry = by_head | {"batch": 34, "heads": 2}
+    ragged = by_head | {"kv_len": 141}
+    long_rows = by_head | {"heads": 68}
+    long_columns = long_rows | {"kv_len": 96}
+    causal = (("causal", True),)
+    return (
+        ("bfloat16", (64, 64), (("bias", ("NTS", "bfloat16")),), False, by_head),
+        ("bfloat16", (96, 96), (("bias", ("NTS", "float32")), *causal), False, ragged),
+        ("float16", (128, 128), (("bias", ("BTS", "float16")),), False, by_entry),
+        ("bfloat16", (128, 128), (("soft_cap", 5.0), ("bias", ("BTS", "float32"))), False,
+         by_entry),
+        ("bfloat16", (64, 64), (("bias", ("NS", "float32")),), False, long_rows),
+        ("bfloat16", (128, 128), (("bias", ("NT", "bfloat16")),), False, long_columns),
+        ("bfloat16", (96, 96), (("bias", ("NTS", "bfloat16")), ("segments", "packed"),
+                                ("lengths", "qk")), False, by_head),
+    )  # fmt: skip
+
+
+def float8_cases(few: bool):
+    """Calls of float8 operands, after `quantize`: what shares a scale, and a rotation's seed."""
+    small = {"batch": 1, "q_len": 150, "kv_len": 270, "heads": 2, "kv_heads": 1}
+    heads = {"heads": 2, "kv_heads": 2} if few else {"heads": 70, "kv_heads": 70}
+    units = small | {"q_len": 144, **heads}  # blocks take query tiles in turn
+    causal, segments, soft_cap = ("causal", True), ("segments", "packed"), ("soft_cap", 5.0)
+    cases = (
+        ("bfloat16", (64, 64), 128, None, (causal,), small),
+        ("float16", (96, 96), "head", 5, (("window", (50, 30)), ("sinks", True)), small),
+        ("bfloat16", (128, 128), 128, 5, (causal,), units),
+        ("float32", (192, 128), 256, None, (("lengths", "qk"),), small | {"kv_len": 512}),
+        ("bfloat16", (192, 192), 128, None, (), small),
+        ("bfloat16", (256, 256), "tensor", 5, (("traced_window", (60, -1)),), small),
+        ("bfloat16", (64, 64), "tensor", None, (segments, ("lengths", "qk")), small),
+        ("float16", (96, 96), 128, None, (soft_cap, causal), small),
+        ("bfloat16", (128, 128), "head", None, (segments, soft_cap, ("sinks", True)), units),
+        ("float32", (192, 128), 128, 5, (("scale", -0.07), causal), small),
+        ("bfloat16", (192, 192), 128, None, (segments,), small),
+        ("bfloat16", (256, 256), 128, None, (segments, ("window", (100, 0))), small),
+    )
+    return [(dtype, dims, (("fp8", tuple(setting)), *features), False, shape)
+            for dtype, dims, *setting, features, shape in cases]  # fmt: skip
+
+
+def families_of(dims: tuple[int, int], features, families: list[str]) -> list[str]:
+    """Those families of a GPU that take a case."""
+    if "fp8" in dict(features):
+        return [family for family in families if family == "flash_sm90"]
+    if max(dims) > 256 and has_modifiers(features):
+        return [family for family in families if family == "flash_sm80"]
+    return families
+
+
+def has_modifiers(features) -> bool:
+    plain = {"lengths", "causal", "window", "traced_window", "offset", "sinks", "dlse"}
+    return not plain.issuperset(dict(features))
+
+
+def by_tensor_copies(family: str, dims: tuple[int, int], features, deterministic: bool) -> bool:
+    """Whether tensor copies store dK and dV."""
+    one_kernel = max(dims) <= 128
+    if dims[0] <= 192 and dims[1] <= 128:
+        one_kernel |= not (deterministic or has_modifiers(features))
+    return family == "flash_sm90" and one_kernel
 
 
 def kv_len_of(shape: dict[str, int], family: str) -> int:
@@ -144,31 +245,40 @@ def kv_len_of(shape: dict[str, int], family: str) -> int:
 _PARTS = {"racecheck": 4}
 
 
-def run_cases(tool: str, part: int) -> None:
+def run_cases(tool: str, only: str, part: int) -> None:
     """Under the tool: a part of its cases by all families; compares with the truth if quick."""
     sys.path.insert(0, str(_TESTS))
     import jax
     from cases import Case, check, make_inputs
     from test_cases import run
     from test_gpu import FAMILIES
+    from test_gpu_fp8 import compare
 
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", -1)
     sizes: dict[bool, set[int]] = {True: set(), False: set()}
-    for dtype, dims, features, deterministic, shape in cases(tool)[part :: _PARTS.get(tool, 1)]:
-        for family in FAMILIES:
+    chosen = [case for case in cases(tool) if re.search(only, str(case))]
+    for dtype, dims, features, deterministic, shape in chosen[part :: _PARTS.get(tool, 1)]:
+        for family in families_of(dims, features, FAMILIES):
             own_shape = shape | {"kv_len": kv_len_of(shape, family)}
+            of_call = tuple(feature for feature in features if feature[0] != "fp8")
             case = Case("sanitize", **own_shape, dtype=dtype, head_dim=dims[0],
-                        value_dim=dims[1], features=features)  # fmt: skip
+                        value_dim=dims[1], features=of_call)  # fmt: skip
             inputs = make_inputs(case)
+            print(family, dtype, dims, features, deterministic, own_shape, flush=True)
+            if of_call != features:
+                per, rotation = dict(features)["fp8"]
+                made = compare(inputs, per, dtype, rotation=rotation)
+                sizes[False].update(array.nbytes for array in made)
+                continue
             results = run(inputs, family, deterministic=deterministic)
             if tool in ("memcheck", "initcheck"):
                 on_hopper = family == "flash_sm90" and dtype == "bfloat16"
                 capped = on_hopper and "soft_cap" in dict(features)
                 check(results, inputs, logit_error=3.5e-4 * capped)
             arrays = {"out": results.out, "lse": results.lse, **results.grads}
+            tensor_copies = by_tensor_copies(family, dims, features, deterministic)
             for name, array in arrays.items():
-                tensor_copies = family == "flash_sm90" and max(dims) <= 128
                 sizes[tensor_copies and name in ("key", "value")].add(array.nbytes)
     print(_STORED, *sorted(sizes[True] - sizes[False]))
     print("all results right")
@@ -261,7 +371,7 @@ def explained_reads(output: str, limits: set[str]) -> int:
     return stored
 
 
-def main(tools: list[str]) -> int:
+def main(tools: list[str], only: str) -> int:
     sanitizer = find_tool()
     if sanitizer is None:
         print("sanitize: no compute-sanitizer: it comes with CUDA or nvidia-cuda-sanitizer-api")
@@ -276,11 +386,11 @@ def main(tools: list[str]) -> int:
             "XLA_FLAGS": "--xla_gpu_enable_command_buffer= --xla_gpu_autotune_level=0",
             "JAX_COMPILATION_CACHE_DIR": cache,
         }
-        failed = [tool for tool in tools if not passes(sanitizer, tool, environment)]
+        failed = [tool for tool in tools if not passes(sanitizer, tool, only, environment)]
     return 1 if failed else 0
 
 
-def passes(sanitizer: str, tool: str, environment: dict[str, str]) -> bool:
+def passes(sanitizer: str, tool: str, only: str, environment: dict[str, str]) -> bool:
     start = time.perf_counter()
     limits = find_limits(sanitizer, tool)
     if limits:
@@ -289,7 +399,7 @@ def passes(sanitizer: str, tool: str, environment: dict[str, str]) -> bool:
     if tool != "initcheck":  # which has to see what XLA's kernels write
         command += ["--kernel-name", "kns=jax_flash"]
     command += ["--error-exitcode", str(_ERRORS_FOUND), sys.executable]
-    command += ["-P"] * sys.flags.safe_path + [__file__, "--cases", tool]
+    command += ["-P"] * sys.flags.safe_path + [__file__, "--cases", tool, only]
 
     def run_part(part: int) -> subprocess.CompletedProcess:
         return subprocess.run(
@@ -327,6 +437,12 @@ def passes(sanitizer: str, tool: str, environment: dict[str, str]) -> bool:
 
 if __name__ == "__main__":
     if sys.argv[1:2] == ["--cases"]:
-        run_cases(sys.argv[2], int(sys.argv[3]))
+        run_cases(sys.argv[2], sys.argv[3], int(sys.argv[4]))
     else:
-        sys.exit(main(sys.argv[1:] or list(TOOLS)))
+        parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+        parser.add_argument("tools", nargs="*", help=f"of {', '.join(TOOLS)}; default: all")
+        parser.add_argument("--only", default="", help="a regular expression in a case's text")
+        arguments = parser.parse_args()
+        if unknown := set(arguments.tools) - set(TOOLS):
+            parser.error(f"unknown tools: {', '.join(sorted(unknown))}")
+        sys.exit(main(arguments.tools or list(TOOLS), arguments.only))

@@ -44,11 +44,14 @@ def on_hopper():
     assert found.kernels["forward"].name == "FP8", found
 
 
-def compare(inputs, per=128, dtype="float32", deviation=1.0):
-    """`deviation`: that of logits, to which their errors are proportional."""
-    inputs, scales = quantized(inputs, per)
-    out, lse = call8(inputs, scales, out_dtype=dtype)
-    out = np.asarray(out, np.float64)
+def compare(inputs, per=128, dtype="float32", deviation=1.0, rotation=None):
+    """Compares a call of what `quantize` makes of the inputs; returns all that the GPU made.
+
+    `deviation`: that of logits, to which their errors are proportional.
+    """
+    inputs, scales = quantized(inputs, per, rotation)
+    results = call8(inputs, scales, out_dtype=dtype)
+    out, lse = (np.asarray(x, np.float64) for x in results)
     expected, expected_lse = emulate(inputs, scales)
     limit = LIMIT * max(1, deviation) ** 0.5
     # Not as a quotient: lengths may leave no row a key.
@@ -57,6 +60,7 @@ def compare(inputs, per=128, dtype="float32", deviation=1.0):
     assert not out[empty].any()
     np.testing.assert_array_equal(np.isfinite(lse), ~empty)
     np.testing.assert_allclose(lse, expected_lse, rtol=1e-4, atol=LSE_LIMIT * max(1, deviation))
+    return [inputs.query, inputs.key, inputs.value, *scales.values(), *results]
 
 
 def by_xla(x, per, rotation=None):

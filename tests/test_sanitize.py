@@ -1,6 +1,8 @@
 """sanitize.py reads the tools' reports right; the tools themselves need a GPU."""
 
 import functools
+import math
+import re
 
 import sanitize
 
@@ -65,18 +67,40 @@ def test_only_transfers_of_what_tensor_copies_stored_are_explained():
     assert sanitize.explained_reads(read.format("1,536"), {"store_tensor"}) == 0
 
 
+def test_only_takes_cases_by_their_text():
+    def count(expression):
+        return sum(bool(re.search(expression, str(case))) for case in sanitize.cases("memcheck"))
+
+    assert count("'fp8'") == 12
+    assert 0 < count(r"\(512, 512\)") < count("512") < count("") == len(sanitize.cases("memcheck"))
+
+
+def test_what_takes_a_case():
+    families = ["flash_sm80", "flash_sm90"]
+    assert sanitize.families_of((512, 512), (("causal", True),), families) == families
+    assert sanitize.families_of((512, 8), (("soft_cap", 5.0),), families) == families[:1]
+    assert sanitize.families_of((256, 256), (("soft_cap", 5.0),), families) == families
+    assert sanitize.families_of((64, 64), (("fp8", (128, None)),), families) == families[1:]
+    assert sanitize.families_of((64, 64), (("fp8", (128, None)),), families[:1]) == []
+
+
 def test_sizes_tell_what_tensor_copies_stored_from_all_else():
     stored, others = set(), set()
-    for _, dims, features, _, shape in sanitize.cases("initcheck"):
+    for dtype, dims, features, deterministic, shape in sanitize.cases("initcheck"):
         batch, q_len, heads = (shape[name] for name in ("batch", "q_len", "heads"))
-        rows = batch * q_len * heads
-        others |= {rows * 2 * dims[0], rows * 2 * dims[1], rows * 4, heads * 4}
-        if any(name == "bias" for name, _ in features):
-            keys = shape["kv_len"]
-            others |= {heads * q_len * keys * 4, q_len * keys * 2, keys * 2}
-        for family in ("flash_sm80", "flash_sm90"):
-            keys = sanitize.kv_len_of(shape, family) * shape["kv_heads"] * batch
-            sizes = {keys * 2 * dim for dim in dims}
-            by_copies = family == "flash_sm90" and max(dims) <= 128
-            (stored if by_copies else others).update(sizes)
+        rows, wide = batch * q_len * heads, 4 if dtype == "float32" else 2
+        others |= {rows * wide * dims[0], rows * wide * dims[1], rows * 4, heads * 4}
+        for family in sanitize.families_of(dims, features, ["flash_sm80", "flash_sm90"]):
+            keys = sanitize.kv_len_of(shape, family)
+            if "bias" in dict(features):
+                axes, bias_dtype = dict(features)["bias"]
+                full = {"B": batch, "N": heads, "T": q_len, "S": keys}
+                count = math.prod(full[axis] for axis in axes)
+                others.add(count * (4 if bias_dtype == "float32" else 2))
+            keys *= shape["kv_heads"] * batch
+            if "fp8" in dict(features):
+                others |= {rows * dims[0], keys * dims[0], keys * dims[1]}
+                continue
+            by_copies = sanitize.by_tensor_copies(family, dims, features, deterministic)
+            (stored if by_copies else others).update(keys * 2 * dim for dim in dims)
     assert not stored & others
