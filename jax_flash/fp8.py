@@ -86,7 +86,7 @@ def block_of(blocks: int, length: Any) -> int | None:
 def block_size(per: Per, length: Any) -> Any:
     """The tokens of a block, one of which is the whole sequence if that is shorter."""
     if not isinstance(per, int):
-        return length
+        return length if is_symbolic_dim(length) else max(1, length)
     if is_symbolic_dim(length):
         raise ValueError(f'per: expected "head" or "tensor" where lengths are symbolic, got {per}')
     return max(1, min(per, length))

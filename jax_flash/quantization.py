@@ -65,6 +65,8 @@ class Rounding:
         if self.per == "tensor":
             mapped = self.mapped[index]
             return (*batch[:mapped], *[1] * (len(batch) - mapped), 1, 1)
+        if self.per == "head":
+            return (*batch, 1, heads)
         return (*batch, -(-length // block_size(self.per, length)), heads)
 
 

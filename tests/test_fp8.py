@@ -168,7 +168,23 @@ def test_quantize_keeps_what_is_not_finite_where_it_is():
     np.testing.assert_array_equal(
         scale[0], np.array([[1 / 448] * 2, [1 / 448, np.finfo(np.float32).tiny]], np.float32)
     )
-    assert quantize(np.ones((2, 0, 3, 8), np.float32)).scale.shape == (2, 0, 3)
+
+
+@pytest.mark.parametrize(
+    ("per", "shape"), [(128, (2, 0, 3)), ("head", (2, 1, 3)), ("tensor", 3 * (1,))]
+)
+def test_sequences_without_tokens(per, shape):
+    empty, x = np.ones((2, 0, 3, 8), np.float32), np.ones((2, 5, 3, 8), np.float32)
+    assert quantize(empty, per).scale.shape == shape
+
+    def loss(*x):
+        return dot_product_attention(*x, fp8=Fp8(per)).sum()
+
+    for operands in ((empty, x, x), (x, empty, empty)):
+        out = dot_product_attention(*operands, fp8=Fp8(per))
+        assert (out.shape, out.any()) == (operands[0].shape, False)
+        for gradient, operand in zip(jax.grad(loss, (0, 1, 2))(*operands), operands, strict=True):
+            assert (gradient.shape, gradient.any()) == (operand.shape, False)
 
 
 @pytest.mark.parametrize(("dim", "size"), [(96, 32), (128, 128), (7, 1)])
