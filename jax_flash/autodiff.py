@@ -19,6 +19,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
+from jax_flash import compat
 from jax_flash.arrays import accumulator_of
 from jax_flash.call import Call
 from jax_flash.fp8 import DTYPE as FLOAT8
@@ -278,7 +279,7 @@ def _forward_transpose(cotangents, *arrays, one_pass: Pass, names):
 
 tangent_p = Primitive("attention_tangent")
 tangent_p.multiple_results = True
-tangent_p.def_impl(jax.jit(tangent_p.bind, static_argnames=("one_pass", "names", "results", "wrt")))
+compat.compile_alone(tangent_p, "one_pass", "names", "results", "wrt")
 tangent_p.def_abstract_eval(_tangent_types)
 batching.primitive_batchers[tangent_p] = functools.partial(batch, tangent_p)
 mlir.register_lowering(tangent_p, mlir.lower_fun(_tangent, multiple_results=True))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 
+import jax
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -19,6 +20,20 @@ def lower_with_devices(primitive: Primitive) -> None:
     lowering, which JAX does not see beforehand, finds none.
     """
     prim_requires_devices_during_lowering.add(primitive)
+
+
+def compile_alone(primitive: Primitive, *static_argnames: str) -> None:
+    """Has a primitive compiled where it is no part of a larger program.
+
+    Under `jax.disable_jit`, too, where a function of `jax.jit` would bind the primitive again.
+    """
+    compiled = jax.jit(primitive.bind, static_argnames=static_argnames)
+
+    def run(*arrays, **static):
+        with jax.disable_jit(False):
+            return compiled(*arrays, **static)
+
+    primitive.def_impl(run)
 
 
 def number_of_devices(context: mlir.LoweringRuleContext) -> int | None:

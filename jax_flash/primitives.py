@@ -102,7 +102,7 @@ def _cuda_kernel(one_pass: Pass, operands: Operands, gpu: ffi.Gpu) -> ffi.Kernel
 def _make_primitive(name: str) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
-    primitive.def_impl(jax.jit(primitive.bind, static_argnames=("one_pass", "names")))
+    compat.compile_alone(primitive, "one_pass", "names")
     primitive.def_abstract_eval(_abstract)
     batching.primitive_batchers[primitive] = functools.partial(batch, primitive)
     compat.lower_with_devices(primitive)

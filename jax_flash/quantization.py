@@ -107,7 +107,7 @@ def _batch(arrays, axes, *, static: Rounding):
 # primitives.py has its lowering for GPUs.
 quantize_p = Primitive("quantize")
 quantize_p.multiple_results = True
-quantize_p.def_impl(jax.jit(quantize_p.bind, static_argnames="static"))
+compat.compile_alone(quantize_p, "static")
 quantize_p.def_abstract_eval(_abstract)
 batching.primitive_batchers[quantize_p] = _batch
 compat.lower_with_devices(quantize_p)

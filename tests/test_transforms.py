@@ -46,6 +46,23 @@ def test_value_and_grad_under_jit():
     assert_close(run(FLASH)(*arguments()), run(REFERENCE)(*arguments()))
 
 
+def test_without_jit():
+    """Where nothing is compiled but the primitives, as for debugging."""
+
+    def run(fp8=None):
+        attention = functools.partial(dot_product_attention, fp8=fp8)
+        _, tangent = jax.jvp(functools.partial(loss, attention), arguments(), arguments())
+        return gradient(attention)(*arguments()), tangent
+
+    quantized = jax_flash.quantize(arguments()[0])
+    for option in (None, jax_flash.Fp8("head")):
+        expected = run(option)
+        with jax.disable_jit():
+            assert_close(run(option), expected)
+            again = jax_flash.quantize(arguments()[0])
+    np.testing.assert_array_equal(again.values, quantized.values)
+
+
 @pytest.mark.parametrize("policy", ["nothing", "residuals"])
 def test_checkpoint(policy):
     policies = {
