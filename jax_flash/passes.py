@@ -127,8 +127,8 @@ def quantized(one_pass: Pass, operands: Operands) -> tuple[Pass, Operands]:
     spec = one_pass.spec
     assert spec.fp8 is not None
     dtype = jnp.dtype(operands["query"].dtype).name
-    operands, block = quantize_operands(spec.fp8, operands)
-    spec = dataclasses.replace(spec, fp8=None, out_dtype=dtype, scale_block=block)
+    operands, block = quantize_operands(spec.fp8, operands, spec.fp8_mapped)
+    spec = dataclasses.replace(spec, fp8=None, fp8_mapped=0, out_dtype=dtype, scale_block=block)
     return dataclasses.replace(one_pass, spec=spec), operands
 
 
@@ -144,15 +144,16 @@ def _rounded(one_pass: Pass, run: Run, operands: Operands) -> Operands:
       run: makes it.
       operands: by name.
     """
-    option = one_pass.spec.fp8
+    option, mapped = one_pass.spec.fp8, one_pass.spec.fp8_mapped
     if option is None:
         return run(one_pass, operands)
-    wide = dataclasses.replace(one_pass, spec=dataclasses.replace(one_pass.spec, fp8=None))
+    spec = dataclasses.replace(one_pass.spec, fp8=None, fp8_mapped=0)
+    wide = dataclasses.replace(one_pass, spec=spec)
     if one_pass.is_backward:
-        return rotate_back(option, run(wide, round_operands(option, operands)))
+        return rotate_back(option, run(wide, round_operands(option, operands, mapped)))
 
     def smooth(operands: Operands) -> Operands:
-        return run(wide, round_operands(option, operands))
+        return run(wide, round_operands(option, operands, mapped))
 
     @jax.custom_jvp
     def forward(operands: Operands) -> Operands:

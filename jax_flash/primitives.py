@@ -122,7 +122,10 @@ def batch(primitive: Primitive, arrays, axes, *, one_pass: Pass, **static):
         jnp.expand_dims(x, 0) if axis is None else jnp.moveaxis(x, axis, 0)
         for x, axis in zip(arrays, axes, strict=True)
     ]
-    one_pass = dataclasses.replace(one_pass, vmapped=one_pass.vmapped + 1)
+    spec = one_pass.spec
+    if spec.fp8 is not None and spec.fp8.per == "tensor":
+        spec = dataclasses.replace(spec, fp8_mapped=spec.fp8_mapped + 1)
+    one_pass = dataclasses.replace(one_pass, spec=spec, vmapped=one_pass.vmapped + 1)
     results = primitive.bind(*moved, one_pass=one_pass, **static)
     return results, [0] * len(results)
 

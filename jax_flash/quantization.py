@@ -123,7 +123,12 @@ def _bind(arrays: tuple[jax.Array, ...], static: Rounding) -> list[Quantized]:
         results = run_by_xla(*arrays, static=static)
     else:
         results = quantize_p.bind(*arrays, static=static)
-    count = len(arrays)
+    return _by_array(results)
+
+
+def _by_array(results: list[jax.Array]) -> list[Quantized]:
+    """What `quantize_p` returns, of each array."""
+    count = len(results) // 2
     return [Quantized(*x) for x in zip(results[:count], results[count:], strict=True)]
 
 
@@ -135,7 +140,7 @@ def _round(arrays: tuple[jax.Array, ...], static: Rounding) -> list[Quantized]:
 @_round.defjvp
 def _(static, primals, tangents):
     def smooth(*arrays):
-        return [quantized_by_xla(x, static.option(i)) for i, x in enumerate(arrays)]
+        return _by_array(run_by_xla(*arrays, static=static))
 
     (arrays,), (tangents,) = primals, tangents
     return _round(arrays, static), jax.jvp(smooth, arrays, tangents)[1]
@@ -197,14 +202,14 @@ def quantize(x: ArrayLike, per: Per = 128, *, rotation: int | None = None) -> Qu
 
 
 def _round_operands(
-    option: Fp8, rotation: int | None, arrays: tuple[jax.Array, ...]
+    option: Fp8, rotation: int | None, mapped: int, arrays: tuple[jax.Array, ...]
 ) -> list[tuple[jax.Array, jax.Array]]:
     """Query, key and value of one device as values, and as a scale for each token.
 
-    `rotation`: of query and key.
+    `rotation`: of query and key. `mapped`: as for `quantize_operands`.
     """
     rotated = (True, True, False)
-    static = Rounding(option.per, rotation, rotated, (0, 0, 0), on_one_device=True)
+    static = Rounding(option.per, rotation, rotated, 3 * (mapped,), on_one_device=True)
     results = []
     for x, (values, scale) in zip(arrays, _round(arrays, static), strict=True):
         length, heads, _ = x.shape[-3:]
@@ -212,24 +217,24 @@ def _round_operands(
     return results
 
 
-def quantize_operands(option: Fp8, operands: Operands) -> tuple[Operands, int]:
+def quantize_operands(option: Fp8, operands: Operands, mapped: int = 0) -> tuple[Operands, int]:
     """The operands of a call with `fp8=` as those of one of float8, and the tokens of a scale.
 
-    It is called for one device.
+    It is called for one device. `mapped`: leading batch axes whose entries never share a scale.
     """
     arrays = tuple(operands[name] for name in SCALES)
-    results = _round_operands(option, option.rotation, arrays)
+    results = _round_operands(option, option.rotation, mapped, arrays)
     quantized = dict(operands)
     for (name, scale_name), (values, scale) in zip(SCALES.items(), results, strict=True):
         quantized[name], quantized[scale_name] = values, scale
     return quantized, option.per if isinstance(option.per, int) else 0
 
 
-def round_operands(option: Fp8, operands: Operands) -> Operands:
+def round_operands(option: Fp8, operands: Operands, mapped: int = 0) -> Operands:
     """The operands with the numbers that those of float8 stand for, in their own dtype.
 
     The derivative passes the rounding as if it were none, and takes the rotation for what it is. It
-    is called for one device.
+    is called for one device. `mapped`: as for `quantize_operands`.
     """
     arrays = {name: operands[name] for name in SCALES}
     if option.rotation is not None:
@@ -237,7 +242,7 @@ def round_operands(option: Fp8, operands: Operands) -> Operands:
             arrays[name] = rotate(arrays[name], option.rotation)
     stopped = tuple(jax.lax.stop_gradient(x) for x in arrays.values())
     rounded = dict(operands)
-    results = _round_operands(option, None, stopped)
+    results = _round_operands(option, None, mapped, stopped)
     for (name, x), (values, scale) in zip(arrays.items(), results, strict=True):
         values = values.astype(jnp.float32) * jnp.swapaxes(scale, -1, -2)[..., None]
         rounded[name] = values.astype(x.dtype) + (x - jax.lax.stop_gradient(x))

@@ -102,6 +102,8 @@ class AttentionSpec:
         None: not at all, or as partitioning finds them.
       fp8: how the forward pass rounds query, key and value to float8; None is not at all, or they
         are of float8 already.
+      fp8_mapped: number of leading batch axes that come from vmap, whose entries never share a
+        scale; counted where `fp8` would have them share one.
       out_dtype: name of the output's dtype; None is query's.
       scale_block: of float8 operands, a number of tokens of which multiples share each scale; 0
         where all of a sequence do.
@@ -118,6 +120,7 @@ class AttentionSpec:
     smem_limit: int = 0
     sequence: SequenceSharding | None = None
     fp8: Fp8 | None = None
+    fp8_mapped: int = 0
     out_dtype: str | None = None
     scale_block: int = 0
 

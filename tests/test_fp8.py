@@ -170,6 +170,34 @@ def test_quantize_keeps_what_is_not_finite_where_it_is():
     )
 
 
+def test_one_scale_is_that_of_one_place_under_vmap():
+    """Entries of very different size: with one scale for all, the small ones would be 0."""
+    sizes = 1e3 ** jnp.arange(-1.0, 2.0)
+    query, key, value = (normal(2, 9, 2, 16, seed=i, dtype=jnp.float32) for i in range(3))
+    queries = jnp.einsum("i,btnh->bitnh", sizes, query)
+    values = jnp.einsum("i,btnh->btnhi", sizes, value)
+
+    def call(query, value):
+        return dot_product_attention(query, key, value, fp8=Fp8("tensor", 1), scale=1e-3)
+
+    def of_each(function):
+        made = [function(queries[:, i], values[..., i]) for i in range(3)]
+        return jax.tree.map(lambda *x: jnp.stack(x), *made)
+
+    def gradient(query, value):
+        return jax.grad(lambda *x: call(*x).sum(), (0, 1))(query, value)
+
+    mapped = jax.vmap(call, (1, -1))
+    np.testing.assert_allclose(mapped(queries, values), of_each(call), rtol=2e-5, atol=0)
+    expected = of_each(gradient)
+    of_sum = jax.grad(lambda *x: mapped(*x).sum(), (0, 1))(queries, values)
+    of_sum = (jnp.moveaxis(of_sum[0], 1, 0), jnp.moveaxis(of_sum[1], -1, 0))
+    for got in (jax.vmap(gradient, (1, -1))(queries, values), of_sum):
+        for one, other in zip(got, expected, strict=True):
+            for x, y in zip(one, other, strict=True):  # of each place
+                np.testing.assert_allclose(x, y, rtol=0, atol=2e-5 * jnp.abs(y).max())
+
+
 @pytest.mark.parametrize(
     ("per", "shape"), [(128, (2, 0, 3)), ("head", (2, 1, 3)), ("tensor", 3 * (1,))]
 )
