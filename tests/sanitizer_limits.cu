@@ -92,6 +92,29 @@ __device__ void named_barriers(float* results) {
   }
 }
 
+// One group hands numbers over to the other, warps of one parity to those of the same, at named
+// barriers where it does not wait. Then all threads meet, and the first group reads what the other
+// one has made of them.
+__device__ void hand_over(float* results) {
+  __shared__ __align__(128) float handed_smem[kTile], place_smem[kTile];
+  const uint32_t handed = ptx::shared_address(handed_smem), place = ptx::shared_address(place_smem);
+  const int barrier = 1 + threadIdx.x / 32 % 2;
+#pragma unroll 1
+  for (int round = 0; round < kRounds; ++round) {
+    __syncthreads();
+    if (group_index() == 1) {
+      write_place(handed, result_index(round));
+      ptx::barrier_arrive(barrier, kGroup);
+    } else {
+      ptx::barrier_sync(barrier, kGroup);
+      ptx::st_shared_v4(place + group_thread() * 16,
+                        ptx::ld_shared_v4(handed + group_thread() * 16));
+    }
+    __syncthreads();
+    if (group_index() == 1) read_place(place, results, result_index(round));
+  }
+}
+
 struct Ring {
   uint32_t places, barriers;
   __device__ uint32_t place(int round) const { return places + round % kStages * kTile * 4; }
@@ -198,6 +221,7 @@ KERNEL(named_sync, named_barriers<kSync>(out))
 KERNEL(named_arrive, named_barriers<kArrive>(out))
 KERNEL(named_leftover, named_barriers<kLeftover>(out))
 KERNEL(named_wrong, named_barriers<kWrong>(out))
+KERNEL(named_hand_over, hand_over(out))
 KERNEL(mbarrier_threads, mbarrier_ring<kThread>(out))
 KERNEL(mbarrier_leader, mbarrier_ring<kLeader>(out))
 KERNEL(mbarrier_wrong, mbarrier_ring<kWrong>(out))
@@ -225,13 +249,13 @@ struct Entry {
 };
 #define ENTRY(name) {#name, name}
 const Entry kEntries[] = {
-    ENTRY(named_sync),     ENTRY(named_arrive),      ENTRY(named_leftover),
-    ENTRY(named_wrong),    ENTRY(mbarrier_threads),  ENTRY(mbarrier_leader),
-    ENTRY(mbarrier_wrong), ENTRY(copy_threads),      ENTRY(copy_fence),
-    ENTRY(copy_leader),    ENTRY(copy_leader_fence), ENTRY(copy_starter_fence),
-    ENTRY(copy_wrong),     ENTRY(out_fence),         ENTRY(out_starter_fence),
-    ENTRY(out_wrong),      ENTRY(store_bulk),        ENTRY(store_tensor),
-    ENTRY(store_reduce),   ENTRY(store_wrong)};
+    ENTRY(named_sync),         ENTRY(named_arrive),    ENTRY(named_leftover),
+    ENTRY(named_wrong),        ENTRY(named_hand_over), ENTRY(mbarrier_threads),
+    ENTRY(mbarrier_leader),    ENTRY(mbarrier_wrong),  ENTRY(copy_threads),
+    ENTRY(copy_fence),         ENTRY(copy_leader),     ENTRY(copy_leader_fence),
+    ENTRY(copy_starter_fence), ENTRY(copy_wrong),      ENTRY(out_fence),
+    ENTRY(out_starter_fence),  ENTRY(out_wrong),       ENTRY(store_bulk),
+    ENTRY(store_tensor),       ENTRY(store_reduce),    ENTRY(store_wrong)};
 
 bool check(cudaError_t error, const char* what) {
   if (error != cudaSuccess) std::printf("%s: %s\n", what, cudaGetErrorString(error));

@@ -84,6 +84,15 @@ def test_what_takes_a_case():
     assert sanitize.families_of((64, 64), (("fp8", (128, None)),), families[:1]) == []
 
 
+def test_lengths_leave_tokens():
+    options = (("lengths", "qk"), ("causal", True))
+    shape = {"batch": 1, "q_len": 150, "heads": 1, "kv_heads": 1}
+    for kv_len in range(90, 120):
+        made = sanitize.inputs_of("bfloat16", (16, 16), options, shape | {"kv_len": kv_len}).options
+        assert made["query_seq_lengths"][0] >= 100
+        assert made["key_value_seq_lengths"][0] >= 60
+
+
 def test_sizes_tell_what_tensor_copies_stored_from_all_else():
     stored, others = set(), set()
     for dtype, dims, features, deterministic, shape in sanitize.cases("initcheck"):
