@@ -27,6 +27,9 @@ Precision = jax.lax.PrecisionLike
 # Numbers that dropout draws from.
 _RANDOM = 2**philox.BITS
 
+# Kernels have the soft cap in this type, where 0 stands for none.
+_LEAST_CAP, _GREATEST_CAP = map(float, (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+
 
 # Says how a sequence is sharded: see sequence.py, ring.py, all_gather.py and all_to_all.py.
 Order = Literal["contiguous", "zigzag"]
@@ -185,9 +188,10 @@ def make_spec(
         scale = _number("scale", scale)
     if logits_soft_cap is not None:
         logits_soft_cap = _number("logits_soft_cap", logits_soft_cap)
-        if not 0.0 < logits_soft_cap < math.inf:
+        if not _LEAST_CAP <= logits_soft_cap <= _GREATEST_CAP:
             raise ValueError(
-                f"logits_soft_cap: expected a positive finite number or None, got {logits_soft_cap}"
+                "logits_soft_cap: expected a positive finite number, of float32's range, or None, "
+                f"got {logits_soft_cap}"
             )
     dropout_rate = _number("dropout_rate", dropout_rate)
     if not 0.0 <= dropout_rate < 1.0:

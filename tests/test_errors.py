@@ -111,6 +111,8 @@ CASES = [
     ),
     (dict(logits_soft_cap=0.0), ValueError, "logits_soft_cap: expected a positive finite"),
     (dict(logits_soft_cap=float("inf")), ValueError, "logits_soft_cap: expected a positive"),
+    (dict(logits_soft_cap=1e-50), ValueError, "logits_soft_cap: .* of float32's range.*1e-50"),
+    (dict(logits_soft_cap=1e39), ValueError, "logits_soft_cap: .* of float32's range"),
     (dict(logits_soft_cap="big"), TypeError, "logits_soft_cap: expected a number or an array, got"),
     (dict(logits_soft_cap=np.ones(2)), ValueError, r"logits_soft_cap: expected one .*\(2,\)"),
     (dict(dropout_rate=1.0), ValueError, r"dropout_rate: expected a number in \[0, 1\), got 1.0"),
