@@ -5,6 +5,8 @@ from __future__ import annotations
 import jax
 import jax.numpy as jnp
 
+from jax_flash.arrays import integer
+
 
 def alibi_slopes(heads: int) -> jax.Array:
     """Returns the slopes that ALiBi gives its heads: a geometric sequence from 2^(-8/N).
@@ -19,12 +21,14 @@ def alibi_slopes(heads: int) -> jax.Array:
       float32 [N].
 
     Raises:
+      TypeError: heads is no integer.
       ValueError: heads is less than 1.
 
     Reference:
       Press et al., "Train short, test long: attention with linear biases enables input length
       extrapolation", 2022, section 3; for other numbers, the authors' code.
     """
+    heads = integer("heads", heads)
     if heads < 1:
         raise ValueError(f"heads: expected 1 or more, got {heads}")
     power = 2 ** (heads.bit_length() - 1)

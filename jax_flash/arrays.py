@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from typing import Any
 
 import jax
@@ -53,6 +54,18 @@ def _as_jax(name: str, x: Any) -> jax.Array:
         return jnp.asarray(x)
     except (TypeError, ValueError) as error:
         raise TypeError(f"{name}: expected an array, got {type(x).__name__}") from error
+
+
+def integer(name: str, x: Any) -> int:
+    """A number of Python's, of NumPy's or in an array of JAX, which is known while tracing."""
+    try:
+        if isinstance(x, bool):
+            raise TypeError
+        return operator.index(x)
+    except TypeError as error:  # of a traced array, too
+        raise TypeError(
+            f"{name}: expected an int, known when the function is traced, got {type(x).__name__}"
+        ) from error
 
 
 def integers(name: str, x: Any) -> jax.Array | np.ndarray:

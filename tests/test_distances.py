@@ -67,6 +67,11 @@ def test_published_slopes():
     assert jax_flash.alibi_slopes(1).tolist() == [2.0**-8]
     with pytest.raises(ValueError, match="heads: expected 1 or more, got 0"):
         jax_flash.alibi_slopes(0)
+    for heads in (np.int64(12), jnp.int32(12)):
+        np.testing.assert_array_equal(jax_flash.alibi_slopes(heads), jax_flash.alibi_slopes(12))
+    for heads, kind in ((2.0, "float"), (True, "bool"), ("8", "str"), (None, "NoneType")):
+        with pytest.raises(TypeError, match=f"heads: expected an int, .* got {kind}"):
+            jax_flash.alibi_slopes(heads)
 
 
 def t5_bucket(distance, bidirectional, buckets, greatest):
