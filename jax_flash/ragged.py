@@ -27,7 +27,7 @@ import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 from jax.typing import ArrayLike
 
-from jax_flash.arrays import INT32, integers, saturate
+from jax_flash.arrays import INT32, integer, integers, saturate
 from jax_flash.operands import OPERANDS, Operands, axis_of, batch_shape
 from jax_flash.partitioning import match_batch_sharding
 from jax_flash.ranks import own_ranks
@@ -355,14 +355,20 @@ def _gather(x: jax.Array, rows: jax.Array, axis: int, fill: float) -> jax.Array:
     return take(x, match_batch_sharding(rows, x))
 
 
-def _public(offsets: ArrayLike, length: int) -> jax.Array:
-    """The offsets that one of the functions below is given."""
-    x = saturate(integers("query_offsets", offsets))
+def _public(offsets: ArrayLike, length: Any) -> tuple[jax.Array, Any]:
+    """The offsets and the length that one of the functions below is given."""
+    try:
+        x = saturate(integers("query_offsets", offsets))
+    except TypeError as error:
+        raise TypeError(str(error).removeprefix("query_")) from error
     if x.ndim == 0 or x.shape[-1] == 0:
         raise ValueError(f"offsets: expected shape [*B, D + 1] with D >= 0, got {x.shape}")
+    if is_symbolic_dim(length):
+        return x, length
+    length = integer("length", length)
     if not 0 <= length <= INT32.max:
         raise ValueError(f"length: expected a number from 0 to 2**31 - 1, got {length}")
-    return x
+    return x, length
 
 
 @functools.partial(jax.jit, static_argnums=1)
@@ -399,7 +405,7 @@ def segment_ids_from_offsets(offsets: ArrayLike, length: int) -> jax.Array:
       >>> segment_ids_from_offsets([0, 2, 2, 5], 6)
       Array([0, 0, 2, 2, 2, 3], dtype=int32)
     """
-    return _ids(_public(offsets, length), length)
+    return _ids(*_public(offsets, length))
 
 
 def positions_from_offsets(offsets: ArrayLike, length: int) -> jax.Array:
@@ -419,4 +425,4 @@ def positions_from_offsets(offsets: ArrayLike, length: int) -> jax.Array:
       >>> positions_from_offsets([0, 2, 2, 5], 6)
       Array([0, 1, 0, 1, 2, 0], dtype=int32)
     """
-    return _positions(_public(offsets, length), length)
+    return _positions(*_public(offsets, length))

@@ -431,8 +431,29 @@ def test_segment_ids_and_positions():
             function(0, 8)
         with pytest.raises(ValueError, match=r"length: expected a number from 0 .* got -1"):
             function([0], -1)
-        with pytest.raises(TypeError, match="offsets: expected an integer dtype, got float32"):
+        with pytest.raises(TypeError, match=r"^offsets: expected an integer dtype, got float32"):
             function(np.ones(2, np.float32), 8)
+        for length in (8.0, None, "8", True):
+            with pytest.raises(TypeError, match="length: expected an int, known when"):
+                function([0], length)
+        with pytest.raises(TypeError, match="length: expected an int, known when"):
+            jax.jit(function)([0], 8)
+        np.testing.assert_array_equal(function(offsets, jnp.int32(8)), expected)
+
+
+@pytest.mark.parametrize("function", [segment_ids_from_offsets, positions_from_offsets])
+def test_length_may_be_symbolic(function):
+    def of_tokens(offsets, tokens):
+        return function(offsets, tokens.shape[1])
+
+    shape = jax.export.symbolic_shape("b, t")
+    exported = jax.export.export(jax.jit(of_tokens))(
+        jax.ShapeDtypeStruct((4,), jnp.int32), jax.ShapeDtypeStruct(shape, jnp.float32)
+    )
+    offsets = np.array([1, 3, 3, 6], np.int32)
+    np.testing.assert_array_equal(
+        exported.call(offsets, np.zeros((2, 8), np.float32)), function(offsets, 8)
+    )
 
 
 UNALIGNED = {"query_offsets": None, "key_value_offsets": None, "causal_alignment": "end"}
