@@ -18,7 +18,7 @@ INT32 = np.iinfo(np.int32)
 def array(name: str, x: Any) -> jax.Array:
     """An argument as an array of the kind that its record asks for."""
     record = OPERANDS[name]
-    x = _as_jax(name, x)
+    x = as_jax(name, x)
     if not jnp.issubdtype(x.dtype, record.kind):
         raise TypeError(f"{name}: expected {record.expected}, got {x.dtype}")
     return x
@@ -31,7 +31,7 @@ def accumulator_of(dtype: Any) -> Any:
 
 def floats(name: str, x: Any, dtype: Any) -> jax.Array:
     """As `array`, where integers are taken for floats, as a call of `dtype` computes with."""
-    x = _as_jax(name, x)
+    x = as_jax(name, x)
     if jnp.issubdtype(x.dtype, jnp.integer):
         x = x.astype(accumulator_of(dtype))
     return array(name, x)
@@ -41,13 +41,14 @@ def number_array(name: str, x: Any) -> jax.Array:
     """A number that is given as an array: one of real numbers."""
     if isinstance(x, str | bool | list | tuple):
         raise TypeError(f"{name}: expected a number or an array, got {type(x).__name__}")
-    x = _as_jax(name, x)
+    x = as_jax(name, x)
     if not jnp.issubdtype(x.dtype, jnp.floating) and not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name}: expected real numbers, got {x.dtype}")
     return x
 
 
-def _as_jax(name: str, x: Any) -> jax.Array:
+def as_jax(name: str, x: Any) -> jax.Array:
+    """An argument as an array of any kind."""
     if isinstance(x, jax.Array):
         return x
     try:

@@ -241,7 +241,7 @@ def _float8(
                     f"{SCALES[name]}: expected None unless query, key and value are "
                     f"float8_e4m3fn, got one with {dtype}; jax_flash.quantize makes both"
                 )
-        if out_dtype is not None and jnp.dtype(out_dtype) != dtype:
+        if out_dtype is not None and _dtype_of(out_dtype) != dtype:
             raise ValueError(
                 f"out_dtype: expected None or {dtype}, as query has it (another with operands of "
                 f"float8_e4m3fn alone), got {out_dtype}"
@@ -251,7 +251,7 @@ def _float8(
         return dataclasses.replace(spec, fp8=fp8)
     if fp8 is not None:
         raise ValueError("fp8: expected None where query, key and value are float8_e4m3fn already")
-    out_dtype = jnp.dtype(jnp.bfloat16 if out_dtype is None else out_dtype)
+    out_dtype = jnp.dtype(jnp.bfloat16) if out_dtype is None else _dtype_of(out_dtype)
     if out_dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise ValueError(f"out_dtype: expected bfloat16, float16 or float32, got {out_dtype}")
     block = 0
@@ -261,6 +261,13 @@ def _float8(
         operands[SCALES[name]] = x
         block = math.gcd(block, size)
     return dataclasses.replace(spec, out_dtype=out_dtype.name, scale_block=block)
+
+
+def _dtype_of(out_dtype: Any) -> np.dtype:
+    try:
+        return jnp.dtype(out_dtype)
+    except TypeError as error:
+        raise TypeError(f"out_dtype: expected a dtype or None, got {out_dtype!r}") from error
 
 
 def _token_scale(name: str, x: ArrayLike | None, batch, length, heads: int):

@@ -46,7 +46,7 @@ class Fp8:
 
     def __post_init__(self):
         is_block = isinstance(self.per, int) and not isinstance(self.per, bool) and self.per > 0
-        if not is_block and self.per not in ("head", "tensor"):
+        if not is_block and not (isinstance(self.per, str) and self.per in ("head", "tensor")):
             raise ValueError(
                 f'per: expected a positive number of tokens, "head" or "tensor", got {self.per!r}'
             )

@@ -19,6 +19,7 @@ from jax.sharding import AxisType, NamedSharding, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_flash import compat
+from jax_flash.arrays import as_jax
 from jax_flash.fp8 import (
     DTYPE,
     KERNEL_BLOCK,
@@ -184,7 +185,7 @@ def quantize(x: ArrayLike, per: Per = 128, *, rotation: int | None = None) -> Qu
       section 4, and Shah et al., "FlashAttention-3", 2024, section 3.3 (rotations).
     """
     option = Fp8(per, rotation)
-    x = jnp.asarray(x)
+    x = as_jax("x", x)
     if x.dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise TypeError(f"x: expected bfloat16, float16 or float32, got {x.dtype}")
     if x.ndim < 3:
