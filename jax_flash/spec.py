@@ -203,7 +203,7 @@ def make_spec(
             f"every rate up to 0.9984 does), got {dropout_rate}, of which {kept:.4g} would be kept"
         )
     if implementation not in IMPLEMENTATIONS:
-        if implementation not in _JAX_NN_IMPLEMENTATIONS:
+        if not isinstance(implementation, str) or implementation not in _JAX_NN_IMPLEMENTATIONS:
             raise ValueError(
                 f"implementation: expected one of {IMPLEMENTATIONS}, got {implementation!r}"
             )
@@ -261,7 +261,8 @@ def is_number(value: Any) -> TypeGuard[float]:
     """Whether it is a real number of Python's or NumPy's, which is known in any case."""
     if isinstance(value, np.ndarray):
         return value.ndim == 0 and value.dtype.kind in "iuf"
-    return isinstance(value, numbers.Real | np.number) and not isinstance(value, bool)
+    real = numbers.Real | np.integer | np.floating
+    return isinstance(value, real) and not isinstance(value, bool)
 
 
 def _number(name: str, value: Any) -> float:
@@ -270,7 +271,12 @@ def _number(name: str, value: Any) -> float:
             f"{name}: expected a Python number, known when the function is traced, "
             f"got {type(value).__name__}"
         )
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError as error:
+        raise ValueError(
+            f"{name}: expected a number of float's range, got a greater int"
+        ) from error
 
 
 def flag(name: str, value: Any) -> bool:

@@ -34,6 +34,8 @@ CASES = [
     (dict(scale=True), TypeError, "scale: expected a number or an array, got bool"),
     (dict(scale=np.ones(1, bool)), TypeError, "scale: expected real numbers, got bool"),
     (dict(scale=1j), TypeError, "scale: expected real numbers, got complex64"),
+    (dict(scale=np.complex64(1)), TypeError, "scale: expected real numbers, got complex64"),
+    (dict(scale=10**400), ValueError, "scale: expected a number of float's range"),
     (
         dict(scale=np.ones(9, np.float32)),
         ValueError,
@@ -137,6 +139,7 @@ CASES = [
     ),
     (dict(local_window_size=-1), ValueError, "local_window_size: expected non-negative"),
     (dict(local_window_size=(1, 2, 3)), ValueError, "local_window_size: expected an int or"),
+    (dict(implementation=["flash"]), ValueError, r"implementation: expected one of .*\['flash'\]"),
     (dict(implementation="fast"), ValueError, "implementation: expected one of .*'flash'.*'fast'"),
 ]
 
