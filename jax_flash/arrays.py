@@ -37,6 +37,14 @@ def floats(name: str, x: Any, dtype: Any) -> jax.Array:
     return array(name, x)
 
 
+def float_array(name: str, x: Any) -> jax.Array:
+    """An array of floats that is no operand of a call."""
+    x = as_jax(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.floating):
+        raise TypeError(f"{name}: expected a float dtype, got {x.dtype}")
+    return x
+
+
 def number_array(name: str, x: Any) -> jax.Array:
     """A number that is given as an array: one of real numbers."""
     if isinstance(x, str | bool | list | tuple):

@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from jax.typing import ArrayLike
 
 from jax_flash import autodiff, dispatch, ffi
+from jax_flash.arrays import float_array
 from jax_flash.call import Call, WindowSize, make_call
 from jax_flash.fp8 import DTYPE as FLOAT8
 from jax_flash.fp8 import Fp8
@@ -410,11 +411,16 @@ def merge_attention(
       (out [\*B,T,N,h] in out1's dtype, lse [\*B,T,N] float32).
 
     Raises:
+      TypeError: an argument is no array of floats.
       ValueError: the shapes do not fit.
 
     Reference:
       Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, section 3.1.
     """
+    out1, lse1, out2, lse2 = (
+        float_array(name, x)
+        for name, x in (("out1", out1), ("lse1", lse1), ("out2", out2), ("lse2", lse2))
+    )
     for name, x, shape in (
         ("out2", out2, out1.shape),
         ("lse1", lse1, out1.shape[:-1]),

@@ -276,6 +276,14 @@ def test_merge_attention_shapes():
         jax_flash.merge_attention(out, lse.swapaxes(1, 2), out, lse)
     with pytest.raises(ValueError, match="out2: expected shape"):
         jax_flash.merge_attention(out, lse, out[:1], lse)
+    with pytest.raises(TypeError, match="out2: expected an array, got NoneType"):
+        jax_flash.merge_attention(out, lse, None, lse)
+    with pytest.raises(TypeError, match="out1: expected a float dtype, got int32"):
+        jax_flash.merge_attention(out.astype(int), lse, out, lse)
+    with pytest.raises(TypeError, match="lse2: expected a float dtype, got int32"):
+        jax_flash.merge_attention(out, lse, out, lse.astype(int))
+    merged, _ = jax_flash.merge_attention(*(np.asarray(x).tolist() for x in (out, lse)), out, lse)
+    np.testing.assert_allclose(merged, out, rtol=1e-6)
 
 
 @pytest.mark.skipif(not ffi.native.has_cuda(), reason="a build without CUDA kernels")
