@@ -42,6 +42,9 @@ from jax_flash.spec import (
     make_spec,
 )
 
+# Dtypes that query, key and value may have.
+_DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64, FLOAT8)
+
 # Sizes of a local window: of both sides, or (left, right); None is unbounded.
 Size = int | jax.Array | None
 WindowSize = Size | tuple[Size, Size]
@@ -195,6 +198,11 @@ def _query_key_value(query, key, value) -> Operands:
     if {(x.ndim, x.shape[:-3]) for x in operands.values()} == {(3, ()), (4, (1,))}:
         operands = {name: x[None] if x.ndim == 3 else x for name, x in operands.items()}
     query, key, value = operands.values()
+    if query.dtype not in _DTYPES:
+        raise TypeError(
+            "query: expected bfloat16, float16, float32, float64 or float8_e4m3fn, got "
+            f"{query.dtype}"
+        )
     if query.ndim < 3:
         raise ValueError(
             f"query: expected shape [..., T, N, H] of 3 or more axes, got {query.shape}"
