@@ -6,6 +6,8 @@ import numpy as np
 import pytest
 
 pytest.importorskip("flax")
+from flax import nnx
+
 import jax_flash
 from jax_flash.flax import dot_product_attention
 
@@ -102,3 +104,20 @@ def test_nothing_is_dropped_where_dropout_is_broadcast(order):
     if order == "zigzag":
         got = jax_flash.zigzag_restore(got, 4)
     np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_rates_that_are_none():
+    x, key = jnp.ones((2, 4, 32)), jax.random.key(0)
+    query = jnp.ones((2, 4, 2, 8))
+    for rate in (-0.5, 1.0):
+        module = jax_flash.flax.GroupedQueryAttention(32, 4, dropout_rate=rate, rngs=nnx.Rngs(0))
+        linen = jax_flash.flax.linen.GroupedQueryAttention(4, dropout_rate=rate)
+        for call in (
+            lambda rate=rate: dot_product_attention(
+                query, query, query, dropout_rate=rate, dropout_rng=key
+            ),
+            lambda module=module: module(x),
+            lambda linen=linen: linen.init({"params": key, "dropout": key}, x, deterministic=False),
+        ):
+            with pytest.raises(ValueError, match=r"dropout_rate: expected a number in \[0, 1\)"):
+                call()

@@ -111,7 +111,7 @@ def dot_product_attention(
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     if mask is not None:
         mask = jnp.asarray(mask).astype(bool)
-    if dropout_rate > 0 and not deterministic:
+    if dropout_rate != 0 and not deterministic:
         if dropout_rng is None:
             raise ValueError(
                 f"dropout_rng must be a PRNG key when dropout_rate is {dropout_rate} and "

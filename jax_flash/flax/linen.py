@@ -108,7 +108,7 @@ class GroupedQueryAttention(linen.Module):
         if self.use_sinks:
             sinks = self.param("sinks", self.sinks_init, (self.num_heads,), self.param_dtype)
         dropout_rng = None
-        if self.dropout_rate > 0 and not linen.merge_param(
+        if self.dropout_rate != 0 and not linen.merge_param(
             "deterministic", self.deterministic, deterministic
         ):
             dropout_rng = self.make_rng("dropout")

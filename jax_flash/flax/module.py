@@ -178,7 +178,7 @@ class GroupedQueryAttention(nnx.Module):
         self.sinks: nnx.Param | None = nnx.data(None)
         if use_sinks:
             self.sinks = nnx.Param(sinks_init(rngs.params(), (num_heads,), param_dtype))
-        keeps = keep_rngs and dropout_rate > 0
+        keeps = keep_rngs and dropout_rate != 0
         self.rngs: nnx.RngStream | None = rngs.dropout.fork() if keeps else nnx.data(None)
         self.cached_key: Any = nnx.data(None)  # nnx.Cache, or None
         self.cached_value: Any = nnx.data(None)  # nnx.Cache, or None
