@@ -361,6 +361,9 @@ def test_cache_in_lower_precision():
 def test_errors():
     with pytest.raises(ValueError, match="multiple of num_kv_heads, got 6 and 4"):
         GroupedQueryAttention(24, 6, 4, rngs=nnx.Rngs(0))
+    for heads in ((6, 0), (0, None), (-6, -3)):
+        with pytest.raises(ValueError, match=r"num_heads and num_kv_heads must be positive, got"):
+            GroupedQueryAttention(24, *heads, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="head_dim must be given"):
         GroupedQueryAttention(25, 6, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match=r"qk_norm must be .* got 'rms'"):

@@ -65,6 +65,10 @@ def sizes(
 ) -> tuple[int, int]:
     """Checks num_kv_heads and head_dim, and returns them with their defaults filled in."""
     num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    if num_heads < 1 or num_kv_heads < 1:
+        raise ValueError(
+            f"num_heads and num_kv_heads must be positive, got {num_heads} and {num_kv_heads}"
+        )
     if num_heads % num_kv_heads:
         raise ValueError(
             f"num_heads must be a multiple of num_kv_heads, got {num_heads} and {num_kv_heads}"
