@@ -194,6 +194,10 @@ def test_options_that_do_not_fit_are_refused():
         Llama3Scaling(high_freq_factor=1)
     with pytest.raises(ValueError, match="beta_fast must be at least beta_slow, got 1 and 2"):
         YarnScaling(4, 4096, beta_fast=1, beta_slow=2)
+    with pytest.raises(TypeError, match="scaling must be a Scaling or None, got 8"):
+        Rotary(scaling=8)
+    with pytest.raises(TypeError, match=r"rope must be a Rotary or an nnx\.RoPE, got None"):
+        dot_product_attention_with_rope(x, x, x, rope=None)
 
 
 def plain_attention(query, key, value, positions, rotary, magnitude, allowed):

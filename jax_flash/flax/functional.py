@@ -163,10 +163,13 @@ def dot_product_attention_with_rope(
       [*batch, q_len, heads, value_dim] in the operands' dtype.
 
     Raises:
+      TypeError: rope is none of these; otherwise as `dot_product_attention`.
       ValueError: q_len and kv_len differ and input_positions is None; otherwise as
         `dot_product_attention` and `Rotary`.
     """
     if not isinstance(rope, Rotary):
+        if not hasattr(rope, "theta"):
+            raise TypeError(f"rope must be a Rotary or an nnx.RoPE, got {rope!r}")
         rope = Rotary(theta=rope.theta)
     q_len, kv_len = query.shape[-3], key.shape[-3]
     query_positions = jnp.arange(kv_len) if input_positions is None else input_positions

@@ -215,6 +215,8 @@ class Rotary:
         _check_positive(self, "theta", "fraction")
         if self.fraction > 1:
             raise ValueError(f"fraction must be at most 1, got {self.fraction}")
+        if self.scaling is not None and not hasattr(self.scaling, "frequencies"):
+            raise TypeError(f"scaling must be a Scaling or None, got {self.scaling!r}")
 
     def frequencies(self, head_dim: int) -> np.ndarray:
         """Radians per position of each pair, float64 [int(fraction * head_dim) / 2].
