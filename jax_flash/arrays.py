@@ -89,7 +89,8 @@ def integers(name: str, x: Any) -> jax.Array | np.ndarray:
     if isinstance(x, int | list | tuple | np.ndarray | np.generic):
         # A list with a traced element is none that NumPy takes.
         with contextlib.suppress(TypeError, ValueError):
-            x = np.asarray(x)
+            # NumPy takes a list of nothing for one of floats.
+            x = np.asarray(x, np.int32 if isinstance(x, list | tuple) and not x else None)
     if isinstance(x, np.ndarray) and x.dtype.kind in "iu":
         return x
     return array(name, x)

@@ -466,6 +466,7 @@ ERRORS = [
     (dict(key_value_offsets=KEY_OFFSETS[1:]), ValueError, "key_value_offsets: .* 7, got 6"),
     (dict(key_value_offsets=None), ValueError, "key_value_offsets: .* 50 rows .* and 60 of key"),
     (dict(query_offsets=QUERY_OFFSETS[:0]), ValueError, r"query_offsets: .*\[D \+ 1\].*\(0,\)"),
+    (dict(query_offsets=[]), ValueError, r"query_offsets: .*one offset.*got \(0,\)"),
     (dict(query_offsets=np.int32(3)), ValueError, r"query_offsets: expected shape .*\(\)"),
     (dict(query_offsets=np.ones((2, 7), np.int32)), ValueError, r"query_offsets: .* \(2, 7\)"),
     (dict(query_seq_lengths=np.ones(1, int)), ValueError, "query_seq_lengths: expected None with"),
