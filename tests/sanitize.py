@@ -54,6 +54,19 @@ EXPLAINED_RACES: tuple[tuple[str | None, str, str], ...] = (
         "who starts a copy to where threads have read has the proxy fence",
     ),
     (
+        "mbarrier_leader", r"sm90::(forward_float8|wide_bias_gradient)_kernel<",
+        "one thread arrives at a barrier for its warp, after __syncwarp() or after a vote on what "
+        "all its threads have read",
+    ),
+    (
+        None, r"Warning: .*sm90::forward_columns_kernel<",  # within a warp
+        "a thread overwrites a row's maximum after a vote on what its warp has read there",
+    ),
+    (
+        "named_hand_over", r"sm80::wide_(key|query)_kernel<",
+        "warps arrive at a named barrier, and do not wait, before all threads meet",
+    ),
+    (
         None, r"sm90::forward_kernel<.*, \(unsigned int\)127>",
         "warps look for NaN in rows of V that others set to zero: they find them or zeros, and "
         "either way set what nobody attends to to zero",

@@ -28,6 +28,22 @@ def test_races_are_explained_only_by_limits_of_the_tool(capsys, monkeypatch):
     )
 
 
+def test_warnings_are_explained_where_errors_are_not():
+    kernel = "forward_columns_kernel<__nv_bfloat16>"
+    error = _RACE.format(kernel, kernel)
+    warning = error.replace("Error", "Warning")
+    assert sanitize.explained_reports("racecheck", warning + error, set()) == 1
+
+
+def test_races_of_the_sm80_kernels_are_explained_by_their_own_limit():
+    output = "".join(
+        _RACE.format(kernel, kernel).replace("sm90", "sm80")
+        for kernel in ("wide_key_kernel<A>", "wide_query_kernel<A>", "wide_forward_kernel<A>")
+    )
+    assert sanitize.explained_reports("racecheck", output, {"named_hand_over"}) == 2
+    assert sanitize.explained_reports("racecheck", output, {"named_arrive"}) == 0
+
+
 def test_divergent_threads_are_explained_in_kernels_that_start_apart(capsys):
     report = (
         "========= Barrier error detected. Divergent thread(s) in {}.\n"
