@@ -69,14 +69,14 @@ struct BiasGradientConfig {
 
 // Describes a tile of dbias: the index of element [0, 0] of its batch and head, in the bias and in
 // dbias, and its first row and column.
-struct BiasTile {
+struct BiasGradientTile {
   int64_t bias, dbias;
   int32_t row0, col0;
 };
 
 // Describes a tile of logits that adds to a tile of dbias. row0 is negative behind the last one.
 struct BiasStep {
-  BiasTile tile;
+  BiasGradientTile tile;
   Band band;
   int64_t batch_index;
   int32_t head, row0, col0;
@@ -108,7 +108,7 @@ struct BiasSteps {
   const BiasOwnership& ownership;
   int64_t own_batch;
   int32_t own_head, own_row, own_col;
-  BiasTile tile;
+  BiasGradientTile tile;
 
   __device__ __forceinline__ BiasSteps(const Backward& backward, const BackwardWorkspace& space,
                                        const BiasOwnership& owned, uint32_t block)
@@ -194,7 +194,7 @@ struct BiasRing {
 
 // Fetches a tile's elements of the bias to L2: consumers read them when they begin the tile.
 template <int kBlock>
-__device__ __forceinline__ void prefetch_bias(const BiasTile& tile, const Operand& bias,
+__device__ __forceinline__ void prefetch_bias(const BiasGradientTile& tile, const Operand& bias,
                                               int32_t rows) {
   if (bias.col != 1) return;
   const int bytes = bias.dtype == DType::kFloat32 ? 4 : 2, lines = kBlock * bytes / 128;
@@ -279,7 +279,7 @@ struct BiasConsumer {
   int group;  // 0 or 1
 
   // Sums one tile, and returns it.
-  __device__ __forceinline__ BiasTile run(Total& total) const {
+  __device__ __forceinline__ BiasGradientTile run(Total& total) const {
     Products p, dp;
     clear(total[0]);
     BiasStep step;
@@ -389,7 +389,7 @@ struct BiasConsumer {
     ptx::wgmma_wait_group<kPending>();
     ptx::wgmma_results(products[0]);
   }
-  __device__ __forceinline__ void load_bias(const BiasTile& tile) const {
+  __device__ __forceinline__ void load_bias(const BiasGradientTile& tile) const {
     with_rows([&](const auto& rows) {
       rows.load(params.bias, tile.bias, tile.row0 + (threadIdx.x / 32 - 4) * 16, tile.col0,
                 {params.shape.q_len, params.shape.kv_len});
@@ -493,7 +493,8 @@ __device__ __forceinline__ void sum_bias_rows(float (&total)[kN][4], float* part
 
 // Writes a warp's part of a tile of dbias.
 template <typename Config, typename Consumer>
-__device__ __forceinline__ void store_bias_gradient(const Consumer& consumer, const BiasTile& tile,
+__device__ __forceinline__ void store_bias_gradient(const Consumer& consumer,
+                                                    const BiasGradientTile& tile,
                                                     float (&total)[1][Config::kBlock / 8][4],
                                                     float* partial_smem) {
   const Shape& shape = consumer.params.shape;
@@ -558,7 +559,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     float total[1][Config::kBlock / 8][4];
     for (uint32_t round = 0; round < rounds; ++round) {
       if (bias_tile_of(round) >= tiles) continue;
-      const BiasTile tile = consumer.run(total);
+      const BiasGradientTile tile = consumer.run(total);
       store_bias_gradient<Config>(consumer, tile, total,
                                   reinterpret_cast<float*>(tiles_smem + rows_at));
     }
