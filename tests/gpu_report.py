@@ -2,11 +2,16 @@
 
     python -m pytest --gpu-report      on a GPU: adds a run to the report
     python tests/gpu_report.py         anywhere: what CI, which has no GPU, asks of the report
+    python tests/gpu_report.py --same-library TESTED BUILT
+                                       anywhere: for sources that were changed and build the same
 
 The second exits with 1 if the report is of other sources or has a test that did not pass, and says
-which tests that need a GPU did not run.
+which tests that need a GPU did not run. The third is for a new name, say, or a function that moved:
+where the library that ran on the GPU and one of the sources as they are now are equal byte for
+byte, the report is of these sources, too, and says so.
 """
 
+import argparse
 import collections
 import datetime
 import hashlib
@@ -90,12 +95,30 @@ def merged(report: dict, sources: str, run: dict, passed: list[str], failed: lis
     counts = collections.Counter(map(function_of, passed))
     for function, count in report["passed"].items():
         counts[function] = max(count, counts[function])
+    same = {"same_library": report["same_library"]} if "same_library" in report else {}
     return {
         "sources_sha256": sources,
+        **same,
         "passed": dict(sorted(counts.items())),
         "not_passed": sorted({*report["not_passed"], *failed} - ({*passed} - {*failed})),
         "runs": [*report["runs"], run],
     }
+
+
+def of_same_library(report: dict, sources: str, tested: bytes, built: bytes) -> dict:
+    """The report as one of other sources, of which the same library is built.
+
+    Args:
+      report: of the sources that ran.
+      sources: the hash of the sources as they are.
+      tested, built: the libraries' bytes.
+    """
+    if tested != built:
+        raise ValueError("the libraries differ, so the tests have to run on a GPU again")
+    library = hashlib.sha256(built).hexdigest()
+    step = {"from_sources_sha256": report["sources_sha256"], "library_sha256": library}
+    steps = [*report.get("same_library", []), step]
+    return {**report, "sources_sha256": sources, "same_library": steps}
 
 
 def add_run(stats: dict, arguments, devices) -> None:
@@ -191,7 +214,16 @@ def collect() -> list[str]:
 
 
 def main() -> int:
-    errors, remarks = judged(json.loads(PATH.read_text()), sources_hash(), collect())
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--same-library", nargs=2, type=pathlib.Path, metavar=("TESTED", "BUILT"))
+    libraries = parser.parse_args().same_library
+    report = json.loads(PATH.read_text())
+    if libraries:
+        report = of_same_library(report, sources_hash(), *(path.read_bytes() for path in libraries))
+        PATH.write_text(json.dumps(report, indent=2) + "\n")
+    errors, remarks = judged(report, sources_hash(), collect())
     for line in (*remarks, *errors):
         print(line)
     if not errors:

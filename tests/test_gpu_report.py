@@ -40,6 +40,18 @@ def test_seeds_are_ranges_by_function():
     }
 
 
+def test_sources_that_build_the_same_library():
+    report = gpu_report.merged({}, "1", {"run": 1}, IDS, [])
+    renamed = gpu_report.of_same_library(report, "2", b"library", b"library")
+    assert gpu_report.judged(renamed, "2", IDS) == ([], [])
+    assert [step["from_sources_sha256"] for step in renamed["same_library"]] == ["1"]
+    more = gpu_report.merged(renamed, "2", {"run": 2}, [OTHER], [])
+    assert more["same_library"] == renamed["same_library"]
+    assert "same_library" not in gpu_report.merged(renamed, "3", {"run": 3}, IDS, [])
+    with pytest.raises(ValueError, match="libraries differ"):
+        gpu_report.of_same_library(report, "2", b"library", b"another")
+
+
 def test_what_is_said_of_a_report():
     report = gpu_report.merged({}, "1", {}, IDS, [])
     assert gpu_report.judged(report, "1", IDS) == ([], [])
