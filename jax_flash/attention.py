@@ -219,8 +219,9 @@ def dot_product_attention(
       key: [\*B,S,K,H], query's dtype.
       value: [\*B,S,K,h], query's dtype.
       bias: added to the logits; broadcastable to [\*B,N,T,S], any float or integer dtype. -inf
-        forbids, as a mask's False does, but a mask alone also keeps NaN and Inf in key and value
-        from results; every finite bias, such as ``jnp.finfo(dtype).min``, is a number.
+        forbids, as a mask's False does, but in the CUDA kernels a mask alone also keeps NaN and Inf
+        in key and value from results; every finite bias, such as ``jnp.finfo(dtype).min``, is a
+        number.
       mask: bool, True where attention is allowed; broadcastable to [\*B,N,T,S].
       scale: factor on the logits; 1/sqrt(H) if None. A number, or an array that broadcasts to
         [\*B,N,T,1], such as a traced or learned temperature, with its gradient. An array
@@ -264,7 +265,7 @@ def dot_product_attention(
       relative_bias: float or int [N,R] or [1,R], with any batch axes in front that broadcast: a
         table of biases by distance. Number R // 2 is of a key at its query's own position, those
         before it of keys to the left; farther distances have the first or the last number. -inf
-        forbids. Of 2 D + 1 numbers, D is the greatest distance that has its own.
+        forbids, as in a bias. Of 2 D + 1 numbers, D is the greatest distance that has its own.
       logits_soft_cap: c above, positive and finite: a number, or an array of one element, such as
         a traced or learned one, with its gradient. No kernel takes an array: the call runs as the
         reference. On Hopper, for bfloat16, the forward pass has logits within 3.5e-4 of it; far

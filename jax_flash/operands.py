@@ -28,7 +28,7 @@ class Operand:
       expected: that kind in an error message.
       broadcasts: whether a caller's array may have any axis of size 1, or lack leading ones.
       differentiable: whether it has a gradient.
-      forbids: whether it keeps queries from attending to keys.
+      forbids: whether it keeps queries from attending to keys, a bias by numbers of -inf.
       adds: whether it is added to the logits. These operands, and query, key and value, have their
         gradients from the backward pass.
       by_distance: whether it depends on the distance between a query and a key.
@@ -74,7 +74,7 @@ OPERANDS: dict[str, Operand] = {
     "dout": Operand(("T", "N", "h")),
     "bias": Operand(
         ("N", "T", "S"), **_FLOAT | {"expected": "a float dtype (a mask is `mask`)"}, **_MATRIX,
-        adds=True, slot=0,
+        adds=True, forbids=True, slot=0,
     ),
     "mask": Operand(
         ("N", "T", "S"), jnp.bool_, "bool (an additive mask is `bias`)", **_MATRIX, forbids=True,
@@ -98,7 +98,7 @@ OPERANDS: dict[str, Operand] = {
     "lse_low": Operand(("N", "T"), slot=11),  # of the backward pass, where something is added
     "window": Operand(("2",), slot=12),  # left and right, where a size is an array
     "alibi_slopes": Operand(("N",), **_DISTANCE, slot=13),
-    "relative_bias": Operand(("N", "R"), **_DISTANCE, slot=14),
+    "relative_bias": Operand(("N", "R"), **_DISTANCE, forbids=True, slot=14),
     # Float8 operands have one for each token here, and for each block of tokens in native code.
     "query_scale": Operand(("N", "T"), **_SCALE, slot=15),
     "key_scale": Operand(("K", "S"), **_SCALE, slot=16, ring="travels"),

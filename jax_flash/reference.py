@@ -198,6 +198,11 @@ def _allowed(spec: AttentionSpec, operands: Operands, first) -> jax.Array:
 
     if "mask" in operands:
         allowed &= _heads_last_group(operands["mask"], -3, kv_heads)
+    # A bias of -inf, not its sum with a product, which may be NaN.
+    if "bias" in operands:
+        allowed &= _heads_last_group(operands["bias"] != -jnp.inf, -3, kv_heads)
+    if "relative_bias" in operands:
+        allowed &= _distance_logits(operands["key"].dtype, operands, first) != -jnp.inf
     if "query_segment_ids" in operands:
         q_ids = operands["query_segment_ids"][..., None, None, :, None]
         allowed &= q_ids == operands["key_value_segment_ids"][..., None, None, None, :]

@@ -229,6 +229,30 @@ def test_minus_infinity_forbids(attention):
     assert_close(got, attention(query, key, value, mask=mask, **options))
 
 
+@pytest.mark.parametrize("attention", [FLASH, REFERENCE], ids=["flash", "reference"])
+def test_poison_that_minus_infinity_hides(attention):
+    # Of keys farther to the right than any row's window.
+    query, key, value, *_ = arguments()
+    beyond = np.arange(S) > T - 1 + OFFSET + 1
+    assert beyond.any()
+    table = jnp.full((1, 7), -jnp.inf).at[0, 1:5].set(0.5)
+
+    def run(*poison):
+        at = jnp.asarray(beyond)[:, None, None]
+        poisoned = [jnp.where(at, bad, x) for bad, x in zip(poison, (key, value), strict=True)]
+
+        def loss(query, key, value, table):
+            out, lse = attention(
+                query, key, value, relative_bias=table, query_offset=OFFSET, return_residual=True
+            )
+            return (out**2).sum() + jnp.sin(lse).sum()
+
+        return jax.value_and_grad(loss, (0, 1, 2, 3))(query, *poisoned, table)
+
+    for poison in ((jnp.nan, 0.0), (jnp.inf, 0.0), (0.0, jnp.nan), (0.0, -jnp.inf)):
+        assert_close(run(*poison), run(0.0, 0.0))
+
+
 def test_memory_is_linear_in_the_length():
     # Of the program with all gradients: no array of T * S, nor of T * R.
     length, distances = 4096, 255

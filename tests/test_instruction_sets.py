@@ -12,7 +12,7 @@ X86 = platform.machine().lower() in ("x86_64", "amd64")
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512") if X86 else ("baseline",)
 
 # Blocks of queries and of keys that share a task, the last of each in part; a query that is NaN
-# shares its block with keys that it may not attend to.
+# shares its block with keys that it may not attend to; a bias hides keys that are NaN.
 PROGRAM = """
 import jax, jax.numpy as jnp, numpy as np
 import jax_flash
@@ -50,6 +50,16 @@ _, dkey, dvalue = jax.grad(loss, (0, 1, 2))(query, key, value)
 for gradient in (dkey, dvalue):
     assert jnp.isnan(gradient[:, :6]).any(), "row 5 attends to keys 0 to 5"
     assert jnp.isfinite(gradient[:, 64:]).all(), "row 5 may not attend to any key of later blocks"
+
+hidden = jnp.arange(300) % 7 == 3
+bias = jnp.where(hidden, -jnp.inf, jnp.cos(jnp.arange(300.0)))
+def gradients(poison):
+    operands = [jnp.where(hidden[:, None, None], poison, x) for x in (key, value)]
+    def loss(*operands):
+        return (jax_flash.dot_product_attention(*operands, implementation="flash") ** 2).sum()
+    return jax.grad(loss, (0, 1, 2, 3))(query.at[:, 5].set(0), *operands, bias)
+for got, expected in zip(gradients(jnp.nan), gradients(0.0)):
+    np.testing.assert_array_equal(got, expected)
 print(ffi.native.instruction_set())
 """
 

@@ -11,6 +11,8 @@ from oracle import allowed_logits
 from test_cases import run
 
 import jax_flash
+from jax_flash import reference
+from jax_flash.spec import AttentionSpec
 
 IMPLEMENTATIONS = ("flash", "reference")
 POISON = (np.nan, np.inf, -np.inf)
@@ -63,6 +65,134 @@ def test_poison_where_nobody_attends(mask, dtype, implementation):
     for grad in results.grads.values():
         assert np.isfinite(grad.astype(np.float32)).all()
     check(results, inputs)
+
+
+# What keeps queries from keys beside a bias of -inf.
+BESIDE_A_BIAS = {
+    "alone": (),
+    "causal": (("causal", True), ("offset", "align")),
+    "segments": (("segments", "packed"),),
+    "mask": (("mask", "TS"), ("soft_cap", 2.0)),
+    "everything": (
+        ("mask", "BS"),
+        ("window", (90, 20)),
+        ("causal", True),
+        ("offset", "align"),
+        ("soft_cap", 3.0),
+        ("sinks", True),
+        ("dropout", 0.2),
+    ),
+}
+
+
+def make_hiding_inputs(axes: str, beside: str = "alone", **fields):
+    """A call whose bias forbids, and where nobody attends to a key, but would without the bias.
+
+    The latter is bool [B,S,K,1]. Some keys of most tiles and whole tiles are hidden from all rows
+    and, by a bias of rows, some keys from those rows alone that causal order lets see them.
+    """
+    features = (*BESIDE_A_BIAS[beside], ("bias", (axes, "float32")), ("dlse", True))
+    shape = {"q_len": 130, "kv_len": 200, "heads": 6, "kv_heads": 2} | fields
+    inputs = make_inputs(Case(f"hidden-{axes}-{beside}", features=features, **shape))
+    group = inputs.query.shape[2] // inputs.key.shape[2]
+
+    def attended():
+        by_head = allowed_logits(inputs).any(axis=2)
+        by_kv_head = by_head.reshape(len(by_head), -1, group, by_head.shape[-1]).any(axis=2)
+        return by_kv_head.swapaxes(1, 2)[..., None]
+
+    visible = attended()
+    rows, keys = np.arange(130)[:, None], np.arange(200)
+    hidden = (keys % 7 == 3) | ((keys >= 64) & (keys < 135))
+    if "T" in axes:
+        hidden = hidden | ((keys % 7 == 5) & (keys <= rows + 70))
+    bias = inputs.options["bias"]
+    bias[np.broadcast_to(hidden, bias.shape)] = -np.inf
+    where = visible & ~attended()
+    assert where.any()
+    return inputs, where
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("beside", BESIDE_A_BIAS)
+@pytest.mark.parametrize(
+    ("axes", "dtype"),
+    [("S", "float32"), ("BS", "bfloat16"), ("NTS", "float32"), ("BNTS", "float16")],
+)
+def test_poison_that_only_a_bias_hides(axes, dtype, beside, implementation):
+    inputs, where = make_hiding_inputs(axes, beside, dtype=dtype)
+    rng = np.random.default_rng(0)
+    for name in ("key", "value"):
+        x = getattr(inputs, name)
+        setattr(inputs, name, np.where(where, rng.choice(POISON, x.shape).astype(x.dtype), x))
+    results = run(inputs, implementation)
+    for grad in results.grads.values():
+        assert np.isfinite(grad.astype(np.float32)).all()
+    check(results, inputs)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("unmapped", [None, (), ("query",)], ids=["batch", "vmap", "vmap of keys"])
+@pytest.mark.parametrize("bad", POISON, ids=str)
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_each_poison_that_only_a_bias_hides(name, bad, unmapped, implementation):
+    inputs, where = make_hiding_inputs("BS", unmapped=unmapped)
+    setattr(inputs, name, np.where(where, np.float32(bad), getattr(inputs, name)))
+    check(run(inputs, implementation), inputs)
+
+
+def test_poison_that_a_bias_hides_in_blocks_of_queries():
+    inputs, where = make_hiding_inputs("NTS", q_len=130)
+    key = jnp.where(where, jnp.nan, inputs.key)
+    bias = jnp.asarray(inputs.options["bias"])
+    operands = {"query": jnp.asarray(inputs.query), "key": key, "value": key, "bias": bias}
+
+    def grads(block_q):
+        def loss(operands):
+            results = reference.forward(AttentionSpec(scale=0.25), operands, block_q=block_q)
+            return (results["out"] ** 2).sum() + jnp.sin(results["lse"]).sum()
+
+        return jax.grad(loss)(operands)
+
+    for got, expected in zip(*map(jax.tree.leaves, (grads(48), grads(130))), strict=True):
+        assert np.isfinite(got).all()
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+def test_tangents_beside_poison_that_a_bias_hides(implementation):
+    inputs, where = make_hiding_inputs("NTS")
+    bias = inputs.options["bias"]
+
+    def tangents(poison):
+        def call(query, key, value):
+            return jax_flash.dot_product_attention(
+                query, key, value, bias, implementation=implementation, return_residual=True
+            )
+
+        key, value = (jnp.where(where, poison, x) for x in (inputs.key, inputs.value))
+        operands = inputs.query, key, value
+        return jax.jvp(call, operands, (inputs.dout, inputs.key, inputs.value))[1]
+
+    for got, expected in zip(tangents(jnp.nan), tangents(0.0), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("name", ["key", "value"])
+def test_a_bias_hides_from_some_rows_as_a_mask_does(name, implementation):
+    """NaN of a key that other rows attend to gets where it gets with a mask."""
+    inputs = make_inputs(Case("as-a-mask", q_len=130, kv_len=200, features=(("mask", "NTS"),)))
+    getattr(inputs, name)[0, 20, 0, 3] = np.nan
+    masked = run(inputs, implementation)
+    inputs.options["bias"] = np.where(inputs.options.pop("mask"), np.float32(0), -np.inf)
+    biased = run(inputs, implementation)
+    assert np.isnan(masked.out).any()
+    assert np.isfinite(masked.out[1]).all()
+    pairs = [(biased.out, masked.out), (biased.lse, masked.lse)]
+    pairs += [(biased.grads[n], masked.grads[n]) for n in ("query", "key", "value")]
+    for got, expected in pairs:
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)

@@ -141,7 +141,7 @@ inline void backward_head(const GradientHead& head, const Shape& shape, Backward
     const QueryBlock block = query_block(head, b * kBlockQ);
     for (int64_t k = 0; k < count; ++k) {
       Tile tile;
-      const bool any = make_tile(head, block, keys[k].begin, tile);
+      const bool any = make_tile(head, block, keys[k].begin, scratch.s, tile);
       if (any) {
         gradient_tile(head, tile, keys[k], scratch);
       } else {

@@ -46,7 +46,7 @@ inline void add_head(const GradientHead& head, BlockRange q_range, BlockRange kv
     for (int64_t q = q_range.begin; q < q_range.end; ++q) {
       const QueryBlock block = query_block(head, q * kBlockQ);
       Tile tile;
-      if (!make_tile(head, block, keys.begin, tile)) continue;
+      if (!make_tile(head, block, keys.begin, scratch.s, tile)) continue;
       gradient_tile(head, tile, keys, scratch);
       for (int r = tile.row_begin; r < tile.row_end; ++r) {
         const float* ds = scratch.ds.data + r * scratch.ds.row;

@@ -6,11 +6,6 @@
 
 namespace jax_flash::host::JAX_FLASH_ISA {
 
-// Row r and column c of a tile are on diagonal first_diagonal(r) + c. There is one diagonal less
-// than this many.
-inline constexpr int kDiagonals = kBlockQ + kBlockKv;
-inline int first_diagonal(int r) { return kBlockQ - 1 - r; }
-
 // Calls f(t, d) for every diagonal t of the tile's rows, whose distance is d.
 template <typename F>
 JAX_FLASH_INLINE void for_diagonals(const Head& head, const Tile& tile, F f) {

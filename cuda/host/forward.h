@@ -229,7 +229,7 @@ inline bool forward_task(const ForwardTasks& tasks, int64_t task) {
     for (int64_t i = 0; i < count; ++i) {
       const Stream& stream = streams[i];
       Tile tile;
-      if (make_tile(stream.head, stream.block, kv_begin, tile)) {
+      if (make_tile(stream.head, stream.block, kv_begin, scratch.s, tile)) {
         forward_tile(stream.head, tile, stream.acc, scratch);
       }
     }

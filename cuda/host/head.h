@@ -60,6 +60,7 @@ struct ByDistance {
   float slope = 0.0f;            // 0 where there are no slopes
   const float* table = nullptr;  // [count], or absent
   int64_t count = 0;
+  bool forbids = false;  // whether -inf is in the table
 
   int64_t of(int64_t j_minus_i) const {
     return min_of<int64_t>(max_of<int64_t>(j_minus_i - offset, INT32_MIN), INT32_MAX);
@@ -121,6 +122,9 @@ inline ByDistance by_distance_of(const Forward& call, int64_t batch, int64_t n) 
   if (call.relative_bias.data) {
     distance.table = floats_of(shape, call.relative_bias, batch, n);
     distance.count = call.distances;
+    for (int64_t r = 0; r < distance.count; ++r) {
+      distance.forbids |= distance.table[r] == -kInfinity;
+    }
   }
   return distance;
 }

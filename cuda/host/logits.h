@@ -7,23 +7,15 @@
 
 namespace jax_flash::host::JAX_FLASH_ISA {
 
-// s = q key_t + what is added, for the tile's rows of q and s. The bias goes first, row after row
-// in a tight loop: it comes from memory, often a page a row, and only loads that follow
-// one another closely overlap their latency.
+// s = q key_t + what is added, for the tile's rows of q and s, which holds the bias, if any.
 inline void start_logits(const Head& head, const Tile& tile, Matrix q, Matrix key_t, Matrix s) {
-  const Plane& bias = head.bias;
-  const bool has_bias = bias.data != nullptr;
-  for (int r = tile.row_begin; has_bias && r < tile.row_end; ++r) {
-    load_strided(bias.at(tile.q_begin + r, tile.kv_begin, size_of(bias.dtype)), bias.dtype,
-                 bias.col, tile.cols, s.data + r * s.row);
-  }
-  if (head.distance.present) add_by_distance(head, tile, has_bias, s);
+  if (head.distance.present) add_by_distance(head, tile, head.bias.data != nullptr, s);
   gemm({tile.rows(), tile.cols, head.key.dim, head.adds_to_logits()},
        as_left(from_row(q, tile.row_begin)), key_t, from_row(s, tile.row_begin));
 }
 
-// Turns row r of s into logits: soft cap, and -inf where r may not attend. A sum of -inf, as with a
-// bias of -inf, must not become -cap.
+// Turns row r of s into logits: soft cap, and -inf where r may not attend. A sum that overflows to
+// -inf must not become -cap.
 inline void finish_logits_row(const Head& head, const Tile& tile, int r, float* s) {
   const int vectors = tile.vectors();
   if (const float cap = head.options->logits_soft_cap; cap != 0.0f) {

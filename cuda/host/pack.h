@@ -166,20 +166,13 @@ inline void pack_columns(const Rows& from, int64_t first, int count, Matrix to) 
   });
 }
 
-// `count` elements `stride` apart as floats; zeros up to the next whole vector.
-inline void load_strided(const void* data, DType dtype, int64_t stride, int count, float* to) {
-  with_type(dtype, [&]<typename T>(T*) {
-    const T* in = static_cast<const T*>(data);
-    for (int c = 0; c < count; c += kLanes) {
-      if (stride == 1) {
-        store(to + c, load_first(in + c, count - c));
-        continue;
-      }
-      T elements[kLanes] = {};
-      for (int i = 0; i < min_of(count - c, kLanes); ++i) elements[i] = in[(c + i) * stride];
-      store(to + c, load_vector(elements));
-    }
-  });
+// The first `count` of a vector's elements, which are `stride` apart; zeros follow.
+template <typename T>
+JAX_FLASH_INLINE Vec load_first_strided(const T* p, int64_t stride, int count) {
+  if (stride == 1) return load_first(p, count);
+  T elements[kLanes] = {};
+  for (int i = 0; i < min_of(count, kLanes); ++i) elements[i] = p[i * stride];
+  return load_vector(elements);
 }
 
 // Writes `count` floats, `stride` apart.

@@ -1,5 +1,6 @@
 // Which elements of a tile of logits may be attended to: a word of 64 bits for each
-// row, bit c for key position kv_begin + c.
+// row, bit c for key position kv_begin + c. A bias of -inf forbids as a mask does: if it were only
+// added to the product of a key that is NaN, NaN would be left.
 #pragma once
 
 #include "host/head.h"
@@ -86,6 +87,55 @@ inline uint64_t mask_bits(const Plane& mask, int64_t i, int64_t kv_begin, int co
   return nonzero_bytes(bytes);
 }
 
+// Loads the tile's bias into s; returns whether any of it is -inf. Row after row in a tight loop: it
+// comes from memory, often a page a row, and only loads that follow one another closely overlap
+// their latency.
+inline bool load_bias(Plane bias, const Tile& tile, Matrix s) {
+  const int begin = tile.row_begin, end = tile.row_end, cols = tile.cols;
+  return with_type(bias.dtype, [&]<typename T>(T*) {
+    const T* row =
+        reinterpret_cast<const T*>(bias.at(tile.q_begin + begin, tile.kv_begin, sizeof(T)));
+    float* to = s.data + begin * s.row;
+    VecI found = {};
+    for (int r = begin; r < end; ++r) {
+      for (int c = 0; c < cols; c += kLanes) {
+        const Vec x = load_first_strided(row + c * bias.col, bias.col, cols - c);
+        found |= x == -kInfinity;
+        store(to + c, x);
+      }
+      row += bias.row;
+      to += s.row;
+    }
+    return reduce_add(__builtin_convertvector(found, Vec)) != 0.0f;
+  });
+}
+
+// Takes what the bias in s forbids, by -inf, out of tile.bits.
+inline void apply_bias(Matrix s, Tile& tile) {
+  for (int r = tile.row_begin; r < tile.row_end; ++r) {
+    uint8_t bytes[64] = {};
+    for (int c = 0; c < tile.cols; ++c) bytes[c] = s.data[r * s.row + c] != -kInfinity;
+    tile.bits[r] &= nonzero_bytes(bytes);
+  }
+}
+
+// Row r and column c of a tile are on diagonal first_diagonal(r) + c. There is one diagonal less
+// than this many.
+inline constexpr int kDiagonals = kBlockQ + kBlockKv;
+inline int first_diagonal(int r) { return kBlockQ - 1 - r; }
+
+// Takes what the table of biases by distance forbids out of tile.bits.
+inline void apply_distances(const ByDistance& distance, Tile& tile) {
+  const int64_t first = tile.kv_begin - tile.q_begin - first_diagonal(0);
+  uint8_t bytes[kDiagonals];
+  for (int t = 0; t < kDiagonals; ++t) {
+    bytes[t] = distance.table[distance.index(distance.of(first + t))] != -kInfinity;
+  }
+  for (int r = tile.row_begin; r < tile.row_end; ++r) {
+    tile.bits[r] &= nonzero_bytes(bytes + first_diagonal(r));
+  }
+}
+
 // Takes what the segments forbid out of tile.bits.
 inline void apply_segments(const Head& head, const QueryBlock& block, int cols, Tile& tile) {
   int32_t ids[64];
@@ -115,9 +165,27 @@ inline void apply_segments(const Head& head, const QueryBlock& block, int cols, 
   }
 }
 
-// Fills in the tile of `block` at keys [kv_begin, kv_begin + 64); false if nothing in
-// it may be attended to. Costs a few hundred cycles where a tile's products cost 20,000.
-inline bool make_tile(const Head& head, const QueryBlock& block, int64_t kv_begin, Tile& tile) {
+// Finds the part of the tile that may be attended to; false if there is none.
+inline bool find_extent(const QueryBlock& block, Tile& tile) {
+  tile.any = 0;
+  tile.row_begin = block.rows;
+  tile.row_end = 0;
+  for (int r = 0; r < block.rows; ++r) {
+    if (tile.bits[r] == 0) continue;
+    tile.any |= tile.bits[r];
+    tile.row_begin = min_of(tile.row_begin, r);
+    tile.row_end = r + 1;
+  }
+  if (tile.any == 0) return false;
+  tile.cols = 64 - __builtin_clzll(tile.any);
+  return true;
+}
+
+// Fills in the tile of `block` at keys [kv_begin, kv_begin + 64), and its bias in s; false if
+// nothing in it may be attended to. Costs a few hundred cycles, beside the loads of a bias, where a
+// tile's products cost 20,000.
+inline bool make_tile(const Head& head, const QueryBlock& block, int64_t kv_begin, Matrix s,
+                      Tile& tile) {
   if (block.rows == 0 || block.keys.end <= kv_begin || block.keys.begin >= kv_begin + kBlockKv) {
     return false;
   }
@@ -142,18 +210,14 @@ inline bool make_tile(const Head& head, const QueryBlock& block, int64_t kv_begi
       tile.bits[r] &= bits;
     }
   }
-  tile.any = 0;
-  tile.row_begin = block.rows;
-  tile.row_end = 0;
-  for (int r = 0; r < block.rows; ++r) {
-    if (tile.bits[r] == 0) continue;
-    tile.any |= tile.bits[r];
-    tile.row_begin = min_of(tile.row_begin, r);
-    tile.row_end = r + 1;
+  if (!find_extent(block, tile)) return false;
+  bool fewer = head.distance.forbids;
+  if (fewer) apply_distances(head.distance, tile);
+  if (head.bias.data && load_bias(head.bias, tile, s)) {
+    apply_bias(s, tile);
+    fewer = true;
   }
-  if (tile.any == 0) return false;
-  tile.cols = 64 - __builtin_clzll(tile.any);
-  return true;
+  return !fewer || find_extent(block, tile);
 }
 
 }  // namespace jax_flash::host::JAX_FLASH_ISA
