@@ -87,10 +87,10 @@ inline uint64_t mask_bits(const Plane& mask, int64_t i, int64_t kv_begin, int co
   return nonzero_bytes(bytes);
 }
 
-// Loads the tile's bias into s; returns whether any of it is -inf. Row after row in a tight loop: it
-// comes from memory, often a page a row, and only loads that follow one another closely overlap
-// their latency.
+// Loads the tile's bias into s; returns whether any of it is -inf. It comes from memory, often a
+// page a row, so rows are fetched ahead. To fetch what lies beyond the bias does no harm.
 inline bool load_bias(Plane bias, const Tile& tile, Matrix s) {
+  constexpr int kRowsAhead = 12;
   const int begin = tile.row_begin, end = tile.row_end, cols = tile.cols;
   return with_type(bias.dtype, [&]<typename T>(T*) {
     const T* row =
@@ -99,6 +99,7 @@ inline bool load_bias(Plane bias, const Tile& tile, Matrix s) {
     VecI found = {};
     for (int r = begin; r < end; ++r) {
       for (int c = 0; c < cols; c += kLanes) {
+        __builtin_prefetch(row + c * bias.col + kRowsAhead * bias.row);
         const Vec x = load_first_strided(row + c * bias.col, bias.col, cols - c);
         found |= x == -kInfinity;
         store(to + c, x);
