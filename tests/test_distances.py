@@ -231,7 +231,7 @@ def test_minus_infinity_forbids(attention):
 
 @pytest.mark.parametrize("attention", [FLASH, REFERENCE], ids=["flash", "reference"])
 def test_poison_that_minus_infinity_hides(attention):
-    # Of keys farther to the right than any row's window.
+    # For keys farther to the right than any row's window.
     query, key, value, *_ = arguments()
     beyond = np.arange(S) > T - 1 + OFFSET + 1
     assert beyond.any()

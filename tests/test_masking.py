@@ -67,7 +67,7 @@ def test_poison_where_nobody_attends(mask, dtype, implementation):
     check(results, inputs)
 
 
-# What keeps queries from keys beside a bias of -inf.
+# Options that keep queries from keys beside a bias of -inf.
 BESIDE_A_BIAS = {
     "alone": (),
     "causal": (("causal", True), ("offset", "align")),

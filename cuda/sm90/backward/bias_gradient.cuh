@@ -263,7 +263,7 @@ struct BiasConsumer {
   using Products = float[1][kN][4];
   using Total = float[1][kN][4];
 
-  // What a thread knows of its two rows in a step.
+  // Describes a thread's two rows in a step.
   struct Statistics {
     int32_t row0;  // the warp's first row
     float lse[1][2], delta[1][2];
