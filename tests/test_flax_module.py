@@ -369,6 +369,8 @@ def test_errors():
     with pytest.raises(ValueError, match=r"qk_norm must be .* got 'rms'"):
         make_module(qk_norm="rms")
     module, x = make_module(), make_inputs()
+    with pytest.raises(ValueError, match="got a single axis"):
+        module(x[0, 0])
     with pytest.raises(ValueError, match="call init_cache first"):
         module(x, decode=True)
     module.init_cache(BATCH, LENGTH - 1)

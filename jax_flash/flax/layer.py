@@ -138,7 +138,12 @@ def attend(
 
     Returns:
       [*batch, length, num_heads, head_dim], and the cache with these tokens or None.
+
+    Raises:
+      ValueError: the inputs have no axis of tokens.
     """
+    if query.ndim < 3:
+        raise ValueError("inputs must be [*batch, length, features], got a single axis of features")
     length = query.shape[-3]
     if layer.rotary is not None:
         if input_positions is None:

@@ -244,8 +244,8 @@ class GroupedQueryAttention(nnx.Module):
           [*batch, length, in_features].
 
         Raises:
-          ValueError: decode without a cache, with segment_ids, without is_causal, or with inputs
-            that do not fit the cache; dropout without rngs.
+          ValueError: inputs have a single axis; decode without a cache, with segment_ids, without
+            is_causal, or with inputs that do not fit the cache; dropout without rngs.
         """
         cache = self._cache() if decode else None
         if cache is not None:
