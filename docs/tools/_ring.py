@@ -62,7 +62,6 @@ def older(documents: list[dict]) -> str:
         for document in documents
         for run in runs([document])
         if run["commit"] == document["files"][-1]["commit"] != document["commit"]
-        and len(document["files"]) > 1
     )
 
 
