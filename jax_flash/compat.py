@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 
 import jax
+from jax._src.config import disable_jit
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -30,7 +31,7 @@ def compile_alone(primitive: Primitive, *static_argnames: str) -> None:
     compiled = jax.jit(primitive.bind, static_argnames=static_argnames)
 
     def run(*arrays, **static):
-        if not jax.config.jax_disable_jit:  # to set it takes some us
+        if not disable_jit.value:  # to set it takes some us
             return compiled(*arrays, **static)
         with jax.disable_jit(False):
             return compiled(*arrays, **static)
