@@ -99,6 +99,31 @@ def test_links_exist(path):
     assert [link for link in broken_links(path) if link != "notebook.md"] == []
 
 
+def test_where_to_look_names_what_exists():
+    page = (_DOCS / "internals" / "kernels.md").read_text()
+    table, steps = page.split("## Where to look in the sources")[1].split("### Adding")
+    rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
+    places = [(files, names) for _, files, names in rows]
+    places += [(step, step) for step in steps.split("## Where the figures")[0].split("\n1. ")]
+    assert len(places) > 15
+    for files, names in places:
+        paths = _paths_below_cuda(files)
+        text = "".join(path.read_text() for path in paths)
+        for name in re.findall(r"`(\w+)`", names):
+            assert re.search(rf"\b{name}\b", text), (name, files)
+
+
+def _paths_below_cuda(text):
+    """The files that a text names, relative to cuda/ or to the file named before."""
+    paths = []
+    for name in re.findall(r"`([\w./*]+\.\w+)`", text):
+        folders = [ROOT / "cuda", *(path.parent for path in paths)]
+        found = [path for folder in folders for path in sorted(folder.glob(name))]
+        assert found or name.endswith("..."), name
+        paths += found
+    return paths
+
+
 def test_every_page_is_in_the_navigation():
     navigation = (ROOT / "mkdocs.yml").read_text().split("nav:")[1]
     listed = set(re.findall(r"- (?:[\w ]+: )?(\S+\.md)", navigation))
