@@ -58,7 +58,7 @@ def runs(documents: list[dict]) -> list[dict[str, Any]]:
 def older(documents: list[dict]) -> str:
     """Which rows are of sources before those that the heading names."""
     return "".join(
-        f" Rows of {gpus(run)}s with a {run['call']} are of commit {run['commit']}."
+        f" The rows of {gpus(run)}s with a {run['call']} are of commit {run['commit']}."
         for document in documents
         for run in runs([document])
         if run["commit"] == document["files"][-1]["commit"] != document["commit"]
@@ -156,15 +156,16 @@ def contention(document: dict) -> str:
         for method in ("ring", "ring_nccl", "all_gather")
     )  # fmt: skip
     return (
-        f"In the forward pass on {run['devices']} GPUs, the ring's sends are hidden, but beside "
-        f"NCCL's kernels, which take multiprocessors, the forward kernels take "
-        f"{kernels['forward_kernels']:.1f} ms, {copies['forward_kernels']:.1f} ms beside copy "
-        f"engines, and {gather['forward_kernels']:.1f} ms by themselves; behind a gather they wait "
-        f"for {gather['waiting']:.1f} ms. The sends themselves take {kernels['transfer_ms']:.1f} "
-        f"ms by NCCL and {copies['transfer_ms']:.1f} ms by copy engines. With backward, a ring's "
-        "steps wait for keys and sums of gradients, which are sent in turn, and a gather's GPUs "
-        "wait for the last of them before they sum gradients. All of that grows with the tokens, "
-        "and computing with their square."
+        f"In the forward pass on {run['devices']} GPUs, the ring hides its sends. But NCCL's "
+        "kernels take multiprocessors: the forward kernels take "
+        f"{kernels['forward_kernels']:.1f} ms beside NCCL, {copies['forward_kernels']:.1f} ms "
+        f"beside copy engines, and {gather['forward_kernels']:.1f} ms alone, after a gather that "
+        f"they wait {gather['waiting']:.1f} ms for. The sends themselves take "
+        f"{kernels['transfer_ms']:.1f} ms by NCCL and {copies['transfer_ms']:.1f} ms by copy "
+        "engines. With backward, the steps of a ring wait for keys and for sums of gradients, "
+        "which are sent one after the other. With a gather, the GPUs wait for the last of them "
+        "before they sum gradients. These waits grow with the number of tokens, and computing "
+        "grows with its square."
     )
 
 
@@ -179,9 +180,9 @@ def exchanges(document: dict) -> str:
         for method in ("all_to_all_nccl", "all_to_all")
     )
     return (
-        f"On {gpus(run)}s, an all-to-all's sends take {nccl} ms (forward, and with backward) by "
-        f"NCCL and {copies} ms by copy engines; during {nccl_waits} ms, and {waits} ms, nothing is "
-        "computed, since one GPU also waits for the other."
+        f"On {gpus(run)}s, the sends of an all-to-all take {nccl} ms (forward, and with backward) "
+        f"by NCCL, and {copies} ms by copy engines. The GPUs compute nothing for {nccl_waits} ms "
+        f"with NCCL, and for {waits} ms with copy engines, since one GPU also waits for the other."
     )
 
 
@@ -247,14 +248,14 @@ def sentences(documents: list[dict]) -> str:
     return (
         f"With {gpus(two)}s and {two['seq']:,} tokens, the ring reaches {reached(two, 'ring')} "
         f"(forward, and with the backward pass) and all-to-all {reached(two, 'all_to_all')}, both "
-        f"by copy engines, and gathering {reached(two, 'all_gather')}. With {gpus(first)}s and as "
-        f"many tokens, all-to-all reaches {reached(first, 'all_to_all_nccl')} by NCCL and "
+        f"by copy engines; gathering reaches {reached(two, 'all_gather')}. With {gpus(first)}s and "
+        f"as many tokens, all-to-all reaches {reached(first, 'all_to_all_nccl')} by NCCL and "
         f"{reached(first, 'all_to_all')} by copy engines, gathering "
-        f"{reached(first, 'all_gather')}, and the ring {reached(first, 'ring')} by copy engines, "
-        f"{reached(first, 'ring_nccl')} by NCCL; with {longest['seq']:,} tokens, all that was "
-        f"measured reaches at least {_least(longest):.0%}. So many GPUs that each have a sequence "
-        f"of their own, and send nothing, reach {reached(first, 'batch')}. Memory is linear in the "
-        f"tokens: {longest['seq'] // first['seq']} times as many take {min(factors):.2f} to "
+        f"{reached(first, 'all_gather')}, and the ring {reached(first, 'ring')} by copy engines "
+        f"and {reached(first, 'ring_nccl')} by NCCL. With {longest['seq']:,} tokens, each measured "
+        f"way reaches at least {_least(longest):.0%}. If each of as many GPUs has its own sequence "
+        f"and sends nothing, they reach {reached(first, 'batch')}. Memory is linear in the tokens: "
+        f"{longest['seq'] // first['seq']} times as many tokens take {min(factors):.2f} to "
         f"{max(factors):.2f} times as much."
     )
 
@@ -272,8 +273,8 @@ def measured_memory(document: dict) -> str:
         for (name, seq), (planned, used) in found.items()
     )
     return (
-        "What JAX's allocator handed out at most during a call with backward, and what XLA had "
-        f"planned for temporaries and results, in MiB: {cases}."
+        "The most memory that JAX's allocator handed out during a call with backward, beside "
+        f"XLA's plan for temporaries and results, in MiB: {cases}."
     )
 
 
@@ -287,7 +288,7 @@ def whole_model(document: dict) -> str:
     model, mesh = document["model"], document["mesh"]
     axes = ", ".join(f"{size} {name}" for name, size in mesh.items())
     return (
-        f"On {document['device']['count']} {document['device']['kind']} (axes: {axes}) "
+        f"On {document['device']['count']} {document['device']['kind']} (axes: {axes}), "
         f"{model['blocks']} blocks of the width of LLaMA 3 8B train on {model['batch']} sequences "
         f"of {model['seq']:,} tokens at {document['tokens_per_second']:,.0f} tokens/s, with "
         f"{document['temporary_bytes_per_device'] / 2**30:.1f} GiB of temporaries a GPU."

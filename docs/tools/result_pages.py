@@ -204,7 +204,7 @@ def fp8_speed() -> str:
         lines.append([f"({batch},{length},{heads},{dims})", row["mask"], *cells, over])
     header = ["(B,T,N,H)", "mask", *_FP8.values(), "float8 over cuDNN"]
     how = block([command(document)])
-    return f"{table(header, lines)}\n\nTFLOP/s on {where(document)}; medians.\n\n{how}"
+    return f"{table(header, lines)}\n\nMedians, in TFLOP/s, on {where(document)}.\n\n{how}"
 
 
 def host(document: dict) -> str:
@@ -400,29 +400,33 @@ def several_devices() -> str:
     one = " and ".join(
         f"{run['seq']:,}" for run in _ring.runs(documents[-1:])[1:] if run["call"] == "causal"
     )
-    cut = "".join(
-        f" The run with {_ring.gpus(_ring.runs([d])[0])}s was cut off before its last calls."
-        for d in documents
-        if d.get("interrupted")
+    cut_off = " and ".join(
+        f"{_ring.gpus(_ring.runs([d])[0])}s" for d in documents if d.get("interrupted")
     )
+    cut = f" Measuring with {cut_off} was cut off before the last calls." if cut_off else ""
+    drivers = " and ".join(sorted({d["device"]["driver"] for d in documents}))
+    versions = " and ".join(sorted({d["versions"]["jax"] for d in documents}))
     return "\n\n".join(
         [
-            f"{shape['dtype']}, {heads} heads of dim {shape['head_dim']}, on "
-            f"{where(documents[-1])}, of one host. Cells are milliseconds and, in brackets, "
-            "*efficiency*, TFLOP/s over that many times one GPU's with the whole sequence (with "
-            f"{documents[-1]['runs'][0]['seq']:,} tokens for {one}), forward / with backward. "
-            "Order is zig-zag for the ring and the gather, contiguous for the all-to-all and for "
-            f"windows. Documents have 1 to {2 * shape['document']:,} tokens.",
+            f"The calls are {shape['dtype']}, with {heads} heads of dim {shape['head_dim']}. They "
+            f"run on the GPUs that the rows name, of one host, with driver {drivers} and jax "
+            f"{versions}. The commands below name the commits. A cell has the time in "
+            "milliseconds, forward / with backward, and *efficiency* in brackets. Efficiency is "
+            "the TFLOP/s of all GPUs over those of as many single GPUs that each have the whole "
+            f"sequence (for {one} tokens: {documents[-1]['runs'][0]['seq']:,} tokens). The order "
+            "is zig-zag for the ring and the gather, and contiguous for the all-to-all and for "
+            f"windows. Packed documents have 1 to {2 * shape['document']:,} tokens.",
             _ring.measured(documents, table),
             _ring.sentences(documents) + cut + _ring.older(documents),
-            "MiB of temporaries a GPU, as XLA plans them, forward / with backward:",
+            "This table shows the MiB of temporaries that XLA plans for each GPU, forward / with "
+            "backward:",
             _ring.memory(documents, table),
             _ring.measured_memory(documents[-1]),
-            "Where the time of a causal call of "
-            f"{documents[0]['runs'][0]['seq']:,} tokens goes, in ms, the mean of the GPUs, from a "
-            "profile, forward / with backward. *Sending* includes waiting for a GPU that is late; "
-            "*hidden* is what of it ran while something was computed; *waiting* is when nothing "
-            "was.",
+            "This table shows, from a profile, where the time of a causal call of "
+            f"{documents[0]['runs'][0]['seq']:,} tokens goes, in ms, forward / with backward, on "
+            "average over the GPUs. *Sending* includes waiting for a GPU that is late. *Hidden* is "
+            "the part of it during which the GPU computed something. *Waiting* is the time during "
+            "which it computed nothing.",
             _ring.sending(documents, table),
             _ring.contention(documents[-1]),
             _ring.exchanges(documents[0]),
