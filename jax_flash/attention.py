@@ -185,10 +185,11 @@ def dot_product_attention(
     sequence_order: Order = "contiguous",
     sequence_mode: Mode = "ring",
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    r"""Scaled dot-product attention, fused: no array of size T * S is ever stored.
+    r"""Computes scaled dot-product attention, fused: it stores no array of size T * S.
 
-    A drop-in for :func:`jax.nn.dot_product_attention`, with further options. With batch b,
-    query head n, query i, key j and key/value head :math:`k = \lfloor n / (N / K) \rfloor`,
+    The function replaces :func:`jax.nn.dot_product_attention` and has further options. With batch
+    b, query head n, query i, key j and key/value head :math:`k = \lfloor n / (N / K) \rfloor`, it
+    computes
 
     .. math::
       x_{bnij} &= \mathrm{scale} \cdot q_{bin} \cdot k_{bjk} + \mathrm{bias}_{bnij}
@@ -199,119 +200,132 @@ def dot_product_attention(
       \qquad p_{bnij} = e^{x_{bnij} - \mathrm{lse}_{bin}} \\
       \mathrm{out}_{bin} &= \textstyle\sum_j p_{bnij} v_{bjk}
 
-    where j runs over the keys that query i may attend to. A query that may attend to none
-    gets out 0, lse -inf and zero gradients (jax.nn gives it the mean of value). Softmax and
-    accumulators are float32.
+    where j runs over the keys that query i may attend to. A query that may attend to none gets out
+    0, lse -inf and zero gradients (jax.nn gives it the mean of value). Softmax and accumulators are
+    float32.
 
-    Under `jax.export` batch and lengths may be symbolic; native kernels then have workspaces that
-    suffice for any size, and the reference keeps the logits of all queries. For several devices
-    the sizes are known and the mesh's axes Explicit, or else each device computes all batch entries
-    and heads.
+    Under `jax.export`, batch and lengths may be symbolic. Native kernels then get workspaces that
+    suffice for any size, and the reference keeps the logits of all queries. An exported call is
+    divided over several devices only if its sizes are known and the mesh's axes are Explicit;
+    otherwise each device computes all batch entries and heads.
 
-    Letters: \*B any number of batch axes, none included; T and S query and key/value length;
-    N and K query and key/value heads, N a multiple of K (grouped-query attention); H head dim
-    of query and key, h of value. Where query is [T,N,H], what goes with it may have one batch
-    entry all the same, such as a mask [1,N,T,S] or lengths [1].
+    Letters: \*B is any number of batch axes, or none. T and S are the numbers of queries and of
+    keys. N and K are the numbers of query heads and of key/value heads, and N is a multiple of K
+    (grouped-query attention). H is the head dim of query and key, h that of value. If query is
+    [T,N,H], the other arguments may still have one batch entry, such as a mask [1,N,T,S] or lengths
+    [1].
 
     Args:
-      query: [\*B,T,N,H], bfloat16, float16, float32 or float8_e4m3fn (float64, too, runs as the
-        reference).
+      query: [\*B,T,N,H], bfloat16, float16, float32 or float8_e4m3fn; float64 runs as the
+        reference.
       key: [\*B,S,K,H], query's dtype.
       value: [\*B,S,K,h], query's dtype.
-      bias: added to the logits; broadcastable to [\*B,N,T,S], any float or integer dtype. -inf
-        forbids, as a mask's False does, but in the CUDA kernels a mask alone also keeps NaN and Inf
-        in key and value from results; every finite bias, such as ``jnp.finfo(dtype).min``, is a
-        number.
-      mask: bool, True where attention is allowed; broadcastable to [\*B,N,T,S].
+      bias: added to the logits; any float or integer dtype, broadcastable to [\*B,N,T,S]. -inf
+        forbids a pair, as False in a mask does; but in the CUDA kernels it does not keep NaN and Inf
+        in key and value from results, as a mask does. A finite bias, such as
+        ``jnp.finfo(dtype).min``, forbids nothing.
+      mask: bool, broadcastable to [\*B,N,T,S]; True where attention is allowed.
       scale: factor on the logits; 1/sqrt(H) if None. A number, or an array that broadcasts to
-        [\*B,N,T,1], such as a traced or learned temperature, with its gradient. An array
-        multiplies the query in float32, and the product is rounded to query's dtype.
-      is_causal: query i attends to keys j <= i + query_offset.
-      query_seq_lengths: int [\*B]; queries at or past it get out 0. Clamped to [0, T].
-      key_value_seq_lengths: int [\*B]; keys at or past it are not attended to. Clamped to
-        [0, S].
-      local_window_size: (left, right): query i attends to keys from i + query_offset - left to
-        i + query_offset + right; None is unbounded; one size stands for both. A size may be an
-        integer array, traced or not, where a negative one is unbounded, too: layers under
-        `lax.scan` may alternate. Both may come as one array of shape [2].
-      implementation: None: the best there is for the call and platform, see `explain`;
-        "flash": the platform's native kernel; "flash_sm80", "flash_sm90": that family of CUDA
-        kernels; "reference": jax.numpy, differentiable in any mode. jax.nn's "xla" and "cudnn"
-        stand for None and "flash".
+        [\*B,N,T,1], such as a learned temperature; an array has a gradient. It multiplies the query
+        in float32, and the product is rounded to query's dtype.
+      is_causal: whether query i attends only to keys j <= i + query_offset.
+      query_seq_lengths: int [\*B], clamped to [0, T]; queries at or past the length get out 0.
+      key_value_seq_lengths: int [\*B], clamped to [0, S]; no query attends to keys at or past the
+        length.
+      local_window_size: (left, right): query i attends to keys from i + query_offset - left to i +
+        query_offset + right. None means no limit; a single size sets both sides. A size may be an
+        integer array, traced or not, and a negative number in it means no limit, so layers under
+        `lax.scan` may alternate. Both sizes may come as one array of shape [2].
+      implementation: None: the kernel if there is one for the call and platform, otherwise the
+        reference, see `explain`; "flash": the platform's native kernel; "flash_sm80", "flash_sm90":
+        that family of CUDA kernels; "reference": jax.numpy, differentiable in any mode. jax.nn's
+        "xla" and "cudnn" mean None and "flash".
       return_residual: whether to return lse, too.
-      query_segment_ids: int [\*B,T], with key_value_segment_ids [\*B,S]: a query attends only
-        to keys of its own segment (packed sequences). Blocks without a pair are skipped. Ids of
-        64 bits (under jax_enable_x64) are sorted in each pass, which costs time.
+      query_segment_ids: int [\*B,T], together with key_value_segment_ids [\*B,S]: a query attends
+        only to keys of its own segment (packed sequences). Kernels skip blocks without an allowed
+        pair. Ids of 64 bits (under jax_enable_x64) are sorted in each pass, which costs time.
       key_value_segment_ids: see query_segment_ids.
-      query_offsets: int [D+1] or [\*B,D+1]: document d is the queries from offset d to offset d + 1
-        (the ragged layout, FlashAttention's cu_seqlens), and attends only to keys of document d.
-        Positions count within a document. Documents may be empty. Queries of no document, such as
-        those past the last offset, get out 0, lse -inf and zero gradients. An offset is clamped to
-        [0, T], and one below those before it counts as the greatest of them. Rows of bias and
-        mask are those of T and S. Not with lengths or segment ids.
-      key_value_offsets: likewise the keys of each document, as many, clamped to [0, S]. None, or
-        the same object: query_offsets. Others take memory and time where positions count, since
-        rows are gathered, as `explain` says: in causal order without query_offset, keys and values
-        into T rows, or, aligned at the end, queries into S rows; else all three into T + S rows.
-      causal_alignment: with query_offsets: "start": the first query of each document has the
-        position of its first key; "end": the last ones have. query_offset is added.
-      query_offset: int, scalar or [\*B]: position of query 0 on the key axis, for `is_causal`,
-        `local_window_size`, `alibi_slopes` and `relative_bias`; S - T aligns the last query with
-        the last key. A number is within int32's range; an array is clamped to it.
-      sinks: float or int [N]: a logit per head that takes part in the softmax and has no value.
-      alibi_slopes: float or int, broadcastable to [\*B,N]: each head's slope of a bias that is
-        linear in the distance, as `jax_flash.alibi_slopes` returns them. Positive slopes make
-        farther keys, j < i + query_offset, less likely.
+      query_offsets: int [D+1] or [\*B,D+1], clamped to [0, T]: document d holds the queries from
+        offset d up to offset d + 1 (the ragged layout, FlashAttention's cu_seqlens), which attend
+        only to keys of document d. Positions count within a document. A document may be empty. An
+        offset below an earlier one counts as the greatest of those before it. Queries outside all
+        documents, such as those past the last offset, get out 0, lse -inf and zero gradients. Rows
+        of bias and mask are those of T and S. Cannot be combined with lengths or segment ids.
+      key_value_offsets: the same for keys, with as many documents, clamped to [0, S]. If it is None
+        or the same object as query_offsets, keys have the queries' offsets. Other offsets take
+        memory and time if positions matter, since rows are gathered, as `explain` says: in causal
+        order without query_offset, keys and values into T rows, or, aligned at the end, queries
+        into S rows; otherwise all three into T + S rows.
+      causal_alignment: with query_offsets, "start": the first query of each document has the
+        position of its first key; "end": its last query has the position of its last key.
+        query_offset is added.
+      query_offset: int, scalar or [\*B]: the position of query 0 on the key axis, for `is_causal`,
+        `local_window_size`, `alibi_slopes` and `relative_bias`. S - T aligns the last query with
+        the last key. A number must be within int32's range; an array is clamped to it.
+      sinks: float or int [N]: for each head, a logit that takes part in the softmax and has no
+        value.
+      alibi_slopes: float or int, broadcastable to [\*B,N]: for each head, the slope of a bias that
+        is linear in the distance, as `jax_flash.alibi_slopes` returns them. Positive slopes make
+        keys with j < i + query_offset less likely the farther they are.
       relative_bias: float or int [N,R] or [1,R], with any batch axes in front that broadcast: a
-        table of biases by distance. Number R // 2 is of a key at its query's own position, those
-        before it of keys to the left; farther distances have the first or the last number. -inf
-        forbids, as in a bias. Of 2 D + 1 numbers, D is the greatest distance that has its own.
-      logits_soft_cap: c above, positive and finite: a number, or an array of one element, such as
-        a traced or learned one, with its gradient. No kernel takes an array: the call runs as the
-        reference. On Hopper, for bfloat16, the forward pass has logits within 3.5e-4 of it; far
-        below 0, probabilities within 1.1e-5 of the row's greatest.
-      dropout_rate: probability in [0, 1) with which each p is dropped; the others are
-        multiplied by 1 / (1 - rate). In both, the rate is the nearest multiple of 2^-15; a rate
-        so near 1 that this changes what is kept by more than 1% is refused.
-      dropout_seed: uint32 [2], or a PRNG key (``jax.random.key``), which stands for
-        ``jax.random.bits(key, (2,), "uint32")``. The mask is a function of the two words and of
-        the index (b, n, i, j) alone: the same on every platform. With documents, i and j are rows,
-        where rows are gathered those that they are gathered into.
+        table of biases by distance. Number R // 2 belongs to a key at its query's own position,
+        numbers before it to keys on the left. Distances beyond the table have the first or the last
+        number. A table of 2 D + 1 numbers has one for each distance from -D to D. -inf forbids, as
+        in a bias.
+      logits_soft_cap: c above, positive and finite. A number, or an array of one element, traced or
+        learned, which has a gradient. No kernel takes an array: the call runs as the reference. On
+        Hopper, for bfloat16, logits of the forward pass are within 3.5e-4 of the formula; far below
+        0, probabilities are within 1.1e-5 of the row's greatest.
+      dropout_rate: probability in [0, 1) with which each p is dropped; the others are multiplied by
+        1 / (1 - rate). The rate is rounded to the nearest multiple of 2^-15. A rate so near to 1
+        that rounding changes the kept share by more than 1% raises ValueError.
+      dropout_seed: uint32 [2], or a PRNG key (``jax.random.key``), which means
+        ``jax.random.bits(key, (2,), "uint32")``. Which p are dropped depends only on the two words
+        and the index (b, n, i, j), and is the same on every platform. With documents, i and j are
+        rows; if rows are gathered, they are the gathered rows.
       broadcast_dropout: whether all batch entries and heads drop the same (i, j), as if b and n
         were 0.
-      deterministic: gradients are bitwise equal between runs (the output always is).
-      precision: of the products of float32 operands on a GPU, as `jax.lax.dot_general` takes it:
-        None is `jax_default_matmul_precision`, and without that "default": operands are rounded
-        to TF32. "high" and "highest": as exact as products of float32. Nothing else depends on
-        it: CPUs and the reference are always as exact, and products of 16-bit operands are exact.
-      fp8: an `Fp8`, to round operands of 16 or 32 bits to float8_e4m3fn and multiply them in FP8;
-        None does not. The backward pass has products of the operands' own dtype. Where no FP8
-        kernel takes the call, the reference computes the same.
+      deterministic: whether gradients are bitwise equal between runs. The output always is.
+      precision: precision of the products of float32 operands on a GPU, as `jax.lax.dot_general`
+        takes it. None means `jax_default_matmul_precision`, and "default" if that is not set.
+        "default" rounds operands to TF32. "high" and "highest" are as exact as products of float32.
+        It changes nothing else: CPUs and the reference are always as exact as float32, and products
+        of 16-bit operands are exact.
+      fp8: an `Fp8`, to round operands of 16 or 32 bits to float8_e4m3fn and multiply them in FP8,
+        or None. The backward pass multiplies in the operands' own dtype. If no FP8 kernel takes the
+        call, the reference computes the same.
       query_scale: float32, broadcastable to [\*B, blocks, N]: positive factors of a float8_e4m3fn
-        query, one for each block of tokens and head: 1 block, blocks of 128 tokens of which the
-        last may be shorter, or a number of blocks that divides T. 1 if None. `quantize` makes
-        query and scale. Attention of float8_e4m3fn operands has no derivatives: see `fp8`.
-      key_scale, value_scale: likewise, [\*B, blocks, K] with blocks of the S tokens.
-      out_dtype: of out where operands are float8_e4m3fn: bfloat16 (if None), float16 or float32.
-      sequence_axis: mesh axis, or axes, of the current mesh (`jax.set_mesh`) to shard query, key
-        and value over along T and S. None: as they are sharded. A sequence that is sharded makes
-        the call a ring, see `ring_attention`.
-      sequence_order: with sequence_axis, the order that axes T and S of all arrays are stored in:
-        "contiguous", or "zigzag" as `zigzag_permute` makes it. Positions are those before it.
+        query, one for each block of tokens and head; 1 if None. There is 1 block, or there are
+        blocks of 128 tokens of which the last may be shorter, or a number of blocks that divides T.
+        `quantize` makes query and scale. Attention of float8_e4m3fn operands has no derivatives:
+        see `fp8`.
+      key_scale, value_scale: the same, [\*B, blocks, K], with blocks of the S tokens.
+      out_dtype: dtype of out if operands are float8_e4m3fn: bfloat16 (if None), float16 or float32.
+      sequence_axis: mesh axis, or axes, of the current mesh (`jax.set_mesh`) over which to shard
+        query, key and value along T and S. With None they stay sharded as they are. A sharded
+        sequence makes the call a ring, see `ring_attention`.
+      sequence_order: with sequence_axis, the order in which axes T and S of all arrays are stored:
+        "contiguous", or "zigzag" as `zigzag_permute` makes it. Positions are those before the
+        permutation.
       sequence_mode: with sequence_axis, "ring", "all_to_all", "all_gather" or "auto", as the mode
         of `ring_attention`.
 
     Returns:
-      out [\*B,T,N,h] in query's dtype (or out_dtype), or (out, lse) with lse [\*B,T,N] float32,
+      out [\*B,T,N,h] in query's dtype (or out_dtype), or (out, lse) with lse [\*B,T,N] in float32,
       the natural logarithm of the softmax's denominator. Both are differentiable.
 
     Raises:
       TypeError: an argument is of the wrong kind, or traced where it must be static.
       ValueError: a shape, dtype or number does not fit.
-      NotImplementedError: `implementation` names one that does not support the call, the sequence
-        cannot be sharded so, or float8_e4m3fn operands are differentiated.
+      NotImplementedError: the named `implementation` does not support the call, the sequence cannot
+        be sharded in the way asked for, or float8_e4m3fn operands are differentiated.
 
     Examples:
+      Causal attention of 8 query heads and 2 key/value heads:
+
+      >>> query, key = jnp.ones((2, 128, 8, 64)), jnp.ones((2, 128, 2, 64))
+      >>> out = dot_product_attention(query, key, key, is_causal=True)
+
       Two documents, of 3 and 5 tokens, and 2 tokens of padding:
 
       >>> query = key = value = jnp.ones((10, 4, 64))
@@ -397,14 +411,15 @@ def merge_attention(
       \mathrm{out} = e^{\mathrm{lse}_1 - \mathrm{lse}} \mathrm{out}_1
                    + e^{\mathrm{lse}_2 - \mathrm{lse}} \mathrm{out}_2
 
-    Associative, and differentiable in every argument, so split, cascade and ring attention
-    built from it have correct gradients. A part with lse -inf contributes nothing. The rounding of
-    lse to float32 changes the weights of the parts by a factor of up to exp(2^-24 abs(lse)): 6% at
-    2^20, and far beyond, as where each bias of a row is -1e9, the number of keys no longer counts.
+    The function is associative, and differentiable in every argument, so split, cascade and ring
+    attention built from it have correct gradients. A part with lse -inf contributes nothing. The
+    rounding of lse to float32 changes the weights of the parts by a factor of up to
+    exp(2^-24 abs(lse)), which is 6% at 2^20. Far beyond, for example if each bias of a row is -1e9,
+    the weights no longer depend on the number of keys.
 
     Args:
       out1: [\*B,T,N,h], any float dtype, from `dot_product_attention(return_residual=True)`.
-      lse1: [\*B,T,N] float32, likewise.
+      lse1: [\*B,T,N] float32, from the same call.
       out2: like out1.
       lse2: like lse1.
 
@@ -412,7 +427,7 @@ def merge_attention(
       (out [\*B,T,N,h] in out1's dtype, lse [\*B,T,N] float32).
 
     Raises:
-      TypeError: an argument is no array of floats.
+      TypeError: an argument is not an array of floats.
       ValueError: the shapes do not fit.
 
     Reference:
@@ -452,14 +467,14 @@ class Explanation:
     Attributes:
       choices: for each platform ("cpu", "cuda") a `dispatch.Choice`, or the text of the
         NotImplementedError that the call raises there.
-      current: the platform that a call made now would run on.
+      current: the platform on which a call would run now.
       kernels: for each pass ("forward", "backward") the `ffi.Kernel` that the call gets on this
-        process's GPU, with its name, its tile sizes and why it was chosen; empty where there is
-        no GPU or no kernel. A call that is spread over devices is looked at as if on one.
-      sequence: how the devices share the sequence, where sequence_axis says so, and why: with
-        all heads, which a mesh may divide further.
-      documents: which rows query_offsets makes the call move.
-      rounded: what is rounded to float8, and where; empty where nothing is.
+        process's GPU, with its name, its tile sizes and why it was chosen; empty without a GPU or
+        a kernel. A call that is spread over devices is described as if it ran on one.
+      sequence: with sequence_axis, how the devices share the sequence, and why. It counts all heads;
+        a mesh may divide these further.
+      documents: which rows the call gathers because of query_offsets.
+      rounded: what the call rounds to float8; empty if it rounds nothing.
     """
 
     choices: dict[str, dispatch.Choice | str]
@@ -627,15 +642,15 @@ def explain(
     """Says which implementation `dot_product_attention` gets with these arguments, and why.
 
     Args:
-      query, key, value, bias, mask, ...: as for `dot_product_attention`, from the first to the
-        last; instead of arrays also `jax.ShapeDtypeStruct`s.
+      query, key, value, bias, mask, ...: all arguments of `dot_product_attention`. Instead of
+        arrays you may pass `jax.ShapeDtypeStruct`s.
 
     Returns:
       An `Explanation`; print it.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as `dot_product_attention` does; but where
-        `implementation` cannot run the call, the explanation says so.
+      TypeError, ValueError, NotImplementedError: as `dot_product_attention` does. If
+        `implementation` cannot run the call, nothing is raised and the explanation says so.
     """
     call = abstract_call(
         query,
