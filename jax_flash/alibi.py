@@ -11,8 +11,8 @@ from jax_flash.arrays import integer
 def alibi_slopes(heads: int) -> jax.Array:
     """Returns the slopes that ALiBi gives its heads: a geometric sequence from 2^(-8/N).
 
-    If N is no power of two, those of the next smaller power P come first, and then, of those of
-    2 P heads, the first, the third and so on.
+    If N is not a power of two, the slopes for P heads come first, where P is the next smaller power
+    of two. Then follow the first, the third, and so on, of the slopes for 2 P heads.
 
     Args:
       heads: N, at least 1.
@@ -21,7 +21,7 @@ def alibi_slopes(heads: int) -> jax.Array:
       float32 [N].
 
     Raises:
-      TypeError: heads is no integer.
+      TypeError: heads is not an integer.
       ValueError: heads is less than 1.
 
     Reference:

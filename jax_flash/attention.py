@@ -221,8 +221,8 @@ def dot_product_attention(
       key: [\*B,S,K,H], query's dtype.
       value: [\*B,S,K,h], query's dtype.
       bias: added to the logits; any float or integer dtype, broadcastable to [\*B,N,T,S]. -inf
-        forbids a pair, as False in a mask does; but in the CUDA kernels it does not keep NaN and Inf
-        in key and value from results, as a mask does. A finite bias, such as
+        forbids a pair, as False in a mask does; but in the CUDA kernels, unlike a mask, it does not
+        keep NaN and Inf in key and value from results. A finite bias, such as
         ``jnp.finfo(dtype).min``, forbids nothing.
       mask: bool, broadcastable to [\*B,N,T,S]; True where attention is allowed.
       scale: factor on the logits; 1/sqrt(H) if None. A number, or an array that broadcasts to
@@ -471,8 +471,8 @@ class Explanation:
       kernels: for each pass ("forward", "backward") the `ffi.Kernel` that the call gets on this
         process's GPU, with its name, its tile sizes and why it was chosen; empty without a GPU or
         a kernel. A call that is spread over devices is described as if it ran on one.
-      sequence: with sequence_axis, how the devices share the sequence, and why. It counts all heads;
-        a mesh may divide these further.
+      sequence: with sequence_axis, how the devices share the sequence, and why. It counts all
+        heads; a mesh may divide these further.
       documents: which rows the call gathers because of query_offsets.
       rounded: what the call rounds to float8; empty if it rounds nothing.
     """

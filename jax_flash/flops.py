@@ -15,11 +15,11 @@ from jax_flash.spec import Alignment, AttentionSpec, Implementation, Mode, Order
 
 
 class Flops(NamedTuple):
-    """Floating point operations of the passes of a call, a multiplication and an addition being 2.
+    """Holds the floating point operations of a call; a multiplication and an addition are 2.
 
     Attributes:
-      forward: of the forward pass.
-      backward: of the backward pass alone.
+      forward: operations of the forward pass.
+      backward: operations of the backward pass alone.
     """
 
     forward: int
@@ -66,36 +66,37 @@ def flops(
 ) -> Flops:
     r"""Counts the floating point operations of `dot_product_attention` with these arguments.
 
-    `compiled.cost_analysis()` counts -1 for each custom call; add this instead, for example to
-    tell a model's FLOP utilisation. Counted are matrix products, of pairs (query, key) that attend:
+    `compiled.cost_analysis()` counts -1 for each custom call. Add this count instead, for example
+    to compute a model's FLOP utilisation. It counts the matrix products of pairs (query, key) that
+    attend:
 
     .. math::
       \mathrm{forward} &= 2 P N (H + h), \qquad
       \mathrm{backward} = 2 P N (3 H + 2 h)
 
-    where P is the number of pairs of all batch entries, B T S where all attend. The backward pass,
-    2.5 times the forward pass where H = h, makes query times key again, and four products more.
-    What is recomputed under `jax.checkpoint` is one more forward pass.
+    where P is the number of pairs of all batch entries, or B T S if all pairs attend. The backward
+    pass computes query times key again, and four more products. If H = h, it has 2.5 times the
+    operations of the forward pass. If `jax.checkpoint` recomputes the call, add a forward pass.
 
-    P leaves out what causal order and window forbid, where query_offset is a number. What arrays
-    say is not known: lengths, segments, documents, bias and mask count as if all pairs attended.
-    With an array as query_offset, and with key_value_offsets, each query counts all S keys, or as
-    many as the window has if less.
+    If query_offset is a number, P leaves out the pairs that causal order and a window forbid. The
+    values of arrays are not known, so lengths, segments, documents, bias and mask count as if all
+    pairs attended. If query_offset is an array, or with key_value_offsets, each query counts all S
+    keys, or as many as the window has if these are fewer.
 
     Args:
-      query, key, value, bias, mask, ...: as for `dot_product_attention`, from the first to the
-        last; instead of arrays also `jax.ShapeDtypeStruct`s.
+      query, key, value, bias, mask, ...: all arguments of `dot_product_attention`. Instead of
+        arrays you may pass `jax.ShapeDtypeStruct`s.
 
     Returns:
       `Flops`: (forward, backward), of all devices together.
 
     Raises:
-      TypeError, ValueError, NotImplementedError: as `dot_product_attention` does; ValueError where
-        a size is symbolic.
+      TypeError, ValueError, NotImplementedError: as `dot_product_attention` does; ValueError also
+        if a size is symbolic.
 
     Reference:
-      Dao, "FlashAttention-2", 2023, section 4.1, whose count this is where half of the pairs are
-      left out for causal order (here, exactly those above the diagonal).
+      Dao, "FlashAttention-2", 2023, section 4.1. That count leaves out half of the pairs in causal
+      order; this one leaves out exactly those above the diagonal.
     """
     call = abstract_call(
         query,

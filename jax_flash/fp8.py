@@ -34,11 +34,12 @@ class Fp8:
 
     The forward pass rounds query, key and value as `quantize` does, and multiplies them and the
     probabilities in FP8. The backward pass multiplies in the operands' own dtype, at the rounded
-    query, key and value; gradients pass the rounding as if it were none.
+    query, key and value. Gradients pass through the rounding unchanged.
 
     Attributes:
-      per: what shares a scale, as for `quantize`.
-      rotation: the seed of a random rotation of query and key, as for `quantize`; None is none.
+      per: the numbers that share a scale, as for `quantize`.
+      rotation: the seed of a random rotation of query and key, as for `quantize`; None for no
+        rotation.
     """
 
     per: Per = 128
@@ -67,9 +68,9 @@ class Quantized(NamedTuple):
     r"""What `quantize` returns.
 
     Attributes:
-      values: float8_e4m3fn, in the shape of what was quantized.
-      scale: float32 [\*B, blocks, heads], each axis full or 1; values times scale is what they
-        stand for.
+      values: float8_e4m3fn, in the shape of the array that was rounded.
+      scale: float32 [\*B, blocks, heads], each axis full or 1; values times scale approximate that
+        array.
     """
 
     values: jax.Array

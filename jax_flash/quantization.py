@@ -150,34 +150,35 @@ def _(static, primals, tangents):
 def quantize(x: ArrayLike, per: Per = 128, *, rotation: int | None = None) -> Quantized:
     r"""Rounds a query, key or value to float8_e4m3fn with scales, for `dot_product_attention`.
 
-    The scale of a block is its greatest finite absolute value over 448, so that the block uses
-    all of e4m3's range. Infinities become NaN, which e4m3 has, and stay where they are.
+    The scale of a block is its greatest finite absolute value divided by 448, so the block uses all
+    of e4m3's range. Infinities become NaN, since e4m3 has no infinities, and change no other
+    number of the block.
 
-    A rotation multiplies each head's vector by :math:`D H / \sqrt{m}`, where D is a diagonal of
-    random signs and H a Hadamard matrix of m rows, m being the greatest power of two that divides
-    the head dim (for other head dims, several such blocks). Products of query and key stay as they
-    are if both are rotated with one seed, and an outlier is spread over m numbers, which lowers
+    A rotation multiplies each head's vector by :math:`D H / \sqrt{m}`. D is a diagonal of random
+    signs, H a Hadamard matrix of m rows, and m the greatest power of two that divides the head dim;
+    if m is smaller than the head dim, there are several such blocks. If query and key are rotated
+    with one seed, their products do not change. An outlier is spread over m numbers, which lowers
     the scale of its block. Values must not be rotated.
 
-    On a GPU it is one kernel, or two where more than 128 tokens share a scale. Elsewhere, on a mesh
-    whose partitioner may choose, and for head dims that are no multiples of 8, it is plain JAX,
-    which XLA fuses.
+    On a GPU, one kernel rounds, or two if more than 128 tokens share a scale. On other platforms,
+    on a mesh whose partitioner may choose, and for head dims that are not multiples of 8, plain JAX
+    does, which XLA fuses.
 
-    Its derivative passes the rounding as if it were none, and takes scales for constants; JAX makes
-    cotangents of float8 values float8, too, so that they are too coarse to train with, and
-    attention refuses them. To train, use `fp8=Fp8()` instead.
+    The derivative passes through the rounding unchanged and treats scales as constants. But JAX
+    makes cotangents of float8 values float8, too. These are too coarse to train with, and attention
+    refuses them. To train, use `fp8=Fp8()` instead.
 
     Args:
       x: [\*B,T,heads,H], bfloat16, float16 or float32; at least three axes.
-      per: what shares a scale: a block of so many tokens of a head, 128 or a divisor of T; "head";
-        or "tensor", all of x. CUDA kernels take multiples of 128.
-      rotation: the seed of the signs, known when the function is traced; None is no rotation.
+      per: the numbers that share a scale: a block of this many tokens of a head, 128 or a divisor
+        of T; "head", a whole head; or "tensor", all of x. CUDA kernels take multiples of 128.
+      rotation: the seed of the signs, known when the function is traced; None for no rotation.
 
     Returns:
       `Quantized`: (values, scale).
 
     Raises:
-      TypeError: x is no array of floats, or rotation no int.
+      TypeError: x is not an array of floats, or rotation is not an int.
       ValueError: x has too few axes, or per does not fit.
 
     References:

@@ -386,13 +386,13 @@ def _positions(offsets: jax.Array, length: int) -> jax.Array:
 
 
 def segment_ids_from_offsets(offsets: ArrayLike, length: int) -> jax.Array:
-    r"""The number of each token's document, for whatever takes segment ids.
+    r"""Returns the number of each token's document, for functions that take segment ids.
 
     `dot_product_attention` takes the offsets themselves.
 
     Args:
-      offsets: int [\*B,D+1], traced or not: document d is tokens offsets[d] to offsets[d + 1], as
-        for `dot_product_attention`.
+      offsets: int [\*B,D+1], traced or not: document d holds the tokens from offsets[d] up to
+        offsets[d + 1], as for `dot_product_attention`.
       length: number of tokens.
 
     Returns:
@@ -409,14 +409,14 @@ def segment_ids_from_offsets(offsets: ArrayLike, length: int) -> jax.Array:
 
 
 def positions_from_offsets(offsets: ArrayLike, length: int) -> jax.Array:
-    r"""The position of each token within its document, as for a rotary embedding.
+    r"""Returns the position of each token within its document, as a rotary embedding needs it.
 
     Args:
       offsets: int [\*B,D+1], as for `segment_ids_from_offsets`.
       length: number of tokens.
 
     Returns:
-      int32 [\*B,length], from 0 on in each document; 0 where there is none.
+      int32 [\*B,length], from 0 on in each document; 0 outside all documents.
 
     Raises:
       TypeError, ValueError: an argument is of the wrong kind or shape.

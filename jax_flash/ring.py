@@ -163,53 +163,55 @@ def ring_attention(
     value_scale: ArrayLike | None = None,
     out_dtype: Any = None,
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    r"""`dot_product_attention` of a sequence sharded over the devices of a `shard_map`.
+    r"""Computes `dot_product_attention` of a sequence that the devices of a `shard_map` share.
 
-    Every device holds T / D of the queries and S / D of the keys and values of D devices. Keys and
-    values go round (`jax.lax.ppermute`) while the block at hand is attended to, forward and
-    backward; memory per device is O((T + S) / D), and no device ever holds all keys. What causal
-    order and window make useless is neither computed nor sent. The result is that of the same call
-    on one device, dropout's bits included. Other modes send otherwise, for the same result.
+    Each of D devices holds T / D of the queries and S / D of the keys and values. In the ring, keys
+    and values travel from device to device (`jax.lax.ppermute`) while each device attends to the
+    block that it has, forward and backward. Memory per device is O((T + S) / D), and no device ever
+    holds all keys. Blocks that causal order or a window makes useless are neither computed nor
+    sent. The result is that of the same call on one device, with the same dropout bits. The other
+    modes communicate in other ways and give the same result.
 
     Args:
       query: [\*B,T/D,N,H], this device's part, as `dot_product_attention` takes it.
       key: [\*B,S/D,K,H].
       value: [\*B,S/D,K,h].
-      bias: broadcastable to [\*B,N,T/D,S]: whole along the keys, which are then read in part.
-        Or to [\*B,N,T,S/D]: it travels with the keys. In the storage order along T and S.
+      bias: broadcastable to [\*B,N,T/D,S], whole along the keys, of which each step reads a part;
+        or to [\*B,N,T,S/D], which travels with the keys. T and S are in storage order.
       mask: like bias; bool.
       axis_name: mesh axis, or axes, of the enclosing `shard_map` that T and S are sharded over.
-      order: which part: "contiguous", the d-th of D; or "zigzag", chunks d and 2 D - 1 - d of 2 D,
-        as `zigzag_permute` stores them, which gives causal attention the same work everywhere.
-        Causal order, window, lengths, offset and dropout go by position in either.
-      mode: "ring"; or "all_to_all": each device exchanges its part of all heads for all of its
-        part of the heads (Ulysses): two exchanges, which nothing hides, memory O(T + S) for 1 / D
-        of the heads. N and K must be multiples of D. Or "all_gather": each device gathers all keys
-        and values. Or "auto": one of these, by shapes and options alone, as `explain` says and
-        docs/guide/several-devices.md calculates.
+      order: the part that device d holds: "contiguous": the d-th of D pieces; "zigzag": chunks d
+        and 2 D - 1 - d of 2 D, as `zigzag_permute` stores them, which gives all devices the same
+        work in causal attention. In both, causal order, window, lengths, offset and dropout use the
+        position in the sequence.
+      mode: "ring"; or "all_to_all" (Ulysses): each device exchanges its part of all heads for the
+        whole sequence of 1 / D of the heads, in two exchanges, which are not hidden. Memory is O(T
+        + S) for these heads, and N and K must be multiples of D. Or "all_gather": each device
+        gathers all keys and values. Or "auto": one of these, chosen by shapes and options alone.
+        `explain` names it, and docs/guide/several-devices.md has the rules.
       query_seq_lengths: int [\*B], of the whole sequence.
       key_value_seq_lengths: int [\*B], of the whole sequence.
       query_segment_ids: int [\*B,T/D], this device's part.
       key_value_segment_ids: int [\*B,S/D]; they travel with the keys.
-      query_offset: int, scalar or [\*B]: the position of the whole sequence's query 0.
+      query_offset: int, scalar or [\*B]: the position of query 0 of the whole sequence.
       sinks: float [N].
       alibi_slopes, relative_bias: as for `dot_product_attention`, whole on every device; distances
         are those of the whole sequence.
-      scale: as for `dot_product_attention`, like all that follows: is_causal, local_window_size,
+      scale: as for `dot_product_attention`. The same holds for is_causal, local_window_size,
         implementation, return_residual, logits_soft_cap, dropout_rate, dropout_seed,
-        broadcast_dropout, deterministic, precision, fp8, out_dtype.
-      query_scale: broadcastable to [\*B, blocks, N], blocks of this device's T/D tokens. With them,
-        and with fp8, what travels has 8 bits.
-      key_scale, value_scale: likewise, [\*B, blocks, K] of the S/D tokens; they travel.
+        broadcast_dropout, deterministic, precision, fp8 and out_dtype.
+      query_scale: broadcastable to [\*B, blocks, N], with blocks of this device's T/D tokens. With
+        scales or fp8, keys and values travel in 8 bits.
+      key_scale, value_scale: the same, [\*B, blocks, K] with blocks of the S/D tokens; they travel.
 
     Returns:
-      out [\*B,T/D,N,h], or (out, lse [\*B,T/D,N] float32), both differentiable.
+      out [\*B,T/D,N,h], or (out, lse) with lse [\*B,T/D,N] in float32. Both are differentiable.
 
     Raises:
-      TypeError, ValueError: as `dot_product_attention` does; or axis_name is no axis of an
+      TypeError, ValueError: as `dot_product_attention` does; also if axis_name is not an axis of an
         enclosing shard_map, or a length does not divide into the chunks.
-      NotImplementedError: mode "all_to_all" with heads that do not divide; a bias or mask
-        sharded along T and S alike.
+      NotImplementedError: D does not divide the numbers of heads in mode "all_to_all"; or a bias or
+        mask is sharded along both T and S.
 
     References:
       Liu et al., "Ring attention with blockwise transformers", 2023, section 3; Jacobs et al.,

@@ -191,9 +191,9 @@ def shard_sequence(sequence: SequenceSharding, operands: Operands) -> Operands:
 def sequence_positions(
     length: int, *, axis_name: str | tuple[str, ...], order: str = "contiguous"
 ) -> jax.Array:
-    """Positions of the tokens that this device holds, within a `shard_map`.
+    """Returns the positions of the tokens that this device holds, within a `shard_map`.
 
-    For rotary embeddings and whatever else goes by position.
+    Use them for rotary embeddings and other computations that depend on positions.
 
     Args:
       length: number of tokens on this device.
@@ -227,13 +227,13 @@ def _split(x: ArrayLike, devices: int, axis: int, shape) -> tuple[jax.Array, int
 def zigzag_permute(x: ArrayLike, devices: int, *, axis: int = 1) -> jax.Array:
     """Brings a token array into zigzag order, for sharding over `devices` devices.
 
-    Apply it to tokens, targets, positions and segment ids before they are sharded; what is
-    computed from them token by token is then in that order, too.
+    Apply it to tokens, targets, positions and segment ids before they are sharded. Arrays that are
+    computed from them token by token then have the same order.
 
     Args:
       x: any shape and dtype; the axis's size is a multiple of 2 * devices.
       devices: size of the mesh axis, or axes, of the sequence.
-      axis: of the sequence.
+      axis: the axis of the sequence.
 
     Returns:
       An array like x.
@@ -248,7 +248,7 @@ def zigzag_permute(x: ArrayLike, devices: int, *, axis: int = 1) -> jax.Array:
 
 
 def zigzag_restore(x: ArrayLike, devices: int, *, axis: int = 1) -> jax.Array:
-    """The inverse of `zigzag_permute`, with its arguments."""
+    """Inverts `zigzag_permute`, and takes the same arguments."""
     split, place = _split(x, devices, axis, (devices, 2))
     first, second = (jax.lax.index_in_dim(split, i, place + 1, keepdims=False) for i in range(2))
     return jnp.concatenate([first, jnp.flip(second, place)], place).reshape(jnp.shape(x))

@@ -38,10 +38,10 @@ def dot_product_attention(
 ) -> jax.Array:
     """`jax_flash.dot_product_attention` with the calling convention of Flax's attention modules.
 
-    A drop-in for `flax.nnx.dot_product_attention` and `flax.linen.dot_product_attention`: it has
-    every parameter of both by name (linen's module silently withholds what it does not find by
-    name), each honoured or refused. Their order is nnx's; linen's is the same up to `module`.
-    Bind further options with `functools.partial`:
+    The function replaces `flax.nnx.dot_product_attention` and `flax.linen.dot_product_attention`.
+    It has every parameter of both by name, since linen's module silently drops arguments that it
+    does not find by name, and obeys or refuses each. The order is that of nnx; linen's is the same
+    up to `module`. Bind further options with `functools.partial`:
     `partial(dot_product_attention, local_window_size=(1023, 0), logits_soft_cap=50.0)`.
 
     Two results differ from Flax's own function. A query whose mask allows nothing gets zeros,
@@ -60,27 +60,27 @@ def dot_product_attention(
       dropout_rng: PRNG key, old or new style; needed when dropout applies.
       dropout_rate: probability, in [0, 1), of dropping an attention weight.
       deterministic: if True, no dropout (Flax's meaning of the word).
-      dtype: query, key and value are cast to it; by default to their common dtype, or float32 if
-        that is one of integers.
+      dtype: query, key and value are cast to it; by default to their common dtype, or to float32 if
+        that is an integer dtype.
       precision: None, any `jax.lax.Precision` or its name, or a pair of them, as
         `jax_flash.dot_product_attention` takes it.
       module: must be None: the weights that Flax would sow are never materialised.
       promote_dtype: casts instead: `promote_dtype((query, key, value), dtype=dtype)` returns the
         three; None casts as Flax's own does.
       is_causal: query i may attend to keys j <= i only.
-      force_fp32_for_softmax: accepted; the softmax is float32 always.
+      force_fp32_for_softmax: accepted; the softmax is always float32.
       einsum_dot_general: must be None, like `qk_attn_weights_einsum` and
         `attn_weights_value_einsum`: a fused kernel cannot call them.
       deterministic_gradients: the `deterministic` of `jax_flash.dot_product_attention`: the
         backward pass is bitwise repeatable.
-      fp8: how to round query, key and value to FP8, as `jax_flash.dot_product_attention` has it.
+      fp8: how to round query, key and value to FP8, as for `jax_flash.dot_product_attention`.
       **options: passed on to `jax_flash.dot_product_attention`.
 
     Returns:
       [*batch, q_len, heads, value_dim] in the operands' dtype.
 
     Raises:
-      TypeError: `promote_dtype` is no function; otherwise as `jax_flash.dot_product_attention`.
+      TypeError: `promote_dtype` is not a function; otherwise as `jax_flash.dot_product_attention`.
       NotImplementedError: a `module` to sow weights into, or a custom einsum.
       ValueError: dropout applies but `dropout_rng` is None; otherwise as
         `jax_flash.dot_product_attention`.
@@ -144,16 +144,17 @@ def dot_product_attention_with_rope(
     input_positions: jax.Array | None = None,
     **options: Any,
 ) -> jax.Array:
-    """`dot_product_attention` of queries and keys rotated by their positions.
+    """Rotates queries and keys by their positions and calls `dot_product_attention`.
 
-    The twin of `nnx.dot_product_attention_with_rope`, also for positions of packed documents and
-    for decoding: `partial(dot_product_attention_with_rope, rope=Rotary())` is an `attention_fn`.
+    The function replaces `nnx.dot_product_attention_with_rope`, and also takes positions of packed
+    documents and positions for decoding. `partial(dot_product_attention_with_rope, rope=Rotary())`
+    is an `attention_fn`.
 
     Args:
       query: [*batch, q_len, heads, head_dim], any floating dtype.
       key: [*batch, kv_len, kv_heads, head_dim]; heads must be a multiple of kv_heads.
       value: [*batch, kv_len, kv_heads, value_dim].
-      rope: how to rotate. Of an `nnx.RoPE` only `theta` is used.
+      rope: how to rotate. Only `theta` of an `nnx.RoPE` is used.
       input_positions: int, broadcastable to [*batch, q_len]: the queries' positions, and the
         keys' if there are as many. Default: 0, 1, ... Any other number of keys, as in a cache,
         has positions 0, 1, ..., and then the queries' must be given.
@@ -163,7 +164,7 @@ def dot_product_attention_with_rope(
       [*batch, q_len, heads, value_dim] in the operands' dtype.
 
     Raises:
-      TypeError: rope is none of these; otherwise as `dot_product_attention`.
+      TypeError: rope is neither of these; otherwise as `dot_product_attention`.
       ValueError: q_len and kv_len differ and input_positions is None; otherwise as
         `dot_product_attention` and `Rotary`.
     """

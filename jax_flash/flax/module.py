@@ -19,14 +19,14 @@ _ROTARY = Rotary()
 class GroupedQueryAttention(nnx.Module):
     """Self-attention in which groups of query heads share a key/value head, as in LLaMA.
 
-    Projects to heads, normalizes query and key if so asked, rotates them by their positions,
-    attends, and projects back:
+    The layer projects to heads, optionally normalizes query and key, rotates them by their
+    positions, attends, and projects back:
 
         out = attention(rotary(norm(x @ Wq)), rotary(norm(x @ Wk)), x @ Wv) @ Wo
 
-    With a cache (`init_cache`, then calls with `decode=True`) it also generates: each call
-    appends its tokens, a whole prompt or one token, and attends to everything cached. Sequences
-    of a batch may be at different lengths.
+    For generation, use a cache (`init_cache`, then calls with `decode=True`). Each call appends its
+    tokens, a whole prompt or one token, and attends to all cached tokens. The sequences of a batch
+    may have different lengths.
 
         attention = GroupedQueryAttention(4096, num_heads=32, num_kv_heads=8, rngs=nnx.Rngs(0))
         attention.init_cache(batch_size=2, max_length=8192)

@@ -33,7 +33,7 @@ def plain_frequencies(theta: float, dim: int) -> np.ndarray:
 
 @dataclasses.dataclass(frozen=True)
 class LinearScaling:
-    """Position interpolation: positions count as if divided by `factor`.
+    """Interpolates positions: each counts as if it were divided by `factor`.
 
     Gemma 3's global layers take a factor of 8. `rope_type` "linear" of Hugging Face.
 
