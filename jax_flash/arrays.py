@@ -125,8 +125,8 @@ def comparable(query_ids, key_ids) -> tuple[jax.Array, jax.Array]:
         dtype = np.dtype(np.int32)
     elif dtype.kind == "f" or not jax.config.jax_enable_x64:  # pyright: ignore[reportAttributeAccessIssue]
         raise ValueError(
-            "query_segment_ids, key_value_segment_ids: expected dtypes whose values one integer "
-            f"dtype holds, got {query_ids.dtype} and {key_ids.dtype}; convert one to the other's"
+            "query_segment_ids, key_value_segment_ids: expected dtypes that one integer dtype can "
+            f"hold, got {query_ids.dtype} and {key_ids.dtype}; convert one to the other's dtype"
         )
     return jnp.asarray(query_ids).astype(dtype), jnp.asarray(key_ids).astype(dtype)
 

@@ -251,14 +251,14 @@ def _float8(
                 )
         if out_dtype is not None and _dtype_of(out_dtype) != dtype:
             raise ValueError(
-                f"out_dtype: expected None or {dtype}, as query has it (another with operands of "
-                f"float8_e4m3fn alone), got {out_dtype}"
+                f"out_dtype: expected None or query's dtype {dtype} (another dtype needs operands "
+                f"of float8_e4m3fn), got {out_dtype}"
             )
         if fp8 is not None and dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
             raise ValueError(f"fp8: expected operands of 16 or 32 bits, got {dtype}")
         return dataclasses.replace(spec, fp8=fp8)
     if fp8 is not None:
-        raise ValueError("fp8: expected None where query, key and value are float8_e4m3fn already")
+        raise ValueError("fp8: expected None, since query, key and value are float8_e4m3fn already")
     out_dtype = jnp.dtype(jnp.bfloat16) if out_dtype is None else _dtype_of(out_dtype)
     if out_dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise ValueError(f"out_dtype: expected bfloat16, float16 or float32, got {out_dtype}")
@@ -379,7 +379,7 @@ def _segment_ids(
         return {}
     if missing:
         (present,) = set(given) - set(missing)
-        raise ValueError(f"{missing[0]}: expected with {present}, got None")
+        raise ValueError(f"{missing[0]}: expected an array together with {present}, got None")
     ids = []
     for name, x in given.items():
         x = integers(name, x)

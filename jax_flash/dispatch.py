@@ -161,7 +161,7 @@ def _copies(problem: _Problem) -> str:
         for name, size in sizes
         if padded_size(size, problem.dtype, "cuda") != size
     ]
-    return f", of operands copied to {' and '.join(padded)}" if padded else ""
+    return f", with operands copied to {' and '.join(padded)}" if padded else ""
 
 
 def _unsupported(one_pass: Pass, problem: _Problem, platform: str) -> str | None:
@@ -191,7 +191,7 @@ def _unsupported(one_pass: Pass, problem: _Problem, platform: str) -> str | None
         )
     if platform == "cpu":
         if spec.implementation in FAMILIES:
-            return f"{spec.implementation} is a CUDA kernel (the CPU's is called flash)"
+            return f"{spec.implementation} is a family of CUDA kernels (the CPU's is called flash)"
         return None
     if not ffi.native.has_cuda():
         return "this build of jax_flash contains no CUDA kernels"
@@ -208,8 +208,9 @@ def _unsupported_with_float8(one_pass: Pass, problem: _Problem) -> str | None:
     spec = one_pass.spec
     if spec.scale_block % KERNEL_BLOCK:
         return (
-            f"the FP8 kernels take scales of {KERNEL_BLOCK} tokens, multiples of that, or all of a "
-            f"head, and these are of {spec.scale_block} tokens of a device's part"
+            f"the FP8 kernels take scales for blocks of {KERNEL_BLOCK} tokens, of multiples of "
+            f"that, or of a whole head; these are for blocks of {spec.scale_block} tokens on a "
+            "device"
         )
     return None
 

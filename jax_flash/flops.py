@@ -138,7 +138,7 @@ def flops(
     query, value = call.operands["query"], call.operands["value"]
     for name, x in (("query", query), ("value", value)):
         if any(map(is_symbolic_dim, x.shape)):
-            raise ValueError(f"{name}: expected sizes that are known, got {x.shape}")
+            raise ValueError(f"{name}: expected known sizes, got {x.shape}")
     q_len, heads, head_dim = query.shape[-3:]
     kv_len, _, value_dim = value.shape[-3:]
     offset = int(query_offset) if isinstance(query_offset, int | np.integer) else None

@@ -171,8 +171,8 @@ def _mapped(plan: Plan, one_pass: Pass, run: Run, operands: Operands, mesh, axes
     for name, x in operands.items():
         if any(map(is_symbolic_dim, x.shape)):
             raise NotImplementedError(
-                f"{name}: on a mesh expected sizes that are known, since JAX cannot call an "
-                f"exported shard_map of symbolic shapes, got {x.shape}; export each shape by itself"
+                f"{name}: expected known sizes on a mesh, since JAX cannot call an "
+                f"exported shard_map of symbolic shapes, got {x.shape}; export each shape alone"
             )
     mapped = jax.shard_map(
         lambda shards: plan.run(one_pass, run, shards),

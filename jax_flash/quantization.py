@@ -195,8 +195,8 @@ def quantize(x: ArrayLike, per: Per = 128, *, rotation: int | None = None) -> Qu
     block = block_size(option.per, length)
     if -(-length // block) > 1 and block_of(-(-length // block), length) != block:
         raise ValueError(
-            f"per: expected {KERNEL_BLOCK}, or a number of tokens that divides the sequence's "
-            f"{length} into another number of blocks than that does, got {per}"
+            f"per: expected {KERNEL_BLOCK}, or a number that divides the sequence's {length} "
+            f"tokens into another number of blocks than {KERNEL_BLOCK} does, got {per}"
         )
     static = Rounding(option.per, option.rotation, (True,), (0,))
     (result,) = cast("list[Quantized]", _round((x,), static))

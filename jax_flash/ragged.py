@@ -88,7 +88,9 @@ def make_documents(
         raise ValueError(f"causal_alignment: expected one of {ALIGNMENTS}, got {alignment!r}")
     if query_offsets is None:
         if key_value_offsets is not None:
-            raise ValueError("query_offsets: expected with key_value_offsets, got None")
+            raise ValueError(
+                "query_offsets: expected an array together with key_value_offsets, got None"
+            )
         if alignment == "end":
             raise ValueError(
                 'causal_alignment: expected "start" without query_offsets, got "end"; '
@@ -98,13 +100,14 @@ def make_documents(
     for name in (*_LENGTHS, *_IDS):
         if name in operands:
             raise ValueError(
-                f"{name}: expected None with query_offsets, which say the documents, got shape "
+                f"{name}: expected None with query_offsets, which give the documents, got shape "
                 f"{operands[name].shape}"
             )
     q_len, kv_len = (operands[name].shape[-3] for name in ("query", "key"))
     if key_value_offsets is None and q_len != kv_len:
         raise ValueError(
-            f"key_value_offsets: expected with {q_len} rows of query and {kv_len} of key, got None"
+            f"key_value_offsets: expected an array, since there are {q_len} rows of query and "
+            f"{kv_len} of key, got None"
         )
     if key_value_offsets is query_offsets and q_len == kv_len:
         key_value_offsets = None
@@ -140,14 +143,14 @@ def _offsets(name: str, offsets: ArrayLike, batch: tuple[int, ...]) -> jax.Array
 def _check_moving(spec: AttentionSpec, q_len: Any, kv_len: Any, reason: str) -> None:
     if spec.sequence is not None:
         raise NotImplementedError(
-            "key_value_offsets: a sequence that is spread over devices has the same offsets for "
-            f"queries and keys, or no position that counts; here {reason}"
+            "key_value_offsets: a sequence that is spread over devices needs the same offsets for "
+            f"queries and keys, unless nothing depends on positions; here {reason}"
         )
     total = q_len + kv_len
     if not is_symbolic_dim(total) and 2 * total > INT32.max:
         raise ValueError(
-            "key_value_offsets: expected at most 2**30 - 1 rows of query and key together, where "
-            f"positions count, got {total}"
+            "key_value_offsets: expected at most 2**30 - 1 rows of query and key together, since "
+            f"rows are gathered, got {total}"
         )
 
 

@@ -80,14 +80,14 @@ def _check_matrix(sequence: SequenceSharding, name: str, shape, lengths: dict[st
     is_part = shape[-2] == q_len > 1 and shape[-1] == kv_len > 1
     if sequence.mode != "all_to_all" and is_part:
         raise NotImplementedError(
-            f"{name}: sharded over queries and keys alike ({shape}), it has no element for "
-            f"most pairs; give it whole along S ({kv_whole}), or along T ({q_whole})"
+            f"{name}: an array that is sharded over both queries and keys ({shape}) has no element "
+            f"for most pairs; pass it whole along S ({kv_whole}), or along T ({q_whole})"
         )
     if sequence.mode == "all_to_all" and not has_whole_rows(shape, q_len, kv_whole):
         raise NotImplementedError(
             f'{name}: mode="all_to_all" takes it sharded along T and whole along S, as '
             f"[..., {q_len}, {kv_whole}] or broadcast there, not [..., {shape[-2]}, "
-            f'{shape[-1]}]; mode="ring" takes more'
+            f'{shape[-1]}]; mode="ring" takes other shardings, too'
         )
 
 
@@ -154,7 +154,8 @@ def sequence_of_mesh(axis, order, mode, query_offset) -> SequenceSharding | None
     if axis is None:
         if order != "contiguous" or mode != "ring":
             raise ValueError(
-                "sequence_order, sequence_mode: expected sequence_axis with them, got None"
+                "sequence_axis: expected an axis together with sequence_order or sequence_mode, "
+                "got None"
             )
         return None
     mesh = jax.sharding.get_abstract_mesh()

@@ -199,8 +199,9 @@ def make_spec(
     kept, wanted = 1.0 - round(dropout_rate * _RANDOM) / _RANDOM, 1.0 - dropout_rate
     if abs(kept - wanted) > 0.01 * wanted:
         raise ValueError(
-            "dropout_rate: expected one that keeps, within 1% of it, a multiple of 1/32768 (as "
-            f"every rate up to 0.9984 does), got {dropout_rate}, of which {kept:.4g} would be kept"
+            "dropout_rate: expected a rate whose rounding to a multiple of 1/32768 changes the "
+            "kept share by at most 1% (as for every rate up to 0.9984), got "
+            f"{dropout_rate}, which would keep {kept:.4g}"
         )
     if implementation not in IMPLEMENTATIONS:
         if not isinstance(implementation, str) or implementation not in _JAX_NN_IMPLEMENTATIONS:
@@ -275,7 +276,7 @@ def _number(name: str, value: Any) -> float:
         return float(value)
     except OverflowError as error:
         raise ValueError(
-            f"{name}: expected a number of float's range, got a greater int"
+            f"{name}: expected a number within float's range, got a greater int"
         ) from error
 
 

@@ -81,7 +81,7 @@ def test_explain_tells_of_copies():
     x, y = (jax.ShapeDtypeStruct((1, 8, 2, d), jnp.bfloat16) for d in (30, 64))
     choice = jax_flash.explain(x, x, y).choices["cuda"]
     assert choice.implementation == "flash"
-    assert choice.reason.endswith("of operands copied to head_dim 32")
+    assert choice.reason.endswith("with operands copied to head_dim 32")
     assert "copied" not in jax_flash.explain(y, y, y).choices["cuda"].reason
     both = jax_flash.explain(x, x, x).choices["cuda"].reason
-    assert both.endswith("of operands copied to head_dim 32 and value_dim 32")
+    assert both.endswith("with operands copied to head_dim 32 and value_dim 32")

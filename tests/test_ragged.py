@@ -473,7 +473,7 @@ ERRORS = [
     (
         dict(query_segment_ids=np.ones(T, int), key_value_segment_ids=np.ones(S, int)),
         ValueError,
-        r"query_segment_ids: expected None with query_offsets, which say .* shape \(1, 50\)",
+        r"query_segment_ids: expected None with query_offsets, which give .* shape \(1, 50\)",
     ),
 ]  # fmt: skip
 

@@ -295,7 +295,7 @@ def test_errors():
     raises_in_ring(ValueError, "multiple of 2 .zigzag", order="zigzag", shapes={"length": 8})
     raises_in_ring(NotImplementedError, 'heads.*use mode="ring"', mode="all_to_all")
     raises_in_ring(
-        NotImplementedError, "sharded over queries and keys alike", bias=np.zeros((8, 8), "f4")
+        NotImplementedError, "sharded over both queries and keys", bias=np.zeros((8, 8), "f4")
     )
     raises_in_ring(ValueError, "or 8 times that along T or S", bias=np.zeros((8, 24), "f4"))
     raises_in_ring(
@@ -310,7 +310,7 @@ def test_errors():
             jax_flash.ring_attention(query, key, value, axis_name="s")
         with pytest.raises(ValueError, match="sequence_axis: expected an axis"):
             jax_flash.dot_product_attention(query, key, value, sequence_axis="t")
-        with pytest.raises(ValueError, match="expected sequence_axis with them"):
+        with pytest.raises(ValueError, match="sequence_axis: expected an axis together with"):
             jax_flash.dot_product_attention(query, key, value, sequence_order="zigzag")
         with pytest.raises(ValueError, match="its length to be a multiple of 8"):
             jax_flash.dot_product_attention(query[:, :60], key, value, sequence_axis="s")
