@@ -771,7 +771,7 @@ ONE = np.ones((2, 2, 4), np.float32)
         (X.astype(ml_dtypes.float8_e5m2), {}, TypeError, "query: expected bfl.*got float8_e5m2"),
         (X.astype(ml_dtypes.float4_e2m1fn), {"fp8": Fp8()}, TypeError, "query: expected .*float4"),
         (X, {"query_scale": ONE}, ValueError, "query_scale: expected None unless .* float32; jax"),
-        (X, {"out_dtype": "float16"}, ValueError, "out_dtype: expected None or query.s dtype float"),
+        (X, {"out_dtype": "float16"}, ValueError, "out_dtype: expected None or query.s dtype f"),
         (X8, {"out_dtype": "float64"}, ValueError, "out_dtype: expected bfloat16, float16 or"),
         (X8, {"out_dtype": E4M3}, ValueError, "out_dtype: expected .* got float8_e4m3fn"),
         (X8, {"out_dtype": "big"}, TypeError, "out_dtype: expected a dtype or None, got 'big'"),
