@@ -25,7 +25,7 @@ from jax_flash.spec import AttentionSpec
 def gathered(
     run: Run, spec: AttentionSpec, sequence: SequenceSharding, operands: Operands
 ) -> Operands:
-    """A pass, forward or backward, on this device's shards.
+    """Runs a pass, forward or backward, on this device's shards.
 
     Args:
       run: the pass with all keys and the sequence's offsets, a function of operands by name.
@@ -38,7 +38,7 @@ def gathered(
     reorder = sequence.order == "zigzag" and sequence.devices > 1
 
     def whole(name: str, x: jax.Array) -> jax.Array:
-        """All of an operand along the keys, in the order of their positions."""
+        """Gathers an operand along the keys, in the order of their positions."""
         axis = axis_of(name, "S", x.ndim)
         if axis is None or not (name in blocks.travelling or x.shape[axis] > 1):
             return x
@@ -56,7 +56,7 @@ def gathered(
     accumulator = accumulator_of(operands["query"].dtype)
 
     def shard(name: str, x: jax.Array) -> jax.Array:
-        """This device's part of a result, summed over the devices where it is along the keys."""
+        """Returns this device's part of a result; sums it over the devices if it is along keys."""
         x = restore(name, x, accumulator)
         if name not in operands:
             dtype = spec.result_dtype(operands["query"].dtype)

@@ -21,7 +21,7 @@ from jax_flash.sequence import SequenceSharding, in_position_order
 def exchanged(
     run: Callable[[Operands], Operands], sequence: SequenceSharding, operands: Operands
 ) -> Operands:
-    """A pass, forward or backward, on this device's shards.
+    """Runs a pass, forward or backward, on this device's shards.
 
     Args:
       run: the pass on whole sequences, a function of operands by name.
@@ -40,7 +40,7 @@ class _Exchange:
         self._device = jax.lax.axis_index(self._axis_name)
 
     def _axes(self, name: str, x: jax.Array) -> tuple[int | None, int | None]:
-        """The axis of heads, and that along which the sequence is sharded; None: there is none.
+        """Returns the axis of heads and that of the sharded sequence; None if there is none.
 
         A bias or mask is sharded along T alone, and need have neither.
         """

@@ -16,7 +16,7 @@ INT32 = np.iinfo(np.int32)
 
 
 def array(name: str, x: Any) -> jax.Array:
-    """An argument as an array of the kind that its record asks for."""
+    """Converts an argument to an array of the kind that its record asks for."""
     record = OPERANDS[name]
     x = as_jax(name, x)
     if not jnp.issubdtype(x.dtype, record.kind):
@@ -25,12 +25,12 @@ def array(name: str, x: Any) -> jax.Array:
 
 
 def accumulator_of(dtype: Any) -> Any:
-    """The dtype that a call of `dtype` computes in: float32, or float64 for float64."""
+    """Returns the dtype in which a call of `dtype` computes: float32, or float64 for float64."""
     return jnp.float64 if dtype == jnp.float64 else jnp.float32
 
 
 def floats(name: str, x: Any, dtype: Any) -> jax.Array:
-    """As `array`, where integers are taken for floats, as a call of `dtype` computes with."""
+    """Does the same as `array`, but also takes integers, as floats that a call computes with."""
     x = as_jax(name, x)
     if jnp.issubdtype(x.dtype, jnp.integer):
         x = x.astype(accumulator_of(dtype))
@@ -38,7 +38,7 @@ def floats(name: str, x: Any, dtype: Any) -> jax.Array:
 
 
 def float_array(name: str, x: Any) -> jax.Array:
-    """An array of floats that is no operand of a call."""
+    """Converts an argument that is not an operand of a call to an array of floats."""
     x = as_jax(name, x)
     if not jnp.issubdtype(x.dtype, jnp.floating):
         raise TypeError(f"{name}: expected a float dtype, got {x.dtype}")
@@ -46,7 +46,7 @@ def float_array(name: str, x: Any) -> jax.Array:
 
 
 def number_array(name: str, x: Any) -> jax.Array:
-    """A number that is given as an array: one of real numbers."""
+    """Converts a number that is given as an array to an array of real numbers."""
     if isinstance(x, str | bool | list | tuple):
         raise TypeError(f"{name}: expected a number or an array, got {type(x).__name__}")
     x = as_jax(name, x)
@@ -56,7 +56,7 @@ def number_array(name: str, x: Any) -> jax.Array:
 
 
 def as_jax(name: str, x: Any) -> jax.Array:
-    """An argument as an array of any kind."""
+    """Converts an argument to an array of any kind."""
     if isinstance(x, jax.Array):
         return x
     try:
@@ -66,7 +66,7 @@ def as_jax(name: str, x: Any) -> jax.Array:
 
 
 def integer(name: str, x: Any) -> int:
-    """A number of Python's, of NumPy's or in an array of JAX, which is known while tracing."""
+    """Returns an integer of Python, of NumPy or in a JAX array, which is known while tracing."""
     try:
         if isinstance(x, bool):
             raise TypeError
@@ -78,7 +78,7 @@ def integer(name: str, x: Any) -> int:
 
 
 def integers(name: str, x: Any) -> jax.Array | np.ndarray:
-    """An array of integers, all as they are given.
+    """Converts an argument to an array of integers, with its values unchanged.
 
     Where jax_enable_x64 is off, `jnp.asarray` takes the low 32 bits of longer ones. So what is no
     JAX array, but known, comes back as a NumPy array.
@@ -108,7 +108,7 @@ def saturate(x: jax.Array | np.ndarray) -> jax.Array:
 
 
 def comparable(query_ids, key_ids) -> tuple[jax.Array, jax.Array]:
-    """Segment ids in one dtype without a change of value, int32 if that is possible.
+    """Converts segment ids to one dtype without a change of value, to int32 if possible.
 
     Those that need 64 bits keep them; ffi.py renumbers them for the kernels.
     """

@@ -382,7 +382,7 @@ def dot_product_attention(
 
 
 def run(call: Call) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """What a call returns; refuses one that asks for a kernel that cannot run it here."""
+    """Returns what a call returns; refuses a call for a kernel that cannot run it here."""
     if call.spec.implementation is not None:
         forward, operands = as_run(Pass(call.spec), kernel_operands(call))
         dispatch.choose(forward, operands, dispatch.current_platform())
@@ -390,7 +390,7 @@ def run(call: Call) -> jax.Array | tuple[jax.Array, jax.Array]:
 
 
 def kernel_operands(call: Call) -> dict[str, Any]:
-    """What the passes of a call take, as anything that has shapes and dtypes, by name."""
+    """Returns what the passes of a call take, by name, as objects with shapes and dtypes."""
     documents = call.documents
     if documents is None:
         return call.operands
@@ -462,7 +462,7 @@ def merge_attention(
 
 @dataclasses.dataclass(frozen=True)
 class Explanation:
-    """Which implementation a call gets, by platform, and why.
+    """Says which implementation a call gets, by platform, and why.
 
     Attributes:
       choices: for each platform ("cpu", "cuda") a `dispatch.Choice`, or the text of the
@@ -541,7 +541,7 @@ def abstract_call(
     sequence_order: Order = "contiguous",
     sequence_mode: Mode = "ring",
 ) -> Call:
-    """The call that `dot_product_attention` makes of its arguments, with abstract operands.
+    """Makes the call that `dot_product_attention` makes of its arguments, with abstract operands.
 
     Raises:
       As `dot_product_attention` does; but not that `implementation` cannot run the call.
@@ -551,7 +551,7 @@ def abstract_call(
 
     def made(*arrays: jax.Array) -> Call:
         def given(x: Any) -> Any:
-            """The array that stands for x, if that is abstract."""
+            """Returns the array that stands for x, if x is abstract."""
             index = next((i for i, y in enumerate(abstract) if y is x), None)
             return x if index is None else arrays[index]
 

@@ -44,7 +44,7 @@ RESIDUAL_NAMES = ("jax_flash_out", "jax_flash_lse")
 @jax.jit
 @own_ranks
 def attend(call: Call) -> jax.Array | tuple[jax.Array, jax.Array]:
-    """What the call returns."""
+    """Computes the results of a call."""
     spec, operands, restore = call.spec, call.operands, None
     if call.documents is not None:
         operands, restore = lay_out(call.documents, spec, operands)
@@ -108,7 +108,7 @@ _DIFFERENTIABLE = ("out", "lse")
 
 
 def _split(arrays, names, results, wrt):
-    """The arrays of a tangent: operands, results of the forward pass, and tangents, by name."""
+    """Returns the arrays of a tangent by name: operands, results of the forward pass, tangents."""
     groups, start = [], 0
     for group in (names, results, wrt):
         groups.append(dict(zip(group, arrays[start : start + len(group)], strict=True)))
@@ -151,7 +151,7 @@ def _tangent(*arrays, one_pass: Pass, names, results, wrt):
 
 @own_ranks
 def _jvp_of_plain(plain, primitive: Primitive, primals, tangents, **static):
-    """The rule of a primitive that is differentiated as a function of plain JAX."""
+    """Differentiates a primitive as a function of plain JAX."""
     moving = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
 
     def function(*values):
@@ -176,7 +176,7 @@ def _plain_backward(*arrays, one_pass: Pass, names):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def _attended(one_pass: Pass, wanted: tuple[str, ...], moving: Operands, others: Operands):
-    """Results of a forward pass that has been made, as a function of its operands.
+    """Returns the results of a forward pass that has been made, as a function of its operands.
 
     Args:
       one_pass: the forward pass.
@@ -210,7 +210,7 @@ _attended.defvjp(_attended_forward, _attended_backward)
 
 
 def _like(gradient: jax.Array, operand: jax.Array) -> jax.Array:
-    """A gradient as the operand is: summed where that is broadcast, and with its sharding."""
+    """Gives a gradient the operand's shape, by sums over broadcast axes, and its sharding."""
     axes = tuple(axis for axis, size in enumerate(operand.shape) if size != gradient.shape[axis])
     if axes:
         gradient = gradient.sum(axes, keepdims=True, dtype=accumulator_of(gradient.dtype)).astype(
@@ -221,7 +221,7 @@ def _like(gradient: jax.Array, operand: jax.Array) -> jax.Array:
 
 @own_ranks
 def _sinks_gradient(operands: Operands) -> jax.Array:
-    """-sum over queries of exp(sink - lse) * delta: [*B,N], or as the operand is broadcast."""
+    """Returns -sum over queries of exp(sink - lse) * delta, [*B,N] or broadcast as the operand."""
     lse = operands["lse"]
     sinks = match_head_sharding(operands["sinks"], lse)
     delta = jnp.einsum(
@@ -259,7 +259,7 @@ def _tangent_transpose(cotangents, *arrays, one_pass: Pass, names, results, wrt)
 
 
 def _forward_transpose(cotangents, *arrays, one_pass: Pass, names):
-    """For `jax.linear_transpose`: out is linear in value alone, and lse does not depend on it."""
+    """Serves `jax.linear_transpose`: out is linear in value alone; lse does not depend on it."""
     operands = dict(zip(names, arrays, strict=True))
     unknown = [name for name, x in operands.items() if ad.is_undefined_primal(x)]
     if unknown != ["value"]:

@@ -57,7 +57,7 @@ WindowSize = Size | tuple[Size, Size]
 )
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """One call, in the form that the package works with.
+    """Holds one call in the form that the package works with.
 
     Attributes:
       spec: the static options.
@@ -190,7 +190,7 @@ def make_call(
 
 
 def _query_key_value(query, key, value) -> Operands:
-    """Query, key and value, of one batch entry if they have no batch axes."""
+    """Returns query, key and value, with one batch entry if they have no batch axes."""
     operands = {
         name: array(name, x) for name, x in (("query", query), ("key", key), ("value", value))
     }
@@ -279,7 +279,7 @@ def _dtype_of(out_dtype: Any) -> np.dtype:
 
 
 def _token_scale(name: str, x: ArrayLike | None, batch, length, heads: int):
-    """A scale as one for each token, [*B,N,T] or [*B,K,S], and how many share one; 0 is all."""
+    """Returns a scale for each token, [*B,N,T] or [*B,K,S], and how many share one; 0 means all."""
     x = jnp.ones((), jnp.float32) if x is None else array(name, x)
     x = x.astype(jnp.float32).reshape((1,) * (len(batch) + 2 - x.ndim) + x.shape)
     blocks = x.shape[-2] if x.ndim > 1 else 1
@@ -315,7 +315,7 @@ def _scale(spec: AttentionSpec, operands: Operands, scale: ArrayLike, batch) -> 
 
 
 def _matrix(name: str, x: ArrayLike, dtype, batch, sizes, parts: int) -> jax.Array:
-    """The bias or the mask."""
+    """Returns the bias or the mask."""
     x = floats(name, x, dtype) if name == "bias" else array(name, x)
     if x.dtype == jnp.float64 and dtype != jnp.float64:
         x = _float32(x)
@@ -334,7 +334,7 @@ def _sinks(sinks: ArrayLike, dtype, batch, heads: int) -> jax.Array:
 
 
 def _by_distance(name: str, x: ArrayLike, dtype, shape) -> jax.Array:
-    """The ALiBi slopes or the relative bias; shape is [*B,N]."""
+    """Returns the ALiBi slopes or the relative bias; shape is [*B,N]."""
     x = floats(name, x, dtype)
     if dtype != jnp.float64:
         x = _float32(x)
@@ -350,7 +350,7 @@ def _by_distance(name: str, x: ArrayLike, dtype, shape) -> jax.Array:
 
 
 def _soft_cap(cap: ArrayLike, dtype, batch) -> jax.Array:
-    """A soft cap that is an array."""
+    """Returns a soft cap that is an array."""
     cap = number_array("logits_soft_cap", cap)
     if cap.size != 1:
         raise ValueError(f"logits_soft_cap: expected one number, got shape {cap.shape}")
@@ -358,7 +358,7 @@ def _soft_cap(cap: ArrayLike, dtype, batch) -> jax.Array:
 
 
 def _float32(x: jax.Array) -> jax.Array:
-    """x in float32, where what is finite stays so: a logit that is huge is not one of -inf."""
+    """Converts x to float32 and keeps finite numbers finite: a huge logit is not one of -inf."""
     rounded = x.astype(jnp.float32)
     if x.dtype != jnp.float64:
         return rounded
@@ -415,7 +415,7 @@ def _query_offset(operands: Operands, offset, batch) -> None:
 
 
 def _window(size: Any) -> tuple[tuple[int | None, int | None], jax.Array | None]:
-    """The window: what is known of it now, and its sizes as an array where one of them is an array.
+    """Returns what is known of the window now, and its sizes as an array if one of them is one.
 
     Of a size that is an array, the first part says the most that it may be.
     """
@@ -436,7 +436,7 @@ def _window(size: Any) -> tuple[tuple[int | None, int | None], jax.Array | None]
 
 
 def _side(side: Any, size: Any) -> tuple[int | None, int | jax.Array]:
-    """A size of the window: what is known of it, and its number, the greatest if unbounded."""
+    """Returns what is known of a size of the window, and its number, the greatest if unbounded."""
     if side is None:
         return None, int(INT32.max)
     if isinstance(side, jax.Array | np.ndarray):
@@ -476,7 +476,7 @@ def _dropout(seed: ArrayLike | None, batch, heads: int, alike: bool) -> Operands
 
 
 def _with_batch(name: str, x, batch, axes, has_batch: bool):
-    """x [*B, *axes], which may lack the batch entry that query lacks."""
+    """Adds to x [*B, *axes] the batch entry that query lacks, if x lacks it."""
     if not has_batch and x.shape != (*batch, *axes):
         _expect_shape(name, x, axes)
         return x[None]

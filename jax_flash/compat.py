@@ -40,12 +40,12 @@ def compile_alone(primitive: Primitive, *static_argnames: str) -> None:
 
 
 def number_of_devices(context: mlir.LoweringRuleContext) -> int | None:
-    """The number of devices that a program is for; None inside a `shard_map`."""
+    """Returns the number of devices that a program is for; None inside a `shard_map`."""
     return getattr(context.module_context.axis_context, "num_devices", None)
 
 
 def on_mesh(context: mlir.LoweringRuleContext, mesh) -> mlir.LoweringRuleContext:
-    """The context of a program for several devices, which are those of an abstract mesh.
+    """Returns the context of a program for several devices, which are those of an abstract mesh.
 
     JAX takes the mesh from the arguments of the program. Where none of them is on a mesh, it
     leaves it out, also if `jax.set_mesh` says which one it is; a `custom_partitioning` then gets
@@ -59,10 +59,10 @@ def on_mesh(context: mlir.LoweringRuleContext, mesh) -> mlir.LoweringRuleContext
 
 
 def is_export(context: mlir.LoweringRuleContext) -> bool:
-    """Whether a program is lowered to be serialised, which callbacks into Python cannot be."""
+    """Says whether a program is lowered to be serialised, which callbacks into Python cannot be."""
     return context.module_context.lowering_parameters.for_export
 
 
 def platform(context: mlir.LoweringRuleContext) -> str:
-    """The platform that a rule lowers for."""
+    """Returns the platform that a rule lowers for."""
     return (context.platforms or context.module_context.platforms)[0]

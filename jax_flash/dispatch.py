@@ -36,7 +36,7 @@ _MODIFIERS = (
 
 @dataclasses.dataclass(frozen=True)
 class Choice:
-    """What a pass runs as on one platform.
+    """Describes the implementation of a pass on one platform.
 
     Attributes:
       implementation: "flash" or "reference".
@@ -50,7 +50,7 @@ class Choice:
 
 
 def choose(one_pass: Pass, operands: dict[str, Any], platform: str) -> Choice:
-    """The implementation of a pass on "cpu", "cuda" or any other of JAX's platforms.
+    """Chooses the implementation of a pass on "cpu", "cuda" or any other of JAX's platforms.
 
     Lowering, the size of the workspace and `explain` all ask here.
 
@@ -83,7 +83,7 @@ def choose(one_pass: Pass, operands: dict[str, Any], platform: str) -> Choice:
 
 @dataclasses.dataclass(frozen=True)
 class _Problem:
-    """The part of a call's shapes and dtypes that decides what supports it.
+    """Holds the part of a call's shapes and dtypes that decides what supports it.
 
     Attributes:
       dtype: of query, key and value.
@@ -145,7 +145,7 @@ def _reason(spec: AttentionSpec, problem: _Problem, platform: str) -> str:
 
 
 def _products(spec: AttentionSpec, problem: _Problem) -> str:
-    """How precise the products of float32 operands are, to go with a reason."""
+    """Says how precise the products of float32 operands are, to go with a reason."""
     if problem.dtype != "float32":
         return ""
     return (
@@ -154,7 +154,7 @@ def _products(spec: AttentionSpec, problem: _Problem) -> str:
 
 
 def _copies(problem: _Problem) -> str:
-    """Which operands are copied, to go with a reason."""
+    """Says which operands are copied, to go with a reason."""
     sizes = [("head_dim", problem.head_dim), ("value_dim", problem.value_dim)]
     padded = [
         f"{name} {padded_size(size, problem.dtype, 'cuda')}"
@@ -165,7 +165,7 @@ def _copies(problem: _Problem) -> str:
 
 
 def _unsupported(one_pass: Pass, problem: _Problem, platform: str) -> str | None:
-    """Why the native kernel cannot run a pass, or None if it can."""
+    """Says why the native kernel cannot run a pass, or returns None if it can."""
     spec = one_pass.spec
     if platform not in PLATFORMS:
         return f"there is no kernel for platform {platform!r} (there is for cpu and cuda)"
@@ -199,7 +199,7 @@ def _unsupported(one_pass: Pass, problem: _Problem, platform: str) -> str | None
 
 
 def _unsupported_with_float8(one_pass: Pass, problem: _Problem) -> str | None:
-    """What keeps CUDA kernels of float8 operands from a call, beside what any kernel needs."""
+    """Says why CUDA kernels of float8 operands do not take a call that other kernels may take."""
     if one_pass.is_backward:
         return "no kernel computes gradients of float8 operands"
     for name in problem.operands:
@@ -250,7 +250,7 @@ def _unsupported_on_cuda(one_pass: Pass, problem: _Problem) -> str | None:
 
 
 def _refused_by_sm90(spec: AttentionSpec, problem: _Problem) -> str | None:
-    """What keeps the sm_90 kernels for head dims above 256 from a call, or None."""
+    """Says why the sm_90 kernels for head dims above 256 do not take a call, or returns None."""
     if problem.widest <= _WIDEST_OF_ALL:
         return None
     has = {
@@ -265,7 +265,7 @@ def _refused_by_sm90(spec: AttentionSpec, problem: _Problem) -> str | None:
 
 
 def _unsupported_dims(problem: _Problem, head_dims: set[int]) -> str | None:
-    """Why kernels of these head dims do not take the call's, or None if they do."""
+    """Says why kernels of these head dims do not take the call's, or returns None if they do."""
     if problem.dtype == FLOAT8:
         pair = problem.head_dim, problem.value_dim
         if problem.head_dim in head_dims and (pair[0] == pair[1] or pair == (192, 128)):
@@ -282,12 +282,12 @@ def _unsupported_dims(problem: _Problem, head_dims: set[int]) -> str | None:
 
 
 def _library() -> Any:
-    """The native library, where it is known to be loaded."""
+    """Returns the native library, which is known to be loaded."""
     return ffi.native
 
 
 def rounds(arrays: Iterable[Any]) -> bool:
-    """Whether the CUDA kernel that rounds to float8 takes these arrays; see cuda/quantize/."""
+    """Says whether the CUDA kernel that rounds to float8 takes these arrays; see cuda/quantize/."""
     return (
         ffi.native is not None
         and _library().has_cuda()
@@ -297,7 +297,7 @@ def rounds(arrays: Iterable[Any]) -> bool:
 
 
 def _families(dtype: str | None = None, widest: int = 0) -> set[int]:
-    """Those that this build has, or has for a dtype and for head dims up to `widest`."""
+    """Returns the families of this build, for a dtype and for head dims up to `widest` if given."""
     return {
         family
         for _, family, name, head_dim in _library().cuda_instances()
@@ -306,18 +306,18 @@ def _families(dtype: str | None = None, widest: int = 0) -> set[int]:
 
 
 def _gpus() -> list[Any]:
-    """This process's GPUs; none without a GPU, where calls can only be lowered."""
+    """Returns this process's GPUs; there are none if calls can only be lowered."""
     return jax.local_devices(backend="gpu") if jax.default_backend() == "gpu" else []
 
 
 def _capability(gpu: Any) -> int | None:
-    """80 for compute capability 8.0; None where JAX does not say."""
+    """Returns 80 for compute capability 8.0, and None if JAX does not say."""
     capability = getattr(gpu, "compute_capability", None)
     return int(str(capability).replace(".", "")) if capability else None
 
 
 def _compute_capabilities() -> list[int]:
-    """Those of this process's GPUs, ascending."""
+    """Returns the compute capabilities of this process's GPUs, ascending."""
     return sorted({c for gpu in _gpus() if (c := _capability(gpu))})
 
 
@@ -327,7 +327,7 @@ _SMEM_KB = {80: 163, 87: 163, 90: 227, 100: 227, 103: 227, 110: 227}
 
 
 def current_gpu() -> ffi.Gpu | None:
-    """What the choice of a kernel depends on, of this process's first GPU; None without one."""
+    """Describes this process's first GPU, as the choice of a kernel needs it; None without one."""
     for gpu in _gpus():
         if capability := _capability(gpu):
             smem_bytes = _SMEM_KB.get(capability, 99) * 1024
@@ -336,7 +336,7 @@ def current_gpu() -> ffi.Gpu | None:
 
 
 def current_platform() -> str:
-    """The platform that a call made now runs on, unless its arguments are placed elsewhere."""
+    """Returns the platform on which a call runs now, unless its arguments are placed elsewhere."""
     device = jax.config.jax_default_device  # pyright: ignore[reportAttributeAccessIssue]
     platform = device if isinstance(device, str) else getattr(device, "platform", None)
     platform = platform or jax.default_backend()

@@ -152,7 +152,7 @@ def flops(
 
 
 def _pairs(spec: AttentionSpec, q_len: int, kv_len: int, offset: int | None) -> int:
-    """How many pairs of a query and a key causal order and window allow."""
+    """Counts the pairs of a query and a key that causal order and window allow."""
     left, right = spec.window
     if spec.is_causal:
         right = 0

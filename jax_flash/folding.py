@@ -21,7 +21,7 @@ Types = dict[str, jax.ShapeDtypeStruct]
 
 
 def folding_axes(batch: tuple[int, ...], arrays: Iterable[Any]) -> list[list[int]]:
-    """The batch axes that are not of size 1, in lists of those that fold into one."""
+    """Returns the batch axes that are not of size 1, in lists of axes that fold into one."""
     arrays = tuple(arrays)
     groups: list[tuple[list[int], tuple[bool, ...]]] = []  # with the pattern that they share
     for axis, size in enumerate(batch):

@@ -30,7 +30,7 @@ Per = int | Literal["head", "tensor"]
 
 @dataclasses.dataclass(frozen=True)
 class Fp8:
-    """How `dot_product_attention(..., fp8=Fp8())` rounds operands of 16 or 32 bits to e4m3.
+    """Says how `dot_product_attention(..., fp8=Fp8())` rounds operands of 16 or 32 bits to e4m3.
 
     The forward pass rounds query, key and value as `quantize` does, and multiplies them and the
     probabilities in FP8. The backward pass multiplies in the operands' own dtype, at the rounded
@@ -65,7 +65,7 @@ class Fp8:
 
 
 class Quantized(NamedTuple):
-    r"""What `quantize` returns.
+    r"""Holds what `quantize` returns.
 
     Attributes:
       values: float8_e4m3fn, in the shape of the array that was rounded.
@@ -78,14 +78,14 @@ class Quantized(NamedTuple):
 
 
 def block_of(blocks: int, length: Any) -> int | None:
-    """The tokens that share a scale where a sequence has so many; None if that cannot be."""
+    """Returns how many tokens share a scale if a sequence has so many blocks; None if none fits."""
     if blocks == -(-length // KERNEL_BLOCK):
         return KERNEL_BLOCK
     return length // blocks if blocks and length % blocks == 0 else None
 
 
 def block_size(per: Per, length: Any) -> Any:
-    """The tokens of a block, one of which is the whole sequence if that is shorter."""
+    """Returns the tokens of a block, which is the whole sequence if that is shorter."""
     if not isinstance(per, int):
         return length if is_symbolic_dim(length) else max(1, length)
     if is_symbolic_dim(length):
@@ -95,7 +95,7 @@ def block_size(per: Per, length: Any) -> Any:
 
 @functools.partial(jax.jit, static_argnums=1)
 def quantized_by_xla(x: jax.Array, option: Fp8) -> Quantized:
-    """What `quantize` returns, in operations that XLA fuses; it can be differentiated."""
+    """Does what `quantize` does, in operations that XLA fuses; it can be differentiated."""
     if option.rotation is not None:
         x = rotate(x, option.rotation)
     scale = _scale(x, option.per)
@@ -107,7 +107,7 @@ def quantized_by_xla(x: jax.Array, option: Fp8) -> Quantized:
 
 
 def _scale(x: jax.Array, per: Per) -> jax.Array:
-    """The scales of x [*B,T,heads,H]: [*B, blocks, heads], without a derivative.
+    """Returns the scales of x [*B,T,heads,H]: [*B, blocks, heads], without a derivative.
 
     The maximum over the head dim comes first, of x as it lies in memory: XLA makes one reduction of
     two, and would be slow where the two axes are no neighbours.
@@ -131,7 +131,7 @@ def _scale(x: jax.Array, per: Per) -> jax.Array:
 
 
 def round_e4m3(x: jax.Array) -> jax.Array:
-    """The nearest number of e4m3, ties to even, 448 at most, as float32.
+    """Returns the nearest number of e4m3, ties to even, at most 448, as float32.
 
     As arithmetic, since XLA may round twice where it converts, or leave out a conversion to 8 bits
     and back. Its derivative is 0.
@@ -145,7 +145,7 @@ def round_e4m3(x: jax.Array) -> jax.Array:
 
 
 def rotate(x: jax.Array, seed: int, *, back: bool = False) -> jax.Array:
-    """x with each vector along its last axis rotated as `quantize` says, or back, in x's dtype."""
+    """Rotates each vector along x's last axis as `quantize` says, or back, in x's dtype."""
     dim = x.shape[-1]
     size = dim & -dim if dim else 1  # the greatest power of two that divides it
     matrix = _signed_hadamard(dim, size, seed).astype(x.dtype)
@@ -157,7 +157,7 @@ def rotate(x: jax.Array, seed: int, *, back: bool = False) -> jax.Array:
 
 
 def _signed_hadamard(dim: int, size: int, seed: int) -> jax.Array:
-    """Random signs in a diagonal times blocks of Sylvester's Hadamard matrices: [dim,dim], +-1.
+    """Returns a diagonal of random signs times Sylvester's Hadamard matrices: [dim,dim], +-1.
 
     It is computed from the indices, since a `custom_partitioning` takes no constant arrays.
     """
@@ -172,7 +172,7 @@ def _signed_hadamard(dim: int, size: int, seed: int) -> jax.Array:
 
 
 def moved(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
-    """What a collective that moves numbers makes of x; those of float8 travel as bytes.
+    """Applies a collective that moves numbers to x; numbers of float8 travel as bytes.
 
     Otherwise XLA may convert them to wider numbers and send these.
     """
@@ -192,7 +192,7 @@ def rotate_back(option: Fp8, gradients: Operands) -> Operands:
 
 @functools.partial(jax.jit, static_argnums=(1, 2, 3))
 def token_scale(scale: jax.Array, block: int, length: Any, heads: int) -> jax.Array:
-    """A scale [*B, blocks, heads], the last two axes full or 1, as one for each token.
+    """Turns a scale [*B, blocks, heads], the last two axes full or 1, into one for each token.
 
     Args:
       scale: as above.
@@ -211,7 +211,7 @@ def token_scale(scale: jax.Array, block: int, length: Any, heads: int) -> jax.Ar
 
 
 def block_scales(scale_block: int, operands: Operands) -> Operands:
-    """The operands as kernels take them: with one scale for each 128 tokens, or one for all."""
+    """Returns the operands as kernels take them: a scale for each 128 tokens, or one for all."""
     changed = dict(operands)
     for name in SCALES.values():
         if name in operands:

@@ -19,14 +19,14 @@ Native = Callable[[Operands, Types], Operands]
 
 
 def padded_size(size: Any, dtype: Any, platform: str) -> Any:
-    """The number of columns that the kernels of a platform are given for `size` columns."""
+    """Returns how many columns the kernels of a platform are given for `size` columns."""
     if platform != "cuda" or jnp.dtype(dtype).itemsize != 2:
         return size
     return -(-size // 8) * 8
 
 
 def with_padded_head_dims(native: Native, platform: str) -> Native:
-    """A native pass as one that takes any head dim.
+    """Turns a native pass into one that takes any head dim.
 
     Args:
       native: takes operands and the types of results by name, and returns these results.

@@ -18,7 +18,7 @@ Operands = dict[str, jax.Array]
 
 @dataclasses.dataclass(frozen=True)
 class Operand:
-    """What is particular about an operand.
+    """Records what is particular about an operand.
 
     Attributes:
       axes: behind the batch axes. T and S count queries and keys, N and K their heads, H and h
@@ -107,7 +107,7 @@ OPERANDS: dict[str, Operand] = {
 
 
 def added(names: Iterable[str]) -> tuple[str, ...]:
-    """Those of these operands that are added to the logits, in the order of their slots.
+    """Returns those of these operands that are added to the logits, in the order of their slots.
 
     Where there are any, lse_low goes with lse.
     """
@@ -116,18 +116,18 @@ def added(names: Iterable[str]) -> tuple[str, ...]:
 
 
 def axis_of(name: str, letter: str, ndim: int) -> int | None:
-    """The number of an operand's axis, given how many it has; None if it has no such axis."""
+    """Returns the number of an operand's axis, given its number of axes; None if it lacks it."""
     axes = OPERANDS[name].axes
     return ndim - len(axes) + axes.index(letter) if letter in axes else None
 
 
 def batch_axes(name: str, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """The sizes of an operand's batch axes, each full or 1."""
+    """Returns the sizes of an operand's batch axes, each full or 1."""
     return tuple(shape[: len(shape) - len(OPERANDS[name].axes)])
 
 
 def batch_shape(operands) -> tuple[int, ...]:
-    """The batch axes of a call in full, given its operands, or anything with a shape, by name."""
+    """Returns a call's full batch axes, given its operands, or objects with a shape, by name."""
     batch = batch_axes("query", operands["query"].shape)
     for name, x in operands.items():
         sizes = batch_axes(name, x.shape)
@@ -136,6 +136,6 @@ def batch_shape(operands) -> tuple[int, ...]:
 
 
 def broadcast_batch(name: str, x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
-    """An operand with all batch axes in full."""
+    """Broadcasts an operand to all batch axes in full."""
     shape = (*batch, *x.shape[len(batch) :])
     return x if x.shape == shape else jnp.broadcast_to(x, shape)

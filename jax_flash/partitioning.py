@@ -87,7 +87,7 @@ def result_types(one_pass: Pass, operands: dict[str, ShapedArray]) -> dict[str, 
 
 
 def vary_like(operands: Operands, results: Operands) -> Operands:
-    """Inside a shard_map, lets results vary over the axes that any of the operands varies over.
+    """Lets results vary over the axes of a shard_map that any of the operands varies over.
 
     Native calls do not declare this themselves.
     """
@@ -95,7 +95,7 @@ def vary_like(operands: Operands, results: Operands) -> Operands:
 
 
 def unify_varying(operands: Operands, axes: tuple[str, ...] = ()) -> Operands:
-    """Inside a shard_map, lets every operand vary over the axes that any of them varies over.
+    """Lets every operand vary over the axes of a shard_map that any of them varies over.
 
     The transpose is the sum that gives the gradient of an operand that did not vary.
 
@@ -126,7 +126,7 @@ def match_sharding(gradient: jax.Array, operand: jax.Array) -> jax.Array:
 
 
 def match_head_sharding(sinks: jax.Array, lse: jax.Array) -> jax.Array:
-    """On an Explicit mesh, shards sinks [*1,N] over heads in the same way as lse [*B,N,T]."""
+    """Shards sinks [*1,N] over heads in the same way as lse [*B,N,T], on an Explicit mesh."""
     if AxisType.Explicit not in jax.typeof(lse).sharding.mesh.axis_types:
         return sinks
     heads = jax.typeof(lse).sharding.spec[-2]
@@ -134,7 +134,7 @@ def match_head_sharding(sinks: jax.Array, lse: jax.Array) -> jax.Array:
 
 
 def match_batch_sharding(rows: jax.Array, operand: jax.Array) -> jax.Array:
-    """On an Explicit mesh, shards rows [*B,L] over batch axes in the same way as an operand."""
+    """Shards rows [*B,L] over batch axes in the same way as an operand, on an Explicit mesh."""
     sharding = jax.typeof(operand).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return rows

@@ -34,7 +34,7 @@ _GIVEN = ("out", "lse", "lse_low", "dout", "dlse")
 
 @dataclasses.dataclass(frozen=True)
 class Pass:
-    """What is static about a pass.
+    """Holds what is static about a pass.
 
     Attributes:
       spec: the call's options.
@@ -81,7 +81,7 @@ class Pass:
         return {name: jax.ShapeDtypeStruct(*x) for name, x in shapes.items()}
 
     def _gradient_shape(self, name: str, operands: dict[str, Any], batch) -> tuple[int, ...]:
-        """The shape of the gradient of an operand that is added to the logits."""
+        """Returns the shape of the gradient of an operand that is added to the logits."""
         shape = operands[name].shape[len(batch) :]
         if OPERANDS[name].by_distance:  # with all batch entries and heads
             return (*batch, operands["query"].shape[-2], *shape[1:])
@@ -96,7 +96,7 @@ Run = Callable[[Pass, Operands], Operands]
 
 
 def complete(one_pass: Pass, operands: Operands) -> Operands:
-    """Operands with all batch axes of what the backward pass is given.
+    """Gives operands all batch axes of what the backward pass is given.
 
     A vmap may leave any of it unmapped: a constant cotangent or, under jacrev, the residuals.
     """
@@ -110,7 +110,7 @@ def complete(one_pass: Pass, operands: Operands) -> Operands:
 
 
 def run_reference(one_pass: Pass, operands: Operands) -> Operands:
-    """A pass in jax.numpy, on one device; it can be differentiated."""
+    """Runs a pass in jax.numpy, on one device; it can be differentiated."""
     if not one_pass.is_backward:
         return reference.forward(one_pass.spec, operands)
     types = one_pass.result_types(operands)
@@ -123,7 +123,7 @@ def run_reference(one_pass: Pass, operands: Operands) -> Operands:
 
 
 def quantized(one_pass: Pass, operands: Operands) -> tuple[Pass, Operands]:
-    """A forward pass with `fp8=` as one of float8 operands."""
+    """Turns a forward pass with `fp8=` into one of float8 operands."""
     spec = one_pass.spec
     assert spec.fp8 is not None
     dtype = jnp.dtype(operands["query"].dtype).name
@@ -133,7 +133,7 @@ def quantized(one_pass: Pass, operands: Operands) -> tuple[Pass, Operands]:
 
 
 def _rounded(one_pass: Pass, run: Run, operands: Operands) -> Operands:
-    """A pass whose operands are rounded to float8 first, if `fp8=` says so.
+    """Runs a pass after its operands are rounded to float8, if `fp8=` says so.
 
     The derivatives, the backward pass among them, are those of the pass in the operands' own dtype,
     at the rounded operands: what out and lse belong to. At others, probabilities do not sum to 1,
@@ -167,7 +167,7 @@ def _rounded(one_pass: Pass, run: Run, operands: Operands) -> Operands:
 
 
 def as_run(one_pass: Pass, operands: dict[str, Any]) -> tuple[Pass, dict[str, Any]]:
-    """The pass and the operands that are run: `quantized`, of and as shapes and dtypes."""
+    """Returns the pass and the operands that run, as `quantized` does, as shapes and dtypes."""
     if one_pass.spec.fp8 is None or one_pass.is_backward:
         return one_pass, operands
     made: list[Pass] = []
@@ -183,7 +183,7 @@ def as_run(one_pass: Pass, operands: dict[str, Any]) -> tuple[Pass, dict[str, An
 
 
 def on_whole_sequences(one_pass: Pass, run: Run, operands: Operands) -> Operands:
-    """A pass on one device that has all of the sequences, in the order that they are stored in.
+    """Runs a pass on one device that has all of the sequences, in their order of storage.
 
     Args:
       one_pass: the pass.
@@ -202,7 +202,7 @@ def on_whole_sequences(one_pass: Pass, run: Run, operands: Operands) -> Operands
 def on_shards(
     one_pass: Pass, run: Run, sequence: SequenceSharding | None, operands: Operands
 ) -> Operands:
-    """A pass on one device's shards of the sequences; arguments as for `on_whole_sequences`.
+    """Runs a pass on one device's shards of the sequences; arguments as for `on_whole_sequences`.
 
     Operands are rounded to float8 before they are sent, each device its own.
     """
@@ -224,7 +224,7 @@ def on_shards(
 
 
 def _cut(one_pass: Pass, operands: Operands, parts: int) -> Pass:
-    """A pass whose sequences are cut into so many parts, and put together anew.
+    """Returns a pass for sequences that are cut into so many parts and put together again.
 
     A scale's block may then begin in the middle of a part, and scales may differ between parts.
     """

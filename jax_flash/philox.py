@@ -17,7 +17,7 @@ _WEYL = 0x9E3779B9, 0xBB67AE85
 
 
 def _multiply(a: int, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """High and low word of the 64-bit product, in 32-bit arithmetic."""
+    """Returns the high and the low word of the 64-bit product, in 32-bit arithmetic."""
     a_low, a_high = a & 0xFFFF, a >> 16
     b_low, b_high = b & 0xFFFF, b >> 16
     low = a_low * b_low
@@ -27,7 +27,7 @@ def _multiply(a: int, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def philox4x32_10(counter, key):
-    """Four random words.
+    """Returns four random words.
 
     Args:
       counter: four uint32 arrays, broadcastable against each other.
@@ -47,7 +47,7 @@ def philox4x32_10(counter, key):
 
 
 def philox2x32_7(counter, key):
-    """Two random words.
+    """Returns two random words.
 
     Args:
       counter: two uint32 arrays, broadcastable against each other.
@@ -66,7 +66,7 @@ def philox2x32_7(counter, key):
 
 @jax.jit  # else a call outside of jit runs two hundred operations for it, one by one
 def dropout_keys(seed: jax.Array, batch_ids: jax.Array, head_ids: jax.Array) -> jax.Array:
-    """What the bits of a batch entry and head depend on, besides query and key.
+    """Returns what the bits of a batch entry and head depend on, besides query and key.
 
     Args:
       seed: uint32 [2].
@@ -81,7 +81,7 @@ def dropout_keys(seed: jax.Array, batch_ids: jax.Array, head_ids: jax.Array) -> 
 
 
 def dropout_keep(keys: jax.Array, *, rows: jax.Array, cols: jax.Array, threshold: int) -> jax.Array:
-    """The elements that dropout keeps.
+    """Says which elements dropout keeps.
 
     Args:
       keys: uint32 [*B,N,3], of `dropout_keys`.

@@ -40,7 +40,7 @@ def bind(one_pass: Pass, operands: Operands) -> Operands:
 
 
 def run_on(platform: str, one_pass: Pass, operands: Operands) -> Operands:
-    """A pass on one device of a platform: the native call, or the reference."""
+    """Runs a pass on one device of a platform, by the native call or the reference."""
     choice = dispatch.choose(one_pass, operands, platform)
     if choice.implementation == "reference":
         return run_reference(one_pass, operands)
@@ -61,7 +61,7 @@ def run_on(platform: str, one_pass: Pass, operands: Operands) -> Operands:
 
 
 def cuda_kernels(spec: AttentionSpec, operands: Operands, gpu: ffi.Gpu) -> dict[str, ffi.Kernel]:
-    """The CUDA kernels of a call on one GPU, which need not be there.
+    """Returns the CUDA kernels of a call on one GPU, which need not be there.
 
     Args:
       spec: of a call that `dispatch.choose` has a CUDA kernel for.
@@ -117,7 +117,7 @@ def _abstract(*types, one_pass: Pass, names: tuple[str, ...]):
 
 
 def batch(primitive: Primitive, arrays, axes, *, one_pass: Pass, **static):
-    """A mapped axis is one more batch axis; what is not mapped has size 1 there."""
+    """Adds a mapped axis as one more batch axis; operands that are not mapped have size 1 there."""
     moved = [
         jnp.expand_dims(x, 0) if axis is None else jnp.moveaxis(x, axis, 0)
         for x, axis in zip(arrays, axes, strict=True)
@@ -145,7 +145,7 @@ def _lower(platform: str | None, context, *arrays, one_pass: Pass, names: tuple[
 
 
 def _quantize_natively(*arrays: jax.Array, static: Rounding) -> list[jax.Array]:
-    """What `quantization.run_by_xla` computes, by a CUDA kernel."""
+    """Computes by a CUDA kernel what `quantization.run_by_xla` computes."""
     per, folded, scale_shapes, shapes = static.per, [], [], []
     for i, (x, mapped) in enumerate(zip(arrays, static.mapped, strict=True)):
         *batch, length, heads, dim = x.shape

@@ -38,7 +38,7 @@ from jax_flash.operands import Operands
 
 @dataclasses.dataclass(frozen=True)
 class Rounding:
-    """What is static about a rounding of some arrays.
+    """Holds what is static about a rounding of some arrays.
 
     Attributes:
       per: what shares a scale.
@@ -57,11 +57,11 @@ class Rounding:
     on_one_device: bool = False
 
     def option(self, index: int) -> Fp8:
-        """How an array is rounded, but for what is mapped."""
+        """Says how an array is rounded, apart from what is mapped."""
         return Fp8(self.per, self.rotation if self.rotated[index] else None)
 
     def scale_shape(self, index: int, shape: tuple[Any, ...]) -> tuple[Any, ...]:
-        """The shape of the scales of an array of a shape."""
+        """Returns the shape of the scales of an array of a shape."""
         *batch, length, heads, _ = shape
         if self.per == "tensor":
             mapped = self.mapped[index]
@@ -72,7 +72,7 @@ class Rounding:
 
 
 def run_by_xla(*arrays: jax.Array, static: Rounding) -> list[jax.Array]:
-    """The results of the primitive in jax.numpy: all values, then all scales."""
+    """Computes the results of the primitive in jax.numpy: all values, then all scales."""
     results = []
     for i, x in enumerate(arrays):
         function = functools.partial(quantized_by_xla, option=static.option(i))
@@ -128,7 +128,7 @@ def _bind(arrays: tuple[jax.Array, ...], static: Rounding) -> list[Quantized]:
 
 
 def _by_array(results: list[jax.Array]) -> list[Quantized]:
-    """What `quantize_p` returns, of each array."""
+    """Sorts what `quantize_p` returns by array."""
     count = len(results) // 2
     return [Quantized(*x) for x in zip(results[:count], results[count:], strict=True)]
 
@@ -206,7 +206,7 @@ def quantize(x: ArrayLike, per: Per = 128, *, rotation: int | None = None) -> Qu
 def _round_operands(
     option: Fp8, rotation: int | None, mapped: int, arrays: tuple[jax.Array, ...]
 ) -> list[tuple[jax.Array, jax.Array]]:
-    """Query, key and value of one device as values, and as a scale for each token.
+    """Returns query, key and value of one device as values, and as a scale for each token.
 
     `rotation`: of query and key. `mapped`: as for `quantize_operands`.
     """
@@ -220,7 +220,7 @@ def _round_operands(
 
 
 def quantize_operands(option: Fp8, operands: Operands, mapped: int = 0) -> tuple[Operands, int]:
-    """The operands of a call with `fp8=` as those of one of float8, and the tokens of a scale.
+    """Returns the operands of a call with `fp8=` as float8 operands, and the tokens of a scale.
 
     It is called for one device. `mapped`: leading batch axes whose entries never share a scale.
     """
@@ -233,7 +233,7 @@ def quantize_operands(option: Fp8, operands: Operands, mapped: int = 0) -> tuple
 
 
 def round_operands(option: Fp8, operands: Operands, mapped: int = 0) -> Operands:
-    """The operands with the numbers that those of float8 stand for, in their own dtype.
+    """Returns the operands with the numbers that their float8 values stand for, in their dtype.
 
     The derivative passes the rounding as if it were none, and takes the rotation for what it is. It
     is called for one device. `mapped`: as for `quantize_operands`.

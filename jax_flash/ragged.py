@@ -52,7 +52,7 @@ Restore = Callable[[jax.Array, jax.Array], tuple[jax.Array, jax.Array]]
 )
 @dataclasses.dataclass(frozen=True)
 class Documents:
-    """The documents of a call.
+    """Holds the documents of a call.
 
     Attributes:
       query_offsets: int32 [*B,D+1], each batch axis full or of size 1: document d has the rows from
@@ -155,12 +155,12 @@ def _check_moving(spec: AttentionSpec, q_len: Any, kv_len: Any, reason: str) -> 
 
 
 def moving(documents: Documents, spec: AttentionSpec, operands: Operands) -> tuple[Moving, str]:
-    """Which rows a call moves, and a sentence that says so."""
+    """Says which rows a call moves, and returns a sentence about it."""
     if documents.key_value_offsets is None:
         return "none", "no rows move, since queries and keys have the same offsets"
     by_distance = any(OPERANDS[name].by_distance for name in operands)
     if not (spec.is_causal or spec.has_window or by_distance):
-        return "none", "no rows move, since no position counts"
+        return "none", "no rows move, since nothing depends on positions"
     q_len, kv_len = (operands[name].shape[-3] for name in ("query", "key"))
     if 0 in (q_len, kv_len):
         return "none", "no rows move, since there are no queries or no keys"
@@ -176,7 +176,7 @@ def moving(documents: Documents, spec: AttentionSpec, operands: Operands) -> tup
 def lay_out(
     documents: Documents, spec: AttentionSpec, operands: Operands
 ) -> tuple[Operands, Restore]:
-    """The operands of a call that kernels can run, and what makes its results the caller's.
+    """Returns operands that kernels can run, and what turns results into the caller's.
 
     Args:
       documents: of the call.
@@ -224,7 +224,7 @@ def _restored(
     length: Any,
     sinks: jax.Array | None,
 ) -> tuple[jax.Array, jax.Array]:
-    """The results of the caller's rows.
+    """Returns the results of the caller's rows.
 
     Args:
       out, lse: of the layout's rows.
@@ -257,7 +257,7 @@ class _Rows:
     length: Any
 
     def numbers(self) -> jax.Array:
-        """One more than each row's document: int32 [*B,length], 0 before the first, D + 1 behind.
+        """Returns 1 + each row's document, int32 [*B,length]; 0 before the first, D + 1 behind.
 
         They ascend, so that kernels can skip by them.
         """
@@ -273,7 +273,7 @@ class _Rows:
         return search(self.bounds)
 
     def inside(self) -> jax.Array:
-        """Whether a row is of a document: bool [*B,length]."""
+        """Says whether a row belongs to a document: bool [*B,length]."""
         numbers = self.numbers()
         return (numbers > 0) & (numbers < self.bounds.shape[-1])
 
@@ -281,7 +281,7 @@ class _Rows:
         return self.bounds[..., 1:] - self.bounds[..., :-1]
 
     def rows_of(self, other: _Rows, alignment: Alignment) -> jax.Array:
-        """The row of `other` that has the position of each row: int32 [*B,length].
+        """Returns the row of `other` that has the position of each row: int32 [*B,length].
 
         Where there is none, the number is other's length or more. No number comes twice.
         """
@@ -301,7 +301,7 @@ class _Rows:
 
 
 def _sides(documents: Documents, operands: Operands) -> tuple[_Rows, _Rows]:
-    """The rows of queries and of keys."""
+    """Returns the rows of queries and of keys."""
     given = (documents.query_offsets, documents.key_value_offsets)
     pair = [given[0] if x is None else x for x in given]
     batch = jnp.broadcast_shapes(*(x.shape[:-1] for x in pair))
@@ -327,7 +327,7 @@ def _longer(queries: _Rows, keys: _Rows) -> _Rows:
 
 
 def _ids_of(layouts: tuple[_Rows, _Rows], valid: list[jax.Array]) -> Operands:
-    """Segment ids, given which rows hold a query of a document, and which a key.
+    """Returns segment ids, given which rows hold a query of a document, and which a key.
 
     They ascend, and those in a block without queries are apart from those in one without keys.
     """
@@ -338,7 +338,7 @@ def _ids_of(layouts: tuple[_Rows, _Rows], valid: list[jax.Array]) -> Operands:
 
 
 def _lengths_of(layouts: tuple[_Rows, _Rows]) -> Operands:
-    """Lengths, which keep NaN in rows past the last document from its gradients."""
+    """Returns lengths, which keep NaN in rows past the last document from its gradients."""
     return {name: rows.bounds[..., -1] for name, rows in zip(_LENGTHS, layouts, strict=True)}
 
 
@@ -359,7 +359,7 @@ def _gather(x: jax.Array, rows: jax.Array, axis: int, fill: float) -> jax.Array:
 
 
 def _public(offsets: ArrayLike, length: Any) -> tuple[jax.Array, Any]:
-    """The offsets and the length that one of the functions below is given."""
+    """Returns the offsets and the length that one of the functions below is given."""
     try:
         x = saturate(integers("query_offsets", offsets))
     except TypeError as error:

@@ -185,7 +185,7 @@ def _heads_last_group(x: jax.Array, axis: int, kv_heads: int) -> jax.Array:
 
 
 def _allowed(spec: AttentionSpec, operands: Operands, first) -> jax.Array:
-    """Which logits of a block exist: bool, broadcastable to [*B,K,G,T,S]."""
+    """Says which logits of a block exist: bool, broadcastable to [*B,K,G,T,S]."""
     q_len, kv_len = operands["query"].shape[-3], operands["key"].shape[-3]
     kv_heads = operands["key"].shape[-2]
     i = first + jnp.arange(q_len, dtype=jnp.int32)[:, None]
@@ -225,13 +225,13 @@ def _allowed(spec: AttentionSpec, operands: Operands, first) -> jax.Array:
 
 
 def _sum(x: jax.Array, y: int | jax.Array) -> jax.Array:
-    """x + y of int32, at the end of the range where it is beyond."""
+    """Returns x + y of int32, or the end of the range if the sum is beyond it."""
     y = jnp.asarray(y, jnp.int32)
     return jnp.clip(x, INT32.min - jnp.minimum(y, 0), INT32.max - jnp.maximum(y, 0)) + y
 
 
 def _distance_logits(accumulator, operands: Operands, first) -> jax.Array:
-    """What alibi_slopes and relative_bias add to a block of logits: [*B|1,K|1,G|1,T,S].
+    """Returns what slopes and relative bias add to a block of logits: [*B|1,K|1,G|1,T,S].
 
     It is a function of j - i, so all rows are parts of one vector: row i starts i numbers before
     row 0 does. Repeated, and cut into rows one number shorter, the vector gives each row its start,
@@ -262,12 +262,12 @@ def _distance_logits(accumulator, operands: Operands, first) -> jax.Array:
 
 
 def _difference(x: jax.Array, y: jax.Array) -> jax.Array:
-    """x - y of int32, at the end of the range where it is beyond."""
+    """Returns x - y of int32, or the end of the range if the difference is beyond it."""
     return jnp.clip(x, INT32.min + jnp.maximum(y, 0), INT32.max + jnp.minimum(y, 0)) - y
 
 
 def _attended_keys(spec: AttentionSpec, operands: Operands, first) -> jax.Array:
-    """Whether any query of the block attends to a key: bool [*B|1,K,S]."""
+    """Says whether any query of the block attends to a key: bool [*B|1,K,S]."""
     allowed = _allowed(spec, operands, first)
     allowed = allowed.any(axis=(-3, -2))
     key = operands["key"]
@@ -275,7 +275,7 @@ def _attended_keys(spec: AttentionSpec, operands: Operands, first) -> jax.Array:
 
 
 def two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """a + b as the nearest number and what that lacks of it, whose derivative is 0.
+    """Returns a + b as the nearest number, and the rest, whose derivative is 0.
 
     Reference: Knuth, "The Art of Computer Programming", volume 2, 4.2.2, theorem B.
     """
@@ -285,7 +285,7 @@ def two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _forward_block(spec, accumulator, operands: Operands, first) -> Operands:
-    """One block of queries: the results of `forward`, out in the accumulator's dtype."""
+    """Computes the results of `forward` for a block of queries, out in the accumulator's dtype."""
     key, value = operands["key"], operands["value"]
     kv_heads = key.shape[-2]
     query = operands["query"].astype(accumulator)

@@ -27,14 +27,14 @@ Run = Callable[[Operands], Operands]
 
 
 def _chunk_axes(name: str, ndim: int):
-    """(letter, its axis or None, where its chunk axis goes) for T, then S."""
+    """Yields (letter, its axis or None, where its chunk axis goes) for T, then S."""
     num_batch = ndim - len(OPERANDS[name].axes)
     for number, letter in enumerate("TS"):
         yield letter, axis_of(name, letter, ndim), num_batch + number
 
 
 def cut(name: str, x: jax.Array, q_chunks: int, kv_chunks: int) -> jax.Array:
-    """[*B, ..., T, ...] to [*B, c, 1, ..., T / c, ...]; S likewise to [*B, 1, k, ...]."""
+    """Turns [*B, ..., T, ...] into [*B, c, 1, ..., T / c, ...]; S likewise, [*B, 1, k, ...]."""
     counts = q_chunks, kv_chunks
     for number, (letter, axis, place) in enumerate(_chunk_axes(name, x.ndim)):
         chunks = counts[number]
@@ -53,7 +53,7 @@ def cut(name: str, x: jax.Array, q_chunks: int, kv_chunks: int) -> jax.Array:
 
 
 def restore(name: str, x: jax.Array, accumulator) -> jax.Array:
-    """The inverse of `cut` for a result: sums over the chunk axes that `name` does not have.
+    """Inverts `cut` for a result: sums over the chunk axes that `name` does not have.
 
     Args:
       name: of the operand whose gradient x is, or "out".
@@ -76,7 +76,7 @@ def restore(name: str, x: jax.Array, accumulator) -> jax.Array:
 
 
 def one_key_chunk_at_a_time(run: Run) -> Run:
-    """`run` of a block as a call for each chunk of keys, where there are other batch axes.
+    """Runs a block as a call for each chunk of keys, if there are other batch axes.
 
     The copy engine's descriptions have room for two batch axes. With more that do not fold, the
     CUDA kernels that use it would stand back for older ones.
@@ -128,7 +128,7 @@ class Blocks:
         self.joined = self._can_join()
 
     def _can_join(self) -> bool:
-        """Whether a query attends to the first so many keys of a device, as they are stored.
+        """Says whether a query attends to the first keys of a device, in the order of storage.
 
         In causal order, its chunk must begin where one of keys does: else the keys that some
         queries see begin in the middle of the second chunk, and those of others before it.
@@ -151,7 +151,7 @@ class Blocks:
         return x.shape[axis] == self._local[letter]
 
     def window(self, name: str, x: jax.Array, device, source) -> tuple[tuple, tuple]:
-        """Start and size of the part of x that queries of `device`, keys of `source` read.
+        """Returns start and size of the part of x that queries of `device`, keys of `source` read.
 
         Where source is None, these are all keys.
         """
@@ -167,7 +167,7 @@ class Blocks:
         return tuple(starts), tuple(sizes)
 
     def take(self, visiting: Operands, device, source) -> Operands:
-        """Operands of the step at which the keys of `source` visit `device` (traced int32).
+        """Returns operands of the step at which keys of `source` visit `device` (traced int32).
 
         Where source is None, `visiting` has all keys, in the order of their positions.
         """
@@ -249,7 +249,7 @@ class Blocks:
             block["key_value_seq_lengths"] = seen
 
     def _batched(self, x: jax.Array) -> jax.Array:
-        """x with the call's batch axes in front, of size 1."""
+        """Puts the call's batch axes in front of x, of size 1."""
         return x.reshape((1,) * (self._operands["query"].ndim - 3) + x.shape)
 
     def place(self, name: str, part, total, operand, device, source) -> jax.Array:

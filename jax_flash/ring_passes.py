@@ -62,7 +62,7 @@ class _Parcel:
 
 
 class _Ring:
-    """What both passes share: the order of the steps, and the transfers."""
+    """Holds what both passes share: the order of the steps, and the transfers."""
 
     def __init__(self, run: Run, spec: AttentionSpec, sequence: SequenceSharding, operands):
         self.blocks = Blocks(spec, sequence, operands)
@@ -110,7 +110,7 @@ class _Ring:
         return carry
 
     def _visit(self, step_of, visiting, carry, shift, hop, gradient_hop):
-        """One step: the keys that visit at the next one, and the carry."""
+        """Makes one step: returns the keys that visit at the next one, and the carry."""
         following = None if hop is None else self.send(visiting, hop)
         source = (self.device - shift) % self.route.devices
         block = self.blocks.take(self._parcel.unpack(visiting), self.device, source)
@@ -122,7 +122,7 @@ class _Ring:
         return following, step_of(carry, gradient_hop, source, results)
 
     def _loop(self, step_of, settle, step, rounds, size, visiting, carry):
-        """`rounds` times `size` steps from `step` on: as `_visit`."""
+        """Makes `rounds` times `size` steps from `step` on, as `_visit` does."""
         # The body is the same for all steps, so that a hop is made where any of them needs it.
         end = step + rounds * size
         hop = sorted({pair for k in range(step, end) for pair in self.route.hop(k)})
@@ -145,7 +145,7 @@ class _Ring:
 
 
 def _rounds(steps: int) -> tuple[int, int]:
-    """How many rounds of how many steps each a loop makes of `steps`, or of all but a few.
+    """Returns how many rounds of how many steps a loop makes of `steps`, or of all but a few.
 
     The program is to be no longer with many devices. What the steps of a round add to float32 sums
     is added at once, which saves reading and writing the sums.
@@ -157,7 +157,7 @@ def _rounds(steps: int) -> tuple[int, int]:
 def forward(
     run: Run, spec: AttentionSpec, sequence: SequenceSharding, operands: Operands
 ) -> Operands:
-    """out [*B,T/D,N,h], lse and, where something is added, lse_low [*B,N,T/D], of the own queries.
+    """Returns out [*B,T/D,N,h], lse and, if something is added, lse_low [*B,N,T/D], of own queries.
 
     Args:
       run: the forward pass of one block, a function of operands by name.
@@ -194,7 +194,7 @@ def forward(
 
 
 def _merge(parts: list[Operands], accumulator) -> Operands:
-    """Attention over the union of the keys of parts: out [...,T,N,h], lse, lse_low [...,N,T].
+    """Merges attention over the keys of parts: out [...,T,N,h], lse, lse_low [...,N,T].
 
     Where any part has lse_low, which defaults to 0, so has the result.
     """
@@ -221,7 +221,7 @@ def _merge(parts: list[Operands], accumulator) -> Operands:
 
 
 def _add_sinks(part: Operands, rows, operands: Operands, q_len: int) -> Operands:
-    """A sink is one more part, of rows that exist, with no output."""
+    """Adds sinks as one more part, of rows that exist, with no output."""
     out, lse = part["out"], part["lse"]
     sinks = operands["sinks"][..., None].astype(lse.dtype)
     if "query_seq_lengths" in operands:

@@ -10,7 +10,7 @@ from jax_flash.spec import AttentionSpec, SequenceSharding
 
 @dataclasses.dataclass(frozen=True)
 class Route:
-    """Where blocks of keys travel: at step k, device d is visited by that of d - shifts[k].
+    """Says where blocks of keys travel: at step k, device d is visited by that of d - shifts[k].
 
     Attributes:
       devices: on the ring.
@@ -24,11 +24,11 @@ class Route:
 
     @property
     def is_regular(self) -> bool:
-        """Whether every hop is to the next device."""
+        """Says whether every hop is to the next device."""
         return self.shifts == tuple(range(len(self.shifts)))
 
     def hop(self, step: int) -> list[tuple[int, int]]:
-        """(from, to) of each block that is needed at some step after `step`."""
+        """Returns (from, to) of each block that is needed at some step after `step`."""
         shift, following = self.shifts[step], self.shifts[step + 1]
         pairs = []
         for home in range(self.devices):
@@ -38,7 +38,7 @@ class Route:
         return pairs
 
     def hop_of_gradients(self, step: int) -> list[tuple[int, int]]:
-        """(from, to) of the gradients' hop after `step`, the last one home: all of them."""
+        """Returns (from, to) of all gradients' hops after `step`; the last one takes them home."""
         shift, following = self.shifts[step], (*self.shifts, 0)[step + 1]
         return [((d + shift) % self.devices, (d + following) % self.devices)
                 for d in range(self.devices)]  # fmt: skip

@@ -28,7 +28,7 @@ from jax_flash.spec import MODES, ORDERS, AttentionSpec, Mode, SequenceSharding
 
 
 def fits(sequence: SequenceSharding, q_len: int, kv_len: int) -> bool:
-    """Whether a ring can run whole sequences of these lengths, that are not empty."""
+    """Says whether a ring can run whole sequences of these lengths, that are not empty."""
     parts = sequence.devices * sequence.chunks
     return q_len % parts == 0 and kv_len % parts == 0 and q_len > 0 and kv_len > 0
 
@@ -69,7 +69,7 @@ def check(sequence: SequenceSharding, operands: Operands, *, local: bool) -> Non
 
 
 def has_whole_rows(shape, q_len: int, kv_len: int) -> bool:
-    """Whether a bias or mask of a device has all keys of its queries, or is broadcast."""
+    """Says whether a device's bias or mask has all keys of its queries, or is broadcast."""
     return shape[-2] in (1, q_len) and shape[-1] in (1, kv_len)
 
 
@@ -94,7 +94,7 @@ def _check_matrix(sequence: SequenceSharding, name: str, shape, lengths: dict[st
 def choose_mode(
     spec: AttentionSpec, sequence: SequenceSharding, operands: dict[str, Any]
 ) -> tuple[Mode, str]:
-    """What mode "auto" stands for, and why: a function of shapes and options alone.
+    """Says which mode "auto" stands for, and why, by shapes and options alone.
 
     docs/guide/several-devices.md says where the numbers are from.
 
@@ -134,7 +134,7 @@ def make_sequence(axes, devices: int, order, mode, query_offset) -> SequenceShar
 
 
 def mesh_axes(name: str, axis: Any, mesh) -> tuple[tuple[str, ...], int]:
-    """The mesh axes that an argument names, and the product of their sizes.
+    """Returns the mesh axes that an argument names, and the product of their sizes.
 
     Raises:
       ValueError: the mesh lacks one.
@@ -150,7 +150,7 @@ def mesh_axes(name: str, axis: Any, mesh) -> tuple[tuple[str, ...], int]:
 
 
 def sequence_of_mesh(axis, order, mode, query_offset) -> SequenceSharding | None:
-    """The sharding that `dot_product_attention`'s arguments ask for."""
+    """Returns the sharding that `dot_product_attention`'s arguments ask for."""
     if axis is None:
         if order != "contiguous" or mode != "ring":
             raise ValueError(
@@ -170,7 +170,7 @@ def sequence_of_mesh(axis, order, mode, query_offset) -> SequenceSharding | None
 
 @functools.partial(jax.jit, static_argnums=0)  # a constraint places arrays within a jit only
 def shard_sequence(sequence: SequenceSharding, operands: Operands) -> Operands:
-    """The operands with query, key and value sharded so; their other axes as they are."""
+    """Shards query, key and value in this way, and leaves other axes as they are."""
     mesh = jax.sharding.get_abstract_mesh()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     explicit = any(types[axis] == AxisType.Explicit for axis in sequence.axes)
@@ -213,7 +213,7 @@ def sequence_positions(
 
 
 def _split(x: ArrayLike, devices: int, axis: int, shape) -> tuple[jax.Array, int]:
-    """x with `axis` as axes of the shape and one more, and the axis's number from the front."""
+    """Splits `axis` of x into the shape's axes and one more; returns also the axis's number."""
     x = jnp.asarray(x)
     axis %= x.ndim
     if x.shape[axis] % (2 * devices):
@@ -258,7 +258,7 @@ def zigzag_restore(x: ArrayLike, devices: int, *, axis: int = 1) -> jax.Array:
 def in_position_order(
     run: Callable[[Operands], Operands], sequence: SequenceSharding, operands: Operands
 ) -> Operands:
-    """`run` on whole sequences that are stored in the sharding's order."""
+    """Runs `run` on whole sequences that are stored in the sharding's order."""
     if sequence.order == "contiguous" or sequence.devices == 1:
         return run(operands)
 

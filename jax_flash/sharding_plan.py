@@ -21,7 +21,7 @@ Shapes = dict[str, tuple[int, ...]]
 
 @dataclasses.dataclass(frozen=True)
 class Plan:
-    """How each array of a call is sharded, and what its results need.
+    """Says how each array of a call is sharded, and what its results need.
 
     Attributes:
       operands, results: by name.
@@ -35,7 +35,7 @@ class Plan:
     sequence: SequenceSharding | None
 
     def run(self, one_pass: Pass, run: Run, operands: Operands) -> Operands:
-        """A pass on one device's shards; arguments as for `passes.on_shards`."""
+        """Runs a pass on one device's shards; arguments as for `passes.on_shards`."""
         results = on_shards(one_pass, run, self.sequence, operands)
         for name, axes in self.sums.items():
             total = jax.lax.psum(results[name].astype(jnp.float32), axes)
@@ -145,7 +145,7 @@ def make_plan(
 
 
 def sharding_rule(operand_shapes: Shapes, result_shapes: Shapes, batch) -> SdyShardingRule:
-    """Batch, heads and sequence pass through, for Shardy.
+    """Makes a rule for Shardy, by which batch, heads and sequence pass through.
 
     A grouped query-head axis is (key/value head, member). A single key/value head is whole
     everywhere, however the query heads are sharded. Queries and keys share a factor, since both

@@ -44,7 +44,7 @@ ALIGNMENTS: tuple[Alignment, ...] = ("start", "end")
 
 @dataclasses.dataclass(frozen=True)
 class SequenceSharding:
-    """How query, key and value are spread over the sequence.
+    """Says how query, key and value are spread over the sequence.
 
     Attributes:
       axes: the mesh axes, major first.
@@ -62,7 +62,7 @@ class SequenceSharding:
 
     @property
     def axis_name(self):
-        """For collectives."""
+        """Returns the axis, or axes, for collectives."""
         return self.axes[0] if len(self.axes) == 1 else self.axes
 
     @property
@@ -71,7 +71,7 @@ class SequenceSharding:
         return 2 if self.order == "zigzag" else 1
 
     def chunk_starts(self, device, length: int) -> list:
-        """The position of the first token of each chunk of `device` (int or traced int32).
+        """Returns the position of the first token of each chunk of `device` (int or traced int32).
 
         Args:
           device: index along the axes.
@@ -86,7 +86,7 @@ class SequenceSharding:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """The static options of one call, validated and normalised.
+    """Holds the static options of one call, validated and normalised.
 
     Attributes:
       scale: factor on the logits.
@@ -129,12 +129,12 @@ class AttentionSpec:
 
     @property
     def dropout_threshold(self) -> int:
-        """An element is kept if its 15 random bits are at least this."""
+        """Returns the least value of an element's 15 random bits with which it is kept."""
         return round(self.dropout_rate * _RANDOM)
 
     @property
     def dropout_scale(self) -> float:
-        """Factor on what is kept, exact for the threshold: dropout does not change the mean."""
+        """Returns the exact factor on what is kept: with it dropout does not change the mean."""
         return _RANDOM / (_RANDOM - self.dropout_threshold)
 
     @property
@@ -142,11 +142,11 @@ class AttentionSpec:
         return self.window != (None, None)
 
     def result_dtype(self, dtype: Any) -> np.dtype:
-        """The output's dtype, given query's."""
+        """Returns the output's dtype, given query's."""
         return np.dtype(self.out_dtype or dtype)
 
     def ffi_attributes(self) -> dict[str, Any]:
-        """The `options` attribute; fields as `OptionAttributes` in cuda/xla/handlers.cc."""
+        """Returns the `options` attribute; fields as `OptionAttributes` in cuda/xla/ffi_call.h."""
         left, right = (-1 if side is None else side for side in self.window)
         return {
             "scale": np.float32(self.scale),
@@ -223,7 +223,7 @@ def make_spec(
 
 
 def is_high_precision(precision: Precision) -> bool:
-    """Whether it asks for products of float32 that are more exact than TF32's.
+    """Says whether `precision` asks for products of float32 more exact than TF32's.
 
     Raises:
       ValueError: `jax.lax.dot_general` does not take it either.
@@ -259,7 +259,7 @@ def is_high_precision(precision: Precision) -> bool:
 
 
 def is_number(value: Any) -> TypeGuard[float]:
-    """Whether it is a real number of Python's or NumPy's, which is known in any case."""
+    """Says whether `value` is a real number of Python or NumPy, which is known in any case."""
     if isinstance(value, np.ndarray):
         return value.ndim == 0 and value.dtype.kind in "iuf"
     real = numbers.Real | np.integer | np.floating
@@ -281,7 +281,7 @@ def _number(name: str, value: Any) -> float:
 
 
 def flag(name: str, value: Any) -> bool:
-    """A flag: a bool or 0 or 1, of Python, of NumPy or in an array of JAX that is not traced.
+    """Returns a flag: a bool, 0 or 1, of Python, of NumPy or in a JAX array that is not traced.
 
     Raises:
       TypeError: it is none of these.

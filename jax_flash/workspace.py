@@ -27,7 +27,7 @@ Size = Any
 
 
 def workspace_bytes(one_pass: Pass, operands: dict[str, Any], platform: str) -> Size:
-    """The size of a pass's workspace on "cpu" or "cuda".
+    """Returns the size of a pass's workspace on "cpu" or "cuda".
 
     Args:
       one_pass: the pass.
@@ -42,7 +42,7 @@ def workspace_bytes(one_pass: Pass, operands: dict[str, Any], platform: str) -> 
 
 
 def _question(one_pass: Pass, operands: dict[str, Any], platform: str) -> tuple[str, dict]:
-    """The name of the native function that knows the size, and its arguments."""
+    """Returns the name of the native function that knows the size, and its arguments."""
     spec = one_pass.spec
     q_len, heads, head_dim = operands["query"].shape[-3:]
     kv_len, kv_heads, value_dim = operands["value"].shape[-3:]
@@ -96,7 +96,7 @@ def _question(one_pass: Pass, operands: dict[str, Any], platform: str) -> tuple[
 def _host_backward(
     *, batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim, distance_floats
 ) -> Size:
-    """cuda/host/kernel.h: delta, and of a few chunks of keys dquery and what goes by distance."""
+    """Bounds cuda/host/kernel.h: delta, and dquery of a few chunks of keys and sums by distance."""
     del kv_len, value_dim
     rows = batch * heads * q_len
     chunks = 8 if is_symbolic_dim(kv_heads) else min(8, -(-16 // kv_heads))
@@ -108,7 +108,7 @@ def _cuda_forward(
     *, batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim, dtype, segments, bias,
     soft_cap_or_dropout, mask_matrices, mask_rows, value_matrices,
 ) -> Size:  # fmt: skip
-    """`forward_workspace_bytes` of cuda/launch.cc."""
+    """Bounds `forward_workspace_bytes` of cuda/plan/choose.cc."""
     del heads, soft_cap_or_dropout
     if dtype == FLOAT8:  # cuda/plan/float8.h: transposed values, and factors
         spans = _segment_spans(batch, q_len, kv_len) + 256 if segments else 0
@@ -131,7 +131,7 @@ def _cuda_forward(
 
 
 def _decode(widest: int) -> int:
-    """cuda/plan/decode.h: what each of the workers leaves behind, of 64 rows at most."""
+    """Bounds cuda/plan/decode.h: what each worker leaves behind, of at most 64 rows."""
     pitch = 64 if widest <= 64 else 128 if widest <= 128 else 256
     return 264 * (2 * 64 * (pitch + 2) * 4 + 8)
 
@@ -140,7 +140,7 @@ def _cuda_backward(
     *, batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim, dtype, segments, deterministic,
     distances, banded, mask_matrices, mask_rows,
 ) -> Size:  # fmt: skip
-    """cuda/plan/backward_workspace.h, of which every part is aligned."""
+    """Bounds cuda/plan/backward_workspace.h, of which every part is aligned."""
     del banded  # at most as if keys were shared
     heads, kv_heads = batch * heads, batch * kv_heads
     widest = -(-max(head_dim, value_dim) // 64) * 64
@@ -169,7 +169,7 @@ def _cuda_backward(
 
 
 def _segment_spans(batch: Size, q_len: Size, kv_len: Size) -> Size:
-    """cuda/plan/segment_spans.h."""
+    """Bounds cuda/plan/segment_spans.h."""
     spans = batch * (q_len // 32 + kv_len // 32 + 8)
     return 8 * (spans + 2) + 4 * 32 * spans  # and copies of the ids
 

@@ -36,7 +36,7 @@ def dot_product_attention(
     fp8: jax_flash.Fp8 | None = None,
     **options: Any,
 ) -> jax.Array:
-    """`jax_flash.dot_product_attention` with the calling convention of Flax's attention modules.
+    """Calls `jax_flash.dot_product_attention` by the convention of Flax's attention modules.
 
     The function replaces `flax.nnx.dot_product_attention` and `flax.linen.dot_product_attention`.
     It has every parameter of both by name, since linen's module silently drops arguments that it

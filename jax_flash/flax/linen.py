@@ -15,7 +15,7 @@ from jax_flash.flax.rotary import Rotary
 
 
 class GroupedQueryAttention(linen.Module):
-    """Self-attention in which groups of query heads share a key/value head, as in LLaMA.
+    """Attends with groups of query heads that share a key/value head, as in LLaMA.
 
     `jax_flash.flax.GroupedQueryAttention` for linen: the same computation, and parameters of the
     same names and shapes. Differences are linen's:

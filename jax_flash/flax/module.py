@@ -17,7 +17,7 @@ _ROTARY = Rotary()
 
 
 class GroupedQueryAttention(nnx.Module):
-    """Self-attention in which groups of query heads share a key/value head, as in LLaMA.
+    """Attends with groups of query heads that share a key/value head, as in LLaMA.
 
     The layer projects to heads, optionally normalizes query and key, rotates them by their
     positions, attends, and projects back:

@@ -27,7 +27,7 @@ class Scaling(Protocol):
 
 
 def plain_frequencies(theta: float, dim: int) -> np.ndarray:
-    """theta ** (-2 c / dim) for c = 0, 1, ..., dim / 2 - 1."""
+    """Returns theta ** (-2 c / dim) for c = 0, 1, ..., dim / 2 - 1."""
     return theta ** (-np.arange(0, dim, 2, dtype=np.float64) / dim)
 
 
@@ -52,7 +52,7 @@ class LinearScaling:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Scaling:
-    """LLaMA 3.1's scaling: slow pairs are interpolated, fast ones are left alone.
+    """Scales as LLaMA 3.1 does: slow pairs are interpolated, fast ones are left alone.
 
     A pair that turns r times within `original_length` positions is divided by `factor` if r is
     below `low_freq_factor`, unchanged if r is above `high_freq_factor`, and a mixture, linear in
@@ -90,7 +90,7 @@ class Llama3Scaling:
 
 @dataclasses.dataclass(frozen=True)
 class YarnScaling:
-    """YaRN: slow pairs are interpolated, fast ones are not, and logits are sharpened.
+    """Scales as YaRN does: slow pairs are interpolated, fast ones are not; logits are sharpened.
 
     A pair that turns less than `beta_slow` times within `original_length` positions is divided by
     `factor`, one that turns more than `beta_fast` times is unchanged. Between them lies a mixture
@@ -131,7 +131,7 @@ class YarnScaling:
 
     def frequencies(self, theta: float, dim: int) -> np.ndarray:
         def pair(turns):
-            """The pair, as a real number, that turns so often in the original length."""
+            """Returns the pair, as a real number, that turns this often in the original length."""
             wavelength = self.original_length / turns
             return dim * math.log(wavelength / (2 * math.pi)) / (2 * math.log(theta))
 
@@ -147,7 +147,7 @@ class YarnScaling:
 
 @dataclasses.dataclass(frozen=True)
 class ProportionalScaling:
-    """Gemma 4's: the fastest pairs turn as they do without it, the others not at all.
+    """Scales as Gemma 4 does: the fastest pairs turn as without it, the others do not turn.
 
     Unlike with `Rotary.fraction`, pairs and frequencies are those of the whole head. `rope_type`
     "proportional" of Hugging Face.
@@ -184,7 +184,7 @@ def _check_positive(options: object, *names: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Rotary:
-    """Rotary position embedding: turns pairs of features by angles that grow with the position.
+    """Embeds positions by rotation: turns pairs of features by angles that grow with the position.
 
     Pair c of the `dim = int(fraction * head_dim)` features that turn is rotated by
     `position * theta ** (-2 * c / dim)` radians, unless `scaling` says otherwise. So logits
@@ -269,7 +269,7 @@ class Rotary:
 
 
 def _with_rank(positions: jax.Array, shape: tuple[int, ...]) -> jax.Array:
-    """positions with as many axes as `shape`, which it must broadcast to."""
+    """Gives positions as many axes as `shape`, to which they must broadcast."""
     positions = jnp.asarray(positions)
     padded = (1,) * (len(shape) - positions.ndim) + positions.shape
     if len(padded) != len(shape) or any(
