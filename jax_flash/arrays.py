@@ -30,7 +30,7 @@ def accumulator_of(dtype: Any) -> Any:
 
 
 def floats(name: str, x: Any, dtype: Any) -> jax.Array:
-    """Does the same as `array`, but also takes integers, as floats that a call computes with."""
+    """As `array`, where integers are taken for floats, as a call of `dtype` computes with."""
     x = as_jax(name, x)
     if jnp.issubdtype(x.dtype, jnp.integer):
         x = x.astype(accumulator_of(dtype))

@@ -358,7 +358,7 @@ def _soft_cap(cap: ArrayLike, dtype, batch) -> jax.Array:
 
 
 def _float32(x: jax.Array) -> jax.Array:
-    """Converts x to float32 and keeps finite numbers finite: a huge logit is not one of -inf."""
+    """x in float32, where what is finite stays so: a logit that is huge is not one of -inf."""
     rounded = x.astype(jnp.float32)
     if x.dtype != jnp.float64:
         return rounded
@@ -436,7 +436,7 @@ def _window(size: Any) -> tuple[tuple[int | None, int | None], jax.Array | None]
 
 
 def _side(side: Any, size: Any) -> tuple[int | None, int | jax.Array]:
-    """Returns what is known of a size of the window, and its number, the greatest if unbounded."""
+    """A size of the window: what is known of it, and its number, the greatest if unbounded."""
     if side is None:
         return None, int(INT32.max)
     if isinstance(side, jax.Array | np.ndarray):

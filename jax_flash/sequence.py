@@ -213,7 +213,7 @@ def sequence_positions(
 
 
 def _split(x: ArrayLike, devices: int, axis: int, shape) -> tuple[jax.Array, int]:
-    """Splits `axis` of x into the shape's axes and one more; returns also the axis's number."""
+    """x with `axis` as axes of the shape and one more, and the axis's number from the front."""
     x = jnp.asarray(x)
     axis %= x.ndim
     if x.shape[axis] % (2 * devices):
