@@ -143,8 +143,8 @@ def _offsets(name: str, offsets: ArrayLike, batch: tuple[int, ...]) -> jax.Array
 def _check_moving(spec: AttentionSpec, q_len: Any, kv_len: Any, reason: str) -> None:
     if spec.sequence is not None:
         raise NotImplementedError(
-            "key_value_offsets: a sequence that is spread over devices needs the same offsets for "
-            f"queries and keys, unless nothing depends on positions; here {reason}"
+            "key_value_offsets: a sequence that is spread over devices has the same offsets for "
+            f"queries and keys, or no position that counts; here {reason}"
         )
     total = q_len + kv_len
     if not is_symbolic_dim(total) and 2 * total > INT32.max:
