@@ -89,11 +89,14 @@ inline void exponentials(const Accumulators& acc, int r, float* s) {
   const float base = max == -kInfinity ? 0.0f : max;  // -inf - -inf is NaN
   float* sum = acc.sum.data + r * acc.sum.row;
   Vec total = load(sum);
-#pragma GCC unroll 4
-  for (int v = 0; v < kRowVectors; ++v) {
-    const Vec p = exp(load(s + v * kLanes) - base);
-    total += p;
-    store(s + v * kLanes, p);
+  constexpr int kTogether = 4;
+  for (int v = 0; v < kRowVectors; v += kTogether) {
+    float* at = s + v * kLanes;
+    Vec p[kTogether];
+    each<kTogether>([&](int i) { p[i] = load(at + i * kLanes) - base; });
+    exp(p);
+    each<kTogether>([&](int i) { store(at + i * kLanes, p[i]); });
+    each<kTogether>([&](int i) { total += p[i]; });
   }
   store(sum, total);
 }

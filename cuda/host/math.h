@@ -6,24 +6,42 @@
 
 namespace jax_flash::host::JAX_FLASH_ISA {
 
-// e^x for x <= 88; 0 below -87, where float32 turns subnormal; NaN for NaN.
+// Calls f(0), ..., f(kCount - 1).
+template <int kCount, typename F>
+JAX_FLASH_INLINE void each(F f) {
+#pragma GCC unroll 16
+  for (int i = 0; i < kCount; ++i) f(i);
+}
+
+// e^x for x <= 88; 0 below -87, where float32 turns subnormal; NaN for NaN. A step is taken for
+// all vectors before the next, because the steps of one vector wait for one another.
 //
-// x = n ln 2 + r with |r| <= ln 2 / 2, ln 2 in two parts so that r is accurate for
-// large n too; e^r is a polynomial. Adding kRound leaves n + 127 in the low bits
-// of the sum: shifted into place, they are 2^n.
-JAX_FLASH_INLINE Vec exp(Vec x) {
+// x = n ln 2 + r with |r| <= ln 2 / 2; e^r is a polynomial. Adding kRound leaves n + 127 in the
+// low bits of the sum: shifted into place, they are 2^n. ln 2 is rounded, so r is off by 2^-28 |x|,
+// or by 2^-24 |x| without fused multiply-adds. x is a rounded difference of logits, and is itself
+// off by up to 2^-24 |x|.
+template <int kCount>
+JAX_FLASH_INLINE void exp(Vec (&x)[kCount]) {
   constexpr float kRound = 0x1.8p23f + 127;
-  constexpr float kLog2E = 1.44269504f, kLn2High = 0x1.62e4p-1f, kLn2Low = 0x1.7f7d1cp-20f;
-  const Vec shifted = x * kLog2E + kRound;
-  const Vec n = shifted - kRound;
-  const Vec r = (x - n * kLn2High) - n * kLn2Low;
-  Vec q = r * 0.00138144693f + 0.00836878034f;
-  q = q * r + 0.0416683942f;
-  q = q * r + 0.166665201f;
-  q = q * r + 0.499999934f;
-  const Vec e = (q * r + 1.0f) * r + 1.0f;
-  const Vec power = (Vec)(bits_of(shifted) << 23);
-  return x < -87.0f ? Vec{} : e * power;
+  constexpr float kLog2E = 1.44269504f, kLn2 = 0.693147181f;
+  Vec n[kCount], r[kCount], q[kCount], power[kCount];
+  each<kCount>([&](int i) { n[i] = x[i] * kLog2E + kRound; });
+  each<kCount>([&](int i) { power[i] = (Vec)(bits_of(n[i]) << 23); });
+  each<kCount>([&](int i) { n[i] -= kRound; });
+  each<kCount>([&](int i) { r[i] = x[i] - n[i] * kLn2; });
+  each<kCount>([&](int i) { q[i] = r[i] * 0.00138144693f + 0.00836878034f; });
+  each<kCount>([&](int i) { q[i] = q[i] * r[i] + 0.0416683942f; });
+  each<kCount>([&](int i) { q[i] = q[i] * r[i] + 0.166665201f; });
+  each<kCount>([&](int i) { q[i] = q[i] * r[i] + 0.499999934f; });
+  each<kCount>([&](int i) { q[i] = q[i] * r[i] + 1.0f; });
+  each<kCount>([&](int i) { q[i] = q[i] * r[i] + 1.0f; });
+  each<kCount>([&](int i) { x[i] = x[i] < -87.0f ? Vec{} : q[i] * power[i]; });
+}
+
+JAX_FLASH_INLINE Vec exp(Vec x) {
+  Vec only[] = {x};
+  exp(only);
+  return only[0];
 }
 
 JAX_FLASH_INLINE float exp(float x) { return exp(splat(x))[0]; }
