@@ -33,7 +33,7 @@ static inline int64_t kv_blocks(const Shape& s) { return ceil_div(s.kv_len, kBlo
 struct ForwardSplit {
   int64_t runs, blocks, parts, heads;
 };
-inline constexpr int kMaxHeadsPerTask = 8, kMaxBlocksPerTask = 4;
+inline constexpr int kMaxHeadsPerTask = 8, kMaxBlocksPerTask = 8;
 // Blocks share a task as long as each of `threads` still gets several tasks. Nothing but time
 // depends on the split, since a row's sums do not.
 static inline ForwardSplit forward_split(const Shape& s, int64_t threads) {
