@@ -26,9 +26,17 @@ def lower_with_devices(primitive: Primitive) -> None:
 def compile_alone(primitive: Primitive, *static_argnames: str) -> None:
     """Has a primitive compiled where it is no part of a larger program.
 
-    Under `jax.disable_jit`, too, where a function of `jax.jit` would bind the primitive again.
+    Under `jax.disable_jit`, too, where a function of `jax.jit` would bind the primitive again. For
+    the same reason `jax_debug_nans` must not call the function once more without compiling it, to
+    find the operation that makes a NaN: the mark says that it is one operation.
     """
-    compiled = jax.jit(primitive.bind, static_argnames=static_argnames)
+
+    def bind(*arrays, **static):
+        return primitive.bind(*arrays, **static)
+
+    bind.__name__ = bind.__qualname__ = primitive.name  # which the message about NaN names
+    bind._apply_primitive = True  # pyright: ignore[reportFunctionMemberAccess]
+    compiled = jax.jit(bind, static_argnames=static_argnames)
 
     def run(*arrays, **static):
         if not disable_jit.value:  # to set it takes some us

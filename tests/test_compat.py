@@ -71,3 +71,24 @@ def test_disabled_jit():
     x = jnp.ones((1, 8, 2, 16))
     with jax.disable_jit():
         assert jax_flash.dot_product_attention(x, x, x).shape == x.shape
+
+
+@pytest.mark.parametrize("name", ["eager", "jit", "grad", "jvp", "quantize"])
+def test_debug_nans(name):
+    # A RecursionError says that JAX calls the function of `compat.compile_alone` once more: its
+    # `_run_python_pjit` reads a mark from it, as from what `jax._src.dispatch` makes of primitives.
+    x = jnp.ones((1, 8, 2, 16))
+    nan = x.at[0, 3].set(jnp.nan)
+
+    def total(query):
+        return jax_flash.dot_product_attention(query, x, x).sum()
+
+    calls = {
+        "eager": total,
+        "jit": jax.jit(total),
+        "grad": jax.grad(total),
+        "jvp": lambda query: jax.jvp(total, (x,), (query,)),
+        "quantize": jax_flash.quantize,
+    }
+    with jax.debug_nans(True), pytest.raises(FloatingPointError, match=r"nan.* encountered in \w"):
+        calls[name](nan)
