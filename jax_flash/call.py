@@ -423,7 +423,7 @@ def _window(size: Any) -> tuple[tuple[int | None, int | None], jax.Array | None]
         return (None, None), None
     sides = size if isinstance(size, tuple | list) else (size, size)
     if isinstance(size, jax.Array | np.ndarray) and size.ndim == 1:
-        sides = [size[i] for i in range(size.shape[0])]
+        sides = [size[i, ...] for i in range(size.shape[0])]  # arrays, of NumPy's too
     if len(sides) != 2:
         raise ValueError(
             "local_window_size: expected an int or (left, right), got "
@@ -437,9 +437,11 @@ def _window(size: Any) -> tuple[tuple[int | None, int | None], jax.Array | None]
 
 def _side(side: Any, size: Any) -> tuple[int | None, int | jax.Array]:
     """A size of the window: what is known of it, and its number, the greatest if unbounded."""
+    if isinstance(side, np.ndarray) and side.ndim == 0 and side.dtype.kind in "iu":
+        side = None if side < 0 else int(side)  # as JAX's arrays, and known
     if side is None:
         return None, int(INT32.max)
-    if isinstance(side, jax.Array | np.ndarray):
+    if isinstance(side, jax.Array):
         if jnp.issubdtype(side.dtype, jnp.integer) and side.ndim == 0:
             number = saturate(side)
             return int(INT32.max), jnp.where(number < 0, INT32.max, number)

@@ -66,6 +66,8 @@ def test_vmap_over_sizes(implementation):
         ((None, np.int64(2) * np.ones((), np.int64)), (None, 2)),
         ((jnp.uint8(200), None), (200, None)),
         (np.array([2**40, 3]), (None, 3)),
+        (np.array([3, -1]), (3, None)),
+        ((np.array(-1), np.array(4, np.uint8)), (None, 4)),
         ([jnp.int32(-7), 1], (None, 1)),
     ],
 )
