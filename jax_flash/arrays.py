@@ -30,11 +30,34 @@ def accumulator_of(dtype: Any) -> Any:
 
 
 def floats(name: str, x: Any, dtype: Any) -> jax.Array:
-    """As `array`, where integers are taken for floats, as a call of `dtype` computes with."""
+    """As `array`, where integers are taken for floats, as a call of `dtype` computes with.
+
+    Where jax_enable_x64 is off, `jnp.asarray` takes the low 32 bits of longer integers, and makes
+    infinities of longer floats. So these are rounded before it sees them.
+    """
+    x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
+    if isinstance(x, int | float | list | tuple | np.ndarray | np.generic) and not x64:
+        # A list with a traced element is none that NumPy takes.
+        with contextlib.suppress(TypeError, ValueError):
+            known = np.asarray(x)
+            if known.dtype in (np.int64, np.uint64, np.float64):
+                x = float32(known.astype(np.float64))
     x = as_jax(name, x)
     if jnp.issubdtype(x.dtype, jnp.integer):
         x = x.astype(accumulator_of(dtype))
     return array(name, x)
+
+
+def float32(x: jax.Array | np.ndarray) -> jax.Array:
+    """x, of JAX or NumPy, in float32, where what is finite stays so: no huge logit forbids."""
+    with np.errstate(over="ignore"):
+        rounded = x.astype(np.float32)
+    if x.dtype != np.float64:
+        return jnp.asarray(rounded)
+    numpy = np if isinstance(x, np.ndarray) else jnp
+    overflows = numpy.isinf(rounded) & numpy.isfinite(x)
+    greatest = numpy.copysign(np.finfo(np.float32).max, rounded)
+    return jnp.asarray(numpy.where(overflows, greatest, rounded))
 
 
 def float_array(name: str, x: Any) -> jax.Array:
@@ -61,8 +84,11 @@ def as_jax(name: str, x: Any) -> jax.Array:
         return x
     try:
         return jnp.asarray(x)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"{name}: expected an array, got {type(x).__name__}") from error
+    except (TypeError, ValueError, OverflowError) as error:
+        kind = type(x).__name__
+        if isinstance(x, np.ndarray):  # as of a list with None
+            kind = f"one of dtype {x.dtype}"
+        raise TypeError(f"{name}: expected an array, got {kind}") from error
 
 
 def integer(name: str, x: Any) -> int:

@@ -22,6 +22,7 @@ from jax_flash.arrays import (
     accumulator_of,
     array,
     comparable,
+    float32,
     floats,
     integers,
     number_array,
@@ -318,7 +319,7 @@ def _matrix(name: str, x: ArrayLike, dtype, batch, sizes, parts: int) -> jax.Arr
     """Returns the bias or the mask."""
     x = floats(name, x, dtype) if name == "bias" else array(name, x)
     if x.dtype == jnp.float64 and dtype != jnp.float64:
-        x = _float32(x)
+        x = float32(x)
     elif x.dtype != jnp.bool_ and x.dtype.itemsize < 2:
         x = x.astype(jnp.float32)
     shape = (*batch, *(sizes[letter] for letter in OPERANDS[name].axes))
@@ -329,7 +330,7 @@ def _sinks(sinks: ArrayLike, dtype, batch, heads: int) -> jax.Array:
     sinks = floats("sinks", sinks, dtype)
     _expect_shape("sinks", sinks, (heads,))
     if dtype != jnp.float64:
-        sinks = _float32(sinks)
+        sinks = float32(sinks)
     return sinks.reshape((1,) * len(batch) + (heads,))
 
 
@@ -337,7 +338,7 @@ def _by_distance(name: str, x: ArrayLike, dtype, shape) -> jax.Array:
     """Returns the ALiBi slopes or the relative bias; shape is [*B,N]."""
     x = floats(name, x, dtype)
     if dtype != jnp.float64:
-        x = _float32(x)
+        x = float32(x)
     if name == "alibi_slopes":
         x = _broadcastable(name, x, "[*B, N]", shape)
         return jnp.broadcast_to(x, (*x.shape[:-1], shape[-1]))  # kernels read one for each head
@@ -355,15 +356,6 @@ def _soft_cap(cap: ArrayLike, dtype, batch) -> jax.Array:
     if cap.size != 1:
         raise ValueError(f"logits_soft_cap: expected one number, got shape {cap.shape}")
     return cap.astype(accumulator_of(dtype)).reshape((1,) * len(batch))
-
-
-def _float32(x: jax.Array) -> jax.Array:
-    """x in float32, where what is finite stays so: a logit that is huge is not one of -inf."""
-    rounded = x.astype(jnp.float32)
-    if x.dtype != jnp.float64:
-        return rounded
-    overflows = jnp.isinf(rounded) & jnp.isfinite(x)
-    return jnp.where(overflows, jnp.copysign(jnp.finfo(jnp.float32).max, rounded), rounded)
 
 
 def _segment_ids(

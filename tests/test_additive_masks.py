@@ -248,6 +248,27 @@ def test_least_number_of_float64_stays_finite():
             np.testing.assert_allclose(out, np.broadcast_to(mean, out.shape), atol=1e-6)
 
 
+@pytest.mark.parametrize(
+    "least",
+    [
+        np.finfo(np.float64).min,
+        np.full((1, KV_LEN), np.finfo(np.float64).min),
+        [-1e300] * KV_LEN,
+        -(10**12),  # its low 32 bits are a positive number
+        np.full((1, 1, 1, KV_LEN), np.iinfo(np.int64).min),
+    ],
+    ids=["float", "float64", "list", "int", "int64"],
+)
+def test_numbers_of_64_bits_without_x64(least):
+    arrays = inputs_of()
+    first = np.zeros((1, KV_LEN), np.int64)
+    first[:, 1:] = -(10**12)
+    for bias, keys in ((least, KV_LEN), (first, 1)):
+        out = attend("flash")(arrays["query"], arrays["key"], arrays["value"], bias)[0]
+        mean = arrays["value"][:, :keys].mean(1, keepdims=True)
+        np.testing.assert_allclose(out, np.broadcast_to(mean, out.shape), atol=1e-6)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 @pytest.mark.parametrize("cap", [None, 50.0])
 @pytest.mark.parametrize("with_bias", [False, True])
