@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 from jax_flash.attention import run
 from jax_flash.call import WindowSize, make_call
 from jax_flash.fp8 import Fp8
-from jax_flash.sequence import make_sequence, mesh_axes
+from jax_flash.sequence import axes_of_shard_map, make_sequence
 from jax_flash.spec import Implementation, Mode, Order, Precision
 
 
@@ -218,14 +218,8 @@ def ring_attention(
       "DeepSpeed Ulysses", 2023, section 3; Grattafiori et al., "The Llama 3 herd of models",
       2024, section 3.3.2 (gathering).
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    axes, devices = mesh_axes("axis_name", axis_name, mesh)
-    if not set(axes) <= set(mesh.manual_axes):
-        raise ValueError(
-            f"axis_name: expected an axis of an enclosing shard_map, which is over "
-            f"{tuple(mesh.manual_axes)}, got {axis_name!r}; outside of one, "
-            f"use jax_flash.dot_product_attention(..., sequence_axis={axis_name!r})"
-        )
+    outside = f"jax_flash.dot_product_attention(..., sequence_axis={axis_name!r})"
+    axes, devices = axes_of_shard_map(axis_name, outside)
     sequence = make_sequence(axes, devices, order, mode, query_offset)
     call = make_call(
         query,

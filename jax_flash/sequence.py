@@ -22,6 +22,7 @@ import numpy as np
 from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
+from jax_flash.arrays import as_jax, integer
 from jax_flash.operands import Operands, axis_of
 from jax_flash.ring_route import plan_route
 from jax_flash.spec import MODES, ORDERS, AttentionSpec, Mode, SequenceSharding
@@ -149,6 +150,23 @@ def mesh_axes(name: str, axis: Any, mesh) -> tuple[tuple[str, ...], int]:
     return axes, math.prod(mesh.shape[each] for each in axes)
 
 
+def axes_of_shard_map(axis: Any, outside: str) -> tuple[tuple[str, ...], int]:
+    """As `mesh_axes`, of an enclosing `shard_map`.
+
+    Args:
+      axis: the argument `axis_name` of a public function.
+      outside: what to use where there is no `shard_map`.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    axes, devices = mesh_axes("axis_name", axis, mesh)
+    if not set(axes) <= set(mesh.manual_axes):
+        raise ValueError(
+            f"axis_name: expected an axis of an enclosing shard_map, which is over "
+            f"{tuple(mesh.manual_axes)}, got {axis!r}; outside of one, use {outside}"
+        )
+    return axes, devices
+
+
 def sequence_of_mesh(axis, order, mode, query_offset) -> SequenceSharding | None:
     """Returns the sharding that `dot_product_attention`'s arguments ask for."""
     if axis is None:
@@ -198,15 +216,25 @@ def sequence_positions(
 
     Args:
       length: number of tokens on this device.
-      axis_name: mesh axis, or axes, that the sequence is sharded over.
+      axis_name: mesh axis, or axes, of the enclosing `shard_map` that the sequence is sharded over.
       order: "contiguous" or "zigzag".
 
     Returns:
       int32 [length].
+
+    Raises:
+      TypeError: length is no int.
+      ValueError: axis_name is no axis of an enclosing shard_map, order is none of these, or a
+        length does not divide into the chunks.
     """
-    axes = axis_name if isinstance(axis_name, tuple) else (axis_name,)
-    devices = math.prod(jax.lax.axis_size(axis) for axis in axes)
-    sequence = SequenceSharding(axes, devices, order)
+    axes, devices = axes_of_shard_map(axis_name, "zigzag_permute, or jnp.arange as it is")
+    sequence = make_sequence(axes, devices, order, "ring", None)
+    length = integer("length", length)
+    if length < 0 or length % sequence.chunks:
+        raise ValueError(
+            f"length: expected a multiple of {sequence.chunks}, the chunks of {order} order on a "
+            f"device, got {length}"
+        )
     starts = sequence.chunk_starts(jax.lax.axis_index(sequence.axis_name), length * devices)
     chunk = jnp.arange(length // sequence.chunks, dtype=jnp.int32)
     return jnp.concatenate([start + chunk for start in starts])
@@ -214,7 +242,12 @@ def sequence_positions(
 
 def _split(x: ArrayLike, devices: int, axis: int, shape) -> tuple[jax.Array, int]:
     """x with `axis` as axes of the shape and one more, and the axis's number from the front."""
-    x = jnp.asarray(x)
+    x = as_jax("x", x)
+    axis, devices = integer("axis", axis), integer("devices", devices)
+    if not -x.ndim <= axis < x.ndim:
+        raise ValueError(f"axis: expected an axis of x, which has shape {x.shape}, got {axis}")
+    if devices < 1:
+        raise ValueError(f"devices: expected a positive number, got {devices}")
     axis %= x.ndim
     if x.shape[axis] % (2 * devices):
         raise ValueError(
@@ -240,7 +273,8 @@ def zigzag_permute(x: ArrayLike, devices: int, *, axis: int = 1) -> jax.Array:
       An array like x.
 
     Raises:
-      ValueError: the size does not fit.
+      TypeError: an argument is of the wrong kind.
+      ValueError: x has no such axis, or the axis's size does not fit.
     """
     split, place = _split(x, devices, axis, (2, devices))
     first, second = (jax.lax.index_in_dim(split, i, place, keepdims=False) for i in range(2))

@@ -282,6 +282,36 @@ def test_zigzag_order():
         assert positions.tolist() == expected.tolist()
 
 
+def positions_of(length, **options):
+    jax.shard_map(
+        lambda: jax_flash.sequence_positions(length, **{"axis_name": "s", **options}),
+        mesh=ring_mesh(4), in_specs=(), out_specs=P("s"),
+    )()  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "match"),
+    [
+        (lambda: positions_of(4, order="zig-zag"), ValueError, "order: expected one of"),
+        (lambda: positions_of(5, order="zigzag"), ValueError, "length: .* multiple of 2.*, got 5"),
+        (lambda: positions_of(4.0), TypeError, "length: expected an int"),
+        (lambda: positions_of(4, axis_name="t"), ValueError, "axis_name: expected an axis"),
+        (
+            lambda: jax_flash.sequence_positions(4, axis_name="s"), ValueError,
+            "axis_name: expected an axis",
+        ),
+        (lambda: jax_flash.zigzag_permute(jnp.zeros(16), 4), ValueError, r"axis: .*\(16,\), got 1"),
+        (lambda: jax_flash.zigzag_restore(jnp.zeros(16), 4, axis=-2), ValueError, "axis: .* -2"),
+        (lambda: jax_flash.zigzag_permute(3, 4), ValueError, r"axis: .*\(\), got 1"),
+        (lambda: jax_flash.zigzag_permute(jnp.zeros(16), 0, axis=0), ValueError, "devices: .* 0"),
+        (lambda: jax_flash.zigzag_permute("text", 4), TypeError, "x: expected an array, got str"),
+    ],
+)  # fmt: skip
+def test_errors_of_the_order(call, error, match):
+    with pytest.raises(error, match=match):
+        call()
+
+
 def raises_in_ring(error, match, *, shapes=None, **options):
     arrays = tokens(**(shapes or {}))
     ring = sharded(jax_flash.ring_attention, ring_mesh(), **options)
