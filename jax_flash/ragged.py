@@ -123,7 +123,7 @@ def make_documents(
     documents = Documents(query, key, alignment)
     which, reason = moving(documents, spec, operands)
     if which != "none":
-        _check_moving(spec, q_len, kv_len, reason)
+        _check_moving(spec, operands, which, reason)
     return documents
 
 
@@ -140,13 +140,23 @@ def _offsets(name: str, offsets: ArrayLike, batch: tuple[int, ...]) -> jax.Array
     return x if padded[-1] > 1 else jnp.repeat(x, 2, axis=-1)  # no document is one that is empty
 
 
-def _check_moving(spec: AttentionSpec, q_len: Any, kv_len: Any, reason: str) -> None:
+def _check_moving(spec: AttentionSpec, operands: Operands, which: Moving, reason: str) -> None:
+    refusal = (
+        "key_value_offsets: a sequence that is spread over devices has the same offsets for "
+        f"queries and keys, or no position that counts; here {reason}"
+    )
     if spec.sequence is not None:
-        raise NotImplementedError(
-            "key_value_offsets: a sequence that is spread over devices has the same offsets for "
-            f"queries and keys, or no position that counts; here {reason}"
-        )
-    total = q_len + kv_len
+        raise NotImplementedError(refusal)
+    letters = {"keys": "S", "queries": "T"}.get(which, "TS")
+    for name, x in operands.items():
+        sharding = jax.typeof(x).sharding.spec  # which names Explicit axes alone
+        axes = {axis_of(name, letter, x.ndim) for letter in letters}
+        if any(spread is not None and axis in axes for axis, spread in enumerate(sharding)):
+            raise NotImplementedError(
+                f"{refusal}, and {name} is spread as {sharding}; jax.sharding.reshard makes the "
+                "sequence whole on each device"
+            )
+    total = operands["query"].shape[-3] + operands["key"].shape[-3]
     if not is_symbolic_dim(total) and 2 * total > INT32.max:
         raise ValueError(
             "key_value_offsets: expected at most 2**30 - 1 rows of query and key together, since "

@@ -403,6 +403,34 @@ def test_batch_and_heads_over_devices(alignment, kind):
         np.testing.assert_allclose(x, y, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize(
+    ("options", "name"),
+    [
+        ({}, "key"),
+        ({"causal_alignment": "end"}, "query"),
+        ({"query_offset": 1}, "query"),
+        ({"causal_alignment": "end", "bias": True}, "bias"),
+    ],
+    ids=str,
+)
+def test_sequence_over_devices_of_an_explicit_mesh(options, name):
+    mesh = jax.make_mesh((2,), ("s",), axis_types=(AxisType.Explicit,))
+    operands = make_operands()
+    sharded = dict.fromkeys(("query", "key", "value"), PartitionSpec("s"))
+    if "bias" in options:  # the rest is whole
+        shape = (operands["query"].shape[0], operands["key"].shape[0])
+        operands["bias"] = np.zeros(shape, np.float32)
+        options, sharded = options | {"bias": None}, {"bias": PartitionSpec("s")}
+    with jax.set_mesh(mesh):
+        specs = {n: sharded.get(n, PartitionSpec()) for n in operands}
+        placed = {n: jax.device_put(x, NamedSharding(mesh, specs[n])) for n, x in operands.items()}
+        with pytest.raises(NotImplementedError, match=f"{name} is spread as .*reshard makes"):
+            dot_product_attention(
+                **options | placed, is_causal=True,
+                query_offsets=QUERY_OFFSETS, key_value_offsets=KEY_OFFSETS,
+            )  # fmt: skip
+
+
 def test_flax_takes_offsets():
     functional = pytest.importorskip("jax_flash.flax")
     operands = make_operands()
