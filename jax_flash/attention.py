@@ -444,6 +444,9 @@ def merge_attention(
     ):
         if x.shape != shape:
             raise ValueError(f"{name}: expected shape {shape}, got {x.shape}")
+    is_double = any(x.dtype == jnp.float64 for x in (out1, lse1, out2, lse2))
+    wide = jnp.float64 if is_double else jnp.float32
+    lse1, lse2 = lse1.astype(wide), lse2.astype(wide)
     highest = jnp.maximum(lse1, lse2)
     # Where neither part attended to anything, exp(-inf - 0) gives the zeros wanted.
     base = jax.lax.stop_gradient(jnp.where(highest == -jnp.inf, 0.0, highest))
@@ -453,10 +456,11 @@ def merge_attention(
     total = jnp.where(empty, 1.0, total)
     lse = jnp.where(empty, -jnp.inf, base + jnp.log(total))
 
-    def share(weight, out):
+    def share(weight, lse, out):
+        out = jnp.where(lse[..., None] == -jnp.inf, 0.0, out.astype(wide))  # no NaN of its
         return jnp.where(weight == 0.0, 0.0, weight / total)[..., None] * out
 
-    out = share(weight1, out1.astype(lse.dtype)) + share(weight2, out2.astype(lse.dtype))
+    out = share(weight1, lse1, out1) + share(weight2, lse2, out2)
     return out.astype(out1.dtype), lse
 
 

@@ -182,6 +182,34 @@ def test_merge_is_attention_over_both_and_differentiable():
     assert (lse == -jnp.inf).all()
 
 
+def test_merge_with_nan_in_what_attends_to_nothing():
+    query, key, value, *_ = arguments()
+    part = REFERENCE(query, key, value, return_residual=True)
+    empty = jnp.full(query.shape[:-1], -jnp.inf)
+
+    def merged(out1, *part):
+        return jax_flash.merge_attention(out1, empty, *part)
+
+    def loss(*args):
+        return sum((x**2).sum() for x in merged(*args))
+
+    nan = jnp.full_like(part[0], jnp.nan)
+    assert_close(merged(nan, *part), part)
+    gradients = jax.grad(loss, (0, 1, 2))(nan, *part)
+    assert_close(gradients, jax.grad(loss, (0, 1, 2))(jnp.zeros_like(nan), *part))
+
+
+def test_merge_computes_in_float32():
+    out = jnp.array([[1.0], [2.0]], jnp.bfloat16)
+    lse = jnp.array([1.0, 300.0], jnp.bfloat16)  # whose neighbours are 2 apart
+    with jax.numpy_dtype_promotion("strict"):
+        merged, logarithm = jax_flash.merge_attention(out, lse, 3 * out, lse)
+    assert merged.dtype == jnp.bfloat16
+    assert logarithm.dtype == jnp.float32
+    np.testing.assert_allclose(logarithm, [1 + np.log(2), 300 + np.log(2)], rtol=1e-7)
+    np.testing.assert_array_equal(merged, 2 * out)
+
+
 FEATURES = {
     "causal": {"is_causal": True},
     "mask": {"mask": np.tri(37, 45, dtype=bool)},
