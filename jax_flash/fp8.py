@@ -46,6 +46,9 @@ class Fp8:
     rotation: int | None = None
 
     def __post_init__(self):
+        for name in ("per", "rotation"):
+            if isinstance(getattr(self, name), np.integer):
+                object.__setattr__(self, name, int(getattr(self, name)))
         is_block = isinstance(self.per, int) and not isinstance(self.per, bool) and self.per > 0
         if not is_block and not (isinstance(self.per, str) and self.per in ("head", "tensor")):
             raise ValueError(

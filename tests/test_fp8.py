@@ -821,6 +821,14 @@ def test_wrong_options(call, kind, message):
         call()
 
 
+def test_options_of_numpy():
+    option = Fp8(np.int64(128), np.uint8(3))
+    assert option == Fp8(128, 3)
+    assert str(option) == str(Fp8(128, 3))
+    got, expected = quantize(X, np.int32(64), rotation=np.int64(1)), quantize(X, 64, rotation=1)
+    np.testing.assert_array_equal(got.scale, expected.scale)
+
+
 # Training.
 
 
