@@ -191,7 +191,8 @@ def test_dropout():
     module.train()
     assert (module(x) != module(x)).any()
     module = make_module(dropout_rate=0.25, keep_rngs=False)
-    close(module(x, rngs=nnx.Rngs(dropout=7)), dense(module, x, CAUSAL, keep=keep))
+    for source in (nnx.Rngs(dropout=7), nnx.Rngs(dropout=7).dropout()):  # the last is a key
+        close(module(x, rngs=source), dense(module, x, CAUSAL, keep=keep))
     with pytest.raises(ValueError, match="rngs must be given when dropout_rate"):
         module(x)
 

@@ -217,7 +217,7 @@ class GroupedQueryAttention(nnx.Module):
         segment_ids: jax.Array | None = None,
         decode: bool = False,
         deterministic: bool | None = None,
-        rngs: nnx.Rngs | nnx.RngStream | None = None,
+        rngs: nnx.Rngs | nnx.RngStream | jax.Array | None = None,
         qkv_sharding: Any = None,
         out_sharding: Any = None,
     ) -> jax.Array:
@@ -237,7 +237,7 @@ class GroupedQueryAttention(nnx.Module):
           decode: append to the cache and attend to all of it. The length of the cache is not
             known while tracing, so outputs of a sequence that outgrows it are NaN.
           deterministic: if True, no dropout. Default: the module's.
-          rngs: source of the key for dropout. Default: the module's.
+          rngs: source of the key for dropout, or the key. Default: the module's.
           qkv_sharding, out_sharding: of the projections' results, on meshes of Explicit axes.
 
         Returns:
@@ -289,4 +289,6 @@ class GroupedQueryAttention(nnx.Module):
                 f"rngs must be given when dropout_rate is {self.dropout_rate}, deterministic is "
                 "False and the module was made with keep_rngs=False, got None"
             )
+        if isinstance(rngs, jax.Array):
+            return rngs
         return rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()
