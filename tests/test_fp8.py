@@ -648,7 +648,7 @@ def chosen(q_len=512, heads=4, dim=128, value_dim=None, option=None, **options):
             {"dropout_rate": 0.1, "dropout_seed": np.zeros(2, np.uint32)},
             "the FP8 kernels do not take dropout",
         ),
-        ({"option": Fp8(64)}, "scales of 128 tokens, .* and these are of 64 tokens"),
+        ({"option": Fp8(64)}, "for blocks of 128 tokens, .* these are for blocks of 64 tokens"),
         ({"dim": 96}, "take 64, 128, 192 as head_dim, .* not 96 and 96"),
         ({"dim": 128, "value_dim": 64}, "not 128 and 64"),
         ({"logits_soft_cap": np.ones(1, np.float32)}, "no kernel takes logits_soft_cap as an"),
