@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 
 import jax
-from jax._src.config import disable_jit
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
@@ -39,7 +38,8 @@ def compile_alone(primitive: Primitive, *static_argnames: str) -> None:
     compiled = jax.jit(bind, static_argnames=static_argnames)
 
     def run(*arrays, **static):
-        if not disable_jit.value:  # to set it takes some us
+        disabled = jax.config.jax_disable_jit  # pyright: ignore[reportAttributeAccessIssue]
+        if not disabled:  # setting it takes some us
             return compiled(*arrays, **static)
         with jax.disable_jit(False):
             return compiled(*arrays, **static)

@@ -32,10 +32,7 @@ def test_only_the_adapter_names_what_is_private():
         for path in PACKAGE.rglob("*.py")
     }
     assert {path: names for path, names in found.items() if names} == {
-        "compat.py": [
-            "jax._src.config.disable_jit",
-            "jax._src.dispatch.prim_requires_devices_during_lowering",
-        ]
+        "compat.py": ["jax._src.dispatch.prim_requires_devices_during_lowering"]
     }
 
 
@@ -63,14 +60,6 @@ def test_default_platform():
     traced = jax.jit(flash).trace(shape, shape, shape)
     with pytest.raises(NotImplementedError, match="no kernel for platform 'tpu'"):
         traced.lower(lowering_platforms=("tpu",))
-
-
-def test_disabled_jit():
-    # If `compat.compile_alone` has lost the state: `jax.config.jax_disable_jit` is the same,
-    # which type checkers know from jax 0.11 on.
-    x = jnp.ones((1, 8, 2, 16))
-    with jax.disable_jit():
-        assert jax_flash.dot_product_attention(x, x, x).shape == x.shape
 
 
 @pytest.mark.parametrize("name", ["eager", "jit", "grad", "jvp", "quantize"])
