@@ -27,8 +27,8 @@ Precision = jax.lax.PrecisionLike
 # Numbers that dropout draws from.
 _RANDOM = 2**philox.BITS
 
-# Kernels have the soft cap in this type, where 0 stands for none.
-_LEAST_CAP, _GREATEST_CAP = map(float, (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
+# Kernels have the scale and the soft cap in float32, where a soft cap of 0 stands for none.
+_LEAST_CAP, _GREATEST = map(float, (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
 
 
 # Says how a sequence is sharded: see sequence.py, ring.py, all_gather.py and all_to_all.py.
@@ -186,9 +186,11 @@ def make_spec(
         scale = 1.0 / math.sqrt(head_dim) if head_dim else 1.0
     else:
         scale = _number("scale", scale)
+        if _GREATEST < abs(scale) < math.inf:
+            raise ValueError(f"scale: expected a number within float32's range, got {scale}")
     if logits_soft_cap is not None:
         logits_soft_cap = _number("logits_soft_cap", logits_soft_cap)
-        if not _LEAST_CAP <= logits_soft_cap <= _GREATEST_CAP:
+        if not _LEAST_CAP <= logits_soft_cap <= _GREATEST:
             raise ValueError(
                 "logits_soft_cap: expected a positive finite number, of float32's range, or None, "
                 f"got {logits_soft_cap}"

@@ -38,6 +38,7 @@ CASES = [
     (dict(scale=1j), TypeError, "scale: expected real numbers, got complex64"),
     (dict(scale=np.complex64(1)), TypeError, "scale: expected real numbers, got complex64"),
     (dict(scale=10**400), ValueError, "scale: expected a number within float's range"),
+    (dict(scale=-1e39), ValueError, "scale: expected a number within float32's range, got -1e"),
     (
         dict(scale=np.ones(9, np.float32)),
         ValueError,
