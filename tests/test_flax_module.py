@@ -256,8 +256,9 @@ def test_lengths_segments_and_mask():
     np.testing.assert_allclose(out, expected, rtol=2e-5, atol=2e-5)
 
     mask = np.asarray(jax.random.bernoulli(jax.random.key(2), 0.5, (BATCH, LENGTH, LENGTH)))
-    out = module(x, mask=jnp.asarray(mask)[:, None])
-    np.testing.assert_allclose(out, dense(module, x, CAUSAL & mask), rtol=2e-5, atol=2e-5)
+    for dtype in (bool, np.float32):  # Flax's functions make float32
+        out = module(x, mask=jnp.asarray(mask, dtype)[:, None])
+        np.testing.assert_allclose(out, dense(module, x, CAUSAL & mask), rtol=2e-5, atol=2e-5)
 
 
 def test_gradients_equal_those_of_jax_nn():

@@ -152,6 +152,8 @@ def attend(
                 input_positions = cache.index[:, None] + input_positions[None]
         query, key = layer.rotary(query, input_positions), layer.rotary(key, input_positions)
     options: dict[str, Any] = {"is_causal": layer.is_causal}
+    if mask is not None:
+        options["mask"] = jnp.asarray(mask).astype(bool)  # Flax makes masks of 1.0 and 0.0
     if seq_lengths is not None:
         seq_lengths = saturate(integers("query_seq_lengths", seq_lengths))
         options |= {"query_seq_lengths": seq_lengths, "key_value_seq_lengths": seq_lengths}
@@ -161,7 +163,6 @@ def attend(
         seed = jax.random.bits(dropout_rng, (2,), jnp.uint32)
         options |= {"dropout_rate": layer.dropout_rate, "dropout_seed": seed}
     given = {
-        "mask": mask,
         "sinks": sinks,
         "scale": layer.scale,
         "local_window_size": layer.local_window_size,

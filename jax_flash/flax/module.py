@@ -229,8 +229,9 @@ class GroupedQueryAttention(nnx.Module):
             causal and windowed attention go by the order of the tokens. In packed documents
             positions may start anew with each. Default: 0, 1, ..., continuing from the cache's
             length with decode.
-          mask: bool, True = may attend, broadcastable to [*batch, num_heads, length, kv_length],
-            where kv_length is the cache's max_length with decode, else length.
+          mask: broadcastable to [*batch, num_heads, length, kv_length], where kv_length is the
+            cache's max_length with decode, else length. Any dtype: nonzero means "may attend", as
+            `nnx.make_causal_mask` makes it, so an additive mask (0 and -inf) is not one.
           seq_lengths: [*batch] int32: tokens from there on are padding. They are not attended
             to nor kept in the cache, and give attention outputs of 0.
           segment_ids: [*batch, length] int32: tokens attend within their segment only.
