@@ -1,31 +1,39 @@
-// Computes the backward pass up to head dim 128, by warpgroup-level matrix instructions, after
-// FlashAttention-3 (arXiv:2407.08608). So it does up to head dim 192 with values of at most 128
-// columns; sm90/backward/pieces_consumer.cuh says what differs there.
+// Computes the backward pass for head dims up to 128 with warpgroup products (wgmma), after
+// FlashAttention-3 (arXiv:2407.08608). Head dims up to 192 with values of at most 128 columns use
+// the same kernel with other consumers: see sm90/backward/pieces_consumer.cuh.
+//
+// A thread block owns a tile of 128 keys, its key block. With lse in log2 units:
 //
 //   for each query head of the group, for each tile of rows that may attend to the block's keys
 //     S^T = K Q^T,  dP^T = V dO^T     registers of a warpgroup, 64 keys
 //     P^T = 2^(scale log2(e) S^T - lse),  dS^T = P^T (dP^T - delta)
 //     dV += P^T dO,  dK += dS^T Q     from registers; accumulators of the block
 //     dQ = dS K                       dS from shared memory, both warpgroups' keys
-//     dQ is added to float32 sums in global memory, by bulk copies from shared memory
-//   dK, dV to global memory, by bulk copies from where dQ is staged before it is added
+//     bulk copies add dQ, staged in shared memory, to float32 sums in global memory
+//   bulk copies store dK and dV, staged in the memory of dQ, to global memory
 //
-// Thread blocks are persistent and take one key block after the other: the first that is not yet
-// taken, in an order that has long ones first. So the start of one key block overlaps the end of
-// the one before. If some thread blocks would have nothing to do, they take part of the query tiles
-// of other key blocks; and the query heads of a group may have key blocks of their own. The partial
-// dK and dV are then added up: see sm90/backward/split.cuh.
+// Thread blocks are persistent. Each takes the first key block that is not yet taken, in an order
+// that has long ones first; deterministic runs fix the order in advance. The start of one key block
+// overlaps the end of the one before. If some thread blocks would be idle, they take part of the
+// query tiles of other key blocks. The query heads of a group may also have separate key blocks. In
+// both cases, partial dK and dV are added up: see sm90/backward/split.cuh.
 //
-// Warp roles: warp 0 starts copies (TMA) of K, V and, tile by tile, of Q with lse and of dO with
-// delta. Warps 1 and 2 add dQ to the sums; in deterministic runs they also wait for the block's
-// turn, so that no other warp has to. Warp 3 chooses the key blocks, writes zeros that later ones
-// add to, and converts dQ of heads that are complete. Two consumer warpgroups own 64 keys each.
-// They order their products such that exponentials overlap dP, dS overlaps dV, and the stores of dQ
-// overlap dK and the next tile's S.
+// Warp roles:
+//   warp 0       starts copies (TMA) of K, V and, tile by tile, of Q with lse and of dO with delta
+//   warps 1, 2   add dQ of one consumer each to the sums; in deterministic runs, they also wait for
+//                the block's turn, so that no other warp has to
+//   warp 3       chooses the key blocks, zeroes sums that later key blocks add to, and converts dQ
+//                of complete heads to the operands' type
+//   warps 4-11   two consumer warpgroups of 64 keys each; sm90/backward/narrow_consumer.cuh has the
+//                order of their steps
 //
-// Shared memory holds K, V; the descriptions of two key blocks; two stages each of Q, dO (with
-// barriers full, empty) and dS^T; staged dQ, in the accumulators' fragment order; lse and delta of
-// two tiles. With two stages of dS^T, one barrier of the consumers a tile is enough.
+// Shared memory, with the offsets in sm90/backward/config.cuh:
+//   K, V                    of the current key block
+//   Q with lse, 2 stages    barriers full and empty
+//   dO with delta, 2 stages barriers full and empty
+//   dS^T, 2 stages          of both consumers; with two stages, they synchronize once a tile
+//   dQ, 2 stages each       a consumer's dQ, in the accumulators' fragment order
+//   block descriptions, 2   the current key block and the next
 #pragma once
 
 #include <cuda.h>
@@ -51,8 +59,8 @@
 
 namespace jax_flash::sm90 {
 
-// Starts what depends on nothing else: the copies of the first K and V, the description of the
-// first key block, and the copy of its first Q.
+// Starts the work that needs no earlier result: copies K and V of the first key block, describes
+// that block, and copies its first Q.
 template <typename Config, bool kGeneral, bool kOrdered>
 __device__ __forceinline__ void begin_blocks(const Backward& params, const BackwardMaps& maps,
                                              const KeyGradientMaps& gradient_maps,
@@ -96,7 +104,7 @@ __device__ __forceinline__ void begin_blocks(const Backward& params, const Backw
   }
 }
 
-// Computes dK, dV and the sums for dQ. kOrdered: blocks take turns to add dQ.
+// Computes dK, dV and the sums for dQ. kOrdered: blocks add dQ in turns (deterministic runs).
 template <typename Config, typename Element, bool kGeneral, bool kOrdered>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_kernel(const __grid_constant__ Backward params,
@@ -130,7 +138,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         begun = false;
       });
     } else if (threadIdx.x < 96) {
-      ptx::griddepcontrol_wait();  // for the zeros
+      ptx::griddepcontrol_wait();  // for zeroed sums
       StagePair next;
       for_blocks(smem, [&](const BackwardBlock& block, uint32_t) {
         if constexpr (Config::kInPieces) {
@@ -148,7 +156,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     const int group = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0) - 1;
-    // The consumers take turns to compute, so that one's products overlap the other's exponentials.
+    // The consumers compute exponentials in turn, so that the products of one overlap the
+    // exponentials of the other.
     if (Config::kAlternates && group == 1) {
       ptx::barrier_arrive(kMayCompute, Config::kConsumerThreads);
     }
@@ -159,7 +168,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                                                           key_parity);
     });
     if (threadIdx.x % 128 == 0) ptx::cp_async_bulk_wait_group_read<0>();
-    if (Config::kAlternates && group == 0) {  // the other consumer's last turn
+    if (Config::kAlternates && group == 0) {  // matches the other's last arrival
       ptx::barrier_sync(kMayCompute, Config::kConsumerThreads);
     }
   }

@@ -1,5 +1,21 @@
-// Computes a key block's dK and dV, and stages dQ of its query tiles: the consumers of
-// sm90/backward/narrow.cuh, which says how their products are ordered.
+// Implements the consumers of sm90/backward/narrow.cuh: they compute dK and dV of a key block, and
+// stage dQ of its query tiles.
+//
+// A consumer starts the steps for 64 query rows in this order. BackwardConfig (config.cuh) changes
+// it where registers do not suffice.
+//
+//   S^T = K Q^T, dP^T = V dO^T
+//   P^T from S^T                    overlaps dP^T
+//   dV += P^T dO
+//   dS^T from P^T and dP^T          overlaps dV
+//   dQ = dS K of the tile before
+//   dK += dS^T Q
+//   dS^T to shared memory
+//   S^T of the next 64 rows         at once up to head dim 64, else after dK
+//   dQ of the tile before, staged   overlaps dK, and the next S^T if that has started
+//
+// dQ is a tile late because it needs dS^T of all 128 keys: each consumer multiplies the keys of
+// both, for 64 rows of dQ (tiles of 128 rows) or 64 columns (tiles of 64 rows).
 #pragma once
 
 #include <cstdint>
@@ -28,8 +44,8 @@
 
 namespace jax_flash::sm90 {
 
-// Starts copying a tile to rows row0... of a head, from column col0 on. Called by one thread. Rows
-// past the end of the operand are not written.
+// Starts the copy of a tile to rows row0... of a head, from column col0 on. Called by one thread.
+// Rows beyond the end of the operand are not written.
 template <typename Tile>
 __device__ __forceinline__ void store_tile_panels(const Tile& tile, const CUtensorMap& map,
                                                   const Operand& operand, const BatchIndex& batch,
@@ -47,7 +63,7 @@ __device__ __forceinline__ void store_tile_panels(const Tile& tile, const CUtens
   }
 }
 
-// Stands for a slope in calls without one: see TransposedSlope.
+// Replaces TransposedSlope in calls without ALiBi slopes.
 struct NoSlope {
   __device__ __forceinline__ void begin(const Forward&, const BatchIndex&, int32_t) {}
   template <typename Gradient, typename Scores, typename Columns>
@@ -61,16 +77,16 @@ struct NoSlope {
   __device__ __forceinline__ void finish(const Backward&, const BatchIndex&, int32_t, float) {}
 };
 
-// Names the first rows of tiles of 64 that nothing has to be looked for in.
+// Holds the range of tiles of 64 rows, given by their first rows, in which no pair is masked.
 struct UncutRows {
   int32_t first, last;
 
   __device__ __forceinline__ bool cuts(int32_t row) const { return row < first || row > last; }
 };
 
-// Holds what all threads of a consumer warpgroup know, and the steps of its work. A query tile is
-// worked on in halves of 64 rows if it has 128. All threads call every function. Arrays in
-// registers are arguments: a struct that held them would stay in memory, with all that it holds,
+// Holds the state of a consumer warpgroup and implements the steps of its work. A query tile of 128
+// rows is processed in halves of 64 rows. All threads call every function. Arrays in registers are
+// passed as arguments: a struct that contained them would stay in memory, with all its members,
 // until the compiler has unrolled the loops over them.
 //
 //   key_rmem, value_rmem   K and V, if they are in registers
@@ -78,8 +94,8 @@ struct UncutRows {
 //   dscores                dP^T, then dS^T
 //   dkey, dvalue           sums of the block
 //
-// kMixed: the block's keys and rows have several segments. Such blocks have code of their own: in
-// one loop for both kinds, registers would not suffice.
+// kMixed: the block's keys and rows have several segments. Such blocks have their own copy of the
+// code, because a loop for both kinds of blocks would need too many registers.
 template <typename Config, typename Element, bool kGeneral, bool kMayShare, bool kMixed = false>
 struct NarrowConsumer {
   static constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv;
@@ -114,9 +130,10 @@ struct NarrowConsumer {
   const BlockPlan& plan;
   const int32_t units;  // of heads: see BackwardCounters
   const BackwardSmem<Config>& smem;
-  const BackwardBlock& block;  // read again whenever needed: registers are short
-  // The references here and in Progress decide in which order the compiler numbers the registers of
-  // the main loop, and ptxas allocates them in that order: copies would change the machine code.
+  const BackwardBlock& block;  // read again at each use: registers are scarce
+  // These members and that of Progress are references on purpose. They decide in which order the
+  // compiler numbers the registers of the main loop, and ptxas allocates registers in that order:
+  // copies would change the machine code.
   const int& group;
   const Progress& progress;
   const int thread, warp_key;
@@ -148,14 +165,15 @@ struct NarrowConsumer {
 
   __device__ __forceinline__ int32_t first_key() const { return block.kv_tile * kBlockKv; }
 
-  // Computes the block.
+  // Processes the key block: all its query tiles, then the results.
   __device__ __forceinline__ void run(RingState<Config::kStages>& ring, uint32_t key_parity,
                                       int& tiles_done) const {
     KeySums dkey;
     ValueSums dvalue;
     clear(dkey), clear(dvalue);
-    // The maxima make these uniform for the compiler. They are not read from shared memory again,
-    // nor is anything else that the loop can keep: such reads wait behind products, too.
+    // The maximum over the warp shows the compiler that these values are uniform. The loop keeps
+    // them, and all else that it can, instead of reading shared memory again: such reads, too, wait
+    // behind products that the warp has started.
     const int tile_count = __reduce_max_sync(0xffffffff, block.tile_count);
     UncutRows uncut = uncut_rows();
     if (tile_count == 0) return skip(key_parity, dkey, dvalue);
@@ -194,7 +212,7 @@ struct NarrowConsumer {
         const typename Config::LseColumns lse(lse_smem);
         const bool is_cut = uncut.cuts(row0 + half * 64);
         if (!Config::kNextScoresFirst || half > 0) drops.draw(words, gradient.row0, gradient.key0);
-        // P^T, overlapped with dP^T; dV += P^T dO
+        // P^T, overlapped with dP^T; then dV += P^T dO
         await_scores(scores, half);
         mask_scores(gradient, scores, is_cut, slopes);
         if (Config::kEarlyDquery && half == 0) start_last_dquery(dquery, stage);
@@ -202,7 +220,7 @@ struct NarrowConsumer {
         const Kept kept = gradient.draw();
         find_probabilities(slope, words, gradient, lse, lse_smem, scores, probabilities, is_cut);
         if (Config::kEarlyDvalue) add_product(dvalue, probabilities, smem.dout(stage), half);
-        // dS^T, overlapped with dV; dK += dS^T Q
+        // dS^T, overlapped with dV; then dK += dS^T Q
         find_dscores(gradient, half, lse_smem, delta_smem, kept, slopes, scores, dscores, is_cut);
         if (!Config::kEarlyDvalue) add_late_dvalue(dvalue, gradient, kept, scores, stage, half);
         slope.add(gradient, dscores);
@@ -214,8 +232,8 @@ struct NarrowConsumer {
           start_half(scores, dscores, dquery, key_rmem, value_rmem, ring, half + 1);
         }
       }
-      // Starts the next tile's S^T; after the last tile it recomputes that of an old stage and
-      // discards it.
+      // Starts S^T of the next tile. After the last tile, this computes S^T of an old stage, which
+      // is discarded.
       ring.advance();
       if (tiles_done + 1 < tile_count) {
         await_query(ring, tile, has_padding, allowed, slope, drops);
@@ -231,15 +249,15 @@ struct NarrowConsumer {
     finish(ring, dquery, dkey, dvalue);
   }
 
-  // Returns the rows that no edge of the band cuts.
+  // Returns the tiles of rows that no edge of the band cuts.
   __device__ __forceinline__ UncutRows uncut_rows() const {
     const int32_t group_key = first_key() + group * 64;
     const auto unmasked = block.band.template unmasked_tiles<64>(group_key, group_key + 64);
     return {__reduce_max_sync(0xffffffff, unmasked.first),
             __reduce_max_sync(0xffffffff, unmasked.last)};
   }
-  // Leaves those whose segment all keys have. A key that is NaN or infinite is looked for in every
-  // tile.
+  // Restricts the range to rows whose segment is that of all keys. If a key is NaN or infinite, no
+  // row remains: every tile has to mark such keys.
   __device__ __forceinline__ void restrict_to_alike(UncutRows& uncut) const {
     const bool has_bad_keys = bad_keys()[kBlockKv / 32] != 0;
     const int32_t first = has_bad_keys ? INT32_MAX : block.alike.first;
@@ -250,18 +268,18 @@ struct NarrowConsumer {
   // Writes zeros for a block that no row may attend to.
   __device__ __forceinline__ void skip(uint32_t key_parity, KeySums& dkey,
                                        ValueSums& dvalue) const {
-    // Arrives only after the copying warp has seen the phase before end: it would miss that
-    // otherwise.
+    // Waits before arriving, so that the producer warp has seen the end of the phase before:
+    // without the wait, it would miss that phase.
     ptx::mbarrier_wait(smem.key_full(), key_parity);
     ptx::mbarrier_wait(smem.value_full(), key_parity);
     arrive_by_warp(smem.keys_empty());
     await_copies();
-    ptx::griddepcontrol_wait();  // for the counters' initial value
+    ptx::griddepcontrol_wait();  // for zeroed counters
     finish_sums(dkey, dvalue);
   }
 
-  // Awaits and prepares K, V and the first Q. Starts and awaits the first S^T, if S^T comes first.
-  // Returns whether query tiles may have rows to be zeroed.
+  // Waits for K, V and the first Q, and prepares them. If kNextScoresFirst, also computes the first
+  // S^T. Returns true if query tiles may have rows to be zeroed.
   __device__ __forceinline__ bool begin(uint32_t stage, uint32_t key_parity, const int2& tile,
                                         uint32_t& allowed, Operands& key_rmem, Operands& value_rmem,
                                         Tile& scores) const {
@@ -292,7 +310,7 @@ struct NarrowConsumer {
     return has_padding;
   }
 
-  // Awaits the ring's next Q and prepares it.
+  // Waits for the ring's next Q and prepares it.
   __device__ __forceinline__ void await_query(const RingState<Config::kStages>& ring, int2& tile,
                                               bool has_padding, uint32_t& allowed, Slope& slope,
                                               Drops& drops) const {
@@ -321,8 +339,8 @@ struct NarrowConsumer {
                                                        uint32_t stage, int half) const {
     start_product(dscores, smem.value(), value_rmem, smem.dout(stage), half);
   }
-  // Starts both for the tile's next 64 rows, and hands over the last tile's dQ before its second
-  // half.
+  // Starts S^T and dP^T of the tile's next 64 rows. Before the second half, hands dQ of the tile
+  // before to the warp that adds it.
   __device__ __forceinline__ void start_half(Tile& scores, Tile& dscores, Tile& dquery,
                                              const Operands& key_rmem, const Operands& value_rmem,
                                              const RingState<Config::kStages>& ring,
@@ -334,7 +352,7 @@ struct NarrowConsumer {
     }
     start_dprobabilities(dscores, value_rmem, ring.stage, half);
   }
-  // Multiplies a of 64 keys by b^T of 8 kN query rows.
+  // Starts d = a b^T, for a of 64 keys and b of 8 kN query rows.
   template <int kN, typename TileA, typename TileB>
   __device__ __forceinline__ void start_product(float (&d)[kN][4], const TileA& a,
                                                 const Operands& a_rmem, const TileB& b,
@@ -356,7 +374,7 @@ struct NarrowConsumer {
     ptx::wgmma_commit_group();
   }
 
-  // Awaits S^T, unless finish_step() or begin() already has.
+  // Waits for S^T, unless finish_step() or begin() already has.
   __device__ __forceinline__ void await_scores(Tile& scores, int half) const {
     if (!Config::kNextScoresFirst || half > 0) {
       ptx::wgmma_wait_group<1>();
@@ -385,7 +403,8 @@ struct NarrowConsumer {
     const int64_t rows = int64_t{block.batch_index} * spans.query_blocks * kSegmentBlock;
     separate_transposed(scores, spans.query_ids + rows + row, {key_ids[0], key_ids[8]});
   }
-  // Turns S^T into P^T. If dV comes early, also rounds it; then the other consumer may compute.
+  // Turns S^T into P^T. If kEarlyDvalue, also rounds P^T, and then lets the other consumer compute
+  // its exponentials.
   __device__ __forceinline__ void find_probabilities(const Slope& slope, const Words& words,
                                                      const Gradient& gradient,
                                                      const typename Config::LseColumns& lse,
@@ -408,12 +427,12 @@ struct NarrowConsumer {
         round_fragments<Element>(probabilities, scores);
       }
       if constexpr (Config::kAlternates) {
-        ptx::wgmma_fence();  // else exponentials sink below what follows
+        ptx::wgmma_fence();  // keeps exponentials before the arrival
         ptx::barrier_arrive(kMayCompute + (group ^ 1), Config::kConsumerThreads);
       }
     }
   }
-  // Awaits dP^T and turns it into dS^T.
+  // Waits for dP^T and turns it into dS^T.
   __device__ __forceinline__ void find_dscores(const Gradient& gradient, int half,
                                                const float* lse_smem, const float* delta_smem,
                                                const Kept& kept, const CapSlopes<8>& slopes,
@@ -430,7 +449,8 @@ struct NarrowConsumer {
                                        kManyRegisters ? &slopes : nullptr);
   }
 
-  // Adds a of 64 keys times b of 16 kSteps query rows to a sum: dV += P^T dO or dK += dS^T Q.
+  // Starts the addition of a (64 keys) times b (16 kSteps query rows) to a sum: dV += P^T dO or dK
+  // += dS^T Q.
   template <int kN, int kSteps, typename TileB>
   __device__ __forceinline__ void add_product(float (&sum)[kN][4], const uint32_t (&a)[kSteps][4],
                                               const TileB& b, int half) const {
@@ -444,7 +464,7 @@ struct NarrowConsumer {
     ptx::wgmma_commit_group();
   }
 
-  // Rounds P^T and adds to dV, where that does not come before dS^T.
+  // Rounds P^T and starts dV += P^T dO, unless kEarlyDvalue: then dV comes before dS^T.
   __device__ __forceinline__ void add_late_dvalue(ValueSums& dvalue, const Gradient& gradient,
                                                   const Kept& kept, Tile& scores, uint32_t stage,
                                                   int half) const {
@@ -454,9 +474,9 @@ struct NarrowConsumer {
     add_product(dvalue, probabilities, smem.dout(stage), half);
   }
 
-  // Starts dQ = dS K of the tile before, whose dS^T is in the other stage. Before the first tile it
-  // computes dQ of whatever is there and discards it: a branch around it would make the compiler
-  // wait.
+  // Starts dQ = dS K of the tile before, whose dS^T is in the other stage. Before the first tile,
+  // this multiplies the stage's undefined contents, and the result is discarded: with a branch
+  // around the product, the compiler would wait for products.
   __device__ __forceinline__ void start_last_dquery(Tile& dquery, uint32_t stage) const {
     await_dscores(stage ^ 1);
     start_dquery(dquery, stage ^ 1);
@@ -466,13 +486,12 @@ struct NarrowConsumer {
     if (progress.tiles_done > 0) {
       ptx::barrier_sync(kScoresStored + (group ^ 1) * 2 + stage, Config::kConsumerThreads);
     }
-    ptx::fence_proxy_async_shared();  // also without a tile before: saves a branch
+    ptx::fence_proxy_async_shared();  // also before the first tile: saves a branch
   }
   __device__ __forceinline__ void start_dquery(Tile& dquery, uint32_t stage) const {
     start_dquery_of(dquery, stage, smem.key());
   }
-  // Computes dQ of as many columns as there are accumulators for, from the thread's first column
-  // on.
+  // Starts dQ = dS K for as many columns as `dquery` has, from the thread's first column on.
   template <int kN>
   __device__ __forceinline__ void start_dquery_of(float (&dquery)[kN][4], uint32_t stage,
                                                   const KeyTile& keys) const {
@@ -488,7 +507,7 @@ struct NarrowConsumer {
     }
     ptx::wgmma_commit_group();
   }
-  // Hands finished dQ to the warp that adds it.
+  // Stages finished dQ and notifies the warp that adds it to the sums.
   __device__ __forceinline__ void stage_dquery(Tile& dquery, uint32_t stage,
                                                uint32_t empty_parity) const {
     ptx::wgmma_results(dquery);
@@ -519,14 +538,14 @@ struct NarrowConsumer {
     ptx::wgmma_wait_group<0>();
     arrive_by_warp(smem.keys_empty());
     stage_dquery(dquery, ring.stage ^ 1, ring.parity ^ ring.stage);
-    // Waits until dQ of the last two tiles has been copied from there.
+    // Both stages are reused for dK and dV: waits until dQ of the last two tiles has been copied.
     ptx::mbarrier_wait(smem.dquery_empty(group, ring.stage), ring.parity ^ 1);
     ptx::mbarrier_wait(smem.dquery_empty(group, ring.stage ^ 1), ring.parity ^ ring.stage ^ 1);
     finish_sums(dkey, dvalue);
   }
 
-  // Fetches what modifies the next 64 rows: the mask to a register and, if there are registers for
-  // addresses, a bias to L2.
+  // Reads modifiers of the next 64 rows ahead: loads the mask into a register and, if there are
+  // registers for addresses, prefetches a bias to L2.
   __device__ __forceinline__ void read_ahead(uint32_t& allowed, const int2& tile, int half) const {
     if constexpr (kForbids && !kMixed) {
       const int32_t key = first_key() + warp_key, row = tile.x + half * 64;
@@ -540,8 +559,8 @@ struct NarrowConsumer {
     }
   }
 
-  // Zeroes the rows of a tile that are beyond the end of the sequence, once it has arrived. The
-  // copy engine zeroes rows that are beyond the operand.
+  // Zeroes the rows of an arrived tile that are beyond the end of the sequence. Rows beyond the end
+  // of the operand are zero already: the copy engine fills them.
   template <typename Rows>
   __device__ __forceinline__ void zero_padding(const Rows& rows_smem, int32_t row0,
                                                bool has_padding) const {
@@ -550,13 +569,14 @@ struct NarrowConsumer {
     }
   }
 
-  // Returns the notes on keys that are NaN or infinite: see tile/bad_key_rows.cuh.
+  // Returns the flags of keys that are NaN or infinite: see tile/bad_key_rows.cuh.
   static __device__ __forceinline__ uint32_t* bad_keys() {
     __shared__ uint32_t bad_keys_smem[kForbids ? kBlockKv / 32 + 1 : 1];
     return bad_keys_smem;
   }
 
-  // dK and dV are stored from the memory that stages dQ, by bulk copies of one thread a consumer.
+  // Waits until the staging memory may be overwritten. dK and dV are staged where dQ is, and one
+  // thread of each consumer starts the bulk copies that store them.
   __device__ __forceinline__ void await_copies() const {
     if (copies) ptx::cp_async_bulk_wait_group_read<0>();
     ptx::barrier_sync(kBackwardZeroed + group, 128);
@@ -573,14 +593,15 @@ struct NarrowConsumer {
                         dvalue);
     ptx::barrier_sync(kBackwardZeroed + group, 128);
     const int32_t row0 = first_key() + group * 64;
-    // A single row has no axis in the maps, and any index would address that row.
+    // If the operand has a single row, the maps have no axis for it, and any index would address
+    // this row. Rows beyond the end are therefore excluded here.
     if (!copies || row0 >= params.shape.kv_len) return;
     ptx::fence_proxy_async_shared();
     store_tile_panels(dkey_smem, maps.dkey, params.dkey, block.batch, block.kv_head, row0);
     store_tile_panels(dvalue_smem, maps.dvalue, params.dvalue, block.batch, block.kv_head, row0);
     ptx::cp_async_bulk_commit_group();
   }
-  // Writes dK or dV, a panel of 64 columns after the other.
+  // Writes dK or dV, one panel of 64 columns after the other.
   template <int kN>
   __device__ __forceinline__ void write_panels(float (&sums)[kN][4], float scale,
                                                const CUtensorMap& map,
@@ -600,8 +621,8 @@ struct NarrowConsumer {
       ptx::cp_async_bulk_commit_group();
     }
   }
-  // Writes dK and dV, or adds them to the sums of a divided key block, if another thread block
-  // completes those.
+  // Writes dK and dV. If the key block is divided and another thread block completes its sums, adds
+  // them to these sums instead.
   __device__ __forceinline__ void finish_sums(KeySums& dkey, ValueSums& dvalue) const {
     if constexpr (kMayShare) {
       const int32_t weight = __reduce_max_sync(0xffffffff, block.sum.weight);
