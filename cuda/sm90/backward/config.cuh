@@ -10,7 +10,7 @@
 #include "sm90/ring.cuh"
 #include "tile/smem_tile.cuh"
 
-// Switches of `python benchmarks/run.py ablation`; their defaults are what is shipped.
+// Switches of `python benchmarks/run.py ablation`. The defaults are what the library uses.
 #ifndef JAX_FLASH_SM90_BWD_BLOCK_Q
 #define JAX_FLASH_SM90_BWD_BLOCK_Q (kHeadDim <= 64 ? 128 : 64)
 #endif
@@ -34,9 +34,10 @@ namespace jax_flash::sm90 {
 
 inline constexpr int kBackwardSmemLimit = 227 * 1024;
 
-// Configures the kernel for head dims up to 128, and up to 192 with values of at most 128 columns.
-// A block owns kBlockKv keys and values, 64 for each consumer warpgroup, and keeps their dK and dV
-// in registers. kOnly: the only modifier, if there is one and the kernel is made for it.
+// Configures the kernel for head dims up to 128, and up to 192 with values of at most 128 columns
+// (sm90/backward/narrow.cuh). A thread block owns kBlockKv keys and values, 64 for each consumer
+// warpgroup, and keeps their dK and dV in registers. kOnly: the only modifier that the kernel is
+// compiled for, if any. kGeneral: the kernel takes all modifiers.
 template <int kHeadDimension, bool kGeneral, uint32_t kOnly = kNoModifier>
 struct BackwardConfig {
   static constexpr uint32_t kModifier = kOnly;
@@ -62,23 +63,23 @@ struct BackwardConfig {
   static constexpr int kBlockQ = JAX_FLASH_SM90_BWD_BLOCK_Q;
   static constexpr int kBlockKv = 64 * kConsumers;
   static constexpr int kStages = 2;  // for each of Q, dO and dS
-  // True if K and V are also in registers, as operands of S and dP: this halves the bytes that the
-  // two products read from shared memory.
+  // True if consumers also hold K and V in registers, as operands of S and dP: this halves the
+  // bytes that the two products read from shared memory.
   static constexpr bool kKeysInRegisters = JAX_FLASH_SM90_BWD_KEYS_IN_REGISTERS;
-  // True if the consumers compute their exponentials one after the other.
+  // True if the consumers compute their exponentials in turn, each while the other's products run.
   static constexpr bool kAlternates = !kGeneral;
-  // These orders overlap work if there are registers for both sides: dS is computed while dV runs,
-  // P while dQ of the tile before runs, and the next tile's S starts before the last dK is
+  // Each of these orders overlaps work, but needs registers for both sides: dS is computed while dV
+  // runs, P while dQ of the tile before runs, and S of the next tile starts before the last dK is
   // complete.
   static constexpr bool kEarlyDvalue = !kGeneral;
   static constexpr bool kEarlyDquery = kHeadDim <= (kGeneral ? 64 : 96) && !kAlternates;
   static constexpr bool kNextScoresFirst = JAX_FLASH_SM90_BWD_NEXT_SCORES_FIRST;
-  // Loads lse before S is complete, if there are registers for it.
+  // In registers, lse can be loaded before S is complete.
   using LseColumns =
       std::conditional_t<JAX_FLASH_SM90_BWD_EARLY_LSE, ColumnsInRegisters<8>, ColumnsInShared>;
 
-  // dQ is [kBlockQ, kDqueryCols]. The warpgroups divide its rows if there are 128, else its
-  // columns: each has 64, and half of the next 64 if it has two pieces.
+  // dQ is [kBlockQ, kDqueryCols]. If it has 128 rows, each warpgroup has 64 of them; else each has
+  // 64 columns, and, if it computes dQ in two pieces, half of the 64 columns after those of both.
   static constexpr int kDqueryCols = (kHeadDim + 63) / 64 * 64;
   static constexpr bool kDqueryByRows = kBlockQ == 128;
   static constexpr int kDqueryGroupCols = kDqueryByRows ? kDqueryCols : 64;
@@ -86,9 +87,9 @@ struct BackwardConfig {
   static constexpr int kStagingBytes = 64 * kDqueryGroupCols * 4;
   static constexpr int kStagingStages = kInPieces ? 1 : 2;  // for each consumer
   static_assert(kBlockQ % 64 == 0 && kDqueryGroupCols == 64);
-  // Number of sums in ordered runs: even and odd key tiles have one each if tiles have 128 rows and
-  // 128 keys. With a single sum, the next block to add to a tile would come just one tile later,
-  // and all blocks would run in lockstep.
+  // Number of sums for dQ in ordered runs. If tiles have 128 rows and 128 keys, even and odd key
+  // tiles have separate sums. With a single sum, the next block to add to a tile would reach it
+  // just one tile later, and all blocks would run in lockstep.
   static constexpr int kOrderedSums = kDqueryByRows ? 2 : 1;
   static_assert(kOrderedSums == 1 || kHeadDim <= kTwoSumsHeadDim);
 
@@ -97,12 +98,12 @@ struct BackwardConfig {
   using KeyTile = SmemTile<kBlockKv, kHeadDim>;
   using ValueTile = SmemTile<kBlockKv, kValueDim>;
   using ScoreTile = SmemTile<kBlockKv, kBlockQ>;  // dS^T
-  // dK or dV of a warpgroup, staged in dQ's place; or one of two panels of it.
+  // A warpgroup's dK or dV, or one of two panels of it, staged in the memory of dQ.
   using GradientTile = SmemTile<64, kInPieces ? 64 : kHeadDim>;
   static_assert(GradientTile::kBytes * (kInPieces ? 2 : 1) <= kStagingBytes);
 
-  // Shared memory holds K, V, kStages times Q, dO and dS^T, and kStagingStages times dQ of each
-  // consumer.
+  // Shared memory holds K, V, kStages each of Q, dO and dS^T, and kStagingStages of each consumer's
+  // dQ.
   static constexpr int kValueOffset = KeyTile::kBytes;
   static constexpr int kQueryOffset = kValueOffset + ValueTile::kBytes;
   static constexpr int kOutOffset = kQueryOffset + kStages * QueryTile::kBytes;
@@ -110,12 +111,13 @@ struct BackwardConfig {
   static constexpr int kStagingOffset = kScoreOffset + kStages * ScoreTile::kBytes;
   static constexpr int kSmemBytes = kStagingOffset + kStagingStages * kConsumers * kStagingBytes;
   static constexpr int kStagingArrivals = 1;
-  static constexpr int kStaticSmemBytes = 3072;  // most for row statistics, barriers, alignment
+  static constexpr int kStaticSmemBytes = 3072;  // bound for row statistics, barriers, alignment
   static_assert(kSmemBytes + kStaticSmemBytes <= kBackwardSmemLimit);
 };
 
-// Configures the first of the two kernels for head dims above 128. A block owns 64 keys and values;
-// one consumer warpgroup computes S and holds dV, the other computes dP and holds dK.
+// Configures the first of the two kernels for head dims above 128 (sm90/backward/wide_key.cuh). A
+// block owns 64 keys and values. One consumer warpgroup computes S and holds dV, the other computes
+// dP and holds dK.
 template <int kHeadDimension>
 struct WideKeyConfig {
   static constexpr int kHeadDim = kHeadDimension;
@@ -131,7 +133,7 @@ struct WideKeyConfig {
   using OutTile = QueryTile;
   using ValueTile = KeyTile;
 
-  // Shared memory holds K, V, and kStages times Q, dO and P^T; P^T is float32, in fragment order.
+  // Shared memory holds K, V, and kStages each of Q, dO and P^T. P^T is float32, in fragment order.
   static constexpr int kValueOffset = KeyTile::kBytes;
   static constexpr int kQueryOffset = kValueOffset + KeyTile::kBytes;
   static constexpr int kOutOffset = kQueryOffset + kStages * QueryTile::kBytes;
@@ -140,13 +142,13 @@ struct WideKeyConfig {
   static constexpr int kStagingBytes = kBlockQ * kBlockKv * 4;
   static constexpr int kSmemBytes = kStagingOffset + kStages * kStagingBytes;
   static constexpr int kStagingArrivals = 4 * kWarpArrivals;
-  static constexpr int kStaticSmemBytes = 2048;  // most for row statistics, barriers
+  static constexpr int kStaticSmemBytes = 2048;  // bound for row statistics, barriers
   static_assert(kSmemBytes + kStaticSmemBytes <= kBackwardSmemLimit);
   using ScoreTile = KeyTile;
 };
 
-// Configures the second of the two kernels: each consumer warpgroup owns 64 query rows, and keeps
-// their dQ in registers.
+// Configures the second of the two kernels (sm90/backward/wide_query.cuh): each consumer warpgroup
+// owns 64 query rows, and keeps their dQ in registers.
 template <int kHeadDimension>
 struct WideQueryConfig {
   static constexpr int kHeadDim = kHeadDimension;
@@ -160,7 +162,7 @@ struct WideQueryConfig {
   using QueryTile = SmemTile<kBlockQ, kHeadDim>;
   using KeyTile = SmemTile<kBlockKv, kHeadDim>;
 
-  // Shared memory holds Q, dO, kKeyStages times K, and kValueStages times V.
+  // Shared memory holds Q, dO, kKeyStages of K, and kValueStages of V.
   static constexpr int kOutOffset = QueryTile::kBytes;
   static constexpr int kKeyOffset = kOutOffset + QueryTile::kBytes;
   static constexpr int kValueOffset = kKeyOffset + kKeyStages * KeyTile::kBytes;

@@ -1,4 +1,10 @@
-// Adds dQ, which the consumers stage in shared memory, to float32 sums in global memory.
+// Adds dQ to float32 sums in global memory. A consumer stages dQ of a query tile in shared memory
+// and notifies its warp, and a thread of the warp starts a bulk reduction (cp.reduce.async.bulk).
+// When the copy has read shared memory, the warp releases the stage.
+//
+// In deterministic runs, key blocks add to a query tile in a fixed order. A flag of each tile holds
+// the current turn: a warp waits for its turn, and then sets the flag to the next one. The block of
+// turn 0 stores its dQ instead of adding, so that the sums need no zeros.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +24,7 @@
 
 namespace jax_flash::sm90 {
 
-// Says where a consumer's dQ of a tile is added, and when.
+// Describes the place of a consumer's dQ of a tile in the sums, and its turn there.
 struct DqueryTile {
   uint32_t row = 0;   // first row, in the sums of all heads
   int32_t lanes = 0;  // lanes that have places there: see dquery_lanes()
@@ -56,8 +62,8 @@ struct DqueryTile {
   }
 };
 
-// Starts adding staged dQ of a tile to its sums, or storing it there: all blocks of columns in one
-// copy if all lanes have places, else one by one. Called by one thread.
+// Starts to add staged dQ of a tile to its sums, or to store it there. This takes one copy if all
+// lanes have places, else one for each block of 8 columns. Called by one thread.
 __device__ __forceinline__ void copy_dquery(bool stores, float* sums, uint32_t staged_smem,
                                             int32_t lanes, int32_t col_blocks) {
   const bool whole = lanes == 128;
@@ -73,7 +79,8 @@ __device__ __forceinline__ void copy_dquery(bool stores, float* sums, uint32_t s
   }
 }
 
-// Waits until another thread block has zeroed the sums, if that is planned. Called by one thread.
+// If the plan has other thread blocks zero the sums of this unit, waits until they have. Called by
+// one thread.
 __device__ __forceinline__ void await_zeros(const BackwardCounters& counters, const BlockPlan& plan,
                                             const BackwardBlock& block, int32_t key_tiles) {
   if (block.unit < plan.zeros.first_unit) return;
@@ -81,8 +88,8 @@ __device__ __forceinline__ void await_zeros(const BackwardCounters& counters, co
   ptx::fence_proxy_async_global();
 }
 
-// Does what add_dquery() does where a consumer stages its dQ in pieces, one after the other in the
-// same place: columns [64 group, 64 group + 64), then [128 + 32 group, 128 + 32 group + 32).
+// Does the work of add_dquery() for consumers that stage dQ in two pieces, one after the other in
+// the same memory: columns [64 group, 64 group + 64), then [128 + 32 group, 128 + 32 group + 32).
 template <typename Config>
 __device__ __forceinline__ void add_dquery_in_pieces(const Backward& params,
                                                      const BackwardWorkspace& workspace,
@@ -121,10 +128,10 @@ __device__ __forceinline__ void add_dquery_in_pieces(const Backward& params,
   }
 }
 
-// Adds a consumer's dQ to the sums. Each consumer has a warp for this, so that neither waits for
-// the other's dQ, nor for the other's turns, of which a tile has two. The first turn stores instead
-// of adding. The latency from one turn to the next bounds ordered runs; so the lanes look up 32
-// tiles at a time, and the read of the next flag overlaps the copy.
+// Adds a consumer's dQ of all query tiles to the sums. Each consumer has a separate warp for this,
+// so that it waits neither for the other's dQ nor for the other's turns: a tile has two flags, one
+// of each. The latency from one turn to the next bounds ordered runs. Therefore the lanes compute
+// the places and turns of 32 tiles at a time, and the next flag is read while the copy runs.
 template <bool kOrdered, typename Config>
 __device__ __forceinline__ void add_dquery(const Backward& params,
                                            const BackwardWorkspace& workspace,
@@ -142,12 +149,12 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
   float* const dquery = odd ? workspace.odd_dquery : workspace.dquery;
   int32_t* const flags = workspace.turns + group + (odd ? workspace.flags / 2 : 0);
   const int32_t head_dim = params.shape.head_dim;
-  // Counts the blocks of 8 columns before this consumer's, and its own.
+  // The blocks of 8 columns before this consumer's, and the number of its own.
   const int32_t first_block = Config::kDqueryByRows ? 0 : group * (Config::kDqueryGroupCols / 8);
   const int32_t col_blocks = min(max(head_dim / 8 - first_block, 0), Config::kDqueryGroupCols / 8);
   HeadTile cursor = walk.begin();
-  DqueryTile tiles;   // this lane's tile of 32
-  int32_t turn = -1;  // value when last read
+  DqueryTile tiles;   // of 32 tiles, that of this lane
+  int32_t turn = -1;  // flag's value when last read
   const BackwardCounters counters{workspace.counters, total_units};
   if (!kOrdered && leader) await_zeros(counters, plan, block, key_tiles);
   for (int32_t index = 0; index < count; ++index, next.advance()) {
@@ -188,7 +195,7 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
     } else if (leader) {
       ptx::cp_async_bulk_wait_group_read<1>();
       if (index > 0) ptx::mbarrier_arrive(smem.dquery_empty(group, stage ^ 1));
-      if (index + 1 == count) {  // dK and dV may be staged there next
+      if (index + 1 == count) {  // dK and dV may be staged next
         ptx::cp_async_bulk_wait_group_read<0>();
         ptx::mbarrier_arrive(smem.dquery_empty(group, stage));
       }

@@ -1,7 +1,12 @@
-// Launches the backward pass for sm_90: chooses the kernels for a head dim and their arguments.
-// Head dims up to 128, and up to 192 with values of at most 128 columns, use
-// sm90/backward/narrow.cuh, larger ones sm90/backward/wide.cuh. The kernels
-// of sm90/backward/edges.cuh run before and after them.
+// Launches the backward pass for sm_90: chooses the kernels for a head dim, and their arguments.
+//
+//   head dim                                             kernels in sm90/backward/
+//   up to 128; up to 192 with at most 128 value columns  narrow.cuh
+//   above, up to 256                                     wide_key.cuh, then wide_query.cuh
+//   above 256                                            columns.cuh
+//
+// The kernels of edges.cuh run before and after them: the first computes delta, the last converts
+// dQ.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -34,7 +39,8 @@ namespace jax_flash::sm90 {
 template <typename Config, typename Element, bool kGeneral>
 Status launch_backward_config(const Backward& params, const BackwardWorkspace& workspace,
                               cudaStream_t stream) {
-  // Kernels for one modifier do not take turns, nor do those with dQ in pieces.
+  // Kernels for one modifier, and those that compute dQ in pieces, do not take turns: they have no
+  // ordered instance.
   constexpr bool kOnly = Config::kModifier != kNoModifier || Config::kInPieces;
   const Shape& shape = params.shape;
   BackwardMaps maps;
@@ -91,7 +97,7 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
                             int64_t{ends.blocks} * kRestBlocks * kGroups, kEndThreads, 0, stream,
                             BackwardEdgePlan(params, workspace, scales, tiles), ends);
   }
-  // If there are few blocks, this much shared memory keeps them from crowding onto the
+  // If there are few blocks, this much shared memory prevents many of them from running on the
   // multiprocessors that are free first.
   const int end_smem_bytes = tiles * heads <= 2 * sms ? kSpreadSmemBytes : 0;
   return launch_dependent("sm90::backward_end_kernel", shape, backward_end_kernel<Config, Element>,
@@ -135,7 +141,8 @@ Status launch_wide_backward(const Backward& params, const BackwardWorkspace& wor
                           stream, params, query_maps, workspace, schedule);
 }
 
-// Thread blocks of the kernel for ALiBi slopes alone add to the slopes' gradient by atomics.
+// Zeroes the slopes' gradient: thread blocks of the kernel for ALiBi slopes alone add to it by
+// atomics.
 inline Status zero_slopes_gradient(const Backward& params, cudaStream_t stream) {
   if (!params.dalibi_slopes) return {};
   const int64_t bytes = params.shape.batch * params.shape.heads * sizeof(float);
@@ -145,7 +152,7 @@ inline Status zero_slopes_gradient(const Backward& params, cudaStream_t stream) 
                           cudaGetErrorString(error));
 }
 
-// Computes the gradients of what is added to the logits.
+// Computes the gradients of a bias, ALiBi slopes and a relative bias.
 template <typename Element, int kHeadDim>
 Status launch_gradients_of_addends(const Backward& params, const BackwardWorkspace& workspace,
                                    cudaStream_t stream) {

@@ -1,5 +1,5 @@
-// Defines the parameters of the sm_90 backward kernels that depend on the call. Like ForwardPlan,
-// they keep contiguous what every call reads, and the host derives as much of it as it can.
+// Defines the parameters of the sm_90 backward kernels that depend on the call. As in ForwardPlan,
+// the values that every call reads are contiguous, and the host derives all that it can.
 #pragma once
 
 #include <cuda.h>
@@ -30,7 +30,7 @@ struct KeyGradientMaps {
 
 inline constexpr int kEdgeRows = 32;  // rows for each block of the first kernel
 
-// Names a head of all batches by its coordinates along the axes of an operand.
+// Identifies a head of a batch by its coordinates along the axes of an operand.
 struct HeadIndex {
   int32_t batch, batch_axes[kTensorMapBatchDims], head;
 
@@ -80,18 +80,19 @@ struct EdgeOperand {
   }
 };
 
-// Says who zeroes the sums for dQ before key blocks add to them. The kernel before zeroes those of
-// the heads that come first. The sums of each other head are divided into as many shares as the
-// head has key blocks: a thread block that takes a key block writes the share of one further on.
+// Divides the zeroing of the sums for dQ, which precedes the additions of key blocks. The begin
+// kernel (edges.cuh) zeroes the sums of the first heads. The sums of each other head are divided
+// into as many shares as the head has key blocks: the thread block that takes a key block zeroes
+// the share of a later one.
 struct ZeroPlan {
   int32_t first_unit = INT32_MAX;  // first unit (BackwardCounters) that is zeroed by shares
-  int32_t ahead = 0;               // distance to that further block, in key blocks
-  int32_t share = 0, of_unit = 0;  // sizes, in units of what a warp writes at a time
+  int32_t ahead = 0;               // distance to the later block, in key blocks
+  int32_t share = 0, of_unit = 0;  // sizes, in 512 bytes: what a warp writes at a time
 };
 
-// Says which work of the last kernel the main kernel does: see EndWarp.
+// Selects the work of the end kernel that the main kernel does (conversion of dQ): see EndWarp.
 struct EndPlan {
-  int32_t blocks = 0;     // blocks of the main kernel that do it; 0: none does
+  int32_t blocks = 0;     // blocks of the main kernel that convert; 0: none does
   int32_t units = 0;      // of heads, in all batches (BackwardCounters)
   int32_t tiles = 0;      // tiles of 64 query rows, in all heads
   int32_t additions = 0;  // for each unit: two for a block, or for each of its tiles
@@ -102,28 +103,30 @@ struct EndPlan {
   EdgeOperand dquery;
 };
 
-// Returns how many lanes of a warpgroup, its first ones, hold dQ of existing rows, among 64 rows
-// from row0 on. Sums for dQ have places for these alone: [block of 8 columns][lane][element].
+// Returns how many lanes of a warpgroup, counted from its first, hold dQ of existing rows among the
+// 64 rows from row0 on. The sums for dQ have places for these lanes only. Their layout is [block of
+// 8 columns][lane][element].
 __device__ __forceinline__ int32_t dquery_lanes(int32_t q_len, int32_t row0) {
   return fragment_lanes(min(max(q_len - row0, 0), 64));
 }
 
-// Divides key blocks among thread blocks, each of which takes a part of their query tiles. They add
-// up their dK and dV: see sm90/backward/split.cuh.
+// Divides key blocks among thread blocks, so that each takes a part of a key block's query tiles.
+// The thread blocks add up their dK and dV: see sm90/backward/split.cuh. There are three ways.
 struct SplitPlan {
-  // Chunks: if all key blocks are equally long, the last ones, fewer than there are thread blocks,
-  // are divided. Their tiles, numbered consecutively, are cut into chunks. A chunk may have tiles
-  // of two key blocks, and is computed from the later one on.
+  // Chunks: used if all key blocks are equally long. The last key blocks, fewer than there are
+  // thread blocks, are divided: their query tiles, numbered consecutively, are cut into chunks. A
+  // chunk may have tiles of two key blocks, and the later of them is computed first.
   int32_t first = INT32_MAX, chunks = 0, tiles = 0;
   Divisor chunk_tiles, block_tiles;
-  // Parts: if there are enough thread blocks, every key block is divided into so many.
+  // Parts: if there are enough thread blocks, every key block is divided into this many parts.
   Divisor parts;
-  // Groups: if every query head has key blocks of its own, a group has so many for the same keys.
+  // Groups: if the query heads of a group have separate key blocks, this many of them share the
+  // same keys.
   Divisor sharing;
   float* sums = nullptr;
   int32_t kv_heads = 1, key_tiles = 1;
 
-  // Returns the end of the indices by which thread blocks take chunks, parts and whole key blocks.
+  // Returns the end of the indices that thread blocks take: whole key blocks, parts and chunks.
   __device__ __forceinline__ int32_t end(int32_t blocks) const {
     return chunks > 0 ? first + chunks : blocks * parts.divisor;
   }
@@ -131,17 +134,22 @@ struct SplitPlan {
   __device__ __forceinline__ int32_t tiles_end(int32_t index) const {
     return index < first ? 0 : min((index - first + 1) * chunk_tiles.divisor, tiles);
   }
-  // Returns the key block. For a chunk, the tiles up to `left` are still to be done.
+  // Returns the key block of an index. For a chunk, `left` is the end of its tiles that are not yet
+  // done.
   __device__ __forceinline__ int32_t block_of(int32_t index, int32_t left = 0) const {
     if (index >= first) return first + block_tiles.quotient(left - 1);
     return parts.quotient(index);
   }
 };
 
-// Points to the counters of the main kernel: blocks taken; for each unit of heads (one head of keys
-// in all batches, or one query head: heads_of_key_block()), shares of zeros that are written, and
-// warps that have added all of a block's dQ; for each thread block, tiles converted; for each sum
-// of dK and dV, two (SplitSums).
+// Points to the counters of the main kernel:
+//   taken      key blocks taken
+//   zeroed     for each unit of heads, shares of zeros that are written
+//   added      for each unit of heads, warps that have added all of a block's dQ
+//   converted  for each thread block, tiles of dQ converted
+//   sums       for each sum of dK and dV, two counters (SplitSums)
+// A unit of heads has the query heads of one key block: all heads of a group, or fewer
+// (heads_of_key_block()). Units are numbered over all batches.
 struct BackwardCounters {
   int32_t* first;
   int32_t units;
@@ -155,15 +163,16 @@ struct BackwardCounters {
   __device__ __forceinline__ int32_t* sums() const { return converted(kMaxPersistentBlocks); }
 };
 
-// True if dlogits, where one kernel computes all gradients, are multiplied by the scale before they
-// are rounded to the operands' type, instead of dQ and dK at the end: the rounding is then the same
-// as cuDNN's (TUNING_backward.md, "Errors"). False for float16, whose range of exponents is small.
+// True if dlogits are multiplied by the scale before they are rounded to the operands' type,
+// instead of dQ and dK at the end, in the kernel that computes all three gradients. Results then
+// round as cuDNN's do (TUNING_backward.md, "Errors"). False for float16, whose range of exponents
+// is small.
 template <typename Element>
 inline constexpr bool kScaledDlogits = std::is_same_v<Element, __nv_bfloat16>;
 
-// Holds the factors of delta before the main kernel, and of dQ after it. With modifiers delta is
-// not scaled, since the gradient of a bias needs it as it is. Without modifiers it is, and the
-// scale costs one instruction a tile.
+// Holds the factors of delta, applied before the main kernel, and of dQ, applied after it. With
+// modifiers, delta is not scaled, because the gradient of a bias needs the unscaled value. Without,
+// it is scaled, and the scale costs one instruction a tile.
 struct GradientScales {
   float delta = 1.0f, dquery = 1.0f;
   bool shifts_lse = false;  // true if lse is relative to what a slope adds: see shifted_lse()
@@ -174,8 +183,8 @@ GradientScales gradient_scales(const Options& options) {
   return {kGeneral ? 1.0f : options.scale, 1.0f};
 }
 
-// Holds the parameters of the kernels before and after. `sums`: true if the main kernel adds to
-// any.
+// Holds the parameters of the kernels that run before and after the main one (edges.cuh). `sums`:
+// true if the main kernel adds to sums in device memory.
 struct BackwardEdgePlan {
   Divisor tiles;  // tiles of a head
   HeadDivisors heads;
@@ -210,7 +219,7 @@ struct BackwardEdgePlan {
         workspace(space) {}
 };
 
-// Holds what the description of a block needs from the call.
+// Holds the values of the call that BackwardBlock::at() needs to describe a key block.
 struct BlockPlan {
   HeadDivisors units;  // of heads: see BackwardCounters
   int32_t group = 0;   // query heads of a unit
@@ -247,7 +256,7 @@ struct BlockPlan {
 };
 
 // Reads every kStep-th line of 64 bytes of a kernel's parameters, from line `first` on, only to
-// bring them into the cache: otherwise one thread would wait for one line after the other.
+// bring them into the cache. Otherwise, one thread would wait for the lines one after the other.
 template <int kStep = 1, typename Parameters>
 __device__ __forceinline__ void touch_parameters(const Parameters& params, int first = 0) {
   constexpr int kWords = sizeof(Parameters) / 4;

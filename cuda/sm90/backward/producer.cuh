@@ -1,5 +1,7 @@
 // Starts the copies of K, V and, tile by tile, of Q with lse and of dO with delta for the consumers
-// of a backward kernel whose block owns keys.
+// of a backward kernel whose thread block owns keys. One producer warp does so. It fills a ring of
+// two stages: it waits for a stage's empty barrier, and the copies complete the full barrier. lse
+// belongs to the barrier of Q, delta to that of dO.
 #pragma once
 
 #include <cuda.h>
@@ -22,8 +24,8 @@
 
 namespace jax_flash::sm90 {
 
-// Starts copying rows row0... of a head to a tile of shared memory. Called by one thread, which has
-// announced the bytes.
+// Starts the copy of rows row0... of a head to a tile of shared memory. Called by one thread, which
+// has announced the bytes to the barrier.
 template <typename Tile>
 __device__ __forceinline__ void load_tile_panels(const Tile& tile, const CUtensorMap& map,
                                                  uint32_t barrier_smem, const Operand& operand,
@@ -36,7 +38,7 @@ __device__ __forceinline__ void load_tile_panels(const Tile& tile, const CUtenso
   }
 }
 
-// Starts copying K or V of a block. Called by one thread.
+// Starts the copy of a block's K or V. Called by one thread.
 template <typename Tile>
 __device__ __forceinline__ void load_keys(const Tile& tile, const CUtensorMap& map,
                                           uint32_t barrier_smem, const Operand& operand,
@@ -45,7 +47,7 @@ __device__ __forceinline__ void load_keys(const Tile& tile, const CUtensorMap& m
   load_tile_panels(tile, map, barrier_smem, operand, batch, kv_head, col0);
 }
 
-// Starts copying K and V of the thread block's first block, before that is described.
+// Starts the copies of K and V for the thread block's first key block, before that is described.
 template <typename Config>
 __device__ __forceinline__ void load_first_keys(const Backward& params, const BlockPlan& plan,
                                                 const TileSchedule& schedule,
@@ -61,15 +63,15 @@ __device__ __forceinline__ void load_first_keys(const Backward& params, const Bl
   load_keys(smem.value(), maps.value, smem.value_full(), params.value, batch, kv_head, col0);
 }
 
-// Returns how many rows of a tile have an lse and a delta in the workspace: all, unless each head
-// has a single tile.
+// Returns how many rows of a tile have an lse and a delta in the workspace: all of them, unless a
+// head has a single tile.
 template <typename Config>
 __device__ __forceinline__ int32_t statistics_rows(const BackwardWorkspace& workspace) {
   return min(workspace.rows, Config::kBlockQ);
 }
 
-// Writes lse and delta of the other rows, which no copy writes. Called by 256 threads, from thread
-// 128 on.
+// Writes lse and delta of the remaining rows, which no copy writes. Called by 256 threads, from
+// thread 128 on.
 template <typename Config>
 __device__ __forceinline__ void fill_statistics(const BackwardWorkspace& workspace,
                                                 const BackwardSmem<Config>& smem) {
@@ -82,7 +84,8 @@ __device__ __forceinline__ void fill_statistics(const BackwardWorkspace& workspa
   }
 }
 
-// Starts copying Q of a tile; its lse follows. Called by one thread.
+// Starts the copy of a tile's Q, and announces the bytes of Q and lse. The caller then starts the
+// copy of lse. Called by one thread.
 template <typename Config>
 __device__ __forceinline__ void load_query(const Backward& params, const BackwardMaps& maps,
                                            const BackwardWorkspace& workspace,
@@ -96,9 +99,9 @@ __device__ __forceinline__ void load_query(const Backward& params, const Backwar
                    at.head, row0);
 }
 
-// Starts the copies for all query tiles of a block. kSeveral: other blocks may follow, and the
-// consumers know the number of tiles of each. `begun`: the copies of K, V and the first Q have been
-// started.
+// Starts the copies for all query tiles of a block. kSeveral: other blocks may follow, and
+// consumers know how many tiles each has; else a tile of row -1 marks the end. `begun`: the copies
+// of K, V and the first Q have been started.
 template <bool kSeveral, bool kOrdered, typename Config>
 __device__ __forceinline__ void load_tiles(const Backward& params, const BackwardMaps& maps,
                                            const BackwardWorkspace& workspace,
@@ -110,7 +113,7 @@ __device__ __forceinline__ void load_tiles(const Backward& params, const Backwar
   const BatchIndex& batch = block.batch;
   const QueryTileWalk& walk = block.walk;
   HeadTile at = walk.begin();
-  if (leader && block.tile_count == 0) {  // the barriers' phases advance all the same
+  if (leader && block.tile_count == 0) {  // consumers expect the barriers' phases
     if (!begun) {
       ptx::mbarrier_wait(smem.keys_empty(), key_parity ^ 1);
       ptx::mbarrier_arrive(smem.key_full());
@@ -118,9 +121,9 @@ __device__ __forceinline__ void load_tiles(const Backward& params, const Backwar
     }
     if (kSeveral) ptx::mbarrier_arrive(smem.block_wanted());
   }
-  // If tiles are skipped, the other lanes are needed, and wait for the leader at each vote.
-  // Otherwise they would run through the whole loop before the leader has its first tile: 230
-  // clocks a tile, and issue slots.
+  // If tiles are skipped, the walk needs all lanes, and each vote keeps them with the leader.
+  // Otherwise the other lanes return: they would run through the whole loop before the leader has
+  // its first tile, which takes issue slots and 230 clocks a tile.
   if (!leader && walk.query_spans == nullptr) return;
   for (int32_t left = block.tile_count; left > 0;
        --left, walk.template advance<Config::kBlockQ, kOrdered>(at), next.advance()) {
@@ -143,13 +146,13 @@ __device__ __forceinline__ void load_tiles(const Backward& params, const Backwar
           load_keys(smem.key(), maps.key, smem.key_full(), params.key, batch, block.kv_head, col0);
         }
         ptx::griddepcontrol_wait();  // for lse and delta
-        // The second kernel of wide heads reads them too, and does not wait for them: it may start
-        // from here.
+        // For head dims above 128, the second kernel reads them, too, without waiting for them: it
+        // may start from here on.
         ptx::griddepcontrol_launch_dependents();
       }
       ptx::cp_async_bulk_load(ptx::shared_address(smem.lse + stage * Config::kBlockQ),
                               workspace.lse_log2 + row_index, statistics_bytes, query_full);
-      if (first && !begun) {  // the first product needs the copies before, not V
+      if (first && !begun) {  // after Q, K and lse: the first product needs no V
         load_keys(smem.value(), maps.value, smem.value_full(), params.value, batch, block.kv_head,
                   col0);
       }

@@ -1,5 +1,6 @@
-// Prepares the launches of the sm_90 backward kernels on the host: tensor maps, the order of
-// blocks, and launches that may each begin while the one before ends.
+// Prepares the launches of the sm_90 backward kernels on the host: tensor maps, the order of key
+// blocks, their division among thread blocks, and the work of neighbouring kernels that the main
+// kernel takes over (zeros before, conversion of dQ after).
 #pragma once
 
 #include <cuda_runtime.h>
@@ -18,7 +19,7 @@
 
 namespace jax_flash::sm90 {
 
-// Makes maps for tiles of block_q query rows and block_kv keys.
+// Makes tensor maps for tiles of block_q query rows and block_kv keys.
 inline Status make_backward_maps(const Backward& params, int block_q, int block_kv,
                                  BackwardMaps& maps) {
   const Shape& shape = params.shape;
@@ -49,11 +50,12 @@ inline Status make_gradient_maps(const Backward& params, int rows, KeyGradientMa
 }
 
 // Orders blocks so that those of one head run at the same time and share its rows in L2. If blocks
-// differ in length, as under a causal mask, sections of several heads run together, their long
-// blocks first: otherwise the long blocks of the last head would start when the others end. A
-// section has `waves` blocks for each multiprocessor, or one wave less if L2 (half of 50 MB) does
-// not hold so many heads. A last section that is much smaller than the rest would put long blocks
-// at the end, too. `row_bytes` is what a block reads and adds to for each row of the other operand.
+// differ in length, as under a causal mask, sections of several heads run together, and each
+// section starts with its long blocks: otherwise, the long blocks of the last head would start when
+// the others end. A section has `waves` blocks for each multiprocessor, or one wave less if L2
+// (half of 50 MB) does not hold so many heads. The last section must not be much smaller than the
+// others, because its long blocks would also start when the others end. `row_bytes`: the bytes that
+// a block reads and adds to for each row of the other operand.
 inline TileSchedule make_schedule(const Backward& params, int64_t tiles, int64_t total_heads,
                                   int64_t rows, int64_t row_bytes, int waves, bool last_first) {
   const Options& options = params.options;
@@ -78,9 +80,9 @@ inline TileSchedule make_schedule(const Backward& params, int64_t tiles, int64_t
   return {tiles, total_heads, section, uneven && last_first};
 }
 
-// Orders blocks that take turns: sections have at most `blocks` blocks, and are all of about the
-// same size. Every other section is reversed, so that a thread block that had a long block gets a
-// short one.
+// Orders blocks that take turns. A section has at most `blocks` blocks, and all sections have about
+// the same size. Every other section is reversed, so that a thread block that had a long block gets
+// a short one next.
 inline TileSchedule make_turn_schedule(const Backward& params, int64_t tiles, int64_t total_heads,
                                        int64_t blocks) {
   const int64_t most = std::clamp<int64_t>(blocks / tiles, 1, total_heads);
@@ -98,8 +100,8 @@ struct KeyBlocks {
   int64_t launched = 0;
 };
 
-// Chooses the order of key blocks, and how many thread blocks are launched for them. For units of
-// heads, see BackwardCounters.
+// Chooses the order of key blocks and the number of thread blocks to launch for them. `turns`:
+// blocks add dQ in turns (deterministic runs). For units of heads, see BackwardCounters.
 template <typename Config>
 KeyBlocks divide_keys(const Backward& params, int32_t heads_of_unit, bool turns, int sms) {
   const Shape& shape = params.shape;
@@ -120,8 +122,8 @@ KeyBlocks divide_keys(const Backward& params, int32_t heads_of_unit, bool turns,
   return blocks;
 }
 
-// Plans the conversion of dQ in the main kernel, unless few heads are complete before the last
-// blocks begin.
+// Plans the conversion of dQ in the main kernel. There is none if few heads are complete before the
+// last blocks begin.
 inline EndPlan plan_ends(const Backward& params, const GradientScales& scales,
                          const KeyBlocks& blocks, int32_t heads_of_unit, bool may) {
   const Shape& shape = params.shape;
@@ -147,10 +149,12 @@ inline EndPlan plan_ends(const Backward& params, const GradientScales& scales,
   return ends;
 }
 
-// Lets the blocks of a group share keys, if there are any. If may_split, chooses parts if at least
-// half of the multiprocessors would have no key block; work that takes longer to begin and to add
-// up than to compute is not divided any further. Chooses chunks if all key blocks are equally long,
-// and the last ones would keep the others waiting for longer than that takes.
+// Divides key blocks (SplitPlan). If query heads of a group have separate key blocks, these share
+// keys in any case. If may_split:
+//   parts   if at least half of the multiprocessors would have no key block. They are not made so
+//           small that it takes longer to begin and to add them up than to compute them.
+//   chunks  if all key blocks are equally long, and the others would wait for the last ones longer
+//           than it takes to begin and add up chunks
 template <typename Config>
 SplitPlan plan_split(const Backward& params, const BackwardWorkspace& workspace, int sms,
                      KeyBlocks& blocks, EndPlan& ends, bool may_split) {
@@ -193,10 +197,10 @@ SplitPlan plan_split(const Backward& params, const BackwardWorkspace& workspace,
   return split;
 }
 
-// Plans the shares of zeros. Shares are contiguous, unit by unit, and a unit's elements must be a
-// multiple of kUnit, which a warp stores at a time. They are written a section ahead. This cannot
-// deadlock: the thread block that is to write a share that a block waits for has taken its own
-// block before that one, or with it, and in turn waits for earlier ones only.
+// Plans the shares of zeros. Shares are contiguous, unit by unit. The elements of a unit must be a
+// multiple of kUnit, the number that a warp stores at a time. Shares are written a section ahead.
+// This cannot deadlock: if a block waits for a share, the thread block that writes it has taken its
+// own block before the waiting one, or at the same time, and waits only for earlier blocks itself.
 template <typename Config>
 ZeroPlan plan_zeros(const Shape& shape, const BackwardWorkspace& workspace,
                     const KeyBlocks& blocks) {
