@@ -1,5 +1,6 @@
-// Describes what a thread block of a backward kernel works on at a time: its key block. A warp of
-// the kernel in narrow.cuh chooses one after the other and hands them to the other warps.
+// Describes the key block that a thread block of a backward kernel works on. In the kernel of
+// narrow.cuh, one warp chooses the key blocks and hands their descriptions to the other warps,
+// through a ring of two in shared memory.
 #pragma once
 
 #include <cstdint>
@@ -20,8 +21,8 @@
 
 namespace jax_flash::sm90 {
 
-// Describes what a thread block works on at a time: a key tile, and the query tiles of its group of
-// heads. It is kept in shared memory, since the warps that copy have few registers.
+// Describes a key block: a key tile, and the query tiles of its heads that may attend to it. It is
+// kept in shared memory, because the warps that copy have few registers.
 struct BackwardBlock {
   BatchIndex batch;
   Band band;
@@ -29,11 +30,11 @@ struct BackwardBlock {
   int32_t kv_head, kv_tile, batch_index;  // kv_tile is -1 after the last block
   int32_t unit;                           // of heads: see BackwardCounters
   int32_t tile_count;
-  bool ascending;  // blocks of lower keys take their turns before this one
+  bool ascending;  // lower keys take their turns first
   AlikeRows alike;
   SplitSum sum;
 
-  // Describes the block at `place` of the schedule. Called by a whole warp. kSkips: there may be
+  // Describes the block at `place` of the schedule. Called by a whole warp. kSkips: calls may have
   // segments. kByMask: skips the query tiles that the mask rules out.
   template <typename Config, bool kSkips, bool kByMask = false>
   static __device__ __forceinline__ BackwardBlock at(const Backward& params, const BlockPlan& plan,
@@ -87,11 +88,12 @@ struct BackwardBlock {
   }
 };
 
-// The next block is chosen when so many tiles of the current one have still to be copied. Until
-// then any other thread block may take it, so that all end at about the same time.
+// The next block is chosen when this many tiles of the current one have still to be copied. Until
+// then, any other thread block may take it, so that all end at about the same time.
 inline constexpr int kTilesAhead = 3;
 
-// Copies K and V of a block to L2: there is no room for them before the last one has ended.
+// Prefetches K and V of a block to L2: shared memory has no room for them until the block before
+// has ended.
 template <typename Config>
 __device__ __forceinline__ void prefetch_keys(const Backward& params, const BackwardMaps& maps,
                                               const BackwardBlock& block) {
@@ -105,8 +107,9 @@ __device__ __forceinline__ void prefetch_keys(const Backward& params, const Back
   }
 }
 
-// Hands blocks to the other warps, except the launch's first, which has index blockIdx.x. Converts
-// dQ until the next block is wanted, or the last has ended.
+// Chooses the thread block's key blocks and hands them to the other warps, except the first, which
+// has index blockIdx.x. Converts dQ while it waits: until the next block is wanted, or the last has
+// ended.
 template <typename Config, typename Element, bool kGeneral, bool kOrdered>
 __device__ __forceinline__ void choose_blocks(const Backward& params, const BackwardMaps& maps,
                                               const BlockPlan& plan,
@@ -123,13 +126,14 @@ __device__ __forceinline__ void choose_blocks(const Backward& params, const Back
   constexpr bool kMayConvert = !kGeneral && !(kOrdered && Config::kOrderedSums > 1);
   const bool converts = kMayConvert && plan.ends.blocks > 0;
   if (converts) ptx::griddepcontrol_wait();
-  // In ordered runs no thread block may have two blocks of a section: see TurnOrder.
+  // Returns the next index. In ordered runs, no thread block may have two blocks of a section (see
+  // TurnOrder), so the index advances by the size of the grid.
   const auto next = [&](uint32_t index) {
     if (gridDim.x >= end) return end;
     if (order != TurnOrder::kNone) return index + gridDim.x;
     uint32_t taken = 0;
     if (leader) {
-      ptx::griddepcontrol_wait();  // for the counter's initial value
+      ptx::griddepcontrol_wait();  // for the zeroed counter
       taken = static_cast<uint32_t>(atomicAdd(counters.taken(), 1));
     }
     return __shfl_sync(0xffffffff, taken, 0) + gridDim.x;
@@ -186,7 +190,8 @@ __device__ __forceinline__ void choose_blocks(const Backward& params, const Back
   }
 }
 
-// Calls f(block, parity) for each block; the parity is that of the barriers of its K and V.
+// Calls f(block, parity) for each block that choose_blocks() hands over. `parity` is that of the
+// barriers of its K and V.
 template <typename Config, typename Function>
 __device__ __forceinline__ void for_blocks(const BackwardSmem<Config>& smem, const Function& f) {
   for (StagePair at;; at.advance()) {

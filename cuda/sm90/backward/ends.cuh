@@ -1,5 +1,6 @@
-// Does the work of the first and last backward kernels for heads that begin late or complete early.
-// The warp of the main kernel that chooses blocks does it, while memory bandwidth is free.
+// Does the work of the begin and end kernels (edges.cuh) for heads that begin late or complete
+// early: zeroes sums for dQ, and converts dQ to the operands' type. The warp of the main kernel
+// that chooses key blocks does it, while memory bandwidth is free.
 #pragma once
 
 #include <cstdint>
@@ -13,7 +14,7 @@
 
 namespace jax_flash::sm90 {
 
-// Writes share `share` of a unit's zeros, by one warp; see ZeroPlan.
+// Writes share `share` of a unit's zeros. Called by one warp. See ZeroPlan.
 __device__ __forceinline__ void write_zeros(const BackwardCounters& counters, const ZeroPlan& zeros,
                                             float* sums, int32_t unit, int32_t share) {
   if (unit < zeros.first_unit) return;
@@ -28,13 +29,13 @@ __device__ __forceinline__ void write_zeros(const BackwardCounters& counters, co
   if (threadIdx.x % 32 == 0) ptx::red_release_add(counters.zeroed(unit), 1);
 }
 
-// Converts every gridDim.x-th tile of 64 query rows, while all key blocks have added to the tile's
-// head. The whole warp calls every function. It has few registers: loops that are not unrolled keep
-// it from spilling.
+// Converts every gridDim.x-th tile of 64 query rows, once all key blocks have added to the tile's
+// head. The whole warp calls every function. The warp has few registers, so loops that would spill
+// are not unrolled.
 template <typename Config, typename Element, bool kOrdered>
 struct EndWarp {
-  static constexpr int kStrips = 4;               // of 16 rows: the next block must not wait longer
-  static constexpr uint32_t kNanoseconds = 4000;  // to sleep until there may be something to do
+  static constexpr int kStrips = 4;               // of 16 rows, short: the next block may be wanted
+  static constexpr uint32_t kNanoseconds = 4000;  // to sleep if no tile is ready
 
   const EndPlan& plan;
   const BackwardWorkspace& workspace;
@@ -72,8 +73,8 @@ struct EndWarp {
       }
       to += 32;
     };
-    // In ordered runs the first block to add stores its sums instead, and there may have been no
-    // block at all. A tile has two flags.
+    // In ordered runs, the first block to add stores instead, so a sum is undefined if no block has
+    // added to it. A tile has two flags.
     const auto is_stored = [&] {
       return workspace.turns[int64_t{batch_head} * workspace.flags + tile_row0 / kEdgeRows] != 0;
     };

@@ -1,5 +1,5 @@
-// Passes tiles between shared memory and the registers of the backward kernels' consumers: operands
-// of products, their accumulators, and the zeroing of rows that nobody may attend to.
+// Moves tiles between shared memory and the registers of the backward kernels' consumers: operands
+// of products and accumulators. Also zeroes rows that no query may attend to.
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@
 
 namespace jax_flash::sm90 {
 
-// Returns the tile with an address that is opaque to the compiler: it would otherwise compute all
+// Returns the tile with an address that the compiler cannot follow. Otherwise, it would compute all
 // descriptors of an invariant tile before the loop, and spill them.
 template <typename Tile>
 __device__ __forceinline__ Tile unknown_address(Tile tile) {
@@ -23,7 +23,7 @@ __device__ __forceinline__ Tile unknown_address(Tile tile) {
   return tile;
 }
 
-// Returns threadIdx.x as a value that the compiler keeps. It would otherwise read the special
+// Returns threadIdx.x as a value that the compiler keeps. Otherwise, it would read the special
 // register again at every use, and such a read waits until the tensor cores have accepted all
 // products that the warp has started.
 __device__ __forceinline__ int kept_thread_index() {
@@ -32,8 +32,8 @@ __device__ __forceinline__ int kept_thread_index() {
   return index;
 }
 
-// Computes the descriptors of wgmma_tile.cuh as sums, whose constant terms the compiler folds: one
-// addition for each, whereas an `or` with the constant bits takes another instruction.
+// Computes the descriptors of wgmma_tile.cuh as sums. The compiler folds their constant terms, so
+// that each takes one addition, whereas an `or` with the constant bits takes another instruction.
 template <typename Tile>
 __device__ __forceinline__ uint64_t summed_descriptor(const Tile& tile, uint32_t leading_bytes,
                                                       uint32_t offset) {
@@ -49,9 +49,9 @@ __device__ __forceinline__ uint64_t operand_mn_major(const Tile& tile, int col0,
 }
 
 // Zeroes the rows of a tile outside [first, end): they may hold NaN, and NaN times 0 is not 0.
-// Called by kThreads threads from thread 128 on, which `barrier` synchronizes: one consumer
-// warpgroup, or both if threads read the tile; one consumer must then not write the rows of the
-// other.
+// Called by kThreads threads from thread 128 on, which `barrier` synchronizes. These are one
+// consumer warpgroup, or both. Both are needed if threads read the tile: one consumer must then not
+// write the rows of the other.
 template <int kThreads = 128, typename Tile>
 __device__ __forceinline__ void zero_rows(const Tile& tile, int32_t first, int32_t end,
                                           int barrier) {
@@ -65,7 +65,7 @@ __device__ __forceinline__ void zero_rows(const Tile& tile, int32_t first, int32
   ptx::barrier_sync(barrier, kThreads);
 }
 
-// Rounds 16 rows of fragments of kN blocks to register operands of kN / 2 products.
+// Rounds fragments of 16 rows and kN blocks of 8 columns to register operands of kN / 2 products.
 template <typename Element, int kN>
 __device__ __forceinline__ void round_fragments(uint32_t (&out)[kN / 2][4],
                                                 const float (&values)[kN][4]) {
@@ -79,7 +79,8 @@ __device__ __forceinline__ void round_fragments(uint32_t (&out)[kN / 2][4],
   }
 }
 
-// Stores 64 columns of them as rows [row, row + 16) of a panel of a tile. `lane` is the caller's.
+// Stores 64 columns of rounded fragments as rows [row, row + 16) of a panel of a tile. `lane`: the
+// caller's.
 template <typename Tile>
 __device__ __forceinline__ void store_rounded(const Tile& tile, int row, int panel,
                                               const uint32_t (&values)[4][4], int lane) {
@@ -116,8 +117,8 @@ __device__ __forceinline__ void load_fragments(uint32_t (&values)[kSteps][4], co
   for (int k = 0; k < kSteps; ++k) ptx::ldmatrix_x4(values[k], reader.at(0, k * 2));
 }
 
-// Ends the life of the values for the compiler: a product that overwrites accumulators also names
-// them as inputs, which would keep their registers occupied until then.
+// Makes the values undefined for the compiler. A product that overwrites accumulators also has them
+// as inputs in its assembly, which would keep their registers occupied until then.
 template <int kN>
 __device__ __forceinline__ void forget(float (&values)[kN][4]) {
 #pragma unroll
@@ -137,7 +138,7 @@ __device__ __forceinline__ void clear(float (&values)[kN][4]) {
 }
 
 // Stores accumulators in the order of the workspace: block n of all threads, then block n + 1.
-// `thread` is the caller's number in its warpgroup.
+// `thread`: the caller's number in its warpgroup.
 template <int kN>
 __device__ __forceinline__ void stage_accumulators(uint32_t address_smem,
                                                    const float (&values)[kN][4], int thread) {
@@ -149,7 +150,8 @@ __device__ __forceinline__ void stage_accumulators(uint32_t address_smem,
   }
 }
 
-// Loads what the same thread stored, or the thread with the same number in another warpgroup.
+// Loads the values that the same thread stored, or the thread of the same number in another
+// warpgroup.
 template <int kN>
 __device__ __forceinline__ void load_staged(float (&values)[kN][4], uint32_t address_smem) {
 #pragma unroll

@@ -5,8 +5,8 @@
 //   above, up to 256                                     wide_key.cuh, then wide_query.cuh
 //   above 256                                            columns.cuh
 //
-// The kernels of edges.cuh run before and after them: the first computes delta, the last converts
-// dQ.
+// The begin kernel of edges.cuh runs before them and computes delta. After narrow.cuh, the end
+// kernel of edges.cuh converts dQ.
 #pragma once
 
 #include <cuda_runtime.h>

@@ -1,5 +1,5 @@
-// Orders the key blocks of a launch, the query tiles that each visits, and, in deterministic runs,
-// the turns in which blocks add to a query tile's dQ.
+// Defines the order of the key blocks of a launch, of the query tiles that each key block visits,
+// and, in deterministic runs, of the turns in which blocks add to a query tile's dQ.
 #pragma once
 
 #include <algorithm>
@@ -11,9 +11,9 @@
 
 namespace jax_flash::sm90 {
 
-// Maps an index to the head and key tile that a block owns. Sections of `section_heads` heads (of
-// all batches, numbered consecutively) follow each other; in a section, all heads' first tiles come
-// first, then all heads' second tiles, and so on.
+// Maps an index to the head and key tile that a block owns. Heads of all batches are numbered
+// consecutively, and divided into sections of `section_heads`. Within a section, all heads' first
+// tiles come first, then all heads' second tiles, and so on.
 struct TileSchedule {
   int32_t tiles = 0, total_heads = 0, sections = 0;
   Divisor section_heads, last_section_heads, section_blocks;
@@ -33,7 +33,7 @@ struct TileSchedule {
             std::clamp<int64_t>(heads_of_section * tiles_of_head, 1, INT32_MAX))),
         last_first(last_tiles_first) {}
 
-  // Returns the section's number.
+  // Finds the head and tile of an index. Returns the number of its section.
   __device__ __forceinline__ int32_t at(int32_t index, int32_t& head, int32_t& tile) const {
     const int32_t section = section_blocks.quotient(index);
     const int32_t rest = index - section * section_blocks.divisor;
@@ -45,36 +45,37 @@ struct TileSchedule {
   }
 };
 
-// Says how several blocks take turns to add to a sum for dQ, independently of timing. Turns have
-// the order in which blocks would come if all of a section started together, or each when a block
-// of the section before ends: then hardly any block waits. All blocks of a section must run at the
-// same time. They do, because a launch has as many thread blocks as a section has blocks, and each
-// takes one of every section.
+// Selects how blocks take turns to add to a sum for dQ, independently of timing. The turns follow
+// the order in which blocks would reach the sum if all blocks of a section started together, or if
+// each started when a block of the section before ends. Then hardly any block waits. All blocks of
+// a section must run at the same time. They do, because a launch has as many thread blocks as a
+// section has blocks, and each takes one block of every section.
 enum class TurnOrder : int32_t {
   kNone,
   kTogether,
   kAscending,  // a head has too many blocks: each waits only for those of lower keys
 };
 
-// Says which query tiles, of 64 rows from `first` to `last` on, have the segment of a block's keys,
-// like all of these: no pair has to be looked at. `all`: whether those that the block visits do.
+// Holds the range of query tiles, by their first rows from `first` to `last`, 64 rows each, in
+// which all rows and all of the block's keys have the same segment, so that no pair has to be
+// compared. `all`: true if this holds for all tiles that the block visits.
 struct AlikeRows {
   int32_t first = INT32_MAX, last = -1;
   bool all = true;
 };
 
-// Names a query tile of a query head.
+// Identifies a query tile of a query head.
 struct HeadTile {
   int32_t head, tile;
 };
 
-// Walks over the query tiles that a block visits, for all heads of a group, head by head. Within a
-// head it may start at any tile and wrap around, or go from the last to the first. Whole warps call
-// its functions.
+// Walks over the query tiles that a block visits, head by head, for all its heads. Within a head,
+// the walk may start at any tile and wrap around, or go from the last tile to the first. Whole
+// warps call its functions.
 struct QueryTileWalk {
   TileRange range;
   int32_t first_head, end_head;
-  int32_t start = 0, first_tile = 0;  // where each head starts, and where the first one does
+  int32_t start = 0, first_tile = 0;  // start of each head, and of the first head
   bool backward = false;
   const SegmentSpan* query_spans = nullptr;
   int32_t query_blocks = 0;
@@ -85,7 +86,8 @@ struct QueryTileWalk {
     if (query_spans == nullptr) return candidate;
     return next_tile<kBlockQ>(query_spans, query_blocks, key_span, candidate, range.end);
   }
-  // Skips the tiles that have none of the segments of the block's keys.
+  // Restricts the walk to tiles that have a segment of the block's keys. Returns the tiles that
+  // have no other segment.
   template <int kBlockQ>
   __device__ __forceinline__ AlikeRows skip_segments(const SegmentSpan* spans, int32_t blocks,
                                                      const SegmentSpan& keys) {
@@ -127,7 +129,7 @@ struct QueryTileWalk {
     first_tile = start;
     if (range.first >= range.end || start >= range.end) first_head = end_head;
   }
-  // Continues from the tile of an index.
+  // Lets the walk begin at its index-th tile.
   __device__ __forceinline__ void skip(int32_t index) {
     const HeadTile cursor = at(index);
     first_head = cursor.head;
@@ -142,31 +144,33 @@ struct QueryTileWalk {
     for (HeadTile at = begin(); !done(at); advance<kBlockQ>(at)) ++tiles;
     return tiles;
   }
-  // Returns the tile of an index in this order, if nothing is skipped.
+  // Returns the index-th tile of the walk. Valid only if no tile is skipped.
   __device__ __forceinline__ HeadTile at(int32_t index) const {
     const int32_t tiles = range.end - range.first, heads = index / tiles;
     const int32_t place = index - heads * tiles;
     const int32_t tile = backward ? start - place : start + place;
     return {first_head + heads, tile < range.end ? tile : tile - tiles};
   }
-  // Advances to the next tile. kOrdered: with turns; without them no walk goes backward.
+  // Advances to the next tile. kOrdered: blocks take turns; otherwise no walk goes backward.
   template <int kBlockQ, bool kOrdered = false>
   __device__ __forceinline__ void advance(HeadTile& at) const {
     const bool down = kOrdered && backward;
     at.tile = down ? at.tile - 1 : skip_to<kBlockQ>(at.tile + 1);
     if (down && at.tile < range.first) at.tile = start;
-    // With segments nothing is shifted, and the first tile that is not skipped is `start`.
+    // With segments, walks are not shifted, and the first tile that is not skipped is `start`.
     if (at.tile >= range.end) at.tile = query_spans ? start : range.first;
     if (at.tile == start) ++at.head;
   }
 };
 
-// True if every row may attend to every key. Then all blocks visit all tiles, and start shifted.
+// True if every row may attend to every key. With turns, all blocks then visit all tiles, and their
+// starts are shifted.
 __device__ __forceinline__ bool is_rectangle(const Band& band) {
   return band.lo <= 1 - band.q_len && band.hi >= band.kv_len;
 }
 
-// Returns by how many tiles the start of a block of a rectangle is shifted, if there are turns.
+// Returns by how many tiles the start of a block is shifted, in calls with turns where every row
+// may attend to every key. The blocks of a head then start at different query tiles.
 template <int kBlockKv>
 __device__ __forceinline__ int32_t shifted_start(const Band& band, const TileRange& range,
                                                  int32_t kv_tile) {
@@ -175,9 +179,10 @@ __device__ __forceinline__ int32_t shifted_start(const Band& band, const TileRan
                               kv_tiles_here);
 }
 
-// Returns how many of the blocks that add to a query tile, those of `range`, do so before the block
-// of tile kv_tile. They are those that reach it earlier (see TurnOrder) if all take equally long
-// for a tile. With kSums sums, each has every kSums-th tile.
+// Returns the turn of the block of tile kv_tile: how many of the blocks that add to a query tile,
+// those of `range`, do so before it. These are the blocks that reach the tile earlier (see
+// TurnOrder) if all blocks take equally long for a tile. With kSums sums, each sum has every
+// kSums-th block.
 template <int kSums>
 __device__ __forceinline__ int32_t turn_of(const Band& band, bool ascending, int32_t kv_tile,
                                            int32_t q_tile, int32_t q_tiles_total,
@@ -185,8 +190,8 @@ __device__ __forceinline__ int32_t turn_of(const Band& band, bool ascending, int
   if (ascending) return (kv_tile - range.first) / kSums;
   const int32_t later = (range.end - 1 - kv_tile) / kSums;
   if (!is_rectangle(band)) return later;
-  // Blocks up to `last` start at this tile or before it; the later of them reach it first. The
-  // others wrap around to it.
+  // Blocks up to `last` start at this query tile or before it, and the later of them reach it
+  // first. The other blocks reach it after they wrap around.
   const uint32_t ends = static_cast<uint32_t>(q_tile + 1) * range.end;  // host: fits
   const int32_t last = static_cast<int32_t>((ends + q_tiles_total - 1) / q_tiles_total) - 1;
   return kv_tile <= last ? (last - kv_tile) / kSums

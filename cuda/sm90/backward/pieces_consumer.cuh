@@ -1,6 +1,6 @@
-// Computes a key block's dK and dV, and stages dQ of its query tiles, where head dims up to 192
-// meet values of at most 128 columns, as in multi-head latent attention: the consumers of
-// sm90/backward/narrow.cuh, in another order.
+// Implements the consumers of sm90/backward/narrow.cuh for head dims up to 192 with values of at
+// most 128 columns, as in multi-head latent attention. Their steps have another order than those of
+// narrow_consumer.cuh:
 //
 //   S^T = K Q^T                              64 query rows
 //   P^T = 2^(scale log2(e) S^T - lse)        float32, in registers until dS^T is computed
@@ -8,13 +8,14 @@
 //     dP^T = V dO^T,  dS^T = P^T (dP^T - delta),  dV += P^T dO,  dK += dS^T Q
 //   dQ = dS K of the tile before, in pieces: 64 columns of a consumer, then 32
 //
-// dK of 64 keys and 192 columns and dV of 128 take 160 registers, and ptxas serializes products if
-// more than 48 others are accumulators or operands at the same time. So there are at most S^T or
-// P^T with a half of dP^T, or a piece of dQ. A consumer then overlaps little of its own work. But
-// the two compute exponentials in turn, so one's products run beside the other's exponentials.
+// dK of 64 keys and 192 columns and dV of 128 columns take 160 registers. ptxas serializes products
+// if more than 48 other registers are accumulators or operands at the same time. Therefore the
+// consumer holds at most S^T or P^T and a half of dP^T, or a piece of dQ. It overlaps little of its
+// own work, but the two consumers compute exponentials in turn, so that one's products overlap the
+// other's exponentials.
 //
-// Shared memory holds what sm90/backward/narrow.cuh has there, but a single stage of dQ for each
-// consumer. The second piece is computed while the first is copied from there.
+// The shared memory is that of narrow.cuh, but has a single stage of dQ for each consumer. The
+// second piece of dQ is computed while the first is copied from there.
 #pragma once
 
 #include <cstdint>
@@ -35,7 +36,7 @@
 
 namespace jax_flash::sm90 {
 
-// Has the steps of a consumer that computes in pieces; all others are inherited.
+// Implements the steps that differ for a consumer that computes in pieces; inherits all others.
 template <typename Config, typename Element, bool kMayShare>
 struct PiecesConsumer : NarrowConsumer<Config, Element, false, kMayShare> {
   using Base = NarrowConsumer<Config, Element, false, kMayShare>;
@@ -47,7 +48,7 @@ struct PiecesConsumer : NarrowConsumer<Config, Element, false, kMayShare> {
   using HalfTile = float[4][4];  // 64 keys by 32 query rows, or 64 rows by 32 columns of dQ
   using Ring = RingState<Config::kStages>;
 
-  // Computes the block.
+  // Processes the key block: all its query tiles, then the results.
   __device__ __forceinline__ void run(Ring& ring, uint32_t key_parity, int& tiles_done) const {
     KeySums dkey;
     ValueSums dvalue;
@@ -79,7 +80,7 @@ struct PiecesConsumer : NarrowConsumer<Config, Element, false, kMayShare> {
   }
 
  private:
-  // Adds a tile's dV and dK, from the S^T on that has been started, and stores its dS^T.
+  // Adds a tile's part of dV and dK, and stores its dS^T. Its S^T has been started.
   __device__ __forceinline__ void add_tile(uint32_t stage, const int2& tile, bool is_cut,
                                            Tile& scores, KeySums& dkey, ValueSums& dvalue) const {
     const int32_t key0 = block.kv_tile * Config::kBlockKv + warp_key;
@@ -112,9 +113,10 @@ struct PiecesConsumer : NarrowConsumer<Config, Element, false, kMayShare> {
       }
       this->add_product(dvalue, probabilities, smem.dout(stage), half);
       this->add_product(dkey, dscores_rounded, smem.query(stage), half);
-      ptx::wgmma_wait_group<1>();  // the products that follow need the registers of others
+      ptx::wgmma_wait_group<1>();  // the next products need registers
     }
-    // The other consumer has then read the dS^T that is overwritten, too.
+    // Waits for the other consumer's arrival. It has then also read the dS^T that is overwritten
+    // here.
     this->await_dscores(stage ^ 1);
     store_rounded(smem.score(stage), warp_key, 0, rounded, thread % 32);
   }
@@ -135,7 +137,8 @@ struct PiecesConsumer : NarrowConsumer<Config, Element, false, kMayShare> {
     arrive_by_warp(smem.dout_empty(stage));
     arrive_by_warp(smem.query_empty(stage));
     stage_dquery(dquery, stage ^ 1);
-    // Says that dS^T is stored, and that the other stage of it has been read.
+    // Notifies the other consumer that dS^T is stored, and that dS^T in the other stage has been
+    // read.
     ptx::barrier_arrive(kScoresStored + group * 2 + stage, Config::kConsumerThreads);
   }
   // Computes dQ of the last tile, whose dS^T is in `stage`, and writes dK and dV.
@@ -148,7 +151,8 @@ struct PiecesConsumer : NarrowConsumer<Config, Element, false, kMayShare> {
     this->finish_sums(dkey, dvalue);
   }
 
-  // Stages the first piece of dQ, which has been started, and computes and stages the second.
+  // Stages the first piece of dQ, whose product has been started, then computes and stages the
+  // second.
   __device__ __forceinline__ void stage_dquery(Tile& first, uint32_t stage) const {
     ptx::wgmma_wait_group<0>();
     stage_piece(first, 0, stage);
@@ -159,9 +163,9 @@ struct PiecesConsumer : NarrowConsumer<Config, Element, false, kMayShare> {
     ptx::wgmma_wait_group<0>();
     stage_piece(second, 1, stage);
   }
-  // Hands a piece to the warp that adds it. Both pieces are staged in the same place, so each has
-  // to wait until the one before has been copied from there. Each is copied once a tile, and the
-  // ring has two stages, so the stage is the parity of the number of tiles before.
+  // Stages a piece and notifies the warp that adds it. Both pieces use the same memory, so each
+  // waits until the piece before has been copied from there. Each is copied once a tile, and the
+  // ring has two stages, so the stage equals the parity of the number of tiles before.
   template <int kN>
   __device__ __forceinline__ void stage_piece(float (&dquery)[kN][4], int piece,
                                               uint32_t stage) const {
@@ -173,14 +177,14 @@ struct PiecesConsumer : NarrowConsumer<Config, Element, false, kMayShare> {
   }
 };
 
-// Computes one key block's dK and dV, and stages dQ of each of its query tiles, as a consumer.
+// Runs a consumer on one key block: computes its dK and dV, and stages dQ of its query tiles.
 template <typename Config, typename Element, bool kGeneral, bool kMayShare>
 __device__ __forceinline__ void consume_tiles(
     const Backward& params, const KeyGradientMaps& maps, const BackwardWorkspace& workspace,
     const BlockPlan& plan, int32_t units, const BackwardSmem<Config>& smem,
     const BackwardBlock& block, RingState<Config::kStages>& ring, uint32_t key_parity) {
-  // The shuffle makes it uniform in the warp for the compiler, so that descriptors use uniform
-  // registers.
+  // The shuffle makes the value uniform in the warp for the compiler, so that descriptors use
+  // uniform registers.
   const int group = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0) - 1;
   int tiles_done = 0;
   const auto run = [&](auto mixed) {

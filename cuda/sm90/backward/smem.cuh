@@ -1,10 +1,11 @@
-// Lays out the shared memory of a backward kernel whose block owns keys, and numbers its barriers.
+// Lays out the shared memory of a backward kernel whose thread blocks own keys, and numbers its
+// barriers.
 //
-// A proxy fence separates ordinary accesses to shared memory from those of copies and products. The
-// thread that starts the copies or products executes it, after the barrier that orders the two, in
-// the same block: the memory model asks for one fence on the way (Lustig, Cooksey, Giroux, ISCA
-// 2022). In front of the barrier, where it is often seen, all threads would wait for their own
-// accesses: 600 clocks a tile.
+// A proxy fence orders ordinary accesses to shared memory and those of copies and products. It is
+// executed by the thread that starts the copies or products, after the barrier that orders both
+// sides: the memory model asks for one fence on the way, in the same thread block (Lustig, Cooksey,
+// Giroux, ISCA 2022). Code often has the fence in front of the barrier instead. There, all threads
+// would wait for their own accesses: 600 clocks a tile.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +25,8 @@ struct StagePair {
   __device__ __forceinline__ void advance() { ++count; }
 };
 
-// Arrives for a whole warp: everything that its threads have done happens before a wait for the
-// barrier returns.
+// Arrives for a whole warp: all that its threads have done happens before a wait for the barrier
+// returns.
 __device__ __forceinline__ void arrive_by_warp(uint32_t barrier_smem) {
   __syncwarp();
   if (kWarpArrivals > 1 || threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier_smem);
@@ -37,7 +38,7 @@ struct BackwardBlock;
 template <typename Config>
 struct BackwardSmem {
   uint32_t root;      // base of the tiles
-  uint32_t barriers;  // four single ones, then two or kStages of each other kind
+  uint32_t barriers;  // four single ones; then two or kStages of each kind
   float* lse;         // [kStages][kBlockQ]
   float* delta;       // [kStages][kBlockQ]
   int2* tiles;        // [kStages]: a tile's first row and its head; if there is a single key block,
@@ -57,7 +58,7 @@ struct BackwardSmem {
   __device__ __forceinline__ typename Config::ScoreTile score(uint32_t stage) const {
     return {root, Config::kScoreOffset + stage * Config::ScoreTile::kBytes};
   }
-  // Returns the address of staged sums: dQ of a warpgroup, or P^T of a stage.
+  // Returns the address of staged accumulators: dQ of a warpgroup, or P^T of a stage.
   __device__ __forceinline__ uint32_t staging(int index) const {
     return root + Config::kStagingOffset + index * Config::kStagingBytes;
   }
@@ -77,12 +78,13 @@ struct BackwardSmem {
   __device__ __forceinline__ uint32_t dout_full(uint32_t stage) const { return at(2, stage); }
   __device__ __forceinline__ uint32_t dout_empty(uint32_t stage) const { return at(3, stage); }
 
-  // Is empty when staged dQ has been copied; a consumer has two stages of it, or two pieces. The
-  // other kernel has no such barriers, but the next two kinds instead.
+  // Completes when staged dQ has been copied; a consumer has two stages of it, or two pieces. Only
+  // the kernel of narrow.cuh has these barriers. That of wide_key.cuh has the two kinds that follow
+  // instead.
   __device__ __forceinline__ uint32_t dquery_empty(int group, uint32_t stage) const {
     return at(4 + group, stage);
   }
-  // Is full when P^T has been staged by one consumer for the other, in the kernel that has it.
+  // Completes when one consumer has staged P^T for the other (wide_key.cuh).
   __device__ __forceinline__ uint32_t staging_full(uint32_t stage) const { return at(4, stage); }
   __device__ __forceinline__ uint32_t staging_empty(uint32_t stage) const { return at(5, stage); }
 
@@ -96,7 +98,7 @@ struct BackwardSmem {
       const int kind = (index - 8) / Config::kStages;
       int arrivals = 1;
       if (index == 2) arrivals = kConsumerArrivals;
-      // The warps that copy and that add dQ arrive too.
+      // The producer warp and the two warps that add dQ arrive, too.
       if (index == 6 || index == 7) arrivals = kConsumerArrivals + 3 * kWarpArrivals;
       if (index >= 8 && (kind == 1 || kind == 3)) arrivals = kConsumerArrivals;
       if (index >= 8 && kind >= 4) arrivals = Config::kStagingArrivals;
@@ -111,10 +113,12 @@ struct BackwardSmem {
   }
 };
 
-// Numbers the named barriers. kScoresStored: each consumer signals to the other that its dS^T is
-// stored; two of them alternate. kBackwardZeroed: synchronizes one consumer. kDqueryFull: each
-// consumer signals to the warp that adds its dQ; two of them alternate. kConsumers: synchronizes
-// both consumers. kMayCompute: one consumer lets the other compute.
+// Numbers the named barriers.
+//   kScoresStored    each consumer notifies the other that its dS^T is stored; two alternate
+//   kBackwardZeroed  synchronizes one consumer
+//   kDqueryFull      each consumer notifies the warp that adds its dQ; two alternate
+//   kConsumers       synchronizes both consumers
+//   kMayCompute      each consumer lets the other compute exponentials
 enum BackwardBarrier : int {
   kScoresStored = 1,
   kBackwardZeroed = 5,

@@ -1,5 +1,6 @@
-// Divides key blocks among thread blocks: restricts each to its tiles, and adds up their dK and dV.
-// A thread block waits only for work that was taken before its own.
+// Divides key blocks among thread blocks: restricts each thread block to its query tiles, and adds
+// up their dK and dV in device memory. A thread block waits only for work that was taken before its
+// own, so it cannot deadlock.
 #pragma once
 
 #include <algorithm>
@@ -12,14 +13,15 @@
 
 namespace jax_flash::sm90 {
 
-// Says what a thread block's dK and dV are of those of the key block. If weight is total, all.
+// Describes the share that a thread block's dK and dV are of those of the key block. If weight
+// equals total, they are complete.
 struct SplitSum {
-  int32_t index = 0;              // of the key block's sums
+  int32_t index = 0;              // of the sums that the key block has
   int32_t weight = 0, total = 0;  // in tiles if there are chunks, else in thread blocks
 };
 
-// Restricts a key block to the tiles that belong to an index; `left` as in SplitPlan::block_of().
-// kMaySplit: there may be parts or chunks.
+// Restricts a key block to the tiles that belong to an index. `left`: see SplitPlan::block_of().
+// kMaySplit: the plan may have parts or chunks.
 template <bool kMaySplit, typename Block>
 __device__ __forceinline__ void divide(const SplitPlan& plan, int32_t index, int32_t& left,
                                        Block& block) {
@@ -54,12 +56,12 @@ __device__ __forceinline__ void divide(const SplitPlan& plan, int32_t index, int
   block.sum = sum;
 }
 
-// Adds up dK and dV of a consumer, in fragment order. The first thread block to come stores its own
-// there, the others add theirs, and the last one gets what all have added. Called by all threads of
-// the consumer.
+// Adds up dK and dV of a consumer, in fragment order. The first thread block to arrive stores its
+// own, the next ones add theirs, and the last one adds the stored sum to its registers. Called by
+// all threads of the consumer.
 struct SplitSums {
   float* sums;        // [index][consumer][element of dK, then of dV]
-  int32_t* counters;  // [index][consumer]: the weights that have come, and that have been added
+  int32_t* counters;  // [index][consumer]: weights that have arrived, and that are added
   int group, barrier;
   uint32_t scratch_smem;  // four bytes, free until `barrier`
 
