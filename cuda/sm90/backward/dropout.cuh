@@ -1,15 +1,15 @@
-// Drops probabilities in the backward kernel made for dropout alone.
+// Applies dropout in the backward kernel that is compiled for dropout alone.
 //
-//   dV = c D(P)^T dO,  dS = P (c D(dP) - delta)    D: what dropout keeps, c: dropout_scale
+//   dV = c D(P)^T dO,  dS = P (c D(dP) - delta)    D: zeroes what is dropped, c: dropout_scale
 //
-// The random words of a tile are drawn while products run that it waits for, and P is given the
-// sign bit of what is dropped. So no register holds the bits until dP is complete: rounding
-// with .relu gives D(P), and with P' the signed P
+// A tile's random words are drawn while the warp would otherwise wait for products. The sign bit of
+// P then marks dropped elements, so that no register holds the bits until dP is complete. Rounding
+// with .relu gives D(P). With P' for P with this sign,
 //
 //   (P' + |P'|) dP - |P'| (2 delta / c) = 2 dS / c,
 //
-// one instruction an element more than without dropout. The factors of delta, dK and dQ follow from
-// it (launch.cuh); dV is multiplied by c at the end.
+// which takes one instruction an element more than without dropout. dropout_scales() has the
+// factors of delta, dK and dQ that follow; dV is multiplied by c at the end.
 #pragma once
 
 #include <cstdint>
@@ -24,12 +24,12 @@
 
 namespace jax_flash::sm90 {
 
-// Returns the factors of delta and of dQ; dK has that of dQ.
+// Returns the factors of delta and of dQ. The factor of dK is that of dQ.
 JAX_FLASH_HOST_DEVICE inline GradientScales dropout_scales(const Options& options) {
   return {2.0f / options.dropout_scale, 0.5f * options.dropout_scale * options.scale};
 }
 
-// Draws for fragments of S^T of 16 keys by 64 queries.
+// Draws random words for fragments of S^T of 16 keys by 64 queries, and applies them.
 struct TransposedDropout {
   static constexpr int kN = 8;
   using Words = KeptGroups<kN>;
@@ -47,7 +47,7 @@ struct TransposedDropout {
     dropout.draw_all<kN, true>(words, threshold, row0, key0);
   }
 
-  // Turns S^T into P^T, with a sign where it is dropped.
+  // Turns S^T into P^T, with the sign bit set where it is dropped.
   template <typename Columns>
   static __device__ __forceinline__ void probabilities(float (&scores)[kN][4], const Words& words,
                                                        const Columns& lse, float to_log2) {
@@ -65,7 +65,7 @@ struct TransposedDropout {
     }
   }
 
-  // Rounds what is kept to register operands.
+  // Rounds P^T to register operands; dropped elements become 0.
   template <typename Element>
   static __device__ __forceinline__ void round(uint32_t (&out)[kN / 2][4],
                                                const float (&signed_p)[kN][4]) {
@@ -94,7 +94,7 @@ struct TransposedDropout {
   }
 };
 
-// Stands for it in calls without dropout.
+// Replaces TransposedDropout in calls without dropout.
 struct NoDropout {
   struct Words {};
   __device__ __forceinline__ void begin(const Forward&, const BatchIndex&, int32_t) {}

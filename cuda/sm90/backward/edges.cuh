@@ -1,8 +1,9 @@
-// Defines the kernels that run before and after the main backward kernels; memory bandwidth bounds
+// Defines the kernels that run before and after the main backward kernels. Memory bandwidth bounds
 // both.
-//   before: delta = sum_h(dout * out) - dlse, perhaps times the scale (GradientScales), lse in log2
-//           units, accumulators set to zero
-//   after:  dquery from float32 accumulators, in fragment order, to its own type and layout
+//   begin: delta = sum_h(dout * out) - dlse, perhaps times the scale (GradientScales); lse in log2
+//          units; zeros in the sums that the main kernel adds to
+//   end:   dquery from its float32 sums, which are in fragment order, to its own type and layout
+// The rest kernel replaces the end kernel where the main kernel has converted some tiles.
 #pragma once
 
 #include <cstdint>
@@ -28,8 +29,8 @@ namespace jax_flash::sm90 {
 inline constexpr int kEdgeThreads = 256;
 inline constexpr int kSpreadSmemBytes = 100 * 1024;  // two such blocks fit on a multiprocessor
 
-// Zeroes what the main kernels add to, for kEdgeRows rows, and some of the counters. The first
-// block also writes the lse and delta that stand for rows beyond the last. Called by all threads.
+// Zeroes the sums that the main kernels add to, for kEdgeRows rows, and some of the counters. The
+// first block also writes the lse and delta of rows beyond the last. Called by all threads.
 __device__ __forceinline__ void write_zeros(const BackwardEdgePlan& plan, int32_t batch_head,
                                             int32_t row0) {
   const BackwardWorkspace& workspace = plan.workspace;
@@ -59,9 +60,9 @@ __device__ __forceinline__ void write_zeros(const BackwardEdgePlan& plan, int32_
   }
 }
 
-// Computes delta and lse in log2 units. The grid is batch x head x tiles of kEdgeRows rows, and
-// kLanes lanes read a row, or 32 do twice. The zeros, which depend on nothing that is read, are
-// written first, and all reads are in flight at the same time.
+// Computes delta, and lse in log2 units. The grid is batch x head x tiles of kEdgeRows rows. kLanes
+// lanes read a row; if kLanes is 64, 32 lanes read two chunks each. The zeros depend on no read, so
+// they are written while all reads are in flight.
 template <typename Element, int kLanes>
 __global__ void __launch_bounds__(kEdgeThreads)
     backward_begin_kernel(const __grid_constant__ BackwardEdgePlan plan,
@@ -89,7 +90,7 @@ __global__ void __launch_bounds__(kEdgeThreads)
     a[u] = *reinterpret_cast<const uint4*>(out + i * plan.out.row);
     b[u] = *reinterpret_cast<const uint4*>(dout + i * plan.dout.row);
   }
-  // One thread handles each row.
+  // One thread handles lse and delta of a row.
   const bool has_row = thread < kEdgeRows && row0 + thread < q_len;
   float row_lse = minus_infinity(), row_dlse = 0.0f;
   if (has_row) {
@@ -124,7 +125,7 @@ __global__ void __launch_bounds__(kEdgeThreads)
   if (thread >= min(workspace.rows - row0, kEdgeRows)) return;
   const int64_t row_index = int64_t{batch_head} * workspace.rows + row0;
   const bool dead = row_lse == minus_infinity();
-  // Its units are those of the logits.
+  // The units of the shift are those of the logits.
   float shift = row_lse * (in_natural_units(params) ? 1.0f : kLog2E);
   if (plan.scales.shifts_lse && !dead) {
     const BatchIndex batch = head.batch_index();
@@ -138,7 +139,7 @@ __global__ void __launch_bounds__(kEdgeThreads)
       dead ? 0.0f : (sums_smem[thread] - row_dlse) * plan.scales.delta;
 }
 
-// kAbove256: whether value_dim may be above 256.
+// kAbove256: true if value_dim may be above 256.
 template <typename Element, bool kAbove256 = false>
 Status launch_begin(const Backward& params, const BackwardWorkspace& workspace,
                     const GradientScales& scales, bool sums, const ZeroPlan& zeros,
@@ -186,8 +187,8 @@ __device__ __forceinline__ void convert_tile(const BackwardEdgePlan& plan, int32
     }
   };
   ptx::griddepcontrol_wait();
-  // In ordered runs the first block to add stores its sums instead, and there may have been no
-  // block at all.
+  // In ordered runs, the first block to add stores instead, so a sum is undefined if no block has
+  // added to it.
   if (workspace.turns == nullptr || *turns != 0) {
     each(workspace.dquery, [](float (&to)[4], const float4& value) {
       to[0] = value.x, to[1] = value.y, to[2] = value.z, to[3] = value.w;
@@ -215,8 +216,8 @@ __global__ void __launch_bounds__(kEndThreads, 1024 / kEndThreads)
 
 inline constexpr int kRestBlocks = 4;  // for each block of the main kernel
 
-// Converts the tiles that the main kernel did not: see EndPlan. The grid is column groups x blocks
-// of the main kernel x kRestBlocks.
+// Converts the tiles that the main kernel did not convert: see EndPlan. The grid is column groups x
+// blocks of the main kernel x kRestBlocks.
 template <typename Config, typename Element>
 __global__ void __launch_bounds__(kEndThreads, 1024 / kEndThreads)
     backward_rest_kernel(const __grid_constant__ BackwardEdgePlan plan,

@@ -1,6 +1,6 @@
-// Prepares masks for the sm_90 backward kernels up to head dim 128: as bits, in the order in which
-// consumers read them, and as the query tiles that a key tile can skip. Kernels before them do so
-// once for all batches and heads that share the mask.
+// Prepares masks for the sm_90 backward kernels up to head dim 128. Kernels that run before them
+// compute the mask's bits, in the order in which consumers read them, and the query tiles that a
+// key tile can skip, once for all batches and heads that share the mask.
 #pragma once
 
 #include <cstdint>
@@ -16,8 +16,8 @@
 
 namespace jax_flash::sm90 {
 
-// Points to a word for each lane of a warp, for each 16 keys and 64 rows of each [batch, heads]
-// that the mask has (TransposedMask).
+// Points to the mask's bits: one word for each lane of a warp, for each 16 keys and 64 rows of each
+// [batch, heads] that the mask has. TransposedMask defines the order of the bits.
 struct TransposedMaskWords : MaskMatrices {
   const uint32_t* words = nullptr;
   int32_t row_groups = 1, key_groups = 1;
@@ -46,11 +46,11 @@ struct TransposedMaskWords : MaskMatrices {
 };
 
 // Holds a range of rows for each tile of kKeys keys, of each [batch, heads] that the mask has: from
-// the first row that may attend to the tile, by the mask, to just past the last.
+// the first row that the mask lets attend to the tile to just past the last.
 struct MaskRows : MaskMatrices {
   static constexpr int kKeys = 128;
 
-  const int2* ranges = nullptr;  // null: nothing is known
+  const int2* ranges = nullptr;  // null: not computed
   int32_t tiles = 0;
   int32_t batch_strides[2] = {}, head_stride = 0;
 
@@ -63,8 +63,8 @@ struct MaskRows : MaskMatrices {
   }
   int64_t bytes() const { return matrices() * tiles * 8; }
 
-  // Narrows a range of tiles of kBlockQ rows to those that any of `group` heads of a batch, from
-  // first_head on, needs.
+  // Narrows a range of tiles of kBlockQ rows to those that any of a batch's `group` heads from
+  // first_head on needs.
   template <int kBlockQ>
   __device__ __forceinline__ TileRange narrow(const TileRange& range,
                                               const int32_t (&batch_axes)[2], int32_t first_head,
@@ -84,10 +84,10 @@ struct MaskRows : MaskMatrices {
   }
 };
 
-// Loads the mask of 16 keys and 64 query rows by a warp, and turns it into bits in the order of
-// fragments whose columns are queries: element [n][2 half + e] is bit
-// 8 (half + n / 4 * 2) + n % 4 * 2 + e. Element by element this would take 32 loads of one byte.
-// Instead, a lane loads two rows, and the lanes exchange bits. Bytes are 0 or 1.
+// Loads the mask of 16 keys and 64 query rows, by a warp, and turns it into bits in the order of
+// fragments whose columns are queries: element [n][2 half + e] is bit 8 (half + n / 4 * 2) + n % 4
+// * 2 + e. Loaded by elements, this would take 32 loads of one byte. Instead, a lane loads two
+// rows, and the lanes exchange bits. Bytes are 0 or 1.
 struct TransposedMask {
   uint4 bytes[2] = {};
 
@@ -175,7 +175,8 @@ inline Status launch_transposed_mask_words(const Backward& params,
                        mask_has_vectors(params, 16), blocks, workspace.mask_words);
 }
 
-// Prefetches the same elements of a bias to L2: each lane prefetches those of two rows.
+// Prefetches the bias of 16 keys from `key` on and 64 query rows from row0 on to L2. Each lane
+// prefetches two rows.
 __device__ __forceinline__ void prefetch_bias(const Forward& params, const BatchIndex& batch,
                                               int32_t head, int32_t row0, int32_t key) {
   const Operand& bias = params.bias;
@@ -191,8 +192,8 @@ __device__ __forceinline__ void prefetch_bias(const Forward& params, const Batch
 
 inline constexpr int kMaskRowsThreads = 1024;
 
-// Computes `ranges`: from the first row that may attend to a key of the tile to just past the last.
-// The grid has a block for each key tile of each [batch, heads] of the mask.
+// Computes the ranges of MaskRows. The grid has a block for each key tile of each [batch, heads] of
+// the mask.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     mask_rows_kernel(const __grid_constant__ Operand mask, const __grid_constant__ MaskRows made,
@@ -244,9 +245,9 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) ranges[blockIdx.x] = range;
 }
 
-// Launches the search if it pays. If few heads share a mask, reading it takes longer than the
-// skipped tiles save, and in short calls the launch itself does. The ranges reuse the memory of the
-// parts of key blocks, which calls with a mask do not have.
+// Launches mask_rows_kernel where it saves time. If few heads share a mask, reading it takes longer
+// than the skipped tiles save, and in short calls the launch itself does. The ranges reuse the
+// memory for sums of divided key blocks, which calls with a mask do not have.
 inline Status launch_mask_rows(const Backward& params, const BackwardWorkspace& workspace,
                                MaskRows& mask_rows, cudaStream_t stream) {
   constexpr int32_t kLeastRows = 1024;

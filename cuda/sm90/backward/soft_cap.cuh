@@ -1,9 +1,11 @@
-// Applies the soft cap, and its slope, in the backward kernel made for it.
+// Applies the soft cap, and its slope, in the backward kernel that is compiled for the soft cap
+// alone.
 //
 //   l = cap tanh(s / cap),  P = exp(l - lse),  dS = P (dP - delta) (1 - (l / cap)^2)
 //
-// P is rounded for dV at once, and then multiplied by the slope: so no register has to hold the
-// slope until dP is complete. Where all products of a warp's tile are small, tanh is a polynomial.
+// P is rounded for dV at once, and then multiplied by the slope, so that no register holds the
+// slope until dP is complete. If all products of a warp's tile are small, tanh is computed as a
+// polynomial.
 #pragma once
 
 #include <cmath>
@@ -16,8 +18,8 @@
 
 namespace jax_flash::sm90 {
 
-// Holds what a call's soft cap needs, in log2 units: l = s (factor[0] + factor[1] s^2 + ...) for
-// products s up to `limit`.
+// Holds the constants of a call's soft cap, in log2 units. For products s up to `limit`, l = s
+// (factor[0] + factor[1] s^2 + ...).
 struct CapPolynomial {
   static constexpr int kTerms = 5;
   float factor[kTerms] = {};
@@ -81,7 +83,7 @@ struct CapModifier {
     }
   }
 
-  // `cut`: whether products may be -inf; uniform.
+  // `cut`: true if products may be -inf; uniform in the warp.
   template <int kN, typename Columns>
   static __device__ __forceinline__ void probabilities(float (&scores)[kN][4],
                                                        uint32_t (&rounded)[kN / 2][4],

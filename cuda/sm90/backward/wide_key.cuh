@@ -1,4 +1,8 @@
 // Computes dK and dV for head dims above 128: the first kernel of sm90/backward/wide.cuh.
+//
+// A thread block owns 64 keys. Warp 0 is the producer (producer.cuh). Consumer warpgroup 0 computes
+// P^T and dV, and stages P^T for consumer warpgroup 1, which computes dS^T and dK. WideKeyConfig
+// has the shared-memory layout: K, V, and two stages each of Q, dO and P^T.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +27,8 @@
 
 namespace jax_flash::sm90 {
 
-// Turns finished products into P^T, which is also staged for the other warpgroup, or into dS^T.
+// Turns finished products S^T into P^T, which is also staged for the other warpgroup, or dP^T into
+// dS^T.
 template <typename Config, bool kGeneral, bool kScores, int kN>
 __device__ __forceinline__ void refine_wide_products(const Backward& params,
                                                      const BackwardSmem<Config>& smem,
@@ -56,8 +61,8 @@ __device__ __forceinline__ void refine_wide_products(const Backward& params,
   }
 }
 
-// Runs either role of the first kernel. kScores: warpgroup 0, whose `first` operands are K and Q
-// and whose sum is dV; otherwise V, dO and dK.
+// Runs a consumer. kScores: warpgroup 0, which multiplies K by Q, then P^T by dO, and sums dV.
+// Otherwise warpgroup 1, which multiplies V by dO, then dS^T by Q, and sums dK.
 template <typename Config, typename Element, bool kGeneral, bool kScores>
 __device__ __forceinline__ void consume_wide_tiles(const Backward& params,
                                                    const BackwardSmem<Config>& smem,
@@ -99,8 +104,7 @@ __device__ __forceinline__ void consume_wide_tiles(const Backward& params,
       zero_rows(rows_smem, 0, band.q_len - row0, kWideZeroed + kGroup);
     }
   };
-  // Select an operand of a stage: `near` is multiplied by `own`, `far` is for the product that adds
-  // to the sum.
+  // Select an operand of a stage: `near` is multiplied by `own`, `far` by P^T or dS^T.
   const auto near = [&](uint32_t stage) { return kScores ? smem.query(stage) : smem.dout(stage); };
   const auto far = [&](uint32_t stage) { return kScores ? smem.dout(stage) : smem.query(stage); };
   float products[kN][4];
@@ -119,8 +123,8 @@ __device__ __forceinline__ void consume_wide_tiles(const Backward& params,
     if (kScores) ptx::mbarrier_wait(smem.dout_full(at.stage), at.parity);
     zero_padding(far(at.stage), tile.x);
     start_product_add<Element, Config::kHeadDim>(sum, rounded, far(at.stage));
-    // Starts the next tile's S^T or dP^T; after the last tile it recomputes that of an old stage
-    // and discards it.
+    // Starts S^T or dP^T of the next tile. After the last tile, this computes that of an old stage,
+    // which is discarded.
     ring.advance();
     ptx::mbarrier_wait(smem.query_full(ring.stage), ring.parity);
     tile = smem.tiles[ring.stage];

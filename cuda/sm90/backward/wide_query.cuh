@@ -1,4 +1,9 @@
 // Computes dQ for head dims above 128: the second kernel of sm90/backward/wide.cuh.
+//
+// A thread block owns 128 query rows. Warp 0 starts the copies. Two consumer warpgroups own 64 rows
+// each, and keep their dQ in registers. WideQueryConfig has the shared-memory layout: Q, dO, and
+// rings of K and of V. K has more stages, because a tile's K is needed until dQ, its V only until
+// dP.
 #pragma once
 
 #include <cstdint>
@@ -68,7 +73,7 @@ struct WideQuerySmem {
   }
 };
 
-// Describes what a block of the second kernel works on.
+// Describes the query tile of a thread block, and the key tiles that it visits.
 struct WideQueryBlock {
   BatchIndex batch;
   Band band;
@@ -84,7 +89,7 @@ struct WideQueryBlock {
   }
 };
 
-// Starts the copies of the second kernel: Q, dO, and K and V tile by tile. Called by warp 0.
+// Starts the copies of Q, dO and, tile by tile, of K and V. Called by warp 0.
 template <typename Config>
 __device__ __forceinline__ void load_key_tiles(const Backward& params, const BackwardMaps& maps,
                                                const WideQuerySmem<Config>& smem,
@@ -127,10 +132,10 @@ __device__ __forceinline__ void load_key_tiles(const Backward& params, const Bac
     smem.tiles[key_ring.stage] = -1;
     ptx::mbarrier_arrive(smem.key_full(key_ring.stage));
   }
-  ptx::griddepcontrol_wait();  // must not seem complete before the first kernel is
+  ptx::griddepcontrol_wait();  // this kernel must not complete before the first
 }
 
-// Holds what all threads of a consumer of the second kernel know, and the steps of its work.
+// Holds the state of a consumer warpgroup and implements the steps of its work.
 template <typename Config, typename Element, bool kGeneral>
 struct WideQueryConsumer {
   static constexpr int kN = Config::kBlockKv / 8;
@@ -164,8 +169,8 @@ struct WideQueryConsumer {
       zero_rows(smem.dout(), 0, rows, kWideZeroed + group);
     }
   }
-  // Rows beyond a head's last read the values of another head's rows, or of none: their results, in
-  // rows of their own, are not stored.
+  // Rows beyond a head's last row load values of another head's rows, or padding. Their results
+  // stay in their own rows, which are not stored.
   __device__ __forceinline__ void load_row_statistics(const BackwardWorkspace& workspace,
                                                       float (&lse_log2)[1][2],
                                                       float (&delta)[1][2]) const {
@@ -220,7 +225,7 @@ struct WideQueryConsumer {
   }
 };
 
-// Computes dQ of 64 rows over all key tiles, as a consumer of the second kernel.
+// Runs a consumer: computes dQ of 64 rows over all key tiles.
 template <typename Config, typename Element, bool kGeneral>
 __device__ __forceinline__ void consume_key_tiles(const Backward& params,
                                                   const BackwardWorkspace& workspace,
@@ -243,8 +248,8 @@ __device__ __forceinline__ void consume_key_tiles(const Backward& params,
   __shared__ uint32_t bad_keys_smem[Config::kKeyStages][Config::kBlockKv / 32 + 1];
   const WideQueryConsumer<Config, Element, kGeneral> consumer{
       params, smem, block, band, group, group_row0, warp_row0, to_log2, value_ring};
-  // Notes on keys that are NaN or infinite: see tile/bad_key_rows.cuh. Only a lambda names them, so
-  // that the compiler places them behind the kernel's other variables.
+  // Returns flags of keys that are NaN or infinite: see tile/bad_key_rows.cuh. Only this lambda
+  // names the array, so that the compiler places it behind the kernel's other variables.
   const auto bad_keys = [&](uint32_t stage) { return bad_keys_smem[stage]; };
   if (col0 >= 0) {
     float lse_log2[1][2], delta[1][2];
@@ -272,8 +277,8 @@ __device__ __forceinline__ void consume_key_tiles(const Backward& params,
       key_ring.advance();
       ptx::mbarrier_wait(smem.key_full(key_ring.stage), key_ring.parity);
       col0 = smem.tiles[key_ring.stage];
-      // Starts the next tile's S and dP; after the last tile it recomputes those of old stages and
-      // discards them.
+      // Starts S and dP of the next tile. After the last tile, this computes those of old stages,
+      // which are discarded.
       if (col0 >= 0) {
         consumer.prepare_key(smem.key(key_ring.stage), col0, bad_keys(key_ring.stage));
       }
