@@ -1,18 +1,22 @@
-// Computes a bias's gradient by warpgroup-level products, up to head dim 128: what
+// Computes the gradient of a bias with warpgroup products (wgmma), up to head dim 128. It does what
 // modifiers/bias_gradient.cuh does, for tiles of 128 queries and 128 keys.
 //
 //   for each batch and head that add to the block's tile of dbias
 //     S = Q K^T, dP = dO V^T   64 queries of a consumer by 128 keys
-//     P = exp(S + bias - lse)  beside dP; and whatever else the call has
+//     P = exp(S + bias - lse)  overlaps dP; other modifiers of the call apply, too
 //     dbias += P (dP - delta)  registers
 //
-// Blocks are persistent. Warp roles: warp 0 finds the steps of one tile of dbias after the other,
-// describes them, and copies pairs of tiles (TMA) through a ring, Q and K, then dO and V; two
-// consumer warpgroups own 64 queries each, and neither waits for the other.
+// Thread blocks are persistent. Each takes one tile of dbias after the other. A step is a tile of
+// logits that adds to the tile of dbias.
 //
-// Shared memory holds a ring of pairs of tiles, and each warp's rows of the bias (bias_rows.cuh):
-// all steps add the same elements of it to their logits, those whose gradient the block owns. dbias
-// takes their place before it is written by rows; and so do its sums over rows, where it has one
+// Warp roles:
+//   warp 0      finds and describes the steps of a tile of dbias, and copies pairs of tiles (TMA)
+//               through a ring: Q and K, then dO and V
+//   warps 4-11  two consumer warpgroups of 64 queries each; neither waits for the other
+//
+// Shared memory holds the ring of pairs of tiles, and each warp's rows of the bias (bias_rows.cuh):
+// all steps of a tile of dbias add the same elements of the bias to their logits. At the end, dbias
+// replaces them before it is written row by row, and so do its sums over rows if dbias has a single
 // row.
 #pragma once
 
@@ -53,9 +57,9 @@ struct BiasGradientConfig {
   static constexpr int kConsumerThreads = 128 * kConsumers;
   using Tile = SmemTile<kBlock, kHeadDim>;
   static constexpr int kPairBytes = 2 * Tile::kBytes;
-  static constexpr int kStaticSmemBytes = 1024;  // most for barriers and descriptions of steps
+  static constexpr int kStaticSmemBytes = 1024;  // bound for barriers and descriptions of steps
   static constexpr int kMostStages = 4;
-  // Returns the bytes for elements of the bias, and the pairs of tiles that fit beside them.
+  // Return the bytes for elements of the bias, and the number of pairs of tiles that fit with them.
   static constexpr int bias_bytes(bool rounded) { return kBlock * kBlock * (rounded ? 2 : 4); }
   static constexpr int stages(bool rounded) {
     const int fit = (kBackwardSmemLimit - kStaticSmemBytes - bias_bytes(rounded)) / kPairBytes;
@@ -67,14 +71,15 @@ struct BiasGradientConfig {
   }
 };
 
-// Describes a tile of dbias: the index of element [0, 0] of its batch and head, in the bias and in
+// Describes a tile of dbias: the indices of element [0, 0] of its batch and head in the bias and in
 // dbias, and its first row and column.
 struct BiasGradientTile {
   int64_t bias, dbias;
   int32_t row0, col0;
 };
 
-// Describes a tile of logits that adds to a tile of dbias. row0 is negative behind the last one.
+// Describes a step: a tile of logits that adds to a tile of dbias. row0 is negative after the last
+// step.
 struct BiasStep {
   BiasGradientTile tile;
   Band band;
@@ -82,7 +87,7 @@ struct BiasStep {
   int32_t head, row0, col0;
 };
 
-// The state of a ring with as many stages as the bias leaves room for.
+// Holds the state of a ring with as many stages as the bias leaves room for.
 struct PairRing {
   uint32_t stages, stage = 0, parity = 0;
 
@@ -94,8 +99,9 @@ struct PairRing {
   }
 };
 
-// Returns the tile of dbias that a block computes in a round. Its place among a round's tiles moves
-// by one from round to round: else it would get tiles at about one distance from the diagonal.
+// Returns the tile of dbias that a block computes in a round. The block's place among the round's
+// tiles moves by one from round to round: otherwise, all its tiles would have about one distance
+// from the diagonal.
 __device__ __forceinline__ uint32_t bias_tile_of(uint32_t round) {
   return round * gridDim.x + (blockIdx.x + round) % gridDim.x;
 }
@@ -130,8 +136,8 @@ struct BiasSteps {
     tile = {start(params.bias), start(params.dbias), own_row * kBlock, own_col * kBlock};
   }
 
-  // Calls visit(batch, step) for each step, by a whole warp. To find a batch entry and its band
-  // takes as long as a step's products: each lane does it for another one.
+  // Calls visit(batch, step) for each step. Called by a whole warp. Finding a batch entry and its
+  // band takes as long as a step's products, so each lane does it for another entry.
   template <typename Visit>
   __device__ __forceinline__ void for_each(const Visit& visit) const {
     const BiasOwnership& own = ownership;
@@ -172,7 +178,7 @@ struct BiasSteps {
       }
     }
   }
-  // Returns whether any row of a tile may attend to any key of one.
+  // Returns true if any row of tile `row` may attend to any key of tile `col`.
   __device__ __forceinline__ bool attends(const Band& band, int64_t batch_index, int32_t row,
                                           int32_t col) const {
     const TileRange range = kv_tiles<kBlock>(band, row * kBlock, (row + 1) * kBlock);
@@ -186,13 +192,13 @@ struct BiasSteps {
   }
 };
 
-// Holds the ring's barriers and the description of the step whose Q and K each stage has.
+// Holds the ring's barriers and, for each stage that has Q and K, the description of their step.
 struct BiasRing {
   uint32_t root, full, empty;
   BiasStep* steps;
 };
 
-// Fetches a tile's elements of the bias to L2: consumers read them when they begin the tile.
+// Prefetches a tile's elements of the bias to L2: consumers read them when they begin the tile.
 template <int kBlock>
 __device__ __forceinline__ void prefetch_bias(const BiasGradientTile& tile, const Operand& bias,
                                               int32_t rows) {
@@ -205,7 +211,7 @@ __device__ __forceinline__ void prefetch_bias(const BiasGradientTile& tile, cons
   }
 }
 
-// Describes all steps of a tile of dbias and copies their pairs. Called by a warp.
+// Describes all steps of a tile of dbias and copies their pairs of tiles. Called by a warp.
 template <typename Config>
 __device__ __forceinline__ void load_pairs(const BiasSteps<Config::kBlock>& steps,
                                            const BackwardMaps& maps, const BiasRing& smem,
@@ -253,8 +259,8 @@ __device__ __forceinline__ void load_pairs(const BiasSteps<Config::kBlock>& step
   ring.advance();
 }
 
-// Sums dbias of a consumer's 64 queries and 128 keys over the steps of one tile after the other.
-// kModifiers: kBias if there is no other.
+// Sums dbias of a consumer's 64 queries and 128 keys over the steps of a tile. kModifiers: kBias if
+// the call has no other modifier.
 template <typename Config, typename Element, uint32_t kModifiers>
 struct BiasConsumer {
   static constexpr int kN = Config::kBlock / 8;
@@ -267,18 +273,18 @@ struct BiasConsumer {
   struct Statistics {
     int32_t row0;  // the warp's first row
     float lse[1][2], delta[1][2];
-    float lse_low[2];  // kOnly: what lse lacks, in log2 units (ScoreGradient)
+    float lse_low[2];  // kOnly: low part of lse, in log2 units (ScoreGradient)
   };
 
   const Backward& params;
   const BackwardWorkspace& workspace;
   const BiasRing& smem;
   PairRing& ring;
-  uint32_t rows_root;  // where the rows of the bias begin
+  uint32_t rows_root;  // address of the rows of the bias
   bool rounded;
   int group;  // 0 or 1
 
-  // Sums one tile, and returns it.
+  // Sums the steps of one tile of dbias. Returns the tile.
   __device__ __forceinline__ BiasGradientTile run(Total& total) const {
     Products p, dp;
     clear(total[0]);
@@ -321,13 +327,13 @@ struct BiasConsumer {
     arrive_by_warp(smem.empty + ring.stage * 8);
     ring.advance();
   }
-  // Waits for the ring's next pair. P should overlap products, but the assembler tends to move it
-  // behind the wait for them. So another wait for the pair precedes that, where `flip` is
-  // find_zero(P).
+  // Waits for the ring's next pair. P should overlap products, but ptxas tends to move the
+  // computation of P behind the wait for the products. Therefore another wait for the pair precedes
+  // that wait, and depends on P: `flip` is find_zero(P).
   __device__ __forceinline__ void await_full(uint32_t flip) const {
     ptx::mbarrier_wait(smem.full + ring.stage * 8, ring.parity ^ flip);
   }
-  // Returns 0, as P is not negative, which the compiler cannot know.
+  // Returns 0, because P is not negative. The compiler cannot know this.
   static __device__ __forceinline__ uint32_t find_zero(const Products& p) {
     uint32_t bits = 0;
 #pragma unroll
@@ -337,7 +343,8 @@ struct BiasConsumer {
     }
     return __any_sync(0xffffffff, __uint_as_float(bits) < 0.0f);
   }
-  // Returns whether the tile has another step, once its Q and K have arrived.
+  // Waits for Q and K of the next step and reads its description. Returns false after the last step
+  // of a tile.
   __device__ __forceinline__ bool await_step(BiasStep& step) const {
     await_full(0);
     step = smem.steps[ring.stage];
@@ -353,7 +360,7 @@ struct BiasConsumer {
       rows.delta[0][half] = workspace.delta[index];
     }
   }
-  // Reads what lse lacks where that matters. Called when products are in flight.
+  // Reads the low part of lse if it matters (is_extreme()). Called while products are in flight.
   __device__ __forceinline__ void read_low_parts(const BiasStep& step, Statistics& rows) const {
     rows.lse_low[0] = rows.lse_low[1] = 0.0f;
     if (!__any_sync(0xffffffff, is_extreme(rows.lse[0][0]) || is_extreme(rows.lse[0][1]))) return;
@@ -369,10 +376,10 @@ struct BiasConsumer {
     await_full(0);
     start(products[0], ring.stage);
   }
-  // Starts to multiply a stage's pair of tiles.
+  // Starts the product of a stage's pair of tiles.
   __device__ __forceinline__ void start(float (&products)[kN][4], uint32_t stage) const {
-    // A reduction puts the address into a uniform register, and with it what descriptors derive
-    // from it.
+    // The reduction puts the address, and the descriptors that derive from it, into uniform
+    // registers.
     const uint32_t at = __reduce_max_sync(0xffffffff, smem.root + stage * Config::kPairBytes);
     const Tile queries{at, group * 64u * 128}, keys{at, Tile::kBytes};
     forget(products);
@@ -396,7 +403,7 @@ struct BiasConsumer {
     });
   }
 
-  // Turns products into P.
+  // Turns products S into P.
   __device__ __forceinline__ void find_probabilities(Products& scores, const BiasStep& step,
                                                      const Statistics& rows) const {
     const int32_t row0 = rows.row0, col0 = step.col0;
@@ -420,7 +427,7 @@ struct BiasConsumer {
           .probabilities(scores[0], rows.lse[0], 1.0f, 0, 0, kN);
     }
   }
-  // Sets what the band does not allow, and rows past the end, to -inf.
+  // Sets pairs that the band does not allow, and rows beyond the end, to -inf.
   static __device__ __forceinline__ void mask_rows(Products& scores, const Band& band, int32_t row0,
                                                    int32_t col0) {
     mask_band(scores, band, row0, col0);
@@ -446,7 +453,7 @@ struct BiasConsumer {
       for (int e = 0; e < 4; ++e) {
         float& sum = total[0][n][e];
         if constexpr (kOnly) {
-          // An element that is not allowed has P = 0 whatever dP is.
+          // An element that is not allowed has P = 0, and its dP may be NaN.
           const float added = fmaf(p[0][n][e], dp[0][n][e] - rows.delta[0][e / 2], sum);
           sum = p[0][n][e] == 0.0f ? sum : added;
         } else {
@@ -457,12 +464,12 @@ struct BiasConsumer {
   }
 };
 
-// Sums over a tile's rows in a fixed order, by both consumers. All rows then hold the sum.
+// Sums over a tile's rows in a fixed order. Called by both consumers. All rows then hold the sum.
 template <typename Config, int kN>
 __device__ __forceinline__ void sum_bias_rows(float (&total)[kN][4], float* partial_smem) {
   constexpr int kWarps = 4 * Config::kConsumers;
   const int warp = threadIdx.x / 32 - 4;
-  ptx::barrier_sync(kConsumers, Config::kConsumerThreads);  // nobody needs the bias any more
+  ptx::barrier_sync(kConsumers, Config::kConsumerThreads);  // the bias is no longer needed
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
 #pragma unroll
@@ -508,7 +515,7 @@ __device__ __forceinline__ void store_bias_gradient(const Consumer& consumer,
   });
 }
 
-// Returns whether elements of a tile have the operands' type in shared memory.
+// Returns true if the bias and dbias are kept in the operands' type in shared memory.
 template <typename Element>
 __host__ __device__ __forceinline__ bool bias_is_rounded(const Backward& params) {
   constexpr DType kDType =
@@ -566,7 +573,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
 }
 
-// Launches it if dbias has enough tiles for all multiprocessors; else returns false in `launched`.
+// Launches the kernel if dbias has enough tiles for all multiprocessors. `launched`: true if it
+// did.
 template <typename Element, int kHeadDim>
 Status launch_wide_bias_gradient(const Backward& params, const BackwardWorkspace& workspace,
                                  cudaStream_t stream, bool& launched) {

@@ -1,6 +1,6 @@
-// Holds a tile of a bias in shared memory for the kernel of its gradient (bias_gradient.cuh): each
-// consumer warp reads its 16 rows of the bias there, adds them to logits, and puts dbias in their
-// place, which it then writes by rows.
+// Holds a tile of a bias in shared memory for the kernel of its gradient (bias_gradient.cuh). Each
+// consumer warp loads its 16 rows of the bias and adds them to the logits of each step. At the end,
+// it puts dbias in their place and writes it to device memory row by row.
 #pragma once
 
 #include <cstdint>
@@ -17,9 +17,9 @@
 
 namespace jax_flash::sm90 {
 
-// A warp's 16 rows of the tile. kRounded: elements have the operands' type, else they are float32.
-// The 16-byte chunks of a row are exchanged so that neither rows nor fragments make threads access
-// the same banks.
+// Holds a warp's 16 rows of the tile. kRounded: elements have the operands' type; otherwise they
+// are float32. The 16-byte chunks of a row are swizzled, so that accesses neither by rows nor by
+// fragments have bank conflicts.
 template <typename Config, typename Element, bool kRounded>
 struct BiasRows {
   static constexpr int kRows = 16, kCols = Config::kBlock, kN = kCols / 8;
@@ -31,7 +31,7 @@ struct BiasRows {
 
   uint32_t address;
 
-  // `root`: where the rows of all warps begin. Called by the consumers' threads.
+  // `root`: address of the rows of all warps. Called by the consumers' threads.
   explicit __device__ __forceinline__ BiasRows(uint32_t root)
       : address(root + (threadIdx.x / 32 - 4) * kChunks * 16) {}
 
@@ -92,7 +92,7 @@ struct BiasRows {
       }
     }
   }
-  // Puts dbias in the place of the bias.
+  // Overwrites the bias with dbias.
   __device__ __forceinline__ void put(const float (&sums)[kN][4]) const {
     __syncwarp();
 #pragma unroll
@@ -110,7 +110,7 @@ struct BiasRows {
     }
     __syncwarp();
   }
-  // Writes it to rows row0... and columns col0... that exist, of one batch and head.
+  // Writes dbias to rows row0... and columns col0... that exist, of one batch and head.
   __device__ __forceinline__ void store(const Operand& dbias, int64_t offset, int32_t row0,
                                         int32_t col0, const Extent& extent) const {
     const int64_t first = offset + row0 * dbias.row + col0 * dbias.col;
@@ -131,7 +131,7 @@ struct BiasRows {
   }
 
  private:
-  // Lanes read and write whole rows: a lane's chunks are kPerLane at one place in every kRowStep-th
+  // Lanes read and write whole rows. A lane has kPerLane chunks, at one place in every kRowStep-th
   // row.
   static constexpr int kPerLane = kChunks / 32, kRowStep = 32 / kRowChunks;
   static_assert(32 % kRowChunks == 0 && kPerLane % 8 == 0);
@@ -143,16 +143,18 @@ struct BiasRows {
     return chunk_address(own_row(i), own_chunk());
   }
 
-  // A row of an even number of chunks, and the other one of its pair, exchange pairs of chunks.
+  // Swizzles chunks: XORs a chunk's index with a number that depends on the row. For float32, this
+  // number is even, which keeps pairs of chunks contiguous.
   __device__ __forceinline__ uint32_t chunk_address(int r, int index) const {
     return address + (r * kRowChunks + (index ^ (r % 8 << !kRounded))) * 16;
   }
-  // The address of this thread's first pair of elements in the upper or lower 8 rows.
+  // Returns the address of this thread's first pair of elements in the upper or lower 8 rows.
   __device__ __forceinline__ uint32_t fragment_address(int half) const {
     const int lane = threadIdx.x % 32, byte = lane % 4 * 2 * kElementBytes;
     return chunk_address(lane / 4 + 8 * half, byte / 16) + byte % 16;
   }
-  // Returns whether rows are whole chunks in memory. `first`: the index of some chunk.
+  // Returns true if rows are whole, aligned chunks in device memory. `first`: the index of some
+  // chunk.
   static __device__ __forceinline__ bool has_chunks(const Operand& operand, int64_t first) {
     return operand.dtype == kDType && operand.col == 1 && operand.row % kChunkElements == 0 &&
            reinterpret_cast<uintptr_t>(element(operand, first)) % 16 == 0;
@@ -160,12 +162,12 @@ struct BiasRows {
   static __device__ __forceinline__ char* element(const Operand& operand, int64_t index) {
     return static_cast<char*>(operand.data) + index * kElementBytes;
   }
-  // This lane's i-th chunk.
+  // Returns the address of this lane's i-th chunk.
   static __device__ __forceinline__ uint4* chunk_of(const Operand& operand, int64_t first, int i) {
     const int64_t index = first + own_row(0) * operand.row + own_chunk() * kChunkElements;
     return reinterpret_cast<uint4*>(element(operand, index + i * (kRowStep * operand.row)));
   }
-  // Calls body(row, column, address) for a share of the elements.
+  // Calls body(row, column, address) for this lane's share of the elements.
   template <typename Body>
   __device__ __forceinline__ void for_elements(const Body& body) const {
 #pragma unroll 1

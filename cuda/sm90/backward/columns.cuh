@@ -1,14 +1,15 @@
-// Computes the backward pass for head dims from 257 to 512: see sm90/column_blocks.cuh.
+// Computes the backward pass for head dims from 257 to 512. sm90/column_blocks.cuh has the
+// products, the roles of warps and the shared-memory map.
 //
 // The accumulators of dK and dV, or of dQ, of 64 rows take half of the registers of a
-// multiprocessor. So there are three kernels, and none adds in device memory:
+// multiprocessor. Therefore there are three kernels, and none adds in device memory:
 //
 //   dV   S^T = K Q^T,  P^T = 2^(scale log2(e) S^T - lse),              dV += P^T dO
 //   dK   S^T and dP^T = V dO^T,  dS^T = P^T (dP^T - delta),            dK += dS^T Q
 //   dQ   S and dP = dO V^T,  dS = P (dP - delta),                      dQ += dS K
 //
-// These are eight products for the five that the pass consists of. A kernel's blocks start on
-// multiprocessors that the one before leaves idle. All three are deterministic.
+// These are eight products, instead of the five that the pass needs. The blocks of a kernel start
+// on multiprocessors that the kernel before leaves idle. All three kernels are deterministic.
 #pragma once
 
 #include <cstdint>
@@ -36,10 +37,10 @@ enum class ColumnGradient { kValues, kKeys, kQueries };
 template <ColumnGradient kGradient>
 using GradientColumnConfig = ColumnConfig<kGradient == ColumnGradient::kValues ? 1 : 2>;
 
-// The lse and delta of a tile's queries: of each warpgroup, for the current tile and the next.
+// Holds lse and delta of a tile's queries, for each warpgroup, for the current tile and the next.
 using ColumnStatistics = float[2][2][2 * kColumnsRows];
 
-// Is the pass of consume_columns() for dK and dV.
+// Implements the pass of consume_columns() for dK and dV.
 template <typename Element, ColumnGradient kGradient>
 struct KeyColumns {
   static constexpr bool kKeys = kGradient == ColumnGradient::kKeys;
@@ -66,7 +67,7 @@ struct KeyColumns {
       const ColumnTile& tile) const {
     return {params, block.batch, tile.head, warp_key0, tile.row0};
   }
-  // A thread loads lse or delta of a query.
+  // Loads lse or delta of one query per thread.
   __device__ __forceinline__ void begin(int32_t index, const ColumnTile& tile) {
     const int thread = threadIdx.x % 128;
     const float* values = thread < kColumnsRows ? workspace.lse_log2 : workspace.delta;
@@ -108,7 +109,7 @@ struct KeyColumns {
   }
 };
 
-// Is the pass of consume_columns() for dQ.
+// Implements the pass of consume_columns() for dQ.
 template <typename Element>
 struct QueryColumns {
   using Consumer = ColumnConsumer<ColumnConfig<2>, Element>;
@@ -131,7 +132,7 @@ struct QueryColumns {
     }
   }
 
-  // Keys that no row at all may attend to are not read.
+  // Keys that no row may attend to are not read.
   __device__ __forceinline__ TileRange rows() const {
     const Band& band = block.band;
     const int32_t end = min(band.kv_len, band.q_len - 1 + band.hi);
@@ -150,7 +151,7 @@ struct QueryColumns {
         params, block.batch, block.own_head, warp_row0, tile.row0);
     gradient.probabilities(products, lse, to_log2, 0, 0, Consumer::kN);
   }
-  // A key that the row may not attend to can be NaN, and so can dP.
+  // A key that the row may not attend to may be NaN, and so may its dP.
   __device__ __forceinline__ void find_gradient(const typename Consumer::Scores& p,
                                                 typename Consumer::Scores& dp) const {
 #pragma unroll
@@ -232,7 +233,7 @@ __global__ void __cluster_dims__(kColumnsCluster, 1, 1)
   }
   __syncwarp();
   ptx::cluster_sync();         // no block ends while the other one copies to it
-  ptx::griddepcontrol_wait();  // must not seem complete before the kernel before it is
+  ptx::griddepcontrol_wait();  // must not complete before the previous kernel
 }
 
 // Launches one of the three kernels. `own`, `first` and `second`: see column_blocks.cuh.
