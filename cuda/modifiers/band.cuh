@@ -1,4 +1,5 @@
-// Applies the band, which position allows, to logits in accumulator fragments.
+// Masks logits in accumulator fragments by the band: the pairs that position allows
+// (tile/band.cuh).
 #pragma once
 
 #include <cstdint>
@@ -9,8 +10,8 @@
 
 namespace jax_flash {
 
-// Sets elements that the band does not allow to -inf. Row 0 of the fragments is row0 of the
-// operand.
+// Sets elements that the band does not allow to -inf. Row 0 and column 0 of the fragments are row0
+// and col0 of the logits.
 template <int kM, int kN>
 __device__ __forceinline__ void mask_band(float (&logits)[kM][kN][4], const Band& band,
                                           int32_t row0, int32_t col0) {

@@ -1,5 +1,5 @@
-// Adds a bias to logits in accumulator fragments, and to those of the transposed product. Its
-// gradient is that of the logits, summed as modifiers/bias_gradient.cuh says.
+// Adds a bias to logits in accumulator fragments of S = Q K^T or of S^T = K Q^T. The gradient of
+// the bias is that of the logits, summed in modifiers/bias_gradient.cuh.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -38,8 +38,8 @@ __device__ __forceinline__ void with_bias(const Operand& bias, int64_t offset, B
   }
 }
 
-// Multiplies products by `scale` and adds the bias of one batch and head, which begins at index
-// `offset`.
+// Multiplies products by `scale` and adds the bias of one batch and head. Its element [0, 0] has
+// index `offset`.
 template <int kInFlight, int kN>
 __device__ __forceinline__ void add_bias(float (&scores)[1][kN][4], const Operand& bias,
                                          int64_t offset, float scale, int32_t row0, int32_t col0,
@@ -56,7 +56,8 @@ __device__ __forceinline__ void add_bias(float (&scores)[1][kN][4], const Operan
   });
 }
 
-// Does so element by element, for a bias whose keys are contiguous: where few tiles need it.
+// Does the same element by element, for a bias whose keys are contiguous. For code where few tiles
+// need the bias.
 template <typename Bias, int kN>
 __device__ __forceinline__ void add_elements(float (&scores)[kN][4], const Bias* bias,
                                              int64_t row_stride, float scale, int32_t row0,
@@ -76,8 +77,9 @@ __device__ __forceinline__ void add_elements(float (&scores)[kN][4], const Bias*
   }
 }
 
-// Adds a bias of 16-bit elements whose keys are contiguous. It is read by rows of queries, two keys
-// at a time, and transposed: reading element by element would take twice as many loads.
+// Adds a bias of 16-bit elements whose keys are contiguous to fragments of S^T. It is read by rows
+// of queries, two keys at a time, and transposed in registers: reads of single elements would be
+// twice as many.
 template <typename Bias, int kN>
 __device__ __forceinline__ void add_rows(float (&scores)[kN][4], const Bias* bias,
                                          int64_t row_stride, int32_t key0, int32_t row0) {
@@ -103,8 +105,8 @@ __device__ __forceinline__ void add_rows(float (&scores)[kN][4], const Bias* bia
   }
 }
 
-// Does so for fragments whose rows are keys from key0 on and whose columns are queries from row0
-// on, without a scale. With kManyRegisters more elements are loaded at the same time.
+// Adds the bias to fragments of S^T, whose rows are keys from key0 on and whose columns are queries
+// from row0 on, without a scale. kManyRegisters: more elements are loaded at the same time.
 template <bool kManyRegisters, int kN>
 __device__ __forceinline__ void add_bias_transposed(float (&scores)[kN][4], const Operand& bias,
                                                     int64_t offset, int32_t key0, int32_t row0,

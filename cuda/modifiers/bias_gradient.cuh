@@ -1,11 +1,12 @@
-// Computes the bias's gradient in the bias's own shape: dbias = sum of dS over the axes on which
-// the bias is broadcast.
+// Computes the gradient of a bias in the bias's own shape:
 //
-// A block owns a 64x64 tile of dbias (or a row, column or element, where the bias has no more) and
-// visits every tile of logits that adds to it. It computes S and dP again, 64 columns of the
-// operands at a time. That takes two more products than adding from the main kernel with atomics
-// would, but it needs no memory of the bias's size, writes each element once, and gives the same
-// bits on every run.
+//   dbias = sum of dS over the axes on which the bias is broadcast
+//
+// A thread block owns a 64x64 tile of dbias (or a row, column or element, if the bias has only one
+// along an axis) and visits every tile of logits that adds to it. It computes S and dP again, 64
+// columns of the operands at a time (gradient_tile.cuh). This takes two more products than atomic
+// additions from the main kernel would. But it needs no memory of the bias's size, writes each
+// element once, and gives the same bits in every run.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,8 +23,9 @@
 
 namespace jax_flash {
 
-// Divides the index space of the logits, batch x N x row tiles x column tiles, into what a block
-// owns and what it sums over. An axis is owned if dbias has a stride along it.
+// Divides the index space of the logits, batch x N x row tiles x column tiles, into the part that a
+// thread block owns and the part that it sums over. An axis is owned if dbias has a stride along
+// it.
 struct BiasOwnership {
   int64_t owned = 1, summed = 1;  // batches
   int32_t owned_heads, owned_row_tiles, owned_col_tiles;

@@ -1,10 +1,10 @@
-// Adds what depends on the distance between key and query to logits: ALiBi slopes and a relative
-// bias, in accumulator fragments and in those of the transposed product. The gradients are sums of
-// dS along diagonals: see modifiers/distance_gradient.cuh.
+// Adds terms that depend on the distance between key and query to logits: ALiBi slopes and a
+// relative bias, in accumulator fragments of S = Q K^T or of S^T = K Q^T. Their gradients are sums
+// of dS along diagonals: see modifiers/distance_gradient.cuh.
 //
-// The distance of query i and key j is d = j - i - query_offset. A slope adds slope * d (Press et
-// al., "Train short, test long", 2022), a relative bias with R numbers adds number
-// clamp(d + R / 2, 0, R - 1).
+//   distance of query i and key j    d = j - i - query_offset
+//   ALiBi adds                       slope * d    (Press et al., "Train short, test long", 2022)
+//   a relative bias of R numbers     number clamp(d + R / 2, 0, R - 1)
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 
 namespace jax_flash {
 
-// Returns a - b, at the end of the range if it is beyond.
+// Returns a - b, saturated to the range of int32.
 __device__ __forceinline__ int32_t sub_sat(int32_t a, int32_t b) {
   int32_t result;
   asm("sub.sat.s32 %0, %1, %2;" : "=r"(result) : "r"(a), "r"(b));
@@ -31,7 +31,8 @@ __device__ __forceinline__ int32_t nearest_key(int32_t row, int32_t query_offset
   return min(max(row + shift, 0), kv_len - 1);
 }
 
-// Holds what one batch and head add. A call without them has `present` false.
+// Holds the slope and the relative bias of one batch and head. In calls without both, `present` is
+// false.
 struct DistanceBias {
   float slope = 0.0f;
   int32_t query_offset = 0;
@@ -40,8 +41,8 @@ struct DistanceBias {
   bool present = false;
 
   DistanceBias() = default;
-  // `at(operand)` returns the address of an operand's first number for the batch and head, as that
-  // of a float.
+  // `at(operand)` returns the address of an operand's first number for the batch and head, as a
+  // pointer to float.
   template <typename At>
   __device__ __forceinline__ DistanceBias(const Forward& params, At at)
       : present(params.alibi_slopes || params.relative_bias) {
@@ -74,7 +75,7 @@ struct DistanceBias {
     return nearest_key(row, query_offset, q_len, kv_len);
   }
 
-  // Multiplies products by `scale` and adds.
+  // Multiplies products by `scale` and adds the terms.
   template <int kN>
   __device__ __forceinline__ void add(float (&scores)[kN][4], float scale, int32_t row0,
                                       int32_t col0) const {
@@ -83,8 +84,8 @@ struct DistanceBias {
         [](int half) { return -fragment_row(0, 2 * half); },
         [](int n, int e) { return n * 8 + e; });
   }
-  // Does so for fragments whose rows are keys from key0 on and whose columns are queries from row0
-  // on.
+  // Does the same for fragments of S^T: their rows are keys from key0 on, their columns queries
+  // from row0 on.
   template <int kN>
   __device__ __forceinline__ void add_transposed(float (&scores)[kN][4], float scale, int32_t key0,
                                                  int32_t row0) const {
@@ -95,7 +96,7 @@ struct DistanceBias {
   }
 
  private:
-  // The distance of an element is that of `base`, of its row and of its column together.
+  // Adds the terms. An element's distance is base + of_row(half) + of_col(n, e) - query_offset.
   template <int kN, typename OfRow, typename OfCol>
   __device__ __forceinline__ void visit(float (&scores)[kN][4], float scale, int32_t base,
                                         OfRow of_row, OfCol of_col) const {
@@ -107,7 +108,7 @@ struct DistanceBias {
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          // Up to 2^24 the sum of floats is exact, and beyond it as exact as a float can be. A
+          // Up to 2^24, the sum of floats is exact, and beyond it is as exact as a float can be. A
           // conversion for each element would take four times as long.
           float& score = scores[n][2 * half + e];
           score = fmaf(score, scale, slope * (distance + static_cast<float>(of_col(n, e))));
@@ -118,15 +119,15 @@ struct DistanceBias {
   }
 };
 
-// Returns whether distances may be so great that a float cannot hold them. A logit is then what it
-// is after rounding: differences of distances cannot be used.
+// Returns true if distances may be too great for a float to hold them exactly. Logits then contain
+// rounded distances, so differences of distances cannot be used.
 __device__ __forceinline__ bool rounds_distances(int32_t query_offset) {
   return query_offset < -(1 << 23) || query_offset > 1 << 23;
 }
 
-// Holds a head's slope for a consumer of a backward kernel, whose fragments' rows are keys and
-// whose columns are queries, and the slope's gradient. What depends on the query alone has been
-// added to lse: see shifted_lse(). `Gradient`: TransposedGradient of the tile.
+// Holds a head's ALiBi slope, and the slope's gradient, for a consumer of a backward kernel with
+// fragments of S^T. lse contains the terms that depend on the query alone: see shifted_lse().
+// `Gradient`: TransposedGradient of the tile.
 struct TransposedSlope {
   float slope_log2 = 0.0f;
   int32_t query_offset = 0;
@@ -199,7 +200,8 @@ struct TransposedSlope {
   }
 
  private:
-  // Does so if distances are rounded. lse is the row's, in natural units.
+  // Computes P^T if distances are rounded (rounds_distances()). lse is then the row's own, in
+  // natural units.
   template <typename Gradient, int kN, typename Columns>
   __device__ __forceinline__ void far_probabilities(const Gradient& gradient,
                                                     float (&scores)[kN][4],
@@ -227,9 +229,9 @@ struct TransposedSlope {
   }
 };
 
-// Returns a row's lse in log2 units as TransposedSlope takes it: relative to what the slope adds to
-// the key that is nearest to the first of 64 rows. What it adds to keys near the row then is small,
-// also where the distances are not.
+// Returns a row's lse in log2 units as TransposedSlope takes it: relative to the term that the
+// slope adds for the key nearest to the first of 64 rows. The terms of keys near the row are then
+// small, even if their distances are not.
 __device__ __forceinline__ float shifted_lse(const Forward& params, const DistanceBias& distance,
                                              int32_t row, float lse, float lse_low) {
   const Shape& shape = params.shape;

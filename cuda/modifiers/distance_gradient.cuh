@@ -1,10 +1,14 @@
-// Computes the gradients of ALiBi slopes and of a relative bias: sums of dS by distance.
+// Computes the gradients of ALiBi slopes and of a relative bias. Both are sums of dS by distance:
 //
-// Elements of one distance lie on a diagonal, and so do tiles: element [a, b] of every tile of one
-// diagonal of tiles has the same distance. A block of the first kernel owns a diagonal of tiles of
-// one batch and head, adds up dS of its tiles in registers, and then the 127 diagonals of the sum.
-// The second kernel adds what belongs to a slope, or to a number of the relative bias. Neither uses
-// atomics: every run gives the same bits. Memory: 8 (T + S) bytes per batch and head.
+//   dslope = sum of dS * d over all pairs
+//   dr[i]  = sum of dS over the pairs whose distance selects number i of the relative bias
+//
+// Elements of equal distance are on one diagonal of the logits. Element [a, b] of every tile on one
+// diagonal of tiles has the same distance. Therefore a block of the first kernel owns a diagonal of
+// tiles of one batch and head, adds up dS of its tiles in registers, and then sums each of the 127
+// diagonals of the result. The second kernel adds the sums that belong to a slope, or to a number
+// of the relative bias. Neither uses atomics, so every run gives the same bits. They need 8 (T + S)
+// bytes of device memory per batch and head.
 #pragma once
 
 #include <cstdint>
@@ -23,7 +27,7 @@ static_assert(kDistanceBlock == kGradientBlock);
 // Adds element [a, b] of the block's tile to sums[b - a + 63], in a fixed order.
 __device__ __forceinline__ void sum_diagonals(const float (&total)[1][8][4],
                                               float (&sums)[kDistanceSums]) {
-  // A row has an element more than columns, so that neighbours along a diagonal differ in banks.
+  // Rows are padded, so that neighbours along a diagonal differ in banks.
   __shared__ float tile_smem[kGradientBlock][kGradientBlock + 2];
 #pragma unroll
   for (int n = 0; n < 8; ++n) {
@@ -41,8 +45,8 @@ __device__ __forceinline__ void sum_diagonals(const float (&total)[1][8][4],
   sums[threadIdx.x] = sum;
 }
 
-// Grid: a block for each diagonal of tiles of each batch and head. Diagonal 0 has the tile of the
-// last rows and the first columns.
+// The grid has a block for each diagonal of tiles of each batch and head. Diagonal 0 has the tile
+// of the last rows and the first columns.
 template <typename Element>
 __global__ void __launch_bounds__(kGradientThreads, 2)
     distance_gradient_kernel(const __grid_constant__ Backward params,
@@ -66,13 +70,13 @@ __global__ void __launch_bounds__(kGradientThreads, 2)
   sum_diagonals(total, reinterpret_cast<float (&)[kDistanceSums]>(*sums));
 }
 
-// Adds a number of each thread of a block, in a fixed order. Thread 0 gets the sum.
+// Sums `value` over the threads of a block, in a fixed order.
 __device__ __forceinline__ double sum_of_block(double value) {
   __shared__ double warps_smem[kGradientThreads / 32];
   for (int distance = 16; distance > 0; distance /= 2) {
     value += __shfl_xor_sync(0xffffffff, value, distance);
   }
-  __syncthreads();  // the last sum has been read
+  __syncthreads();  // the previous sum has been read
   if (threadIdx.x % 32 == 0) warps_smem[threadIdx.x / 32] = value;
   __syncthreads();
   double sum = 0.0;
@@ -80,7 +84,7 @@ __device__ __forceinline__ double sum_of_block(double value) {
   return sum;
 }
 
-// Grid: a block for each batch and head.
+// The grid has a block for each batch and head.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     distance_sums_kernel(const __grid_constant__ Backward params,
@@ -92,9 +96,9 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t row_tiles = (shape.q_len - 1) / kGradientBlock + 1;
   const int32_t diagonals = row_tiles + (shape.kv_len - 1) / kGradientBlock;
   const float* const sums = workspace.diagonals + int64_t{blockIdx.x} * diagonals * kDistanceSums;
-  // The key's position minus the query's of sum [0, 0].
+  // The shift (key minus query index) of sum [0, 0].
   const int64_t first = -int64_t{row_tiles} * kGradientBlock + 1;
-  const auto sum_at = [&](int64_t shift) {  // of all elements of one shift, in two tiles at most
+  const auto sum_at = [&](int64_t shift) {  // sum of one shift, from at most two diagonals
     const int64_t index = shift - first, diagonal = index / kGradientBlock;
     float sum = 0.0f;
     for (int64_t i = max(diagonal - 1, int64_t{0}); i <= diagonal && i < diagonals; ++i) {

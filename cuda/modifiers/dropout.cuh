@@ -1,5 +1,6 @@
-// Decides which probabilities dropout keeps, in accumulator fragments and in those of the
-// transposed product: modifiers/philox.h defines the bits.
+// Draws the random bits of dropout in accumulator fragments of S = Q K^T or of S^T = K Q^T, and
+// decides which probabilities are kept. modifiers/philox.h defines the bits, and the groups of four
+// elements that one draw serves.
 #pragma once
 
 #include <cstdint>
@@ -11,34 +12,35 @@
 
 namespace jax_flash {
 
-// Says which elements of 16 x 8 kN fragments, kN <= 16, are kept. A pair of words, as a group of
-// modifiers/philox.h has: bit n / 2 * 2 + e % 2 of a half is for the elements of blocks n and
-// n + 1, n even, that draw from this half.
+// Holds the elements of 16 x 8 kN fragments, kN <= 16, that are kept. The two words, and their
+// halves, correspond to those of a group of modifiers/philox.h. Bit n / 2 * 2 + e % 2 of a half
+// belongs to the element of blocks n and n + 1, n even, that draws from this half.
 struct Kept {
   uint32_t word[2];
 
-  // Says so for element e of block n; in fragments of the transposed product columns are queries.
+  // Returns true if element e of block n is kept. kTransposed: the fragments' columns are queries.
   template <bool kTransposed>
   __device__ __forceinline__ bool at(int n, int e) const {
     const int query = kTransposed ? n % 2 : e / 2, key = kTransposed ? e / 2 : n % 2;
     return word[query] >> (key * 16 + n / 2 * 2 + e % 2) & 1;
   }
-  // Sets the bits of a group that is element e of blocks n and n + 1, n even, given its verdicts.
+  // Sets the bits of the group of element e of blocks n and n + 1, n even, from its verdicts().
   __device__ __forceinline__ void set(int n, int e, const PhiloxPair& verdicts) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) word[i] |= (verdicts.word[i] & 0x80008000) >> (15 - n - e);
   }
 };
 
-// Holds verdicts(), below, of all groups: [n / 2][e] is for element e of blocks n and n + 1, n
+// Holds the Dropout::verdicts() of all groups: [n / 2][e] is for element e of blocks n and n + 1, n
 // even.
 template <int kN>
 using KeptGroups = PhiloxPair[kN / 2][2];
 
-// Holds what the bits of one batch and head depend on, besides row and column.
+// Holds the keys and the origin of one batch and head, from which row and column determine the
+// bits.
 struct Dropout {
   DropoutKeys keys;
-  uint32_t first_row, first_col;  // the indices that row 0 and column 0 count as
+  uint32_t first_row, first_col;  // global indices of row 0 and column 0
 
   Dropout() = default;
   // `at(operand)` returns the address of an operand's first word for the batch and head.
@@ -60,8 +62,8 @@ struct Dropout {
           return batch.pointer<const uint32_t>(operand, head);
         }) {}
 
-  // Returns the same, known to the compiler as uniform, and with it the keys of all rounds. Called
-  // by whole warps.
+  // Returns a copy that the compiler knows to be uniform; the keys of all rounds are then uniform,
+  // too. Called by whole warps.
   __device__ __forceinline__ Dropout uniform() const {
     const auto same = [](uint32_t word) { return __reduce_max_sync(0xffffffff, word); };
     Dropout result;
@@ -71,14 +73,14 @@ struct Dropout {
     return result;
   }
 
-  // Says whether groups are in the places that draw() assumes.
+  // Returns true if groups are in the places that draw() assumes.
   __device__ __forceinline__ bool aligned() const {
     return (first_row | first_col) % kDropoutBlock == 0;
   }
 
-  // Draws for element e, 0 or 1, of block n, which is even, and for the three others that are in
-  // the places of its group, among fragments of queries from row0 on by keys from col0 on: rows are
-  // queries, or keys if kTransposed. row0 and col0 are multiples of 16. Needs aligned().
+  // Draws the words of one group: that of element e, 0 or 1, of block n, which is even. The
+  // fragments are of queries from row0 on and keys from col0 on; their rows are queries, or keys if
+  // kTransposed. row0 and col0 are multiples of 16. Needs aligned().
   template <bool kTransposed>
   __device__ __forceinline__ PhiloxPair draw(int32_t row0, int32_t col0, int n, int e) const {
     const uint32_t row = (first_row + row0) / 2, col = (first_col + col0) / 2;
@@ -86,7 +88,8 @@ struct Dropout {
     return philox2x32_7((row + (kTransposed ? along : across)) ^ keys.row,
                         (col + (kTransposed ? across : along)) ^ keys.col, keys.key);
   }
-  // Returns words whose bits 15 and 31 say whether the elements of the halves are kept.
+  // Compares drawn words with the threshold. Bits 15 and 31 of the result are set if the elements
+  // of the lower and the upper half are kept.
   static __device__ __forceinline__ PhiloxPair verdicts(const PhiloxPair& drawn,
                                                         uint32_t threshold) {
     constexpr uint32_t kBits = kDropoutBits * 0x10001;
@@ -94,7 +97,7 @@ struct Dropout {
     return {{(drawn.word[0] & kBits) + addend, (drawn.word[1] & kBits) + addend}};
   }
 
-  // Says which elements of fragments of 8 kN columns are kept.
+  // Returns the elements of fragments of 8 kN columns that are kept.
   template <int kN, bool kTransposed>
   __device__ __forceinline__ Kept kept(uint32_t threshold, int32_t row0, int32_t col0) const {
     if (!aligned()) return gather<kN, kTransposed>(threshold, row0, col0);
@@ -109,8 +112,8 @@ struct Dropout {
     return kept;
   }
 
-  // Does so by verdicts() for each group, which takes fewer instructions and more registers. They
-  // are computed where this is called, not where they are used.
+  // Does the same, but keeps verdicts() of each group, which takes fewer instructions and more
+  // registers. They are computed where this is called, not where they are used.
   template <int kN, bool kTransposed>
   __device__ __forceinline__ void draw_all(KeptGroups<kN>& kept, uint32_t threshold, int32_t row0,
                                            int32_t col0) const {
@@ -140,8 +143,8 @@ struct Dropout {
   }
 
  private:
-  // Returns the bits of element i, 0 to 3, of those: the half of a word that draw() would return,
-  // where groups are not in these places.
+  // Returns the bits of element i, 0 to 3, of a group, if groups are not in the places that draw()
+  // assumes.
   template <bool kTransposed>
   __device__ __forceinline__ uint32_t draw_one(int32_t row0, int32_t col0, int n, int e,
                                                int i) const {
@@ -151,7 +154,7 @@ struct Dropout {
     return dropout_bits(keys, row + i / 2 * 8, col + i % 2 * 8);
   }
 
-  // Does what kept() does where groups are not in their places.
+  // Does the work of kept() if groups are not in the places that draw() assumes.
   template <int kN, bool kTransposed>
   __device__ __forceinline__ Kept gather(uint32_t threshold, int32_t row0, int32_t col0) const {
     static_assert(kN % 2 == 0 && kN <= 16);

@@ -1,7 +1,10 @@
-// Computes dS of a tile of 64x64 logits of one batch and head once more, for kernels that sum it:
-// those of the bias's gradient and of the gradients by distance.
+// Computes dS of a tile of 64x64 logits of one batch and head once more, for the kernels that sum
+// it: those of the bias's gradient and of the gradients by distance.
 //
-// Blocks of 128 threads; the operands' columns pass through shared memory 64 at a time.
+//   S = Q K^T,  P = exp(logits - lse),  dP = dO V^T,  dS = P (dP - delta)
+//
+// Thread blocks have 128 threads, and a warp owns 16 rows. Shared memory holds 64 columns of both
+// operands of a product at a time.
 #pragma once
 
 #include <cstdint>
@@ -52,7 +55,7 @@ __device__ __forceinline__ void add_products(float (&products)[1][8][4], const E
   }
 }
 
-// Adds dS of one tile of one batch and head.
+// Adds dS of one tile of one batch and head to `total`.
 template <typename Element>
 __device__ __forceinline__ void add_score_gradient(float (&total)[1][8][4], const Backward& params,
                                                    const BackwardWorkspace& workspace,

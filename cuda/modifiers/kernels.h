@@ -1,5 +1,5 @@
-// Launches the kernels of modifiers that do not depend on the head dim. Both families use them, and
-// they are compiled once, in kernels.cu.
+// Declares launches of the modifiers' kernels that do not depend on the head dim. Both families use
+// them. They are compiled once, in kernels.cu.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -14,8 +14,8 @@ namespace jax_flash {
 // Computes the spans of both kinds of segment ids.
 Status launch_segment_spans(const Forward& params, const SegmentSpans& spans, cudaStream_t stream);
 
-// Computes the gradients of what is added to the logits, as far as they are wanted. Element: the
-// type of query, key and value.
+// Computes the gradients of a bias, ALiBi slopes and a relative bias, if the call has them as
+// outputs. Element: the type of query, key and value.
 template <typename Element>
 Status launch_added_gradients(const Backward& params, const BackwardWorkspace& workspace,
                               cudaStream_t stream);

@@ -1,5 +1,9 @@
-// Converts products of query and key to logits, one by one: LogitModifiers applies whatever a
-// general call has.
+// Converts products of query and key to logits, element by element. LogitModifiers applies all
+// modifiers that a call has:
+//
+//   logit = cap tanh((scale q.k + bias + distance terms) / cap), or -inf if the pair is not allowed
+//
+// modifiers/scores.cuh does the same for a whole tile, one modifier at a time.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +22,7 @@
 
 namespace jax_flash {
 
-// Changes the logits of one batch and query head.
+// Holds the modifiers of one batch and query head.
 struct LogitModifiers {
   const Forward& params;
   int64_t bias0 = 0;  // index of element [0, 0] of this batch and head
@@ -59,7 +63,7 @@ struct LogitModifiers {
 #pragma unroll
           for (int e = 0; e < 2; ++e) {
             const int32_t col = col0 + fragment_col(n, e);
-            // Loaded whether or not the row may attend to the key, which saves a branch.
+            // Loaded even if the row may not attend to the key, which saves a branch.
             const int32_t key_id =
                 key_ids && col < band.kv_len ? key_ids[col * params.key_value_segment_ids.row] : 0;
             bool allowed = col >= first && col < end && query_id == key_id;
@@ -82,7 +86,7 @@ struct LogitModifiers {
            (!mask || mask[row * params.mask.row + col * params.mask.col] != 0);
   }
 
-  // Says which elements dropout keeps: see Dropout.
+  // Returns the elements that dropout keeps: see Dropout.
   template <int kN, bool kTransposed = false>
   __device__ __forceinline__ Kept kept(int32_t row0, int32_t col0) const {
     return dropout.kept<kN, kTransposed>(params.options.dropout_threshold, row0, col0);

@@ -1,4 +1,4 @@
-// Applies a boolean mask of one byte an element to logits in accumulator fragments.
+// Applies a boolean mask, one byte an element, to logits in accumulator fragments of S or S^T.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +10,7 @@
 
 namespace jax_flash {
 
-// Sets masked elements to -inf. The mask of one batch and head begins at index `offset`.
+// Sets elements whose mask is 0 to -inf. The mask of one batch and head begins at index `offset`.
 template <int kInFlight, int kN>
 __device__ __forceinline__ void apply_mask(float (&scores)[1][kN][4], const Operand& mask,
                                            int64_t offset, int32_t row0, int32_t col0,
@@ -23,7 +23,7 @@ __device__ __forceinline__ void apply_mask(float (&scores)[1][kN][4], const Oper
                                     });
 }
 
-// Sets elements that `first` or `second` names to -inf.
+// Sets the first or second element of a pair to -inf if `first` or `second` is true.
 template <int kN>
 __device__ __forceinline__ void forbid_pair(float (&scores)[kN][4], int n, int half, bool first,
                                             bool second) {
@@ -31,8 +31,8 @@ __device__ __forceinline__ void forbid_pair(float (&scores)[kN][4], int n, int h
   if (second) scores[n][2 * half + 1] = minus_infinity();
 }
 
-// Does so for fragments whose rows are keys and whose columns are queries. `data`: the mask of one
-// batch and head.
+// Applies the mask to fragments of S^T, whose rows are keys and whose columns are queries. `data`:
+// the mask of one batch and head.
 template <int kN>
 __device__ __forceinline__ void apply_mask_transposed(float (&scores)[kN][4], const Operand& mask,
                                                       const uint8_t* data, int32_t key0,
@@ -41,7 +41,7 @@ __device__ __forceinline__ void apply_mask_transposed(float (&scores)[kN][4], co
       data, mask.col, mask.row, key0, row0, extent,
       [&](int n, int half, uint8_t a, uint8_t b) { forbid_pair(scores, n, half, a == 0, b == 0); });
 }
-// Does so with the mask's bits in the format of sm90's TransposedMask.
+// Applies the mask's bits in the format of sm90's TransposedMask to fragments of S^T.
 template <int kN>
 __device__ __forceinline__ void apply_mask_bits(float (&scores)[kN][4], uint32_t allowed) {
   if (__all_sync(0xffffffff, allowed == ~0u)) return;

@@ -1,4 +1,5 @@
-// Loads elements of an operand under accumulator fragments, which hold them in contiguous pairs.
+// Loads the elements of an operand, such as a bias or a mask, that correspond to accumulator
+// fragments. A thread's fragment elements are contiguous pairs of columns.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -14,8 +15,8 @@ __device__ __forceinline__ float to_float(float value) { return value; }
 __device__ __forceinline__ float to_float(__nv_bfloat16 value) { return __bfloat162float(value); }
 __device__ __forceinline__ float to_float(__half value) { return __half2float(value); }
 
-// Rows and columns that exist. Elements beyond these are read from the last row or column instead:
-// their values do not matter, but there is nothing to read.
+// Holds the numbers of rows and columns that exist. For elements beyond them, the last row or
+// column is read instead: their values do not matter, but reads beyond the operand are invalid.
 struct Extent {
   int32_t rows, cols;
 
@@ -24,9 +25,9 @@ struct Extent {
   }
 };
 
-// Calls body(n, half, first, second) with the elements of an array under each pair of fragment
-// elements; `data` points to row 0 and column 0 of the operand's batch and head. At most kInFlight
-// pairs, for which there must be registers, are loaded at the same time.
+// Calls body(n, half, first, second) with the two elements of an array at each pair of fragment
+// elements. `data` points to row 0 and column 0 of the operand's batch and head. At most kInFlight
+// pairs are loaded at the same time; there must be registers for them.
 template <typename T, int kInFlight, int kN, typename Body>
 __device__ __forceinline__ void for_pairs(const T* data, int64_t row_stride, int64_t col_stride,
                                           int32_t row0, int32_t col0, const Extent& extent,

@@ -1,22 +1,23 @@
 // Defines the random bits of dropout, for kernels and for the host.
 //
-// They are a pure function of the seed and of the global index (b, n, i, j) of a probability, so
-// any tiling, device or sharding draws the same. philox.py derives three words for each (b, n) from
-// the seed by Philox4x32-10, as DropoutKeys says: they are an operand. Within a batch and head,
-// Philox2x32-7 draws 64 bits, keyed by the first word, for the four probabilities
+// The bits are a pure function of the seed and of the global index (b, n, i, j) of a probability,
+// so every tiling, device and sharding draws the same. philox.py derives three words for each (b,
+// n) from the seed by Philox4x32-10 (DropoutKeys). These words are an operand. Within a batch and
+// head, Philox2x32-7, keyed by the first word, draws 64 bits for a group of four probabilities:
 //
 //   (i, j), (i, j + 8), (i + 8, j), (i + 8, j + 8)    i % 16 < 8, j % 16 < 8
 //
-// which one thread holds both in the fragments of S = Q K^T and in those of S^T = K Q^T: no words
-// are exchanged between threads. Rows and columns of such a group are counted without gaps, which
-// gives a counter, xored with the other two words. Word i / 8 % 2 and its half j / 8 % 2 are for
-// (i, j). Of a half the lower 15 bits count, so that one addition compares both halves of a word:
-// the carry of each enters its highest bit. They quantise the rate to 2^-15.
+// One thread holds all four in the fragments of S = Q K^T and also in those of S^T = K Q^T, so
+// threads exchange no words. Groups are numbered without gaps along rows and along columns. These
+// two numbers, xored with the other two words, are the counter. Word i / 8 % 2 of the result
+// belongs to (i, j), and its half j / 8 % 2. The lower 15 bits of a half are compared with the
+// threshold. One addition does so for both halves of a word: the carry of each half enters its
+// highest bit. The 15 bits quantise the rate to 2^-15.
 //
 // Rounds: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 4, call a
 // generator Crush-resistant that passes SmallCrush, Crush and BigCrush of TestU01. The authors know
-// of no statistical flaw of Philox2x32 with six rounds or more (their library Random123, philox.h);
-// seven leave one to spare, and known answers are published for seven.
+// of no statistical flaw of Philox2x32 with six rounds or more (their library Random123, philox.h).
+// Seven rounds leave one to spare, and known answers are published for seven.
 //
 // Collisions: two streams (of other heads, batches or seeds) have elements with the same bits only
 // if their keys are equal, one chance in 2^32, and so are the upper bits of both xored words, which
@@ -32,10 +33,10 @@
 
 namespace jax_flash {
 
-inline constexpr int kDropoutBlock = 16;  // rows, and columns, that groups divide among themselves
-inline constexpr uint32_t kDropoutBits = 0x7fff;  // those of a half word that are compared
+inline constexpr int kDropoutBlock = 16;          // rows, and columns, of a square of 64 groups
+inline constexpr uint32_t kDropoutBits = 0x7fff;  // bits of a half word that are compared
 
-// The first three words of Philox4x32-10 of counter (n, b, 0, 0), with the seed as its key.
+// Holds the first three words of Philox4x32-10 of counter (n, b, 0, 0), with the seed as its key.
 struct DropoutKeys {
   uint32_t key, row, col;
 };

@@ -1,5 +1,9 @@
-// Converts scores to probabilities, and gradients of probabilities to gradients of scores, in
-// accumulator fragments; also handles keys that are not finite.
+// Computes, in accumulator fragments of S = Q K^T and dP = dO V^T:
+//
+//   P = exp(S - lse),  dS = P (D(dP) - delta) times the slope of the soft cap    D: dropout
+//
+// The second half of the file handles keys that are NaN or infinite. score_gradient_transposed.cuh
+// is for fragments of S^T and dP^T.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -20,8 +24,8 @@
 
 namespace jax_flash {
 
-// Handles the fragments whose element [0, 0] is (row0, col0) of one batch and head. Element: that
-// of the operands.
+// Handles the fragments whose element [0, 0] is (row0, col0) of one batch and head. kGeneral: the
+// call may have modifiers. Element: the operands' element type.
 template <bool kGeneral, int kM, int kN, typename Element>
 struct ScoreGradient {
   const Forward& params;
@@ -60,8 +64,8 @@ struct ScoreGradient {
     }
   }
 
-  // Computes exp((S - lse) - lse_low), for calls with a bias. lse_low is read only where it is not
-  // nearly 0, or products are so exact that it matters.
+  // Computes exp((S - lse) - lse_low), for calls with natural units. lse_low is read only if it may
+  // matter: if lse is extreme, or if products are exact enough (Tf32x3).
   __device__ __forceinline__ void natural_probabilities(float (&scores)[kN][4],
                                                         const float (&lse)[2], int m, int first,
                                                         int end) const {
@@ -86,8 +90,8 @@ struct ScoreGradient {
     }
   }
 
-  // Turns dP into dS = P (dP - delta), and P into the operand of dV: with dropout, what dropout
-  // kept. An element that is not allowed has P = 0 and dS = 0, whatever dP is.
+  // Turns dP into dS = P (dP - delta), and P into the operand of dV, from which dropped elements
+  // are removed. An element that is not allowed has P = 0 and dS = 0, even if its dP is NaN.
   __device__ __forceinline__ void finish(float (&p)[kM][kN][4], float (&dp)[kM][kN][4],
                                          const float (&lse)[kM][2],
                                          const float (&delta)[kM][2]) const {
@@ -146,7 +150,7 @@ struct ScoreGradient {
   }
 };
 
-// Returns whether an element of a word is NaN or infinite: it has an exponent of all ones.
+// Returns true if an element of a word is NaN or infinite: its exponent is all ones.
 template <typename Element>
 __device__ __forceinline__ bool has_bad_element(uint32_t pair) {
   constexpr uint32_t kExponent = kIsFloat32<Element>               ? 0x7f800000u
@@ -156,10 +160,10 @@ __device__ __forceinline__ bool has_bad_element(uint32_t pair) {
   return (pair & kExponent) == kExponent || (pair >> 16 & kExponent) == kExponent;
 }
 
-// Replaces keys that are NaN or infinite by zeros. If mask or segments hide such keys from every
-// query, they must not reach dQ, where they would meet dS = 0. mark_bad_keys() then sets the
-// queries that do attend to them to NaN. `bad` has a bit per row, followed by a word that is set if
-// any of these bits is.
+// Replaces keys that are NaN or infinite by zeros. If a mask or segments hide such a key from every
+// query, it must not reach dQ, where the product with dS = 0 would be NaN. mark_bad_keys() then
+// sets the queries that do attend to such keys to NaN. `bad_smem` has one bit per row, followed by
+// a word that is set if any of these bits is.
 template <int kThreads, typename Element, typename Tile>
 __device__ __forceinline__ void clear_bad_keys(const Tile& key, uint32_t* bad_smem) {
   if (threadIdx.x <= Tile::kRows / 32) bad_smem[threadIdx.x] = 0;

@@ -1,6 +1,6 @@
 // Does what modifiers/score_gradient.cuh does, for fragments of the transposed products S^T = K Q^T
-// and dP^T = V dO^T: a fragment's rows are keys, its columns queries. P^T and dS^T then are
-// register operands of dV = P^T dO and dK = dS^T Q.
+// and dP^T = V dO^T: a fragment's rows are keys, its columns queries. P^T and dS^T are then
+// register operands of dV = P^T dO and dK = dS^T Q. lse and delta are values of columns.
 #pragma once
 
 #include <cstdint>
@@ -17,7 +17,7 @@
 
 namespace jax_flash {
 
-// Reads the values of a thread's columns from shared memory whenever they are needed.
+// Reads the values of a thread's columns from shared memory at each use.
 struct ColumnsInShared {
   const float* smem;  // points to the fragments' first column
 
@@ -26,7 +26,7 @@ struct ColumnsInShared {
     return *reinterpret_cast<const float2*>(smem + fragment_col(n, 0));
   }
 };
-// Read here, ahead of the next wait.
+// Reads the values to registers at construction, ahead of the next wait.
 template <int kN>
 struct ColumnsInRegisters {
   float2 values[kN];
@@ -39,10 +39,10 @@ struct ColumnsInRegisters {
   __device__ __forceinline__ float2 operator()(int n) const { return values[n]; }
 };
 
-// Handles the fragments whose element [0, 0] is (key0, row0) of one batch and query head, 16 keys
-// by 8 kN queries. `lse_smem` and `delta_smem` begin at query row0. With kScaled, dS is multiplied
-// by the scale, and delta has been multiplied by it already, unless there are kModifiers: those
-// that are applied here, as far as the call has them.
+// Handles the fragments whose element [0, 0] is (key0, row0) of one batch and query head: 16 keys
+// by 8 kN queries. `lse_smem` and `delta_smem` begin at query row0. kModifiers: modifiers that are
+// applied here if the call has them. kScaled: dS is multiplied by the scale. Without kModifiers,
+// delta has been multiplied by it already.
 template <uint32_t kModifiers, int kN, bool kManyRegisters = false, bool kScaled = false>
 struct TransposedGradient {
   static constexpr bool kGeneral = kModifiers != kNoModifier;
@@ -53,14 +53,14 @@ struct TransposedGradient {
   bool has_mask_bits = false;  // if so, mask_bits are those of sm90's TransposedMask
   uint32_t mask_bits = 0;
 
-  // Sets elements that are not allowed to -inf; if kGeneral, turns products into logits. `slopes`
-  // is for finish().
+  // Sets elements that are not allowed to -inf. If kGeneral, also turns products into logits. Sets
+  // `slopes` for finish().
   __device__ __forceinline__ void mask(float (&scores)[kN][4], const Band& band,
                                        CapSlopes<kN>* slopes = nullptr) const {
     if constexpr (kGeneral) {
       modify_transposed<kManyRegisters, kModifiers>(scores, modifiers(), band, key0, row0,
                                                     has_mask_bits ? &mask_bits : nullptr, slopes);
-      // Rows past the end have modifiers as well, perhaps NaN.
+      // Rows beyond the end get modifiers, too, perhaps NaN, so they are masked below.
       const int32_t row1 = row0 + 8 * kN;
       if (row1 <= band.q_len && band.all_allowed(row0, row1, key0, key0 + 16)) return;
     }
@@ -80,7 +80,7 @@ struct TransposedGradient {
     }
   }
 
-  // Computes P^T = exp(S^T - lse), with a column's lse. If kGeneral, S and lse have the units of
+  // Computes P^T = exp(S^T - lse) with each column's lse. If kGeneral, S and lse have the units of
   // logits; otherwise S is multiplied by to_log2 here, and lse is in log2 units.
   template <typename Columns>
   __device__ __forceinline__ void probabilities(float (&scores)[kN][4], const Columns& columns,
@@ -104,7 +104,7 @@ struct TransposedGradient {
   }
 
   // Turns dP into dS = P (dP - delta). An element that is not allowed has P = 0 and, with kForbids,
-  // dS = 0 whatever dP is.
+  // dS = 0, even if its dP is NaN.
   template <bool kForbids = kGeneral>
   __device__ __forceinline__ void finish(const float (&p)[kN][4], float (&dp)[kN][4],
                                          const float* lse_smem, const float* delta_smem,
@@ -144,7 +144,7 @@ struct TransposedGradient {
     return kept.template at<true>(n, e) ? params.options.dropout_scale : 0.0f;
   }
 
-  // Turns P^T into the operand of dV.
+  // Turns P^T into the operand of dV: applies dropout.
   __device__ __forceinline__ void drop(float (&p)[kN][4], const Kept& kept) const {
     if (params.options.dropout_threshold == 0) return;
 #pragma unroll
@@ -154,7 +154,7 @@ struct TransposedGradient {
     }
   }
 
-  // Finds which elements dropout keeps.
+  // Returns the elements that dropout keeps.
   __device__ __forceinline__ Kept draw() const {
     if ((kModifiers & kDropout) != 0 && params.options.dropout_threshold != 0) {
       return modifiers().template kept<kN, true>(row0, key0);
@@ -163,8 +163,8 @@ struct TransposedGradient {
   }
 
  private:
-  // Computes exp((S - lse) - lse_low), for calls with a bias. lse_low is read only where it is not
-  // nearly 0.
+  // Computes exp((S - lse) - lse_low), for calls with natural units. lse_low is read only if a lse
+  // is extreme; otherwise it is nearly 0.
   template <typename Columns>
   __device__ __forceinline__ void natural_probabilities(float (&scores)[kN][4],
                                                         const Columns& columns,

@@ -1,5 +1,6 @@
-// Applies LogitModifiers to whole tiles of a warp: does what apply() does, one feature at a time.
-// Neighbours are loaded together, and a feature that a call lacks costs one branch per tile.
+// Applies modifiers to whole tiles of a warp: does what LogitModifiers::apply() does, one modifier
+// at a time. Contiguous elements are loaded together, and a modifier that a call lacks costs one
+// branch per tile.
 #pragma once
 
 #include <cstdint>
@@ -23,21 +24,21 @@
 
 namespace jax_flash {
 
-// Returns whether a call has a modifier. If a kernel is made for that modifier alone, every call of
-// the kernel has it.
+// Returns true if a call has a modifier. `in_call`: found at run time. If a kernel is compiled for
+// this modifier alone, all of its calls have it.
 template <uint32_t kModifiers, uint32_t kModifier>
 __device__ __forceinline__ bool has_modifier(bool in_call) {
   if constexpr ((kModifiers & kModifier) == 0) return false;
   return kModifiers == kModifier || in_call;
 }
 
-// Returns whether logits must be in natural units. Otherwise the softmax scales the products, which
-// it can do only by a positive factor.
+// Returns true if logits must be in natural units. Otherwise, the softmax multiplies the products
+// by the scale, which must be positive for this.
 __host__ __device__ __forceinline__ bool has_natural_logits(const Forward& params) {
   const Options& options = params.options;
   return adds_to_logits(params) || options.logits_soft_cap > 0.0f || !(options.scale > 0.0f);
 }
-// Returns whether the modifiers may forbid single elements.
+// Returns true if modifiers may forbid single elements.
 template <uint32_t kModifiers>
 __device__ __forceinline__ bool has_element_masks(const Forward& params) {
   return has_modifier<kModifiers, kMask>(bool{params.mask}) ||
@@ -50,7 +51,7 @@ struct ModifierOffsets {
   int64_t bias, mask, query_ids, key_ids;
   union {
     DistanceBias distance = {};
-    Dropout dropout;  // in kernels for dropout alone: a query tile's description is full
+    Dropout dropout;  // in kernels for dropout alone; a separate member would not fit
   };
 
   ModifierOffsets() = default;
@@ -61,7 +62,7 @@ struct ModifierOffsets {
         query_ids(batch.offset(params.query_segment_ids)),
         key_ids(batch.offset(params.key_value_segment_ids)),
         distance(params, batch, head) {}
-  // Returns the same, but nothing of operands that the call has not.
+  // Returns the same offsets, but 0 for operands that the call does not have.
   static __device__ __forceinline__ ModifierOffsets of_present(const Forward& params,
                                                                const BatchIndex& batch,
                                                                int32_t head) {
@@ -87,7 +88,7 @@ struct ModifierOffsets {
     });
   }
 
-  // Returns what dropout needs.
+  // Returns the keys and the origin for dropout.
   static __device__ __forceinline__ Dropout dropout_of(const Forward& params,
                                                        const int32_t (&batch)[2], int32_t head) {
     return Dropout(params, [&](const Operand& operand) {
@@ -102,15 +103,15 @@ struct ModifierOffsets {
   }
 };
 
-// Turns a warp's products into logits, -inf where not allowed, except for the band. They are in
-// natural units if has_natural_logits(), and otherwise unscaled. `one_segment`: the tile's ids are
-// all equal. kPairs: pairs of elements that are loaded at the same time; 0: as registers allow.
+// Turns a warp's products into logits, -inf where not allowed; does not apply the band. Logits are
+// in natural units if has_natural_logits(), and otherwise unscaled. `one_segment`: all ids of the
+// tile are equal. kPairs: pairs of elements that are loaded at the same time; 0: as registers
+// allow.
 template <uint32_t kModifiers, int kN, int kPairs = 0>
 __device__ __forceinline__ void modify_scores(float (&scores)[1][kN][4], const Forward& params,
                                               const ModifierOffsets& offsets, const Band& band,
                                               int32_t row0, int32_t col0, bool one_segment) {
-  // Pairs of elements that are loaded at the same time: a kernel for few modifiers has the
-  // registers.
+  // A kernel for few modifiers has registers for more loads in flight.
   constexpr int kInFlight = kPairs > 0 ? kPairs : kModifiers == kEveryModifier ? 4 : kN;
   const Options& options = params.options;
   const bool has_bias = has_modifier<kModifiers, kBias>(bool{params.bias});
@@ -166,8 +167,9 @@ __device__ __forceinline__ void scale_tile(float (&scores)[kM][kN][4], const For
   }
 }
 
-// Does what LogitModifiers::apply() does, in the same units, a feature at a time. kModifiers: those
-// that the call may have. kSkips: what a tile does not need is skipped, which takes more code.
+// Does what LogitModifiers::apply() does, in the same units, one modifier at a time. kModifiers:
+// those that the call may have. kSkips: skips steps that a tile does not need, which takes more
+// code.
 template <uint32_t kModifiers = kEveryModifier, bool kSkips = false, int kM, int kN>
 __device__ __forceinline__ void modify_tile(float (&scores)[kM][kN][4], const Forward& params,
                                             const BatchIndex& batch, int32_t head, const Band& band,

@@ -1,4 +1,4 @@
-// Implements modify_scores() of modifiers/scores.cuh for fragments of the transposed product K Q^T.
+// Implements modify_scores() of modifiers/scores.cuh for fragments of S^T = K Q^T.
 #pragma once
 
 #include <cstdint>
@@ -16,11 +16,13 @@
 
 namespace jax_flash {
 
-// Turns products into logits, -inf where not allowed, except for the band; units:
-// in_natural_units(). The fragments' rows are keys from key0 on, their columns queries from row0
-// on. `allowed`: the mask in the format of TransposedMask. `slopes`: set here if there is a soft
-// cap. With kManyRegisters more elements of a bias are loaded at the same time.
-// kModifiers: those that a call may have; a single one is there.
+// Turns products into logits, -inf where not allowed; does not apply the band. The units are those
+// of in_natural_units(). The fragments' rows are keys from key0 on, their columns queries from row0
+// on.
+//   allowed         the mask in the format of TransposedMask
+//   slopes          set here if there is a soft cap
+//   kManyRegisters  more elements of a bias are loaded at the same time
+//   kModifiers      modifiers that a call may have; if it is a single one, every call has it
 template <bool kManyRegisters, uint32_t kModifiers, int kN>
 __device__ __forceinline__ void modify_transposed(float (&scores)[kN][4],
                                                   const LogitModifiers& modifiers, const Band& band,

@@ -1,5 +1,6 @@
-// Computes segment spans on the device, skips tiles by means of them, and forbids pairs of query
-// and key of different segments in accumulator fragments.
+// Handles segments on the device: computes the spans of segment ids (least and greatest id of a
+// block of rows), skips tiles whose spans do not meet, and forbids pairs of different segments in
+// accumulator fragments.
 #pragma once
 
 #include <cstdint>
@@ -15,13 +16,13 @@
 
 namespace jax_flash {
 
-// Returns the span of tile `tile` of kBlock rows, at least one of which exists, from the `blocks`
-// spans of one batch. With kAtOnce, no read waits for another, which takes registers, and two spans
-// are read at a time if the tile allows it (kSpansAligned).
+// Returns the span of tile `tile` of kBlock rows from the `blocks` spans of one batch. At least one
+// row of the tile must exist. kAtOnce: no read waits for another, which takes registers, and two
+// spans are read at a time if the tile allows it (kSpansAligned).
 template <int kBlock, bool kAtOnce = false>
 __device__ __forceinline__ SegmentSpan tile_span(const SegmentSpan* spans, int32_t blocks,
                                                  int64_t tile) {
-  if constexpr (kBlock < kSegmentBlock) {  // part of what one span is about
+  if constexpr (kBlock < kSegmentBlock) {  // the tile is part of one span
     static_assert(kSegmentBlock % kBlock == 0);
     return tile_span<kSegmentBlock>(spans, blocks, tile / (kSegmentBlock / kBlock));
   }
@@ -54,7 +55,7 @@ __device__ __forceinline__ SegmentSpan tile_span(const SegmentSpan* spans, int32
 }
 
 // Returns the first tile of [tile, end) of kBlock rows whose span meets `span`, or `end`. Called by
-// whole warps: the lanes look at 32 tiles at a time.
+// whole warps: each lane tests one of 32 tiles.
 template <int kBlock>
 __device__ __forceinline__ int32_t next_tile(const SegmentSpan* spans, int32_t blocks,
                                              const SegmentSpan& span, int32_t tile, int32_t end) {
@@ -67,11 +68,11 @@ __device__ __forceinline__ int32_t next_tile(const SegmentSpan* spans, int32_t b
   return end;
 }
 
-// Threads per block of the kernel below. They are many, so that few multiprocessors have a block of
-// it: on the others the next kernel, which takes all of their registers, begins meanwhile.
+// Threads per block of the kernel below. Large blocks occupy few multiprocessors. On the others,
+// the next kernel, which takes all of their registers, begins meanwhile.
 inline constexpr int kSegmentSpansThreads = 1024;
 
-// Computes the spans. Grid: one warp per span of query or key ids.
+// Computes the spans, and copies the ids. The grid has one warp per span of query or key ids.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     segment_spans_kernel(const __grid_constant__ Forward params, SegmentSpans spans) {
@@ -97,7 +98,7 @@ __global__ void __launch_bounds__(kThreads)
   (is_query ? spans.query_ids : spans.key_ids)[index * kSegmentBlock + threadIdx.x % 32] = id;
 }
 
-// Sets elements of other segments to -inf. The ids of one batch begin at the offsets.
+// Sets pairs of different segments to -inf. The ids of one batch begin at the offsets.
 template <int kInFlight, int kN>
 __device__ __forceinline__ void apply_segments(float (&scores)[1][kN][4], const Forward& params,
                                                int64_t query_offset, int64_t key_offset,
@@ -119,8 +120,8 @@ __device__ __forceinline__ void apply_segments(float (&scores)[1][kN][4], const 
                                     });
 }
 
-// Does so for fragments whose rows are keys and whose columns are queries, given the ids of one
-// batch.
+// Does the same for fragments of S^T, whose rows are keys and whose columns are queries, given the
+// ids of one batch.
 template <int kN>
 __device__ __forceinline__ void apply_segments_transposed(float (&scores)[kN][4],
                                                           const Forward& params,
@@ -139,8 +140,8 @@ __device__ __forceinline__ void apply_segments_transposed(float (&scores)[kN][4]
                             });
 }
 
-// Does so given copies of the ids (SegmentSpans): `query_ids` points to that of query row0, `ids`
-// holds those of the thread's two keys.
+// Does the same for fragments of S^T, given copies of the ids (SegmentSpans): `query_ids` points to
+// the copy for query row0, `ids` holds the ids of the thread's two keys.
 template <int kN>
 __device__ __forceinline__ void separate_transposed(float (&scores)[kN][4],
                                                     const int32_t* query_ids,

@@ -1,5 +1,5 @@
-// Applies the soft cap to logits in accumulator fragments, and computes its slope for the backward
-// pass.
+// Applies the soft cap, cap tanh(logit / cap), to logits in accumulator fragments, and computes its
+// slope for the backward pass.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -13,10 +13,10 @@
 
 namespace jax_flash {
 
-// Exact to within a few units in the last place: tanh.approx has errors of 2^-11, which are
-// noticeable when multiplied by the cap.
+// Returns tanh(x) to within a few units in the last place. The errors of tanh.approx, 2^-11, would
+// be noticeable after the multiplication by the cap.
 __device__ __forceinline__ float tanh_accurate(float x) {
-  // 1 - 2 / (exp(2 x) + 1) suffers from cancellation near 0, so the series (error below 2^-24) is
+  // Near 0, 1 - 2 / (exp(2 x) + 1) suffers from cancellation, so the series (error below 2^-24) is
   // used there.
   const float far = 1.0f - __fdividef(2.0f, ptx::ex2_approx_ftz(x * (2.0f * kLog2E)) + 1.0f);
   const float square = x * x;
@@ -25,9 +25,9 @@ __device__ __forceinline__ float tanh_accurate(float x) {
   return fabsf(x) < 0.2f ? x * series : far;
 }
 
-// Returns d logit / d (logit before the soft cap) = 1 - (logit / cap)^2, computed from the
-// element's probability and its row's lse, which has the units of logits. Keeping all logits would
-// take too many registers.
+// Returns the slope d logit / d (logit before the soft cap) = 1 - (logit / cap)^2. The logit is
+// computed again from the element's probability and its row's lse, which has the units of logits:
+// keeping all logits would take too many registers.
 __device__ __forceinline__ float soft_cap_slope(const Forward& params, float probability,
                                                 float lse) {
   const float unit = in_natural_units(params) ? 1.0f : kLn2;
@@ -39,8 +39,8 @@ __device__ __forceinline__ float soft_cap_slope(const Forward& params, float pro
 
 inline constexpr float kTanhRange = 0.75f;
 
-// Replaces logits / cap by logits after the soft cap. With kBiased, -inf stays, since a bias of
-// -inf forbids.
+// Replaces logits / cap by logits after the soft cap. kBiased: -inf stays -inf, since a bias of
+// -inf forbids the pair.
 template <bool kBiased = false, int kN>
 __device__ __forceinline__ void soft_cap_ratios(float (&ratios)[1][kN][4], float cap) {
   float greatest = 0.0f;  // fmaxf ignores NaN; the polynomial propagates it
@@ -80,7 +80,7 @@ __device__ __forceinline__ void soft_cap_ratios(float (&ratios)[1][kN][4], float
   }
 }
 
-// Keeps finite logits with a bias finite where they are divided by a cap below 1.
+// Clamps finite logits with a bias, so that their division by a cap below 1 does not overflow.
 template <int kN>
 __device__ __forceinline__ void keep_finite(float (&logits)[1][kN][4], const Forward& params) {
   if (params.options.logits_soft_cap >= 1.0f) return;
@@ -105,8 +105,8 @@ __device__ __forceinline__ void soft_cap(float (&logits)[1][kN][4], float cap) {
   soft_cap_ratios<kBiased>(logits, cap);
 }
 
-// Holds the factors by which the soft cap multiplies gradients of logits, 1 - (logit / cap)^2, for
-// pairs of elements in float16: as exact as the rounding of the gradients.
+// Holds the factors by which the soft cap multiplies gradients of logits, 1 - (logit / cap)^2.
+// Pairs of them are in float16, which is as exact as the rounding of the gradients.
 template <int kN>
 struct CapSlopes {
   __half2 pairs[kN][2];

@@ -1,4 +1,4 @@
-// Defines the units of logits, and the sizes of logits that need care.
+// Defines the units of logits, and the magnitudes of logits that need care.
 #pragma once
 
 #include <cmath>
@@ -8,25 +8,26 @@
 
 namespace jax_flash {
 
-// Returns whether logits are in natural units. In general calls they are if something is added to
-// them; otherwise they are in log2 units. A bias may be any float32, even -3e38, whose product with
-// log2(e) overflows or is rounded by far more than 1. So differences between logits, which are
-// exact wherever they matter, are computed first, and the factor is applied to them.
+// Returns true if logits are in natural units. In general calls, they are if something is added to
+// them; otherwise they are in log2 units. A bias may be any float32, even -3e38. Its product with
+// log2(e) overflows or is rounded by far more than 1. Therefore differences of logits, which are
+// exact wherever they matter, are computed first, and multiplied by the factor then.
 __device__ __forceinline__ bool in_natural_units(const Forward& params) {
   return adds_to_logits(params);
 }
 
-// Beyond this magnitude, a row's lse lacks a part that gradients need; lse_low holds it. Up to this
-// magnitude, that part is less than 2^-14, as is what the sm_90 kernels' log2 units add.
+// Beyond this magnitude, a row's lse lacks a part that gradients need; lse_low holds that part. Up
+// to this magnitude, it is less than 2^-14, as is the error that log2 units add in the sm_90
+// kernels.
 inline constexpr float kExtremeLse = 1024.0f;
 __device__ __forceinline__ bool is_extreme(float lse) {
   return fabsf(lse) > kExtremeLse && fabsf(lse) != -minus_infinity();
 }
 
-// Some kernels take a logit below kLeastLogit for -inf, and take no special care of logits above
-// kExtremeLse. They are right where a row's greatest logit is within these bounds and far from the
-// lower one, and where all of its logits are -inf. A row's lse shows whether this holds: it is
-// kLowLse where some finite logit was taken for -inf and no greater one followed.
+// Some kernels treat a logit below kLeastLogit as -inf, and do not treat logits above kExtremeLse
+// specially. Their results are right if a row's greatest logit is within these bounds and far from
+// the lower one, and also if all of its logits are -inf. A row's lse shows whether this holds: it
+// is kLowLse if a finite logit was treated as -inf and no greater one followed.
 inline constexpr float kLeastLogit = -1024.0f, kLowLse = -3.0e38f;
 __device__ __forceinline__ bool needs_exact_logits(float lse) {
   const bool moderate = lse >= kLeastLogit + 256.0f && lse <= kExtremeLse;
