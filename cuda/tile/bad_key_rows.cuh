@@ -1,5 +1,6 @@
 // Handles keys that are NaN or infinite, for kernels whose consumers begin at thread 128 and whose
-// products read shared memory through the asynchronous proxy: see modifiers/score_gradient.cuh.
+// products read shared memory through the asynchronous proxy. modifiers/score_gradient.cuh explains
+// why such keys need care.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -16,11 +17,11 @@
 namespace jax_flash {
 
 // Do the same as clear_bad_keys() and mark_bad_keys() of modifiers/score_gradient.cuh, with
-// kThreads threads from thread 128 on, the named barrier kBarrier, and fragments of 16 keys from
-// `key` of the tile on.
+// kThreads threads from thread 128 on, the named barrier kBarrier, and fragments of S^T: 16 keys
+// from `key` of the tile on.
 template <int kThreads, int kBarrier, typename Element, typename Tile>
 __device__ __forceinline__ void clear_bad_key_rows(const Tile& key, uint32_t* bad_smem) {
-  // Has an exponent of all ones.
+  // An element with this exponent, all ones, is NaN or infinite.
   constexpr uint32_t kExponent = std::is_same_v<Element, __half> ? 0x7c00u : 0x7f80u;
   const int thread = threadIdx.x - 128;
   if (thread <= Tile::kRows / 32) bad_smem[thread] = 0;

@@ -1,6 +1,7 @@
-// Computes which logits position alone allows. Lengths, causal order, window and offset together
-// allow row i the columns [i + lo, i + hi) within [0, kv_len): an interval that moves by one from
-// row to row. All of it is known at run time only, from device memory in part.
+// Computes the band: the logits that position alone allows. Lengths, causal order, window and
+// offset together allow row i the columns [i + lo, i + hi) within [0, kv_len), an interval that
+// moves by one from row to row. All of these are known only at run time, and some only in device
+// memory.
 #pragma once
 
 #include <cstdint>
@@ -10,7 +11,7 @@
 
 namespace jax_flash {
 
-// Says how many keys before and after its own position a query may attend to; -1: any number.
+// Holds how many keys before and after its own position a query may attend to; -1: any number.
 struct Window {
   int32_t left, right;
 
@@ -23,11 +24,11 @@ struct Window {
 
 // Holds the columns [i + lo, i + hi) that each row i may attend to by its position.
 struct Band {
-  int32_t lo, hi;  // within [-q_len, kv_len], beyond which they change nothing
+  int32_t lo, hi;  // clamped to [-q_len, kv_len], which allows the same pairs
   int32_t q_len, kv_len;
 
   Band() = default;
-  // Makes the band of given lengths, offset and window; the host can call it, too.
+  // Makes the band of given lengths, offset and window. Callable on the host, too.
   __host__ __device__ __forceinline__ Band(const Window& window, int32_t rows, int32_t cols,
                                            int64_t offset)
       : q_len(rows), kv_len(cols) {
@@ -42,17 +43,17 @@ struct Band {
              clamped_length(params.key_value_seq_lengths, batch, params.shape.kv_len),
              params.query_offset ? *batch.pointer<const int32_t>(params.query_offset) : 0) {}
 
-  // True if a call's band depends on its operands, and so on the batch.
+  // True if a call's band depends on its operands, and may therefore differ between batches.
   static bool varies(const Forward& params) {
     return params.query_seq_lengths || params.key_value_seq_lengths || params.query_offset ||
            params.window;
   }
 
-  // Give the columns that row i may attend to: [first_col(i), end_col(i)).
+  // Return the columns that row i may attend to: [first_col(i), end_col(i)).
   __device__ __forceinline__ int32_t first_col(int32_t row) const { return clamp_col(row + lo); }
   __device__ __forceinline__ int32_t end_col(int32_t row) const { return clamp_col(row + hi); }
 
-  // Give the rows that may attend to some column of [col0, col1), col0 < kv_len: [first_row,
+  // Return the rows that may attend to some column of [col0, col1), col0 < kv_len: [first_row,
   // end_row).
   __device__ __forceinline__ int32_t first_row(int32_t col0) const { return max(0, col0 - hi + 1); }
   __device__ __forceinline__ int32_t end_row(int32_t col1) const {
@@ -89,7 +90,7 @@ struct Band {
   }
 };
 
-// Holds a call's band: that of the host, unless it depends on operands, and so on the batch.
+// Holds a call's band: computed on the host, unless it depends on operands, and so on the batch.
 struct CallBand {
   Band band;
   bool varies = false;
@@ -99,16 +100,17 @@ struct CallBand {
       : band(params.options, params.shape.q_len, params.shape.kv_len, 0),
         varies(Band::varies(params)) {}
 
-  // Returns the band of a batch, out of line if it varies: a block's first copies also wait for
-  // instruction fetches, so code that few calls execute is kept out of the common path.
+  // Returns the band of a batch. If it varies, it is computed out of line: a block's first copies
+  // also wait for instruction fetches, so code that few calls execute is kept out of the common
+  // path.
   __device__ __forceinline__ Band of(const Forward& params, int32_t batch) const {
     if (varies) [[unlikely]] {
       return find_apart(params, batch);
     }
     return band;
   }
-  // Does the same inline, for code that is out of line itself, or uses a part of the band and then
-  // reads no more than that.
+  // Does the same inline, for code that is out of line itself, or that uses a part of the band and
+  // then reads no more than that part.
   __device__ __forceinline__ Band find(const Forward& params, int32_t batch) const {
     return varies ? Band(params, BatchIndex(params.shape, batch)) : band;
   }

@@ -1,4 +1,4 @@
-// Finds the batch that a block works on, and its place in each operand.
+// Splits a batch index into its coordinates, and finds the batch's offset in each operand.
 #pragma once
 
 #include <cstdint>
@@ -7,7 +7,7 @@
 
 namespace jax_flash {
 
-// Computes batch_offset() of params.h, with the divisions done once for all operands.
+// Computes batch_offset() of params.h. The divisions are done once for all operands.
 struct BatchIndex {
   int64_t coordinate[kMaxBatchDims] = {};
 

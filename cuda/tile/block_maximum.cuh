@@ -1,11 +1,12 @@
-// Finds the greatest number among those of a thread block.
+// Finds the greatest number that threads of a block hold.
 #pragma once
 
 #include <cstdint>
 
 namespace jax_flash {
 
-// Returns the greatest of `x`, which are not negative. Called once by all threads, in whole warps.
+// Returns the greatest `x` of all threads. No x is negative. Called once by all threads, in whole
+// warps.
 __device__ __forceinline__ float block_maximum(float x) {
   constexpr int kMostWarps = 32;
   __shared__ float of_warps[kMostWarps];

@@ -1,5 +1,6 @@
-// Writes accumulators of products with a TransposedReader's columns to rows of float32 in global
-// memory: of two neighbouring blocks, a thread has columns 4 t to 4 t + 3 of 16.
+// Writes accumulators to rows of float32 in global memory, for products whose operand was read by a
+// TransposedReader. That operand's columns have another order: a thread has columns 4 t to 4 t + 3
+// of 16 in two neighbouring blocks.
 #pragma once
 
 #include <cstdint>
@@ -11,7 +12,7 @@ struct Float32Rows {
   float* data;
   int64_t stride;
   int32_t cols;
-  bool aligned;  // whether four columns can be accessed at a time
+  bool aligned;  // true if four columns can be accessed at a time
 
   __device__ __forceinline__ Float32Rows(float* first, int64_t row_stride, int32_t count)
       : data(first),
@@ -20,8 +21,8 @@ struct Float32Rows {
         aligned(reinterpret_cast<uintptr_t>(first) % 16 == 0 && row_stride % 4 == 0 &&
                 count % 4 == 0) {}
 
-  // Calls body(columns, number of them, values) for each four columns of one half of a thread's
-  // rows that exist. The warps take 16 columns each, in turn, this one the warp_col-th of
+  // Calls body(address, columns left, values) for each four columns that exist, of one half of a
+  // thread's rows. The warps take 16 columns each, in turn; this warp is the warp_col-th of
   // kWarpCols.
   template <int kWarpCols, int kN, typename Body>
   __device__ __forceinline__ void for_columns(int32_t row, int half, const float (&block)[kN][4],
@@ -37,7 +38,7 @@ struct Float32Rows {
     }
   }
 
-  // Stores a row of one half, times `scale`.
+  // Stores the row of one half, times `scale`.
   template <int kWarpCols = 1, int kN>
   __device__ __forceinline__ void store(int32_t row, int half, const float (&block)[kN][4],
                                         int warp_col = 0, float scale = 1.0f) const {

@@ -1,4 +1,4 @@
-// Launches kernels from the host, and makes the errors that launches can return.
+// Launches kernels from the host, and returns errors of launches as a Status.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -9,8 +9,8 @@
 #include "params.h"
 #include "status.h"
 
-// Switch of the ablation (sm90/backward/config.cuh): 0 starts each kernel when the one before it
-// has ended.
+// Switch of the ablation (sm90/backward/config.cuh): 0 starts each kernel only when the kernel
+// before it has ended.
 #ifndef JAX_FLASH_SM90_BWD_DEPENDENT_LAUNCH
 #define JAX_FLASH_SM90_BWD_DEPENDENT_LAUNCH 1
 #endif
@@ -26,13 +26,15 @@ inline std::string shape_text(const Shape& shape) {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Less than the 48 KB that need no attribute, as a kernel's static shared memory counts too.
+// Dynamic shared memory up to this size needs no attribute. The limit is 48 KB, but a kernel's
+// static shared memory counts, too.
 inline constexpr int kSmemWithoutAsking = 24 * 1024;
 
-// Launches a kernel with a one-dimensional grid. Its shared-memory limit is set on every call: the
-// attribute belongs to the current device's context, and setting it costs less than remembering for
-// which devices it is set, and is safe from any thread. `dependent`: it may begin while the kernel
-// before it ends, and waits by griddepcontrol for what that one wrote.
+// Launches a kernel with a one-dimensional grid. Its shared-memory limit is set in every call,
+// because the attribute belongs to the current device's context. Setting it costs less than
+// remembering the devices for which it is set, and is safe from any thread. `dependent`: the kernel
+// may begin while the kernel before it ends (programmatic dependent launch), and waits by
+// griddepcontrol for its results.
 template <typename... Parameters, typename... Arguments>
 Status launch_grid(bool dependent, const char* name, const Shape& shape,
                    void (*kernel)(Parameters...), int64_t blocks, int threads, int smem_bytes,

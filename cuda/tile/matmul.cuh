@@ -1,5 +1,5 @@
-// Computes acc += A B for one warp's share of a tile; operands come from shared memory or
-// registers.
+// Computes acc += A B with mma.sync for one warp's share of a tile. Operands come from shared
+// memory or registers, through functions of the caller.
 #pragma once
 
 #include <cstdint>
@@ -11,9 +11,11 @@
 
 namespace jax_flash {
 
-// Says how float32 operands are multiplied: kRoundedA and kRoundedB, that these have been rounded
-// to TF32 already, if products are in TF32; kRolled, that no index of registers depends on the
-// step, so that split products, whose parts take many registers, can take few steps at a time.
+// Flags of products of float32 operands.
+//   kRoundedA, kRoundedB  the operand has been rounded to TF32 already, if products are in TF32
+//   kRolled               no register index depends on the step, so the loop need not be unrolled.
+//                         Split products, whose parts take many registers, then take few steps at a
+//                         time.
 enum ProductFlags : uint32_t { kNoFlag = 0, kRoundedA = 1, kRoundedB = 2, kRolled = 4 };
 
 // Adds A B to acc, for float32 operands. See matmul() below.
@@ -55,8 +57,8 @@ __device__ __forceinline__ void matmul_float32(float (&acc)[kM][kN][4], LoadA lo
 #pragma unroll
         for (int j = 0; j < 2; ++j) {
           if constexpr (kSplit) {
-            // Tensor cores truncate sums, so that a long sum would become too small. That of one
-            // step is added by an instruction that rounds.
+            // Tensor cores truncate sums, so a long sum would become too small. Only the products
+            // of one step are summed there; the addition to acc rounds.
             float sum[4] = {};
             ptx::mma_m16n8k8_tf32(sum, a_rest[m], b[2 * j], b[2 * j + 1]);
             ptx::mma_m16n8k8_tf32(sum, a[m], b_rest[2 * j], b_rest[2 * j + 1]);
@@ -113,8 +115,8 @@ __device__ __forceinline__ void set_zero(float (&acc)[kM][kN][4]) {
   }
 }
 
-// Return row and column, within a warp's matrix of 16x8 blocks, of this thread's element e of block
-// (m, n): see ptx::mma_m16n8k16.
+// Return the row and column of this thread's element e of block (m, n), within a warp's matrix of
+// 16x8 blocks: see ptx::mma_m16n8k16.
 __device__ __forceinline__ int fragment_row(int m, int e) {
   return m * 16 + (threadIdx.x % 32) / 4 + e / 2 * 8;
 }

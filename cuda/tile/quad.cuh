@@ -1,5 +1,6 @@
-// Writes mma fragments to rows in global memory: the four lanes of a quad hold two columns each of
-// the same blocks, and exchange them so that each has eight contiguous elements of one block.
+// Writes mma fragments to rows in global memory. The four lanes of a quad hold two columns each of
+// the same blocks. They exchange them, so that each lane writes eight contiguous elements of one
+// block.
 #pragma once
 
 #include <cstdint>
@@ -23,8 +24,8 @@ __device__ __forceinline__ uint4 exchange_quad(const uint32_t (&word)[4]) {
               : uint4{low_pair.x, low_pair.y, got.x, got.y};
 }
 
-// Writes a warp's 16 rows of fragments, times `scale`, to a matrix of which `rows` rows, counted
-// from the warp's first, and `cols` columns exist. Called by whole warps.
+// Writes a warp's 16 rows of fragments, times `scale`, to a matrix. `rows` and `cols` are the
+// numbers of rows, counted from the warp's first, and of columns that exist. Called by whole warps.
 template <typename Element, int kN>
 __device__ __forceinline__ void store_rows(Element* gmem, int64_t row_stride, int32_t rows,
                                            int32_t cols, float scale,

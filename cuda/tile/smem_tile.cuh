@@ -33,13 +33,13 @@ struct SmemTile {
   uint32_t root;    // base of the block's tiles: a multiple of 1024
   uint32_t offset;  // distance of the tile from the root: a multiple of 1024
 
-  // Float32 fragments that ldmatrix cannot transpose are read in two contiguous chunks of four rows
-  // at a time: rows 4 i to 4 i + 3, or every second row of eight. The swizzle, which is linear over
-  // exclusive or, spreads both over all banks.
+  // Swizzle of float32. ldmatrix cannot transpose 32-bit elements, so such fragments are read in
+  // two contiguous chunks of four rows at a time: rows 4 i to 4 i + 3, or every second row of
+  // eight. The swizzle, which is linear over exclusive or, spreads both over all banks.
   static __device__ __forceinline__ int swizzle(int row) {
     return (row & 2) << 1 | ((row ^ row >> 2) & 1) << 1 | (row & 1);
   }
-  // Returns where chunk `chunk` of row `row` would be in a tile at the root.
+  // Returns the address that chunk `chunk` of row `row` has in a tile at the root.
   __device__ __forceinline__ uint32_t root_address(int row, int chunk) const {
     if constexpr (kElementBytes == 4) {
       return root + (chunk >> 3) * kPanelBytes + row * 128 + ((chunk ^ swizzle(row)) & 7) * 16;
@@ -52,15 +52,15 @@ struct SmemTile {
   }
 };
 
-// Says in which order the four 8x8 matrices of a 16x16 block are read. Operands need these two:
+// Order in which the four 8x8 matrices of a 16x16 block are read. Operands need these two:
 //   kRowsFirst: A stored [m, k] (plain), B stored [k, n] (transposed)
 //   kColsFirst: B stored [n, k] (plain), A stored [k, m] (transposed)
 enum class BlockOrder { kRowsFirst, kColsFirst };
 
-// Gives the addresses from which a warp reads 16x16 blocks of a tile. It holds one address per
-// lane, from which that of another block is an exclusive or and an addition of constants. The
-// tile's own offset is among the constants, so that tiles that are read in the same way share
-// registers.
+// Computes the addresses from which a warp reads 16x16 blocks of a tile. It holds one address per
+// lane. The address of another block follows from it by an exclusive or and an addition of
+// constants. The tile's own offset is among the constants, so that tiles that are read in the same
+// way share registers.
 template <typename Tile>
 struct BlockReader {
   uint32_t lane_address;
@@ -82,14 +82,15 @@ struct BlockReader {
   }
 };
 
-// Says how the columns of A, or rows of B, in a step of 8 are numbered among a thread's operands: t
-// and t + 4, or 2 t and 2 t + 1, as they are in accumulators.
+// Order of the inner dimension in a step of 8: the columns of A, or rows of B, that are a thread's
+// two operands are t and t + 4, or 2 t and 2 t + 1, as in accumulators.
 enum class StepOrder { kApart, kPaired };
 
-// Gives 8x16 blocks of a tile of float32 as transposed fragments: of a B stored [k, n], or of an A
-// stored [k, m]. A thread's columns are neighbours, so that one load reads both: of B's two 8x8
-// blocks, column g of the first is column 2 g of the tile, and that of the second 2 g + 1; of A's
-// block, rows g and g + 8 likewise.
+// Reads 8x16 blocks of a tile of float32 as transposed fragments: of a B stored [k, n], or of an A
+// stored [k, m]. A thread's two columns are neighbours, so that one load reads both. The order of
+// columns therefore differs: in B's two 8x8 blocks, column g of the first is column 2 g of the
+// tile, and column g of the second is column 2 g + 1. The same holds for rows g and g + 8 of A's
+// block.
 template <typename Tile, StepOrder kOrder = StepOrder::kApart>
 struct TransposedReader {
   uint32_t lane_address;
@@ -127,8 +128,8 @@ struct TransposedReader {
   }
 };
 
-// Says which chunks of a float32 tile a thread copies: `chunk` of rows row, row + kRowStep, ... of
-// panels panel, panel + kPanelStep, ...
+// Selects the chunks of a float32 tile that a thread copies: `chunk` of rows row, row + kRowStep,
+// ... of panels panel, panel + kPanelStep, ...
 template <int kThreads, typename Tile>
 struct ChunksOfThread {
   static constexpr int kRowStep = kThreads / 8 < Tile::kRows ? kThreads / 8 : Tile::kRows;
@@ -155,8 +156,8 @@ struct ChunksOfThread {
   }
 };
 
-// Does what load_tile() does, for float32, whose rows may begin at any address and have any number
-// of columns.
+// Does the work of load_tile() for float32. Rows may begin at any address and have any number of
+// columns.
 template <int kThreads, typename Element, typename Tile>
 __device__ __forceinline__ void load_float32_tile(const Tile& tile, const Element* gmem,
                                                   int64_t row_stride, int32_t row0, int32_t first,
@@ -181,8 +182,8 @@ __device__ __forceinline__ void load_float32_tile(const Tile& tile, const Elemen
   });
 }
 
-// Rounds the elements of a tile to TF32 that this thread has copied by load_tile(); they have
-// arrived.
+// Rounds to TF32 those elements of a tile that this thread has copied by load_tile(). The copies
+// must have arrived.
 template <int kThreads, typename Tile>
 __device__ __forceinline__ void round_own_chunks(const Tile& tile) {
   const ChunksOfThread<kThreads, Tile> mine;
@@ -195,9 +196,9 @@ __device__ __forceinline__ void round_own_chunks(const Tile& tile) {
   });
 }
 
-// Starts copying rows row0 ... row0 + kRows - 1 of a [*, cols] matrix in global memory into a tile.
-// Rows outside [first, end) and columns from `cols` on are not read, and filled with zeros, so that
-// padding and rows that nobody may attend to, which may hold NaN, never take part.
+// Starts the copy of rows row0 ... row0 + kRows - 1 of a [*, cols] matrix in global memory to a
+// tile. Rows outside [first, end) and columns from `cols` on are not read, and filled with zeros:
+// padding and rows that no query may attend to may hold NaN, and must not take part in products.
 template <int kThreads, typename Element, typename Tile>
 __device__ __forceinline__ void load_tile(const Tile& tile, const Element* gmem, int64_t row_stride,
                                           int32_t row0, int32_t first, int32_t end, int cols) {

@@ -1,17 +1,18 @@
 // Computes the online softmax over tiles of logits in mma accumulator fragments (Milakov and
 // Gimelshein, arXiv:1805.02867; FlashAttention-2, arXiv:2307.08691).
 //
-// A row's exponentials are relative to its running maximum, which may be less than its greatest
-// logit so far by a slack of up to kSlack (log2 units). Raising it rescales the output
-// accumulators, one multiplication each, and the first tiles usually set it for good. float32 and
-// the operand types hold 2^kSlack with ease. In the code, `reference` is the running maximum.
+// A row's exponentials are relative to its running maximum. This may be less than the row's
+// greatest logit so far, by a slack of up to kSlack (log2 units). A rise of the running maximum
+// rescales the output accumulators, one multiplication each; with the slack, usually only the first
+// tiles raise it. float32 and the operand types can hold 2^kSlack. In the code, `reference` is the
+// running maximum.
 #pragma once
 
 #include <cstdint>
 
 #include "ptx/math.cuh"
 
-// Switch of the ablation (sm80/config.cuh): 0 rescales whenever a maximum rises.
+// Switch of the ablation (sm80/config.cuh): 0 rescales at every rise of a maximum.
 #ifndef JAX_FLASH_SM80_RESCALE_SLACK
 #define JAX_FLASH_SM80_RESCALE_SLACK 8.0f
 #endif
@@ -23,17 +24,19 @@ inline constexpr float kLn2 = 0.69314718055994530942f;
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
-// Converts a running maximum to log2 units, rounded. Factors must be computed from the same rounded
-// number that is subtracted from logits. Otherwise large logits have a separate error with each
-// running maximum, and these do not cancel when exponentials are divided by their sum: 2^-11 at
-// logits of 6,000. It must not be fused into an FMA, which would not round.
+// Converts a running maximum to log2 units, rounded. Rescaling factors must be computed from the
+// same rounded number that is subtracted from logits. Otherwise, large logits would have a
+// different error with each running maximum, and these errors do not cancel when exponentials are
+// divided by their sum: 2^-11 at logits of 6,000. The product must not be fused into an FMA, which
+// would not round it.
 __device__ __forceinline__ float to_log2_units(float reference, float to_log2) {
   return __fmul_rn(reference, to_log2);
 }
 
 // Holds the statistics of this thread's rows: [m][half] is row g + 8 half of the m-th 16 rows of
-// its warp. kByDifference: the running maximum is subtracted from a logit before the factor
-// to_log2, and not after it. That takes one more instruction, and is exact for any finite logits.
+// its warp. kByDifference: the running maximum is subtracted from a logit before the multiplication
+// by to_log2, and not after it. This takes one more instruction, and is exact for any finite
+// logits.
 template <int kM, bool kByDifference = false>
 struct OnlineSoftmax {
   static constexpr float kSlack = JAX_FLASH_SM80_RESCALE_SLACK;
@@ -41,7 +44,7 @@ struct OnlineSoftmax {
   float reference[kM][2];  // running maximum, in the units of the logits given to update()
   float sum[kM][2];        // sum of this thread's own columns
   float lift = 0.0f;       // log2 of the exponential of a logit that equals the running maximum
-  bool low[kM][2] = {};    // a greatest logit was finite and taken for -inf: see limit()
+  bool low[kM][2] = {};    // a greatest logit was finite, but treated as -inf: limit()
 
   __device__ __forceinline__ OnlineSoftmax() {
 #pragma unroll
@@ -51,8 +54,9 @@ struct OnlineSoftmax {
     }
   }
 
-  // Adds a tile's logits to the statistics. If their greatest is far above the running maximum,
-  // raises it and multiplies `out`, accumulated so far, by 2^(to_log2 (old - new running maximum)).
+  // Compares a tile's logits with the running maxima. If a greatest logit is far above its running
+  // maximum, raises the maxima and multiplies `out`, accumulated so far, by 2^(to_log2 (old - new
+  // running maximum)).
   template <int kN, int kOutN>
   __device__ __forceinline__ void update_reference(const float (&logits)[kM][kN][4], float to_log2,
                                                    float (&out)[kM][kOutN][4]) {
@@ -73,9 +77,10 @@ struct OnlineSoftmax {
     }
   }
 
-  // Does the same in two steps: returns whether `out` is to be rescaled, which is uniform in the
-  // warp, and by what. The search runs in kChains chains: a single one would wait for its own
-  // results. `slack` is each row's. A greatest logit below `least` counts as -inf.
+  // Does the same without the multiplication: returns true, uniformly in the warp, if `out` is to
+  // be rescaled, and sets the factors. The search runs in kChains independent chains, because a
+  // single chain would wait for its own results. `slack`: of each row. A greatest logit below
+  // `least` counts as -inf.
   template <int kChains, int kN>
   __device__ __forceinline__ bool raise_reference(const float (&logits)[kM][kN][4], float to_log2,
                                                   const float (&slack)[kM][2],
@@ -99,7 +104,7 @@ struct OnlineSoftmax {
     return raise_reference<kChains>(logits, to_log2, slack, factor);
   }
 
-  // Returns a row's greatest logit, but -inf below `least`.
+  // Returns a row's greatest logit, or -inf if it is below `least`.
   __device__ __forceinline__ float limit(int m, int half, float greatest, float least) {
     if (!(greatest < least)) return greatest;
     low[m][half] |= greatest != minus_infinity();
@@ -116,7 +121,8 @@ struct OnlineSoftmax {
     return __all_sync(0xffffffff, all);
   }
 
-  // Raises a row's running maximum; returns the factor for what was computed with the old one.
+  // Raises a row's running maximum. Returns the factor for values that were computed with the old
+  // one.
   __device__ __forceinline__ float raise(int m, int half, float greatest, float to_log2) {
     const float old = reference[m][half];
     const float raised = fmaxf(old, greatest);
@@ -142,7 +148,7 @@ struct OnlineSoftmax {
   }
 
   // Replaces the logits of a block of the m-th rows by 2^(to_log2 (logit - running maximum)), and
-  // adds this thread's to its sum. -inf gives 0.
+  // adds these to the thread's sums. -inf gives 0.
   __device__ __forceinline__ void exponentials(float (&block)[4], int m, float to_log2) {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -158,8 +164,7 @@ struct OnlineSoftmax {
   }
 
   // Finishes a row after the last tile: sets its natural log-sum-exp, and the factor of its output.
-  // `sink_log2` is the sink logit in log2 units, or -inf. kExact: the logarithm is rounded only
-  // once.
+  // `sink_log2`: the sink logit in log2 units, or -inf. kExact: the logarithm is rounded only once.
   template <bool kExact = false>
   __device__ __forceinline__ void finish(int m, int half, float to_log2, float sink_log2,
                                          float& lse, float& normalizer) const {
@@ -178,7 +183,7 @@ struct OnlineSoftmax {
     normalizer = nothing_allowed ? 0.0f : factor * ptx::rcp_approx_ftz(total);
   }
 
-  // Does the same by differences, for logits and a sink in units that to_log2 converts; lse and
+  // Does the same if kByDifference, for logits and a sink in units that to_log2 converts; lse and
   // lse_low are in natural units.
   template <bool kExact = false>
   __device__ __forceinline__ void finish(int m, int half, float to_log2, float sink, float& lse,
@@ -196,7 +201,7 @@ struct OnlineSoftmax {
     const float greatest = to_log2 == kLog2E ? top : top * kLn2;
     const float rest = kExact ? logf(total) : ptx::lg2_approx_ftz(total) * kLn2;
     lse = greatest + rest;
-    const float taken = lse - greatest;  // Knuth's sum of two; lse_low is the part lost
+    const float taken = lse - greatest;  // Knuth's sum of two; lse_low is the lost part
     lse_low = (greatest - (lse - taken)) + (rest - taken);
     normalizer = nothing_allowed ? 0.0f : factor * ptx::rcp_approx_ftz(total);
     if (top == minus_infinity()) {
@@ -244,7 +249,7 @@ struct OnlineSoftmax {
     return __any_sync(0xffffffff, rises);
   }
 
-  // Returns the running maximum in log2 units, 0 for a row that has had nothing but -inf.
+  // Returns the running maximum in log2 units, or 0 for a row whose logits were all -inf.
   __device__ __forceinline__ float shift_log2(int m, int half, float to_log2) const {
     const float value = reference[m][half];
     return value == minus_infinity() ? 0.0f : value * to_log2;

@@ -1,5 +1,5 @@
-// Makes tensor maps, by which the copy engine finds the tiles of an operand, on the host; computes
-// coordinates of tiles on the device.
+// Makes tensor maps on the host, from which the copy engine (TMA) finds the tiles of an operand,
+// and starts copies of tiles on the device.
 #pragma once
 
 #include <cuda.h>
@@ -16,8 +16,8 @@
 
 namespace jax_flash {
 
-// Returns cuTensorMapEncodeTiled, found through the runtime: the library does not link the driver,
-// so that it also loads on machines without one. Null if the driver lacks the function.
+// Returns cuTensorMapEncodeTiled, or null if the driver lacks it. It is found through the runtime:
+// the library does not link the driver, so that it also loads on machines without one.
 inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   static const auto encoder = [] {
     void* function = nullptr;
@@ -30,9 +30,10 @@ inline decltype(&cuTensorMapEncodeTiled) tensor_map_encoder() {
   return encoder;
 }
 
-// Makes a map of [batch, rows, heads, cols] of elements of 8 or 16 bits, for boxes of box_rows rows
-// of box_heads heads by box_cols columns: 128 bytes, swizzled like SmemTile, or 64 bytes. 0: 128
-// bytes. Axes of stride 0 are omitted: see load_box().
+// Makes a map of [batch, rows, heads, cols], with elements of 8 or 16 bits, for boxes of box_rows
+// rows of box_heads heads by box_cols columns. A row of a box has 128 bytes, swizzled like
+// SmemTile, or 64 bytes; box_cols = 0 means 128 bytes. Axes of stride 0 are omitted: see
+// load_box().
 inline Status make_tensor_map(const char* name, const Shape& shape, const Operand& operand,
                               int64_t rows, int64_t heads, int64_t cols, int box_rows,
                               CUtensorMap& map, int box_heads = 1,
@@ -71,7 +72,8 @@ inline Status make_tensor_map(const char* name, const Shape& shape, const Operan
                           ": CUDA error " + std::to_string(static_cast<int>(result)));
 }
 
-// Holds 1 for each axis that an operand's map has, 0 for each that is omitted.
+// Holds 1 for each axis that an operand's map has, 0 for each that is omitted. The coordinate of an
+// omitted axis must be 0.
 struct BoxAxes {
   int32_t row, head, batch[kTensorMapBatchDims];
 
@@ -82,7 +84,7 @@ struct BoxAxes {
         batch{operand.batch[0] != 0, operand.batch[1] != 0} {}
 };
 
-// Starts copying the box of rows from row0 and 64 columns from col0 on of a head to shared memory.
+// Starts the copy of a box to shared memory: rows from row0 and 64 columns from col0 on of a head.
 // Called by one thread, which has announced the bytes at the barrier.
 __device__ __forceinline__ void load_box(uint32_t address_smem, const CUtensorMap& map,
                                          uint32_t barrier_smem, const BoxAxes& axes,
@@ -93,7 +95,7 @@ __device__ __forceinline__ void load_box(uint32_t address_smem, const CUtensorMa
                                axes.batch[1] * batch[1]);
 }
 
-// Starts copying the box of rows from row0 and 64 columns from col0 on of a head to shared memory.
+// Starts the copy of a box to shared memory: rows from row0 and 64 columns from col0 on of a head.
 // Called by one thread, which has announced the bytes at the barrier.
 __device__ __forceinline__ void load_box(uint32_t address_smem, const CUtensorMap& map,
                                          uint32_t barrier_smem, const Operand& operand,
@@ -119,7 +121,7 @@ __device__ __forceinline__ void load_box_multicast(uint32_t address_smem, const 
                                          axes.batch[0] * batch[0], axes.batch[1] * batch[1]);
 }
 
-// Starts copying the same box to L2.
+// Starts a prefetch of the same box to L2.
 __device__ __forceinline__ void prefetch_box(const CUtensorMap& map, const Operand& operand,
                                              const BatchIndex& batch, int32_t head, int32_t row0,
                                              int32_t col0) {
