@@ -10,7 +10,7 @@
 #include "sm90/ring.cuh"
 #include "tile/smem_tile.cuh"
 
-// Switches of `python benchmarks/run.py ablation`. The defaults are what the library uses.
+// Switches of `python benchmarks/run.py ablation`. The library is built with the defaults.
 #ifndef JAX_FLASH_SM90_BWD_BLOCK_Q
 #define JAX_FLASH_SM90_BWD_BLOCK_Q (kHeadDim <= 64 ? 128 : 64)
 #endif

@@ -1,6 +1,6 @@
 // Applies dropout in the backward kernel that is compiled for dropout alone.
 //
-//   dV = c D(P)^T dO,  dS = P (c D(dP) - delta)    D: zeroes what is dropped, c: dropout_scale
+//   dV = c D(P)^T dO,  dS = P (c D(dP) - delta)    D: zeroes dropped elements; c: dropout_scale
 //
 // A tile's random words are drawn while the warp would otherwise wait for products. The sign bit of
 // P then marks dropped elements, so that no register holds the bits until dP is complete. Rounding

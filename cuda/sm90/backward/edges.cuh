@@ -43,7 +43,7 @@ __device__ __forceinline__ void write_zeros(const BackwardEdgePlan& plan, int32_
     workspace.lse_log2[workspace.padding + thread] = -minus_infinity();
     workspace.delta[workspace.padding + thread] = 0.0f;
   }
-  if (workspace.turns) {             // the first block to add stores instead
+  if (workspace.turns) {             // no zeros: the first block to add stores
     static_assert(kEdgeRows == 32);  // so that two flags a tile are enough
     const int flag = row0 / kEdgeRows * 2 + thread;
     if (thread < 2 && flag < workspace.flags) {

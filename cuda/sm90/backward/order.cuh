@@ -192,7 +192,7 @@ __device__ __forceinline__ int32_t turn_of(const Band& band, bool ascending, int
   if (!is_rectangle(band)) return later;
   // Blocks up to `last` start at this query tile or before it, and the later of them reach it
   // first. The other blocks reach it after they wrap around.
-  const uint32_t ends = static_cast<uint32_t>(q_tile + 1) * range.end;  // host: fits
+  const uint32_t ends = static_cast<uint32_t>(q_tile + 1) * range.end;  // fits: see divide_keys()
   const int32_t last = static_cast<int32_t>((ends + q_tiles_total - 1) / q_tiles_total) - 1;
   return kv_tile <= last ? (last - kv_tile) / kSums
                          : (last + kSums - kv_tile % kSums) / kSums + later;

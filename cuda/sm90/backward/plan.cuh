@@ -28,7 +28,7 @@ struct KeyGradientMaps {
   CUtensorMap dkey, dvalue;
 };
 
-inline constexpr int kEdgeRows = 32;  // rows for each block of the first kernel
+inline constexpr int kEdgeRows = 32;  // rows of a block of the begin kernel
 
 // Identifies a head of a batch by its coordinates along the axes of an operand.
 struct HeadIndex {
@@ -87,7 +87,7 @@ struct EdgeOperand {
 struct ZeroPlan {
   int32_t first_unit = INT32_MAX;  // first unit (BackwardCounters) that is zeroed by shares
   int32_t ahead = 0;               // distance to the later block, in key blocks
-  int32_t share = 0, of_unit = 0;  // sizes, in 512 bytes: what a warp writes at a time
+  int32_t share = 0, of_unit = 0;  // sizes, in units of one store of a warp, 512 bytes
 };
 
 // Selects the work of the end kernel that the main kernel does (conversion of dQ): see EndWarp.
@@ -175,7 +175,7 @@ inline constexpr bool kScaledDlogits = std::is_same_v<Element, __nv_bfloat16>;
 // it is scaled, and the scale costs one instruction a tile.
 struct GradientScales {
   float delta = 1.0f, dquery = 1.0f;
-  bool shifts_lse = false;  // true if lse is relative to what a slope adds: see shifted_lse()
+  bool shifts_lse = false;  // true if lse is relative to a slope's term: shifted_lse()
 };
 template <typename Element, bool kGeneral>
 GradientScales gradient_scales(const Options& options) {
