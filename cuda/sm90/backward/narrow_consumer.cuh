@@ -171,9 +171,8 @@ struct NarrowConsumer {
     KeySums dkey;
     ValueSums dvalue;
     clear(dkey), clear(dvalue);
-    // The maximum over the warp shows the compiler that these values are uniform. The loop keeps
-    // them, and all else that it can, instead of reading shared memory again: such reads, too, wait
-    // behind products that the warp has started.
+    // The maxima make these values uniform for the compiler. The loop keeps them, and all else that
+    // it can, in registers: reads of shared memory, too, wait behind products.
     const int tile_count = __reduce_max_sync(0xffffffff, block.tile_count);
     UncutRows uncut = uncut_rows();
     if (tile_count == 0) return skip(key_parity, dkey, dvalue);
