@@ -129,9 +129,9 @@ __device__ __forceinline__ void add_dquery_in_pieces(const Backward& params,
 }
 
 // Adds a consumer's dQ of all query tiles to the sums. Each consumer has a separate warp for this,
-// so that it waits neither for the other's dQ nor for the other's turns: a tile has two flags, one
-// of each. The latency from one turn to the next bounds ordered runs. Therefore the lanes compute
-// the places and turns of 32 tiles at a time, and the next flag is read while the copy runs.
+// and a tile has a flag for each consumer, so that no warp waits for the other consumer's dQ or
+// turns. The latency from one turn to the next bounds ordered runs. Therefore the lanes compute the
+// places and turns of 32 tiles at a time, and the next flag is read while the copy runs.
 template <bool kOrdered, typename Config>
 __device__ __forceinline__ void add_dquery(const Backward& params,
                                            const BackwardWorkspace& workspace,

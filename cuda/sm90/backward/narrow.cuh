@@ -28,12 +28,12 @@
 //                order of their steps
 //
 // Shared memory, with the offsets in sm90/backward/config.cuh:
-//   K, V                    of the current key block
-//   Q with lse, 2 stages    barriers full and empty
-//   dO with delta, 2 stages barriers full and empty
-//   dS^T, 2 stages          of both consumers; with two stages, they synchronize once a tile
-//   dQ, 2 stages each       a consumer's dQ, in the accumulators' fragment order
-//   block descriptions, 2   the current key block and the next
+//   K, V                     of the current key block; barriers full of each, empty of both
+//   Q with lse, 2 stages     barriers full and empty
+//   dO with delta, 2 stages  barriers full and empty
+//   dS^T, 2 stages           of both consumers; with two stages, they synchronize once a tile
+//   dQ, 2 stages each        a consumer's dQ, in the accumulators' fragment order
+//   block descriptions, 2    the current key block and the next
 #pragma once
 
 #include <cuda.h>

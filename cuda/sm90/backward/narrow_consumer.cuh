@@ -448,8 +448,8 @@ struct NarrowConsumer {
                                        kManyRegisters ? &slopes : nullptr);
   }
 
-  // Starts the addition of a (64 keys) times b (16 kSteps query rows) to a sum: dV += P^T dO or dK
-  // += dS^T Q.
+  // Starts sum += a b, for a of 64 keys and b of 16 kSteps query rows. The sum is dV, with P^T dO,
+  // or dK, with dS^T Q.
   template <int kN, int kSteps, typename TileB>
   __device__ __forceinline__ void add_product(float (&sum)[kN][4], const uint32_t (&a)[kSteps][4],
                                               const TileB& b, int half) const {
@@ -574,8 +574,8 @@ struct NarrowConsumer {
     return bad_keys_smem;
   }
 
-  // Waits until the staging memory may be overwritten. dK and dV are staged where dQ is, and one
-  // thread of each consumer starts the bulk copies that store them.
+  // Waits until bulk copies of dK and dV have read the staging memory. They are staged where dQ is,
+  // and one thread of each consumer starts the copies.
   __device__ __forceinline__ void await_copies() const {
     if (copies) ptx::cp_async_bulk_wait_group_read<0>();
     ptx::barrier_sync(kBackwardZeroed + group, 128);
