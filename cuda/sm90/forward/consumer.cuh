@@ -1,6 +1,11 @@
-// Holds the state that a consumer warpgroup of the sm_90 forward kernel keeps in registers for its
-// 64 rows, and the verbs of its steps: await, start, release, apply, raise, convert, rescale.
+// Defines ForwardConsumer: the state that a consumer warpgroup of the sm_90 forward kernel keeps in
+// registers for its 64 rows, and the operations of a step. These wait for and release stages, start
+// and await products, apply the modifier, raise running maxima, convert P and rescale O.
 // sm90/forward/step.cuh puts them in order.
+//
+// Each warp has 16 of the rows, and each thread parts of two of these, its halves 0 and 1. Element
+// scores[0][n][e] or out[0][n][e] is in row fragment_row(0, e), that is in half e / 2, and in
+// column fragment_col(n, e). A row's statistics are in element [0][half].
 #pragma once
 
 #include <cstdint>
@@ -35,21 +40,23 @@ struct ForwardConsumer {
   static constexpr bool kChained = !kMasks || (Modifier::kBits && Config::kMaskWords);
   static constexpr bool kHalfValues = !std::is_same_v<Value, Element>;
   // True if exponentials are computed before their logits are compared with the running maxima.
-  // With a bias or a mask, this is so only if P has enough bits to do without the greatest logits.
+  // With a bias or a mask, this holds only if P has enough bits to be accurate without the rows'
+  // greatest logits.
   static constexpr bool kOptimistic =
       Config::kOptimistic && Config::kKeyGroups == 1 &&
       (Modifier::kOptimistic == When::kAlways ||
        (Modifier::kOptimistic == When::kWithHalfValues && kHalfValues));
-  // The number of tiles whose logits are compared with the running maxima first: after a tile that
-  // had to be redone, and after one in which a running maximum rose.
+  // The number of careful tiles after a tile that had to be redone, or a careful tile in which a
+  // running maximum rose. The logits of a careful tile are compared with the running maxima before
+  // its exponentials.
   static constexpr int kCarefulTiles = 16;
   // True if a running maximum rises to any greater logit that is compared with it, not only to one
   // far above it (OnlineSoftmax). With segments this would be up to 8% slower.
   static constexpr bool kExactMaxima =
       Modifier::kExactMaxima == When::kAlways || Config::kKeyGroups > 1 ||
       (Modifier::kExactMaxima == When::kUnlessOptimistic && !kOptimistic);
-  // True if, without modifiers, running maxima rise whatever the first keys show: where all of P
-  // has the operands' type.
+  // True if, without modifiers, running maxima follow the greatest logits whatever the first keys'
+  // sums are. This holds if all of P has the operands' type.
   static constexpr bool kAlwaysExact = Config::kKeyGroups > 1 || std::is_same_v<Element, __half>;
   static constexpr bool kByBits = kExactMaxima && Modifier::kComparesBits;
   static constexpr bool kByDifference = Modifier::kByDifference;
@@ -66,11 +73,12 @@ struct ForwardConsumer {
   using Scores = float[1][kN][4];
   static constexpr bool kReadsQueryAgain =
       Modifier::kReadsQueryAgain && kChained && Config::kQueryStages == 1 && kOptimistic;
-  // True if a tile waits for the next one's keys, and for its own values while the next scores are
+  // True if a step waits for the next tile's keys, and for its own V only while the next scores are
   // computed, as without modifiers.
   static constexpr bool kWaitsAhead = kPlain || (kHalfValues && kChained && Modifier::kWaitsAhead);
-  // log2 of P for a logit equal to its row's running maximum, and the thread's sum of a tile beyond
-  // which running maxima rise: P in float16 is exact to 11 bits from 2^-14 on, and ends at 2^16.
+  // kLift: log2 of P for a logit equal to its row's running maximum. kSumLimit: a thread's sum of a
+  // tile beyond which running maxima rise. Both depend on the range of float16: it is exact to 11
+  // bits from 2^-14 on, and ends at 2^16.
   static constexpr int kLift = kHalfValues ? kHalfLift : 0;
   static constexpr float kSumLimit = kHalfValues ? kHalfSumLimit : kOptimisticLimit;
 
@@ -97,11 +105,11 @@ struct ForwardConsumer {
   float factor[1][2];    // factor for `out` if a running maximum rises
   bool rises = false;    // kPlain: true if `out` is to be multiplied
   bool is_half = false;  // kConverts: true if `probabilities` are float16
-  RowRange fixed;        // tiles whose products next_capped_tile() uses as they come
+  RowRange fixed;        // tiles whose running maxima are 0 in next_capped_tile()
   // The next three are used if scores begin with the bias. The exponentials then take no longer
-  // than without a bias, so that all other work counts. They hold the tiles that the band does not
-  // cut and whose bias is not read element by element; the running maxima in log2 units, or 0; and
-  // whether a row has no running maximum yet.
+  // than without a bias, so every other instruction counts. `uncut`: tiles that the band does not
+  // cut and whose bias is not read element by element. `shift`: the running maxima in log2 units,
+  // less kLift, or 0. `unready`: 1 if a row has no running maximum yet, else 0.
   RowRange uncut;
   float shift[2];
   int unready;
@@ -116,7 +124,8 @@ struct ForwardConsumer {
       : params(forward),
         plan(planned),
         smem(where),
-        // A reduction puts it into a uniform register, and with it what descriptors derive from it.
+        // The reduction puts `group` into a uniform register, and so the descriptors that depend on
+        // it.
         group(__reduce_max_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup - 1)),
         warp_row(group_row() + threadIdx.x % kWarpgroup / 32 * 16),
         to_log2(planned.to_log2),
@@ -125,8 +134,8 @@ struct ForwardConsumer {
   __device__ __forceinline__ int query_tile() const { return group % Config::kRowGroups; }
   __device__ __forceinline__ int group_row() const { return query_tile() * 64; }
 
-  // Waits for the next query tile; returns false after the last one. With kDescribedLate, only the
-  // range of keys that it attends to is known then.
+  // Waits for the next query tile; returns false after the last one. With kDescribedLate, only its
+  // key tiles and first row are known then: see read_description().
   __device__ __forceinline__ bool wait_query() {
     ptx::mbarrier_wait(smem.query_full(query_stage.stage, query_tile()), query_stage.parity);
     const QueryWork& next = smem.work(query_tile(), works);
@@ -140,7 +149,8 @@ struct ForwardConsumer {
     }
     if constexpr (kHasRuns) run = smem.query_segments(query_tile(), works).run;
     ++works;
-    // Otherwise the compiler would make every warp converge, and move descriptors, again and again.
+    // The reductions make the values uniform. Otherwise the compiler would insert code that makes
+    // every warp converge, and moves of descriptors, again and again.
     const auto same = [](int32_t& value) { value = __reduce_max_sync(0xffffffff, value); };
     same(work.tile);
     same(work.end);
@@ -156,7 +166,7 @@ struct ForwardConsumer {
     modifier.begin(work, work.row0 + warp_row);
     return work.row0 >= 0;
   }
-  // Reads the rest of the description. This takes a while, so it overlaps the first scores.
+  // Reads the rest of the description. Its latency overlaps the first scores.
   __device__ __forceinline__ void read_description() {
     if constexpr (!Modifier::kDescribedLate) return;
     if constexpr (!kSkips) wait_described();
@@ -220,8 +230,8 @@ struct ForwardConsumer {
   __device__ __forceinline__ void start_scores(Scores& of, uint32_t stage) {
     ptx::wgmma_fence();
     auto query_smem = smem.query(query_stage.stage, query_tile());
-    // Always 0, which the compiler cannot know: it would otherwise keep Q's descriptors of all
-    // steps during the loop, in registers that products cannot read.
+    // The addend is always 0, which the compiler cannot know. Otherwise it would keep Q's
+    // descriptors of all k during the loop, in registers from which wgmma cannot read them.
     if constexpr (kHasRuns && Config::kQueryStages == 1) query_smem.root += stage >> 8;
 #pragma unroll
     for (int k = 0; k < kHeadSteps; ++k) {
@@ -242,9 +252,10 @@ struct ForwardConsumer {
     ptx::mbarrier_wait(smem.value_full(value_stage.stage), value_stage.parity);
   }
   // Waits for the next tile of V while products are in flight. The exponentials should overlap
-  // these products, but the assembler tends to move them past the wait for the products. So this
-  // wait precedes it, on a parity that depends on the exponentials' sums in a way that never
-  // matters: they are not negative. The vote keeps the loop uniform.
+  // these products, but the assembler tends to move them past the wait for the products. This wait
+  // prevents that: it precedes the wait for the products, and its parity depends on the sums of the
+  // exponentials. It would be inverted if a sum were negative, which never happens. The vote keeps
+  // the loop uniform.
   __device__ __forceinline__ void wait_next_value_after_exponentials() const {
     const uint32_t flip =
         __any_sync(0xffffffff, fminf(softmax.sum[0][0], softmax.sum[0][1]) < 0.0f);
@@ -254,8 +265,9 @@ struct ForwardConsumer {
     const auto next = value_stage.next(Config::kKeyGroups);
     ptx::mbarrier_wait(smem.value_full(next.stage), next.parity ^ flip);
   }
-  // Clears rows of V that must not reach the output even by a product with 0, before their product.
-  // They belong to the query tile `before` tiles before the one in `work`.
+  // Zeroes rows of V, before their product, whose NaN or infinities would reach the output even if
+  // P is 0. The tile of V belongs to the query tile that came `before` tiles before the one in
+  // `work`.
   __device__ __forceinline__ void clear_values(int32_t tile, const RowRange& attended,
                                                int before = 0) const;
   // kHalf: P is in float16.
@@ -270,8 +282,8 @@ struct ForwardConsumer {
       start_out<false>();
     }
   }
-  // Starts one of kOutParts parts, interleaved with the exponentials of the next tile: if all parts
-  // were started at once, they would delay another warpgroup's scores, which are needed sooner.
+  // Starts one of the kOutParts parts of P V, interleaved with the exponentials of the next tile.
+  // All parts at once would delay another warpgroup's scores, which are needed sooner.
   static constexpr int kOutParts = Modifier::kOutParts;
   template <int kPart, bool kHalf = false>
   __device__ __forceinline__ void start_out_part(uint32_t zero) {
@@ -337,11 +349,11 @@ struct ForwardConsumer {
            (Modifier::kInScores ? (careful_tiles | unready) > 0
                                 : careful_tiles > 0 || !softmax.ready());
   }
-  // Takes over the first or new running maxima, if scores begin with the bias.
+  // Updates `shift` and `unready` after running maxima were set, if scores begin with the bias.
   __device__ __forceinline__ void take_references() {
     if constexpr (Modifier::kInScores) {
 #pragma unroll
-      // The same as find_shift(), with which ptxas would reorder everything.
+      // The same as find_shift(), a call to which would make ptxas reorder everything.
       for (int half = 0; half < 2; ++half) {
         const float reference = softmax.reference[0][half];
         shift[half] =
@@ -358,11 +370,11 @@ struct ForwardConsumer {
     if constexpr (kHalfValues) return;  // clear_values() does not use them
     columns = all_allowed ? kAllBits<kN> : attended_by_warp<kN>(modifier.allowed);
   }
-  // Applies the call's modifiers to products, except for to_log2. `again`: what was read ahead is
-  // gone.
+  // Applies the call's modifiers and band to products, which become logits except for the factor
+  // to_log2. `again`: true if operands that were read ahead are no longer held.
   __device__ __forceinline__ void modify(Scores& scores, int32_t tile, bool edge,
                                          bool again = false) {
-    // Not in registers if few tiles need it.
+    // Stays in shared memory if few tiles need it.
     const QueryWork& described = Modifier::kInScores ? work_before(0) : work;
     const Band& band = described.band;
     const int32_t col0 = tile * Config::kBlockKv, warp_row0 = work.row0 + warp_row;
@@ -437,12 +449,12 @@ struct ForwardConsumer {
     if constexpr (Modifier::kDropsRounded) modifier.drop_rounded(probabilities);
   }
 
-  // Processes the first tile of a query tile: with kOverlapsOut, overlapped with the last product
-  // of the previous query tile, whose output is in `out`.
+  // Processes the first key tile of a query tile. With kOverlapsOut, the last product of the
+  // previous query tile runs at the same time; that tile's output is in `out`.
   template <bool kOverlapsOut, TileKind kKind = TileKind::kAny>
   __device__ __forceinline__ void first_tile(int32_t tile, bool of_one_segment = false);
-  // Goes from the probabilities of tile `last` to those of the next, overlapped with the former's
-  // product. With masks, `next_note` is set to the tile's.
+  // Computes P of `tile` while the product of tile `last` runs, whose P is in registers. With
+  // masks, sets `next_note` to the note of `tile`.
   template <TileKind kKind = TileKind::kAny>
   __device__ __forceinline__ void next_tile(int32_t last, int32_t tile, bool of_one_segment = false,
                                             KeyTileNote* next_note = nullptr);
@@ -454,20 +466,21 @@ struct ForwardConsumer {
   template <TileKind kKind>
   __device__ __forceinline__ void start_last_out(int32_t last, int32_t tile, bool inner,
                                                  bool of_one_segment, KeyTileNote* next_note);
-  // Applies the modifier, if all logits are computed before the exponentials, and compares them
-  // with the running maxima, if `careful`. Sets `rises` if some of these rise.
+  // If all logits are computed before the exponentials (`whole`), applies the modifier. If
+  // `careful`, compares the logits with the running maxima, and sets `rises` if some of these rise.
   __device__ __forceinline__ void apply(int32_t tile, bool edge, bool inner, bool whole,
                                         bool careful, bool& rises);
-  // Computes a tile's exponentials, together with the modifier unless `whole`, and prepares what
-  // the next tile needs. Sets `great` if products were too great (ForwardModifier::judge()).
+  // Computes a tile's exponentials, interleaved with the modifier unless `whole`, and prepares the
+  // next tile's mask. Sets `great` if products were too great (ForwardModifier::judge()).
   __device__ __forceinline__ void exponentials(int32_t tile, bool whole, bool assumes_small,
                                                bool longer, bool& great);
-  // Computes a tile's logits again, after sums that were too great; `before`: those before the
-  // tile.
+  // Computes a tile's logits again after its sums were too great. `before`: the sums before the
+  // tile, which are restored.
   __device__ __forceinline__ void compute_logits_again(int32_t tile, bool edge,
                                                        const float (&before)[2]);
-  // Wait, after a tile's exponentials, for what the next tile needs: the latter on a parity that
-  // depends on them, the former on one that `flip`, 0, inverts.
+  // The next two wait, after a tile's exponentials, for the next tile's operands. The first takes
+  // `flip`, which is 0 and inverts the barrier's parity; the parity in the second depends on the
+  // exponentials.
   __device__ __forceinline__ void await_next(int32_t tile, uint32_t flip) const {
     if constexpr (kWaitsAhead) {
       wait_ahead(*this, tile, 1, 1, flip);
@@ -483,7 +496,7 @@ struct ForwardConsumer {
     }
   }
 
-  // Prepares what can be known before a tile's scores.
+  // Prepares the modifier while a tile's scores are computed.
   template <TileKind kKind>
   __device__ __forceinline__ void prepare(int32_t tile, bool edge);
   // Raises running maxima to a tile's greatest logits, after its exponentials.
@@ -492,7 +505,8 @@ struct ForwardConsumer {
     take_references();
   }
 
-  // Return whether this tile is in the run of one segment; and whether the next one is, too.
+  // The next two return whether this tile is in the run of one segment, and whether the next one
+  // is, too.
   __device__ __forceinline__ bool in_run(int32_t tile) const {
     return tile >= run.first && tile < run.end;
   }
@@ -503,7 +517,8 @@ struct ForwardConsumer {
     if constexpr (kHasRuns) return note.next() < 0;
     return tile + Config::kKeyGroups >= work.end;
   }
-  // If there is one place for Q, the next Q is to arrive as soon as the last scores are computed.
+  // If there is one stage of Q, releases it after the last scores, so that the next Q arrives
+  // early.
   __device__ __forceinline__ void release_query_early(int32_t tile) {
     if (kChained && Config::kQueryStages == 1 && is_last(tile)) release_query();
   }

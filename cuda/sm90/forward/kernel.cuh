@@ -7,26 +7,29 @@
 //     O = O 2^(m_old - m) + P V     P from registers
 //   out = O / l, lse = m + log l
 //
-// Roles of warps. The first warpgroup has producers: its first warp starts copies (TMA) of K and V;
-// for each consumer, another warp copies its Q and bias, and describes the query tile to it, or one
-// warp does so for all consumers, if two others convert values (sm90/forward/values.cuh). With
-// segments, the last warp plans one query tile ahead (sm90/forward/segments.cuh). Every other
-// warpgroup is a consumer and owns 64 rows: it starts S of a tile and O of the one before, and
-// computes the tile's exponentials overlapped with the latter.
+// Roles of warps. The first warpgroup is the producer. Its first warp starts the TMA copies of K
+// and V. For each 64 rows of Q, one more warp copies these rows and their bias, and writes a
+// description of the query tile for the consumer (QueryWork). If two warps convert values
+// (sm90/forward/values.cuh), a single warp does this for all consumers. With segments, the last
+// warp plans one query tile ahead (sm90/forward/segments.cuh).
 //
-// Blocks are persistent, unless query tiles are very long. A consumer's loops over query tiles and
-// key tiles are its order, which the row of plan/recipes.h determines; plan/choose.cc decides which
-// call takes which row:
+// Every other warpgroup is a consumer and owns 64 rows of Q. It starts S of a tile and P V of the
+// tile before, and computes the tile's exponentials while P V runs.
 //
-//   order_chained.cuh      query tiles in one chain: the first scores of one overlap the last
-//                          product of the one before
-//   order_single.cuh       one query tile after the other: with several modifiers, a mask's bytes,
-//                          or one of the next two
+// Blocks are persistent, unless query tiles are very long. An order is a consumer's loop over query
+// tiles and key tiles. A row of plan/recipes.h determines the order; plan/choose.cc chooses the row
+// for a call:
+//
+//   order_chained.cuh      query tiles in one chain: a query tile's first scores overlap the last
+//                          product of the query tile before
+//   order_single.cuh       one query tile at a time: with several modifiers, with a mask of bytes,
+//                          and with the next two
 //   order_ahead.cuh        S a tile ahead, if there are registers for more scores
 //   order_split_keys.cuh   two warpgroups share a query tile and divide its keys, if there are few
-//   order_again.cuh        without modifiers: query tiles once more, without overlap
+//                          query tiles
+//   order_again.cuh        without modifiers: redoes query tiles, without overlap
 //
-// step.cuh has a step with a tile of keys, modifier.cuh the hooks that a modifier implements.
+// step.cuh implements the step for one tile of keys, modifier.cuh declares the hooks of modifiers.
 //
 // Map of dynamic shared memory (ForwardConfig, ForwardSmem), from its start:
 //
@@ -34,14 +37,15 @@
 //   K         [kStages] tiles of kBlockKv rows
 //   V         [kValueStages] tiles of kBlockKv rows
 //   partial   with divided keys: one consumer's output in float32, and its statistics
-//   own       with a bias: each consumer warp's 16 rows of a tile
+//   own       with a bias: staging for each consumer warp's 16 rows of a tile
 //
-// Static shared memory has the barriers, full and empty for each stage, the descriptions of kWorks
-// query tiles, and what segments, redone query tiles and converted values need.
+// Static shared memory holds the full and empty barriers of each stage, the descriptions of kWorks
+// query tiles for each 64 rows, and the state for segments, redone query tiles and converted
+// values.
 //
-// Hazard: ptxas reacts to how this code is divided into functions; tests/machine_code.py shows it.
-// A reference to a local bool, or a consumer's reference to ForwardPlan in place of an argument,
-// may be enough.
+// Hazard: the division of this code into functions changes the machine code that ptxas generates;
+// tests/machine_code.py shows the changes. A reference to a local bool, or a consumer's own
+// reference to ForwardPlan in place of an argument, may be enough.
 #pragma once
 
 #include <cstdint>
@@ -70,7 +74,8 @@
 
 namespace jax_flash::sm90 {
 
-// Called by consumer threads, which have nothing to do yet.
+// Initialises barriers and prefetches tensor maps. Consumer threads do it, since they are idle at
+// the start.
 template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void initialise(const ForwardMaps& maps,
                                            const ForwardSmem<Config>& smem) {
@@ -89,8 +94,8 @@ __device__ __forceinline__ void initialise(const ForwardMaps& maps,
   if (threadIdx.x == kWarpgroup + 96) ptx::prefetch_tensormap(maps.value);
 }
 
-// The number of registers that each consumer thread cedes to those of the first warpgroup: for
-// warps that convert many values at a time, and with segments alone for the warp that plans.
+// The number of registers that each consumer thread cedes to the first warpgroup, for warps that
+// convert many values at a time and, with segments alone, for the planning warp.
 template <typename Config, typename Element, uint32_t kModifiers>
 inline constexpr int kLeftRegisters =
     kConvertsMany<Config, Element, kModifiers> ||
@@ -111,7 +116,7 @@ __device__ __forceinline__ void consume_all(const Forward& params, const Forward
   }
 }
 
-// `half`: whether V is read in float16.
+// Runs a consumer warpgroup. `half`: true if V is read as float16.
 template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void consume(const Forward& params, const ForwardPlan& plan,
                                         const MapsOf<Config>& maps, const ForwardSmem<Config>& smem,
@@ -178,7 +183,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   constexpr bool kConverts = kConvertsValues<Config, Element, kModifiers>;
   using Conversions = ValueConversions<Config::kValueStages>;
   __shared__ std::conditional_t<kConverts, Conversions, char> conversions;
-  // Opaque; otherwise the compiler converts the addresses anew wherever it needs them.
+  // The asm makes the addresses opaque; otherwise the compiler would convert them at every use.
   ForwardSmem<Config> smem{ptx::shared_address(smem_bytes),
                            ptx::shared_address(barriers),
                            works,
@@ -203,7 +208,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (half) value_map = &half_values.map, value_axes = &half_values.axes;
   }
   // ptxas places the code of the second branch first, right after the kernel's start. A far jump
-  // there costs 300 clocks if the code is not in the cache.
+  // from there costs 300 clocks if its target is not in the instruction cache.
   if constexpr (Config::kProducersFirst || ForwardModifier<Config, Element, kModifiers>::kHasRuns) {
     if (threadIdx.x >= kWarpgroup) {
       consume<Config, Element, kModifiers>(params, plan, maps, smem, half);

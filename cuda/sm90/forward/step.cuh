@@ -1,21 +1,21 @@
-// Takes the steps of a consumer of the sm_90 forward kernel with a tile of keys: first_tile() with
-// the first one of a query tile, next_tile() with each other one, with the hooks of the kernel's
-// modifier (sm90/forward/modifier.cuh).
+// Implements the step of a consumer of the sm_90 forward kernel: the work for one tile of keys.
+// first_tile() processes a query tile's first key tile, next_tile() each later one. Both call the
+// hooks of the kernel's modifier (sm90/forward/modifier.cuh). The order in next_tile() is:
 //
-//   start the scores; start the last tile's product; prepare; await the scores; apply the modifier,
-//   raise running maxima; exponentials; await what the next tile needs, and the product; check
-//   sums; convert; rescale
+//   start S of this tile; start P V of the last tile; prepare; await S; apply the modifier, raise
+//   running maxima; exponentials; await the next tile's operands, then P V; check sums; convert P;
+//   rescale O
 //
-// Invariants. A step begins with the last tile's probabilities in registers and ends with this
-// tile's. At most one product of each kind is in flight. Each stage of K and V is released once, K
-// after the check, if there is one: it may compute the scores again.
+// Invariants. A step begins with the last tile's P in registers and ends with this tile's P. At
+// most one S and one P V are in flight. Each stage of K and V is released once. If sums are
+// checked, K is released after the check, which may compute the scores again.
 //
-// Other versions of a step have these verbs in another order:
+// Variants of the step have these operations in another order:
 //
 //   plain_step.cuh    without modifiers: sums are checked after the last key, and rescaling and the
 //                     wait for V overlap the next scores
-//   soft_cap.cuh      next_capped_tile(), fixed_tiles(): exponentials relative to 0, of products as
-//                     they come
+//   soft_cap.cuh      next_capped_tile(), fixed_tiles(): exponentials relative to a running maximum
+//                     of 0, computed from products directly
 //   order_ahead.cuh   the next tile's scores are in flight, too
 //   order_again.cuh   nothing overlaps
 #pragma once
@@ -38,7 +38,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   const auto clear = [&](auto make_allows) {
     clear_unattended<Config, Element>(value_smem, columns, make_allows, of.band, of.row0, tile);
   };
-  // Without the divisions of BatchIndex, which are function calls.
+  // Avoids the divisions of BatchIndex, which are function calls.
   const auto clear_alone = [&] {
     clear([&] {
       return [&](int32_t row, int32_t col) {
@@ -134,7 +134,7 @@ ForwardConsumer<Config, Element, kModifiers, Value>::start_next_scores(int32_t t
   if constexpr (Modifier::kAddends && !Modifier::kInScores) return;
   if constexpr (!kWaitsAhead) wait_key();
   if constexpr (kHasRuns) note = key_note(tile);
-  if constexpr (kKind == TileKind::kInRun) one_segment = true;  // so that the compiler knows
+  if constexpr (kKind == TileKind::kInRun) one_segment = true;  // tells the compiler
   start_scores();
 }
 
@@ -143,7 +143,8 @@ template <TileKind kKind>
 __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::start_last_out(
     int32_t last, int32_t tile, bool inner, bool of_one_segment, KeyTileNote* next_note) {
   if (!Modifier::kInScores || !inner) clear_values(last, work.attended);
-  // A branch; otherwise O would be started right after S, and before another warpgroup's S.
+  // The wait is a branch. Without one, P V would be started directly after S, and before another
+  // warpgroup's S.
   if constexpr (kHalfValues && kKind != TileKind::kInner) wait_value();
   if constexpr (kKind != TileKind::kInRun) one_segment = of_one_segment;
   if constexpr (!kChained) *next_note = key_note(tile);
@@ -252,7 +253,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   softmax.sum[0][0] += before[0];
   softmax.sum[0][1] += before[1];
   bool exceeded = false;
-  if constexpr (kInScores) {  // uses the vote that exists already
+  if constexpr (kInScores) {  // one vote serves the check and the parity of the wait
     exceeded = !careful && __any_sync(0xffffffff, greatest > kSumLimit);
     await_next(tile, exceeded && plan.q_len < 0 ? 1 : 0);
   } else {
@@ -260,7 +261,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   }
   await_out();
   if constexpr (kOptimistic) {
-    // NaN may also come from elements that a mask forbids.
+    // With kAddsInfinity, elements that a mask forbids may also make sums NaN.
     const bool again =
         Modifier::kAddsInfinity ? !(greatest <= kSumLimit) : greatest > kSumLimit || great;
     if constexpr (!kInScores) exceeded = !careful && __any_sync(0xffffffff, again);
