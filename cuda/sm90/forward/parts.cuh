@@ -1,5 +1,5 @@
-// Provides parts of the sm_90 forward kernel: shared memory and its barriers, turns, edges, the
-// epilogue.
+// Provides parts of the sm_90 forward kernel: addresses and barriers in shared memory, slots that
+// pass plans between warps, exponentials, masking at edges, clearing of V, and the epilogue.
 #pragma once
 
 #include <cuda.h>
@@ -29,12 +29,13 @@
 
 namespace jax_flash::sm90 {
 
-// Names barriers: those of warpgroups that divide the keys; that of the start; and, from kZeroed
-// on, one for each warpgroup, which zero_unattended() uses.
+// Numbers the named barriers: those of warpgroups that divide the keys; that of the start; and,
+// from kZeroed on, one for each warpgroup, for zero_unattended() and votes.
 enum ForwardBarrier : int { kPartialFull = 1, kPartialEmpty = 2, kStarted = 3, kZeroed = 8 };
 
-// The next two hold what is determined before anything is copied if key tiles are skipped: for a
-// query tile, and for 32 of its key tiles. If it has more key tiles, further plans follow.
+// The next two are used if key tiles are skipped. They hold what is determined before copies start:
+// for a query tile, and for 32 of its key tiles. If a query tile has more key tiles, further plans
+// follow.
 struct QueryTilePlan {
   QueryTileIndex index;
   QueryWork work;
@@ -45,13 +46,13 @@ struct KeyTilesPlan {
   int32_t base;                // the first of these tiles; negative: there is no more work
   uint32_t read, one_segment;  // as in SegmentTiles
   bool is_last;
-  // The number of these tiles to be read whose copies have not been started when the warp that
-  // plans them may go on.
+  // The planning warp may go on when the copies of all but `left` of the tiles to be read have been
+  // started.
   int32_t left;
 };
 
-// A place in shared memory that one warp fills for others again and again: it is full and empty
-// alternately.
+// A slot in shared memory that one warp writes and others read, alternately. `turns` counts a
+// warp's waits, and its lowest bit is the parity of the barrier's phase.
 template <typename T>
 struct Slot {
   T value;
@@ -75,17 +76,17 @@ struct Slot {
 template <typename Config>
 struct SegmentNotes {
   KeyTileNote notes[Config::kStages];
-  QuerySegments queries[Config::kRowGroups * Config::kWorks];  // for ForwardSmem::works
+  QuerySegments queries[Config::kRowGroups * Config::kWorks];  // one for each of ForwardSmem::works
   // For each consumer warp's last tile, if it had several segments: the keys that no row of the
   // block may attend to. Bit i of word j is key 4 i + j.
   uint32_t unattended[Config::kConsumers * 4][4];
-  // These carry the next plans from the warp that makes them to those that start copies.
+  // The next plans, from the planning warp to those that start copies.
   Slot<QueryTilePlan> query;
   Slot<KeyTilesPlan> keys;
 };
 
-// Gives the addresses of a block's tiles and barriers. `full`: the copy has arrived; `empty`: every
-// consumer warp has finished with it.
+// Gives the addresses of a block's tiles and barriers. A `full` barrier completes its phase when a
+// stage's copy has arrived, an `empty` one when every consumer warp has finished with the stage.
 template <typename Config>
 struct ForwardSmem {
   static constexpr int kQueryBarriers = Config::kQueryStages * Config::kRowGroups;
@@ -107,7 +108,7 @@ struct ForwardSmem {
   __device__ __forceinline__ typename Config::ValueTile value(uint32_t stage) const {
     return {root, Config::kValueOffset + stage * Config::ValueTile::kBytes};
   }
-  // Returns the address of a consumer warp's own part.
+  // Returns the address of a consumer warp's own staging area.
   __device__ __forceinline__ uint32_t own(int consumer_warp) const {
     return root + Config::kOwnOffset + consumer_warp * Config::kOwnBytes;
   }
@@ -139,12 +140,13 @@ struct ForwardSmem {
     return at(4, kBoxBarriers + group);
   }
 
-  // Called by one thread: several lanes would take longer. `value_arrivals`: at value_full().
+  // Called by one thread: several lanes would take longer. `value_arrivals`: number of arrivals
+  // that value_full() expects.
   __device__ __forceinline__ void init_barriers(int value_arrivals) const {
     constexpr uint32_t kConsumerWarps = Config::kConsumers * 4;
     constexpr uint32_t kKeyArrivals = Config::kRowGroups * 4 * kWarpArrivals;
     for (int index = 0; index < kQueryBarriers; ++index) {
-      ptx::mbarrier_init(barriers + index * 8, 2);  // for Q, and for its range of keys
+      ptx::mbarrier_init(barriers + index * 8, 2);  // arrivals for Q and for its range of keys
       ptx::mbarrier_init(described(0, 0) + index * 8, 1);
       ptx::mbarrier_init(barriers + (kQueryBarriers + index) * 8,
                          kConsumerWarps / Config::kRowGroups * kWarpArrivals);
@@ -186,9 +188,9 @@ __device__ __forceinline__ void load_tile_boxes(const Tile& tile, const CUtensor
   }
 }
 
-// Zeroes the rows of a tile of V outside `attended`, which no row of the block may attend to: they
-// may hold NaN, which would not vanish in a product with a probability of 0. Rows from kv_len on
-// are zeros already. Every consumer warpgroup does it, with the same result.
+// Zeroes the rows of a tile of V outside `attended`, which no row of the block may attend to. They
+// may hold NaN, and a product of NaN with a probability of 0 is NaN. Rows from kv_len on are zeros
+// already. Every consumer warpgroup does this, with the same result.
 template <typename Config>
 __device__ __forceinline__ void zero_unattended(const typename Config::ValueTile& tile_smem,
                                                 int32_t tile, const RowRange& attended,
@@ -207,15 +209,15 @@ __device__ __forceinline__ void zero_unattended(const typename Config::ValueTile
   ptx::barrier_sync(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup);
 }
 
-// Returns what is added to an element's logit in log2 units: minus the row's running maximum.
+// Returns the addend of an element's logit in log2 units: minus the row's running maximum.
 struct RowShifts {
   float shift[2];
 
   __device__ __forceinline__ float operator()(int, int e) const { return -shift[e / 2]; }
 };
 
-// Computes the exponentials of blocks of a tile, and adds their sums to `sums`: in two chains for
-// each row, since an addition waits for the one before. addend(n, e): see RowShifts.
+// Computes the exponentials of blocks of a tile, and adds them to `sums`. Each row has two chains
+// of additions, since an addition waits for the one before. addend(n, e): see RowShifts.
 template <int kFirst, int kEnd, int kN, typename Addend>
 __device__ __forceinline__ void exponentials_in_chains(float (&scores)[1][kN][4], float to_log2,
                                                        const Addend& addend, float (&sums)[4]) {
@@ -244,8 +246,8 @@ __device__ __forceinline__ void exponentials_in_chains(OnlineSoftmax<1>& softmax
   exponentials_in_chains(softmax, scores, to_log2, RowShifts{shift[0], shift[1]});
 }
 
-// Does what mask_band() does for a warp, but checks for each edge whether it cuts the warp's tile:
-// mostly the right edge does.
+// Masks a warp's rows as mask_band() does, but first checks for each edge whether it cuts the
+// warp's part of the tile. Mostly only the right edge does.
 template <int kN>
 __device__ __forceinline__ void mask_edges(float (&logits)[1][kN][4], const Band& band,
                                            int32_t row0, int32_t col0) {
@@ -305,7 +307,8 @@ __device__ __forceinline__ uint32_t attended_columns(const float (&logits)[1][kN
   for (int n = 0; n < kN; ++n) {
 #pragma unroll
     for (int e = 0; e < 2; ++e) {
-      // Both are -inf if their maximum is; NaN, which fmaxf ignores, counts as attended to.
+      // Both are -inf if their maximum is. fmaxf ignores a single NaN: the column may then seem
+      // unattended, but clear_unattended() also asks the masks.
       const float both = fmaxf(logits[0][n][e], logits[0][n][e + 2]);
       bits |= static_cast<uint32_t>(both != minus_infinity()) << (2 * n + e);
     }
@@ -338,10 +341,11 @@ __device__ __forceinline__ uint32_t not_finite(uint32_t pair) {
   return ((pair & kExponent) + kLowest) & 0x80008000;
 }
 
-// Zeroes the rows of a tile of V that hold NaN or infinities and that no row of the block may
-// attend to, for the same reason as zero_unattended(). Each warp handles the columns that it does
-// not attend to itself; if another warp attends to one, the row stays, and both may use it.
-// `make_allows` returns a function that says whether a row may attend to a column: rarely needed.
+// If a tile of V holds NaN or infinities, zeroes the rows that no row of the block may attend to,
+// for the same reason as zero_unattended(). Each warp handles the keys that its own rows do not
+// attend to. If a row of another warp attends to such a key, the row of V stays, and both warps may
+// use it. make_allows() returns a function that decides whether a query may attend to a key, and is
+// rarely called.
 template <typename Config, typename Element, typename MakeAllows>
 __device__ __forceinline__ void clear_unattended(const typename Config::ValueTile& tile_smem,
                                                  uint32_t attended, MakeAllows make_allows,
@@ -378,7 +382,7 @@ __device__ __forceinline__ void clear_unattended(const typename Config::ValueTil
   __syncwarp();
 }
 
-// Finishes a row: sets its lse, and the factor of its output.
+// Finishes a row: sets its lse and its normalizer, the factor of its output.
 template <uint32_t kModifiers>
 struct RowStatistics {
   static __device__ __forceinline__ void finish(const ForwardPlan& plan, const QueryWork& work,
@@ -388,8 +392,8 @@ struct RowStatistics {
   }
 };
 
-// Writes lse for a warp's 16 rows, and computes what the output must be multiplied by, 0 where it
-// must be 0.
+// Writes lse for a warp's 16 rows, and computes the factors of their output, 0 for rows whose
+// output must be 0.
 template <uint32_t kModifiers>
 __device__ __forceinline__ void finish_statistics(const ForwardPlan& plan, const QueryWork& work,
                                                   int warp_row, const OnlineSoftmax<1>& softmax,
@@ -463,7 +467,7 @@ __device__ __forceinline__ void finish_rows(const ForwardPlan& plan, const Query
   store_out<Config, Element>(plan, work, warp_row, normalizer, out);
 }
 
-// Does the same for rows that may attend to nothing.
+// Writes out and lse for a warp's rows if they may attend to nothing.
 template <typename Element>
 __device__ __forceinline__ void finish_empty_rows(const ForwardPlan& plan, const QueryWork& work,
                                                   int warp_row) {

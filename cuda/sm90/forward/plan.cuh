@@ -1,4 +1,6 @@
-// Describes a call to the sm_90 forward kernel.
+// Describes a call to the sm_90 forward kernel (ForwardPlan, a kernel parameter that the host
+// fills), and the units of its work, which producer warps describe to consumers in shared memory
+// (QueryWork, QuerySegments, KeyTileNote).
 #pragma once
 
 #include <cuda.h>
@@ -42,7 +44,7 @@ struct RowsOperand {
   }
 };
 
-// Describes [batch] int32, if the call has it.
+// Describes an operand of shape [batch] and type int32. `data` is null if the call has none.
 struct BatchOperand {
   const int32_t* data = nullptr;
   int64_t batch[kTensorMapBatchDims] = {};
@@ -60,7 +62,8 @@ struct BatchOperand {
   }
 };
 
-// Holds a call's band: the host's, unless it depends on operands, and so on the batch.
+// Holds a call's band. The host computes it, unless it depends on operands, and so on the batch; a
+// producer warp then does.
 struct ForwardBand {
   Band band;
   bool varies = false;
@@ -77,8 +80,9 @@ struct ForwardBand {
         offset(params.query_offset),
         window(params.window) {}
 
-  // kOutOfLine: a block's first copies also wait for instructions, so as few as possible should be
-  // among those that every call executes. Registers may be spilled around the function call.
+  // kOutOfLine: true if the code for a band that varies is a function of its own. A block's first
+  // copies wait until instructions have been fetched, so the path of every call should have few of
+  // them. Registers may be spilled around the function call.
   template <bool kOutOfLine>
   __device__ __forceinline__ Band of(const QueryTileIndex& q) const {
     if (varies) [[unlikely]] {
@@ -102,15 +106,15 @@ struct ForwardBand {
   }
 };
 
-// Holds what every call reads, contiguously, and derived on the host as far as possible: a kernel's
-// parameters are new to the constant cache in every launch, and each cache line of them that is
-// read for the first time takes hundreds of clocks, for which a short call waits.
+// Holds the parameters that every call reads, contiguous, and derived on the host as far as
+// possible. In every launch, a kernel's parameters are new to the constant cache. The first read of
+// each cache line takes hundreds of clocks, for which a short call waits.
 struct ForwardPlan {
   QueryTileSchedule schedule;
   BoxAxes query, key, value;
   ForwardBand band;
   int32_t q_len = 0, kv_len = 0, value_dim = 0;
-  float to_log2 = 0.0f;  // from the kernel's logits, natural or not, to those in log2 units
+  float to_log2 = 0.0f;  // factor from the kernel's logits, natural or not, to log2 units
   float dropout_scale = 1.0f;
   RowsOperand out, lse, sinks;
   ModifierPlan modifiers;
@@ -142,8 +146,7 @@ struct RowRange {
   int32_t first, end;
 };
 
-// Describes a query tile: what a producer warp passes to a consumer, which saves the latter the
-// search.
+// Describes a query tile. A producer warp computes it, which saves consumers the time.
 struct QueryWork {
   // Marks a block's last query tile, if Config::kMarksLast.
   static constexpr int32_t kLast = 1 << 30;
@@ -152,14 +155,15 @@ struct QueryWork {
   float* lse;
   Band band;
   RowRange attended;  // keys that some row of the block may attend to
-  int32_t tile, end;  // key tiles to read: from the first to past the last; `end` may include kLast
-  int32_t row0;       // the block's first; negative: there is no more work
+  int32_t tile, end;  // key tiles to read: from `tile` to before `end`, which may include kLast
+  int32_t row0;       // the block's first row; negative: there is no more work
   int32_t batch, head;
   float sink_log2;
   ModifierOffsets modifiers;
 };
 
-// Sets where a query tile's modifiers begin. Files of modifiers replace it where less will do.
+// Sets the offsets of a query tile's modifier operands. A modifier's file specialises it if fewer
+// offsets suffice.
 template <uint32_t kModifiers>
 struct OffsetsOf {
   static __device__ __forceinline__ void set(const Forward& params, const QueryTileIndex& q,
@@ -168,8 +172,8 @@ struct OffsetsOf {
       offsets = ModifierOffsets(params, q.batch_axes, q.head);
     }
     if constexpr (is_matrix(kModifiers)) {
-      // The offset of Q, for a consumer that reads it again: there are no segments, and more bytes
-      // would cost registers.
+      // Holds the offset of Q instead, for a consumer that reads Q again. There are no segments
+      // here, and one more member would cost registers.
       offsets.query_ids = q.batch_axes[0] * params.query.batch[0] +
                           q.batch_axes[1] * params.query.batch[1] + q.head * params.query.head +
                           row0 * params.query.row;
@@ -177,7 +181,7 @@ struct OffsetsOf {
   }
 };
 
-// Sets all but the tiles of keys and the first row.
+// Sets all members of `work` but the key tiles and the first row.
 template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void describe_query_tile(const Forward& params, const ForwardPlan& plan,
                                                     const QueryTileIndex& q, const Band& band,
@@ -197,7 +201,7 @@ __device__ __forceinline__ void describe_query_tile(const Forward& params, const
 struct QuerySegments {
   static constexpr int kMost = 4;
   RowRange run;   // contiguous key tiles that have one segment in common with all of the rows
-  int32_t count;  // 0 if there are more, or if the rows of one are not contiguous
+  int32_t count;  // 0 if there are more, or if the rows of some segment are not contiguous
   int32_t id[kMost];
   RowRange rows[kMost];
 
@@ -208,14 +212,14 @@ struct QuerySegments {
   }
 };
 
-// Describes a tile of keys, and the one after it, if some tiles are skipped: what must be known of
-// the latter is then known before its own copy arrives.
+// Describes a key tile and the next one, if some tiles are skipped. Consumers thus know the next
+// tile before its own copy arrives.
 struct KeyTileNote {
   int32_t packed;
 
   KeyTileNote() = default;
-  // `next`: the tile after it, negative if it is the query tile's last. One segment: all keys, and
-  // all of the block's rows, have the same one.
+  // `next`: the next tile, negative after the query tile's last. `one_segment`: true if all keys of
+  // the tile and all rows of the block have the same segment.
   __device__ __forceinline__ KeyTileNote(int32_t next, bool one_segment, bool next_one_segment)
       : packed(next * 4 + (one_segment ? 2 : 0) + (next_one_segment ? 1 : 0)) {}
   __device__ __forceinline__ int32_t next() const { return packed >> 2; }

@@ -1,5 +1,7 @@
-// Implements the warps of the sm_90 forward kernel that start copies. What a block computes, and in
-// which order, is in sm90/forward/schedule.cuh; with segments, in sm90/forward/segments.cuh.
+// Implements the producer warps of the sm_90 forward kernel: produce_keys() starts the copies of K
+// and V, produce_queries() those of Q and bias, and describes query tiles to consumers. Both
+// iterate over the block's query tiles in the order of sm90/forward/schedule.cuh. With segments,
+// sm90/forward/segments.cuh has other producers.
 #pragma once
 
 #include <cstdint>
@@ -21,14 +23,15 @@
 
 namespace jax_flash::sm90 {
 
-// True if producers and consumers wait for the initialisation of barriers in shared memory at
-// different points, by a named barrier: producers find their first tiles before it. With modifiers,
-// and where keys are divided, this makes the compiler treat loops as divergent (TUNING.md).
+// True if consumers initialise the barriers in shared memory while producers find their first
+// tiles; a named barrier, kStarted, then synchronises them. Otherwise __syncthreads() does so at
+// the start: with modifiers or divided keys, kStarted would make the compiler treat loops as
+// divergent (TUNING.md).
 template <typename Config, uint32_t kModifiers>
 inline constexpr bool kStartsApart = kModifiers == kNoModifier && Config::kKeyGroups == 1;
 
-// The number of warps that start copies of Q: one for each consumer's, or one for all, if the
-// others convert values.
+// The number of warps that start copies of Q: one for each 64 rows, or one for all, if the others
+// convert values.
 template <typename Config, typename Element, uint32_t kModifiers>
 inline constexpr int kQueryWarps =
     kConvertsValues<Config, Element, kModifiers> ? 1 : Config::kRowGroups;
@@ -40,13 +43,14 @@ inline constexpr int kStartThreads =
           (kConvertsValues<Config, Element, kModifiers> ? kConverterWarps : 0)) +
     kWarpgroup * Config::kConsumers;
 
-// Returns a cursor over a block's query tiles; batches that share a matrix follow one another.
+// Returns a cursor over a block's query tiles. If batches share a matrix (a mask or a bias), the
+// same query tile of these batches is contiguous in the order.
 template <uint32_t kModifiers>
 __device__ __forceinline__ QueryTileCursor query_tiles(const ForwardPlan& plan) {
   return {plan.schedule, is_matrix(kModifiers) ? plan.modifiers.batch_shift : 0};
 }
 
-// The source for key tiles that are skipped: a mask's words, or spans of segments, if there are
+// The data that determine skipped key tiles: a mask's words, or spans of segments, if there are
 // any.
 template <typename Config>
 using SkipsOf = std::conditional_t<Config::kMaskWords, MaskTiles, SegmentSpans>;
@@ -66,7 +70,8 @@ __device__ __forceinline__ void wait_for_skips(const SkipsOf<Config>& skips) {
   }
 }
 
-// Produces the query tiles to be redone, when all others are done; returns whether there are any.
+// Waits until all query tiles are done, then produces those to be redone. Returns whether there are
+// any.
 template <typename Config, typename Produce>
 __device__ __forceinline__ bool produce_again(const ForwardPlan& plan,
                                               const ForwardSmem<Config>& smem, Produce produce) {
@@ -79,8 +84,8 @@ __device__ __forceinline__ bool produce_again(const ForwardPlan& plan,
   return true;
 }
 
-// Copies keys and values of all query tiles. Called by one warp. The location of the values depends
-// on how they are read.
+// Copies K and V for all query tiles. Called by one warp. `value_map` and `value_axes` describe V,
+// or its float16 copy if there is one.
 template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const CUtensorMap& key_map,
                                              const CUtensorMap& value_map,
@@ -91,7 +96,7 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const CUte
   RingState<Config::kStages> key_stage;
   RingState<Config::kValueStages> value_stage, conversion;
   bool started = false;
-  // Says whether values of every second tile are converted; none are in a redo.
+  // True while values of every second tile are converted; in a redo, none are.
   constexpr bool kConverts = kConvertsValues<Config, Element, kModifiers>;
   bool converts = kConverts;
   // Returns false for a thread that has nothing to do.
@@ -100,7 +105,7 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const CUte
     const int32_t row0 = q.tile * Config::kBlockQ;
     const Band band = plan.band.of<kModifiers == kNoModifier>(q);
     TileRange range = key_tiles<Config>(skips, band, q, row0);
-    int32_t end = INT32_MAX, tiles = 0;  // in the order of keys, if tiles are reordered
+    int32_t end = INT32_MAX, tiles = 0;  // of the range before it is reordered
     if constexpr (kTurns<Config, kModifiers>) {
       if (turns<Config>(plan, range, band, row0)) {
         end = range.end;
@@ -127,7 +132,8 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const CUte
         if (converts && is_converted<Config>(tile - range.first)) {
           arrived = smem.conversions->add(conversion, value_stage.stage);
         } else {
-          // On behalf of all but one of the threads that would have converted it.
+          // Arrives for all but one of the threads that would have converted the tile;
+          // load_tile_boxes() makes the last arrival.
           for (int i = 1; i < kConverterArrivals; ++i) ptx::mbarrier_arrive(arrived);
         }
       }
@@ -139,8 +145,8 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const CUte
       if constexpr (kStartsApart<Config, kModifiers>) {
         ptx::barrier_sync(kStarted, kStartThreads<Config, Element, kModifiers>);
       }
-      // If other lanes continued, they would run ahead through the whole loop: the leader would
-      // wait for them, and issue slots would be wasted.
+      // Only the leader goes on. Other lanes would run ahead through the whole loop: the leader
+      // would wait for them, and issue slots would be wasted.
       if (threadIdx.x % 32 != 0) return false;
       started = true;
     }
@@ -193,9 +199,9 @@ __device__ __forceinline__ bool is_last(QueryTileCursor cursor) {
   return !cursor.valid();
 }
 
-// Copies, for kGroups consumers from first_group on, their rows of the query tiles and, in boxes,
-// of the bias, and describes the query tiles to them. Called by one warp. Its lambdas are not
-// functions of their own: with them, consumers' code is another one.
+// For kGroups consumers from first_group on, copies their rows of Q and, with kBiasBoxes, of the
+// bias, and describes the query tiles to them. Called by one warp. Its lambdas are not functions of
+// their own, since these change the consumers' machine code.
 template <typename Config, typename Element, uint32_t kModifiers, int kGroups>
 __device__ __forceinline__ void produce_queries(const Forward& params, const ForwardPlan& plan,
                                                 const MapsOf<Config>& maps,
@@ -218,7 +224,8 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
       if constexpr (kStartsApart<Config, kModifiers>) {
         ptx::barrier_sync(kStarted, kStartThreads<Config, Element, kModifiers>);
       }
-      // As in produce_keys(). At 64, where the description is short, it costs causal calls 2%.
+      // As in produce_keys(). At head dim 64, where the description is short, this costs causal
+      // calls 2%.
       if ((Config::kHeadDim > 64 || Config::kBiasBoxes) && !leader) return false;
       started = true;
     }
@@ -251,8 +258,10 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
       if constexpr (kGroups == 1) {
         load(first_group);
         describe(first_group);
-      } else {  // as loops, two make the consumers' code slower (TUNING.md), except in short calls,
-                // which wait for code that is not in the cache; three, unrolled, would spill
+      } else {
+        // Two groups are unrolled: as loops, they make the consumers' code slower (TUNING.md).
+        // Short calls have loops, since they wait for code that is not in the instruction cache,
+        // and so have three groups, which would spill if unrolled.
         constexpr int kUnroll = kGroups == 2 && !Config::kMarksLast ? 2 : 1;
 #pragma unroll kUnroll
         for (int group = 0; group < kGroups; ++group) load(group);
