@@ -1,15 +1,15 @@
-// Keeps rows' greatest logits, over all tiles of keys, as running maxima, for kernels that compare
-// a tile's logits with these before the exponentials in any case.
+// Keeps the rows' greatest logits so far as running maxima, for kernels that compare a tile's
+// logits with these before the exponentials in any case.
 //
-// A row's greatest P is then exactly 1. P is rounded to the operands' type, and where few keys make
-// up a row, most of the output's error is that of its greatest P, unless this is 1 (TUNING.md,
+// A row's greatest P is then exactly 1. P is rounded to the operands' type. If few keys make up a
+// row's sum, most of the output's error is that of the greatest P, unless this is 1 (TUNING.md,
 // "Errors").
 //
-// Floats that are not negative compare like integers, and the hardware compares three integers at
-// once: half the instructions, in a place where each takes time from the products. Negative floats
-// compare as less than these as integers, too, but among themselves in the wrong order: while a
-// row's greatest logit is below 0, logits are compared as floats. Running maxima only rise, so one
-// is seldom below 0 after some keys.
+// Floats that are not negative compare like integers, and the hardware compares three integers in
+// one instruction. This halves the instructions, each of which takes time from the products. As
+// integers, negative floats are less than these, too, but among themselves they compare in the
+// wrong order. While a row's greatest logit is below 0, logits are therefore compared as floats.
+// Running maxima only rise, so one is seldom below 0 after some keys.
 #pragma once
 
 #include <cstdint>
@@ -19,9 +19,9 @@
 
 namespace jax_flash::sm90 {
 
-// Finds, for a thread's two rows, the greatest of the running maximum and a tile's logits, of which
-// this thread has a quarter. It uses two chains: one would wait for its own results. With kByBits,
-// running maxima must not be below 0.
+// Finds, for a thread's two rows, the greatest of the running maximum and a tile's logits. A thread
+// has a quarter of a row's logits. Two chains are used, since one would wait for its own results.
+// With kByBits, running maxima must not be below 0.
 template <bool kByBits, int kN>
 __device__ __forceinline__ void find_greatest(const float (&logits)[1][kN][4],
                                               const OnlineSoftmax<1>& softmax,
@@ -94,8 +94,8 @@ __device__ __forceinline__ bool raise_references(OnlineSoftmax<1>& softmax,
   return true;
 }
 
-// Does the same. by_bits is false for new running maxima, and is then set to whether none is below
-// 0.
+// Does the same as raise_references(), by bits if `by_bits`. It must be false for new running
+// maxima, and becomes true once none is below 0.
 template <bool kByDifference, int kN>
 __device__ __forceinline__ bool raise_to_greatest(OnlineSoftmax<1>& softmax, bool& by_bits,
                                                   const float (&logits)[1][kN][4], float to_log2,
@@ -108,9 +108,9 @@ __device__ __forceinline__ bool raise_to_greatest(OnlineSoftmax<1>& softmax, boo
   return rises;
 }
 
-// Does what OnlineSoftmax::exponentials() does, but takes exponentials of differences to the
-// running maximum. In log2 units the running maximum is rounded, and with logits of 6,000 a row's
-// greatest P would be up to 2^-11.5 off 1. This takes one more instruction.
+// Does what OnlineSoftmax::exponentials() does, but subtracts the running maximum before the factor
+// to_log2. In log2 units the running maximum is rounded, and with logits of 6,000 a row's greatest
+// P would be up to 2^-11.5 off 1. This takes one more instruction.
 __device__ __forceinline__ void exponentials_of_differences(OnlineSoftmax<1>& softmax,
                                                             float (&block)[4], float to_log2) {
 #pragma unroll

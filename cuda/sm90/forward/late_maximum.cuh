@@ -1,7 +1,8 @@
-// Raises running maxima late, where logits are not compared with them before the exponentials.
+// Raises running maxima late, in kernels that do not compare logits with them before the
+// exponentials.
 //
-// A query tile's first sums predict the following ones. If a running maximum rises after the
-// exponentials, these are rescaled: a tile pays for that only if its sums show that its logits are
+// A query tile's first sums predict the following ones. If a running maximum must rise after the
+// exponentials, these are rescaled. A tile pays for that only if its sums show that its logits are
 // far greater than those before.
 #pragma once
 
@@ -12,9 +13,9 @@
 
 namespace jax_flash::sm90 {
 
-// Returns whether few of a query tile's first keys make up its rows' sums: running maxima must
-// follow the greatest logits then (TUNING.md, "Errors"). For 128 normal logits, a row's sum is 14
-// on average if their deviation is 1, and 4 if it is 2.
+// Returns whether few of a query tile's first keys make up its rows' sums. Running maxima must then
+// follow the greatest logits (TUNING.md, "Errors"). For 128 normally distributed logits, a row's
+// sum is 14 on average if their standard deviation is 1, and 4 if it is 2.
 template <typename Config>
 __device__ __forceinline__ bool sums_look_peaked(const OnlineSoftmax<1>& softmax) {
   constexpr float kLeastSum = 5.5f * Config::kBlockKv / 128, kUnit = 256.0f;
@@ -23,8 +24,8 @@ __device__ __forceinline__ bool sums_look_peaked(const OnlineSoftmax<1>& softmax
   return sums < static_cast<int32_t>(16 * kLeastSum * kUnit);
 }
 
-// Returns what is subtracted from logits in log2 units, so that the exponential of a logit equal to
-// the running maximum is 2^kLog2. kChecks: 0 for a row that has had only -inf.
+// Sets `shift`, which is subtracted from logits in log2 units, so that the exponential of a logit
+// equal to the running maximum is 2^kLog2. kChecks: sets 0 for a row whose logits were all -inf.
 template <bool kChecks, int kLog2>
 __device__ __forceinline__ void find_shift(const OnlineSoftmax<1>& softmax, float to_log2,
                                            float (&shift)[2]) {
@@ -36,7 +37,7 @@ __device__ __forceinline__ void find_shift(const OnlineSoftmax<1>& softmax, floa
   }
 }
 
-// Makes the greatest running maximum of a warp's rows that of all of them.
+// Sets the running maxima of all rows of a warp to the greatest of them.
 __device__ __forceinline__ void share_maximum(OnlineSoftmax<1>& softmax) {
   float greatest = fmaxf(softmax.reference[0][0], softmax.reference[0][1]);
 #pragma unroll
@@ -46,18 +47,18 @@ __device__ __forceinline__ void share_maximum(OnlineSoftmax<1>& softmax) {
   softmax.reference[0][0] = softmax.reference[0][1] = greatest;
 }
 
-// A thread's sum in a row above which exponentials are recomputed: they may be infinite. Up to this
-// sum they have lost 7 bits of 24.
+// If a thread's sum of a row is above this, exponentials are recomputed, since they may be
+// infinite. Up to this sum they have lost 7 bits of 24.
 inline constexpr float kPeakLimit = 0x1p100f;
 
-// Returns whether exponentials that sums include must be recomputed for this reason.
+// Returns whether exponentials in the sums must be recomputed for this reason.
 __device__ __forceinline__ bool sums_too_great(const OnlineSoftmax<1>& softmax) {
   return __any_sync(0xffffffff, fmaxf(softmax.sum[0][0], softmax.sum[0][1]) > kPeakLimit);
 }
 
-// Raises running maxima to the rows' greatest logits, given the last tile's probabilities instead
-// of its logits; sums include these. `factor`: for the output before the tile. kLift: log2 of the
-// exponential of a logit equal to the running maximum.
+// Raises running maxima to the rows' greatest logits, which it derives from a tile's exponentials
+// (`probabilities`), and rescales these. Sums already include them. Sets `factor`, for the output
+// before the tile. kLift: log2 of the exponential of a logit equal to the running maximum.
 template <int kLift = 0, int kN>
 __device__ __forceinline__ void raise_to_peaks(OnlineSoftmax<1>& softmax,
                                                float (&probabilities)[1][kN][4], float to_log2,

@@ -1,6 +1,6 @@
-// Processes the query tiles again that sm90/forward/redo.cuh has marked, after all others of a
-// block: without overlap, with running maxima that are the rows' greatest logits, and with V as it
-// is.
+// Redoes the query tiles that sm90/forward/redo.cuh has marked, after all others of a block:
+// without overlap, with running maxima that are the rows' greatest logits, and with V not
+// converted.
 #pragma once
 
 #include <cstdint>
@@ -48,8 +48,8 @@ __device__ __forceinline__ void attend_again(Consumer& consumer) {
 // Redoes the query tiles for which some consumer warp of the block could not trust its sums or its
 // values. All warps have signaled by now.
 //
-// This uses a consumer of its own: the compiler would take the loops of the other one to be
-// divergent, as it does these, if they had registers in common. Shuffles separate them.
+// This has a ForwardConsumer of its own. The compiler takes these loops to be divergent, and would
+// do so with the main loops, too, if both had registers in common. Shuffles separate them.
 template <typename Config, typename Element, typename Consumer>
 __device__ __forceinline__ void consume_again(const Forward& params, const ForwardPlan& plan,
                                               const ForwardSmem<Config>& smem,
@@ -64,7 +64,7 @@ __device__ __forceinline__ void consume_again(const Forward& params, const Forwa
   take(consumer.value_stage, before.value_stage);
   take(consumer.query_stage, before.query_stage);
   consumer.works = __shfl_sync(0xffffffff, before.works, 0);
-  if constexpr (Config::kMarksLast) consumer.wait_query();  // this one signals the end
+  if constexpr (Config::kMarksLast) consumer.wait_query();  // takes the announcement of the end
   consumer.release_query();
   while (consumer.wait_query()) {
     attend_again<Config>(consumer);
@@ -74,8 +74,8 @@ __device__ __forceinline__ void consume_again(const Forward& params, const Forwa
   }
 }
 
-// Without modifiers: marks the n-th query tile of a block for redo if this warp's part of it needs
-// that. Its keys have been read, and its output has been computed.
+// Without modifiers: marks the n-th query tile of a block for redo if this warp's rows need that.
+// All of its keys have been read, and its output has been computed.
 template <typename Consumer>
 __device__ __forceinline__ void check_query_tile(const Consumer& consumer,
                                                  const OnlineSoftmax<1>& softmax, uint32_t n) {

@@ -1,6 +1,6 @@
 // Computes scores a tile ahead in the sm_90 forward kernel, for consumers with registers for the
-// scores of two tiles: the next tile's scores and the last one's part of the output are computed
-// overlapped with this tile's exponentials, and the consumer waits for neither.
+// scores of two tiles. The next tile's S and the last tile's P V are computed overlapped with this
+// tile's exponentials, which wait for neither.
 //
 // Used with two consumers, for calls without modifiers or a left edge. Key tiles are taken from the
 // last one on.
@@ -20,7 +20,8 @@
 
 namespace jax_flash::sm90 {
 
-// Tiles are taken from the last one on: an edge cuts only the first ones taken.
+// Returns the index-th key tile. Tiles are taken from the last one on: the band's right edge cuts
+// only the first ones taken.
 __device__ __forceinline__ int32_t tile_from_end(int32_t end, int32_t index) {
   return end - 1 - index;
 }
@@ -38,10 +39,10 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
 
   Scores other_scores;  // alternates with `scores`
 
-  // Guesses the running maximum from some of the logits; sums and output are then examined after
-  // the last key. For each row it takes the greatest of eight logits in each of four threads, and
-  // of these the least, so that a single logit far above the others does not decide. The guess is
-  // 2^kHeadroom times as much, since other logits may be greater.
+  // Guesses running maxima from some of the logits; sums and output are then examined after the
+  // last key. Each of a row's four threads finds the greatest of eight logits. The guess is the
+  // least of these four, so that a single logit far above the others does not decide, plus
+  // kHeadroom in log2 units, since other logits may be greater.
   static constexpr float kHeadroom = 8.0f;
   __device__ __forceinline__ void guess_reference(const Scores& now) {
 #pragma unroll
@@ -51,7 +52,7 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
       for (int n = 0; n < 4; ++n) {
         greatest = fmaxf(greatest, fmaxf(now[0][n][2 * half], now[0][n][2 * half + 1]));
       }
-      // Among the threads that have any.
+      // The least among the threads that have an allowed logit.
       float least = greatest == minus_infinity() ? -greatest : greatest;
       least = fminf(least, __shfl_xor_sync(0xffffffff, least, 1));
       least = fminf(least, __shfl_xor_sync(0xffffffff, least, 2));
@@ -67,14 +68,14 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     }
   }
 
-  // Goes from the scores of the index-th tile, in `now`, to its probabilities, overlapped with the
-  // product of the last ones, unless kFirst, and with the next tile's scores, which go to `next`.
-  // An edge may cut the tile if kCut; running maxima rise to the greatest logits if kExact. kHalf:
-  // the probabilities are float16; kLastHalf: the last ones are.
+  // Computes P of the index-th tile from its scores in `now`. This overlaps the last tile's P V,
+  // unless kFirst, and the next tile's scores, which go to `next`. kCut: an edge may cut the tile.
+  // kExact: running maxima rise to the greatest logits. kHalf: P is float16; kLastHalf: the last
+  // tile's P is.
   //
-  // A warp that starts a product stalls until the tensor cores accept it. So there is no branch
-  // from the first product to the wait for all of them: the assembler then interleaves products and
-  // exponentials, one product every so many exponentials.
+  // A warp that starts a product stalls until the tensor cores accept it. There is therefore no
+  // branch between the first product and the waits after the exponentials: the assembler then
+  // interleaves products and exponentials, one product every so many exponentials.
   template <bool kFirst, bool kCut, bool kExact, bool kLastHalf, bool kHalf>
   __device__ __forceinline__ void step(Scores& now, Scores& next, int32_t index) {
     if constexpr (kCut) cut(now, index);
@@ -84,7 +85,8 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     } else if constexpr (kFirst || kCut || kExact) {
       rises = raise_to_greatest<false>(softmax, by_bits, now, to_log2, factor);
     }
-    // After the last tile it computes that tile's own scores again, unused: cheaper than a branch.
+    // In the last step, the tile's own scores are computed again and not used: this is cheaper than
+    // a branch.
     auto behind = key_stage;
     behind.stage += index + kStep < work.end ? kStep : 0;
     behind.parity ^= behind.stage / Config::kStages & 1;
@@ -99,8 +101,9 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     } else {
       this->exponentials(now);
     }
-    // This wait precedes the wait for products, on a parity that depends on all exponentials in a
-    // way that never matters: otherwise the assembler would move the exponentials past the latter.
+    // This wait precedes the wait for products, and its parity depends on all exponentials:
+    // otherwise the assembler would move these past the wait for products. `flip` is 0, since sums
+    // are not negative.
     const uint32_t flip =
         __any_sync(0xffffffff, fminf(softmax.sum[0][0], softmax.sum[0][1]) < 0.0f);
     const auto next_value = kFirst ? value_stage : value_stage.next(kStep);
@@ -117,7 +120,7 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     this->template convert<Base::kConverts && kHalf>(now);
   }
 
-  // Processes the tiles from the index-th one on, which no edge cuts.
+  // Processes the tiles from the index-th one on. No edge cuts them.
   template <bool kExact>
   __device__ __forceinline__ void go_on(int32_t index) {
     Scores& now = Config::kSecondCut ? this->scores : other_scores;

@@ -1,8 +1,8 @@
 // Processes query tiles in one chain in the sm_90 forward kernel: a query tile's first scores and
 // exponentials overlap the last product of the one before.
 //
-// So the state of two query tiles is kept for a while: consume_chained() has that of the one whose
-// output is complete except for one product, the consumer has the other one's.
+// For a while, two query tiles have state. consume_chained() keeps that of the earlier one, whose
+// output is complete except for one product; the consumer keeps that of the later one.
 #pragma once
 
 #include <cstdint>
@@ -62,8 +62,8 @@ __device__ __forceinline__ void start_last_out(Consumer& consumer, int32_t tile,
   consumer.start_out();
 }
 
-// Writes the rows of the query tile before, whose sums are in `softmax`. `plan`: a copy of the
-// reference that the consumer has, which ptxas would have loaded again.
+// Writes the rows of the query tile before, whose sums are in `softmax`. `plan` is an argument,
+// although the consumer has a reference to it, since ptxas would load that reference again.
 template <typename Config, typename Element, uint32_t kModifiers, typename Consumer>
 __device__ __forceinline__ void finish_last(const ForwardPlan& plan, Consumer& consumer,
                                             const OnlineSoftmax<1>& softmax) {
@@ -73,8 +73,7 @@ __device__ __forceinline__ void finish_last(const ForwardPlan& plan, Consumer& c
   consumer.out_started = 0;
 }
 
-// Processes one query tile after the other, their key tiles in one chain: a query tile's first
-// scores and exponentials overlap the last product of the one before.
+// Processes all query tiles of a block, their key tiles in one chain.
 template <typename Config, typename Element, uint32_t kModifiers, typename Value>
 __device__ __forceinline__ void consume_chained(const Forward& params, const ForwardPlan& plan,
                                                 const ForwardSmem<Config>& smem) {
@@ -102,7 +101,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
     if (unfinished) {
       const OnlineSoftmax<1> softmax = consumer.softmax;
       if constexpr (Consumer::kPlain) settle(consumer);
-      // Not a function of its own: other machine code came of that.
+      // A lambda, since a function of its own changed the machine code.
       const auto first_tile = [&](auto kind) {
         start_last_out<Config, kModifiers>(consumer, tile, attended);
         consumer.template first_tile<true, kind()>(work.tile);
@@ -124,7 +123,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
     tile = work.tile;
     if constexpr (Consumer::Modifier::kFixedTiles) {
       tile = fixed_tiles<Config>(consumer, tile);
-      consumer.wait_value();  // in there, it would take registers from the loop below
+      consumer.wait_value();  // in fixed_tiles(), it would take registers from the loop below
     }
     attend_rest<Config, kModifiers>(consumer, tile);
     if constexpr (Config::kQueryStages > 1) consumer.release_query();

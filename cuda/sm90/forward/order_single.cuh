@@ -1,5 +1,6 @@
-// Processes one query tile at a time in the sm_90 forward kernel: with several modifiers, with a
-// mask's bytes, with scores a tile ahead, or where two warpgroups divide a query tile's keys.
+// Processes one query tile at a time in the sm_90 forward kernel, without overlap between query
+// tiles: with several modifiers, with a mask of bytes, with scores a tile ahead, or if two
+// warpgroups divide a query tile's keys.
 //
 // Consumers release a query tile's Q after its last scores. With divided keys, both warpgroups
 // count all tiles of a query tile, so that their stages agree.
@@ -22,7 +23,7 @@
 
 namespace jax_flash::sm90 {
 
-// Processes one query tile at a time: with several modifiers, or a mask's bytes.
+// Processes all query tiles of a block, with several modifiers or a mask of bytes.
 template <typename Config, typename Element, uint32_t kModifiers, typename Value>
 __device__ __forceinline__ void consume_masked(const Forward& params, const ForwardPlan& plan,
                                                const ForwardSmem<Config>& smem) {
@@ -76,8 +77,8 @@ __device__ __forceinline__ void attend(Consumer& consumer, int32_t tile, Overlap
   }
 }
 
-// Processes one query tile at a time: with scores ahead, or for few query tiles. With two key
-// groups, the warpgroups divide a tile's keys, and the first adds up their outputs.
+// Processes all query tiles of a block, with scores ahead or divided keys. With two key groups, the
+// warpgroups divide the key tiles of each query tile, and the first adds up the two outputs.
 template <typename Config, typename Element>
 __device__ __forceinline__ void consume_apart(const Forward& params, const ForwardPlan& plan,
                                               const ForwardSmem<Config>& smem) {
@@ -101,7 +102,7 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
       }
       continue;
     }
-    // Every kKeyGroups-th tile, from this warpgroup's first one on.
+    // This warpgroup takes every kKeyGroups-th tile from this one on.
     const int32_t tile = work.tile + key_group;
     if constexpr (Config::kKeyGroups > 1) {
       consumer.key_stage = consumer.value_stage = stage;

@@ -1,7 +1,9 @@
 // Combines the outputs of two warpgroups of the sm_90 forward kernel that divide the keys of the
 // same rows.
 //
-// The results pass through one place in shared memory, with two named barriers, full and empty.
+// The second warpgroup passes its results to the first through a staging area in shared memory,
+// with two named barriers, full and empty. The first rescales both outputs to the greater running
+// maximum of each row, and adds them.
 #pragma once
 
 #include <cstdint>
@@ -15,8 +17,8 @@
 
 namespace jax_flash::sm90 {
 
-// Hands what a warpgroup computed for its part of the keys to another one with the same rows: each
-// thread's results go to the thread with the same index.
+// Stores a warpgroup's results for its part of the keys. Each thread's results are for the thread
+// with the same index in the other warpgroup, which has the same rows.
 template <typename Smem, int kOutN>
 __device__ __forceinline__ void store_partial(const Smem& smem, const OnlineSoftmax<1>& softmax,
                                               const float (&out)[1][kOutN][4], bool has_out) {
@@ -75,15 +77,15 @@ __device__ __forceinline__ void add_partial(const Smem& smem, float to_log2,
   }
 }
 
-// Hands over a warpgroup's results when the other one has taken the previous ones, if the place was
-// `used`.
+// Hands a warpgroup's results over to the other one. If the staging area was `used`, waits first
+// until the other warpgroup has read the previous results.
 template <typename Config, typename Consumer>
 __device__ __forceinline__ void hand_over_partial(const Consumer& consumer, bool used) {
   if (used) ptx::barrier_sync(kPartialEmpty, Config::kConsumers * kWarpgroup);
   store_partial(consumer.smem, consumer.softmax, consumer.out, consumer.out_started != 0);
   ptx::barrier_arrive(kPartialFull, Config::kConsumers * kWarpgroup);
 }
-// Adds the other warpgroup's results.
+// Waits for the other warpgroup's results and adds them.
 template <typename Config, typename Consumer>
 __device__ __forceinline__ void take_partial(Consumer& consumer) {
   if constexpr (Config::kKeyGroups > 1) {

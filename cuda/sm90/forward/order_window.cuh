@@ -1,9 +1,10 @@
-// Reorders the key tiles in the sm_90 forward kernel where a window's left edge cuts the first one.
+// Reorders the key tiles in the sm_90 forward kernel if a window's left edge cuts the first one.
 //
-// Some rows of the query tile have few of the first tile's keys or none, and so a running maximum
-// after it that predicts little or nothing: all tiles would be processed with running maxima that
-// follow the greatest logits. So the second tile comes first, and the first one last. Producers
-// count tiles from the second to one past the last, which stands for the first (turned_tile()).
+// Some rows of the query tile then have few of the first tile's keys or none, and their running
+// maxima after it predict little or nothing: all tiles would be processed with running maxima that
+// follow the greatest logits. The second tile is therefore processed first, and the first one last.
+// Producers count tiles from the second to one past the last. The latter count stands for the first
+// tile (turned_tile()).
 #pragma once
 
 #include <cstdint>
@@ -15,12 +16,12 @@
 
 namespace jax_flash::sm90 {
 
-// True for kernels that do so.
+// True for kernels that reorder key tiles.
 template <typename Config, uint32_t kModifiers>
 inline constexpr bool kTurns = kChecksLate<Config, kModifiers> && !Config::kScoresAhead;
 
-// Returns whether the tiles of the query tile from row0 on are reordered. The branch is for calls
-// without a window: query tiles wait for this.
+// Returns whether the tiles of the query tile from row0 on are reordered. The first branch serves
+// calls without a window, since query tiles wait for this function.
 template <typename Config>
 __device__ __forceinline__ bool turns(const ForwardPlan& plan, const TileRange& range,
                                       const Band& band, int32_t row0) {

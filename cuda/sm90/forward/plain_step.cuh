@@ -1,8 +1,9 @@
-// Processes a tile of keys in the sm_90 forward kernel without modifiers, where consumers chain
-// query tiles (sm90/forward/step.cuh says how it differs).
+// Implements the step for a tile of keys in the sm_90 forward kernel without modifiers, for
+// consumers that chain query tiles. sm90/forward/step.cuh lists the differences to the other steps.
 //
-// A warp goes from its exponentials to the next scores as soon as it can. So the keys of a tile
-// have arrived when its step begins, and a product's factors may be due until settle().
+// A warp goes from its exponentials to the next scores as soon as it can. Therefore a step begins
+// only when its keys have arrived, and the rescaling before a product may be pending until
+// settle().
 #pragma once
 
 #include <cuda_bf16.h>
@@ -22,9 +23,9 @@
 
 namespace jax_flash::sm90 {
 
-// Returns whether running maxima must follow the greatest logits after a query tile's first tile:
-// if the sums of one of the warpgroup's warps look peaked, or it has a row without a key. The
-// answer is for the whole warpgroup, whose warps start products together.
+// Returns whether running maxima must follow the greatest logits after a query tile's first tile.
+// This is so if the sums of one of the warpgroup's warps look peaked, or a row has had no key. The
+// answer is the same for the whole warpgroup, whose warps start products together.
 template <typename Config, typename Consumer>
 __device__ __forceinline__ bool warpgroup_sees_peaks(const Consumer& consumer) {
   bool peaked = sums_look_peaked<Config>(consumer.softmax) || !consumer.softmax.ready();
@@ -37,9 +38,9 @@ __device__ __forceinline__ bool warpgroup_sees_peaks(const Consumer& consumer) {
   return __reduce_max_sync(0xffffffff, found ? 1 : 0) != 0;
 }
 
-// Waits for the next tile's keys or, if `tile` is a query tile's last, for its V, as settle() does
-// in any case. `products`: number of P V in flight; `keys`: number of key tiles held. `flip`: 0,
-// for the parity.
+// Waits for the next tile's keys or, if `tile` is a query tile's last, for its V, for which
+// settle() waits in any case. `products`: number of P V in flight; `keys`: number of key tiles
+// held. `flip` is 0 and inverts the barrier's parity.
 template <typename Consumer>
 __device__ __forceinline__ void wait_ahead(const Consumer& consumer, int32_t tile, int products,
                                            int keys, uint32_t flip) {
@@ -50,7 +51,7 @@ __device__ __forceinline__ void wait_ahead(const Consumer& consumer, int32_t til
       last ? consumer.smem.value_full(value.stage) : consumer.smem.key_full(key.stage),
       (last ? value.parity : key.parity) ^ flip);
 }
-// Does so on a parity that depends on the exponentials: see ForwardConsumer's
+// Does so with a parity that depends on the exponentials: see ForwardConsumer's
 // wait_next_value_after_exponentials().
 template <typename Consumer>
 __device__ __forceinline__ void wait_ahead_after_exponentials(const Consumer& consumer,
@@ -61,7 +62,7 @@ __device__ __forceinline__ void wait_ahead_after_exponentials(const Consumer& co
   wait_ahead(consumer, tile, products, keys, flip);
 }
 
-// Does what P V of the last tile waits for, overlapped with the next scores.
+// Rescales O and waits for V, so that P V of the last tile can start. Overlaps the next scores.
 template <typename Consumer>
 __device__ __forceinline__ void settle(Consumer& consumer) {
   if (consumer.rises) consumer.rescale();
@@ -69,7 +70,7 @@ __device__ __forceinline__ void settle(Consumer& consumer) {
   consumer.wait_value();
 }
 
-// Computes the exponentials of a tile, and their sums. P V continues overlapped with them
+// Computes the exponentials of a tile, and their sums. Starts the further parts of P V in between
 // (start_out_part()).
 template <int kPart, bool kHalf, typename Consumer, typename Addend>
 __device__ __forceinline__ void plain_exponentials(Consumer& consumer, const Addend& addend,
@@ -79,17 +80,17 @@ __device__ __forceinline__ void plain_exponentials(Consumer& consumer, const Add
   exponentials_in_chains<kPart * kN / kParts, (kPart + 1) * kN / kParts>(
       consumer.scores, consumer.to_log2, addend, sums);
   if constexpr (kPart + 1 < kParts) {
-    // 0, which the compiler cannot know: it would start the product before the exponentials.
+    // `zero` is 0, which the compiler cannot know. Otherwise it would start the product before the
+    // exponentials.
     const uint32_t zero = __any_sync(0xffffffff, fminf(sums[0], sums[2]) < 0.0f);
     consumer.template start_out_part<kPart + 1, kHalf>(zero);
     plain_exponentials<kPart + 1, kHalf>(consumer, addend, sums);
   }
 }
 
-// Implements ForwardConsumer::next_tile(): the keys of `tile` have arrived, and those of the next
-// one, if there is one, have arrived when this returns. A warp goes from its exponentials to the
-// next scores as soon as it can: what the last tile's output waits for is done while these are
-// computed (settle()).
+// Takes the place of ForwardConsumer::next_tile(). The keys of `tile` have arrived, and those of
+// the next one, if there is one, have arrived when this returns. Rescaling and the wait for V,
+// which the last tile's P V needs, overlap the next scores (settle()).
 //
 // kExact: running maxima rise to the rows' greatest logits. kHalf: P V of the last tile is in
 // float16.
@@ -139,8 +140,8 @@ __device__ __forceinline__ void lift_weights(Consumer& consumer) {
   }
 }
 
-// Processes a query tile's keys after the first tile. Returns the last one, whose P V has not been
-// started.
+// Processes a query tile's key tiles after the first one. Returns the last one, whose P V has not
+// been started.
 template <typename Config, bool kExact, typename Consumer>
 __device__ __forceinline__ int32_t plain_tiles_after(Consumer& consumer, int32_t tile) {
   for (;;) {

@@ -1,11 +1,12 @@
-// Marks query tiles that the sm_90 forward kernel must redo, after all others of a block
-// (sm90/forward/order_again.cuh): without modifiers, sums are examined only after the last key.
+// Marks query tiles that the sm_90 forward kernel must redo after all others of a block
+// (sm90/forward/order_again.cuh). Without modifiers, sums are examined only after a query tile's
+// last key.
 //
-// Exponentials relative to a running maximum that is the greatest logit of a row's first keys may
-// become very great. bfloat16 and float32 hold them up to 2^127, float16, in every second tile, up
-// to 2^16 (sm90/forward/values.cuh). So the loop assumes that they can be held. A check in each
-// tile, and its consequences, would delay the instructions that a call waits for (TUNING.md,
-// "Peaked logits", "Short calls").
+// The running maximum is the greatest logit of a row's first keys, so exponentials of later logits
+// may become very great. bfloat16 and float32 hold them up to 2^127; float16, in every second tile,
+// up to 2^16 (sm90/forward/values.cuh). The loop assumes that they are held. A check in each tile,
+// and its consequences, would delay the instructions that a call waits for (TUNING.md, "Peaked
+// logits", "Short calls").
 #pragma once
 
 #include <cstdint>
@@ -20,17 +21,18 @@
 
 namespace jax_flash::sm90 {
 
-// True for kernels that do so. Where keys are divided, running maxima rise with each greater logit.
+// True for kernels that examine sums only after the last key. If keys are divided, running maxima
+// rise with each greater logit instead.
 template <typename Config, uint32_t kModifiers>
 inline constexpr bool kChecksLate =
     kModifiers == kNoModifier && Config::kOptimistic && Config::kKeyGroups == 1;
 
-// Returns whether a query tile must be redone, judged by sums and output of one of its warps. An
+// Returns whether a query tile must be redone, given the sums and the output of one warp. An
 // infinite P or value makes the output of its row, or some of it, infinite or NaN.
 template <int kOutN>
 __device__ __forceinline__ bool exceeds(const OnlineSoftmax<1>& softmax,
                                         const float (&out)[1][kOutN][4]) {
-  float zero[4] = {};  // or NaN
+  float zero[4] = {};  // becomes NaN if an element is infinite or NaN
 #pragma unroll
   for (const auto& block : out[0]) {
 #pragma unroll
@@ -42,7 +44,7 @@ __device__ __forceinline__ bool exceeds(const OnlineSoftmax<1>& softmax,
 }
 
 struct QueryTilesAgain {
-  uint32_t tiles;  // a bit for each of the block's, modulo 32
+  uint32_t tiles;  // a bit for each of the block's query tiles, modulo 32
   uint64_t found;  // a barrier: each warp that marks tiles arrives when it has finished
 
   __device__ __forceinline__ uint32_t barrier() const { return ptx::shared_address(&found); }

@@ -1,5 +1,5 @@
-// Computes the scores of one warp by products of its own in the sm_90 forward kernel, where a tile
-// is redone.
+// Computes the scores of one warp by mma.sync in the sm_90 forward kernel, when a tile is redone
+// and the other warps of the warpgroup need not take part.
 #pragma once
 
 #include <cstdint>
@@ -24,8 +24,9 @@ __device__ __forceinline__ void warp_scores(float (&scores)[1][kN][4],
       [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, key_reader.at(n * 8, k * 2)); });
 }
 
-// Loads such a fragment from global memory. `offset`: the offset of a row in elements, from which
-// the warp's first row is `row` rows away, and the last one that exists is `last` rows away.
+// Loads such a fragment of Q from global memory. `offset`: that of a base row, in elements. `row`
+// and `last` are the distances, in rows, from this base row to the warp's first row and to the last
+// row that exists.
 template <typename Element>
 __device__ __forceinline__ void load_query_rows(uint32_t (&a)[4], const Operand& query,
                                                 int64_t offset, int32_t row, int32_t last,

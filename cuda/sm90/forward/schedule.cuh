@@ -1,4 +1,5 @@
-// Decides which query tiles a block computes, and in which order.
+// Decides which query tiles a block computes, and in which order: QueryTileSchedule on the host,
+// QueryTileCursor in the kernel.
 #pragma once
 
 #include <algorithm>
@@ -21,9 +22,9 @@ struct QueryTileIndex {
 // run at the same time share keys and values in L2. Of the first `chained` units, block b takes
 // units b, b + blocks, ... After these blocks come others of one unit each, which the hardware
 // distributes. A unit is one query tile or, with `paired`, a tile and the one at the same distance
-// from the other end: under a causal mask the costs of all such pairs are the same. So every block
-// gets its share without a counter in memory, which something would have to reset before each call:
-// with segments there is such a counter, and blocks take units in turn (sm90/forward/segments.cuh).
+// from the other end: under a causal mask the costs of all such pairs are the same. Blocks thus get
+// equal shares without a counter in memory, which would have to be reset before each call. With
+// segments there is such a counter, and blocks take units in turn (sm90/forward/segments.cuh).
 struct QueryTileSchedule {
   int32_t q_tiles = 0, units = 0, blocks = 0, chained = 0;
   bool paired = false;
@@ -46,23 +47,23 @@ struct QueryTileSchedule {
   void divide(int32_t multiprocessors, bool apart, double most_rest) {
     blocks = std::min(units, multiprocessors);
     const int32_t rest = units % blocks;
-    // Multiprocessors differ in speed by some percent: those that finish first take the rest,
-    // unless many of them would start one more block.
+    // Multiprocessors differ in speed by some percent. Those that finish first take the rest,
+    // unless many of them would have to start one more block.
     if (rest <= most_rest * blocks) chained -= rest;
     if (apart) chained = blocks;
   }
   int64_t grid() const { return int64_t{blocks} + units - chained; }
 };
 
-// Describes the end of a call whose blocks take units in turn, where they should finish at about
-// the same time. The last heads are not divided into pairs: each of their query tiles is a unit,
-// the same tile of all of these heads contiguous, from the longest to the shortest under a causal
-// mask.
+// Describes the end of a call whose blocks take units in turn: shorter units, so that blocks finish
+// at about the same time. The last heads are not divided into pairs. Each of their query tiles is a
+// unit, and the same tile of all of these heads is contiguous in the order, from the longest to the
+// shortest under a causal mask.
 struct QueryTileTail {
   static constexpr int kLeast = 4, kMost = 8;  // units of one query tile, per multiprocessor
-  static constexpr int kLate = 2;              // number of units before those
+  static constexpr int kLate = 2;              // number of units before those, likewise
 
-  int32_t first = INT32_MAX, first_head = 0;  // the unit and head where they begin
+  int32_t first = INT32_MAX, first_head = 0;  // the unit and the head at which they begin
   int32_t late = INT32_MAX;  // from this unit on, blocks take the next one as late as they can
   PlainDivisor heads;
 
@@ -89,7 +90,7 @@ struct QueryTileTail {
 };
 
 #if defined(__CUDACC__)
-// Holds a block's place in its list of query tiles.
+// Holds a block's position in its list of query tiles.
 struct QueryTileCursor {
   const QueryTileSchedule& schedule;
   // The same query tile of this many batches, a power of two, is contiguous in the order.
