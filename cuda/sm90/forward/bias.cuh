@@ -1,5 +1,7 @@
-// Adds a bias in the sm_90 forward kernels made for it: brings its tiles to shared memory, reads
-// them there, and adds them before or while the exponentials are computed.
+// Adds a bias in the sm_90 forward kernels for it. Its tiles are copied to shared memory a tile
+// ahead: 2-byte elements by TMA, in boxes (BiasBox), 4-byte elements by consumers' cp.async
+// (BiasTile). They are added before or while the exponentials are computed, or are the
+// accumulators' first values (kInScores).
 #pragma once
 
 #include <cuda.h>
@@ -27,8 +29,8 @@
 namespace jax_flash::sm90 {
 
 // Describes a consumer's 64 rows of a tile of a bias of 2-byte elements, which the copy engine
-// brings in panels whose rows are as wide as the swizzle. There is one place, with a pair of
-// barriers.
+// brings in panels whose rows are as wide as the swizzle. There is one stage, with a full and an
+// empty barrier.
 template <int kBlockKv>
 struct BiasBox {
   static constexpr int kCols = kBlockKv % 32 == 0 && kBlockKv % 64 != 0 ? 32 : 64;  // per panel
@@ -50,7 +52,7 @@ struct BiasBox {
     const int row = one_row ? 0 : threadIdx.x % kWarpgroup / 32 * 16 + lane % 16;
     const int swizzle = kCols == 64 ? row % 8 : row / 2 % 4;
     reader = smem + row * kRowBytes + (lane / 16 ^ swizzle) * 16;
-    // A shuffle, since otherwise the assembler would compute it again for each tile.
+    // The shuffle keeps the assembler from computing `reader` again for each tile.
     if constexpr (kKeepsReader) reader = __shfl_sync(0xffffffff, reader, lane);
   }
   __device__ __forceinline__ void wait() {
@@ -58,8 +60,8 @@ struct BiasBox {
     parity ^= 1;
   }
   // Loads blocks n, which is even, and n + 1 of the warp's fragment: rows g and g + 8 of block n,
-  // then of block n + 1. The last blocks must be loaded last: once they are loaded, the place is
-  // free.
+  // then of block n + 1. The last blocks must be loaded last, since unpack() then releases the
+  // stage.
   __device__ __forceinline__ void load(uint32_t (&words)[4], int n) const {
     constexpr int kPairs = kCols / 16;  // pairs of blocks in a panel
     ptx::ldmatrix_x4(words, (reader ^ n / 2 % kPairs * 32) + n / 2 / kPairs * kPanelBytes);
@@ -91,12 +93,12 @@ struct BiasBox {
 };
 
 // Describes a warp's 16 rows of a tile of a bias of 4-byte elements, which the warp copies itself,
-// in groups of 32 columns. The 32 bytes under a block of a fragment are at place n ^ row % 4 of a
-// row of a group, which avoids bank conflicts.
+// in groups of 32 columns. In each row of a group, the 32 bytes of the fragment's block n are at
+// place n ^ row % 4, which avoids bank conflicts.
 template <int kN>
 struct BiasTile {
   static constexpr int kLanes = 8;  // lanes per row of a group
-  uint32_t written, read_from;  // this thread's: where its first vector goes, and its first block
+  uint32_t written, read_from;  // addresses of this thread's first vector and of its first block
 
   __device__ __forceinline__ void init(uint32_t smem) {
     const int lane = threadIdx.x % 32, row = lane / kLanes, chunk = lane % kLanes;
@@ -104,7 +106,7 @@ struct BiasTile {
     read_from = smem + lane / 4 * 128 + lane / 4 % 4 * 32 + lane % 4 * 8;
   }
 
-  // Holds where a thread's vectors of a tile's rows begin, in vectors of 16 bytes. Computed once
+  // Holds the offsets of a thread's vectors in a tile's rows, in vectors of 16 bytes. Computed once
   // per query tile. Rows beyond the last are replaced by the last.
   struct Rows {
     uint32_t at[kLanes / 2];
@@ -185,7 +187,7 @@ __device__ __forceinline__ void load_bias(const Smem& smem, const BoxedMaps& map
   const uint32_t bytes = Box::kPanels * Box::kRowBytes * (maps.box_axes.row ? 64 : 1);
   for (; tile < end; ++tile) {
     ptx::mbarrier_wait_asleep(smem.bias_empty(group), parity ^ 1);
-    ptx::fence_proxy_async_shared();  // here; consumers would wait for theirs in every tile
+    ptx::fence_proxy_async_shared();  // in consumers, it would cost time in every tile
     ptx::mbarrier_arrive_expect_tx(smem.bias_full(group), bytes);
 #pragma unroll
     for (int panel = 0; panel < Box::kPanels; ++panel) {
@@ -197,7 +199,7 @@ __device__ __forceinline__ void load_bias(const Smem& smem, const BoxedMaps& map
   }
 }
 
-// Adds a bias that can be read in vectors, or boxes: it is read a tile ahead.
+// Adds a bias that can be read in vectors or boxes, a tile ahead.
 template <typename Config, typename Element>
 struct ForwardModifier<Config, Element, kBias> : ModifierDefaults<Config, Element, kBias> {
   using Base = ModifierDefaults<Config, Element, kBias>;
@@ -205,7 +207,7 @@ struct ForwardModifier<Config, Element, kBias> : ModifierDefaults<Config, Elemen
   using typename Base::Scores;
   static constexpr When kOptimistic = When::kWithHalfValues, kExactMaxima = When::kUnlessOptimistic;
   static constexpr bool kReadsQueryAgain = true, kAddends = true;
-  // True for a bias that is read ahead in boxes: 2-byte elements have the operands' type.
+  // True for a bias that is read ahead in boxes: its 2-byte elements have the operands' type.
   static constexpr bool kBoxes = Config::kBiasBoxes;
   static constexpr bool kInScores = kBoxes && Config::kBiasInScores, kWaitsAhead = kInScores;
   using BiasType = std::conditional_t<kBoxes, Element, float>;
@@ -254,9 +256,9 @@ struct ForwardModifier<Config, Element, kBias> : ModifierDefaults<Config, Elemen
       add_bias(scores);
     }
   }
-  // Each case has its own code: that of most tiles is one basic block, in which the assembler
-  // interleaves the exponentials with what precedes and follows them. The scores are started before
-  // the case is determined, since they would have to wait for it.
+  // Each case has its own code. The code for most tiles is one basic block, in which the assembler
+  // interleaves the exponentials with the instructions before and after them. The scores are
+  // started before the case is determined, so that they need not wait for it.
   template <typename Consumer>
   static __device__ __forceinline__ void next_tile(Consumer& consumer, int32_t last, int32_t tile) {
     consumer.wait_key();
@@ -277,7 +279,7 @@ struct ForwardModifier<Config, Element, kBias> : ModifierDefaults<Config, Elemen
       for (; !consumer.is_last(tile); ++tile) next_tile(consumer, tile, tile + 1);
     }
   }
-  // Sets what products are added to. Without boxes it is arbitrary, and the products replace it.
+  // Sets the accumulators to the bias, to which products are then added.
   __device__ __forceinline__ void begin_scores(Scores& scores) {
     bias.wait();
 #pragma unroll
@@ -298,9 +300,8 @@ struct ForwardModifier<Config, Element, kBias> : ModifierDefaults<Config, Elemen
       }
     }
   }
-  // Waits for a tile's bias, and starts the loads that inner_exponentials() needs first: after the
-  // wait for the scores, it would have to wait for them. Starting more of them takes longer than it
-  // saves.
+  // Waits for a tile's bias, and starts the loads that inner_exponentials() needs first, so that
+  // their latency overlaps the scores. More loads than these take longer than they save.
   __device__ __forceinline__ void prepare_inner() {
     bias.wait();
     if constexpr (kBoxes) {
@@ -316,8 +317,8 @@ struct ForwardModifier<Config, Element, kBias> : ModifierDefaults<Config, Elemen
     }
     bias.template read<BiasType>(addends, n);
   }
-  // Computes exponentials of products with the bias added. Every row has a running maximum, whose
-  // exponential is 2^kLift.
+  // Computes exponentials of products with the bias added. Every row has a running maximum; the
+  // exponential of a logit equal to it is 2^kLift.
   template <int kLift>
   __device__ __forceinline__ void inner_exponentials(Scores& scores,
                                                      OnlineSoftmax<1>& softmax) const {

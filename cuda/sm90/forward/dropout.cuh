@@ -1,8 +1,8 @@
-// Drops probabilities in the sm_90 forward kernel made for dropout alone.
+// Drops probabilities in the sm_90 forward kernel for dropout alone.
 //
 // A tile's random words are drawn while its scores are computed. Sums are those of all
-// probabilities, as they are without dropout; what is dropped is taken out of pairs of rounded
-// ones, half an instruction for each.
+// probabilities, as without dropout. Dropped probabilities are zeroed in pairs, after rounding,
+// which takes half an instruction each.
 #pragma once
 
 #include <cstdint>
@@ -41,7 +41,7 @@ struct ForwardModifier<Config, Element, kDropout> : ModifierDefaults<Config, Ele
     dropout.template draw_all<kN, false>(kept, threshold, row0, tile * Config::kBlockKv);
   }
 
-  // Zeroes what is dropped of rounded probabilities.
+  // Zeroes dropped elements among rounded probabilities.
   __device__ __forceinline__ void drop_rounded(uint32_t (&pairs)[kN / 2][4]) const {
 #pragma unroll
     for (int k = 0; k < kN / 2; ++k) {
@@ -55,7 +55,8 @@ struct ForwardModifier<Config, Element, kDropout> : ModifierDefaults<Config, Ele
   }
 
  private:
-  // Returns halves that repeat a bit of each word, as the selectors of bytes say.
+  // Returns a mask of two halves. Each repeats the sign bit of one byte of a word; the selectors
+  // choose the bytes.
   template <uint32_t kLow, uint32_t kHigh>
   static __device__ __forceinline__ uint32_t sign_pair(uint32_t low, uint32_t high) {
     uint32_t mask;

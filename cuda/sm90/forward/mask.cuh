@@ -1,6 +1,6 @@
-// Applies masks in the sm_90 forward kernels made for them, which read them ahead: as words of bits
-// that another kernel has made from bytes, once for all batches and heads that share them
-// (plan/mask_words.h), or as bytes.
+// Applies masks in the sm_90 forward kernels for them, which read the mask ahead: as words of bits,
+// or as bytes. mask_words_kernel() makes the words from bytes first, once for all batches and heads
+// that share the mask (plan/mask_words.h).
 #pragma once
 
 #include <cstdint>
@@ -26,8 +26,8 @@
 namespace jax_flash::sm90 {
 
 // Holds a thread's part of a tile of the mask while it is converted to bits: for each of its two
-// rows, the eight columns of every fourth block, one byte each. A quad holds its rows, and
-// exchanges bits.
+// rows, the eight columns of every fourth block, one byte each. The four threads of a quad together
+// hold the whole rows, and exchange bits.
 template <int kN>
 struct MaskBytes {
   static constexpr int kVectors = (kN + 3) / 4;
@@ -60,7 +60,7 @@ struct MaskBytes {
     }
   }
 
-  // Bytes are 0 or 1.
+  // Converts the bytes, each 0 or 1, to bits.
   __device__ __forceinline__ AllowedBits bits() const {
     AllowedBits allowed;
     const bool odd = threadIdx.x & 1, upper = threadIdx.x & 2;
@@ -85,7 +85,7 @@ struct MaskBytes {
   }
 };
 
-// Does the same for any layout, in one step.
+// Loads and converts the mask for any layout, in one step.
 template <int kN>
 __device__ __forceinline__ AllowedBits mask_bits(const Operand& mask, int64_t offset, int32_t row0,
                                                  int32_t col0, const Extent& extent) {
@@ -126,7 +126,7 @@ struct MaskPair {
   __device__ __forceinline__ AllowedBits bits() const { return {pair.x, pair.y}; }
 };
 
-// Describes the mask whose matrices `words` has: row, head and batch strides are in pairs of words.
+// Describes the mask in the form of `words`. Row, head and batch strides are in pairs of words.
 inline Operand words_operand(const MaskWords& words, void* workspace) {
   Operand operand;
   operand.data = workspace;
@@ -138,9 +138,10 @@ inline Operand words_operand(const MaskWords& words, void* workspace) {
   return operand;
 }
 
-// Finds the tiles of keys that the mask allows some rows of a query tile, given MaskWords.
+// Narrows the range of a query tile's key tiles to those in which the mask allows some element,
+// given MaskWords.
 struct MaskTiles {
-  // If there are fewer tiles, all are read: waiting for this result takes longer than it saves.
+  // With fewer tiles, all are read: waiting for the ranges would take longer than it saves.
   static constexpr int kLeast = 8;
 
   const int4* ranges = nullptr;
@@ -176,8 +177,9 @@ struct MaskTiles {
 
 inline constexpr int kMaskWordsThreads = 4 * MaskWords::kThreads;
 
-// Grid: two blocks, each for half of the tiles of keys, for each of [batch, heads, row groups] of
-// the mask.
+// Converts a mask's bytes to words, and finds the range of key tiles with allowed elements. Grid:
+// two blocks, each for half of the tiles of keys, for each of [batch, heads, row groups] of the
+// mask.
 template <int kBlockKv>
 __global__ void __launch_bounds__(kMaskWordsThreads)
     mask_words_kernel(const __grid_constant__ Operand mask, const __grid_constant__ Extent extent,
@@ -229,7 +231,7 @@ __global__ void __launch_bounds__(kMaskWordsThreads)
   if (threadIdx.x == 0) ranges[blockIdx.x] = range;
 }
 
-// Makes the words, and has `params` refer to them instead of the bytes.
+// Launches the kernel that makes the words, and replaces the bytes in `params` by them.
 template <int kBlockKv>
 Status launch_mask_words(Forward& params, MaskTiles& tiles, cudaStream_t stream) {
   const MaskWords words(params.shape, params.mask, kBlockKv);
@@ -245,7 +247,7 @@ Status launch_mask_words(Forward& params, MaskTiles& tiles, cudaStream_t stream)
   return status;
 }
 
-// Forbids what a mask does not allow.
+// Forbids elements that a mask does not allow.
 template <typename Config, typename Element>
 struct ForwardModifier<Config, Element, kMask> : ModifierDefaults<Config, Element, kMask> {
   using Base = ModifierDefaults<Config, Element, kMask>;
@@ -257,14 +259,13 @@ struct ForwardModifier<Config, Element, kMask> : ModifierDefaults<Config, Elemen
   static constexpr bool kReadsQueryAgain = true, kMasks = true, kBits = true, kWaitsAhead = true,
                         kJudges = true;
   static constexpr bool kAddsInfinity = Config::kMaskWords;
-  // The number of blocks whose elements are forbidden together, and the method: chosen by
-  // measurement.
+  // The number of blocks whose elements are forbidden together, chosen by measurement.
   static constexpr int kForbidBlocks =
       Config::kMaskWords && Config::kHeadDim != 128 ? 4 : Config::kHeadDim / 64;
 
   const Forward& params;
   const ForwardPlan& plan;
-  uint32_t unused[2];  // so that the next member has the place at which it was tuned
+  uint32_t unused[2];  // keeps the next member at the offset at which it was tuned
   // The bits for the tile after the next one.
   std::conditional_t<Config::kMaskWords, MaskPair, MaskBytes<kN>> mask;
   AllowedBits allowed, next_allowed;
@@ -279,7 +280,7 @@ struct ForwardModifier<Config, Element, kMask> : ModifierDefaults<Config, Elemen
   __device__ __forceinline__ void begin(const QueryWork& work, int32_t row0) {
     mask.begin(params.mask, work.modifiers.mask, row0, plan.q_len);
   }
-  // The tile must exist, and there are no branches.
+  // Reads without branches; the tile must exist.
   __device__ __forceinline__ void read_ahead(const QueryWork&, int32_t tile) {
     mask.load(params.mask, tile, plan.kv_len);
   }

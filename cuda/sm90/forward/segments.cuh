@@ -1,9 +1,15 @@
-// Handles packed segments in the sm_90 forward kernel: finds which tiles of keys a query tile's
-// block reads, and describes them to its consumers.
+// Handles packed segments in the sm_90 forward kernel: skips tiles of keys that share no segment
+// with a query tile, and describes the others to consumers.
 //
-// In sequences packed one after the other, most blocks have rows of one segment, and most of their
-// tiles of keys have only that segment: nothing in them is forbidden. Such tiles are contiguous,
-// and a block knows this run from two numbers. For each other tile it reads a note.
+// In sequences packed one after the other, most query tiles have rows of one segment, and most of
+// their tiles of keys have only that segment, so that nothing in them is forbidden. Such tiles are
+// contiguous: two numbers describe this run. Consumers read a note for each other tile.
+//
+// Roles of producer warps: the last warp plans (plan_query_tiles()): it finds the key tiles of each
+// unit, one query tile ahead. The first warp copies K and V and writes a note for each stage of K
+// (produce_keys_of_segments()). One warp for each consumer copies Q and passes descriptions on
+// (produce_queries_of_segments()). Plans pass from the planning warp to the others through two
+// slots in shared memory (SegmentNotes).
 #pragma once
 
 #include <cstdint>
@@ -28,17 +34,17 @@
 
 namespace jax_flash::sm90 {
 
-// Finds the tiles of keys that the rows of a block from row0 on read, without those whose segments
-// none of the rows has. Called by whole warps: each lane looks at one of 32 tiles. kAlways: the
-// call has segments.
+// Finds the tiles of keys that the rows of a block from row0 on read. Tiles whose segments none of
+// the rows has are skipped. Called by whole warps: each lane examines one of 32 tiles. kAlways:
+// true if every call of this kernel has segments.
 template <typename Config, bool kAlways>
 struct SegmentTiles {
   TileRange range;
-  const SegmentSpan* key_spans = nullptr;  // those of this batch, or null
+  const SegmentSpan* key_spans = nullptr;  // those of this batch, or null without segments
   int32_t key_blocks = 0;
   SegmentSpan query_span = {};
-  // A bit for each of the 32 tiles last looked at, set if it is read, and if all of its keys and
-  // all of the block's rows have one segment.
+  // A bit for each of the 32 tiles last examined. `read`: the tile is read. `one_segment`: all of
+  // its keys and all of the block's rows have the same segment.
   uint32_t read = 0, one_segment = 0;
 
   // Examines the first tiles.
@@ -73,7 +79,7 @@ struct SegmentTiles {
     RowRange run;
   };
   __device__ __forceinline__ Start start() const {
-    // Out of line: what a block's first copies wait for should be short.
+    // Out of line, since a block's first copies wait for this code.
     if (range.end - range.first > 32) return start_apart(*this);
     Start start = {range.end, {range.end, range.end}};
     if (read != 0) start.tile = range.first + __ffs(read) - 1;
@@ -171,9 +177,9 @@ __device__ __noinline__ void find_query_segments(const int32_t* ids, int64_t str
   if (lane == 0) segments.count = count;
 }
 
-// Finds what a consumer warp's rows from row0 on may attend to, by segments and by the band, in a
-// tile of keys from col0 on that has several segments; also sets `unattended` (SegmentNotes), if
-// `segments` has the information. Each lane looks at four keys.
+// Finds the keys that a consumer warp's rows from row0 on may attend to, according to segments and
+// the band, in a tile of keys from col0 on that has several segments. Also sets `unattended`
+// (SegmentNotes), if `segments` has the information. Each lane examines four keys.
 template <typename Config>
 __device__ __forceinline__ AllowedBits allowed_by_segments(
     const Forward& params, const ModifierOffsets& offsets, const Band& band, int32_t row0,
@@ -183,7 +189,7 @@ __device__ __forceinline__ AllowedBits allowed_by_segments(
   const auto* key_ids = static_cast<const int32_t*>(keys.data) + offsets.key_ids;
   const int lane = threadIdx.x % 32;
   const int32_t col = col0 + lane * 4;
-  // The number of these four columns that exist, or more.
+  // At least the number of these four columns that exist.
   const int32_t cols = lane * 4 < Config::kBlockKv ? band.kv_len - col : 0;
   int32_t key_id[4], id[2];
 #pragma unroll
@@ -235,7 +241,8 @@ __device__ __forceinline__ AllowedBits allowed_by_segments(
   return allowed;
 }
 
-// Zeroes those rows of a tile of V, as zero_unattended() does.
+// Zeroes the rows of a tile of V whose bits are set in `unattended`, as the other zero_unattended()
+// does.
 template <typename Config>
 __device__ __forceinline__ void zero_unattended(const typename Config::ValueTile& tile_smem,
                                                 const uint32_t (&unattended)[4]) {
@@ -262,10 +269,11 @@ __device__ __forceinline__ void init_plan_barriers(const SegmentNotes<Config>& n
   notes.keys.init(1);
 }
 
-// The number of key tiles whose copies have not been started when a block takes its next unit late.
+// When a block takes its next unit late, the number of key tiles whose copies have not been
+// started.
 inline constexpr int kTilesLeft = 1;
 
-// Says that there is no more work. Called by one thread.
+// Announces that there is no more work. Called by one thread.
 template <typename Config>
 __device__ __forceinline__ void hand_over_end(SegmentNotes<Config>& notes) {
   notes.keys.value.base = -1;
@@ -342,8 +350,8 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
       await_keys_taken();
       hand_over_keys(base);
     }
-    // The next unit is not taken before this one's first tiles are: a block that is ahead of others
-    // should not keep units from them.
+    // The next unit is taken only after the copying warp has taken this unit's last plan: a block
+    // that is ahead of others should not hold back units from them.
     await_keys_taken();
     const int32_t unit = cursor.unit;
     cursor.advance(plan.tail);
@@ -367,11 +375,11 @@ __device__ __forceinline__ void produce_keys_of_segments(const ForwardPlan& plan
   uint32_t turns = 0;
   RingState<Config::kStages> key_stage;
   RingState<Config::kValueStages> value_stage;
-  // Copies of a tile's keys start when the tile after it is known, those of its values after that
-  // one's keys.
+  // The copy of a tile's keys starts when the next tile is known, since the note describes both.
+  // The copy of its values starts after that of the next tile's keys.
   int32_t last = -1, before = -1;
   bool last_one_segment = false;
-  // Read before any tile is known.
+  // Reads the axes before any tile is known.
   BoxAxes key_axes = plan.key, value_axes = plan.value;
   const auto keep = [](BoxAxes& axes) {
     asm volatile("" : "+r"(axes.row), "+r"(axes.head), "+r"(axes.batch[0]), "+r"(axes.batch[1]));
@@ -438,7 +446,7 @@ __device__ __forceinline__ void produce_queries_of_segments(const ForwardPlan& p
     load_tile_boxes(smem.query(stage.stage, group), maps.query, smem.query_full(stage.stage, group),
                     plan.query, q.batch_axes, q.head, q.tile * Config::kBlockQ + group * 64);
   };
-  // The first one is known at once.
+  // The first query tile is known at once.
   if (leader) load(QueryTileCursor{plan.schedule}.index(plan.tail));
   __syncwarp();
   uint32_t turns = 0;
@@ -466,7 +474,7 @@ __device__ __forceinline__ void produce_queries_of_segments(const ForwardPlan& p
   }
 }
 
-// All heads have the same ids; the other offsets would take a while.
+// All heads have the same ids. The other offsets are not used, and would take time.
 template <>
 struct OffsetsOf<kSegments> {
   static __device__ __forceinline__ void set(const Forward& params, const QueryTileIndex& q,
@@ -477,8 +485,8 @@ struct OffsetsOf<kSegments> {
   }
 };
 
-// Forbids keys of other segments. Few tiles have several segments: only those are examined, and
-// only they have `allowed`.
+// Forbids keys of other segments. Few tiles have several segments. Only for these are ids compared,
+// and `allowed` set.
 template <typename Config, typename Element>
 struct ForwardModifier<Config, Element, kSegments> : ModifierDefaults<Config, Element, kSegments> {
   using Base = ModifierDefaults<Config, Element, kSegments>;

@@ -1,16 +1,16 @@
-// Adds ALiBi slopes in the sm_90 forward kernel for causal calls that have nothing else.
+// Adds ALiBi slopes in the sm_90 forward kernel for causal calls without other modifiers.
 //
-// A slope adds slope * (j - nearest) to the logit of key j, relative to what it adds for the key
-// nearest to the warp's last row. What it adds for that key is the same for all keys of a row: it
-// belongs to lse alone. The rest is the same for all rows of a warp. If these have one running
-// maximum, too, what is added to a logit depends on its column alone: a thread computes it once for
-// both of its rows, which takes half an instruction a score.
+// Let `nearest` be the key nearest to the warp's last row. A slope adds slope * (j - nearest) to
+// the logit of key j, plus the addend of `nearest` itself. The latter is the same for all keys of a
+// row, and enters lse alone. The former is the same for all rows of a warp. If these share one
+// running maximum, too, the addend of a logit depends on its column alone: a thread computes it
+// once for both of its rows, which takes half an instruction a score.
 //
-// In a causal call with a slope that is not negative, as all published ones are, a row's keys have
-// nothing added that is above 0, nearly. So the greatest logit of the first keys, without the
-// slope, serves all tiles: the sum cannot become much greater than without slopes. It may become
-// too small, if logits near the query are far below those of the first keys or the slope is steep;
-// and with a negative slope it may overflow. The sum shows both, and launch.cc has such rows redone
+// In a causal call with a slope that is not negative, as all published ones are, no addend is much
+// above 0. The greatest logit of the first keys, without the slope, therefore serves as running
+// maximum for all tiles: the sum cannot become much greater than without slopes. It may become too
+// small, if logits near the query are far below those of the first keys or the slope is steep. With
+// a negative slope, it may overflow. The sum shows both, and launch.cc redoes such rows
 // (needs_exact_logits()).
 #pragma once
 
@@ -42,9 +42,9 @@ struct ForwardModifier<Config, Element, kDistance> : ModifierDefaults<Config, El
   float slope_log2;  // the head's, in log2 units
   int32_t nearest;   // the key nearest to the warp's last row
 
-  // Adds to a logit what depends on its column. Columns are counted from the middle of 32: counted
-  // from the tile's first, what is added there would be rounded by far more than what is added near
-  // the query, if the slope is steep.
+  // Gives the addend of a logit, which depends on its column. Columns are counted from the middle
+  // of 32. If they were counted from the tile's first column and the slope is steep, the addend of
+  // that column would be rounded by far more than the addends near the query.
   struct ColumnAddends {
     static constexpr int kBlocks = 4;
     float slope_log2, middle[kN / kBlocks];
@@ -64,7 +64,7 @@ struct ForwardModifier<Config, Element, kDistance> : ModifierDefaults<Config, El
     slope_log2 = distance.slope * kLog2E;
     nearest = distance.nearest(row0 + kWarpRows - 1, plan.q_len, plan.kv_len);
   }
-  // Products are compared with the running maximum as they are.
+  // Products are compared with the running maximum without their addends.
   __device__ __forceinline__ void modify(Scores&, const Forward&, const ModifierOffsets&,
                                          const Band&, int32_t, int32_t, bool, bool) const {}
   __device__ __forceinline__ ColumnAddends addend(int32_t tile, const float (&shift)[2]) const {

@@ -1,6 +1,10 @@
-// Applies the soft cap in the sm_90 forward kernels made for it, by polynomials. Where squares are
-// saturated, rows have running maxima of 0, if these let them: products are then used as they come,
-// and sums show which are too great.
+// Applies the soft cap in the sm_90 forward kernels for it: the logit of a product s is cap tanh(s
+// / cap), approximated as s P(s^2) with a polynomial P of two, three or five terms (SoftCapPlan).
+//
+// A polynomial holds up to a limit of |s|. With saturated squares (kSaturates), a warp's running
+// maxima are fixed at 0, if its logits permit it. Exponentials are then computed from products
+// directly, without a search for the greatest, and a sum that is too great shows that some product
+// was beyond the limit. The tile is then redone.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -26,8 +30,8 @@
 namespace jax_flash::sm90 {
 
 // Computes exponentials of a block of products under the soft cap, relative to shift[] of the rows,
-// and adds them to sum[]. `seen`, unless squares are saturated: collects the bits of all squares
-// and offsets so far, also of NaN.
+// and adds them to sum[]. Unless squares are saturated, `seen` collects the bits of all squares
+// plus offset so far, also of NaN.
 template <int kTerms, bool kSaturates>
 __device__ __forceinline__ void soft_cap_exponentials(float (&block)[4],
                                                       const SoftCapPolynomial& cap,
@@ -49,7 +53,7 @@ __device__ __forceinline__ void soft_cap_exponentials(float (&block)[4],
     }
   }
 }
-// Does the same with squares saturated, relative to 0.
+// Does the same with saturated squares, relative to 0.
 template <int kTerms>
 __device__ __forceinline__ void soft_cap_exponentials(float (&block)[4],
                                                       const SoftCapPolynomial& cap,
@@ -61,7 +65,7 @@ __device__ __forceinline__ void soft_cap_exponentials(float (&block)[4],
     sum[e / 2] += block[e];
   }
 }
-// Returns whether some square was beyond the limit.
+// Returns whether some square in `seen` was beyond the limit.
 __device__ __forceinline__ bool exceeds(uint32_t seen, float offset) {
   return (seen & ~__float_as_uint(offset) & 0x7f800000) != 0;
 }
@@ -77,12 +81,12 @@ __device__ __forceinline__ float greatest_magnitude(const float (&scores)[1][kN]
     for (int e = 0; e < 4; ++e) chain[e] = fmaxf(chain[e], fabsf(scores[0][n][e]));
   }
   const float value = fmaxf(fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3]));
-  // Magnitudes are not negative, so their bits have the same order; the result is in a uniform
-  // register.
+  // Magnitudes are not negative, so their bits have the same order as their values. The result is
+  // in a uniform register.
   return __uint_as_float(__reduce_max_sync(0xffffffff, __float_as_uint(value)));
 }
 
-// Caps logits softly: by polynomials, where a tile's products are small enough for one.
+// Caps logits softly: by a polynomial, if a tile's products are within its limit.
 template <typename Config, typename Element>
 struct ForwardModifier<Config, Element, kSoftCap> : ModifierDefaults<Config, Element, kSoftCap> {
   using Base = ModifierDefaults<Config, Element, kSoftCap>;
@@ -97,10 +101,12 @@ struct ForwardModifier<Config, Element, kSoftCap> : ModifierDefaults<Config, Ele
 
   const Forward& params;
   const ForwardPlan& plan;
-  // The share of a soft cap polynomial's limit that greatest products may reach when it is chosen.
+  // The share of a polynomial's limit up to which the greatest product may reach when the
+  // polynomial is chosen.
   static constexpr float kMargin = 0.8f;
-  // The number of terms of the chosen polynomial: 2, 3, with kSaturates 5, or 0 if they were too
-  // few. With kSaturates, unless it is 0, all of the warp's running maxima are 0.
+  // The number of terms of the chosen polynomial: 2, 3, with kSaturates also 5, or 0 if no
+  // polynomial sufficed. With kSaturates, all of the warp's running maxima are 0 unless cap_terms
+  // is 0.
   int cap_terms;
   float factors[2];  // kSaturates: coefficients of the polynomial of two terms
 
@@ -110,8 +116,8 @@ struct ForwardModifier<Config, Element, kSoftCap> : ModifierDefaults<Config, Ele
     const SoftCapPlan& cap = plan.modifiers.soft_cap;
     cap_terms = cap.two.limit > 0.0f ? 2 : cap.three.limit > 0.0f ? 3 : 0;
     if constexpr (kSaturates) {
-      // Reductions keep them in registers: loads from the constant bank would delay the
-      // exponentials of every tile after its scores.
+      // Reductions keep the coefficients in registers: after a tile's scores, loads from the
+      // constant bank would delay its exponentials.
       const auto keep = [](float value) {
         return __uint_as_float(__reduce_max_sync(0xffffffff, __float_as_uint(value)));
       };
@@ -120,13 +126,14 @@ struct ForwardModifier<Config, Element, kSoftCap> : ModifierDefaults<Config, Ele
     }
   }
 
-  // Fixes the running maximum at 0 for rows that have all had some logits of moderate size: P is up
-  // to e^kMostLogit then, and a row's only remaining state is its sum. Called where running maxima
-  // rose, and none had been fixed. `factor`: for what was computed with the previous ones.
+  // Fixes the running maxima at 0, if all rows have had logits of moderate size. P is then at most
+  // e^kMostLogit, and the sum is the only other statistic of a row. Called after running maxima
+  // rose, when none had been fixed. `factor`: for the output so far, computed with the previous
+  // running maxima.
   __device__ __forceinline__ void fix_reference(OnlineSoftmax<1>& softmax, float to_log2,
                                                 float (&factor)[1][2]) {
     float (&reference)[2] = softmax.reference[0];
-    // Greater logits may follow, and a tile that is redone takes long.
+    // kMargin leaves room, since greater logits may follow, and a tile that is redone takes long.
     const auto takes = [&](const SoftCapPolynomial& cap) {
       return __all_sync(0xffffffff,
                         fminf(reference[0], reference[1]) >= cap.least_logit &&
@@ -143,8 +150,8 @@ struct ForwardModifier<Config, Element, kSoftCap> : ModifierDefaults<Config, Ele
       reference[half] = 0.0f;
     }
   }
-  // The next two return the limit of this thread's sums of a tile of exact logits, above which
-  // running maxima rise, and how far above running maxima these logits may be, in log2 units.
+  // The next two are for a tile of exact logits. They return the limit of this thread's sums, above
+  // which running maxima rise, and how far above running maxima these logits may be, in log2 units.
   __device__ __forceinline__ float exact_sum_limit() const {
     return cap_terms == 0 ? kOptimisticLimit : plan.modifiers.soft_cap.five.greatest_sum;
   }
@@ -152,12 +159,13 @@ struct ForwardModifier<Config, Element, kSoftCap> : ModifierDefaults<Config, Ele
     if (!kSaturates || cap_terms == 0) return OnlineSoftmax<1>::kSlack;
     return plan.modifiers.soft_cap.five.greatest_logit * to_log2;
   }
-  // Called if a tile's products, up to `greatest`, were too great for the polynomial.
+  // Chooses a polynomial after a tile whose products, up to `greatest`, were too great for the
+  // current one.
   __device__ __forceinline__ void next_polynomial(float greatest) {
     const int terms = terms_for(greatest);
     cap_terms = terms > cap_terms ? terms : 0;
   }
-  // Called if they were too great for two terms, which may have been replaced before.
+  // Chooses one after products were too great for two terms, which may have been replaced before.
   __device__ __forceinline__ void replace_two_terms(float greatest) {
     const int terms = cap_terms == 0 ? 0 : terms_for(greatest);
     cap_terms = terms == 0 ? 0 : max(terms, cap_terms);
@@ -167,8 +175,8 @@ struct ForwardModifier<Config, Element, kSoftCap> : ModifierDefaults<Config, Ele
     return greatest <= kMargin * cap.three.limit ? 3 : greatest <= kMargin * cap.five.limit ? 5 : 0;
   }
 
-  // Uses another approximation from now on if products were too `great` for some row of the warp,
-  // and has the tile's logits computed anew.
+  // If products were too `great` for some row of the warp, chooses another approximation from now
+  // on, and sets `anew`, so that the tile's logits are computed again.
   __device__ __forceinline__ void reject(bool great, bool& anew) {
     if (__any_sync(0xffffffff, great)) {
       cap_terms = cap_terms == 2 ? 3 : 0;
@@ -215,7 +223,7 @@ struct ForwardModifier<Config, Element, kSoftCap> : ModifierDefaults<Config, Ele
     if (longer) return capped(kThree, cap.three);
     return capped(kTwo, cap.two);
   }
-  // Computes exponentials of products as they come, with running maxima of 0 and two terms.
+  // Computes exponentials from products directly, with running maxima of 0 and two terms.
   __device__ __forceinline__ void two_term_exponentials(Scores& scores, float (&sum)[2]) const {
     SoftCapPolynomial two;
     two.factor[0] = factors[0];
@@ -223,8 +231,8 @@ struct ForwardModifier<Config, Element, kSoftCap> : ModifierDefaults<Config, Ele
 #pragma unroll
     for (int n = 0; n < kN; ++n) soft_cap_exponentials<2>(scores[0][n], two, sum);
   }
-  // Does the same with as many terms as are chosen. Returns the limit for this thread's sums of
-  // such a tile above which it is redone.
+  // Does the same with the chosen number of terms. Returns the limit of this thread's sums above
+  // which such a tile is redone.
   __device__ __forceinline__ float fixed_exponentials(Scores& scores, float (&sum)[2]) const {
     const auto all = [&](auto terms, const SoftCapPolynomial& cap) {
 #pragma unroll
@@ -269,7 +277,8 @@ __device__ __forceinline__ void multiply_query(const Consumer& consumer) {
   ptx::barrier_sync(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup);
 }
 
-// Does what raise_reference() does, but before the soft cap, which keeps the order of products.
+// Raises running maxima as raise_reference() does, but finds the greatest products first and caps
+// only these: the soft cap keeps the order of products.
 template <typename Consumer>
 __device__ __forceinline__ bool raise_capped_reference(Consumer& consumer) {
   const Options& options = consumer.params.options;
@@ -289,15 +298,16 @@ __device__ __forceinline__ bool raise_capped_reference(Consumer& consumer) {
   return consumer.softmax.template raise_reference<1>(greatest, consumer.to_log2, consumer.factor);
 }
 
-// Raises running maxima where they may be 0.
+// Raises running maxima that may be fixed at 0.
 template <typename Consumer>
 __device__ __forceinline__ bool raise_reference(Consumer& consumer) {
   const float slack = consumer.modifier.slack(consumer.to_log2);
   return consumer.softmax.template raise_reference<4>(consumer.scores, consumer.to_log2,
                                                       {{slack, slack}}, consumer.factor);
 }
-// Sets running maxima that rose to 0, if possible, and the tiles whose products next_capped_tile()
-// uses as they come: those that no edge cuts, without the last one if its Q is not kept.
+// Fixes running maxima that rose at 0, if possible, and sets the range of fixed tiles: those whose
+// exponentials next_capped_tile() computes from products directly. No edge cuts them. The last tile
+// is not one of them if its Q is not kept for a redo.
 template <typename Config, typename Consumer>
 __device__ __forceinline__ void fix_references(Consumer& consumer) {
   auto& modifier = consumer.modifier;
@@ -313,7 +323,8 @@ __device__ __forceinline__ void fix_references(Consumer& consumer) {
 // From this many key tiles on, the logits of a query tile's first one are approximated, too.
 inline constexpr int kManyTiles = 8;
 
-// Computes the exponentials of a query tile's first tile, if its products can be used as they come.
+// Computes the exponentials of a query tile's first key tile from its products directly, if
+// possible. Returns whether it was.
 template <typename Config, typename Consumer>
 __device__ __forceinline__ bool first_fixed_tile(Consumer& consumer, int32_t tile, bool edge) {
   auto& modifier = consumer.modifier;
@@ -325,15 +336,15 @@ __device__ __forceinline__ bool first_fixed_tile(Consumer& consumer, int32_t til
   modifier.fixed_exponentials(consumer.scores, consumer.softmax.sum[0]);
   return true;
 }
-// Otherwise this is called, after running maxima rose. Rows of few keys keep their greatest logit,
-// whose P is then exact.
+// Called otherwise, after running maxima rose. Rows of few keys keep the greatest logit as running
+// maximum, for which P is exact.
 template <typename Config, typename Consumer>
 __device__ __forceinline__ void fix_first_references(Consumer& consumer, int32_t tile, bool edge) {
   if (!edge || tile > 0) fix_references<Config>(consumer);
 }
 
 // Implements ForwardConsumer::next_tile(). All warps of a warpgroup must start products at the same
-// place, although each warp decides about its running maxima alone.
+// place in the code, although each warp decides about its running maxima alone.
 template <typename Config, typename Consumer>
 __device__ __forceinline__ void next_capped_tile(Consumer& consumer, int32_t last, int32_t tile) {
   auto& modifier = consumer.modifier;
@@ -385,7 +396,7 @@ __device__ __forceinline__ void next_capped_tile(Consumer& consumer, int32_t las
   const bool again = !careful && __any_sync(0xffffffff, fmaxf(sum[0], sum[1]) > limit);
   sum[0] += before[0];
   sum[1] += before[1];
-  // Does what wait_next_value_after_exponentials() does, with the vote that exists already.
+  // As wait_next_value_after_exponentials(), but the vote on sums makes the dependency.
   consumer.wait_next_value(again && consumer.plan.q_len < 0 ? 1 : 0);
   consumer.await_out();
   if (again && !fixed && !sums_too_great(consumer.softmax)) {
@@ -417,20 +428,22 @@ __device__ __forceinline__ void sync_fixed_tiles() {
   ptx::barrier_sync(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup);
 }
 
-// Processes a query tile's tiles after the first one whose products next_capped_tile() would use as
-// they come, with two terms, as long as all warps of the warpgroup can. It is separate code, in
-// which a tile's steps follow one another. Returns the last tile done, whose V must be waited for.
+// Processes a query tile's fixed tiles after the first tile, with two terms, as long as all warps
+// of the warpgroup can. This loop is separate code for the steps of these tiles alone. Returns the
+// last tile done, for whose V the caller must wait.
 //
-// Warps must leave the loop together, as they start products together. A warp whose products were
-// too great names a tile that no warp reaches without having read this: its keys are copied when
-// the warp has released those of the current tile. Until then it may have more tiles redone.
+// Warps must leave the loop together, since they start products together. A warp whose products
+// were too great announces a tile at which all warps leave. It is far enough ahead that no warp
+// reaches it without having read the announcement: its keys are copied only after the announcing
+// warp has released those of the current tile. Until then, the warp may have more tiles redone.
 template <typename Config, typename Consumer>
 __device__ __forceinline__ int32_t fixed_tiles(Consumer& consumer, int32_t last) {
   auto& modifier = consumer.modifier;
   auto& scores = consumer.scores;
   float (&sum)[2] = consumer.softmax.sum[0];
   const bool is_first_lane = threadIdx.x % 32 == 0;
-  // Alternates: some warp may still be in the loop of the previous query tile.
+  // Query tiles use the two alternately, since some warp may still be in the loop of the previous
+  // query tile.
   __shared__ int32_t ends[2][Config::kConsumers];
   const uint32_t shared_end = ptx::shared_address(&ends[consumer.works % 2][consumer.group]);
   if (is_first_lane && consumer.warp_row % 64 == 0) ptx::st_shared_b32(shared_end, INT32_MAX);
@@ -453,7 +466,8 @@ __device__ __forceinline__ int32_t fixed_tiles(Consumer& consumer, int32_t last)
       consumer.template await_scores<1>();
       float part[2] = {0.0f, 0.0f};
       modifier.two_term_exponentials(scores, part);
-      // Placed before the wait for products, past which the assembler would move exponentials.
+      // The branch precedes the wait for products, past which the assembler would otherwise move
+      // exponentials.
       if (__any_sync(0xffffffff, fmaxf(part[0], part[1]) > limit)) [[unlikely]]
         break;
       sum[0] += part[0];
@@ -471,7 +485,7 @@ __device__ __forceinline__ int32_t fixed_tiles(Consumer& consumer, int32_t last)
     const bool rises = raise_reference(consumer);
     if (rises) {
       modifier.cap_terms = 0;
-      limit = -1.0f;  // products are no longer used as exponents
+      limit = -1.0f;  // from now on, every tile takes the branch
     } else {
       modifier.replace_two_terms(greatest);
     }
