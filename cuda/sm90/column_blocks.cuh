@@ -1,8 +1,8 @@
-// Computes products for head dims from 257 to 512, forward and backward: what the kernels of
-// sm90/forward/columns.cuh and sm90/backward/columns.cuh have in common.
+// Computes products for head dims from 257 to 512, for the forward and backward kernels of
+// sm90/forward/columns.cuh and sm90/backward/columns.cuh.
 //
-// A block owns 64 rows of one or two operands (`own`), and streams tiles of 64 rows of others. For
-// each tile
+// A block owns 64 rows of one or two operands (`own`), and streams tiles of 64 rows of other
+// operands. For each tile:
 //   S = own streamed^T          64x64, over up to 512 columns; perhaps a second such product
 //   P = a function of S         the pass decides: probabilities, or gradients of scores
 //   sum += P streamed'          64x512 in float32: 128 KB, half of the registers
@@ -13,18 +13,18 @@
 //   dK        K and V   Q and dO           Q                 dS^T     dK
 //   dQ        Q and dO  K and V            K                 dS       dQ
 //
-// Two consumer warpgroups own 256 columns of `sum` each, and compute S of every second tile each. A
-// warpgroup hands P of its tiles to the other one in shared memory, where its own product reads it,
-// too: registers for it would be too many. So each has, in turn: S of its own next tile, the
-// product of the tile that was handed to it, which runs while it computes P, and the product of its
-// own tile. The order of tiles is the same for both, which a running maximum needs. A warpgroup
-// hands over a tile when its product with the other one's last tile is complete, so that the other
-// one may overwrite that.
+// Each of two consumer warpgroups owns 256 columns of `sum`, and computes S of every second tile.
+// It writes P of its tiles to shared memory, from which the products of both warpgroups read it: P
+// would take too many registers. A warpgroup repeats three products: S of its next own tile; that
+// of the tile that the other one handed over, during which it computes P; and that of its own tile.
+// Both warpgroups add tiles in the same order, which a running maximum needs. A warpgroup hands
+// over a tile only when its product with the other one's last tile is complete, so that the other
+// one may overwrite that tile.
 //
 // Streamed tiles arrive in chunks of 8 KB: 64 rows of 64 columns for S; 16 rows of a warpgroup's
-// 256 columns for `sum`. Each warpgroup has a ring of chunks of its own, which a warp fills. The
-// two blocks of a cluster own neighbouring rows and stream the same tiles: each copies half of
-// every chunk to both, so that L2 is read once for 128 rows.
+// 256 columns for `sum`. Each consumer warpgroup has its own ring of chunks, which one producer
+// warp fills. The two blocks of a cluster own neighbouring rows and stream the same tiles. Each
+// block copies half of every chunk to both (multicast), so that L2 is read once for 128 rows.
 //
 // Shared memory: own operands, 64 KB each | a tile of P of each warpgroup | rings of chunks.
 #pragma once
@@ -53,7 +53,7 @@ namespace jax_flash::sm90 {
 
 inline constexpr int kColumnsHeadDim = 512, kColumnsRows = 64, kColumnsCluster = 2;
 
-// kOwnOperands: how many operands' rows a block owns.
+// kOwnOperands: the number of operands of which a block owns rows.
 template <int kOwnOperands>
 struct ColumnConfig {
   static constexpr int kOwn = kOwnOperands;
@@ -73,14 +73,15 @@ struct ColumnConfig {
   static constexpr int kStaticSmemBytes = 3072;  // most for barriers, statistics, the block
   static constexpr int kStages =
       (227 * 1024 - kStaticSmemBytes - kRingOffset) / (2 * kChunkBytes);  // of each ring
-  // The chunks that are in use at a time: of the product that adds to `sum`, and of the others.
+  // The number of chunks in use at a time: by the product that adds to `sum`, and by the others.
   static constexpr int kSecondChunks = kColumnsRows / 16, kChunksAtATime = 2;
   static_assert(kStages > kSecondChunks);
   static constexpr int kSmemBytes = kRingOffset + 2 * kStages * kChunkBytes;
 };
 
-// Returns a tile for matrix descriptors. From bit 24 on, an address holds the block's number in its
-// cluster, which loads, stores and copies need, but which a descriptor has no room for.
+// Returns a tile for matrix descriptors. From bit 24 on, an address in shared memory holds the
+// block's rank in its cluster. Loads, stores and copies need it, but a descriptor has no room for
+// it.
 template <typename Tile>
 __device__ __forceinline__ Tile in_own_block(Tile tile) {
   tile.root &= 0xffffff;
@@ -141,8 +142,8 @@ struct ColumnOperand {
   }
 };
 
-// Holds a block's own operands; those whose tiles are multiplied by them, by rows; and the one
-// whose tiles are multiplied by P, by columns.
+// Holds the operands: the block's own; those that are streamed by rows, for S (`first`); and the
+// one that is streamed by columns, for `sum` (`second`).
 template <int kOwn>
 struct ColumnOperands {
   ColumnOperand own[kOwn], first[kOwn], second;
@@ -185,8 +186,8 @@ struct ColumnBlock {
   }
 };
 
-// Copies the chunks of a consumer warpgroup in the order of its products, and, for the first of
-// them, the block's own rows. Called by one thread.
+// Copies the chunks of a consumer warpgroup in the order of its products. The producer of the first
+// warpgroup also copies the block's own rows. Called by one thread.
 template <typename Config>
 struct ColumnProducer {
   const ColumnOperands<Config::kOwn>& operands;
@@ -260,8 +261,8 @@ struct ColumnProducer {
   }
 };
 
-// Orders clusters. If they differ in length, those of several heads run together, the longest
-// first, so that few multiprocessors are idle at the end.
+// Orders clusters. If they differ in length, those of several heads run together, in an order that
+// starts with the longest, so that few multiprocessors are idle at the end.
 inline TileSchedule column_schedule(const Forward& params, int64_t tiles, int64_t heads,
                                     bool last_longest) {
   const Options& options = params.options;
@@ -272,9 +273,9 @@ inline TileSchedule column_schedule(const Forward& params, int64_t tiles, int64_
   return {tiles, heads, std::clamp<int64_t>(kTogether / tiles, 1, heads), last_longest};
 }
 
-enum ColumnBarrier : int { kColumnsGroup = 1, kColumnsConsumers = 3 };  // the first: one of each
+enum ColumnBarrier : int { kColumnsGroup = 1, kColumnsConsumers = 3 };  // kColumnsGroup + group
 
-// Holds what a consumer warpgroup needs for its products, which complete in order.
+// Holds the state of a consumer warpgroup's products, which complete in order.
 template <typename Config, typename Element>
 struct ColumnConsumer {
   static constexpr int kN = kColumnsRows / 8, kSumN = Config::kSumCols / 8;
@@ -292,7 +293,8 @@ struct ColumnConsumer {
     peer_empty = ptx::address_in_block(smem.empty(group, 0), threadIdx.x % 32 % kColumnsCluster);
   }
 
-  // Gives back the chunks before stage `end`, whose products are complete; there are some.
+  // Releases the chunks before stage `end`, whose products are complete. There must be at least
+  // one.
   __device__ __forceinline__ void release(uint32_t end) {
     do {
       if (threadIdx.x % 32 < kColumnsCluster) {
@@ -301,7 +303,7 @@ struct ColumnConsumer {
       if (++oldest == Config::kStages) oldest = 0;
     } while (oldest != end);
   }
-  // Waits for all products, if there are `any`, and gives back their chunks.
+  // Waits for all products, and releases their chunks if there are `any`.
   __device__ __forceinline__ void retire(bool any = true) {
     ptx::wgmma_wait_group<0>();
     if (any) release(stage);
@@ -319,9 +321,9 @@ struct ColumnConsumer {
     }
   }
 
-  // Computes d = own streamed^T, a few chunks at a time: meanwhile the other warpgroup's products
-  // run. Their number is a multiple of that: a branch among products makes ptxas serialize them,
-  // and so does a wait for some of them only.
+  // Computes d = own streamed^T, kChunksAtATime chunks at a time; the other warpgroup's products
+  // run meanwhile. `chunks` is a multiple of kChunksAtATime: a branch among products makes ptxas
+  // serialize them, and so does a wait for only some of them.
   __device__ __forceinline__ void multiply_first(Scores& d, typename Config::OwnTile own,
                                                  int chunks) {
     forget(d);
@@ -342,7 +344,7 @@ struct ColumnConsumer {
         own.offset += Config::OwnTile::kPanelBytes;
       }
       ptx::wgmma_commit_group();
-      // Chunks of complete products are given back when these have been started.
+      // Chunks of complete products are released after these products have been started.
       if (c > 0 && oldest != before) release(before);
       ptx::wgmma_wait_group<0>();
       if (c == 0) release(stage);
@@ -352,8 +354,8 @@ struct ColumnConsumer {
     if (oldest != stage) release(stage);
   }
 
-  // Starts sum += P streamed, with P of a warpgroup's tile. prepare(chunk, row) is called before a
-  // chunk of rows from `row` of the tile on is read.
+  // Starts sum += P streamed, with P of the tile of warpgroup `of_group`. Calls prepare(chunk, row)
+  // before a chunk is read, whose rows begin at `row` of the tile.
   template <typename Prepare>
   __device__ __forceinline__ void start_second(Sum& sum, int of_group, const Prepare& prepare) {
     const auto p = in_own_block(smem.handed(of_group));
@@ -369,8 +371,8 @@ struct ColumnConsumer {
     ptx::wgmma_commit_group();
   }
 
-  // Writes P for both warpgroups. A warp's products read its own 16 rows alone. The number of tiles
-  // that were handed over before is the phase that ends.
+  // Writes P for both warpgroups. A warp's products read only its own 16 rows. Each tile handed
+  // over completes one phase of handed_full().
   __device__ __forceinline__ void hand_over(const Scores& p) const {
     uint32_t rounded[kN / 2][4];
     round_fragments<Element>(rounded, p);
@@ -384,7 +386,7 @@ struct ColumnConsumer {
   }
 };
 
-// Computes `sum` over all tiles of a block. The pass has:
+// Computes `sum` over all tiles of a block. The pass implements:
 //   begin(index, tile)             is called before the tile's products start
 //   weigh(tile, scores)            turns S into P
 //   find_gradient(p, dp)           turns dP into dS, if that is what `sum` sums
@@ -403,7 +405,7 @@ __device__ __forceinline__ void consume_columns(const ColumnOperands<Config::kOw
   const int32_t tiles = block.tiles;
   clear(sum);
   if (tiles == 0) return;
-  // Zeroes rows of a chunk that must not be read.
+  // Zeroes rows of a chunk that must not be read: they may hold NaN.
   const auto prepare = [&](int32_t row0) {
     const TileRange rows = pass.rows();
     const int32_t first = rows.first - row0, end = rows.end - row0;
@@ -435,7 +437,7 @@ __device__ __forceinline__ void consume_columns(const ColumnOperands<Config::kOw
       pass.find_gradient(products[0], products[1]);
     }
     pass.rescale(sum);
-    ptx::wgmma_results(sum);  // what rescales it must not move past the next fence
+    ptx::wgmma_results(sum);  // the rescaling must not move past the next fence
     pass.publish();
     consumer.hand_over(products[Config::kOwn - 1]);
     consumer.start_second(sum, consumer.group, prepare(tile.row0));

@@ -1,9 +1,10 @@
-// Defines the state of a ring of stages in shared memory, which are filled and emptied in turn.
+// Defines the state of a ring of stages in shared memory, which producers fill and consumers empty
+// in turn.
 #pragma once
 
 #include <cstdint>
 
-// If 1, all threads of a warp arrive at barriers where otherwise one arrives for them: the
+// If 1, all threads of a warp arrive at a barrier; otherwise one arrives for the warp. The
 // racecheck of compute-sanitizer does not follow a __syncwarp() before an arrival
 // (tests/sanitize.py).
 #ifndef JAX_FLASH_EVERY_THREAD_ARRIVES

@@ -1,4 +1,5 @@
-// Forbids elements of a warp's tile by bits in the sm_90 forward kernels for a mask or segments.
+// Forbids elements of a warp's tile, given as bits, in the sm_90 forward kernels for a mask or
+// segments.
 #pragma once
 
 #include <cstdint>
@@ -11,16 +12,16 @@
 
 namespace jax_flash::sm90 {
 
-// Holds which elements a thread's rows may attend to: for row `half`, bit 2 n + e is column
-// fragment_col(n, e).
+// Holds the columns that a thread's two rows may attend to: in row[half], bit 2 n + e stands for
+// column fragment_col(n, e).
 struct AllowedBits {
   uint32_t row[2];
 };
 template <int kN>
 inline constexpr uint32_t kAllBits = kN == 16 ? ~0u : (1u << 2 * kN) - 1;
 
-// Loads them from a mask's words (plan/mask_words.h), with `row_stride` pairs from 64 rows to the
-// next.
+// Returns an element's bit from a mask's words (plan/mask_words.h). `row_stride`: pairs of words
+// from one group of 64 rows to the next.
 template <int kBlockKv>
 __device__ __forceinline__ bool is_allowed(const uint2* pairs, int64_t row_stride, int32_t row,
                                            int32_t col) {
@@ -38,7 +39,7 @@ __device__ __forceinline__ uint32_t bits_below(int32_t end) {
   return count >= 32 ? ~0u : (1u << count) - 1;
 }
 
-// Clears what the band does not allow, and rows that do not exist.
+// Clears the bits of columns that the band forbids, and of rows that do not exist.
 __device__ __forceinline__ void forbid_edges(AllowedBits& allowed, const Band& band, int32_t row0,
                                              int32_t col0) {
 #pragma unroll
@@ -61,8 +62,8 @@ __device__ __forceinline__ uint32_t attended_by_warp(const AllowedBits& allowed)
   return bits;
 }
 
-// Sets forbidden elements of kBlocks blocks from n on to -inf, the bits of one row after those of
-// the other: R2P makes predicates of them.
+// Sets forbidden elements of kBlocks blocks from n on to -inf. The bits of one row follow those of
+// the other, so that R2P turns them into predicates.
 template <int kBlocks, int kN>
 __device__ __forceinline__ void forbid(float (&scores)[kN][4], const AllowedBits& allowed, int n) {
 #pragma unroll
@@ -75,7 +76,7 @@ __device__ __forceinline__ void forbid(float (&scores)[kN][4], const AllowedBits
     }
   }
 }
-// Does the same by additions, which take half as long as selections. A forbidden NaN or infinity
+// Does the same by adding -inf, which takes half as long as a selection. A forbidden NaN or +inf
 // becomes NaN.
 template <int kBlocks, int kN>
 __device__ __forceinline__ void forbid_finite(float (&scores)[kN][4], const AllowedBits& allowed,

@@ -1,8 +1,10 @@
 // Computes the forward pass for head dims from 257 to 512: see sm90/column_blocks.cuh.
 //
 // For each tile of keys, S = Q K^T, P = 2^(scale log2(e) S - m) with m the row's running maximum,
-// out += P V. The warpgroup that computes a tile's P publishes m, by which the other one rescales
-// its half of the output before it adds its product. Each sums the exponentials of its own tiles.
+// and out += P V. The two consumer warpgroups compute P of alternate tiles, and each owns half of
+// the columns of the output. The warpgroup that computes a tile's P publishes m. The other one
+// rescales its half of the output to this m before it adds its product. Each warpgroup sums the
+// exponentials of its own tiles; finish() adds the two sums.
 #pragma once
 
 #include <cstdint>
@@ -23,10 +25,10 @@ namespace jax_flash::sm90 {
 // Holds what the warpgroups exchange.
 struct ForwardColumnsShared {
   float maxima[kColumnsRows];
-  float sums[2][128][2];  // of each thread of each warpgroup
+  float sums[2][128][2];  // [warpgroup][thread][half]
 };
 
-// Is the pass of consume_columns().
+// Implements the pass of consume_columns() for the forward kernel.
 template <typename Element>
 struct ForwardColumns {
   using Consumer = ColumnConsumer<ColumnConfig<1>, Element>;
@@ -44,7 +46,7 @@ struct ForwardColumns {
                                             ForwardColumnsShared& exchanged)
       : params(call), block(work), shared(exchanged) {}
 
-  // The keys that some row of the block may attend to.
+  // Returns the keys that some row of the block may attend to.
   __device__ __forceinline__ TileRange rows() const {
     const Band& band = block.band;
     const int32_t end = min(block.own_row0 + kColumnsRows, band.q_len);

@@ -37,16 +37,17 @@ inline constexpr int kStaticSmemBytes = 2048;  // for barriers and work, at most
 // Bounds a thread's sum of probabilities in a row of a tile, relative to the row's running maximum:
 // safe in float16.
 inline constexpr float kOptimisticLimit = 1024.0f;
-// The same where P is float16 but Q and K are bfloat16 (plan/half_values.h); then log2 of P for a
-// logit equal to the running maximum; and by how much a logit that is compared with the running
-// maximum may exceed it, in log2 units.
+// The next three are for P in float16 with Q and K in bfloat16 (plan/half_values.h): the same
+// bound; log2 of P for a logit equal to the running maximum; and by how much, in log2 units, a
+// logit that is compared with the running maximum may exceed it.
 inline constexpr float kHalfSumLimit = 0x1p15f;
 inline constexpr int kHalfLift = 9;
 inline constexpr float kHalfSlack = 5.0f;
 inline constexpr int kWarpgroup = 128;  // threads
 
-// Configures a kernel. A block has one warpgroup whose warps start the copies, and kConsumerGroups
-// that compute 64 rows of the output each. It iterates over tiles of kBlockKvRows keys and values.
+// Configures a kernel. A block has one producer warpgroup, whose warps start the copies, and
+// kConsumerGroups consumer warpgroups, which compute 64 rows of the output each. It iterates over
+// tiles of kBlockKvRows keys and values.
 //
 // With two kKeyShares, both consumers have the same 64 rows, and divide the tiles. There are
 // kFewerValues fewer stages of V than of K.
@@ -61,15 +62,15 @@ struct ForwardConfig {
   static constexpr int kBlockQ = 64 * kRowGroups, kBlockKv = kBlockKvRows;
   static constexpr bool kScoresAhead = kAhead != ScoresAhead::kNo;
   static constexpr bool kSecondCut = kAhead == ScoresAhead::kTwoCut;
-  // For short calls: query tiles say whether they are a block's last, so that consumers need not
-  // wait for another one; and the producers' code comes first.
+  // kMarksLast: for short calls, a query tile's description marks a block's last one, so that
+  // consumers need not wait for another. kProducersFirst: the producers' code is placed first.
   static constexpr bool kMarksLast = kScoresAhead && !kSecondCut, kProducersFirst = kMarksLast;
   // The number of parts in which P V is started, interleaved with exponentials.
   static constexpr int kOutParts =
       kHeadDim <= 64 ? JAX_FLASH_SM90_OUT_PARTS_64 : JAX_FLASH_SM90_OUT_PARTS;
   static_assert(kHeadDim % 16 == 0 && kValueDim % 16 == 0 && kBlockKv % 16 == 0);
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1);
-  // The register file is divided at run time: the kernel starts with an even share.
+  // Registers per thread after setmaxnreg; the kernel starts with an even share.
   static constexpr int kProducerRegisters = kConsumers == 3 ? 32 : 40;
   static constexpr int kConsumerRegisters = kConsumers == 3 ? 160 : 232;
 
@@ -79,15 +80,16 @@ struct ForwardConfig {
   using KeyTile = SmemTile<kBlockKv, kHeadDim>;
   using ValueTile = SmemTile<kBlockKv, kValueDim>;
 
-  // Shared memory holds kQueryStages times kRowGroups query, kStages key and kValueStages value
-  // tiles; one consumer's output in float32 for the other one, and statistics. If there is room, Q
-  // has a second place; otherwise the next Q is fetched when the last scores of this one are done.
+  // Shared memory holds kQueryStages times kRowGroups query tiles, kStages key tiles and
+  // kValueStages value tiles; with divided keys, one consumer's output in float32 and its
+  // statistics for the other one. If there is room, Q has a second stage; otherwise the next Q is
+  // fetched when the last scores of this one are done.
   static constexpr int kQueryStages = kHeadDim <= 64 ? JAX_FLASH_SM90_QUERY_STAGES : 1;
   static constexpr int kPartialBytes = kKeyGroups > 1 ? 64 * kValueDim * 4 + kWarpgroup * 16 : 0;
-  // The mask is read as words, not as bytes (plan/mask_words.h).
+  // True if the mask is read as words, not as bytes (plan/mask_words.h).
   static constexpr bool kMaskWords = kHasMaskWords;
   static constexpr bool kBiasInScores = kBias == BiasPlace::kInScores;
-  // Copied for all of a consumer's warps together.
+  // True if a producer copies the bias for all of a consumer's warps together.
   static constexpr bool kBiasBoxes = kBias == BiasPlace::kBoxes || kBiasInScores;
   // Bytes for a warp's 16 rows of a tile.
   static constexpr int kOwnBytes = kBias == BiasPlace::kFloats  ? 16 * kBlockKv * 4
@@ -99,14 +101,15 @@ struct ForwardConfig {
                                kConsumers * 4 * kOwnBytes;
   static constexpr int kFit =
       (kFree + kFewerValues * ValueTile::kBytes) / (KeyTile::kBytes + ValueTile::kBytes);
-  // Two warpgroups that each keep a tile's keys together with those of the next one need more.
+  // If two warpgroups each hold a tile's keys together with those of the next one, they need more
+  // stages.
   static constexpr int kMostStages = JAX_FLASH_SM90_STAGES + (kScoresAhead ? kKeyGroups - 1 : 0);
   static constexpr int kStages = kFit < kMostStages ? kFit : kMostStages;
   static constexpr int kValueStages = kStages > 2 ? kStages - kFewerValues : kStages;
   static_assert(kValueStages >= 2 && (kKeyGroups == 1 || (kStages >= 4 && kQueryStages > 1)));
-  // If true, the exponentials after a query tile's first key tile are computed without looking for
-  // greater scores first: a sum beyond kOptimisticLimit reveals a greater score, and the tile is
-  // redone. Its keys must be kept for that, which takes a third stage.
+  // True if, after a query tile's first key tile, exponentials are computed without a search for
+  // greater scores. A sum beyond kOptimisticLimit reveals a greater score, and the tile is redone.
+  // Its keys must be kept for that, which takes a third stage.
   static constexpr bool kOptimistic = JAX_FLASH_SM90_OPTIMISTIC && kStages >= 3;
   static_assert(!kScoresAhead || (kOptimistic && kStages >= 4 && kQueryStages > 1));
   static constexpr int kKeyOffset = kQueryStages * kRowGroups * QueryTile::kBytes;

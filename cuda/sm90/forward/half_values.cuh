@@ -1,4 +1,6 @@
-// Converts V to float16 for the sm_90 forward kernels for a bias or a mask: plan/half_values.h.
+// Converts V to float16 before the sm_90 forward kernels for a bias or a mask run;
+// plan/half_values.h explains why. half_values_kernel() converts V and checks that float16 can hold
+// it; the forward kernel reads the copy if all checks succeeded (HalfValueMap).
 #pragma once
 
 #include <cuda.h>
@@ -22,8 +24,8 @@
 
 namespace jax_flash::sm90 {
 
-// True for kernels that can read it. They also keep code for V as it is: for values that float16
-// cannot hold, and for calls of few rows (HalfValues::takes()).
+// True for kernels that can read the copy. They also have code for V in bfloat16, for values that
+// float16 cannot hold and for calls of few rows (HalfValues::takes()).
 template <typename Config, typename Element, uint32_t kModifiers>
 inline constexpr bool kReadsHalfValues =
     JAX_FLASH_SM90_CONVERT_VALUES && std::is_same_v<Element, __nv_bfloat16> &&
@@ -33,7 +35,7 @@ inline constexpr bool kReadsHalfValues =
 struct HalfValueMap {
   CUtensorMap map;
   BoxAxes axes;
-  const int32_t* bad = nullptr;  // a flag per block that converted it; null: not converted
+  const int32_t* bad = nullptr;  // a flag per converting block; null: V was not converted
   int32_t blocks = 0;
 
   // Returns whether all of V can be read in float16. Synchronises the block, all of whose threads
@@ -55,7 +57,7 @@ template <typename Config, typename Element, uint32_t kModifiers>
 using HalfValuesOf =
     std::conditional_t<kReadsHalfValues<Config, Element, kModifiers>, HalfValueMap, NoHalfValues>;
 
-// Describes the kernel's units of work: some rows of 64 columns of a head.
+// Describes the kernel's units of work, each some rows of 64 columns of a head.
 struct HalfValueCopy {
   static constexpr int kThreads = 256, kChunks = 8;  // chunks of 8 columns
   static constexpr int kLanes = kThreads / kChunks;  // rows at the same time
@@ -71,7 +73,8 @@ struct HalfValueCopy {
 // The least magnitude that float16 cannot hold, 65,536, as bits of bfloat16.
 inline constexpr uint32_t kTooGreat = 0x4780;
 
-// Judges a pair of columns by the magnitudes of their greatest values.
+// Returns whether float16 cannot hold one of two columns, given the magnitudes of their greatest
+// values.
 __device__ __forceinline__ bool is_bad(uint32_t pair) {
   const auto one = [](uint32_t bits) {
     return bits >= kTooGreat || (bits > 0 && bits < kGreatEnough);
@@ -148,7 +151,7 @@ __global__ void __launch_bounds__(kThreads)
   }
   const int32_t any = __syncthreads_or(bad);
   if (threadIdx.x == 0) copy.bad[blockIdx.x] = any;
-  // A kernel that waits for this one has then waited for the one before it, too.
+  // A kernel that waits for this one thereby waits for the one before it, too.
   ptx::griddepcontrol_wait();
 }
 
@@ -166,11 +169,12 @@ inline Status launch_half_values(const Forward& params, int64_t offset, bool dep
   copy.heads = matrices.heads;
   copy.inner_batch = matrices.batch[1];
   copy.panels = static_cast<int32_t>(ceil_div(shape.value_dim, 64));
-  // All units have the same size, so that none has few rows, whose columns would show little.
+  // All units have about the same size. A unit of few rows could not show whether a column's values
+  // are great enough.
   copy.parts = static_cast<int32_t>(ceil_div(shape.kv_len, HalfValueCopy::kRows));
   copy.rows = static_cast<int32_t>(ceil_div(shape.kv_len, copy.parts));
   const int64_t units = matrices.count() * copy.parts * copy.panels;
-  if (units > INT32_MAX) return {};  // the same as for too few rows
+  if (units > INT32_MAX) return {};  // V is then read in bfloat16
   copy.units = static_cast<int32_t>(units);
   char* workspace = static_cast<char*>(params.workspace) + HalfValues::align(offset);
   copy.bad = reinterpret_cast<int32_t*>(workspace);

@@ -50,14 +50,14 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   if (status = multiprocessors(sms); !status.ok()) return status;
   QueryTileSchedule schedule(shape, static_cast<int32_t>(q_tiles),
                              JAX_FLASH_SM90_PAIRED && params.options.is_causal && tiles > sms);
-  // Blocks are persistent: starting one takes as long as some tiles of keys. For very long units,
-  // where that time is negligible, a block takes one unit: the hardware then distributes them as
-  // multiprocessors become free, also while other kernels, such as collectives, occupy some of
-  // these.
+  // Blocks are persistent, since starting one takes as long as some tiles of keys. For very long
+  // units this time is negligible, and each unit has a block of its own: the hardware then
+  // distributes blocks as multiprocessors become free, also while other kernels, such as
+  // collectives, occupy some of these.
   const bool is_long = int64_t{shape.kv_len} * Config::kHeadDim >= JAX_FLASH_SM90_LONG_UNIT;
-  // Blocks take units in turn if there are segments.
+  // True if blocks take units in turn, by a counter: with segments.
   constexpr bool kInTurn = ForwardModifier<Config, Element, kModifiers>::kSkips;
-  // An additional block loses the chain of query tiles, if there is one.
+  // A block of its own for a left-over unit breaks the chain of query tiles, if there is one.
   constexpr double kMostRest = kInTurn || !JAX_FLASH_SM90_REST_APART ? 0.0
                                : Config::kScoresAhead                ? 0.8
                                                                      : 0.6;
@@ -95,7 +95,8 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
     if (!status.ok()) return status;
     follows = follows || half_values.bad != nullptr;
   }
-  // It begins while spans, the mask's words or converted values are still being computed.
+  // If it `follows` other kernels, the kernel begins while spans, the mask's words or converted
+  // values are still being computed (griddepcontrol).
   return launch_grid(follows, "sm90::forward_kernel", shape,
                      forward_kernel<Config, Element, kModifiers>, schedule.grid(), Config::kThreads,
                      Config::kSmemBytes, stream, plan, maps, adapted, skips, half_values);

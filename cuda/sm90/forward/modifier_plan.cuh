@@ -1,5 +1,5 @@
-// Derives on the host what the sm_90 forward kernels for a single modifier need of it: polynomials
-// of the soft cap, and how a bias is read.
+// Derives, on the host, parameters of the sm_90 forward kernels for a single modifier: the
+// polynomials of the soft cap, and the order of batches that share a bias or mask.
 #pragma once
 
 #include <cmath>
@@ -11,17 +11,19 @@
 
 namespace jax_flash::sm90 {
 
-// Approximates the soft cap of a product s as s P(s^2), with scale and cap in the coefficients.
+// Approximates the soft cap of a product s as s p(s^2). The polynomial p has scale and cap in its
+// coefficients.
 struct SoftCapPolynomial {
   static constexpr int kMostTerms = 5;
-  float factor[kMostTerms] = {};  // coefficients, to logits in log2 units
+  float factor[kMostTerms] = {};  // coefficients, for logits in log2 units
   float limit = -1.0f;  // bound of |s| up to which it holds; negative: it must not be used
-  // If it saturates: the bounds that a row's greatest logit so far must meet for products to be
-  // used as they come, and the sum of exponentials, relative to 0, that shows a product beyond the
-  // limit.
+  // With saturated squares: the bounds that a row's greatest logit so far must meet for a running
+  // maximum of 0, and the sum of exponentials, relative to 0, beyond which some product was beyond
+  // the limit.
   float least_logit = 0.0f, greatest_logit = -1.0f, greatest_sum = 0.0f;
-  // Otherwise: added to s^2. Up to the limit the sum has the offset's exponent, and beyond it a
-  // greater one, and so a bit that the offset's exponent lacks, which `or` keeps.
+  // Otherwise: an offset that is added to s^2. Up to the limit, the result has the offset's
+  // exponent; beyond it, a greater one, and so a bit that the offset's exponent lacks. A bitwise
+  // `or` of many results keeps this bit.
   float offset = 0.0f;
 
   template <int kTerms>
@@ -34,16 +36,16 @@ struct SoftCapPolynomial {
 };
 
 // Plans the soft cap. With `saturates`, Q is multiplied by a power of two, so that |s| is 1 at a
-// ratio of logit and cap in [0.5, 1), and s^2 is saturated there, which costs nothing. So products
-// of any size have some exponential. Beyond the limit it is greater than at the limit, which a sum
-// shows, so that the tile is redone. Below -limit, where nothing shows it, its error is at most
-// kError / kFarShare of the row's greatest exponential, if the row's greatest logit is not below
-// least_logit.
+// ratio of logit and cap in [0.5, 1). s^2 is saturated at 1, which costs nothing, so that products
+// of any size have some exponential. For a product beyond the limit, the exponential is greater
+// than at the limit: the sum shows it, and the tile is redone. For a product below -limit, nothing
+// shows it, but its error is at most kError / kFarShare of the row's greatest exponential, if the
+// row's greatest logit is not below least_logit.
 struct SoftCapPlan {
   // The greatest errors of logits, which are relative errors of probabilities. The rounding of a
   // bfloat16 probability is up to 2e-3, that of a float16 one, with three terms only, up to 2.4e-4.
   static constexpr double kError = 3.5e-4, kFloat16Error = 5e-5, kFarShare = 32;
-  SoftCapPolynomial two, three, five;  // terms; no more than the products of a warp need
+  SoftCapPolynomial two, three, five;  // terms; a warp uses the fewest that suffice
   float query_factor = 1.0f;
 
   SoftCapPlan() = default;
@@ -51,8 +53,9 @@ struct SoftCapPlan {
     const double cap = options.logits_soft_cap;
     int exponent = 0;
     double ratio = std::frexp(options.scale / cap, &exponent);
-    // Otherwise powers of the ratio or of s would leave the range of float32, or Q that of
-    // bfloat16. Small Q become denormal, but what they lose matters only with K of more than 2^100.
+    // With other exponents, powers of the ratio or of s would leave the range of float32, or Q that
+    // of bfloat16. Small Q become denormal, but their lost bits matter only with K of more than
+    // 2^100.
     if (!(ratio > 0.0 && exponent > -14 && exponent <= (saturates ? 0 : 14))) return;
     if (saturates) {
       query_factor = static_cast<float>(std::ldexp(1.0, exponent));
@@ -74,11 +77,12 @@ struct SoftCapPlan {
   }
 
  private:
-  // For logits of rows whose running maxima are 0, from -kLeastLogit on: exponentials reach 2^58,
-  // there may be 2^50 of these, and a row's sum loses no digits.
+  // kMostLogit and kLeastLogit bound the greatest logit of a row whose running maximum is 0, the
+  // latter as -kLeastLogit. Exponentials then reach 2^58, there may be 2^50 of these, and a row's
+  // sum loses no digits. kMostRatio bounds the ratio of logit and cap.
   static constexpr double kMostRatio = 0.9, kMostLogit = 40, kLeastLogit = 14;
 
-  // Holds up to the ratio `range` of logit and cap.
+  // Returns a polynomial that holds up to the ratio `range` of logit and cap.
   template <int kTerms>
   static SoftCapPolynomial polynomial(double cap, double ratio, double range, bool saturates) {
     SoftCapPolynomial result;
@@ -118,9 +122,8 @@ struct SoftCapPlan {
 
     if (!saturates) return result;
 
-    // Finds the greatest error of an exponential below -range at some points, which gives it within
-    // a factor of two. The last point stands for all beyond it, where errors are at most the
-    // exponentials.
+    // Finds the greatest error of an exponential below -range. Some points give it within a factor
+    // of two. The last point stands for all beyond it, whose errors are at most the exponentials.
     const float exact_cap = static_cast<float>(cap);
     float error = 0.0f;
     for (int i = 1; i <= 12; ++i) {
@@ -141,11 +144,12 @@ struct SoftCapPlan {
 
 // Holds what the host derives for these kernels.
 struct ModifierPlan {
-  // Up to this many keys the soft cap is exact: a plan does not make first and last tiles faster.
+  // Up to this many keys the soft cap is computed exactly, since polynomials do not make first and
+  // last tiles faster.
   static constexpr int32_t kFewKeys = 256;
   SoftCapPlan soft_cap;
   float query_factor = 1.0f;  // a power of two, by which consumers multiply Q
-  int8_t batch_shift = 0;     // that of QueryTileCursor
+  int8_t batch_shift = 0;     // as in QueryTileCursor
 
   ModifierPlan() = default;
   ModifierPlan(const Forward& params, bool saturates) {

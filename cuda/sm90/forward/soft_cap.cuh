@@ -1,5 +1,5 @@
 // Applies the soft cap in the sm_90 forward kernels for it: the logit of a product s is cap tanh(s
-// / cap), approximated as s P(s^2) with a polynomial P of two, three or five terms (SoftCapPlan).
+// / cap), approximated as s p(s^2) with a polynomial p of two, three or five terms (SoftCapPlan).
 //
 // A polynomial holds up to a limit of |s|. With saturated squares (kSaturates), a warp's running
 // maxima are fixed at 0, if its logits permit it. Exponentials are then computed from products

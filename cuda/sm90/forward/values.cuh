@@ -1,12 +1,13 @@
 // Converts values to float16 in the sm_90 forward kernel for bfloat16 calls without modifiers, at
-// head dims 64 and 128: two warps convert every second tile of V, so that P is float16 for it, too.
+// head dims 64 and 128. Two warps convert every second tile of V in shared memory, so that P can be
+// float16, too, for such a tile.
 //
-// Half of the squared error of a call's output is its own rounding, and half is that of P, for
-// which float16 has three bits more than bfloat16. A bfloat16 number within float16's range is the
-// same in float16. With every second tile converted, the error is less than with running maxima
-// that are the rows' greatest logits, which other kernels use, and it takes less time. Converting
-// all tiles would take three times as much: shared memory is busy enough (TUNING.md, "P in
-// float16").
+// Half of the squared error of a call's output comes from its own rounding, half from the rounding
+// of P, for which float16 has three bits more than bfloat16. A bfloat16 number within float16's
+// range is exact in float16. With every second tile converted, the error is less than with running
+// maxima that are the rows' greatest logits, as in other kernels, and this takes less time.
+// Converting all tiles would take three times as much, since shared memory is busy (TUNING.md, "P
+// in float16").
 //
 // The first tile of a query tile's keys is not converted. A block in which some value cannot be
 // converted redoes its query tiles with P and V in bfloat16 (sm90/forward/redo.cuh).
@@ -29,8 +30,8 @@
 
 namespace jax_flash::sm90 {
 
-// Head dim 96 has three consumers, which two warps that convert would make wait: calls would take
-// 18% longer. With values of fewer columns than keys have, they would take 16% longer.
+// At head dim 96 there are three consumers, which would wait for two converting warps: calls would
+// take 18% longer. With values of fewer columns than keys have, calls would take 16% longer.
 template <typename Config, typename Element, uint32_t kModifiers>
 inline constexpr bool kConvertsValues =
     JAX_FLASH_SM90_CONVERT_VALUES && std::is_same_v<Element, __nv_bfloat16> &&
@@ -42,27 +43,29 @@ template <typename Config, typename Element, uint32_t kModifiers>
 inline constexpr bool kConvertsMany = kConvertsValues<Config, Element, kModifiers> &&
                                       Config::kConsumers == 2 && !Config::kScoresAhead;
 
-// log2 of P for a row's greatest logit, where that is the running maximum: float16 has its full
+// log2 of P for a row's greatest logit, if that is the running maximum. float16 has its full
 // precision down to 2^-14, and so for logits up to 18 below the greatest one, which may be far
-// above all others. Otherwise float16 can hold P of logits up to 11 above the running maximum.
+// above all others. If running maxima do not follow the greatest logits, P is not lifted, and
+// float16 can hold P of logits up to 11 above the running maximum.
 inline constexpr int kPeakLift = 12;
 inline constexpr float kPeakLifted = 1 << kPeakLift;
 
-// Bounds a thread's sum in a row of a query tile's first keys, 32 of them: a smaller sum means P
+// A bound of a thread's sum over 32 of a query tile's first keys in a row. A smaller sum means P
 // below 2^-15, for which float16 is hardly more exact than bfloat16 unless P is multiplied by
 // 2^kPeakLift.
 inline constexpr float kFarBelow = 0x1p-10f;
 
-// Returns whether the n-th tile of a query tile's keys, in the order in which they are used, is
-// converted. With scores ahead, no tile that an edge cuts is, since running maxima rise with it:
-// far below them float16 has fewer bits than bfloat16.
+// Returns whether the n-th key tile of a query tile, in the order of processing, has its values
+// converted. With scores ahead, tiles that an edge cuts are not converted: running maxima rise in
+// them, and far below these float16 has fewer bits than bfloat16.
 template <typename Config>
 __device__ __forceinline__ bool is_converted(int32_t n) {
   return Config::kSecondCut ? n > 0 && n % 2 == 0 : n % 2 != 0;
 }
 
-// Passes the places of V that must be converted, in turn, from the warp that starts the copies to
-// those that convert them. It has as many slots as V has places.
+// Passes the stages of V that must be converted from the warp that starts the copies to the
+// converting warps, through a ring of as many slots as V has stages. In names, `place` is a stage
+// of V.
 template <int kPlaces>
 struct ValueConversions {
   static constexpr int32_t kEnd = -1;
@@ -75,8 +78,7 @@ struct ValueConversions {
   __device__ __forceinline__ void init() {
     for (int n = 0; n < kPlaces; ++n) ptx::mbarrier_init(barrier(n), 1);
   }
-  // Called by the warp that starts copies: returns the barrier for a tile that is copied to
-  // `place`.
+  // Called by the warp that starts copies. Returns the barrier for the copy of a tile to `place`.
   __device__ __forceinline__ uint32_t add(RingState<kPlaces>& turn, int32_t place) {
     places[turn.stage] = place;
     const uint32_t result = barrier(turn.stage);
@@ -86,7 +88,7 @@ struct ValueConversions {
   __device__ __forceinline__ void end(RingState<kPlaces>& turn) {
     ptx::mbarrier_arrive(add(turn, kEnd));
   }
-  // Called by the warps that convert: returns the next place, or kEnd.
+  // Called by the converting warps. Returns the next place, or kEnd.
   __device__ __forceinline__ int32_t wait(RingState<kPlaces>& turn) const {
     ptx::mbarrier_wait_asleep(barrier(turn.stage), turn.parity);
     const int32_t place = *const_cast<const volatile int32_t*>(&places[turn.stage]);
@@ -95,13 +97,13 @@ struct ValueConversions {
   }
 };
 
-// Only a sample of a tile's columns is examined, a quarter of the rows or an eighth, since
-// examining takes as long as converting. Values beyond 2^16 become infinite, which the output shows
-// (sm90/forward/redo.cuh).
+// To find values that are too small for float16, only a sample of a tile is examined, a quarter or
+// an eighth of the rows, since examining takes as long as converting. Values beyond 2^16 become
+// infinite, which the output shows (sm90/forward/redo.cuh).
 
-// Returns whether a greatest value is too small. `pairs` holds the bits of the magnitudes of pairs
-// of columns. The least of those that are not 0 decides: as signed numbers, 0 becomes the greatest
-// and 1 the least.
+// Returns whether the greatest magnitude of some column is too small. `pairs` holds these
+// magnitudes as bits, two columns in a word. The least magnitude that is not 0 decides: after the
+// addition, as signed numbers, 0 is the greatest and 1 the least.
 template <int kPairs>
 __device__ __forceinline__ bool any_too_small(const uint32_t (&pairs)[kPairs]) {
   constexpr uint32_t kBoth = 0x00010001;
@@ -112,8 +114,8 @@ __device__ __forceinline__ bool any_too_small(const uint32_t (&pairs)[kPairs]) {
   return min(low, high) < static_cast<int>(kGreatEnough) - 0x8001;
 }
 
-// Converts all tiles that must be converted. Called by kConverterWarps warps, of which this one has
-// index `warp`.
+// Converts all tiles that must be converted. Called by kConverterWarps warps; `warp` is the index
+// of the calling one.
 template <typename Config, int kChunks>
 __device__ __forceinline__ void convert_values(ValueConversions<Config::kValueStages>& conversions,
                                                QueryTilesAgain& again, int warp,
@@ -154,7 +156,7 @@ __device__ __forceinline__ void convert_values(ValueConversions<Config::kValueSt
     ptx::fence_proxy_async_shared();
     __syncwarp();
     if (kWarpArrivals > 1 || lane == 0) ptx::mbarrier_arrive(first_full + place * 8);
-    // Done here, when no warp waits for it.
+    // The check is done here, when no warp waits for it.
     if (__any_sync(0xffffffff, any_too_small(greatest))) {
       // So far each lane has examined only its own rows, which may be too small by chance. Lanes
       // whose row and swizzled chunk differ in the same bits have the same columns.
