@@ -1,4 +1,8 @@
-// Combines the parts that the workers of the sm_90 decoding kernel computed of divided units.
+// Combines the parts of divided units, which workers of the sm_90 decoding kernel have computed.
+// Part i of a row has a maximum m_i in log2 units, a sum of exponentials l_i, and an output O_i
+// that is not normalized:
+//
+// m = max(m_i, sink), l = sum of 2^(m_i - m) l_i + 2^(sink - m), out = sum of 2^(m_i - m) O_i / l
 #pragma once
 
 #include <algorithm>
@@ -17,12 +21,13 @@
 namespace jax_flash::sm90 {
 
 inline constexpr int kCombineRowBlocks = 8;  // most blocks for the rows of a unit
-// Shared memory that each block requests if there are few blocks: each then has a multiprocessor
-// for itself.
+// The shared memory that each block requests if there are few blocks, so that each gets a
+// multiprocessor of its own.
 inline constexpr int kCombineSmemApart = 72 * 1024;
 
-// Identifies the parts of a unit that workers divide; unit < 0 if there is none. The unit's first
-// worker stores its part in its second place, the later workers store theirs in their first place.
+// Identifies the parts of a divided unit; unit < 0 if there is none. Each worker has two places for
+// parts: the unit's first worker stores its part in its second place, the later workers store
+// theirs in their first place.
 struct DividedUnit {
   int32_t unit, parts, worker;
 
@@ -54,9 +59,10 @@ struct DividedUnit {
   }
 };
 
-// Reads and adds up the parts of a row of a unit, a round of parts at a time: each warp reads the
-// values of kAhead parts, and its lanes read the statistics of all parts of the round. Arrays in
-// registers are arguments: a struct that held them would stay in memory.
+// Reads and adds up the parts of a row of a unit, a round of parts at a time. In a round, each warp
+// reads the values of kAhead parts, and its lanes read the statistics of all parts of the round.
+// Arrays in registers are arguments, since the compiler would keep a struct that held them in
+// memory.
 template <int kHeadDim, int kWarps>
 struct RowParts {
   static constexpr int kColSteps = (kHeadDim + 127) / 128;        // 32 lanes with four columns each
@@ -99,7 +105,8 @@ struct RowParts {
     }
   }
 
-  // Returns the maximum of `top` and all parts. `its` are those of the first round.
+  // Returns the maximum of `top` and of all parts' maxima. `its`: the statistics of the first
+  // round, also on return.
   __device__ __forceinline__ float find_top(Statistics& its, float top) const {
     const auto include = [&] {
 #pragma unroll
@@ -148,7 +155,7 @@ struct RowParts {
     }
   }
 
-  // Adds all rounds, of which the first has been read.
+  // Adds all rounds. The first has been read.
   __device__ __forceinline__ void add_rounds(Sum& sum, float& total, Statistics& its, Values& value,
                                              float top) const {
 #pragma unroll 1
@@ -193,13 +200,15 @@ __device__ __forceinline__ void add_warps(float (&result)[kCols],
 }
 
 // Combines the parts of divided units. The grid is [units, row_blocks] if the plan has parts, else
-// [workers, row_blocks]. A block handles some rows of its unit, or of the unit that its worker
-// begins and another one ends, if there is one. The block's warps divide the parts of the unit.
+// [workers, row_blocks]. A block handles some rows of one unit: in the first case, its own; in the
+// second, the unit that its worker begins and another worker ends, if there is one. The block's
+// warps divide the parts of the unit.
 //
-// The latency of what follows the wait adds to every call, so all loads are issued at once, and
-// their addresses are computed before the wait. Also before the wait, the same instructions run
-// once with no parts, and the result is discarded: otherwise they would come from memory, a line at
-// a time, since keys and values have evicted them from L2.
+// All latency after the wait for the decoding kernel adds to the call. So all loads are issued at
+// once, and their addresses are computed before the wait. Also before the wait, the same
+// instructions run once with no parts, and the result is discarded. Otherwise instructions would be
+// fetched from memory after the wait, a line at a time, since keys and values have evicted them
+// from L2.
 template <int kHeadDim, int kWarps, typename Element>
 __global__ void __launch_bounds__(kWarps * 32)
     decode_combine_kernel(const __grid_constant__ DecodeCall call, const int32_t row_blocks,
@@ -237,7 +246,7 @@ __global__ void __launch_bounds__(kWarps * 32)
     const float* values = call.workspace.out + (place + warp * 2) * Parts::kPitch + lane * 4;
     asm volatile("" : "+l"(out), "+l"(lse), "+l"(statistics), "+l"(values));  // not recomputed
 
-    if (waits) {  // translates the addresses early
+    if (waits) {  // so that addresses are translated early
       if (lane < divided.parts) ptx::prefetch_l2(statistics);
       if (warp < divided.parts) ptx::prefetch_l2(values);
     }
@@ -251,7 +260,7 @@ __global__ void __launch_bounds__(kWarps * 32)
       row_parts.ask_statistics(its, 0);
       row_parts.ask_values(value, 0);
       const float top = row_parts.find_top(its, sink_log2);
-      // Declared here: in a function, the compiler numbers their registers differently.
+      // Declared here, since in a function the compiler numbers their registers differently.
       float total = 0.0f;
       typename Parts::Sum sum = {};
       row_parts.add_rounds(sum, total, its, value, top);

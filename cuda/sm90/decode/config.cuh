@@ -15,7 +15,8 @@
 namespace jax_flash::sm90 {
 
 // Configures a block, which is one worker: a warpgroup that computes, and two warps that start
-// copies. A multiprocessor has two blocks, or one with as many bytes of keys and values in flight.
+// copies. A multiprocessor has two blocks, or one block with as many bytes of keys and values in
+// flight as two.
 template <int kHeadDimension, int kBlockKvRows, int kSlotCount, int kBlocksPerSm>
 struct DecodeConfig {
   static constexpr int kHeadDim = kHeadDimension, kBlockKv = kBlockKvRows;
@@ -45,14 +46,14 @@ struct DecodeWork {
   float *lse, *sinks;  // `lse` is for the statistics of such a part
   Band band;
   RowRange attended;  // keys that some row may attend to
-  int32_t tile, end;  // key tiles; if there are none, the unit has none
+  int32_t tile, end;  // key tiles; empty only if the unit has none
   int32_t kind;
 
   static constexpr int32_t kPart = 0, kWhole = 1, kNoMoreWork = 2;
 };
 
-// Holds the addresses of tiles and barriers. `full`: the copy has arrived; `empty`: the warpgroup
-// has read the tile.
+// Gives the addresses of tiles and barriers. A `full` barrier completes its phase when the copy has
+// arrived, an `empty` one when the warpgroup has read the tile.
 template <typename Config>
 struct DecodeSmem {
   static constexpr int kBarriers = 2 + 2 * Config::kSlots;

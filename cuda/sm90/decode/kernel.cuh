@@ -1,11 +1,17 @@
-// Computes the forward pass of calls with few query rows, such as decoding; memory bandwidth bounds
-// it.
+// Computes the forward pass of calls with few query rows, such as decoding, which memory bandwidth
+// bounds (sm_90). For each tile of keys of a unit, S = Q K^T, P = 2^(scale log2(e) S - m) with m
+// the row's running maximum, and O = O 2^(m_old - m) + P V. A unit is one key/value head of one
+// batch entry.
 //
 // The query rows of all heads that share a key/value head form one tile of up to 64 rows, so that
-// keys and values are read once. Persistent blocks divide the keys of all units evenly
-// (plan/decode.h): one warp keeps a ring of K and V tiles in flight that does not stop between
-// units, and one warpgroup computes, faster than the tiles arrive. A second kernel combines the
-// parts that blocks computed of a divided unit (sm90/decode/combine.cuh).
+// keys and values are read once. Persistent blocks, the workers, divide the keys of all units
+// evenly (plan/decode.h). A second kernel combines the parts of a divided unit
+// (sm90/decode/combine.cuh).
+//
+// Roles of warps. One warpgroup computes, faster than tiles arrive. Warp 4 copies K and V in a ring
+// of tiles, which does not drain between units. Warp 5 copies Q and describes the work.
+//
+// Shared memory: Q, then a ring in which tiles of K and of V alternate (DecodeConfig, DecodeSmem).
 #pragma once
 
 #include <cstdint>
@@ -34,7 +40,7 @@
 
 namespace jax_flash::sm90 {
 
-// Copies keys and values of the worker's parts, in one ring. Called by one warp.
+// Copies K and V of the worker's parts of units, in one ring. Called by one warp.
 template <typename Config>
 __device__ __forceinline__ void produce_decode_keys(const DecodeCall& call, const Forward& params,
                                                     const ForwardMaps& maps,
@@ -89,8 +95,8 @@ __device__ __forceinline__ void produce_decode_queries(const DecodeCall& call,
                  call.query, unit.batch_axes, unit.head, 0, panel * 64);
       }
       DecodeWork& work = *smem.work;
-      // Computed here, because a consumer would stall at its end on parameters that it reads for
-      // the first time.
+      // The addresses are computed here: a consumer would stall at the end of its part on
+      // parameters that it reads for the first time.
       const int64_t place = block * 2 + begins;
       work.out = whole ? static_cast<void*>(unit.at<uint16_t>(call.out))
                        : call.workspace.out + place * decode_pitch(Config::kHeadDim);
@@ -114,7 +120,7 @@ __device__ __forceinline__ void produce_decode_queries(const DecodeCall& call,
   }
 }
 
-// Computes out and statistics of a worker's parts; called by the threads of its warpgroup.
+// Computes out and statistics of a worker's parts. The computing warpgroup calls its functions.
 template <typename Config, typename Element>
 struct DecodeConsumer {
   static constexpr int kN = Config::kBlockKv / 8, kOutN = Config::kHeadDim / 8;
@@ -137,10 +143,10 @@ struct DecodeConsumer {
                                             const DecodeSmem<Config>& where)
       : call(decode_call),
         smem(where),
-        // The reduction makes it uniform for the compiler.
+        // The reduction makes the row uniform for the compiler.
         warp_row(__reduce_max_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32 * 16)) {}
 
-  // Returns this thread's row, of [group, q_len].
+  // Returns this thread's row, an index in [group, q_len].
   __device__ __forceinline__ int32_t row(int half) const {
     return warp_row + fragment_row(0, 2 * half);
   }
@@ -208,7 +214,7 @@ struct DecodeConsumer {
     release_slot();
   }
 
-  // Computes the part's tiles: the exponentials of one overlap the output of the one before. Warps
+  // Computes the part's tiles. The exponentials of a tile overlap P V of the tile before. Warps
   // without rows only take part in the products.
   __device__ __forceinline__ void compute() {
     softmax = OnlineSoftmax<1>();
@@ -242,7 +248,7 @@ struct DecodeConsumer {
     await_out();
   }
 
-  // Computes the exponentials of a tile's scores; returns whether the output is to be multiplied by
+  // Computes the exponentials of a tile's scores. Returns whether the output must be multiplied by
   // `factor`.
   __device__ __forceinline__ bool find_exponentials(int32_t tile, float (&factor)[1][2]) {
     const int32_t col0 = tile * Config::kBlockKv;
@@ -257,7 +263,7 @@ struct DecodeConsumer {
         }
       }
     }
-    // There is no slack: a greatest probability of exactly 1 has no rounding error
+    // Running maxima have no slack: a greatest P of exactly 1 has no rounding error
     // (sm90/forward/exact_maximum.cuh).
     const float slack[1][2] = {};
     const bool rises = softmax.template raise_reference<4>(scores, call.to_log2, slack, factor);
@@ -299,7 +305,7 @@ struct DecodeConsumer {
 #pragma unroll
         for (int i = 0; i < 4 && n0 + i < kOutN; ++i) {
           const float (&block)[4] = out[0][n0 + i];
-          // A product with 0 would not do, as there may be no output yet.
+          // A product with 0 would not suffice: without keys, `out` is not initialised.
           words[i] = normalizer == 0.0f ? 0
                                         : ptx::cvt_rn_x2<Element>(block[2 * half] * normalizer,
                                                                   block[2 * half + 1] * normalizer);
@@ -365,7 +371,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   asm volatile("" : "+r"(smem.root), "+r"(smem.barriers));
 
   const int warp = __reduce_max_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32);
-  if (warp == 4) {  // does not wait for the other warps
+  if (warp == 4) {  // starts copies without waiting for the other warps
     if (threadIdx.x % 32 == 0) smem.init_barriers();
     __syncwarp();
     ptx::barrier_arrive(kBarriersReady, Config::kThreads);
@@ -397,7 +403,7 @@ Status launch_decode_plan(const Forward& params, const DecodePlan& plan, cudaStr
   Status status =
       make_tensor_map("query", shape, params.query, shape.q_len, shape.heads, shape.head_dim,
                       shape.q_len, maps.query, shape.heads / shape.kv_heads);
-  // Promotes to 128 bytes in L2; 256 bytes, as in other kernels, would cost 7% of the bandwidth.
+  // The L2 promotion is 128 bytes; 256 bytes, as in other kernels, would cost 7% of the bandwidth.
   constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   if (status.ok()) {
     status = make_tensor_map("key", shape, params.key, shape.kv_len, shape.kv_heads, shape.head_dim,
@@ -421,7 +427,7 @@ Status launch_decode(const Forward& params, cudaStream_t stream) {
   using Config = DecodeConfigOf<kHeadDim>;
   int sms = 0;
   if (const Status status = multiprocessors(sms); !status.ok()) return status;
-  // True with lengths, or with a band that begins elsewhere in each batch.
+  // True if batches may differ in their keys: with lengths, or with a band that the operands move.
   const bool ragged = params.query_seq_lengths || params.key_value_seq_lengths || params.window ||
                       (params.query_offset && banded(params.options));
   const int64_t workers = std::min(sms, kDecodeMultiprocessors) * Config::kBlocks;

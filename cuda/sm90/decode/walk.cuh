@@ -1,5 +1,5 @@
-// Defines the parameters of the sm_90 decoding kernels that depend on the call, and finds the parts
-// of units that a worker computes.
+// Defines the parameters of the sm_90 decoding kernels (DecodeCall), and finds the parts of units
+// that a worker computes (DecodeWalk).
 #pragma once
 
 #include <algorithm>
@@ -16,13 +16,14 @@
 
 namespace jax_flash::sm90 {
 
-// Returns what a unit counts when workers divide tiles. A unit without keys counts too, so that it
-// has an owner.
+// Returns the cost of a unit, by which workers divide units: its number of key tiles. A unit
+// without keys costs 1, so that some worker owns it.
 __host__ __device__ __forceinline__ int32_t decode_cost(const TileRange& tiles) {
   return tiles.end > tiles.first ? tiles.end - tiles.first : 1;
 }
 
-// Divides all tiles, or those of a unit, among as many workers as are to have some.
+// Divides all tiles, or those of a unit, among at most `most` workers. Each of these gets enough
+// tiles.
 struct DecodeShares {
   int32_t workers, share, rest;
 
@@ -43,7 +44,7 @@ struct DecodeCall {
   DecodePlan plan;
   BoxAxes key, value, query;
   CallBand band;
-  TileRange tiles;      // key tiles, if batches are alike; in that case also:
+  TileRange tiles;      // key tiles, if batches are alike, and in this case:
   Divisor cost;         // cost of a unit
   DecodeShares shares;  // shares of a unit if the plan has parts, else of all tiles
   Divisor parts;        // parts of a unit, or 1
@@ -78,7 +79,7 @@ struct DecodeCall {
         sinks(params.sinks),
         workspace(DecodeWorkspace::at(params.shape, params.workspace)) {}
 
-  // True if decode_combine_kernel has something to do, as far as the host knows.
+  // Returns whether decode_combine_kernel may have work, as far as the host knows.
   bool divides_units() const { return !plan.whole_units && !(plan.parts && parts.divisor == 1); }
 
   // Returns the tiles of the keys that a batch attends to.
@@ -118,7 +119,7 @@ struct DecodeUnit {
   }
 };
 
-// Holds a worker's position among the units. Whole warps call its functions.
+// Iterates over a worker's parts of units. Whole warps call its functions.
 template <int kBlockKv>
 struct DecodeWalk {
   int32_t unit, end_unit;
@@ -134,7 +135,7 @@ struct DecodeWalk {
       unit = worker * share + min(worker, rest);
       end_unit = unit + share + (worker < rest);
     } else if (plan.parts) {
-      // An offset that has no band to move changes no tiles.
+      // Batches are alike here: an offset changes no tiles without a band that it moves.
       unit = call.parts.quotient(worker);
       const int32_t part = worker - unit * call.parts.divisor;
       first = call.shares.start(part);
@@ -168,8 +169,8 @@ struct DecodeWalk {
     remaining = worker < shares.workers ? shares.share + (worker < shares.rest) : 0;
   }
 
-  // Finds the position if batches differ: it looks through all batches, twice if they are more than
-  // a warp's lanes. Out of line for the same reason as CallBand::of().
+  // Finds the position if batches differ, from the costs of all batches. If there are more than 32
+  // batches, the costs are computed twice. Out of line for the same reason as CallBand::of().
   static __device__ __noinline__ DecodeWalk found(const Forward& params, const DecodeCall& call,
                                                   int32_t worker) {
     const auto batches = static_cast<int32_t>(params.shape.batch);

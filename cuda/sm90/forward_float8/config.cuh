@@ -14,17 +14,17 @@
 
 namespace jax_flash::sm90 {
 
-// Describes a query tile, from the warp that starts copies to consumers.
+// Describes a query tile. The producer warp writes it for consumers.
 struct Float8Work {
   void* out;  // points to the tile's first row
   float* lse;
   Band band;
-  TileRange tiles;  // of keys, at least one
+  TileRange tiles;  // key tiles, at least one
   int32_t row0;     // negative: there is no more work
   float to_log2;    // from products of query and stored key to logits in log2 units
   float sink_log2;
-  float greatest;        // scale of the values
-  SegmentSpan segments;  // of its rows, if the call has segments
+  float greatest;        // the head's greatest scale of V
+  SegmentSpan segments;  // those of its rows, if the call has segments
   const int32_t* query_ids;
   const int32_t* key_ids;
   const SegmentSpan* key_spans;
@@ -35,8 +35,8 @@ template <int kHeadDimension, int kValueDimension, bool kIsGeneral>
 struct Float8Config {
   static constexpr int kHeadDim = kHeadDimension, kValueDim = kValueDimension;
   static constexpr bool kGeneral = kIsGeneral;
-  // Tiles that the band does not cut have a loop of their own. Above this dimension, it would take
-  // more registers than there are.
+  // True if tiles that the band does not cut have a loop of their own. With more columns of V, this
+  // loop would take more registers than there are.
   static constexpr bool kHasPlainTiles = !kGeneral && kValueDim <= 128;
   static constexpr int kConsumers = 2, kBlockQ = 64 * kConsumers, kBlockKv = kScaleBlock;
   static constexpr int kThreads = kWarpgroup * (kConsumers + 1);
@@ -58,7 +58,7 @@ struct Float8Config {
   static constexpr int kSmemBytes = kValueOffset + kStages * ValueTile::kBytes;
 };
 
-// Holds what is in static shared memory.
+// Lays out static shared memory.
 template <typename Config>
 struct Float8Notes {
   alignas(16) KeyFactors factors[Config::kStages];  // they arrive with the keys
@@ -66,8 +66,8 @@ struct Float8Notes {
   uint64_t barriers[2 * Config::kQueryStages + 4 * Config::kStages];
 };
 
-// Gives the addresses of a block's tiles and barriers. `full`: the copy has arrived; `empty`: every
-// consumer warp has finished with it.
+// Gives the addresses of a block's tiles and barriers. A `full` barrier completes its phase when a
+// stage's copy has arrived, an `empty` one when every consumer warp has finished with the stage.
 template <typename Config>
 struct Float8Smem {
   static constexpr uint32_t kArrivals = Config::kConsumers * 4 * kWarpArrivals;

@@ -1,14 +1,14 @@
 // Implements a consumer warpgroup of the FP8 forward kernel, which owns 64 rows of each query tile.
 //
-// Its loop is a chain of steps over the tiles of keys of all query tiles, from the last tile of
-// each to the first:
+// Its loop is a chain of steps over the key tiles of all query tiles, from the last key tile of
+// each query tile to the first. A step is:
 //
-//   start S; start P V of the last tile; await S; forbid; exponentials; await P V; round P; lower P
+//   start S; start P V of the last tile; await S; mask; exponentials; await P V; round P; lower P
 //   if a sum is too great
 //
-// The first step of a query tile multiplies the last P of the query tile before it, and stores that
-// one's output. The two consumers do not wait for each other: turns at the tensor cores, or at
-// exponentials, make most calls slower (TUNING_fp8.md).
+// The first step of a query tile starts the last P V of the query tile before, and stores the
+// output of that query tile. The two consumers do not wait for each other: to alternate at the
+// tensor cores, or at exponentials, makes most calls slower (TUNING_fp8.md).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -37,7 +37,7 @@ namespace jax_flash::sm90 {
 template <typename Config>
 struct Float8Consumer {
   static constexpr int kOutN = Config::kValueDim / 8;
-  // No key has been met: so low that each logit makes a sum too great.
+  // The running maximum of a row that has had no key: so low that any logit makes a sum too great.
   static constexpr float kNoReference = -1e30f;
 
   const Float8Plan& plan;
@@ -46,17 +46,17 @@ struct Float8Consumer {
   float scores[16][4];
   float out[kOutN][4];
   uint32_t weights[4][4];  // P
-  // P is 2^(logit - reference), logits in log2 units; sums are those of P over the share of the
-  // value's scale.
+  // P is 2^(logit - running maximum), logits in log2 units, times the ratio of the tile's scale of
+  // V to the head's greatest (KeyFactors). `sum` is without this ratio.
   float reference[2], sum[2];
   RingState<Config::kQueryStages> query_stage;
   RingState<Config::kStages> stage;  // of K and V
-  int32_t tile, first;               // tile of keys, and the query tile's last one
+  int32_t tile, first;               // tile of keys, and the one that is processed last
   RowRange uncut;                    // tiles that the band does not cut
   float query_to_log2;               // as in Float8Work
-  bool accumulates = false;          // true if `out` has some product of the query tile
+  bool accumulates = false;          // true if `out` already has a product of the query tile
 
-  // Computed anew wherever they are used, since registers are scarce.
+  // The next two are computed wherever they are used, since registers are scarce.
   static __device__ __forceinline__ int group() { return threadIdx.x / kWarpgroup - 1; }
   static __device__ __forceinline__ int warp_row() {  // in the query tile
     return threadIdx.x / 32 * 16 - 64;
@@ -92,7 +92,7 @@ struct Float8Consumer {
     return stage.stage == 0 ? Config::kStages - 1 : stage.stage - 1;
   }
 
-  // Says how logits are made of a tile's products before the exponentials, if they must be.
+  // Lists the reasons to compute a tile's logits from its products before the exponentials.
   struct Rules {
     bool edge = false, segments = false, all = false;  // all: for another reason
     __device__ __forceinline__ bool any() const { return edge || segments || all; }
@@ -115,7 +115,7 @@ struct Float8Consumer {
     return rules;
   }
 
-  // Makes logits, in log2 units, of products.
+  // Turns products into logits in log2 units.
   __device__ __forceinline__ void make_logits(const Rules& rules, float factor) {
     const Float8Work& of = work();
     const int32_t col0 = tile * Config::kBlockKv;
@@ -134,7 +134,7 @@ struct Float8Consumer {
     forbid<16>(scores, allowed, 0);
   }
 
-  // Computes the scores again, by the products of a warp alone: the others need not take part.
+  // Computes the scores again, by mma.sync: the warpgroup's other warps need not take part.
   __device__ __forceinline__ void compute_scores_again() {
     const BlockReader query(smem.query(query_stage.stage, group()), BlockOrder::kRowsFirst,
                             warp_row() % 64, 0);
@@ -158,7 +158,8 @@ struct Float8Consumer {
     }
   }
 
-  // Sets the references of a query tile's rows, by the logits of its first tile of keys.
+  // Sets the running maxima of a query tile's rows, from the logits of its first step's tile of
+  // keys.
   __device__ __forceinline__ void set_references() {
     float greatest[2];
     greatest_logits(scores, greatest);
@@ -170,7 +171,8 @@ struct Float8Consumer {
     }
   }
 
-  // Multiplies what a row has so far by 2^-shift.
+  // Multiplies a row's sum and output so far by 2^-shift, and raises its running maximum by
+  // `shift`.
   __device__ __forceinline__ void lower(int half, float shift) {
     const float factor = ptx::ex2_approx_ftz(-shift);  // exact, as shift is an integer
     reference[half] += shift;
@@ -188,7 +190,8 @@ struct Float8Consumer {
     return fmaxf(sum, __shfl_xor_sync(0xffffffff, sum, 2));
   }
 
-  // Raises the references of rows whose sums are too great to their greatest logits.
+  // Raises the running maxima of rows whose sums are too great, so that P of the greatest logit is
+  // at most 2^kRedonePeakLog2.
   __device__ __forceinline__ void raise_references(const float (&sums)[2]) {
     float greatest[2];
     greatest_logits(scores, greatest);
@@ -222,15 +225,16 @@ struct Float8Consumer {
     float8_weights(scores, weights);
   }
 
-  // Waits for the values of this tile, on a parity that depends on all exponentials in a way that
-  // never matters: otherwise the assembler would move these past the wait for the last P V.
+  // Waits for the values of this tile. The parity depends on all exponentials: otherwise the
+  // assembler would move these past the wait for the last P V. `flip` is 0, since sums are not
+  // negative.
   __device__ __forceinline__ void await_value(const float (&total)[2]) const {
     const uint32_t flip = __any_sync(0xffffffff, fminf(total[0], total[1]) < 0.0f);
     ptx::mbarrier_wait(smem.value_full(stage.stage), stage.parity ^ flip);
   }
 
-  // Computes a tile's P again, where some logits are far greater than those before. `total`: its
-  // sums.
+  // Computes a tile's P again, because some logits are far greater than those before. `total`: the
+  // tile's sums, which are replaced.
   __device__ __forceinline__ void redo(const Rules& rules, float to_log2, float value_log2,
                                        float (&total)[2]) {
     compute_scores_again();
@@ -241,8 +245,8 @@ struct Float8Consumer {
     float8_weights(scores, weights);
   }
 
-  // Goes from a tile's keys to P. kFresh: the tile is a query tile's first one. kPending: there is
-  // a P of the last tile, which is multiplied. kPlain: products become logits by a factor alone.
+  // Computes P of a tile. kFresh: this is the first step of a query tile. kPending: there is P of
+  // the last tile, whose P V is started. kPlain: products become logits by a factor alone.
   template <bool kFresh, bool kPending, bool kPlain = false>
   __device__ __forceinline__ void step() {
     Rules rules;
@@ -295,7 +299,8 @@ struct Float8Consumer {
             __uint_as_float(words.w)};
   }
 
-  // Rows that do not exist are forbidden to all keys: they cut every tile.
+  // Finds the tiles that the band does not cut. Rows that do not exist are masked in every tile, so
+  // there are none for their warpgroup.
   __device__ __forceinline__ void find_uncut() {
     const Float8Work& of = work();
     const int32_t row0 = of.row0 + group() * 64;
@@ -307,7 +312,7 @@ struct Float8Consumer {
   // Waits for the description of a query tile. Returns false if there is none.
   __device__ __forceinline__ bool begin_work() {
     ptx::mbarrier_wait(smem.query_full(query_stage.stage), query_stage.parity);
-    // These are reductions, whose results the compiler knows to be the same in all lanes.
+    // Reductions, whose results the compiler knows to be the same in all lanes.
     first = __reduce_max_sync(0xffffffff, work().tiles.first);
     tile = __reduce_max_sync(0xffffffff, work().tiles.end) - 1;
     find_uncut();
@@ -315,7 +320,7 @@ struct Float8Consumer {
     return __reduce_max_sync(0xffffffff, work().row0) >= 0;
   }
 
-  // Stores the output of the query tile before this one, and releases its place.
+  // Stores the output of the query tile before this one, and releases the stage of that query tile.
   __device__ __forceinline__ void store_last(const float (&of_sum)[2],
                                              const float (&of_reference)[2]) {
     static_assert(Config::kQueryStages == 2);
@@ -338,7 +343,7 @@ struct Float8Consumer {
       const int32_t row = fragment_row(0, 2 * half);
       const bool exists = of.row0 + warp_row() + row < of.band.q_len;
       const float sink = exists ? of.sink_log2 : minus_infinity();
-      // Relative to the greater one of the sum and the sink.
+      // Sums are relative to the greater of the keys' sum and the sink.
       const float log2_total =
           total == 0.0f ? minus_infinity() : ptx::lg2_approx_ftz(total) + of_reference[half];
       const float top = ptx::max_nan(log2_total, sink);

@@ -3,21 +3,22 @@
 //   for each tile of 128 keys and values that some row of the block may attend to
 //     S = Q K^T                     products of stored numbers, registers of a warpgroup, 64 rows
 //     P = e4m3(s / v 2^(x - m))     x = scale log2(e) (scale of Q) (scale of K) S; s: the scale of
-//                                   the tile's V, v: the greatest of the head; m: an integer
+//                                   the tile's V, v: the greatest scale of V in the head; m: the
+//                                   row's running maximum, an integer
 //     O = O 2^(m_old - m) + P V     P from registers
 //     l = l 2^(m_old - m) + sum of 2^(x - m), before rounding
 //   out = v O / l, lse = (m + log2 l) / log2(e)
 //
-// m begins as the row's greatest x in its first tile, rounded up, minus kFirstPeakLog2. Tiles after
-// the first are not searched for greater logits: a sum of P beyond e4m3's greatest number shows
-// one. Then m rises, and P is lowered, by a power of two. Rounding is relative to powers of two, so
-// that m, an integer, changes no rounding unless P falls below 2^-6.
+// m begins as the row's greatest x in its first tile, rounded up, minus kFirstPeakLog2. Later tiles
+// are not searched for greater logits: a sum of P beyond e4m3's greatest number reveals one. m then
+// rises by an integer, and P is lowered by a power of two. Such a factor changes no rounding,
+// unless P falls below 2^-6.
 //
-// Roles of warps. The first warpgroup's first warp starts copies (TMA, plain bulk copies of V) and
-// describes query tiles (producer.cuh). Two consumer warpgroups own 64 rows each (consumer.cuh).
-// Blocks are persistent, and take query tiles in turn, in the order of schedule.cuh of
-// sm90/forward, by a counter that the kernel before this one has cleared. That one has also
-// transposed V (values.cuh). In long calls each block has one query tile.
+// Roles of warps. The first warp of the first warpgroup starts copies (TMA; plain bulk copies of V)
+// and describes query tiles (producer.cuh). Two consumer warpgroups own 64 rows each
+// (consumer.cuh). Blocks are persistent. They take query tiles in turn, in the order of
+// sm90/forward/schedule.cuh, by a counter. The kernel that runs before this one clears the counter
+// and transposes V (values.cuh). In long calls each unit has a block of its own.
 //
 // Map of dynamic shared memory (Float8Config, Float8Smem), from its start:
 //
@@ -25,8 +26,8 @@
 //   K    [kStages] tiles of 128 rows
 //   V    [kStages] tiles of kValueDim rows of 128 keys
 //
-// Static shared memory has the barriers, full and empty for each stage, the factors of each tile of
-// keys, and the descriptions of query tiles.
+// Static shared memory (Float8Notes) holds the full and empty barriers of each stage, the factors
+// of each stage's keys, and the descriptions of query tiles.
 #pragma once
 
 #include <cstdint>

@@ -56,7 +56,7 @@ Status launch_float8_config(const Forward& params, const Scales& scales, cudaStr
   if (in_turn) tail = QueryTileTail(schedule, sms);
   schedule.divide(sms, is_long, 0.0);
   const Float8Plan plan(params, scales, schedule, tail, in_turn, workspace, spans);
-  // It begins while values are still being transposed.
+  // The kernel begins while values are still being transposed (griddepcontrol).
   return launch_grid(true, "sm90::forward_float8_kernel", shape, forward_float8_kernel<Config>,
                      schedule.grid(), Config::kThreads, Config::kSmemBytes, stream, plan, maps);
 }

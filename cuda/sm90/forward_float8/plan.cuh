@@ -1,4 +1,4 @@
-// Describes a call to the FP8 forward kernel.
+// Describes a call to the FP8 forward kernel: its parameters, derived on the host.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +21,7 @@ struct Float8Maps {
 struct Float8Plan {
   QueryTileSchedule schedule;
   QueryTileTail tail;
-  bool in_turn = false;  // each block takes the next unit when it has loaded one
+  bool in_turn = false;  // a block takes its next unit, by a counter, when it has loaded one
   BoxAxes query, key;
   ForwardBand band;
   int32_t q_len = 0, kv_heads = 0, value_dim = 0;
@@ -54,7 +54,7 @@ struct Float8Plan {
         workspace(place),
         segments(spans) {}
 
-  // Returns the place of a head's first tile of keys in the workspace.
+  // Returns the index of a head's first tile of keys in the workspace.
   __device__ __forceinline__ int64_t first_tile(const QueryTileIndex& q) const {
     return (int64_t{q.batch} * kv_heads + q.kv_head) * workspace.tiles;
   }

@@ -1,4 +1,5 @@
-// Implements the warp of the FP8 forward kernel that starts copies and describes query tiles.
+// Implements the producer warp of the FP8 forward kernel: it describes query tiles to consumers,
+// and copies Q, and K, V and their factors from the last key tile of each query tile to the first.
 #pragma once
 
 #include <cstdint>
@@ -89,7 +90,7 @@ struct Float8Producer {
     }
   }
 
-  // Copies Q of all consumers. `work` becomes visible with it.
+  // Copies Q of all consumers. The barrier for Q also covers `work`.
   __device__ __forceinline__ void load_query(const QueryTileIndex& q, const Float8Work& work) {
     using Tile = typename Config::QueryTile;
     const uint32_t full = smem.query_full(query_stage.stage);
@@ -124,7 +125,7 @@ struct Float8Producer {
     stage.advance();
   }
 
-  // Called by one warp, whose first lane starts the copies.
+  // Processes all query tiles of the block. Called by one warp, whose first lane starts the copies.
   __device__ __forceinline__ void run() {
     const bool leads = threadIdx.x % 32 == 0;
     ptx::griddepcontrol_wait();

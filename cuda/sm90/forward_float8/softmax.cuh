@@ -1,5 +1,6 @@
-// Computes on the scores of a warpgroup's tile in registers, in the FP8 forward kernel: what a
-// band, segments and a soft cap do to them, exponentials and their sums, and P as an operand.
+// Operates on the scores of a warpgroup's tile in registers, in the FP8 forward kernel: applies
+// segments and a soft cap, finds the greatest logits, computes exponentials and their sums, and
+// rounds P to an operand.
 #pragma once
 
 #include <cstdint>
@@ -11,20 +12,22 @@
 
 namespace jax_flash::sm90 {
 
-// Bounds a thread's sum of P in a row of a tile: no P is above e4m3's greatest number then.
+// A bound of a thread's sum of P in a row of a tile. Up to it, no P is above e4m3's greatest
+// number.
 inline constexpr float kFloat8SumLimit = 448.0f;
 // Above this sum, some P may be infinite, and a tile's scores are computed again.
 inline constexpr float kFloat8RedoLimit = 0x1p100f;
-// log2 of P of a row's greatest logit where a row begins, and where a tile's scores are computed
-// again. A thread has 32 of a row's keys, so that its sum is at most 256. P below 2^-6 loses bits.
+// log2 of P of a row's greatest logit: in the row's first tile, and after a tile's scores were
+// computed again. A thread has 32 of a row's keys, so that its sum is at most 256. P below 2^-6
+// loses bits.
 inline constexpr int kFirstPeakLog2 = 3, kRedonePeakLog2 = 3;
 // log2 of a bound of a thread's sum after P was lowered.
 inline constexpr int kLoweredLog2 = 6;
 
 using Float8Scores = float[16][4];
 
-// Replaces scores by P = 2^(factor s + addend), and sets a thread's sums of its two rows, which are
-// computed in two chains each.
+// Replaces scores by P = 2^(factor s + addend), and sets `total` to a thread's sums in its two
+// rows. Each sum has two chains of additions.
 __device__ __forceinline__ void float8_exponentials(Float8Scores& scores, float factor,
                                                     const float (&addend)[2], float (&total)[2]) {
   float sums[2][2] = {};
@@ -91,7 +94,8 @@ __device__ __forceinline__ void cap_logits(Float8Scores& logits, float cap) {
   }
 }
 
-// Makes logits -inf where the key's segment, of those from key_ids on, is not the row's.
+// Sets logits to -inf for keys whose segment is not the row's. key_ids points to the id of the
+// tile's first key.
 __device__ __forceinline__ void forbid_other_segments(Float8Scores& logits, const int32_t* key_ids,
                                                       const int32_t (&row_ids)[2]) {
 #pragma unroll

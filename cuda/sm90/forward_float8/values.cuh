@@ -1,14 +1,15 @@
-// Prepares values for the FP8 forward kernel: an FP8 product takes the keys of V contiguous.
+// Transposes V for the FP8 forward kernel, since an FP8 product takes V with contiguous keys:
 //
 //   values[batch, kv head, tile][column][place of a key]   e4m3
 //   factors[batch, kv head, tile]                          KeyFactors
 //
-// Keys that no query may attend to get zeros: a P of 0 does not cancel NaN. Where their position
-// alone forbids them, always; where their segment does, if they are NaN.
+// The values of keys that no query may attend to are replaced by zeros, since a product of NaN with
+// a P of 0 is NaN: always, if the keys' positions forbid them; if their segments do, only for
+// values with NaN.
 //
-// A tile is as SmemTile has it in shared memory, so that one plain copy fetches it. In every 16
-// keys, that of place 4 t + r is 8 (r / 2) + 2 t + r % 2: a thread's accumulators of S are then its
-// fragment of P (wgmma.h).
+// A tile has SmemTile's layout, so that one plain copy brings it to shared memory. Among every 16
+// keys, place 4 t + r holds key 8 (r / 2) + 2 t + r % 2: a thread's accumulators of S then have the
+// order of its fragment of P (wgmma.h).
 #pragma once
 
 #include <cstdint>
@@ -39,12 +40,12 @@ __device__ __forceinline__ void transpose_bytes(uint32_t (&word)[4]) {
   word[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-// Finds what the keys of a tile have in common. Called by one warp.
+// Finds the factors of a tile of keys. Called by one warp.
 struct KeyFactorsFinder {
   float greatest = 0.0f, key = 0.0f,
         value = 0.0f;  // scales; the greatest of those that a lane read
 
-  // Reads scales: before the values, for which all warps wait.
+  // Reads scales. This precedes the loads of values, for which all warps wait.
   __device__ __forceinline__ void read(const Scales& scales, const BatchIndex& batch, int32_t head,
                                        int32_t tile, int32_t tiles) {
     const float* of_values = batch.pointer<const float>(scales.value, head);
@@ -62,7 +63,7 @@ struct KeyFactorsFinder {
     for (int distance = 16; distance > 0; distance /= 2) {
       most = fmaxf(most, __shfl_xor_sync(0xffffffff, most, distance));
     }
-    // Bounded, so that its reciprocal is finite.
+    // The share is bounded, so that its reciprocal is finite.
     float share = value / most;
     share = share == share && most > 0.0f ? fmaxf(share, 0x1p-100f) : share;
     if (most == 0.0f) share = 1.0f;
@@ -93,7 +94,8 @@ __device__ __forceinline__ bool has_nan(uint32_t bytes) {
   return (((bytes & 0x7f7f7f7f) + 0x01010101) & 0x80808080) != 0;
 }
 
-// Says which keys of a batch some query may attend to, with segments if the call has any.
+// Decides which keys of a batch some query may attend to, by position and by segments, if the call
+// has any.
 struct AttendedKeys {
   Band band;
   const int32_t *query_ids = nullptr, *key_ids = nullptr;
@@ -120,8 +122,8 @@ struct AttendedKeys {
   }
 };
 
-// Zeroes keys of a tile, `key0` its first, whose bits of `nan` are set and whose segment no query
-// has.
+// Zeroes the values of keys whose bits of `nan` are set and whose segment no query has. `key0`: the
+// tile's first key.
 template <int kValueDim, int kPitch>
 __device__ __forceinline__ void clear_other_segments(const AttendedKeys& attended, int32_t key0,
                                                      const uint32_t (&nan)[kScaleBlock / 32],
@@ -135,7 +137,8 @@ __device__ __forceinline__ void clear_other_segments(const AttendedKeys& attende
   __syncthreads();
 }
 
-// Copies a tile, `key0` its first key, to shared memory. Sets bits of `nan` for keys that are NaN.
+// Copies a tile to shared memory. `key0`: its first key. Sets bits of `nan` for keys whose values
+// have NaN.
 template <int kValueDim, int kPitch>
 __device__ __forceinline__ void load_tile(const Operand& value, const uint8_t* from,
                                           const AttendedKeys& attended, int32_t key0,
@@ -198,8 +201,8 @@ __device__ __forceinline__ void transpose_tile(uint8_t (&stored)[kScaleBlock][kP
   }
 }
 
-// Grid: a block for each tile of each batch and head, heads fastest: neighbours in memory are read
-// at the same time.
+// Transposes V and computes the factors of its tiles. Grid: a block for each tile of each batch and
+// head. Heads vary fastest, so that neighbours in memory are read at the same time.
 template <int kValueDim>
 __global__ void __launch_bounds__(kValuesThreads)
     float8_values_kernel(const __grid_constant__ Forward params,
