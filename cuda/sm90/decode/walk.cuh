@@ -135,7 +135,7 @@ struct DecodeWalk {
       unit = worker * share + min(worker, rest);
       end_unit = unit + share + (worker < rest);
     } else if (plan.parts) {
-      // Batches are alike here: an offset changes no tiles without a band that it moves.
+      // Batches are alike here: without a band, an offset changes no tiles.
       unit = call.parts.quotient(worker);
       const int32_t part = worker - unit * call.parts.divisor;
       first = call.shares.start(part);

@@ -1,5 +1,5 @@
-// Adds a bias in the sm_90 forward kernels for it. Its tiles are copied to shared memory a tile
-// ahead: 2-byte elements by TMA, in boxes (BiasBox), 4-byte elements by consumers' cp.async
+// Adds a bias in the sm_90 forward kernels for a bias alone. Its tiles are copied to shared memory
+// a tile ahead: 2-byte elements by TMA, in boxes (BiasBox), 4-byte elements by consumers' cp.async
 // (BiasTile). They are added before or while the exponentials are computed, or are the
 // accumulators' first values (kInScores).
 #pragma once

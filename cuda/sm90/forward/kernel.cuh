@@ -3,9 +3,9 @@
 //
 //   for each tile of keys and values that some row of the block may attend to
 //     S = Q K^T                     registers of a warpgroup, 64 rows
-//     P = 2^(scale log2(e) S - m)   m the running maximum of each row
+//     P = 2^(scale log2(e) S - m)   m the running maximum of each row, in log2 units
 //     O = O 2^(m_old - m) + P V     P from registers
-//   out = O / l, lse = m + log l
+//   out = O / l, lse = (m + log2 l) / log2(e)
 //
 // Roles of warps. The first warpgroup is the producer. Its first warp starts the TMA copies of K
 // and V. For each 64 rows of Q, one more warp copies these rows and their bias, and writes a
@@ -103,7 +103,7 @@ inline constexpr int kLeftRegisters =
         ? 8
         : 0;
 
-// Processes all query tiles, with V in shared memory as numbers of type Value.
+// Processes all query tiles of a block. Value: the type of V in shared memory.
 template <typename Config, typename Element, uint32_t kModifiers, typename Value>
 __device__ __forceinline__ void consume_all(const Forward& params, const ForwardPlan& plan,
                                             const ForwardSmem<Config>& smem) {

@@ -1,6 +1,6 @@
-// Applies masks in the sm_90 forward kernels for them, which read the mask ahead: as words of bits,
-// or as bytes. mask_words_kernel() makes the words from bytes first, once for all batches and heads
-// that share the mask (plan/mask_words.h).
+// Applies a mask in the sm_90 forward kernels for a mask alone, which read it ahead: as words of
+// bits, or as bytes. mask_words_kernel() makes the words from bytes first, once for all batches and
+// heads that share the mask (plan/mask_words.h).
 #pragma once
 
 #include <cstdint>
@@ -254,7 +254,7 @@ struct ForwardModifier<Config, Element, kMask> : ModifierDefaults<Config, Elemen
   using Base::kN;
   using typename Base::Scores;
   static constexpr When kOptimistic = When::kWithHalfValues, kExactMaxima = When::kUnlessOptimistic;
-  // Set where that is faster.
+  // True where that is faster.
   static constexpr bool kComparesBits = !(Config::kHeadDim == 64 && Config::kConsumers == 3);
   static constexpr bool kReadsQueryAgain = true, kMasks = true, kBits = true, kWaitsAhead = true,
                         kJudges = true;

@@ -1,8 +1,9 @@
 // Processes query tiles in one chain in the sm_90 forward kernel: a query tile's first scores and
 // exponentials overlap the last product of the one before.
 //
-// For a while, two query tiles have state. consume_chained() keeps that of the earlier one, whose
-// output is complete except for one product; the consumer keeps that of the later one.
+// The states of two query tiles thus coexist for a while. consume_chained() keeps that of the
+// earlier one, whose output is complete except for one product; the consumer keeps that of the
+// later one.
 #pragma once
 
 #include <cstdint>

@@ -365,7 +365,8 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
   if (leader) hand_over_end<Config>(notes);
 }
 
-// Copies keys and values of all query tiles, and writes notes of the tiles. Called by one thread.
+// Copies K and V for all query tiles, and writes the notes of key tiles. Called by one warp, whose
+// first lane does the work.
 template <typename Config>
 __device__ __forceinline__ void produce_keys_of_segments(const ForwardPlan& plan,
                                                          const ForwardMaps& maps,

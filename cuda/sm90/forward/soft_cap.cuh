@@ -1,5 +1,6 @@
-// Applies the soft cap in the sm_90 forward kernels for it: the logit of a product s is cap tanh(s
-// / cap), approximated as s p(s^2) with a polynomial p of two, three or five terms (SoftCapPlan).
+// Applies the soft cap in the sm_90 forward kernels for a soft cap alone. The logit of a product s
+// is cap tanh(scale s / cap), and is approximated as s p(s^2). The polynomial p has two, three or
+// five terms (SoftCapPlan).
 //
 // A polynomial holds up to a limit of |s|. With saturated squares (kSaturates), a warp's running
 // maxima are fixed at 0, if its logits permit it. Exponentials are then computed from products
@@ -95,7 +96,7 @@ struct ForwardModifier<Config, Element, kSoftCap> : ModifierDefaults<Config, Ele
   static constexpr bool kApproximates = true, kJudges = true;
   // True if squares are saturated (SoftCapPlan).
   static constexpr bool kSaturates = std::is_same_v<Element, __nv_bfloat16> && Config::kOptimistic;
-  // Set where that is faster.
+  // True where that is faster.
   static constexpr bool kFixedTiles =
       kSaturates && Config::kHeadDim == 64 && Config::kBlockKv == 128;
 
@@ -305,9 +306,9 @@ __device__ __forceinline__ bool raise_reference(Consumer& consumer) {
   return consumer.softmax.template raise_reference<4>(consumer.scores, consumer.to_log2,
                                                       {{slack, slack}}, consumer.factor);
 }
-// Fixes running maxima that rose at 0, if possible, and sets the range of fixed tiles: those whose
-// exponentials next_capped_tile() computes from products directly. No edge cuts them. The last tile
-// is not one of them if its Q is not kept for a redo.
+// After running maxima rose, fixes them at 0, if possible, and sets the range of fixed tiles: those
+// whose exponentials next_capped_tile() computes from products directly. No edge cuts them. The
+// last tile is not one of them if its Q is not kept for a redo.
 template <typename Config, typename Consumer>
 __device__ __forceinline__ void fix_references(Consumer& consumer) {
   auto& modifier = consumer.modifier;

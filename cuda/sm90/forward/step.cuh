@@ -134,7 +134,7 @@ ForwardConsumer<Config, Element, kModifiers, Value>::start_next_scores(int32_t t
   if constexpr (Modifier::kAddends && !Modifier::kInScores) return;
   if constexpr (!kWaitsAhead) wait_key();
   if constexpr (kHasRuns) note = key_note(tile);
-  if constexpr (kKind == TileKind::kInRun) one_segment = true;  // tells the compiler
+  if constexpr (kKind == TileKind::kInRun) one_segment = true;  // for the compiler
   start_scores();
 }
 
