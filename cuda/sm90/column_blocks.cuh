@@ -344,7 +344,7 @@ struct ColumnConsumer {
         own.offset += Config::OwnTile::kPanelBytes;
       }
       ptx::wgmma_commit_group();
-      // Chunks of complete products are released after these products have been started.
+      // Chunks of the products before are released only after these products have been started.
       if (c > 0 && oldest != before) release(before);
       ptx::wgmma_wait_group<0>();
       if (c == 0) release(stage);

@@ -2,7 +2,9 @@
 // Part i of a row has a maximum m_i in log2 units, a sum of exponentials l_i, and an output O_i
 // that is not normalized:
 //
-// m = max(m_i, sink), l = sum of 2^(m_i - m) l_i + 2^(sink - m), out = sum of 2^(m_i - m) O_i / l
+//   m = max(m_i, sink)
+//   l = sum of 2^(m_i - m) l_i + 2^(sink - m)
+//   out = (sum of 2^(m_i - m) O_i) / l, lse = (m + log2 l) / log2(e)
 #pragma once
 
 #include <algorithm>

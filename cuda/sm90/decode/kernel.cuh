@@ -1,7 +1,7 @@
-// Computes the forward pass of calls with few query rows, such as decoding, which memory bandwidth
-// bounds (sm_90). For each tile of keys of a unit, S = Q K^T, P = 2^(scale log2(e) S - m) with m
-// the row's running maximum, and O = O 2^(m_old - m) + P V. A unit is one key/value head of one
-// batch entry.
+// Computes the forward pass of calls with few query rows, such as decoding, on sm_90. Memory
+// bandwidth bounds it. A unit is one key/value head of one batch entry. For each tile of its keys,
+// S = Q K^T, P = 2^(scale log2(e) S - m) with m the row's running maximum, and O = O 2^(m_old - m)
+// + P V.
 //
 // The query rows of all heads that share a key/value head form one tile of up to 64 rows, so that
 // keys and values are read once. Persistent blocks, the workers, divide the keys of all units
