@@ -21,12 +21,12 @@ namespace {
 
 using sm90::Recipe;
 
-// The kernels hold row and column indices, and sums of the two, in 32 bits, including a tile past
-// the end.
+// The kernels compute row and column indices, and sums of the two, in 32 bits. Indices may go past
+// the end by up to one tile.
 constexpr int64_t kMaxTotalLength = (int64_t{1} << 31) - 1024;
 
 Status check_operand(const char* name, const Shape& shape, const Operand& operand) {
-  if (operand.dtype == DType::kFloat32) return {};  // read and written one by one, if need be
+  if (operand.dtype == DType::kFloat32) return {};  // kernels can access single elements
   const int64_t elements = operand.dtype == DType::kFloat8 ? 16 : 8;
   bool aligned = reinterpret_cast<uintptr_t>(operand.data) % 16 == 0 &&
                  operand.row % elements == 0 && operand.head % elements == 0;
@@ -68,8 +68,8 @@ Status check_call(const Forward& params) {
   return {};
 }
 
-// Returns whether the copy engine can fetch tiles of the operands, the first of which have query
-// rows and the others keys: the sm_90 family has no other way.
+// Returns whether the copy engine can fetch tiles of all these operands. The sm_90 family has no
+// other way to read them. `queries` have rows along T, `keys` along S.
 bool fits_copy_engine(const Shape& shape, const std::initializer_list<const Operand*>& queries,
                       const std::initializer_list<const Operand*>& keys) {
   const auto all_fit = [&](const auto& operands, int64_t rows) {
@@ -80,8 +80,8 @@ bool fits_copy_engine(const Shape& shape, const std::initializer_list<const Oper
   return all_fit(queries, shape.q_len) && all_fit(keys, shape.kv_len);
 }
 
-// Sets the family and its instance. `fits_90`: whether the sm_90 family takes the operands with
-// their strides as they are.
+// Sets the family and the instance's head dim. `fits_90` is true if the copy engine can fetch tiles
+// of the operands.
 Status choose_family(const Forward& params, int32_t family, bool fits_90, const Device& device,
                      const FindInstance& find, Choice& choice) {
   if (family != 0 && family != 80 && family != 90) {
@@ -106,7 +106,7 @@ Status choose_family(const Forward& params, int32_t family, bool fits_90, const 
     choice.family = 80;
     choice.head_dim = find(80, choice.general);
     if (choice.head_dim == 0 &&
-        !choice.general) {  // the instance for modifiers may be the only one
+        !choice.general) {  // an instance for modifiers takes plain calls, too
       choice.head_dim = find(80, true);
       choice.general = choice.head_dim != 0;
     }
@@ -163,8 +163,9 @@ Status choose_smem_class(const Forward& params, const Device& device, bool is_ba
   return {};
 }
 
-// Returns whether the scores of a bfloat16 call can begin with the bias, so that nothing needs to
-// be added to them later. This requires that Q times the scale is exact.
+// Returns whether the accumulators of the scores can start from the bias, which then needs no
+// addition later. Q is multiplied by the scale beforehand, and this must be exact in bfloat16:
+// hence the scale must be a power of two.
 bool bias_in_scores(const Forward& params) {
   int exponent = 0;
   return JAX_FLASH_SM90_QUERY_STAGES > 1 && JAX_FLASH_SM90_OPTIMISTIC &&
@@ -172,8 +173,8 @@ bool bias_in_scores(const Forward& params) {
          std::frexp(params.options.scale, &exponent) == 0.5f && exponent > -14 && exponent <= 1;
 }
 
-// Returns whether the kernels for a bias alone can read it: float32 in vectors of 16 bytes, or the
-// operands' 16-bit type in boxes.
+// Returns whether the kernels for a bias alone can read this bias: a float32 bias in vectors of 16
+// bytes, or a bias of the operands' 16-bit type in boxes of the copy engine.
 bool bias_in_vectors(const Forward& params) {
   const Operand& bias = params.bias;
   if (bias.dtype == DType::kFloat32) {
@@ -185,9 +186,10 @@ bool bias_in_vectors(const Forward& params) {
 
 using Found = std::pair<Recipe, const char*>;  // the recipe, and why it was chosen
 
-// Returns whether tiles of 128 query rows need less time than tiles of 192, at head dim 64. Rows
-// take the same time in both, but a multiprocessor's last tile may leave others idle: the
-// multiprocessor with the most tiles counts. In long calls the larger tiles are 5% faster.
+// Returns whether tiles of 128 query rows need less time than tiles of 192, at head dim 64. The
+// time of a call is that of the multiprocessor with the most rows, since others idle during its
+// last tile. The factor 17 / 16 accounts for the speed of larger tiles: in long calls they are 5%
+// faster.
 bool smaller_tiles_are_faster(const Shape& shape, const Device& device) {
   const int64_t sms = device.multiprocessors;
   const auto most_rows = [&](int32_t rows) {
@@ -211,11 +213,13 @@ Found choose_plain(const Forward& params, int32_t head_dim, const Device& device
   if (head_dim != 64) return {Recipe::kChained, "there is one kernel for this head dim"};
   const int32_t sms = device.multiprocessors;
   const bool smaller = smaller_tiles_are_faster(shape, device), in_band = banded(options);
-  // In pairs (QueryTileSchedule) if the tiles differ in length.
+  // Causal query tiles differ in length. QueryTileSchedule pairs a long one with a short one, so
+  // twice as many tiles still give each multiprocessor one unit.
   const bool halves_keys =
       JAX_FLASH_SM90_SPLIT_KEYS && query_tiles(shape, 64) <= (options.is_causal ? 2 : 1) * sms;
   if (sm90::kHasScoresAhead && options.window_left < 0) {
-    // If two warpgroups share a tile of 64 queries, an edge cuts one tile of keys for each of them.
+    // Two warpgroups that share a tile of 64 queries also divide the tiles that an edge cuts: each
+    // has at most one.
     if (halves_keys) return {Recipe::kSplitKeysAhead, "there are few query tiles"};
     if (in_band) return {Recipe::kAheadTwoCut, "an edge cuts the last tiles of keys"};
     if (smaller) return {Recipe::kAheadOneCut, "tiles of 192 rows leave multiprocessors idle"};
@@ -225,8 +229,9 @@ Found choose_plain(const Forward& params, int32_t head_dim, const Device& device
   return {Recipe::kChained, "there are many query tiles that no edge cuts"};
 }
 
-// A mask's bytes are converted to words first if they cannot be read in vectors, or if enough
-// batches and heads share them. With two stages of K there is no kernel for bytes.
+// Chooses between masks as bytes and as words. A kernel converts the bytes to words first if they
+// cannot be read in vectors, or if enough batches and heads share them. Above head dim 128, where
+// there are two stages of K, no kernel reads bytes.
 Found choose_masked(const Forward& params, int32_t head_dim, const Device& device) {
   const Shape& shape = params.shape;
   if (head_dim <= 128) {
@@ -235,7 +240,7 @@ Found choose_masked(const Forward& params, int32_t head_dim, const Device& devic
       return {Recipe::kMaskBytes, "few heads and batches share the mask"};
     }
   }
-  // The same as without modifiers: three consumers for long calls.
+  // Three consumers take long calls, as without modifiers.
   if (head_dim == 64 && !banded(params.options) && !smaller_tiles_are_faster(shape, device) &&
       shape.kv_len > 1024) {
     return {Recipe::kMaskWordsTriple, "heads or batches share the mask, and the call is long"};
@@ -254,7 +259,7 @@ Found choose_modified(const Forward& params, int32_t head_dim, const Device& dev
       if (!bias_in_vectors(params)) {
         return {Recipe::kEvery, "the bias is not aligned, or of the other 16-bit type"};
       }
-      // Chosen if there is work for three consumers: short calls are 3% slower with it.
+      // This kernel has three consumers: short calls, which do not fill them, are 3% slower.
       if (head_dim == 64 && is_bfloat16 && bias_in_scores(params) &&
           query_tiles(params.shape, 192) >= device.multiprocessors) {
         return {Recipe::kBiasInScores, "the scale is a power of two, and the call is long"};
@@ -264,7 +269,8 @@ Found choose_modified(const Forward& params, int32_t head_dim, const Device& dev
       }
       return {Recipe::kBiasBoxes, "the bias has 16 bits"};
     case kSoftCap:
-      // More keys per tile, if few tiles are cut by an edge: the code for those has many spills.
+      // The kernel with more keys per tile spills many registers in the code for tiles that an edge
+      // cuts, so it takes calls with few such tiles.
       if (head_dim == 64 && is_bfloat16 &&
           (!banded(options) ||
            (options.window_left < 0 && options.window_right < 0 && params.shape.kv_len >= 8192))) {
@@ -273,7 +279,7 @@ Found choose_modified(const Forward& params, int32_t head_dim, const Device& dev
       return {Recipe::kSoftCap, "the soft cap is the only modifier"};
     case kMask: return choose_masked(params, head_dim, device);
     case kDistance:
-      // Its running maxima are those of the first keys, without slopes.
+      // The kernel for slopes takes the running maximum from a row's first keys, without slopes.
       if (!params.relative_bias && is_bfloat16 && head_dim <= 128 && options.is_causal &&
           options.window_left < 0 && !params.window) {
         return {Recipe::kSlopes, "slopes are the only modifier, and the call is causal"};
@@ -402,7 +408,7 @@ int64_t forward_workspace_bytes(const Forward& params) {
 }
 
 int64_t backward_workspace_bytes(const Shape& shape, const BackwardFeatures& features) {
-  // No instance has a head dim above the next multiple of 64.
+  // The instance is not chosen yet. Up to the next multiple of 64 covers every instance's head dim.
   const int64_t head_dim = (std::max(shape.head_dim, shape.value_dim) + 63) / 64 * 64;
   BackwardWorkspace workspace;
   return BackwardWorkspace::plan(shape, head_dim, features, nullptr, workspace);

@@ -1,14 +1,16 @@
-// Lists the kernels of the sm_90 forward pass, one row each: what it is made for, and its tiles.
+// Lists the kernels of the sm_90 forward pass. A row names a kernel, the head dims and modifiers
+// that it supports, and the sizes of its tiles.
 //
-// choose.cc picks a row, explain() names it, and sm90/forward/launch.cuh instantiates the kernel
-// from it. A new kernel is one row here and one condition in choose.cc.
+// choose.cc picks a row for each call, explain() reports its name, and sm90/forward/launch.cuh
+// instantiates the kernel from the row. A new kernel needs one row here and one condition in
+// choose.cc.
 #pragma once
 
 #include <cstdint>
 
 #include "plan/modifiers.h"
 
-// Switches of `python benchmarks/run.py ablation`; the shipped settings are their values.
+// `python benchmarks/run.py ablation` overrides these switches; the values below are shipped.
 #ifndef JAX_FLASH_SM90_OPTIMISTIC
 #define JAX_FLASH_SM90_OPTIMISTIC 1
 #endif
@@ -64,24 +66,28 @@
 
 namespace jax_flash {
 
-// Above this head dim, each family has one kernel a pass: that of sm_90 (sm90/column_blocks.cuh)
-// takes no modifiers, and that of sm_80 (sm80/wide_config.cuh) takes all, of 16-bit operands.
+// The kernels for larger head dims divide the columns of the output among warps. They take 16-bit
+// operands only: those of sm_90 (sm90/column_blocks.cuh) without modifiers, those of sm_80
+// (sm80/wide_config.cuh) with any.
 inline constexpr int32_t kWidestOfAll = 256;
 
 }  // namespace jax_flash
 
 namespace jax_flash::sm90 {
 
-// Says whether a consumer computes the next tile's scores overlapped with this tile's exponentials,
-// and how many of its tiles, the last ones, an edge of the band may cut.
+// Says whether a consumer computes the scores of the next tile of keys while it computes the
+// exponentials of the current one. If it does, an edge of the band (causal order or window) may cut
+// only its last tile of keys, or its last two.
 enum class ScoresAhead { kNo, kOneCut, kTwoCut };
 inline constexpr bool kHasScoresAhead = JAX_FLASH_SM90_SCORES_AHEAD && JAX_FLASH_SM90_OPTIMISTIC &&
                                         JAX_FLASH_SM90_STAGES >= 4 &&
                                         JAX_FLASH_SM90_QUERY_STAGES > 1;
 
-// Says where consumer warps keep their part of a bias (sm90/forward/bias.cuh): as 4-byte elements;
-// as 2-byte elements, in boxes of as many columns as a tile has keys; or in boxes of multiples of
-// 64 columns, for accumulators of scores that begin with it (sm90/forward/step.cuh).
+// Says how consumer warps keep their part of a bias in shared memory (sm90/forward/bias.cuh):
+//   kFloats    4-byte elements
+//   kBoxes     2-byte elements, in boxes of as many columns as a tile has keys
+//   kInScores  2-byte elements, in boxes of multiples of 64 columns; the accumulators of the scores
+//              start from the bias instead of zero (sm90/forward/step.cuh)
 enum class BiasPlace { kNone, kFloats, kBoxes, kInScores };
 
 enum class Recipe : int32_t {
@@ -110,23 +116,24 @@ enum class Recipe : int32_t {
   kFloat8Modified,
 };
 
-// Returns the number of keys in a tile if a mask comes as words.
+// Returns the number of keys in a tile of the kernels that read a mask as words.
 constexpr int mask_words_keys(int head_dim) { return head_dim <= 128 ? 128 : 80; }
 
-// Describes a kernel. A block has `consumers` warpgroups; each takes 64 queries, or both take the
-// same 64 with two `key_groups`. There are `fewer_values` fewer stages of V than of K.
+// Describes a kernel. A block has `consumers` consumer warpgroups. With one `key_groups`, each of
+// them takes its own 64 queries; with two, both consumers share the same 64. V has `fewer_values`
+// fewer stages than K.
 struct RecipeRow {
   Recipe recipe;
   const char* name;
-  int32_t head_dim, value_dim;  // the largest that it takes
-  uint32_t modifiers;           // those that it is made for
-  int32_t consumers, keys;      // keys: those of a tile
+  int32_t head_dim, value_dim;  // the largest that the kernel takes
+  uint32_t modifiers;           // the modifiers that the kernel supports
+  int32_t consumers, keys;      // keys: the number of keys in a tile
   int32_t key_groups = 1;
   ScoresAhead ahead = ScoresAhead::kNo;
   BiasPlace bias = BiasPlace::kNone;
   int32_t fewer_values = 0;
   bool bfloat16_only = false;
-  bool float8 = false;  // for operands of float8, and for no others
+  bool float8 = false;  // true if the kernel takes float8 operands, and no others
 
   constexpr bool mask_words() const {
     return recipe == Recipe::kMaskWords || recipe == Recipe::kMaskWordsTriple;
@@ -176,8 +183,8 @@ inline constexpr RecipeRow kRecipes[] = {
      JAX_FLASH_SM90_BLOCK_KV_192},
     {Recipe::kChained, "chained", 256, 256, kNoModifier, JAX_FLASH_SM90_CONSUMERS_256,
      JAX_FLASH_SM90_BLOCK_KV_256},
-    // One modifier. Two consumers have the registers for it; at head dim 64, with fewer keys,
-    // three.
+    // One modifier, which needs registers: with three consumers, only head dim 64 leaves enough,
+    // mostly with fewer keys per tile.
     {Recipe::kSegments, "segments", 64, 64, kSegments, 2, 128},
     {Recipe::kSegments, "segments", 128, 128, kSegments, 2, 128},
     {Recipe::kSegments, "segments", 256, 256, kSegments, 2, 64},
@@ -211,8 +218,8 @@ inline constexpr RecipeRow kRecipes[] = {
      0, true},
     {Recipe::kDropout, "dropout", 64, 64, kDropout, 3, 96},
     {Recipe::kDropout, "dropout", 128, 128, kDropout, 2, 128},
-    // Several modifiers, or a head dim that has no kernel for one. The loop has ten times as many
-    // instructions as a call executes.
+    // Several modifiers, or one modifier at a head dim without a kernel for it. The loop contains
+    // ten times as many instructions as a call executes.
     {Recipe::kEvery, "every modifier", 64, 64, kEveryModifier, 2, 128},
     {Recipe::kEvery, "every modifier", 96, 96, kEveryModifier, 2, 128},
     {Recipe::kEvery, "every modifier", 128, 128, kEveryModifier, 2, 128},
@@ -233,7 +240,7 @@ inline constexpr RecipeRow kRecipes[] = {
 };
 inline constexpr int kRecipeCount = sizeof(kRecipes) / sizeof(kRecipes[0]);
 
-// Returns the row of a recipe for the instance of a head dim, or -1.
+// Returns the index of the row with this recipe and head dim, or -1.
 constexpr int recipe_row(Recipe recipe, int32_t head_dim) {
   for (int row = 0; row < kRecipeCount; ++row) {
     if (kRecipes[row].recipe == recipe && kRecipes[row].head_dim == head_dim) return row;
