@@ -56,8 +56,9 @@ Status forward(const Forward& params, const Scales& scales, int family, cudaStre
   }
   if (status.ok()) status = launch(kForwardInstances, choice, stream, params);
   if (!status.ok() || choice.family == 80 || !adds_to_logits(params)) return status;
-  // The sm_90 kernels assume that a row's greatest logit is of moderate size. With a bias it may
-  // have any size: the sm_80 kernel, which is exact for them, redoes the tiles of such rows.
+  // The sm_90 kernels assume that a row's greatest logit is moderate. A bias or slopes can make a
+  // logit arbitrarily large or small. The sm_80 kernel, which is exact for all logits, therefore
+  // computes tiles with extreme rows again.
   Forward rest = params;
   rest.extreme_rows_only = true;
   Choice exact;

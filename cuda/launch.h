@@ -1,4 +1,5 @@
-// Runs the operation on an NVIDIA GPU. The custom calls and the Python module use this interface.
+// Runs the forward or backward pass on an NVIDIA GPU. The custom calls and the Python module use
+// this interface.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,18 +13,19 @@
 
 namespace jax_flash::cuda {
 
-// Enqueue the pass on `stream` of the current device. They allocate nothing, read no device memory,
-// wait for nothing, and enqueue the same kernels for the same shapes and options. `family` is 0 for
-// the best that the device runs, or 80 or 90.
+// Enqueue a pass on `stream` of the current device. The host neither allocates memory nor waits nor
+// reads device memory, and it enqueues the same kernels for the same shapes and options. XLA can
+// therefore record the call into a command buffer. `family` is 80, 90, or 0 for the best family
+// that the device runs. `scales` are those of float8 operands.
 //
-// The result is Unimplemented for float32 operands, for head dims that are not multiples of 8 or
-// exceed 256, and for axes without elements, which no kernel handles. Operands of matrix products
-// must have pointers and strides that are multiples of 16 bytes. `scales`: those of float8
-// operands.
+// The result is Unimplemented if no kernel takes the call: for axes without elements, for head dims
+// that are too large or, unless the operands are float32, not multiples of 8 (float8: 16). It is
+// InvalidArgument if query, key, value, out or one of their gradients, unless it is float32, has an
+// address or a stride that is not a multiple of 16 bytes.
 Status forward(const Forward& params, const Scales& scales, int family, cudaStream_t stream);
 Status backward(const Backward& params, int family, cudaStream_t stream);
 
-// Returns the kernel that a call gets on a device, among those in this build.
+// Choose the kernel of this build that takes a call on a device.
 Status choose(const Forward& params, int family, const Device& device, Choice& choice);
 Status choose(const Backward& params, int family, const Device& device, Choice& choice);
 

@@ -1,6 +1,6 @@
-// Defines what a call of the operation consists of, as plain structs: no XLA, no Python. Handlers
-// fill them from a custom call; every kernel, on the CPU and on a GPU, takes them. Shapes are given
-// in comments, innermost axis last, with
+// Defines the operands, results and options of a call, as plain structs without XLA or Python.
+// Handlers fill them from a custom call, and pass them to the CUDA kernels and the CPU kernel.
+// Comments give the shapes, innermost axis last:
 //   batch    up to kMaxBatchDims axes, folded from all leading and vmapped axes
 //   T, S     query and key/value length           N, K  query and key/value heads
 //   H, h     head dim of query/key, and of value
@@ -11,21 +11,21 @@
 #if defined(__CUDACC__)
 #define JAX_FLASH_HOST_DEVICE __host__ __device__
 #else
-// Always inlined: sources compiled for different instruction sets include this file, and a shared
-// out-of-line copy could be one that the CPU cannot execute.
+// Always inlined: sources compiled for different instruction sets include this file. The linker
+// would keep one out-of-line copy for all of them, perhaps one that the CPU cannot execute.
 #define JAX_FLASH_HOST_DEVICE [[gnu::always_inline]]
 #endif
 
 namespace jax_flash {
 
-// Number of batch axes after folding. One suffices for a plain call; each vmap that leaves some
-// operand unmapped can add one, since that operand is not copied.
+// The most batch axes after folding. One suffices without vmap. A vmap that leaves some operand
+// unmapped can add one, because that operand is broadcast by a stride of 0 and not copied.
 inline constexpr int kMaxBatchDims = 4;
 
 enum class DType : int32_t { kFloat32, kBFloat16, kFloat16, kFloat8 };  // kFloat8: e4m3
 
-// Describes one operand or result: where it is and how far apart its elements are, in elements. A
-// broadcast axis has stride 0. An absent operand has data == nullptr.
+// Describes one operand or result by its address and its strides, in elements. A broadcast axis has
+// stride 0. An absent operand has data == nullptr.
 struct Operand {
   void* data = nullptr;
   DType dtype = DType::kFloat32;  // set for floating-point operands only
@@ -49,16 +49,16 @@ struct Shape {
 struct Options {
   float scale = 1.0f;
   bool is_causal = false;
-  // -1: unbounded. If the call has an operand `window`, these are upper bounds of its sizes.
+  // -1: unbounded. If the call has an operand `window`, these are upper bounds of the sizes in it.
   int32_t window_left = -1, window_right = -1;
   float logits_soft_cap = 0.0f;  // 0: none
-  // Dropout keeps an element whose 15 random bits are >= dropout_threshold, and
-  // multiplies it by dropout_scale = 1 / (1 - dropout_threshold / 2^15). 0: no dropout.
+  // Dropout keeps an element if its 15 random bits, as a number, are >= dropout_threshold, and
+  // multiplies it by dropout_scale = 1 / (1 - dropout_threshold / 2^15). Threshold 0: no dropout.
   uint32_t dropout_threshold = 0;
   float dropout_scale = 1.0f;
   bool deterministic = false;
-  // Products of float32 operands on a GPU are as exact as in float32; otherwise their operands are
-  // rounded to TF32.
+  // For float32 operands on a GPU: if true, products are as exact as in float32; if false, their
+  // operands are rounded to TF32.
   bool high_precision = false;
   int32_t smem_limit = 0;  // shared memory that a block may use, in bytes; 0: the device's
 };
@@ -71,7 +71,7 @@ struct Forward {
   Operand value;  // [batch, S, K, h]
 
   Operand bias;                   // [batch, N, T, S], any axis broadcast, any float dtype
-  Operand mask;                   // [batch, N, T, S], any axis broadcast, one byte each
+  Operand mask;                   // [batch, N, T, S], any axis broadcast, one byte per element
   Operand query_seq_lengths;      // [batch] int32
   Operand key_value_seq_lengths;  // [batch] int32
   Operand query_segment_ids;      // [batch, T] int32
@@ -79,30 +79,31 @@ struct Forward {
   Operand query_offset;           // [batch] int32
   Operand sinks;                  // [batch, N] float32
   Operand dropout_keys;           // [batch, N, 3] uint32, along col: see modifiers/philox.h
-  // [batch, 2] int32, along col: the indices i and j that dropout uses for row 0 and column 0 if
-  // the call is a block of a larger one. Absent: 0.
+  // [batch, 2] int32, along col: if the call is a block of a larger one, the indices of row 0 and
+  // column 0 in the larger call, by which dropout draws its bits. Absent: 0.
   Operand dropout_start;
-  // [batch, 2] int32, along col: left and right sizes of the window, not negative.
+  // [batch, 2] int32, along col: the left and right sizes of the window, not negative.
   Operand window;
-  // Added to the logit of query i and key j, by their distance d = j - i - query_offset, which is
-  // clamped to int32:
+  // Both are added to the logit of query i and key j, depending on the distance
+  // d = j - i - query_offset, clamped to int32:
   Operand alibi_slopes;   // [batch, N] float32: alibi_slopes[n] * d
   Operand relative_bias;  // [batch, N, R] float32, R along col, N may be broadcast:
                           // relative_bias[n, clamp(d + R / 2, 0, R - 1)]
   int32_t distances = 0;  // R, at least 1 if there is a relative_bias
 
   Operand out;  // [batch, T, N, h]; an input of the backward pass
-  Operand lse;  // [batch, N, T] float32; likewise
-  // [batch, N, T] float32: the difference between the exact logarithm and lse, 0 where lse is -inf;
-  // likewise. Present if and only if adds_to_logits(): near a logit of -1e9, lse alone has lost the
-  // logarithm of the sum.
+  Operand lse;  // [batch, N, T] float32; an input of the backward pass
+  // [batch, N, T] float32: the rounding error of lse, which is the exact logarithm minus lse, and 0
+  // where lse is -inf; an input of the backward pass. Present if and only if adds_to_logits(): if a
+  // row's greatest logit is near -1e9, lse alone has lost the logarithm of the row's sum.
   Operand lse_low;
-  // If true, out, lse and lse_low are already computed, except for rows whose logits are extreme:
-  // query tiles that have such rows are computed again. See needs_exact_logits() of
-  // modifiers/logits.cuh.
+  // If true, out and lse are already computed, but not exact for rows with extreme logits. The
+  // kernel computes query tiles that have such rows again, and sets lse_low. See
+  // needs_exact_logits() of modifiers/logits.cuh.
   bool extreme_rows_only = false;
 
-  void* workspace = nullptr;  // *_workspace_bytes() of the pass and platform, uninitialised
+  // Uninitialised. The functions *_workspace_bytes() return its size for a pass and platform.
+  void* workspace = nullptr;
 };
 
 struct Backward : Forward {
@@ -112,28 +113,30 @@ struct Backward : Forward {
   Operand dquery;  // [batch, T, N, H]
   Operand dkey;    // [batch, S, K, H]
   Operand dvalue;  // [batch, S, K, h]
-  // The bias's gradient, summed over every axis whose stride is 0, in the bias's dtype. Its batch
-  // strides can differ from the bias's: a vmapped axis that the bias is not mapped over still has
-  // one gradient per index. Absent: not wanted.
+  // The bias's gradient, summed over every axis whose stride is 0, in the bias's dtype. Batch
+  // strides of dbias and bias can differ: under vmap, an unmapped bias still has one gradient per
+  // index of the mapped axis. Absent: not wanted.
   Operand dbias;
-  // Gradients with every batch axis and all heads, whatever the operands broadcast. Absent: not
-  // wanted.
+  // These gradients have every batch axis and all heads, even if the operands are broadcast.
+  // Absent: not wanted.
   Operand dalibi_slopes;   // [batch, N] float32
   Operand drelative_bias;  // [batch, N, R] float32, R along col
 };
 
-// Returns whether the call adds anything to the products of queries and keys. A logit is then a
-// float32 by definition, and may be far from the products; one of -inf forbids.
+// Returns whether the call adds anything to the scaled products of queries and keys. If so, the
+// definition rounds each logit to float32. A logit may then be far from the scaled product, and a
+// logit of -inf forbids its pair.
 JAX_FLASH_HOST_DEVICE inline bool adds_to_logits(const Forward& params) {
   return params.bias || params.alibi_slopes || params.relative_bias;
 }
 
-// Returns how many numbers a head has in the gradients that go by distance: 1 and R, if wanted.
+// Returns how many numbers each head has in the wanted gradients by distance: 1 in dalibi_slopes
+// and R in drelative_bias.
 JAX_FLASH_HOST_DEVICE inline int64_t distance_floats(const Backward& params) {
   return (params.dalibi_slopes ? 1 : 0) + (params.drelative_bias ? params.distances : 0);
 }
 
-// Returns the offset, in elements, of batch `index` (of shape.batch) in an operand.
+// Returns the offset, in elements, of batch entry `index` of an operand; index < shape.batch.
 JAX_FLASH_HOST_DEVICE inline int64_t batch_offset(const Shape& shape, const Operand& operand,
                                                   int64_t index) {
   int64_t offset = 0;

@@ -1,5 +1,5 @@
-// Defines the outcome of a native call: success, or a message that reaches the user as a
-// jax.errors.JaxRuntimeError. Nothing in this library throws or aborts.
+// Defines the outcome of a native call: success, or a message that the user gets as a
+// jax.errors.JaxRuntimeError. Custom calls neither throw nor abort.
 #pragma once
 
 #include <string>

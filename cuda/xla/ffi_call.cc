@@ -17,22 +17,22 @@ std::string dims_text(const std::vector<int64_t>& dims) {
   return text + "]";
 }
 
-// Describes one axis after the batch axes: which stride it sets, its size, and whether a size of 1
-// may stand for any size.
+// Describes one axis after the batch axes: the member of Operand that gets its stride, its size,
+// and whether the axis may have size 1 instead (broadcast).
 struct Axis {
   int64_t Operand::* stride;
   int64_t size;
   bool broadcasts = false;
 };
 
-// Reads buffers as operands of one call, collecting the first error.
+// Reads buffers as operands of one call, and keeps the first error.
 class Reader {
  public:
   explicit Reader(const Shape& shape) : shape_(shape) {}
 
   enum class Kind { kFloat, kFloatOrFloat8, kFloat32, kBool, kInt32, kUInt32 };
 
-  // `batch_broadcasts`: a batch axis may be 1 where the call's is larger.
+  // `batch_broadcasts`: true if a batch axis may have size 1 where that of the call is larger.
   Operand read(const char* name, const Buffer& buffer, Kind kind, const std::vector<Axis>& axes,
                bool batch_broadcasts) {
     Operand operand;
@@ -62,11 +62,11 @@ class Reader {
       slot = dims[i] == 1 ? 0 : stride;
       stride *= dims[i];
     }
-    // A contiguous innermost axis of size 1 keeps unit stride: kernels assume it.
+    // Kernels assume unit stride of an innermost axis that is not broadcast, also if its size is 1.
     if (!axes.empty() && !axes.back().broadcasts && axes.back().stride == &Operand::col) {
       operand.col = 1;
     }
-    static char empty;  // an operand of size zero still counts as present
+    static char empty;  // an operand without elements is present, so its pointer must not be null
     operand.data = stride == 0 ? &empty : buffer.data;
     return operand;
   }
@@ -101,13 +101,14 @@ class Reader {
 
 using Kind = Reader::Kind;
 
-// Describes a named operand or result, and where it is stored.
+// Describes a named operand or result, and the member of Backward that it is read into.
 struct Field {
   const char* name;
   Operand Backward::* where;
   Kind kind;
   std::vector<Axis> axes;
-  // False for results, and for operands that were results: these have every batch axis.
+  // False for results, and for operands that are results of the forward pass: they have every batch
+  // axis at full size.
   bool batch_broadcasts = true;
 };
 
@@ -149,16 +150,17 @@ Field dout_field(const Shape& s) {
   return {"dout", &Backward::dout, Kind::kFloat, query_axes(s, s.value_dim), false};
 }
 
-// Lists the axes of an operand, or its gradient, that has a number for each of R distances.
+// Lists the axes of the relative bias or its gradient, which have a number for each of R distances.
 std::vector<Axis> distance_axes(const Shape& s, int32_t distances, bool head_broadcasts) {
   return {{&Operand::head, s.heads, head_broadcasts}, {&Operand::col, distances}};
 }
 
-// Slots of the optional operands that have a gradient, as in operands.py, and those of scales.
+// Slots, as in operands.py, of the optional operands that have a gradient, and the first of the
+// kScales slots of scales.
 constexpr int kBiasSlot = 0, kAlibiSlot = 13, kRelativeSlot = 14, kScaleSlot = 15, kScales = 3;
 
-// Lists the results of the backward pass. `wanted` has a bit for the slot of each optional operand
-// whose gradient is among them.
+// Lists the results of the backward pass. Bit i of `wanted` says whether the gradient of the
+// optional operand in slot i is one of them.
 std::vector<Field> gradient_fields(const Shape& s, int32_t distances, int32_t wanted) {
   std::vector<Field> fields{
       {"dquery", &Backward::dquery, Kind::kFloat, query_axes(s, s.head_dim), false},
@@ -178,8 +180,8 @@ std::vector<Field> gradient_fields(const Shape& s, int32_t distances, int32_t wa
   return fields;
 }
 
-// Lists the fields in the order of the slots of operands.py: bit i of `operands` says whether
-// number i is present.
+// Lists the optional operands in the order of the slots of operands.py. Bit i of the attribute
+// `operands` says whether number i is present.
 std::vector<Field> optional_fields(const Shape& s, int32_t distances) {
   const Axis head{&Operand::head, s.heads}, query_row{&Operand::row, s.q_len};
   const Axis key_row{&Operand::row, s.kv_len}, word{&Operand::col, 2};
@@ -203,7 +205,7 @@ std::vector<Field> optional_fields(const Shape& s, int32_t distances) {
   };
 }
 
-// Reads the scales of float8 operands: [batch, heads, blocks], from `first` on.
+// Reads the scales of float8 operands, [batch, heads, blocks] each, from argument `first` on.
 Status read_scales(const Buffers& args, size_t first, int32_t present, Reader& reader, Call& call) {
   const Shape& s = call.params.shape;
   const bool is_float8 = call.params.query.dtype == DType::kFloat8;
@@ -225,8 +227,8 @@ Status read_scales(const Buffers& args, size_t first, int32_t present, Reader& r
   return reader.status();
 }
 
-// Reads the sizes of a call: those of query, key and value, and the batch axes of `full`, which has
-// all of them.
+// Reads the sizes of a call from query, key and value, and the batch axes from `full`, a buffer
+// whose batch axes all have full size.
 Status read_shape(const Buffer& query, const Buffer& key, const Buffer& value, const Buffer& full,
                   Shape& shape) {
   const auto q = query.dims, k = key.dims, v = value.dims;
@@ -299,7 +301,7 @@ Buffers read_all(const Remaining& remaining) {
   return buffers;
 }
 
-// Reads the buffers [first, first + fields.size()) of `buffers`.
+// Reads `fields` from consecutive buffers, of which `first` is the index of the first one.
 Status read_fields(const Buffers& buffers, size_t first, const std::vector<Field>& fields,
                    Reader& reader, Backward& params) {
   for (const Field& field : fields) {
@@ -312,8 +314,8 @@ Status read_fields(const Buffers& buffers, size_t first, const std::vector<Field
   return reader.status();
 }
 
-// Reads R, the last axis of the relative bias, which is the last of the optional operands, as calls
-// with scales have none.
+// Reads R, the size of the last axis of the relative bias. The relative bias is the last argument:
+// only scales would follow it, and float8 calls, which have scales, have no relative bias.
 Status read_distances(const Buffers& args, int32_t present, Backward& params) {
   if (!(present >> kRelativeSlot & 1)) return {};
   const int64_t distances = args.back().dims.empty() ? 0 : args.back().dims.back();
@@ -366,7 +368,7 @@ Status check_lse_low(const Forward& params) {
       "relative_bias), and with nothing else");
 }
 
-// A gradient can be wanted of an operand that is present only.
+// Only an operand that is present can have a gradient.
 Status check_gradients(const Backward& params, int32_t wanted) {
   const int32_t present = bool{params.bias} << kBiasSlot | bool{params.alibi_slopes} << kAlibiSlot |
                           bool{params.relative_bias} << kRelativeSlot;

@@ -1,12 +1,16 @@
-// Reads the buffers and attributes of a custom call into the structs of params.h, checking every
-// shape (Python has checked already; exported programs and other callers have not).
+// Reads the buffers and attributes of a custom call into the structs of params.h. Every shape is
+// checked: Python checks its own calls, but exported programs and other callers may not.
 //
-// Arguments: query, key, value, [out, lse, dout,] then those of optional_fields() that the
-// attribute `operands` names by its bits, in order. Every operand has the same number of leading
-// batch axes, each full or 1 (broadcast). Results: out, lse, [lse_low,] workspace, or dquery, dkey,
-// dvalue, the gradients of those optional operands that the attribute `gradients` names in the same
-// way, workspace. lse_low is a result of the forward pass, and an operand of the backward pass, if
-// something is added to the logits.
+//            arguments                     results
+//   forward  query, key, value, optional   out, lse, [lse_low,] workspace
+//   backward query, key, value, out, lse,  dquery, dkey, dvalue, gradients of optional operands,
+//            dout, optional                workspace
+//
+// Bit i of the attribute `operands` says whether optional operand i of optional_fields() is
+// present. Bits of the attribute `gradients` name, in the same way, the optional operands whose
+// gradients are results. Every operand has the same number of leading batch axes, each of full size
+// or 1 (broadcast). If something is added to the logits, lse_low is a result of the forward pass
+// and an optional operand of the backward pass.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +24,7 @@
 
 namespace jax_flash {
 
-// The attribute `options`; the fields are those of spec.py's ffi_attributes().
+// The attribute `options`. Its fields are those of ffi_attributes() in spec.py.
 struct OptionAttributes {
   float scale;
   bool is_causal;
@@ -32,7 +36,7 @@ struct OptionAttributes {
   bool deterministic;
   bool high_precision;
   int32_t smem_limit;
-  int32_t family;  // CUDA kernel family: 0 the best, 80, 90
+  int32_t family;  // of CUDA kernels: 80, 90, or 0 for the best
 };
 
 struct Call {
@@ -41,7 +45,8 @@ struct Call {
   int64_t workspace_bytes = 0;
 };
 
-// Describes an argument or a result, either of a custom call or of one that is only asked about.
+// Describes an argument or a result of a custom call, or of an abstract call that explain() asks
+// about.
 struct Buffer {
   void* data;
   xla::ffi::DataType type;
@@ -50,7 +55,7 @@ struct Buffer {
 };
 using Buffers = std::vector<Buffer>;
 
-// Returns the buffers of a custom call; empty if one is not a buffer.
+// Return the buffers of a custom call, or none if an argument or result is not a buffer.
 Buffers buffers_of(xla::ffi::RemainingArgs args);
 Buffers buffers_of(xla::ffi::RemainingRets results);
 
