@@ -1,17 +1,25 @@
-// Computes the backward pass by warp-level matrix instructions, after FlashAttention-2
+// Computes the backward pass with warp-level matrix instructions (mma.sync), after FlashAttention-2
 // (arXiv:2307.08691).
 //
 //   for each query head of the group, for each tile of rows that may attend to the block's keys
-//     S = Q K^T,  dP = dO V^T         each warp its part of the tile
-//     P = 2^(scale log2(e) S - lse),  dS = P (dP - delta)
-//     P, dS to shared memory: the products below divide them otherwise
-//     dV += P^T dO,  dK += dS^T Q     accumulators of the block
+//     S = Q K^T,  dP = dO V^T
+//     P = 2^(scale log2(e) S - lse),  dS = P (dP - delta)     lse in log2 units
+//     dV += P^T dO,  dK += dS^T Q     in accumulators until the end
 //     dQ += dS K                      added to float32 sums in global memory
 //
-// A block owns its keys for all query heads of the group, so dK and dV need no atomics. Only dQ is
-// shared by blocks; when the result must not depend on their timing, they add in turns, in the
-// order of their keys. Blocks then take their keys by ticket, so that a block only waits for blocks
-// that have started before it.
+// A thread block owns a tile of keys for all query heads of the group, so dK and dV need no
+// atomics. All of its warps do the same work, but divide the tiles of the three kinds of products
+// in different ways (BackwardConfig). P and dS therefore pass through shared memory. Several blocks
+// add to each dQ. In deterministic calls they add in turns, in the order of their keys. Blocks then
+// take their keys by ticket: a block only waits for blocks that have started before it, so they
+// cannot deadlock.
+//
+// All threads start copies of Q and dO with cp.async. With two stages, those of the next tile are
+// copied during the current one; with one stage, Q is copied from the end of the dK product on, and
+// dO from the end of the dV product on.
+//
+// Shared memory: K, later dK | V, later dV | P | dS | kStages tiles of Q | kStages tiles of dO.
+// Static shared memory holds lse and delta of each stage's rows.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -40,7 +48,7 @@
 
 namespace jax_flash::sm80 {
 
-// Says where a block's tiles are in shared memory.
+// Returns the places of a block's tiles in shared memory.
 template <typename Config>
 struct BackwardTiles {
   uint32_t base;
@@ -63,8 +71,9 @@ struct BackwardTiles {
   }
 };
 
-// Says which part of each kind of product this thread's warp computes: its first row, and its
-// first column or its number among the warps that divide the columns.
+// Says which part of each kind of product this thread's warp computes, by the first row and the
+// first column. For gradients, whose columns the warps take 16 at a time in turn, the column is the
+// warp's number among those that divide the columns.
 template <typename Config>
 struct WarpParts {
   static constexpr int kScoreCols = Config::kWarps / Config::kScoreWarpRows;
@@ -91,8 +100,9 @@ struct KeyTilePlace {
   uint32_t batch_kv_head;
   int64_t batch_index;
 
-  // Under a causal mask the first keys have the most rows, and go first. Blocks of one head share
-  // its rows in L2. If they take turns, as few blocks of a head as possible run at the same time.
+  // Under a causal mask, the first keys have the most query rows, so they go first. Consecutive
+  // blocks belong to one head, and share its rows in L2. With `by_tile`, for calls with turns, they
+  // belong to different heads: as few blocks of a head as possible run at the same time.
   __device__ __forceinline__ KeyTilePlace(const Shape& shape, uint32_t block, bool by_tile) {
     const uint32_t tiles = (shape.kv_len + kBlockKv - 1) / kBlockKv;
     const uint32_t heads = static_cast<uint32_t>(shape.batch * shape.kv_heads);
@@ -103,7 +113,7 @@ struct KeyTilePlace {
   }
 };
 
-// Returns the number of this block: of its ticket, if there are tickets.
+// Returns the number of this block: its ticket, if there are tickets, and otherwise blockIdx.x.
 __device__ __forceinline__ uint32_t take_ticket(int32_t* ticket) {
   __shared__ uint32_t ticket_smem;
   uint32_t block = blockIdx.x;
@@ -115,7 +125,7 @@ __device__ __forceinline__ uint32_t take_ticket(int32_t* ticket) {
   return block;
 }
 
-// Copies tiles of Q and dO with their rows' statistics, for the query heads of a group.
+// Copies tiles of Q and dO with the lse and delta of their rows, for the query heads of a group.
 template <typename Config, typename Element, typename Tiles = BackwardTiles<Config>>
 struct QueryLoader {
   static constexpr int kBlockQ = Config::kBlockQ;
@@ -158,7 +168,7 @@ struct QueryLoader {
     load_query(at, stage);
     load_dout(at, stage);
   }
-  // With one stage: once all have read Q or dO, start copying that of the next tile, if any.
+  // With one stage: after all warps have read Q or dO, start copying the next tile, if any.
   __device__ __forceinline__ void replace_query(const QueryTileWalk& next) const {
     __syncthreads();
     if (!next.done()) load_query(next, 0);
@@ -170,7 +180,7 @@ struct QueryLoader {
     ptx::cp_async_commit_group();
   }
 
-  // Give a tile's statistics in shared memory.
+  // Return the places of a tile's lse and delta in shared memory.
   static __device__ __forceinline__ float* lse(int stage) {
     __shared__ __align__(16) float smem[Config::kStages][kBlockQ];
     return smem[stage];
@@ -179,7 +189,8 @@ struct QueryLoader {
     __shared__ __align__(16) float smem[Config::kStages][kBlockQ];
     return smem[stage];
   }
-  // Needed once a tile, as the two below; kept in shared memory, because registers are short.
+  // This and the two pointers below are used once per tile. They are in shared memory, because
+  // registers are scarce.
   static __device__ __forceinline__ float*& dquery_gmem() {
     __shared__ float* pointer;
     return pointer;
@@ -219,7 +230,7 @@ __device__ __forceinline__ void wait_for_copies() {
   __syncthreads();
 }
 
-// Starts copying a block's keys and values; those that no row may attend to become zeros: see
+// Starts copying a block's keys and values. Those that no row may attend to become zeros: see
 // load_tile().
 template <typename Config, typename Element, typename Tiles>
 __device__ __forceinline__ void load_keys(const Tiles& tiles, const Backward& params,
@@ -232,7 +243,8 @@ __device__ __forceinline__ void load_keys(const Tiles& tiles, const Backward& pa
                               params.value.row, col0, first, end, params.shape.value_dim);
 }
 
-// Clears keys that are not finite, and rounds keys and values to TF32 if products need that.
+// Clears keys that are not finite (see clear_bad_keys()), and rounds keys and values for TF32
+// products.
 template <typename Config, typename Element, bool kGeneral, typename Tiles>
 __device__ __forceinline__ void prepare_keys(const Tiles& tiles, uint32_t* bad_keys_smem) {
   if constexpr (kGeneral) {
@@ -246,7 +258,7 @@ __device__ __forceinline__ void prepare_keys(const Tiles& tiles, uint32_t* bad_k
   }
 }
 
-// Turns products into logits, -inf where not allowed.
+// Turns products into logits. Pairs that are not allowed get -inf.
 template <typename Config, typename Element, bool kGeneral, int kM, int kN>
 __device__ __forceinline__ void mask_scores(
     float (&scores)[kM][kN][4], const ScoreGradient<kGeneral, kM, kN, Element>& gradient,
@@ -257,9 +269,8 @@ __device__ __forceinline__ void mask_scores(
   }
 }
 
-// Computes P of the scores, and dscores: dP = dO V^T, dS = P (dP - delta). Exponentials are placed
-// among the products: they do not use the tensor cores. Stores P and dS: the products below divide
-// them otherwise.
+// Computes P from the scores, dP = dO V^T and dS = P (dP - delta), and stores P and dS. The
+// exponentials are interleaved with the products, because they do not use the tensor cores.
 template <typename Element, typename Config, bool kGeneral, int kM, int kN>
 __device__ __forceinline__ void differentiate_scores(
     float (&scores)[kM][kN][4], float (&dscores)[kM][kN][4],
@@ -288,7 +299,7 @@ __device__ __forceinline__ void differentiate_scores(
   store_fragments<Element>(tiles.dscore(), row, col / 8, dscores);
 }
 
-// Adds a tile's part of dQ to its sums in global memory, in turn if workspace.turns.
+// Adds this block's part of a tile of dQ to the sums in global memory, in turn if workspace.turns.
 template <typename Config, int kM, int kN>
 __device__ __forceinline__ void add_in_turn(float* dquery_gmem, const float (&dquery)[kM][kN][4],
                                             const Backward& params,
@@ -316,7 +327,7 @@ __device__ __forceinline__ void add_in_turn(float* dquery_gmem, const float (&dq
   turn.pass();
 }
 
-// Stores dK in place of K's tile and dV in place of V's, and then in global memory.
+// Stores dK and dV. 16-bit elements are staged in the tiles of K and V.
 template <typename Config, typename Element, int kM, int kDkeyN, int kDvalueN>
 __device__ __forceinline__ void store_gradients(const BackwardTiles<Config>& tiles,
                                                 const Backward& params, const BatchIndex& batch,
@@ -389,7 +400,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     QueryTileWalk next = walk;
     next.advance<kBlockQ>();
     if constexpr (Config::kStages == 2) {
-      wait_for_copies<0>();  // Q and dO have arrived; all have read the ones before, and P and dS
+      // Q and dO have arrived, and all warps have read the previous ones, P and dS.
+      wait_for_copies<0>();
       if (!next.done()) loader.load_both(next, stage ^ 1);
       ptx::cp_async_commit_group();
     } else {
@@ -425,7 +437,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     walk = next;
   }
 
-  wait_for_copies<0>();  // all have read K: dK takes its place, and dV that of V
+  wait_for_copies<0>();  // all warps have read K and V: dK and dV take their places
   store_gradients<Config, Element>(tiles, params, batch, at.kv_head, col0, parts, dkey, dvalue);
 }
 

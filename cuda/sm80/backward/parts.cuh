@@ -1,5 +1,5 @@
-// Defines building blocks of the main backward kernel: how a block walks over query tiles, how
-// blocks take turns, and how accumulators reach shared and global memory.
+// Defines building blocks of the main backward kernel: the walk over query tiles, the turns of
+// blocks that add to one sum, and the stores of accumulators to shared and global memory.
 #pragma once
 
 #include <cstdint>
@@ -18,7 +18,8 @@
 
 namespace jax_flash::sm80 {
 
-// Orders the additions of several blocks to a sum: they take turns.
+// Fixes the order in which several blocks add to a sum: block number `mine` waits until the counter
+// shows its number, adds, and passes the turn on.
 struct Turn {
   int32_t* counter;  // null: no turns
   int32_t mine;
@@ -38,7 +39,8 @@ struct Turn {
   }
 };
 
-// Walks over the query tiles that a block visits, for all heads of a group, head by head.
+// Walks over the query tiles that a block visits, head by head, for all heads of a group. With
+// segments, skips tiles.
 struct QueryTileWalk {
   TileRange range;
   int32_t group;  // query heads per key/value head
@@ -91,7 +93,7 @@ __device__ __forceinline__ void load_statistics(float* smem, const float* statis
   }
 }
 
-// Reads the statistics of the rows of this thread's fragments.
+// Reads lse or delta of the rows of this thread's fragments.
 template <int kM>
 __device__ __forceinline__ void load_rows(float (&values)[kM][2], const float* smem) {
 #pragma unroll
@@ -101,7 +103,7 @@ __device__ __forceinline__ void load_rows(float (&values)[kM][2], const float* s
   }
 }
 
-// Stores a block's dK or dV through shared memory. The warps take 16 of its columns each, in turn.
+// Stores a block's dK or dV through shared memory. The warps take 16 columns at a time, in turn.
 template <int kThreads, int kWarpCols, typename Element, typename Tile, int kM, int kN>
 __device__ __forceinline__ void store_key_gradient(const Tile& tile, Element* gmem,
                                                    int64_t row_stride, int rows, int cols,
@@ -131,7 +133,7 @@ __device__ __forceinline__ void store_key_gradient(const Tile& tile, Element* gm
   }
 }
 
-// Adds a warp's part of dQ to the sums of a tile.
+// Adds a warp's part of dQ to the sums of a tile in the workspace.
 template <typename Config, int kM, int kN>
 __device__ __forceinline__ void add_dquery(float* tile_gmem, const DqueryOrder<Config>& order,
                                            const float (&values)[kM][kN][4]) {
@@ -156,7 +158,7 @@ __device__ __forceinline__ void add_dquery(float* tile_gmem, const DqueryOrder<C
   }
 }
 
-// Does the same for float32, where dQ itself holds the sums.
+// Adds a warp's part of dQ to the result itself, which holds the sums of float32 calls.
 template <typename Config, int kM, int kN>
 __device__ __forceinline__ void add_float32_dquery(const Float32Rows& rows, int32_t row0,
                                                    int32_t row_end, int warp_col, float scale,
@@ -185,15 +187,16 @@ __device__ __forceinline__ void add_float32_dquery(const Float32Rows& rows, int3
 }
 
 // Returns whether the main kernel for float32 adds dS to the bias's gradient, which is float32 and
-// begins as zeros. Its sums then depend on the order of blocks; other gradients have a kernel of
-// their own, which computes dS once more: modifiers/bias_gradient.cuh.
+// zeroed before. The sums then depend on the order of blocks, so deterministic calls do not use
+// this. For other gradients, modifiers/bias_gradient.cuh computes dS once more.
 __host__ __device__ __forceinline__ bool adds_bias_gradient(const Backward& params) {
   const Operand& dbias = params.dbias;
   return dbias && dbias.dtype == DType::kFloat32 && dbias.row != 0 && dbias.col == 1 &&
          !params.options.deterministic;
 }
 
-// Adds a warp's dS, whose element [0, 0] is (row0, col0) of a batch and head, if it is to.
+// Adds a warp's dS to the bias's gradient, if adds_bias_gradient(). Element [0, 0] of dS belongs to
+// query row0 and key col0 of the head.
 template <bool kFloat32, int kM, int kN>
 __device__ __forceinline__ void add_bias_gradient(const Backward& params, const BatchIndex& batch,
                                                   int32_t head, int32_t row0, int32_t col0,
@@ -228,7 +231,7 @@ __device__ __forceinline__ void add_bias_gradient(const Backward& params, const 
   }
 }
 
-// Stores dK or dV of float32, of which add_transpose_product() computes neighbouring rows.
+// Stores dK or dV of float32. add_transpose_product() gives a thread neighbouring rows of them.
 template <int kWarpCols, int kM, int kN>
 __device__ __forceinline__ void store_float32_key_gradient(const Float32Rows& gradient, int row0,
                                                            int row_end, int warp_col, float scale,

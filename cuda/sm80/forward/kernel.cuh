@@ -1,15 +1,19 @@
-// Computes the forward pass by warp-level matrix instructions, after FlashAttention-2
+// Computes the forward pass with warp-level matrix instructions (mma.sync), after FlashAttention-2
 // (arXiv:2307.08691).
 //
 //   for each tile of keys and values that some row of the block may attend to
-//     S = Q K^T                     accumulators of the owning warp
-//     P = 2^(scale log2(e) S - m)   m the running maximum of each row
-//     O = O 2^(m_old - m) + P V     P goes from accumulators to operands within a thread
-//   out = O / l, lse = m + log l
+//     S = Q K^T
+//     P = 2^(scale log2(e) S - m)   m: the row's running maximum
+//     O = O 2^(m_old - m) + P V     accumulators of S become operands within a thread
+//   out = O / l, lse = m + log l    l: the row's sum of P
 //
-// Every warp does the same work on its own rows. A block's warps synchronize only to pass tiles of
-// K and V, which cp.async brings while they compute: with two stages, both of the next tile during
-// the current one; with one, V during Q K^T and the next K during P V.
+// A thread block computes a tile of queries of one head. All of its warps do the same work, each on
+// its own 16 Config::kMTiles rows. They synchronize only when a tile of K or V arrives or its
+// memory becomes free. All threads start the copies with cp.async, and the warps compute meanwhile:
+// with two stages, K and V of the next tile are copied during the current one; with one stage, V
+// during Q K^T and the next K during the softmax and P V.
+//
+// Shared memory: Q, later out | kStages tiles of K | kStages tiles of V
 #pragma once
 
 #include <cuda_bf16.h>
@@ -38,7 +42,7 @@
 
 namespace jax_flash::sm80 {
 
-// Walks over the key tiles that a block reads, in order.
+// Walks over the key tiles that a block reads, in order. With segments, skips tiles.
 struct KeyTileWalk {
   int32_t tile, end;
   const SegmentSpan* key_spans = nullptr;  // spans of this batch, or null
@@ -52,8 +56,10 @@ struct KeyTileWalk {
   }
 };
 
-// Returns a bit per column (n, e) of the tile, set if some row of this warp may attend to it; all
-// lanes that hold rows of V for these columns in operand fragments get the bits they need.
+// Returns a bit per column of this thread in the tile, the e-th of its two in the n-th 8 columns.
+// A bit is set if some row of this warp may attend to the column. Lanes with the same lane % 4 have
+// the same columns, and hold the same rows of V in operand fragments. Other rows of V have P = 0,
+// but may hold NaN, so they must be cleared.
 template <int kM, int kN>
 __device__ __forceinline__ uint32_t attended_columns(const float (&logits)[kM][kN][4]) {
   uint32_t bits = 0;
@@ -75,7 +81,8 @@ __device__ __forceinline__ uint32_t attended_columns(const float (&logits)[kM][k
   return bits;
 }
 
-// Stores a warp's rows of out through shared memory, in rows of 16-byte chunks.
+// Stores a warp's rows of out. 16-bit elements are staged in shared memory, so that a lane stores
+// 16 bytes at a time.
 template <typename Config, typename Element, int kM, int kN>
 __device__ __forceinline__ void store_out(const Forward& params, const BatchIndex& batch,
                                           int32_t head, int32_t row0,
@@ -142,8 +149,9 @@ struct QueryTilePlace {
   }
 };
 
-// Finds query tiles that have a row with extreme logits, among every gridDim.x-th tile. A block
-// looks at 32 of its tiles at a time, and sets lse_low of the other rows, which is nearly 0.
+// Finds the query tiles that have a row with extreme logits. A block searches every gridDim.x-th
+// tile, 32 of them at a time. The search sets lse_low of all rows to 0, which is nearly exact for
+// other rows; attend() overwrites it in the tiles that are found.
 template <typename Config>
 class ExtremeTiles {
  public:
@@ -193,7 +201,7 @@ class ExtremeTiles {
   uint32_t found_ = 0;  // a bit for each of 32 tiles from first_ on
 };
 
-// Says where a block's tiles are in shared memory.
+// Returns the places of a block's tiles in shared memory.
 template <typename Config>
 struct ForwardTiles {
   uint32_t base;
@@ -238,7 +246,7 @@ struct TileLoader {
   }
 
  private:
-  // Needed once a tile; kept in shared memory, because registers are short.
+  // The pointers are used once per tile. They are in shared memory, because registers are scarce.
   static __device__ __forceinline__ const Element*& key_gmem() {
     __shared__ const Element* pointer;
     return pointer;
@@ -247,7 +255,7 @@ struct TileLoader {
     __shared__ const Element* pointer;
     return pointer;
   }
-  // Columns that no row of the block may attend to become zeros: see load_tile().
+  // Keys that no row of the block may attend to become zeros: see load_tile().
   template <typename Tile>
   __device__ __forceinline__ void load(const Tile& to, const Element* gmem, int64_t stride,
                                        int32_t tile, int32_t cols) const {
@@ -273,8 +281,9 @@ __device__ __forceinline__ void wait_for_copies() {
   __syncthreads();
 }
 
-// Does so for copies of these tiles, and rounds them to TF32 if products need that: each thread
-// what it has copied, before others see it. Rounding fragments would repeat it in every warp.
+// Waits until copies of these tiles have arrived. For TF32 products, each thread first rounds the
+// elements that it has copied itself; to round operand fragments instead would repeat this work in
+// every warp.
 template <typename Config, typename Element, typename... Tiles>
 __device__ __forceinline__ void wait_for_tiles(const Tiles&... tiles) {
   if constexpr (std::is_same_v<Element, Tf32>) {
@@ -295,7 +304,7 @@ __device__ __forceinline__ void read_query(uint32_t (&fragments)[kM][kSteps][4],
   }
 }
 
-// S = Q K^T; Q comes from registers if Config::kQueryInRegisters, and else from its tile.
+// S = Q K^T. Q is read from registers if Config::kQueryInRegisters, and otherwise from its tile.
 template <typename Config, typename Element, int kM, int kN, int kQueryM, int kSteps>
 __device__ __forceinline__ void multiply_query_key(float (&logits)[kM][kN][4],
                                                    const uint32_t (&query_rmem)[kQueryM][kSteps][4],
@@ -317,8 +326,8 @@ __device__ __forceinline__ void multiply_query_key(float (&logits)[kM][kN][4],
       [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, key_reader.at(n * 8, k * 2)); });
 }
 
-// Turns a tile's products into logits, -inf where not allowed. Returns the columns whose values may
-// be used: see attended_columns().
+// Turns a tile's products into logits; pairs that are not allowed get -inf. Returns the bits of
+// attended_columns(), or all bits if no row of V has to be cleared.
 template <typename Config, typename Element, bool kGeneral, int kM, int kN>
 __device__ __forceinline__ uint32_t mask_logits(float (&logits)[kM][kN][4], const Forward& params,
                                                 const BatchIndex& batch, int32_t head,
@@ -346,8 +355,8 @@ __device__ __forceinline__ void find_kept(Kept (&kept)[kM], const LogitModifiers
   for (int m = 0; m < kM; ++m) kept[m] = modifiers.template kept<kN>(row0 + m * 16, col0);
 }
 
-// P = 2^(scale log2(e) S - m), without what dropout drops; O += P V, without rows of V that no row
-// of the warp attends to.
+// P = 2^(scale log2(e) S - m), and 0 for dropped elements; then O += P V. Rows of V that no row of
+// the warp attends to are cleared.
 template <typename Config, typename Element, bool kGeneral, int kM, int kN, int kOutN, int kKeptM>
 __device__ __forceinline__ void multiply_probability_value(
     float (&out)[kM][kOutN][4], float (&logits)[kM][kN][4], OnlineSoftmax<kM, kGeneral>& softmax,
@@ -372,8 +381,8 @@ __device__ __forceinline__ void multiply_probability_value(
   }
 
   if constexpr (kIsFloat32<Element>) {
-    // Keys are summed over in any order: columns 2 t and 2 t + 1 of accumulators become columns t
-    // and t + 4 of operands, and rows of V go along.
+    // The sum over keys may have any order. So the accumulator columns 2 t and 2 t + 1, which a
+    // thread holds, serve as operand columns t and t + 4, and rows of V are read in that order.
     const TransposedReader<typename Config::ValueTile, StepOrder::kPaired> reader(value_smem, 0, 0);
     matmul<Element, kN, kRoundedA | kRoundedB>(
         out,
@@ -383,7 +392,7 @@ __device__ __forceinline__ void multiply_probability_value(
 #pragma unroll
           for (int i = 0; i < 4; ++i) {
             a[i] = __float_as_uint(logits[m][k][kElement[i]]);
-            // This loses NaN, but then the sum of the row's exponentials is NaN.
+            // Rounds to TF32. This may lose a NaN, but then the row's sum of exponentials is NaN.
             if constexpr (std::is_same_v<Element, Tf32>) a[i] += ptx::kHalfTf32;
           }
         },
@@ -419,7 +428,7 @@ __device__ __forceinline__ void multiply_probability_value(
   }
 }
 
-// out = O / l; stores lse = m + log l.
+// Replaces O by out = O / l, and stores lse = m + log l and lse_low.
 template <typename Element, bool kGeneral, int kM, int kOutN>
 __device__ __forceinline__ void finish_rows(float (&out)[kM][kOutN][4],
                                             const OnlineSoftmax<kM, kGeneral>& softmax,
@@ -464,7 +473,7 @@ __device__ __forceinline__ void finish_rows(float (&out)[kM][kOutN][4],
   }
 }
 
-// Computes one query tile, number `index`.
+// Computes out and lse of query tile number `index`.
 template <typename Config, typename Element, bool kGeneral>
 __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans& spans,
                                        uint32_t index) {
@@ -508,7 +517,7 @@ __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans
   for (int stage = 0; walk.tile < walk.end; stage ^= Config::kStages - 1) {
     const int32_t col0 = walk.tile * kBlockKv;
     const int32_t next = walk.skip_to<kBlockKv>(walk.tile + 1);
-    // The tile arrives, and all have read the one before.
+    // After this wait, the tile has arrived, and all warps have read the previous one.
     if constexpr (Config::kStages == 2) {
       wait_for_tiles<Config, Element>(tiles.key(stage), tiles.value(stage));
       if (next < walk.end) {
@@ -524,7 +533,7 @@ __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans
     float logits[kM][kBlockKv / 8][4];
     multiply_query_key<Config, Element>(logits, query_rmem, tiles.query(), tiles.key(stage));
     if constexpr (Config::kStages == 1) {
-      wait_for_tiles<Config, Element>(tiles.value(0));  // all have read K
+      wait_for_tiles<Config, Element>(tiles.value(0));  // and all warps have read K
       if (next < walk.end) loader.load_key(next, 0);
       ptx::cp_async_commit_group();
     }
@@ -542,7 +551,7 @@ __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans
     walk.tile = next;
   }
 
-  // Needed also for a block without tiles: no copy may be in flight to the query tile's memory.
+  // Blocks without tiles wait, too: no copy may be in flight to the memory of Q, which out reuses.
   wait_for_copies();
   finish_rows<Element>(out, softmax, to_log2, params, batch, at.head, warp_row0, band);
   store_out<Config, Element>(params, batch, at.head, row0, tiles.out(), out);
@@ -556,7 +565,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   do {
     if (kGeneral && params.extreme_rows_only) {
 #if __CUDA_ARCH__ >= 900
-      ptx::griddepcontrol_wait();  // for lse of the kernel before
+      ptx::griddepcontrol_wait();  // until the previous kernel has stored lse
 #endif
       if (!extreme.next(params, index)) return;
     }
