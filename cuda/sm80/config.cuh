@@ -1,4 +1,5 @@
-// Defines tile sizes, warp roles and shared-memory layouts of the sm_80 family.
+// Defines the tile sizes, the division of work among warps and the shared-memory layouts of the
+// sm_80 family. wide_config.cuh does so for head dims above 256.
 #pragma once
 
 #include <cstdint>
@@ -7,8 +8,8 @@
 #include "tile/element.cuh"
 #include "tile/smem_tile.cuh"
 
-// Switches of `python benchmarks/run.py ablation`, which builds variants with -D; their defaults
-// are what is shipped. flash_benchmark/switches.py lists the values that it tries.
+// `python benchmarks/run.py ablation` overrides these switches with -D to build variants; the
+// defaults are shipped. flash_benchmark/switches.py lists the values that it tries.
 #ifndef JAX_FLASH_SM80_FORWARD_BLOCK_Q
 #define JAX_FLASH_SM80_FORWARD_BLOCK_Q 128
 #endif
@@ -43,12 +44,13 @@
 
 namespace jax_flash::sm80 {
 
-// Configurations exist for up to three amounts of shared memory that a block can have, in KB:
-//   99 on sm_86, sm_89 and sm_120; 163 on sm_80 and sm_87; 227 on sm_90 and sm_100
+// Configurations exist for up to three sizes of the shared memory that a block may use (kSmemKb):
+//   99 KB on sm_86, sm_89 and sm_120; 163 KB on sm_80 and sm_87; 227 KB on sm_90 and sm_100
 
-// Sizes of the forward pass for float32 operands. As many bytes as of 16-bit operands are half as
-// many columns, whose products take as long; so tiles have the same bytes. With split products, of
-// which there are three for each load, and where there are few blocks, a warp has 16 rows.
+// Sizes of the forward pass for float32 operands. A product of TF32 takes as long per byte of its
+// operands as one of 16-bit types, so tiles have as many bytes as theirs. A warp has 16 rows if
+// products are split, since each loaded fragment then serves three products, and if there are few
+// blocks.
 template <bool kSplit, int kHeadDim, bool kGeneral, int kSmemKb, bool kFewRows>
 struct Float32ForwardSizes {
   static constexpr bool kHalf = kHeadDim <= 128 && (kSplit || kFewRows);
@@ -60,8 +62,8 @@ struct Float32ForwardSizes {
 };
 
 // Configures the forward pass: a block computes kBlockQ rows of one head's output and walks over
-// tiles of kBlockKv keys and values. A warp owns kMTiles * 16 rows, so that softmax needs no other
-// warp, and reads each key and value fragment once for all of them.
+// tiles of kBlockKv keys and values. A warp owns kMTiles * 16 rows. Their softmax needs no other
+// warp, and each fragment of K and V that the warp reads serves all of them.
 template <int kHeadDimension, int kValueDimension, bool kGeneral, int kSmemKb,
           int kTf32Products = 0, bool kFewRows = false>
 struct ForwardConfig {
@@ -81,11 +83,11 @@ struct ForwardConfig {
   static constexpr int kStages =  // for each of K and V
       kFloat32 ? Float32::kStages : JAX_FLASH_SM80_FORWARD_STAGES;
   static constexpr int kMinBlocks = kFloat32 ? Float32::kMinBlocks : kWarps == 4 ? 2 : 1;
-  // If true, the exponentials of 16 columns come right before the products that use them, and so
-  // overlap the products before; if false, all exponentials of a tile come before all those
-  // products. See TUNING.md.
+  // If true, the exponentials of 16 columns are computed right before the products that use them,
+  // overlapped with the previous products. If false, all exponentials of a tile are computed before
+  // the first of these products. See TUNING.md.
   static constexpr bool kInterleaved = JAX_FLASH_SM80_FORWARD_INTERLEAVED;
-  // Under a causal mask the last rows, which have the most work, go first.
+  // If true, the last query tiles, which have the most work under a causal mask, go first.
   static constexpr bool kLongestFirst = JAX_FLASH_SM80_FORWARD_LONGEST_FIRST;
 
   static constexpr int kBytes = kFloat32 ? 4 : 2;
@@ -94,14 +96,14 @@ struct ForwardConfig {
   using ValueTile = SmemTile<kBlockKv, kValueDim, kBytes>;
   using OutTile = SmemTile<kBlockQ, kValueDim, kBytes>;  // reuses the memory of the query tile
 
-  // Shared memory holds query (then out), kStages times key, kStages times value.
+  // Shared memory: query, later out | kStages tiles of keys | kStages tiles of values
   static constexpr int kKeyOffset = QueryTile::kBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * KeyTile::kBytes;
   static constexpr int kSmemBytes = kValueOffset + kStages * ValueTile::kBytes;
   static_assert(kSmemBytes <= kSmemLimit);
 };
 
-// Sizes of the backward pass for float32 operands; names as in BackwardConfig.
+// Sizes of the backward pass for float32 operands. The names are those of BackwardConfig.
 template <bool kSplit, int kHeadDim, int kSmemKb>
 struct Float32BackwardSizes {
   static constexpr bool kSmall = kSmemKb <= 99;
@@ -116,9 +118,9 @@ struct Float32BackwardSizes {
 };
 
 // Configures the backward pass: a block owns kBlockKv keys and values of one key/value head and
-// walks over tiles of kBlockQ rows of the group's query heads. Three kinds of products divide the
-// warps in three ways, rows x columns of the result, so that each operand fragment read from shared
-// memory, which bounds this kernel, serves several products:
+// walks over tiles of kBlockQ rows of the group's query heads. Reads from shared memory bound this
+// kernel, so each operand fragment should serve several products. The warps therefore form a
+// different grid, rows x columns of the result, for each kind of product:
 //   S, dP  [kBlockQ, kBlockKv]     kScoreWarpRows x the rest
 //   dK, dV [kBlockKv, head dim]    kKeyWarpRows x the rest
 //   dQ     [kBlockQ, head dim]     kQueryWarpRows x the rest
@@ -135,14 +137,14 @@ struct BackwardConfig {
   static constexpr int kBlockQ = kFloat32 ? Float32::kBlockQ : kSmall && kHeadDim >= 192 ? 32 : 64;
   static constexpr bool kWide = kHeadDim == 128 || (kHeadDim == 96 && !kGeneral);
   static constexpr int kBlockKv = kFloat32 ? Float32::kBlockKv : JAX_FLASH_SM80_BACKWARD_BLOCK_KV;
-  // The greatest head dim with two stages of Q and dO; larger ones have one stage.
+  // The greatest head dim with two stages of Q and dO. Larger head dims have one stage.
   static constexpr int kTwoStages = kSmall ? 64 : kSmemKb > 163 && !kGeneral ? 256 : 192;
   static constexpr int kStages = kFloat32 ? Float32::kStages : JAX_FLASH_SM80_BACKWARD_STAGES;
   static constexpr int kWarps = kFloat32                           ? Float32::kWarps
                                 : kHeadDim <= 64 || kBlockKv == 32 ? 4
                                                                    : 8;
   static constexpr int kThreads = 32 * kWarps;
-  // Three blocks of four warps leave 168 registers a thread, which suffices without modifiers.
+  // Three blocks of four warps leave 168 registers per thread, which suffice without modifiers.
   static constexpr int kMinBlocks =
       kFloat32 ? Float32::kMinBlocks : JAX_FLASH_SM80_BACKWARD_MIN_BLOCKS;
 
@@ -164,15 +166,15 @@ struct BackwardConfig {
   using ValueTile = SmemTile<kBlockKv, kValueDim, kBytes>;
   using ScoreTile = SmemTile<kBlockQ, kBlockKv, kBytes>;
 
-  // Shared memory holds key (then dK), value (then dV), P, dS, kStages times query, kStages times
-  // dO.
+  // Shared memory: key, later dK | value, later dV | P | dS | kStages tiles of queries | kStages
+  // tiles of dO
   static constexpr int kValueOffset = KeyTile::kBytes;
   static constexpr int kProbabilityOffset = kValueOffset + ValueTile::kBytes;
   static constexpr int kScoreOffset = kProbabilityOffset + ScoreTile::kBytes;
   static constexpr int kQueryOffset = kScoreOffset + ScoreTile::kBytes;
   static constexpr int kOutOffset = kQueryOffset + kStages * QueryTile::kBytes;
   static constexpr int kSmemBytes = kOutOffset + kStages * OutTile::kBytes;
-  static constexpr int kStaticSmemBytes = 2048;  // most for row statistics and the like
+  static constexpr int kStaticSmemBytes = 2048;  // upper bound: lse, delta and pointers
   static_assert(kSmemBytes + kStaticSmemBytes <= kSmemLimit);
 };
 

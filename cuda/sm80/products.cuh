@@ -1,5 +1,5 @@
-// Multiplies tiles in shared memory, and stores accumulators there as operands: what the kernels of
-// the sm_80 family share.
+// Multiplies tiles in shared memory, and stores accumulators to shared memory as operands. The
+// kernels of the sm_80 family share these functions.
 #pragma once
 
 #include <cstdint>
@@ -16,7 +16,7 @@
 
 namespace jax_flash::sm80 {
 
-// acc = A B^T, for A's rows from `row` on and B's from `col` on.
+// acc = A B^T, for rows of A from `row` on and rows of B from `col` on.
 template <typename Element, int kM, int kN, typename TileA, typename TileB>
 __device__ __forceinline__ void multiply_by_transpose(float (&acc)[kM][kN][4], const TileA& a_tile,
                                                       int row, const TileB& b_tile, int col) {
@@ -28,13 +28,14 @@ __device__ __forceinline__ void multiply_by_transpose(float (&acc)[kM][kN][4], c
       [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, b_reader.at(n * 8, k * 2)); });
 }
 
-// Does so over the first `cols` columns alone, rounded up to 128; the others are zeros. With
-// kShares, over one share of each 128 of these. Fragments are loaded two steps ahead.
+// acc = A B^T, like multiply_by_transpose(), summed over the first `cols` columns, rounded up to
+// 128: the others are zeros. With kShares == 2, sums over half number `share` of each 128 columns.
+// Fragments are loaded two steps ahead.
 template <typename Element, int kShares = 1, int kM, int kN, typename TileA, typename TileB>
 __device__ __forceinline__ void multiply_first_columns(float (&acc)[kM][kN][4], const TileA& a_tile,
                                                        int row, const TileB& b_tile, int col,
                                                        int32_t cols, int share = 0) {
-  constexpr int kCols = 128, kPanels = kCols / TileA::kPanelCols;  // of a turn of the loop
+  constexpr int kCols = 128, kPanels = kCols / TileA::kPanelCols;  // per iteration of the loop
   constexpr int kSteps = kCols / kShares / kStepCols<Element>, kSlots = 4, kAhead = 2;
   static_assert(TileA::kCols == TileB::kCols && TileA::kCols % kCols == 0);
   static_assert(kPanels % kShares == 0 && kSteps % kSlots == 0);
@@ -58,7 +59,8 @@ __device__ __forceinline__ void multiply_first_columns(float (&acc)[kM][kN][4], 
   for (int32_t first = 0; first < cols; first += kCols) {
 #pragma unroll
     for (int k = 0; k < kSteps; ++k) {
-      if (k + kAhead == kSteps && first + kCols < cols) {  // the next turn's, or these once more
+      // Fragments of the next iteration; in the last one, the same again, which are not used.
+      if (k + kAhead == kSteps && first + kCols < cols) {
         a_reader.offset += kPanels * TileA::kPanelBytes;
         b_reader.offset += kPanels * TileB::kPanelBytes;
       }
@@ -76,7 +78,7 @@ __device__ __forceinline__ void multiply_first_columns(float (&acc)[kM][kN][4], 
   }
 }
 
-// acc += A^T B, for A's columns from `row` on. The warps take 16 of B's columns each, in turn.
+// acc += A^T B, for columns of A from `row` on. The warps take 16 columns of B at a time, in turn.
 template <typename Element, int kWarpCols, int kM, int kN, typename TileA, typename TileB>
 __device__ __forceinline__ void add_transpose_product(float (&acc)[kM][kN][4], const TileA& a_tile,
                                                       int row, const TileB& b_tile, int warp_col) {
@@ -100,7 +102,7 @@ __device__ __forceinline__ void add_transpose_product(float (&acc)[kM][kN][4], c
   }
 }
 
-// acc = A B, for A's rows from `row` on. The warps take 16 of B's columns each, in turn.
+// acc = A B, for rows of A from `row` on. The warps take 16 columns of B at a time, in turn.
 template <typename Element, int kWarpCols, int kM, int kN, typename TileA, typename TileB>
 __device__ __forceinline__ void multiply(float (&acc)[kM][kN][4], const TileA& a_tile, int row,
                                          const TileB& b_tile, int warp_col) {
@@ -124,8 +126,8 @@ __device__ __forceinline__ void multiply(float (&acc)[kM][kN][4], const TileA& a
   }
 }
 
-// Stores a thread's elements of blocks as float32, 16 bytes for each block and thread of a warp,
-// for a thread of the same lane of another warp. The address is this thread's.
+// Passes accumulator fragments as float32 to the same lane of another warp: stores 16 bytes per
+// block of 16 x 8 elements and lane. `address_smem` is the address for this lane.
 template <int kN>
 __device__ __forceinline__ void put_fragments(uint32_t address_smem, const float (&values)[kN][4]) {
 #pragma unroll
@@ -149,14 +151,14 @@ __device__ __forceinline__ void add_fragments(uint32_t address_smem, float (&val
   }
 }
 
-// Keeps the half words of an operand register whose rows' bits are set.
+// Clears each half word of an operand register unless the bit of its row is set.
 __device__ __forceinline__ uint32_t keep_halves(uint32_t pair, uint32_t bits) {
   return pair & ((bits & 1 ? 0x0000ffffu : 0) | (bits & 2 ? 0xffff0000u : 0));
 }
 
-// acc += A B, for A's 16-column blocks from `a_reader` on and B's columns from `b_reader` on,
-// without rows of B whose bit is not set: a thread's bits 2 n and 2 n + 1 are those of the rows
-// that it holds of every 8, the n-th.
+// acc += A B, where `a_reader` and `b_reader` give the first blocks. Rows of B whose bit in `kept`
+// is not set are cleared. Bits 2 n and 2 n + 1 are those of the two rows that this thread holds of
+// the n-th 8 rows of B.
 template <typename Element, int kM, int kN, typename TileA, typename TileB>
 __device__ __forceinline__ void add_kept_product(float (&acc)[kM][kN][4],
                                                  const BlockReader<TileA>& a_reader,
@@ -171,7 +173,7 @@ __device__ __forceinline__ void add_kept_product(float (&acc)[kM][kN][4],
       });
 }
 
-// Stores accumulator fragments, rounded to the element type, in a tile at (row, 8 * chunk).
+// Stores accumulator fragments, rounded to the element type, to a tile at (row, 8 * chunk).
 template <typename Element, typename Tile, int kM, int kN>
 __device__ __forceinline__ void store_fragments(const Tile& tile, int row, int chunk,
                                                 const float (&values)[kM][kN][4]) {

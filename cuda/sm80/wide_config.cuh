@@ -1,5 +1,5 @@
-// Defines the kernels for head dims above 256: tile sizes, warp roles and shared-memory layouts.
-// All modifiers run in one kernel; a call without them takes it, too.
+// Defines the tile sizes, the roles of warps and the shared-memory layouts of the kernels for head
+// dims above 256. One kernel takes all modifiers, and calls without them.
 #pragma once
 
 #include <cstdint>
@@ -10,8 +10,9 @@ namespace jax_flash::sm80 {
 
 inline constexpr int kWideDim = 512;
 
-// Configures the forward pass. kRowWarps divide the rows of a query tile. Those that share rows
-// divide the keys of a tile for S, and the columns for the output.
+// Configures the forward pass. The warps form a grid of kRowWarps x kColWarps. kRowWarps groups of
+// warps divide the rows of a query tile. The kColWarps warps of a group share rows: they divide the
+// keys of a tile for S, and the columns for the output.
 template <int kSmemKb>
 struct WideForwardConfig {
   static constexpr int kSmemLimit = kSmemKb * 1024;
@@ -22,8 +23,9 @@ struct WideForwardConfig {
   static constexpr int kM = kBlockQ / 16 / kRowWarps;
   static constexpr int kScoreN = kBlockKv / 8 / kColWarps, kOutN = kValueDim / 8 / kColWarps;
   static_assert(kScoreN % 2 == 0 && kColWarps % 2 == 0);
-  // Two warps compute the scores of both, each summing over half of the columns: fewer bytes of
-  // operands. Then they hand over half of the sums, for which there is no room in 99 KB.
+  // With two shares, a pair of warps computes the scores of both of them. Each sums over half of
+  // the head dim, so it reads fewer bytes of operands. Each then passes the sums of the other's
+  // scores to it through shared memory, for which 99 KB have no room.
   static constexpr int kShares = kSmemKb <= 99 ? 1 : 2;
   static constexpr bool kLongestFirst = true;
 
@@ -31,32 +33,34 @@ struct WideForwardConfig {
   using KeyTile = SmemTile<kBlockKv, kHeadDim>;
   using ValueTile = SmemTile<kBlockKv, kValueDim>;
   using OutTile = QueryTile;  // not used
-  // Rows of the tile of P have 64 columns: with 32 keys, the second half of the queries is beside
-  // the first.
+  // A row of the tile of P has 64 columns. With 32 keys per tile, the first 32 columns hold the
+  // first half of the queries, and the others the second half.
   static constexpr int kHalves = 64 / kBlockKv;
   using ProbabilityTile = SmemTile<kBlockQ / kHalves, 64>;
 
-  // Shared memory holds query, key, value, P; sums of S, float32 in the order of fragments.
+  // Shared memory: query | key | value | P | sums of S that warps exchange, float32 in fragment
+  // order
   static constexpr int kKeyOffset = QueryTile::kBytes;
   static constexpr int kValueOffset = kKeyOffset + KeyTile::kBytes;
   static constexpr int kProbabilityOffset = kValueOffset + ValueTile::kBytes;
   static constexpr int kHandoverOffset = kProbabilityOffset + ProbabilityTile::kBytes;
-  static constexpr int kHandoverBytes = kShares == 1 ? 0 : kM * kScoreN * 512;  // of a warp
+  static constexpr int kHandoverBytes = kShares == 1 ? 0 : kM * kScoreN * 512;  // per warp
   static constexpr int kSmemBytes = kHandoverOffset + kWarps * kHandoverBytes;
-  static constexpr int kStaticSmemBytes = 2048 / kHalves;  // most for row statistics and the like
+  static constexpr int kStaticSmemBytes = 2048 / kHalves;  // upper bound: row statistics and bits
   static_assert(kSmemBytes + kStaticSmemBytes <= kSmemLimit);
 };
 
-// Configures a kernel of the backward pass, which owns a tile of keys and values, and goes through
-// those of Q and dO, or the other way round. Half of the warps compute S, the others dP; all of
-// them divide the columns of the gradients.
+// Configures the two kernels of the backward pass. With kOwnsKeys, a block owns a tile of K and V,
+// and streams tiles of Q and dO. Otherwise it owns a tile of Q and dO, and streams tiles of K and
+// V. Half of the warps compute S and the others dP. All of them divide the columns of the
+// gradients.
 template <bool kOwnsKeys, int kSmemKb>
 struct WideBackwardConfig {
   static constexpr int kSmemLimit = kSmemKb * 1024;
   static constexpr int kHeadDim = kWideDim, kValueDim = kWideDim;
   static constexpr int kBlockQ = 32, kBlockKv = 32;
   static constexpr int kWarps = 8, kThreads = 32 * kWarps;
-  static constexpr int kStages = kSmemKb > 163 ? 2 : 1;  // of the tiles that are not its own
+  static constexpr int kStages = kSmemKb > 163 ? 2 : 1;  // of the streamed tiles
   static constexpr int kKeyStages = kOwnsKeys ? 1 : kStages;
   static constexpr int kQueryStages = kOwnsKeys ? kStages : 1;
   static constexpr int kGradientN = kWideDim / 8 / kWarps;
@@ -65,8 +69,8 @@ struct WideBackwardConfig {
   using Tile = SmemTile<32, kWideDim>;
   using ScoreTile = SmemTile<kBlockQ, kBlockKv>;
 
-  // Shared memory holds key, value, query, dO, each as often as it has stages; P, dS; sums of S and
-  // dP that warps hand over, float32 in the order of fragments.
+  // Shared memory: kKeyStages tiles of keys | as many of values | kQueryStages tiles of queries |
+  // as many of dO | P | dS | sums of S and dP that warps exchange, float32 in fragment order
   static constexpr int kValueOffset = kKeyStages * Tile::kBytes;
   static constexpr int kQueryOffset = 2 * kValueOffset;
   static constexpr int kOutOffset = kQueryOffset + kQueryStages * Tile::kBytes;

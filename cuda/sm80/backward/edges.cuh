@@ -1,7 +1,8 @@
-// Defines the kernels that run before and after the main backward kernel; memory bandwidth bounds
+// Defines the kernels that run before and after the main backward kernel. Memory bandwidth bounds
 // both.
-//   before: delta = sum_h(dout * out) - dlse, lse in log2 units, accumulators set to zero
-//   after:  dquery from float32 accumulators, in fragment order, to its own type and layout
+//   before: computes delta = sum_h(dout * out) - dlse, and lse in the units of the logits; zeroes
+//           the sums for dQ and the counters
+//   after:  converts dQ from float32 sums in fragment order to its own type and layout
 #pragma once
 
 #include <cstdint>
@@ -21,9 +22,10 @@
 
 namespace jax_flash::sm80 {
 
-// Defines the order of a tile's float32 accumulators in the workspace: blocks of 8 columns, each
-// with the elements of the lanes that have rows, 32 for every 16 rows. A warp's elements of a block
-// are contiguous, and 32 lanes add to one or four contiguous lines at a time.
+// Defines the order of a tile's float32 sums for dQ in the workspace: blocks of 8 columns, each
+// with the fragment elements of all lanes that have rows, 32 lanes for every 16 rows. The elements
+// that a warp adds to a block are contiguous: one instruction of its 32 lanes adds to one
+// contiguous line, or to four (sm_90).
 template <typename Config>
 struct DqueryOrder {
   static constexpr int kWarpCols = Config::kWarps / Config::kQueryWarpRows;
@@ -32,22 +34,23 @@ struct DqueryOrder {
   static_assert(kM * kN * kWarpCols * Config::kQueryWarpRows * 128 ==
                 Config::kBlockQ * Config::kHeadDim);
 
-  int lanes, col_blocks;  // counts of the tile
+  int lanes, col_blocks;  // numbers of lanes and of blocks of columns in the tile
 
   // `rows` is the number of rows of the tile that exist, or more.
   __device__ __forceinline__ DqueryOrder(int32_t rows, int32_t head_dim)
       : lanes(fragment_lanes(min(rows, Config::kBlockQ))), col_blocks(head_dim / 8) {}
 
-  // Returns the n-th block of columns of a warp: in turn, each warp takes two consecutive blocks.
+  // Returns the n-th block of columns of a warp. The warps take two consecutive blocks at a time,
+  // in turn.
   static __device__ __forceinline__ int col_block(int warp, int n) {
     return (n / 2 * kWarpCols + warp % kWarpCols) * 2 + n % 2;
   }
-  // Returns the number, in the tile, of a lane of a warp's m-th 16 rows.
+  // Returns the number, among all lanes of the tile, of a lane of a warp's m-th 16 rows.
   static __device__ __forceinline__ int tile_lane(int warp, int m, int lane) {
     return (warp / kWarpCols * kM + m) * 32 + lane;
   }
-  // Return where a lane's element 0 is, and the distance between its four elements: they are
-  // contiguous if one instruction adds all four.
+  // Return the offset of a lane's element 0, and the distance between its four elements. From sm_90
+  // on, one instruction adds all four, so they are contiguous.
 #if __CUDA_ARCH__ >= 900
   __device__ __forceinline__ int offset(int block, int lane) const {
     return (block * lanes + lane) * 4;
@@ -93,8 +96,9 @@ __device__ __forceinline__ void zero_dquery(const Backward& params,
   }
 }
 
-// Computes delta and lse in log2 units, and zeroes sums. The grid is batch x head x tiles of
-// kMaxBlockQ rows. kWide: for kernels of head dims above 256, which have no sums and no turns.
+// Computes delta, and lse in the units of the logits, and zeroes sums and counters. The grid is
+// batch x head x tiles of kMaxBlockQ rows. kWide: for the kernels of head dims above 256, which
+// have no sums and no turns.
 template <typename Element, bool kWide = false>
 __global__ void __launch_bounds__(kEdgeThreads)
     backward_begin_kernel(const __grid_constant__ Backward params,
@@ -120,7 +124,8 @@ __global__ void __launch_bounds__(kEdgeThreads)
     if (workspace.ticket && threadIdx.x == 0) *workspace.ticket = 0;
   }
 
-  // A row of up to 64, 128 or 256 elements is read by 8, 16 or 32 lanes, a wider one twice.
+  // 8, 16 or 32 lanes read a row of up to 64, 128 or 256 elements. 32 lanes read a wider row in two
+  // steps.
   const int lanes = shape.value_dim <= 64 ? 8 : shape.value_dim <= 128 ? 16 : 32;
   const int chunk = threadIdx.x % lanes;
   const bool chunk_valid = chunk * kChunk < shape.value_dim;
@@ -134,7 +139,7 @@ __global__ void __launch_bounds__(kEdgeThreads)
     if constexpr (kIsFloat32<Element>) {
       for (int32_t col = chunk; row < band.q_len && col < shape.value_dim; col += lanes) {
         float gradient = dout[row * params.dout.row + col].value;
-        // Rounded as in dP, so that the errors cancel where dP and delta nearly do.
+        // dO is rounded as in dP, so that the rounding errors cancel where dP and delta nearly do.
         if constexpr (std::is_same_v<Element, Tf32>) {
           gradient =
               __uint_as_float(ptx::round_to_tf32(__float_as_uint(gradient)) & ptx::kTf32Bits);
@@ -165,14 +170,14 @@ __global__ void __launch_bounds__(kEdgeThreads)
     const float row_lse = row < band.q_len ? lse[row * params.lse.row] : minus_infinity();
     const bool dead = row_lse == minus_infinity();
     const int64_t index = batch_head * workspace.rows + row;
-    // Its units are those of the logits.
+    // lse gets the units of the logits: natural, or log2.
     workspace.lse_log2[index] =
         dead ? -minus_infinity() : row_lse * (in_natural_units(params) ? 1.0f : kLog2E);
     workspace.delta[index] = dead ? 0.0f : dlse ? sum - dlse[row * params.dlse.row] : sum;
   }
 }
 
-// Converts dQ. The grid is batch x head x query tiles.
+// Scales dQ and converts it to its own type. The grid is batch x head x query tiles.
 template <typename Config, typename Element>
 __global__ void __launch_bounds__(kEdgeThreads)
     backward_end_kernel(const __grid_constant__ Backward params,

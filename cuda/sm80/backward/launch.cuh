@@ -1,5 +1,5 @@
-// Launches the backward pass of the sm_80 family: chooses tile sizes by the shared memory of a
-// block.
+// Launches the backward pass of the sm_80 family, with the tile sizes for the shared memory that a
+// block may use.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -47,7 +47,7 @@ Status launch_backward_config(const Backward& params, BackwardWorkspace workspac
   }
 }
 
-// Lays out the workspace, and launches what computes the spans of segments, if there are any.
+// Lays out the workspace. If there are segments, launches the kernel that computes their spans.
 inline Status find_workspace(const Backward& params, int64_t head_dim, BackwardWorkspace& workspace,
                              cudaStream_t stream) {
   BackwardFeatures features = BackwardFeatures::of(params);
@@ -57,8 +57,8 @@ inline Status find_workspace(const Backward& params, int64_t head_dim, BackwardW
   return launch_segment_spans(params, workspace.spans, stream);
 }
 
-// Launches the kernels for head dims above 256, with as many stages of tiles as a block has
-// the shared memory for.
+// Launches the kernels for head dims above 256, with as many stages as fit the shared memory of a
+// block.
 template <typename Element, int kSmemKb>
 Status launch_wide_kernels(const Backward& params, const BackwardWorkspace& workspace,
                            cudaStream_t stream) {
@@ -101,7 +101,7 @@ Status launch_backward_elements(const Backward& params, const Choice& choice, cu
   using Medium = BackwardConfig<kHeadDim, kHeadDim, kGeneral, 163, kProducts>;
   using Large = BackwardConfig<kHeadDim, kHeadDim, kGeneral, 227, kProducts>;
   using MediumNarrow = BackwardConfig<kHeadDim, kNarrow, kGeneral, 163, kProducts>;
-  // Avoids a second instance of the same configuration.
+  // If the tiles for more shared memory fit the smaller size, too, one instance serves both.
   using SmallOrMedium = std::conditional_t<(Medium::kSmemBytes > Small::kSmemLimit), Small, Medium>;
   using LargeOrMedium = std::conditional_t<(Large::kSmemBytes > Medium::kSmemLimit), Large, Medium>;
   BackwardWorkspace workspace;
@@ -134,8 +134,8 @@ Status launch_backward_elements(const Backward& params, const Choice& choice, cu
   return status;
 }
 
-// Launches the backward pass. kHeadDim bounds head_dim and value_dim; a head dim of 192 comes
-// mostly with a value dim of 128.
+// Launches the backward pass. kHeadDim bounds head_dim and value_dim. Head dim 192 has a
+// configuration of its own for value dims of at most 128, its most frequent ones.
 template <typename Element, int kHeadDim, bool kGeneral>
 Status launch_backward(const Backward& params, const Choice& choice, cudaStream_t stream) {
   if constexpr (kHeadDim == kWideDim) {

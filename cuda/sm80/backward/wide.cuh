@@ -1,17 +1,20 @@
 // Computes the backward pass for head dims above 256, with every modifier: dK and dV by one kernel,
 // dQ by another.
 //
-//   for each tile of the other operands, of 32 queries or keys
-//     S = Q K^T                       half of the warps, half of the sums each
-//     dP = dO V^T                     the others likewise, which hand it over in shared memory
-//     P = 2^(log2(e) (S - lse)),  dS = P (dP - delta)     the first half; to shared memory
-//     dV += P^T dO,  dK += dS^T Q     or
-//     dQ += dS K                      all warps, 64 columns each
+//   for each streamed tile, of 32 queries (for dK and dV) or 32 keys (for dQ)
+//     S = Q K^T                                        warps 0 to 3
+//     dP = dO V^T                                      warps 4 to 7, which pass it to warps 0 to 3
+//     P = 2^(log2(e) (S - lse)),  dS = P (dP - delta)  warps 0 to 3; to shared memory
+//     dV += P^T dO,  dK += dS^T Q                      all warps, 64 columns each, or
+//     dQ += dS K                                       all warps, 64 columns each
 //
-// dK and dV of 32 keys take half of the registers of a multiprocessor, and leave none for dQ; sums
-// in device memory would take more bytes than L2 can add. So S and dP are computed twice. No kernel
-// adds in device memory: every run gives the same bits. Copies of the next tile run during all of a
-// tile with two stages; with one, each begins when the last product with the tile before ends.
+// dK and dV of 32 keys take half of the registers of a multiprocessor, and leave none for dQ. To
+// add dQ in device memory would take more bytes than L2 can add. So both kernels compute S and dP.
+// As no kernel adds in device memory, every run gives the same bits.
+//
+// With two stages, the next tile is copied during the whole current one. With one stage, each copy
+// starts when the last product with the previous contents ends. The shared-memory map is in
+// WideBackwardConfig.
 #pragma once
 
 #include <cstdint>
@@ -33,7 +36,7 @@
 
 namespace jax_flash::sm80 {
 
-// Says where a block's tiles are in shared memory.
+// Returns the places of a block's tiles in shared memory.
 template <typename Config>
 struct WideBackwardTiles {
   using Tile = typename Config::Tile;
@@ -59,31 +62,33 @@ struct WideBackwardTiles {
   }
 };
 
-// Says what this thread's warp does of S and dP. Half of the warps compute S and half dP: 32 rows
-// by 16 columns each, and two warps share these, as each sums over half of the operands' columns.
-// Those of S then have 16 rows each.
+// Says which part of S or dP this thread's warp computes. Warps 0 to 3 compute S, and warps 4 to 7
+// dP. Two warps compute the same 32 rows by 16 columns: each sums over half of the head dim. Then
+// the two warps of S add up their sums, for 16 rows each, and those of dP likewise.
 struct WideScorePart {
   static constexpr int kBlockBytes = 1024;  // of 16x16 float32
 
   int warp = threadIdx.x / 32;
   bool is_dprobability = warp >= 4;
-  int side = warp % 2, half = warp / 2 % 2;  // of the columns, and of the sums or rows
+  // `side`: the warp's 16 columns. `half`: its half of the head dim, and its 16 rows afterwards.
+  int side = warp % 2, half = warp / 2 % 2;
   int row = half * 16, col = side * 16;
 
-  // Waits, with those of S, for what the four warps of the same columns have put in shared memory.
+  // The barrier of the four warps with the same columns: warps of S wait until all four have put
+  // their sums in shared memory; warps of dP only arrive.
   __device__ __forceinline__ void wait() const { ptx::barrier_sync(1 + side, 128); }
   __device__ __forceinline__ void arrive() const { ptx::barrier_arrive(1 + side, 128); }
 
-  // Gives the address of this thread's part of what is put for the 16 rows `rows` of its columns:
-  // slot 0 is for S, slots 1 and 2 are for dP.
+  // Returns the address of this thread's fragment in slot `number` for its columns and 16 rows,
+  // number `rows`. Slot 0 is for S, and slots 1 and 2 are for the two halves of dP.
   static constexpr int kSlots = 3;
   __device__ __forceinline__ uint32_t slot(uint32_t base, int rows, int number) const {
     return base + ((side * 2 + rows) * kSlots + number) * kBlockBytes + threadIdx.x % 32 * 16;
   }
 };
 
-// Computes S and dP of a tile. Returns whether the warp is one of those that get their parts of
-// both.
+// Computes S and dP of a tile. Returns true in warps 0 to 3, which get S and dP of their 16 rows by
+// 16 columns.
 template <typename Element, typename Config>
 __device__ __forceinline__ bool multiply_scores(float (&scores)[1][2][4], float (&dscores)[1][2][4],
                                                 const WideBackwardTiles<Config>& tiles,
@@ -120,8 +125,9 @@ __device__ __forceinline__ bool multiply_scores(float (&scores)[1][2][4], float 
   return true;
 }
 
-// Turns logits, their P and dP into dS = P (dP - delta), and P into the operand of dV, for a call
-// with modifiers. Does what ScoreGradient::finish() does, which has registers for P alone.
+// Turns dP into dS = P (dP - delta) times the soft cap's slope, and P into the operand of dV, with
+// dropout applied to both, for a call with modifiers. ScoreGradient::finish() does the same, but
+// its kernels have registers for P alone, so it derives the slopes from P and lse.
 __device__ __forceinline__ void finish_modified(float (&p)[2][4], float (&dp)[2][4],
                                                 const float (&slopes)[2][4],
                                                 const float (&delta)[2], const Forward& params,
@@ -156,7 +162,7 @@ __device__ __forceinline__ void finish_modified(float (&p)[2][4], float (&dp)[2]
   }
 }
 
-// Computes the slopes of the soft cap, 1 - (logit / cap)^2, from logits; 1 without a cap.
+// Computes the slopes of the soft cap, 1 - (logit / cap)^2, from logits. Without a cap they are 1.
 __device__ __forceinline__ void find_slopes(float (&slopes)[2][4], const float (&logits)[2][4],
                                             const Forward& params) {
   const float cap = params.options.logits_soft_cap;
@@ -172,8 +178,9 @@ __device__ __forceinline__ void find_slopes(float (&slopes)[2][4], const float (
   }
 }
 
-// Computes P and dS of the tile at (row0, col0), and stores them. `note_keys(scores, col)` may
-// change the products of a warp, whose first column is `col`. `modified`: the call has modifiers.
+// Computes P and dS of the tile at (row0, col0), and stores them. If the call has modifiers,
+// `modified` is true, and `note_keys(scores, col)` may first change the products of a warp, whose
+// first column is `col`.
 template <typename Element, typename Config, typename NoteKeys>
 __device__ __forceinline__ void differentiate_tile(
     const WideBackwardTiles<Config>& tiles, uint32_t key_stage, uint32_t query_stage,
@@ -208,7 +215,7 @@ __device__ __forceinline__ void differentiate_tile(
   store_fragments<Element>(tiles.dscore(), part.row, part.col / 8, dscores);
 }
 
-// Stores a warp's columns, from `col` on, of a gradient whose row 0 is that of the fragments.
+// Stores a warp's columns, from `col` on, of a gradient. `gmem` points to the first row.
 template <typename Element, int kM, int kN>
 __device__ __forceinline__ void store_gradient(Element* gmem, int64_t row_stride, int32_t rows,
                                                int32_t cols, int32_t col, float scale,
@@ -257,7 +264,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   for (int stage = 0; !walk.done(); stage ^= Config::kStages - 1) {
     QueryTileWalk next = walk;
     next.advance<kBlockQ>();
-    wait_for_copies<0>();  // Q and dO have arrived; all have read the ones before, and P and dS
+    // Q and dO have arrived, and all warps have read the previous ones, P and dS.
+    wait_for_copies<0>();
     if constexpr (Config::kStages == 2) {
       if (!next.done()) loader.load_both(next, stage ^ 1);
       ptx::cp_async_commit_group();
@@ -267,7 +275,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
         at.kv_head * group + walk.head, band, walk.tile * kBlockQ, col0, modified,
         [&](auto& scores, int col) { mark_bad_keys<kBlockKv>(scores, bad_keys_smem, col); });
     __syncthreads();
-    // A warp's columns are contiguous: blocks of 16 in turn, of one warp, from its own on.
+    // A warp's columns are contiguous: kWarpCols == 1, and the start is its first block of 16.
     add_transpose_product<Element, 1>(dvalue, tiles.probability(), 0, tiles.dout(stage),
                                       warp * kN / 2);
     if constexpr (Config::kStages == 1) loader.replace_dout(next);
@@ -283,9 +291,10 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                  params.dvalue.row, rows, shape.value_dim, col, 1.0f, dvalue);
 }
 
-// Finds keys that are NaN or infinite among the 16 from `key0` of the tile on, whose products with
-// Q are given, and sets these to NaN. `bad` gets a bit for each such key: see clear_bad_keys(). A
-// product that is not finite tells of such a key, or of such a query.
+// Finds keys that are NaN or infinite among the 16 keys from `key0` of the tile on. `scores` are
+// their products with Q; those of such keys are set to NaN. `bad` gets a bit for each such key: see
+// clear_bad_keys(). Only a product that is not finite makes the warp read the keys: the cause may
+// be a key or a query.
 template <typename Element, typename Tile>
 __device__ __forceinline__ void note_bad_keys(float (&scores)[1][2][4], const Tile& tile, int key0,
                                               uint32_t* bad) {
@@ -315,7 +324,7 @@ __device__ __forceinline__ void note_bad_keys(float (&scores)[1][2][4], const Ti
   }
 }
 
-// Returns the bits of keys that are not bad as add_kept_product() takes them.
+// Returns the bits of keys that are finite, in the order of add_kept_product().
 __device__ __forceinline__ uint32_t kept_keys(uint32_t bad) {
   uint32_t kept = 0;
 #pragma unroll
@@ -346,7 +355,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const TileLoader<Config, Element, WideBackwardTiles<Config>> loader{params, tiles, band, row0};
   loader.set_head(batch, at.head / (shape.heads / shape.kv_heads));
   __shared__ __align__(16) float lse_smem[kBlockQ], delta_smem[kBlockQ];
-  __shared__ uint32_t bad_keys_smem[2];  // of this tile and of the next
+  __shared__ uint32_t bad_keys_smem[2];  // for this tile and the next
   if (threadIdx.x < 2) bad_keys_smem[threadIdx.x] = 0;
   if (walk.tile < walk.end) {
     loader.load_query(batch, at.head);
@@ -367,7 +376,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   for (int turn = 0; walk.tile < walk.end; turn ^= 1) {
     const int stage = turn % Config::kStages;
     const int32_t next = walk.skip_to<kBlockKv>(walk.tile + 1);
-    wait_for_copies();  // K and V have arrived; all have read the ones before, and dS
+    wait_for_copies();  // K and V have arrived, and all warps have read the previous ones and dS
     if (Config::kStages == 2 && next < walk.end) {
       loader.load_key(next, stage ^ 1);
       loader.load_value(next, stage ^ 1);
@@ -386,7 +395,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                               BlockReader(tiles.key(stage), BlockOrder::kRowsFirst, 0, warp * kN),
                               kept_keys(bad_keys_smem[turn]));
     if constexpr (Config::kStages == 1) {
-      __syncthreads();  // all have read K
+      __syncthreads();  // all warps have read K
       if (next < walk.end) loader.load_key(next, 0);
       ptx::cp_async_commit_group();
     }

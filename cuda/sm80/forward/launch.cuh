@@ -1,5 +1,5 @@
-// Launches the forward pass of the sm_80 family: chooses tile sizes by the shared memory of a
-// block.
+// Launches the forward pass of the sm_80 family, with the tile sizes for the shared memory that a
+// block may use.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -26,7 +26,7 @@ template <typename Config, typename Element, bool kGeneral>
 Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
                              cudaStream_t stream) {
   int64_t blocks = QueryTilePlace<Config::kBlockQ>::count(params.shape);
-  if (params.extreme_rows_only) {  // few tiles or none
+  if (params.extreme_rows_only) {  // usually finds few tiles or none, so blocks are persistent
     int sms = 0;
     if (const Status status = multiprocessors(sms); !status.ok()) return status;
     blocks = std::min<int64_t>(blocks, int64_t{sms} * Config::kMinBlocks);
@@ -36,16 +36,17 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
                      Config::kSmemBytes, stream, params, spans);
 }
 
-// Finds where the spans of segments are, if there are any, and launches what computes them.
+// If there are segments, finds their spans in the workspace and launches the kernel that computes
+// the spans.
 inline Status find_segment_spans(const Forward& params, SegmentSpans& spans, cudaStream_t stream) {
   if (!params.query_segment_ids) return {};
   spans = SegmentSpans::at(params.shape, params.workspace);
-  if (params.extreme_rows_only) return {};  // the kernels before have launched it
+  if (params.extreme_rows_only) return {};  // the pass before has computed them
   return launch_segment_spans(params, spans, stream);
 }
 
-// Launches the kernel for head dims above 256, with the largest tiles that a block has the shared
-// memory for.
+// Launches the kernel for head dims above 256, with the largest tiles that fit the shared memory of
+// a block.
 template <typename Element>
 Status launch_wide_forward(const Forward& params, const Choice& choice, cudaStream_t stream) {
   SegmentSpans spans;
@@ -85,7 +86,7 @@ Status launch_forward_elements(const Forward& params, const Choice& choice, cuda
   }
   using Small = ForwardConfig<kHeadDim, kHeadDim, kGeneral, 99, kProducts>;
   using Medium = ForwardConfig<kHeadDim, kHeadDim, kGeneral, 163, kProducts>;
-  // Avoids a second instance of the same configuration.
+  // If the tiles for 163 KB fit 99 KB, too, one instance serves both.
   using SmallOrMedium = std::conditional_t<(Medium::kSmemBytes > Small::kSmemLimit), Small, Medium>;
   if (choice.smem_class == SmemClass::kSmall) {
     return launch_forward_config<SmallOrMedium, Element, kGeneral>(params, spans, stream);
@@ -99,8 +100,8 @@ Status launch_forward_elements(const Forward& params, const Choice& choice, cuda
   return launch_forward_config<Medium, Element, kGeneral>(params, spans, stream);
 }
 
-// Launches the forward pass. kHeadDim bounds head_dim and value_dim; a head dim of 192 comes mostly
-// with a value dim of 128.
+// Launches the forward pass. kHeadDim bounds head_dim and value_dim. Head dim 192 has a
+// configuration of its own for value dims of at most 128, its most frequent ones.
 template <typename Element, int kHeadDim, bool kGeneral>
 Status launch_forward(const Forward& params, const Choice& choice, cudaStream_t stream) {
   if constexpr (kHeadDim == kWideDim) {

@@ -1,17 +1,23 @@
 // Computes the forward pass for head dims above 256, with every modifier.
 //
 //   for each tile of keys and values that some row of the block may attend to
-//     S = Q K^T                     a part of the tile's keys; two warps half of the sums each
-//     m, the running maximum        of all parts, by way of shared memory
-//     P = 2^(log2(e) (S - m))       to shared memory
-//     O = O 2^(m_old - m) + P V     a part of the columns, and all keys
-//   out = O / l, lse = m + log l
+//     S = Q K^T                     a warp computes some of the tile's keys
+//     m = max(m, S)                 m: the row's running maximum, over the keys of all warps
+//     P = 2^(log2(e) (S - m))       a warp computes its keys
+//     O = O 2^(m_old - m) + P V     a warp computes some of the columns, for all keys
+//   out = O / l, lse = m + log l    l: the row's sum of P
 //
-// The output of 64 rows takes half of the registers of a multiprocessor. So the warps that share
-// rows divide the keys of S and the columns of O: S is computed once, and what they tell each other
-// are sums of S, the rows' greatest logits and which keys are attended to, and P. A named
-// barrier of theirs comes after each of the three. Copies are as in forward/kernel.cuh with one
-// stage: V during Q K^T, and the next K during P V.
+// The output of 64 rows takes half of the registers of a multiprocessor, too many for one warp per
+// 16 rows. The warps of a group therefore share rows: they divide the keys for S and the columns
+// for O, so that S is computed only once. For each tile of keys, they exchange through shared
+// memory
+//   1. sums of S, if a pair of warps divides them (WideForwardConfig::kShares)
+//   2. the rows' greatest logits, and bits of the keys that are attended to
+//   3. P
+// and the named barrier of the group follows each of the three. Copies are as in forward/kernel.cuh
+// with one stage: V during Q K^T, and the next K during the softmax and P V.
+//
+// Shared memory: Q | K | V | P | sums of S. Static shared memory holds numbers of rows and bits.
 #pragma once
 
 #include <cstdint>
@@ -30,16 +36,16 @@
 
 namespace jax_flash::sm80 {
 
-// Says what a warp computes, and passes numbers among the warps that share its rows.
+// Says what a warp computes, and exchanges numbers among the warps of a group, which share rows.
 template <typename Config>
 struct WideForwardPart {
   static constexpr int kM = Config::kM;
 
-  int group = threadIdx.x / 32 / Config::kColWarps;  // warps of one group share rows
-  int part = threadIdx.x / 32 % Config::kColWarps;
+  int group = threadIdx.x / 32 / Config::kColWarps;
+  int part = threadIdx.x / 32 % Config::kColWarps;  // the number of the warp in its group
   int row = group * kM * 16, key = part * Config::kScoreN * 8, chunk = part * Config::kOutN;
 
-  // Give the place of the rows in the tile of P.
+  // Return the place of the warp's rows in the tile of P (WideForwardConfig::kHalves).
   static constexpr int kRows = Config::ProbabilityTile::kRows;
   __device__ __forceinline__ int probability_row() const { return row % kRows; }
   __device__ __forceinline__ int probability_chunk() const { return row / kRows * 4; }
@@ -49,7 +55,7 @@ struct WideForwardPart {
     ptx::barrier_sync(1 + group, 32 * Config::kColWarps);
   }
 
-  // Gives the others a number of each row, which the lanes of a quad have in common.
+  // Passes a number of each row, equal in the lanes of a quad, to the other warps of the group.
   __device__ __forceinline__ void put(const float (&values)[kM][2]) const {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
@@ -59,7 +65,8 @@ struct WideForwardPart {
       }
     }
   }
-  // Combines what all have given, after wait(), in the same order in each warp.
+  // Combines the numbers of all warps of the group, after wait(). The order is the same in each
+  // warp, so that all get the same bits.
   template <typename Combine>
   __device__ __forceinline__ void get(float (&values)[kM][2], Combine combine) const {
 #pragma unroll
@@ -75,7 +82,7 @@ struct WideForwardPart {
       }
     }
   }
-  // Do so for the bits of attended_columns().
+  // Exchange the bits of attended_columns() in the same way.
   __device__ __forceinline__ void put_bits(uint32_t bits) const {
     if (threadIdx.x % 32 < 4) words(group, part)[threadIdx.x % 4] = bits;
   }
@@ -99,7 +106,7 @@ struct WideForwardPart {
   }
 };
 
-// S = Q K^T, a warp's part.
+// S = Q K^T for a warp's keys.
 template <typename Config, typename Element, int kM, int kN>
 __device__ __forceinline__ void multiply_wide_scores(float (&scores)[kM][kN][4],
                                                      const ForwardTiles<Config>& tiles,
@@ -135,8 +142,9 @@ __device__ __forceinline__ void multiply_wide_scores(float (&scores)[kM][kN][4],
   }
 }
 
-// Adds a tile's logits to the statistics: raises running maxima, and rescales the output, as
-// OnlineSoftmax::update_reference() does. Returns the bits of all keys that are attended to.
+// Raises the running maxima for a tile's logits and rescales the output, as
+// OnlineSoftmax::update_reference() does. Returns the bits of the keys of the whole tile that some
+// row of the group attends to.
 template <typename Config, int kM, int kN, int kOutN>
 __device__ __forceinline__ uint32_t update_wide_reference(OnlineSoftmax<kM, true>& softmax,
                                                           const float (&logits)[kM][kN][4],
@@ -182,7 +190,7 @@ __device__ __forceinline__ uint32_t update_wide_reference(OnlineSoftmax<kM, true
   return part.get_bits();
 }
 
-// Turns logits into P, without what dropout drops, and stores it for the group's other warps.
+// Turns logits into P, clears dropped elements, and stores P for the other warps of the group.
 template <typename Config, typename Element, int kM, int kN>
 __device__ __forceinline__ void store_probabilities(float (&logits)[kM][kN][4],
                                                     OnlineSoftmax<kM, true>& softmax, float to_log2,
@@ -213,7 +221,8 @@ __device__ __forceinline__ void store_probabilities(float (&logits)[kM][kN][4],
                            logits);
 }
 
-// Gives each warp the sums of its rows over the keys of all, as if it had them in one lane a quad.
+// Adds up the sums of P of all warps of a group. Afterwards lane 0 of each quad holds a row's sum,
+// and the other lanes hold 0, because finish_rows() adds up the lanes of a quad.
 template <typename Config, int kM>
 __device__ __forceinline__ void share_sums(OnlineSoftmax<kM, true>& softmax,
                                            const WideForwardPart<Config>& part) {
@@ -239,7 +248,7 @@ __device__ __forceinline__ void share_sums(OnlineSoftmax<kM, true>& softmax,
   }
 }
 
-// Stores a warp's part of out.
+// Stores a warp's columns of out.
 template <typename Element, typename Config, int kM, int kOutN>
 __device__ __forceinline__ void store_columns(const Forward& params, const BatchIndex& batch,
                                               int32_t head, int32_t row0,
@@ -255,7 +264,8 @@ __device__ __forceinline__ void store_columns(const Forward& params, const Batch
   }
 }
 
-// Computes out and lse. The grid is batch x head x query tiles. `modified`: the call has modifiers.
+// Computes out and lse. The grid is batch x head x query tiles. `modified` is true if the call has
+// modifiers.
 template <typename Config, typename Element>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     wide_forward_kernel(const __grid_constant__ Forward params, const SegmentSpans spans,
@@ -290,12 +300,12 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   while (walk.tile < walk.end) {
     const int32_t col0 = walk.tile * kBlockKv;
     const int32_t next = walk.skip_to<kBlockKv>(walk.tile + 1);
-    wait_for_copies();  // K has arrived; all have read V and P
+    wait_for_copies();  // K has arrived, and all warps have read V and P of the previous tile
     loader.load_value(walk.tile, 0);
     ptx::cp_async_commit_group();
     float logits[kM][Config::kScoreN][4];
     multiply_wide_scores<Config, Element>(logits, tiles, shape.head_dim, part);
-    wait_for_copies();  // V has arrived; all have read K
+    wait_for_copies();  // V has arrived, and all warps have read K
     if (next < walk.end) loader.load_key(next, 0);
     ptx::cp_async_commit_group();
 
