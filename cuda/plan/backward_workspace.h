@@ -1,4 +1,4 @@
-// Lays out what the backward kernels keep in device memory between them.
+// Lays out the workspace of the backward pass, through which its kernels pass intermediate results.
 #pragma once
 
 #include <algorithm>
@@ -12,48 +12,49 @@ namespace jax_flash {
 
 inline constexpr int kMaxBlockQ = 128;  // a multiple of every kBlockQ
 
-// Up to this many query rows, a tile of the sm_90 kernels is the only one of its head.
+// Up to this many query rows, a head has only one query tile in the sm_90 kernels.
 inline constexpr int kOneTileRows = 64;
 
-// Limits for a second sum of dquery: up to this head dim, and from more than this many queries
-// (sm90/backward/config.cuh).
+// A deterministic call has a second sum of dquery up to this head dim and with more than this many
+// queries (sm90/backward/config.cuh).
 inline constexpr int kTwoSumsHeadDim = 64, kTwoSumsRows = 128;
 
-// Rows and columns of a tile whose dS is summed along diagonals, and the numbers kept of a diagonal
-// of such tiles: one for each of its own diagonals, and one more.
+// The rows and columns of a tile whose dS is summed along diagonals, and the number of sums for a
+// diagonal of such tiles: one for each diagonal in a tile, and one more.
 inline constexpr int kDistanceBlock = 64, kDistanceSums = 2 * kDistanceBlock;
 
-inline constexpr int kMaxPersistentBlocks = 256;  // blocks that have a counter of their own
+inline constexpr int kMaxPersistentBlocks = 256;  // the most blocks with a counter of their own
 
-// Limits for thread blocks that divide blocks of keys (sm90/backward/split.cuh): of one head, there
-// are at most this many of them, up to this head dim. Two consumers add to the sums of a block.
+// Limits for thread blocks that divide the queries of a block of keys (sm90/backward/split.cuh):
+// the most blocks of keys that are divided, the keys of a block, and the greatest head dim. Two
+// consumers add to the sums of a block.
 inline constexpr int kSplitBlocks = 132, kSplitKeys = 128, kSplitHeadDim = 128;
 inline constexpr int kSplitConsumers = 2;
 
-// Above kSplitHeadDim, one kernel of sm_90 computes all gradients up to these dims of queries and
-// values, unless it had to be deterministic.
+// Above kSplitHeadDim, one sm_90 kernel computes all gradients up to these head dims of queries and
+// values, unless the call is deterministic.
 inline constexpr int kOneKernelHeadDim = 192, kOneKernelValueDim = 128;
 
-// Returns whether that kernel may take calls of this shape. `widest`: the instance's head dim.
+// Returns whether that kernel may take calls of this shape. `widest` is the instance's head dim.
 inline bool fits_one_kernel(const Shape& shape, int64_t widest) {
   return widest == kOneKernelHeadDim && shape.value_dim <= kOneKernelValueDim;
 }
-// Returns the number of columns of dK and dV together in sums of a block of keys.
+// Returns the number of columns of dK and dV together, in the sums for a block of keys.
 constexpr int64_t sum_columns(int64_t widest) {
   return widest + std::min<int64_t>(widest, kOneKernelValueDim);
 }
 
 // Returns the number of rows for which a head's sums for dquery have room. Lane l of a warp holds
-// elements of rows l / 4 and l / 4 + 8 of 16, contiguously. If up to 8 rows are left at the end,
-// the space of 8 more is therefore kept.
+// elements of rows l / 4 and l / 4 + 8 of 16, and they are contiguous. If fewer than 8 rows are
+// left at the end, each therefore takes the space of two, and 8 or more take the space of 16.
 template <typename Integer>
 JAX_FLASH_HOST_DEVICE constexpr Integer dquery_rows_of(Integer rows) {
   const Integer rest = rows % 16;
   return rows - rest + (rest < 8 ? rest : 8) * 2;
 }
 
-// Returns the number of lanes that hold accumulators of a tile's first `rows` rows. They are the
-// first lanes.
+// Returns the number of lanes that hold accumulators of a tile's first `rows` rows. These lanes
+// come first.
 JAX_FLASH_HOST_DEVICE constexpr int32_t fragment_lanes(int32_t rows) {
   return dquery_rows_of(rows) * 2;
 }
@@ -73,15 +74,16 @@ static_assert([] {
   return true;
 }());
 
-// Says what a call has, as far as its workspace depends on it.
+// The features of a call, besides its shape, that decide how much workspace the backward pass
+// needs.
 struct BackwardFeatures {
   bool segments = false, deterministic = false;
   bool distances = false;     // the gradient of slopes or of a relative bias is wanted
   bool banded = false;        // causal, or with a window
   int64_t mask_matrices = 0;  // the product of the mask's batch axes and heads
   int32_t mask_rows = 0;      // T, or 1
-  bool is_float32 = false;    // the operands' type
-  bool sm90 = true;           // false for the kernels of sm_80, which need less
+  bool is_float32 = false;    // true if the operands are float32
+  bool sm90 = true;           // false for the sm_80 kernels, which need less
 
   static BackwardFeatures of(const Backward& params) {
     const Options& options = params.options;
@@ -98,13 +100,14 @@ struct BackwardFeatures {
   }
 };
 
-// Returns how many query heads a block of keys visits on sm_90, where one kernel computes all
-// gradients: all of its group, or one or two. If not all, the blocks of a group add up their dK and
-// dV, in sums that take at most as much memory as those for dquery.
+// Returns how many query heads a block of keys visits on sm_90, if one kernel computes all
+// gradients: all heads of its group, or only one or two. In the second case, the blocks of a group
+// add up their dK and dV, in sums that take at most as much memory as those for dquery.
 //
-// There are then enough blocks for all multiprocessors even with few key heads. And under a causal
-// mask, whose blocks differ in length, blocks of whole groups drift apart, until those that run
-// together read more query heads than L2 holds. Chosen by measurement: TUNING_backward.md.
+// Fewer heads per block give enough blocks for all multiprocessors even with few key heads.
+// Besides, causal blocks differ in length. If each of them visits a whole group, those that run
+// together drift apart, until they read more query heads than L2 holds. The thresholds were
+// measured: TUNING_backward.md.
 inline int32_t heads_of_key_block(const Shape& shape, int64_t widest,
                                   const BackwardFeatures& features) {
   constexpr int64_t kLeastRows = 512, kBlocks = kSplitBlocks, kCacheBytes = int64_t{40} << 20;
@@ -131,33 +134,34 @@ inline int32_t heads_of_key_block(const Shape& shape, int64_t widest,
 
 struct BackwardWorkspace {
   SegmentSpans spans;  // pointers are null without segment ids
-  // [batch, N, rows]: lse / ln 2, +inf for rows that attend to nothing and for those beyond T; and
-  // sum(dout * out) - dlse, zero for these rows. A head has whole tiles of rows, so that they can
-  // be copied as such. Up to kOneTileRows, where whole tiles could take more memory than dquery, it
-  // has a multiple of 4 rows, for copies of 16 bytes. After the last head's rows, from index
-  // `padding` on, there are kMaxBlockQ more, with the values of rows beyond T.
+  // [batch, N, rows] each. lse_log2 is lse in the units of the logits, mostly log2; delta is
+  // sum(dout * out) - dlse. Rows that attend to nothing, and rows beyond T, have +inf and 0. A head
+  // has a multiple of kMaxBlockQ rows, so that whole tiles can be copied. Up to kOneTileRows, this
+  // could take more memory than dquery, so a head then has a multiple of 4 rows, for copies of 16
+  // bytes. From index `padding` on, after the rows of the last head, there are kMaxBlockQ more rows
+  // with the values of rows beyond T.
   float* lse_log2;
   float* delta;
   int64_t padding;
-  // [batch, N, dquery_rows, head dim]: dquery / scale. Elements of a tile are in the order of
-  // accumulator fragments, without the lanes and columns that dquery does not have. On sm_90, 64
-  // rows: [block of 8 columns][lane][element]; on sm_80, kBlockQ rows: see DqueryOrder. Null for
-  // float32: dquery itself holds its sums.
+  // [batch, N, dquery_rows, head dim]: sums for dquery / scale. The elements of a tile are in the
+  // order of accumulator fragments, without the lanes and columns that dquery does not have. sm_90:
+  // tiles of 64 rows, [block of 8 columns][lane][element]. sm_80: tiles of kBlockQ rows, see
+  // DqueryOrder. Null for float32, whose dquery itself holds the sums.
   float* dquery;
-  // A second sum, if deterministic runs have two, for blocks of even and of odd key tiles; or null.
+  // A second sum for the blocks of odd key tiles, for deterministic calls that have two; or null.
   float* odd_dquery;
-  // [batch, N, flags]: the first of these count the blocks that have added to a query tile; then
-  // one ticket. For deterministic runs.
+  // For deterministic calls. [batch, N, flags]: counters of the blocks that have added to a query
+  // tile. One ticket follows.
   int32_t* turns;
   int32_t* ticket;
-  // Counters of the persistent blocks of sm_90: see sm90/backward/plan.cuh.
+  // Counters of the persistent blocks on sm_90: see sm90/backward/plan.cuh.
   int32_t* counters;
-  // dK and dV of divided blocks of keys: [at most kSplitBlocks, kSplitKeys, sum_columns()] in
-  // fragment order, or null. With a mask: sm90/backward/mask.cuh.
+  // Sums for dK and dV of blocks of keys whose queries are divided: [at most kSplitBlocks,
+  // kSplitKeys, sum_columns()] in fragment order, or null. With a mask: sm90/backward/mask.cuh.
   float* split_sums;
   int64_t split_sums_bytes;
-  // The same for blocks that query heads share: [batch, K, blocks of kSplitKeys keys, ...], or
-  // null.
+  // Sums for dK and dV of blocks of keys that visit only some heads of their group: [batch, K,
+  // blocks of kSplitKeys keys, kSplitKeys, sum_columns()], or null.
   float* group_sums;
   int32_t heads_of_key_block;
   // A mask as bits (sm90/backward/mask.cuh), or null.
@@ -179,7 +183,7 @@ struct BackwardWorkspace {
   }
   static int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
-  // Return the number of parts of a mask that have words of their own.
+  // Return the number of groups of 64 rows, and of 16 keys, of a mask as bits.
   static int64_t mask_row_groups(int64_t rows) { return tiles(rows, 64); }
   static int64_t mask_key_groups(const Shape& shape) { return tiles(shape.kv_len, 16); }
   // Returns the number of blocks of keys that have sums in group_sums.
@@ -191,8 +195,8 @@ struct BackwardWorkspace {
     return 1 + 2 * shape.batch * shape.heads + kMaxPersistentBlocks + 2 * kSplitConsumers * sums;
   }
 
-  // Sets the pointers from `base` on and returns the size in bytes; base may be null. `widest` is
-  // the instance's head dim, which is at least head_dim and value_dim.
+  // Sets the pointers from `base` on, and returns the size in bytes. `base` may be null. `widest`
+  // is the instance's head dim, which is at least head_dim and value_dim.
   static int64_t plan(const Shape& shape, int64_t widest, const BackwardFeatures& features,
                       void* base, BackwardWorkspace& workspace) {
     const bool deterministic = features.deterministic, is_float32 = features.is_float32;

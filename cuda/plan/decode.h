@@ -1,10 +1,11 @@
-// Divides the work of the sm_90 decoding kernel, as far as shapes determine it. Plain C++, so that
-// the size of the workspace can be computed from it, too.
+// Divides the work of the sm_90 decoding kernel among workers, as far as shapes determine it. This
+// is plain C++, because the size of the workspace depends on it, too.
 //
-// A unit is the query rows of one key/value head of one batch. Its keys are a sequence of tiles,
-// and the units form a sequence, too, [batch, kv_heads]. Workers divide the sequence of all tiles:
-// at the ends of units, or each unit into the same number of parts, or anywhere, evenly by tiles.
-// In the last two cases, the partial results of a unit are added up afterwards.
+// A unit is all query rows of one key/value head of one batch entry, with the tiles of its keys.
+// The units are ordered as [batch, kv_heads], so all tiles form one sequence. There are three ways
+// to divide the sequence among workers: at the ends of units; each unit into the same number of
+// parts; or evenly by tiles, anywhere. In the last two cases, a second kernel combines the partial
+// results of a unit.
 #pragma once
 
 #include <algorithm>
@@ -14,19 +15,20 @@
 
 namespace jax_flash::sm90 {
 
-inline constexpr int kDecodeRows = 64;              // the most rows of a unit
-inline constexpr int kDecodeSplitKeys = 256;        // a worker's part of a unit usually has more
+inline constexpr int kDecodeRows = 64;        // the most rows of a unit
+inline constexpr int kDecodeSplitKeys = 256;  // a worker's part of a unit usually has more keys
 inline constexpr int kDecodeMultiprocessors = 132;  // the most multiprocessors that are used
 inline constexpr int kDecodeMaxWorkers = 2 * kDecodeMultiprocessors;
-// Workers that divide units look through the lengths of all batches first.
+// With more batch entries, workers take whole units: to divide units of different lengths, each
+// worker first reads the lengths of all batch entries.
 inline constexpr int64_t kDecodeMaxRaggedBatch = 2048;
 
 inline int64_t decode_rows(const Shape& shape) {
   return shape.kv_heads == 0 ? 0 : int64_t{shape.heads / shape.kv_heads} * shape.q_len;
 }
 
-// Returns whether the kernel takes a call of this shape without modifiers. Tiles, of 32 keys or
-// more, are counted in 32 bits.
+// Returns whether the decoding kernel takes a call of this shape, if it has no modifiers. Tiles of
+// at least 32 keys are counted in 32 bits.
 inline bool takes_decode(const Shape& shape) {
   const int64_t rows = decode_rows(shape);
   return rows > 0 && rows <= kDecodeRows && shape.kv_len > 0 && shape.batch > 0 &&
@@ -38,16 +40,16 @@ inline int64_t decode_splits(const Shape& shape) {
   return (int64_t{shape.kv_len} + kDecodeSplitKeys - 1) / kDecodeSplitKeys;
 }
 
-// Returns the pitch of a row in the workspace, in elements. An instance uses the same pitch for all
-// head dims that it takes.
+// Returns the pitch of a row in the workspace, in elements. It is the same for all head dims that
+// an instance takes.
 constexpr int64_t decode_pitch(int head_dim) {
   return head_dim <= 64 ? 64 : head_dim <= 128 ? 128 : 256;
 }
 
-// Holds the partial results of workers for the units that they divide. Each worker has two places:
-// one for a unit that another worker began, and one for a unit that it began and another one ends.
-// A row's parts are contiguous, at a distance that an instance knows at compile time, so that the
-// code that adds them up computes hardly any addresses.
+// Describes the partial results of units that workers divide. Each worker has two places: one for a
+// unit that an earlier worker began, and one for a unit that it begins and a later worker ends. The
+// parts of a row are contiguous, at a pitch that an instance knows at compile time, so the kernel
+// that combines them computes few addresses.
 struct DecodeWorkspace {
   struct Ends {
     int32_t head, tail;  // units, or -1
@@ -87,9 +89,9 @@ struct DecodePlan {
   int32_t workers, units;
   int32_t parts;     // the most parts of each unit; 0: workers divide units anywhere, or none
   bool whole_units;  // true if workers divide no units
-  bool ragged;       // true if batches may differ in the keys that they attend to
+  bool ragged;       // true if batch entries may differ in the keys that they attend to
 
-  // `max_workers`: the number that can run at once. `ragged`: some operand may make batches differ.
+  // `max_workers`: the number of workers that can run at once.
   static DecodePlan make(const Shape& shape, int64_t max_workers, bool ragged) {
     DecodePlan plan;
     const int64_t units = shape.batch * shape.kv_heads, splits = decode_splits(shape);
@@ -99,8 +101,8 @@ struct DecodePlan {
     plan.ragged = ragged;
     plan.whole_units = splits == 1 || shape.batch > kDecodeMaxRaggedBatch ||
                        (!ragged && units * 10 >= rounds * max_workers * 9);
-    // The same number of parts for each unit: the heads of a batch are read at the same time, and
-    // no worker has to handle two units.
+    // With the same number of parts for each unit, the heads of a batch entry are read at the same
+    // time, and no worker handles two units.
     const bool alike =
         !plan.whole_units && !ragged && (parts == splits || parts * units * 10 >= max_workers * 9);
     plan.parts = static_cast<int32_t>(alike ? parts : 0);

@@ -1,5 +1,5 @@
-// Divides by a number that the host knows, by a multiplication and a shift on the device. Granlund
-// and Montgomery, "Division by invariant integers using multiplication", 1994, section 4.
+// Divides by a number that the host knows. The device multiplies and shifts instead. Granlund and
+// Montgomery, "Division by invariant integers using multiplication", 1994, section 4.
 #pragma once
 
 #include <cstdint>
@@ -29,7 +29,7 @@ struct Divisor {
 #endif
 };
 
-// Does the same without a special case for 1, in fewer instructions.
+// Divides without a special case for 1, in fewer instructions.
 struct PlainDivisor {
   int32_t divisor = 1;
   uint32_t multiplier = uint32_t{1} << 31;

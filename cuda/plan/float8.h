@@ -1,4 +1,4 @@
-// Describes what a call of float8 operands has besides Forward, and its workspace.
+// Describes the scales and the workspace of a forward call of float8 operands.
 #pragma once
 
 #include <cstdint>
@@ -8,8 +8,8 @@
 
 namespace jax_flash {
 
-// Holds the scales of float8 operands, float32: an operand is the stored number times its scale.
-// Along `row` there is one for each kScaleBlock tokens, or one for all.
+// Holds the float32 scales of float8 operands. The value of an element is the stored number times
+// its scale. Along `row` there is a scale for each kScaleBlock tokens, or one for all.
 struct Scales {
   Operand query;  // [batch, N, blocks of T]
   Operand key;    // [batch, K, blocks of S]
@@ -19,21 +19,22 @@ inline constexpr int kScaleBlock = 128;
 
 namespace sm90 {
 
-// Holds what the keys of a tile, kScaleBlock of them, have in common.
+// Holds factors that depend on the scales of a tile of kScaleBlock keys and values.
 struct KeyFactors {
-  float key;         // their scale
-  float value_log2;  // log2 of the values' scale over the greatest of the head
+  float key;         // the scale of the keys
+  float value_log2;  // log2 of the scale of the values over the greatest such scale of the head
   float value_rest;  // 2^-value_log2
   float greatest;    // that greatest scale
 };
 
-// Lays out values as FP8 products need them, keys contiguous, and KeyFactors: for each batch, head
-// and tile of keys. A tile of values has value_dim rows of kScaleBlock bytes. It follows the spans
-// of segments, if there are any.
+// Lays out the workspace: the spans of segments, if there are any; tiles of transposed values;
+// KeyFactors; a counter. Each batch entry, head and tile of keys has a tile of values and
+// KeyFactors. FP8 products need values that are contiguous along the keys, so a tile of values has
+// value_dim rows of kScaleBlock bytes.
 struct Float8Workspace {
   uint8_t* values = nullptr;
   KeyFactors* factors = nullptr;
-  int32_t* counter = nullptr;  // of query tiles that were taken in turn; 0 when values are there
+  int32_t* counter = nullptr;  // of query tiles that blocks have taken; 0 when values are complete
   int32_t tiles = 0;
 
   static int32_t tiles_of(const Shape& shape) {

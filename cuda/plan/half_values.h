@@ -1,13 +1,13 @@
-// Decides when bfloat16 V is converted to float16 by a kernel that runs before the sm_90 forward
-// kernels for a bias or a mask, up to head dim 128, and lays out the result. P then has three more
-// bits.
+// Decides when a kernel converts bfloat16 V to float16 before the sm_90 forward kernels for a bias
+// or a mask, up to head dim 128, and lays out the result. P V is then computed in float16, so P has
+// three more bits.
 //
 // P, rounded to bfloat16, causes half of the squared error of an output, unless the running maximum
 // is a row's greatest logit, whose P is 1 (TUNING.md, "Errors"). In float16, P is so exact that the
-// choice of the running maximum does not matter, and these kernels need not look for the greatest
-// logits (TUNING_modifiers.md, "V in float16"). Without modifiers, kernels have warps that convert
-// V in place, separately in each multiprocessor (sm90/forward/values.cuh); here there are none to
-// spare.
+// choice of the running maximum does not matter, and these kernels need not find the greatest
+// logits (TUNING_modifiers.md, "V in float16"). Kernels without modifiers have warps that convert V
+// in place, separately in each multiprocessor (sm90/forward/values.cuh). The kernels for a bias or
+// a mask have no warps for this.
 #pragma once
 
 #include <cstdint>
@@ -22,19 +22,19 @@ namespace jax_flash::sm90 {
 // error 1/8 of what P in bfloat16 would cause, or all values are 0. In the bits of bfloat16:
 inline constexpr uint32_t kGreatEnough = 0x3980;
 
-// Describes the part of the workspace that starts at a multiple of kAlignment. It holds, for each
-// block of the converting kernel, whether it has seen values that float16 cannot hold; then V: all
-// elements that are not broadcast, contiguously.
+// Describes the part of the workspace for V in float16, which starts at a multiple of kAlignment:
+// 4 bytes per block of the converting kernel, which say whether the block has found values that
+// float16 cannot hold; then all elements of V that are not broadcast, contiguous.
 struct HalfValues {
   static constexpr int64_t kAlignment = 256;
   static constexpr int kMostBlocks = 2048;
-  // Reading and writing V once more takes a share of a call's time that falls with the number of
-  // query rows that attend to it. With fewer rows than this, running maxima are the greatest
-  // logits.
+  // The conversion reads and writes V once more. The more query rows attend to V, the smaller is
+  // the share of this in a call's time. With fewer rows than this, V is not converted, and running
+  // maxima are the greatest logits.
   static constexpr int64_t kLeastRows = 2048;
 
-  // `modifiers`: whether the call has a bias or a mask, and nothing else that would require the
-  // kernel for several modifiers (Recipe::kEvery).
+  // `modifiers`: true if the call has a bias or a mask, and no other modifier, which would require
+  // the kernel for several modifiers (Recipe::kEvery).
   static bool takes(const Shape& shape, DType dtype, bool modifiers) {
     const int32_t dim = shape.head_dim > shape.value_dim ? shape.head_dim : shape.value_dim;
     return modifiers && dtype == DType::kBFloat16 && (dim <= 64 || (dim > 96 && dim <= 128)) &&
@@ -50,7 +50,7 @@ struct HalfValues {
   }
 };
 
-// The batch axes and heads along which V differs.
+// Holds the sizes of the axes along which V is not broadcast; 1 for the others.
 struct ValueMatrices {
   int32_t batch[kMaxBatchDims] = {1, 1, 1, 1}, heads = 1;
 

@@ -1,4 +1,4 @@
-// Counts the distinct matrices of a mask: batches and heads that share one count once.
+// Counts the distinct [T, S] matrices of a mask. Batch entries and heads may share a matrix.
 #pragma once
 
 #include <cstdint>
@@ -9,7 +9,7 @@ namespace jax_flash::sm90 {
 
 struct MaskMatrices {
   int32_t batch[kMaxBatchDims] = {1, 1, 1, 1}, heads = 1;  // the number of matrices along each axis
-  int32_t rows = 1;  // rows of a matrix: one for all queries, or T
+  int32_t rows = 1;  // of a matrix: T, or 1 if all queries share a row
 
   MaskMatrices() = default;
   MaskMatrices(const Shape& shape, const Operand& mask)
@@ -24,8 +24,8 @@ struct MaskMatrices {
     for (const int32_t count : batch) product *= count;
     return product;
   }
-  // Returns whether each matrix is shared by so many batches and heads that a kernel which reads
-  // all of them first takes less time than it saves.
+  // Returns whether so many batch entries and heads share each matrix that a kernel which converts
+  // the mask first takes less time than it saves.
   bool shared(const Shape& shape) const { return 4 * matrices() <= shape.batch * shape.heads; }
 
  private:
@@ -42,7 +42,7 @@ inline bool has_vectors(const Operand& operand, int element_bytes, int bytes) {
   for (const int64_t stride : operand.batch) all = all && fits(stride);
   return all;
 }
-// Returns the same for a mask, up to its last element.
+// Returns the same for a mask whose rows consist of whole vectors.
 inline bool mask_has_vectors(const Forward& params, int bytes) {
   return has_vectors(params.mask, 1, bytes) && params.shape.kv_len % bytes == 0;
 }

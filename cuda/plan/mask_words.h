@@ -1,5 +1,5 @@
-// Lays out masks as bits, in the order in which consumers of the sm_90 forward kernel read them. A
-// kernel that runs before it makes them from bytes: once for all batches and heads that share them.
+// Lays out masks as bits, in the order in which consumers of the sm_90 forward kernel read them. An
+// earlier kernel converts them from bytes, once for all batch entries and heads that share them.
 #pragma once
 
 #include <cstdint>
@@ -10,10 +10,11 @@
 
 namespace jax_flash::sm90 {
 
-// Describes the part of the workspace that holds, for each matrix of the mask, each 64 of its rows,
-// or its only one, and each tile of keys, a pair of words (AllowedBits) for each of a consumer's
-// threads. They are followed, for each matrix and 64 rows, by the range of tiles that allow
-// anything, from the first one to past the last: for both halves of the keys.
+// Describes the part of the workspace for mask words. They are ordered as
+// [matrix, 64 rows, tile of keys, thread of a consumer warpgroup], a pair of words (AllowedBits)
+// each. A mask with one row for all queries has one group of rows. After the words, each matrix and
+// 64 rows have two ranges of tiles, one for each half of the keys: from the first tile that allows
+// any pair to past the last one.
 struct MaskWords : MaskMatrices {
   static constexpr int kThreads = 128, kRows = 64, kPairBytes = 8, kRangeBytes = 16;
 
@@ -24,7 +25,7 @@ struct MaskWords : MaskMatrices {
         row_groups(parts(rows, kRows)),
         tiles(parts(shape.kv_len, block_kv)) {}
 
-  // Pairs of words in a matrix.
+  // Returns the number of pairs of words in a matrix.
   int64_t matrix() const { return int64_t{row_groups} * tiles * kThreads; }
   int64_t ranges_offset() const { return matrices() * matrix() * kPairBytes; }
 

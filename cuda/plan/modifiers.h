@@ -1,5 +1,5 @@
-// Names what a call may do to logits besides the band, as bits: for the choice of a kernel, and for
-// what a kernel is made for.
+// Defines the modifiers of logits as bits. They name the modifiers of a call and those that a
+// kernel supports. The band (causal order, window, lengths, offset) is no modifier.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +20,7 @@ enum Modifier : uint32_t {
   kEveryModifier = 127,
 };
 
-// Returns whether the one modifier is an operand of [N,T,S], which batches and heads may share.
+// Returns whether the only modifier is an operand of [N,T,S], which batches and heads may share.
 constexpr bool is_matrix(uint32_t modifiers) { return modifiers == kBias || modifiers == kMask; }
 
 // Returns the modifiers that a call asks for.

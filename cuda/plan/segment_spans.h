@@ -1,7 +1,8 @@
-// Lays out the spans of segment ids: the smallest and largest id of every kSegmentBlock rows or
-// columns; and copies of the ids. They are computed on the device before the attention kernel,
-// which then skips pairs of tiles whose ranges of ids do not meet. Exact for packed sequences,
-// whose ids do not decrease; never wrong for others.
+// Lays out the spans of segment ids, and copies of the ids. A span is the smallest and the largest
+// id of kSegmentBlock queries or keys. A kernel computes them before the attention kernel, which
+// then skips pairs of tiles whose spans do not overlap. In packed sequences, whose ids do not
+// decrease, no other pairs of tiles could be skipped. In others, a pair without a common id may
+// still be computed.
 #pragma once
 
 #include <cstdint>
@@ -24,14 +25,14 @@ struct SegmentSpan {
 // Spans beyond the last id contain no id.
 inline constexpr int kSpansAligned = 4;
 
-// Describes the part of the workspace that holds, for each of the batch, the spans of T ids, then
-// those of S, a counter, and the ids themselves, kSegmentBlock for each span. The counter, for
-// blocks that take work in turn, is 0 when the spans have been computed.
+// Describes the part of the workspace for segments: the spans of the T query ids of every batch
+// entry, those of the S key ids, a counter, and copies of the ids, kSegmentBlock for each span.
+// Blocks take units of work by the counter, which is 0 when the spans have been computed.
 struct SegmentSpans {
   SegmentSpan* query = nullptr;
   SegmentSpan* key = nullptr;
   int32_t* counter = nullptr;
-  int32_t* query_ids = nullptr;  // contiguous and aligned, whatever the operand is
+  int32_t* query_ids = nullptr;  // contiguous and aligned, even if the operand is not
   int32_t* key_ids = nullptr;
   int32_t query_blocks = 0, key_blocks = 0;
 
