@@ -6,8 +6,8 @@
 
 namespace jax_flash::ptx {
 
-// Does atomicAdd() of 1, for one thread: for atomicAdd(), the compiler adds code that looks for
-// other threads of the warp.
+// Adds 1 and returns the previous value. To be called by one thread of a warp. For atomicAdd(), the
+// compiler would generate code that combines the additions of a warp.
 __device__ __forceinline__ int32_t atomic_increment(int32_t* counter) {
   int32_t before;
   asm volatile("atom.relaxed.gpu.global.add.s32 %0, [%1], 1;"

@@ -13,7 +13,8 @@ __device__ __forceinline__ uint32_t cluster_rank() {
   return rank;
 }
 
-// Waits for all threads of the cluster; what they wrote to shared memory before is visible after.
+// Waits for all threads of the cluster. Afterwards, their earlier writes to shared memory are
+// visible.
 __device__ __forceinline__ void cluster_sync() {
   asm volatile(
       "barrier.cluster.arrive.release.aligned;\n"
@@ -30,8 +31,9 @@ __device__ __forceinline__ uint32_t address_in_block(uint32_t address_smem, uint
   return address;
 }
 
-// Arrives at a barrier of any block of the cluster, in which this thread's accesses to memory
-// before are not ordered: `.release.cluster` would wait for all of the GPU's.
+// Arrives at an mbarrier of any block of the cluster. This thread's earlier accesses to memory are
+// not ordered before the arrival for other blocks: `.release.cluster` would wait until they are
+// visible to the whole GPU.
 __device__ __forceinline__ void mbarrier_arrive_in_cluster(uint32_t barrier_cluster) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier_cluster) : "memory");
 }

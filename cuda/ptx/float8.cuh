@@ -6,7 +6,8 @@
 
 namespace jax_flash::ptx {
 
-// Rounds four floats to e4m3, to nearest even and at most 448, `a` to the lowest byte.
+// Rounds four floats to nearest e4m3, ties to even, and saturates at 448. `a` becomes the lowest
+// byte.
 __device__ __forceinline__ uint32_t cvt_rn_e4m3x4(float a, float b, float c, float d) {
   uint32_t packed;
   asm("{\n"

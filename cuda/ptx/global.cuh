@@ -11,7 +11,7 @@ __device__ __forceinline__ void red_add_f32(float* address, float value) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");
 }
 
-// Add to two or four contiguous floats in one instruction: sm_90 and later.
+// Add to two or four contiguous floats in one instruction; sm_90 and later.
 __device__ __forceinline__ void red_add_v2_f32(float* address, float x, float y) {
   asm volatile("red.relaxed.gpu.global.add.v2.f32 [%0], {%1, %2};" ::"l"(address), "f"(x), "f"(y)
                : "memory");
@@ -28,8 +28,8 @@ __device__ __forceinline__ int32_t ld_acquire(const int32_t* address) {
   return value;
 }
 
-// Loads without ordering. To acquire, a fence_acquire() must follow, but not at once, unlike
-// ld.acquire: sm_90 and later.
+// Loads without ordering. To acquire, a fence_acquire() must follow. Unlike ld.acquire, this allows
+// other work between the load and the fence. sm_90 and later.
 __device__ __forceinline__ int32_t ld_relaxed(const int32_t* address) {
   int32_t value;
   asm volatile("ld.relaxed.gpu.global.b32 %0, [%1];" : "=r"(value) : "l"(address) : "memory");
@@ -46,8 +46,8 @@ __device__ __forceinline__ void prefetch_l2(const void* address) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(__cvta_generic_to_global(address)) : "memory");
 }
 
-// Adds with release semantics: what this thread wrote, and what it has observed, is visible before
-// the sum is.
+// Adds with release semantics: everything that this thread has written or observed becomes visible
+// before the sum does.
 __device__ __forceinline__ void red_release_add(int32_t* address, int32_t value) {
   asm volatile("red.release.gpu.global.add.s32 [%0], %1;" ::"l"(address), "r"(value) : "memory");
 }

@@ -3,8 +3,8 @@
 
 namespace jax_flash::ptx {
 
-// Waits for the kernel before this one: code before the wait may overlap that kernel, and what it
-// wrote is visible after the wait.
+// Waits until the previous kernel has ended. Code before the wait may overlap that kernel. After
+// the wait, its writes are visible.
 __device__ __forceinline__ void griddepcontrol_wait() {
   asm volatile("griddepcontrol.wait;" ::: "memory");
 }

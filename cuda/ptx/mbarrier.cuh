@@ -20,15 +20,15 @@ __device__ __forceinline__ void mbarrier_arrive(uint32_t barrier_smem) {
   asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(barrier_smem) : "memory");
 }
 
-// Arrives, and makes the phase wait for `bytes` of asynchronous copies as well.
+// Arrives, and makes the current phase also wait for `bytes` of asynchronous copies.
 __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier_smem, uint32_t bytes) {
   asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(barrier_smem),
                "r"(bytes)
                : "memory");
 }
 
-// Waits for the end of the phase of this parity; the barrier's first phase has parity 0, and the
-// phase before it counts as ended.
+// Waits for the end of the phase with this parity. The first phase of a barrier has parity 0. A
+// wait for parity 1 before that returns at once.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier_smem, uint32_t parity) {
   asm volatile(
       "{\n"
@@ -43,7 +43,8 @@ __device__ __forceinline__ void mbarrier_wait(uint32_t barrier_smem, uint32_t pa
       : "memory");
 }
 
-// Returns whether that phase has ended; tests for up to `nanoseconds`.
+// Returns whether the phase with this parity has ended. May suspend the thread for up to
+// `nanoseconds`.
 __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier_smem, uint32_t parity,
                                                   uint32_t nanoseconds) {
   uint32_t done;
@@ -59,10 +60,10 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier_smem, uint32_
   return done != 0;
 }
 
-// Does the same for a thread that has nothing else to do, and may sleep: it tests less often, since
-// each test takes issue slots from others.
+// Waits like mbarrier_wait(), for a thread that may sleep longer. It tests less often, because each
+// test takes issue slots from other warps.
 __device__ __forceinline__ void mbarrier_wait_asleep(uint32_t barrier_smem, uint32_t parity) {
-  constexpr uint32_t kNanoseconds = 10'000'000;  // most time until it tests again
+  constexpr uint32_t kNanoseconds = 10'000'000;  // the longest time between tests
   asm volatile(
       "{\n"
       ".reg .pred done;\n"

@@ -30,8 +30,8 @@ __device__ __forceinline__ void mma_m16n8k16(float (&d)[4], const uint32_t (&a)[
   }
 }
 
-// Computes d[16, 8] += a[16, 8] b[8, 8] of float32 operands whose last 13 bits are ignored, which
-// makes them TF32. With lane = 4 g + t, a thread holds
+// Computes d[16, 8] += a[16, 8] b[8, 8] of TF32 operands: float32 whose last 13 bits are ignored.
+// With lane = 4 g + t, a thread holds
 //   d: as above
 //   a: column t of rows g and g + 8, then column t + 4 of the same rows
 //   b: rows t and t + 4 of column g

@@ -1,6 +1,6 @@
-// Wraps addresses in, stores to, loads from and minima in shared memory. PTX ISA, "Data movement
-// and conversion instructions: st, ld, cvta" and "Parallel synchronization and communication
-// instructions: red".
+// Wraps loads, stores and atomic minima in shared memory, and the conversion of addresses. PTX ISA,
+// "Data movement and conversion instructions: st, ld, cvta" and "Parallel synchronization and
+// communication instructions: red".
 #pragma once
 
 #include <cstdint>
@@ -15,7 +15,7 @@ __device__ __forceinline__ void st_shared_b32(uint32_t address_smem, uint32_t va
   asm volatile("st.shared.b32 [%0], %1;" ::"r"(address_smem), "r"(value) : "memory");
 }
 
-// Loads a value that other threads may lower meanwhile by min_relaxed_shared_s32().
+// Loads a value that other threads may lower at the same time by min_relaxed_shared_s32().
 __device__ __forceinline__ int32_t ld_relaxed_shared_s32(uint32_t address_smem) {
   int32_t value;
   asm volatile("ld.relaxed.cta.shared.s32 %0, [%1];" : "=r"(value) : "r"(address_smem) : "memory");

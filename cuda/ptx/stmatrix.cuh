@@ -6,8 +6,8 @@
 
 namespace jax_flash::ptx {
 
-// Stores four matrices: lane 8 i + r passes the address of row r of matrix i; with lane = 4 g + t
-// it passes, in d[i], columns 2 t, 2 t + 1 of row g of matrix i.
+// Stores four matrices. Lane 8 i + r passes the address of row r of matrix i. Lane 4 g + t passes
+// columns 2 t and 2 t + 1 of row g of matrix i in d[i].
 __device__ __forceinline__ void stmatrix_x4(uint32_t address_smem, const uint32_t (&d)[4]) {
   asm volatile(
       "stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1, %2, %3, %4};" ::"r"(address_smem),

@@ -12,8 +12,8 @@ __device__ __forceinline__ void prefetch_tensormap(const CUtensorMap& map) {
   asm volatile("prefetch.tensormap [%0];" ::"l"(&map) : "memory");
 }
 
-// Copies the box at these coordinates (innermost first) to shared memory and counts its bytes at
-// the barrier. Elements outside the tensor are filled with zeros, and counted.
+// Copies the box at these coordinates (innermost first) to shared memory, and reports its bytes to
+// the barrier. Elements outside the tensor become zeros, and count, too.
 __device__ __forceinline__ void cp_async_bulk_tensor_5d(uint32_t address_smem,
                                                         const CUtensorMap& map,
                                                         uint32_t barrier_smem, int32_t c0,
@@ -26,8 +26,8 @@ __device__ __forceinline__ void cp_async_bulk_tensor_5d(uint32_t address_smem,
       : "memory");
 }
 
-// Does the same for every block of the cluster in `blocks`, a bit for each: the box and its bytes
-// go to the same addresses of their shared memory.
+// Does the same for every block of the cluster whose bit in `blocks` is set. The box and the report
+// go to the same addresses in the shared memory of each block.
 __device__ __forceinline__ void cp_async_bulk_tensor_multicast_5d(
     uint32_t address_smem, const CUtensorMap& map, uint32_t barrier_smem, uint16_t blocks,
     int32_t c0, int32_t c1, int32_t c2, int32_t c3, int32_t c4) {
@@ -48,7 +48,7 @@ __device__ __forceinline__ void cp_async_bulk_prefetch_tensor_5d(const CUtensorM
       : "memory");
 }
 
-// Copies shared memory to the box at these coordinates, except elements outside the tensor. The
+// Copies shared memory to the box at these coordinates, without elements outside the tensor. The
 // copy belongs to the bulk group that the thread commits next.
 __device__ __forceinline__ void cp_async_bulk_tensor_store_5d(const CUtensorMap& map,
                                                               uint32_t address_smem, int32_t c0,

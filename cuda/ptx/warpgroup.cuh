@@ -1,13 +1,14 @@
-// Wraps the instructions of warpgroups: order of their matrix products, registers, named barriers.
-// PTX ISA, "Asynchronous warpgroup level matrix instructions", "setmaxnreg", "barrier". The
-// products themselves are generated: see cmake/generate_wgmma.py.
+// Wraps the instructions of warpgroups that order matrix products, reallocate registers and
+// synchronize at named barriers. PTX ISA, "Asynchronous warpgroup level matrix instructions",
+// "setmaxnreg", "barrier". cmake/generate_wgmma.py generates the products themselves.
 #pragma once
 
 #include <cstdint>
 
 namespace jax_flash::ptx {
 
-// Must come before the first product after registers that it uses, accumulators too, were written.
+// If registers that a product uses, accumulators included, have been written, this must precede the
+// product.
 __device__ __forceinline__ void wgmma_fence() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
 }
@@ -16,8 +17,8 @@ __device__ __forceinline__ void wgmma_commit_group() {
   asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
 }
 
-// Waits until at most kPending of the latest groups are in flight. Accumulators of complete groups
-// must go through wgmma_results() before they are read.
+// Waits until at most kPending of the latest groups are in flight. wgmma_results() must follow for
+// the accumulators of complete groups before they are read.
 template <int kPending>
 __device__ __forceinline__ void wgmma_wait_group() {
   asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(kPending) : "memory");
@@ -42,12 +43,12 @@ __device__ __forceinline__ void setmaxnreg_dec() {
   asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(kRegisters));
 }
 
-// Synchronize `threads` threads at a named barrier, by whole warps. Barrier 0 is __syncthreads().
+// Synchronizes `threads` threads, in whole warps, at a named barrier. Barrier 0 is __syncthreads().
 __device__ __forceinline__ void barrier_sync(int id, int threads) {
   asm volatile("barrier.cta.sync.aligned %0, %1;" ::"r"(id), "r"(threads) : "memory");
 }
 
-// Does the same; returns whether `value` is true in some thread.
+// Does the same, and returns whether `value` is true in some thread.
 __device__ __forceinline__ bool barrier_any(int id, int threads, bool value) {
   uint32_t any;
   asm volatile(
