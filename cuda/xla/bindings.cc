@@ -96,8 +96,8 @@ int64_t cuda_backward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_l
 #endif
 
 #ifdef JAX_FLASH_WITH_CUDA
-// Describes arrays that a query is only about: (name of the dtype, dimensions). Their data is
-// assumed to be aligned as XLA's.
+// Describes the arrays of an abstract call by (name of the dtype, dimensions). The choice of a
+// kernel depends on alignment, so their data pointer is as aligned as XLA's buffers.
 class AbstractBuffers {
  public:
   explicit AbstractBuffers(const nb::list& arrays) {
@@ -185,7 +185,7 @@ nb::list cuda_recipes() {
   return all;
 }
 
-// Returns whether this build has the CUDA kernels; it has them wherever nvcc could run.
+// Returns whether this build has the CUDA kernels, as every build with nvcc has.
 bool has_cuda() {
 #ifdef JAX_FLASH_WITH_CUDA
   return true;
@@ -194,8 +194,8 @@ bool has_cuda() {
 #endif
 }
 
-// Returns [(pass, family, dtype, head_dim)]: the table of CUDA instances in CMakeLists.txt. A head
-// dim in between runs on the next larger one.
+// Returns [(pass, family, dtype, head_dim)], the table of CUDA instances in CMakeLists.txt. A call
+// with a head dim in between runs on the next larger instance.
 nb::list cuda_instances() {
   nb::list all;
 #ifdef JAX_FLASH_WITH_CUDA

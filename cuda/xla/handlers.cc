@@ -1,7 +1,7 @@
 // Implements the custom calls "jax_flash_forward", "jax_flash_backward" and, on GPUs,
-// "jax_flash_quantize": each reads the call and launches it. On a GPU a handler allocates nothing,
-// reads no device memory and launches the same kernels on every call with the same shapes, so that
-// XLA may record it into a command buffer.
+// "jax_flash_quantize". Each handler reads its call, checks it and launches it. On a GPU, a handler
+// allocates nothing, reads no device memory and launches the same kernels on every call with the
+// same shapes and attributes. XLA may therefore record it into a command buffer.
 
 #include "xla/handlers.h"
 
@@ -41,9 +41,9 @@ ffi::Error to_error(const Status& status) {
   return ffi::Error(ffi::ErrorCode::kInternal, status.message);
 }
 
-// Spreads a loop over XLA's thread pool. The calling thread works too and waits only for indices
-// that another thread has begun, so a pool whose threads are all busy, perhaps with this very call,
-// cannot deadlock it.
+// Spreads a loop over XLA's thread pool. The calling thread works, too, and waits only for indices
+// that another thread has begun. So the loop cannot deadlock if all threads of the pool are busy,
+// perhaps with other loops of this kind.
 host::ParallelFor parallel_for_on(ffi::ThreadPool& pool) {
   return [&pool](int64_t count, const std::function<void(int64_t)>& body) {
     struct Loop {
@@ -65,7 +65,8 @@ host::ParallelFor parallel_for_on(ffi::ThreadPool& pool) {
         if (finished == count) done.notify_one();
       }
     };
-    // Tasks that the pool gets to only after the loop has ended still read it.
+    // Shared ownership: the pool may run a task only after the loop has ended, and the task still
+    // reads `next`.
     auto loop = std::make_shared<Loop>();
     loop->body = &body;
     loop->count = count;
@@ -142,7 +143,7 @@ ffi::Error quantize_cuda(cudaStream_t stream, ffi::RemainingArgs args, ffi::Rema
 }
 #endif  // JAX_FLASH_WITH_CUDA
 
-// Declares what every handler takes, besides the place where it runs.
+// Binds the arguments, results and attributes of a handler. `Context` is the thread pool or stream.
 template <typename Context>
 auto binding() {
   return ffi::Ffi::Bind()

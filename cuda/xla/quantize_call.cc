@@ -1,4 +1,4 @@
-// Implements quantize_call.h.
+// Implements quantize_call.h: reads the arrays, their results and the attributes.
 
 #include "xla/quantize_call.h"
 

@@ -1,10 +1,13 @@
-// Reads the buffers and attributes of the custom call "jax_flash_quantize", checking every shape.
+// Reads the buffers and attributes of the custom call "jax_flash_quantize", and checks every shape.
 //
-// Arguments: one to three arrays [sets, batch, T, heads, D] of one dtype. Results: the values of
-// each, in its shape, float8_e4m3fn; then the scales of each, float32 [sets, batch, blocks, heads],
-// or [sets, 1, 1, 1] if all of a set shares one. Attributes: `block`, how many tokens of a head
-// share a scale (all, if the sequence is shorter), 0 where all of a set does; `rotated`, a bit for
-// each array that is rotated; `seed`, of the rotation.
+//   arguments   one to three arrays [sets, batch, T, heads, D] of one dtype
+//   results     for each array, its values in float8_e4m3fn and in its shape; then, for each array,
+//               its float32 scales [sets, batch, blocks, heads], or [sets, 1, 1, 1] if a whole set
+//               shares a scale
+//   attributes  block    the number of tokens of a head that share a scale, or 0 if a whole set
+//                        shares one; a shorter sequence is one block
+//               rotated  bit i: array number i is rotated
+//               seed     of the rotation
 #pragma once
 
 #include <cstdint>
