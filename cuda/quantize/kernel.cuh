@@ -1,18 +1,19 @@
-// Rounds to e4m3 with scales, after a rotation if there is one.
+// Rotates rows if asked to, and rounds them to e4m3 with scales.
 //
-//   y = x S H / sqrt(m)     S: a diagonal of signs, H: blocks of Hadamard matrices of m rows
-//   scale = max(|y|) / 448  of the finite y that share it
-//   values = e4m3(y / scale)
+//   y = x S H / sqrt(m)       S: a diagonal of signs; H: block-diagonal, Hadamard matrices of m
+//   rows scale = max(|y|) / 448    over the finite y that share the scale values = e4m3(y / scale)
+//   without a rotation, y = x
 //
-// A thread block has a tile: up to kTileRows tokens of a head, which it reads once and keeps in
-// registers, eight numbers of a row (a chunk) at a time. If the tile is all that shares a scale,
-// the scale and the values are made in one step. Otherwise there are two: one computes scales, by
-// atomic maxima, and the next one reads x again. All warps do the same.
+// A thread block takes a tile, which is up to kTileRows tokens of a head. It reads the tile once,
+// and keeps it in registers. A thread holds up to kOwnChunks chunks, each of eight numbers of a
+// row. All warps do the same work. If no other tile shares the scale, one launch computes scale and
+// values. Otherwise one launch computes the scales by atomic maxima, and a second one reads x again
+// and computes the values.
 //
-// The rotation is a butterfly: three stages within a chunk, the others between lanes, since chunks
-// of a row are in neighbouring lanes.
+// The rotation is a butterfly. Its first three stages combine numbers within a chunk. The others
+// exchange numbers between lanes, since neighbouring lanes hold neighbouring chunks of a row.
 //
-// Static shared memory has signs, eight of a chunk in each byte, and the maxima of the warps.
+// Static shared memory holds the signs, those of a chunk in each byte, and the maxima of the warps.
 #pragma once
 
 #include <cuda_bf16.h>
@@ -29,22 +30,22 @@
 namespace jax_flash {
 
 inline constexpr int kTileRows = 128, kChunkCols = 8;
-inline constexpr int kOwnChunks = 4;  // of a thread, at most
+inline constexpr int kOwnChunks = 4;  // the most chunks of a thread
 inline constexpr int kWidestRounded = 256;
 inline constexpr int kMostQuantizeThreads = kTileRows * kWidestRounded / (kOwnChunks * kChunkCols);
 
-// kAll: scales and values; else one of the two.
+// Says what a launch computes. kAll: scales and values.
 enum class QuantizeStep { kAll, kScales, kValues };
 
-// Holds an array with what the host computes of it.
+// Holds an array and numbers that the host derives from its shape.
 struct RoundingPlan : Rounding {
   PlainDivisor head_count, tiles_per_batch, tiles_per_block;
-  int32_t block = 0, blocks = 0;  // of tokens that share a scale, and how many there are
-  int32_t end = 0;                // of the array's tiles, after those of the arrays before it
+  int32_t block = 0, blocks = 0;  // tokens in a block that shares a scale, and number of blocks
+  int32_t end = 0;                // the index past the array's last tile, in the grid
   int32_t batch_per_set = 0;      // 0: a set has many scales
-  PlainDivisor chunks;            // of a row
-  int32_t rows_at_once = 0;       // that a thread block has a thread for each chunk of
-  int32_t rotated = 0;            // chunks of a row of a Hadamard matrix
+  PlainDivisor chunks;            // the number of chunks of a row
+  int32_t rows_at_once = 0;       // the number of rows for which a thread block has threads
+  int32_t rotated = 0;            // the number of chunks of a row of a Hadamard matrix
   float factor = 0.0f;            // 1 / sqrt(m)
 };
 
@@ -53,13 +54,13 @@ struct QuantizePlan {
   QuantizeStep step = QuantizeStep::kAll;
 };
 
-// Holds the place of a tile, and of a thread in it.
+// Holds the place of a tile, and of a thread in the tile.
 struct RoundingTile {
-  int64_t first;  // a thread's first element in x
-  int32_t step;   // to its next chunk
+  int64_t first;  // the index of the thread's first element in x
+  int32_t step;   // the distance to the thread's next chunk
   float* scale;
-  int32_t rows;   // from the thread's first one on; at most 0: it has none
-  int32_t chunk;  // of a row
+  int32_t rows;   // rows from the thread's first row on; if not positive, it has none
+  int32_t chunk;  // the number of the thread's chunks in their rows
 
   __device__ __forceinline__ RoundingTile(const RoundingPlan& array, int32_t tile) {
     const int32_t turn = array.head_count.quotient(tile);
@@ -82,7 +83,7 @@ struct RoundingTile {
   }
 };
 
-// Holds eight numbers as they are stored.
+// Holds eight numbers in the type of the array.
 template <typename Element>
 struct Chunk {
   static constexpr int kWords = kChunkCols * sizeof(Element) / 4;
@@ -126,7 +127,8 @@ struct Chunk {
   }
 };
 
-// Returns a bit that looks random for a row of the Hadamard matrix, as _signed_hadamard of fp8.py.
+// Returns the sign of a row of the Hadamard matrix, a pseudorandom bit, like _signed_hadamard() of
+// fp8.py.
 __device__ __forceinline__ bool is_negative(uint32_t row, uint32_t seed) {
   uint32_t bits = row * 0x9E3779B9u + seed;
   bits = (bits ^ bits >> 16) * 0x85EBCA6Bu;
@@ -149,7 +151,7 @@ __device__ __forceinline__ void find_signs(const RoundingPlan& array,
   __syncthreads();
 }
 
-// Rotates a chunk together with those of other lanes.
+// Rotates a chunk together with the chunks of other lanes.
 template <typename Element>
 __device__ __forceinline__ void rotate(const RoundingPlan& array, Chunk<Element>& chunk,
                                        uint32_t signs) {
@@ -194,8 +196,8 @@ __device__ __forceinline__ float greatest_finite(const Chunk<Element> (&chunks)[
   return greatest;
 }
 
-// Rounds a chunk over `scale`, whose reciprocal is `inverse`. The second step of each division
-// makes it exact (Markstein, 1990), and infinities NaN.
+// Divides a chunk by `scale`, whose reciprocal is `inverse`, and rounds it. The second step of the
+// division makes the quotient exact (Markstein, 1990), and turns infinities into NaN.
 template <typename Element>
 __device__ __forceinline__ uint2 rounded(const Chunk<Element>& chunk, float scale, float inverse) {
   float x[kChunkCols];
@@ -214,7 +216,8 @@ __device__ __forceinline__ uint2 rounded(const Chunk<Element>& chunk, float scal
   return make_uint2(pairs[0] | pairs[1] << 16, pairs[2] | pairs[3] << 16);
 }
 
-// Reads a thread's chunks of a tile, and rotates them. Those that the tile lacks are zeros.
+// Reads a thread's chunks of a tile, and rotates them if asked to. Chunks beyond the tile are
+// zeros.
 template <typename Element>
 __device__ __forceinline__ void load_chunks(const RoundingPlan& array, const RoundingTile& tile,
                                             Chunk<Element> (&chunks)[kOwnChunks]) {
@@ -230,18 +233,20 @@ __device__ __forceinline__ void load_chunks(const RoundingPlan& array, const Rou
   for (auto& chunk : chunks) rotate(array, chunk, signs[tile.chunk]);
 }
 
-// Returns a tile's scale: of its own numbers, or as an earlier step has left it.
+// Returns a tile's scale. Step kValues reads the scale; the others compute that of the tile's own
+// numbers, and store it.
 template <typename Element>
 __device__ __forceinline__ float find_scale(QuantizeStep step, const RoundingTile& tile,
                                             const Chunk<Element> (&chunks)[kOwnChunks]) {
   if (step == QuantizeStep::kValues) return *tile.scale;
-  // The least scale is that of zeros: a probability is scaled by the greatest of the values' ones.
+  // Zeros get the least scale, so that they do not raise the greatest scale of the values, by which
+  // P is scaled.
   const float scale = fmaxf(block_maximum(greatest_finite(chunks)) * (1.0f / 448.0f), 0x1p-126f);
   if (threadIdx.x != 0) return scale;
   if (step == QuantizeStep::kAll) {
     *tile.scale = scale;
   } else {
-    // Numbers that are not negative are in the order of their bits.
+    // Floats that are not negative have the same order as their bits.
     atomicMax(reinterpret_cast<int*>(tile.scale), __float_as_int(scale));
   }
   return scale;

@@ -1,4 +1,4 @@
-// Implements quantize.h.
+// Implements quantize.h: plans the tiles, and launches quantize_kernel once or twice.
 
 #include <algorithm>
 #include <cmath>
@@ -12,7 +12,8 @@
 namespace jax_flash {
 namespace {
 
-// Describes an array. `shared`: tokens that share a scale; `tiles`: of the arrays so far.
+// Plans an array. `shared` is the number of tokens that share a scale, or 0 if a whole set shares
+// one. `tiles` counts the tiles of all arrays so far.
 RoundingPlan make_plan(const Rounding& array, int64_t shared, int threads, int64_t& tiles) {
   RoundingPlan plan;
   static_cast<Rounding&>(plan) = array;
@@ -34,7 +35,7 @@ RoundingPlan make_plan(const Rounding& array, int64_t shared, int threads, int64
   return plan;
 }
 
-// Clears scales, for atomic maxima.
+// Clears the scales before atomic maxima.
 Status clear_scales(const QuantizePlan& plan, int count, cudaStream_t stream) {
   for (int i = 0; i < count; ++i) {
     const RoundingPlan& array = plan.arrays[i];

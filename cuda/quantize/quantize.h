@@ -1,4 +1,4 @@
-// Rounds arrays of 16 or 32 bits to e4m3 with scales, on a GPU: `quantize` of jax_flash/fp8.py.
+// Rounds arrays of 16 or 32 bits to e4m3 with scales on a GPU, for `quantize` of jax_flash/fp8.py.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -11,10 +11,11 @@
 
 namespace jax_flash {
 
-// Describes one array. A scale is the greatest finite magnitude of what shares it, over 448.
+// Describes one array. A scale is the greatest finite magnitude of the elements that share it,
+// divided by 448.
 struct Rounding {
   const void* x = nullptr;    // [sets, batch, T, heads, D]
-  uint8_t* values = nullptr;  // x over its scale, in the shape of x
+  uint8_t* values = nullptr;  // x divided by its scale, in the shape of x
   float* scale = nullptr;     // [sets, batch, blocks of T, heads], or [sets]
   int32_t sets = 0, length = 0, heads = 0, head_dim = 0;
   int64_t batch = 0;
@@ -30,7 +31,7 @@ struct Quantize {
   int64_t block = 0;  // tokens of a head that share a scale; 0: all of a set share one
 };
 
-// Enqueues the rounding. It takes head dims that are multiples of 8 up to 256.
+// Enqueues the rounding. Head dims must be multiples of 8, up to 256.
 Status launch_quantize(const Quantize& call, cudaStream_t stream);
 
 }  // namespace jax_flash
