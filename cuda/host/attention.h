@@ -1,4 +1,4 @@
-// The operation on the CPU. See kernel.cc for the algorithm.
+// Runs the forward or backward pass on the CPU. kernel.cc describes the algorithm.
 #pragma once
 
 #include <cstdint>
@@ -9,17 +9,19 @@
 
 namespace jax_flash::host {
 
-// Runs body(0) ... body(count - 1), concurrently where it can, and returns when
-// all have finished. Supplied by the caller, so that this folder knows no runtime.
+// Runs body(0) ... body(count - 1), concurrently if possible, and returns when all have finished.
+// The caller provides it, so that this folder depends on no thread pool.
 using ParallelFor = std::function<void(int64_t count, const std::function<void(int64_t)>& body)>;
 
 Status forward(const Forward& params, const ParallelFor& parallel_for);
 Status backward(const Backward& params, const ParallelFor& parallel_for);
 
-// Bytes that backward() needs at Backward::workspace. `distance_floats`: as params.h counts them.
+// Returns the bytes that backward() needs at Backward::workspace. `distance_floats` is the result
+// of distance_floats() in params.h.
 int64_t backward_workspace_bytes(const Shape& shape, int64_t distance_floats);
 
-// The instruction set in use: "avx512", "avx2" or "baseline".
+// Returns the instruction set in use: "avx512", "avx2" or "baseline"; "none" if
+// JAX_FLASH_CPU_MAX_ISA names no instruction set.
 const char* instruction_set();
 
 }  // namespace jax_flash::host

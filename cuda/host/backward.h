@@ -1,19 +1,21 @@
-// The backward pass: delta, then dkey, dvalue and partial sums of dquery and of the gradients that
-// go by distance, then these.
+// Computes the backward pass in three steps:
+//   1. delta
+//   2. dkey and dvalue, and partial sums of dquery and of the gradients by distance
+//   3. dquery and the gradients by distance, from the partial sums
 //
-// A task of the middle step owns every `chunks`-th block of keys of one (batch,
-// key/value head): under a causal mask, early blocks meet more queries, so each task
-// gets a share of both. Some of its blocks of keys together meet all queries of all heads of
-// the group, so that queries are packed once for all of them. It accumulates dkey and dvalue of
-// these blocks in scratch and dquery in its own part of the workspace, in an order that is always
-// the same.
+// A task of the second step owns every `chunks`-th block of keys of one (batch, key/value head).
+// Under a causal mask, more queries attend to early blocks, so each task gets early and late ones.
+// The task takes a few of its blocks of keys at a time through all queries of all heads of the
+// group, so that queries are packed once for these blocks. It accumulates dkey and dvalue of the
+// blocks in scratch memory, and dquery in its own part of the workspace. The order is always the
+// same.
 #pragma once
 
 #include "host/gradient.h"
 
 namespace jax_flash::host::JAX_FLASH_ISA {
 
-// delta = rowsum(dout * out) - dlse, of one (batch, head).
+// Computes delta = rowsum(dout * out) - dlse of one (batch, head).
 inline bool delta_task(const Backward& call, int64_t task) {
   const Shape& shape = call.shape;
   const int64_t batch = task / shape.heads, n = task % shape.heads;
@@ -39,17 +41,18 @@ inline bool delta_task(const Backward& call, int64_t task) {
   return true;
 }
 
-// Partial dquery [T, padded(H)] of one chunk, batch and head.
+// Returns the partial dquery [T, padded(H)] of one chunk, batch and head.
 inline float* partial_dquery(const Backward& call, int64_t chunk, int64_t batch, int64_t n) {
   const Shape& shape = call.shape;
   return static_cast<float*>(call.workspace) + delta_floats(shape) + chunk * dquery_floats(shape) +
          (batch * shape.heads + n) * shape.q_len * padded(shape.head_dim);
 }
 
-// Adds to a block of keys what the backward pass accumulates for it.
+// Holds a block of keys and the gradients that the backward pass accumulates for it. Rows are
+// padded.
 struct BackwardBlock : KeyBlock {
   Matrix key;           // [kBlockKv, H]: zero where no row of the tile may attend
-  uint64_t key_values;  // which rows of key hold those of the block; 0: none
+  uint64_t key_values;  // a bit for each row of `key` that holds a row of the block
   Matrix dkey;          // [kBlockKv, H]
   Matrix dvalue;        // [kBlockKv, h]
 };
@@ -66,8 +69,8 @@ inline BackwardBlock backward_block(Arena& arena, int64_t head_dim, int64_t valu
   return block;
 }
 
-// Returns how many blocks of keys meet each block of queries together: as many as leave room for
-// the latter in a second-level cache of 512 KiB.
+// Returns how many blocks of keys a task takes through the queries together: as many as leave room
+// for a block of queries in a second-level cache of 512 KiB.
 inline constexpr int kMaxSharedBlocks = 4;
 inline int64_t shared_blocks(int64_t head_dim, int64_t value_dim) {
   constexpr int64_t kFloats = 80 * 1024;
@@ -75,8 +78,8 @@ inline int64_t shared_blocks(int64_t head_dim, int64_t value_dim) {
   return max_of<int64_t>(1, min_of<int64_t>(fitting, kMaxSharedBlocks));
 }
 
-// Writes block b of dbias, where each element belongs to one logit, at the keys from
-// kv_begin on: ds, and zeros outside the part of the tile that may be attended to.
+// Writes ds to rows of block b and the tile's columns of dbias, if each element of dbias belongs to
+// one logit. Elements outside the part of the tile that may be attended to become zeros.
 inline void write_dbias(const Plane& dbias, const Shape& shape, int64_t b, const Tile& tile,
                         Matrix ds) {
   const int64_t begin = b * kBlockQ, end = min_of<int64_t>(begin + kBlockQ, shape.q_len);
@@ -94,7 +97,7 @@ inline void write_dbias(const Plane& dbias, const Shape& shape, int64_t b, const
   }
 }
 
-// The partial sums of one chunk, batch and head that go by distance.
+// Returns the partial sums of the gradients by distance of one chunk, batch and head.
 inline DistanceSums partial_distance_sums(const Backward& call, int64_t chunk, int64_t batch,
                                           int64_t n) {
   const Shape& shape = call.shape;
@@ -108,7 +111,7 @@ inline DistanceSums partial_distance_sums(const Backward& call, int64_t chunk, i
   return partial;
 }
 
-// Where one head's results go, besides scratch.dkey and scratch.dvalue.
+// Points to the results of one head, except dkey and dvalue.
 struct HeadGradients {
   Matrix dquery;  // [T, H]: a partial sum
   Plane dbias;    // absent if another pass computes it
@@ -117,7 +120,7 @@ struct HeadGradients {
   bool goes_by_distance() const { return distance.slope || distance.table; }
 };
 
-// Adds what one tile contributes to keys.dkey, keys.dvalue and the partial dquery.
+// Adds the contributions of one tile to keys.dkey, keys.dvalue and the partial dquery.
 inline void backward_tile(const GradientHead& head, const Tile& tile, BackwardBlock& keys,
                           GradientScratch& scratch, Matrix dquery) {
   if (keys.key_values != tile.any) {
@@ -134,7 +137,7 @@ inline void backward_tile(const GradientHead& head, const Tile& tile, BackwardBl
        from_row(dquery, tile.q_begin + r0));
 }
 
-// One query head against `count` blocks of keys.
+// Takes all queries of one head through `count` blocks of keys.
 inline void backward_head(const GradientHead& head, const Shape& shape, BackwardBlock* keys,
                           int64_t count, GradientScratch& scratch, const HeadGradients& to) {
   for (int64_t b = 0; b < q_blocks(shape); ++b) {
@@ -156,7 +159,7 @@ inline void backward_head(const GradientHead& head, const Shape& shape, Backward
   }
 }
 
-// Fills in dkey and dvalue of the blocks of keys, which are of one (batch, key/value head).
+// Computes dkey and dvalue of `count` blocks of keys of one (batch, key/value head).
 inline void backward_keys(const Backward& call, int64_t chunk, int64_t batch, int64_t kv_head,
                           BackwardBlock* keys, int64_t count, GradientScratch& scratch) {
   const Shape& shape = call.shape;
@@ -217,7 +220,7 @@ inline bool backward_task(const Backward& call, int64_t task) {
   return true;
 }
 
-// dquery = scale * the sum of its parts, for a block of queries of one (batch, head).
+// Computes dquery = scale * the sum of its parts, for a block of queries of one (batch, head).
 inline bool reduce_dquery_task(const Backward& call, int64_t task) {
   const Shape& shape = call.shape;
   const int64_t blocks = q_blocks(shape), chunks = backward_chunks(shape);
@@ -236,7 +239,7 @@ inline bool reduce_dquery_task(const Backward& call, int64_t task) {
   return true;
 }
 
-// The gradients that go by distance are the sums of their parts, for one (batch, head).
+// Adds up the parts of the gradients by distance, for one (batch, head).
 inline bool reduce_distance_task(const Backward& call, int64_t task) {
   const Shape& shape = call.shape;
   const int64_t batch = task / shape.heads, n = task % shape.heads;

@@ -1,15 +1,15 @@
-// The gradient of a bias that is broadcast, in a pass of its own: a task owns one tile of dbias and
-// sums into it the gradients of all logits that its elements were added to, over
-// every batch, head, row and column along which dbias is broadcast. Memory stays
-// that of dbias however large the logits are, and the order of the sum is fixed.
+// Computes the gradient of a broadcast bias, in a pass of its own. A task owns one tile of dbias.
+// It sums the gradients of all logits to which an element was added, over all batches, heads, rows
+// and columns along which dbias is broadcast. So the memory does not grow with the logits, and the
+// order of the sums is fixed.
 #pragma once
 
 #include "host/gradient.h"
 
 namespace jax_flash::host::JAX_FLASH_ISA {
 
-// The batch whose index is that of `kept` along the axes that dbias has, and that of
-// `summed` along the others.
+// Returns the batch whose index is given by `kept` along the batch axes of dbias, and by `summed`
+// along the broadcast ones.
 inline int64_t batch_of(const Shape& shape, const Operand& dbias, int64_t kept, int64_t summed) {
   int64_t batch = 0, stride = 1;
   for (int axis = shape.num_batch_dims - 1; axis >= 0; --axis) {
@@ -22,7 +22,7 @@ inline int64_t batch_of(const Shape& shape, const Operand& dbias, int64_t kept, 
   return batch;
 }
 
-// The offset in dbias of index `kept` of the batch axes it has. The others may be empty.
+// Returns the offset in dbias of index `kept` of its own batch axes. The others may be empty.
 inline int64_t kept_offset(const Shape& shape, const Operand& dbias, int64_t kept) {
   int64_t offset = 0;
   for (int axis = shape.num_batch_dims - 1; axis >= 0; --axis) {
@@ -37,7 +37,7 @@ struct BlockRange {
   int64_t begin, end;
 };
 
-// Adds to `sum` what one (batch, head) contributes from the given blocks.
+// Adds the gradients of the given blocks of one (batch, head) to `sum`.
 inline void add_head(const GradientHead& head, BlockRange q_range, BlockRange kv_range,
                      GradientScratch& scratch, KeyBlock& keys, Matrix sum) {
   for (int64_t k = kv_range.begin; k < kv_range.end; ++k) {
@@ -59,7 +59,7 @@ inline void add_head(const GradientHead& head, BlockRange q_range, BlockRange kv
   }
 }
 
-// Rows into row 0.
+// Adds all rows to row 0.
 inline void sum_rows(Matrix m) {
   for (int r = 1; r < kBlockQ; ++r) {
     for (int c = 0; c < kBlockKv; c += kLanes) {
@@ -68,7 +68,7 @@ inline void sum_rows(Matrix m) {
   }
 }
 
-// Columns into column 0.
+// Adds all columns to column 0.
 inline void sum_columns(Matrix m) {
   for (int r = 0; r < kBlockQ; ++r) {
     Vec sum = {};

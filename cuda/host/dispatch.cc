@@ -1,4 +1,4 @@
-// Splits a call into tasks and runs them with the best kernel that this CPU can execute.
+// Divides a call into tasks, and runs them with the best kernel that this CPU can execute.
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
@@ -11,8 +11,8 @@
 namespace jax_flash::host {
 namespace {
 
-// The environment variable that keeps to older instruction sets: to test their kernels, or to
-// measure them on a CPU that has newer ones. Read once, at the first call.
+// This environment variable limits the kernel to an older instruction set, for tests and
+// measurements on a CPU with newer ones. It is read once, at the first call.
 constexpr const char* kMaxIsa = "JAX_FLASH_CPU_MAX_ISA";
 
 bool can_run(const Kernel& kernel) {
@@ -29,8 +29,8 @@ bool can_run(const Kernel& kernel) {
   return &kernel == &baseline::kKernel;
 }
 
-// The best kernel that this CPU can execute, up to the one that JAX_FLASH_CPU_MAX_ISA names;
-// nullptr if it names none.
+// Returns the best kernel that this CPU can execute, up to the one that JAX_FLASH_CPU_MAX_ISA
+// names, or nullptr if the variable names no kernel.
 const Kernel* choose_kernel() {
 #if defined(__x86_64__)
   const Kernel* const best_first[] = {&avx512::kKernel, &avx2::kKernel, &baseline::kKernel};
@@ -51,7 +51,7 @@ const Kernel* kernel() {
   return chosen;
 }
 
-// Runs one pass; false if any task ran out of memory.
+// Runs one pass. Returns false if any task found no scratch memory.
 template <typename Call>
 bool run(const ParallelFor& parallel_for, bool (*pass)(const Call&, int64_t), const Call& call,
          int64_t tasks) {

@@ -1,12 +1,13 @@
-// Adds to logits by the distance between query and key, and computes the gradient. Along a diagonal
-// of a tile the distance is the same, so both go through one number for each diagonal.
+// Adds ALiBi slopes and relative biases to logits, and computes their gradients. They depend on the
+// distance between query and key, which is the same along a diagonal of a tile. So both need only
+// one number for each diagonal.
 #pragma once
 
 #include "host/tile.h"
 
 namespace jax_flash::host::JAX_FLASH_ISA {
 
-// Calls f(t, d) for every diagonal t of the tile's rows, whose distance is d.
+// Calls f(t, d) for every diagonal t of the tile's rows; d is its distance.
 template <typename F>
 JAX_FLASH_INLINE void for_diagonals(const Head& head, const Tile& tile, F f) {
   const int64_t first = tile.kv_begin - tile.q_begin - first_diagonal(0);
@@ -14,7 +15,8 @@ JAX_FLASH_INLINE void for_diagonals(const Head& head, const Tile& tile, F f) {
   for (int t = first_diagonal(tile.row_end - 1); t < end; ++t) f(t, head.distance.of(first + t));
 }
 
-// Adds to the tile's rows of s what goes by distance. Without a bias they hold nothing yet.
+// Adds the biases by distance to the tile's rows of s. Without a bias, these are uninitialised, and
+// are overwritten.
 inline void add_by_distance(const Head& head, const Tile& tile, bool has_bias, Matrix s) {
   const ByDistance& distance = head.distance;
   float added[kDiagonals];
@@ -32,13 +34,13 @@ inline void add_by_distance(const Head& head, const Tile& tile, bool has_bias, M
   }
 }
 
-// Sums of the gradient of one head's logits; null where they are not wanted.
+// Points to sums of the gradient of one head's logits. Null: not wanted.
 struct DistanceSums {
   float* slope = nullptr;  // of the gradient times the distance
   float* table = nullptr;  // [R]
 };
 
-// Adds those of one tile.
+// Adds the gradient of one tile to the sums.
 inline void add_distance_gradients(const Head& head, const Tile& tile, Matrix ds,
                                    const DistanceSums& sums) {
   float diagonals[kDiagonals] = {};
@@ -57,7 +59,8 @@ inline void add_distance_gradients(const Head& head, const Tile& tile, Matrix ds
     *sums.slope += static_cast<float>(slope);
   }
   if (sums.table) {
-    // Most distances may be beyond the table: their sums are made before they are added to it.
+    // Most distances may be beyond the table, so the first and the last element get many additions:
+    // these are summed separately in double.
     const int64_t last = head.distance.count - 1;
     double below = 0.0, above = 0.0;
     for_diagonals(head, tile, [&](int t, int64_t d) {

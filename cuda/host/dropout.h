@@ -1,5 +1,5 @@
-// Dropout's bits for the rows of a tile, as modifiers/philox.h defines them: here eight counters at
-// a time, one a 64-bit lane.
+// Draws dropout's bits for the rows of a tile, as modifiers/philox.h defines them. A vector holds
+// eight counters at a time, one in each 64-bit lane.
 #pragma once
 
 #include "host/tile.h"
@@ -7,16 +7,17 @@
 
 namespace jax_flash::host::JAX_FLASH_ISA {
 
-inline constexpr int kCounters = kDropoutBlock / 2;  // of a block's columns
+inline constexpr int kCounters = kDropoutBlock / 2;  // counters for the columns of a block
 typedef uint64_t Counters __attribute__((vector_size(8 * kCounters)));
 
-// Says which of 16 columns are kept, in the rows that share counters: i and i + 8.
+// Holds a bit for each of 16 columns, set if it is kept, in two rows that share counters: i and
+// i + 8.
 struct KeptPair {
   uint64_t bits[2];
 };
 
-// Draws for rows i and i + 8 and columns [j, j + 16): indices of the whole call, i % 16 < 8 and
-// j % 16 = 0.
+// Draws the bits of rows i and i + 8 and columns [j, j + 16). i and j are indices of the whole
+// call, with i % 16 < 8 and j % 16 = 0.
 inline KeptPair keep_block(const Head& head, uint32_t i, uint32_t j) {
   constexpr uint64_t kMultiplier = 0xD256D193, kWord = 0xffffffff;
   constexpr uint32_t kWeyl = 0x9E3779B9;
@@ -31,7 +32,8 @@ inline KeptPair keep_block(const Head& head, uint32_t i, uint32_t j) {
     c1 = product & kWord;
     key += kWeyl;
   }
-  // Bits 0, 8, 16 and 24 of a lane are for its column and the one 8 on, of row i and of i + 8.
+  // Lane g draws four bits, for columns g and g + 8 of row i and then of row i + 8: bits 0, 8, 16
+  // and 24 before the shift by g.
   const uint64_t threshold = head.options->dropout_threshold;
   const Counters halves[4] = {c0, c0 >> 16, c1, c1 >> 16};
   Counters bits = {};
@@ -44,8 +46,8 @@ inline KeptPair keep_block(const Head& head, uint32_t i, uint32_t j) {
   return {{all & 0xffff, all >> 16}};
 }
 
-// Bit c of keep[r] says whether the probability of row r of the tile and column c is kept. Fills
-// the rows from row_begin to row_end.
+// Sets bit c of keep[r] if dropout keeps the probability of row r of the tile and column c, for
+// rows from row_begin to row_end.
 inline void keep_bits(const Head& head, const Tile& tile, uint64_t (&keep)[kBlockQ]) {
   const auto col = static_cast<uint32_t>(tile.kv_begin) + head.dropout_col;
   const int shift = col % kDropoutBlock;
@@ -55,7 +57,7 @@ inline void keep_bits(const Head& head, const Tile& tile, uint64_t (&keep)[kBloc
   for (int r = tile.row_begin; r < tile.row_end; ++r) {
     const uint32_t i = first + static_cast<uint32_t>(r);
     const bool second = i / kCounters % 2 != 0;
-    if (second && r - kCounters >= tile.row_begin) continue;  // done with the row 8 before it
+    if (second && r - kCounters >= tile.row_begin) continue;  // done together with row r - 8
     const int partner = second ? r : r + kCounters;
     for (int block = 0; block < blocks; ++block) {
       const auto j =

@@ -1,5 +1,6 @@
-// The forward pass: a task takes some blocks of queries of one (batch, head), or, where there is
-// just one block of queries, of several heads, through the keys and values that they share.
+// Computes the forward pass. A task takes some blocks of queries of one (batch, head) or, if each
+// head has only one block, the blocks of several heads of a group. It goes through the keys and
+// values that these blocks share, tile by tile.
 #pragma once
 
 #include "host/dropout.h"
@@ -7,16 +8,16 @@
 
 namespace jax_flash::host::JAX_FLASH_ISA {
 
-// Where the sums over keys of one block of queries of one head stand, all float32.
-// Rows of q and o as padded.
+// Holds the state of the online softmax for one block of queries of one head, in float32. Rows of q
+// and o are padded.
 struct Accumulators {
   Matrix q;    // [rows, H]: scale * query
   Matrix o;    // [rows, h]: sum of exp(logits - max) value
-  Matrix sum;  // [rows, kLanes]: of exp(logits - max), by lane
-  float* max;  // [rows]
+  Matrix sum;  // [rows, kLanes]: sum of exp(logits - max), by lane
+  float* max;  // [rows]: running maximum
 };
 
-// One block of queries of one head.
+// Holds one block of queries of one head, and its state.
 struct Stream {
   int64_t n;
   Head head;
@@ -24,13 +25,13 @@ struct Stream {
   Accumulators acc;
 };
 
-// Scratch that the streams of a task take turns with.
+// Scratch memory that the streams of a task use in turn.
 struct ForwardScratch {
   Matrix s;         // [kBlockQ, kBlockKv]: logits, then probabilities
   Matrix key_t;     // [H, kBlockKv]
   Matrix value;     // [kBlockKv, h]: zero where no row of the tile may attend
-  bool has_key;     // whether key_t holds the present block of keys
-  uint64_t values;  // which rows of value hold those of the present block; 0: none
+  bool has_key;     // true if key_t holds the current block of keys
+  uint64_t values;  // a bit for each row of `value` that holds a row of the current block
 };
 
 inline int64_t forward_floats(int64_t head_dim, int64_t value_dim, int64_t rows, int64_t streams) {
@@ -62,14 +63,15 @@ inline Accumulators accumulators(Arena& arena, const Head& head, const QueryBloc
   return acc;
 }
 
-// A row of a tile of logits, all of its kBlockKv columns.
+// The vectors in a row of a tile of logits, which has kBlockKv columns.
 inline constexpr int kRowVectors = kBlockKv / kLanes;
 
-// One step of the online softmax, in two loops over the rows, so that the exponentials of a row
-// do not wait for its maximum, and those of several rows overlap.
+// A step of the online softmax consists of two loops over the rows, so that the exponentials of a
+// row do not wait for its maximum, and those of several rows overlap.
 //
-// First: the maximum so far joins that of row r, and what was summed is rescaled if it grew. A NaN
-// is never the maximum, but reaches the sum and, by the product with value, the output.
+// First loop: updates the running maximum of row r. If it rises, rescales the row's sum and output.
+// A NaN never becomes the maximum, but it reaches the sum and, through the product with V, the
+// output.
 inline void raise_max(const Accumulators& acc, int r, const float* s) {
   Vec top = splat(acc.max[r]);
   for (int v = 0; v < kRowVectors; ++v) top = max_ignoring_nan(top, load(s + v * kLanes));
@@ -83,7 +85,7 @@ inline void raise_max(const Accumulators& acc, int r, const float* s) {
   acc.max[r] = new_max;
 }
 
-// Second: logits become exp(logits - max).
+// Second loop: replaces the logits of row r by exp(logits - max), and adds these to the sum.
 inline void exponentials(const Accumulators& acc, int r, float* s) {
   const float max = acc.max[r];
   const float base = max == -kInfinity ? 0.0f : max;  // -inf - -inf is NaN
@@ -139,20 +141,20 @@ inline void forward_tile(const Head& head, const Tile& tile, const Accumulators&
        scratch.value, from_row(acc.o, tile.row_begin));
 }
 
-// A number as the sum of two: the nearest float, and what that lacks of it.
+// Holds a number as the sum of the nearest float and the rounding error of that float.
 struct TwoFloats {
   float high, low;
 };
 
-// a + b exactly, where the sum is finite.
+// Returns a + b, exactly if the sum is finite.
 // Reference: Knuth, "The Art of Computer Programming", volume 2, 4.2.2, theorem B.
 inline TwoFloats two_sum(float a, float b) {
   const float sum = a + b, second = sum - a;
   return {sum, (a - (sum - second)) + (b - second)};
 }
 
-// Finishes row r: writes its output to `out` and returns lse = max + log(sum), where the
-// sink, a logit without a value, joins the sum.
+// Finishes row r: writes its output to `out`, and returns lse = max + log(sum). The sum includes
+// the sink, a logit without a value.
 inline TwoFloats finish_row(const Accumulators& acc, int r, float sink, float* out) {
   const float max = max_of(acc.max[r], sink);
   const float base = max == -kInfinity ? 0.0f : max;
@@ -167,7 +169,7 @@ inline TwoFloats finish_row(const Accumulators& acc, int r, float sink, float* o
   return two_sum(base, __builtin_logf(sum));
 }
 
-// Writes out and lse of all rows of the block, those past the query length included.
+// Writes out and lse of all rows of the block, also of rows beyond the query length.
 inline void finish_block(const Forward& call, int64_t batch, int64_t n, const QueryBlock& block,
                          const Accumulators& acc) {
   const Shape& shape = call.shape;
@@ -186,7 +188,7 @@ inline void finish_block(const Forward& call, int64_t batch, int64_t n, const Qu
   write_rows(acc.o, static_cast<int>(rows), out, block.begin);
 }
 
-// The keys that any of the streams attends to.
+// Returns the smallest span that contains the keys of all streams.
 inline Span keys_of(const Stream* streams, int64_t count) {
   Span keys = {INT64_MAX, 0};
   for (int64_t i = 0; i < count; ++i) {
@@ -201,7 +203,8 @@ inline bool forward_task(const ForwardTasks& tasks, int64_t task) {
   const Forward& call = tasks.call;
   const ForwardSplit& split = tasks.split;
   const Shape& shape = call.shape;
-  // Under a causal mask later blocks attend to more keys: the long tasks start first.
+  // Under a causal mask, later blocks attend to more keys. They come first, so that long tasks
+  // start first.
   const int64_t first_block = (split.runs - 1 - task % split.runs) * split.blocks;
   const int64_t blocks = min_of(split.blocks, q_blocks(shape) - first_block);
   const int64_t part = task / split.runs % split.parts;

@@ -1,23 +1,24 @@
-// C = A B or C += A B in float32, for tiles that fit the caches.
+// Computes C = A B or C += A B in float32, for tiles that fit the caches.
 //
-// The microkernel keeps up to 6 x kPanelVectors vectors of C in registers; for each
-// k it loads kPanelVectors vectors of B and broadcasts an element of each row of A
-// into multiply-adds. With AVX-512 that is 24 multiply-adds, 12 cycles, against 10
-// loads: bound by arithmetic, as long as the panel of B stays in the first-level
-// cache. kMaxDepth keeps it there for large head dims.
+// The microkernel keeps up to 6 x kPanelVectors vectors of C in registers. For each k it loads
+// kPanelVectors vectors of B, and broadcasts an element of each row of A to multiply-adds. With
+// AVX-512 these are 24 multiply-adds, which take 12 cycles, and 10 loads. So arithmetic is the
+// limit as long as the panel of B stays in the first-level cache. At large head dims, kMaxDepth
+// keeps the panel small enough.
 #pragma once
 
 #include "host/simd.h"
 
 namespace jax_flash::host::JAX_FLASH_ISA {
 
-// A(i, k) = data[i * row + k * depth].
+// A left operand: A(i, k) = data[i * row + k * depth].
 struct Left {
   const float* data;
   int64_t row, depth;
 };
 
-// Element (i, j) is data[i * row + j]; rows are padded to whole vectors.
+// A right operand or a result: element (i, j) is data[i * row + j]. Rows are padded to whole
+// vectors.
 struct Matrix {
   float* data;
   int64_t row;
@@ -35,7 +36,7 @@ struct Product {
 inline constexpr int kPanelRows = 6;
 inline constexpr int kMaxDepth = 128;
 
-// Rows [0, kRows) of C, kVectors vectors wide.
+// Computes rows [0, kRows) of C, kVectors vectors wide.
 template <int kRows, int kVectors>
 JAX_FLASH_INLINE void microkernel(int depth, bool accumulate, Left a, Matrix b, Matrix c) {
   Vec sum[kRows][kVectors] = {};
@@ -62,9 +63,10 @@ JAX_FLASH_INLINE void microkernel(int depth, bool accumulate, Left a, Matrix b, 
   }
 }
 
-// `blocks` times kRows rows of C. The arguments are scalars, and the loop is on this side of the
-// call, because a structure passed on the stack is written in parts and read whole: that waits
-// until every instruction before it has retired, some 60 cycles of idle multipliers.
+// Computes `blocks` times kRows rows of C. The arguments are scalars, and the loop is inside the
+// function, because a structure passed on the stack would be written in parts and read as a whole.
+// Such a read waits until all earlier instructions have retired: the multipliers would idle for
+// some 60 cycles.
 template <int kRows, int kVectors>
 void row_blocks(int64_t blocks, int depth, bool accumulate, const float* a, int64_t a_row,
                 int64_t a_depth, float* b, int64_t b_row, float* c, int64_t c_row) {
@@ -87,7 +89,7 @@ constexpr auto row_blocks_table(std::integer_sequence<int, kIndex...>) {
 inline constexpr auto kRowBlocks =
     row_blocks_table(std::make_integer_sequence<int, kPanelRows * kPanelVectors>());
 
-// Columns are computed in whole vectors.
+// Computes C of any size. Columns are computed in whole vectors.
 inline void gemm(Product size, Left a, Matrix b, Matrix c) {
   const int vectors = (size.cols + kLanes - 1) / kLanes;
   const int whole = size.rows / kPanelRows, rest = size.rows % kPanelRows;

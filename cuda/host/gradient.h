@@ -1,5 +1,5 @@
-// What the backward pass and the bias's gradient share: probabilities and the
-// gradient of the logits, recomputed for one tile.
+// Computes the probabilities and the gradient of the logits of one tile again, for the backward
+// pass and for the gradient of a broadcast bias.
 #pragma once
 
 #include "host/dropout.h"
@@ -7,10 +7,10 @@
 
 namespace jax_flash::host::JAX_FLASH_ISA {
 
-// Identifies the rows of q and dout that scratch holds. dout tells heads and batches apart, since
-// it alone is never broadcast: several batches may share a query.
+// Identifies the rows of q and dout in scratch memory. The address of dout identifies the head and
+// batch, because dout is never broadcast. Several batches may share a query.
 struct LiveRows {
-  const void* dout = nullptr;  // of the head; none: no rows
+  const void* dout = nullptr;  // the address of the head's dout; null: scratch holds no rows
   int64_t q_begin = 0;
   int row_begin = 0, row_end = 0;
   uint64_t bits[(kBlockQ + 63) / 64] = {};
@@ -18,21 +18,21 @@ struct LiveRows {
   bool operator==(const LiveRows&) const = default;
 };
 
-// Scratch of a task, all float32. Rows of q, dout, key, dkey and dvalue as padded.
+// Scratch memory of a task, all float32. Rows of q and dout are padded.
 struct GradientScratch {
   Matrix q;       // [kBlockQ, H]: scale * query
   Matrix dout;    // [kBlockQ, h]
   Matrix s;       // [kBlockQ, kBlockKv]: logits, then probabilities after dropout
   Matrix ds;      // [kBlockQ, kBlockKv]: dout value^T, then the gradient of s
-  LiveRows rows;  // of q and dout at present
+  LiveRows rows;  // the rows that q and dout hold
 };
 
-// A block of keys and values.
+// Holds a block of keys and values, transposed.
 struct KeyBlock {
   int64_t begin;
   Matrix key_t;    // [H, kBlockKv]
   Matrix value_t;  // [h, kBlockKv]
-  bool packed;     // whether key_t and value_t are in place
+  bool packed;     // true if key_t and value_t hold the block
 };
 
 inline int64_t gradient_floats(int64_t head_dim, int64_t value_dim) {
@@ -58,15 +58,16 @@ inline KeyBlock key_block(Arena& arena, int64_t head_dim, int64_t value_dim) {
   return keys;
 }
 
-// A head with what the forward pass left and the gradient that arrives.
+// Holds a head with results of the forward pass and the gradient of its output.
 struct GradientHead : Head {
   Rows dout;
   const float* lse;      // [T], of stride lse_row
-  const float* lse_low;  // likewise, or nullptr: 0
+  const float* lse_low;  // [T], of stride lse_row; nullptr: 0
   int64_t lse_row;
   const float* delta;  // [T]
 
-  // Rows without a probability have no gradient, and may hold anything.
+  // Returns whether row r has probabilities. Other rows have no gradient; their operands may hold
+  // any values.
   bool alive(const Tile& tile, int r) const {
     return tile.bits[r] != 0 && lse[(tile.q_begin + r) * lse_row] != -kInfinity;
   }
@@ -102,7 +103,7 @@ inline LiveRows live_rows(const GradientHead& head, const Tile& tile) {
   return rows;
 }
 
-// Fills the tile's rows of scratch.q and dout, unless the tile before left the same there.
+// Packs the tile's rows of scratch.q and dout, unless the previous tile had the same rows.
 inline void pack_queries(const GradientHead& head, const Tile& tile, GradientScratch& scratch) {
   const LiveRows rows = live_rows(head, tile);
   if (rows == scratch.rows) return;
@@ -114,8 +115,8 @@ inline void pack_queries(const GradientHead& head, const Tile& tile, GradientScr
   pack_rows(head.dout, tile.q_begin + r0, tile.rows(), 1.0f, from_row(scratch.dout, r0), alive);
 }
 
-// From logits and dp to p and ds = p (dp - delta), times the derivative of the soft cap,
-// for row r. Selects rather than multiplies by 0 where r may not attend.
+// Replaces logits and dp of row r by p and ds = p (dp - delta), times the derivative of the soft
+// cap. For elements that r may not attend to, ds is 0 by a select: a product with 0 could be NaN.
 inline void gradient_row(const GradientHead& head, const Tile& tile, int r, uint64_t keep, float* s,
                          float* dp) {
   const Options& options = *head.options;
@@ -137,7 +138,8 @@ inline void gradient_row(const GradientHead& head, const Tile& tile, int r, uint
     }
     Vec ds = p * (gradient - delta);
     if (capped) {
-      // A logit of -inf has the slope 0 of -cap, lest 0 times infinity be its gradient.
+      // The slope for a logit of -inf is 0, as for -cap. Otherwise its gradient would be 0 times
+      // infinity.
       const Vec ratio = max_ignoring_nan(splat(-options.logits_soft_cap), logits) * inverse_cap;
       ds *= 1.0f - ratio * ratio;
     }
@@ -147,7 +149,7 @@ inline void gradient_row(const GradientHead& head, const Tile& tile, int r, uint
   }
 }
 
-// Fills rows [row_begin, row_end) of scratch.q, dout, s and ds, for a tile of `keys`.
+// Computes rows [row_begin, row_end) of scratch.q, dout, s and ds, for a tile of `keys`.
 inline void gradient_tile(const GradientHead& head, const Tile& tile, KeyBlock& keys,
                           GradientScratch& scratch) {
   const int r0 = tile.row_begin;

@@ -1,4 +1,4 @@
-// One (batch, head) of a call: where its operands are, and which keys its rows see.
+// Describes one (batch, head) of a call: its operands, and the keys that its rows may attend to.
 #pragma once
 
 #include "host/pack.h"
@@ -6,7 +6,7 @@
 
 namespace jax_flash::host::JAX_FLASH_ISA {
 
-// The address of element (batch, row 0, head, column 0).
+// Returns the address of element (batch, row 0, head, column 0).
 inline char* address(const Shape& shape, const Operand& operand, int64_t batch, int64_t head,
                      int64_t element_size) {
   const int64_t offset = batch_offset(shape, operand, batch) + head * operand.head;
@@ -23,14 +23,15 @@ inline float* floats_of(const Shape& shape, const Operand& operand, int64_t batc
   return reinterpret_cast<float*>(address(shape, operand, batch, head, sizeof(float)));
 }
 
-// Element `col` of a [batch] or [batch, N] or [batch, col] operand of 32-bit integers.
+// Returns element `col` of an operand of 32-bit integers of shape [batch], [batch, N], [batch, C]
+// or [batch, N, C].
 inline int32_t int_of(const Shape& shape, const Operand& operand, int64_t batch, int64_t head = 0,
                       int64_t col = 0) {
   const char* data = address(shape, operand, batch, head, sizeof(int32_t));
   return reinterpret_cast<const int32_t*>(data)[col * operand.col];
 }
 
-// [T, S] of the bias, its gradient or the mask, for one batch and head.
+// Describes the [T, S] matrix of the bias, its gradient or the mask, for one batch and head.
 struct Plane {
   char* data = nullptr;
   DType dtype = DType::kFloat32;
@@ -53,14 +54,15 @@ struct Span {
   int64_t begin, end;
 };
 
-// Describes what is added to logits by the distance between query and key; see params.h.
+// Describes the slope and the relative bias, which depend on the distance between query and key;
+// see params.h.
 struct ByDistance {
   bool present = false;
   int64_t offset = 0;
-  float slope = 0.0f;            // 0 where there are no slopes
+  float slope = 0.0f;            // 0 without slopes
   const float* table = nullptr;  // [count], or absent
   int64_t count = 0;
-  bool forbids = false;  // whether -inf is in the table
+  bool forbids = false;  // true if the table contains -inf
 
   int64_t of(int64_t j_minus_i) const {
     return min_of<int64_t>(max_of<int64_t>(j_minus_i - offset, INT32_MIN), INT32_MAX);
@@ -73,15 +75,15 @@ struct ByDistance {
 struct Head {
   const Options* options;
   Rows query, key, value;
-  int64_t q_len, kv_len;  // what the sequence lengths leave of T and S
-  // Row i may attend to [i + first, i + last) within [0, kv_len), as far as causality
-  // and window go. 64 bits hold the sum of any row, offset and window.
+  int64_t q_len, kv_len;  // T and S, or the sequence lengths
+  // Row i may attend to keys [i + first, i + last) within [0, kv_len), as far as causal order and
+  // window allow. 64 bits hold the sum of any row, offset and window.
   int64_t first, last;
   Plane bias, mask;
   ByDistance distance;
   SegmentIds query_segments, kv_segments;
   DropoutKeys dropout_keys;
-  uint32_t dropout_row, dropout_col;  // what row 0 and column 0 count as
+  uint32_t dropout_row, dropout_col;  // dropout's indices of row 0 and column 0
 
   bool adds_to_logits() const { return bias.data || distance.present; }
 
@@ -89,7 +91,7 @@ struct Head {
     const int64_t begin = min_of(max_of<int64_t>(i + first, 0), kv_len);
     return {begin, max_of(begin, min_of(i + last, kv_len))};
   }
-  // The keys that any, or that all of rows [begin, end) may attend to.
+  // Return the keys that some row, or every row, of [begin, end) may attend to.
   Span any_of(int64_t begin, int64_t end) const { return {span(begin).begin, span(end - 1).end}; }
   Span all_of(int64_t begin, int64_t end) const { return {span(end - 1).begin, span(begin).end}; }
 };
@@ -107,7 +109,8 @@ inline SegmentIds segments_of(const Shape& shape, const Operand& operand, int64_
   return {reinterpret_cast<const int32_t*>(data), operand.row};
 }
 
-// A sequence length of a batch, clamped to [0, limit]; the limit where there is none.
+// Returns a sequence length of a batch, clamped to [0, limit], or the limit if there are no
+// lengths.
 inline int64_t length_of(const Shape& shape, const Operand& lengths, int64_t batch, int64_t limit) {
   if (lengths.data == nullptr) return limit;
   return min_of(max_of<int64_t>(int_of(shape, lengths, batch), 0), limit);

@@ -1,19 +1,20 @@
-// The attention kernel on the CPU, for the instruction set JAX_FLASH_ISA.
+// Computes attention on the CPU, with the instruction set JAX_FLASH_ISA.
 //
-// A tile of queries meets one tile of keys and values at a time, everything in
-// float32 whatever the operands' dtype (converted as they are packed):
+// A step combines a tile of queries with a tile of keys and values. All numbers are float32:
+// operands of other dtypes are converted when they are packed.
 //
-//   forward    S = (scale Q) K^T        P = exp(S - max)        O = O alpha + P V
-//   backward   S, dP = dO V^T           P = exp(S - lse)        dS = P (dP - delta)
-//              dV += P^T dO             dK += dS^T (scale Q)    dQ += dS K
+//   forward    S = (scale Q) K^T    P = exp(S - max)        O = O exp(max_old - max) + P V
+//   backward   S, dP = dO V^T       P = exp(S - lse)        dS = P (dP - delta)
+//              dV += P^T dO         dK += dS^T (scale Q)    dQ += dS K
 //
-// All matrix products go through one microkernel (gemm.h), whose left operand is
-// read by broadcasts from anywhere, so that transposing it is free, and whose right
-// operand is packed row by row. Only K and V need transposing, as they are packed.
+// One microkernel (gemm.h) computes all matrix products. It broadcasts single elements of its left
+// operand, which may therefore be transposed at no cost. Its right operand is packed row by row.
+// Only K and V need to be transposed, when they are packed.
 //
-// Which elements of a tile may be attended to is one 64-bit word a row (tile.h).
-// Tiles without any are skipped; tiles, rows and columns without any are left out of
-// the products; an element that is masked is selected away, never multiplied by 0.
+// For each row of a tile, a 64-bit word has a bit for each element that may be attended to
+// (tile.h). Tiles without such elements are skipped. The products leave out leading and trailing
+// rows, and trailing columns, without such elements. Masked elements are replaced by a select and
+// never multiplied by 0, which would keep a NaN.
 #include "host/kernel.h"
 
 #include "host/backward.h"

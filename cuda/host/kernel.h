@@ -1,11 +1,11 @@
-// What dispatch.cc and the kernel of each instruction set share: the tile sizes, how
-// a pass splits into tasks, and the table of passes.
+// Defines the tile sizes, the division of a pass into tasks, and the table of passes. dispatch.cc
+// and the kernel of each instruction set share them.
 //
-// kernel.cc is compiled once per instruction set, into a namespace named after it.
-// Nothing it compiles may have a weak symbol outside that namespace: the linker keeps
-// one copy of an inline function, perhaps the one compiled for AVX-512, for every
-// caller. Hence no standard containers or algorithms there, plain function pointers
-// here, and `static` or always_inline on what is shared.
+// kernel.cc is compiled once per instruction set, into a namespace named after the instruction set.
+// Nothing that kernel.cc compiles may have a weak symbol outside that namespace: the linker keeps
+// one copy of an inline function for all callers, perhaps the one compiled for AVX-512. Therefore
+// kernel.cc uses no standard containers or algorithms, this file uses plain function pointers, and
+// shared functions are `static` or always_inline.
 #pragma once
 
 #include <cstdint>
@@ -14,12 +14,12 @@
 
 namespace jax_flash::host {
 
-// A tile of logits is kBlockQ x kBlockKv. One row of it has 64 columns so that the
-// columns it may attend to are the bits of one word; 96 rows are a multiple of the
-// microkernel's 6, and amortise packing a tile of keys and values.
+// The size of a tile of logits. With 64 columns, one word has a bit for each column that a row may
+// attend to. 96 rows are a multiple of the microkernel's 6, and amortise the packing of a tile of
+// keys and values.
 inline constexpr int kBlockQ = 96;
 inline constexpr int kBlockKv = 64;
-// Packed rows are padded to this many floats: the widest vector.
+// Packed rows are padded to a multiple of this many floats, the widest vector.
 inline constexpr int kRowPadding = 16;
 
 static inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -27,15 +27,16 @@ static inline int64_t padded(int64_t dim) { return ceil_div(dim, kRowPadding) * 
 static inline int64_t q_blocks(const Shape& s) { return ceil_div(s.q_len, kBlockQ); }
 static inline int64_t kv_blocks(const Shape& s) { return ceil_div(s.kv_len, kBlockKv); }
 
-// A task of the forward pass: `heads` heads of one group times `blocks` consecutive blocks of
-// queries, which share each tile of keys and values that it packs. Packing a tile costs a fourth
-// of what one block of queries computes with it. There are `parts` of a group and `runs` of blocks.
+// Describes how the forward pass is divided into tasks. A task takes `heads` heads of one group and
+// `blocks` consecutive blocks of queries of each. They share each tile of keys and values that the
+// task packs: packing takes a fourth as long as the work of one block of queries with the tile. A
+// group is divided into `parts`, and the blocks of a head into `runs`.
 struct ForwardSplit {
   int64_t runs, blocks, parts, heads;
 };
 inline constexpr int kMaxHeadsPerTask = 8, kMaxBlocksPerTask = 8;
-// Blocks share a task as long as each of `threads` still gets several tasks. Nothing but time
-// depends on the split, since a row's sums do not.
+// Blocks share a task as long as each of `threads` still gets several tasks. Only the time depends
+// on the split: the order of a row's sums does not.
 static inline ForwardSplit forward_split(const Shape& s, int64_t threads) {
   constexpr int64_t kTasksPerThread = 6;
   const int64_t group = s.kv_heads > 0 ? s.heads / s.kv_heads : 1;
@@ -54,9 +55,9 @@ struct ForwardTasks {
   ForwardSplit split;
 };
 
-// The backward pass gives each (batch, key/value head) to `chunks` tasks, each with
-// its own partial dquery. A function of shapes alone: the number of threads must not
-// change how a sum is split, and so its rounding.
+// Returns how many tasks of the backward pass each (batch, key/value head) is divided into. Each
+// task has its own partial dquery. The number depends on shapes alone: the number of threads must
+// not change the order of a sum, and thereby its rounding.
 static inline int64_t backward_chunks(const Shape& s) {
   constexpr int64_t kWantedTasks = 16, kMaxChunks = 8;
   const int64_t groups = s.batch * s.kv_heads;
@@ -66,16 +67,16 @@ static inline int64_t backward_chunks(const Shape& s) {
   return chunks > 1 ? chunks : 1;
 }
 
-// The workspace of the backward pass, in floats: delta [batch, N, T], the partial dquery
-// [chunks, batch, N, T, padded(H)], then the partial gradients that go by distance, of the slopes
-// and of the tables [chunks, batch, N, distance_floats()].
+// The workspace of the backward pass holds floats: delta [batch, N, T], the partial sums of dquery
+// [chunks, batch, N, T, padded(H)], then the partial gradients by distance, of slopes and tables
+// [chunks, batch, N, distance_floats()].
 static inline int64_t delta_floats(const Shape& s) { return padded(s.batch * s.heads * s.q_len); }
 static inline int64_t dquery_floats(const Shape& s) {
   return s.batch * s.heads * s.q_len * padded(s.head_dim);
 }
 
-// How dbias splits into tiles, one a task: axes it keeps are tiled, axes of stride 0
-// are summed over by the task.
+// Describes how dbias is divided into tiles, one for each task. Axes that dbias keeps are divided.
+// A task sums over the axes of stride 0.
 struct BiasTiling {
   int64_t batches, heads, q_tiles, kv_tiles;  // tiles along the axes that are kept
 };
@@ -90,8 +91,8 @@ static inline BiasTiling bias_tiling(const Shape& s, const Operand& dbias) {
   return tiling;
 }
 
-// Whether each element of dbias is the gradient of just one logit. The backward pass
-// then writes it on its way, and needs no pass of its own for it.
+// Returns whether each element of dbias is the gradient of just one logit. If so, the backward pass
+// writes dbias itself. Otherwise dbias has a pass of its own.
 static inline bool keeps_every_axis(const Shape& s, const Operand& dbias) {
   bool keeps = (dbias.head != 0 || s.heads == 1) && (dbias.row != 0 || s.q_len == 1) &&
                (dbias.col != 0 || s.kv_len == 1);
@@ -101,8 +102,8 @@ static inline bool keeps_every_axis(const Shape& s, const Operand& dbias) {
   return keeps;
 }
 
-// The passes. Each call does one task; a false result means that no scratch memory
-// could be allocated.
+// Points to the passes. A call runs one task; the comments give the number of tasks. A false result
+// means that no scratch memory could be allocated.
 struct Kernel {
   const char* instruction_set;
   bool (*forward)(const ForwardTasks& tasks, int64_t task);     // batch * K * parts * runs

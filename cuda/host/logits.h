@@ -1,4 +1,4 @@
-// From scale <q, k> to logits: what is added, soft cap, mask.
+// Computes the logits of a tile: products, biases, soft cap and mask.
 #pragma once
 
 #include "host/distance.h"
@@ -7,15 +7,15 @@
 
 namespace jax_flash::host::JAX_FLASH_ISA {
 
-// s = q key_t + what is added, for the tile's rows of q and s, which holds the bias, if any.
+// s = q key_t + biases, for the tile's rows. If the call has a bias, s holds it before.
 inline void start_logits(const Head& head, const Tile& tile, Matrix q, Matrix key_t, Matrix s) {
   if (head.distance.present) add_by_distance(head, tile, head.bias.data != nullptr, s);
   gemm({tile.rows(), tile.cols, head.key.dim, head.adds_to_logits()},
        as_left(from_row(q, tile.row_begin)), key_t, from_row(s, tile.row_begin));
 }
 
-// Turns row r of s into logits: soft cap, and -inf where r may not attend. A sum that overflows to
-// -inf must not become -cap.
+// Turns row r of s into logits: applies the soft cap, and sets elements to -inf that r may not
+// attend to. A sum that has overflowed to -inf must not become -cap.
 inline void finish_logits_row(const Head& head, const Tile& tile, int r, float* s) {
   const int vectors = tile.vectors();
   if (const float cap = head.options->logits_soft_cap; cap != 0.0f) {

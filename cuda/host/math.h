@@ -1,5 +1,5 @@
-// exp and tanh of a vector, to about one unit in the last place of float32.
-// The polynomials are minimax fits made for this file (Remez exchange).
+// Computes exp and tanh of vectors, with errors of about one unit in the last place of float32. The
+// polynomials are minimax fits made for this file (Remez exchange).
 #pragma once
 
 #include "host/simd.h"
@@ -13,13 +13,14 @@ JAX_FLASH_INLINE void each(F f) {
   for (int i = 0; i < kCount; ++i) f(i);
 }
 
-// e^x for x <= 88; 0 below -87, where float32 turns subnormal; NaN for NaN. A step is taken for
-// all vectors before the next, because the steps of one vector wait for one another.
+// Replaces x by e^x, for x <= 88. Below -87, where e^x becomes subnormal, the result is 0. NaN
+// stays NaN. Each step is done for all vectors before the next step, because the steps of one
+// vector depend on each other.
 //
-// x = n ln 2 + r with |r| <= ln 2 / 2; e^r is a polynomial. Adding kRound leaves n + 127 in the
-// low bits of the sum: shifted into place, they are 2^n. ln 2 is rounded, so r is off by 2^-28 |x|,
-// or by 2^-24 |x| without fused multiply-adds. x is a rounded difference of logits, and is itself
-// off by up to 2^-24 |x|.
+// x = n ln 2 + r with |r| <= ln 2 / 2, and a polynomial gives e^r. After the addition of kRound,
+// the low bits of the sum are n + 127; shifted into the exponent, they are 2^n. As ln 2 is rounded,
+// r has an error of 2^-28 |x|, or of 2^-24 |x| without fused multiply-adds. x is a rounded
+// difference of logits, which itself has an error of up to 2^-24 |x|.
 template <int kCount>
 JAX_FLASH_INLINE void exp(Vec (&x)[kCount]) {
   constexpr float kRound = 0x1.8p23f + 127;
@@ -46,7 +47,7 @@ JAX_FLASH_INLINE Vec exp(Vec x) {
 
 JAX_FLASH_INLINE float exp(float x) { return exp(splat(x))[0]; }
 
-// tanh x: an odd polynomial near 0, where 1 - 2 / (e^2x + 1) would cancel.
+// Returns tanh x: 1 - 2 / (e^2x + 1), or an odd polynomial near 0, where this would cancel.
 JAX_FLASH_INLINE Vec tanh(Vec x) {
   const VecI sign = bits_of(x) & INT32_MIN;
   const Vec magnitude = (Vec)(bits_of(x) ^ sign);

@@ -1,4 +1,4 @@
-// Operands to and from tiles of float32 scratch memory.
+// Copies operands to tiles of float32 scratch memory, and tiles to results.
 #pragma once
 
 #include <cstdlib>
@@ -8,7 +8,7 @@
 
 namespace jax_flash::host::JAX_FLASH_ISA {
 
-// Scratch memory of one task: one allocation, handed out in cache lines.
+// Holds the scratch memory of one task: one allocation, divided into parts of whole cache lines.
 class Arena {
  public:
   explicit Arena(int64_t floats)
@@ -51,8 +51,7 @@ JAX_FLASH_INLINE VecU load_halves(const void* p) {
 
 JAX_FLASH_INLINE Vec load_vector(const BFloat16* p) { return (Vec)(load_halves(p) << 16); }
 
-// Subnormals go through an integer conversion, which works where the thread has
-// subnormals flushed to zero, as XLA's threads do.
+// Subnormals are converted as integers, because XLA's threads flush subnormals to zero.
 JAX_FLASH_INLINE Vec load_vector(const Float16* p) {
   const VecU half = load_halves(p);
   const VecU magnitude = half & 0x7fff;
@@ -70,7 +69,7 @@ JAX_FLASH_INLINE void store_halves(void* p, VecU v) {
   __builtin_memcpy(p, &halves, sizeof halves);
 }
 
-// Both round to nearest, ties to even.
+// Both of the following round to nearest, ties to even.
 JAX_FLASH_INLINE void store_vector(BFloat16* p, Vec v) {
   const VecU bits = (VecU)v;
   const VecU rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
@@ -88,7 +87,7 @@ JAX_FLASH_INLINE void store_vector(Float16* p, Vec v) {
   store_halves(p, half | sign >> 16);
 }
 
-// The first `count` of a vector's elements, which may be fewer than kLanes; zeros follow.
+// Loads the first `count` elements of a vector, all if `count` >= kLanes. Zeros follow.
 template <typename T>
 JAX_FLASH_INLINE Vec load_first(const T* p, int64_t count) {
   if (count >= kLanes) return load_vector(p);
@@ -119,7 +118,7 @@ JAX_FLASH_INLINE auto with_type(DType dtype, F f) {
 
 inline int64_t size_of(DType dtype) { return dtype == DType::kFloat32 ? 4 : 2; }
 
-// Rows of an operand, of one batch and head: unit stride along `dim` columns.
+// Describes the rows of an operand of one batch and head, with unit stride along `dim` columns.
 struct Rows {
   const void* data;
   DType dtype;
@@ -127,12 +126,12 @@ struct Rows {
   int dim;
 };
 
-// Fetches what p points to into the second-level cache. p may point anywhere.
+// Prefetches the data at p into the second-level cache. p may point anywhere.
 JAX_FLASH_INLINE void prefetch(const void* p) { __builtin_prefetch(p, 0, 2); }
 
-// Packs `count` rows from `first` on, times `scale`. A row that is not alive, which
-// may hold anything, NaN included, becomes zeros, as do the columns up to `to.row`.
-// Prefetches as many rows after these, which most often come next.
+// Packs `count` rows from `first` on, times `scale`. Rows that are not alive become zeros, because
+// they may hold NaN. Columns from `dim` to `to.row` become zeros, too. Prefetches the `count` rows
+// after these, which are usually packed next.
 template <typename Alive>
 void pack_rows(const Rows& from, int64_t first, int count, float scale, Matrix to, Alive alive) {
   with_type(from.dtype, [&]<typename T>(T*) {
@@ -152,8 +151,8 @@ void pack_rows(const Rows& from, int64_t first, int count, float scale, Matrix t
   });
 }
 
-// Packs `count` rows from `first` on as columns: to[d][c] for d < padded(dim), with
-// zeros for columns from `count` to the next whole vector. Prefetches as pack_rows does.
+// Packs `count` rows from `first` on as columns: to[d][c] for d < padded(dim). Columns from `count`
+// to the next whole vector become zeros. Prefetches as pack_rows() does.
 inline void pack_columns(const Rows& from, int64_t first, int count, Matrix to) {
   with_type(from.dtype, [&]<typename T>(T*) {
     const T* data = static_cast<const T*>(from.data);
@@ -172,7 +171,7 @@ inline void pack_columns(const Rows& from, int64_t first, int count, Matrix to) 
   });
 }
 
-// The first `count` of a vector's elements, which are `stride` apart; zeros follow.
+// Loads the first `count` elements of a vector, which are `stride` apart. Zeros follow.
 template <typename T>
 JAX_FLASH_INLINE Vec load_first_strided(const T* p, int64_t stride, int count) {
   if (stride == 1) return load_first(p, count);
@@ -197,7 +196,7 @@ inline void store_strided(const float* from, int count, void* data, DType dtype,
   });
 }
 
-// Writes `count` rows to those of an operand from `first` on.
+// Writes `count` rows to the rows of an operand from `first` on.
 inline void write_rows(Matrix from, int count, const Rows& to, int64_t first) {
   char* data = static_cast<char*>(const_cast<void*>(to.data));
   for (int r = 0; r < count; ++r) {

@@ -1,5 +1,6 @@
-// Vectors of the instruction set being compiled for, in GCC's and Clang's portable
-// vector extensions: arithmetic, comparison (lanes of 0 and -1) and ?: work lanewise.
+// Defines vectors of the instruction set that this file is compiled for, in the portable vector
+// extensions of GCC and Clang. Arithmetic, comparisons (lanes of 0 and -1) and ?: work lane by
+// lane.
 #pragma once
 
 #include <cstdint>
@@ -20,7 +21,7 @@ inline constexpr int kVectorBytes = 16;
 #endif
 inline constexpr int kLanes = kVectorBytes / 4;
 
-// The microkernel holds 6 x kPanelVectors accumulators: 24 of 32 registers, or 12 of 16.
+// The microkernel holds 6 x kPanelVectors accumulators: in 24 of 32 registers, or in 12 of 16.
 #if defined(__AVX512F__) || defined(__aarch64__)
 inline constexpr int kPanelVectors = 4;
 #else
@@ -48,7 +49,7 @@ JAX_FLASH_INLINE void store(float* p, Vec v) { __builtin_memcpy(p, &v, sizeof v)
 
 JAX_FLASH_INLINE VecI bits_of(Vec v) { return (VecI)v; }
 
-// The larger of each pair; a lane of x that is NaN is ignored.
+// Returns the larger number of each lane. A lane of x that is NaN is ignored.
 JAX_FLASH_INLINE Vec max_ignoring_nan(Vec best, Vec x) { return x > best ? x : best; }
 
 // Lane l holds 1 << l.
@@ -59,7 +60,7 @@ constexpr VecI lane_bits(std::integer_sequence<int, kLane...>) {
 using LaneIndices = std::make_integer_sequence<int, kLanes>;
 inline constexpr VecI kLaneBits = lane_bits(LaneIndices());
 
-// Lanes where bit (vector * kLanes + lane) is set.
+// Returns -1 in lanes for which bit (vector * kLanes + lane) is set, and 0 in the others.
 JAX_FLASH_INLINE VecI lanes_set(uint64_t bits, int vector) {
   const VecI word = static_cast<int32_t>(bits >> (vector * kLanes)) - VecI{};
   return (word & kLaneBits) != 0;
@@ -94,8 +95,8 @@ JAX_FLASH_INLINE float reduce_add(Vec v) {
   }
 }
 
-// One step of the transposition: swaps the lanes of `a` whose index has bit kBy with
-// those of `b` that have not.
+// Does one step of the transposition: swaps the lanes of `a` whose index has bit kBy with the lanes
+// of `b` whose index does not.
 template <int kBy, int... kLane>
 JAX_FLASH_INLINE void exchange(Vec& a, Vec& b, std::integer_sequence<int, kLane...>) {
   const Vec low = JAX_FLASH_SHUFFLE(a, b, (kLane & kBy ? kLanes + kLane - kBy : kLane)...);

@@ -1,6 +1,6 @@
-// Which elements of a tile of logits may be attended to: a word of 64 bits for each
-// row, bit c for key position kv_begin + c. A bias of -inf forbids as a mask does: if it were only
-// added to the product of a key that is NaN, NaN would be left.
+// Finds the elements of a tile of logits that may be attended to: a word of 64 bits for each row,
+// bit c for key position kv_begin + c. A bias of -inf clears bits like a mask. If it were only
+// added, its sum with the product of a key that is NaN would be NaN.
 #pragma once
 
 #include "host/head.h"
@@ -9,25 +9,27 @@ namespace jax_flash::host::JAX_FLASH_ISA {
 
 static_assert(kBlockKv == 64, "one word of bits is one row of a tile");
 
-// Query rows [begin, begin + rows) of a head, with what skipping tiles needs.
+// Holds query rows [begin, begin + rows) of a head, and the limits by which tiles are skipped.
 struct QueryBlock {
   int64_t begin;
   int rows;
-  Span keys;                         // attended to by any of the rows
-  Span shared_keys;                  // by all of them, as far as causality and window go
+  // `keys` are the keys that some row may attend to, and `shared_keys` those that every row may
+  // attend to, as far as causal order, window and lengths allow.
+  Span keys;
+  Span shared_keys;
   int32_t min_segment, max_segment;  // of the rows
 };
 
 struct Tile {
   int64_t q_begin, kv_begin;
-  // The part that may be attended to: rows [row_begin, row_end), columns [0, cols).
+  // Only rows [row_begin, row_end) and columns [0, cols) have elements that may be attended to.
   int row_begin, row_end, cols;
   uint64_t any;            // columns that some row may attend to
   uint64_t bits[kBlockQ];  // by row of the block
 
   int rows() const { return row_end - row_begin; }
   int vectors() const { return (cols + kLanes - 1) / kLanes; }
-  // Whether row r may attend to every column that a vector operation touches.
+  // Returns whether row r may attend to every column that its vectors contain.
   bool whole(int r) const {
     const int width = vectors() * kLanes;
     const uint64_t all = width == 64 ? ~uint64_t{0} : (uint64_t{1} << width) - 1;
@@ -54,7 +56,7 @@ inline QueryBlock query_block(const Head& head, int64_t begin) {
   return block;
 }
 
-// Bits [span.begin, span.end) - kv_begin.
+// Returns a word in which bits [span.begin, span.end) - kv_begin are set.
 JAX_FLASH_INLINE uint64_t span_bits(Span span, int64_t kv_begin) {
   const auto below = [&](int64_t end) {
     const int64_t count = min_of<int64_t>(max_of<int64_t>(end - kv_begin, 0), 64);
@@ -63,7 +65,7 @@ JAX_FLASH_INLINE uint64_t span_bits(Span span, int64_t kv_begin) {
   return below(span.end) & ~below(span.begin);
 }
 
-// Bit c says whether byte c is not zero.
+// Returns a word in which bit c is set if byte c is not zero.
 JAX_FLASH_INLINE uint64_t nonzero_bytes(const uint8_t* bytes) {
   constexpr uint64_t kLow = 0x7f7f7f7f7f7f7f7f;
   uint64_t bits = 0;
@@ -71,13 +73,13 @@ JAX_FLASH_INLINE uint64_t nonzero_bytes(const uint8_t* bytes) {
     uint64_t word;
     __builtin_memcpy(&word, bytes + 8 * i, sizeof word);
     const uint64_t ones = (((word & kLow) + kLow) | word) >> 7 & 0x0101010101010101;
-    // Byte b of `ones` arrives at bit 56 + b of the product, and nothing carries.
+    // The product moves byte b of `ones` to bit 56 + b, without carries.
     bits |= (ones * 0x0102040810204080) >> 56 << (8 * i);
   }
   return bits;
 }
 
-// The mask's bits of row i.
+// Returns the bits of row i of the mask.
 inline uint64_t mask_bits(const Plane& mask, int64_t i, int64_t kv_begin, int cols) {
   const auto* data = reinterpret_cast<const uint8_t*>(mask.at(i, kv_begin, 1));
   if (mask.col == 0) return *data ? ~uint64_t{0} : 0;
@@ -87,8 +89,8 @@ inline uint64_t mask_bits(const Plane& mask, int64_t i, int64_t kv_begin, int co
   return nonzero_bytes(bytes);
 }
 
-// Loads the tile's bias into s; returns whether any of it is -inf. It comes from memory, often a
-// page a row, so rows are fetched ahead. To fetch what lies beyond the bias does no harm.
+// Loads the tile's bias into s, and returns whether any element is -inf. Each row of a bias is
+// often in another page of memory, so rows are prefetched. Prefetches beyond the bias are harmless.
 inline bool load_bias(Plane bias, const Tile& tile, Matrix s) {
   constexpr int kRowsAhead = 12;
   const int begin = tile.row_begin, end = tile.row_end, cols = tile.cols;
@@ -111,7 +113,7 @@ inline bool load_bias(Plane bias, const Tile& tile, Matrix s) {
   });
 }
 
-// Takes what the bias in s forbids, by -inf, out of tile.bits.
+// Clears the bits of elements for which the bias in s is -inf.
 inline void apply_bias(Matrix s, Tile& tile) {
   for (int r = tile.row_begin; r < tile.row_end; ++r) {
     uint8_t bytes[64] = {};
@@ -120,12 +122,12 @@ inline void apply_bias(Matrix s, Tile& tile) {
   }
 }
 
-// Row r and column c of a tile are on diagonal first_diagonal(r) + c. There is one diagonal less
-// than this many.
+// Element (r, c) of a tile is on diagonal first_diagonal(r) + c. A tile has kDiagonals - 1
+// diagonals.
 inline constexpr int kDiagonals = kBlockQ + kBlockKv;
 inline int first_diagonal(int r) { return kBlockQ - 1 - r; }
 
-// Takes what the table of biases by distance forbids out of tile.bits.
+// Clears the bits of elements for which the relative bias is -inf.
 inline void apply_distances(const ByDistance& distance, Tile& tile) {
   const int64_t first = tile.kv_begin - tile.q_begin - first_diagonal(0);
   uint8_t bytes[kDiagonals];
@@ -137,7 +139,7 @@ inline void apply_distances(const ByDistance& distance, Tile& tile) {
   }
 }
 
-// Takes what the segments forbid out of tile.bits.
+// Clears the bits of elements whose query and key have different segments.
 inline void apply_segments(const Head& head, const QueryBlock& block, int cols, Tile& tile) {
   int32_t ids[64];
   int32_t low = INT32_MAX, high = INT32_MIN;
@@ -151,12 +153,12 @@ inline void apply_segments(const Head& head, const QueryBlock& block, int cols, 
     return;
   }
   const bool uniform = low == high && block.min_segment == block.max_segment;
-  if (uniform) return;  // and equal
+  if (uniform) return;  // the only segments of the rows and of the keys are equal
   int32_t known_id = 0;
   uint64_t equal = 0;
   for (int r = 0; r < block.rows; ++r) {
     const int32_t id = head.query_segments[block.begin + r];
-    if (r == 0 || id != known_id) {  // most rows continue the segment of the row before
+    if (r == 0 || id != known_id) {  // most rows are in the segment of the previous row
       uint8_t bytes[64] = {};
       for (int c = 0; c < cols; ++c) bytes[c] = ids[c] == id;
       equal = nonzero_bytes(bytes);
@@ -166,7 +168,7 @@ inline void apply_segments(const Head& head, const QueryBlock& block, int cols, 
   }
 }
 
-// Finds the part of the tile that may be attended to; false if there is none.
+// Sets tile.any, row_begin, row_end and cols. Returns false if no element may be attended to.
 inline bool find_extent(const QueryBlock& block, Tile& tile) {
   tile.any = 0;
   tile.row_begin = block.rows;
@@ -182,9 +184,9 @@ inline bool find_extent(const QueryBlock& block, Tile& tile) {
   return true;
 }
 
-// Fills in the tile of `block` at keys [kv_begin, kv_begin + 64), and its bias in s; false if
-// nothing in it may be attended to. Costs a few hundred cycles, beside the loads of a bias, where a
-// tile's products cost 20,000.
+// Computes the tile of `block` and keys [kv_begin, kv_begin + 64), and loads its bias into s.
+// Returns false if no element may be attended to. This takes a few hundred cycles, besides the
+// loads of a bias. The products of a tile take 20,000.
 inline bool make_tile(const Head& head, const QueryBlock& block, int64_t kv_begin, Matrix s,
                       Tile& tile) {
   if (block.rows == 0 || block.keys.end <= kv_begin || block.keys.begin >= kv_begin + kBlockKv) {
