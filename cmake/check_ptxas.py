@@ -1,24 +1,28 @@
-"""Runs a compiler command and fails where ptxas reports a slow kernel.
+"""Runs a compiler command, and fails if ptxas reports a slow kernel.
 
     check_ptxas.py [--exact] [--warn] -- nvcc ... -Xptxas=-v ... -o OBJECT
     check_ptxas.py --update BUILD_FOLDER
 
-CMake puts the first before each nvcc command (CUDA_COMPILER_LAUNCHER). It fails, after nvcc
-succeeded, if a kernel spills more registers (stores plus loads, in bytes) than its budget in
-spills.txt, which is 0 for kernels that are not there, or if ptxas reports that it serialized wgmma
-instructions, which it does without failing, of a kernel that spills.txt does not name for this.
-(What functions out of line save of their callers' registers, which ptxas counts too, is not looked
-at.) A kernel that spills less than its budget, or has one and is gone, is reported, too: with
---exact, which needs objects with all their instances, as an error.
+CMake puts the first form before each nvcc command (CUDA_COMPILER_LAUNCHER). After nvcc has
+succeeded, the script fails in two cases:
 
-With --warn, or JAX_FLASH_SPILLS=warn in the environment, it reports and goes on: for releases of
-ptxas that nobody has tuned for, and for work on kernels. What ptxas says of each kernel is kept
-beside the object, as OBJECT.ptxas.txt. The second command makes budgets of what these files say,
-and prints what became of them.
+- A kernel spills more registers (stores plus loads, in bytes) than its budget in spills.txt allows.
+  Kernels that are not listed have a budget of 0. Registers that out-of-line functions save for
+  their callers are not checked, although ptxas counts them, too.
+- ptxas reports that it serialized the wgmma instructions of a kernel, and spills.txt does not list
+  the kernel for this. ptxas itself does not fail then.
 
-With JAX_FLASH_OBJECTS=FOLDER in the environment, objects are kept there, too, and are taken from
-there where the same sources were compiled in the same way before, in whatever folder. CI builds for
-several Pythons, which the kernels do not see.
+If a kernel spills less than its budget, or has a budget and no longer exists, the script reports
+this. With --exact, which needs objects with all their instances, this is an error, too.
+
+With --warn, or JAX_FLASH_SPILLS=warn in the environment, the script reports problems and goes on.
+This is for releases of ptxas that nobody has tuned for, and for work on kernels. The output of
+ptxas for each object is kept as OBJECT.ptxas.txt. The second form sets the budgets to the spills in
+these files, and prints the changes.
+
+With JAX_FLASH_OBJECTS=FOLDER in the environment, objects are stored in that folder, too. If the
+same sources were compiled with the same options before, in any folder, the stored object is used.
+This is for CI, which builds for several Pythons, on which the kernels do not depend.
 """
 
 import argparse
@@ -52,7 +56,7 @@ _HEADER = """\
 
 
 def spills_of(log):
-    """Bytes by (architecture, kernel), from the output of ptxas -v."""
+    """Returns spilled bytes by (architecture, kernel), from the output of ptxas -v."""
     spills = {}
     kernel = function = architecture = None
     for line in log.splitlines():
@@ -68,7 +72,7 @@ def spills_of(log):
 
 
 def serialized_in(log):
-    """(architecture, kernel) of those whose wgmma instructions are serialized, from ptxas -v."""
+    """Returns (architecture, kernel) of kernels with serialized wgmma, from ptxas -v."""
     architectures = {match[1]: match[2] for match in _ENTRY.finditer(log)}
     found = set()
     for line in filter(_SERIALIZED.search, log.splitlines()):
@@ -79,9 +83,10 @@ def serialized_in(log):
 
 
 def find_problems(log, budgets):
-    """Two lists of sentences on `log`, the output of ptxas -v: what is slow, and what is unused.
+    """Returns two lists of sentences: on slow kernels, and on budgets that are not used up.
 
-    budgets: bytes by (architecture, kernel); and those of `serialized_in`, as `read_budgets`.
+    log: the output of ptxas -v.
+    budgets: those of an object, from `read_budgets`.
     """
     slow, unused = [], []
     spills, serialized = spills_of(log), serialized_in(log)
@@ -106,10 +111,10 @@ def find_problems(log, budgets):
 
 
 def readable(mangled):
-    """forward_kernel<Config<64, false>, half, 4>, say: a kernel's own name and template arguments.
+    """Returns a kernel's own name and template arguments: kernel<Config<64, false>, half, 4>, say.
 
-    This reads the part of the Itanium C++ ABI's mangling that kernels use, and returns other names
-    as they are: not every compiler that this project builds with comes with a demangler.
+    Reads the part of the Itanium C++ ABI's mangling that kernels use, and returns other names as
+    they are. Not every compiler that this project builds with comes with a demangler.
     """
     try:
         return _Mangled(mangled.removeprefix("_Z")).name()
@@ -147,7 +152,7 @@ class _Mangled:
         return True
 
     def name(self):
-        """A name without its namespaces, and with its template arguments."""
+        """Reads a name, and returns it without its namespaces and with its template arguments."""
         nested, last = self._is("N"), ""
         while True:
             if self._text[self._at].isdigit():
@@ -186,7 +191,10 @@ class _Mangled:
 
 
 def read_budgets(text):
-    """Bytes by object and then (architecture, kernel); ("serialized", architecture, kernel): 0."""
+    """Returns bytes by object and (architecture, kernel).
+
+    A kernel with serialized wgmma has the key ("serialized", architecture, kernel) and 0 bytes.
+    """
     budgets = {}
     for line in text.splitlines():
         if line and not line.startswith("#"):
@@ -198,7 +206,7 @@ def read_budgets(text):
 
 
 def write_budgets(budgets):
-    """The inverse of `read_budgets`; what spills nothing is left out."""
+    """Returns the text for `read_budgets`, without kernels that spill nothing."""
     rows = [
         (source, *kernel[-2:], _IS_SERIALIZED if len(kernel) > 2 else str(spilled))
         for source, kernels in budgets.items()
@@ -210,9 +218,9 @@ def write_budgets(budgets):
 
 
 def source_of(target):
-    """The name in spills.txt of an object's source: cuda/FOLDER/NAME.cu is FOLDER/NAME.
+    """Returns the name in spills.txt of an object's source: cuda/FOLDER/NAME.cu is FOLDER/NAME.
 
-    Sources that are generated have names of their own.
+    A generated source has its file's name.
     """
     name = target.name.partition(".")[0]
     folder = target.parent
@@ -220,7 +228,7 @@ def source_of(target):
 
 
 def update(folder):
-    """Makes the budgets of all objects in a build what their kernels spill."""
+    """Sets the budgets of all objects in a build to what their kernels spill."""
     reports = sorted(pathlib.Path(folder).rglob("*.ptxas.txt"))
     if not reports:
         sys.exit(f"{folder}: no *.ptxas.txt: expected the folder of a build with CUDA kernels")
@@ -243,11 +251,11 @@ def run_compiler(command):
 
 
 def compile_or_take(command, store):
-    """As `run_compiler`, but takes the object from a folder if that has it, else puts it there.
+    """Does what `run_compiler` does, but takes the object from a folder, or else stores it there.
 
-    command: of CMake, where every argument with a slash is a path.
-    store: the folder. An object's name is a hash of the compiler's version, the options, and all
-      that is in the source and in the folders of headers.
+    command: CMake's command, in which every argument with a slash is a path.
+    store: the folder. The name of an object is a hash of the compiler's version, the options, the
+      source and all files in the folders of headers.
     """
     folders = [arg.removeprefix("-I") for arg in command if arg.startswith("-I")]
     headers = [file for folder in folders for file in sorted(pathlib.Path(folder).rglob("*"))]
@@ -269,7 +277,7 @@ def compile_or_take(command, store):
     if not done.returncode:
         kept.parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(target, kept)
-        log.write_text(done.stdout)  # last, since it says that the object is whole
+        log.write_text(done.stdout)  # last: a log means that the object is complete
     return done
 
 
@@ -300,7 +308,7 @@ def compile_and_check(command, exact, warn):
     if not errors:
         return 0
     print(f"{source}: see {BUDGETS}", file=sys.stderr)
-    target.unlink(missing_ok=True)  # or the next build would take it as done
+    target.unlink(missing_ok=True)  # otherwise the next build would consider it done
     return 1
 
 

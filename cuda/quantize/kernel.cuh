@@ -1,8 +1,10 @@
 // Rotates rows if asked to, and rounds them to e4m3 with scales.
 //
-//   y = x S H / sqrt(m)       S: a diagonal of signs; H: block-diagonal, Hadamard matrices of m
-//   rows scale = max(|y|) / 448    over the finite y that share the scale values = e4m3(y / scale)
-//   without a rotation, y = x
+//   y = x S H / sqrt(m)       S: a diagonal of signs; H: blocks of Hadamard matrices of m rows
+//   scale = max(|y|) / 448    over the finite y that share the scale
+//   values = e4m3(y / scale)
+//
+// Without a rotation, y = x.
 //
 // A thread block takes a tile, which is up to kTileRows tokens of a head. It reads the tile once,
 // and keeps it in registers. A thread holds up to kOwnChunks chunks, each of eight numbers of a

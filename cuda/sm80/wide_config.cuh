@@ -38,8 +38,7 @@ struct WideForwardConfig {
   static constexpr int kHalves = 64 / kBlockKv;
   using ProbabilityTile = SmemTile<kBlockQ / kHalves, 64>;
 
-  // Shared memory: query | key | value | P | sums of S that warps exchange, float32 in fragment
-  // order
+  // Shared memory: query | key | value | P | exchanged sums of S, float32 in fragment order
   static constexpr int kKeyOffset = QueryTile::kBytes;
   static constexpr int kValueOffset = kKeyOffset + KeyTile::kBytes;
   static constexpr int kProbabilityOffset = kValueOffset + ValueTile::kBytes;
