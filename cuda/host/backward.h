@@ -51,7 +51,7 @@ inline float* partial_dquery(const Backward& call, int64_t chunk, int64_t batch,
 // Holds a block of keys and the gradients that the backward pass accumulates for it. Rows are
 // padded.
 struct BackwardBlock : KeyBlock {
-  Matrix key;           // [kBlockKv, H]: zero where no row of the tile may attend
+  Matrix key;           // [kBlockKv, H]: zero for keys that no row of the tile may attend to
   uint64_t key_values;  // a bit for each row of `key` that holds a row of the block
   Matrix dkey;          // [kBlockKv, H]
   Matrix dvalue;        // [kBlockKv, h]

@@ -29,7 +29,7 @@ struct Stream {
 struct ForwardScratch {
   Matrix s;         // [kBlockQ, kBlockKv]: logits, then probabilities
   Matrix key_t;     // [H, kBlockKv]
-  Matrix value;     // [kBlockKv, h]: zero where no row of the tile may attend
+  Matrix value;     // [kBlockKv, h]: zero for keys that no row of the tile may attend to
   bool has_key;     // true if key_t holds the current block of keys
   uint64_t values;  // a bit for each row of `value` that holds a row of the current block
 };

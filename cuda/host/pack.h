@@ -79,7 +79,8 @@ JAX_FLASH_INLINE void store_vector(BFloat16* p, Vec v) {
 JAX_FLASH_INLINE void store_vector(Float16* p, Vec v) {
   const VecU sign = (VecU)v & 0x80000000, magnitude = (VecU)v ^ sign;
   const VecU normal = (magnitude - (112u << 23) + 0x0fff + (magnitude >> 13 & 1)) >> 13;
-  // Below 2^-14 the spacing is 2^-24, that of float32 in [0.5, 1): adding 0.5 rounds.
+  // Below 2^-14 the spacing of float16 is 2^-24, like that of float32 in [0.5, 1). So the addition
+  // of 0.5 rounds.
   const VecU subnormal = (VecU)((Vec)magnitude + 0.5f) - 0x3f000000;
   VecU half = magnitude < (113u << 23) ? subnormal : normal;
   half = magnitude >= (143u << 23) ? VecU{} + 0x7c00 : half;

@@ -382,7 +382,7 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
 int64_t forward_workspace_bytes(const Shape& shape, DType dtype, const ForwardFeatures& features) {
   if (dtype == DType::kFloat8) return sm90::Float8Workspace::bytes(shape, features.segments);
   if (features.segments) return SegmentSpans::bytes(shape);
-  if (dtype == DType::kFloat32) return 0;  // what follows is for the sm_90 kernels
+  if (dtype == DType::kFloat32) return 0;  // the rest is for sm_90 kernels, which take no float32
   const bool masked = features.mask_matrices > 0;
   int64_t bytes = masked ? sm90::MaskWords::bytes(shape, features.mask_matrices, features.mask_rows)
                          : sm90::DecodeWorkspace::bytes(shape);

@@ -19,7 +19,8 @@ namespace jax_flash::sm90 {
 
 // float16 rounds values below 2^-14 by up to 2^-25, which must be small compared with a column of
 // the output. So in each column of some rows, either a value must reach 2^-12, which makes this
-// error 1/8 of what P in bfloat16 would cause, or all values are 0. In the bits of bfloat16:
+// error 1/8 of what P in bfloat16 would cause, or all values must be 0. This is 2^-12 as the bits
+// of a bfloat16.
 inline constexpr uint32_t kGreatEnough = 0x3980;
 
 // Describes the part of the workspace for V in float16, which starts at a multiple of kAlignment:

@@ -11,7 +11,7 @@ inline constexpr uint32_t kTf32Bits = 0xffffe000, kHalfTf32 = 0x1000;
 // Rounds to nearest, ties away from zero, and leaves arbitrary values in the 13 ignored bits.
 // cvt.rna.tf32.f32 rounds in the same way in twice as many instructions.
 __device__ __forceinline__ uint32_t round_to_tf32(uint32_t bits) {
-  // The addition would turn a NaN whose bits are all set, as computed ones are, into zero.
+  // Computed NaNs have all bits set, and the addition would turn them into zero.
   return fabsf(__uint_as_float(bits)) < __uint_as_float(0x7f800000) ? bits + kHalfTf32 : bits;
 }
 

@@ -63,7 +63,7 @@ Status launch(const Quantize& call, cudaStream_t stream) {
     plan.arrays[i] = make_plan(call.arrays[i], call.block, threads, tiles);
     in_one_step = in_one_step && plan.arrays[i].block <= kTileRows;
   }
-  Shape shape;  // for messages
+  Shape shape;  // for error messages
   shape.batch = call.arrays[0].sets * call.arrays[0].batch;
   shape.q_len = shape.kv_len = call.arrays[0].length;
   shape.heads = shape.kv_heads = call.arrays[0].heads;

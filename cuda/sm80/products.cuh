@@ -138,7 +138,7 @@ __device__ __forceinline__ void put_fragments(uint32_t address_smem, const float
   }
 }
 
-// Adds what put_fragments() has stored.
+// Adds fragments that another warp has stored by put_fragments().
 template <int kN>
 __device__ __forceinline__ void add_fragments(uint32_t address_smem, float (&values)[kN][4]) {
 #pragma unroll

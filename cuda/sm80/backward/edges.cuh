@@ -36,7 +36,7 @@ struct DqueryOrder {
 
   int lanes, col_blocks;  // numbers of lanes and of blocks of columns in the tile
 
-  // `rows` is the number of rows of the tile that exist, or more.
+  // `rows` is the number of existing rows from the tile's first one on, and may exceed kBlockQ.
   __device__ __forceinline__ DqueryOrder(int32_t rows, int32_t head_dim)
       : lanes(fragment_lanes(min(rows, Config::kBlockQ))), col_blocks(head_dim / 8) {}
 
