@@ -3,9 +3,9 @@
 //
 //   for each tile of keys and values that some row of the block may attend to
 //     S = Q K^T
-//     P = 2^(scale log2(e) S - m)   m: the row's running maximum
+//     P = 2^(scale log2(e) S - m)   m: the row's running maximum, in log2 units
 //     O = O 2^(m_old - m) + P V     accumulators of S become operands within a thread
-//   out = O / l, lse = m + log l    l: the row's sum of P
+//   out = O / l, lse = (m + log2 l) / log2(e)     l: the row's sum of P
 //
 // A thread block computes a tile of queries of one head. All of its warps do the same work, each on
 // its own 16 Config::kMTiles rows. They synchronize only when a tile of K or V arrives or its
@@ -428,7 +428,7 @@ __device__ __forceinline__ void multiply_probability_value(
   }
 }
 
-// Replaces O by out = O / l, and stores lse = m + log l and lse_low.
+// Replaces O by out = O / l, and stores lse and lse_low.
 template <typename Element, bool kGeneral, int kM, int kOutN>
 __device__ __forceinline__ void finish_rows(float (&out)[kM][kOutN][4],
                                             const OnlineSoftmax<kM, kGeneral>& softmax,
