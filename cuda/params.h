@@ -99,7 +99,7 @@ struct Forward {
   Operand lse_low;
   // If true, out and lse are already computed, but not exact for rows with extreme logits. The
   // kernel computes query tiles that have such rows again, and sets lse_low. See
-  // needs_exact_logits() of modifiers/logits.cuh.
+  // needs_exact_logits() of modifiers/units.cuh.
   bool extreme_rows_only = false;
 
   // Uninitialised. The functions *_workspace_bytes() return its size for a pass and platform.
