@@ -223,9 +223,9 @@ def sequence_positions(
       int32 [length].
 
     Raises:
-      TypeError: length is no int.
-      ValueError: axis_name is no axis of an enclosing shard_map, order is none of these, or a
-        length does not divide into the chunks.
+      TypeError: length is not an int.
+      ValueError: axis_name is not an axis of an enclosing shard_map, order is neither of these,
+        or length is not a multiple of the number of chunks.
     """
     axes, devices = axes_of_shard_map(axis_name, "zigzag_permute, or jnp.arange as it is")
     sequence = make_sequence(axes, devices, order, "ring", None)
