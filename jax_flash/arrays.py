@@ -30,14 +30,14 @@ def accumulator_of(dtype: Any) -> Any:
 
 
 def floats(name: str, x: Any, dtype: Any) -> jax.Array:
-    """As `array`, where integers are taken for floats, as a call of `dtype` computes with.
+    """Converts as `array` does, and integers to the floats that a call of `dtype` computes with.
 
-    Where jax_enable_x64 is off, `jnp.asarray` takes the low 32 bits of longer integers, and makes
-    infinities of longer floats. So these are rounded before it sees them.
+    If jax_enable_x64 is off, `jnp.asarray` keeps only the low 32 bits of 64-bit integers, and turns
+    great 64-bit floats into infinities. So this function rounds them first.
     """
     x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(x, int | float | list | tuple | np.ndarray | np.generic) and not x64:
-        # A list with a traced element is none that NumPy takes.
+        # NumPy does not take a list with a traced element.
         with contextlib.suppress(TypeError, ValueError):
             known = np.asarray(x)
             if known.dtype in (np.int64, np.uint64, np.float64):
@@ -49,7 +49,7 @@ def floats(name: str, x: Any, dtype: Any) -> jax.Array:
 
 
 def float32(x: jax.Array | np.ndarray) -> jax.Array:
-    """x, of JAX or NumPy, in float32, where what is finite stays so: no huge logit forbids."""
+    """Returns x, an array of JAX or NumPy, in float32; finite numbers stay finite."""
     with np.errstate(over="ignore"):
         rounded = x.astype(np.float32)
     if x.dtype != np.float64:
@@ -110,10 +110,10 @@ def integers(name: str, x: Any) -> jax.Array | np.ndarray:
     JAX array, but known, comes back as a NumPy array.
 
     Raises:
-      TypeError: x is no array of integers.
+      TypeError: x is not an array of integers.
     """
     if isinstance(x, int | list | tuple | np.ndarray | np.generic):
-        # A list with a traced element is none that NumPy takes.
+        # NumPy does not take a list with a traced element.
         with contextlib.suppress(TypeError, ValueError):
             # NumPy takes a list of nothing for one of floats.
             x = np.asarray(x, np.int32 if isinstance(x, list | tuple) and not x else None)
