@@ -224,8 +224,7 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
       if constexpr (kStartsApart<Config, kModifiers>) {
         ptx::barrier_sync(kStarted, kStartThreads<Config, Element, kModifiers>);
       }
-      // As in produce_keys(). At head dim 64, where the description is short, this costs causal
-      // calls 2%.
+      // As in produce_keys(). It costs causal calls of head dim 64 2%: their description is short.
       if ((Config::kHeadDim > 64 || Config::kBiasBoxes) && !leader) return false;
       started = true;
     }
