@@ -25,6 +25,7 @@
 #include "modifiers/logits.cuh"
 #include "modifiers/scores.cuh"
 #include "modifiers/segments.cuh"
+#include "modifiers/sinks.cuh"
 #include "params.h"
 #include "ptx/cp_async.cuh"
 #include "ptx/griddepcontrol.cuh"
@@ -436,9 +437,9 @@ __device__ __forceinline__ void finish_rows(float (&out)[kM][kOutN][4],
                                             const BatchIndex& batch, int32_t head,
                                             int32_t warp_row0, const Band& band) {
   constexpr bool kExact = std::is_same_v<Element, Tf32x3>;
-  float sink =  // has the units of logits
-      params.sinks ? *batch.pointer<const float>(params.sinks, head) : minus_infinity();
-  if (!kGeneral || !in_natural_units(params)) sink *= kLog2E;
+  const float sink =  // has the units of logits
+      read_sink(bool{params.sinks}, batch.pointer<const float>(params.sinks, head),
+                !kGeneral || !in_natural_units(params));
   float* lse_gmem = batch.pointer<float>(params.lse, head);
 #pragma unroll
   for (int m = 0; m < kM; ++m) {

@@ -10,6 +10,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "modifiers/sinks.cuh"
 #include "params.h"
 #include "plan/decode.h"
 #include "ptx/global.cuh"
@@ -236,9 +237,8 @@ __global__ void __launch_bounds__(kWarps * 32)
     const int32_t head = call.q_len.quotient(row);
     const int32_t position = row - head * call.q_len.divisor;
     const bool exists = position < q_len;
-    const float sink_log2 = call.sinks.data == nullptr
-                                ? minus_infinity()
-                                : unit.at<const float>(call.sinks)[head * call.sinks.head] * kLog2E;
+    const float sink_log2 = read_sink(call.sinks.data != nullptr,
+                                      unit.at<const float>(call.sinks) + head * call.sinks.head);
     Element* out =
         unit.at<Element>(call.out) + head * call.out.head + position * call.out.row + threadIdx.x;
     float* lse = unit.at<float>(call.lse) + head * call.lse.head + position * call.lse.row;

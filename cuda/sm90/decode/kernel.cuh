@@ -17,6 +17,7 @@
 #include <cstdint>
 
 #include "modifiers/logits.cuh"
+#include "modifiers/sinks.cuh"
 #include "params.h"
 #include "plan/decode.h"
 #include "ptx/griddepcontrol.cuh"
@@ -289,8 +290,9 @@ struct DecodeConsumer {
     for (int half = 0; half < 2; ++half) {
       const int32_t unit_head = head(half), at = position(half);
       const bool valid = row(half) < call.rows;
-      float sink_log2 = minus_infinity(), lse, normalizer;
-      if (work.sinks && valid) sink_log2 = work.sinks[unit_head * call.sinks.head] * kLog2E;
+      const float sink_log2 =
+          read_sink(work.sinks != nullptr && valid, work.sinks + unit_head * call.sinks.head);
+      float lse, normalizer;
       softmax.finish(0, half, call.to_log2, sink_log2, lse, normalizer);
       if (at >= work.band.q_len) {
         lse = minus_infinity();

@@ -10,6 +10,7 @@
 #include <cstdint>
 
 #include "modifiers/band.cuh"
+#include "modifiers/sinks.cuh"
 #include "params.h"
 #include "sm90/backward/order.cuh"
 #include "sm90/column_blocks.cuh"
@@ -104,9 +105,8 @@ struct ForwardColumns {
     }
     ptx::barrier_sync(kColumnsConsumers, 256);
     const Shape& shape = params.shape;
-    const float sink_log2 =
-        params.sinks ? *block.batch.pointer<const float>(params.sinks, block.own_head) * kLog2E
-                     : minus_infinity();
+    const float sink_log2 = read_sink(
+        bool{params.sinks}, block.batch.pointer<const float>(params.sinks, block.own_head));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       softmax.sum[0][half] += shared.sums[1 - group][thread][half];

@@ -9,6 +9,7 @@
 #include <cstdint>
 
 #include "modifiers/scores.cuh"
+#include "modifiers/sinks.cuh"
 #include "params.h"
 #include "plan/choose.h"
 #include "sm90/forward/modifier_plan.cuh"
@@ -194,7 +195,7 @@ __device__ __forceinline__ void describe_query_tile(const Forward& params, const
   work.batch = q.batch;
   work.head = q.head;
   OffsetsOf<kModifiers>::set(params, q, row0, work.modifiers);
-  work.sink_log2 = plan.sinks.data ? *plan.sinks.at<const float>(q, 0) * kLog2E : minus_infinity();
+  work.sink_log2 = read_sink(plan.sinks.data != nullptr, plan.sinks.at<const float>(q, 0));
 }
 
 // Holds the segments of a query tile's rows, in a block's shared memory.

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "modifiers/segments.cuh"
+#include "modifiers/sinks.cuh"
 #include "ptx/atomic.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
@@ -66,7 +67,7 @@ __device__ __forceinline__ Float8Work describe_float8_work(const Float8Plan& pla
   const float scale = *plan.query_scale.at<const float>(q, work.row0 / kScaleBlock);
   work.to_log2 = scale * plan.to_log2;
   work.greatest = plan.workspace.factors[plan.first_tile(q)].greatest;
-  work.sink_log2 = plan.sinks.data ? *plan.sinks.at<const float>(q, 0) * kLog2E : minus_infinity();
+  work.sink_log2 = read_sink(plan.sinks.data != nullptr, plan.sinks.at<const float>(q, 0));
   return work;
 }
 
