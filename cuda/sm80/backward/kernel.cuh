@@ -41,6 +41,7 @@
 #include "sm80/products.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
+#include "tile/block_place.cuh"
 #include "tile/element.cuh"
 #include "tile/float32_rows.cuh"
 #include "tile/matmul.cuh"
@@ -100,14 +101,17 @@ struct KeyTilePlace {
   uint32_t batch_kv_head;
   int64_t batch_index;
 
-  // Under a causal mask, the first keys have the most query rows, so they go first. Consecutive
-  // blocks belong to one head, and share its rows in L2. With `by_tile`, for calls with turns, they
-  // belong to different heads: as few blocks of a head as possible run at the same time.
-  __device__ __forceinline__ KeyTilePlace(const Shape& shape, uint32_t block, bool by_tile) {
+  // Under a causal mask, the first keys have the most query rows, so they go first. With `by_tile`,
+  // for calls with turns, consecutive blocks belong to different heads: as few blocks of a head as
+  // possible run at the same time.
+  __device__ __forceinline__ KeyTilePlace(const Forward& params, uint32_t block, bool by_tile) {
+    const Shape& shape = params.shape;
     const uint32_t tiles = (shape.kv_len + kBlockKv - 1) / kBlockKv;
-    const uint32_t heads = static_cast<uint32_t>(shape.batch * shape.kv_heads);
-    tile = static_cast<int32_t>(by_tile ? block / heads : block % tiles);
-    batch_kv_head = by_tile ? block % heads : block / tiles;
+    const auto heads = static_cast<uint32_t>(shape.batch * shape.kv_heads);
+    const uint32_t last = params.options.is_causal ? BlockPlace::last_heads(tiles, heads) : 0;
+    const BlockPlace place(block, tiles, heads, by_tile ? heads : last);
+    tile = static_cast<int32_t>(place.tile);
+    batch_kv_head = place.head;
     kv_head = static_cast<int32_t>(batch_kv_head % shape.kv_heads);
     batch_index = batch_kv_head / shape.kv_heads;
   }
@@ -368,7 +372,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
   const int32_t group = shape.heads / shape.kv_heads;
   extern __shared__ __align__(1024) uint8_t smem[];
   const BackwardTiles<Config> tiles{ptx::shared_address(smem)};
-  const KeyTilePlace<kBlockKv> at(shape, take_ticket(workspace.ticket), workspace.ticket);
+  const KeyTilePlace<kBlockKv> at(params, take_ticket(workspace.ticket), workspace.ticket);
   const BatchIndex batch(shape, at.batch_index);
   const int32_t col0 = at.tile * kBlockKv;
   const Band band(params, batch);

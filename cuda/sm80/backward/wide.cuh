@@ -237,7 +237,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const int32_t group = shape.heads / shape.kv_heads;
   extern __shared__ __align__(1024) uint8_t smem[];
   const WideBackwardTiles<Config> tiles{ptx::shared_address(smem)};
-  const KeyTilePlace<kBlockKv> at(shape, blockIdx.x, false);
+  const KeyTilePlace<kBlockKv> at(params, blockIdx.x, false);
   const BatchIndex batch(shape, at.batch_index);
   const int32_t col0 = at.tile * kBlockKv;
   const Band band(params, batch);
@@ -339,7 +339,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                       bool modified) {
   constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv, kN = Config::kGradientN;
   const Shape& shape = params.shape;
-  const QueryTilePlace<kBlockQ> at(shape, blockIdx.x, Config::kLongestFirst);
+  const QueryTilePlace<kBlockQ> at(params, blockIdx.x, Config::kLongestFirst);
   const BatchIndex batch(shape, at.batch_index);
   const int32_t row0 = at.tile * kBlockQ;
   const Band band(params, batch);

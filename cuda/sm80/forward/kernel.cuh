@@ -35,6 +35,7 @@
 #include "sm80/products.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
+#include "tile/block_place.cuh"
 #include "tile/element.cuh"
 #include "tile/float32_rows.cuh"
 #include "tile/matmul.cuh"
@@ -137,13 +138,19 @@ struct QueryTilePlace {
   int32_t tile, head;
   int64_t batch_index;
 
-  // Heads of a group are consecutive, and share keys in L2.
-  __device__ __forceinline__ QueryTilePlace(const Shape& shape, uint32_t index, bool last_first) {
+  // Heads of a group are consecutive, and share keys in L2. Under a causal mask, the last queries
+  // have the most keys, so with `last_first` they go first.
+  __device__ __forceinline__ QueryTilePlace(const Forward& params, uint32_t index,
+                                            bool last_first) {
+    const Shape& shape = params.shape;
     const uint32_t tiles = (shape.q_len + kBlockQ - 1) / kBlockQ;
-    const auto position = static_cast<int32_t>(index % tiles);
+    const auto heads = static_cast<uint32_t>(shape.batch * shape.heads);
+    const bool uneven = params.options.is_causal && last_first;
+    const BlockPlace place(index, tiles, heads, uneven ? BlockPlace::last_heads(tiles, heads) : 0);
+    const auto position = static_cast<int32_t>(place.tile);
     tile = last_first ? static_cast<int32_t>(tiles) - 1 - position : position;
-    head = static_cast<int32_t>(index / tiles % shape.heads);
-    batch_index = index / tiles / shape.heads;
+    head = static_cast<int32_t>(place.head % shape.heads);
+    batch_index = place.head / shape.heads;
   }
   static __host__ __device__ int64_t count(const Shape& shape) {
     return (int64_t{shape.q_len} + kBlockQ - 1) / kBlockQ * shape.heads * shape.batch;
@@ -184,7 +191,7 @@ class ExtremeTiles {
   static __device__ __forceinline__ bool look_at(const Forward& params, uint32_t index) {
     constexpr int kBlockQ = Config::kBlockQ;
     const Shape& shape = params.shape;
-    const QueryTilePlace<kBlockQ> at(shape, index, Config::kLongestFirst);
+    const QueryTilePlace<kBlockQ> at(params, index, Config::kLongestFirst);
     const BatchIndex batch(shape, at.batch_index);
     const float* lse = batch.pointer<const float>(params.lse, at.head);
     float* lse_low = batch.pointer<float>(params.lse_low, at.head);
@@ -480,7 +487,7 @@ __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans
                                        uint32_t index) {
   constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv, kM = Config::kMTiles;
   const Shape& shape = params.shape;
-  const QueryTilePlace<kBlockQ> at(shape, index, Config::kLongestFirst);
+  const QueryTilePlace<kBlockQ> at(params, index, Config::kLongestFirst);
   const BatchIndex batch(shape, at.batch_index);
   const int32_t row0 = at.tile * kBlockQ, warp_row0 = row0 + threadIdx.x / 32 * kM * 16;
   const Band band(params, batch);

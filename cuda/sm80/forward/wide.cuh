@@ -273,7 +273,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv, kM = Config::kM;
   const Shape& shape = params.shape;
   const WideForwardPart<Config> part;
-  const QueryTilePlace<kBlockQ> at(shape, blockIdx.x, Config::kLongestFirst);
+  const QueryTilePlace<kBlockQ> at(params, blockIdx.x, Config::kLongestFirst);
   const BatchIndex batch(shape, at.batch_index);
   const int32_t row0 = at.tile * kBlockQ;
   const Band band(params, batch);
