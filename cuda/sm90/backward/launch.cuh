@@ -122,10 +122,13 @@ Status launch_wide_backward(const Backward& params, const BackwardWorkspace& wor
   if (status.ok()) {
     status = launch_begin<Element>(params, workspace, {}, false, {}, stream);
   }
+  int sms = 0;
+  if (status.ok()) status = multiprocessors(sms);
   if (status.ok()) {
+    const int64_t query_bytes = int64_t{shape.q_len} * 4 * kHeadDim;
     const TileSchedule schedule =
-        make_schedule(params, kv_tiles_total, kv_heads,
-                      int64_t{shape.q_len} * shape.heads / shape.kv_heads, 4 * kHeadDim, 1, false);
+        make_schedule(params, true, KeyConfig::kBlockKv, kv_heads,
+                      query_bytes * shape.heads / std::max(shape.kv_heads, 1), sms);
     status = launch_dependent("sm90::backward_wide_key_kernel", shape,
                               backward_wide_key_kernel<KeyConfig, Element, kGeneral>,
                               kv_tiles_total * kv_heads, KeyConfig::kThreads, KeyConfig::kSmemBytes,
@@ -133,8 +136,8 @@ Status launch_wide_backward(const Backward& params, const BackwardWorkspace& wor
                               BlockPlan(params, shape.heads / std::max(shape.kv_heads, 1)));
   }
   if (!status.ok()) return status;
-  const TileSchedule schedule =
-      make_schedule(params, q_tiles_total, heads, shape.kv_len, 4 * kHeadDim, 1, true);
+  const TileSchedule schedule = make_schedule(params, false, QueryConfig::kBlockQ, heads,
+                                              int64_t{shape.kv_len} * 4 * kHeadDim, sms);
   return launch_dependent("sm90::backward_wide_query_kernel", shape,
                           backward_wide_query_kernel<QueryConfig, Element, kGeneral>,
                           q_tiles_total * heads, QueryConfig::kThreads, QueryConfig::kSmemBytes,

@@ -6,14 +6,17 @@
 #include <cuda_runtime.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
 #include <string>
+#include <vector>
 
 #include "params.h"
 #include "sm90/backward/config.cuh"
 #include "sm90/backward/order.cuh"
 #include "sm90/backward/plan.cuh"
 #include "status.h"
+#include "tile/band.cuh"
 #include "tile/launch.cuh"
 #include "tile/tensor_map.cuh"
 
@@ -49,35 +52,97 @@ inline Status make_gradient_maps(const Backward& params, int rows, KeyGradientMa
                          shape.value_dim, rows, maps.dvalue);
 }
 
+// Returns the costs of the blocks of one head, in the order in which they run: the number of rows
+// of the other operand that the band allows for the block's rows, in units of 64 rows, and three to
+// begin and end the block. Blocks own `block` rows: keys, or queries from the last to the first.
+inline std::vector<int32_t> block_costs(const Backward& params, bool of_keys, int block) {
+  const Shape& shape = params.shape;
+  const Band band(params.options, shape.q_len, shape.kv_len, 0);
+  const int64_t length = of_keys ? shape.kv_len : shape.q_len;
+  const int64_t other = of_keys ? shape.q_len : shape.kv_len;
+  std::vector<int32_t> costs;
+  for (int64_t begin = 0; begin < length; begin += block) {
+    const int64_t last = std::min(begin + block, length) - 1;
+    const int64_t first_row = begin + (of_keys ? 1 - band.hi : band.lo);
+    const int64_t end_row = last + (of_keys ? 1 - band.lo : band.hi);
+    const int64_t rows = std::min(end_row, other) - std::max<int64_t>(first_row, 0);
+    costs.push_back(static_cast<int32_t>(ceil_div(std::max<int64_t>(rows, 0), 64) + 3));
+  }
+  if (!of_keys) std::reverse(costs.begin(), costs.end());
+  return costs;
+}
+
+// Returns when the last block ends if multiprocessors take blocks in order as they become free.
+inline int64_t end_of_blocks(const std::vector<int32_t>& costs, int64_t heads, int64_t section,
+                             int32_t multiprocessors) {
+  // The number of multiprocessors that become free at a time, which is taken modulo the size.
+  std::vector<int32_t> ends(*std::max_element(costs.begin(), costs.end()) + 1);
+  const auto size = static_cast<int64_t>(ends.size());
+  int64_t now = 0, last = 0;
+  int32_t idle = multiprocessors;
+  for (int64_t first = 0; first < heads; first += section) {
+    for (const int32_t cost : costs) {
+      for (auto left = static_cast<int32_t>(std::min(section, heads - first)); left > 0;) {
+        while (idle == 0) {
+          ++now;
+          std::swap(idle, ends[now % size]);
+        }
+        const int32_t taken = std::min(left, idle);
+        left -= taken;
+        idle -= taken;
+        ends[(now + cost) % size] += taken;
+        last = std::max(last, now + cost);
+      }
+    }
+  }
+  return last;
+}
+
+// Chooses how many heads make a section (TileSchedule), at most as many as have three blocks for
+// each multiprocessor. Sections are equally long, so that no short one is left over. The choice is
+// the one that ends first, where 2% are added for each time that the data of a section's heads
+// doubles beyond 20 MB of an L2 of 50 MB (measured: TUNING_backward.md). Calls with so many
+// blocks that the last ones hardly matter get one block for each multiprocessor. `head_bytes`: what
+// the blocks of a head read and add to.
+inline int64_t heads_of_section(const std::vector<int32_t>& costs, int64_t heads,
+                                int64_t head_bytes, int32_t multiprocessors) {
+  const auto tiles = static_cast<int64_t>(costs.size());
+  const auto heads_of = [&](int64_t blocks) {
+    return std::clamp<int64_t>(multiprocessors * blocks / tiles, 1, heads);
+  };
+  if (tiles > 512 || tiles * heads > 64 * multiprocessors) return heads_of(1);
+  const int64_t least = ceil_div(heads_of(1), 2);
+  int64_t chosen = 0;
+  double best = 0.0;
+  for (int64_t sections = ceil_div(heads, heads_of(3)), before = 0;; ++sections) {
+    const int64_t section = ceil_div(heads, sections);
+    if (section < least) return chosen;
+    if (section != before) {
+      const double of_cache = double(section) * head_bytes / 20e6;
+      const double end = end_of_blocks(costs, heads, section, multiprocessors) *
+                         (1.0 + 0.02 * std::log2(std::max(of_cache, 1.0)));
+      if (chosen == 0 || end < best) chosen = section, best = end;
+    }
+    before = section;
+    if (section == 1) return chosen;
+  }
+}
+
 // Orders blocks so that those of one head run at the same time and share its rows in L2. If blocks
 // differ in length, as under a causal mask, sections of several heads run together, and each
 // section starts with its long blocks: otherwise, the long blocks of the last head would start when
-// the others end. A section has `waves` blocks for each multiprocessor, or one wave less if L2
-// (half of 50 MB) does not hold so many heads. The last section must not be much smaller than the
-// others, because its long blocks would also start when the others end. `row_bytes`: the bytes that
-// a block reads and adds to for each row of the other operand.
-inline TileSchedule make_schedule(const Backward& params, int64_t tiles, int64_t total_heads,
-                                  int64_t rows, int64_t row_bytes, int waves, bool last_first) {
+// the others end. Blocks own `block` keys, or queries.
+inline TileSchedule make_schedule(const Backward& params, bool of_keys, int block, int64_t heads,
+                                  int64_t head_bytes, int32_t multiprocessors) {
   const Options& options = params.options;
+  const int64_t tiles = ceil_div(of_keys ? params.shape.kv_len : params.shape.q_len, block);
   const bool uneven = options.is_causal || options.window_left >= 0 || options.window_right >= 0;
   int64_t section = 1;
-  if (uneven && JAX_FLASH_SM90_BWD_LONGEST_FIRST) {
-    const auto heads_of = [&](int blocks) {
-      return std::clamp<int64_t>(128 * blocks / std::max<int64_t>(tiles, 1), 1,
-                                 std::max<int64_t>(total_heads, 1));
-    };
-    section = heads_of(waves);
-    if (waves > 1 && section * rows * row_bytes > int64_t{25} << 20) section = heads_of(waves - 1);
-    const auto leaves_few = [&](int64_t heads) {
-      return total_heads % heads != 0 && 2 * (total_heads % heads) < heads;
-    };
-    for (int64_t heads = section; 2 * heads > section; --heads) {
-      if (leaves_few(heads)) continue;
-      section = heads;
-      break;
-    }
+  if (uneven && JAX_FLASH_SM90_BWD_LONGEST_FIRST && tiles > 0 && heads > 0) {
+    section =
+        heads_of_section(block_costs(params, of_keys, block), heads, head_bytes, multiprocessors);
   }
-  return {tiles, total_heads, section, uneven && last_first};
+  return {tiles, heads, section, uneven && !of_keys};
 }
 
 // Orders blocks that take turns. A section has at most `blocks` blocks, and all sections have about
@@ -111,8 +176,9 @@ KeyBlocks divide_keys(const Backward& params, int32_t heads_of_unit, bool turns,
   const bool counted = total <= INT32_MAX;
   blocks.launched = counted ? std::min<int64_t>(total, sms) : total;
   if (!turns || !counted) {
-    blocks.schedule = make_schedule(params, tiles, heads, int64_t{shape.q_len} * heads_of_unit,
-                                    4 * (Config::kHeadDim + Config::kDqueryCols), 2, false);
+    const int64_t row_bytes = 4 * (Config::kHeadDim + Config::kDqueryCols);
+    blocks.schedule = make_schedule(params, true, Config::kBlockKv, heads,
+                                    int64_t{shape.q_len} * heads_of_unit * row_bytes, sms);
     return blocks;
   }
   const bool fits = tiles <= sms && tiles * ceil_div(shape.q_len, Config::kBlockQ) < INT32_MAX;
