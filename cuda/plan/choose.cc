@@ -213,8 +213,8 @@ Found choose_plain(const Forward& params, int32_t head_dim, const Device& device
   if (head_dim != 64) return {Recipe::kChained, "there is one kernel for this head dim"};
   const int32_t sms = device.multiprocessors;
   const bool smaller = smaller_tiles_are_faster(shape, device), in_band = banded(options);
-  // Causal query tiles differ in length. QueryTileSchedule pairs a long one with a short one, so
-  // twice as many tiles still give each multiprocessor one unit.
+  // Causal query tiles differ in length. QueryTileSchedule gives a block that has a long one a
+  // short one, too, so twice as many tiles still fill the multiprocessors evenly.
   const bool halves_keys =
       JAX_FLASH_SM90_SPLIT_KEYS && query_tiles(shape, 64) <= (options.is_causal ? 2 : 1) * sms;
   if (sm90::kHasScoresAhead && options.window_left < 0) {

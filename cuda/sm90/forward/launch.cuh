@@ -48,8 +48,9 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   if (!status.ok()) return status;
   int sms = 0;
   if (status = multiprocessors(sms); !status.ok()) return status;
-  QueryTileSchedule schedule(shape, static_cast<int32_t>(q_tiles),
-                             JAX_FLASH_SM90_PAIRED && params.options.is_causal && tiles > sms);
+  const QueryTileSchedule schedule(
+      shape, static_cast<int32_t>(q_tiles),
+      JAX_FLASH_SM90_PAIRED && params.options.is_causal && tiles > sms);
   // Blocks are persistent, since starting one takes as long as some tiles of keys. For very long
   // units this time is negligible, and each unit has a block of its own: the hardware then
   // distributes blocks as multiprocessors become free, also while other kernels, such as
@@ -61,13 +62,17 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   constexpr double kMostRest = kInTurn || !JAX_FLASH_SM90_REST_APART ? 0.0
                                : Config::kScoresAhead                ? 0.8
                                                                      : 0.6;
-  QueryTileTail tail;
-  if (kInTurn && spans.query) tail = QueryTileTail(schedule, sms);
-  schedule.divide(sms, is_long && !spans.query, kMostRest);
   using Modifier = ForwardModifier<Config, Element, kModifiers>;
   constexpr bool kSaturates = Modifier::kSaturates;
   constexpr bool kProducts = kModifiers == kNoModifier || Modifier::kFixedMaxima;
-  ForwardPlan plan(params, schedule, tail, !kProducts && has_natural_logits(params), kSaturates);
+  ForwardPlan plan(params, schedule, !kProducts && has_natural_logits(params), kSaturates);
+  if (kInTurn && spans.query) {
+    plan.schedule.take_in_turn(sms);
+  } else if (is_long) {
+    plan.schedule.set_apart(sms);
+  } else {
+    plan.schedule.deal(sms, kMostRest, is_matrix(kModifiers) ? plan.modifiers.batch_shift : 0);
+  }
   // The scale is applied to Q; bias_in_scores() has made sure that it is a power of two.
   if (Modifier::kInScores) {
     plan.modifiers.query_factor = params.options.scale;
@@ -98,8 +103,9 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   // If it `follows` other kernels, the kernel begins while spans, the mask's words or converted
   // values are still being computed (griddepcontrol).
   return launch_grid(follows, "sm90::forward_kernel", shape,
-                     forward_kernel<Config, Element, kModifiers>, schedule.grid(), Config::kThreads,
-                     Config::kSmemBytes, stream, plan, maps, adapted, skips, half_values);
+                     forward_kernel<Config, Element, kModifiers>, plan.schedule.grid(),
+                     Config::kThreads, Config::kSmemBytes, stream, plan, maps, adapted, skips,
+                     half_values);
 }
 
 // The configuration for a row of kRecipes.

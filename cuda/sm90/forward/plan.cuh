@@ -120,11 +120,10 @@ struct ForwardPlan {
   RowsOperand out, lse, sinks;
   ModifierPlan modifiers;
   float products_to_log2 = 0.0f;
-  QueryTileTail tail;
 
   ForwardPlan() = default;
-  ForwardPlan(const Forward& params, const QueryTileSchedule& tiles, const QueryTileTail& last,
-              bool natural_logits, bool saturates)
+  ForwardPlan(const Forward& params, const QueryTileSchedule& tiles, bool natural_logits,
+              bool saturates)
       : schedule(tiles),
         query(params.query),
         key(params.key),
@@ -139,8 +138,7 @@ struct ForwardPlan {
         lse(params.lse),
         sinks(params.sinks),
         modifiers(params, saturates),
-        products_to_log2(params.options.scale * kLog2E),
-        tail(last) {}
+        products_to_log2(params.options.scale * kLog2E) {}
 };
 
 struct RowRange {

@@ -300,7 +300,7 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
   };
   QueryTileCursor cursor{plan.schedule};
   while (cursor.valid()) {
-    const QueryTileIndex q = cursor.index(plan.tail);
+    const QueryTileIndex q = cursor.index();
     const Band band = plan.band.of<true>(q);
     const int32_t row0 = q.tile * Config::kBlockQ;
     if (is_first) ptx::griddepcontrol_wait();  // waits for the spans
@@ -313,7 +313,8 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
       keys.one_segment = tiles.one_segment;
       keys.is_last = base + 32 >= tiles.range.end;
       const int32_t count = __popc(tiles.read);
-      keys.left = cursor.unit >= plan.tail.late && keys.is_last ? min(count, kTilesLeft) : count;
+      keys.left =
+          cursor.unit >= plan.schedule.late && keys.is_last ? min(count, kTilesLeft) : count;
       ptx::mbarrier_arrive(notes.keys.full());
     };
     await_keys_taken();
@@ -354,7 +355,7 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
     // that is ahead of others should not hold back units from them.
     await_keys_taken();
     const int32_t unit = cursor.unit;
-    cursor.advance(plan.tail);
+    cursor.advance();
     if (cursor.unit != unit && spans.counter) {
       const int32_t taken = leader ? ptx::atomic_increment(spans.counter) : 0;
       cursor.unit = static_cast<int32_t>(gridDim.x) + __shfl_sync(0xffffffff, taken, 0);
@@ -448,7 +449,7 @@ __device__ __forceinline__ void produce_queries_of_segments(const ForwardPlan& p
                     plan.query, q.batch_axes, q.head, q.tile * Config::kBlockQ + group * 64);
   };
   // The first query tile is known at once.
-  if (leader) load(QueryTileCursor{plan.schedule}.index(plan.tail));
+  if (leader) load(QueryTileCursor{plan.schedule}.index());
   __syncwarp();
   uint32_t turns = 0;
   for (uint32_t works = 0;; ++works) {

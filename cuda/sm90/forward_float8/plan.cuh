@@ -20,7 +20,6 @@ struct Float8Maps {
 
 struct Float8Plan {
   QueryTileSchedule schedule;
-  QueryTileTail tail;
   bool in_turn = false;  // a block takes its next unit, by a counter, when it has loaded one
   BoxAxes query, key;
   ForwardBand band;
@@ -33,10 +32,8 @@ struct Float8Plan {
 
   Float8Plan() = default;
   Float8Plan(const Forward& params, const Scales& scales, const QueryTileSchedule& tiles,
-             const QueryTileTail& last, bool takes, const Float8Workspace& place,
-             const SegmentSpans& spans)
+             bool takes, const Float8Workspace& place, const SegmentSpans& spans)
       : schedule(tiles),
-        tail(last),
         in_turn(takes),
         query(params.query),
         key(params.key),

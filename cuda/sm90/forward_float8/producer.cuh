@@ -132,7 +132,7 @@ struct Float8Producer {
     ptx::griddepcontrol_wait();
     QueryTileCursor cursor{plan.schedule};
     while (cursor.valid()) {
-      const QueryTileIndex q = cursor.index(plan.tail);
+      const QueryTileIndex q = cursor.index();
       const Float8Work work = describe_float8_work<Config>(plan, q);
       if (leads) {
         load_query(q, work);
@@ -142,7 +142,7 @@ struct Float8Producer {
       }
       __syncwarp();
       const int32_t unit = cursor.unit;
-      cursor.advance(plan.tail);
+      cursor.advance();
       if (plan.in_turn && cursor.unit != unit) {
         const int32_t taken = leads ? ptx::atomic_increment(plan.workspace.counter) : 0;
         cursor.unit = plan.schedule.blocks + __shfl_sync(0xffffffff, taken, 0);
