@@ -190,21 +190,34 @@ def fp8_errors() -> str:
     return f"{table(header, lines)}\n\nThe reference, on {where(document)}.\n\n{how}"
 
 
-def fp8_speed() -> str:
-    """The guide's table: the forward pass in FP8 beside cuDNN's and beside bfloat16."""
-    document = load("fp8_h100.json")
+def _fp8_rates(document: dict, part: str, names: dict, own: str) -> str:
+    """A table of the TFLOP/s of one pass; `own` is compared with cuDNN's."""
     lines = []
     for row in document["results"]:
         batch, length, heads, kv_heads, dim, value_dim = row["shape"]
         heads = str(heads) if heads == kv_heads else f"{heads}/{kv_heads}"
         dims = str(dim) if dim == value_dim else f"{dim}/{value_dim}"
-        rates = row["tflops"]
-        cells = [f"{rates[name]:,.0f}" if name in rates else "-" for name in _FP8]
-        over = f"{rates['float8'] / rates['cudnn']:.2f}" if "cudnn" in rates else "-"
+        rates = row[part]["tflops"]
+        cells = [f"{rates[name]:,.0f}" if name in rates else "-" for name in names]
+        over = f"{rates[own] / rates['cudnn']:.2f}" if "cudnn" in rates else "-"
         lines.append([f"({batch},{length},{heads},{dims})", row["mask"], *cells, over])
-    header = ["(B,T,N,H)", "mask", *_FP8.values(), "float8 over cuDNN"]
+    return table(["(B,T,N,H)", "mask", *names.values(), f"{names[own]} over cuDNN"], lines)
+
+
+def fp8_speed() -> str:
+    """The guide's table: the forward pass in FP8 beside cuDNN's and beside bfloat16."""
+    document = load("fp8_h100.json")
+    rates = _fp8_rates(document, "forward", _FP8, "float8")
     how = block([command(document)])
-    return f"{table(header, lines)}\n\nMedians, in TFLOP/s, on {where(document)}.\n\n{how}"
+    return f"{rates}\n\nMedians, in TFLOP/s, on {where(document)}.\n\n{how}"
+
+
+def fp8_backward() -> str:
+    """The guide's table: the backward pass in bfloat16 beside cuDNN's in FP8."""
+    document = load("fp8_h100.json")
+    names = {"bfloat16": "bfloat16", "cudnn": "cuDNN FP8"}
+    rates = _fp8_rates(document, "backward", names, "bfloat16")
+    return f"{rates}\n\nMedians, in TFLOP/s, from the same run."
 
 
 def host(document: dict) -> str:
@@ -438,7 +451,11 @@ def several_devices() -> str:
 # By file, what stands between <!-- NAME --> and <!-- end of NAME -->.
 _PARTS: dict[str, dict[str, Callable[[], str]]] = {
     "README.md": {"results": headline},
-    "docs/guide/fp8.md": {"errors": fp8_errors, "speed": fp8_speed},
+    "docs/guide/fp8.md": {
+        "errors": fp8_errors,
+        "speed": fp8_speed,
+        "backward": fp8_backward,
+    },
     "docs/guide/masks.md": {"costs": costs},
     "docs/guide/several-devices.md": {
         "measured": several_devices,
