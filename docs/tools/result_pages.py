@@ -214,10 +214,11 @@ def fp8_speed() -> str:
 
 def fp8_backward() -> str:
     """The guide's table: the backward pass in bfloat16 beside cuDNN's in FP8."""
-    document = load("fp8_h100.json")
+    document = load("fp8_backward_h200.json")
     names = {"bfloat16": "bfloat16", "cudnn": "cuDNN FP8"}
     rates = _fp8_rates(document, "backward", names, "bfloat16")
-    return f"{rates}\n\nMedians, in TFLOP/s, from the same run."
+    how = block([command(document)])
+    return f"{rates}\n\nMedians, in TFLOP/s, on {where(document)}.\n\n{how}"
 
 
 def host(document: dict) -> str:
