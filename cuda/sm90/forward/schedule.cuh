@@ -44,8 +44,8 @@ struct QueryTileTail {
 //   take_in_turn()  Blocks take the next unit by such a counter, where some kernel resets it.
 //   set_apart()     Each unit is a block of its own.
 //
-// What kernels compute from this is in few instructions: a block's first copies wait for each line
-// of code before them (TUNING.md).
+// Kernels use few instructions for this: a block's first copies wait for each line of code before
+// them (TUNING.md).
 struct QueryTileSchedule {
   int32_t q_tiles = 0, all_heads = 0, units = 0, blocks = 0, chained = 0;
   int32_t late = INT32_MAX;  // in turn: from this unit on, blocks take the next as late as they can
