@@ -13,6 +13,7 @@
 #include "plan/float8.h"
 #include "plan/half_values.h"
 #include "plan/mask_words.h"
+#include "plan/recipes.h"
 #include "plan/segment_spans.h"
 #include "plan/tensor_map.h"
 

@@ -18,6 +18,7 @@
 #ifdef JAX_FLASH_WITH_CUDA
 #include "instances.h"
 #include "launch.h"
+#include "plan/recipes.h"
 #endif
 
 namespace nb = nanobind;

@@ -12,7 +12,7 @@
 #include "modifiers/kernels.h"
 #include "params.h"
 #include "plan/backward_workspace.h"
-#include "plan/choose.h"
+#include "plan/choice.h"
 #include "plan/modifiers.h"
 #include "sm80/backward/edges.cuh"
 #include "sm80/backward/kernel.cuh"

@@ -10,7 +10,7 @@
 
 #include "modifiers/kernels.h"
 #include "params.h"
-#include "plan/choose.h"
+#include "plan/choice.h"
 #include "plan/modifiers.h"
 #include "sm80/config.cuh"
 #include "sm80/forward/kernel.cuh"

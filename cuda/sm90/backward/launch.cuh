@@ -18,7 +18,7 @@
 
 #include "modifiers/kernels.h"
 #include "params.h"
-#include "plan/choose.h"
+#include "plan/choice.h"
 #include "sm90/backward/bias_gradient.cuh"
 #include "sm90/backward/columns.cuh"
 #include "sm90/backward/config.cuh"

@@ -10,7 +10,7 @@
 
 #include "modifiers/kernels.h"
 #include "params.h"
-#include "plan/choose.h"
+#include "plan/choice.h"
 #include "plan/recipes.h"
 #include "sm90/decode/kernel.cuh"
 #include "sm90/forward/bias.cuh"

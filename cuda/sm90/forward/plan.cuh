@@ -11,7 +11,7 @@
 #include "modifiers/scores.cuh"
 #include "modifiers/sinks.cuh"
 #include "params.h"
-#include "plan/choose.h"
+#include "plan/choice.h"
 #include "sm90/forward/modifier_plan.cuh"
 #include "sm90/forward/schedule.cuh"
 #include "status.h"

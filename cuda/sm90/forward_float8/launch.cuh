@@ -5,7 +5,7 @@
 
 #include "modifiers/kernels.h"
 #include "params.h"
-#include "plan/choose.h"
+#include "plan/choice.h"
 #include "plan/float8.h"
 #include "sm90/forward/schedule.cuh"
 #include "sm90/forward_float8/config.cuh"

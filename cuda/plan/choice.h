@@ -1,0 +1,40 @@
+// Describes the kernel that was chosen for a call. plan/choose.h chooses it; the families' launch
+// functions read the choice.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+#include "plan/modifiers.h"
+
+namespace jax_flash {
+
+// Configurations of the sm_80 family, by the shared memory that a block may use, in KB: 99 on
+// sm_86, sm_89 and sm_120; 163 on sm_80 and sm_87; 227 on sm_90 and sm_100. kNarrow is a
+// configuration of 163 KB for head dim 192 with values of at most 128 columns.
+enum class SmemClass : int32_t { kSmall = 99, kMedium = 163, kNarrow = 164, kLarge = 227 };
+
+struct Choice {
+  int32_t family = 0;           // 80 or 90: the family of the kernel
+  int32_t head_dim = 0;         // the largest head dim that the instance takes
+  bool general = false;         // true if the instance supports modifiers
+  int32_t row = -1;             // index in sm90::kRecipes; sm_90, forward
+  uint32_t only = kNoModifier;  // the one modifier that a backward kernel is made for
+  bool one_kernel = false;      // sm_90, head dims above 128: one kernel computes all gradients
+  SmemClass smem_class = SmemClass::kSmall;  // sm_80 only
+  const char* name = "";                     // the kernel's name, for explain()
+  const char* reason = "";                   // one clause: why this kernel was chosen
+  int32_t queries = 0, keys = 0;             // size of a tile; 0 if not known
+};
+
+// Returns the number of query tiles of `rows` rows in a call.
+inline int64_t query_tiles(const Shape& shape, int32_t rows) {
+  return (int64_t{shape.q_len} + rows - 1) / rows * shape.heads * shape.batch;
+}
+
+// Returns whether causal order or a window limits which keys a query attends to.
+inline bool banded(const Options& options) {
+  return options.is_causal || options.window_left >= 0 || options.window_right >= 0;
+}
+
+}  // namespace jax_flash
