@@ -1,24 +1,15 @@
-// Runs heads_of_section() of cuda/sm90/backward/schedule.cuh for the calls on stdin, one a line:
+// Runs heads_of_section() of cuda/sm90/backward/sections.h for the calls on stdin, one a line:
 //
 //   tiles rows heads head_bytes multiprocessors
 //
 // A head has `tiles` causal blocks of keys, which meet from `tiles` to one times `rows` query rows.
 // Writes a line for each call: the number of heads, and when the last block ends over the mean.
-#include <algorithm>
-#include <cmath>
+#include "sm90/backward/sections.h"
+
 #include <cstdint>
 #include <cstdio>
 #include <numeric>
-#include <utility>
 #include <vector>
-
-namespace jax_flash::sm90 {
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
-
-#include "sections.inc"  // these functions alone: their file needs CUDA (test_block_order.py)
-
-}  // namespace jax_flash::sm90
 
 int main() {
   int tiles, rows, heads, multiprocessors;

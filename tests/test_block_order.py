@@ -1,9 +1,9 @@
-"""Orders of the sm_90 kernels' blocks, computed on the host by query_tiles.cc and sections.cc."""
+"""Orders of the sm_90 kernels' blocks, computed on the host by query_tiles.cc and sections.cc, and
+what the host remembers of them (remembered.cc)."""
 
 import os
 import pathlib
 import random
-import re
 import subprocess
 
 import pytest
@@ -11,10 +11,6 @@ import pytest
 TESTS = pathlib.Path(__file__).parent
 CUDA = TESTS.parent / "cuda"
 DEAL, IN_TURN, APART = range(3)
-# The functions that sections.cc runs. The rest of their file needs CUDA.
-SECTIONS = re.compile(
-    r"inline int64_t end_of_blocks.*?\n}\n.*?inline int64_t heads_of_.*?\n}\n", re.S
-)
 
 
 def compiled(name, folder):
@@ -27,7 +23,6 @@ def compiled(name, folder):
             "-std=c++17",
             "-O1",
             f"-I{CUDA}",
-            f"-I{folder}",
             TESTS / f"{name}.cc",
             "-o",
             program,
@@ -54,10 +49,7 @@ def walk(tmp_path_factory):
 @pytest.fixture(scope="module")
 def choose_section(tmp_path_factory):
     """For calls (tiles, rows, heads, head_bytes, multiprocessors)."""
-    folder = tmp_path_factory.mktemp("order")
-    functions = SECTIONS.search((CUDA / "sm90/backward/schedule.cuh").read_text())
-    (folder / "sections.inc").write_text(functions[0])
-    return compiled("sections", folder)
+    return compiled("sections", tmp_path_factory.mktemp("order"))
 
 
 def random_call(rng, way):
@@ -136,3 +128,14 @@ def test_sections_of_any_call(choose_section):
         assert 1 <= section <= heads, call
         if tiles * heads >= 16 * multiprocessors:
             assert end < 1.15, call
+
+
+def test_results_are_remembered_by_all_numbers(tmp_path):
+    get = compiled("remembered", tmp_path)
+    rng = random.Random(0)
+    calls = [(rng.randint(-3, 3), rng.randint(-3, 3)) for _ in range(500)]
+    again = [call for call in calls for _ in range(2)]
+    results = get(again)
+    assert [total for total, _ in results] == [a + b for a, b in again]
+    assert [computed for _, computed in results[1::2]] == [0] * len(calls)
+    assert 4 <= sum(computed for _, computed in results) < len(again)

@@ -1,10 +1,12 @@
-// Divides by a number that the host knows. The device multiplies and shifts instead. Granlund and
-// Montgomery, "Division by invariant integers using multiplication", 1994, section 4.
+// Divides. On the device, by a number that the host knows: by multiplication and a shift. Granlund
+// and Montgomery, "Division by invariant integers using multiplication", 1994, section 4.
 #pragma once
 
 #include <cstdint>
 
 namespace jax_flash {
+
+inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 struct Divisor {
   int32_t divisor = 1;

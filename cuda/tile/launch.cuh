@@ -7,6 +7,7 @@
 #include <string>
 
 #include "params.h"
+#include "plan/divisor.h"
 #include "status.h"
 
 // Switch of the ablation (sm90/backward/config.cuh): 0 starts each kernel only when the kernel
@@ -23,8 +24,6 @@ inline std::string shape_text(const Shape& shape) {
          "/" + std::to_string(shape.kv_heads) + ", head_dim " + std::to_string(shape.head_dim) +
          ", value_dim " + std::to_string(shape.value_dim);
 }
-
-inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 // Dynamic shared memory up to this size needs no attribute. The limit is 48 KB, but a kernel's
 // static shared memory counts, too.

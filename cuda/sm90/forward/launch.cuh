@@ -71,7 +71,7 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   } else if (is_long) {
     plan.schedule.set_apart(sms);
   } else {
-    plan.schedule.deal(sms, kMostRest, is_matrix(kModifiers) ? plan.modifiers.batch_shift : 0);
+    deal(plan.schedule, sms, kMostRest, is_matrix(kModifiers) ? plan.modifiers.batch_shift : 0);
   }
   // The scale is applied to Q; bias_in_scores() has made sure that it is a power of two.
   if (Modifier::kInScores) {
