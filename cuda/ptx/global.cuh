@@ -1,4 +1,4 @@
-// Wraps reductions, ordered accesses and prefetches in global memory. PTX ISA, "Parallel
+// Wraps stores, reductions, ordered accesses and prefetches in global memory. PTX ISA, "Parallel
 // synchronization and communication instructions: red" and "Data movement and conversion
 // instructions: ld, st, prefetch".
 #pragma once
@@ -6,6 +6,22 @@
 #include <cstdint>
 
 namespace jax_flash::ptx {
+
+// Store if `condition` holds. A store in a conditional statement becomes a branch, across which the
+// assembler interleaves nothing; these are predicated. The compiler may move other accesses to
+// memory past them.
+__device__ __forceinline__ void st_f32_if(bool condition, float* address, float value) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.s32 p, %0, 0;\n"
+      "@p st.global.f32 [%1], %2;\n}" ::"r"(int32_t{condition}),
+      "l"(address), "f"(value));
+}
+__device__ __forceinline__ void st_v4_if(bool condition, void* address, const uint4& value) {
+  asm volatile(
+      "{\n.reg .pred p;\nsetp.ne.s32 p, %0, 0;\n"
+      "@p st.global.v4.b32 [%1], {%2, %3, %4, %5};\n}" ::"r"(int32_t{condition}),
+      "l"(address), "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w));
+}
 
 __device__ __forceinline__ void red_add_f32(float* address, float value) {
   asm volatile("red.relaxed.gpu.global.add.f32 [%0], %1;" ::"l"(address), "f"(value) : "memory");

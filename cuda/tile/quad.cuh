@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "ptx/global.cuh"
 #include "ptx/math.cuh"
 #include "tile/matmul.cuh"
 
@@ -24,31 +25,46 @@ __device__ __forceinline__ uint4 exchange_quad(const uint32_t (&word)[4]) {
               : uint4{low_pair.x, low_pair.y, got.x, got.y};
 }
 
-// Writes a warp's 16 rows of fragments, times `scale`, to a matrix. `rows` and `cols` are the
-// numbers of rows, counted from the warp's first, and of columns that exist. Called by whole warps.
+// Writes a warp's 16 rows of fragments to a matrix. Rows are multiplied by `scale`, which has a
+// factor for each half of the rows. `rows` and `cols` are the numbers of rows, counted from the
+// warp's first, and of columns that exist. Called by whole warps. All rows are exchanged before the
+// first is stored: the shuffles then overlap.
 template <typename Element, int kN>
 __device__ __forceinline__ void store_rows(Element* gmem, int64_t row_stride, int32_t rows,
-                                           int32_t cols, float scale,
+                                           int32_t cols, const float (&scale)[2],
                                            const float (&values)[kN][4]) {
-  const int lane = threadIdx.x % 4;
+  constexpr int kChunks = (kN + 3) / 4;
+  uint4 chunks[2][kChunks];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = fragment_row(0, 2 * half);
 #pragma unroll
     for (int n0 = 0; n0 < kN; n0 += 4) {
       uint32_t words[4] = {};
 #pragma unroll
       for (int i = 0; i < 4 && n0 + i < kN; ++i) {
-        words[i] = ptx::cvt_rn_x2<Element>(values[n0 + i][2 * half] * scale,
-                                           values[n0 + i][2 * half + 1] * scale);
+        words[i] = ptx::cvt_rn_x2<Element>(values[n0 + i][2 * half] * scale[half],
+                                           values[n0 + i][2 * half + 1] * scale[half]);
       }
-      const uint4 chunk = exchange_quad(words);
-      const int col = (n0 + lane) * 8;
-      if (row < rows && col < cols) {
-        *reinterpret_cast<uint4*>(gmem + row * row_stride + col) = chunk;
-      }
+      chunks[half][n0 / 4] = exchange_quad(words);
     }
   }
+  const int32_t row = fragment_row(0, 0), col = threadIdx.x % 4 * 8;
+  Element* place = gmem + row * row_stride + col;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+#pragma unroll
+    for (int n = 0; n < kChunks; ++n) {
+      ptx::st_v4_if(row + 8 * half < rows && col + 32 * n < cols,
+                    place + 8 * half * row_stride + 32 * n, chunks[half][n]);
+    }
+  }
+}
+
+template <typename Element, int kN>
+__device__ __forceinline__ void store_rows(Element* gmem, int64_t row_stride, int32_t rows,
+                                           int32_t cols, float scale,
+                                           const float (&values)[kN][4]) {
+  store_rows(gmem, row_stride, rows, cols, {scale, scale}, values);
 }
 
 }  // namespace jax_flash

@@ -298,7 +298,8 @@ struct DecodeConsumer {
         lse = minus_infinity();
         normalizer = 0.0f;
       }
-      if (lane == 0 && valid) work.lse[unit_head * call.lse.head + at * call.lse.row] = lse;
+      ptx::st_f32_if(lane == 0 && valid, work.lse + unit_head * call.lse.head + at * call.lse.row,
+                     lse);
       Element* out_gmem =
           static_cast<Element*>(work.out) + unit_head * call.out.head + at * call.out.row;
 #pragma unroll
@@ -314,7 +315,7 @@ struct DecodeConsumer {
         }
         const uint4 chunk = exchange_quad(words);
         const int col = (n0 + lane) * 8;
-        if (valid && col < call.value_dim) *reinterpret_cast<uint4*>(out_gmem + col) = chunk;
+        ptx::st_v4_if(valid && col < call.value_dim, out_gmem + col, chunk);
       }
     }
   }

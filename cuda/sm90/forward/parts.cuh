@@ -8,6 +8,7 @@
 
 #include "modifiers/logits.cuh"
 #include "params.h"
+#include "ptx/global.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
@@ -399,22 +400,22 @@ __device__ __forceinline__ void finish_statistics(const ForwardPlan& plan, const
                                                   int warp_row, const OnlineSoftmax<1>& softmax,
                                                   float (&normalizer)[2]) {
   const int first_row = warp_row + fragment_row(0, 0);
+  const int32_t row0 = work.row0, q_len = work.band.q_len;
+  float* lse_gmem = work.lse + first_row * plan.lse.row;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int block_row = first_row + 8 * half;
+    const int32_t row = row0 + first_row + 8 * half;
     float lse;
-    RowStatistics<kModifiers>::finish(plan, work, half, work.row0 + block_row, softmax, lse,
-                                      normalizer[half]);
+    RowStatistics<kModifiers>::finish(plan, work, half, row, softmax, lse, normalizer[half]);
     if constexpr ((kModifiers & kBias) != 0) {
       if (lse == minus_infinity() && softmax.low[0][half]) lse = kLowLse;
     }
-    if (work.row0 + block_row >= work.band.q_len) {
+    if (row >= q_len) {
       lse = minus_infinity();
       normalizer[half] = 0.0f;
     }
-    if (threadIdx.x % 4 == 0 && work.row0 + block_row < plan.q_len) {
-      work.lse[block_row * plan.lse.row] = lse;
-    }
+    ptx::st_f32_if(threadIdx.x % 4 == 0 && row < plan.q_len, lse_gmem + 8 * half * plan.lse.row,
+                   lse);
     if constexpr ((kModifiers & kDropout) != 0) normalizer[half] *= plan.dropout_scale;
   }
 }
@@ -425,9 +426,6 @@ template <typename Config, typename Element, int kOutN>
 __device__ __forceinline__ void store_out(const ForwardPlan& plan, const QueryWork& work,
                                           int warp_row, const float (&normalizer)[2],
                                           float (&out)[1][kOutN][4]) {
-  Element* out_gmem = static_cast<Element*>(work.out);
-  const int lane = threadIdx.x % 4;
-  const int first_row = warp_row + fragment_row(0, 0);
   if (__any_sync(0xffffffff, normalizer[0] == 0.0f || normalizer[1] == 0.0f)) {
 #pragma unroll
     for (int n = 0; n < kOutN; ++n) {
@@ -437,25 +435,8 @@ __device__ __forceinline__ void store_out(const ForwardPlan& plan, const QueryWo
       }
     }
   }
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int block_row = first_row + 8 * half;
-    const bool exists = work.row0 + block_row < plan.q_len;
-#pragma unroll
-    for (int n0 = 0; n0 < kOutN; n0 += 4) {
-      uint32_t words[4] = {};
-#pragma unroll
-      for (int i = 0; i < 4 && n0 + i < kOutN; ++i) {
-        words[i] = ptx::cvt_rn_x2<Element>(out[0][n0 + i][2 * half] * normalizer[half],
-                                           out[0][n0 + i][2 * half + 1] * normalizer[half]);
-      }
-      const uint4 chunk = exchange_quad(words);
-      const int col = (n0 + lane) * 8;
-      if (exists && col < plan.value_dim) {
-        *reinterpret_cast<uint4*>(out_gmem + block_row * plan.out.row + col) = chunk;
-      }
-    }
-  }
+  store_rows(static_cast<Element*>(work.out) + warp_row * plan.out.row, plan.out.row,
+             plan.q_len - work.row0 - warp_row, plan.value_dim, normalizer, out[0]);
 }
 
 template <typename Config, typename Element, uint32_t kModifiers, int kOutN>
