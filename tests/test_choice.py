@@ -67,15 +67,23 @@ NAMED = [
     *(("chained", d, {"head_dim": d}) for d in (64, 96, 128, 192, 256)),
     ("columns", 512, {"head_dim": 512, "implementation": "flash_sm90"}),
     ("chained, narrow values", 192, {"head_dim": 192, "value_dim": 128}),
-    ("scores ahead, two edges", 64, {"head_dim": 64, "is_causal": True}),
+    (
+        "scores ahead, two edges",
+        64,
+        {"head_dim": 64, "is_causal": True, "query_offset": shape(dtype=jnp.int32)},
+    ),
     ("scores ahead", 64, {"head_dim": 64, "batch": 1, "heads": 16, "q_len": 1024}),
-    ("split keys, scores ahead", 64, {"head_dim": 64, "batch": 1, "heads": 8, "q_len": 512}),
+    *(
+        ("split keys, scores ahead", d, {"head_dim": d, "batch": 1, "heads": 8, "q_len": 512})
+        for d in (64, 96, 128)
+    ),
     (
         "split keys",
         64,
         {"head_dim": 64, "batch": 1, "heads": 8, "q_len": 512, "local_window_size": (128, 0)},
     ),
     ("chained, two consumers", 64, {"head_dim": 64, "local_window_size": (128, 0)}),
+    ("chained, two consumers", 96, {"head_dim": 96, "q_len": 256}),
     *(("segments", d, {"head_dim": d, "segments": True}) for d in (64, 128, 256)),
     ("bias in scores", 64, {"head_dim": 64, "bias": (BIAS, jnp.bfloat16)}),
     ("bias", 64, {"head_dim": 64, "bias": (BIAS, jnp.bfloat16), "scale": 0.3}),
@@ -145,21 +153,75 @@ def test_forward_kernel(name, head_dim, call):
         assert kernel.tile == (128, 128)
 
 
+@pytest.mark.parametrize(
+    ("name", "head_dim", "call"),
+    [
+        # The most rows that one of 132 multiprocessors has, in tiles of 128 and of 192:
+        ("scores ahead", 64, {"batch": 2, "heads": 8, "q_len": 2048}),  # 256, 384
+        ("scores ahead", 64, {"batch": 4, "heads": 16, "q_len": 2048}),  # 1024, 1152
+        ("chained", 64, {"batch": 1, "heads": 16, "q_len": 1536}),  # 256, 192
+        ("chained", 64, {"batch": 1, "heads": 33, "q_len": 1536}),  # 384, 384
+        ("chained", 64, {"batch": 4, "heads": 16, "q_len": 4096}),  # 2048, 2112
+        ("mask as words", 64, {"batch": 2, "heads": 8, "q_len": 2048, "mask": (1, 1, 2048, 2048)}),
+        ("chained, two consumers", 96, {"batch": 32, "heads": 16, "q_len": 256}),  # 1024, 1536
+        ("chained, two consumers", 96, {"batch": 16, "heads": 16, "q_len": 1024}),  # 2048, 2304
+        ("chained", 96, {"batch": 16, "heads": 16, "q_len": 729}),  # 1536, 1536
+        ("chained", 96, {"batch": 4, "heads": 16, "q_len": 4096}),  # 2048, 2112
+        # One tile of keys:
+        ("chained, two consumers", 64, {"batch": 64, "heads": 12, "q_len": 128, "kv_len": 128}),
+        ("chained, two consumers", 64, {"batch": 128, "q_len": 77, "is_causal": True}),
+        ("scores ahead", 64, {"batch": 64, "heads": 12, "q_len": 197}),
+        # In tiles of 64 and of 128:
+        ("split keys, scores ahead", 128, {"batch": 1, "heads": 8, "q_len": 1024}),  # 64, 128
+        ("chained", 128, {"batch": 16, "q_len": 192, "kv_len": 512}),  # 384, 512
+        ("chained", 128, {"batch": 1, "heads": 16, "q_len": 1024}),  # 128, 128
+        (
+            "split keys, scores ahead",
+            128,
+            {"batch": 1, "heads": 16, "q_len": 1024, "is_causal": True},
+        ),
+        ("chained", 128, {"batch": 1, "heads": 17, "q_len": 1024, "is_causal": True}),
+        ("chained", 128, {"batch": 1, "heads": 8, "q_len": 1024, "local_window_size": (128, 0)}),
+    ],
+)
+def test_tiles_fill_the_multiprocessors(name, head_dim, call):
+    if head_dim in DIMS:
+        assert kernels(head_dim=head_dim, **call)["forward"].name == name
+
+
 @pytest.mark.skipif(64 not in DIMS, reason="a build without head dim 64")
+@pytest.mark.parametrize(
+    ("edges", "call"),
+    [
+        ("", {}),
+        ("", {"q_len": 4000, "kv_len": 2000}),
+        ("", {"key_value_seq_lengths": shape(4, dtype=jnp.int32)}),
+        (", two edges", {"query_offset": shape(4, dtype=jnp.int32)}),
+        (", two edges", {"q_len": 2049}),
+        (", two edges", {"is_causal": False, "local_window_size": (None, 100)}),
+        (", two edges", {"local_window_size": (None, 100)}),
+    ],
+)
+def test_edges_of_causal_calls(edges, call):
+    """The diagonal cuts one tile of keys if it starts at a tile's corner, else two. Long calls have
+    the kernel for two tiles in any case."""
+    kernel = kernels(head_dim=64, **{"q_len": 2048, "is_causal": True, **call})["forward"]
+    assert kernel.name == f"scores ahead{edges}"
+
+
+@pytest.mark.skipif(128 not in DIMS, reason="a build without head dim 128")
 @pytest.mark.parametrize(
     ("name", "call"),
     [
-        # The most rows that one of 132 multiprocessors has, in tiles of 128 and of 192:
-        ("scores ahead", {"batch": 2, "heads": 8, "q_len": 2048}),  # 256, 384
-        ("scores ahead", {"batch": 4, "heads": 16, "q_len": 2048}),  # 1024, 1152
-        ("chained", {"batch": 1, "heads": 16, "q_len": 1536}),  # 256, 192
-        ("chained", {"batch": 1, "heads": 33, "q_len": 1536}),  # 384, 384
-        ("chained", {"batch": 4, "heads": 16, "q_len": 4096}),  # 2048, 2112
-        ("mask as words", {"batch": 2, "heads": 8, "q_len": 2048, "mask": (1, 1, 2048, 2048)}),
+        ("split keys, scores ahead", {"batch": 8, "q_len": 64, "kv_len": 2048}),
+        ("decode", {"batch": 8, "q_len": 64, "kv_len": 512}),
+        ("decode", {"batch": 8, "q_len": 16, "kv_len": 2048}),
+        ("decode", {"batch": 2, "q_len": 64, "kv_len": 2048}),  # keys are divided among blocks
+        ("decode", {"batch": 8, "q_len": 16, "kv_len": 2048, "kv_heads": 4}),
     ],
 )
-def test_tiles_fill_the_multiprocessors(name, call):
-    assert kernels(head_dim=64, **call)["forward"].name == name
+def test_decoding_takes_few_rows_or_heads(name, call):
+    assert kernels(**call)["forward"].name == name
 
 
 def test_every_recipe_is_chosen_by_some_call():

@@ -13,7 +13,6 @@ from test_gpu import FAMILIES
 import jax_flash
 
 pytestmark = pytest.mark.gpu
-LENGTH = 384
 
 
 @dataclasses.dataclass(frozen=True)
@@ -33,34 +32,43 @@ class Setting:
     mask: bool = False
     batch: int = 4
     heads: int = 16
+    length: int = 384
+    kv_len: int | None = None  # None: length
+
+    @property
+    def keys(self):
+        return self.kv_len or self.length
 
     def __str__(self):
         parts = (self.dtype, self.head_dim, "causal" if self.causal else "full", self.scale,
                  self.std, *["bias"] * self.bias, *["mask"] * self.mask,
-                 *[f"{self.heads}heads"] * (self.heads != Setting.heads))  # fmt: skip
+                 *[f"{self.heads}heads"] * (self.heads != Setting.heads),
+                 *[f"{self.length}x{self.keys}"] * (self.length != Setting.length))  # fmt: skip
         return "-".join(map(str, parts))
 
 
 def make_operands(setting: Setting) -> dict[str, np.ndarray]:
     rng = np.random.default_rng(0)
-    shape = (setting.batch, LENGTH, setting.heads, setting.head_dim)
+    shape = (setting.batch, setting.length, setting.heads, setting.head_dim)
+    of_keys = (setting.batch, setting.keys, setting.heads, setting.head_dim)
 
     def normal(shape, std=1.0):
         drawn = rng.standard_normal(shape, dtype=np.float32)
         return (std * drawn).astype(DTYPES[setting.dtype])
 
-    operands = {name: normal(shape, setting.std) for name in ("query", "key", "value")}
+    shapes = {"query": shape, "key": of_keys, "value": of_keys}
+    operands = {name: normal(x, setting.std) for name, x in shapes.items()}
     if setting.bias:
-        operands["bias"] = normal((1, setting.heads, LENGTH, LENGTH))
+        operands["bias"] = normal((1, setting.heads, setting.length, setting.keys))
     if setting.mask:
-        operands["mask"] = rng.random((1, 1, LENGTH, LENGTH)) < 0.9
+        operands["mask"] = rng.random((1, 1, setting.length, setting.keys)) < 0.9
     return operands | {"dout": normal(shape)}
 
 
 def compute_truth(setting: Setting, operands) -> tuple[dict[str, np.ndarray], float]:
     """Output and gradients in float64, a sequence at a time; and `expected_ratio`'s answer."""
     scale = setting.scale or setting.head_dim**-0.5
-    forbidden = np.triu(np.ones((LENGTH, LENGTH), bool), 1) & setting.causal
+    forbidden = np.triu(np.ones((setting.length, setting.keys), bool), 1) & setting.causal
     if setting.mask:
         forbidden = forbidden | ~operands["mask"][0, 0]
     found: dict[str, list[np.ndarray]] = {}
@@ -121,15 +129,17 @@ def compiled(contender: str, setting: Setting):
         out, vjp = jax.vjp(lambda x: attend(**x, **mask, **options), operands)
         return {"out": out} | vjp(dout)[0]
 
-    shape = (setting.batch, LENGTH, setting.heads, setting.head_dim)
+    shape = (setting.batch, setting.length, setting.heads, setting.head_dim)
+    of_keys = (setting.batch, setting.keys, setting.heads, setting.head_dim)
     operand = jax.ShapeDtypeStruct(shape, setting.dtype)
-    operands = dict.fromkeys(("query", "key", "value"), operand)
+    key = jax.ShapeDtypeStruct(of_keys, setting.dtype)
+    operands = {"query": operand, "key": key, "value": key}
     if setting.bias:
-        logits = (1, setting.heads, LENGTH, LENGTH)
+        logits = (1, setting.heads, setting.length, setting.keys)
         operands["bias"] = jax.ShapeDtypeStruct(logits, setting.dtype)
     mask = {}
     if setting.mask:
-        mask["mask"] = jax.ShapeDtypeStruct((1, 1, LENGTH, LENGTH), bool)
+        mask["mask"] = jax.ShapeDtypeStruct((1, 1, setting.length, setting.keys), bool)
     return jax.jit(call).lower(operands, mask, operand).compile()
 
 
@@ -159,11 +169,12 @@ def follows_logits(setting: Setting) -> bool:
     """Whether references of the kernels for Hopper follow rows' greatest logits.
 
     They do above head dim 128, and with a bias or a mask in calls as short as these; else where a
-    query tile's first keys show that few of them make up its rows' sums: logits of deviation 4. But
-    not in short calls of head dim 64 without modifiers. (Of float16 without modifiers, and of
-    bfloat16 with P of float16, more is known: test_gpu_values.py, test_gpu_half_values.py.)
+    query tile's first keys show that few of them make up its rows' sums: logits of deviation 4. In
+    the short calls of head dim 64, either they do, or all P are float16, which is as exact. (Of
+    float16 without modifiers, and of bfloat16 with P of float16, more is known:
+    test_gpu_values.py, test_gpu_half_values.py.)
     """
-    if setting.head_dim > 128 or setting.bias or setting.mask:
+    if setting.head_dim > 128 or setting.bias or setting.mask or setting.kv_len:
         return True
     peaked = setting.std == 2.0 and setting.scale is None
     return peaked and (setting.head_dim == 128 or setting.causal)
@@ -199,6 +210,17 @@ SETTINGS = [
     # Scores begin with the bias where there is work for three consumers.
     Setting("bfloat16", 64, False, None, 2.0, bias=True, heads=32),
     *(Setting("bfloat16", head_dim, False, None, 1.0, mask=True) for head_dim in (64, 128)),
+    # Running maxima are guessed, or all keys are in one tile.
+    *(
+        Setting("bfloat16", 64, causal, None, std, batch=8, length=length, kv_len=kv_len)
+        for causal, length, kv_len in (
+            (False, 128, 64),
+            (False, 128, 128),
+            (False, 256, 256),
+            (True, 256, 256),
+        )
+        for std in (1.0, 2.0)
+    ),
     *(
         Setting("bfloat16", head_dim, False, None, std, bias=True, mask=True)
         for head_dim in (64, 128)

@@ -4,6 +4,7 @@
 
 #include <algorithm>
 #include <cmath>
+#include <cstdlib>
 #include <initializer_list>
 #include <string>
 #include <utility>
@@ -187,16 +188,43 @@ bool bias_in_vectors(const Forward& params) {
 
 using Found = std::pair<Recipe, const char*>;  // the recipe, and why it was chosen
 
-// Returns whether tiles of 128 query rows need less time than tiles of 192, at head dim 64. The
-// time of a call is that of the multiprocessor with the most rows, since others idle during its
-// last tile. The factor 17 / 16 accounts for the speed of larger tiles: in long calls they are 5%
-// faster.
-bool smaller_tiles_are_faster(const Shape& shape, const Device& device) {
+// Returns the most query rows of a multiprocessor, if query tiles have `rows` rows. The time of a
+// call grows with it, since other multiprocessors idle during the last tile.
+int64_t most_rows(const Shape& shape, const Device& device, int32_t rows) {
   const int64_t sms = device.multiprocessors;
-  const auto most_rows = [&](int32_t rows) {
-    return (query_tiles(shape, rows) + sms - 1) / sms * rows;
-  };
-  return most_rows(128) * 17 < most_rows(192) * 16;
+  return (query_tiles(shape, rows) + sms - 1) / sms * rows;
+}
+
+// Returns whether tiles of 128 query rows need less time than tiles of 192, at head dims 64 and 96.
+// The factor 17 / 16 accounts for the speed of larger tiles: in long calls they are 5% faster.
+bool smaller_tiles_are_faster(const Shape& shape, const Device& device) {
+  return most_rows(shape, device, 128) * 17 < most_rows(shape, device, 192) * 16;
+}
+
+// Returns whether tiles of 64 query rows, whose keys two warpgroups divide, need less time than
+// tiles of 128. They take up to half more time per row. Causal query tiles differ in length:
+// QueryTileSchedule gives each block equal shares, also of a few tiles, but not of one.
+bool divided_keys_are_faster(const Forward& params, const Device& device) {
+  if (!JAX_FLASH_SM90_SPLIT_KEYS) return false;
+  const Shape& shape = params.shape;
+  if (params.options.is_causal) return query_tiles(shape, 64) <= 2 * device.multiprocessors;
+  return most_rows(shape, device, 64) * 3 < most_rows(shape, device, 128) * 2;
+}
+
+// Returns whether the products of a call that decoding takes need more time than its copies, and
+// whether it has enough heads for the multiprocessors.
+bool is_large_decode(const Shape& shape, const Device& device) {
+  return shape.heads == shape.kv_heads && shape.q_len >= 32 && shape.kv_len >= 1024 &&
+         3 * query_tiles(shape, 64) >= device.multiprocessors;
+}
+
+// Returns whether the kernel for one cut tile takes a causal call. The diagonal must start at a
+// corner of a tile of keys: it then cuts one tile of each query tile, the last one. In longer calls
+// the kernel for two cut tiles is as fast, and peaked logits cost it less.
+bool one_edge(const Forward& params) {
+  const Options& options = params.options;
+  return options.is_causal && options.window_right < 0 && !params.query_offset &&
+         params.shape.kv_len <= 2048;
 }
 
 Found choose_plain(const Forward& params, int32_t head_dim, const Device& device) {
@@ -205,28 +233,37 @@ Found choose_plain(const Forward& params, int32_t head_dim, const Device& device
   if (head_dim > kWidestOfAll) {
     return {Recipe::kColumns, "above head dim 256 two consumers divide the columns of the output"};
   }
-  if (sm90::takes_decode(shape)) {
+  const bool in_band = banded(options), has_left_edge = options.window_left >= 0;
+  // Two warpgroups that divide the keys of 64 queries also divide the tiles that an edge cuts: each
+  // has at most one.
+  const bool divided = divided_keys_are_faster(params, device);
+  const bool divides_ahead = sm90::kHasScoresAhead && divided && !has_left_edge && head_dim <= 128;
+  if (sm90::takes_decode(shape) && !(divides_ahead && is_large_decode(shape, device))) {
     return {Recipe::kDecode, "the query rows of a key/value head fit one tile"};
+  }
+  if (divides_ahead) {
+    return {Recipe::kSplitKeysAhead, "tiles of 128 rows leave multiprocessors idle"};
   }
   if (head_dim == 192 && shape.value_dim <= 128) {
     return {Recipe::kNarrowValues, "values have at most 128 columns"};
   }
-  if (head_dim != 64) return {Recipe::kChained, "there is one kernel for this head dim"};
-  const int32_t sms = device.multiprocessors;
-  const bool smaller = smaller_tiles_are_faster(shape, device), in_band = banded(options);
-  // Causal query tiles differ in length. QueryTileSchedule gives a block that has a long one a
-  // short one, too, so twice as many tiles still fill the multiprocessors evenly.
-  const bool halves_keys =
-      JAX_FLASH_SM90_SPLIT_KEYS && query_tiles(shape, 64) <= (options.is_causal ? 2 : 1) * sms;
-  if (sm90::kHasScoresAhead && options.window_left < 0) {
-    // Two warpgroups that share a tile of 64 queries also divide the tiles that an edge cuts: each
-    // has at most one.
-    if (halves_keys) return {Recipe::kSplitKeysAhead, "there are few query tiles"};
-    if (in_band) return {Recipe::kAheadTwoCut, "an edge cuts the last tiles of keys"};
-    if (smaller) return {Recipe::kAheadOneCut, "tiles of 192 rows leave multiprocessors idle"};
+  if (head_dim > 128) return {Recipe::kChained, "there is one kernel for this head dim"};
+  if (head_dim == 128) return {Recipe::kChained, "there are many query tiles"};
+  const bool smaller = smaller_tiles_are_faster(shape, device);
+  const char* const idle = "tiles of 192 rows leave multiprocessors idle";
+  if (head_dim == 96) {
+    if (smaller) return {Recipe::kChainedPair, idle};
+    return {Recipe::kChained, "there are many query tiles"};
   }
-  if (halves_keys) return {Recipe::kSplitKeys, "there are few query tiles, and a left edge"};
-  if (smaller || in_band) return {Recipe::kChainedPair, "a window has a left edge"};
+  const bool one_tile = shape.kv_len <= 128;
+  if (sm90::kHasScoresAhead && !has_left_edge && !one_tile) {
+    if (one_edge(params)) return {Recipe::kAheadOneCut, "an edge cuts the last tile of keys"};
+    if (in_band) return {Recipe::kAheadTwoCut, "an edge cuts the last tiles of keys"};
+    if (smaller) return {Recipe::kAheadOneCut, idle};
+  }
+  if (divided) return {Recipe::kSplitKeys, "there are few query tiles, and a left edge"};
+  if (has_left_edge) return {Recipe::kChainedPair, "a window has a left edge"};
+  if (smaller || in_band) return {Recipe::kChainedPair, "the keys fit one tile"};
   return {Recipe::kChained, "there are many query tiles that no edge cuts"};
 }
 
@@ -315,9 +352,13 @@ Status choose_forward(const Forward& params, int32_t family, const Device& devic
   if (choice.family == 80) {
     return choose_smem_class(params, device, false, choice);
   }
-  const auto [recipe, reason] = params.query.dtype == DType::kFloat8 ? choose_float8(params)
-                                : choice.general ? choose_modified(params, choice.head_dim, device)
-                                                 : choose_plain(params, choice.head_dim, device);
+  auto [recipe, reason] = params.query.dtype == DType::kFloat8 ? choose_float8(params)
+                          : choice.general ? choose_modified(params, choice.head_dim, device)
+                                           : choose_plain(params, choice.head_dim, device);
+  if (const char* forced = std::getenv("JF_RECIPE");
+      forced != nullptr && !choice.general &&
+      sm90::recipe_row(static_cast<Recipe>(std::atoi(forced)), choice.head_dim) >= 0)
+    recipe = static_cast<Recipe>(std::atoi(forced));
   choice.row = sm90::recipe_row(recipe, choice.head_dim);
   if (choice.row < 0) return Status::internal("jax_flash: a kernel was chosen that does not exist");
   const sm90::RecipeRow& row = sm90::kRecipes[choice.row];

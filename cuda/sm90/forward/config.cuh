@@ -106,12 +106,12 @@ struct ForwardConfig {
   static constexpr int kMostStages = JAX_FLASH_SM90_STAGES + (kScoresAhead ? kKeyGroups - 1 : 0);
   static constexpr int kStages = kFit < kMostStages ? kFit : kMostStages;
   static constexpr int kValueStages = kStages > 2 ? kStages - kFewerValues : kStages;
-  static_assert(kValueStages >= 2 && (kKeyGroups == 1 || (kStages >= 4 && kQueryStages > 1)));
+  static_assert(kValueStages >= 2 && (kKeyGroups == 1 || kStages >= 4));
   // True if, after a query tile's first key tile, exponentials are computed without a search for
   // greater scores. A sum beyond kOptimisticLimit reveals a greater score, and the tile is redone.
   // Its keys must be kept for that, which takes a third stage.
   static constexpr bool kOptimistic = JAX_FLASH_SM90_OPTIMISTIC && kStages >= 3;
-  static_assert(!kScoresAhead || (kOptimistic && kStages >= 4 && kQueryStages > 1));
+  static_assert(!kScoresAhead || (kOptimistic && kStages >= 4));
   static constexpr int kKeyOffset = kQueryStages * kRowGroups * QueryTile::kBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * KeyTile::kBytes;
   // Number of query tile descriptions that are kept: for the tiles whose scores are in flight,

@@ -34,15 +34,19 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
   using typename Base::Scores;
 
   static constexpr int kStep = Config::kKeyGroups;
-  // True if the first running maxima are guessed: for short calls.
+  // True if the first running maxima are guessed: if an edge cuts one tile at most, since each row
+  // then attends to some key of the first one.
   static constexpr bool kGuesses = !Config::kSecondCut && !Base::kAlwaysExact;
+  // True if the values of all tiles are converted, so that all P are float16.
+  static constexpr bool kConvertsAll = kGuesses && Base::kConverts;
 
   Scores other_scores;  // alternates with `scores`
 
   // Guesses running maxima from some of the logits; sums and output are then examined after the
-  // last key. Each of a row's four threads finds the greatest of eight logits. The guess is the
-  // least of these four, so that a single logit far above the others does not decide, plus
-  // kHeadroom in log2 units, since other logits may be greater.
+  // last key. Short calls take a fifth less time than if the greatest logits were found. Each of a
+  // row's four threads finds the greatest of eight logits. The guess is the least of these four, so
+  // that a single logit far above the others does not decide, plus kHeadroom in log2 units, since
+  // other logits may be greater.
   static constexpr float kHeadroom = 8.0f;
   __device__ __forceinline__ void guess_reference(const Scores& now) {
 #pragma unroll
@@ -126,10 +130,10 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     Scores& now = Config::kSecondCut ? this->scores : other_scores;
     Scores& next = Config::kSecondCut ? other_scores : this->scores;
     for (; index < work.end; index += kStep) {
-      step<false, false, kExact, false, true>(now, next, index);
+      step<false, false, kExact, kConvertsAll, true>(now, next, index);
       index += kStep;
       if (index >= work.end) break;
-      step<false, false, kExact, true, false>(next, now, index);
+      step<false, false, kExact, true, kConvertsAll>(next, now, index);
     }
   }
 
@@ -142,7 +146,7 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     this->template await_scores<0>();
     by_bits = false;
     this->is_half = is_converted<Config>(work.end - 1 - index);  // for the last tile
-    step<true, true, false, false, false>(this->scores, other_scores, index);
+    step<true, true, false, false, kConvertsAll>(this->scores, other_scores, index);
     this->clear_values(tile_from_end(work.end, index), work.attended);
     index += kStep;
     if constexpr (Config::kSecondCut) {

@@ -162,7 +162,11 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const CUte
     if (!produce(cursor)) return;
   }
   if constexpr (kConverts) {
-    if (threadIdx.x % 32 == 0) smem.conversions->end(conversion);
+    if (threadIdx.x % 32 == 0) {
+      // The end takes a place in the ring: the last tile there must have been converted.
+      ptx::mbarrier_wait(smem.value_empty(value_stage.stage), value_stage.parity ^ 1);
+      smem.conversions->end(conversion);
+    }
     converts = false;
   }
   if constexpr (kChecksLate<Config, kModifiers>) produce_again(plan, smem, produce);

@@ -1,16 +1,17 @@
 // Converts values to float16 in the sm_90 forward kernel for bfloat16 calls without modifiers, at
-// head dims 64 and 128. Two warps convert every second tile of V in shared memory, so that P can be
-// float16, too, for such a tile.
+// head dims 64 and 128. Two warps convert tiles of V in shared memory, so that P can be float16,
+// too, for such a tile.
 //
 // Half of the squared error of a call's output comes from its own rounding, half from the rounding
 // of P, for which float16 has three bits more than bfloat16. A bfloat16 number within float16's
 // range is exact in float16. With every second tile converted, the error is less than with running
 // maxima that are the rows' greatest logits, as in other kernels, and this takes less time.
-// Converting all tiles would take three times as much, since shared memory is busy (TUNING.md, "P
-// in float16").
+// Converting all tiles takes longer, since shared memory is busy (TUNING.md, "P in float16"). The
+// kernel that guesses its running maxima (sm90/forward/order_ahead.cuh) converts all the same: a
+// row whose greatest P are in unconverted tiles would be less exact than in other kernels.
 //
-// The first tile of a query tile's keys is not converted. A block in which some value cannot be
-// converted redoes its query tiles with P and V in bfloat16 (sm90/forward/redo.cuh).
+// Otherwise, the first tile of a query tile's keys is not converted. A block in which some value
+// cannot be converted redoes its query tiles with P and V in bfloat16 (sm90/forward/redo.cuh).
 #pragma once
 
 #include <cuda_bf16.h>
@@ -56,10 +57,12 @@ inline constexpr float kPeakLifted = 1 << kPeakLift;
 inline constexpr float kFarBelow = 0x1p-10f;
 
 // Returns whether the n-th key tile of a query tile, in the order of processing, has its values
-// converted. With scores ahead, tiles that an edge cuts are not converted: running maxima rise in
-// them, and far below these float16 has fewer bits than bfloat16.
+// converted. With scores ahead and guessed running maxima, all have: P is then exact whatever the
+// maxima are. With two cut tiles these two have not: running maxima rise in them, and far below
+// these float16 has fewer bits than bfloat16.
 template <typename Config>
 __device__ __forceinline__ bool is_converted(int32_t n) {
+  if constexpr (Config::kScoresAhead && !Config::kSecondCut) return true;
   return Config::kSecondCut ? n > 0 && n % 2 == 0 : n % 2 != 0;
 }
 
