@@ -12,8 +12,11 @@ import jax_flash
 DIFFERENTIABLE = ("query", "key", "value", "bias", "sinks", "alibi_slopes", "relative_bias")
 
 
-def run(inputs: Inputs, implementation: str | None, **more) -> Results:
-    """One call with all gradients, through the public API."""
+def run(inputs: Inputs, implementation: str | None, copies: int = 1, **more) -> Results:
+    """One call with all gradients, through the public API.
+
+    With `copies`, a vmapped call of that many equal queries; returns the last one's results.
+    """
     options = dict(inputs.options) | more
     arrays = {n: x for n, x in options.items() if isinstance(x, np.ndarray)}
     static = {n: x for n, x in options.items() if n not in arrays}
@@ -43,8 +46,18 @@ def run(inputs: Inputs, implementation: str | None, **more) -> Results:
         (grads,) = vjp((dout, jnp.zeros_like(lse) if dlse is None else dlse))
         return out, lse, grads
 
+    @jax.jit
+    def last_of_copies(differentiable, others, dout, dlse):
+        def one(query):
+            return both({**differentiable, "query": query}, others, dout, dlse)
+
+        query = differentiable["query"]
+        results = jax.vmap(one)(jnp.broadcast_to(query, (copies, *query.shape)))
+        return jax.tree.map(lambda x: x[-1], results)
+
+    compute = both if copies == 1 else last_of_copies
     differentiable = {n: arrays.pop(n) for n in wanted}
-    out, lse, grads = jax.device_get(both(differentiable, arrays, inputs.dout, inputs.dlse))
+    out, lse, grads = jax.device_get(compute(differentiable, arrays, inputs.dout, inputs.dlse))
     for name in DIFFERENTIABLE[3:]:
         if name in grads:
             grads[name] = grads[name].reshape(shapes[name])
