@@ -251,5 +251,7 @@ def rounded_weights(
     top = jnp.where(jnp.isfinite(top), jnp.ceil(top), 0)
     greatest = value_scale.max(axis=-1, keepdims=True, initial=0)
     share = value_scale / jnp.where(greatest > 0, greatest, 1)
-    rounded = round_e4m3(jnp.where(allowed, jnp.exp2(x - top + 8) * share, 0))
+    # As in reference.below_maximum(), whose derivative is not needed here.
+    below = jnp.where(x >= top, 0, x - top)
+    rounded = round_e4m3(jnp.where(allowed, jnp.exp2(below + 8) * share, 0))
     return rounded * (greatest * jnp.exp2(top - 8 - to_base_2 * maximum[..., None]))

@@ -284,6 +284,19 @@ def two_sum(a: jax.Array, b: jax.Array) -> tuple[jax.Array, jax.Array]:
     return total, jax.lax.stop_gradient((a - (total - second)) + (b - second))
 
 
+def below_maximum(logits: jax.Array, maximum: jax.Array) -> jax.Array:
+    """Returns logits - maximum, [...,T,S]: exactly 0 for the greatest of a row.
+
+    XLA may compute a product in the logits and this difference as one operation, without rounding
+    the product, which it rounds for the maximum. A difference would then be off by half a unit in
+    the last place of the maximum, the greatest one's, too: 512 if the maximum is 1e10, so that
+    all exponentials of a row could be 0, or infinite.
+    """
+    difference = logits - maximum[..., None]
+    excess = jnp.where(logits >= maximum[..., None], difference, jnp.maximum(difference, 0))
+    return difference - jax.lax.stop_gradient(excess)
+
+
 def _forward_block(spec, accumulator, operands: Operands, first) -> Operands:
     """Computes the results of `forward` for a block of queries, out in the accumulator's dtype."""
     key, value = operands["key"], operands["value"]
@@ -324,7 +337,7 @@ def _forward_block(spec, accumulator, operands: Operands, first) -> Operands:
         sinks = _heads_last_group(operands["sinks"].astype(accumulator), -1, kv_heads)[..., None]
         maximum = jnp.maximum(maximum, sinks)
     maximum = jax.lax.stop_gradient(jnp.where(maximum == -jnp.inf, 0, maximum))
-    weights = jnp.where(allowed, jnp.exp(logits - maximum[..., None]), 0)
+    weights = jnp.where(allowed, jnp.exp(below_maximum(logits, maximum)), 0)
     total = weights.sum(axis=-1)
     if "value_scale" in operands:
         value_scale = operands["value_scale"][..., None, None, :]  # [*B,K,1,1,S]

@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 
 import jax_flash
@@ -103,3 +104,25 @@ def test_backward_pass_of_wide_heads_needs_shared_memory(capability, smem_kb, ru
     if not runs:
         assert "needs 163 KB of shared memory for a block above head dim 128" in choice.reason
     assert smem_kb == dispatch._SMEM_KB.get(capability, 99)
+
+
+@pytest.mark.parametrize("implementation", ["flash", "reference"])
+@pytest.mark.parametrize("size", [1e2, 1e4, 3e4, 1e6])
+def test_rows_of_great_logits(size, implementation):
+    """A row's greatest logit has a weight of at least 1 / S, also where a unit in its last place is
+    as much as 2^20. The scale is no power of two, so that products with it are rounded."""
+    x = jax.random.normal(jax.random.key(0), (1, 64, 4, 16))
+    one = jnp.ones_like(x)
+
+    def attend(query):
+        return jax_flash.dot_product_attention(
+            query, x[:, ::-1] * size, one, scale=0.3, implementation=implementation,
+            return_residual=True,
+        )  # fmt: skip
+
+    out, lse = jax.jit(attend)(x * size)
+    np.testing.assert_allclose(out, one, rtol=1e-5)
+    assert np.isfinite(lse).all()
+    for tangent in jax.jvp(attend, (x * size,), (x,))[1]:
+        assert np.isfinite(tangent).all()
+    assert np.isfinite(jax.grad(lambda x: attend(x)[0].sum())(x * size)).all()
