@@ -272,10 +272,10 @@ def dot_product_attention(
         numbers before it to keys on the left. Distances beyond the table have the first or the last
         number. A table of 2 D + 1 numbers has one for each distance from -D to D. -inf forbids, as
         in a bias.
-      logits_soft_cap: c above, positive and finite. A number, or an array of one element, traced or
-        learned, which has a gradient. No kernel takes an array: the call runs as the reference. On
-        Hopper, for bfloat16, logits of the forward pass are within 3.5e-4 of the formula; far below
-        0, probabilities are within 1.1e-5 of the row's greatest.
+      logits_soft_cap: c above, positive and finite; taken as within 2^-50 and 2^60. A number, or an
+        array of one element, traced or learned, which has a gradient. No kernel takes an array: the
+        call runs as the reference. On Hopper, for bfloat16, logits of the forward pass are within
+        3.5e-4 of the formula; far below 0, probabilities are within 1.1e-5 of the row's greatest.
       dropout_rate: probability in [0, 1) with which each p is dropped; the others are multiplied by
         1 / (1 - rate). The rate is rounded to the nearest multiple of 2^-15. A rate so near to 1
         that rounding changes the kept share by more than 1% raises ValueError.

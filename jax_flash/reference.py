@@ -20,7 +20,7 @@ from jax_flash.arrays import INT32, accumulator_of
 from jax_flash.fp8 import rounded_weights
 from jax_flash.operands import OPERANDS, Operands, added, axis_of, batch_shape
 from jax_flash.philox import dropout_keep
-from jax_flash.spec import AttentionSpec
+from jax_flash.spec import SOFT_CAPS, AttentionSpec
 
 # Logits that may exist at a time, in elements.
 _BLOCK_ELEMENTS = 2**24
@@ -327,7 +327,8 @@ def _forward_block(spec, accumulator, operands: Operands, first) -> Operands:
     logits = jnp.where(allowed, logits, 0)
     cap = spec.logits_soft_cap
     if "logits_soft_cap" in operands:
-        cap = operands["logits_soft_cap"].astype(accumulator)[..., None, None, None, None]
+        cap = jnp.clip(operands["logits_soft_cap"].astype(accumulator), *SOFT_CAPS)
+        cap = cap[..., None, None, None, None]
     if cap is not None:
         logits = cap * jnp.tanh(logits / cap)
 

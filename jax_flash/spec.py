@@ -28,6 +28,10 @@ Precision = jax.lax.PrecisionLike
 _RANDOM = 2**philox.BITS
 
 # Kernels have the scale and the soft cap in float32, where a soft cap of 0 stands for none.
+# Soft caps are taken as within this range, in which neither a logit over the cap nor its derivative
+# leaves float32's. A logit changes by a smaller share than float32's precision, unless it is beyond
+# 2^48.
+SOFT_CAPS = (2.0**-50, 2.0**60)
 _LEAST_CAP, _GREATEST = map(float, (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
 
 
@@ -195,6 +199,7 @@ def make_spec(
                 "logits_soft_cap: expected a positive finite number, of float32's range, or None, "
                 f"got {logits_soft_cap}"
             )
+        logits_soft_cap = min(max(logits_soft_cap, SOFT_CAPS[0]), SOFT_CAPS[1])
     dropout_rate = _number("dropout_rate", dropout_rate)
     if not 0.0 <= dropout_rate < 1.0:
         raise ValueError(f"dropout_rate: expected a number in [0, 1), got {dropout_rate}")

@@ -126,3 +126,33 @@ def test_rows_of_great_logits(size, implementation):
     for tangent in jax.jvp(attend, (x * size,), (x,))[1]:
         assert np.isfinite(tangent).all()
     assert np.isfinite(jax.grad(lambda x: attend(x)[0].sum())(x * size)).all()
+
+
+@pytest.mark.parametrize("implementation", ["flash", "reference", None])
+@pytest.mark.parametrize("cap", [1e15, 1e30, 1e38, float(np.finfo(np.float32).max)])
+def test_soft_caps_far_above_all_logits_change_nothing(cap, implementation):
+    """None: the cap is an array, which has a gradient."""
+    query = jax.random.normal(jax.random.key(0), (1, 64, 2, 16))
+    as_array = implementation is None
+
+    def loss(query, cap):
+        return (jax_flash.dot_product_attention(
+            query, 2 * query, query, logits_soft_cap=cap, implementation=implementation,
+        ) ** 2).sum()  # fmt: skip
+
+    capped = jnp.float32(cap) if as_array else cap
+    expected, found = (jax.grad(loss)(query, x) for x in (None, capped))
+    # tanh is off by some units in the last place of logits up to 60.
+    np.testing.assert_allclose(found, expected, rtol=2e-5, atol=2e-5)
+    if as_array:
+        assert abs(jax.grad(loss, 1)(query, capped)) < 1e-12
+
+
+def test_the_least_soft_caps_have_finite_gradients():
+    query = jax.random.normal(jax.random.key(0), (1, 8, 2, 16))
+
+    def loss(cap):
+        return jax_flash.dot_product_attention(query, query, query, logits_soft_cap=cap).sum()
+
+    for cap in (1e-38, 1e-20, 1e-15):
+        assert np.isfinite(jax.grad(loss)(jnp.float32(cap)))
