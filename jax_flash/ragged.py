@@ -251,7 +251,8 @@ def _restored(
             alone = sinks.astype(lse.dtype)[..., None]
             lse = jnp.where((target < length)[..., None, :], lse, alone)
         lse = jnp.where(inside[..., None, :], lse, -jnp.inf)
-    return out, lse
+    # Cotangents of rows outside documents, which may be NaN, go no further.
+    return jnp.where(inside[..., None, None], out, 0), lse
 
 
 @dataclasses.dataclass(frozen=True)

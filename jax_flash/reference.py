@@ -311,9 +311,12 @@ def _forward_block(spec, accumulator, operands: Operands, first) -> Operands:
         lengths = operands["query_seq_lengths"]
         i = first + jnp.arange(q_len, dtype=jnp.int32)
         row_exists = (i < lengths[..., None])[..., None, None, :]  # [*B,K,G,T]
-        query = jnp.where(jnp.moveaxis(row_exists, -1, -3), query, 0)
 
     grouped = _heads_last_group(query, -2, kv_heads)  # [*B,T,K,G,H]
+    if _has_mask(spec, operands):
+        # NaN in a query that attends to nothing must not meet a zero.
+        attends = jnp.moveaxis(allowed.any(axis=-1), -1, -3)  # [*B|1,T,K|1,G|1]
+        grouped = jnp.where(attends[..., None], grouped, 0)
     highest = jax.lax.Precision.HIGHEST
     logits = spec.scale * jnp.einsum("...tkgd,...skd->...kgts", grouped, key, precision=highest)
     if "bias" in operands:

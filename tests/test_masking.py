@@ -301,3 +301,43 @@ def test_dropout_draws_the_same_bits_everywhere(dtype):
         query, key, value, dropout_rate=0.35, dropout_seed=seed + np.uint32(1)
     )
     assert ((np.asarray(other).astype(np.float32) != 0) != kept[0]).mean() > 0.3
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("hides", ["mask", "bias", "query_offsets", "query_offset"])
+def test_poison_in_queries_that_attend_to_nothing(hides, implementation):
+    query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 12, 2, 8))
+    mask = jnp.ones((12, 12), bool).at[:4].set(False)
+    options = {
+        "mask": {"mask": mask},
+        "bias": {"bias": jnp.where(mask, 0, -jnp.inf)},
+        "query_offsets": {"query_offsets": jnp.array([4, 12])},
+        "query_offset": {"is_causal": True, "query_offset": -4},
+    }[hides]
+
+    def gradients(query):
+        def loss(key, value, cap):
+            call = {"implementation": implementation, **options}
+            capped = jax_flash.dot_product_attention(
+                query, key, value, logits_soft_cap=cap, **options
+            )
+            return (jax_flash.dot_product_attention(query, key, value, **call) + capped).sum()
+
+        return jax.grad(loss, (0, 1, 2))(key, value, jnp.float32(9))
+
+    found = gradients(query.at[:, :4].set(jnp.nan))
+    for x, y in zip(found, gradients(query), strict=True):
+        np.testing.assert_array_equal(x, y)
+
+
+def test_cotangents_of_rows_outside_documents_do_not_reach_sinks():
+    query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 12, 2, 8))
+
+    def attend(sinks):
+        return jax_flash.dot_product_attention(
+            query, key, value, sinks=sinks, query_offsets=jnp.array([4, 12])
+        )
+
+    out, vjp = jax.vjp(attend, jnp.zeros(2))
+    (poisoned,), (clean,) = vjp(jnp.ones_like(out).at[:, :4].set(jnp.nan)), vjp(jnp.ones_like(out))
+    np.testing.assert_array_equal(poisoned, clean)
