@@ -255,6 +255,9 @@ def _distance_logits(accumulator, operands: Operands, first) -> jax.Array:
         index = index.reshape((1,) * (table.ndim - index.ndim) + index.shape)
         vector = vector + jnp.take_along_axis(table, index, axis=-1, mode="clip")
     vector = _heads_last_group(vector, -2, operands["key"].shape[-2])
+    if is_symbolic_dim(period):  # the slice below would have to compare lengths
+        index = jnp.arange(kv_len, dtype=jnp.int32) - jnp.arange(q_len, dtype=jnp.int32)[:, None]
+        return jnp.take(vector, jnp.where(index < 0, index + period, index), axis=-1, mode="clip")
     shape = vector.shape[:-1]
     rows = jnp.broadcast_to(vector[..., None, :], (*shape, q_len, period))
     rows = rows.reshape(*shape, q_len * period)[..., : q_len * (period - 1)]

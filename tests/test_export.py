@@ -189,7 +189,7 @@ def test_symbolic_shapes_serialise():
 
 
 @pytest.mark.parametrize("platform", ["cuda", "tpu"])
-@pytest.mark.parametrize("name", ["plain", "bias", "mask", "segments"])
+@pytest.mark.parametrize("name", ["plain", "bias", "mask", "segments", "distances"])
 def test_symbolic_shapes_on_other_platforms(name, platform):
     function, types = symbolic_case(name, gradient=True)
     types = {
