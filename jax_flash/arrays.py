@@ -35,17 +35,22 @@ def floats(name: str, x: Any, dtype: Any) -> jax.Array:
     If jax_enable_x64 is off, `jnp.asarray` keeps only the low 32 bits of 64-bit integers, and turns
     great 64-bit floats into infinities. So this function rounds them first.
     """
+    x = as_jax(name, _rounded(x))
+    if jnp.issubdtype(x.dtype, jnp.integer):
+        x = x.astype(accumulator_of(dtype))
+    return array(name, x)
+
+
+def _rounded(x: Any) -> Any:
+    """Returns known numbers of 64 bits in float32, unless jax_enable_x64 is on."""
     x64 = jax.config.jax_enable_x64  # pyright: ignore[reportAttributeAccessIssue]
     if isinstance(x, int | float | list | tuple | np.ndarray | np.generic) and not x64:
         # NumPy does not take a list with a traced element.
         with contextlib.suppress(TypeError, ValueError):
             known = np.asarray(x)
             if known.dtype in (np.int64, np.uint64, np.float64):
-                x = float32(known.astype(np.float64))
-    x = as_jax(name, x)
-    if jnp.issubdtype(x.dtype, jnp.integer):
-        x = x.astype(accumulator_of(dtype))
-    return array(name, x)
+                return float32(known.astype(np.float64))
+    return x
 
 
 def float32(x: jax.Array | np.ndarray) -> jax.Array:
@@ -72,7 +77,10 @@ def number_array(name: str, x: Any) -> jax.Array:
     """Converts a number that is given as an array to an array of real numbers."""
     if isinstance(x, str | bool | list | tuple):
         raise TypeError(f"{name}: expected a number or an array, got {type(x).__name__}")
-    x = as_jax(name, x)
+    known = isinstance(x, np.ndarray | np.generic) and x.dtype == np.float64
+    if known and np.any(np.isfinite(x) & (np.abs(x) > np.finfo(np.float32).max)):
+        raise ValueError(f"{name}: expected numbers within float32's range, got {x}")
+    x = as_jax(name, _rounded(x))
     if not jnp.issubdtype(x.dtype, jnp.floating) and not jnp.issubdtype(x.dtype, jnp.integer):
         raise TypeError(f"{name}: expected real numbers, got {x.dtype}")
     return x

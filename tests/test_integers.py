@@ -275,3 +275,22 @@ def test_more_tokens_than_int32_counts():
         jax_flash.explain(long, short, short)
     with pytest.raises(ValueError, match=r"key: expected .* at most 2\*\*31 - 1 tokens"):
         jax_flash.explain(short, long, long)
+
+
+@pytest.mark.parametrize("name", ["scale", "logits_soft_cap"])
+@pytest.mark.parametrize("number", [2**32 + 1, 1e10])
+def test_arrays_of_64_bits_keep_their_value(name, number):
+    query = jax.random.normal(jax.random.key(0), (1, 4, 2, 8))
+
+    def lse(number):
+        call = {name: number, "return_residual": True}
+        return jax_flash.dot_product_attention(query, query, query, **call)[1]
+
+    np.testing.assert_allclose(lse(np.array([number])), lse(number), rtol=1e-6)
+
+
+@pytest.mark.parametrize("name", ["scale", "logits_soft_cap"])
+def test_arrays_beyond_float32_are_refused(name):
+    query = jnp.ones((1, 4, 2, 8))
+    with pytest.raises(ValueError, match=f"{name}: expected numbers within float32's range"):
+        jax_flash.dot_product_attention(query, query, query, **{name: np.array([1e39])})
