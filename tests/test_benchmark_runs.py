@@ -201,3 +201,22 @@ def test_ablation_measures_libraries_beside_each_other(tmp_path):
         else:
             assert max(row["errors"].values()) < 1e-4
     assert "too many" in printed
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--only", "no such case"], "no case of"),
+        (["--value-dim", "8"], "--value-dim is for --shape"),
+        (["--dtype", "float32"], "--dtype is for --shape"),
+        (["--shape", "1", "0", "4", "16"], "above 0"),
+        (["--shape", "1", "64", "3", "16", "--kv-heads", "2"], "must divide"),
+        (["--cases", "tiny", "--against", "missing.json"], "missing.json"),
+        (["--cases", "tiny", "--timer", "cupti"], "JAX sees none"),
+    ],
+)
+def test_what_cannot_be_measured_ends_in_a_sentence(arguments, message, capsys):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(arguments)
+    assert exit_.value.code not in (0, None)
+    assert message in f"{exit_.value.code} {capsys.readouterr().err}"

@@ -106,6 +106,15 @@ def parse_speed(argv: list[str]) -> argparse.Namespace:
         parser.error("--plot needs matplotlib: pip install 'jax-flash[benchmark]'")
     if arguments.calls < 1 or arguments.warmup < 0:
         parser.error("--calls must be at least 1, --warmup at least 0")
+    of_shape = ("kv_heads", "kv_length", "value_dim", "dtype", "mask")
+    if arguments.shape is None:
+        for name in of_shape:
+            if getattr(arguments, name):
+                parser.error(f"--{name.replace('_', '-')} is for --shape, which is not given")
+    elif min(*arguments.shape, arguments.kv_heads + 1, arguments.kv_length + 1) < 1:
+        parser.error("--shape, --kv-heads and --kv-length must be above 0")
+    elif arguments.shape[2] % (arguments.kv_heads or 1):
+        parser.error("--kv-heads must divide the number of heads of --shape")
     unknown = sorted(set(arguments.contenders or ()) - all_contenders().keys())
     if unknown:
         parser.error(f"--contenders: no {unknown[0]!r}; --list names them")
@@ -119,6 +128,8 @@ def speed_command(argv: list[str]) -> int:
     names = arguments.cases or (["targets", "decode"] if on_gpu else ["cpu"])
     cases = own_cases(arguments) if arguments.shape else select([n for n in names if n in TABLES])
     cases = [case for case in cases if any(text in case.name for text in arguments.only or [""])]
+    if arguments.only and not cases:
+        raise SystemExit(f"benchmark: --only: no case of {', '.join(names)} has such a name")
     layers = [] if arguments.shape else [LAYERS[name] for name in names if name in LAYERS]
     contenders = all_contenders()
     if arguments.list:
@@ -126,7 +137,10 @@ def speed_command(argv: list[str]) -> int:
         print("contenders:", ", ".join(contenders))
         return 0
     chosen = [contenders[name] for name in arguments.contenders or contenders]
-    old = report.load(arguments.against) if arguments.against else None
+    try:
+        old = report.load(arguments.against) if arguments.against else None
+    except (OSError, ValueError) as error:
+        raise SystemExit(f"benchmark: --against: {error}") from None
     document, timer, sentence = start(arguments)
     peaks = document["peaks"]
     for dtype in dict.fromkeys(case.dtype for case in cases):
@@ -174,7 +188,10 @@ def start(arguments: argparse.Namespace) -> tuple[dict, timing.Timer, str]:
     """What every document begins with, the timer, and the sentence about it."""
     if ffi.native is None:  # the reference would be measured under the kernels' name
         raise SystemExit(f"benchmark: {ffi.load_error} (jax_flash is imported from {ffi.__file__})")
-    timer, sentence = timing.choose_timer(arguments.timer)
+    try:
+        timer, sentence = timing.choose_timer(arguments.timer)
+    except ValueError as error:
+        raise SystemExit(f"benchmark: {error}") from None
     document = {
         "format": report.FORMAT,
         **environment.environment(arguments.commit),
