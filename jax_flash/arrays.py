@@ -18,7 +18,7 @@ INT32 = np.iinfo(np.int32)
 def array(name: str, x: Any) -> jax.Array:
     """Converts an argument to an array of the kind that its record asks for."""
     record = OPERANDS[name]
-    x = as_jax(name, x)
+    x = as_jax(name, _rounded(x) if getattr(x, "dtype", None) == np.float64 else x)
     if not jnp.issubdtype(x.dtype, record.kind):
         raise TypeError(f"{name}: expected {record.expected}, got {x.dtype}")
     return x

@@ -281,7 +281,7 @@ def _dtype_of(out_dtype: Any) -> np.dtype:
 
 def _token_scale(name: str, x: ArrayLike | None, batch, length, heads: int):
     """Returns a scale for each token, [*B,N,T] or [*B,K,S], and how many share one; 0 means all."""
-    x = jnp.ones((), jnp.float32) if x is None else floats(name, x, jnp.float32)
+    x = jnp.ones((), jnp.float32) if x is None else array(name, x)
     x = x.astype(jnp.float32).reshape((1,) * (len(batch) + 2 - x.ndim) + x.shape)
     blocks = x.shape[-2] if x.ndim > 1 else 1
     block = 0 if blocks == 1 else block_of(blocks, length)

@@ -294,3 +294,9 @@ def test_arrays_beyond_float32_are_refused(name):
     query = jnp.ones((1, 4, 2, 8))
     with pytest.raises(ValueError, match=f"{name}: expected numbers within float32's range"):
         jax_flash.dot_product_attention(query, query, query, **{name: np.array([1e39])})
+
+
+def test_scales_of_float8_beyond_float32_are_its_greatest_number():
+    x = jnp.ones((1, 4, 2, 16), jnp.float8_e4m3fn)
+    out = jax_flash.dot_product_attention(x, x, x, value_scale=np.array([[[1e39]]]))
+    assert np.isfinite(out).all()
