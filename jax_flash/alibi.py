@@ -32,6 +32,6 @@ def alibi_slopes(heads: int) -> jax.Array:
     if heads < 1:
         raise ValueError(f"heads: expected 1 or more, got {heads}")
     power = 2 ** (heads.bit_length() - 1)
-    first = 8 / power * jnp.arange(1, power + 1)
-    others = 4 / power * jnp.arange(1, 2 * power, 2)
-    return 2.0 ** -jnp.concatenate([first, others])[:heads].astype(jnp.float32)
+    first = 8 / power * jnp.arange(1, power + 1, dtype=jnp.float32)
+    others = 4 / power * jnp.arange(1, 2 * power, 2, dtype=jnp.float32)
+    return 2.0 ** -jnp.concatenate([first, others])[:heads]

@@ -65,6 +65,8 @@ def test_published_slopes():
     expected = [*(2.0**-k for k in range(1, 9)), *others]
     np.testing.assert_allclose(jax_flash.alibi_slopes(12), expected, rtol=1e-6)
     assert jax_flash.alibi_slopes(1).tolist() == [2.0**-8]
+    with jax.numpy_dtype_promotion("strict"):
+        np.testing.assert_allclose(jax_flash.alibi_slopes(12), expected, rtol=1e-6)
     with pytest.raises(ValueError, match="heads: expected 1 or more, got 0"):
         jax_flash.alibi_slopes(0)
     for heads in (np.int64(12), jnp.int32(12)):

@@ -289,3 +289,14 @@ def test_linen_module_with_rope_gets_every_option():
     expected = module.clone(attention_fn=written_out).apply(variables, x, mask=mask)
     np.testing.assert_allclose(out, expected, atol=1e-6)
     assert abs(out - module.apply(variables, x)).max() > 1e-3
+
+
+@pytest.mark.parametrize("rotary", [Rotary(), Rotary(interleaved=True, fraction=0.5)], ids=str)
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
+def test_strict_promotion_of_dtypes(dtype, rotary):
+    x = normal(0, BATCH, LENGTH, HEADS, HEAD_DIM).astype(dtype)
+    expected = rotary(x, jnp.arange(LENGTH))
+    with jax.numpy_dtype_promotion("strict"):
+        out = rotary(x, jnp.arange(LENGTH))
+    assert out.dtype == dtype
+    np.testing.assert_array_equal(out, expected)

@@ -10,6 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jax_flash.arrays import accumulator_of
+
 
 class Scaling(Protocol):
     """Sets the frequencies of a `Rotary`. Objects are static, so they must be hashable.
@@ -248,7 +250,7 @@ class Rotary:
           ValueError: the number of features that turn is 0 or odd, or positions does not fit.
         """
         frequency = self.frequencies(x.shape[-1])
-        dtype = jnp.promote_types(x.dtype, jnp.float32)
+        dtype = accumulator_of(x.dtype)
         positions = _with_rank(positions, x.shape[:-2])[..., None, None].astype(dtype)
         angle = positions * frequency.reshape((1,) * (x.ndim - 1) + (-1,)).astype(dtype)
         magnitude = 1.0 if self.scaling is None else self.scaling.magnitude
