@@ -17,6 +17,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.export import is_symbolic_dim
 
+from jax_flash.explicit import fitting
 from jax_flash.operands import Operands
 
 DTYPE = jnp.float8_e4m3fn
@@ -125,6 +126,7 @@ def _scale(x: jax.Array, per: Per) -> jax.Array:
     else:
         block = block_size(per, length)
         count = -(-length // block)
+        sizes = fitting(sizes, -2, count)
         pads = [(0, 0)] * len(batch) + [(0, count * block - length), (0, 0)]
         sizes = jnp.pad(sizes, pads).reshape(*batch, count, block, heads).max(-2)
     # The least scale is that of zeros: a probability is scaled by the greatest of the values' ones.
@@ -210,7 +212,10 @@ def token_scale(scale: jax.Array, block: int, length: Any, heads: int) -> jax.Ar
     if scale.shape[-1] == 1:
         return jnp.broadcast_to(scale, (*scale.shape[:-2], heads, length))
     scale = jnp.broadcast_to(scale, (*scale.shape[:-2], heads, scale.shape[-1]))
-    return jnp.repeat(scale, block, axis=-1)[..., :length]
+    # Not jnp.repeat, which does not take arrays that an Explicit mesh shards.
+    by_token = jnp.broadcast_to(scale[..., None], (*scale.shape, block))
+    by_token = by_token.reshape(*scale.shape[:-1], -1)
+    return fitting(by_token, -1, length)[..., :length]
 
 
 def block_scales(scale_block: int, operands: Operands) -> Operands:

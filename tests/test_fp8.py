@@ -562,11 +562,12 @@ def test_sequence_over_devices(kind, mode, order):
     assert forward, lines(text, sent[mode])
 
 
-def test_call_of_float8_over_devices():
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+def test_call_of_float8_over_devices(kind):
     inputs, scales = quantized(make_inputs(Case("fp8 mesh", q_len=512, kv_len=512, head_dim=32)))
     expected, expected_lse = call8(inputs, scales, is_causal=True, out_dtype="float32")
     spec = P("b", "s")
-    mesh = mesh_of(b=2, s=2)
+    mesh = mesh_of(kind, b=2, s=2)
     args = (inputs.query, inputs.key, inputs.value, *scales.values())
 
     def attend(function, q, k, v, qs, ks, vs, **more):
@@ -586,6 +587,21 @@ def test_call_of_float8_over_devices():
             out, lse = jax.device_get(function(*placed))
             assert error(out, expected) < 0.04  # P is relative to other maxima and scales
             np.testing.assert_allclose(lse, expected_lse, atol=2e-5)
+
+
+@pytest.mark.parametrize("length", [256, 384, 250])
+@pytest.mark.parametrize("per", [128, "head", "tensor"])
+def test_quantize_of_tokens_that_explicit_axes_shard(per, length):
+    x = normal(2, length, 2, 16)
+    mesh = mesh_of(AxisType.Explicit, b=2, s=2)
+    placed = jax.device_put(x, jax.sharding.NamedSharding(mesh, P("b", "s")))
+    rounding = functools.partial(jax_flash.quantize, per=per, rotation=1)
+    expected = rounding(x)
+    for function in (rounding, jax.jit(rounding)):
+        got = function(placed)
+        assert got.values.sharding.spec[:2] == ("b", "s")
+        for g, e in zip(got, expected, strict=True):
+            np.testing.assert_array_equal(g.astype(np.float32), e.astype(np.float32))
 
 
 def test_export():
