@@ -23,6 +23,7 @@ from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
 from jax_flash.arrays import as_jax, integer
+from jax_flash.explicit import entries, sharded_like, whole_along
 from jax_flash.operands import Operands, axis_of
 from jax_flash.ring_route import plan_route
 from jax_flash.spec import MODES, ORDERS, AttentionSpec, Mode, SequenceSharding
@@ -196,10 +197,9 @@ def shard_sequence(sequence: SequenceSharding, operands: Operands) -> Operands:
     for name in ("query", "key", "value"):
         x = operands[name]
         if explicit:
-            entries = [*jax.typeof(x).sharding.spec]
-            entries += [None] * (x.ndim - len(entries))
-            entries[-3] = sequence.axes
-            sharded[name] = jax.sharding.reshard(x, PartitionSpec(*entries))
+            spec = entries(x)
+            spec[-3] = sequence.axes
+            sharded[name] = jax.sharding.reshard(x, PartitionSpec(*spec))
         else:
             free = PartitionSpec.UNCONSTRAINED
             spec = PartitionSpec(*[free] * (x.ndim - 3), sequence.axes, free, free)
@@ -255,7 +255,14 @@ def _split(x: ArrayLike, devices: int, axis: int, shape) -> tuple[jax.Array, int
             f"shape {x.shape}"
         )
     size = x.shape[axis] // (2 * devices)
+    x = whole_along(x, axis)  # a device's chunks come from different devices
     return x.reshape(*x.shape[:axis], *shape, size, *x.shape[axis + 1 :]), axis
+
+
+def _joined(chunks: jax.Array, x: ArrayLike) -> jax.Array:
+    """Returns chunks as an array of the shape of x, sharded as x is on an Explicit mesh."""
+    x = as_jax("x", x)
+    return sharded_like(chunks.reshape(x.shape), x)
 
 
 def zigzag_permute(x: ArrayLike, devices: int, *, axis: int = 1) -> jax.Array:
@@ -279,14 +286,14 @@ def zigzag_permute(x: ArrayLike, devices: int, *, axis: int = 1) -> jax.Array:
     split, place = _split(x, devices, axis, (2, devices))
     first, second = (jax.lax.index_in_dim(split, i, place, keepdims=False) for i in range(2))
     stored = jnp.stack([first, jnp.flip(second, place)], place + 1)
-    return stored.reshape(jnp.shape(x))
+    return _joined(stored, x)
 
 
 def zigzag_restore(x: ArrayLike, devices: int, *, axis: int = 1) -> jax.Array:
     """Inverts `zigzag_permute`, and takes the same arguments."""
     split, place = _split(x, devices, axis, (devices, 2))
     first, second = (jax.lax.index_in_dim(split, i, place + 1, keepdims=False) for i in range(2))
-    return jnp.concatenate([first, jnp.flip(second, place)], place).reshape(jnp.shape(x))
+    return _joined(jnp.concatenate([first, jnp.flip(second, place)], place), x)
 
 
 def in_position_order(

@@ -282,6 +282,18 @@ def test_zigzag_order():
         assert positions.tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("devices", [1, 2, 4])
+@pytest.mark.parametrize("function", [jax_flash.zigzag_permute, jax_flash.zigzag_restore])
+def test_zigzag_order_of_explicit_axes(function, devices):
+    x = np.arange(2 * 16 * 3.0).reshape(2, 16, 3)
+    mesh = mesh_of(AxisType.Explicit, b=2, s=2)
+    placed = jax.device_put(x, jax.sharding.NamedSharding(mesh, P("b", "s")))
+    for run_ in (function, jax.jit(function, static_argnums=1)):
+        out = run_(placed, devices)
+        assert jax.typeof(out) == jax.typeof(placed)
+        np.testing.assert_array_equal(out, function(x, devices))
+
+
 def positions_of(length, **options):
     jax.shard_map(
         lambda: jax_flash.sequence_positions(length, **{"axis_name": "s", **options}),
