@@ -99,7 +99,12 @@ def make_plan(
         candidates = (entry_of(name, axis) for name in full)
         batch_entries.append(first_entry(candidates, dividing(*full.values())))
     divided = (heads,) if kv_heads == 1 else (heads, kv_heads)
-    head_entry = first_entry(entries_of("NK"), dividing(*divided))
+    # An exchange divides a device's heads once more. Heads that do not divide are gathered.
+    exchanged = spec.sequence.devices if spec.sequence and spec.sequence.mode == "all_to_all" else 1
+    whole_heads = dividing(*divided)
+    head_entry = first_entry(
+        entries_of("NK"), lambda names, parts: whole_heads(names, parts * exchanged)
+    )
 
     def sequence_of(names, parts):
         offset = None if "query_offset" in operand_shapes else 0

@@ -282,6 +282,28 @@ def test_zigzag_order():
         assert positions.tolist() == expected.tolist()
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("mode", ["all_to_all", "auto"])
+@pytest.mark.parametrize(("kv_heads", "gathers"), [(4, 0), (2, 3)])
+def test_exchange_of_heads_that_are_sharded(kv_heads, gathers, mode, kind):
+    args = tokens(heads=8, kv_heads=kv_heads)
+
+    def gradients(attention):
+        return jax.jit(jax.value_and_grad(lambda *x: (attention(*x) ** 2).sum(), (0, 1, 2)))
+
+    attend = jax_flash.dot_product_attention
+    spread = jax.jit(functools.partial(attend, sequence_axis="s", sequence_mode=mode))
+    mesh = mesh_of(kind, b=2, s=2, h=2)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(args, jax.sharding.NamedSharding(mesh, P("b", "s", "h")))
+        text = spread.lower(*placed).compile().as_text()
+        got = gradients(spread)(*placed)
+    assert_close(jax.device_get(got), gradients(attend)(*args))
+    if mode == "all_to_all":  # a device's heads are exchanged, or all of them
+        assert len(lines(text, "all-gather")) == gathers
+        assert lines(text, "all-to-all")
+
+
 @pytest.mark.parametrize("devices", [1, 2, 4])
 @pytest.mark.parametrize("function", [jax_flash.zigzag_permute, jax_flash.zigzag_restore])
 def test_zigzag_order_of_explicit_axes(function, devices):
