@@ -18,11 +18,11 @@ def entries(x: jax.Array) -> list:
     return spec + [None] * (x.ndim - len(spec))
 
 
-def resharded(x: jax.Array, spec: list) -> jax.Array:
-    """Shards an array over these axes of its mesh, which need not be the current one."""
+def resharded(x: jax.Array, spec: list, mesh: Any = None) -> jax.Array:
+    """Shards an array over axes of a mesh, its own by default, also if that is not the current."""
     if spec == entries(x):
         return x
-    mesh = jax.typeof(x).sharding.mesh
+    mesh = mesh if mesh is not None and mesh.axis_names else jax.typeof(x).sharding.mesh
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
@@ -34,12 +34,10 @@ def whole_along(x: jax.Array, axis: int) -> jax.Array:
 
 
 def sharded_like(x: jax.Array, other: jax.Array) -> jax.Array:
-    """Shards an array as another of the same rank, along each axis of the same size."""
-    spec = [
-        names if size == wanted else None
-        for names, size, wanted in zip(entries(other), x.shape, other.shape, strict=True)
-    ]
-    return resharded(x, spec)
+    """Shards an array as another one that has its rank or more, along axes of the same size."""
+    sizes = zip(entries(other), x.shape, other.shape, strict=False)
+    spec = [names if size == wanted else None for names, size, wanted in sizes]
+    return resharded(x, spec, jax.typeof(other).sharding.mesh)
 
 
 def fitting(x: jax.Array, axis: int, size: Any) -> jax.Array:

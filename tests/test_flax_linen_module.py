@@ -194,3 +194,24 @@ def test_errors():
     ):
         with pytest.raises(ValueError, match=message):
             call()
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs 2 devices")
+def test_cache_on_explicit_axes():
+    module, x = GroupedQueryAttention(**SIZES), make_inputs()
+    variables = module.init(jax.random.key(0), x)
+    expected = module.apply(variables, x)
+    module = module.clone(decode=True)
+    explicit = (jax.sharding.AxisType.Explicit,)
+    mesh = jax.make_mesh((2,), ("b",), axis_types=explicit, devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        x, variables = jax.device_put(x, P("b")), jax.device_put(variables, P())
+        cache = {"cache": module.init(jax.random.key(0), x)["cache"]}
+        apply = jax.jit(lambda *args: module.apply(*args, mutable=["cache"]))
+        got = []
+        for piece in (x[:, :5], x[:, 5:6], x[:, 6:]):
+            out, cache = apply(variables | cache, piece)
+            got.append(jax.device_get(out))
+            for held in cache["cache"].values():
+                assert held.sharding.spec[0] == "b"
+    close(np.concatenate(got, 1), expected)

@@ -13,6 +13,7 @@ from jax.sharding import PartitionSpec as P
 
 import jax_flash
 from jax_flash.flax import GroupedQueryAttention, Llama3Scaling, Rotary
+from jax_flash.flax.layer import Cache
 
 BATCH, LENGTH, FEATURES, HEADS, KV_HEADS, HEAD_DIM = 2, 12, 24, 6, 2, 8
 
@@ -307,6 +308,52 @@ def test_cache_continues_where_the_prompt_ended(options):
     module.init_cache(BATCH, LENGTH)
     pieces = [decode(module, piece) for piece in jnp.split(x, [5, 6, 7], axis=1)]
     np.testing.assert_allclose(jnp.concatenate(pieces, 1), expected, rtol=2e-5, atol=2e-5)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+@pytest.mark.parametrize("spec", [None, P("b"), P("b", None, "h"), P("b", "s", "h")], ids=str)
+@pytest.mark.parametrize("jitted", [True, False])
+def test_cache_on_a_mesh(jitted, spec, kind):
+    module, x = make_module(), make_inputs()
+    expected = module(x)
+    # The last projection sums over heads, which the results have from the cache.
+    sharding = P("b") if kind == jax.sharding.AxisType.Explicit else None
+
+    def run(module, x, at=None):
+        return module(x, seq_lengths=at, decode=True, out_sharding=sharding)
+
+    run, at = nnx.jit(run) if jitted else run, np.array([6, 2])
+    mesh = jax.make_mesh((2, 2, 2), ("b", "s", "h"), axis_types=(kind,) * 3)
+    with jax.set_mesh(mesh):
+        x = jax.device_put(x, P("b"))
+        module.init_cache(BATCH, LENGTH)
+        cache = module.cached_key, module.cached_value, module.cache_index
+        if spec is not None:
+            for part in cache:
+                part.set_value(jax.device_put(part[...], P(*spec[: part[...].ndim])))
+        types = [jax.typeof(part[...]) for part in cache]
+        got = [run(module, x[:, :6], jax.device_put(at, P("b")))]
+        got += [run(module, x[:, 6:7]) for _ in range(2)]
+        assert [jax.typeof(part[...]) for part in cache] == types
+    got = jax.device_get(got)
+    np.testing.assert_allclose(got[0][0], expected[0, :6], rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(got[0][1, :2], expected[1, :2], rtol=2e-5, atol=2e-5)
+    np.testing.assert_allclose(got[1][0, 0], expected[0, 6], rtol=2e-5, atol=2e-5)
+    np.testing.assert_array_equal(cache[2][...], at + 2)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 2, reason="needs 2 devices")
+@pytest.mark.parametrize("kind", [jax.sharding.AxisType.Auto, jax.sharding.AxisType.Explicit])
+def test_cache_of_sharded_sequences_sends_nothing(kind):
+    cache = Cache.empty((BATCH, LENGTH, KV_HEADS, HEAD_DIM), jnp.float32)
+    tokens = jnp.ones((BATCH, 1, KV_HEADS, HEAD_DIM))
+    mesh = jax.make_mesh((2,), ("b",), axis_types=(kind,), devices=jax.devices()[:2])
+    with jax.set_mesh(mesh):
+        cache, tokens = jax.device_put((cache, tokens), P("b"))
+        compiled = jax.jit(lambda cache, x: cache.append(x, x, None)).lower(cache, tokens).compile()
+    for kind_sent in ("all-gather", "all-reduce", "collective-permute", "all-to-all"):
+        assert f" {kind_sent}(" not in compiled.as_text()
 
 
 def test_cache_of_sequences_of_different_lengths():

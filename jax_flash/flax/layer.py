@@ -10,6 +10,7 @@ import jax.numpy as jnp
 
 import jax_flash
 from jax_flash.arrays import integers, saturate
+from jax_flash.explicit import sharded_like, whole_along
 from jax_flash.flax.rotary import Rotary
 
 
@@ -45,19 +46,28 @@ class Cache(NamedTuple):
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(shape[0], jnp.int32))
 
     def append(self, key: jax.Array, value: jax.Array, lengths: jax.Array | None) -> Cache:
-        """Writes new tokens behind those cached, and drops what does not fit."""
-        batch, length = key.shape[:2]
+        """Writes new tokens behind those cached, and drops what does not fit.
+
+        On an Explicit mesh, the cache keeps its sharding.
+        """
+        length = key.shape[1]
         columns = self.index[:, None] + jnp.arange(length)[None]
-        rows = jnp.arange(batch)[:, None]
         new = length if lengths is None else jnp.clip(lengths, 0, length)
         index = jnp.minimum(self.index + new, self.key.shape[1] + 1)
 
+        def write(cached, columns, x):
+            sharding = jax.typeof(cached).sharding
+            return cached.at[columns].set(x, mode="drop", out_sharding=sharding)
+
         def written(cached, x):
             # Padding is written too: the next call's tokens land on it, and until then it is
-            # past the sequence's length.
-            return cached.at[rows, columns].set(x.astype(cached.dtype), mode="drop")
+            # past the sequence's length. With the batch as an index, devices would gather tokens.
+            columns_, x = (whole_along(sharded_like(y, cached), 1) for y in (columns, x))
+            return jax.vmap(write)(cached, columns_, x.astype(cached.dtype))
 
-        return Cache(written(self.key, key), written(self.value, value), index)
+        return Cache(
+            written(self.key, key), written(self.value, value), sharded_like(index, self.index)
+        )
 
 
 def sizes(

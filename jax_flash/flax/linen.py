@@ -10,6 +10,7 @@ import jax.numpy as jnp
 from flax import linen
 
 import jax_flash
+from jax_flash.explicit import sharded_like
 from jax_flash.flax import layer
 from jax_flash.flax.rotary import Rotary
 
@@ -24,7 +25,8 @@ class GroupedQueryAttention(linen.Module):
     - Dropout takes the `dropout` stream: `apply(..., rngs={"dropout": key})`.
     - With `decode=True`, initialization with inputs [batch, max_length, features] makes an empty
       cache in the `cache` collection, and each call, with that collection mutable, appends its
-      tokens to it. The cache has the dtype of the computation.
+      tokens to it. The cache has the dtype of the computation and, on an Explicit mesh, the
+      sharding of the keys.
     - Initializers are annotated by `linen.with_partitioning` to shard parameters.
 
     Example:
@@ -165,6 +167,7 @@ class GroupedQueryAttention(linen.Module):
                 "decode=True"
             )
         empty = layer.Cache.empty(key.shape, key.dtype)
+        empty = layer.Cache(*(sharded_like(x, key) for x in empty))
         names = ("cached_key", "cached_value", "cache_index")
         variables = tuple(
             self.variable("cache", name, lambda x=x: x)

@@ -187,6 +187,8 @@ class GroupedQueryAttention(nnx.Module):
     def init_cache(self, batch_size: int, max_length: int, dtype: Any = jnp.float32) -> None:
         """Makes an empty key/value cache, which later calls with `decode=True` fill.
 
+        The cache keeps its sharding, so `jax.device_put` its arrays to shard it over a mesh.
+
         Args:
           batch_size: sequences.
           max_length: tokens a sequence can hold.
