@@ -22,7 +22,7 @@ from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 from jax_flash.operands import Operands, batch_shape
 from jax_flash.passes import Pass, Run, on_shards, on_whole_sequences
 from jax_flash.ranks import own_ranks
-from jax_flash.sharding_plan import Plan, make_plan, sharding_rule
+from jax_flash.sharding_plan import Plan, axis_names, make_plan, sharding_rule
 
 _NO_MESH = AbstractMesh((), ())
 
@@ -40,11 +40,14 @@ def spread(
         sharding if no type names it.
       export: True if the program is to be serialized.
     """
-    types = _axis_types(operands.values())
-    if AxisType.Explicit in types:
+    mesh = mesh_of(operands.values())
+    if _axes(mesh, AxisType.Explicit):
         return _explicit(one_pass, run, operands)
-    if AxisType.Manual in types:
-        return on_shards(one_pass, run, one_pass.spec.sequence, operands)
+    if manual := _axes(mesh, AxisType.Manual):
+        sequence = one_pass.spec.sequence
+        if sequence is not None and not manual.issuperset(sequence.axes):
+            return _explicit(one_pass, run, operands)  # in a shard_map over other axes
+        return on_shards(one_pass, run, sequence, operands)
     if several:
         return (_exported if export else _automatic)(one_pass, run, operands)
     return on_whole_sequences(one_pass, run, operands)
@@ -60,9 +63,17 @@ def mesh_of(arrays):
     return next((mesh for mesh in meshes if mesh.axis_names), meshes[0])
 
 
-def _axis_types(arrays) -> set[AxisType]:
-    mesh = mesh_of(arrays)
-    return set(mesh.axis_types) if mesh.axis_names else set()
+def _axes(mesh, kind: AxisType) -> frozenset[str]:
+    """Returns the axes of a mesh that are of one kind."""
+    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True) if mesh.axis_names else ()
+    return frozenset(name for name, each in kinds if each == kind)
+
+
+def _in_type(spec: PartitionSpec, mesh) -> PartitionSpec:
+    """Returns what a type says of a spec: its Explicit axes."""
+    explicit = _axes(mesh, AxisType.Explicit)
+    named = (tuple(name for name in axis_names(entry) if name in explicit) for entry in spec)
+    return PartitionSpec(*(names or None for names in named))
 
 
 def result_types(one_pass: Pass, operands: dict[str, ShapedArray]) -> dict[str, ShapedArray]:
@@ -73,7 +84,8 @@ def result_types(one_pass: Pass, operands: dict[str, ShapedArray]) -> dict[str, 
         return {name: ShapedArray(x.shape, x.dtype) for name, x in results.items()}
     specs = {name: PartitionSpec(*[None] * len(x.shape)) for name, x in results.items()}
     if AxisType.Explicit in mesh.axis_types:
-        specs = _plan(one_pass, operands, results, mesh).results
+        planned = _plan(one_pass, operands, results, mesh).results
+        specs = {name: _in_type(spec, mesh) for name, spec in planned.items()}
     manual = operands["query"].manual_axis_type
     return {
         name: ShapedArray(
@@ -101,11 +113,10 @@ def unify_varying(operands: Operands, axes: tuple[str, ...] = ()) -> Operands:
 
     Args:
       operands: by name.
-      axes: to vary over in any case, inside a shard_map.
+      axes: to vary over in any case, inside a shard_map over them.
     """
     varying = _varying(operands)
-    if AxisType.Manual in _axis_types(operands.values()):
-        varying |= frozenset(axes)
+    varying |= _axes(mesh_of(operands.values()), AxisType.Manual).intersection(axes)
     return {name: _vary(x, varying) for name, x in operands.items()}
 
 
@@ -150,20 +161,27 @@ def _shapes(arrays) -> dict[str, tuple[int, ...]]:
 def _plan(one_pass: Pass, operands, results, mesh) -> Plan:
     """Plans a call on an Explicit mesh, from the shardings in the operands' types."""
     specs = {name: _type(x).sharding.spec for name, x in operands.items()}
-    return make_plan(one_pass.spec, _shapes(operands), _shapes(results), specs, dict(mesh.shape))
+    return make_plan(
+        one_pass.spec,
+        _shapes(operands),
+        _shapes(results),
+        specs,
+        dict(mesh.shape),
+        _axes(mesh, AxisType.Manual),
+    )
 
 
 def _explicit(one_pass: Pass, run: Run, operands: Operands) -> Operands:
-    """Runs a pass on a mesh with Explicit axes, as a shard_map over them."""
+    """Runs a pass as a shard_map over a mesh's Explicit axes, and over those of the sequence."""
     mesh = mesh_of(operands.values())
-    explicit = {
-        name
-        for name, kind in zip(mesh.axis_names, mesh.axis_types, strict=True)
-        if kind == AxisType.Explicit
-    }
+    axes = _axes(mesh, AxisType.Explicit)
     plan = _plan(one_pass, operands, one_pass.result_types(operands), mesh)
-    operands = {n: jax.sharding.reshard(x, plan.operands[n]) for n, x in operands.items()}
-    return _mapped(plan, one_pass, run, operands, mesh, explicit)
+    if axes:
+        specs = {name: _in_type(spec, mesh) for name, spec in plan.operands.items()}
+        operands = {name: jax.sharding.reshard(x, specs[name]) for name, x in operands.items()}
+    if one_pass.spec.sequence is not None:
+        axes |= frozenset(one_pass.spec.sequence.axes) - _axes(mesh, AxisType.Manual)
+    return _mapped(plan, one_pass, run, operands, mesh, set(axes))
 
 
 def _mapped(plan: Plan, one_pass: Pass, run: Run, operands: Operands, mesh, axes) -> Operands:

@@ -43,7 +43,8 @@ class Plan:
         return results
 
 
-def _axis_names(entry) -> tuple[str, ...]:
+def axis_names(entry) -> tuple[str, ...]:
+    """Returns the mesh axes that an entry of a spec names."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
     return entry if isinstance(entry, tuple) else (entry,)
@@ -55,6 +56,7 @@ def make_plan(
     result_shapes: Shapes,
     specs: dict[str, PartitionSpec],
     axis_sizes: dict[str, int],
+    manual: frozenset[str] = frozenset(),
 ) -> Plan:
     """Keeps the sharding that operands have over batch, heads and sequence where it divides them.
 
@@ -63,6 +65,7 @@ def make_plan(
       operand_shapes, result_shapes: by name.
       specs: the operands' current PartitionSpecs, by name.
       axis_sizes: size of each mesh axis.
+      manual: axes of a shard_map around the call, whose parts the shapes are of.
     """
     rank = len(operand_shapes["query"])
     num_batch = rank - len(OPERANDS["query"].axes)
@@ -75,7 +78,7 @@ def make_plan(
 
     def first_entry(candidates, fitting):
         for entry in candidates:
-            names = _axis_names(entry)
+            names = axis_names(entry)
             parts = math.prod(axis_sizes[name] for name in names)
             if names and not used & set(names) and fitting(names, parts):
                 used.update(names)
@@ -115,7 +118,7 @@ def make_plan(
         names = first_entry(entries_of("TS"), lambda *x: fits(sequence_of(*x), q_len, kv_len))
         if names:
             sequence = sequence_of(names, math.prod(axis_sizes[name] for name in names))
-    tokens_entry = sequence.axes if sequence else ()
+    tokens_entry = tuple(a for a in sequence.axes if a not in manual) if sequence else ()
 
     def entry(name, letter):
         if letter in "NK":

@@ -1,0 +1,81 @@
+"""Sharded sequences inside a shard_map over some axes of a mesh, whose others are of any kind."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
+from sequence_cases import tokens
+from test_transforms import assert_close
+
+import jax_flash
+
+pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
+
+KINDS = [
+    (AxisType.Auto,) * 3,
+    (AxisType.Explicit,) * 3,
+    (AxisType.Explicit, AxisType.Auto, AxisType.Explicit),
+    (AxisType.Auto, AxisType.Explicit, AxisType.Auto),
+]
+MODES = ["ring", "all_to_all", "all_gather"]
+
+
+def check(kinds, function, axis, spec, **options):
+    """Compares results and gradients of a function in a shard_map over an axis with plain ones."""
+    query, key, value = tokens()
+    bias, sinks = jax.random.normal(jax.random.key(7), (1, 4, 1, 64)), jnp.ones(4)
+    args = query, key, value, bias, sinks
+
+    def attend(function):
+        call = functools.partial(function, is_causal=True, return_residual=True)
+        return lambda *x: call(*x[:-1], sinks=x[-1])
+
+    def all_of(attend):
+        def loss(*args):
+            out, lse = attend(*args)
+            return (out**2).sum() + lse.sum(), (out, lse)
+
+        return jax.jit(jax.value_and_grad(loss, range(5), has_aux=True))
+
+    mapped = jax.shard_map(
+        attend(functools.partial(function, **options)),
+        in_specs=(spec,) * 3 + (P(),) * 2, out_specs=spec, axis_names={axis},
+    )  # fmt: skip
+    expected = all_of(attend(jax_flash.dot_product_attention))(*args)
+    mesh = jax.make_mesh((2, 2, 2), ("b", "s", "h"), axis_types=kinds)
+    specs = (P("b", "s", "h"),) * 3 + (P(), P("h"))
+    with jax.set_mesh(mesh):
+        placed = [
+            jax.device_put(x, NamedSharding(mesh, p)) for x, p in zip(args, specs, strict=True)
+        ]
+        got = all_of(mapped)(*placed)
+    assert_close(jax.device_get(got), expected)
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_ring_attention(mode, kinds):
+    check(kinds, jax_flash.ring_attention, "s", P(None, "s"), axis_name="s", mode=mode)
+
+
+@pytest.mark.parametrize("kinds", KINDS, ids=str)
+@pytest.mark.parametrize("mode", MODES)
+def test_sequence_axis(mode, kinds):
+    attention = jax_flash.dot_product_attention
+    check(kinds, attention, "b", P("b"), sequence_axis="s", sequence_mode=mode)
+
+
+def test_sequence_axis_of_another_kind():
+    # Batch and heads are Explicit, and the sequence is Auto.
+    attention = functools.partial(jax_flash.dot_product_attention, is_causal=True)
+    args = tokens()
+    kinds = (AxisType.Explicit, AxisType.Auto, AxisType.Explicit)
+    with jax.set_mesh(jax.make_mesh((2, 2, 2), ("b", "s", "h"), axis_types=kinds)):
+        placed = jax.device_put(args, P("b", None, "h"))
+        out = jax.jit(functools.partial(attention, sequence_axis="s"))(*placed)
+        assert jax.typeof(out).sharding.spec == P("b", None, "h", None)
+        assert out.sharding.shard_shape(out.shape)[1] == out.shape[1] // 2
+    assert_close(jax.device_get(out), attention(*args))
