@@ -10,6 +10,8 @@ import pytest
 
 pytest.importorskip("flax")
 from flax import linen, nnx
+from jax.sharding import AxisType
+from jax.sharding import PartitionSpec as P
 
 from jax_flash.flax import (
     LinearScaling,
@@ -300,3 +302,18 @@ def test_strict_promotion_of_dtypes(dtype, rotary):
         out = rotary(x, jnp.arange(LENGTH))
     assert out.dtype == dtype
     np.testing.assert_array_equal(out, expected)
+
+
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
+@pytest.mark.parametrize("interleaved", [False, True])
+@pytest.mark.parametrize("spec", [P("b", "s", "h"), P("b", None, None, "h")], ids=str)
+def test_explicit_axes(spec, interleaved):
+    rotary = Rotary(interleaved=interleaved)
+    x = normal(0, 2, 8, HEADS, HEAD_DIM)
+    expected = rotary(x, jnp.arange(8))
+    mesh = jax.make_mesh((2, 2, 2), ("b", "s", "h"), axis_types=(AxisType.Explicit,) * 3)
+    with jax.set_mesh(mesh):
+        placed = jax.device_put(x, spec)
+        out = jax.jit(rotary)(placed, jnp.arange(8))
+        assert jax.typeof(out) == jax.typeof(placed)
+    np.testing.assert_allclose(jax.device_get(out), expected, rtol=1e-6, atol=1e-6)

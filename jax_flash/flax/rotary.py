@@ -259,7 +259,8 @@ class Rotary:
         turning, rest = jnp.split(x, [2 * len(frequency)], axis=-1)
         turning = turning.astype(dtype)
         if self.interleaved:
-            first, second = turning[..., 0::2], turning[..., 1::2]
+            pairs = turning.reshape(*turning.shape[:-1], -1, 2)
+            first, second = (jax.lax.index_in_dim(pairs, i, -1, keepdims=False) for i in range(2))
         else:
             first, second = jnp.split(turning, 2, axis=-1)
         turned = [first * cos - second * sin, second * cos + first * sin]
