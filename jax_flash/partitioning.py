@@ -3,7 +3,7 @@
 Under `jit` on an Auto mesh, the call becomes a `custom_partitioning` with a Shardy rule. That calls
 back into Python, so an exported program cannot use it. On an Explicit mesh, the call becomes a
 `shard_map` over the axes that the operands' types name. Inside a user's `shard_map` it stays a
-plain call, or becomes a ring.
+plain call, or becomes a ring; over axes that the user's is not over, it becomes another one.
 
 Batch and heads need no communication except the sums of gradients. A sharded sequence makes the
 call a ring. Head-dim axes are gathered if they are sharded.
@@ -42,11 +42,11 @@ def spread(
     """
     mesh = mesh_of(operands.values())
     if _axes(mesh, AxisType.Explicit):
-        return _explicit(one_pass, run, operands)
+        return _by_types(one_pass, run, operands)
     if manual := _axes(mesh, AxisType.Manual):
         sequence = one_pass.spec.sequence
         if sequence is not None and not manual.issuperset(sequence.axes):
-            return _explicit(one_pass, run, operands)  # in a shard_map over other axes
+            return _by_types(one_pass, run, operands)  # in a shard_map over other axes
         return on_shards(one_pass, run, sequence, operands)
     if several:
         return (_exported if export else _automatic)(one_pass, run, operands)
@@ -171,7 +171,7 @@ def _plan(one_pass: Pass, operands, results, mesh) -> Plan:
     )
 
 
-def _explicit(one_pass: Pass, run: Run, operands: Operands) -> Operands:
+def _by_types(one_pass: Pass, run: Run, operands: Operands) -> Operands:
     """Runs a pass as a shard_map over a mesh's Explicit axes, and over those of the sequence."""
     mesh = mesh_of(operands.values())
     axes = _axes(mesh, AxisType.Explicit)
