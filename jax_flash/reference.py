@@ -257,7 +257,8 @@ def _distance_logits(accumulator, operands: Operands, first) -> jax.Array:
     vector = _heads_last_group(vector, -2, operands["key"].shape[-2])
     if is_symbolic_dim(period):  # the slice below would have to compare lengths
         index = jnp.arange(kv_len, dtype=jnp.int32) - jnp.arange(q_len, dtype=jnp.int32)[:, None]
-        return jnp.take(vector, jnp.where(index < 0, index + period, index), axis=-1, mode="clip")
+        index = jnp.where(index < 0, jnp.asarray(index + period), index)
+        return jnp.take(vector, index, axis=-1, mode="clip")
     shape = vector.shape[:-1]
     rows = jnp.broadcast_to(vector[..., None, :], (*shape, q_len, period))
     rows = rows.reshape(*shape, q_len * period)[..., : q_len * (period - 1)]
