@@ -355,6 +355,8 @@ Status choose_forward(const Forward& params, int32_t family, const Device& devic
   auto [recipe, reason] = params.query.dtype == DType::kFloat8 ? choose_float8(params)
                           : choice.general ? choose_modified(params, choice.head_dim, device)
                                            : choose_plain(params, choice.head_dim, device);
+  // For timing kernels beside each other in one process (CONTRIBUTING.md). Nothing checks that the
+  // kernel takes the call.
   if (const char* forced = std::getenv("JF_RECIPE");
       forced != nullptr && !choice.general &&
       sm90::recipe_row(static_cast<Recipe>(std::atoi(forced)), choice.head_dim) >= 0)
