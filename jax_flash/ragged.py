@@ -251,8 +251,10 @@ def _restored(
             alone = sinks.astype(lse.dtype)[..., None]
             lse = jnp.where((target < length)[..., None, :], lse, alone)
         lse = jnp.where(inside[..., None, :], lse, -jnp.inf)
-    # Cotangents of rows outside documents, which may be NaN, go no further.
-    return jnp.where(inside[..., None, None], out, 0), lse
+        # Cotangents of rows outside documents, which may be NaN, must not reach the sinks. Nothing
+        # else has a gradient from such rows, so that other calls need not read the output again.
+        out = jnp.where(inside[..., None, None], out, 0)
+    return out, lse
 
 
 @dataclasses.dataclass(frozen=True)
