@@ -13,6 +13,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jax_flash.arrays import accumulator_of
 from jax_flash.fp8 import moved
 from jax_flash.operands import OPERANDS, Operands
 from jax_flash.sequence import SequenceSharding, in_position_order
@@ -82,7 +83,10 @@ class _Exchange:
             return jax.lax.dynamic_update_slice_in_dim(whole, x, start, heads)
         if tokens is not None:
             total = jax.lax.psum_scatter(
-                x.astype(jnp.float32), self._axis_name, scatter_dimension=tokens, tiled=True
+                x.astype(accumulator_of(x.dtype)),
+                self._axis_name,
+                scatter_dimension=tokens,
+                tiled=True,
             )
             return total.astype(x.dtype)
         return x

@@ -227,7 +227,8 @@ def _add_sinks(part: Operands, rows, operands: Operands, q_len: int) -> Operands
     if "query_seq_lengths" in operands:
         lengths = jnp.clip(operands["query_seq_lengths"], 0, q_len)
         sinks = jnp.where(rows < lengths[..., None, None], sinks, -jnp.inf)
-    sink = {"out": jnp.zeros((), out.dtype), "lse": jnp.broadcast_to(sinks, lse.shape)}
+    shape = jnp.broadcast_shapes(sinks.shape, lse.shape)  # vmap may map the sinks alone
+    sink = {"out": jnp.zeros((), out.dtype), "lse": jnp.broadcast_to(sinks, shape)}
     return _merge([part, sink], out.dtype)
 
 

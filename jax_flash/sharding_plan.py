@@ -7,10 +7,10 @@ import itertools
 import math
 
 import jax
-import jax.numpy as jnp
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule
 from jax.sharding import PartitionSpec
 
+from jax_flash.arrays import accumulator_of
 from jax_flash.operands import OPERANDS, Operands, axis_of
 from jax_flash.passes import Pass, Run, on_shards
 from jax_flash.sequence import SequenceSharding, fits
@@ -38,8 +38,8 @@ class Plan:
         """Runs a pass on one device's shards; arguments as for `passes.on_shards`."""
         results = on_shards(one_pass, run, self.sequence, operands)
         for name, axes in self.sums.items():
-            total = jax.lax.psum(results[name].astype(jnp.float32), axes)
-            results[name] = total.astype(results[name].dtype)
+            x = results[name]
+            results[name] = jax.lax.psum(x.astype(accumulator_of(x.dtype)), axes).astype(x.dtype)
         return results
 
 

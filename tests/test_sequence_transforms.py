@@ -42,6 +42,50 @@ def test_vmap_and_checkpoint():
     assert_close(got, expected)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("mode", ["ring", "all_gather", "all_to_all"])
+def test_vmap_over_sinks_alone(mode, kind):
+    args, sinks = tokens(16, kv_heads=4), jnp.arange(12.0).reshape(3, 4)
+
+    def gradient(sinks, args, **options):
+        def loss(sinks):
+            return (jax_flash.dot_product_attention(*args, sinks=sinks, **options) ** 2).sum()
+
+        return jax.vmap(jax.value_and_grad(loss))(sinks)
+
+    expected = gradient(sinks, args)
+    mesh = mesh_of(kind, s=4)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, P(None, "s"))) for x in args]
+        options = {"sequence_axis": "s", "sequence_mode": mode}
+        got = jax.jit(functools.partial(gradient, **options))(sinks, placed)
+    assert_close(jax.device_get(got), expected)
+
+
+@pytest.mark.parametrize("mode", [None, "ring", "all_gather", "all_to_all"])
+def test_sums_over_devices_of_float64(mode):
+    # The bias is whole on every device, so its gradient is a sum over devices.
+    with jax.enable_x64(True):
+        args = [x.astype(jnp.float64) for x in tokens(8, kv_heads=4, batch=4)]
+        bias = jax.random.normal(jax.random.key(5), (1, 1, 8, 8), jnp.float64)
+
+        def gradient(bias, args, **options):
+            def loss(bias):
+                return (jax_flash.dot_product_attention(*args, bias, **options) ** 2).sum()
+
+            return jax.grad(loss)(bias)
+
+        expected = gradient(bias, args)
+        mesh = mesh_of(s=4)
+        spec, options = P("s"), {}
+        if mode is not None:
+            spec, options = P(None, "s"), {"sequence_axis": "s", "sequence_mode": mode}
+        with jax.set_mesh(mesh):
+            placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x in args]
+            got = jax.jit(functools.partial(gradient, **options))(bias, placed)
+        np.testing.assert_allclose(got, expected, rtol=1e-12, atol=1e-13)
+
+
 def test_second_derivatives():
     args = tokens(16, dim=8)
 
