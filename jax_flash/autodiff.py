@@ -248,9 +248,16 @@ def _tangent_transpose(cotangents, *arrays, one_pass: Pass, names, results, wrt)
         for name, x in zip(_DIFFERENTIABLE, cotangents, strict=True)
         if not isinstance(x, ad.Zero)
     }
-    moving = {n: operands[n] for n, x in tangents.items() if ad.is_undefined_primal(x)}
+    # vmap may map a tangent and not its operand.
+    moving = {
+        name: jnp.broadcast_to(operands[name], x.aval.shape)
+        for name, x in tangents.items()
+        if ad.is_undefined_primal(x)
+    }
     gradients: Operands = {}
     if cotangents:
+        batch = batch_shape({**operands, **made, **moving})
+        made = {name: broadcast_batch(name, x, batch) for name, x in made.items()}
         others = {**{n: x for n, x in operands.items() if n not in moving}, **made}
         attended = functools.partial(_attended, one_pass, tuple(cotangents))
         _, vjp = jax.vjp(lambda x: attended(x, others), moving)

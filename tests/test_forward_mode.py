@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_transforms import FLASH, REFERENCE
+from test_transforms import FLASH, REFERENCE, assert_close
 
 import jax_flash
 
@@ -170,6 +170,18 @@ def test_jvp_of_every_feature():
         return jax.jit(lambda *x: jax.jvp(one, x, directions()[:4]))(query, key, value, bias)
 
     assert_same(run(FLASH), run(REFERENCE))
+
+
+def test_linear_transpose_of_a_mapped_linearization():
+    # vmap maps tangents, and not the operands that they belong to.
+    x = jax.random.normal(jax.random.key(0), (1, 6, 2, 8))
+    tangents = jnp.stack([x, 2 * x, x * x])
+
+    def transposed(attention):
+        linear = jax.linearize(lambda q: attention(q, q[:, ::-1], q), x)[1]
+        return jax.linear_transpose(jax.vmap(linear), tangents)(tangents)[0]
+
+    assert_close(transposed(FLASH), transposed(jax.nn.dot_product_attention))
 
 
 def test_linear_transpose_in_value():
