@@ -92,6 +92,8 @@ def main(argv: list[str] | None = None) -> int:
     add("--seed", type=int, default=0)
     add("--json", default="fp8_errors.json", metavar="FILE", help="default: %(default)s")
     arguments = parser.parse_args(argv)
+    if min(arguments.seq, arguments.heads, *arguments.head_dims) < 1:
+        parser.error("--seq, --heads and --head-dims: expected numbers above 0")
     jax.config.update("jax_enable_x64", True)
     output = {**report.environment(), "results": []}
     for row in rows(arguments):

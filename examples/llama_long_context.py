@@ -179,8 +179,9 @@ def main(argv: list[str] | None = None) -> int:
     state = optimizer.init(params)
 
     def in_order(x):
-        ordered = jax_flash.zigzag_permute(x, mesh.shape["sequence"], axis=-1)
-        return np.asarray(ordered if arguments.order == "zigzag" else x)
+        if arguments.order == "zigzag":
+            x = jax_flash.zigzag_permute(x, mesh.shape["sequence"], axis=-1)
+        return np.asarray(x)
 
     def place(x, spec):
         return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda i: x[i])

@@ -44,3 +44,12 @@ def test_two_processes_share_a_ring(tmp_path):
     assert output["processes"] == 2
     assert output["device"]["count"] == 8
     assert output["check"]["got"] == pytest.approx(output["check"]["one_device"], rel=1e-4)
+
+
+def test_contiguous_order_takes_odd_blocks(tmp_path):
+    # A zigzag order needs two chunks for each device, a contiguous one does not.
+    output = run(
+        tmp_path, "--steps", "1", "--mesh", "1", "2", "1", "--seq", "66", "--batch", "1",
+        "--order", "contiguous",
+    )  # fmt: skip
+    assert output["check"]["got"] == pytest.approx(output["check"]["one_device"], rel=1e-4)
