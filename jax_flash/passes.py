@@ -137,7 +137,8 @@ def _rounded(one_pass: Pass, run: Run, operands: Operands) -> Operands:
 
     The derivatives, the backward pass among them, are those of the pass in the operands' own dtype,
     at the rounded operands: what out and lse belong to. At others, probabilities do not sum to 1,
-    and rows of dlogits not to 0, which training does not forgive.
+    and rows of dlogits not to 0, which training does not forgive. Kernels take out as returned,
+    for which P was rounded, too: rows of dlogits then sum to 0 within that rounding.
 
     Args:
       one_pass: the pass.
