@@ -21,6 +21,7 @@ from jax_flash.arrays import (
     INT32,
     accumulator_of,
     array,
+    as_jax,
     comparable,
     float32,
     floats,
@@ -28,11 +29,12 @@ from jax_flash.arrays import (
     number_array,
     saturate,
 )
+from jax_flash.explicit import sharded_like
 from jax_flash.fp8 import DTYPE as FLOAT8
 from jax_flash.fp8 import KERNEL_BLOCK, SCALES, Fp8, block_of, token_scale
 from jax_flash.operands import OPERANDS, Operands
 from jax_flash.philox import dropout_keys
-from jax_flash.ragged import Documents, make_documents
+from jax_flash.ragged import Documents, make_documents, with_own_scales
 from jax_flash.sequence import check as check_sequence
 from jax_flash.spec import (
     AttentionSpec,
@@ -187,6 +189,8 @@ def make_call(
     if sequence is not None:
         check_sequence(sequence, operands, local=is_shard)
     documents = make_documents(spec, operands, query_offsets, key_value_offsets, causal_alignment)
+    if documents is not None:
+        spec = with_own_scales(documents, spec, operands)
     return Call(spec, operands, has_batch, returns_lse, documents)
 
 
@@ -307,7 +311,8 @@ def _scale(spec: AttentionSpec, operands: Operands, scale: ArrayLike, batch) -> 
     if "query_scale" in operands:
         operands["query_scale"] = operands["query_scale"] * scale[..., 0].astype(wide)
         return dataclasses.replace(spec, scale_block=1) if scale.shape[-2] > 1 else spec
-    factor, x = jnp.swapaxes(scale, -3, -2).astype(wide), query.astype(wide)
+    factor = sharded_like(jnp.swapaxes(scale, -3, -2).astype(wide), query)
+    x = query.astype(wide)
     # The second term is 0. The scale's gradient comes from it alone, lest it be NaN for NaN in a
     # query that attends to nothing.
     known, finite = jax.lax.stop_gradient(factor), jnp.where(jnp.isfinite(x), x, 0)
@@ -454,6 +459,8 @@ def _dropout(seed: ArrayLike | None, batch, heads: int, alike: bool) -> Operands
     expected = OPERANDS["dropout_seed"].expected
     if seed is None:
         raise ValueError(f"dropout_seed: expected {expected} with a dropout_rate above 0, got None")
+    if not isinstance(seed, int | list | tuple | np.ndarray | np.generic):
+        seed = as_jax("dropout_seed", seed)
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
         _expect_shape("dropout_seed", seed, ())
         seed = jax.random.bits(seed, (2,), jnp.uint32)

@@ -56,11 +56,15 @@ class Fp8:
                 f'per: expected a positive number of tokens, "head" or "tensor", got {self.per!r}'
             )
         seed = self.rotation
-        if seed is not None and (isinstance(seed, bool) or not isinstance(seed, int) or seed < 0):
-            raise ValueError(
-                "rotation: expected an int of 0 or more, known when the function is traced, or "
-                f"None, got {seed!r}"
+        if seed is None:
+            return
+        if isinstance(seed, bool) or not isinstance(seed, int):
+            raise TypeError(
+                "rotation: expected an int, known when the function is traced, or None, got "
+                f"{type(seed).__name__}"
             )
+        if seed < 0:
+            raise ValueError(f"rotation: expected 0 or more, got {seed}")
 
     def __str__(self) -> str:
         shared = f"block of {self.per} tokens of a head" if isinstance(self.per, int) else self.per

@@ -78,8 +78,17 @@ def cuda_kernels(spec: AttentionSpec, operands: Operands, gpu: ffi.Gpu) -> dict[
     return {
         one_pass.kind: _cuda_kernel(one_pass, arrays, gpu)
         for one_pass, arrays in (as_run(forward, operands), (backward, residuals))
-        if dispatch.choose(one_pass, arrays, "cuda").implementation == "flash"
+        if _has_kernel(one_pass, arrays)
     }
+
+
+def _has_kernel(one_pass: Pass, operands: Operands) -> bool:
+    try:
+        return dispatch.choose(one_pass, operands, "cuda").implementation == "flash"
+    except NotImplementedError:  # the call asks for a kernel
+        if one_pass.is_backward:  # its gradients alone would be refused
+            return False
+        raise
 
 
 def _cuda_kernel(one_pass: Pass, operands: Operands, gpu: ffi.Gpu) -> ffi.Kernel:

@@ -28,8 +28,9 @@ from jax.export import is_symbolic_dim
 from jax.typing import ArrayLike
 
 from jax_flash.arrays import INT32, integer, integers, saturate
+from jax_flash.fp8 import SCALES
 from jax_flash.operands import OPERANDS, Operands, axis_of, batch_shape
-from jax_flash.partitioning import match_batch_sharding
+from jax_flash.partitioning import match_batch_sharding, match_head_sharding
 from jax_flash.ranks import own_ranks
 from jax_flash.sequence import zigzag_permute
 from jax_flash.spec import ALIGNMENTS, Alignment, AttentionSpec
@@ -182,6 +183,16 @@ def moving(documents: Documents, spec: AttentionSpec, operands: Operands) -> tup
     return "both", f"queries, keys and values are gathered into {q_len} + {kv_len} rows"
 
 
+def with_own_scales(documents: Documents, spec: AttentionSpec, operands: Operands) -> AttentionSpec:
+    """Returns the spec of a call after `lay_out`, which tears blocks of tokens apart.
+
+    Each token of float8 operands then has a scale of its own.
+    """
+    if spec.scale_block == 0 or moving(documents, spec, operands)[0] == "none":
+        return spec
+    return dataclasses.replace(spec, scale_block=1)
+
+
 @own_ranks
 def lay_out(
     documents: Documents, spec: AttentionSpec, operands: Operands
@@ -208,8 +219,12 @@ def lay_out(
         valid.append(source < side.length)
         for name, x in operands.items():
             axis = axis_of(name, letter, 0)
-            if axis is not None and not (OPERANDS[name].broadcasts and x.shape[axis] == 1):
-                moved[name] = _gather(moved[name], source, axis, 0)
+            if axis is None or (OPERANDS[name].broadcasts and x.shape[axis] == 1):
+                continue
+            if name in SCALES.values() and not spec.scale_block:  # all rows have the same
+                moved[name] = jnp.broadcast_to(x[..., :1], (*x.shape[:-1], layout.length))
+            else:
+                moved[name] = _gather(moved[name], source, axis, name in SCALES.values())
     ids, lengths, inside = _ids_of(layouts, valid), _lengths_of(layouts), queries.inside()
     sequence = spec.sequence
     if sequence is not None and sequence.order == "zigzag":  # where nothing moves
@@ -248,7 +263,7 @@ def _restored(
         out, lse = _gather(out, target, -3, 0), _gather(lse, target, -1, -jnp.inf)
     if sinks is not None:
         if target is not None:
-            alone = sinks.astype(lse.dtype)[..., None]
+            alone = match_head_sharding(sinks, lse).astype(lse.dtype)[..., None]
             lse = jnp.where((target < length)[..., None, :], lse, alone)
         lse = jnp.where(inside[..., None, :], lse, -jnp.inf)
         # Cotangents of rows outside documents, which may be NaN, must not reach the sinks. Nothing
@@ -318,11 +333,16 @@ def _sides(documents: Documents, operands: Operands) -> tuple[_Rows, _Rows]:
     given = (documents.query_offsets, documents.key_value_offsets)
     pair = [given[0] if x is None else x for x in given]
     batch = jnp.broadcast_shapes(*(x.shape[:-1] for x in pair))
+
+    def like_query(x):
+        return match_batch_sharding(x, operands["query"])
+
+    def rows_of(x, length):
+        bounds = jnp.broadcast_to(_ascending(like_query(x), length), (*batch, x.shape[-1]))
+        return _Rows(like_query(bounds), length)
+
     lengths = (operands[name].shape[-3] for name in ("query", "key"))
-    query, key = (
-        _Rows(jnp.broadcast_to(_ascending(x, length), (*batch, x.shape[-1])), length)
-        for x, length in zip(pair, lengths, strict=True)
-    )
+    query, key = (rows_of(x, length) for x, length in zip(pair, lengths, strict=True))
     return query, key
 
 

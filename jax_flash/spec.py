@@ -9,6 +9,7 @@ from typing import Any, Literal, TypeGuard
 
 import jax
 import jax.core
+import jax.numpy as jnp
 import numpy as np
 
 from jax_flash import philox
@@ -274,6 +275,9 @@ def is_number(value: Any) -> TypeGuard[float]:
 
 
 def _number(name: str, value: Any) -> float:
+    known = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
+    if known and value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.number):
+        value = value.item()
     if not is_number(value):
         raise TypeError(
             f"{name}: expected a Python number, known when the function is traced, "

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 
 import jax_flash
 from jax_flash import dispatch, ffi
@@ -157,6 +158,15 @@ def test_message(change, error, message):
     # The same from shapes alone, so it is raised while tracing, and by explain().
     with pytest.raises(error, match=message):
         jax_flash.explain(**arguments)
+
+
+def test_number_and_seed_in_arrays():
+    # Of arrays that are known, and of a Flax variable, as other arguments.
+    key = jax.random.key(0)
+    expected = jax_flash.dot_product_attention(Q, K, K, dropout_rate=0.25, dropout_seed=key)
+    for rate, seed in ((jnp.float32(0.25), key), (0.25, nnx.Variable(key))):
+        got = jax_flash.dot_product_attention(Q, K, K, dropout_rate=rate, dropout_seed=seed)
+        np.testing.assert_array_equal(got, expected)
 
 
 def test_traced_number_where_static():

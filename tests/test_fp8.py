@@ -17,7 +17,16 @@ from sequence_cases import mesh_of
 from test_sequence import lines
 
 import jax_flash
-from jax_flash import Fp8, dot_product_attention, ffi, fp8, quantize
+from jax_flash import (
+    Fp8,
+    attention,
+    dot_product_attention,
+    ffi,
+    fp8,
+    primitives,
+    quantize,
+    ragged,
+)
 
 E4M3 = ml_dtypes.float8_e4m3fn
 GRID = np.arange(256, dtype=np.uint8).view(E4M3).astype(np.float32)
@@ -737,6 +746,44 @@ def test_kernel_that_rounds(kernels):
     assert not calls(rounded, (2, 300, 4, 64))
 
 
+@pytest.mark.parametrize(("per", "alignment"), [(128, "start"), ("head", "end")])
+def test_rows_that_move_keep_their_scales(kernels, monkeypatch, per, alignment):
+    """Documents by offsets gather rows, whose scales kernels then read from one row of a block."""
+    steep = 2.0 ** (jnp.arange(512) // 128 * 3)[:, None, None]
+    x = jax.random.normal(jax.random.key(0), (512, 1, 64)) * steep
+    (query, query_scale), (key, key_scale) = quantize(x[:384], per), quantize(x, per)
+    options = {
+        "query_offsets": np.array([0, 100, 384]), "key_value_offsets": np.array([0, 200, 512]),
+        "causal_alignment": alignment, "is_causal": True,
+        "query_scale": query_scale, "key_scale": key_scale, "value_scale": key_scale,
+    }  # fmt: skip
+    calls = []
+    monkeypatch.setattr(attention, "run", calls.append)
+    dot_product_attention(query, key, key, **options)
+    (call,) = calls
+    moved, _ = ragged.lay_out(call.documents, call.spec, call.operands)
+    choice = jax_flash.explain(query, key, key, **options).choices["cuda"]
+    if per == 128:  # the kernels take no blocks of single tokens
+        assert choice.implementation == "reference"
+        assert call.spec.scale_block == 1
+        return
+    assert choice.implementation == "flash"
+    for name, scale in (("query_scale", query_scale), ("key_scale", key_scale)):
+        given = fp8.block_scales(call.spec.scale_block, moved)[name]
+        np.testing.assert_array_equal(given, scale.reshape(given.shape))
+        np.testing.assert_array_equal(np.unique(moved[name]), np.unique(scale))
+
+
+def test_a_forced_forward_pass_without_gradients_is_explained(kernels, monkeypatch):
+    monkeypatch.setattr(jax_flash.dispatch, "current_gpu", lambda: ffi.Gpu(90, 132, 227 * 1024))
+    monkeypatch.setattr(primitives, "_cuda_kernel", lambda one_pass, *_: one_pass.kind)
+    x = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.float8_e4m3fn)
+    for implementation in (None, "flash", "flash_sm90"):
+        found = jax_flash.explain(x, x, x, implementation=implementation)
+        assert found.choices["cuda"].implementation == "flash"
+        assert found.kernels == {"forward": "forward"}
+
+
 def test_parts_of_blocks_have_no_kernel(kernels):
     spec = P(None, "s")
 
@@ -822,8 +869,9 @@ def test_float8_has_no_derivatives():
         (lambda: Fp8(0), ValueError, 'per: expected a positive number of tokens, "head" or'),
         (lambda: Fp8(True), ValueError, "per: expected a positive number .* got True"),
         (lambda: Fp8(ONE), ValueError, r"per: expected a positive number .* got array\("),
-        (lambda: Fp8(rotation=-1), ValueError, "rotation: expected an int of 0 or more, .* got -1"),
-        (lambda: Fp8(rotation=0.5), ValueError, "rotation: expected an int of 0 or more"),
+        (lambda: Fp8(rotation=-1), ValueError, "rotation: expected 0 or more, got -1"),
+        (lambda: Fp8(rotation=0.5), TypeError, "rotation: expected an int, known .* got float"),
+        (lambda: quantize(X, rotation=True), TypeError, "rotation: expected an int, .* got bool"),
         (lambda: quantize(X8), TypeError, "x: expected bfloat16, float16 or float32, got float8"),
         (lambda: quantize("text"), TypeError, "x: expected an array, got str"),
         (lambda: quantize(None), TypeError, "x: expected an array, got NoneType"),

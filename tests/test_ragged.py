@@ -522,3 +522,32 @@ def test_flops_of_documents():
     operands, documents = make_operands(cross=False), {"query_offsets": QUERY_OFFSETS}
     expected = jax_flash.flops(**operands, is_causal=True)
     assert jax_flash.flops(**operands, **documents, is_causal=True) == expected
+
+
+@pytest.mark.skipif(len(jax.devices()) < 4, reason="needs 4 devices")
+@pytest.mark.parametrize("alignment", ["start", "end"])
+@pytest.mark.parametrize("spread", ["query", "key", "sinks", "scale"])
+def test_small_arrays_that_an_explicit_mesh_shards(spread, alignment):
+    # Not as the operands are: offsets along batches or not, parameters along their heads.
+    x, other = jax.random.normal(jax.random.key(0), (2, 4, 8, 4, 8))
+    offsets = {"query": np.array([0, 3, 8]), "key": np.array([0, 4, 8])}
+    if spread in offsets:
+        offsets[spread] = np.stack([offsets[spread]] * 4)
+    small = {f"{name}_offsets".replace("key", "key_value"): o for name, o in offsets.items()}
+    if spread == "sinks":
+        small["sinks"] = np.arange(4, dtype=np.float32)
+    if spread == "scale":
+        small["scale"] = np.arange(1, 5, dtype=np.float32)[:, None, None]
+
+    def attend(x, other, small):
+        return dot_product_attention(
+            x, other, x, is_causal=True, causal_alignment=alignment, **small
+        )
+
+    expected = attend(x, other, small)
+    mesh = jax.make_mesh((4,), ("d",), axis_types=(AxisType.Explicit,))
+    with jax.set_mesh(mesh):
+        by_first = NamedSharding(mesh, PartitionSpec("d"))
+        placed = {n: jax.device_put(a, by_first) if len(a) == 4 else a for n, a in small.items()}
+        got = attend(*(jax.device_put(a, by_first) for a in (x, other)), placed)
+    np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-6)
