@@ -52,30 +52,63 @@ struct LogitModifiers {
     for (int m = 0; m < kM; ++m) {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        const int32_t row = row0 + fragment_row(m, 2 * half);
-        const bool valid = row < band.q_len;
-        const int32_t first = valid ? band.first_col(row) : 0;
-        const int32_t end = valid ? band.end_col(row) : 0;
-        const int32_t query_id =
-            query_ids && valid ? query_ids[row * params.query_segment_ids.row] : 0;
-#pragma unroll
-        for (int n = 0; n < kN; ++n) {
-#pragma unroll
-          for (int e = 0; e < 2; ++e) {
-            const int32_t col = col0 + fragment_col(n, e);
-            // Loaded even if the row may not attend to the key, which saves a branch.
-            const int32_t key_id =
-                key_ids && col < band.kv_len ? key_ids[col * params.key_value_segment_ids.row] : 0;
-            bool allowed = col >= first && col < end && query_id == key_id;
-            if (mask && allowed) {
-              allowed = mask[row * params.mask.row + col * params.mask.col] != 0;
-            }
-            float& value = products[m][n][2 * half + e];
-            value = allowed ? logit(value, row, col) : minus_infinity();
-          }
-        }
+        apply_row(products[m], half, band, row0 + fragment_row(m, 2 * half), col0);
       }
     }
+  }
+  // Does the same for the thread's row number `half` of 16, which is row `row` of the head.
+  // Elements are loaded together, one modifier at a time.
+  template <int kN>
+  __device__ __forceinline__ void apply_row(float (&products)[kN][4], int half, const Band& band,
+                                            int32_t row, int32_t col0) const {
+    const bool valid = row < band.q_len;
+    const int32_t first = valid ? band.first_col(row) : 0;
+    const int32_t end = valid ? band.end_col(row) : 0;
+    // Elements past the end are loaded from the last row or column, and not used.
+    const int32_t last_col = params.shape.kv_len - 1, near_row = min(row, params.shape.q_len - 1);
+    const auto for_each = [&](auto body) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) body(products[n][2 * half + e], col0 + fragment_col(n, e));
+      }
+    };
+    const float scale = params.options.scale, cap = params.options.logits_soft_cap;
+    if (params.bias) {
+      with_bias(params.bias, bias0 + near_row * params.bias.row, [&](const auto* data) {
+        for_each([&](float& value, int32_t col) {
+          value = fmaf(value, scale, to_float(data[min(col, last_col) * params.bias.col]));
+        });
+      });
+    } else {
+      for_each([&](float& value, int32_t) { value *= scale; });
+    }
+    if (distance.present) {
+      for_each([&](float& value, int32_t col) { value += distance.at(row, col); });
+    }
+    if (cap > 0.0f) {
+      for_each([&](float& value, int32_t) {
+        if (value != minus_infinity()) value = cap * tanh_accurate(value / cap);
+      });
+    }
+    if (!in_natural_units(params)) for_each([&](float& value, int32_t) { value *= kLog2E; });
+    if (mask) {
+      const uint8_t* mask_row = mask + near_row * params.mask.row;
+      for_each([&](float& value, int32_t col) {
+        if (mask_row[min(col, last_col) * params.mask.col] == 0) value = minus_infinity();
+      });
+    }
+    if (query_ids) {
+      const int32_t query_id = query_ids[near_row * params.query_segment_ids.row];
+      for_each([&](float& value, int32_t col) {
+        if (key_ids[min(col, last_col) * params.key_value_segment_ids.row] != query_id) {
+          value = minus_infinity();
+        }
+      });
+    }
+    for_each([&](float& value, int32_t col) {
+      if (col < first || col >= end) value = minus_infinity();
+    });
   }
 
   // Returns whether `row` may attend to `col`, which is below kv_len.
