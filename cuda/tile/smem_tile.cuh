@@ -166,20 +166,23 @@ __device__ __forceinline__ void load_float32_tile(const Tile& tile, const Elemen
   const uint32_t address = mine.address(tile);
   const int col0 = mine.panel * Tile::kPanelCols + mine.chunk * 4;
   const Element* source = gmem + int64_t{row0 + mine.row} * row_stride + col0;
-  const bool aligned = reinterpret_cast<uintptr_t>(gmem) % 16 == 0 && row_stride % 4 == 0;
-  mine.for_each([&](int rows, int more_cols, int bytes) {
-    const int32_t row = row0 + mine.row + rows;
-    const int valid = row >= first && row < end ? min(max(cols - col0 - more_cols, 0), 4) : 0;
-    const Element* from = source + rows * row_stride + more_cols;
-    if (aligned) {
-      ptx::cp_async_16_of(address + bytes, from, valid * 4);
-    } else {
+  const auto copy = [&](auto body) {
+    mine.for_each([&](int rows, int more_cols, int bytes) {
+      const int32_t row = row0 + mine.row + rows;
+      const int valid = row >= first && row < end ? min(max(cols - col0 - more_cols, 0), 4) : 0;
+      body(address + bytes, source + rows * row_stride + more_cols, valid);
+    });
+  };
+  if (reinterpret_cast<uintptr_t>(gmem) % 16 == 0 && row_stride % 4 == 0) {
+    copy([](uint32_t to, const Element* from, int valid) {
+      ptx::cp_async_16_of(to, from, valid * 4);
+    });
+  } else {
+    copy([](uint32_t to, const Element* from, int valid) {
 #pragma unroll 1
-      for (int e = 0; e < 4; ++e) {
-        ptx::cp_async_4(address + bytes + e * 4, from + e, e < valid);
-      }
-    }
-  });
+      for (int e = 0; e < 4; ++e) ptx::cp_async_4(to + e * 4, from + e, e < valid);
+    });
+  }
 }
 
 // Rounds to TF32 those elements of a tile that this thread has copied by load_tile(). The copies
