@@ -112,19 +112,21 @@ def _cuda_forward(
     del heads, soft_cap_or_dropout
     if dtype == FLOAT8:  # cuda/plan/float8.h: transposed values, and factors
         spans = _segment_spans(batch, q_len, kv_len) + 256 if segments else 0
-        return spans + batch * kv_heads * (kv_len // 128 + 1) * (128 * value_dim + 16)
+        return spans + batch * kv_heads * (kv_len // 128 + 1) * (128 * value_dim + 16) + 4
     del kv_heads
+    # cuda/plan/decode_sm80.h: what 2,048 blocks leave behind, of at most 16 rows each
+    size = 2048 * 16 * (value_dim + 5) * 4 if max(head_dim, value_dim) <= 256 else 0
     if segments:
-        return _segment_spans(batch, q_len, kv_len)
+        return size + _segment_spans(batch, q_len, kv_len)
     if dtype == "float32":
-        return 0
+        return size
     masked = mask_matrices != 0
     widest = max(head_dim, value_dim)
     if masked:
         tiles = kv_len // (128 if widest <= 128 else 80) + 1
-        size = mask_matrices * (mask_rows // 64 + 1) * (1024 * tiles + 16)
+        size += mask_matrices * (mask_rows // 64 + 1) * (1024 * tiles + 16)
     else:
-        size = _decode(widest)
+        size = max(size, _decode(widest))
     if dtype == "bfloat16" and (bias or masked):  # values in float16
         size += 256 + 4 * 2048 + 2 * value_matrices * kv_len * value_dim
     return size
@@ -151,7 +153,7 @@ def _cuda_backward(
     is_float32 = dtype == "float32"  # dquery itself holds its sums
     sums = 0 if is_float32 else 2 if deterministic and widest <= 64 else 1
     size += sums * 4 * heads * (q_len + 8) * head_dim
-    size += 4 * (2 * heads + 257)  # counters
+    size += 4 * (2 * heads + 257 + 4 * 132)  # counters
     if deterministic:
         size += 4 * (heads * (q_len // 32 + 4) + 1)
     if distances:  # sums along diagonals

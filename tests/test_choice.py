@@ -218,10 +218,67 @@ def test_edges_of_causal_calls(edges, call):
         ("decode", {"batch": 8, "q_len": 16, "kv_len": 2048}),
         ("decode", {"batch": 2, "q_len": 64, "kv_len": 2048}),  # keys are divided among blocks
         ("decode", {"batch": 8, "q_len": 16, "kv_len": 2048, "kv_heads": 4}),
+        # Several tiles of query rows for each key/value head:
+        ("decode", {"batch": 1, "q_len": 64, "kv_len": 32768, "heads": 32, "kv_heads": 8}),
+        ("decode", {"batch": 8, "q_len": 16, "kv_len": 8192, "heads": 64, "kv_heads": 8}),
+        (
+            "split keys, scores ahead",
+            {"batch": 1, "q_len": 256, "kv_len": 8192, "heads": 32, "kv_heads": 8},
+        ),
+        (
+            "split keys, scores ahead",
+            {"batch": 1, "q_len": 128, "kv_len": 512, "heads": 32, "kv_heads": 8},
+        ),
     ],
 )
 def test_decoding_takes_few_rows_or_heads(name, call):
     assert kernels(**call)["forward"].name == name
+
+
+ONE_QUERY = {"q_len": 1, "kv_len": 4096}
+
+
+@pytest.mark.skipif(not {64, 128} <= DIMS_80, reason="a build without head dim 64 or 128")
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"mask": (4, 1, 1, 4096)},
+        {"bias": ((1, 16, 1, 4096), jnp.bfloat16), "kv_heads": 4},
+        {"segments": True},
+        {"logits_soft_cap": 30.0, "is_causal": True, "query_offset": shape(4, dtype=jnp.int32)},
+        {"slopes": True, "batch": 300},
+        {"distances": 9, "q_len": 16},
+        {"scale": -1.0},
+        {"dtype": jnp.float32, "head_dim": 64},
+        {"dtype": jnp.float32, "mask": (4, 1, 1, 4096), "q_len": 40, "heads": 4},
+        {"gpu": A100},
+        {"gpu": RTX_4090, "dtype": jnp.float16, "head_dim": 64, "kv_heads": 2},
+        {"implementation": "flash_sm80"},
+    ],
+    ids=str,
+)
+def test_decoding_with_modifiers(call):
+    kernel = kernels(**ONE_QUERY | call)["forward"]
+    assert (kernel.family, kernel.name) == (80, "decode, every modifier")
+    assert kernel.tile[0] == 16
+
+
+@pytest.mark.skipif(128 not in DIMS & DIMS_80, reason="a build without head dim 128")
+@pytest.mark.parametrize(
+    "call",
+    [
+        {},
+        {"dropout_rate": 0.1},
+        {"mask": (4, 1, 1, 4096), "implementation": "flash_sm90"},
+        {"mask": (4, 1, 64, 4096), "q_len": 64},  # as many tiles of 64 rows, less work in each
+        {"mask": (4, 1, 17, 128), "q_len": 17, "kv_len": 128},
+        {"head_dim": 512, "logits_soft_cap": 9.0},
+    ],
+    ids=str,
+)
+def test_what_has_other_kernels_than_decoding_with_modifiers(call):
+    if call.get("head_dim", 128) <= max(DIMS_80):
+        assert kernels(**ONE_QUERY | call)["forward"].name != "decode, every modifier"
 
 
 def test_every_recipe_is_chosen_by_some_call():
@@ -419,5 +476,11 @@ def test_random_calls_have_a_kernel_on_every_gpu(seed):
         for kernel in found.values():
             dim = instance(widest, DIMS_OF[call["dtype"].dtype.name])
             on_90 = gpu is H100 and (dim <= 256 or (dim == 512 and not modified))
+            if kernel.name == "decode, every modifier":
+                assert dim <= 256
+                assert call["q_len"] <= 300
+                assert not call["dropout_rate"]
+                assert modified or not on_90
+                on_90 = False
             assert kernel.family == (90 if on_90 else 80)
             assert kernel.reason

@@ -273,14 +273,16 @@ def workspace_question(rng, name):
     sizes = {
         "batch": int(rng.integers(1, 9)),
         "q_len": int(rng.integers(1, most)),
-        "kv_len": int(rng.integers(1, 20000)),
+        "kv_len": int(rng.choice([rng.integers(1, 20000), 128 * rng.integers(1, 100) + 1])),
         "heads": kv_heads * int(rng.choice([1, 4, 16])),
         # Also dims of queries and values that have a kernel of their own together.
         "head_dim": 8 * int(rng.choice([rng.integers(1, 65), 24])),
         "value_dim": 8 * int(rng.choice([rng.integers(1, 65), 16])),
     }
     flag = lambda: bool(rng.integers(2))  # noqa: E731
-    dtype = str(rng.choice(["bfloat16", "float16", "float32"]))
+    dtypes = ["bfloat16", "float16", "float32"]
+    dtypes += ["float8_e4m3fn"] * (name == "cuda_forward_workspace_bytes")
+    dtype = str(rng.choice(dtypes))
     mask = int(rng.choice([0, 1, sizes["batch"], sizes["batch"] * sizes["heads"]]))
     mask_sizes = {
         "mask_matrices": mask,

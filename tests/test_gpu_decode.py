@@ -11,6 +11,7 @@ from cases import Case, check, make_inputs, random_case
 from oracle import allowed_logits
 from test_cases import run
 from test_gpu import FAMILIES, random_normal
+from test_gpu_float32 import PRODUCT_ERRORS
 
 import jax_flash
 
@@ -35,7 +36,8 @@ def decode_case(name: str, **fields) -> Case:
 
 def verify(case: Case, implementation: str = "flash") -> None:
     inputs = make_inputs(case)
-    check(run(inputs, implementation), inputs)
+    options = {"precision": "highest"} if case.dtype == "float32" else {}
+    check(run(inputs, implementation, **options), inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -86,6 +88,69 @@ def test_random_combination(index):
     dtype = DTYPES[index % 2]
     case = dataclasses.replace(case, kv_len=kv_len, features=features, dtype=dtype)
     verify(case, FAMILIES[index % len(FAMILIES)])
+
+
+MODIFIERS = [
+    (),
+    (("mask", "BS"),),
+    (("mask", "BNTS"), ("sinks", True)),
+    (("pattern", ("left", "B")), ("lengths", "k")),
+    (("bias", ("NS", "bfloat16")),),
+    (("bias", ("BNTS", "float32")), ("soft_cap", 5.0)),
+    (("additive", ("left", "float32-min", "B", "bfloat16", True)), ("dlse", True)),
+    (("soft_cap", 20.0), ("window", (300, 0)), ("offset", "align")),
+    (("segments", "packed"),),
+    (("segments", "random"), ("lengths", "qk"), ("mask", "TS")),
+    (("alibi", "N"), ("causal", True), ("offset", "align")),
+    (("alibi", "BN"), ("relative", ("N", 33)), ("offset", "random"), ("sinks", True)),
+    (("scale", -0.3),),
+    (("scale", 0.0), ("causal", True), ("offset", "random")),
+]
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float32"])
+@pytest.mark.parametrize("features", MODIFIERS, ids=str)
+@pytest.mark.parametrize("head_dim", [24, 64, 96, 128, 192, 256])
+def test_modifiers(features, head_dim, dtype):
+    """In the kernel for any modifiers, of which blocks divide the keys if heads are few."""
+    for q_len, heads, batch in ((1, (8, 2), 3), (5, (4, 1), 1), (19, (6, 2), 2), (2, (40, 20), 30)):
+        sizes = {"q_len": q_len, "heads": heads[0], "kv_heads": heads[1], "batch": batch}
+        case = decode_case("modifiers", head_dim=head_dim, dtype=dtype, features=features, **sizes)
+        verify(dataclasses.replace(case, kv_len=1100 if q_len < 9 else 520))
+
+
+@pytest.mark.parametrize("precision", PRODUCT_ERRORS)
+@pytest.mark.parametrize("index", range(8000, 8400))
+def test_random_modifiers(index, precision):
+    rng = np.random.default_rng(index)
+    case = random_case(
+        index, head_dims=(3, 32, 40, 64, 65, 96, 128, 200, 256), sizes=(1, 2, 4, 5, 9, 16, 40),
+        by_distance=index % 2 == 1,
+    )  # fmt: skip
+    features = tuple(f for f in case.features if f[0] != "dropout")
+    dtype = (*DTYPES, "float32")[index % 3]
+    case = dataclasses.replace(
+        case, kv_len=int(rng.choice([1, 17, 64, 255, 513, 1100, 2500])), features=features,
+        dtype=dtype,
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    options = {"precision": precision} if dtype == "float32" else {}
+    error = {"product_error": PRODUCT_ERRORS[precision]} if dtype == "float32" else {}
+    check(run(inputs, ("flash", FAMILIES[0])[index % 2], **options), inputs, **error)
+
+
+@pytest.mark.parametrize("q_len", [60, 64, 65, 200])
+@pytest.mark.parametrize("heads", [(1, 1), (8, 2), (6, 1), (64, 8), (24, 2)])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_several_tiles_of_query_rows(q_len, heads, head_dim):
+    """In the kernels for few query rows, which divide the keys of few query tiles, too."""
+    for features in (
+        (),
+        (("causal", True), ("offset", "align")),
+        (("lengths", "qk"), ("sinks", True)),
+    ):
+        fields = {"heads": heads[0], "kv_heads": heads[1], "kv_len": 1900, "features": features}
+        verify(decode_case("tiles", q_len=q_len, head_dim=head_dim, batch=2, **fields))
 
 
 def test_lengths_of_many_batches():

@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "params.h"
+#include "plan/divisor.h"
 #include "plan/modifiers.h"
 
 namespace jax_flash {
@@ -21,6 +22,7 @@ struct Choice {
   int32_t row = -1;             // index in sm90::kRecipes; sm_90, forward
   uint32_t only = kNoModifier;  // the one modifier that a backward kernel is made for
   bool one_kernel = false;      // sm_90, head dims above 128: one kernel computes all gradients
+  bool decodes = false;         // sm_80, forward: the kernel for few query rows
   SmemClass smem_class = SmemClass::kSmall;  // sm_80 only
   const char* name = "";                     // the kernel's name, for explain()
   const char* reason = "";                   // one clause: why this kernel was chosen
@@ -29,7 +31,7 @@ struct Choice {
 
 // Returns the number of query tiles of `rows` rows in a call.
 inline int64_t query_tiles(const Shape& shape, int32_t rows) {
-  return (int64_t{shape.q_len} + rows - 1) / rows * shape.heads * shape.batch;
+  return ceil_div(shape.q_len, rows) * shape.heads * shape.batch;
 }
 
 // Returns whether causal order or a window limits which keys a query attends to.

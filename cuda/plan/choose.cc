@@ -4,13 +4,13 @@
 
 #include <algorithm>
 #include <cmath>
-#include <cstdlib>
 #include <initializer_list>
 #include <string>
 #include <utility>
 
 #include "plan/backward_workspace.h"
 #include "plan/decode.h"
+#include "plan/decode_sm80.h"
 #include "plan/float8.h"
 #include "plan/half_values.h"
 #include "plan/mask_words.h"
@@ -120,6 +120,32 @@ Status choose_family(const Forward& params, int32_t family, bool fits_90, const 
                                std::to_string(shape.value_dim));
 }
 
+// Chooses the sm_80 decoding kernel if it takes the call and is faster: it takes any modifiers but
+// dropout, and on Hopper, 16-bit calls without modifiers have a kernel of their own. Returns
+// whether it is chosen. `fits_90`: see choose_family().
+bool choose_decode(const Forward& params, int32_t family, bool fits_90, const Device& device,
+                   const FindInstance& find, Choice& choice) {
+  const bool plain = modifiers_of(params) == kNoModifier;
+  if (family == 90 || params.query.dtype == DType::kFloat8 || params.extreme_rows_only ||
+      params.options.dropout_threshold != 0 || !sm80::takes_decode(params.shape)) {
+    return false;
+  }
+  if (family == 0 && plain && device.capability == 90 && fits_90 && find(90, false) != 0) {
+    return false;
+  }
+  const int32_t head_dim = find(80, true);
+  if (head_dim == 0 || head_dim > kWidestOfAll) return false;
+  choice.family = 80;
+  choice.head_dim = head_dim;
+  choice.general = choice.decodes = true;
+  choice.name = "decode, every modifier";
+  choice.reason = "there are few query rows";
+  choice.queries = sm80::kDecodeRows;
+  const int bytes = params.query.dtype == DType::kFloat32 ? 4 : 2;
+  choice.keys = sm80::decode_warps(head_dim) * sm80::decode_warp_keys(head_dim, bytes);
+  return true;
+}
+
 // Describes the sm_80 kernels for head dims above 256 (sm80/wide_config.cuh).
 void describe_wide(bool is_backward, Choice& choice) {
   const bool is_small = choice.smem_class == SmemClass::kSmall;
@@ -191,8 +217,7 @@ using Found = std::pair<Recipe, const char*>;  // the recipe, and why it was cho
 // Returns the most query rows of a multiprocessor, if query tiles have `rows` rows. The time of a
 // call grows with it, since other multiprocessors idle during the last tile.
 int64_t most_rows(const Shape& shape, const Device& device, int32_t rows) {
-  const int64_t sms = device.multiprocessors;
-  return (query_tiles(shape, rows) + sms - 1) / sms * rows;
+  return ceil_div(query_tiles(shape, rows), device.multiprocessors) * rows;
 }
 
 // Returns whether tiles of 128 query rows need less time than tiles of 192, at head dims 64 and 96.
@@ -239,7 +264,7 @@ Found choose_plain(const Forward& params, int32_t head_dim, const Device& device
   const bool divided = divided_keys_are_faster(params, device);
   const bool divides_ahead = sm90::kHasScoresAhead && divided && !has_left_edge && head_dim <= 128;
   if (sm90::takes_decode(shape) && !(divides_ahead && is_large_decode(shape, device))) {
-    return {Recipe::kDecode, "the query rows of a key/value head fit one tile"};
+    return {Recipe::kDecode, "there are few query rows"};
   }
   if (divides_ahead) {
     return {Recipe::kSplitKeysAhead, "tiles of 128 rows leave multiprocessors idle"};
@@ -346,21 +371,16 @@ Status choose_forward(const Forward& params, int32_t family, const Device& devic
                       const FindInstance& find, Choice& choice) {
   if (Status status = check_call(params); !status.ok()) return status;
   const bool fits = fits_copy_engine(params.shape, {&params.query}, {&params.key, &params.value});
+  if (choose_decode(params, family, fits, device, find, choice)) return {};
   if (Status status = choose_family(params, family, fits, device, find, choice); !status.ok()) {
     return status;
   }
   if (choice.family == 80) {
     return choose_smem_class(params, device, false, choice);
   }
-  auto [recipe, reason] = params.query.dtype == DType::kFloat8 ? choose_float8(params)
-                          : choice.general ? choose_modified(params, choice.head_dim, device)
-                                           : choose_plain(params, choice.head_dim, device);
-  // For timing kernels beside each other in one process (CONTRIBUTING.md). Nothing checks that the
-  // kernel takes the call.
-  if (const char* forced = std::getenv("JF_RECIPE");
-      forced != nullptr && !choice.general &&
-      sm90::recipe_row(static_cast<Recipe>(std::atoi(forced)), choice.head_dim) >= 0)
-    recipe = static_cast<Recipe>(std::atoi(forced));
+  const auto [recipe, reason] = params.query.dtype == DType::kFloat8 ? choose_float8(params)
+                                : choice.general ? choose_modified(params, choice.head_dim, device)
+                                                 : choose_plain(params, choice.head_dim, device);
   choice.row = sm90::recipe_row(recipe, choice.head_dim);
   if (choice.row < 0) return Status::internal("jax_flash: a kernel was chosen that does not exist");
   const sm90::RecipeRow& row = sm90::kRecipes[choice.row];
@@ -425,8 +445,10 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
 
 int64_t forward_workspace_bytes(const Shape& shape, DType dtype, const ForwardFeatures& features) {
   if (dtype == DType::kFloat8) return sm90::Float8Workspace::bytes(shape, features.segments);
-  if (features.segments) return SegmentSpans::bytes(shape);
-  if (dtype == DType::kFloat32) return 0;  // the rest is for sm_90 kernels, which take no float32
+  // A call that decodes has neither spans nor words of a mask, so these can have the same place.
+  const int64_t decode_bytes = sm80::DecodeParts::bytes(shape);
+  if (features.segments) return std::max(SegmentSpans::bytes(shape), decode_bytes);
+  if (dtype == DType::kFloat32) return decode_bytes;  // the rest is for 16 bits
   const bool masked = features.mask_matrices > 0;
   int64_t bytes = masked ? sm90::MaskWords::bytes(shape, features.mask_matrices, features.mask_rows)
                          : sm90::DecodeWorkspace::bytes(shape);
@@ -434,7 +456,7 @@ int64_t forward_workspace_bytes(const Shape& shape, DType dtype, const ForwardFe
     bytes =
         sm90::HalfValues::align(bytes) + sm90::HalfValues::bytes(shape, features.value_matrices);
   }
-  return bytes;
+  return std::max(bytes, decode_bytes);
 }
 
 int64_t forward_workspace_bytes(const Forward& params) {

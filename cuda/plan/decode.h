@@ -1,17 +1,20 @@
 // Divides the work of the sm_90 decoding kernel among workers, as far as shapes determine it. This
 // is plain C++, because the size of the workspace depends on it, too.
 //
-// A unit is all query rows of one key/value head of one batch entry, with the tiles of its keys.
-// The units are ordered as [batch, kv_heads], so all tiles form one sequence. There are three ways
-// to divide the sequence among workers: at the ends of units; each unit into the same number of
-// parts; or evenly by tiles, anywhere. In the last two cases, a second kernel combines the partial
-// results of a unit.
+// A unit is some consecutive queries of all heads that share a key/value head, in one batch entry,
+// with the tiles of their keys. Few queries form one unit. The units are ordered as [batch,
+// kv_heads, chunks of queries], so all tiles form one sequence. There are three ways to divide the
+// sequence among workers: at the ends of units; each unit into the same number of parts; or evenly
+// by tiles, anywhere. In the last two cases, a second kernel combines the partial results of a
+// unit.
 #pragma once
 
 #include <algorithm>
 #include <cstdint>
 
 #include "params.h"
+#include "plan/choice.h"
+#include "plan/divisor.h"
 
 namespace jax_flash::sm90 {
 
@@ -23,21 +26,42 @@ inline constexpr int kDecodeMaxWorkers = 2 * kDecodeMultiprocessors;
 // worker first reads the lengths of all batch entries.
 inline constexpr int64_t kDecodeMaxRaggedBatch = 2048;
 
-inline int64_t decode_rows(const Shape& shape) {
-  return shape.kv_heads == 0 ? 0 : int64_t{shape.heads / shape.kv_heads} * shape.q_len;
-}
+// Describes the units of a call. All chunks but the last have the same number of queries.
+struct DecodeUnits {
+  int64_t chunks = 0, queries = 0;  // of a batch entry; of a chunk
+  int64_t rows = 0;                 // query rows of a unit, over all heads
+  int64_t units = 0;                // 0: the decoding kernel cannot take the call
 
-// Returns whether the decoding kernel takes a call of this shape, if it has no modifiers. Tiles of
-// at least 32 keys are counted in 32 bits.
+  explicit DecodeUnits(const Shape& shape) {
+    const int64_t group = shape.kv_heads == 0 ? 0 : shape.heads / shape.kv_heads;
+    if (group == 0 || group > kDecodeRows || shape.q_len == 0 || shape.kv_len == 0) return;
+    chunks = ceil_div(shape.q_len, kDecodeRows / group);
+    queries = ceil_div(shape.q_len, chunks);
+    rows = group * queries;
+    units = shape.batch * chunks * shape.kv_heads;
+    // Tiles of at least 32 keys are counted in 32 bits.
+    if (units > INT32_MAX || units * (shape.kv_len / 32 + 1) > INT32_MAX) units = 0;
+  }
+};
+
+// Returns whether the decoding kernel takes a call of this shape, if it has no modifiers: if the
+// queries form one chunk for each key/value head, or if it is faster than the kernels with tiles of
+// 64 or 128 queries. All units of a batch entry read the same keys, so they must be many more than
+// the queries. The figures are of an H200, at head dim 128: each key takes 80 ps for a unit, 58 or
+// 95 ps for each of 132 tiles of a round, and the second kernel takes 12 us.
 inline bool takes_decode(const Shape& shape) {
-  const int64_t rows = decode_rows(shape);
-  return rows > 0 && rows <= kDecodeRows && shape.kv_len > 0 && shape.batch > 0 &&
-         shape.batch * shape.kv_heads <= INT32_MAX &&
-         shape.batch * shape.kv_heads * (shape.kv_len / 32 + 1) <= INT32_MAX;
+  const DecodeUnits units(shape);
+  if (units.units == 0 || units.chunks == 1) return units.units > 0;
+  if (shape.kv_len < 4 * int64_t{shape.q_len}) return false;
+  const auto in_rounds = [&](int32_t rows) {
+    return ceil_div(query_tiles(shape, rows), kDecodeMultiprocessors) * kDecodeMultiprocessors;
+  };
+  const int64_t saved = std::min(in_rounds(64) * 58, in_rounds(128) * 95) - units.units * 80;
+  return saved * (shape.head_dim + shape.value_dim) / 256 > 12'000'000 / shape.kv_len;
 }
 
 inline int64_t decode_splits(const Shape& shape) {
-  return (int64_t{shape.kv_len} + kDecodeSplitKeys - 1) / kDecodeSplitKeys;
+  return ceil_div(shape.kv_len, kDecodeSplitKeys);
 }
 
 // Returns the pitch of a row in the workspace, in elements. It is the same for all head dims that
@@ -61,16 +85,15 @@ struct DecodeWorkspace {
   int32_t places = 0;           // number of places of all workers
 
   static int64_t max_workers(const Shape& shape) {
-    return std::min(int64_t{kDecodeMaxWorkers},
-                    shape.batch * shape.kv_heads * decode_splits(shape));
+    return std::min(int64_t{kDecodeMaxWorkers}, DecodeUnits(shape).units * decode_splits(shape));
   }
   static int64_t bytes(const Shape& shape) {
     if (!takes_decode(shape) || decode_splits(shape) == 1) return 0;
-    const int64_t rows = 2 * max_workers(shape) * decode_rows(shape);
+    const int64_t rows = 2 * max_workers(shape) * DecodeUnits(shape).rows;
     return rows * (pitch(shape) + 2) * 4 + max_workers(shape) * int64_t{sizeof(Ends)};
   }
   static DecodeWorkspace at(const Shape& shape, void* workspace) {
-    const int64_t rows = 2 * max_workers(shape) * decode_rows(shape);
+    const int64_t rows = 2 * max_workers(shape) * DecodeUnits(shape).rows;
     DecodeWorkspace result;
     result.out = static_cast<float*>(workspace);
     result.statistics = result.out + rows * pitch(shape);
@@ -89,24 +112,28 @@ struct DecodePlan {
   int32_t workers, units;
   int32_t parts;     // the most parts of each unit; 0: workers divide units anywhere, or none
   bool whole_units;  // true if workers divide no units
-  bool ragged;       // true if batch entries may differ in the keys that they attend to
+  // True if units may differ in the keys that they attend to, and workers divide them anywhere.
+  bool ragged;
 
-  // `max_workers`: the number of workers that can run at once.
-  static DecodePlan make(const Shape& shape, int64_t max_workers, bool ragged) {
+  // `max_workers`: the number of workers that can run at once. `banded`: see banded(). `moves`:
+  // true if operands decide which keys a batch entry attends to.
+  static DecodePlan make(const Shape& shape, int64_t max_workers, bool moves) {
     DecodePlan plan;
-    const int64_t units = shape.batch * shape.kv_heads, splits = decode_splits(shape);
-    const int64_t rounds = (units + max_workers - 1) / max_workers;
+    const DecodeUnits all(shape);
+    const int64_t units = all.units, splits = decode_splits(shape);
+    const int64_t rounds = ceil_div(units, max_workers);
     const int64_t parts = std::min(max_workers / units, splits);
+    const bool differ = moves && shape.batch > 1;
     plan.units = static_cast<int32_t>(units);
-    plan.ragged = ragged;
     plan.whole_units = splits == 1 || shape.batch > kDecodeMaxRaggedBatch ||
-                       (!ragged && units * 10 >= rounds * max_workers * 9);
+                       (!differ && units * 10 >= rounds * max_workers * 9);
     // With the same number of parts for each unit, the heads of a batch entry are read at the same
     // time, and no worker handles two units.
     const bool alike =
-        !plan.whole_units && !ragged && (parts == splits || parts * units * 10 >= max_workers * 9);
+        !plan.whole_units && !differ && (parts == splits || parts * units * 10 >= max_workers * 9);
     plan.parts = static_cast<int32_t>(alike ? parts : 0);
-    plan.workers = static_cast<int32_t>(plan.whole_units ? (units + rounds - 1) / rounds
+    plan.ragged = differ || (moves && !alike && !plan.whole_units);
+    plan.workers = static_cast<int32_t>(plan.whole_units ? ceil_div(units, rounds)
                                         : alike          ? parts * units
                                                          : std::min(max_workers, units * splits));
     return plan;

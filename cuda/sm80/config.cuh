@@ -83,6 +83,7 @@ struct ForwardConfig {
   static constexpr int kStages =  // for each of K and V
       kFloat32 ? Float32::kStages : JAX_FLASH_SM80_FORWARD_STAGES;
   static constexpr int kMinBlocks = kFloat32 ? Float32::kMinBlocks : kWarps == 4 ? 2 : 1;
+  static constexpr bool kRoundsTiles = true;  // tiles are rounded if products are in TF32
   // If true, the exponentials of 16 columns are computed right before the products that use them,
   // overlapped with the previous products. If false, all exponentials of a tile are computed before
   // the first of these products. See TUNING.md.

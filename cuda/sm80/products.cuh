@@ -16,14 +16,15 @@
 
 namespace jax_flash::sm80 {
 
-// acc = A B^T, for rows of A from `row` on and rows of B from `col` on.
-template <typename Element, int kM, int kN, typename TileA, typename TileB>
+// acc = A B^T, for rows of A from `row` on and rows of B from `col` on. kFlags: ProductFlags.
+template <typename Element, uint32_t kFlags = kRoundedB | kRolled, int kM, int kN, typename TileA,
+          typename TileB>
 __device__ __forceinline__ void multiply_by_transpose(float (&acc)[kM][kN][4], const TileA& a_tile,
                                                       int row, const TileB& b_tile, int col) {
   set_zero(acc);
   const BlockReader a_reader(a_tile, BlockOrder::kRowsFirst, row, 0);
   const BlockReader b_reader(b_tile, BlockOrder::kColsFirst, col, 0);
-  matmul<Element, TileA::kCols / kStepCols<Element>, kRoundedB | kRolled>(
+  matmul<Element, TileA::kCols / kStepCols<Element>, kFlags>(
       acc, [&](uint32_t (&a)[4], int m, int k) { ptx::ldmatrix_x4(a, a_reader.at(m * 16, k * 2)); },
       [&](uint32_t (&b)[4], int n, int k) { ptx::ldmatrix_x4(b, b_reader.at(n * 8, k * 2)); });
 }

@@ -49,6 +49,15 @@ struct Band {
            params.window;
   }
 
+  // Returns the band of up to `rows` rows from row0 on, which then is row 0.
+  __device__ __forceinline__ Band rows_from(int32_t row0, int32_t rows) const {
+    Band part = *this;
+    part.lo += row0;
+    part.hi += row0;
+    part.q_len = min(max(q_len - row0, 0), rows);
+    return part;
+  }
+
   // Return the columns that row i may attend to: [first_col(i), end_col(i)).
   __device__ __forceinline__ int32_t first_col(int32_t row) const { return clamp_col(row + lo); }
   __device__ __forceinline__ int32_t end_col(int32_t row) const { return clamp_col(row + hi); }

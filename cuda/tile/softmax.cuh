@@ -192,8 +192,15 @@ struct OnlineSoftmax {
     float total = sum[m][half];
     total += __shfl_xor_sync(0xffffffff, total, 1);
     total += __shfl_xor_sync(0xffffffff, total, 2);
+    finish_row<kExact>(reference[m][half], total, to_log2, sink, lse, lse_low, normalizer);
+  }
+  // Does the same for a row with the running maximum `value` and the sum `total`.
+  template <bool kExact = false>
+  static __device__ __forceinline__ void finish_row(float value, float total, float to_log2,
+                                                    float sink, float& lse, float& lse_low,
+                                                    float& normalizer) {
     const bool nothing_allowed = total == 0.0f;
-    const float value = reference[m][half], top = fmaxf(value, sink);
+    const float top = fmaxf(value, sink);
     const float factor = nothing_allowed ? 0.0f : ptx::ex2_approx_ftz((value - top) * to_log2);
     if (sink != minus_infinity()) {
       total = fmaf(total, factor, ptx::ex2_approx_ftz((sink - top) * to_log2));

@@ -392,7 +392,7 @@ __device__ __forceinline__ void multiply_probability_value(
     // The sum over keys may have any order. So the accumulator columns 2 t and 2 t + 1, which a
     // thread holds, serve as operand columns t and t + 4, and rows of V are read in that order.
     const TransposedReader<typename Config::ValueTile, StepOrder::kPaired> reader(value_smem, 0, 0);
-    matmul<Element, kN, kRoundedA | kRoundedB>(
+    matmul<Element, kN, kRoundedA | (Config::kRoundsTiles ? kRoundedB : 0)>(
         out,
         [&](uint32_t (&a)[4], int m, int k) {
           if constexpr (Config::kInterleaved) exponentials(m, k);

@@ -13,6 +13,7 @@
 #include "plan/choice.h"
 #include "plan/modifiers.h"
 #include "sm80/config.cuh"
+#include "sm80/decode/kernel.cuh"
 #include "sm80/forward/kernel.cuh"
 #include "sm80/forward/wide.cuh"
 #include "sm80/wide_config.cuh"
@@ -109,6 +110,9 @@ Status launch_forward(const Forward& params, const Choice& choice, cudaStream_t 
     return launch_wide_forward<Element>(params, choice, stream);
   } else {
     return with_kernel_element<Element>(params.options.high_precision, [&](auto element) {
+      if constexpr (kGeneral) {
+        if (choice.decodes) return launch_decode<decltype(element), kHeadDim>(params, stream);
+      }
       return launch_forward_elements<decltype(element), kHeadDim, kGeneral>(params, choice, stream);
     });
   }

@@ -24,6 +24,8 @@
 namespace jax_flash::sm90 {
 
 inline constexpr int kCombineRowBlocks = 8;  // most blocks for the rows of a unit
+// The rows of a unit get more blocks as long as there are no more than these in all.
+inline constexpr int kCombineBlocks = 1024;
 // The shared memory that each block requests if there are few blocks, so that each gets a
 // multiprocessor of its own.
 inline constexpr int kCombineSmemApart = 72 * 1024;
@@ -34,10 +36,15 @@ inline constexpr int kCombineSmemApart = 72 * 1024;
 struct DividedUnit {
   int32_t unit, parts, worker;
 
-  // If batches are alike, the unit is known before the decoding kernel ends.
-  static __device__ __forceinline__ DividedUnit computed(const DecodeCall& call, int32_t block) {
+  // If units are alike, the unit is known before the decoding kernel ends.
+  template <int kBlockKv>
+  static __device__ __forceinline__ DividedUnit computed(const Forward& params,
+                                                         const DecodeCall& call, int32_t block) {
+    if (call.plan.parts) {
+      const int32_t parts = call.shares_of_unit<kBlockKv>(params).workers;
+      return {parts > 1 ? block : -1, parts, block * call.parts.divisor};
+    }
     const DecodeShares& shares = call.shares;
-    if (call.plan.parts) return {block, shares.workers, block * shares.workers};
     const int32_t cost = call.cost.divisor;
     if (block >= shares.workers) return {-1, 0, 0};
     const int32_t end = shares.start(block + 1), unit = call.cost.quotient(end - 1);
@@ -211,8 +218,8 @@ __device__ __forceinline__ void add_warps(float (&result)[kCols],
 // once, and their addresses are computed before the wait. Also before the wait, the same
 // instructions run once with no parts, and the result is discarded. Otherwise instructions would be
 // fetched from memory after the wait, a line at a time, since keys and values have evicted them
-// from L2.
-template <int kHeadDim, int kWarps, typename Element>
+// from L2. If units differ, none of this is done: the block's unit is known after the wait only.
+template <int kHeadDim, int kBlockKv, int kWarps, typename Element>
 __global__ void __launch_bounds__(kWarps * 32)
     decode_combine_kernel(const __grid_constant__ DecodeCall call, const int32_t row_blocks,
                           const __grid_constant__ Forward params) {
@@ -225,17 +232,18 @@ __global__ void __launch_bounds__(kWarps * 32)
   const auto row_block = static_cast<int32_t>(blockIdx.x) % row_blocks;
   const bool ragged = call.plan.ragged;
   if (ragged) ptx::griddepcontrol_wait();
-  const DividedUnit divided =
-      ragged ? DividedUnit::found(call, block) : DividedUnit::computed(call, block);
+  const DividedUnit divided = ragged ? DividedUnit::found(call, block)
+                                     : DividedUnit::computed<kBlockKv>(params, call, block);
   if (divided.unit < 0) return;
   int32_t parts = ragged ? divided.parts : 0;
   const DecodeUnit unit(call, divided.unit);
-  const int32_t q_len = call.band.find(params, unit.batch).q_len;
+  const int32_t q_len = call.band.find(params, unit.batch).q_len - unit.query;
   bool waits = !ragged;  // true if the thread still has to wait
 #pragma unroll 1
   for (int32_t row = row_block; row < call.rows; row += row_blocks) {
-    const int32_t head = call.q_len.quotient(row);
-    const int32_t position = row - head * call.q_len.divisor;
+    const int32_t head = call.queries.quotient(row);
+    const int32_t position = row - head * call.queries.divisor;
+    if (unit.query + position >= call.q_len) continue;
     const bool exists = position < q_len;
     const float sink_log2 = read_sink(call.sinks.data != nullptr,
                                       unit.at<const float>(call.sinks) + head * call.sinks.head);
@@ -290,11 +298,12 @@ __global__ void __launch_bounds__(kWarps * 32)
   }
 }
 
-template <int kHeadDim, typename Element>
+template <int kHeadDim, int kBlockKv, typename Element>
 Status launch_combine(const DecodeCall& call, const Forward& params, cudaStream_t stream) {
-  const int32_t row_blocks = std::min(call.rows, kCombineRowBlocks);
-  const int64_t blocks =
-      int64_t{call.plan.parts ? call.plan.units : call.plan.workers} * row_blocks;
+  const int32_t of_rows = call.plan.parts ? call.plan.units : call.plan.workers;
+  const int32_t row_blocks =
+      std::min(call.rows, std::max(kCombineRowBlocks, kCombineBlocks / of_rows));
+  const int64_t blocks = int64_t{of_rows} * row_blocks;
   const auto launch = [&](auto kernel, int warps) {
     return launch_dependent("sm90::decode_combine_kernel", params.shape, kernel, blocks, warps * 32,
                             blocks <= kDecodeMultiprocessors ? kCombineSmemApart : 0, stream, call,
@@ -302,9 +311,9 @@ Status launch_combine(const DecodeCall& call, const Forward& params, cudaStream_
   };
   // Chooses the warps of a block by the average number of parts of a unit.
   if (call.plan.workers / call.plan.units < 4) {
-    return launch(decode_combine_kernel<kHeadDim, 2, Element>, 2);
+    return launch(decode_combine_kernel<kHeadDim, kBlockKv, 2, Element>, 2);
   }
-  return launch(decode_combine_kernel<kHeadDim, 8, Element>, 8);
+  return launch(decode_combine_kernel<kHeadDim, kBlockKv, 8, Element>, 8);
 }
 
 }  // namespace jax_flash::sm90

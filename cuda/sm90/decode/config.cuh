@@ -46,6 +46,7 @@ struct DecodeWork {
   float *lse, *sinks;  // `lse` is for the statistics of such a part
   Band band;
   RowRange attended;  // keys that some row may attend to
+  int32_t queries;    // of the unit
   int32_t tile, end;  // key tiles; empty only if the unit has none
   int32_t kind;
 

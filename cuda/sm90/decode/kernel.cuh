@@ -1,12 +1,12 @@
 // Computes the forward pass of calls with few query rows, such as decoding, on sm_90. Memory
-// bandwidth bounds it. A unit is one key/value head of one batch entry. For each tile of its keys,
-// S = Q K^T, P = 2^(scale log2(e) S - m) with m the row's running maximum, and O = O 2^(m_old - m)
-// + P V.
+// bandwidth bounds it. A unit is some queries of the heads that share a key/value head, usually all
+// queries, in one batch entry. For each tile of its keys, S = Q K^T, P = 2^(scale log2(e) S - m)
+// with m the row's running maximum, and O = O 2^(m_old - m) + P V.
 //
-// The query rows of all heads that share a key/value head form one tile of up to 64 rows, so that
-// keys and values are read once. Persistent blocks, the workers, divide the keys of all units
-// evenly (plan/decode.h). A second kernel combines the parts of a divided unit
-// (sm90/decode/combine.cuh).
+// The query rows of all heads that share a key/value head form tiles of up to 64 rows, one for each
+// unit, so that keys and values are read once for a tile. Persistent blocks, the workers, divide
+// the keys of all units evenly (plan/decode.h). A second kernel combines the parts of a divided
+// unit (sm90/decode/combine.cuh).
 //
 // Roles of warps. One warpgroup computes, faster than tiles arrive. Warp 4 copies K and V in a ring
 // of tiles, which does not drain between units. Warp 5 copies Q and describes the work.
@@ -81,8 +81,9 @@ __device__ __forceinline__ void produce_decode_queries(const DecodeCall& call,
   uint32_t parity = 1;
   for (DecodeWalk<Config::kBlockKv> walk(params, call, block); walk.valid();) {
     const DecodeUnit unit(call, walk.unit);
-    const Band band = call.band.of(params, unit.batch);
-    const TileRange tiles = call.tiles_of<Config::kBlockKv>(band);
+    const Band batch_band = call.band.of(params, unit.batch);
+    const TileRange tiles = call.tiles_of<Config::kBlockKv>(batch_band);
+    const Band band = batch_band.rows_from(unit.query, call.queries.divisor);
     const int32_t cost = decode_cost(tiles);
     const TileRange part = walk.part(cost);
     const bool begins = part.first == 0, whole = begins && part.end == cost;
@@ -93,7 +94,7 @@ __device__ __forceinline__ void produce_decode_queries(const DecodeCall& call,
 #pragma unroll
       for (int panel = 0; panel < QueryTile::kPanels; ++panel) {
         load_box(smem.query().root + panel * QueryTile::kPanelBytes, maps.query, smem.query_full(),
-                 call.query, unit.batch_axes, unit.head, 0, panel * 64);
+                 call.query, unit.batch_axes, unit.head, unit.query, panel * 64);
       }
       DecodeWork& work = *smem.work;
       // The addresses are computed here: a consumer would stall at the end of its part on
@@ -104,6 +105,7 @@ __device__ __forceinline__ void produce_decode_queries(const DecodeCall& call,
       work.lse = whole ? unit.at<float>(call.lse) : call.workspace.statistics + place * 2;
       work.sinks = call.sinks.data == nullptr ? nullptr : unit.at<float>(call.sinks);
       work.band = band;
+      work.queries = min(call.queries.divisor, call.q_len - unit.query);
       work.attended = {band.first_col(0), band.end_col(band.q_len - 1)};
       work.tile = tiles.first + part.first;
       work.end = min(tiles.first + part.end, tiles.end);
@@ -147,13 +149,15 @@ struct DecodeConsumer {
         // The reduction makes the row uniform for the compiler.
         warp_row(__reduce_max_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32 * 16)) {}
 
-  // Returns this thread's row, an index in [group, q_len].
+  // Returns this thread's row, an index in [group, queries].
   __device__ __forceinline__ int32_t row(int half) const {
     return warp_row + fragment_row(0, 2 * half);
   }
-  __device__ __forceinline__ int32_t head(int half) const { return call.q_len.quotient(row(half)); }
+  __device__ __forceinline__ int32_t head(int half) const {
+    return call.queries.quotient(row(half));
+  }
   __device__ __forceinline__ int32_t position(int half) const {
-    return row(half) - head(half) * call.q_len.divisor;
+    return row(half) - head(half) * call.queries.divisor;
   }
   __device__ __forceinline__ bool has_rows() const { return warp_row < call.rows; }
 
@@ -253,7 +257,7 @@ struct DecodeConsumer {
   // `factor`.
   __device__ __forceinline__ bool find_exponentials(int32_t tile, float (&factor)[1][2]) {
     const int32_t col0 = tile * Config::kBlockKv;
-    if (!work.band.all_allowed(0, call.q_len.divisor, col0, col0 + Config::kBlockKv)) {
+    if (!work.band.all_allowed(0, call.queries.divisor, col0, col0 + Config::kBlockKv)) {
       const int32_t base = col0 + fragment_col(0, 0);
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
@@ -289,7 +293,7 @@ struct DecodeConsumer {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t unit_head = head(half), at = position(half);
-      const bool valid = row(half) < call.rows;
+      const bool valid = row(half) < call.rows && at < work.queries;
       const float sink_log2 =
           read_sink(work.sinks != nullptr && valid, work.sinks + unit_head * call.sinks.head);
       float lse, normalizer;
@@ -403,9 +407,9 @@ template <typename Config, typename Element>
 Status launch_decode_plan(const Forward& params, const DecodePlan& plan, cudaStream_t stream) {
   const Shape& shape = params.shape;
   ForwardMaps maps;
-  Status status =
-      make_tensor_map("query", shape, params.query, shape.q_len, shape.heads, shape.head_dim,
-                      shape.q_len, maps.query, shape.heads / shape.kv_heads);
+  Status status = make_tensor_map("query", shape, params.query, shape.q_len, shape.heads,
+                                  shape.head_dim, static_cast<int>(DecodeUnits(shape).queries),
+                                  maps.query, shape.heads / shape.kv_heads);
   // The L2 promotion is 128 bytes; 256 bytes, as in other kernels, would cost 7% of the bandwidth.
   constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
   if (status.ok()) {
@@ -421,7 +425,7 @@ Status launch_decode_plan(const Forward& params, const DecodePlan& plan, cudaStr
   status = launch_kernel("sm90::decode_kernel", shape, decode_kernel<Config, Element>, plan.workers,
                          Config::kThreads, Config::kSmemBytes, stream, call, maps, params);
   if (!status.ok() || !call.divides_units()) return status;
-  return launch_combine<Config::kHeadDim, Element>(call, params, stream);
+  return launch_combine<Config::kHeadDim, Config::kBlockKv, Element>(call, params, stream);
 }
 
 // Launches decoding. kHeadDim bounds head_dim and value_dim.
@@ -430,12 +434,11 @@ Status launch_decode(const Forward& params, cudaStream_t stream) {
   using Config = DecodeConfigOf<kHeadDim>;
   int sms = 0;
   if (const Status status = multiprocessors(sms); !status.ok()) return status;
-  // True if batches may differ in their keys: with lengths, or with a band that the operands move.
-  const bool ragged = params.query_seq_lengths || params.key_value_seq_lengths || params.window ||
-                      (params.query_offset && banded(params.options));
+  const bool moves = params.query_seq_lengths || params.key_value_seq_lengths || params.window ||
+                     (params.query_offset && banded(params.options));
   const int64_t workers = std::min(sms, kDecodeMultiprocessors) * Config::kBlocks;
-  return launch_decode_plan<Config, Element>(
-      params, DecodePlan::make(params.shape, workers, ragged), stream);
+  return launch_decode_plan<Config, Element>(params, DecodePlan::make(params.shape, workers, moves),
+                                             stream);
 }
 
 }  // namespace jax_flash::sm90

@@ -44,12 +44,12 @@ struct DecodeCall {
   DecodePlan plan;
   BoxAxes key, value, query;
   CallBand band;
-  TileRange tiles;      // key tiles, if batches are alike, and in this case:
+  TileRange tiles;      // key tiles, if units are alike: at most, if operands decide
   Divisor cost;         // cost of a unit
   DecodeShares shares;  // shares of a unit if the plan has parts, else of all tiles
   Divisor parts;        // parts of a unit, or 1
-  Divisor inner_batch, kv_heads, q_len;
-  int32_t group, rows, kv_len, value_dim;
+  Divisor inner_batch, batch_units, chunks, queries;  // batch_units: units of a batch entry
+  int32_t group, rows, q_len, kv_len, value_dim;
   float to_log2;
   RowsOperand out, lse, sinks;
   DecodeWorkspace workspace;
@@ -60,17 +60,21 @@ struct DecodeCall {
         value(params.value),
         query(params.query),
         band(params),
-        tiles(tiles_of(band.band, block_kv)),
+        tiles(band.varies
+                  ? TileRange{0, static_cast<int32_t>(ceil_div(params.shape.kv_len, block_kv))}
+                  : tiles_of(band.band, block_kv)),
         cost(decode_cost(tiles)),
         shares(plan.parts ? DecodeShares(plan.parts, block_kv, cost.divisor)
                           : DecodeShares(plan.workers, block_kv, plan.units * cost.divisor)),
         parts(plan.parts ? shares.workers : 1),
         inner_batch(
             params.shape.num_batch_dims > 1 ? static_cast<int32_t>(params.shape.batch_dims[1]) : 1),
-        kv_heads(params.shape.kv_heads),
-        q_len(params.shape.q_len),
+        batch_units(static_cast<int32_t>(DecodeUnits(params.shape).units / params.shape.batch)),
+        chunks(static_cast<int32_t>(DecodeUnits(params.shape).chunks)),
+        queries(static_cast<int32_t>(DecodeUnits(params.shape).queries)),
         group(params.shape.heads / params.shape.kv_heads),
-        rows(group * params.shape.q_len),
+        rows(group * queries.divisor),
+        q_len(params.shape.q_len),
         kv_len(params.shape.kv_len),
         value_dim(params.shape.value_dim),
         to_log2(params.options.scale * kLog2E),
@@ -82,7 +86,14 @@ struct DecodeCall {
   // Returns whether decode_combine_kernel may have work, as far as the host knows.
   bool divides_units() const { return !plan.whole_units && !(plan.parts && parts.divisor == 1); }
 
-  // Returns the tiles of the keys that a batch attends to.
+  // Returns how the parts of a unit divide it, if the plan has parts.
+  template <int kBlockKv>
+  __device__ __forceinline__ DecodeShares shares_of_unit(const Forward& params) const {
+    if (!band.varies) return shares;
+    return DecodeShares(plan.parts, kBlockKv, decode_cost(tiles_of<kBlockKv>(band.of(params, 0))));
+  }
+  // Returns the tiles of the keys that a batch attends to. All units of a batch have them: those
+  // with the same keys then read these at about the same time, from L2.
   template <int kBlockKv>
   __device__ __forceinline__ TileRange tiles_of(const Band& batch_band) const {
     return plan.ragged || band.varies ? kv_tiles<kBlockKv>(batch_band, 0, batch_band.q_len) : tiles;
@@ -98,15 +109,17 @@ struct DecodeCall {
   }
 };
 
-// Names a unit, and its first query head.
+// Names a unit, its first query head and its first query.
 struct DecodeUnit {
-  int32_t batch, kv_head, head;
+  int32_t batch, kv_head, head, query;
   int32_t batch_axes[kTensorMapBatchDims];
 
   __device__ __forceinline__ DecodeUnit(const DecodeCall& call, int32_t unit) {
-    batch = call.kv_heads.quotient(unit);
-    kv_head = unit - batch * call.kv_heads.divisor;
+    batch = call.batch_units.quotient(unit);
+    const int32_t in_batch = unit - batch * call.batch_units.divisor;
+    kv_head = call.chunks.quotient(in_batch);
     head = kv_head * call.group;
+    query = (in_batch - kv_head * call.chunks.divisor) * call.queries.divisor;
     batch_axes[0] = call.inner_batch.quotient(batch);
     batch_axes[1] = batch - batch_axes[0] * call.inner_batch.divisor;
   }
@@ -115,7 +128,7 @@ struct DecodeUnit {
   template <typename Element>
   __device__ __forceinline__ Element* at(const RowsOperand& operand) const {
     return static_cast<Element*>(operand.data) + batch_axes[0] * operand.batch[0] +
-           batch_axes[1] * operand.batch[1] + head * operand.head;
+           batch_axes[1] * operand.batch[1] + head * operand.head + query * operand.row;
   }
 };
 
@@ -135,11 +148,12 @@ struct DecodeWalk {
       unit = worker * share + min(worker, rest);
       end_unit = unit + share + (worker < rest);
     } else if (plan.parts) {
-      // Batches are alike here: without a band, an offset changes no tiles.
+      // Units are alike here: without a band, an offset changes no tiles.
       unit = call.parts.quotient(worker);
       const int32_t part = worker - unit * call.parts.divisor;
-      first = call.shares.start(part);
-      set_end(call.shares, plan, part);
+      const DecodeShares shares = call.shares_of_unit<kBlockKv>(params);
+      first = shares.start(part);
+      set_end(shares, plan, part);
     } else if (!plan.ragged) {
       unit = call.cost.quotient(call.shares.start(worker));
       first = call.shares.start(worker) - unit * call.cost.divisor;
@@ -185,13 +199,13 @@ struct DecodeWalk {
       mine = cost(batch + lane);
       total += mine;
     }
-    total = __reduce_add_sync(0xffffffff, total) * call.kv_heads.divisor;
+    total = __reduce_add_sync(0xffffffff, total) * call.batch_units.divisor;
     const DecodeShares shares(call.plan.workers, kBlockKv, total);
     const int32_t start = min(shares.start(worker), total - 1);
     int32_t before = 0;
     for (int32_t batch = 0;; batch += 32) {
       if (batches > 32) mine = cost(batch + lane);
-      int32_t sum = mine * call.kv_heads.divisor;
+      int32_t sum = mine * call.batch_units.divisor;
 #pragma unroll
       for (int distance = 1; distance < 32; distance *= 2) {
         const int32_t lower = __shfl_up_sync(0xffffffff, sum, distance);
@@ -200,10 +214,10 @@ struct DecodeWalk {
       const uint32_t beyond = __ballot_sync(0xffffffff, before + sum > start);
       if (beyond) {
         const int at = __ffs(beyond) - 1;
-        before += __shfl_sync(0xffffffff, sum - mine * call.kv_heads.divisor, at);
+        before += __shfl_sync(0xffffffff, sum - mine * call.batch_units.divisor, at);
         const int32_t its_cost = __shfl_sync(0xffffffff, mine, at);
         DecodeWalk walk;
-        walk.unit = (batch + at) * call.kv_heads.divisor + (start - before) / its_cost;
+        walk.unit = (batch + at) * call.batch_units.divisor + (start - before) / its_cost;
         walk.first = (start - before) % its_cost;
         walk.set_end(shares, call.plan, worker);
         return walk;

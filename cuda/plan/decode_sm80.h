@@ -1,0 +1,104 @@
+// Divides the work of the sm_80 family's decoding kernel, as far as shapes determine it. This is
+// plain C++, because the size of the workspace depends on it, too.
+//
+// A unit is up to 16 query rows of the heads that share a key/value head, in one batch entry. Its
+// rows are ordered as [queries, heads of the group]. If there are few units, blocks divide the keys
+// of each into parts, and a second kernel combines the partial results.
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "params.h"
+#include "plan/choice.h"
+#include "plan/divisor.h"
+
+namespace jax_flash::sm80 {
+
+inline constexpr int kDecodeRows = 16;         // the most rows of a unit
+inline constexpr int kDecodeMaxHeadDim = 256;  // of query and value
+inline constexpr int kDecodePartKeys = 128;    // a part has at least as many keys
+inline constexpr int kDecodeMaxBlocks = 2048;  // the most blocks of a call that divides units
+
+// Return the warps of a block, and the keys of a tile for each warp, for an instance's head dim and
+// bytes of an element. A warp has registers for sums of all columns, so with more columns, a
+// multiprocessor has fewer warps.
+constexpr int decode_warps(int head_dim) { return head_dim <= 128 ? 4 : 2; }
+constexpr int decode_warp_keys(int head_dim, int bytes) {
+  return head_dim * bytes <= 128 ? 32 : 16;
+}
+
+struct DecodeUnits {
+  int32_t group = 0;   // query heads for each key/value head
+  int64_t chunks = 0;  // units of a key/value head
+  int64_t count = 0;   // units of the call
+
+  explicit DecodeUnits(const Shape& shape) {
+    if (shape.kv_heads == 0) return;
+    group = shape.heads / shape.kv_heads;
+    chunks = ceil_div(int64_t{group} * shape.q_len, kDecodeRows);
+    count = shape.batch * shape.kv_heads * chunks;
+  }
+};
+
+// Returns whether decoding is faster than the forward kernel, which computes tiles of 64 or more
+// rows of one head: if there are no more units than such tiles, or if the tiles leave most
+// multiprocessors idle.
+inline bool takes_decode(const Shape& shape) {
+  if (std::max(shape.head_dim, shape.value_dim) > kDecodeMaxHeadDim) return false;
+  const int64_t units = DecodeUnits(shape).count, tiles = query_tiles(shape, 64);
+  return units > 0 && units <= INT32_MAX &&
+         (units <= tiles || (tiles <= 32 && shape.kv_len >= 512));
+}
+
+// Returns the number of parts for which `units` units take the least time, if `blocks` blocks run
+// at once. A round of blocks takes as long as a part's keys and 128 more, and the second kernel as
+// long as 128 more in each round.
+inline int32_t decode_parts(int64_t units, int64_t blocks, int64_t kv_len, int64_t most) {
+  int64_t best = 1, least = INT64_MAX;
+  for (int64_t parts = 1; parts <= most; ++parts) {
+    const int64_t time =
+        ceil_div(units * parts, blocks) * (ceil_div(kv_len, parts) + (parts > 1 ? 256 : 128));
+    if (time < least) {
+      least = time;
+      best = parts;
+    }
+  }
+  return static_cast<int32_t>(best);
+}
+
+// Describes the partial results of units whose keys blocks divide.
+struct DecodeParts {
+  float* values = nullptr;      // [units, parts, kDecodeRows, pitch]: sums of P V
+  float* statistics = nullptr;  // [units, parts, kDecodeRows, 2]: running maximum, sum of P
+  int32_t units = 0, chunks = 0, parts = 0, pitch = 0;
+
+  // `blocks`: the number of blocks that run at once.
+  static DecodeParts at(const Shape& shape, int64_t blocks, void* workspace) {
+    const DecodeUnits units(shape);
+    DecodeParts result;
+    result.units = static_cast<int32_t>(units.count);
+    result.chunks = static_cast<int32_t>(units.chunks);
+    result.parts = decode_parts(units.count, blocks, shape.kv_len, most_parts(shape));
+    result.pitch = pitch_of(shape);
+    result.values = static_cast<float*>(workspace);
+    result.statistics =
+        result.values + int64_t{result.units} * result.parts * kDecodeRows * result.pitch;
+    return result;
+  }
+  // Returns the bytes of the workspace, enough for any number of blocks.
+  static int64_t bytes(const Shape& shape) {
+    if (!takes_decode(shape) || most_parts(shape) == 1) return 0;
+    return DecodeUnits(shape).count * most_parts(shape) * kDecodeRows * (pitch_of(shape) + 2) * 4;
+  }
+
+ private:
+  static int32_t pitch_of(const Shape& shape) { return (shape.value_dim + 3) / 4 * 4; }
+  static int64_t most_parts(const Shape& shape) {
+    const int64_t units = std::max(DecodeUnits(shape).count, int64_t{1});
+    return std::clamp(kDecodeMaxBlocks / units, int64_t{1},
+                      std::max(ceil_div(shape.kv_len, kDecodePartKeys), int64_t{1}));
+  }
+};
+
+}  // namespace jax_flash::sm80

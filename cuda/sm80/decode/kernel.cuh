@@ -1,0 +1,468 @@
+// Computes the forward pass of calls with few query rows, such as decoding, with any modifiers but
+// dropout. It has the mathematics of sm80/forward/kernel.cuh, with a last step in which rows are
+// combined that several warps, and possibly several blocks, have computed for different keys:
+//
+//   m = max(m_i), l = sum of 2^(m_i - m) l_i, O = sum of 2^(m_i - m) O_i
+//
+// A unit is up to 16 query rows of the heads that share a key/value head, so that keys and values
+// are read once for all of them (plan/decode_sm80.h). A block computes a part of a unit's keys, a
+// tile at a time: all of its threads copy the tile, and each warp computes all rows for its own
+// keys of the tile.
+//
+// Shared memory: Q | kStages tiles of K | kStages tiles of V; at the end, the warps' O.
+#pragma once
+
+#include <cstdint>
+#include <type_traits>
+
+#include "modifiers/logits.cuh"
+#include "modifiers/sinks.cuh"
+#include "params.h"
+#include "plan/decode_sm80.h"
+#include "ptx/cp_async.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/math.cuh"
+#include "ptx/shared.cuh"
+#include "sm80/forward/kernel.cuh"
+#include "sm80/products.cuh"
+#include "status.h"
+#include "tile/band.cuh"
+#include "tile/batch_index.cuh"
+#include "tile/element.cuh"
+#include "tile/float32_rows.cuh"
+#include "tile/launch.cuh"
+#include "tile/matmul.cuh"
+#include "tile/smem_tile.cuh"
+#include "tile/softmax.cuh"
+
+namespace jax_flash::sm80 {
+
+template <typename Element, int kHeadDimension>
+struct DecodeConfig {
+  static constexpr int kHeadDim = kHeadDimension, kBytes = kIsFloat32<Element> ? 4 : 2;
+  static constexpr int kWarps = decode_warps(kHeadDim), kThreads = 32 * kWarps;
+  static constexpr int kWarpKeys = decode_warp_keys(kHeadDim, kBytes);
+  static constexpr int kBlockKv = kWarps * kWarpKeys;
+  // For multiply_probability_value(). Only one warp reads an element, so it is rounded then.
+  static constexpr bool kInterleaved = false, kRoundsTiles = false;
+  using QueryTile = SmemTile<kDecodeRows, kHeadDim, kBytes>;
+  using KeyTile = SmemTile<kBlockKv, kHeadDim, kBytes>;
+  using ValueTile = KeyTile;
+  static constexpr int kStages = QueryTile::kBytes + 4 * KeyTile::kBytes <= 96 * 1024 ? 2 : 1;
+  static constexpr int kSmemBytes = QueryTile::kBytes + 2 * kStages * KeyTile::kBytes;
+  // Blocks of a multiprocessor of sm_90. Split products need more registers.
+  static constexpr bool kSplit = std::is_same_v<Element, Tf32x3>;
+  static constexpr int kBlocks = kSmemBytes <= 72 * 1024 && !kSplit ? 3 : 2;
+  static_assert(kSmemBytes <= 98 * 1024);
+  static_assert(kWarps * kDecodeRows * kHeadDim * 4 <= kSmemBytes);
+};
+
+// Names a unit.
+struct DecodeUnit {
+  int64_t batch_index;
+  int32_t kv_head, group;
+  int32_t first_row, rows;  // counted in [queries, heads of the group]
+
+  __device__ __forceinline__ DecodeUnit(const Shape& shape, const DecodeParts& parts,
+                                        int32_t unit) {
+    group = shape.heads / shape.kv_heads;
+    const int32_t head = unit / parts.chunks;
+    first_row = (unit - head * parts.chunks) * kDecodeRows;
+    rows = min(kDecodeRows, group * shape.q_len - first_row);
+    batch_index = head / shape.kv_heads;
+    kv_head = head % shape.kv_heads;
+  }
+  __device__ __forceinline__ int32_t query(int row) const { return (first_row + row) / group; }
+  __device__ __forceinline__ int32_t head(int row) const {
+    return kv_head * group + (first_row + row) % group;
+  }
+};
+
+// Starts to copy a unit's rows of Q. Rows that it lacks, and columns past the head dim, become
+// zero.
+template <typename Config, typename Element>
+__device__ __forceinline__ void load_query_rows(const typename Config::QueryTile& tile,
+                                                const Forward& params, const BatchIndex& batch,
+                                                const DecodeUnit& unit) {
+  using Tile = typename Config::QueryTile;
+  constexpr int kChunks = Config::kHeadDim / Tile::kChunkCols;
+  for (int index = threadIdx.x; index < kDecodeRows * kChunks; index += Config::kThreads) {
+    const int row = index / kChunks, col = index % kChunks * Tile::kChunkCols;
+    const int valid =
+        row < unit.rows ? min(max(params.shape.head_dim - col, 0), Tile::kChunkCols) : 0;
+    const int last = min(row, unit.rows - 1);
+    const Element* from = batch.pointer<const Element>(params.query, unit.head(last)) +
+                          unit.query(last) * params.query.row + col;
+    const uint32_t to = tile.address(row, index % kChunks);
+    if (reinterpret_cast<uintptr_t>(from) % 16 == 0) {
+      ptx::cp_async_16_of(to, from, valid * Config::kBytes);
+    } else {  // float32
+      for (int e = 0; e < 4; ++e) ptx::cp_async_4(to + e * 4, from + e, e < valid);
+    }
+  }
+}
+
+// Computes lse of a row, and the factor of its output; stores lse. `top` and `total`: its running
+// maximum and its sum of exponentials.
+template <typename Element>
+__device__ __forceinline__ float finish_row(const Forward& params, const BatchIndex& batch,
+                                            const Band& band, int32_t head, int32_t query,
+                                            float top, float total, bool stores) {
+  const bool natural = in_natural_units(params);
+  const float sink =
+      read_sink(bool{params.sinks}, batch.pointer<const float>(params.sinks, head), !natural);
+  float lse, lse_low, normalizer;
+  OnlineSoftmax<1, true>::finish_row<std::is_same_v<Element, Tf32x3>>(
+      top, total, natural ? kLog2E : 1.0f, sink, lse, lse_low, normalizer);
+  if (query >= band.q_len) {
+    lse = minus_infinity();
+    lse_low = normalizer = 0.0f;
+  }
+  if (stores) {
+    batch.pointer<float>(params.lse, head)[query * params.lse.row] = lse;
+    if (params.lse_low) {
+      batch.pointer<float>(params.lse_low, head)[query * params.lse_low.row] = lse_low;
+    }
+  }
+  return normalizer;
+}
+
+// Stores up to four columns of a row of out.
+template <typename Element>
+__device__ __forceinline__ void store_columns(const Forward& params, const BatchIndex& batch,
+                                              int32_t head, int32_t query, int32_t col,
+                                              const float4& values, float normalizer) {
+  const float results[4] = {values.x, values.y, values.z, values.w};
+  if constexpr (kIsFloat32<Element>) {
+    float* to = batch.pointer<float>(params.out, head) + query * params.out.row + col;
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (col + e < params.shape.value_dim) {
+        to[e] = normalizer == 0.0f ? 0.0f : results[e] * normalizer;
+      }
+    }
+  } else {
+    uint32_t words[2] = {};
+    if (normalizer != 0.0f) {
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        words[i] =
+            ptx::cvt_rn_x2<Element>(results[2 * i] * normalizer, results[2 * i + 1] * normalizer);
+      }
+    }
+    Element* to = batch.pointer<Element>(params.out, head) + query * params.out.row + col;
+    *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
+  }
+}
+
+// Returns the greatest running maximum among statistics that have a sum, and the sums relative to
+// it.
+struct CombinedRow {
+  float top = minus_infinity(), total = 0.0f;
+
+  __device__ __forceinline__ void include_top(const float2& statistics) {
+    if (statistics.y != 0.0f) top = fmaxf(top, statistics.x);
+  }
+  __device__ __forceinline__ float factor(const float2& statistics, float to_log2) const {
+    return statistics.y == 0.0f ? 0.0f : ptx::ex2_approx_ftz((statistics.x - top) * to_log2);
+  }
+};
+
+// Adds up the warps' rows, which are in shared memory, and stores the results, or the block's part
+// of them. Each warp takes some of the rows.
+template <typename Config, typename Element>
+__device__ __forceinline__ void combine_warps(
+    const Forward& params, const DecodeParts& parts, const BatchIndex& batch, const Band& band,
+    const DecodeUnit& unit, int64_t part, const float* values,
+    const float2 (&statistics)[Config::kWarps][kDecodeRows]) {
+  const float to_log2 = in_natural_units(params) ? kLog2E : 1.0f;
+  const int lane = threadIdx.x % 32;
+  for (int row = threadIdx.x / 32; row < unit.rows; row += Config::kWarps) {
+    CombinedRow combined;
+#pragma unroll
+    for (int i = 0; i < Config::kWarps; ++i) combined.include_top(statistics[i][row]);
+    float factors[Config::kWarps];
+#pragma unroll
+    for (int i = 0; i < Config::kWarps; ++i) {
+      factors[i] = combined.factor(statistics[i][row], to_log2);
+      combined.total += statistics[i][row].y * factors[i];
+    }
+    const int64_t place = part * kDecodeRows + row;
+    const int32_t head = unit.head(row), query = unit.query(row);
+    float normalizer = 0.0f;
+    if (parts.parts == 1) {
+      normalizer = finish_row<Element>(params, batch, band, head, query, combined.top,
+                                       combined.total, lane == 0);
+    } else if (lane == 0) {
+      reinterpret_cast<float2*>(parts.statistics)[place] = {combined.top, combined.total};
+    }
+    for (int col = lane * 4; col < params.shape.value_dim; col += 128) {
+      float4 sum = {};
+#pragma unroll
+      for (int i = 0; i < Config::kWarps; ++i) {
+        const auto& value = *reinterpret_cast<const float4*>(
+            values + (i * kDecodeRows + row) * Config::kHeadDim + col);
+        sum.x += factors[i] * value.x;
+        sum.y += factors[i] * value.y;
+        sum.z += factors[i] * value.z;
+        sum.w += factors[i] * value.w;
+      }
+      if (parts.parts == 1) {
+        store_columns<Element>(params, batch, head, query, col, sum, normalizer);
+      } else {
+        *reinterpret_cast<float4*>(parts.values + place * parts.pitch + col) = sum;
+      }
+    }
+  }
+}
+
+// Computes the rows of a part of a unit's keys. The tiles of keys are in shared memory from
+// `key_smem` on, those of values follow.
+template <typename Config, typename Element>
+struct DecodeLoop {
+  using KeyTile = typename Config::KeyTile;
+  const Forward& params;
+  const Band& band;
+  typename Config::QueryTile query_smem;
+  const Element *key, *value;  // of the head
+  int32_t first_col, end_col;  // columns that some row may attend to
+  int32_t rows;                // of the unit
+
+  // Returns a tile of K for which == 0, or of V for which == 1.
+  __device__ __forceinline__ KeyTile tile_smem(int stage, int which) const {
+    return {query_smem.root,
+            Config::QueryTile::kBytes + static_cast<uint32_t>(2 * stage + which) * KeyTile::kBytes};
+  }
+  __device__ __forceinline__ void load(int32_t tile, int stage) const {
+    const Shape& shape = params.shape;
+    load_tile<Config::kThreads>(tile_smem(stage, 0), key, params.key.row, tile * Config::kBlockKv,
+                                first_col, end_col, shape.head_dim);
+    load_tile<Config::kThreads>(tile_smem(stage, 1), value, params.value.row,
+                                tile * Config::kBlockKv, first_col, end_col, shape.value_dim);
+  }
+  // Returns the warp's own keys of a tile.
+  static __device__ __forceinline__ KeyTile of_warp(KeyTile tile) {
+    tile.offset += threadIdx.x / 32 * Config::kWarpKeys * 128;
+    return tile;
+  }
+
+  // Computes tiles [tile, end). The first has been loaded. `modifiers`, `queries`: of this thread's
+  // two rows.
+  template <int kOutN>
+  __device__ __forceinline__ void run(int32_t tile, int32_t end, float (&out)[1][kOutN][4],
+                                      OnlineSoftmax<1, true>& softmax, float to_log2,
+                                      const LogitModifiers (&modifiers)[2],
+                                      const int32_t (&queries)[2]) const {
+#pragma unroll 1
+    for (int stage = 0; tile < end; ++tile, stage ^= Config::kStages - 1) {
+      wait_for_copies();
+      if (Config::kStages == 2 && tile + 1 < end) load(tile + 1, stage ^ 1);
+      ptx::cp_async_commit_group();
+      float logits[1][Config::kWarpKeys / 8][4];
+      multiply_by_transpose<Element, kRolled>(logits, query_smem, 0, of_warp(tile_smem(stage, 0)),
+                                              0);
+      const int32_t col0 =
+          tile * Config::kBlockKv + static_cast<int>(threadIdx.x) / 32 * Config::kWarpKeys;
+#pragma unroll
+      for (int half = 0; half < 2; ++half) {
+        if (half == 0 || rows > 8) {
+          modifiers[half].apply_row(logits[0], half, band, queries[half], col0);
+          continue;
+        }
+#pragma unroll
+        for (int n = 0; n < Config::kWarpKeys / 8; ++n) {
+          logits[0][n][2] = logits[0][n][3] = minus_infinity();
+        }
+      }
+      const uint32_t attended = attended_columns(logits);
+      softmax.update_reference(logits, to_log2, out);
+      const Kept kept[1] = {};
+      multiply_probability_value<Config, Element, true>(out, logits, softmax, to_log2, false, kept,
+                                                        attended, of_warp(tile_smem(stage, 1)));
+      if (Config::kStages == 1) {
+        __syncthreads();
+        if (tile + 1 < end) load(tile + 1, 0);
+        ptx::cp_async_commit_group();
+      }
+    }
+    wait_for_copies();
+  }
+};
+
+// Stores a warp's rows and their statistics for combine_warps().
+template <typename Config, typename Element, int kOutN>
+__device__ __forceinline__ void put_rows(float* values,
+                                         float2 (&statistics)[Config::kWarps][kDecodeRows],
+                                         const float (&out)[1][kOutN][4],
+                                         const OnlineSoftmax<1, true>& softmax) {
+  const int warp = threadIdx.x / 32;
+  float* mine = values + warp * kDecodeRows * Config::kHeadDim;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = fragment_row(0, 2 * half);
+    float total = softmax.sum[0][half];
+    total += __shfl_xor_sync(0xffffffff, total, 1);
+    total += __shfl_xor_sync(0xffffffff, total, 2);
+    if (threadIdx.x % 4 == 0) statistics[warp][row] = {softmax.reference[0][half], total};
+    if constexpr (kIsFloat32<Element>) {
+      Float32Rows(mine, Config::kHeadDim, Config::kHeadDim).store(row, half, out[0]);
+    } else {
+#pragma unroll
+      for (int n = 0; n < kOutN; ++n) {
+        *reinterpret_cast<float2*>(mine + row * Config::kHeadDim + fragment_col(n, 0)) = {
+            out[0][n][2 * half], out[0][n][2 * half + 1]};
+      }
+    }
+  }
+}
+
+// The grid is [parts, units].
+template <typename Config, typename Element>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
+    decode_kernel(const __grid_constant__ Forward params, const DecodeParts parts) {
+  extern __shared__ __align__(1024) uint8_t smem[];
+  __shared__ float2 statistics[Config::kWarps][kDecodeRows];
+  const auto unit_index = static_cast<int32_t>(blockIdx.x % parts.units);
+  const auto part = static_cast<int32_t>(blockIdx.x / parts.units);
+  const DecodeUnit unit(params.shape, parts, unit_index);
+  const BatchIndex batch(params.shape, unit.batch_index);
+  const Band band(params, batch);
+  const int32_t last_query = min(unit.query(unit.rows - 1), band.q_len - 1);
+  const TileRange tiles = kv_tiles<Config::kBlockKv>(band, unit.query(0), last_query + 1);
+  const int64_t count = tiles.end - tiles.first;
+
+  const DecodeLoop<Config, Element> loop{params,
+                                         band,
+                                         {ptx::shared_address(smem), 0},
+                                         batch.pointer<const Element>(params.key, unit.kv_head),
+                                         batch.pointer<const Element>(params.value, unit.kv_head),
+                                         band.first_col(unit.query(0)),
+                                         band.end_col(last_query),
+                                         unit.rows};
+  const int32_t first = tiles.first + static_cast<int32_t>(count * part / parts.parts);
+  const int32_t end = tiles.first + static_cast<int32_t>(count * (part + 1) / parts.parts);
+  if (first < end) {
+    load_query_rows<Config, Element>(loop.query_smem, params, batch, unit);
+    loop.load(first, 0);
+  }
+  ptx::cp_async_commit_group();
+
+  int32_t heads[2], queries[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int row = fragment_row(0, 2 * half);
+    heads[half] = unit.head(min(row, unit.rows - 1));
+    queries[half] = row < unit.rows ? unit.query(row) : band.q_len;  // past the end: no keys
+  }
+  const LogitModifiers modifiers[2] = {LogitModifiers(params, batch, heads[0]),
+                                       LogitModifiers(params, batch, heads[1])};
+  float out[1][Config::kHeadDim / 8][4];
+  set_zero(out);
+  OnlineSoftmax<1, true> softmax;
+  const float to_log2 = in_natural_units(params) ? kLog2E : 1.0f;
+  loop.run(first, end, out, softmax, to_log2, modifiers, queries);
+
+  auto* values = reinterpret_cast<float*>(smem);
+  put_rows<Config, Element>(values, statistics, out, softmax);
+  __syncthreads();
+  combine_warps<Config, Element>(params, parts, batch, band, unit,
+                                 int64_t{unit_index} * parts.parts + part, values, statistics);
+}
+
+inline constexpr int kCombineWarps = 8;
+
+// Combines the parts of units. The grid is [units, rows], with `rows` rows of a unit. The warps of
+// a block divide the parts of a row.
+template <typename Element>
+__global__ void __launch_bounds__(kCombineWarps * 32)
+    decode_combine_kernel(const __grid_constant__ Forward params, const DecodeParts parts,
+                          int32_t rows) {
+  constexpr int kSteps = kDecodeMaxHeadDim / 128;  // 32 lanes with four columns each
+  __shared__ __align__(16) float sums[kCombineWarps][kDecodeMaxHeadDim];
+  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  const auto unit_index = static_cast<int32_t>(blockIdx.x / rows);
+  const auto row = static_cast<int32_t>(blockIdx.x % rows);
+  const DecodeUnit unit(params.shape, parts, unit_index);
+  if (row >= unit.rows) return;
+  const BatchIndex batch(params.shape, unit.batch_index);
+  const Band band(params, batch);
+  const float to_log2 = in_natural_units(params) ? kLog2E : 1.0f;
+  const int64_t first = int64_t{unit_index} * parts.parts * kDecodeRows + row;
+  const auto* statistics = reinterpret_cast<const float2*>(parts.statistics) + first;
+  const float* values = parts.values + first * parts.pitch;
+#if __CUDA_ARCH__ >= 900
+  ptx::griddepcontrol_wait();  // until the previous kernel has stored the parts
+#endif
+
+  CombinedRow combined;
+  for (int part = lane; part < parts.parts; part += 32) {
+    combined.include_top(statistics[part * kDecodeRows]);
+  }
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    combined.top = fmaxf(combined.top, __shfl_xor_sync(0xffffffff, combined.top, distance));
+  }
+  for (int part = lane; part < parts.parts; part += 32) {
+    const float2 its = statistics[part * kDecodeRows];
+    combined.total += its.y * combined.factor(its, to_log2);
+  }
+#pragma unroll
+  for (int distance = 16; distance > 0; distance /= 2) {
+    combined.total += __shfl_xor_sync(0xffffffff, combined.total, distance);
+  }
+  float4 sum[kSteps] = {};
+#pragma unroll 4
+  for (int part = warp; part < parts.parts; part += kCombineWarps) {
+    const float factor = combined.factor(statistics[part * kDecodeRows], to_log2);
+#pragma unroll
+    for (int step = 0; step < kSteps; ++step) {
+      const int col = step * 128 + lane * 4;
+      if (col >= params.shape.value_dim) break;
+      const auto value = *reinterpret_cast<const float4*>(
+          values + int64_t{part} * kDecodeRows * parts.pitch + col);
+      sum[step].x += factor * value.x;
+      sum[step].y += factor * value.y;
+      sum[step].z += factor * value.z;
+      sum[step].w += factor * value.w;
+    }
+  }
+#pragma unroll
+  for (int step = 0; step < kSteps; ++step) {
+    *reinterpret_cast<float4*>(&sums[warp][step * 128 + lane * 4]) = sum[step];
+  }
+  __syncthreads();
+  const int32_t head = unit.head(row), query = unit.query(row), col = threadIdx.x * 4;
+  if (col >= params.shape.value_dim) return;
+  const float normalizer = finish_row<Element>(params, batch, band, head, query, combined.top,
+                                               combined.total, threadIdx.x == 0);
+  float4 total = {};
+#pragma unroll
+  for (int i = 0; i < kCombineWarps; ++i) {
+    total.x += sums[i][col];
+    total.y += sums[i][col + 1];
+    total.z += sums[i][col + 2];
+    total.w += sums[i][col + 3];
+  }
+  store_columns<Element>(params, batch, head, query, col, total, normalizer);
+}
+
+// Launches decoding. kHeadDim bounds head_dim and value_dim.
+template <typename Element, int kHeadDim>
+Status launch_decode(const Forward& params, cudaStream_t stream) {
+  using Config = DecodeConfig<Element, kHeadDim>;
+  const Shape& shape = params.shape;
+  int sms = 0;
+  if (const Status status = multiprocessors(sms); !status.ok()) return status;
+  const DecodeParts parts =
+      DecodeParts::at(shape, int64_t{sms} * Config::kBlocks, params.workspace);
+  const Status status = launch_kernel("sm80::decode_kernel", shape, decode_kernel<Config, Element>,
+                                      int64_t{parts.units} * parts.parts, Config::kThreads,
+                                      Config::kSmemBytes, stream, params, parts);
+  if (!status.ok() || parts.parts == 1) return status;
+  const int32_t rows = std::min(kDecodeRows, DecodeUnits(shape).group * shape.q_len);
+  return launch_dependent("sm80::decode_combine_kernel", shape, decode_combine_kernel<Element>,
+                          int64_t{parts.units} * rows, kCombineWarps * 32, 0, stream, params, parts,
+                          rows);
+}
+
+}  // namespace jax_flash::sm80
