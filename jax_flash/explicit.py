@@ -26,6 +26,11 @@ def resharded(x: jax.Array, spec: list, mesh: Any = None) -> jax.Array:
     return jax.sharding.reshard(x, NamedSharding(mesh, PartitionSpec(*spec)))
 
 
+def whole(x: jax.Array) -> jax.Array:
+    """Returns an array that is whole on each device."""
+    return resharded(x, [None] * x.ndim)
+
+
 def whole_along(x: jax.Array, axis: int) -> jax.Array:
     """Returns an array that is whole along an axis on each device."""
     spec = entries(x)

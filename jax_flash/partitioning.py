@@ -19,6 +19,7 @@ from jax.experimental.custom_partitioning import custom_partitioning
 from jax.export import is_symbolic_dim
 from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
 
+from jax_flash.explicit import resharded
 from jax_flash.operands import Operands, batch_shape
 from jax_flash.passes import Pass, Run, on_shards, on_whole_sequences
 from jax_flash.ranks import own_ranks
@@ -140,8 +141,8 @@ def match_head_sharding(sinks: jax.Array, lse: jax.Array) -> jax.Array:
     """Shards sinks [*1,N] over heads in the same way as lse [*B,N,T], on an Explicit mesh."""
     if AxisType.Explicit not in jax.typeof(lse).sharding.mesh.axis_types:
         return sinks
-    heads = jax.typeof(lse).sharding.spec[-2]
-    return jax.sharding.reshard(sinks, PartitionSpec(*[None] * (sinks.ndim - 1), heads))
+    sharding = jax.typeof(lse).sharding
+    return resharded(sinks, [*[None] * (sinks.ndim - 1), sharding.spec[-2]], sharding.mesh)
 
 
 def match_batch_sharding(rows: jax.Array, operand: jax.Array) -> jax.Array:
@@ -151,7 +152,7 @@ def match_batch_sharding(rows: jax.Array, operand: jax.Array) -> jax.Array:
         return rows
     sizes = zip(sharding.spec, operand.shape, rows.shape[:-1], strict=False)
     batch = [axes if size == own else None for axes, size, own in sizes]
-    return jax.sharding.reshard(rows, PartitionSpec(*batch, None))
+    return resharded(rows, [*batch, None], sharding.mesh)
 
 
 def _shapes(arrays) -> dict[str, tuple[int, ...]]:

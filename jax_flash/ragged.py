@@ -28,6 +28,7 @@ from jax.export import is_symbolic_dim
 from jax.typing import ArrayLike
 
 from jax_flash.arrays import INT32, integer, integers, saturate
+from jax_flash.explicit import whole
 from jax_flash.fp8 import SCALES
 from jax_flash.operands import OPERANDS, Operands, axis_of, batch_shape
 from jax_flash.partitioning import match_batch_sharding, match_head_sharding
@@ -333,16 +334,11 @@ def _sides(documents: Documents, operands: Operands) -> tuple[_Rows, _Rows]:
     given = (documents.query_offsets, documents.key_value_offsets)
     pair = [given[0] if x is None else x for x in given]
     batch = jnp.broadcast_shapes(*(x.shape[:-1] for x in pair))
-
-    def like_query(x):
-        return match_batch_sharding(x, operands["query"])
-
-    def rows_of(x, length):
-        bounds = jnp.broadcast_to(_ascending(like_query(x), length), (*batch, x.shape[-1]))
-        return _Rows(like_query(bounds), length)
-
     lengths = (operands[name].shape[-3] for name in ("query", "key"))
-    query, key = (rows_of(x, length) for x, length in zip(pair, lengths, strict=True))
+    query, key = (
+        _Rows(jnp.broadcast_to(_ascending(whole(x), length), (*batch, x.shape[-1])), length)
+        for x, length in zip(pair, lengths, strict=True)
+    )
     return query, key
 
 
