@@ -15,7 +15,7 @@ from jax_flash.call import Call, WindowSize, make_call
 from jax_flash.fp8 import DTYPE as FLOAT8
 from jax_flash.fp8 import Fp8
 from jax_flash.operands import axis_of
-from jax_flash.passes import Pass, as_run
+from jax_flash.passes import Pass, as_run, of_shards
 from jax_flash.primitives import cuda_kernels
 from jax_flash.ragged import lay_out, moving
 from jax_flash.sequence import choose_mode, sequence_of_mesh, shard_sequence
@@ -696,6 +696,7 @@ def explain(
     current = dispatch.current_platform()
     given = kernel_operands(call)
     forward, operands = as_run(Pass(call.spec), given)
+    forward = of_shards(forward, operands)
     choices: dict[str, dispatch.Choice | str] = {}
     for platform in dict.fromkeys((*dispatch.PLATFORMS, current)):
         try:

@@ -183,6 +183,14 @@ def as_run(one_pass: Pass, operands: dict[str, Any]) -> tuple[Pass, dict[str, An
     return made[0], types
 
 
+def of_shards(one_pass: Pass, operands: dict[str, Any]) -> Pass:
+    """Returns the pass that devices run which share sequences, given whole ones."""
+    sequence = one_pass.spec.sequence
+    if sequence is None:
+        return one_pass
+    return _cut(one_pass, operands, sequence.devices * sequence.chunks)
+
+
 def on_whole_sequences(one_pass: Pass, run: Run, operands: Operands) -> Operands:
     """Runs a pass on one device that has all of the sequences, in their order of storage.
 

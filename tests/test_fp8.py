@@ -803,6 +803,14 @@ def test_parts_of_blocks_have_no_kernel(kernels):
     assert "@jax_flash_forward" not in text_of(400, "contiguous")
 
 
+@pytest.mark.parametrize(("length", "name"), [(512, "flash"), (256, "reference")])
+def test_explain_knows_parts_of_blocks(kernels, length, name):
+    x = jax.ShapeDtypeStruct((1, length, 4, 64), jnp.bfloat16)
+    with jax.set_mesh(mesh_of(s=4)):
+        found = jax_flash.explain(x, x, x, fp8=Fp8(), sequence_axis="s", is_causal=True)
+    assert found.choices["cuda"].implementation == name
+
+
 def test_explain():
     x = jax.ShapeDtypeStruct((2, 512, 4, 64), jnp.bfloat16)
     explained = jax_flash.explain(x, x, x, fp8=Fp8(rotation=0), is_causal=True)
