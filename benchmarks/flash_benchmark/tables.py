@@ -8,6 +8,7 @@ from collections.abc import Callable
 from flash_benchmark.cases import FEATURES, Case
 
 _BOTH = (False, True)
+_FORWARD = ("forward",)
 
 
 def _targets() -> list[Case]:
@@ -28,9 +29,33 @@ def _targets() -> list[Case]:
 def _decode() -> list[Case]:
     """One query a sequence, against the keys of a long one."""
     return [
-        Case("decode", batch, 1, 32, 128, kv_len=kv_len, kv_heads=8, passes=("forward",))
+        Case("decode", batch, 1, 32, 128, kv_len=kv_len, kv_heads=8, passes=_FORWARD)
         for batch, kv_len in ((32, 8192), (1, 32768), (64, 2048))
     ]
+
+
+def _few_queries() -> list[Case]:
+    """Decoding with one modifier and in float32, and more queries than one tile of a group has."""
+    one = [
+        Case("few-queries", batch, 1, heads, dim, kv_len=kv_len, kv_heads=kv_heads, passes=_FORWARD)
+        for batch, kv_len, heads, kv_heads, dim in (
+            (1, 32768, 32, 8, 128), (8, 8192, 32, 8, 128), (32, 2048, 16, 16, 64),
+            (1, 4096, 32, 8, 128),
+        )
+    ]  # fmt: skip
+    kinds = [("bfloat16", feature) for feature in ("lengths", "mask", "bias", "soft_cap")]
+    kinds += [("float32", feature) for feature in ("", "lengths", "mask")]
+    more = [
+        Case("few-queries", batch, q_len, heads, 128, kv_len=kv_len, kv_heads=8, passes=_FORWARD)
+        for batch, q_len, kv_len, heads in (
+            (1, 16, 32768, 64), (8, 16, 8192, 64), (1, 64, 32768, 32), (1, 128, 32768, 32),
+        )
+    ]  # fmt: skip
+    return [
+        dataclasses.replace(case, dtype=dtype, feature=feature)
+        for case in one
+        for dtype, feature in kinds
+    ] + more
 
 
 def _earlier() -> list[Case]:
@@ -90,7 +115,7 @@ def _segments() -> list[Case]:
 def _documents() -> list[Case]:
     """Documents by offsets: packed training, and prompts whose first tokens are cached."""
     packed = Case("documents", 1, 32768, 8, 128, is_causal=True)
-    cached = dataclasses.replace(packed, q_len=8192, passes=("forward",))
+    cached = dataclasses.replace(packed, q_len=8192, passes=_FORWARD)
     return [
         dataclasses.replace(case, kv_heads=kv_heads, documents=count)
         for case in (packed, cached)
@@ -217,6 +242,7 @@ def _tiny() -> list[Case]:
 TABLES: dict[str, Callable[[], list[Case]]] = {
     "targets": _targets,
     "decode": _decode,
+    "few-queries": _few_queries,
     "earlier": _earlier,
     "length": _length,
     "head-dim": _head_dim,
