@@ -459,6 +459,7 @@ def _dropout(seed: ArrayLike | None, batch, heads: int, alike: bool) -> Operands
     expected = OPERANDS["dropout_seed"].expected
     if seed is None:
         raise ValueError(f"dropout_seed: expected {expected} with a dropout_rate above 0, got None")
+    # JAX would take the low 32 bits of known integers; `integers` does not.
     if not isinstance(seed, int | list | tuple | np.ndarray | np.generic):
         seed = as_jax("dropout_seed", seed)
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):

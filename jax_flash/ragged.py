@@ -222,10 +222,12 @@ def lay_out(
             axis = axis_of(name, letter, 0)
             if axis is None or (OPERANDS[name].broadcasts and x.shape[axis] == 1):
                 continue
-            if name in SCALES.values() and not spec.scale_block:  # all rows have the same
+            if name not in SCALES.values():
+                moved[name] = _gather(moved[name], source, axis, 0)
+            elif spec.scale_block:
+                moved[name] = _gather(x, source, axis, 1)
+            else:  # all rows have the same, of which kernels read the first
                 moved[name] = jnp.broadcast_to(x[..., :1], (*x.shape[:-1], layout.length))
-            else:
-                moved[name] = _gather(moved[name], source, axis, name in SCALES.values())
     ids, lengths, inside = _ids_of(layouts, valid), _lengths_of(layouts), queries.inside()
     sequence = spec.sequence
     if sequence is not None and sequence.order == "zigzag":  # where nothing moves

@@ -1,9 +1,9 @@
-// Converts products of query and key to logits, element by element. LogitModifiers applies all
-// modifiers that a call has:
+// Converts products of query and key to logits. LogitModifiers applies all modifiers that a call has
+// to rows of fragments, which may belong to different heads:
 //
 //   logit = cap tanh((scale q.k + bias + distance terms) / cap), or -inf if the pair is not allowed
 //
-// modifiers/scores.cuh does the same for a whole tile, one modifier at a time.
+// modifiers/scores.cuh does the same for a whole tile of one head.
 #pragma once
 
 #include <cstdint>

@@ -46,8 +46,8 @@ struct DecodeUnits {
 
 // Returns whether the decoding kernel takes a call of this shape, if it has no modifiers: if the
 // queries form one chunk for each key/value head, or if it is faster than the kernels with tiles of
-// 64 or 128 queries. All units of a batch entry read the same keys, so they must be many more than
-// the queries. The figures are of an H200, at head dim 128: each key takes 80 ps for a unit, 58 or
+// 64 or 128 queries. All units of a batch entry read the same keys, so keys must be many more than
+// queries. The figures are of an H200, at head dim 128: each key takes 80 ps for a unit, 58 or
 // 95 ps for each of 132 tiles of a round, and the second kernel takes 12 us.
 inline bool takes_decode(const Shape& shape) {
   const DecodeUnits units(shape);
@@ -115,8 +115,8 @@ struct DecodePlan {
   // True if units may differ in the keys that they attend to, and workers divide them anywhere.
   bool ragged;
 
-  // `max_workers`: the number of workers that can run at once. `banded`: see banded(). `moves`:
-  // true if operands decide which keys a batch entry attends to.
+  // `max_workers`: the number of workers that can run at once. `moves`: true if operands decide
+  // which keys a batch entry attends to.
   static DecodePlan make(const Shape& shape, int64_t max_workers, bool moves) {
     DecodePlan plan;
     const DecodeUnits all(shape);
