@@ -1,5 +1,5 @@
-// Converts products of query and key to logits. LogitModifiers applies all modifiers that a call has
-// to rows of fragments, which may belong to different heads:
+// Converts products of query and key to logits. LogitModifiers applies all modifiers that a call
+// has to rows of fragments, which may belong to different heads:
 //
 //   logit = cap tanh((scale q.k + bias + distance terms) / cap), or -inf if the pair is not allowed
 //
