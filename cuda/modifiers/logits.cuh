@@ -124,23 +124,6 @@ struct LogitModifiers {
   __device__ __forceinline__ Kept kept(int32_t row0, int32_t col0) const {
     return dropout.kept<kN, kTransposed>(params.options.dropout_threshold, row0, col0);
   }
-
-  // Returns the logit of an allowed element, given its product; units: in_natural_units().
-  __device__ __forceinline__ float logit(float product, int32_t row, int32_t col) const {
-    const Options& options = params.options;
-    float logit = product * options.scale;
-    if (params.bias) {
-      const float bias =
-          load_float(params.bias, bias0 + row * params.bias.row + col * params.bias.col);
-      logit = fmaf(product, options.scale, bias);
-    }
-    if (distance.present) logit += distance.at(row, col);
-    // A bias of -inf forbids the element; the soft cap would turn it into a logit of -cap.
-    if (options.logits_soft_cap > 0.0f && logit != minus_infinity()) {
-      logit = options.logits_soft_cap * tanh_accurate(logit / options.logits_soft_cap);
-    }
-    return in_natural_units(params) ? logit : logit * kLog2E;
-  }
 };
 
 }  // namespace jax_flash
