@@ -10,6 +10,7 @@
 #include "modifiers/score_gradient_transposed.cuh"
 #include "params.h"
 #include "plan/backward_workspace.h"
+#include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/warpgroup.cuh"
@@ -180,6 +181,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     if (threadIdx.x < 32) {
       StagePair next;
       load_tiles<false, false>(params, maps, workspace, smem, block, false, 0, next);
+      ptx::griddepcontrol_wait();  // also without tiles: the next kernel waits for this one only
     }
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
