@@ -177,6 +177,15 @@ def test_lengths_of_many_batches():
     assert not np.asarray(out)[lengths == 0].any()
 
 
+# Workers divide the keys of each key head, or of all of them if too many would be idle.
+@pytest.mark.parametrize("heads", [(20, 5), (100, 100), (140, 140), (132, 66)])
+@pytest.mark.parametrize("batch", [1, 3, 33])
+def test_lengths_and_many_heads(heads, batch):
+    features = (("lengths", "k"), ("sinks", True))
+    fields = {"batch": batch, "heads": heads[0], "kv_heads": heads[1], "features": features}
+    verify(decode_case("many heads", kv_len=1100, head_dim=64, **fields))
+
+
 @pytest.mark.parametrize("features", [("lengths", "k"), ("window", (90, 20))], ids=str)
 @pytest.mark.parametrize("q_len", [1, 5])
 def test_poison_where_nobody_attends(features, q_len):
@@ -209,6 +218,32 @@ def test_repeats_are_bitwise_equal(shape):
         again = jax.device_get(attend(query, key, value, key_value_seq_lengths=lengths))
         for got, expected in zip(again, first, strict=True):
             np.testing.assert_array_equal(got, expected)
+
+
+@pytest.mark.parametrize("batch", [1, 4])
+def test_what_follows_a_call_without_divided_units(batch):
+    """The combining kernel has nothing to do, but must not end before the first one."""
+    query = random_normal(batch, 1, 8, 128)
+    key, value = (random_normal(batch, 4096, 8, 128, seed=seed) for seed in (1, 2))
+    lengths = jnp.full(batch, 64, jnp.int32)
+
+    @jax.jit
+    def chain(query):
+        for _ in range(100):
+            out = jax_flash.dot_product_attention(
+                query, key, value, key_value_seq_lengths=lengths, implementation="flash"
+            )
+            query = query + out  # in a kernel of its own
+        return query
+
+    def expected(query):
+        for _ in range(100):
+            query = query + jax_flash.dot_product_attention(
+                query, key[:, :64], value[:, :64], implementation="flash"
+            )
+        return query
+
+    np.testing.assert_array_equal(chain(query), jax.jit(expected)(query))
 
 
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 1, 1), (2, 0, None)])

@@ -3,10 +3,14 @@
 //
 // A unit is some consecutive queries of all heads that share a key/value head, in one batch entry,
 // with the tiles of their keys. Few queries form one unit. The units are ordered as [batch,
-// kv_heads, chunks of queries], so all tiles form one sequence. There are three ways to divide the
-// sequence among workers: at the ends of units; each unit into the same number of parts; or evenly
-// by tiles, anywhere. In the last two cases, a second kernel combines the partial results of a
-// unit.
+// kv_heads, chunks of queries]. There are three ways to divide them among workers: whole units;
+// each unit into the same number of parts; or evenly by tiles, anywhere. In the last two cases, a
+// second kernel combines the partial results of a unit.
+//
+// Memory is read faster if the heads of a batch entry, whose rows are neighbours, are read at the
+// same time. So if workers divide units anywhere, the tiles of each head and chunk, of all batch
+// entries, form a sequence, and all sequences are divided in the same way. If that would leave too
+// many workers idle, all tiles form one sequence.
 #pragma once
 
 #include <algorithm>
@@ -75,13 +79,8 @@ constexpr int64_t decode_pitch(int head_dim) {
 // parts of a row are contiguous, at a pitch that an instance knows at compile time, so the kernel
 // that combines them computes few addresses.
 struct DecodeWorkspace {
-  struct Ends {
-    int32_t head, tail;  // units, or -1
-  };
-
   float* out = nullptr;         // [rows, workers, 2, decode_pitch()], not divided by the sums
   float* statistics = nullptr;  // [rows, workers, 2, 2]: running maximum in log2 units, sum
-  Ends* ends = nullptr;         // [workers]
   int32_t places = 0;           // number of places of all workers
 
   static int64_t max_workers(const Shape& shape) {
@@ -90,19 +89,18 @@ struct DecodeWorkspace {
   static int64_t bytes(const Shape& shape) {
     if (!takes_decode(shape) || decode_splits(shape) == 1) return 0;
     const int64_t rows = 2 * max_workers(shape) * DecodeUnits(shape).rows;
-    return rows * (pitch(shape) + 2) * 4 + max_workers(shape) * int64_t{sizeof(Ends)};
+    return rows * (pitch(shape) + 2) * 4;
   }
   static DecodeWorkspace at(const Shape& shape, void* workspace) {
     const int64_t rows = 2 * max_workers(shape) * DecodeUnits(shape).rows;
     DecodeWorkspace result;
     result.out = static_cast<float*>(workspace);
     result.statistics = result.out + rows * pitch(shape);
-    result.ends = reinterpret_cast<Ends*>(result.statistics + rows * 2);
     result.places = static_cast<int32_t>(2 * max_workers(shape));
     return result;
   }
 
- private:
+  // Returns the pitch of the instance that a library with all instances has for the shape.
   static int64_t pitch(const Shape& shape) {
     return decode_pitch(std::max(shape.head_dim, shape.value_dim));
   }
@@ -110,8 +108,9 @@ struct DecodeWorkspace {
 
 struct DecodePlan {
   int32_t workers, units;
-  int32_t parts;     // the most parts of each unit; 0: workers divide units anywhere, or none
-  bool whole_units;  // true if workers divide no units
+  int32_t parts;      // the most parts of each unit; 0: workers divide units anywhere, or none
+  int32_t sequences;  // that workers divide anywhere; 1 in the other cases
+  bool whole_units;   // true if workers divide no units
   // True if units may differ in the keys that they attend to, and workers divide them anywhere.
   bool ragged;
 
@@ -133,9 +132,19 @@ struct DecodePlan {
         !plan.whole_units && !differ && (parts == splits || parts * units * 10 >= max_workers * 9);
     plan.parts = static_cast<int32_t>(alike ? parts : 0);
     plan.ragged = differ || (moves && !alike && !plan.whole_units);
-    plan.workers = static_cast<int32_t>(plan.whole_units ? ceil_div(units, rounds)
-                                        : alike          ? parts * units
-                                                         : std::min(max_workers, units * splits));
+    plan.sequences = 1;
+    if (plan.whole_units) {
+      plan.workers = static_cast<int32_t>(ceil_div(units, rounds));
+    } else if (alike) {
+      plan.workers = static_cast<int32_t>(parts * units);
+    } else {
+      const int64_t batch_units = units / shape.batch, of_each = max_workers / batch_units;
+      if (of_each * batch_units * 10 >= max_workers * 9) {
+        plan.sequences = static_cast<int32_t>(batch_units);
+      }
+      const int64_t most = max_workers / plan.sequences, all = units / plan.sequences * splits;
+      plan.workers = static_cast<int32_t>(std::min(most, all)) * plan.sequences;
+    }
     return plan;
   }
 };

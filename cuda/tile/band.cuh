@@ -99,37 +99,6 @@ struct Band {
   }
 };
 
-// Holds a call's band: computed on the host, unless it depends on operands, and so on the batch.
-struct CallBand {
-  Band band;
-  bool varies = false;
-
-  CallBand() = default;
-  explicit CallBand(const Forward& params)
-      : band(params.options, params.shape.q_len, params.shape.kv_len, 0),
-        varies(Band::varies(params)) {}
-
-  // Returns the band of a batch. If it varies, it is computed out of line: a block's first copies
-  // also wait for instruction fetches, so code that few calls execute is kept out of the common
-  // path.
-  __device__ __forceinline__ Band of(const Forward& params, int32_t batch) const {
-    if (varies) [[unlikely]] {
-      return find_apart(params, batch);
-    }
-    return band;
-  }
-  // Does the same inline, for code that is out of line itself, or that uses a part of the band and
-  // then reads no more than that part.
-  __device__ __forceinline__ Band find(const Forward& params, int32_t batch) const {
-    return varies ? Band(params, BatchIndex(params.shape, batch)) : band;
-  }
-
- private:
-  static __device__ __noinline__ Band find_apart(const Forward& params, int32_t batch) {
-    return Band(params, BatchIndex(params.shape, batch));
-  }
-};
-
 // Holds a half-open range of tiles of the other operand.
 struct TileRange {
   int32_t first, end;

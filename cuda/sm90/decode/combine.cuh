@@ -24,48 +24,70 @@
 namespace jax_flash::sm90 {
 
 inline constexpr int kCombineRowBlocks = 8;  // most blocks for the rows of a unit
-// The rows of a unit get more blocks as long as there are no more than these in all.
+// If queries form chunks, rows are many, and get more blocks, up to this many in all.
 inline constexpr int kCombineBlocks = 1024;
 // The shared memory that each block requests if there are few blocks, so that each gets a
 // multiprocessor of its own.
 inline constexpr int kCombineSmemApart = 72 * 1024;
 
-// Identifies the parts of a divided unit; unit < 0 if there is none. Each worker has two places for
-// parts: the unit's first worker stores its part in its second place, the later workers store
-// theirs in their first place.
-struct DividedUnit {
-  int32_t unit, parts, worker;
+// Describes the parts of a divided unit, which follow from the call and its lengths. Each worker
+// has two places for parts: the unit's first worker stores its part in its second place, the later
+// workers store theirs in their first place.
+struct UnitParts {
+  int32_t unit, parts, worker;  // worker: the first one; parts == 1: nothing to combine
 
-  // If units are alike, the unit is known before the decoding kernel ends.
+  // Finds what block `index` combines, if blocks are as many as combine_units() says: unit number
+  // `index`, or the unit that worker number `index` begins and another one ends.
   template <int kBlockKv>
-  static __device__ __forceinline__ DividedUnit computed(const Forward& params,
-                                                         const DecodeCall& call, int32_t block) {
+  static __device__ __forceinline__ UnitParts find(const DecodeCall& call, int32_t index) {
     if (call.plan.parts) {
-      const int32_t parts = call.shares_of_unit<kBlockKv>(params).workers;
-      return {parts > 1 ? block : -1, parts, block * call.parts.divisor};
+      return {index, call.shares_of_unit<kBlockKv, false>().workers, index * call.parts.divisor};
     }
-    const DecodeShares& shares = call.shares;
-    const int32_t cost = call.cost.divisor;
-    if (block >= shares.workers) return {-1, 0, 0};
-    const int32_t end = shares.start(block + 1), unit = call.cost.quotient(end - 1);
-    const int32_t unit_end = (unit + 1) * cost;
-    if (unit_end == end || unit * cost < shares.start(block)) return {-1, 0, 0};
-    int32_t parts = 2;
-    while (shares.start(block + parts) < unit_end) ++parts;
-    return {unit, parts, block};
+    return call.plan.units <= call.plan.workers ? of_unit<kBlockKv>(call, index)
+                                                : of_worker<kBlockKv>(call, index);
   }
 
-  static __device__ __forceinline__ DividedUnit found(const DecodeCall& call, int32_t block) {
-    const int32_t unit = call.workspace.ends[block].tail;
-    if (unit < 0) return {-1, 0, 0};
-    int32_t parts = 1;
-    for (int32_t more = 32; more == 32; parts += more) {
-      const int32_t other = block + parts + static_cast<int>(threadIdx.x % 32);
-      const bool has_part = other < call.plan.workers && call.workspace.ends[other].head == unit;
-      const uint32_t without = __ballot_sync(0xffffffff, !has_part);
-      more = without ? __ffs(without) - 1 : 32;
+ private:
+  template <int kBlockKv>
+  static __device__ __forceinline__ UnitParts of_unit(const DecodeCall& call, int32_t unit) {
+    const int32_t batch = call.batch_units.quotient(unit);
+    const int32_t in_batch = unit - batch * call.batch_units.divisor;
+    const int32_t in_turn = call.units_in_turn(), sequence = in_turn == 1 ? in_batch : 0;
+    DecodeShares shares = call.shares;
+    // Of a unit of each batch entry before this one, and of one of this.
+    int32_t before = batch * call.cost.divisor, cost = call.cost.divisor;
+    if (call.plan.ragged) {
+      const int lane = threadIdx.x % 32;
+      int32_t sums[3] = {};  // for all batch entries, those before, and this one
+#pragma unroll 4
+      for (int32_t other = lane; other < call.batches(); other += 32) {
+        const int32_t its = call.cost_of<kBlockKv, false>(other);
+        sums[0] += its;
+        if (other < batch) sums[1] += its;
+        if (other == batch) sums[2] = its;
+      }
+#pragma unroll
+      for (int32_t& sum : sums) sum = __reduce_add_sync(0xffffffff, sum);
+      shares = DecodeShares(call.sequence_workers.divisor, kBlockKv, sums[0] * in_turn);
+      before = sums[1];
+      cost = sums[2];
     }
-    return {unit, parts, block};
+    const int32_t start = before * in_turn + (in_batch - sequence) * cost;
+    const int32_t first = shares.worker_of(start);
+    return {unit, shares.worker_of(start + cost - 1) - first + 1,
+            sequence * call.sequence_workers.divisor + first};
+  }
+  template <int kBlockKv>
+  static __device__ __forceinline__ UnitParts of_worker(const DecodeCall& call, int32_t worker) {
+    const DecodeStart next = DecodeStart::of<kBlockKv>(call, worker, 1);
+    const DecodeShares& shares = next.shares;
+    const int32_t in_sequence = next.worker - 1;
+    const int32_t start = shares.start(next.worker) - next.first;  // of the unit
+    if (next.worker >= shares.workers || next.first == 0 || start < shares.start(in_sequence)) {
+      return {0, 1, 0};
+    }
+    const int32_t cost = call.cost_of<kBlockKv, false>(call.batch_units.quotient(next.unit));
+    return {next.unit, shares.worker_of(start + cost - 1) - in_sequence + 1, worker};
   }
 };
 
@@ -85,7 +107,7 @@ struct RowParts {
   using Sum = float4[kColSteps];
 
   const DecodeCall& call;
-  const DividedUnit& divided;
+  const UnitParts& unit;
   const int32_t& parts;  // 0 before the decoding kernel has ended
   const int lane, warp;
   // Point to the parts of the first round: this lane's statistics, this warp's values.
@@ -102,7 +124,7 @@ struct RowParts {
   __device__ __forceinline__ void ask_values(Values& value, int32_t round) const {
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      if (i % kGroup == 0 && round + i * kWarps >= divided.parts) break;
+      if (i % kGroup == 0 && round + i * kWarps >= unit.parts) break;
       const int32_t part = round + warp + i * kWarps;
       const float* part_values = values + (round + i * kWarps) * 2 * kPitch;
       if (i == 0 && part == 0) part_values += kPitch;
@@ -151,7 +173,7 @@ struct RowParts {
     }
 #pragma unroll
     for (int i = 0; i < kAhead; ++i) {
-      if (i % kGroup == 0 && round + i * kWarps >= divided.parts) break;
+      if (i % kGroup == 0 && round + i * kWarps >= unit.parts) break;
       const float factor =
           __shfl_sync(0xffffffff, factors[i * kWarps / 32], warp + i * kWarps % 32);
       if (factor == 0.0f) continue;
@@ -209,36 +231,35 @@ __device__ __forceinline__ void add_warps(float (&result)[kCols],
   }
 }
 
-// Combines the parts of divided units. The grid is [units, row_blocks] if the plan has parts, else
-// [workers, row_blocks]. A block handles some rows of one unit: in the first case, its own; in the
-// second, the unit that its worker begins and another worker ends, if there is one. The block's
-// warps divide the parts of the unit.
+// Combines the parts of divided units. The grid is [combine_units(), row_blocks]: a block handles
+// some rows of a unit. Its warps divide the parts.
 //
 // All latency after the wait for the decoding kernel adds to the call. So all loads are issued at
 // once, and their addresses are computed before the wait. Also before the wait, the same
 // instructions run once with no parts, and the result is discarded. Otherwise instructions would be
 // fetched from memory after the wait, a line at a time, since keys and values have evicted them
-// from L2. If units differ, none of this is done: the block's unit is known after the wait only.
+// from L2.
 template <int kHeadDim, int kBlockKv, int kWarps, typename Element>
-__global__ void __launch_bounds__(kWarps * 32)
-    decode_combine_kernel(const __grid_constant__ DecodeCall call, const int32_t row_blocks,
-                          const __grid_constant__ Forward params) {
+__global__ void __launch_bounds__(kWarps * 32, 1)
+    decode_combine_kernel(const __grid_constant__ DecodeCall call, const int32_t row_blocks) {
   using Parts = RowParts<kHeadDim, kWarps>;
   constexpr int kWidth = Parts::kColSteps * 128;
   constexpr int kCols = (kWidth + kWarps * 32 - 1) / (kWarps * 32);  // of a thread at the end
   __shared__ __align__(16) float sums[kWarps][kWidth];
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const auto block = static_cast<int32_t>(blockIdx.x) / row_blocks;
+  const auto index = static_cast<int32_t>(blockIdx.x) / row_blocks;
   const auto row_block = static_cast<int32_t>(blockIdx.x) % row_blocks;
-  const bool ragged = call.plan.ragged;
-  if (ragged) ptx::griddepcontrol_wait();
-  const DividedUnit divided = ragged ? DividedUnit::found(call, block)
-                                     : DividedUnit::computed<kBlockKv>(params, call, block);
-  if (divided.unit < 0) return;
-  int32_t parts = ragged ? divided.parts : 0;
-  const DecodeUnit unit(call, divided.unit);
-  const int32_t q_len = call.band.find(params, unit.batch).q_len - unit.query;
-  bool waits = !ragged;  // true if the thread still has to wait
+  const UnitParts unit_parts = UnitParts::find<kBlockKv>(call, index);
+  if (unit_parts.parts == 1) {
+    // The grid must not end before the decoding kernel does: the next kernel waits for this one
+    // only.
+    if (blockIdx.x == 0) ptx::griddepcontrol_wait();
+    return;
+  }
+  int32_t parts = 0;
+  const DecodeUnit unit(call, unit_parts.unit);
+  const int32_t q_len = call.band_of<false>(unit.batch).q_len - unit.query;
+  bool waits = true;  // the thread still has to wait
 #pragma unroll 1
   for (int32_t row = row_block; row < call.rows; row += row_blocks) {
     const int32_t head = call.queries.quotient(row);
@@ -250,18 +271,18 @@ __global__ void __launch_bounds__(kWarps * 32)
     Element* out =
         unit.at<Element>(call.out) + head * call.out.head + position * call.out.row + threadIdx.x;
     float* lse = unit.at<float>(call.lse) + head * call.lse.head + position * call.lse.row;
-    const int64_t place = int64_t{row} * call.workspace.places + divided.worker * 2;
+    const int64_t place = int64_t{row} * call.workspace.places + unit_parts.worker * 2;
     const float2* statistics =
         reinterpret_cast<const float2*>(call.workspace.statistics) + place + lane * 2;
     const float* values = call.workspace.out + (place + warp * 2) * Parts::kPitch + lane * 4;
     asm volatile("" : "+l"(out), "+l"(lse), "+l"(statistics), "+l"(values));  // not recomputed
 
     if (waits) {  // so that addresses are translated early
-      if (lane < divided.parts) ptx::prefetch_l2(statistics);
-      if (warp < divided.parts) ptx::prefetch_l2(values);
+      if (lane < unit_parts.parts) ptx::prefetch_l2(statistics);
+      if (warp < unit_parts.parts) ptx::prefetch_l2(values);
     }
 
-    const Parts row_parts{call, divided, parts, lane, warp, statistics, values};
+    const Parts row_parts{call, unit_parts, parts, lane, warp, statistics, values};
     typename Parts::Statistics its;
     typename Parts::Values value;
     float result[kCols], its_lse;
@@ -286,7 +307,7 @@ __global__ void __launch_bounds__(kWarps * 32)
       waits = false;
       __syncthreads();
       ptx::griddepcontrol_wait();
-      parts = divided.parts;
+      parts = unit_parts.parts;
     }
 #pragma unroll
     for (int i = 0; i < kCols; ++i) {
@@ -298,19 +319,26 @@ __global__ void __launch_bounds__(kWarps * 32)
   }
 }
 
+// Returns the most units that workers may have divided.
+inline int32_t combine_units(const DecodePlan& plan) { return std::min(plan.units, plan.workers); }
+
 template <int kHeadDim, int kBlockKv, typename Element>
-Status launch_combine(const DecodeCall& call, const Forward& params, cudaStream_t stream) {
-  const int32_t of_rows = call.plan.parts ? call.plan.units : call.plan.workers;
-  const int32_t row_blocks =
-      std::min(call.rows, std::max(kCombineRowBlocks, kCombineBlocks / of_rows));
-  const int64_t blocks = int64_t{of_rows} * row_blocks;
+Status launch_combine(const DecodeCall& call, const Shape& shape, cudaStream_t stream) {
+  const int32_t units = combine_units(call.plan);
+  const int32_t most = call.chunks.divisor == 1
+                           ? kCombineRowBlocks
+                           : std::max(kCombineRowBlocks, kCombineBlocks / units);
+  const int32_t row_blocks = std::min(call.rows, most);
+  const int64_t blocks = int64_t{units} * row_blocks;
   const auto launch = [&](auto kernel, int warps) {
-    return launch_dependent("sm90::decode_combine_kernel", params.shape, kernel, blocks, warps * 32,
+    return launch_dependent("sm90::decode_combine_kernel", shape, kernel, blocks, warps * 32,
                             blocks <= kDecodeMultiprocessors ? kCombineSmemApart : 0, stream, call,
-                            row_blocks, params);
+                            row_blocks);
   };
-  // Chooses the warps of a block by the average number of parts of a unit.
-  if (call.plan.workers / call.plan.units < 4) {
+  // Two warps read up to 32 parts at once, and a multiprocessor has more blocks of two warps. With
+  // few blocks, more warps have less latency.
+  const int32_t parts = call.plan.workers / call.plan.units;  // of a unit, on average
+  if (parts < 4 || (parts <= 32 && blocks > 2 * kDecodeMultiprocessors)) {
     return launch(decode_combine_kernel<kHeadDim, kBlockKv, 2, Element>, 2);
   }
   return launch(decode_combine_kernel<kHeadDim, kBlockKv, 8, Element>, 8);

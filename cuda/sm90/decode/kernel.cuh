@@ -43,13 +43,13 @@ namespace jax_flash::sm90 {
 
 // Copies K and V of the worker's parts of units, in one ring. Called by one warp.
 template <typename Config>
-__device__ __forceinline__ void produce_decode_keys(const DecodeCall& call, const Forward& params,
-                                                    const ForwardMaps& maps,
+__device__ __forceinline__ void produce_decode_keys(const DecodeCall& call, const ForwardMaps& maps,
                                                     const DecodeSmem<Config>& smem) {
   RingState<Config::kSlots> slot;
-  for (DecodeWalk<Config::kBlockKv> walk(params, call, blockIdx.x); walk.valid();) {
+  const int32_t worker = call.worker_of(static_cast<int32_t>(blockIdx.x));
+  for (DecodeWalk<Config::kBlockKv> walk(call, worker); walk.valid();) {
     const DecodeUnit unit(call, walk.unit);
-    const TileRange tiles = call.tiles_of<Config::kBlockKv>(call.band.of(params, unit.batch));
+    const TileRange tiles = call.tiles_of<Config::kBlockKv>(call.band_of<true>(unit.batch));
     const TileRange part = walk.part(decode_cost(tiles));
     const int32_t end = min(tiles.first + part.end, tiles.end);
     if (threadIdx.x % 32 == 0) {
@@ -71,23 +71,20 @@ __device__ __forceinline__ void produce_decode_keys(const DecodeCall& call, cons
 // Copies Q of the worker's units and writes the descriptions of the work. Called by one warp.
 template <typename Config>
 __device__ __forceinline__ void produce_decode_queries(const DecodeCall& call,
-                                                       const Forward& params,
                                                        const ForwardMaps& maps,
                                                        const DecodeSmem<Config>& smem) {
   using QueryTile = typename Config::QueryTile;
   const bool leader = threadIdx.x % 32 == 0;
-  const auto block = static_cast<int32_t>(blockIdx.x);
-  DecodeWorkspace::Ends ends = {-1, -1};
+  const int32_t worker = call.worker_of(static_cast<int32_t>(blockIdx.x));
   uint32_t parity = 1;
-  for (DecodeWalk<Config::kBlockKv> walk(params, call, block); walk.valid();) {
+  for (DecodeWalk<Config::kBlockKv> walk(call, worker); walk.valid();) {
     const DecodeUnit unit(call, walk.unit);
-    const Band batch_band = call.band.of(params, unit.batch);
+    const Band batch_band = call.band_of<true>(unit.batch);
     const TileRange tiles = call.tiles_of<Config::kBlockKv>(batch_band);
     const Band band = batch_band.rows_from(unit.query, call.queries.divisor);
     const int32_t cost = decode_cost(tiles);
     const TileRange part = walk.part(cost);
     const bool begins = part.first == 0, whole = begins && part.end == cost;
-    if (!whole) (begins ? ends.tail : ends.head) = walk.unit;
     if (leader) {
       ptx::mbarrier_wait_asleep(smem.query_empty(), parity);
       ptx::mbarrier_arrive_expect_tx(smem.query_full(), call.rows * 128 * QueryTile::kPanels);
@@ -99,7 +96,7 @@ __device__ __forceinline__ void produce_decode_queries(const DecodeCall& call,
       DecodeWork& work = *smem.work;
       // The addresses are computed here: a consumer would stall at the end of its part on
       // parameters that it reads for the first time.
-      const int64_t place = block * 2 + begins;
+      const int64_t place = worker * 2 + begins;
       work.out = whole ? static_cast<void*>(unit.at<uint16_t>(call.out))
                        : call.workspace.out + place * decode_pitch(Config::kHeadDim);
       work.lse = whole ? unit.at<float>(call.lse) : call.workspace.statistics + place * 2;
@@ -116,7 +113,6 @@ __device__ __forceinline__ void produce_decode_queries(const DecodeCall& call,
     walk.advance(part);
   }
   if (leader) {
-    if (!call.plan.whole_units) call.workspace.ends[block] = ends;
     ptx::mbarrier_wait_asleep(smem.query_empty(), parity);
     smem.work->kind = DecodeWork::kNoMoreWork;
     for (int i = 0; i < 2; ++i) ptx::mbarrier_arrive(smem.query_full());
@@ -368,8 +364,8 @@ __device__ __forceinline__ void consume_decode(const DecodeCall& call,
 
 template <typename Config, typename Element>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
-    decode_kernel(const __grid_constant__ DecodeCall call, const __grid_constant__ ForwardMaps maps,
-                  const __grid_constant__ Forward params) {
+    decode_kernel(const __grid_constant__ DecodeCall call,
+                  const __grid_constant__ ForwardMaps maps) {
   constexpr int kBarriersReady = 1;  // a named barrier
   extern __shared__ __align__(1024) uint8_t smem_bytes[];
   __shared__ __align__(8) uint64_t barriers[DecodeSmem<Config>::kBarriers];
@@ -382,7 +378,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     if (threadIdx.x % 32 == 0) smem.init_barriers();
     __syncwarp();
     ptx::barrier_arrive(kBarriersReady, Config::kThreads);
-    produce_decode_keys<Config>(call, params, maps, smem);
+    produce_decode_keys<Config>(call, maps, smem);
     return;
   }
   if (warp < 4) {  // Q's rows after the last one stay zero
@@ -399,13 +395,17 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     consume_decode<Config, Element>(call, smem);
   } else {
     ptx::griddepcontrol_launch_dependents();
-    produce_decode_queries<Config>(call, params, maps, smem);
+    produce_decode_queries<Config>(call, maps, smem);
   }
 }
 
 template <typename Config, typename Element>
 Status launch_decode_plan(const Forward& params, const DecodePlan& plan, cudaStream_t stream) {
   const Shape& shape = params.shape;
+  if (DecodeWorkspace::pitch(shape) != decode_pitch(Config::kHeadDim)) {
+    return Status::unimplemented(
+        "jax_flash: this library lacks the decoding kernel of the head dim");
+  }
   ForwardMaps maps;
   Status status = make_tensor_map("query", shape, params.query, shape.q_len, shape.heads,
                                   shape.head_dim, static_cast<int>(DecodeUnits(shape).queries),
@@ -423,9 +423,9 @@ Status launch_decode_plan(const Forward& params, const DecodePlan& plan, cudaStr
   if (!status.ok()) return status;
   const DecodeCall call(params, plan, Config::kBlockKv);
   status = launch_kernel("sm90::decode_kernel", shape, decode_kernel<Config, Element>, plan.workers,
-                         Config::kThreads, Config::kSmemBytes, stream, call, maps, params);
+                         Config::kThreads, Config::kSmemBytes, stream, call, maps);
   if (!status.ok() || !call.divides_units()) return status;
-  return launch_combine<Config::kHeadDim, Config::kBlockKv, Element>(call, params, stream);
+  return launch_combine<Config::kHeadDim, Config::kBlockKv, Element>(call, shape, stream);
 }
 
 // Launches decoding. kHeadDim bounds head_dim and value_dim.

@@ -85,25 +85,30 @@ struct ForwardBand {
   // copies wait until instructions have been fetched, so the path of every call should have few of
   // them. Registers may be spilled around the function call.
   template <bool kOutOfLine>
-  __device__ __forceinline__ Band of(const QueryTileIndex& q) const {
+  __device__ __forceinline__ Band of(const int32_t (&batch_axes)[kTensorMapBatchDims]) const {
     if (varies) [[unlikely]] {
-      return kOutOfLine ? find_apart(q.batch_axes[0], q.batch_axes[1])
-                        : find(q.batch_axes[0], q.batch_axes[1]);
+      return kOutOfLine ? find_apart(batch_axes[0], batch_axes[1])
+                        : find(batch_axes[0], batch_axes[1]);
     }
     return band;
   }
 
+  __device__ __forceinline__ int32_t kv_length(int32_t axis0, int32_t axis1) const {
+    return length(kv_len, band.kv_len, axis0, axis1);
+  }
+
  private:
   __device__ __forceinline__ Band find(int32_t axis0, int32_t axis1) const {
-    const auto length = [&](const BatchOperand& lengths, int32_t size) {
-      return min(max(lengths.at(axis0, axis1, size), 0), size);
-    };
     const Window sizes(options, window.data ? window.pointer(axis0, axis1) : nullptr);
-    return Band(sizes, length(q_len, band.q_len), length(kv_len, band.kv_len),
+    return Band(sizes, length(q_len, band.q_len, axis0, axis1), kv_length(axis0, axis1),
                 offset.at(axis0, axis1, 0));
   }
   __device__ __noinline__ Band find_apart(int32_t axis0, int32_t axis1) const {
     return find(axis0, axis1);
+  }
+  static __device__ __forceinline__ int32_t length(const BatchOperand& lengths, int32_t size,
+                                                   int32_t axis0, int32_t axis1) {
+    return min(max(lengths.at(axis0, axis1, size), 0), size);
   }
 };
 

@@ -103,7 +103,7 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const CUte
   const auto produce = [&](const QueryTileCursor& cursor) {
     const QueryTileIndex q = cursor.index();
     const int32_t row0 = q.tile * Config::kBlockQ;
-    const Band band = plan.band.of<kModifiers == kNoModifier>(q);
+    const Band band = plan.band.of<kModifiers == kNoModifier>(q.batch_axes);
     TileRange range = key_tiles<Config>(skips, band, q, row0);
     int32_t end = INT32_MAX, tiles = 0;  // of the range before it is reordered
     if constexpr (kTurns<Config, kModifiers>) {
@@ -221,7 +221,7 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
   };
   const auto produce = [&](const QueryTileCursor& cursor) {  // as in produce_keys()
     const QueryTileIndex q = cursor.index();
-    const Band band = plan.band.of<kModifiers == kNoModifier>(q);
+    const Band band = plan.band.of<kModifiers == kNoModifier>(q.batch_axes);
     const int32_t row0 = q.tile * Config::kBlockQ;
     const TileRange range = counted_key_tiles<Config, kModifiers>(plan, skips, band, q, row0);
     if (!started) {

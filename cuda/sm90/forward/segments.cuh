@@ -301,7 +301,7 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
   QueryTileCursor cursor{plan.schedule};
   while (cursor.valid()) {
     const QueryTileIndex q = cursor.index();
-    const Band band = plan.band.of<true>(q);
+    const Band band = plan.band.of<true>(q.batch_axes);
     const int32_t row0 = q.tile * Config::kBlockQ;
     if (is_first) ptx::griddepcontrol_wait();  // waits for the spans
     SegmentTiles<Config, kModifiers == kSegments> tiles(band, spans, q.batch, row0);

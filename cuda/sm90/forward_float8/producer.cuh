@@ -40,7 +40,7 @@ __device__ __forceinline__ Float8Work describe_float8_work(const Float8Plan& pla
                                                            const QueryTileIndex& q) {
   Float8Work work = {};
   work.row0 = q.tile * Config::kBlockQ;
-  work.band = plan.band.of<false>(q);
+  work.band = plan.band.of<false>(q.batch_axes);
   work.tiles = kv_tiles<Config::kBlockKv>(work.band, work.row0, work.row0 + Config::kBlockQ);
   if constexpr (Config::kGeneral) {
     if (plan.segments.query != nullptr) {
