@@ -717,15 +717,19 @@ def explain(
         kernels,
         _explain_sequence(call, operands),
         _explain_documents(call),
-        _explain_float8(call),
+        _explain_float8(call, kernels),
     )
 
 
-def _explain_float8(call: Call) -> str:
+def _explain_float8(call: Call, kernels: dict[str, ffi.Kernel]) -> str:
     dtype = call.operands["query"].dtype
     if call.spec.fp8 is None and dtype != FLOAT8:
         return ""
-    products = "probabilities to e4m3 where they are multiplied; logits, softmax and sums float32"
+    decodes = "forward" in kernels and kernels["forward"].name == "decode, FP8"
+    products = (
+        f"probabilities to {'float16' if decodes else 'e4m3'} where they are multiplied; "
+        "logits, softmax and sums float32"
+    )
     if call.spec.fp8 is None:
         return f"{products}; no derivatives"
     return f"{call.spec.fp8}; {products}; backward pass in {dtype} at the rounded operands"

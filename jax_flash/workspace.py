@@ -110,12 +110,12 @@ def _cuda_forward(
 ) -> Size:  # fmt: skip
     """Bounds `forward_workspace_bytes` of cuda/plan/choose.cc."""
     del heads, soft_cap_or_dropout
-    if dtype == FLOAT8:  # cuda/plan/float8.h: transposed values, and factors
-        spans = _segment_spans(batch, q_len, kv_len) + 256 if segments else 0
-        return spans + batch * kv_heads * (kv_len // 128 + 1) * (128 * value_dim + 16) + 4
-    del kv_heads
     # cuda/plan/decode_sm80.h: what 2,048 blocks leave behind, of at most 16 rows each
     size = 2048 * 16 * (value_dim + 5) * 4 if max(head_dim, value_dim) <= 256 else 0
+    if dtype == FLOAT8:  # or cuda/plan/float8.h: transposed values, and factors
+        spans = _segment_spans(batch, q_len, kv_len) + 256 if segments else 0
+        return size + spans + batch * kv_heads * (kv_len // 128 + 1) * (128 * value_dim + 16) + 4
+    del kv_heads
     if segments:
         return size + _segment_spans(batch, q_len, kv_len)
     if dtype == "float32":
@@ -135,7 +135,7 @@ def _cuda_forward(
 def _decode(widest: int) -> int:
     """Bounds cuda/plan/decode.h: what each worker leaves behind, of at most 64 rows."""
     pitch = 64 if widest <= 64 else 128 if widest <= 128 else 256
-    return 264 * (2 * 64 * (pitch + 2) * 4 + 8)
+    return 264 * 2 * 64 * (pitch + 2) * 4
 
 
 def _cuda_backward(

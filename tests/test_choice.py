@@ -126,6 +126,8 @@ def test_float8_kernel(name, head_dim, call):
     assert found["forward"].tile == (128, 128)
     rounded = kernels(**call, fp8=Fp8())
     assert rounded["forward"] == found["forward"]
+    few = kernels(**{**call, "q_len": 2, "kv_len": 4096}, dtype=FLOAT8)["forward"]
+    assert (few.family, few.name, few.tile[0]) == (90, "decode, FP8", 16)
     # No other GPU has an FP8 kernel.
     with pytest.raises(ValueError, match="no kernel for this dtype with head_dim"):
         kernels(**call, dtype=FLOAT8, gpu=RTX_4090)

@@ -44,8 +44,11 @@ def per_token(scale, length):
     return np.repeat(np.asarray(scale, np.float64), block, axis=-2)[..., :length, :]
 
 
-def emulate(inputs: Inputs, scales: dict[str, np.ndarray]):
-    """out and lse of stored float8 values and their scales [B, blocks, heads], in float64."""
+def emulate(inputs: Inputs, scales: dict[str, np.ndarray], rounds=True):
+    """out and lse of stored float8 values and their scales [B, blocks, heads], in float64.
+
+    Probabilities are rounded to e4m3 if `rounds`.
+    """
     options = inputs.options
     batch, q_len, heads, head_dim = inputs.query.shape
     kv_len, kv_heads = inputs.key.shape[1:3]
@@ -71,7 +74,8 @@ def emulate(inputs: Inputs, scales: dict[str, np.ndarray]):
     top = np.where(top == -np.inf, 0, top)
     greatest = value_scale.max(axis=1)[..., None, None]
     share = value_scale.swapaxes(1, 2)[:, :, None] / greatest
-    p8 = rounded(np.exp2(x - top + 8) * share).astype(np.float64)
+    p8 = np.exp2(x - top + 8) * share
+    p8 = rounded(p8).astype(np.float64) if rounds else p8
     total = np.exp2(x - top + 8).sum(axis=-1)
     if "sinks" in options:
         exists = np.arange(q_len) < np.reshape(options.get("query_seq_lengths", q_len), (-1, 1))

@@ -22,7 +22,7 @@ struct Choice {
   int32_t row = -1;             // index in sm90::kRecipes; sm_90, forward
   uint32_t only = kNoModifier;  // the one modifier that a backward kernel is made for
   bool one_kernel = false;      // sm_90, head dims above 128: one kernel computes all gradients
-  bool decodes = false;         // sm_80, forward: the kernel for few query rows
+  bool decodes = false;         // forward: the kernel of sm80/decode, for few query rows
   SmemClass smem_class = SmemClass::kSmall;  // sm_80 only
   const char* name = "";                     // the kernel's name, for explain()
   const char* reason = "";                   // one clause: why this kernel was chosen

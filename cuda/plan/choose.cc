@@ -82,6 +82,12 @@ bool fits_copy_engine(const Shape& shape, const std::initializer_list<const Oper
   return all_fit(queries, shape.q_len) && all_fit(keys, shape.kv_len);
 }
 
+Status no_kernel(const Shape& shape) {
+  return Status::unimplemented("jax_flash: no kernel for this dtype with head_dim " +
+                               std::to_string(shape.head_dim) + " and value_dim " +
+                               std::to_string(shape.value_dim));
+}
+
 // Sets the family and the instance's head dim. `fits_90` is true if the copy engine can fetch tiles
 // of the operands.
 Status choose_family(const Forward& params, int32_t family, bool fits_90, const Device& device,
@@ -113,35 +119,33 @@ Status choose_family(const Forward& params, int32_t family, bool fits_90, const 
       choice.general = choice.head_dim != 0;
     }
   }
-  if (choice.head_dim != 0) return {};
-  const Shape& shape = params.shape;
-  return Status::unimplemented("jax_flash: no kernel for this dtype with head_dim " +
-                               std::to_string(shape.head_dim) + " and value_dim " +
-                               std::to_string(shape.value_dim));
+  return choice.head_dim != 0 ? Status() : no_kernel(params.shape);
 }
 
 // Chooses the sm_80 decoding kernel if it takes the call and is faster: it takes any modifiers but
-// dropout, and on Hopper, 16-bit calls without modifiers have a kernel of their own. Returns
-// whether it is chosen. `fits_90`: see choose_family().
+// dropout, and on Hopper, 16-bit calls without modifiers have a kernel of their own. Its
+// float8 variant is an instance of Hopper's, since sm_80 lacks instructions for it. Returns whether
+// it is chosen. `fits_90`: see choose_family().
 bool choose_decode(const Forward& params, int32_t family, bool fits_90, const Device& device,
                    const FindInstance& find, Choice& choice) {
   const bool plain = modifiers_of(params) == kNoModifier;
-  if (family == 90 || params.query.dtype == DType::kFloat8 || params.extreme_rows_only ||
-      params.options.dropout_threshold != 0 || !sm80::takes_decode(params.shape)) {
+  const bool float8 = params.query.dtype == DType::kFloat8, hopper = device.capability == 90;
+  const int32_t of_family = float8 ? 90 : 80;
+  if (family == (float8 ? 80 : 90) || (float8 && !hopper) || params.extreme_rows_only ||
+      params.options.dropout_threshold != 0 ||
+      !sm80::takes_decode(params.shape, params.query.dtype)) {
     return false;
   }
-  if (family == 0 && plain && device.capability == 90 && fits_90 && find(90, false) != 0) {
-    return false;
-  }
-  const int32_t head_dim = find(80, true);
+  if (family == 0 && plain && !float8 && hopper && fits_90 && find(90, false) != 0) return false;
+  const int32_t head_dim = find(of_family, true);
   if (head_dim == 0 || head_dim > kWidestOfAll) return false;
-  choice.family = 80;
+  choice.family = of_family;
   choice.head_dim = head_dim;
   choice.general = choice.decodes = true;
-  choice.name = "decode, every modifier";
+  choice.name = float8 ? "decode, FP8" : "decode, every modifier";
   choice.reason = "there are few query rows";
   choice.queries = sm80::kDecodeRows;
-  const int bytes = params.query.dtype == DType::kFloat32 ? 4 : 2;
+  const int bytes = params.query.dtype == DType::kFloat32 ? 4 : float8 ? 1 : 2;
   choice.keys = sm80::decode_warps(head_dim) * sm80::decode_warp_keys(head_dim, bytes);
   return true;
 }
@@ -375,10 +379,14 @@ Status choose_forward(const Forward& params, int32_t family, const Device& devic
   if (Status status = choose_family(params, family, fits, device, find, choice); !status.ok()) {
     return status;
   }
+  const bool float8 = params.query.dtype == DType::kFloat8;
+  // The workspace is that of decoding, which a library without this instance cannot choose.
+  if (float8 && sm80::takes_decode(params.shape, params.query.dtype))
+    return no_kernel(params.shape);
   if (choice.family == 80) {
     return choose_smem_class(params, device, false, choice);
   }
-  const auto [recipe, reason] = params.query.dtype == DType::kFloat8 ? choose_float8(params)
+  const auto [recipe, reason] = float8           ? choose_float8(params)
                                 : choice.general ? choose_modified(params, choice.head_dim, device)
                                                  : choose_plain(params, choice.head_dim, device);
   choice.row = sm90::recipe_row(recipe, choice.head_dim);
@@ -444,9 +452,13 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
 }
 
 int64_t forward_workspace_bytes(const Shape& shape, DType dtype, const ForwardFeatures& features) {
-  if (dtype == DType::kFloat8) return sm90::Float8Workspace::bytes(shape, features.segments);
   // A call that decodes has neither spans nor words of a mask, so these can have the same place.
-  const int64_t decode_bytes = sm80::DecodeParts::bytes(shape);
+  const int64_t decode_bytes = sm80::DecodeParts::bytes(shape, dtype);
+  if (dtype == DType::kFloat8) {
+    return sm80::takes_decode(shape, dtype)
+               ? decode_bytes
+               : sm90::Float8Workspace::bytes(shape, features.segments);
+  }
   if (features.segments) return std::max(SegmentSpans::bytes(shape), decode_bytes);
   if (dtype == DType::kFloat32) return decode_bytes;  // the rest is for 16 bits
   const bool masked = features.mask_matrices > 0;

@@ -43,25 +43,25 @@ struct DecodeUnits {
 
 // Returns whether decoding is faster than the forward kernel, which computes tiles of 64 or more
 // rows of one head: if there are no more units than such tiles, or if the tiles leave most
-// multiprocessors idle.
-inline bool takes_decode(const Shape& shape) {
+// multiprocessors idle. The forward kernel of float8 is faster, so there must be fewer tiles then.
+inline bool takes_decode(const Shape& shape, DType dtype) {
   if (std::max(shape.head_dim, shape.value_dim) > kDecodeMaxHeadDim) return false;
   const int64_t units = DecodeUnits(shape).count, tiles = query_tiles(shape, 64);
   return units > 0 && units <= INT32_MAX &&
-         (units <= tiles || (tiles <= 32 && shape.kv_len >= 512));
+         (units <= tiles || (tiles <= (dtype == DType::kFloat8 ? 16 : 32) && shape.kv_len >= 512));
 }
 
 // Returns the number of parts for which `units` units take the least time, if `blocks` blocks run
 // at once. A round of blocks takes as long as a part's keys and 128 more, and the second kernel as
 // long as 128 more in each round.
 inline int32_t decode_parts(int64_t units, int64_t blocks, int64_t kv_len, int64_t most) {
-  int64_t best = 1, least = INT64_MAX;
-  for (int64_t parts = 1; parts <= most; ++parts) {
-    const int64_t time =
-        ceil_div(units * parts, blocks) * (ceil_div(kv_len, parts) + (parts > 1 ? 256 : 128));
+  int64_t best = 1, least = ceil_div(units, blocks) * (kv_len + 128), parts = 1;
+  for (int64_t rounds = ceil_div(2 * units, blocks); parts < most; ++rounds) {
+    parts = std::min(rounds * blocks / units, most);  // as many as these rounds take
+    const int64_t keys = ceil_div(kv_len, parts), time = rounds * (keys + 256);
     if (time < least) {
       least = time;
-      best = parts;
+      best = ceil_div(kv_len, keys);  // the fewest that have as many keys
     }
   }
   return static_cast<int32_t>(best);
@@ -87,8 +87,8 @@ struct DecodeParts {
     return result;
   }
   // Returns the bytes of the workspace, enough for any number of blocks.
-  static int64_t bytes(const Shape& shape) {
-    if (!takes_decode(shape) || most_parts(shape) == 1) return 0;
+  static int64_t bytes(const Shape& shape, DType dtype) {
+    if (!takes_decode(shape, dtype) || most_parts(shape) == 1) return 0;
     return DecodeUnits(shape).count * most_parts(shape) * kDecodeRows * (pitch_of(shape) + 2) * 4;
   }
 

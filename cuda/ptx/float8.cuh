@@ -21,6 +21,18 @@ __device__ __forceinline__ uint32_t cvt_rn_e4m3x4(float a, float b, float c, flo
   return packed;
 }
 
+// Converts four numbers to float16, which holds them exactly: the lower two, and the higher two.
+__device__ __forceinline__ void cvt_f16x2_e4m3x4(uint32_t packed, uint32_t& low, uint32_t& high) {
+  asm("{\n"
+      ".reg .b16 first, second;\n"
+      "mov.b32 {first, second}, %2;\n"
+      "cvt.rn.f16x2.e4m3x2 %0, first;\n"
+      "cvt.rn.f16x2.e4m3x2 %1, second;\n"
+      "}"
+      : "=r"(low), "=r"(high)
+      : "r"(packed));
+}
+
 // Adds a[16, 32] b[32, 8] to d. The fragments are those of wgmma.h.
 __device__ __forceinline__ void mma_m16n8k32_e4m3(float (&d)[4], const uint32_t (&a)[4],
                                                   uint32_t b0, uint32_t b1) {

@@ -24,6 +24,8 @@ struct Tf32x3 {
 
 template <typename Element>
 inline constexpr bool kIsFloat32 = sizeof(Element) == 4;
+template <typename Element>
+inline constexpr bool kIsFloat8 = std::is_same_v<Element, Float8>;
 
 // The number of TF32 products for a product of two elements; 0: not float32.
 template <typename Element>

@@ -23,6 +23,7 @@
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/math.cuh"
 #include "ptx/shared.cuh"
+#include "sm80/decode/float8.cuh"
 #include "sm80/forward/kernel.cuh"
 #include "sm80/products.cuh"
 #include "status.h"
@@ -39,14 +40,17 @@ namespace jax_flash::sm80 {
 
 template <typename Element, int kHeadDimension>
 struct DecodeConfig {
-  static constexpr int kHeadDim = kHeadDimension, kBytes = kIsFloat32<Element> ? 4 : 2;
+  static constexpr int kHeadDim = kHeadDimension;
   static constexpr int kWarps = decode_warps(kHeadDim), kThreads = 32 * kWarps;
-  static constexpr int kWarpKeys = decode_warp_keys(kHeadDim, kBytes);
+  static constexpr int kWarpKeys = decode_warp_keys(kHeadDim, sizeof(Element));
   static constexpr int kBlockKv = kWarps * kWarpKeys;
   // For multiply_probability_value(). Only one warp reads an element, so it is rounded then.
   static constexpr bool kInterleaved = false, kRoundsTiles = false;
-  using QueryTile = SmemTile<kDecodeRows, kHeadDim, kBytes>;
-  using KeyTile = SmemTile<kBlockKv, kHeadDim, kBytes>;
+  // Tiles of float8 have pairs of columns as elements (float8.cuh).
+  using Stored = std::conditional_t<kIsFloat8<Element>, uint16_t, Element>;
+  static constexpr int kPacked = sizeof(Stored) / sizeof(Element);
+  using QueryTile = SmemTile<kDecodeRows, kHeadDim / kPacked, sizeof(Stored)>;
+  using KeyTile = SmemTile<kBlockKv, kHeadDim / kPacked, sizeof(Stored)>;
   using ValueTile = KeyTile;
   static constexpr int kStages = QueryTile::kBytes + 4 * KeyTile::kBytes <= 96 * 1024 ? 2 : 1;
   static constexpr int kSmemBytes = QueryTile::kBytes + 2 * kStages * KeyTile::kBytes;
@@ -55,7 +59,16 @@ struct DecodeConfig {
   static constexpr int kBlocks = kSmemBytes <= 72 * 1024 && !kSplit ? 3 : 2;
   static_assert(kSmemBytes <= 98 * 1024);
   static_assert(kWarps * kDecodeRows * kHeadDim * 4 <= kSmemBytes);
+  static_assert(!kIsFloat8<Element> || kScaleBlock % kBlockKv == 0);  // one scale for a tile
 };
+
+// The parameters of a call; for float8, with scales.
+struct NoScales {
+  template <typename... Arguments>
+  __device__ __forceinline__ explicit NoScales(const Arguments&...) {}
+};
+template <typename Element>
+using DecodeParams = std::conditional_t<kIsFloat8<Element>, Float8Forward, Forward>;
 
 // Names a unit.
 struct DecodeUnit {
@@ -85,17 +98,17 @@ __device__ __forceinline__ void load_query_rows(const typename Config::QueryTile
                                                 const Forward& params, const BatchIndex& batch,
                                                 const DecodeUnit& unit) {
   using Tile = typename Config::QueryTile;
-  constexpr int kChunks = Config::kHeadDim / Tile::kChunkCols;
+  constexpr int kChunks = Tile::kCols / Tile::kChunkCols, kPacked = Config::kPacked;
   for (int index = threadIdx.x; index < kDecodeRows * kChunks; index += Config::kThreads) {
     const int row = index / kChunks, col = index % kChunks * Tile::kChunkCols;
     const int valid =
-        row < unit.rows ? min(max(params.shape.head_dim - col, 0), Tile::kChunkCols) : 0;
+        row < unit.rows ? min(max(params.shape.head_dim / kPacked - col, 0), Tile::kChunkCols) : 0;
     const int last = min(row, unit.rows - 1);
     const Element* from = batch.pointer<const Element>(params.query, unit.head(last)) +
-                          unit.query(last) * params.query.row + col;
+                          unit.query(last) * params.query.row + col * kPacked;
     const uint32_t to = tile.address(row, index % kChunks);
     if (reinterpret_cast<uintptr_t>(from) % 16 == 0) {
-      ptx::cp_async_16_of(to, from, valid * Config::kBytes);
+      ptx::cp_async_16_of(to, from, valid * static_cast<int>(sizeof(Element)) * kPacked);
     } else {  // float32
       for (int e = 0; e < 4; ++e) ptx::cp_async_4(to + e * 4, from + e, e < valid);
     }
@@ -127,13 +140,13 @@ __device__ __forceinline__ float finish_row(const Forward& params, const BatchIn
   return normalizer;
 }
 
-// Stores up to four columns of a row of out.
-template <typename Element>
-__device__ __forceinline__ void store_columns(const Forward& params, const BatchIndex& batch,
-                                              int32_t head, int32_t query, int32_t col,
-                                              const float4& values, float normalizer) {
+// Stores up to four columns of a row of out, whose type is Out.
+template <typename Out>
+__device__ __forceinline__ void store_columns_as(const Forward& params, const BatchIndex& batch,
+                                                 int32_t head, int32_t query, int32_t col,
+                                                 const float4& values, float normalizer) {
   const float results[4] = {values.x, values.y, values.z, values.w};
-  if constexpr (kIsFloat32<Element>) {
+  if constexpr (kIsFloat32<Out>) {
     float* to = batch.pointer<float>(params.out, head) + query * params.out.row + col;
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
@@ -147,11 +160,28 @@ __device__ __forceinline__ void store_columns(const Forward& params, const Batch
 #pragma unroll
       for (int i = 0; i < 2; ++i) {
         words[i] =
-            ptx::cvt_rn_x2<Element>(results[2 * i] * normalizer, results[2 * i + 1] * normalizer);
+            ptx::cvt_rn_x2<Out>(results[2 * i] * normalizer, results[2 * i + 1] * normalizer);
       }
     }
-    Element* to = batch.pointer<Element>(params.out, head) + query * params.out.row + col;
+    Out* to = batch.pointer<Out>(params.out, head) + query * params.out.row + col;
     *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
+  }
+}
+template <typename Element>
+__device__ __forceinline__ void store_columns(const Forward& params, const BatchIndex& batch,
+                                              int32_t head, int32_t query, int32_t col,
+                                              const float4& values, float normalizer) {
+  const auto store = [&](auto out) {
+    store_columns_as<decltype(out)>(params, batch, head, query, col, values, normalizer);
+  };
+  if constexpr (kIsFloat8<Element>) {
+    switch (params.out.dtype) {
+      case DType::kFloat32: return store(float{});
+      case DType::kFloat16: return store(__half{});
+      default: return store(__nv_bfloat16{});
+    }
+  } else {
+    store(Element{});
   }
 }
 
@@ -221,10 +251,12 @@ __device__ __forceinline__ void combine_warps(
 template <typename Config, typename Element>
 struct DecodeLoop {
   using KeyTile = typename Config::KeyTile;
+  using Stored = typename Config::Stored;
+  using TileScales = std::conditional_t<kIsFloat8<Element>, Float8Scales, NoScales>;
   const Forward& params;
   const Band& band;
   typename Config::QueryTile query_smem;
-  const Element *key, *value;  // of the head
+  const Stored *key, *value;   // of the head
   int32_t first_col, end_col;  // columns that some row may attend to
   int32_t rows;                // of the unit
 
@@ -234,11 +266,13 @@ struct DecodeLoop {
             Config::QueryTile::kBytes + static_cast<uint32_t>(2 * stage + which) * KeyTile::kBytes};
   }
   __device__ __forceinline__ void load(int32_t tile, int stage) const {
-    const Shape& shape = params.shape;
-    load_tile<Config::kThreads>(tile_smem(stage, 0), key, params.key.row, tile * Config::kBlockKv,
-                                first_col, end_col, shape.head_dim);
-    load_tile<Config::kThreads>(tile_smem(stage, 1), value, params.value.row,
-                                tile * Config::kBlockKv, first_col, end_col, shape.value_dim);
+    const auto load_rows = [&](int which, const Stored* rows, int64_t row_stride, int32_t cols) {
+      load_tile<Config::kThreads>(tile_smem(stage, which), rows, row_stride / Config::kPacked,
+                                  tile * Config::kBlockKv, first_col, end_col,
+                                  cols / Config::kPacked);
+    };
+    load_rows(0, key, params.key.row, params.shape.head_dim);
+    load_rows(1, value, params.value.row, params.shape.value_dim);
   }
   // Returns the warp's own keys of a tile.
   static __device__ __forceinline__ KeyTile of_warp(KeyTile tile) {
@@ -246,21 +280,65 @@ struct DecodeLoop {
     return tile;
   }
 
+  // Sets the products of Q and the warp's keys.
+  template <int kN>
+  __device__ __forceinline__ void multiply_query_key(float (&products)[1][kN][4], int32_t tile,
+                                                     int stage, const TileScales& scales) const {
+    const KeyTile keys = of_warp(tile_smem(stage, 0));
+    if constexpr (kIsFloat8<Element>) {
+      multiply_float8_by_transpose(products, query_smem, keys);
+      const float key_scale = scales.key_of(tile * Config::kBlockKv / kScaleBlock);
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) products[0][n][e] *= scales.query[e / 2] * key_scale;
+      }
+    } else {
+      multiply_by_transpose<Element, kRolled>(products, query_smem, 0, keys, 0);
+    }
+  }
+  // Turns logits into P, and adds P V to `out`, whose unit is `unit` if the operands are float8.
+  template <int kN, int kOutN>
+  __device__ __forceinline__ void add_probability_value(
+      float (&out)[1][kOutN][4], float (&logits)[1][kN][4], OnlineSoftmax<1, true>& softmax,
+      float to_log2, int32_t tile, int stage, const TileScales& scales, float& unit) const {
+    const uint32_t attended = attended_columns(logits);
+    if (!__any_sync(0xffffffff, attended != 0)) return;
+    softmax.update_reference(logits, to_log2, out);
+    const KeyTile values = of_warp(tile_smem(stage, 1));
+    if constexpr (kIsFloat8<Element>) {
+      const float factor =
+          raise_unit(scales.value_of(tile * Config::kBlockKv / kScaleBlock), unit, out);
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+        softmax.exponentials(logits[0][n], 0, to_log2);
+#pragma unroll
+        for (int e = 0; e < 4; ++e) logits[0][n][e] *= factor;
+      }
+      add_float8_product(out, logits, values, attended);
+    } else {
+      const Kept kept[1] = {};
+      multiply_probability_value<Config, Element, true>(out, logits, softmax, to_log2, false, kept,
+                                                        attended, values);
+    }
+  }
+
   // Computes tiles [tile, end). The first has been loaded. `modifiers`, `queries`: of this thread's
-  // two rows.
+  // two rows. Returns the unit of `out`.
   template <int kOutN>
-  __device__ __forceinline__ void run(int32_t tile, int32_t end, float (&out)[1][kOutN][4],
-                                      OnlineSoftmax<1, true>& softmax, float to_log2,
-                                      const LogitModifiers (&modifiers)[2],
-                                      const int32_t (&queries)[2]) const {
+  __device__ __forceinline__ float run(int32_t tile, int32_t end, float (&out)[1][kOutN][4],
+                                       OnlineSoftmax<1, true>& softmax, float to_log2,
+                                       const LogitModifiers (&modifiers)[2],
+                                       const int32_t (&queries)[2],
+                                       const TileScales& scales) const {
+    float unit = kIsFloat8<Element> ? 0.0f : 1.0f;
 #pragma unroll 1
     for (int stage = 0; tile < end; ++tile, stage ^= Config::kStages - 1) {
       wait_for_copies();
       if (Config::kStages == 2 && tile + 1 < end) load(tile + 1, stage ^ 1);
       ptx::cp_async_commit_group();
       float logits[1][Config::kWarpKeys / 8][4];
-      multiply_by_transpose<Element, kRolled>(logits, query_smem, 0, of_warp(tile_smem(stage, 0)),
-                                              0);
+      multiply_query_key(logits, tile, stage, scales);
       const int32_t col0 =
           tile * Config::kBlockKv + static_cast<int>(threadIdx.x) / 32 * Config::kWarpKeys;
 #pragma unroll
@@ -274,11 +352,7 @@ struct DecodeLoop {
           logits[0][n][2] = logits[0][n][3] = minus_infinity();
         }
       }
-      const uint32_t attended = attended_columns(logits);
-      softmax.update_reference(logits, to_log2, out);
-      const Kept kept[1] = {};
-      multiply_probability_value<Config, Element, true>(out, logits, softmax, to_log2, false, kept,
-                                                        attended, of_warp(tile_smem(stage, 1)));
+      add_probability_value(out, logits, softmax, to_log2, tile, stage, scales, unit);
       if (Config::kStages == 1) {
         __syncthreads();
         if (tile + 1 < end) load(tile + 1, 0);
@@ -286,15 +360,16 @@ struct DecodeLoop {
       }
     }
     wait_for_copies();
+    return unit;
   }
 };
 
-// Stores a warp's rows and their statistics for combine_warps().
+// Stores a warp's rows, multiplied by `unit`, and their statistics for combine_warps().
 template <typename Config, typename Element, int kOutN>
 __device__ __forceinline__ void put_rows(float* values,
                                          float2 (&statistics)[Config::kWarps][kDecodeRows],
                                          const float (&out)[1][kOutN][4],
-                                         const OnlineSoftmax<1, true>& softmax) {
+                                         const OnlineSoftmax<1, true>& softmax, float unit) {
   const int warp = threadIdx.x / 32;
   float* mine = values + warp * kDecodeRows * Config::kHeadDim;
 #pragma unroll
@@ -306,6 +381,14 @@ __device__ __forceinline__ void put_rows(float* values,
     if (threadIdx.x % 4 == 0) statistics[warp][row] = {softmax.reference[0][half], total};
     if constexpr (kIsFloat32<Element>) {
       Float32Rows(mine, Config::kHeadDim, Config::kHeadDim).store(row, half, out[0]);
+    } else if constexpr (kIsFloat8<Element>) {
+#pragma unroll
+      for (int n = 0; n < kOutN; n += 2) {  // even and odd columns of 16
+        const float (&even)[4] = out[0][n], (&odd)[4] = out[0][n + 1];
+        *reinterpret_cast<float4*>(mine + row * Config::kHeadDim + n * 8 + threadIdx.x % 4 * 4) = {
+            even[2 * half] * unit, odd[2 * half] * unit, even[2 * half + 1] * unit,
+            odd[2 * half + 1] * unit};
+      }
     } else {
 #pragma unroll
       for (int n = 0; n < kOutN; ++n) {
@@ -319,7 +402,7 @@ __device__ __forceinline__ void put_rows(float* values,
 // The grid is [parts, units].
 template <typename Config, typename Element>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
-    decode_kernel(const __grid_constant__ Forward params, const DecodeParts parts) {
+    decode_kernel(const __grid_constant__ DecodeParams<Element> params, const DecodeParts parts) {
   extern __shared__ __align__(1024) uint8_t smem[];
   __shared__ float2 statistics[Config::kWarps][kDecodeRows];
   const auto unit_index = static_cast<int32_t>(blockIdx.x % parts.units);
@@ -331,14 +414,19 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   const TileRange tiles = kv_tiles<Config::kBlockKv>(band, unit.query(0), last_query + 1);
   const int64_t count = tiles.end - tiles.first;
 
-  const DecodeLoop<Config, Element> loop{params,
-                                         band,
-                                         {ptx::shared_address(smem), 0},
-                                         batch.pointer<const Element>(params.key, unit.kv_head),
-                                         batch.pointer<const Element>(params.value, unit.kv_head),
-                                         band.first_col(unit.query(0)),
-                                         band.end_col(last_query),
-                                         unit.rows};
+  using Loop = DecodeLoop<Config, Element>;
+  const auto of_head = [&](const Operand& operand) {
+    return reinterpret_cast<const typename Loop::Stored*>(
+        batch.pointer<const Element>(operand, unit.kv_head));
+  };
+  const Loop loop{params,
+                  band,
+                  {ptx::shared_address(smem), 0},
+                  of_head(params.key),
+                  of_head(params.value),
+                  band.first_col(unit.query(0)),
+                  band.end_col(last_query),
+                  unit.rows};
   const int32_t first = tiles.first + static_cast<int32_t>(count * part / parts.parts);
   const int32_t end = tiles.first + static_cast<int32_t>(count * (part + 1) / parts.parts);
   if (first < end) {
@@ -360,10 +448,11 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   set_zero(out);
   OnlineSoftmax<1, true> softmax;
   const float to_log2 = in_natural_units(params) ? kLog2E : 1.0f;
-  loop.run(first, end, out, softmax, to_log2, modifiers, queries);
+  const typename Loop::TileScales scales(params, batch, unit.kv_head, heads, queries);
+  const float out_unit = loop.run(first, end, out, softmax, to_log2, modifiers, queries, scales);
 
   auto* values = reinterpret_cast<float*>(smem);
-  put_rows<Config, Element>(values, statistics, out, softmax);
+  put_rows<Config, Element>(values, statistics, out, softmax, out_unit);
   __syncthreads();
   combine_warps<Config, Element>(params, parts, batch, band, unit,
                                  int64_t{unit_index} * parts.parts + part, values, statistics);
@@ -448,7 +537,7 @@ __global__ void __launch_bounds__(kCombineWarps * 32)
 
 // Launches decoding. kHeadDim bounds head_dim and value_dim.
 template <typename Element, int kHeadDim>
-Status launch_decode(const Forward& params, cudaStream_t stream) {
+Status launch_decode(const DecodeParams<Element>& params, cudaStream_t stream) {
   using Config = DecodeConfig<Element, kHeadDim>;
   const Shape& shape = params.shape;
   int sms = 0;
@@ -461,8 +550,8 @@ Status launch_decode(const Forward& params, cudaStream_t stream) {
   if (!status.ok() || parts.parts == 1) return status;
   const int32_t rows = std::min(kDecodeRows, DecodeUnits(shape).group * shape.q_len);
   return launch_dependent("sm80::decode_combine_kernel", shape, decode_combine_kernel<Element>,
-                          int64_t{parts.units} * rows, kCombineWarps * 32, 0, stream, params, parts,
-                          rows);
+                          int64_t{parts.units} * rows, kCombineWarps * 32, 0, stream,
+                          static_cast<const Forward&>(params), parts, rows);
 }
 
 }  // namespace jax_flash::sm80

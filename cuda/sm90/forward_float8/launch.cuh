@@ -7,12 +7,14 @@
 #include "params.h"
 #include "plan/choice.h"
 #include "plan/float8.h"
+#include "sm80/decode/kernel.cuh"
 #include "sm90/forward/schedule.cuh"
 #include "sm90/forward_float8/config.cuh"
 #include "sm90/forward_float8/kernel.cuh"
 #include "sm90/forward_float8/plan.cuh"
 #include "sm90/forward_float8/values.cuh"
 #include "status.h"
+#include "tile/element.cuh"
 #include "tile/launch.cuh"
 #include "tile/tensor_map.cuh"
 
@@ -66,8 +68,13 @@ Status launch_float8_config(const Forward& params, const Scales& scales, cudaStr
 }
 
 template <int kHeadDim, bool kGeneral>
-Status launch_forward_float8(const Forward& params, const Scales& scales, const Choice&,
+Status launch_forward_float8(const Forward& params, const Scales& scales, const Choice& choice,
                              cudaStream_t stream) {
+  if constexpr (kGeneral) {
+    if (choice.decodes) {
+      return sm80::launch_decode<Float8, kHeadDim>(sm80::Float8Forward{params, scales}, stream);
+    }
+  }
   if constexpr (kHeadDim == 192) {
     if (params.shape.value_dim == 128) {
       return launch_float8_config<Float8Config<192, 128, kGeneral>>(params, scales, stream);
