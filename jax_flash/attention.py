@@ -474,7 +474,8 @@ class Explanation:
       current: the platform on which a call would run now.
       kernels: for each pass ("forward", "backward") the `ffi.Kernel` that the call gets on this
         process's GPU, with its name, its tile sizes and why it was chosen; empty without a GPU or
-        a kernel. A call that is spread over devices is described as if it ran on one.
+        a kernel, or if a size is symbolic. A call that is spread over devices is described as if it
+        ran on one.
       sequence: with sequence_axis, how the devices share the sequence, and why. It counts all
         heads; a mesh may divide these further.
       documents: which rows the call gathers because of query_offsets.
@@ -706,7 +707,9 @@ def explain(
     on_cuda, gpu = choices["cuda"], dispatch.current_gpu()
     kernels = {}
     has_kernel = isinstance(on_cuda, dispatch.Choice) and on_cuda.implementation == "flash"
-    if gpu is not None and has_kernel:
+    # Which kernel it is depends on sizes that `jax.export` may leave open.
+    known = all(isinstance(size, int) for x in given.values() for size in x.shape)
+    if gpu is not None and has_kernel and known:
         try:
             kernels = cuda_kernels(call.spec, given, gpu)
         except ValueError as error:  # which the call raises, too

@@ -15,7 +15,7 @@ from test_sharding import collectives
 from test_transforms import assert_close
 
 import jax_flash
-from jax_flash import ffi, workspace
+from jax_flash import dispatch, ffi, workspace
 
 export = functools.partial(jax.export.export, disabled_checks=jax_flash.EXPORT_SAFETY_CHECKS)
 serialises = pytest.mark.skipif(
@@ -260,10 +260,13 @@ def test_symbolic_head_dim_needs_a_scale():
     assert_close(export(jax.jit(scaled))(x, x, x).call(*arrays), scaled(*arrays))
 
 
-def test_explain_takes_symbolic_shapes():
+@pytest.mark.parametrize("gpu", [None, ffi.Gpu(90, 132, 227 * 1024)], ids=["no GPU", "Hopper"])
+def test_explain_takes_symbolic_shapes(monkeypatch, gpu):
+    monkeypatch.setattr(dispatch, "current_gpu", lambda: gpu)
     _, types = symbolic_case("bias", gradient=False)
     explanation = jax_flash.explain(**symbolic_types(types))
     assert explanation.choices["cpu"].implementation == "flash"
+    assert not explanation.kernels
 
 
 def workspace_question(rng, name):
