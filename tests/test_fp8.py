@@ -780,12 +780,13 @@ def test_rows_that_move_keep_their_scales(kernels, monkeypatch, per, alignment):
 
 def test_a_forced_forward_pass_without_gradients_is_explained(kernels, monkeypatch):
     monkeypatch.setattr(jax_flash.dispatch, "current_gpu", lambda: ffi.Gpu(90, 132, 227 * 1024))
-    monkeypatch.setattr(primitives, "_cuda_kernel", lambda one_pass, *_: one_pass.kind)
+    kernel = ffi.Kernel(90, "FP8", None, "the operands are float8")
+    monkeypatch.setattr(primitives, "_cuda_kernel", lambda *_: kernel)
     x = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.float8_e4m3fn)
     for implementation in (None, "flash", "flash_sm90"):
         found = jax_flash.explain(x, x, x, implementation=implementation)
         assert found.choices["cuda"].implementation == "flash"
-        assert found.kernels == {"forward": "forward"}
+        assert found.kernels == {"forward": kernel}
 
 
 def test_parts_of_blocks_have_no_kernel(kernels):
