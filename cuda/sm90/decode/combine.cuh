@@ -54,7 +54,7 @@ struct UnitParts {
     const int32_t in_batch = unit - batch * call.batch_units.divisor;
     const int32_t in_turn = call.units_in_turn(), sequence = in_turn == 1 ? in_batch : 0;
     DecodeShares shares = call.shares;
-    // Of a unit of each batch entry before this one, and of one of this.
+    // The cost of one unit in this batch entry, and the sum of such costs over those before.
     int32_t before = batch * call.cost.divisor, cost = call.cost.divisor;
     if (call.plan.ragged) {
       const int lane = threadIdx.x % 32;
