@@ -62,11 +62,13 @@ struct DecodeConfig {
   static_assert(!kIsFloat8<Element> || kScaleBlock % kBlockKv == 0);  // one scale for a tile
 };
 
-// The parameters of a call; for float8, with scales.
+// Stands for Float8Scales where operands have no scales.
 struct NoScales {
   template <typename... Arguments>
   __device__ __forceinline__ explicit NoScales(const Arguments&...) {}
 };
+
+// The parameters of a call; for float8, with scales.
 template <typename Element>
 using DecodeParams = std::conditional_t<kIsFloat8<Element>, Float8Forward, Forward>;
 
