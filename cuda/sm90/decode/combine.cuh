@@ -23,9 +23,9 @@
 
 namespace jax_flash::sm90 {
 
-inline constexpr int kCombineRowBlocks = 8;  // most blocks for the rows of a unit
-// If queries form chunks, rows are many, and get more blocks, up to this many in all.
-inline constexpr int kCombineBlocks = 1024;
+// The rows of a unit get up to kCombineRowBlocks blocks, or more as long as these are up to
+// kCombineBlocks in all.
+inline constexpr int kCombineRowBlocks = 8, kCombineBlocks = 1024;
 // The shared memory that each block requests if there are few blocks, so that each gets a
 // multiprocessor of its own.
 inline constexpr int kCombineSmemApart = 72 * 1024;
@@ -240,7 +240,7 @@ __device__ __forceinline__ void add_warps(float (&result)[kCols],
 // fetched from memory after the wait, a line at a time, since keys and values have evicted them
 // from L2.
 template <int kHeadDim, int kBlockKv, int kWarps, typename Element>
-__global__ void __launch_bounds__(kWarps * 32, 1)
+__global__ void __launch_bounds__(kWarps * 32, kWarps > 2 ? 3 : 1)
     decode_combine_kernel(const __grid_constant__ DecodeCall call, const int32_t row_blocks) {
   using Parts = RowParts<kHeadDim, kWarps>;
   constexpr int kWidth = Parts::kColSteps * 128;
@@ -325,10 +325,8 @@ inline int32_t combine_units(const DecodePlan& plan) { return std::min(plan.unit
 template <int kHeadDim, int kBlockKv, typename Element>
 Status launch_combine(const DecodeCall& call, const Shape& shape, cudaStream_t stream) {
   const int32_t units = combine_units(call.plan);
-  const int32_t most = call.chunks.divisor == 1
-                           ? kCombineRowBlocks
-                           : std::max(kCombineRowBlocks, kCombineBlocks / units);
-  const int32_t row_blocks = std::min(call.rows, most);
+  const int32_t row_blocks =
+      std::min(call.rows, std::max(kCombineRowBlocks, kCombineBlocks / units));
   const int64_t blocks = int64_t{units} * row_blocks;
   const auto launch = [&](auto kernel, int warps) {
     return launch_dependent("sm90::decode_combine_kernel", shape, kernel, blocks, warps * 32,

@@ -46,7 +46,7 @@ template <typename Config>
 __device__ __forceinline__ void produce_decode_keys(const DecodeCall& call, const ForwardMaps& maps,
                                                     const DecodeSmem<Config>& smem) {
   RingState<Config::kSlots> slot;
-  const int32_t worker = call.worker_of(static_cast<int32_t>(blockIdx.x));
+  const int32_t worker = call.worker_of_block(static_cast<int32_t>(blockIdx.x));
   for (DecodeWalk<Config::kBlockKv> walk(call, worker); walk.valid();) {
     const DecodeUnit unit(call, walk.unit);
     const TileRange tiles = call.tiles_of<Config::kBlockKv>(call.band_of<true>(unit.batch));
@@ -75,7 +75,7 @@ __device__ __forceinline__ void produce_decode_queries(const DecodeCall& call,
                                                        const DecodeSmem<Config>& smem) {
   using QueryTile = typename Config::QueryTile;
   const bool leader = threadIdx.x % 32 == 0;
-  const int32_t worker = call.worker_of(static_cast<int32_t>(blockIdx.x));
+  const int32_t worker = call.worker_of_block(static_cast<int32_t>(blockIdx.x));
   uint32_t parity = 1;
   for (DecodeWalk<Config::kBlockKv> walk(call, worker); walk.valid();) {
     const DecodeUnit unit(call, walk.unit);

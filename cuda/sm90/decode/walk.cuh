@@ -101,7 +101,7 @@ struct DecodeCall {
 
   // Returns the worker that a block is. The workers of a sequence are neighbours, and so are the
   // blocks that have the same tiles of different sequences.
-  __device__ __forceinline__ int32_t worker_of(int32_t block) const {
+  __device__ __forceinline__ int32_t worker_of_block(int32_t block) const {
     if (plan.sequences == 1) return block;
     const int32_t place = block / plan.sequences;
     return (block - place * plan.sequences) * sequence_workers.divisor + place;
