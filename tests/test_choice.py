@@ -73,6 +73,7 @@ NAMED = [
         {"head_dim": 64, "is_causal": True, "query_offset": shape(dtype=jnp.int32)},
     ),
     ("scores ahead", 64, {"head_dim": 64, "batch": 1, "heads": 16, "q_len": 1024}),
+    ("short", 64, {"head_dim": 64, "batch": 64, "heads": 12, "q_len": 197}),
     *(
         ("split keys, scores ahead", d, {"head_dim": d, "batch": 1, "heads": 8, "q_len": 512})
         for d in (64, 96, 128)
@@ -170,9 +171,23 @@ def test_forward_kernel(name, head_dim, call):
         ("chained", 96, {"batch": 16, "heads": 16, "q_len": 729}),  # 1536, 1536
         ("chained", 96, {"batch": 4, "heads": 16, "q_len": 4096}),  # 2048, 2112
         # One tile of keys:
-        ("chained, two consumers", 64, {"batch": 64, "heads": 12, "q_len": 128, "kv_len": 128}),
-        ("chained, two consumers", 64, {"batch": 128, "q_len": 77, "is_causal": True}),
-        ("scores ahead", 64, {"batch": 64, "heads": 12, "q_len": 197}),
+        ("chained, two consumers", 64, {"batch": 2, "q_len": 512, "kv_len": 128}),
+        # All keys of a head in a block: at least 88 heads or parts of them for 132 multiprocessors,
+        ("short", 64, {"batch": 64, "heads": 12, "q_len": 128}),
+        ("short", 64, {"batch": 8, "heads": 11, "q_len": 77, "is_causal": True}),
+        ("split keys, scores ahead", 64, {"batch": 8, "heads": 10, "q_len": 77, "is_causal": True}),
+        # which leave at most a fifth of the multiprocessors' time idle,
+        ("short", 64, {"batch": 16, "heads": 14, "q_len": 197}),
+        ("scores ahead", 64, {"batch": 16, "heads": 13, "q_len": 197}),
+        ("scores ahead", 64, {"batch": 16, "heads": 25, "q_len": 197}),
+        ("scores ahead", 64, {"batch": 16, "heads": 12, "q_len": 197}),
+        # and keys that do not just fill tiles of 128.
+        ("scores ahead", 64, {"batch": 32, "heads": 8, "q_len": 256}),
+        ("short", 64, {"batch": 32, "heads": 8, "q_len": 256, "is_causal": True}),
+        ("short", 64, {"batch": 32, "heads": 8, "q_len": 320}),
+        ("chained", 64, {"batch": 32, "heads": 8, "q_len": 321}),
+        # Parts of 256 rows:
+        ("short", 64, {"batch": 4, "q_len": 4096, "heads": 8, "kv_len": 77}),
         # In tiles of 64 and of 128:
         ("split keys, scores ahead", 128, {"batch": 1, "heads": 8, "q_len": 1024}),  # 64, 128
         ("chained", 128, {"batch": 16, "q_len": 192, "kv_len": 512}),  # 384, 512

@@ -82,6 +82,50 @@ def test_by_distance(case, family):
     verify(case, family)
 
 
+# Calls whose keys fit a block: at least 88 units, of up to five tiles of rows each.
+SHORT = {"batch": 12, "heads": 8, "kv_heads": 8, "head_dim": 64, "value_dim": 64}
+WINDOW, LENGTHS = ("window", (70, 20)), ("lengths", "qk")
+CAUSAL = ("causal", True)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "features", "fields"),
+    [
+        (197, 197, (), {}),
+        (77, 77, (CAUSAL,), {}),
+        (256, 256, (CAUSAL, ("sinks", True), ("dlse", True)), {}),
+        (257, 257, (), {"heads": 16, "batch": 8, "kv_heads": 4}),
+        (288, 288, (CAUSAL, LENGTHS), {}),
+        (320, 320, (WINDOW,), {"batch": 16}),
+        (100, 33, (LENGTHS, ("sinks", True)), {"head_dim": 40, "value_dim": 24}),
+        (130, 300, (CAUSAL, ("offset", "align")), {}),
+        (200, 144, (("offset", "random"), WINDOW, LENGTHS), {}),
+        (190, 222, (("traced_window", (60, 30)), CAUSAL), {"kv_heads": 2}),
+        (197, 197, (("lengths", "k"),), {"std": 6.0}),
+        # Several units for each multiprocessor: two, and eight of them fit shared memory.
+        (66, 320, (), {"batch": 99}),
+        (70, 7, (), {"batch": 150}),
+        # A head's rows in several parts, the last one with fewer tiles.
+        (900, 77, (), {"batch": 3, "unmapped": ("key", "value")}),
+        (650, 300, (CAUSAL, LENGTHS), {"batch": 11, "heads": 4, "kv_heads": 2}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_keys_that_fit_a_block(q_len, kv_len, features, fields, dtype):
+    case = Case(
+        "short", q_len=q_len, kv_len=kv_len, dtype=dtype, features=features, **SHORT | fields
+    )
+    inputs = make_inputs(case)
+    matrices = (inputs.query, inputs.key, inputs.value)
+    shapes = [jax.ShapeDtypeStruct(x.shape, dtype) for x in matrices]
+    of_132 = jax.devices()[0].core_count == 132 and FAMILIES[-1] == "flash_sm90"
+    if of_132 and case.unmapped is None:
+        explained = jax_flash.explain(*shapes, is_causal=CAUSAL in features)
+        assert explained.kernels["forward"].name == "short"
+    verify(case, None)
+
+
 # What the kernels for slopes alone take, and what they leave to others: logits that are far from
 # those of the first keys, and slopes that are negative or steep.
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -172,15 +216,25 @@ def test_tile_boundaries(length, head_dim, family):
 
 
 @each_family
-@pytest.mark.parametrize("features", [("lengths", "qk"), ("mask", "BS"), ("segments", "packed")])
-def test_poison_where_nobody_attends(features, family):
+@pytest.mark.parametrize(
+    ("features", "shape"),
+    [
+        (LENGTHS, {}),
+        (("mask", "BS"), {}),
+        (("segments", "packed"), {}),
+        # Keys that fit a block, where stages of two units are cleared and filled several times.
+        (LENGTHS, {"batch": 99, "heads": 8, "kv_heads": 8, "q_len": 66, "kv_len": 320}),
+    ],
+    ids=str,
+)
+def test_poison_where_nobody_attends(features, shape, family):
     case = Case(
-        "poison", q_len=300, kv_len=330, head_dim=64, value_dim=64, dtype="bfloat16",
-        features=(features, ("causal", True)),
+        "poison", head_dim=64, value_dim=64, dtype="bfloat16",
+        features=(features, ("causal", True)), **{"q_len": 300, "kv_len": 330} | shape,
     )  # fmt: skip
     inputs = make_inputs(case)
     allowed = allowed_logits(inputs)
-    by_kv_head = allowed.reshape(2, case.kv_heads, -1, case.q_len, case.kv_len)
+    by_kv_head = allowed.reshape(case.batch, case.kv_heads, -1, case.q_len, case.kv_len)
     unattended = ~by_kv_head.any(axis=(2, 3)).transpose(0, 2, 1)[..., None]
     inputs.key = np.where(unattended, np.nan, inputs.key).astype(inputs.key.dtype)
     inputs.value = np.where(unattended, np.inf, inputs.value).astype(inputs.key.dtype)

@@ -210,9 +210,10 @@ SETTINGS = [
     # Scores begin with the bias where there is work for three consumers.
     Setting("bfloat16", 64, False, None, 2.0, bias=True, heads=32),
     *(Setting("bfloat16", head_dim, False, None, 1.0, mask=True) for head_dim in (64, 128)),
-    # Running maxima are guessed, or all keys are in one tile.
+    # All keys fit a block; with fewer heads running maxima are guessed, or there is one key tile.
     *(
-        Setting("bfloat16", 64, causal, None, std, batch=8, length=length, kv_len=kv_len)
+        Setting("bfloat16", 64, causal, None, std, batch=batch, length=length, kv_len=kv_len)
+        for batch in (4, 8)
         for causal, length, kv_len in (
             (False, 128, 64),
             (False, 128, 128),

@@ -16,6 +16,7 @@
 #include "plan/mask_words.h"
 #include "plan/recipes.h"
 #include "plan/segment_spans.h"
+#include "plan/short.h"
 #include "plan/tensor_map.h"
 
 namespace jax_flash {
@@ -256,6 +257,21 @@ bool one_edge(const Forward& params) {
          params.shape.kv_len <= 2048;
 }
 
+// Returns whether blocks that keep all keys of a head need less time than others, at head dim 64.
+// There must be units for most multiprocessors, and at most a fifth of all time may be idle because
+// the last units are few. Full calls of two tiles of 128 keys with little padding are as fast in
+// the other kernels.
+bool keys_fit_a_block(const Forward& params, const Device& device) {
+  const Shape& shape = params.shape;
+  if (!sm90::ShortUnits::takes(shape)) return false;
+  const int64_t units = sm90::ShortUnits(shape).units, sms = device.multiprocessors;
+  if (units > INT32_MAX / 2 || units * 3 < sms * 2 ||
+      (units > sms && units * 5 < ceil_div(units, sms) * sms * 4)) {
+    return false;
+  }
+  return banded(params.options) || shape.kv_len <= 224 || shape.kv_len > 256;
+}
+
 Found choose_plain(const Forward& params, int32_t head_dim, const Device& device) {
   const Shape& shape = params.shape;
   const Options& options = params.options;
@@ -269,6 +285,9 @@ Found choose_plain(const Forward& params, int32_t head_dim, const Device& device
   const bool divides_ahead = sm90::kHasScoresAhead && divided && !has_left_edge && head_dim <= 128;
   if (sm90::takes_decode(shape) && !(divides_ahead && is_large_decode(shape, device))) {
     return {Recipe::kDecode, "there are few query rows"};
+  }
+  if (head_dim == 64 && keys_fit_a_block(params, device)) {
+    return {Recipe::kShort, "all keys of a head fit a block"};
   }
   if (divides_ahead) {
     return {Recipe::kSplitKeysAhead, "tiles of 128 rows leave multiprocessors idle"};
@@ -381,8 +400,9 @@ Status choose_forward(const Forward& params, int32_t family, const Device& devic
   }
   const bool float8 = params.query.dtype == DType::kFloat8;
   // The workspace is that of decoding, which a library without this instance cannot choose.
-  if (float8 && sm80::takes_decode(params.shape, params.query.dtype))
+  if (float8 && sm80::takes_decode(params.shape, params.query.dtype)) {
     return no_kernel(params.shape);
+  }
   if (choice.family == 80) {
     return choose_smem_class(params, device, false, choice);
   }

@@ -99,6 +99,7 @@ enum class Recipe : int32_t {
   kAheadTwoCut,     // the same with two tiles cut
   kSplitKeys,       // two consumers divide the keys of the same 64 queries
   kSplitKeysAhead,  // the same with scores a tile ahead
+  kShort,           // all keys of a head in shared memory
   kSegments,
   kBiasFloats,
   kBiasBoxes,
@@ -169,6 +170,7 @@ inline constexpr RecipeRow kRecipes[] = {
     {Recipe::kAheadOneCut, "scores ahead", 64, 64, kNoModifier, 2, 128, 1, ScoresAhead::kOneCut},
     {Recipe::kSplitKeys, "split keys", 64, 64, kNoModifier, 2, JAX_FLASH_SM90_BLOCK_KV_64_BANDED,
      2},
+    {Recipe::kShort, "short", 64, 64, kNoModifier, 1, 64},
     {Recipe::kChainedPair, "chained, two consumers", 64, 64, kNoModifier,
      JAX_FLASH_SM90_CONSUMERS_64_BANDED, JAX_FLASH_SM90_BLOCK_KV_64_BANDED},
     {Recipe::kChained, "chained", 64, 64, kNoModifier, JAX_FLASH_SM90_CONSUMERS_64,

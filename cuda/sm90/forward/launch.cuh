@@ -21,6 +21,7 @@
 #include "sm90/forward/mask.cuh"
 #include "sm90/forward/plan.cuh"
 #include "sm90/forward/schedule.cuh"
+#include "sm90/forward/short.cuh"
 #include "status.h"
 #include "tile/launch.cuh"
 #include "tile/tensor_map.cuh"
@@ -130,6 +131,8 @@ Status launch_row(const Forward& params, const SegmentSpans& spans, cudaStream_t
     return launch_decode<Element, kHeadDim>(params, stream);
   } else if constexpr (kRecipes[kRow].recipe == Recipe::kColumns) {
     return launch_forward_columns<Element>(params, stream);
+  } else if constexpr (kRecipes[kRow].recipe == Recipe::kShort) {
+    return launch_forward_short<Element>(params, stream);
   } else {
     return launch_forward_config<RowConfig<kRow>, Element, kRecipes[kRow].modifiers>(params, spans,
                                                                                      stream);

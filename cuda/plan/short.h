@@ -1,0 +1,48 @@
+// Divides a call with short sequences into the units of the sm_90 kernel for these
+// (sm90/forward/short.cuh).
+#pragma once
+
+#include <algorithm>
+#include <cstdint>
+
+#include "params.h"
+#include "plan/divisor.h"
+
+namespace jax_flash::sm90 {
+
+// Operands are copied in boxes of so many rows of 128 bytes, and a unit has at most so many tiles
+// of 64 rows of each operand.
+inline constexpr int32_t kShortBoxRows = 16, kShortTiles = 5;
+// The most units in shared memory, and the most boxes of a unit, so that there is room for two.
+inline constexpr int32_t kShortStages = 8, kShortBoxes = 55;
+// Products of a unit's last tile of rows read up to three boxes behind Q. K and V have two at
+// least.
+inline constexpr int32_t kShortSlackBytes = kShortBoxRows * 128;
+
+struct ShortUnits {
+  int32_t parts;             // parts of the rows of a head: a unit each
+  int32_t tiles;             // tiles of 64 query rows in a part
+  int32_t q_boxes, k_boxes;  // boxes of Q in a unit, at most, and of K
+  int64_t units;
+
+  static bool takes(const Shape& shape) { return shape.kv_len <= kShortTiles * 64; }
+
+  explicit ShortUnits(const Shape& shape) {
+    k_boxes = static_cast<int32_t>(ceil_div(shape.kv_len, kShortBoxRows));
+    const int64_t all_boxes = ceil_div(shape.q_len, kShortBoxRows);
+    const int64_t all_tiles = ceil_div(shape.q_len, 64);
+    const int32_t free = kShortBoxes - 2 * k_boxes;
+    const bool whole = all_boxes <= free && all_tiles <= kShortTiles;
+    parts = whole ? 1 : static_cast<int32_t>(ceil_div(all_tiles, std::min(free / 4, 4)));
+    tiles = static_cast<int32_t>(ceil_div(all_tiles, parts));
+    q_boxes = static_cast<int32_t>(std::min<int64_t>(all_boxes, tiles * (64 / kShortBoxRows)));
+    units = int64_t{parts} * shape.heads * shape.batch;
+  }
+
+  int32_t unit_bytes() const { return (q_boxes + 2 * k_boxes) * kShortBoxRows * 128; }
+  int32_t stages() const {
+    return std::min(kShortStages, 2 * kShortBoxes / (q_boxes + 2 * k_boxes));
+  }
+};
+
+}  // namespace jax_flash::sm90

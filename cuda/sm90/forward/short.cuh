@@ -1,0 +1,426 @@
+// Computes the forward pass of calls whose sequences are short, without modifiers and with head
+// dims up to 64: S = Q K^T, P = 2^(scale log2(e) S - m) with m the row's greatest logit so far,
+// out = P V / sum(P).
+//
+// In such a call, query tiles have few key tiles, and the start and end of a query tile take as
+// long as its products. So a unit of work is up to kShortTiles tiles of 64 query rows of a head,
+// and all keys and values of the head, which are copied once for all of these rows. Four warpgroups
+// compute tiles independently: while one starts or ends a tile, others multiply. Blocks are
+// persistent, one for each multiprocessor, and copy units ahead.
+//
+// Warps: each warpgroup takes the next tile of rows when it has finished one; the longest tile of a
+// unit comes first. One more warp describes units and starts their copies, in boxes of 16 rows.
+// Another one clears values that no row may attend to. The last tile of keys has 16, 32, 48 or 64
+// columns.
+//
+// Shared memory: a ring of units, each in rows of 128 bytes: Q, padded to 16 rows | K, padded to 16
+// | V, padded to 16. Products of the last tile of rows also read what follows Q, for rows that do
+// not exist.
+#pragma once
+
+#include <cuda.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "modifiers/band.cuh"
+#include "modifiers/sinks.cuh"
+#include "params.h"
+#include "plan/divisor.h"
+#include "plan/short.h"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warpgroup.cuh"
+#include "sm90/backward/fragments.cuh"
+#include "sm90/forward/exact_maximum.cuh"
+#include "sm90/forward/late_maximum.cuh"
+#include "sm90/forward/parts.cuh"
+#include "sm90/forward/plan.cuh"
+#include "sm90/ring.cuh"
+#include "status.h"
+#include "tile/band.cuh"
+#include "tile/launch.cuh"
+#include "tile/quad.cuh"
+#include "tile/softmax.cuh"
+#include "tile/tensor_map.cuh"
+#include "tile/wgmma_tile.cuh"
+#include "wgmma.h"
+
+namespace jax_flash::sm90 {
+
+inline constexpr int kShortGroups = 4, kShortComputing = kShortGroups * kWarpgroup;
+inline constexpr int kShortThreads = kShortComputing + 2 * 32;
+inline constexpr int kShortBoxBytes = kShortBoxRows * 128, kShortTileBytes = 64 * 128;
+inline constexpr int kShortTileBoxes = 64 / kShortBoxRows;
+
+struct ShortCall {
+  ForwardMaps maps;
+  BoxAxes query, key, value;
+  ForwardBand band;
+  PlainDivisor parts, heads, group, inner_batch;  // parts: of the rows of a head
+  PlainDivisor tiles, stages;                     // tiles: of rows in a part
+  int32_t units;
+  int32_t q_len, kv_len, value_dim;
+  int32_t q_boxes, k_boxes;  // boxes of Q in a unit, at most, and of K
+  int32_t unit_bytes;
+  float to_log2;
+  RowsOperand out, lse, sinks;
+
+  ShortCall(const Forward& params, const ShortUnits& of)
+      : query(params.query),
+        key(params.key),
+        value(params.value),
+        band(params),
+        parts(of.parts),
+        heads(params.shape.heads),
+        group(params.shape.heads / params.shape.kv_heads),
+        inner_batch(
+            params.shape.num_batch_dims > 1 ? static_cast<int32_t>(params.shape.batch_dims[1]) : 1),
+        tiles(of.tiles),
+        stages(of.stages()),
+        units(static_cast<int32_t>(of.units)),
+        q_len(params.shape.q_len),
+        kv_len(params.shape.kv_len),
+        value_dim(params.shape.value_dim),
+        q_boxes(of.q_boxes),
+        k_boxes(of.k_boxes),
+        unit_bytes(of.unit_bytes()),
+        to_log2(params.options.scale * kLog2E),
+        out(params.out),
+        lse(params.lse),
+        sinks(params.sinks) {}
+};
+
+// Describes a unit: rows [row0, row_end) of a head.
+struct ShortUnit {
+  QueryTileIndex at;
+  int32_t row0, row_end;
+  Band band;
+  RowRange attended;  // keys that some row may attend to
+  float sink_log2;
+
+  ShortUnit() = default;
+  __device__ __forceinline__ ShortUnit(const ShortCall& call, int32_t index) {
+    const int32_t batch_head = call.parts.quotient(index);
+    at.batch = call.heads.quotient(batch_head);
+    at.head = batch_head - at.batch * call.heads.divisor;
+    at.kv_head = call.group.quotient(at.head);
+    at.batch_axes[0] = call.inner_batch.quotient(at.batch);
+    at.batch_axes[1] = at.batch - at.batch_axes[0] * call.inner_batch.divisor;
+    row0 = (index - batch_head * call.parts.divisor) * call.tiles.divisor * 64;
+    row_end = min(row0 + call.tiles.divisor * 64, call.q_len);
+    band = call.band.of<true>(at.batch_axes);
+    attended = {0, 0};
+    if (row0 < band.q_len) {
+      attended = {band.first_col(row0), band.end_col(min(row_end, band.q_len) - 1)};
+    }
+    sink_log2 = read_sink(call.sinks.data != nullptr, call.sinks.at<const float>(at, 0));
+  }
+
+  __device__ __forceinline__ bool has_unattended(const ShortCall& call) const {
+    return attended.first > 0 || attended.end < call.kv_len;
+  }
+};
+
+// A stage of the ring: the unit's description, and barriers.
+struct ShortStage {
+  ShortUnit unit;
+  int32_t use;  // the number of units that the stage has had before
+  // Barriers: Q and K have arrived; V has; V may be read, cleared if need be; nobody reads the
+  // stage any more.
+  uint64_t scored, valued, cleared, empty;
+};
+
+// What a block keeps beside the operands.
+struct ShortShared {
+  ShortStage stages[kShortStages];
+  int32_t taken;                  // tiles of rows that warpgroups have begun
+  int32_t next[2][kShortGroups];  // a warpgroup's next tile; two places, used in turn
+};
+
+// Gives the addresses of a stage's operands.
+struct ShortOperands {
+  using Tile = SmemTile<64, 64>;
+  uint32_t root;                                 // of the ring
+  uint32_t query_bytes, key_bytes, value_bytes;  // from the root
+
+  __device__ __forceinline__ ShortOperands(uint32_t ring, const ShortCall& call, int32_t stage)
+      : root(ring),
+        query_bytes(stage * call.unit_bytes),
+        key_bytes(query_bytes + call.q_boxes * kShortBoxBytes),
+        value_bytes(key_bytes + call.k_boxes * kShortBoxBytes) {}
+  __device__ __forceinline__ Tile query(int tile) const {
+    return {root, query_bytes + tile * kShortTileBytes};
+  }
+  __device__ __forceinline__ Tile key(int tile) const {
+    return {root, key_bytes + tile * kShortTileBytes};
+  }
+  __device__ __forceinline__ Tile value(int tile) const {
+    return {root, value_bytes + tile * kShortTileBytes};
+  }
+};
+
+// Describes the block's units and starts their copies. Called by one warp, whose lanes copy some
+// boxes each.
+__device__ __forceinline__ void copy_short_units(const ShortCall& call, ShortShared& shared,
+                                                 uint32_t ring) {
+  const int lane = threadIdx.x % 32;
+  int32_t stage = 0, use = 0;
+  for (int32_t index = blockIdx.x; index < call.units; index += gridDim.x) {
+    ShortStage& its = shared.stages[stage];
+    const ShortUnit unit(call, index);
+    const ShortOperands operands(ring, call, stage);
+    const uint32_t scored = ptx::shared_address(&its.scored);
+    const uint32_t valued = ptx::shared_address(&its.valued);
+    const int32_t q_boxes = (unit.row_end - unit.row0 + kShortBoxRows - 1) / kShortBoxRows;
+    ptx::mbarrier_wait_asleep(ptx::shared_address(&its.empty), ~use & 1);
+    if (lane == 0) {
+      its.unit = unit;
+      *const_cast<volatile int32_t*>(&its.use) = use;
+      ptx::mbarrier_arrive_expect_tx(scored, (q_boxes + call.k_boxes) * kShortBoxBytes);
+      ptx::mbarrier_arrive_expect_tx(valued, call.k_boxes * kShortBoxBytes);
+    }
+    __syncwarp();
+    const auto copy = [&](const CUtensorMap& map, const BoxAxes& axes, int32_t head, int32_t row0,
+                          int32_t boxes, uint32_t bytes, uint32_t barrier) {
+      for (int32_t box = lane; box < boxes; box += 32) {
+        load_box(ring + bytes + box * kShortBoxBytes, map, barrier, axes, unit.at.batch_axes, head,
+                 row0 + box * kShortBoxRows, 0);
+      }
+    };
+    copy(call.maps.key, call.key, unit.at.kv_head, 0, call.k_boxes, operands.key_bytes, scored);
+    copy(call.maps.query, call.query, unit.at.head, unit.row0, q_boxes, operands.query_bytes,
+         scored);
+    copy(call.maps.value, call.value, unit.at.kv_head, 0, call.k_boxes, operands.value_bytes,
+         valued);
+    if (++stage == call.stages.divisor) {
+      stage = 0;
+      ++use;
+    }
+  }
+}
+
+// Zeroes values that no row of a unit may attend to: they may hold NaN, and a product of NaN with a
+// probability of 0 is NaN. Called by one warp.
+__device__ __forceinline__ void clear_short_units(const ShortCall& call, ShortShared& shared,
+                                                  uint32_t ring) {
+  const int lane = threadIdx.x % 32;
+  int32_t stage = 0;
+  uint32_t parity = 0;
+  for (int32_t index = blockIdx.x; index < call.units; index += gridDim.x) {
+    ShortStage& its = shared.stages[stage];
+    ptx::mbarrier_wait_asleep(ptx::shared_address(&its.scored), parity);
+    ptx::mbarrier_wait_asleep(ptx::shared_address(&its.valued), parity);
+    if (its.unit.has_unattended(call)) {
+      const RowRange attended = its.unit.attended;
+      const uint32_t values = ring + ShortOperands(ring, call, stage).value_bytes;
+      for (int32_t chunk = lane; chunk < call.k_boxes * kShortBoxRows * 8; chunk += 32) {
+        const int32_t row = chunk / 8;
+        if (row < attended.first || row >= attended.end) {
+          ptx::st_shared_v4(values + chunk * 16, uint4{});
+        }
+      }
+      ptx::fence_proxy_async_shared();
+    }
+    __syncwarp();
+    arrive_warp(ptx::shared_address(&its.cleared));
+    arrive_warp(ptx::shared_address(&its.empty));
+    if (++stage == call.stages.divisor) {
+      stage = 0;
+      parity ^= 1;
+    }
+  }
+}
+
+// Holds the state of a tile of 64 rows.
+template <typename Element>
+struct ShortRows {
+  static constexpr int kOutN = 64 / 8;
+
+  const ShortCall& call;
+  const ShortOperands& operands;
+  const Band& band;
+  const int32_t row0;
+  const uint32_t cleared, parity;  // the barrier for values
+  OnlineSoftmax<1> softmax;
+  float out[1][kOutN][4] = {};
+
+  // Adds kN keys of a tile.
+  template <int kN>
+  __device__ __forceinline__ void add(const ShortOperands::Tile& query, int32_t tile) {
+    float scores[1][kN / 8][4];
+    forget(scores[0]);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      ptx::Wgmma<Element, kN>::template ss<0, 0>(scores[0], operand_k_major(query, 0, k),
+                                                 operand_k_major(operands.key(tile), 0, k), k > 0);
+    }
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_results(scores[0]);
+    const int32_t col0 = tile * 64;
+    if (!band.all_allowed(row0, min(row0 + 64, band.q_len), col0, col0 + kN)) {
+      mask_band(scores, band, row0 + warp_row(), col0);
+    }
+    float factor[1][2], shift[2];
+    if (raise_references<false, false>(softmax, scores, call.to_log2, factor)) {
+      OnlineSoftmax<1>::rescale(out, factor);
+    }
+    find_shift<true, 0>(softmax, call.to_log2, shift);
+    exponentials_in_chains(softmax, scores, call.to_log2, shift);
+    uint32_t rounded[kN / 16][4];
+    round_fragments<Element>(rounded, scores[0]);
+    ptx::mbarrier_wait(cleared, parity);
+    ptx::wgmma_results(out[0]);  // the rescaling must not move past the fence
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < kN / 16; ++k) {
+      ptx::Wgmma<Element, 64>::template rs<1>(out[0], rounded[k],
+                                              operand_mn_major(operands.value(tile), 0, k), 1);
+    }
+    ptx::wgmma_commit_group();
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_results(out[0]);
+  }
+
+  __device__ __forceinline__ void attend(const ShortOperands::Tile& query) {
+    const TileRange keys = kv_tiles<64>(band, row0, row0 + 64);
+    for (int32_t tile = keys.first; tile < keys.end; ++tile) {
+      switch (min(call.k_boxes - tile * kShortTileBoxes, kShortTileBoxes)) {
+        case 4: add<64>(query, tile); break;
+        case 3: add<48>(query, tile); break;
+        case 2: add<32>(query, tile); break;
+        default: add<16>(query, tile);
+      }
+    }
+  }
+
+  // Divides by the sums, and stores.
+  __device__ __forceinline__ void finish(const QueryTileIndex& at, float sink_log2) {
+    const int32_t first = row0 + warp_row() + fragment_row(0, 0);
+    float* lse_gmem = call.lse.at<float>(at, first);
+    float normalizer[2];
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = first + 8 * half;
+      float lse;
+      softmax.finish(0, half, call.to_log2, sink_log2, lse, normalizer[half]);
+      if (row >= band.q_len) {
+        lse = minus_infinity();
+        normalizer[half] = 0.0f;
+      }
+      ptx::st_f32_if(threadIdx.x % 4 == 0 && row < call.q_len, lse_gmem + 8 * half * call.lse.row,
+                     lse);
+#pragma unroll
+      for (int n = 0; n < kOutN; ++n) {
+#pragma unroll
+        for (int e = 2 * half; e < 2 * half + 2; ++e) {
+          if (normalizer[half] == 0.0f) out[0][n][e] = 0.0f;
+        }
+      }
+    }
+    store_rows(call.out.at<Element>(at, row0 + warp_row()), call.out.row,
+               call.q_len - row0 - warp_row(), call.value_dim, normalizer, out[0]);
+  }
+
+  static __device__ __forceinline__ int warp_row() {
+    return static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16;
+  }
+};
+
+// Computes tiles of rows until none is left. Called by a warpgroup.
+template <typename Element>
+__device__ __forceinline__ void compute_short_units(const ShortCall& call, ShortShared& shared,
+                                                    uint32_t ring, int group) {
+  const int32_t tiles = call.tiles.divisor;
+  const int32_t units = (call.units - 1 - static_cast<int32_t>(blockIdx.x)) / gridDim.x + 1;
+  int32_t item = group;
+  for (int turn = 0;; turn ^= 1) {
+    const int32_t index = call.tiles.quotient(item);
+    if (index >= units) break;
+    const int32_t tile = tiles - 1 - (item - index * tiles), use = call.stages.quotient(index);
+    const int32_t stage = index - use * call.stages.divisor;
+    int32_t next = 0;
+    if (threadIdx.x % kWarpgroup == 0) next = atomicAdd(&shared.taken, 1);
+    ShortStage& its = shared.stages[stage];
+    const uint32_t parity = use & 1;
+    // The barrier tells a phase only from its neighbours, and two units may use the stage before
+    // this one.
+    while (*const_cast<const volatile int32_t*>(&its.use) != use) {
+    }
+    ptx::mbarrier_wait(ptx::shared_address(&its.scored), parity);
+    const ShortUnit& unit = its.unit;
+    const Band band = unit.band;
+    const QueryTileIndex at = unit.at;
+    const float sink_log2 = unit.sink_log2;
+    const int32_t row0 = unit.row0 + tile * 64;
+    const bool exists = row0 < unit.row_end;
+    const ShortOperands operands(ring, call, stage);
+    const uint32_t cleared = ptx::shared_address(&its.cleared);
+    ShortRows<Element> rows{call, operands, band, row0, cleared, parity};
+    if (exists) rows.attend(operands.query(tile));
+    __syncwarp();
+    arrive_warp(ptx::shared_address(&its.empty));
+    if (exists) rows.finish(at, sink_log2);
+    if (threadIdx.x % kWarpgroup == 0) shared.next[turn][group] = next;
+    ptx::barrier_sync(1 + group, kWarpgroup);
+    item = *const_cast<const volatile int32_t*>(&shared.next[turn][group]);
+  }
+}
+
+template <typename Element>
+__global__ void __launch_bounds__(kShortThreads, 1)
+    forward_short_kernel(const __grid_constant__ ShortCall call) {
+  extern __shared__ __align__(1024) uint8_t ring_smem[];
+  __shared__ __align__(16) uint8_t shared_bytes[sizeof(ShortShared)];
+  ShortShared& shared = *reinterpret_cast<ShortShared*>(shared_bytes);
+  const uint32_t ring = ptx::shared_address(ring_smem);
+  if (threadIdx.x < call.stages.divisor) {
+    ShortStage& stage = shared.stages[threadIdx.x];
+    stage.use = 0;
+    ptx::mbarrier_init(ptx::shared_address(&stage.scored), 1);
+    ptx::mbarrier_init(ptx::shared_address(&stage.valued), 1);
+    ptx::mbarrier_init(ptx::shared_address(&stage.cleared), kWarpArrivals);
+    // The warps of all tiles, and the one that clears.
+    ptx::mbarrier_init(ptx::shared_address(&stage.empty),
+                       (call.tiles.divisor * 4 + 1) * kWarpArrivals);
+    ptx::fence_mbarrier_init();
+  }
+  if (threadIdx.x == 0) shared.taken = kShortGroups;
+  __syncthreads();
+  const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
+  if (warp == kShortComputing / 32) {
+    copy_short_units(call, shared, ring);
+  } else if (warp > kShortComputing / 32) {
+    clear_short_units(call, shared, ring);
+  } else {
+    compute_short_units<Element>(call, shared, ring, warp / 4);
+  }
+}
+
+template <typename Element>
+Status launch_forward_short(const Forward& params, cudaStream_t stream) {
+  const Shape& shape = params.shape;
+  const ShortUnits units(shape);
+  ShortCall call(params, units);
+  Status status = make_tensor_map("query", shape, params.query, shape.q_len, shape.heads,
+                                  shape.head_dim, kShortBoxRows, call.maps.query);
+  if (status.ok()) {
+    status = make_tensor_map("key", shape, params.key, shape.kv_len, shape.kv_heads, shape.head_dim,
+                             kShortBoxRows, call.maps.key);
+  }
+  if (status.ok()) {
+    status = make_tensor_map("value", shape, params.value, shape.kv_len, shape.kv_heads,
+                             shape.value_dim, kShortBoxRows, call.maps.value);
+  }
+  if (!status.ok()) return status;
+  int sms = 0;
+  if (status = multiprocessors(sms); !status.ok()) return status;
+  return launch_kernel("sm90::forward_short_kernel", shape, forward_short_kernel<Element>,
+                       std::min<int64_t>(units.units, sms), kShortThreads,
+                       units.stages() * units.unit_bytes() + kShortSlackBytes, stream, call);
+}
+
+}  // namespace jax_flash::sm90
