@@ -67,6 +67,11 @@ EXPLAINED_RACES: tuple[tuple[str | None, str, str], ...] = (
         "warps arrive at a named barrier, and do not wait, before all threads meet",
     ),
     (
+        "mbarrier_leader", r"between Read access at void jax_flash::sm90::forward_short_kernel<",
+        "one thread arrives at a barrier for its warp, after __syncwarp(); and warpgroups poll for "
+        "the next use of a stage before they wait at its barrier",
+    ),
+    (
         None, r"sm90::forward_kernel<.*, \(unsigned int\)127>",
         "warps look for NaN in rows of V that others set to zero: they find them or zeros, and "
         "either way set what nobody attends to to zero",
@@ -109,8 +114,10 @@ def cases(tool: str):
     heads = {"heads": 2, "kv_heads": 2} if few else {"heads": 136, "kv_heads": 136}
     short_units = units | {"q_len": 160, "kv_len": 70, **heads}
     wide_units = short_units | {"kv_len": 240}
-    few_units = short_units | ({} if few else {"heads": 127, "kv_heads": 127}) | {"kv_len": 90}
+    few_units = short_units | ({} if few else {"heads": 127, "kv_heads": 127}) | {"kv_len": 340}
     grouped = units | {"heads": 16, "kv_heads": 1}  # rows enough for V to be made float16
+    many_heads = {"batch": 2, "q_len": 90, "kv_len": 77, "kv_heads": 25}
+    many_heads["heads"] = 50 if few else 275
     long = {"batch": 1, "q_len": 1030, "kv_len": 1050, "heads": 4, "kv_heads": 4}
     return (
         ("bfloat16", (64, 64), causal, False, units),
@@ -144,6 +151,8 @@ def cases(tool: str):
         ("bfloat16", (128, 128), (("lengths", "qk"), ("sinks", True)), False, few_rows),
         ("float16", (64, 64), (*causal, ("offset", "random")), False, few_rows),
         ("bfloat16", (256, 256), (), False, few_rows),
+        ("bfloat16", (64, 64), (("lengths", "qk"), *causal), False, many_heads),
+        ("float16", (64, 64), (("sinks", True),), False, many_heads | {"kv_len": 310}),
         ("bfloat16", (24, 40), everything, False, narrow_rows),
         ("bfloat16", (72, 72), (), True, narrow_rows),
         ("bfloat16", (128, 128), (("traced_window", (30, 20)),), False, small | {"kv_len": 170}),
@@ -208,6 +217,7 @@ def float8_cases(few: bool):
     small = {"batch": 1, "q_len": 150, "kv_len": 270, "heads": 2, "kv_heads": 1}
     heads = {"heads": 2, "kv_heads": 2} if few else {"heads": 70, "kv_heads": 70}
     units = small | {"q_len": 144, **heads}  # blocks take query tiles in turn
+    few_rows = {"batch": 2, "q_len": 5, "kv_len": 342 if few else 1500, "heads": 8, "kv_heads": 2}
     causal, segments, soft_cap = ("causal", True), ("segments", "packed"), ("soft_cap", 5.0)
     cases = (
         ("bfloat16", (64, 64), 128, None, (causal,), small),
@@ -229,6 +239,9 @@ def float8_cases(few: bool):
         ("float32", (192, 128), 128, 5, (("scale", -0.07), causal), small),
         ("bfloat16", (192, 192), 128, None, (segments,), small),
         ("bfloat16", (256, 256), 128, None, (segments, ("window", (100, 0))), small),
+        ("bfloat16", (128, 128), 128, None, (("lengths", "qk"), ("sinks", True)), few_rows),
+        ("float16", (64, 64), "head", 5, (causal, ("offset", "random")), few_rows),
+        ("float32", (256, 256), "tensor", None, (), few_rows),
     )
     return [(dtype, dims, (("fp8", tuple(setting)), *features), False, shape)
             for dtype, dims, *setting, features, shape in cases]  # fmt: skip

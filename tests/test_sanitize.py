@@ -87,7 +87,7 @@ def test_only_takes_cases_by_their_text():
     def count(expression):
         return sum(bool(re.search(expression, str(case))) for case in sanitize.cases("memcheck"))
 
-    assert count("'fp8'") == 12
+    assert count("'fp8'") == 15
     assert 0 < count(r"\(512, 512\)") < count("512") < count("") == len(sanitize.cases("memcheck"))
 
 
