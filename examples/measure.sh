@@ -43,6 +43,10 @@ step_gpu() {
     short) run short --cases targets --only '(1,512' '(1,1024' --passes forward backward \
       --warmup 5 --calls 30 --seconds 0.4 --sustained 0.2 --setup-limit 20 \
       --contenders jax_flash 'jax.nn cudnn' 'pallas mgpu (float16)' ;;
+    encoders) run encoders --cases encoders --passes forward both --warmup 5 --calls 20 \
+      --seconds 0.3 --setup-limit 20 --contenders jax_flash 'jax.nn cudnn' 'cuDNN (torch)' ;;
+    few) run few --cases few-queries --warmup 5 --calls 20 --seconds 0.3 --setup-limit 20 \
+      --contenders jax_flash 'jax.nn cudnn' 'jax.nn xla' ;;
     families) run families --cases targets --only '(4,4096,16,' '(2,8192,8,256)' --warmup 3 \
       --calls 15 --seconds 0.5 --passes forward backward \
       --contenders jax_flash 'jax_flash sm_80' 'FlashAttention-2 (torch)' ;;
@@ -68,7 +72,7 @@ if [ "$name" = cpu ]; then
   [ $# -gt 0 ] || set -- speed length features host
   for step in "$@"; do step_cpu "$step"; done
 else
-  [ $# -gt 0 ] || set -- speed families earlier sustained length features sweeps host profile ${VARIANTS:+ablation}
+  [ $# -gt 0 ] || set -- speed encoders few families earlier sustained length features sweeps host profile ${VARIANTS:+ablation}
   for step in "$@"; do step_gpu "$step"; done
 fi
 exit $status

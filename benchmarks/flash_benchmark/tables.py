@@ -58,6 +58,18 @@ def _few_queries() -> list[Case]:
     ] + more
 
 
+def _encoders() -> list[Case]:
+    """Many short sequences: encoders of text and images, and image generation's cross-attention."""
+    itself = [
+        Case("encoders", batch, length, heads, 64, is_causal=causal)
+        for batch, length, heads, causal in (
+            (64, 128, 12, False), (64, 197, 12, False), (16, 257, 16, False),
+            (128, 77, 12, True), (32, 256, 8, True),
+        )
+    ]  # fmt: skip
+    return [*itself, Case("encoders", 4, 4096, 10, 64, kv_len=77)]
+
+
 def _earlier() -> list[Case]:
     """Shapes that earlier flash attentions for JAX were measured at."""
     return [
@@ -243,6 +255,7 @@ TABLES: dict[str, Callable[[], list[Case]]] = {
     "targets": _targets,
     "decode": _decode,
     "few-queries": _few_queries,
+    "encoders": _encoders,
     "earlier": _earlier,
     "length": _length,
     "head-dim": _head_dim,

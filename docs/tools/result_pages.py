@@ -288,6 +288,8 @@ _SPEED: dict[str, tuple[str, Any]] = {
     "llama": ("LLaMA blocks", llama),
     "speed": ("One call, and a layer", _GROUPS),
     "short": ("Short calls, Pallas' own kernel included", [("targets", "us")]),
+    "encoders": ("Many short sequences", [("encoders", "us")]),
+    "few": ("Few queries", [("few-queries", "us")]),
     "families": ("The kernels for Ampere, on the same GPU", [("targets", "TFLOP/s")]),
     "earlier": ("Small calls, inputs not in the cache", [("earlier", "us")]),
     "training": ("What models train with, other packages included", [("training", "us")]),
