@@ -138,6 +138,15 @@ def test_regression_is_an_exit_status(measured, tmp_path, factor, status):
     assert cli.finish(arguments, document, old) == status
 
 
+def test_a_comparison_of_nothing_fails(measured, capsys):
+    document = measured[1]
+    other = copy.deepcopy(document)
+    for row in other["results"]:
+        row["case"] += " of another shape"
+    assert cli.finish(cli.parse_speed(["--against", "old.json"]), document, other) == 1
+    assert "no call of jax_flash is in both" in capsys.readouterr().out
+
+
 def test_against_reads_what_save_wrote(measured, tmp_path):
     _, _, folder = measured
     printed = run("--cases", "tiny", "--only", "full", "--contenders", "jax_flash", "--timer",

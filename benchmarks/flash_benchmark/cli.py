@@ -220,5 +220,8 @@ def finish(arguments: argparse.Namespace, document: dict, old: dict | None) -> i
     if old is None:
         return 0
     found = report.changes(document, old, arguments.tolerance)
+    if not found:
+        print(f"\n{arguments.against}: no call of jax_flash is in both, timed in the same way")
+        return 1
     print(f"\nagainst {arguments.against}:\n" + report.format_changes(found, document, old))
     return 1 if any(entry["regression"] for entry in found) else 0
