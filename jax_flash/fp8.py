@@ -218,7 +218,7 @@ def token_scale(scale: jax.Array, block: int, length: Any, heads: int) -> jax.Ar
     scale = jnp.broadcast_to(scale, (*scale.shape[:-2], heads, scale.shape[-1]))
     # Not jnp.repeat, which does not take arrays that an Explicit mesh shards.
     by_token = jnp.broadcast_to(scale[..., None], (*scale.shape, block))
-    by_token = by_token.reshape(*scale.shape[:-1], -1)
+    by_token = by_token.reshape(*scale.shape[:-1], scale.shape[-1] * block)
     return fitting(by_token, -1, length)[..., :length]
 
 

@@ -158,7 +158,8 @@ def quantize(x: ArrayLike, per: Per = 128, *, rotation: int | None = None) -> Qu
     signs, H a Hadamard matrix of m rows, and m the greatest power of two that divides the head dim;
     if m is smaller than the head dim, there are several such blocks. If query and key are rotated
     with one seed, their products do not change. An outlier is spread over m numbers, which lowers
-    the scale of its block. Values must not be rotated.
+    the scale of its block. Values must not be rotated. Numbers of float16 beyond
+    :math:`65504 / \sqrt{m}`, 8188 at head dim 64, may overflow in it.
 
     On a GPU, one kernel rounds, or two if more than 128 tokens share a scale. On other platforms,
     on a mesh whose partitioner may choose, and for head dims that are not multiples of 8, plain JAX
