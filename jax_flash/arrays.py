@@ -99,6 +99,12 @@ def as_jax(name: str, x: Any) -> jax.Array:
         raise TypeError(f"{name}: expected an array, got {kind}") from error
 
 
+def unwrapped(x: Any) -> Any:
+    """Returns the array that x stands for, if x is no array but an `nnx.Variable` or the like."""
+    convert = getattr(type(x), "__jax_array__", None)
+    return x if convert is None or isinstance(x, jax.Array) else convert(x)
+
+
 def integer(name: str, x: Any) -> int:
     """Returns an integer of Python, of NumPy or in a JAX array, which is known while tracing."""
     try:

@@ -28,6 +28,7 @@ from jax_flash.arrays import (
     integers,
     number_array,
     saturate,
+    unwrapped,
 )
 from jax_flash.explicit import sharded_like
 from jax_flash.fp8 import DTYPE as FLOAT8
@@ -418,6 +419,7 @@ def _window(size: Any) -> tuple[tuple[int | None, int | None], jax.Array | None]
     """
     if size is None:
         return (None, None), None
+    size = unwrapped(size)
     sides = size if isinstance(size, tuple | list) else (size, size)
     if isinstance(size, jax.Array | np.ndarray) and size.ndim == 1:
         sides = [size[i, ...] for i in range(size.shape[0])]  # arrays, of NumPy's too
@@ -434,6 +436,7 @@ def _window(size: Any) -> tuple[tuple[int | None, int | None], jax.Array | None]
 
 def _side(side: Any, size: Any) -> tuple[int | None, int | jax.Array]:
     """A size of the window: what is known of it, and its number, the greatest if unbounded."""
+    side = unwrapped(side)
     if isinstance(side, np.ndarray) and side.ndim == 0 and side.dtype.kind in "iu":
         side = None if side < 0 else int(side)  # as JAX's arrays, and known
     if side is None:

@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax import nnx
 from sequence_cases import ring_mesh, sharded
 
 import jax_flash
@@ -69,6 +70,9 @@ def test_vmap_over_sizes(implementation):
         (np.array([3, -1]), (3, None)),
         ((np.array(-1), np.array(4, np.uint8)), (None, 4)),
         ([jnp.int32(-7), 1], (None, 1)),
+        (nnx.Variable(jnp.int32(4)), 4),
+        ((nnx.Variable(jnp.int32(3)), 0), (3, 0)),
+        (nnx.Variable(jnp.array([3, -1])), (3, None)),
     ],
 )
 def test_forms(window, same):
