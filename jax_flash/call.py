@@ -280,7 +280,7 @@ def _float8(
 def _dtype_of(out_dtype: Any) -> np.dtype:
     try:
         return jnp.dtype(out_dtype)
-    except TypeError as error:
+    except (TypeError, ValueError) as error:
         raise TypeError(f"out_dtype: expected a dtype or None, got {out_dtype!r}") from error
 
 

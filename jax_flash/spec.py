@@ -251,12 +251,15 @@ def is_high_precision(precision: Precision) -> bool:
             )
         first, second = map(is_high_precision, precision)  # both are checked
         return first or second
-    if precision == "tensorfloat32":  # which jax.lax.Precision takes for HIGH
-        return False
-    try:
-        return jax.lax.Precision(precision) != jax.lax.Precision.DEFAULT
-    except ValueError:
-        name = str(getattr(precision, "name", precision))
+    if isinstance(precision, str | jax.lax.Precision | jax.lax.DotAlgorithmPreset):
+        if precision == "tensorfloat32":  # which jax.lax.Precision takes for HIGH
+            return False
+        try:
+            return jax.lax.Precision(precision) != jax.lax.Precision.DEFAULT
+        except ValueError:
+            name = str(getattr(precision, "name", precision))
+    else:
+        name = ""
     if name not in jax.lax.DotAlgorithmPreset.__members__:
         raise ValueError(
             "precision: expected None, a jax.lax.Precision or its name, a member of "
@@ -304,7 +307,10 @@ def flag(name: str, value: Any) -> bool:
             f"{name}: expected a bool, known when the function is traced, got a traced array of "
             f"{value.dtype}; make it a static argument (static_argnames of jax.jit)"
         )
-    known = np.asarray(value)
+    try:
+        known = np.asarray(value)
+    except (TypeError, ValueError):  # a nested list of several lengths, or keys of random numbers
+        known = np.empty(0)
     if known.ndim or known.dtype.kind not in "biu" or known not in (0, 1):
         raise TypeError(f"{name}: expected a bool, or 0 or 1, got {value!r}")
     return bool(known)

@@ -37,11 +37,19 @@ def test_kind_of_products(precision):
         jnp.dot(x, x, precision=precision)  # JAX takes it as well
 
 
-@pytest.mark.parametrize("precision", ["exact", 3, ("high",), ("high", "exact"), 2.5], ids=str)
+@pytest.mark.parametrize(
+    "precision",
+    [
+        "exact", 3, ("high",), ("high", "exact"), 2.5, {}, np.array([1, 2]), np.float32(1),
+        jnp.float32(1), ("high", []),
+    ],
+    ids=str,
+)  # fmt: skip
 def test_what_is_no_precision_is_refused(precision):
     x = jnp.ones((1, 4, 1, 8))
-    with pytest.raises(ValueError, match="precision: expected"):
-        jax_flash.dot_product_attention(x, x, x, precision=precision)
+    for call in (jax_flash.dot_product_attention, jax_flash.explain):
+        with pytest.raises(ValueError, match="precision: expected"):
+            call(x, x, x, precision=precision)
 
 
 @pytest.mark.parametrize("default", [None, "tensorfloat32", "high", "F32_F32_F32"])
