@@ -311,8 +311,9 @@ def dot_product_attention(
         of `ring_attention`.
 
     Returns:
-      out [\*B,T,N,h] in query's dtype (or out_dtype), or (out, lse) with lse [\*B,T,N] in float32,
-      the natural logarithm of the softmax's denominator. Both are differentiable.
+      out [\*B,T,N,h] in query's dtype (or out_dtype), or (out, lse) with lse [\*B,T,N], the natural
+      logarithm of the softmax's denominator, in float32 (float64 for operands of float64). Both are
+      differentiable.
 
     Raises:
       TypeError: an argument is of the wrong kind, or traced where it must be static.
@@ -419,12 +420,12 @@ def merge_attention(
 
     Args:
       out1: [\*B,T,N,h], any float dtype, from `dot_product_attention(return_residual=True)`.
-      lse1: [\*B,T,N] float32, from the same call.
+      lse1: [\*B,T,N] from the same call, float32 (float64 for operands of float64).
       out2: like out1.
       lse2: like lse1.
 
     Returns:
-      (out [\*B,T,N,h] in out1's dtype, lse [\*B,T,N] float32).
+      (out [\*B,T,N,h] in out1's dtype, lse [\*B,T,N] in lse1's dtype).
 
     Raises:
       TypeError: an argument is not an array of floats.
