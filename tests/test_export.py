@@ -17,7 +17,10 @@ from test_transforms import assert_close
 import jax_flash
 from jax_flash import dispatch, ffi, workspace
 
-export = functools.partial(jax.export.export, disabled_checks=jax_flash.EXPORT_SAFETY_CHECKS)
+# For the CPU unless a test says otherwise: JAX's default is the GPU wherever there is one.
+export = functools.partial(
+    jax.export.export, platforms=("cpu",), disabled_checks=jax_flash.EXPORT_SAFETY_CHECKS
+)
 serialises = pytest.mark.skipif(
     importlib.util.find_spec("flatbuffers") is None, reason="jax.export serialises by flatbuffers"
 )
