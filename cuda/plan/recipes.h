@@ -170,6 +170,7 @@ inline constexpr RecipeRow kRecipes[] = {
     {Recipe::kAheadOneCut, "scores ahead", 64, 64, kNoModifier, 2, 128, 1, ScoresAhead::kOneCut},
     {Recipe::kSplitKeys, "split keys", 64, 64, kNoModifier, 2, JAX_FLASH_SM90_BLOCK_KV_64_BANDED,
      2},
+    // The sizes are those of a warpgroup; a block has four (sm90/forward/short.cuh).
     {Recipe::kShort, "short", 64, 64, kNoModifier, 1, 64},
     {Recipe::kChainedPair, "chained, two consumers", 64, 64, kNoModifier,
      JAX_FLASH_SM90_CONSUMERS_64_BANDED, JAX_FLASH_SM90_BLOCK_KV_64_BANDED},

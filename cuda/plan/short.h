@@ -19,6 +19,7 @@ inline constexpr int32_t kShortStages = 8, kShortBoxes = 55;
 // least.
 inline constexpr int32_t kShortSlackBytes = kShortBoxRows * 128;
 
+// Says how a call is divided: a unit is a part of the query rows of a head, with all of its keys.
 struct ShortUnits {
   int32_t parts;             // parts of the rows of a head: a unit each
   int32_t tiles;             // tiles of 64 query rows in a part

@@ -54,6 +54,7 @@ inline constexpr int kShortThreads = kShortComputing + 2 * 32;
 inline constexpr int kShortBoxBytes = kShortBoxRows * 128, kShortTileBytes = 64 * 128;
 inline constexpr int kShortTileBoxes = 64 / kShortBoxRows;
 
+// Holds the parameters contiguously, for the same reason as ForwardPlan.
 struct ShortCall {
   ForwardMaps maps;
   BoxAxes query, key, value;
@@ -123,7 +124,7 @@ struct ShortUnit {
   }
 };
 
-// A stage of the ring: the unit's description, and barriers.
+// Holds a stage of the ring: the unit's description, and barriers.
 struct ShortStage {
   ShortUnit unit;
   int32_t use;  // the number of units that the stage has had before
@@ -132,7 +133,7 @@ struct ShortStage {
   uint64_t scored, valued, cleared, empty;
 };
 
-// What a block keeps beside the operands.
+// Holds what a block keeps in shared memory beside the operands.
 struct ShortShared {
   ShortStage stages[kShortStages];
   int32_t taken;                  // tiles of rows that warpgroups have begun
