@@ -170,7 +170,8 @@ def _over_query_blocks(function, operands: Operands, block_q: Any, reduce=None) 
         blocks = jnp.moveaxis(blocks, 0, axis - 1)
         shape = blocks.shape
         axis %= len(shape)
-        blocks = blocks.reshape(*shape[: axis - 1], -1, *shape[axis + 1 :])
+        tokens = shape[axis - 1] * shape[axis]
+        blocks = blocks.reshape(*shape[: axis - 1], tokens, *shape[axis + 1 :])
         return blocks if last is None else jnp.concatenate([blocks, last], axis - 1)
 
     return {n: join(n, x, None if tail is None else tail[n]) for n, x in main.items()}

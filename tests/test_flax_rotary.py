@@ -293,6 +293,12 @@ def test_linen_module_with_rope_gets_every_option():
     assert abs(out - module.apply(variables, x)).max() > 1e-3
 
 
+@pytest.mark.parametrize("interleaved", [False, True])
+def test_no_batch_entries(interleaved):
+    x = jnp.zeros((0, 5, 2, 8))
+    assert Rotary(interleaved=interleaved)(x, jnp.arange(5)).shape == x.shape
+
+
 @pytest.mark.parametrize("rotary", [Rotary(), Rotary(interleaved=True, fraction=0.5)], ids=str)
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16, jnp.float32])
 def test_strict_promotion_of_dtypes(dtype, rotary):

@@ -1,5 +1,7 @@
 """Nothing depends on what must not matter: NaN that nobody attends to, stale memory, empty axes."""
 
+import functools
+
 import jax
 import jax.numpy as jnp
 import ml_dtypes
@@ -228,6 +230,16 @@ def test_rows_with_nothing_to_attend_to(implementation):
 def test_empty_axes(call):
     for implementation in IMPLEMENTATIONS:
         check_empty_call(call, implementation)
+
+
+@pytest.mark.parametrize("shape", [(1, 3000, 2, 0), (0, 3000, 2, 8), (2, 3000, 0, 8)], ids=str)
+def test_empty_axes_of_calls_in_several_blocks(shape):
+    x = jnp.zeros(shape)
+    attend = functools.partial(
+        jax_flash.dot_product_attention, scale=1.0, implementation="reference"
+    )
+    assert jax.grad(lambda x: attend(x, x, x).sum())(x).shape == shape
+    assert jax.jvp(lambda x: attend(x, x, x), (x,), (x,))[1].shape == shape
 
 
 def test_empty_axes_need_no_kernel():

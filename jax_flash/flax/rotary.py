@@ -259,7 +259,7 @@ class Rotary:
         turning, rest = jnp.split(x, [2 * len(frequency)], axis=-1)
         turning = turning.astype(dtype)
         if self.interleaved:
-            pairs = turning.reshape(*turning.shape[:-1], -1, 2)
+            pairs = turning.reshape(*turning.shape[:-1], len(frequency), 2)
             first, second = (jax.lax.index_in_dim(pairs, i, -1, keepdims=False) for i in range(2))
         else:
             first, second = jnp.split(turning, 2, axis=-1)
