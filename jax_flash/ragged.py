@@ -34,7 +34,7 @@ from jax_flash.operands import OPERANDS, Operands, axis_of, batch_shape
 from jax_flash.partitioning import match_batch_sharding, match_head_sharding
 from jax_flash.ranks import own_ranks
 from jax_flash.sequence import zigzag_permute
-from jax_flash.spec import ALIGNMENTS, Alignment, AttentionSpec
+from jax_flash.spec import ALIGNMENTS, Alignment, AttentionSpec, check_name
 
 # Rows that move: none, keys to the queries' rows, queries to the keys', or both to others.
 Moving = Literal["none", "keys", "queries", "both"]
@@ -86,8 +86,7 @@ def make_documents(
       TypeError, ValueError: an argument is of the wrong kind, or does not go with the others.
       NotImplementedError: the sequence is spread over devices, and rows would have to move.
     """
-    if alignment not in ALIGNMENTS:
-        raise ValueError(f"causal_alignment: expected one of {ALIGNMENTS}, got {alignment!r}")
+    check_name("causal_alignment", alignment, ALIGNMENTS)
     if query_offsets is None:
         if key_value_offsets is not None:
             raise ValueError(

@@ -26,7 +26,7 @@ from jax_flash.arrays import as_jax, integer
 from jax_flash.explicit import entries, sharded_like, whole_along
 from jax_flash.operands import Operands, axis_of
 from jax_flash.ring_route import plan_route
-from jax_flash.spec import MODES, ORDERS, AttentionSpec, Mode, SequenceSharding
+from jax_flash.spec import MODES, ORDERS, AttentionSpec, Mode, SequenceSharding, check_name
 
 
 def fits(sequence: SequenceSharding, q_len: int, kv_len: int) -> bool:
@@ -128,8 +128,7 @@ def choose_mode(
 def make_sequence(axes, devices: int, order, mode, query_offset) -> SequenceSharding:
     """Checks the options that `dot_product_attention` and `ring_attention` have in common."""
     for name, value, known in (("order", order, ORDERS), ("mode", mode, MODES)):
-        if value not in known:
-            raise ValueError(f"{name}: expected one of {known}, got {value!r}")
+        check_name(name, value, known)
     static = isinstance(query_offset, int | np.integer) and not isinstance(query_offset, bool)
     offset = int(query_offset) if static else None
     return SequenceSharding(axes, devices, order, mode, offset)

@@ -211,12 +211,9 @@ def make_spec(
             "kept share by at most 1% (as for every rate up to 0.9984), got "
             f"{dropout_rate}, which would keep {kept:.4g}"
         )
-    if implementation not in IMPLEMENTATIONS:
-        if not isinstance(implementation, str) or implementation not in _JAX_NN_IMPLEMENTATIONS:
-            raise ValueError(
-                f"implementation: expected one of {IMPLEMENTATIONS}, got {implementation!r}"
-            )
-        implementation = _JAX_NN_IMPLEMENTATIONS[implementation]
+    if isinstance(implementation, str):
+        implementation = _JAX_NN_IMPLEMENTATIONS.get(implementation, implementation)
+    check_name("implementation", implementation, IMPLEMENTATIONS)
     return AttentionSpec(
         scale=scale,
         is_causal=flag("is_causal", is_causal),
@@ -267,6 +264,12 @@ def is_high_precision(precision: Precision) -> bool:
         )
     # Several products of narrow operands, or products of wide ones.
     return "_X" in name or name.startswith(("F32", "F64"))
+
+
+def check_name(name: str, value: Any, known: tuple[str | None, ...]) -> None:
+    """Raises a ValueError unless an argument is one of `known`."""
+    if not isinstance(value, str | None) or value not in known:
+        raise ValueError(f"{name}: expected one of {known}, got {value!r}")
 
 
 def is_number(value: Any) -> TypeGuard[float]:

@@ -147,6 +147,8 @@ CASES = [
     (dict(local_window_size=-1), ValueError, "local_window_size: expected non-negative"),
     (dict(local_window_size=(1, 2, 3)), ValueError, "local_window_size: expected an int or"),
     (dict(implementation=["flash"]), ValueError, r"implementation: expected one of .*\['flash'\]"),
+    (dict(implementation=np.array(["flash", "x"])), ValueError, "implementation: expected one of"),
+    (dict(causal_alignment=np.array(["end", "x"])), ValueError, "causal_alignment: expected one"),
     (dict(implementation="fast"), ValueError, "implementation: expected one of .*'flash'.*'fast'"),
 ]
 
