@@ -41,7 +41,7 @@ _STORED = "stored by tensor copies:"
 # sanitizer_limits.cu, or none if it is no limit; the kernels; and the reason.
 EXPLAINED_RACES: tuple[tuple[str | None, str, str], ...] = (
     (
-        "mbarrier_leader", r"sm90::backward_(wide_key_)?kernel<",
+        "mbarrier_leader", r"sm90::backward_(wide_key_|short_)?kernel<",
         "one thread arrives at a barrier for its warp, after __syncwarp()",
     ),
     (
@@ -114,6 +114,8 @@ def cases(tool: str):
     heads = {"heads": 2, "kv_heads": 2} if few else {"heads": 136, "kv_heads": 136}
     short_units = units | {"q_len": 160, "kv_len": 70, **heads}
     wide_units = short_units | {"kv_len": 240}
+    # As many heads for initcheck, too, since no tensor copies store their results.
+    whole_heads = {"batch": 1, "q_len": 60, "kv_len": 50, "heads": 90, "kv_heads": 90}
     few_units = short_units | ({} if few else {"heads": 127, "kv_heads": 127}) | {"kv_len": 340}
     grouped = units | {"heads": 16, "kv_heads": 1}  # rows enough for V to be made float16
     many_heads = {"batch": 2, "q_len": 90, "kv_len": 77, "kv_heads": 25}
@@ -123,6 +125,9 @@ def cases(tool: str):
         ("bfloat16", (64, 64), causal, False, units),
         ("bfloat16", (64, 64), (), False, short_units),
         ("bfloat16", (64, 64), (), False, few_units),
+        ("bfloat16", (64, 64), (("lengths", "qk"), *causal), False, short_units | {"kv_len": 250}),
+        ("float16", (40, 24), (("lengths", "qk"), ("dlse", True)), False, whole_heads),
+        ("bfloat16", (64, 64), causal, True, whole_heads | {"q_len": 100, "kv_len": 70}),
         ("bfloat16", (96, 96), (), False, narrow),
         ("bfloat16", (128, 128), causal, False, units),
         ("bfloat16", (128, 128), causal, True, small),
@@ -261,8 +266,14 @@ def has_modifiers(features) -> bool:
     return not plain.issuperset(dict(features))
 
 
-def by_tensor_copies(family: str, dims: tuple[int, int], features, deterministic: bool) -> bool:
+def by_tensor_copies(
+    family: str, dims: tuple[int, int], features, deterministic: bool, shape: dict[str, int]
+) -> bool:
     """Whether tensor copies store dK and dV."""
+    if max(dims) <= 64 and max(shape["q_len"], shape["kv_len"]) <= 256:
+        many = shape["batch"] * shape["heads"] >= 88 and shape["heads"] == shape["kv_heads"]
+        if many and not has_modifiers(features):  # all of a head in a block
+            return False
     one_kernel = max(dims) <= 128
     if dims[0] <= 192 and dims[1] <= 128:
         one_kernel |= not (deterministic or has_modifiers(features))
@@ -322,7 +333,7 @@ def run_cases(tool: str, only: str, part: int) -> None:
                 capped = on_hopper and "soft_cap" in dict(features)
                 check(results, inputs, logit_error=3.5e-4 * capped)
             arrays = {"out": results.out, "lse": results.lse, **results.grads}
-            tensor_copies = by_tensor_copies(family, dims, features, deterministic)
+            tensor_copies = by_tensor_copies(family, dims, features, deterministic, own_shape)
             for name, array in arrays.items():
                 sizes[tensor_copies and name in ("key", "value")].add(array.nbytes)
     print(_STORED, *sorted(sizes[True] - sizes[False]))

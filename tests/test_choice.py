@@ -357,6 +357,29 @@ def test_kernels_of_the_sm_80_family(gpu, reason):
     assert reason in kernel.reason
 
 
+@pytest.mark.skipif(64 not in DIMS, reason="a build without head dim 64")
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        # All of a head in a block. At least 88 heads for 132 multiprocessors:
+        ("short", {"q_len": 256}),
+        ("short", {"q_len": 256, "batch": 11, "is_causal": True, "deterministic": True}),
+        ("one kernel", {"q_len": 256, "batch": 10}),
+        # Up to four tiles of 64 queries and of 64 keys:
+        ("short", {"q_len": 77, "kv_len": 256, "head_dim": 40, "value_dim": 64}),
+        ("one kernel", {"q_len": 257, "kv_len": 64}),
+        ("one kernel", {"q_len": 64, "kv_len": 257}),
+        # No grouped heads, and no modifiers:
+        ("one kernel", {"q_len": 256, "kv_heads": 4}),
+        ("one kernel, soft cap", {"q_len": 256, "logits_soft_cap": 9.0}),
+        ("one kernel", {"q_len": 256, "head_dim": 72}),
+    ],
+)
+def test_backward_kernel_for_short_sequences(name, call):
+    found = kernels(**{"batch": 32, "heads": 8, "head_dim": 64} | call)["backward"]
+    assert (found.family, found.name) == (90, name)
+
+
 BACKWARD = {128: "one kernel", 256: "two kernels", 512: "three kernels"}  # up to head dims
 
 

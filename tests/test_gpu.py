@@ -126,6 +126,89 @@ def test_keys_that_fit_a_block(q_len, kv_len, features, fields, dtype):
     verify(case, None)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "features", "fields"),
+    [
+        # One to four tiles, as many of queries as of keys, or not; blocks with several units.
+        (64, 64, (), {"batch": 80}),
+        (33, 50, (LENGTHS, ("dlse", True)), {"batch": 80}),
+        (128, 60, (CAUSAL, ("dlse", True)), {"batch": 40}),
+        (20, 128, (WINDOW, LENGTHS), {"batch": 40, "head_dim": 32, "value_dim": 48}),
+        (192, 192, (CAUSAL,), {"batch": 20}),
+        (130, 161, (LENGTHS, CAUSAL), {"batch": 40}),
+        (250, 60, (("offset", "random"), CAUSAL, ("dlse", True)), {"batch": 20}),
+        (40, 255, (WINDOW,), {"batch": 40}),
+        (256, 256, (("traced_window", (60, 30)), LENGTHS), {"batch": 40}),
+        (200, 200, (), {"batch": 20, "unmapped": ("key", "value")}),
+        # Three units for a block of one tile; a single row, key or head; offsets beyond all keys.
+        (64, 50, (LENGTHS,), {"batch": 200}),
+        (1, 130, (LENGTHS,), {"batch": 20}),
+        (130, 1, (), {"batch": 20}),
+        (100, 90, (("dlse", True),), {"batch": 100, "heads": 1, "kv_heads": 1}),
+        (140, 200, (("offset", "extreme"), CAUSAL), {"batch": 40}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_heads_that_fit_a_block(q_len, kv_len, features, fields, dtype):
+    case = Case(
+        "heads", q_len=q_len, kv_len=kv_len, dtype=dtype, features=features, **SHORT | fields
+    )
+    inputs = make_inputs(case)
+    shapes = [
+        jax.ShapeDtypeStruct(x.shape, dtype) for x in (inputs.query, inputs.key, inputs.value)
+    ]
+    if FAMILIES[-1] == "flash_sm90" and case.unmapped is None:
+        assert jax_flash.explain(*shapes).kernels["backward"].name == "short"
+    verify(case, None)
+
+
+@pytest.mark.skipif(FAMILIES[-1] != "flash_sm90", reason="Hopper's kernel")
+@pytest.mark.parametrize("length", [60, 128, 190, 256])
+def test_gradients_of_heads_that_fit_a_block_repeat(length):
+    """Bit by bit, without `deterministic`: a race would show as other bits."""
+    shape = (40, length, 8, 64)
+    keys = jax.random.split(jax.random.key(0), 4)
+    *operands, dout = (jax.random.normal(key, shape, jnp.bfloat16) for key in keys)
+    assert jax_flash.explain(*operands, is_causal=True).kernels["backward"].name == "short"
+
+    @jax.jit
+    def gradients(*operands):
+        attend = functools.partial(jax_flash.dot_product_attention, is_causal=True)
+        return jax.vjp(attend, *operands)[1](dout)
+
+    first = gradients(*operands)
+    for _ in range(3):
+        for a, b in zip(gradients(*operands), first, strict=True):
+            np.testing.assert_array_equal(a, b)
+
+
+@pytest.mark.skipif(FAMILIES[-1] != "flash_sm90", reason="Hopper's kernel")
+@pytest.mark.parametrize(("q_len", "kv_len"), [(66, 220), (200, 60)])
+def test_poison_beyond_lengths_of_heads_that_fit_a_block(q_len, kv_len):
+    """Rows and keys beyond their lengths do not change a bit, whatever they and cotangents hold."""
+    case = Case("poison", q_len=q_len, kv_len=kv_len, dtype="bfloat16",
+                features=(LENGTHS, CAUSAL, ("dlse", True)), **SHORT | {"batch": 60})  # fmt: skip
+    inputs = make_inputs(case)
+    clean = run(inputs, None)
+
+    def poison(x, name, value):
+        lengths = np.clip(inputs.options[f"{name}_seq_lengths"], 0, x.shape[1])
+        beyond = np.arange(x.shape[1]) >= lengths[:, None]
+        return np.where(beyond.reshape(*beyond.shape, *[1] * (x.ndim - 2)), value, x).astype(
+            x.dtype
+        )
+
+    inputs.query = poison(inputs.query, "query", np.nan)
+    inputs.dout = poison(inputs.dout, "query", np.inf)
+    inputs.dlse = poison(inputs.dlse, "query", np.nan)
+    inputs.key = poison(inputs.key, "key_value", np.nan)
+    inputs.value = poison(inputs.value, "key_value", -np.inf)
+    poisoned = run(inputs, None)
+    for name in ("query", "key", "value"):
+        np.testing.assert_array_equal(poisoned.grads[name], clean.grads[name])
+
+
 # What the kernels for slopes alone take, and what they leave to others: logits that are far from
 # those of the first keys, and slopes that are negative or steep.
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -224,13 +307,17 @@ def test_tile_boundaries(length, head_dim, family):
         (("segments", "packed"), {}),
         # Keys that fit a block, where stages of two units are cleared and filled several times.
         (LENGTHS, {"batch": 99, "heads": 8, "kv_heads": 8, "q_len": 66, "kv_len": 320}),
+        # All of a head fits a block, which has several units, in the backward pass, too.
+        (LENGTHS, {"batch": 99, "heads": 8, "kv_heads": 8, "q_len": 66, "kv_len": 220}),
+        (WINDOW, {"batch": 40, "heads": 8, "kv_heads": 8, "q_len": 60, "kv_len": 250}),
     ],
     ids=str,
 )
 def test_poison_where_nobody_attends(features, shape, family):
+    more = (("causal", True), *[("offset", "random")] * (features is WINDOW))
     case = Case(
         "poison", head_dim=64, value_dim=64, dtype="bfloat16",
-        features=(features, ("causal", True)), **{"q_len": 300, "kv_len": 330} | shape,
+        features=(features, *more), **{"q_len": 300, "kv_len": 330} | shape,
     )  # fmt: skip
     inputs = make_inputs(case)
     allowed = allowed_logits(inputs)

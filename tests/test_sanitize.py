@@ -126,6 +126,6 @@ def test_sizes_tell_what_tensor_copies_stored_from_all_else():
             if "fp8" in dict(features):
                 others |= {rows * dims[0], keys * dims[0], keys * dims[1]}
                 continue
-            by_copies = sanitize.by_tensor_copies(family, dims, features, deterministic)
+            by_copies = sanitize.by_tensor_copies(family, dims, features, deterministic, shape)
             (stored if by_copies else others).update(keys * 2 * dim for dim in dims)
     assert not stored & others

@@ -22,6 +22,7 @@ struct Choice {
   int32_t row = -1;             // index in sm90::kRecipes; sm_90, forward
   uint32_t only = kNoModifier;  // the one modifier that a backward kernel is made for
   bool one_kernel = false;      // sm_90, head dims above 128: one kernel computes all gradients
+  bool in_a_block = false;      // sm_90, backward: the kernel whose blocks keep all of a head
   bool decodes = false;         // forward: the kernel of sm80/decode, for few query rows
   SmemClass smem_class = SmemClass::kSmall;  // sm_80 only
   const char* name = "";                     // the kernel's name, for explain()

@@ -272,6 +272,14 @@ bool keys_fit_a_block(const Forward& params, const Device& device) {
   return banded(params.options) || shape.kv_len <= 224 || shape.kv_len > 256;
 }
 
+// Returns whether the backward kernel whose blocks keep all operands of a head takes the call, at
+// head dim 64. There must be units for most multiprocessors.
+bool head_fits_a_block(const Backward& params, const Device& device) {
+  const Shape& shape = params.shape;
+  return sm90::takes_short_gradient(shape) &&
+         shape.batch * shape.heads * 3 >= int64_t{device.multiprocessors} * 2;
+}
+
 Found choose_plain(const Forward& params, int32_t head_dim, const Device& device) {
   const Shape& shape = params.shape;
   const Options& options = params.options;
@@ -438,7 +446,12 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
   }
   choice.one_kernel = fits_one_kernel(params.shape, choice.head_dim) && !choice.general &&
                       !params.options.deterministic;
-  if (choice.one_kernel) {
+  choice.in_a_block = choice.head_dim == 64 && !choice.general && head_fits_a_block(params, device);
+  if (choice.in_a_block) {
+    choice.name = "short";
+    choice.reason = "all of a head fits a block";
+    choice.queries = choice.keys = 64;
+  } else if (choice.one_kernel) {
     choice.name = "one kernel, narrow values";
     choice.reason = "values have at most 128 columns, so dK and dV of 128 keys fit the registers";
     choice.queries = 64;

@@ -1,5 +1,5 @@
-// Divides a call with short sequences into the units of the sm_90 kernel for these
-// (sm90/forward/short.cuh).
+// Divides calls with short sequences into the units of the sm_90 kernels for these
+// (sm90/forward/short.cuh, sm90/backward/short.cuh).
 #pragma once
 
 #include <algorithm>
@@ -45,5 +45,17 @@ struct ShortUnits {
     return std::min(kShortStages, 2 * kShortBoxes / (q_boxes + 2 * k_boxes));
   }
 };
+
+// The backward kernel's units are heads, whose operands have at most so many tiles of 64 rows each.
+inline constexpr int32_t kShortGradientTiles = 4;
+
+// Returns the tiles of the operand that has more of them.
+inline int32_t short_gradient_tiles(const Shape& shape) {
+  return static_cast<int32_t>(ceil_div(std::max(shape.q_len, shape.kv_len), 64));
+}
+inline bool takes_short_gradient(const Shape& shape) {
+  return shape.heads == shape.kv_heads && short_gradient_tiles(shape) <= kShortGradientTiles &&
+         shape.batch * shape.heads <= INT32_MAX / 2;
+}
 
 }  // namespace jax_flash::sm90

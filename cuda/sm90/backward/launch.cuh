@@ -1,12 +1,13 @@
 // Launches the backward pass for sm_90: chooses the kernels for a head dim, and their arguments.
 //
 //   head dim                                             kernels in sm90/backward/
+//   up to 64, many short sequences                       short.cuh, alone
 //   up to 128; up to 192 with at most 128 value columns  narrow.cuh
 //   above, up to 256                                     wide_key.cuh, then wide_query.cuh
 //   above 256                                            columns.cuh
 //
-// The begin kernel of edges.cuh runs before them and computes delta. After narrow.cuh, the end
-// kernel of edges.cuh converts dQ.
+// The begin kernel of edges.cuh runs before all but short.cuh, and computes delta. After
+// narrow.cuh, the end kernel of edges.cuh converts dQ.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -29,6 +30,7 @@
 #include "sm90/backward/order.cuh"
 #include "sm90/backward/plan.cuh"
 #include "sm90/backward/schedule.cuh"
+#include "sm90/backward/short.cuh"
 #include "sm90/backward/wide_key.cuh"
 #include "sm90/backward/wide_query.cuh"
 #include "status.h"
@@ -173,6 +175,9 @@ Status launch_gradients_of_addends(const Backward& params, const BackwardWorkspa
 // kHeadDim bounds head_dim and value_dim.
 template <typename Element, int kHeadDim, bool kGeneral>
 Status launch_backward(const Backward& params, const Choice& choice, cudaStream_t stream) {
+  if constexpr (kHeadDim == 64 && !kGeneral) {
+    if (choice.in_a_block) return launch_backward_short<Element>(params, stream);
+  }
   BackwardWorkspace workspace;
   BackwardWorkspace::plan(params.shape, (kHeadDim + 63) / 64 * 64, BackwardFeatures::of(params),
                           params.workspace, workspace);

@@ -1,0 +1,494 @@
+// Computes the backward pass of calls of many short sequences, without modifiers or grouped heads,
+// with head dims up to 64. With lse in log2 units:
+//
+//   S = Q K^T,  dP = dO V^T,  P = 2^(scale log2(e) S - lse),  dS = P (dP - delta)
+//   dQ = dS K,  dV = P^T dO,  dK = dS^T Q,  delta = sum(dO * O) - dlse
+//
+// A unit of work is a head. Its operands fit a block's shared memory, so dQ needs no sums in global
+// memory, and no kernels run before and after this one. Results do not depend on any order of
+// blocks. Blocks are persistent.
+//
+// Each warpgroup has a tile of 64 query rows, and keeps dQ of it in registers. All warpgroups go
+// through the tiles of 64 keys in turn. P and dS of a tile of keys and all query rows go to shared
+// memory. From there, one warpgroup computes the tile's dV, and the next one its dK; other
+// warpgroups do so for other tiles. A warpgroup copies its tiles of the next unit's operands as
+// soon as nobody reads those that they replace.
+//
+// Shared memory, in tiles of 64 rows: K | V | Q | dO | one or two buffers of P | dS.
+#pragma once
+
+#include <cuda.h>
+
+#include <algorithm>
+#include <cstdint>
+
+#include "modifiers/band.cuh"
+#include "params.h"
+#include "plan/divisor.h"
+#include "plan/short.h"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/tma.cuh"
+#include "ptx/warpgroup.cuh"
+#include "sm90/backward/fragments.cuh"
+#include "sm90/backward/plan.cuh"
+#include "sm90/backward/schedule.cuh"
+#include "sm90/forward/config.cuh"
+#include "sm90/forward/plan.cuh"
+#include "sm90/ring.cuh"
+#include "status.h"
+#include "tile/band.cuh"
+#include "tile/chunk.cuh"
+#include "tile/launch.cuh"
+#include "tile/quad.cuh"
+#include "tile/softmax.cuh"
+#include "tile/tensor_map.cuh"
+#include "tile/wgmma_tile.cuh"
+#include "wgmma.h"
+
+namespace jax_flash::sm90 {
+
+// kTileCount: the most tiles of 64 query rows, and of 64 keys, of a head.
+template <int kTileCount>
+struct ShortGradientConfig {
+  using Tile = SmemTile<64, 64>;
+  static constexpr int kTiles = kTileCount, kThreads = kTiles * kWarpgroup;
+  static constexpr int kBlocks = kTiles == 1 ? 4 : kTiles == 2 ? 2 : 1;  // on each multiprocessor
+  static constexpr int kBuffers = kTiles == 3 ? 2 : 1;                   // as there is room
+  static constexpr int kSmemBytes = (4 + 2 * kBuffers) * kTiles * Tile::kBytes;
+};
+
+// Holds the parameters of a call.
+struct ShortGradientCall {
+  BackwardMaps maps;
+  BoxAxes query, key, value, dout;
+  ForwardBand band;
+  HeadDivisors heads;
+  int32_t units, q_tiles, k_tiles;
+  int32_t q_len, kv_len, head_dim, value_dim;
+  float to_log2;
+  float dscore_scale, sum_scale;  // factors of dP and delta, and of the sums for dQ and dK
+  EdgeOperand out, lse, dlse, dquery, dkey, dvalue;
+
+  ShortGradientCall(const Backward& params, bool scales_dscores)
+      : query(params.query),
+        key(params.key),
+        value(params.value),
+        dout(params.dout),
+        band(params),
+        heads(params.shape, params.shape.heads),
+        units(static_cast<int32_t>(params.shape.batch * params.shape.heads)),
+        q_tiles(static_cast<int32_t>(ceil_div(params.shape.q_len, 64))),
+        k_tiles(static_cast<int32_t>(ceil_div(params.shape.kv_len, 64))),
+        q_len(params.shape.q_len),
+        kv_len(params.shape.kv_len),
+        head_dim(params.shape.head_dim),
+        value_dim(params.shape.value_dim),
+        to_log2(params.options.scale * kLog2E),
+        dscore_scale(scales_dscores ? params.options.scale : 1.0f),
+        sum_scale(scales_dscores ? 1.0f : params.options.scale),
+        out(params.out),
+        lse(params.lse),
+        dlse(params.dlse),
+        dquery(params.dquery),
+        dkey(params.dkey),
+        dvalue(params.dvalue) {}
+};
+
+struct ShortGradientUnit {
+  HeadIndex at;
+  Band band;
+
+  __device__ __forceinline__ ShortGradientUnit(const ShortGradientCall& call, int32_t index)
+      : at(call.heads.at(index)), band(call.band.of<true>(at.batch_axes)) {}
+
+  // Returns the tiles of keys that some row of a tile of query rows may attend to.
+  __device__ __forceinline__ TileRange attended(int32_t q_tile) const {
+    return kv_tiles<64>(band, q_tile * 64, q_tile * 64 + 64);
+  }
+};
+
+// Holds barriers in shared memory, by tile. Each has one phase in a unit; those for copies only if
+// their tile exists.
+template <typename Config>
+struct ShortGradientBarriers {
+  uint64_t queries[Config::kTiles], keys[Config::kTiles];  // Q and dO, K and V have arrived
+  // For each tile of keys: all P and dS are stored, and nobody reads its K and V any more; dV and
+  // dK are computed.
+  uint64_t scored[Config::kTiles], summed[Config::kTiles];
+};
+
+// The gradients that are sums over query rows: dV, of P, and dK, of dS.
+enum class ShortGradient { kValue, kKey };
+
+// Gives the addresses of the tiles.
+template <typename Config>
+struct ShortGradientTiles {
+  using Tile = typename Config::Tile;
+  uint32_t root;
+
+  __device__ __forceinline__ Tile at(int kind, int tile) const {
+    return {root, static_cast<uint32_t>((kind * Config::kTiles + tile) * Tile::kBytes)};
+  }
+  __device__ __forceinline__ Tile key(int tile) const { return at(0, tile); }
+  __device__ __forceinline__ Tile value(int tile) const { return at(1, tile); }
+  __device__ __forceinline__ Tile query(int tile) const { return at(2, tile); }
+  __device__ __forceinline__ Tile dout(int tile) const { return at(3, tile); }
+  // P of a tile of query rows and a tile of keys, or dS.
+  __device__ __forceinline__ Tile scores(int q_tile, int k_tile, ShortGradient of) const {
+    return at(4 + k_tile % Config::kBuffers * 2 + (of == ShortGradient::kKey ? 1 : 0), q_tile);
+  }
+};
+
+__device__ __forceinline__ void wait_short(uint64_t& barrier, uint32_t parity) {
+  ptx::mbarrier_wait(ptx::shared_address(&barrier), parity);
+}
+// Arrives for a warp, behind all its lanes' accesses.
+__device__ __forceinline__ void arrive_short(uint64_t& barrier) {
+  __syncwarp();
+  if (kWarpArrivals > 1 || threadIdx.x % 32 == 0) {
+    ptx::mbarrier_arrive(ptx::shared_address(&barrier));
+  }
+}
+
+// Computes the gradients of units. Called by a warpgroup, whose tiles of the operands have the
+// index `group`.
+template <typename Config, typename Element>
+struct ShortGradientGroup {
+  using Tile = typename Config::Tile;
+  using Sums = float[8][4];
+  using Scores = float[1][4][4];  // 64 rows by 32 keys, of the warpgroup
+  using Rounded = uint32_t[2][4];
+  // Holds a thread's parts of two rows of the output, and the rows' lse and its gradient.
+  struct RowParts {
+    uint4 out[2][2];
+    float lse[2], dlse[2];
+  };
+
+  const ShortGradientCall& call;
+  ShortGradientBarriers<Config>& barriers;
+  const ShortGradientTiles<Config>& tiles;
+  const int group;
+
+  __device__ __forceinline__ static int warp_row() {
+    return static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16;
+  }
+
+  __device__ __forceinline__ void run() const {
+    uint32_t parity = 0;
+    copy_queries(blockIdx.x);
+    copy_keys(blockIdx.x);
+    RowParts rows = load_rows(blockIdx.x);
+    for (int32_t index = blockIdx.x; index < call.units; index += gridDim.x, parity ^= 1) {
+      const ShortGradientUnit unit(call, index);
+      const int32_t row0 = group * 64, next = index + gridDim.x;
+      const TileRange keys = unit.attended(group);
+      Sums dquery;
+      clear(dquery);
+      float lse[2] = {}, delta[2] = {};
+      clear_unattended(unit.band, parity);
+      if (group < call.q_tiles) find_statistics(rows, parity, lse, delta);
+#pragma unroll 1
+      for (int tile = 0; tile < Config::kTiles; ++tile) {
+        if (keys.first <= tile && tile < keys.end) {
+          wait_short(barriers.keys[tile], parity);
+          add(dquery, unit.band, row0, tile, lse, delta, parity);
+        }
+        arrive_short(barriers.scored[tile]);
+        const bool finds_dvalue = tile == group, finds_dkey = (tile + 1) % Config::kTiles == group;
+        if (finds_dvalue || finds_dkey) wait_short(barriers.scored[tile], parity);
+        if (finds_dvalue) copy_keys(next);
+        // One loop, so that there is one copy of the code, and registers suffice.
+#pragma unroll 1
+        for (int of = finds_dvalue ? 0 : 1; of < (finds_dkey ? 2 : 1); ++of) {
+          find_key_gradient(unit, tile, static_cast<ShortGradient>(of));
+        }
+      }
+      rows = load_rows(next);  // early, since they take long
+      for (int tile = 0; tile < Config::kTiles; ++tile) wait_short(barriers.summed[tile], parity);
+      copy_queries(next);
+      if (group < call.q_tiles) {
+        const int32_t row = row0 + warp_row();
+        store_rows(call.dquery.at<Element>(unit.at, row), call.dquery.row, call.q_len - row,
+                   call.head_dim, call.sum_scale, dquery);
+      }
+    }
+  }
+
+  // Start the copies of the warpgroup's tiles: of K and V; of Q and dO.
+  __device__ __forceinline__ void copy_keys(int32_t index) const {
+    if (threadIdx.x % kWarpgroup != 0 || index >= call.units || group >= call.k_tiles) return;
+    const HeadIndex at = call.heads.at(index);
+    ptx::fence_proxy_async_shared();
+    const uint32_t barrier = ptx::shared_address(&barriers.keys[group]);
+    ptx::mbarrier_arrive_expect_tx(barrier, 2 * Tile::kBytes);
+    copy(tiles.key(group), call.maps.key, call.key, barrier, at);
+    copy(tiles.value(group), call.maps.value, call.value, barrier, at);
+  }
+  __device__ __forceinline__ void copy_queries(int32_t index) const {
+    if (threadIdx.x % kWarpgroup != 0 || index >= call.units || group >= call.q_tiles) return;
+    const HeadIndex at = call.heads.at(index);
+    ptx::fence_proxy_async_shared();
+    const uint32_t barrier = ptx::shared_address(&barriers.queries[group]);
+    ptx::mbarrier_arrive_expect_tx(barrier, 2 * Tile::kBytes);
+    copy(tiles.query(group), call.maps.query, call.query, barrier, at);
+    copy(tiles.dout(group), call.maps.dout, call.dout, barrier, at);
+  }
+  __device__ __forceinline__ void copy(const Tile& to, const CUtensorMap& map, const BoxAxes& axes,
+                                       uint32_t barrier, const HeadIndex& at) const {
+    load_box(to.root + to.offset, map, barrier, axes, at.batch_axes, at.head, group * 64, 0);
+  }
+
+  // Zeroes rows of keys that no query may attend to, and query rows beyond the length: they may
+  // hold NaN, and NaN times 0 is NaN.
+  __device__ __forceinline__ void clear_unattended(const Band& band, uint32_t parity) const {
+    const int32_t first = max(0, band.lo), end = min(band.kv_len, band.q_len - 1 + band.hi);
+    if (first <= 0 && end >= call.kv_len && band.q_len == call.q_len) return;
+    if (group < call.k_tiles) {
+      wait_short(barriers.keys[group], parity);
+      clear_rows(tiles.key(group), first, end);
+      clear_rows(tiles.value(group), first, end);
+    }
+    if (group < call.q_tiles) {
+      wait_short(barriers.queries[group], parity);
+      clear_rows(tiles.query(group), 0, band.q_len);
+      clear_rows(tiles.dout(group), 0, band.q_len);
+    }
+    ptx::fence_proxy_async_shared();
+    __syncthreads();
+  }
+  // Zeroes rows outside [first, end).
+  __device__ __forceinline__ void clear_rows(const Tile& tile, int32_t first, int32_t end) const {
+    for (int chunk = threadIdx.x % kWarpgroup; chunk < Tile::kBytes / 16; chunk += kWarpgroup) {
+      const int32_t row = group * 64 + chunk / 8;
+      if (row < first || row >= end) {
+        ptx::st_shared_v4(tile.root + tile.offset + chunk * 16, uint4{});
+      }
+    }
+  }
+
+  // Loads what find_statistics() needs of global memory, for the thread's rows of a unit.
+  __device__ __forceinline__ RowParts load_rows(int32_t index) const {
+    RowParts rows = {};
+    rows.lse[0] = rows.lse[1] = minus_infinity();
+    if (index >= call.units || group >= call.q_tiles) return rows;
+    const ShortGradientUnit unit(call, index);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = group * 64 + warp_row() + fragment_row(0, 2 * half);
+      if (row >= unit.band.q_len) continue;
+      rows.lse[half] = *call.lse.at<const float>(unit.at, row);
+      if (call.dlse.data) rows.dlse[half] = *call.dlse.at<const float>(unit.at, row);
+      const Element* out = call.out.at<const Element>(unit.at, row);
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        const int col = (part * 4 + threadIdx.x % 4) * kChunk;
+        if (col < call.value_dim) {
+          rows.out[half][part] = *reinterpret_cast<const uint4*>(out + col);
+        }
+      }
+    }
+    return rows;
+  }
+  // Finds lse, in log2 units, and delta of the thread's rows. The lanes of a quad share two rows.
+  __device__ __forceinline__ void find_statistics(const RowParts& rows, uint32_t parity,
+                                                  float (&lse)[2], float (&delta)[2]) const {
+    const int lane = threadIdx.x % 4;
+    wait_short(barriers.queries[group], parity);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int row = warp_row() + fragment_row(0, 2 * half);
+      float sum = 0.0f;
+#pragma unroll
+      for (int part = 0; part < 2; ++part) {
+        const uint4 dout = ptx::ld_shared_v4(tiles.dout(group).address(row, part * 4 + lane));
+        const Element* a = reinterpret_cast<const Element*>(&rows.out[half][part]);
+        const Element* b = reinterpret_cast<const Element*>(&dout);
+#pragma unroll
+        for (int e = 0; e < 8; ++e) {
+          sum = fmaf(static_cast<float>(a[e]), static_cast<float>(b[e]), sum);
+        }
+      }
+      sum += __shfl_xor_sync(0xffffffff, sum, 1);
+      sum += __shfl_xor_sync(0xffffffff, sum, 2);
+      const bool dead = rows.lse[half] == minus_infinity();
+      delta[half] = dead ? 0.0f : (sum - rows.dlse[half]) * call.dscore_scale;
+      lse[half] = dead ? -minus_infinity() : rows.lse[half] * kLog2E;
+    }
+  }
+
+  // Adds a tile of keys to dQ, and stores P and dS.
+  __device__ __forceinline__ void add(Sums& dquery, const Band& band, int32_t row0, int tile,
+                                      const float (&lse)[2], const float (&delta)[2],
+                                      uint32_t parity) const {
+    const bool is_cut =
+        !band.all_allowed(row0, min(row0 + 64, band.q_len), tile * 64, tile * 64 + 64);
+    const int lane = threadIdx.x % 32, row = warp_row() + lane % 16;
+    const uint32_t place = tiles.scores(group, tile, ShortGradient::kValue).address(row, lane / 16);
+    const uint32_t dplace = tiles.scores(group, tile, ShortGradient::kKey).address(row, lane / 16);
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (half == 1 && tile * 64 + 32 >= call.kv_len) break;  // no results depend on the rest
+      Scores scores, dscores;
+      const Tile key = unknown_address(tiles.key(tile));
+      start_product(scores, tiles.query(group), key, half);
+      start_product(dscores, tiles.dout(group), tiles.value(tile), half);
+      ptx::wgmma_wait_group<1>();
+      ptx::wgmma_results(scores[0]);
+      if (is_cut) mask_band(scores, band, row0 + warp_row(), tile * 64 + half * 32);
+      find_probabilities(scores, lse);
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_results(dscores[0]);
+      find_dscores(scores, dscores, delta);
+      Rounded rounded, drounded;
+      round_fragments<Element>(rounded, scores[0]);
+      round_fragments<Element>(drounded, dscores[0]);
+      ptx::wgmma_results(dquery);
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        ptx::Wgmma<Element, 64>::template rs<1>(dquery, drounded[k],
+                                                operand_mn_major(key, 0, half * 2 + k), 1);
+      }
+      ptx::wgmma_commit_group();
+      if (half == 0) await_buffer(tile, parity);
+#pragma unroll
+      for (int k = 0; k < 2; ++k) {
+        ptx::stmatrix_x4(place ^ ((half * 2 + k) * 32), rounded[k]);
+        ptx::stmatrix_x4(dplace ^ ((half * 2 + k) * 32), drounded[k]);
+      }
+    }
+    ptx::fence_proxy_async_shared();
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_results(dquery);
+  }
+
+  // Starts d = a b^T for 64 rows of a and one half of the rows of b.
+  static __device__ __forceinline__ void start_product(Scores& d, const Tile& a, const Tile& b,
+                                                       int half) {
+    forget(d[0]);
+    const Tile a_rows = unknown_address(a), b_rows = unknown_address(b);
+    ptx::wgmma_fence();
+#pragma unroll
+    for (int k = 0; k < 4; ++k) {
+      ptx::Wgmma<Element, 32>::template ss<0, 0>(d[0], operand_k_major(a_rows, 0, k),
+                                                 operand_k_major(b_rows, half * 32, k), k > 0);
+    }
+    ptx::wgmma_commit_group();
+  }
+
+  // Turns S into P.
+  __device__ __forceinline__ void find_probabilities(Scores& scores, const float (&lse)[2]) const {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        scores[0][n][e] = ptx::ex2_approx_ftz(fmaf(scores[0][n][e], call.to_log2, -lse[e / 2]));
+      }
+    }
+  }
+  // Turns dP into dS.
+  __device__ __forceinline__ void find_dscores(const Scores& probabilities, Scores& dscores,
+                                               const float (&delta)[2]) const {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        dscores[0][n][e] =
+            probabilities[0][n][e] * fmaf(dscores[0][n][e], call.dscore_scale, -delta[e / 2]);
+      }
+    }
+  }
+
+  // Waits until P and dS that were in a tile's buffer have been read.
+  __device__ __forceinline__ void await_buffer(int tile, uint32_t parity) const {
+    const int before = tile - Config::kBuffers;
+    wait_short(barriers.summed[before < 0 ? before + Config::kTiles : before],
+               before < 0 ? parity ^ 1 : parity);
+  }
+
+  // Computes and stores dV or dK of a tile of keys.
+  __device__ __forceinline__ void find_key_gradient(const ShortGradientUnit& unit, int tile,
+                                                    ShortGradient of) const {
+    const bool is_key = of == ShortGradient::kKey;
+    Sums sums;
+    multiply(sums, unit, tile, of);
+    arrive_short(barriers.summed[tile]);
+    const EdgeOperand& to = is_key ? call.dkey : call.dvalue;
+    const int32_t row = tile * 64 + warp_row();
+    store_rows(to.at<Element>(unit.at, row), to.row, call.kv_len - row,
+               is_key ? call.head_dim : call.value_dim, is_key ? call.sum_scale : 1.0f, sums);
+  }
+
+  // Sums up P^T dO or dS^T Q over the tiles of query rows that may attend to a tile of keys.
+  __device__ __forceinline__ void multiply(Sums& sums, const ShortGradientUnit& unit, int tile,
+                                           ShortGradient of) const {
+    clear(sums);
+    ptx::wgmma_results(sums);  // the zeros must not move past the first fence
+#pragma unroll 1
+    for (int q_tile = 0; q_tile < call.q_tiles; ++q_tile) {
+      const TileRange keys = unit.attended(q_tile);
+      if (tile < keys.first || tile >= keys.end) continue;
+      const Tile a = unknown_address(tiles.scores(q_tile, tile, of));
+      const Tile b =
+          unknown_address(of == ShortGradient::kKey ? tiles.query(q_tile) : tiles.dout(q_tile));
+      ptx::wgmma_fence();
+#pragma unroll
+      for (int k = 0; k < 4; ++k) {
+        ptx::Wgmma<Element, 64>::template ss<1, 1>(sums, operand_mn_major(a, 0, k),
+                                                   operand_mn_major(b, 0, k), 1);
+      }
+      ptx::wgmma_commit_group();
+    }
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_results(sums);
+  }
+};
+
+template <typename Config, typename Element>
+__global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
+    backward_short_kernel(const __grid_constant__ ShortGradientCall call) {
+  extern __shared__ __align__(1024) uint8_t tiles_smem[];
+  __shared__ __align__(16) uint8_t barriers_bytes[sizeof(ShortGradientBarriers<Config>)];
+  auto& barriers = *reinterpret_cast<ShortGradientBarriers<Config>*>(barriers_bytes);
+  if (threadIdx.x < Config::kTiles) {
+    const auto init = [&](uint64_t (&of_tiles)[Config::kTiles], uint32_t arrivals) {
+      ptx::mbarrier_init(ptx::shared_address(&of_tiles[threadIdx.x]), arrivals);
+    };
+    init(barriers.queries, 1);
+    init(barriers.keys, 1);
+    init(barriers.scored, Config::kTiles * 4 * kWarpArrivals);
+    init(barriers.summed, 2 * 4 * kWarpArrivals);
+    ptx::fence_mbarrier_init();
+  }
+  __syncthreads();
+  const int group = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
+  const ShortGradientTiles<Config> tiles{ptx::shared_address(tiles_smem)};
+  ShortGradientGroup<Config, Element>{call, barriers, tiles, group}.run();
+}
+
+template <int kTiles, typename Element>
+Status launch_short_tiles(const Backward& params, cudaStream_t stream) {
+  using Config = ShortGradientConfig<kTiles>;
+  ShortGradientCall call(params, kScaledDlogits<Element>);
+  Status status = make_backward_maps(params, 64, 64, call.maps);
+  int sms = 0;
+  if (status.ok()) status = multiprocessors(sms);
+  if (!status.ok()) return status;
+  return launch_kernel("sm90::backward_short_kernel", params.shape,
+                       backward_short_kernel<Config, Element>,
+                       std::min<int64_t>(call.units, int64_t{sms} * Config::kBlocks),
+                       Config::kThreads, Config::kSmemBytes, stream, call);
+}
+
+template <typename Element>
+Status launch_backward_short(const Backward& params, cudaStream_t stream) {
+  switch (short_gradient_tiles(params.shape)) {
+    case 1: return launch_short_tiles<1, Element>(params, stream);
+    case 2: return launch_short_tiles<2, Element>(params, stream);
+    case 3: return launch_short_tiles<3, Element>(params, stream);
+    default: return launch_short_tiles<4, Element>(params, stream);
+  }
+}
+
+}  // namespace jax_flash::sm90
