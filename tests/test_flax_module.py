@@ -415,6 +415,18 @@ def test_errors():
             GroupedQueryAttention(24, *heads, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="head_dim must be given"):
         GroupedQueryAttention(25, 6, rngs=nnx.Rngs(0))
+    for name, sizes in (
+        ("num_heads", (4.0, None, None)),
+        ("num_kv_heads", (4, 2.0, None)),
+        ("head_dim", (4, 2, 8.0)),
+        ("head_dim", (4, 2, "8")),
+    ):
+        with pytest.raises(TypeError, match=f"^{name}: expected an int"):
+            GroupedQueryAttention(24, *sizes, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="head_dim must be positive, got 0"):
+        GroupedQueryAttention(24, 4, 2, 0, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"rotary: expected a Rotary, .* or None, got str"):
+        make_module(rotary="llama")(make_inputs())
     with pytest.raises(ValueError, match=r"qk_norm must be .* got 'rms'"):
         make_module(qk_norm="rms")
     module, x = make_module(), make_inputs()

@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_flash
-from jax_flash.arrays import integers, saturate
+from jax_flash.arrays import integer, integers, saturate
 from jax_flash.explicit import sharded_like, whole_along
 from jax_flash.flax.rotary import Rotary
 
@@ -73,8 +73,14 @@ class Cache(NamedTuple):
 def sizes(
     in_features: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None
 ) -> tuple[int, int]:
-    """Checks num_kv_heads and head_dim, and returns them with their defaults filled in."""
-    num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+    """Checks sizes, and returns num_kv_heads and head_dim with their defaults filled in.
+
+    Raises:
+      TypeError: one of them is no integer.
+      ValueError: one is not positive, or they do not fit each other.
+    """
+    num_heads = integer("num_heads", num_heads)
+    num_kv_heads = num_heads if num_kv_heads is None else integer("num_kv_heads", num_kv_heads)
     if num_heads < 1 or num_kv_heads < 1:
         raise ValueError(
             f"num_heads and num_kv_heads must be positive, got {num_heads} and {num_kv_heads}"
@@ -90,6 +96,9 @@ def sizes(
                 f"in_features ({in_features})"
             )
         head_dim = in_features // num_heads
+    head_dim = integer("head_dim", head_dim)
+    if head_dim < 1:
+        raise ValueError(f"head_dim must be positive, got {head_dim}")
     return num_kv_heads, head_dim
 
 
@@ -150,12 +159,16 @@ def attend(
       [*batch, length, num_heads, head_dim], and the cache with these tokens or None.
 
     Raises:
+      TypeError: rotary is not callable.
       ValueError: the inputs have no axis of tokens.
     """
     if query.ndim < 3:
         raise ValueError("inputs must be [*batch, length, features], got a single axis of features")
     length = query.shape[-3]
     if layer.rotary is not None:
+        if not callable(layer.rotary):
+            kind = type(layer.rotary).__name__
+            raise TypeError(f"rotary: expected a Rotary, another callable or None, got {kind}")
         if input_positions is None:
             input_positions = jnp.arange(length)
             if cache is not None:

@@ -122,8 +122,9 @@ class GroupedQueryAttention(nnx.Module):
           rngs: source of the `params` key, and of the `dropout` stream if dropout_rate is not 0.
 
         Raises:
-          ValueError: num_kv_heads does not divide num_heads; head_dim is left out and num_heads
-            does not divide in_features; or qk_norm is something else.
+          TypeError: num_heads, num_kv_heads or head_dim is no integer.
+          ValueError: one of these is not positive; num_kv_heads does not divide num_heads; head_dim
+            is left out and num_heads does not divide in_features; or qk_norm is something else.
         """
         num_kv_heads, head_dim = layer.sizes(in_features, num_heads, num_kv_heads, head_dim)
         self.in_features = in_features
@@ -247,6 +248,7 @@ class GroupedQueryAttention(nnx.Module):
           [*batch, length, in_features].
 
         Raises:
+          TypeError: rotary is not callable.
           ValueError: inputs have a single axis; decode without a cache, with segment_ids, without
             is_causal, or with inputs that do not fit the cache; dropout without rngs.
         """
