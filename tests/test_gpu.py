@@ -88,6 +88,20 @@ WINDOW, LENGTHS = ("window", (70, 20)), ("lengths", "qk")
 CAUSAL = ("causal", True)
 
 
+def verify_short(direction, q_len, kv_len, dtype, features, fields, asks=True):
+    """Compares a call, for which Hopper has a kernel for short sequences in that direction."""
+    case = Case(
+        "short", q_len=q_len, kv_len=kv_len, dtype=dtype, features=features, **SHORT | fields
+    )
+    inputs = make_inputs(case)
+    matrices = (inputs.query, inputs.key, inputs.value)
+    shapes = [jax.ShapeDtypeStruct(x.shape, dtype) for x in matrices]
+    if asks and FAMILIES[-1] == "flash_sm90" and case.unmapped is None:
+        explained = jax_flash.explain(*shapes, is_causal=CAUSAL in features)
+        assert explained.kernels[direction].name == "short"
+    verify(case, None)
+
+
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     ("q_len", "kv_len", "features", "fields"),
@@ -113,17 +127,8 @@ CAUSAL = ("causal", True)
     ids=str,
 )  # fmt: skip
 def test_keys_that_fit_a_block(q_len, kv_len, features, fields, dtype):
-    case = Case(
-        "short", q_len=q_len, kv_len=kv_len, dtype=dtype, features=features, **SHORT | fields
-    )
-    inputs = make_inputs(case)
-    matrices = (inputs.query, inputs.key, inputs.value)
-    shapes = [jax.ShapeDtypeStruct(x.shape, dtype) for x in matrices]
-    of_132 = jax.devices()[0].core_count == 132 and FAMILIES[-1] == "flash_sm90"
-    if of_132 and case.unmapped is None:
-        explained = jax_flash.explain(*shapes, is_causal=CAUSAL in features)
-        assert explained.kernels["forward"].name == "short"
-    verify(case, None)
+    of_132 = jax.devices()[0].core_count == 132
+    verify_short("forward", q_len, kv_len, dtype, features, fields, asks=of_132)
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
@@ -151,16 +156,7 @@ def test_keys_that_fit_a_block(q_len, kv_len, features, fields, dtype):
     ids=str,
 )  # fmt: skip
 def test_heads_that_fit_a_block(q_len, kv_len, features, fields, dtype):
-    case = Case(
-        "heads", q_len=q_len, kv_len=kv_len, dtype=dtype, features=features, **SHORT | fields
-    )
-    inputs = make_inputs(case)
-    shapes = [
-        jax.ShapeDtypeStruct(x.shape, dtype) for x in (inputs.query, inputs.key, inputs.value)
-    ]
-    if FAMILIES[-1] == "flash_sm90" and case.unmapped is None:
-        assert jax_flash.explain(*shapes).kernels["backward"].name == "short"
-    verify(case, None)
+    verify_short("backward", q_len, kv_len, dtype, features, fields)
 
 
 @pytest.mark.skipif(FAMILIES[-1] != "flash_sm90", reason="Hopper's kernel")
