@@ -33,6 +33,7 @@
 #include "sm90/backward/fragments.cuh"
 #include "sm90/backward/plan.cuh"
 #include "sm90/backward/schedule.cuh"
+#include "sm90/backward/smem.cuh"
 #include "sm90/forward/config.cuh"
 #include "sm90/forward/plan.cuh"
 #include "sm90/ring.cuh"
@@ -143,12 +144,8 @@ struct ShortGradientTiles {
 __device__ __forceinline__ void wait_short(uint64_t& barrier, uint32_t parity) {
   ptx::mbarrier_wait(ptx::shared_address(&barrier), parity);
 }
-// Arrives for a warp, behind all its lanes' accesses.
 __device__ __forceinline__ void arrive_short(uint64_t& barrier) {
-  __syncwarp();
-  if (kWarpArrivals > 1 || threadIdx.x % 32 == 0) {
-    ptx::mbarrier_arrive(ptx::shared_address(&barrier));
-  }
+  arrive_by_warp(ptx::shared_address(&barrier));
 }
 
 // Computes the gradients of units. Called by a warpgroup, whose tiles of the operands have the
