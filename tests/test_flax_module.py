@@ -425,6 +425,16 @@ def test_errors():
             GroupedQueryAttention(24, *sizes, rngs=nnx.Rngs(0))
     with pytest.raises(ValueError, match="head_dim must be positive, got 0"):
         GroupedQueryAttention(24, 4, 2, 0, rngs=nnx.Rngs(0))
+    with pytest.raises(TypeError, match=r"^in_features: expected an int, .* got float"):
+        GroupedQueryAttention(24.0, 4, rngs=nnx.Rngs(0))
+    with pytest.raises(ValueError, match="in_features must be positive, got 0"):
+        GroupedQueryAttention(0, 4, rngs=nnx.Rngs(0))
+    for name, cache_sizes in (("batch_size", ("2", 8)), ("max_length", (2, 8.0))):
+        with pytest.raises(TypeError, match=f"^{name}: expected an int"):
+            make_module().init_cache(*cache_sizes)
+    for name, cache_sizes in (("batch_size", (0, 8)), ("max_length", (2, -8))):
+        with pytest.raises(ValueError, match=f"{name} must be positive"):
+            make_module().init_cache(*cache_sizes)
     with pytest.raises(TypeError, match=r"rotary: expected a Rotary, .* or None, got str"):
         make_module(rotary="llama")(make_inputs())
     with pytest.raises(ValueError, match=r"qk_norm must be .* got 'rms'"):

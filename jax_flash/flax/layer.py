@@ -70,6 +70,14 @@ class Cache(NamedTuple):
         )
 
 
+def positive(name: str, x: Any) -> int:
+    """Checks that an argument is a positive integer."""
+    size = integer(name, x)
+    if size < 1:
+        raise ValueError(f"{name} must be positive, got {size}")
+    return size
+
+
 def sizes(
     in_features: int, num_heads: int, num_kv_heads: int | None, head_dim: int | None
 ) -> tuple[int, int]:
@@ -79,6 +87,7 @@ def sizes(
       TypeError: one of them is no integer.
       ValueError: one is not positive, or they do not fit each other.
     """
+    in_features = positive("in_features", in_features)
     num_heads = integer("num_heads", num_heads)
     num_kv_heads = num_heads if num_kv_heads is None else integer("num_kv_heads", num_kv_heads)
     if num_heads < 1 or num_kv_heads < 1:
@@ -96,10 +105,7 @@ def sizes(
                 f"in_features ({in_features})"
             )
         head_dim = in_features // num_heads
-    head_dim = integer("head_dim", head_dim)
-    if head_dim < 1:
-        raise ValueError(f"head_dim must be positive, got {head_dim}")
-    return num_kv_heads, head_dim
+    return num_kv_heads, positive("head_dim", head_dim)
 
 
 def normalized_features(qk_norm: str | None, heads: int, head_dim: int) -> int:

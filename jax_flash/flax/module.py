@@ -122,7 +122,7 @@ class GroupedQueryAttention(nnx.Module):
           rngs: source of the `params` key, and of the `dropout` stream if dropout_rate is not 0.
 
         Raises:
-          TypeError: num_heads, num_kv_heads or head_dim is no integer.
+          TypeError: in_features, num_heads, num_kv_heads or head_dim is no integer.
           ValueError: one of these is not positive; num_kv_heads does not divide num_heads; head_dim
             is left out and num_heads does not divide in_features; or qk_norm is something else.
         """
@@ -194,7 +194,13 @@ class GroupedQueryAttention(nnx.Module):
           batch_size: sequences.
           max_length: tokens a sequence can hold.
           dtype: of the cache; match the dtype the module computes in.
+
+        Raises:
+          TypeError: batch_size or max_length is no integer.
+          ValueError: one of these is not positive.
         """
+        batch_size = layer.positive("batch_size", batch_size)
+        max_length = layer.positive("max_length", max_length)
         shape = (batch_size, max_length, self.num_kv_heads, self.head_dim)
         cache = layer.Cache.empty(shape, dtype)
         self.cached_key = nnx.Cache(cache.key)
