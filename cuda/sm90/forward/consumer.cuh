@@ -76,6 +76,12 @@ struct ForwardConsumer {
   // True if a step waits for the next tile's keys, and for its own V only while the next scores are
   // computed, as without modifiers.
   static constexpr bool kWaitsAhead = kPlain || (kHalfValues && kChained && Modifier::kWaitsAhead);
+  // True if a query tile's output is stored while the scores of the next query tile's second key
+  // tile are computed. Kernels for values as wide as keys do not: the code of one more step costs
+  // them more than it saves (TUNING.md, "Between query tiles"). With kAlwaysExact, another loop
+  // follows.
+  static constexpr bool kStoresLate = kChecksLate<Config, kModifiers> && !kAlwaysExact &&
+                                      !kConverts && Config::kValueDim < Config::kHeadDim;
   // kLift: log2 of P for a logit equal to its row's running maximum. kSumLimit: a thread's sum of a
   // tile beyond which running maxima rise. Both depend on the range of float16: it is exact to 11
   // bits from 2^-14 on, and ends at 2^16.
@@ -411,7 +417,27 @@ struct ForwardConsumer {
                                                  least);
     }
   }
-  __device__ __forceinline__ void rescale() { softmax.rescale(out, factor); }
+  // Multiplies `out` by `factor`. With many columns, a vote for each half of a warp's rows costs
+  // less than the multiplications that it saves; with fewer, its code costs more (TUNING.md).
+  __device__ __forceinline__ void rescale() {
+    if constexpr (kModifiers == kNoModifier && Config::kValueDim > 128) {
+      rescale_raised();
+    } else {
+      softmax.rescale(out, factor);
+    }
+  }
+  // Leaves out each half of the warp's rows in which no running maximum has risen.
+  __device__ __forceinline__ void rescale_raised() {
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      if (!__any_sync(0xffffffff, factor[0][half] != 1.0f)) continue;
+#pragma unroll
+      for (float (&block)[4] : out[0]) {
+        block[2 * half] *= factor[0][half];
+        block[2 * half + 1] *= factor[0][half];
+      }
+    }
+  }
   __device__ __forceinline__ void exponentials(float (&block)[4]) {
     if constexpr (kByDifference) {
       exponentials_of_differences(softmax, block, to_log2);

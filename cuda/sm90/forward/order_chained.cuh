@@ -2,8 +2,8 @@
 // exponentials overlap the last product of the one before.
 //
 // The states of two query tiles thus coexist for a while. consume_chained() keeps that of the
-// earlier one, whose output is complete except for one product; the consumer keeps that of the
-// later one.
+// earlier one, whose output is complete except for one product, or complete and not yet stored
+// (kStoresLate); the consumer keeps that of the later one.
 #pragma once
 
 #include <cstdint>
@@ -99,6 +99,8 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
       continue;
     }
     start_query_tile(consumer);
+    OnlineSoftmax<1> unstored;  // the sums of the query tile before, with kStoresLate
+    const bool stores_last = unfinished;
     if (unfinished) {
       const OnlineSoftmax<1> softmax = consumer.softmax;
       if constexpr (Consumer::kPlain) settle(consumer);
@@ -115,7 +117,11 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
       } else {
         first_tile(std::integral_constant<TileKind, TileKind::kAny>{});
       }
-      finish_last<Config, Element, kModifiers>(plan, consumer, softmax);
+      if constexpr (Consumer::kStoresLate) {
+        unstored = softmax;
+      } else {
+        finish_last<Config, Element, kModifiers>(plan, consumer, softmax);
+      }
     } else {
       consumer.template first_tile<false>(work.tile);
     }
@@ -126,7 +132,13 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
       tile = fixed_tiles<Config>(consumer, tile);
       consumer.wait_value();  // in fixed_tiles(), it would take registers from the loop below
     }
-    attend_rest<Config, kModifiers>(consumer, tile);
+    if constexpr (Consumer::kStoresLate) {
+      tile = plain_tiles<Config>(consumer, tile, [&] {
+        if (stores_last) finish_last<Config, Element, kModifiers>(plan, consumer, unstored);
+      });
+    } else {
+      attend_rest<Config, kModifiers>(consumer, tile);
+    }
     if constexpr (Config::kQueryStages > 1) consumer.release_query();
   }
   if (unfinished) finish();

@@ -34,8 +34,8 @@ __device__ __forceinline__ bool warpgroup_sees_peaks(const Consumer& consumer) {
     peaked = peaked || (sum > 0.0f && sum < kFarBelow);
   }
   const bool found = ptx::barrier_any(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup, peaked);
-  // A reduction, whose result the compiler knows to be the same in all lanes.
-  return __reduce_max_sync(0xffffffff, found ? 1 : 0) != 0;
+  // The compiler knows that a vote has the same result in all lanes, but not that a barrier has.
+  return __any_sync(0xffffffff, found);
 }
 
 // Waits for the next tile's keys or, if `tile` is a query tile's last, for its V, for which
@@ -93,12 +93,15 @@ __device__ __forceinline__ void plain_exponentials(Consumer& consumer, const Add
 // which the last tile's P V needs, overlap the next scores (settle()).
 //
 // kExact: running maxima rise to the rows' greatest logits. kHalf: P V of the last tile is in
-// float16.
-template <bool kExact, bool kHalf, typename Consumer>
-__device__ __forceinline__ void next_plain_tile(Consumer& consumer, int32_t last, int32_t tile) {
+// float16. overlapped() is called while the scores are computed, and before P V is started, which
+// may overwrite an output that it stores.
+template <bool kExact, bool kHalf, typename Consumer, typename Overlapped>
+__device__ __forceinline__ void next_plain_tile(Consumer& consumer, int32_t last, int32_t tile,
+                                                Overlapped overlapped) {
   auto& softmax = consumer.softmax;
   const bool edge = consumer.at_edge(tile);  // computed before the wait
   consumer.start_scores();
+  overlapped();
   if constexpr (kExact) {
     settle(consumer);
   } else {
@@ -146,12 +149,12 @@ template <typename Config, bool kExact, typename Consumer>
 __device__ __forceinline__ int32_t plain_tiles_after(Consumer& consumer, int32_t tile) {
   for (;;) {
     if (consumer.is_last(tile)) return tile;
-    next_plain_tile<kExact, false>(consumer, tile, tile + 1);
+    next_plain_tile<kExact, false>(consumer, tile, tile + 1, [] {});
     ++tile;
     if constexpr (Consumer::kConverts) {  // every second one
       consumer.is_half = true;
       if (consumer.is_last(tile)) return tile;
-      next_plain_tile<kExact, true>(consumer, tile, tile + 1);
+      next_plain_tile<kExact, true>(consumer, tile, tile + 1, [] {});
       consumer.is_half = false;
       ++tile;
     }
@@ -168,6 +171,23 @@ __device__ __forceinline__ int32_t plain_tiles(Consumer& consumer, int32_t tile)
   } else {
     return plain_tiles_after<Config, false>(consumer, tile);
   }
+}
+
+// Processes a query tile's key tiles after the first one, with kStoresLate. Calls store_last(),
+// which stores the output of the query tile before: while the scores of the second tile are
+// computed, or at once if there is no second tile or running maxima must be exact, since a step of
+// its own would be more code. Returns the last tile.
+template <typename Config, typename Consumer, typename Store>
+__device__ __forceinline__ int32_t plain_tiles(Consumer& consumer, int32_t tile, Store store_last) {
+  static_assert(Consumer::kStoresLate);
+  const bool is_last = consumer.is_last(tile);
+  const bool exact = !is_last && warpgroup_sees_peaks<Config>(consumer);
+  if (is_last || exact) {
+    store_last();
+    return is_last ? tile : plain_tiles_after<Config, true>(consumer, tile);
+  }
+  next_plain_tile<false, false>(consumer, tile, tile + 1, store_last);
+  return plain_tiles_after<Config, false>(consumer, tile + 1);
 }
 
 }  // namespace jax_flash::sm90
