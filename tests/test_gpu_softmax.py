@@ -103,38 +103,46 @@ def check_slopes(family, dtype, batch, head_dim, is_causal, feature=None):
             )
 
 
+DIMS = [(48, 48), (64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256)]
+
+
 @pytest.mark.parametrize("window", [None, (100, None)])  # that has the first keys come last
-@pytest.mark.parametrize("head_dim", [48, 64, 96, 128])
+@pytest.mark.parametrize(("head_dim", "value_dim"), DIMS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_some_query_tiles_that_overflow(family, head_dim, window):
-    # On an H200 a block has two tiles of 128 queries, and looks at their sums at the end.
-    batch, heads, q_len, kv_len = 2, 64, 150, 330
+def test_some_query_tiles_that_overflow(family, head_dim, value_dim, window):
+    # On an H200 most blocks take three or four query tiles, and look at their sums at the end. One
+    # with several key tiles follows another such; then come one with a single key tile and one with
+    # none.
+    batch, heads, q_len, kv_len = 4, 64, 200, 330
     rng = np.random.default_rng(0)
 
-    def normal(length):
-        return rng.standard_normal((batch, length, heads, head_dim), np.float32)
+    def normal(length, dim=head_dim):
+        return rng.standard_normal((batch, length, heads, dim), np.float32)
 
-    query, key, value = normal(q_len), normal(kv_len), normal(kv_len)
+    query, key, value = normal(q_len), normal(kv_len), normal(kv_len, value_dim)
     key[:, 100:150, ::3] *= 100  # logits far above those before and behind
     key[:, 100:150, 1::7] *= 15  # not too far for sums, but for outputs
     query[:, 128:, 2::3] *= 100  # of the second tile only
     scale = np.where(np.arange(heads) % 5 == 0, 1e30, 1.0).astype(np.float32)
     value *= scale[:, None]  # times great probabilities: beyond float32
-    lengths = np.array([280, 0], np.int32)
+    lengths = np.array([280, 300, 60, 0], np.int32)
     query, key, value = (x.astype(jnp.bfloat16) for x in (query, key, value))
     options = {"key_value_seq_lengths": lengths, "local_window_size": window}
     attend = functools.partial(jax_flash.dot_product_attention, implementation=family, **options)
     attend = jax.jit(functools.partial(attend, return_residual=True))
     out, lse = (np.asarray(x, np.float64) for x in attend(query, key, value))
-    truth = oracle.attention(oracle.Inputs(query, key, value, options, np.zeros_like(query)))
-    assert not out[1].any()
-    assert (lse[1] == -np.inf).all()
-    # As in check_slopes().
-    logits = np.einsum("btnh,bsnh->bnts", query.astype(np.float64), key.astype(np.float64))
-    known = np.abs(logits).max() * 2.0**-24  # times the root of head_dim, and divided by it
-    assert np.abs(lse[0] - truth.lse[0]).max() < 1e-4 + known
-    error = np.abs((out[0] - truth.out[0]) / scale[:, None]).max()
-    assert error < 5 * (float(jnp.finfo(jnp.bfloat16).eps) + 2 * known)
+    truth = oracle.attention(oracle.Inputs(query, key, value, options, np.zeros(out.shape)))
+    assert not out[3].any()
+    assert (lse[3] == -np.inf).all()
+    for b in range(3):  # as in check_slopes()
+        q, k = query[b].astype(np.float64), key[b, : lengths[b]].astype(np.float64)
+        # Times the root of head_dim, and divided by it.
+        known = np.abs(np.einsum("tnh,snh->nts", q, k)).max() * 2.0**-24
+        attends = np.isfinite(truth.lse[b])  # a window leaves some rows without keys
+        assert (attends == np.isfinite(lse[b])).all()
+        assert np.abs(lse[b][attends] - truth.lse[b][attends]).max() < 1e-4 + known
+        error = np.abs((out[b] - truth.out[b]) / scale[:, None]).max()
+        assert error < 5 * (float(jnp.finfo(jnp.bfloat16).eps) + 2 * known)
 
 
 # Above head dim 128 references follow every row's greatest logit, whose P is 1 then, and is not
