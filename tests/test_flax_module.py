@@ -432,8 +432,8 @@ def test_errors():
     for name, cache_sizes in (("batch_size", ("2", 8)), ("max_length", (2, 8.0))):
         with pytest.raises(TypeError, match=f"^{name}: expected an int"):
             make_module().init_cache(*cache_sizes)
-    for name, cache_sizes in (("batch_size", (0, 8)), ("max_length", (2, -8))):
-        with pytest.raises(ValueError, match=f"{name} must be positive"):
+    for name, cache_sizes in (("batch_size", (-1, 8)), ("max_length", (2, -8))):
+        with pytest.raises(ValueError, match=f"{name} must not be negative, got -"):
             make_module().init_cache(*cache_sizes)
     with pytest.raises(TypeError, match=r"rotary: expected a Rotary, .* or None, got str"):
         make_module(rotary="llama")(make_inputs())

@@ -70,12 +70,18 @@ class Cache(NamedTuple):
         )
 
 
-def positive(name: str, x: Any) -> int:
-    """Checks that an argument is a positive integer."""
-    size = integer(name, x)
-    if size < 1:
-        raise ValueError(f"{name} must be positive, got {size}")
-    return size
+def size(name: str, x: Any, *, may_be_zero: bool = False) -> int:
+    """Checks that an argument is a positive integer, or perhaps 0, and returns it.
+
+    Raises:
+      TypeError: it is no integer.
+      ValueError: it is negative; or 0, unless may_be_zero.
+    """
+    checked = integer(name, x)
+    if checked < (0 if may_be_zero else 1):
+        asked = "not be negative" if may_be_zero else "be positive"
+        raise ValueError(f"{name} must {asked}, got {checked}")
+    return checked
 
 
 def sizes(
@@ -87,7 +93,7 @@ def sizes(
       TypeError: one of them is no integer.
       ValueError: one is not positive, or they do not fit each other.
     """
-    in_features = positive("in_features", in_features)
+    in_features = size("in_features", in_features)
     num_heads = integer("num_heads", num_heads)
     num_kv_heads = num_heads if num_kv_heads is None else integer("num_kv_heads", num_kv_heads)
     if num_heads < 1 or num_kv_heads < 1:
@@ -105,7 +111,7 @@ def sizes(
                 f"in_features ({in_features})"
             )
         head_dim = in_features // num_heads
-    return num_kv_heads, positive("head_dim", head_dim)
+    return num_kv_heads, size("head_dim", head_dim)
 
 
 def normalized_features(qk_norm: str | None, heads: int, head_dim: int) -> int:

@@ -94,10 +94,10 @@ class GroupedQueryAttention(linen.Module):
 
         Raises:
           TypeError: num_heads, num_kv_heads or head_dim is no integer; or rotary is not callable.
-          ValueError: one of these sizes is not positive; inputs have a single axis; num_kv_heads
-            does not divide num_heads; head_dim is left out and num_heads does not divide features;
-            qk_norm is none of those; or decode without a cache, with segment_ids, without
-            is_causal, or with inputs that do not fit the cache.
+          ValueError: one of these sizes is not positive; inputs have a single axis or no features;
+            num_kv_heads does not divide num_heads; head_dim is left out and num_heads does not
+            divide features; qk_norm is none of those; or decode without a cache, with segment_ids,
+            without is_causal, or with inputs that do not fit the cache.
         """
         features = inputs.shape[-1]
         kv_heads, head_dim = layer.sizes(features, self.num_heads, self.num_kv_heads, self.head_dim)

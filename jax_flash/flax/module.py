@@ -197,10 +197,10 @@ class GroupedQueryAttention(nnx.Module):
 
         Raises:
           TypeError: batch_size or max_length is no integer.
-          ValueError: one of these is not positive.
+          ValueError: one of these is negative.
         """
-        batch_size = layer.positive("batch_size", batch_size)
-        max_length = layer.positive("max_length", max_length)
+        batch_size = layer.size("batch_size", batch_size, may_be_zero=True)
+        max_length = layer.size("max_length", max_length, may_be_zero=True)
         shape = (batch_size, max_length, self.num_kv_heads, self.head_dim)
         cache = layer.Cache.empty(shape, dtype)
         self.cached_key = nnx.Cache(cache.key)
