@@ -35,7 +35,7 @@ step_cpu() {
 }
 
 step_gpu() {
-  local plain=(--passes forward backward --warmup 3 --calls 15 --seconds 1)
+  local few_calls=(--passes forward backward --warmup 3 --calls 15 --seconds 1)
   case $1 in
     speed) run speed --cases targets decode layer --passes forward backward --warmup 5 \
       --calls 30 --seconds 0.8 --setup-limit 5 --plot "$folder/plots_$name" \
@@ -45,6 +45,9 @@ step_gpu() {
       --contenders jax_flash 'jax.nn cudnn' 'pallas mgpu (float16)' ;;
     encoders) run encoders --cases encoders --passes forward both --warmup 5 --calls 20 \
       --seconds 0.3 --setup-limit 20 --contenders jax_flash 'jax.nn cudnn' 'cuDNN (torch)' ;;
+    plain) run plain --cases training --only '(1,1536' '(1,2048' '(8,1024' '(16,1024,16,128)' \
+      192/128 '(2,8192,8,256)' --passes forward --warmup 3 --calls 15 --seconds 0.3 \
+      --contenders jax_flash FlashAttention-4 'cuDNN (torch)' ;;
     few) run few --cases few-queries --warmup 5 --calls 20 --seconds 0.3 --setup-limit 20 \
       --contenders jax_flash 'jax.nn cudnn' 'jax.nn xla' ;;
     families) run families --cases targets --only '(4,4096,16,' '(2,8192,8,256)' --warmup 3 \
@@ -54,11 +57,11 @@ step_gpu() {
       --contenders jax_flash 'jax.nn xla' 'jax.nn cudnn' ;;
     sustained) run sustained --shape 4 4096 16 128 --passes forward backward --sustained 1 \
       --warmup 5 --calls 20 --contenders jax_flash 'jax.nn cudnn' 'cuDNN (torch)' ;;
-    length) run length --cases length --only '128) bfloat16 causal' "${plain[@]}" \
+    length) run length --cases length --only '128) bfloat16 causal' "${few_calls[@]}" \
       --contenders jax_flash 'jax.nn cudnn' 'FlashAttention-2 (torch)' \
       --plot "$folder/plots_length_$name" ;;
-    features) run features --cases features "${plain[@]}" --contenders jax_flash 'jax.nn cudnn' ;;
-    sweeps) run sweeps --cases segments window heads head-dim batch "${plain[@]}" \
+    features) run features --cases features "${few_calls[@]}" --contenders jax_flash 'jax.nn cudnn' ;;
+    sweeps) run sweeps --cases segments window heads head-dim batch "${few_calls[@]}" \
       --contenders jax_flash 'jax.nn cudnn' ;;
     host) run host host --calls 8 ;;
     profile) run profile profile --shape 4 4096 16 128 --mask full
@@ -72,7 +75,7 @@ if [ "$name" = cpu ]; then
   [ $# -gt 0 ] || set -- speed length features host
   for step in "$@"; do step_cpu "$step"; done
 else
-  [ $# -gt 0 ] || set -- speed encoders few families earlier sustained length features sweeps host profile ${VARIANTS:+ablation}
+  [ $# -gt 0 ] || set -- speed encoders plain few families earlier sustained length features sweeps host profile ${VARIANTS:+ablation}
   for step in "$@"; do step_gpu "$step"; done
 fi
 exit $status

@@ -289,6 +289,7 @@ _SPEED: dict[str, tuple[str, Any]] = {
     "speed": ("One call, and a layer", _GROUPS),
     "short": ("Short calls, Pallas' own kernel included", [("targets", "us")]),
     "encoders": ("Many short sequences", [("encoders", "us")]),
+    "plain": ("Plain forward calls that models train with", [("training", "us")]),
     "few": ("Few queries", [("few-queries", "us")]),
     "families": ("The kernels for Ampere, on the same GPU", [("targets", "TFLOP/s")]),
     "earlier": ("Small calls, inputs not in the cache", [("earlier", "us")]),
