@@ -13,7 +13,8 @@
 // Variants of the step have these operations in another order:
 //
 //   plain_step.cuh    without modifiers: sums are checked after the last key, and rescaling and the
-//                     wait for V overlap the next scores
+//                     wait for V overlap the next scores; with kStoresLate, so does storing the
+//                     output of the query tile before
 //   soft_cap.cuh      next_capped_tile(), fixed_tiles(): exponentials relative to a running maximum
 //                     of 0, computed from products directly
 //   order_ahead.cuh   the next tile's scores are in flight, too
