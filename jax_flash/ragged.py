@@ -130,6 +130,11 @@ def make_documents(
 
 def _offsets(name: str, offsets: ArrayLike, batch: tuple[int, ...]) -> jax.Array:
     x = saturate(integers(name, offsets))
+    if x.ndim and not isinstance(x.shape[-1], int):
+        raise ValueError(
+            f"{name}: expected a number of documents that is known when the function is traced, "
+            f"got shape {x.shape}; repeat the last offset for documents that may be missing"
+        )
     padded = (1,) * (len(batch) + 1 - x.ndim) + x.shape
     fits = x.ndim > 0 and len(padded) == len(batch) + 1 and padded[-1] != 0
     if not fits or any(p not in (1, size) for p, size in zip(padded, batch, strict=False)):

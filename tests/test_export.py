@@ -185,6 +185,15 @@ def test_symbolic_batch_and_lengths(name, gradient):
 
 
 @serialises
+def test_the_number_of_documents_is_static():
+    documents, tokens = jax.export.symbolic_shape("d, t")
+    query = jax.ShapeDtypeStruct((tokens, 4, 8), jnp.float32)
+    offsets = jax.ShapeDtypeStruct((documents + 1,), jnp.int32)
+    attend = jax.jit(lambda x, o: jax_flash.dot_product_attention(x, x, x, query_offsets=o))
+    with pytest.raises(ValueError, match=r"^query_offsets: expected a number of documents"):
+        export(attend)(query, offsets)
+
+
 def test_symbolic_shapes_serialise():
     function, types = symbolic_case("bias", gradient=True)
     exported = reloaded(export(jax.jit(function))(symbolic_types(types)))
