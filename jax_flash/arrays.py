@@ -133,7 +133,10 @@ def integers(name: str, x: Any) -> jax.Array | np.ndarray:
             x = np.asarray(x, np.int32 if isinstance(x, list | tuple) and not x else None)
     if isinstance(x, np.ndarray) and x.dtype.kind in "iu":
         return x
-    return array(name, x)
+    x = as_jax(name, x)
+    if not jnp.issubdtype(x.dtype, jnp.integer):
+        raise TypeError(f"{name}: expected an integer dtype, got {x.dtype}")
+    return x
 
 
 def saturate(x: jax.Array | np.ndarray) -> jax.Array:

@@ -190,18 +190,18 @@ def make_spec(
     if scale is None:
         scale = 1.0 / math.sqrt(head_dim) if head_dim else 1.0
     else:
-        scale = _number("scale", scale)
+        scale = number("scale", scale)
         if _GREATEST < abs(scale) < math.inf:
             raise ValueError(f"scale: expected a number within float32's range, got {scale}")
     if logits_soft_cap is not None:
-        logits_soft_cap = _number("logits_soft_cap", logits_soft_cap)
+        logits_soft_cap = number("logits_soft_cap", logits_soft_cap)
         if not _LEAST_CAP <= logits_soft_cap <= _GREATEST:
             raise ValueError(
                 "logits_soft_cap: expected a positive finite number, of float32's range, or None, "
                 f"got {logits_soft_cap}"
             )
         logits_soft_cap = min(max(logits_soft_cap, SOFT_CAPS[0]), SOFT_CAPS[1])
-    dropout_rate = _number("dropout_rate", dropout_rate)
+    dropout_rate = number("dropout_rate", dropout_rate)
     if not 0.0 <= dropout_rate < 1.0:
         raise ValueError(f"dropout_rate: expected a number in [0, 1), got {dropout_rate}")
     kept, wanted = 1.0 - round(dropout_rate * _RANDOM) / _RANDOM, 1.0 - dropout_rate
@@ -280,7 +280,13 @@ def is_number(value: Any) -> TypeGuard[float]:
     return isinstance(value, real) and not isinstance(value, bool)
 
 
-def _number(name: str, value: Any) -> float:
+def number(name: str, value: Any) -> float:
+    """Returns a real number of Python, of NumPy or in a JAX array that is not traced.
+
+    Raises:
+      TypeError: it is none of these.
+      ValueError: it is an int beyond float's range.
+    """
     known = isinstance(value, jax.Array) and not isinstance(value, jax.core.Tracer)
     if known and value.ndim == 0 and jnp.issubdtype(value.dtype, jnp.number):
         value = value.item()

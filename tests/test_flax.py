@@ -322,3 +322,31 @@ def test_flax_is_imported_only_when_asked_for():
     assert done.stderr.strip().endswith(
         "ImportError: jax_flash.flax needs flax: pip install 'jax-flash[flax]'"
     )
+
+
+def test_errors_about_dropout_name_the_argument():
+    x = normal(0, BATCH, LENGTH, HEADS, 8)
+    key = jax.random.key(0)
+
+    def attend(**options):
+        return dot_product_attention(
+            x, x, x, **{"dropout_rate": 0.1, "dropout_rng": key, **options}
+        )
+
+    for name, kind, value in (
+        ("deterministic", "a bool", False),
+        ("dropout_rate", "a Python number", 0.5),
+    ):
+        with pytest.raises(TypeError, match=f"^{name}: expected {kind}, known when the function"):
+            jax.jit(lambda value, name=name: attend(**{name: value}))(value)
+    with pytest.raises(TypeError, match=r"^dropout_rng: expected a PRNG key of .*, got int"):
+        attend(dropout_rng=3)
+
+
+def test_a_dropout_seed_does_for_a_key():
+    """As GroupedQueryAttention passes one to its attention_fn."""
+    x = normal(0, BATCH, LENGTH, HEADS, 8)
+    seed = jax.random.bits(jax.random.key(1), (2,), jnp.uint32)
+    by_key = dot_product_attention(x, x, x, dropout_rate=0.5, dropout_rng=jax.random.key(1))
+    by_seed = dot_product_attention(x, x, x, dropout_rate=0.5, dropout_seed=seed)
+    np.testing.assert_array_equal(by_key, by_seed)

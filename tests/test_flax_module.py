@@ -407,6 +407,27 @@ def test_cache_in_lower_precision():
     np.testing.assert_allclose(out, expected, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize(
+    ("name", "given", "error", "message"),
+    [
+        ("seq_lengths", np.ones(3), TypeError, "expected an integer dtype, got float"),
+        ("seq_lengths", np.ones(3, int), ValueError, r"expected .* = \(2,\), got \(3,"),
+        ("seq_lengths", np.ones((2, 1), int), ValueError, r"expected .*, got \(2, 1\)"),
+        ("segment_ids", np.ones((2, 5), int), ValueError, r"expected .*, got \(2, 5\)"),
+        ("segment_ids", np.ones((2, 5)), TypeError, "expected an integer dtype, got float"),
+        ("input_positions", np.arange(3), ValueError, r"must broadcast to .*, got \(3,\)"),
+    ],
+)
+def test_errors_name_the_arguments_of_modules(name, given, error, message):
+    module, x = make_module(), make_inputs()
+    with pytest.raises(error, match=f"^{name}:? {message}"):
+        module(x, **{name: given})
+    if name != "segment_ids":
+        module.init_cache(x.shape[0], 2 * x.shape[1])
+        with pytest.raises(error, match=f"^{name}:? {message}"):
+            module(x, decode=True, **{name: given})
+
+
 def test_errors():
     with pytest.raises(ValueError, match="multiple of num_kv_heads, got 6 and 4"):
         GroupedQueryAttention(24, 6, 4, rngs=nnx.Rngs(0))
@@ -435,6 +456,10 @@ def test_errors():
     for name, cache_sizes in (("batch_size", (-1, 8)), ("max_length", (2, -8))):
         with pytest.raises(ValueError, match=f"{name} must not be negative, got -"):
             make_module().init_cache(*cache_sizes)
+    with pytest.raises(TypeError, match="dtype: expected a float dtype, got int8"):
+        make_module().init_cache(2, 8, jnp.int8)
+    with pytest.raises(TypeError, match="attention_fn: expected a function or None, got int"):
+        make_module(attention_fn=3)(make_inputs())
     with pytest.raises(TypeError, match=r"rotary: expected a Rotary, .* or None, got str"):
         make_module(rotary="llama")(make_inputs())
     with pytest.raises(ValueError, match=r"qk_norm must be .* got 'rms'"):

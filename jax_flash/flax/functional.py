@@ -10,6 +10,7 @@ from flax import nnx
 
 import jax_flash
 from jax_flash.flax.rotary import Rotary
+from jax_flash.spec import flag, number
 
 
 def dot_product_attention(
@@ -80,7 +81,8 @@ def dot_product_attention(
       [*batch, q_len, heads, value_dim] in the operands' dtype.
 
     Raises:
-      TypeError: `promote_dtype` is not a function; otherwise as `jax_flash.dot_product_attention`.
+      TypeError: `promote_dtype` is not a function; `dropout_rng` is no PRNG key; `deterministic` or
+        `dropout_rate` is traced; otherwise as `jax_flash.dot_product_attention`.
       NotImplementedError: a `module` to sow weights into, or a custom einsum.
       ValueError: dropout applies but `dropout_rng` is None; otherwise as
         `jax_flash.dot_product_attention`.
@@ -111,20 +113,29 @@ def dot_product_attention(
     query, key, value = promote_dtype((query, key, value), dtype=dtype)
     if mask is not None:
         mask = jnp.asarray(mask).astype(bool)
+    deterministic = flag("deterministic", deterministic)
+    dropout_rate = number("dropout_rate", dropout_rate)
     if dropout_rate != 0 and not deterministic:
-        if dropout_rng is None:
+        if dropout_rng is not None:
+            options["dropout_seed"] = _seed(dropout_rng)
+        elif options.get("dropout_seed") is None:
             raise ValueError(
                 f"dropout_rng must be a PRNG key when dropout_rate is {dropout_rate} and "
                 "deterministic is False, got None"
             )
-        options.update(
-            dropout_rate=dropout_rate,
-            dropout_seed=jax.random.bits(dropout_rng, (2,), jnp.uint32),
-            broadcast_dropout=broadcast_dropout,
-        )
+        options.update(dropout_rate=dropout_rate, broadcast_dropout=broadcast_dropout)
     options.update(bias=bias, mask=mask, is_causal=is_causal)
     options.update(deterministic=deterministic_gradients, precision=precision, fp8=fp8)
     return jax_flash.dot_product_attention(query, key, value, **options)
+
+
+def _seed(dropout_rng: Any) -> jax.Array:
+    """Draws a seed, uint32[2]."""
+    try:
+        return jax.random.bits(dropout_rng, (2,), jnp.uint32)
+    except TypeError as error:
+        kind = getattr(dropout_rng, "shape", type(dropout_rng).__name__)
+        raise TypeError(f"dropout_rng: expected a PRNG key of jax.random, got {kind}") from error
 
 
 def _promote_dtype(arrays: tuple[Any, ...], *, dtype: Any) -> list[jax.Array]:

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 import jax_flash
 from jax_flash.arrays import integer, integers, saturate
 from jax_flash.explicit import sharded_like, whole_along
-from jax_flash.flax.rotary import Rotary
+from jax_flash.flax.rotary import Rotary, with_rank
 
 
 class Options(Protocol):
@@ -43,6 +43,13 @@ class Cache(NamedTuple):
 
     @classmethod
     def empty(cls, shape: tuple[int, ...], dtype: Any) -> Cache:
+        """Makes a cache of zeros, of the shape of `key`.
+
+        Raises:
+          TypeError: dtype is no floating-point one, which would round keys to integers.
+        """
+        if not jnp.issubdtype(dtype, jnp.floating):
+            raise TypeError(f"dtype: expected a float dtype, got {jnp.dtype(dtype)}")
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(shape[0], jnp.int32))
 
     def append(self, key: jax.Array, value: jax.Array, lengths: jax.Array | None) -> Cache:
@@ -145,6 +152,37 @@ def check_decode(
         )
 
 
+def check_tokens(
+    layer: Options,
+    shape: tuple[int, ...],
+    input_positions: jax.Array | None,
+    seq_lengths: jax.Array | None,
+    segment_ids: jax.Array | None,
+) -> jax.Array | None:
+    """Checks what describes inputs of shape [*batch, length], by the names that modules have.
+
+    Returns:
+      seq_lengths as int32, or None.
+
+    Raises:
+      TypeError: seq_lengths or segment_ids are no integers.
+      ValueError: one of the arguments has another shape.
+    """
+    if seq_lengths is not None:
+        seq_lengths = saturate(integers("seq_lengths", seq_lengths))
+        if seq_lengths.shape != shape[:-1]:
+            raise ValueError(
+                f"seq_lengths: expected shape [*batch] = {shape[:-1]}, got {seq_lengths.shape}"
+            )
+    if segment_ids is not None:
+        own = integers("segment_ids", segment_ids).shape
+        if own != shape:
+            raise ValueError(f"segment_ids: expected shape [*batch, length] = {shape}, got {own}")
+    if input_positions is not None and isinstance(layer.rotary, Rotary):
+        with_rank(input_positions, shape, "input_positions")  # other functions may take more axes
+    return seq_lengths
+
+
 def attend(
     layer: Options,
     query: jax.Array,
@@ -171,12 +209,17 @@ def attend(
       [*batch, length, num_heads, head_dim], and the cache with these tokens or None.
 
     Raises:
-      TypeError: rotary is not callable.
-      ValueError: the inputs have no axis of tokens.
+      TypeError: rotary or attention_fn is not callable; otherwise as `check_tokens`.
+      ValueError: the inputs have no axis of tokens; otherwise as `check_tokens`.
     """
     if query.ndim < 3:
         raise ValueError("inputs must be [*batch, length, features], got a single axis of features")
+    if layer.attention_fn is not None and not callable(layer.attention_fn):
+        kind = type(layer.attention_fn).__name__
+        raise TypeError(f"attention_fn: expected a function or None, got {kind}")
     length = query.shape[-3]
+    shape = query.shape[:-2]
+    seq_lengths = check_tokens(layer, shape, input_positions, seq_lengths, segment_ids)
     if layer.rotary is not None:
         if not callable(layer.rotary):
             kind = type(layer.rotary).__name__
@@ -190,7 +233,6 @@ def attend(
     if mask is not None:
         options["mask"] = jnp.asarray(mask).astype(bool)  # Flax makes masks of 1.0 and 0.0
     if seq_lengths is not None:
-        seq_lengths = saturate(integers("query_seq_lengths", seq_lengths))
         options |= {"query_seq_lengths": seq_lengths, "key_value_seq_lengths": seq_lengths}
     if segment_ids is not None:
         options |= {"query_segment_ids": segment_ids, "key_value_segment_ids": segment_ids}
@@ -205,7 +247,9 @@ def attend(
         "fp8": layer.fp8 if cache is None else None,
     }
     options |= {name: x for name, x in given.items() if x is not None}
-    attention_fn = layer.attention_fn or jax_flash.dot_product_attention
+    attention_fn = layer.attention_fn
+    if attention_fn is None:
+        attention_fn = jax_flash.dot_product_attention
     if cache is None:
         return attention_fn(query, key, value, **options), None
 

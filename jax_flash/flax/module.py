@@ -196,7 +196,7 @@ class GroupedQueryAttention(nnx.Module):
           dtype: of the cache; match the dtype the module computes in.
 
         Raises:
-          TypeError: batch_size or max_length is no integer.
+          TypeError: batch_size or max_length is no integer, or dtype no float dtype.
           ValueError: one of these is negative.
         """
         batch_size = layer.size("batch_size", batch_size, may_be_zero=True)
@@ -254,9 +254,11 @@ class GroupedQueryAttention(nnx.Module):
           [*batch, length, in_features].
 
         Raises:
-          TypeError: rotary is not callable.
-          ValueError: inputs have a single axis; decode without a cache, with segment_ids, without
-            is_causal, or with inputs that do not fit the cache; dropout without rngs.
+          TypeError: rotary or attention_fn is not callable; seq_lengths or segment_ids are no
+            integers.
+          ValueError: inputs have a single axis; input_positions, seq_lengths or segment_ids have
+            another shape; decode without a cache, with segment_ids, without is_causal, or with
+            inputs that do not fit the cache; dropout without rngs.
         """
         cache = self._cache() if decode else None
         if cache is not None:

@@ -251,7 +251,7 @@ class Rotary:
         """
         frequency = self.frequencies(x.shape[-1])
         dtype = accumulator_of(x.dtype)
-        positions = _with_rank(positions, x.shape[:-2])[..., None, None].astype(dtype)
+        positions = with_rank(positions, x.shape[:-2])[..., None, None].astype(dtype)
         angle = positions * frequency.reshape((1,) * (x.ndim - 1) + (-1,)).astype(dtype)
         magnitude = 1.0 if self.scaling is None else self.scaling.magnitude
         cos, sin = magnitude * jnp.cos(angle), magnitude * jnp.sin(angle)
@@ -271,7 +271,7 @@ class Rotary:
         return jnp.concatenate([turning.astype(x.dtype), rest], axis=-1)
 
 
-def _with_rank(positions: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+def with_rank(positions: jax.Array, shape: tuple[int, ...], name: str = "positions") -> jax.Array:
     """Gives positions as many axes as `shape`, to which they must broadcast."""
     positions = jnp.asarray(positions)
     padded = (1,) * (len(shape) - positions.ndim) + positions.shape
@@ -279,6 +279,6 @@ def _with_rank(positions: jax.Array, shape: tuple[int, ...]) -> jax.Array:
         size not in (1, full) for size, full in zip(padded, shape, strict=True)
     ):
         raise ValueError(
-            f"positions must broadcast to [*batch, length] = {shape}, got {positions.shape}"
+            f"{name} must broadcast to [*batch, length] = {shape}, got {positions.shape}"
         )
     return positions.reshape(padded)
