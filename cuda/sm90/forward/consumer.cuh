@@ -418,7 +418,7 @@ struct ForwardConsumer {
     }
   }
   // Multiplies `out` by `factor`. With many columns, a vote for each half of a warp's rows costs
-  // less than the multiplications that it saves; with fewer, its code costs more (TUNING.md).
+  // less than the multiplications that it saves (TUNING.md, "Between query tiles").
   __device__ __forceinline__ void rescale() {
     if constexpr (kModifiers == kNoModifier && Config::kValueDim > 128) {
       rescale_raised();

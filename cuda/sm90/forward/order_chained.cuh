@@ -132,6 +132,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
       tile = fixed_tiles<Config>(consumer, tile);
       consumer.wait_value();  // in fixed_tiles(), it would take registers from the loop below
     }
+    // An argument of attend_rest() instead would change the machine code of kernels with a bias.
     if constexpr (Consumer::kStoresLate) {
       tile = plain_tiles<Config>(consumer, tile, [&] {
         if (stores_last) finish_last<Config, Element, kModifiers>(plan, consumer, unstored);
