@@ -63,7 +63,8 @@ def kernels(
 # One call for each row of cuda/plan/recipes.h: the row's name, its head dim, and the call.
 BIAS, MASK = (4, 16, 4096, 4096), (1, 1, 4096, 4096)
 NAMED = [
-    *(("decode", d, {"q_len": 1, "kv_len": 4096, "head_dim": d}) for d in (64, 96, 128, 192, 256)),
+    *(("decode", d, {"q_len": 1, "kv_len": 8192, "head_dim": d}) for d in (96, 128, 192, 256)),
+    ("decode", 64, {"q_len": 1, "kv_len": 32768, "head_dim": 64, "batch": 1}),
     *(("chained", d, {"head_dim": d}) for d in (64, 96, 128, 192, 256)),
     ("columns", 512, {"head_dim": 512, "implementation": "flash_sm90"}),
     ("chained, narrow values", 192, {"head_dim": 192, "value_dim": 128}),
@@ -278,6 +279,32 @@ def test_decoding_with_modifiers(call):
     kernel = kernels(**ONE_QUERY | call)["forward"]
     assert (kernel.family, kernel.name) == (80, "decode, every modifier")
     assert kernel.tile[0] == 16
+
+
+FEW_KEYS = {"q_len": 1, "batch": 1, "heads": 32, "kv_heads": 8, "kv_len": 2048}
+
+
+@pytest.mark.skipif(not {64, 128} <= DIMS & DIMS_80, reason="a build without head dim 64 or 128")
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("decode, every modifier", {}),
+        ("decode, every modifier", {"q_len": 4}),
+        ("decode, every modifier", {"kv_len": 4096, "head_dim": 64}),
+        ("decode, every modifier", {"kv_len": 4096, "head_dim": 64, "batch": 20}),
+        ("decode", {"implementation": "flash_sm90"}),
+        ("decode", {"q_len": 5}),  # 20 rows
+        ("decode, every modifier", {"kv_len": 4096}),  # 16 MiB of keys and values
+        ("decode", {"kv_len": 4097}),
+        ("decode", {"kv_len": 256}),  # blocks divide no keys
+        ("decode", {"kv_len": 512, "batch": 30, "head_dim": 64}),  # nor here
+        ("decode", {"kv_len": 32768, "head_dim": 64}),
+    ],
+    ids=str,
+)
+def test_decoding_with_few_keys(name, call):
+    kernel = kernels(**FEW_KEYS | call)["forward"]
+    assert (kernel.family, kernel.name) == (80 if "every" in name else 90, name)
 
 
 @pytest.mark.skipif(128 not in DIMS & DIMS_80, reason="a build without head dim 128")
@@ -520,7 +547,8 @@ def test_random_calls_have_a_kernel_on_every_gpu(seed):
                 assert dim <= 256
                 assert call["q_len"] <= 300
                 assert not call["dropout_rate"]
-                assert modified or not on_90
+                few_keys = call["q_len"] * group <= 16 and kv_len > 256
+                assert modified or not on_90 or few_keys
                 on_90 = False
             assert kernel.family == (90 if on_90 else 80)
             assert kernel.reason

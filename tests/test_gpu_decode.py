@@ -10,7 +10,7 @@ import pytest
 from cases import Case, check, make_inputs, random_case
 from oracle import allowed_logits
 from test_cases import run
-from test_gpu import FAMILIES, random_normal
+from test_gpu import FAMILIES, each_family, random_normal
 from test_gpu_float32 import PRODUCT_ERRORS
 
 import jax_flash
@@ -34,10 +34,12 @@ def decode_case(name: str, **fields) -> Case:
     return Case(name, **(defaults | fields))
 
 
-def verify(case: Case, implementation: str = "flash") -> None:
+def verify(case: Case, *implementations: str) -> None:
+    """In the kernels of all families, unless the test names implementations."""
     inputs = make_inputs(case)
     options = {"precision": "highest"} if case.dtype == "float32" else {}
-    check(run(inputs, implementation, **options), inputs)
+    for implementation in implementations or FAMILIES:
+        check(run(inputs, implementation, **options), inputs)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -87,7 +89,7 @@ def test_random_combination(index):
     features = tuple(f for f in case.features if f[0] in PLAIN_FEATURES)
     dtype = DTYPES[index % 2]
     case = dataclasses.replace(case, kv_len=kv_len, features=features, dtype=dtype)
-    verify(case, FAMILIES[index % len(FAMILIES)])
+    verify(case, (*FAMILIES, "flash")[index // 2 % (len(FAMILIES) + 1)])
 
 
 MODIFIERS = [
@@ -116,7 +118,78 @@ def test_modifiers(features, head_dim, dtype):
     for q_len, heads, batch in ((1, (8, 2), 3), (5, (4, 1), 1), (19, (6, 2), 2), (2, (40, 20), 30)):
         sizes = {"q_len": q_len, "heads": heads[0], "kv_heads": heads[1], "batch": batch}
         case = decode_case("modifiers", head_dim=head_dim, dtype=dtype, features=features, **sizes)
-        verify(dataclasses.replace(case, kv_len=1100 if q_len < 9 else 520))
+        verify(dataclasses.replace(case, kv_len=1100 if q_len < 9 else 520), "flash")
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float32"])
+@pytest.mark.parametrize("features", [(), (("mask", "BS"),), (("lengths", "k"),)], ids=str)
+@pytest.mark.parametrize("kv_len", [4096, 5000, 20000])
+def test_many_parts(kv_len, features, dtype):
+    """Up to 264 for 132 multiprocessors. The second kernel reads 32 or 64 at a time."""
+    for heads, head_dim in ((4, 128), (1, 64), (2, 256)):
+        fields = {"heads": heads, "kv_heads": 1, "head_dim": head_dim, "dtype": dtype}
+        case = decode_case("parts", batch=1, kv_len=kv_len, features=features, **fields)
+        verify(case, "flash", "flash_sm80")
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("masked", [False, True])
+def test_greatest_probability_has_no_rounding_error(masked, dtype):
+    """Also if a tile before has a greatest logit that is less: running maxima have no slack.
+
+    Other values that count are zero, so the output's only error is its own rounding.
+    """
+    batch, heads, length = 8, 16, 1024
+    rng = np.random.default_rng(0)
+    logits = np.full((batch, length, heads), -30.0)
+    logits[:, :64:8] = 4 - rng.uniform(0.2, 4, (batch, 1, heads))
+    logits[:, 100] = 4
+    key = np.zeros((batch, length, heads, 64))
+    key[..., 0] = logits
+    value = rng.standard_normal(key.shape)
+    value[:, :64] = 0
+    query = np.zeros((batch, 1, heads, 64))
+    query[..., 0] = 1
+    query, key, value = (jnp.asarray(x, dtype) for x in (query, key, value))
+    mask = jnp.ones((batch, 1, 1, length), bool) if masked else None
+    exact = np.exp(np.asarray(key, np.float64)[..., 0])
+    exact /= exact.sum(axis=1, keepdims=True)
+    truth = (exact[..., None] * np.asarray(value, np.float64)).sum(axis=1, keepdims=True)
+    for implementation in ("flash", *FAMILIES):
+        if masked and implementation == "flash_sm90":
+            continue  # another kernel
+        out = jax_flash.dot_product_attention(
+            query, key, value, mask=mask, scale=1.0, implementation=implementation
+        )
+        error = np.abs(np.asarray(out, np.float64) - truth)
+        half_step = float(jnp.finfo(dtype).eps) / 2
+        assert (error <= 1.01 * half_step * np.abs(truth) + 1e-6).all()
+
+
+@pytest.mark.parametrize("dtype", [*DTYPES, "float32"])
+def test_vmap_over_several_axes(dtype):
+    """Four batch axes that do not fold: kernels divide a batch index by their sizes."""
+    rng = np.random.default_rng(0)
+    query = random_normal(2, 5, 3, 2, 1, 8, 64).astype(dtype)
+    key, value = (random_normal(5, 2, 700, 2, 64, seed=seed).astype(dtype) for seed in (1, 2))
+    by_mask = {"mask": rng.random((3, 2, 1, 1, 700)) < 0.7}
+    by_length = {"key_value_seq_lengths": rng.integers(0, 701, (3, 2)).astype(np.int32)}
+    by_offset = {"query_offset": rng.integers(0, 700, (3, 2)).astype(np.int32)}
+
+    def mapped(implementation, extra, **options):
+        def attend(query, key, value, extra):
+            return jax_flash.dot_product_attention(
+                query, key, value, **extra, **options, implementation=implementation
+            )
+
+        over_extra = jax.vmap(attend, (0, None, None, 0))
+        over_keys = jax.vmap(over_extra, (0, 0, 0, None))
+        over_queries = jax.vmap(over_keys, (0, None, None, None))
+        return jax.jit(over_queries)(query, key, value, extra).astype(np.float32)
+
+    for extra, options in ((by_mask, {}), (by_length, {}), (by_offset, {"is_causal": True})):
+        got, expected = (mapped(name, extra, **options) for name in ("flash", "reference"))
+        np.testing.assert_allclose(got, expected, rtol=2e-2, atol=1e-2)
 
 
 @pytest.mark.parametrize("precision", PRODUCT_ERRORS)
@@ -153,7 +226,8 @@ def test_several_tiles_of_query_rows(q_len, heads, head_dim):
         verify(decode_case("tiles", q_len=q_len, head_dim=head_dim, batch=2, **fields))
 
 
-def test_lengths_of_many_batches():
+@each_family
+def test_lengths_of_many_batches(family):
     # More batches than a warp has lanes, and lengths of any kind, as in a server's batch.
     batch, length = 150, 600
     rng = np.random.default_rng(0)
@@ -169,7 +243,7 @@ def test_lengths_of_many_batches():
             )
         )(query, key, value, key_value_seq_lengths=jnp.asarray(lengths, jnp.int32))  # fmt: skip
 
-    (out, lse), (expected, expected_lse) = attend("flash"), attend("reference")
+    (out, lse), (expected, expected_lse) = attend(family), attend("reference")
     np.testing.assert_allclose(
         out.astype(np.float32), expected.astype(np.float32), rtol=2e-2, atol=1e-2
     )
@@ -199,18 +273,20 @@ def test_poison_where_nobody_attends(features, q_len):
     unattended = ~by_kv_head.any(axis=(2, 3)).transpose(0, 2, 1)[..., None]
     inputs.key = np.where(unattended, np.nan, inputs.key).astype(inputs.key.dtype)
     inputs.value = np.where(unattended, np.nan, inputs.value).astype(inputs.value.dtype)
-    check(run(inputs, "flash"), inputs)
+    for family in FAMILIES:
+        check(run(inputs, family), inputs)
 
 
+@each_family
 @pytest.mark.parametrize("shape", [(1, 20000), (3, 5000), (40, 700)])
-def test_repeats_are_bitwise_equal(shape):
+def test_repeats_are_bitwise_equal(shape, family):
     batch, length = shape
     query = random_normal(batch, 1, 32, 128)
     key, value = (random_normal(batch, length, 8, 128, seed=seed) for seed in (1, 2))
     lengths = jnp.asarray(np.random.default_rng(1).integers(0, length + 1, batch), jnp.int32)
     attend = jax.jit(
         functools.partial(
-            jax_flash.dot_product_attention, implementation="flash", return_residual=True
+            jax_flash.dot_product_attention, implementation=family, return_residual=True
         )
     )
     first = jax.device_get(attend(query, key, value, key_value_seq_lengths=lengths))
@@ -220,9 +296,10 @@ def test_repeats_are_bitwise_equal(shape):
             np.testing.assert_array_equal(got, expected)
 
 
+@each_family
 @pytest.mark.parametrize("batch", [1, 4])
-def test_what_follows_a_call_without_divided_units(batch):
-    """The combining kernel has nothing to do, but must not end before the first one."""
+def test_what_follows_a_call_without_divided_units(batch, family):
+    """Whatever the second kernel has to do, it must not end before the first one."""
     query = random_normal(batch, 1, 8, 128)
     key, value = (random_normal(batch, 4096, 8, 128, seed=seed) for seed in (1, 2))
     lengths = jnp.full(batch, 64, jnp.int32)
@@ -231,7 +308,7 @@ def test_what_follows_a_call_without_divided_units(batch):
     def chain(query):
         for _ in range(100):
             out = jax_flash.dot_product_attention(
-                query, key, value, key_value_seq_lengths=lengths, implementation="flash"
+                query, key, value, key_value_seq_lengths=lengths, implementation=family
             )
             query = query + out  # in a kernel of its own
         return query
@@ -239,15 +316,16 @@ def test_what_follows_a_call_without_divided_units(batch):
     def expected(query):
         for _ in range(100):
             query = query + jax_flash.dot_product_attention(
-                query, key[:, :64], value[:, :64], implementation="flash"
+                query, key[:, :64], value[:, :64], implementation=family
             )
         return query
 
     np.testing.assert_array_equal(chain(query), jax.jit(expected)(query))
 
 
+@each_family
 @pytest.mark.parametrize("axes", [(0, 0, 0), (0, None, None), (None, 1, 1), (2, 0, None)])
-def test_vmap(axes):
+def test_vmap(axes, family):
     size = 3
 
     def operand(axis, *shape, seed):
@@ -262,10 +340,11 @@ def test_vmap(axes):
         attend = functools.partial(jax_flash.dot_product_attention, implementation=implementation)
         return jax.jit(jax.vmap(attend, axes))(query, key, value).astype(np.float32)
 
-    np.testing.assert_allclose(mapped("flash"), mapped("reference"), rtol=2e-2, atol=1e-2)
+    np.testing.assert_allclose(mapped(family), mapped("reference"), rtol=2e-2, atol=1e-2)
 
 
-def test_slices_of_a_cache():
+@each_family
+def test_slices_of_a_cache(family):
     cache = random_normal(3, 4, 1024, 2, 2, 72)
     query = random_normal(4, 1, 8, 64)
     lengths = jnp.array([0, 5, 700, 1000], jnp.int32)
@@ -277,18 +356,19 @@ def test_slices_of_a_cache():
             query, key, value, key_value_seq_lengths=lengths, implementation=implementation
         )
 
-    got, expected = (step(n, cache, query).astype(np.float32) for n in ("flash", "reference"))
+    got, expected = (step(n, cache, query).astype(np.float32) for n in (family, "reference"))
     np.testing.assert_allclose(got, expected, rtol=2e-2, atol=1e-2)
 
 
-def test_split_equals_the_whole():
+@each_family
+def test_split_equals_the_whole(family):
     # Long enough for every block to have a part of each head.
     length = 100_000
     query = random_normal(1, 1, 32, 128)
     key, value = (random_normal(1, length, 8, 128, seed=seed) for seed in (1, 2))
     attend = jax.jit(
         functools.partial(
-            jax_flash.dot_product_attention, implementation="flash", return_residual=True
+            jax_flash.dot_product_attention, implementation=family, return_residual=True
         )
     )
     out, lse = attend(query, key, value)

@@ -38,6 +38,19 @@ __device__ __forceinline__ void with_bias(const Operand& bias, int64_t offset, B
   }
 }
 
+// Calls body(float_of), which converts an element of this type that was read as an integer.
+template <typename Body>
+__device__ __forceinline__ void with_bias_words(DType dtype, Body body) {
+  switch (dtype) {
+    case DType::kBFloat16: return body([](uint32_t word) { return __uint_as_float(word << 16); });
+    case DType::kFloat16:
+      return body([](uint32_t word) {
+        return __half2float(__ushort_as_half(static_cast<uint16_t>(word)));
+      });
+    default: return body([](uint32_t word) { return __uint_as_float(word); });
+  }
+}
+
 // Multiplies products by `scale` and adds the bias of one batch and head. Its element [0, 0] has
 // index `offset`.
 template <int kInFlight, int kN>

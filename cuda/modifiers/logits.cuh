@@ -7,6 +7,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "modifiers/band.cuh"
 #include "modifiers/bias.cuh"
@@ -22,6 +23,13 @@
 
 namespace jax_flash {
 
+// Holds elements of a row as they are in memory, without conversions, which would wait for them.
+template <int kN>
+struct RowElements {
+  uint32_t bias[kN][2], mask[kN][2];
+};
+struct NoElements {};
+
 // Holds the modifiers of one batch and query head.
 struct LogitModifiers {
   const Forward& params;
@@ -31,9 +39,11 @@ struct LogitModifiers {
   DistanceBias distance;
   Dropout dropout;
 
+  // `present`: false if the object is not used.
   __device__ __forceinline__ LogitModifiers(const Forward& forward, const BatchIndex& batch,
-                                            int32_t head)
+                                            int32_t head, bool present = true)
       : params(forward) {
+    if (!present) return;
     if (params.bias) bias0 = batch.offset(params.bias) + head * params.bias.head;
     distance = DistanceBias(params, batch, head);
     if (params.mask) mask = batch.pointer<const uint8_t>(params.mask, head);
@@ -56,11 +66,40 @@ struct LogitModifiers {
       }
     }
   }
-  // Does the same for the thread's row number `half` of 16, which is row `row` of the head.
-  // Elements are loaded together, one modifier at a time.
+  // Loads the bias and the mask of a row's columns that the thread holds.
   template <int kN>
+  __device__ __forceinline__ void load_row(RowElements<kN>& elements, int32_t row,
+                                           int32_t col0) const {
+    const int32_t last_col = params.shape.kv_len - 1, near_row = min(row, params.shape.q_len - 1);
+    const auto load = [&](uint32_t (&words)[kN][2], const auto* data, int64_t stride) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {
+          words[n][e] = data[min(col0 + fragment_col(n, e), last_col) * stride];
+        }
+      }
+    };
+    if (params.bias) {
+      const int64_t index = bias0 + near_row * params.bias.row;
+      if (params.bias.dtype == DType::kFloat32) {
+        load(elements.bias, static_cast<const uint32_t*>(params.bias.data) + index,
+             params.bias.col);
+      } else {
+        load(elements.bias, static_cast<const uint16_t*>(params.bias.data) + index,
+             params.bias.col);
+      }
+    }
+    if (mask) load(elements.mask, mask + near_row * params.mask.row, params.mask.col);
+  }
+
+  // Does the same as apply() for the thread's row number `half` of 16, which is row `row` of the
+  // head. Elements are loaded together, one modifier at a time, unless load_row() has done so.
+  template <int kN, typename Elements = NoElements>
   __device__ __forceinline__ void apply_row(float (&products)[kN][4], int half, const Band& band,
-                                            int32_t row, int32_t col0) const {
+                                            int32_t row, int32_t col0,
+                                            const Elements& elements = {}) const {
+    constexpr bool kLoaded = !std::is_same_v<Elements, NoElements>;
     const bool valid = row < band.q_len;
     const int32_t first = valid ? band.first_col(row) : 0;
     const int32_t end = valid ? band.end_col(row) : 0;
@@ -73,13 +112,28 @@ struct LogitModifiers {
         for (int e = 0; e < 2; ++e) body(products[n][2 * half + e], col0 + fragment_col(n, e));
       }
     };
+    const auto for_each_loaded = [&](const auto& words, auto body) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) body(products[n][2 * half + e], words[n][e]);
+      }
+    };
     const float scale = params.options.scale, cap = params.options.logits_soft_cap;
     if (params.bias) {
-      with_bias(params.bias, bias0 + near_row * params.bias.row, [&](const auto* data) {
-        for_each([&](float& value, int32_t col) {
-          value = fmaf(value, scale, to_float(data[min(col, last_col) * params.bias.col]));
+      if constexpr (kLoaded) {
+        with_bias_words(params.bias.dtype, [&](auto float_of) {
+          for_each_loaded(elements.bias, [&](float& value, uint32_t word) {
+            value = fmaf(value, scale, float_of(word));
+          });
         });
-      });
+      } else {
+        with_bias(params.bias, bias0 + near_row * params.bias.row, [&](const auto* data) {
+          for_each([&](float& value, int32_t col) {
+            value = fmaf(value, scale, to_float(data[min(col, last_col) * params.bias.col]));
+          });
+        });
+      }
     } else {
       for_each([&](float& value, int32_t) { value *= scale; });
     }
@@ -92,7 +146,13 @@ struct LogitModifiers {
       });
     }
     if (!in_natural_units(params)) for_each([&](float& value, int32_t) { value *= kLog2E; });
-    if (mask) {
+    if constexpr (kLoaded) {
+      if (mask) {
+        for_each_loaded(elements.mask, [](float& value, uint32_t byte) {
+          if (byte == 0) value = minus_infinity();
+        });
+      }
+    } else if (mask) {
       const uint8_t* mask_row = mask + near_row * params.mask.row;
       for_each([&](float& value, int32_t col) {
         if (mask_row[min(col, last_col) * params.mask.col] == 0) value = minus_infinity();
@@ -109,6 +169,25 @@ struct LogitModifiers {
     for_each([&](float& value, int32_t col) {
       if (col < first || col >= end) value = minus_infinity();
     });
+  }
+
+  // Does the same for a call without modifiers, whose logits are in log2 units.
+  template <int kN>
+  static __device__ __forceinline__ void apply_band(float (&products)[kN][4], int half,
+                                                    const Band& band, int32_t row, int32_t col0,
+                                                    float scale) {
+    const bool valid = row < band.q_len;
+    const int32_t first = valid ? band.first_col(row) : 0;
+    const int32_t end = valid ? band.end_col(row) : 0;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        float& value = products[n][2 * half + e];
+        const int32_t col = col0 + fragment_col(n, e);
+        value = col < first || col >= end ? minus_infinity() : value * scale * kLog2E;
+      }
+    }
   }
 
   // Returns whether `row` may attend to `col`, which is below kv_len.

@@ -123,10 +123,25 @@ Status choose_family(const Forward& params, int32_t family, bool fits_90, const 
   return choice.head_dim != 0 ? Status() : no_kernel(params.shape);
 }
 
+// Returns whether the sm_80 decoding kernel is faster than Hopper's for a 16-bit call that both
+// take, as measured on an H200 (sm80/TUNING.md). If Hopper's divides units, its second kernel takes
+// 2.5 to 5 us of a call with few keys, and that of sm_80 takes 2 us. With up to 64 columns, the
+// sm_80 kernel also reads faster, if there are not so few units that each has many parts.
+bool sm80_decodes_faster(const Shape& shape) {
+  const sm80::DecodeUnits units(shape);
+  const bool one_tile = int64_t{units.group} * shape.q_len <= sm80::kDecodeRows;
+  const bool divided =
+      sm90::decode_splits(shape) > 1 && 10 * units.count < 9 * sm90::kDecodeMaxWorkers;
+  const int64_t columns = int64_t{shape.head_dim} + shape.value_dim;
+  const int64_t bytes = 2 * shape.batch * shape.kv_len * shape.kv_heads * columns;
+  const bool narrow = std::max(shape.head_dim, shape.value_dim) <= 64;
+  return one_tile && divided && (bytes <= int64_t{16} << 20 || (narrow && units.count >= 64));
+}
+
 // Chooses the sm_80 decoding kernel if it takes the call and is faster: it takes any modifiers but
-// dropout, and on Hopper, 16-bit calls without modifiers have a kernel of their own. Its
-// float8 variant is an instance of Hopper's, since sm_80 lacks instructions for it. Returns whether
-// it is chosen. `fits_90`: see choose_family().
+// dropout, and on Hopper, 16-bit calls without modifiers have a kernel of their own, which is
+// faster unless sm80_decodes_faster(). Its float8 variant is an instance of Hopper's, since sm_80
+// lacks instructions for it. Returns whether it is chosen. `fits_90`: see choose_family().
 bool choose_decode(const Forward& params, int32_t family, bool fits_90, const Device& device,
                    const FindInstance& find, Choice& choice) {
   const bool plain = modifiers_of(params) == kNoModifier;
@@ -137,7 +152,10 @@ bool choose_decode(const Forward& params, int32_t family, bool fits_90, const De
       !sm80::takes_decode(params.shape, params.query.dtype)) {
     return false;
   }
-  if (family == 0 && plain && !float8 && hopper && fits_90 && find(90, false) != 0) return false;
+  if (family == 0 && plain && !float8 && hopper && fits_90 && find(90, false) != 0 &&
+      !sm80_decodes_faster(params.shape)) {
+    return false;
+  }
   const int32_t head_dim = find(of_family, true);
   if (head_dim == 0 || head_dim > kWidestOfAll) return false;
   choice.family = of_family;
@@ -146,8 +164,7 @@ bool choose_decode(const Forward& params, int32_t family, bool fits_90, const De
   choice.name = float8 ? "decode, FP8" : "decode, every modifier";
   choice.reason = "there are few query rows";
   choice.queries = sm80::kDecodeRows;
-  const int bytes = params.query.dtype == DType::kFloat32 ? 4 : float8 ? 1 : 2;
-  choice.keys = sm80::decode_warps(head_dim) * sm80::decode_warp_keys(head_dim, bytes);
+  choice.keys = sm80::decode_warps(head_dim) * sm80::decode_warp_keys(head_dim, float8);
   return true;
 }
 

@@ -17,16 +17,19 @@ namespace jax_flash::sm80 {
 
 inline constexpr int kDecodeRows = 16;         // the most rows of a unit
 inline constexpr int kDecodeMaxHeadDim = 256;  // of query and value
-inline constexpr int kDecodePartKeys = 128;    // a part has at least as many keys
 inline constexpr int kDecodeMaxBlocks = 2048;  // the most blocks of a call that divides units
 
-// Return the warps of a block, and the keys of a tile for each warp, for an instance's head dim and
-// bytes of an element. A warp has registers for sums of all columns, so with more columns, a
+// Return the warps of a block, and the keys of a tile for each warp, for an instance's head dim. A
+// warp has registers for sums of all columns, so with more columns, a
 // multiprocessor has fewer warps.
 constexpr int decode_warps(int head_dim) { return head_dim <= 128 ? 4 : 2; }
-constexpr int decode_warp_keys(int head_dim, int bytes) {
-  return head_dim * bytes <= 128 ? 32 : 16;
+constexpr int decode_warp_keys(int head_dim, bool float8) {
+  return float8 && head_dim <= 128 ? 32 : 16;
 }
+
+// Returns the fewest keys of a part. To read and compute as many takes about as long as a block
+// needs to start.
+constexpr int decode_part_keys(DType dtype) { return dtype == DType::kFloat32 ? 64 : 128; }
 
 struct DecodeUnits {
   int32_t group = 0;   // query heads for each key/value head
@@ -52,13 +55,14 @@ inline bool takes_decode(const Shape& shape, DType dtype) {
 }
 
 // Returns the number of parts for which `units` units take the least time, if `blocks` blocks run
-// at once. A round of blocks takes as long as a part's keys and 128 more, and the second kernel as
-// long as 128 more in each round.
-inline int32_t decode_parts(int64_t units, int64_t blocks, int64_t kv_len, int64_t most) {
-  int64_t best = 1, least = ceil_div(units, blocks) * (kv_len + 128), parts = 1;
+// at once. A round of blocks takes as long as a part's keys and `start` more, and the second kernel
+// as long as `start` more in each round.
+inline int32_t decode_parts(int64_t units, int64_t blocks, int64_t kv_len, int64_t most,
+                            int64_t start) {
+  int64_t best = 1, least = ceil_div(units, blocks) * (kv_len + start), parts = 1;
   for (int64_t rounds = ceil_div(2 * units, blocks); parts < most; ++rounds) {
     parts = std::min(rounds * blocks / units, most);  // as many as these rounds take
-    const int64_t keys = ceil_div(kv_len, parts), time = rounds * (keys + 256);
+    const int64_t keys = ceil_div(kv_len, parts), time = rounds * (keys + 2 * start);
     if (time < least) {
       least = time;
       best = ceil_div(kv_len, keys);  // the fewest that have as many keys
@@ -71,33 +75,42 @@ inline int32_t decode_parts(int64_t units, int64_t blocks, int64_t kv_len, int64
 struct DecodeParts {
   float* values = nullptr;      // [units, parts, kDecodeRows, pitch]: sums of P V
   float* statistics = nullptr;  // [units, parts, kDecodeRows, 2]: running maximum, sum of P
-  int32_t units = 0, chunks = 0, parts = 0, pitch = 0;
+  // Numbers of these, for divisions: units of the call, chunks of a key/value head, parts of a
+  // unit, query heads of a group, key/value heads.
+  PlainDivisor units, chunks, parts, group, kv_heads;
+  int32_t pitch = 0;
 
   // `blocks`: the number of blocks that run at once.
-  static DecodeParts at(const Shape& shape, int64_t blocks, void* workspace) {
+  static DecodeParts at(const Shape& shape, DType dtype, int64_t blocks, void* workspace) {
     const DecodeUnits units(shape);
     DecodeParts result;
-    result.units = static_cast<int32_t>(units.count);
-    result.chunks = static_cast<int32_t>(units.chunks);
-    result.parts = decode_parts(units.count, blocks, shape.kv_len, most_parts(shape));
+    result.units = PlainDivisor(static_cast<int32_t>(units.count));
+    result.chunks = PlainDivisor(static_cast<int32_t>(units.chunks));
+    result.parts = PlainDivisor(decode_parts(units.count, blocks, shape.kv_len,
+                                             most_parts(shape, dtype), decode_part_keys(dtype)));
+    result.group = PlainDivisor(units.group);
+    result.kv_heads = PlainDivisor(shape.kv_heads);
     result.pitch = pitch_of(shape);
     result.values = static_cast<float*>(workspace);
     result.statistics =
-        result.values + int64_t{result.units} * result.parts * kDecodeRows * result.pitch;
+        result.values + units.count * result.parts.divisor * kDecodeRows * result.pitch;
     return result;
   }
+  // Returns how many blocks the decoding kernel has.
+  int64_t blocks() const { return int64_t{units.divisor} * parts.divisor; }
   // Returns the bytes of the workspace, enough for any number of blocks.
   static int64_t bytes(const Shape& shape, DType dtype) {
-    if (!takes_decode(shape, dtype) || most_parts(shape) == 1) return 0;
-    return DecodeUnits(shape).count * most_parts(shape) * kDecodeRows * (pitch_of(shape) + 2) * 4;
+    if (!takes_decode(shape, dtype) || most_parts(shape, dtype) == 1) return 0;
+    return DecodeUnits(shape).count * most_parts(shape, dtype) * kDecodeRows *
+           (pitch_of(shape) + 2) * 4;
   }
 
  private:
   static int32_t pitch_of(const Shape& shape) { return (shape.value_dim + 3) / 4 * 4; }
-  static int64_t most_parts(const Shape& shape) {
+  static int64_t most_parts(const Shape& shape, DType dtype) {
     const int64_t units = std::max(DecodeUnits(shape).count, int64_t{1});
     return std::clamp(kDecodeMaxBlocks / units, int64_t{1},
-                      std::max(ceil_div(shape.kv_len, kDecodePartKeys), int64_t{1}));
+                      std::max(ceil_div(shape.kv_len, decode_part_keys(dtype)), int64_t{1}));
   }
 };
 

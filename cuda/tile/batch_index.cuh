@@ -4,8 +4,20 @@
 #include <cstdint>
 
 #include "params.h"
+#include "plan/divisor.h"
 
 namespace jax_flash {
+
+// Divides batch indices, which are below 2^31, by the axes after the first one.
+struct BatchAxes {
+  PlainDivisor sizes[kMaxBatchDims - 1];
+
+  explicit BatchAxes(const Shape& shape) {
+    for (int axis = 1; axis < shape.num_batch_dims; ++axis) {
+      sizes[axis - 1] = PlainDivisor(static_cast<int32_t>(shape.batch_dims[axis]));
+    }
+  }
+};
 
 // Computes batch_offset() of params.h. The divisions are done once for all operands.
 struct BatchIndex {
@@ -18,6 +30,17 @@ struct BatchIndex {
       if (axis >= shape.num_batch_dims) continue;
       coordinate[axis] = index % shape.batch_dims[axis];
       index /= shape.batch_dims[axis];
+    }
+    coordinate[0] = index;
+  }
+  // Does the same without branches, in few instructions.
+  __device__ __forceinline__ BatchIndex(const BatchAxes& axes, int32_t index) {
+#pragma unroll
+    for (int axis = kMaxBatchDims - 1; axis > 0; --axis) {
+      const PlainDivisor& size = axes.sizes[axis - 1];
+      const int32_t rest = size.quotient(index);
+      coordinate[axis] = index - rest * size.divisor;
+      index = rest;
     }
     coordinate[0] = index;
   }

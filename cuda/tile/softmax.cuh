@@ -56,12 +56,13 @@ struct OnlineSoftmax {
 
   // Compares a tile's logits with the running maxima. If a greatest logit is far above its running
   // maximum, raises the maxima and multiplies `out`, accumulated so far, by 2^(to_log2 (old - new
-  // running maximum)).
+  // running maximum)). `all_slack`: of every row.
   template <int kN, int kOutN>
   __device__ __forceinline__ void update_reference(const float (&logits)[kM][kN][4], float to_log2,
-                                                   float (&out)[kM][kOutN][4]) {
+                                                   float (&out)[kM][kOutN][4],
+                                                   float all_slack = kSlack) {
     float greatest[kM][2], slack[kM][2];
-    fill_slack(slack);
+    fill_slack(slack, all_slack);
     if (!find_rises<1>(logits, to_log2, slack, greatest)) return;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
@@ -222,9 +223,9 @@ struct OnlineSoftmax {
   static __device__ __forceinline__ float log2_of(float total) {
     return kExact ? log2f(total) : ptx::lg2_approx_ftz(total);
   }
-  static __device__ __forceinline__ void fill_slack(float (&slack)[kM][2]) {
+  static __device__ __forceinline__ void fill_slack(float (&slack)[kM][2], float value = kSlack) {
 #pragma unroll
-    for (int m = 0; m < kM; ++m) slack[m][0] = slack[m][1] = kSlack;
+    for (int m = 0; m < kM; ++m) slack[m][0] = slack[m][1] = value;
   }
 
   // True if some row's greatest logit is far above its running maximum.

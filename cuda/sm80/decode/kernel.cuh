@@ -1,8 +1,7 @@
 // Computes the forward pass of calls with few query rows, such as decoding, with any modifiers but
-// dropout. It has the mathematics of sm80/forward/kernel.cuh, with a last step in which rows are
-// combined that several warps, and possibly several blocks, have computed for different keys:
-//
-//   m = max(m_i), l = sum of 2^(m_i - m) l_i, O = sum of 2^(m_i - m) O_i
+// dropout. It has the mathematics of sm80/forward/kernel.cuh, with a last step that combines rows
+// that several warps, and possibly several blocks, have computed for different keys
+// (sm80/decode/combine.cuh).
 //
 // A unit is up to 16 query rows of the heads that share a key/value head, so that keys and values
 // are read once for all of them (plan/decode_sm80.h). A block computes a part of a unit's keys, a
@@ -12,17 +11,19 @@
 // Shared memory: Q | kStages tiles of K | kStages tiles of V; at the end, the warps' O.
 #pragma once
 
+#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
 #include "modifiers/logits.cuh"
-#include "modifiers/sinks.cuh"
+#include "modifiers/units.cuh"
 #include "params.h"
 #include "plan/decode_sm80.h"
 #include "ptx/cp_async.cuh"
 #include "ptx/griddepcontrol.cuh"
-#include "ptx/math.cuh"
 #include "ptx/shared.cuh"
+#include "sm80/decode/call.cuh"
+#include "sm80/decode/combine.cuh"
 #include "sm80/decode/float8.cuh"
 #include "sm80/forward/kernel.cuh"
 #include "sm80/products.cuh"
@@ -42,7 +43,7 @@ template <typename Element, int kHeadDimension>
 struct DecodeConfig {
   static constexpr int kHeadDim = kHeadDimension;
   static constexpr int kWarps = decode_warps(kHeadDim), kThreads = 32 * kWarps;
-  static constexpr int kWarpKeys = decode_warp_keys(kHeadDim, sizeof(Element));
+  static constexpr int kWarpKeys = decode_warp_keys(kHeadDim, kIsFloat8<Element>);
   static constexpr int kBlockKv = kWarps * kWarpKeys;
   // For multiply_probability_value(). Only one warp reads an element, so it is rounded then.
   static constexpr bool kInterleaved = false, kRoundsTiles = false;
@@ -56,7 +57,8 @@ struct DecodeConfig {
   static constexpr int kSmemBytes = QueryTile::kBytes + 2 * kStages * KeyTile::kBytes;
   // Blocks of a multiprocessor of sm_90. Split products need more registers.
   static constexpr bool kSplit = std::is_same_v<Element, Tf32x3>;
-  static constexpr int kBlocks = kSmemBytes <= 72 * 1024 && !kSplit ? 3 : 2;
+  static constexpr int kBlocks =
+      kSplit || kSmemBytes > 72 * 1024 ? 2 : (kSmemBytes > 48 * 1024 || kWarps < 4 ? 3 : 4);
   static_assert(kSmemBytes <= 98 * 1024);
   static_assert(kWarps * kDecodeRows * kHeadDim * 4 <= kSmemBytes);
   static_assert(!kIsFloat8<Element> || kScaleBlock % kBlockKv == 0);  // one scale for a tile
@@ -66,31 +68,6 @@ struct DecodeConfig {
 struct NoScales {
   template <typename... Arguments>
   __device__ __forceinline__ explicit NoScales(const Arguments&...) {}
-};
-
-// The parameters of a call; for float8, with scales.
-template <typename Element>
-using DecodeParams = std::conditional_t<kIsFloat8<Element>, Float8Forward, Forward>;
-
-// Names a unit.
-struct DecodeUnit {
-  int64_t batch_index;
-  int32_t kv_head, group;
-  int32_t first_row, rows;  // counted in [queries, heads of the group]
-
-  __device__ __forceinline__ DecodeUnit(const Shape& shape, const DecodeParts& parts,
-                                        int32_t unit) {
-    group = shape.heads / shape.kv_heads;
-    const int32_t head = unit / parts.chunks;
-    first_row = (unit - head * parts.chunks) * kDecodeRows;
-    rows = min(kDecodeRows, group * shape.q_len - first_row);
-    batch_index = head / shape.kv_heads;
-    kv_head = head % shape.kv_heads;
-  }
-  __device__ __forceinline__ int32_t query(int row) const { return (first_row + row) / group; }
-  __device__ __forceinline__ int32_t head(int row) const {
-    return kv_head * group + (first_row + row) % group;
-  }
 };
 
 // Starts to copy a unit's rows of Q. Rows that it lacks, and columns past the head dim, become
@@ -117,89 +94,6 @@ __device__ __forceinline__ void load_query_rows(const typename Config::QueryTile
   }
 }
 
-// Computes lse of a row, and the factor of its output; stores lse. `top` and `total`: its running
-// maximum and its sum of exponentials.
-template <typename Element>
-__device__ __forceinline__ float finish_row(const Forward& params, const BatchIndex& batch,
-                                            const Band& band, int32_t head, int32_t query,
-                                            float top, float total, bool stores) {
-  const bool natural = in_natural_units(params);
-  const float sink =
-      read_sink(bool{params.sinks}, batch.pointer<const float>(params.sinks, head), !natural);
-  float lse, lse_low, normalizer;
-  OnlineSoftmax<1, true>::finish_row<std::is_same_v<Element, Tf32x3>>(
-      top, total, natural ? kLog2E : 1.0f, sink, lse, lse_low, normalizer);
-  if (query >= band.q_len) {
-    lse = minus_infinity();
-    lse_low = normalizer = 0.0f;
-  }
-  if (stores) {
-    batch.pointer<float>(params.lse, head)[query * params.lse.row] = lse;
-    if (params.lse_low) {
-      batch.pointer<float>(params.lse_low, head)[query * params.lse_low.row] = lse_low;
-    }
-  }
-  return normalizer;
-}
-
-// Stores up to four columns of a row of out, whose type is Out.
-template <typename Out>
-__device__ __forceinline__ void store_columns_as(const Forward& params, const BatchIndex& batch,
-                                                 int32_t head, int32_t query, int32_t col,
-                                                 const float4& values, float normalizer) {
-  const float results[4] = {values.x, values.y, values.z, values.w};
-  if constexpr (kIsFloat32<Out>) {
-    float* to = batch.pointer<float>(params.out, head) + query * params.out.row + col;
-#pragma unroll
-    for (int e = 0; e < 4; ++e) {
-      if (col + e < params.shape.value_dim) {
-        to[e] = normalizer == 0.0f ? 0.0f : results[e] * normalizer;
-      }
-    }
-  } else {
-    uint32_t words[2] = {};
-    if (normalizer != 0.0f) {
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        words[i] =
-            ptx::cvt_rn_x2<Out>(results[2 * i] * normalizer, results[2 * i + 1] * normalizer);
-      }
-    }
-    Out* to = batch.pointer<Out>(params.out, head) + query * params.out.row + col;
-    *reinterpret_cast<uint2*>(to) = make_uint2(words[0], words[1]);
-  }
-}
-template <typename Element>
-__device__ __forceinline__ void store_columns(const Forward& params, const BatchIndex& batch,
-                                              int32_t head, int32_t query, int32_t col,
-                                              const float4& values, float normalizer) {
-  const auto store = [&](auto out) {
-    store_columns_as<decltype(out)>(params, batch, head, query, col, values, normalizer);
-  };
-  if constexpr (kIsFloat8<Element>) {
-    switch (params.out.dtype) {
-      case DType::kFloat32: return store(float{});
-      case DType::kFloat16: return store(__half{});
-      default: return store(__nv_bfloat16{});
-    }
-  } else {
-    store(Element{});
-  }
-}
-
-// Returns the greatest running maximum among statistics that have a sum, and the sums relative to
-// it.
-struct CombinedRow {
-  float top = minus_infinity(), total = 0.0f;
-
-  __device__ __forceinline__ void include_top(const float2& statistics) {
-    if (statistics.y != 0.0f) top = fmaxf(top, statistics.x);
-  }
-  __device__ __forceinline__ float factor(const float2& statistics, float to_log2) const {
-    return statistics.y == 0.0f ? 0.0f : ptx::ex2_approx_ftz((statistics.x - top) * to_log2);
-  }
-};
-
 // Adds up the warps' rows, which are in shared memory, and stores the results, or the block's part
 // of them. Each warp takes some of the rows.
 template <typename Config, typename Element>
@@ -222,7 +116,7 @@ __device__ __forceinline__ void combine_warps(
     const int64_t place = part * kDecodeRows + row;
     const int32_t head = unit.head(row), query = unit.query(row);
     float normalizer = 0.0f;
-    if (parts.parts == 1) {
+    if (parts.parts.divisor == 1) {
       normalizer = finish_row<Element>(params, batch, band, head, query, combined.top,
                                        combined.total, lane == 0);
     } else if (lane == 0) {
@@ -239,7 +133,7 @@ __device__ __forceinline__ void combine_warps(
         sum.z += factors[i] * value.z;
         sum.w += factors[i] * value.w;
       }
-      if (parts.parts == 1) {
+      if (parts.parts.divisor == 1) {
         store_columns<Element>(params, batch, head, query, col, sum, normalizer);
       } else {
         *reinterpret_cast<float4*>(parts.values + place * parts.pitch + col) = sum;
@@ -255,6 +149,7 @@ struct DecodeLoop {
   using KeyTile = typename Config::KeyTile;
   using Stored = typename Config::Stored;
   using TileScales = std::conditional_t<kIsFloat8<Element>, Float8Scales, NoScales>;
+  const DecodeCall& call;
   const Forward& params;
   const Band& band;
   typename Config::QueryTile query_smem;
@@ -306,7 +201,8 @@ struct DecodeLoop {
       float to_log2, int32_t tile, int stage, const TileScales& scales, float& unit) const {
     const uint32_t attended = attended_columns(logits);
     if (!__any_sync(0xffffffff, attended != 0)) return;
-    softmax.update_reference(logits, to_log2, out);
+    // Running maxima have no slack: a greatest P of exactly 1 has no rounding error.
+    softmax.update_reference(logits, to_log2, out, 0.0f);
     const KeyTile values = of_warp(tile_smem(stage, 1));
     if constexpr (kIsFloat8<Element>) {
       const float factor =
@@ -336,17 +232,27 @@ struct DecodeLoop {
     float unit = kIsFloat8<Element> ? 0.0f : 1.0f;
 #pragma unroll 1
     for (int stage = 0; tile < end; ++tile, stage ^= Config::kStages - 1) {
+      const int32_t col0 =
+          tile * Config::kBlockKv + static_cast<int>(threadIdx.x) / 32 * Config::kWarpKeys;
+      RowElements<Config::kWarpKeys / 8> elements[2];
+      if (call.loads) {  // while copies are in flight
+        modifiers[0].load_row(elements[0], queries[0], col0);
+        if (rows > 8) modifiers[1].load_row(elements[1], queries[1], col0);
+      }
       wait_for_copies();
       if (Config::kStages == 2 && tile + 1 < end) load(tile + 1, stage ^ 1);
       ptx::cp_async_commit_group();
       float logits[1][Config::kWarpKeys / 8][4];
       multiply_query_key(logits, tile, stage, scales);
-      const int32_t col0 =
-          tile * Config::kBlockKv + static_cast<int>(threadIdx.x) / 32 * Config::kWarpKeys;
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         if (half == 0 || rows > 8) {
-          modifiers[half].apply_row(logits[0], half, band, queries[half], col0);
+          if (call.modified) {
+            modifiers[half].apply_row(logits[0], half, band, queries[half], col0, elements[half]);
+          } else {
+            LogitModifiers::apply_band(logits[0], half, band, queries[half], col0,
+                                       params.options.scale);
+          }
           continue;
         }
 #pragma unroll
@@ -404,24 +310,31 @@ __device__ __forceinline__ void put_rows(float* values,
 // The grid is [parts, units].
 template <typename Config, typename Element>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
-    decode_kernel(const __grid_constant__ DecodeParams<Element> params, const DecodeParts parts) {
+    decode_kernel(const __grid_constant__ DecodeCall call,
+                  const __grid_constant__ DecodeParams<Element> params) {
   extern __shared__ __align__(1024) uint8_t smem[];
   __shared__ float2 statistics[Config::kWarps][kDecodeRows];
-  const auto unit_index = static_cast<int32_t>(blockIdx.x % parts.units);
-  const auto part = static_cast<int32_t>(blockIdx.x / parts.units);
+  const DecodeParts& parts = call.parts;
+  const auto part = parts.units.quotient(static_cast<int32_t>(blockIdx.x));
+  const auto unit_index = static_cast<int32_t>(blockIdx.x) - part * parts.units.divisor;
   const DecodeUnit unit(params.shape, parts, unit_index);
-  const BatchIndex batch(params.shape, unit.batch_index);
-  const Band band(params, batch);
+  const BatchIndex batch(call.batch_axes, unit.batch);
+  const Band band = call.band_of(params, unit.batch, batch);
   const int32_t last_query = min(unit.query(unit.rows - 1), band.q_len - 1);
   const TileRange tiles = kv_tiles<Config::kBlockKv>(band, unit.query(0), last_query + 1);
-  const int64_t count = tiles.end - tiles.first;
+  // The part's tiles: the first `rest` parts have one more.
+  const int32_t count = tiles.end - tiles.first, share = parts.parts.quotient(count);
+  const int32_t rest = count - share * parts.parts.divisor;
+  const int32_t first = tiles.first + part * share + min(part, rest);
+  const int32_t end = first + share + (part < rest);
 
   using Loop = DecodeLoop<Config, Element>;
   const auto of_head = [&](const Operand& operand) {
     return reinterpret_cast<const typename Loop::Stored*>(
         batch.pointer<const Element>(operand, unit.kv_head));
   };
-  const Loop loop{params,
+  const Loop loop{call,
+                  params,
                   band,
                   {ptx::shared_address(smem), 0},
                   of_head(params.key),
@@ -429,13 +342,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
                   band.first_col(unit.query(0)),
                   band.end_col(last_query),
                   unit.rows};
-  const int32_t first = tiles.first + static_cast<int32_t>(count * part / parts.parts);
-  const int32_t end = tiles.first + static_cast<int32_t>(count * (part + 1) / parts.parts);
   if (first < end) {
-    load_query_rows<Config, Element>(loop.query_smem, params, batch, unit);
     loop.load(first, 0);
+    load_query_rows<Config, Element>(loop.query_smem, params, batch, unit);
   }
   ptx::cp_async_commit_group();
+#if __CUDA_ARCH__ >= 900
+  ptx::griddepcontrol_launch_dependents();
+#endif
 
   int32_t heads[2], queries[2];
 #pragma unroll
@@ -444,8 +358,9 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
     heads[half] = unit.head(min(row, unit.rows - 1));
     queries[half] = row < unit.rows ? unit.query(row) : band.q_len;  // past the end: no keys
   }
-  const LogitModifiers modifiers[2] = {LogitModifiers(params, batch, heads[0]),
-                                       LogitModifiers(params, batch, heads[1])};
+  const LogitModifiers modifiers[2] = {
+      LogitModifiers(params, batch, heads[0], call.modified),
+      LogitModifiers(params, batch, heads[1], call.modified && unit.rows > 8)};
   float out[1][Config::kHeadDim / 8][4];
   set_zero(out);
   OnlineSoftmax<1, true> softmax;
@@ -457,84 +372,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   put_rows<Config, Element>(values, statistics, out, softmax, out_unit);
   __syncthreads();
   combine_warps<Config, Element>(params, parts, batch, band, unit,
-                                 int64_t{unit_index} * parts.parts + part, values, statistics);
-}
-
-inline constexpr int kCombineWarps = 8;
-
-// Combines the parts of units. The grid is [units, rows], with `rows` rows of a unit. The warps of
-// a block divide the parts of a row.
-template <typename Element>
-__global__ void __launch_bounds__(kCombineWarps * 32)
-    decode_combine_kernel(const __grid_constant__ Forward params, const DecodeParts parts,
-                          int32_t rows) {
-  constexpr int kSteps = kDecodeMaxHeadDim / 128;  // 32 lanes with four columns each
-  __shared__ __align__(16) float sums[kCombineWarps][kDecodeMaxHeadDim];
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  const auto unit_index = static_cast<int32_t>(blockIdx.x / rows);
-  const auto row = static_cast<int32_t>(blockIdx.x % rows);
-  const DecodeUnit unit(params.shape, parts, unit_index);
-  if (row >= unit.rows) return;
-  const BatchIndex batch(params.shape, unit.batch_index);
-  const Band band(params, batch);
-  const float to_log2 = in_natural_units(params) ? kLog2E : 1.0f;
-  const int64_t first = int64_t{unit_index} * parts.parts * kDecodeRows + row;
-  const auto* statistics = reinterpret_cast<const float2*>(parts.statistics) + first;
-  const float* values = parts.values + first * parts.pitch;
-#if __CUDA_ARCH__ >= 900
-  ptx::griddepcontrol_wait();  // until the previous kernel has stored the parts
-#endif
-
-  CombinedRow combined;
-  for (int part = lane; part < parts.parts; part += 32) {
-    combined.include_top(statistics[part * kDecodeRows]);
-  }
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    combined.top = fmaxf(combined.top, __shfl_xor_sync(0xffffffff, combined.top, distance));
-  }
-  for (int part = lane; part < parts.parts; part += 32) {
-    const float2 its = statistics[part * kDecodeRows];
-    combined.total += its.y * combined.factor(its, to_log2);
-  }
-#pragma unroll
-  for (int distance = 16; distance > 0; distance /= 2) {
-    combined.total += __shfl_xor_sync(0xffffffff, combined.total, distance);
-  }
-  float4 sum[kSteps] = {};
-#pragma unroll 4
-  for (int part = warp; part < parts.parts; part += kCombineWarps) {
-    const float factor = combined.factor(statistics[part * kDecodeRows], to_log2);
-#pragma unroll
-    for (int step = 0; step < kSteps; ++step) {
-      const int col = step * 128 + lane * 4;
-      if (col >= params.shape.value_dim) break;
-      const auto value = *reinterpret_cast<const float4*>(
-          values + int64_t{part} * kDecodeRows * parts.pitch + col);
-      sum[step].x += factor * value.x;
-      sum[step].y += factor * value.y;
-      sum[step].z += factor * value.z;
-      sum[step].w += factor * value.w;
-    }
-  }
-#pragma unroll
-  for (int step = 0; step < kSteps; ++step) {
-    *reinterpret_cast<float4*>(&sums[warp][step * 128 + lane * 4]) = sum[step];
-  }
-  __syncthreads();
-  const int32_t head = unit.head(row), query = unit.query(row), col = threadIdx.x * 4;
-  if (col >= params.shape.value_dim) return;
-  const float normalizer = finish_row<Element>(params, batch, band, head, query, combined.top,
-                                               combined.total, threadIdx.x == 0);
-  float4 total = {};
-#pragma unroll
-  for (int i = 0; i < kCombineWarps; ++i) {
-    total.x += sums[i][col];
-    total.y += sums[i][col + 1];
-    total.z += sums[i][col + 2];
-    total.w += sums[i][col + 3];
-  }
-  store_columns<Element>(params, batch, head, query, col, total, normalizer);
+                                 int64_t{unit_index} * parts.parts.divisor + part, values,
+                                 statistics);
 }
 
 // Launches decoding. kHeadDim bounds head_dim and value_dim.
@@ -545,15 +384,21 @@ Status launch_decode(const DecodeParams<Element>& params, cudaStream_t stream) {
   int sms = 0;
   if (const Status status = multiprocessors(sms); !status.ok()) return status;
   const DecodeParts parts =
-      DecodeParts::at(shape, int64_t{sms} * Config::kBlocks, params.workspace);
-  const Status status = launch_kernel("sm80::decode_kernel", shape, decode_kernel<Config, Element>,
-                                      int64_t{parts.units} * parts.parts, Config::kThreads,
-                                      Config::kSmemBytes, stream, params, parts);
-  if (!status.ok() || parts.parts == 1) return status;
+      DecodeParts::at(shape, params.query.dtype, int64_t{sms} * Config::kBlocks, params.workspace);
+  const DecodeCall call(params, parts);
+  const Status status =
+      launch_kernel("sm80::decode_kernel", shape, decode_kernel<Config, Element>, parts.blocks(),
+                    Config::kThreads, Config::kSmemBytes, stream, call, params);
+  if (!status.ok() || parts.parts.divisor == 1) return status;
   const int32_t rows = std::min(kDecodeRows, DecodeUnits(shape).group * shape.q_len);
-  return launch_dependent("sm80::decode_combine_kernel", shape, decode_combine_kernel<Element>,
-                          int64_t{parts.units} * rows, kCombineWarps * 32, 0, stream,
-                          static_cast<const Forward&>(params), parts, rows);
+  const auto combine = [&](auto kernel) {
+    return launch_dependent("sm80::decode_combine_kernel", shape, kernel,
+                            int64_t{parts.units.divisor} * rows, kCombineWarps * 32, 0, stream,
+                            call, static_cast<const Forward&>(params), rows);
+  };
+  // With more than 32 parts, 64 are read at once. A thread then needs more registers.
+  return parts.parts.divisor > 32 ? combine(decode_combine_kernel<64, Element>)
+                                  : combine(decode_combine_kernel<32, Element>);
 }
 
 }  // namespace jax_flash::sm80
