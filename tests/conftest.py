@@ -18,6 +18,10 @@ if not any((_ROOT / "jax_flash").glob("_native*.so")):
     sys.path[:] = [entry for entry in sys.path if pathlib.Path(entry).resolve() != _ROOT]
     os.environ["PYTHONSAFEPATH"] = "1"
 
+# Processes of pytest-xdist share a GPU. By default each would reserve most of its memory.
+if "PYTEST_XDIST_WORKER" in os.environ:
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")
+
 # Small products, of which threads of NumPy's only wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
