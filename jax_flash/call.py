@@ -474,9 +474,12 @@ def _dropout(seed: ArrayLike | None, batch, heads: int, alike: bool) -> Operands
     _expect_shape("dropout_seed", seed, (2,))
     # The keys are made for the whole call, so a shard or a vmapped call that holds only some of the
     # batch entries and heads draws its bits. Equal numbers, equal bits.
-    numbers = jnp.zeros if alike else jnp.arange
-    batch_ids, head_ids = (numbers(n, dtype=jnp.uint32) for n in (math.prod(batch), heads))
-    keys = dropout_keys(jnp.asarray(seed), batch_ids[:, None], head_ids[None])
+    seed = jnp.asarray(seed)
+    if alike:
+        keys = dropout_keys(seed, jnp.uint32(0), jnp.uint32(0))
+        return {"dropout_keys": jnp.broadcast_to(keys, (*batch, heads, 3))}
+    batch_ids, head_ids = (jnp.arange(n, dtype=jnp.uint32) for n in (math.prod(batch), heads))
+    keys = dropout_keys(seed, batch_ids[:, None], head_ids[None])
     return {"dropout_keys": keys.reshape(*batch, heads, 3)}
 
 
