@@ -272,6 +272,25 @@ def test_symbolic_head_dim_needs_a_scale():
     assert_close(export(jax.jit(scaled))(x, x, x).call(*arrays), scaled(*arrays))
 
 
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.parametrize("axes", [(16, "h"), ("h", 16), ("h", "h")], ids=str)
+def test_symbolic_head_dims_on_every_platform(axes, platform):
+    """GPUs have kernels for head dims that are known, and otherwise the reference."""
+    (h,) = jax.export.symbolic_shape("h")
+    head_dim, value_dim = (h if axis == "h" else axis for axis in axes)
+    query, value = (
+        jax.ShapeDtypeStruct((2, 8, 4, dim), jnp.bfloat16) for dim in (head_dim, value_dim)
+    )
+    scaled = functools.partial(jax_flash.dot_product_attention, scale=0.5, is_causal=True)
+    gradient = jax.grad(lambda *x: scaled(*x).sum(), (0, 1, 2))
+    for function in (scaled, gradient):
+        exported = jax.export.export(
+            jax.jit(function), platforms=[platform],
+            disabled_checks=jax_flash.EXPORT_SAFETY_CHECKS,
+        )(query, query, value)  # fmt: skip
+        assert (ffi.FORWARD_TARGET in exported.mlir_module()) == (platform == "cpu")
+
+
 @pytest.mark.parametrize("gpu", [None, ffi.Gpu(90, 132, 227 * 1024)], ids=["no GPU", "Hopper"])
 def test_explain_takes_symbolic_shapes(monkeypatch, gpu):
     monkeypatch.setattr(dispatch, "current_gpu", lambda: gpu)
