@@ -10,7 +10,7 @@ from jax.typing import ArrayLike
 from jax_flash.attention import run
 from jax_flash.call import WindowSize, make_call
 from jax_flash.fp8 import Fp8
-from jax_flash.sequence import axes_of_shard_map, make_sequence
+from jax_flash.sequence import axes_of_shard_map, check_options, make_sequence
 from jax_flash.spec import Implementation, Mode, Order, Precision
 
 
@@ -170,7 +170,8 @@ def ring_attention(
     block that it has, forward and backward. Memory per device is O((T + S) / D), and no device ever
     holds all keys. Blocks that causal order or a window makes useless are neither computed nor
     sent. The result is that of the same call on one device, with the same dropout bits. The other
-    modes communicate in other ways and give the same result.
+    modes communicate in other ways and give the same result. With `fp8`, a ring rounds the
+    probabilities of each block apart, so its result differs by these rounding errors.
 
     Args:
       query: [\*B,T/D,N,H], this device's part, as `dot_product_attention` takes it.
@@ -220,6 +221,7 @@ def ring_attention(
     """
     outside = f"jax_flash.dot_product_attention(..., sequence_axis={axis_name!r})"
     axes, devices = axes_of_shard_map(axis_name, outside)
+    check_options(order, mode)
     sequence = make_sequence(axes, devices, order, mode, query_offset)
     call = make_call(
         query,

@@ -125,17 +125,29 @@ def choose_mode(
     return "ring", f"{kv_heads} of {heads} heads have keys, too many to gather from {devices}"
 
 
-def make_sequence(axes, devices: int, order, mode, query_offset) -> SequenceSharding:
-    """Checks the options that `dot_product_attention` and `ring_attention` have in common."""
+def check_options(order, mode, prefix: str = "") -> None:
+    """Checks two options, whose arguments' names begin with `prefix`."""
     for name, value, known in (("order", order, ORDERS), ("mode", mode, MODES)):
-        check_name(name, value, known)
+        check_name(prefix + name, value, known)
+
+
+def make_sequence(axes, devices: int, order, mode, query_offset) -> SequenceSharding:
+    """Makes the sharding from options that have been checked."""
     static = isinstance(query_offset, int | np.integer) and not isinstance(query_offset, bool)
     offset = int(query_offset) if static else None
     return SequenceSharding(axes, devices, order, mode, offset)
 
 
-def mesh_axes(name: str, axis: Any, mesh) -> tuple[tuple[str, ...], int]:
+def mesh_axes(
+    name: str, axis: Any, mesh, advice: str = "jax.set_mesh makes a mesh the current one"
+) -> tuple[tuple[str, ...], int]:
     """Returns the mesh axes that an argument names, and the product of their sizes.
+
+    Args:
+      name: of the argument.
+      axis: its value.
+      mesh: the current one.
+      advice: for a user who gave an axis that the mesh lacks.
 
     Raises:
       ValueError: the mesh lacks one.
@@ -145,7 +157,7 @@ def mesh_axes(name: str, axis: Any, mesh) -> tuple[tuple[str, ...], int]:
     if not axes or any(each not in known for each in axes) or len(set(axes)) < len(axes):
         raise ValueError(
             f"{name}: expected an axis, or different axes, of the current mesh, which has {known} "
-            f"(jax.set_mesh makes a mesh the current one), got {axis!r}"
+            f"({advice}), got {axis!r}"
         )
     return axes, math.prod(mesh.shape[each] for each in axes)
 
@@ -158,7 +170,8 @@ def axes_of_shard_map(axis: Any, outside: str) -> tuple[tuple[str, ...], int]:
       outside: what to use where there is no `shard_map`.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    axes, devices = mesh_axes("axis_name", axis, mesh)
+    advice = f"call it inside a shard_map, or use {outside}"
+    axes, devices = mesh_axes("axis_name", axis, mesh, advice)
     if not set(axes) <= set(mesh.manual_axes):
         raise ValueError(
             f"axis_name: expected an axis of an enclosing shard_map, which is over "
@@ -169,6 +182,7 @@ def axes_of_shard_map(axis: Any, outside: str) -> tuple[tuple[str, ...], int]:
 
 def sequence_of_mesh(axis, order, mode, query_offset) -> SequenceSharding | None:
     """Returns the sharding that `dot_product_attention`'s arguments ask for."""
+    check_options(order, mode, "sequence_")
     if axis is None:
         if order != "contiguous" or mode != "ring":
             raise ValueError(
@@ -227,6 +241,7 @@ def sequence_positions(
         or length is not a multiple of the number of chunks.
     """
     axes, devices = axes_of_shard_map(axis_name, "zigzag_permute, or jnp.arange as it is")
+    check_options(order, "ring")
     sequence = make_sequence(axes, devices, order, "ring", None)
     length = integer("length", length)
     if length < 0 or length % sequence.chunks:

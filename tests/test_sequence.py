@@ -353,6 +353,22 @@ def raises_in_ring(error, match, *, shapes=None, **options):
         jax.eval_shape(ring, *arrays)
 
 
+def test_errors_outside_of_a_ring_name_the_call_s_arguments():
+    x = jnp.zeros((1, 8, 2, 8))
+
+    def attend(**options):
+        return jax_flash.dot_product_attention(x, x, x, **options)
+
+    for name in ("sequence_order", "sequence_mode"):
+        for value in ("x", np.zeros(2)):
+            with pytest.raises(ValueError, match=f"^{name}: expected one of"):
+                attend(**{name: value})
+        with jax.set_mesh(ring_mesh()), pytest.raises(ValueError, match=f"^{name}: expected"):
+            attend(sequence_axis="s", **{name: "x"})
+    with pytest.raises(ValueError, match=r"axis_name: .* inside a shard_map"):
+        jax_flash.ring_attention(x, x, x, axis_name="s")
+
+
 def test_errors():
     raises_in_ring(ValueError, "order: expected one of", order="striped")
     raises_in_ring(ValueError, "mode: expected one of", mode="tree")
