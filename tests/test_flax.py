@@ -343,6 +343,13 @@ def test_errors_about_dropout_name_the_argument():
         attend(dropout_rng=3)
 
 
+@pytest.mark.parametrize(("name", "value"), [("query", None), ("value", "a"), ("mask", "x")])
+def test_errors_about_arrays_name_the_argument(name, value):
+    arrays = {key: jnp.zeros((BATCH, LENGTH, HEADS, 8)) for key in ("query", "key", "value")}
+    with pytest.raises(TypeError, match=f"^{name}: expected an array, got {type(value).__name__}"):
+        dot_product_attention(**arrays | {name: value})
+
+
 def test_a_dropout_seed_does_for_a_key():
     """As GroupedQueryAttention passes one to its attention_fn."""
     x = normal(0, BATCH, LENGTH, HEADS, 8)

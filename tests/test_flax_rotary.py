@@ -198,6 +198,12 @@ def test_options_that_do_not_fit_are_refused():
         YarnScaling(4, 4096, beta_fast=1, beta_slow=2)
     with pytest.raises(TypeError, match="scaling must be a Scaling or None, got 8"):
         Rotary(scaling=8)
+    with pytest.raises(TypeError, match="theta: expected a number, got 'a'"):
+        Rotary(theta="a")
+    with pytest.raises(TypeError, match="x: expected a floating array, got int32"):
+        Rotary()(jnp.zeros((BATCH, LENGTH, HEADS, 8), jnp.int32), jnp.arange(LENGTH))
+    with pytest.raises(TypeError, match="positions: expected an array, got str"):
+        Rotary()(x, "a")
     with pytest.raises(TypeError, match=r"rope must be a Rotary or an nnx\.RoPE, got None"):
         dot_product_attention_with_rope(x, x, x, rope=None)
 

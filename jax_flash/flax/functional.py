@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jax_flash
+from jax_flash.arrays import as_jax
 from jax_flash.flax.rotary import Rotary
 from jax_flash.spec import flag, number
 
@@ -110,9 +111,11 @@ def dot_product_attention(
             f"promote_dtype: expected a function or None, got {promote_dtype!r}; what follows "
             "`module` in linen's order goes by name"
         )
-    query, key, value = promote_dtype((query, key, value), dtype=dtype)
+    named = (("query", query), ("key", key), ("value", value))
+    arrays = tuple(as_jax(name, x) for name, x in named)
+    query, key, value = promote_dtype(arrays, dtype=dtype)
     if mask is not None:
-        mask = jnp.asarray(mask).astype(bool)
+        mask = as_jax("mask", mask).astype(bool)
     deterministic = flag("deterministic", deterministic)
     dropout_rate = number("dropout_rate", dropout_rate)
     if dropout_rate != 0 and not deterministic:

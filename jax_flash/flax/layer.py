@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 
 import jax_flash
-from jax_flash.arrays import integer, integers, saturate
+from jax_flash.arrays import as_jax, integer, integers, saturate
 from jax_flash.explicit import sharded_like, whole_along
 from jax_flash.flax.rotary import Rotary, with_rank
 
@@ -231,7 +231,7 @@ def attend(
         query, key = layer.rotary(query, input_positions), layer.rotary(key, input_positions)
     options: dict[str, Any] = {"is_causal": layer.is_causal}
     if mask is not None:
-        options["mask"] = jnp.asarray(mask).astype(bool)  # Flax makes masks of 1.0 and 0.0
+        options["mask"] = as_jax("mask", mask).astype(bool)  # Flax makes masks of 1.0 and 0.0
     if seq_lengths is not None:
         options |= {"query_seq_lengths": seq_lengths, "key_value_seq_lengths": seq_lengths}
     if segment_ids is not None:

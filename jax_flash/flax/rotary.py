@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash.arrays import accumulator_of
+from jax_flash.arrays import accumulator_of, as_jax
+from jax_flash.spec import is_number
 
 
 class Scaling(Protocol):
@@ -180,8 +181,11 @@ def _mix(plain: np.ndarray, factor: float, kept: np.ndarray) -> np.ndarray:
 
 def _check_positive(options: object, *names: str) -> None:
     for name in names:
-        if not getattr(options, name) > 0:
-            raise ValueError(f"{name} must be positive, got {getattr(options, name)}")
+        value = getattr(options, name)
+        if not is_number(value):
+            raise TypeError(f"{name}: expected a number, got {value!r}")
+        if not value > 0:
+            raise ValueError(f"{name} must be positive, got {value}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -247,8 +251,11 @@ class Rotary:
           Like `x`.
 
         Raises:
+          TypeError: `x` is not floating.
           ValueError: the number of features that turn is 0 or odd, or positions does not fit.
         """
+        if not jnp.issubdtype(x.dtype, jnp.floating):
+            raise TypeError(f"x: expected a floating array, got {x.dtype}")
         frequency = self.frequencies(x.shape[-1])
         dtype = accumulator_of(x.dtype)
         positions = with_rank(positions, x.shape[:-2])[..., None, None].astype(dtype)
@@ -273,7 +280,7 @@ class Rotary:
 
 def with_rank(positions: jax.Array, shape: tuple[int, ...], name: str = "positions") -> jax.Array:
     """Gives positions as many axes as `shape`, to which they must broadcast."""
-    positions = jnp.asarray(positions)
+    positions = as_jax(name, positions)
     padded = (1,) * (len(shape) - positions.ndim) + positions.shape
     if len(padded) != len(shape) or any(
         size not in (1, full) for size, full in zip(padded, shape, strict=True)
