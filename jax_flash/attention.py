@@ -201,8 +201,9 @@ def dot_product_attention(
       \mathrm{out}_{bin} &= \textstyle\sum_j p_{bnij} v_{bjk}
 
     where j runs over the keys that query i may attend to. A query that may attend to none gets out
-    0 and zero gradients (jax.nn gives it the mean of value). Its lse is -inf, or its head's sink.
-    Softmax and accumulators are float32.
+    0 and zero gradients (jax.nn gives it the mean of value). Its lse is its head's sink if there
+    are sinks and it is within query_seq_lengths and the documents; otherwise it is -inf. Softmax
+    and accumulators are float32.
 
     Under `jax.export`, batch and lengths may be symbolic. Native kernels then get workspaces that
     suffice for any size, and the reference keeps the logits of all queries. An exported call is

@@ -269,7 +269,7 @@ def _unsupported_dims(problem: _Problem, head_dims: set[int]) -> str | None:
     """Says why kernels of these head dims do not take the call's, or returns None if they do."""
     for name, dim in (("head_dim", problem.head_dim), ("value_dim", problem.value_dim)):
         if is_symbolic_dim(dim):
-            return f"the CUDA kernels take a {name} that is known, not {dim}"
+            return f"the CUDA kernels need a static {name}, not {dim}"
     if problem.dtype == FLOAT8:
         pair = problem.head_dim, problem.value_dim
         if problem.head_dim in head_dims and (pair[0] == pair[1] or pair == (192, 128)):

@@ -171,7 +171,7 @@ def ring_attention(
     holds all keys. Blocks that causal order or a window makes useless are neither computed nor
     sent. The result is that of the same call on one device, with the same dropout bits. The other
     modes communicate in other ways and give the same result. With `fp8`, a ring rounds the
-    probabilities of each block apart, so its result differs by these rounding errors.
+    probabilities of each block separately, so its result differs by that rounding.
 
     Args:
       query: [\*B,T/D,N,H], this device's part, as `dot_product_attention` takes it.

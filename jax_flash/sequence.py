@@ -126,7 +126,7 @@ def choose_mode(
 
 
 def check_options(order, mode, prefix: str = "") -> None:
-    """Checks two options, whose arguments' names begin with `prefix`."""
+    """Checks `order` and `mode`. The names of the caller's arguments begin with `prefix`."""
     for name, value, known in (("order", order, ORDERS), ("mode", mode, MODES)):
         check_name(prefix + name, value, known)
 

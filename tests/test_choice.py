@@ -296,8 +296,11 @@ FEW_KEYS = {"q_len": 1, "batch": 1, "heads": 32, "kv_heads": 8, "kv_len": 2048}
         ("decode", {"q_len": 5}),  # 20 rows
         ("decode, every modifier", {"kv_len": 4096}),  # 16 MiB of keys and values
         ("decode", {"kv_len": 4097}),
-        ("decode", {"kv_len": 256}),  # blocks divide no keys
-        ("decode", {"kv_len": 512, "batch": 30, "head_dim": 64}),  # nor here
+        ("decode", {"kv_len": 256}),  # Hopper's kernel does not divide these
+        (
+            "decode",
+            {"kv_len": 512, "batch": 30, "head_dim": 64},
+        ),  # nor these: units fill the workers
         ("decode", {"kv_len": 32768, "head_dim": 64}),
     ],
     ids=str,

@@ -125,7 +125,7 @@ def test_modifiers(features, head_dim, dtype):
 @pytest.mark.parametrize("features", [(), (("mask", "BS"),), (("lengths", "k"),)], ids=str)
 @pytest.mark.parametrize("kv_len", [4096, 5000, 20000])
 def test_many_parts(kv_len, features, dtype):
-    """Up to 264 for 132 multiprocessors. The second kernel reads 32 or 64 at a time."""
+    """Up to 264 parts, with 132 multiprocessors. The second kernel reads 32 or 64 at a time."""
     for heads, head_dim in ((4, 128), (1, 64), (2, 256)):
         fields = {"heads": heads, "kv_heads": 1, "head_dim": head_dim, "dtype": dtype}
         case = decode_case("parts", batch=1, kv_len=kv_len, features=features, **fields)
@@ -135,7 +135,7 @@ def test_many_parts(kv_len, features, dtype):
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("masked", [False, True])
 def test_greatest_probability_has_no_rounding_error(masked, dtype):
-    """Also if a tile before has a greatest logit that is less: running maxima have no slack.
+    """Even if an earlier tile's greatest logit is lower: running maxima have no slack.
 
     Other values that count are zero, so the output's only error is its own rounding.
     """

@@ -38,7 +38,7 @@ __device__ __forceinline__ void with_bias(const Operand& bias, int64_t offset, B
   }
 }
 
-// Calls body(float_of), which converts an element of this type that was read as an integer.
+// Calls body(float_of); float_of converts an element of type `dtype` that was read as an integer.
 template <typename Body>
 __device__ __forceinline__ void with_bias_words(DType dtype, Body body) {
   switch (dtype) {

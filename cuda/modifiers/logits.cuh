@@ -23,7 +23,7 @@
 
 namespace jax_flash {
 
-// Holds elements of a row as they are in memory, without conversions, which would wait for them.
+// Holds a row's elements of bias and mask unconverted, since a conversion would wait for the load.
 template <int kN>
 struct RowElements {
   uint32_t bias[kN][2], mask[kN][2];
@@ -171,7 +171,7 @@ struct LogitModifiers {
     });
   }
 
-  // Does the same for a call without modifiers, whose logits are in log2 units.
+  // Scales products to log2 units and applies the band, for a call without modifiers.
   template <int kN>
   static __device__ __forceinline__ void apply_band(float (&products)[kN][4], int half,
                                                     const Band& band, int32_t row, int32_t col0,

@@ -51,8 +51,9 @@ struct DecodeUnits {
 // Returns whether the decoding kernel takes a call of this shape, if it has no modifiers: if the
 // queries form one chunk for each key/value head, or if it is faster than the kernels with tiles of
 // 64 or 128 queries. All units of a batch entry read the same keys, so keys must be many more than
-// queries. The figures are of an H200, at head dim 128: each key takes 80 ps for a unit, 58 or
-// 95 ps for each of 132 tiles of a round, and the second kernel takes 12 us.
+// queries. For some calls, choose_decode() prefers the sm_80 kernel. The figures are of an H200, at
+// head dim 128: each key takes 80 ps for a unit, 58 or 95 ps for each of 132 tiles of a round, and
+// the second kernel takes 12 us.
 inline bool takes_decode(const Shape& shape) {
   const DecodeUnits units(shape);
   if (units.units == 0 || units.chunks == 1) return units.units > 0;

@@ -19,16 +19,15 @@ inline constexpr int kDecodeRows = 16;         // the most rows of a unit
 inline constexpr int kDecodeMaxHeadDim = 256;  // of query and value
 inline constexpr int kDecodeMaxBlocks = 2048;  // the most blocks of a call that divides units
 
-// Return the warps of a block, and the keys of a tile for each warp, for an instance's head dim. A
-// warp has registers for sums of all columns, so with more columns, a
-// multiprocessor has fewer warps.
+// Return the warps of a block, and the keys that a warp takes of a tile, for an instance's head
+// dim. A warp keeps sums of all columns in registers, so wider instances have fewer warps.
 constexpr int decode_warps(int head_dim) { return head_dim <= 128 ? 4 : 2; }
 constexpr int decode_warp_keys(int head_dim, bool float8) {
   return float8 && head_dim <= 128 ? 32 : 16;
 }
 
-// Returns the fewest keys of a part. To read and compute as many takes about as long as a block
-// needs to start.
+// Returns the fewest keys of a part. Reading and computing that many takes about as long as
+// starting a block.
 constexpr int decode_part_keys(DType dtype) { return dtype == DType::kFloat32 ? 64 : 128; }
 
 struct DecodeUnits {
@@ -75,8 +74,8 @@ inline int32_t decode_parts(int64_t units, int64_t blocks, int64_t kv_len, int64
 struct DecodeParts {
   float* values = nullptr;      // [units, parts, kDecodeRows, pitch]: sums of P V
   float* statistics = nullptr;  // [units, parts, kDecodeRows, 2]: running maximum, sum of P
-  // Numbers of these, for divisions: units of the call, chunks of a key/value head, parts of a
-  // unit, query heads of a group, key/value heads.
+  // Counts to divide by: units of the call, chunks of a key/value head, parts of a unit, query
+  // heads of a group, key/value heads.
   PlainDivisor units, chunks, parts, group, kv_heads;
   int32_t pitch = 0;
 

@@ -4,8 +4,8 @@
 // A row's exponentials are relative to its running maximum. This may be less than the row's
 // greatest logit so far, by a slack of up to kSlack (log2 units). A rise of the running maximum
 // rescales the output accumulators, one multiplication each; with the slack, usually only the first
-// tiles raise it. float32 and the operand types can hold 2^kSlack. In the code, `reference` is the
-// running maximum.
+// tiles raise it. float32 and the operand types can hold 2^kSlack. Kernels for few queries have no
+// slack. In the code, `reference` is the running maximum.
 #pragma once
 
 #include <cstdint>
@@ -54,9 +54,9 @@ struct OnlineSoftmax {
     }
   }
 
-  // Compares a tile's logits with the running maxima. If a greatest logit is far above its running
-  // maximum, raises the maxima and multiplies `out`, accumulated so far, by 2^(to_log2 (old - new
-  // running maximum)). `all_slack`: of every row.
+  // Compares a tile's logits with the running maxima. If a greatest logit exceeds its running
+  // maximum by more than `all_slack` (log2 units), raises the maxima and multiplies `out`,
+  // accumulated so far, by 2^(to_log2 (old - new running maximum)).
   template <int kN, int kOutN>
   __device__ __forceinline__ void update_reference(const float (&logits)[kM][kN][4], float to_log2,
                                                    float (&out)[kM][kOutN][4],

@@ -251,7 +251,7 @@ class Rotary:
           Like `x`.
 
         Raises:
-          TypeError: `x` is not floating.
+          TypeError: `x` is not floating, or positions is not an array.
           ValueError: the number of features that turn is 0 or odd, or positions does not fit.
         """
         if not jnp.issubdtype(x.dtype, jnp.floating):

@@ -57,6 +57,7 @@ struct DecodeConfig {
   static constexpr int kSmemBytes = QueryTile::kBytes + 2 * kStages * KeyTile::kBytes;
   // Blocks of a multiprocessor of sm_90. Split products need more registers.
   static constexpr bool kSplit = std::is_same_v<Element, Tf32x3>;
+  // Up to 48 KB, four blocks of four warps: sm80/TUNING.md, "Time before the first copies".
   static constexpr int kBlocks =
       kSplit || kSmemBytes > 72 * 1024 ? 2 : (kSmemBytes > 48 * 1024 || kWarps < 4 ? 3 : 4);
   static_assert(kSmemBytes <= 98 * 1024);
@@ -201,7 +202,7 @@ struct DecodeLoop {
       float to_log2, int32_t tile, int stage, const TileScales& scales, float& unit) const {
     const uint32_t attended = attended_columns(logits);
     if (!__any_sync(0xffffffff, attended != 0)) return;
-    // Running maxima have no slack: a greatest P of exactly 1 has no rounding error.
+    // Running maxima have no slack: a greatest P of exactly 1 has no rounding error (but in FP8).
     softmax.update_reference(logits, to_log2, out, 0.0f);
     const KeyTile values = of_warp(tile_smem(stage, 1));
     if constexpr (kIsFloat8<Element>) {
