@@ -203,7 +203,7 @@ def test_options_that_do_not_fit_are_refused():
     with pytest.raises(TypeError, match="x: expected a floating array, got int32"):
         Rotary()(jnp.zeros((BATCH, LENGTH, HEADS, 8), jnp.int32), jnp.arange(LENGTH))
     with pytest.raises(TypeError, match="positions: expected an array, got str"):
-        Rotary()(x, "a")
+        Rotary()(x, "text")
     with pytest.raises(TypeError, match=r"rope must be a Rotary or an nnx\.RoPE, got None"):
         dot_product_attention_with_rope(x, x, x, rope=None)
 
