@@ -154,7 +154,7 @@ def _over_query_blocks(function, operands: Operands, block_q: Any, reduce=None) 
         return function(block, first)
 
     if block_q >= q_len:
-        return slice_block(0, q_len)
+        return function(operands, 0)
     count, rest = divmod(q_len, block_q)
     starts = jnp.arange(count, dtype=jnp.int32) * block_q
     main = jax.lax.map(lambda first: slice_block(first, block_q), starts)

@@ -69,6 +69,18 @@ def test_batch_axes_that_fold_on_an_explicit_mesh():
         assert_close(jax.device_get(jax.jit(gradient)(*args)), expected)
 
 
+def test_the_reference_takes_arrays_from_outside_of_an_explicit_mesh():
+    args = tokens()
+    attend = functools.partial(
+        jax_flash.dot_product_attention, is_causal=True, implementation="reference"
+    )
+    gradient = value_and_gradients(attend)
+    expected = gradient(*args)
+    with jax.set_mesh(mesh_of(AxisType.Explicit, b=2, s=2)):
+        assert_close(jax.device_get(gradient(*args)), expected)
+        assert_close(jax.device_get(jax.jit(gradient)(*args)), expected)
+
+
 def check_vmap(kind, axes, placed, attention, **options):
     """A vmap over axes that are sharded over "b", and its gradients; no gather, where placed."""
     stacked = [jnp.stack([x, x + 0.5]) for x in tokens()]
