@@ -498,11 +498,16 @@ def test_vmap_and_checkpoint():
     for g, e in zip((got, *grads), (expected, *expected_grads), strict=True):
         assert error(g, e) < 0.01
 
-    q, qs = quantize(query)
-    by_scale = jax.vmap(lambda s: dot_product_attention(q, q, q, query_scale=s))
-    np.testing.assert_array_equal(
-        by_scale(jnp.stack([qs, 2 * qs]))[1], dot_product_attention(q, q, q, query_scale=2 * qs)
-    )
+    (q, qs), (k, ks), (v, vs) = map(quantize, (query, key, value))
+
+    def by_scale(scale):
+        scales = {"query_scale": scale, "key_scale": ks, "value_scale": vs}
+        return dot_product_attention(q, k, v, **scales)
+
+    # XLA may add in another order in a vmap, and then a few probabilities round to a neighbour.
+    got = jax.vmap(by_scale)(jnp.stack([qs, 2 * qs]))
+    for g, e in zip(got, map(by_scale, (qs, 2 * qs)), strict=True):
+        assert error(g, e) < 0.001
 
 
 COTANGENT = jnp.cos(jnp.arange(32.0))
