@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 else:
 
     def __getattr__(name: str) -> str:
-        """Looks up the version, which stands in pyproject.toml, when somebody asks for it."""
+        """Returns the version from pyproject.toml, on first access."""
         if name != "__version__":
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         from importlib import metadata

@@ -33,7 +33,7 @@ def floats(name: str, x: Any, dtype: Any) -> jax.Array:
     """Converts as `array` does, and integers to the floats that a call of `dtype` computes with.
 
     If jax_enable_x64 is off, `jnp.asarray` keeps only the low 32 bits of 64-bit integers, and turns
-    great 64-bit floats into infinities. So this function rounds them first.
+    large 64-bit floats into infinities. So this function rounds them first.
     """
     x = as_jax(name, _rounded(x))
     if jnp.issubdtype(x.dtype, jnp.integer):
@@ -177,7 +177,7 @@ def comparable(query_ids, key_ids) -> tuple[jax.Array, jax.Array]:
 def with_short_segment_ids(operands: Operands) -> Operands:
     """Numbers segment ids of 64 bits anew, which int32 then holds: in order, equal where equal.
 
-    Here, since it takes the ids of all that meets in a call: of a block, in a ring.
+    All ids that meet in a call must be numbered together, so each block of a ring does it anew.
     """
     names = ("query_segment_ids", "key_value_segment_ids")
     if names[0] not in operands or operands[names[0]].dtype == jnp.int32:

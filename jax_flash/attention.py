@@ -185,7 +185,7 @@ def dot_product_attention(
     sequence_order: Order = "contiguous",
     sequence_mode: Mode = "ring",
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    r"""Computes scaled dot-product attention, fused: it stores no array of size T * S.
+    r"""Computes scaled dot-product attention, fused: it never stores the logits.
 
     The function replaces :func:`jax.nn.dot_product_attention` and has further options. With batch
     b, query head n, query i, key j and key/value head :math:`k = \lfloor n / (N / K) \rfloor`, it
@@ -227,7 +227,7 @@ def dot_product_attention(
         ``jnp.finfo(dtype).min``, forbids nothing.
       mask: bool, broadcastable to [\*B,N,T,S]; True where attention is allowed.
       scale: factor on the logits; 1/sqrt(H) if None. A number, or an array that broadcasts to
-        [\*B,N,T,1], such as a learned temperature; an array has a gradient. It multiplies the query
+        [\*B,N,T,1], such as a learned temperature. An array has a gradient; it multiplies the query
         in float32, and the product is rounded to query's dtype.
       is_causal: whether query i attends only to keys j <= i + query_offset.
       query_seq_lengths: int [\*B], clamped to [0, T]; queries at or past the length get out 0.

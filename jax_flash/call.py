@@ -413,9 +413,9 @@ def _query_offset(operands: Operands, offset, batch) -> None:
 
 
 def _window(size: Any) -> tuple[tuple[int | None, int | None], jax.Array | None]:
-    """Returns what is known of the window now, and its sizes as an array if one of them is one.
+    """Returns static bounds of the window, and its sizes as an array if either is an array.
 
-    Of a size that is an array, the first part says the most that it may be.
+    The bound of a size that is an array is the largest that it may have.
     """
     if size is None:
         return (None, None), None

@@ -1,4 +1,4 @@
-"""Collects what this package needs of JAX and JAX does not document; nothing else names any of it.
+"""Wraps the undocumented parts of JAX that this package needs. No other module uses them.
 
 If a new version of JAX lacks one of these names, `tests/test_compat.py` says what it is for.
 """
@@ -23,11 +23,11 @@ def lower_with_devices(primitive: Primitive) -> None:
 
 
 def compile_alone(primitive: Primitive, *static_argnames: str) -> None:
-    """Has a primitive compiled where it is no part of a larger program.
+    """Makes JAX compile a primitive that is bound outside of `jax.jit`.
 
-    Under `jax.disable_jit`, too, where a function of `jax.jit` would bind the primitive again. For
-    the same reason `jax_debug_nans` must not call the function once more without compiling it, to
-    find the operation that makes a NaN: the mark says that it is one operation.
+    It does so under `jax.disable_jit`, too, where a function of `jax.jit` would bind the primitive
+    again. For the same reason `jax_debug_nans` must not call the function once more without
+    compiling it, to find the operation that makes a NaN: the mark says that it is one operation.
     """
 
     def bind(*arrays, **static):
@@ -67,7 +67,7 @@ def on_mesh(context: mlir.LoweringRuleContext, mesh) -> mlir.LoweringRuleContext
 
 
 def is_export(context: mlir.LoweringRuleContext) -> bool:
-    """Says whether a program is lowered to be serialised, which callbacks into Python cannot be."""
+    """Says whether a program is lowered to be serialized; callbacks into Python cannot be."""
     return context.module_context.lowering_parameters.for_export
 
 

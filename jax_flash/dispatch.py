@@ -89,7 +89,7 @@ class _Problem:
     Attributes:
       dtype: of query, key and value.
       head_dim, value_dim: of query and key, and of value.
-      empty: what the call has none of, or None: without it, there is nothing for a kernel to do.
+      empty: the axis of size 0, or None; a call with such an axis needs no kernel.
       operands: the names of its operands.
       batch_axes: how many batch axes it has when those are folded that fold into one.
     """

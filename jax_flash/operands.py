@@ -1,4 +1,4 @@
-"""Holds one record for each array that takes part in a call: all that is particular about it.
+"""Holds one record for each array that takes part in a call: axes, dtype, slot, sharding.
 
 Inside the package a call's arrays are a dict by these names. Each array has all the call's batch
 axes, each full or of size 1 (broadcast, not copied), and then the axes of its record.
@@ -38,7 +38,7 @@ class Operand:
         A call with an operand that no platform's take is differentiated as plain JAX.
       float8: whether kernels take it with query, key and value of float8.
       whole: the axes that no device has a part of, where the call is spread over devices.
-      ring: what becomes of it in a ring. "stays" on its device; "travels" with the keys;
+      ring: how a ring treats it. "stays" on its device; "travels" with the keys;
         "either", as its shape along S says; "replaced" by what the ring makes for each block.
     """
 

@@ -136,13 +136,13 @@ def _rounded(one_pass: Pass, run: Run, operands: Operands) -> Operands:
     """Runs a pass after its operands are rounded to float8, if `fp8=` says so.
 
     The derivatives, the backward pass among them, are those of the pass in the operands' own dtype,
-    at the rounded operands: what out and lse belong to. At others, probabilities do not sum to 1,
-    and rows of dlogits not to 0, which training does not forgive. Kernels take out as returned,
-    for which P was rounded, too: rows of dlogits then sum to 0 within that rounding.
+    at the rounded operands, from which out and lse were computed. At unrounded ones, probabilities
+    would not sum to 1 nor rows of dlogits to 0, and training fails. Kernels read out as it was
+    returned, for which P was rounded, too: rows of dlogits then sum to 0 within that rounding.
 
     Args:
       one_pass: the pass.
-      run: makes it.
+      run: runs it.
       operands: by name.
     """
     option, mapped = one_pass.spec.fp8, one_pass.spec.fp8_mapped
@@ -184,7 +184,7 @@ def as_run(one_pass: Pass, operands: dict[str, Any]) -> tuple[Pass, dict[str, An
 
 
 def of_shards(one_pass: Pass, operands: dict[str, Any]) -> Pass:
-    """Returns the pass that devices run which share sequences, given whole ones."""
+    """Given a pass over whole sequences, returns the pass that each device runs on its shard."""
     sequence = one_pass.spec.sequence
     if sequence is None:
         return one_pass
@@ -196,7 +196,7 @@ def on_whole_sequences(one_pass: Pass, run: Run, operands: Operands) -> Operands
 
     Args:
       one_pass: the pass.
-      run: makes it where the order is that of the positions.
+      run: runs the pass on tokens in the order of their positions.
       operands: by name.
     """
     sequence = one_pass.spec.sequence

@@ -236,8 +236,8 @@ def quantize_operands(option: Fp8, operands: Operands, mapped: int = 0) -> tuple
 def round_operands(option: Fp8, operands: Operands, mapped: int = 0) -> Operands:
     """Returns the operands with the numbers that their float8 values stand for, in their dtype.
 
-    The derivative passes the rounding as if it were none, and takes the rotation for what it is. It
-    is called for one device. `mapped`: as for `quantize_operands`.
+    The derivative treats rounding as the identity, and differentiates the rotation. The function is
+    called for one device. `mapped`: as for `quantize_operands`.
     """
     arrays = {name: operands[name] for name in SCALES}
     if option.rotation is not None:

@@ -1,9 +1,10 @@
 """Attends within documents that are given by offsets (the ragged layout).
 
-Kernels know rows: segment ids, which say the pairs of a document, and one distance between the
-positions of queries and keys, `query_offset`, for all documents of a batch entry. Where queries and
-keys have the same offsets, or no position counts, that is all that documents need. Otherwise each
-document has a distance of its own, and rows are gathered into a layout in which all have the same:
+Kernels see only rows. Segment ids say which pairs share a document, and `query_offset` gives one
+distance between the positions of queries and keys for all documents of a batch entry. If queries
+and keys have the same offsets, or no position counts, that is all that documents need. Otherwise
+each document has a distance of its own, and rows are gathered into a layout in which all have the
+same:
 
   - In causal order and aligned at the start, keys that are farther right than a document's last
     query are of no use. The others fit into the rows of its queries: keys and values move.
@@ -189,7 +190,7 @@ def moving(documents: Documents, spec: AttentionSpec, operands: Operands) -> tup
 
 
 def with_own_scales(documents: Documents, spec: AttentionSpec, operands: Operands) -> AttentionSpec:
-    """Returns the spec of a call after `lay_out`, which tears blocks of tokens apart.
+    """Returns the spec of a call after `lay_out`, which breaks up blocks of tokens.
 
     Each token of float8 operands then has a scale of its own.
     """

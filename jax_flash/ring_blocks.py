@@ -5,8 +5,8 @@ axes, (query chunk, key chunk). Queries have size 1 along the second and keys al
 native code does not copy them. The offset between the positions of a pair and what is left of the
 lengths are operands, so kernels skip what a pair may not attend to as they skip tiles.
 
-Both chunks of keys that visit in zig-zag order are one (k = 1) where the keys that a query may
-attend to are the first so many as they are stored: then a step has half of the results to merge.
+The two chunks of keys that visit in zig-zag order form one (k = 1) if each query may attend to a
+prefix of the stored keys. A step then has half of the results to merge.
 """
 
 from __future__ import annotations

@@ -48,7 +48,7 @@ class Route:
 def plan_route(spec: AttentionSpec, sequence: SequenceSharding, q_len: int, kv_len: int) -> Route:
     """Leaves out every visit that causal order and window make useless, as far as is known.
 
-    Without queries or keys every visit is: XLA crashes where arrays without elements travel.
+    Without queries or keys, it leaves out all visits: XLA crashes if it sends empty arrays.
     """
     devices = sequence.devices
     left, right = spec.window

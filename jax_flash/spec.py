@@ -96,8 +96,8 @@ class AttentionSpec:
     Attributes:
       scale: factor on the logits.
       is_causal: query i attends to keys j <= i + query_offset.
-      window: keys that a query sees to its left and right; None is unbounded. Where the call has
-        an operand `window`, that says it, and this is the most that it may say.
+      window: keys that a query sees to its left and right; None is unbounded. If the call has
+        an operand `window`, that operand holds the sizes, and these are their upper bounds.
       logits_soft_cap: logits become cap * tanh(logits / cap); None is no cap.
       dropout_rate: probability in [0, 1) that a probability is dropped, to be rounded to a
         multiple of 2^-15.
@@ -113,8 +113,8 @@ class AttentionSpec:
       fp8_mapped: number of leading batch axes that come from vmap, whose entries never share a
         scale; counted where `fp8` would have them share one.
       out_dtype: name of the output's dtype; None is query's.
-      scale_block: of float8 operands, a number of tokens of which multiples share each scale; 0
-        where all of a sequence do.
+      scale_block: for float8 operands, each scale covers a multiple of this many tokens; 0 if it
+        covers a whole sequence.
     """
 
     scale: float
@@ -139,7 +139,7 @@ class AttentionSpec:
 
     @property
     def dropout_scale(self) -> float:
-        """Returns the exact factor on what is kept: with it dropout does not change the mean."""
+        """Returns the factor for kept elements, with which dropout preserves the mean."""
         return _RANDOM / (_RANDOM - self.dropout_threshold)
 
     @property

@@ -133,7 +133,7 @@ def _cuda_forward(
 
 
 def _decode(widest: int) -> int:
-    """Bounds cuda/plan/decode.h: what each worker leaves behind, of at most 64 rows."""
+    """Bounds cuda/plan/decode.h: each worker's partial results, of at most 64 rows."""
     pitch = 64 if widest <= 64 else 128 if widest <= 128 else 256
     return 264 * 2 * 64 * (pitch + 2) * 4
 

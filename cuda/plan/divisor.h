@@ -1,5 +1,5 @@
-// Divides. On the device, by a number that the host knows: by multiplication and a shift. Granlund
-// and Montgomery, "Division by invariant integers using multiplication", 1994, section 4.
+// Divides, on the device, by a number that the host knows, with a multiplication and a shift.
+// Granlund and Montgomery, "Division by invariant integers using multiplication", 1994, section 4.
 #pragma once
 
 #include <cstdint>

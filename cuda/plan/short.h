@@ -10,8 +10,8 @@
 
 namespace jax_flash::sm90 {
 
-// Operands are copied in boxes of so many rows of 128 bytes, and a unit has at most so many tiles
-// of 64 rows of each operand.
+// The number of rows, of 128 bytes each, in a box of an operand, and the most tiles of 64 rows that
+// a unit has of each operand.
 inline constexpr int32_t kShortBoxRows = 16, kShortTiles = 5;
 // The most units in shared memory, and the most boxes of a unit, so that there is room for two.
 inline constexpr int32_t kShortStages = 8, kShortBoxes = 55;
@@ -46,7 +46,7 @@ struct ShortUnits {
   }
 };
 
-// The backward kernel's units are heads, whose operands have at most so many tiles of 64 rows each.
+// The most tiles of 64 rows of an operand in a unit of the backward kernel, which is a head.
 inline constexpr int32_t kShortGradientTiles = 4;
 
 // Returns the tiles of the operand that has more of them.

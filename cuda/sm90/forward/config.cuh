@@ -24,8 +24,7 @@
 #ifndef JAX_FLASH_SM90_LONG_UNIT
 #define JAX_FLASH_SM90_LONG_UNIT (32768 * 256)
 #endif
-// If set, the units that are left over when all blocks have the same number are blocks of their
-// own.
+// If set, the units that remain after an even division each get a block of their own.
 #ifndef JAX_FLASH_SM90_REST_APART
 #define JAX_FLASH_SM90_REST_APART 1
 #endif

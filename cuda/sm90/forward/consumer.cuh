@@ -531,11 +531,11 @@ struct ForwardConsumer {
     take_references();
   }
 
-  // The next two return whether this tile is in the run of one segment, and whether the next one
-  // is, too.
+  // Returns whether this tile is in the run of one segment.
   __device__ __forceinline__ bool in_run(int32_t tile) const {
     return tile >= run.first && tile < run.end;
   }
+  // Returns whether the next tile is in it, too.
   __device__ __forceinline__ bool run_goes_on(int32_t tile) const {
     return tile >= run.first && tile + 1 < run.end;
   }

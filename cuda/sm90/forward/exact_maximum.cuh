@@ -6,7 +6,7 @@
 // "Errors").
 //
 // Floats that are not negative compare like integers, and the hardware compares three integers in
-// one instruction. This halves the instructions, each of which takes time from the products. As
+// one instruction. This halves the instructions, which compete with the products. As
 // integers, negative floats are less than these, too, but among themselves they compare in the
 // wrong order. While a row's greatest logit is below 0, logits are therefore compared as floats.
 // Running maxima only rise, so one is seldom below 0 after some keys.

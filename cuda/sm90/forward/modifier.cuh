@@ -2,12 +2,12 @@
 // consumers call in each step.
 //
 // A modifier is a struct ForwardModifier<Config, Element, kModifiers> that derives from
-// ModifierDefaults and replaces what it needs: bias.cuh, mask.cuh, segments.cuh and soft_cap.cuh
-// have one each; those for no modifier and for all of them together are here. A new modifier takes
-// a file of its own, which kernel.cuh includes, and a row of plan/recipes.h. Such a file may also
-// specialise OffsetsOf (plan.cuh) and RowStatistics (parts.cuh). Orders, steps and producers do not
-// name modifiers. The epilogue (parts.cuh) names two: the bias, for rows of low logits, and
-// dropout, for its scale.
+// ModifierDefaults and replaces what it needs: bias.cuh, mask.cuh, segments.cuh, soft_cap.cuh,
+// dropout.cuh and slopes.cuh have one each; those for no modifier and for all of them together are
+// here. A new modifier takes a file of its own, which kernel.cuh includes, and a row of
+// plan/recipes.h. Such a file may also specialise OffsetsOf (plan.cuh) and RowStatistics
+// (parts.cuh). Orders, steps and producers do not name modifiers. The epilogue (parts.cuh) names
+// two: the bias, for rows of low logits, and dropout, for its scale.
 //
 // A modifier that can be computed with the exponentials sets kJudges, and implements judge(),
 // modify() for tiles that an edge cuts or whose logits are compared with running maxima first, and

@@ -1,6 +1,6 @@
 // Computes scores a tile ahead in the sm_90 forward kernel, for consumers with registers for the
-// scores of two tiles. The next tile's S and the last tile's P V are computed overlapped with this
-// tile's exponentials, which wait for neither.
+// scores of two tiles. The next tile's S and the last tile's P V overlap this tile's exponentials,
+// which wait for neither.
 //
 // Used with two consumers, for calls without modifiers or a left edge. Key tiles are taken from the
 // last one on.

@@ -3,10 +3,10 @@
 // last key.
 //
 // The running maximum is the greatest logit of a row's first keys, so exponentials of later logits
-// may become very great. bfloat16 and float32 hold them up to 2^127; float16, in tiles whose values
+// may become very large. bfloat16 and float32 hold them up to 2^127; float16, in tiles whose values
 // are converted, up to 2^16 (sm90/forward/values.cuh). The loop assumes that they stay in this
-// range. A check in each tile, and its consequences, would delay the instructions that a call waits
-// for (TUNING.md, "Peaked logits", "Short calls").
+// range. A check in each tile would lengthen the critical path (TUNING.md, "Peaked logits", "Short
+// calls").
 #pragma once
 
 #include <cstdint>
