@@ -1,5 +1,6 @@
 """Which CUDA kernel a call gets, as plan/choose.cc decides: without a GPU."""
 
+import pathlib
 import random
 
 import jax
@@ -116,6 +117,16 @@ FLOAT8_NAMED = [
     (MODIFIED, 128, {"head_dim": 128, "logits_soft_cap": 30.0}),
     (MODIFIED, 64, {"head_dim": 64, "scale": -1.0}),
 ]
+
+
+GUIDE = pathlib.Path(__file__).resolve().parent.parent / "docs/guide/troubleshooting.md"
+
+
+@pytest.mark.skipif(not {64, 128} <= DIMS, reason="a build with a part of the kernels")
+def test_the_guide_shows_what_explain_prints():
+    lines = [f"  {name}: {kernel}" for name, kernel in kernels(is_causal=True).items()]
+    assert "the shape (4,4096,16,128)" in GUIDE.read_text()
+    assert "\n".join(lines) in GUIDE.read_text()
 
 
 @pytest.mark.parametrize(
