@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any, Literal, overload
+import inspect
+from collections.abc import Callable
+from typing import Any, Literal, TypeVar, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -11,17 +13,18 @@ from jax.typing import ArrayLike
 
 from jax_flash import autodiff, dispatch, ffi
 from jax_flash.arrays import float_array
-from jax_flash.call import Call, WindowSize, make_call
+from jax_flash.call import Call, make_call
 from jax_flash.fp8 import DTYPE as FLOAT8
 from jax_flash.fp8 import Fp8
 from jax_flash.operands import axis_of
+from jax_flash.options import Abstract, AllOptions, WindowSize
 from jax_flash.passes import Pass, as_run, of_shards
 from jax_flash.primitives import cuda_kernels
 from jax_flash.ragged import lay_out, moving
 from jax_flash.sequence import choose_mode, sequence_of_mesh, shard_sequence
 from jax_flash.spec import Alignment, Implementation, Mode, Order, Precision
 
-Abstract = ArrayLike | jax.ShapeDtypeStruct
+Function = TypeVar("Function", bound=Callable[..., Any])
 
 
 @overload
@@ -73,36 +76,8 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: ArrayLike | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: WindowSize = None,
-    implementation: Implementation | None = None,
     return_residual: Literal[True],
-    query_segment_ids: ArrayLike | None = None,
-    key_value_segment_ids: ArrayLike | None = None,
-    query_offsets: ArrayLike | None = None,
-    key_value_offsets: ArrayLike | None = None,
-    causal_alignment: Alignment = "start",
-    query_offset: ArrayLike = 0,
-    sinks: ArrayLike | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    relative_bias: ArrayLike | None = None,
-    logits_soft_cap: ArrayLike | None = None,
-    dropout_rate: float = 0.0,
-    dropout_seed: ArrayLike | None = None,
-    broadcast_dropout: bool = False,
-    deterministic: bool = False,
-    precision: Precision = None,
-    fp8: Fp8 | None = None,
-    query_scale: ArrayLike | None = None,
-    key_scale: ArrayLike | None = None,
-    value_scale: ArrayLike | None = None,
-    out_dtype: Any = None,
-    sequence_axis: str | tuple[str, ...] | None = None,
-    sequence_order: Order = "contiguous",
-    sequence_mode: Mode = "ring",
+    **options: Unpack[AllOptions[ArrayLike]],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -114,36 +89,8 @@ def dot_product_attention(
     bias: ArrayLike | None = None,
     mask: ArrayLike | None = None,
     *,
-    scale: ArrayLike | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: WindowSize = None,
-    implementation: Implementation | None = None,
     return_residual: bool,
-    query_segment_ids: ArrayLike | None = None,
-    key_value_segment_ids: ArrayLike | None = None,
-    query_offsets: ArrayLike | None = None,
-    key_value_offsets: ArrayLike | None = None,
-    causal_alignment: Alignment = "start",
-    query_offset: ArrayLike = 0,
-    sinks: ArrayLike | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    relative_bias: ArrayLike | None = None,
-    logits_soft_cap: ArrayLike | None = None,
-    dropout_rate: float = 0.0,
-    dropout_seed: ArrayLike | None = None,
-    broadcast_dropout: bool = False,
-    deterministic: bool = False,
-    precision: Precision = None,
-    fp8: Fp8 | None = None,
-    query_scale: ArrayLike | None = None,
-    key_scale: ArrayLike | None = None,
-    value_scale: ArrayLike | None = None,
-    out_dtype: Any = None,
-    sequence_axis: str | tuple[str, ...] | None = None,
-    sequence_order: Order = "contiguous",
-    sequence_mode: Mode = "ring",
+    **options: Unpack[AllOptions[ArrayLike]],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
@@ -510,104 +457,43 @@ class Explanation:
         return "\n".join(lines)
 
 
-def abstract_call(
-    query: Abstract,
-    key: Abstract,
-    value: Abstract,
-    bias: Abstract | None = None,
-    mask: Abstract | None = None,
-    *,
-    scale: Abstract | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: Abstract | None = None,
-    key_value_seq_lengths: Abstract | None = None,
-    local_window_size: WindowSize = None,
-    implementation: Implementation | None = None,
-    return_residual: bool = False,
-    query_segment_ids: Abstract | None = None,
-    key_value_segment_ids: Abstract | None = None,
-    query_offsets: Abstract | None = None,
-    key_value_offsets: Abstract | None = None,
-    causal_alignment: Alignment = "start",
-    query_offset: Abstract = 0,
-    sinks: Abstract | None = None,
-    alibi_slopes: Abstract | None = None,
-    relative_bias: Abstract | None = None,
-    logits_soft_cap: Abstract | None = None,
-    dropout_rate: float = 0.0,
-    dropout_seed: Abstract | None = None,
-    broadcast_dropout: bool = False,
-    deterministic: bool = False,
-    precision: Precision = None,
-    fp8: Fp8 | None = None,
-    query_scale: Abstract | None = None,
-    key_scale: Abstract | None = None,
-    value_scale: Abstract | None = None,
-    out_dtype: Any = None,
-    sequence_axis: str | tuple[str, ...] | None = None,
-    sequence_order: Order = "contiguous",
-    sequence_mode: Mode = "ring",
-) -> Call:
+_SIGNATURE = inspect.signature(dot_product_attention)
+
+
+def takes_its_arguments(function: Function) -> Function:
+    """Gives a function the signature of `dot_product_attention`, as `help` shows it."""
+    result = inspect.signature(function).return_annotation
+    function.__dict__["__signature__"] = _SIGNATURE.replace(return_annotation=result)
+    return function
+
+
+def abstract_call(*args: Any, **options: Any) -> Call:
     """Makes the call that `dot_product_attention` makes of its arguments, with abstract operands.
 
     Raises:
       As `dot_product_attention` does; but not that `implementation` cannot run the call.
     """
-    sequence = sequence_of_mesh(sequence_axis, sequence_order, sequence_mode, query_offset)
-    abstract: list[Any] = []
+    bound = _SIGNATURE.bind(*args, **options)
+    bound.apply_defaults()
+    arguments = bound.arguments
+    axis, order, mode = (arguments.pop(f"sequence_{name}") for name in ("axis", "order", "mode"))
+    sequence = sequence_of_mesh(axis, order, mode, arguments["query_offset"])
+
+    def is_leaf(x: Any) -> bool:
+        return x is not arguments and not isinstance(x, tuple | list)
+
+    leaves, tree = jax.tree.flatten(arguments, is_leaf=is_leaf)
+    abstract = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
 
     def made(*arrays: jax.Array) -> Call:
-        def given(x: Any) -> Any:
-            """Returns the array that stands for x, if x is abstract."""
-            index = next((i for i, y in enumerate(abstract) if y is x), None)
-            return x if index is None else arrays[index]
+        given = iter(arrays)
+        filled = [next(given) if a else x for a, x in zip(abstract, leaves, strict=True)]
+        return make_call(**jax.tree.unflatten(tree, filled), sequence=sequence)
 
-        return make_call(
-            given(query),
-            given(key),
-            given(value),
-            given(bias),
-            given(mask),
-            scale=given(scale),
-            is_causal=is_causal,
-            query_seq_lengths=given(query_seq_lengths),
-            key_value_seq_lengths=given(key_value_seq_lengths),
-            local_window_size=jax.tree.map(given, local_window_size),
-            implementation=implementation,
-            return_residual=return_residual,
-            query_segment_ids=given(query_segment_ids),
-            key_value_segment_ids=given(key_value_segment_ids),
-            query_offsets=given(query_offsets),
-            key_value_offsets=given(key_value_offsets),
-            causal_alignment=causal_alignment,
-            query_offset=given(query_offset),
-            sinks=given(sinks),
-            alibi_slopes=given(alibi_slopes),
-            relative_bias=given(relative_bias),
-            logits_soft_cap=given(logits_soft_cap),
-            dropout_rate=dropout_rate,
-            dropout_seed=given(dropout_seed),
-            broadcast_dropout=broadcast_dropout,
-            deterministic=deterministic,
-            precision=precision,
-            fp8=fp8,
-            query_scale=given(query_scale),
-            key_scale=given(key_scale),
-            value_scale=given(value_scale),
-            out_dtype=out_dtype,
-            sequence=sequence,
-        )
-
-    operands = (
-        query, key, value, bias, mask, scale, query_seq_lengths, key_value_seq_lengths,
-        query_segment_ids, key_value_segment_ids, query_offsets, key_value_offsets, query_offset,
-        sinks, alibi_slopes, relative_bias, logits_soft_cap, dropout_seed, local_window_size,
-        query_scale, key_scale, value_scale,
-    )  # fmt: skip
-    abstract += [x for x in jax.tree.leaves(operands) if isinstance(x, jax.ShapeDtypeStruct)]
-    return jax.eval_shape(made, *abstract)
+    return jax.eval_shape(made, *(x for a, x in zip(abstract, leaves, strict=True) if a))
 
 
+@takes_its_arguments
 def explain(
     query: Abstract,
     key: Abstract,
@@ -615,36 +501,8 @@ def explain(
     bias: Abstract | None = None,
     mask: Abstract | None = None,
     *,
-    scale: Abstract | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: Abstract | None = None,
-    key_value_seq_lengths: Abstract | None = None,
-    local_window_size: WindowSize = None,
-    implementation: Implementation | None = None,
     return_residual: bool = False,
-    query_segment_ids: Abstract | None = None,
-    key_value_segment_ids: Abstract | None = None,
-    query_offsets: Abstract | None = None,
-    key_value_offsets: Abstract | None = None,
-    causal_alignment: Alignment = "start",
-    query_offset: Abstract = 0,
-    sinks: Abstract | None = None,
-    alibi_slopes: Abstract | None = None,
-    relative_bias: Abstract | None = None,
-    logits_soft_cap: Abstract | None = None,
-    dropout_rate: float = 0.0,
-    dropout_seed: Abstract | None = None,
-    broadcast_dropout: bool = False,
-    deterministic: bool = False,
-    precision: Precision = None,
-    fp8: Fp8 | None = None,
-    query_scale: Abstract | None = None,
-    key_scale: Abstract | None = None,
-    value_scale: Abstract | None = None,
-    out_dtype: Any = None,
-    sequence_axis: str | tuple[str, ...] | None = None,
-    sequence_order: Order = "contiguous",
-    sequence_mode: Mode = "ring",
+    **options: Unpack[AllOptions[Abstract]],
 ) -> Explanation:
     """Says which implementation `dot_product_attention` gets with these arguments, and why.
 
@@ -659,43 +517,7 @@ def explain(
       TypeError, ValueError, NotImplementedError: as `dot_product_attention` does. If
         `implementation` cannot run the call, nothing is raised and the explanation says so.
     """
-    call = abstract_call(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        implementation=implementation,
-        return_residual=return_residual,
-        query_segment_ids=query_segment_ids,
-        key_value_segment_ids=key_value_segment_ids,
-        query_offsets=query_offsets,
-        key_value_offsets=key_value_offsets,
-        causal_alignment=causal_alignment,
-        query_offset=query_offset,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        relative_bias=relative_bias,
-        logits_soft_cap=logits_soft_cap,
-        dropout_rate=dropout_rate,
-        dropout_seed=dropout_seed,
-        broadcast_dropout=broadcast_dropout,
-        deterministic=deterministic,
-        precision=precision,
-        fp8=fp8,
-        query_scale=query_scale,
-        key_scale=key_scale,
-        value_scale=value_scale,
-        out_dtype=out_dtype,
-        sequence_axis=sequence_axis,
-        sequence_order=sequence_order,
-        sequence_mode=sequence_mode,
-    )
+    call = abstract_call(query, key, value, bias, mask, return_residual=return_residual, **options)
     current = dispatch.current_platform()
     given = kernel_operands(call)
     forward, operands = as_run(Pass(call.spec), given)

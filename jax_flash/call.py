@@ -34,6 +34,7 @@ from jax_flash.explicit import sharded_like
 from jax_flash.fp8 import DTYPE as FLOAT8
 from jax_flash.fp8 import KERNEL_BLOCK, SCALES, Fp8, block_of, token_scale
 from jax_flash.operands import OPERANDS, Operands
+from jax_flash.options import WindowSize
 from jax_flash.philox import dropout_keys
 from jax_flash.ragged import Documents, make_documents, with_own_scales
 from jax_flash.sequence import check as check_sequence
@@ -48,10 +49,6 @@ from jax_flash.spec import (
 
 # Dtypes that query, key and value may have.
 _DTYPES = (jnp.bfloat16, jnp.float16, jnp.float32, jnp.float64, FLOAT8)
-
-# Sizes of a local window: of both sides, or (left, right); None is unbounded.
-Size = int | jax.Array | None
-WindowSize = Size | tuple[Size, Size]
 
 
 @functools.partial(

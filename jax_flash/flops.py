@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple, Unpack
 
 import numpy as np
 from jax.export import is_symbolic_dim
 
-from jax_flash.attention import Abstract, abstract_call
-from jax_flash.fp8 import Fp8
+from jax_flash.attention import abstract_call, takes_its_arguments
 from jax_flash.operands import batch_shape
-from jax_flash.spec import Alignment, AttentionSpec, Implementation, Mode, Order, Precision
+from jax_flash.options import Abstract, AllOptions
+from jax_flash.spec import AttentionSpec
 
 
 class Flops(NamedTuple):
@@ -26,6 +26,7 @@ class Flops(NamedTuple):
     backward: int
 
 
+@takes_its_arguments
 def flops(
     query: Abstract,
     key: Abstract,
@@ -33,36 +34,8 @@ def flops(
     bias: Abstract | None = None,
     mask: Abstract | None = None,
     *,
-    scale: float | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: Abstract | None = None,
-    key_value_seq_lengths: Abstract | None = None,
-    local_window_size: int | tuple[int | None, int | None] | None = None,
-    implementation: Implementation | None = None,
     return_residual: bool = False,
-    query_segment_ids: Abstract | None = None,
-    key_value_segment_ids: Abstract | None = None,
-    query_offsets: Abstract | None = None,
-    key_value_offsets: Abstract | None = None,
-    causal_alignment: Alignment = "start",
-    query_offset: Abstract = 0,
-    sinks: Abstract | None = None,
-    alibi_slopes: Abstract | None = None,
-    relative_bias: Abstract | None = None,
-    logits_soft_cap: float | None = None,
-    dropout_rate: float = 0.0,
-    dropout_seed: Abstract | None = None,
-    broadcast_dropout: bool = False,
-    deterministic: bool = False,
-    precision: Precision = None,
-    fp8: Fp8 | None = None,
-    query_scale: Abstract | None = None,
-    key_scale: Abstract | None = None,
-    value_scale: Abstract | None = None,
-    out_dtype: Any = None,
-    sequence_axis: str | tuple[str, ...] | None = None,
-    sequence_order: Order = "contiguous",
-    sequence_mode: Mode = "ring",
+    **options: Unpack[AllOptions[Abstract]],
 ) -> Flops:
     r"""Counts the floating point operations of `dot_product_attention` with these arguments.
 
@@ -98,49 +71,14 @@ def flops(
       Dao, "FlashAttention-2", 2023, section 4.1. That count leaves out half of the pairs in causal
       order; this one leaves out exactly those above the diagonal.
     """
-    call = abstract_call(
-        query,
-        key,
-        value,
-        bias,
-        mask,
-        scale=scale,
-        is_causal=is_causal,
-        query_seq_lengths=query_seq_lengths,
-        key_value_seq_lengths=key_value_seq_lengths,
-        local_window_size=local_window_size,
-        implementation=implementation,
-        return_residual=return_residual,
-        query_segment_ids=query_segment_ids,
-        key_value_segment_ids=key_value_segment_ids,
-        query_offsets=query_offsets,
-        key_value_offsets=key_value_offsets,
-        causal_alignment=causal_alignment,
-        query_offset=query_offset,
-        sinks=sinks,
-        alibi_slopes=alibi_slopes,
-        relative_bias=relative_bias,
-        logits_soft_cap=logits_soft_cap,
-        dropout_rate=dropout_rate,
-        dropout_seed=dropout_seed,
-        broadcast_dropout=broadcast_dropout,
-        deterministic=deterministic,
-        precision=precision,
-        fp8=fp8,
-        query_scale=query_scale,
-        key_scale=key_scale,
-        value_scale=value_scale,
-        out_dtype=out_dtype,
-        sequence_axis=sequence_axis,
-        sequence_order=sequence_order,
-        sequence_mode=sequence_mode,
-    )
+    call = abstract_call(query, key, value, bias, mask, return_residual=return_residual, **options)
     query, value = call.operands["query"], call.operands["value"]
     for name, x in (("query", query), ("value", value)):
         if any(map(is_symbolic_dim, x.shape)):
             raise ValueError(f"{name}: expected known sizes, got {x.shape}")
     q_len, heads, head_dim = query.shape[-3:]
     kv_len, _, value_dim = value.shape[-3:]
+    query_offset = options.get("query_offset", 0)
     offset = int(query_offset) if isinstance(query_offset, int | np.integer) else None
     if call.documents is not None and call.documents.key_value_offsets is not None:
         offset = None

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from typing import Any, Literal, overload
+from typing import Any, Literal, Unpack, overload
 
 import jax
 from jax.typing import ArrayLike
 
 from jax_flash.attention import run
-from jax_flash.call import WindowSize, make_call
+from jax_flash.call import make_call
 from jax_flash.fp8 import Fp8
+from jax_flash.options import Options, WindowSize
 from jax_flash.sequence import axes_of_shard_map, check_options, make_sequence
 from jax_flash.spec import Implementation, Mode, Order, Precision
 
@@ -63,30 +64,8 @@ def ring_attention(
     axis_name: str | tuple[str, ...],
     order: Order = "contiguous",
     mode: Mode = "ring",
-    scale: ArrayLike | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: WindowSize = None,
-    implementation: Implementation | None = None,
     return_residual: Literal[True],
-    query_segment_ids: ArrayLike | None = None,
-    key_value_segment_ids: ArrayLike | None = None,
-    query_offset: ArrayLike = 0,
-    sinks: ArrayLike | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    relative_bias: ArrayLike | None = None,
-    logits_soft_cap: ArrayLike | None = None,
-    dropout_rate: float = 0.0,
-    dropout_seed: ArrayLike | None = None,
-    broadcast_dropout: bool = False,
-    deterministic: bool = False,
-    precision: Precision = None,
-    fp8: Fp8 | None = None,
-    query_scale: ArrayLike | None = None,
-    key_scale: ArrayLike | None = None,
-    value_scale: ArrayLike | None = None,
-    out_dtype: Any = None,
+    **options: Unpack[Options[ArrayLike]],
 ) -> tuple[jax.Array, jax.Array]: ...
 
 
@@ -101,30 +80,8 @@ def ring_attention(
     axis_name: str | tuple[str, ...],
     order: Order = "contiguous",
     mode: Mode = "ring",
-    scale: ArrayLike | None = None,
-    is_causal: bool = False,
-    query_seq_lengths: ArrayLike | None = None,
-    key_value_seq_lengths: ArrayLike | None = None,
-    local_window_size: WindowSize = None,
-    implementation: Implementation | None = None,
     return_residual: bool,
-    query_segment_ids: ArrayLike | None = None,
-    key_value_segment_ids: ArrayLike | None = None,
-    query_offset: ArrayLike = 0,
-    sinks: ArrayLike | None = None,
-    alibi_slopes: ArrayLike | None = None,
-    relative_bias: ArrayLike | None = None,
-    logits_soft_cap: ArrayLike | None = None,
-    dropout_rate: float = 0.0,
-    dropout_seed: ArrayLike | None = None,
-    broadcast_dropout: bool = False,
-    deterministic: bool = False,
-    precision: Precision = None,
-    fp8: Fp8 | None = None,
-    query_scale: ArrayLike | None = None,
-    key_scale: ArrayLike | None = None,
-    value_scale: ArrayLike | None = None,
-    out_dtype: Any = None,
+    **options: Unpack[Options[ArrayLike]],
 ) -> jax.Array | tuple[jax.Array, jax.Array]: ...
 
 
