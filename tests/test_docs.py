@@ -101,10 +101,11 @@ def test_links_exist(path):
 
 def test_where_to_look_names_what_exists():
     page = (_DOCS / "internals" / "kernels.md").read_text()
-    table, steps = page.split("## Where to look in the sources")[1].split("### Adding")
+    page = page.split("## Where to look in the sources")[1].split("## Where the figures")[0]
+    table, *lists = page.split("### Adding")
     rows = [line.split(" | ") for line in table.splitlines() if line.startswith("| ")][1:]
     places = [(files, names) for _, files, names in rows]
-    places += [(step, step) for step in steps.split("## Where the figures")[0].split("\n1. ")]
+    places += [(steps, steps) for steps in lists]
     assert len(places) > 15
     for files, names in places:
         paths = _paths_below_cuda(files)
