@@ -102,7 +102,7 @@ struct Forward {
   // needs_exact_logits() of modifiers/units.cuh.
   bool extreme_rows_only = false;
 
-  // Uninitialised. The functions *_workspace_bytes() return its size for a pass and platform.
+  // Uninitialized. The functions *_workspace_bytes() return its size for a pass and platform.
   void* workspace = nullptr;
 };
 

@@ -40,7 +40,7 @@ def flops(
     r"""Counts the floating point operations of `dot_product_attention` with these arguments.
 
     `compiled.cost_analysis()` counts -1 for each custom call. Add this count instead, for example
-    to compute a model's FLOP utilisation. It counts the matrix products of pairs (query, key) that
+    to compute a model's FLOP utilization. It counts the matrix products of pairs (query, key) that
     attend:
 
     .. math::

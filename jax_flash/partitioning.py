@@ -213,7 +213,7 @@ def _exported(one_pass: Pass, run: Run, operands: Operands) -> Operands:
     spec = one_pass.spec
     warnings.warn(
         "attention exported on a mesh of Auto axes is computed for all batch entries and heads on "
-        "each device, since jax.export cannot serialise its partitioning; use Explicit axes "
+        "each device, since jax.export cannot serialize its partitioning; use Explicit axes "
         "(jax.make_mesh(..., axis_types=(AxisType.Explicit, ...))) or jax.shard_map",
         stacklevel=2,
     )

@@ -91,7 +91,7 @@ class SequenceSharding:
 
 @dataclasses.dataclass(frozen=True)
 class AttentionSpec:
-    """Holds the static options of one call, validated and normalised.
+    """Holds the static options of one call, validated and normalized.
 
     Attributes:
       scale: factor on the logits.

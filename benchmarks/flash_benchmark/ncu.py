@@ -120,7 +120,7 @@ def _number(kernel, names) -> float | None:
 
 
 def summarise(kernel: dict[str, tuple[str, str]]) -> dict[str, Any]:
-    """What is printed of a kernel; times in seconds, clocks in Hz, utilisation in percent."""
+    """What is printed of a kernel; times in seconds, clocks in Hz, utilization in percent."""
     name = kernel.get("Kernel Name", ("", "?"))[1]
     stalls = {}
     for metric in kernel:

@@ -147,7 +147,7 @@ def split_calls(text: str) -> list[tuple[Case, str, list[dict[str, Any]]]]:
 
 
 def format_kernels(kernels: list[dict[str, Any]]) -> str:
-    """A block a kernel: utilisation, resources, and the stall reasons that lead."""
+    """A block a kernel: utilization, resources, and the stall reasons that lead."""
     blocks = []
     for kernel in kernels:
         rows = []

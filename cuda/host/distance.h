@@ -15,7 +15,7 @@ JAX_FLASH_INLINE void for_diagonals(const Head& head, const Tile& tile, F f) {
   for (int t = first_diagonal(tile.row_end - 1); t < end; ++t) f(t, head.distance.of(first + t));
 }
 
-// Adds the biases by distance to the tile's rows of s. Without a bias, these are uninitialised, and
+// Adds the biases by distance to the tile's rows of s. Without a bias, these are uninitialized, and
 // are overwritten.
 inline void add_by_distance(const Head& head, const Tile& tile, bool has_bias, Matrix s) {
   const ByDistance& distance = head.distance;

@@ -12,7 +12,7 @@
 // two numbers, xored with the other two words, are the counter. Word i / 8 % 2 of the result
 // belongs to (i, j), and its half j / 8 % 2. The lower 15 bits of a half are compared with the
 // threshold. One addition does so for both halves of a word: the carry of each half enters its
-// highest bit. The 15 bits quantise the rate to 2^-15.
+// highest bit. The 15 bits quantize the rate to 2^-15.
 //
 // Rounds: Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011, section 4, call a
 // generator Crush-resistant that passes SmallCrush, Crush and BigCrush of TestU01. The authors know

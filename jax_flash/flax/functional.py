@@ -66,7 +66,7 @@ def dot_product_attention(
         that is an integer dtype.
       precision: None, any `jax.lax.Precision` or its name, or a pair of them, as
         `jax_flash.dot_product_attention` takes it.
-      module: must be None: the weights that Flax would sow are never materialised.
+      module: must be None: the weights that Flax would sow are never materialized.
       promote_dtype: casts instead: `promote_dtype((query, key, value), dtype=dtype)` returns the
         three; None casts as Flax's own does.
       is_causal: query i may attend to keys j <= i only.
@@ -91,7 +91,7 @@ def dot_product_attention(
     if module is not None:
         raise NotImplementedError(
             "sow_weights=True (module is not None) needs the attention weights, which a fused "
-            "kernel never materialises; use Flax's own dot_product_attention to inspect them"
+            "kernel never materializes; use Flax's own dot_product_attention to inspect them"
         )
     einsums = {
         "einsum_dot_general": einsum_dot_general,

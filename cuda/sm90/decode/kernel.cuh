@@ -308,7 +308,7 @@ struct DecodeConsumer {
 #pragma unroll
         for (int i = 0; i < 4 && n0 + i < kOutN; ++i) {
           const float (&block)[4] = out[0][n0 + i];
-          // A product with 0 would not suffice: without keys, `out` is not initialised.
+          // A product with 0 would not suffice: without keys, `out` is not initialized.
           words[i] = normalizer == 0.0f ? 0
                                         : ptx::cvt_rn_x2<Element>(block[2 * half] * normalizer,
                                                                   block[2 * half + 1] * normalizer);

@@ -38,7 +38,7 @@ struct HalfValueMap {
   const int32_t* bad = nullptr;  // a flag per converting block; null: V was not converted
   int32_t blocks = 0;
 
-  // Returns whether all of V can be read in float16. Synchronises the block, all of whose threads
+  // Returns whether all of V can be read in float16. Synchronizes the block, all of whose threads
   // must call it.
   __device__ __forceinline__ bool usable() const {
     if (bad == nullptr) {

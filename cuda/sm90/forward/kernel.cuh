@@ -74,7 +74,7 @@
 
 namespace jax_flash::sm90 {
 
-// Initialises barriers and prefetches tensor maps. Consumer threads do it, since they are idle at
+// Initializes barriers and prefetches tensor maps. Consumer threads do it, since they are idle at
 // the start.
 template <typename Config, typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void initialise(const ForwardMaps& maps,

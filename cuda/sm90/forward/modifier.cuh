@@ -5,7 +5,7 @@
 // ModifierDefaults and replaces what it needs: bias.cuh, mask.cuh, segments.cuh, soft_cap.cuh,
 // dropout.cuh and slopes.cuh have one each; those for no modifier and for all of them together are
 // here. A new modifier takes a file of its own, which kernel.cuh includes, and a row of
-// plan/recipes.h. Such a file may also specialise OffsetsOf (plan.cuh) and RowStatistics
+// plan/recipes.h. Such a file may also specialize OffsetsOf (plan.cuh) and RowStatistics
 // (parts.cuh). Orders, steps and producers do not name modifiers. The epilogue (parts.cuh) names
 // two: the bias, for rows of low logits, and dropout, for its scale.
 //

@@ -46,7 +46,7 @@ __device__ __forceinline__ void attend_again(Consumer& consumer) {
 }
 
 // Redoes the query tiles for which some consumer warp of the block could not trust its sums or its
-// values. All warps have signaled by now.
+// values. All warps have signalled by now.
 //
 // This has a ForwardConsumer of its own. The compiler takes these loops to be divergent, and would
 // do so with the main loops, too, if both had registers in common. Shuffles separate them.

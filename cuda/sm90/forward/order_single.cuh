@@ -127,7 +127,7 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
     consumer.release_query();
     if constexpr (Consumer::kPlain) {
       check_query_tile(consumer, consumer.softmax, consumer.works - 1);
-      if constexpr (Config::kMarksLast) {  // so that all have signaled when the output is stored
+      if constexpr (Config::kMarksLast) {  // so that all have signalled when the output is stored
         if (consumer.is_last_query) smem.again->notify();
       }
     }

@@ -166,7 +166,7 @@ struct QueryWork {
   ModifierOffsets modifiers;
 };
 
-// Sets the offsets of a query tile's modifier operands. A modifier's file specialises it if fewer
+// Sets the offsets of a query tile's modifier operands. A modifier's file specializes it if fewer
 // offsets suffice.
 template <uint32_t kModifiers>
 struct OffsetsOf {

@@ -23,8 +23,8 @@
 
 namespace jax_flash::sm90 {
 
-// True if consumers initialise the barriers in shared memory while producers find their first
-// tiles; a named barrier, kStarted, then synchronises them. Otherwise __syncthreads() does so at
+// True if consumers initialize the barriers in shared memory while producers find their first
+// tiles; a named barrier, kStarted, then synchronizes them. Otherwise __syncthreads() does so at
 // the start: with modifiers or divided keys, kStarted would make the compiler treat loops as
 // divergent (TUNING.md).
 template <typename Config, uint32_t kModifiers>
