@@ -194,6 +194,11 @@ def test_errors():
     ):
         with pytest.raises(ValueError, match=message):
             call()
+    for name in ("is_causal", "use_sinks", "deterministic", "use_bias", "use_out_bias", "decode"):
+        with pytest.raises(TypeError, match=f"^{name}: expected a bool"):
+            GroupedQueryAttention(**SIZES | {name: "x"}).init(jax.random.key(0), x)
+    with pytest.raises(TypeError, match=r"^deterministic: expected a bool"):
+        GroupedQueryAttention(**SIZES).init(jax.random.key(0), x, deterministic="x")
 
 
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs 2 devices")

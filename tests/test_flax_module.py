@@ -464,7 +464,22 @@ def test_errors():
         make_module(rotary="llama")(make_inputs())
     with pytest.raises(ValueError, match=r"qk_norm must be .* got 'rms'"):
         make_module(qk_norm="rms")
+    for name in (
+        "is_causal",
+        "use_sinks",
+        "deterministic",
+        "use_bias",
+        "use_out_bias",
+        "keep_rngs",
+    ):
+        with pytest.raises(TypeError, match=f"^{name}: expected a bool"):
+            make_module(**{name: "x"})
     module, x = make_module(), make_inputs()
+    for name in ("decode", "deterministic"):
+        with pytest.raises(TypeError, match=f"^{name}: expected a bool"):
+            module(x, **{name: "x"})
+    with pytest.raises(ValueError, match=r"^inputs: expected shape \[.*\], got \(2, 12, "):
+        module(x[..., :-1])
     with pytest.raises(ValueError, match="got a single axis"):
         module(x[0, 0])
     with pytest.raises(ValueError, match="call init_cache first"):

@@ -93,14 +93,24 @@ class GroupedQueryAttention(linen.Module):
           [*batch, length, features].
 
         Raises:
-          TypeError: num_heads, num_kv_heads or head_dim is no integer; rotary or attention_fn is
-            not callable; or seq_lengths or segment_ids are no integers.
+          TypeError: num_heads, num_kv_heads or head_dim is no integer; an option that is a bool
+            here is none; rotary or attention_fn is not callable; or seq_lengths or segment_ids are
+            no integers.
           ValueError: one of these sizes is not positive; inputs have a single axis or no features;
             num_kv_heads does not divide num_heads; head_dim is left out and num_heads does not
             divide features; qk_norm is none of those; input_positions, seq_lengths or segment_ids
             have another shape; or decode without a cache, with segment_ids, without is_causal, or
             with inputs that do not fit the cache.
         """
+        layer.check_flags(
+            is_causal=self.is_causal,
+            use_sinks=self.use_sinks,
+            use_bias=self.use_bias,
+            use_out_bias=self.use_out_bias,
+            decode=self.decode,
+        )
+        layer.check_flags(deterministic=self.deterministic)
+        layer.check_flags(deterministic=deterministic)
         features = inputs.shape[-1]
         kv_heads, head_dim = layer.sizes(features, self.num_heads, self.num_kv_heads, self.head_dim)
         inits = self.kernel_init, self.bias_init

@@ -122,10 +122,20 @@ class GroupedQueryAttention(nnx.Module):
           rngs: source of the `params` key, and of the `dropout` stream if dropout_rate is not 0.
 
         Raises:
-          TypeError: in_features, num_heads, num_kv_heads or head_dim is no integer.
-          ValueError: one of these is not positive; num_kv_heads does not divide num_heads; head_dim
-            is left out and num_heads does not divide in_features; or qk_norm is something else.
+          TypeError: in_features, num_heads, num_kv_heads or head_dim is no integer, or an option
+            that is a bool here is none.
+          ValueError: one of these sizes is not positive; num_kv_heads does not divide num_heads;
+            head_dim is left out and num_heads does not divide in_features; or qk_norm is something
+            else.
         """
+        layer.check_flags(
+            is_causal=is_causal,
+            use_sinks=use_sinks,
+            deterministic=deterministic,
+            use_bias=use_bias,
+            use_out_bias=use_out_bias,
+            keep_rngs=keep_rngs,
+        )
         num_kv_heads, head_dim = layer.sizes(in_features, num_heads, num_kv_heads, head_dim)
         self.in_features = in_features
         self.num_heads = num_heads
@@ -255,11 +265,17 @@ class GroupedQueryAttention(nnx.Module):
 
         Raises:
           TypeError: rotary or attention_fn is not callable; seq_lengths or segment_ids are no
-            integers.
-          ValueError: inputs have a single axis; input_positions, seq_lengths or segment_ids have
-            another shape; decode without a cache, with segment_ids, without is_causal, or with
-            inputs that do not fit the cache; dropout without rngs.
+            integers; decode or deterministic is no bool.
+          ValueError: inputs have a single axis or another last one; input_positions, seq_lengths or
+            segment_ids have another shape; decode without a cache, with segment_ids, without
+            is_causal, or with inputs that do not fit the cache; dropout without rngs.
         """
+        layer.check_flags(decode=decode, deterministic=deterministic)
+        if jnp.shape(inputs)[-1:] != (self.in_features,):
+            raise ValueError(
+                f"inputs: expected shape [*batch, length, {self.in_features}], "
+                f"got {jnp.shape(inputs)}"
+            )
         cache = self._cache() if decode else None
         if cache is not None:
             layer.check_decode(self, inputs, segment_ids, cache)
