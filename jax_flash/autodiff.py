@@ -32,7 +32,7 @@ from jax_flash.partitioning import (
     unify_varying,
 )
 from jax_flash.passes import Pass, run_reference
-from jax_flash.primitives import backward_p, batch, bind, forward_p
+from jax_flash.primitives import backward_ps, batch, bind, forward_ps
 from jax_flash.ragged import lay_out
 from jax_flash.ranks import own_ranks
 
@@ -291,8 +291,10 @@ tangent_p.def_abstract_eval(_tangent_types)
 batching.primitive_batchers[tangent_p] = functools.partial(batch, tangent_p)
 mlir.register_lowering(tangent_p, mlir.lower_fun(_tangent, multiple_results=True))
 
-ad.primitive_jvps[forward_p] = _forward_jvp
-ad.primitive_jvps[backward_p] = functools.partial(_jvp_of_plain, _plain_backward, backward_p)
+for _primitive in forward_ps:
+    ad.primitive_jvps[_primitive] = _forward_jvp
+    ad.primitive_transposes[_primitive] = _forward_transpose
+for _primitive in backward_ps:
+    ad.primitive_jvps[_primitive] = functools.partial(_jvp_of_plain, _plain_backward, _primitive)
 ad.primitive_jvps[tangent_p] = functools.partial(_jvp_of_plain, _tangent, tangent_p)
-ad.primitive_transposes[forward_p] = _forward_transpose
 ad.primitive_transposes[tangent_p] = _tangent_transpose

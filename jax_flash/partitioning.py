@@ -54,6 +54,15 @@ def spread(
     return on_whole_sequences(one_pass, run, operands)
 
 
+def needs_partitioner(operands: Operands) -> bool:
+    """Returns whether XLA's partitioner spreads a call, if the program is for several devices.
+
+    The partitioner does so if types name no axes. JAX then has to know the devices while it lowers.
+    """
+    mesh = mesh_of(operands.values())
+    return not (_axes(mesh, AxisType.Explicit) or _axes(mesh, AxisType.Manual))
+
+
 def _type(x) -> ShapedArray:
     return x if isinstance(x, ShapedArray) else jax.typeof(x)
 
@@ -178,8 +187,9 @@ def _by_types(one_pass: Pass, run: Run, operands: Operands) -> Operands:
     axes = _axes(mesh, AxisType.Explicit)
     plan = _plan(one_pass, operands, one_pass.result_types(operands), mesh)
     if axes:
-        specs = {name: _in_type(spec, mesh) for name, spec in plan.operands.items()}
-        operands = {name: jax.sharding.reshard(x, specs[name]) for name, x in operands.items()}
+        # With the mesh, which need not be the current one.
+        shardings = {n: NamedSharding(mesh, _in_type(s, mesh)) for n, s in plan.operands.items()}
+        operands = {name: jax.sharding.reshard(x, shardings[name]) for name, x in operands.items()}
     if one_pass.spec.sequence is not None:
         axes |= frozenset(one_pass.spec.sequence.axes) - _axes(mesh, AxisType.Manual)
     return _mapped(plan, one_pass, run, operands, mesh, set(axes))

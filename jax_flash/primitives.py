@@ -24,7 +24,14 @@ from jax_flash.folding import fold_batch_axes
 from jax_flash.fp8 import block_scales
 from jax_flash.head_dims import with_padded_head_dims
 from jax_flash.operands import Operands, added
-from jax_flash.partitioning import mesh_of, result_types, spread, unify_varying, vary_like
+from jax_flash.partitioning import (
+    mesh_of,
+    needs_partitioner,
+    result_types,
+    spread,
+    unify_varying,
+    vary_like,
+)
 from jax_flash.passes import Pass, as_run, complete, run_reference
 from jax_flash.quantization import Rounding, quantize_p, run_by_xla
 from jax_flash.ranks import own_ranks
@@ -34,7 +41,8 @@ from jax_flash.spec import AttentionSpec
 def bind(one_pass: Pass, operands: Operands) -> Operands:
     """Makes a pass: the results by name."""
     operands = unify_varying(operands)
-    primitive = backward_p if one_pass.is_backward else forward_p
+    primitives = backward_ps if one_pass.is_backward else forward_ps
+    primitive = primitives[needs_partitioner(operands)]
     results = primitive.bind(*operands.values(), one_pass=one_pass, names=tuple(operands))
     return dict(zip(one_pass.result_types(operands), results, strict=True))
 
@@ -108,13 +116,19 @@ def _cuda_kernel(one_pass: Pass, operands: Operands, gpu: ffi.Gpu) -> ffi.Kernel
     return found[0]
 
 
+def _make_primitives(name: str) -> tuple[Primitive, Primitive]:
+    """Makes the primitive of a pass, without and with a mark that its lowering needs devices."""
+    primitives = _make_primitive(name), _make_primitive(name)
+    compat.lower_with_devices(primitives[True])
+    return primitives
+
+
 def _make_primitive(name: str) -> Primitive:
     primitive = Primitive(name)
     primitive.multiple_results = True
     compat.compile_alone(primitive, "one_pass", "names")
     primitive.def_abstract_eval(_abstract)
     batching.primitive_batchers[primitive] = functools.partial(batch, primitive)
-    compat.lower_with_devices(primitive)
     for platform in (*dispatch.PLATFORMS, None):
         rule = functools.partial(_lower, platform)
         mlir.register_lowering(primitive, rule, platform=platform)
@@ -182,6 +196,6 @@ def _lower_quantize(context, *arrays, static: Rounding):
     return mlir.lower_fun(run, multiple_results=True)(context, *arrays)
 
 
-forward_p = _make_primitive("attention_forward")
-backward_p = _make_primitive("attention_backward")
+forward_ps = _make_primitives("attention_forward")
+backward_ps = _make_primitives("attention_backward")
 mlir.register_lowering(quantize_p, _lower_quantize, platform="cuda")

@@ -111,7 +111,6 @@ quantize_p.multiple_results = True
 compat.compile_alone(quantize_p, "static")
 quantize_p.def_abstract_eval(_abstract)
 batching.primitive_batchers[quantize_p] = _batch
-compat.lower_with_devices(quantize_p)
 mlir.register_lowering(quantize_p, mlir.lower_fun(run_by_xla, multiple_results=True))
 
 

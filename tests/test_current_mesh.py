@@ -81,6 +81,20 @@ def test_the_reference_takes_arrays_from_outside_of_an_explicit_mesh():
         assert_close(jax.device_get(jax.jit(gradient)(*args)), expected)
 
 
+@pytest.mark.parametrize("spec", [P("b"), P(None, "s"), P()], ids=str)
+@pytest.mark.parametrize("options", [{}, {"implementation": "reference"}], ids=str)
+def test_arrays_on_an_explicit_mesh_that_is_not_the_current_one(spec, options):
+    args = tokens()
+    attend = functools.partial(jax_flash.dot_product_attention, is_causal=True, **options)
+    gradient = value_and_gradients(attend)
+    expected = gradient(*args)
+    mesh = mesh_of(AxisType.Explicit, b=2, s=2)
+    placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x in args]
+    assert attend(*placed).sharding.spec[0] == (spec[0] if spec else None)
+    # Not without jit: JAX then makes the cotangent of no mesh.
+    assert_close(jax.device_get(jax.jit(gradient)(*placed)), expected)
+
+
 def check_vmap(kind, axes, placed, attention, **options):
     """A vmap over axes that are sharded over "b", and its gradients; no gather, where placed."""
     stacked = [jnp.stack([x, x + 0.5]) for x in tokens()]

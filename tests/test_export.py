@@ -411,6 +411,34 @@ def test_export_on_a_mesh_serialises(kind):
     assert_close(jax.device_get(jax.jit(reloaded(exported).call)(*args)), expected)
 
 
+@serialises
+@pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
+def test_gradients_serialise_on_an_explicit_mesh():
+    attend = functools.partial(jax_flash.dot_product_attention, is_causal=True)
+    args, mesh = tokens(), mesh_of(AxisType.Explicit, b=2)
+    expected, pull_back = jax.vjp(attend, *args)
+    with jax.set_mesh(mesh):
+        placed = [jax.device_put(x, NamedSharding(mesh, P("b"))) for x in args]
+        made = export(jax.jit(attend))(*placed).serialize(vjp_order=1)
+        call = jax.export.deserialize(made).call
+        got = jax.device_get(jax.jit(lambda *x: jax.vjp(call, *x)[1](call(*x)))(*placed))
+    assert_close(got, pull_back(expected))
+
+
+@pytest.mark.parametrize("options", [{}, {"fp8": jax_flash.Fp8()}], ids=["", "fp8"])
+def test_export_for_devices_that_are_not_there(options):
+    mesh = jax.sharding.AbstractMesh((16,), ("b",), axis_types=(AxisType.Explicit,))
+    x = jax.ShapeDtypeStruct((16, 8, 2, 16), jnp.float32, sharding=NamedSharding(mesh, P("b")))
+
+    def loss(*x):
+        return jax_flash.dot_product_attention(*x, **options).sum()
+
+    with jax.sharding.use_abstract_mesh(mesh):
+        exported = export(jax.jit(jax.grad(loss)), platforms=("cpu", "cuda"))(x, x, x)
+    assert exported.nr_devices == 16
+    assert exported.out_avals[0].sharding.spec == P("b", None, None, None)
+
+
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
 def test_symbolic_shapes_on_an_explicit_mesh():
     mesh = mesh_of(AxisType.Explicit, b=2)
