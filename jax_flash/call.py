@@ -175,6 +175,12 @@ def make_call(
     _query_offset(operands, query_offset, batch)
     if window is not None:
         operands["window"] = window.reshape((1,) * len(batch) + (2,))
+        if "query_offset" in operands:
+            # The greatest size is no limit, and no query reaches a key across more than `room`.
+            room = (sizes["T"] + sizes["S"]) * parts
+            operands["query_offset"] = jnp.clip(
+                operands["query_offset"], int(INT32.min) + room, int(INT32.max) - room
+            )
     if sinks is not None:
         operands["sinks"] = _sinks(sinks, operands["query"].dtype, batch, heads)
     for name, x in (("alibi_slopes", alibi_slopes), ("relative_bias", relative_bias)):

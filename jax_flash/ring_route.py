@@ -54,6 +54,9 @@ def plan_route(spec: AttentionSpec, sequence: SequenceSharding, q_len: int, kv_l
     left, right = spec.window
     if spec.is_causal:
         right = 0
+    # As `ring_blocks` bounds offsets, so that the greatest size of a window is no limit.
+    room = max(q_len, kv_len)
+    offset = min(max(sequence.offset or 0, -(2**31) + room), 2**31 - 1 - room)
     q_size, kv_size = (length // (devices * sequence.chunks) for length in (q_len, kv_len))
 
     def sees(device, source):
@@ -62,7 +65,7 @@ def plan_route(spec: AttentionSpec, sequence: SequenceSharding, q_len: int, kv_l
         if sequence.offset is None:
             return True
         for q_start in sequence.chunk_starts(device, q_len):
-            first = q_start + sequence.offset
+            first = q_start + offset
             last = first + q_size - 1
             for kv_start in sequence.chunk_starts(source, kv_len):
                 before = right is None or kv_start <= last + right

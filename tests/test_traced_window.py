@@ -49,6 +49,32 @@ def test_layers_of_a_scan_alternate():
 
 
 @pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.parametrize(
+    ("offset", "causal", "known", "traced"),
+    [
+        (2**31 - 1, True, None, (-1, None)),
+        (2**31 - 1, True, (3, None), (3, -1)),
+        (-(2**31), False, (0, None), (0, -1)),
+    ],
+    ids=["left", "nothing in reach", "right"],
+)
+def test_no_limit_is_none_at_any_offset(offset, causal, known, traced, implementation):
+    query, key, value = arrays(2, 24, 2, 16)
+    attend = functools.partial(
+        jax_flash.dot_product_attention, query, key, value, is_causal=causal,
+        implementation=implementation,
+    )  # fmt: skip
+    expected = attend(query_offset=offset, local_window_size=known)
+    for given in (offset, jnp.asarray(offset)):
+        got = attend(query_offset=given, local_window_size=tuple(map(as_array, traced)))
+        np.testing.assert_allclose(got, expected, rtol=1e-6, atol=1e-6)
+
+
+def as_array(size):
+    return None if size is None else jnp.asarray(size)
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
 def test_vmap_over_sizes(implementation):
     query, key, value = arrays(1, 33, 2, 16)
     attend = functools.partial(
@@ -91,10 +117,12 @@ def test_ring(order):
         query, key, value = (
             jax_flash.zigzag_permute(x, devices, axis=1) for x in (query, key, value)
         )
-    for sizes in SIZES:
-        window = jnp.asarray(sizes)
-        got = attend(is_causal=True, local_window_size=window)(query, key, value)
-        expected = attend(is_causal=True, local_window_size=known(sizes))(query, key, value)
+    for sizes, offset in [*((sizes, 0) for sizes in SIZES), (SIZES[1], 2**31 - 1)]:
+        windows = jnp.asarray(sizes), known(sizes)
+        got, expected = (
+            attend(is_causal=True, query_offset=offset, local_window_size=window)(query, key, value)
+            for window in windows
+        )
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6)
 
 
