@@ -33,6 +33,14 @@ __device__ __forceinline__ float to_log2_units(float reference, float to_log2) {
   return __fmul_rn(reference, to_log2);
 }
 
+// Adds four columns of a part of a row's output to the row's, with the part's factor.
+__device__ __forceinline__ void add_scaled(float4& sum, float factor, const float4& part) {
+  sum.x += factor * part.x;
+  sum.y += factor * part.y;
+  sum.z += factor * part.z;
+  sum.w += factor * part.w;
+}
+
 // Holds the statistics of this thread's rows: [m][half] is row g + 8 half of the m-th 16 rows of
 // its warp. kByDifference: the running maximum is subtracted from a logit before the multiplication
 // by to_log2, and not after it. This takes one more instruction, and is exact for any finite

@@ -161,10 +161,7 @@ struct RowParts {
           __shfl_sync(0xffffffff, factors[i * kCombineWarps / 32], warp + i * kCombineWarps % 32);
 #pragma unroll
       for (int step = 0; step < kSteps; ++step) {
-        sum[step].x += factor * value[i][step].x;
-        sum[step].y += factor * value[i][step].y;
-        sum[step].z += factor * value[i][step].z;
-        sum[step].w += factor * value[i][step].w;
+        add_scaled(sum[step], factor, value[i][step]);
       }
     }
   }

@@ -129,10 +129,7 @@ __device__ __forceinline__ void combine_warps(
       for (int i = 0; i < Config::kWarps; ++i) {
         const auto& value = *reinterpret_cast<const float4*>(
             values + (i * kDecodeRows + row) * Config::kHeadDim + col);
-        sum.x += factors[i] * value.x;
-        sum.y += factors[i] * value.y;
-        sum.z += factors[i] * value.z;
-        sum.w += factors[i] * value.w;
+        add_scaled(sum, factors[i], value);
       }
       if (parts.parts.divisor == 1) {
         store_columns<Element>(params, batch, head, query, col, sum, normalizer);
@@ -143,7 +140,7 @@ __device__ __forceinline__ void combine_warps(
   }
 }
 
-// Computes the rows of a part of a unit's keys. The tiles of keys are in shared memory from
+// Computes the rows of a part of a unit's keys. The key tiles are in shared memory from
 // `key_smem` on, those of values follow.
 template <typename Config, typename Element>
 struct DecodeLoop {

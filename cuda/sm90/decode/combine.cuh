@@ -179,10 +179,7 @@ struct RowParts {
       if (factor == 0.0f) continue;
 #pragma unroll
       for (int step = 0; step < kColSteps; ++step) {
-        sum[step].x += factor * value[i][step].x;
-        sum[step].y += factor * value[i][step].y;
-        sum[step].z += factor * value[i][step].z;
-        sum[step].w += factor * value[i][step].w;
+        add_scaled(sum[step], factor, value[i][step]);
       }
     }
   }
