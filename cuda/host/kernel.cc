@@ -1,6 +1,6 @@
 // Computes attention on the CPU, with the instruction set JAX_FLASH_ISA.
 //
-// A step combines a tile of queries with a tile of keys and values. All numbers are float32:
+// A step combines a query tile with a tile of keys and values. All numbers are float32:
 // operands of other dtypes are converted when they are packed.
 //
 //   forward    S = (scale Q) K^T    P = exp(S - max)        O = O exp(max_old - max) + P V

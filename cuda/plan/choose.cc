@@ -267,7 +267,7 @@ bool is_large_decode(const Shape& shape, const Device& device) {
 }
 
 // Returns whether the kernel for one cut tile takes a causal call. The diagonal must start at a
-// corner of a tile of keys: it then cuts one tile of each query tile, the last one. In longer calls
+// corner of a key tile: it then cuts one tile of each query tile, the last one. In longer calls
 // the kernel for two cut tiles is as fast, and peaked logits cost it less.
 bool one_edge(const Forward& params) {
   const Options& options = params.options;

@@ -28,7 +28,7 @@ struct KeyFactors {
 };
 
 // Lays out the workspace: the spans of segments, if there are any; tiles of transposed values;
-// KeyFactors; a counter. Each batch entry, head and tile of keys has a tile of values and
+// KeyFactors; a counter. Each batch entry, head and key tile has a tile of values and
 // KeyFactors. FP8 products need values that are contiguous along the keys, so a tile of values has
 // value_dim rows of kScaleBlock bytes.
 struct Float8Workspace {

@@ -11,7 +11,7 @@
 namespace jax_flash::sm90 {
 
 // Describes the part of the workspace for mask words. They are ordered as
-// [matrix, 64 rows, tile of keys, thread of a consumer warpgroup], a pair of words (AllowedBits)
+// [matrix, 64 rows, key tile, thread of a consumer warpgroup], a pair of words (AllowedBits)
 // each. A mask with one row for all queries has one group of rows. After the words, each matrix and
 // 64 rows have two ranges of tiles, one for each half of the keys: from the first tile that allows
 // any pair to past the last one.

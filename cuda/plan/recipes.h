@@ -75,9 +75,9 @@ inline constexpr int32_t kWidestOfAll = 256;
 
 namespace jax_flash::sm90 {
 
-// Says whether a consumer computes the scores of the next tile of keys while it computes the
+// Says whether a consumer computes the scores of the next key tile while it computes the
 // exponentials of the current one. If it does, an edge of the band (causal order or window) may cut
-// only its last tile of keys, or its last two.
+// only its last key tile, or its last two.
 enum class ScoresAhead { kNo, kOneCut, kTwoCut };
 inline constexpr bool kHasScoresAhead = JAX_FLASH_SM90_SCORES_AHEAD && JAX_FLASH_SM90_OPTIMISTIC &&
                                         JAX_FLASH_SM90_STAGES >= 4 &&

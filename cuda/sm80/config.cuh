@@ -97,7 +97,7 @@ struct ForwardConfig {
   using ValueTile = SmemTile<kBlockKv, kValueDim, kBytes>;
   using OutTile = SmemTile<kBlockQ, kValueDim, kBytes>;  // reuses the memory of the query tile
 
-  // Shared memory: query, later out | kStages tiles of keys | kStages tiles of values
+  // Shared memory: query, later out | kStages key tiles | kStages tiles of values
   static constexpr int kKeyOffset = QueryTile::kBytes;
   static constexpr int kValueOffset = kKeyOffset + kStages * KeyTile::kBytes;
   static constexpr int kSmemBytes = kValueOffset + kStages * ValueTile::kBytes;
@@ -167,7 +167,7 @@ struct BackwardConfig {
   using ValueTile = SmemTile<kBlockKv, kValueDim, kBytes>;
   using ScoreTile = SmemTile<kBlockQ, kBlockKv, kBytes>;
 
-  // Shared memory: key, later dK | value, later dV | P | dS | kStages tiles of queries | kStages
+  // Shared memory: key, later dK | value, later dV | P | dS | kStages query tiles | kStages
   // tiles of dO
   static constexpr int kValueOffset = KeyTile::kBytes;
   static constexpr int kProbabilityOffset = kValueOffset + ValueTile::kBytes;

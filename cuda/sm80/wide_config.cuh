@@ -68,7 +68,7 @@ struct WideBackwardConfig {
   using Tile = SmemTile<32, kWideDim>;
   using ScoreTile = SmemTile<kBlockQ, kBlockKv>;
 
-  // Shared memory: kKeyStages tiles of keys | as many of values | kQueryStages tiles of queries |
+  // Shared memory: kKeyStages key tiles | as many of values | kQueryStages query tiles |
   // as many of dO | P | dS | sums of S and dP that warps exchange, float32 in fragment order
   static constexpr int kValueOffset = kKeyStages * Tile::kBytes;
   static constexpr int kQueryOffset = 2 * kValueOffset;

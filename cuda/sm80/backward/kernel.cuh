@@ -7,7 +7,7 @@
 //     dV += P^T dO,  dK += dS^T Q     in accumulators until the end
 //     dQ += dS K                      added to float32 sums in global memory
 //
-// A thread block owns a tile of keys for all query heads of the group, so dK and dV need no
+// A thread block owns a key tile for all query heads of the group, so dK and dV need no
 // atomics. All of its warps do the same work, but divide the tiles of the three kinds of products
 // in different ways (BackwardConfig). P and dS therefore pass through shared memory. Several blocks
 // add to each dQ. In deterministic calls they add in turns, in the order of their keys. Blocks then

@@ -227,7 +227,7 @@ __device__ __forceinline__ void store_gradient(Element* gmem, int64_t row_stride
   }
 }
 
-// Computes dK and dV. The grid is batch x key/value head x tiles of keys.
+// Computes dK and dV. The grid is batch x key/value head x key tiles.
 template <typename Config, typename Element>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     wide_key_kernel(const __grid_constant__ Backward params, const BackwardWorkspace workspace,

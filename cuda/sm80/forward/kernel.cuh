@@ -7,7 +7,7 @@
 //     O = O 2^(m_old - m) + P V     accumulators of S become operands within a thread
 //   out = O / l, lse = (m + log2 l) / log2(e)     l: the row's sum of P
 //
-// A thread block computes a tile of queries of one head. All of its warps do the same work, each on
+// A thread block computes a query tile of one head. All of its warps do the same work, each on
 // its own 16 Config::kMTiles rows. They synchronize only when a tile of K or V arrives or its
 // memory becomes free. All threads start the copies with cp.async, and the warps compute meanwhile:
 // with two stages, K and V of the next tile are copied during the current one; with one stage, V
@@ -224,7 +224,7 @@ struct ForwardTiles {
   }
 };
 
-// Copies tiles of queries, keys and values of one head for a block of rows from row0 on.
+// Copies query tiles, keys and values of one head for a block of rows from row0 on.
 template <typename Config, typename Element, typename Tiles = ForwardTiles<Config>>
 struct TileLoader {
   const Forward& params;

@@ -103,7 +103,7 @@ struct ShortGradientUnit {
   __device__ __forceinline__ ShortGradientUnit(const ShortGradientCall& call, int32_t index)
       : at(call.heads.at(index)), band(call.band.of<true>(at.batch_axes)) {}
 
-  // Returns the tiles of keys that some row of a tile of query rows may attend to.
+  // Returns the key tiles that some row of a tile of query rows may attend to.
   __device__ __forceinline__ TileRange attended(int32_t q_tile) const {
     return kv_tiles<64>(band, q_tile * 64, q_tile * 64 + 64);
   }
@@ -114,7 +114,7 @@ struct ShortGradientUnit {
 template <typename Config>
 struct ShortGradientBarriers {
   uint64_t queries[Config::kTiles], keys[Config::kTiles];  // Q and dO, K and V have arrived
-  // For each tile of keys: all P and dS are stored, and nobody reads its K and V any more; dV and
+  // For each key tile: all P and dS are stored, and nobody reads its K and V any more; dV and
   // dK are computed.
   uint64_t scored[Config::kTiles], summed[Config::kTiles];
 };
@@ -135,7 +135,7 @@ struct ShortGradientTiles {
   __device__ __forceinline__ Tile value(int tile) const { return at(1, tile); }
   __device__ __forceinline__ Tile query(int tile) const { return at(2, tile); }
   __device__ __forceinline__ Tile dout(int tile) const { return at(3, tile); }
-  // P of a tile of query rows and a tile of keys, or dS.
+  // P of a tile of query rows and a key tile, or dS.
   __device__ __forceinline__ Tile scores(int q_tile, int k_tile, ShortGradient of) const {
     return at(4 + k_tile % Config::kBuffers * 2 + (of == ShortGradient::kKey ? 1 : 0), q_tile);
   }
@@ -314,7 +314,7 @@ struct ShortGradientGroup {
     }
   }
 
-  // Adds a tile of keys to dQ, and stores P and dS.
+  // Adds a key tile to dQ, and stores P and dS.
   __device__ __forceinline__ void add(Sums& dquery, const Band& band, int32_t row0, int tile,
                                       const float (&lse)[2], const float (&delta)[2],
                                       uint32_t parity) const {
@@ -404,7 +404,7 @@ struct ShortGradientGroup {
                before < 0 ? parity ^ 1 : parity);
   }
 
-  // Computes and stores dV or dK of a tile of keys.
+  // Computes and stores dV or dK of a key tile.
   __device__ __forceinline__ void find_key_gradient(const ShortGradientUnit& unit, int tile,
                                                     ShortGradient of) const {
     const bool is_key = of == ShortGradient::kKey;
@@ -417,7 +417,7 @@ struct ShortGradientGroup {
                is_key ? call.head_dim : call.value_dim, is_key ? call.sum_scale : 1.0f, sums);
   }
 
-  // Sums up P^T dO or dS^T Q over the tiles of query rows that may attend to a tile of keys.
+  // Sums up P^T dO or dS^T Q over the tiles of query rows that may attend to a key tile.
   __device__ __forceinline__ void multiply(Sums& sums, const ShortGradientUnit& unit, int tile,
                                            ShortGradient of) const {
     clear(sums);

@@ -1,6 +1,6 @@
 // Computes the forward pass for head dims from 257 to 512: see sm90/column_blocks.cuh.
 //
-// For each tile of keys, S = Q K^T, P = 2^(scale log2(e) S - m) with m the row's running maximum,
+// For each key tile, S = Q K^T, P = 2^(scale log2(e) S - m) with m the row's running maximum,
 // and out += P V. The two consumer warpgroups compute P of alternate tiles, and each owns half of
 // the columns of the output. The warpgroup that computes a tile's P publishes m. The other one
 // rescales its half of the output to this m before it adds its product. Each warpgroup sums the

@@ -33,7 +33,7 @@ namespace jax_flash::sm90 {
 template <typename Config, typename Element, uint32_t kModifiers, typename Value = Element>
 struct ForwardConsumer {
   using Modifier = ForwardModifier<Config, Element, kModifiers>;
-  static constexpr bool kPlain = kChecksLate<Config, kModifiers> || Modifier::kFixedMaxima;
+  static constexpr bool kPlainSteps = kChecksLate<Config, kModifiers> || Modifier::kFixedMaxima;
   static constexpr bool kHasRuns = Modifier::kHasRuns, kSkips = Modifier::kSkips;
   static constexpr bool kMasks = Modifier::kMasks;
   // True if query tiles are chained, and Q is released early.
@@ -75,7 +75,8 @@ struct ForwardConsumer {
       Modifier::kReadsQueryAgain && kChained && Config::kQueryStages == 1 && kOptimistic;
   // True if a step waits for the next tile's keys, and for its own V only while the next scores are
   // computed, as without modifiers.
-  static constexpr bool kWaitsAhead = kPlain || (kHalfValues && kChained && Modifier::kWaitsAhead);
+  static constexpr bool kWaitsAhead =
+      kPlainSteps || (kHalfValues && kChained && Modifier::kWaitsAhead);
   // True if a query tile's output is stored while the scores of the next query tile's second key
   // tile are computed. Kernels for values as wide as keys do not: the code of one more step costs
   // them more than it saves (TUNING.md, "Between query tiles"). With kAlwaysExact, another loop
@@ -109,7 +110,7 @@ struct ForwardConsumer {
   Scores scores;
   uint32_t probabilities[kKeySteps][4];
   float factor[1][2];    // factor for `out` if a running maximum rises
-  bool rises = false;    // kPlain: true if `out` is to be multiplied
+  bool rises = false;    // kPlainSteps: true if `out` is to be multiplied
   bool is_half = false;  // kConverts: true if `probabilities` are float16
   RowRange fixed;        // tiles whose running maxima are 0 in next_capped_tile()
   // The next three are used if scores begin with the bias. The exponentials then take no longer
@@ -395,7 +396,8 @@ struct ForwardConsumer {
                       again);
     }
     if (edge) {
-      const int32_t keys = turned_tile<Config, kModifiers>(tile, work.attended) * Config::kBlockKv;
+      const int32_t keys =
+          reordered_tile<Config, kModifiers>(tile, work.attended) * Config::kBlockKv;
       mask_edges(scores, band, warp_row0, keys);
       if (kMasks && work.row0 + group_row() + 64 > band.q_len) {
         mask_rows(scores, band.q_len - warp_row0);

@@ -27,9 +27,9 @@
 //   order_ahead.cuh        S a tile ahead, if there are registers for more scores
 //   order_split_keys.cuh   two warpgroups share a query tile and divide its keys, if there are few
 //                          query tiles
-//   order_again.cuh        without modifiers: redoes query tiles, without overlap
+//   order_redo.cuh         without modifiers: redoes query tiles, without overlap
 //
-// step.cuh implements the step for one tile of keys, modifier.cuh declares the hooks of modifiers.
+// step.cuh implements the step for one key tile, modifier.cuh declares the hooks of modifiers.
 //
 // Map of dynamic shared memory (ForwardConfig, ForwardSmem), from its start:
 //
@@ -84,7 +84,7 @@ __device__ __forceinline__ void initialise(const ForwardMaps& maps,
       init_plan_barriers<Config>(*smem.segments);
     constexpr bool kConverts = kConvertsValues<Config, Element, kModifiers>;
     if constexpr (kChecksLate<Config, kModifiers>) {
-      smem.again->init(Config::kConsumers * 4 + (kConverts ? kConverterWarps : 0));
+      smem.to_redo->init(Config::kConsumers * 4 + (kConverts ? kConverterWarps : 0));
     }
     if constexpr (kConverts) smem.conversions->init();
     smem.init_barriers(kConverts ? kConverterArrivals : 1);
@@ -160,7 +160,7 @@ __device__ __forceinline__ void produce(const Forward& params, const ForwardPlan
       ptx::barrier_sync(kStarted, kStartThreads<Config, Element, kModifiers>);
     }
     convert_values<Config, Config::kConsumers == 2 ? 8 : 4>(
-        *smem.conversions, *smem.again, warp - (4 - kConverterWarps),
+        *smem.conversions, *smem.to_redo, warp - (4 - kConverterWarps),
         smem.value(0).root + smem.value(0).offset, smem.value_full(0));
   } else if constexpr (kSkips) {
     static_assert(Config::kRowGroups == 2);
@@ -179,7 +179,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __shared__ __align__(8) uint64_t barriers[ForwardSmem<Config>::kBarriers];
   __shared__ QueryWork works[ForwardSmem<Config>::kWorks];
   __shared__ std::conditional_t<kSkips, SegmentNotes<Config>, char> segments;
-  __shared__ std::conditional_t<kChecksLate<Config, kModifiers>, QueryTilesAgain, char> again;
+  __shared__ std::conditional_t<kChecksLate<Config, kModifiers>, QueryTilesToRedo, char> to_redo;
   constexpr bool kConverts = kConvertsValues<Config, Element, kModifiers>;
   using Conversions = ValueConversions<Config::kValueStages>;
   __shared__ std::conditional_t<kConverts, Conversions, char> conversions;
@@ -188,7 +188,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                            ptx::shared_address(barriers),
                            works,
                            reinterpret_cast<SegmentNotes<Config>*>(&segments),
-                           reinterpret_cast<QueryTilesAgain*>(&again),
+                           reinterpret_cast<QueryTilesToRedo*>(&to_redo),
                            reinterpret_cast<Conversions*>(&conversions)};
   asm volatile("" : "+r"(smem.root), "+r"(smem.barriers));
 

@@ -52,7 +52,7 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   const QueryTileSchedule schedule(
       shape, static_cast<int32_t>(q_tiles),
       JAX_FLASH_SM90_PAIRED && params.options.is_causal && tiles > sms);
-  // Blocks are persistent, since starting one takes as long as some tiles of keys. For very long
+  // Blocks are persistent, since starting one takes as long as some key tiles. For very long
   // units this time is negligible, and each unit has a block of its own: the hardware then
   // distributes blocks as multiprocessors become free, also while other kernels, such as
   // collectives, occupy some of these.

@@ -112,7 +112,7 @@ __device__ __forceinline__ AllowedBits mask_bits(const Operand& mask, int64_t of
 
 // Loads a thread's pair of words of a tile from the mask that words_operand() describes.
 struct MaskPair {
-  uint32_t first;  // index for the query tile, at the first tile of keys
+  uint32_t first;  // index for the query tile, at the first key tile
   uint2 pair;
 
   __device__ __forceinline__ void begin(const Operand& words, int64_t offset, int32_t row0,
@@ -178,7 +178,7 @@ struct MaskTiles {
 inline constexpr int kMaskWordsThreads = 4 * MaskWords::kThreads;
 
 // Converts a mask's bytes to words, and finds the range of key tiles with allowed elements. Grid:
-// two blocks, each for half of the tiles of keys, for each of [batch, heads, row groups] of the
+// two blocks, each for half of the key tiles, for each of [batch, heads, row groups] of the
 // mask.
 template <int kBlockKv>
 __global__ void __launch_bounds__(kMaskWordsThreads)

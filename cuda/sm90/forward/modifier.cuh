@@ -62,7 +62,7 @@ struct ModifierDefaults {
   static constexpr bool kDescribedLate = false;
   // True if, with float16 values, a step waits for the next tile's keys: see ForwardConsumer.
   static constexpr bool kWaitsAhead = false;
-  // True if, with Q released early, a redo of a query tile's last tile of keys reads Q from global
+  // True if, with Q released early, a redo of a query tile's last key tile reads Q from global
   // memory. Otherwise the logits of that tile are compared first, which takes separate code.
   static constexpr bool kReadsQueryAgain = false;
   // kMasks: true if elements of any tile may be forbidden. kBits: true if the allowed elements are

@@ -12,7 +12,7 @@
 #include "params.h"
 #include "sm90/forward/config.cuh"
 #include "sm90/forward/consumer.cuh"
-#include "sm90/forward/order_again.cuh"
+#include "sm90/forward/order_redo.cuh"
 #include "sm90/forward/order_window.cuh"
 #include "sm90/forward/parts.cuh"
 #include "sm90/forward/plain_step.cuh"
@@ -48,7 +48,7 @@ __device__ __forceinline__ void start_query_tile(Consumer& consumer) {
 // whose product has not been started.
 template <typename Config, uint32_t kModifiers, typename Consumer>
 __device__ __forceinline__ void attend_rest(Consumer& consumer, int32_t& tile) {
-  if constexpr (Consumer::kPlain) {
+  if constexpr (Consumer::kPlainSteps) {
     tile = plain_tiles<Config>(consumer, tile);
   } else {
     Consumer::Modifier::attend_rest(consumer, tile);
@@ -59,7 +59,7 @@ __device__ __forceinline__ void attend_rest(Consumer& consumer, int32_t& tile) {
 template <typename Config, uint32_t kModifiers, typename Consumer>
 __device__ __forceinline__ void start_last_out(Consumer& consumer, int32_t tile,
                                                const RowRange& attended) {
-  consumer.clear_values(turned_tile<Config, kModifiers>(tile, attended), attended, 1);
+  consumer.clear_values(reordered_tile<Config, kModifiers>(tile, attended), attended, 1);
   consumer.start_out();
 }
 
@@ -86,7 +86,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
   RowRange attended;
   int32_t tile = 0;
   const auto finish = [&] {
-    if constexpr (Consumer::kPlain) settle(consumer);
+    if constexpr (Consumer::kPlainSteps) settle(consumer);
     start_last_out<Config, kModifiers>(consumer, tile, attended);
     consumer.await_out();
     finish_last<Config, Element, kModifiers>(plan, consumer, consumer.softmax);
@@ -103,7 +103,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
     const bool stores_last = unfinished;
     if (unfinished) {
       const OnlineSoftmax<1> softmax = consumer.softmax;
-      if constexpr (Consumer::kPlain) settle(consumer);
+      if constexpr (Consumer::kPlainSteps) settle(consumer);
       // A lambda, since a function of its own changed the machine code.
       const auto first_tile = [&](auto kind) {
         start_last_out<Config, kModifiers>(consumer, tile, attended);
@@ -144,8 +144,8 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
   }
   if (unfinished) finish();
   if constexpr (kChecksLate<Config, kModifiers>) {
-    smem.again->notify();
-    consume_again<Config, Element>(params, plan, smem, consumer);
+    smem.to_redo->notify();
+    redo_query_tiles<Config, Element>(params, plan, smem, consumer);
   }
 }
 

@@ -12,8 +12,8 @@
 #include "params.h"
 #include "sm90/forward/config.cuh"
 #include "sm90/forward/consumer.cuh"
-#include "sm90/forward/order_again.cuh"
 #include "sm90/forward/order_ahead.cuh"
+#include "sm90/forward/order_redo.cuh"
 #include "sm90/forward/order_split_keys.cuh"
 #include "sm90/forward/parts.cuh"
 #include "sm90/forward/plan.cuh"
@@ -97,8 +97,8 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
       consumer.read_description();
       if (key_group == 0) finish_empty_rows<Element>(plan, work, consumer.warp_row);
       consumer.release_query();
-      if constexpr (Consumer::kPlain && Config::kMarksLast) {
-        if (consumer.is_last_query) smem.again->notify();
+      if constexpr (Consumer::kPlainSteps && Config::kMarksLast) {
+        if (consumer.is_last_query) smem.to_redo->notify();
       }
       continue;
     }
@@ -125,10 +125,10 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
       consumer.read_description();
     }
     consumer.release_query();
-    if constexpr (Consumer::kPlain) {
+    if constexpr (Consumer::kPlainSteps) {
       check_query_tile(consumer, consumer.softmax, consumer.works - 1);
       if constexpr (Config::kMarksLast) {  // so that all have signalled when the output is stored
-        if (consumer.is_last_query) smem.again->notify();
+        if (consumer.is_last_query) smem.to_redo->notify();
       }
     }
     if (key_group == 1) {
@@ -144,9 +144,9 @@ __device__ __forceinline__ void consume_apart(const Forward& params, const Forwa
     }
     partial_used = true;
   }
-  if constexpr (Consumer::kPlain) {
-    if constexpr (!Config::kMarksLast) smem.again->notify();
-    consume_again<Config, Element>(params, plan, smem, consumer);
+  if constexpr (Consumer::kPlainSteps) {
+    if constexpr (!Config::kMarksLast) smem.to_redo->notify();
+    redo_query_tiles<Config, Element>(params, plan, smem, consumer);
   }
 }
 

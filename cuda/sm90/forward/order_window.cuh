@@ -4,7 +4,7 @@
 // maxima after it predict little or nothing: all tiles would be processed with running maxima that
 // follow the greatest logits. The second tile is therefore processed first, and the first one last.
 // Producers count tiles from the second to one past the last. The latter count stands for the first
-// tile (turned_tile()).
+// tile (reordered_tile()).
 #pragma once
 
 #include <cstdint>
@@ -18,13 +18,13 @@ namespace jax_flash::sm90 {
 
 // True for kernels that reorder key tiles.
 template <typename Config, uint32_t kModifiers>
-inline constexpr bool kTurns = kChecksLate<Config, kModifiers> && !Config::kScoresAhead;
+inline constexpr bool kReorders = kChecksLate<Config, kModifiers> && !Config::kScoresAhead;
 
 // Returns whether the tiles of the query tile from row0 on are reordered. The first branch serves
 // calls without a window, since query tiles wait for this function.
 template <typename Config>
-__device__ __forceinline__ bool turns(const ForwardPlan& plan, const TileRange& range,
-                                      const Band& band, int32_t row0) {
+__device__ __forceinline__ bool reorders(const ForwardPlan& plan, const TileRange& range,
+                                         const Band& band, int32_t row0) {
   if (plan.band.options.window_left < 0) [[likely]]
     return false;
   const int32_t row_end = min(row0 + Config::kBlockQ, band.q_len);
@@ -34,8 +34,8 @@ __device__ __forceinline__ bool turns(const ForwardPlan& plan, const TileRange& 
 // Returns the tile of the keys that a producer counts as `tile`. `attended`: the range of keys that
 // the query tile attends to.
 template <typename Config, uint32_t kModifiers>
-__device__ __forceinline__ int32_t turned_tile(int32_t tile, const RowRange& attended) {
-  if (!kTurns<Config, kModifiers> || tile * Config::kBlockKv < attended.end) return tile;
+__device__ __forceinline__ int32_t reordered_tile(int32_t tile, const RowRange& attended) {
+  if (!kReorders<Config, kModifiers> || tile * Config::kBlockKv < attended.end) return tile;
   return attended.first / Config::kBlockKv;
 }
 

@@ -97,7 +97,7 @@ struct ForwardSmem {
   uint32_t root, barriers;
   QueryWork* works;                                     // [kRowGroups][kWorks]
   SegmentNotes<Config>* segments;                       // used if key tiles are skipped
-  QueryTilesAgain* again;                               // used if kChecksLate
+  QueryTilesToRedo* to_redo;                            // used if kChecksLate
   ValueConversions<Config::kValueStages>* conversions;  // used if kConvertsValues
 
   __device__ __forceinline__ typename Config::QueryTile query(uint32_t stage, int group) const {
@@ -276,7 +276,7 @@ __device__ __forceinline__ void mask_edges(float (&logits)[1][kN][4], const Band
   }
 }
 
-// Returns the tiles of keys that the band does not cut, for a warpgroup's rows, which begin with
+// Returns the key tiles that the band does not cut, for a warpgroup's rows, which begin with
 // row0.
 template <int kBlockKv>
 __device__ __forceinline__ RowRange uncut_tiles(const Band& band, int32_t row0) {

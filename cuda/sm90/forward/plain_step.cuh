@@ -1,4 +1,4 @@
-// Implements the step for a tile of keys in the sm_90 forward kernel without modifiers, for
+// Implements the step for a key tile in the sm_90 forward kernel without modifiers, for
 // consumers that chain query tiles. sm90/forward/step.cuh lists the differences to the other steps.
 //
 // A warp goes from its exponentials to the next scores as soon as it can. Therefore a step begins

@@ -73,9 +73,10 @@ __device__ __forceinline__ void wait_for_skips(const SkipsOf<Config>& skips) {
 // Waits until all query tiles are done, then produces those to be redone. Returns whether there are
 // any.
 template <typename Config, typename Produce>
-__device__ __forceinline__ bool produce_again(const ForwardPlan& plan,
-                                              const ForwardSmem<Config>& smem, Produce produce) {
-  uint32_t tiles = smem.again->wait();
+__device__ __forceinline__ bool produce_tiles_to_redo(const ForwardPlan& plan,
+                                                      const ForwardSmem<Config>& smem,
+                                                      Produce produce) {
+  uint32_t tiles = smem.to_redo->wait();
   if (tiles == 0) return false;
   for (auto cursor = query_tiles<kNoModifier>(plan); cursor.valid(); cursor.advance()) {
     if (tiles & 1) produce(cursor);
@@ -106,8 +107,8 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const CUte
     const Band band = plan.band.of<kModifiers == kNoModifier>(q.batch_axes);
     TileRange range = key_tiles<Config>(skips, band, q, row0);
     int32_t end = INT32_MAX, tiles = 0;  // of the range before it is reordered
-    if constexpr (kTurns<Config, kModifiers>) {
-      if (turns<Config>(plan, range, band, row0)) {
+    if constexpr (kReorders<Config, kModifiers>) {
+      if (reorders<Config>(plan, range, band, row0)) {
         end = range.end;
         tiles = range.end - range.first;
         ++range.first;
@@ -116,7 +117,7 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const CUte
     }
     const auto first_row = [&](int32_t tile) {
       if constexpr (Config::kScoresAhead) tile = tile_from_end(range.end, tile);
-      if (kTurns<Config, kModifiers> && tile >= end) tile -= tiles;
+      if (kReorders<Config, kModifiers> && tile >= end) tile -= tiles;
       return tile * Config::kBlockKv;
     };
     const auto load_key = [&](int32_t tile) {
@@ -169,7 +170,7 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const CUte
     }
     converts = false;
   }
-  if constexpr (kChecksLate<Config, kModifiers>) produce_again(plan, smem, produce);
+  if constexpr (kChecksLate<Config, kModifiers>) produce_tiles_to_redo(plan, smem, produce);
 }
 
 // Announces to kGroups consumers that there is no n-th query tile.
@@ -191,8 +192,8 @@ __device__ __forceinline__ TileRange counted_key_tiles(const ForwardPlan& plan,
                                                        const Band& band, const QueryTileIndex& q,
                                                        int32_t row0) {
   TileRange range = key_tiles<Config>(skips, band, q, row0);
-  if constexpr (kTurns<Config, kModifiers>) {
-    const int32_t more = turns<Config>(plan, range, band, row0) ? 1 : 0;
+  if constexpr (kReorders<Config, kModifiers>) {
+    const int32_t more = reorders<Config>(plan, range, band, row0) ? 1 : 0;
     range.first += more;
     range.end += more;
   }
@@ -287,7 +288,7 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
   };
   notify_of_end();
   if constexpr (kChecksLate<Config, kModifiers>) {
-    if (produce_again(plan, smem, produce)) notify_of_end();
+    if (produce_tiles_to_redo(plan, smem, produce)) notify_of_end();
   }
 }
 

@@ -1,5 +1,5 @@
 // Marks query tiles that the sm_90 forward kernel must redo after all others of a block
-// (sm90/forward/order_again.cuh). Without modifiers, sums are examined only after a query tile's
+// (sm90/forward/order_redo.cuh). Without modifiers, sums are examined only after a query tile's
 // last key.
 //
 // The running maximum is the greatest logit of a row's first keys, so exponentials of later logits
@@ -30,8 +30,8 @@ inline constexpr bool kChecksLate =
 // Returns whether a query tile must be redone, given the sums and the output of one warp. An
 // infinite P or value makes the output of its row, or some of it, infinite or NaN.
 template <int kOutN>
-__device__ __forceinline__ bool exceeds(const OnlineSoftmax<1>& softmax,
-                                        const float (&out)[1][kOutN][4]) {
+__device__ __forceinline__ bool must_redo(const OnlineSoftmax<1>& softmax,
+                                          const float (&out)[1][kOutN][4]) {
   float zero[4] = {};  // becomes NaN if an element is infinite or NaN
 #pragma unroll
   for (const auto& block : out[0]) {
@@ -43,7 +43,7 @@ __device__ __forceinline__ bool exceeds(const OnlineSoftmax<1>& softmax,
   return __any_sync(0xffffffff, !finite || sum > kPeakLimit);
 }
 
-struct QueryTilesAgain {
+struct QueryTilesToRedo {
   uint32_t tiles;  // a bit for each of the block's query tiles, modulo 32
   uint64_t found;  // a barrier: each warp that marks tiles arrives when it has finished
 

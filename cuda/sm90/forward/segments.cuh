@@ -1,8 +1,8 @@
-// Handles packed segments in the sm_90 forward kernel: skips tiles of keys that share no segment
+// Handles packed segments in the sm_90 forward kernel: skips key tiles that share no segment
 // with a query tile, and describes the others to consumers.
 //
 // In sequences packed one after the other, most query tiles have rows of one segment, and most of
-// their tiles of keys have only that segment, so that nothing in them is forbidden. Such tiles are
+// their key tiles have only that segment, so that nothing in them is forbidden. Such tiles are
 // contiguous: two numbers describe this run. Consumers read a note for each other tile.
 //
 // Roles of producer warps: the last warp plans (plan_query_tiles()): it finds the key tiles of each
@@ -34,7 +34,7 @@
 
 namespace jax_flash::sm90 {
 
-// Finds the tiles of keys that the rows of a block from row0 on read. Tiles whose segments none of
+// Finds the key tiles that the rows of a block from row0 on read. Tiles whose segments none of
 // the rows has are skipped. Called by whole warps: each lane examines one of 32 tiles. kAlways:
 // true if every call of this kernel has segments.
 template <typename Config, bool kAlways>
@@ -178,7 +178,7 @@ __device__ __noinline__ void find_query_segments(const int32_t* ids, int64_t str
 }
 
 // Finds the keys that a consumer warp's rows from row0 on may attend to, according to segments and
-// the band, in a tile of keys from col0 on that has several segments. Also sets `unattended`
+// the band, in a key tile from col0 on that has several segments. Also sets `unattended`
 // (SegmentNotes), if `segments` has the information. Each lane examines four keys.
 template <typename Config>
 __device__ __forceinline__ AllowedBits allowed_by_segments(

@@ -10,7 +10,7 @@
 //
 // Warps: each warpgroup takes the next tile of rows when it has finished one; the longest tile of a
 // unit comes first. One more warp describes units and starts their copies, in boxes of 16 rows.
-// Another one clears values that no row may attend to. The last tile of keys has 16, 32, 48 or 64
+// Another one clears values that no row may attend to. The last key tile has 16, 32, 48 or 64
 // columns.
 //
 // Shared memory: a ring of units, each in rows of 128 bytes: Q, padded to 16 rows | K, padded to 16

@@ -1,4 +1,4 @@
-// Implements the step of a consumer of the sm_90 forward kernel: the work for one tile of keys.
+// Implements the step of a consumer of the sm_90 forward kernel: the work for one key tile.
 // first_tile() processes a query tile's first key tile, next_tile() each later one. Both call the
 // hooks of the kernel's modifier (sm90/forward/modifier.cuh). The order in next_tile() is:
 //
@@ -18,7 +18,7 @@
 //   soft_cap.cuh      next_capped_tile(), fixed_tiles(): exponentials relative to a running maximum
 //                     of 0, computed from products directly
 //   order_ahead.cuh   the next tile's scores are in flight, too
-//   order_again.cuh   nothing overlaps
+//   order_redo.cuh    nothing overlaps
 #pragma once
 
 #include <cstdint>

@@ -121,7 +121,7 @@ __device__ __forceinline__ bool any_too_small(const uint32_t (&pairs)[kPairs]) {
 // of the calling one.
 template <typename Config, int kChunks>
 __device__ __forceinline__ void convert_values(ValueConversions<Config::kValueStages>& conversions,
-                                               QueryTilesAgain& again, int warp,
+                                               QueryTilesToRedo& to_redo, int warp,
                                                uint32_t first_tile_smem, uint32_t first_full) {
   using Tile = typename Config::ValueTile;
   constexpr int kBytes = kConverterWarps * 32 * 16;        // bytes of all threads' chunks
@@ -171,8 +171,8 @@ __device__ __forceinline__ void convert_values(ValueConversions<Config::kValueSt
       small = small || any_too_small(greatest);
     }
   }
-  if (__any_sync(0xffffffff, small)) again.add_all();
-  again.notify();
+  if (__any_sync(0xffffffff, small)) to_redo.add_all();
+  to_redo.notify();
 }
 
 }  // namespace jax_flash::sm90

@@ -51,7 +51,7 @@ struct Float8Consumer {
   float reference[2], sum[2];
   RingState<Config::kQueryStages> query_stage;
   RingState<Config::kStages> stage;  // of K and V
-  int32_t tile, first;               // tile of keys, and the one that is processed last
+  int32_t tile, first;               // key tile, and the one that is processed last
   RowRange uncut;                    // tiles that the band does not cut
   float query_to_log2;               // as in Float8Work
   bool accumulates = false;          // true if `out` already has a product of the query tile

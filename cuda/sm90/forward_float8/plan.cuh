@@ -51,7 +51,7 @@ struct Float8Plan {
         workspace(place),
         segments(spans) {}
 
-  // Returns the index of a head's first tile of keys in the workspace.
+  // Returns the index of a head's first key tile in the workspace.
   __device__ __forceinline__ int64_t first_tile(const QueryTileIndex& q) const {
     return (int64_t{q.batch} * kv_heads + q.kv_head) * workspace.tiles;
   }

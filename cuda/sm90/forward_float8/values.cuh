@@ -40,7 +40,7 @@ __device__ __forceinline__ void transpose_bytes(uint32_t (&word)[4]) {
   word[3] = __byte_perm(high01, high23, 0x7632);
 }
 
-// Finds the factors of a tile of keys. Called by one warp.
+// Finds the factors of a key tile. Called by one warp.
 struct KeyFactorsFinder {
   float greatest = 0.0f, key = 0.0f,
         value = 0.0f;  // scales; the greatest of those that a lane read

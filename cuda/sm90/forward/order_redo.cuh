@@ -20,7 +20,7 @@ namespace jax_flash::sm90 {
 
 // Processes a query tile's keys again, one step after the other, without overlap.
 template <typename Config, typename Consumer>
-__device__ __forceinline__ void attend_again(Consumer& consumer) {
+__device__ __forceinline__ void redo_query_tile(Consumer& consumer) {
   consumer.softmax = OnlineSoftmax<1>();
   consumer.by_bits = false;
   consumer.out_started = 0;
@@ -38,7 +38,7 @@ __device__ __forceinline__ void attend_again(Consumer& consumer) {
     consumer.convert();
     consumer.wait_value();
     const RowRange attended = consumer.work.attended;
-    consumer.clear_values(turned_tile<Config, kNoModifier>(tile, attended), attended);
+    consumer.clear_values(reordered_tile<Config, kNoModifier>(tile, attended), attended);
     if (rises && consumer.out_started) consumer.rescale();
     consumer.start_out();
     consumer.await_out();
@@ -51,10 +51,10 @@ __device__ __forceinline__ void attend_again(Consumer& consumer) {
 // This has a ForwardConsumer of its own. The compiler takes these loops to be divergent, and would
 // do so with the main loops, too, if both had registers in common. Shuffles separate them.
 template <typename Config, typename Element, typename Consumer>
-__device__ __forceinline__ void consume_again(const Forward& params, const ForwardPlan& plan,
-                                              const ForwardSmem<Config>& smem,
-                                              const Consumer& before) {
-  if (__reduce_max_sync(0xffffffff, smem.again->wait()) == 0) return;
+__device__ __forceinline__ void redo_query_tiles(const Forward& params, const ForwardPlan& plan,
+                                                 const ForwardSmem<Config>& smem,
+                                                 const Consumer& before) {
+  if (__reduce_max_sync(0xffffffff, smem.to_redo->wait()) == 0) return;
   ForwardConsumer<Config, Element, kNoModifier> consumer(params, plan, smem);
   const auto take = [](auto& state, const auto& from) {
     state.stage = __shfl_sync(0xffffffff, from.stage, 0);
@@ -67,7 +67,7 @@ __device__ __forceinline__ void consume_again(const Forward& params, const Forwa
   if constexpr (Config::kMarksLast) consumer.wait_query();  // takes the announcement of the end
   consumer.release_query();
   while (consumer.wait_query()) {
-    attend_again<Config>(consumer);
+    redo_query_tile<Config>(consumer);
     consumer.release_query();
     finish_rows<Config, Element, kNoModifier>(plan, consumer.work_before(0), consumer.warp_row,
                                               consumer.softmax, consumer.out);
@@ -79,8 +79,9 @@ __device__ __forceinline__ void consume_again(const Forward& params, const Forwa
 template <typename Consumer>
 __device__ __forceinline__ void check_query_tile(const Consumer& consumer,
                                                  const OnlineSoftmax<1>& softmax, uint32_t n) {
-  if constexpr (Consumer::kPlain && !Consumer::Modifier::kFixedMaxima && !Consumer::kAlwaysExact) {
-    if (exceeds(softmax, consumer.out)) consumer.smem.again->add(n);
+  if constexpr (Consumer::kPlainSteps && !Consumer::Modifier::kFixedMaxima &&
+                !Consumer::kAlwaysExact) {
+    if (must_redo(softmax, consumer.out)) consumer.smem.to_redo->add(n);
   }
 }
 
