@@ -132,7 +132,7 @@ def dot_product_attention(
     sequence_order: Order = "contiguous",
     sequence_mode: Mode = "ring",
 ) -> jax.Array | tuple[jax.Array, jax.Array]:
-    r"""Computes scaled dot-product attention, fused: it never stores the logits.
+    r"""Computes scaled dot-product attention, fused: kernels never store the logits.
 
     The function replaces :func:`jax.nn.dot_product_attention` and has further options. With batch
     b, query head n, query i, key j and key/value head :math:`k = \lfloor n / (N / K) \rfloor`, it
@@ -210,6 +210,7 @@ def dot_product_attention(
       query_offset: int, scalar or [\*B]: the position of query 0 on the key axis, for `is_causal`,
         `local_window_size`, `alibi_slopes` and `relative_bias`. S - T aligns the last query with
         the last key. A number must be within int32's range; an array is clamped to it.
+        With a window of arrays, both are clamped to at most 2^31 - 1 - T - S in size.
       sinks: float or int [N]: for each head, a logit that takes part in the softmax and has no
         value.
       alibi_slopes: float or int, broadcastable to [\*B,N]: for each head, the slope of a bias that
@@ -460,10 +461,18 @@ class Explanation:
 _SIGNATURE = inspect.signature(dot_product_attention)
 
 
-def takes_its_arguments(function: Function) -> Function:
-    """Gives a function the signature of `dot_product_attention`, as `help` shows it."""
+def takes_arguments_of_attention(function: Function) -> Function:
+    """Lets `help` list the arguments that a function passes on as options.
+
+    They are those of `dot_product_attention`, with abstract arrays.
+    """
+    parameters = [
+        x.replace(annotation=x.annotation.replace("ArrayLike", "Abstract"))
+        for x in _SIGNATURE.parameters.values()
+    ]
     result = inspect.signature(function).return_annotation
-    function.__dict__["__signature__"] = _SIGNATURE.replace(return_annotation=result)
+    signature = inspect.Signature(parameters, return_annotation=result)
+    function.__dict__["__signature__"] = signature
     return function
 
 
@@ -479,21 +488,22 @@ def abstract_call(*args: Any, **options: Any) -> Call:
     axis, order, mode = (arguments.pop(f"sequence_{name}") for name in ("axis", "order", "mode"))
     sequence = sequence_of_mesh(axis, order, mode, arguments["query_offset"])
 
-    def is_leaf(x: Any) -> bool:
-        return x is not arguments and not isinstance(x, tuple | list)
+    leaves = jax.tree.leaves(arguments)
+    abstract = {id(x): x for x in leaves if isinstance(x, jax.ShapeDtypeStruct)}
 
-    leaves, tree = jax.tree.flatten(arguments, is_leaf=is_leaf)
-    abstract = [isinstance(x, jax.ShapeDtypeStruct) for x in leaves]
+    def made(arrays: dict[int, jax.Array]) -> Call:
+        def given(x: Any) -> Any:
+            return arrays.get(id(x), x)
 
-    def made(*arrays: jax.Array) -> Call:
-        given = iter(arrays)
-        filled = [next(given) if a else x for a, x in zip(abstract, leaves, strict=True)]
-        return make_call(**jax.tree.unflatten(tree, filled), sequence=sequence)
+        # The same object stays the same: documents compare their offsets so.
+        filled = {name: given(x) for name, x in arguments.items()}
+        filled["local_window_size"] = jax.tree.map(given, arguments["local_window_size"])
+        return make_call(**filled, sequence=sequence)
 
-    return jax.eval_shape(made, *(x for a, x in zip(abstract, leaves, strict=True) if a))
+    return jax.eval_shape(made, abstract)
 
 
-@takes_its_arguments
+@takes_arguments_of_attention
 def explain(
     query: Abstract,
     key: Abstract,

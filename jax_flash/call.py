@@ -176,7 +176,8 @@ def make_call(
     if window is not None:
         operands["window"] = window.reshape((1,) * len(batch) + (2,))
         if "query_offset" in operands:
-            # The greatest size is no limit, and no query reaches a key across more than `room`.
+            # The greatest size stands for no limit. Near the ends of int32, a position less it
+            # would fall among the keys. No query reaches a key across more than `room`.
             room = (sizes["T"] + sizes["S"]) * parts
             operands["query_offset"] = jnp.clip(
                 operands["query_offset"], int(INT32.min) + room, int(INT32.max) - room
@@ -418,7 +419,7 @@ def _query_offset(operands: Operands, offset, batch) -> None:
 def _window(size: Any) -> tuple[tuple[int | None, int | None], jax.Array | None]:
     """Returns static bounds of the window, and its sizes as an array if either is an array.
 
-    The bound of a size that is an array is the largest that it may have.
+    The bound of a size that is an array is its largest possible value.
     """
     if size is None:
         return (None, None), None
@@ -453,8 +454,8 @@ def _side(side: Any, size: Any) -> tuple[int | None, int | jax.Array]:
             raise ValueError(
                 f"local_window_size: expected non-negative sizes (None is unbounded), got {size!r}"
             )
-        number = min(int(side), int(INT32.max))
-        return number, number
+        number = int(side)
+        return (number, number) if number <= INT32.max else (None, int(INT32.max))
     raise TypeError(
         "local_window_size: expected an int or (left, right), of ints, None and arrays of one "
         f"integer each, got {size!r}"

@@ -8,7 +8,8 @@ from typing import NamedTuple, Unpack
 import numpy as np
 from jax.export import is_symbolic_dim
 
-from jax_flash.attention import abstract_call, takes_its_arguments
+from jax_flash.arrays import INT32
+from jax_flash.attention import abstract_call, takes_arguments_of_attention
 from jax_flash.operands import batch_shape
 from jax_flash.options import Abstract, AllOptions
 from jax_flash.spec import AttentionSpec
@@ -26,7 +27,7 @@ class Flops(NamedTuple):
     backward: int
 
 
-@takes_its_arguments
+@takes_arguments_of_attention
 def flops(
     query: Abstract,
     key: Abstract,
@@ -91,7 +92,8 @@ def flops(
 
 def _pairs(spec: AttentionSpec, q_len: int, kv_len: int, offset: int | None) -> int:
     """Counts the pairs of a query and a key that causal order and window allow."""
-    left, right = spec.window
+    # The greatest size is that of an array, or no limit.
+    left, right = (None if side == INT32.max else side for side in spec.window)
     if spec.is_causal:
         right = 0
     if offset is None:

@@ -118,7 +118,7 @@ def _scale(x: jax.Array, per: Per) -> jax.Array:
     """Returns the scales of x [*B,T,heads,H]: [*B, blocks, heads], without a derivative.
 
     The maximum over the head dim comes first, of x as it lies in memory: XLA makes one reduction of
-    two, and would be slow if the two axes are not adjacent.
+    two, and would be slow if the two axes were not adjacent.
     """
     sizes = jax.lax.stop_gradient(jnp.abs(x))
     sizes = jnp.where(sizes < jnp.inf, sizes, 0).max(-1, initial=0)

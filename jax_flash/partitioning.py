@@ -41,23 +41,24 @@ def spread(
         sharding if no type names it.
       export: True if the program is to be serialized.
     """
+    if needs_partitioner(operands):
+        if several:
+            return (_exported if export else _automatic)(one_pass, run, operands)
+        return on_whole_sequences(one_pass, run, operands)
     mesh = mesh_of(operands.values())
     if _axes(mesh, AxisType.Explicit):
         return _by_types(one_pass, run, operands)
-    if manual := _axes(mesh, AxisType.Manual):
-        sequence = one_pass.spec.sequence
-        if sequence is not None and not manual.issuperset(sequence.axes):
-            return _by_types(one_pass, run, operands)  # in a shard_map over other axes
-        return on_shards(one_pass, run, sequence, operands)
-    if several:
-        return (_exported if export else _automatic)(one_pass, run, operands)
-    return on_whole_sequences(one_pass, run, operands)
+    sequence = one_pass.spec.sequence
+    if sequence is not None and not _axes(mesh, AxisType.Manual).issuperset(sequence.axes):
+        return _by_types(one_pass, run, operands)  # in a shard_map over other axes
+    return on_shards(one_pass, run, sequence, operands)
 
 
 def needs_partitioner(operands: Operands) -> bool:
     """Returns whether XLA's partitioner spreads a call, if the program is for several devices.
 
-    The partitioner does so if types name no axes. JAX then has to know the devices while it lowers.
+    It does so if no axis of the types' mesh is Explicit or Manual. JAX then has to know the devices
+    while it lowers.
     """
     mesh = mesh_of(operands.values())
     return not (_axes(mesh, AxisType.Explicit) or _axes(mesh, AxisType.Manual))
@@ -187,7 +188,7 @@ def _by_types(one_pass: Pass, run: Run, operands: Operands) -> Operands:
     axes = _axes(mesh, AxisType.Explicit)
     plan = _plan(one_pass, operands, one_pass.result_types(operands), mesh)
     if axes:
-        # With the mesh, which need not be the current one.
+        # With the mesh, since there may be no current one.
         shardings = {n: NamedSharding(mesh, _in_type(s, mesh)) for n, s in plan.operands.items()}
         operands = {name: jax.sharding.reshard(x, shardings[name]) for name, x in operands.items()}
     if one_pass.spec.sequence is not None:

@@ -137,7 +137,7 @@ def _rounded(one_pass: Pass, run: Run, operands: Operands) -> Operands:
 
     The derivatives, the backward pass among them, are those of the pass in the operands' own dtype,
     at the rounded operands, from which out and lse were computed. At unrounded ones, probabilities
-    would not sum to 1 nor rows of dlogits to 0, and training fails. Kernels read out as it was
+    would not sum to 1 nor rows of dlogits to 0, and training would fail. Kernels read out as it was
     returned, for which P was rounded, too: rows of dlogits then sum to 0 within that rounding.
 
     Args:

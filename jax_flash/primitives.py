@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -42,7 +43,7 @@ def bind(one_pass: Pass, operands: Operands) -> Operands:
     """Makes a pass: the results by name."""
     operands = unify_varying(operands)
     primitives = backward_ps if one_pass.is_backward else forward_ps
-    primitive = primitives[needs_partitioner(operands)]
+    primitive = primitives.partitioned if needs_partitioner(operands) else primitives.typed
     results = primitive.bind(*operands.values(), one_pass=one_pass, names=tuple(operands))
     return dict(zip(one_pass.result_types(operands), results, strict=True))
 
@@ -116,10 +117,21 @@ def _cuda_kernel(one_pass: Pass, operands: Operands, gpu: ffi.Gpu) -> ffi.Kernel
     return found[0]
 
 
-def _make_primitives(name: str) -> tuple[Primitive, Primitive]:
-    """Makes the primitive of a pass, without and with a mark that its lowering needs devices."""
-    primitives = _make_primitive(name), _make_primitive(name)
-    compat.lower_with_devices(primitives[True])
+class Primitives(NamedTuple):
+    """Holds the primitives of a pass.
+
+    Attributes:
+      typed: for calls whose types say how they are spread.
+      partitioned: for calls that a partitioner spreads, which needs the devices.
+    """
+
+    typed: Primitive
+    partitioned: Primitive
+
+
+def _make_primitives(name: str) -> Primitives:
+    primitives = Primitives(_make_primitive(name), _make_primitive(name))
+    compat.lower_with_devices(primitives.partitioned)
     return primitives
 
 

@@ -82,16 +82,22 @@ def test_the_reference_takes_arrays_from_outside_of_an_explicit_mesh():
 
 
 @pytest.mark.parametrize("spec", [P("b"), P(None, "s"), P()], ids=str)
-@pytest.mark.parametrize("options", [{}, {"implementation": "reference"}], ids=str)
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"implementation": "reference"}, {"dropout_rate": 0.5, "dropout_seed": [1, 2]}],
+    ids=["flash", "reference", "dropout"],
+)
 def test_arrays_on_an_explicit_mesh_that_is_not_the_current_one(spec, options):
     args = tokens()
+    if "dropout_seed" in options:
+        options = options | {"dropout_seed": jnp.asarray(options["dropout_seed"], jnp.uint32)}
     attend = functools.partial(jax_flash.dot_product_attention, is_causal=True, **options)
     gradient = value_and_gradients(attend)
     expected = gradient(*args)
     mesh = mesh_of(AxisType.Explicit, b=2, s=2)
     placed = [jax.device_put(x, NamedSharding(mesh, spec)) for x in args]
-    assert attend(*placed).sharding.spec[0] == (spec[0] if spec else None)
-    # Not without jit: JAX then makes the cotangent of no mesh.
+    assert tuple(attend(*placed).sharding.spec[:2]) == (*spec, None, None)[:2]
+    # Without jit, JAX itself fails: it makes the cotangent on no mesh.
     assert_close(jax.device_get(jax.jit(gradient)(*placed)), expected)
 
 

@@ -10,6 +10,7 @@ from flax import nnx
 
 import jax_flash
 from jax_flash import dispatch, ffi
+from jax_flash.options import AllOptions, Options
 
 Q = np.ones((2, 8, 4, 16), np.float32)
 K = np.ones((2, 9, 2, 16), np.float32)
@@ -269,6 +270,17 @@ def test_explain_refuses_what_the_call_refuses():
 
 
 def test_explain_takes_what_the_call_takes():
+    for function in (jax_flash.explain, jax_flash.flops):
+        assert "ShapeDtypeStruct" not in str(inspect.signature(function))
+        assert "query: 'Abstract'" in str(inspect.signature(function))
+    named = {
+        jax_flash.dot_product_attention: AllOptions.__optional_keys__,
+        jax_flash.ring_attention: Options.__optional_keys__ | {"axis_name", "order", "mode"},
+    }
+    for function, options in named.items():
+        parameters = inspect.signature(function).parameters.values()
+        keyword_only = {x.name for x in parameters if x.kind == x.KEYWORD_ONLY}
+        assert keyword_only == options | {"return_residual"}
     parameters = inspect.signature(jax_flash.dot_product_attention).parameters
     for function in (jax_flash.explain, jax_flash.flops):
         assert list(parameters) == list(inspect.signature(function).parameters)

@@ -428,6 +428,21 @@ def test_errors_name_the_arguments_of_modules(name, given, error, message):
             module(x, decode=True, **{name: given})
 
 
+@pytest.mark.parametrize("true", [np.bool_(True), 1, jnp.array(True)], ids=["NumPy", "1", "JAX"])
+def test_flags_may_be_of_numpy_or_jax(true):
+    x = make_inputs()
+    flags = ("is_causal", "use_sinks", "deterministic", "use_bias", "use_out_bias")
+    module = make_module(dropout_rate=0.5, **dict.fromkeys(flags, true))
+    expected = make_module(dropout_rate=0.5, **dict.fromkeys(flags, True))(x)
+    np.testing.assert_array_equal(module(x, deterministic=true), expected)
+    close(nnx.jit(lambda module, x: module(x))(module, x), expected)
+
+
+def test_traced_deterministic_without_dropout():
+    module, x = make_module(), make_inputs()
+    close(nnx.jit(lambda module, x, d: module(x, deterministic=d))(module, x, True), module(x))
+
+
 def test_errors():
     with pytest.raises(ValueError, match="multiple of num_kv_heads, got 6 and 4"):
         GroupedQueryAttention(24, 6, 4, rngs=nnx.Rngs(0))
@@ -464,20 +479,19 @@ def test_errors():
         make_module(rotary="llama")(make_inputs())
     with pytest.raises(ValueError, match=r"qk_norm must be .* got 'rms'"):
         make_module(qk_norm="rms")
-    for name in (
-        "is_causal",
-        "use_sinks",
-        "deterministic",
-        "use_bias",
-        "use_out_bias",
-        "keep_rngs",
-    ):
-        with pytest.raises(TypeError, match=f"^{name}: expected a bool"):
-            make_module(**{name: "x"})
     module, x = make_module(), make_inputs()
     for name in ("decode", "deterministic"):
         with pytest.raises(TypeError, match=f"^{name}: expected a bool"):
-            module(x, **{name: "x"})
+            make_module(dropout_rate=0.5)(x, **{name: "x"})
+    for name in ("is_causal", "use_sinks", "deterministic", "use_bias", "keep_rngs"):
+        with pytest.raises(TypeError, match=f"^{name}: expected a bool"):
+            make_module(**{name: None})
+        with pytest.raises(TypeError, match=f"^{name}: expected a bool"):
+            make_module(**{name: "x"})
+    with pytest.raises(TypeError, match=r"^use_out_bias: expected a bool"):
+        make_module(use_out_bias="x")
+    with pytest.raises(TypeError, match=r"^deterministic: expected a bool"):
+        nnx.view(module, deterministic="x")
     with pytest.raises(ValueError, match=r"^inputs: expected shape \[.*\], got \(2, 12, "):
         module(x[..., :-1])
     with pytest.raises(ValueError, match="got a single axis"):

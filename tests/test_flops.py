@@ -1,5 +1,6 @@
 """Counts of floating point operations: pairs one by one, and what XLA counts of plain products."""
 
+import functools
 import itertools
 
 import jax
@@ -69,6 +70,14 @@ def test_what_arrays_say_counts_in_full():
     assert full == jax_flash.flops(QUERY, KEY, VALUE, is_causal=True, query_offset=offset)
     window = {"is_causal": True, "local_window_size": (3, None), "query_offset": offset}
     assert jax_flash.flops(QUERY, KEY, VALUE, **window).forward == 2 * B * N * T * 4 * (H + h)
+
+
+@pytest.mark.parametrize("offset", [0, 2**31 - 1])
+def test_a_window_of_arrays_counts_as_no_limit(offset):
+    window = jax.ShapeDtypeStruct((), jnp.int32), None
+    count = functools.partial(jax_flash.flops, QUERY, KEY, VALUE, is_causal=True)
+    got = count(query_offset=offset, local_window_size=window)
+    assert got == count(query_offset=offset)
 
 
 def test_no_batch_and_nothing():

@@ -193,6 +193,11 @@ def test_offsets_of_queries_stand_for_those_of_keys():
     explain = functools.partial(jax_flash.explain, **operands, **BAND, query_offsets=offsets)
     assert "the same offsets" in str(explain(key_value_offsets=offsets))
     assert "gathered" in str(explain(key_value_offsets=offsets + 0))
+    flops = jax_flash.flops(**operands, **BAND, query_offsets=offsets)
+    for same in (QUERY_OFFSETS.tolist(), jax.ShapeDtypeStruct(offsets.shape, jnp.int32)):
+        given = {"query_offsets": same, "key_value_offsets": same}
+        assert "the same offsets" in str(jax_flash.explain(**operands, **BAND, **given))
+        assert jax_flash.flops(**operands, **BAND, **given) == flops
     more = {n: np.pad(operands[n], ((0, 3), (0, 0), (0, 0))) for n in ("key", "value")}
     longer = call(**more, key_value_offsets=offsets)
     np.testing.assert_allclose(longer, call(), rtol=1e-6, atol=1e-6)

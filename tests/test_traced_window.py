@@ -54,9 +54,10 @@ def test_layers_of_a_scan_alternate():
     [
         (2**31 - 1, True, None, (-1, None)),
         (2**31 - 1, True, (3, None), (3, -1)),
+        (2**31 - 1, True, None, (2**40, None)),
         (-(2**31), False, (0, None), (0, -1)),
     ],
-    ids=["left", "nothing in reach", "right"],
+    ids=["left", "nothing in reach", "known", "right"],
 )
 def test_no_limit_is_none_at_any_offset(offset, causal, known, traced, implementation):
     query, key, value = arrays(2, 24, 2, 16)
@@ -71,7 +72,7 @@ def test_no_limit_is_none_at_any_offset(offset, causal, known, traced, implement
 
 
 def as_array(size):
-    return None if size is None else jnp.asarray(size)
+    return size if size is None or size > 2**31 else jnp.asarray(size)
 
 
 @pytest.mark.parametrize("implementation", [None, "reference"])
@@ -117,11 +118,14 @@ def test_ring(order):
         query, key, value = (
             jax_flash.zigzag_permute(x, devices, axis=1) for x in (query, key, value)
         )
-    for sizes, offset in [*((sizes, 0) for sizes in SIZES), (SIZES[1], 2**31 - 1)]:
-        windows = jnp.asarray(sizes), known(sizes)
+    cases = [(sizes, 0, True) for sizes in SIZES]
+    cases += [((-1, 0), 2**31 - 1, True), ((0, -1), -(2**31), False)]
+    for sizes, offset, is_causal in cases:
         got, expected = (
-            attend(is_causal=True, query_offset=offset, local_window_size=window)(query, key, value)
-            for window in windows
+            attend(is_causal=is_causal, query_offset=offset, local_window_size=window)(
+                query, key, value
+            )
+            for window in (jnp.asarray(sizes), known(sizes))
         )
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=2e-6)
 

@@ -15,7 +15,7 @@
 namespace jax_flash::host {
 
 // The size of a tile of logits. With 64 columns, one word has a bit for each column that a row may
-// attend to. 96 rows are a multiple of the microkernel's 6, and amortise the packing of a tile of
+// attend to. 96 rows are a multiple of the microkernel's 6, and amortize the packing of a tile of
 // keys and values.
 inline constexpr int kBlockQ = 96;
 inline constexpr int kBlockKv = 64;

@@ -33,7 +33,7 @@ __device__ __forceinline__ float to_log2_units(float reference, float to_log2) {
   return __fmul_rn(reference, to_log2);
 }
 
-// Adds four columns of a part of a row's output to the row's, with the part's factor.
+// Adds `factor` times four columns of a part's output to those of the row.
 __device__ __forceinline__ void add_scaled(float4& sum, float factor, const float4& part) {
   sum.x += factor * part.x;
   sum.y += factor * part.y;

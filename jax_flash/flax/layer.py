@@ -12,7 +12,6 @@ import jax_flash
 from jax_flash.arrays import as_jax, integer, integers, saturate
 from jax_flash.explicit import sharded_like, whole_along
 from jax_flash.flax.rotary import Rotary, with_rank
-from jax_flash.spec import flag
 
 
 class Options(Protocol):
@@ -120,17 +119,6 @@ def sizes(
             )
         head_dim = in_features // num_heads
     return num_kv_heads, size("head_dim", head_dim)
-
-
-def check_flags(**flags: Any) -> None:
-    """Checks that arguments, by name, are bools or None.
-
-    Raises:
-      TypeError: one of them is not, or is traced.
-    """
-    for name, value in flags.items():
-        if value is not None:
-            flag(name, value)
 
 
 def normalized_features(qk_norm: str | None, heads: int, head_dim: int) -> int:

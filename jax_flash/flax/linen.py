@@ -13,6 +13,7 @@ import jax_flash
 from jax_flash.explicit import sharded_like
 from jax_flash.flax import layer
 from jax_flash.flax.rotary import Rotary
+from jax_flash.spec import flag
 
 
 class GroupedQueryAttention(linen.Module):
@@ -102,33 +103,26 @@ class GroupedQueryAttention(linen.Module):
             have another shape; or decode without a cache, with segment_ids, without is_causal, or
             with inputs that do not fit the cache.
         """
-        layer.check_flags(
-            is_causal=self.is_causal,
-            use_sinks=self.use_sinks,
-            use_bias=self.use_bias,
-            use_out_bias=self.use_out_bias,
-            decode=self.decode,
-        )
-        layer.check_flags(deterministic=self.deterministic)
-        layer.check_flags(deterministic=deterministic)
+        use_bias = flag("use_bias", self.use_bias)
         features = inputs.shape[-1]
         kv_heads, head_dim = layer.sizes(features, self.num_heads, self.num_kv_heads, self.head_dim)
         inits = self.kernel_init, self.bias_init
         query, key, value = (
-            self._project(name, inputs, (heads, head_dim), self.use_bias, *inits)
+            self._project(name, inputs, (heads, head_dim), use_bias, *inits)
             for name, heads in (("query", self.num_heads), ("key", kv_heads), ("value", kv_heads))
         )
         if self.qk_norm is not None:
             query, key = self._normalize("query_norm", query), self._normalize("key_norm", key)
         sinks = None
-        if self.use_sinks:
+        if flag("use_sinks", self.use_sinks):
             sinks = self.param("sinks", self.sinks_init, (self.num_heads,), self.param_dtype)
         dropout_rng = None
-        if self.dropout_rate != 0 and not linen.merge_param(
-            "deterministic", self.deterministic, deterministic
-        ):
-            dropout_rng = self.make_rng("dropout")
-        variables, cache = self._cache(key) if self.decode else (None, None)
+        if self.dropout_rate != 0:
+            merged = linen.merge_param("deterministic", self.deterministic, deterministic)
+            if not flag("deterministic", merged):
+                dropout_rng = self.make_rng("dropout")
+        decode = flag("decode", self.decode)
+        variables, cache = self._cache(key) if decode else (None, None)
         if cache is not None:
             layer.check_decode(self, inputs, segment_ids, cache)
         out, cache = layer.attend(
@@ -147,7 +141,8 @@ class GroupedQueryAttention(linen.Module):
         if cache is not None and variables is not None:
             for variable, x in zip(variables, cache, strict=True):
                 variable.value = x
-        use_bias = self.use_bias if self.use_out_bias is None else self.use_out_bias
+        if self.use_out_bias is not None:
+            use_bias = flag("use_out_bias", self.use_out_bias)
         out_inits = self.out_kernel_init or inits[0], self.out_bias_init or inits[1]
         return self._project("out", out, features, use_bias, *out_inits)
 

@@ -10,6 +10,7 @@ from flax import nnx
 import jax_flash
 from jax_flash.flax import layer
 from jax_flash.flax.rotary import Rotary
+from jax_flash.spec import flag
 
 _KERNEL_INIT = nnx.initializers.lecun_normal()
 _BIAS_INIT = nnx.initializers.zeros_init()
@@ -128,27 +129,21 @@ class GroupedQueryAttention(nnx.Module):
             head_dim is left out and num_heads does not divide in_features; or qk_norm is something
             else.
         """
-        layer.check_flags(
-            is_causal=is_causal,
-            use_sinks=use_sinks,
-            deterministic=deterministic,
-            use_bias=use_bias,
-            use_out_bias=use_out_bias,
-            keep_rngs=keep_rngs,
-        )
+        use_bias = flag("use_bias", use_bias)
+        use_out_bias = use_bias if use_out_bias is None else flag("use_out_bias", use_out_bias)
         num_kv_heads, head_dim = layer.sizes(in_features, num_heads, num_kv_heads, head_dim)
         self.in_features = in_features
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
         self.head_dim = head_dim
         self.rotary = rotary
-        self.is_causal = is_causal
+        self.is_causal = flag("is_causal", is_causal)
         self.local_window_size = local_window_size
         self.logits_soft_cap = logits_soft_cap
         self.scale = scale
         self.qk_norm = qk_norm
         self.dropout_rate = dropout_rate
-        self.deterministic = deterministic
+        self.deterministic = flag("deterministic", deterministic)
         self.fp8 = fp8
         self.dtype = dtype
         self.attention_fn = attention_fn
@@ -181,15 +176,14 @@ class GroupedQueryAttention(nnx.Module):
         self.query = projection(in_features, (num_heads, head_dim), use_bias, *inits)
         self.key = projection(in_features, (num_kv_heads, head_dim), use_bias, *inits)
         self.value = projection(in_features, (num_kv_heads, head_dim), use_bias, *inits)
-        use_out_bias = use_bias if use_out_bias is None else use_out_bias
         out_inits = out_kernel_init or kernel_init, out_bias_init or bias_init
         self.out = projection((num_heads, head_dim), in_features, use_out_bias, *out_inits)
         self.query_norm: nnx.RMSNorm | None = norm(num_heads)
         self.key_norm: nnx.RMSNorm | None = norm(num_kv_heads)
         self.sinks: nnx.Param | None = nnx.data(None)
-        if use_sinks:
+        if flag("use_sinks", use_sinks):
             self.sinks = nnx.Param(sinks_init(rngs.params(), (num_heads,), param_dtype))
-        keeps = keep_rngs and dropout_rate != 0
+        keeps = flag("keep_rngs", keep_rngs) and dropout_rate != 0
         self.rngs: nnx.RngStream | None = rngs.dropout.fork() if keeps else nnx.data(None)
         self.cached_key: Any = nnx.data(None)  # nnx.Cache, or None
         self.cached_value: Any = nnx.data(None)  # nnx.Cache, or None
@@ -224,7 +218,7 @@ class GroupedQueryAttention(nnx.Module):
           deterministic: if True, no dropout.
         """
         if deterministic is not None:
-            self.deterministic = deterministic
+            self.deterministic = flag("deterministic", deterministic)
 
     def __call__(
         self,
@@ -270,13 +264,12 @@ class GroupedQueryAttention(nnx.Module):
             segment_ids have another shape; decode without a cache, with segment_ids, without
             is_causal, or with inputs that do not fit the cache; dropout without rngs.
         """
-        layer.check_flags(decode=decode, deterministic=deterministic)
         if jnp.shape(inputs)[-1:] != (self.in_features,):
             raise ValueError(
                 f"inputs: expected shape [*batch, length, {self.in_features}], "
                 f"got {jnp.shape(inputs)}"
             )
-        cache = self._cache() if decode else None
+        cache = self._cache() if flag("decode", decode) else None
         if cache is not None:
             layer.check_decode(self, inputs, segment_ids, cache)
         query, key, value = (
@@ -309,8 +302,10 @@ class GroupedQueryAttention(nnx.Module):
         return layer.Cache(self.cached_key[...], self.cached_value[...], self.cache_index[...])
 
     def _dropout_rng(self, deterministic, rngs) -> jax.Array | None:
+        if self.dropout_rate == 0:
+            return None
         deterministic = self.deterministic if deterministic is None else deterministic
-        if deterministic or self.dropout_rate == 0:
+        if flag("deterministic", deterministic):
             return None
         rngs = self.rngs if rngs is None else rngs
         if rngs is None:

@@ -141,7 +141,7 @@ __device__ __forceinline__ void combine_warps(
 }
 
 // Computes the rows of a part of a unit's keys. The key tiles are in shared memory from
-// `key_smem` on, those of values follow.
+// `key_smem` on; the value tiles follow.
 template <typename Config, typename Element>
 struct DecodeLoop {
   using KeyTile = typename Config::KeyTile;

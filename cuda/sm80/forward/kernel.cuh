@@ -224,7 +224,7 @@ struct ForwardTiles {
   }
 };
 
-// Copies query tiles, keys and values of one head for a block of rows from row0 on.
+// Copies tiles of queries, keys and values of one head for a block of rows from row0 on.
 template <typename Config, typename Element, typename Tiles = ForwardTiles<Config>>
 struct TileLoader {
   const Forward& params;

@@ -9,8 +9,7 @@
 //
 // The output of 64 rows takes half of the registers of a multiprocessor, too many for one warp per
 // 16 rows. The warps of a group therefore share rows: they divide the keys for S and the columns
-// for O, so that S is computed only once. For each key tile, they exchange through shared
-// memory
+// for O, so that S is computed only once. For each key tile, they exchange in shared memory
 //   1. sums of S, if a pair of warps divides them (WideForwardConfig::kShares)
 //   2. the rows' greatest logits, and bits of the keys that are attended to
 //   3. P

@@ -9,7 +9,7 @@
 // blocks. Blocks are persistent.
 //
 // Each warpgroup has a tile of 64 query rows, and keeps dQ of it in registers. All warpgroups go
-// through the tiles of 64 keys in turn. P and dS of a tile of keys and all query rows go to shared
+// through the tiles of 64 keys in turn. P and dS of a key tile and all query rows go to shared
 // memory. From there, one warpgroup computes the tile's dV, and the next one its dK; other
 // warpgroups do so for other tiles. A warpgroup copies its tiles of the next unit's operands as
 // soon as nobody reads those that they replace.
