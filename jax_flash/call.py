@@ -455,7 +455,10 @@ def _side(side: Any, size: Any) -> tuple[int | None, int | jax.Array]:
                 f"local_window_size: expected non-negative sizes (None is unbounded), got {size!r}"
             )
         number = int(side)
-        return (number, number) if number <= INT32.max else (None, int(INT32.max))
+        if number >= 2**32:  # farther than any position is from a key
+            return None, int(INT32.max)
+        number = min(number, int(INT32.max))
+        return number, number
     raise TypeError(
         "local_window_size: expected an int or (left, right), of ints, None and arrays of one "
         f"integer each, got {size!r}"
