@@ -27,7 +27,8 @@
 #
 #   add_attention_source(<name> ARCHITECTURES <entry>... SOURCE <file>)
 #
-# compiles kernels that do not depend on the head dim, which several families use.
+# compiles kernels that do not depend on the head dim. A template of such a kernel in a header would
+# be compiled again for each head dim.
 #
 # finish_attention_instances(<target>), after the last entry, links all of them into <target>,
 # with JAX_FLASH_WITH_CUDA defined, and writes "instances.h": the tables kForwardInstances,

@@ -26,19 +26,17 @@ namespace jax_flash::sm80 {
 // with the fragment elements of all lanes that have rows, 32 lanes for every 16 rows. The elements
 // that a warp adds to a block are contiguous: one instruction of its 32 lanes adds to one
 // contiguous line, or to four (sm_90).
-template <typename Config>
+template <int kRows, int kHeadDimension, int kWarpRows, int kWarpColumns>
 struct DqueryOrder {
-  static constexpr int kWarpCols = Config::kWarps / Config::kQueryWarpRows;
-  static constexpr int kM = Config::kBlockQ / 16 / Config::kQueryWarpRows;
-  static constexpr int kN = Config::kHeadDim / 8 / kWarpCols;
-  static_assert(kM * kN * kWarpCols * Config::kQueryWarpRows * 128 ==
-                Config::kBlockQ * Config::kHeadDim);
+  static constexpr int kBlockQ = kRows, kHeadDim = kHeadDimension, kWarpCols = kWarpColumns;
+  static constexpr int kM = kBlockQ / 16 / kWarpRows, kN = kHeadDim / 8 / kWarpCols;
+  static_assert(kM * kN * kWarpCols * kWarpRows * 128 == kBlockQ * kHeadDim);
 
   int lanes, col_blocks;  // numbers of lanes and of blocks of columns in the tile
 
   // `rows` is the number of existing rows from the tile's first one on, and may exceed kBlockQ.
   __device__ __forceinline__ DqueryOrder(int32_t rows, int32_t head_dim)
-      : lanes(fragment_lanes(min(rows, Config::kBlockQ))), col_blocks(head_dim / 8) {}
+      : lanes(fragment_lanes(min(rows, kBlockQ))), col_blocks(head_dim / 8) {}
 
   // Returns the n-th block of columns of a warp. The warps take two consecutive blocks at a time,
   // in turn.
@@ -63,6 +61,9 @@ struct DqueryOrder {
   __device__ __forceinline__ int element_stride() const { return lanes; }
 #endif
 };
+template <typename Config>
+using DqueryOrderOf = DqueryOrder<Config::kBlockQ, Config::kHeadDim, Config::kQueryWarpRows,
+                                  Config::kWarps / Config::kQueryWarpRows>;
 
 inline constexpr int kEdgeThreads = 256;
 
@@ -178,22 +179,22 @@ __global__ void __launch_bounds__(kEdgeThreads)
 }
 
 // Scales dQ and converts it to its own type. The grid is batch x head x query tiles.
-template <typename Config, typename Element>
+template <typename Order, typename Element>
 __global__ void __launch_bounds__(kEdgeThreads)
     backward_end_kernel(const __grid_constant__ Backward params,
                         const BackwardWorkspace workspace) {
-  constexpr int kChunks = Config::kHeadDim / kChunk;
+  constexpr int kChunks = Order::kHeadDim / kChunk;
   const Shape& shape = params.shape;
-  const int32_t tiles = (shape.q_len + Config::kBlockQ - 1) / Config::kBlockQ;
-  const int32_t row0 = static_cast<int32_t>(blockIdx.x % tiles) * Config::kBlockQ;
+  const int32_t tiles = (shape.q_len + Order::kBlockQ - 1) / Order::kBlockQ;
+  const int32_t row0 = static_cast<int32_t>(blockIdx.x % tiles) * Order::kBlockQ;
   const int64_t batch_head = blockIdx.x / tiles;
   const int32_t head = static_cast<int32_t>(batch_head % shape.heads);
   Element* dquery_gmem =
       BatchIndex(shape, batch_head / shape.heads).pointer<Element>(params.dquery, head);
   const float* accumulators =
       workspace.dquery + (batch_head * workspace.dquery_rows + row0) * shape.head_dim;
-  const int32_t rows = min(shape.q_len - row0, Config::kBlockQ);
-  const DqueryOrder<Config> order(rows, shape.head_dim);
+  const int32_t rows = min(shape.q_len - row0, Order::kBlockQ);
+  const Order order(rows, shape.head_dim);
   const float scale = params.options.scale;
   for (int i = threadIdx.x; i < rows * kChunks; i += kEdgeThreads) {
     const int row = i / kChunks, chunk = i % kChunks;

@@ -326,7 +326,7 @@ __device__ __forceinline__ void add_in_turn(float* dquery_gmem, const float (&dq
                                params.options.scale, dquery);
   } else {
     add_dquery(dquery_gmem + (int64_t{at.head} * workspace.dquery_rows + row0) * shape.head_dim,
-               DqueryOrder<Config>(shape.q_len - row0, shape.head_dim), dquery);
+               DqueryOrderOf<Config>(shape.q_len - row0, shape.head_dim), dquery);
   }
   turn.pass();
 }

@@ -18,6 +18,7 @@
 #include "sm80/backward/kernel.cuh"
 #include "sm80/backward/wide.cuh"
 #include "sm80/config.cuh"
+#include "sm80/kernels.h"
 #include "sm80/wide_config.cuh"
 #include "status.h"
 #include "tile/element.cuh"
@@ -30,9 +31,7 @@ Status launch_backward_config(const Backward& params, BackwardWorkspace workspac
                               cudaStream_t stream) {
   const Shape& shape = params.shape;
   const int64_t heads = shape.batch * shape.heads;
-  Status status = launch_kernel(
-      "sm80::backward_begin_kernel", shape, backward_begin_kernel<Element>,
-      ceil_div(shape.q_len, kMaxBlockQ) * heads, kEdgeThreads, 0, stream, params, workspace);
+  Status status = launch_backward_begin<Element>(params, workspace, stream);
   if (!status.ok()) return status;
   status = launch_kernel("sm80::backward_kernel", shape, backward_kernel<Config, Element, kGeneral>,
                          ceil_div(shape.kv_len, Config::kBlockKv) * shape.kv_heads * shape.batch,
@@ -41,9 +40,9 @@ Status launch_backward_config(const Backward& params, BackwardWorkspace workspac
     return status;
   } else {
     if (!status.ok()) return status;
-    return launch_kernel("sm80::backward_end_kernel", shape, backward_end_kernel<Config, Element>,
-                         ceil_div(shape.q_len, Config::kBlockQ) * heads, kEdgeThreads, 0, stream,
-                         params, workspace);
+    return launch_kernel(
+        "sm80::backward_end_kernel", shape, backward_end_kernel<DqueryOrderOf<Config>, Element>,
+        ceil_div(shape.q_len, Config::kBlockQ) * heads, kEdgeThreads, 0, stream, params, workspace);
   }
 }
 
@@ -78,13 +77,10 @@ Status launch_wide_kernels(const Backward& params, const BackwardWorkspace& work
 
 template <typename Element>
 Status launch_wide_backward(const Backward& params, const Choice& choice, cudaStream_t stream) {
-  const Shape& shape = params.shape;
   BackwardWorkspace workspace;
   Status status = find_workspace(params, kWideDim, workspace, stream);
   if (!status.ok()) return status;
-  status = launch_kernel("sm80::backward_begin_kernel", shape, backward_begin_kernel<Element, true>,
-                         ceil_div(shape.q_len, kMaxBlockQ) * shape.batch * shape.heads,
-                         kEdgeThreads, 0, stream, params, workspace);
+  status = launch_backward_begin<Element, true>(params, workspace, stream);
   if (!status.ok()) return status;
   status = choice.smem_class == SmemClass::kLarge
                ? launch_wide_kernels<Element, 227>(params, workspace, stream)

@@ -134,8 +134,8 @@ __device__ __forceinline__ void store_key_gradient(const Tile& tile, Element* gm
 }
 
 // Adds a warp's part of dQ to the sums of a tile in the workspace.
-template <typename Config, int kM, int kN>
-__device__ __forceinline__ void add_dquery(float* tile_gmem, const DqueryOrder<Config>& order,
+template <typename Order, int kM, int kN>
+__device__ __forceinline__ void add_dquery(float* tile_gmem, const Order& order,
                                            const float (&values)[kM][kN][4]) {
   const int warp = threadIdx.x / 32;
 #pragma unroll

@@ -1,7 +1,7 @@
 // Computes the forward pass of calls with few query rows, such as decoding, with any modifiers but
 // dropout. It has the mathematics of sm80/forward/kernel.cuh, with a last step that combines rows
 // that several warps, and possibly several blocks, have computed for different keys
-// (sm80/decode/combine.cuh).
+// (sm80/decode/combine.cuh, combine_kernel.cuh).
 //
 // A unit is up to 16 query rows of the heads that share a key/value head, so that keys and values
 // are read once for all of them (plan/decode_sm80.h). A block computes a part of a unit's keys, a
@@ -11,7 +11,6 @@
 // Shared memory: Q | kStages tiles of K | kStages tiles of V; at the end, the warps' O.
 #pragma once
 
-#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -26,6 +25,7 @@
 #include "sm80/decode/combine.cuh"
 #include "sm80/decode/float8.cuh"
 #include "sm80/forward/kernel.cuh"
+#include "sm80/kernels.h"
 #include "sm80/products.cuh"
 #include "status.h"
 #include "tile/band.cuh"
@@ -388,15 +388,7 @@ Status launch_decode(const DecodeParams<Element>& params, cudaStream_t stream) {
       launch_kernel("sm80::decode_kernel", shape, decode_kernel<Config, Element>, parts.blocks(),
                     Config::kThreads, Config::kSmemBytes, stream, call, params);
   if (!status.ok() || parts.parts.divisor == 1) return status;
-  const int32_t rows = std::min(kDecodeRows, DecodeUnits(shape).group * shape.q_len);
-  const auto combine = [&](auto kernel) {
-    return launch_dependent("sm80::decode_combine_kernel", shape, kernel,
-                            int64_t{parts.units.divisor} * rows, kCombineWarps * 32, 0, stream,
-                            call, static_cast<const Forward&>(params), rows);
-  };
-  // With more than 32 parts, 64 are read at once. A thread then needs more registers.
-  return parts.parts.divisor > 32 ? combine(decode_combine_kernel<64, Element>)
-                                  : combine(decode_combine_kernel<32, Element>);
+  return launch_decode_combine<Element>(call, params, stream);
 }
 
 }  // namespace jax_flash::sm80

@@ -21,9 +21,9 @@
 #include "params.h"
 #include "plan/backward_workspace.h"
 #include "ptx/griddepcontrol.cuh"
-#include "sm90/backward/edges.cuh"
 #include "sm90/backward/order.cuh"
 #include "sm90/column_blocks.cuh"
+#include "sm90/kernels.h"
 #include "status.h"
 #include "tile/band.cuh"
 #include "tile/launch.cuh"
@@ -281,7 +281,7 @@ Status launch_columns_gradient(const Backward& params, const BackwardWorkspace& 
 template <typename Element>
 Status launch_backward_columns(const Backward& params, const BackwardWorkspace& workspace,
                                cudaStream_t stream) {
-  Status status = launch_begin<Element, true>(params, workspace, {}, false, {}, stream);
+  Status status = launch_begin<Element>(params, workspace, {}, false, {}, stream);
   if (status.ok()) {
     status =
         launch_columns_gradient<Element, ColumnGradient::kKeys>(params, workspace, false, stream);

@@ -34,6 +34,13 @@ namespace jax_flash::sm90 {
 
 inline constexpr int kBackwardSmemLimit = 227 * 1024;
 
+// Describes the sums for dQ to the end kernel (edges.cuh): their columns, and, in ordered runs, the
+// flags of a tile of 64 rows and the number of sums.
+template <int kColumns, int kFlags, int kOrderedSums>
+struct DquerySums {
+  static constexpr int kCols = kColumns, kTileFlags = kFlags, kOrdered = kOrderedSums;
+};
+
 // Configures the kernel for head dims up to 128, and up to 192 with values of at most 128 columns
 // (sm90/backward/narrow.cuh). A thread block owns kBlockKv keys and values, 64 for each consumer
 // warpgroup, and keeps their dK and dV in registers. kOnly: the only modifier that the kernel is
@@ -92,6 +99,7 @@ struct BackwardConfig {
   // just one tile later, and all blocks would run in lockstep.
   static constexpr int kOrderedSums = kDqueryByRows ? 2 : 1;
   static_assert(kOrderedSums == 1 || kHeadDim <= kTwoSumsHeadDim);
+  using Sums = DquerySums<kDqueryCols, kDqueryByRows ? 1 : kConsumers, kOrderedSums>;
 
   using QueryTile = SmemTile<kBlockQ, kHeadDim>;
   using OutTile = SmemTile<kBlockQ, kValueDim>;  // dO

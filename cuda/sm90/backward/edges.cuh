@@ -15,11 +15,9 @@
 #include "ptx/math.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/backward/plan.cuh"
-#include "status.h"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
 #include "tile/chunk.cuh"
-#include "tile/launch.cuh"
 #include "tile/quad.cuh"
 #include "tile/smem_tile.cuh"
 #include "tile/softmax.cuh"
@@ -27,7 +25,6 @@
 namespace jax_flash::sm90 {
 
 inline constexpr int kEdgeThreads = 256;
-inline constexpr int kSpreadSmemBytes = 100 * 1024;  // two such blocks fit on a multiprocessor
 
 // Zeroes the sums that the main kernels add to, for kEdgeRows rows, and some of the counters. The
 // first block also writes the lse and delta of rows beyond the last. Called by all threads.
@@ -139,33 +136,13 @@ __global__ void __launch_bounds__(kEdgeThreads)
       dead ? 0.0f : (sums_smem[thread] - row_dlse) * plan.scales.delta;
 }
 
-// kAbove256: true if value_dim may be above 256.
-template <typename Element, bool kAbove256 = false>
-Status launch_begin(const Backward& params, const BackwardWorkspace& workspace,
-                    const GradientScales& scales, bool sums, const ZeroPlan& zeros,
-                    cudaStream_t stream) {
-  const Shape& shape = params.shape;
-  const int64_t tiles = ceil_div(workspace.rows, kEdgeRows);
-  const auto launch = [&](auto* kernel) {
-    return launch_kernel("sm90::backward_begin_kernel", shape, kernel,
-                         shape.batch * shape.heads * tiles, kEdgeThreads, 0, stream,
-                         BackwardEdgePlan(params, workspace, scales, tiles, sums, zeros), params);
-  };
-  if constexpr (kAbove256) {
-    if (shape.value_dim > 256) return launch(backward_begin_kernel<Element, 64>);
-  }
-  if (shape.value_dim > 128) return launch(backward_begin_kernel<Element, 32>);
-  return shape.value_dim > 64 ? launch(backward_begin_kernel<Element, 16>)
-                              : launch(backward_begin_kernel<Element, 8>);
-}
-
 inline constexpr int kEndThreads = 128, kEndCols = 64;
 
 // Converts kEndCols columns of a tile of 64 query rows. A warp converts 16 rows.
-template <typename Config, typename Element>
+template <typename Sums, typename Element>
 __device__ __forceinline__ void convert_tile(const BackwardEdgePlan& plan, int32_t index,
                                              int group) {
-  static_assert(kEndCols == Config::kDqueryGroupCols && Config::kDqueryCols % kEndCols == 0);
+  static_assert(Sums::kCols % kEndCols == 0);
   const BackwardWorkspace& workspace = plan.workspace;
   const int32_t batch_head = plan.tiles.quotient(index);
   const int32_t tile = index - batch_head * plan.tiles.divisor;
@@ -175,8 +152,8 @@ __device__ __forceinline__ void convert_tile(const BackwardEdgePlan& plan, int32
   const int64_t place = (int64_t{batch_head} * workspace.dquery_rows + tile * 64) * plan.head_dim +
                         (group * (kEndCols / 8) * lanes + thread) * 4;
   const int col_blocks = thread < lanes ? (plan.head_dim - col0) / 8 : 0;
-  const int32_t* turns = workspace.turns + int64_t{batch_head} * workspace.flags +
-                         (Config::kDqueryByRows ? tile : tile * Config::kConsumers) + group;
+  const int32_t* turns =
+      workspace.turns + int64_t{batch_head} * workspace.flags + tile * Sums::kTileFlags + group;
   float values[kEndCols / 8][4] = {};
   const auto each = [&](const float* sums, const auto& use) {
 #pragma unroll
@@ -194,8 +171,7 @@ __device__ __forceinline__ void convert_tile(const BackwardEdgePlan& plan, int32
       to[0] = value.x, to[1] = value.y, to[2] = value.z, to[3] = value.w;
     });
   }
-  if (Config::kOrderedSums > 1 && workspace.odd_dquery != nullptr &&
-      turns[workspace.flags / 2] != 0) {
+  if (Sums::kOrdered > 1 && workspace.odd_dquery != nullptr && turns[workspace.flags / 2] != 0) {
     each(workspace.odd_dquery, [](float (&to)[4], const float4& value) {
       to[0] += value.x, to[1] += value.y, to[2] += value.z, to[3] += value.w;
     });
@@ -205,24 +181,24 @@ __device__ __forceinline__ void convert_tile(const BackwardEdgePlan& plan, int32
 }
 
 // Converts all tiles. The grid is column groups x tiles of 64 query rows x heads x batch.
-template <typename Config, typename Element>
+template <typename Sums, typename Element>
 __global__ void __launch_bounds__(kEndThreads, 1024 / kEndThreads)
     backward_end_kernel(const __grid_constant__ BackwardEdgePlan plan) {
-  constexpr int kGroups = Config::kDqueryCols / kEndCols;
+  constexpr int kGroups = Sums::kCols / kEndCols;
   touch_parameters(plan);
   const auto block = static_cast<int32_t>(blockIdx.x);
-  convert_tile<Config, Element>(plan, block / kGroups, block % kGroups);
+  convert_tile<Sums, Element>(plan, block / kGroups, block % kGroups);
 }
 
 inline constexpr int kRestBlocks = 4;  // for each block of the main kernel
 
 // Converts the tiles that the main kernel did not convert: see EndPlan. The grid is column groups x
 // blocks of the main kernel x kRestBlocks.
-template <typename Config, typename Element>
+template <typename Sums, typename Element>
 __global__ void __launch_bounds__(kEndThreads, 1024 / kEndThreads)
     backward_rest_kernel(const __grid_constant__ BackwardEdgePlan plan,
                          const __grid_constant__ EndPlan ends) {
-  constexpr int kGroups = Config::kDqueryCols / kEndCols;
+  constexpr int kGroups = Sums::kCols / kEndCols;
   touch_parameters(plan);
   const int32_t part = static_cast<int32_t>(blockIdx.x) / kGroups;
   const int32_t block = part % ends.blocks;
@@ -231,7 +207,7 @@ __global__ void __launch_bounds__(kEndThreads, 1024 / kEndThreads)
   const int32_t round = *counters.converted(block) + part / ends.blocks;
   for (int32_t index = round * ends.blocks + block; index < ends.tiles;
        index += kRestBlocks * ends.blocks) {
-    convert_tile<Config, Element>(plan, index, static_cast<int32_t>(blockIdx.x) % kGroups);
+    convert_tile<Sums, Element>(plan, index, static_cast<int32_t>(blockIdx.x) % kGroups);
   }
 }
 

@@ -33,10 +33,13 @@
 #include "sm90/backward/short.cuh"
 #include "sm90/backward/wide_key.cuh"
 #include "sm90/backward/wide_query.cuh"
+#include "sm90/kernels.h"
 #include "status.h"
 #include "tile/launch.cuh"
 
 namespace jax_flash::sm90 {
+
+inline constexpr int kSpreadSmemBytes = 100 * 1024;  // two such blocks fit on a multiprocessor
 
 template <typename Config, typename Element, bool kGeneral>
 Status launch_backward_config(const Backward& params, const BackwardWorkspace& workspace,
@@ -91,18 +94,19 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
     }
   }
   if (!status.ok()) return status;
-  constexpr int kGroups = Config::kDqueryCols / kEndCols;
+  using Sums = typename Config::Sums;
+  constexpr int kGroups = Sums::kCols / kEndCols;
   const int64_t tiles = ceil_div(shape.q_len, 64), heads = shape.batch * shape.heads;
   if (ends.blocks > 0) {
     return launch_dependent("sm90::backward_rest_kernel", shape,
-                            backward_rest_kernel<Config, Element>,
+                            backward_rest_kernel<Sums, Element>,
                             int64_t{ends.blocks} * kRestBlocks * kGroups, kEndThreads, 0, stream,
                             BackwardEdgePlan(params, workspace, scales, tiles), ends);
   }
   // If there are few blocks, this much shared memory prevents many of them from running on the
   // multiprocessors that are free first.
   const int end_smem_bytes = tiles * heads <= 2 * sms ? kSpreadSmemBytes : 0;
-  return launch_dependent("sm90::backward_end_kernel", shape, backward_end_kernel<Config, Element>,
+  return launch_dependent("sm90::backward_end_kernel", shape, backward_end_kernel<Sums, Element>,
                           tiles * heads * kGroups, kEndThreads, end_smem_bytes, stream,
                           BackwardEdgePlan(params, workspace, scales, tiles));
 }

@@ -9,10 +9,8 @@
 #include "plan/backward_workspace.h"
 #include "plan/mask_matrices.h"
 #include "ptx/global.cuh"
-#include "status.h"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
-#include "tile/launch.cuh"
 
 namespace jax_flash::sm90 {
 
@@ -161,20 +159,6 @@ __global__ void __launch_bounds__(kThreads)
   words[block * 32 + threadIdx.x % 32] = bits;
 }
 
-inline Status launch_transposed_mask_words(const Backward& params,
-                                           const BackwardWorkspace& workspace,
-                                           TransposedMaskWords& words, cudaStream_t stream) {
-  constexpr int kThreads = 256;
-  const Shape& shape = params.shape;
-  if (!params.mask) return {};
-  words = TransposedMaskWords(shape, params.mask, workspace.mask_words);
-  const int64_t blocks = words.matrices() * words.row_groups * words.key_groups;
-  return launch_kernel("sm90::transposed_mask_words_kernel", shape,
-                       transposed_mask_words_kernel<kThreads>, ceil_div(blocks, kThreads / 32),
-                       kThreads, 0, stream, params.mask, words, shape.kv_len,
-                       mask_has_vectors(params, 16), blocks, workspace.mask_words);
-}
-
 // Prefetches the bias of 16 keys from `key` on and 64 query rows from row0 on to L2. Each lane
 // prefetches two rows.
 __device__ __forceinline__ void prefetch_bias(const Forward& params, const BatchIndex& batch,
@@ -243,24 +227,6 @@ __global__ void __launch_bounds__(kThreads)
   }
   __syncthreads();
   if (threadIdx.x == 0) ranges[blockIdx.x] = range;
-}
-
-// Launches mask_rows_kernel where it saves time. If few heads share a mask, reading it takes longer
-// than the skipped tiles save, and in short calls the launch itself does. The ranges reuse the
-// memory for sums of divided key blocks, which calls with a mask do not have.
-inline Status launch_mask_rows(const Backward& params, const BackwardWorkspace& workspace,
-                               MaskRows& mask_rows, cudaStream_t stream) {
-  constexpr int32_t kLeastRows = 1024;
-  const Shape& shape = params.shape;
-  if (!params.mask || shape.q_len < kLeastRows) return {};
-  MaskRows made(shape, params.mask);
-  if (!made.shared(shape) || made.bytes() > workspace.split_sums_bytes) return {};
-  int2* const ranges = reinterpret_cast<int2*>(workspace.split_sums);
-  made.ranges = ranges;
-  mask_rows = made;
-  return launch_kernel("sm90::mask_rows_kernel", shape, mask_rows_kernel<kMaskRowsThreads>,
-                       made.matrices() * made.tiles, kMaskRowsThreads, 0, stream, params.mask, made,
-                       shape.kv_len, mask_has_vectors(params, 4), ranges);
 }
 
 }  // namespace jax_flash::sm90

@@ -7,7 +7,6 @@
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
 
-#include <algorithm>
 #include <cstdint>
 #include <type_traits>
 
@@ -18,8 +17,6 @@
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/math.cuh"
 #include "sm90/forward/config.cuh"
-#include "status.h"
-#include "tile/launch.cuh"
 #include "tile/tensor_map.cuh"
 
 namespace jax_flash::sm90 {
@@ -153,54 +150,6 @@ __global__ void __launch_bounds__(kThreads)
   if (threadIdx.x == 0) copy.bad[blockIdx.x] = any;
   // A kernel that waits for this one thereby waits for the one before it, too.
   ptx::griddepcontrol_wait();
-}
-
-// Converts V to float16 in the workspace, from `offset` on, if the call is suited to it.
-// `dependent`: an earlier kernel is part of the same call. `box_rows`: keys of a tile.
-inline Status launch_half_values(const Forward& params, int64_t offset, bool dependent,
-                                 int box_rows, cudaStream_t stream, HalfValueMap& made) {
-  const Shape& shape = params.shape;
-  if (!HalfValues::takes(shape, params.value.dtype, true)) return {};
-  const ValueMatrices matrices(shape, params.value);
-  HalfValueCopy copy = {};
-  copy.value = params.value;
-  copy.kv_len = shape.kv_len;
-  copy.value_dim = shape.value_dim;
-  copy.heads = matrices.heads;
-  copy.inner_batch = matrices.batch[1];
-  copy.panels = static_cast<int32_t>(ceil_div(shape.value_dim, 64));
-  // All units have about the same size. A unit of few rows could not show whether a column's values
-  // are great enough.
-  copy.parts = static_cast<int32_t>(ceil_div(shape.kv_len, HalfValueCopy::kRows));
-  copy.rows = static_cast<int32_t>(ceil_div(shape.kv_len, copy.parts));
-  const int64_t units = matrices.count() * copy.parts * copy.panels;
-  if (units > INT32_MAX) return {};  // V is then read in bfloat16
-  copy.units = static_cast<int32_t>(units);
-  char* workspace = static_cast<char*>(params.workspace) + HalfValues::align(offset);
-  copy.bad = reinterpret_cast<int32_t*>(workspace);
-
-  Operand& half = copy.half;
-  half.data = workspace + HalfValues::kMostBlocks * 4;
-  half.dtype = DType::kFloat16;
-  half.col = 1;
-  half.head = matrices.heads > 1 ? shape.value_dim : 0;
-  half.row = int64_t{matrices.heads} * shape.value_dim;
-  const int64_t all_rows = half.row * shape.kv_len;
-  half.batch[1] = params.value.batch[1] == 0 ? 0 : all_rows;
-  half.batch[0] = params.value.batch[0] == 0 ? 0 : all_rows * matrices.batch[1];
-
-  int sms = 0;
-  if (Status status = multiprocessors(sms); !status.ok()) return status;
-  constexpr int kBlocksEach = 2048 / HalfValueCopy::kThreads;
-  made.blocks = std::min({copy.units, kBlocksEach * sms, HalfValues::kMostBlocks});
-  made.bad = copy.bad;
-  made.axes = BoxAxes(half);
-  Status status = make_tensor_map("value", shape, half, shape.kv_len, matrices.heads,
-                                  shape.value_dim, box_rows, made.map);
-  if (!status.ok()) return status;
-  return launch_grid(dependent, "sm90::half_values_kernel", shape,
-                     half_values_kernel<HalfValueCopy::kThreads>, made.blocks,
-                     HalfValueCopy::kThreads, 0, stream, copy);
 }
 
 }  // namespace jax_flash::sm90

@@ -22,6 +22,7 @@
 #include "sm90/forward/plan.cuh"
 #include "sm90/forward/schedule.cuh"
 #include "sm90/forward/short.cuh"
+#include "sm90/kernels.h"
 #include "status.h"
 #include "tile/launch.cuh"
 #include "tile/tensor_map.cuh"

@@ -1,0 +1,41 @@
+// Implements kernels.h.
+
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+
+#include "sm80/backward/edges.cuh"
+#include "sm80/decode/combine_kernel.cuh"
+#include "sm80/kernels.h"
+#include "tile/element.cuh"
+#include "tile/launch.cuh"
+
+namespace jax_flash::sm80 {
+
+template <typename Element, bool kWide>
+Status launch_backward_begin(const Backward& params, const BackwardWorkspace& workspace,
+                             cudaStream_t stream) {
+  const Shape& shape = params.shape;
+  return launch_kernel("sm80::backward_begin_kernel", shape, backward_begin_kernel<Element, kWide>,
+                       ceil_div(shape.q_len, kMaxBlockQ) * shape.batch * shape.heads, kEdgeThreads,
+                       0, stream, params, workspace);
+}
+
+template Status launch_decode_combine<__nv_bfloat16>(const DecodeCall&, const Forward&,
+                                                     cudaStream_t);
+template Status launch_decode_combine<__half>(const DecodeCall&, const Forward&, cudaStream_t);
+template Status launch_decode_combine<Tf32>(const DecodeCall&, const Forward&, cudaStream_t);
+template Status launch_decode_combine<Tf32x3>(const DecodeCall&, const Forward&, cudaStream_t);
+template Status launch_backward_begin<__nv_bfloat16>(const Backward&, const BackwardWorkspace&,
+                                                     cudaStream_t);
+template Status launch_backward_begin<__half>(const Backward&, const BackwardWorkspace&,
+                                              cudaStream_t);
+template Status launch_backward_begin<Tf32>(const Backward&, const BackwardWorkspace&,
+                                            cudaStream_t);
+template Status launch_backward_begin<Tf32x3>(const Backward&, const BackwardWorkspace&,
+                                              cudaStream_t);
+template Status launch_backward_begin<__nv_bfloat16, true>(const Backward&,
+                                                           const BackwardWorkspace&, cudaStream_t);
+template Status launch_backward_begin<__half, true>(const Backward&, const BackwardWorkspace&,
+                                                    cudaStream_t);
+
+}  // namespace jax_flash::sm80
