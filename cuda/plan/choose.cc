@@ -204,7 +204,7 @@ Status choose_smem_class(const Forward& params, const Device& device, bool is_ba
     choice.reason = "values have at most 128 columns";
   } else if (!(is_backward || is_float32 || is_wide) || !has(SmemClass::kLarge)) {
     choice.smem_class = SmemClass::kMedium;
-    choice.reason = "a block has 163 KB of shared memory";
+    choice.reason = "a block has at least 163 KB of shared memory";
   } else {
     choice.smem_class = SmemClass::kLarge;
     choice.reason = "a block has 227 KB of shared memory";
@@ -322,17 +322,18 @@ Found choose_plain(const Forward& params, int32_t head_dim, const Device& device
     return {Recipe::kNarrowValues, "values have at most 128 columns"};
   }
   if (head_dim > 128) return {Recipe::kChained, "there is one kernel for this head dim"};
-  if (head_dim == 128) return {Recipe::kChained, "there are many query tiles"};
+  const char* const many = divided ? "a window has a left edge" : "there are many query tiles";
+  if (head_dim == 128) return {Recipe::kChained, many};
   const bool smaller = smaller_tiles_are_faster(shape, device);
   const char* const idle = "tiles of 192 rows leave multiprocessors idle";
   if (head_dim == 96) {
     if (smaller) return {Recipe::kChainedPair, idle};
-    return {Recipe::kChained, "there are many query tiles"};
+    return {Recipe::kChained, many};
   }
   const bool one_tile = shape.kv_len <= 128;
   if (sm90::kHasScoresAhead && !has_left_edge && !one_tile) {
-    if (one_edge(params)) return {Recipe::kAheadOneCut, "an edge cuts the last tile of keys"};
-    if (in_band) return {Recipe::kAheadTwoCut, "an edge cuts the last tiles of keys"};
+    if (one_edge(params)) return {Recipe::kAheadOneCut, "an edge cuts the last key tile"};
+    if (in_band) return {Recipe::kAheadTwoCut, "an edge cuts the last key tiles"};
     if (smaller) return {Recipe::kAheadOneCut, idle};
   }
   if (divided) return {Recipe::kSplitKeys, "there are few query tiles, and a left edge"};
@@ -386,7 +387,7 @@ Found choose_modified(const Forward& params, int32_t head_dim, const Device& dev
       if (head_dim == 64 && is_bfloat16 &&
           (!banded(options) ||
            (options.window_left < 0 && options.window_right < 0 && params.shape.kv_len >= 8192))) {
-        return {Recipe::kSoftCapLong, "an edge cuts few tiles of keys, or none"};
+        return {Recipe::kSoftCapLong, "an edge cuts few key tiles, or none"};
       }
       return {Recipe::kSoftCap, "the soft cap is the only modifier"};
     case kMask: return choose_masked(params, head_dim, device);
