@@ -21,19 +21,19 @@
 #
 # of "<family>/<pass>/launch.cuh", with Element __nv_bfloat16, __half or float. kHeadDim bounds
 # max(head_dim, value_dim). Those of float8 are launch_<pass>_float8<kHeadDim, kGeneral>, which take
-# the scales, too, of "<family>/<pass>_float8/launch.cuh". All instances of a head dim share one source, <family>_<pass>_<head
-# dim>.cu: to read the headers takes as long as to compile a simple kernel, and some kernels are
-# used by all of them.
+# the scales, too, of "<family>/<pass>_float8/launch.cuh". All instances of a head dim share one
+# source, <family>_<pass>_<head dim>.cu: to read the headers takes as long as to compile a simple
+# kernel.
 #
 #   add_attention_source(<name> ARCHITECTURES <entry>... SOURCE <file>)
 #
 # compiles kernels that do not depend on the head dim. A template of such a kernel in a header would
-# be compiled again for each head dim.
+# be compiled again for each head dim. JAX_FLASH_INSTANCES leaves no such source out.
 #
 # finish_attention_instances(<target>), after the last entry, links all of them into <target>,
 # with JAX_FLASH_WITH_CUDA defined, and writes "instances.h": the tables kForwardInstances,
-# kForwardFloat8Instances and kBackwardInstances, and find_instance(), with which cuda/launch.cc (plain C++: it compiles no
-# kernel) launches what cuda/plan/choose.cc chose. See instances.h.in.
+# kForwardFloat8Instances and kBackwardInstances, and find_instance(), with which cuda/launch.cc
+# (plain C++: it compiles no kernel) launches what cuda/plan/choose.cc chose. See instances.h.in.
 #
 # Every object is compiled through check_ptxas.py, which fails on a register spill beyond the
 # kernel's budget in spills.txt, and on ptxas's reports of serialized wgmma; with JAX_FLASH_WERROR

@@ -3,8 +3,8 @@
     python tests/machine_code.py LIBRARY             compares a built library with the list
     python tests/machine_code.py LIBRARY --update    makes the list anew
 
-A commit that refactors leaves the list as it is. Hashes are compared, not names: kernels and their
-template arguments may be renamed, and the list is then made anew with the same hashes. The first
+A commit that refactors adds and removes no hash. Names and counts are not compared: kernels may be
+renamed, or compiled once instead of several times, and the list is then made anew. The first
 command exits with 1 where a hash is new or gone, and names the kernels. It compares nothing where
 another release of the compiler made the library.
 

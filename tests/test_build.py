@@ -104,6 +104,7 @@ def test_names_of_kernels(mangled, name):
     [
         ("cuda_sm90.dir/instances/sm90_forward_64.cu.o", "sm90_forward_64"),
         ("cuda_modifiers.dir/cuda/modifiers/kernels.cu.o", "modifiers/kernels"),
+        ("cuda_sm80_kernels.dir/cuda/sm80/kernels.cu.o", "sm80/kernels"),
         ("cuda_quantize.dir/cuda/quantize/kernels.cu.o.ptxas.txt", "quantize/kernels"),
     ],
 )

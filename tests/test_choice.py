@@ -390,7 +390,7 @@ def test_backward_kernels_for_one_modifier(name, call):
 @pytest.mark.skipif(not DIMS_80 & {128, 192, 256}, reason="a build without head dim 128")
 @pytest.mark.parametrize(
     ("gpu", "reason"),
-    [(A100, "163 KB"), (RTX_4090, "less than 163 KB"), (H100, "163 KB")],
+    [(A100, "least 163 KB"), (RTX_4090, "less than 163 KB"), (H100, "least 163 KB")],
 )
 def test_kernels_of_the_sm_80_family(gpu, reason):
     kernel = kernels(gpu=gpu, implementation="flash_sm80")["forward"]

@@ -4,7 +4,7 @@
 #include <cuda_fp16.h>
 
 #include "sm80/backward/edges.cuh"
-#include "sm80/decode/combine_kernel.cuh"
+#include "sm80/decode/combine.cuh"
 #include "sm80/kernels.h"
 #include "tile/element.cuh"
 #include "tile/launch.cuh"

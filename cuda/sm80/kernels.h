@@ -1,5 +1,5 @@
 // Declares launches of the sm_80 family's kernels that do not depend on the head dim. They are
-// compiled once, in kernels.cu.
+// compiled once, in kernels.cu; those of float8, which only Hopper decodes, in sm90/kernels.cu.
 #pragma once
 
 #include <cuda_runtime_api.h>
@@ -12,7 +12,7 @@ namespace jax_flash::sm80 {
 
 struct DecodeCall;
 
-// Launches decode/combine_kernel.cuh, after the decoding kernel.
+// Launches decode/combine.cuh, after the decoding kernel.
 template <typename Element>
 Status launch_decode_combine(const DecodeCall& call, const Forward& params, cudaStream_t stream);
 

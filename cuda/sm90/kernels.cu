@@ -8,8 +8,7 @@
 
 #include "plan/half_values.h"
 #include "plan/mask_matrices.h"
-#include "plan/tensor_map.h"
-#include "sm80/decode/combine_kernel.cuh"
+#include "sm80/decode/combine.cuh"
 #include "sm90/backward/edges.cuh"
 #include "sm90/backward/mask.cuh"
 #include "sm90/backward/plan.cuh"
@@ -73,9 +72,9 @@ Status launch_half_values(const Forward& params, int64_t offset, bool dependent,
 }
 
 template <typename Element>
-Status launch_begin(const Backward& params, const BackwardWorkspace& workspace,
-                    const GradientScales& scales, bool sums, const ZeroPlan& zeros,
-                    cudaStream_t stream) {
+Status launch_backward_begin(const Backward& params, const BackwardWorkspace& workspace,
+                             const GradientScales& scales, bool sums, const ZeroPlan& zeros,
+                             cudaStream_t stream) {
   const Shape& shape = params.shape;
   const int64_t tiles = ceil_div(workspace.rows, kEdgeRows);
   const auto launch = [&](auto* kernel) {
@@ -88,11 +87,12 @@ Status launch_begin(const Backward& params, const BackwardWorkspace& workspace,
   return shape.value_dim > 64 ? launch(backward_begin_kernel<Element, 16>)
                               : launch(backward_begin_kernel<Element, 8>);
 }
-template Status launch_begin<__nv_bfloat16>(const Backward&, const BackwardWorkspace&,
-                                            const GradientScales&, bool, const ZeroPlan&,
-                                            cudaStream_t);
-template Status launch_begin<__half>(const Backward&, const BackwardWorkspace&,
-                                     const GradientScales&, bool, const ZeroPlan&, cudaStream_t);
+template Status launch_backward_begin<__nv_bfloat16>(const Backward&, const BackwardWorkspace&,
+                                                     const GradientScales&, bool, const ZeroPlan&,
+                                                     cudaStream_t);
+template Status launch_backward_begin<__half>(const Backward&, const BackwardWorkspace&,
+                                              const GradientScales&, bool, const ZeroPlan&,
+                                              cudaStream_t);
 
 Status launch_transposed_mask_words(const Backward& params, const BackwardWorkspace& workspace,
                                     TransposedMaskWords& words, cudaStream_t stream) {

@@ -26,9 +26,9 @@ Status launch_half_values(const Forward& params, int64_t offset, bool dependent,
 // Launches the begin kernel of backward/edges.cuh. `sums`: true if the main kernel adds to sums in
 // device memory, which `zeros` divides.
 template <typename Element>
-Status launch_begin(const Backward& params, const BackwardWorkspace& workspace,
-                    const GradientScales& scales, bool sums, const ZeroPlan& zeros,
-                    cudaStream_t stream);
+Status launch_backward_begin(const Backward& params, const BackwardWorkspace& workspace,
+                             const GradientScales& scales, bool sums, const ZeroPlan& zeros,
+                             cudaStream_t stream);
 
 // If there is a mask, computes its bits for the backward pass (backward/mask.cuh).
 Status launch_transposed_mask_words(const Backward& params, const BackwardWorkspace& workspace,

@@ -1,7 +1,7 @@
 // Computes the forward pass of calls with few query rows, such as decoding, with any modifiers but
 // dropout. It has the mathematics of sm80/forward/kernel.cuh, with a last step that combines rows
 // that several warps, and possibly several blocks, have computed for different keys
-// (sm80/decode/combine.cuh, combine_kernel.cuh).
+// (sm80/decode/finish_row.cuh, combine.cuh).
 //
 // A unit is up to 16 query rows of the heads that share a key/value head, so that keys and values
 // are read once for all of them (plan/decode_sm80.h). A block computes a part of a unit's keys, a
@@ -22,7 +22,7 @@
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/shared.cuh"
 #include "sm80/decode/call.cuh"
-#include "sm80/decode/combine.cuh"
+#include "sm80/decode/finish_row.cuh"
 #include "sm80/decode/float8.cuh"
 #include "sm80/forward/kernel.cuh"
 #include "sm80/kernels.h"

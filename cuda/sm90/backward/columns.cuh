@@ -22,6 +22,7 @@
 #include "plan/backward_workspace.h"
 #include "ptx/griddepcontrol.cuh"
 #include "sm90/backward/order.cuh"
+#include "sm90/backward/plan.cuh"
 #include "sm90/column_blocks.cuh"
 #include "sm90/kernels.h"
 #include "status.h"
@@ -281,7 +282,7 @@ Status launch_columns_gradient(const Backward& params, const BackwardWorkspace& 
 template <typename Element>
 Status launch_backward_columns(const Backward& params, const BackwardWorkspace& workspace,
                                cudaStream_t stream) {
-  Status status = launch_begin<Element>(params, workspace, {}, false, {}, stream);
+  Status status = launch_backward_begin<Element>(params, workspace, {}, false, {}, stream);
   if (status.ok()) {
     status =
         launch_columns_gradient<Element, ColumnGradient::kKeys>(params, workspace, false, stream);

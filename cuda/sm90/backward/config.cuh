@@ -34,8 +34,8 @@ namespace jax_flash::sm90 {
 
 inline constexpr int kBackwardSmemLimit = 227 * 1024;
 
-// Describes the sums for dQ to the end kernel (edges.cuh): their columns, and, in ordered runs, the
-// flags of a tile of 64 rows and the number of sums.
+// Describes the sums for dQ to the end and rest kernels (edges.cuh): their columns, and, in ordered
+// runs, the flags of a tile of 64 rows and the number of sums.
 template <int kColumns, int kFlags, int kOrderedSums>
 struct DquerySums {
   static constexpr int kCols = kColumns, kTileFlags = kFlags, kOrdered = kOrderedSums;

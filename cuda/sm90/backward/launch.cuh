@@ -77,7 +77,7 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
     }
   }
   if (status.ok()) {
-    status = launch_begin<Element>(params, workspace, scales, true, zeros, stream);
+    status = launch_backward_begin<Element>(params, workspace, scales, true, zeros, stream);
   }
   if (status.ok()) {
     const auto launch = [&](auto* kernel) {
@@ -95,6 +95,7 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
   }
   if (!status.ok()) return status;
   using Sums = typename Config::Sums;
+  static_assert(kEndCols == Config::kDqueryGroupCols);
   constexpr int kGroups = Sums::kCols / kEndCols;
   const int64_t tiles = ceil_div(shape.q_len, 64), heads = shape.batch * shape.heads;
   if (ends.blocks > 0) {
@@ -126,7 +127,7 @@ Status launch_wide_backward(const Backward& params, const BackwardWorkspace& wor
     status = make_backward_maps(params, QueryConfig::kBlockQ, QueryConfig::kBlockKv, query_maps);
   }
   if (status.ok()) {
-    status = launch_begin<Element>(params, workspace, {}, false, {}, stream);
+    status = launch_backward_begin<Element>(params, workspace, {}, false, {}, stream);
   }
   int sms = 0;
   if (status.ok()) status = multiprocessors(sms);
