@@ -83,10 +83,17 @@ def padded(inputs: Inputs, unit: int) -> dict[str, np.ndarray]:
     return arrays
 
 
+@functools.cache
+def permutation(function, length: int, devices: int) -> np.ndarray:
+    """Of so many tokens: which one `function` puts at each place."""
+    return np.asarray(function(jnp.arange(length), devices, axis=0))
+
+
 def reorder(function, name: str, x, devices: int):
+    """Every axis of tokens in another order, by NumPy: JAX would compile for each shape."""
     for axis in TOKEN_AXES.get(name, {}).values():
         if x.shape[axis] > 1:
-            x = function(x, devices, axis=axis)
+            x = np.take(x, permutation(function, x.shape[axis], devices), axis)
     return x
 
 

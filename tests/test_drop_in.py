@@ -74,7 +74,7 @@ def test_derivatives_of_a_learned_scale():
         mapped = jax.vmap(jax.grad(loss, 1), (None, 0))(Q, jnp.array([0.1, 0.4]))
         return *grads, *tangent, mixed, mapped
 
-    both(function)
+    both(jax.jit(function, static_argnums=0))
 
 
 @pytest.mark.parametrize(
@@ -125,12 +125,13 @@ def test_derivatives_of_a_learned_soft_cap():
         tangent = jax.jvp(lambda c: loss(c, BIAS), (cap,), (jnp.float32(1),))
         second = jax.grad(jax.grad(loss))(cap, BIAS)
         caps = jnp.array([0.3, 0.7, 5.0])
-        mapped = jax.jit(jax.vmap(jax.value_and_grad(loss), (0, None)))(caps, BIAS)
+        mapped = jax.vmap(jax.value_and_grad(loss), (0, None))(caps, BIAS)
         return value, *grads, *tangent, second, *mapped
 
     def attention(query, key, value, bias, cap):
         return ours(query, key, value, bias, logits_soft_cap=cap)
 
+    derivatives = jax.jit(derivatives, static_argnums=0)
     assert_close(derivatives(attention), derivatives(capped))
 
 
@@ -324,6 +325,7 @@ def test_settings_of_promotion_are_about_the_callers_code(number, implementation
         )  # fmt: skip
         return out.astype(jnp.float32).sum()
 
+    @jax.jit
     def gradients():
         one = functools.partial(jax.grad(loss, (0, 1, 2, 3)), query, key)
         sinks, numbers = jnp.ones(HEADS, jnp.bfloat16), jnp.ones(2, jnp.float16)

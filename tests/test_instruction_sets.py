@@ -14,6 +14,7 @@ INSTRUCTION_SETS = ("baseline", "avx2", "avx512") if X86 else ("baseline",)
 # Blocks of queries and of keys that share a task, the last of each in part; a query that is NaN
 # shares its block with keys that it may not attend to; a bias hides keys that are NaN.
 PROGRAM = """
+import functools
 import jax, jax.numpy as jnp, numpy as np
 import jax_flash
 from jax_flash import ffi
@@ -28,6 +29,7 @@ for (q_len, heads, kv_heads, dim), dtype, bound in [
     shapes = [(2, q_len, heads, dim)] * 2 + [(2, 300, kv_heads, dim)] * 2
     query, dout, key, value = (jnp.asarray(rng.normal(size=s), dtype) for s in shapes)
     for is_causal in (False, True):
+        @functools.partial(jax.jit, static_argnums=0)
         def run(implementation):
             def attend(*operands):
                 query, key, value, slopes, table = operands
@@ -57,7 +59,7 @@ def gradients(poison):
     operands = [jnp.where(hidden[:, None, None], poison, x) for x in (key, value)]
     def loss(*operands):
         return (jax_flash.dot_product_attention(*operands, implementation="flash") ** 2).sum()
-    return jax.grad(loss, (0, 1, 2, 3))(query.at[:, 5].set(0), *operands, bias)
+    return jax.jit(jax.grad(loss, (0, 1, 2, 3)))(query.at[:, 5].set(0), *operands, bias)
 for got, expected in zip(gradients(jnp.nan), gradients(0.0)):
     np.testing.assert_array_equal(got, expected)
 print(ffi.native.instruction_set())

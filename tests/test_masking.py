@@ -154,7 +154,7 @@ def test_poison_that_a_bias_hides_in_blocks_of_queries():
             results = reference.forward(AttentionSpec(scale=0.25), operands, block_q=block_q)
             return (results["out"] ** 2).sum() + jnp.sin(results["lse"]).sum()
 
-        return jax.grad(loss)(operands)
+        return jax.jit(jax.grad(loss))(operands)
 
     for got, expected in zip(*map(jax.tree.leaves, (grads(48), grads(130))), strict=True):
         assert np.isfinite(got).all()
@@ -327,6 +327,7 @@ def test_poison_in_queries_that_attend_to_nothing(hides, implementation):
         "query_offset": {"is_causal": True, "query_offset": -4},
     }[hides]
 
+    @jax.jit
     def gradients(query):
         def loss(key, value, cap):
             call = {"implementation": implementation, **options}

@@ -56,7 +56,8 @@ def test_plain_call_of_sharded_arrays(case, kind):
     mesh, inputs = mesh_of(kind, b=2, s=2, h=2), make_inputs(case)
     with jax.set_mesh(mesh):
         call, arrays = plain_call(inputs, mesh)
-        text = call.lower(arrays).compile().as_text()
+        call = call.lower(arrays).compile()
+        text = call.as_text()
         assert not lines(text, "all-gather"), lines(text, "all-gather")
         assert lines(text, "collective-permute")
         check(plain_results(inputs, call(arrays), mesh), inputs)
@@ -78,7 +79,8 @@ def test_plain_call_with_sequence_axis(order, mode, spread, kind):
             inputs, mesh, order=order, spread=spread, sequence_axis="s", sequence_order=order,
             sequence_mode=mode,
         )  # fmt: skip
-        text = call.lower(arrays).compile().as_text()
+        call = call.lower(arrays).compile()
+        text = call.as_text()
         collective = {"ring": "collective-permute", "auto": "all-gather"}
         assert lines(text, collective.get(mode, mode.replace("_", "-")))
         check(plain_results(inputs, call(arrays), mesh, order), inputs)

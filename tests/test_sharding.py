@@ -39,6 +39,15 @@ def loss(*args, **kwargs):
 
 GRADIENT = jax.grad(loss, (0, 1, 2, 3, 4))
 
+
+@functools.cache
+def expected_results():
+    """The reference's results and gradients on one device, computed once for all cases."""
+    reference = functools.partial(attend, implementation="reference")
+    gradient = jax.grad(functools.partial(loss, implementation="reference"), (0, 1, 2, 3, 4))
+    return jax.jit(lambda *x: (reference(*x), gradient(*x)))(*arguments())
+
+
 SHARDINGS = {
     # By name: query, key and value, bias, sinks.
     "batch": (P("x"), P("x"), P(), P()),
@@ -69,21 +78,18 @@ def test_batch_and_heads_need_no_gather(name, kind):
             jax.device_put(x, NamedSharding(mesh, s))
             for x, s in zip(arguments(), specs, strict=True)
         ]
-        forward = jax.jit(attend)
-        text = forward.lower(*sharded).compile().as_text()
+        forward = jax.jit(attend).lower(*sharded).compile()
+        text = forward.as_text()
         assert collectives(text, "all-gather") == 0, text
         out, lse = forward(*sharded)
         assert out.sharding.is_equivalent_to(sharded[0].sharding, out.ndim)
-        gradient = jax.jit(GRADIENT)
-        text = gradient.lower(*sharded).compile().as_text()
+        gradient = jax.jit(GRADIENT).lower(*sharded).compile()
+        text = gradient.as_text()
         assert collectives(text, "all-gather") == 0, text
         grads = gradient(*sharded)
         for grad, x in zip(grads[:3], sharded[:3], strict=True):
             assert grad.sharding.is_equivalent_to(x.sharding, grad.ndim)
-    reference = functools.partial(attend, implementation="reference")
-    assert_close(jax.device_get((out, lse)), reference(*arguments()))
-    expected = jax.grad(functools.partial(loss, implementation="reference"), (0, 1, 2, 3, 4))
-    assert_close(jax.device_get(grads), expected(*arguments()))
+    assert_close(jax.device_get(((out, lse), grads)), expected_results())
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -105,9 +111,7 @@ def test_any_sharding_is_correct(specs, kind):
             for x, s in zip(arguments(), specs, strict=True)
         ]
         results = jax.device_get((jax.jit(attend)(*sharded), jax.jit(GRADIENT)(*sharded)))
-    reference = functools.partial(attend, implementation="reference")
-    expected = jax.grad(functools.partial(loss, implementation="reference"), (0, 1, 2, 3, 4))
-    assert_close(results, (reference(*arguments()), expected(*arguments())))
+    assert_close(results, expected_results())
 
 
 @pytest.mark.parametrize("made_outside", [False, True], ids=["on the mesh", "made outside"])
@@ -125,7 +129,7 @@ def test_the_reference_takes_any_sharding(kind, made_outside):
         if made_outside:
             sharded[3:] = arguments()[3:]
         results = jax.device_get((jax.jit(reference)(*sharded), jax.jit(gradient)(*sharded)))
-    assert_close(results, (reference(*arguments()), gradient(*arguments())))
+    assert_close(results, expected_results())
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -146,7 +150,7 @@ def test_gradient_of_a_number_that_is_an_array(name, kind):
         heads = jax.device_get(jax.jit(gradient)(q, k, number))
         ring = functools.partial(gradient, sequence_axis="z")
         ring = jax.device_get(jax.jit(ring)(q, k, number))
-    assert_close((heads, ring), (gradient(query, key, number),) * 2)
+    assert_close((heads, ring), (jax.jit(gradient)(query, key, number),) * 2)
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
@@ -163,10 +167,10 @@ def test_one_key_value_head_stays_whole(kind):
     with jax.set_mesh(mesh):
         q = jax.device_put(query, NamedSharding(mesh, P("y", None, "x")))
         k, v = (jax.device_put(x, NamedSharding(mesh, P("y"))) for x in (key, value))
-        gradient = jax.jit(jax.grad(run, (0, 1, 2)))
-        assert collectives(gradient.lower(q, k, v).compile().as_text(), "all-gather") == 0
+        gradient = jax.jit(jax.grad(run, (0, 1, 2))).lower(q, k, v).compile()
+        assert collectives(gradient.as_text(), "all-gather") == 0
         grads = jax.device_get(gradient(q, k, v))
-    expected = jax.grad(functools.partial(run, implementation="reference"), (0, 1, 2))
+    expected = jax.jit(jax.grad(functools.partial(run, implementation="reference"), (0, 1, 2)))
     assert_close(grads, expected(query, key, value))
 
 
@@ -184,12 +188,10 @@ def test_vmap_over_a_sharded_axis():
 
     with jax.set_mesh(mesh):
         sharded = jax.device_put(queries, NamedSharding(mesh, P("x")))
-        gradient = jax.jit(jax.grad(run, (0, 1, 2)))
-        assert (
-            collectives(gradient.lower(sharded, key, value).compile().as_text(), "all-gather") == 0
-        )
+        gradient = jax.jit(jax.grad(run, (0, 1, 2))).lower(sharded, key, value).compile()
+        assert collectives(gradient.as_text(), "all-gather") == 0
         grads = jax.device_get(gradient(sharded, key, value))
-    expected = jax.grad(functools.partial(run, implementation="reference"), (0, 1, 2))
+    expected = jax.jit(jax.grad(functools.partial(run, implementation="reference"), (0, 1, 2)))
     assert_close(grads, expected(queries, key, value))
 
 
@@ -232,7 +234,7 @@ def test_ring_by_hand_from_merge():
     mapped = jax.shard_map(ring, mesh=mesh, in_specs=(spec,) * 3, out_specs=spec, check_vma=False)
     got = jax.jit(jax.value_and_grad(lambda *x: (mapped(*x) ** 2).sum(), (0, 1, 2)))
     whole = functools.partial(jax_flash.dot_product_attention, implementation="reference")
-    expected = jax.value_and_grad(lambda *x: (whole(*x) ** 2).sum(), (0, 1, 2))
+    expected = jax.jit(jax.value_and_grad(lambda *x: (whole(*x) ** 2).sum(), (0, 1, 2)))
     assert_close(got(query, key, value), expected(query, key, value))
 
 
@@ -256,8 +258,8 @@ def test_vmap_over_an_axis_that_is_sharded_on_an_explicit_mesh(kv_mapped, implem
         ]
         grads = jax.jit(jax.grad(run, (0, 1, 2)))(*placed)
         assert grads[0].sharding.is_equivalent_to(placed[0].sharding, 5)
-    expected = jax.grad(functools.partial(run, implementation="reference"), (0, 1, 2))(*args)
-    assert_close(jax.device_get(grads), expected)
+    expected = jax.jit(jax.grad(functools.partial(run, implementation="reference"), (0, 1, 2)))
+    assert_close(jax.device_get(grads), expected(*args))
 
 
 def test_second_derivative_under_vmap_over_an_axis_that_is_sharded_on_an_explicit_mesh():
@@ -270,7 +272,7 @@ def test_second_derivative_under_vmap_over_an_axis_that_is_sharded_on_an_explici
 
         return jax.jvp(jax.grad(loss), (query,), (query,))[1]
 
-    expected = jax.vmap(second)(query)
+    expected = jax.jit(jax.vmap(second))(query)
     with jax.set_mesh(mesh):
         placed = jax.device_put(query, NamedSharding(mesh, P("x")))
         got = jax.jit(jax.vmap(second))(placed)

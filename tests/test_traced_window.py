@@ -122,7 +122,7 @@ def test_ring(order):
     cases += [((-1, 0), 2**31 - 1, True), ((0, -1), -(2**31), False)]
     for sizes, offset, is_causal in cases:
         got, expected = (
-            attend(is_causal=is_causal, query_offset=offset, local_window_size=window)(
+            jax.jit(attend(is_causal=is_causal, query_offset=offset, local_window_size=window))(
                 query, key, value
             )
             for window in (jnp.asarray(sizes), known(sizes))

@@ -6,7 +6,18 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from test_transforms import FLASH, REFERENCE, arguments, assert_close, gradient, loss
+from test_transforms import (
+    FLASH,
+    REFERENCE,
+    arguments,
+    assert_close,
+    gradient,
+    loop,
+    loss,
+    sum_of_each,
+)
+
+REFERENCE_GRADIENT = jax.jit(gradient(REFERENCE))  # one program for all cases
 
 
 @pytest.mark.parametrize(
@@ -27,15 +38,16 @@ def test_vmap_in_either_order_with_grad(axes):
         for x, a in zip(args, axes, strict=True)
     ]
 
-    def of_each(attention):
-        return jax.vmap(gradient(attention), axes)(*stacked)
+    @jax.jit
+    def of_each_and_of_sum(*stacked):
+        mapped = jax.vmap(functools.partial(loss, FLASH), axes)
+        of_each = jax.vmap(gradient(FLASH), axes)(*stacked)
+        return of_each, jax.grad(lambda *x: mapped(*x).sum(), (0, 1, 2, 3, 4))(*stacked)
 
-    def of_sum(attention):
-        mapped = jax.vmap(functools.partial(loss, attention), axes)
-        return jax.grad(lambda *x: mapped(*x).sum(), (0, 1, 2, 3, 4))(*stacked)
-
-    assert_close(of_each(FLASH), of_each(REFERENCE))
-    assert_close(of_sum(FLASH), of_sum(REFERENCE))
+    of_each, of_sum = of_each_and_of_sum(*stacked)
+    expected = loop(REFERENCE_GRADIENT, axes, stacked)
+    assert_close(of_each, expected)
+    assert_close(of_sum, sum_of_each(expected, axes))
 
 
 @pytest.mark.parametrize("axes", [(0, None, None), (None, 0, 0), (0, 0, 0)], ids=str)
@@ -51,7 +63,7 @@ def test_vmap_of_grad_with_a_constant_cotangent(axes):
             out, lse = attention(*args, return_residual=True)
             return out.sum() + lse.sum()
 
-        return jax.vmap(jax.grad(total, (0, 1, 2)), axes)(*stacked)
+        return jax.jit(jax.vmap(jax.grad(total, (0, 1, 2)), axes))(*stacked)
 
     assert_close(run(FLASH), run(REFERENCE))
 
@@ -61,9 +73,8 @@ def test_jacrev():
     query, key, value = (x[:1, :3] for x in arguments()[:3])
 
     def run(attention):
-        return jax.jacrev(lambda *x: attention(*x, return_residual=True), (0, 1, 2))(
-            query, key, value
-        )
+        jacobians = jax.jacrev(lambda *x: attention(*x, return_residual=True), (0, 1, 2))
+        return jax.jit(jacobians)(query, key, value)
 
     assert_close(run(FLASH), run(REFERENCE))
 
@@ -107,12 +118,13 @@ def test_more_batch_patterns_than_native_code_takes():
     keys = jax.random.split(jax.random.key(1))
     queries = jax.random.normal(keys[0], (*q_sizes, *query.shape))
     many_keys = jax.random.normal(keys[1], (*k_sizes, *key.shape))
-    assert_close(mapped(FLASH)(queries, many_keys), mapped(REFERENCE)(queries, many_keys))
 
-    def total(attention):
-        return jax.grad(lambda q, k: (mapped(attention)(q, k) ** 2).sum(), (0, 1))
+    @functools.partial(jax.jit, static_argnums=0)
+    def run(attention, *x):
+        out = mapped(attention)(*x)
+        return out, jax.grad(lambda *x: (mapped(attention)(*x) ** 2).sum(), (0, 1))(*x)
 
-    assert_close(total(FLASH)(queries, many_keys), total(REFERENCE)(queries, many_keys))
+    assert_close(run(FLASH, queries, many_keys), run(REFERENCE, queries, many_keys))
 
 
 def test_vmap_of_dropout_equals_a_loop():
