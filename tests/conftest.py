@@ -25,10 +25,10 @@ if "PYTEST_XDIST_WORKER" in os.environ:
 # Small products, of which threads of NumPy's only wait for each other.
 os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
-# Most of the tests' time is XLA's compiler, of which this takes the half. Where XLA_FLAGS already
-# asks for an optimisation level, and on a machine with a GPU, XLA's own kernels stay as for users.
-# The last option has XLA translate its fusions to LLVM directly and not through MLIR, which halves
-# the time once more; jaxlib 0.12 and later ignore it.
+# XLA's compiler takes most of the tests' time. The first two options halve it. The last one halves
+# it once more: XLA then translates its fusions to LLVM directly, not through MLIR; jaxlib 0.12 and
+# later ignore it. On a machine with a GPU, and where XLA_FLAGS already ask for an optimisation
+# level, XLA compiles as it does for users.
 _QUICK = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "
     "--xla_backend_extra_options=xla_cpu_disable_new_fusion_emitters"

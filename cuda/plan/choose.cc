@@ -322,13 +322,14 @@ Found choose_plain(const Forward& params, int32_t head_dim, const Device& device
     return {Recipe::kNarrowValues, "values have at most 128 columns"};
   }
   if (head_dim > 128) return {Recipe::kChained, "there is one kernel for this head dim"};
-  const char* const many = divided ? "a window has a left edge" : "there are many query tiles";
-  if (head_dim == 128) return {Recipe::kChained, many};
+  // Where keys are divided, only a left edge leads here.
+  const char* const otherwise = divided ? "a window has a left edge" : "there are many query tiles";
+  if (head_dim == 128) return {Recipe::kChained, otherwise};
   const bool smaller = smaller_tiles_are_faster(shape, device);
   const char* const idle = "tiles of 192 rows leave multiprocessors idle";
   if (head_dim == 96) {
     if (smaller) return {Recipe::kChainedPair, idle};
-    return {Recipe::kChained, many};
+    return {Recipe::kChained, otherwise};
   }
   const bool one_tile = shape.kv_len <= 128;
   if (sm90::kHasScoresAhead && !has_left_edge && !one_tile) {
