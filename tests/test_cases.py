@@ -1,7 +1,5 @@
 """Every case is right against float64, forward and gradients."""
 
-import functools
-
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -32,33 +30,15 @@ def run(inputs: Inputs, implementation: str | None, copies: int = 1, **more) -> 
                 continue
             shared = name in inputs.unmapped or x.shape[0] == 1
             arrays[name], axes[name] = (x[0], None) if shared else (x, 0)
-    mapped = None if inputs.unmapped is None else (inputs.query.shape[0], tuple(axes.items()))
-    compute = program(implementation, copies, tuple(static.items()), mapped)
-    differentiable = {n: arrays.pop(n) for n in DIFFERENTIABLE if n in arrays}
-    out, lse, grads = jax.device_get(compute(differentiable, arrays, inputs.dout, inputs.dlse))
-    for name in DIFFERENTIABLE[3:]:
-        if name in grads:
-            grads[name] = grads[name].reshape(shapes[name])
-    return Results(out, lse, grads)
-
-
-@functools.lru_cache(8)  # for tests that change nothing but the numbers from case to case
-def program(implementation: str | None, copies: int, static: tuple, mapped: tuple | None):
-    """The jitted function that computes `run`'s results.
-
-    Args:
-      implementation, copies: `run`'s.
-      static: the options that are no arrays, as pairs.
-      mapped: of a vmapped call, the size of the axis and where each array has it, as pairs.
-    """
+    wanted = [n for n in DIFFERENTIABLE if n in arrays]
 
     def call(arrays):
         return jax_flash.dot_product_attention(
-            **arrays, **dict(static), implementation=implementation, return_residual=True
+            **arrays, **static, implementation=implementation, return_residual=True
         )
 
-    if mapped is not None:
-        call = jax.vmap(call, (dict(mapped[1]),), axis_size=mapped[0])
+    if inputs.unmapped is not None:
+        call = jax.vmap(call, (axes,), axis_size=inputs.query.shape[0])
 
     @jax.jit
     def both(differentiable, others, dout, dlse):
@@ -75,7 +55,13 @@ def program(implementation: str | None, copies: int, static: tuple, mapped: tupl
         results = jax.vmap(one)(jnp.broadcast_to(query, (copies, *query.shape)))
         return jax.tree.map(lambda x: x[-1], results)
 
-    return both if copies == 1 else last_of_copies
+    compute = both if copies == 1 else last_of_copies
+    differentiable = {n: arrays.pop(n) for n in wanted}
+    out, lse, grads = jax.device_get(compute(differentiable, arrays, inputs.dout, inputs.dlse))
+    for name in DIFFERENTIABLE[3:]:
+        if name in grads:
+            grads[name] = grads[name].reshape(shapes[name])
+    return Results(out, lse, grads)
 
 
 # None is what users call.
