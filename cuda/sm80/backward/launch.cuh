@@ -30,7 +30,6 @@ template <typename Config, typename Element, bool kGeneral>
 Status launch_backward_config(const Backward& params, BackwardWorkspace workspace,
                               cudaStream_t stream) {
   const Shape& shape = params.shape;
-  const int64_t heads = shape.batch * shape.heads;
   Status status = launch_backward_begin<Element>(params, workspace, stream);
   if (!status.ok()) return status;
   status = launch_kernel("sm80::backward_kernel", shape, backward_kernel<Config, Element, kGeneral>,
@@ -40,9 +39,10 @@ Status launch_backward_config(const Backward& params, BackwardWorkspace workspac
     return status;
   } else {
     if (!status.ok()) return status;
-    return launch_kernel(
-        "sm80::backward_end_kernel", shape, backward_end_kernel<DqueryOrderOf<Config>, Element>,
-        ceil_div(shape.q_len, Config::kBlockQ) * heads, kEdgeThreads, 0, stream, params, workspace);
+    return launch_kernel("sm80::backward_end_kernel", shape,
+                         backward_end_kernel<DqueryOrderOf<Config>, Element>,
+                         ceil_div(shape.q_len, Config::kBlockQ) * shape.batch * shape.heads,
+                         kEdgeThreads, 0, stream, params, workspace);
   }
 }
 

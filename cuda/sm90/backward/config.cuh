@@ -34,11 +34,11 @@ namespace jax_flash::sm90 {
 
 inline constexpr int kBackwardSmemLimit = 227 * 1024;
 
-// Describes the sums for dQ to the end and rest kernels (edges.cuh): their columns, and, in ordered
-// runs, the flags of a tile of 64 rows and the number of sums.
-template <int kColumns, int kFlags, int kOrderedSums>
-struct DquerySums {
-  static constexpr int kCols = kColumns, kTileFlags = kFlags, kOrdered = kOrderedSums;
+// Tells the end and rest kernels (edges.cuh) how the sums for dQ are laid out: their columns; in
+// ordered runs, the flags of a tile of 64 rows and the number of sums.
+template <int kColumns, int kFlags, int kSums>
+struct DqueryLayout {
+  static constexpr int kCols = kColumns, kTileFlags = kFlags, kOrderedSums = kSums;
 };
 
 // Configures the kernel for head dims up to 128, and up to 192 with values of at most 128 columns
@@ -99,7 +99,7 @@ struct BackwardConfig {
   // just one tile later, and all blocks would run in lockstep.
   static constexpr int kOrderedSums = kDqueryByRows ? 2 : 1;
   static_assert(kOrderedSums == 1 || kHeadDim <= kTwoSumsHeadDim);
-  using Sums = DquerySums<kDqueryCols, kDqueryByRows ? 1 : kConsumers, kOrderedSums>;
+  using Layout = DqueryLayout<kDqueryCols, kDqueryByRows ? 1 : kConsumers, kOrderedSums>;
 
   using QueryTile = SmemTile<kBlockQ, kHeadDim>;
   using OutTile = SmemTile<kBlockQ, kValueDim>;  // dO

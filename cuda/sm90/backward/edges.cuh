@@ -139,10 +139,10 @@ __global__ void __launch_bounds__(kEdgeThreads)
 inline constexpr int kEndThreads = 128, kEndCols = 64;
 
 // Converts kEndCols columns of a tile of 64 query rows. A warp converts 16 rows.
-template <typename Sums, typename Element>
+template <typename Layout, typename Element>
 __device__ __forceinline__ void convert_tile(const BackwardEdgePlan& plan, int32_t index,
                                              int group) {
-  static_assert(Sums::kCols % kEndCols == 0);
+  static_assert(Layout::kCols % kEndCols == 0);
   const BackwardWorkspace& workspace = plan.workspace;
   const int32_t batch_head = plan.tiles.quotient(index);
   const int32_t tile = index - batch_head * plan.tiles.divisor;
@@ -153,7 +153,7 @@ __device__ __forceinline__ void convert_tile(const BackwardEdgePlan& plan, int32
                         (group * (kEndCols / 8) * lanes + thread) * 4;
   const int col_blocks = thread < lanes ? (plan.head_dim - col0) / 8 : 0;
   const int32_t* turns =
-      workspace.turns + int64_t{batch_head} * workspace.flags + tile * Sums::kTileFlags + group;
+      workspace.turns + int64_t{batch_head} * workspace.flags + tile * Layout::kTileFlags + group;
   float values[kEndCols / 8][4] = {};
   const auto each = [&](const float* sums, const auto& use) {
 #pragma unroll
@@ -171,7 +171,8 @@ __device__ __forceinline__ void convert_tile(const BackwardEdgePlan& plan, int32
       to[0] = value.x, to[1] = value.y, to[2] = value.z, to[3] = value.w;
     });
   }
-  if (Sums::kOrdered > 1 && workspace.odd_dquery != nullptr && turns[workspace.flags / 2] != 0) {
+  if (Layout::kOrderedSums > 1 && workspace.odd_dquery != nullptr &&
+      turns[workspace.flags / 2] != 0) {
     each(workspace.odd_dquery, [](float (&to)[4], const float4& value) {
       to[0] += value.x, to[1] += value.y, to[2] += value.z, to[3] += value.w;
     });
@@ -181,24 +182,24 @@ __device__ __forceinline__ void convert_tile(const BackwardEdgePlan& plan, int32
 }
 
 // Converts all tiles. The grid is column groups x tiles of 64 query rows x heads x batch.
-template <typename Sums, typename Element>
+template <typename Layout, typename Element>
 __global__ void __launch_bounds__(kEndThreads, 1024 / kEndThreads)
     backward_end_kernel(const __grid_constant__ BackwardEdgePlan plan) {
-  constexpr int kGroups = Sums::kCols / kEndCols;
+  constexpr int kGroups = Layout::kCols / kEndCols;
   touch_parameters(plan);
   const auto block = static_cast<int32_t>(blockIdx.x);
-  convert_tile<Sums, Element>(plan, block / kGroups, block % kGroups);
+  convert_tile<Layout, Element>(plan, block / kGroups, block % kGroups);
 }
 
 inline constexpr int kRestBlocks = 4;  // for each block of the main kernel
 
 // Converts the tiles that the main kernel did not convert: see EndPlan. The grid is column groups x
 // blocks of the main kernel x kRestBlocks.
-template <typename Sums, typename Element>
+template <typename Layout, typename Element>
 __global__ void __launch_bounds__(kEndThreads, 1024 / kEndThreads)
     backward_rest_kernel(const __grid_constant__ BackwardEdgePlan plan,
                          const __grid_constant__ EndPlan ends) {
-  constexpr int kGroups = Sums::kCols / kEndCols;
+  constexpr int kGroups = Layout::kCols / kEndCols;
   touch_parameters(plan);
   const int32_t part = static_cast<int32_t>(blockIdx.x) / kGroups;
   const int32_t block = part % ends.blocks;
@@ -207,7 +208,7 @@ __global__ void __launch_bounds__(kEndThreads, 1024 / kEndThreads)
   const int32_t round = *counters.converted(block) + part / ends.blocks;
   for (int32_t index = round * ends.blocks + block; index < ends.tiles;
        index += kRestBlocks * ends.blocks) {
-    convert_tile<Sums, Element>(plan, index, static_cast<int32_t>(blockIdx.x) % kGroups);
+    convert_tile<Layout, Element>(plan, index, static_cast<int32_t>(blockIdx.x) % kGroups);
   }
 }
 

@@ -94,20 +94,20 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
     }
   }
   if (!status.ok()) return status;
-  using Sums = typename Config::Sums;
+  using Layout = typename Config::Layout;
   static_assert(kEndCols == Config::kDqueryGroupCols);
-  constexpr int kGroups = Sums::kCols / kEndCols;
+  constexpr int kGroups = Layout::kCols / kEndCols;
   const int64_t tiles = ceil_div(shape.q_len, 64), heads = shape.batch * shape.heads;
   if (ends.blocks > 0) {
     return launch_dependent("sm90::backward_rest_kernel", shape,
-                            backward_rest_kernel<Sums, Element>,
+                            backward_rest_kernel<Layout, Element>,
                             int64_t{ends.blocks} * kRestBlocks * kGroups, kEndThreads, 0, stream,
                             BackwardEdgePlan(params, workspace, scales, tiles), ends);
   }
   // If there are few blocks, this much shared memory prevents many of them from running on the
   // multiprocessors that are free first.
   const int end_smem_bytes = tiles * heads <= 2 * sms ? kSpreadSmemBytes : 0;
-  return launch_dependent("sm90::backward_end_kernel", shape, backward_end_kernel<Sums, Element>,
+  return launch_dependent("sm90::backward_end_kernel", shape, backward_end_kernel<Layout, Element>,
                           tiles * heads * kGroups, kEndThreads, end_smem_bytes, stream,
                           BackwardEdgePlan(params, workspace, scales, tiles));
 }
