@@ -207,7 +207,7 @@ Status choose_smem_class(const Forward& params, const Device& device, bool is_ba
     choice.reason = "a block has at least 163 KB of shared memory";
   } else {
     choice.smem_class = SmemClass::kLarge;
-    choice.reason = "a block has 227 KB of shared memory";
+    choice.reason = "a block has at least 227 KB of shared memory";
   }
   choice.name = choice.general ? "every modifier" : "plain";
   if (is_wide) describe_wide(is_backward, choice);
@@ -323,8 +323,10 @@ Found choose_plain(const Forward& params, int32_t head_dim, const Device& device
   }
   if (head_dim > 128) return {Recipe::kChained, "there is one kernel for this head dim"};
   // Where keys are divided, only a left edge leads here.
-  const char* const otherwise = divided ? "a window has a left edge" : "there are many query tiles";
+  const char* const otherwise =
+      divided ? "a window has a left edge" : "smaller query tiles would not be faster";
   if (head_dim == 128) return {Recipe::kChained, otherwise};
+  if (head_dim == 192) return {Recipe::kChained, "values have more than 128 columns"};
   const bool smaller = smaller_tiles_are_faster(shape, device);
   const char* const idle = "tiles of 192 rows leave multiprocessors idle";
   if (head_dim == 96) {
@@ -334,7 +336,7 @@ Found choose_plain(const Forward& params, int32_t head_dim, const Device& device
   const bool one_tile = shape.kv_len <= 128;
   if (sm90::kHasScoresAhead && !has_left_edge && !one_tile) {
     if (one_edge(params)) return {Recipe::kAheadOneCut, "an edge cuts the last key tile"};
-    if (in_band) return {Recipe::kAheadTwoCut, "an edge cuts the last key tiles"};
+    if (in_band) return {Recipe::kAheadTwoCut, "an edge may cut the last two key tiles"};
     if (smaller) return {Recipe::kAheadOneCut, idle};
   }
   if (divided) return {Recipe::kSplitKeys, "there are few query tiles, and a left edge"};
