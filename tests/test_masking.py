@@ -210,6 +210,34 @@ def test_nan_where_somebody_attends_gets_through(name, implementation):
 
 
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
+@pytest.mark.parametrize("how", ["length", "mask", "window"])
+def test_one_query_without_keys_may_be_nan(how, implementation):
+    check_query_without_keys(how, implementation)
+
+
+def check_query_without_keys(how, implementation):
+    """Nothing of a NaN query without keys reaches gradients, and a NaN key those of others."""
+    inputs = make_inputs(Case("nan", q_len=1, kv_len=100, heads=4, kv_heads=4, head_dim=64))
+    inputs.query[0] = np.nan
+    inputs.dout[0] = np.inf
+    inputs.key[:, 70] = np.nan
+    allowed = np.arange(100) < np.array([0, 100])[:, None]
+    inputs.options |= {
+        "length": {"key_value_seq_lengths": np.array([0, 100])},
+        "mask": {"mask": allowed[:, None, None]},
+        "window": {"local_window_size": (5, 5), "query_offset": np.array([-9, 70])},
+    }[how]
+    got = run(inputs, implementation)
+    attended = abs(np.arange(100) - 70) <= 5 if how == "window" else allowed[1]
+    for name, gradient in got.grads.items():
+        assert not np.any(gradient[0]), name
+    for name in ("key", "value"):
+        assert np.isnan(got.grads[name][1, attended]).all(), name
+        assert not np.any(got.grads[name][1, ~attended]), name
+    assert np.isnan(got.grads["query"][1]).all()
+
+
+@pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_rows_with_nothing_to_attend_to(implementation):
     inputs = make_inputs(Case("empty-rows", q_len=20, kv_len=30, features=(("dlse", True),)))
     inputs.options["mask"] = np.zeros((20, 30), bool)

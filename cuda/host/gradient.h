@@ -116,7 +116,7 @@ inline void pack_queries(const GradientHead& head, const Tile& tile, GradientScr
 }
 
 // Replaces logits and dp of row r by p and ds = p (dp - delta), times the derivative of the soft
-// cap. For elements that r may not attend to, ds is 0 by a select: a product with 0 could be NaN.
+// cap. For elements that r may not attend to, both are 0 by a select: dp or lse may be NaN.
 inline void gradient_row(const GradientHead& head, const Tile& tile, int r, uint64_t keep, float* s,
                          float* dp) {
   const Options& options = *head.options;
@@ -143,7 +143,11 @@ inline void gradient_row(const GradientHead& head, const Tile& tile, int r, uint
       const Vec ratio = max_ignoring_nan(splat(-options.logits_soft_cap), logits) * inverse_cap;
       ds *= 1.0f - ratio * ratio;
     }
-    if (!whole) ds = lanes_set(tile.bits[r], v) ? ds : Vec{};
+    if (!whole) {
+      const VecI attended = lanes_set(tile.bits[r], v);
+      ds = attended ? ds : Vec{};
+      dropped = attended ? dropped : Vec{};
+    }
     store(s + v * kLanes, dropped);
     store(dp + v * kLanes, ds);
   }
