@@ -19,7 +19,7 @@ from jax_flash.fp8 import Fp8
 from jax_flash.operands import axis_of
 from jax_flash.options import Abstract, AllOptions, WindowSize
 from jax_flash.passes import Pass, as_run, of_shards
-from jax_flash.primitives import cuda_kernels
+from jax_flash.primitives import cuda_kernels, why_no_backward_kernel
 from jax_flash.ragged import lay_out, moving
 from jax_flash.sequence import choose_mode, sequence_of_mesh, shard_sequence
 from jax_flash.spec import Alignment, Implementation, Mode, Order, Precision
@@ -237,7 +237,8 @@ def dot_product_attention(
       deterministic: whether gradients are bitwise equal between runs. The output always is.
       precision: precision of the products of float32 operands on a GPU, as `jax.lax.dot_general`
         takes it. None means `jax_default_matmul_precision`, and "default" if that is not set.
-        "default" rounds operands to TF32. "high" and "highest" are as exact as products of float32.
+        "default" rounds operands to TF32, except where T is 1 and N is K, which XLA multiplies in
+        float32. There, and with "high" and "highest", products are as exact as float32's.
         It changes nothing else: CPUs and the reference are always as exact as float32, and products
         of 16-bit operands are exact.
       fp8: an `Fp8`, to round operands of 16 or 32 bits to float8_e4m3fn and multiply them in FP8,
@@ -430,6 +431,8 @@ class Explanation:
         heads; a mesh may divide these further.
       documents: which rows the call gathers because of query_offsets.
       rounded: what the call rounds to float8; empty if it rounds nothing.
+      reference_gradients: why the reference computes gradients on "cuda" although a kernel computes
+        the output; else empty.
     """
 
     choices: dict[str, dispatch.Choice | str]
@@ -438,6 +441,7 @@ class Explanation:
     sequence: str = ""
     documents: str = ""
     rounded: str = ""
+    reference_gradients: str = ""
 
     def __str__(self) -> str:
         lines = []
@@ -449,6 +453,8 @@ class Explanation:
                 lines.append(f"{platform}{here}: {choice.implementation}: {choice.reason}")
             if platform == "cuda":
                 lines += [f"  {one_pass}: {kernel}" for one_pass, kernel in self.kernels.items()]
+                if why := self.reference_gradients:
+                    lines.append(f"  backward: reference: {why}")
         if self.sequence:
             lines.append(f"sequence: {self.sequence}")
         if self.documents:
@@ -541,6 +547,7 @@ def explain(
     on_cuda, gpu = choices["cuda"], dispatch.current_gpu()
     kernels = {}
     has_kernel = isinstance(on_cuda, dispatch.Choice) and on_cuda.implementation == "flash"
+    has_gradients = has_kernel and call.operands["query"].dtype != FLOAT8
     # Which kernel it is depends on sizes that `jax.export` may leave open.
     known = all(isinstance(size, int) for x in given.values() for size in x.shape)
     if gpu is not None and has_kernel and known:
@@ -555,6 +562,7 @@ def explain(
         _explain_sequence(call, operands),
         _explain_documents(call),
         _explain_float8(call, kernels),
+        why_no_backward_kernel(call.spec, given) if has_gradients else "",
     )
 
 

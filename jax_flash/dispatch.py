@@ -70,6 +70,8 @@ def choose(one_pass: Pass, operands: dict[str, Any], platform: str) -> Choice:
     if problem.empty is not None:
         return Choice("reference", f"no kernel is needed, since there are no {problem.empty}")
     unsupported = _unsupported(one_pass, problem, platform)
+    if unsupported is None and (better := _better_as_reference(one_pass, problem, platform)):
+        return Choice("reference", better)
     if unsupported is None:
         return Choice(
             "flash", _reason(spec, problem, platform), workspace_bytes(one_pass, operands, platform)
@@ -92,6 +94,8 @@ class _Problem:
       empty: the axis of size 0, or None; a call with such an axis needs no kernel.
       operands: the names of its operands.
       batch_axes: how many batch axes it has when those are folded that fold into one.
+      queries: how many each head has.
+      grouped: whether query heads share key heads.
     """
 
     dtype: str
@@ -100,6 +104,8 @@ class _Problem:
     empty: str | None = None
     operands: tuple[str, ...] = ()
     batch_axes: int = 1
+    queries: Size = 0
+    grouped: bool = False
 
     @property
     def widest(self) -> int:
@@ -123,6 +129,8 @@ class _Problem:
             empty,
             tuple(operands),
             len(folding_axes(batch_shape(operands), operands.values())),
+            query.shape[-3],
+            query.shape[-2] != operands["key"].shape[-2],
         )
 
 
@@ -149,9 +157,9 @@ def _products(spec: AttentionSpec, problem: _Problem) -> str:
     """Says how precise the products of float32 operands are, to go with a reason."""
     if problem.dtype != "float32":
         return ""
-    return (
-        ", with products as exact as float32's" if spec.high_precision else ", with TF32 products"
-    )
+    # As multiplies_exactly() of cuda/plan/choice.h.
+    exact = spec.high_precision or (problem.queries == 1 and not problem.grouped)
+    return ", with products as exact as float32's" if exact else ", with TF32 products"
 
 
 def _copies(problem: _Problem) -> str:
@@ -199,6 +207,45 @@ def _unsupported(one_pass: Pass, problem: _Problem, platform: str) -> str | None
     return _unsupported_on_cuda(one_pass, problem)
 
 
+def _better_as_reference(one_pass: Pass, problem: _Problem, platform: str) -> str | None:
+    """Says why a pass that a kernel could run is the reference, or returns None if it is not.
+
+    With a single query, XLA reads and writes each number once. Most kernels compute tiles of
+    queries: in float32 they need 1.6 to 2 times XLA's time (H200), in 16 bits about the same.
+    """
+    spec = one_pass.spec
+    if (
+        platform != "cuda"
+        or not one_pass.is_backward
+        or problem.dtype != "float32"
+        or problem.queries != 1
+        or _takes_one_row(one_pass, problem)
+        or spec.implementation is not None
+        or spec.deterministic
+    ):
+        return None
+    without = dataclasses.replace(one_pass, gradients=())
+    wanted = f", if the gradient of {' or '.join(one_pass.gradients)} is wanted"
+    return "XLA computes gradients of this call, which has a single query, faster" + (
+        wanted if _takes_one_row(without, problem) else ""
+    )
+
+
+def _takes_one_row(one_pass: Pass, problem: _Problem) -> bool:
+    """Says whether the backward kernel for one query of float32 takes a pass on a GPU.
+
+    As choose_one_row() of cuda/plan/choose.cc does.
+    """
+    return (
+        one_pass.is_backward
+        and problem.dtype == "float32"
+        and problem.queries == 1
+        and not problem.grouped
+        and not one_pass.gradients
+        and not one_pass.spec.dropout_threshold
+    )
+
+
 def _unsupported_with_float8(one_pass: Pass, problem: _Problem) -> str | None:
     """Says why CUDA kernels of float8 operands do not take a call that other kernels may take."""
     if one_pass.is_backward:
@@ -242,6 +289,8 @@ def _unsupported_on_cuda(one_pass: Pass, problem: _Problem) -> str | None:
             return f"the kernels need sm_{needed} or newer, and this GPU is sm_{capability}"
         smem_kb = _SMEM_KB.get(capability, 99)
         limit, of = (128, " of float32") if problem.dtype == "float32" else (_WIDEST_OF_ALL, "")
+        if _takes_one_row(one_pass, problem):
+            continue
         if one_pass.is_backward and widest > limit and smem_kb < 163:
             return (
                 f"the backward pass{of} needs 163 KB of shared memory for a block above head dim "

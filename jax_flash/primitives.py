@@ -80,15 +80,30 @@ def cuda_kernels(spec: AttentionSpec, operands: Operands, gpu: ffi.Gpu) -> dict[
     Returns:
       Of each pass, "forward" and "backward", the kernel, unless the reference runs it.
     """
-    forward = Pass(spec)
-    results = forward.result_types(operands)
-    residuals = {**operands, **results, "dout": results["out"]}
-    backward = Pass(spec, "backward", added(operands))
     return {
         one_pass.kind: _cuda_kernel(one_pass, arrays, gpu)
-        for one_pass, arrays in (as_run(forward, operands), (backward, residuals))
+        for one_pass, arrays in (as_run(Pass(spec), operands), _backward(spec, operands))
         if _has_kernel(one_pass, arrays)
     }
+
+
+def why_no_backward_kernel(spec: AttentionSpec, operands: Operands) -> str:
+    """Says why the reference computes gradients of a call on GPUs, or returns "" if it does not.
+
+    The arguments are those of `cuda_kernels`.
+    """
+    try:
+        choice = dispatch.choose(*_backward(spec, operands), "cuda")
+    except NotImplementedError:
+        return ""
+    return choice.reason if choice.implementation == "reference" else ""
+
+
+def _backward(spec: AttentionSpec, operands: Operands) -> tuple[Pass, Operands]:
+    """Returns the backward pass of a call, and its operands."""
+    results = Pass(spec).result_types(operands)
+    residuals = {**operands, **results, "dout": results["out"]}
+    return Pass(spec, "backward", added(operands)), residuals
 
 
 def _has_kernel(one_pass: Pass, operands: Operands) -> bool:

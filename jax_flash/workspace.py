@@ -156,6 +156,8 @@ def _cuda_backward(
     size += 4 * (2 * heads + 257 + 4 * 132)  # counters
     if deterministic:
         size += 4 * (heads * (q_len // 32 + 4) + 1)
+    if is_float32 and max(head_dim, value_dim) <= 256:  # cuda/plan/decode_sm80.h: dq of 2,048 parts
+        size += 2048 * 4 * (head_dim + 3)
     if distances:  # sums along diagonals
         size += 4 * heads * 128 * (q_len // 64 + kv_len // 64 + 1)
     if widest <= 128 and not is_float32:  # a mask as bits

@@ -107,6 +107,7 @@ def cases(tool: str):
         small |= {"batch": 1, "heads": 2, "kv_heads": 1}
         few_rows |= {"kv_len": 330, "heads": 4, "kv_heads": 1}
     narrow, wide = small | {"kv_len": 190}, small | {"kv_len": 180}
+    one_row = few_rows | {"q_len": 1, "heads": 4, "kv_heads": 4}
     narrow_rows = few_rows | {"q_len": 5, "kv_len": few_rows["kv_len"] - 19}
     # More units than multiprocessors, so that blocks take several; few: more of 128 queries only.
     heads = {"heads": 2, "kv_heads": 2} if few else {"heads": 70, "kv_heads": 70}
@@ -160,6 +161,10 @@ def cases(tool: str):
         ("float16", (64, 64), (("sinks", True),), False, many_heads | {"kv_len": 310}),
         ("bfloat16", (24, 40), everything, False, narrow_rows),
         ("bfloat16", (72, 72), (), True, narrow_rows),
+        ("float32", (64, 64), (("lengths", "qk"), ("sinks", True), ("dlse", True)), False, one_row),
+        ("float32", (108, 128), (("mask", "BNTS"), ("soft_cap", 5.0)), False, one_row),
+        ("float32", (33, 30), (("segments", "packed"), *causal), False, one_row),
+        ("float32", (256, 256), (), False, one_row),
         ("bfloat16", (128, 128), (("traced_window", (30, 20)),), False, small | {"kv_len": 170}),
         ("bfloat16", (96, 96), causal, False, units),
         *narrow_value_cases(few),
@@ -252,10 +257,12 @@ def float8_cases(few: bool):
             for dtype, dims, *setting, features, shape in cases]  # fmt: skip
 
 
-def families_of(dims: tuple[int, int], features, families: list[str]) -> list[str]:
+def families_of(dtype: str, dims: tuple[int, int], features, families: list[str]) -> list[str]:
     """Those families of a GPU that take a case."""
     if "fp8" in dict(features):
         return [family for family in families if family == "flash_sm90"]
+    if dtype == "float32":
+        return [family for family in families if family == "flash_sm80"]
     if max(dims) > 256 and has_modifiers(features):
         return [family for family in families if family == "flash_sm80"]
     return families
@@ -318,7 +325,7 @@ def run_cases(tool: str, only: str, part: int) -> None:
     sizes: dict[bool, set[int]] = {True: set(), False: set()}
     chosen = [case for case in cases(tool) if re.search(only, str(case))]
     for dtype, dims, features, deterministic, shape in chosen[part :: _PARTS.get(tool, 1)]:
-        for family in families_of(dims, features, FAMILIES):
+        for family in families_of(dtype, dims, features, FAMILIES):
             own_shape = shape | {"kv_len": kv_len_of(shape, family)}
             inputs = inputs_of(dtype, dims, features, own_shape)
             print(family, dtype, dims, features, deterministic, own_shape, flush=True)

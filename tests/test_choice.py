@@ -278,7 +278,7 @@ ONE_QUERY = {"q_len": 1, "kv_len": 4096}
         {"slopes": True, "batch": 300},
         {"distances": 9, "q_len": 16},
         {"scale": -1.0},
-        {"dtype": jnp.float32, "head_dim": 64},
+        {"dtype": jnp.float32, "head_dim": 64, "kv_heads": 4},
         {"dtype": jnp.float32, "mask": (4, 1, 1, 4096), "q_len": 40, "heads": 4},
         {"gpu": A100},
         {"gpu": RTX_4090, "dtype": jnp.float16, "head_dim": 64, "kv_heads": 2},
@@ -290,6 +290,43 @@ def test_decoding_with_modifiers(call):
     kernel = kernels(**ONE_QUERY | call)["forward"]
     assert (kernel.family, kernel.name) == (80, "decode, every modifier")
     assert kernel.tile[0] == 16
+
+
+@pytest.mark.skipif(not {64, 128} <= DIMS_80, reason="a build without head dim 64 or 128")
+@pytest.mark.parametrize("gpu", [H100, A100, RTX_4090])
+@pytest.mark.parametrize("call", [{}, {"head_dim": 64}, {"mask": (4, 1, 1, 4096)}], ids=str)
+def test_one_row_of_float32(call, gpu):
+    call = ONE_QUERY | call | {"dtype": jnp.float32, "gpu": gpu}
+    one, grouped, several = (
+        kernels(**call | change)
+        for change in ({"heads": 4, "kv_heads": 4}, {"heads": 8, "kv_heads": 4}, {"q_len": 2})
+    )
+    assert {kind: (kernel.family, kernel.name) for kind, kernel in one.items()} == {
+        "forward": (80, "decode, one row, every modifier"),
+        "backward": (80, "one row, every modifier but dropout"),
+    }
+    assert {kernel.tile[0] for kernel in one.values()} == {1}
+    assert grouped.keys() == {"forward"}  # the reference computes its gradients
+    for other in (*grouped.values(), *several.values()):
+        assert "one row" not in other.name
+
+
+@pytest.mark.skipif(64 not in DIMS_80, reason="a build without head dim 64")
+def test_explain_says_that_the_reference_computes_gradients(monkeypatch):
+    monkeypatch.setattr(dispatch, "current_gpu", lambda: H100)
+    query, key = shape(2, 1, 8, 64, dtype=jnp.float32), shape(2, 300, 4, 64, dtype=jnp.float32)
+    why = "XLA computes gradients of this call, which has a single query, faster"
+    found = explain(query, key, key)
+    assert found.kernels.keys() == {"forward"}
+    assert found.reference_gradients == why
+    assert f"  backward: reference: {why}" in str(found).splitlines()
+    forced = explain(query, key, key, implementation="flash")
+    assert forced.kernels.keys() == {"forward", "backward"}
+    assert not forced.reference_gradients
+    assert "backward: reference" not in str(forced)
+    # A constant bias has no gradient.
+    bias = explain(shape(2, 1, 4, 64, dtype=jnp.float32), key, key, shape(4, 1, 300))
+    assert bias.reference_gradients == f"{why}, if the gradient of bias is wanted"
 
 
 FEW_KEYS = {"q_len": 1, "batch": 1, "heads": 32, "kv_heads": 8, "kv_len": 2048}
@@ -557,7 +594,7 @@ def test_random_calls_have_a_kernel_on_every_gpu(seed):
         for kernel in found.values():
             dim = instance(widest, DIMS_OF[call["dtype"].dtype.name])
             on_90 = gpu is H100 and (dim <= 256 or (dim == 512 and not modified))
-            if kernel.name == "decode, every modifier":
+            if kernel.name.startswith("decode, "):
                 assert dim <= 256
                 assert call["q_len"] <= 300
                 assert not call["dropout_rate"]

@@ -11,7 +11,7 @@ from cases import Case, check, make_inputs, random_case
 from oracle import allowed_logits
 from test_cases import run
 from test_gpu import FAMILIES, each_family, random_normal
-from test_gpu_float32 import PRODUCT_ERRORS
+from test_gpu_float32 import PRODUCT_ERRORS, product_error
 
 import jax_flash
 
@@ -213,7 +213,7 @@ def test_random_modifiers(index, precision):
     )  # fmt: skip
     inputs = make_inputs(case)
     options = {"precision": precision} if dtype == "float32" else {}
-    error = {"product_error": PRODUCT_ERRORS[precision]} if dtype == "float32" else {}
+    error = {"product_error": product_error(case, precision)} if dtype == "float32" else {}
     check(run(inputs, ("flash", FAMILIES[0])[index % 2], **options), inputs, **error)
 
 

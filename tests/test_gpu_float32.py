@@ -17,6 +17,8 @@ from cases import (
 )
 from oracle import TF32
 from test_cases import run
+from test_gpu import check_poison_beyond_lengths
+from test_masking import check_query_without_keys
 
 from jax_flash import call
 
@@ -27,10 +29,17 @@ PRODUCT_ERRORS = {"default": TF32, "highest": 0.0}
 each_precision = pytest.mark.parametrize("precision", PRODUCT_ERRORS)
 
 
+def product_error(case: Case, precision: str) -> float:
+    """How far a product may be off: only XLA's default precision rounds, but not a single query."""
+    one_row = case.q_len == 1 and case.heads == case.kv_heads
+    return 0.0 if one_row else PRODUCT_ERRORS[precision]
+
+
 def verify(case: Case, precision: str, **options) -> None:
-    inputs = make_inputs(dataclasses.replace(case, dtype="float32"))
+    case = dataclasses.replace(case, dtype="float32")
+    inputs = make_inputs(case)
     got = run(inputs, "flash", precision=precision, **options)
-    check(got, inputs, product_error=PRODUCT_ERRORS[precision])
+    check(got, inputs, product_error=product_error(case, precision))
 
 
 @each_precision
@@ -48,6 +57,43 @@ def test_left_padding(low, bias_dtype, head_dim, precision):
         verify(
             left_padding(low, bias_dtype, head_dim, dtype="float32", features=features), precision
         )
+
+
+@each_precision
+@pytest.mark.parametrize("head_dim", [1, 16, 40, 64, 96, 100, 128, 200, 256])
+@pytest.mark.parametrize("kv_len", [1, 15, 64, 300, 5000])
+def test_one_query(kv_len, head_dim, precision):
+    """Without grouped heads, which XLA multiplies in float32 at any precision."""
+    case = Case("one", q_len=1, kv_len=kv_len, head_dim=head_dim, value_dim=head_dim, batch=3)
+    verify(dataclasses.replace(case, heads=4, kv_heads=4), precision)
+
+
+@each_precision
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("case", [*TABLE, *ADDITIVE_MASKS, *BY_DISTANCE], ids=str)
+def test_feature_of_one_query(case, head_dim, precision):
+    sizes = {"q_len": 1, "kv_len": 300, "head_dim": head_dim, "value_dim": head_dim}
+    verify(dataclasses.replace(case, heads=case.kv_heads, **sizes), precision)
+
+
+@pytest.mark.parametrize("mask", [(), (("mask", "BNTS"),)], ids=str)
+@pytest.mark.parametrize("head_dim", [30, 64, 128, 256])
+def test_poison_beyond_lengths_of_one_query(head_dim, mask):
+    fields = {"head_dim": head_dim, "value_dim": head_dim, "heads": 4, "kv_heads": 4, "batch": 30}
+    features = (("lengths", "qk"), ("dlse", True), *mask)
+    check_poison_beyond_lengths(Case("poison", q_len=1, kv_len=300, features=features, **fields))
+
+
+@pytest.mark.parametrize("how", ["length", "mask", "window"])
+def test_one_query_without_keys_may_be_nan(how):
+    check_query_without_keys(how, None)
+
+
+@each_precision
+@pytest.mark.parametrize("dims", [(64, 8), (8, 64), (128, 100), (30, 256), (256, 64)], ids=str)
+def test_value_dim_of_one_query(dims, precision):
+    case = Case("dims", q_len=1, kv_len=200, heads=4, kv_heads=4)
+    verify(dataclasses.replace(case, head_dim=dims[0], value_dim=dims[1]), precision)
 
 
 # The index is the seed. Any head dim: rows of operands then begin at any multiple of 4 bytes.

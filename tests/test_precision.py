@@ -73,13 +73,16 @@ def test_precision_reaches_native_code(precision):
     assert text.count("high_precision") == text.count(f"high_precision = {value}") == 2
 
 
-def choose(dtype, head_dim, kind="forward", **options):
+def choose(dtype, head_dim, kind="forward", query=(64, 4), gradients=(), **options):
     x = jax.ShapeDtypeStruct((2, 64, 4, head_dim), dtype)
+    query = jax.ShapeDtypeStruct((2, *query, head_dim), dtype)
+    defaults = {"deterministic": False, "implementation": None, "dropout_rate": 0.0}
     spec = make_spec(
         head_dim=head_dim, scale=None, is_causal=False, window=(None, None), logits_soft_cap=None,
-        dropout_rate=0.0, deterministic=False, implementation=None, **options,
+        **defaults | options,
     )  # fmt: skip
-    return dispatch.choose(Pass(spec, kind), {"query": x, "key": x, "value": x}, "cuda")
+    one_pass = Pass(spec, kind, gradients)
+    return dispatch.choose(one_pass, {"query": query, "key": x, "value": x}, "cuda")
 
 
 @pytest.mark.parametrize("head_dim", [1, 7, 30, 32, 100, 129, 256])
@@ -90,6 +93,36 @@ def test_float32_of_any_head_dim_has_a_kernel(kind, head_dim):
     assert choice.reason.endswith("with TF32 products")
     exact = choose(jnp.float32, head_dim, kind, precision="highest")
     assert exact.reason.endswith("with products as exact as float32's")
+
+
+@pytest.mark.parametrize("kind", ["forward", "backward"])
+def test_one_query_of_each_key_head_is_exact(kind):
+    for query, products in (
+        ((1, 4), "products as exact as float32's"),
+        ((1, 8), "TF32 products"),
+        ((2, 4), "TF32 products"),
+    ):
+        choice = choose(jnp.float32, 64, kind, query, implementation="flash")
+        assert choice.reason.endswith(f"with {products}")
+
+
+@pytest.mark.parametrize(
+    ("implementation", "change"),
+    [
+        ("reference", {}),
+        ("reference", {"query": (1, 4), "gradients": ("bias",)}),
+        ("reference", {"query": (1, 4), "dropout_rate": 0.1}),
+        ("flash", {"query": (1, 4)}),
+        ("flash", {"kind": "forward"}),
+        ("flash", {"query": (2, 8)}),
+        ("flash", {"dtype": jnp.bfloat16}),
+        ("flash", {"deterministic": True}),
+        ("flash", {"implementation": "flash"}),
+    ],
+)
+def test_some_gradients_of_one_query_of_float32_are_the_reference(implementation, change):
+    one = {"dtype": jnp.float32, "head_dim": 64, "kind": "backward", "query": (1, 8)}
+    assert choose(**one | change).implementation == implementation
 
 
 def test_what_float32_has_no_kernel_for():
@@ -111,6 +144,7 @@ def test_backward_pass_of_wide_heads_needs_shared_memory(capability, smem_kb, ru
     assert choice.implementation == ("flash" if runs else "reference")
     if not runs:
         assert "needs 163 KB of shared memory for a block above head dim 128" in choice.reason
+    assert choose(jnp.float32, 200, "backward", (1, 4)).implementation == "flash"
     assert smem_kb == dispatch._SMEM_KB.get(capability, 99)
 
 

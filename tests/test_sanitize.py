@@ -93,11 +93,17 @@ def test_only_takes_cases_by_their_text():
 
 def test_what_takes_a_case():
     families = ["flash_sm80", "flash_sm90"]
-    assert sanitize.families_of((512, 512), (("causal", True),), families) == families
-    assert sanitize.families_of((512, 8), (("soft_cap", 5.0),), families) == families[:1]
-    assert sanitize.families_of((256, 256), (("soft_cap", 5.0),), families) == families
-    assert sanitize.families_of((64, 64), (("fp8", (128, None)),), families) == families[1:]
-    assert sanitize.families_of((64, 64), (("fp8", (128, None)),), families[:1]) == []
+    assert sanitize.families_of("bfloat16", (512, 512), (("causal", True),), families) == families
+    assert (
+        sanitize.families_of("bfloat16", (512, 8), (("soft_cap", 5.0),), families) == families[:1]
+    )
+    assert sanitize.families_of("bfloat16", (256, 256), (("soft_cap", 5.0),), families) == families
+    assert (
+        sanitize.families_of("bfloat16", (64, 64), (("fp8", (128, None)),), families)
+        == families[1:]
+    )
+    assert sanitize.families_of("bfloat16", (64, 64), (("fp8", (128, None)),), families[:1]) == []
+    assert sanitize.families_of("float32", (64, 64), (), families) == families[:1]
 
 
 def test_lengths_leave_tokens():
@@ -115,7 +121,7 @@ def test_sizes_tell_what_tensor_copies_stored_from_all_else():
         batch, q_len, heads = (shape[name] for name in ("batch", "q_len", "heads"))
         rows, wide = batch * q_len * heads, 4 if dtype == "float32" else 2
         others |= {rows * wide * dims[0], rows * wide * dims[1], rows * 4, heads * 4}
-        for family in sanitize.families_of(dims, features, ["flash_sm80", "flash_sm90"]):
+        for family in sanitize.families_of(dtype, dims, features, ["flash_sm80", "flash_sm90"]):
             keys = sanitize.kv_len_of(shape, family)
             if "bias" in dict(features):
                 axes, bias_dtype = dict(features)["bias"]
@@ -127,5 +133,5 @@ def test_sizes_tell_what_tensor_copies_stored_from_all_else():
                 others |= {rows * dims[0], keys * dims[0], keys * dims[1]}
                 continue
             by_copies = sanitize.by_tensor_copies(family, dims, features, deterministic, shape)
-            (stored if by_copies else others).update(keys * 2 * dim for dim in dims)
+            (stored if by_copies else others).update(keys * wide * dim for dim in dims)
     assert not stored & others

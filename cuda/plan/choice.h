@@ -23,7 +23,8 @@ struct Choice {
   uint32_t only = kNoModifier;  // the one modifier that a backward kernel is made for
   bool one_kernel = false;      // sm_90, head dims above 128: one kernel computes all gradients
   bool in_a_block = false;      // sm_90, backward: the kernel whose blocks keep all of a head
-  bool decodes = false;         // forward: the kernel of sm80/decode, for few query rows
+  bool decodes = false;         // a kernel of sm80/decode, for few query rows
+  bool exact = false;           // products of float32 operands are as exact as those of float32
   SmemClass smem_class = SmemClass::kSmall;  // sm_80 only
   const char* name = "";                     // the kernel's name, for explain()
   const char* reason = "";                   // one clause: why this kernel was chosen
@@ -33,6 +34,15 @@ struct Choice {
 // Returns the number of query tiles of `rows` rows in a call.
 inline int64_t query_tiles(const Shape& shape, int32_t rows) {
   return ceil_div(shape.q_len, rows) * shape.heads * shape.batch;
+}
+
+// Returns whether each key/value head has a single query row. XLA multiplies such a row in float32
+// at any precision, and kernels are as exact.
+inline bool has_one_row(const Shape& shape) {
+  return shape.q_len == 1 && shape.heads == shape.kv_heads;
+}
+inline bool multiplies_exactly(const Shape& shape, const Options& options) {
+  return options.high_precision || has_one_row(shape);
 }
 
 // Returns whether causal order or a window limits which keys a query attends to.

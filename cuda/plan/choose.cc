@@ -139,6 +139,8 @@ bool sm80_decodes_faster(const Shape& shape) {
   return one_tile && divided && (bytes <= int64_t{16} << 20 || (narrow && units.count >= 64));
 }
 
+constexpr char kOneRowReason[] = "each key/value head has one query row of float32";
+
 // Chooses the sm_80 decoding kernel if it takes the call and is faster: it takes any modifiers but
 // dropout, and on Hopper, 16-bit calls without modifiers have a kernel of their own, which is
 // faster unless sm80_decodes_faster(). Its float8 variant is an instance of Hopper's, since sm_80
@@ -162,10 +164,34 @@ bool choose_decode(const Forward& params, int32_t family, bool fits_90, const De
   choice.family = of_family;
   choice.head_dim = head_dim;
   choice.general = choice.decodes = true;
-  choice.name = float8 ? "decode, FP8" : "decode, every modifier";
-  choice.reason = "there are few query rows";
-  choice.queries = sm80::kDecodeRows;
+  const bool one_row = params.query.dtype == DType::kFloat32 && has_one_row(params.shape);
+  choice.name = float8    ? "decode, FP8"
+                : one_row ? "decode, one row, every modifier"
+                          : "decode, every modifier";
+  choice.reason = one_row ? kOneRowReason : "there are few query rows";
+  choice.queries = one_row ? 1 : sm80::kDecodeRows;
   choice.keys = sm80::decode_warps(head_dim) * sm80::decode_warp_keys(head_dim, float8);
+  return true;
+}
+
+// Chooses the kernel of sm80/decode/gradient.cuh if it takes the call. Returns whether it is
+// chosen.
+bool choose_one_row(const Backward& params, int32_t family, const FindInstance& find,
+                    Choice& choice) {
+  if (params.query.dtype != DType::kFloat32 || !has_one_row(params.shape) || family == 90 ||
+      !sm80::takes_decode(params.shape, params.query.dtype) ||
+      params.options.dropout_threshold != 0 || params.dbias || distance_floats(params) != 0) {
+    return false;
+  }
+  const int32_t head_dim = find(80, true);
+  if (head_dim == 0) return false;
+  choice.family = 80;
+  choice.head_dim = head_dim;
+  choice.general = choice.decodes = true;
+  choice.name = "one row, every modifier but dropout";
+  choice.reason = kOneRowReason;
+  choice.queries = 1;
+  choice.keys = sm80::decode_warps(head_dim) * sm80::decode_warp_keys(head_dim, false);
   return true;
 }
 
@@ -321,12 +347,12 @@ Found choose_plain(const Forward& params, int32_t head_dim, const Device& device
   if (head_dim == 192 && shape.value_dim <= 128) {
     return {Recipe::kNarrowValues, "values have at most 128 columns"};
   }
+  if (head_dim == 192) return {Recipe::kChained, "values have more than 128 columns"};
   if (head_dim > 128) return {Recipe::kChained, "there is one kernel for this head dim"};
   // Where keys are divided, only a left edge leads here.
   const char* const otherwise =
       divided ? "a window has a left edge" : "smaller query tiles would not be faster";
   if (head_dim == 128) return {Recipe::kChained, otherwise};
-  if (head_dim == 192) return {Recipe::kChained, "values have more than 128 columns"};
   const bool smaller = smaller_tiles_are_faster(shape, device);
   const char* const idle = "tiles of 192 rows leave multiprocessors idle";
   if (head_dim == 96) {
@@ -423,6 +449,7 @@ Found choose_float8(const Forward& params) {
 Status choose_forward(const Forward& params, int32_t family, const Device& device,
                       const FindInstance& find, Choice& choice) {
   if (Status status = check_call(params); !status.ok()) return status;
+  choice.exact = multiplies_exactly(params.shape, params.options);
   const bool fits = fits_copy_engine(params.shape, {&params.query}, {&params.key, &params.value});
   if (choose_decode(params, family, fits, device, find, choice)) return {};
   if (Status status = choose_family(params, family, fits, device, find, choice); !status.ok()) {
@@ -452,6 +479,7 @@ Status choose_forward(const Forward& params, int32_t family, const Device& devic
 Status choose_backward(const Backward& params, int32_t family, const Device& device,
                        const FindInstance& find, Choice& choice) {
   if (Status status = check_call(params); !status.ok()) return status;
+  choice.exact = multiplies_exactly(params.shape, params.options);
   for (const auto& [name, operand] : {std::pair<const char*, const Operand&>{"dout", params.dout},
                                       {"dquery", params.dquery},
                                       {"dkey", params.dkey},
@@ -460,6 +488,7 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
   }
   const bool fits = fits_copy_engine(params.shape, {&params.query, &params.out, &params.dout},
                                      {&params.key, &params.value});
+  if (choose_one_row(params, family, find, choice)) return {};
   if (Status status = choose_family(params, family, fits, device, find, choice); !status.ok()) {
     return status;
   }
@@ -544,7 +573,9 @@ int64_t backward_workspace_bytes(const Shape& shape, const BackwardFeatures& fea
   // The instance is not chosen yet. Up to the next multiple of 64 covers every instance's head dim.
   const int64_t head_dim = (std::max(shape.head_dim, shape.value_dim) + 63) / 64 * 64;
   BackwardWorkspace workspace;
-  return BackwardWorkspace::plan(shape, head_dim, features, nullptr, workspace);
+  const int64_t bytes = BackwardWorkspace::plan(shape, head_dim, features, nullptr, workspace);
+  if (!features.is_float32) return bytes;
+  return std::max(bytes, sm80::DecodeParts::gradient_bytes(shape));
 }
 
 }  // namespace jax_flash

@@ -95,6 +95,19 @@ struct DecodeParts {
         result.values + units.count * result.parts.divisor * kDecodeRows * result.pitch;
     return result;
   }
+  // Divides the backward pass of a call that has_one_row() of float32 in the same way. `values` is
+  // [units, parts, pitch] then: dq.
+  static DecodeParts of_gradient(const Shape& shape, int64_t blocks, void* workspace) {
+    DecodeParts result = at(shape, DType::kFloat32, blocks, workspace);
+    result.statistics = nullptr;
+    result.pitch = gradient_pitch_of(shape);
+    return result;
+  }
+  static int64_t gradient_bytes(const Shape& shape) {
+    if (!has_one_row(shape) || !takes_decode(shape, DType::kFloat32)) return 0;
+    return DecodeUnits(shape).count * most_parts(shape, DType::kFloat32) *
+           gradient_pitch_of(shape) * 4;
+  }
   // Returns how many blocks the decoding kernel has.
   int64_t blocks() const { return int64_t{units.divisor} * parts.divisor; }
   // Returns the bytes of the workspace, enough for any number of blocks.
@@ -106,6 +119,7 @@ struct DecodeParts {
 
  private:
   static int32_t pitch_of(const Shape& shape) { return (shape.value_dim + 3) / 4 * 4; }
+  static int32_t gradient_pitch_of(const Shape& shape) { return (shape.head_dim + 3) / 4 * 4; }
   static int64_t most_parts(const Shape& shape, DType dtype) {
     const int64_t units = std::max(DecodeUnits(shape).count, int64_t{1});
     return std::clamp(kDecodeMaxBlocks / units, int64_t{1},

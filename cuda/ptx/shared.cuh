@@ -56,6 +56,15 @@ __device__ __forceinline__ uint2 ld_shared_v2(uint32_t address_smem) {
   return value;
 }
 
+__device__ __forceinline__ float4 ld_shared_v4_f32(uint32_t address_smem) {
+  float4 value;
+  asm volatile("ld.shared.v4.f32 {%0, %1, %2, %3}, [%4];"
+               : "=f"(value.x), "=f"(value.y), "=f"(value.z), "=f"(value.w)
+               : "r"(address_smem)
+               : "memory");
+  return value;
+}
+
 __device__ __forceinline__ float2 ld_shared_v2_f32(uint32_t address_smem) {
   float2 value;
   asm volatile("ld.shared.v2.f32 {%0, %1}, [%2];"

@@ -5,6 +5,7 @@
 
 #include "sm80/backward/edges.cuh"
 #include "sm80/decode/combine.cuh"
+#include "sm80/decode/dquery.cuh"
 #include "sm80/kernels.h"
 #include "tile/element.cuh"
 #include "tile/launch.cuh"
@@ -18,6 +19,12 @@ Status launch_backward_begin(const Backward& params, const BackwardWorkspace& wo
   return launch_kernel("sm80::backward_begin_kernel", shape, backward_begin_kernel<Element, kWide>,
                        ceil_div(shape.q_len, kMaxBlockQ) * shape.batch * shape.heads, kEdgeThreads,
                        0, stream, params, workspace);
+}
+
+Status launch_decode_dquery(const DecodeCall& call, const Backward& params, cudaStream_t stream) {
+  return launch_dependent("sm80::decode_dquery_kernel", params.shape, decode_dquery_kernel,
+                          int64_t{call.parts.units.divisor}, kDqueryWarps * 32, 0, stream, call,
+                          params);
 }
 
 template Status launch_decode_combine<__nv_bfloat16>(const DecodeCall&, const Forward&,

@@ -16,6 +16,9 @@ struct DecodeCall;
 template <typename Element>
 Status launch_decode_combine(const DecodeCall& call, const Forward& params, cudaStream_t stream);
 
+// Launches decode/dquery.cuh, after the kernel of decode/gradient.cuh.
+Status launch_decode_dquery(const DecodeCall& call, const Backward& params, cudaStream_t stream);
+
 // Launches the kernel of backward/edges.cuh that runs before the main kernel. kWide: for head dims
 // above 256.
 template <typename Element, bool kWide = false>

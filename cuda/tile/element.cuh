@@ -22,12 +22,18 @@ struct Tf32x3 {
   float value;
 };
 
+// Selects products in float32, which tensor cores do not have: for a single row (decode/one_row.cuh
+// of sm_80).
+struct Float32 {
+  float value;
+};
+
 template <typename Element>
 inline constexpr bool kIsFloat32 = sizeof(Element) == 4;
 template <typename Element>
 inline constexpr bool kIsFloat8 = std::is_same_v<Element, Float8>;
 
-// The number of TF32 products for a product of two elements; 0: not float32.
+// The number of TF32 products for a product of two elements; 0: products are not of TF32.
 template <typename Element>
 inline constexpr int kTf32ProductsOf = std::is_same_v<Element, Tf32x3> ? 3
                                        : std::is_same_v<Element, Tf32> ? 1
@@ -39,9 +45,9 @@ inline constexpr int kStepCols = 32 / sizeof(Element);
 
 // Calls body(element), with an element of the type that kernels use for operands of type Element.
 template <typename Element, typename Body>
-auto with_kernel_element(bool high_precision, Body body) {
+auto with_kernel_element(bool exact, Body body) {
   if constexpr (std::is_same_v<Element, float>) {
-    return high_precision ? body(Tf32x3{}) : body(Tf32{});
+    return exact ? body(Tf32x3{}) : body(Tf32{});
   } else {
     return body(Element{});
   }

@@ -18,6 +18,7 @@
 #include "sm80/backward/kernel.cuh"
 #include "sm80/backward/wide.cuh"
 #include "sm80/config.cuh"
+#include "sm80/decode/gradient.cuh"
 #include "sm80/kernels.h"
 #include "sm80/wide_config.cuh"
 #include "status.h"
@@ -138,7 +139,10 @@ Status launch_backward(const Backward& params, const Choice& choice, cudaStream_
     static_assert(kGeneral);
     return launch_wide_backward<Element>(params, choice, stream);
   } else {
-    return with_kernel_element<Element>(params.options.high_precision, [&](auto element) {
+    if constexpr (kGeneral && std::is_same_v<Element, float>) {
+      if (choice.decodes) return launch_decode_gradient<kHeadDim>(params, stream);
+    }
+    return with_kernel_element<Element>(choice.exact, [&](auto element) {
       return launch_backward_elements<decltype(element), kHeadDim, kGeneral>(params, choice,
                                                                              stream);
     });

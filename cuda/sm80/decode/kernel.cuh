@@ -6,7 +6,7 @@
 // A unit is up to 16 query rows of the heads that share a key/value head, so that keys and values
 // are read once for all of them (plan/decode_sm80.h). A block computes a part of a unit's keys, a
 // tile at a time: all of its threads copy the tile, and each warp computes all rows for its own
-// keys of the tile.
+// keys of the tile. If units have one row of float32, products need no tensor cores (one_row.cuh).
 //
 // Shared memory: Q | kStages tiles of K | kStages tiles of V; at the end, the warps' O.
 #pragma once
@@ -24,6 +24,7 @@
 #include "sm80/decode/call.cuh"
 #include "sm80/decode/finish_row.cuh"
 #include "sm80/decode/float8.cuh"
+#include "sm80/decode/one_row.cuh"
 #include "sm80/forward/kernel.cuh"
 #include "sm80/kernels.h"
 #include "sm80/products.cuh"
@@ -42,6 +43,11 @@ namespace jax_flash::sm80 {
 template <typename Element, int kHeadDimension>
 struct DecodeConfig {
   static constexpr int kHeadDim = kHeadDimension;
+  static constexpr bool kOneRow = std::is_same_v<Element, Float32>;  // units have one: one_row.cuh
+  static constexpr int kRows = kOneRow ? 1 : kDecodeRows;
+  static constexpr int kOutN = kHeadDim / (kOneRow ? 16 : 8);  // accumulators of O
+  // Stands for Element where rows are finished. Split products are as exact as those of float32.
+  using FinishElement = std::conditional_t<kOneRow, Tf32x3, Element>;
   static constexpr int kWarps = decode_warps(kHeadDim), kThreads = 32 * kWarps;
   static constexpr int kWarpKeys = decode_warp_keys(kHeadDim, kIsFloat8<Element>);
   static constexpr int kBlockKv = kWarps * kWarpKeys;
@@ -71,21 +77,21 @@ struct NoScales {
   __device__ __forceinline__ explicit NoScales(const Arguments&...) {}
 };
 
-// Starts to copy a unit's rows of Q. Rows that it lacks, and columns past the head dim, become
-// zero.
+// Starts to copy a unit's rows of an operand that has `cols` columns. Rows that it lacks, and
+// columns past the last, become zero. `cols` is a reference so that the FP8 kernels stay as they
+// were timed.
 template <typename Config, typename Element>
 __device__ __forceinline__ void load_query_rows(const typename Config::QueryTile& tile,
-                                                const Forward& params, const BatchIndex& batch,
-                                                const DecodeUnit& unit) {
+                                                const Operand& operand, const int32_t& cols,
+                                                const BatchIndex& batch, const DecodeUnit& unit) {
   using Tile = typename Config::QueryTile;
   constexpr int kChunks = Tile::kCols / Tile::kChunkCols, kPacked = Config::kPacked;
-  for (int index = threadIdx.x; index < kDecodeRows * kChunks; index += Config::kThreads) {
+  for (int index = threadIdx.x; index < Config::kRows * kChunks; index += Config::kThreads) {
     const int row = index / kChunks, col = index % kChunks * Tile::kChunkCols;
-    const int valid =
-        row < unit.rows ? min(max(params.shape.head_dim / kPacked - col, 0), Tile::kChunkCols) : 0;
+    const int valid = row < unit.rows ? min(max(cols / kPacked - col, 0), Tile::kChunkCols) : 0;
     const int last = min(row, unit.rows - 1);
-    const Element* from = batch.pointer<const Element>(params.query, unit.head(last)) +
-                          unit.query(last) * params.query.row + col * kPacked;
+    const Element* from = batch.pointer<const Element>(operand, unit.head(last)) +
+                          unit.query(last) * operand.row + col * kPacked;
     const uint32_t to = tile.address(row, index % kChunks);
     if (reinterpret_cast<uintptr_t>(from) % 16 == 0) {
       ptx::cp_async_16_of(to, from, valid * static_cast<int>(sizeof(Element)) * kPacked);
@@ -169,6 +175,8 @@ struct DecodeLoop {
     load_rows(0, key, params.key.row, params.shape.head_dim);
     load_rows(1, value, params.value.row, params.shape.value_dim);
   }
+  // True if the thread's second row exists.
+  __device__ __forceinline__ bool has_second_row() const { return !Config::kOneRow && rows > 8; }
   // Returns the warp's own keys of a tile.
   static __device__ __forceinline__ KeyTile of_warp(KeyTile tile) {
     tile.offset += threadIdx.x / 32 * Config::kWarpKeys * 128;
@@ -188,6 +196,8 @@ struct DecodeLoop {
 #pragma unroll
         for (int e = 0; e < 4; ++e) products[0][n][e] *= scales.query[e / 2] * key_scale;
       }
+    } else if constexpr (Config::kOneRow) {
+      multiply_one_row(products, query_smem, keys);
     } else {
       multiply_by_transpose<Element, kRolled>(products, query_smem, 0, keys, 0);
     }
@@ -212,6 +222,10 @@ struct DecodeLoop {
         for (int e = 0; e < 4; ++e) logits[0][n][e] *= factor;
       }
       add_float8_product(out, logits, values, attended);
+    } else if constexpr (Config::kOneRow) {
+#pragma unroll
+      for (int n = 0; n < kN; ++n) softmax.exponentials(logits[0][n], 0, to_log2);
+      add_one_row(out, logits, values, attended);
     } else {
       const Kept kept[1] = {};
       multiply_probability_value<Config, Element, true>(out, logits, softmax, to_log2, false, kept,
@@ -235,7 +249,7 @@ struct DecodeLoop {
       RowElements<Config::kWarpKeys / 8> elements[2];
       if (call.loads) {  // while copies are in flight
         modifiers[0].load_row(elements[0], queries[0], col0);
-        if (rows > 8) modifiers[1].load_row(elements[1], queries[1], col0);
+        if (has_second_row()) modifiers[1].load_row(elements[1], queries[1], col0);
       }
       wait_for_copies();
       if (Config::kStages == 2 && tile + 1 < end) load(tile + 1, stage ^ 1);
@@ -244,7 +258,7 @@ struct DecodeLoop {
       multiply_query_key(logits, tile, stage, scales);
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
-        if (half == 0 || rows > 8) {
+        if (half == 0 || has_second_row()) {
           if (call.modified) {
             modifiers[half].apply_row(logits[0], half, band, queries[half], col0, elements[half]);
           } else {
@@ -342,7 +356,8 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
                   unit.rows};
   if (first < end) {
     loop.load(first, 0);
-    load_query_rows<Config, Element>(loop.query_smem, params, batch, unit);
+    load_query_rows<Config, Element>(loop.query_smem, params.query, params.shape.head_dim, batch,
+                                     unit);
   }
   ptx::cp_async_commit_group();
 #if __CUDA_ARCH__ >= 900
@@ -352,14 +367,14 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   int32_t heads[2], queries[2];
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const int row = fragment_row(0, 2 * half);
+    const int row = Config::kOneRow ? 0 : fragment_row(0, 2 * half);
     heads[half] = unit.head(min(row, unit.rows - 1));
     queries[half] = row < unit.rows ? unit.query(row) : band.q_len;  // past the end: no keys
   }
   const LogitModifiers modifiers[2] = {
       LogitModifiers(params, batch, heads[0], call.modified),
-      LogitModifiers(params, batch, heads[1], call.modified && unit.rows > 8)};
-  float out[1][Config::kHeadDim / 8][4];
+      LogitModifiers(params, batch, heads[1], call.modified && loop.has_second_row())};
+  float out[1][Config::kOutN][4];
   set_zero(out);
   OnlineSoftmax<1, true> softmax;
   const float to_log2 = in_natural_units(params) ? kLog2E : 1.0f;
@@ -367,11 +382,16 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   const float out_unit = loop.run(first, end, out, softmax, to_log2, modifiers, queries, scales);
 
   auto* values = reinterpret_cast<float*>(smem);
-  put_rows<Config, Element>(values, statistics, out, softmax, out_unit);
+  if constexpr (Config::kOneRow) {
+    const int warp = threadIdx.x / 32;
+    put_one_row(values + warp * kDecodeRows * Config::kHeadDim, statistics[warp][0], out, softmax);
+  } else {
+    put_rows<Config, Element>(values, statistics, out, softmax, out_unit);
+  }
   __syncthreads();
-  combine_warps<Config, Element>(params, parts, batch, band, unit,
-                                 int64_t{unit_index} * parts.parts.divisor + part, values,
-                                 statistics);
+  combine_warps<Config, typename Config::FinishElement>(
+      params, parts, batch, band, unit, int64_t{unit_index} * parts.parts.divisor + part, values,
+      statistics);
 }
 
 // Launches decoding. kHeadDim bounds head_dim and value_dim.
@@ -388,7 +408,7 @@ Status launch_decode(const DecodeParams<Element>& params, cudaStream_t stream) {
       launch_kernel("sm80::decode_kernel", shape, decode_kernel<Config, Element>, parts.blocks(),
                     Config::kThreads, Config::kSmemBytes, stream, call, params);
   if (!status.ok() || parts.parts.divisor == 1) return status;
-  return launch_decode_combine<Element>(call, params, stream);
+  return launch_decode_combine<typename Config::FinishElement>(call, params, stream);
 }
 
 }  // namespace jax_flash::sm80

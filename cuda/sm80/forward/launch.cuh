@@ -109,7 +109,12 @@ Status launch_forward(const Forward& params, const Choice& choice, cudaStream_t 
     static_assert(kGeneral);
     return launch_wide_forward<Element>(params, choice, stream);
   } else {
-    return with_kernel_element<Element>(params.options.high_precision, [&](auto element) {
+    if constexpr (kGeneral && std::is_same_v<Element, float>) {
+      if (choice.decodes && has_one_row(params.shape)) {
+        return launch_decode<Float32, kHeadDim>(params, stream);
+      }
+    }
+    return with_kernel_element<Element>(choice.exact, [&](auto element) {
       if constexpr (kGeneral) {
         if (choice.decodes) return launch_decode<decltype(element), kHeadDim>(params, stream);
       }
