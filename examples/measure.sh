@@ -50,6 +50,8 @@ step_gpu() {
       --contenders jax_flash FlashAttention-4 'cuDNN (torch)' ;;
     few) run few --cases few-queries --warmup 5 --calls 20 --seconds 0.3 --setup-limit 20 \
       --contenders jax_flash 'jax.nn cudnn' 'jax.nn xla' ;;
+    pooling) run pooling --cases pooling --warmup 5 --calls 20 --seconds 0.3 --setup-limit 20 \
+      --contenders jax_flash 'jax.nn cudnn' 'jax.nn xla' ;;
     families) run families --cases targets --only '(4,4096,16,' '(2,8192,8,256)' --warmup 3 \
       --calls 15 --seconds 0.5 --passes forward backward \
       --contenders jax_flash 'jax_flash sm_80' 'FlashAttention-2 (torch)' ;;
@@ -75,7 +77,7 @@ if [ "$name" = cpu ]; then
   [ $# -gt 0 ] || set -- speed length features host
   for step in "$@"; do step_cpu "$step"; done
 else
-  [ $# -gt 0 ] || set -- speed encoders plain few families earlier sustained length features sweeps host profile ${VARIANTS:+ablation}
+  [ $# -gt 0 ] || set -- speed encoders plain few pooling families earlier sustained length features sweeps host profile ${VARIANTS:+ablation}
   for step in "$@"; do step_gpu "$step"; done
 fi
 exit $status

@@ -58,6 +58,18 @@ def _few_queries() -> list[Case]:
     ] + more
 
 
+def _pooling() -> list[Case]:
+    """Attention pooling: one learned query for each sequence, trained."""
+    passes = ("forward", "both")
+    return [
+        Case("pooling", batch, 1, heads, dim, kv_len=kv_len, dtype=dtype, passes=passes)
+        for batch, kv_len, heads, dim in (
+            (64, 197, 12, 64), (8, 1024, 12, 64), (32, 2048, 16, 64), (4, 4096, 8, 128),
+        )
+        for dtype in ("float32", "bfloat16")
+    ]  # fmt: skip
+
+
 def _encoders() -> list[Case]:
     """Many short sequences: encoders of text and images, and image generation's cross-attention."""
     itself = [
@@ -255,6 +267,7 @@ TABLES: dict[str, Callable[[], list[Case]]] = {
     "targets": _targets,
     "decode": _decode,
     "few-queries": _few_queries,
+    "pooling": _pooling,
     "encoders": _encoders,
     "earlier": _earlier,
     "length": _length,

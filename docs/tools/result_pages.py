@@ -291,6 +291,7 @@ _SPEED: dict[str, tuple[str, Any]] = {
     "encoders": ("Many short sequences", [("encoders", "us")]),
     "plain": ("Plain forward calls that models train with", [("training", "us")]),
     "few": ("Few queries", [("few-queries", "us")]),
+    "pooling": ("One query, trained", [("pooling", "us")]),
     "families": ("The kernels for Ampere, on the same GPU", [("targets", "TFLOP/s")]),
     "earlier": ("Small calls, inputs not in the cache", [("earlier", "us")]),
     "training": ("What models train with, other packages included", [("training", "us")]),
