@@ -253,7 +253,7 @@ def dot_product_attention(
       out_dtype: dtype of out if operands are float8_e4m3fn: bfloat16 (if None), float16 or float32.
       sequence_axis: mesh axis, or axes, of the current mesh (`jax.set_mesh`) over which to shard
         query, key and value along T and S. With None they stay sharded as they are. A sharded
-        sequence makes the call a ring, see `ring_attention`.
+        sequence makes the call a ring, see `ring_attention`, if the devices divide T and S.
       sequence_order: with sequence_axis, the order in which axes T and S of all arrays are stored:
         "contiguous", or "zigzag" as `zigzag_permute` makes it. Positions are those before the
         permutation.

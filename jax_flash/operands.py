@@ -58,10 +58,11 @@ class Operand:
 
 
 _FLOAT = {"kind": jnp.floating, "expected": "a float dtype", "differentiable": True}
+_NUMBER = _FLOAT | {"expected": "a float or integer dtype"}  # integers are converted
 _INTEGER = {"kind": jnp.integer, "expected": "an integer dtype"}
 _MATRIX = {"broadcasts": True, "ring": "either", "whole": ("S",), "float8": False}
 _DISTANCE = {
-    **_FLOAT, "broadcasts": True, "adds": True, "by_distance": True, "float8": False
+    **_NUMBER, "broadcasts": True, "adds": True, "by_distance": True, "float8": False
 }  # fmt: skip
 _SCALE = {"kind": jnp.floating, "expected": "a float dtype", "kernels": ("cuda",)}
 
@@ -73,8 +74,8 @@ OPERANDS: dict[str, Operand] = {
     "lse": Operand(("N", "T")),
     "dout": Operand(("T", "N", "h")),
     "bias": Operand(
-        ("N", "T", "S"), **_FLOAT | {"expected": "a float dtype (a mask is `mask`)"}, **_MATRIX,
-        adds=True, forbids=True, slot=0,
+        ("N", "T", "S"), **_NUMBER | {"expected": "a float or integer dtype (a mask is `mask`)"},
+        **_MATRIX, adds=True, forbids=True, slot=0,
     ),
     "mask": Operand(
         ("N", "T", "S"), jnp.bool_, "bool (an additive mask is `bias`)", **_MATRIX, forbids=True,
@@ -85,8 +86,8 @@ OPERANDS: dict[str, Operand] = {
     "query_segment_ids": Operand(("T",), **_INTEGER, forbids=True, slot=4),
     "key_value_segment_ids": Operand(("S",), **_INTEGER, forbids=True, slot=5, ring="travels"),
     "query_offset": Operand((), **_INTEGER, slot=6, ring="replaced"),
-    "sinks": Operand(("N",), **_FLOAT, slot=7, ring="replaced"),
-    "logits_soft_cap": Operand((), **_FLOAT, kernels=()),
+    "sinks": Operand(("N",), **_NUMBER, slot=7, ring="replaced"),
+    "logits_soft_cap": Operand((), **_NUMBER, kernels=()),
     # A caller's alone: ragged.py makes ids and lengths of them.
     "query_offsets": Operand(("D",), **_INTEGER, kernels=()),
     "key_value_offsets": Operand(("D",), **_INTEGER, kernels=()),

@@ -52,9 +52,10 @@ def check(sequence: SequenceSharding, operands: Operands, *, local: bool) -> Non
     for name, length in lengths.items():
         if length % parts:
             what = "its shard's length" if local else "its length"
+            pad = {"query": "and drop the padding's rows", "key": "with key_value_seq_lengths"}
             raise ValueError(
                 f"{name}: expected {what} to be a multiple of {parts} ({sequence.order} order over "
-                f"{sequence.devices} devices), got {length}; pad it, with key_value_seq_lengths"
+                f"{sequence.devices} devices), got {length}; pad it, {pad[name]}"
             )
     if sequence.mode == "all_to_all":
         for name, axis in (("query", "N"), ("key", "K")):
