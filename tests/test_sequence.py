@@ -394,9 +394,9 @@ def test_errors():
             jax_flash.dot_product_attention(query, key, value, sequence_axis="t")
         with pytest.raises(ValueError, match="sequence_axis: expected an axis together with"):
             jax_flash.dot_product_attention(query, key, value, sequence_order="zigzag")
-        with pytest.raises(ValueError, match="a multiple of 8 .* and drop the padding's rows"):
+        with pytest.raises(ValueError, match=r"a multiple of 8 .* and drop the padding's rows"):
             jax_flash.dot_product_attention(query[:, :60], key, value, sequence_axis="s")
-        with pytest.raises(ValueError, match="a multiple of 8 .* with key_value_seq_lengths"):
+        with pytest.raises(ValueError, match=r"a multiple of 8 .* with key_value_seq_lengths"):
             jax_flash.dot_product_attention(query, key[:, :60], value[:, :60], sequence_axis="s")
     with pytest.raises(ValueError, match=r"use jax_flash\.ring_attention"):
         jax.eval_shape(
