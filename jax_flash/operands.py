@@ -58,7 +58,7 @@ class Operand:
 
 
 _FLOAT = {"kind": jnp.floating, "expected": "a float dtype", "differentiable": True}
-_NUMBER = _FLOAT | {"expected": "a float or integer dtype"}  # integers are converted
+_NUMBER = {**_FLOAT, "expected": "a float or integer dtype"}  # integers are converted
 _INTEGER = {"kind": jnp.integer, "expected": "an integer dtype"}
 _MATRIX = {"broadcasts": True, "ring": "either", "whole": ("S",), "float8": False}
 _DISTANCE = {
