@@ -349,7 +349,7 @@ Found choose_plain(const Forward& params, int32_t head_dim, const Device& device
   }
   if (head_dim == 192) return {Recipe::kChained, "values have more than 128 columns"};
   if (head_dim > 128) return {Recipe::kChained, "there is one kernel for this head dim"};
-  // Where keys are divided, only a left edge leads here.
+  // If keys are divided, only a left edge leads here.
   const char* const otherwise =
       divided ? "a window has a left edge" : "smaller query tiles would not be faster";
   if (head_dim == 128) return {Recipe::kChained, otherwise};
