@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import jax_flash
-from jax_flash import dispatch
+from jax_flash import dispatch, ffi
 from jax_flash.passes import Pass
 from jax_flash.spec import is_high_precision, make_spec
 
@@ -74,6 +74,8 @@ def test_precision_reaches_native_code(precision):
 
 
 def choose(dtype, head_dim, kind="forward", query=(64, 4), gradients=(), **options):
+    if not ffi.native.has_cuda():
+        pytest.skip("a build without CUDA kernels")
     x = jax.ShapeDtypeStruct((2, 64, 4, head_dim), dtype)
     query = jax.ShapeDtypeStruct((2, *query, head_dim), dtype)
     defaults = {"deterministic": False, "implementation": None, "dropout_rate": 0.0}
