@@ -60,6 +60,7 @@ def test_none_is_the_default_of_jax(default):
         assert not is_high_precision("default")
 
 
+@pytest.mark.skipif(not ffi.native.has_cuda(), reason="a build without CUDA kernels")
 @pytest.mark.parametrize("precision", ["default", "highest"])
 def test_precision_reaches_native_code(precision):
     x = jax.ShapeDtypeStruct((2, 64, 4, 32), jnp.float32)
