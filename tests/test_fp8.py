@@ -670,6 +670,9 @@ def kernels(monkeypatch):
         def cuda_forward_workspace_bytes(self, **arguments):
             return 0
 
+        def cuda_backward_workspace_bytes(self, **arguments):
+            return 0
+
     monkeypatch.setattr(ffi, "native", Library())
 
 

@@ -12,6 +12,8 @@ from jax_flash.head_dims import padded_size, with_padded_head_dims
 from jax_flash.passes import Pass
 from jax_flash.workspace import workspace_bytes
 
+needs_cuda = pytest.mark.skipif(not ffi.native.has_cuda(), reason="a build without CUDA kernels")
+
 
 @pytest.mark.parametrize(
     ("size", "dtype", "platform", "padded"),
@@ -64,6 +66,7 @@ def test_padded_calls_have_the_same_results(head_dim, value_dim):
             np.testing.assert_allclose(got_x, x, rtol=2**-7, atol=1e-3, err_msg=name)
 
 
+@needs_cuda
 def test_workspace_is_that_of_the_copies():
     def bytes_of(head_dim):
         x = jax.ShapeDtypeStruct((2, 300, 4, head_dim), jnp.bfloat16)
@@ -76,7 +79,7 @@ def test_workspace_is_that_of_the_copies():
     assert bytes_of(100) == bytes_of(104) != bytes_of(96)
 
 
-@pytest.mark.skipif(not ffi.native.has_cuda(), reason="a build without CUDA kernels")
+@needs_cuda
 def test_explain_tells_of_copies():
     x, y = (jax.ShapeDtypeStruct((1, 8, 2, d), jnp.bfloat16) for d in (30, 64))
     choice = jax_flash.explain(x, x, y).choices["cuda"]
