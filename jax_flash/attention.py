@@ -21,7 +21,7 @@ from jax_flash.options import Abstract, AllOptions, WindowSize
 from jax_flash.passes import Pass, as_run, of_shards
 from jax_flash.primitives import cuda_kernels, why_no_backward_kernel
 from jax_flash.ragged import lay_out, moving
-from jax_flash.sequence import choose_mode, sequence_of_mesh, shard_sequence
+from jax_flash.sequence import choose_mode, sequence_of_mesh, shard_sequence, why_reduce
 from jax_flash.spec import Alignment, Implementation, Mode, Order, Precision
 
 Function = TypeVar("Function", bound=Callable[..., Any])
@@ -253,12 +253,16 @@ def dot_product_attention(
       out_dtype: dtype of out if operands are float8_e4m3fn: bfloat16 (if None), float16 or float32.
       sequence_axis: mesh axis, or axes, of the current mesh (`jax.set_mesh`) over which to shard
         query, key and value along T and S. With None they stay sharded as they are. A sharded
-        sequence makes the call a ring, see `ring_attention`, if the devices divide T and S.
+        sequence makes the call a ring, see `ring_attention`, if the devices divide T and S. If only
+        key and value are sharded, and T is small or does not divide, it is "all_reduce" below.
       sequence_order: with sequence_axis, the order in which axes T and S of all arrays are stored:
         "contiguous", or "zigzag" as `zigzag_permute` makes it. Positions are those before the
         permutation.
       sequence_mode: with sequence_axis, "ring", "all_to_all", "all_gather" or "auto", as the mode
-        of `ring_attention`.
+        of `ring_attention`. Or "all_reduce", for few queries: only key and value are sharded. Each
+        device attends to its part of the keys with all queries, and the devices add up outputs and,
+        in the backward pass, gradients of the queries. The devices must divide S and need not
+        divide T, and the order is "contiguous". "auto" may choose it, too.
 
     Returns:
       out [\*B,T,N,h] in query's dtype (or out_dtype), or (out, lse) with lse [\*B,T,N], the natural
@@ -326,8 +330,8 @@ def dot_product_attention(
         out_dtype=out_dtype,
         sequence=sequence,
     )
-    if sequence is not None:
-        operands = shard_sequence(sequence, call.operands)
+    if call.spec.sequence is not None:
+        operands = shard_sequence(call.spec.sequence, call.operands)
         call = dataclasses.replace(call, operands=operands)
     return run(call)
 
@@ -559,7 +563,7 @@ def explain(
         choices,
         current,
         kernels,
-        _explain_sequence(call, operands),
+        _explain_sequence(call, operands, options.get("sequence_mode")),
         _explain_documents(call),
         _explain_float8(call, kernels),
         why_no_backward_kernel(call.spec, given) if has_gradients else "",
@@ -584,7 +588,7 @@ def _explain_documents(call: Call) -> str:
     return "" if call.documents is None else moving(call.documents, call.spec, call.operands)[1]
 
 
-def _explain_sequence(call: Call, operands: dict[str, Any]) -> str:
+def _explain_sequence(call: Call, operands: dict[str, Any], asked: Mode | None) -> str:
     sequence = call.spec.sequence
     if sequence is None:
         return ""
@@ -598,4 +602,6 @@ def _explain_sequence(call: Call, operands: dict[str, Any]) -> str:
     mode, reason = sequence.mode, "the call asks for it"
     if mode == "auto":
         mode, reason = choose_mode(call.spec, sequence, shards)
+    elif asked == "auto":
+        reason = why_reduce(operands["query"].shape, operands["key"].shape, sequence.devices)
     return f"{mode} in {sequence.order} order over {sequence.devices} devices: {reason}"

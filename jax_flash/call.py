@@ -38,6 +38,7 @@ from jax_flash.options import WindowSize
 from jax_flash.philox import dropout_keys
 from jax_flash.ragged import Documents, make_documents, with_own_scales
 from jax_flash.sequence import check as check_sequence
+from jax_flash.sequence import with_chosen_mode
 from jax_flash.spec import (
     AttentionSpec,
     Precision,
@@ -192,6 +193,9 @@ def make_call(
     if spec.dropout_threshold:
         operands |= _dropout(dropout_seed, batch, heads, alike)
     if sequence is not None:
+        if not is_shard:
+            sequence = with_chosen_mode(sequence, operands)
+            spec = dataclasses.replace(spec, sequence=sequence)
         check_sequence(sequence, operands, local=is_shard)
     documents = make_documents(spec, operands, query_offsets, key_value_offsets, causal_alignment)
     if documents is not None:

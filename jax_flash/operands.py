@@ -37,7 +37,8 @@ class Operand:
       kernels: the platforms whose kernels take it; on others, a call with it runs as the reference.
         A call with an operand that no platform's take is differentiated as plain JAX.
       float8: whether kernels take it with query, key and value of float8.
-      whole: the axes that no device has a part of, where the call is spread over devices.
+      whole: the axes that no device has a part of, where the call is spread over devices; S where
+        queries are.
       ring: how a ring treats it. "stays" on its device; "travels" with the keys;
         "either", as its shape along S says; "replaced" by what the ring makes for each block.
     """

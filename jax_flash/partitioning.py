@@ -6,7 +6,7 @@ back into Python, so an exported program cannot use it. On an Explicit mesh, the
 plain call, or becomes a ring; over axes that the user's is not over, it becomes another one.
 
 Batch and heads need no communication except the sums of gradients. A sharded sequence makes the
-call a ring. Head-dim axes are gathered if they are sharded.
+call a ring, or a sum of outputs if queries are few. Head-dim axes are gathered if they are sharded.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _NO_MESH = AbstractMesh((), ())
 
 
 def spread(
-    one_pass: Pass, run: Run, operands: Operands, *, several: bool = False, export: bool = False
+    one_pass: Pass, run: Run, operands: Operands, *, devices: int = 1, export: bool = False
 ) -> Operands:
     """Runs a pass on each shard of the operands; see the module's description.
 
@@ -37,13 +37,15 @@ def spread(
       one_pass: the pass.
       run: runs it on one device.
       operands: by name.
-      several: True if the program is for several devices, with a partitioner that knows the
-        sharding if no type names it.
+      devices: number that the program is for, 0 if it is not known. Unless this is 1, there is a
+        partitioner, which knows the sharding where no type names it.
       export: True if the program is to be serialized.
     """
     if needs_partitioner(operands):
-        if several:
-            return (_exported if export else _automatic)(one_pass, run, operands)
+        if devices != 1 and export:
+            return _exported(one_pass, run, operands)
+        if devices != 1:
+            return _automatic(one_pass, run, operands, devices)
         return on_whole_sequences(one_pass, run, operands)
     mesh = mesh_of(operands.values())
     if _axes(mesh, AxisType.Explicit):
@@ -236,7 +238,7 @@ def _exported(one_pass: Pass, run: Run, operands: Operands) -> Operands:
     return _mapped(plan, one_pass, run, operands, mesh, set(mesh.axis_names))
 
 
-def _automatic(one_pass: Pass, run: Run, operands: Operands) -> Operands:
+def _automatic(one_pass: Pass, run: Run, operands: Operands, devices: int) -> Operands:
     """Runs a pass under jit on an Auto mesh, with the sharding that the partitioner chooses."""
     names = list(operands)
     result_shapes = _shapes(one_pass.result_types(operands))
@@ -285,6 +287,12 @@ def _automatic(one_pass: Pass, run: Run, operands: Operands) -> Operands:
     function.def_partition(
         partition=partition,
         infer_sharding_from_operands=infer,
-        sharding_rule=sharding_rule(_shapes(operands), result_shapes, batch_shape(operands)),
+        sharding_rule=sharding_rule(
+            one_pass.spec.sequence,
+            _shapes(operands),
+            result_shapes,
+            batch_shape(operands),
+            devices,
+        ),
     )
     return dict(zip(result_names, function(*operands.values()), strict=True))

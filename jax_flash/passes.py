@@ -14,7 +14,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 
-from jax_flash import all_gather, all_to_all, reference, ring_passes
+from jax_flash import all_gather, all_reduce, all_to_all, reference, ring_passes
 from jax_flash.arrays import accumulator_of
 from jax_flash.fp8 import rotate_back
 from jax_flash.operands import (
@@ -188,7 +188,8 @@ def of_shards(one_pass: Pass, operands: dict[str, Any]) -> Pass:
     sequence = one_pass.spec.sequence
     if sequence is None:
         return one_pass
-    return _cut(one_pass, operands, sequence.devices * sequence.chunks)
+    chunks = sequence.chunks
+    return _cut(one_pass, operands, sequence.query_devices * chunks, sequence.devices * chunks)
 
 
 def on_whole_sequences(one_pass: Pass, run: Run, operands: Operands) -> Operands:
@@ -204,7 +205,8 @@ def on_whole_sequences(one_pass: Pass, run: Run, operands: Operands) -> Operands
     if sequence is None:
         return _rounded(one_pass, run, operands)
     if sequence.order == "zigzag":
-        one_pass = _cut(one_pass, operands, sequence.devices * sequence.chunks)
+        parts = sequence.devices * sequence.chunks
+        one_pass = _cut(one_pass, operands, parts, parts)
     return in_position_order(lambda x: _rounded(one_pass, run, x), sequence, operands)
 
 
@@ -219,7 +221,7 @@ def on_shards(
         return _rounded(one_pass, lambda p, x: on_shards(p, run, sequence, x), operands)
     if sequence is None:
         return run(one_pass, operands)
-    one_pass = _cut(_without_sequence(one_pass), operands, sequence.chunks)
+    one_pass = _cut(_without_sequence(one_pass), operands, sequence.chunks, sequence.chunks)
     if sequence.mode == "auto":
         mode, _ = choose_mode(one_pass.spec, sequence, operands)
         sequence = dataclasses.replace(sequence, mode=mode)
@@ -228,19 +230,21 @@ def on_shards(
     if sequence.mode == "all_gather":
         return all_gather.gathered(lambda x: run(one_pass, x), one_pass.spec, sequence, operands)
     block = dataclasses.replace(one_pass, is_block=True)
+    if sequence.mode == "all_reduce":
+        return all_reduce.reduced(lambda x: run(block, x), one_pass.spec, sequence, operands)
     ring = ring_passes.backward if one_pass.is_backward else ring_passes.forward
     return ring(lambda x: run(block, x), one_pass.spec, sequence, operands)
 
 
-def _cut(one_pass: Pass, operands: Operands, parts: int) -> Pass:
-    """Returns a pass for sequences that are cut into so many parts and put together again.
+def _cut(one_pass: Pass, operands: Operands, q_parts: int, kv_parts: int) -> Pass:
+    """Returns a pass for queries and keys that are cut into so many parts and put together again.
 
     A scale's block may then begin in the middle of a part, and scales may differ between parts.
     """
     if "query_scale" not in operands:
         return one_pass
-    lengths = (operands[name].shape[-3] // parts for name in ("query", "key"))
-    block = math.gcd(one_pass.spec.scale_block, *lengths)
+    q_len, kv_len = (operands[name].shape[-3] for name in ("query", "key"))
+    block = math.gcd(one_pass.spec.scale_block, q_len // q_parts, kv_len // kv_parts)
     return dataclasses.replace(one_pass, spec=dataclasses.replace(one_pass.spec, scale_block=block))
 
 

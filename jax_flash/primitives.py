@@ -182,13 +182,13 @@ def batch(primitive: Primitive, arrays, axes, *, one_pass: Pass, **static):
 
 def _lower(platform: str | None, context, *arrays, one_pass: Pass, names: tuple[str, ...]):
     run = functools.partial(run_on, platform or compat.platform(context))
-    several = compat.number_of_devices(context) != 1
+    devices = compat.number_of_devices(context) or 0
     context = compat.on_mesh(context, mesh_of(context.avals_in))
 
     @own_ranks
     def make(*arrays):
         operands = dict(zip(names, arrays, strict=True))
-        results = spread(one_pass, run, operands, several=several, export=compat.is_export(context))
+        results = spread(one_pass, run, operands, devices=devices, export=compat.is_export(context))
         return [results[name] for name in one_pass.result_types(operands)]
 
     return mlir.lower_fun(make, multiple_results=True)(context, *arrays)

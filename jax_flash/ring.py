@@ -146,7 +146,8 @@ def ring_attention(
         whole sequence of 1 / D of the heads, in two exchanges, which are not hidden. Memory is O(T
         + S) for these heads, and N and K must be multiples of D. Or "all_gather": each device
         gathers all keys and values. Or "auto": one of these, chosen by shapes and options alone.
-        `explain` names it, and docs/guide/several-devices.md has the rules.
+        `explain` names it, and docs/guide/several-devices.md has the rules. "all_reduce" is a mode
+        of `dot_product_attention` alone, since it divides no queries.
       query_seq_lengths: int [\*B], of the whole sequence.
       key_value_seq_lengths: int [\*B], of the whole sequence.
       query_segment_ids: int [\*B,T/D], this device's part.
@@ -167,7 +168,7 @@ def ring_attention(
 
     Raises:
       TypeError, ValueError: as `dot_product_attention` does; also if axis_name is not an axis of an
-        enclosing shard_map, or a length does not divide into the chunks.
+        enclosing shard_map, a length does not divide into the chunks, or mode is "all_reduce".
       NotImplementedError: D does not divide the numbers of heads in mode "all_to_all"; or a bias or
         mask is sharded along both T and S.
 
@@ -179,6 +180,12 @@ def ring_attention(
     outside = f"jax_flash.dot_product_attention(..., sequence_axis={axis_name!r})"
     axes, devices = axes_of_shard_map(axis_name, outside)
     check_options(order, mode)
+    if mode == "all_reduce":
+        raise ValueError(
+            'mode: expected one that divides the queries, got "all_reduce"; merge the devices\' '
+            f"results of dot_product_attention as merge_attention does, or use {outside} with "
+            f"sequence_mode={mode!r}"
+        )
     sequence = make_sequence(axes, devices, order, mode, query_offset)
     call = make_call(
         query,

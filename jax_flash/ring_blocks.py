@@ -117,7 +117,7 @@ class Blocks:
         self._local = {
             letter: operands[n].shape[-3] for n, letter in (("query", "T"), ("key", "S"))
         }
-        self.q_len = self._local["T"] * sequence.devices
+        self.q_len = self._local["T"] * sequence.query_devices
         self.kv_len = self._local["S"] * sequence.devices
         self.travelling = [
             name

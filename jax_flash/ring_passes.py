@@ -189,7 +189,7 @@ def forward(
         for name, x in results.items()
     }
     if "sinks" in operands:
-        results = _add_sinks(results, ring.blocks.rows(ring.device), operands, ring.blocks.q_len)
+        results = add_sinks(results, ring.blocks.rows(ring.device), operands, ring.blocks.q_len)
     return {**results, "out": results["out"].astype(spec.result_dtype(operands["query"].dtype))}
 
 
@@ -220,7 +220,7 @@ def _merge(parts: list[Operands], accumulator) -> Operands:
     return results
 
 
-def _add_sinks(part: Operands, rows, operands: Operands, q_len: int) -> Operands:
+def add_sinks(part: Operands, rows, operands: Operands, q_len: int) -> Operands:
     """Adds sinks as one more part, of rows that exist, with no output."""
     out, lse = part["out"], part["lse"]
     sinks = operands["sinks"][..., None].astype(lse.dtype)

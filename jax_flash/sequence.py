@@ -11,6 +11,7 @@ Reference: Grattafiori et al., "The Llama 3 herd of models", 2024, section 3.3.2
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable
@@ -19,6 +20,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.export import is_symbolic_dim
 from jax.sharding import AxisType, PartitionSpec
 from jax.typing import ArrayLike
 
@@ -30,9 +32,9 @@ from jax_flash.spec import MODES, ORDERS, AttentionSpec, Mode, SequenceSharding,
 
 
 def fits(sequence: SequenceSharding, q_len: int, kv_len: int) -> bool:
-    """Says whether a ring can run whole sequences of these lengths, that are not empty."""
-    parts = sequence.devices * sequence.chunks
-    return q_len % parts == 0 and kv_len % parts == 0 and q_len > 0 and kv_len > 0
+    """Says whether devices can share whole sequences of these lengths, that are not empty."""
+    q_parts, kv_parts = (n * sequence.chunks for n in (sequence.query_devices, sequence.devices))
+    return q_len % q_parts == 0 and kv_len % kv_parts == 0 and q_len > 0 and kv_len > 0
 
 
 def check(sequence: SequenceSharding, operands: Operands, *, local: bool) -> None:
@@ -47,9 +49,9 @@ def check(sequence: SequenceSharding, operands: Operands, *, local: bool) -> Non
       ValueError: a length does not divide into the chunks.
       NotImplementedError: what cannot be spread this way.
     """
-    parts = sequence.chunks * (1 if local else sequence.devices)
     lengths = {name: operands[name].shape[-3] for name in ("query", "key")}
-    for name, length in lengths.items():
+    for name, devices in (("query", sequence.query_devices), ("key", sequence.devices)):
+        length, parts = lengths[name], sequence.chunks * (1 if local else devices)
         if length % parts:
             what = "its shard's length" if local else "its length"
             pad = {"query": "and drop the padding's rows", "key": "with key_value_seq_lengths"}
@@ -94,10 +96,43 @@ def _check_matrix(sequence: SequenceSharding, name: str, shape, lengths: dict[st
         )
 
 
+def why_reduce(query: tuple[int, ...], key: tuple[int, ...], devices: int) -> str:
+    """Says why devices that share the keys should add up the outputs of all queries.
+
+    Args:
+      query, key: the shapes of whole sequences.
+      devices: that share the keys.
+
+    Returns:
+      The reason, or "" if they should not, as where a size is symbolic.
+    """
+    (q_len, heads), (kv_len, kv_heads) = query[-3:-1], key[-3:-1]
+    if any(map(is_symbolic_dim, (q_len, heads, kv_len, kv_heads))):
+        return ""
+    # An all-reduce sends each output twice, in float32: 8 T N h bytes. A ring or a gather sends
+    # keys and values once, in 16 bits: 4 S K H bytes. The all-reduce is to send at most half of
+    # that, since a ring hides what it sends, and since each device gets the outputs of all queries.
+    if 4 * q_len * heads <= kv_len * kv_heads:
+        return f"{q_len} queries of {heads} heads are few for {kv_len} keys of {kv_heads} heads"
+    return f"{q_len} queries do not divide into {devices} parts" if q_len % devices else ""
+
+
+def with_chosen_mode(sequence: SequenceSharding, operands: Operands) -> SequenceSharding:
+    """Replaces mode "auto" by "all_reduce" where that is best, given whole sequences.
+
+    Elsewhere "auto" stays, and `choose_mode` replaces it, given a device's shards.
+    """
+    query, key = operands["query"].shape, operands["key"].shape
+    is_open = sequence.mode == "auto" and sequence.order == "contiguous"
+    if is_open and why_reduce(query, key, sequence.devices):
+        return dataclasses.replace(sequence, mode="all_reduce")
+    return sequence
+
+
 def choose_mode(
     spec: AttentionSpec, sequence: SequenceSharding, operands: dict[str, Any]
 ) -> tuple[Mode, str]:
-    """Says which mode "auto" stands for, and why, by shapes and options alone.
+    """Says which mode but "all_reduce" "auto" stands for, and why, by shapes and options alone.
 
     docs/guide/several-devices.md says where the numbers are from.
 
@@ -130,6 +165,10 @@ def check_options(order, mode, prefix: str = "") -> None:
     """Checks `order` and `mode`. The names of the caller's arguments begin with `prefix`."""
     for name, value, known in (("order", order, ORDERS), ("mode", mode, MODES)):
         check_name(prefix + name, value, known)
+    if mode == "all_reduce" and order != "contiguous":
+        raise ValueError(
+            f'{prefix}order: expected "contiguous" with {prefix}mode="all_reduce", got {order!r}'
+        )
 
 
 def make_sequence(axes, devices: int, order, mode, query_offset) -> SequenceSharding:
@@ -203,12 +242,16 @@ def sequence_of_mesh(axis, order, mode, query_offset) -> SequenceSharding | None
 
 @functools.partial(jax.jit, static_argnums=0)  # a constraint places arrays within a jit only
 def shard_sequence(sequence: SequenceSharding, operands: Operands) -> Operands:
-    """Shards query, key and value in this way, and leaves other axes as they are."""
+    """Shards query, key and value in this way, and leaves other axes as they are.
+
+    Queries that the devices do not share stay as they are, too.
+    """
     mesh = jax.sharding.get_abstract_mesh()
     types = dict(zip(mesh.axis_names, mesh.axis_types, strict=True))
     explicit = any(types[axis] == AxisType.Explicit for axis in sequence.axes)
     sharded = dict(operands)
-    for name in ("query", "key", "value"):
+    shared = ("key", "value") if sequence.mode == "all_reduce" else ("query", "key", "value")
+    for name in shared:
         x = operands[name]
         if explicit:
             spec = entries(x)

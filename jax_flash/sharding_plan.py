@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
 import math
 
@@ -13,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jax_flash.arrays import accumulator_of
 from jax_flash.operands import OPERANDS, Operands, axis_of
 from jax_flash.passes import Pass, Run, on_shards
-from jax_flash.sequence import SequenceSharding, fits
+from jax_flash.sequence import SequenceSharding, fits, why_reduce
 from jax_flash.spec import AttentionSpec
 
 Shapes = dict[str, tuple[int, ...]]
@@ -109,22 +110,35 @@ def make_plan(
         entries_of("NK"), lambda names, parts: whole_heads(names, parts * exchanged)
     )
 
-    def sequence_of(names, parts):
+    def sequence_of(mode, names, parts):
         offset = None if "query_offset" in operand_shapes else 0
-        return SequenceSharding(names, parts, offset=offset)
+        return SequenceSharding(names, parts, mode=mode, offset=offset)
+
+    def suits(mode, names, parts):
+        shapes = operand_shapes["query"], operand_shapes["key"]
+        wanted = mode == "ring" or why_reduce(*shapes, parts)
+        return wanted and fits(sequence_of(mode, names, parts), q_len, kv_len)
 
     sequence = spec.sequence
     if sequence is None:
-        names = first_entry(entries_of("TS"), lambda *x: fits(sequence_of(*x), q_len, kv_len))
-        if names:
-            sequence = sequence_of(names, math.prod(axis_sizes[name] for name in names))
+        queries, keys = entries_of("TS")
+        # Queries that are sharded keep that: on an Explicit mesh, it is part of the output's type.
+        for mode, candidate in (("ring", queries), ("all_reduce", keys), ("ring", keys)):
+            names = first_entry([candidate], functools.partial(suits, mode))
+            if names:
+                parts = math.prod(axis_sizes[name] for name in names)
+                sequence = sequence_of(mode, names, parts)
+                break
     tokens_entry = tuple(a for a in sequence.axes if a not in manual) if sequence else ()
+    shared = "S" if sequence and sequence.mode == "all_reduce" else "TS"
 
     def entry(name, letter):
         if letter in "NK":
             return head_entry
-        # A matrix is whole along the keys: that is all of what a device's queries need.
-        return tokens_entry if letter in "TS" and letter not in OPERANDS[name].whole else ()
+        # A matrix is whole along the keys where a device has its own queries: that is all of what
+        # they need.
+        whole = OPERANDS[name].whole if "T" in shared else ()
+        return tokens_entry if letter in shared and letter not in whole else ()
 
     def trailing(name, shape):
         return zip(OPERANDS[name].axes, shape[num_batch:], strict=True)
@@ -139,7 +153,8 @@ def make_plan(
     def sums_of(name, shape):
         missing = [e for a, e in enumerate(batch_entries) if shape[a] == 1]
         missing += [entry(name, letter) for letter, size in trailing(name, shape) if size == 1]
-        if not {"T", "S"} & set(OPERANDS[name].axes):  # each device's queries have their part of it
+        # Each device has its part of a gradient of what the devices do not share.
+        if name in operand_shapes and not set(shared) & set(OPERANDS[name].axes):
             missing.append(tokens_entry)
         return tuple(itertools.chain.from_iterable(missing))
 
@@ -152,19 +167,40 @@ def make_plan(
     )
 
 
-def sharding_rule(operand_shapes: Shapes, result_shapes: Shapes, batch) -> SdyShardingRule:
+def sharding_rule(
+    sequence: SequenceSharding | None,
+    operand_shapes: Shapes,
+    result_shapes: Shapes,
+    batch: tuple[int, ...],
+    devices: int,
+) -> SdyShardingRule:
     """Makes a rule for Shardy, by which batch, heads and sequence pass through.
 
     A grouped query-head axis is (key/value head, member). A single key/value head is whole
     everywhere, however the query heads are sharded. Queries and keys share a factor, since both
     are sharded over the same devices in a ring; where their lengths differ, it is the largest
     that divides both. Along the keys, a bias or mask is whole.
+
+    Where devices add up outputs of all queries, and where the shared factor may not divide into
+    them, queries and keys have each their own, and a bias or mask has both. That of the keys is in
+    no output. It is no factor of a reduction, since the call adds up by itself.
+
+    Args:
+      sequence: how the sequence is sharded, where the caller says so.
+      operand_shapes, result_shapes: by name.
+      batch: sizes of the batch axes.
+      devices: number that the program is for, 0 if it is not known.
     """
     num_batch = len(batch)
     q_len, heads, _ = operand_shapes["query"][num_batch:]
     kv_len, kv_heads, _ = operand_shapes["key"][num_batch:]
     grouped = 1 < kv_heads < heads
     common = math.gcd(q_len, kv_len)
+    if sequence is None:
+        apart = bool(why_reduce(operand_shapes["query"], operand_shapes["key"], 1))
+    else:
+        apart = sequence.mode == "all_reduce"
+    apart |= common == 1 or (q_len != kv_len and common % max(devices, 1) > 0)
     fresh = itertools.count()
     replicated: list[str] = []
     sizes = {"member": heads // kv_heads} if grouped else {}
@@ -174,8 +210,6 @@ def sharding_rule(operand_shapes: Shapes, result_shapes: Shapes, batch) -> SdySh
         return replicated[-1]
 
     def token_factor(length, rest):
-        if common == 1:
-            return alone()
         if length == common:
             return "token"
         sizes.setdefault(rest, length // common)
@@ -188,9 +222,11 @@ def sharding_rule(operand_shapes: Shapes, result_shapes: Shapes, batch) -> SdySh
             return CompoundFactor("kv_head", "member") if grouped else "kv_head"
         if letter == "K" and size > 1:
             return "kv_head"
-        if letter == "T" and size == q_len:
-            return token_factor(size, "query_rest")
-        if letter == "S" and size == kv_len and letter not in OPERANDS[name].whole:
+        if letter == "T" and size == q_len > 1:
+            return "query" if apart else token_factor(size, "query_rest")
+        if letter == "S" and size == kv_len > 1 and apart:
+            return "key"
+        if letter == "S" and size == kv_len > 1 and letter not in OPERANDS[name].whole:
             return token_factor(size, "key_rest")
         return alone()
 

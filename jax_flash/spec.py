@@ -36,11 +36,11 @@ SOFT_CAPS = (2.0**-50, 2.0**60)
 _LEAST_CAP, _GREATEST = map(float, (np.finfo(np.float32).tiny, np.finfo(np.float32).max))
 
 
-# Says how a sequence is sharded: see sequence.py, ring.py, all_gather.py and all_to_all.py.
+# Says how a sequence is sharded: see sequence.py, ring.py and the files named after modes.
 Order = Literal["contiguous", "zigzag"]
-Mode = Literal["ring", "all_to_all", "all_gather", "auto"]
+Mode = Literal["ring", "all_to_all", "all_gather", "all_reduce", "auto"]
 ORDERS: tuple[Order, ...] = ("contiguous", "zigzag")
-MODES: tuple[Mode, ...] = ("ring", "all_to_all", "all_gather", "auto")
+MODES: tuple[Mode, ...] = ("ring", "all_to_all", "all_gather", "all_reduce", "auto")
 
 # The queries and keys of a document have the same position at this end: see ragged.py.
 Alignment = Literal["start", "end"]
@@ -69,6 +69,11 @@ class SequenceSharding:
     def axis_name(self):
         """Returns the axis, or axes, for collectives."""
         return self.axes[0] if len(self.axes) == 1 else self.axes
+
+    @property
+    def query_devices(self) -> int:
+        """Returns the number of devices that the queries are divided among."""
+        return 1 if self.mode == "all_reduce" else self.devices
 
     @property
     def chunks(self) -> int:

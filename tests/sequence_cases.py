@@ -154,14 +154,14 @@ def run(inputs: Inputs, *, mesh, axis_name, order, mode="ring", check_vma=True, 
     return unpadded(results, inputs)
 
 
-def plain_call(inputs: Inputs, mesh, *, order="contiguous", spread=True, **sequence):
+def plain_call(inputs: Inputs, mesh, *, order="contiguous", spread="TS", **sequence):
     """The jitted function that makes one plain call with all gradients, and its arguments.
 
     Args:
       inputs: the call.
       mesh: with axes "b", "s" and "h": of batch, sequence and heads.
       order: that the arguments are stored in.
-      spread: whether query, key and value are sharded over the sequence beforehand.
+      spread: what is sharded over the sequence beforehand: queries ("T"), keys ("S") or both.
       **sequence: of `dot_product_attention`'s sequence arguments, those to give.
     """
     devices = mesh.shape["s"]
@@ -170,12 +170,13 @@ def plain_call(inputs: Inputs, mesh, *, order="contiguous", spread=True, **seque
     if order == "zigzag":
         arrays = {n: reorder(jax_flash.zigzag_permute, n, x, devices) for n, x in arrays.items()}
     kv_heads = "h" if inputs.key.shape[2] > 1 else None
-    specs = {
-        name: P("b", "s" if spread else None, kv_heads if name in ("key", "value") else "h")
-        for name in ("query", "key", "value", "dout")
-    }
+    q_tokens, kv_tokens = ("s" if letter in spread else None for letter in "TS")
+    specs = dict.fromkeys(("query", "dout"), P("b", q_tokens, "h"))
+    specs |= dict.fromkeys(("key", "value"), P("b", kv_tokens, kv_heads))
+    # A matrix along the queries, unless only keys are sharded.
+    rows = ("b", "h", None, "s") if spread == "S" else ("b", "h", "s")
     for name in {"bias", "mask"} & arrays.keys():
-        axes = zip(("b", "h", "s"), arrays[name].shape, strict=False)
+        axes = zip(rows, arrays[name].shape, strict=False)
         specs[name] = P(*(axis if size > 1 else None for axis, size in axes))
     specs["sinks"] = P("h")
     for name, axes in (("alibi_slopes", "bh"), ("relative_bias", "bh ")):

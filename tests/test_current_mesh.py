@@ -21,7 +21,7 @@ def value_and_gradients(attention):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("mode", ["ring", "all_to_all", "all_gather"])
+@pytest.mark.parametrize("mode", ["ring", "all_to_all", "all_gather", "all_reduce"])
 def test_sequence_axis_places_arrays(mode, kind):
     plain = functools.partial(jax_flash.dot_product_attention, is_causal=True)
     attention = functools.partial(plain, sequence_axis="s", sequence_mode=mode)
@@ -35,8 +35,9 @@ def test_sequence_axis_places_arrays(mode, kind):
             text = f.lower(*args).compile().as_text()
             kind_sent = "collective-permute" if mode == "ring" else mode.replace("_", "-")
             assert collectives(text, kind_sent)
+    parts = 1 if mode == "all_reduce" else 2  # of queries
     for out in (got[0], got_jitted[0]):
-        assert out.sharding.shard_shape(out.shape)[1] == out.shape[1] // 2
+        assert out.sharding.shard_shape(out.shape)[1] == out.shape[1] // parts
     assert_close(jax.device_get(got), expected)
     assert_close(jax.device_get(got_jitted), expected)
 
@@ -134,7 +135,7 @@ def test_vmap_over_a_mesh_axis(axes, placed, kind):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("mode", ["ring", "all_to_all", "all_gather"])
+@pytest.mark.parametrize("mode", ["ring", "all_to_all", "all_gather", "all_reduce"])
 def test_vmap_of_a_sharded_sequence(mode, kind):
     attention = functools.partial(
         jax_flash.dot_product_attention, sequence_axis="s", sequence_mode=mode

@@ -246,8 +246,15 @@ def on_one_device():
     return args, jax.jit(functools.partial(jvp_and_jvp_of_grad, attend))(*args)
 
 
-@pytest.mark.parametrize("mode", ["ring", "all_to_all", "all_gather"])
-@pytest.mark.parametrize("kind", ["Auto", "Explicit", "Manual"])
+@pytest.mark.parametrize(
+    ("kind", "mode"),
+    [
+        (kind, mode)
+        for kind in ("Auto", "Explicit", "Manual")
+        for mode in ("ring", "all_to_all", "all_gather", "all_reduce")
+        if (kind, mode) != ("Manual", "all_reduce")
+    ],
+)
 def test_on_a_mesh(kind, mode):
     types = jax.sharding.AxisType
     axis_types = (getattr(types, kind if kind != "Manual" else "Auto"),) * 2

@@ -84,6 +84,33 @@ def test_plain_call(name, kind, options):
     assert_equal_up_to_rounding(got, on_one_gpu(options))
 
 
+@pytest.mark.parametrize("mode", [None, "all_reduce"])
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("q_len", [1, 3])
+def test_few_queries(q_len, kind, mode):
+    mesh, keys = mesh_of(kind), P(None, "x")
+    attention = functools.partial(
+        jax_flash.dot_product_attention, implementation="flash", is_causal=True, query_offset=700
+    )
+    query, key, value, dout = arguments()
+    args = query[:, :q_len], key, value, dout[:, :q_len]
+    expected = jax.device_get(with_gradients(attention)(*args))
+    if mode is not None:
+        attention = functools.partial(attention, sequence_axis="x", sequence_mode=mode)
+    with jax.set_mesh(mesh):
+        specs = P(), keys, keys, P()
+        arrays = [
+            jax.device_put(x, NamedSharding(mesh, s)) for x, s in zip(args, specs, strict=True)
+        ]
+        run = with_gradients(attention)
+        text = run.lower(*arrays).compile().as_text()
+        assert "all-reduce" in text
+        assert "all-gather" not in text
+        got = run(*arrays)
+        assert got[0].sharding.is_fully_replicated
+    assert_equal_up_to_rounding(got, expected)
+
+
 @pytest.mark.parametrize("name", ["batch", "heads"])
 def test_shard_map(name):
     mesh = mesh_of(AxisType.Auto)

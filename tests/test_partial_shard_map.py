@@ -62,7 +62,7 @@ def test_ring_attention(mode, kinds):
 
 
 @pytest.mark.parametrize("kinds", KINDS, ids=str)
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", [*MODES, "all_reduce"])
 def test_sequence_axis(mode, kinds):
     attention = jax_flash.dot_product_attention
     check(kinds, attention, "b", P("b"), sequence_axis="s", sequence_mode=mode)

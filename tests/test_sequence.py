@@ -64,12 +64,13 @@ def test_plain_call_of_sharded_arrays(case, kind):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("spread", [True, False], ids=["sharded", "replicated"])
+@pytest.mark.parametrize("spread", ["TS", ""], ids=["sharded", "replicated"])
 @pytest.mark.parametrize(
     ("order", "mode"),
     [
         ("zigzag", "ring"), ("contiguous", "all_to_all"), ("zigzag", "all_to_all"),
         ("contiguous", "all_gather"), ("zigzag", "all_gather"), ("contiguous", "auto"),
+        ("contiguous", "all_reduce"),
     ],
 )  # fmt: skip
 def test_plain_call_with_sequence_axis(order, mode, spread, kind):

@@ -43,7 +43,7 @@ def test_vmap_and_checkpoint():
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-@pytest.mark.parametrize("mode", ["ring", "all_gather", "all_to_all"])
+@pytest.mark.parametrize("mode", ["ring", "all_gather", "all_to_all", "all_reduce"])
 def test_vmap_over_sinks_alone(mode, kind):
     args, sinks = tokens(16, kv_heads=4), jnp.arange(12.0).reshape(3, 4)
 
@@ -62,7 +62,7 @@ def test_vmap_over_sinks_alone(mode, kind):
     assert_close(jax.device_get(got), expected)
 
 
-@pytest.mark.parametrize("mode", [None, "ring", "all_gather", "all_to_all"])
+@pytest.mark.parametrize("mode", [None, "ring", "all_gather", "all_to_all", "all_reduce"])
 def test_sums_over_devices_of_float64(mode):
     # The bias is whole on every device, so its gradient is a sum over devices.
     with jax.enable_x64(True):
