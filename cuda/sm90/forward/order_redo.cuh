@@ -24,6 +24,7 @@ __device__ __forceinline__ void redo_query_tile(Consumer& consumer) {
   consumer.softmax = OnlineSoftmax<1>();
   consumer.by_bits = false;
   consumer.out_started = 0;
+  if (!consumer.has_keys()) consumer.read_description();
   for (int32_t index = consumer.work.tile; index < consumer.work.end; ++index) {
     const int32_t tile = Config::kScoresAhead ? tile_from_end(consumer.work.end, index) : index;
     consumer.wait_key();
