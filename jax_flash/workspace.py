@@ -160,8 +160,8 @@ def _cuda_backward(
         size += 2048 * 4 * (head_dim + 3)
     if distances:  # sums along diagonals
         size += 4 * heads * 128 * (q_len // 64 + kv_len // 64 + 1)
-    if widest <= 128 and not is_float32:  # a mask as bits
-        size += mask_matrices * (mask_rows // 64 + 1) * (kv_len // 16 + 1) * 128
+    if widest <= 128 and not is_float32 and mask_matrices != 0:  # a mask as bits
+        size += (mask_matrices * (mask_rows // 64 + 1) + 1) * (kv_len // 16 + 1) * 128
     one_kernel = widest <= 128 or (widest == 192 and value_dim <= 128)
     if one_kernel and not (deterministic or is_float32):  # dK and dV of divided blocks of keys
         block_floats = 128 * (widest + min(widest, 128))

@@ -245,9 +245,10 @@ struct BackwardWorkspace {
     }
     workspace.mask_words = nullptr;
     if (features.sm90 && !is_float32 && features.mask_matrices > 0 && widest <= kSplitHeadDim) {
-      workspace.mask_words = reinterpret_cast<uint32_t*>(
-          take(features.mask_matrices * mask_row_groups(features.mask_rows) *
-               mask_key_groups(shape) * 128));
+      // The kernel also reads a group of rows past the last, if tiles have two, and ignores it.
+      const int64_t groups = features.mask_matrices * mask_row_groups(features.mask_rows) + 1;
+      workspace.mask_words =
+          reinterpret_cast<uint32_t*>(take(groups * mask_key_groups(shape) * 128));
     }
     workspace.diagonals = nullptr;
     if (features.distances) {
