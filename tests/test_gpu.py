@@ -132,6 +132,33 @@ def test_keys_that_fit_a_block(q_len, kv_len, features, fields, dtype):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("left", [0, 127, 128, 255, 640, 4096])
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "features", "fields"),
+    [
+        (1500, 1500, (CAUSAL,), {"heads": 6, "kv_heads": 2}),
+        (1500, 1500, (("dlse", True), ("sinks", True)), {"heads": 6, "std": 6.0}),
+        (1500, 1500, (CAUSAL, LENGTHS), {"heads": 6}),
+        (700, 1900, (CAUSAL,), {"std": 3.0}),
+        (1100, 300, (CAUSAL, LENGTHS), {}),
+    ],
+    ids=str,
+)
+def test_windows_of_whole_tiles(q_len, kv_len, features, fields, left, dtype):
+    """Each edge cuts one tile of 128 keys of a query tile."""
+    case = Case(
+        "window", batch=2, q_len=q_len, kv_len=kv_len, head_dim=64, value_dim=64, dtype=dtype,
+        features=(*features, ("window", (left, 0))), **{"heads": 16, "kv_heads": 1} | fields,
+    )  # fmt: skip
+    if "flash_sm90" in FAMILIES and jax.devices()[0].core_count == 132:
+        matrices = (getattr(make_inputs(case), name) for name in ("query", "key", "value"))
+        shapes = [jax.ShapeDtypeStruct(x.shape, dtype) for x in matrices]
+        explained = jax_flash.explain(*shapes, local_window_size=(left, 0))
+        assert explained.kernels["forward"].name == "scores ahead, window"
+    verify(case, None)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize(
     ("q_len", "kv_len", "features", "fields"),
     [

@@ -302,6 +302,15 @@ bool one_edge(const Forward& params) {
 }
 
 // Returns whether blocks that keep all keys of a head need less time than others, at head dim 64.
+// Returns whether both edges of a window cut one tile of 128 keys of each query tile: the right one
+// is the diagonal, and the left one runs through corners of key tiles, or beside them.
+bool edges_cut_two_tiles(const Forward& params) {
+  const Options& options = params.options;
+  const int32_t rest = options.window_left % 128;
+  return options.window_left >= 0 && (rest == 0 || rest == 127) &&
+         (options.is_causal || options.window_right == 0) && !params.query_offset && !params.window;
+}
+
 // There must be units for most multiprocessors, and at most a fifth of all time may be idle because
 // the last units are few. Full calls of two tiles of 128 keys with little padding are as fast in
 // the other kernels.
@@ -361,6 +370,9 @@ Found choose_plain(const Forward& params, int32_t head_dim, const Device& device
   }
   const bool one_tile = shape.kv_len <= 128;
   if (sm90::kHasScoresAhead && !has_left_edge && !one_tile) {
+  if (sm90::kHasScoresAhead && !divided && edges_cut_two_tiles(params)) {
+    return {Recipe::kAheadLeftCut, "a window's edges cut the first and the last key tile"};
+  }
     if (one_edge(params)) return {Recipe::kAheadOneCut, "an edge cuts the last key tile"};
     if (in_band) return {Recipe::kAheadTwoCut, "an edge may cut the last two key tiles"};
     if (smaller) return {Recipe::kAheadOneCut, idle};

@@ -77,8 +77,9 @@ namespace jax_flash::sm90 {
 
 // Says whether a consumer computes the scores of the next key tile while it computes the
 // exponentials of the current one. If it does, an edge of the band (causal order or window) may cut
-// only its last key tile, or its last two.
-enum class ScoresAhead { kNo, kOneCut, kTwoCut };
+// only its last key tile, or its last two. With kLeftCut, a window's left edge may cut its first
+// one, and the right edge only its last one.
+enum class ScoresAhead { kNo, kOneCut, kTwoCut, kLeftCut };
 inline constexpr bool kHasScoresAhead = JAX_FLASH_SM90_SCORES_AHEAD && JAX_FLASH_SM90_OPTIMISTIC &&
                                         JAX_FLASH_SM90_STAGES >= 4 &&
                                         JAX_FLASH_SM90_QUERY_STAGES > 1;
@@ -97,6 +98,7 @@ enum class Recipe : int32_t {
   kNarrowValues,    // the same for values of fewer columns than keys have
   kAheadOneCut,     // scores a tile ahead, at most one tile cut by an edge
   kAheadTwoCut,     // the same with two tiles cut
+  kAheadLeftCut,    // the same, one of them by a window's left edge
   kSplitKeys,       // two consumers divide the keys of the same 64 queries
   kSplitKeysAhead,  // the same with scores a tile ahead
   kShort,           // all keys of a head in shared memory
@@ -178,6 +180,8 @@ inline constexpr RecipeRow kRecipes[] = {
      JAX_FLASH_SM90_BLOCK_KV_64},
     {Recipe::kChained, "chained", 96, 96, kNoModifier, JAX_FLASH_SM90_CONSUMERS_96,
      JAX_FLASH_SM90_BLOCK_KV_96},
+    {Recipe::kAheadLeftCut, "scores ahead, window", 64, 64, kNoModifier, 2, 128, 1,
+     ScoresAhead::kLeftCut},
     {Recipe::kChainedPair, "chained, two consumers", 96, 96, kNoModifier, 2, 128},
     {Recipe::kSplitKeysAhead, "split keys, scores ahead", 96, 96, kNoModifier, 2, 64, 2,
      ScoresAhead::kOneCut},

@@ -60,7 +60,8 @@ struct ForwardConfig {
   static_assert(kKeyGroups == 1 || (kKeyGroups == 2 && kConsumers == 2));
   static constexpr int kBlockQ = 64 * kRowGroups, kBlockKv = kBlockKvRows;
   static constexpr bool kScoresAhead = kAhead != ScoresAhead::kNo;
-  static constexpr bool kSecondCut = kAhead == ScoresAhead::kTwoCut;
+  static constexpr bool kLeftCut = kAhead == ScoresAhead::kLeftCut;
+  static constexpr bool kSecondCut = kAhead == ScoresAhead::kTwoCut || kLeftCut;
   // kMarksLast: for short calls, a query tile's description marks a block's last one, so that
   // consumers need not wait for another. kProducersFirst: the producers' code is placed first.
   static constexpr bool kMarksLast = kScoresAhead && !kSecondCut, kProducersFirst = kMarksLast;

@@ -2,8 +2,8 @@
 // scores of two tiles. The next tile's S and the last tile's P V overlap this tile's exponentials,
 // which wait for neither.
 //
-// Used with two consumers, for calls without modifiers or a left edge. Key tiles are taken from the
-// last one on.
+// Used with two consumers, for calls without modifiers. Key tiles are taken from the last one on;
+// if a window's left edge cuts the first one, that one is taken second.
 #pragma once
 
 #include <cstdint>
@@ -20,10 +20,15 @@
 
 namespace jax_flash::sm90 {
 
-// Returns the index-th key tile. Tiles are taken from the last one on: the band's right edge cuts
-// only the first ones taken.
-__device__ __forceinline__ int32_t tile_from_end(int32_t end, int32_t index) {
-  return end - 1 - index;
+// Returns the index-th of the key tiles from `first` to before `end`; indices begin at `first`,
+// too. Tiles are taken from the last one on: the band's edges cut only the first ones taken.
+template <typename Config>
+__device__ __forceinline__ int32_t tile_from_end(int32_t first, int32_t end, int32_t index) {
+  if constexpr (Config::kLeftCut) {
+    if (index == first) return end - 1;
+    return index == first + 1 ? first : end - (index - first);
+  }
+  return end - 1 - index;  // `first` is 0
 }
 
 template <typename Config, typename Element>
@@ -66,7 +71,7 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
   }
 
   __device__ __forceinline__ void cut(Scores& now, int32_t index) const {
-    const int32_t tile = tile_from_end(work.end, index);
+    const int32_t tile = tile_from_end<Config>(work.tile, work.end, index);
     if (this->at_edge(tile)) {
       mask_edges(now, work.band, work.row0 + warp_row, tile * Config::kBlockKv);
     }
@@ -147,11 +152,16 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     by_bits = false;
     this->is_half = is_converted<Config>(work.end - 1 - index);  // for the last tile
     step<true, true, false, false, kConvertsAll>(this->scores, other_scores, index);
-    this->clear_values(tile_from_end(work.end, index), work.attended);
+    const auto clear_values = [&] {
+      this->clear_values(tile_from_end<Config>(work.tile, work.end, index), work.attended);
+    };
+    clear_values();
     index += kStep;
     if constexpr (Config::kSecondCut) {
-      if (index < work.end)
+      if (index < work.end) {
         step<false, true, false, false, false>(other_scores, this->scores, index);
+        if constexpr (Config::kLeftCut) clear_values();
+      }
       index += kStep;
     }
     // If running maxima are guessed, sums do not show peaks.

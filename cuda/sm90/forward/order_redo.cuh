@@ -26,7 +26,10 @@ __device__ __forceinline__ void redo_query_tile(Consumer& consumer) {
   consumer.out_started = 0;
   if (!consumer.has_keys()) consumer.read_description();
   for (int32_t index = consumer.work.tile; index < consumer.work.end; ++index) {
-    const int32_t tile = Config::kScoresAhead ? tile_from_end(consumer.work.end, index) : index;
+    int32_t tile = index;
+    if constexpr (Config::kScoresAhead) {
+      tile = tile_from_end<Config>(consumer.work.tile, consumer.work.end, index);
+    }
     consumer.wait_key();
     consumer.start_scores();
     if (index == consumer.work.tile) consumer.read_description();

@@ -116,7 +116,9 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const CUte
       }
     }
     const auto first_row = [&](int32_t tile) {
-      if constexpr (Config::kScoresAhead) tile = tile_from_end(range.end, tile);
+      if constexpr (Config::kScoresAhead) {
+        tile = tile_from_end<Config>(range.first, range.end, tile);
+      }
       if (kReorders<Config, kModifiers> && tile >= end) tile -= tiles;
       return tile * Config::kBlockKv;
     };
@@ -133,8 +135,7 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const CUte
         if (converts && is_converted<Config>(tile - range.first)) {
           arrived = smem.conversions->add(conversion, value_stage.stage);
         } else {
-          // Arrives for all but one of the threads that would have converted the tile;
-          // load_tile_boxes() makes the last arrival.
+          // These are all arrivals of converting threads but the last, load_tile_boxes()'s.
           for (int i = 1; i < kConverterArrivals; ++i) ptx::mbarrier_arrive(arrived);
         }
       }
@@ -146,8 +147,7 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const CUte
       if constexpr (kStartsApart<Config, kModifiers>) {
         ptx::barrier_sync(kStarted, kStartThreads<Config, Element, kModifiers>);
       }
-      // Only the leader goes on. Other lanes would run ahead through the whole loop: the leader
-      // would wait for them, and issue slots would be wasted.
+      // Other lanes would run ahead through the loop, waste issue slots, and delay the leader.
       if (threadIdx.x % 32 != 0) return false;
       started = true;
     }
