@@ -106,7 +106,19 @@ NAMED = [
     *(("ALiBi", d, {"head_dim": d, "slopes": True, "is_causal": True}) for d in (64, 128)),
     *(("dropout", d, {"head_dim": d, "dropout_rate": 0.1}) for d in (64, 128)),
     *(
-        ("every modifier", d, {"head_dim": d, "logits_soft_cap": 30.0, "segments": True})
+        ("segments and soft cap", d, {"head_dim": d, "logits_soft_cap": 30.0, "segments": True})
+        for d in (64, 128, 256)
+    ),
+    *(
+        ("mask and soft cap", d, {"head_dim": d, "logits_soft_cap": 30.0, "mask": MASK})
+        for d in (64, 128, 256)
+    ),
+    *(
+        ("mask and dropout", d, {"head_dim": d, "dropout_rate": 0.1, "mask": BIAS})
+        for d in (64, 128)
+    ),
+    *(
+        ("every modifier", d, {"head_dim": d, "dropout_rate": 0.1, "segments": True})
         for d in (64, 96, 128, 192, 256)
     ),
 ]  # fmt: skip
@@ -399,6 +411,15 @@ def test_every_recipe_is_chosen_by_some_call():
         pytest.param({"distances": 33, "is_causal": True}, id="table"),
         pytest.param({"dropout_rate": 0.1, "logits_soft_cap": 9.0}, id="dropout and soft cap"),
         pytest.param({"dropout_rate": 0.1, "head_dim": 256}, id="dropout above 128"),
+        pytest.param(
+            {"logits_soft_cap": 9.0, "segments": True, "dtype": jnp.float16}, id="two, float16"
+        ),
+        pytest.param(
+            {"dropout_rate": 0.1, "mask": MASK, "head_dim": 256}, id="mask and dropout above 128"
+        ),
+        pytest.param(
+            {"logits_soft_cap": 9.0, "segments": True, "mask": MASK}, id="three modifiers"
+        ),
     ],
 )
 def test_what_the_kernels_for_one_modifier_leave_to_that_for_all(call):
@@ -423,6 +444,26 @@ def test_what_the_kernels_for_one_modifier_leave_to_that_for_all(call):
 )
 def test_backward_kernels_for_one_modifier(name, call):
     assert kernels(**call)["backward"].name == name
+
+
+PAIRS = {
+    "segments and soft cap": {"segments": True, "logits_soft_cap": 9.0},
+    "segments and bias": {"segments": True, "bias": (BIAS, jnp.float32)},
+    "segments and ALiBi": {"segments": True, "slopes": True},
+    "mask and soft cap": {"mask": MASK, "logits_soft_cap": 9.0},
+    "mask and dropout": {"mask": MASK, "dropout_rate": 0.1},
+}
+
+
+@pytest.mark.skipif(not {64, 96, 128} <= DIMS, reason="a build without head dim 64, 96 or 128")
+@pytest.mark.parametrize("pair", PAIRS)
+def test_backward_kernels_for_two_modifiers(pair):
+    def name(**options):
+        return kernels(**PAIRS[pair] | options)["backward"].name
+
+    assert name() == name(head_dim=64) == f"one kernel, {pair}"
+    assert name(head_dim=96) == name(dtype=jnp.float16) == "one kernel"
+    assert name(deterministic=True) == name(scale=-1.0) == "one kernel"
 
 
 @pytest.mark.skipif(not DIMS_80 & {128, 192, 256}, reason="a build without head dim 128")

@@ -88,6 +88,41 @@ def test_one_modifier(features, number, family):
     verify(case, family)
 
 
+# Pairs that have kernels in bfloat16, mostly up to head dim 128.
+TOGETHER = {
+    "packed, soft cap": (("segments", "packed"), ("soft_cap", 30.0)),
+    "packed, low soft cap": (("segments", "packed"), ("soft_cap", 0.5), ("dlse", True)),
+    "packed, bias": (("segments", "packed"), ("bias", ("NTS", "bfloat16"))),
+    "packed, bias of keys": (("segments", "packed"), ("bias", ("BS", "float32"))),
+    "packed, slopes": (("segments", "packed"), ("alibi", "N")),
+    "mask, soft cap": (("mask", "BTS"), ("soft_cap", 5.0), ("dlse", True)),
+    "mask of keys, soft cap": (("mask", "BS"), ("soft_cap", 30.0)),
+    "mask, dropout": (("mask", "BTS"), ("dropout", 0.2)),
+}
+EDGES = {
+    "full": (),
+    "causal": (("causal", True),),
+    "window": (("window", (150, 20)),),
+    "lengths": (("lengths", "qk"), ("causal", True)),
+}
+
+
+@each_family
+@pytest.mark.parametrize("edges", EDGES)
+@pytest.mark.parametrize("number", range(6))
+@pytest.mark.parametrize("features", TOGETHER)
+def test_two_modifiers(features, number, edges, family):
+    q_len, kv_len = ((1300, 1300), (333, 777))[number // 3]
+    head_dim = (64, 128, 256)[number % 3]
+    number += list(TOGETHER).index(features) + list(EDGES).index(edges)
+    case = Case(
+        "together", batch=2, heads=4, kv_heads=(4, 2)[number % 2], q_len=q_len, kv_len=kv_len,
+        head_dim=head_dim, value_dim=head_dim, std=(1.0, 8.0)[number // 2 % 2], dtype="bfloat16",
+        features=TOGETHER[features] + EDGES[edges],
+    )  # fmt: skip
+    verify(case, family)
+
+
 def _with_gradients(query, key, value, dout, query_ids, key_ids, **options):
     def attend(query, key, value):
         return jax_flash.dot_product_attention(
@@ -101,34 +136,48 @@ def _with_gradients(query, key, value, dout, query_ids, key_ids, **options):
 
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("is_causal", [False, True])
-def test_documents_are_independent(head_dim, is_causal):
+@pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 5.0}], ids=str)
+def test_documents_are_independent(options, head_dim, is_causal):
     """A packed row has the output and the gradients of its documents."""
     length, heads = 2900, 3
     cuts = np.array([0, 1, 130, 256, 900, 1024, 1025, 2048, 2900])
     ids = np.searchsorted(cuts, np.arange(length), side="right")
     arrays = [random_normal(1, length, heads, head_dim, seed=s) for s in range(4)]
-    got = _with_gradients(*arrays, ids, ids, is_causal=is_causal)
+    got = _with_gradients(*arrays, ids, ids, is_causal=is_causal, **options)
     for first, end in itertools.pairwise(cuts):
         alone = [x[:, first:end] for x in arrays]
         ids = np.zeros(end - first)
-        expected = _with_gradients(*alone, ids, ids, is_causal=is_causal)
+        expected = _with_gradients(*alone, ids, ids, is_causal=is_causal, **options)
         for g, e in zip(got, expected, strict=True):
             # Results are rounded to bfloat16 once in either.
             np.testing.assert_allclose(g[:, first:end], e, rtol=2e-2, atol=2e-2)
 
 
+BESIDE_SEGMENTS = {
+    "alone": {},
+    "soft cap": {"logits_soft_cap": 5.0},
+    "bias": {"bias": np.ones((1, 1, 700, 700), np.float32)},
+    "bias that is NaN, too": {"bias": np.ones((1, 1, 700, 700), np.float32)},
+    "slopes": {"alibi_slopes": np.full(2, 0.01, np.float32)},
+}
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
-def test_keys_of_no_query_may_be_nan(head_dim):
+@pytest.mark.parametrize("beside", BESIDE_SEGMENTS)
+def test_keys_of_no_query_may_be_nan(beside, head_dim):
     """Those of a segment that no query has, in the same tiles as others."""
     length, heads = 700, 2
     ids = np.repeat(np.arange(10), 70)
     lonely = ids % 3 == 1
     query_ids = np.where(lonely, 99, ids)
     query, key, value, dout = (random_normal(1, length, heads, head_dim, seed=s) for s in range(4))
-    expected = _with_gradients(query, key, value, dout, query_ids, ids)
+    options = BESIDE_SEGMENTS[beside]
+    expected = _with_gradients(query, key, value, dout, query_ids, ids, **options)
     where = jnp.asarray(lonely)[None, :, None, None]
     key, value = jnp.where(where, jnp.nan, key), jnp.where(where, jnp.inf, value)
-    got = _with_gradients(query, key, value, dout, query_ids, ids)
+    if beside == "bias that is NaN, too":
+        options = {"bias": np.where(lonely, np.nan, options["bias"]).astype(np.float32)}
+    got = _with_gradients(query, key, value, dout, query_ids, ids, **options)
     for g, e in zip(got, expected, strict=True):
         # Additions to a sum of dQ come in no particular order.
         np.testing.assert_allclose(g, e, rtol=2e-2, atol=2e-2)
@@ -145,7 +194,8 @@ SEGMENTS = {
         ("one kernel, soft cap", {"logits_soft_cap": 30.0}),
         ("one kernel, segments", SEGMENTS),
         ("one kernel, mask", {"mask": np.ones((1, 1, 256, 256), bool)}),
-        ("one kernel", {**SEGMENTS, "logits_soft_cap": 30.0}),
+        ("one kernel, segments and soft cap", {**SEGMENTS, "logits_soft_cap": 30.0}),
+        ("one kernel", {**SEGMENTS, "dropout_rate": 0.1, "dropout_seed": jax.random.key(0)}),
         ("one kernel", {"logits_soft_cap": 30.0, "deterministic": True}),
         ("one kernel", {}),
     ],

@@ -44,6 +44,8 @@ OPTIONS = {
     "causal": {"is_causal": True},
     "window": {"local_window_size": (300, 20)},
     "lengths": {"key_value_seq_lengths": (900, 37)},
+    "soft cap": {"logits_soft_cap": 5.0},
+    "soft cap, window": {"logits_soft_cap": 30.0, "local_window_size": (300, 0)},
 }
 
 
@@ -95,7 +97,23 @@ def test_layouts(family, head_dim, options):
         np.testing.assert_array_equal(got[:, lonely], 0, err_msg=layout)
 
 
-@pytest.mark.parametrize("options", ["full", "causal"])
+@pytest.mark.parametrize("options", ["causal", "soft cap"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_outputs_repeat(head_dim, options):
+    """Bit by bit, though blocks take query tiles in no fixed order, and logits are peaked."""
+    length = 2000
+    keys = jax.random.split(jax.random.key(0), 3)
+    query, key, value = (
+        jax.random.normal(x, (4, length, 16, head_dim), jnp.bfloat16) for x in keys
+    )
+    ids = _runs(700, 3, 90, 260, 1)(length)
+    attend = compiled(None, options)
+    first = attend(4 * query, key, value, ids, ids)
+    for _ in range(5):
+        np.testing.assert_array_equal(attend(4 * query, key, value, ids, ids), first)
+
+
+@pytest.mark.parametrize("options", ["full", "causal", "soft cap"])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_more_tiles_than_a_warp_looks_at(family, options):
     # Segments of 1 to 5,000 tokens among 12,000: tiles are looked at 32 at a time.

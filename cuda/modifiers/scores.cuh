@@ -51,7 +51,7 @@ struct ModifierOffsets {
   int64_t bias, mask, query_ids, key_ids;
   union {
     DistanceBias distance = {};
-    Dropout dropout;  // in kernels for dropout alone; a separate member would not fit
+    Dropout dropout;  // in kernels for dropout without ALiBi; a separate member would not fit
   };
 
   ModifierOffsets() = default;

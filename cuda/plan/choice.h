@@ -20,7 +20,7 @@ struct Choice {
   int32_t head_dim = 0;         // the largest head dim that the instance takes
   bool general = false;         // true if the instance supports modifiers
   int32_t row = -1;             // index in sm90::kRecipes; sm_90, forward
-  uint32_t only = kNoModifier;  // the one modifier that a backward kernel is made for
+  uint32_t only = kNoModifier;  // the modifiers that a backward kernel is made for
   bool one_kernel = false;      // sm_90, head dims above 128: one kernel computes all gradients
   bool in_a_block = false;      // sm_90, backward: the kernel whose blocks keep all of a head
   bool decodes = false;         // a kernel of sm80/decode, for few query rows

@@ -14,6 +14,7 @@
 #include "plan/float8.h"
 #include "plan/half_values.h"
 #include "plan/mask_words.h"
+#include "plan/narrow_backward.h"
 #include "plan/recipes.h"
 #include "plan/segment_spans.h"
 #include "plan/short.h"
@@ -301,7 +302,6 @@ bool one_edge(const Forward& params) {
          params.shape.kv_len <= 2048;
 }
 
-// Returns whether blocks that keep all keys of a head need less time than others, at head dim 64.
 // Returns whether both edges of a window cut one tile of 128 keys of each query tile: the right one
 // is the diagonal, and the left one runs through corners of key tiles, or beside them.
 bool edges_cut_two_tiles(const Forward& params) {
@@ -311,6 +311,7 @@ bool edges_cut_two_tiles(const Forward& params) {
          (options.is_causal || options.window_right == 0) && !params.query_offset && !params.window;
 }
 
+// Returns whether blocks that keep all keys of a head need less time than others, at head dim 64.
 // There must be units for most multiprocessors, and at most a fifth of all time may be idle because
 // the last units are few. Full calls of two tiles of 128 keys with little padding are as fast in
 // the other kernels.
@@ -369,10 +370,10 @@ Found choose_plain(const Forward& params, int32_t head_dim, const Device& device
     return {Recipe::kChained, otherwise};
   }
   const bool one_tile = shape.kv_len <= 128;
-  if (sm90::kHasScoresAhead && !has_left_edge && !one_tile) {
   if (sm90::kHasScoresAhead && !divided && edges_cut_two_tiles(params)) {
     return {Recipe::kAheadLeftCut, "a window's edges cut the first and the last key tile"};
   }
+  if (sm90::kHasScoresAhead && !has_left_edge && !one_tile) {
     if (one_edge(params)) return {Recipe::kAheadOneCut, "an edge cuts the last key tile"};
     if (in_band) return {Recipe::kAheadTwoCut, "an edge may cut the last two key tiles"};
     if (smaller) return {Recipe::kAheadOneCut, idle};
@@ -408,7 +409,15 @@ Found choose_modified(const Forward& params, int32_t head_dim, const Device& dev
   if (head_dim != 64 && head_dim != 128 && head_dim != 256) {
     return {Recipe::kEvery, "this head dim has no kernel for one modifier"};
   }
-  switch (modifiers_of(params)) {
+  const uint32_t modifiers = modifiers_of(params);
+  for (const auto& [pair, recipe] : {std::pair{kSegments | kSoftCap, Recipe::kSegmentsSoftCap},
+                                     {kMask | kSoftCap, Recipe::kMaskSoftCap},
+                                     {kMask | kDropout, Recipe::kMaskDropout}}) {
+    if (modifiers == pair && is_bfloat16 && sm90::recipe_row(recipe, head_dim) >= 0) {
+      return {recipe, "the call has these two modifiers"};
+    }
+  }
+  switch (modifiers) {
     case kBias:
       if (!bias_in_vectors(params)) {
         return {Recipe::kEvery, "the bias is not aligned, or of the other 16-bit type"};
@@ -445,6 +454,18 @@ Found choose_modified(const Forward& params, int32_t head_dim, const Device& dev
       return {Recipe::kEvery, "this head dim has no kernel for dropout alone"};
     default: return {Recipe::kEvery, "the call has several modifiers"};
   }
+}
+
+// Returns the backward kernel that is compiled for the call's modifiers, or null.
+const sm90::NarrowBackward* narrow_backward(const Backward& params, int32_t head_dim) {
+  if (params.options.deterministic || params.relative_bias) return nullptr;
+  for (const sm90::NarrowBackward& kernel : sm90::kNarrowBackward) {
+    if (kernel.modifiers == modifiers_of(params) &&
+        kernel.exists(head_dim, params.query.dtype == DType::kBFloat16)) {
+      return &kernel;
+    }
+  }
+  return nullptr;
 }
 
 Found choose_float8(const Forward& params) {
@@ -520,18 +541,9 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
     choice.queries = 64;
     choice.keys = 128;
   } else if (choice.head_dim <= 128) {
-    const uint32_t modifiers = modifiers_of(params);
-    for (const auto& [modifier, name] : {std::pair{kSegments, "one kernel, segments"},
-                                         {kSoftCap, "one kernel, soft cap"},
-                                         {kMask, "one kernel, mask"},
-                                         {kBias, "one kernel, bias"},
-                                         {kDropout, "one kernel, dropout"},
-                                         {kDistance, "one kernel, ALiBi"}}) {
-      if (modifiers != modifier || params.options.deterministic || params.relative_bias) continue;
-      choice.only = modifier;
-      choice.name = name;
-    }
-    if (choice.only == kNoModifier) choice.name = "one kernel";
+    const sm90::NarrowBackward* const kernel = narrow_backward(params, choice.head_dim);
+    if (kernel) choice.only = kernel->modifiers;
+    choice.name = kernel ? kernel->name : "one kernel";
     choice.reason = "dK and dV of 128 keys fit the registers of a block";
     choice.queries = choice.head_dim <= 64 ? 128 : 64;
     choice.keys = 128;

@@ -34,8 +34,8 @@ struct HalfValues {
   // maxima are the greatest logits.
   static constexpr int64_t kLeastRows = 2048;
 
-  // `modifiers`: true if the call has a bias or a mask, and no other modifier, which would require
-  // the kernel for several modifiers (Recipe::kEvery).
+  // `modifiers`: true if the call has a bias or a mask, and no other modifier: kernels for several
+  // modifiers do not read the copy.
   static bool takes(const Shape& shape, DType dtype, bool modifiers) {
     const int32_t dim = shape.head_dim > shape.value_dim ? shape.head_dim : shape.value_dim;
     return modifiers && dtype == DType::kBFloat16 && (dim <= 64 || (dim > 96 && dim <= 128)) &&

@@ -103,6 +103,7 @@ enum class Recipe : int32_t {
   kSplitKeysAhead,  // the same with scores a tile ahead
   kShort,           // all keys of a head in shared memory
   kSegments,
+  kSegmentsSoftCap,
   kBiasFloats,
   kBiasBoxes,
   kBiasInScores,
@@ -111,7 +112,9 @@ enum class Recipe : int32_t {
   kMaskBytes,
   kMaskWords,
   kMaskWordsTriple,  // the same with three consumers
-  kSlopes,           // ALiBi slopes of a causal call
+  kMaskSoftCap,
+  kMaskDropout,
+  kSlopes,  // ALiBi slopes of a causal call
   kDropout,
   kEvery,    // any modifiers together
   kColumns,  // head dims above 256: two consumers divide the columns of 64 queries' output
@@ -139,7 +142,8 @@ struct RecipeRow {
   bool float8 = false;  // true if the kernel takes float8 operands, and no others
 
   constexpr bool mask_words() const {
-    return recipe == Recipe::kMaskWords || recipe == Recipe::kMaskWordsTriple;
+    return recipe == Recipe::kMaskWords || recipe == Recipe::kMaskWordsTriple ||
+           recipe == Recipe::kMaskSoftCap || recipe == Recipe::kMaskDropout;
   }
   constexpr int32_t queries() const { return 64 * consumers / key_groups; }
   constexpr bool exists() const { return ahead == ScoresAhead::kNo || kHasScoresAhead; }
@@ -157,6 +161,13 @@ constexpr RecipeRow float8_row(int32_t head_dim, bool modified) {
   return row;
 }
 
+constexpr RecipeRow pair_row(Recipe recipe, const char* name, int32_t head_dim, uint32_t modifiers,
+                             int32_t keys) {
+  RecipeRow row{recipe, name, head_dim, head_dim, modifiers, 2, keys};
+  row.bfloat16_only = true;
+  return row;
+}
+
 inline constexpr RecipeRow kRecipes[] = {
     // Few query rows (sm90/decode).
     {Recipe::kDecode, "decode", 64, 64, kNoModifier, 1, 128},
@@ -169,6 +180,8 @@ inline constexpr RecipeRow kRecipes[] = {
      ScoresAhead::kOneCut},
     {Recipe::kAheadTwoCut, "scores ahead, two edges", 64, 64, kNoModifier, 2, 128, 1,
      ScoresAhead::kTwoCut},
+    {Recipe::kAheadLeftCut, "scores ahead, window", 64, 64, kNoModifier, 2, 128, 1,
+     ScoresAhead::kLeftCut},
     {Recipe::kAheadOneCut, "scores ahead", 64, 64, kNoModifier, 2, 128, 1, ScoresAhead::kOneCut},
     {Recipe::kSplitKeys, "split keys", 64, 64, kNoModifier, 2, JAX_FLASH_SM90_BLOCK_KV_64_BANDED,
      2},
@@ -180,8 +193,6 @@ inline constexpr RecipeRow kRecipes[] = {
      JAX_FLASH_SM90_BLOCK_KV_64},
     {Recipe::kChained, "chained", 96, 96, kNoModifier, JAX_FLASH_SM90_CONSUMERS_96,
      JAX_FLASH_SM90_BLOCK_KV_96},
-    {Recipe::kAheadLeftCut, "scores ahead, window", 64, 64, kNoModifier, 2, 128, 1,
-     ScoresAhead::kLeftCut},
     {Recipe::kChainedPair, "chained, two consumers", 96, 96, kNoModifier, 2, 128},
     {Recipe::kSplitKeysAhead, "split keys, scores ahead", 96, 96, kNoModifier, 2, 64, 2,
      ScoresAhead::kOneCut},
@@ -230,6 +241,17 @@ inline constexpr RecipeRow kRecipes[] = {
      0, true},
     {Recipe::kDropout, "dropout", 64, 64, kDropout, 3, 96},
     {Recipe::kDropout, "dropout", 128, 128, kDropout, 2, 128},
+    // Two modifiers, where models use both (sm90/forward/pairs.cuh).
+    pair_row(Recipe::kSegmentsSoftCap, "segments and soft cap", 64, kSegments | kSoftCap, 128),
+    pair_row(Recipe::kSegmentsSoftCap, "segments and soft cap", 128, kSegments | kSoftCap, 128),
+    pair_row(Recipe::kSegmentsSoftCap, "segments and soft cap", 256, kSegments | kSoftCap, 64),
+    pair_row(Recipe::kMaskSoftCap, "mask and soft cap", 64, kMask | kSoftCap, mask_words_keys(64)),
+    pair_row(Recipe::kMaskSoftCap, "mask and soft cap", 128, kMask | kSoftCap,
+             mask_words_keys(128)),
+    pair_row(Recipe::kMaskSoftCap, "mask and soft cap", 256, kMask | kSoftCap,
+             mask_words_keys(256)),
+    pair_row(Recipe::kMaskDropout, "mask and dropout", 64, kMask | kDropout, mask_words_keys(64)),
+    pair_row(Recipe::kMaskDropout, "mask and dropout", 128, kMask | kDropout, mask_words_keys(128)),
     // Several modifiers, or one modifier at a head dim without a kernel for it. The loop contains
     // ten times as many instructions as a call executes.
     {Recipe::kEvery, "every modifier", 64, 64, kEveryModifier, 2, 128},

@@ -43,17 +43,17 @@ struct DqueryLayout {
 
 // Configures the kernel for head dims up to 128, and up to 192 with values of at most 128 columns
 // (sm90/backward/narrow.cuh). A thread block owns kBlockKv keys and values, 64 for each consumer
-// warpgroup, and keeps their dK and dV in registers. kOnly: the only modifier that the kernel is
-// compiled for, if any. kGeneral: the kernel takes all modifiers.
+// warpgroup, and keeps their dK and dV in registers. kOnly: the modifiers that the kernel is
+// compiled for, if not for all of them. kGeneral: the kernel takes all modifiers.
 template <int kHeadDimension, bool kGeneral, uint32_t kOnly = kNoModifier>
 struct BackwardConfig {
   static constexpr uint32_t kModifier = kOnly;
-  static constexpr bool kHasSlopes = kOnly == kDistance;  // ALiBi
-  static constexpr bool kHasSegments = kOnly == kSegments;
-  static constexpr bool kHasSoftCap = kOnly == kSoftCap;
-  static constexpr bool kHasMask = kOnly == kMask;
-  static constexpr bool kHasBias = kOnly == kBias;
-  static constexpr bool kHasDropout = kOnly == kDropout;
+  static constexpr bool kHasSlopes = (kOnly & kDistance) != 0;  // ALiBi
+  static constexpr bool kHasSegments = (kOnly & kSegments) != 0;
+  static constexpr bool kHasSoftCap = (kOnly & kSoftCap) != 0;
+  static constexpr bool kHasMask = (kOnly & kMask) != 0;
+  static constexpr bool kHasBias = (kOnly & kBias) != 0;
+  static constexpr bool kHasDropout = (kOnly & kDropout) != 0;
   static constexpr int kHeadDim = kHeadDimension;
   static constexpr int kValueDim = kHeadDim <= 128 ? kHeadDim : kOneKernelValueDim;
   static_assert(kHeadDim % 16 == 0 && (kHeadDim <= 128 || kHeadDim == kOneKernelHeadDim));

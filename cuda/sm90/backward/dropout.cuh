@@ -1,4 +1,4 @@
-// Applies dropout in the backward kernel that is compiled for dropout alone.
+// Applies dropout in the backward kernels that are compiled for dropout.
 //
 //   dV = c D(P)^T dO,  dS = P (c D(dP) - delta)    D: zeroes dropped elements; c: dropout_scale
 //
@@ -79,7 +79,9 @@ struct TransposedDropout {
     }
   }
 
-  // Turns dP^T into 2 dS^T / c; delta_smem has 2 delta / c.
+  // Turns dP^T into 2 dS^T / c; delta_smem has 2 delta / c. With kForbids, an element that is not
+  // allowed has dS = 0, even if its dP is NaN.
+  template <bool kForbids>
   static __device__ __forceinline__ void finish(const float (&signed_p)[kN][4], float (&dp)[kN][4],
                                                 const float* delta_smem) {
 #pragma unroll
@@ -88,7 +90,8 @@ struct TransposedDropout {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const float p = fabsf(signed_p[n][e]);
-        dp[n][e] = fmaf(signed_p[n][e] + p, dp[n][e], -(p * (e % 2 ? delta.y : delta.x)));
+        const float ds = fmaf(signed_p[n][e] + p, dp[n][e], -(p * (e % 2 ? delta.y : delta.x)));
+        dp[n][e] = kForbids && p == 0.0f ? 0.0f : ds;
       }
     }
   }

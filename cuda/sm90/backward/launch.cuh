@@ -16,10 +16,12 @@
 #include <cstdint>
 #include <string>
 #include <type_traits>
+#include <utility>
 
 #include "modifiers/kernels.h"
 #include "params.h"
 #include "plan/choice.h"
+#include "plan/narrow_backward.h"
 #include "sm90/backward/bias_gradient.cuh"
 #include "sm90/backward/columns.cuh"
 #include "sm90/backward/config.cuh"
@@ -44,8 +46,8 @@ inline constexpr int kSpreadSmemBytes = 100 * 1024;  // two such blocks fit on a
 template <typename Config, typename Element, bool kGeneral>
 Status launch_backward_config(const Backward& params, const BackwardWorkspace& workspace,
                               cudaStream_t stream) {
-  // Kernels for one modifier, and those that compute dQ in pieces, do not take turns: they have no
-  // ordered instance.
+  // Kernels for some modifiers, and those that compute dQ in pieces, do not take turns: they have
+  // no ordered instance.
   constexpr bool kOnly = Config::kModifier != kNoModifier || Config::kInPieces;
   const Shape& shape = params.shape;
   BackwardMaps maps;
@@ -151,8 +153,7 @@ Status launch_wide_backward(const Backward& params, const BackwardWorkspace& wor
                           stream, params, query_maps, workspace, schedule);
 }
 
-// Zeroes the slopes' gradient: thread blocks of the kernel for ALiBi slopes alone add to it by
-// atomics.
+// Zeroes the slopes' gradient: thread blocks of the kernels for ALiBi slopes add to it by atomics.
 inline Status zero_slopes_gradient(const Backward& params, cudaStream_t stream) {
   if (!params.dalibi_slopes) return {};
   const int64_t bytes = params.shape.batch * params.shape.heads * sizeof(float);
@@ -177,6 +178,32 @@ Status launch_gradients_of_addends(const Backward& params, const BackwardWorkspa
   return launch_added_gradients<Element>(rest, workspace, stream);
 }
 
+// Launches the kernel of plan/narrow_backward.h for these modifiers, and the kernels beside it.
+template <typename Element, int kHeadDim>
+Status launch_narrow(const Backward& params, uint32_t modifiers, const BackwardWorkspace& workspace,
+                     cudaStream_t stream) {
+  Status status = Status::internal("jax_flash: a kernel was chosen that this instance lacks");
+  const auto launch = [&](auto row) {
+    constexpr NarrowBackward kKernel = kNarrowBackward[row.value];
+    if constexpr (kKernel.exists(kHeadDim, std::is_same_v<Element, __nv_bfloat16>)) {
+      if (kKernel.modifiers != modifiers) return;
+      using Config = BackwardConfig<kHeadDim, false, kKernel.modifiers>;
+      status = {};
+      if (Config::kHasSlopes) status = zero_slopes_gradient(params, stream);
+      if (status.ok()) {
+        status = launch_backward_config<Config, Element, false>(params, workspace, stream);
+      }
+      if (Config::kHasBias && status.ok()) {
+        status = launch_gradients_of_addends<Element, kHeadDim>(params, workspace, stream);
+      }
+    }
+  };
+  [&]<int... kRows>(std::integer_sequence<int, kRows...>) {
+    (launch(std::integral_constant<int, kRows>{}), ...);
+  }(std::make_integer_sequence<int, kNarrowBackwardCount>{});
+  return status;
+}
+
 // kHeadDim bounds head_dim and value_dim.
 template <typename Element, int kHeadDim, bool kGeneral>
 Status launch_backward(const Backward& params, const Choice& choice, cudaStream_t stream) {
@@ -190,24 +217,8 @@ Status launch_backward(const Backward& params, const Choice& choice, cudaStream_
   if (params.query_segment_ids) status = launch_segment_spans(params, workspace.spans, stream);
   if (!status.ok()) return status;
   if constexpr (kGeneral && kHeadDim <= 128) {
-    const auto launch = [&](auto only) {
-      return launch_backward_config<BackwardConfig<kHeadDim, false, only()>, Element, false>(
-          params, workspace, stream);
-    };
-    switch (choice.only) {
-      case kSegments: return launch(std::integral_constant<uint32_t, kSegments>{});
-      case kSoftCap: return launch(std::integral_constant<uint32_t, kSoftCap>{});
-      case kMask: return launch(std::integral_constant<uint32_t, kMask>{});
-      case kDropout: return launch(std::integral_constant<uint32_t, kDropout>{});
-      case kBias:
-        status = launch(std::integral_constant<uint32_t, kBias>{});
-        if (!status.ok()) return status;
-        return launch_gradients_of_addends<Element, kHeadDim>(params, workspace, stream);
-      case kDistance:
-        status = zero_slopes_gradient(params, stream);
-        if (!status.ok()) return status;
-        return launch(std::integral_constant<uint32_t, kDistance>{});
-      default: break;
+    if (choice.only != kNoModifier) {
+      return launch_narrow<Element, kHeadDim>(params, choice.only, workspace, stream);
     }
   }
   if constexpr (kHeadDim == kOneKernelHeadDim && !kGeneral) {

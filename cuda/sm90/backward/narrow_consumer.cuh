@@ -388,11 +388,18 @@ struct NarrowConsumer {
     }
     if constexpr (Config::kHasMask) apply_mask_bits(scores, gradient.mask_bits);
     if (kApplied != kNoModifier || is_cut) {
-      if constexpr (kMixed) {
+      if constexpr (kMixed && kApplied == kNoModifier) {
         mark_bad_key_rows<kBlockKv>(scores, bad_keys(), warp_key);
         separate_segments(scores, gradient.row0);
       }
       gradient.mask(scores, block.band, kManyRegisters ? &slopes : nullptr);
+      // Behind the bias, which may be NaN or infinite where segments differ.
+      if constexpr (kMixed && kApplied != kNoModifier) {
+        if (is_cut) {
+          mark_bad_key_rows<kBlockKv>(scores, bad_keys(), warp_key);
+          separate_segments(scores, gradient.row0);
+        }
+      }
     }
   }
   __device__ __forceinline__ void separate_segments(Tile& scores, int32_t row) const {
@@ -413,7 +420,9 @@ struct NarrowConsumer {
       ptx::barrier_sync(kMayCompute + group, Config::kConsumerThreads);
     }
     if constexpr (Config::kHasSoftCap) {
-      CapModifier<Element>::probabilities(scores, probabilities, lse, plan.soft_cap, is_cut);
+      const bool has_forbidden =
+          Config::kHasMask ? is_cut || __any_sync(0xffffffff, gradient.mask_bits != ~0u) : is_cut;
+      CapModifier<Element>::probabilities(scores, probabilities, lse, plan.soft_cap, has_forbidden);
     } else if constexpr (Config::kHasDropout) {
       Drops::probabilities(scores, words, lse, to_log2);
     } else {
@@ -443,7 +452,9 @@ struct NarrowConsumer {
       ptx::wgmma_wait_group<Config::kEarlyDvalue>();
     }
     ptx::wgmma_results(dscores);
-    if constexpr (Config::kHasDropout) return Drops::finish(scores, dscores, delta_smem);
+    if constexpr (Config::kHasDropout) {
+      return Drops::template finish<kForbids>(scores, dscores, delta_smem);
+    }
     gradient.template finish<kForbids>(scores, dscores, lse_smem, delta_smem, kept,
                                        kManyRegisters ? &slopes : nullptr);
   }

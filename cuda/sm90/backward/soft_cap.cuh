@@ -1,5 +1,4 @@
-// Applies the soft cap, and its slope, in the backward kernel that is compiled for the soft cap
-// alone.
+// Applies the soft cap, and its slope, in the backward kernels that are compiled for the soft cap.
 //
 //   l = cap tanh(s / cap),  P = exp(l - lse),  dS = P (dP - delta) (1 - (l / cap)^2)
 //

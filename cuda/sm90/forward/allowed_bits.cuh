@@ -99,7 +99,7 @@ __device__ __forceinline__ bool allows_element(const Forward& params,
                                                const ModifierOffsets& offsets, const Band& band,
                                                int32_t row, int32_t col) {
   if (row >= band.q_len || col < band.first_col(row) || col >= band.end_col(row)) return false;
-  if constexpr (kModifiers == kMask) {
+  if constexpr ((kModifiers & kMask) != 0) {
     const Operand& mask = params.mask;
     if constexpr (Config::kMaskWords) {
       return is_allowed<Config::kBlockKv>(static_cast<const uint2*>(mask.data) + offsets.mask,

@@ -154,7 +154,11 @@ struct ForwardConsumer {
       work.end = next.end;
       work.row0 = next.row0;
     }
-    if constexpr (kHasRuns) run = smem.query_segments(query_tile(), works).run;
+    if constexpr (kHasRuns) {
+      run = smem.query_segments(query_tile(), works).run;
+      // Blocks take query tiles in no fixed order: a query tile must not depend on the one before.
+      careful_tiles = 0;
+    }
     ++works;
     // The reductions make the values uniform. Otherwise the compiler would insert code that makes
     // every warp converge, and moves of descriptors, again and again.
@@ -385,15 +389,16 @@ struct ForwardConsumer {
     const QueryWork& described = Modifier::kInScores ? work_before(0) : work;
     const Band& band = described.band;
     const int32_t col0 = tile * Config::kBlockKv, warp_row0 = work.row0 + warp_row;
+    if constexpr ((!kHasRuns && !Modifier::kBits) || Modifier::kApproximates) {
+      modifier.modify(scores, params, described.modifiers, band, warp_row0, col0, one_segment,
+                      again);
+    }
     if constexpr (Modifier::kBits) {
       if (!modifier.all_allowed) modifier.forbid_all(scores);
       return;
     }
     if constexpr (kHasRuns) {
       if (!one_segment) return modifier.forbid_all(scores);
-    } else {
-      modifier.modify(scores, params, described.modifiers, band, warp_row0, col0, one_segment,
-                      again);
     }
     if (edge) {
       const int32_t keys =

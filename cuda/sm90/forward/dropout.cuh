@@ -1,4 +1,4 @@
-// Drops probabilities in the sm_90 forward kernel for dropout alone.
+// Drops probabilities in the sm_90 forward kernels for dropout, alone or with a mask (pairs.cuh).
 //
 // A tile's random words are drawn while its scores are computed. Sums are those of all
 // probabilities, as without dropout. Dropped probabilities are zeroed in pairs, after rounding,
@@ -17,9 +17,10 @@
 
 namespace jax_flash::sm90 {
 
-template <typename Config, typename Element>
-struct ForwardModifier<Config, Element, kDropout> : ModifierDefaults<Config, Element, kDropout> {
-  using Base = ModifierDefaults<Config, Element, kDropout>;
+// Other: defaults, or another modifier.
+template <typename Config, typename Element, typename Other>
+struct DropoutModifier : Other {
+  using Base = Other;
   using Base::kN;
   static constexpr When kExactMaxima = When::kUnlessOptimistic;
   static constexpr bool kDropsRounded = true;
@@ -28,16 +29,19 @@ struct ForwardModifier<Config, Element, kDropout> : ModifierDefaults<Config, Ele
   Dropout dropout;
   KeptGroups<kN> kept;
 
-  __device__ __forceinline__ ForwardModifier(const Forward& params, const ForwardPlan&,
-                                             const ForwardSmem<Config>&, int)
-      : threshold(params.options.dropout_threshold) {}
+  __device__ __forceinline__ DropoutModifier(const Forward& params, const ForwardPlan& plan,
+                                             const ForwardSmem<Config>& smem, int group)
+      : Base(params, plan, smem, group), threshold(params.options.dropout_threshold) {}
   __device__ __forceinline__ void modify(typename Base::Scores&, const Forward&,
                                          const ModifierOffsets&, const Band&, int32_t, int32_t,
                                          bool, bool) const {}
-  __device__ __forceinline__ void begin(const QueryWork& work, int32_t) {
+  __device__ __forceinline__ void begin(const QueryWork& work, int32_t row0) {
+    Base::begin(work, row0);
     dropout = work.modifiers.dropout.uniform();
   }
-  __device__ __forceinline__ void prepare(const QueryWork&, int32_t row0, int32_t tile, bool) {
+  __device__ __forceinline__ void prepare(const QueryWork& work, int32_t row0, int32_t tile,
+                                          bool edge) {
+    Base::prepare(work, row0, tile, edge);
     dropout.template draw_all<kN, false>(kept, threshold, row0, tile * Config::kBlockKv);
   }
 
@@ -63,6 +67,13 @@ struct ForwardModifier<Config, Element, kDropout> : ModifierDefaults<Config, Ele
     asm("prmt.b32 %0, %1, %2, %3;" : "=r"(mask) : "r"(low), "r"(high), "n"(kHigh << 8 | kLow));
     return mask;
   }
+};
+
+template <typename Config, typename Element>
+using DropoutAlone = DropoutModifier<Config, Element, ModifierDefaults<Config, Element, kDropout>>;
+template <typename Config, typename Element>
+struct ForwardModifier<Config, Element, kDropout> : DropoutAlone<Config, Element> {
+  using DropoutAlone<Config, Element>::DropoutAlone;
 };
 
 template <>

@@ -22,8 +22,8 @@
 //
 //   order_chained.cuh      query tiles in one chain: a query tile's first scores overlap the last
 //                          product of the query tile before
-//   order_single.cuh       one query tile at a time: with several modifiers, with a mask of bytes,
-//                          and with the next two
+//   order_single.cuh       one query tile at a time: with all modifiers, with a mask of bytes, and
+//                          with the next two
 //   order_ahead.cuh        S a tile ahead, if there are registers for more scores
 //   order_split_keys.cuh   two warpgroups share a query tile and divide its keys, if there are few
 //                          query tiles
@@ -64,6 +64,7 @@
 #include "sm90/forward/mask.cuh"
 #include "sm90/forward/order_chained.cuh"
 #include "sm90/forward/order_single.cuh"
+#include "sm90/forward/pairs.cuh"
 #include "sm90/forward/parts.cuh"
 #include "sm90/forward/plan.cuh"
 #include "sm90/forward/producer.cuh"
@@ -95,7 +96,7 @@ __device__ __forceinline__ void initialise(const ForwardMaps& maps,
 }
 
 // The number of registers that each consumer thread cedes to the first warpgroup, for warps that
-// convert many values at a time and, with segments alone, for the planning warp.
+// convert many values at a time and, with segments, for the planning warp.
 template <typename Config, typename Element, uint32_t kModifiers>
 inline constexpr int kLeftRegisters =
     kConvertsMany<Config, Element, kModifiers> ||

@@ -1,6 +1,6 @@
-// Applies a mask in the sm_90 forward kernels for a mask alone, which read it ahead: as words of
-// bits, or as bytes. mask_words_kernel() makes the words from bytes first, once for all batches and
-// heads that share the mask (plan/mask_words.h).
+// Applies a mask in the sm_90 forward kernels for a mask, alone or with another modifier
+// (pairs.cuh), which read it ahead: as words of bits, or as bytes. mask_words_kernel() makes the
+// words from bytes first, once for all batches and heads that share the mask (plan/mask_words.h).
 #pragma once
 
 #include <cstdint>
@@ -248,9 +248,9 @@ Status launch_mask_words(Forward& params, MaskTiles& tiles, cudaStream_t stream)
 }
 
 // Forbids elements that a mask does not allow.
-template <typename Config, typename Element>
-struct ForwardModifier<Config, Element, kMask> : ModifierDefaults<Config, Element, kMask> {
-  using Base = ModifierDefaults<Config, Element, kMask>;
+template <typename Config, typename Element, uint32_t kModifiers>
+struct MaskModifier : ModifierDefaults<Config, Element, kModifiers> {
+  using Base = ModifierDefaults<Config, Element, kModifiers>;
   using Base::kN;
   using typename Base::Scores;
   static constexpr When kOptimistic = When::kWithHalfValues, kExactMaxima = When::kUnlessOptimistic;
@@ -271,8 +271,8 @@ struct ForwardModifier<Config, Element, kMask> : ModifierDefaults<Config, Elemen
   AllowedBits allowed, next_allowed;
   bool all_allowed, next_all_allowed;
 
-  __device__ __forceinline__ ForwardModifier(const Forward& forward, const ForwardPlan& planned,
-                                             const ForwardSmem<Config>&, int)
+  __device__ __forceinline__ MaskModifier(const Forward& forward, const ForwardPlan& planned,
+                                          const ForwardSmem<Config>&, int)
       : params(forward), plan(planned) {
     if constexpr (Config::kMaskWords) ptx::griddepcontrol_wait();
   }
@@ -346,6 +346,11 @@ struct ForwardModifier<Config, Element, kMask> : ModifierDefaults<Config, Elemen
     }
     return false;
   }
+};
+
+template <typename Config, typename Element>
+struct ForwardModifier<Config, Element, kMask> : MaskModifier<Config, Element, kMask> {
+  using MaskModifier<Config, Element, kMask>::MaskModifier;
 };
 
 }  // namespace jax_flash::sm90

@@ -3,11 +3,11 @@
 //
 // A modifier is a struct ForwardModifier<Config, Element, kModifiers> that derives from
 // ModifierDefaults and replaces what it needs: bias.cuh, mask.cuh, segments.cuh, soft_cap.cuh,
-// dropout.cuh and slopes.cuh have one each; those for no modifier and for all of them together are
-// here. A new modifier takes a file of its own, which kernel.cuh includes, and a row of
-// plan/recipes.h. Such a file may also specialize OffsetsOf (plan.cuh) and RowStatistics
-// (parts.cuh). Orders, steps and producers do not name modifiers. The epilogue (parts.cuh) names
-// two: the bias, for rows of low logits, and dropout, for its scale.
+// dropout.cuh and slopes.cuh have one each, and pairs.cuh combines two; those for no modifier and
+// for all of them together are here. A new modifier takes a file of its own, which kernel.cuh
+// includes, and a row of plan/recipes.h. Such a file may also specialize OffsetsOf (plan.cuh) and
+// RowStatistics (parts.cuh). Orders, steps and producers do not name modifiers. The epilogue
+// (parts.cuh) names two: the bias, for rows of low logits, and dropout, for its scale.
 //
 // A modifier that can be computed with the exponentials sets kJudges, and implements judge(),
 // modify() for tiles that an edge cuts or whose logits are compared with running maxima first, and
@@ -91,6 +91,10 @@ struct ModifierDefaults {
   // True if all elements of the tile are allowed, for modifiers with kBits. They replace this
   // member by another one; a function would change the machine code.
   static constexpr bool all_allowed = true;
+
+  ModifierDefaults() = default;
+  __device__ __forceinline__ ModifierDefaults(const Forward&, const ForwardPlan&,
+                                              const ForwardSmem<Config>&, int) {}
 
   // Begins a query tile: the warp's rows are those from row0 on.
   __device__ __forceinline__ void begin(const QueryWork&, int32_t) {}

@@ -1,4 +1,4 @@
-// Derives, on the host, parameters of the sm_90 forward kernels for a single modifier: the
+// Derives, on the host, parameters of the sm_90 forward kernels for some modifiers: the
 // polynomials of the soft cap, and the order of batches that share a bias or mask.
 #pragma once
 

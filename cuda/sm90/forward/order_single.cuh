@@ -1,5 +1,5 @@
 // Processes one query tile at a time in the sm_90 forward kernel, without overlap between query
-// tiles: with several modifiers, with a mask of bytes, with scores a tile ahead, or if two
+// tiles: in the kernel for all modifiers, with a mask of bytes, with scores a tile ahead, or if two
 // warpgroups divide a query tile's keys.
 //
 // Consumers release a query tile's Q after its last scores. With divided keys, both warpgroups
@@ -23,7 +23,7 @@
 
 namespace jax_flash::sm90 {
 
-// Processes all query tiles of a block, with several modifiers or a mask of bytes.
+// Processes all query tiles of a block, with all modifiers or a mask of bytes.
 template <typename Config, typename Element, uint32_t kModifiers, typename Value>
 __device__ __forceinline__ void consume_masked(const Forward& params, const ForwardPlan& plan,
                                                const ForwardSmem<Config>& smem) {

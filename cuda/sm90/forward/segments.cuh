@@ -304,7 +304,8 @@ __device__ __forceinline__ void plan_query_tiles(const Forward& params, const Fo
     const Band band = plan.band.of<true>(q.batch_axes);
     const int32_t row0 = q.tile * Config::kBlockQ;
     if (is_first) ptx::griddepcontrol_wait();  // waits for the spans
-    SegmentTiles<Config, kModifiers == kSegments> tiles(band, spans, q.batch, row0);
+    constexpr bool kAlways = kModifiers != kEveryModifier;
+    SegmentTiles<Config, kAlways> tiles(band, spans, q.batch, row0);
     const auto hand_over_keys = [&](int32_t base) {
       keys_taken = false;
       if (!leader) return;
@@ -476,9 +477,8 @@ __device__ __forceinline__ void produce_queries_of_segments(const ForwardPlan& p
   }
 }
 
-// All heads have the same ids. The other offsets are not used, and would take time.
-template <>
-struct OffsetsOf<kSegments> {
+// Sets the offsets of the ids, which all heads share. The others are not used, and would take time.
+struct OffsetsOfIds {
   static __device__ __forceinline__ void set(const Forward& params, const QueryTileIndex& q,
                                              int32_t, ModifierOffsets& offsets) {
     const ModifierOffsets found(params, q.batch_axes, 0);
@@ -486,19 +486,20 @@ struct OffsetsOf<kSegments> {
     offsets.key_ids = found.key_ids;
   }
 };
+template <>
+struct OffsetsOf<kSegments> : OffsetsOfIds {};
 
 // Forbids keys of other segments. Few tiles have several segments. Only for these are ids compared,
 // and `allowed` set.
-template <typename Config, typename Element>
-struct ForwardModifier<Config, Element, kSegments> : ModifierDefaults<Config, Element, kSegments> {
-  using Base = ModifierDefaults<Config, Element, kSegments>;
+template <typename Config, typename Element, uint32_t kModifiers>
+struct SegmentsModifier : ModifierDefaults<Config, Element, kModifiers> {
+  using Base = ModifierDefaults<Config, Element, kModifiers>;
   static constexpr bool kDescribedLate = true, kSkips = true, kHasRuns = true;
   static constexpr int kForbidBlocks = Config::kHeadDim / 64;  // as for masks
-
   AllowedBits allowed;
 
-  __device__ __forceinline__ ForwardModifier(const Forward&, const ForwardPlan&,
-                                             const ForwardSmem<Config>&, int) {}
+  __device__ __forceinline__ SegmentsModifier(const Forward&, const ForwardPlan&,
+                                              const ForwardSmem<Config>&, int) {}
 
   // Finds which elements of a tile of several segments are allowed.
   template <typename Consumer>
@@ -528,6 +529,11 @@ struct ForwardModifier<Config, Element, kSegments> : ModifierDefaults<Config, El
 #pragma unroll
     for (int n = 0; n < Base::kN; n += kForbidBlocks) forbid<kForbidBlocks>(scores[0], allowed, n);
   }
+};
+
+template <typename Config, typename Element>
+struct ForwardModifier<Config, Element, kSegments> : SegmentsModifier<Config, Element, kSegments> {
+  using SegmentsModifier<Config, Element, kSegments>::SegmentsModifier;
 };
 
 }  // namespace jax_flash::sm90

@@ -1,6 +1,6 @@
-// Applies the soft cap in the sm_90 forward kernels for a soft cap alone. The logit of a product s
-// is cap tanh(scale s / cap), and is approximated as s p(s^2). The polynomial p has two, three or
-// five terms (SoftCapPlan).
+// Applies the soft cap in the sm_90 forward kernels for a soft cap, alone or with another modifier
+// (pairs.cuh). The logit of a product s is cap tanh(scale s / cap), and is approximated as s
+// p(s^2). The polynomial p has two, three or five terms (SoftCapPlan).
 //
 // A polynomial holds up to a limit of |s|. With saturated squares (kSaturates), a warp's running
 // maxima are fixed at 0, if its logits permit it. Exponentials are then computed from products
@@ -87,15 +87,15 @@ __device__ __forceinline__ float greatest_magnitude(const float (&scores)[1][kN]
   return __uint_as_float(__reduce_max_sync(0xffffffff, __float_as_uint(value)));
 }
 
-// Caps logits softly: by a polynomial, if a tile's products are within its limit.
-template <typename Config, typename Element>
-struct ForwardModifier<Config, Element, kSoftCap> : ModifierDefaults<Config, Element, kSoftCap> {
-  using Base = ModifierDefaults<Config, Element, kSoftCap>;
+// Caps logits softly: by a polynomial, if a tile's products are within its limit. Other: defaults,
+// or another modifier. kSaturated: true if squares are saturated (SoftCapPlan).
+template <typename Config, typename Element, typename Other, bool kSaturated>
+struct SoftCapModifier : Other {
+  using Base = Other;
   using Base::kN;
   using typename Base::Scores;
   static constexpr bool kApproximates = true, kJudges = true;
-  // True if squares are saturated (SoftCapPlan).
-  static constexpr bool kSaturates = std::is_same_v<Element, __nv_bfloat16> && Config::kOptimistic;
+  static constexpr bool kSaturates = kSaturated;
   // True where that is faster.
   static constexpr bool kFixedTiles =
       kSaturates && Config::kHeadDim == 64 && Config::kBlockKv == 128;
@@ -111,11 +111,11 @@ struct ForwardModifier<Config, Element, kSoftCap> : ModifierDefaults<Config, Ele
   int cap_terms;
   float factors[2];  // kSaturates: coefficients of the polynomial of two terms
 
-  __device__ __forceinline__ ForwardModifier(const Forward& forward, const ForwardPlan& planned,
-                                             const ForwardSmem<Config>&, int)
-      : params(forward), plan(planned) {
+  __device__ __forceinline__ SoftCapModifier(const Forward& forward, const ForwardPlan& planned,
+                                             const ForwardSmem<Config>& smem, int group)
+      : Base(forward, planned, smem, group), params(forward), plan(planned) {
+    cap_terms = fewest_terms();
     const SoftCapPlan& cap = plan.modifiers.soft_cap;
-    cap_terms = cap.two.limit > 0.0f ? 2 : cap.three.limit > 0.0f ? 3 : 0;
     if constexpr (kSaturates) {
       // Reductions keep the coefficients in registers: after a tile's scores, loads from the
       // constant bank would delay its exponentials.
@@ -127,6 +127,10 @@ struct ForwardModifier<Config, Element, kSoftCap> : ModifierDefaults<Config, Ele
     }
   }
 
+  __device__ __forceinline__ int fewest_terms() const {
+    const SoftCapPlan& cap = plan.modifiers.soft_cap;
+    return cap.two.limit > 0.0f ? 2 : cap.three.limit > 0.0f ? 3 : 0;
+  }
   // Fixes the running maxima at 0, if all rows have had logits of moderate size. P is then at most
   // e^kMostLogit, and the sum is the only other statistic of a row. Called after running maxima
   // rose, when none had been fixed. `factor`: for the output so far, computed with the previous
@@ -252,6 +256,14 @@ struct ForwardModifier<Config, Element, kSoftCap> : ModifierDefaults<Config, Ele
     all(std::integral_constant<int, 5>{}, plan.modifiers.soft_cap.five);
     return plan.modifiers.soft_cap.five.greatest_sum;
   }
+};
+
+template <typename Config, typename Element>
+using SoftCapAlone = SoftCapModifier<Config, Element, ModifierDefaults<Config, Element, kSoftCap>,
+                                     std::is_same_v<Element, __nv_bfloat16> && Config::kOptimistic>;
+template <typename Config, typename Element>
+struct ForwardModifier<Config, Element, kSoftCap> : SoftCapAlone<Config, Element> {
+  using SoftCapAlone<Config, Element>::SoftCapAlone;
 };
 
 // Multiplies a warpgroup's rows of Q, which have arrived, by a power of two.

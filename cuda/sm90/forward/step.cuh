@@ -235,7 +235,9 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   bool whole = !kInner;
   bool assumes_small = false, longer = false;  // see ForwardModifier::judge()
   if constexpr (Modifier::kJudges) {
-    modifier.template judge<kOptimistic>(scores, edge, careful, whole, assumes_small, longer);
+    bool cut = edge || (kHasRuns && !one_segment);
+    if constexpr (Modifier::kBits) cut = !modifier.all_allowed;
+    modifier.template judge<kOptimistic>(scores, cut, careful, whole, assumes_small, longer);
   }
   bool rises = false;
   if constexpr (!kInner) apply(tile, edge, inner, whole, careful, rises);
