@@ -48,6 +48,8 @@ step_gpu() {
     plain) run plain --cases training --only '(1,1536' '(1,2048' '(8,1024' '(16,1024,16,128)' \
       192/128 '(2,8192,8,256)' --passes forward --warmup 3 --calls 15 --seconds 0.3 \
       --contenders jax_flash FlashAttention-4 'cuDNN (torch)' ;;
+    pairs) run pairs --cases pairs --passes forward both --warmup 3 --calls 10 --seconds 0.2 \
+      --setup-limit 60 --contenders jax_flash FlashAttention-4 'cuDNN (torch)' ;;
     few) run few --cases few-queries --warmup 5 --calls 20 --seconds 0.3 --setup-limit 20 \
       --contenders jax_flash 'jax.nn cudnn' 'jax.nn xla' ;;
     pooling) run pooling --cases pooling --warmup 5 --calls 20 --seconds 0.3 --setup-limit 20 \
@@ -77,7 +79,7 @@ if [ "$name" = cpu ]; then
   [ $# -gt 0 ] || set -- speed length features host
   for step in "$@"; do step_cpu "$step"; done
 else
-  [ $# -gt 0 ] || set -- speed encoders plain few pooling families earlier sustained length features sweeps host profile ${VARIANTS:+ablation}
+  [ $# -gt 0 ] || set -- speed encoders plain pairs few pooling families earlier sustained length features sweeps host profile ${VARIANTS:+ablation}
   for step in "$@"; do step_gpu "$step"; done
 fi
 exit $status

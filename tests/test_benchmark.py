@@ -110,6 +110,7 @@ _CASES = [
     tiny(documents=5, is_causal=True), tiny(documents=5, q_len=23, is_causal=True),
     tiny(value_dim=24, is_causal=True), tiny(is_causal=True, feature="bias_gradient"),
     tiny(segments=3, is_causal=True, feature="soft_cap"), tiny(window=(5, 0), feature="sinks"),
+    tiny(feature="mask+soft_cap"),
     *(tiny(feature=feature) for feature in FEATURES if feature != "dropout"),
 ]  # fmt: skip
 
@@ -222,21 +223,35 @@ def test_tables_name_cases_once():
     assert unequal == {f"(1,8192,16,192/128) bfloat16 {mask}" for mask in ("full", "causal")}
 
 
+def test_pairs_have_what_models_combine():
+    names = {case.name for case in select(["pairs"])}
+    assert names >= {
+        *(
+            f"(4,4096,16,{dim}) bfloat16 {what}"
+            for dim in (64, 128)
+            for what in (
+                "window 1023,0, soft_cap", "causal + 4 segments, soft_cap",
+                "causal + 4 segments, bias", "causal + 4 segments, alibi", "full, mask+soft_cap",
+                "full, mask+dropout",
+            )
+        ),
+        "(2,8192,64/8,64) bfloat16 window 127,0, sinks",
+        "(2,8192,64/8,64) bfloat16 window 1023,0, sinks",
+    }  # fmt: skip
+
+
 def test_training_has_what_models_train_with():
     names = {case.name for case in select(["training"])}
     assert names >= {
         f"({shape}) bfloat16 {mask}"
         for shape, masks in {
             "4,4096,16,128": ("full", "causal", "4 segments", "causal + 4 segments",
-                              "full, soft_cap", "causal, soft_cap", "window 1023,0, soft_cap",
-                              "causal + 4 segments, soft_cap", "full, mask", "full, bias",
-                              "full, bias_gradient", "causal + 4 segments, bias", "full, dropout",
-                              "causal, dropout"),
+                              "full, soft_cap", "causal, soft_cap", "full, mask", "full, bias",
+                              "full, bias_gradient", "full, dropout", "causal, dropout"),
             "4,4096,16,64": ("full", "causal", "4 segments", "causal + 4 segments",
                              "full, soft_cap", "full, mask", "full, bias_gradient",
                              "full, dropout"),
             "1,8192,16,192/128": ("full", "causal"),
-            "2,8192,64/8,64": ("window 1023,0, sinks",),
             "2,8192,8,256": ("full", "causal"),
             "1,4096,64/8,128": ("causal",),
             "1,1536,40/8,128": ("full", "causal"),

@@ -34,8 +34,8 @@ class Case:
 
     `segments` is the number of equal packed segments, 0 for none, given by ids; `documents` that of
     segments of random lengths, given by offsets, whose queries are the last ones where they are
-    fewer than the keys; `feature` one of `FEATURES`. The gradient of a bias is a result for the
-    feature "bias_gradient" alone.
+    fewer than the keys; `feature` one of `FEATURES`, or two joined by "+". The gradient of a bias
+    is a result for the feature "bias_gradient" alone.
     """
 
     group: str
@@ -58,6 +58,10 @@ class Case:
         object.__setattr__(self, "kv_len", self.kv_len or self.q_len)
         object.__setattr__(self, "kv_heads", self.kv_heads or self.heads)
         object.__setattr__(self, "value_dim", self.value_dim or self.head_dim)
+
+    @property
+    def features(self) -> tuple[str, ...]:
+        return tuple(filter(None, self.feature.split("+")))
 
     @property
     def mask_name(self) -> str:
@@ -87,12 +91,12 @@ class Case:
     @property
     def deviation(self) -> float:
         """Of the elements of query and key."""
-        return PEAKED if self.feature == "peaked" else 1.0
+        return PEAKED if "peaked" in self.features else 1.0
 
     @property
     def differentiated(self) -> tuple[str, ...]:
         """Names of the array arguments beside query, key and value whose gradients are results."""
-        return ("bias",) if self.feature == "bias_gradient" else ()
+        return ("bias",) if "bias_gradient" in self.features else ()
 
     def results(self, what: str) -> tuple[str, ...]:
         """Names of what a pass computes, in order."""
@@ -201,21 +205,21 @@ def _extras(case: Case, key: jax.Array) -> dict[str, jax.Array]:
         extras["query_offsets"] = queries
         if case.q_len != case.kv_len:
             extras["key_value_offsets"] = keys
-    if case.feature == "lengths":  # those of the whole arrays: the same work, all of it checked
+    if "lengths" in case.features:  # those of the whole arrays: the same work, all of it checked
         extras["key_value_seq_lengths"] = jnp.full(case.batch, case.kv_len)
-    elif case.feature in ("bias", "bias_gradient"):
+    if not {"bias", "bias_gradient"}.isdisjoint(case.features):
         extras["bias"] = jax.random.normal(key, logits, case.dtype)
-    elif case.feature == "alibi":
+    if "alibi" in case.features:
         extras["alibi_slopes"] = jax_flash.alibi_slopes(case.heads)
-    elif case.feature == "relative":  # as many distances as T5's buckets reach
+    if "relative" in case.features:  # as many distances as T5's buckets reach
         extras["relative_bias"] = jax.random.normal(key, (case.heads, 257), jnp.float32)
-    elif case.feature == "mask":
+    if "mask" in case.features:
         extras["mask"] = jax.random.bernoulli(key, 0.7, (1, 1, case.q_len, case.kv_len))
-    elif case.feature == "padding":  # a mask that leaves the first half of the keys
+    if "padding" in case.features:  # a mask that leaves the first half of the keys
         extras["mask"] = jnp.arange(case.kv_len)[None, None, None] < case.kv_len // 2
-    elif case.feature == "sinks":
+    if "sinks" in case.features:
         extras["sinks"] = jax.random.normal(key, (case.heads,), jnp.float32)
-    elif case.feature == "dropout":
+    if "dropout" in case.features:
         extras["dropout_seed"] = jax.random.bits(key, (2,), jnp.uint32)
     return extras
 
@@ -227,12 +231,12 @@ def options(case: Case) -> dict[str, Any]:
         static["local_window_size"] = case.window
     if case.documents and case.q_len != case.kv_len:
         static["causal_alignment"] = "end"
-    if case.feature == "soft_cap":
+    if "soft_cap" in case.features:
         static["logits_soft_cap"] = SOFT_CAP
-    elif case.feature == "dropout":
+    if "dropout" in case.features:
         static["dropout_rate"] = DROPOUT_RATE
-    elif case.feature == "deterministic":
+    if "deterministic" in case.features:
         static["deterministic"] = True
-    elif case.feature == "lse":
+    if "lse" in case.features:
         static["return_residual"] = True
     return static

@@ -39,8 +39,8 @@ def require(case: Case, *has: str) -> None:
         "other q_len": other_length,
         # Some have the first query at the first key where lengths differ, others both last ones.
         "first at first": other_length and masked and not case.documents,
-        "mask": case.feature in ("mask", "padding"),
-        **{f: f == case.feature for f in FEATURES if f not in ("mask", "padding", "peaked")},
+        "mask": not {"mask", "padding"}.isdisjoint(case.features),
+        **{f: f in case.features for f in FEATURES if f not in ("mask", "padding", "peaked")},
     }
     for what, wanted in needs.items():
         if wanted and what not in has:

@@ -327,5 +327,5 @@ def _beyond_chance(case: Case, exact, difference, variance) -> float:
 
 def is_wrong(case: Case, found: dict[str, float]) -> bool:
     """Whether an error is more than rounding, or with dropout chance, explains; NaN is."""
-    limit = WRONG_DROPOUT if case.feature == "dropout" else WRONG[case.dtype]
+    limit = WRONG_DROPOUT if "dropout" in case.features else WRONG[case.dtype]
     return not all(error <= limit for error in found.values())

@@ -184,7 +184,7 @@ def _training() -> list[Case]:
         for causal in _BOTH
         for case in _modified(Case("training", 4, 4096, 16, dim, is_causal=causal))
     ]
-    return [*plain, *modified, *_combined()]
+    return [*plain, *modified]
 
 
 def _modified(plain: Case) -> list[Case]:
@@ -196,16 +196,17 @@ def _modified(plain: Case) -> list[Case]:
     ]
 
 
-def _combined() -> list[Case]:
-    """Two modifiers at once; sinks with a window as gpt-oss has them, in every other layer."""
-    full = Case("training", 4, 4096, 16, 128)
-    causal = dataclasses.replace(full, is_causal=True)
-    return [
-        dataclasses.replace(full, window=(1023, 0), feature="soft_cap"),
-        dataclasses.replace(causal, segments=4, feature="soft_cap"),
-        dataclasses.replace(causal, segments=4, feature="bias"),
-        Case("training", 2, 8192, 64, 64, kv_heads=8, window=(1023, 0), feature="sinks"),
-    ]
+def _pairs() -> list[Case]:
+    """Two modifiers at once, and packed sequences alone; windows with sinks, as in gpt-oss."""
+    cases = []
+    for dim in (128, 64):
+        full = Case("pairs", 4, 4096, 16, dim)
+        packed = dataclasses.replace(full, is_causal=True, segments=4)
+        cases += [dataclasses.replace(full, window=(1023, 0), feature="soft_cap")]
+        cases += [dataclasses.replace(packed, feature=f) for f in ("", "soft_cap", "bias", "alibi")]
+        cases += [dataclasses.replace(full, feature=f"mask+{f}") for f in ("soft_cap", "dropout")]
+    sinks = Case("pairs", 2, 8192, 64, 64, kv_heads=8, feature="sinks")
+    return [*cases, *(dataclasses.replace(sinks, window=(left, 0)) for left in (127, 1023))]
 
 
 def _float32() -> list[Case]:
@@ -279,6 +280,7 @@ TABLES: dict[str, Callable[[], list[Case]]] = {
     "documents": _documents,
     "features": _features,
     "training": _training,
+    "pairs": _pairs,
     "float32": _float32,
     "cpu": _cpu,
     "cpu-length": _cpu_length,

@@ -188,8 +188,8 @@ def _flash_attention_4(torch, case: Case, tensors: dict[str, Any]) -> Attend:
         "window_size": case.window or (None, None),
         "softcap": static.get("logits_soft_cap", 0.0),
         "learnable_sink": tensors.get("sinks"),
-        "deterministic": case.feature == "deterministic",
-        "return_lse": case.feature == "lse",
+        "deterministic": "deterministic" in case.features,
+        "return_lse": "lse" in case.features,
     }
 
     def call(function, *operands):
@@ -230,7 +230,7 @@ def _flex_attention(torch, case: Case, tensors: dict[str, Any]) -> Attend:
     # uncompiled beyond it: `fullgraph` makes that an error.
     torch._dynamo.reset()
     mask = mask_function(case, tensors, lambda x: torch.from_numpy(x).cuda())
-    per_entry = case.segments > 0 or case.feature == "lengths"
+    per_entry = case.segments > 0 or "lengths" in case.features
     blocks = mask and module.create_block_mask(
         mask, case.batch if per_entry else None, None, case.q_len, case.kv_len, device="cuda"
     )
@@ -272,13 +272,13 @@ def mask_function(case: Case, tensors: dict[str, Any], asarray) -> Callable | No
     if case.segments:
         ids = tensors["query_segment_ids"]
         tests.append(lambda b, h, q, k: ids[b, q] == ids[b, k])
-    if case.feature == "lengths":
+    if "lengths" in case.features:
         lengths = tensors["key_value_seq_lengths"]
         tests.append(lambda b, h, q, k: k < lengths[b])
-    if case.feature == "padding":
+    if "padding" in case.features:
         padding = tensors["mask"]
         tests.append(lambda b, h, q, k: padding[0, 0, 0, k])
-    if case.feature == "mask":
+    if "mask" in case.features:
         mask = tensors["mask"]
         tests.append(lambda b, h, q, k: mask[0, 0, q, k])
     if len(tests) < 2:
@@ -295,13 +295,13 @@ def mask_function(case: Case, tensors: dict[str, Any], asarray) -> Callable | No
 
 def score_function(library, case: Case, tensors: dict[str, Any]) -> Callable | None:
     """FlexAttention's `score_mod` of a case; `library` is torch, or what computes as it does."""
-    if case.feature in ("bias", "bias_gradient"):
+    if not {"bias", "bias_gradient"}.isdisjoint(case.features):
         bias = tensors["bias"]
         return lambda score, b, h, q, k: score + bias[0, h, q, k]
-    if case.feature == "alibi":
+    if "alibi" in case.features:
         slopes = tensors["alibi_slopes"]
         return lambda score, b, h, q, k: score + slopes[h] * (k - q)
-    if case.feature == "relative":
+    if "relative" in case.features:
         table = tensors["relative_bias"]
         middle, last = table.shape[1] // 2, table.shape[1] - 1
         return lambda score, b, h, q, k: score + table[h, library.clip(k - q + middle, 0, last)]

@@ -295,6 +295,8 @@ _SPEED: dict[str, tuple[str, Any]] = {
     "families": ("The kernels for Ampere, on the same GPU", [("targets", "TFLOP/s")]),
     "earlier": ("Small calls, inputs not in the cache", [("earlier", "us")]),
     "training": ("What models train with, other packages included", [("training", "us")]),
+    "training_64": ("The same at head dim 64", [("training", "us")]),
+    "pairs": ("Two modifiers, and windows", [("pairs", "us")]),
     "features": ("What each feature costs", features),
     "sustained": ("Without pauses", sustained),
     "host": ("On the host", host),
