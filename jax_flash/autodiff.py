@@ -22,6 +22,7 @@ from jax.interpreters import ad, batching, mlir
 from jax_flash import compat
 from jax_flash.arrays import accumulator_of
 from jax_flash.call import Call
+from jax_flash.explicit import resharded
 from jax_flash.fp8 import DTYPE as FLOAT8
 from jax_flash.operands import OPERANDS, Operands, added, batch_shape, broadcast_batch
 from jax_flash.partitioning import (
@@ -277,7 +278,9 @@ def _forward_transpose(cotangents, *arrays, one_pass: Pass, names):
     if isinstance(dout, ad.Zero):
         return [None] * len(arrays)
     value = operands["value"].aval
-    operands["value"] = jnp.zeros(value.shape, value.dtype)
+    spec = [*value.sharding.spec] + [None] * (value.ndim - len(value.sharding.spec))
+    zeros = jnp.zeros(value.shape, value.dtype)
+    operands["value"] = resharded(zeros, spec, value.sharding.mesh)
     operands |= bind(one_pass, operands)
     gradients = bind(Pass(one_pass.spec, "backward"), {**operands, "dout": dout})
     dvalue = _like(gradients["value"], operands["value"])

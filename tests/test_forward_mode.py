@@ -6,6 +6,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import AxisType, NamedSharding
+from jax.sharding import PartitionSpec as P
 from test_transforms import FLASH, REFERENCE, assert_close, loop
 
 import jax_flash
@@ -227,6 +229,28 @@ def test_linear_transpose_in_value():
     assert_same(run(FLASH), run(REFERENCE))
     with pytest.raises(NotImplementedError, match="expected it in value alone"):
         jax.linear_transpose(lambda q: FLASH(q, key, value), query)(jnp.ones((2, 7, 4, 16)))
+
+
+@pytest.mark.parametrize("spec", [P(None, "s"), P(None, None, "s")], ids=str)
+def test_linear_transpose_keeps_the_sharding(spec):
+    mesh = jax.make_mesh((2,), ("s",), axis_types=(AxisType.Explicit,))
+    query, key, value = (
+        jax.random.normal(jax.random.key(i), (2, length, 2, 8))
+        for i, length in enumerate((1, 64, 64))
+    )
+    cotangent = jnp.ones_like(query)
+
+    def transposed(key, value):
+        linear = functools.partial(FLASH, query, key)
+        return jax.linear_transpose(linear, value)(cotangent)[0]
+
+    expected = jax.jit(transposed)(key, value)
+    with jax.set_mesh(mesh):
+        got = jax.jit(transposed)(
+            *(jax.device_put(x, NamedSharding(mesh, spec)) for x in (key, value))
+        )
+        assert got.sharding.is_equivalent_to(NamedSharding(mesh, spec), got.ndim)
+    np.testing.assert_allclose(jax.device_get(got), expected, rtol=1e-5, atol=1e-6)
 
 
 def jvp_and_jvp_of_grad(attention, *x):
