@@ -154,7 +154,8 @@ def _check_moving(spec: AttentionSpec, operands: Operands, which: Moving, reason
     )
     if spec.sequence is not None:
         raise NotImplementedError(refusal)
-    letters = {"keys": "S", "queries": "T"}.get(which, "TS")
+    # Queries that move do so to rows of the keys, and their outputs come back from these.
+    letters = "S" if which == "keys" else "TS"
     for name, x in operands.items():
         sharding = jax.typeof(x).sharding.spec  # which names Explicit axes alone
         axes = {axis_of(name, letter, x.ndim) for letter in letters}

@@ -414,6 +414,7 @@ def test_batch_and_heads_over_devices(alignment, kind):
         ({}, "key"),
         ({"causal_alignment": "end"}, "query"),
         ({"query_offset": 1}, "query"),
+        ({"causal_alignment": "end", "keys": True}, "key"),
         ({"causal_alignment": "end", "bias": True}, "bias"),
     ],
     ids=str,
@@ -422,6 +423,9 @@ def test_sequence_over_devices_of_an_explicit_mesh(options, name):
     mesh = jax.make_mesh((2,), ("s",), axis_types=(AxisType.Explicit,))
     operands = make_operands()
     sharded = dict.fromkeys(("query", "key", "value"), PartitionSpec("s"))
+    if "keys" in options:
+        options = {"causal_alignment": options["causal_alignment"]}
+        del sharded["query"]
     if "bias" in options:  # the rest is whole
         shape = (operands["query"].shape[0], operands["key"].shape[0])
         operands["bias"] = np.zeros(shape, np.float32)
