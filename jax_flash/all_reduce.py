@@ -52,7 +52,7 @@ def _merge(part: Operands, axis_name) -> Operands:
     """Merges the devices' attention: out [*B,T,N,h], lse and perhaps lse_low [*B,N,T]."""
     lse, low = part["lse"], part.get("lse_low", 0)
     highest = jax.lax.pmax(jax.lax.stop_gradient(lse), axis_name)
-    # Where no device attended to anything, exp(-inf - 0) gives the zeros wanted.
+    # If no device attended to anything, exp(-inf - 0) gives the zeros wanted.
     base = jnp.where(highest == -jnp.inf, 0, highest)
     weight = jnp.swapaxes(jnp.exp((lse - base) + low), -1, -2)[..., None]
     # All that is added up is one array, so that it is sent at once.
