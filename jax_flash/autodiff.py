@@ -278,9 +278,8 @@ def _forward_transpose(cotangents, *arrays, one_pass: Pass, names):
     if isinstance(dout, ad.Zero):
         return [None] * len(arrays)
     value = operands["value"].aval
-    spec = [*value.sharding.spec] + [None] * (value.ndim - len(value.sharding.spec))
     zeros = jnp.zeros(value.shape, value.dtype)
-    operands["value"] = resharded(zeros, spec, value.sharding.mesh)
+    operands["value"] = resharded(zeros, [*value.sharding.spec], value.sharding.mesh)
     operands |= bind(one_pass, operands)
     gradients = bind(Pass(one_pass.spec, "backward"), {**operands, "dout": dout})
     dvalue = _like(gradients["value"], operands["value"])
