@@ -18,10 +18,11 @@ namespace jax_flash::cuda {
 // therefore record the call into a command buffer. `family` is 80, 90, or 0 for the best family
 // that the device runs. `scales` are those of float8 operands.
 //
-// The result is Unimplemented if no kernel takes the call: for axes without elements, for head dims
-// that are too large or, unless the operands are float32, not multiples of 8 (float8: 16). It is
-// InvalidArgument if query, key, value, out or one of their gradients, unless it is float32, has an
-// address or a stride that is not a multiple of 16 bytes.
+// The result is Unimplemented if no kernel takes the call: for axes without elements, for too many
+// queries and keys together (kMaxTotalLength in plan/choose.cc), for head dims that are too large
+// or, unless the operands are float32, not multiples of 8 (float8: 16). It is InvalidArgument if
+// query, key, value, out or one of their gradients, unless it is float32, has an address or a
+// stride that is not a multiple of 16 bytes.
 Status forward(const Forward& params, const Scales& scales, int family, cudaStream_t stream);
 Status backward(const Backward& params, int family, cudaStream_t stream);
 

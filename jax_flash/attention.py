@@ -412,7 +412,7 @@ def merge_attention(
     lse = jnp.where(empty, -jnp.inf, base + jnp.log(total))
 
     def share(weight, lse, out):
-        out = jnp.where(lse[..., None] == -jnp.inf, 0.0, out.astype(wide))  # no NaN of its
+        out = jnp.where(lse[..., None] == -jnp.inf, 0.0, out.astype(wide))  # even if it is NaN
         return jnp.where(weight == 0.0, 0.0, weight / total)[..., None] * out
 
     out = share(weight1, lse1, out1) + share(weight2, lse2, out2)

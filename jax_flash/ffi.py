@@ -65,7 +65,7 @@ def call(
     *,
     workspace_bytes: int,
 ) -> Operands:
-    """A native pass.
+    """Runs a pass by the native library.
 
     Args:
       one_pass: which pass.
@@ -149,7 +149,8 @@ class Kernel:
 
     Attributes:
       family: 80 or 90: the architecture that it was written for.
-      name: of its row in cuda/plan/recipes.h.
+      name: as cuda/plan/choose.cc gives it; for the forward pass on sm_90, that of its row in
+        cuda/plan/recipes.h.
       tile: queries and keys that a thread block takes at a time, or None where it depends on more.
       reason: why this one: one clause.
     """

@@ -33,12 +33,13 @@ class Operand:
         gradients from the backward pass.
       by_distance: whether it depends on the distance between a query and a key.
       slot: its number among the operands that a call need not have, in the order native code
-        counts them (`optional_fields` in cuda/xla/ffi_call.cc); None for what every call has.
+        counts them (`optional_fields` in cuda/xla/ffi_call.cc, then the scales of `read_scales`);
+        None for what every call has.
       kernels: the platforms whose kernels take it; on others, a call with it runs as the reference.
         A call with an operand that no platform's take is differentiated as plain JAX.
       float8: whether kernels take it with query, key and value of float8.
-      whole: the axes that no device has a part of, where the call is spread over devices; S where
-        queries are.
+      whole: the axes that are whole on each device where the call is spread over devices. S, of a
+        bias or mask, is whole if each device has its own queries.
       ring: how a ring treats it. "stays" on its device; "travels" with the keys;
         "either", as its shape along S says; "replaced" by what the ring makes for each block.
     """
@@ -109,9 +110,9 @@ OPERANDS: dict[str, Operand] = {
 
 
 def added(names: Iterable[str]) -> tuple[str, ...]:
-    """Returns those of these operands that are added to the logits, in the order of their slots.
+    """Returns the names, of these, whose operands are added to the logits, in the order of slots.
 
-    Where there are any, lse_low goes with lse.
+    If there are any, the forward pass also returns lse_low.
     """
     names = set(names)
     return tuple(name for name, record in OPERANDS.items() if record.adds and name in names)

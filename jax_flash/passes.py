@@ -1,4 +1,4 @@
-"""Describes a pass: the forward or the backward computation of a call, and the ways to make it.
+"""Describes a pass: the forward or the backward computation of a call, and the ways to run it.
 
 primitives.py binds a pass to JAX. The functions here take operands and return results as dicts by
 the names of `operands.OPERANDS`; a gradient has the name of the operand that it belongs to.

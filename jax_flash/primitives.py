@@ -40,7 +40,7 @@ from jax_flash.spec import AttentionSpec
 
 
 def bind(one_pass: Pass, operands: Operands) -> Operands:
-    """Makes a pass: the results by name."""
+    """Binds the operands to the primitive of a pass; returns the results by name."""
     operands = unify_varying(operands)
     primitives = backward_ps if one_pass.is_backward else forward_ps
     primitive = primitives.partitioned if needs_partitioner(operands) else primitives.typed
@@ -59,7 +59,7 @@ def run_on(platform: str, one_pass: Pass, operands: Operands) -> Operands:
             one_pass,
             block_scales(one_pass.spec.scale_block, operands),
             results,
-            # The same for folded axes as for those that were folded.
+            # Folding batch axes does not change the size.
             workspace_bytes=choice.workspace_bytes,
         )
         return vary_like(operands, outputs)

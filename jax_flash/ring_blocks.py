@@ -78,8 +78,8 @@ def restore(name: str, x: jax.Array, accumulator) -> jax.Array:
 def one_key_chunk_at_a_time(run: Run) -> Run:
     """Runs a block as a call for each chunk of keys, if there are other batch axes.
 
-    The copy engine's descriptions have room for two batch axes. With more that do not fold, the
-    CUDA kernels that use it would stand back for older ones.
+    Hopper's copy engine takes operands of at most two batch axes. With more that do not fold, the
+    call would run on the sm_80 kernels, which are slower.
     """
 
     def run_in_turn(block: Operands) -> Operands:

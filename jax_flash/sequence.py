@@ -324,7 +324,7 @@ def _joined(chunks: jax.Array, x: ArrayLike) -> jax.Array:
 
 
 def zigzag_permute(x: ArrayLike, devices: int, *, axis: int = 1) -> jax.Array:
-    """Brings a token array into zigzag order, for sharding over `devices` devices.
+    """Brings a token array into zig-zag order, for sharding over `devices` devices.
 
     Apply it to tokens, targets, positions and segment ids before they are sharded. Arrays that are
     computed from them token by token then have the same order.

@@ -77,7 +77,7 @@ class SequenceSharding:
 
     @property
     def chunks(self) -> int:
-        """Stretches of neighbouring positions that a device holds."""
+        """Returns the number of chunks that a device holds, each of neighbouring positions."""
         return 2 if self.order == "zigzag" else 1
 
     def chunk_starts(self, device, length: int) -> list:

@@ -1,8 +1,8 @@
 """The memory that native kernels need beside operands and results.
 
 Native code says how much, for shapes that are numbers. Where some size is symbolic (`jax.export`),
-the workspace's size is symbolic, too: a bound of what native code asks for at any shape, by a
-function with the name and the arguments of the native one.
+the workspace's size is symbolic, too: an upper bound of what native code asks for at any shape.
+`BOUNDS` has a function for each native one, by its name; it takes the same arguments.
 """
 
 from __future__ import annotations

@@ -44,7 +44,7 @@ class Case:
         return self.name
 
 
-# What users take for minus infinity; of what the bias's dtype has not, its infinity is left.
+# Numbers that users take for minus infinity. One beyond the range of the bias's dtype becomes -inf.
 LOWS = {
     "-1e30": -1e30,
     "float32-min": float(np.finfo(np.float32).min),

@@ -1,7 +1,7 @@
 """The switches of the kernels' configurations: the one table that the ablation is made from.
 
-A switch is a macro with the shipped value as its default, in cuda/plan/recipes.h or in the
-config.cuh of its family and pass:
+A switch is a macro with the shipped value as its default, in cuda/plan/recipes.h, in the config.cuh
+of its family and pass or, in code that both families share, in cuda/tile/:
 
     #ifndef JAX_FLASH_SM90_STAGES
     #define JAX_FLASH_SM90_STAGES 4

@@ -1,4 +1,5 @@
-// Rounds arrays of 16 or 32 bits to e4m3 with scales on a GPU, for `quantize` of jax_flash/fp8.py.
+// Rounds arrays of 16 or 32 bits to e4m3 with scales on a GPU: the primitive of
+// jax_flash/quantization.py. Its numbers are those of jax_flash/fp8.py.
 #pragma once
 
 #include <cuda_runtime_api.h>

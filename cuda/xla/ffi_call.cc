@@ -107,8 +107,8 @@ struct Field {
   Operand Backward::* where;
   Kind kind;
   std::vector<Axis> axes;
-  // False for results, and for operands that are results of the forward pass: they have every batch
-  // axis at full size.
+  // False if every batch axis has full size: for results but dbias, for operands that are results
+  // of the forward pass, and for their cotangents.
   bool batch_broadcasts = true;
 };
 
@@ -180,8 +180,8 @@ std::vector<Field> gradient_fields(const Shape& s, int32_t distances, int32_t wa
   return fields;
 }
 
-// Lists the optional operands in the order of the slots of operands.py. Bit i of the attribute
-// `operands` says whether number i is present.
+// Lists the optional operands, but not the scales, in the order of the slots of operands.py. Bit i
+// of the attribute `operands` says whether number i is present.
 std::vector<Field> optional_fields(const Shape& s, int32_t distances) {
   const Axis head{&Operand::head, s.heads}, query_row{&Operand::row, s.q_len};
   const Axis key_row{&Operand::row, s.kv_len}, word{&Operand::col, 2};

@@ -6,8 +6,9 @@
 //   backward query, key, value, out, lse,  dquery, dkey, dvalue, gradients of optional operands,
 //            dout, optional                workspace
 //
-// Bit i of the attribute `operands` says whether optional operand i of optional_fields() is
-// present. Bits of the attribute `gradients` name, in the same way, the optional operands whose
+// Bit i of the attribute `operands` says whether the optional operand in slot i is present. Slots
+// are those of operands.py: first the operands of optional_fields(), then the scales of float8
+// operands. Bits of the attribute `gradients` name, in the same way, the optional operands whose
 // gradients are results. Every operand has the same number of leading batch axes, each of full size
 // or 1 (broadcast). If something is added to the logits, lse_low is a result of the forward pass
 // and an optional operand of the backward pass.
