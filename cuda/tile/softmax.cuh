@@ -5,7 +5,7 @@
 // greatest logit so far, by a slack of up to kSlack (log2 units). A rise of the running maximum
 // rescales the output accumulators, one multiplication each; with the slack, usually only the first
 // tiles raise it. float32 and the operand types can hold 2^kSlack. Kernels for few queries have no
-// slack. In the code, `reference` is the running maximum.
+// slack. In the code, `maximum` is the running maximum.
 #pragma once
 
 #include <cstdint>
@@ -29,8 +29,8 @@ __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff80
 // different error with each running maximum, and these errors do not cancel when exponentials are
 // divided by their sum: 2^-11 at logits of 6,000. The product must not be fused into an FMA, which
 // would not round it.
-__device__ __forceinline__ float to_log2_units(float reference, float to_log2) {
-  return __fmul_rn(reference, to_log2);
+__device__ __forceinline__ float to_log2_units(float maximum, float to_log2) {
+  return __fmul_rn(maximum, to_log2);
 }
 
 // Adds `factor` times four columns of a part's output to those of the row.
@@ -49,15 +49,15 @@ template <int kM, bool kByDifference = false>
 struct OnlineSoftmax {
   static constexpr float kSlack = JAX_FLASH_SM80_RESCALE_SLACK;
 
-  float reference[kM][2];  // running maximum, in the units of the logits given to update()
-  float sum[kM][2];        // sum of this thread's own columns
-  float lift = 0.0f;       // log2 of the exponential of a logit that equals the running maximum
-  bool low[kM][2] = {};    // a greatest logit was finite, but treated as -inf: limit()
+  float maximum[kM][2];  // the running maximum, in the units of the logits
+  float sum[kM][2];      // sum of this thread's own columns
+  float lift = 0.0f;     // log2 of the exponential of a logit that equals the running maximum
+  bool low[kM][2] = {};  // a greatest logit was finite, but treated as -inf: limit()
 
   __device__ __forceinline__ OnlineSoftmax() {
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
-      reference[m][0] = reference[m][1] = minus_infinity();
+      maximum[m][0] = maximum[m][1] = minus_infinity();
       sum[m][0] = sum[m][1] = 0.0f;
     }
   }
@@ -66,9 +66,9 @@ struct OnlineSoftmax {
   // maximum by more than `all_slack` (log2 units), raises the maxima and multiplies `out`,
   // accumulated so far, by 2^(to_log2 (old - new running maximum)).
   template <int kN, int kOutN>
-  __device__ __forceinline__ void update_reference(const float (&logits)[kM][kN][4], float to_log2,
-                                                   float (&out)[kM][kOutN][4],
-                                                   float all_slack = kSlack) {
+  __device__ __forceinline__ void update_maximum(const float (&logits)[kM][kN][4], float to_log2,
+                                                 float (&out)[kM][kOutN][4],
+                                                 float all_slack = kSlack) {
     float greatest[kM][2], slack[kM][2];
     fill_slack(slack, all_slack);
     if (!find_rises<1>(logits, to_log2, slack, greatest)) return;
@@ -91,10 +91,9 @@ struct OnlineSoftmax {
   // single chain would wait for its own results. `slack`: of each row. A greatest logit below
   // `least` counts as -inf.
   template <int kChains, int kN>
-  __device__ __forceinline__ bool raise_reference(const float (&logits)[kM][kN][4], float to_log2,
-                                                  const float (&slack)[kM][2],
-                                                  float (&factor)[kM][2],
-                                                  float least = minus_infinity()) {
+  __device__ __forceinline__ bool raise_maximum(const float (&logits)[kM][kN][4], float to_log2,
+                                                const float (&slack)[kM][2], float (&factor)[kM][2],
+                                                float least = minus_infinity()) {
     float greatest[kM][2];
     if (!find_rises<kChains>(logits, to_log2, slack, greatest, least)) return false;
 #pragma unroll
@@ -106,11 +105,11 @@ struct OnlineSoftmax {
   }
 
   template <int kChains, int kN>
-  __device__ __forceinline__ bool raise_reference(const float (&logits)[kM][kN][4], float to_log2,
-                                                  float (&factor)[kM][2]) {
+  __device__ __forceinline__ bool raise_maximum(const float (&logits)[kM][kN][4], float to_log2,
+                                                float (&factor)[kM][2]) {
     float slack[kM][2];
     fill_slack(slack);
-    return raise_reference<kChains>(logits, to_log2, slack, factor);
+    return raise_maximum<kChains>(logits, to_log2, slack, factor);
   }
 
   // Returns a row's greatest logit, or -inf if it is below `least`.
@@ -125,7 +124,7 @@ struct OnlineSoftmax {
     bool all = true;
 #pragma unroll
     for (int m = 0; m < kM; ++m) {
-      all = all && reference[m][0] != minus_infinity() && reference[m][1] != minus_infinity();
+      all = all && maximum[m][0] != minus_infinity() && maximum[m][1] != minus_infinity();
     }
     return __all_sync(0xffffffff, all);
   }
@@ -133,12 +132,12 @@ struct OnlineSoftmax {
   // Raises a row's running maximum. Returns the factor for values that were computed with the old
   // one.
   __device__ __forceinline__ float raise(int m, int half, float greatest, float to_log2) {
-    const float old = reference[m][half];
+    const float old = maximum[m][half];
     const float raised = fmaxf(old, greatest);
     const float rise = kByDifference ? (old - raised) * to_log2
                                      : to_log2_units(old, to_log2) - to_log2_units(raised, to_log2);
     const float factor = old == raised ? 1.0f : ptx::ex2_approx_ftz(rise);
-    reference[m][half] = raised;
+    maximum[m][half] = raised;
     sum[m][half] *= factor;
     return factor;
   }
@@ -162,7 +161,7 @@ struct OnlineSoftmax {
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       if constexpr (kByDifference) {
-        const float value = reference[m][e / 2];
+        const float value = maximum[m][e / 2];
         block[e] -= value == minus_infinity() ? 0.0f : value;
         block[e] = ptx::ex2_approx_ftz(block[e] * to_log2);
       } else {
@@ -182,9 +181,9 @@ struct OnlineSoftmax {
     total += __shfl_xor_sync(0xffffffff, total, 2);
     const bool nothing_allowed = total == 0.0f;
     static_assert(!kByDifference);
-    const float shift = reference[m][half] == minus_infinity()
+    const float shift = maximum[m][half] == minus_infinity()
                             ? 0.0f
-                            : to_log2_units(reference[m][half], to_log2) - lift;
+                            : to_log2_units(maximum[m][half], to_log2) - lift;
     const float top = fmaxf(shift, sink_log2);
     const float factor = ptx::ex2_approx_ftz(shift - top);
     total = fmaf(total, factor, ptx::ex2_approx_ftz(sink_log2 - top));
@@ -201,7 +200,7 @@ struct OnlineSoftmax {
     float total = sum[m][half];
     total += __shfl_xor_sync(0xffffffff, total, 1);
     total += __shfl_xor_sync(0xffffffff, total, 2);
-    finish_row<kExact>(reference[m][half], total, to_log2, sink, lse, lse_low, normalizer);
+    finish_row<kExact>(maximum[m][half], total, to_log2, sink, lse, lse_low, normalizer);
   }
   // Does the same for a row with the running maximum `value` and the sum `total`.
   template <bool kExact = false>
@@ -259,7 +258,7 @@ struct OnlineSoftmax {
         value = fmaxf(value, __shfl_xor_sync(0xffffffff, value, 2));
         value = limit(m, half, value, least);
         greatest[m][half] = value;
-        rises |= (value - reference[m][half]) * to_log2 > slack[m][half];
+        rises |= (value - maximum[m][half]) * to_log2 > slack[m][half];
       }
     }
     return __any_sync(0xffffffff, rises);
@@ -267,7 +266,7 @@ struct OnlineSoftmax {
 
   // Returns the running maximum in log2 units, or 0 for a row whose logits were all -inf.
   __device__ __forceinline__ float shift_log2(int m, int half, float to_log2) const {
-    const float value = reference[m][half];
+    const float value = maximum[m][half];
     return value == minus_infinity() ? 0.0f : value * to_log2;
   }
 };

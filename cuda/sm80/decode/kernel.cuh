@@ -210,7 +210,7 @@ struct DecodeLoop {
     const uint32_t attended = attended_columns(logits);
     if (!__any_sync(0xffffffff, attended != 0)) return;
     // Running maxima have no slack: a greatest P of exactly 1 has no rounding error (but in FP8).
-    softmax.update_reference(logits, to_log2, out, 0.0f);
+    softmax.update_maximum(logits, to_log2, out, 0.0f);
     const KeyTile values = of_warp(tile_smem(stage, 1));
     if constexpr (kIsFloat8<Element>) {
       const float factor =
@@ -298,7 +298,7 @@ __device__ __forceinline__ void put_rows(float* values,
     float total = softmax.sum[0][half];
     total += __shfl_xor_sync(0xffffffff, total, 1);
     total += __shfl_xor_sync(0xffffffff, total, 2);
-    if (threadIdx.x % 4 == 0) statistics[warp][row] = {softmax.reference[0][half], total};
+    if (threadIdx.x % 4 == 0) statistics[warp][row] = {softmax.maximum[0][half], total};
     if constexpr (kIsFloat32<Element>) {
       Float32Rows(mine, Config::kHeadDim, Config::kHeadDim).store(row, half, out[0]);
     } else if constexpr (kIsFloat8<Element>) {

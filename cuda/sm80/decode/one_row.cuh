@@ -125,7 +125,7 @@ __device__ __forceinline__ void put_one_row(float* values, float2& statistics,
                                             const float (&out)[1][kOutN][4],
                                             const OnlineSoftmax<1, true>& softmax) {
   const float sum = total_of_group(softmax.sum[0][0]);
-  if (threadIdx.x % 32 == 0) statistics = {softmax.reference[0][0], sum};
+  if (threadIdx.x % 32 == 0) statistics = {softmax.maximum[0][0], sum};
   put_columns(values, out);
 }
 

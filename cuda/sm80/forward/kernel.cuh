@@ -548,7 +548,7 @@ __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans
 
     const uint32_t attended = mask_logits<Config, Element, kGeneral>(logits, params, batch, at.head,
                                                                      band, row0, warp_row0, col0);
-    softmax.update_reference(logits, to_log2, out);
+    softmax.update_maximum(logits, to_log2, out);
     Kept kept[kGeneral ? kM : 1];
     const bool drops = kGeneral && params.options.dropout_threshold != 0;
     if (drops) {

@@ -142,13 +142,13 @@ __device__ __forceinline__ void multiply_wide_scores(float (&scores)[kM][kN][4],
 }
 
 // Raises the running maxima for a tile's logits and rescales the output, as
-// OnlineSoftmax::update_reference() does. Returns the bits of the keys of the whole tile that some
+// OnlineSoftmax::update_maximum() does. Returns the bits of the keys of the whole tile that some
 // row of the group attends to.
 template <typename Config, int kM, int kN, int kOutN>
-__device__ __forceinline__ uint32_t update_wide_reference(OnlineSoftmax<kM, true>& softmax,
-                                                          const float (&logits)[kM][kN][4],
-                                                          float to_log2, float (&out)[kM][kOutN][4],
-                                                          const WideForwardPart<Config>& part) {
+__device__ __forceinline__ uint32_t update_wide_maximum(OnlineSoftmax<kM, true>& softmax,
+                                                        const float (&logits)[kM][kN][4],
+                                                        float to_log2, float (&out)[kM][kOutN][4],
+                                                        const WideForwardPart<Config>& part) {
   float greatest[kM][2];
 #pragma unroll
   for (int m = 0; m < kM; ++m) {
@@ -172,7 +172,7 @@ __device__ __forceinline__ uint32_t update_wide_reference(OnlineSoftmax<kM, true
   for (int m = 0; m < kM; ++m) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      rises |= (greatest[m][half] - softmax.reference[m][half]) * to_log2 > softmax.kSlack;
+      rises |= (greatest[m][half] - softmax.maximum[m][half]) * to_log2 > softmax.kSlack;
     }
   }
   if (__any_sync(0xffffffff, rises)) {
@@ -314,7 +314,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     } else {
       scale_tile(logits, params, band, warp_row0, warp_col0);
     }
-    const uint32_t attended = update_wide_reference(softmax, logits, to_log2, out, part);
+    const uint32_t attended = update_wide_maximum(softmax, logits, to_log2, out, part);
     store_probabilities<Config, Element>(logits, softmax, to_log2, params, batch, at.head,
                                          warp_row0, warp_col0, probability, part);
     part.wait();

@@ -267,7 +267,7 @@ struct DecodeConsumer {
     // Running maxima have no slack: a greatest P of exactly 1 has no rounding error
     // (sm90/forward/exact_maximum.cuh).
     const float slack[1][2] = {};
-    const bool rises = softmax.template raise_reference<4>(scores, call.to_log2, slack, factor);
+    const bool rises = softmax.template raise_maximum<4>(scores, call.to_log2, slack, factor);
 #pragma unroll
     for (int n = 0; n < kN; ++n) softmax.exponentials(scores[0][n], 0, call.to_log2);
     return rises;
@@ -331,7 +331,7 @@ struct DecodeConsumer {
       const int64_t at = int64_t{row(half)} * call.workspace.places;
       if (threadIdx.x % 4 == 0) {
         reinterpret_cast<float2*>(work.lse)[at] = {
-            to_log2_units(softmax.reference[0][half], call.to_log2), total};
+            to_log2_units(softmax.maximum[0][half], call.to_log2), total};
       }
       float* part_gmem = static_cast<float*>(work.out) + at * decode_pitch(Config::kHeadDim);
 #pragma unroll

@@ -64,7 +64,7 @@ struct ForwardColumns {
     if (!band.all_allowed(block.own_row0, row_end, tile.row0, tile.row0 + kColumnsRows)) {
       mask_band(scores, band, warp_row0, tile.row0);
     }
-    rises = softmax.template raise_reference<2>(scores, to_log2, factor);
+    rises = softmax.template raise_maximum<2>(scores, to_log2, factor);
 #pragma unroll
     for (int n = 0; n < Consumer::kN; ++n) softmax.exponentials(scores[0][n], 0, to_log2);
   }
@@ -78,7 +78,7 @@ struct ForwardColumns {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       shared.maxima[warp_row0 - block.own_row0 + fragment_row(0, 2 * half)] =
-          softmax.reference[0][half];
+          softmax.maximum[0][half];
     }
   }
   __device__ __forceinline__ void receive(typename Consumer::Sum& sum) {
@@ -87,7 +87,7 @@ struct ForwardColumns {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       greatest[half] = shared.maxima[warp_row0 - block.own_row0 + fragment_row(0, 2 * half)];
-      changes |= greatest[half] != softmax.reference[0][half];
+      changes |= greatest[half] != softmax.maximum[0][half];
     }
     if (!__any_sync(0xffffffff, changes)) return;
 #pragma unroll

@@ -361,14 +361,13 @@ struct ForwardConsumer {
                                 : careful_tiles > 0 || !softmax.ready());
   }
   // Updates `shift` and `unready` after running maxima were set, if scores begin with the bias.
-  __device__ __forceinline__ void take_references() {
+  __device__ __forceinline__ void take_maxima() {
     if constexpr (Modifier::kInScores) {
 #pragma unroll
       // The same as find_shift(), a call to which would make ptxas reorder everything.
       for (int half = 0; half < 2; ++half) {
-        const float reference = softmax.reference[0][half];
-        shift[half] =
-            reference == minus_infinity() ? 0.0f : to_log2_units(reference, to_log2) - kLift;
+        const float maximum = softmax.maximum[0][half];
+        shift[half] = maximum == minus_infinity() ? 0.0f : to_log2_units(maximum, to_log2) - kLift;
       }
       unready = softmax.ready() ? 0 : 1;
     }
@@ -412,16 +411,15 @@ struct ForwardConsumer {
       columns = attended_columns(scores);
     }
   }
-  __device__ __forceinline__ bool raise_reference() {
+  __device__ __forceinline__ bool raise_maximum() {
     const float least = modifier.least_logit();
     if constexpr (kByBits) {
       return raise_to_greatest<kByDifference>(softmax, by_bits, scores, to_log2, factor, least);
     } else if constexpr (kExactMaxima) {
-      return raise_references<false, kByDifference>(softmax, scores, to_log2, factor, least);
+      return raise_maxima<false, kByDifference>(softmax, scores, to_log2, factor, least);
     } else {
       constexpr float kSlack = kHalfValues ? kHalfSlack : OnlineSoftmax<1>::kSlack;
-      return softmax.template raise_reference<4>(scores, to_log2, {{kSlack, kSlack}}, factor,
-                                                 least);
+      return softmax.template raise_maximum<4>(scores, to_log2, {{kSlack, kSlack}}, factor, least);
     }
   }
   // Multiplies `out` by `factor`. With many columns, a vote for each half of a warp's rows costs
@@ -535,7 +533,7 @@ struct ForwardConsumer {
   // Raises running maxima to a tile's greatest logits, after its exponentials.
   __device__ __forceinline__ void raise_to_peaks() {
     sm90::raise_to_peaks<kLift>(softmax, scores, to_log2, factor);
-    take_references();
+    take_maxima();
   }
 
   // Returns whether this tile is in the run of one segment.

@@ -28,9 +28,9 @@ __device__ __forceinline__ void find_greatest(const float (&logits)[1][kN][4],
                                               float (&greatest)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float reference = softmax.reference[0][half];
+    const float maximum = softmax.maximum[0][half];
     if constexpr (kByBits) {
-      int32_t chain[2] = {__float_as_int(reference), __float_as_int(reference)};
+      int32_t chain[2] = {__float_as_int(maximum), __float_as_int(maximum)};
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
         const float (&block)[4] = logits[0][n];
@@ -41,7 +41,7 @@ __device__ __forceinline__ void find_greatest(const float (&logits)[1][kN][4],
       bits = max(bits, __shfl_xor_sync(0xffffffff, bits, 1));
       greatest[half] = __int_as_float(max(bits, __shfl_xor_sync(0xffffffff, bits, 2)));
     } else {
-      float chain[2] = {reference, reference};
+      float chain[2] = {maximum, maximum};
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
         const float (&block)[4] = logits[0][n];
@@ -57,7 +57,7 @@ __device__ __forceinline__ void find_greatest(const float (&logits)[1][kN][4],
 // Returns whether none of the warp's running maxima is below 0. If so, this stays true.
 __device__ __forceinline__ bool none_below_zero(const OnlineSoftmax<1>& softmax) {
   const int32_t least =
-      min(__float_as_int(softmax.reference[0][0]), __float_as_int(softmax.reference[0][1]));
+      min(__float_as_int(softmax.maximum[0][0]), __float_as_int(softmax.maximum[0][1]));
   return __reduce_min_sync(0xffffffff, least) >= 0;
 }
 
@@ -65,10 +65,10 @@ __device__ __forceinline__ bool none_below_zero(const OnlineSoftmax<1>& softmax)
 // greater one, so that its output so far must be multiplied by `factor`. kByDifference: for
 // exponentials_of_differences(). A greatest logit below `least` counts as -inf.
 template <bool kByBits, bool kByDifference, int kN>
-__device__ __forceinline__ bool raise_references(OnlineSoftmax<1>& softmax,
-                                                 const float (&logits)[1][kN][4], float to_log2,
-                                                 float (&factor)[1][2],
-                                                 float least = minus_infinity()) {
+__device__ __forceinline__ bool raise_maxima(OnlineSoftmax<1>& softmax,
+                                             const float (&logits)[1][kN][4], float to_log2,
+                                             float (&factor)[1][2],
+                                             float least = minus_infinity()) {
   float greatest[2];
   find_greatest<kByBits>(logits, softmax, greatest);
   if constexpr (!kByBits) {
@@ -77,33 +77,32 @@ __device__ __forceinline__ bool raise_references(OnlineSoftmax<1>& softmax,
       greatest[half] = softmax.limit(0, half, greatest[half], least);
     }
   }
-  float (&reference)[2] = softmax.reference[0];
-  if (!__any_sync(0xffffffff, greatest[0] > reference[0] || greatest[1] > reference[1])) {
+  float (&maximum)[2] = softmax.maximum[0];
+  if (!__any_sync(0xffffffff, greatest[0] > maximum[0] || greatest[1] > maximum[1])) {
     return false;
   }
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float old = reference[half];
+    const float old = maximum[half];
     const float rise = kByDifference
                            ? (old - greatest[half]) * to_log2
                            : to_log2_units(old, to_log2) - to_log2_units(greatest[half], to_log2);
     factor[0][half] = old == greatest[half] ? 1.0f : ptx::ex2_approx_ftz(rise);
-    reference[half] = greatest[half];
+    maximum[half] = greatest[half];
     softmax.sum[0][half] *= factor[0][half];
   }
   return true;
 }
 
-// Does the same as raise_references(), by bits if `by_bits`. It must be false for new running
+// Does the same as raise_maxima(), by bits if `by_bits`. It must be false for new running
 // maxima, and becomes true once none is below 0.
 template <bool kByDifference, int kN>
 __device__ __forceinline__ bool raise_to_greatest(OnlineSoftmax<1>& softmax, bool& by_bits,
                                                   const float (&logits)[1][kN][4], float to_log2,
                                                   float (&factor)[1][2],
                                                   float least = minus_infinity()) {
-  if (by_bits) return raise_references<true, kByDifference>(softmax, logits, to_log2, factor);
-  const bool rises =
-      raise_references<false, kByDifference>(softmax, logits, to_log2, factor, least);
+  if (by_bits) return raise_maxima<true, kByDifference>(softmax, logits, to_log2, factor);
+  const bool rises = raise_maxima<false, kByDifference>(softmax, logits, to_log2, factor, least);
   by_bits = none_below_zero(softmax);
   return rises;
 }
@@ -115,8 +114,8 @@ __device__ __forceinline__ void exponentials_of_differences(OnlineSoftmax<1>& so
                                                             float (&block)[4], float to_log2) {
 #pragma unroll
   for (int e = 0; e < 4; ++e) {
-    const float reference = softmax.reference[0][e / 2];
-    block[e] -= reference == minus_infinity() ? 0.0f : reference;
+    const float maximum = softmax.maximum[0][e / 2];
+    block[e] -= maximum == minus_infinity() ? 0.0f : maximum;
     block[e] = ptx::ex2_approx_ftz(block[e] * to_log2);
     softmax.sum[0][e / 2] += block[e];
   }

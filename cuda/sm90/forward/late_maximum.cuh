@@ -31,20 +31,20 @@ __device__ __forceinline__ void find_shift(const OnlineSoftmax<1>& softmax, floa
                                            float (&shift)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    const float reference = softmax.reference[0][half];
-    shift[half] = to_log2_units(reference, to_log2) - kLog2;
-    if (kChecks && reference == minus_infinity()) shift[half] = 0.0f;
+    const float maximum = softmax.maximum[0][half];
+    shift[half] = to_log2_units(maximum, to_log2) - kLog2;
+    if (kChecks && maximum == minus_infinity()) shift[half] = 0.0f;
   }
 }
 
 // Sets the running maxima of all rows of a warp to the greatest of them.
 __device__ __forceinline__ void share_maximum(OnlineSoftmax<1>& softmax) {
-  float greatest = fmaxf(softmax.reference[0][0], softmax.reference[0][1]);
+  float greatest = fmaxf(softmax.maximum[0][0], softmax.maximum[0][1]);
 #pragma unroll
   for (int distance = 4; distance < 32; distance *= 2) {
     greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, distance));
   }
-  softmax.reference[0][0] = softmax.reference[0][1] = greatest;
+  softmax.maximum[0][0] = softmax.maximum[0][1] = greatest;
 }
 
 // If a thread's sum of a row is above this, exponentials are recomputed, since they may be
@@ -76,12 +76,12 @@ __device__ __forceinline__ void raise_to_peaks(OnlineSoftmax<1>& softmax,
     float greatest = fmaxf(fmaxf(chain[0], chain[1]), fmaxf(chain[2], chain[3]));
     greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, 1));
     greatest = fmaxf(greatest, __shfl_xor_sync(0xffffffff, greatest, 2));
-    float& reference = softmax.reference[0][half];
-    const float old = reference;
+    float& maximum = softmax.maximum[0][half];
+    const float old = maximum;
     const float raised =
-        fmaf(ptx::lg2_approx_ftz(greatest) - kLift, ptx::rcp_approx_ftz(to_log2), reference);
-    reference = greatest > (1 << kLift) ? raised : reference;
-    const float rise = to_log2_units(old, to_log2) - to_log2_units(reference, to_log2);
+        fmaf(ptx::lg2_approx_ftz(greatest) - kLift, ptx::rcp_approx_ftz(to_log2), maximum);
+    maximum = greatest > (1 << kLift) ? raised : maximum;
+    const float rise = to_log2_units(old, to_log2) - to_log2_units(maximum, to_log2);
     factor[0][half] = ptx::ex2_approx_ftz(rise);
     softmax.sum[0][half] *= factor[0][half];
 #pragma unroll

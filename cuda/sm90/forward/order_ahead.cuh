@@ -53,7 +53,7 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
   // that a single logit far above the others does not decide, plus kHeadroom in log2 units, since
   // other logits may be greater.
   static constexpr float kHeadroom = 8.0f;
-  __device__ __forceinline__ void guess_reference(const Scores& now) {
+  __device__ __forceinline__ void guess_maximum(const Scores& now) {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       float greatest = minus_infinity();
@@ -66,7 +66,7 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
       least = fminf(least, __shfl_xor_sync(0xffffffff, least, 1));
       least = fminf(least, __shfl_xor_sync(0xffffffff, least, 2));
       const float rise = to_log2 == 0.0f ? 0.0f : kHeadroom * ptx::rcp_approx_ftz(to_log2);
-      softmax.reference[0][half] = least == -minus_infinity() ? -least : least + rise;
+      softmax.maximum[0][half] = least == -minus_infinity() ? -least : least + rise;
     }
   }
 
@@ -90,7 +90,7 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
     if constexpr (kCut) cut(now, index);
     bool rises = false;
     if constexpr (kFirst && kGuesses) {
-      guess_reference(now);
+      guess_maximum(now);
     } else if constexpr (kFirst || kCut || kExact) {
       rises = raise_to_greatest<false>(softmax, by_bits, now, to_log2, factor);
     }

@@ -36,8 +36,8 @@ __device__ __forceinline__ void redo_query_tile(Consumer& consumer) {
     consumer.template await_scores<0>();
     consumer.release_key();
     consumer.modify(consumer.scores, tile, consumer.at_edge(tile));
-    const bool rises = raise_references<false, false>(consumer.softmax, consumer.scores,
-                                                      consumer.to_log2, consumer.factor);
+    const bool rises = raise_maxima<false, false>(consumer.softmax, consumer.scores,
+                                                  consumer.to_log2, consumer.factor);
     consumer.exponentials();
     consumer.convert();
     consumer.wait_value();

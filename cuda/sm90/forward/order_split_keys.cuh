@@ -28,7 +28,7 @@ __device__ __forceinline__ void store_partial(const Smem& smem, const OnlineSoft
         at, uint4{__float_as_uint(x), __float_as_uint(y), __float_as_uint(z), __float_as_uint(w)});
     at += kWarpgroup * 16;
   };
-  store(softmax.reference[0][0], softmax.reference[0][1], softmax.sum[0][0], softmax.sum[0][1]);
+  store(softmax.maximum[0][0], softmax.maximum[0][1], softmax.sum[0][0], softmax.sum[0][1]);
 #pragma unroll
   for (int n = 0; n < kOutN; ++n) {
     const float (&block)[4] = out[0][n];
@@ -53,16 +53,16 @@ __device__ __forceinline__ void add_partial(const Smem& smem, float to_log2,
   load(statistics);
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
-    float& reference = softmax.reference[0][half];
-    const float other = statistics[half], top = fmaxf(reference, other);
+    float& maximum = softmax.maximum[0][half];
+    const float other = statistics[half], top = fmaxf(maximum, other);
     const auto factor_of = [&](float value) {
       return value == minus_infinity()
                  ? 0.0f
                  : ptx::ex2_approx_ftz(to_log2_units(value, to_log2) - to_log2_units(top, to_log2));
     };
-    factor[half] = factor_of(reference);
+    factor[half] = factor_of(maximum);
     other_factor[half] = factor_of(other);
-    reference = top;
+    maximum = top;
     softmax.sum[0][half] =
         softmax.sum[0][half] * factor[half] + statistics[2 + half] * other_factor[half];
   }

@@ -113,7 +113,7 @@ __device__ __forceinline__ void next_plain_tile(Consumer& consumer, int32_t last
   consumer.release_key();
   consumer.release_query_early(tile);
   consumer.modify(consumer.scores, tile, edge);
-  if constexpr (kExact) consumer.rises = consumer.raise_reference();
+  if constexpr (kExact) consumer.rises = consumer.raise_maximum();
   float shift[2];
   find_shift<kExact || Consumer::Modifier::kFixedMaxima,
              kExact && Consumer::kConverts ? kPeakLift : 0>(softmax, consumer.to_log2, shift);

@@ -266,7 +266,7 @@ struct ShortRows {
       mask_band(scores, band, row0 + warp_row(), col0);
     }
     float factor[1][2], shift[2];
-    if (raise_references<false, false>(softmax, scores, call.to_log2, factor)) {
+    if (raise_maxima<false, false>(softmax, scores, call.to_log2, factor)) {
       OnlineSoftmax<1>::rescale(out, factor);
     }
     find_shift<true, 0>(softmax, call.to_log2, shift);

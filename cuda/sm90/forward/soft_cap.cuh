@@ -135,24 +135,24 @@ struct SoftCapModifier : Other {
   // e^kMostLogit, and the sum is the only other statistic of a row. Called after running maxima
   // rose, when none had been fixed. `factor`: for the output so far, computed with the previous
   // running maxima.
-  __device__ __forceinline__ void fix_reference(OnlineSoftmax<1>& softmax, float to_log2,
-                                                float (&factor)[1][2]) {
-    float (&reference)[2] = softmax.reference[0];
+  __device__ __forceinline__ void fix_maximum(OnlineSoftmax<1>& softmax, float to_log2,
+                                              float (&factor)[1][2]) {
+    float (&maximum)[2] = softmax.maximum[0];
     // kMargin leaves room, since greater logits may follow, and a tile that is redone takes long.
     const auto takes = [&](const SoftCapPolynomial& cap) {
       return __all_sync(0xffffffff,
-                        fminf(reference[0], reference[1]) >= cap.least_logit &&
-                            fmaxf(reference[0], reference[1]) <= kMargin * cap.greatest_logit);
+                        fminf(maximum[0], maximum[1]) >= cap.least_logit &&
+                            fmaxf(maximum[0], maximum[1]) <= kMargin * cap.greatest_logit);
     };
     const SoftCapPlan& cap = plan.modifiers.soft_cap;
     cap_terms = takes(cap.two) ? 2 : takes(cap.three) ? 3 : takes(cap.five) ? 5 : 0;
     if (cap_terms == 0) return;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float rise = ptx::ex2_approx_ftz(to_log2_units(reference[half], to_log2));
+      const float rise = ptx::ex2_approx_ftz(to_log2_units(maximum[half], to_log2));
       softmax.sum[0][half] *= rise;
       factor[0][half] *= rise;
-      reference[half] = 0.0f;
+      maximum[half] = 0.0f;
     }
   }
   // The next two are for a tile of exact logits. They return the limit of this thread's sums, above
@@ -207,8 +207,8 @@ struct SoftCapModifier : Other {
     float shift[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float reference = softmax.reference[0][half];
-      shift[half] = reference == minus_infinity() ? 0.0f : to_log2_units(reference, to_log2);
+      const float maximum = softmax.maximum[0][half];
+      shift[half] = maximum == minus_infinity() ? 0.0f : to_log2_units(maximum, to_log2);
     }
     const auto capped = [&](auto terms, const SoftCapPolynomial& polynomial) {
       uint32_t seen = 0;
@@ -290,10 +290,10 @@ __device__ __forceinline__ void multiply_query(const Consumer& consumer) {
   ptx::barrier_sync(kZeroed + threadIdx.x / kWarpgroup, kWarpgroup);
 }
 
-// Raises running maxima as raise_reference() does, but finds the greatest products first and caps
+// Raises running maxima as raise_maximum() does, but finds the greatest products first and caps
 // only these: the soft cap keeps the order of products.
 template <typename Consumer>
-__device__ __forceinline__ bool raise_capped_reference(Consumer& consumer) {
+__device__ __forceinline__ bool raise_capped_maximum(Consumer& consumer) {
   const Options& options = consumer.params.options;
   const float to_ratio = __fdividef(options.scale, options.logits_soft_cap);  // not a function call
   const auto& scores = consumer.scores[0];
@@ -308,23 +308,23 @@ __device__ __forceinline__ bool raise_capped_reference(Consumer& consumer) {
     greatest[0][0][e] *= to_ratio;
   }
   soft_cap_ratios(greatest, options.logits_soft_cap);
-  return consumer.softmax.template raise_reference<1>(greatest, consumer.to_log2, consumer.factor);
+  return consumer.softmax.template raise_maximum<1>(greatest, consumer.to_log2, consumer.factor);
 }
 
 // Raises running maxima that may be fixed at 0.
 template <typename Consumer>
-__device__ __forceinline__ bool raise_reference(Consumer& consumer) {
+__device__ __forceinline__ bool raise_maximum(Consumer& consumer) {
   const float slack = consumer.modifier.slack(consumer.to_log2);
-  return consumer.softmax.template raise_reference<4>(consumer.scores, consumer.to_log2,
-                                                      {{slack, slack}}, consumer.factor);
+  return consumer.softmax.template raise_maximum<4>(consumer.scores, consumer.to_log2,
+                                                    {{slack, slack}}, consumer.factor);
 }
 // After running maxima rose, fixes them at 0, if possible, and sets the range of fixed tiles: those
 // whose exponentials next_capped_tile() computes from products directly. No edge cuts them. The
 // last tile is not one of them if its Q is not kept for a redo.
 template <typename Config, typename Consumer>
-__device__ __forceinline__ void fix_references(Consumer& consumer) {
+__device__ __forceinline__ void fix_maxima(Consumer& consumer) {
   auto& modifier = consumer.modifier;
-  modifier.fix_reference(consumer.softmax, consumer.to_log2, consumer.factor);
+  modifier.fix_maximum(consumer.softmax, consumer.to_log2, consumer.factor);
   consumer.fixed =
       uncut_tiles<Config::kBlockKv>(consumer.work.band, consumer.work.row0 + consumer.group_row());
   if (Config::kQueryStages == 1) {
@@ -343,8 +343,8 @@ __device__ __forceinline__ bool first_fixed_tile(Consumer& consumer, int32_t til
   auto& modifier = consumer.modifier;
   modifier.cap_terms = consumer.fixed.end = 0;
   if (edge || consumer.work.end - tile < kManyTiles) return false;
-  raise_capped_reference(consumer);
-  fix_references<Config>(consumer);
+  raise_capped_maximum(consumer);
+  fix_maxima<Config>(consumer);
   if (modifier.cap_terms == 0) return false;
   modifier.fixed_exponentials(consumer.scores, consumer.softmax.sum[0]);
   return true;
@@ -352,8 +352,8 @@ __device__ __forceinline__ bool first_fixed_tile(Consumer& consumer, int32_t til
 // Called otherwise, after running maxima rose. Rows of few keys keep the greatest logit as running
 // maximum, for which P is exact.
 template <typename Config, typename Consumer>
-__device__ __forceinline__ void fix_first_references(Consumer& consumer, int32_t tile, bool edge) {
-  if (!edge || tile > 0) fix_references<Config>(consumer);
+__device__ __forceinline__ void fix_first_maxima(Consumer& consumer, int32_t tile, bool edge) {
+  if (!edge || tile > 0) fix_maxima<Config>(consumer);
 }
 
 // Implements ForwardConsumer::next_tile(). All warps of a warpgroup must start products at the same
@@ -386,12 +386,12 @@ __device__ __forceinline__ void next_capped_tile(Consumer& consumer, int32_t las
     const bool whole = edge || !(greatest <= cap.five.limit);
     if (whole) {
       consumer.modify(scores, tile, edge);
-      rises = careful && raise_reference(consumer);
+      rises = careful && raise_maximum(consumer);
     } else {
-      rises = careful && modifier.cap_terms == 0 && raise_capped_reference(consumer);
+      rises = careful && modifier.cap_terms == 0 && raise_capped_maximum(consumer);
     }
     if (rises && modifier.cap_terms == 0) {
-      fix_references<Config>(consumer);
+      fix_maxima<Config>(consumer);
     } else if (rises) {
       modifier.cap_terms = consumer.fixed.end = 0;
     }
@@ -422,7 +422,7 @@ __device__ __forceinline__ void next_capped_tile(Consumer& consumer, int32_t las
     consumer.compute_scores_again(tile);
     const float greatest = greatest_magnitude(scores);
     consumer.modify(scores, tile, !fixed && consumer.at_edge(tile));
-    rises = raise_reference(consumer);
+    rises = raise_maximum(consumer);
     if (rises) {
       modifier.cap_terms = 0;
     } else if (fixed) {
@@ -495,7 +495,7 @@ __device__ __forceinline__ int32_t fixed_tiles(Consumer& consumer, int32_t last)
     consumer.compute_scores_again(tile);
     const float greatest = greatest_magnitude(scores);
     consumer.modify(scores, tile, false);
-    const bool rises = raise_reference(consumer);
+    const bool rises = raise_maximum(consumer);
     if (rises) {
       modifier.cap_terms = 0;
       limit = -1.0f;  // from now on, every tile takes the branch

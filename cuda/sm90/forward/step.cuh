@@ -97,14 +97,14 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   if (!computed) {
     modify(scores, tile, edge);
     if constexpr (Modifier::kAddends) read_ahead(is_last(tile) ? -1 : tile + 1);
-    raise_reference();
-    take_references();
-    if constexpr (Modifier::kSaturates) fix_first_references<Config>(*this, tile, edge);
+    raise_maximum();
+    take_maxima();
+    if constexpr (Modifier::kSaturates) fix_first_maxima<Config>(*this, tile, edge);
     if constexpr (Modifier::kFixedMaxima) {
       share_maximum(softmax);
-      float maximum[2];
-      find_shift<true, 0>(softmax, to_log2, maximum);
-      exponentials_in_chains(softmax, scores, to_log2, modifier.addend(tile, maximum));
+      float shift[2];
+      find_shift<true, 0>(softmax, to_log2, shift);
+      exponentials_in_chains(softmax, scores, to_log2, modifier.addend(tile, shift));
     } else {
       exponentials();
     }
@@ -160,14 +160,14 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
     if (!Modifier::kInScores || !inner) modify(scores, tile, edge);
     if constexpr (Modifier::kInScores) {
       if (careful) {
-        rises = raise_reference();
-        take_references();
+        rises = raise_maximum();
+        take_maxima();
       }
     } else {
-      rises = careful && raise_reference();
+      rises = careful && raise_maximum();
     }
   } else if constexpr (Modifier::kApproximates) {
-    rises = careful && raise_capped_reference(*this);
+    rises = careful && raise_capped_maximum(*this);
   }
 }
 
@@ -276,8 +276,8 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
       if constexpr (Modifier::kApproximates) modifier.reject(great, anew);
       if (anew) {
         compute_logits_again(tile, edge, before);
-        rises = raise_reference();
-        take_references();
+        rises = raise_maximum();
+        take_maxima();
         exponentials();
         careful_tiles = kCarefulTiles;
       } else {

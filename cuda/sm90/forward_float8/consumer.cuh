@@ -38,7 +38,7 @@ template <typename Config>
 struct Float8Consumer {
   static constexpr int kOutN = Config::kValueDim / 8;
   // The running maximum of a row that has had no key: so low that any logit makes a sum too great.
-  static constexpr float kNoReference = -1e30f;
+  static constexpr float kNoMaximum = -1e30f;
 
   const Float8Plan& plan;
   const Float8Smem<Config>& smem;
@@ -48,7 +48,7 @@ struct Float8Consumer {
   uint32_t weights[4][4];  // P
   // P is 2^(logit - running maximum), logits in log2 units, times the ratio of the tile's scale of
   // V to the head's greatest (KeyFactors). `sum` is without this ratio.
-  float reference[2], sum[2];
+  float maximum[2], sum[2];
   RingState<Config::kQueryStages> query_stage;
   RingState<Config::kStages> stage;  // of K and V
   int32_t tile, first;               // key tile, and the one that is processed last
@@ -160,13 +160,13 @@ struct Float8Consumer {
 
   // Sets the running maxima of a query tile's rows, from the logits of its first step's tile of
   // keys.
-  __device__ __forceinline__ void set_references() {
+  __device__ __forceinline__ void set_maxima() {
     float greatest[2];
     greatest_logits(scores, greatest);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      reference[half] = greatest[half] == minus_infinity() ? kNoReference
-                                                           : ceilf(greatest[half]) - kFirstPeakLog2;
+      maximum[half] =
+          greatest[half] == minus_infinity() ? kNoMaximum : ceilf(greatest[half]) - kFirstPeakLog2;
       sum[half] = 0.0f;
     }
   }
@@ -175,7 +175,7 @@ struct Float8Consumer {
   // `shift`.
   __device__ __forceinline__ void lower(int half, float shift) {
     const float factor = ptx::ex2_approx_ftz(-shift);  // exact, as shift is an integer
-    reference[half] += shift;
+    maximum[half] += shift;
     sum[half] *= factor;
 #pragma unroll
     for (auto& block : out) {
@@ -192,15 +192,15 @@ struct Float8Consumer {
 
   // Raises the running maxima of rows whose sums are too great, so that P of the greatest logit is
   // at most 2^kRedonePeakLog2.
-  __device__ __forceinline__ void raise_references(const float (&sums)[2]) {
+  __device__ __forceinline__ void raise_maxima(const float (&sums)[2]) {
     float greatest[2];
     greatest_logits(scores, greatest);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       if (!(greatest_sum(sums[half]) > kFloat8SumLimit)) continue;
-      const float raised = fmaxf(reference[half], ceilf(greatest[half]) - kRedonePeakLog2);
-      lower(half, raised - reference[half]);
-      reference[half] = raised;  // the difference may have been rounded
+      const float raised = fmaxf(maximum[half], ceilf(greatest[half]) - kRedonePeakLog2);
+      lower(half, raised - maximum[half]);
+      maximum[half] = raised;  // the difference may have been rounded
     }
   }
 
@@ -239,8 +239,8 @@ struct Float8Consumer {
                                        float (&total)[2]) {
     compute_scores_again();
     make_logits(rules, to_log2);
-    raise_references(total);
-    const float addend[2] = {value_log2 - reference[0], value_log2 - reference[1]};
+    raise_maxima(total);
+    const float addend[2] = {value_log2 - maximum[0], value_log2 - maximum[1]};
     float8_exponentials(scores, 1.0f, addend, total);
     float8_weights(scores, weights);
   }
@@ -264,16 +264,16 @@ struct Float8Consumer {
       make_logits(rules, to_log2);
       factor = 1.0f;
     }
-    const float last_sum[2] = {sum[0], sum[1]}, last_reference[2] = {reference[0], reference[1]};
-    if constexpr (kFresh) set_references();
+    const float last_sum[2] = {sum[0], sum[1]}, last_maximum[2] = {maximum[0], maximum[1]};
+    if constexpr (kFresh) set_maxima();
     float total[2];
-    const float addend[2] = {factors.value_log2 - reference[0], factors.value_log2 - reference[1]};
+    const float addend[2] = {factors.value_log2 - maximum[0], factors.value_log2 - maximum[1]};
     float8_exponentials(scores, factor, addend, total);
     await_value(total);
     ptx::wgmma_wait_group<0>();
     if constexpr (kPending) release_value();
     float8_weights(scores, weights);
-    if constexpr (kFresh && kPending) store_last(last_sum, last_reference);
+    if constexpr (kFresh && kPending) store_last(last_sum, last_maximum);
     if (__any_sync(0xffffffff, fmaxf(total[0], total[1]) > kFloat8SumLimit)) [[unlikely]] {
       if (__any_sync(0xffffffff, fmaxf(total[0], total[1]) > kFloat8RedoLimit)) {
         redo(rules, to_log2, factors.value_log2, total);
@@ -322,17 +322,17 @@ struct Float8Consumer {
 
   // Stores the output of the query tile before this one, and releases the stage of that query tile.
   __device__ __forceinline__ void store_last(const float (&of_sum)[2],
-                                             const float (&of_reference)[2]) {
+                                             const float (&of_maximum)[2]) {
     static_assert(Config::kQueryStages == 2);
     const uint32_t last = query_stage.stage ^ 1;
-    store(smem.works[last], of_sum, of_reference);
+    store(smem.works[last], of_sum, of_maximum);
     __syncwarp();
     arrive_warp(smem.query_empty(last));
   }
 
   // Writes out = O / l and lse.
   __device__ __forceinline__ void store(const Float8Work& of, const float (&of_sum)[2],
-                                        const float (&of_reference)[2]) {
+                                        const float (&of_maximum)[2]) {
     const int32_t rows = plan.q_len - of.row0 - warp_row();
     float factor[2];
 #pragma unroll
@@ -345,7 +345,7 @@ struct Float8Consumer {
       const float sink = exists ? of.sink_log2 : minus_infinity();
       // Sums are relative to the greater of the keys' sum and the sink.
       const float log2_total =
-          total == 0.0f ? minus_infinity() : ptx::lg2_approx_ftz(total) + of_reference[half];
+          total == 0.0f ? minus_infinity() : ptx::lg2_approx_ftz(total) + of_maximum[half];
       const float top = ptx::max_nan(log2_total, sink);
       const float of_sink = sink == minus_infinity() ? 0.0f : ptx::ex2_approx_ftz(sink - top);
       const float of_keys =
@@ -405,7 +405,7 @@ struct Float8Consumer {
     start_out();
     ptx::wgmma_wait_group<0>();
     release_value();
-    store_last(sum, reference);
+    store_last(sum, maximum);
   }
 };
 
