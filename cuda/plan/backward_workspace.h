@@ -245,8 +245,7 @@ struct BackwardWorkspace {
     }
     workspace.mask_words = nullptr;
     if (features.sm90 && !is_float32 && features.mask_matrices > 0 && widest <= kSplitHeadDim) {
-      // The kernel also reads a group of rows past the last, if tiles have two, and ignores it.
-      const int64_t groups = features.mask_matrices * mask_row_groups(features.mask_rows) + 1;
+      const int64_t groups = features.mask_matrices * mask_row_groups(features.mask_rows);
       workspace.mask_words =
           reinterpret_cast<uint32_t*>(take(groups * mask_key_groups(shape) * 128));
     }

@@ -33,11 +33,12 @@ struct TransposedMaskWords : MaskMatrices {
     if (batch[0] > 1) batch_strides[0] = matrix * heads * batch[1];
   }
   // Returns the lane's word for 16 keys from `key` on, which exist, and 64 rows from `row` on.
+  // Beyond the last rows, the word is that of the last.
   __device__ __forceinline__ uint32_t load(const BatchIndex& index, int32_t head, int32_t row,
                                            int32_t key) const {
     const int64_t matrix = index.coordinate[0] * batch_strides[0] +
                            index.coordinate[1] * batch_strides[1] + head * head_stride;
-    const int32_t row_group = row_groups > 1 ? row / 64 : 0;
+    const int32_t row_group = min(row / 64, row_groups - 1);
     return __ldg(words + matrix + (int64_t{row_group} * key_groups + key / 16) * 32 +
                  threadIdx.x % 32);
   }
