@@ -220,7 +220,7 @@ struct NarrowConsumer {
         find_probabilities(slope, words, gradient, lse, lse_smem, scores, probabilities, is_cut);
         if (Config::kEarlyDvalue) add_product(dvalue, probabilities, smem.dout(stage), half);
         // dS^T, overlapped with dV; then dK += dS^T Q
-        find_dscores(gradient, half, lse_smem, delta_smem, kept, slopes, scores, dscores, is_cut);
+        find_dscores(gradient, half, lse_smem, delta_smem, kept, slopes, scores, dscores);
         if (!Config::kEarlyDvalue) add_late_dvalue(dvalue, gradient, kept, scores, stage, half);
         slope.add(gradient, dscores);
         round_fragments<Element>(rounded, dscores);
@@ -444,8 +444,7 @@ struct NarrowConsumer {
   __device__ __forceinline__ void find_dscores(const Gradient& gradient, int half,
                                                const float* lse_smem, const float* delta_smem,
                                                const Kept& kept, const CapSlopes<8>& slopes,
-                                               const Tile& scores, Tile& dscores,
-                                               bool is_cut) const {
+                                               const Tile& scores, Tile& dscores) const {
     if (Config::kEarlyDquery && half == 0) {
       ptx::wgmma_wait_group<1 + Config::kEarlyDvalue>();
     } else {
