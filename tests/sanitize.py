@@ -45,7 +45,7 @@ EXPLAINED_RACES: tuple[tuple[str | None, str, str], ...] = (
         "one thread arrives at a barrier for its warp, after __syncwarp()",
     ),
     (
-        "mbarrier_leader", r"sm90::forward_kernel<.*, \(unsigned int\)(0|8|64)>",
+        "mbarrier_leader", r"sm90::forward_kernel<.*, \(unsigned int\)(0|8|9|10|64)>",
         "one thread arrives at a barrier for its warp, after __syncwarp()",
     ),
     (
@@ -61,6 +61,11 @@ EXPLAINED_RACES: tuple[tuple[str | None, str, str], ...] = (
     (
         None, r"Warning: .*sm90::forward_columns_kernel<",  # within a warp
         "a thread overwrites a row's maximum after a vote on what its warp has read there",
+    ),
+    (
+        None, r"Warning: Race reported between Read .*sm90::forward_kernel<.*, "
+        r"\(unsigned int\)(8|9|10)>",
+        "threads overwrite bits of unattended keys after a vote on what their warp has read",
     ),
     (
         "named_hand_over", r"sm80::wide_(key|query)_kernel<",
@@ -167,10 +172,31 @@ def cases(tool: str):
         ("float32", (256, 256), (), False, one_row),
         ("bfloat16", (128, 128), (("traced_window", (30, 20)),), False, small | {"kv_len": 170}),
         ("bfloat16", (96, 96), causal, False, units),
+        *pair_cases(small, units, long),
         *narrow_value_cases(few),
         *wide_cases(few, everything),
         *bias_gradient_cases(),
         *float8_cases(few),
+    )
+
+
+def pair_cases(small, units, long):
+    """Calls of the kernels for two modifiers, and of a window of whole tiles."""
+    causal, segments, soft_cap = ("causal", True), ("segments", "packed"), ("soft_cap", 5.0)
+    mask, dropout = ("mask", "TS"), ("dropout", 0.2)
+    return (
+        ("bfloat16", (128, 128), (segments, soft_cap, causal), False, units),
+        ("bfloat16", (64, 64), (segments, soft_cap), False, long),
+        ("bfloat16", (256, 256), (segments, soft_cap), False, small),
+        ("bfloat16", (64, 64), (mask, soft_cap), False, units),
+        ("bfloat16", (128, 128), (mask, soft_cap), False, long),
+        ("bfloat16", (64, 64), (mask, dropout), False, long),
+        ("bfloat16", (128, 128), (mask, dropout), True, units),
+        ("bfloat16", (64, 64), (segments, ("bias", ("TS", "bfloat16"))), False, small),
+        ("bfloat16", (128, 128), (segments, ("bias", ("TS", "bfloat16")), causal), False, units),
+        ("bfloat16", (64, 64), (segments, ("alibi", "published"), causal), False, units),
+        ("bfloat16", (128, 128), (segments, ("alibi", "published"), causal), False, small),
+        ("bfloat16", (64, 64), (("window", (127, 0)),), False, long),
     )
 
 
