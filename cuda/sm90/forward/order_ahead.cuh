@@ -72,8 +72,13 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
 
   __device__ __forceinline__ void cut(Scores& now, int32_t index) const {
     const int32_t tile = tile_from_end<Config>(work.tile, work.end, index);
-    if (this->at_edge(tile)) {
-      mask_edges(now, work.band, work.row0 + warp_row, tile * Config::kBlockKv);
+    if (!this->at_edge(tile)) return;
+    const int32_t row0 = work.row0 + warp_row, col0 = tile * Config::kBlockKv;
+    // In the other kernels, the branches of mask_pairs() cost more than they save (TUNING.md).
+    if constexpr (Config::kSecondCut || Config::kKeyGroups > 1) {
+      mask_edges(now, work.band, row0, col0);
+    } else {
+      mask_pairs(now, work.band, row0, col0);
     }
   }
 

@@ -276,6 +276,39 @@ __device__ __forceinline__ void mask_edges(float (&logits)[1][kN][4], const Band
   }
 }
 
+// Masks a warp's 16 rows, which begin with row0, as mask_edges() does, but only in those pairs of
+// blocks that an edge cuts. For kernels with registers for the branches.
+template <int kN>
+__device__ __forceinline__ void mask_pairs(float (&logits)[1][kN][4], const Band& band,
+                                           int32_t row0, int32_t col0) {
+  static_assert(kN % 2 == 0);
+  row0 = __reduce_max_sync(0xffffffff, row0);  // the same in all lanes, as the compiler now knows
+  const int32_t last = row0 + 15;
+  // The pairs, of 16 columns each, that hold allowed elements, and those that hold no others.
+  const RowRange some = {(band.first_col(row0) - col0) >> 4, (band.end_col(last) - col0 + 15) >> 4};
+  const RowRange all = {(band.first_col(last) - col0 + 15) >> 4, (band.end_col(row0) - col0) >> 4};
+  int32_t first[2], end[2];
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int32_t row = row0 + fragment_row(0, 2 * half), base = col0 + fragment_col(0, 0);
+    first[half] = band.first_col(row) - base;
+    end[half] = band.end_col(row) - base;
+  }
+#pragma unroll
+  for (int pair = 0; pair < kN / 2; ++pair) {
+    if (pair >= all.first && pair < all.end) continue;
+    const bool none = pair < some.first || pair >= some.end;
+#pragma unroll
+    for (int n = 2 * pair; n < 2 * pair + 2; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int col = n * 8 + e % 2;
+        if (none || col < first[e / 2] || col >= end[e / 2]) logits[0][n][e] = minus_infinity();
+      }
+    }
+  }
+}
+
 // Returns the key tiles that the band does not cut, for a warpgroup's rows, which begin with
 // row0.
 template <int kBlockKv>
