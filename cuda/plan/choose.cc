@@ -403,6 +403,14 @@ Found choose_masked(const Forward& params, int32_t head_dim, const Device& devic
   return {Recipe::kMaskWords, "heads or batches share the mask, or its rows are not aligned"};
 }
 
+// Returns the kernel for two modifiers, or null.
+const sm90::RecipeRow* find_pair(uint32_t modifiers, int32_t head_dim) {
+  for (const sm90::RecipeRow& row : sm90::kRecipes) {
+    if (row.modifiers == modifiers && row.head_dim == head_dim && row.is_pair()) return &row;
+  }
+  return nullptr;
+}
+
 Found choose_modified(const Forward& params, int32_t head_dim, const Device& device) {
   const Options& options = params.options;
   const bool is_bfloat16 = params.query.dtype == DType::kBFloat16;
@@ -410,12 +418,9 @@ Found choose_modified(const Forward& params, int32_t head_dim, const Device& dev
     return {Recipe::kEvery, "this head dim has no kernel for one modifier"};
   }
   const uint32_t modifiers = modifiers_of(params);
-  for (const auto& [pair, recipe] : {std::pair{kSegments | kSoftCap, Recipe::kSegmentsSoftCap},
-                                     {kMask | kSoftCap, Recipe::kMaskSoftCap},
-                                     {kMask | kDropout, Recipe::kMaskDropout}}) {
-    if (modifiers == pair && is_bfloat16 && sm90::recipe_row(recipe, head_dim) >= 0) {
-      return {recipe, "the call has these two modifiers"};
-    }
+  if (const sm90::RecipeRow* const pair = find_pair(modifiers, head_dim);
+      pair && is_bfloat16 && !params.relative_bias) {
+    return {pair->recipe, "the call has these two modifiers"};
   }
   switch (modifiers) {
     case kBias:

@@ -104,6 +104,7 @@ enum class Recipe : int32_t {
   kShort,           // all keys of a head in shared memory
   kSegments,
   kSegmentsSoftCap,
+  kSegmentsBias,
   kBiasFloats,
   kBiasBoxes,
   kBiasInScores,
@@ -144,6 +145,10 @@ struct RecipeRow {
   constexpr bool mask_words() const {
     return recipe == Recipe::kMaskWords || recipe == Recipe::kMaskWordsTriple ||
            recipe == Recipe::kMaskSoftCap || recipe == Recipe::kMaskDropout;
+  }
+  // True for a kernel of two modifiers.
+  constexpr bool is_pair() const {
+    return !float8 && modifiers != kEveryModifier && (modifiers & (modifiers - 1)) != 0;
   }
   constexpr int32_t queries() const { return 64 * consumers / key_groups; }
   constexpr bool exists() const { return ahead == ScoresAhead::kNo || kHasScoresAhead; }
@@ -245,6 +250,8 @@ inline constexpr RecipeRow kRecipes[] = {
     pair_row(Recipe::kSegmentsSoftCap, "segments and soft cap", 64, kSegments | kSoftCap, 128),
     pair_row(Recipe::kSegmentsSoftCap, "segments and soft cap", 128, kSegments | kSoftCap, 128),
     pair_row(Recipe::kSegmentsSoftCap, "segments and soft cap", 256, kSegments | kSoftCap, 64),
+    pair_row(Recipe::kSegmentsBias, "segments and bias", 64, kSegments | kBias, 128),
+    pair_row(Recipe::kSegmentsBias, "segments and bias", 128, kSegments | kBias, 128),
     pair_row(Recipe::kMaskSoftCap, "mask and soft cap", 64, kMask | kSoftCap, mask_words_keys(64)),
     pair_row(Recipe::kMaskSoftCap, "mask and soft cap", 128, kMask | kSoftCap,
              mask_words_keys(128)),

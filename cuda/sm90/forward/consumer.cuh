@@ -388,7 +388,7 @@ struct ForwardConsumer {
     const QueryWork& described = Modifier::kInScores ? work_before(0) : work;
     const Band& band = described.band;
     const int32_t col0 = tile * Config::kBlockKv, warp_row0 = work.row0 + warp_row;
-    if constexpr ((!kHasRuns && !Modifier::kBits) || Modifier::kApproximates) {
+    if constexpr ((!kHasRuns && !Modifier::kBits) || Modifier::kChangesLogits) {
       modifier.modify(scores, params, described.modifiers, band, warp_row0, col0, one_segment,
                       again);
     }

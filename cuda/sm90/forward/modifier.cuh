@@ -68,6 +68,8 @@ struct ModifierDefaults {
   // kMasks: true if elements of any tile may be forbidden. kBits: true if the allowed elements are
   // known, as bits, before the scores.
   static constexpr bool kMasks = false, kBits = false;
+  // True if modify() turns products into logits before bits decide which of them are allowed.
+  static constexpr bool kChangesLogits = false;
   // True if forbidden elements may make sums NaN.
   static constexpr bool kAddsInfinity = false;
   // kSkips: true if key tiles are skipped; the producer then signals a query tile when all is known

@@ -2,7 +2,7 @@
 //
 // Segments or a mask decide which pairs are allowed. In tiles that forbid nothing, the soft cap's
 // exponentials are those of soft_cap.cuh without saturated squares. In other tiles, logits are
-// computed exactly, and then forbidden.
+// computed exactly, and then forbidden. A bias is added to all logits first.
 #pragma once
 
 #include <cstdint>
@@ -10,6 +10,7 @@
 #include "modifiers/scores.cuh"
 #include "params.h"
 #include "plan/modifiers.h"
+#include "ptx/global.cuh"
 #include "sm90/forward/dropout.cuh"
 #include "sm90/forward/mask.cuh"
 #include "sm90/forward/modifier.cuh"
@@ -49,6 +50,51 @@ struct ForwardModifier<Config, Element, kSegments | kSoftCap> : CapBesideSegment
 };
 template <>
 struct OffsetsOf<kSegments | kSoftCap> : OffsetsOfIds {};
+
+// Adds a bias to all logits of a tile before segments forbid some.
+template <typename Config, typename Element>
+struct ForwardModifier<Config, Element, kSegments | kBias>
+    : SegmentsModifier<Config, Element, kSegments | kBias> {
+  using Base = SegmentsModifier<Config, Element, kSegments | kBias>;
+  static constexpr bool kChangesLogits = true;
+
+  const Operand& bias;
+  int32_t q_len, kv_len;
+
+  __device__ __forceinline__ ForwardModifier(const Forward& forward, const ForwardPlan& planned,
+                                             const ForwardSmem<Config>& smem, int group)
+      : Base(forward, planned, smem, group),
+        bias(forward.bias),
+        q_len(planned.q_len),
+        kv_len(planned.kv_len) {}
+
+  __device__ __forceinline__ float least_logit() const { return kLeastLogit; }
+  // Prefetches a line of each half of the warp's rows of the bias to L2, while the scores are
+  // computed.
+  __device__ __forceinline__ void prepare(const QueryWork& work, int32_t row0, int32_t tile, bool) {
+    const int lane = threadIdx.x % 32, bytes = bias.dtype == DType::kFloat32 ? 4 : 2;
+    const int32_t row = min(row0 + lane / 2, q_len - 1);
+    const int32_t col = tile * Config::kBlockKv + lane % 2 * Config::kBlockKv / 2;
+    if (col >= kv_len) return;
+    const int64_t index = work.modifiers.bias + row * bias.row + col * bias.col;
+    ptx::prefetch_l2(static_cast<const uint8_t*>(bias.data) + index * bytes);
+  }
+  __device__ __forceinline__ void modify(typename Base::Scores& scores, const Forward& params,
+                                         const ModifierOffsets& offsets, const Band& band,
+                                         int32_t row0, int32_t col0, bool, bool) const {
+    modify_scores<kBias>(scores, params, offsets, band, row0, col0, true);
+  }
+};
+template <>
+struct OffsetsOf<kSegments | kBias> {
+  static __device__ __forceinline__ void set(const Forward& params, const QueryTileIndex& q,
+                                             int32_t, ModifierOffsets& offsets) {
+    const ModifierOffsets found(params, q.batch_axes, q.head);
+    offsets.query_ids = found.query_ids;
+    offsets.key_ids = found.key_ids;
+    offsets.bias = found.bias;
+  }
+};
 
 template <typename Config, typename Element>
 using CapBesideMask = CapBeside<Config, Element, MaskModifier<Config, Element, kMask | kSoftCap>>;

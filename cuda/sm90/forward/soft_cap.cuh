@@ -94,7 +94,7 @@ struct SoftCapModifier : Other {
   using Base = Other;
   using Base::kN;
   using typename Base::Scores;
-  static constexpr bool kApproximates = true, kJudges = true;
+  static constexpr bool kApproximates = true, kJudges = true, kChangesLogits = true;
   static constexpr bool kSaturates = kSaturated;
   // True where that is faster.
   static constexpr bool kFixedTiles =
