@@ -128,16 +128,20 @@ Status choose_family(const Forward& params, int32_t family, bool fits_90, const 
 // take, as measured on an H200 (sm80/TUNING.md). If Hopper's divides units, which
 // DecodePlan::make() mostly does below nine tenths of its workers, its second kernel takes 2.5 to 5
 // us of a call with few keys, and that of sm_80 takes 2 us. With up to 64 columns, the sm_80 kernel
-// also reads faster, if there are not so few units that each has many parts.
-bool sm80_decodes_faster(const Shape& shape) {
+// also reads faster, unless there are so few units that each has many parts, or so many that none
+// is divided. With lengths, which Hopper's kernel has to look through, it is faster even if none
+// is.
+bool sm80_decodes_faster(const Forward& params) {
+  const Shape& shape = params.shape;
   const sm80::DecodeUnits units(shape);
-  const bool one_tile = int64_t{units.group} * shape.q_len <= sm80::kDecodeRows;
+  if (int64_t{units.group} * shape.q_len > sm80::kDecodeRows) return false;
   const bool divided =
       sm90::decode_splits(shape) > 1 && 10 * units.count < 9 * sm90::kDecodeMaxWorkers;
   const int64_t columns = int64_t{shape.head_dim} + shape.value_dim;
   const int64_t bytes = 2 * shape.batch * shape.kv_len * shape.kv_heads * columns;
+  if (divided && bytes <= int64_t{16} << 20) return true;
   const bool narrow = std::max(shape.head_dim, shape.value_dim) <= 64;
-  return one_tile && divided && (bytes <= int64_t{16} << 20 || (narrow && units.count >= 64));
+  return narrow && units.count >= 32 && (divided || params.key_value_seq_lengths);
 }
 
 constexpr char kOneRowReason[] = "each key/value head has one query row of float32";
@@ -157,7 +161,7 @@ bool choose_decode(const Forward& params, int32_t family, bool fits_90, const De
     return false;
   }
   if (family == 0 && plain && !float8 && hopper && fits_90 && find(90, false) != 0 &&
-      !sm80_decodes_faster(params.shape)) {
+      !sm80_decodes_faster(params)) {
     return false;
   }
   const int32_t head_dim = find(of_family, true);
