@@ -33,10 +33,13 @@ def shape(*sizes, dtype=jnp.bfloat16):
     return jax.ShapeDtypeStruct(sizes, dtype)
 
 
+OFFSET = shape(dtype=jnp.int32)
+
+
 def kernels(
     batch=4, q_len=4096, kv_len=None, heads=16, kv_heads=None, head_dim=128, value_dim=None,
-    dtype=jnp.bfloat16, bias=None, mask=None, segments=False, slopes=False, distances=0, gpu=H100,
-    **options,
+    dtype=jnp.bfloat16, bias=None, mask=None, segments=False, lengths=False, slopes=False,
+    distances=0, gpu=H100, **options,
 ):  # fmt: skip
     """The kernels of a call; `bias` is (shape, dtype) and `mask` a shape, or None."""
     kv_len = kv_len or q_len
@@ -47,6 +50,8 @@ def kernels(
     if segments:
         options["query_segment_ids"] = shape(batch, q_len, dtype=jnp.int32)
         options["key_value_segment_ids"] = shape(batch, kv_len, dtype=jnp.int32)
+    if lengths:
+        options["key_value_seq_lengths"] = shape(batch, dtype=jnp.int32)
     if bias:
         options["bias"] = shape(*bias[0], dtype=bias[1])
     if mask:
@@ -108,6 +113,10 @@ NAMED = [
     *(
         ("segments and soft cap", d, {"head_dim": d, "logits_soft_cap": 30.0, "segments": True})
         for d in (64, 128, 256)
+    ),
+    *(
+        ("segments and bias", d, {"head_dim": d, "segments": True, "bias": (BIAS, jnp.float32)})
+        for d in (64, 128)
     ),
     *(
         ("mask and soft cap", d, {"head_dim": d, "logits_soft_cap": 30.0, "mask": MASK})
@@ -242,6 +251,9 @@ def test_tiles_fill_the_multiprocessors(name, head_dim, call):
         (", two edges", {"q_len": 2049}),
         (", two edges", {"is_causal": False, "local_window_size": (None, 100)}),
         (", two edges", {"local_window_size": (None, 100)}),
+        (", two edges", {"local_window_size": (2047, 0)}),  # which forbids nothing
+        (", window", {"local_window_size": (1024, 0)}),
+        (", window", {"is_causal": False, "local_window_size": (127, 0)}),
     ],
 )
 def test_edges_of_causal_calls(edges, call):
@@ -249,6 +261,35 @@ def test_edges_of_causal_calls(edges, call):
     the kernel for two tiles in any case."""
     kernel = kernels(head_dim=64, **{"q_len": 2048, "is_causal": True, **call})["forward"]
     assert kernel.name == f"scores ahead{edges}"
+
+
+@pytest.mark.skipif(64 not in DIMS, reason="a build without head dim 64")
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        ("chained, two consumers", {"local_window_size": (1000, 0)}),
+        ("scores ahead, window", {"local_window_size": (8063, 0)}),
+        ("chained, two consumers", {"local_window_size": (8190, 0)}),
+        ("scores ahead, two edges", {"local_window_size": (8191, 0)}),
+        ("scores ahead, two edges", {"local_window_size": (9999, 0)}),
+        # A left edge counts from the offset, or is not known.
+        ("chained, two consumers", {"local_window_size": (9999, 0), "query_offset": OFFSET}),
+        ("chained, two consumers", {"local_window_size": (OFFSET, 0)}),
+    ],
+)
+def test_windows(name, call):
+    """Without an offset, a window of all queries has no left edge."""
+    call = {"head_dim": 64, "q_len": 8192, "is_causal": True, **call}
+    assert kernels(**call)["forward"].name == name
+
+
+@pytest.mark.skipif(not {64, 128} <= DIMS, reason="a build without head dim 64 or 128")
+@pytest.mark.parametrize("call", [{"slopes": True}, {"logits_soft_cap": 9.0, "head_dim": 64}])
+def test_a_window_that_forbids_nothing_is_none(call):
+    def name(**options):
+        return kernels(**{"is_causal": True, "q_len": 8192} | call | options)["forward"].name
+
+    assert name(local_window_size=(8191, None)) == name() != name(local_window_size=(8190, None))
 
 
 @pytest.mark.skipif(128 not in DIMS, reason="a build without head dim 128")
@@ -362,7 +403,13 @@ FEW_KEYS = {"q_len": 1, "batch": 1, "heads": 32, "kv_heads": 8, "kv_len": 2048}
             "decode",
             {"kv_len": 512, "batch": 30, "head_dim": 64},
         ),  # nor these: units fill the workers
-        ("decode", {"kv_len": 32768, "head_dim": 64}),
+        ("decode", {"kv_len": 32768, "head_dim": 64}),  # 8 key/value heads
+        ("decode, every modifier", {"kv_len": 32768, "head_dim": 64, "batch": 4}),
+        ("decode, every modifier", {"kv_len": 32768, "head_dim": 64, "batch": 29}),
+        ("decode", {"kv_len": 32768, "head_dim": 64, "batch": 30}),
+        ("decode, every modifier", {"kv_len": 32768, "head_dim": 64, "batch": 30, "lengths": True}),
+        ("decode", {"kv_len": 32768, "head_dim": 64, "batch": 3, "lengths": True}),
+        ("decode", {"kv_len": 32768, "batch": 4, "lengths": True}),
     ],
     ids=str,
 )
@@ -417,6 +464,10 @@ def test_every_recipe_is_chosen_by_some_call():
         pytest.param(
             {"dropout_rate": 0.1, "mask": MASK, "head_dim": 256}, id="mask and dropout above 128"
         ),
+        pytest.param(
+            {"segments": True, "bias": (BIAS, jnp.float32), "head_dim": 256}, id="bias above 128"
+        ),
+        pytest.param({"segments": True, "slopes": True}, id="segments and slopes"),
         pytest.param(
             {"logits_soft_cap": 9.0, "segments": True, "mask": MASK}, id="three modifiers"
         ),

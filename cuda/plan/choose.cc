@@ -306,12 +306,18 @@ bool one_edge(const Forward& params) {
          params.shape.kv_len <= 2048;
 }
 
+// Returns whether a window's left edge may forbid a key. Without an offset, positions begin at 0.
+bool has_left_edge(const Forward& params) {
+  const int32_t left = params.options.window_left;
+  return left >= 0 && (params.query_offset || params.window || left < params.shape.q_len - 1);
+}
+
 // Returns whether both edges of a window cut one tile of 128 keys of each query tile: the right one
 // is the diagonal, and the left one runs through corners of key tiles, or beside them.
 bool edges_cut_two_tiles(const Forward& params) {
   const Options& options = params.options;
   const int32_t rest = options.window_left % 128;
-  return options.window_left >= 0 && (rest == 0 || rest == 127) &&
+  return has_left_edge(params) && (rest == 0 || rest == 127) &&
          (options.is_causal || options.window_right == 0) && !params.query_offset && !params.window;
 }
 
@@ -344,11 +350,11 @@ Found choose_plain(const Forward& params, int32_t head_dim, const Device& device
   if (head_dim > kWidestOfAll) {
     return {Recipe::kColumns, "above head dim 256 two consumers divide the columns of the output"};
   }
-  const bool in_band = banded(options), has_left_edge = options.window_left >= 0;
+  const bool in_band = banded(options), left_edge = has_left_edge(params);
   // Two warpgroups that divide the keys of 64 queries also divide the tiles that an edge cuts: each
   // has at most one.
   const bool divided = divided_keys_are_faster(params, device);
-  const bool divides_ahead = sm90::kHasScoresAhead && divided && !has_left_edge && head_dim <= 128;
+  const bool divides_ahead = sm90::kHasScoresAhead && divided && !left_edge && head_dim <= 128;
   if (sm90::takes_decode(shape) && !(divides_ahead && is_large_decode(shape, device))) {
     return {Recipe::kDecode, "there are few query rows"};
   }
@@ -377,13 +383,13 @@ Found choose_plain(const Forward& params, int32_t head_dim, const Device& device
   if (sm90::kHasScoresAhead && !divided && edges_cut_two_tiles(params)) {
     return {Recipe::kAheadLeftCut, "a window's edges cut the first and the last key tile"};
   }
-  if (sm90::kHasScoresAhead && !has_left_edge && !one_tile) {
+  if (sm90::kHasScoresAhead && !left_edge && !one_tile) {
     if (one_edge(params)) return {Recipe::kAheadOneCut, "an edge cuts the last key tile"};
     if (in_band) return {Recipe::kAheadTwoCut, "an edge may cut the last two key tiles"};
     if (smaller) return {Recipe::kAheadOneCut, idle};
   }
   if (divided) return {Recipe::kSplitKeys, "there are few query tiles, and a left edge"};
-  if (has_left_edge) return {Recipe::kChainedPair, "a window has a left edge"};
+  if (left_edge) return {Recipe::kChainedPair, "a window has a left edge"};
   if (smaller || in_band) return {Recipe::kChainedPair, "the keys fit one tile"};
   return {Recipe::kChained, "there are many query tiles that no edge cuts"};
 }
@@ -445,7 +451,7 @@ Found choose_modified(const Forward& params, int32_t head_dim, const Device& dev
       // cuts, so it takes calls with few such tiles.
       if (head_dim == 64 && is_bfloat16 &&
           (!banded(options) ||
-           (options.window_left < 0 && options.window_right < 0 && params.shape.kv_len >= 8192))) {
+           (!has_left_edge(params) && options.window_right < 0 && params.shape.kv_len >= 8192))) {
         return {Recipe::kSoftCapLong, "an edge cuts few key tiles, or none"};
       }
       return {Recipe::kSoftCap, "the soft cap is the only modifier"};
@@ -453,7 +459,7 @@ Found choose_modified(const Forward& params, int32_t head_dim, const Device& dev
     case kDistance:
       // The kernel for slopes takes the running maximum from a row's first keys, without slopes.
       if (!params.relative_bias && is_bfloat16 && head_dim <= 128 && options.is_causal &&
-          options.window_left < 0 && !params.window) {
+          !has_left_edge(params) && !params.window) {
         return {Recipe::kSlopes, "slopes are the only modifier, and the call is causal"};
       }
       return {Recipe::kEvery, "a relative bias, or slopes without causal order or of float16"};
