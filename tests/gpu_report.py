@@ -4,11 +4,16 @@
     python tests/gpu_report.py         anywhere: what CI, which has no GPU, asks of the report
     python tests/gpu_report.py --same-library TESTED BUILT
                                        anywhere: for sources that were changed and build the same
+    python tests/gpu_report.py --same-kernels TESTED BUILT
+                                       anywhere: for sources that build fewer kernels, or choose
+                                       others of those that ran
 
 The second exits with 1 if the report is of other sources or has a test that did not pass, and says
 which tests that need a GPU did not run. The third is for a new name, say, or a function that moved:
 where the library that ran on the GPU and one of the sources as they are now are equal byte for
-byte, the report is of these sources, too, and says so.
+byte, the report is of these sources, too, and says so. The fourth is for a kernel that is taken
+out, say: each kernel of the library as it is now must be one of those that ran, instruction for
+instruction. The code around them has changed, which the report and CI then say.
 """
 
 import argparse
@@ -21,6 +26,7 @@ import re
 import subprocess
 import sys
 
+import machine_code
 import pytest
 
 ROOT = pathlib.Path(__file__).resolve().parent.parent
@@ -95,7 +101,7 @@ def merged(report: dict, sources: str, run: dict, passed: list[str], failed: lis
     counts = collections.Counter(map(function_of, passed))
     for function, count in report["passed"].items():
         counts[function] = max(count, counts[function])
-    same = {"same_library": report["same_library"]} if "same_library" in report else {}
+    same = {name: report[name] for name in ("same_library", "same_kernels") if name in report}
     return {
         "sources_sha256": sources,
         **same,
@@ -119,6 +125,21 @@ def of_same_library(report: dict, sources: str, tested: bytes, built: bytes) -> 
     step = {"from_sources_sha256": report["sources_sha256"], "library_sha256": library}
     steps = [*report.get("same_library", []), step]
     return {**report, "sources_sha256": sources, "same_library": steps}
+
+
+def of_same_kernels(report: dict, sources: str, tested: set, built: set) -> dict:
+    """The report as one of other sources, which build no other kernels.
+
+    Args:
+      report: of the sources that ran.
+      sources: the hash of the sources as they are.
+      tested, built: the libraries' kernels, as anything that is equal if their code is.
+    """
+    if new := built - tested:
+        raise ValueError(f"{len(new)} kernels are new, so the tests have to run on a GPU again")
+    step = {"from_sources_sha256": report["sources_sha256"], "kernels": len(built)}
+    return {**report, "sources_sha256": sources,
+            "same_kernels": [*report.get("same_kernels", []), step]}  # fmt: skip
 
 
 def add_run(stats: dict, arguments, devices) -> None:
@@ -183,7 +204,9 @@ def judged(report: dict, sources: str, collected: list[str]) -> tuple[list[str],
     errors = [
         f"did not pass on a GPU: {test}" for test in report["not_passed"] if test in collected
     ]
-    remarks = [
+    changed = ["the code around the kernels has changed since they ran on a GPU"]
+    remarks = changed if "same_kernels" in report else []
+    remarks += [
         f"did not pass on a GPU, and exists no more: {test}"
         for test in report["not_passed"]
         if test not in collected
@@ -217,11 +240,17 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--same-library", nargs=2, type=pathlib.Path, metavar=("TESTED", "BUILT"))
-    libraries = parser.parse_args().same_library
+    for name in ("--same-library", "--same-kernels"):
+        parser.add_argument(name, nargs=2, type=pathlib.Path, metavar=("TESTED", "BUILT"))
+    arguments = parser.parse_args()
     report = json.loads(PATH.read_text())
-    if libraries:
+    if libraries := arguments.same_library:
         report = of_same_library(report, sources_hash(), *(path.read_bytes() for path in libraries))
+    if libraries := arguments.same_kernels:
+        cuobjdump = machine_code.find_cuobjdump()
+        kernels = (set(machine_code.read_library(path, cuobjdump)[1]) for path in libraries)
+        report = of_same_kernels(report, sources_hash(), *kernels)
+    if arguments.same_library or arguments.same_kernels:
         PATH.write_text(json.dumps(report, indent=2) + "\n")
     errors, remarks = judged(report, sources_hash(), collect())
     for line in (*remarks, *errors):

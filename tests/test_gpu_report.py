@@ -52,6 +52,20 @@ def test_sources_that_build_the_same_library():
         gpu_report.of_same_library(report, "2", b"library", b"another")
 
 
+def test_sources_that_build_no_other_kernels():
+    report = gpu_report.merged({}, "1", {"run": 1}, IDS, [])
+    fewer = gpu_report.of_same_kernels(report, "2", {"a", "b"}, {"a"})
+    errors, remarks = gpu_report.judged(fewer, "2", IDS)
+    assert errors == []
+    assert remarks == ["the code around the kernels has changed since they ran on a GPU"]
+    assert fewer["same_kernels"] == [{"from_sources_sha256": "1", "kernels": 1}]
+    more = gpu_report.merged(fewer, "2", {"run": 2}, [OTHER], [])
+    assert more["same_kernels"] == fewer["same_kernels"]
+    assert "same_kernels" not in gpu_report.merged(fewer, "3", {"run": 3}, IDS, [])
+    with pytest.raises(ValueError, match="1 kernels are new"):
+        gpu_report.of_same_kernels(report, "2", {"a"}, {"a", "b"})
+
+
 def test_what_is_said_of_a_report():
     report = gpu_report.merged({}, "1", {}, IDS, [])
     assert gpu_report.judged(report, "1", IDS) == ([], [])
