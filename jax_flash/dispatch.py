@@ -79,9 +79,18 @@ def choose(one_pass: Pass, operands: dict[str, Any], platform: str) -> Choice:
     if spec.implementation is not None:
         raise NotImplementedError(
             f"implementation={spec.implementation!r} on platform {platform!r}: {unsupported}; "
-            'use implementation=None, which runs implementation="reference" here'
+            f"use implementation=None, {_by_default(one_pass, operands, platform)}"
         )
     return Choice("reference", unsupported)
+
+
+def _by_default(one_pass: Pass, operands: dict[str, Any], platform: str) -> str:
+    """Says what a pass gets if its call names no implementation, in a clause."""
+    spec = dataclasses.replace(one_pass.spec, implementation=None)
+    choice = choose(dataclasses.replace(one_pass, spec=spec), operands, platform)
+    if choice.implementation == "reference":
+        return 'which runs implementation="reference" here'
+    return f"since {choice.reason}"
 
 
 @dataclasses.dataclass(frozen=True)

@@ -10,7 +10,9 @@ from flax import nnx
 
 import jax_flash
 from jax_flash import dispatch, ffi
+from jax_flash.attention import abstract_call
 from jax_flash.options import AllOptions, Options
+from jax_flash.passes import Pass
 
 Q = np.ones((2, 8, 4, 16), np.float32)
 K = np.ones((2, 9, 2, 16), np.float32)
@@ -368,3 +370,33 @@ def test_family_of_cuda_kernels(monkeypatch, capabilities, by_default):
         assert forced.implementation == "flash"
     else:
         assert "the sm_90 kernels run on sm_90 only" in forced
+
+
+@pytest.mark.skipif(not ffi.native.has_cuda(), reason="a build without CUDA kernels")
+@pytest.mark.parametrize(
+    ("platform", "capability", "implementation", "dtype", "head_dim", "advice"),
+    [
+        ("cpu", 90, "flash_sm80", jnp.float32, 64, "since the native CPU kernel ("),
+        ("cpu", 90, "flash", jnp.float64, 64, None),
+        ("cuda", 90, "flash_sm90", jnp.float32, 64, "since the sm_80 kernels support the call"),
+        ("cuda", 89, "flash_sm90", jnp.bfloat16, 64, "since the sm_80 kernels support the call"),
+        ("cuda", 75, "flash_sm80", jnp.bfloat16, 64, None),
+        ("cuda", 90, "flash_sm90", jnp.float16, 1000, None),
+        ("rocm", 90, "flash", jnp.float32, 64, None),
+    ],
+)
+def test_a_refusal_says_what_runs_by_default(
+    monkeypatch, platform, capability, implementation, dtype, head_dim, advice
+):
+    monkeypatch.setattr(dispatch, "_compute_capabilities", lambda: [capability])
+    with jax.enable_x64(dtype == jnp.float64):
+        x = jax.ShapeDtypeStruct((1, 8, 2, head_dim), dtype)
+        operands = {"query": x, "key": x, "value": x}
+        call = abstract_call(x, x, x, implementation=implementation)
+        by_default = abstract_call(x, x, x)
+    with pytest.raises(NotImplementedError, match=f"{implementation}.*{platform}") as caught:
+        dispatch.choose(Pass(call.spec), operands, platform)
+    choice = dispatch.choose(Pass(by_default.spec), operands, platform)
+    assert choice.implementation == ("flash" if advice else "reference")
+    advice = advice or 'which runs implementation="reference" here'
+    assert f"; use implementation=None, {advice}" in str(caught.value)
