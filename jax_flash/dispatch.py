@@ -27,6 +27,9 @@ FLOAT8 = jnp.dtype(DTYPE).name
 # Families of CUDA kernels that run on one compute capability only.
 _ONLY_ON = (90,)
 
+# Queries and keys together, at most (kMaxTotalLength in cuda/plan/choose.cc).
+_MAX_TOTAL_LENGTH = 2**31 - 1024
+
 # Above this head dim (kWidestOfAll in cuda/plan/recipes.h) the sm_90 kernels take no modifiers:
 # none of these operands.
 _WIDEST_OF_ALL = 256
@@ -103,7 +106,7 @@ class _Problem:
       empty: the axis of size 0, or None; a call with such an axis needs no kernel.
       operands: the names of its operands.
       batch_axes: how many batch axes it has when those are folded that fold into one.
-      queries: how many each head has.
+      queries, keys: how many each head has.
       grouped: whether query heads share key heads.
     """
 
@@ -114,6 +117,7 @@ class _Problem:
     operands: tuple[str, ...] = ()
     batch_axes: int = 1
     queries: Size = 0
+    keys: Size = 0
     grouped: bool = False
 
     @property
@@ -139,6 +143,7 @@ class _Problem:
             tuple(operands),
             len(folding_axes(batch_shape(operands), operands.values())),
             query.shape[-3],
+            value.shape[-3],
             query.shape[-2] != operands["key"].shape[-2],
         )
 
@@ -287,6 +292,10 @@ def _unsupported_on_cuda(one_pass: Pass, problem: _Problem) -> str | None:
         return f"{kind} takes {problem.dtype} (they take {others})"
     if unsupported := _unsupported_dims(problem, head_dims):
         return unsupported
+    # A call with a sequence is divided over devices, and each device's part is asked about again.
+    length = problem.queries + problem.keys if one_pass.spec.sequence is None else 0
+    if not is_symbolic_dim(length) and length > _MAX_TOTAL_LENGTH:
+        return f"the CUDA kernels take T + S up to {_MAX_TOTAL_LENGTH}, not {length}"
     widest = problem.widest
     needed = wanted or min(_families(problem.dtype, widest))
     if needed == 90 and (refused := _refused_by_sm90(one_pass.spec, problem)):

@@ -635,6 +635,29 @@ def test_head_dims_above_256_with_less_shared_memory(monkeypatch):
         kernels(head_dim=512, gpu=RTX_4090)
 
 
+@pytest.mark.skipif(64 not in DIMS_80, reason="a build without head dim 64")
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
+@pytest.mark.parametrize("q_len", [1, 2**30])
+def test_longest_call(dtype, q_len, monkeypatch):
+    """Native code and dispatch.py have the same limit."""
+    call = {"batch": 1, "q_len": q_len, "heads": 1, "head_dim": 64, "dtype": dtype}
+    longest = dispatch._MAX_TOTAL_LENGTH - q_len
+    assert "forward" in kernels(**call, kv_len=longest)
+    assert kernels(**call, kv_len=longest + 1) == {}
+    query, key = (shape(1, n, 1, 64, dtype=dtype) for n in (q_len, longest + 1))
+    choice = explain(query, key, key).choices["cuda"]
+    assert choice.implementation == "reference"
+    assert "take T + S up to 2147482624, not 2147482625" in choice.reason
+    monkeypatch.setattr(dispatch, "_MAX_TOTAL_LENGTH", 2**31)
+    with pytest.raises(ValueError, match="q_len . kv_len: expected at most 2147482624"):
+        kernels(**call, kv_len=longest + 1)
+
+
+def test_symbolic_lengths_are_not_compared():
+    x = shape(*jax.export.symbolic_shape("b, t, 2, 64"))
+    assert explain(x, x, x).choices["cuda"].implementation == "flash"
+
+
 def test_what_no_kernel_takes_is_refused():
     with pytest.raises(ValueError, match="sm_90 only"):
         kernels(head_dim=64, implementation="flash_sm90", gpu=A100)
