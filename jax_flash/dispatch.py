@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -64,7 +65,8 @@ def choose(one_pass: Pass, operands: dict[str, Any], platform: str) -> Choice:
       platform: where.
 
     Raises:
-      NotImplementedError: `implementation` names one that cannot run the call there.
+      NotImplementedError: `implementation` names one that cannot run the call there, or the
+        environment limits the CPU kernel to an instruction set that it does not have.
     """
     spec = one_pass.spec
     if spec.implementation == "reference":
@@ -75,6 +77,8 @@ def choose(one_pass: Pass, operands: dict[str, Any], platform: str) -> Choice:
     unsupported = _unsupported(one_pass, problem, platform)
     if unsupported is None and (better := _better_as_reference(one_pass, problem, platform)):
         return Choice("reference", better)
+    if unsupported is None and platform == "cpu":
+        _check_instruction_set()
     if unsupported is None:
         return Choice(
             "flash", _reason(spec, problem, platform), workspace_bytes(one_pass, operands, platform)
@@ -165,6 +169,16 @@ def _reason(spec: AttentionSpec, problem: _Problem, platform: str) -> str:
     chosen = {c if c in families and c in _ONLY_ON else min(families) for c in capabilities}
     names = " and ".join(f"sm_{family}" for family in sorted(chosen))
     return f"the {names} {supports}"
+
+
+def _check_instruction_set() -> None:
+    """Raises where native code would: quietly running the reference would spoil a measurement."""
+    if _library().instruction_set() == "none":
+        name = "JAX_FLASH_CPU_MAX_ISA"  # kMaxIsa in cuda/host/dispatch.cc
+        raise NotImplementedError(
+            f"{name}: expected avx512, avx2 or baseline, got {os.environ.get(name)}; set one of "
+            "them or unset it"
+        )
 
 
 def _products(spec: AttentionSpec, problem: _Problem) -> str:

@@ -84,9 +84,22 @@ def test_an_instruction_set_agrees_with_the_reference(limit):
 
 
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="about the CPU's kernels")
-def test_an_unknown_instruction_set_is_refused():
-    program = "import jax.numpy as jnp, jax_flash; x = jnp.ones((1, 4, 1, 8)); "
-    done = run(program + "jax_flash.dot_product_attention(x, x, x, implementation='flash')", "sse9")
-    assert done.returncode != 0
+@pytest.mark.parametrize("implementation", [None, "flash"])
+def test_an_unknown_instruction_set_is_refused(implementation):
+    program = f"""
+import jax, jax.numpy as jnp, jax_flash
+x = jnp.ones((1, 4, 1, 8))
+options = {{"implementation": {implementation!r}}}
+print(jax_flash.explain(x, x, x, **options))
+assert jax_flash.explain(x, x, x, implementation="reference").choices["cpu"].reason
+jax_flash.dot_product_attention(x, x, x, implementation="reference")
+try:
+    jax.jit(lambda x: jax_flash.dot_product_attention(x, x, x, **options)).lower(x)
+except NotImplementedError as error:
+    print("raised:", error)
+"""
+    done = run(program, "sse9")
+    assert done.returncode == 0, done.stderr
     message = "JAX_FLASH_CPU_MAX_ISA: expected avx512, avx2 or baseline, got sse9; set one"
-    assert message in done.stderr
+    assert f"cpu (this process): not supported: {message}" in done.stdout
+    assert f"raised: {message}" in done.stdout
