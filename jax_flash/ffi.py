@@ -46,7 +46,8 @@ def _load():
     except ImportError as error:
         sentence = (
             f"the native library of jax_flash cannot be loaded ({error}); "
-            "`pip install --force-reinstall jax-flash` builds it anew"
+            "run Python from outside the clone or with `python -P`, or build the library again by "
+            "`pip install .` in the clone"
         )
         warnings.warn(f"{sentence}; until then calls run as the reference", stacklevel=2)
         return None, sentence

@@ -88,6 +88,7 @@ def test_a_missing_library_gives_one_sentence(monkeypatch):
         library, sentence = ffi._load()
     assert library is None
     assert sentence.count(". ") == 0
+    assert "`pip install .` in the clone" in sentence  # there is no package to download
     monkeypatch.setattr(ffi, "native", None)
     monkeypatch.setattr(ffi, "load_error", sentence)
     explanation = jax_flash.explain(X, X, X)
