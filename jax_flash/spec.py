@@ -216,9 +216,9 @@ def make_spec(
             "kept share by at most 1% (as for every rate up to 0.9984), got "
             f"{dropout_rate}, which would keep {kept:.4g}"
         )
-    if isinstance(implementation, str):
+    check_name("implementation", implementation, (*IMPLEMENTATIONS, *_JAX_NN_IMPLEMENTATIONS))
+    if implementation is not None:
         implementation = _JAX_NN_IMPLEMENTATIONS.get(implementation, implementation)
-    check_name("implementation", implementation, IMPLEMENTATIONS)
     return AttentionSpec(
         scale=scale,
         is_causal=flag("is_causal", is_causal),

@@ -165,6 +165,7 @@ CASES = [
     (dict(implementation=np.array(["flash", "x"])), ValueError, "implementation: expected one of"),
     (dict(causal_alignment=np.array(["end", "x"])), ValueError, "causal_alignment: expected one"),
     (dict(implementation="fast"), ValueError, "implementation: expected one of .*'flash'.*'fast'"),
+    (dict(implementation="fast"), ValueError, "one of .*'reference', 'xla', 'cudnn'.*, got 'fast'"),
 ]
 
 
