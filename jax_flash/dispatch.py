@@ -16,7 +16,7 @@ from jax_flash import ffi
 from jax_flash.folding import folding_axes
 from jax_flash.fp8 import DTYPE, KERNEL_BLOCK
 from jax_flash.head_dims import padded_size
-from jax_flash.operands import OPERANDS, batch_shape
+from jax_flash.operands import OPERANDS, batch_shape, public_name
 from jax_flash.passes import Pass
 from jax_flash.spec import FAMILIES, AttentionSpec
 from jax_flash.workspace import Size, workspace_bytes
@@ -220,7 +220,7 @@ def _unsupported(one_pass: Pass, problem: _Problem, platform: str) -> str | None
                 "when the function is traced)"
             )
         if platform not in OPERANDS[name].kernels:
-            return f"the kernels for {platform} do not take {name}"
+            return f"the kernels for {platform} do not take {public_name(name)}"
     if problem.dtype not in ("float32", "bfloat16", "float16", FLOAT8):
         return (
             f"the kernels take float32, bfloat16 and float16, not {problem.dtype} "
@@ -280,7 +280,7 @@ def _unsupported_with_float8(one_pass: Pass, problem: _Problem) -> str | None:
         return "no kernel computes gradients of float8 operands"
     for name in problem.operands:
         if not OPERANDS[name].float8:
-            return f"the FP8 kernels do not take {name.replace('_keys', '')}"
+            return f"the FP8 kernels do not take {public_name(name)}"
     spec = one_pass.spec
     if spec.scale_block % KERNEL_BLOCK:
         return (
@@ -339,7 +339,7 @@ def _refused_by_sm90(spec: AttentionSpec, problem: _Problem) -> str | None:
         "logits_soft_cap": spec.logits_soft_cap is not None,
         "a scale that is not positive": not spec.scale > 0.0,
         "more than two batch axes that do not fold into one": problem.batch_axes > 2,
-        **{name: name in problem.operands for name in _MODIFIERS},
+        **{public_name(name): name in problem.operands for name in _MODIFIERS},
     }
     return next(
         (f"the sm_90 kernels for head dims above 256 do not take {x}" for x in has if has[x]), None

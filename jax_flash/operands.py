@@ -40,6 +40,7 @@ class Operand:
       float8: whether kernels take it with query, key and value of float8.
       whole: the axes that are whole on each device where the call is spread over devices. S, of a
         bias or mask, is whole if each device has its own queries.
+      public: its name in messages, if callers know it by another.
       ring: how a ring treats it. "stays" on its device; "travels" with the keys;
         "either", as its shape along S says; "replaced" by what the ring makes for each block.
     """
@@ -56,6 +57,7 @@ class Operand:
     kernels: tuple[str, ...] = ("cpu", "cuda")
     float8: bool = True
     whole: tuple[str, ...] = ("H", "h", "R", "2", "3")
+    public: str = ""
     ring: Literal["stays", "travels", "either", "replaced"] = "stays"
 
 
@@ -95,11 +97,12 @@ OPERANDS: dict[str, Operand] = {
     "key_value_offsets": Operand(("D",), **_INTEGER, kernels=()),
     # A caller's alone: calls have keys that philox.py makes from it.
     "dropout_seed": Operand(("2",), jnp.integer, "uint32 [2] or a PRNG key", kernels=()),
-    "dropout_keys": Operand(("N", "3"), slot=8, float8=False),
+    "dropout_keys": Operand(("N", "3"), slot=8, float8=False, public="dropout"),
     "dlse": Operand(("N", "T"), slot=9),
     "dropout_start": Operand(("2",), slot=10),
     "lse_low": Operand(("N", "T"), slot=11),  # of the backward pass, where something is added
-    "window": Operand(("2",), slot=12),  # left and right, where a size is an array
+    # Left and right, where a size is an array.
+    "window": Operand(("2",), slot=12, public="local_window_size"),
     "alibi_slopes": Operand(("N",), **_DISTANCE, slot=13),
     "relative_bias": Operand(("N", "R"), **_DISTANCE, forbids=True, slot=14),
     # Float8 operands have one for each token here, and for each block of tokens in native code.
@@ -107,6 +110,11 @@ OPERANDS: dict[str, Operand] = {
     "key_scale": Operand(("K", "S"), **_SCALE, slot=16, ring="travels"),
     "value_scale": Operand(("K", "S"), **_SCALE, slot=17, ring="travels"),
 }  # fmt: skip
+
+
+def public_name(name: str) -> str:
+    """Returns the name of an operand in messages."""
+    return OPERANDS[name].public or name
 
 
 def added(names: Iterable[str]) -> tuple[str, ...]:

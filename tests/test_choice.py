@@ -590,8 +590,12 @@ def test_head_dims_above_256_on_hopper():
         for implementation in ("flash_sm90", None):
             found = kernels(**call, implementation=implementation)
             assert (found["forward"].name, found["backward"].name) == ("columns", "three kernels")
-    for refused in ({"logits_soft_cap": 30.0}, {"segments": True}, {"scale": 0.0}, {"mask": MASK}):
-        with pytest.raises(NotImplementedError, match="head dims above 256 do not take"):
+    for refused, name in (
+        ({"logits_soft_cap": 30.0}, "logits_soft_cap"), ({"segments": True}, "query_segment_ids"),
+        ({"scale": 0.0}, "a scale that is not positive"), ({"mask": MASK}, "mask"),
+        ({"dropout_rate": 0.1}, "dropout"),
+    ):  # fmt: skip
+        with pytest.raises(NotImplementedError, match=f"above 256 do not take {name};"):
             kernels(head_dim=512, implementation="flash_sm90", **refused)
     with pytest.raises(NotImplementedError, match="float32"):
         kernels(head_dim=512, implementation="flash_sm90", dtype=jnp.float32)

@@ -696,7 +696,7 @@ def chosen(q_len=512, heads=4, dim=128, value_dim=None, option=None, **options):
         ({"alibi_slopes": np.ones(4, np.float32)}, "the FP8 kernels do not take alibi_slopes"),
         (
             {"dropout_rate": 0.1, "dropout_seed": np.zeros(2, np.uint32)},
-            "the FP8 kernels do not take dropout",
+            "the FP8 kernels do not take dropout$",
         ),
         ({"option": Fp8(64)}, "for blocks of 128 tokens, .* these are for blocks of 64 tokens"),
         ({"dim": 96}, "take 64, 128, 192 as head_dim, .* not 96 and 96"),
