@@ -214,13 +214,11 @@ def _unsupported(one_pass: Pass, problem: _Problem, platform: str) -> str | None
         if unsupported := _unsupported_with_float8(one_pass, problem):
             return unsupported
     for name in problem.operands:
-        if name == "logits_soft_cap":
+        if not OPERANDS[name].kernels:
             return (
-                "no kernel takes logits_soft_cap as an array (they take a Python number, known "
-                "when the function is traced)"
+                f"no kernel takes {name} as an array (they take a Python number, known when the "
+                "function is traced)"
             )
-        if platform not in OPERANDS[name].kernels:
-            return f"the kernels for {platform} do not take {public_name(name)}"
     if problem.dtype not in ("float32", "bfloat16", "float16", FLOAT8):
         return (
             f"the kernels take float32, bfloat16 and float16, not {problem.dtype} "

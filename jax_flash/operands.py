@@ -35,11 +35,9 @@ class Operand:
       slot: its number among the operands that a call need not have, in the order native code
         counts them (`optional_fields` in cuda/xla/ffi_call.cc, then the scales of `read_scales`);
         None for what every call has.
-      kernels: the platforms whose kernels take it; on others, a call with it runs as the reference.
-        A call with an operand that no platform's take is differentiated as plain JAX.
+      kernels: whether any kernel takes it; a call with one that none takes runs as the reference
+        and is differentiated as plain JAX.
       float8: whether kernels take it with query, key and value of float8.
-      whole: the axes that are whole on each device where the call is spread over devices. S, of a
-        bias or mask, is whole if each device has its own queries.
       public: its name in messages, if callers know it by another.
       ring: how a ring treats it. "stays" on its device; "travels" with the keys;
         "either", as its shape along S says; "replaced" by what the ring makes for each block.
@@ -54,21 +52,25 @@ class Operand:
     adds: bool = False
     by_distance: bool = False
     slot: int | None = None
-    kernels: tuple[str, ...] = ("cpu", "cuda")
+    kernels: bool = True
     float8: bool = True
-    whole: tuple[str, ...] = ("H", "h", "R", "2", "3")
     public: str = ""
     ring: Literal["stays", "travels", "either", "replaced"] = "stays"
+
+    @property
+    def is_matrix(self) -> bool:
+        """Says whether it has a number for each pair of a query and a key."""
+        return "T" in self.axes and "S" in self.axes
 
 
 _FLOAT = {"kind": jnp.floating, "expected": "a float dtype", "differentiable": True}
 _NUMBER = {**_FLOAT, "expected": "a float or integer dtype"}  # integers are converted
 _INTEGER = {"kind": jnp.integer, "expected": "an integer dtype"}
-_MATRIX = {"broadcasts": True, "ring": "either", "whole": ("S",), "float8": False}
+_MATRIX = {"broadcasts": True, "ring": "either", "float8": False}
 _DISTANCE = {
     **_NUMBER, "broadcasts": True, "adds": True, "by_distance": True, "float8": False
 }  # fmt: skip
-_SCALE = {"kind": jnp.floating, "expected": "a float dtype", "kernels": ("cuda",)}
+_SCALE = {"kind": jnp.floating, "expected": "a float dtype"}
 
 OPERANDS: dict[str, Operand] = {
     "query": Operand(("T", "N", "H"), **_FLOAT),
@@ -91,12 +93,12 @@ OPERANDS: dict[str, Operand] = {
     "key_value_segment_ids": Operand(("S",), **_INTEGER, forbids=True, slot=5, ring="travels"),
     "query_offset": Operand((), **_INTEGER, slot=6, ring="replaced"),
     "sinks": Operand(("N",), **_NUMBER, slot=7, ring="replaced"),
-    "logits_soft_cap": Operand((), **_NUMBER, kernels=()),
+    "logits_soft_cap": Operand((), **_NUMBER, kernels=False),
     # A caller's alone: ragged.py makes ids and lengths of them.
-    "query_offsets": Operand(("D",), **_INTEGER, kernels=()),
-    "key_value_offsets": Operand(("D",), **_INTEGER, kernels=()),
+    "query_offsets": Operand(("D",), **_INTEGER),
+    "key_value_offsets": Operand(("D",), **_INTEGER),
     # A caller's alone: calls have keys that philox.py makes from it.
-    "dropout_seed": Operand(("2",), jnp.integer, "uint32 [2] or a PRNG key", kernels=()),
+    "dropout_seed": Operand(("2",), jnp.integer, "uint32 [2] or a PRNG key"),
     "dropout_keys": Operand(("N", "3"), slot=8, float8=False, public="dropout"),
     "dlse": Operand(("N", "T"), slot=9),
     "dropout_start": Operand(("2",), slot=10),

@@ -137,8 +137,8 @@ def make_plan(
             return head_entry
         # A matrix is whole along the keys where a device has its own queries: that is all of what
         # they need.
-        whole = OPERANDS[name].whole if "T" in shared else ()
-        return tokens_entry if letter in shared and letter not in whole else ()
+        whole = letter == "S" and "T" in shared and OPERANDS[name].is_matrix
+        return tokens_entry if letter in shared and not whole else ()
 
     def trailing(name, shape):
         return zip(OPERANDS[name].axes, shape[num_batch:], strict=True)
@@ -226,7 +226,7 @@ def sharding_rule(
             return "query" if apart else token_factor(size, "query_rest")
         if letter == "S" and size == kv_len > 1 and apart:
             return "key"
-        if letter == "S" and size == kv_len > 1 and letter not in OPERANDS[name].whole:
+        if letter == "S" and size == kv_len > 1 and not OPERANDS[name].is_matrix:
             return token_factor(size, "key_rest")
         return alone()
 
