@@ -14,8 +14,7 @@ from jax.typing import ArrayLike
 from jax_flash import autodiff, dispatch, ffi
 from jax_flash.arrays import float_array
 from jax_flash.call import Call, make_call
-from jax_flash.fp8 import DTYPE as FLOAT8
-from jax_flash.fp8 import Fp8
+from jax_flash.fp8 import FLOAT8, Fp8
 from jax_flash.operands import axis_of
 from jax_flash.options import Abstract, AllOptions, WindowSize
 from jax_flash.passes import Pass, as_run, of_shards

@@ -23,7 +23,7 @@ from jax_flash import compat
 from jax_flash.arrays import accumulator_of
 from jax_flash.call import Call
 from jax_flash.explicit import resharded
-from jax_flash.fp8 import DTYPE as FLOAT8
+from jax_flash.fp8 import FLOAT8
 from jax_flash.operands import OPERANDS, Operands, added, batch_shape, broadcast_batch
 from jax_flash.partitioning import (
     match_head_sharding,

@@ -31,8 +31,7 @@ from jax_flash.arrays import (
     unwrapped,
 )
 from jax_flash.explicit import sharded_like
-from jax_flash.fp8 import DTYPE as FLOAT8
-from jax_flash.fp8 import KERNEL_BLOCK, SCALES, Fp8, block_of, token_scale
+from jax_flash.fp8 import FLOAT8, KERNEL_BLOCK, SCALES, Fp8, block_of, token_scale
 from jax_flash.operands import OPERANDS, Operands
 from jax_flash.options import WindowSize
 from jax_flash.philox import dropout_keys

@@ -14,7 +14,7 @@ from jax.export import is_symbolic_dim
 
 from jax_flash import ffi
 from jax_flash.folding import folding_axes
-from jax_flash.fp8 import DTYPE, KERNEL_BLOCK
+from jax_flash.fp8 import FLOAT8_NAME, KERNEL_BLOCK
 from jax_flash.head_dims import padded_size
 from jax_flash.operands import OPERANDS, batch_shape, public_name
 from jax_flash.passes import Pass
@@ -22,8 +22,6 @@ from jax_flash.spec import FAMILIES, AttentionSpec
 from jax_flash.workspace import Size, workspace_bytes
 
 PLATFORMS = ("cpu", "cuda")
-
-FLOAT8 = jnp.dtype(DTYPE).name
 
 # Families of CUDA kernels that run on one compute capability only.
 _ONLY_ON = (90,)
@@ -154,7 +152,7 @@ class _Problem:
 
 def _reason(spec: AttentionSpec, problem: _Problem, platform: str) -> str:
     if platform == "cpu":
-        return f"the native CPU kernel ({_library().instruction_set()}) supports the call"
+        return f"the native CPU kernel ({ffi.native.instruction_set()}) supports the call"
     families = _families(problem.dtype, problem.widest)
     if _refused_by_sm90(spec, problem):
         families -= {90}
@@ -173,7 +171,7 @@ def _reason(spec: AttentionSpec, problem: _Problem, platform: str) -> str:
 
 def _check_instruction_set() -> None:
     """Raises where native code would: quietly running the reference would spoil a measurement."""
-    if _library().instruction_set() == "none":
+    if ffi.native.instruction_set() == "none":
         name = "JAX_FLASH_CPU_MAX_ISA"  # kMaxIsa in cuda/host/dispatch.cc
         raise NotImplementedError(
             f"{name}: expected avx512, avx2 or baseline, got {os.environ.get(name)}; set one of "
@@ -208,9 +206,9 @@ def _unsupported(one_pass: Pass, problem: _Problem, platform: str) -> str | None
         return f"there is no kernel for platform {platform!r} (there is for cpu and cuda)"
     if ffi.native is None:
         return ffi.load_error
-    if problem.dtype == FLOAT8:
+    if problem.dtype == FLOAT8_NAME:
         if platform == "cpu":
-            return f"the kernels for cpu take operands of 16 and 32 bits, not {FLOAT8}"
+            return f"the kernels for cpu take operands of 16 and 32 bits, not {FLOAT8_NAME}"
         if unsupported := _unsupported_with_float8(one_pass, problem):
             return unsupported
     for name in problem.operands:
@@ -219,7 +217,7 @@ def _unsupported(one_pass: Pass, problem: _Problem, platform: str) -> str | None
                 f"no kernel takes {name} as an array (they take a Python number, known when the "
                 "function is traced)"
             )
-    if problem.dtype not in ("float32", "bfloat16", "float16", FLOAT8):
+    if problem.dtype not in ("float32", "bfloat16", "float16", FLOAT8_NAME):
         return (
             f"the kernels take float32, bfloat16 and float16, not {problem.dtype} "
             "(cast to float32 to use them)"
@@ -295,7 +293,7 @@ def _unsupported_on_cuda(one_pass: Pass, problem: _Problem) -> str | None:
         return f"this build of jax_flash contains no sm_{wanted} kernels"
     head_dims = {
         head_dim
-        for _, family, dtype, head_dim in _library().cuda_instances()
+        for _, family, dtype, head_dim in ffi.native.cuda_instances()
         if dtype == problem.dtype and wanted in (None, family)
     }
     if not head_dims:
@@ -349,7 +347,7 @@ def _unsupported_dims(problem: _Problem, head_dims: set[int]) -> str | None:
     for name, dim in (("head_dim", problem.head_dim), ("value_dim", problem.value_dim)):
         if is_symbolic_dim(dim):
             return f"the CUDA kernels need a static {name}, not {dim}"
-    if problem.dtype == FLOAT8:
+    if problem.dtype == FLOAT8_NAME:
         pair = problem.head_dim, problem.value_dim
         if problem.head_dim in head_dims and (pair[0] == pair[1] or pair == (192, 128)):
             return None
@@ -364,16 +362,11 @@ def _unsupported_dims(problem: _Problem, head_dims: set[int]) -> str | None:
     return None
 
 
-def _library() -> Any:
-    """Returns the native library, which is known to be loaded."""
-    return ffi.native
-
-
 def rounds(arrays: Iterable[Any]) -> bool:
     """Says whether the CUDA kernel that rounds to float8 takes these arrays; see cuda/quantize/."""
     return (
         ffi.native is not None
-        and _library().has_cuda()
+        and ffi.native.has_cuda()
         and all(x.size and x.shape[-1] % 8 == 0 and x.shape[-1] <= 256 for x in arrays)
         and all(capability >= 80 for capability in _compute_capabilities())
     )
@@ -383,7 +376,7 @@ def _families(dtype: str | None = None, widest: int = 0) -> set[int]:
     """Returns the families of this build, for a dtype and for head dims up to `widest` if given."""
     return {
         family
-        for _, family, name, head_dim in _library().cuda_instances()
+        for _, family, name, head_dim in ffi.native.cuda_instances()
         if (dtype is None or name == dtype) and head_dim >= widest
     }
 

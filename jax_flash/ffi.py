@@ -40,7 +40,8 @@ MAX_BATCH_AXES = 4
 MAX_FLOAT8_BATCH_AXES = 2
 
 
-def _load():
+def _load() -> tuple[Any, str | None]:
+    """Returns the native library, or None and a sentence that says why it does not load."""
     try:
         library = importlib.import_module("jax_flash._native")
     except ImportError as error:
@@ -187,7 +188,7 @@ def kernel(
             for x in arrays
         ]
 
-    found = _library().cuda_kernel(
+    found = native.cuda_kernel(
         one_pass.is_backward,
         described(_in_order(operands)),
         [*described(results.values()), ("uint8", [0])],
@@ -198,8 +199,3 @@ def kernel(
     )
     family, name, queries, keys, reason = found
     return Kernel(family, name, (queries, keys) if queries else None, reason)
-
-
-def _library() -> Any:
-    """The native library, where it is known to be loaded."""
-    return native

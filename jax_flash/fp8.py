@@ -20,7 +20,8 @@ from jax.export import is_symbolic_dim
 from jax_flash.explicit import fitting
 from jax_flash.operands import Operands
 
-DTYPE = jnp.float8_e4m3fn
+FLOAT8 = jnp.float8_e4m3fn
+FLOAT8_NAME = jnp.dtype(FLOAT8).name
 GREATEST = 448.0  # of e4m3
 # Tokens that share a scale in a kernel, at least.
 KERNEL_BLOCK = 128
@@ -111,7 +112,7 @@ def quantized_by_xla(x: jax.Array, option: Fp8) -> Quantized:
     by_token = token_scale(scale, block_size(option.per, length), length, heads)
     scaled = x.astype(jnp.float32) / jnp.swapaxes(by_token, -1, -2)[..., None]
     values = scaled + jax.lax.stop_gradient(round_e4m3(scaled) - scaled)
-    return Quantized(jnp.where(jnp.abs(x) < jnp.inf, values, jnp.nan).astype(DTYPE), scale)
+    return Quantized(jnp.where(jnp.abs(x) < jnp.inf, values, jnp.nan).astype(FLOAT8), scale)
 
 
 def _scale(x: jax.Array, per: Per) -> jax.Array:
@@ -185,10 +186,10 @@ def moved(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Arr
 
     Otherwise XLA may convert them to wider numbers and send these.
     """
-    if x.dtype != DTYPE:
+    if x.dtype != FLOAT8:
         return collective(x)
     sent = collective(jax.lax.bitcast_convert_type(x, jnp.uint8))
-    return jax.lax.bitcast_convert_type(sent, DTYPE)
+    return jax.lax.bitcast_convert_type(sent, FLOAT8)
 
 
 def rotate_back(option: Fp8, gradients: Operands) -> Operands:

@@ -21,7 +21,7 @@ from jax.typing import ArrayLike
 from jax_flash import compat
 from jax_flash.arrays import as_jax
 from jax_flash.fp8 import (
-    DTYPE,
+    FLOAT8,
     KERNEL_BLOCK,
     SCALES,
     Fp8,
@@ -85,7 +85,7 @@ def run_by_xla(*arrays: jax.Array, static: Rounding) -> list[jax.Array]:
 def _abstract(*types: ShapedArray, static: Rounding) -> list[ShapedArray]:
     values, scales = [], []
     for i, x in enumerate(types):
-        values.append(x.update(dtype=jnp.dtype(DTYPE), weak_type=False))
+        values.append(x.update(dtype=jnp.dtype(FLOAT8), weak_type=False))
         shape, mesh = static.scale_shape(i, x.shape), x.sharding.mesh
         more = {}
         if mesh.axis_names:

@@ -15,12 +15,10 @@ import jax.numpy as jnp
 from jax.export import is_symbolic_dim
 
 from jax_flash import ffi
-from jax_flash.fp8 import DTYPE
+from jax_flash.fp8 import FLOAT8_NAME
 from jax_flash.head_dims import padded_size
 from jax_flash.operands import OPERANDS, batch_shape
 from jax_flash.passes import Pass
-
-FLOAT8 = jnp.dtype(DTYPE).name
 
 # A number or, under `jax.export`, an expression of symbolic sizes.
 Size = Any
@@ -112,7 +110,7 @@ def _cuda_forward(
     del heads, soft_cap_or_dropout
     # cuda/plan/decode_sm80.h: what 2,048 blocks leave behind, of at most 16 rows each
     size = 2048 * 16 * (value_dim + 5) * 4 if max(head_dim, value_dim) <= 256 else 0
-    if dtype == FLOAT8:  # or cuda/plan/float8.h: transposed values, and factors
+    if dtype == FLOAT8_NAME:  # or cuda/plan/float8.h: transposed values, and factors
         spans = _segment_spans(batch, q_len, kv_len) + 256 if segments else 0
         return size + spans + batch * kv_heads * (kv_len // 128 + 1) * (128 * value_dim + 16) + 4
     del kv_heads
