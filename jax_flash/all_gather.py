@@ -17,13 +17,13 @@ import jax.numpy as jnp
 from jax_flash.arrays import accumulator_of
 from jax_flash.fp8 import moved
 from jax_flash.operands import Operands, axis_of
-from jax_flash.ring_blocks import Blocks, Run, restore
+from jax_flash.ring_blocks import Blocks, RunBlock, restore
 from jax_flash.sequence import SequenceSharding, zigzag_permute, zigzag_restore
 from jax_flash.spec import AttentionSpec
 
 
 def gathered(
-    run: Run, spec: AttentionSpec, sequence: SequenceSharding, operands: Operands
+    run: RunBlock, spec: AttentionSpec, sequence: SequenceSharding, operands: Operands
 ) -> Operands:
     """Runs a pass, forward or backward, on this device's shards.
 

@@ -15,14 +15,14 @@ import jax.numpy as jnp
 from jax_flash.arrays import accumulator_of
 from jax_flash.operands import Operands
 from jax_flash.reference import two_sum
-from jax_flash.ring_blocks import Blocks, Run, restore
+from jax_flash.ring_blocks import Blocks, RunBlock, restore
 from jax_flash.ring_passes import add_sinks
 from jax_flash.sequence import SequenceSharding
 from jax_flash.spec import AttentionSpec
 
 
 def reduced(
-    run: Run, spec: AttentionSpec, sequence: SequenceSharding, operands: Operands
+    run: RunBlock, spec: AttentionSpec, sequence: SequenceSharding, operands: Operands
 ) -> Operands:
     """Runs a pass, forward or backward, on this device's keys.
 

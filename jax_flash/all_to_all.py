@@ -29,14 +29,14 @@ def exchanged(
       sequence: the sharding.
       operands: by name, this device's shards.
     """
-    exchange = _Exchange(sequence, operands)
+    exchange = _Exchange(sequence)
     heads = {name: exchange.to_heads(name, x) for name, x in operands.items()}
     results = in_position_order(run, sequence, heads)
     return {name: exchange.to_sequence(name, x, operands.get(name)) for name, x in results.items()}
 
 
 class _Exchange:
-    def __init__(self, sequence: SequenceSharding, operands: Operands):
+    def __init__(self, sequence: SequenceSharding):
         self._devices, self._axis_name = sequence.devices, sequence.axis_name
         self._device = jax.lax.axis_index(self._axis_name)
 

@@ -141,7 +141,7 @@ def _tangent(*arrays, one_pass: Pass, names, results, wrt):
 
     def forward(moving):
         made = spread(one_pass, run_reference, {**operands, **moving})
-        return [broadcast_batch(name, made[name], batch) for name in _DIFFERENTIABLE]
+        return [broadcast_batch(made[name], batch) for name in _DIFFERENTIABLE]
 
     # vmap may map a tangent and not its operand, or the other way round.
     shapes = {n: jnp.broadcast_shapes(x.shape, operands[n].shape) for n, x in tangents.items()}
@@ -258,7 +258,7 @@ def _tangent_transpose(cotangents, *arrays, one_pass: Pass, names, results, wrt)
     gradients: Operands = {}
     if cotangents:
         batch = batch_shape({**operands, **made, **moving})
-        made = {name: broadcast_batch(name, x, batch) for name, x in made.items()}
+        made = {name: broadcast_batch(x, batch) for name, x in made.items()}
         others = {**{n: x for n, x in operands.items() if n not in moving}, **made}
         attended = functools.partial(_attended, one_pass, tuple(cotangents))
         _, vjp = jax.vjp(lambda x: attended(x, others), moving)

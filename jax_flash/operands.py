@@ -113,6 +113,9 @@ OPERANDS: dict[str, Operand] = {
     "value_scale": Operand(("K", "S"), **_SCALE, slot=17, ring="travels"),
 }  # fmt: skip
 
+# What the backward pass has from the forward pass and from its caller, with every batch axis.
+GIVEN = ("out", "lse", "lse_low", "dout", "dlse")
+
 
 def public_name(name: str) -> str:
     """Returns the name of an operand in messages."""
@@ -148,7 +151,7 @@ def batch_shape(operands) -> tuple[int, ...]:
     return batch
 
 
-def broadcast_batch(name: str, x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
+def broadcast_batch(x: jax.Array, batch: tuple[int, ...]) -> jax.Array:
     """Broadcasts an operand to all batch axes in full."""
     shape = (*batch, *x.shape[len(batch) :])
     return x if x.shape == shape else jnp.broadcast_to(x, shape)

@@ -17,19 +17,10 @@ import jax.numpy as jnp
 from jax_flash import all_gather, all_reduce, all_to_all, reference, ring_passes
 from jax_flash.arrays import accumulator_of
 from jax_flash.fp8 import rotate_back
-from jax_flash.operands import (
-    OPERANDS,
-    Operands,
-    added,
-    batch_shape,
-    broadcast_batch,
-)
+from jax_flash.operands import GIVEN, OPERANDS, Operands, added, batch_shape, broadcast_batch
 from jax_flash.quantization import quantize_operands, round_operands
 from jax_flash.sequence import SequenceSharding, choose_mode, in_position_order
 from jax_flash.spec import AttentionSpec
-
-# What the backward pass has from the forward pass and from its caller, with every batch axis.
-_GIVEN = ("out", "lse", "lse_low", "dout", "dlse")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -92,6 +83,7 @@ class Pass:
         )
 
 
+# Runs any pass.
 Run = Callable[[Pass, Operands], Operands]
 
 
@@ -103,10 +95,7 @@ def complete(one_pass: Pass, operands: Operands) -> Operands:
     if not one_pass.is_backward:
         return operands
     batch = batch_shape(operands)
-    return {
-        name: broadcast_batch(name, x, batch) if name in _GIVEN else x
-        for name, x in operands.items()
-    }
+    return {n: broadcast_batch(x, batch) if n in GIVEN else x for n, x in operands.items()}
 
 
 def run_reference(one_pass: Pass, operands: Operands) -> Operands:

@@ -18,7 +18,7 @@ from jax.export import is_symbolic_dim
 
 from jax_flash.arrays import INT32, accumulator_of
 from jax_flash.fp8 import rounded_weights
-from jax_flash.operands import OPERANDS, Operands, added, axis_of, batch_shape
+from jax_flash.operands import GIVEN, OPERANDS, Operands, added, axis_of, batch_shape
 from jax_flash.philox import dropout_keep
 from jax_flash.spec import SOFT_CAPS, AttentionSpec
 
@@ -94,8 +94,7 @@ def backward(
     Returns:
       Gradients by name, each in its operand's shape and dtype.
     """
-    given = ("out", "lse", "lse_low", "dout", "dlse")
-    inputs = {n: x for n, x in operands.items() if n not in given}
+    inputs = {name: x for name, x in operands.items() if name not in GIVEN}
     wanted = {name: inputs[name] for name in grad_of}
     results, vjp = jax.vjp(lambda x: forward(spec, {**inputs, **x}), wanted)
     lse, dout, dlse = results["lse"], operands["dout"], operands.get("dlse")

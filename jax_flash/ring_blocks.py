@@ -23,7 +23,8 @@ from jax_flash.operands import OPERANDS, Operands, axis_of, batch_shape
 from jax_flash.sequence import SequenceSharding
 from jax_flash.spec import AttentionSpec
 
-Run = Callable[[Operands], Operands]
+# Runs a pass that is known, on what `Blocks.take` returns.
+RunBlock = Callable[[Operands], Operands]
 
 
 def _chunk_axes(name: str, ndim: int):
@@ -75,7 +76,7 @@ def restore(name: str, x: jax.Array, accumulator) -> jax.Array:
     return x.astype(accumulator)
 
 
-def one_key_chunk_at_a_time(run: Run) -> Run:
+def one_key_chunk_at_a_time(run: RunBlock) -> RunBlock:
     """Runs a block as a call for each chunk of keys, if there are other batch axes.
 
     Hopper's copy engine takes operands of at most two batch axes. With more that do not fold, the

@@ -21,13 +21,12 @@ import jax.numpy as jnp
 
 from jax_flash.arrays import accumulator_of
 from jax_flash.fp8 import moved
+from jax_flash.operands import Operands
 from jax_flash.reference import two_sum
-from jax_flash.ring_blocks import Blocks, Run, one_key_chunk_at_a_time, restore
+from jax_flash.ring_blocks import Blocks, RunBlock, one_key_chunk_at_a_time, restore
 from jax_flash.ring_route import plan_route
 from jax_flash.sequence import SequenceSharding
 from jax_flash.spec import AttentionSpec
-
-Operands = dict[str, jax.Array]
 
 
 class _Parcel:
@@ -64,7 +63,7 @@ class _Parcel:
 class _Ring:
     """Holds what both passes share: the order of the steps, and the transfers."""
 
-    def __init__(self, run: Run, spec: AttentionSpec, sequence: SequenceSharding, operands):
+    def __init__(self, run: RunBlock, spec: AttentionSpec, sequence: SequenceSharding, operands):
         self.blocks = Blocks(spec, sequence, operands)
         lengths = self.blocks.q_len, self.blocks.kv_len
         if 0 in (*operands["query"].shape[:-1], *lengths):  # there are no logits
@@ -155,7 +154,7 @@ def _rounds(steps: int) -> tuple[int, int]:
 
 
 def forward(
-    run: Run, spec: AttentionSpec, sequence: SequenceSharding, operands: Operands
+    run: RunBlock, spec: AttentionSpec, sequence: SequenceSharding, operands: Operands
 ) -> Operands:
     """Returns out [*B,T/D,N,h], lse and, if something is added, lse_low [*B,N,T/D], of own queries.
 
@@ -233,7 +232,7 @@ def add_sinks(part: Operands, rows, operands: Operands, q_len: int) -> Operands:
 
 
 def backward(
-    run: Run, spec: AttentionSpec, sequence: SequenceSharding, operands: Operands
+    run: RunBlock, spec: AttentionSpec, sequence: SequenceSharding, operands: Operands
 ) -> Operands:
     """Gradients of query, key, value and of all else that `run` returns: this device's shards.
 
