@@ -127,20 +127,15 @@ def make_call(
     alike = flag("broadcast_dropout", broadcast_dropout)
     query = array("query", query)
     has_batch = query.ndim > 3
-    scale_array = None if scale is None or is_number(scale) else scale
-    cap_array = None if logits_soft_cap is None or is_number(logits_soft_cap) else logits_soft_cap
     sides, window = _window(local_window_size)
-    if scale is None and query.ndim and is_symbolic_dim(query.shape[-1]):
-        raise ValueError(
-            "scale: expected a number where query's head dim is symbolic "
-            f"({query.shape[-1]}), got None"
-        )
+    number, scale_array = _number_or_array(scale)
+    cap, cap_array = _number_or_array(logits_soft_cap)
     spec = make_spec(
-        head_dim=query.shape[-1] if query.ndim else 0,
-        scale=scale if scale is None or is_number(scale) else 1.0,
+        head_dim=_head_dim(query, scale),
+        scale=number if scale_array is None else 1.0,
         is_causal=is_causal,
         window=sides,
-        logits_soft_cap=logits_soft_cap if is_number(logits_soft_cap) else None,
+        logits_soft_cap=cap,
         dropout_rate=dropout_rate,
         deterministic=deterministic,
         precision=precision,
@@ -148,58 +143,81 @@ def make_call(
         sequence=sequence,
     )
     operands = _query_key_value(query, key, value)
-    *batch, q_len, heads, _ = operands["query"].shape
-    sizes = {"T": q_len, "S": operands["key"].shape[-3], "N": heads}
-    batch = tuple(batch)
-    parts = sequence.devices if sequence is not None and is_shard else 1
-    for name, letter in (("query", "T"), ("key", "S")):
-        if not is_symbolic_dim(sizes[letter]) and sizes[letter] * parts > INT32.max:
-            raise ValueError(
-                f"{name}: expected a sequence of at most 2**31 - 1 tokens, since positions are "
-                f"int32, got {sizes[letter] * parts}"
-            )
+    sizes = _sizes(operands, has_batch, sequence.devices if sequence and is_shard else 1)
     scales = {"query": query_scale, "key": key_scale, "value": value_scale}
     spec = _float8(spec, operands, scales, fp8, out_dtype)
     if scale_array is not None:
-        spec = _scale(spec, operands, scale_array, batch)
-    for name, x in (("bias", bias), ("mask", mask)):
-        if x is not None:
-            operands[name] = _matrix(name, x, operands["query"].dtype, batch, sizes, parts)
-    for name, x in (
-        ("query_seq_lengths", query_seq_lengths),
-        ("key_value_seq_lengths", key_value_seq_lengths),
-    ):
-        if x is not None:
-            operands[name] = saturate(_with_batch(name, integers(name, x), batch, (), has_batch))
-    operands |= _segment_ids(query_segment_ids, key_value_segment_ids, batch, sizes, has_batch)
-    _query_offset(operands, query_offset, batch)
-    if window is not None:
-        operands["window"] = window.reshape((1,) * len(batch) + (2,))
-        if "query_offset" in operands:
-            # The greatest size stands for no limit. Near the ends of int32, a position less it
-            # would fall among the keys. No query reaches a key across more than `room`.
-            room = (sizes["T"] + sizes["S"]) * parts
-            operands["query_offset"] = jnp.clip(
-                operands["query_offset"], int(INT32.min) + room, int(INT32.max) - room
-            )
-    if sinks is not None:
-        operands["sinks"] = _sinks(sinks, operands["query"].dtype, batch, heads)
-    for name, x in (("alibi_slopes", alibi_slopes), ("relative_bias", relative_bias)):
-        if x is not None:
-            operands[name] = _by_distance(name, x, operands["query"].dtype, (*batch, heads))
+        spec = _scale(spec, operands, scale_array, sizes)
+    operands |= _matrices(bias, mask, sizes)
+    operands |= _lengths(query_seq_lengths, key_value_seq_lengths, sizes)
+    operands |= _segment_ids(query_segment_ids, key_value_segment_ids, sizes)
+    operands |= _positions(query_offset, window, sizes)
+    operands |= _of_heads(sinks, alibi_slopes, relative_bias, sizes)
     if cap_array is not None:
-        operands["logits_soft_cap"] = _soft_cap(cap_array, operands["query"].dtype, batch)
+        operands["logits_soft_cap"] = _soft_cap(cap_array, sizes)
     if spec.dropout_threshold:
-        operands |= _dropout(dropout_seed, batch, heads, alike)
+        operands |= _dropout(dropout_seed, sizes, alike)
     if sequence is not None:
-        if not is_shard:
-            sequence = with_chosen_mode(sequence, operands)
-            spec = dataclasses.replace(spec, sequence=sequence)
-        check_sequence(sequence, operands, local=is_shard)
+        spec = _with_sequence(spec, sequence, operands, is_shard)
     documents = make_documents(spec, operands, query_offsets, key_value_offsets, causal_alignment)
     if documents is not None:
         spec = with_own_scales(documents, spec, operands)
     return Call(spec, operands, has_batch, returns_lse, documents)
+
+
+@dataclasses.dataclass(frozen=True)
+class _Sizes:
+    """Holds what arguments have to fit.
+
+    Attributes:
+      batch: the call's batch axes, at least one.
+      axes: T, S and N, by letter.
+      dtype: query's.
+      has_batch: whether the caller's query has batch axes.
+      parts: how many devices share the sequences of which the arrays are shards; 1 if they are not.
+    """
+
+    batch: tuple[int, ...]
+    axes: dict[str, int]
+    dtype: Any
+    has_batch: bool
+    parts: int
+
+    @property
+    def heads(self) -> int:
+        return self.axes["N"]
+
+    def of(self, name: str) -> tuple[int, ...]:
+        """Returns the sizes of an operand's axes behind the batch axes."""
+        return tuple(self.axes[letter] for letter in OPERANDS[name].axes)
+
+
+def _sizes(operands: Operands, has_batch: bool, parts: int) -> _Sizes:
+    """Returns the sizes of query and key, whose positions have to be within int32."""
+    *batch, q_len, heads, _ = operands["query"].shape
+    axes = {"T": q_len, "S": operands["key"].shape[-3], "N": heads}
+    for name, letter in (("query", "T"), ("key", "S")):
+        if not is_symbolic_dim(axes[letter]) and axes[letter] * parts > INT32.max:
+            raise ValueError(
+                f"{name}: expected a sequence of at most 2**31 - 1 tokens, since positions are "
+                f"int32, got {axes[letter] * parts}"
+            )
+    return _Sizes(tuple(batch), axes, operands["query"].dtype, has_batch, parts)
+
+
+def _number_or_array(x: ArrayLike | None) -> tuple[Any, ArrayLike | None]:
+    """Returns an argument as a known number or as an array; what it is not is None."""
+    return (x, None) if x is None or is_number(x) else (None, x)
+
+
+def _head_dim(query: jax.Array, scale: ArrayLike | None) -> int:
+    """Returns query's head dim, of which the scale is made where there is none."""
+    head_dim = query.shape[-1] if query.ndim else 0
+    if scale is None and is_symbolic_dim(head_dim):
+        raise ValueError(
+            f"scale: expected a number where query's head dim is symbolic ({head_dim}), got None"
+        )
+    return head_dim
 
 
 def _query_key_value(query, key, value) -> Operands:
@@ -306,15 +324,16 @@ def _token_scale(name: str, x: ArrayLike | None, batch, length, heads: int):
     return token_scale(x, block, length, heads), block
 
 
-def _scale(spec: AttentionSpec, operands: Operands, scale: ArrayLike, batch) -> AttentionSpec:
+def _scale(
+    spec: AttentionSpec, operands: Operands, scale: ArrayLike, sizes: _Sizes
+) -> AttentionSpec:
     """Multiplies the query by a scale that is an array: kernels take a number that is known.
 
     A query of float8 stays as it is, and its own scale is multiplied.
     """
     query = operands["query"]
-    q_len, heads, _ = query.shape[-3:]
-    scale = number_array("scale", scale)
-    scale = _broadcastable("scale", scale, "[*B, N, T, 1]", (*batch, heads, q_len, 1))
+    shape = (*sizes.batch, sizes.heads, sizes.axes["T"], 1)
+    scale = _broadcastable("scale", number_array("scale", scale), "[*B, N, T, 1]", shape)
     wide = accumulator_of(query.dtype)
     if "query_scale" in operands:
         operands["query_scale"] = operands["query_scale"] * scale[..., 0].astype(wide)
@@ -328,29 +347,60 @@ def _scale(spec: AttentionSpec, operands: Operands, scale: ArrayLike, batch) -> 
     return spec
 
 
-def _matrix(name: str, x: ArrayLike, dtype, batch, sizes, parts: int) -> jax.Array:
+def _matrices(bias: ArrayLike | None, mask: ArrayLike | None, sizes: _Sizes) -> Operands:
+    given = {"bias": bias, "mask": mask}
+    return {name: _matrix(name, x, sizes) for name, x in given.items() if x is not None}
+
+
+def _matrix(name: str, x: ArrayLike, sizes: _Sizes) -> jax.Array:
     """Returns the bias or the mask."""
-    x = floats(name, x, dtype) if name == "bias" else array(name, x)
-    if x.dtype == jnp.float64 and dtype != jnp.float64:
+    x = floats(name, x, sizes.dtype) if name == "bias" else array(name, x)
+    if x.dtype == jnp.float64 and sizes.dtype != jnp.float64:
         x = float32(x)
     elif x.dtype != jnp.bool_ and x.dtype.itemsize < 2:
         x = x.astype(jnp.float32)
-    shape = (*batch, *(sizes[letter] for letter in OPERANDS[name].axes))
-    return _broadcastable(name, x, "[*B, N, T, S]", shape, parts)
+    shape = (*sizes.batch, *sizes.of(name))
+    return _broadcastable(name, x, "[*B, N, T, S]", shape, sizes.parts)
 
 
-def _sinks(sinks: ArrayLike, dtype, batch, heads: int) -> jax.Array:
-    sinks = floats("sinks", sinks, dtype)
-    _expect_shape("sinks", sinks, (heads,))
-    if dtype != jnp.float64:
+def _lengths(query: ArrayLike | None, key_value: ArrayLike | None, sizes: _Sizes) -> Operands:
+    given = {"query_seq_lengths": query, "key_value_seq_lengths": key_value}
+    return {
+        name: saturate(_with_batch(name, integers(name, x), sizes))
+        for name, x in given.items()
+        if x is not None
+    }
+
+
+def _of_heads(
+    sinks: ArrayLike | None,
+    alibi_slopes: ArrayLike | None,
+    relative_bias: ArrayLike | None,
+    sizes: _Sizes,
+) -> Operands:
+    """Returns what each head has one of."""
+    operands = {}
+    if sinks is not None:
+        operands["sinks"] = _sinks(sinks, sizes)
+    for name, x in (("alibi_slopes", alibi_slopes), ("relative_bias", relative_bias)):
+        if x is not None:
+            operands[name] = _by_distance(name, x, sizes)
+    return operands
+
+
+def _sinks(sinks: ArrayLike, sizes: _Sizes) -> jax.Array:
+    sinks = floats("sinks", sinks, sizes.dtype)
+    _expect_shape("sinks", sinks, (sizes.heads,))
+    if sizes.dtype != jnp.float64:
         sinks = float32(sinks)
-    return sinks.reshape((1,) * len(batch) + (heads,))
+    return sinks.reshape((1,) * len(sizes.batch) + (sizes.heads,))
 
 
-def _by_distance(name: str, x: ArrayLike, dtype, shape) -> jax.Array:
-    """Returns the ALiBi slopes or the relative bias; shape is [*B,N]."""
-    x = floats(name, x, dtype)
-    if dtype != jnp.float64:
+def _by_distance(name: str, x: ArrayLike, sizes: _Sizes) -> jax.Array:
+    """Returns the ALiBi slopes or the relative bias."""
+    shape = (*sizes.batch, sizes.heads)
+    x = floats(name, x, sizes.dtype)
+    if sizes.dtype != jnp.float64:
         x = float32(x)
     if name == "alibi_slopes":
         x = _broadcastable(name, x, "[*B, N]", shape)
@@ -363,20 +413,16 @@ def _by_distance(name: str, x: ArrayLike, dtype, shape) -> jax.Array:
     return _broadcastable(name, x, "[*B, N, R]", (*shape, x.shape[-1]))
 
 
-def _soft_cap(cap: ArrayLike, dtype, batch) -> jax.Array:
+def _soft_cap(cap: ArrayLike, sizes: _Sizes) -> jax.Array:
     """Returns a soft cap that is an array."""
     cap = number_array("logits_soft_cap", cap)
     if cap.size != 1:
         raise ValueError(f"logits_soft_cap: expected one number, got shape {cap.shape}")
-    return cap.astype(accumulator_of(dtype)).reshape((1,) * len(batch))
+    return cap.astype(accumulator_of(sizes.dtype)).reshape((1,) * len(sizes.batch))
 
 
 def _segment_ids(
-    query_ids: ArrayLike | None,
-    key_value_ids: ArrayLike | None,
-    batch,
-    sizes,
-    has_batch: bool,
+    query_ids: ArrayLike | None, key_value_ids: ArrayLike | None, sizes: _Sizes
 ) -> Operands:
     given = {"query_segment_ids": query_ids, "key_value_segment_ids": key_value_ids}
     missing = [name for name, x in given.items() if x is None]
@@ -387,9 +433,7 @@ def _segment_ids(
         raise ValueError(f"{missing[0]}: expected an array together with {present}, got None")
     ids = []
     for name, x in given.items():
-        x = integers(name, x)
-        axes = [sizes[letter] for letter in OPERANDS[name].axes]
-        x = _with_batch(name, x, batch, axes, has_batch)
+        x = _with_batch(name, integers(name, x), sizes)
         if isinstance(x, np.ndarray) and x.dtype.itemsize == 8:
             # NumPy and Python have 64 bits for small numbers, too.
             if ((x >= INT32.min) & (x <= INT32.max)).all():
@@ -403,20 +447,33 @@ def _segment_ids(
     return dict(zip(given, comparable(*ids), strict=True))
 
 
-def _query_offset(operands: Operands, offset, batch) -> None:
-    if isinstance(offset, int | np.integer) and not isinstance(offset, bool):
-        if offset == 0:
-            return
-        if not INT32.min <= offset <= INT32.max:
-            raise ValueError(
-                f"query_offset: expected a number from -2**31 to 2**31 - 1, got {offset}"
-            )
+def _positions(offset: ArrayLike, window: jax.Array | None, sizes: _Sizes) -> Operands:
+    """Returns the query offset, unless it is known to be 0, and the sizes of a window of arrays."""
+    operands = {}
+    known = isinstance(offset, int | np.integer) and not isinstance(offset, bool)
+    if not (known and offset == 0):
+        operands["query_offset"] = _query_offset(offset, known, sizes)
+    if window is None:
+        return operands
+    operands["window"] = window.reshape((1,) * len(sizes.batch) + (2,))
+    if "query_offset" in operands:
+        # The greatest size stands for no limit. Near the ends of int32, a position less it
+        # would fall among the keys. No query reaches a key across more than `room`.
+        room = (sizes.axes["T"] + sizes.axes["S"]) * sizes.parts
+        operands["query_offset"] = jnp.clip(
+            operands["query_offset"], int(INT32.min) + room, int(INT32.max) - room
+        )
+    return operands
+
+
+def _query_offset(offset: Any, known: bool, sizes: _Sizes) -> jax.Array:
+    if known and not INT32.min <= offset <= INT32.max:
+        raise ValueError(f"query_offset: expected a number from -2**31 to 2**31 - 1, got {offset}")
     offset = saturate(integers("query_offset", offset))
     if offset.ndim == 0:
-        offset = offset.reshape((1,) * len(batch))
-    else:
-        _expect_shape("query_offset", offset, batch)
-    operands["query_offset"] = offset
+        return offset.reshape((1,) * len(sizes.batch))
+    _expect_shape("query_offset", offset, sizes.batch)
+    return offset
 
 
 def _window(size: Any) -> tuple[tuple[int | None, int | None], jax.Array | None]:
@@ -468,7 +525,8 @@ def _side(side: Any, size: Any) -> tuple[int | None, int | jax.Array]:
     )
 
 
-def _dropout(seed: ArrayLike | None, batch, heads: int, alike: bool) -> Operands:
+def _dropout(seed: ArrayLike | None, sizes: _Sizes, alike: bool) -> Operands:
+    batch, heads = sizes.batch, sizes.heads
     expected = OPERANDS["dropout_seed"].expected
     if seed is None:
         raise ValueError(f"dropout_seed: expected {expected} with a dropout_rate above 0, got None")
@@ -493,12 +551,24 @@ def _dropout(seed: ArrayLike | None, batch, heads: int, alike: bool) -> Operands
     return {"dropout_keys": keys.reshape(*batch, heads, 3)}
 
 
-def _with_batch(name: str, x, batch, axes, has_batch: bool):
-    """Adds to x [*B, *axes] the batch entry that query lacks, if x lacks it."""
-    if not has_batch and x.shape != (*batch, *axes):
+def _with_sequence(
+    spec: AttentionSpec, sequence: SequenceSharding, operands: Operands, is_shard: bool
+) -> AttentionSpec:
+    """Returns the spec of a call whose sequence is spread so, if it can be."""
+    if not is_shard:
+        sequence = with_chosen_mode(sequence, operands)
+        spec = dataclasses.replace(spec, sequence=sequence)
+    check_sequence(sequence, operands, local=is_shard)
+    return spec
+
+
+def _with_batch(name: str, x, sizes: _Sizes):
+    """Adds to an operand the batch entry that query lacks, if x lacks it."""
+    axes = sizes.of(name)
+    if not sizes.has_batch and x.shape != (*sizes.batch, *axes):
         _expect_shape(name, x, axes)
         return x[None]
-    _expect_shape(name, x, (*batch, *axes))
+    _expect_shape(name, x, (*sizes.batch, *axes))
     return x
 
 
