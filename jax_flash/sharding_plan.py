@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import itertools
 import math
+from collections.abc import Iterable
 
 import jax
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule
 from jax.sharding import PartitionSpec
 
 from jax_flash.arrays import accumulator_of
-from jax_flash.operands import OPERANDS, Operands, axis_of
+from jax_flash.operands import OPERANDS, Operands
 from jax_flash.passes import Pass, Run, on_shards
 from jax_flash.sequence import SequenceSharding, fits, why_reduce
 from jax_flash.spec import AttentionSpec
 
 Shapes = dict[str, tuple[int, ...]]
+Specs = dict[str, PartitionSpec]
+Entry = tuple[str, ...]  # of a spec: mesh axes
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,9 +32,9 @@ class Plan:
       sequence: how the sequence is sharded, if it is.
     """
 
-    operands: dict[str, PartitionSpec]
-    results: dict[str, PartitionSpec]
-    sums: dict[str, tuple[str, ...]]
+    operands: Specs
+    results: Specs
+    sums: dict[str, Entry]
     sequence: SequenceSharding | None
 
     def run(self, one_pass: Pass, run: Run, operands: Operands) -> Operands:
@@ -44,7 +46,7 @@ class Plan:
         return results
 
 
-def axis_names(entry) -> tuple[str, ...]:
+def axis_names(entry) -> Entry:
     """Returns the mesh axes that an entry of a spec names."""
     if entry is None or entry is PartitionSpec.UNCONSTRAINED:
         return ()
@@ -55,7 +57,7 @@ def make_plan(
     spec: AttentionSpec,
     operand_shapes: Shapes,
     result_shapes: Shapes,
-    specs: dict[str, PartitionSpec],
+    specs: Specs,
     axis_sizes: dict[str, int],
     manual: frozenset[str] = frozenset(),
 ) -> Plan:
@@ -68,103 +70,145 @@ def make_plan(
       axis_sizes: size of each mesh axis.
       manual: axes of a shard_map around the call, whose parts the shapes are of.
     """
-    rank = len(operand_shapes["query"])
-    num_batch = rank - len(OPERANDS["query"].axes)
-    q_len, heads, _ = operand_shapes["query"][num_batch:]
-    kv_len, kv_heads, _ = operand_shapes["key"][num_batch:]
-    used = set(spec.sequence.axes if spec.sequence else ())
-
-    def many(size):
-        return size not in (0, 1)  # a symbolic one cannot be compared
-
-    def first_entry(candidates, fitting):
-        for entry in candidates:
-            names = axis_names(entry)
-            parts = math.prod(axis_sizes[name] for name in names)
-            if names and not used & set(names) and fitting(names, parts):
-                used.update(names)
-                return names
-        return ()
-
-    def dividing(*sizes):
-        return lambda _, parts: all(size % parts == 0 for size in sizes)
-
-    def entry_of(name, axis):
-        spec = specs[name]
-        return spec[axis] if axis < len(spec) else None
-
-    def entries_of(letters):
-        for name, letter in zip(("query", "key"), letters, strict=True):
-            yield entry_of(name, axis_of(name, letter, rank))
-
-    batch_entries = []
-    for axis in range(num_batch):
-        full = {name: shape[axis] for name, shape in operand_shapes.items() if many(shape[axis])}
-        candidates = (entry_of(name, axis) for name in full)
-        batch_entries.append(first_entry(candidates, dividing(*full.values())))
-    divided = (heads,) if kv_heads == 1 else (heads, kv_heads)
-    # An exchange divides a device's heads once more. Heads that do not divide are gathered.
-    exchanged = spec.sequence.devices if spec.sequence and spec.sequence.mode == "all_to_all" else 1
-    whole_heads = dividing(*divided)
-    head_entry = first_entry(
-        entries_of("NK"), lambda names, parts: whole_heads(names, parts * exchanged)
-    )
-
-    def sequence_of(mode, names, parts):
-        offset = None if "query_offset" in operand_shapes else 0
-        return SequenceSharding(names, parts, mode=mode, offset=offset)
-
-    def suits(mode, names, parts):
-        shapes = operand_shapes["query"], operand_shapes["key"]
-        wanted = mode == "ring" or why_reduce(*shapes, parts)
-        return wanted and fits(sequence_of(mode, names, parts), q_len, kv_len)
-
-    sequence = spec.sequence
-    if sequence is None:
-        queries, keys = entries_of("TS")
-        # Queries that are sharded keep that: on an Explicit mesh, it is part of the output's type.
-        for mode, candidate in (("ring", queries), ("all_reduce", keys), ("ring", keys)):
-            names = first_entry([candidate], functools.partial(suits, mode))
-            if names:
-                parts = math.prod(axis_sizes[name] for name in names)
-                sequence = sequence_of(mode, names, parts)
-                break
-    tokens_entry = tuple(a for a in sequence.axes if a not in manual) if sequence else ()
+    free = _FreeAxes(axis_sizes, set(spec.sequence.axes if spec.sequence else ()))
+    batch = _batch_entries(operand_shapes, specs, free)
+    heads = _head_entry(spec, operand_shapes, specs, free)
+    sequence = spec.sequence or _sequence(operand_shapes, specs, free)
+    tokens = tuple(a for a in sequence.axes if a not in manual) if sequence else ()
     shared = "S" if sequence and sequence.mode == "all_reduce" else "TS"
-
-    def entry(name, letter):
-        if letter in "NK":
-            return head_entry
-        # A matrix is whole along the keys where a device has its own queries: that is all of what
-        # they need.
-        whole = letter == "S" and "T" in shared and OPERANDS[name].is_matrix
-        return tokens_entry if letter in shared and not whole else ()
-
-    def trailing(name, shape):
-        return zip(OPERANDS[name].axes, shape[num_batch:], strict=True)
-
-    def spec_of(name, shape):
-        entries = [e if many(shape[a]) else () for a, e in enumerate(batch_entries)]
-        entries += [
-            entry(name, letter) if many(size) else () for letter, size in trailing(name, shape)
-        ]
-        return PartitionSpec(*(e or None for e in entries))
-
-    def sums_of(name, shape):
-        missing = [e for a, e in enumerate(batch_entries) if shape[a] == 1]
-        missing += [entry(name, letter) for letter, size in trailing(name, shape) if size == 1]
-        # Each device has its part of a gradient of what the devices do not share.
-        if name in operand_shapes and not set(shared) & set(OPERANDS[name].axes):
-            missing.append(tokens_entry)
-        return tuple(itertools.chain.from_iterable(missing))
-
-    sums = {name: sums_of(name, shape) for name, shape in result_shapes.items()}
+    layout = _Layout(batch, heads, tokens, shared)
+    sums = {
+        name: layout.sums(name, shape, is_gradient=name in operand_shapes)
+        for name, shape in result_shapes.items()
+    }
     return Plan(
-        {name: spec_of(name, shape) for name, shape in operand_shapes.items()},
-        {name: spec_of(name, shape) for name, shape in result_shapes.items()},
+        {name: layout.spec(name, shape) for name, shape in operand_shapes.items()},
+        {name: layout.spec(name, shape) for name, shape in result_shapes.items()},
         {name: axes for name, axes in sums.items() if axes},
         sequence,
     )
+
+
+@dataclasses.dataclass
+class _FreeAxes:
+    """Hands out mesh axes, each once.
+
+    Attributes:
+      sizes: size of each mesh axis.
+      used: those that are taken.
+    """
+
+    sizes: dict[str, int]
+    used: set[str]
+
+    def parts(self, entry: Entry) -> int:
+        return math.prod(self.sizes[name] for name in entry)
+
+    def has(self, entry: Entry) -> bool:
+        return bool(entry) and not self.used & set(entry)
+
+    def take(self, entry: Entry) -> Entry:
+        self.used.update(entry)
+        return entry
+
+    def take_dividing(self, candidates: Iterable[Entry], sizes: Iterable[int], again=1) -> Entry:
+        """Takes the first candidate that divides all sizes into parts that `again` divides.
+
+        Returns () if there is none.
+        """
+        sizes = tuple(sizes)
+        for entry in candidates:
+            if self.has(entry) and not any(n % (self.parts(entry) * again) for n in sizes):
+                return self.take(entry)
+        return ()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """Says which mesh axes divide each axis of a call.
+
+    Attributes:
+      batch: those of each batch axis.
+      heads: those of N and K.
+      tokens: those of the sequence.
+      shared: the letters of the axes that those of the sequence divide.
+    """
+
+    batch: tuple[Entry, ...]
+    heads: Entry
+    tokens: Entry
+    shared: str
+
+    def spec(self, name: str, shape: tuple[int, ...]) -> PartitionSpec:
+        """Returns the spec of an operand or a result."""
+        entries = zip(self._entries(name), shape, strict=True)
+        return PartitionSpec(*(entry if entry and _many(size) else None for entry, size in entries))
+
+    def sums(self, name: str, shape: tuple[int, ...], *, is_gradient: bool) -> Entry:
+        """Returns the mesh axes to add a result over."""
+        entries = zip(self._entries(name), shape, strict=True)
+        missing = [entry for entry, size in entries if size == 1]
+        # Each device has its part of a gradient of what the devices do not share.
+        if is_gradient and not set(self.shared) & set(OPERANDS[name].axes):
+            missing.append(self.tokens)
+        return tuple(itertools.chain.from_iterable(missing))
+
+    def _entries(self, name: str) -> list[Entry]:
+        return [*self.batch, *(self._entry(name, letter) for letter in OPERANDS[name].axes)]
+
+    def _entry(self, name: str, letter: str) -> Entry:
+        if letter in "NK":
+            return self.heads
+        # A matrix is whole along the keys where a device has its own queries: that is all of what
+        # they need.
+        whole = letter == "S" and "T" in self.shared and OPERANDS[name].is_matrix
+        return self.tokens if letter in self.shared and not whole else ()
+
+
+def _many(size) -> bool:
+    return size not in (0, 1)  # a symbolic one cannot be compared
+
+
+def _entry_of(specs: Specs, name: str, axis: int) -> Entry:
+    """Returns the mesh axes that divide an operand's axis now."""
+    return axis_names(specs[name][axis]) if axis < len(specs[name]) else ()
+
+
+def _batch_entries(shapes: Shapes, specs: Specs, free: _FreeAxes) -> tuple[Entry, ...]:
+    """Takes the mesh axes of each batch axis from the first operand that has any there."""
+    entries = []
+    for axis in range(len(shapes["query"]) - len(OPERANDS["query"].axes)):
+        full = {name: shape[axis] for name, shape in shapes.items() if _many(shape[axis])}
+        candidates = (_entry_of(specs, name, axis) for name in full)
+        entries.append(free.take_dividing(candidates, full.values()))
+    return tuple(entries)
+
+
+def _head_entry(spec: AttentionSpec, shapes: Shapes, specs: Specs, free: _FreeAxes) -> Entry:
+    """Takes the mesh axes of the heads from query or key. Heads that do not divide are gathered."""
+    heads, kv_heads = shapes["query"][-2], shapes["key"][-2]
+    # An exchange divides a device's heads once more.
+    exchanged = spec.sequence.devices if spec.sequence and spec.sequence.mode == "all_to_all" else 1
+    candidates = (_entry_of(specs, name, len(shapes[name]) - 2) for name in ("query", "key"))
+    divided = (heads,) if kv_heads == 1 else (heads, kv_heads)
+    return free.take_dividing(candidates, divided, exchanged)
+
+
+def _sequence(shapes: Shapes, specs: Specs, free: _FreeAxes) -> SequenceSharding | None:
+    """Takes the mesh axes of the sequence from query or key; None if it is not divided."""
+    query, key = shapes["query"], shapes["key"]
+    queries, keys = (_entry_of(specs, name, len(shapes[name]) - 3) for name in ("query", "key"))
+    offset = None if "query_offset" in shapes else 0
+    # Queries that are sharded keep that: on an Explicit mesh, it is part of the output's type.
+    for mode, entry in (("ring", queries), ("all_reduce", keys), ("ring", keys)):
+        if not free.has(entry):
+            continue
+        sequence = SequenceSharding(entry, free.parts(entry), mode=mode, offset=offset)
+        wanted = mode == "ring" or why_reduce(query, key, sequence.devices)
+        if wanted and fits(sequence, query[-3], key[-3]):
+            free.take(entry)
+            return sequence
+    return None
 
 
 def sharding_rule(
