@@ -3,20 +3,16 @@
 Keys and values stay where they are. The forward pass merges the devices' outputs by their lse. In
 the backward pass, each device computes the gradients of its own keys and values from the merged
 results, and its part of the other gradients, which the caller adds up over the devices.
-
-Reference: Milakov and Gimelshein, "Online normalizer calculation for softmax", 2018, section 3.1.
 """
 
 from __future__ import annotations
 
 import jax
-import jax.numpy as jnp
 
 from jax_flash.arrays import accumulator_of
+from jax_flash.merging import add_sinks, merge_over_devices
 from jax_flash.operands import Operands
-from jax_flash.reference import two_sum
 from jax_flash.ring_blocks import Blocks, RunBlock, restore
-from jax_flash.ring_passes import add_sinks
 from jax_flash.sequence import SequenceSharding
 from jax_flash.spec import AttentionSpec
 
@@ -42,28 +38,7 @@ def reduced(
     results = {name: restore(name, x, accumulator) for name, x in run(block).items()}
     if "out" not in results:
         return {name: x.astype(operands[name].dtype) for name, x in results.items()}
-    results = _merge(results, sequence.axis_name)
+    results = merge_over_devices(results, sequence.axis_name)
     if "sinks" in operands:  # once, and not for each device
         results = add_sinks(results, blocks.rows(0), operands, blocks.q_len)
     return {**results, "out": results["out"].astype(spec.result_dtype(operands["query"].dtype))}
-
-
-def _merge(part: Operands, axis_name) -> Operands:
-    """Merges the devices' attention: out [*B,T,N,h], lse and perhaps lse_low [*B,N,T]."""
-    lse, low = part["lse"], part.get("lse_low", 0)
-    highest = jax.lax.pmax(jax.lax.stop_gradient(lse), axis_name)
-    # If no device attended to anything, exp(-inf - 0) gives the zeros wanted.
-    base = jnp.where(highest == -jnp.inf, 0, highest)
-    weight = jnp.swapaxes(jnp.exp((lse - base) + low), -1, -2)[..., None]
-    # All that is added up is one array, so that it is sent at once.
-    sums = jax.lax.psum(jnp.concatenate([weight * part["out"], weight], -1), axis_name)
-    total = sums[..., -1:]
-    empty = total == 0
-    total = jnp.where(empty, 1, total)
-    merged = {"out": sums[..., :-1] / total}
-    empty, total = (jnp.swapaxes(x[..., 0], -1, -2) for x in (empty, total))
-    lse, low = two_sum(base, jnp.log(total))
-    merged["lse"] = jnp.where(empty, -jnp.inf, lse)
-    if "lse_low" in part:
-        merged["lse_low"] = jnp.where(empty, 0, low)
-    return merged

@@ -15,6 +15,7 @@ from jax_flash import autodiff, dispatch, ffi
 from jax_flash.arrays import float_array
 from jax_flash.call import Call, make_call
 from jax_flash.fp8 import FLOAT8, Fp8
+from jax_flash.merging import merge
 from jax_flash.operands import axis_of
 from jax_flash.options import Abstract, AllOptions, WindowSize
 from jax_flash.passes import Pass, as_run, of_shards
@@ -400,22 +401,15 @@ def merge_attention(
             raise ValueError(f"{name}: expected shape {shape}, got {x.shape}")
     is_double = any(x.dtype == jnp.float64 for x in (out1, lse1, out2, lse2))
     wide = jnp.float64 if is_double else jnp.float32
-    lse1, lse2 = lse1.astype(wide), lse2.astype(wide)
-    highest = jnp.maximum(lse1, lse2)
-    # Where neither part attended to anything, exp(-inf - 0) gives the zeros wanted.
-    base = jax.lax.stop_gradient(jnp.where(highest == -jnp.inf, 0.0, highest))
-    weight1, weight2 = jnp.exp(lse1 - base), jnp.exp(lse2 - base)
-    total = weight1 + weight2
-    empty = total == 0.0
-    total = jnp.where(empty, 1.0, total)
-    lse = jnp.where(empty, -jnp.inf, base + jnp.log(total))
 
-    def share(weight, lse, out):
-        out = jnp.where(lse[..., None] == -jnp.inf, 0.0, out.astype(wide))  # even if it is NaN
-        return jnp.where(weight == 0.0, 0.0, weight / total)[..., None] * out
+    def part(out, lse):
+        # Nothing of a part that contributes nothing is used, even if it or its tangent is NaN.
+        empty = lse == -jnp.inf
+        out, lse = jnp.where(empty[..., None], 0, out), jnp.where(empty, -jnp.inf, lse)
+        return {"out": out, "lse": jnp.swapaxes(lse, -1, -2)}
 
-    out = share(weight1, lse1, out1) + share(weight2, lse2, out2)
-    return out.astype(out1.dtype), lse
+    merged = merge([part(out1, lse1), part(out2, lse2)], wide)
+    return merged["out"].astype(out1.dtype), jnp.swapaxes(merged["lse"], -1, -2)
 
 
 @dataclasses.dataclass(frozen=True)

@@ -13,7 +13,6 @@ Reference: Liu et al., "Ring attention with blockwise transformers", 2023, secti
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import jax
@@ -21,8 +20,8 @@ import jax.numpy as jnp
 
 from jax_flash.arrays import accumulator_of
 from jax_flash.fp8 import moved
+from jax_flash.merging import add_sinks, merge
 from jax_flash.operands import Operands
-from jax_flash.reference import two_sum
 from jax_flash.ring_blocks import Blocks, RunBlock, one_key_chunk_at_a_time, restore
 from jax_flash.ring_route import plan_route
 from jax_flash.sequence import SequenceSharding
@@ -179,7 +178,7 @@ def forward(
         return parts
 
     def settle(parts):
-        return [_merge(parts, ring.accumulator)]
+        return [merge(parts, ring.accumulator)]
 
     (results,) = settle(ring.go_round(step_of, [], settle=settle))
     place = results["out"].ndim - 3
@@ -190,45 +189,6 @@ def forward(
     if "sinks" in operands:
         results = add_sinks(results, ring.blocks.rows(ring.device), operands, ring.blocks.q_len)
     return {**results, "out": results["out"].astype(spec.result_dtype(operands["query"].dtype))}
-
-
-def _merge(parts: list[Operands], accumulator) -> Operands:
-    """Merges attention over the keys of parts: out [...,T,N,h], lse, lse_low [...,N,T].
-
-    Where any part has lse_low, which defaults to 0, so has the result.
-    """
-    lses = [part["lse"].astype(accumulator) for part in parts]
-    highest = functools.reduce(jnp.maximum, lses)
-    # Where no part attended to anything, exp(-inf - 0) gives the zeros wanted.
-    base = jax.lax.stop_gradient(jnp.where(highest == -jnp.inf, 0, highest))
-    weights = [
-        jnp.exp((lse - base) + part.get("lse_low", 0))
-        for lse, part in zip(lses, parts, strict=True)
-    ]
-    total = sum(weights)
-    empty = total == 0
-    total = jnp.where(empty, 1, total)
-    outs = [
-        jnp.swapaxes(weight / total, -1, -2)[..., None] * part["out"].astype(accumulator)
-        for weight, part in zip(weights, parts, strict=True)
-    ]
-    lse, lse_low = two_sum(base, jnp.log(total))
-    results = {"out": sum(outs), "lse": jnp.where(empty, -jnp.inf, lse)}
-    if any("lse_low" in part for part in parts):
-        results["lse_low"] = jnp.where(empty, 0, lse_low)
-    return results
-
-
-def add_sinks(part: Operands, rows, operands: Operands, q_len: int) -> Operands:
-    """Adds sinks as one more part, of rows that exist, with no output."""
-    out, lse = part["out"], part["lse"]
-    sinks = operands["sinks"][..., None].astype(lse.dtype)
-    if "query_seq_lengths" in operands:
-        lengths = jnp.clip(operands["query_seq_lengths"], 0, q_len)
-        sinks = jnp.where(rows < lengths[..., None, None], sinks, -jnp.inf)
-    shape = jnp.broadcast_shapes(sinks.shape, lse.shape)  # vmap may map the sinks alone
-    sink = {"out": jnp.zeros((), out.dtype), "lse": jnp.broadcast_to(sinks, shape)}
-    return _merge([part, sink], out.dtype)
 
 
 def backward(
