@@ -17,7 +17,7 @@ from jax_flash.reference import two_sum
 def merge(parts: list[Operands], accumulator) -> Operands:
     """Merges parts: out [...,T,N,h], lse, lse_low [...,N,T].
 
-    Where any part has lse_low, which defaults to 0, so has the result.
+    The result has lse_low if any part has; that of the others is 0.
 
     Args:
       parts: of disjoint sets of keys.
@@ -55,7 +55,7 @@ def merge_over_devices(part: Operands, axis_name) -> Operands:
 def _base(highest: jax.Array) -> jax.Array:
     """Returns what to subtract from each lse, given the highest.
 
-    Where no part attended to anything, exp(-inf - 0) gives the zeros wanted.
+    It is 0 where no part attended to anything: exp(-inf - 0) gives the zeros wanted.
     """
     return jax.lax.stop_gradient(jnp.where(highest == -jnp.inf, 0, highest))
 

@@ -113,7 +113,7 @@ OPERANDS: dict[str, Operand] = {
     "value_scale": Operand(("K", "S"), **_SCALE, slot=17, ring="travels"),
 }  # fmt: skip
 
-# What the backward pass has from the forward pass and from its caller, with every batch axis.
+# The backward pass has these from the forward pass and from its caller, with every batch axis.
 GIVEN = ("out", "lse", "lse_low", "dout", "dlse")
 
 
