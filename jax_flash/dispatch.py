@@ -75,9 +75,9 @@ def choose(one_pass: Pass, operands: dict[str, Any], platform: str) -> Choice:
     unsupported = _unsupported(one_pass, problem, platform)
     if unsupported is None and (better := _better_as_reference(one_pass, problem, platform)):
         return Choice("reference", better)
-    if unsupported is None and platform == "cpu":
-        _check_instruction_set()
     if unsupported is None:
+        if platform == "cpu":
+            _check_instruction_set()
         return Choice(
             "flash", _reason(spec, problem, platform), workspace_bytes(one_pass, operands, platform)
         )
