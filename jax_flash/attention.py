@@ -406,10 +406,11 @@ def merge_attention(
         # Nothing of a part that contributes nothing is used, even if it or its tangent is NaN.
         empty = lse == -jnp.inf
         out, lse = jnp.where(empty[..., None], 0, out), jnp.where(empty, -jnp.inf, lse)
-        return {"out": out, "lse": jnp.swapaxes(lse, -1, -2)}
+        # As if each row were alone, so that any axes are taken.
+        return {"out": out[..., None, None, :], "lse": lse[..., None, None]}
 
     merged = merge([part(out1, lse1), part(out2, lse2)], wide)
-    return merged["out"].astype(out1.dtype), jnp.swapaxes(merged["lse"], -1, -2)
+    return merged["out"][..., 0, 0, :].astype(out1.dtype), merged["lse"][..., 0, 0]
 
 
 @dataclasses.dataclass(frozen=True)
