@@ -11,11 +11,13 @@ Residuals between forward and backward pass are the operands and the forward pas
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.core import ShapedArray
 from jax.extend.core import Primitive
 from jax.interpreters import ad, batching, mlir
 
@@ -210,8 +212,11 @@ def _attended_backward(one_pass: Pass, wanted, residuals, cotangents: Operands):
 _attended.defvjp(_attended_forward, _attended_backward)
 
 
-def _like(gradient: jax.Array, operand: jax.Array) -> jax.Array:
-    """Gives a gradient the operand's shape, by sums over broadcast axes, and its sharding."""
+def _like(gradient: jax.Array, operand: jax.Array | ShapedArray) -> jax.Array:
+    """Gives a gradient the operand's shape, by sums over broadcast axes, and its sharding.
+
+    Of an operand that is not known, the type says both.
+    """
     axes = tuple(axis for axis, size in enumerate(operand.shape) if size != gradient.shape[axis])
     if axes:
         gradient = gradient.sum(axes, keepdims=True, dtype=accumulator_of(gradient.dtype)).astype(
@@ -266,14 +271,21 @@ def _tangent_transpose(cotangents, *arrays, one_pass: Pass, names, results, wrt)
     return [None] * (len(arrays) - len(wrt)) + [gradients.get(name) for name in wrt]
 
 
+def _unknown(operands: dict, linear_in: tuple[str, ...], where: str) -> list[str]:
+    """Returns the operands that `jax.linear_transpose` transposes in; refuses all but some."""
+    unknown = [name for name, x in operands.items() if ad.is_undefined_primal(x)]
+    if not set(unknown) <= set(linear_in):
+        raise NotImplementedError(
+            f"jax.linear_transpose of {where}: expected it in {' and '.join(linear_in)} alone, "
+            f"got {unknown}"
+        )
+    return unknown
+
+
 def _forward_transpose(cotangents, *arrays, one_pass: Pass, names):
     """Serves `jax.linear_transpose`: out is linear in value alone; lse does not depend on it."""
     operands = dict(zip(names, arrays, strict=True))
-    unknown = [name for name, x in operands.items() if ad.is_undefined_primal(x)]
-    if unknown != ["value"]:
-        raise NotImplementedError(
-            f"jax.linear_transpose of attention: expected it in value alone, got {unknown}"
-        )
+    _unknown(operands, ("value",), "attention")
     dout = cotangents[0]
     if isinstance(dout, ad.Zero):
         return [None] * len(arrays)
@@ -282,8 +294,35 @@ def _forward_transpose(cotangents, *arrays, one_pass: Pass, names):
     operands["value"] = resharded(zeros, [*value.sharding.spec], value.sharding.mesh)
     operands |= bind(one_pass, operands)
     gradients = bind(Pass(one_pass.spec, "backward"), {**operands, "dout": dout})
-    dvalue = _like(gradients["value"], operands["value"])
+    dvalue = _like(gradients["value"], value)
     return [dvalue if name == "value" else None for name in names]
+
+
+def _backward_transpose(cotangents, *arrays, one_pass: Pass, names):
+    """Serves `jax.linear_transpose` of a vjp, which is the jvp: cotangents are its tangents."""
+    operands = dict(zip(names, arrays, strict=True))
+    unknown = _unknown(operands, ("dout", "dlse"), "the vjp of attention")
+    known = {name: x for name, x in operands.items() if name not in ("dout", "dlse")}
+    results = tuple(name for name in Pass(one_pass.spec).result_types(known) if name in known)
+    primals = {name: x for name, x in known.items() if name not in results}
+    moving = {
+        name: x
+        for name, x in zip(one_pass.result_types(known), cotangents, strict=True)
+        if not isinstance(x, ad.Zero)
+    }
+    if not moving:
+        return [None] * len(arrays)
+    tangents = tangent_p.bind(
+        *primals.values(),
+        *(known[name] for name in results),
+        *moving.values(),
+        one_pass=dataclasses.replace(one_pass, kind="forward", gradients=()),
+        names=tuple(primals),
+        results=results,
+        wrt=tuple(moving),
+    )
+    made = dict(zip(("dout", "dlse"), tangents, strict=True))
+    return [_like(made[n], operands[n].aval) if n in unknown else None for n in names]
 
 
 tangent_p = Primitive("attention_tangent")
@@ -298,5 +337,6 @@ for _primitive in forward_ps:
     ad.primitive_transposes[_primitive] = _forward_transpose
 for _primitive in backward_ps:
     ad.primitive_jvps[_primitive] = functools.partial(_jvp_of_plain, _plain_backward, _primitive)
+    ad.primitive_transposes[_primitive] = _backward_transpose
 ad.primitive_jvps[tangent_p] = functools.partial(_jvp_of_plain, _tangent, tangent_p)
 ad.primitive_transposes[tangent_p] = _tangent_transpose

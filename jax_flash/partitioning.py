@@ -142,11 +142,12 @@ def _vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
     return jax.lax.pcast(x, missing, to="varying") if missing else x
 
 
-def match_sharding(gradient: jax.Array, operand: jax.Array) -> jax.Array:
+def match_sharding(gradient: jax.Array, operand: jax.Array | ShapedArray) -> jax.Array:
     """Gives a gradient its operand's type, which on an Explicit mesh includes the sharding."""
-    if AxisType.Explicit not in jax.typeof(operand).sharding.mesh.axis_types:
+    sharding = _type(operand).sharding
+    if AxisType.Explicit not in sharding.mesh.axis_types:
         return gradient
-    return jax.sharding.reshard(gradient, jax.typeof(operand).sharding)
+    return jax.sharding.reshard(gradient, sharding)
 
 
 def match_head_sharding(sinks: jax.Array, lse: jax.Array) -> jax.Array:

@@ -253,6 +253,153 @@ def test_linear_transpose_keeps_the_sharding(spec):
     np.testing.assert_allclose(jax.device_get(got), expected, rtol=1e-5, atol=1e-6)
 
 
+def both_results(attention, *x):
+    query, key, value, bias, sinks = x
+    return attention(
+        query, key, value, bias, sinks=sinks, is_causal=True, query_offset=2, logits_soft_cap=3.0,
+        return_residual=True,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("wanted", [(0,), (1,), (0, 1)], ids=["out", "lse", "both"])
+def test_linear_transpose_of_a_vjp_is_the_jvp(wanted):
+    def some(*x):
+        return [both_results(FLASH, *x)[i] for i in wanted]
+
+    @jax.jit
+    def run(*x):
+        results, vjp = jax.vjp(some, *x)
+        transpose = jax.linear_transpose(vjp, results)
+        twice = jax.linear_transpose(lambda t: transpose(t)[0], directions())
+        return transpose(directions())[0], twice(results)[0], vjp(results)
+
+    got, twice, gradients = run(*arguments())
+    _, expected = jax.jvp(some, arguments(), directions())
+    assert_same(got, expected)
+    assert_same(twice, gradients)
+
+
+def test_linear_transpose_of_some_gradients():
+    """Cotangents of the other gradients are zeros, and bias and sinks may not move at all."""
+    query, key, value, bias, sinks = arguments()
+
+    def attend(query, value):
+        return both_results(FLASH, query, key, value, bias, sinks)
+
+    results, vjp = jax.vjp(attend, query, value)
+    (got,) = jax.linear_transpose(lambda c: vjp(c)[1], results)(directions()[2])
+    expected = jax.jvp(lambda v: attend(query, v), (value,), (directions()[2],))[1]
+    assert_same(got, expected)
+
+
+@pytest.mark.parametrize("axes", [(0, None), (None, 0), (0, 0)], ids=str)
+def test_linear_transpose_of_a_mapped_vjp(axes):
+    """A vmap may map the tangents, the operands or both; a constant cotangent has no batch."""
+    query = arguments()[0]
+    queries = query if axes[0] is None else jnp.stack([query, 2 * query])
+    tangents = directions()[2]
+    tangents = tangents if axes[1] is None else jnp.stack([tangents, -2 * tangents])
+
+    def transposed(attention, query, tangent):
+        results, vjp = jax.vjp(functools.partial(both_results, attention), query, *arguments()[1:])
+        return jax.linear_transpose(lambda c: vjp(c)[2], results)(tangent)[0]
+
+    def run(attention):
+        return jax.vmap(functools.partial(transposed, attention), axes)(queries, tangents)
+
+    assert_same(run(FLASH), run(REFERENCE))
+
+    def outside(attention):
+        def mapped(cotangents):
+            def one(query):
+                return jax.vjp(functools.partial(both_results, attention), query, *arguments()[1:])
+
+            return jax.vmap(lambda q: one(q)[1](cotangents)[2])(jnp.stack([query, 2 * query]))
+
+        cotangents = both_results(REFERENCE, *arguments())
+        given = jnp.stack([directions()[2], -directions()[2]])
+        return jax.linear_transpose(mapped, cotangents)(given)[0]
+
+    assert_same(outside(FLASH), outside(REFERENCE))
+
+
+@pytest.mark.parametrize("alignment", ["start", "end"])
+def test_linear_transpose_of_a_vjp_with_documents(alignment):
+    x = tuple(y[:1] for y in arguments()[:3])
+    tangents = tuple(jnp.cos(y) for y in x)
+
+    def attend(*x):
+        out, lse = FLASH(
+            *x, query_offsets=jnp.array([0, 3, 7]), key_value_offsets=jnp.array([0, 5, 9]),
+            is_causal=True, causal_alignment=alignment, return_residual=True,
+        )  # fmt: skip
+        return out, jnp.where(jnp.isfinite(lse), lse, 0)
+
+    results, vjp = jax.vjp(attend, *x)
+    got = jax.linear_transpose(vjp, results)(tangents)[0]
+    assert_same(got, jax.jvp(attend, x, tangents)[1])
+
+
+@pytest.mark.parametrize(
+    ("spec", "axis"),
+    [(P("s"), None), (P(None, "s"), None), (P(None, "s"), "s"), (P(None, None, "s"), None)],
+    ids=str,
+)
+def test_linear_transpose_of_a_vjp_keeps_the_sharding(spec, axis):
+    mesh = jax.make_mesh((2,), ("s",), axis_types=(AxisType.Explicit,))
+    x = tuple(jax.random.normal(jax.random.key(i), (2, 8, 2, 8)) for i in range(3))
+    tangents = tuple(jnp.cos(y) for y in x)
+    attend = functools.partial(FLASH, is_causal=True, return_residual=True)
+
+    @jax.jit
+    def transposed(x, tangents):
+        results, vjp = jax.vjp(functools.partial(attend, sequence_axis=axis), *x)
+        transpose = jax.linear_transpose(vjp, results)
+        twice = jax.linear_transpose(lambda t: transpose(t)[0], tangents)
+        return transpose(tangents)[0], twice(results)[0], results, x
+
+    expected = jax.jvp(attend, x, tangents)[1]
+    _, vjp = jax.vjp(attend, *x)
+    gradients = vjp(attend(*x))
+    with jax.set_mesh(mesh):
+        placed = jax.device_put((x, tangents), NamedSharding(mesh, spec))
+        got, twice, *alike = transposed(*placed)
+        for y, like in zip(jax.tree.leaves((got, twice)), jax.tree.leaves(alike), strict=True):
+            assert jax.typeof(y).sharding == jax.typeof(like).sharding
+    assert_same(jax.device_get(got), expected)
+    assert_same(jax.device_get(twice), gradients)
+
+
+def test_linear_transpose_of_a_vjp_in_its_operands():
+    query, key, value, _, _ = arguments()
+
+    def gradient(value):
+        results, vjp = jax.vjp(lambda q: FLASH(q, key, value), query)
+        return vjp(jnp.ones_like(results))[0]
+
+    with pytest.raises(NotImplementedError, match="the vjp of attention: expected it in dout"):
+        jax.linear_transpose(gradient, value)(query)
+
+
+def test_gradient_through_bicgstab_of_gauss_newton_products():
+    query, key, value, _, _ = arguments()
+
+    def solve(attention):
+        def network(query):
+            return attention(query, key, value, is_causal=True)
+
+        def product(direction):
+            _, moved = jax.jvp(network, (query,), (direction,))
+            return jax.vjp(network, query)[1](moved)[0] + direction
+
+        def total(x):
+            return jax.scipy.sparse.linalg.bicgstab(product, x, maxiter=3)[0].sum()
+
+        return jax.jit(jax.grad(total))(jnp.sin(query))
+
+    assert_same(solve(FLASH), solve(REFERENCE))
+
+
 def jvp_and_jvp_of_grad(attention, *x):
     def total(*x):
         return (attention(*x) ** 2).sum()
