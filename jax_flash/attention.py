@@ -379,7 +379,8 @@ def merge_attention(
       lse2: like lse1.
 
     Returns:
-      (out [\*B,T,N,h] in out1's dtype, lse [\*B,T,N] in lse1's dtype).
+      (out [\*B,T,N,h] in out1's dtype, lse [\*B,T,N] in float32, or in float64 if an argument is
+      float64).
 
     Raises:
       TypeError: an argument is not an array of floats.
