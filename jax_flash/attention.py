@@ -487,7 +487,10 @@ def abstract_call(*args: Any, **options: Any) -> Call:
     Raises:
       As `dot_product_attention` does; but not that `implementation` cannot run the call.
     """
-    bound = _SIGNATURE.bind(*args, **options)
+    try:
+        bound = _SIGNATURE.bind(*args, **options)
+    except TypeError as error:  # which names no function
+        raise TypeError(f"dot_product_attention() {error}") from None
     bound.apply_defaults()
     arguments = bound.arguments
     axis, order, mode = (arguments.pop(f"sequence_{name}") for name in ("axis", "order", "mode"))

@@ -280,8 +280,10 @@ def test_explain_refuses_what_the_call_refuses():
         ((Q, K, K), {"sequence_axis": "s"}, ValueError),
     ):
         for function in (jax_flash.explain, jax_flash.flops, jax_flash.dot_product_attention):
-            with pytest.raises(error):
+            with pytest.raises(error) as raised:
                 function(*arguments, **options)
+            if error is TypeError:
+                assert "() " in str(raised.value)  # behind the name of a function
 
 
 def test_explain_takes_what_the_call_takes():
