@@ -99,6 +99,14 @@ def as_jax(name: str, x: Any) -> jax.Array:
         raise TypeError(f"{name}: expected an array, got {kind}") from error
 
 
+def dtype_of(name: str, x: Any) -> np.dtype:
+    """Returns the dtype that an argument other than None names."""
+    try:
+        return jnp.dtype(x)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"{name}: expected a dtype or None, got {x!r}") from error
+
+
 def unwrapped(x: Any) -> Any:
     """Returns the array that x stands for, if x is no array but an `nnx.Variable` or the like."""
     convert = getattr(type(x), "__jax_array__", None)

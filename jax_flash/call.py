@@ -23,6 +23,7 @@ from jax_flash.arrays import (
     array,
     as_jax,
     comparable,
+    dtype_of,
     float32,
     floats,
     integers,
@@ -280,7 +281,7 @@ def _float8(
                     f"{SCALES[name]}: expected None unless query, key and value are "
                     f"float8_e4m3fn, got one with {dtype}; jax_flash.quantize makes both"
                 )
-        if out_dtype is not None and _dtype_of(out_dtype) != dtype:
+        if out_dtype is not None and dtype_of("out_dtype", out_dtype) != dtype:
             raise ValueError(
                 f"out_dtype: expected None or query's dtype {dtype} (another dtype needs operands "
                 f"of float8_e4m3fn), got {out_dtype}"
@@ -290,7 +291,7 @@ def _float8(
         return dataclasses.replace(spec, fp8=fp8)
     if fp8 is not None:
         raise ValueError("fp8: expected None, since query, key and value are float8_e4m3fn already")
-    out_dtype = jnp.dtype(jnp.bfloat16) if out_dtype is None else _dtype_of(out_dtype)
+    out_dtype = dtype_of("out_dtype", jnp.bfloat16 if out_dtype is None else out_dtype)
     if out_dtype not in (jnp.bfloat16, jnp.float16, jnp.float32):
         raise ValueError(f"out_dtype: expected bfloat16, float16 or float32, got {out_dtype}")
     block = 0
@@ -300,13 +301,6 @@ def _float8(
         operands[SCALES[name]] = x
         block = math.gcd(block, size)
     return dataclasses.replace(spec, out_dtype=out_dtype.name, scale_block=block)
-
-
-def _dtype_of(out_dtype: Any) -> np.dtype:
-    try:
-        return jnp.dtype(out_dtype)
-    except (TypeError, ValueError) as error:
-        raise TypeError(f"out_dtype: expected a dtype or None, got {out_dtype!r}") from error
 
 
 def _token_scale(name: str, x: ArrayLike | None, batch, length, heads: int):
@@ -534,7 +528,11 @@ def _dropout(seed: ArrayLike | None, sizes: _Sizes, alike: bool) -> Operands:
     if not isinstance(seed, int | list | tuple | np.ndarray | np.generic):
         seed = as_jax("dropout_seed", seed)
     if isinstance(seed, jax.Array) and jnp.issubdtype(seed.dtype, jax.dtypes.prng_key):
-        _expect_shape("dropout_seed", seed, ())
+        if seed.shape:
+            raise ValueError(
+                "dropout_seed: expected uint32 [2] or a single PRNG key, got keys of shape "
+                f"{seed.shape}"
+            )
         seed = jax.random.bits(seed, (2,), jnp.uint32)
     seed = integers("dropout_seed", seed)
     if seed.dtype != jnp.uint32:

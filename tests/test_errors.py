@@ -157,7 +157,7 @@ CASES = [
     (
         dict(dropout_rate=0.1, dropout_seed=jax.random.split(jax.random.key(0))),
         ValueError,
-        r"dropout_seed: expected shape \(\), got \(2,\)",
+        r"dropout_seed: expected uint32 \[2\] or a single PRNG key, got keys of shape \(2,\)",
     ),
     (dict(local_window_size=-1), ValueError, "local_window_size: expected non-negative"),
     (dict(local_window_size=(1, 2, 3)), ValueError, "local_window_size: expected an int or"),
