@@ -200,12 +200,86 @@ def test_options_that_do_not_fit_are_refused():
         Rotary(scaling=8)
     with pytest.raises(TypeError, match="theta: expected a number, got 'a'"):
         Rotary(theta="a")
-    with pytest.raises(TypeError, match="x: expected a floating array, got int32"):
+    with pytest.raises(TypeError, match="x: expected a float dtype, got int32"):
         Rotary()(jnp.zeros((BATCH, LENGTH, HEADS, 8), jnp.int32), jnp.arange(LENGTH))
+    with pytest.raises(ValueError, match=r"^x: expected shape \[.*\], got \(6,\)"):
+        Rotary()(x[0, 0, 0], jnp.arange(LENGTH))
+    np.testing.assert_array_equal(Rotary()(x.tolist(), [3]), Rotary()(x, jnp.array([3])))
+    for positions in (jnp.arange(1.0), jnp.ones(1, bool), True):
+        with pytest.raises(TypeError, match=r"^positions: expected an integer dtype, got"):
+            Rotary()(x, positions)
     with pytest.raises(TypeError, match="positions: expected an array, got str"):
         Rotary()(x, "text")
     with pytest.raises(TypeError, match=r"rope must be a Rotary or an nnx\.RoPE, got None"):
         dot_product_attention_with_rope(x, x, x, rope=None)
+
+
+@pytest.mark.parametrize(
+    ("make", "given"),
+    [
+        (make, {name: "a"})
+        for make, names in (
+            (LinearScaling, ("factor",)),
+            (
+                Llama3Scaling,
+                ("factor", "low_freq_factor", "high_freq_factor", "original_length"),
+            ),
+            (
+                YarnScaling,
+                ("factor", "original_length", "beta_fast", "beta_slow", "attention_factor",
+                 "truncate"),
+            ),
+            (ProportionalScaling, ("fraction", "factor")),
+            (Rotary, ("theta", "fraction", "interleaved", "scaling")),
+        )
+        for name in names
+    ],
+    ids=lambda x: x.__name__ if isinstance(x, type) else next(iter(x)),
+)  # fmt: skip
+def test_every_option_is_checked(make, given):
+    required = {
+        LinearScaling: {"factor": 2.0},
+        YarnScaling: {"factor": 2.0, "original_length": 16},
+        ProportionalScaling: {"fraction": 0.5},
+    }
+    (name,) = given
+    with pytest.raises(TypeError, match=f"^{name}:? (expected|must be)"):
+        make(**required.get(make, {}) | given)
+
+
+def test_options_out_of_range():
+    with pytest.raises(ValueError, match="fraction must be at most 1, got 3"):
+        ProportionalScaling(3.0)
+    with pytest.raises(ValueError, match="attention_factor must be positive, got 0"):
+        YarnScaling(2.0, 16, attention_factor=0)
+    with pytest.raises(TypeError, match="scaling must be a Scaling or None, got <class"):
+        Rotary(scaling=YarnScaling)
+    with pytest.raises(ValueError, match="theta must be greater than 1 with a YarnScaling, got 1"):
+        Rotary(theta=1.0, scaling=YarnScaling(2.0, 16)).frequencies(8)
+
+
+@pytest.mark.parametrize(
+    ("name", "given", "error", "message"),
+    [
+        ("query", np.zeros((LENGTH, 6), np.float32), ValueError, r"expected shape .* got \(9, 6\)"),
+        ("key", np.zeros(6, np.float32), ValueError, r"expected shape .* got \(6,\)"),
+        ("query", np.zeros((BATCH, LENGTH, HEADS, 6), int), TypeError, "expected a float dtype"),
+        ("key", "text", TypeError, "expected an array, got str"),
+        ("input_positions", np.arange(9.0), TypeError, "expected an integer dtype, got float"),
+        ("input_positions", np.arange(4), ValueError, r"must broadcast to .* got \(4,\)"),
+    ],
+)
+def test_errors_name_the_arguments_of_the_function(name, given, error, message):
+    x = jnp.zeros((BATCH, LENGTH, HEADS, 6))
+    arguments = {"query": x, "key": x, "value": x, name: given}
+    with pytest.raises(error, match=f"^{name}:? {message}"):
+        dot_product_attention_with_rope(**arguments, rope=Rotary())
+
+
+def test_lists_are_arrays():
+    x = jnp.ones((BATCH, LENGTH, HEADS, 6))
+    got = dot_product_attention_with_rope(*[x.tolist()] * 3, rope=Rotary())
+    np.testing.assert_array_equal(got, dot_product_attention_with_rope(x, x, x, rope=Rotary()))
 
 
 def plain_attention(query, key, value, positions, rotary, magnitude, allowed):

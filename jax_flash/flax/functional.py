@@ -10,7 +10,7 @@ from flax import nnx
 
 import jax_flash
 from jax_flash.arrays import as_jax
-from jax_flash.flax.rotary import Rotary
+from jax_flash.flax.rotary import Rotary, of_heads, with_rank
 from jax_flash.spec import flag, number
 
 
@@ -178,7 +178,8 @@ def dot_product_attention_with_rope(
       [*batch, q_len, heads, value_dim] in the operands' dtype.
 
     Raises:
-      TypeError: rope is neither of these; otherwise as `dot_product_attention`.
+      TypeError: rope is neither of these; query or key is not an array of floats, or
+        input_positions not one of integers; otherwise as `dot_product_attention`.
       ValueError: q_len and kv_len differ and input_positions is None; otherwise as
         `dot_product_attention` and `Rotary`.
     """
@@ -186,17 +187,21 @@ def dot_product_attention_with_rope(
         if not hasattr(rope, "theta"):
             raise TypeError(f"rope must be a Rotary or an nnx.RoPE, got {rope!r}")
         rope = Rotary(theta=rope.theta)
+    query, key = of_heads("query", query), of_heads("key", key)
     q_len, kv_len = query.shape[-3], key.shape[-3]
-    query_positions = jnp.arange(kv_len) if input_positions is None else input_positions
-    key_positions = query_positions
-    if q_len != kv_len:
-        if input_positions is None:
-            raise ValueError(
-                "input_positions must be given where the numbers of queries and keys differ, got "
-                f"None for {q_len} queries and {kv_len} keys"
-            )
-        key_positions = jnp.arange(kv_len)
-    query, key = rope(query, query_positions), rope(key, key_positions)
+    if q_len != kv_len and input_positions is None:
+        raise ValueError(
+            "input_positions must be given where the numbers of queries and keys differ, got "
+            f"None for {q_len} queries and {kv_len} keys"
+        )
+
+    def rotated(x, positions):
+        if positions is None:
+            return rope(x, jnp.arange(kv_len))
+        return rope(x, with_rank(positions, x.shape[:-2], "input_positions"))
+
+    query = rotated(query, input_positions)
+    key = rotated(key, input_positions if q_len == kv_len else None)
     return dot_product_attention(query, key, value, **options)
 
 

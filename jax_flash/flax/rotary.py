@@ -10,8 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jax_flash.arrays import accumulator_of, as_jax
-from jax_flash.spec import is_number
+from jax_flash.arrays import accumulator_of, float_array, integers, saturate
+from jax_flash.spec import flag, is_number
 
 
 class Scaling(Protocol):
@@ -77,7 +77,7 @@ class Llama3Scaling:
     magnitude = 1.0
 
     def __post_init__(self):
-        _check_positive(self, "factor", "low_freq_factor", "original_length")
+        _check_positive(self, "factor", "low_freq_factor", "high_freq_factor", "original_length")
         if self.high_freq_factor <= self.low_freq_factor:
             raise ValueError(
                 "high_freq_factor must be greater than low_freq_factor, got "
@@ -120,7 +120,10 @@ class YarnScaling:
     attention_factor: float | None = None
 
     def __post_init__(self):
-        _check_positive(self, "factor", "original_length", "beta_slow")
+        _check_positive(self, "factor", "original_length", "beta_fast", "beta_slow")
+        if self.attention_factor is not None:
+            _check_positive(self, "attention_factor")
+        flag("truncate", self.truncate)
         if self.beta_fast < self.beta_slow:
             raise ValueError(
                 f"beta_fast must be at least beta_slow, got {self.beta_fast} and {self.beta_slow}"
@@ -133,6 +136,9 @@ class YarnScaling:
         return 0.1 * math.log(max(self.factor, 1)) + 1
 
     def frequencies(self, theta: float, dim: int) -> np.ndarray:
+        if theta <= 1:  # all pairs would turn alike, or the later ones faster
+            raise ValueError(f"theta must be greater than 1 with a YarnScaling, got {theta}")
+
         def pair(turns):
             """Returns the pair, as a real number, that turns this often in the original length."""
             wavelength = self.original_length / turns
@@ -169,6 +175,7 @@ class ProportionalScaling:
 
     def __post_init__(self):
         _check_positive(self, "fraction", "factor")
+        _check_share(self.fraction)
 
     def frequencies(self, theta: float, dim: int) -> np.ndarray:
         turning = np.arange(dim // 2) < int(self.fraction * dim // 2)
@@ -186,6 +193,11 @@ def _check_positive(options: object, *names: str) -> None:
             raise TypeError(f"{name}: expected a number, got {value!r}")
         if not value > 0:
             raise ValueError(f"{name} must be positive, got {value}")
+
+
+def _check_share(fraction: float) -> None:
+    if fraction > 1:
+        raise ValueError(f"fraction must be at most 1, got {fraction}")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -219,9 +231,10 @@ class Rotary:
 
     def __post_init__(self):
         _check_positive(self, "theta", "fraction")
-        if self.fraction > 1:
-            raise ValueError(f"fraction must be at most 1, got {self.fraction}")
-        if self.scaling is not None and not hasattr(self.scaling, "frequencies"):
+        _check_share(self.fraction)
+        flag("interleaved", self.interleaved)
+        is_scaling = hasattr(self.scaling, "frequencies") and not isinstance(self.scaling, type)
+        if self.scaling is not None and not is_scaling:
             raise TypeError(f"scaling must be a Scaling or None, got {self.scaling!r}")
 
     def frequencies(self, head_dim: int) -> np.ndarray:
@@ -251,11 +264,11 @@ class Rotary:
           Like `x`.
 
         Raises:
-          TypeError: `x` is not floating, or positions is not an array.
-          ValueError: the number of features that turn is 0 or odd, or positions does not fit.
+          TypeError: `x` is not an array of floats, or `positions` not one of integers.
+          ValueError: the number of features that turn is 0 or odd, or `x` has fewer than three
+            axes, or `positions` does not fit.
         """
-        if not jnp.issubdtype(x.dtype, jnp.floating):
-            raise TypeError(f"x: expected a floating array, got {x.dtype}")
+        x = of_heads("x", x)
         frequency = self.frequencies(x.shape[-1])
         dtype = accumulator_of(x.dtype)
         positions = with_rank(positions, x.shape[:-2])[..., None, None].astype(dtype)
@@ -278,9 +291,22 @@ class Rotary:
         return jnp.concatenate([turning.astype(x.dtype), rest], axis=-1)
 
 
+def of_heads(name: str, x: jax.Array) -> jax.Array:
+    """Returns queries or keys, an argument that must be floats [*batch, length, heads, head_dim].
+
+    Raises:
+      TypeError: it is not an array of floats.
+      ValueError: it has fewer than three axes.
+    """
+    x = float_array(name, x)
+    if x.ndim < 3:
+        raise ValueError(f"{name}: expected shape [*batch, length, heads, head_dim], got {x.shape}")
+    return x
+
+
 def with_rank(positions: jax.Array, shape: tuple[int, ...], name: str = "positions") -> jax.Array:
-    """Gives positions as many axes as `shape`, to which they must broadcast."""
-    positions = as_jax(name, positions)
+    """Gives positions, int, as many axes as `shape`, to which they must broadcast."""
+    positions = saturate(integers(name, positions))
     padded = (1,) * (len(shape) - positions.ndim) + positions.shape
     if len(padded) != len(shape) or any(
         size not in (1, full) for size, full in zip(padded, shape, strict=True)
