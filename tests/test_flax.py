@@ -339,8 +339,23 @@ def test_errors_about_dropout_name_the_argument():
     ):
         with pytest.raises(TypeError, match=f"^{name}: expected {kind}, known when the function"):
             jax.jit(lambda value, name=name: attend(**{name: value}))(value)
-    with pytest.raises(TypeError, match=r"^dropout_rng: expected a PRNG key of .*, got int"):
-        attend(dropout_rng=3)
+    for rng, got in (
+        (3, "int"),
+        (nnx.Rngs(0), "Rngs"),
+        (jax.random.split(key), r"key.* of shape \(2,\)"),
+        (jnp.zeros(3), r"float32 of shape \(3,\)"),
+    ):
+        with pytest.raises(TypeError, match=f"^dropout_rng: expected a PRNG key .*, got {got}$"):
+            attend(dropout_rng=rng)
+
+
+def test_errors_about_dtypes_name_the_argument():
+    x = normal(0, BATCH, LENGTH, HEADS, 8)
+    with pytest.raises(TypeError, match=r"^dtype: expected a dtype or None, got 'foo'"):
+        dot_product_attention(x, x, x, dtype="foo")
+    for returned, got in ((None, "NoneType"), ((x, x), "tuple")):
+        with pytest.raises(TypeError, match=f"^promote_dtype: expected .* that returns {got}$"):
+            dot_product_attention(x, x, x, promote_dtype=lambda *_, x=returned, **__: x)
 
 
 @pytest.mark.parametrize(("name", "value"), [("query", None), ("value", "text"), ("mask", "text")])

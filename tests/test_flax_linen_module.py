@@ -196,6 +196,12 @@ def test_errors():
     ):
         with pytest.raises(ValueError, match=message):
             call()
+    for shape in ((), (6,)):
+        with pytest.raises(ValueError, match=r"^inputs: expected shape \[.*\], got"):
+            GroupedQueryAttention(**SIZES).init(jax.random.key(0), jnp.zeros(shape))
+    for name in ("dtype", "param_dtype"):
+        with pytest.raises(TypeError, match=f"^{name}: expected a dtype or None, got 'foo'"):
+            GroupedQueryAttention(**SIZES | {name: "foo"}).init(jax.random.key(0), x)
     for name in ("is_causal", "use_sinks", "use_bias", "use_out_bias", "decode"):
         with pytest.raises(TypeError, match=f"^{name}: expected a bool"):
             GroupedQueryAttention(**SIZES | {name: "x"}).init(jax.random.key(0), x)
@@ -205,6 +211,12 @@ def test_errors():
     # Without dropout it is not read, so it may be traced.
     init = jax.jit(functools.partial(GroupedQueryAttention(**SIZES).init, jax.random.key(0)))
     init(x, deterministic=True)
+
+
+def test_lists_are_arrays():
+    module, x = GroupedQueryAttention(**SIZES), make_inputs()
+    variables = module.init(jax.random.key(0), x)
+    np.testing.assert_array_equal(module.apply(variables, x.tolist()), module.apply(variables, x))
 
 
 @pytest.mark.skipif(len(jax.devices()) < 2, reason="needs 2 devices")

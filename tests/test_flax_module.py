@@ -416,6 +416,8 @@ def test_cache_in_lower_precision():
         ("segment_ids", np.ones((2, 5), int), ValueError, r"expected .*, got \(2, 5\)"),
         ("segment_ids", np.ones((2, 5)), TypeError, "expected an integer dtype, got float"),
         ("input_positions", np.arange(3), ValueError, r"must broadcast to .*, got \(3,\)"),
+        ("input_positions", np.arange(12.0), TypeError, "expected an integer dtype, got float"),
+        ("input_positions", np.ones(12, bool), TypeError, "expected an integer dtype, got bool"),
     ],
 )
 def test_errors_name_the_arguments_of_modules(name, given, error, message):
@@ -426,6 +428,51 @@ def test_errors_name_the_arguments_of_modules(name, given, error, message):
         module.init_cache(x.shape[0], 2 * x.shape[1])
         with pytest.raises(error, match=f"^{name}:? {message}"):
             module(x, decode=True, **{name: given})
+
+
+@pytest.mark.parametrize(
+    ("rngs", "got"),
+    [
+        (3, "int"),
+        ("text", "str"),
+        (jnp.zeros(3), r"float32 of shape \(3,\)"),
+        (np.zeros(3, int), r"int64 of shape \(3,\)"),
+        (jax.random.split(jax.random.key(0)), r"key.* of shape \(2,\)"),
+    ],
+    ids=str,
+)
+def test_errors_about_keys_for_dropout(rngs, got):
+    module, x = make_module(dropout_rate=0.5), make_inputs()
+    with pytest.raises(
+        TypeError, match=f"^rngs: expected a PRNG key .*, an nnx.RngStream, got {got}$"
+    ):
+        module(x, rngs=rngs)
+
+
+def test_a_key_for_dropout_may_be_of_numpy():
+    module, x = make_module(dropout_rate=0.5), make_inputs()
+    key = jax.random.PRNGKey(3)
+    np.testing.assert_array_equal(module(x, rngs=np.asarray(key)), module(x, rngs=key))
+
+
+@pytest.mark.parametrize("rngs", [3, None, jax.random.key(0)], ids=["int", "None", "key"])
+def test_errors_about_the_source_of_parameters(rngs):
+    with pytest.raises(TypeError, match=f"^rngs: expected an nnx.Rngs, got {type(rngs).__name__}"):
+        GroupedQueryAttention(FEATURES, HEADS, rngs=rngs)
+
+
+def test_errors_about_dtypes():
+    for name in ("dtype", "param_dtype"):
+        with pytest.raises(TypeError, match=f"^{name}: expected a dtype or None, got 'foo'"):
+            make_module(**{name: "foo"})
+    with pytest.raises(TypeError, match=r"^dtype: expected a dtype or None, got 'foo'"):
+        make_module().init_cache(2, 8, "foo")
+
+
+def test_a_rotary_that_does_not_fit_is_refused_at_once():
+    with pytest.raises(ValueError, match=r"positive and even.* and head_dim=7"):
+        GroupedQueryAttention(FEATURES, HEADS, KV_HEADS, 7, rngs=nnx.Rngs(0))
+    GroupedQueryAttention(FEATURES, HEADS, KV_HEADS, 7, rotary=None, rngs=nnx.Rngs(0))
 
 
 @pytest.mark.parametrize("true", [np.bool_(True), 1, jnp.array(True)], ids=["NumPy", "1", "JAX"])
@@ -494,8 +541,11 @@ def test_errors():
         nnx.view(module, deterministic="x")
     with pytest.raises(ValueError, match=r"^inputs: expected shape \[.*\], got \(2, 12, "):
         module(x[..., :-1])
-    with pytest.raises(ValueError, match="got a single axis"):
+    with pytest.raises(ValueError, match=r"^inputs: expected shape \[.*, 24\], got \(24,\)"):
         module(x[0, 0])
+    with pytest.raises(TypeError, match=r"^inputs: expected an array, got str"):
+        module("text")
+    np.testing.assert_array_equal(module(x.tolist()), module(x))
     with pytest.raises(ValueError, match="call init_cache first"):
         module(x, decode=True)
     module.init_cache(BATCH, LENGTH - 1)

@@ -9,7 +9,8 @@ import jax.numpy as jnp
 from flax import nnx
 
 import jax_flash
-from jax_flash.arrays import as_jax
+from jax_flash.arrays import as_jax, dtype_of
+from jax_flash.flax.layer import seed_of
 from jax_flash.flax.rotary import Rotary, of_heads, with_rank
 from jax_flash.spec import flag, number
 
@@ -82,8 +83,9 @@ def dot_product_attention(
       [*batch, q_len, heads, value_dim] in the operands' dtype.
 
     Raises:
-      TypeError: `promote_dtype` is not a function; `dropout_rng` is no PRNG key; `deterministic` or
-        `dropout_rate` is traced; otherwise as `jax_flash.dot_product_attention`.
+      TypeError: `promote_dtype` is not a function that returns three; `dropout_rng` is not a single
+        PRNG key; `dtype` is no dtype; `deterministic` or `dropout_rate` is traced; otherwise as
+        `jax_flash.dot_product_attention`.
       NotImplementedError: a `module` to sow weights into, or a custom einsum.
       ValueError: dropout applies but `dropout_rng` is None; otherwise as
         `jax_flash.dot_product_attention`.
@@ -113,14 +115,23 @@ def dot_product_attention(
         )
     named = (("query", query), ("key", key), ("value", value))
     arrays = tuple(as_jax(name, x) for name, x in named)
-    query, key, value = promote_dtype(arrays, dtype=dtype)
+    if dtype is not None:
+        dtype_of("dtype", dtype)
+    promoted = promote_dtype(arrays, dtype=dtype)
+    try:
+        query, key, value = promoted
+    except (TypeError, ValueError) as error:
+        raise TypeError(
+            "promote_dtype: expected a function that returns query, key and value, got one that "
+            f"returns {type(promoted).__name__}"
+        ) from error
     if mask is not None:
         mask = as_jax("mask", mask).astype(bool)
     deterministic = flag("deterministic", deterministic)
     dropout_rate = number("dropout_rate", dropout_rate)
     if dropout_rate != 0 and not deterministic:
         if dropout_rng is not None:
-            options["dropout_seed"] = _seed(dropout_rng)
+            options["dropout_seed"] = seed_of("dropout_rng", dropout_rng)
         elif options.get("dropout_seed") is None:
             raise ValueError(
                 f"dropout_rng must be a PRNG key when dropout_rate is {dropout_rate} and "
@@ -130,15 +141,6 @@ def dot_product_attention(
     options.update(bias=bias, mask=mask, is_causal=is_causal)
     options.update(deterministic=deterministic_gradients, precision=precision, fp8=fp8)
     return jax_flash.dot_product_attention(query, key, value, **options)
-
-
-def _seed(dropout_rng: Any) -> jax.Array:
-    """Draws a seed, uint32[2]."""
-    try:
-        return jax.random.bits(dropout_rng, (2,), jnp.uint32)
-    except TypeError as error:
-        kind = getattr(dropout_rng, "shape", type(dropout_rng).__name__)
-        raise TypeError(f"dropout_rng: expected a PRNG key of jax.random, got {kind}") from error
 
 
 def _promote_dtype(arrays: tuple[Any, ...], *, dtype: Any) -> list[jax.Array]:

@@ -7,9 +7,10 @@ from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 import jax_flash
-from jax_flash.arrays import as_jax, integer, integers, saturate
+from jax_flash.arrays import as_jax, dtype_of, integer, integers, saturate, unwrapped
 from jax_flash.explicit import sharded_like, whole_along
 from jax_flash.flax.rotary import Rotary, with_rank
 
@@ -48,6 +49,7 @@ class Cache(NamedTuple):
         Raises:
           TypeError: dtype is no floating-point one, which would round keys to integers.
         """
+        dtype = jnp.float32 if dtype is None else dtype_of("dtype", dtype)
         if not jnp.issubdtype(dtype, jnp.floating):
             raise TypeError(f"dtype: expected a float dtype, got {jnp.dtype(dtype)}")
         return cls(jnp.zeros(shape, dtype), jnp.zeros(shape, dtype), jnp.zeros(shape[0], jnp.int32))
@@ -121,6 +123,53 @@ def sizes(
     return num_kv_heads, size("head_dim", head_dim)
 
 
+def check_dtypes(dtype: Any, param_dtype: Any) -> None:
+    """Raises a TypeError unless these arguments of a module name dtypes, or are None."""
+    for name, x in (("dtype", dtype), ("param_dtype", param_dtype)):
+        if x is not None:
+            dtype_of(name, x)
+
+
+def inputs_array(inputs: Any, features: int | None = None) -> jax.Array:
+    """Returns the inputs of a module as an array [*batch, length, features].
+
+    Args:
+      inputs: as given.
+      features: the size of the last axis; None: any.
+
+    Raises:
+      TypeError: the inputs are no array.
+      ValueError: they have fewer than two axes or another last one.
+    """
+    inputs = as_jax("inputs", inputs)
+    if inputs.ndim < 2 or inputs.shape[-1] != (features or inputs.shape[-1]):
+        last = features or "features"
+        raise ValueError(f"inputs: expected shape [*batch, length, {last}], got {inputs.shape}")
+    return inputs
+
+
+def seed_of(name: str, key: Any, *others: str) -> jax.Array:
+    """Draws a seed for dropout, uint32 [2], from an argument that must be a PRNG key.
+
+    Args:
+      name: of the argument.
+      key: as given.
+      *others: what else the argument may be, for the message.
+
+    Raises:
+      TypeError: it is not a single key.
+    """
+    key = unwrapped(key)
+    try:
+        return jax.random.bits(key, (2,), jnp.uint32)
+    except (TypeError, ValueError) as error:
+        got = type(key).__name__
+        if isinstance(key, jax.Array | np.ndarray):
+            got = f"{key.dtype} of shape {key.shape}"
+        expected = ", ".join(("a PRNG key of jax.random", *others))
+        raise TypeError(f"{name}: expected {expected}, got {got}") from error
+
+
 def normalized_features(qk_norm: str | None, heads: int, head_dim: int) -> int:
     """Counts the features of the query, or of the key, that are normalized together."""
     if qk_norm not in ("head", "all_heads"):
@@ -165,7 +214,7 @@ def check_tokens(
       seq_lengths as int32, or None.
 
     Raises:
-      TypeError: seq_lengths or segment_ids are no integers.
+      TypeError: input_positions, seq_lengths or segment_ids are no integers.
       ValueError: one of the arguments has another shape.
     """
     if seq_lengths is not None:
@@ -190,7 +239,7 @@ def attend(
     value: jax.Array,
     *,
     sinks: jax.Array | None,
-    dropout_rng: jax.Array | None,
+    dropout_seed: jax.Array | None,
     input_positions: jax.Array | None,
     mask: jax.Array | None,
     seq_lengths: jax.Array | None,
@@ -201,7 +250,7 @@ def attend(
 
     Args:
       sinks: [num_heads] or None.
-      dropout_rng: PRNG key, or None for no dropout.
+      dropout_seed: uint32 [2], or None for no dropout.
       input_positions, mask, seq_lengths, segment_ids: as the modules have them.
       cache: of the tokens before, or None.
 
@@ -210,10 +259,8 @@ def attend(
 
     Raises:
       TypeError: rotary or attention_fn is not callable; otherwise as `check_tokens`.
-      ValueError: the inputs have no axis of tokens; otherwise as `check_tokens`.
+      ValueError: as `check_tokens`.
     """
-    if query.ndim < 3:
-        raise ValueError("inputs must be [*batch, length, features], got a single axis of features")
     if layer.attention_fn is not None and not callable(layer.attention_fn):
         kind = type(layer.attention_fn).__name__
         raise TypeError(f"attention_fn: expected a function or None, got {kind}")
@@ -236,9 +283,8 @@ def attend(
         options |= {"query_seq_lengths": seq_lengths, "key_value_seq_lengths": seq_lengths}
     if segment_ids is not None:
         options |= {"query_segment_ids": segment_ids, "key_value_segment_ids": segment_ids}
-    if dropout_rng is not None:
-        seed = jax.random.bits(dropout_rng, (2,), jnp.uint32)
-        options |= {"dropout_rate": layer.dropout_rate, "dropout_seed": seed}
+    if dropout_seed is not None:
+        options |= {"dropout_rate": layer.dropout_rate, "dropout_seed": dropout_seed}
     given = {
         "sinks": sinks,
         "scale": layer.scale,

@@ -95,15 +95,19 @@ class GroupedQueryAttention(linen.Module):
 
         Raises:
           TypeError: num_heads, num_kv_heads or head_dim is no integer; an option that is a bool
-            here is none; rotary or attention_fn is not callable; or seq_lengths or segment_ids are
-            no integers.
-          ValueError: one of these sizes is not positive; inputs have a single axis or no features;
+            here is none; dtype or param_dtype is no dtype; rotary or attention_fn is not callable;
+            inputs are no array; or input_positions, seq_lengths or segment_ids are no integers.
+          ValueError: one of these sizes is not positive; inputs have fewer than two axes, or no
+            features;
             num_kv_heads does not divide num_heads; head_dim is left out and num_heads does not
             divide features; qk_norm is none of those; input_positions, seq_lengths or segment_ids
             have another shape; or decode without a cache, with segment_ids, without is_causal, or
             with inputs that do not fit the cache.
         """
         use_bias = flag("use_bias", self.use_bias)
+        layer.check_dtypes(self.dtype, self.param_dtype)
+        inputs = layer.inputs_array(inputs)
+        decode = flag("decode", self.decode)
         features = inputs.shape[-1]
         kv_heads, head_dim = layer.sizes(features, self.num_heads, self.num_kv_heads, self.head_dim)
         inits = self.kernel_init, self.bias_init
@@ -116,12 +120,11 @@ class GroupedQueryAttention(linen.Module):
         sinks = None
         if flag("use_sinks", self.use_sinks):
             sinks = self.param("sinks", self.sinks_init, (self.num_heads,), self.param_dtype)
-        dropout_rng = None
+        dropout_seed = None
         if self.dropout_rate != 0:
             merged = linen.merge_param("deterministic", self.deterministic, deterministic)
             if not flag("deterministic", merged):
-                dropout_rng = self.make_rng("dropout")
-        decode = flag("decode", self.decode)
+                dropout_seed = layer.seed_of("dropout", self.make_rng("dropout"))
         variables, cache = self._cache(key) if decode else (None, None)
         if cache is not None:
             layer.check_decode(self, inputs, segment_ids, cache)
@@ -131,7 +134,7 @@ class GroupedQueryAttention(linen.Module):
             key,
             value,
             sinks=sinks,
-            dropout_rng=dropout_rng,
+            dropout_seed=dropout_seed,
             input_positions=input_positions,
             mask=mask,
             seq_lengths=seq_lengths,

@@ -123,15 +123,20 @@ class GroupedQueryAttention(nnx.Module):
           rngs: source of the `params` key, and of the `dropout` stream if dropout_rate is not 0.
 
         Raises:
-          TypeError: in_features, num_heads, num_kv_heads or head_dim is no integer, or an option
-            that is a bool here is none.
+          TypeError: in_features, num_heads, num_kv_heads or head_dim is no integer; an option that
+            is a bool here is none; dtype or param_dtype is no dtype; or rngs is no `nnx.Rngs`.
           ValueError: one of these sizes is not positive; num_kv_heads does not divide num_heads;
-            head_dim is left out and num_heads does not divide in_features; or qk_norm is something
-            else.
+            head_dim is left out and num_heads does not divide in_features; qk_norm is something
+            else; or rotary does not fit head_dim.
         """
+        if not isinstance(rngs, nnx.Rngs):
+            raise TypeError(f"rngs: expected an nnx.Rngs, got {type(rngs).__name__}")
+        layer.check_dtypes(dtype, param_dtype)
         use_bias = flag("use_bias", use_bias)
         use_out_bias = use_bias if use_out_bias is None else flag("use_out_bias", use_out_bias)
         num_kv_heads, head_dim = layer.sizes(in_features, num_heads, num_kv_heads, head_dim)
+        if isinstance(rotary, Rotary):
+            rotary.frequencies(head_dim)  # which refuses what it cannot rotate
         self.in_features = in_features
         self.num_heads = num_heads
         self.num_kv_heads = num_kv_heads
@@ -258,17 +263,14 @@ class GroupedQueryAttention(nnx.Module):
           [*batch, length, in_features].
 
         Raises:
-          TypeError: rotary or attention_fn is not callable; seq_lengths or segment_ids are no
-            integers; decode or deterministic is no bool.
+          TypeError: inputs are no array; rotary or attention_fn is not callable; input_positions,
+            seq_lengths or segment_ids are no integers; decode or deterministic is no bool; or rngs
+            is none of these where dropout applies.
           ValueError: inputs have a single axis or another last one; input_positions, seq_lengths or
             segment_ids have another shape; decode without a cache, with segment_ids, without
             is_causal, or with inputs that do not fit the cache; dropout without rngs.
         """
-        if jnp.shape(inputs)[-1:] != (self.in_features,):
-            raise ValueError(
-                f"inputs: expected shape [*batch, length, {self.in_features}], "
-                f"got {jnp.shape(inputs)}"
-            )
+        inputs = layer.inputs_array(inputs, self.in_features)
         cache = self._cache() if flag("decode", decode) else None
         if cache is not None:
             layer.check_decode(self, inputs, segment_ids, cache)
@@ -285,7 +287,7 @@ class GroupedQueryAttention(nnx.Module):
             key,
             value,
             sinks=None if self.sinks is None else self.sinks[...],
-            dropout_rng=self._dropout_rng(deterministic, rngs),
+            dropout_seed=self._dropout_seed(deterministic, rngs),
             input_positions=input_positions,
             mask=mask,
             seq_lengths=seq_lengths,
@@ -301,7 +303,7 @@ class GroupedQueryAttention(nnx.Module):
             raise ValueError("decode=True needs a cache: call init_cache first")
         return layer.Cache(self.cached_key[...], self.cached_value[...], self.cache_index[...])
 
-    def _dropout_rng(self, deterministic, rngs) -> jax.Array | None:
+    def _dropout_seed(self, deterministic, rngs) -> jax.Array | None:
         if self.dropout_rate == 0:
             return None
         deterministic = self.deterministic if deterministic is None else deterministic
@@ -313,6 +315,8 @@ class GroupedQueryAttention(nnx.Module):
                 f"rngs must be given when dropout_rate is {self.dropout_rate}, deterministic is "
                 "False and the module was made with keep_rngs=False, got None"
             )
-        if isinstance(rngs, jax.Array):
-            return rngs
-        return rngs.dropout() if isinstance(rngs, nnx.Rngs) else rngs()
+        if isinstance(rngs, nnx.Rngs):
+            rngs = rngs.dropout()
+        elif callable(rngs):
+            rngs = rngs()
+        return layer.seed_of("rngs", rngs, "an nnx.Rngs", "an nnx.RngStream")
