@@ -213,6 +213,15 @@ def test_errors():
     init(x, deterministic=True)
 
 
+def test_initialization_refuses_what_no_cache_can_be_made_from():
+    module, x = GroupedQueryAttention(**SIZES, decode=True), make_inputs()
+    for wrong in (x[0], x[None]):
+        with pytest.raises(ValueError, match=r"^inputs: expected shape \[batch, max_length, feat"):
+            module.init(jax.random.key(0), wrong)
+    with pytest.raises(ValueError, match="decode=True needs is_causal=True"):
+        module.clone(is_causal=False).init(jax.random.key(0), x)
+
+
 def test_lists_are_arrays():
     module, x = GroupedQueryAttention(**SIZES), make_inputs()
     variables = module.init(jax.random.key(0), x)

@@ -185,14 +185,21 @@ def normalize(norm: Callable[[jax.Array], jax.Array], x: jax.Array, features: in
 
 
 def check_decode(
-    layer: Options, inputs: jax.Array, segment_ids: jax.Array | None, cache: Cache
+    layer: Options, inputs: jax.Array, segment_ids: jax.Array | None, cache: Cache | None
 ) -> None:
-    """Refuses what a call with decode=True cannot do."""
+    """Refuses what a call with decode=True cannot do, and what a cache cannot be made from."""
     if segment_ids is not None or not layer.is_causal:
         raise ValueError(
             "decode=True needs is_causal=True and no segment_ids, got "
             f"is_causal={layer.is_causal}, segment_ids={segment_ids is not None}"
         )
+    if cache is None:
+        if inputs.ndim != 3:
+            raise ValueError(
+                "inputs: expected shape [batch, max_length, features] to make a cache, got "
+                f"{inputs.shape}"
+            )
+        return
     batch, max_length = cache.key.shape[:2]
     if inputs.ndim != 3 or inputs.shape[0] != batch or inputs.shape[1] > max_length:
         raise ValueError(

@@ -98,7 +98,7 @@ class GroupedQueryAttention(linen.Module):
             here is none; dtype or param_dtype is no dtype; rotary or attention_fn is not callable;
             inputs are no array; or input_positions, seq_lengths or segment_ids are no integers.
           ValueError: one of these sizes is not positive; inputs have fewer than two axes, or no
-            features;
+            features; with decode, they have not three;
             num_kv_heads does not divide num_heads; head_dim is left out and num_heads does not
             divide features; qk_norm is none of those; input_positions, seq_lengths or segment_ids
             have another shape; or decode without a cache, with segment_ids, without is_causal, or
@@ -108,6 +108,8 @@ class GroupedQueryAttention(linen.Module):
         layer.check_dtypes(self.dtype, self.param_dtype)
         inputs = layer.inputs_array(inputs)
         decode = flag("decode", self.decode)
+        if decode and not self.has_variable("cache", "cached_key"):
+            layer.check_decode(self, inputs, segment_ids, None)
         features = inputs.shape[-1]
         kv_heads, head_dim = layer.sizes(features, self.num_heads, self.num_kv_heads, self.head_dim)
         inits = self.kernel_init, self.bias_init
