@@ -247,18 +247,25 @@ __device__ __forceinline__ void exponentials_in_chains(OnlineSoftmax<1>& softmax
   exponentials_in_chains(softmax, scores, to_log2, RowShifts{shift[0], shift[1]});
 }
 
-// Masks a warp's rows as mask_band() does, but first checks for each edge whether it cuts the
-// warp's part of the tile. Mostly only the right edge does.
-template <int kN>
-__device__ __forceinline__ void mask_edges(float (&logits)[1][kN][4], const Band& band,
-                                           int32_t row0, int32_t col0) {
-  int32_t first[2], end[2];
+// Finds the columns [first, end) that each of a thread's two rows may attend to, counted from its
+// first column of a tile. Rows begin with row0.
+__device__ __forceinline__ void find_edges(const Band& band, int32_t row0, int32_t col0,
+                                           int32_t (&first)[2], int32_t (&end)[2]) {
 #pragma unroll
   for (int half = 0; half < 2; ++half) {
     const int32_t row = row0 + fragment_row(0, 2 * half), base = col0 + fragment_col(0, 0);
     first[half] = band.first_col(row) - base;
     end[half] = band.end_col(row) - base;
   }
+}
+
+// Masks a warp's rows as mask_band() does, but first checks for each edge whether it cuts the
+// warp's part of the tile. Mostly only the right edge does.
+template <int kN>
+__device__ __forceinline__ void mask_edges(float (&logits)[1][kN][4], const Band& band,
+                                           int32_t row0, int32_t col0) {
+  int32_t first[2], end[2];
+  find_edges(band, row0, col0, first, end);
   const auto mask = [&](auto allowed) {
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
@@ -288,12 +295,7 @@ __device__ __forceinline__ void mask_pairs(float (&logits)[1][kN][4], const Band
   const RowRange some = {(band.first_col(row0) - col0) >> 4, (band.end_col(last) - col0 + 15) >> 4};
   const RowRange all = {(band.first_col(last) - col0 + 15) >> 4, (band.end_col(row0) - col0) >> 4};
   int32_t first[2], end[2];
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const int32_t row = row0 + fragment_row(0, 2 * half), base = col0 + fragment_col(0, 0);
-    first[half] = band.first_col(row) - base;
-    end[half] = band.end_col(row) - base;
-  }
+  find_edges(band, row0, col0, first, end);
 #pragma unroll
   for (int pair = 0; pair < kN / 2; ++pair) {
     if (pair >= all.first && pair < all.end) continue;
