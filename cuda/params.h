@@ -63,6 +63,11 @@ struct Options {
   int32_t smem_limit = 0;  // shared memory that a block may use, in bytes; 0: the device's
 };
 
+// Returns whether causal order or a window limits which keys a query attends to.
+inline bool banded(const Options& options) {
+  return options.is_causal || options.window_left >= 0 || options.window_right >= 0;
+}
+
 struct Forward {
   Shape shape;
   Options options;

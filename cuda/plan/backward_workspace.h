@@ -91,7 +91,7 @@ struct BackwardFeatures {
     features.segments = bool{params.query_segment_ids};
     features.deterministic = options.deterministic;
     features.distances = distance_floats(params) > 0;
-    features.banded = options.is_causal || options.window_left >= 0 || options.window_right >= 0;
+    features.banded = jax_flash::banded(options);
     const sm90::MaskMatrices mask(params.shape, params.mask);
     features.mask_matrices = params.mask ? mask.matrices() : 0;
     features.mask_rows = mask.rows;

@@ -45,9 +45,4 @@ inline bool multiplies_exactly(const Shape& shape, const Options& options) {
   return options.high_precision || has_one_row(shape);
 }
 
-// Returns whether causal order or a window limits which keys a query attends to.
-inline bool banded(const Options& options) {
-  return options.is_causal || options.window_left >= 0 || options.window_right >= 0;
-}
-
 }  // namespace jax_flash

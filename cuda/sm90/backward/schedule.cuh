@@ -82,7 +82,7 @@ inline TileSchedule make_schedule(const Backward& params, bool of_keys, int bloc
                                   int64_t head_bytes, int32_t multiprocessors) {
   const Options& options = params.options;
   const int64_t tiles = ceil_div(of_keys ? params.shape.kv_len : params.shape.q_len, block);
-  const bool uneven = options.is_causal || options.window_left >= 0 || options.window_right >= 0;
+  const bool uneven = banded(options);
   int64_t section = 1;
   if (uneven && JAX_FLASH_SM90_BWD_LONGEST_FIRST && tiles > 0 && heads > 0) {
     static Remembered<int64_t, 10> sections;
@@ -104,9 +104,8 @@ inline TileSchedule make_turn_schedule(const Backward& params, int64_t tiles, in
                                        int64_t blocks) {
   const int64_t most = std::clamp<int64_t>(blocks / tiles, 1, total_heads);
   const int64_t sections = ceil_div(total_heads, most);
-  const Options& options = params.options;
   TileSchedule schedule(tiles, total_heads, ceil_div(total_heads, sections), false);
-  schedule.alternates = options.is_causal || options.window_left >= 0 || options.window_right >= 0;
+  schedule.alternates = banded(params.options);
   return schedule;
 }
 
