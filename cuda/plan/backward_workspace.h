@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "params.h"
+#include "plan/divisor.h"
 #include "plan/mask_matrices.h"
 #include "plan/segment_spans.h"
 
@@ -112,7 +113,7 @@ inline int32_t heads_of_key_block(const Shape& shape, int64_t widest,
                                   const BackwardFeatures& features) {
   constexpr int64_t kLeastRows = 512, kBlocks = kSplitBlocks, kCacheBytes = int64_t{40} << 20;
   const int64_t group = shape.heads / std::max(shape.kv_heads, 1);
-  const int64_t tiles = (int64_t{shape.kv_len} + kSplitKeys - 1) / kSplitKeys;
+  const int64_t tiles = ceil_div(shape.kv_len, kSplitKeys);
   const int64_t row_bytes = 8 * widest;  // of Q, dO and the sums for dquery
   const bool fits = int64_t{shape.kv_heads} * shape.kv_len * sum_columns(widest) <=
                     int64_t{shape.heads} * shape.q_len * shape.head_dim;
@@ -176,19 +177,17 @@ struct BackwardWorkspace {
     return row < rows ? batch_head * rows + row : padding;
   }
 
-  static int64_t tiles(int64_t length, int64_t size) { return (length + size - 1) / size; }
   // Returns the number of diagonals of tiles of kDistanceBlock queries and as many keys.
   static int64_t tile_diagonals(const Shape& shape) {
-    return tiles(shape.q_len, kDistanceBlock) + tiles(shape.kv_len, kDistanceBlock) - 1;
+    return ceil_div(shape.q_len, kDistanceBlock) + ceil_div(shape.kv_len, kDistanceBlock) - 1;
   }
-  static int64_t aligned(int64_t bytes) { return (bytes + 255) / 256 * 256; }
 
   // Return the number of groups of 64 rows, and of 16 keys, of a mask as bits.
-  static int64_t mask_row_groups(int64_t rows) { return tiles(rows, 64); }
-  static int64_t mask_key_groups(const Shape& shape) { return tiles(shape.kv_len, 16); }
+  static int64_t mask_row_groups(int64_t rows) { return ceil_div(rows, 64); }
+  static int64_t mask_key_groups(const Shape& shape) { return ceil_div(shape.kv_len, 16); }
   // Returns the number of blocks of keys that have sums in group_sums.
   static int64_t shared_key_blocks(const Shape& shape) {
-    return shape.batch * shape.kv_heads * tiles(shape.kv_len, kSplitKeys);
+    return shape.batch * shape.kv_heads * ceil_div(shape.kv_len, kSplitKeys);
   }
   int64_t counter_words(const Shape& shape) const {
     const int64_t sums = group_sums ? shared_key_blocks(shape) : int64_t{kSplitBlocks};
@@ -204,12 +203,12 @@ struct BackwardWorkspace {
     int64_t offset = 0;
     const auto take = [&](int64_t bytes) {
       const int64_t at = offset;
-      offset += aligned(bytes);
+      offset += align_part(bytes);
       return start + at;
     };
     const int64_t heads = shape.batch * shape.heads;
     const int multiple = shape.q_len > kOneTileRows ? kMaxBlockQ : 4;
-    workspace.rows = static_cast<int32_t>(tiles(shape.q_len, multiple) * multiple);
+    workspace.rows = static_cast<int32_t>(ceil_div(shape.q_len, multiple) * multiple);
     workspace.dquery_rows = static_cast<int32_t>(dquery_rows_of(int64_t{shape.q_len}));
     workspace.spans = {};
     if (features.segments) {
@@ -221,10 +220,10 @@ struct BackwardWorkspace {
     const int64_t dquery_bytes = heads * workspace.dquery_rows * shape.head_dim * 4;
     workspace.dquery = is_float32 ? nullptr : reinterpret_cast<float*>(take(dquery_bytes));
     workspace.odd_dquery = nullptr;
-    workspace.flags = static_cast<int32_t>(2 * tiles(shape.q_len, 64));
+    workspace.flags = static_cast<int32_t>(2 * ceil_div(shape.q_len, 64));
     if (deterministic && widest <= kTwoSumsHeadDim && shape.q_len > kTwoSumsRows && !is_float32) {
       workspace.odd_dquery = reinterpret_cast<float*>(take(dquery_bytes));
-      workspace.flags = static_cast<int32_t>(4 * tiles(shape.q_len, 128));
+      workspace.flags = static_cast<int32_t>(4 * ceil_div(shape.q_len, 128));
     }
     workspace.heads_of_key_block = jax_flash::heads_of_key_block(shape, widest, features);
     const bool shares = workspace.heads_of_key_block * shape.kv_heads < shape.heads;
@@ -238,7 +237,7 @@ struct BackwardWorkspace {
     workspace.split_sums_bytes = 0;
     const bool divides = widest <= kSplitHeadDim || fits_one_kernel(shape, widest);
     if (!deterministic && divides && !is_float32) {
-      const int64_t pairs = heads * tiles(shape.q_len, 64) * tiles(shape.kv_len, kSplitKeys);
+      const int64_t pairs = heads * ceil_div(shape.q_len, 64) * ceil_div(shape.kv_len, kSplitKeys);
       workspace.split_sums_bytes =
           std::min<int64_t>(kSplitBlocks, pairs) * kSplitKeys * sum_columns(widest) * 4;
       workspace.split_sums = reinterpret_cast<float*>(take(workspace.split_sums_bytes));

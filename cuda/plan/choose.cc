@@ -11,6 +11,7 @@
 #include "plan/backward_workspace.h"
 #include "plan/decode.h"
 #include "plan/decode_sm80.h"
+#include "plan/divisor.h"
 #include "plan/float8.h"
 #include "plan/half_values.h"
 #include "plan/mask_words.h"
@@ -588,8 +589,7 @@ int64_t forward_workspace_bytes(const Shape& shape, DType dtype, const ForwardFe
   int64_t bytes = masked ? sm90::MaskWords::bytes(shape, features.mask_matrices, features.mask_rows)
                          : sm90::DecodeWorkspace::bytes(shape);
   if (sm90::HalfValues::takes(shape, dtype, features.bias != masked && !features.others)) {
-    bytes =
-        sm90::HalfValues::align(bytes) + sm90::HalfValues::bytes(shape, features.value_matrices);
+    bytes = align_part(bytes) + sm90::HalfValues::bytes(shape, features.value_matrices);
   }
   return std::max(bytes, decode_bytes);
 }

@@ -1,5 +1,6 @@
-// Divides, on the device, by a number that the host knows, with a multiplication and a shift.
-// Granlund and Montgomery, "Division by invariant integers using multiplication", 1994, section 4.
+// Divides integers: on the host, rounded up; and on the device, by a number that the host knows,
+// with a multiplication and a shift. Granlund and Montgomery, "Division by invariant integers using
+// multiplication", 1994, section 4.
 #pragma once
 
 #include <cstdint>
@@ -7,6 +8,9 @@
 namespace jax_flash {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+// Returns where the next part of a workspace begins, `bytes` from the start of one.
+inline int64_t align_part(int64_t bytes) { return ceil_div(bytes, 256) * 256; }
 
 struct Divisor {
   int32_t divisor = 1;

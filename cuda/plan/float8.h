@@ -4,6 +4,7 @@
 #include <cstdint>
 
 #include "params.h"
+#include "plan/divisor.h"
 #include "plan/segment_spans.h"
 
 namespace jax_flash {
@@ -40,9 +41,8 @@ struct Float8Workspace {
   static int32_t tiles_of(const Shape& shape) {
     return shape.kv_len / kScaleBlock + (shape.kv_len % kScaleBlock != 0);
   }
-  static int64_t align(int64_t bytes) { return (bytes + 255) / 256 * 256; }
   static int64_t spans_bytes(const Shape& shape, bool segments) {
-    return segments ? align(SegmentSpans::bytes(shape)) : 0;
+    return segments ? align_part(SegmentSpans::bytes(shape)) : 0;
   }
   static int64_t bytes(const Shape& shape, bool segments) {
     const int64_t count = shape.batch * shape.kv_heads * tiles_of(shape);

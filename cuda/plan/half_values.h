@@ -27,7 +27,6 @@ inline constexpr uint32_t kGreatEnough = 0x3980;
 // 4 bytes per block of the converting kernel, which say whether the block has found values that
 // float16 cannot hold; then all elements of V that are not broadcast, contiguous.
 struct HalfValues {
-  static constexpr int64_t kAlignment = 256;
   static constexpr int kMostBlocks = 2048;
   // The conversion reads and writes V once more. The more query rows attend to V, the smaller is
   // the share of this in a call's time. With fewer rows than this, V is not converted, and running
@@ -45,9 +44,6 @@ struct HalfValues {
   // `matrices`: the product of V's batch axes and heads that are not broadcast.
   static int64_t bytes(const Shape& shape, int64_t matrices) {
     return kMostBlocks * 4 + matrices * shape.kv_len * shape.value_dim * 2;
-  }
-  static int64_t align(int64_t offset) {
-    return (offset + kAlignment - 1) / kAlignment * kAlignment;
   }
 };
 

@@ -6,6 +6,7 @@
 #include <algorithm>
 #include <cstdint>
 
+#include "plan/divisor.h"
 #include "plan/half_values.h"
 #include "plan/mask_matrices.h"
 #include "sm80/decode/combine.cuh"
@@ -44,7 +45,7 @@ Status launch_half_values(const Forward& params, int64_t offset, bool dependent,
   const int64_t units = matrices.count() * copy.parts * copy.panels;
   if (units > INT32_MAX) return {};  // V is then read in bfloat16
   copy.units = static_cast<int32_t>(units);
-  char* workspace = static_cast<char*>(params.workspace) + HalfValues::align(offset);
+  char* workspace = static_cast<char*>(params.workspace) + align_part(offset);
   copy.bad = reinterpret_cast<int32_t*>(workspace);
 
   Operand& half = copy.half;
