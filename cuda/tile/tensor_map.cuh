@@ -84,6 +84,27 @@ struct BoxAxes {
         batch{operand.batch[0] != 0, operand.batch[1] != 0} {}
 };
 
+// Holds the address and strides of an operand [batch, T, N, ...] or [batch, N, T] with as many
+// batch axes as a tensor map has.
+struct RowsOperand {
+  void* data = nullptr;
+  int64_t batch[kTensorMapBatchDims] = {}, head = 0, row = 0;  // in elements
+
+  RowsOperand() = default;
+  explicit RowsOperand(const Operand& operand)
+      : data(operand.data),
+        batch{operand.batch[0], operand.batch[1]},
+        head(operand.head),
+        row(operand.row) {}
+
+  // Returns the address of a row. `index`: its coordinates along the batch axes, and its head.
+  template <typename Element, typename Index>
+  __device__ __forceinline__ Element* at(const Index& index, int32_t row0) const {
+    return static_cast<Element*>(data) + index.batch_axes[0] * batch[0] +
+           index.batch_axes[1] * batch[1] + index.head * head + row0 * row;
+  }
+};
+
 // Starts the copy of a box to shared memory: rows from row0 and 64 columns from col0 on of a head.
 // Called by one thread, which has announced the bytes at the barrier.
 __device__ __forceinline__ void load_box(uint32_t address_smem, const CUtensorMap& map,

@@ -17,6 +17,7 @@
 #include "sm90/backward/soft_cap.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
+#include "tile/tensor_map.cuh"
 
 namespace jax_flash::sm90 {
 
@@ -61,25 +62,6 @@ struct HeadDivisors {
   }
 };
 
-// Holds the address and strides of an operand [batch, T, N, ...], or [batch, N, T].
-struct EdgeOperand {
-  void* data = nullptr;
-  int64_t batch[kTensorMapBatchDims] = {}, head = 0, row = 0;  // in elements
-
-  EdgeOperand() = default;
-  explicit EdgeOperand(const Operand& operand)
-      : data(operand.data),
-        batch{operand.batch[0], operand.batch[1]},
-        head(operand.head),
-        row(operand.row) {}
-
-  template <typename Element>
-  __device__ __forceinline__ Element* at(const HeadIndex& index, int32_t row0) const {
-    return static_cast<Element*>(data) + index.batch_axes[0] * batch[0] +
-           index.batch_axes[1] * batch[1] + index.head * head + row0 * row;
-  }
-};
-
 // Divides the zeroing of the sums for dQ, which precedes the additions of key blocks. The begin
 // kernel (edges.cuh) zeroes the sums of the first heads. The sums of each other head are divided
 // into as many shares as the head has key blocks: the thread block that takes a key block zeroes
@@ -100,7 +82,7 @@ struct EndPlan {
   int32_t q_len = 0, head_dim = 0;
   float scale = 1.0f;
   HeadDivisors heads;
-  EdgeOperand dquery;
+  RowsOperand dquery;
 };
 
 // Returns how many lanes of a warpgroup, counted from its first, hold dQ of existing rows among the
@@ -193,7 +175,7 @@ struct BackwardEdgePlan {
   int64_t counters = 0;
   bool band_varies = false;
   GradientScales scales;
-  EdgeOperand out, dout, lse, dlse, dquery;
+  RowsOperand out, dout, lse, dlse, dquery;
   BackwardWorkspace workspace;
 
   BackwardEdgePlan() = default;

@@ -162,7 +162,7 @@ inline EndPlan plan_ends(const Backward& params, const GradientScales& scales,
   ends.head_dim = shape.head_dim;
   ends.scale = scales.dquery;
   ends.heads = HeadDivisors(shape, shape.heads);
-  ends.dquery = EdgeOperand(params.dquery);
+  ends.dquery = RowsOperand(params.dquery);
   return ends;
 }
 

@@ -69,7 +69,7 @@ struct ShortGradientCall {
   int32_t q_len, kv_len, head_dim, value_dim;
   float to_log2;
   float dscore_scale, sum_scale;  // factors of dP and delta, and of the sums for dQ and dK
-  EdgeOperand out, lse, dlse, dquery, dkey, dvalue;
+  RowsOperand out, lse, dlse, dquery, dkey, dvalue;
 
   ShortGradientCall(const Backward& params, bool scales_dscores)
       : query(params.query),
@@ -411,7 +411,7 @@ struct ShortGradientGroup {
     Sums sums;
     multiply(sums, unit, tile, of);
     arrive_short(barriers.summed[tile]);
-    const EdgeOperand& to = is_key ? call.dkey : call.dvalue;
+    const RowsOperand& to = is_key ? call.dkey : call.dvalue;
     const int32_t row = tile * 64 + warp_row();
     store_rows(to.at<Element>(unit.at, row), to.row, call.kv_len - row,
                is_key ? call.head_dim : call.value_dim, is_key ? call.sum_scale : 1.0f, sums);

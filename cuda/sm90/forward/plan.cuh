@@ -26,25 +26,6 @@ struct ForwardMaps {
   CUtensorMap query, key, value;
 };
 
-// Describes out [batch, T, N, h] or lse [batch, N, T].
-struct RowsOperand {
-  void* data = nullptr;
-  int64_t batch[kTensorMapBatchDims] = {}, head = 0, row = 0;  // in elements
-
-  RowsOperand() = default;
-  explicit RowsOperand(const Operand& operand)
-      : data(operand.data),
-        batch{operand.batch[0], operand.batch[1]},
-        head(operand.head),
-        row(operand.row) {}
-
-  template <typename Element>
-  __device__ __forceinline__ Element* at(const QueryTileIndex& q, int32_t row0) const {
-    return static_cast<Element*>(data) + q.batch_axes[0] * batch[0] + q.batch_axes[1] * batch[1] +
-           q.head * head + row0 * row;
-  }
-};
-
 // Describes an operand of shape [batch] and type int32. `data` is null if the call has none.
 struct BatchOperand {
   const int32_t* data = nullptr;
