@@ -298,13 +298,17 @@ bool is_large_decode(const Shape& shape, const Device& device) {
          3 * query_tiles(shape, 64) >= device.multiprocessors;
 }
 
-// Returns whether the kernel for one cut tile takes a causal call. The diagonal must start at a
-// corner of a key tile: it then cuts one tile of each query tile, the last one. In longer calls
-// the kernel for two cut tiles is as fast, and peaked logits cost it less.
-bool one_edge(const Forward& params) {
+// Returns whether the diagonal is the right edge, and starts at a corner of a key tile.
+bool ends_at_diagonal(const Forward& params) {
   const Options& options = params.options;
-  return options.is_causal && options.window_right < 0 && !params.query_offset &&
-         params.shape.kv_len <= 2048;
+  return (options.is_causal || options.window_right == 0) && !params.query_offset && !params.window;
+}
+
+// Returns whether the kernel for one cut tile takes a causal call. The diagonal cuts one tile of
+// each query tile, the last one. In longer calls the kernel for two cut tiles is as fast, and
+// peaked logits cost it less.
+bool one_edge(const Forward& params) {
+  return ends_at_diagonal(params) && params.shape.kv_len <= 2048;
 }
 
 // Returns whether a window's left edge may forbid a key. Without an offset, positions begin at 0.
@@ -316,10 +320,8 @@ bool has_left_edge(const Forward& params) {
 // Returns whether both edges of a window cut one tile of 128 keys of each query tile: the right one
 // is the diagonal, and the left one runs through corners of key tiles, or beside them.
 bool edges_cut_two_tiles(const Forward& params) {
-  const Options& options = params.options;
-  const int32_t rest = options.window_left % 128;
-  return has_left_edge(params) && (rest == 0 || rest == 127) &&
-         (options.is_causal || options.window_right == 0) && !params.query_offset && !params.window;
+  const int32_t rest = params.options.window_left % 128;
+  return has_left_edge(params) && (rest == 0 || rest == 127) && ends_at_diagonal(params);
 }
 
 // Returns whether blocks that keep all keys of a head need less time than others, at head dim 64.
@@ -451,8 +453,7 @@ Found choose_modified(const Forward& params, int32_t head_dim, const Device& dev
       // The kernel with more keys per tile spills many registers in the code for tiles that an edge
       // cuts, so it takes calls with few such tiles.
       if (head_dim == 64 && is_bfloat16 &&
-          (!banded(options) ||
-           (!has_left_edge(params) && options.window_right < 0 && params.shape.kv_len >= 8192))) {
+          (!banded(options) || (!has_left_edge(params) && params.shape.kv_len >= 8192))) {
         return {Recipe::kSoftCapLong, "an edge cuts few key tiles, or none"};
       }
       return {Recipe::kSoftCap, "the soft cap is the only modifier"};
