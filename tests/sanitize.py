@@ -45,7 +45,7 @@ EXPLAINED_RACES: tuple[tuple[str | None, str, str], ...] = (
         "one thread arrives at a barrier for its warp, after __syncwarp()",
     ),
     (
-        "mbarrier_leader", r"sm90::forward_kernel<.*, \(unsigned int\)(0|8|9|10|64)>",
+        "mbarrier_leader", r"sm90::forward_kernel<.*, \(unsigned int\)(0|8|9|10|64|72)>",
         "one thread arrives at a barrier for its warp, after __syncwarp()",
     ),
     (
@@ -64,7 +64,7 @@ EXPLAINED_RACES: tuple[tuple[str | None, str, str], ...] = (
     ),
     (
         None, r"Warning: Race reported between Read .*sm90::forward_kernel<.*, "
-        r"\(unsigned int\)(8|9|10)>",
+        r"\(unsigned int\)(8|9|10|72)>",
         "threads overwrite bits of unattended keys after a vote on what their warp has read",
     ),
     (

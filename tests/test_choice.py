@@ -102,6 +102,10 @@ NAMED = [
         for d in (64, 128, 256)
     ),
     ("soft cap, long", 64, {"head_dim": 64, "logits_soft_cap": 30.0}),
+    (
+        "soft cap, long", 64,
+        {"head_dim": 64, "logits_soft_cap": 30.0, "q_len": 8192, "local_window_size": (None, 9)},
+    ),
     ("soft cap", 64, {"head_dim": 64, "logits_soft_cap": 30.0, "is_causal": True}),
     *(("soft cap", d, {"head_dim": d, "logits_soft_cap": 30.0}) for d in (128, 256)),
     *(("mask", d, {"head_dim": d, "mask": BIAS}) for d in (64, 128)),
@@ -116,6 +120,10 @@ NAMED = [
     ),
     *(
         ("segments and bias", d, {"head_dim": d, "segments": True, "bias": (BIAS, jnp.float32)})
+        for d in (64, 128)
+    ),
+    *(
+        ("segments and ALiBi", d, {"head_dim": d, "segments": True, "slopes": True})
         for d in (64, 128)
     ),
     *(
@@ -247,11 +255,13 @@ def test_tiles_fill_the_multiprocessors(name, head_dim, call):
         ("", {}),
         ("", {"q_len": 4000, "kv_len": 2000}),
         ("", {"key_value_seq_lengths": shape(4, dtype=jnp.int32)}),
+        ("", {"local_window_size": (None, 100)}),  # the diagonal is nearer
+        ("", {"local_window_size": (2047, 0)}),  # which forbids nothing
+        ("", {"is_causal": False, "local_window_size": (None, 0)}),
         (", two edges", {"query_offset": shape(4, dtype=jnp.int32)}),
         (", two edges", {"q_len": 2049}),
         (", two edges", {"is_causal": False, "local_window_size": (None, 100)}),
-        (", two edges", {"local_window_size": (None, 100)}),
-        (", two edges", {"local_window_size": (2047, 0)}),  # which forbids nothing
+        (", two edges", {"local_window_size": (None, OFFSET)}),
         (", window", {"local_window_size": (1024, 0)}),
         (", window", {"is_causal": False, "local_window_size": (127, 0)}),
     ],

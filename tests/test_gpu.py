@@ -267,6 +267,50 @@ def test_slopes_of_causal_calls(features, fields, slopes, head_dim, dtype):
     verify(case, None)
 
 
+# Documents at any distance from their queries' positions, near or so far that all logits are taken
+# for -inf at first; and slopes whose terms cancel near the query.
+@pytest.mark.parametrize("head_dim", [64, 80, 128])
+@pytest.mark.parametrize("slopes", ["published", "N"])
+@pytest.mark.parametrize(
+    ("features", "fields"),
+    [
+        ((), {}),
+        ((("causal", True), ("sinks", True)), {"heads": 8, "kv_heads": 2}),
+        ((("causal", True),), {"batch": 1, "q_len": 2300, "kv_len": 2300, "heads": 2}),
+        ((("causal", True), ("offset", "align"), ("dlse", True)), {"kv_len": 700}),
+        ((("offset", "random"), ("lengths", "qk")), {}),
+        ((("offset", "extreme"), ("sinks", True)), {"kv_len": 200}),
+        ((("offset", "extreme"), ("window", (90, 30))), {}),
+    ],
+    ids=str,
+)
+def test_slopes_beside_segments(features, fields, slopes, head_dim):
+    fields = {"batch": 2, "heads": 4, "kv_heads": 2, "q_len": 390, "kv_len": 390} | fields
+    case = Case(
+        "slopes", head_dim=head_dim, value_dim=head_dim, dtype="bfloat16",
+        features=(("segments", "packed"), ("alibi", slopes), *features), **fields,
+    )  # fmt: skip
+    verify(case, None)
+
+
+# The greatest logit of a document this far from its queries' positions is finite, and below what
+# the kernels take for -inf.
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("slopes", [(1.0, 0.9), (3e37, 0.0)])
+@pytest.mark.parametrize("distance", [-500, 900, 1100, 5000])
+def test_documents_far_from_their_queries(distance, slopes, head_dim):
+    case = Case(
+        "far", batch=1, q_len=300, kv_len=500, heads=2, kv_heads=1, head_dim=head_dim,
+        value_dim=head_dim, dtype="bfloat16", features=(("segments", "packed"),),
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    inputs.options |= {
+        "alibi_slopes": np.array(slopes, np.float32),
+        "query_offset": np.array([distance + 500], np.int32),
+    }
+    check(run(inputs, None), inputs)
+
+
 @each_family
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 @pytest.mark.parametrize("bias_dtype", ["float32", "bfloat16"])

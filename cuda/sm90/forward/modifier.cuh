@@ -7,7 +7,7 @@
 // for all of them together are here. A new modifier takes a file of its own, which kernel.cuh
 // includes, and a row of plan/recipes.h. Such a file may also specialize OffsetsOf (plan.cuh) and
 // RowStatistics (parts.cuh). Orders, steps and producers do not name modifiers. The epilogue
-// (parts.cuh) names two: the bias, for rows of low logits, and dropout, for its scale.
+// (parts.cuh) names three: a bias and slopes, for rows of low logits, and dropout, for its scale.
 //
 // A modifier that can be computed with the exponentials sets kJudges, and implements judge(),
 // modify() for tiles that an edge cuts or whose logits are compared with running maxima first, and

@@ -2,7 +2,7 @@
 //
 // Segments or a mask decide which pairs are allowed. In tiles that forbid nothing, the soft cap's
 // exponentials are those of soft_cap.cuh without saturated squares. In other tiles, logits are
-// computed exactly, and then forbidden. A bias is added to all logits first.
+// computed exactly, and then forbidden. A bias and slopes are added to all logits first.
 #pragma once
 
 #include <cstdint>
@@ -16,6 +16,7 @@
 #include "sm90/forward/modifier.cuh"
 #include "sm90/forward/plan.cuh"
 #include "sm90/forward/segments.cuh"
+#include "sm90/forward/slopes.cuh"
 #include "sm90/forward/soft_cap.cuh"
 #include "tile/band.cuh"
 #include "tile/softmax.cuh"
@@ -51,12 +52,20 @@ struct ForwardModifier<Config, Element, kSegments | kSoftCap> : CapBesideSegment
 template <>
 struct OffsetsOf<kSegments | kSoftCap> : OffsetsOfIds {};
 
-// Adds a bias to all logits of a tile before segments forbid some.
+// Adds a bias or ALiBi slopes to all logits of a tile before segments forbid some.
+template <typename Config, typename Element, uint32_t kAdded>
+struct AddBesideSegments : SegmentsModifier<Config, Element, kSegments | kAdded> {
+  using Base = SegmentsModifier<Config, Element, kSegments | kAdded>;
+  using Base::Base;
+  static constexpr bool kChangesLogits = true;
+
+  __device__ __forceinline__ float least_logit() const { return kLeastLogit; }
+};
+
 template <typename Config, typename Element>
 struct ForwardModifier<Config, Element, kSegments | kBias>
-    : SegmentsModifier<Config, Element, kSegments | kBias> {
-  using Base = SegmentsModifier<Config, Element, kSegments | kBias>;
-  static constexpr bool kChangesLogits = true;
+    : AddBesideSegments<Config, Element, kBias> {
+  using Base = AddBesideSegments<Config, Element, kBias>;
 
   const Operand& bias;
   int32_t q_len, kv_len;
@@ -68,7 +77,6 @@ struct ForwardModifier<Config, Element, kSegments | kBias>
         q_len(planned.q_len),
         kv_len(planned.kv_len) {}
 
-  __device__ __forceinline__ float least_logit() const { return kLeastLogit; }
   // Prefetches a line of each half of the warp's rows of the bias to L2, while the scores are
   // computed.
   __device__ __forceinline__ void prepare(const QueryWork& work, int32_t row0, int32_t tile, bool) {
@@ -93,6 +101,29 @@ struct OffsetsOf<kSegments | kBias> {
     offsets.query_ids = found.query_ids;
     offsets.key_ids = found.key_ids;
     offsets.bias = found.bias;
+  }
+};
+
+template <typename Config, typename Element>
+struct ForwardModifier<Config, Element, kSegments | kDistance>
+    : AddBesideSegments<Config, Element, kDistance> {
+  using Base = AddBesideSegments<Config, Element, kDistance>;
+  using Base::Base;
+
+  __device__ __forceinline__ void modify(typename Base::Scores& scores, const Forward& params,
+                                         const ModifierOffsets& offsets, const Band&, int32_t row0,
+                                         int32_t col0, bool, bool) const {
+    add_slope(scores[0], offsets.distance, params.options.scale, row0, col0);
+  }
+};
+template <>
+struct OffsetsOf<kSegments | kDistance> {
+  static __device__ __forceinline__ void set(const Forward& params, const QueryTileIndex& q,
+                                             int32_t, ModifierOffsets& offsets) {
+    const ModifierOffsets found(params, q.batch_axes, q.head);
+    offsets.query_ids = found.query_ids;
+    offsets.key_ids = found.key_ids;
+    offsets.distance = found.distance;
   }
 };
 

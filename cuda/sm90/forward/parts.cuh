@@ -428,6 +428,12 @@ struct RowStatistics {
   }
 };
 
+// Returns whether a kernel may take finite logits of a row for -inf (least_logit()). The kernel for
+// slopes alone does not, and has a check of its own.
+constexpr bool may_take_for_infinite(uint32_t modifiers) {
+  return modifiers != kDistance && (modifiers & (kBias | kDistance)) != 0;
+}
+
 // Writes lse for a warp's 16 rows, and computes the factors of their output, 0 for rows whose
 // output must be 0.
 template <uint32_t kModifiers>
@@ -442,7 +448,7 @@ __device__ __forceinline__ void finish_statistics(const ForwardPlan& plan, const
     const int32_t row = row0 + first_row + 8 * half;
     float lse;
     RowStatistics<kModifiers>::finish(plan, work, half, row, softmax, lse, normalizer[half]);
-    if constexpr ((kModifiers & kBias) != 0) {
+    if constexpr (may_take_for_infinite(kModifiers)) {
       if (lse == minus_infinity() && softmax.low[0][half]) lse = kLowLse;
     }
     if (row >= q_len) {

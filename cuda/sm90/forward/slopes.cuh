@@ -1,4 +1,5 @@
-// Adds ALiBi slopes in the sm_90 forward kernel for causal calls without other modifiers.
+// Adds ALiBi slopes in the sm_90 forward kernel for causal calls without other modifiers, and
+// beside segments (add_slope()). The rest of this comment is about the former.
 //
 // Let `nearest` be the key nearest to the warp's last row. A slope adds slope * (j - nearest) to
 // the logit of key j, plus the addend of `nearest` itself. The latter is the same for all keys of a
@@ -17,8 +18,10 @@
 #include <cstdint>
 
 #include "modifiers/distance.cuh"
+#include "modifiers/units.cuh"
 #include "params.h"
 #include "plan/modifiers.h"
+#include "ptx/math.cuh"
 #include "sm90/forward/config.cuh"
 #include "sm90/forward/modifier.cuh"
 #include "sm90/forward/parts.cuh"
@@ -29,6 +32,14 @@
 namespace jax_flash::sm90 {
 
 inline constexpr int kWarpRows = 16;
+
+// Columns are counted from the middle of this many blocks of 8. If they were counted from the
+// tile's first column and the slope is steep, the addend of that column would be rounded by far
+// more than the addends near the query.
+inline constexpr int kSlopeBlocks = 4;
+__device__ __forceinline__ constexpr float from_middle(int n, int e) {
+  return static_cast<float>(n % kSlopeBlocks * 8 + e % 2 - kSlopeBlocks * 4);
+}
 
 template <typename Config, typename Element>
 struct ForwardModifier<Config, Element, kDistance> : ModifierDefaults<Config, Element, kDistance> {
@@ -42,16 +53,13 @@ struct ForwardModifier<Config, Element, kDistance> : ModifierDefaults<Config, El
   float slope_log2;  // the head's, in log2 units
   int32_t nearest;   // the key nearest to the warp's last row
 
-  // Gives the addend of a logit, which depends on its column. Columns are counted from the middle
-  // of 32. If they were counted from the tile's first column and the slope is steep, the addend of
-  // that column would be rounded by far more than the addends near the query.
+  // Gives the addend of a logit, which depends on its column.
   struct ColumnAddends {
-    static constexpr int kBlocks = 4;
+    static constexpr int kBlocks = kSlopeBlocks;
     float slope_log2, middle[kN / kBlocks];
 
     __device__ __forceinline__ float operator()(int n, int e) const {
-      const int col = n % kBlocks * 8 + e % 2 - kBlocks * 4;
-      return fmaf(slope_log2, static_cast<float>(col), middle[n / kBlocks]);
+      return fmaf(slope_log2, from_middle(n, e), middle[n / kBlocks]);
     }
   };
 
@@ -79,6 +87,31 @@ struct ForwardModifier<Config, Element, kDistance> : ModifierDefaults<Config, El
     return addends;
   }
 };
+
+// Multiplies products by `scale` and adds the slope's terms, for a kernel with another modifier.
+// Both operations on an element depend on its product: the compiler would compute addends of
+// elements ahead, for which such a kernel does not have registers. An addend is finite, so that
+// rows whose logits are too low are known as such (least_logit()).
+template <int kN>
+__device__ __forceinline__ void add_slope(float (&scores)[kN][4], const DistanceBias& distance,
+                                          float scale, int32_t row0, int32_t col0) {
+  const int32_t base = col0 + fragment_col(0, 0) - row0;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int32_t first = sub_sat(base - fragment_row(0, 2 * half), distance.query_offset);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const int32_t middle = n / kSlopeBlocks * kSlopeBlocks * 8 + kSlopeBlocks * 4;
+      const float term = distance.slope * (static_cast<float>(first) + middle);
+      const float addend = ptx::max_nan(term, kLowLse);
+#pragma unroll
+      for (int e = 2 * half; e < 2 * half + 2; ++e) {
+        const float scaled = fmaf(scores[n][e], scale, addend);
+        scores[n][e] = fmaf(distance.slope, from_middle(n, e), scaled);
+      }
+    }
+  }
+}
 
 template <>
 struct OffsetsOf<kDistance> {
