@@ -257,7 +257,11 @@ KEPT = {
     "traced window": {"local_window_size": (jnp.int32(9), jnp.int32(0)), "query_offset": 77},
     "lengths": {"query_seq_lengths": [200, 130], "key_value_seq_lengths": [400, 120]},
     "causal and lengths": {"is_causal": True, "query_seq_lengths": [200, 0]},
+    "no queries": {"query_seq_lengths": [200, 0]},
     "segments": {"query_segment_ids": True, "key_value_segment_ids": True},
+    "segments and lengths": {
+        "query_segment_ids": True, "key_value_segment_ids": True, "query_seq_lengths": [150, 220],
+    },
     "segments and window": {
         "query_segment_ids": True, "key_value_segment_ids": True, "local_window_size": (64, 200),
     },
@@ -271,8 +275,8 @@ def test_keys_and_values_of_no_query_may_be_nan(kept, dim, q_len):
     options = {n: jnp.array(x) if isinstance(x, list) else x for n, x in KEPT[kept].items()}
     if "query_seq_lengths" in options:
         options["query_seq_lengths"] = jnp.minimum(options["query_seq_lengths"], q_len)
-    if "query_segment_ids" in options:  # keys of 1 and 3 alone: segments that no query has
-        query_ids = jnp.repeat(jnp.array([[0, 2, 4], [4, 2, 0]]), q_len // 3, axis=1)
+    if "query_segment_ids" in options:  # keys of 0, 1 and 3 alone: segments that no query has
+        query_ids = jnp.repeat(jnp.array([[5, 2, 4], [4, 2, 5]]), q_len // 3, axis=1)
         key_ids = jnp.stack([jnp.arange(500) // 100, jnp.arange(500) % 5])
         options |= {"query_segment_ids": query_ids, "key_value_segment_ids": key_ids}
     query = normal(2, q_len, 4, dim)
