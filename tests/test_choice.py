@@ -477,7 +477,9 @@ def test_every_recipe_is_chosen_by_some_call():
         pytest.param(
             {"segments": True, "bias": (BIAS, jnp.float32), "head_dim": 256}, id="bias above 128"
         ),
-        pytest.param({"segments": True, "slopes": True}, id="segments and slopes"),
+        pytest.param(
+            {"segments": True, "slopes": True, "distances": 9}, id="segments, slopes and table"
+        ),
         pytest.param(
             {"logits_soft_cap": 9.0, "segments": True, "mask": MASK}, id="three modifiers"
         ),
