@@ -237,7 +237,7 @@ def block_scales(scale_block: int, operands: Operands) -> Operands:
 
 
 def rounded_weights(
-    logits: jax.Array, allowed: jax.Array, maximum: jax.Array, value_scale: jax.Array
+    weights: jax.Array, logits: jax.Array, maximum: jax.Array, value_scale: jax.Array
 ) -> jax.Array:
     """Probabilities as the FP8 kernels multiply them with stored values; all float32.
 
@@ -247,21 +247,21 @@ def rounded_weights(
     derivative.
 
     Args:
-      logits: [...,T,S].
-      allowed: bool, broadcastable to [...,T,S].
+      weights: exp(logits - maximum), [...,T,S]; 0 where not allowed. P is computed from these, and
+        not from x, which loses all digits of a difference of great logits.
+      logits: [...,T,S]; -inf where not allowed.
       maximum: what was subtracted from the logits, [...,T].
       value_scale: that of each key, broadcastable to [...,T,S].
 
     Returns:
-      Rounded, exp(logits - maximum) * value_scale; 0 where not allowed.
+      Rounded, weights * value_scale.
     """
     to_base_2 = np.float32(np.log2(np.e))
-    x = to_base_2 * logits
-    top = jnp.max(jnp.where(allowed, x, -jnp.inf), axis=-1, keepdims=True, initial=-jnp.inf)
-    top = jnp.where(jnp.isfinite(top), jnp.ceil(top), 0)
+    top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
+    in_base_2 = to_base_2 * top
+    lift = jnp.where(jnp.isfinite(in_base_2), in_base_2 - jnp.ceil(in_base_2), 0) + 8
+    # A sink may be the maximum. Weights are 0 if it is far above all logits.
+    lift += jnp.where(jnp.isfinite(top), jnp.minimum(to_base_2 * (maximum[..., None] - top), 99), 0)
     greatest = value_scale.max(axis=-1, keepdims=True, initial=0)
     share = value_scale / jnp.where(greatest > 0, greatest, 1)
-    # As in reference.below_maximum(), whose derivative is not needed here.
-    below = jnp.where(x >= top, 0, x - top)
-    rounded = round_e4m3(jnp.where(allowed, jnp.exp2(below + 8) * share, 0))
-    return rounded * (greatest * jnp.exp2(top - 8 - to_base_2 * maximum[..., None]))
+    return round_e4m3(weights * jnp.exp2(lift) * share) * (greatest * jnp.exp2(-lift))

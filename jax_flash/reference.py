@@ -349,7 +349,9 @@ def _forward_block(spec, accumulator, operands: Operands, first) -> Operands:
     total = weights.sum(axis=-1)
     if "value_scale" in operands:
         value_scale = operands["value_scale"][..., None, None, :]  # [*B,K,1,1,S]
-        weights = rounded_weights(logits, allowed, maximum, value_scale)
+        weights = rounded_weights(
+            weights, jnp.where(allowed, logits, -jnp.inf), maximum, value_scale
+        )
     if sinks is not None:
         total = total + jnp.where(row_exists, jnp.exp(sinks - maximum), 0)
     empty = total == 0

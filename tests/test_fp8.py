@@ -370,6 +370,39 @@ def test_nan_in_keys_that_nobody_attends_to():
 # fp8=
 
 
+# The rounding of P, whose greatest number in a row may be 1/16 off.
+ROUNDED_ONE = 1 / 15
+
+
+@pytest.mark.parametrize("low", [-1e7, -1e9, -1e30, float(jnp.finfo(jnp.bfloat16).min)])
+def test_rows_of_padding_by_a_finite_bias(low):
+    """In such a row all logits are equal, or nearly: the output is the mean of the values."""
+    query, key, value = operands()
+    bias = jnp.full((1, 1, 1, key.shape[1]), low)
+
+    def attend(query, key):
+        return dot_product_attention(query, key, jnp.ones_like(value), bias, fp8=Fp8())
+
+    out, pullback = jax.jit(lambda *x: jax.vjp(attend, *x))(query, key)
+    np.testing.assert_allclose(out.astype(np.float32), 1, rtol=ROUNDED_ONE)
+    for gradient in pullback(jnp.ones_like(out)):
+        assert jnp.isfinite(gradient).all()
+
+
+@pytest.mark.parametrize("scale", [1e3, 1e6, 1e9])
+@pytest.mark.parametrize("sink", [None, 0.0, 1e10])
+def test_great_logits(scale, sink):
+    query, key, value = operands(dtype=jnp.float32)
+    sinks = None if sink is None else jnp.full(query.shape[2], sink)
+    out, lse = dot_product_attention(
+        query, key, jnp.ones_like(value), scale=scale, fp8=Fp8(), sinks=sinks,
+        return_residual=True, implementation="reference",
+    )  # fmt: skip
+    assert jnp.isfinite(lse).all()
+    of_keys = 1 if sink is None else 1 - np.exp(np.float32(sink) - lse)[..., None]
+    np.testing.assert_allclose(out, np.broadcast_to(of_keys, out.shape), rtol=ROUNDED_ONE)
+
+
 @pytest.mark.parametrize("option", [Fp8(), Fp8("head", 5), Fp8("tensor"), Fp8(40)],
                          ids=str)  # fmt: skip
 def test_option_is_quantize_and_a_call_of_float8(option):
