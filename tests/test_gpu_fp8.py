@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from cases import Case, make_inputs
 from oracle import Inputs, allowed_logits
-from test_fp8 import call8, emulate, error, normal, quantized
+from test_fp8 import ROUNDED_ONE, call8, emulate, error, normal, quantized
 
 import jax_flash
 from jax_flash import Fp8, dot_product_attention, fp8, quantize
@@ -197,6 +197,18 @@ def test_flat_and_peaked_rows(dim, std):
     inputs = make_inputs(case)
     inputs.query[:] *= std
     compare(inputs, deviation=std)
+
+
+@pytest.mark.parametrize("dim", [64, 128, 256])
+@pytest.mark.parametrize("scale", [1e2, 1e3, 1e4, 1e6, 1e9])
+def test_great_logits(scale, dim):
+    """Scores that are computed again may then be far above what they were."""
+    query, key = (normal(2, 600, 8, dim, seed=i) for i in range(2))
+    value = jnp.ones_like(key)
+    out = jax.jit(functools.partial(dot_product_attention, scale=scale, fp8=Fp8()))(
+        query, key, value
+    )
+    np.testing.assert_allclose(out.astype(np.float32), 1, rtol=ROUNDED_ONE)
 
 
 @pytest.mark.parametrize("rising", [False, True])

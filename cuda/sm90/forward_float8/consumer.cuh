@@ -190,15 +190,16 @@ struct Float8Consumer {
     return fmaxf(sum, __shfl_xor_sync(0xffffffff, sum, 2));
   }
 
-  // Raises the running maxima of rows whose sums are too great, so that P of the greatest logit is
-  // at most 2^kRedonePeakLog2.
-  __device__ __forceinline__ void raise_maxima(const float (&sums)[2]) {
+  // Raises running maxima so that P of a row's greatest logit is at most 2^kRedonePeakLog2: those
+  // of all rows, as scores that are computed again differ from those before. Both are sums of 14
+  // bits, and great logits are off by more than P may be.
+  __device__ __forceinline__ void raise_maxima() {
     float greatest[2];
     greatest_logits(scores, greatest);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      if (!(greatest_sum(sums[half]) > kFloat8SumLimit)) continue;
-      const float raised = fmaxf(maximum[half], ceilf(greatest[half]) - kRedonePeakLog2);
+      const float raised = ceilf(greatest[half]) - kRedonePeakLog2;
+      if (!(raised > maximum[half])) continue;
       lower(half, raised - maximum[half]);
       maximum[half] = raised;  // the difference may have been rounded
     }
@@ -239,7 +240,7 @@ struct Float8Consumer {
                                        float (&total)[2]) {
     compute_scores_again();
     make_logits(rules, to_log2);
-    raise_maxima(total);
+    raise_maxima();
     const float addend[2] = {value_log2 - maximum[0], value_log2 - maximum[1]};
     float8_exponentials(scores, 1.0f, addend, total);
     float8_weights(scores, weights);
