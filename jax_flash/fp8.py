@@ -247,8 +247,8 @@ def rounded_weights(
     derivative.
 
     Args:
-      weights: exp(logits - maximum), [...,T,S]; 0 where not allowed. P is computed from these, and
-        not from x, which loses all digits of a difference of great logits.
+      weights: exp(logits - maximum), [...,T,S]; 0 where not allowed. P is computed from these and
+        not from x: where logits are great, rounding log2(e) * logits destroys their differences.
       logits: [...,T,S]; -inf where not allowed.
       maximum: what was subtracted from the logits, [...,T].
       value_scale: that of each key, broadcastable to [...,T,S].

@@ -160,9 +160,10 @@ def quantize(x: ArrayLike, per: Per = 128, *, rotation: int | None = None) -> Qu
     the scale of its block. Values must not be rotated. Numbers of float16 beyond
     :math:`65504 / \sqrt{m}`, 8188 at head dim 64, may overflow in it.
 
-    On a GPU, one kernel rounds, or two if more than 128 tokens share a scale. On other platforms,
-    on a mesh whose partitioner may choose, and for head dims that are not multiples of 8, plain JAX
-    does, which XLA fuses.
+    On a GPU, one kernel rounds, or two if more than 128 tokens share a scale. On GPUs before Ampere
+    and on other platforms, on a mesh whose partitioner may choose or that has Explicit axes, with
+    symbolic shapes, and for head dims above 256 or not multiples of 8, plain JAX does, which XLA
+    fuses.
 
     The derivative passes through the rounding unchanged and treats scales as constants. But JAX
     makes cotangents of float8 values float8, too. These are too coarse to train with, and attention
