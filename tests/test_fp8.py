@@ -370,7 +370,8 @@ def test_nan_in_keys_that_nobody_attends_to():
 # fp8=
 
 
-# The rounding of P, whose greatest number in a row may be 1/16 off.
+# A bound of the relative error of an output whose values are all 1. Rounding to the four
+# significant bits of e4m3 changes each P by at most 1/16 of it. The rest is for the output's own.
 ROUNDED_ONE = 1 / 15
 
 

@@ -166,7 +166,7 @@ def compare(setting: Setting) -> tuple[dict[str, float], float]:
 
 
 def follows_logits(setting: Setting) -> bool:
-    """Whether references of the kernels for Hopper follow rows' greatest logits.
+    """Whether running maxima of the kernels for Hopper follow rows' greatest logits.
 
     They do above head dim 128, and with a bias or a mask in calls as short as these; else where a
     query tile's first keys show that few of them make up its rows' sums: logits of deviation 4. In

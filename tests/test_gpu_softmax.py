@@ -13,7 +13,7 @@ import jax_flash
 
 pytestmark = pytest.mark.gpu
 
-# Standard deviations of the logits of 100 keys each. Kernels keep a row's reference while no
+# Standard deviations of the logits of 100 keys each. Kernels keep a row's running maximum while no
 # exponential is far above it: here it must rise, once or with every tile, by more than float16 or
 # even float32 hold in an exponential, or stays far above what follows.
 SLOPES = {
@@ -145,7 +145,7 @@ def test_some_query_tiles_that_overflow(family, head_dim, value_dim, window):
         assert error < 5 * (float(jnp.finfo(jnp.bfloat16).eps) + 2 * known)
 
 
-# Above head dim 128 references follow every row's greatest logit, whose P is 1 then, and is not
+# Above head dim 128 running maxima follow every row's greatest logit, whose P is 1 then, and is not
 # rounded; with a bias or a mask above 192, where these have kernels of their own.
 @pytest.mark.skipif("flash_sm90" not in FAMILIES, reason="kernels of the sm_90 family")
 @pytest.mark.parametrize(
@@ -158,8 +158,8 @@ def test_the_greatest_probability_is_exact(dtype, head_dim, base, feature):
     length, heads = 640, 8
     shape = (1, length, heads, head_dim)
     query, key, value = (np.zeros(shape, dtype) for _ in range(3))
-    # Rows' greatest logits rise twice, by 0.03 to 0.9: little enough for references to be kept. The
-    # last one is above 0, also if base is below it.
+    # Rows' greatest logits rise twice, by 0.03 to 0.9: little enough for running maxima to be
+    # kept. The last one is above 0, also if base is below it.
     query[..., 0] = rng.uniform(0.03, 0.9, shape[:3])
     query[..., 1] = 1
     key[..., 1] = base

@@ -9,7 +9,7 @@ namespace jax_flash {
 
 inline int64_t ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-// Returns where the next part of a workspace begins, `bytes` from the start of one.
+// Rounds an offset in a workspace up to where its next part may begin. A part may hold any type.
 inline int64_t align_part(int64_t bytes) { return ceil_div(bytes, 256) * 256; }
 
 struct Divisor {

@@ -23,7 +23,7 @@ namespace jax_flash::sm90 {
 // of a bfloat16.
 inline constexpr uint32_t kGreatEnough = 0x3980;
 
-// Describes the part of the workspace for V in float16, which starts at a multiple of kAlignment:
+// Describes the part of the workspace for V in float16, which starts where align_part() says:
 // 4 bytes per block of the converting kernel, which say whether the block has found values that
 // float16 cannot hold; then all elements of V that are not broadcast, contiguous.
 struct HalfValues {

@@ -40,8 +40,8 @@ struct ForwardConsumer {
   static constexpr bool kChained = !kMasks || (Modifier::kBits && Config::kMaskWords);
   static constexpr bool kHalfValues = !std::is_same_v<Value, Element>;
   // True if exponentials are computed before their logits are compared with the running maxima.
-  // With a bias or a mask, this holds only if P has enough bits to be accurate without the rows'
-  // greatest logits.
+  // With a mask, or a bias alone, this holds only if P has enough bits to be accurate without the
+  // rows' greatest logits.
   static constexpr bool kOptimistic =
       Config::kOptimistic && Config::kKeyGroups == 1 &&
       (Modifier::kOptimistic == When::kAlways ||

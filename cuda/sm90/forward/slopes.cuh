@@ -89,9 +89,10 @@ struct ForwardModifier<Config, Element, kDistance> : ModifierDefaults<Config, El
 };
 
 // Multiplies products by `scale` and adds the slope's terms, for a kernel with another modifier.
-// Both operations on an element depend on its product: the compiler would compute addends of
-// elements ahead, for which such a kernel does not have registers. An addend is finite, so that
-// rows whose logits are too low are known as such (least_logit()).
+// Both operations on an element depend on its product. Otherwise, the compiler would compute the
+// addends of all elements ahead, and such a kernel has no registers for them. `addend` is never
+// -inf: a logit that is merely too low must differ from one that is forbidden, so that its row is
+// known to need exact logits (least_logit()).
 template <int kN>
 __device__ __forceinline__ void add_slope(float (&scores)[kN][4], const DistanceBias& distance,
                                           float scale, int32_t row0, int32_t col0) {

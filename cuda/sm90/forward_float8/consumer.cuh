@@ -190,9 +190,10 @@ struct Float8Consumer {
     return fmaxf(sum, __shfl_xor_sync(0xffffffff, sum, 2));
   }
 
-  // Raises running maxima so that P of a row's greatest logit is at most 2^kRedonePeakLog2: those
-  // of all rows, as scores that are computed again differ from those before. Both are sums of 14
-  // bits, and great logits are off by more than P may be.
+  // Raises running maxima so that P of a row's greatest logit is at most 2^kRedonePeakLog2. All
+  // rows of the warp are examined, also those whose sums were small enough: mma.sync rounds scores
+  // differently from wgmma, both to about 14 bits. So a great logit may come out several units
+  // higher, and its P would exceed e4m3.
   __device__ __forceinline__ void raise_maxima() {
     float greatest[2];
     greatest_logits(scores, greatest);
