@@ -29,30 +29,35 @@ def exchanged(
       sequence: the sharding.
       operands: by name, this device's shards.
     """
-    exchange = _Exchange(sequence)
+    exchange = _Exchange(sequence, operands["query"].shape[-3])
     heads = {name: exchange.to_heads(name, x) for name, x in operands.items()}
     results = in_position_order(run, sequence, heads)
     return {name: exchange.to_sequence(name, x, operands.get(name)) for name, x in results.items()}
 
 
 class _Exchange:
-    def __init__(self, sequence: SequenceSharding):
+    def __init__(self, sequence: SequenceSharding, q_len: int):
+        """`q_len`: queries that this device holds."""
         self._devices, self._axis_name = sequence.devices, sequence.axis_name
+        self._q_len = q_len
         self._device = jax.lax.axis_index(self._axis_name)
 
     def _axes(self, name: str, x: jax.Array) -> tuple[int | None, int | None]:
         """Returns the axis of heads and that of the sharded sequence; None if there is none.
 
-        A bias or mask is sharded along T alone, and need have neither.
+        A bias or mask is sharded along T alone, and need have neither. If a device holds one
+        query, one row may be that query's, or one for all: in both cases, those of all devices are
+        right for all queries.
         """
         names = OPERANDS[name].axes
         first = x.ndim - len(names)
         heads = next((first + a for a, letter in enumerate(names) if letter in "NK"), None)
         tokens = next((first + a for a, letter in enumerate(names) if letter in "TS"), None)
         if OPERANDS[name].broadcasts:
-            heads, tokens = (
-                axis if axis is not None and x.shape[axis] > 1 else None for axis in (heads, tokens)
-            )
+            if heads is not None and x.shape[heads] == 1:
+                heads = None
+            if tokens is not None and x.shape[tokens] == 1 < self._q_len:
+                tokens = None
         return heads, tokens
 
     def to_heads(self, name: str, x: jax.Array) -> jax.Array:

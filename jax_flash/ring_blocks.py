@@ -19,6 +19,7 @@ from collections.abc import Callable
 import jax
 import jax.numpy as jnp
 
+from jax_flash.arrays import accumulator_of
 from jax_flash.operands import OPERANDS, Operands, axis_of, batch_shape
 from jax_flash.sequence import SequenceSharding
 from jax_flash.spec import AttentionSpec
@@ -98,6 +99,8 @@ def one_key_chunk_at_a_time(run: RunBlock) -> RunBlock:
             each = [part[name] for part in parts]
             # The gradient of a bias that is broadcast over the keys is a sum over all of them.
             is_sum = name == "bias" and block["bias"].shape[axis] == 1
+            if is_sum:
+                each = [x.astype(accumulator_of(x.dtype)) for x in each]
             results[name] = sum(each) if is_sum else jnp.concatenate(each, axis)
         return results
 
@@ -147,9 +150,22 @@ class Blocks:
 
     def _is_local(self, name: str, letter: str, x: jax.Array) -> bool:
         axis = axis_of(name, letter, x.ndim)
-        if axis is None or x.shape[axis] == 1 or self._sequence.devices == 1:
+        if axis is None or self._sequence.devices == 1:
+            return False
+        if x.shape[axis] == 1 and not (letter == "S" and self._may_be_of_one_key(name, x)):
             return False
         return x.shape[axis] == self._local[letter]
+
+    def _may_be_of_one_key(self, name: str, x: jax.Array) -> bool:
+        """Says whether x, of size 1 along the keys, may be a part of a matrix.
+
+        If a device holds one key, it may be that key's column, or one for all keys. In both cases,
+        each column is right for the key that it visits with, unless it has the rows of this
+        device's queries alone.
+        """
+        rows = axis_of(name, "T", x.ndim)
+        of_device = rows is not None and x.shape[rows] == self._local["T"]
+        return not of_device or self._sequence.query_devices == 1
 
     def window(self, name: str, x: jax.Array, device, source) -> tuple[tuple, tuple]:
         """Returns start and size of the part of x that queries of `device`, keys of `source` read.

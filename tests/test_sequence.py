@@ -211,6 +211,60 @@ def test_bias_that_travels_with_the_keys(order, mode):
     assert_close(got, expected)
 
 
+def one_token_each(q_len, kv_len, heads=4):
+    """query, key, value, a bias and a mask of 4 devices, which hold few tokens."""
+    keys = jax.random.split(jax.random.key(2), 5)
+    shapes = (1, q_len, heads, 8), (1, kv_len, heads, 8), (1, kv_len, heads, 8)
+    *arrays, bias = (
+        jax.random.normal(k, s)
+        for k, s in zip(keys, (*shapes, (1, 1, q_len, kv_len)), strict=False)
+    )
+    mask = jax.random.bernoulli(keys[4], 0.7, (1, heads, q_len, kv_len)).at[..., 0].set(True)
+    return *arrays, 3 * bias, mask
+
+
+def compare_gradients(sharded_call, args):
+    def loss(attention, *args):
+        return (attention(*args) ** 2).sum()
+
+    got, expected = (
+        jax.jit(jax.grad(functools.partial(loss, f), (0, 1, 2, 3)))(*args)
+        for f in (sharded_call, jax_flash.dot_product_attention)
+    )
+    assert_close(got, expected)
+
+
+@pytest.mark.parametrize("mode", ["ring", "all_gather", "all_to_all", "all_reduce"])
+@pytest.mark.parametrize(("q_len", "kv_len"), [(4, 4), (4, 8), (8, 4)])
+def test_devices_that_hold_one_token(q_len, kv_len, mode):
+    """The row or column of a matrix that a device holds is then no broadcast axis."""
+    with jax.set_mesh(ring_mesh(4)):
+        compare_gradients(
+            functools.partial(
+                jax_flash.dot_product_attention, sequence_axis="s", sequence_mode=mode
+            ),
+            one_token_each(q_len, kv_len),
+        )
+
+
+@pytest.mark.parametrize("mode", ["ring", "all_gather", "all_to_all"])
+@pytest.mark.parametrize("matrix", ["row", "column", "same row", "same column"])
+def test_matrices_of_devices_that_hold_one_token(matrix, mode):
+    by_row = "row" in matrix
+    if mode == "all_to_all" and not by_row:
+        pytest.skip("all_to_all takes rows that are sharded, and whole")
+    query, key, value, bias, mask = one_token_each(*((4, 8) if by_row else (8, 4)))
+    token, spec = P(None, "s"), P(None, None, *(("s",) if by_row else (None, "s")))
+    if matrix.startswith("same"):
+        bias, mask = (x[:, :, :1] if by_row else x[..., :1] for x in (bias, mask))
+        spec = P()
+    ring = jax.shard_map(
+        lambda *args: jax_flash.ring_attention(*args, axis_name="s", mode=mode),
+        mesh=ring_mesh(4), in_specs=(token, token, token, spec, spec), out_specs=token,
+    )  # fmt: skip
+    compare_gradients(ring, (query, key, value, bias, mask))
+
+
 _SIZES = """
 import jax, jax.numpy as jnp, jax_flash
 from sequence_cases import ring_mesh, sharded
