@@ -19,7 +19,7 @@ from jax_flash.head_dims import padded_size
 from jax_flash.operands import OPERANDS, batch_shape, public_name
 from jax_flash.passes import Pass
 from jax_flash.spec import FAMILIES, AttentionSpec
-from jax_flash.workspace import Size, workspace_bytes
+from jax_flash.workspace import Size
 
 PLATFORMS = ("cpu", "cuda")
 
@@ -44,18 +44,16 @@ class Choice:
     Attributes:
       implementation: "flash" or "reference".
       reason: one sentence.
-      workspace_bytes: memory that the native kernels need beside operands and results.
     """
 
     implementation: str
     reason: str
-    workspace_bytes: Size = 0
 
 
 def choose(one_pass: Pass, operands: dict[str, Any], platform: str) -> Choice:
     """Chooses the implementation of a pass on "cpu", "cuda" or any other of JAX's platforms.
 
-    Lowering, the size of the workspace and `explain` all ask here.
+    Lowering and `explain` both ask here.
 
     Args:
       one_pass: the pass.
@@ -78,9 +76,7 @@ def choose(one_pass: Pass, operands: dict[str, Any], platform: str) -> Choice:
     if unsupported is None:
         if platform == "cpu":
             _check_instruction_set()
-        return Choice(
-            "flash", _reason(spec, problem, platform), workspace_bytes(one_pass, operands, platform)
-        )
+        return Choice("flash", _reason(spec, problem, platform))
     if spec.implementation is not None:
         raise NotImplementedError(
             f"implementation={spec.implementation!r} on platform {platform!r}: {unsupported}; "

@@ -37,6 +37,7 @@ from jax_flash.passes import Pass, as_run, complete, run_reference
 from jax_flash.quantization import Rounding, quantize_p, run_by_xla
 from jax_flash.ranks import own_ranks
 from jax_flash.spec import AttentionSpec
+from jax_flash.workspace import workspace_bytes
 
 
 def bind(one_pass: Pass, operands: Operands) -> Operands:
@@ -59,8 +60,8 @@ def run_on(platform: str, one_pass: Pass, operands: Operands) -> Operands:
             one_pass,
             block_scales(one_pass.spec.scale_block, operands),
             results,
-            # Folding batch axes does not change the size.
-            workspace_bytes=choice.workspace_bytes,
+            # Of these operands: a part of the batch may need more than all of it.
+            workspace_bytes=workspace_bytes(one_pass, operands, platform),
         )
         return vary_like(operands, outputs)
 

@@ -2,6 +2,8 @@
 
 import concurrent.futures
 import importlib
+import math
+import re
 import subprocess
 import sys
 
@@ -163,6 +165,31 @@ def test_workspace_for_values_in_float16(changed, copied):
     bytes_needed = ffi.native.cuda_forward_workspace_bytes(**call | changed)
     values = 2 * 10_000 * 128 * 2
     assert (values <= bytes_needed < 1.1 * values) if copied else bytes_needed < 0.1 * values
+
+
+@pytest.mark.skipif(not ffi.native.has_cuda(), reason="a build without CUDA kernels")
+@pytest.mark.parametrize(
+    ("dtype", "of_query", "of_key"),
+    [("bfloat16", (2, 2), (2, 2, 2)), ("float8_e4m3fn", (8, 4), (4,))],
+)
+def test_workspace_of_a_part_of_the_batch(dtype, of_query, of_key):
+    """More batch axes than native code takes are looped over. A part needs memory, since its blocks
+    divide the keys, where the whole batch would fill the GPU without."""
+    mapped = jax_flash.dot_product_attention
+    maps_key = len(of_key) > len(of_query)
+    for _ in (*of_query, *of_key):  # in turn
+        mapped = jax.vmap(mapped, (None, 0, 0) if maps_key else (0, None, None))
+        maps_key = not maps_key
+    query = jax.ShapeDtypeStruct((*of_query, 1, 1, 64, 128), dtype)
+    key = jax.ShapeDtypeStruct((*of_key, 1, 129, 64, 128), dtype)
+    text = jax.jit(mapped).trace(query, key, key).lower(lowering_platforms=("cuda",)).as_text()
+    (made,) = re.findall(r"-> \(tensor<([0-9x]+)x1x64x128x.*tensor<(\d+)xui8>\)", text)
+    needed = ffi.native.cuda_forward_workspace_bytes(
+        batch=math.prod(map(int, made[0].split("x"))), q_len=1, kv_len=129, heads=64, kv_heads=64,
+        head_dim=128, value_dim=128, dtype=dtype, segments=False, bias=False,
+        soft_cap_or_dropout=False, mask_matrices=0, mask_rows=0, value_matrices=0,
+    )  # fmt: skip
+    assert int(made[1]) == needed > 0
 
 
 def backward_workspace(
