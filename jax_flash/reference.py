@@ -38,7 +38,7 @@ def forward(spec: AttentionSpec, operands: Operands, *, block_q: int | None = No
         axes of `operands.OPERANDS`.
       block_q: queries in a block; None chooses by memory.
     """
-    query, key, value = operands["query"], operands["key"], operands["value"]
+    query, value = operands["query"], operands["value"]
     batch = batch_shape(operands)
     q_len, heads, _ = query.shape[-3:]
     kv_len, _, value_dim = value.shape[-3:]
@@ -52,7 +52,10 @@ def forward(spec: AttentionSpec, operands: Operands, *, block_q: int | None = No
             results["lse_low"] = jnp.zeros_like(results["lse"])
         return results
 
-    operands = {**operands, "key": key.astype(accumulator), "value": value.astype(accumulator)}
+    # In the accumulator's dtype, so that gradients of what blocks share are added up in it.
+    operands = {
+        name: x.astype(accumulator) if _is_shared(name, x) else x for name, x in operands.items()
+    }
     if "key_scale" in operands:
         operands["key"] = operands["key"] * jnp.swapaxes(operands["key_scale"], -1, -2)[..., None]
     if block_q is None:
@@ -69,6 +72,12 @@ def forward(spec: AttentionSpec, operands: Operands, *, block_q: int | None = No
     results = _over_query_blocks(block, operands, block_q)
     results = {n: jnp.broadcast_to(x, (*batch, *x.shape[len(batch) :])) for n, x in results.items()}
     return {**results, "out": results["out"].astype(dtype)}
+
+
+def _is_shared(name: str, x: jax.Array) -> bool:
+    """Says whether x holds floating-point numbers that several queries use."""
+    axis = axis_of(name, "T", x.ndim)
+    return jnp.issubdtype(x.dtype, jnp.floating) and (axis is None or x.shape[axis] == 1)
 
 
 def _block_size(q_len: Any, logits_per_query: Any) -> Any:

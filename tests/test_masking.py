@@ -161,6 +161,29 @@ def test_poison_that_a_bias_hides_in_blocks_of_queries():
         np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+def test_gradients_of_what_blocks_of_queries_share_are_added_up_exactly(dtype):
+    """Their sum is rounded once, however many blocks there are."""
+    inputs = make_inputs(
+        Case("shared", batch=1, q_len=2048, kv_len=32, heads=2, kv_heads=2, head_dim=8, value_dim=8)
+    )
+    operands = {name: jnp.asarray(getattr(inputs, name)) for name in ("query", "key", "value")}
+    shared = {"bias": jnp.zeros((1, 1, 1, 32), dtype), "sinks": jnp.zeros((1, 2), dtype)}
+
+    def grads(block_q):
+        def loss(shared):
+            results = reference.forward(
+                AttentionSpec(scale=0.25), {**operands, **shared}, block_q=block_q
+            )
+            return (results["out"] * jnp.abs(inputs.dout)).sum()
+
+        return jax.jit(jax.grad(loss))(shared)
+
+    for got, expected in zip(*map(jax.tree.leaves, (grads(16), grads(2048))), strict=True):
+        ulp = float(jnp.finfo(dtype).eps) * np.abs(np.float32(expected)).max()
+        np.testing.assert_allclose(np.float32(got), np.float32(expected), atol=ulp, rtol=0)
+
+
 @pytest.mark.parametrize("implementation", IMPLEMENTATIONS)
 def test_tangents_beside_poison_that_a_bias_hides(implementation):
     inputs, where = make_hiding_inputs("NTS")
