@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -167,12 +166,8 @@ def _reason(spec: AttentionSpec, problem: _Problem, platform: str) -> str:
 
 def _check_instruction_set() -> None:
     """Raises where native code would: quietly running the reference would spoil a measurement."""
-    if ffi.native.instruction_set() == "none":
-        name = "JAX_FLASH_CPU_MAX_ISA"  # kMaxIsa in cuda/host/dispatch.cc
-        raise NotImplementedError(
-            f"{name}: expected avx512, avx2 or baseline, got {os.environ.get(name)}; set one of "
-            "them or unset it"
-        )
+    if error := ffi.native.instruction_set_error():
+        raise NotImplementedError(error)
 
 
 def _products(spec: AttentionSpec, problem: _Problem) -> str:

@@ -3,6 +3,7 @@
 
 #include <cstdint>
 #include <functional>
+#include <string>
 
 #include "params.h"
 #include "status.h"
@@ -23,5 +24,8 @@ int64_t backward_workspace_bytes(const Shape& shape, int64_t distance_floats);
 // Returns the instruction set in use: "avx512", "avx2" or "baseline"; "none" if
 // JAX_FLASH_CPU_MAX_ISA names no instruction set.
 const char* instruction_set();
+
+// Returns what is wrong with JAX_FLASH_CPU_MAX_ISA, "" if nothing is.
+std::string instruction_set_error();
 
 }  // namespace jax_flash::host

@@ -2,7 +2,7 @@
 #include <algorithm>
 #include <atomic>
 #include <cstdlib>
-#include <cstring>
+#include <string>
 #include <thread>
 
 #include "host/attention.h"
@@ -12,8 +12,17 @@ namespace jax_flash::host {
 namespace {
 
 // This environment variable limits the kernel to an older instruction set, for tests and
-// measurements on a CPU with newer ones. It is read once, at the first call.
+// measurements on a CPU with newer ones.
 constexpr const char* kMaxIsa = "JAX_FLASH_CPU_MAX_ISA";
+
+// Returns the variable's value, "" if it is unset. It is read once: a later change has no effect.
+const std::string& max_isa() {
+  static const std::string limit = [] {
+    const char* value = std::getenv(kMaxIsa);
+    return std::string(value ? value : "");
+  }();
+  return limit;
+}
 
 bool can_run(const Kernel& kernel) {
 #if defined(__x86_64__)
@@ -37,10 +46,9 @@ const Kernel* choose_kernel() {
 #else
   const Kernel* const best_first[] = {&baseline::kKernel};
 #endif
-  const char* limit = std::getenv(kMaxIsa);
-  bool within_limit = limit == nullptr || *limit == '\0';
+  bool within_limit = max_isa().empty();
   for (const Kernel* kernel : best_first) {
-    within_limit = within_limit || std::strcmp(limit, kernel->instruction_set) == 0;
+    within_limit = within_limit || max_isa() == kernel->instruction_set;
     if (within_limit && can_run(*kernel)) return kernel;
   }
   return nullptr;
@@ -69,9 +77,7 @@ Status status_of(bool ok) {
 }
 
 Status no_such_kernel() {
-  return Status::invalid_argument(std::string("jax_flash: ") + kMaxIsa +
-                                  ": expected avx512, avx2 or baseline, got " +
-                                  std::getenv(kMaxIsa) + "; set one of them or unset it");
+  return Status::invalid_argument("jax_flash: " + instruction_set_error());
 }
 
 }  // namespace
@@ -79,6 +85,12 @@ Status no_such_kernel() {
 const char* instruction_set() {
   const Kernel* chosen = kernel();
   return chosen ? chosen->instruction_set : "none";
+}
+
+std::string instruction_set_error() {
+  if (kernel()) return {};
+  return std::string(kMaxIsa) + ": expected avx512, avx2 or baseline, got " + max_isa() +
+         "; set one of them or unset it";
 }
 
 Status forward(const Forward& params, const ParallelFor& parallel_for) {

@@ -225,6 +225,7 @@ NB_MODULE(_native, module) {
   module.def("cuda_instances", &cuda_instances);
   module.def("cuda_recipes", &cuda_recipes);
   module.def("instruction_set", &host::instruction_set);
+  module.def("instruction_set_error", &host::instruction_set_error);
   module.def("host_backward_workspace_bytes", &host_backward_workspace_bytes, nb::arg("batch"),
              nb::arg("q_len"), nb::arg("kv_len"), nb::arg("heads"), nb::arg("kv_heads"),
              nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("distance_floats"));
