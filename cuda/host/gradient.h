@@ -7,10 +7,10 @@
 
 namespace jax_flash::host::JAX_FLASH_ISA {
 
-// Identifies the rows of q and dout in scratch memory. The address of dout identifies the head and
-// batch, because dout is never broadcast. Several batches may share a query.
+// Identifies the rows of q and dout in scratch memory. The address of delta identifies the head and
+// batch: each has its own, while several may share a query, and dout may have no elements.
 struct LiveRows {
-  const void* dout = nullptr;  // the address of the head's dout; null: scratch holds no rows
+  const float* delta = nullptr;  // the address of the head's delta; null: scratch holds no rows
   int64_t q_begin = 0;
   int row_begin = 0, row_end = 0;
   uint64_t bits[(kBlockQ + 63) / 64] = {};
@@ -96,7 +96,7 @@ inline void pack_key_value_t(const Head& head, KeyBlock& keys) {
 }
 
 inline LiveRows live_rows(const GradientHead& head, const Tile& tile) {
-  LiveRows rows = {head.dout.data, tile.q_begin, tile.row_begin, tile.row_end, {}};
+  LiveRows rows = {head.delta, tile.q_begin, tile.row_begin, tile.row_end, {}};
   for (int r = tile.row_begin; r < tile.row_end; ++r) {
     rows.bits[r / 64] |= uint64_t{head.alive(tile, r)} << (r % 64);
   }
