@@ -19,11 +19,14 @@ from jax_flash.primitives import run_on
 from jax_flash.spec import AttentionSpec
 
 
-def call(query, key, value, *optional, operands=0, out=None, lse=None, options=None):
+def call(
+    query, key, value, *optional, operands=0, out=None, lse=None, out_dtype=None, options=None
+):
     """The forward call as an exported program or other caller would make it."""
     *batch, q_len, heads, _ = query.shape
+    out = out or (*batch, q_len, heads, value.shape[-1])
     results = (
-        jax.ShapeDtypeStruct(out or (*batch, q_len, heads, value.shape[-1]), query.dtype),
+        jax.ShapeDtypeStruct(out, out_dtype or query.dtype),
         jax.ShapeDtypeStruct(lse or (*batch, heads, q_len), jnp.float32),
         jax.ShapeDtypeStruct((0,), jnp.uint8),
     )
@@ -32,6 +35,23 @@ def call(query, key, value, *optional, operands=0, out=None, lse=None, options=N
     return jax.block_until_ready(
         function(query, key, value, *optional, operands=np.int32(operands), **attributes)
     )
+
+
+def gradient_call(query, key, value, out, lse, dout, *optional, bits=0, dtypes=None):
+    """The backward call likewise; `bits` says which optional operands and gradients it has."""
+    inputs = {"dquery": query, "dkey": key, "dvalue": value}
+    if bits & 1:
+        inputs["dbias"] = optional[0]
+    results = [
+        jax.ShapeDtypeStruct(x.shape, (dtypes or {}).get(name, x.dtype))
+        for name, x in inputs.items()
+    ]
+    workspace = jax.ShapeDtypeStruct((1 << 20,), jnp.uint8)
+    function = jax.ffi.ffi_call(ffi.BACKWARD_TARGET, (*results, workspace))
+    attributes = {"operands": np.int32(bits), "gradients": np.int32(bits & 1)}
+    options = AttentionSpec(scale=1.0).ffi_attributes()
+    arguments = (query, key, value, out, lse, dout, *optional)
+    return jax.block_until_ready(function(*arguments, options=options, **attributes))
 
 
 X = np.ones((2, 8, 4, 16), np.float32)
@@ -45,6 +65,7 @@ X = np.ones((2, 8, 4, 16), np.float32)
         (dict(value=X[:, :4]), r"value: expected shape \[2,8,4,16\], got \[2,4,4,16\]"),
         (dict(query=X[None]), "equal ranks of 4 to 7"),
         (dict(key=X.astype(np.float16)), "differ in dtype"),
+        (dict(out_dtype=jnp.float16), "differ in dtype"),
         (dict(key=X.astype(np.int32)), "key: unexpected element type"),
         (dict(lse=(2, 8, 4)), r"lse: expected shape \[2,4,8\], got \[2,8,4\]"),
         (dict(out=(2, 8, 4, 8)), r"out: expected shape"),
@@ -65,6 +86,37 @@ def test_handlers_check_again(arguments, message):
     query, key, value = (arguments.pop(name) for name in ("query", "key", "value"))
     with pytest.raises(jax.errors.JaxRuntimeError, match=message):
         call(query, key, value, *extra, **arguments)
+
+
+@pytest.mark.parametrize("name", ["out", "dout", "dquery", "dkey", "dvalue", "dbias"])
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about the CPU's handlers")
+def test_handlers_check_dtypes_of_gradients(name):
+    lse = np.zeros((2, 4, 8), np.float32)
+    arrays = {"query": X, "key": X, "value": X, "out": X, "lse": lse, "dout": X}
+    dtypes = {name: np.float16}
+    arrays = {k: x.astype(dtypes.get(k, x.dtype)) for k, x in arrays.items()}
+    optional = (np.zeros((1, 1, 8, 8), np.float32), lse)  # the bias and lse_low
+    bits = 1 << 0 | 1 << 11
+    with pytest.raises(jax.errors.JaxRuntimeError, match="differ in dtype"):
+        gradient_call(*arrays.values(), *optional, bits=bits, dtypes=dtypes)
+
+
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about the CPU's kernels")
+def test_gradients_of_grouped_heads_whose_values_have_no_columns():
+    """Only the gradient of lse remains: that of the logits is dlse times the probabilities."""
+    rng = np.random.default_rng(0)
+    query = rng.standard_normal((1, 8, 2, 16)).astype(np.float32)
+    key = rng.standard_normal((1, 8, 1, 16)).astype(np.float32)
+    dlse = rng.standard_normal((1, 2, 8)).astype(np.float32)
+    value, out = np.zeros((1, 8, 1, 0), np.float32), np.zeros((1, 8, 2, 0), np.float32)
+
+    def lse_of(query, key):
+        return jax.nn.logsumexp(jnp.einsum("btnh,bsh->bnts", query, key[:, :, 0]), axis=-1)
+
+    lse, transpose = jax.vjp(lse_of, query, key)
+    dquery, dkey, *_ = gradient_call(query, key, value, out, lse, out, dlse, bits=1 << 9)
+    for got, expected in zip((dquery, dkey), transpose(dlse), strict=True):
+        np.testing.assert_allclose(got, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_calls_from_several_threads():

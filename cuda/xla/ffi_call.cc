@@ -240,7 +240,7 @@ Status read_shape(const Buffer& query, const Buffer& key, const Buffer& value, c
                                     std::to_string(q.size()) + ", " + std::to_string(k.size()) +
                                     ", " + std::to_string(v.size()));
   }
-  for (const auto& dims : {q, k, v}) {
+  for (const auto& dims : {q, k, v, full.dims}) {
     for (const int64_t dim : dims) {
       if (dim > INT32_MAX) {
         return Status::invalid_argument("jax_flash: an axis has more than 2^31 - 1 elements");
@@ -355,9 +355,26 @@ Status read_optional(const Buffers& args, size_t first, int32_t present, Reader&
   return {};
 }
 
-Status same_dtype(const Forward& params) {
-  if (params.key.dtype == params.query.dtype && params.value.dtype == params.query.dtype) return {};
-  return Status::invalid_argument("jax_flash: query, key and value differ in dtype");
+// Kernels take the dtype of the query, or of the bias, for that of all these.
+Status same_dtypes(const Forward& params) {
+  const DType dtype = params.query.dtype;
+  if (params.key.dtype == dtype && params.value.dtype == dtype &&
+      (params.out.dtype == dtype || dtype == DType::kFloat8)) {
+    return {};
+  }
+  return Status::invalid_argument("jax_flash: query, key, value and out differ in dtype");
+}
+
+Status same_dtypes(const Backward& params) {
+  for (const Operand* operand : {&params.key, &params.value, &params.out, &params.dout,
+                                 &params.dquery, &params.dkey, &params.dvalue}) {
+    if (operand->dtype != params.query.dtype) {
+      return Status::invalid_argument(
+          "jax_flash: query, key, value, out and gradients differ in dtype");
+    }
+  }
+  if (!params.dbias || params.dbias.dtype == params.bias.dtype) return {};
+  return Status::invalid_argument("jax_flash: bias and dbias differ in dtype");
 }
 
 // Kernels assume that lse_low is present if something is added to the logits.
@@ -400,6 +417,7 @@ Status read_forward(const Buffers& args, const Buffers& results, const OptionAtt
   const std::vector<Field> outputs = output_fields(shape, adds_to_logits(params));
   if (status.ok() && results.size() != outputs.size() + 1) status = too_few();
   if (status.ok()) status = read_fields(results, 0, outputs, reader, params);
+  if (status.ok()) status = same_dtypes(static_cast<const Forward&>(params));
   if (status.ok()) status = check_lse_low(params);
   params.workspace = results.back().data;
   call.workspace_bytes = results.back().bytes;
@@ -425,6 +443,7 @@ Status read_backward(const Buffers& args, const Buffers& results, const OptionAt
   const std::vector<Field> wanted = gradient_fields(shape, params.distances, gradients);
   if (status.ok() && results.size() != wanted.size() + 1) status = too_few();
   if (status.ok()) status = read_fields(results, 0, wanted, reader, params);
+  if (status.ok()) status = same_dtypes(params);
   params.workspace = results.back().data;
   call.workspace_bytes = results.back().bytes;
   return status;
