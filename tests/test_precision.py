@@ -201,3 +201,18 @@ def test_the_least_soft_caps_have_finite_gradients():
 
     for cap in (1e-38, 1e-20, 1e-15):
         assert np.isfinite(jax.grad(loss)(jnp.float32(cap)))
+
+
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_a_logit_is_rounded_once_beside_a_great_bias(implementation):
+    """All logits are -1e9 in float32: parts of a product of 33 - 28 would change that."""
+    query = np.zeros((1, 1, 1, 256), np.float32)
+    query[..., 0], query[..., 200] = 33, -28
+    key = np.zeros((1, 6, 1, 256), np.float32)
+    key[:, 2, :, [0, 200]] = 1
+    value = np.broadcast_to(np.arange(6, dtype=np.float32)[:, None, None], (1, 6, 1, 1))
+    bias = np.full((1, 1, 1, 6), -1e9, np.float32)
+    out = jax_flash.dot_product_attention(
+        query, key, value, bias, scale=1.0, implementation=implementation
+    )
+    np.testing.assert_allclose(out, 2.5, rtol=1e-6)

@@ -89,12 +89,14 @@ constexpr auto row_blocks_table(std::integer_sequence<int, kIndex...>) {
 inline constexpr auto kRowBlocks =
     row_blocks_table(std::make_integer_sequence<int, kPanelRows * kPanelVectors>());
 
-// Computes C of any size. Columns are computed in whole vectors.
+// Computes C of any size. Columns are computed in whole vectors. What C holds already is added to
+// the whole product, so that an element is rounded only once beside a great number.
 inline void gemm(Product size, Left a, Matrix b, Matrix c) {
   const int vectors = (size.cols + kLanes - 1) / kLanes;
   const int whole = size.rows / kPanelRows, rest = size.rows % kPanelRows;
-  for (int k = 0; k < size.depth || k == 0; k += kMaxDepth) {
-    const int depth = min_of(size.depth - k, kMaxDepth);
+  const int step = size.accumulate ? max_of(size.depth, 1) : kMaxDepth;
+  for (int k = 0; k < size.depth || k == 0; k += step) {
+    const int depth = min_of(size.depth - k, step);
     const bool accumulate = size.accumulate || k > 0;
     for (int v = 0; v < vectors; v += kPanelVectors) {
       const int width = min_of(vectors - v, kPanelVectors);
