@@ -26,43 +26,6 @@
 #ifndef JAX_FLASH_SM90_SCORES_AHEAD
 #define JAX_FLASH_SM90_SCORES_AHEAD 1
 #endif
-// Consumer warpgroups of 64 queries, and keys per tile, for each head dim.
-#ifndef JAX_FLASH_SM90_CONSUMERS_64
-#define JAX_FLASH_SM90_CONSUMERS_64 3
-#endif
-#ifndef JAX_FLASH_SM90_BLOCK_KV_64
-#define JAX_FLASH_SM90_BLOCK_KV_64 128
-#endif
-#ifndef JAX_FLASH_SM90_CONSUMERS_64_BANDED
-#define JAX_FLASH_SM90_CONSUMERS_64_BANDED 2
-#endif
-#ifndef JAX_FLASH_SM90_BLOCK_KV_64_BANDED
-#define JAX_FLASH_SM90_BLOCK_KV_64_BANDED 128
-#endif
-#ifndef JAX_FLASH_SM90_CONSUMERS_96
-#define JAX_FLASH_SM90_CONSUMERS_96 3
-#endif
-#ifndef JAX_FLASH_SM90_BLOCK_KV_96
-#define JAX_FLASH_SM90_BLOCK_KV_96 112
-#endif
-#ifndef JAX_FLASH_SM90_CONSUMERS_128
-#define JAX_FLASH_SM90_CONSUMERS_128 2
-#endif
-#ifndef JAX_FLASH_SM90_BLOCK_KV_128
-#define JAX_FLASH_SM90_BLOCK_KV_128 128
-#endif
-#ifndef JAX_FLASH_SM90_CONSUMERS_192
-#define JAX_FLASH_SM90_CONSUMERS_192 2
-#endif
-#ifndef JAX_FLASH_SM90_BLOCK_KV_192
-#define JAX_FLASH_SM90_BLOCK_KV_192 112
-#endif
-#ifndef JAX_FLASH_SM90_CONSUMERS_256
-#define JAX_FLASH_SM90_CONSUMERS_256 2
-#endif
-#ifndef JAX_FLASH_SM90_BLOCK_KV_256
-#define JAX_FLASH_SM90_BLOCK_KV_256 80
-#endif
 
 namespace jax_flash {
 
@@ -189,29 +152,22 @@ inline constexpr RecipeRow kRecipes[] = {
     {Recipe::kAheadLeftCut, "scores ahead, window", 64, 64, kNoModifier, 2, 128, 1,
      ScoresAhead::kLeftCut},
     {Recipe::kAheadOneCut, "scores ahead", 64, 64, kNoModifier, 2, 128, 1, ScoresAhead::kOneCut},
-    {Recipe::kSplitKeys, "split keys", 64, 64, kNoModifier, 2, JAX_FLASH_SM90_BLOCK_KV_64_BANDED,
-     2},
+    {Recipe::kSplitKeys, "split keys", 64, 64, kNoModifier, 2, 128, 2},
     // The sizes are those of a warpgroup; a block has four (sm90/forward/short.cuh).
     {Recipe::kShort, "short", 64, 64, kNoModifier, 1, 64},
-    {Recipe::kChainedPair, "chained, two consumers", 64, 64, kNoModifier,
-     JAX_FLASH_SM90_CONSUMERS_64_BANDED, JAX_FLASH_SM90_BLOCK_KV_64_BANDED},
-    {Recipe::kChained, "chained", 64, 64, kNoModifier, JAX_FLASH_SM90_CONSUMERS_64,
-     JAX_FLASH_SM90_BLOCK_KV_64},
-    {Recipe::kChained, "chained", 96, 96, kNoModifier, JAX_FLASH_SM90_CONSUMERS_96,
-     JAX_FLASH_SM90_BLOCK_KV_96},
+    {Recipe::kChainedPair, "chained, two consumers", 64, 64, kNoModifier, 2, 128},
+    {Recipe::kChained, "chained", 64, 64, kNoModifier, 3, 128},
+    {Recipe::kChained, "chained", 96, 96, kNoModifier, 3, 112},
     {Recipe::kChainedPair, "chained, two consumers", 96, 96, kNoModifier, 2, 128},
     {Recipe::kSplitKeysAhead, "split keys, scores ahead", 96, 96, kNoModifier, 2, 64, 2,
      ScoresAhead::kOneCut},
     {Recipe::kSplitKeysAhead, "split keys, scores ahead", 128, 128, kNoModifier, 2, 64, 2,
      ScoresAhead::kOneCut},
-    {Recipe::kChained, "chained", 128, 128, kNoModifier, JAX_FLASH_SM90_CONSUMERS_128,
-     JAX_FLASH_SM90_BLOCK_KV_128},
+    {Recipe::kChained, "chained", 128, 128, kNoModifier, 2, 128},
     {Recipe::kNarrowValues, "chained, narrow values", 192, 128, kNoModifier, 2, 96, 1,
      ScoresAhead::kNo, BiasPlace::kNone, 1},
-    {Recipe::kChained, "chained", 192, 192, kNoModifier, JAX_FLASH_SM90_CONSUMERS_192,
-     JAX_FLASH_SM90_BLOCK_KV_192},
-    {Recipe::kChained, "chained", 256, 256, kNoModifier, JAX_FLASH_SM90_CONSUMERS_256,
-     JAX_FLASH_SM90_BLOCK_KV_256},
+    {Recipe::kChained, "chained", 192, 192, kNoModifier, 2, 112},
+    {Recipe::kChained, "chained", 256, 256, kNoModifier, 2, 80},
     // One modifier, which needs registers: with three consumers, only head dim 64 leaves enough,
     // mostly with fewer keys per tile.
     {Recipe::kSegments, "segments", 64, 64, kSegments, 2, 128},
