@@ -76,12 +76,4 @@ struct ForwardModifier<Config, Element, kDropout> : DropoutAlone<Config, Element
   using DropoutAlone<Config, Element>::DropoutAlone;
 };
 
-template <>
-struct OffsetsOf<kDropout> {
-  static __device__ __forceinline__ void set(const Forward& params, const QueryTileIndex& q,
-                                             int32_t, ModifierOffsets& offsets) {
-    offsets.dropout = ModifierOffsets::dropout_of(params, q.batch_axes, q.head);
-  }
-};
-
 }  // namespace jax_flash::sm90

@@ -5,8 +5,8 @@
 // ModifierDefaults and replaces what it needs: bias.cuh, mask.cuh, segments.cuh, soft_cap.cuh,
 // dropout.cuh and slopes.cuh have one each, and pairs.cuh combines two; those for no modifier and
 // for all of them together are here. A new modifier takes a file of its own, which kernel.cuh
-// includes, and a row of plan/recipes.h. Such a file may also specialize OffsetsOf (plan.cuh) and
-// RowStatistics (parts.cuh). Orders, steps and producers do not name modifiers. The epilogue
+// includes, and a row of plan/recipes.h. Such a file may also specialize RowStatistics
+// (parts.cuh). Orders, steps and producers do not name modifiers. The epilogue
 // (parts.cuh) names three: a bias and slopes, for rows of low logits, and dropout, for its scale.
 //
 // A modifier that can be computed with the exponentials sets kJudges, and implements judge(),

@@ -49,8 +49,6 @@ struct ForwardModifier<Config, Element, kSegments | kSoftCap> : CapBesideSegment
     this->cap_terms = this->fewest_terms();
   }
 };
-template <>
-struct OffsetsOf<kSegments | kSoftCap> : OffsetsOfIds {};
 
 // Adds a bias or ALiBi slopes to all logits of a tile before segments forbid some.
 template <typename Config, typename Element, uint32_t kAdded>
@@ -93,16 +91,6 @@ struct ForwardModifier<Config, Element, kSegments | kBias>
     modify_scores<kBias>(scores, params, offsets, band, row0, col0, true);
   }
 };
-template <>
-struct OffsetsOf<kSegments | kBias> {
-  static __device__ __forceinline__ void set(const Forward& params, const QueryTileIndex& q,
-                                             int32_t, ModifierOffsets& offsets) {
-    const ModifierOffsets found(params, q.batch_axes, q.head);
-    offsets.query_ids = found.query_ids;
-    offsets.key_ids = found.key_ids;
-    offsets.bias = found.bias;
-  }
-};
 
 template <typename Config, typename Element>
 struct ForwardModifier<Config, Element, kSegments | kDistance>
@@ -114,16 +102,6 @@ struct ForwardModifier<Config, Element, kSegments | kDistance>
                                          const ModifierOffsets& offsets, const Band&, int32_t row0,
                                          int32_t col0, bool, bool) const {
     add_slope(scores[0], offsets.distance, params.options.scale, row0, col0);
-  }
-};
-template <>
-struct OffsetsOf<kSegments | kDistance> {
-  static __device__ __forceinline__ void set(const Forward& params, const QueryTileIndex& q,
-                                             int32_t, ModifierOffsets& offsets) {
-    const ModifierOffsets found(params, q.batch_axes, q.head);
-    offsets.query_ids = found.query_ids;
-    offsets.key_ids = found.key_ids;
-    offsets.distance = found.distance;
   }
 };
 
@@ -149,14 +127,6 @@ using DropoutBesideMask =
 template <typename Config, typename Element>
 struct ForwardModifier<Config, Element, kMask | kDropout> : DropoutBesideMask<Config, Element> {
   using DropoutBesideMask<Config, Element>::DropoutBesideMask;
-};
-template <>
-struct OffsetsOf<kMask | kDropout> {
-  static __device__ __forceinline__ void set(const Forward& params, const QueryTileIndex& q,
-                                             int32_t, ModifierOffsets& offsets) {
-    offsets.mask = ModifierOffsets(params, q.batch_axes, q.head).mask;
-    offsets.dropout = ModifierOffsets::dropout_of(params, q.batch_axes, q.head);
-  }
 };
 
 }  // namespace jax_flash::sm90

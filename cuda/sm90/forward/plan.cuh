@@ -147,24 +147,40 @@ struct QueryWork {
   ModifierOffsets modifiers;
 };
 
-// Sets the offsets of a query tile's modifier operands. A modifier's file specializes it if fewer
-// offsets suffice.
+// Sets the offsets of a query tile's modifier operands.
 template <uint32_t kModifiers>
-struct OffsetsOf {
-  static __device__ __forceinline__ void set(const Forward& params, const QueryTileIndex& q,
-                                             int32_t row0, ModifierOffsets& offsets) {
-    if constexpr (kModifiers != kNoModifier) {
-      offsets = ModifierOffsets(params, q.batch_axes, q.head);
+__device__ __forceinline__ void set_offsets(const Forward& params, const QueryTileIndex& q,
+                                            int32_t row0, ModifierOffsets& offsets) {
+  // Where a producer describes tiles while consumers wait, it finds these offsets alone.
+  constexpr bool kSome =
+      kModifiers != kEveryModifier && (kModifiers & (kSegments | kDistance | kDropout)) != 0;
+  if constexpr (kSome) {
+    // All heads share segment ids.
+    const int32_t head = (kModifiers & ~(kSegments | kSoftCap)) == 0 ? 0 : q.head;
+    const ModifierOffsets found(params, q.batch_axes, head);
+    if constexpr ((kModifiers & kSegments) != 0) {
+      offsets.query_ids = found.query_ids;
+      offsets.key_ids = found.key_ids;
     }
-    if constexpr (is_matrix(kModifiers)) {
-      // Holds the offset of Q instead, for a consumer that reads Q again. There are no segments
-      // here, and one more member would cost registers.
-      offsets.query_ids = q.batch_axes[0] * params.query.batch[0] +
-                          q.batch_axes[1] * params.query.batch[1] + q.head * params.query.head +
-                          row0 * params.query.row;
+    if constexpr ((kModifiers & kBias) != 0) offsets.bias = found.bias;
+    if constexpr ((kModifiers & kMask) != 0) offsets.mask = found.mask;
+    if constexpr ((kModifiers & kDistance) != 0) offsets.distance = found.distance;
+    if constexpr ((kModifiers & kDropout) != 0) {
+      offsets.dropout = ModifierOffsets::dropout_of(params, q.batch_axes, q.head);
     }
+    return;
   }
-};
+  if constexpr (kModifiers != kNoModifier) {
+    offsets = ModifierOffsets(params, q.batch_axes, q.head);
+  }
+  if constexpr (is_matrix(kModifiers)) {
+    // Holds the offset of Q instead, for a consumer that reads Q again. There are no segments
+    // here, and one more member would cost registers.
+    offsets.query_ids = q.batch_axes[0] * params.query.batch[0] +
+                        q.batch_axes[1] * params.query.batch[1] + q.head * params.query.head +
+                        row0 * params.query.row;
+  }
+}
 
 // Sets all members of `work` but the key tiles and the first row.
 template <typename Config, typename Element, uint32_t kModifiers>
@@ -178,7 +194,7 @@ __device__ __forceinline__ void describe_query_tile(const Forward& params, const
   work.attended = {band.first_col(row0), band.end_col(row_end - 1)};
   work.batch = q.batch;
   work.head = q.head;
-  OffsetsOf<kModifiers>::set(params, q, row0, work.modifiers);
+  set_offsets<kModifiers>(params, q, row0, work.modifiers);
   work.sink_log2 = read_sink(plan.sinks.data != nullptr, plan.sinks.at<const float>(q, 0));
 }
 

@@ -477,18 +477,6 @@ __device__ __forceinline__ void produce_queries_of_segments(const ForwardPlan& p
   }
 }
 
-// Sets the offsets of the ids, which all heads share. The others are not used, and would take time.
-struct OffsetsOfIds {
-  static __device__ __forceinline__ void set(const Forward& params, const QueryTileIndex& q,
-                                             int32_t, ModifierOffsets& offsets) {
-    const ModifierOffsets found(params, q.batch_axes, 0);
-    offsets.query_ids = found.query_ids;
-    offsets.key_ids = found.key_ids;
-  }
-};
-template <>
-struct OffsetsOf<kSegments> : OffsetsOfIds {};
-
 // Forbids keys of other segments. Few tiles have several segments. Only for these are ids compared,
 // and `allowed` set.
 template <typename Config, typename Element, uint32_t kModifiers>

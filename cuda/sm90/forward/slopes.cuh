@@ -115,14 +115,6 @@ __device__ __forceinline__ void add_slope(float (&scores)[kN][4], const Distance
 }
 
 template <>
-struct OffsetsOf<kDistance> {
-  static __device__ __forceinline__ void set(const Forward& params, const QueryTileIndex& q,
-                                             int32_t, ModifierOffsets& offsets) {
-    offsets.distance = ModifierOffsets(params, q.batch_axes, q.head).distance;
-  }
-};
-
-template <>
 struct RowStatistics<kDistance> {
   static __device__ __forceinline__ void finish(const ForwardPlan& plan, const QueryWork& work,
                                                 int half, int32_t row,
