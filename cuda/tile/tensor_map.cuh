@@ -72,6 +72,28 @@ inline Status make_tensor_map(const char* name, const Shape& shape, const Operan
                           ": CUDA error " + std::to_string(static_cast<int>(result)));
 }
 
+struct ForwardMaps {
+  CUtensorMap query, key, value;
+};
+
+// Makes maps for tiles of query_rows queries, of query_heads heads, and of key_rows keys.
+inline Status make_forward_maps(
+    const Forward& params, int query_rows, int key_rows, ForwardMaps& maps, int query_heads = 1,
+    CUtensorMapL2promotion of_keys = CU_TENSOR_MAP_L2_PROMOTION_L2_256B) {
+  const Shape& s = params.shape;
+  Status status = make_tensor_map("query", s, params.query, s.q_len, s.heads, s.head_dim,
+                                  query_rows, maps.query, query_heads);
+  if (status.ok()) {
+    status = make_tensor_map("key", s, params.key, s.kv_len, s.kv_heads, s.head_dim, key_rows,
+                             maps.key, 1, of_keys);
+  }
+  if (status.ok()) {
+    status = make_tensor_map("value", s, params.value, s.kv_len, s.kv_heads, s.value_dim, key_rows,
+                             maps.value, 1, of_keys);
+  }
+  return status;
+}
+
 // Holds 1 for each axis that an operand's map has, 0 for each that is omitted. The coordinate of an
 // omitted axis must be 0.
 struct BoxAxes {
@@ -116,8 +138,7 @@ __device__ __forceinline__ void load_box(uint32_t address_smem, const CUtensorMa
                                axes.batch[1] * batch[1]);
 }
 
-// Starts the copy of a box to shared memory: rows from row0 and 64 columns from col0 on of a head.
-// Called by one thread, which has announced the bytes at the barrier.
+// Does the same for an operand of which only its strides are known.
 __device__ __forceinline__ void load_box(uint32_t address_smem, const CUtensorMap& map,
                                          uint32_t barrier_smem, const Operand& operand,
                                          const BatchIndex& batch, int32_t head, int32_t row0,
@@ -131,7 +152,20 @@ __device__ __forceinline__ void load_box(uint32_t address_smem, const CUtensorMa
                                coordinate(operand.batch[1], batch.coordinate[1]));
 }
 
-// Does the same for every block of the cluster in `blocks`.
+// Starts the copies of all boxes of a tile: rows from row0 on of a head. `Axes` and `Batch` are as
+// load_box() takes them. Called by one thread, which has announced the bytes at the barrier.
+template <typename Tile, typename Axes, typename Batch>
+__device__ __forceinline__ void load_panels(const Tile& tile, const CUtensorMap& map,
+                                            uint32_t barrier_smem, const Axes& axes,
+                                            const Batch& batch, int32_t head, int32_t row0) {
+#pragma unroll
+  for (int panel = 0; panel < Tile::kPanels; ++panel) {
+    load_box(tile.root + tile.offset + panel * Tile::kPanelBytes, map, barrier_smem, axes, batch,
+             head, row0, panel * Tile::kPanelCols);
+  }
+}
+
+// Starts a copy as load_box() does, to every block of the cluster in `blocks`.
 __device__ __forceinline__ void load_box_multicast(uint32_t address_smem, const CUtensorMap& map,
                                                    uint32_t barrier_smem, uint16_t blocks,
                                                    const BoxAxes& axes,

@@ -22,8 +22,8 @@
 namespace jax_flash::sm90 {
 
 // Holds the tensor maps of the operands, then those of the gradients of keys and values.
-struct BackwardMaps {
-  CUtensorMap query, key, value, dout;
+struct BackwardMaps : ForwardMaps {
+  CUtensorMap dout;
 };
 struct KeyGradientMaps {
   CUtensorMap dkey, dvalue;

@@ -24,27 +24,13 @@
 
 namespace jax_flash::sm90 {
 
-// Starts the copy of rows row0... of a head to a tile of shared memory. Called by one thread, which
-// has announced the bytes to the barrier.
-template <typename Tile>
-__device__ __forceinline__ void load_tile_panels(const Tile& tile, const CUtensorMap& map,
-                                                 uint32_t barrier_smem, const Operand& operand,
-                                                 const BatchIndex& batch, int32_t head,
-                                                 int32_t row0) {
-#pragma unroll
-  for (int panel = 0; panel < Tile::kPanels; ++panel) {
-    load_box(tile.root + tile.offset + panel * Tile::kPanelBytes, map, barrier_smem, operand, batch,
-             head, row0, panel * 64);
-  }
-}
-
 // Starts the copy of a block's K or V. Called by one thread.
 template <typename Tile>
 __device__ __forceinline__ void load_keys(const Tile& tile, const CUtensorMap& map,
                                           uint32_t barrier_smem, const Operand& operand,
                                           const BatchIndex& batch, int32_t kv_head, int32_t col0) {
   ptx::mbarrier_arrive_expect_tx(barrier_smem, Tile::kBytes);
-  load_tile_panels(tile, map, barrier_smem, operand, batch, kv_head, col0);
+  load_panels(tile, map, barrier_smem, operand, batch, kv_head, col0);
 }
 
 // Starts the copies of K and V for the thread block's first key block, before that is described.
@@ -95,8 +81,8 @@ __device__ __forceinline__ void load_query(const Backward& params, const Backwar
   smem.tiles[stage] = {row0, at.head};
   ptx::mbarrier_arrive_expect_tx(
       smem.query_full(stage), Config::QueryTile::kBytes + statistics_rows<Config>(workspace) * 4);
-  load_tile_panels(smem.query(stage), maps.query, smem.query_full(stage), params.query, block.batch,
-                   at.head, row0);
+  load_panels(smem.query(stage), maps.query, smem.query_full(stage), params.query, block.batch,
+              at.head, row0);
 }
 
 // Starts the copies for all query tiles of a block. kSeveral: other blocks may follow, and
@@ -159,7 +145,7 @@ __device__ __forceinline__ void load_tiles(const Backward& params, const Backwar
       ptx::mbarrier_wait(smem.dout_empty(stage), next.parity() ^ 1);
       ptx::fence_proxy_async_shared();
       ptx::mbarrier_arrive_expect_tx(dout_full, Config::OutTile::kBytes + statistics_bytes);
-      load_tile_panels(smem.dout(stage), maps.dout, dout_full, params.dout, batch, at.head, row0);
+      load_panels(smem.dout(stage), maps.dout, dout_full, params.dout, batch, at.head, row0);
       ptx::cp_async_bulk_load(ptx::shared_address(smem.delta + stage * Config::kBlockQ),
                               workspace.delta + row_index, statistics_bytes, dout_full);
       if (kSeveral && left == min(block.tile_count, kTilesAhead)) {

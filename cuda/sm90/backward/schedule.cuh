@@ -28,21 +28,10 @@ namespace jax_flash::sm90 {
 inline Status make_backward_maps(const Backward& params, int block_q, int block_kv,
                                  BackwardMaps& maps) {
   const Shape& shape = params.shape;
-  Status status = make_tensor_map("query", shape, params.query, shape.q_len, shape.heads,
-                                  shape.head_dim, block_q, maps.query);
-  if (status.ok()) {
-    status = make_tensor_map("key", shape, params.key, shape.kv_len, shape.kv_heads, shape.head_dim,
-                             block_kv, maps.key);
-  }
-  if (status.ok()) {
-    status = make_tensor_map("value", shape, params.value, shape.kv_len, shape.kv_heads,
-                             shape.value_dim, block_kv, maps.value);
-  }
-  if (status.ok()) {
-    status = make_tensor_map("dout", shape, params.dout, shape.q_len, shape.heads, shape.value_dim,
-                             block_q, maps.dout);
-  }
-  return status;
+  const Status status = make_forward_maps(params, block_q, block_kv, maps);
+  if (!status.ok()) return status;
+  return make_tensor_map("dout", shape, params.dout, shape.q_len, shape.heads, shape.value_dim,
+                         block_q, maps.dout);
 }
 
 inline Status make_gradient_maps(const Backward& params, int rows, KeyGradientMaps& maps) {

@@ -100,8 +100,8 @@ __device__ __forceinline__ void load_key_tiles(const Backward& params, const Bac
   RingState<Config::kValueStages> value_ring;
   if (leader && tile < block.range.end) {
     ptx::mbarrier_arrive_expect_tx(smem.query_full(), Config::QueryTile::kBytes);
-    load_tile_panels(smem.query(), maps.query, smem.query_full(), params.query, block.batch,
-                     block.head, block.row0);
+    load_panels(smem.query(), maps.query, smem.query_full(), params.query, block.batch, block.head,
+                block.row0);
   }
   if (!leader && block.key_spans == nullptr) tile = block.range.end;  // see load_tiles()
   for (bool first = true; tile < block.range.end; first = false) {
@@ -112,19 +112,19 @@ __device__ __forceinline__ void load_key_tiles(const Backward& params, const Bac
     ptx::mbarrier_wait(smem.key_empty(key_ring.stage), key_ring.parity ^ 1);
     smem.tiles[key_ring.stage] = col0;
     ptx::mbarrier_arrive_expect_tx(key_full, Config::KeyTile::kBytes);
-    load_tile_panels(smem.key(key_ring.stage), maps.key, key_full, params.key, block.batch,
-                     block.kv_head, col0);
+    load_panels(smem.key(key_ring.stage), maps.key, key_full, params.key, block.batch,
+                block.kv_head, col0);
     key_ring.advance();
     if (first) {
       ptx::mbarrier_arrive_expect_tx(smem.dout_full(), Config::QueryTile::kBytes);
-      load_tile_panels(smem.dout(), maps.dout, smem.dout_full(), params.dout, block.batch,
-                       block.head, block.row0);
+      load_panels(smem.dout(), maps.dout, smem.dout_full(), params.dout, block.batch, block.head,
+                  block.row0);
     }
     const uint32_t value_full = smem.value_full(value_ring.stage);
     ptx::mbarrier_wait(smem.value_empty(value_ring.stage), value_ring.parity ^ 1);
     ptx::mbarrier_arrive_expect_tx(value_full, Config::KeyTile::kBytes);
-    load_tile_panels(smem.value(value_ring.stage), maps.value, value_full, params.value,
-                     block.batch, block.kv_head, col0);
+    load_panels(smem.value(value_ring.stage), maps.value, value_full, params.value, block.batch,
+                block.kv_head, col0);
     value_ring.advance();
   }
   if (leader) {

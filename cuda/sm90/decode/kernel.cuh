@@ -407,19 +407,10 @@ Status launch_decode_plan(const Forward& params, const DecodePlan& plan, cudaStr
         "jax_flash: this library lacks the decoding kernel of the head dim");
   }
   ForwardMaps maps;
-  Status status = make_tensor_map("query", shape, params.query, shape.q_len, shape.heads,
-                                  shape.head_dim, static_cast<int>(DecodeUnits(shape).queries),
-                                  maps.query, shape.heads / shape.kv_heads);
   // The L2 promotion is 128 bytes; 256 bytes, as in other kernels, would cost 7% of the bandwidth.
-  constexpr auto kPromotion = CU_TENSOR_MAP_L2_PROMOTION_L2_128B;
-  if (status.ok()) {
-    status = make_tensor_map("key", shape, params.key, shape.kv_len, shape.kv_heads, shape.head_dim,
-                             Config::kBlockKv, maps.key, 1, kPromotion);
-  }
-  if (status.ok()) {
-    status = make_tensor_map("value", shape, params.value, shape.kv_len, shape.kv_heads,
-                             shape.value_dim, Config::kBlockKv, maps.value, 1, kPromotion);
-  }
+  Status status =
+      make_forward_maps(params, static_cast<int>(DecodeUnits(shape).queries), Config::kBlockKv,
+                        maps, shape.heads / shape.kv_heads, CU_TENSOR_MAP_L2_PROMOTION_L2_128B);
   if (!status.ok()) return status;
   const DecodeCall call(params, plan, Config::kBlockKv);
   status = launch_kernel("sm90::decode_kernel", shape, decode_kernel<Config, Element>, plan.workers,

@@ -37,16 +37,7 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   const int64_t tiles = q_tiles * shape.heads * shape.batch;
   if (tiles == 0) return {};
   MapsOf<Config> maps;
-  Status status = make_tensor_map("query", shape, params.query, shape.q_len, shape.heads,
-                                  shape.head_dim, Config::QueryTile::kRows, maps.query);
-  if (status.ok()) {
-    status = make_tensor_map("key", shape, params.key, shape.kv_len, shape.kv_heads, shape.head_dim,
-                             Config::kBlockKv, maps.key);
-  }
-  if (status.ok()) {
-    status = make_tensor_map("value", shape, params.value, shape.kv_len, shape.kv_heads,
-                             shape.value_dim, Config::kBlockKv, maps.value);
-  }
+  Status status = make_forward_maps(params, Config::QueryTile::kRows, Config::kBlockKv, maps);
   if (!status.ok()) return status;
   int sms = 0;
   if (status = multiprocessors(sms); !status.ok()) return status;

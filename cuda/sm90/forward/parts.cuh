@@ -182,11 +182,7 @@ __device__ __forceinline__ void load_tile_boxes(const Tile& tile, const CUtensor
                                                 const int32_t (&batch)[kTensorMapBatchDims],
                                                 int32_t head, int32_t row0) {
   ptx::mbarrier_arrive_expect_tx(barrier_smem, Tile::kBytes);
-#pragma unroll
-  for (int panel = 0; panel < Tile::kPanels; ++panel) {
-    load_box(tile.root + tile.offset + panel * Tile::kPanelBytes, map, barrier_smem, axes, batch,
-             head, row0, panel * 64);
-  }
+  load_panels(tile, map, barrier_smem, axes, batch, head, row0);
 }
 
 // Zeroes the rows of a tile of V outside `attended`, which no row of the block may attend to. They

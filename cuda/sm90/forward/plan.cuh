@@ -22,10 +22,6 @@
 
 namespace jax_flash::sm90 {
 
-struct ForwardMaps {
-  CUtensorMap query, key, value;
-};
-
 // Describes an operand of shape [batch] and type int32. `data` is null if the call has none.
 struct BatchOperand {
   const int32_t* data = nullptr;

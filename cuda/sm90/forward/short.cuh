@@ -406,16 +406,7 @@ Status launch_forward_short(const Forward& params, cudaStream_t stream) {
   const Shape& shape = params.shape;
   const ShortUnits units(shape);
   ShortCall call(params, units);
-  Status status = make_tensor_map("query", shape, params.query, shape.q_len, shape.heads,
-                                  shape.head_dim, kShortBoxRows, call.maps.query);
-  if (status.ok()) {
-    status = make_tensor_map("key", shape, params.key, shape.kv_len, shape.kv_heads, shape.head_dim,
-                             kShortBoxRows, call.maps.key);
-  }
-  if (status.ok()) {
-    status = make_tensor_map("value", shape, params.value, shape.kv_len, shape.kv_heads,
-                             shape.value_dim, kShortBoxRows, call.maps.value);
-  }
+  Status status = make_forward_maps(params, kShortBoxRows, kShortBoxRows, call.maps);
   if (!status.ok()) return status;
   int sms = 0;
   if (status = multiprocessors(sms); !status.ok()) return status;

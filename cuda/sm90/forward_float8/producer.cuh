@@ -79,18 +79,6 @@ struct Float8Producer {
   RingState<Config::kQueryStages> query_stage;
   RingState<Config::kStages> stage;
 
-  template <typename Tile>
-  __device__ __forceinline__ void load_boxes(const Tile& tile, const CUtensorMap& map,
-                                             uint32_t barrier, const BoxAxes& axes,
-                                             const int32_t (&batch)[kTensorMapBatchDims],
-                                             int32_t head, int32_t row0) const {
-#pragma unroll
-    for (int panel = 0; panel < Tile::kPanels; ++panel) {
-      load_box(tile.root + tile.offset + panel * Tile::kPanelBytes, map, barrier, axes, batch, head,
-               row0, panel * Tile::kPanelCols);
-    }
-  }
-
   // Copies Q of all consumers. The barrier for Q also covers `work`.
   __device__ __forceinline__ void load_query(const QueryTileIndex& q, const Float8Work& work) {
     using Tile = typename Config::QueryTile;
@@ -100,8 +88,8 @@ struct Float8Producer {
     ptx::mbarrier_arrive_expect_tx(full, Config::kConsumers * Tile::kBytes);
 #pragma unroll
     for (int group = 0; group < Config::kConsumers; ++group) {
-      load_boxes(smem.query(query_stage.stage, group), maps.query, full, plan.query, q.batch_axes,
-                 q.head, work.row0 + group * 64);
+      load_panels(smem.query(query_stage.stage, group), maps.query, full, plan.query, q.batch_axes,
+                  q.head, work.row0 + group * 64);
     }
     query_stage.advance();
   }
@@ -114,8 +102,8 @@ struct Float8Producer {
     const uint32_t key_full = smem.key_full(stage.stage), value_full = smem.value_full(stage.stage);
     ptx::mbarrier_wait_asleep(smem.key_empty(stage.stage), stage.parity ^ 1);
     ptx::mbarrier_arrive_expect_tx(key_full, Keys::kBytes + sizeof(KeyFactors));
-    load_boxes(smem.key(stage.stage), maps.key, key_full, plan.key, q.batch_axes, q.kv_head,
-               tile * Config::kBlockKv);
+    load_panels(smem.key(stage.stage), maps.key, key_full, plan.key, q.batch_axes, q.kv_head,
+                tile * Config::kBlockKv);
     ptx::cp_async_bulk_load(smem.factors_of(stage.stage), plan.workspace.factors + index,
                             sizeof(KeyFactors), key_full);
     ptx::mbarrier_wait_asleep(smem.value_empty(stage.stage), stage.parity ^ 1);
