@@ -54,7 +54,7 @@ struct Options {
   float logits_soft_cap = 0.0f;  // 0: none
   // Dropout keeps an element if its 15 random bits, as a number, are >= dropout_threshold, and
   // multiplies it by dropout_scale = 1 / (1 - dropout_threshold / 2^15). Threshold 0: no dropout.
-  uint32_t dropout_threshold = 0;
+  int32_t dropout_threshold = 0;
   float dropout_scale = 1.0f;
   bool deterministic = false;
   // For float32 operands on a GPU: if true, products are as exact as in float32; if false, their

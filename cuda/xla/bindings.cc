@@ -4,7 +4,10 @@
 #include <nanobind/stl/string.h>
 #include <nanobind/stl/vector.h>
 
+#include <algorithm>
 #include <cstdint>
+#include <iterator>
+#include <stdexcept>
 #include <string>
 #include <type_traits>
 #include <utility>
@@ -66,11 +69,21 @@ int64_t host_backward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_l
 }
 
 #ifdef JAX_FLASH_WITH_CUDA
+constexpr std::pair<const char*, DType> kDTypes[] = {{"float32", DType::kFloat32},
+                                                     {"bfloat16", DType::kBFloat16},
+                                                     {"float16", DType::kFloat16},
+                                                     {"float8_e4m3fn", DType::kFloat8}};
+
 DType make_dtype(const std::string& name) {
-  return name == "float32"         ? DType::kFloat32
-         : name == "bfloat16"      ? DType::kBFloat16
-         : name == "float8_e4m3fn" ? DType::kFloat8
-                                   : DType::kFloat16;
+  for (const auto& [known, dtype] : kDTypes) {
+    if (name == known) return dtype;
+  }
+  throw std::invalid_argument("no kernel takes operands of " + name);
+}
+
+const char* name_of(DType dtype) {
+  const auto is_it = [&](const auto& pair) { return pair.second == dtype; };
+  return std::find_if(std::begin(kDTypes), std::end(kDTypes), is_it)->first;
 }
 
 int64_t cuda_forward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_len, int32_t heads,
@@ -136,7 +149,8 @@ OptionAttributes make_attributes(const nb::dict& values) {
   const auto get = [&](const char* name, auto& where) {
     where = nb::cast<std::remove_cvref_t<decltype(where)>>(values[name]);
   };
-  OptionAttributes options;
+  OptionAttributes attributes;
+  Options& options = attributes.options;
   get("scale", options.scale);
   get("is_causal", options.is_causal);
   get("window_left", options.window_left);
@@ -147,8 +161,8 @@ OptionAttributes make_attributes(const nb::dict& values) {
   get("deterministic", options.deterministic);
   get("high_precision", options.high_precision);
   get("smem_limit", options.smem_limit);
-  get("family", options.family);
-  return options;
+  get("family", attributes.family);
+  return attributes;
 }
 
 // Returns (family, name, queries and keys of a tile, reason) of the kernel that a call gets on a
@@ -203,11 +217,7 @@ nb::list cuda_instances() {
   const auto add = [&all](const char* pass, const auto& table) {
     for (const auto& instance : table) {
       if (!instance.general) continue;  // a plain instance has a general one, too
-      const char* dtype = instance.dtype == DType::kFloat32    ? "float32"
-                          : instance.dtype == DType::kBFloat16 ? "bfloat16"
-                          : instance.dtype == DType::kFloat8   ? "float8_e4m3fn"
-                                                               : "float16";
-      all.append(nb::make_tuple(pass, instance.family, dtype, instance.head_dim));
+      all.append(nb::make_tuple(pass, instance.family, name_of(instance.dtype), instance.head_dim));
     }
   };
   add("forward", cuda::kForwardInstances);

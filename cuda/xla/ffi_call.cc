@@ -266,21 +266,6 @@ Status read_shape(const Buffer& query, const Buffer& key, const Buffer& value, c
   return {};
 }
 
-Options make_options(const OptionAttributes& attributes) {
-  Options options;
-  options.scale = attributes.scale;
-  options.is_causal = attributes.is_causal;
-  options.window_left = attributes.window_left;
-  options.window_right = attributes.window_right;
-  options.logits_soft_cap = attributes.logits_soft_cap;
-  options.dropout_threshold = static_cast<uint32_t>(attributes.dropout_threshold);
-  options.dropout_scale = attributes.dropout_scale;
-  options.deterministic = attributes.deterministic;
-  options.high_precision = attributes.high_precision;
-  options.smem_limit = attributes.smem_limit;
-  return options;
-}
-
 Buffer as_buffer(ffi::AnyBuffer buffer) {
   const auto dims = buffer.dimensions();
   return {const_cast<void*>(buffer.untyped_data()),
@@ -409,10 +394,9 @@ Status read_forward(const Buffers& args, const Buffers& results, const OptionAtt
   Shape& shape = params.shape;
   Status status = read_shape(args[0], args[1], args[2], results[0], shape);
   if (!status.ok()) return status;
-  params.options = make_options(options);
+  params.options = options.options;
   Reader reader(shape);
   status = read_fields(args, 0, operand_fields(shape), reader, params);
-  if (status.ok()) status = same_dtype(params);
   if (status.ok()) status = read_optional(args, 3, operands, reader, call);
   const std::vector<Field> outputs = output_fields(shape, adds_to_logits(params));
   if (status.ok() && results.size() != outputs.size() + 1) status = too_few();
@@ -431,10 +415,9 @@ Status read_backward(const Buffers& args, const Buffers& results, const OptionAt
   Shape& shape = params.shape;
   Status status = read_shape(args[0], args[1], args[2], args[3], shape);
   if (!status.ok()) return status;
-  params.options = make_options(options);
+  params.options = options.options;
   Reader reader(shape);
   status = read_fields(args, 0, operand_fields(shape), reader, params);
-  if (status.ok()) status = same_dtype(params);
   if (status.ok()) status = read_fields(args, 3, output_fields(shape, false), reader, params);
   if (status.ok()) status = read_fields(args, 5, {dout_field(shape)}, reader, params);
   if (status.ok()) status = read_optional(args, 6, operands, reader, call);

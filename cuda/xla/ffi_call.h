@@ -25,19 +25,11 @@
 
 namespace jax_flash {
 
-// The attribute `options`. Its fields are those of ffi_attributes() in spec.py.
+// The attribute `options`. Its fields are those of ffi_attributes() in spec.py: the members of
+// Options in their order, then the others.
 struct OptionAttributes {
-  float scale;
-  bool is_causal;
-  int32_t window_left;
-  int32_t window_right;
-  float logits_soft_cap;
-  int32_t dropout_threshold;
-  float dropout_scale;
-  bool deterministic;
-  bool high_precision;
-  int32_t smem_limit;
-  int32_t family;  // of CUDA kernels: 80, 90, or 0 for the best
+  Options options;
+  int32_t family = 0;  // of CUDA kernels: 80, 90, or 0 for the best
 };
 
 struct Call {
