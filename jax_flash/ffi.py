@@ -177,17 +177,9 @@ def kernel(
     """
 
     def described(arrays):
-        # Segment ids of any width reach native code as int32.
-        wide = ("int64", "uint64", "uint32", "int16", "uint16", "int8", "uint8")
-        ids = [operands.get(name) for name in OPERANDS if name.endswith("segment_ids")]
-        return [
-            (
-                "int32" if any(x is y for y in ids) and x.dtype.name in wide else x.dtype.name,
-                list(x.shape),
-            )
-            for x in arrays
-        ]
+        return [(x.dtype.name, list(x.shape)) for x in arrays]
 
+    operands = with_short_segment_ids(operands)
     found = native.cuda_kernel(
         one_pass.is_backward,
         described(_in_order(operands)),
