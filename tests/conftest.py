@@ -1,6 +1,7 @@
 """Makes the tests run against the installed package, and reports runs on a GPU."""
 
 import collections
+import dataclasses
 import os
 import pathlib
 import sys
@@ -119,6 +120,19 @@ def _default_device(request):
         return
     with jax.default_device(jax.local_devices(backend="cpu")[0]):
         yield
+
+
+@pytest.fixture
+def smem_kb(request, monkeypatch):
+    """Calls get the tiles of a GPU whose blocks have this much shared memory, in KB."""
+    from jax_flash import call
+
+    def limited(**options):
+        return dataclasses.replace(make_spec(**options), smem_limit=request.param * 1024)
+
+    make_spec = call.make_spec
+    monkeypatch.setattr(call, "make_spec", limited)
+    return request.param
 
 
 def pytest_terminal_summary(terminalreporter, config):

@@ -25,7 +25,6 @@ from oracle import allowed_logits
 from test_cases import run
 
 import jax_flash
-from jax_flash import call
 
 pytestmark = pytest.mark.gpu
 
@@ -345,7 +344,7 @@ def test_random_combination(index, family):
     verify(case, implementation, copies=copies, deterministic=index % 3 == 0)
 
 
-@pytest.mark.parametrize("smem_kb", [99, 163])
+@pytest.mark.parametrize("smem_kb", [99, 163], indirect=True)
 @pytest.mark.parametrize(
     "case",
     [
@@ -358,13 +357,7 @@ def test_random_combination(index, family):
     ],
     ids=str,
 )
-def test_configurations_of_gpus_with_less_shared_memory(case, smem_kb, monkeypatch):
-    make_spec = call.make_spec
-    monkeypatch.setattr(
-        call,
-        "make_spec",
-        lambda **options: dataclasses.replace(make_spec(**options), smem_limit=smem_kb * 1024),
-    )
+def test_configurations_of_gpus_with_less_shared_memory(case, smem_kb):
     inputs = make_inputs(case)
     check(run(inputs, "flash_sm80"), inputs)
 

@@ -20,8 +20,6 @@ from test_cases import run
 from test_gpu import check_poison_beyond_lengths
 from test_masking import check_query_without_keys
 
-from jax_flash import call
-
 pytestmark = pytest.mark.gpu
 
 # How far each product may be off: nothing beyond rounding to float32, or as TF32.
@@ -106,18 +104,12 @@ def test_random_combination(index, precision):
 
 
 @each_precision
-@pytest.mark.parametrize("smem_kb", [99, 163])
+@pytest.mark.parametrize("smem_kb", [99, 163], indirect=True)
 @pytest.mark.parametrize("head_dim", [20, 64, 100, 128, 256])
 @pytest.mark.parametrize("index", range(5000, 5004))
-def test_tiles_of_less_shared_memory(index, head_dim, smem_kb, precision, monkeypatch):
+def test_tiles_of_less_shared_memory(index, head_dim, smem_kb, precision):
     if smem_kb == 99 and head_dim > 128:
         head_dim = 96  # more has no backward pass
-    make_spec = call.make_spec
-    monkeypatch.setattr(
-        call,
-        "make_spec",
-        lambda **options: dataclasses.replace(make_spec(**options), smem_limit=smem_kb * 1024),
-    )
     case = random_case(index, sizes=(63, 65, 129, 300))
     verify(dataclasses.replace(case, head_dim=head_dim, value_dim=head_dim), precision)
 

@@ -12,7 +12,7 @@ from test_cases import run
 from test_gpu import FAMILIES
 
 import jax_flash
-from jax_flash import call, dispatch
+from jax_flash import dispatch
 
 GPU = dispatch.current_gpu()
 pytestmark = [
@@ -135,20 +135,6 @@ def test_an_attended_key_of_nan_reaches_those_that_attend():
     for result in (got.out, got.grads["query"]):
         assert (np.isnan(result.astype(np.float32)).all(axis=(0, 2, 3)) == attends).all()
         assert (np.isnan(result.astype(np.float32)).any(axis=(0, 2, 3)) == attends).all()
-
-
-@pytest.fixture
-def smem_kb(request, monkeypatch):
-    """The tiles of GPUs whose blocks have no more shared memory."""
-    make_spec = call.make_spec
-    monkeypatch.setattr(
-        call,
-        "make_spec",
-        lambda **options: dataclasses.replace(
-            make_spec(**options), smem_limit=request.param * 1024
-        ),
-    )
-    return request.param
 
 
 WIDE = (264, 300, 384, 512)
