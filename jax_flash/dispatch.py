@@ -28,6 +28,10 @@ _ONLY_ON = (90,)
 # Queries and keys together, at most (kMaxTotalLength in cuda/plan/choose.cc).
 _MAX_TOTAL_LENGTH = 2**31 - 1024
 
+# Most backward kernels find capped logits from P and the log-sum-exp, to within about 3e-7 times
+# the latter. Their slopes, 1 - (logit / cap)^2, would have too few digits if the cap were smaller.
+_LEAST_CAP_OF_GRADIENTS = 0.001
+
 # Above this head dim (kWidestOfAll in cuda/plan/recipes.h) the sm_90 kernels take no modifiers:
 # none of these operands.
 _WIDEST_OF_ALL = 256
@@ -293,6 +297,9 @@ def _unsupported_on_cuda(one_pass: Pass, problem: _Problem) -> str | None:
         return f"{kind} takes {problem.dtype} (they take {others})"
     if unsupported := _unsupported_dims(problem, head_dims):
         return unsupported
+    cap = one_pass.spec.logits_soft_cap
+    if one_pass.is_backward and cap is not None and cap < _LEAST_CAP_OF_GRADIENTS:
+        return f"CUDA kernels compute gradients of soft caps from {_LEAST_CAP_OF_GRADIENTS} on"
     # A call with a sequence is divided over devices, and each device's part is asked about again.
     length = problem.queries + problem.keys if one_pass.spec.sequence is None else 0
     if not is_symbolic_dim(length) and length > _MAX_TOTAL_LENGTH:

@@ -123,6 +123,27 @@ def test_two_modifiers(features, number, edges, family):
     verify(case, family)
 
 
+@pytest.mark.parametrize("cap", [1e-3, 1e-6, 1e-9])
+@pytest.mark.parametrize("head_dim", [64, 192])
+@each_family
+def test_gradients_of_small_soft_caps(family, head_dim, cap):
+    """Most pairs are beyond the cap, where its slope is 0."""
+    arrays = [random_normal(1, 100, 2, head_dim, seed=s) for s in range(4)]
+    name = family if cap >= 1e-3 else None  # kernels have no gradients of smaller ones
+
+    def gradients(implementation):
+        def attend(*arrays):
+            return jax_flash.dot_product_attention(
+                *arrays, logits_soft_cap=cap, implementation=implementation
+            )
+
+        return jax.vjp(attend, *arrays[:3])[1](arrays[3])
+
+    for got, expected in zip(gradients(name), gradients("reference"), strict=True):
+        got, expected = (np.asarray(x, np.float32) for x in (got, expected))
+        np.testing.assert_allclose(got, expected, rtol=0.05, atol=0.02 * np.abs(expected).max())
+
+
 def _with_gradients(query, key, value, dout, query_ids, key_ids, **options):
     def attend(query, key, value):
         return jax_flash.dot_product_attention(

@@ -7,6 +7,7 @@
 // polynomial.
 #pragma once
 
+#include <algorithm>
 #include <cmath>
 #include <cstdint>
 
@@ -18,9 +19,10 @@
 namespace jax_flash::sm90 {
 
 // Holds the constants of a call's soft cap, in log2 units. For products s up to `limit`, l = s
-// (factor[0] + factor[1] s^2 + ...).
+// (factor[0] + factor[1] s^2 + ...). The limit is negative if the factors leave float32's range.
 struct CapPolynomial {
   static constexpr int kTerms = 5;
+  static constexpr float kGreatestCap = 1024.0f;  // P is right to 4e-4
   float factor[kTerms] = {};
   float limit = 0.0f;
   float ratio = 0.0f;           // s * ratio = s / cap in the formula above
@@ -31,7 +33,7 @@ struct CapPolynomial {
   explicit CapPolynomial(const Options& options) {
     if (options.logits_soft_cap <= 0.0f) return;
     // Interpolates tanh(x) / x as a polynomial in x^2 at Chebyshev points, up to x = 0.75; the
-    // relative error is 6e-7.
+    // relative error is 6e-7. That of P is this times the logit.
     constexpr double kTanh[kTerms] = {0.999999424, -0.333281921, 0.132584621, -0.050041609,
                                       0.012916652};
     const double unit = double{options.logits_soft_cap} * 1.4426950408889634;
@@ -39,7 +41,10 @@ struct CapPolynomial {
     for (int i = 0; i < kTerms; ++i) {
       factor[i] = static_cast<float>(kTanh[i] * unit * std::pow(of_product, 2 * i + 1));
     }
-    limit = static_cast<float>(0.75 / std::fabs(of_product));
+    const bool in_range =
+        std::all_of(factor, factor + kTerms, [](float x) { return std::isnormal(x); });
+    const bool use = in_range && options.logits_soft_cap <= kGreatestCap;
+    limit = use ? static_cast<float>(0.75 / std::fabs(of_product)) : -1.0f;
     ratio = static_cast<float>(of_product);
     cap = static_cast<float>(unit);
     inverse_square = static_cast<float>(1.0 / (unit * unit));
