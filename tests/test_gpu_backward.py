@@ -155,6 +155,47 @@ def _with_gradients(query, key, value, dout, query_ids, key_ids, **options):
     return [np.asarray(x, np.float32) for x in (out, *vjp(dout))]
 
 
+# Logits of which float32 keeps few digits. The backward pass computes P again, from the log-sum-exp
+# that the forward pass returns. All products of q and k are 64 size^2, unless that is 0. In the
+# first two rows, powers of the cap and the scale underflow, and in the third they overflow.
+@pytest.mark.parametrize("length", [64, 128])
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        (43.25, {"logits_soft_cap": 30000.0}),
+        (170.0, {"logits_soft_cap": 30.0, "scale": 1e-5}),
+        (0.0, {"logits_soft_cap": 1e-7}),
+        (0.0, {"alibi_slopes": -4096.0, "is_causal": True}),
+        (0.0, {"alibi_slopes": -4096.0, "query_segment_ids": 1, "key_value_segment_ids": 1}),
+        (0.0, {"alibi_slopes": 3e37, "is_causal": True}),
+        (0.0, {"alibi_slopes": 1.0, "is_causal": True, "query_offset": 8_000_000}),
+        (0.0, {"alibi_slopes": 0.5, "query_offset": -4_000_000}),
+    ],
+    ids=str,
+)
+def test_both_passes_have_the_same_probabilities(size, options, length):
+    """Values and the gradient of the output are unit matrices: out is P, dvalue its transpose."""
+    options = dict(options)
+    if "alibi_slopes" in options:
+        options["alibi_slopes"] = jnp.full(2, options["alibi_slopes"], jnp.float32)
+    for name in ("query_segment_ids", "key_value_segment_ids"):
+        if name in options:
+            options[name] = jnp.ones((1, length), jnp.int32)
+    query, key = (random_normal(1, length, 2, length, seed=s) for s in range(2))
+    if size:
+        query = key = jnp.full_like(query, size * (64 / length) ** 0.5)
+    unit = jnp.broadcast_to(jnp.eye(length, dtype=query.dtype)[None, :, None], query.shape)
+
+    def attend(value):
+        return jax_flash.dot_product_attention(query, key, value, **options)
+
+    out, vjp = jax.vjp(attend, unit)
+    (dvalue,) = vjp(unit)
+    out, dvalue = (np.asarray(x, np.float32)[0].swapaxes(0, 1) for x in (out, dvalue))
+    np.testing.assert_allclose(dvalue.swapaxes(1, 2), out, rtol=1e-2, atol=1e-3)
+    assert out.max() > 0
+
+
 @pytest.mark.parametrize("head_dim", [64, 128])
 @pytest.mark.parametrize("is_causal", [False, True])
 @pytest.mark.parametrize("options", [{}, {"logits_soft_cap": 5.0}], ids=str)

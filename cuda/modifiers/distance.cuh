@@ -119,10 +119,16 @@ struct DistanceBias {
   }
 };
 
-// Returns true if distances may be too great for a float to hold them exactly. Logits then contain
-// rounded distances, so differences of distances cannot be used.
-__device__ __forceinline__ bool rounds_distances(int32_t query_offset) {
-  return query_offset < -(1 << 23) || query_offset > 1 << 23;
+// Up to this magnitude, float32 rounds terms of a logit by so little that P is right to 0.1%.
+inline constexpr float kFarTerm = 4096.0f;
+
+// Returns true if a head's terms of distances may exceed kFarTerm. Logits and their lse then
+// contain rounded terms, so differences of distances may not be used for rows whose lse does.
+__device__ __forceinline__ bool may_have_far_terms(const Shape& shape, float slope,
+                                                   int32_t query_offset) {
+  const float greatest = static_cast<float>(shape.q_len) + static_cast<float>(shape.kv_len) +
+                         fabsf(static_cast<float>(query_offset));
+  return !(fabsf(slope) * greatest <= kFarTerm);
 }
 
 // Holds a head's ALiBi slope, and the slope's gradient, for a consumer of a backward kernel with
@@ -131,12 +137,17 @@ __device__ __forceinline__ bool rounds_distances(int32_t query_offset) {
 struct TransposedSlope {
   float slope_log2 = 0.0f;
   int32_t query_offset = 0;
-  float gradient = 0.0f;  // this thread's sum of dS times the distance
+  bool may_be_far = false;  // may_have_far_terms()
+  float gradient = 0.0f;    // this thread's sum of dS times the distance
 
   __device__ __forceinline__ void begin(const Forward& params, const BatchIndex& batch,
                                         int32_t head) {
-    slope_log2 = *batch.pointer<const float>(params.alibi_slopes, head) * kLog2E;
+    const float slope = *batch.pointer<const float>(params.alibi_slopes, head);
+    // Beyond 1e28, terms of other distances than 0 might be infinite, and NaN if a key is
+    // forbidden.
+    slope_log2 = fminf(fmaxf(slope, -1e28f), 1e28f) * kLog2E;
     if (params.query_offset) query_offset = *batch.pointer<const int32_t>(params.query_offset);
+    may_be_far = may_have_far_terms(params.shape, slope, query_offset);
   }
 
   // Computes P^T of the queries from gradient.row0 on, a multiple of 64.
@@ -144,7 +155,7 @@ struct TransposedSlope {
   __device__ __forceinline__ void probabilities(const Gradient& gradient, float (&scores)[kN][4],
                                                 const Columns& lse, const float*,
                                                 float to_log2) const {
-    if (rounds_distances(query_offset)) [[unlikely]] {
+    if (may_be_far && has_far_row<kN>(lse)) [[unlikely]] {
       return far_probabilities(gradient, scores, lse);
     }
     const Shape& shape = gradient.params.shape;
@@ -200,20 +211,29 @@ struct TransposedSlope {
   }
 
  private:
-  // Computes P^T if distances are rounded (rounds_distances()). lse is then the row's own, in
-  // natural units.
+  // Returns whether shifted_lse() is NaN for a row of the warp's tile.
+  template <int kN, typename Columns>
+  static __device__ __forceinline__ bool has_far_row(const Columns& lse) {
+    float sum = 0.0f;  // no row has -inf
+#pragma unroll
+    for (int n = 0; n < kN; ++n) sum += lse(n).x + lse(n).y;
+    return __any_sync(0xffffffff, isnan(sum));
+  }
+
+  // Computes P^T from logits as they are defined, and from their lse.
   template <typename Gradient, int kN, typename Columns>
   __device__ __forceinline__ void far_probabilities(const Gradient& gradient,
                                                     float (&scores)[kN][4],
                                                     const Columns& lse) const {
     const Forward& params = gradient.params;
+    const float* row_lse = gradient.batch.template pointer<const float>(params.lse, gradient.head);
     const float* lse_low =
         gradient.batch.template pointer<const float>(params.lse_low, gradient.head);
     const float slope =
         *gradient.batch.template pointer<const float>(params.alibi_slopes, gradient.head);
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
-      const float2 shift = lse(n);
+      const float2 shift = lse(n);  // inf for rows without probabilities
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int32_t row = gradient.row0 + fragment_col(n, e);
@@ -222,8 +242,10 @@ struct TransposedSlope {
         const float logit = fmaf(scores[n][e], params.options.scale, added);
         const int64_t last = min(row, params.shape.q_len - 1);
         const float difference =
-            logit - (e % 2 ? shift.y : shift.x) - lse_low[last * params.lse_low.row];
-        scores[n][e] = ptx::ex2_approx_ftz(difference * kLog2E);
+            logit - row_lse[last * params.lse.row] - lse_low[last * params.lse_low.row];
+        const bool dead = (e % 2 ? shift.y : shift.x) == -minus_infinity();
+        const bool none = dead || scores[n][e] == minus_infinity();
+        scores[n][e] = none ? 0.0f : ptx::ex2_approx_ftz(difference * kLog2E);
       }
     }
   }
@@ -231,16 +253,19 @@ struct TransposedSlope {
 
 // Returns a row's lse in log2 units as TransposedSlope takes it: relative to the term that the
 // slope adds for the key nearest to the first of 64 rows. The terms of keys near the row are then
-// small, even if their distances are not.
+// small, even if their distances are not. NaN marks a row that needs the definition, since its lse
+// is far from 0 or from the nearest key's term.
 __device__ __forceinline__ float shifted_lse(const Forward& params, const DistanceBias& distance,
                                              int32_t row, float lse, float lse_low) {
   const Shape& shape = params.shape;
-  if (rounds_distances(distance.query_offset)) return lse;
   const int32_t nearest = distance.nearest(row, shape.q_len, shape.kv_len);
   const int32_t first = distance.nearest(row / 64 * 64, shape.q_len, shape.kv_len);
   const auto shift = static_cast<float>(sub_sat(nearest - row, distance.query_offset));
   const float own = fmaf(-distance.slope, shift, lse) + lse_low;
-  return fmaf(distance.slope, static_cast<float>(nearest - first), own) * kLog2E;
+  const float shifted = fmaf(distance.slope, static_cast<float>(nearest - first), own);
+  const bool near = fabsf(lse) <= kFarTerm && fabsf(shifted) <= kFarTerm;
+  const bool far = !near && may_have_far_terms(shape, distance.slope, distance.query_offset);
+  return far ? __int_as_float(0x7fffffff) : shifted * kLog2E;
 }
 
 }  // namespace jax_flash
