@@ -330,6 +330,71 @@ def test_left_padding(low, bias_dtype, head_dim, family):
         verify(left_padding(low, bias_dtype, head_dim, dtype="bfloat16", features=features), family)
 
 
+# Biases of which float32 keeps no fraction. The rounding of products with log2(e) then decides
+# whether exponentials overflow or underflow, so several magnitudes are tried.
+@each_family
+@pytest.mark.parametrize("options", ["", "sinks", "segments", "mask"])
+@pytest.mark.parametrize("bias_dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("great", [4.7e9, 1e10, 1.7e12, 5e20, 3e30, 3.3e38])
+def test_great_biases(great, head_dim, bias_dtype, options, family):
+    """Rows attend to the one key that has such a bias, or to all if all have."""
+    length, key = 300, 37
+    query, keys, value, dout = (random_normal(1, length, 2, head_dim, seed=s) for s in range(4))
+    bias = np.zeros((1, 1, length, length), np.float32)
+    bias[..., :200, key] = great
+    bias[..., 200:, :] = great
+    ids = jnp.ones((1, length), jnp.int32)
+    more = {
+        "sinks": {"sinks": jnp.ones(2)},
+        "segments": {"query_segment_ids": ids, "key_value_segment_ids": ids},
+        "mask": {"mask": jnp.ones((1, 1, length, length), bool)},
+    }.get(options, {})
+    bias = jnp.asarray(bias, bias_dtype)
+
+    def attend(value):
+        return jax_flash.dot_product_attention(
+            query, keys, value, bias, implementation=family, return_residual=True, **more
+        )
+
+    out, vjp, lse = jax.vjp(attend, value, has_aux=True)
+    (dvalue,) = vjp(dout)
+    weights = np.zeros((length, length))
+    weights[:200, key] = 1
+    weights[200:] = 1 / length
+    value, dout = np.asarray(value, np.float64), np.asarray(dout, np.float64)
+    np.testing.assert_allclose(
+        np.asarray(out, np.float64), np.einsum("ts,bsnh->btnh", weights, value), 1e-2, 1e-2
+    )
+    np.testing.assert_allclose(
+        np.asarray(dvalue, np.float64), np.einsum("ts,btnh->bsnh", weights, dout), 1e-2, 1e-1
+    )
+    np.testing.assert_allclose(lse, np.full_like(lse, float(bias.max())), rtol=1e-6)
+
+
+# Four keys of the tile that comes first, one for each thread of a row, are far above all others,
+# so that others' P are small beside the guess that these four make.
+@pytest.mark.parametrize("logit", [8.0, 11.5, 12.125])
+@pytest.mark.parametrize(("q_len", "kv_len", "is_causal"), [(512, 8192, False), (1024, 1024, True)])
+def test_keys_far_below_those_that_come_first(q_len, kv_len, is_causal, logit):
+    query = np.zeros((1, q_len, 32, 64), np.float32)
+    query[..., 0] = 1
+    key, value = np.zeros((2, 1, kv_len, 32, 64), np.float32)
+    last = kv_len - 128 + np.array([0, 2, 4, 6])
+    key[:, last, :, 0] = logit
+    value[:] = 1
+    value[:, last] = 0
+    out = jax_flash.dot_product_attention(
+        *(jnp.asarray(x, jnp.bfloat16) for x in (query, key, value)), scale=1.0, is_causal=is_causal
+    )
+    others = (np.arange(q_len)[:, None] + 1 if is_causal else kv_len) - 4
+    expected = others / (others + 4 * np.exp(float(logit)))
+    rows = np.arange(q_len) >= (kv_len - 122 if is_causal else 0)
+    got = np.asarray(out, np.float32)[0, rows]
+    expected = np.broadcast_to(expected, (q_len, 1))[rows]
+    np.testing.assert_allclose(got, np.broadcast_to(expected[:, None], got.shape), rtol=2e-2)
+
+
 # The index is the seed: 2,000 for each family, of whose newest every other is what None gets.
 @each_family
 @pytest.mark.parametrize("index", range(1000, 3000))

@@ -27,7 +27,8 @@ __device__ __forceinline__ bool is_extreme(float lse) {
 // Some kernels treat a logit below kLeastLogit as -inf, and do not treat logits above kExtremeLse
 // specially. Their results are right if a row's greatest logit is within these bounds and far from
 // the lower one, and also if all of its logits are -inf. A row's lse shows whether this holds: it
-// is kLowLse if a finite logit was treated as -inf and no greater one followed.
+// is kLowLse if a finite logit was treated as -inf and no greater one followed, or if the running
+// maximum is above kExtremeLse.
 inline constexpr float kLeastLogit = -1024.0f, kLowLse = -3.0e38f;
 __device__ __forceinline__ bool needs_exact_logits(float lse) {
   const bool moderate = lse >= kLeastLogit + 256.0f && lse <= kExtremeLse;

@@ -445,7 +445,9 @@ __device__ __forceinline__ void finish_statistics(const ForwardPlan& plan, const
     float lse;
     RowStatistics<kModifiers>::finish(plan, work, half, row, softmax, lse, normalizer[half]);
     if constexpr (may_take_for_infinite(kModifiers)) {
-      if (lse == minus_infinity() && softmax.low[0][half]) lse = kLowLse;
+      const bool low = lse == minus_infinity() && softmax.low[0][half];
+      // In log2 units, far greater maxima are so imprecise that all exponentials may be 0.
+      if (low || softmax.maximum[0][half] > plan.most_logit) lse = kLowLse;
     }
     if (row >= q_len) {
       lse = minus_infinity();

@@ -6,6 +6,7 @@
 #include <cuda.h>
 #include <cuda_runtime.h>
 
+#include <cmath>
 #include <cstdint>
 
 #include "modifiers/scores.cuh"
@@ -102,6 +103,7 @@ struct ForwardPlan {
   RowsOperand out, lse, sinks;
   ModifierPlan modifiers;
   float products_to_log2 = 0.0f;
+  float most_logit = 0.0f;  // rows with greater ones are computed again: needs_exact_logits()
 
   ForwardPlan() = default;
   ForwardPlan(const Forward& params, const QueryTileSchedule& tiles, bool natural_logits,
@@ -120,7 +122,8 @@ struct ForwardPlan {
         lse(params.lse),
         sinks(params.sinks),
         modifiers(params, saturates),
-        products_to_log2(params.options.scale * kLog2E) {}
+        products_to_log2(params.options.scale * kLog2E),
+        most_logit(adds_to_logits(params) ? kExtremeLse : INFINITY) {}
 };
 
 struct RowRange {
