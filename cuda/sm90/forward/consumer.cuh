@@ -58,6 +58,8 @@ struct ForwardConsumer {
   // True if, without modifiers, running maxima follow the greatest logits whatever the first keys'
   // sums are. This holds if all of P has the operands' type.
   static constexpr bool kAlwaysExact = Config::kKeyGroups > 1 || std::is_same_v<Element, __half>;
+  // True if the first running maxima are guessed (order_ahead.cuh).
+  static constexpr bool kGuesses = false;
   static constexpr bool kByBits = kExactMaxima && Modifier::kComparesBits;
   static constexpr bool kByDifference = Modifier::kByDifference;
   static constexpr int kN = Config::kBlockKv / 8, kOutN = Config::kValueDim / 8;

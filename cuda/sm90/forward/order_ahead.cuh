@@ -65,9 +65,16 @@ struct AheadConsumer : ForwardConsumer<Config, Element, kNoModifier> {
       float least = greatest == minus_infinity() ? -greatest : greatest;
       least = fminf(least, __shfl_xor_sync(0xffffffff, least, 1));
       least = fminf(least, __shfl_xor_sync(0xffffffff, least, 2));
-      const float rise = to_log2 == 0.0f ? 0.0f : kHeadroom * ptx::rcp_approx_ftz(to_log2);
+      const float rise = to_log2 < 0x1p-100f ? 0.0f : kHeadroom * ptx::rcp_approx_ftz(to_log2);
       softmax.maximum[0][half] = least == -minus_infinity() ? -least : least + rise;
     }
+  }
+
+  // Returns the least sum of a thread's P of a row for which they are exact enough. float16 rounds
+  // each P, even to 0, by up to 2^-25, and a thread has a quarter of the keys. Together these
+  // errors may be as great as that of a P that is rounded to bfloat16, 2^-9 of the sum.
+  __device__ __forceinline__ float least_sum() const {
+    return static_cast<float>(work.attended.end - work.attended.first) * 0x1p-18f;
   }
 
   __device__ __forceinline__ void cut(Scores& now, int32_t index) const {

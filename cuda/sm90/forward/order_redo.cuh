@@ -85,7 +85,9 @@ __device__ __forceinline__ void check_query_tile(const Consumer& consumer,
                                                  const OnlineSoftmax<1>& softmax, uint32_t n) {
   if constexpr (Consumer::kPlainSteps && !Consumer::Modifier::kFixedMaxima &&
                 !Consumer::kAlwaysExact) {
-    if (must_redo(softmax, consumer.out)) consumer.smem.to_redo->add(n);
+    float least = 0.0f;
+    if constexpr (Consumer::kGuesses) least = consumer.least_sum();
+    if (must_redo(softmax, consumer.out, least)) consumer.smem.to_redo->add(n);
   }
 }
 

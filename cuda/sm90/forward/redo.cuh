@@ -28,10 +28,11 @@ inline constexpr bool kChecksLate =
     kModifiers == kNoModifier && Config::kOptimistic && Config::kKeyGroups == 1;
 
 // Returns whether a query tile must be redone, given the sums and the output of one warp. An
-// infinite P or value makes the output of its row, or some of it, infinite or NaN.
+// infinite P or value makes the output of its row, or some of it, infinite or NaN. A thread's sum
+// that is not 0 must be at least `least`.
 template <int kOutN>
 __device__ __forceinline__ bool must_redo(const OnlineSoftmax<1>& softmax,
-                                          const float (&out)[1][kOutN][4]) {
+                                          const float (&out)[1][kOutN][4], float least) {
   float zero[4] = {};  // becomes NaN if an element is infinite or NaN
 #pragma unroll
   for (const auto& block : out[0]) {
@@ -40,7 +41,9 @@ __device__ __forceinline__ bool must_redo(const OnlineSoftmax<1>& softmax,
   }
   const bool finite = (zero[0] + zero[1]) + (zero[2] + zero[3]) == 0.0f;
   const float sum = fmaxf(softmax.sum[0][0], softmax.sum[0][1]);
-  return __any_sync(0xffffffff, !finite || sum > kPeakLimit);
+  const auto low = [&](float x) { return x > 0.0f && x < least; };
+  const bool small = low(softmax.sum[0][0]) || low(softmax.sum[0][1]);
+  return __any_sync(0xffffffff, !finite || sum > kPeakLimit || small);
 }
 
 struct QueryTilesToRedo {
