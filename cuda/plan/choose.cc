@@ -257,11 +257,13 @@ bool bias_in_scores(const Forward& params) {
 }
 
 // Returns whether the kernels for a bias alone can read this bias: a float32 bias in vectors of 16
-// bytes, or a bias of the operands' 16-bit type in boxes of the copy engine.
+// bytes, which they count in 32 bits, or a bias of the operands' 16-bit type in boxes of the copy
+// engine.
 bool bias_in_vectors(const Forward& params) {
   const Operand& bias = params.bias;
   if (bias.dtype == DType::kFloat32) {
-    return sm90::has_vectors(bias, 4, 16) && params.shape.kv_len % 4 == 0;
+    const int64_t vectors = (params.shape.q_len * bias.row + params.shape.kv_len) / 4;
+    return sm90::has_vectors(bias, 4, 16) && params.shape.kv_len % 4 == 0 && vectors < UINT32_MAX;
   }
   return bias.dtype == params.query.dtype && sm90::has_vectors(bias, 2, 16) &&
          fits_tensor_map(params.shape, bias, 1);
