@@ -32,6 +32,10 @@ _MAX_TOTAL_LENGTH = 2**31 - 1024
 # the latter. Their slopes, 1 - (logit / cap)^2, would have too few digits if the cap were smaller.
 _LEAST_CAP_OF_GRADIENTS = 0.001
 
+# The FP8 kernels compute cap tanh(x / cap) as a difference of numbers near the cap. Up to this cap,
+# its error is below 0.01, less than that of FP8 logits.
+_GREATEST_CAP_OF_FLOAT8 = 65536
+
 # Above this head dim (kWidestOfAll in cuda/plan/recipes.h) the sm_90 kernels take no modifiers:
 # none of these operands.
 _WIDEST_OF_ALL = 256
@@ -273,6 +277,8 @@ def _unsupported_with_float8(one_pass: Pass, problem: _Problem) -> str | None:
         if not OPERANDS[name].float8:
             return f"the FP8 kernels do not take {public_name(name)}"
     spec = one_pass.spec
+    if spec.logits_soft_cap is not None and spec.logits_soft_cap > _GREATEST_CAP_OF_FLOAT8:
+        return f"the FP8 kernels take soft caps up to {_GREATEST_CAP_OF_FLOAT8}"
     if spec.scale_block % KERNEL_BLOCK:
         return (
             f"the FP8 kernels take scales for blocks of {KERNEL_BLOCK} tokens, of multiples of "

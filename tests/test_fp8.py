@@ -736,6 +736,7 @@ def chosen(q_len=512, heads=4, dim=128, value_dim=None, option=None, **options):
         ({"dim": 96}, "take 64, 128, 192 as head_dim, .* not 96 and 96"),
         ({"dim": 128, "value_dim": 64}, "not 128 and 64"),
         ({"logits_soft_cap": np.ones(1, np.float32)}, "no kernel takes logits_soft_cap as an"),
+        ({"logits_soft_cap": 1e5}, "the FP8 kernels take soft caps up to 65536"),
         ({"implementation": "flash_sm80"}, "no sm_80 kernel takes float8_e4m3fn"),
     ],
 )  # fmt: skip
