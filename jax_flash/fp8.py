@@ -135,9 +135,13 @@ def _scale(x: jax.Array, per: Per) -> jax.Array:
         pads = [(0, 0)] * len(batch) + [(0, count * block - length), (0, 0)]
         sizes = jnp.pad(sizes, pads).reshape(*batch, count, block, heads).max(-2)
     # The least scale is that of zeros: a probability is scaled by the greatest of the values' ones.
-    return jnp.maximum(
+    scale = jnp.maximum(
         sizes.astype(jnp.float32) * np.float32(1 / GREATEST), jnp.finfo(jnp.float32).tiny
     )
+    # Rounded up to a power of two, so that its product with a value, which the backward pass takes,
+    # is exact in 16 bits.
+    bits = jax.lax.bitcast_convert_type(scale, jnp.int32) + 0x7FFFFF & ~0x7FFFFF
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
 def round_e4m3(x: jax.Array) -> jax.Array:

@@ -149,9 +149,9 @@ def _(static, primals, tangents):
 def quantize(x: ArrayLike, per: Per = 128, *, rotation: int | None = None) -> Quantized:
     r"""Rounds a query, key or value to float8_e4m3fn with scales, for `dot_product_attention`.
 
-    The scale of a block is its greatest finite absolute value divided by 448, so the block uses all
-    of e4m3's range. Infinities become NaN, since e4m3 has no infinities, and change no other
-    number of the block.
+    The scale of a block is its greatest finite absolute value divided by 448, rounded up to a power
+    of two. So the block uses e4m3's range, and scaling back is exact in 16 bits. Infinities become
+    NaN, since e4m3 has no infinities, and change no other number of the block.
 
     A rotation multiplies each head's vector by :math:`D H / \sqrt{m}`. D is a diagonal of random
     signs, H a Hadamard matrix of m rows, and m the greatest power of two that divides the head dim;

@@ -1,7 +1,7 @@
 // Rotates rows if asked to, and rounds them to e4m3 with scales.
 //
 //   y = x S H / sqrt(m)       S: a diagonal of signs; H: blocks of Hadamard matrices of m rows
-//   scale = max(|y|) / 448    over the finite y that share the scale
+//   scale = max(|y|) / 448    over the finite y that share the scale, rounded up to a power of two
 //   values = e4m3(y / scale)
 //
 // Without a rotation, y = x.
@@ -198,18 +198,14 @@ __device__ __forceinline__ float greatest_finite(const Chunk<Element> (&chunks)[
   return greatest;
 }
 
-// Divides a chunk by `scale`, whose reciprocal is `inverse`, and rounds it. The second step of the
-// division makes the quotient exact (Markstein, 1990), and turns infinities into NaN.
+// Divides a chunk by a scale, a power of two whose reciprocal is `inverse`, and rounds it.
 template <typename Element>
-__device__ __forceinline__ uint2 rounded(const Chunk<Element>& chunk, float scale, float inverse) {
+__device__ __forceinline__ uint2 rounded(const Chunk<Element>& chunk, float inverse) {
   float x[kChunkCols];
   chunk.get(x);
   uint32_t pairs[kChunkCols / 2];
 #pragma unroll
-  for (float& own : x) {
-    const float quotient = own * inverse;
-    own = fmaf(fmaf(-quotient, scale, own), inverse, quotient);
-  }
+  for (float& own : x) own = fmaf(own, 0.0f, own * inverse);  // infinities become NaN
 #pragma unroll
   for (int i = 0; i < kChunkCols / 2; ++i) {
     pairs[i] =
@@ -243,7 +239,10 @@ __device__ __forceinline__ float find_scale(QuantizeStep step, const RoundingTil
   if (step == QuantizeStep::kValues) return *tile.scale;
   // Zeros get the least scale, so that they do not raise the greatest scale of the values, by which
   // P is scaled.
-  const float scale = fmaxf(block_maximum(greatest_finite(chunks)) * (1.0f / 448.0f), 0x1p-126f);
+  const float exact = fmaxf(block_maximum(greatest_finite(chunks)) * (1.0f / 448.0f), 0x1p-126f);
+  // The product of a value and a power of two is exact in 16 bits, so the backward pass has the
+  // same operands as the forward pass.
+  const float scale = __int_as_float((__float_as_int(exact) + 0x7fffff) & ~0x7fffff);
   if (threadIdx.x != 0) return scale;
   if (step == QuantizeStep::kAll) {
     *tile.scale = scale;
@@ -271,7 +270,7 @@ __global__ void __launch_bounds__(kMostQuantizeThreads, 1)
 #pragma unroll
   for (int own = 0; own < kOwnChunks; ++own, to += tile.step) {
     if (own * array.rows_at_once >= tile.rows) break;
-    *reinterpret_cast<uint2*>(to) = rounded(chunks[own], scale, inverse);
+    *reinterpret_cast<uint2*>(to) = rounded(chunks[own], inverse);
   }
 }
 

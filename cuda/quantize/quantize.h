@@ -13,7 +13,7 @@
 namespace jax_flash {
 
 // Describes one array. A scale is the greatest finite magnitude of the elements that share it,
-// divided by 448.
+// divided by 448 and rounded up to a power of two.
 struct Rounding {
   const void* x = nullptr;    // [sets, batch, T, heads, D]
   uint8_t* values = nullptr;  // x divided by its scale, in the shape of x
