@@ -8,6 +8,7 @@ from collections.abc import Callable
 from typing import Any, Literal, TypeVar, Unpack, overload
 
 import jax
+import jax.core
 import jax.numpy as jnp
 from jax.typing import ArrayLike
 
@@ -340,7 +341,10 @@ def run(call: Call) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Returns what a call returns; refuses a call for a kernel that cannot run it here."""
     if call.spec.implementation is not None:
         forward, operands = as_run(Pass(call.spec), kernel_operands(call))
-        dispatch.choose(forward, operands, dispatch.current_platform())
+        # What is traced may be lowered for another platform. Lowering refuses what remains.
+        traced = any(isinstance(x, jax.core.Tracer) for x in call.operands.values())
+        if not (traced and any(dispatch.takes(forward, operands, p) for p in dispatch.PLATFORMS)):
+            dispatch.choose(forward, operands, dispatch.current_platform())
     return autodiff.attend(call)
 
 

@@ -92,6 +92,15 @@ def choose(one_pass: Pass, operands: dict[str, Any], platform: str) -> Choice:
     return Choice("reference", unsupported)
 
 
+def takes(one_pass: Pass, operands: dict[str, Any], platform: str) -> bool:
+    """Returns whether `choose` with these arguments finds an implementation."""
+    try:
+        choose(one_pass, operands, platform)
+    except NotImplementedError:
+        return False
+    return True
+
+
 def _by_default(one_pass: Pass, operands: dict[str, Any], platform: str) -> str:
     """Says what a pass gets if its call names no implementation, in a clause."""
     spec = dataclasses.replace(one_pass.spec, implementation=None)

@@ -57,6 +57,29 @@ def test_export(platforms):
             np.testing.assert_array_equal(g, e)
 
 
+@needs_cuda
+@pytest.mark.skipif(jax.default_backend() != "cpu", reason="about machines without a GPU")
+@pytest.mark.parametrize(
+    ("dtype", "options"),
+    [
+        ("bfloat16", {"implementation": "flash_sm90"}),
+        ("bfloat16", {"implementation": "flash", "fp8": jax_flash.Fp8()}),
+        ("float8_e4m3fn", {"implementation": "flash"}),
+    ],
+    ids=str,
+)
+def test_kernels_of_another_platform(dtype, options):
+    """A call that names a kernel is refused for the platforms that lack it, and for no others."""
+    shape = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.dtype(dtype))
+    attend = jax.jit(lambda x: jax_flash.dot_product_attention(x, x, x, **options))
+    assert ffi.FORWARD_TARGET in export(attend, platforms=("cuda",))(shape).mlir_module()
+    for platforms in (("cpu",), ("cpu", "cuda")):
+        with pytest.raises(NotImplementedError, match="on platform 'cpu'"):
+            export(attend, platforms=platforms)(shape)
+    with pytest.raises(NotImplementedError, match="on platform 'cpu'"):
+        attend(jnp.zeros(shape.shape, shape.dtype))
+
+
 def test_one_target_serves_both_platforms():
     shape = jax.ShapeDtypeStruct((1, 128, 2, 64), jnp.bfloat16)
     texts = {
