@@ -211,7 +211,8 @@ def dot_product_attention(
       query_offset: int, scalar or [\*B]: the position of query 0 on the key axis, for `is_causal`,
         `local_window_size`, `alibi_slopes` and `relative_bias`. S - T aligns the last query with
         the last key. A number must be within int32's range; an array is clamped to it.
-        With a window of arrays, both are clamped to at most 2^31 - 1 - T - S in size.
+        With a window of arrays, both are clamped to at most 2^31 - 1 - T - S in size. A ring
+        clamps the offset to at most 2^31 - 1 - max(T, S).
       sinks: float or int [N]: for each head, a logit that takes part in the softmax and has no
         value.
       alibi_slopes: float or int, broadcastable to [\*B,N]: for each head, the slope of a bias that

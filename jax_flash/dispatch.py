@@ -1,4 +1,4 @@
-"""Decides which implementation a pass gets on each platform, says why, and plans its memory."""
+"""Decides which implementation a pass gets on each platform, and says why."""
 
 from __future__ import annotations
 
