@@ -342,7 +342,7 @@ def run(call: Call) -> jax.Array | tuple[jax.Array, jax.Array]:
     """Returns what a call returns; refuses a call for a kernel that cannot run it here."""
     if call.spec.implementation is not None:
         forward, operands = as_run(Pass(call.spec), kernel_operands(call))
-        # What is traced may be lowered for another platform. Lowering refuses what remains.
+        # A traced call may be lowered for another platform. Lowering refuses the rest.
         traced = any(isinstance(x, jax.core.Tracer) for x in call.operands.values())
         if not (traced and any(dispatch.takes(forward, operands, p) for p in dispatch.PLATFORMS)):
             dispatch.choose(forward, operands, dispatch.current_platform())

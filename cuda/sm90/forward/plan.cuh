@@ -150,7 +150,7 @@ struct QueryWork {
 template <uint32_t kModifiers>
 __device__ __forceinline__ void set_offsets(const Forward& params, const QueryTileIndex& q,
                                             int32_t row0, ModifierOffsets& offsets) {
-  // Where a producer describes tiles while consumers wait, it finds these offsets alone.
+  // A producer that describes tiles while consumers wait finds these offsets alone.
   constexpr bool kSome =
       kModifiers != kEveryModifier && (kModifiers & (kSegments | kDistance | kDropout)) != 0;
   if constexpr (kSome) {
