@@ -55,7 +55,8 @@ def pytest_addoption(parser):
     )
     parser.addoption(
         "--part", default="1/1", metavar="K/N",
-        help="divide each test's cases into N parts, and run the K-th: one case at the least",
+        help="divide each test's cases into N parts, and run the K-th: one case at the least, "
+        "unless the test is marked as one_version",
     )  # fmt: skip
 
 
@@ -98,7 +99,8 @@ def every_nth_case(items, n):
 def part_of_cases(items, part, parts):
     """The `part`-th of so many parts of the cases of each test function, or its first case.
 
-    A case's part goes by its name, not by its number: dtypes and the like often take turns.
+    A case's part goes by its name, not by its number: dtypes and the like often take turns. Tests
+    marked as one_version have no first case in the other parts.
     """
     functions = collections.defaultdict(list)
     for item in items:
@@ -106,7 +108,8 @@ def part_of_cases(items, part, parts):
     kept = set()
     for cases in functions.values():
         chosen = [x for x in cases if zlib.crc32(x.nodeid.encode()) % parts == part - 1]
-        kept.update(chosen or cases[:1])
+        one_version = cases[0].get_closest_marker("one_version")
+        kept.update(chosen if chosen or one_version else cases[:1])
     return [item for item in items if item in kept]
 
 

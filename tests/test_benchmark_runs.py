@@ -17,6 +17,8 @@ from flash_benchmark import cli, host, peak, report, speed, variants
 from flash_benchmark.tables import select
 from jax_flash import ffi
 
+pytestmark = pytest.mark.one_version
+
 _PROGRAM = pathlib.Path(__file__).resolve().parent.parent / "benchmarks" / "run.py"
 
 

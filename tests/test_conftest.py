@@ -9,8 +9,12 @@ import pytest
 
 
 class Item:
-    def __init__(self, nodeid):
+    def __init__(self, nodeid, marker=None):
         self.nodeid = nodeid
+        self.marker = marker
+
+    def get_closest_marker(self, name):
+        return self.marker if self.marker == name else None
 
 
 @pytest.mark.parametrize(
@@ -32,6 +36,17 @@ def test_parts_have_every_case(parts):
     assert all(len(part) > 50 / parts / 2 for part in found)
 
 
+@pytest.mark.parametrize("parts", [1, 2, 3])
+def test_one_part_has_what_takes_long(parts):
+    items = [Item(f"test_{i}", "one_version") for i in range(50)]
+    found = [conftest.part_of_cases(items, k + 1, parts) for k in range(parts)]
+    assert sorted(item.nodeid for part in found for item in part) == sorted(
+        item.nodeid for item in items
+    )
+    assert all(len(part) > 50 / parts / 2 for part in found)
+
+
+@pytest.mark.one_version
 def test_every_test_function_keeps_a_case():
     path = str(pathlib.Path(__file__).parent / "test_precision.py")
 

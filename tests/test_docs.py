@@ -26,6 +26,8 @@ sys.path.append(str(_TOOLS))
 import pictures  # noqa: E402
 import run_notebook  # noqa: E402
 
+pytestmark = pytest.mark.one_version
+
 _PANELS = [panel for panels in pictures.PANELS.values() for panel in panels]
 
 

@@ -16,6 +16,8 @@ import pytest
 
 import jax_flash
 
+pytestmark = pytest.mark.one_version
+
 pytest.importorskip("flax")
 optax = pytest.importorskip("optax")
 

@@ -8,6 +8,8 @@ import sys
 import jax
 import pytest
 
+pytestmark = pytest.mark.one_version
+
 X86 = platform.machine().lower() in ("x86_64", "amd64")
 INSTRUCTION_SETS = ("baseline", "avx2", "avx512") if X86 else ("baseline",)
 

@@ -10,6 +10,8 @@ import sys
 import pytest
 from test_examples import environment
 
+pytestmark = pytest.mark.one_version
+
 pytest.importorskip("flax")
 
 _SCRIPT = pathlib.Path(__file__).parent.parent / "examples" / "llama_long_context.py"

@@ -9,6 +9,8 @@ import sys
 import pytest
 from test_examples import environment
 
+pytestmark = pytest.mark.one_version
+
 pytest.importorskip("flax")
 EXAMPLES = pathlib.Path(__file__).parent.parent / "examples"
 SIZES = ["--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--check-seq", "128"]
