@@ -40,19 +40,18 @@ QueryTileSchedule schedule_of(const Call& call) {
   QueryTileSchedule schedule(shape, call.tiles, call.paired != 0);
   if (call.way == 0) schedule.deal(call.multiprocessors, 0.6, call.batch_shift);
   if (call.way == 1) schedule.take_in_turn(call.multiprocessors);
-  if (call.way == 2) schedule.set_apart(call.multiprocessors);
+  if (call.way == 2) schedule.set_apart(call.multiprocessors, call.batch_shift);
   return schedule;
 }
 
 void walk(const Call& call) {
   const QueryTileSchedule schedule = schedule_of(call);
-  const int shift = call.way == 0 ? call.batch_shift : 0;
   std::vector<int> taken(static_cast<size_t>(call.batch) * call.heads * call.tiles);
   int64_t greatest = 0, sum = 0, fewest = INT64_MAX;
   int32_t counter = static_cast<int32_t>(schedule.grid());
   for (blockIdx.x = 0; blockIdx.x < schedule.grid(); ++blockIdx.x) {
     int64_t cost = 0, tiles = 0;
-    for (QueryTileCursor cursor{schedule, shift}; cursor.valid();) {
+    for (QueryTileCursor cursor{schedule, call.batch_shift}; cursor.valid();) {
       const auto q = cursor.index();
       ++taken.at((static_cast<size_t>(q.batch) * call.heads + q.head) * call.tiles + q.tile);
       cost += q.tile + 2;

@@ -321,6 +321,25 @@ def test_slopes_so_steep_that_only_the_own_key_counts(slope, head_dim):
     np.testing.assert_array_equal(out, x)
 
 
+@pytest.mark.parametrize("name", ["bias", "mask"])
+def test_long_keys_and_an_operand_that_batches_share(name):
+    """Blocks have one unit each, and the same query tile of both batches is neighbouring units."""
+    query = random_normal(2, 2048, 32, 128)
+    key, value = (random_normal(2, 65536, 1, 128, seed=s) for s in (1, 2))
+    shared = jnp.ones((1, 32, 1, 65536), bool)
+    option = {name: shared if name == "mask" else jnp.zeros(shared.shape, query.dtype)}
+
+    def attend(**options):
+        attention = functools.partial(
+            jax_flash.dot_product_attention, is_causal=True, return_residual=True, **options
+        )
+        return jax.jit(attention)(query, key, value)
+
+    for got, expected in zip(attend(**option), attend(), strict=True):
+        got, expected = (np.asarray(x, np.float32) for x in (got, expected))
+        np.testing.assert_allclose(got, expected, rtol=2e-2, atol=2e-2)
+
+
 @each_family
 @pytest.mark.parametrize("head_dim", [16, 64, 128])
 @pytest.mark.parametrize("bias_dtype", ["float32", "bfloat16"])

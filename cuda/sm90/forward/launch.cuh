@@ -59,12 +59,13 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   constexpr bool kSaturates = Modifier::kSaturates;
   constexpr bool kProducts = kModifiers == kNoModifier || Modifier::kFixedMaxima;
   ForwardPlan plan(params, schedule, !kProducts && has_natural_logits(params), kSaturates);
+  const int32_t batch_shift = is_matrix(kModifiers) ? plan.modifiers.batch_shift : 0;
   if (kInTurn && spans.query) {
     plan.schedule.take_in_turn(sms);
   } else if (is_long) {
-    plan.schedule.set_apart(sms);
+    plan.schedule.set_apart(sms, batch_shift);
   } else {
-    deal(plan.schedule, sms, kMostRest, is_matrix(kModifiers) ? plan.modifiers.batch_shift : 0);
+    deal(plan.schedule, sms, kMostRest, batch_shift);
   }
   // The scale is applied to Q; bias_in_scores() has made sure that it is a power of two.
   if (Modifier::kInScores) {

@@ -78,13 +78,13 @@ struct QueryTileSchedule {
   }
 
   void take_in_turn(int32_t multiprocessors) {
-    if (paired) end_pairs(multiprocessors);
+    if (paired) end_pairs(multiprocessors, 0);
     late = units - (kLate + kMost) * multiprocessors;
     blocks = std::min(units, multiprocessors);
   }
 
-  void set_apart(int32_t multiprocessors) {
-    if (paired) end_pairs(multiprocessors);
+  void set_apart(int32_t multiprocessors, int32_t batch_shift) {
+    if (paired) end_pairs(multiprocessors, batch_shift);
     chained = blocks = std::min(units, multiprocessors);
   }
 
@@ -121,7 +121,7 @@ struct QueryTileSchedule {
     units = chained = tail.first + tail.tiles - pairs;
   }
 
-  void end_pairs(int32_t multiprocessors) {
+  void end_pairs(int32_t multiprocessors, int32_t batch_shift) {
     pair_heads(false);
     // If there were more heads than this, fewer than four query tiles that run at the same time
     // would share keys and values, and these would not stay in L2.
@@ -129,7 +129,7 @@ struct QueryTileSchedule {
     const auto heads_of = [&](int tiles) { return tiles * multiprocessors / q_tiles; };
     const int32_t of_tail = std::clamp(enough, heads_of(kLeast), heads_of(kMost));
     const int32_t first_head = all_heads - std::clamp(of_tail, 1, all_heads);
-    set_tail(first_head - first_head % alignment(0), 0, 1);
+    set_tail(first_head - first_head % alignment(batch_shift), 0, 1);
   }
 
   // Compares tails of the tiles of 0 to kMostRounds pairs of each block. The smallest is chosen if

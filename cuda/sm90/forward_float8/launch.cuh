@@ -57,7 +57,7 @@ Status launch_float8_config(const Forward& params, const Scales& scales, cudaStr
   if (in_turn) {
     schedule.take_in_turn(sms);
   } else if (is_long) {
-    schedule.set_apart(sms);
+    schedule.set_apart(sms, 0);
   } else {
     schedule.deal(sms, 0.0, 0);
   }
