@@ -282,6 +282,19 @@ def test_poison_where_nobody_attends(features, q_len):
         check(run(inputs, family), inputs)
 
 
+@pytest.mark.parametrize("bad", [np.nan, np.inf])
+def test_poison_in_a_value_whose_probability_is_0(bad):
+    """In the kernels that sum it up, 0 times NaN is NaN. So it is where parts are combined."""
+    query = np.ones((1, 1, 1, 128), jnp.bfloat16)
+    key, value = (np.zeros((1, 65536, 1, 128), jnp.bfloat16) for _ in range(2))
+    key[0, 40000] = 100 / 128**0.5
+    value[0, 7, 0, 5] = bad
+    out = np.asarray(jax_flash.dot_product_attention(query, key, value)[0, 0, 0], np.float32)
+    assert np.isnan(out[5])
+    assert not out[:5].any()
+    assert not out[6:].any()
+
+
 @each_family
 @pytest.mark.parametrize("shape", [(1, 20000), (3, 5000), (40, 700)])
 def test_repeats_are_bitwise_equal(shape, family):

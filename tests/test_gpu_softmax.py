@@ -189,3 +189,53 @@ def test_the_greatest_probability_is_exact(dtype, head_dim, base, feature):
         # place in the mean of them, by simulation. P's rounding is in all of them: 0.45 if inexact.
         error = (out[0, :, n] @ v[last]) / (share * (v[last] @ v[last])) - 1
         assert np.sqrt(np.mean(error**2)) < 0.15 * float(jnp.finfo(dtype).eps) / 2
+
+
+@pytest.mark.parametrize("q_len", [1, 300])
+@pytest.mark.parametrize(
+    "feature", ["plain", "causal", "mask", "bias", "slopes", "soft_cap", "both"]
+)
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [("bfloat16", 64), ("bfloat16", 128), ("bfloat16", 320), ("float32", 64)],
+)
+def test_a_query_of_nan_gives_nan(dtype, head_dim, feature, q_len):
+    """A row without a greatest logit is not one without keys."""
+    rng = np.random.default_rng(0)
+
+    def normal(length, heads):
+        drawn = rng.standard_normal((2, length, heads, head_dim), np.float32)
+        return np.asarray(drawn, jnp.dtype(dtype))
+
+    query, key, value, dout = normal(q_len, 4), normal(1024, 2), normal(1024, 2), normal(q_len, 4)
+    row = q_len // 2
+    query[1, row, :, 5] = np.nan
+    options = {
+        "plain": {},
+        "causal": {"is_causal": True, "query_offset": 1024 - q_len},
+        "mask": {"mask": np.ones((1, 1, q_len, 1024), bool)},
+        "bias": {"bias": np.zeros((1, 4, q_len, 1024), query.dtype)},
+        "slopes": {
+            "alibi_slopes": jax_flash.alibi_slopes(4), "is_causal": True,
+            "query_offset": 1024 - q_len,
+        },
+        "soft_cap": {"logits_soft_cap": 20.0},
+        "both": {"logits_soft_cap": 0.5, "bias": np.zeros((1, 4, q_len, 1024), query.dtype)},
+    }[feature]  # fmt: skip
+
+    @jax.jit
+    def run(query, key, value, dout):
+        attend = functools.partial(jax_flash.dot_product_attention, **options, return_residual=True)
+        (out, lse), vjp = jax.vjp(attend, query, key, value)
+        return out, lse, *vjp((dout, jnp.zeros_like(lse)))
+
+    out, lse, *gradients = (np.asarray(x, np.float32) for x in run(query, key, value, dout))
+    of_row = np.zeros((2, q_len, 1), bool)
+    of_row[1, row] = True
+    np.testing.assert_array_equal(np.isnan(lse), np.broadcast_to(of_row, lse.shape))
+    for result in (out, gradients[0]):
+        expected = np.broadcast_to(of_row[..., None], result.shape)
+        np.testing.assert_array_equal(np.isnan(result), expected)
+    for gradient in gradients[1:]:
+        assert np.isfinite(gradient[0]).all()
+        assert np.isnan(gradient[1]).any()

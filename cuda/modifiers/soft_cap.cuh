@@ -89,7 +89,7 @@ __device__ __forceinline__ void keep_finite(float (&logits)[1][kN][4], const For
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       float& logit = logits[0][n][e];
-      if (logit != minus_infinity()) logit = fminf(fmaxf(logit, -1e30f), 1e30f);
+      if (fabsf(logit) > 1e30f && logit != minus_infinity()) logit = copysignf(1e30f, logit);
     }
   }
 }

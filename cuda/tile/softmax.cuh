@@ -219,7 +219,7 @@ struct OnlineSoftmax {
     const float taken = lse - greatest;  // Knuth's sum of two; lse_low is the lost part
     lse_low = (greatest - (lse - taken)) + (rest - taken);
     normalizer = nothing_allowed ? 0.0f : factor * ptx::rcp_approx_ftz(total);
-    if (top == minus_infinity()) {
+    if (nothing_allowed && top == minus_infinity()) {  // logits of NaN have such a top, too
       lse = minus_infinity();
       lse_low = normalizer = 0.0f;
     }

@@ -168,7 +168,7 @@ struct RowParts {
     float factors[kLaneParts];
 #pragma unroll
     for (int i = 0; i < kLaneParts; ++i) {
-      factors[i] = its[i].y == 0.0f ? 0.0f : ptx::ex2_approx_ftz(its[i].x - top);
+      factors[i] = its[i].y == 0.0f ? -1.0f : ptx::ex2_approx_ftz(its[i].x - top);
       total += its[i].y * factors[i];
     }
 #pragma unroll
@@ -176,7 +176,7 @@ struct RowParts {
       if (i % kGroup == 0 && round + i * kWarps >= unit.parts) break;
       const float factor =
           __shfl_sync(0xffffffff, factors[i * kWarps / 32], warp + i * kWarps % 32);
-      if (factor == 0.0f) continue;
+      if (factor < 0.0f) continue;  // nothing attended to: values are not initialized
 #pragma unroll
       for (int step = 0; step < kColSteps; ++step) {
         add_scaled(sum[step], factor, value[i][step]);
