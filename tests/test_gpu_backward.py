@@ -245,6 +245,38 @@ def test_keys_of_no_query_may_be_nan(beside, head_dim):
         np.testing.assert_allclose(g, e, rtol=2e-2, atol=2e-2)
 
 
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("beside", ["alone", "soft cap", "slopes"])
+@pytest.mark.parametrize(
+    ("query_ids", "key_ids", "options", "hidden"),
+    [
+        # Rows of the keys' segment come before these keys, and other rows have another segment.
+        ([0] * 64 + [1] * 128, [0] * 192, {}, slice(64, 192)),
+        ([0] * 128 + [1] * 128, [0] * 128 + [1] * 128, {"query_offset": -10}, slice(118, 128)),
+        # Or they come before and after.
+        (
+            [0] * 64 + [1] * 128 + [0] * 64, [0] * 256, {"local_window_size": (100, 0)},
+            slice(64, 92),
+        ),
+    ],
+    ids=["before", "offset", "apart"],
+)  # fmt: skip
+def test_keys_that_position_hides_from_their_segment(
+    query_ids, key_ids, options, hidden, beside, head_dim
+):
+    arrays = [
+        random_normal(1, len(ids), 2, head_dim, seed=s)
+        for s, ids in enumerate((query_ids, key_ids, key_ids, query_ids))
+    ]
+    query, key, value, dout = arrays
+    options = {"is_causal": True, **options, **BESIDE_SEGMENTS[beside]}
+    expected = _with_gradients(*arrays, query_ids, key_ids, **options)
+    key, value = (x.at[:, hidden].set(jnp.nan) for x in (key, value))
+    got = _with_gradients(query, key, value, dout, query_ids, key_ids, **options)
+    for g, e in zip(got, expected, strict=True):
+        np.testing.assert_allclose(g, e, rtol=2e-2, atol=2e-2)
+
+
 SEGMENTS = {
     name: np.zeros((1, 256), np.int32) for name in ("query_segment_ids", "key_value_segment_ids")
 }

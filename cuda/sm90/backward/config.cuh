@@ -76,7 +76,7 @@ struct BackwardConfig {
   // runs, P while dQ of the tile before runs, and S of the next tile starts before the last dK is
   // complete.
   static constexpr bool kEarlyDvalue = !kGeneral;
-  static constexpr bool kEarlyDquery = kHeadDim <= (kGeneral ? 64 : 96) && !kAlternates;
+  static constexpr bool kEarlyDquery = kGeneral && kHeadDim <= 64;
   static constexpr bool kNextScoresFirst = JAX_FLASH_SM90_BWD_NEXT_SCORES_FIRST;
   // In registers, lse can be loaded before S is complete.
   using LseColumns =

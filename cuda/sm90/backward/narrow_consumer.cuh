@@ -284,8 +284,13 @@ struct NarrowConsumer {
                                         Tile& scores) const {
     const Band& band = block.band;
     // Zeroes keys and values that no row may attend to.
-    const int32_t first = max(0, band.lo) - first_key();
-    const int32_t end = min(band.kv_len, band.q_len - 1 + band.hi) - first_key();
+    int32_t first = max(0, band.lo) - first_key();
+    int32_t end = min(band.kv_len, band.q_len - 1 + band.hi) - first_key();
+    if constexpr (Config::kHasSegments && !kMixed) {  // no segments are compared
+      const TileRange& visited = block.walk.range;    // no other rows have the block's segment
+      first = max(first, visited.first * kBlockQ + band.lo - first_key());
+      end = min(end, visited.end * kBlockQ - 1 + band.hi - first_key());
+    }
     const bool has_unattended =
         first > 0 || (end < kBlockKv && first_key() + end < params.shape.kv_len);
     ptx::mbarrier_wait(smem.key_full(), key_parity);
@@ -446,7 +451,8 @@ struct NarrowConsumer {
                                                const Kept& kept, const CapSlopes<8>& slopes,
                                                const Tile& scores, Tile& dscores) const {
     if (Config::kEarlyDquery && half == 0) {
-      ptx::wgmma_wait_group<1 + Config::kEarlyDvalue>();
+      static_assert(!Config::kEarlyDquery || !Config::kEarlyDvalue);
+      ptx::wgmma_wait_group<1>();
     } else {
       ptx::wgmma_wait_group<Config::kEarlyDvalue>();
     }

@@ -58,7 +58,8 @@ enum class TurnOrder : int32_t {
 
 // Holds the range of query tiles, by their first rows from `first` to `last`, 64 rows each, in
 // which all rows and all of the block's keys have the same segment, so that no pair has to be
-// compared. `all`: true if this holds for all tiles that the block visits.
+// compared. `all`: true if this holds for all tiles that the block visits, and these are
+// neighbours.
 struct AlikeRows {
   int32_t first = INT32_MAX, last = -1;
   bool all = true;
@@ -87,7 +88,7 @@ struct QueryTileWalk {
     return next_tile<kBlockQ>(query_spans, query_blocks, key_span, candidate, range.end);
   }
   // Restricts the walk to tiles that have a segment of the block's keys. Returns the tiles that
-  // have no other segment.
+  // have no other segment; `all` only if the walk skips none between them.
   template <int kBlockQ>
   __device__ __forceinline__ AlikeRows skip_segments(const SegmentSpan* spans, int32_t blocks,
                                                      const SegmentSpan& keys) {
@@ -116,7 +117,7 @@ struct QueryTileWalk {
       key_span = keys;
     }
     AlikeRows rows;
-    rows.all = count_alike == count;
+    rows.all = count_alike == count && count == range.end - range.first;
     if (count_alike > 0 && count_alike == end_alike - first_alike) {
       rows.first = first_alike * kBlockQ;
       rows.last = end_alike * kBlockQ - 64;
