@@ -168,6 +168,8 @@ def _with_gradients(query, key, value, dout, query_ids, key_ids, **options):
         (0.0, {"alibi_slopes": -4096.0, "is_causal": True}),
         (0.0, {"alibi_slopes": -4096.0, "query_segment_ids": 1, "key_value_segment_ids": 1}),
         (0.0, {"alibi_slopes": 3e37, "is_causal": True}),
+        (0.0, {"alibi_slopes": 1e30}),
+        (0.0, {"alibi_slopes": -1e30, "is_causal": True}),
         (0.0, {"alibi_slopes": 1.0, "is_causal": True, "query_offset": 8_000_000}),
         (0.0, {"alibi_slopes": 0.5, "query_offset": -4_000_000}),
     ],

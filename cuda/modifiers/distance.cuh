@@ -135,19 +135,14 @@ __device__ __forceinline__ bool may_have_far_terms(const Shape& shape, float slo
 // fragments of S^T. lse contains the terms that depend on the query alone: see shifted_lse().
 // `Gradient`: TransposedGradient of the tile.
 struct TransposedSlope {
-  float slope_log2 = 0.0f;
+  float slope = 0.0f;
   int32_t query_offset = 0;
-  bool may_be_far = false;  // may_have_far_terms()
-  float gradient = 0.0f;    // this thread's sum of dS times the distance
+  float gradient = 0.0f;  // this thread's sum of dS times the distance
 
   __device__ __forceinline__ void begin(const Forward& params, const BatchIndex& batch,
                                         int32_t head) {
-    const float slope = *batch.pointer<const float>(params.alibi_slopes, head);
-    // Beyond 1e28, terms of other distances than 0 might be infinite, and NaN if a key is
-    // forbidden.
-    slope_log2 = fminf(fmaxf(slope, -1e28f), 1e28f) * kLog2E;
+    slope = *batch.pointer<const float>(params.alibi_slopes, head);
     if (params.query_offset) query_offset = *batch.pointer<const int32_t>(params.query_offset);
-    may_be_far = may_have_far_terms(params.shape, slope, query_offset);
   }
 
   // Computes P^T of the queries from gradient.row0 on, a multiple of 64.
@@ -155,16 +150,20 @@ struct TransposedSlope {
   __device__ __forceinline__ void probabilities(const Gradient& gradient, float (&scores)[kN][4],
                                                 const Columns& lse, const float*,
                                                 float to_log2) const {
-    if (may_be_far && has_far_row<kN>(lse)) [[unlikely]] {
+    if (may_have_far_terms(gradient.params.shape, slope, query_offset) && has_far_row<kN>(lse))
+        [[unlikely]] {
       return far_probabilities(gradient, scores, lse);
     }
     const Shape& shape = gradient.params.shape;
     const int32_t nearest = nearest_key(gradient.row0, query_offset, shape.q_len, shape.kv_len);
+    // Beyond 1e28, terms of other distances than 0 might be infinite, and NaN if a key is
+    // forbidden.
+    const float bounded = fminf(fmaxf(slope, -1e28f), 1e28f);
     float added[2];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t key = gradient.key0 + fragment_row(0, 2 * half);
-      added[half] = slope_log2 * static_cast<float>(key - nearest);
+      added[half] = bounded * kLog2E * static_cast<float>(key - nearest);
     }
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
@@ -226,11 +225,12 @@ struct TransposedSlope {
                                                     float (&scores)[kN][4],
                                                     const Columns& lse) const {
     const Forward& params = gradient.params;
-    const float* row_lse = gradient.batch.template pointer<const float>(params.lse, gradient.head);
-    const float* lse_low =
-        gradient.batch.template pointer<const float>(params.lse_low, gradient.head);
-    const float slope =
-        *gradient.batch.template pointer<const float>(params.alibi_slopes, gradient.head);
+    // lse and lse_low have equal shapes, and neighbouring rows side by side. One index for both
+    // needs fewer registers than two pointers.
+    const auto* lse_data = static_cast<const float*>(params.lse.data);
+    const auto* low_data = static_cast<const float*>(params.lse_low.data);
+    const int64_t first =
+        gradient.batch.template pointer<const float>(params.lse, gradient.head) - lse_data;
 #pragma unroll
     for (int n = 0; n < kN; ++n) {
       const float2 shift = lse(n);  // inf for rows without probabilities
@@ -241,8 +241,7 @@ struct TransposedSlope {
         const float added = slope * static_cast<float>(sub_sat(key - row, query_offset));
         const float logit = fmaf(scores[n][e], params.options.scale, added);
         const int64_t last = min(row, params.shape.q_len - 1);
-        const float difference =
-            logit - row_lse[last * params.lse.row] - lse_low[last * params.lse_low.row];
+        const float difference = logit - lse_data[first + last] - low_data[first + last];
         const bool dead = (e % 2 ? shift.y : shift.x) == -minus_infinity();
         const bool none = dead || scores[n][e] == minus_infinity();
         scores[n][e] = none ? 0.0f : ptx::ex2_approx_ftz(difference * kLog2E);
