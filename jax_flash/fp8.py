@@ -255,7 +255,7 @@ def rounded_weights(
         not from x: where logits are great, rounding log2(e) * logits destroys their differences.
       logits: [...,T,S]; -inf where not allowed.
       maximum: what was subtracted from the logits, [...,T].
-      value_scale: that of each key, broadcastable to [...,T,S].
+      value_scale: that of each key, broadcastable to [...,T,S]; 0 for padding.
 
     Returns:
       Rounded, weights * value_scale.

@@ -358,6 +358,10 @@ def _forward_block(spec, accumulator, operands: Operands, first) -> Operands:
     total = weights.sum(axis=-1)
     if "value_scale" in operands:
         value_scale = operands["value_scale"][..., None, None, :]  # [*B,K,1,1,S]
+        if "key_value_seq_lengths" in operands:
+            # The greatest scale, by which probabilities are divided, must not be that of padding.
+            lengths = operands["key_value_seq_lengths"][..., None, None, None, None]
+            value_scale = jnp.where(jnp.arange(key.shape[-3]) < lengths, value_scale, 0)
         weights = rounded_weights(
             weights, jnp.where(allowed, logits, -jnp.inf), maximum, value_scale
         )

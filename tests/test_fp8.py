@@ -372,6 +372,29 @@ def test_nan_in_keys_that_nobody_attends_to():
     assert np.isnan(call(x, x.at[:, 5].set(np.nan), x)).all()
 
 
+def check_scales_of_padding(q_len, length):
+    query = quantize(normal(1, q_len, 2, 64, dtype=jnp.float32)).values
+    key, value = (normal(1, 384, 2, 64, seed=s, dtype=jnp.float32) for s in (1, 2))
+    exists = (jnp.arange(384) < length)[:, None, None]
+    outs = []
+    for padding in (0, 1e6):
+        keys = quantize(jnp.where(exists, key, padding), per=128)
+        values = quantize(jnp.where(exists, value, padding), per=128)
+        outs.append(
+            dot_product_attention(
+                query, keys.values, values.values, key_scale=keys.scale, value_scale=values.scale,
+                key_value_seq_lengths=jnp.array([length]), out_dtype=jnp.float32,
+            )
+        )  # fmt: skip
+    np.testing.assert_array_equal(*outs)
+    assert (length > 0) == bool(outs[0].any())
+
+
+@pytest.mark.parametrize("length", [0, 128, 256])
+def test_scales_of_padding_do_not_count(length):
+    check_scales_of_padding(5, length)
+
+
 # fp8=
 
 

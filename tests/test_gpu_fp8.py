@@ -8,7 +8,15 @@ import numpy as np
 import pytest
 from cases import Case, make_inputs
 from oracle import Inputs, allowed_logits
-from test_fp8 import ROUNDED_ONE, call8, emulate, error, normal, quantized
+from test_fp8 import (
+    ROUNDED_ONE,
+    call8,
+    check_scales_of_padding,
+    emulate,
+    error,
+    normal,
+    quantized,
+)
 
 import jax_flash
 from jax_flash import Fp8, dot_product_attention, fp8, quantize
@@ -319,6 +327,12 @@ def test_nan_that_a_query_attends_to_reaches_it():
         )  # fmt: skip
         assert jnp.isnan(out[0, x:, 0, 3]).all()
         assert jnp.isfinite(out[0, :, 1]).all()
+
+
+@pytest.mark.parametrize("length", [0, 128, 256])
+@pytest.mark.parametrize("q_len", [1, 256])
+def test_scales_of_padding_do_not_count(q_len, length):
+    check_scales_of_padding(q_len, length)
 
 
 def test_values_beyond_the_lengths_may_be_nan():

@@ -45,13 +45,14 @@ struct KeyFactorsFinder {
   float greatest = 0.0f, key = 0.0f,
         value = 0.0f;  // scales; the greatest of those that a lane read
 
-  // Reads scales. This precedes the loads of values, for which all warps wait.
+  // Reads scales. This precedes the loads of values, for which all warps wait. Those of tiles
+  // beyond the kv_len keys must not be the greatest.
   __device__ __forceinline__ void read(const Scales& scales, const BatchIndex& batch, int32_t head,
-                                       int32_t tile, int32_t tiles) {
+                                       int32_t tile, int32_t kv_len) {
     const float* of_values = batch.pointer<const float>(scales.value, head);
     key = batch.pointer<const float>(scales.key, head)[tile * scales.key.row];
     value = of_values[tile * scales.value.row];
-    const int32_t count = scales.value.row == 0 ? 1 : tiles;
+    const int32_t count = scales.value.row == 0 ? 1 : (kv_len + kScaleBlock - 1) / kScaleBlock;
     for (int32_t i = threadIdx.x % 32; i < count; i += 32) {
       greatest = fmaxf(greatest, of_values[i * scales.value.row]);
     }
@@ -221,11 +222,11 @@ __global__ void __launch_bounds__(kValuesThreads)
   const int64_t index = (int64_t{batch_index} * shape.kv_heads + head) * workspace.tiles + tile;
   const BatchIndex batch(shape, batch_index);
   KeyFactorsFinder finder;
+  const AttendedKeys attended(params, batch, spans, batch_index);
   const bool finds = threadIdx.x >= kValuesThreads - 32;
-  if (finds) finder.read(scales, batch, head, tile, workspace.tiles);
+  if (finds) finder.read(scales, batch, head, tile, attended.band.kv_len);
   if (threadIdx.x < kKeys / 32) nan[threadIdx.x] = 0;
   __syncthreads();
-  const AttendedKeys attended(params, batch, spans, batch_index);
   load_tile<kValueDim>(params.value, batch.pointer<const uint8_t>(params.value, head), attended,
                        tile * kKeys, stored, nan);
   __syncthreads();
