@@ -175,11 +175,14 @@ def _entry_of(specs: Specs, name: str, axis: int) -> Entry:
 
 
 def _batch_entries(shapes: Shapes, specs: Specs, free: _FreeAxes) -> tuple[Entry, ...]:
-    """Takes the mesh axes of each batch axis from the first operand that has any there."""
+    """Takes the mesh axes of each batch axis from the first operand that has any there.
+
+    The query is the first. `shapes` has another order, since `jax.jit` sorts names.
+    """
     entries = []
     for axis in range(len(shapes["query"]) - len(OPERANDS["query"].axes)):
         full = {name: shape[axis] for name, shape in shapes.items() if _many(shape[axis])}
-        candidates = (_entry_of(specs, name, axis) for name in full)
+        candidates = (_entry_of(specs, name, axis) for name in OPERANDS if name in full)
         entries.append(free.take_dividing(candidates, full.values()))
     return tuple(entries)
 

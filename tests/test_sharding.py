@@ -93,6 +93,33 @@ def test_batch_and_heads_need_no_gather(name, kind):
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("fewer", ["bias", "alibi_slopes", "key"])
+def test_the_query_decides_over_which_axes_the_batch_is(fewer, kind):
+    """Other operands may be sharded over fewer of them."""
+    mesh = jax.make_mesh((2, 2), ("x", "y"), axis_types=(kind,) * 2)
+    arrays = {"query": jnp.ones((4, 16, 4, 8)), "key": jnp.ones((4, 24, 4, 8))}
+    arrays |= {
+        "bias": {"bias": jnp.ones((4, 1, 1, 24))},
+        "alibi_slopes": {"alibi_slopes": jnp.ones((4, 4))},
+        "key": {},
+    }[fewer]
+
+    def residual(query, key, **options):
+        return query + jax_flash.dot_product_attention(query, key, key, **options)
+
+    with jax.set_mesh(mesh):
+        sharded = {
+            name: jax.device_put(x, NamedSharding(mesh, P("x" if name == fewer else ("x", "y"))))
+            for name, x in arrays.items()
+        }
+        call = jax.jit(residual).lower(**sharded).compile()
+        out = call(**sharded)
+    gathered = [line for line in call.as_text().splitlines() if " all-gather" in line]
+    assert not any("f32[4,16,4,8]" in line or "f32[2,16,4,8]" in line for line in gathered)
+    assert out.sharding.is_equivalent_to(sharded["query"].sharding, out.ndim)
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
 @pytest.mark.parametrize(
     "specs",
     [
