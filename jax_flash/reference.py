@@ -346,7 +346,9 @@ def _forward_block(spec, accumulator, operands: Operands, first) -> Operands:
         cap = jnp.clip(operands["logits_soft_cap"].astype(accumulator), *SOFT_CAPS)
         cap = cap[..., None, None, None, None]
     if cap is not None:
-        logits = cap * jnp.tanh(logits / cap)
+        # Beyond 32 caps tanh is 1. The quotient's derivative in the cap would overflow there.
+        bound = jax.lax.stop_gradient(32 * cap)
+        logits = cap * jnp.tanh(jnp.clip(logits, -bound, bound) / cap)
 
     maximum = jnp.max(jnp.where(allowed, logits, -jnp.inf), axis=-1, initial=-jnp.inf)
     sinks = None

@@ -528,3 +528,21 @@ def test_memory_is_linear_in_the_length():
     short, long = temporary(32768), temporary(65536)
     assert short < 2**29
     assert long < 2.2 * short
+
+
+@pytest.mark.parametrize("low", [-1e6, float(jnp.finfo(jnp.float32).min)])
+def test_soft_cap_of_a_finite_bias_for_padding(low):
+    """A quotient of the two has a derivative that overflows."""
+    query, key, value = (
+        jax.random.normal(jax.random.key(s), (2, 16, 2, 8), jnp.float32) for s in range(3)
+    )
+    bias = jnp.where(jnp.arange(16) < 9, 0, low)[None, None, None].astype(jnp.float32)
+
+    def total(cap):
+        out = jax_flash.dot_product_attention(query, key, value, bias, logits_soft_cap=cap)
+        return (out * query).sum()
+
+    cap = jnp.float32(0.5)
+    expected = jax.grad(total)(cap)
+    np.testing.assert_allclose(jax.jvp(total, (cap,), (jnp.ones(()),))[1], expected, rtol=1e-4)
+    assert np.isfinite(jax.hessian(total)(cap))
