@@ -28,6 +28,13 @@ def test_runs_add_up():
     }
 
 
+def test_a_file_that_could_not_be_collected_passes_later():
+    file = OTHER.partition("::")[0]
+    report = gpu_report.merged({}, "1", {}, IDS, [file])
+    assert gpu_report.merged(report, "1", {}, IDS, [])["not_passed"] == [file]
+    assert gpu_report.merged(report, "1", {}, [OTHER], [])["not_passed"] == []
+
+
 def test_seeds_are_ranges_by_function():
     name = "tests/test_gpu.py::test_random_combination"
     ids = [f"{name}[{seed}-{family}]" for seed in (7, 8, 12) for family in ("sm80", "sm90")]
