@@ -41,7 +41,7 @@ _STORED = "stored by tensor copies:"
 # sanitizer_limits.cu, or none if it is no limit; the kernels; and the reason.
 EXPLAINED_RACES: tuple[tuple[str | None, str, str], ...] = (
     (
-        "mbarrier_leader", r"sm90::backward_(wide_key_)?kernel<",
+        "mbarrier_leader", r"sm90::backward_(wide_(key|query)_)?kernel<",
         "one thread arrives at a barrier for its warp, after __syncwarp()",
     ),
     (
