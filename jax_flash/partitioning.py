@@ -3,7 +3,8 @@
 Under `jit` on an Auto mesh, the call becomes a `custom_partitioning` with a Shardy rule. That calls
 back into Python, so an exported program cannot use it. On an Explicit mesh, the call becomes a
 `shard_map` over the axes that the operands' types name. Inside a user's `shard_map` it stays a
-plain call, or becomes a ring; over axes that the user's is not over, it becomes another one.
+plain call, or becomes a ring; over axes that the user's is not over, it becomes another one. If a
+`shard_map` leaves Auto axes, what runs inside is a `custom_partitioning` over these.
 
 Batch and heads need no communication except the sums of gradients. A sharded sequence makes the
 call a ring, or a sum of outputs if queries are few. Head-dim axes are gathered if they are sharded.
@@ -11,19 +12,22 @@ call a ring, or a sum of outputs if queries are few. Head-dim axes are gathered 
 
 from __future__ import annotations
 
+import math
 import warnings
+from collections.abc import Callable, Iterator
 
 import jax
 from jax.core import ShapedArray
 from jax.experimental.custom_partitioning import custom_partitioning
 from jax.export import is_symbolic_dim
-from jax.sharding import AbstractMesh, AxisType, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_flash.explicit import resharded
-from jax_flash.operands import Operands, batch_shape
+from jax_flash.meshes import auto_devices, axes_of, mesh_of, type_of
+from jax_flash.operands import OPERANDS, Operands, axis_of, batch_shape
 from jax_flash.passes import Pass, Run, on_shards, on_whole_sequences
 from jax_flash.ranks import own_ranks
-from jax_flash.sharding_plan import Plan, axis_names, make_plan, sharding_rule
+from jax_flash.sharding_plan import Plan, Specs, axis_names, make_plan, sharding_rule
 
 _NO_MESH = AbstractMesh((), ())
 
@@ -48,12 +52,17 @@ def spread(
             return _automatic(one_pass, run, operands, devices)
         return on_whole_sequences(one_pass, run, operands)
     mesh = mesh_of(operands.values())
-    if _axes(mesh, AxisType.Explicit):
+    if axes_of(mesh, AxisType.Explicit):
         return _by_types(one_pass, run, operands)
     sequence = one_pass.spec.sequence
-    if sequence is not None and not _axes(mesh, AxisType.Manual).issuperset(sequence.axes):
+    if sequence is not None and not axes_of(mesh, AxisType.Manual).issuperset(sequence.axes):
         return _by_types(one_pass, run, operands)  # in a shard_map over other axes
     return on_shards(one_pass, run, sequence, operands)
+
+
+def has_auto_axes(operands: Operands) -> bool:
+    """Returns whether a call in a shard_map may be sharded over axes that it is not over."""
+    return auto_devices(operands.values()) > 1 and not needs_partitioner(operands)
 
 
 def needs_partitioner(operands: Operands) -> bool:
@@ -63,28 +72,12 @@ def needs_partitioner(operands: Operands) -> bool:
     while it lowers.
     """
     mesh = mesh_of(operands.values())
-    return not (_axes(mesh, AxisType.Explicit) or _axes(mesh, AxisType.Manual))
-
-
-def _type(x) -> ShapedArray:
-    return x if isinstance(x, ShapedArray) else jax.typeof(x)
-
-
-def mesh_of(arrays):
-    """Returns the mesh that the arrays' types name, or an empty one."""
-    meshes = [_type(x).sharding.mesh for x in arrays]
-    return next((mesh for mesh in meshes if mesh.axis_names), meshes[0])
-
-
-def _axes(mesh, kind: AxisType) -> frozenset[str]:
-    """Returns the axes of a mesh that are of one kind."""
-    kinds = zip(mesh.axis_names, mesh.axis_types, strict=True) if mesh.axis_names else ()
-    return frozenset(name for name, each in kinds if each == kind)
+    return not (axes_of(mesh, AxisType.Explicit) or axes_of(mesh, AxisType.Manual))
 
 
 def _in_type(spec: PartitionSpec, mesh) -> PartitionSpec:
     """Returns what a type says of a spec: its Explicit axes."""
-    explicit = _axes(mesh, AxisType.Explicit)
+    explicit = axes_of(mesh, AxisType.Explicit)
     named = (tuple(name for name in axis_names(entry) if name in explicit) for entry in spec)
     return PartitionSpec(*(names or None for names in named))
 
@@ -129,7 +122,7 @@ def unify_varying(operands: Operands, axes: tuple[str, ...] = ()) -> Operands:
       axes: to vary over in any case, inside a shard_map over them.
     """
     varying = _varying(operands)
-    varying |= _axes(mesh_of(operands.values()), AxisType.Manual).intersection(axes)
+    varying |= axes_of(mesh_of(operands.values()), AxisType.Manual).intersection(axes)
     return {name: _vary(x, varying) for name, x in operands.items()}
 
 
@@ -144,7 +137,7 @@ def _vary(x: jax.Array, axes: frozenset[str]) -> jax.Array:
 
 def match_sharding(gradient: jax.Array, operand: jax.Array | ShapedArray) -> jax.Array:
     """Gives a gradient its operand's type, which on an Explicit mesh includes the sharding."""
-    sharding = _type(operand).sharding
+    sharding = type_of(operand).sharding
     if AxisType.Explicit not in sharding.mesh.axis_types:
         return gradient
     return jax.sharding.reshard(gradient, sharding)
@@ -174,28 +167,28 @@ def _shapes(arrays) -> dict[str, tuple[int, ...]]:
 
 def _plan(one_pass: Pass, operands, results, mesh) -> Plan:
     """Plans a call on an Explicit mesh, from the shardings in the operands' types."""
-    specs = {name: _type(x).sharding.spec for name, x in operands.items()}
+    specs = {name: type_of(x).sharding.spec for name, x in operands.items()}
     return make_plan(
         one_pass.spec,
         _shapes(operands),
         _shapes(results),
         specs,
         dict(mesh.shape),
-        _axes(mesh, AxisType.Manual),
+        axes_of(mesh, AxisType.Manual),
     )
 
 
 def _by_types(one_pass: Pass, run: Run, operands: Operands) -> Operands:
     """Runs a pass as a shard_map over a mesh's Explicit axes, and over those of the sequence."""
     mesh = mesh_of(operands.values())
-    axes = _axes(mesh, AxisType.Explicit)
+    axes = axes_of(mesh, AxisType.Explicit)
     plan = _plan(one_pass, operands, one_pass.result_types(operands), mesh)
     if axes:
         # With the mesh, since there may be no current one.
         shardings = {n: NamedSharding(mesh, _in_type(s, mesh)) for n, s in plan.operands.items()}
         operands = {name: jax.sharding.reshard(x, shardings[name]) for name, x in operands.items()}
     if one_pass.spec.sequence is not None:
-        axes |= frozenset(one_pass.spec.sequence.axes) - _axes(mesh, AxisType.Manual)
+        axes |= frozenset(one_pass.spec.sequence.axes) - axes_of(mesh, AxisType.Manual)
     return _mapped(plan, one_pass, run, operands, mesh, set(axes))
 
 
@@ -241,6 +234,77 @@ def _exported(one_pass: Pass, run: Run, operands: Operands) -> Operands:
 
 def _automatic(one_pass: Pass, run: Run, operands: Operands, devices: int) -> Operands:
     """Runs a pass under jit on an Auto mesh, with the sharding that the partitioner chooses."""
+
+    def plan_of(mesh, types):
+        specs = {name: getattr(x.sharding, "spec", PartitionSpec()) for name, x in types.items()}
+        results = _shapes(one_pass.result_types(types))
+        return mesh, make_plan(one_pass.spec, _shapes(types), results, specs, dict(mesh.shape))
+
+    return _partitioned(one_pass, run, operands, devices, plan_of)
+
+
+def beside_manual_axes(one_pass: Pass, run: Run, operands: Operands) -> Operands:
+    """Runs a pass in a shard_map, with the sharding over Auto axes that the partitioner chooses.
+
+    The partitioner sees the devices of the Auto axes that belong to one device of the shard_map,
+    without names of axes. Devices cannot add up results there; so batch or heads that need it are
+    gathered.
+    """
+    devices = auto_devices(operands.values())
+
+    def plan_of(_, types):
+        shapes, results = _shapes(types), _shapes(one_pass.result_types(types))
+        for sizes, specs in _without_names(types, devices):
+            plan = make_plan(one_pass.spec, shapes, results, specs, sizes)
+            if not plan.sums:
+                return AbstractMesh(tuple(sizes.values()), tuple(sizes)), plan
+        raise AssertionError("a call that is not divided needs no sums")
+
+    return _partitioned(one_pass, run, operands, devices, plan_of)
+
+
+def _without_names(types, devices: int) -> Iterator[tuple[dict[str, int], Specs]]:
+    """Makes up a mesh for shardings whose axes have no names, from how many parts an array has.
+
+    The array is the first whose batch or heads are divided. Yields the sizes of the mesh axes, and
+    the specs of all arrays: this one's over batch and heads, then over heads alone, then over
+    nothing. XLA moves what is divided in another way.
+    """
+    whole = dict.fromkeys(types, PartitionSpec())
+    for name in (name for name in OPERANDS if name in types):
+        shape, sharding = types[name].shape, types[name].sharding
+        parts = [n // part for n, part in zip(shape, sharding.shard_shape(shape), strict=True)]
+        heads = [axis_of(name, letter, len(shape)) for letter in "NK"]
+        batch = range(len(shape) - len(OPERANDS[name].axes))
+        if any(n > 1 and (axis in batch or axis in heads) for axis, n in enumerate(parts)):
+            break
+    else:
+        yield {"all": devices}, whole
+        return
+    sizes = {f"axis_{axis}": n for axis, n in enumerate(parts)}
+    sizes["rest"] = devices // math.prod(parts)
+    for kept in ((*batch, *heads), heads, ()):
+        entries = [f"axis_{axis}" if axis in kept else None for axis in range(len(shape))]
+        yield sizes, {**whole, name: PartitionSpec(*entries)}
+
+
+def _partitioned(
+    one_pass: Pass,
+    run: Run,
+    operands: Operands,
+    devices: int,
+    plan_of: Callable[[Mesh, dict[str, jax.ShapeDtypeStruct]], tuple[Mesh | AbstractMesh, Plan]],
+) -> Operands:
+    """Runs a pass on each device's shards, with the sharding that the partitioner chooses.
+
+    Args:
+      one_pass: the pass.
+      run: runs it on one device.
+      operands: by name.
+      devices: number that the program is for, 0 if it is not known.
+      plan_of: given the mesh, and the operands' types with their shardings, returns the mesh that
+        a plan's specs are of, and the plan.
+    """
     names = list(operands)
     result_shapes = _shapes(one_pass.result_types(operands))
     result_names = list(result_shapes)
@@ -249,22 +313,9 @@ def _automatic(one_pass: Pass, run: Run, operands: Operands, devices: int) -> Op
         results = on_whole_sequences(one_pass, run, dict(zip(names, arrays, strict=True)))
         return tuple(results[name] for name in result_names)
 
-    def plan_of(mesh, shapes):
-        specs = {
-            name: getattr(shape.sharding, "spec", PartitionSpec())
-            for name, shape in zip(names, shapes, strict=True)
-        }
-        return make_plan(
-            one_pass.spec,
-            {n: s.shape for n, s in zip(names, shapes, strict=True)},
-            result_shapes,
-            specs,
-            dict(mesh.shape),
-        )
-
-    def partition(mesh, arg_shapes, result_shape):
-        del result_shape
-        plan = plan_of(mesh, arg_shapes)
+    def partition(mesh, types, result_type):
+        del result_type
+        mesh, plan = plan_of(mesh, dict(zip(names, types, strict=True)))
 
         @own_ranks  # called by the compiler, under the caller's setting, and on the caller's mesh
         def lower(*arrays):
@@ -279,9 +330,9 @@ def _automatic(one_pass: Pass, run: Run, operands: Operands, devices: int) -> Op
             tuple(NamedSharding(mesh, plan.operands[name]) for name in names),
         )
 
-    def infer(mesh, arg_shapes, result_shape):
-        del result_shape
-        plan = plan_of(mesh, arg_shapes)
+    def infer(mesh, types, result_type):
+        del result_type
+        mesh, plan = plan_of(mesh, dict(zip(names, types, strict=True)))
         return tuple(NamedSharding(mesh, plan.results[name]) for name in result_names)
 
     function = custom_partitioning(flat)

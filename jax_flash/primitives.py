@@ -24,9 +24,11 @@ from jax_flash import compat, dispatch, ffi
 from jax_flash.folding import fold_batch_axes
 from jax_flash.fp8 import block_scales
 from jax_flash.head_dims import with_padded_head_dims
+from jax_flash.meshes import auto_devices, mesh_of
 from jax_flash.operands import Operands, added
 from jax_flash.partitioning import (
-    mesh_of,
+    beside_manual_axes,
+    has_auto_axes,
     needs_partitioner,
     result_types,
     spread,
@@ -44,17 +46,28 @@ def bind(one_pass: Pass, operands: Operands) -> Operands:
     """Binds the operands to the primitive of a pass; returns the results by name."""
     operands = unify_varying(operands)
     primitives = backward_ps if one_pass.is_backward else forward_ps
-    primitive = primitives.partitioned if needs_partitioner(operands) else primitives.typed
+    partitioned = needs_partitioner(operands) or has_auto_axes(operands)
+    primitive = primitives.partitioned if partitioned else primitives.typed
     results = primitive.bind(*operands.values(), one_pass=one_pass, names=tuple(operands))
     return dict(zip(one_pass.result_types(operands), results, strict=True))
 
 
-def run_on(platform: str, one_pass: Pass, operands: Operands) -> Operands:
-    """Runs a pass on one device of a platform, by the native call or the reference."""
+def run_on(platform: str, one_pass: Pass, operands: Operands, *, export: bool = False) -> Operands:
+    """Runs a pass on one device of a platform, by the native call or the reference.
+
+    In a shard_map, these may be several devices, of the mesh's Auto axes. XLA divides the reference
+    over them by itself; a native call needs help, which a program to be exported cannot have.
+    """
     choice = dispatch.choose(one_pass, operands, platform)
     if choice.implementation == "reference":
         return run_reference(one_pass, operands)
+    run = functools.partial(_run_natively, platform)
+    if has_auto_axes(operands) and not export:
+        return beside_manual_axes(one_pass, run, operands)
+    return run(one_pass, operands)
 
+
+def _run_natively(platform: str, one_pass: Pass, operands: Operands) -> Operands:
     def native(operands, results):
         outputs = ffi.call(
             one_pass,
@@ -182,14 +195,15 @@ def batch(primitive: Primitive, arrays, axes, *, one_pass: Pass, **static):
 
 
 def _lower(platform: str | None, context, *arrays, one_pass: Pass, names: tuple[str, ...]):
-    run = functools.partial(run_on, platform or compat.platform(context))
+    export = compat.is_export(context)
+    run = functools.partial(run_on, platform or compat.platform(context), export=export)
     devices = compat.number_of_devices(context) or 0
     context = compat.on_mesh(context, mesh_of(context.avals_in))
 
     @own_ranks
     def make(*arrays):
         operands = dict(zip(names, arrays, strict=True))
-        results = spread(one_pass, run, operands, devices=devices, export=compat.is_export(context))
+        results = spread(one_pass, run, operands, devices=devices, export=export)
         return [results[name] for name in one_pass.result_types(operands)]
 
     return mlir.lower_fun(make, multiple_results=True)(context, *arrays)
@@ -219,6 +233,7 @@ def _quantize_natively(*arrays: jax.Array, static: Rounding) -> list[jax.Array]:
 def _lower_quantize(context, *arrays, static: Rounding):
     # A partitioner does not know how to divide a native call.
     alone = static.on_one_device or compat.number_of_devices(context) in (1, None)
+    alone = alone and auto_devices(context.avals_in) == 1
     native = alone and dispatch.rounds(context.avals_in)
     run = functools.partial(_quantize_natively if native else run_by_xla, static=static)
     return mlir.lower_fun(run, multiple_results=True)(context, *arrays)

@@ -21,6 +21,7 @@ import jax.numpy as jnp
 from jax_flash.arrays import accumulator_of
 from jax_flash.fp8 import moved
 from jax_flash.merging import add_sinks, merge
+from jax_flash.meshes import auto_devices
 from jax_flash.operands import Operands
 from jax_flash.ring_blocks import Blocks, RunBlock, one_key_chunk_at_a_time, restore
 from jax_flash.ring_route import plan_route
@@ -32,22 +33,28 @@ class _Parcel:
     """Arrays that travel together, as one array for each dtype.
 
     XLA runs one collective at a time beside the computation; a second would wait for it, and keep
-    the computation waiting.
+    the computation waiting. But it would gather an array that it divides over Auto axes if it were
+    to be flat: each of these travels by itself.
     """
 
     def __init__(self, arrays: Operands):
+        self._alone = auto_devices(arrays.values()) > 1
         self._shapes = {name: jax.ShapeDtypeStruct(x.shape, x.dtype) for name, x in arrays.items()}
         self._groups: dict[str, list[str]] = {}
         for name, x in arrays.items():
             self._groups.setdefault(str(x.dtype), []).append(name)
 
     def pack(self, arrays: Operands) -> Operands:
+        if self._alone:
+            return arrays
         return {
             dtype: jnp.concatenate([arrays[name].reshape(-1) for name in names])
             for dtype, names in self._groups.items()
         }
 
     def unpack(self, packed: Operands) -> Operands:
+        if self._alone:
+            return packed
         arrays = {}
         for dtype, names in self._groups.items():
             start = 0

@@ -904,6 +904,17 @@ def test_parts_of_blocks_have_no_kernel(kernels):
     assert "@jax_flash_forward" not in text_of(400, "contiguous")
 
 
+@pytest.mark.parametrize("auto", [1, 2])
+def test_only_whole_arrays_are_rounded_natively(kernels, auto):
+    """XLA divides what it computes by itself over the Auto axes beside a shard_map."""
+    attend = functools.partial(jax_flash.dot_product_attention, fp8=Fp8())
+    with jax.set_mesh(mesh_of(b=2, s=auto)):
+        mapped = jax.shard_map(attend, in_specs=P("b"), out_specs=P("b"), axis_names={"b"})
+        x = jax.ShapeDtypeStruct((4, 512, 4, 64), jnp.bfloat16)
+        text = jax.jit(mapped).trace(x, x, x).lower(lowering_platforms=("cuda",)).as_text()
+    assert ("@jax_flash_quantize" in text) == (auto == 1)
+
+
 @pytest.mark.parametrize(("length", "name"), [(512, "flash"), (256, "reference")])
 def test_explain_knows_parts_of_blocks(kernels, length, name):
     x = jax.ShapeDtypeStruct((1, length, 4, 64), jnp.bfloat16)

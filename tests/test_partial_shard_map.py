@@ -8,6 +8,7 @@ import pytest
 from jax.sharding import AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sequence_cases import tokens
+from test_sharding import collectives
 from test_transforms import assert_close
 
 import jax_flash
@@ -79,3 +80,63 @@ def test_sequence_axis_of_another_kind():
         assert jax.typeof(out).sharding.spec == P("b", None, "h", None)
         assert out.sharding.shard_shape(out.shape)[1] == out.shape[1] // 2
     assert_close(jax.device_get(out), attention(*args))
+
+
+RING = functools.partial(jax_flash.ring_attention, axis_name="s")
+
+
+def compiled(kind, names, function, inside, outside):
+    """Compiles a call in a shard_map over axis s of a mesh, and its gradients.
+
+    Args:
+      kind: of all axes of the mesh.
+      names: of the axes of the mesh.
+      function: attends.
+      inside: the spec of tokens in the shard_map, over batch and sequence.
+      outside: their spec with the axes that the shard_map leaves.
+
+    Returns:
+      The operands, and what is compiled.
+    """
+    query, key, value = tokens(batch=4)
+    bias, sinks = jax.random.normal(jax.random.key(7), (4, 4, 1, 64)), jnp.ones(4)
+    mesh = jax.make_mesh((2, 2, 2), names, axis_types=(kind,) * 3)
+    with jax.set_mesh(mesh):
+        specs = (P(*outside, "h"),) * 3 + (P(outside[0], "h"), P("h"))
+        args = [
+            jax.device_put(x, NamedSharding(mesh, spec))
+            for x, spec in zip((query, key, value, bias, sinks), specs, strict=True)
+        ]
+        mapped = jax.shard_map(
+            lambda *x: function(*x[:-1], is_causal=True, sinks=x[-1]),
+            in_specs=(inside,) * 3 + (P(inside[0]), P()), out_specs=inside, axis_names={"s"},
+        )  # fmt: skip
+
+        def loss(*args):
+            out = mapped(*args)
+            return (out**2).sum(), out
+
+        run = jax.jit(jax.value_and_grad(loss, range(5), has_aux=True))
+        return args, run.lower(*args).compile()
+
+
+@pytest.mark.parametrize("names", [("s", "b", "h"), ("h", "s", "b"), ("b", "h", "s")], ids=str)
+@pytest.mark.parametrize(
+    "case",
+    [
+        (jax_flash.dot_product_attention, P("s", None), P(("s", "b"), None)),
+        (RING, P(None, "s"), P("b", "s")),
+    ],
+    ids=["batch", "ring"],
+)
+def test_auto_axes_are_not_gathered(case, names):
+    """XLA would have each device run a native call whole."""
+    explicit_args, explicit = compiled(AxisType.Explicit, names, *case)
+    args, auto = compiled(AxisType.Auto, names, *case)
+    text = auto.as_text() or ""
+    assert "jax_flash_backward" in text
+    assert not collectives(text, "all-gather"), text
+    (_, out), grads = got = auto(*args)
+    for x in (out, *grads[:3]):
+        assert x.sharding.is_equivalent_to(args[0].sharding, x.ndim)
+    assert_close(jax.device_get(got), jax.device_get(explicit(*explicit_args)))
