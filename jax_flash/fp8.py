@@ -25,6 +25,9 @@ FLOAT8_NAME = jnp.dtype(FLOAT8).name
 GREATEST = 448.0  # of e4m3
 # Tokens that share a scale in a kernel, at least.
 KERNEL_BLOCK = 128
+# The greatest of the values' scales is taken for at most 2^100 times the others.
+_LEAST_SHARE = 2.0**-100
+_GREATEST_LIFT = 100
 SCALES = {"query": "query_scale", "key": "key_scale", "value": "value_scale"}
 
 Per = int | Literal["head", "tensor"]
@@ -245,10 +248,10 @@ def rounded_weights(
 ) -> jax.Array:
     """Probabilities as the FP8 kernels multiply them with stored values; all float32.
 
-    With x = log2(e) * logits, M the greatest x of a row rounded up to an integer, and v the
-    greatest of the values' scales, P is e4m3(2^(x - M + 8) * scale / v) * v * 2^(M - 8). Powers of
-    two change no rounding, so M may be that of the keys that a kernel has met so far. It has no
-    derivative.
+    With x = log2(e) * logits, v the greatest of the values' scales, and M the greatest x +
+    log2(scale / v) of a row rounded up to an integer, P is e4m3(2^(x - M + 8) * scale / v) * v *
+    2^(M - 8). Powers of two change no rounding of what is above 2^-6, so M may be that of the keys
+    that a kernel has met so far. It has no derivative.
 
     Args:
       weights: exp(logits - maximum), [...,T,S]; 0 where not allowed. P is computed from these and
@@ -261,11 +264,14 @@ def rounded_weights(
       Rounded, weights * value_scale.
     """
     to_base_2 = np.float32(np.log2(np.e))
+    greatest = value_scale.max(axis=-1, keepdims=True, initial=0)
+    share = jnp.maximum(value_scale / jnp.where(greatest > 0, greatest, 1), _LEAST_SHARE)
     top = jnp.max(logits, axis=-1, keepdims=True, initial=-jnp.inf)
     in_base_2 = to_base_2 * top
-    lift = jnp.where(jnp.isfinite(in_base_2), in_base_2 - jnp.ceil(in_base_2), 0) + 8
+    shared = jnp.max(to_base_2 * logits + jnp.log2(share), axis=-1, keepdims=True, initial=-jnp.inf)
+    # Both are large where logits are. Their difference is not.
+    lift = jnp.where(jnp.isfinite(in_base_2), in_base_2 - jnp.ceil(shared), 0)
     # A sink may be the maximum. Weights are 0 if it is far above all logits.
-    lift += jnp.where(jnp.isfinite(top), jnp.minimum(to_base_2 * (maximum[..., None] - top), 99), 0)
-    greatest = value_scale.max(axis=-1, keepdims=True, initial=0)
-    share = value_scale / jnp.where(greatest > 0, greatest, 1)
+    lift += jnp.where(jnp.isfinite(top), to_base_2 * (maximum[..., None] - top), 0)
+    lift = jnp.minimum(lift, _GREATEST_LIFT) + 8
     return round_e4m3(weights * jnp.exp2(lift) * share) * (greatest * jnp.exp2(-lift))

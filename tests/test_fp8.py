@@ -75,10 +75,10 @@ def emulate(inputs: Inputs, scales: dict[str, np.ndarray], rounds=True):
     if cap := options.get("logits_soft_cap"):
         logits = cap * np.tanh(logits / cap)
     x = np.where(allowed_logits(inputs), np.log2(np.e) * logits, -np.inf)
-    top = np.ceil(x.max(axis=-1, keepdims=True, initial=-np.inf))
-    top = np.where(top == -np.inf, 0, top)
     greatest = value_scale.max(axis=1)[..., None, None]
     share = value_scale.swapaxes(1, 2)[:, :, None] / greatest
+    top = np.ceil((x + np.log2(share)).max(axis=-1, keepdims=True, initial=-np.inf))
+    top = np.where(top == -np.inf, 0, top)
     p8 = np.exp2(x - top + 8) * share
     p8 = rounded(p8).astype(np.float64) if rounds else p8
     total = np.exp2(x - top + 8).sum(axis=-1)
@@ -393,6 +393,26 @@ def check_scales_of_padding(q_len, length):
 @pytest.mark.parametrize("length", [0, 128, 256])
 def test_scales_of_padding_do_not_count(length):
     check_scales_of_padding(5, length)
+
+
+def check_rows_of_small_values(exponent, dim=64, length=512):
+    """P is not lost if a row attends to small values alone, while later ones are far greater."""
+    query, key, value = (
+        quantize(normal(1, length, 8, dim, seed=seed, dtype=jnp.float32)).values
+        for seed in range(3)
+    )
+    block = jnp.arange(length // 128)[:, None]
+    value_scale = jnp.where(block == 0, 2.0**-exponent, 1.0)[None]
+    attend = functools.partial(dot_product_attention, is_causal=True, scale=2.0**-16)
+    out = attend(query, key, value, value_scale=value_scale, out_dtype=jnp.float32)
+    wide = (x.astype(jnp.float32) for x in (query, key, value))
+    exact = attend(*wide, implementation="reference")
+    assert error(out[:, :128] * 2.0**exponent, exact[:, :128]) < 0.04  # 0.025 if all are 1
+
+
+@pytest.mark.parametrize("exponent", [0, 8, 13, 30, 90])
+def test_rows_of_small_values(exponent):
+    check_rows_of_small_values(exponent)
 
 
 # fp8=

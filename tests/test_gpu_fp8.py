@@ -11,6 +11,7 @@ from oracle import Inputs, allowed_logits
 from test_fp8 import (
     ROUNDED_ONE,
     call8,
+    check_rows_of_small_values,
     check_scales_of_padding,
     emulate,
     error,
@@ -333,6 +334,22 @@ def test_nan_that_a_query_attends_to_reaches_it():
 @pytest.mark.parametrize("q_len", [1, 256])
 def test_scales_of_padding_do_not_count(q_len, length):
     check_scales_of_padding(q_len, length)
+
+
+@pytest.mark.parametrize("dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("exponent", [0, 8, 13, 30, 90])
+def test_rows_of_small_values(exponent, dim):
+    check_rows_of_small_values(exponent, dim)
+
+
+@pytest.mark.parametrize("rising", [False, True])
+@pytest.mark.parametrize("factor", [4, 2**10])
+def test_scales_of_values_that_differ_by_far(factor, rising):
+    """From tile to tile; the sum of P then overflows e4m3, or is computed again."""
+    inputs = make_inputs(Case("fp8", q_len=512, kv_len=1024, head_dim=128, value_dim=128))
+    growth = float(factor) ** np.arange(8)[:: 1 if rising else -1].repeat(128)
+    inputs.value[:] *= growth[None, :, None, None].astype(inputs.value.dtype)
+    compare(inputs)
 
 
 def test_values_beyond_the_lengths_may_be_nan():

@@ -159,14 +159,15 @@ struct Float8Consumer {
   }
 
   // Sets the running maxima of a query tile's rows, from the logits of its first step's tile of
-  // keys.
-  __device__ __forceinline__ void set_maxima() {
+  // keys. `value_log2`: of its values, which P includes.
+  __device__ __forceinline__ void set_maxima(float value_log2) {
     float greatest[2];
     greatest_logits(scores, greatest);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      maximum[half] =
-          greatest[half] == minus_infinity() ? kNoMaximum : ceilf(greatest[half]) - kFirstPeakLog2;
+      maximum[half] = greatest[half] == minus_infinity()
+                          ? kNoMaximum
+                          : ceilf(greatest[half] + value_log2) - kFirstPeakLog2;
       sum[half] = 0.0f;
     }
   }
@@ -194,12 +195,12 @@ struct Float8Consumer {
   // rows of the warp are examined, also those whose sums were small enough: mma.sync rounds scores
   // differently from wgmma, both to about 14 bits. So a great logit may come out several units
   // higher, and its P would exceed e4m3.
-  __device__ __forceinline__ void raise_maxima() {
+  __device__ __forceinline__ void raise_maxima(float value_log2) {
     float greatest[2];
     greatest_logits(scores, greatest);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      const float raised = ceilf(greatest[half]) - kRedonePeakLog2;
+      const float raised = ceilf(greatest[half] + value_log2) - kRedonePeakLog2;
       if (!(raised > maximum[half])) continue;
       lower(half, raised - maximum[half]);
       maximum[half] = raised;  // the difference may have been rounded
@@ -241,7 +242,7 @@ struct Float8Consumer {
                                        float (&total)[2]) {
     compute_scores_again();
     make_logits(rules, to_log2);
-    raise_maxima();
+    raise_maxima(value_log2);
     const float addend[2] = {value_log2 - maximum[0], value_log2 - maximum[1]};
     float8_exponentials(scores, 1.0f, addend, total);
     float8_weights(scores, weights);
@@ -267,7 +268,7 @@ struct Float8Consumer {
       factor = 1.0f;
     }
     const float last_sum[2] = {sum[0], sum[1]}, last_maximum[2] = {maximum[0], maximum[1]};
-    if constexpr (kFresh) set_maxima();
+    if constexpr (kFresh) set_maxima(factors.value_log2);
     float total[2];
     const float addend[2] = {factors.value_log2 - maximum[0], factors.value_log2 - maximum[1]};
     float8_exponentials(scores, factor, addend, total);

@@ -9,10 +9,10 @@
 //     l = l 2^(m_old - m) + sum of 2^(x - m), before rounding
 //   out = v O / l, lse = (m + log2 l) / log2(e)
 //
-// m begins as the row's greatest x in its first tile, rounded up, minus kFirstPeakLog2. Later tiles
-// are not searched for greater logits: a sum of P beyond e4m3's greatest number reveals one. m then
-// rises by an integer, and P is lowered by a power of two. Such a factor changes no rounding,
-// unless P falls below 2^-6.
+// m begins as the row's greatest x + log2(s / v) in its first tile, rounded up, minus
+// kFirstPeakLog2. Later tiles are not searched for greater ones: a sum of P beyond e4m3's greatest
+// number reveals one. m then rises by an integer, and P is lowered by a power of two. Such a factor
+// changes no rounding, unless P falls below 2^-6.
 //
 // Roles of warps. The first warp of the first warpgroup starts copies (TMA; plain bulk copies of V)
 // and describes query tiles (producer.cuh). Two consumer warpgroups own 64 rows each
