@@ -239,3 +239,30 @@ def test_a_query_of_nan_gives_nan(dtype, head_dim, feature, q_len):
     for gradient in gradients[1:]:
         assert np.isfinite(gradient[0]).all()
         assert np.isnan(gradient[1]).any()
+
+
+@pytest.mark.parametrize("offset", [0, -100, 8192, 100_000, 1_000_000])
+@pytest.mark.parametrize("slope", [0.5, 8.0])
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_sinks_beside_slopes_of_far_keys(family, head_dim, slope, offset):
+    """As in attention to a part of the keys: the sink is then all of a row's lse."""
+    query, key, value = (
+        jax.random.normal(jax.random.key(i), (4, n, 8, head_dim), jnp.bfloat16)
+        for i, n in enumerate((128, 512, 512))
+    )
+
+    def attend(implementation, *args):
+        return jax_flash.dot_product_attention(
+            *args, alibi_slopes=jnp.full(8, slope), sinks=jnp.full(8, 0.25), is_causal=True,
+            query_offset=offset, return_residual=True, implementation=implementation,
+        )  # fmt: skip
+
+    out, lse = jax.jit(functools.partial(attend, family))(query, key, value)
+    wide = (x.astype(jnp.float32) for x in (query, key, value))
+    expected, expected_lse = jax.jit(functools.partial(attend, "reference"))(*wide)
+    np.testing.assert_allclose(lse, expected_lse, rtol=1e-5, atol=2e-4)
+    np.testing.assert_allclose(out.astype(np.float32), expected, rtol=2e-2, atol=2e-2)
+    if offset > 8192 or offset < 0:  # no keys, or keys that are too far away to count
+        far = lse if offset > 0 else lse[:, :100]
+        np.testing.assert_allclose(far, 0.25, atol=1e-6)

@@ -123,16 +123,18 @@ struct RowStatistics<kDistance> {
     const DistanceBias& distance = work.modifiers.distance;
     const int32_t last = row / kWarpRows * kWarpRows + kWarpRows - 1;
     const int32_t nearest = distance.nearest(last, plan.q_len, plan.kv_len);
-    const float rest =
-        distance.slope * static_cast<float>(sub_sat(nearest - row, distance.query_offset));
+    const bool has_keys = work.band.first_col(row) < work.band.end_col(row);
+    const int32_t between = sub_sat(nearest - row, distance.query_offset);
+    const float rest = has_keys ? distance.slope * static_cast<float>(between) : 0.0f;
     softmax.finish(0, half, plan.to_log2, work.sink_log2 - rest * kLog2E, lse, normalizer);
     lse += rest;
     float total = softmax.sum[0][half];
     total += __shfl_xor_sync(0xffffffff, total, 1);
     total += __shfl_xor_sync(0xffffffff, total, 2);
-    const bool has_keys = work.band.first_col(row) < work.band.end_col(row);
     const bool exact = total >= 0x1p-60f && total <= kPeakLimit;  // false for NaN
-    if (has_keys && !exact) lse = __int_as_float(0x7fffffff);
+    // If the sink is the greatest term, `rest` has been subtracted from it and added again.
+    const bool cancels = work.sink_log2 > minus_infinity() && fabsf(rest) > kExtremeLse;
+    if (has_keys && (!exact || cancels)) lse = __int_as_float(0x7fffffff);
   }
 };
 
