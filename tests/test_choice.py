@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_flash import Fp8, dispatch, explain, ffi
+from jax_flash import Fp8, dispatch, explain, ffi, primitives
 from jax_flash.attention import abstract_call
 from jax_flash.fp8 import FLOAT8
 from jax_flash.primitives import cuda_kernels
@@ -174,6 +174,25 @@ def test_float8_kernel(name, head_dim, call):
     # No other GPU has an FP8 kernel.
     with pytest.raises(ValueError, match="no kernel for this dtype with head_dim"):
         kernels(**call, dtype=FLOAT8, gpu=RTX_4090)
+
+
+@pytest.mark.skipif(not {64, 128} <= FLOAT8_DIMS, reason="a build without these kernels")
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"bias": ((1, 16, 1, 4096), jnp.float32)},
+        {"mask": MASK},
+        {"slopes": True},
+        {"value_dim": 64},
+        {"head_dim": 112},
+    ],
+    ids=str,
+)
+def test_native_code_refuses_what_float8_kernels_lack(call, monkeypatch):
+    """An exported program asks no Python code, which refuses these calls before."""
+    monkeypatch.setattr(primitives, "_has_kernel", lambda one_pass, _: not one_pass.is_backward)
+    with pytest.raises(ValueError, match="no kernel for this dtype"):
+        kernels(**call, dtype=FLOAT8)
 
 
 @pytest.mark.skipif(not DIMS & FLOAT8_DIMS, reason="a build without one of the dtypes")

@@ -487,6 +487,14 @@ const sm90::NarrowBackward* narrow_backward(const Backward& params, int32_t head
   return nullptr;
 }
 
+// Returns whether the FP8 kernels for a head dim take a call. They have no other sizes of values.
+bool fits_float8(const Forward& params, int32_t head_dim) {
+  const Shape& shape = params.shape;
+  const bool narrow = head_dim == 192 && shape.value_dim == 128;
+  return shape.head_dim == head_dim && (shape.value_dim == head_dim || narrow) &&
+         (modifiers_of(params) & ~uint32_t{kSegments | kSoftCap | kAnyScale}) == 0;
+}
+
 Found choose_float8(const Forward& params) {
   const uint32_t modifiers = modifiers_of(params);
   if (modifiers == kNoModifier) return {Recipe::kFloat8, "the operands are float8"};
@@ -509,9 +517,8 @@ Status choose_forward(const Forward& params, int32_t family, const Device& devic
   }
   const bool float8 = params.query.dtype == DType::kFloat8;
   // The workspace is that of decoding, which a library without this instance cannot choose.
-  if (float8 && sm80::takes_decode(params.shape, params.query.dtype)) {
-    return no_kernel(params.shape);
-  }
+  const bool decodes = float8 && sm80::takes_decode(params.shape, params.query.dtype);
+  if (decodes || (float8 && !fits_float8(params, choice.head_dim))) return no_kernel(params.shape);
   if (choice.family == 80) {
     return choose_smem_class(params, device, false, choice);
   }
