@@ -23,7 +23,15 @@ from jax.export import is_symbolic_dim
 from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec
 
 from jax_flash.explicit import resharded
-from jax_flash.meshes import auto_devices, axes_of, mesh_of, type_of
+from jax_flash.meshes import (
+    auto_devices,
+    axes_of,
+    mesh_of,
+    parts_of,
+    spec_of,
+    type_of,
+    with_prime_axes,
+)
 from jax_flash.operands import OPERANDS, Operands, axis_of, batch_shape
 from jax_flash.passes import Pass, Run, on_shards, on_whole_sequences
 from jax_flash.ranks import own_ranks
@@ -235,8 +243,14 @@ def _exported(one_pass: Pass, run: Run, operands: Operands) -> Operands:
 def _automatic(one_pass: Pass, run: Run, operands: Operands, devices: int) -> Operands:
     """Runs a pass under jit on an Auto mesh, with the sharding that the partitioner chooses."""
 
+    sequence = one_pass.spec.sequence
+
     def plan_of(mesh, types):
-        specs = {name: getattr(x.sharding, "spec", PartitionSpec()) for name, x in types.items()}
+        specs = dict.fromkeys(types, PartitionSpec())
+        if not mesh.empty:
+            sizes = with_prime_axes(mesh.shape, sequence.axes if sequence else ())
+            mesh = Mesh(mesh.devices.reshape(tuple(sizes.values())), tuple(sizes))
+            specs = {name: spec_of(x.sharding, mesh, len(x.shape)) for name, x in types.items()}
         results = _shapes(one_pass.result_types(types))
         return mesh, make_plan(one_pass.spec, _shapes(types), results, specs, dict(mesh.shape))
 
@@ -267,13 +281,13 @@ def _without_names(types, devices: int) -> Iterator[tuple[dict[str, int], Specs]
     """Makes up a mesh for shardings whose axes have no names, from how many parts an array has.
 
     The array is the first whose batch or heads are divided. Yields the sizes of the mesh axes, and
-    the specs of all arrays: this one's over batch and heads, then over heads alone, then over
+    the specs of all arrays: this one's over batch and heads, then over one of these, then over
     nothing. XLA moves what is divided in another way.
     """
     whole = dict.fromkeys(types, PartitionSpec())
     for name in (name for name in OPERANDS if name in types):
-        shape, sharding = types[name].shape, types[name].sharding
-        parts = [n // part for n, part in zip(shape, sharding.shard_shape(shape), strict=True)]
+        shape = types[name].shape
+        parts = parts_of(types[name].sharding, devices, len(shape))
         heads = [axis_of(name, letter, len(shape)) for letter in "NK"]
         batch = range(len(shape) - len(OPERANDS[name].axes))
         if any(n > 1 and (axis in batch or axis in heads) for axis, n in enumerate(parts)):
@@ -281,10 +295,11 @@ def _without_names(types, devices: int) -> Iterator[tuple[dict[str, int], Specs]
     else:
         yield {"all": devices}, whole
         return
-    sizes = {f"axis_{axis}": n for axis, n in enumerate(parts)}
-    sizes["rest"] = devices // math.prod(parts)
-    for kept in ((*batch, *heads), heads, ()):
-        entries = [f"axis_{axis}" if axis in kept else None for axis in range(len(shape))]
+    rest = {"rest": devices // math.prod(parts)}
+    split = [with_prime_axes({f"axis_{axis}": n}) for axis, n in enumerate([*parts])]
+    sizes = {n: size for axes in (*split, with_prime_axes(rest)) for n, size in axes.items()}
+    for kept in ((*batch, *heads), heads, batch, ()):
+        entries = [tuple(axes) if axis in kept else None for axis, axes in enumerate(split)]
         yield sizes, {**whole, name: PartitionSpec(*entries)}
 
 
@@ -339,6 +354,8 @@ def _partitioned(
     function.def_partition(
         partition=partition,
         infer_sharding_from_operands=infer,
+        # JAX's own decoding raises an error where no spec can name a sharding.
+        decode_shardings=False,
         sharding_rule=sharding_rule(
             one_pass.spec.sequence,
             _shapes(operands),

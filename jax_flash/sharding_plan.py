@@ -72,11 +72,11 @@ def make_plan(
     """
     free = _FreeAxes(axis_sizes, set(spec.sequence.axes if spec.sequence else ()))
     batch = _batch_entries(operand_shapes, specs, free)
-    heads = _head_entry(spec, operand_shapes, specs, free)
+    heads, kv_heads = _head_entries(spec, operand_shapes, specs, free)
     sequence = spec.sequence or _sequence(operand_shapes, specs, free)
     tokens = tuple(a for a in sequence.axes if a not in manual) if sequence else ()
     shared = "S" if sequence and sequence.mode == "all_reduce" else "TS"
-    layout = _Layout(batch, heads, tokens, shared)
+    layout = _Layout(batch, heads, kv_heads, tokens, shared)
     sums = {
         name: layout.sums(name, shape, is_gradient=name in operand_shapes)
         for name, shape in result_shapes.items()
@@ -129,13 +129,16 @@ class _Layout:
 
     Attributes:
       batch: those of each batch axis.
-      heads: those of N and K.
+      heads: those of N.
+      kv_heads: those of K, the first of `heads`. If the others divide the query heads of a group,
+        several devices have the same key/value head.
       tokens: those of the sequence.
       shared: the letters of the axes that those of the sequence divide.
     """
 
     batch: tuple[Entry, ...]
     heads: Entry
+    kv_heads: Entry
     tokens: Entry
     shared: str
 
@@ -151,6 +154,8 @@ class _Layout:
         # Each device has its part of a gradient of what the devices do not share.
         if is_gradient and not set(self.shared) & set(OPERANDS[name].axes):
             missing.append(self.tokens)
+        if "K" in OPERANDS[name].axes and is_gradient:
+            missing.append(self.heads[len(self.kv_heads) :])
         return tuple(itertools.chain.from_iterable(missing))
 
     def _entries(self, name: str) -> list[Entry]:
@@ -158,7 +163,7 @@ class _Layout:
 
     def _entry(self, name: str, letter: str) -> Entry:
         if letter in "NK":
-            return self.heads
+            return self.heads if letter == "N" else self.kv_heads
         # A matrix is whole along the keys where a device has its own queries: that is all of what
         # they need.
         whole = letter == "S" and "T" in self.shared and OPERANDS[name].is_matrix
@@ -187,14 +192,28 @@ def _batch_entries(shapes: Shapes, specs: Specs, free: _FreeAxes) -> tuple[Entry
     return tuple(entries)
 
 
-def _head_entry(spec: AttentionSpec, shapes: Shapes, specs: Specs, free: _FreeAxes) -> Entry:
-    """Takes the mesh axes of the heads from query or key. Heads that do not divide are gathered."""
+def _head_entries(
+    spec: AttentionSpec, shapes: Shapes, specs: Specs, free: _FreeAxes
+) -> tuple[Entry, Entry]:
+    """Takes the mesh axes of the heads from query or key; returns those of N and of K.
+
+    Heads that do not divide are gathered.
+    """
     heads, kv_heads = shapes["query"][-2], shapes["key"][-2]
     # An exchange divides a device's heads once more.
     exchanged = spec.sequence.devices if spec.sequence and spec.sequence.mode == "all_to_all" else 1
-    candidates = (_entry_of(specs, name, len(shapes[name]) - 2) for name in ("query", "key"))
-    divided = (heads,) if kv_heads == 1 else (heads, kv_heads)
-    return free.take_dividing(candidates, divided, exchanged)
+    for name in ("query", "key"):
+        entry = _entry_of(specs, name, len(shapes[name]) - 2)
+        parts = free.parts(entry) * exchanged
+        if not free.has(entry) or heads % parts:
+            continue
+        if kv_heads % parts == 0:
+            return free.take(entry), entry
+        # Devices share a key/value head. An exchange would have to divide it.
+        shared = [entry[:n] for n in range(len(entry)) if free.parts(entry[:n]) == kv_heads]
+        if shared and (exchanged == 1 or kv_heads == 1):
+            return free.take(entry), shared[0]
+    return (), ()
 
 
 def _sequence(shapes: Shapes, specs: Specs, free: _FreeAxes) -> SequenceSharding | None:

@@ -11,6 +11,7 @@ from jax.sharding import PartitionSpec as P
 from test_transforms import assert_close
 
 import jax_flash
+from jax_flash import meshes
 
 pytestmark = pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
 
@@ -60,6 +61,12 @@ SHARDINGS = {
         P(None, ("x", "y")),
         P(("x", "y")),
     ),
+    "two-devices-share-a-key-head": (
+        P(None, None, ("x", "y", "z")),
+        P(None, None, ("x", "y")),
+        P(None, ("x", "y", "z")),
+        P(("x", "y", "z")),
+    ),
 }
 
 
@@ -90,6 +97,87 @@ def test_batch_and_heads_need_no_gather(name, kind):
         for grad, x in zip(grads[:3], sharded[:3], strict=True):
             assert grad.sharding.is_equivalent_to(x.sharding, grad.ndim)
     assert_close(jax.device_get(((out, lse), grads)), expected_results())
+
+
+def projected(x, *weights):
+    """Attends as a layer does whose heads tensor parallelism divides."""
+    query, key, value = ((x @ w).reshape(*x.shape[:2], -1, 16) for w in weights)
+    out = jax_flash.dot_product_attention(query, key, value, is_causal=True)
+    return (out**2).sum()
+
+
+@pytest.mark.parametrize("sizes", [(8,), (2, 4)], ids=str)
+@pytest.mark.parametrize(
+    "heads", [(16, 8), (16, 4), (8, 2), (8, 1), (4, 4), (4, 2), (12, 6)], ids=str
+)
+def test_heads_of_projections(heads, sizes):
+    """XLA may divide heads over a part of a mesh axis, which no spec can name."""
+    names = ("x", "y")[: len(sizes)]
+    keys = jax.random.split(jax.random.key(3), 4)
+    x = jax.random.normal(keys[0], (2, 16, 32))
+    weights = [
+        0.1 * jax.random.normal(k, (32, n * 16))
+        for k, n in zip(keys[1:], (heads[0], heads[1], heads[1]), strict=True)
+    ]
+    run = jax.jit(jax.value_and_grad(projected, (1, 2, 3)))
+    mesh = jax.make_mesh(sizes, names, axis_types=(AxisType.Auto,) * len(sizes))
+    sharding = NamedSharding(mesh, P(None, names))
+    compiled = run.lower(x, *jax.device_put(weights, sharding)).compile()
+    if 8 % heads[1] == 0 and heads[0] % 8 == 0:  # each device has its heads, and no others
+        assert f"(f32[2,16,{heads[0] // 8},16]" in compiled.as_text()
+    got = compiled(x, *jax.device_put(weights, sharding))
+    assert_close(jax.device_get(got), run(x, *weights))
+
+
+@pytest.mark.parametrize(
+    ("shape", "spec", "kv_heads"),
+    [
+        ((16, 8, 4, 16), P("x"), 4),  # makes a batch of two axes, neither of which the mesh divides
+        ((2, 64, 4, 16), P(None, "x"), 4),
+        ((2, 16, 8, 16), P(None, None, "x"), 4),
+        ((2, 16, 8, 16), P(None, None, "x"), 2),
+        ((2, 16, 24, 16), P(None, None, "x"), 6),
+    ],
+    ids=str,
+)
+def test_parts_of_mesh_axes(shape, spec, kv_heads):
+    mesh = jax.make_mesh((8,), ("x",), axis_types=(AxisType.Auto,))
+    query = jax.random.normal(jax.random.key(1), shape)
+    key = jax.random.normal(jax.random.key(2), (*shape[:2], kv_heads, shape[3]))
+
+    def loss(query, key):
+        batch, length = shape[:2]
+        sizes = (batch // 2, length * 2) if batch > 2 else (batch * 2, length // 2)
+        query, key = (x.reshape(*sizes, *x.shape[2:]) for x in (query, jnp.sin(key)))
+        return (jax_flash.dot_product_attention(query, key, key) ** 2).sum()
+
+    run = jax.jit(jax.value_and_grad(loss, (0, 1)))
+    placed = jax.device_put(query, NamedSharding(mesh, spec))
+    assert_close(jax.device_get(run(placed, jax.device_put(key, NamedSharding(mesh, P())))),
+                 run(query, key))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    "spec",
+    [P(), P("x"), P(("y", "x")), P(None, ("x", "z"), "y"), P("z", None, ("y", "x"))],
+    ids=str,
+)
+def test_specs_of_shardings_without_names(spec):
+    mesh = jax.make_mesh((2, 3, 1), ("x", "y", "z"), devices=jax.devices()[:6])
+    got = meshes.spec_of(NamedSharding(mesh, spec), mesh, 3)
+    assert NamedSharding(mesh, got).is_equivalent_to(NamedSharding(mesh, spec), 3)
+
+
+def test_specs_of_parts_of_axes():
+    split = meshes.with_prime_axes({"x": 4, "y": 2}, kept=["y"])
+    assert split == {"x/0": 2, "x/1": 2, "y": 2}
+    assert meshes.with_prime_axes({"x": 12, "y": 1}) == {"x/0": 2, "x/1": 2, "x/2": 3}
+    fine = jax.make_mesh(tuple(split.values()), tuple(split))
+    coarse = jax.sharding.Mesh(fine.devices.reshape(4, 2), ("x", "y"))
+    sharding = NamedSharding(fine, P(("y", "x/0"), None, ("x/1",)))
+    assert meshes.spec_of(sharding, fine, 3) == P(("y", "x/0"), None, ("x/1",))
+    assert meshes.spec_of(sharding, coarse, 3) == P(("y",), None, None)
+    assert meshes.parts_of(sharding, 8, 3) == [4, 1, 2]
 
 
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
