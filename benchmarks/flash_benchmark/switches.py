@@ -3,10 +3,10 @@
 A switch is a macro with the shipped value as its default, in cuda/plan/recipes.h, in the config.cuh
 of its family and pass or, in code that both families share, in cuda/tile/:
 
-    #ifndef JAX_FLASH_SM90_STAGES
-    #define JAX_FLASH_SM90_STAGES 4
+    #ifndef JAX_FLASH_SM90_OPTIMISTIC
+    #define JAX_FLASH_SM90_OPTIMISTIC 1
     #endif
-    static constexpr int kStages = JAX_FLASH_SM90_STAGES;
+    static constexpr bool kOptimistic = JAX_FLASH_SM90_OPTIMISTIC && kStages >= 3;
 
 so that it is compiled in, and nothing of it runs in the library that is shipped. A new switch is
 that macro and a row here. Values that do not compile, or spill, say so in the table.
@@ -65,7 +65,6 @@ SWITCHES: tuple[Switch, ...] = (
     _sm80("backward", "BACKWARD_MIN_BLOCKS", (1, 2, 3), "blocks an SM that registers are cut for",
           head_dims=(32, 64)),
     _sm80("backward", "SWIZZLE", (0, 1), "XOR swizzle of shared memory"),
-    _sm90("forward", "STAGES", (2, 3, 4), "tiles of K and V under way"),
     _sm90("forward", "QUERY_STAGES", (1, 2), "query tiles under way", head_dims=(64,)),
     _sm90("forward", "SPLIT_KEYS", (0, 1), "few tiles: keys divided among warpgroups",
           head_dims=(64,)),
@@ -81,7 +80,6 @@ SWITCHES: tuple[Switch, ...] = (
     _sm90("forward", "OUT_PARTS_64", (1, 2, 4), "parts of P V among exponentials", head_dims=(64,)),
     _sm90("forward", "OUT_PARTS", (1, 2, 4), "parts of P V among exponentials",
           head_dims=(96, 128, 192, 256)),
-    _sm90("backward", "BWD_BLOCK_Q", (64, 128), "queries a tile"),
     _sm90("backward", "BWD_KEYS_IN_REGISTERS", (0, 1), "K fragments kept, not read again"),
     _sm90("backward", "BWD_NEXT_SCORES_FIRST", (0, 1), "the next S issued before dQ"),
     _sm90("backward", "BWD_EARLY_LSE", (0, 1), "lse read before S is there"),

@@ -252,7 +252,7 @@ Status choose_smem_class(const Forward& params, const Device& device, bool is_ba
 bool bias_in_scores(const Forward& params) {
   int exponent = 0;
   return JAX_FLASH_SM90_QUERY_STAGES > 1 && JAX_FLASH_SM90_OPTIMISTIC &&
-         JAX_FLASH_SM90_STAGES >= 3 && params.bias.dtype == DType::kBFloat16 &&
+         params.bias.dtype == DType::kBFloat16 &&
          std::frexp(params.options.scale, &exponent) == 0.5f && exponent > -14 && exponent <= 1;
 }
 

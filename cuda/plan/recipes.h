@@ -14,9 +14,6 @@
 #ifndef JAX_FLASH_SM90_OPTIMISTIC
 #define JAX_FLASH_SM90_OPTIMISTIC 1
 #endif
-#ifndef JAX_FLASH_SM90_STAGES
-#define JAX_FLASH_SM90_STAGES 4
-#endif
 #ifndef JAX_FLASH_SM90_QUERY_STAGES
 #define JAX_FLASH_SM90_QUERY_STAGES 2
 #endif
@@ -43,9 +40,8 @@ namespace jax_flash::sm90 {
 // only its last key tile, or its last two. With kLeftCut, a window's left edge may cut its first
 // one, and the right edge only its last one.
 enum class ScoresAhead { kNo, kOneCut, kTwoCut, kLeftCut };
-inline constexpr bool kHasScoresAhead = JAX_FLASH_SM90_SCORES_AHEAD && JAX_FLASH_SM90_OPTIMISTIC &&
-                                        JAX_FLASH_SM90_STAGES >= 4 &&
-                                        JAX_FLASH_SM90_QUERY_STAGES > 1;
+inline constexpr bool kHasScoresAhead =
+    JAX_FLASH_SM90_SCORES_AHEAD && JAX_FLASH_SM90_OPTIMISTIC && JAX_FLASH_SM90_QUERY_STAGES > 1;
 
 // Says how consumer warps keep their part of a bias in shared memory (sm90/forward/bias.cuh):
 //   kFloats    4-byte elements

@@ -11,9 +11,6 @@
 #include "tile/smem_tile.cuh"
 
 // Switches of `python benchmarks/run.py ablation`. The library is built with the defaults.
-#ifndef JAX_FLASH_SM90_BWD_BLOCK_Q
-#define JAX_FLASH_SM90_BWD_BLOCK_Q (kHeadDim <= 64 ? 128 : 64)
-#endif
 #ifndef JAX_FLASH_SM90_BWD_KEYS_IN_REGISTERS
 #define JAX_FLASH_SM90_BWD_KEYS_IN_REGISTERS (kHeadDim <= 64 && !kGeneral)
 #endif
@@ -64,7 +61,7 @@ struct BackwardConfig {
   static constexpr int kProducerRegisters = kInPieces ? 24 : 40;
   static constexpr int kConsumerRegisters = kInPieces ? 240 : 232;
 
-  static constexpr int kBlockQ = JAX_FLASH_SM90_BWD_BLOCK_Q;
+  static constexpr int kBlockQ = kHeadDim <= 64 ? 128 : 64;
   static constexpr int kBlockKv = 64 * kConsumers;
   static constexpr int kStages = 2;  // for each of Q, dO and dS
   // True if consumers also hold K and V in registers, as operands of S and dP: this halves the

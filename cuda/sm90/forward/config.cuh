@@ -103,7 +103,7 @@ struct ForwardConfig {
       (kFree + kFewerValues * ValueTile::kBytes) / (KeyTile::kBytes + ValueTile::kBytes);
   // If two warpgroups each hold a tile's keys together with those of the next one, they need more
   // stages.
-  static constexpr int kMostStages = JAX_FLASH_SM90_STAGES + (kScoresAhead ? kKeyGroups - 1 : 0);
+  static constexpr int kMostStages = 4 + (kScoresAhead ? kKeyGroups - 1 : 0);
   static constexpr int kStages = kFit < kMostStages ? kFit : kMostStages;
   static constexpr int kValueStages = kStages > 2 ? kStages - kFewerValues : kStages;
   static_assert(kValueStages >= 2 && (kKeyGroups == 1 || kStages >= 4));
