@@ -54,19 +54,10 @@ step_gpu() {
       --contenders jax_flash 'jax.nn cudnn' 'jax.nn xla' ;;
     pooling) run pooling --cases pooling --warmup 5 --calls 20 --seconds 0.3 --setup-limit 20 \
       --contenders jax_flash 'jax.nn cudnn' 'jax.nn xla' ;;
-    families) run families --cases targets --only '(4,4096,16,' '(2,8192,8,256)' --warmup 3 \
-      --calls 15 --seconds 0.5 --passes forward backward \
-      --contenders jax_flash 'jax_flash sm_80' 'FlashAttention-2 (torch)' ;;
-    earlier) run earlier --cases earlier --cold --warmup 10 --calls 50 --seconds 1 \
-      --contenders jax_flash 'jax.nn xla' 'jax.nn cudnn' ;;
-    sustained) run sustained --shape 4 4096 16 128 --passes forward backward --sustained 1 \
-      --warmup 5 --calls 20 --contenders jax_flash 'jax.nn cudnn' 'cuDNN (torch)' ;;
     length) run length --cases length --only '128) bfloat16 causal' "${few_calls[@]}" \
       --contenders jax_flash 'jax.nn cudnn' 'FlashAttention-2 (torch)' \
       --plot "$folder/plots_length_$name" ;;
     features) run features --cases features "${few_calls[@]}" --contenders jax_flash 'jax.nn cudnn' ;;
-    sweeps) run sweeps --cases segments window heads head-dim batch "${few_calls[@]}" \
-      --contenders jax_flash 'jax.nn cudnn' ;;
     host) run host host --calls 8 ;;
     profile) run profile profile --shape 4 4096 16 128 --mask full
       run floors profile --brief --cases targets ;;
@@ -79,7 +70,7 @@ if [ "$name" = cpu ]; then
   [ $# -gt 0 ] || set -- speed length features host
   for step in "$@"; do step_cpu "$step"; done
 else
-  [ $# -gt 0 ] || set -- speed encoders plain pairs few pooling families earlier sustained length features sweeps host profile ${VARIANTS:+ablation}
+  [ $# -gt 0 ] || set -- speed encoders plain pairs few pooling length features host profile ${VARIANTS:+ablation}
   for step in "$@"; do step_gpu "$step"; done
 fi
 exit $status

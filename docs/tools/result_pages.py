@@ -3,8 +3,8 @@
     python docs/tools/result_pages.py            # rewrites what stands between markers, and plots
     python docs/tools/result_pages.py --check    # exits with 1 if it is not what the files say
 
-The files are those in examples/results, which `examples/measure.sh` makes. A table whose file is
-not there is left out.
+The files are those in examples/results. `examples/measure.sh` makes most of them, and each holds the
+command that made it. A table whose file is not there is left out.
 """
 
 import json
@@ -252,17 +252,6 @@ def ablation(document: dict) -> str:
     return table(header, rows)
 
 
-def sustained(document: dict) -> str:
-    """With a pause after each call, and with none for a while, which the power limit slows."""
-    lines = [
-        [row["case"], row["pass"], row["contender"], cell(row, "TFLOP/s"),
-         f"{row['sustained']['tflops']:.0f}"]
-        for row in document["results"]
-        if row.get("sustained")
-    ]  # fmt: skip
-    return table(["(B,T,N,H)", "pass", "", "TFLOP/s", "sustained"], lines)
-
-
 def profile(document: dict) -> str:
     """Kernel by kernel: how busy the units are, and what warps wait for most."""
     units = ["tensor", "issue", "MUFU", "shared memory", "L2", "DRAM", "occupancy"]
@@ -292,13 +281,10 @@ _SPEED: dict[str, tuple[str, Any]] = {
     "plain": ("Plain forward calls that models train with", [("training", "us")]),
     "few": ("Few queries", [("few-queries", "us")]),
     "pooling": ("One query, trained", [("pooling", "us")]),
-    "families": ("The kernels for Ampere, on the same GPU", [("targets", "TFLOP/s")]),
-    "earlier": ("Small calls, inputs not in the cache", [("earlier", "us")]),
     "training": ("What models train with, other packages included", [("training", "us")]),
     "training_64": ("The same at head dim 64", [("training", "us")]),
     "pairs": ("Two modifiers, and windows", [("pairs", "us")]),
     "features": ("What each feature costs", features),
-    "sustained": ("Without pauses", sustained),
     "host": ("On the host", host),
 }
 _FLOORS: dict[str, tuple[str, Any]] = {
