@@ -64,7 +64,7 @@ __device__ __forceinline__ void add_score_gradient(float (&total)[1][8][4], cons
   const Shape& shape = params.shape;
   const BatchIndex batch(shape, batch_index);
   const Band band(params, batch);
-  const TileRange range = kv_tiles<kGradientBlock>(band, row0, row0 + kGradientBlock);
+  const Range range = kv_tiles<kGradientBlock>(band, row0, row0 + kGradientBlock);
   if (col0 / kGradientBlock < range.first || col0 / kGradientBlock >= range.end) return;
   const SegmentSpans& spans = workspace.spans;
   if (spans.query) {

@@ -40,6 +40,11 @@ inline constexpr int kOneKernelHeadDim = 192, kOneKernelValueDim = 128;
 inline bool fits_one_kernel(const Shape& shape, int64_t widest) {
   return widest == kOneKernelHeadDim && shape.value_dim <= kOneKernelValueDim;
 }
+
+// Returns whether sm_90 blocks may take a part of a key block each, and add up their sums.
+inline bool may_divide_keys(const Shape& shape, int64_t widest) {
+  return widest <= kSplitHeadDim || fits_one_kernel(shape, widest);
+}
 // Returns the number of columns of dK and dV together, in the sums for a block of keys.
 constexpr int64_t sum_columns(int64_t widest) {
   return widest + std::min<int64_t>(widest, kOneKernelValueDim);
@@ -117,7 +122,7 @@ inline int32_t heads_of_key_block(const Shape& shape, int64_t widest,
   const int64_t row_bytes = 8 * widest;  // of Q, dO and the sums for dquery
   const bool fits = int64_t{shape.kv_heads} * shape.kv_len * sum_columns(widest) <=
                     int64_t{shape.heads} * shape.q_len * shape.head_dim;
-  const bool divides = widest <= kSplitHeadDim || fits_one_kernel(shape, widest);
+  const bool divides = may_divide_keys(shape, widest);
   if (!features.sm90 || features.is_float32 || features.deterministic || !divides || group <= 1 ||
       tiles <= 0 || shape.q_len < kLeastRows || !fits) {
     return static_cast<int32_t>(group);
@@ -235,8 +240,7 @@ struct BackwardWorkspace {
     workspace.counters = reinterpret_cast<int32_t*>(take(workspace.counter_words(shape) * 4));
     workspace.split_sums = nullptr;
     workspace.split_sums_bytes = 0;
-    const bool divides = widest <= kSplitHeadDim || fits_one_kernel(shape, widest);
-    if (!deterministic && divides && !is_float32) {
+    if (!deterministic && may_divide_keys(shape, widest) && !is_float32) {
       const int64_t pairs = heads * ceil_div(shape.q_len, 64) * ceil_div(shape.kv_len, kSplitKeys);
       workspace.split_sums_bytes =
           std::min<int64_t>(kSplitBlocks, pairs) * kSplitKeys * sum_columns(widest) * 4;

@@ -6,19 +6,17 @@
 
 namespace jax_flash::ptx {
 
-// Copies 16 bytes, or writes 16 zero bytes and reads nothing if !valid.
-__device__ __forceinline__ void cp_async_16(uint32_t address_smem, const void* gmem, bool valid) {
-  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address_smem),
-               "l"(gmem), "r"(valid ? 16 : 0)
-               : "memory");
-}
-
 // Copies the first `bytes` of 16 bytes, and fills the rest with zeros.
 __device__ __forceinline__ void cp_async_16_of(uint32_t address_smem, const void* gmem,
                                                int32_t bytes) {
   asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16, %2;" ::"r"(address_smem),
                "l"(gmem), "r"(bytes)
                : "memory");
+}
+
+// Copies 16 bytes, or writes 16 zero bytes and reads nothing if !valid.
+__device__ __forceinline__ void cp_async_16(uint32_t address_smem, const void* gmem, bool valid) {
+  cp_async_16_of(address_smem, gmem, valid ? 16 : 0);
 }
 
 // Copies 4 bytes, or writes zeros and reads nothing if !valid.

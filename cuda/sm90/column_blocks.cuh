@@ -174,7 +174,7 @@ struct ColumnBlock {
     row0 = tile * kColumnsRows * kColumnsCluster;
     own_row0 = row0 + ptx::cluster_rank() * kColumnsRows;
   }
-  __device__ __forceinline__ void stream(int32_t head, int32_t heads, const TileRange& range) {
+  __device__ __forceinline__ void stream(int32_t head, int32_t heads, const Range& range) {
     first_head = head;
     first_tile = range.first;
     head_tiles = max(range.end - range.first, 0);
@@ -407,7 +407,7 @@ __device__ __forceinline__ void consume_columns(const ColumnOperands<Config::kOw
   if (tiles == 0) return;
   // Zeroes rows of a chunk that must not be read: they may hold NaN.
   const auto prepare = [&](int32_t row0) {
-    const TileRange rows = pass.rows();
+    const Range rows = pass.rows();
     const int32_t first = rows.first - row0, end = rows.end - row0;
     return [=, &consumer](const typename Config::SecondChunk& chunk, int row) {
       if (first > row || end < row + 16) {

@@ -99,14 +99,14 @@ struct Band {
   }
 };
 
-// Holds a half-open range of tiles of the other operand.
-struct TileRange {
+// Holds a half-open range, of tiles, rows or keys.
+struct Range {
   int32_t first, end;
 };
 
 // Returns the key/value tiles of kBlockKv columns that rows [row0, row1) read.
 template <int kBlockKv>
-__device__ __forceinline__ TileRange kv_tiles(const Band& band, int32_t row0, int32_t row1) {
+__device__ __forceinline__ Range kv_tiles(const Band& band, int32_t row0, int32_t row1) {
   row1 = min(row1, band.q_len);
   if (row0 >= row1) return {0, 0};
   const int32_t first = band.first_col(row0), end = band.end_col(row1 - 1);
@@ -116,7 +116,7 @@ __device__ __forceinline__ TileRange kv_tiles(const Band& band, int32_t row0, in
 
 // Returns the query tiles of kBlockQ rows that read columns [col0, col1).
 template <int kBlockQ>
-__device__ __forceinline__ TileRange q_tiles(const Band& band, int32_t col0, int32_t col1) {
+__device__ __forceinline__ Range q_tiles(const Band& band, int32_t col0, int32_t col1) {
   if (col0 >= band.kv_len) return {0, 0};
   const int32_t first = band.first_row(col0), end = band.end_row(col1);
   if (first >= end) return {0, 0};

@@ -107,9 +107,7 @@ int64_t cuda_backward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_l
   return backward_workspace_bytes(
       shape, {segments, deterministic, distances, banded, mask_matrices, mask_rows, is_float32});
 }
-#endif
 
-#ifdef JAX_FLASH_WITH_CUDA
 // Describes the arrays of an abstract call by (name of the dtype, dimensions). The choice of a
 // kernel depends on alignment, so their data pointer is as aligned as XLA's buffers.
 class AbstractBuffers {

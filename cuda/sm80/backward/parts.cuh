@@ -42,7 +42,7 @@ struct Turn {
 // Walks over the query tiles that a block visits, head by head, for all heads of a group. With
 // segments, skips tiles.
 struct QueryTileWalk {
-  TileRange range;
+  Range range;
   int32_t group;  // query heads per key/value head
   const SegmentSpan* query_spans = nullptr;
   int32_t query_blocks = 0;

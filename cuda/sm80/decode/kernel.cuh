@@ -333,7 +333,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   const BatchIndex batch(call.batch_axes, unit.batch);
   const Band band = call.band_of(params, unit.batch, batch);
   const int32_t last_query = min(unit.query(unit.rows - 1), band.q_len - 1);
-  const TileRange tiles = kv_tiles<Config::kBlockKv>(band, unit.query(0), last_query + 1);
+  const Range tiles = kv_tiles<Config::kBlockKv>(band, unit.query(0), last_query + 1);
   // The part's tiles: the first `rest` parts have one more.
   const int32_t count = tiles.end - tiles.first, share = parts.parts.quotient(count);
   const int32_t rest = count - share * parts.parts.divisor;

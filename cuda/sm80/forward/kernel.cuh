@@ -491,7 +491,7 @@ __device__ __forceinline__ void attend(const Forward& params, const SegmentSpans
   const BatchIndex batch(shape, at.batch_index);
   const int32_t row0 = at.tile * kBlockQ, warp_row0 = row0 + threadIdx.x / 32 * kM * 16;
   const Band band(params, batch);
-  const TileRange range = kv_tiles<kBlockKv>(band, row0, row0 + kBlockQ);
+  const Range range = kv_tiles<kBlockKv>(band, row0, row0 + kBlockQ);
   KeyTileWalk walk = {range.first, range.end};
   if (kGeneral && spans.query) {
     skip_other_segments<kBlockQ>(walk, spans, at.batch_index, at.tile);

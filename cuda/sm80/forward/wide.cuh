@@ -276,7 +276,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const BatchIndex batch(shape, at.batch_index);
   const int32_t row0 = at.tile * kBlockQ;
   const Band band(params, batch);
-  const TileRange range = kv_tiles<kBlockKv>(band, row0, row0 + kBlockQ);
+  const Range range = kv_tiles<kBlockKv>(band, row0, row0 + kBlockQ);
   KeyTileWalk walk = {range.first, range.end};
   if (spans.query) skip_other_segments<kBlockQ>(walk, spans, at.batch_index, at.tile);
   walk.tile = walk.skip_to<kBlockKv>(walk.tile);

@@ -181,7 +181,7 @@ struct BiasSteps {
   // Returns true if any row of tile `row` may attend to any key of tile `col`.
   __device__ __forceinline__ bool attends(const Band& band, int64_t batch_index, int32_t row,
                                           int32_t col) const {
-    const TileRange range = kv_tiles<kBlock>(band, row * kBlock, (row + 1) * kBlock);
+    const Range range = kv_tiles<kBlock>(band, row * kBlock, (row + 1) * kBlock);
     if (col < range.first || col >= range.end) return false;
     const SegmentSpans& spans = workspace.spans;
     if (!spans.query) return true;
@@ -300,7 +300,7 @@ struct BiasConsumer {
       if (kOnly && first) load_bias(step.tile);
       if constexpr (kOnly) read_low_parts(step, rows);
       await<kOnly>(p);
-      arrive_by_warp(smem.empty + pair * 8);
+      sync_and_arrive_warp(smem.empty + pair * 8);
       find_probabilities(p, step, rows);
       if constexpr (kOnly) await_full(find_zero(p));
       if constexpr (!kOnly) start_second(dp);
@@ -324,7 +324,7 @@ struct BiasConsumer {
 
  private:
   __device__ __forceinline__ void release() const {
-    arrive_by_warp(smem.empty + ring.stage * 8);
+    sync_and_arrive_warp(smem.empty + ring.stage * 8);
     ring.advance();
   }
   // Waits for the ring's next pair. P should overlap products, but ptxas tends to move the

@@ -199,7 +199,7 @@ __device__ __forceinline__ void for_blocks(const BackwardSmem<Config>& smem, con
     const BackwardBlock& block = smem.blocks[at.stage()];
     if (__reduce_max_sync(0xffffffff, block.kv_tile) < 0) break;
     f(block, at.count & 1);
-    arrive_by_warp(smem.block_empty(at.stage()));
+    sync_and_arrive_warp(smem.block_empty(at.stage()));
   }
 }
 

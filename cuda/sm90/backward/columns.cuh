@@ -61,7 +61,7 @@ struct KeyColumns {
                                         int group)
       : params(call), workspace(space), block(work), statistics(shared[group]) {}
 
-  __device__ __forceinline__ TileRange rows() const {
+  __device__ __forceinline__ Range rows() const {
     return {0, block.band.q_len == params.shape.q_len ? INT32_MAX : block.band.q_len};
   }
   __device__ __forceinline__ TransposedGradient<kNoModifier, Consumer::kN> gradient_at(
@@ -134,7 +134,7 @@ struct QueryColumns {
   }
 
   // Keys that no row may attend to are not read.
-  __device__ __forceinline__ TileRange rows() const {
+  __device__ __forceinline__ Range rows() const {
     const Band& band = block.band;
     const int32_t end = min(band.kv_len, band.q_len - 1 + band.hi);
     return {max(0, band.lo), end == params.shape.kv_len ? INT32_MAX : end};

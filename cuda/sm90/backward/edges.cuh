@@ -74,7 +74,7 @@ __global__ void __launch_bounds__(kEdgeThreads)
       (static_cast<int32_t>(blockIdx.x) - batch_head * plan.tiles.divisor) * kEdgeRows;
   const HeadIndex head = plan.heads.at(batch_head);
   const int32_t q_len =
-      plan.band_varies ? Band(params, BatchIndex(params.shape, head.batch)).q_len : plan.q_len;
+      plan.q_len_varies ? Band(params, BatchIndex(params.shape, head.batch)).q_len : plan.q_len;
   const int thread = threadIdx.x, chunk = thread % kRowLanes, first = thread / kRowLanes;
   const int32_t rows_left = chunk * kChunk < plan.value_dim ? min(q_len - row0, kEdgeRows) : 0;
   const Element* out = plan.out.at<const Element>(head, row0) + chunk * kChunk;

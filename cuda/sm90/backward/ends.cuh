@@ -18,9 +18,9 @@ namespace jax_flash::sm90 {
 __device__ __forceinline__ void write_zeros(const BackwardCounters& counters, const ZeroPlan& zeros,
                                             float* sums, int32_t unit, int32_t share) {
   if (unit < zeros.first_unit) return;
-  const int32_t first = share * zeros.share, end = min(first + zeros.share, zeros.of_unit);
-  float4* place = reinterpret_cast<float4*>(sums) + (int64_t{unit} * zeros.of_unit + first) * 32 +
-                  threadIdx.x % 32;
+  const int32_t first = share * zeros.share, end = min(first + zeros.share, zeros.unit_stores);
+  float4* place = reinterpret_cast<float4*>(sums) +
+                  (int64_t{unit} * zeros.unit_stores + first) * 32 + threadIdx.x % 32;
 #pragma unroll 8
   for (int32_t i = first; i < end; ++i, place += 32) {
     *place = make_float4(0.0f, 0.0f, 0.0f, 0.0f);

@@ -65,9 +65,9 @@ struct MaskRows : MaskMatrices {
   // Narrows a range of tiles of kBlockQ rows to those that any of a batch's `group` heads from
   // first_head on needs.
   template <int kBlockQ>
-  __device__ __forceinline__ TileRange narrow(const TileRange& range,
-                                              const int32_t (&batch_axes)[2], int32_t first_head,
-                                              int32_t group, int32_t kv_tile) const {
+  __device__ __forceinline__ Range narrow(const Range& range, const int32_t (&batch_axes)[2],
+                                          int32_t first_head, int32_t group,
+                                          int32_t kv_tile) const {
     const int2* at = ranges + batch_axes[0] * batch_strides[0] + batch_axes[1] * batch_strides[1] +
                      first_head * head_stride + kv_tile;
     int2 left = {INT32_MAX, 0};
@@ -79,7 +79,7 @@ struct MaskRows : MaskMatrices {
     if (rows == 1) return range;
     const int32_t first = max(range.first, left.x / kBlockQ);
     const int32_t end = min(range.end, (left.y + kBlockQ - 1) / kBlockQ);
-    return first < end ? TileRange{first, end} : TileRange{0, 0};
+    return first < end ? Range{first, end} : Range{0, 0};
   }
 };
 

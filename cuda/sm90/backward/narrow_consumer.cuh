@@ -271,7 +271,7 @@ struct NarrowConsumer {
     // without the wait, it would miss that phase.
     ptx::mbarrier_wait(smem.key_full(), key_parity);
     ptx::mbarrier_wait(smem.value_full(), key_parity);
-    arrive_by_warp(smem.keys_empty());
+    sync_and_arrive_warp(smem.keys_empty());
     await_copies();
     ptx::griddepcontrol_wait();  // for zeroed counters
     finish_sums(dkey, dvalue);
@@ -287,7 +287,7 @@ struct NarrowConsumer {
     int32_t first = max(0, band.lo) - first_key();
     int32_t end = min(band.kv_len, band.q_len - 1 + band.hi) - first_key();
     if constexpr (Config::kHasSegments && !kMixed) {  // no segments are compared
-      const TileRange& visited = block.walk.range;    // no other rows have the block's segment
+      const Range& visited = block.walk.range;        // no other rows have the block's segment
       first = max(first, visited.first * kBlockQ + band.lo - first_key());
       end = min(end, visited.end * kBlockQ - 1 + band.hi - first_key());
     }
@@ -538,20 +538,20 @@ struct NarrowConsumer {
                                               ValueSums& dvalue) const {
     ptx::wgmma_wait_group<1 + Config::kNextScoresFirst>();
     if constexpr (kHalves == 1) stage_dquery(dquery, ring.stage, ring.parity);
-    arrive_by_warp(smem.dout_empty(stage));
+    sync_and_arrive_warp(smem.dout_empty(stage));
     ptx::barrier_arrive(kScoresStored + group * 2 + stage, Config::kConsumerThreads);
     ptx::wgmma_wait_group<0>();
     if constexpr (Config::kNextScoresFirst) ptx::wgmma_results(scores);
     ptx::wgmma_results(dkey);
     ptx::wgmma_results(dvalue);
-    arrive_by_warp(smem.query_empty(stage));
+    sync_and_arrive_warp(smem.query_empty(stage));
   }
   // Computes dQ of the last tile, and writes dK and dV.
   __device__ __forceinline__ void finish(const RingState<Config::kStages>& ring, Tile& dquery,
                                          KeySums& dkey, ValueSums& dvalue) const {
     start_last_dquery(dquery, ring.stage);
     ptx::wgmma_wait_group<0>();
-    arrive_by_warp(smem.keys_empty());
+    sync_and_arrive_warp(smem.keys_empty());
     stage_dquery(dquery, ring.stage ^ 1, ring.parity ^ ring.stage);
     // Both stages are reused for dK and dV: waits until dQ of the last two tiles has been copied.
     ptx::mbarrier_wait(smem.dquery_empty(group, ring.stage), ring.parity ^ 1);

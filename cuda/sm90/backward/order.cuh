@@ -74,7 +74,7 @@ struct HeadTile {
 // the walk may start at any tile and wrap around, or go from the last tile to the first. Whole
 // warps call its functions.
 struct QueryTileWalk {
-  TileRange range;
+  Range range;
   int32_t first_head, end_head;
   int32_t start = 0, first_tile = 0;  // start of each head, and of the first head
   bool backward = false;
@@ -173,7 +173,7 @@ __device__ __forceinline__ bool is_rectangle(const Band& band) {
 // Returns by how many tiles the start of a block is shifted, in calls with turns where every row
 // may attend to every key. The blocks of a head then start at different query tiles.
 template <int kBlockKv>
-__device__ __forceinline__ int32_t shifted_start(const Band& band, const TileRange& range,
+__device__ __forceinline__ int32_t shifted_start(const Band& band, const Range& range,
                                                  int32_t kv_tile) {
   const int32_t kv_tiles_here = (band.kv_len + kBlockKv - 1) / kBlockKv;
   return static_cast<int32_t>(static_cast<uint32_t>(kv_tile) * (range.end - range.first) /
@@ -187,7 +187,7 @@ __device__ __forceinline__ int32_t shifted_start(const Band& band, const TileRan
 template <int kSums>
 __device__ __forceinline__ int32_t turn_of(const Band& band, bool ascending, int32_t kv_tile,
                                            int32_t q_tile, int32_t q_tiles_total,
-                                           const TileRange& range) {
+                                           const Range& range) {
   if (ascending) return (kv_tile - range.first) / kSums;
   const int32_t later = (range.end - 1 - kv_tile) / kSums;
   if (!is_rectangle(band)) return later;

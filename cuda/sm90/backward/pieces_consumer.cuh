@@ -134,8 +134,8 @@ struct PiecesConsumer : NarrowConsumer<Config, Element, false, kMayShare> {
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_results(dkey);
     ptx::wgmma_results(dvalue);
-    arrive_by_warp(smem.dout_empty(stage));
-    arrive_by_warp(smem.query_empty(stage));
+    sync_and_arrive_warp(smem.dout_empty(stage));
+    sync_and_arrive_warp(smem.query_empty(stage));
     stage_dquery(dquery, stage ^ 1);
     // Notifies the other consumer that dS^T is stored, and that dS^T in the other stage has been
     // read.
@@ -146,7 +146,7 @@ struct PiecesConsumer : NarrowConsumer<Config, Element, false, kMayShare> {
     Tile dquery;
     this->start_last_dquery(dquery, stage ^ 1);
     stage_dquery(dquery, stage);
-    arrive_by_warp(smem.keys_empty());
+    sync_and_arrive_warp(smem.keys_empty());
     ptx::mbarrier_wait(smem.dquery_empty(group, 1), stage);
     this->finish_sums(dkey, dvalue);
   }

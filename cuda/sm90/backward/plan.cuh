@@ -67,9 +67,9 @@ struct HeadDivisors {
 // into as many shares as the head has key blocks: the thread block that takes a key block zeroes
 // the share of a later one.
 struct ZeroPlan {
-  int32_t first_unit = INT32_MAX;  // first unit (BackwardCounters) that is zeroed by shares
-  int32_t ahead = 0;               // distance to the later block, in key blocks
-  int32_t share = 0, of_unit = 0;  // sizes, in units of one store of a warp, 512 bytes
+  int32_t first_unit = INT32_MAX;      // first unit (BackwardCounters) that is zeroed by shares
+  int32_t ahead = 0;                   // distance to the later block, in key blocks
+  int32_t share = 0, unit_stores = 0;  // sizes of a share and a unit, in stores of a warp
 };
 
 // Selects the work of the end kernel that the main kernel does (conversion of dQ): see EndWarp.
@@ -152,17 +152,17 @@ struct BackwardCounters {
 template <typename Element>
 inline constexpr bool kScaledDlogits = std::is_same_v<Element, __nv_bfloat16>;
 
-// Holds the factors of delta, applied before the main kernel, and of dQ, applied after it. With
-// modifiers, delta is not scaled, because the gradient of a bias needs the unscaled value. Without,
-// it is scaled, and the scale costs one instruction a tile.
+// Holds the factors of delta, applied before the main kernel, and of dQ, applied after it. In
+// kernels that may add a bias (kAdds), delta is not scaled, because the bias's gradient needs the
+// unscaled value. In others it is scaled, and the scale costs one instruction a tile.
 struct GradientScales {
   float delta = 1.0f, dquery = 1.0f;
   bool shifts_lse = false;  // true if lse is relative to a slope's term: shifted_lse()
 };
-template <typename Element, bool kGeneral>
+template <typename Element, bool kAdds>
 GradientScales gradient_scales(const Options& options) {
   if (!kScaledDlogits<Element>) return {1.0f, options.scale};
-  return {kGeneral ? 1.0f : options.scale, 1.0f};
+  return {kAdds ? 1.0f : options.scale, 1.0f};
 }
 
 // Holds the parameters of the kernels that run before and after the main one (edges.cuh). `sums`:
@@ -173,7 +173,7 @@ struct BackwardEdgePlan {
   int32_t q_len = 0, head_dim = 0, value_dim = 0;
   int32_t zeroed_heads = 0;
   int64_t counters = 0;
-  bool band_varies = false;
+  bool q_len_varies = false;
   GradientScales scales;
   RowsOperand out, dout, lse, dlse, dquery;
   BackwardWorkspace workspace;
@@ -191,7 +191,7 @@ struct BackwardEdgePlan {
                                 int64_t{zeros.first_unit} * space.heads_of_key_block, INT32_MAX))
                           : 0),
         counters(sums ? space.counter_words(params.shape) : 0),
-        band_varies(bool{params.query_seq_lengths}),
+        q_len_varies(bool{params.query_seq_lengths}),
         scales(scaled),
         out(params.out),
         dout(params.dout),

@@ -204,9 +204,10 @@ SplitPlan plan_split(const Backward& params, const BackwardWorkspace& workspace,
 }
 
 // Plans the shares of zeros. Shares are contiguous, unit by unit. The elements of a unit must be a
-// multiple of kUnit, the number that a warp stores at a time. Shares are written a section ahead.
-// This cannot deadlock: if a block waits for a share, the thread block that writes it has taken its
-// own block before the waiting one, or at the same time, and waits only for earlier blocks itself.
+// multiple of kStoreFloats, the number that a warp stores at a time. Shares are written a section
+// ahead. This cannot deadlock: if a block waits for a share, the thread block that writes it has
+// taken its own block before the waiting one, or at the same time, and waits only for earlier
+// blocks itself.
 template <typename Config>
 ZeroPlan plan_zeros(const Shape& shape, const BackwardWorkspace& workspace,
                     const KeyBlocks& blocks) {
@@ -216,18 +217,18 @@ ZeroPlan plan_zeros(const Shape& shape, const BackwardWorkspace& workspace,
   if (workspace.turns || blocks.launched >= total) return zeros;
   const int64_t ahead = schedule.section_blocks.divisor + blocks.launched / 8;
   const int64_t first_unit = ceil_div(blocks.launched + ahead, schedule.tiles);
-  constexpr int kUnit = 128;
+  constexpr int kStoreFloats = 128;
   const int64_t elements =
       int64_t{workspace.heads_of_key_block} * workspace.dquery_rows * shape.head_dim;
-  const int64_t of_unit = elements / kUnit;
-  if (elements % kUnit != 0 || first_unit >= schedule.total_heads ||
-      of_unit + schedule.tiles > INT32_MAX) {
+  const int64_t unit_stores = elements / kStoreFloats;
+  if (elements % kStoreFloats != 0 || first_unit >= schedule.total_heads ||
+      unit_stores + schedule.tiles > INT32_MAX) {
     return zeros;
   }
   zeros.first_unit = static_cast<int32_t>(first_unit);
   zeros.ahead = static_cast<int32_t>(ahead);
-  zeros.of_unit = static_cast<int32_t>(of_unit);
-  zeros.share = static_cast<int32_t>(ceil_div(of_unit, schedule.tiles));
+  zeros.unit_stores = static_cast<int32_t>(unit_stores);
+  zeros.share = static_cast<int32_t>(ceil_div(unit_stores, schedule.tiles));
   return zeros;
 }
 

@@ -104,7 +104,7 @@ struct ShortGradientUnit {
       : at(call.heads.at(index)), band(call.band.of<true>(at.batch_axes)) {}
 
   // Returns the key tiles that some row of a tile of query rows may attend to.
-  __device__ __forceinline__ TileRange attended(int32_t q_tile) const {
+  __device__ __forceinline__ Range attended(int32_t q_tile) const {
     return kv_tiles<64>(band, q_tile * 64, q_tile * 64 + 64);
   }
 };
@@ -145,7 +145,7 @@ __device__ __forceinline__ void wait_short(uint64_t& barrier, uint32_t parity) {
   ptx::mbarrier_wait(ptx::shared_address(&barrier), parity);
 }
 __device__ __forceinline__ void arrive_short(uint64_t& barrier) {
-  arrive_by_warp(ptx::shared_address(&barrier));
+  sync_and_arrive_warp(ptx::shared_address(&barrier));
 }
 
 // Computes the gradients of units. Called by a warpgroup, whose tiles of the operands have the
@@ -179,7 +179,7 @@ struct ShortGradientGroup {
     for (int32_t index = blockIdx.x; index < call.units; index += gridDim.x, parity ^= 1) {
       const ShortGradientUnit unit(call, index);
       const int32_t row0 = group * 64, next = index + gridDim.x;
-      const TileRange keys = unit.attended(group);
+      const Range keys = unit.attended(group);
       Sums dquery;
       clear(dquery);
       float lse[2] = {}, delta[2] = {};
@@ -424,7 +424,7 @@ struct ShortGradientGroup {
     ptx::wgmma_results(sums);  // the zeros must not move past the first fence
 #pragma unroll 1
     for (int q_tile = 0; q_tile < call.q_tiles; ++q_tile) {
-      const TileRange keys = unit.attended(q_tile);
+      const Range keys = unit.attended(q_tile);
       if (tile < keys.first || tile >= keys.end) continue;
       const Tile a = unknown_address(tiles.scores(q_tile, tile, of));
       const Tile b =

@@ -25,13 +25,6 @@ struct StagePair {
   __device__ __forceinline__ void advance() { ++count; }
 };
 
-// Arrives for a whole warp: all that its threads have done happens before a wait for the barrier
-// returns.
-__device__ __forceinline__ void arrive_by_warp(uint32_t barrier_smem) {
-  __syncwarp();
-  if (kWarpArrivals > 1 || threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier_smem);
-}
-
 struct BackwardBlock;
 
 // Holds the addresses of tiles, row statistics and barriers in shared memory.

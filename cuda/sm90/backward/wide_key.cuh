@@ -51,13 +51,13 @@ __device__ __forceinline__ void refine_wide_products(const Backward& params,
     gradient.probabilities(products, ColumnsInShared(lse_smem), lse_smem, to_log2);
     ptx::mbarrier_wait(smem.staging_empty(at.stage), at.parity ^ 1);
     stage_accumulators(staged, products, threadIdx.x % 128);
-    arrive_by_warp(smem.staging_full(at.stage));
+    sync_and_arrive_warp(smem.staging_full(at.stage));
     if constexpr (kGeneral) gradient.drop(products, kept);
   } else {
     ptx::mbarrier_wait(smem.staging_full(at.stage), at.parity);
     float p[kN][4];
     load_staged(p, staged);
-    arrive_by_warp(smem.staging_empty(at.stage));
+    sync_and_arrive_warp(smem.staging_empty(at.stage));
     gradient.finish(p, products, lse_smem, smem.delta + at.stage * Config::kBlockQ, kept);
   }
 }
@@ -136,8 +136,8 @@ __device__ __forceinline__ void consume_wide_tiles(const Backward& params,
     start_product_k_major<Element, Config::kBlockQ>(products, own, near(ring.stage));
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_results(sum);
-    arrive_by_warp(smem.query_empty(at.stage));
-    arrive_by_warp(smem.dout_empty(at.stage));
+    sync_and_arrive_warp(smem.query_empty(at.stage));
+    sync_and_arrive_warp(smem.dout_empty(at.stage));
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_results(products);
     if (tile.x >= 0)

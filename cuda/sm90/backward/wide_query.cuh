@@ -77,7 +77,7 @@ struct WideQuerySmem {
 struct WideQueryBlock {
   BatchIndex batch;
   Band band;
-  TileRange range;
+  Range range;
   const SegmentSpan* key_spans;  // or null
   SegmentSpan query_span;
   int32_t key_blocks, head, kv_head, row0, batch_index;
@@ -217,7 +217,7 @@ struct WideQueryConsumer {
                                                const float (&lse_log2)[1][2],
                                                const float (&delta)[1][2],
                                                int32_t tile_col0) const {
-    arrive_by_warp(smem.value_empty(ring.stage));
+    sync_and_arrive_warp(smem.value_empty(ring.stage));
     ring.advance();
     const ScoreGradient<kGeneral, 1, kN, Element> gradient(params, block.batch, block.head,
                                                            warp_row0, tile_col0);
@@ -287,7 +287,7 @@ __device__ __forceinline__ void consume_key_tiles(const Backward& params,
       consumer.start_product(dscores, smem.dout(), smem.value(value_ring.stage));
       ptx::wgmma_wait_group<2>();
       ptx::wgmma_results(dquery);
-      arrive_by_warp(smem.key_empty(stage));
+      sync_and_arrive_warp(smem.key_empty(stage));
       ptx::wgmma_wait_group<1>();
       ptx::wgmma_results(scores[0]);
       if (col0 >= 0) consumer.find_probabilities(scores, lse_log2, bad_keys(key_ring.stage), col0);
@@ -323,7 +323,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   const int32_t row0 = tile * Config::kBlockQ;
   const BatchIndex batch(shape, batch_index);
   const Band band(params, batch);
-  const TileRange range = kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ);
+  const Range range = kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ);
   if (threadIdx.x == 0) {
     smem.init_barriers();
     const SegmentSpans& spans = workspace.spans;

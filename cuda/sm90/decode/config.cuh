@@ -45,7 +45,7 @@ struct DecodeWork {
   void* out;           // for the unit's first row; in the workspace for a part to be combined
   float *lse, *sinks;  // `lse` is for the statistics of such a part
   Band band;
-  RowRange attended;  // keys that some row may attend to
+  Range attended;     // keys that some row may attend to
   int32_t queries;    // of the unit
   int32_t tile, end;  // key tiles; empty only if the unit has none
   int32_t kind;

@@ -49,8 +49,8 @@ __device__ __forceinline__ void produce_decode_keys(const DecodeCall& call, cons
   const int32_t worker = call.worker_of_block(static_cast<int32_t>(blockIdx.x));
   for (DecodeWalk<Config::kBlockKv> walk(call, worker); walk.valid();) {
     const DecodeUnit unit(call, walk.unit);
-    const TileRange tiles = call.tiles_of<Config::kBlockKv>(call.band_of<true>(unit.batch));
-    const TileRange part = walk.part(decode_cost(tiles));
+    const Range tiles = call.tiles_of<Config::kBlockKv>(call.band_of<true>(unit.batch));
+    const Range part = walk.part(decode_cost(tiles));
     const int32_t end = min(tiles.first + part.end, tiles.end);
     if (threadIdx.x % 32 == 0) {
       for (int32_t tile = tiles.first + part.first; tile < end; ++tile) {
@@ -80,10 +80,10 @@ __device__ __forceinline__ void produce_decode_queries(const DecodeCall& call,
   for (DecodeWalk<Config::kBlockKv> walk(call, worker); walk.valid();) {
     const DecodeUnit unit(call, walk.unit);
     const Band batch_band = call.band_of<true>(unit.batch);
-    const TileRange tiles = call.tiles_of<Config::kBlockKv>(batch_band);
+    const Range tiles = call.tiles_of<Config::kBlockKv>(batch_band);
     const Band band = batch_band.rows_from(unit.query, call.queries.divisor);
     const int32_t cost = decode_cost(tiles);
-    const TileRange part = walk.part(cost);
+    const Range part = walk.part(cost);
     const bool begins = part.first == 0, whole = begins && part.end == cost;
     if (leader) {
       ptx::mbarrier_wait_asleep(smem.query_empty(), parity);

@@ -17,7 +17,7 @@ namespace jax_flash::sm90 {
 
 // Returns the cost of a unit, by which workers divide units: its number of key tiles. A unit
 // without keys costs 1, so that some worker owns it.
-__host__ __device__ __forceinline__ int32_t decode_cost(const TileRange& tiles) {
+__host__ __device__ __forceinline__ int32_t decode_cost(const Range& tiles) {
   return tiles.end > tiles.first ? tiles.end - tiles.first : 1;
 }
 
@@ -49,7 +49,7 @@ struct DecodeCall {
   BoxAxes key, value, query;
   ForwardBand band;
   bool kv_lengths_alone;  // the band varies by nothing else
-  TileRange tiles;        // key tiles, if units are alike: at most, if operands decide
+  Range tiles;            // key tiles, if units are alike: at most, if operands decide
   Divisor cost;           // cost of a unit
   DecodeShares shares;    // shares of a unit if the plan has parts, else of a sequence
   Divisor parts;          // parts of a unit, or 1
@@ -71,9 +71,8 @@ struct DecodeCall {
         query(params.query),
         band(params),
         kv_lengths_alone(!banded(params.options) && !params.window && !params.query_seq_lengths),
-        tiles(band.varies
-                  ? TileRange{0, static_cast<int32_t>(ceil_div(params.shape.kv_len, block_kv))}
-                  : tiles_of(band.band, block_kv)),
+        tiles(band.varies ? Range{0, static_cast<int32_t>(ceil_div(params.shape.kv_len, block_kv))}
+                          : tiles_of(band.band, block_kv)),
         cost(decode_cost(tiles)),
         shares(plan.parts ? DecodeShares(plan.parts, block_kv, cost.divisor)
                           : DecodeShares(plan.workers / plan.sequences, block_kv,
@@ -142,13 +141,13 @@ struct DecodeCall {
   // Returns the tiles of the keys that a batch attends to. All units of a batch have them: those
   // with the same keys then read these at about the same time, from L2.
   template <int kBlockKv>
-  __device__ __forceinline__ TileRange tiles_of(const Band& batch_band) const {
+  __device__ __forceinline__ Range tiles_of(const Band& batch_band) const {
     return plan.ragged || band.varies ? kv_tiles<kBlockKv>(batch_band, 0, batch_band.q_len) : tiles;
   }
 
  private:
   // Computes kv_tiles() on the host.
-  static TileRange tiles_of(const Band& band, int32_t block_kv) {
+  static Range tiles_of(const Band& band, int32_t block_kv) {
     const int32_t first = std::max(band.lo, 0);
     const int32_t end = std::min(band.q_len - 1 + band.hi, band.kv_len);
     if (first >= end) return {0, 0};
@@ -275,10 +274,10 @@ struct DecodeWalk {
 
   __device__ __forceinline__ bool valid() const { return unit < end_unit && remaining > 0; }
   // Returns the worker's tiles of the unit, whose cost is `cost`, counted from the unit's first.
-  __device__ __forceinline__ TileRange part(int32_t cost) const {
+  __device__ __forceinline__ Range part(int32_t cost) const {
     return {first, first + min(remaining, cost - first)};
   }
-  __device__ __forceinline__ void advance(const TileRange& part) {
+  __device__ __forceinline__ void advance(const Range& part) {
     remaining -= part.end - part.first;
     first = 0;
     unit += step;

@@ -48,11 +48,11 @@ struct ForwardColumns {
       : params(call), block(work), shared(exchanged) {}
 
   // Returns the keys that some row of the block may attend to.
-  __device__ __forceinline__ TileRange rows() const {
+  __device__ __forceinline__ Range rows() const {
     const Band& band = block.band;
     const int32_t end = min(block.own_row0 + kColumnsRows, band.q_len);
     if (block.own_row0 >= end) return {0, INT32_MAX};  // nothing is stored
-    const TileRange keys = {band.first_col(block.own_row0), band.end_col(end - 1)};
+    const Range keys = {band.first_col(block.own_row0), band.end_col(end - 1)};
     return {keys.first, keys.end == params.shape.kv_len ? INT32_MAX : keys.end};
   }
   __device__ __forceinline__ void begin(int32_t, const ColumnTile&) {}

@@ -114,17 +114,17 @@ struct ForwardConsumer {
   float factor[1][2];    // factor for `out` if a running maximum rises
   bool rises = false;    // kPlainSteps: true if `out` is to be multiplied
   bool is_half = false;  // kConverts: true if `probabilities` are float16
-  RowRange fixed;        // tiles whose running maxima are 0 in next_capped_tile()
+  Range fixed;           // tiles whose running maxima are 0 in next_capped_tile()
   // The next three are used if scores begin with the bias. The exponentials then take no longer
   // than without a bias, so every other instruction counts. `uncut`: tiles that the band does not
   // cut and whose bias is not read element by element. `shift`: the running maxima in log2 units,
   // less kLift, or 0. `unready`: 1 if a row has no running maximum yet, else 0.
-  RowRange uncut;
+  Range uncut;
   float shift[2];
   int unready;
   uint32_t columns = 0;  // a bit per column of this thread, set if its warp attends to it
   Modifier modifier;
-  RowRange run;      // key tiles of one segment (SegmentNotes)
+  Range run;         // key tiles of one segment (SegmentNotes)
   KeyTileNote note;  // for the tile of the scores
   bool one_segment;  // for the tile of the probabilities
 
@@ -281,7 +281,7 @@ struct ForwardConsumer {
   // Zeroes rows of V, before their product, whose NaN or infinities would reach the output even if
   // P is 0. The tile of V belongs to the query tile that came `before` tiles before the one in
   // `work`.
-  __device__ __forceinline__ void clear_values(int32_t tile, const RowRange& attended,
+  __device__ __forceinline__ void clear_values(int32_t tile, const Range& attended,
                                                int before = 0) const;
   // kHalf: P is in float16.
   template <bool kHalf>

@@ -18,10 +18,10 @@ namespace jax_flash::sm90 {
 // sum is 14 on average if their standard deviation is 1, and 4 if it is 2.
 template <typename Config>
 __device__ __forceinline__ bool sums_look_peaked(const OnlineSoftmax<1>& softmax) {
-  constexpr float kLeastSum = 5.5f * Config::kBlockKv / 128, kUnit = 256.0f;
+  constexpr float kLeastSum = 5.5f * Config::kBlockKv / 128, kFixedPoint = 256.0f;
   const float sum = fminf(softmax.sum[0][0] + softmax.sum[0][1], 1024.0f);
-  const int32_t sums = __reduce_add_sync(0xffffffff, static_cast<int32_t>(sum * kUnit));
-  return sums < static_cast<int32_t>(16 * kLeastSum * kUnit);
+  const int32_t sums = __reduce_add_sync(0xffffffff, static_cast<int32_t>(sum * kFixedPoint));
+  return sums < static_cast<int32_t>(16 * kLeastSum * kFixedPoint);
 }
 
 // Sets `shift`, which is subtracted from logits in log2 units, so that the exponential of a logit

@@ -160,12 +160,12 @@ struct MaskTiles {
   }
 
   template <int kBlockQ>
-  __device__ __forceinline__ TileRange narrow(TileRange range, const QueryTileIndex& q,
-                                              int32_t row0) const {
+  __device__ __forceinline__ Range narrow(Range range, const QueryTileIndex& q,
+                                          int32_t row0) const {
     if (ranges == nullptr) return range;
     const int4* at =
         ranges + q.batch_axes[0] * batch[0] + q.batch_axes[1] * batch[1] + q.head * head;
-    TileRange left = {INT32_MAX, 0};
+    Range left = {INT32_MAX, 0};
 #pragma unroll
     for (int i = 0; i < kBlockQ / MaskWords::kRows; ++i) {
       const int4 halves = at[min(row0 / MaskWords::kRows + i, last_group) * row_group];

@@ -58,7 +58,7 @@ __device__ __forceinline__ void attend_rest(Consumer& consumer, int32_t& tile) {
 // Starts the last product of the query tile before, whose last key tile is `tile`.
 template <typename Config, uint32_t kModifiers, typename Consumer>
 __device__ __forceinline__ void start_last_out(Consumer& consumer, int32_t tile,
-                                               const RowRange& attended) {
+                                               const Range& attended) {
   consumer.clear_values(reordered_tile<Config, kModifiers>(tile, attended), attended, 1);
   consumer.start_out();
 }
@@ -83,7 +83,7 @@ __device__ __forceinline__ void consume_chained(const Forward& params, const For
   const QueryWork& work = consumer.work;
   // State of the previous query tile, whose output is complete except for one product.
   bool unfinished = false;
-  RowRange attended;
+  Range attended;
   int32_t tile = 0;
   const auto finish = [&] {
     if constexpr (Consumer::kPlainSteps) settle(consumer);

@@ -41,7 +41,7 @@ __device__ __forceinline__ void redo_query_tile(Consumer& consumer) {
     consumer.exponentials();
     consumer.convert();
     consumer.wait_value();
-    const RowRange attended = consumer.work.attended;
+    const Range attended = consumer.work.attended;
     consumer.clear_values(reordered_tile<Config, kNoModifier>(tile, attended), attended);
     if (rises && consumer.out_started) consumer.rescale();
     consumer.start_out();

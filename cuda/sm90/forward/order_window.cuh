@@ -23,7 +23,7 @@ inline constexpr bool kReorders = kChecksLate<Config, kModifiers> && !Config::kS
 // Returns whether the tiles of the query tile from row0 on are reordered. The first branch serves
 // calls without a window, since query tiles wait for this function.
 template <typename Config>
-__device__ __forceinline__ bool reorders(const ForwardPlan& plan, const TileRange& range,
+__device__ __forceinline__ bool reorders(const ForwardPlan& plan, const Range& range,
                                          const Band& band, int32_t row0) {
   if (plan.band.options.window_left < 0) [[likely]]
     return false;
@@ -34,7 +34,7 @@ __device__ __forceinline__ bool reorders(const ForwardPlan& plan, const TileRang
 // Returns the tile of the keys that a producer counts as `tile`. `attended`: the range of keys that
 // the query tile attends to.
 template <typename Config, uint32_t kModifiers>
-__device__ __forceinline__ int32_t reordered_tile(int32_t tile, const RowRange& attended) {
+__device__ __forceinline__ int32_t reordered_tile(int32_t tile, const Range& attended) {
   if (!kReorders<Config, kModifiers> || tile * Config::kBlockKv < attended.end) return tile;
   return attended.first / Config::kBlockKv;
 }

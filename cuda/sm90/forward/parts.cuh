@@ -171,10 +171,6 @@ struct ForwardSmem {
   }
 };
 
-__device__ __forceinline__ void arrive_warp(uint32_t barrier_smem) {
-  if (kWarpArrivals > 1 || threadIdx.x % 32 == 0) ptx::mbarrier_arrive(barrier_smem);
-}
-
 // Starts copying rows row0... of a head to a tile of shared memory. Called by one thread.
 template <typename Tile>
 __device__ __forceinline__ void load_tile_boxes(const Tile& tile, const CUtensorMap& map,
@@ -190,7 +186,7 @@ __device__ __forceinline__ void load_tile_boxes(const Tile& tile, const CUtensor
 // already. Every consumer warpgroup does this, with the same result.
 template <typename Config>
 __device__ __forceinline__ void zero_unattended(const typename Config::ValueTile& tile_smem,
-                                                int32_t tile, const RowRange& attended,
+                                                int32_t tile, const Range& attended,
                                                 int32_t kv_len) {
   const int32_t row0 = tile * Config::kBlockKv;
   const int32_t first = max(attended.first - row0, 0), end = attended.end - row0;
@@ -288,8 +284,8 @@ __device__ __forceinline__ void mask_pairs(float (&logits)[1][kN][4], const Band
   row0 = __reduce_max_sync(0xffffffff, row0);  // the same in all lanes, as the compiler now knows
   const int32_t last = row0 + 15;
   // The pairs, of 16 columns each, that hold allowed elements, and those that hold no others.
-  const RowRange some = {(band.first_col(row0) - col0) >> 4, (band.end_col(last) - col0 + 15) >> 4};
-  const RowRange all = {(band.first_col(last) - col0 + 15) >> 4, (band.end_col(row0) - col0) >> 4};
+  const Range some = {(band.first_col(row0) - col0) >> 4, (band.end_col(last) - col0 + 15) >> 4};
+  const Range all = {(band.first_col(last) - col0 + 15) >> 4, (band.end_col(row0) - col0) >> 4};
   int32_t first[2], end[2];
   find_edges(band, row0, col0, first, end);
 #pragma unroll
@@ -310,7 +306,7 @@ __device__ __forceinline__ void mask_pairs(float (&logits)[1][kN][4], const Band
 // Returns the key tiles that the band does not cut, for a warpgroup's rows, which begin with
 // row0.
 template <int kBlockKv>
-__device__ __forceinline__ RowRange uncut_tiles(const Band& band, int32_t row0) {
+__device__ __forceinline__ Range uncut_tiles(const Band& band, int32_t row0) {
   const int32_t row_end = min(row0 + 64, band.q_len);
   const int32_t first = max(row_end + band.lo + kBlockKv - 2, 0) / kBlockKv;
   const int32_t end = max(min(band.kv_len, row0 + band.hi), 0) / kBlockKv;

@@ -126,10 +126,6 @@ struct ForwardPlan {
         most_logit(adds_to_logits(params) ? kExtremeLse : INFINITY) {}
 };
 
-struct RowRange {
-  int32_t first, end;
-};
-
 // Describes a query tile. A producer warp computes it, which saves consumers the time.
 struct QueryWork {
   // Marks a block's last query tile, if Config::kMarksLast.
@@ -138,7 +134,7 @@ struct QueryWork {
   void* out;  // points to the block's first row
   float* lse;
   Band band;
-  RowRange attended;  // keys that some row of the block may attend to
+  Range attended;     // keys that some row of the block may attend to
   int32_t tile, end;  // key tiles to read: from `tile` to before `end`, which may include kLast
   int32_t row0;       // the block's first row; negative: there is no more work
   int32_t batch, head;
@@ -200,12 +196,12 @@ __device__ __forceinline__ void describe_query_tile(const Forward& params, const
 // Holds the segments of a query tile's rows, in a block's shared memory.
 struct QuerySegments {
   static constexpr int kMost = 4;
-  RowRange run;   // contiguous key tiles that have one segment in common with all of the rows
+  Range run;      // contiguous key tiles that have one segment in common with all of the rows
   int32_t count;  // 0 if there are more, or if the rows of some segment are not contiguous
   int32_t id[kMost];
-  RowRange rows[kMost];
+  Range rows[kMost];
 
-  __device__ __forceinline__ void set_one(int32_t segment, const RowRange& all_rows) {
+  __device__ __forceinline__ void set_one(int32_t segment, const Range& all_rows) {
     count = 1;
     id[0] = segment;
     rows[0] = all_rows;

@@ -57,9 +57,9 @@ using SkipsOf = std::conditional_t<Config::kMaskWords, MaskTiles, SegmentSpans>;
 
 // Returns the key tiles of a query tile, for producers that find them themselves.
 template <typename Config>
-__device__ __forceinline__ TileRange key_tiles(const SkipsOf<Config>& skips, const Band& band,
-                                               const QueryTileIndex& q, int32_t row0) {
-  const TileRange range = kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ);
+__device__ __forceinline__ Range key_tiles(const SkipsOf<Config>& skips, const Band& band,
+                                           const QueryTileIndex& q, int32_t row0) {
+  const Range range = kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ);
   if constexpr (Config::kMaskWords) return skips.template narrow<Config::kBlockQ>(range, q, row0);
   return range;
 }
@@ -105,7 +105,7 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const CUte
     const QueryTileIndex q = cursor.index();
     const int32_t row0 = q.tile * Config::kBlockQ;
     const Band band = plan.band.of<kModifiers == kNoModifier>(q.batch_axes);
-    TileRange range = key_tiles<Config>(skips, band, q, row0);
+    Range range = key_tiles<Config>(skips, band, q, row0);
     int32_t end = INT32_MAX, tiles = 0;  // of the range before it is reordered
     if constexpr (kReorders<Config, kModifiers>) {
       if (reorders<Config>(plan, range, band, row0)) {
@@ -187,11 +187,10 @@ __device__ __forceinline__ void announce_end(const ForwardSmem<Config>& smem, ui
 
 // Returns the key tiles of a query tile as producers count them (sm90/forward/order_window.cuh).
 template <typename Config, uint32_t kModifiers>
-__device__ __forceinline__ TileRange counted_key_tiles(const ForwardPlan& plan,
-                                                       const SkipsOf<Config>& skips,
-                                                       const Band& band, const QueryTileIndex& q,
-                                                       int32_t row0) {
-  TileRange range = key_tiles<Config>(skips, band, q, row0);
+__device__ __forceinline__ Range counted_key_tiles(const ForwardPlan& plan,
+                                                   const SkipsOf<Config>& skips, const Band& band,
+                                                   const QueryTileIndex& q, int32_t row0) {
+  Range range = key_tiles<Config>(skips, band, q, row0);
   if constexpr (kReorders<Config, kModifiers>) {
     const int32_t more = reorders<Config>(plan, range, band, row0) ? 1 : 0;
     range.first += more;
@@ -224,7 +223,7 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
     const QueryTileIndex q = cursor.index();
     const Band band = plan.band.of<kModifiers == kNoModifier>(q.batch_axes);
     const int32_t row0 = q.tile * Config::kBlockQ;
-    const TileRange range = counted_key_tiles<Config, kModifiers>(plan, skips, band, q, row0);
+    const Range range = counted_key_tiles<Config, kModifiers>(plan, skips, band, q, row0);
     if (!started) {
       if constexpr (kStartsApart<Config, kModifiers>) {
         ptx::barrier_sync(kStarted, kStartThreads<Config, Element, kModifiers>);

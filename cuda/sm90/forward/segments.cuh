@@ -39,7 +39,7 @@ namespace jax_flash::sm90 {
 // true if every call of this kernel has segments.
 template <typename Config, bool kAlways>
 struct SegmentTiles {
-  TileRange range;
+  Range range;
   const SegmentSpan* key_spans = nullptr;  // those of this batch, or null without segments
   int32_t key_blocks = 0;
   SegmentSpan query_span = {};
@@ -76,7 +76,7 @@ struct SegmentTiles {
   // Returns the first tile, or `end`, and the run of tiles of one segment. Must precede any look().
   struct Start {
     int32_t tile;
-    RowRange run;
+    Range run;
   };
   __device__ __forceinline__ Start start() const {
     // Out of line, since a block's first copies wait for this code.
@@ -94,7 +94,7 @@ struct SegmentTiles {
 
  private:
   static __device__ __noinline__ Start start_apart(SegmentTiles tiles) {
-    const TileRange range = tiles.range;
+    const Range range = tiles.range;
     Start start = {range.end, {range.end, range.end}};
     for (int32_t base = range.first; base < range.end; base += 32) {
       if (base != range.first) tiles.look(base);
@@ -225,7 +225,7 @@ __device__ __forceinline__ AllowedBits allowed_by_segments(
 #pragma unroll
   for (int i = 0; i < QuerySegments::kMost; ++i) {
     if (i >= segments.count) continue;
-    const RowRange rows = segments.rows[i];
+    const Range rows = segments.rows[i];
     const int32_t first = band.first_col(rows.first), end = band.end_col(rows.end - 1);
 #pragma unroll
     for (int j = 0; j < 4; ++j) {

@@ -98,7 +98,7 @@ struct ShortUnit {
   QueryTileIndex at;
   int32_t row0, row_end;
   Band band;
-  RowRange attended;  // keys that some row may attend to
+  Range attended;  // keys that some row may attend to
   float sink_log2;
 
   ShortUnit() = default;
@@ -214,7 +214,7 @@ __device__ __forceinline__ void clear_short_units(const ShortCall& call, ShortSh
     ptx::mbarrier_wait_asleep(ptx::shared_address(&its.scored), parity);
     ptx::mbarrier_wait_asleep(ptx::shared_address(&its.valued), parity);
     if (its.unit.has_unattended(call)) {
-      const RowRange attended = its.unit.attended;
+      const Range attended = its.unit.attended;
       const uint32_t values = ring + ShortOperands(ring, call, stage).value_bytes;
       for (int32_t chunk = lane; chunk < call.k_boxes * kShortBoxRows * 8; chunk += 32) {
         const int32_t row = chunk / 8;
@@ -224,8 +224,7 @@ __device__ __forceinline__ void clear_short_units(const ShortCall& call, ShortSh
       }
       ptx::fence_proxy_async_shared();
     }
-    __syncwarp();
-    arrive_warp(ptx::shared_address(&its.cleared));
+    sync_and_arrive_warp(ptx::shared_address(&its.cleared));
     arrive_warp(ptx::shared_address(&its.empty));
     if (++stage == call.stages.divisor) {
       stage = 0;
@@ -287,7 +286,7 @@ struct ShortRows {
   }
 
   __device__ __forceinline__ void attend(const ShortOperands::Tile& query) {
-    const TileRange keys = kv_tiles<64>(band, row0, row0 + 64);
+    const Range keys = kv_tiles<64>(band, row0, row0 + 64);
     for (int32_t tile = keys.first; tile < keys.end; ++tile) {
       switch (min(call.k_boxes - tile * kShortTileBoxes, kShortTileBoxes)) {
         case 4: add<64>(query, tile); break;
@@ -362,8 +361,7 @@ __device__ __forceinline__ void compute_short_units(const ShortCall& call, Short
     const uint32_t cleared = ptx::shared_address(&its.cleared);
     ShortRows<Element> rows{call, operands, band, row0, cleared, parity};
     if (exists) rows.attend(operands.query(tile));
-    __syncwarp();
-    arrive_warp(ptx::shared_address(&its.empty));
+    sync_and_arrive_warp(ptx::shared_address(&its.empty));
     if (exists) rows.finish(at, sink_log2);
     if (threadIdx.x % kWarpgroup == 0) shared.next[turn][group] = next;
     ptx::barrier_sync(1 + group, kWarpgroup);

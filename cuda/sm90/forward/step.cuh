@@ -32,7 +32,7 @@ namespace jax_flash::sm90 {
 
 template <typename Config, typename Element, uint32_t kModifiers, typename Value>
 __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Value>::clear_values(
-    int32_t tile, const RowRange& attended, int before) const {
+    int32_t tile, const Range& attended, int before) const {
   if constexpr (kHalfValues) return;  // float16 values are all finite
   const QueryWork& of = before == 0 ? work : work_before(before);
   const auto value_smem = smem.value(value_stage.stage);

@@ -19,9 +19,9 @@ struct Float8Work {
   void* out;  // points to the tile's first row
   float* lse;
   Band band;
-  TileRange tiles;  // key tiles, at least one
-  int32_t row0;     // negative: there is no more work
-  float to_log2;    // from products of query and stored key to logits in log2 units
+  Range tiles;    // key tiles, at least one
+  int32_t row0;   // negative: there is no more work
+  float to_log2;  // from products of query and stored key to logits in log2 units
   float sink_log2;
   float greatest;        // the head's greatest scale of V
   SegmentSpan segments;  // those of its rows, if the call has segments

@@ -52,7 +52,7 @@ struct Float8Consumer {
   RingState<Config::kQueryStages> query_stage;
   RingState<Config::kStages> stage;  // of K and V
   int32_t tile, first;               // key tile, and the one that is processed last
-  RowRange uncut;                    // tiles that the band does not cut
+  Range uncut;                       // tiles that the band does not cut
   float query_to_log2;               // as in Float8Work
   bool accumulates = false;          // true if `out` already has a product of the query tile
 
@@ -329,8 +329,7 @@ struct Float8Consumer {
     static_assert(Config::kQueryStages == 2);
     const uint32_t last = query_stage.stage ^ 1;
     store(smem.works[last], of_sum, of_maximum);
-    __syncwarp();
-    arrive_warp(smem.query_empty(last));
+    sync_and_arrive_warp(smem.query_empty(last));
   }
 
   // Writes out = O / l and lse.

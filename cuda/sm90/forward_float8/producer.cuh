@@ -51,7 +51,7 @@ __device__ __forceinline__ Float8Work describe_float8_work(const Float8Plan& pla
       work.key_spans = all.key + keys;
       work.query_ids = all.query_ids + queries * kSegmentBlock;
       work.key_ids = all.key_ids + keys * kSegmentBlock;
-      TileRange& tiles = work.tiles;
+      Range& tiles = work.tiles;
       tiles.first = next_tile<Config::kBlockKv>(work.key_spans, all.key_blocks, work.segments,
                                                 tiles.first, tiles.end);
       tiles.end = last_tile_end<Config::kBlockKv>(work.key_spans, all.key_blocks, work.segments,
