@@ -178,7 +178,7 @@ def ring_attention(
       2024, section 3.3.2 (gathering).
     """
     outside = f"jax_flash.dot_product_attention(..., sequence_axis={axis_name!r})"
-    axes, devices = axes_of_shard_map(axis_name, outside)
+    axes = axes_of_shard_map(axis_name, outside)
     check_options(order, mode)
     if mode == "all_reduce":
         raise ValueError(
@@ -186,7 +186,7 @@ def ring_attention(
             f"results of dot_product_attention as merge_attention does, or use {outside} with "
             f"sequence_mode={mode!r}"
         )
-    sequence = make_sequence(axes, devices, order, mode, query_offset)
+    sequence = make_sequence(axes, order, mode, query_offset)
     call = make_call(
         query,
         key,

@@ -75,8 +75,8 @@ class _Ring:
         if 0 in (*operands["query"].shape[:-1], *lengths):  # there are no logits
             lengths = 0, 0
         self.route = plan_route(spec, sequence, *lengths)
-        self.axis_name = sequence.axis_name
-        self.device = jax.lax.axis_index(self.axis_name)
+        self.axes, self._places = sequence.in_mesh_order()
+        self.device = jax.lax.axis_index(sequence.axis_name)
         self.accumulator = accumulator_of(operands["query"].dtype)
         self._run = one_key_chunk_at_a_time(run)
         self._own = {name: operands[name] for name in self.blocks.travelling}
@@ -143,8 +143,12 @@ class _Ring:
         return state
 
     def send(self, arrays: Operands, pairs) -> Operands:
+        # In the mesh's order, in which `ppermute` counts devices: for another order, new versions
+        # of JAX raise an error, and old ones count in this order all the same.
+        pairs = [(self._places[a], self._places[b]) for a, b in pairs]
+
         def permute(x: jax.Array) -> jax.Array:
-            return jax.lax.ppermute(x, self.axis_name, pairs)
+            return jax.lax.ppermute(x, self.axes, pairs)
 
         return {name: moved(permute, x) for name, x in arrays.items()}
 

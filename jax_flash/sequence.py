@@ -14,7 +14,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import jax
@@ -171,17 +171,29 @@ def check_options(order, mode, prefix: str = "") -> None:
         )
 
 
-def make_sequence(axes, devices: int, order, mode, query_offset) -> SequenceSharding:
-    """Makes the sharding from options that have been checked."""
+def over_axes(axes: tuple[str, ...], sizes: Mapping[str, int], **options) -> SequenceSharding:
+    """Makes a sharding over axes of a mesh, given the sizes of all axes in the mesh's order."""
+    mesh_axes = tuple((name, size) for name, size in sizes.items() if name in axes)
+    return SequenceSharding(
+        axes,
+        math.prod(size for _, size in mesh_axes),
+        mesh_axes=mesh_axes if len(axes) > 1 else (),
+        **options,
+    )
+
+
+def make_sequence(axes, order, mode, query_offset) -> SequenceSharding:
+    """Makes the sharding over axes of the current mesh from options that have been checked."""
     static = isinstance(query_offset, int | np.integer) and not isinstance(query_offset, bool)
     offset = int(query_offset) if static else None
-    return SequenceSharding(axes, devices, order, mode, offset)
+    sizes = dict(jax.sharding.get_abstract_mesh().shape)
+    return over_axes(axes, sizes, order=order, mode=mode, offset=offset)
 
 
 def mesh_axes(
     name: str, axis: Any, mesh, advice: str = "jax.set_mesh makes a mesh the current one"
-) -> tuple[tuple[str, ...], int]:
-    """Returns the mesh axes that an argument names, and the product of their sizes.
+) -> tuple[str, ...]:
+    """Returns the mesh axes that an argument names.
 
     Args:
       name: of the argument.
@@ -199,10 +211,10 @@ def mesh_axes(
             f"{name}: expected an axis, or different axes, of the current mesh, which has {known} "
             f"({advice}), got {axis!r}"
         )
-    return axes, math.prod(mesh.shape[each] for each in axes)
+    return axes
 
 
-def axes_of_shard_map(axis: Any, outside: str) -> tuple[tuple[str, ...], int]:
+def axes_of_shard_map(axis: Any, outside: str) -> tuple[str, ...]:
     """As `mesh_axes`, of an enclosing `shard_map`.
 
     Args:
@@ -211,13 +223,13 @@ def axes_of_shard_map(axis: Any, outside: str) -> tuple[tuple[str, ...], int]:
     """
     mesh = jax.sharding.get_abstract_mesh()
     advice = f"call it inside a shard_map, or use {outside}"
-    axes, devices = mesh_axes("axis_name", axis, mesh, advice)
+    axes = mesh_axes("axis_name", axis, mesh, advice)
     if not set(axes) <= set(mesh.manual_axes):
         raise ValueError(
             f"axis_name: expected an axis of an enclosing shard_map, which is over "
             f"{tuple(mesh.manual_axes)}, got {axis!r}; outside of one, use {outside}"
         )
-    return axes, devices
+    return axes
 
 
 def sequence_of_mesh(axis, order, mode, query_offset) -> SequenceSharding | None:
@@ -231,13 +243,13 @@ def sequence_of_mesh(axis, order, mode, query_offset) -> SequenceSharding | None
             )
         return None
     mesh = jax.sharding.get_abstract_mesh()
-    axes, devices = mesh_axes("sequence_axis", axis, mesh)
+    axes = mesh_axes("sequence_axis", axis, mesh)
     if set(axes) & set(mesh.manual_axes):
         raise ValueError(
             f"sequence_axis: {axis!r} is an axis of the shard_map around the call; use "
             f"jax_flash.ring_attention(..., axis_name={axis!r})"
         )
-    return make_sequence(axes, devices, order, mode, query_offset)
+    return make_sequence(axes, order, mode, query_offset)
 
 
 @functools.partial(jax.jit, static_argnums=0)  # a constraint places arrays within a jit only
@@ -284,16 +296,17 @@ def sequence_positions(
       ValueError: axis_name is not an axis of an enclosing shard_map, order is neither of these,
         or length is not a multiple of the number of chunks.
     """
-    axes, devices = axes_of_shard_map(axis_name, "zigzag_permute, or jnp.arange as it is")
+    axes = axes_of_shard_map(axis_name, "zigzag_permute, or jnp.arange as it is")
     check_options(order, "ring")
-    sequence = make_sequence(axes, devices, order, "ring", None)
+    sequence = make_sequence(axes, order, "ring", None)
     length = integer("length", length)
     if length < 0 or length % sequence.chunks:
         raise ValueError(
             f"length: expected a multiple of {sequence.chunks}, the chunks of {order} order on a "
             f"device, got {length}"
         )
-    starts = sequence.chunk_starts(jax.lax.axis_index(sequence.axis_name), length * devices)
+    device = jax.lax.axis_index(sequence.axis_name)
+    starts = sequence.chunk_starts(device, length * sequence.devices)
     chunk = jnp.arange(length // sequence.chunks, dtype=jnp.int32)
     return jnp.concatenate([start + chunk for start in starts])
 

@@ -14,7 +14,7 @@ from jax.sharding import PartitionSpec
 from jax_flash.arrays import accumulator_of
 from jax_flash.operands import OPERANDS, Operands
 from jax_flash.passes import Pass, Run, on_shards
-from jax_flash.sequence import SequenceSharding, fits, why_reduce
+from jax_flash.sequence import SequenceSharding, fits, over_axes, why_reduce
 from jax_flash.spec import AttentionSpec
 
 Shapes = dict[str, tuple[int, ...]]
@@ -225,7 +225,7 @@ def _sequence(shapes: Shapes, specs: Specs, free: _FreeAxes) -> SequenceSharding
     for mode, entry in (("ring", queries), ("all_reduce", keys), ("ring", keys)):
         if not free.has(entry):
             continue
-        sequence = SequenceSharding(entry, free.parts(entry), mode=mode, offset=offset)
+        sequence = over_axes(entry, free.sizes, mode=mode, offset=offset)
         wanted = mode == "ring" or why_reduce(query, key, sequence.devices)
         if wanted and fits(sequence, query[-3], key[-3]):
             free.take(entry)

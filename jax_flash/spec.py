@@ -57,6 +57,7 @@ class SequenceSharding:
       order: one of `ORDERS`.
       mode: one of `MODES`.
       offset: `query_offset` where it is known while tracing, else None.
+      mesh_axes: the same axes in the order of the mesh, and their sizes; () for a single axis.
     """
 
     axes: tuple[str, ...]
@@ -64,11 +65,24 @@ class SequenceSharding:
     order: str = "contiguous"
     mode: str = "ring"
     offset: int | None = None
+    mesh_axes: tuple[tuple[str, int], ...] = ()
 
     @property
     def axis_name(self):
         """Returns the axis, or axes, for collectives."""
         return self.axes[0] if len(self.axes) == 1 else self.axes
+
+    def in_mesh_order(self) -> tuple[tuple[str, ...], list[int]]:
+        """Returns the axes in the order of the mesh, and the devices' indices along these.
+
+        The list holds, for each index along `axes`, that of the same device in the mesh's order.
+        """
+        if not self.mesh_axes:
+            return self.axes, list(range(self.devices))
+        names, sizes = zip(*self.mesh_axes, strict=True)
+        indices = np.arange(self.devices).reshape(sizes)
+        indices = indices.transpose([names.index(name) for name in self.axes])
+        return names, indices.reshape(-1).tolist()
 
     @property
     def query_devices(self) -> int:

@@ -165,6 +165,43 @@ def test_automatic_mode(devices, options, operands, expected):
     assert (mode, bool(reason)) == (expected, True)
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit, None], ids=str)
+@pytest.mark.parametrize("mode", ["ring", "all_to_all", "all_gather"])
+@pytest.mark.parametrize("order", ["contiguous", "zigzag"])
+def test_axes_in_another_order_than_in_the_mesh(kind, mode, order):
+    """`jax.lax.ppermute` counts devices in the order of the mesh; `kind` None is a shard_map."""
+    args, axes = tokens(length=48, heads=12, kv_heads=6), ("y", "x")
+    mesh = mesh_of(kind or AxisType.Auto, x=2, y=3)
+    options = {"is_causal": True, "local_window_size": (20, 0)}
+
+    def loss(attend, *args):
+        return (attend(*args, **options) ** 2).sum()
+
+    def all_of(attend):
+        return jax.jit(jax.value_and_grad(functools.partial(loss, attend), (0, 1, 2)))
+
+    expected = all_of(jax_flash.dot_product_attention)(*args)
+    if kind is None:
+        ring = functools.partial(
+            jax_flash.ring_attention, axis_name=axes, mode=mode, order=order, **options
+        )
+        mapped = jax.shard_map(lambda *x: ring(*x), in_specs=P(None, axes), out_specs=P(None, axes))
+        attend = lambda *x, **_: mapped(*x)  # noqa: E731
+    else:
+        attend = functools.partial(
+            jax_flash.dot_product_attention,
+            sequence_axis=axes, sequence_mode=mode, sequence_order=order,
+        )  # fmt: skip
+    if order == "zigzag":
+        args = [jax_flash.zigzag_permute(x, 6) for x in args]
+    with jax.set_mesh(mesh):
+        total, grads = all_of(attend)(*jax.device_put(args, P(None, axes)))
+    grads = [np.asarray(x) for x in grads]
+    if order == "zigzag":
+        grads = [jax_flash.zigzag_restore(x, 6) for x in grads]
+    assert_close((jax.device_get(total), tuple(grads)), expected)
+
+
 def test_explain_names_the_mode():
     args, options = tokens(), {"is_causal": True, "sequence_axis": "s"}
     with jax.set_mesh(ring_mesh(4)):
