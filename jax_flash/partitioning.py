@@ -261,8 +261,8 @@ def beside_manual_axes(one_pass: Pass, run: Run, operands: Operands) -> Operands
     """Runs a pass in a shard_map, with the sharding over Auto axes that the partitioner chooses.
 
     The partitioner sees the devices of the Auto axes that belong to one device of the shard_map,
-    without names of axes. Devices cannot add up results there; so batch or heads that need it are
-    gathered.
+    without names of axes. A device does not know its number there, and devices cannot add up
+    results; so batch or heads that need it are gathered.
     """
     devices = auto_devices(operands.values())
 
@@ -270,7 +270,7 @@ def beside_manual_axes(one_pass: Pass, run: Run, operands: Operands) -> Operands
         shapes, results = _shapes(types), _shapes(one_pass.result_types(types))
         for sizes, specs in _without_names(types, devices):
             plan = make_plan(one_pass.spec, shapes, results, specs, sizes)
-            if not plan.sums:
+            if not plan.sums and not plan.sharing:
                 return AbstractMesh(tuple(sizes.values()), tuple(sizes)), plan
         raise AssertionError("a call that is not divided needs no sums")
 

@@ -8,11 +8,12 @@ import math
 from collections.abc import Iterable
 
 import jax
+import jax.numpy as jnp
 from jax.experimental.custom_partitioning import ArrayMapping, CompoundFactor, SdyShardingRule
 from jax.sharding import PartitionSpec
 
 from jax_flash.arrays import accumulator_of
-from jax_flash.operands import OPERANDS, Operands
+from jax_flash.operands import OPERANDS, Operands, axis_of
 from jax_flash.passes import Pass, Run, on_shards
 from jax_flash.sequence import SequenceSharding, fits, over_axes, why_reduce
 from jax_flash.spec import AttentionSpec
@@ -30,19 +31,43 @@ class Plan:
       operands, results: by name.
       sums: mesh axes to add a result over, by name.
       sequence: how the sequence is sharded, if it is.
+      sharing: mesh axes along which several devices in a row take the same key/value head of those
+        that all of them have; () if devices attend to all that they have.
     """
 
     operands: Specs
     results: Specs
     sums: dict[str, Entry]
     sequence: SequenceSharding | None
+    sharing: Entry = ()
 
     def run(self, one_pass: Pass, run: Run, operands: Operands) -> Operands:
         """Runs a pass on one device's shards; arguments as for `passes.on_shards`."""
-        results = on_shards(one_pass, run, self.sequence, operands)
+        if self.sharing:
+            results = self._with_one_kv_head(one_pass, run, operands)
+        else:
+            results = on_shards(one_pass, run, self.sequence, operands)
         for name, axes in self.sums.items():
             x = results[name]
             results[name] = jax.lax.psum(x.astype(accumulator_of(x.dtype)), axes).astype(x.dtype)
+        return results
+
+    def _with_one_kv_head(self, one_pass: Pass, run: Run, operands: Operands) -> Operands:
+        """Runs a pass on the key/value head of this device. Gradients of the others are zeros."""
+        kv_heads = operands["key"].shape[-2]
+        device, devices = jax.lax.axis_index(self.sharing), jax.lax.axis_size(self.sharing)
+        head = device // (devices // kv_heads)
+        own = dict(operands)
+        for name, x in operands.items():
+            axis = axis_of(name, "K", x.ndim)
+            if axis is not None:
+                own[name] = jax.lax.dynamic_slice_in_dim(x, head, 1, axis)
+        results = on_shards(one_pass, run, self.sequence, own)
+        for name in ("key", "value"):
+            if name in results:
+                x = results[name]
+                whole = jnp.zeros((*x.shape[:-2], kv_heads, x.shape[-1]), x.dtype)
+                results[name] = jax.lax.dynamic_update_slice_in_dim(whole, x, head, x.ndim - 2)
         return results
 
 
@@ -73,6 +98,9 @@ def make_plan(
     free = _FreeAxes(axis_sizes, set(spec.sequence.axes if spec.sequence else ()))
     batch = _batch_entries(operand_shapes, specs, free)
     heads, kv_heads = _head_entries(spec, operand_shapes, specs, free)
+    # Devices that divide the query heads further than the key/value heads have one of these each.
+    shares = free.parts(heads) > free.parts(kv_heads)
+    is_whole = operand_shapes["key"][-2] > free.parts(kv_heads)
     sequence = spec.sequence or _sequence(operand_shapes, specs, free)
     tokens = tuple(a for a in sequence.axes if a not in manual) if sequence else ()
     shared = "S" if sequence and sequence.mode == "all_reduce" else "TS"
@@ -86,6 +114,7 @@ def make_plan(
         {name: layout.spec(name, shape) for name, shape in result_shapes.items()},
         {name: axes for name, axes in sums.items() if axes},
         sequence,
+        heads if shares and is_whole else (),
     )
 
 
@@ -130,8 +159,7 @@ class _Layout:
     Attributes:
       batch: those of each batch axis.
       heads: those of N.
-      kv_heads: those of K, the first of `heads`. If the others divide the query heads of a group,
-        several devices have the same key/value head.
+      kv_heads: those of K: all or the first of `heads`, or none.
       tokens: those of the sequence.
       shared: the letters of the axes that those of the sequence divide.
     """
@@ -209,10 +237,10 @@ def _head_entries(
             continue
         if kv_heads % parts == 0:
             return free.take(entry), entry
-        # Devices share a key/value head. An exchange would have to divide it.
-        shared = [entry[:n] for n in range(len(entry)) if free.parts(entry[:n]) == kv_heads]
-        if shared and (exchanged == 1 or kv_heads == 1):
-            return free.take(entry), shared[0]
+        # Several devices share a key/value head, which an exchange would have to divide.
+        if parts % kv_heads == 0 and (exchanged == 1 or kv_heads == 1):
+            shared = (entry[:n] for n in range(len(entry)) if free.parts(entry[:n]) == kv_heads)
+            return free.take(entry), next(shared, ())
     return (), ()
 
 

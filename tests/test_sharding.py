@@ -99,6 +99,44 @@ def test_batch_and_heads_need_no_gather(name, kind):
     assert_close(jax.device_get(((out, lse), grads)), expected_results())
 
 
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("sizes", [(8,), (4, 2), (2, 4)], ids=str)
+def test_several_devices_attend_to_the_same_key_head(sizes, kind):
+    """They have all heads of the keys, and each takes one; no device gathers query heads."""
+    names = ("x", "y")[: len(sizes)]
+    mesh = jax.make_mesh(sizes, names, axis_types=(kind,) * len(sizes))
+    by_heads = P(None, None, names)
+    specs = (by_heads, P(), P(), P(None, names), P(names))
+    with jax.set_mesh(mesh):
+        args = [jax.device_put(x, s) for x, s in zip(arguments(), specs, strict=True)]
+        forward, gradient = (jax.jit(f).lower(*args).compile() for f in (attend, GRADIENT))
+        for compiled in (forward, gradient):
+            assert "(f32[4,24,1,16]" in compiled.as_text()  # of one query head
+        (out, lse), grads = forward(*args), gradient(*args)
+        assert out.sharding.is_equivalent_to(args[0].sharding, out.ndim)
+    assert_close(jax.device_get(((out, lse), grads)), expected_results())
+
+
+@pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
+@pytest.mark.parametrize("mode", ["ring", "all_gather", "all_to_all"])
+def test_sequences_of_shared_key_heads(mode, kind):
+    """Over 4 devices of 3 query heads each, for 2 key heads."""
+    query, key = (
+        jax.random.normal(jax.random.key(i), (2, 32, n, 16)) for i, n in enumerate((12, 2))
+    )
+
+    def loss(query, key, **options):
+        out = jax_flash.dot_product_attention(query, key, key, is_causal=True, **options)
+        return (out**2).sum()
+
+    sharded = functools.partial(loss, sequence_axis="s", sequence_mode=mode)
+    mesh = jax.make_mesh((2, 4), ("s", "x"), axis_types=(kind,) * 2)
+    with jax.set_mesh(mesh):
+        args = jax.device_put(query, P(None, "s", "x")), jax.device_put(key, P(None, "s"))
+        got = jax.jit(jax.value_and_grad(sharded, (0, 1)))(*args)
+    assert_close(jax.device_get(got), jax.value_and_grad(loss, (0, 1))(query, key))
+
+
 def projected(x, *weights):
     """Attends as a layer does whose heads tensor parallelism divides."""
     query, key, value = ((x @ w).reshape(*x.shape[:2], -1, 16) for w in weights)
@@ -108,7 +146,7 @@ def projected(x, *weights):
 
 @pytest.mark.parametrize("sizes", [(8,), (2, 4)], ids=str)
 @pytest.mark.parametrize(
-    "heads", [(16, 8), (16, 4), (8, 2), (8, 1), (4, 4), (4, 2), (12, 6)], ids=str
+    "heads", [(16, 8), (16, 4), (8, 2), (8, 1), (4, 4), (4, 2), (12, 6), (24, 3)], ids=str
 )
 def test_heads_of_projections(heads, sizes):
     """XLA may divide heads over a part of a mesh axis, which no spec can name."""
