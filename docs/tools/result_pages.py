@@ -3,8 +3,8 @@
     python docs/tools/result_pages.py            # rewrites what stands between markers, and plots
     python docs/tools/result_pages.py --check    # exits with 1 if it is not what the files say
 
-The files are those in examples/results. `examples/measure.sh` makes most of them, and each holds the
-command that made it. A table whose file is not there is left out.
+The files are those in examples/results. `examples/measure.sh` makes most of them, and each holds
+the command that made it. A table whose file is not there is left out.
 """
 
 import json
