@@ -11,6 +11,7 @@ import jax
 from jax._src.dispatch import prim_requires_devices_during_lowering
 from jax.extend.core import Primitive
 from jax.interpreters import mlir
+from jax.sharding import Mesh
 
 
 def lower_with_devices(primitive: Primitive) -> None:
@@ -50,6 +51,13 @@ def compile_alone(primitive: Primitive, *static_argnames: str) -> None:
 def number_of_devices(context: mlir.LoweringRuleContext) -> int | None:
     """Returns the number of devices that a program is for; None inside a `shard_map`."""
     return getattr(context.module_context.axis_context, "num_devices", None)
+
+
+def knows_devices(context: mlir.LoweringRuleContext) -> bool:
+    """Says whether JAX knows for which devices it lowers a program, or but an abstract mesh."""
+    axes = context.module_context.axis_context
+    mesh = getattr(axes, "mesh", None)  # inside a `shard_map`
+    return isinstance(mesh, Mesh) or getattr(axes, "device_assignment", None) is not None
 
 
 def on_mesh(context: mlir.LoweringRuleContext, mesh) -> mlir.LoweringRuleContext:

@@ -46,23 +46,28 @@ def bind(one_pass: Pass, operands: Operands) -> Operands:
     """Binds the operands to the primitive of a pass; returns the results by name."""
     operands = unify_varying(operands)
     primitives = backward_ps if one_pass.is_backward else forward_ps
-    partitioned = needs_partitioner(operands) or has_auto_axes(operands)
-    primitive = primitives.partitioned if partitioned else primitives.typed
+    primitive = primitives.partitioned if needs_partitioner(operands) else primitives.typed
     results = primitive.bind(*operands.values(), one_pass=one_pass, names=tuple(operands))
     return dict(zip(one_pass.result_types(operands), results, strict=True))
 
 
-def run_on(platform: str, one_pass: Pass, operands: Operands, *, export: bool = False) -> Operands:
+def run_on(platform: str, one_pass: Pass, operands: Operands, *, divides: bool = False) -> Operands:
     """Runs a pass on one device of a platform, by the native call or the reference.
 
     In a shard_map, these may be several devices, of the mesh's Auto axes. XLA divides the reference
-    over them by itself; a native call needs help, which a program to be exported cannot have.
+    over them by itself; a native call needs help.
+
+    Args:
+      platform: of the device.
+      one_pass: the pass.
+      operands: by name.
+      divides: whether there may be help: XLA's partitioner calls back into Python.
     """
     choice = dispatch.choose(one_pass, operands, platform)
     if choice.implementation == "reference":
         return run_reference(one_pass, operands)
     run = functools.partial(_run_natively, platform)
-    if has_auto_axes(operands) and not export:
+    if divides and has_auto_axes(operands):
         return beside_manual_axes(one_pass, run, operands)
     return run(one_pass, operands)
 
@@ -196,7 +201,8 @@ def batch(primitive: Primitive, arrays, axes, *, one_pass: Pass, **static):
 
 def _lower(platform: str | None, context, *arrays, one_pass: Pass, names: tuple[str, ...]):
     export = compat.is_export(context)
-    run = functools.partial(run_on, platform or compat.platform(context), export=export)
+    divides = not export and compat.knows_devices(context)
+    run = functools.partial(run_on, platform or compat.platform(context), divides=divides)
     devices = compat.number_of_devices(context) or 0
     context = compat.on_mesh(context, mesh_of(context.avals_in))
 

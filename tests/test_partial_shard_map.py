@@ -5,7 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from jax.sharding import AxisType, NamedSharding
+from jax.sharding import AbstractMesh, AxisType, NamedSharding
 from jax.sharding import PartitionSpec as P
 from sequence_cases import tokens
 from test_sharding import collectives
@@ -140,3 +140,18 @@ def test_auto_axes_are_not_gathered(case, names):
     for x in (out, *grads[:3]):
         assert x.sharding.is_equivalent_to(args[0].sharding, x.ndim)
     assert_close(jax.device_get(got), jax.device_get(explicit(*explicit_args)))
+
+
+@pytest.mark.parametrize("kinds", KINDS[::3], ids=str)
+@pytest.mark.parametrize("platform", ["cpu", "cuda"])
+def test_lowering_without_devices(kinds, platform):
+    """XLA's partitioner cannot call back then."""
+    mesh = AbstractMesh((2, 2, 2), ("b", "s", "h"), axis_types=kinds)
+    x = jax.ShapeDtypeStruct((4, 64, 4, 16), jnp.float32)
+    mapped = jax.shard_map(
+        jax_flash.dot_product_attention,
+        mesh=mesh, in_specs=P("b"), out_specs=P("b"), axis_names={"b"},
+    )  # fmt: skip
+    with jax.sharding.use_abstract_mesh(mesh):
+        text = jax.jit(mapped).trace(x, x, x).lower(lowering_platforms=(platform,)).as_text()
+    assert "jax_flash_forward" in text or platform == "cuda"  # a build may lack CUDA kernels
