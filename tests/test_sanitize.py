@@ -83,6 +83,20 @@ def test_only_transfers_of_what_tensor_copies_stored_are_explained():
     assert sanitize.explained_reads(read.format("1,536"), {"store_tensor"}) == 0
 
 
+def test_reads_of_sums_that_bulk_copies_stored_are_explained():
+    read = (
+        "========= Uninitialized __global__ memory read of size 16 bytes\n"
+        "=========     at void jax_flash::sm90::{}<jax_flash::sm90::DqueryLayout<128, 2, 1>>(int)\n"
+    )
+    case = "flash_sm90 bfloat16 (128, 128) () {} {{'batch': 1}}\n"
+    end = read.format("backward_end_kernel") * 256
+    deterministic, other = (case.format(each) for each in (True, False))
+    output = deterministic + end + other + end + deterministic + read.format("backward_kernel")
+    assert sanitize.explained_reads(output, {"store_bulk", "store_tensor"}) == 257
+    assert sanitize.explained_reads(output, {"store_tensor"}) == 0
+    assert sanitize.explained_reads(other + end, {"store_bulk"}) == 0
+
+
 def test_only_takes_cases_by_their_text():
     def count(expression):
         return sum(bool(re.search(expression, str(case))) for case in sanitize.cases("memcheck"))
