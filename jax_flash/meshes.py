@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Iterator, Mapping
 
 import jax
 import numpy as np
@@ -52,7 +53,9 @@ def prime_factors(number: int) -> list[int]:
     return [number] if number > 1 else []
 
 
-def with_prime_axes(sizes: dict[str, int], kept: Collection[str] = ()) -> dict[str, int]:
+def with_prime_axes(
+    sizes: Mapping[str, int], kept: Collection[str] = ()
+) -> Iterator[dict[str, int]]:
     """Splits mesh axes into axes of prime sizes, such as "x" of 4 into "x/0" and "x/1" of 2.
 
     XLA's partitioner may divide an array over a part of a mesh axis, which has no other name.
@@ -60,14 +63,20 @@ def with_prime_axes(sizes: dict[str, int], kept: Collection[str] = ()) -> dict[s
     Args:
       sizes: of the axes, by name.
       kept: names of axes that are not split.
+
+    Yields:
+      The sizes of the new axes, by name, for each order of different factors of an axis.
     """
-    split: dict[str, int] = {}
-    for name, size in sizes.items():
-        if name in kept:
-            split[name] = size
-        else:
-            split |= {f"{name}/{i}": factor for i, factor in enumerate(prime_factors(size))}
-    return split
+    orders = (
+        [(size,)] if name in kept else sorted(set(itertools.permutations(prime_factors(size))))
+        for name, size in sizes.items()
+    )
+    for factors in itertools.product(*orders):
+        yield {
+            name if name in kept else f"{name}/{i}": factor
+            for name, each in zip(sizes, factors, strict=True)
+            for i, factor in enumerate(each)
+        }
 
 
 def spec_of(sharding: Sharding | None, mesh: Mesh, ndim: int) -> PartitionSpec:

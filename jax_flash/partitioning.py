@@ -38,6 +38,7 @@ from jax_flash.ranks import own_ranks
 from jax_flash.sharding_plan import Plan, Specs, axis_names, make_plan, sharding_rule
 
 _NO_MESH = AbstractMesh((), ())
+_FIRST = ("query", "key")  # decide how a call is divided
 
 
 def spread(
@@ -248,13 +249,26 @@ def _automatic(one_pass: Pass, run: Run, operands: Operands, devices: int) -> Op
     def plan_of(mesh, types):
         specs = dict.fromkeys(types, PartitionSpec())
         if not mesh.empty:
-            sizes = with_prime_axes(mesh.shape, sequence.axes if sequence else ())
-            mesh = Mesh(mesh.devices.reshape(tuple(sizes.values())), tuple(sizes))
-            specs = {name: spec_of(x.sharding, mesh, len(x.shape)) for name, x in types.items()}
+            orders = with_prime_axes(mesh.shape, sequence.axes if sequence else ())
+            named = (_named(mesh, sizes, types) for sizes in orders)
+            mesh, specs = max(named, key=_divided)
         results = _shapes(one_pass.result_types(types))
         return mesh, make_plan(one_pass.spec, _shapes(types), results, specs, dict(mesh.shape))
 
     return _partitioned(one_pass, run, operands, devices, plan_of)
+
+
+def _named(mesh: Mesh, sizes: dict[str, int], types) -> tuple[Mesh, Specs]:
+    """Returns the mesh with axes of these sizes, and the specs over it, as far as it has names."""
+    mesh = Mesh(mesh.devices.reshape(tuple(sizes.values())), tuple(sizes))
+    return mesh, {name: spec_of(x.sharding, mesh, len(x.shape)) for name, x in types.items()}
+
+
+def _divided(named: tuple[Mesh, Specs]) -> list[int]:
+    """Returns into how many parts specs divide query and key."""
+    mesh, specs = named
+    entries = ([axis for entry in specs[name] for axis in axis_names(entry)] for name in _FIRST)
+    return [math.prod(mesh.shape[axis] for axis in axes) for axes in entries]
 
 
 def beside_manual_axes(one_pass: Pass, run: Run, operands: Operands) -> Operands:
@@ -295,9 +309,9 @@ def _without_names(types, devices: int) -> Iterator[tuple[dict[str, int], Specs]
     else:
         yield {"all": devices}, whole
         return
-    rest = {"rest": devices // math.prod(parts)}
-    split = [with_prime_axes({f"axis_{axis}": n}) for axis, n in enumerate([*parts])]
-    sizes = {n: size for axes in (*split, with_prime_axes(rest)) for n, size in axes.items()}
+    sizes = {f"{axis}": n for axis, n in enumerate(parts)} | {"rest": devices // math.prod(parts)}
+    sizes = next(with_prime_axes(sizes))
+    split = [[n for n in sizes if n.startswith(f"{axis}/")] for axis in range(len(shape))]
     for kept in ((*batch, *heads), heads, batch, ()):
         entries = [tuple(axes) if axis in kept else None for axis, axes in enumerate(split)]
         yield sizes, {**whole, name: PartitionSpec(*entries)}

@@ -140,14 +140,11 @@ class _FreeAxes:
         self.used.update(entry)
         return entry
 
-    def take_dividing(self, candidates: Iterable[Entry], sizes: Iterable[int], again=1) -> Entry:
-        """Takes the first candidate that divides all sizes into parts that `again` divides.
-
-        Returns () if there is none.
-        """
+    def take_dividing(self, candidates: Iterable[Entry], sizes: Iterable[int]) -> Entry:
+        """Takes the first candidate that divides all sizes; returns () if there is none."""
         sizes = tuple(sizes)
         for entry in candidates:
-            if self.has(entry) and not any(n % (self.parts(entry) * again) for n in sizes):
+            if self.has(entry) and not any(n % self.parts(entry) for n in sizes):
                 return self.take(entry)
         return ()
 
