@@ -53,6 +53,17 @@ def prime_factors(number: int) -> list[int]:
     return [number] if number > 1 else []
 
 
+def _orders(factors: list[int]) -> Iterator[list[int]]:
+    """Yields the orders of factors that differ; `itertools.permutations` would repeat them."""
+    if not factors:
+        yield []
+    for first in sorted(set(factors)):
+        rest = list(factors)
+        rest.remove(first)
+        for order in _orders(rest):
+            yield [first, *order]
+
+
 def with_prime_axes(
     sizes: Mapping[str, int], kept: Collection[str] = ()
 ) -> Iterator[dict[str, int]]:
@@ -68,8 +79,7 @@ def with_prime_axes(
       The sizes of the new axes, by name, for each order of different factors of an axis.
     """
     orders = (
-        [(size,)] if name in kept else sorted(set(itertools.permutations(prime_factors(size))))
-        for name, size in sizes.items()
+        [[size]] if name in kept else _orders(prime_factors(size)) for name, size in sizes.items()
     )
     for factors in itertools.product(*orders):
         yield {

@@ -100,7 +100,7 @@ def make_plan(
     heads, kv_heads = _head_entries(spec, operand_shapes, specs, free)
     # Devices that divide the query heads further than the key/value heads have one of these each.
     shares = free.parts(heads) > free.parts(kv_heads)
-    is_whole = operand_shapes["key"][-2] > free.parts(kv_heads)
+    takes_one = shares and operand_shapes["key"][-2] > free.parts(kv_heads)
     sequence = spec.sequence or _sequence(operand_shapes, specs, free)
     tokens = tuple(a for a in sequence.axes if a not in manual) if sequence else ()
     shared = "S" if sequence and sequence.mode == "all_reduce" else "TS"
@@ -114,7 +114,7 @@ def make_plan(
         {name: layout.spec(name, shape) for name, shape in result_shapes.items()},
         {name: axes for name, axes in sums.items() if axes},
         sequence,
-        heads if shares and is_whole else (),
+        heads if takes_one else (),
     )
 
 

@@ -223,6 +223,7 @@ def test_specs_of_parts_of_axes():
     assert split == {"x/0": 2, "x/1": 2, "y": 2}
     orders = [tuple(sizes.values()) for sizes in meshes.with_prime_axes({"x": 12, "y": 1})]
     assert orders == [(2, 2, 3), (2, 3, 2), (3, 2, 2)]
+    assert len(list(meshes.with_prime_axes({"x": 2**14}))) == 1  # of 14! that are alike
     fine = jax.make_mesh(tuple(split.values()), tuple(split))
     coarse = jax.sharding.Mesh(fine.devices.reshape(4, 2), ("x", "y"))
     sharding = NamedSharding(fine, P(("y", "x/0"), None, ("x/1",)))
