@@ -127,6 +127,12 @@ struct RowsOperand {
   }
 };
 
+// Returns the coordinate of `index` along an axis of an operand, which the map omits if its stride
+// is 0.
+__device__ __forceinline__ int32_t tensor_map_coordinate(int64_t stride, int64_t index) {
+  return stride == 0 ? 0 : static_cast<int32_t>(index);
+}
+
 // Starts the copy of a box to shared memory: rows from row0 and 64 columns from col0 on of a head.
 // Called by one thread, which has announced the bytes at the barrier.
 __device__ __forceinline__ void load_box(uint32_t address_smem, const CUtensorMap& map,
@@ -143,13 +149,11 @@ __device__ __forceinline__ void load_box(uint32_t address_smem, const CUtensorMa
                                          uint32_t barrier_smem, const Operand& operand,
                                          const BatchIndex& batch, int32_t head, int32_t row0,
                                          int32_t col0) {
-  const auto coordinate = [](int64_t stride, int64_t index) {
-    return stride == 0 ? 0 : static_cast<int32_t>(index);
-  };
-  ptx::cp_async_bulk_tensor_5d(address_smem, map, barrier_smem, col0, coordinate(operand.row, row0),
-                               coordinate(operand.head, head),
-                               coordinate(operand.batch[0], batch.coordinate[0]),
-                               coordinate(operand.batch[1], batch.coordinate[1]));
+  ptx::cp_async_bulk_tensor_5d(address_smem, map, barrier_smem, col0,
+                               tensor_map_coordinate(operand.row, row0),
+                               tensor_map_coordinate(operand.head, head),
+                               tensor_map_coordinate(operand.batch[0], batch.coordinate[0]),
+                               tensor_map_coordinate(operand.batch[1], batch.coordinate[1]));
 }
 
 // Starts the copies of all boxes of a tile: rows from row0 on of a head. `Axes` and `Batch` are as
@@ -180,13 +184,11 @@ __device__ __forceinline__ void load_box_multicast(uint32_t address_smem, const 
 __device__ __forceinline__ void prefetch_box(const CUtensorMap& map, const Operand& operand,
                                              const BatchIndex& batch, int32_t head, int32_t row0,
                                              int32_t col0) {
-  const auto coordinate = [](int64_t stride, int64_t index) {
-    return stride == 0 ? 0 : static_cast<int32_t>(index);
-  };
-  ptx::cp_async_bulk_prefetch_tensor_5d(map, col0, coordinate(operand.row, row0),
-                                        coordinate(operand.head, head),
-                                        coordinate(operand.batch[0], batch.coordinate[0]),
-                                        coordinate(operand.batch[1], batch.coordinate[1]));
+  ptx::cp_async_bulk_prefetch_tensor_5d(
+      map, col0, tensor_map_coordinate(operand.row, row0),
+      tensor_map_coordinate(operand.head, head),
+      tensor_map_coordinate(operand.batch[0], batch.coordinate[0]),
+      tensor_map_coordinate(operand.batch[1], batch.coordinate[1]));
 }
 
 }  // namespace jax_flash

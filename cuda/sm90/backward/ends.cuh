@@ -8,8 +8,8 @@
 #include "ptx/global.cuh"
 #include "ptx/math.cuh"
 #include "ptx/mbarrier.cuh"
-#include "sm90/backward/fragments.cuh"
 #include "sm90/backward/plan.cuh"
+#include "sm90/fragments.cuh"
 #include "tile/quad.cuh"
 
 namespace jax_flash::sm90 {

@@ -31,15 +31,16 @@
 #include "sm90/backward/blocks.cuh"
 #include "sm90/backward/config.cuh"
 #include "sm90/backward/dropout.cuh"
-#include "sm90/backward/fragments.cuh"
 #include "sm90/backward/mask.cuh"
 #include "sm90/backward/plan.cuh"
 #include "sm90/backward/smem.cuh"
 #include "sm90/backward/split.cuh"
+#include "sm90/fragments.cuh"
 #include "sm90/ring.cuh"
 #include "tile/bad_key_rows.cuh"
 #include "tile/band.cuh"
 #include "tile/batch_index.cuh"
+#include "tile/tensor_map.cuh"
 #include "tile/wgmma_tile.cuh"
 
 namespace jax_flash::sm90 {
@@ -50,16 +51,13 @@ template <typename Tile>
 __device__ __forceinline__ void store_tile_panels(const Tile& tile, const CUtensorMap& map,
                                                   const Operand& operand, const BatchIndex& batch,
                                                   int32_t head, int32_t row0, int32_t col0 = 0) {
-  const auto coordinate = [](int64_t stride, int64_t index) {
-    return stride == 0 ? 0 : static_cast<int32_t>(index);
-  };
 #pragma unroll
   for (int panel = 0; panel < Tile::kPanels; ++panel) {
-    ptx::cp_async_bulk_tensor_store_5d(map, tile.root + tile.offset + panel * Tile::kPanelBytes,
-                                       col0 + panel * 64, coordinate(operand.row, row0),
-                                       coordinate(operand.head, head),
-                                       coordinate(operand.batch[0], batch.coordinate[0]),
-                                       coordinate(operand.batch[1], batch.coordinate[1]));
+    ptx::cp_async_bulk_tensor_store_5d(
+        map, tile.root + tile.offset + panel * Tile::kPanelBytes, col0 + panel * 64,
+        tensor_map_coordinate(operand.row, row0), tensor_map_coordinate(operand.head, head),
+        tensor_map_coordinate(operand.batch[0], batch.coordinate[0]),
+        tensor_map_coordinate(operand.batch[1], batch.coordinate[1]));
   }
 }
 

@@ -28,10 +28,10 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/backward/blocks.cuh"
-#include "sm90/backward/fragments.cuh"
 #include "sm90/backward/narrow_consumer.cuh"
 #include "sm90/backward/plan.cuh"
 #include "sm90/backward/smem.cuh"
+#include "sm90/fragments.cuh"
 #include "sm90/ring.cuh"
 
 namespace jax_flash::sm90 {

@@ -23,7 +23,7 @@
 #include <cstdint>
 
 #include "ptx/warpgroup.cuh"
-#include "sm90/backward/fragments.cuh"
+#include "sm90/fragments.cuh"
 #include "tile/wgmma_tile.cuh"
 
 namespace jax_flash::sm90 {

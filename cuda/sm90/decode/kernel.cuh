@@ -31,6 +31,7 @@
 #include "sm90/forward/config.cuh"
 #include "sm90/forward/parts.cuh"
 #include "sm90/forward/plan.cuh"
+#include "sm90/fragments.cuh"
 #include "status.h"
 #include "tile/band.cuh"
 #include "tile/launch.cuh"
@@ -272,16 +273,7 @@ struct DecodeConsumer {
     for (int n = 0; n < kN; ++n) softmax.exponentials(scores[0][n], 0, call.to_log2);
     return rises;
   }
-  __device__ __forceinline__ void convert() {
-#pragma unroll
-    for (int k = 0; k < kKeySteps; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float (&block)[4] = scores[0][2 * k + i / 2];
-        probabilities[k][i] = ptx::cvt_rn_x2<Element>(block[i % 2 * 2], block[i % 2 * 2 + 1]);
-      }
-    }
-  }
+  __device__ __forceinline__ void convert() { round_fragments<Element>(probabilities, scores[0]); }
 
   // Writes out and lse of a whole unit.
   __device__ __forceinline__ void finish() {

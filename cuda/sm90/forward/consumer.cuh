@@ -24,6 +24,7 @@
 #include "sm90/forward/redo.cuh"
 #include "sm90/forward/redo_scores.cuh"
 #include "sm90/forward/segments.cuh"
+#include "sm90/fragments.cuh"
 #include "tile/softmax.cuh"
 #include "tile/wgmma_tile.cuh"
 
@@ -471,14 +472,7 @@ struct ForwardConsumer {
   }
   template <bool kHalf = false>
   __device__ __forceinline__ void convert(const Scores& of) {
-#pragma unroll
-    for (int k = 0; k < kKeySteps; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        const float (&block)[4] = of[0][2 * k + i / 2];
-        probabilities[k][i] = ptx::cvt_rn_x2<Weight<kHalf>>(block[i % 2 * 2], block[i % 2 * 2 + 1]);
-      }
-    }
+    round_fragments<Weight<kHalf>>(probabilities, of[0]);
     if constexpr (Modifier::kDropsRounded) modifier.drop_rounded(probabilities);
   }
 

@@ -1,5 +1,5 @@
-// Moves tiles between shared memory and the registers of the backward kernels' consumers: operands
-// of products and accumulators. Also zeroes rows that no query may attend to.
+// Moves tiles between shared memory and the registers of consumer warpgroups: operands of products
+// and accumulators. Also zeroes rows that no query may attend to.
 #pragma once
 
 #include <cstdint>
