@@ -50,16 +50,13 @@ struct TransposedGradient {
   const Forward& params;
   const BatchIndex& batch;
   int32_t head, key0, row0;
-  bool has_mask_bits = false;  // if so, mask_bits are those of sm90's TransposedMask
-  uint32_t mask_bits = 0;
 
   // Sets elements that are not allowed to -inf. If kGeneral, also turns products into logits. Sets
   // `slopes` for finish().
   __device__ __forceinline__ void mask(float (&scores)[kN][4], const Band& band,
                                        CapSlopes<kN>* slopes = nullptr) const {
     if constexpr (kGeneral) {
-      modify_transposed<kManyRegisters, kModifiers>(scores, modifiers(), band, key0, row0,
-                                                    has_mask_bits ? &mask_bits : nullptr, slopes);
+      modify_transposed<kManyRegisters, kModifiers>(scores, modifiers(), band, key0, row0, slopes);
       // Rows beyond the end get modifiers, too, perhaps NaN, so they are masked below.
       const int32_t row1 = row0 + 8 * kN;
       if (row1 <= band.q_len && band.all_allowed(row0, row1, key0, key0 + 16)) return;

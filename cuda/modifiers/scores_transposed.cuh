@@ -19,7 +19,6 @@ namespace jax_flash {
 // Turns products into logits, -inf where not allowed; does not apply the band. The units are those
 // of in_natural_units(). The fragments' rows are keys from key0 on, their columns queries from row0
 // on.
-//   allowed         the mask in the format of TransposedMask
 //   slopes          set here if there is a soft cap
 //   kManyRegisters  more elements of a bias are loaded at the same time
 //   kModifiers      modifiers that a call may have; if it is a single one, every call has it
@@ -27,7 +26,6 @@ template <bool kManyRegisters, uint32_t kModifiers, int kN>
 __device__ __forceinline__ void modify_transposed(float (&scores)[kN][4],
                                                   const LogitModifiers& modifiers, const Band& band,
                                                   int32_t key0, int32_t row0,
-                                                  const uint32_t* allowed = nullptr,
                                                   CapSlopes<kN>* slopes = nullptr) {
   const Forward& params = modifiers.params;
   const Options& options = params.options;
@@ -59,9 +57,7 @@ __device__ __forceinline__ void modify_transposed(float (&scores)[kN][4],
     }
     if (!adds) multiply(kLog2E);
   }
-  if (allowed != nullptr) {
-    apply_mask_bits(scores, *allowed);
-  } else if (has(kMask, modifiers.mask != nullptr)) {
+  if (has(kMask, modifiers.mask != nullptr)) {
     apply_mask_transposed(scores, params.mask, modifiers.mask, key0, row0, extent);
   }
   if (has(kSegments, modifiers.query_ids != nullptr)) {

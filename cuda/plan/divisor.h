@@ -35,7 +35,8 @@ struct Divisor {
 #endif
 };
 
-// Divides without a special case for 1, in fewer instructions.
+// Divides without a special case for 1, in fewer instructions. The sm_90 backward kernels use
+// Divisor: with this one, ptxas 13.0 spills up to 116 bytes more in them.
 struct PlainDivisor {
   int32_t divisor = 1;
   uint32_t multiplier = uint32_t{1} << 31;

@@ -67,11 +67,10 @@ struct BackwardConfig {
   // True if consumers also hold K and V in registers, as operands of S and dP: this halves the
   // bytes that the two products read from shared memory.
   static constexpr bool kKeysInRegisters = JAX_FLASH_SM90_BWD_KEYS_IN_REGISTERS;
-  // True if the consumers compute their exponentials in turn, each while the other's products run.
-  static constexpr bool kAlternates = !kGeneral;
   // Each of these orders overlaps work, but needs registers for both sides: dS is computed while dV
   // runs, P while dQ of the tile before runs, and S of the next tile starts before the last dK is
-  // complete.
+  // complete. With kEarlyDvalue, the consumers compute their exponentials in turn, each while the
+  // other's products run.
   static constexpr bool kEarlyDvalue = !kGeneral;
   static constexpr bool kEarlyDquery = kGeneral && kHeadDim <= 64;
   static constexpr bool kNextScoresFirst = JAX_FLASH_SM90_BWD_NEXT_SCORES_FIRST;

@@ -158,7 +158,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     const int group = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 128, 0) - 1;
     // The consumers compute exponentials in turn, so that the products of one overlap the
     // exponentials of the other.
-    if (Config::kAlternates && group == 1) {
+    if (Config::kEarlyDvalue && group == 1) {
       ptx::barrier_arrive(kMayCompute, Config::kConsumerThreads);
     }
     RingState<Config::kStages> ring;
@@ -168,7 +168,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                                                           key_parity);
     });
     if (threadIdx.x % 128 == 0) ptx::cp_async_bulk_wait_group_read<0>();
-    if (Config::kAlternates && group == 0) {  // matches the other's last arrival
+    if (Config::kEarlyDvalue && group == 0) {  // matches the other's last arrival
       ptx::barrier_sync(kMayCompute, Config::kConsumerThreads);
     }
   }

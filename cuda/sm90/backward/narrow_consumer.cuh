@@ -99,10 +99,11 @@ struct NarrowConsumer {
   static constexpr int kBlockQ = Config::kBlockQ, kBlockKv = Config::kBlockKv;
   static constexpr bool kManyRegisters = Config::kHeadDim <= 96;  // chosen by measurement
   static constexpr bool kScaled = kScaledDlogits<Element> && !Config::kHasDropout;
-  // Modifiers that TransposedGradient applies, and whether any pair may be forbidden.
-  static constexpr uint32_t kApplied = kGeneral           ? kEveryModifier
+  // Modifiers that TransposedGradient applies: not the mask, whose bits are read ahead.
+  static constexpr uint32_t kApplied = kGeneral           ? kEveryModifier & ~kMask
                                        : Config::kHasBias ? kBias
                                                           : kNoModifier;
+  // True if any pair may be forbidden.
   static constexpr bool kForbids = kApplied != kNoModifier || Config::kHasMask || kMixed;
   static constexpr int kHalves = kBlockQ / 64;
   static constexpr int kHeadN = Config::kHeadDim / 8, kHeadSteps = Config::kHeadDim / 16;
@@ -200,10 +201,8 @@ struct NarrowConsumer {
         CapSlopes<8> slopes;
         const uint32_t mask_bits = allowed;
         if (half + 1 < kHalves) read_ahead(allowed, tile, half + 1);
-        const Gradient gradient{params,           block.batch,
-                                tile.y,           first_key() + warp_key,
-                                row0 + half * 64, kGeneral && params.mask,
-                                mask_bits};
+        const Gradient gradient{params, block.batch, tile.y, first_key() + warp_key,
+                                row0 + half * 64};
         const float* lse_smem = smem.lse + stage * kBlockQ + half * 64;
         const float* delta_smem = smem.delta + stage * kBlockQ + half * 64;
         const typename Config::LseColumns lse(lse_smem);
@@ -211,11 +210,12 @@ struct NarrowConsumer {
         if (!Config::kNextScoresFirst || half > 0) drops.draw(words, gradient.row0, gradient.key0);
         // P^T, overlapped with dP^T; then dV += P^T dO
         await_scores(scores, half);
-        mask_scores(gradient, scores, is_cut, slopes);
+        mask_scores(gradient, mask_bits, scores, is_cut, slopes);
         if (Config::kEarlyDquery && half == 0) start_last_dquery(dquery, stage);
         Rounded probabilities, rounded;
         const Kept kept = gradient.draw();
-        find_probabilities(slope, words, gradient, lse, lse_smem, scores, probabilities, is_cut);
+        find_probabilities(slope, words, gradient, mask_bits, lse, lse_smem, scores, probabilities,
+                           is_cut);
         if (Config::kEarlyDvalue) add_product(dvalue, probabilities, smem.dout(stage), half);
         // dS^T, overlapped with dV; then dK += dS^T Q
         find_dscores(gradient, half, lse_smem, delta_smem, kept, slopes, scores, dscores);
@@ -384,18 +384,20 @@ struct NarrowConsumer {
     }
   }
   // Applies modifiers and the band to S^T.
-  __device__ __forceinline__ void mask_scores(const Gradient& gradient, Tile& scores, bool is_cut,
+  __device__ __forceinline__ void mask_scores(const Gradient& gradient, uint32_t mask_bits,
+                                              Tile& scores, bool is_cut,
                                               CapSlopes<8>& slopes) const {
     if constexpr (kForbids && !kMixed) {
       mark_bad_key_rows<kBlockKv>(scores, bad_keys(), warp_key);
     }
-    if constexpr (Config::kHasMask) apply_mask_bits(scores, gradient.mask_bits);
+    if constexpr (Config::kHasMask) apply_mask_bits(scores, mask_bits);
     if (kApplied != kNoModifier || is_cut) {
       if constexpr (kMixed && kApplied == kNoModifier) {
         mark_bad_key_rows<kBlockKv>(scores, bad_keys(), warp_key);
         separate_segments(scores, gradient.row0);
       }
       gradient.mask(scores, block.band, kManyRegisters ? &slopes : nullptr);
+      if (kGeneral && params.mask) apply_mask_bits(scores, mask_bits);
       // Behind the bias, which may be NaN or infinite where segments differ.
       if constexpr (kMixed && kApplied != kNoModifier) {
         if (is_cut) {
@@ -415,16 +417,16 @@ struct NarrowConsumer {
   // Turns S^T into P^T. If kEarlyDvalue, also rounds P^T, and then lets the other consumer compute
   // its exponentials.
   __device__ __forceinline__ void find_probabilities(const Slope& slope, const Words& words,
-                                                     const Gradient& gradient,
+                                                     const Gradient& gradient, uint32_t mask_bits,
                                                      const typename Config::LseColumns& lse,
                                                      const float* lse_smem, Tile& scores,
                                                      Rounded& probabilities, bool is_cut) const {
-    if constexpr (Config::kAlternates) {
+    if constexpr (Config::kEarlyDvalue) {
       ptx::barrier_sync(kMayCompute + group, Config::kConsumerThreads);
     }
     if constexpr (Config::kHasSoftCap) {
       const bool has_forbidden =
-          Config::kHasMask ? is_cut || __any_sync(0xffffffff, gradient.mask_bits != ~0u) : is_cut;
+          is_cut || (Config::kHasMask && __any_sync(0xffffffff, mask_bits != ~0u));
       CapModifier<Element>::probabilities(scores, probabilities, lse, plan.soft_cap, has_forbidden);
     } else if constexpr (Config::kHasDropout) {
       Drops::probabilities(scores, words, lse, to_log2);
@@ -437,10 +439,8 @@ struct NarrowConsumer {
       } else if constexpr (!Config::kHasSoftCap) {
         round_fragments<Element>(probabilities, scores);
       }
-      if constexpr (Config::kAlternates) {
-        ptx::wgmma_fence();  // keeps exponentials before the arrival
-        ptx::barrier_arrive(kMayCompute + (group ^ 1), Config::kConsumerThreads);
-      }
+      ptx::wgmma_fence();  // keeps exponentials before the arrival
+      ptx::barrier_arrive(kMayCompute + (group ^ 1), Config::kConsumerThreads);
     }
   }
   // Waits for dP^T and turns it into dS^T.
