@@ -71,6 +71,18 @@ def test_every_device():
             np.testing.assert_array_equal(got, expected)
 
 
+def test_quantize_rows_that_are_2_to_the_31_elements_apart():
+    """Those of a thread: its first row and the 32nd after it."""
+    rows, heads, head_dim = 33, 2**18, 256
+    x = jnp.arange(1, rows + 1, dtype=jnp.bfloat16)[:, None, None]
+    x = jnp.broadcast_to(x, (rows, heads, head_dim))
+    rounded = jax.jit(jax_flash.quantize)(x)
+    scale = 2.0**-3  # 33 / 448, rounded up to a power of two
+    assert (rounded.scale == scale).all()
+    last = rounded.values[:, -2:, -2:].astype(jnp.float32) * scale
+    np.testing.assert_allclose(last, x[:, -2:, -2:].astype(jnp.float32), rtol=2**-4)
+
+
 def test_more_than_2_to_the_31_elements():
     batch, length, heads, head_dim = 5, 16384, 256, 128  # 2.7e9 elements in the query
     some = random_normal(1, length, 8, head_dim)

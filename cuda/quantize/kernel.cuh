@@ -59,7 +59,7 @@ struct QuantizePlan {
 // Holds the place of a tile, and of a thread in the tile.
 struct RoundingTile {
   int64_t first;  // the index of the thread's first element in x
-  int32_t step;   // the distance to the thread's next chunk
+  int64_t step;   // the distance to the thread's next chunk
   float* scale;
   int32_t rows;   // rows from the thread's first row on; if not positive, it has none
   int32_t chunk;  // the number of the thread's chunks in their rows
@@ -78,7 +78,7 @@ struct RoundingTile {
     if (row >= array.rows_at_once) rows = 0;
     first = ((int64_t{batch} * array.length + row0 + row) * array.heads + head) * array.head_dim +
             chunk * kChunkCols;
-    step = array.rows_at_once * array.heads * array.head_dim;
+    step = int64_t{array.rows_at_once} * array.heads * array.head_dim;
     scale = array.scale + (array.batch_per_set > 0
                                ? batch / array.batch_per_set
                                : (int64_t{batch} * array.blocks + block) * array.heads + head);
