@@ -415,6 +415,28 @@ def test_rows_of_small_values(exponent):
     check_rows_of_small_values(exponent)
 
 
+def check_segments_of_small_values(exponent, q_len, dim=64, batch=1):
+    """P is not lost if a row attends to small values alone, and others to great ones before."""
+    query = jnp.ones((batch, q_len, 8, dim), jnp.float8_e4m3fn)
+    key = value = jnp.ones((batch, 512, 2, dim), jnp.float8_e4m3fn)
+    key_segment = (jnp.arange(512)[None] >= 128).astype(jnp.int32)
+    query_segment = jnp.arange(q_len)[None] % 2
+    value_scale = jnp.where(jnp.arange(4) == 0, 1.0, 2.0**-exponent)[None, :, None]
+    out = dot_product_attention(
+        query, key, value, value_scale=value_scale, out_dtype=jnp.float32,
+        query_segment_ids=query_segment.repeat(batch, 0),
+        key_value_segment_ids=key_segment.repeat(batch, 0),
+    )  # fmt: skip
+    expected = jnp.where(query_segment == 0, 1.0, 2.0**-exponent)[..., None, None]
+    np.testing.assert_allclose(out / expected, jnp.ones_like(out), rtol=ROUNDED_ONE)
+
+
+@pytest.mark.parametrize("q_len", [2, 64])
+@pytest.mark.parametrize("exponent", [0, 8, 13, 30, 90])
+def test_segments_of_small_values(exponent, q_len):
+    check_segments_of_small_values(exponent, q_len)
+
+
 # fp8=
 
 

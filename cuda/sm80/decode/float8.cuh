@@ -4,7 +4,8 @@
 //   x = (scale of Q) (scale of K) q.k, with the stored numbers
 //   O = O 2^(m_old - m) + sum of float16(P s / u) V, out = u O / l
 //
-// s is the scale of a tile's V, and u the greatest |s| of the warp's tiles so far.
+// s is the scale of a tile's V, and u the greatest |s| of the warp's tiles so far. If s / u is
+// small, O and P are multiplied by a power of two for the time of the product (lift_of()).
 //
 // A tile holds pairs of columns as elements of 16 bits, so that ldmatrix can transpose it. A block
 // of 8 pairs then gives two blocks of 8 columns: the even ones and the odd ones.
@@ -112,20 +113,33 @@ __device__ __forceinline__ void add_float8_product(float (&acc)[1][kOutN][4],
   }
 }
 
+template <int kOutN>
+__device__ __forceinline__ void multiply_out(float (&out)[1][kOutN][4], float factor) {
+#pragma unroll
+  for (int n = 0; n < kOutN; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) out[0][n][e] *= factor;
+  }
+}
+
 // Returns s / u for a tile of values whose scale is `scale`: raises u, the unit of `out`, if need
 // be.
 template <int kOutN>
 __device__ __forceinline__ float raise_unit(float scale, float& unit, float (&out)[1][kOutN][4]) {
   if (fabsf(scale) > unit) {
-    const float factor = unit / fabsf(scale);
-#pragma unroll
-    for (int n = 0; n < kOutN; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) out[0][n][e] *= factor;
-    }
+    multiply_out(out, unit / fabsf(scale));
     unit = fabsf(scale);
   }
   return scale == 0.0f ? 0.0f : scale / unit;
+}
+
+// Returns the power of two that lifts P s / u in float16, where it would lose digits below 2^-14,
+// while a tile with a small s / u, `share`, is multiplied. `out`, below 2^9 kv_len, must not
+// overflow.
+__device__ __forceinline__ float lift_of(float share) {
+  if (fabsf(share) >= 0x1p-8f) return 1.0f;
+  const float inverse = __int_as_float(0x7f000000 - (__float_as_int(share) & 0x7f800000));
+  return fminf(inverse, 0x1p86f);
 }
 
 }  // namespace jax_flash::sm80

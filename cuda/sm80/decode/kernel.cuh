@@ -213,15 +213,18 @@ struct DecodeLoop {
     softmax.update_maximum(logits, to_log2, out, 0.0f);
     const KeyTile values = of_warp(tile_smem(stage, 1));
     if constexpr (kIsFloat8<Element>) {
-      const float factor =
+      const float share =
           raise_unit(scales.value_of(tile * Config::kBlockKv / kScaleBlock), unit, out);
+      const float lift = lift_of(share);
+      if (lift != 1.0f) multiply_out(out, lift);
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
         softmax.exponentials(logits[0][n], 0, to_log2);
 #pragma unroll
-        for (int e = 0; e < 4; ++e) logits[0][n][e] *= factor;
+        for (int e = 0; e < 4; ++e) logits[0][n][e] *= share * lift;
       }
       add_float8_product(out, logits, values, attended);
+      if (lift != 1.0f) multiply_out(out, 1.0f / lift);
     } else if constexpr (Config::kOneRow) {
 #pragma unroll
       for (int n = 0; n < kN; ++n) softmax.exponentials(logits[0][n], 0, to_log2);
