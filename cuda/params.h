@@ -22,6 +22,11 @@ namespace jax_flash {
 // unmapped can add one, because that operand is broadcast by a stride of 0 and not copied.
 inline constexpr int kMaxBatchDims = 4;
 
+// The kernels for larger head dims divide the columns of a head among warps or blocks. They take
+// 16-bit operands only: those of sm_90 (sm90/column_blocks.cuh) without modifiers, those of sm_80
+// (sm80/wide_config.cuh) with any.
+inline constexpr int32_t kMaxUndividedHeadDim = 256;
+
 enum class DType : int32_t { kFloat32, kBFloat16, kFloat16, kFloat8 };  // kFloat8: e4m3
 
 // Describes one operand or result by its address and its strides, in elements. A broadcast axis has

@@ -149,7 +149,7 @@ def _cuda_backward(
         size += _segment_spans(batch, q_len, kv_len)
     size += 2 * 4 * (heads * (q_len + 127) + 128)  # lse and delta
     is_float32 = dtype == "float32"  # dquery itself holds its sums
-    sums = 0 if is_float32 else 2 if deterministic and widest <= 64 else 1
+    sums = 0 if is_float32 or widest > 256 else 2 if deterministic and widest <= 64 else 1
     size += sums * 4 * heads * (q_len + 8) * head_dim
     size += 4 * (2 * heads + 257 + 4 * 132)  # counters
     if deterministic:

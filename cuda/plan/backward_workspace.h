@@ -152,7 +152,8 @@ struct BackwardWorkspace {
   // [batch, N, dquery_rows, head dim]: sums for dquery / scale. The elements of a tile are in the
   // order of accumulator fragments, without the lanes and columns that dquery does not have. sm_90:
   // tiles of 64 rows, [block of 8 columns][lane][element]. sm_80: tiles of kBlockQ rows, see
-  // DqueryOrder. Null for float32, whose dquery itself holds the sums.
+  // DqueryOrder. Null for float32, whose dquery itself holds the sums, and above
+  // kMaxUndividedHeadDim.
   float* dquery;
   // A second sum for the blocks of odd key tiles, for deterministic calls that have two; or null.
   float* odd_dquery;
@@ -223,7 +224,10 @@ struct BackwardWorkspace {
     workspace.lse_log2 = reinterpret_cast<float*>(take((workspace.padding + kMaxBlockQ) * 4));
     workspace.delta = reinterpret_cast<float*>(take((workspace.padding + kMaxBlockQ) * 4));
     const int64_t dquery_bytes = heads * workspace.dquery_rows * shape.head_dim * 4;
-    workspace.dquery = is_float32 ? nullptr : reinterpret_cast<float*>(take(dquery_bytes));
+    workspace.dquery = nullptr;
+    if (!is_float32 && widest <= kMaxUndividedHeadDim) {  // above, kernels compute whole gradients
+      workspace.dquery = reinterpret_cast<float*>(take(dquery_bytes));
+    }
     workspace.odd_dquery = nullptr;
     workspace.flags = static_cast<int32_t>(2 * ceil_div(shape.q_len, 64));
     if (deterministic && widest <= kTwoSumsHeadDim && shape.q_len > kTwoSumsRows && !is_float32) {

@@ -112,9 +112,12 @@ Status choose_family(const Forward& params, int32_t family, bool fits_90, const 
   }
   choice.family = 90;
   choice.head_dim = family != 80 && takes ? find(90, choice.general) : 0;
-  if (choice.head_dim > kWidestOfAll && choice.general) choice.head_dim = 0;
+  if (choice.head_dim > kMaxUndividedHeadDim && choice.general) choice.head_dim = 0;
   if (choice.head_dim == 0 && family != 90) {
     choice.family = 80;
+    if (family == 0 && device.capability == 90 && !fits_90 && find(90, choice.general) != 0) {
+      choice.reason = "Hopper's copy engine does not take that many batch axes";
+    }
     choice.head_dim = find(80, choice.general);
     if (choice.head_dim == 0 &&
         !choice.general) {  // an instance for modifiers takes plain calls, too
@@ -166,7 +169,7 @@ bool choose_decode(const Forward& params, int32_t family, bool fits_90, const De
     return false;
   }
   const int32_t head_dim = find(of_family, true);
-  if (head_dim == 0 || head_dim > kWidestOfAll) return false;
+  if (head_dim == 0 || head_dim > kMaxUndividedHeadDim) return false;
   choice.family = of_family;
   choice.head_dim = head_dim;
   choice.general = choice.decodes = true;
@@ -213,7 +216,7 @@ void describe_wide(bool is_backward, Choice& choice) {
 Status choose_smem_class(const Forward& params, const Device& device, bool is_backward,
                          Choice& choice) {
   const Shape& shape = params.shape;
-  const bool is_wide = choice.head_dim > kWidestOfAll;
+  const bool is_wide = choice.head_dim > kMaxUndividedHeadDim;
   const Options& options = params.options;
   const bool is_float32 = params.query.dtype == DType::kFloat32;
   int32_t bytes = device.smem_bytes;
@@ -352,7 +355,7 @@ bool head_fits_a_block(const Backward& params, const Device& device) {
 Found choose_plain(const Forward& params, int32_t head_dim, const Device& device) {
   const Shape& shape = params.shape;
   const Options& options = params.options;
-  if (head_dim > kWidestOfAll) {
+  if (head_dim > kMaxUndividedHeadDim) {
     return {Recipe::kColumns, "above head dim 256 two consumers divide the columns of the output"};
   }
   const bool in_band = banded(options), left_edge = has_left_edge(params);
@@ -573,7 +576,7 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
     choice.reason = "dK and dV of 128 keys fit the registers of a block";
     choice.queries = choice.head_dim <= 64 ? 128 : 64;
     choice.keys = 128;
-  } else if (choice.head_dim > kWidestOfAll) {
+  } else if (choice.head_dim > kMaxUndividedHeadDim) {
     choice.name = "three kernels";
     choice.reason = "above head dim 256 each of dK, dV and dQ takes half of the registers";
     choice.queries = choice.keys = 64;

@@ -24,14 +24,7 @@
 #define JAX_FLASH_SM90_SCORES_AHEAD 1
 #endif
 
-namespace jax_flash {
-
-// The kernels for larger head dims divide the columns of the output among warps. They take 16-bit
-// operands only: those of sm_90 (sm90/column_blocks.cuh) without modifiers, those of sm_80
-// (sm80/wide_config.cuh) with any.
-inline constexpr int32_t kWidestOfAll = 256;
-
-}  // namespace jax_flash
+namespace jax_flash {}  // namespace jax_flash
 
 namespace jax_flash::sm90 {
 

@@ -12,11 +12,11 @@
 
 namespace jax_flash::sm80 {
 
-template <typename Element, bool kWide>
+template <typename Element>
 Status launch_backward_begin(const Backward& params, const BackwardWorkspace& workspace,
                              cudaStream_t stream) {
   const Shape& shape = params.shape;
-  return launch_kernel("sm80::backward_begin_kernel", shape, backward_begin_kernel<Element, kWide>,
+  return launch_kernel("sm80::backward_begin_kernel", shape, backward_begin_kernel<Element>,
                        ceil_div(shape.q_len, kMaxBlockQ) * shape.batch * shape.heads, kEdgeThreads,
                        0, stream, params, workspace);
 }
@@ -40,9 +40,5 @@ template Status launch_backward_begin<Tf32>(const Backward&, const BackwardWorks
                                             cudaStream_t);
 template Status launch_backward_begin<Tf32x3>(const Backward&, const BackwardWorkspace&,
                                               cudaStream_t);
-template Status launch_backward_begin<__nv_bfloat16, true>(const Backward&,
-                                                           const BackwardWorkspace&, cudaStream_t);
-template Status launch_backward_begin<__half, true>(const Backward&, const BackwardWorkspace&,
-                                                    cudaStream_t);
 
 }  // namespace jax_flash::sm80

@@ -19,9 +19,8 @@ Status launch_decode_combine(const DecodeCall& call, const Forward& params, cuda
 // Launches decode/dquery.cuh, after the kernel of decode/gradient.cuh.
 Status launch_decode_dquery(const DecodeCall& call, const Backward& params, cudaStream_t stream);
 
-// Launches the kernel of backward/edges.cuh that runs before the main kernel. kWide: for head dims
-// above 256.
-template <typename Element, bool kWide = false>
+// Launches the kernel of backward/edges.cuh that runs before the main kernel.
+template <typename Element>
 Status launch_backward_begin(const Backward& params, const BackwardWorkspace& workspace,
                              cudaStream_t stream);
 

@@ -7,18 +7,22 @@
 
 namespace jax_flash {
 
-// Returns the product of kChunk contiguous elements, aligned, with as many others.
+// Returns the product of kChunk elements with as many others.
 template <typename Element>
-__device__ __forceinline__ float dot_product_of_chunk(const Element* a, const Element* b) {
-  const uint4 a_words = *reinterpret_cast<const uint4*>(a);
-  const uint4 b_words = *reinterpret_cast<const uint4*>(b);
+__device__ __forceinline__ float dot_product_of_chunk(const uint4& a, const uint4& b) {
   float sum = 0.0f;
 #pragma unroll
   for (int e = 0; e < kChunk; ++e) {
-    sum = fmaf(static_cast<float>(reinterpret_cast<const Element*>(&a_words)[e]),
-               static_cast<float>(reinterpret_cast<const Element*>(&b_words)[e]), sum);
+    sum = fmaf(static_cast<float>(reinterpret_cast<const Element*>(&a)[e]),
+               static_cast<float>(reinterpret_cast<const Element*>(&b)[e]), sum);
   }
   return sum;
+}
+// Does the same for elements in global memory, contiguous and aligned.
+template <typename Element>
+__device__ __forceinline__ float dot_product_of_chunk(const Element* a, const Element* b) {
+  return dot_product_of_chunk<Element>(*reinterpret_cast<const uint4*>(a),
+                                       *reinterpret_cast<const uint4*>(b));
 }
 
 }  // namespace jax_flash

@@ -1,8 +1,8 @@
 // Defines the kernels that run before and after the main backward kernel. Memory bandwidth bounds
 // both.
-//   before: computes delta = sum_h(dout * out) - dlse, and lse in the units of the logits; zeroes
-//           the sums for dQ and the counters
-//   after:  converts dQ from float32 sums in fragment order to its own type and layout
+//   begin: computes delta = sum_h(dout * out) - dlse, and lse in the units of the logits; zeroes
+//          the sums for dQ and the counters
+//   end:   converts dQ from float32 sums in fragment order to its own type and layout
 #pragma once
 
 #include <cstdint>
@@ -67,12 +67,7 @@ using DqueryOrderOf = DqueryOrder<Config::kBlockQ, Config::kHeadDim, Config::kQu
 
 inline constexpr int kEdgeThreads = 256;
 
-template <typename Element>
-__device__ __forceinline__ float to_float(Element value) {
-  return static_cast<float>(value);
-}
-
-// Zeroes the sums for dquery of kMaxBlockQ rows.
+// Zeroes the sums for dquery of kMaxBlockQ rows, if the kernels have any.
 template <typename Element>
 __device__ __forceinline__ void zero_dquery(const Backward& params,
                                             const BackwardWorkspace& workspace,
@@ -87,7 +82,7 @@ __device__ __forceinline__ void zero_dquery(const Backward& params,
         dquery[row * params.dquery.row + col] = 0.0f;
       }
     }
-  } else {
+  } else if (workspace.dquery) {
     float4* dquery = reinterpret_cast<float4*>(
         workspace.dquery + (batch_head * workspace.dquery_rows + row0) * shape.head_dim);
     const int zeros = min(workspace.dquery_rows - row0, kMaxBlockQ) * shape.head_dim;
@@ -98,9 +93,8 @@ __device__ __forceinline__ void zero_dquery(const Backward& params,
 }
 
 // Computes delta, and lse in the units of the logits, and zeroes sums and counters. The grid is
-// batch x head x tiles of kMaxBlockQ rows. kWide: for the kernels of head dims above 256, which
-// have no sums and no turns.
-template <typename Element, bool kWide = false>
+// batch x head x tiles of kMaxBlockQ rows.
+template <typename Element>
 __global__ void __launch_bounds__(kEdgeThreads)
     backward_begin_kernel(const __grid_constant__ Backward params,
                           const BackwardWorkspace workspace) {
@@ -112,11 +106,9 @@ __global__ void __launch_bounds__(kEdgeThreads)
   const BatchIndex batch(shape, batch_head / shape.heads);
   const Band band(params, batch);
 
-  if constexpr (!kWide) {
-    zero_dquery<Element>(params, workspace, batch, batch_head, head, row0);
-  }
+  zero_dquery<Element>(params, workspace, batch, batch_head, head, row0);
   const int32_t flag = tile * 4 + static_cast<int32_t>(threadIdx.x);  // a tile has at most four
-  if (!kWide && workspace.turns && threadIdx.x < 4 && flag < workspace.flags) {
+  if (workspace.turns && threadIdx.x < 4 && flag < workspace.flags) {
     workspace.turns[batch_head * workspace.flags + flag] = 0;
   }
   if (blockIdx.x == 0 && threadIdx.x < kMaxBlockQ) {
@@ -129,7 +121,6 @@ __global__ void __launch_bounds__(kEdgeThreads)
   // steps.
   const int lanes = shape.value_dim <= 64 ? 8 : shape.value_dim <= 128 ? 16 : 32;
   const int chunk = threadIdx.x % lanes;
-  const bool chunk_valid = chunk * kChunk < shape.value_dim;
   const Element* out = batch.pointer<const Element>(params.out, head);
   const Element* dout = batch.pointer<const Element>(params.dout, head);
   const float* lse = batch.pointer<const float>(params.lse, head);
@@ -147,21 +138,11 @@ __global__ void __launch_bounds__(kEdgeThreads)
         }
         sum = fmaf(out[row * params.out.row + col].value, gradient, sum);
       }
-    } else if constexpr (kWide) {
+    } else {
       for (int32_t col = chunk * kChunk; row < band.q_len && col < shape.value_dim;
-           col += 32 * kChunk) {
+           col += lanes * kChunk) {
         sum += dot_product_of_chunk(out + row * params.out.row + col,
                                     dout + row * params.dout.row + col);
-      }
-    } else if (row < band.q_len && chunk_valid) {
-      const uint4 a = *reinterpret_cast<const uint4*>(out + row * params.out.row + chunk * kChunk);
-      const uint4 b =
-          *reinterpret_cast<const uint4*>(dout + row * params.dout.row + chunk * kChunk);
-      const Element* a_elements = reinterpret_cast<const Element*>(&a);
-      const Element* b_elements = reinterpret_cast<const Element*>(&b);
-#pragma unroll
-      for (int e = 0; e < kChunk; ++e) {
-        sum = fmaf(to_float(a_elements[e]), to_float(b_elements[e]), sum);
       }
     }
     for (int distance = lanes / 2; distance > 0; distance /= 2) {

@@ -81,7 +81,7 @@ Status launch_wide_backward(const Backward& params, const Choice& choice, cudaSt
   BackwardWorkspace workspace;
   Status status = find_workspace(params, kWideDim, workspace, stream);
   if (!status.ok()) return status;
-  status = launch_backward_begin<Element, true>(params, workspace, stream);
+  status = launch_backward_begin<Element>(params, workspace, stream);
   if (!status.ok()) return status;
   status = choice.smem_class == SmemClass::kLarge
                ? launch_wide_kernels<Element, 227>(params, workspace, stream)

@@ -98,13 +98,7 @@ __global__ void __launch_bounds__(kEdgeThreads)
   __shared__ float sums_smem[kBatch * kRowsAtATime];
 #pragma unroll
   for (int u = 0; u < kBatch; ++u) {
-    const Element* a_elements = reinterpret_cast<const Element*>(&a[u]);
-    const Element* b_elements = reinterpret_cast<const Element*>(&b[u]);
-    float sum = 0.0f;
-#pragma unroll
-    for (int e = 0; e < kChunk; ++e) {
-      sum = fmaf(static_cast<float>(a_elements[e]), static_cast<float>(b_elements[e]), sum);
-    }
+    float sum = dot_product_of_chunk<Element>(a[u], b[u]);
     if constexpr (kLanes > kRowLanes) {
       const int i = first + u * kRowsAtATime;
       if (i < rows_left && (chunk + kRowLanes) * kChunk < plan.value_dim) {

@@ -227,7 +227,7 @@ Status launch_backward(const Backward& params, const Choice& choice, cudaStream_
           params, workspace, stream);
     }
   }
-  if constexpr (kHeadDim > 256) {
+  if constexpr (kHeadDim > kMaxUndividedHeadDim) {
     status = launch_backward_columns<Element>(params, workspace, stream);
   } else if constexpr (kHeadDim > 128) {
     status = launch_wide_backward<Element, kHeadDim, kGeneral>(params, workspace, stream);
