@@ -36,12 +36,8 @@ _LEAST_CAP_OF_GRADIENTS = 0.001
 # its error is below 0.01, less than that of FP8 logits.
 _GREATEST_CAP_OF_FLOAT8 = 65536
 
-# Above this head dim (kWidestOfAll in cuda/plan/recipes.h) the sm_90 kernels take no modifiers:
-# none of these operands.
-_WIDEST_OF_ALL = 256
-_MODIFIERS = (
-    "bias", "mask", "query_segment_ids", "dropout_keys", "alibi_slopes", "relative_bias",
-)  # fmt: skip
+# Above this head dim (kMaxUndividedHeadDim in cuda/params.h) the sm_90 kernels take no modifiers.
+_MAX_UNDIVIDED_HEAD_DIM = 256
 
 
 @dataclasses.dataclass(frozen=True)
@@ -165,20 +161,11 @@ class _Problem:
 def _reason(spec: AttentionSpec, problem: _Problem, platform: str) -> str:
     if platform == "cpu":
         return f"the native CPU kernel ({ffi.native.instruction_set()}) supports the call"
-    families = _families(problem.dtype, problem.widest)
-    if _refused_by_sm90(spec, problem):
-        families -= {90}
+    # Which family runs by default is decided on the GPU, by cuda/plan/choose.cc.
+    family = FAMILIES.get(spec.implementation)
+    kernels = "CUDA" if family is None else f"sm_{family}"
     details = _products(spec, problem) + _copies(problem)
-    supports = f"kernels support the call{details}"
-    if spec.implementation in FAMILIES:
-        return f"the sm_{FAMILIES[spec.implementation]} {supports}"
-    capabilities = _compute_capabilities()
-    if not capabilities:  # lowered here, to run elsewhere
-        return f"the CUDA {supports}"
-    # As cuda/plan/choose.cc chooses; it also looks at strides, which are not known here.
-    chosen = {c if c in families and c in _ONLY_ON else min(families) for c in capabilities}
-    names = " and ".join(f"sm_{family}" for family in sorted(chosen))
-    return f"the {names} {supports}"
+    return f"the {kernels} kernels support the call{details}"
 
 
 def _check_instruction_set() -> None:
@@ -329,7 +316,9 @@ def _unsupported_on_cuda(one_pass: Pass, problem: _Problem) -> str | None:
         if capability < needed:
             return f"the kernels need sm_{needed} or newer, and this GPU is sm_{capability}"
         smem_kb = _SMEM_KB.get(capability, 99)
-        limit, of = (128, " of float32") if problem.dtype == "float32" else (_WIDEST_OF_ALL, "")
+        is_float32 = problem.dtype == "float32"
+        limit = 128 if is_float32 else _MAX_UNDIVIDED_HEAD_DIM
+        of = " of float32" if is_float32 else ""
         if _takes_one_row(one_pass, problem):
             continue
         if one_pass.is_backward and widest > limit and smem_kb < 163:
@@ -341,14 +330,18 @@ def _unsupported_on_cuda(one_pass: Pass, problem: _Problem) -> str | None:
 
 
 def _refused_by_sm90(spec: AttentionSpec, problem: _Problem) -> str | None:
-    """Says why the sm_90 kernels for head dims above 256 do not take a call, or returns None."""
-    if problem.widest <= _WIDEST_OF_ALL:
+    """Says why the sm_90 kernels do not take a call of their dtypes, or returns None."""
+    if problem.batch_axes > 2 and problem.dtype != FLOAT8_NAME:  # folding.py loops over float8's
+        return (
+            "the sm_90 kernels take up to two batch axes that do not fold into one, not "
+            f"{problem.batch_axes}"
+        )
+    if problem.widest <= _MAX_UNDIVIDED_HEAD_DIM:
         return None
     has = {
         "logits_soft_cap": spec.logits_soft_cap is not None,
         "a scale that is not positive": not spec.scale > 0.0,
-        "more than two batch axes that do not fold into one": problem.batch_axes > 2,
-        **{public_name(name): name in problem.operands for name in _MODIFIERS},
+        **{public_name(n): n in problem.operands for n, x in OPERANDS.items() if x.modifier},
     }
     return next(
         (f"the sm_90 kernels for head dims above 256 do not take {x}" for x in has if has[x]), None

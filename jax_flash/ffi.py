@@ -18,7 +18,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jax_flash.arrays import with_short_segment_ids
-from jax_flash.operands import OPERANDS, Operands
+from jax_flash.operands import OPERANDS, Operands, Types
 
 if TYPE_CHECKING:
     from jax_flash.passes import Pass
@@ -63,7 +63,7 @@ native, load_error = _load()
 def call(
     one_pass: Pass,
     operands: Operands,
-    results: dict[str, jax.ShapeDtypeStruct],
+    results: Types,
     *,
     workspace_bytes: int,
 ) -> Operands:
@@ -167,9 +167,7 @@ class Kernel:
         return f"sm_{self.family} {self.name}{tile}: {self.reason}"
 
 
-def kernel(
-    one_pass: Pass, operands: Operands, results: dict[str, jax.ShapeDtypeStruct], gpu: Gpu
-) -> Kernel:
+def kernel(one_pass: Pass, operands: Operands, results: Types, gpu: Gpu) -> Kernel:
     """The kernel that `call` with these arguments gets on a GPU, which need not be there.
 
     Raises:

@@ -15,9 +15,7 @@ import jax.numpy as jnp
 
 from jax_flash.ffi import MAX_BATCH_AXES, MAX_FLOAT8_BATCH_AXES
 from jax_flash.fp8 import FLOAT8
-from jax_flash.operands import Operands, batch_shape
-
-Types = dict[str, jax.ShapeDtypeStruct]
+from jax_flash.operands import Operands, Types, batch_shape
 
 
 def folding_axes(batch: tuple[int, ...], arrays: Iterable[Any]) -> list[list[int]]:

@@ -12,9 +12,8 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jax_flash.operands import OPERANDS, Operands
+from jax_flash.operands import OPERANDS, Operands, Types
 
-Types = dict[str, jax.ShapeDtypeStruct]
 Native = Callable[[Operands, Types], Operands]
 
 

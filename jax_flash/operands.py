@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 
 Operands = dict[str, jax.Array]
+Types = dict[str, jax.ShapeDtypeStruct]  # without their values
 
 
 @dataclasses.dataclass(frozen=True)
@@ -28,13 +29,14 @@ class Operand:
       expected: that kind in an error message.
       broadcasts: whether a caller's array may have any axis of size 1, or lack leading ones.
       differentiable: whether it has a gradient.
-      forbids: whether it keeps queries from attending to keys, a bias by numbers of -inf.
+      forbids: whether it can keep queries from attending to keys; a bias does where it is -inf.
       adds: whether it is added to the logits. These operands, and query, key and value, have their
         gradients from the backward pass.
       by_distance: whether it depends on the distance between a query and a key.
       slot: its number among the operands that a call need not have, in the order native code
         counts them (`optional_fields` in cuda/xla/ffi_call.cc, then the scales of `read_scales`);
         None for what every call has.
+      modifier: whether kernels for plain calls do not take it (cuda/plan/modifiers.h).
       kernels: whether any kernel takes it; a call with one that none takes runs as the reference
         and is differentiated as plain JAX.
       float8: whether kernels take it with query, key and value of float8.
@@ -52,6 +54,7 @@ class Operand:
     adds: bool = False
     by_distance: bool = False
     slot: int | None = None
+    modifier: bool = False
     kernels: bool = True
     float8: bool = True
     public: str = ""
@@ -66,9 +69,10 @@ class Operand:
 _FLOAT = {"kind": jnp.floating, "expected": "a float dtype", "differentiable": True}
 _NUMBER = {**_FLOAT, "expected": "a float or integer dtype"}  # integers are converted
 _INTEGER = {"kind": jnp.integer, "expected": "an integer dtype"}
-_MATRIX = {"broadcasts": True, "ring": "either", "float8": False}
+_MATRIX = {"broadcasts": True, "modifier": True, "ring": "either", "float8": False}
 _DISTANCE = {
-    **_NUMBER, "broadcasts": True, "adds": True, "by_distance": True, "float8": False
+    **_NUMBER, "broadcasts": True, "adds": True, "by_distance": True, "modifier": True,
+    "float8": False,
 }  # fmt: skip
 _SCALE = {"kind": jnp.floating, "expected": "a float dtype"}
 
@@ -89,8 +93,10 @@ OPERANDS: dict[str, Operand] = {
     ),
     "query_seq_lengths": Operand((), **_INTEGER, forbids=True, slot=2),
     "key_value_seq_lengths": Operand((), **_INTEGER, forbids=True, slot=3),
-    "query_segment_ids": Operand(("T",), **_INTEGER, forbids=True, slot=4),
-    "key_value_segment_ids": Operand(("S",), **_INTEGER, forbids=True, slot=5, ring="travels"),
+    "query_segment_ids": Operand(("T",), **_INTEGER, forbids=True, slot=4, modifier=True),
+    "key_value_segment_ids": Operand(
+        ("S",), **_INTEGER, forbids=True, slot=5, modifier=True, ring="travels"
+    ),
     "query_offset": Operand((), **_INTEGER, slot=6, ring="replaced"),
     "sinks": Operand(("N",), **_NUMBER, slot=7, ring="replaced"),
     "logits_soft_cap": Operand((), **_NUMBER, kernels=False),
@@ -99,7 +105,7 @@ OPERANDS: dict[str, Operand] = {
     "key_value_offsets": Operand(("D",), **_INTEGER),
     # A caller's alone: calls have keys that philox.py makes from it.
     "dropout_seed": Operand(("2",), jnp.integer, "uint32 [2] or a PRNG key"),
-    "dropout_keys": Operand(("N", "3"), slot=8, float8=False, public="dropout"),
+    "dropout_keys": Operand(("N", "3"), slot=8, modifier=True, float8=False, public="dropout"),
     "dlse": Operand(("N", "T"), slot=9),
     "dropout_start": Operand(("2",), slot=10),
     "lse_low": Operand(("N", "T"), slot=11),  # of the backward pass, where something is added

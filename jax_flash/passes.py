@@ -17,7 +17,7 @@ import jax.numpy as jnp
 from jax_flash import all_gather, all_reduce, all_to_all, reference, ring_passes
 from jax_flash.arrays import accumulator_of
 from jax_flash.fp8 import rotate_back
-from jax_flash.operands import GIVEN, OPERANDS, Operands, added, batch_shape, broadcast_batch
+from jax_flash.operands import GIVEN, OPERANDS, Operands, Types, added, batch_shape, broadcast_batch
 from jax_flash.quantization import quantize_operands, round_operands
 from jax_flash.sequence import SequenceSharding, choose_mode, in_position_order
 from jax_flash.spec import AttentionSpec
@@ -47,7 +47,7 @@ class Pass:
     def is_backward(self) -> bool:
         return self.kind == "backward"
 
-    def result_types(self, operands: dict[str, Any]) -> dict[str, jax.ShapeDtypeStruct]:
+    def result_types(self, operands: dict[str, Any]) -> Types:
         """Shapes and dtypes of the results, given anything that has them, by name."""
         query, key, value = operands["query"], operands["key"], operands["value"]
         batch = batch_shape(operands)

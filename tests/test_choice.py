@@ -613,6 +613,23 @@ def test_any_head_dim_has_a_kernel():
     assert kernels(head_dim=520) == {}
 
 
+@pytest.mark.skipif(64 not in DIMS, reason="a build without head dim 64")
+def test_batch_axes_that_do_not_fold_on_hopper():
+    """Hopper's copy engine takes two. A refusal comes while the call is traced."""
+    query = shape(2, 3, 4, 512, 2, 64)
+
+    def found(**options):
+        bias = shape(2, 1, 4, 1, 512, 512, dtype=jnp.float32)
+        call = abstract_call(query, query, query, bias=bias, **options)
+        return cuda_kernels(call.spec, call.operands, H100)
+
+    for kernel in found().values():
+        assert kernel.family == 80
+        assert kernel.reason == "Hopper's copy engine does not take that many batch axes"
+    with pytest.raises(NotImplementedError, match="up to two batch axes that do not fold"):
+        found(implementation="flash_sm90")
+
+
 @pytest.mark.skipif(512 not in DIMS, reason="a build without head dim 512")
 def test_head_dims_above_256_on_hopper():
     for sizes in ((264, 264, 1), (300, 8, 17), (512, 512, 4096)):

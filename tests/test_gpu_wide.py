@@ -229,10 +229,8 @@ def test_gradients_repeat(family):
 def test_explain_names_the_kernels(options):
     x = jax.ShapeDtypeStruct((1, 64, 2, 512), jnp.bfloat16)
     plain = jax_flash.explain(x, x, x)
-    assert "sm_90" in plain.choices["cuda"].reason
     assert {kernel.family for kernel in plain.kernels.values()} == {90}
     found = jax_flash.explain(x, x, x, **options)
-    assert "sm_80" in found.choices["cuda"].reason
     assert {name: (kernel.family, kernel.name) for name, kernel in found.kernels.items()} == {
         "forward": (80, "columns, every modifier"), "backward": (80, "two kernels, every modifier"),
     }  # fmt: skip

@@ -224,6 +224,10 @@ Status choose_smem_class(const Forward& params, const Device& device, bool is_ba
   const auto has = [&](SmemClass smem_class) {
     return bytes >= static_cast<int32_t>(smem_class) * 1024;
   };
+  const auto set = [&](SmemClass smem_class, const char* reason) {
+    choice.smem_class = smem_class;
+    if (*choice.reason == '\0') choice.reason = reason;  // unless choose_family() had one
+  };
   if (!has(SmemClass::kMedium)) {
     if (is_backward && (is_wide || (is_float32 && choice.head_dim > 128))) {
       return Status::unimplemented(
@@ -232,17 +236,13 @@ Status choose_smem_class(const Forward& params, const Device& device, bool is_ba
           " needs 163 KB of shared memory for a block, and this GPU has " +
           std::to_string(bytes / 1024));
     }
-    choice.smem_class = SmemClass::kSmall;
-    choice.reason = "a block has less than 163 KB of shared memory";
+    set(SmemClass::kSmall, "a block has less than 163 KB of shared memory");
   } else if (choice.head_dim == 192 && shape.value_dim <= 128) {
-    choice.smem_class = SmemClass::kNarrow;
-    choice.reason = "values have at most 128 columns";
+    set(SmemClass::kNarrow, "values have at most 128 columns");
   } else if (!(is_backward || is_float32 || is_wide) || !has(SmemClass::kLarge)) {
-    choice.smem_class = SmemClass::kMedium;
-    choice.reason = "a block has at least 163 KB of shared memory";
+    set(SmemClass::kMedium, "a block has at least 163 KB of shared memory");
   } else {
-    choice.smem_class = SmemClass::kLarge;
-    choice.reason = "a block has at least 227 KB of shared memory";
+    set(SmemClass::kLarge, "a block has at least 227 KB of shared memory");
   }
   choice.name = choice.general ? "every modifier" : "plain";
   if (is_wide) describe_wide(is_backward, choice);
