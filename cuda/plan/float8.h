@@ -39,7 +39,7 @@ struct Float8Workspace {
   int32_t tiles = 0;
 
   static int32_t tiles_of(const Shape& shape) {
-    return shape.kv_len / kScaleBlock + (shape.kv_len % kScaleBlock != 0);
+    return static_cast<int32_t>(ceil_div(shape.kv_len, kScaleBlock));
   }
   static int64_t spans_bytes(const Shape& shape, bool segments) {
     return segments ? align_part(SegmentSpans::bytes(shape)) : 0;

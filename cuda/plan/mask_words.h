@@ -5,6 +5,7 @@
 #include <cstdint>
 
 #include "params.h"
+#include "plan/divisor.h"
 #include "plan/mask_matrices.h"
 #include "plan/recipes.h"
 
@@ -22,8 +23,8 @@ struct MaskWords : MaskMatrices {
 
   MaskWords(const Shape& shape, const Operand& mask, int32_t block_kv)
       : MaskMatrices(shape, mask),
-        row_groups(parts(rows, kRows)),
-        tiles(parts(shape.kv_len, block_kv)) {}
+        row_groups(static_cast<int32_t>(ceil_div(rows, kRows))),
+        tiles(static_cast<int32_t>(ceil_div(shape.kv_len, block_kv))) {}
 
   // Returns the number of pairs of words in a matrix.
   int64_t matrix() const { return int64_t{row_groups} * tiles * kThreads; }
@@ -32,21 +33,13 @@ struct MaskWords : MaskMatrices {
   // `matrices`: the product of the mask's batch axes and heads; `rows`: T, or 1.
   static int64_t bytes(const Shape& shape, int64_t matrices, int32_t rows) {
     const int32_t head_dim = shape.head_dim > shape.value_dim ? shape.head_dim : shape.value_dim;
-    const int64_t tiles = parts(shape.kv_len, block_kv(head_dim));
-    return matrices * parts(rows, kRows) * (tiles * kThreads * kPairBytes + kRangeBytes);
+    const int64_t tiles = ceil_div(shape.kv_len, mask_words_keys(head_dim));
+    return matrices * ceil_div(rows, kRows) * (tiles * kThreads * kPairBytes + kRangeBytes);
   }
 
   static int64_t bytes(const Shape& shape, const Operand& mask) {
     const MaskMatrices matrices(shape, mask);
     return mask ? bytes(shape, matrices.matrices(), matrices.rows) : 0;
-  }
-
-  // Returns the number of keys in a tile of the kernel for this head dim.
-  static constexpr int32_t block_kv(int32_t head_dim) { return mask_words_keys(head_dim); }
-
- private:
-  static int32_t parts(int32_t length, int32_t part) {
-    return length / part + (length % part != 0);
   }
 };
 

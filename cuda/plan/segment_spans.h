@@ -8,6 +8,7 @@
 #include <cstdint>
 
 #include "params.h"
+#include "plan/divisor.h"
 
 namespace jax_flash {
 
@@ -38,7 +39,7 @@ struct SegmentSpans {
 
   static int32_t blocks(int32_t length) {
     constexpr int kIds = kSegmentBlock * kSpansAligned;
-    return (length / kIds + (length % kIds != 0)) * kSpansAligned;
+    return static_cast<int32_t>(ceil_div(length, kIds)) * kSpansAligned;
   }
   static constexpr int64_t kCounters = 2;  // in units of a span, which keep the ids aligned
   static int64_t bytes(const Shape& shape) {

@@ -18,7 +18,8 @@ __device__ __forceinline__ uint32_t round_to_tf32(uint32_t bits) {
 // Split an operand: return its greater part, and set `rest` to the remainder. Products of two
 // rests are left out. Therefore one of the two operands is rounded, so that its rests have both
 // signs. The other one is truncated, which leaves instructions to round its rest. Numbers that are
-// not finite stay so: at least one part of a NaN is NaN, and infinity has the rest NaN or 0.
+// not finite stay so: at least one part of a NaN that computations make is NaN, and infinity has
+// the rest NaN or 0.
 __device__ __forceinline__ uint32_t split_rounded(uint32_t bits, uint32_t& rest) {
   const uint32_t kept = (bits + kHalfTf32) & kTf32Bits;
   rest = __float_as_uint(__uint_as_float(bits) - __uint_as_float(kept));

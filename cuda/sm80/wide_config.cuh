@@ -32,7 +32,7 @@ struct WideForwardConfig {
   using QueryTile = SmemTile<kBlockQ, kHeadDim>;
   using KeyTile = SmemTile<kBlockKv, kHeadDim>;
   using ValueTile = SmemTile<kBlockKv, kValueDim>;
-  using OutTile = QueryTile;  // not used
+  using OutTile = QueryTile;  // ForwardTiles names it; the kernel has none
   // A row of the tile of P has 64 columns. With 32 keys per tile, the first 32 columns hold the
   // first half of the queries, and the others the second half.
   static constexpr int kHalves = 64 / kBlockKv;

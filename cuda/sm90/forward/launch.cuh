@@ -80,7 +80,7 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   SkipsOf<Config> skips;
   bool follows = spans.query != nullptr || Config::kMaskWords;  // true if other kernels precede it
   if constexpr (Config::kMaskWords) {
-    static_assert(Config::kBlockKv == MaskWords::block_kv(Config::kHeadDim));
+    static_assert(Config::kBlockKv == mask_words_keys(Config::kHeadDim));
     status = launch_mask_words<Config::kBlockKv>(adapted, skips, stream);
     if (!status.ok()) return status;
   } else {
