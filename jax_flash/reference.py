@@ -60,11 +60,9 @@ def forward(spec: AttentionSpec, operands: Operands, *, block_q: int | None = No
         operands["key"] = operands["key"] * jnp.swapaxes(operands["key_scale"], -1, -2)[..., None]
     if block_q is None:
         block_q = _block_size(q_len, heads * kv_len * math.prod(batch))
-    if _has_mask(spec, operands):
+    if _forbids_pairs(spec, operands):
         # NaN in a key or value that nobody attends to must not meet a zero.
-        attended = _over_query_blocks(
-            functools.partial(_attended_keys, spec), operands, block_q, reduce=jnp.logical_or
-        )
+        attended = _over_query_blocks(functools.partial(_attended_keys, spec), operands, block_q)
         attended = jnp.moveaxis(attended, -2, -1)[..., None]  # [*B|1,S,K,1]
         operands["key"] = jnp.where(attended, operands["key"], 0)
         operands["value"] = jnp.where(attended, operands["value"], 0)
@@ -139,15 +137,15 @@ def _block_cotangents(operands: Operands, block: Operands, dlse) -> tuple[jax.Ar
     return dout.astype(out.dtype), dlse
 
 
-def _has_mask(spec: AttentionSpec, operands: Operands) -> bool:
+def _forbids_pairs(spec: AttentionSpec, operands: Operands) -> bool:
     return spec.is_causal or spec.has_window or any(OPERANDS[name].forbids for name in operands)
 
 
-def _over_query_blocks(function, operands: Operands, block_q: Any, reduce=None) -> Any:
+def _over_query_blocks(function, operands: Operands, block_q: Any) -> Any:
     """Calls `function(operands, first)` for blocks of queries that start at `first`.
 
-    The results, by name as in `OPERANDS`, are concatenated along T; or, if each is one
-    array, combined by `reduce`.
+    Concatenates the results, by name as in `OPERANDS`, along T. If each is one bool array, returns
+    whether any is true, by element.
     """
     q_len = operands["query"].shape[-3]
 
@@ -167,9 +165,9 @@ def _over_query_blocks(function, operands: Operands, block_q: Any, reduce=None) 
     starts = jnp.arange(count, dtype=jnp.int32) * block_q
     main = jax.lax.map(lambda first: slice_block(first, block_q), starts)
     tail = slice_block(count * block_q, rest) if rest else None
-    if reduce is not None:
+    if not isinstance(main, dict):
         main = main.any(axis=0)
-        return main if tail is None else reduce(main, tail)
+        return main if tail is None else main | tail
 
     def join(name, blocks, last):
         # [count, ..., block_q, ...] to [..., count * block_q, ...]
@@ -185,7 +183,7 @@ def _over_query_blocks(function, operands: Operands, block_q: Any, reduce=None) 
     return {n: join(n, x, None if tail is None else tail[n]) for n, x in main.items()}
 
 
-def _heads_last_group(x: jax.Array, axis: int, kv_heads: int) -> jax.Array:
+def _split_heads(x: jax.Array, axis: int, kv_heads: int) -> jax.Array:
     """Splits a query-head axis N (or 1) into [K, N // K] (or [1, 1])."""
     axis %= x.ndim
     heads = x.shape[axis]
@@ -206,10 +204,10 @@ def _allowed(spec: AttentionSpec, operands: Operands, first) -> jax.Array:
         return x.reshape(*x.shape, 1, 1, 1, 1)
 
     if "mask" in operands:
-        allowed &= _heads_last_group(operands["mask"], -3, kv_heads)
+        allowed &= _split_heads(operands["mask"], -3, kv_heads)
     # A bias of -inf, not its sum with a product, which may be NaN.
     if "bias" in operands:
-        allowed &= _heads_last_group(operands["bias"] != -jnp.inf, -3, kv_heads)
+        allowed &= _split_heads(operands["bias"] != -jnp.inf, -3, kv_heads)
     if "relative_bias" in operands:
         allowed &= _distance_logits(operands["key"].dtype, operands, first) != -jnp.inf
     if "query_segment_ids" in operands:
@@ -263,7 +261,7 @@ def _distance_logits(accumulator, operands: Operands, first) -> jax.Array:
         index = index[..., None, :]
         index = index.reshape((1,) * (table.ndim - index.ndim) + index.shape)
         vector = vector + jnp.take_along_axis(table, index, axis=-1, mode="clip")
-    vector = _heads_last_group(vector, -2, operands["key"].shape[-2])
+    vector = _split_heads(vector, -2, operands["key"].shape[-2])
     if is_symbolic_dim(period):  # the slice below would have to compare lengths
         index = jnp.arange(kv_len, dtype=jnp.int32) - jnp.arange(q_len, dtype=jnp.int32)[:, None]
         index = jnp.where(index < 0, jnp.asarray(index + period), index)
@@ -310,62 +308,95 @@ def below_maximum(logits: jax.Array, maximum: jax.Array) -> jax.Array:
     return difference - jax.lax.stop_gradient(excess)
 
 
-def _forward_block(spec, accumulator, operands: Operands, first) -> Operands:
-    """Computes the results of `forward` for a block of queries, out in the accumulator's dtype."""
-    key, value = operands["key"], operands["value"]
-    kv_heads = key.shape[-2]
+def _capped(spec: AttentionSpec, operands: Operands, logits: jax.Array) -> jax.Array:
+    """Applies a soft cap, if the call has one: cap tanh(logits / cap)."""
+    cap = spec.logits_soft_cap
+    if "logits_soft_cap" in operands:
+        cap = jnp.clip(operands["logits_soft_cap"].astype(logits.dtype), *SOFT_CAPS)
+        cap = cap[..., None, None, None, None]
+    if cap is None:
+        return logits
+    # Beyond 32 caps tanh is 1. The quotient's derivative in the cap would overflow there.
+    bound = jax.lax.stop_gradient(32 * cap)
+    return cap * jnp.tanh(jnp.clip(logits, -bound, bound) / cap)
+
+
+def _logits(spec, accumulator, operands: Operands, first) -> tuple[jax.Array, jax.Array]:
+    """Returns a block's logits [*B,K,G,T,S], and which exist, broadcastable to that shape."""
+    kv_heads = operands["key"].shape[-2]
     query = operands["query"].astype(accumulator)
     if "query_scale" in operands:
         query = query * jnp.swapaxes(operands["query_scale"], -1, -2)[..., None]
-    q_len, heads = query.shape[-3:-1]
     allowed = _allowed(spec, operands, first)
-    row_exists = jnp.ones((), bool)
-    if "query_seq_lengths" in operands:
-        lengths = operands["query_seq_lengths"]
-        i = first + jnp.arange(q_len, dtype=jnp.int32)
-        row_exists = (i < lengths[..., None])[..., None, None, :]  # [*B,K,G,T]
-
-    grouped = _heads_last_group(query, -2, kv_heads)  # [*B,T,K,G,H]
-    if _has_mask(spec, operands):
+    grouped = _split_heads(query, -2, kv_heads)  # [*B,T,K,G,H]
+    if _forbids_pairs(spec, operands):
         # NaN in a query that attends to nothing must not meet a zero.
         attends = jnp.moveaxis(allowed.any(axis=-1), -1, -3)  # [*B|1,T,K|1,G|1]
         grouped = jnp.where(attends[..., None], grouped, 0)
-    highest = jax.lax.Precision.HIGHEST
-    logits = spec.scale * jnp.einsum("...tkgd,...skd->...kgts", grouped, key, precision=highest)
+    products = jnp.einsum(
+        "...tkgd,...skd->...kgts", grouped, operands["key"], precision=jax.lax.Precision.HIGHEST
+    )
+    logits = spec.scale * products
     if "bias" in operands:
-        logits = logits + _heads_last_group(operands["bias"].astype(accumulator), -3, kv_heads)
+        logits = logits + _split_heads(operands["bias"].astype(accumulator), -3, kv_heads)
     if any(OPERANDS[name].by_distance for name in operands):
         logits = logits + _distance_logits(accumulator, operands, first)
     if added(operands):
         allowed = allowed & (logits != -jnp.inf)
     # Selecting before and after every nonlinear step keeps NaN and Inf of masked
     # positions out of the gradients too.
-    logits = jnp.where(allowed, logits, 0)
-    cap = spec.logits_soft_cap
-    if "logits_soft_cap" in operands:
-        cap = jnp.clip(operands["logits_soft_cap"].astype(accumulator), *SOFT_CAPS)
-        cap = cap[..., None, None, None, None]
-    if cap is not None:
-        # Beyond 32 caps tanh is 1. The quotient's derivative in the cap would overflow there.
-        bound = jax.lax.stop_gradient(32 * cap)
-        logits = cap * jnp.tanh(jnp.clip(logits, -bound, bound) / cap)
+    return _capped(spec, operands, jnp.where(allowed, logits, 0)), allowed
+
+
+def _rounded_as_float8(operands: Operands, weights, logits, maximum) -> jax.Array:
+    """Rounds exponentials as the FP8 kernels do, and multiplies them by the values' scales."""
+    value_scale = operands["value_scale"][..., None, None, :]  # [*B,K,1,1,S]
+    if "key_value_seq_lengths" in operands:
+        # The greatest scale, by which probabilities are divided, must not be that of padding.
+        lengths = operands["key_value_seq_lengths"][..., None, None, None, None]
+        value_scale = jnp.where(jnp.arange(logits.shape[-1]) < lengths, value_scale, 0)
+    return rounded_weights(weights, logits, maximum, value_scale)
+
+
+def _dropped(spec: AttentionSpec, operands: Operands, weights: jax.Array, first) -> jax.Array:
+    """Applies dropout, if the call has it, to a block's probabilities."""
+    if not spec.dropout_threshold:
+        return weights
+    q_len, kv_len = weights.shape[-2:]
+    rows = first + jnp.arange(q_len, dtype=jnp.int32)
+    cols = jnp.arange(kv_len, dtype=jnp.int32)
+    if "dropout_start" in operands:
+        start = operands["dropout_start"][..., None, None, :]
+        rows, cols = rows + start[..., 0], cols + start[..., 1]
+    keep = dropout_keep(
+        operands["dropout_keys"], rows=rows, cols=cols, threshold=spec.dropout_threshold
+    )
+    keep = _split_heads(keep, -3, weights.shape[-4])
+    return jnp.where(keep, weights * spec.dropout_scale, 0)
+
+
+def _forward_block(spec, accumulator, operands: Operands, first) -> Operands:
+    """Computes the results of `forward` for a block of queries, out in the accumulator's dtype."""
+    q_len, heads = operands["query"].shape[-3:-1]
+    logits, allowed = _logits(spec, accumulator, operands, first)
+    row_exists = jnp.ones((), bool)
+    if "query_seq_lengths" in operands:
+        lengths = operands["query_seq_lengths"]
+        i = first + jnp.arange(q_len, dtype=jnp.int32)
+        row_exists = (i < lengths[..., None])[..., None, None, :]  # [*B,K,G,T]
 
     maximum = jnp.max(jnp.where(allowed, logits, -jnp.inf), axis=-1, initial=-jnp.inf)
     sinks = None
     if "sinks" in operands:
-        sinks = _heads_last_group(operands["sinks"].astype(accumulator), -1, kv_heads)[..., None]
+        kv_heads = operands["key"].shape[-2]
+        sinks = _split_heads(operands["sinks"].astype(accumulator), -1, kv_heads)[..., None]
         maximum = jnp.maximum(maximum, sinks)
     maximum = jax.lax.stop_gradient(jnp.where(maximum == -jnp.inf, 0, maximum))
     weights = jnp.where(allowed, jnp.exp(below_maximum(logits, maximum)), 0)
     total = weights.sum(axis=-1)
     if "value_scale" in operands:
-        value_scale = operands["value_scale"][..., None, None, :]  # [*B,K,1,1,S]
-        if "key_value_seq_lengths" in operands:
-            # The greatest scale, by which probabilities are divided, must not be that of padding.
-            lengths = operands["key_value_seq_lengths"][..., None, None, None, None]
-            value_scale = jnp.where(jnp.arange(key.shape[-3]) < lengths, value_scale, 0)
-        weights = rounded_weights(
-            weights, jnp.where(allowed, logits, -jnp.inf), maximum, value_scale
+        weights = _rounded_as_float8(
+            operands, weights, jnp.where(allowed, logits, -jnp.inf), maximum
         )
     if sinks is not None:
         total = total + jnp.where(row_exists, jnp.exp(sinks - maximum), 0)
@@ -373,19 +404,10 @@ def _forward_block(spec, accumulator, operands: Operands, first) -> Operands:
     total = jnp.where(empty, 1, total)
     lse, lse_low = two_sum(maximum, jnp.log(total))
     lse = jnp.where(empty, -jnp.inf, lse)
-    weights = weights / total[..., None]
-    if spec.dropout_threshold:
-        rows = first + jnp.arange(q_len, dtype=jnp.int32)
-        cols = jnp.arange(key.shape[-3], dtype=jnp.int32)
-        if "dropout_start" in operands:
-            start = operands["dropout_start"][..., None, None, :]
-            rows, cols = rows + start[..., 0], cols + start[..., 1]
-        keep = dropout_keep(
-            operands["dropout_keys"], rows=rows, cols=cols, threshold=spec.dropout_threshold
-        )
-        keep = _heads_last_group(keep, -3, kv_heads)
-        weights = jnp.where(keep, weights * spec.dropout_scale, 0)
-    out = jnp.einsum("...kgts,...skd->...tkgd", weights, value, precision=highest)
+    weights = _dropped(spec, operands, weights / total[..., None], first)
+    out = jnp.einsum(
+        "...kgts,...skd->...tkgd", weights, operands["value"], precision=jax.lax.Precision.HIGHEST
+    )
     out = jnp.where(jnp.moveaxis(empty, -1, -3)[..., None], 0, out)
     results = {"out": out.reshape(*out.shape[:-3], heads, out.shape[-1]), "lse": lse}
     if added(operands):
