@@ -134,6 +134,106 @@ def make_step(config, attention: str, optimizer):
     return step
 
 
+def shard_parameters(config, optimizer, mesh):
+    """Makes parameters and the optimizer's state, each device its shards."""
+    import jax
+    from _llama_model import init_params
+    from jax.sharding import NamedSharding
+
+    shapes = jax.eval_shape(lambda: init_params(config))
+    specs = jax.tree_util.tree_map_with_path(parameter_spec, shapes)
+    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
+    params = jax.jit(lambda: init_params(config), out_shardings=shardings)()
+    return params, optimizer.init(params)
+
+
+class Batches:
+    """Stretches of a text, whose tokens are sharded in the order that attention expects."""
+
+    def __init__(self, config, mesh, order: str, path: str | None):
+        import numpy as np
+        from _llama_model import load_text
+
+        self._config, self._mesh, self._order = config, mesh, order
+        text = load_text(path)
+        if len(text) < config.seq + 1:  # repeated, where a sequence is longer than it
+            text = np.tile(text, -(-(config.seq + 1) // len(text)) + 1)
+        self._text = text
+
+    def of(self, seed: int):
+        """Returns tokens and targets in their own order, on the host."""
+        from _llama_model import sample_text
+
+        stretch = sample_text(self._text, self._config, seed)
+        return stretch[:, :-1], stretch[:, 1:]
+
+    def on_mesh(self, seed: int):
+        """Returns the same on the mesh."""
+        return [self._place(x, "data", "sequence") for x in self.of(seed)]
+
+    def positions(self):
+        """Returns the position of each token in its sequence, on the mesh."""
+        import numpy as np
+
+        return self._place(np.arange(self._config.seq), "sequence")
+
+    def _place(self, x, *axes: str):
+        import jax
+        import numpy as np
+        from jax.sharding import NamedSharding, PartitionSpec
+
+        import jax_flash
+
+        if self._order == "zigzag":
+            with jax.default_device(jax.local_devices(backend="cpu")[0]):
+                x = jax_flash.zigzag_permute(x, self._mesh.shape["sequence"], axis=-1)
+        x = np.asarray(x)
+        sharding = NamedSharding(self._mesh, PartitionSpec(*axes))
+        return jax.make_array_from_callback(x.shape, sharding, lambda i: x[i])
+
+
+def check_on_one_device(config, optimizer, batch):
+    """Loss and gradient norm of the first step, without any mesh."""
+    import jax
+    import numpy as np
+    from _llama_measure import jit
+    from _llama_model import init_params
+
+    here = jax.local_devices()[0]
+    with jax.set_mesh(jax.make_mesh((1,), ("one",), devices=[here])), jax.default_device(here):
+        params = init_params(config)
+        positions = np.arange(config.seq)
+        step = jit(make_step(config, "jax_flash", optimizer))
+        _, _, loss, norm = step(params, optimizer.init(params), *batch, positions)
+        return np.array([float(loss), float(norm)])
+
+
+def train(step, params, state, batches: Batches, steps: int, say):
+    """Runs the compiled step; returns the losses and gradient norms, and the seconds, of each."""
+    positions = batches.positions()
+    values, times = [], []
+    for number in range(steps):
+        inputs = batches.on_mesh(number)
+        start = time.perf_counter()
+        params, state, loss, norm = step(params, state, *inputs, positions)
+        values.append((float(loss), float(norm)))
+        times.append(time.perf_counter() - start)
+        if number % max(1, steps // 10) == 0 or number + 1 == steps:
+            say(f"step {number + 1:4d}  loss {values[-1][0]:.4f}  {times[-1]:.3f} s")
+    return values, times
+
+
+def agree(config, got, expected, say) -> bool:
+    """Compares the first step's loss and gradient norm with those of one device."""
+    import numpy as np
+
+    tolerance = 1e-4 if config.dtype == "float32" else 2e-2
+    equal = bool(np.allclose(got, expected, rtol=tolerance, atol=0))
+    verdict = "equal" if equal else "DIFFERENT"
+    say(f"loss and gradient norm {np.array(got)}, on one device {expected}: {verdict}")
+    return equal
+
+
 def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     arguments = parse_arguments(argv)
@@ -146,9 +246,8 @@ def main(argv: list[str] | None = None) -> int:
     import numpy as np
     import optax
     from _llama_measure import jit
-    from _llama_model import ATTENTIONS, init_params, load_text, sample_text
-    from jax.sharding import AxisType, NamedSharding
-    from jax.sharding import PartitionSpec as P
+    from _llama_model import ATTENTIONS
+    from jax.sharding import AxisType
 
     import jax_flash
 
@@ -172,35 +271,14 @@ def main(argv: list[str] | None = None) -> int:
     say("  " + ", ".join(f"{name} {size}" for name, size in dataclasses.asdict(config).items()))
 
     optimizer = optax.adamw(arguments.learning_rate)
-    shapes = jax.eval_shape(lambda: init_params(config))
-    specs = jax.tree_util.tree_map_with_path(parameter_spec, shapes)
-    shardings = jax.tree.map(lambda spec: NamedSharding(mesh, spec), specs)
-    params = jax.jit(lambda: init_params(config), out_shardings=shardings)()
-    state = optimizer.init(params)
-
-    def in_order(x):
-        if arguments.order == "zigzag":
-            x = jax_flash.zigzag_permute(x, mesh.shape["sequence"], axis=-1)
-        return np.asarray(x)
-
-    def place(x, spec):
-        return jax.make_array_from_callback(x.shape, NamedSharding(mesh, spec), lambda i: x[i])
-
-    text = load_text(arguments.text)
-    if len(text) < config.seq + 1:  # repeated, where a sequence is longer than it
-        text = np.tile(text, -(-(config.seq + 1) // len(text)) + 1)
-
-    def batch(seed):
-        stretch = sample_text(text, config, seed)
-        return stretch[:, :-1], stretch[:, 1:]
-
-    positions = place(in_order(np.arange(config.seq)), P("sequence"))
-    tokens_spec = P("data", "sequence")
-
-    def batch_on_mesh(seed):
-        with jax.default_device(jax.local_devices(backend="cpu")[0]):
-            return [place(in_order(x), tokens_spec) for x in batch(seed)]
-
+    params, state = shard_parameters(config, optimizer, mesh)
+    batches = Batches(config, mesh, arguments.order, arguments.text)
+    step = jit(make_step(config, "sharded", optimizer), donate_argnums=(0, 1))
+    compiled = step.lower(params, state, *batches.on_mesh(0), batches.positions()).compile()
+    temporaries = compiled.memory_analysis().temp_size_in_bytes
+    checks = config.seq <= 4096 if arguments.check is None else arguments.check
+    expected = check_on_one_device(config, optimizer, batches.of(0)) if checks else None
+    values, times = train(compiled, params, state, batches, arguments.steps, say)
     output = {
         **report.environment(arguments.commit),
         "processes": jax.process_count(),
@@ -208,59 +286,22 @@ def main(argv: list[str] | None = None) -> int:
         "order": arguments.order,
         "mode": arguments.mode,
         "model": dataclasses.asdict(config),
+        "temporary_bytes_per_device": temporaries,
+        "losses": [loss for loss, _ in values],
+        "times_s": times,
     }
-    first = batch_on_mesh(0)
-    step = jit(make_step(config, "sharded", optimizer), donate_argnums=(0, 1))
-    compiled = step.lower(params, state, *first, positions).compile()
-    plan = compiled.memory_analysis()
-    output["temporary_bytes_per_device"] = plan.temp_size_in_bytes
     agrees = True
-    if arguments.check if arguments.check is not None else config.seq <= 4096:
-        expected = check_on_one_device(config, optimizer, batch(0))
-    else:
-        expected = None
-    losses, times = [], []
-    for number in range(arguments.steps):
-        inputs = first if number == 0 else batch_on_mesh(number)
-        start = time.perf_counter()
-        params, state, loss, norm = compiled(params, state, *inputs, positions)
-        losses.append(float(loss))
-        times.append(time.perf_counter() - start)
-        if number == 0 and expected is not None:
-            got = np.array([losses[0], float(norm)])
-            output["check"] = {"got": got.tolist(), "one_device": expected.tolist()}
-            tolerance = 1e-4 if config.dtype == "float32" else 2e-2
-            agrees = bool(np.allclose(got, expected, rtol=tolerance, atol=0))
-            say(f"loss and gradient norm {got}, on one device {expected}: "
-                + ("equal" if agrees else "DIFFERENT"))  # fmt: skip
-        if number % max(1, arguments.steps // 10) == 0 or number + 1 == arguments.steps:
-            say(f"step {number + 1:4d}  loss {losses[-1]:.4f}  {times[-1]:.3f} s")
-    output |= {"losses": losses, "times_s": times}
+    if expected is not None and values:
+        output["check"] = {"got": values[0], "one_device": expected.tolist()}
+        agrees = agree(config, values[0], expected, say)
     if len(times) > 1:
-        median = float(np.median(times[1:]))
-        output["tokens_per_second"] = config.tokens / median
-        say(f"{config.tokens / median:,.0f} tokens/s; "
-            f"{plan.temp_size_in_bytes / 2**20:,.0f} MiB of temporaries per device")  # fmt: skip
+        rate = config.tokens / float(np.median(times[1:]))
+        output["tokens_per_second"] = rate
+        say(f"{rate:,.0f} tokens/s; {temporaries / 2**20:,.0f} MiB of temporaries per device")
     if arguments.json and is_first:
         pathlib.Path(arguments.json).write_text(json.dumps(output, indent=2) + "\n")
         say(f"wrote {arguments.json}")
     return 0 if agrees else 1
-
-
-def check_on_one_device(config, optimizer, batch):
-    """Loss and gradient norm of the first step, without any mesh."""
-    import jax
-    import numpy as np
-    from _llama_measure import jit
-    from _llama_model import init_params
-
-    here = jax.local_devices()[0]
-    with jax.set_mesh(jax.make_mesh((1,), ("one",), devices=[here])), jax.default_device(here):
-        params = init_params(config)
-        positions = np.arange(config.seq)
-        step = jit(make_step(config, "jax_flash", optimizer))
-        _, _, loss, norm = step(params, optimizer.init(params), *batch, positions)
-        return np.array([float(loss), float(norm)])
 
 
 if __name__ == "__main__":
