@@ -20,6 +20,10 @@ import _plots
 import _ring
 
 _ROOT = pathlib.Path(__file__).resolve().parents[2]
+sys.path.insert(0, str(_ROOT / "benchmarks"))
+
+from flash_benchmark.switches import SWITCHES  # noqa: E402
+
 _RESULTS = _ROOT / "examples" / "results"
 _NAMES = {"jax_flash": "jax_flash", "xla": "jax.nn xla", "cudnn": "jax.nn cudnn",
           "limit": "no attention"}  # fmt: skip
@@ -38,12 +42,11 @@ def table(header: list[str], rows: list[list[str]]) -> str:
 def where(document: dict) -> str:
     """Device, driver, JAX and, where it is known, the commit."""
     device, versions = document["device"], document["versions"]
-    isa = (document.get("native") or {}).get("instruction_set", "avx512")
-    on_cpu = f"{device['cores']} cores of {device['kind']}, {isa}"
+    native = document["native"]
+    on_cpu = f"{device['cores']} cores of {device['kind']}, {native['instruction_set']}"
     what = device["kind"] if device["platform"] == "gpu" else on_cpu
     driver = f", driver {device['driver']}" if device.get("driver") else ""
-    # Files that do not say are from before there were others.
-    families = (document.get("native") or {}).get("cuda_families", [80]) if driver else None
+    families = native["cuda_families"] if driver else None
     kernels = f", kernels for sm_{' and sm_'.join(map(str, families))}" if families else ""
     commit = f", commit {document['commit']}" if document.get("commit") else ""
     cut = ", cut off before its last cases" if document.get("interrupted") else ""
@@ -238,8 +241,12 @@ def host(document: dict) -> str:
 
 
 def ablation(document: dict) -> str:
+    """What each switch that the kernels still have was worth."""
+    shown = {"as shipped", "unfused XLA"} | {switch.name for switch in SWITCHES}
     rows = []
     for row in document["results"]:
+        if row["switch"] not in shown:
+            continue
         value = f"{row['switch']} = {row['value']}" if row["value"] else row["switch"]
         shape, _, mask = row["case"].split(" ", 2)
         kernel = f"{mask}, {row['pass']}"
