@@ -15,7 +15,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash.arrays import accumulator_of
-from jax_flash.fp8 import moved
+from jax_flash.fp8 import collective_as_bytes
 from jax_flash.operands import Operands, axis_of
 from jax_flash.ring_blocks import Blocks, RunBlock, restore
 from jax_flash.sequence import SequenceSharding, zigzag_permute, zigzag_restore
@@ -48,7 +48,7 @@ def gathered(
             gather = functools.partial(
                 jax.lax.all_gather, axis_name=sequence.axis_name, axis=axis, tiled=True
             )
-            x = moved(gather, x)
+            x = collective_as_bytes(gather, x)
         return zigzag_restore(x, sequence.devices, axis=axis) if reorder else x
 
     keys = {name: whole(name, x) for name, x in operands.items()}

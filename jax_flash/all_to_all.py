@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash.arrays import accumulator_of
-from jax_flash.fp8 import moved
+from jax_flash.fp8 import collective_as_bytes
 from jax_flash.operands import OPERANDS, Operands
 from jax_flash.sequence import SequenceSharding, in_position_order
 
@@ -45,9 +45,9 @@ class _Exchange:
     def _axes(self, name: str, x: jax.Array) -> tuple[int | None, int | None]:
         """Returns the axis of heads and that of the sharded sequence; None if there is none.
 
-        A bias or mask is sharded along T alone, and need have neither. If a device holds one
-        query, one row may be that query's, or one for all: in both cases, those of all devices are
-        right for all queries.
+        A bias or mask is sharded along T alone, and may have neither axis. If a device holds one
+        query, a matrix with one row may hold that query's row or a row for all. To gather all
+        devices' rows is right in both cases.
         """
         names = OPERANDS[name].axes
         first = x.ndim - len(names)
@@ -63,7 +63,7 @@ class _Exchange:
     def to_heads(self, name: str, x: jax.Array) -> jax.Array:
         heads, tokens = self._axes(name, x)
         if heads is not None and tokens is not None:
-            return moved(
+            return collective_as_bytes(
                 lambda x: jax.lax.all_to_all(x, self._axis_name, heads, tokens, tiled=True), x
             )
         if heads is not None:

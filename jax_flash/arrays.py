@@ -1,4 +1,4 @@
-"""Checks arrays as callers give them, and makes integers of every width mean what they are."""
+"""Checks callers' arrays, and converts integers of any width without changing their values."""
 
 from __future__ import annotations
 
@@ -128,8 +128,8 @@ def integer(name: str, x: Any) -> int:
 def integers(name: str, x: Any) -> jax.Array | np.ndarray:
     """Converts an argument to an array of integers, with its values unchanged.
 
-    Where jax_enable_x64 is off, `jnp.asarray` takes the low 32 bits of longer ones. So what is no
-    JAX array, but known, comes back as a NumPy array.
+    Without jax_enable_x64, `jnp.asarray` would keep only the low 32 bits of longer ones. So known
+    integers that are no JAX array are returned as a NumPy array.
 
     Raises:
       TypeError: x is not an array of integers.
@@ -165,7 +165,8 @@ def comparable(query_ids, key_ids) -> tuple[jax.Array, jax.Array]:
     """
     dtype = np.promote_types(query_ids.dtype, key_ids.dtype)
     if dtype == np.uint32:
-        # Of this dtype both, or unsigned and shorter: the same order on int32's numbers.
+        # Both are uint32, or one is a shorter unsigned dtype. To flip the top bit maps them to
+        # int32 in the same order.
         half = np.uint32(2**31)
         query_ids, key_ids = (
             jax.lax.bitcast_convert_type(jnp.asarray(x).astype(jnp.uint32) ^ half, jnp.int32)

@@ -84,7 +84,7 @@ def _forward_jvp(primals, tangents, *, one_pass: Pass, names):
         name: checkpoint_name(x, RESIDUAL_NAMES[name != "out"])
         for name, x in bind(one_pass, operands).items()
     }
-    moving = {
+    differentiated = {
         name: tangent
         for name, tangent in zip(names, tangents, strict=True)
         if OPERANDS[name].differentiable and not isinstance(tangent, ad.Zero)
@@ -92,11 +92,11 @@ def _forward_jvp(primals, tangents, *, one_pass: Pass, names):
     made = tangent_p.bind(
         *primals,
         *results.values(),
-        *moving.values(),
+        *differentiated.values(),
         one_pass=one_pass,
         names=names,
         results=tuple(results),
-        wrt=tuple(moving),
+        wrt=tuple(differentiated),
     )
     made = dict(zip(_DIFFERENTIABLE, made, strict=True))
     # lse_low is a rounding error.
@@ -141,29 +141,33 @@ def _tangent(*arrays, one_pass: Pass, names, results, wrt):
     operands, made, tangents = _split(arrays, names, results, wrt)
     batch = _batch_of_all(operands, made, tangents)
 
-    def forward(moving):
-        made = spread(one_pass, run_reference, {**operands, **moving})
+    def forward(differentiated):
+        made = spread(one_pass, run_reference, {**operands, **differentiated})
         return [broadcast_batch(made[name], batch) for name in _DIFFERENTIABLE]
 
     # vmap may map a tangent and not its operand, or the other way round.
     shapes = {n: jnp.broadcast_shapes(x.shape, operands[n].shape) for n, x in tangents.items()}
-    moving = {name: jnp.broadcast_to(operands[name], shape) for name, shape in shapes.items()}
+    differentiated = {
+        name: jnp.broadcast_to(operands[name], shape) for name, shape in shapes.items()
+    }
     tangents = {name: jnp.broadcast_to(tangents[name], shape) for name, shape in shapes.items()}
-    return jax.jvp(forward, (moving,), (tangents,))[1]
+    return jax.jvp(forward, (differentiated,), (tangents,))[1]
 
 
 @own_ranks
 def _jvp_of_plain(plain, primitive: Primitive, primals, tangents, **static):
     """Differentiates a primitive as a function of plain JAX."""
-    moving = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
+    differentiated = [i for i, x in enumerate(tangents) if not isinstance(x, ad.Zero)]
 
     def function(*values):
         arrays = list(primals)
-        for i, value in zip(moving, values, strict=True):
+        for i, value in zip(differentiated, values, strict=True):
             arrays[i] = value
         return list(plain(*arrays, **static))
 
-    _, tangents_out = jax.jvp(function, [primals[i] for i in moving], [tangents[i] for i in moving])
+    _, tangents_out = jax.jvp(
+        function, [primals[i] for i in differentiated], [tangents[i] for i in differentiated]
+    )
     return primitive.bind(*primals, **static), tangents_out
 
 
@@ -178,35 +182,35 @@ def _plain_backward(*arrays, one_pass: Pass, names):
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _attended(one_pass: Pass, wanted: tuple[str, ...], moving: Operands, others: Operands):
+def _attended(one_pass: Pass, wanted: tuple[str, ...], differentiated: Operands, others: Operands):
     """Returns the results of a forward pass that has been made, as a function of its operands.
 
     Args:
       one_pass: the forward pass.
       wanted: names of the results.
-      moving: the operands to differentiate with respect to.
+      differentiated: the operands to differentiate with respect to.
       others: the other operands, and all results.
     """
     return {name: others[name] for name in wanted}
 
 
-def _attended_forward(one_pass: Pass, wanted, moving: Operands, others: Operands):
-    return {name: others[name] for name in wanted}, (moving, others)
+def _attended_forward(one_pass: Pass, wanted, differentiated: Operands, others: Operands):
+    return {name: others[name] for name in wanted}, (differentiated, others)
 
 
 def _attended_backward(one_pass: Pass, wanted, residuals, cotangents: Operands):
-    moving, others = residuals
-    operands = {**others, **moving}
+    differentiated, others = residuals
+    operands = {**others, **differentiated}
     given = {"dout": cotangents.get("out", None), "dlse": cotangents.get("lse", None)}
     operands |= {name: x for name, x in given.items() if x is not None}
     if "dout" not in operands:
         operands["dout"] = jnp.zeros_like(operands["out"])
     gradients = {}
-    if set(moving) - {"sinks"}:
-        gradients = bind(Pass(one_pass.spec, "backward", added(moving)), operands)
-    if "sinks" in moving:
+    if set(differentiated) - {"sinks"}:
+        gradients = bind(Pass(one_pass.spec, "backward", added(differentiated)), operands)
+    if "sinks" in differentiated:
         gradients["sinks"] = _sinks_gradient(operands)
-    return {name: _like(gradients[name], x) for name, x in moving.items()}, None
+    return {name: _like(gradients[name], x) for name, x in differentiated.items()}, None
 
 
 _attended.defvjp(_attended_forward, _attended_backward)
@@ -255,18 +259,18 @@ def _tangent_transpose(cotangents, *arrays, one_pass: Pass, names, results, wrt)
         if not isinstance(x, ad.Zero)
     }
     # vmap may map a tangent and not its operand.
-    moving = {
+    differentiated = {
         name: jnp.broadcast_to(operands[name], x.aval.shape)
         for name, x in tangents.items()
         if ad.is_undefined_primal(x)
     }
     gradients: Operands = {}
     if cotangents:
-        batch = batch_shape({**operands, **made, **moving})
+        batch = batch_shape({**operands, **made, **differentiated})
         made = {name: broadcast_batch(x, batch) for name, x in made.items()}
-        others = {**{n: x for n, x in operands.items() if n not in moving}, **made}
+        others = {**{n: x for n, x in operands.items() if n not in differentiated}, **made}
         attended = functools.partial(_attended, one_pass, tuple(cotangents))
-        _, vjp = jax.vjp(lambda x: attended(x, others), moving)
+        _, vjp = jax.vjp(lambda x: attended(x, others), differentiated)
         (gradients,) = vjp(cotangents)
     return [None] * (len(arrays) - len(wrt)) + [gradients.get(name) for name in wrt]
 
@@ -305,21 +309,21 @@ def _backward_transpose(cotangents, *arrays, one_pass: Pass, names):
     known = {name: x for name, x in operands.items() if name not in ("dout", "dlse")}
     results = tuple(name for name in Pass(one_pass.spec).result_types(known) if name in known)
     primals = {name: x for name, x in known.items() if name not in results}
-    moving = {
+    differentiated = {
         name: x
         for name, x in zip(one_pass.result_types(known), cotangents, strict=True)
         if not isinstance(x, ad.Zero)
     }
-    if not moving:
+    if not differentiated:
         return [None] * len(arrays)
     tangents = tangent_p.bind(
         *primals.values(),
         *(known[name] for name in results),
-        *moving.values(),
+        *differentiated.values(),
         one_pass=dataclasses.replace(one_pass, kind="forward", gradients=()),
         names=tuple(primals),
         results=results,
-        wrt=tuple(moving),
+        wrt=tuple(differentiated),
     )
     made = dict(zip(("dout", "dlse"), tangents, strict=True))
     return [_like(made[n], operands[n].aval) if n in unknown else None for n in names]

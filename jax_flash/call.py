@@ -66,7 +66,7 @@ class Call:
       operands: the arrays by name, see operands.py.
       has_batch: whether the caller's query has batch axes; operands have one in any case.
       return_residual: whether lse is returned, too.
-      documents: what makes the rows documents, see ragged.py; None: nothing does.
+      documents: the offsets that bound documents (ragged.py), or None.
     """
 
     spec: AttentionSpec
@@ -207,7 +207,7 @@ def _sizes(operands: Operands, has_batch: bool, parts: int) -> _Sizes:
 
 
 def _number_or_array(x: ArrayLike | None) -> tuple[Any, ArrayLike | None]:
-    """Returns an argument as a known number or as an array; what it is not is None."""
+    """Returns (x, None) for None and a known number, and (None, x) for an array."""
     return (x, None) if x is None or is_number(x) else (None, x)
 
 

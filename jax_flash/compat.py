@@ -54,7 +54,7 @@ def number_of_devices(context: mlir.LoweringRuleContext) -> int | None:
 
 
 def knows_devices(context: mlir.LoweringRuleContext) -> bool:
-    """Says whether JAX knows for which devices it lowers a program, or but an abstract mesh."""
+    """Says whether JAX knows the devices that it lowers for, and not only an abstract mesh."""
     axes = context.module_context.axis_context
     mesh = getattr(axes, "mesh", None)  # inside a `shard_map`
     return isinstance(mesh, Mesh) or getattr(axes, "device_assignment", None) is not None

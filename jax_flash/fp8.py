@@ -188,7 +188,7 @@ def _signed_hadamard(dim: int, size: int, seed: int) -> jax.Array:
     return jnp.where(row // np.uint32(size) == column // np.uint32(size), signs, 0)
 
 
-def moved(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
+def collective_as_bytes(collective: Callable[[jax.Array], jax.Array], x: jax.Array) -> jax.Array:
     """Applies a collective that moves numbers to x; numbers of float8 travel as bytes.
 
     Otherwise XLA may convert them to wider numbers and send these.

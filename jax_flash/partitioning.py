@@ -2,9 +2,10 @@
 
 Under `jit` on an Auto mesh, the call becomes a `custom_partitioning` with a Shardy rule. That calls
 back into Python, so an exported program cannot use it. On an Explicit mesh, the call becomes a
-`shard_map` over the axes that the operands' types name. Inside a user's `shard_map` it stays a
-plain call, or becomes a ring; over axes that the user's is not over, it becomes another one. If a
-`shard_map` leaves Auto axes, what runs inside is a `custom_partitioning` over these.
+`shard_map` over the axes that the operands' types name. Inside a user's `shard_map`, the call
+stays plain or becomes a ring. If the operands' types name axes that this `shard_map` leaves
+Explicit, the call opens another one over them. If a `shard_map` leaves Auto axes, what runs inside
+is a `custom_partitioning` over these.
 
 Batch and heads need no communication except the sums of gradients. A sharded sequence makes the
 call a ring, or a sum of outputs if queries are few. Head-dim axes are gathered if they are sharded.
@@ -32,7 +33,7 @@ from jax_flash.meshes import (
     type_of,
     with_prime_axes,
 )
-from jax_flash.operands import OPERANDS, Operands, axis_of, batch_shape
+from jax_flash.operands import OPERANDS, Operands, Types, axis_of, batch_shape
 from jax_flash.passes import Pass, Run, on_shards, on_whole_sequences
 from jax_flash.ranks import own_ranks
 from jax_flash.sharding_plan import Plan, Specs, axis_names, make_plan, sharding_rule
@@ -322,7 +323,7 @@ def _partitioned(
     run: Run,
     operands: Operands,
     devices: int,
-    plan_of: Callable[[Mesh, dict[str, jax.ShapeDtypeStruct]], tuple[Mesh | AbstractMesh, Plan]],
+    plan_of: Callable[[Mesh, Types], tuple[Mesh | AbstractMesh, Plan]],
 ) -> Operands:
     """Runs a pass on each device's shards, with the sharding that the partitioner chooses.
 

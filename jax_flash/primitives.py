@@ -61,7 +61,7 @@ def run_on(platform: str, one_pass: Pass, operands: Operands, *, divides: bool =
       platform: of the device.
       one_pass: the pass.
       operands: by name.
-      divides: whether there may be help: XLA's partitioner calls back into Python.
+      divides: whether XLA's partitioner may call back into Python to divide a native call.
     """
     choice = dispatch.choose(one_pass, operands, platform)
     if choice.implementation == "reference":

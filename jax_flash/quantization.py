@@ -44,8 +44,8 @@ class Rounding:
       per: what shares a scale.
       rotation: the seed of a rotation, or None.
       rotated: of each array, whether it is rotated, if there is a rotation.
-      mapped: of each array, how many leading axes come from vmap: what is of different places
-        there never shares a scale.
+      mapped: of each array, how many leading axes come from vmap. Entries of these axes never
+        share a scale.
       on_one_device: whether it runs on one device for sure, and not on a mesh whose partitioner
         decides where.
     """

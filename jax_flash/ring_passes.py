@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 
 from jax_flash.arrays import accumulator_of
-from jax_flash.fp8 import moved
+from jax_flash.fp8 import collective_as_bytes
 from jax_flash.merging import add_sinks, merge
 from jax_flash.meshes import auto_devices
 from jax_flash.operands import Operands
@@ -150,7 +150,7 @@ class _Ring:
         def permute(x: jax.Array) -> jax.Array:
             return jax.lax.ppermute(x, self.axes, pairs)
 
-        return {name: moved(permute, x) for name, x in arrays.items()}
+        return {name: collective_as_bytes(permute, x) for name, x in arrays.items()}
 
 
 def _rounds(steps: int) -> tuple[int, int]:

@@ -132,7 +132,9 @@ def with_chosen_mode(sequence: SequenceSharding, operands: Operands) -> Sequence
 def choose_mode(
     spec: AttentionSpec, sequence: SequenceSharding, operands: dict[str, Any]
 ) -> tuple[Mode, str]:
-    """Says which mode but "all_reduce" "auto" stands for, and why, by shapes and options alone.
+    """Returns the mode that "auto" stands for if it is not "all_reduce", and the reason.
+
+    Both depend on shapes and options alone.
 
     docs/guide/several-devices.md says where the numbers are from.
 

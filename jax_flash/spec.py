@@ -311,8 +311,8 @@ def number(name: str, value: Any) -> float:
         value = value.item()
     if not is_number(value):
         raise TypeError(
-            f"{name}: expected a Python number, known when the function is traced, "
-            f"got {type(value).__name__}"
+            f"{name}: expected a Python number, known when the function is traced "
+            f"(static_argnames of jax.jit), got {type(value).__name__}"
         )
     try:
         return float(value)
