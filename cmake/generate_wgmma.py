@@ -1,4 +1,4 @@
-"""Writes "wgmma.h": the warpgroup matrix products, one specialisation for each width.
+"""Writes "wgmma.h": the warpgroup matrix products, one specialization for each width.
 
 The instruction names every accumulator register, so each width has an operand list of its own,
 which C++ can neither compute nor loop over. Usage: generate_wgmma.py OUT.h WIDTH...
@@ -37,7 +37,7 @@ template <typename Element, int kN>
 struct Wgmma;
 """
 
-SPECIALISATION = """
+SPECIALIZATION = """
 template <>
 struct Wgmma<{element}, {width}> {{
   template <int kTransposeA, int kTransposeB>
@@ -66,7 +66,7 @@ struct Wgmma<{element}, {width}> {{
 }};
 """
 
-FLOAT8_SPECIALISATION = """
+FLOAT8_SPECIALIZATION = """
 template <>
 struct Wgmma<{element}, {width}> {{
   static __device__ __forceinline__ void ss(float (&d)[{blocks}][4], uint64_t a, uint64_t b,
@@ -94,9 +94,9 @@ struct Wgmma<{element}, {width}> {{
 """
 
 
-def specialisation(element: str, dtype: str, width: int) -> str:
+def specialization(element: str, dtype: str, width: int) -> str:
     count = width // 2
-    template = FLOAT8_SPECIALISATION if element == "Float8" else SPECIALISATION
+    template = FLOAT8_SPECIALIZATION if element == "Float8" else SPECIALIZATION
     return template.format(
         element=element,
         dtype=dtype,
@@ -120,9 +120,9 @@ def main() -> None:
     for width in sorted({int(width) for width in widths}):
         if width % 8 or not 8 <= width <= 256:
             raise SystemExit(f"{width} is no width of wgmma: a multiple of 8 up to 256")
-        parts.append(specialisation("__nv_bfloat16", "bf16", width))
-        parts.append(specialisation("__half", "f16", width))
-        parts.append(specialisation("Float8", "e4m3", width))
+        parts.append(specialization("__nv_bfloat16", "bf16", width))
+        parts.append(specialization("__half", "f16", width))
+        parts.append(specialization("Float8", "e4m3", width))
     text = "".join(parts) + "\n}  // namespace jax_flash::ptx\n"
     path = pathlib.Path(out)
     if not path.exists() or path.read_text() != text:  # or every kernel would compile again

@@ -249,7 +249,7 @@ def measure(config: ModelConfig, text, results: list[dict[str, Any]], arguments)
                     times[name].setdefault(what, []).append(run(compiled[name], what, calls))
     finally:
         for name, taken in times.items():
-            by_name[name] |= report.summarise(taken, times, config.tokens, calls)
+            by_name[name] |= report.summarize(taken, times, config.tokens, calls)
 
 
 def train(config: ModelConfig, text, results: list[dict[str, Any]], arguments) -> None:

@@ -15,14 +15,14 @@ from flash_benchmark.report import format_table, progress
 
 __all__ = [
     "environment", "format_results", "format_table", "plot_results", "progress", "stats",
-    "summarise",
+    "summarize",
 ]  # fmt: skip
 
 
 PASSES = ("forward", "train")
 
 
-def summarise(
+def summarize(
     taken: dict[str, list[float]], times: dict[str, dict[str, list[float]]], tokens: int, calls: int
 ) -> dict[str, Any]:
     """What the times of one attention say, alone and beside those of the others.
@@ -34,13 +34,13 @@ def summarise(
       calls: in a row that each time is the mean of.
 
     Returns:
-      By function, what `stats.summarise` says, the times, and for a pass the tokens per second;
+      By function, what `stats.summarize` says, the times, and for a pass the tokens per second;
       `share`: by pass, how much of its time the attention calls alone take; `over`: by pass and
       other attention, the other's time over this one's.
     """
     found: dict[str, Any] = {"share": {}, "over": {}}
     for what, series in taken.items():
-        summary = stats.summarise(series)
+        summary = stats.summarize(series)
         found[what] = {
             "times_s": list(series),
             **summary,

@@ -115,7 +115,7 @@ def explain(config: ModelConfig) -> str:
     return f"{explanation.current}: {choice.implementation}: {choice.reason}"
 
 
-def summarise_training(results: list[dict[str, Any]]) -> dict[str, Any]:
+def summarize_training(results: list[dict[str, Any]]) -> dict[str, Any]:
     """Returns whether the losses fell, and their largest difference between attentions."""
     is_fp8 = [result["attention"].endswith("fp8") for result in results]
     steps = list(zip(*(result["losses"] for result in results), strict=False))
@@ -182,7 +182,7 @@ def run_preset(preset: str, text, arguments: argparse.Namespace, output: dict[st
         for r in results
     )
     if arguments.train:
-        run["training"] = summarise_training(results)
+        run["training"] = summarize_training(results)
         return not failed and run["training"].get("equal", True)
     print(report.format_results(results))
     compiling = sum(sum(result.get("compile_s", {}).values()) for result in results)

@@ -309,7 +309,7 @@ def measure(arguments, call: str, seq: int, mesh, methods, known: dict) -> list[
             timer.take_turn(number)
     for (method, what), timer in timers.items():
         result = timer.result
-        result |= report.stats.summarise(result["times_s"])
+        result |= report.stats.summarize(result["times_s"])
         result["tflops"] = (
             work(arguments, call, what, seq, method, mesh) / result["median_s"] / 1e12
         )

@@ -28,7 +28,7 @@ os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")
 
 # XLA's compiler takes most of the tests' time. The first two options halve it. The last one halves
 # it once more: XLA then translates its fusions to LLVM directly, not through MLIR; jaxlib 0.12 and
-# later ignore it. On a machine with a GPU, and where XLA_FLAGS already ask for an optimisation
+# later ignore it. On a machine with a GPU, and where XLA_FLAGS already ask for an optimization
 # level, XLA compiles as it does for users.
 _QUICK = (
     "--xla_backend_optimization_level=0 --xla_llvm_disable_expensive_passes=true "

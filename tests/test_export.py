@@ -21,8 +21,8 @@ from jax_flash import dispatch, ffi, workspace
 export = functools.partial(
     jax.export.export, platforms=("cpu",), disabled_checks=jax_flash.EXPORT_SAFETY_CHECKS
 )
-serialises = pytest.mark.skipif(
-    importlib.util.find_spec("flatbuffers") is None, reason="jax.export serialises by flatbuffers"
+serializes = pytest.mark.skipif(
+    importlib.util.find_spec("flatbuffers") is None, reason="jax.export serializes by flatbuffers"
 )
 
 needs_cuda = pytest.mark.skipif(not ffi.native.has_cuda(), reason="a build without CUDA kernels")
@@ -207,7 +207,7 @@ def test_symbolic_batch_and_lengths(name, gradient):
     check_symbolic(exported, function, types)
 
 
-@serialises
+@serializes
 def test_the_number_of_documents_is_static():
     documents, tokens = jax.export.symbolic_shape("d, t")
     query = jax.ShapeDtypeStruct((tokens, 4, 8), jnp.float32)
@@ -217,7 +217,7 @@ def test_the_number_of_documents_is_static():
         export(attend)(query, offsets)
 
 
-def test_symbolic_shapes_serialise():
+def test_symbolic_shapes_serialize():
     function, types = symbolic_case("bias", gradient=True)
     exported = reloaded(export(jax.jit(function))(symbolic_types(types)))
     check_symbolic(exported, function, types)
@@ -416,7 +416,7 @@ def test_export_on_an_explicit_mesh(name):
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
 @pytest.mark.parametrize("name", ON_A_MESH)
 def test_export_on_an_auto_mesh(name):
-    # The partitioner's question to Python is not serialisable: what is left is said.
+    # The partitioner's question to Python is not serializable: what is left is said.
     with pytest.warns(UserWarning, match=r"exported on a mesh of Auto axes .* use Explicit axes"):
         exported, args, expected = exported_on_a_mesh(AxisType.Auto, name)
     call = jax.jit(exported.call)
@@ -427,18 +427,18 @@ def test_export_on_an_auto_mesh(name):
     assert_close(jax.device_get(call(*args)), expected)
 
 
-@serialises
+@serializes
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
 @pytest.mark.filterwarnings("ignore:attention exported on a mesh of Auto axes")
 @pytest.mark.parametrize("kind", [AxisType.Auto, AxisType.Explicit], ids=str)
-def test_export_on_a_mesh_serialises(kind):
+def test_export_on_a_mesh_serializes(kind):
     exported, args, expected = exported_on_a_mesh(kind, "ring")
     assert_close(jax.device_get(jax.jit(reloaded(exported).call)(*args)), expected)
 
 
-@serialises
+@serializes
 @pytest.mark.skipif(len(jax.devices()) < 8, reason="needs 8 devices")
-def test_gradients_serialise_on_an_explicit_mesh():
+def test_gradients_serialize_on_an_explicit_mesh():
     attend = functools.partial(jax_flash.dot_product_attention, is_causal=True)
     args, mesh = tokens(), mesh_of(AxisType.Explicit, b=2)
     expected, pull_back = jax.vjp(attend, *args)

@@ -303,7 +303,7 @@ def test_empty_axes_need_no_kernel():
             assert "no keys" in choices[platform].reason
 
 
-def test_nothing_uninitialised_is_left_in_a_result():
+def test_nothing_uninitialized_is_left_in_a_result():
     # XLA hands out memory that earlier calls used: fill it with NaN first.
     inputs = make_inputs(
         Case("poisoned-memory", q_len=100, kv_len=90, features=(("lengths", "qk"), ("mask", "TS")))

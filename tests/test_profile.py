@@ -21,7 +21,7 @@ _NCU = """==PROF== Connected to process 1
 
 
 def test_profile_is_read_and_printed():
-    (kernel,) = map(ncu.summarise, ncu.parse_csv(_NCU))
+    (kernel,) = map(ncu.summarize, ncu.parse_csv(_NCU))
     assert kernel["time"] == pytest.approx(1.2345e-3)
     assert kernel["registers"] == 168
     printed = profile.format_kernels([kernel])

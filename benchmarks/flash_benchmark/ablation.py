@@ -152,7 +152,7 @@ def measure_case(case: Case, chosen, folder, timer, arguments) -> list[dict[str,
     for key, taken in times.items():
         row = rows[key]
         row["source"] = source = timer.source if timer.source in taken else "wall"
-        row["time"] = stats.summarise(taken[source])
+        row["time"] = stats.summarize(taken[source])
         row["tflops"] = case.flops(what) / row["time"]["median_s"] / 1e12
         base = times.get(variants.SHIPPED)
         if base is not None and source in base:

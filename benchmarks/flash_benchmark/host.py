@@ -96,7 +96,7 @@ def measure_calls(calls: int) -> list[dict[str, Any]]:
 
 def _row(name: str, step: str, what: str, taken: list[float]) -> dict[str, Any]:
     return {"case": step, "group": "host", "contender": name, "pass": what, "source": "wall",
-            "time": stats.summarise(taken)}  # fmt: skip
+            "time": stats.summarize(taken)}  # fmt: skip
 
 
 def _function(attention: Callable, what: str) -> Callable:

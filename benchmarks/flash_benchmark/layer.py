@@ -138,9 +138,9 @@ def measure_layer(layer: Layer, contenders: list[Contender], settings) -> list[d
     for key, taken in times.items():
         row = rows[key]
         row["source"] = source = settings.timer.source if settings.timer.source in taken else "wall"
-        row["time"] = stats.summarise(taken[source])
+        row["time"] = stats.summarize(taken[source])
         if source != "wall":
-            row["wall"] = stats.summarise(taken["wall"])
+            row["wall"] = stats.summarize(taken["wall"])
         row["tokens_per_second"] = layer.batch * layer.seq / row["time"]["median_s"]
     for what in passes:
         of_pass = {key[0]: row for key, row in rows.items() if key[1] == what}

@@ -119,7 +119,7 @@ def _number(kernel, names) -> float | None:
     return None
 
 
-def summarise(kernel: dict[str, tuple[str, str]]) -> dict[str, Any]:
+def summarize(kernel: dict[str, tuple[str, str]]) -> dict[str, Any]:
     """What is printed of a kernel; times in seconds, clocks in Hz, utilization in percent."""
     name = kernel.get("Kernel Name", ("", "?"))[1]
     stalls = {}

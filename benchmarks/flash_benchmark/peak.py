@@ -34,7 +34,7 @@ def measure_peak(timer: timing.Timer, dtype: str, *, calls: int = 20, sustained:
     )
 
     def median(key):
-        return stats.summarise(times[key].get(timer.source, times[key]["wall"]))["median_s"]
+        return stats.summarize(times[key].get(timer.source, times[key]["wall"]))["median_s"]
 
     flops = 2 * size**3
     found: dict[str, Any] = {
@@ -48,7 +48,7 @@ def measure_peak(timer: timing.Timer, dtype: str, *, calls: int = 20, sustained:
         count = 2 * max(5, int(sustained / median("matmul") / 2))
         taken = timer.sustained(lambda: multiply(a, b), jax.block_until_ready, count)
         if taken:
-            rate = flops / stats.summarise(taken)["median_s"] / 1e12
+            rate = flops / stats.summarize(taken)["median_s"] / 1e12
             found["sustained_matmul_tflops"] = rate
     return found
 

@@ -128,7 +128,7 @@ def run_calls(cases: list[Case], arguments: argparse.Namespace) -> int:
 
 
 def split_calls(text: str) -> list[tuple[Case, str, list[dict[str, Any]]]]:
-    """From ncu's output for each call its case, its pass, and its kernels by `ncu.summarise`."""
+    """From ncu's output for each call its case, its pass, and its kernels by `ncu.summarize`."""
     found = []
     for line in text.splitlines():
         if line.startswith(_CALL):
@@ -137,7 +137,7 @@ def split_calls(text: str) -> list[tuple[Case, str, list[dict[str, Any]]]]:
             if fields["window"] is not None:
                 fields["window"] = tuple(fields["window"])
             found.append((Case(**fields), call["pass"], []))
-    kernels = [ncu.summarise(kernel) for kernel in ncu.parse_csv(text)]
+    kernels = [ncu.summarize(kernel) for kernel in ncu.parse_csv(text)]
     marks = [i for i, kernel in enumerate(kernels) if _MARK in kernel["kernel"]]
     if len(marks) != len(found):
         raise ValueError(f"{len(found)} calls, but {len(marks)} marks between their kernels")

@@ -121,9 +121,9 @@ def measure_case(
         row, one = rows[name, what], prepared[name]
         row["source"] = source = settings.timer.source if settings.timer.source in taken else "wall"
         row["inputs"] = len(inputs)
-        row["time"] = stats.summarise(taken[source])
+        row["time"] = stats.summarize(taken[source])
         if source != "wall":
-            row["wall"] = stats.summarise(taken["wall"])
+            row["wall"] = stats.summarize(taken["wall"])
         row |= rates(case, what, row["time"]["median_s"])
         if name == _OWN and source in beside[what]:
             row["over_plain"] = stats.compare(beside[what][source], taken[source])
@@ -183,7 +183,7 @@ def _sustained(case, what, one, row, settings) -> dict[str, Any] | None:
     taken = settings.timer.sustained(lambda: one.calls[what](next(index)), one.wait, calls)
     if not taken:
         return None
-    summary = stats.summarise(taken)
+    summary = stats.summarize(taken)
     return summary | rates(case, what, summary["median_s"])
 
 

@@ -33,11 +33,11 @@ def _ratio(times: np.ndarray, others: np.ndarray, axis: int) -> Any:
     return np.median(others, axis) / np.median(times, axis)
 
 
-def summarise(times: Sequence[float]) -> dict[str, Any]:
+def summarize(times: Sequence[float]) -> dict[str, Any]:
     """Of times in seconds: median, 95% bootstrap interval for it, standard deviation, flag."""
     series = np.asarray(times, np.float64)
     if series.size == 0:
-        raise ValueError("summarise: expected at least one time, got none")
+        raise ValueError("summarize: expected at least one time, got none")
     median = float(np.median(series))
     std = float(series.std(ddof=1)) if series.size > 1 else 0.0
     return {
@@ -64,7 +64,7 @@ def compare(times: Sequence[float], others: Sequence[float]) -> dict[str, Any]:
     return {
         "ratio": float(_ratio(a, b, axis=-1)),
         "interval": _interval((a, b), _ratio, paired=a.size == b.size),
-        "disjoint": disjoint(summarise(times)["interval_s"], summarise(others)["interval_s"]),
+        "disjoint": disjoint(summarize(times)["interval_s"], summarize(others)["interval_s"]),
     }
 
 
