@@ -3,8 +3,9 @@
 from typing import TYPE_CHECKING
 
 from jax_flash.alibi import alibi_slopes
-from jax_flash.attention import Explanation, dot_product_attention, explain, merge_attention
+from jax_flash.attention import dot_product_attention, merge_attention
 from jax_flash.autodiff import RESIDUAL_NAMES
+from jax_flash.explanation import Explanation, explain
 from jax_flash.ffi import EXPORT_SAFETY_CHECKS
 from jax_flash.flops import Flops, flops
 from jax_flash.fp8 import Fp8, Quantized

@@ -25,7 +25,7 @@ from jax_flash.folding import fold_batch_axes
 from jax_flash.fp8 import block_scales
 from jax_flash.head_dims import with_padded_head_dims
 from jax_flash.meshes import auto_devices, mesh_of
-from jax_flash.operands import Operands, added
+from jax_flash.operands import Operands
 from jax_flash.partitioning import (
     beside_manual_axes,
     has_auto_axes,
@@ -35,10 +35,9 @@ from jax_flash.partitioning import (
     unify_varying,
     vary_like,
 )
-from jax_flash.passes import Pass, as_run, complete, run_reference
+from jax_flash.passes import Pass, complete, run_reference
 from jax_flash.quantization import Rounding, quantize_p, run_by_xla
 from jax_flash.ranks import own_ranks
-from jax_flash.spec import AttentionSpec
 from jax_flash.workspace import workspace_bytes
 
 
@@ -86,69 +85,6 @@ def _run_natively(platform: str, one_pass: Pass, operands: Operands) -> Operands
     types = one_pass.result_types(operands)
     padded = with_padded_head_dims(native, platform)
     return fold_batch_axes(padded, complete(one_pass, operands), types)
-
-
-def cuda_kernels(spec: AttentionSpec, operands: Operands, gpu: ffi.Gpu) -> dict[str, ffi.Kernel]:
-    """Returns the CUDA kernels of a call on one GPU, which need not be there.
-
-    Args:
-      spec: of a call that `dispatch.choose` has a CUDA kernel for.
-      operands: of the call: anything that has shapes and dtypes, by name.
-      gpu: what the choice depends on.
-
-    Returns:
-      Of each pass, "forward" and "backward", the kernel, unless the reference runs it.
-    """
-    return {
-        one_pass.kind: _cuda_kernel(one_pass, arrays, gpu)
-        for one_pass, arrays in (as_run(Pass(spec), operands), _backward(spec, operands))
-        if _has_kernel(one_pass, arrays)
-    }
-
-
-def why_no_backward_kernel(spec: AttentionSpec, operands: Operands) -> str:
-    """Says why the reference computes gradients of a call on GPUs, or returns "" if it does not.
-
-    The arguments are those of `cuda_kernels`.
-    """
-    try:
-        choice = dispatch.choose(*_backward(spec, operands), "cuda")
-    except NotImplementedError:
-        return ""
-    return choice.reason if choice.implementation == "reference" else ""
-
-
-def _backward(spec: AttentionSpec, operands: Operands) -> tuple[Pass, Operands]:
-    """Returns the backward pass of a call, and its operands."""
-    results = Pass(spec).result_types(operands)
-    residuals = {**operands, **results, "dout": results["out"]}
-    return Pass(spec, "backward", added(operands)), residuals
-
-
-def _has_kernel(one_pass: Pass, operands: Operands) -> bool:
-    try:
-        return dispatch.choose(one_pass, operands, "cuda").implementation == "flash"
-    except NotImplementedError:  # the call asks for a kernel
-        if one_pass.is_backward:  # its gradients alone would be refused
-            return False
-        raise
-
-
-def _cuda_kernel(one_pass: Pass, operands: Operands, gpu: ffi.Gpu) -> ffi.Kernel:
-    found = []
-
-    def native(operands, results):
-        operands = block_scales(one_pass.spec.scale_block, operands)
-        found.append(ffi.kernel(one_pass, operands, results, gpu))
-        return {name: jnp.zeros(x.shape, x.dtype) for name, x in results.items()}
-
-    def make(operands):
-        types = one_pass.result_types(operands)
-        padded = with_padded_head_dims(native, "cuda")
-        return fold_batch_axes(padded, complete(one_pass, operands), types)
-
-    jax.eval_shape(make, operands)
-    return found[0]
 
 
 class Primitives(NamedTuple):

@@ -7,10 +7,10 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from jax_flash import Fp8, dispatch, explain, ffi, primitives
+from jax_flash import Fp8, dispatch, explain, explanation, ffi
 from jax_flash.attention import abstract_call
+from jax_flash.explanation import cuda_kernels
 from jax_flash.fp8 import FLOAT8
-from jax_flash.primitives import cuda_kernels
 
 pytestmark = pytest.mark.skipif(not ffi.native.has_cuda(), reason="a build without CUDA kernels")
 
@@ -190,7 +190,7 @@ def test_float8_kernel(name, head_dim, call):
 )
 def test_native_code_refuses_what_float8_kernels_lack(call, monkeypatch):
     """An exported program asks no Python code, which refuses these calls before."""
-    monkeypatch.setattr(primitives, "_has_kernel", lambda one_pass, _: not one_pass.is_backward)
+    monkeypatch.setattr(explanation, "_has_kernel", lambda one_pass, _: not one_pass.is_backward)
     with pytest.raises(ValueError, match="no kernel for this dtype"):
         kernels(**call, dtype=FLOAT8)
 
