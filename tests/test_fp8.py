@@ -21,9 +21,9 @@ from jax_flash import (
     Fp8,
     attention,
     dot_product_attention,
+    explanation,
     ffi,
     fp8,
-    primitives,
     quantize,
     ragged,
 )
@@ -919,7 +919,7 @@ def test_rows_that_move_keep_their_scales(kernels, monkeypatch, per, alignment):
 def test_a_forced_forward_pass_without_gradients_is_explained(kernels, monkeypatch):
     monkeypatch.setattr(jax_flash.dispatch, "current_gpu", lambda: ffi.Gpu(90, 132, 227 * 1024))
     kernel = ffi.Kernel(90, "FP8", None, "the operands are float8")
-    monkeypatch.setattr(primitives, "_cuda_kernel", lambda *_: kernel)
+    monkeypatch.setattr(explanation, "_cuda_kernel", lambda *_: kernel)
     x = jax.ShapeDtypeStruct((2, 256, 4, 64), jnp.float8_e4m3fn)
     for implementation in (None, "flash", "flash_sm90"):
         found = jax_flash.explain(x, x, x, implementation=implementation)
