@@ -24,8 +24,6 @@
 #define JAX_FLASH_SM90_SCORES_AHEAD 1
 #endif
 
-namespace jax_flash {}  // namespace jax_flash
-
 namespace jax_flash::sm90 {
 
 // Says whether a consumer computes the scores of the next key tile while it computes the
