@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import oracle
 import pytest
-from test_gpu import FAMILIES
+from test_gpu import FAMILIES, each_family
 
 import jax_flash
 
@@ -239,6 +239,51 @@ def test_a_query_of_nan_gives_nan(dtype, head_dim, feature, q_len):
     for gradient in gradients[1:]:
         assert np.isfinite(gradient[0]).all()
         assert np.isnan(gradient[1]).any()
+
+
+@each_family
+@pytest.mark.parametrize("batch", [1, 40])  # few query tiles, and heads that fit a block
+@pytest.mark.parametrize("q_len", [1, 150])
+@pytest.mark.parametrize("feature", ["plain", "causal", "mask", "bias", "slopes", "soft_cap"])
+@pytest.mark.parametrize(
+    ("dtype", "head_dim"),
+    [("bfloat16", 64), ("float16", 128), ("bfloat16", 256), ("bfloat16", 320), ("float32", 64)],
+)
+def test_nan_in_a_value_reaches_rows_with_great_sinks(
+    family, dtype, head_dim, feature, q_len, batch
+):
+    """The factor of such a row's output underflows, and yet it is not a row without keys."""
+    if family == FAMILIES[-1]:  # with the other family's kernels where it has none
+        family = "flash"
+    rng = np.random.default_rng(0)
+
+    def normal(length, heads):
+        drawn = rng.standard_normal((batch, length, heads, head_dim), np.float32)
+        return jnp.asarray(drawn, jnp.dtype(dtype))
+
+    query, key, value = normal(q_len, 8), normal(150, 4), normal(150, 4)
+    value = value.at[0, 70, 1, 9].set(jnp.nan)
+    if q_len == 1:  # decoding, whose parts are combined
+        key, value = (jnp.tile(x, (1, 40, 1, 1)) for x in (key, value))
+    kv_len = key.shape[1]
+    causal = {"is_causal": True, "query_offset": kv_len - q_len}
+    options = {
+        "plain": {},
+        "causal": causal,
+        "mask": {"mask": jnp.ones((1, 1, q_len, kv_len), bool)},
+        "bias": {"bias": jnp.zeros((1, 8, q_len, kv_len), query.dtype)},
+        "slopes": {"alibi_slopes": jax_flash.alibi_slopes(8), **causal},
+        "soft_cap": {"logits_soft_cap": 20.0},
+    }[feature]
+    attend = functools.partial(
+        jax_flash.dot_product_attention,
+        sinks=jnp.asarray([0.0, 500.0] * 4), implementation=family, **options,
+    )  # fmt: skip
+    out = jax.jit(attend)(query, key, value)
+    expected = np.zeros(out.shape, bool)
+    expected[0, :, 2:4, 9] = True
+    rows = np.s_[:, 70:] if causal.items() <= options.items() and q_len > 1 else np.s_[:]
+    np.testing.assert_array_equal(np.isnan(np.asarray(out, np.float32))[rows], expected[rows])
 
 
 @pytest.mark.parametrize("offset", [0, -100, 8192, 100_000, 1_000_000])

@@ -33,6 +33,14 @@ __device__ __forceinline__ float to_log2_units(float maximum, float to_log2) {
   return __fmul_rn(maximum, to_log2);
 }
 
+// Returns the factor of a row's output: the reciprocal of `total` times `factor`, the exponential
+// of the row's running maximum relative to a greater sink. If the sink is so much greater that this
+// underflows, it is the least positive number instead of 0, which would hide Inf and NaN in a
+// value.
+__device__ __forceinline__ float normalizer_of(float factor, float total) {
+  return ptx::max_nan(factor * ptx::rcp_approx_ftz(total), 0x1p-149f);
+}
+
 // Adds `factor` times four columns of a part's output to those of the row.
 __device__ __forceinline__ void add_scaled(float4& sum, float factor, const float4& part) {
   sum.x += factor * part.x;
@@ -188,7 +196,7 @@ struct OnlineSoftmax {
     const float factor = ptx::ex2_approx_ftz(shift - top);
     total = fmaf(total, factor, ptx::ex2_approx_ftz(sink_log2 - top));
     lse = (nothing_allowed ? sink_log2 : top + log2_of<kExact>(total)) * kLn2;
-    normalizer = nothing_allowed ? 0.0f : factor * ptx::rcp_approx_ftz(total);
+    normalizer = nothing_allowed ? 0.0f : normalizer_of(factor, total);
   }
 
   // Does the same if kByDifference, for logits and a sink in units that to_log2 converts; lse and
@@ -218,7 +226,7 @@ struct OnlineSoftmax {
     lse = greatest + rest;
     const float taken = lse - greatest;  // Knuth's sum of two; lse_low is the lost part
     lse_low = (greatest - (lse - taken)) + (rest - taken);
-    normalizer = nothing_allowed ? 0.0f : factor * ptx::rcp_approx_ftz(total);
+    normalizer = nothing_allowed ? 0.0f : normalizer_of(factor, total);
     if (nothing_allowed && top == minus_infinity()) {  // logits of NaN have such a top, too
       lse = minus_infinity();
       lse_low = normalizer = 0.0f;

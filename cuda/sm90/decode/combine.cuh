@@ -168,7 +168,10 @@ struct RowParts {
     float factors[kLaneParts];
 #pragma unroll
     for (int i = 0; i < kLaneParts; ++i) {
-      factors[i] = its[i].y == 0.0f ? -1.0f : ptx::ex2_approx_ftz(its[i].x - top);
+      // Not 0 far below a sink: such a part may hold NaN, and its row is not one without keys.
+      factors[i] = its[i].y == 0.0f
+                       ? -1.0f
+                       : ptx::max_nan(ptx::ex2_approx_ftz(its[i].x - top), 0x1p-126f);
       total += its[i].y * factors[i];
     }
 #pragma unroll
