@@ -96,6 +96,8 @@ NAMED = [
     *(("segments", d, {"head_dim": d, "segments": True}) for d in (64, 128, 256)),
     ("bias in scores", 64, {"head_dim": 64, "bias": (BIAS, jnp.bfloat16)}),
     ("bias", 64, {"head_dim": 64, "bias": (BIAS, jnp.bfloat16), "scale": 0.3}),
+    ("bias", 128, {"bias": ((4, 16, 4095, 4095), jnp.bfloat16), "q_len": 4095}),
+    ("float32 bias", 128, {"bias": ((1, 16, 4097, 4097), jnp.float32), "q_len": 4097}),
     *(("bias", d, {"head_dim": d, "bias": (BIAS, jnp.bfloat16)}) for d in (128, 256)),
     *(
         ("float32 bias", d, {"head_dim": d, "bias": (BIAS, jnp.float32)})
@@ -474,10 +476,9 @@ def test_every_recipe_is_chosen_by_some_call():
 @pytest.mark.parametrize(
     "call",
     [
-        pytest.param({"bias": ((4, 16, 4095, 4095), jnp.bfloat16), "q_len": 4095}, id="rows"),
         pytest.param({"bias": (BIAS, jnp.float16)}, id="dtype"),
         pytest.param({"bias": ((4, 16, 4096, 1), jnp.bfloat16)}, id="broadcast keys"),
-        pytest.param({"bias": ((1, 16, 4097, 4097), jnp.float32), "q_len": 4097}, id="float32"),
+        pytest.param({"bias": ((1, 16, 1, 4097), jnp.float32), "q_len": 4097}, id="one row"),
         pytest.param({"slopes": True}, id="slopes without causal order"),
         pytest.param({"slopes": True, "is_causal": True, "dtype": jnp.float16}, id="float16"),
         pytest.param(
@@ -522,6 +523,14 @@ def test_what_the_kernels_for_one_modifier_leave_to_that_for_all(call):
         ("one kernel, dropout", {"dropout_rate": 0.1, "head_dim": 96, "is_causal": True}),
         ("one kernel", {"dropout_rate": 0.1, "deterministic": True}),
         ("one kernel", {"dropout_rate": 0.1, "logits_soft_cap": 9.0}),
+        ("one kernel, bias", {"bias": (BIAS, jnp.bfloat16)}),
+        ("one kernel, bias", {"bias": ((1, 1, 1, 4096), jnp.bfloat16), "head_dim": 96}),
+        ("one kernel, float32 bias", {"bias": (BIAS, jnp.float32), "dtype": jnp.float16}),
+        ("one kernel", {"bias": (BIAS, jnp.float16)}),
+        ("one kernel", {"bias": ((4, 16, 4096, 1), jnp.bfloat16)}),
+        ("one kernel, bias", {"bias": ((4, 16, 4095, 4095), jnp.bfloat16), "q_len": 4095}),
+        ("one kernel, float32 bias", {"bias": ((4, 16, 4095, 4095), jnp.float32), "q_len": 4095}),
+        ("one kernel", {"bias": (BIAS, jnp.bfloat16), "deterministic": True}),
     ],
 )
 def test_backward_kernels_for_one_modifier(name, call):
@@ -530,7 +539,8 @@ def test_backward_kernels_for_one_modifier(name, call):
 
 PAIRS = {
     "segments and soft cap": {"segments": True, "logits_soft_cap": 9.0},
-    "segments and bias": {"segments": True, "bias": (BIAS, jnp.float32)},
+    "segments and bias": {"segments": True, "bias": (BIAS, jnp.bfloat16)},
+    "segments and float32 bias": {"segments": True, "bias": (BIAS, jnp.float32)},
     "segments and ALiBi": {"segments": True, "slopes": True},
     "mask and soft cap": {"mask": MASK, "logits_soft_cap": 9.0},
     "mask and dropout": {"mask": MASK, "dropout_rate": 0.1},

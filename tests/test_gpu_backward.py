@@ -88,6 +88,61 @@ def test_one_modifier(features, number, family):
     verify(case, family)
 
 
+BESIDE_BIAS = {
+    "full": (("dlse", True),),
+    "causal": (("causal", True),),
+    "window": (("window", (150, 20)),),
+    "lengths": (("lengths", "qk"), ("causal", True), ("dlse", True)),
+    "packed": (("segments", "packed"),),
+    "packed, causal": (("segments", "packed"), ("causal", True)),
+}
+
+
+@pytest.mark.parametrize("axes", ["BNTS", "NTS", "BTS", "TS", "BNS", "S"])
+@pytest.mark.parametrize("beside", BESIDE_BIAS)
+@pytest.mark.parametrize("floats", [False, True], ids=["16 bits", "float32"])
+@pytest.mark.parametrize("number", range(3))
+def test_bias_that_the_copy_engine_reads(number, floats, beside, axes):
+    """Its rows are whole vectors of 16 bytes."""
+    q_len, kv_len = ((640, 640), (333, 776), (70, 1000))[number]
+    number += list(BESIDE_BIAS).index(beside) + len(axes)
+    head_dim = (64, 128, 96, 120)[number % 4]
+    packed = "packed" in beside  # its kernels are for bfloat16
+    dtype = "bfloat16" if packed else ("bfloat16", "float16")[number // 4 % 2]
+    case = Case(
+        "copied", batch=2, heads=4, kv_heads=(4, 2)[number // 2 % 2], q_len=q_len, kv_len=kv_len,
+        head_dim=head_dim, value_dim=head_dim, std=(1.0, 8.0)[number % 2], dtype=dtype,
+        features=(("bias", (axes, "float32" if floats else dtype)), *BESIDE_BIAS[beside]),
+    )  # fmt: skip
+    verify(case, None)
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_bias_of_rows_past_the_lengths_may_be_nan(head_dim, dtype):
+    """They are copied with others."""
+    lengths = [150, 256]
+    query, key, value, dout = (random_normal(2, 256, 2, head_dim, seed=s) for s in range(4))
+    bias = random_normal(2, 2, 256, 256, seed=4).astype(dtype)
+    past = np.arange(256)[None, :] >= np.array(lengths)[:, None]
+    hidden = jnp.asarray(past[:, None, :, None] | past[:, None, None, :])
+
+    def gradients(bias):
+        def attend(query, key, value, bias):
+            return jax_flash.dot_product_attention(
+                query, key, value, bias=bias, query_seq_lengths=jnp.asarray(lengths),
+                key_value_seq_lengths=jnp.asarray(lengths),
+            )  # fmt: skip
+
+        return jax.vjp(attend, query, key, value, bias)[1](dout)
+
+    expected, got = gradients(bias), gradients(jnp.where(hidden, jnp.nan, bias))
+    for g, e in zip(got, expected, strict=True):
+        np.testing.assert_allclose(
+            np.asarray(g, np.float32), np.asarray(e, np.float32), rtol=2e-2, atol=2e-2
+        )
+
+
 # Pairs that have kernels in bfloat16, mostly up to head dim 128.
 TOGETHER = {
     "packed, soft cap": (("segments", "packed"), ("soft_cap", 30.0)),
@@ -290,6 +345,9 @@ SEGMENTS = {
         ("one kernel, soft cap", {"logits_soft_cap": 30.0}),
         ("one kernel, segments", SEGMENTS),
         ("one kernel, mask", {"mask": np.ones((1, 1, 256, 256), bool)}),
+        ("one kernel, bias", {"bias": jnp.ones((1, 2, 256, 256), jnp.bfloat16)}),
+        ("one kernel, float32 bias", {"bias": jnp.ones((1, 2, 256, 256), jnp.float32)}),
+        ("one kernel", {"bias": jnp.ones((1, 2, 256, 1), jnp.bfloat16)}),
         ("one kernel, segments and soft cap", {**SEGMENTS, "logits_soft_cap": 30.0}),
         ("one kernel", {**SEGMENTS, "dropout_rate": 0.1, "dropout_seed": jax.random.key(0)}),
         ("one kernel", {"logits_soft_cap": 30.0, "deterministic": True}),

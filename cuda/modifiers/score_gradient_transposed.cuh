@@ -61,6 +61,11 @@ struct TransposedGradient {
       const int32_t row1 = row0 + 8 * kN;
       if (row1 <= band.q_len && band.all_allowed(row0, row1, key0, key0 + 16)) return;
     }
+    apply_band(scores, band);
+  }
+
+  // Sets elements outside of the band to -inf.
+  __device__ __forceinline__ void apply_band(float (&scores)[kN][4], const Band& band) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t key = key0 + fragment_row(0, 2 * half), base = row0 + fragment_col(0, 0);

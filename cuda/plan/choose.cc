@@ -259,17 +259,23 @@ bool bias_in_scores(const Forward& params) {
          std::frexp(params.options.scale, &exponent) == 0.5f && exponent > -14 && exponent <= 1;
 }
 
-// Returns whether the kernels for a bias alone can read this bias: a float32 bias in vectors of 16
-// bytes, which they count in 32 bits, or a bias of the operands' 16-bit type in boxes of the copy
-// engine.
+// Returns whether the bias has elements of `bytes` bytes, float32 or the operands' 16-bit type, and
+// the copy engine can read it.
+bool bias_in_boxes(const Forward& params, int bytes) {
+  return params.bias.dtype == (bytes == 4 ? DType::kFloat32 : params.query.dtype) &&
+         sm90::has_vectors(params.bias, bytes, 16) && fits_tensor_map(params.shape, params.bias, 1);
+}
+
+// Returns whether the forward kernels for a bias alone can read this bias: a float32 bias in
+// vectors of 16 bytes, which they count in 32 bits, or another one in boxes.
 bool bias_in_vectors(const Forward& params) {
   const Operand& bias = params.bias;
-  if (bias.dtype == DType::kFloat32) {
-    const int64_t vectors = (params.shape.q_len * bias.row + params.shape.kv_len) / 4;
-    return sm90::has_vectors(bias, 4, 16) && params.shape.kv_len % 4 == 0 && vectors < UINT32_MAX;
-  }
-  return bias.dtype == params.query.dtype && sm90::has_vectors(bias, 2, 16) &&
-         fits_tensor_map(params.shape, bias, 1);
+  if (bias.dtype != DType::kFloat32) return bias_in_boxes(params, 2);
+  const int64_t vectors = (params.shape.q_len * bias.row + params.shape.kv_len) / 4;
+  // The last vector of a row may only have elements of the row, or padding.
+  const bool whole =
+      params.shape.kv_len % 4 == 0 || bias.row >= ceil_div(params.shape.kv_len, 4) * 4;
+  return sm90::has_vectors(bias, 4, 16) && whole && vectors < UINT32_MAX;
 }
 
 using Found = std::pair<Recipe, const char*>;  // the recipe, and why it was chosen
@@ -478,16 +484,18 @@ Found choose_modified(const Forward& params, int32_t head_dim, const Device& dev
   }
 }
 
-// Returns the backward kernel that is compiled for the call's modifiers, or null.
-const sm90::NarrowBackward* narrow_backward(const Backward& params, int32_t head_dim) {
-  if (params.options.deterministic || params.relative_bias) return nullptr;
-  for (const sm90::NarrowBackward& kernel : sm90::kNarrowBackward) {
+// Returns the index of the backward kernel that is compiled for the call's modifiers, or -1.
+int32_t narrow_backward(const Backward& params, int32_t head_dim) {
+  if (params.options.deterministic || params.relative_bias) return -1;
+  for (int32_t row = 0; row < sm90::kNarrowBackwardCount; ++row) {
+    const sm90::NarrowBackward& kernel = sm90::kNarrowBackward[row];
     if (kernel.modifiers == modifiers_of(params) &&
+        (kernel.bias_bytes == 0 || bias_in_boxes(params, kernel.bias_bytes)) &&
         kernel.exists(head_dim, params.query.dtype == DType::kBFloat16)) {
-      return &kernel;
+      return row;
     }
   }
-  return nullptr;
+  return -1;
 }
 
 // Returns whether the FP8 kernels for a head dim take a call. They have no other sizes of values.
@@ -570,9 +578,8 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
     choice.queries = 64;
     choice.keys = 128;
   } else if (choice.head_dim <= 128) {
-    const sm90::NarrowBackward* const kernel = narrow_backward(params, choice.head_dim);
-    if (kernel) choice.only = kernel->modifiers;
-    choice.name = kernel ? kernel->name : "one kernel";
+    choice.narrow = narrow_backward(params, choice.head_dim);
+    choice.name = choice.narrow < 0 ? "one kernel" : sm90::kNarrowBackward[choice.narrow].name;
     choice.reason = "dK and dV of 128 keys fit the registers of a block";
     choice.queries = choice.head_dim <= 64 ? 128 : 64;
     choice.keys = 128;

@@ -12,9 +12,12 @@
 
 namespace jax_flash::sm90 {
 
+// Describes a kernel by the modifiers that it takes. A kernel for a bias takes elements of
+// `bias_bytes` bytes that the copy engine can read: float32, or the operands' 16-bit type.
 struct NarrowBackward {
   uint32_t modifiers;
   const char* name;
+  int32_t bias_bytes = 0;
 
   constexpr bool takes_several() const { return (modifiers & (modifiers - 1)) != 0; }
   // Kernels for several modifiers exist where models use them: compiling them takes long.
@@ -27,11 +30,13 @@ inline constexpr NarrowBackward kNarrowBackward[] = {
     {kSegments, "one kernel, segments"},
     {kSoftCap, "one kernel, soft cap"},
     {kMask, "one kernel, mask"},
-    {kBias, "one kernel, bias"},
+    {kBias, "one kernel, bias", 2},
+    {kBias, "one kernel, float32 bias", 4},
     {kDropout, "one kernel, dropout"},
     {kDistance, "one kernel, ALiBi"},
     {kSegments | kSoftCap, "one kernel, segments and soft cap"},
-    {kSegments | kBias, "one kernel, segments and bias"},
+    {kSegments | kBias, "one kernel, segments and bias", 2},
+    {kSegments | kBias, "one kernel, segments and float32 bias", 4},
     {kSegments | kDistance, "one kernel, segments and ALiBi"},
     {kMask | kSoftCap, "one kernel, mask and soft cap"},
     {kMask | kDropout, "one kernel, mask and dropout"},

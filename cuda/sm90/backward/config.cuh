@@ -38,8 +38,9 @@ struct DqueryLayout {
 // Configures the kernel for head dims up to 128, and up to 192 with values of at most 128 columns
 // (sm90/backward/narrow.cuh). A thread block owns kBlockKv keys and values, 64 for each consumer
 // warpgroup, and keeps their dK and dV in registers. kOnly: the modifiers that the kernel is
-// compiled for, if not for all of them. kGeneral: the kernel takes all modifiers.
-template <int kHeadDimension, bool kGeneral, uint32_t kOnly = kNoModifier>
+// compiled for, if not for all of them; kBytesOfBias: bytes of an element of the bias among them
+// (sm90/backward/bias.cuh). kGeneral: the kernel takes all modifiers.
+template <int kHeadDimension, bool kGeneral, uint32_t kOnly = kNoModifier, int kBytesOfBias = 0>
 struct BackwardConfig {
   static constexpr uint32_t kModifier = kOnly;
   static constexpr bool kHasSlopes = (kOnly & kDistance) != 0;  // ALiBi
@@ -47,6 +48,8 @@ struct BackwardConfig {
   static constexpr bool kHasSoftCap = (kOnly & kSoftCap) != 0;
   static constexpr bool kHasMask = (kOnly & kMask) != 0;
   static constexpr bool kHasBias = (kOnly & kBias) != 0;
+  static constexpr int kBiasBytes = kBytesOfBias;
+  static_assert(kHasBias == (kBiasBytes != 0));
   static constexpr bool kHasDropout = (kOnly & kDropout) != 0;
   static constexpr int kHeadDim = kHeadDimension;
   static constexpr int kValueDim = kHeadDim <= 128 ? kHeadDim : kOneKernelValueDim;
@@ -85,7 +88,10 @@ struct BackwardConfig {
   static constexpr int kDqueryGroupCols = kDqueryByRows ? kDqueryCols : 64;
   static_assert(kDqueryCols == kDqueryGroupCols * (kDqueryByRows ? 1 : kInPieces ? 3 : kConsumers));
   static constexpr int kStagingBytes = 64 * kDqueryGroupCols * 4;
-  static constexpr int kStagingStages = kInPieces ? 1 : 2;  // for each consumer
+  // For each consumer. A bias has the place of the second one.
+  static constexpr int kStagingStages = kInPieces || kHasBias ? 1 : 2;
+  // True if a consumer writes dV and dK one after the other, in panels of 64 columns.
+  static constexpr bool kWritesPanels = kStagingStages == 1;
   static_assert(kBlockQ % 64 == 0 && kDqueryGroupCols == 64);
   // Number of sums for dQ in ordered runs. If tiles have 128 rows and 128 keys, even and odd key
   // tiles have separate sums. With a single sum, the next block to add to a tile would reach it
@@ -100,17 +106,20 @@ struct BackwardConfig {
   using ValueTile = SmemTile<kBlockKv, kValueDim>;
   using ScoreTile = SmemTile<kBlockKv, kBlockQ>;  // dS^T
   // A warpgroup's dK or dV, or one of two panels of it, staged in the memory of dQ.
-  using GradientTile = SmemTile<64, kInPieces ? 64 : kHeadDim>;
-  static_assert(GradientTile::kBytes * (kInPieces ? 2 : 1) <= kStagingBytes);
+  using GradientTile = SmemTile<64, kWritesPanels ? 64 : kHeadDim>;
+  static_assert(GradientTile::kBytes * (kWritesPanels ? 2 : 1) <= kStagingBytes);
 
-  // Shared memory holds K, V, kStages each of Q, dO and dS^T, and kStagingStages of each consumer's
-  // dQ.
+  // Shared memory holds K, V, kStages each of Q, dO and dS^T, kStagingStages of each consumer's dQ,
+  // and kBiasStages of 64 query rows of a bias.
   static constexpr int kValueOffset = KeyTile::kBytes;
   static constexpr int kQueryOffset = kValueOffset + ValueTile::kBytes;
   static constexpr int kOutOffset = kQueryOffset + kStages * QueryTile::kBytes;
   static constexpr int kScoreOffset = kOutOffset + kStages * OutTile::kBytes;
   static constexpr int kStagingOffset = kScoreOffset + kStages * ScoreTile::kBytes;
-  static constexpr int kSmemBytes = kStagingOffset + kStagingStages * kConsumers * kStagingBytes;
+  static constexpr int kBiasOffset = kStagingOffset + kStagingStages * kConsumers * kStagingBytes;
+  static constexpr int kBiasStages = kBiasBytes == 4 ? 1 : 2;
+  static constexpr int kBiasStageBytes = 64 * kBlockKv * kBiasBytes;
+  static constexpr int kSmemBytes = kBiasOffset + kBiasStages * kBiasStageBytes;
   static constexpr int kStagingArrivals = 1;
   static constexpr int kStaticSmemBytes = 3072;  // bound for row statistics, barriers, alignment
   static_assert(kSmemBytes + kStaticSmemBytes <= kBackwardSmemLimit);
@@ -122,6 +131,7 @@ struct BackwardConfig {
 template <int kHeadDimension>
 struct WideKeyConfig {
   static constexpr int kHeadDim = kHeadDimension;
+  static constexpr bool kHasBias = false;
   static_assert(kHeadDim % 64 == 0 && kHeadDim <= 256);
   static constexpr int kConsumers = 2;
   static constexpr int kThreads = 128 * (kConsumers + 1);

@@ -173,7 +173,7 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
     }
     __syncwarp();
     const int stage = next.stage();
-    const uint32_t staged = smem.staging(group * 2 + stage);
+    const uint32_t staged = smem.dquery_staging(group, stage);
     float* const sums = dquery + int64_t{tile.row} * head_dim + first_block * tile.lanes * 4;
     ptx::barrier_sync(kDqueryFull + group * 2 + stage, 128 + 32);
     if (leader) {
@@ -191,6 +191,11 @@ __device__ __forceinline__ void add_dquery(const Backward& params,
         ptx::mbarrier_arrive(smem.dquery_empty(group, stage));
         ptx::cp_async_bulk_wait_group<0>();
         ptx::st_release(flags + tile.flag, tile.turn + 1);
+      }
+    } else if (Config::kStagingStages == 1) {
+      if (leader) {
+        ptx::cp_async_bulk_wait_group_read<0>();
+        ptx::mbarrier_arrive(smem.dquery_empty(group, stage));
       }
     } else if (leader) {
       ptx::cp_async_bulk_wait_group_read<1>();

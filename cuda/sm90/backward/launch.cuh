@@ -22,6 +22,7 @@
 #include "params.h"
 #include "plan/choice.h"
 #include "plan/narrow_backward.h"
+#include "sm90/backward/bias.cuh"
 #include "sm90/backward/bias_gradient.cuh"
 #include "sm90/backward/columns.cuh"
 #include "sm90/backward/config.cuh"
@@ -50,8 +51,11 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
   // no ordered instance.
   constexpr bool kOnly = Config::kModifier != kNoModifier || Config::kInPieces;
   const Shape& shape = params.shape;
-  BackwardMaps maps;
+  BackwardMapsOf<Config> maps;
   Status status = make_backward_maps(params, Config::kBlockQ, Config::kBlockKv, maps);
+  if constexpr (Config::kHasBias) {
+    if (status.ok()) status = make_bias_map(params, maps);
+  }
   KeyGradientMaps gradient_maps;
   if (status.ok()) status = make_gradient_maps(params, 64, gradient_maps);
   int sms = 0;
@@ -178,16 +182,16 @@ Status launch_gradients_of_addends(const Backward& params, const BackwardWorkspa
   return launch_added_gradients<Element>(rest, workspace, stream);
 }
 
-// Launches the kernel of plan/narrow_backward.h for these modifiers, and the kernels beside it.
+// Launches a kernel of plan/narrow_backward.h, given by its index, and the kernels beside it.
 template <typename Element, int kHeadDim>
-Status launch_narrow(const Backward& params, uint32_t modifiers, const BackwardWorkspace& workspace,
+Status launch_narrow(const Backward& params, int32_t index, const BackwardWorkspace& workspace,
                      cudaStream_t stream) {
   Status status = Status::internal("jax_flash: a kernel was chosen that this instance lacks");
   const auto launch = [&](auto row) {
     constexpr NarrowBackward kKernel = kNarrowBackward[row.value];
     if constexpr (kKernel.exists(kHeadDim, std::is_same_v<Element, __nv_bfloat16>)) {
-      if (kKernel.modifiers != modifiers) return;
-      using Config = BackwardConfig<kHeadDim, false, kKernel.modifiers>;
+      if (row.value != index) return;
+      using Config = BackwardConfig<kHeadDim, false, kKernel.modifiers, kKernel.bias_bytes>;
       status = {};
       if (Config::kHasSlopes) status = zero_slopes_gradient(params, stream);
       if (status.ok()) {
@@ -217,8 +221,8 @@ Status launch_backward(const Backward& params, const Choice& choice, cudaStream_
   if (params.query_segment_ids) status = launch_segment_spans(params, workspace.spans, stream);
   if (!status.ok()) return status;
   if constexpr (kGeneral && kHeadDim <= 128) {
-    if (choice.only != kNoModifier) {
-      return launch_narrow<Element, kHeadDim>(params, choice.only, workspace, stream);
+    if (choice.narrow >= 0) {
+      return launch_narrow<Element, kHeadDim>(params, choice.narrow, workspace, stream);
     }
   }
   if constexpr (kHeadDim == kOneKernelHeadDim && !kGeneral) {

@@ -33,6 +33,7 @@
 //   dO with delta, 2 stages  barriers full and empty
 //   dS^T, 2 stages           of both consumers; with two stages, they synchronize once a tile
 //   dQ, 2 stages each        a consumer's dQ, in the accumulators' fragment order
+//   a bias, 1 or 2 stages    of 64 query rows; then there is one stage of dQ
 //   block descriptions, 2    the current key block and the next
 #pragma once
 
@@ -108,7 +109,7 @@ __device__ __forceinline__ void begin_blocks(const Backward& params, const Backw
 template <typename Config, typename Element, bool kGeneral, bool kOrdered>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     backward_kernel(const __grid_constant__ Backward params,
-                    const __grid_constant__ BackwardMaps maps,
+                    const __grid_constant__ BackwardMapsOf<Config> maps,
                     const __grid_constant__ KeyGradientMaps gradient_maps,
                     const BackwardWorkspace workspace,
                     const __grid_constant__ TileSchedule schedule, const TurnOrder turns,

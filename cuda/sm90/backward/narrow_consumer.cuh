@@ -28,6 +28,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
+#include "sm90/backward/bias.cuh"
 #include "sm90/backward/blocks.cuh"
 #include "sm90/backward/config.cuh"
 #include "sm90/backward/dropout.cuh"
@@ -114,10 +115,11 @@ struct NarrowConsumer {
   using ValueSums = float[Config::kValueDim / 8][4];
   using Rounded = uint32_t[4][4];
   using Operands = uint32_t[kHeadSteps][4];
-  using Gradient = TransposedGradient<kApplied, 8, kManyRegisters || Config::kHasBias, kScaled>;
+  using Gradient = TransposedGradient<kApplied, 8, kManyRegisters, kScaled>;
   using Slope = std::conditional_t<Config::kHasSlopes, TransposedSlope, NoSlope>;
   using Drops = std::conditional_t<Config::kHasDropout, TransposedDropout, NoDropout>;
   using Words = typename Drops::Words;
+  using Bias = std::conditional_t<Config::kHasBias, TransposedBias<Config, Element>, NoBias>;
 
   struct Progress {
     const int& tiles_done;
@@ -206,11 +208,15 @@ struct NarrowConsumer {
         const float* lse_smem = smem.lse + stage * kBlockQ + half * 64;
         const float* delta_smem = smem.delta + stage * kBlockQ + half * 64;
         const typename Config::LseColumns lse(lse_smem);
-        const bool is_cut = uncut.cuts(row0 + half * 64);
+        bool is_cut = uncut.cuts(row0 + half * 64);
+        // Rows beyond the end get a bias, too, perhaps NaN.
+        if (Config::kHasBias) is_cut |= row0 + half * 64 + 64 > block.band.q_len;
         if (!Config::kNextScoresFirst || half > 0) drops.draw(words, gradient.row0, gradient.key0);
         // P^T, overlapped with dP^T; then dV += P^T dO
+        Bias bias;
+        if constexpr (Config::kHasBias) bias.read(*this, ring, half);
         await_scores(scores, half);
-        mask_scores(gradient, mask_bits, scores, is_cut, slopes);
+        mask_scores(gradient, mask_bits, bias, scores, is_cut, slopes);
         if (Config::kEarlyDquery && half == 0) start_last_dquery(dquery, stage);
         Rounded probabilities, rounded;
         const Kept kept = gradient.draw();
@@ -385,26 +391,26 @@ struct NarrowConsumer {
   }
   // Applies modifiers and the band to S^T.
   __device__ __forceinline__ void mask_scores(const Gradient& gradient, uint32_t mask_bits,
-                                              Tile& scores, bool is_cut,
+                                              const Bias& bias, Tile& scores, bool is_cut,
                                               CapSlopes<8>& slopes) const {
-    if constexpr (kForbids && !kMixed) {
+    if constexpr (kForbids && (!kMixed || Config::kHasBias)) {
       mark_bad_key_rows<kBlockKv>(scores, bad_keys(), warp_key);
     }
     if constexpr (Config::kHasMask) apply_mask_bits(scores, mask_bits);
-    if (kApplied != kNoModifier || is_cut) {
-      if constexpr (kMixed && kApplied == kNoModifier) {
+    if constexpr (Config::kHasBias) {
+      bias.add_to(scores, params.options.scale);
+      // Behind the bias, which may be NaN or infinite where segments differ.
+      if constexpr (kMixed) {
+        if (is_cut) separate_segments(scores, gradient.row0);
+      }
+      if (is_cut) gradient.apply_band(scores, block.band);
+    } else if (kApplied != kNoModifier || is_cut) {
+      if constexpr (kMixed) {
         mark_bad_key_rows<kBlockKv>(scores, bad_keys(), warp_key);
         separate_segments(scores, gradient.row0);
       }
       gradient.mask(scores, block.band, kManyRegisters ? &slopes : nullptr);
       if (kGeneral && params.mask) apply_mask_bits(scores, mask_bits);
-      // Behind the bias, which may be NaN or infinite where segments differ.
-      if constexpr (kMixed && kApplied != kNoModifier) {
-        if (is_cut) {
-          mark_bad_key_rows<kBlockKv>(scores, bad_keys(), warp_key);
-          separate_segments(scores, gradient.row0);
-        }
-      }
     }
   }
   __device__ __forceinline__ void separate_segments(Tile& scores, int32_t row) const {
@@ -525,8 +531,12 @@ struct NarrowConsumer {
                                                uint32_t empty_parity) const {
     ptx::wgmma_results(dquery);
     if (progress.tiles_done == 0) return;
-    ptx::mbarrier_wait(smem.dquery_empty(group, stage), empty_parity);
-    stage_accumulators(smem.staging(group * 2 + stage), dquery, thread % 128);
+    if constexpr (Config::kStagingStages == 1) {  // waits for the copy of the tile before
+      ptx::mbarrier_wait(smem.dquery_empty(group, stage ^ 1), empty_parity ^ stage);
+    } else {
+      ptx::mbarrier_wait(smem.dquery_empty(group, stage), empty_parity);
+    }
+    stage_accumulators(smem.dquery_staging(group, stage), dquery, thread % 128);
     ptx::barrier_arrive(kDqueryFull + group * 2 + stage, 128 + 32);
   }
 
@@ -566,7 +576,7 @@ struct NarrowConsumer {
       if (Config::kHasMask || (kGeneral && params.mask)) {
         allowed = plan.mask_words.load(block.batch, tile.y, row, key);
       }
-      if (Config::kHasBias || (kGeneral && kManyRegisters && params.bias)) {
+      if (kGeneral && kManyRegisters && params.bias) {
         prefetch_bias(params, block.batch, tile.y, row, key);
       }
     }
@@ -621,18 +631,23 @@ struct NarrowConsumer {
                                                const Operand& operand) const {
     using Panel = typename Config::GradientTile;
     const int32_t row0 = first_key() + group * 64;
-#pragma unroll
-    for (int panel = 0; panel < kN / 8; ++panel) {
+    const auto write = [&](auto& own, int panel) {
       const Panel staged{smem.staging(group) + panel % 2 * Panel::kBytes, 0};
       if (panel % 2 == 0) await_copies();
-      store_sums<Element>(staged, threadIdx.x % 128 / 32 * 16, scale,
-                          reinterpret_cast<float (&)[8][4]>(sums[panel * 8]));
+      store_sums<Element>(staged, threadIdx.x % 128 / 32 * 16, scale, own);
       ptx::barrier_sync(kBackwardZeroed + group, 128);
-      if (!copies || row0 >= params.shape.kv_len) continue;
+      if (!copies || row0 >= params.shape.kv_len) return;
       ptx::fence_proxy_async_shared();
       store_tile_panels(staged, map, operand, block.batch, block.kv_head, row0, panel * 64);
       ptx::cp_async_bulk_commit_group();
+    };
+#pragma unroll
+    for (int panel = 0; panel < kN / 8; ++panel) {
+      write(reinterpret_cast<float (&)[8][4]>(sums[panel * 8]), panel);
     }
+    // Of the last panel, copies do not store the columns beyond the head dim.
+    if constexpr (kN % 8 != 0)
+      write(reinterpret_cast<float (&)[kN % 8][4]>(sums[kN / 8 * 8]), kN / 8);
   }
   // Writes dK and dV. If the key block is divided and another thread block completes its sums, adds
   // them to these sums instead.
@@ -648,7 +663,7 @@ struct NarrowConsumer {
         if (!sums.add_up({index, weight, total}, dkey, dvalue)) return;
       }
     }
-    if constexpr (Config::kInPieces) {
+    if constexpr (Config::kWritesPanels) {
       write_panels(dvalue, 1.0f, maps.dvalue, params.dvalue);
       write_panels(dkey, kScaled ? 1.0f : params.options.scale, maps.dkey, params.dkey);
     } else {

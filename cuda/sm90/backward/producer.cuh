@@ -14,6 +14,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
+#include "sm90/backward/bias.cuh"
 #include "sm90/backward/blocks.cuh"
 #include "sm90/backward/order.cuh"
 #include "sm90/backward/plan.cuh"
@@ -88,8 +89,8 @@ __device__ __forceinline__ void load_query(const Backward& params, const Backwar
 // Starts the copies for all query tiles of a block. kSeveral: other blocks may follow, and
 // consumers know how many tiles each has; else a tile of row -1 marks the end. `begun`: the copies
 // of K, V and the first Q have been started.
-template <bool kSeveral, bool kOrdered, typename Config>
-__device__ __forceinline__ void load_tiles(const Backward& params, const BackwardMaps& maps,
+template <bool kSeveral, bool kOrdered, typename Config, typename Maps>
+__device__ __forceinline__ void load_tiles(const Backward& params, const Maps& maps,
                                            const BackwardWorkspace& workspace,
                                            const BackwardSmem<Config>& smem,
                                            const BackwardBlock& block, bool begun,
@@ -148,6 +149,9 @@ __device__ __forceinline__ void load_tiles(const Backward& params, const Backwar
       load_panels(smem.dout(stage), maps.dout, dout_full, params.dout, batch, at.head, row0);
       ptx::cp_async_bulk_load(ptx::shared_address(smem.delta + stage * Config::kBlockQ),
                               workspace.delta + row_index, statistics_bytes, dout_full);
+      if constexpr (Config::kHasBias) {
+        load_bias(maps, smem, block, at.head, row0, col0, next);
+      }
       if (kSeveral && left == min(block.tile_count, kTilesAhead)) {
         ptx::mbarrier_arrive(smem.block_wanted());
       }

@@ -55,6 +55,14 @@ struct BackwardSmem {
   __device__ __forceinline__ uint32_t staging(int index) const {
     return root + Config::kStagingOffset + index * Config::kStagingBytes;
   }
+  // Returns the address of a consumer's dQ of a tile with this stage of Q.
+  __device__ __forceinline__ uint32_t dquery_staging(int group, uint32_t stage) const {
+    return Config::kStagingStages == 1 ? staging(group) : staging(group * 2 + stage);
+  }
+  // Returns the address of 64 query rows of a bias.
+  __device__ __forceinline__ uint32_t bias(uint32_t stage) const {
+    return root + Config::kBiasOffset + stage * Config::kBiasStageBytes;
+  }
   __device__ __forceinline__ uint32_t key_full() const { return barriers; }
   __device__ __forceinline__ uint32_t value_full() const { return barriers + 8; }
   __device__ __forceinline__ uint32_t keys_empty() const { return barriers + 16; }  // and values
@@ -81,7 +89,11 @@ struct BackwardSmem {
   __device__ __forceinline__ uint32_t staging_full(uint32_t stage) const { return at(4, stage); }
   __device__ __forceinline__ uint32_t staging_empty(uint32_t stage) const { return at(5, stage); }
 
-  static constexpr int kBarriers = 8 + 6 * Config::kStages;
+  // Only kernels for a bias have these.
+  __device__ __forceinline__ uint32_t bias_full(uint32_t stage) const { return at(6, stage); }
+  __device__ __forceinline__ uint32_t bias_empty(uint32_t stage) const { return at(7, stage); }
+
+  static constexpr int kBarriers = 8 + (Config::kHasBias ? 8 : 6) * Config::kStages;
   // Initializes all barriers. One thread of a warp does it: several lanes take longer.
   __device__ __forceinline__ void init_barriers() const {
     constexpr int kConsumerArrivals = Config::kConsumers * 4 * kWarpArrivals;
@@ -93,8 +105,8 @@ struct BackwardSmem {
       if (index == 2) arrivals = kConsumerArrivals;
       // The producer warp and the two warps that add dQ arrive, too.
       if (index == 6 || index == 7) arrivals = kConsumerArrivals + 3 * kWarpArrivals;
-      if (index >= 8 && (kind == 1 || kind == 3)) arrivals = kConsumerArrivals;
-      if (index >= 8 && kind >= 4) arrivals = Config::kStagingArrivals;
+      if (index >= 8 && (kind == 1 || kind == 3 || kind == 7)) arrivals = kConsumerArrivals;
+      if (index >= 8 && (kind == 4 || kind == 5)) arrivals = Config::kStagingArrivals;
       ptx::mbarrier_init(barriers + index * 8, arrivals);
     }
     ptx::fence_mbarrier_init();
