@@ -14,8 +14,8 @@ from jax.export import is_symbolic_dim
 from jax_flash import ffi
 from jax_flash.folding import folding_axes
 from jax_flash.fp8 import FLOAT8_NAME, KERNEL_BLOCK
-from jax_flash.head_dims import padded_size
 from jax_flash.operands import OPERANDS, batch_shape, public_name
+from jax_flash.padding import padded_bias_size, padded_size
 from jax_flash.passes import Pass
 from jax_flash.spec import FAMILIES, AttentionSpec
 from jax_flash.workspace import Size
@@ -118,6 +118,7 @@ class _Problem:
       batch_axes: how many batch axes it has when those are folded that fold into one.
       queries, keys: how many each head has.
       grouped: whether query heads share key heads.
+      bias_columns: to how many columns the bias is copied for the CUDA kernels; 0 if it is not.
     """
 
     dtype: str
@@ -129,6 +130,7 @@ class _Problem:
     queries: Size = 0
     keys: Size = 0
     grouped: bool = False
+    bias_columns: int = 0
 
     @property
     def widest(self) -> int:
@@ -155,7 +157,15 @@ class _Problem:
             query.shape[-3],
             value.shape[-3],
             query.shape[-2] != operands["key"].shape[-2],
+            _bias_columns(operands),
         )
+
+
+def _bias_columns(operands: dict[str, Any]) -> int:
+    if "bias" not in operands:
+        return 0
+    size = padded_bias_size(operands, "cuda")
+    return 0 if size == operands["bias"].shape[-1] else size
 
 
 def _reason(spec: AttentionSpec, problem: _Problem, platform: str) -> str:
@@ -191,6 +201,8 @@ def _copies(problem: _Problem) -> str:
         for name, size in sizes
         if padded_size(size, problem.dtype, "cuda") != size
     ]
+    if problem.bias_columns:
+        padded.append(f"{problem.bias_columns} columns of the bias")
     return f", with operands copied to {' and '.join(padded)}" if padded else ""
 
 

@@ -13,9 +13,9 @@ from jax_flash.attention import abstract_call, kernel_operands, takes_arguments_
 from jax_flash.call import Call
 from jax_flash.folding import fold_batch_axes
 from jax_flash.fp8 import FLOAT8, block_scales
-from jax_flash.head_dims import with_padded_head_dims
 from jax_flash.operands import Operands, added, axis_of
 from jax_flash.options import Abstract, AllOptions
+from jax_flash.padding import with_padded_columns
 from jax_flash.passes import Pass, as_run, complete, of_shards
 from jax_flash.ragged import moving
 from jax_flash.sequence import choose_mode, why_reduce
@@ -221,7 +221,7 @@ def _cuda_kernel(one_pass: Pass, operands: Operands, gpu: ffi.Gpu) -> ffi.Kernel
 
     def make(operands):
         types = one_pass.result_types(operands)
-        padded = with_padded_head_dims(native, "cuda")
+        padded = with_padded_columns(native, "cuda")
         return fold_batch_axes(padded, complete(one_pass, operands), types)
 
     jax.eval_shape(make, operands)

@@ -23,9 +23,9 @@ from jax.interpreters import batching, mlir
 from jax_flash import compat, dispatch, ffi
 from jax_flash.folding import fold_batch_axes
 from jax_flash.fp8 import block_scales
-from jax_flash.head_dims import with_padded_head_dims
 from jax_flash.meshes import auto_devices, mesh_of
 from jax_flash.operands import Operands
+from jax_flash.padding import with_padded_columns
 from jax_flash.partitioning import (
     beside_manual_axes,
     has_auto_axes,
@@ -83,7 +83,7 @@ def _run_natively(platform: str, one_pass: Pass, operands: Operands) -> Operands
         return vary_like(operands, outputs)
 
     types = one_pass.result_types(operands)
-    padded = with_padded_head_dims(native, platform)
+    padded = with_padded_columns(native, platform)
     return fold_batch_axes(padded, complete(one_pass, operands), types)
 
 

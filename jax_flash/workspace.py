@@ -16,8 +16,8 @@ from jax.export import is_symbolic_dim
 
 from jax_flash import ffi
 from jax_flash.fp8 import FLOAT8_NAME
-from jax_flash.head_dims import padded_size
 from jax_flash.operands import OPERANDS, batch_shape
+from jax_flash.padding import padded_size
 from jax_flash.passes import Pass
 
 # A number or, under `jax.export`, an expression of symbolic sizes.

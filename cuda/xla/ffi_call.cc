@@ -23,6 +23,7 @@ struct Axis {
   int64_t Operand::* stride;
   int64_t size;
   bool broadcasts = false;
+  bool pads = false;  // true if the array may have fewer than 8 elements more, which nothing reads
 };
 
 // Reads buffers as operands of one call, and keeps the first error.
@@ -42,9 +43,10 @@ class Reader {
     for (const Axis& axis : axes) expected.push_back(axis.size);
     bool matches = dims.size() == expected.size();
     for (size_t i = 0; matches && i < expected.size(); ++i) {
-      const bool broadcasts =
-          static_cast<int>(i) < num_batch ? batch_broadcasts : axes[i - num_batch].broadcasts;
-      matches = dims[i] == expected[i] || (broadcasts && dims[i] == 1);
+      const bool is_batch = static_cast<int>(i) < num_batch;
+      const bool broadcasts = is_batch ? batch_broadcasts : axes[i - num_batch].broadcasts;
+      const int64_t most = expected[i] + (!is_batch && axes[i - num_batch].pads ? 7 : 0);
+      matches = (dims[i] >= expected[i] && dims[i] <= most) || (broadcasts && dims[i] == 1);
     }
     if (!matches) {
       fail(std::string(name) + ": expected shape " + dims_text(expected) + ", got " +
@@ -121,10 +123,10 @@ std::vector<Axis> key_axes(const Shape& s, int64_t dim) {
 std::vector<Axis> lse_axes(const Shape& s) {
   return {{&Operand::head, s.heads}, {&Operand::row, s.q_len}};
 }
-std::vector<Axis> logit_axes(const Shape& s) {
+std::vector<Axis> logit_axes(const Shape& s, bool pads = false) {
   return {{&Operand::head, s.heads, true},
           {&Operand::row, s.q_len, true},
-          {&Operand::col, s.kv_len, true}};
+          {&Operand::col, s.kv_len, true, pads}};
 }
 
 std::vector<Field> operand_fields(const Shape& s) {
@@ -169,7 +171,7 @@ std::vector<Field> gradient_fields(const Shape& s, int32_t distances, int32_t wa
   const auto want = [&](int slot, Field field) {
     if (wanted >> slot & 1) fields.push_back(std::move(field));
   };
-  want(kBiasSlot, {"dbias", &Backward::dbias, Kind::kFloat, logit_axes(s)});
+  want(kBiasSlot, {"dbias", &Backward::dbias, Kind::kFloat, logit_axes(s, true)});
   want(kAlibiSlot, {"dalibi_slopes",
                     &Backward::dalibi_slopes,
                     Kind::kFloat32,
@@ -186,7 +188,7 @@ std::vector<Field> optional_fields(const Shape& s, int32_t distances) {
   const Axis head{&Operand::head, s.heads}, query_row{&Operand::row, s.q_len};
   const Axis key_row{&Operand::row, s.kv_len}, word{&Operand::col, 2};
   return {
-      {"bias", &Backward::bias, Kind::kFloat, logit_axes(s)},
+      {"bias", &Backward::bias, Kind::kFloat, logit_axes(s, true)},
       {"mask", &Backward::mask, Kind::kBool, logit_axes(s)},
       {"query_seq_lengths", &Backward::query_seq_lengths, Kind::kInt32, {}},
       {"key_value_seq_lengths", &Backward::key_value_seq_lengths, Kind::kInt32, {}},

@@ -114,7 +114,9 @@ struct BiasRows {
   __device__ __forceinline__ void store(const Operand& dbias, int64_t offset, int32_t row0,
                                         int32_t col0, const Extent& extent) const {
     const int64_t first = offset + row0 * dbias.row + col0 * dbias.col;
-    if (__all_sync(0xffffffff, has_chunks(dbias, first) && extent.cols % kChunkElements == 0)) {
+    // A last chunk may reach into the padding between rows.
+    const bool whole = dbias.row != 0 || extent.cols % kChunkElements == 0;
+    if (__all_sync(0xffffffff, has_chunks(dbias, first) && whole)) {
       const bool valid = col0 + own_chunk() * kChunkElements < extent.cols;
       const int32_t rows = extent.rows - row0 - own_row(0);
 #pragma unroll
