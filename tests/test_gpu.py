@@ -534,6 +534,25 @@ def test_gradient_of_a_bias_with_a_tile_for_every_multiprocessor(axes, dtype, mo
     check(run(inputs, "flash_sm90"), inputs)
 
 
+@each_family
+@pytest.mark.parametrize("axes", ["NTS", "TS", "BNS", "NT", "S", "N", ""])
+@pytest.mark.parametrize(
+    ("batch", "q_len", "kv_len", "head_dim"),
+    [(64, 49, 49, 32), (17, 197, 197, 64), (3, 300, 70, 128), (2, 130, 500, 256)],
+)
+def test_gradient_of_a_bias_with_few_tiles(batch, q_len, kv_len, head_dim, axes, family):
+    """Thread blocks divide the batch entries, heads and tiles that add to a tile of dbias."""
+    case = Case(
+        "few", batch=batch, heads=4, kv_heads=2, q_len=q_len, kv_len=kv_len, head_dim=head_dim,
+        value_dim=head_dim, dtype="bfloat16",
+        features=(("bias", (axes, "float32")), ("lengths", "qk")),
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    results = run(inputs, family)
+    check(results, inputs)
+    np.testing.assert_array_equal(results.grads["bias"], run(inputs, family).grads["bias"])
+
+
 def test_gradient_of_a_bias_whose_logits_need_the_low_part_of_lse():
     # Multiples of 1/2 near 2^20, which float32 has; lse there has steps of 1/8.
     case = Case(

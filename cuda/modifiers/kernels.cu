@@ -21,6 +21,13 @@ Status launch_segment_spans(const Forward& params, const SegmentSpans& spans, cu
       ceil_div(warps, kSegmentSpansThreads / 32), kSegmentSpansThreads, 0, stream, params, spans);
 }
 
+Status launch_bias_parts(const Backward& params, const BiasParts& parts, cudaStream_t stream) {
+  if (parts.parts == 1) return {};
+  return launch_kernel("bias_parts_kernel", params.shape, bias_parts_kernel<kGradientThreads>,
+                       ceil_div(parts.elements, kGradientThreads), kGradientThreads, 0, stream,
+                       params.dbias, parts);
+}
+
 template <typename Element>
 Status launch_added_gradients(const Backward& params, const BackwardWorkspace& workspace,
                               cudaStream_t stream) {
@@ -28,9 +35,13 @@ Status launch_added_gradients(const Backward& params, const BackwardWorkspace& w
   Status status;
   if (params.dbias) {
     const BiasOwnership ownership(shape, params.dbias);
+    const BiasParts parts(params, workspace, ownership, ownership.summed_tiles(),
+                          kBiasGradientBlocks);
     status = launch_kernel("bias_gradient_kernel", shape, bias_gradient_kernel<Element>,
-                           ownership.blocks(), kGradientThreads, kGradientSmemBytes<Element>,
-                           stream, params, workspace, ownership);
+                           ownership.blocks() * parts.parts, kGradientThreads,
+                           kGradientSmemBytes<Element>, stream, parts.of(params), workspace,
+                           ownership, parts);
+    if (status.ok()) status = launch_bias_parts(params, parts, stream);
   }
   if (!status.ok() || distance_floats(params) == 0) return status;
   const int64_t heads = shape.batch * shape.heads;

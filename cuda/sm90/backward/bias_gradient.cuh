@@ -116,9 +116,17 @@ struct BiasSteps {
   int32_t own_head, own_row, own_col;
   BiasGradientTile tile;
 
+  int32_t first, end;  // the summed batches of this part
+
+  // Describes part `block` % parts of tile `block` / parts.
   __device__ __forceinline__ BiasSteps(const Backward& backward, const BackwardWorkspace& space,
-                                       const BiasOwnership& owned, uint32_t block)
+                                       const BiasOwnership& owned, const BiasParts& parts,
+                                       uint32_t block)
       : params(backward), workspace(space), ownership(owned) {
+    const auto part = static_cast<int32_t>(block % parts.parts);
+    block /= parts.parts;
+    first = part * static_cast<int32_t>(parts.terms);
+    end = min(first + static_cast<int32_t>(parts.terms), static_cast<int32_t>(owned.summed));
     const auto take = [&](uint32_t count) {
       const uint32_t index = block % count;
       block /= count;
@@ -133,21 +141,23 @@ struct BiasSteps {
     const auto start = [&](const Operand& operand) {
       return batch.offset(operand) + own_head * operand.head;
     };
-    tile = {start(params.bias), start(params.dbias), own_row * kBlock, own_col * kBlock};
+    tile = {start(params.bias), start(params.dbias) + part * parts.elements, own_row * kBlock,
+            own_col * kBlock};
   }
 
   // Calls visit(batch, step) for each step. Called by a whole warp. Finding a batch entry and its
   // band takes as long as a step's products, so each lane does it for another entry.
   template <typename Visit>
   __device__ __forceinline__ void for_each(const Visit& visit) const {
-    const BiasOwnership& own = ownership;
-    for (int64_t first = 0; first < own.summed; first += 32) {
-      const int64_t sum_batch = min(first + threadIdx.x % 32, own.summed - 1);
+#pragma unroll 1
+    for (int32_t next = first; next < end; next += 32) {
+      const int32_t sum_batch = min(next + static_cast<int32_t>(threadIdx.x % 32), end - 1);
       const int64_t index =
           BiasOwnership::batch_index(params.shape, params.dbias, own_batch, sum_batch);
       const BatchIndex own_batch_index(params.shape, index);
       const Band own_band(params, own_batch_index);
-      const int count = static_cast<int>(min(own.summed - first, int64_t{32}));
+      const int count = static_cast<int>(min(end - next, 32));
+#pragma unroll 1
       for (int lane = 0; lane < count; ++lane) {
         const auto of_lane = [&](auto value) { return __shfl_sync(0xffffffff, value, lane); };
         BatchIndex batch;
@@ -528,7 +538,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     wide_bias_gradient_kernel(const __grid_constant__ Backward params,
                               const __grid_constant__ BackwardMaps maps,
                               const BackwardWorkspace workspace,
-                              const __grid_constant__ BiasOwnership ownership) {
+                              const __grid_constant__ BiasOwnership ownership,
+                              const __grid_constant__ BiasParts parts) {
   extern __shared__ __align__(1024) uint8_t tiles_smem[];
   __shared__ __align__(8) uint64_t barriers_smem[2 * Config::kMostStages];
   __shared__ BiasStep steps_smem[Config::kMostStages];
@@ -545,7 +556,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     ptx::fence_mbarrier_init();
   }
   __syncthreads();
-  const auto tiles = static_cast<uint32_t>(ownership.blocks());
+  const auto tiles = static_cast<uint32_t>(ownership.blocks() * parts.parts);
   const uint32_t rounds = (tiles + gridDim.x - 1) / gridDim.x;
   if (threadIdx.x < 128) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
@@ -553,7 +564,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
     for (uint32_t round = 0; round < rounds; ++round) {
       const uint32_t tile = bias_tile_of(round);
       if (tile >= tiles) continue;
-      const BiasSteps<Config::kBlock> steps(params, workspace, ownership, tile);
+      const BiasSteps<Config::kBlock> steps(params, workspace, ownership, parts, tile);
       prefetch_bias<Config::kBlock>(steps.tile, params.bias, params.shape.q_len);
       load_pairs<Config>(steps, maps, smem, ring);
     }
@@ -573,8 +584,8 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   }
 }
 
-// Launches the kernel if dbias has enough tiles for all multiprocessors. `launched`: true if it
-// did.
+// Launches the kernel if dbias has enough tiles, or parts of tiles, for all multiprocessors.
+// `launched`: true if it did.
 template <typename Element, int kHeadDim>
 Status launch_wide_bias_gradient(const Backward& params, const BackwardWorkspace& workspace,
                                  cudaStream_t stream, bool& launched) {
@@ -584,20 +595,24 @@ Status launch_wide_bias_gradient(const Backward& params, const BackwardWorkspace
   const BiasOwnership ownership(params.shape, params.dbias, Config::kBlock);
   int sms = 0;
   Status status = multiprocessors(sms);
-  if (!status.ok() || ownership.blocks() < sms) return status;
+  // Two rounds of the multiprocessors. Batch entries can be divided.
+  const BiasParts parts(params, workspace, ownership, ownership.summed, 2 * kSplitBlocks);
+  if (!status.ok() || ownership.blocks() * parts.parts < sms) return status;
   BackwardMaps maps;
   status = make_backward_maps(params, Config::kBlock, Config::kBlock, maps);
   if (!status.ok()) return status;
   launched = true;
-  const bool rounded = bias_is_rounded<Element>(params);
+  const Backward partial = parts.of(params);
+  const bool rounded = bias_is_rounded<Element>(partial);
   const auto launch = [&](auto* kernel) {
     return launch_kernel("sm90::wide_bias_gradient_kernel", params.shape, kernel, sms,
-                         Config::kThreads, Config::smem_bytes(rounded), stream, params, maps,
-                         workspace, ownership);
+                         Config::kThreads, Config::smem_bytes(rounded), stream, partial, maps,
+                         workspace, ownership, parts);
   };
-  return modifiers_of(params) == kBias
-             ? launch(wide_bias_gradient_kernel<Config, Element, kBias>)
-             : launch(wide_bias_gradient_kernel<Config, Element, kEveryModifier>);
+  status = modifiers_of(params) == kBias
+               ? launch(wide_bias_gradient_kernel<Config, Element, kBias>)
+               : launch(wide_bias_gradient_kernel<Config, Element, kEveryModifier>);
+  return status.ok() ? launch_bias_parts(params, parts, stream) : status;
 }
 
 }  // namespace jax_flash::sm90
