@@ -45,6 +45,8 @@ step_gpu() {
       --contenders jax_flash 'jax.nn cudnn' 'pallas mgpu (float16)' ;;
     encoders) run encoders --cases encoders --passes forward both --warmup 5 --calls 20 \
       --seconds 0.3 --setup-limit 20 --contenders jax_flash 'jax.nn cudnn' 'cuDNN (torch)' ;;
+    biases) run biases --cases biases --passes forward both --warmup 3 --calls 10 --seconds 0.2 \
+      --setup-limit 60 --contenders jax_flash 'jax.nn cudnn' 'jax.nn xla' 'cuDNN (torch)' ;;
     plain) run plain --cases training --only '(1,1536' '(1,2048' '(8,1024' '(16,1024,16,128)' \
       192/128 '(2,8192,8,256)' --passes forward --warmup 3 --calls 15 --seconds 0.3 \
       --contenders jax_flash FlashAttention-4 'cuDNN (torch)' ;;
@@ -70,7 +72,7 @@ if [ "$name" = cpu ]; then
   [ $# -gt 0 ] || set -- speed length features host
   for step in "$@"; do step_cpu "$step"; done
 else
-  [ $# -gt 0 ] || set -- speed encoders plain pairs few pooling length features host profile ${VARIANTS:+ablation}
+  [ $# -gt 0 ] || set -- speed encoders biases plain pairs few pooling length features host profile ${VARIANTS:+ablation}
   for step in "$@"; do step_gpu "$step"; done
 fi
 exit $status

@@ -82,6 +82,23 @@ def _encoders() -> list[Case]:
     return [*itself, Case("encoders", 4, 4096, 10, 64, kv_len=77)]
 
 
+def _biases() -> list[Case]:
+    """Biases [1,N,T,S]: of long sequences, then of windows of images, image encoders and T5."""
+    long = [
+        Case("biases", 4, 4096, 16, head_dim, is_causal=causal, feature=feature)
+        for head_dim in (128, 64)
+        for causal in _BOTH
+        for feature in ("bias", "bias_gradient")
+    ]
+    short = [
+        Case("biases", batch, length, heads, head_dim, feature="bias_gradient")
+        for batch, length, heads, head_dim in (
+            (256, 49, 8, 32), (64, 197, 12, 64), (16, 577, 16, 64), (8, 512, 16, 64),
+        )
+    ]  # fmt: skip
+    return [*long, *short]
+
+
 def _earlier() -> list[Case]:
     """Shapes that earlier flash attentions for JAX were measured at."""
     return [
@@ -270,6 +287,7 @@ TABLES: dict[str, Callable[[], list[Case]]] = {
     "few-queries": _few_queries,
     "pooling": _pooling,
     "encoders": _encoders,
+    "biases": _biases,
     "earlier": _earlier,
     "length": _length,
     "head-dim": _head_dim,

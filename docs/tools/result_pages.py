@@ -290,6 +290,7 @@ _SPEED: dict[str, tuple[str, Any]] = {
     "pooling": ("One query, trained", [("pooling", "us")]),
     "training": ("What models train with, other packages included", [("training", "us")]),
     "training_64": ("The same at head dim 64", [("training", "us")]),
+    "biases": ("A bias for each head", [("biases", "us")]),
     "pairs": ("Two modifiers, and windows", [("pairs", "us")]),
     "features": ("What each feature costs", features),
     "host": ("On the host", host),
