@@ -169,9 +169,8 @@ struct RowParts {
 #pragma unroll
     for (int i = 0; i < kLaneParts; ++i) {
       // Not 0 far below a sink: such a part may hold NaN, and its row is not one without keys.
-      factors[i] = its[i].y == 0.0f
-                       ? -1.0f
-                       : ptx::max_nan(ptx::ex2_approx_ftz(its[i].x - top), 0x1p-126f);
+      factors[i] =
+          its[i].y == 0.0f ? -1.0f : ptx::max_nan(ptx::ex2_approx_ftz(its[i].x - top), 0x1p-126f);
       total += its[i].y * factors[i];
     }
 #pragma unroll
