@@ -150,6 +150,10 @@ struct TransposedBias {
     }
   }
 };
-struct NoBias {};  // replaces it in kernels without a bias
+// Replaces it in kernels without a bias.
+struct NoBias {
+  template <typename Consumer>
+  __device__ __forceinline__ void read(const Consumer&, const RingState<2>&, int) {}
+};
 
 }  // namespace jax_flash::sm90

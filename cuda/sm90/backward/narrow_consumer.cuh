@@ -208,14 +208,11 @@ struct NarrowConsumer {
         const float* lse_smem = smem.lse + stage * kBlockQ + half * 64;
         const float* delta_smem = smem.delta + stage * kBlockQ + half * 64;
         const typename Config::LseColumns lse(lse_smem);
-        bool is_cut = uncut.cuts(row0 + half * 64);
-        // Rows beyond the end get a bias, too, perhaps NaN.
-        if (Config::kHasBias) is_cut |= row0 + half * 64 + 64 > block.band.q_len;
+        const bool is_cut = cuts(uncut, row0 + half * 64);
         if (!Config::kNextScoresFirst || half > 0) drops.draw(words, gradient.row0, gradient.key0);
         // P^T, overlapped with dP^T; then dV += P^T dO
         Bias bias;
-        if constexpr (Config::kHasBias) bias.read(*this, ring, half);
-        await_scores(scores, half);
+        await_scores(ring, bias, scores, half);
         mask_scores(gradient, mask_bits, bias, scores, is_cut, slopes);
         if (Config::kEarlyDquery && half == 0) start_last_dquery(dquery, stage);
         Rounded probabilities, rounded;
@@ -258,6 +255,13 @@ struct NarrowConsumer {
     const auto unmasked = block.band.template unmasked_tiles<64>(group_key, group_key + 64);
     return {__reduce_max_sync(0xffffffff, unmasked.first),
             __reduce_max_sync(0xffffffff, unmasked.last)};
+  }
+  // Returns whether elements of 64 rows are forbidden. Rows beyond the end get a bias, too, perhaps
+  // NaN.
+  __device__ __forceinline__ bool cuts(const UncutRows& uncut, int32_t row) const {
+    bool cut = uncut.cuts(row);
+    if (Config::kHasBias) cut |= row + 64 > block.band.q_len;
+    return cut;
   }
   // Restricts the range to rows whose segment is that of all keys. If a key is NaN or infinite, no
   // row remains: every tile has to mark such keys.
@@ -382,8 +386,10 @@ struct NarrowConsumer {
     ptx::wgmma_commit_group();
   }
 
-  // Waits for S^T, unless finish_step() or begin() already has.
-  __device__ __forceinline__ void await_scores(Tile& scores, int half) const {
+  // Waits for the bias, and for S^T, unless finish_step() or begin() already has.
+  __device__ __forceinline__ void await_scores(const RingState<Config::kStages>& ring, Bias& bias,
+                                               Tile& scores, int half) const {
+    bias.read(*this, ring, half);
     if (!Config::kNextScoresFirst || half > 0) {
       ptx::wgmma_wait_group<1>();
       ptx::wgmma_results(scores);
