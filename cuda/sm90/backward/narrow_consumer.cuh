@@ -651,7 +651,7 @@ struct NarrowConsumer {
     for (int panel = 0; panel < kN / 8; ++panel) {
       write(reinterpret_cast<float (&)[8][4]>(sums[panel * 8]), panel);
     }
-    // Of the last panel, copies do not store the columns beyond the head dim.
+    // Copies do not store the columns of the last panel that are beyond the head dim.
     if constexpr (kN % 8 != 0)
       write(reinterpret_cast<float (&)[kN % 8][4]>(sums[kN / 8 * 8]), kN / 8);
   }
