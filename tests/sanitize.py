@@ -122,6 +122,7 @@ def cases(tool: str):
     wide_units = short_units | {"kv_len": 240}
     # As many heads for initcheck, too, since no tensor copies store their results.
     whole_heads = {"batch": 1, "q_len": 60, "kv_len": 50, "heads": 90, "kv_heads": 90}
+    three_tiles = whole_heads | {"q_len": 140}
     few_units = short_units | ({} if few else {"heads": 127, "kv_heads": 127}) | {"kv_len": 340}
     grouped = units | {"heads": 16, "kv_heads": 1}  # rows enough for V to be made float16
     many_heads = {"batch": 2, "q_len": 90, "kv_len": 77, "kv_heads": 25}
@@ -134,6 +135,9 @@ def cases(tool: str):
         ("bfloat16", (64, 64), (("lengths", "qk"), *causal), False, short_units | {"kv_len": 250}),
         ("float16", (40, 24), (("lengths", "qk"), ("dlse", True)), False, whole_heads),
         ("bfloat16", (64, 64), causal, True, whole_heads | {"q_len": 100, "kv_len": 70}),
+        ("bfloat16", (40, 24), everything, False, whole_heads),
+        ("float16", (64, 64), (("mask", "BS"),), False, whole_heads | {"q_len": 100, "kv_len": 64}),
+        ("bfloat16", (64, 64), (("bias", ("NTS", "bfloat16")),), False, three_tiles),
         ("bfloat16", (96, 96), (), False, narrow),
         ("bfloat16", (128, 128), causal, False, units),
         ("bfloat16", (128, 128), causal, True, small),

@@ -81,6 +81,10 @@ NAMED = [
     ),
     ("scores ahead", 64, {"head_dim": 64, "batch": 1, "heads": 16, "q_len": 1024}),
     ("short", 64, {"head_dim": 64, "batch": 64, "heads": 12, "q_len": 197}),
+    (
+        "short, every modifier", 64,
+        {"head_dim": 64, "batch": 64, "heads": 12, "q_len": 49, "logits_soft_cap": 9.0},
+    ),
     *(
         ("split keys, scores ahead", d, {"head_dim": d, "batch": 1, "heads": 8, "q_len": 512})
         for d in (64, 96, 128)
@@ -251,6 +255,18 @@ def test_forward_kernel(name, head_dim, call):
         ("chained", 64, {"batch": 32, "heads": 8, "q_len": 321}),
         # Parts of 256 rows:
         ("short", 64, {"batch": 4, "q_len": 4096, "heads": 8, "kv_len": 77}),
+        # With modifiers, one tile of 64 keys, and as many heads:
+        (
+            "short, every modifier",
+            64,
+            {"batch": 4, "heads": 22, "q_len": 64, "mask": (1, 1, 64, 64)},
+        ),
+        ("mask", 64, {"batch": 4, "heads": 21, "q_len": 64, "mask": (4, 21, 64, 64)}),
+        (
+            "soft cap",
+            64,
+            {"batch": 4, "heads": 22, "q_len": 65, "logits_soft_cap": 9.0, "is_causal": True},
+        ),
         # In tiles of 64 and of 128:
         ("split keys, scores ahead", 128, {"batch": 1, "heads": 8, "q_len": 1024}),  # 64, 128
         ("chained", 128, {"batch": 16, "q_len": 192, "kv_len": 512}),  # 384, 512
@@ -581,9 +597,11 @@ def test_kernels_of_the_sm_80_family(gpu, reason):
         ("short", {"q_len": 77, "kv_len": 256, "head_dim": 40, "value_dim": 64}),
         ("one kernel", {"q_len": 257, "kv_len": 64}),
         ("one kernel", {"q_len": 64, "kv_len": 257}),
-        # No grouped heads, and no modifiers:
+        # No grouped heads, and up to three tiles with modifiers:
         ("one kernel", {"q_len": 256, "kv_heads": 4}),
-        ("one kernel, soft cap", {"q_len": 256, "logits_soft_cap": 9.0}),
+        ("one kernel, soft cap", {"q_len": 193, "logits_soft_cap": 9.0}),
+        ("short, every modifier", {"q_len": 192, "logits_soft_cap": 9.0}),
+        ("short, every modifier", {"q_len": 64, "segments": True, "deterministic": True}),
         ("one kernel", {"q_len": 256, "head_dim": 72}),
     ],
 )

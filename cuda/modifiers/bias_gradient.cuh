@@ -173,9 +173,10 @@ inline constexpr int kBiasGradientBlocks = 512;  // of bias_gradient_kernel, if 
 // sums in float32 arrays of dbias's layout, `elements` apart. bias_parts_kernel adds them in order.
 struct BiasParts {
   float* sums = nullptr;
-  int64_t elements = 0, terms;  // the last part may have fewer terms
+  int64_t elements = 0, terms = 0;  // the last part may have fewer terms
   int32_t parts = 1;
 
+  BiasParts() = default;
   // `all_terms`: the number of terms of a tile that can be divided. The number of blocks is a
   // constant, so that results do not depend on the GPU's. The memory is that of the sums for
   // dquery, which have been converted before.

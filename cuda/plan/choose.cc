@@ -336,25 +336,31 @@ bool edges_cut_two_tiles(const Forward& params) {
 }
 
 // Returns whether blocks that keep all keys of a head need less time than others, at head dim 64.
-// There must be units for most multiprocessors, and at most a fifth of all time may be idle because
-// the last units are few. Full calls of two tiles of 128 keys with little padding are as fast in
-// the other kernels.
+// There must be units for most multiprocessors, and without modifiers, at most a fifth of all time
+// may be idle because the last units are few. Full calls of two tiles of 128 keys with little
+// padding are as fast in the other kernels.
 bool keys_fit_a_block(const Forward& params, const Device& device) {
   const Shape& shape = params.shape;
-  if (!sm90::ShortUnits::takes(shape)) return false;
-  const int64_t units = sm90::ShortUnits(shape).units, sms = device.multiprocessors;
-  if (units > INT32_MAX / 2 || units * 3 < sms * 2 ||
-      (units > sms && units * 5 < ceil_div(units, sms) * sms * 4)) {
-    return false;
-  }
+  const bool modified = modifiers_of(params) != kNoModifier;
+  if (!sm90::ShortUnits::takes(shape, modified)) return false;
+  const int64_t units = sm90::ShortUnits(shape, modified).units, sms = device.multiprocessors;
+  if (units > INT32_MAX / 2 || units * 3 < sms * 2) return false;
+  if (modified) return true;
+  if (units > sms && units * 5 < ceil_div(units, sms) * sms * 4) return false;
   return banded(params.options) || shape.kv_len <= 224 || shape.kv_len > 256;
+}
+
+// Returns whether blocks that keep all keys of a head need less time than decoding, as measured on
+// an H200 with many heads: with 300 keys, or with 200 and 10 query rows, decoding is faster.
+bool has_few_keys(const Shape& shape) {
+  return shape.q_len > 8 && shape.kv_len <= std::max(64, 3 * std::min(shape.q_len, 100));
 }
 
 // Returns whether the backward kernel whose blocks keep all operands of a head takes the call, at
 // head dim 64. There must be units for most multiprocessors.
 bool head_fits_a_block(const Backward& params, const Device& device) {
   const Shape& shape = params.shape;
-  return sm90::takes_short_gradient(shape) &&
+  return sm90::takes_short_gradient(shape, modifiers_of(params) != kNoModifier) &&
          shape.batch * shape.heads * 3 >= int64_t{device.multiprocessors} * 2;
 }
 
@@ -369,12 +375,12 @@ Found choose_plain(const Forward& params, int32_t head_dim, const Device& device
   // has at most one.
   const bool divided = divided_keys_are_faster(params, device);
   const bool divides_ahead = sm90::kHasScoresAhead && divided && !left_edge && head_dim <= 128;
-  if (sm90::takes_decode(shape) && !(divides_ahead && is_large_decode(shape, device))) {
+  const bool fits_block = head_dim == 64 && keys_fit_a_block(params, device);
+  if (sm90::takes_decode(shape) && !(divides_ahead && is_large_decode(shape, device)) &&
+      !(fits_block && has_few_keys(shape))) {
     return {Recipe::kDecode, "there are few query rows"};
   }
-  if (head_dim == 64 && keys_fit_a_block(params, device)) {
-    return {Recipe::kShort, "all keys of a head fit a block"};
-  }
+  if (fits_block) return {Recipe::kShort, "all keys of a head fit a block"};
   if (divides_ahead) {
     return {Recipe::kSplitKeysAhead, "tiles of 128 rows leave multiprocessors idle"};
   }
@@ -438,6 +444,9 @@ const sm90::RecipeRow* find_pair(uint32_t modifiers, int32_t head_dim) {
 Found choose_modified(const Forward& params, int32_t head_dim, const Device& device) {
   const Options& options = params.options;
   const bool is_bfloat16 = params.query.dtype == DType::kBFloat16;
+  if (head_dim == 64 && keys_fit_a_block(params, device)) {
+    return {Recipe::kShortEvery, "all keys of a head fit a block"};
+  }
   if (head_dim != 64 && head_dim != 128 && head_dim != 256) {
     return {Recipe::kEvery, "this head dim has no kernel for one modifier"};
   }
@@ -567,9 +576,9 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
   }
   choice.one_kernel = fits_one_kernel(params.shape, choice.head_dim) && !choice.general &&
                       !params.options.deterministic;
-  choice.in_a_block = choice.head_dim == 64 && !choice.general && head_fits_a_block(params, device);
+  choice.in_a_block = choice.head_dim == 64 && head_fits_a_block(params, device);
   if (choice.in_a_block) {
-    choice.name = "short";
+    choice.name = choice.general ? "short, every modifier" : "short";
     choice.reason = "all of a head fits a block";
     choice.queries = choice.keys = 64;
   } else if (choice.one_kernel) {

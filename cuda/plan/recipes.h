@@ -52,6 +52,7 @@ enum class Recipe : int32_t {
   kSplitKeys,       // two consumers divide the keys of the same 64 queries
   kSplitKeysAhead,  // the same with scores a tile ahead
   kShort,           // all keys of a head in shared memory
+  kShortEvery,      // the same with any modifiers
   kSegments,
   kSegmentsSoftCap,
   kSegmentsBias,
@@ -205,6 +206,7 @@ inline constexpr RecipeRow kRecipes[] = {
              mask_words_keys(256)),
     pair_row(Recipe::kMaskDropout, "mask and dropout", 64, kMask | kDropout, mask_words_keys(64)),
     pair_row(Recipe::kMaskDropout, "mask and dropout", 128, kMask | kDropout, mask_words_keys(128)),
+    {Recipe::kShortEvery, "short, every modifier", 64, 64, kEveryModifier, 1, 64},
     // Several modifiers, or one modifier at a head dim without a kernel for it. The loop contains
     // ten times as many instructions as a call executes.
     {Recipe::kEvery, "every modifier", 64, 64, kEveryModifier, 2, 128},

@@ -19,17 +19,24 @@ inline constexpr int32_t kShortStages = 8, kShortBoxes = 55;
 // least.
 inline constexpr int32_t kShortSlackBytes = kShortBoxRows * 128;
 
+// The keys of a unit of a call with modifiers, a tile of 64. With more tiles, other kernels are
+// faster: they compute a tile's modifiers beside the products of another one.
+inline constexpr int32_t kShortModifiedKeys = 64;
+
 // Says how a call is divided: a unit is a part of the query rows of a head, with all of its keys.
 struct ShortUnits {
   int32_t parts;             // parts of the rows of a head: a unit each
   int32_t tiles;             // tiles of 64 query rows in a part
-  int32_t q_boxes, k_boxes;  // boxes of Q in a unit, at most, and of K
+  int32_t q_boxes, k_boxes;  // boxes of Q in a unit, and of K
   int64_t units;
 
-  static bool takes(const Shape& shape) { return shape.kv_len <= kShortTiles * 64; }
+  static bool takes(const Shape& shape, bool modified) {
+    return shape.kv_len <= (modified ? kShortModifiedKeys : kShortTiles * 64);
+  }
 
-  explicit ShortUnits(const Shape& shape) {
-    k_boxes = static_cast<int32_t>(ceil_div(shape.kv_len, kShortBoxRows));
+  ShortUnits(const Shape& shape, bool modified) {
+    k_boxes = modified ? kShortModifiedKeys / kShortBoxRows
+                       : static_cast<int32_t>(ceil_div(shape.kv_len, kShortBoxRows));
     const int64_t all_boxes = ceil_div(shape.q_len, kShortBoxRows);
     const int64_t all_tiles = ceil_div(shape.q_len, 64);
     const int32_t free = kShortBoxes - 2 * k_boxes;
@@ -40,21 +47,32 @@ struct ShortUnits {
     units = int64_t{parts} * shape.heads * shape.batch;
   }
 
+  // Returns how many of an operand's `boxes` one copy brings: a divisor of them, as the copy engine
+  // takes at most 256 rows.
+  static int32_t boxes_of_copy(int32_t boxes) {
+    for (int32_t count = 256 / kShortBoxRows; count > 1; --count) {
+      if (boxes % count == 0) return count;
+    }
+    return 1;
+  }
+
   int32_t unit_bytes() const { return (q_boxes + 2 * k_boxes) * kShortBoxRows * 128; }
   int32_t stages() const {
     return std::min(kShortStages, 2 * kShortBoxes / (q_boxes + 2 * k_boxes));
   }
 };
 
-// The most tiles of 64 rows of an operand in a unit of the backward kernel, which is a head.
-inline constexpr int32_t kShortGradientTiles = 4;
+// The most tiles of 64 rows of an operand in a unit of the backward kernel, which is a head:
+// without modifiers, and with some.
+inline constexpr int32_t kShortGradientTiles = 4, kShortModifiedTiles = 3;
 
 // Returns the tiles of the operand that has more of them.
 inline int32_t short_gradient_tiles(const Shape& shape) {
   return static_cast<int32_t>(ceil_div(std::max(shape.q_len, shape.kv_len), 64));
 }
-inline bool takes_short_gradient(const Shape& shape) {
-  return shape.heads == shape.kv_heads && short_gradient_tiles(shape) <= kShortGradientTiles &&
+inline bool takes_short_gradient(const Shape& shape, bool modified) {
+  const int32_t most = modified ? kShortModifiedTiles : kShortGradientTiles;
+  return shape.heads == shape.kv_heads && short_gradient_tiles(shape) <= most &&
          shape.batch * shape.heads <= INT32_MAX / 2;
 }
 

@@ -1,6 +1,5 @@
-// Handles keys that are NaN or infinite, for kernels whose consumers begin at thread 128 and whose
-// products read shared memory through the asynchronous proxy. modifiers/score_gradient.cuh explains
-// why such keys need care.
+// Handles keys that are NaN or infinite, for kernels whose products read shared memory through the
+// asynchronous proxy. modifiers/score_gradient.cuh explains why such keys need care.
 #pragma once
 
 #include <cuda_fp16.h>
@@ -17,15 +16,15 @@
 namespace jax_flash {
 
 // Do the same as clear_bad_keys() and mark_bad_keys() of modifiers/score_gradient.cuh, with
-// kThreads threads from thread 128 on, the named barrier kBarrier, and fragments of S^T: 16 keys
-// from `key` of the tile on.
-template <int kThreads, int kBarrier, typename Element, typename Tile>
-__device__ __forceinline__ void clear_bad_key_rows(const Tile& key, uint32_t* bad_smem) {
+// kThreads threads, which a named barrier synchronizes, and fragments of S^T: 16 keys from `key` of
+// the tile on. `thread`: the index of the calling thread among these.
+template <int kThreads, typename Element, typename Tile>
+__device__ __forceinline__ void clear_bad_key_rows(const Tile& key, uint32_t* bad_smem, int thread,
+                                                   int barrier) {
   // An element with this exponent, all ones, is NaN or infinite.
   constexpr uint32_t kExponent = std::is_same_v<Element, __half> ? 0x7c00u : 0x7f80u;
-  const int thread = threadIdx.x - 128;
   if (thread <= Tile::kRows / 32) bad_smem[thread] = 0;
-  ptx::barrier_sync(kBarrier, kThreads);
+  ptx::barrier_sync(barrier, kThreads);
   for (int row = thread; row < Tile::kRows; row += kThreads) {
     bool bad = false;
     for (int chunk = 0; chunk < Tile::kCols / kChunk; ++chunk) {
@@ -42,7 +41,7 @@ __device__ __forceinline__ void clear_bad_key_rows(const Tile& key, uint32_t* ba
     }
   }
   ptx::fence_proxy_async_shared();
-  ptx::barrier_sync(kBarrier, kThreads);
+  ptx::barrier_sync(barrier, kThreads);
 }
 
 template <int kRows, int kN>

@@ -24,6 +24,9 @@ struct BatchIndex {
   int64_t coordinate[kMaxBatchDims] = {};
 
   BatchIndex() = default;
+  // `axes`: the coordinates of a batch of at most two axes.
+  __device__ __forceinline__ explicit BatchIndex(const int32_t (&axes)[2])
+      : coordinate{axes[0], axes[1]} {}
   __device__ __forceinline__ BatchIndex(const Shape& shape, int64_t index) {
 #pragma unroll
     for (int axis = kMaxBatchDims - 1; axis > 0; --axis) {

@@ -212,7 +212,8 @@ Status launch_narrow(const Backward& params, int32_t index, const BackwardWorksp
 template <typename Element, int kHeadDim, bool kGeneral>
 Status launch_backward(const Backward& params, const Choice& choice, cudaStream_t stream) {
   if constexpr (kHeadDim == 64 && !kGeneral) {
-    if (choice.in_a_block) return launch_backward_short<Element>(params, stream);
+    Backward rest;
+    if (choice.in_a_block) return launch_backward_short<Element, false>(params, {}, stream, rest);
   }
   BackwardWorkspace workspace;
   BackwardWorkspace::plan(params.shape, (kHeadDim + 63) / 64 * 64, BackwardFeatures::of(params),
@@ -229,6 +230,14 @@ Status launch_backward(const Backward& params, const Choice& choice, cudaStream_
     if (choice.one_kernel) {
       return launch_backward_config<BackwardConfig<kHeadDim, false>, Element, false>(
           params, workspace, stream);
+    }
+  }
+  if constexpr (kHeadDim == 64 && kGeneral) {
+    if (choice.in_a_block) {
+      Backward rest = params;
+      status = launch_backward_short<Element, true>(params, workspace, stream, rest);
+      if (!status.ok()) return status;
+      return launch_gradients_of_addends<Element, kHeadDim>(rest, workspace, stream);
     }
   }
   if constexpr (kHeadDim > kMaxUndividedHeadDim) {

@@ -304,7 +304,8 @@ struct NarrowConsumer {
     ptx::mbarrier_wait(smem.key_full(), key_parity);
     if (has_unattended) zero_rows<Config::kConsumerThreads>(smem.key(), first, end, kConsumers);
     if constexpr (kForbids) {
-      clear_bad_key_rows<Config::kConsumerThreads, kConsumers, Element>(smem.key(), bad_keys());
+      clear_bad_key_rows<Config::kConsumerThreads, Element>(smem.key(), bad_keys(),
+                                                            threadIdx.x - 128, kConsumers);
     }
     const bool has_padding = kApplied != kNoModifier || band.q_len < params.shape.q_len;
     read_ahead(allowed, tile, 0);

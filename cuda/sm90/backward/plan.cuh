@@ -35,12 +35,7 @@ inline constexpr int kEdgeRows = 32;  // rows of a block of the begin kernel
 struct HeadIndex {
   int32_t batch, batch_axes[kTensorMapBatchDims], head;
 
-  __device__ __forceinline__ BatchIndex batch_index() const {
-    BatchIndex index;
-    index.coordinate[0] = batch_axes[0];
-    index.coordinate[1] = batch_axes[1];
-    return index;
-  }
+  __device__ __forceinline__ BatchIndex batch_index() const { return BatchIndex(batch_axes); }
 };
 struct HeadDivisors {
   Divisor heads, inner_batch;

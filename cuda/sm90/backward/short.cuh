@@ -1,8 +1,13 @@
-// Computes the backward pass of calls of many short sequences, without modifiers or grouped heads,
-// with head dims up to 64. With lse in log2 units:
+// Computes the backward pass of calls of many short sequences, without grouped heads, with head
+// dims up to 64. With lse in log2 units:
 //
 //   S = Q K^T,  dP = dO V^T,  P = 2^(scale log2(e) S - lse),  dS = P (dP - delta)
 //   dQ = dS K,  dV = P^T dO,  dK = dS^T Q,  delta = sum(dO * O) - dlse
+//
+// One kernel is for calls without modifiers, and one for calls with any of them (kGeneral), which
+// it reads from global memory, one modifier after the other. With tiles of one head, the latter
+// also computes a bias's gradient: blocks then take heads that add to the same tile of it, and keep
+// the sum in registers (modifiers/bias_gradient.cuh).
 //
 // A unit of work is a head. Its operands fit a block's shared memory, so dQ needs no sums in global
 // memory, and no kernels run before and after this one. Results do not depend on any order of
@@ -21,9 +26,15 @@
 
 #include <algorithm>
 #include <cstdint>
+#include <type_traits>
 
 #include "modifiers/band.cuh"
+#include "modifiers/bias_gradient.cuh"
+#include "modifiers/score_gradient.cuh"
+#include "modifiers/scores.cuh"
+#include "modifiers/units.cuh"
 #include "params.h"
+#include "plan/backward_workspace.h"
 #include "plan/divisor.h"
 #include "plan/short.h"
 #include "ptx/mbarrier.cuh"
@@ -38,7 +49,9 @@
 #include "sm90/fragments.cuh"
 #include "sm90/ring.cuh"
 #include "status.h"
+#include "tile/bad_key_rows.cuh"
 #include "tile/band.cuh"
+#include "tile/batch_index.cuh"
 #include "tile/chunk.cuh"
 #include "tile/launch.cuh"
 #include "tile/quad.cuh"
@@ -50,12 +63,15 @@
 namespace jax_flash::sm90 {
 
 // kTileCount: the most tiles of 64 query rows, and of 64 keys, of a head.
-template <int kTileCount>
+template <int kTileCount, bool kHasModifiers>
 struct ShortGradientConfig {
   using Tile = SmemTile<64, 64>;
   static constexpr int kTiles = kTileCount, kThreads = kTiles * kWarpgroup;
-  static constexpr int kBlocks = kTiles == 1 ? 4 : kTiles == 2 ? 2 : 1;  // on each multiprocessor
-  static constexpr int kBuffers = kTiles == 3 ? 2 : 1;                   // as there is room
+  static constexpr bool kGeneral = kHasModifiers;
+  static constexpr bool kSumsBias = kGeneral && kTiles == 1;  // computes the gradient of a bias
+  // On each multiprocessor. The sums of a bias's gradient need registers.
+  static constexpr int kBlocks = kSumsBias ? 3 : kTiles == 1 ? 4 : kTiles == 2 ? 2 : 1;
+  static constexpr int kBuffers = kTiles == 3 ? 2 : 1;  // as there is room
   static constexpr int kSmemBytes = (4 + 2 * kBuffers) * kTiles * Tile::kBytes;
 };
 
@@ -96,12 +112,76 @@ struct ShortGradientCall {
         dvalue(params.dvalue) {}
 };
 
+// The most blocks that divide the heads of a call, if they sum up the gradient of a bias: as many
+// as run at the same time. A constant, so that results do not depend on the GPU's.
+inline constexpr int kShortBiasBlocks = 384;
+
+// Holds what a kernel for any modifiers reads besides.
+struct ShortGradientModifiers {
+  Backward params;  // if sums_bias, dbias is the array of the parts
+  BackwardWorkspace workspace;
+  BiasOwnership ownership;
+  BiasParts parts;
+  bool sums_bias;
+  // True if lse and delta of rows are stored to the workspace, for the gradients of a bias, slopes
+  // or a relative bias, which other kernels compute.
+  bool stores_statistics;
+};
+struct NoModifiers {};
+
+// Lists the units of a block: those with the numbers `first`, `first` + `step` and so on.
+struct ShortGradientWalk {
+  int32_t first, end, step;
+
+  __device__ __forceinline__ explicit ShortGradientWalk(const ShortGradientCall& call)
+      : first(blockIdx.x), end(call.units), step(gridDim.x) {}
+  __device__ __forceinline__ int32_t unit(const ShortGradientCall&, int32_t number) const {
+    return number;
+  }
+};
+
+// Lists the units that add to the block's part of a tile of dbias, if there is one.
+struct ShortBiasWalk : ShortGradientWalk {
+  bool sums_bias, owns_head, owns_axis[kTensorMapBatchDims];
+  BiasTileIndex own;
+
+  __device__ __forceinline__ ShortBiasWalk(const ShortGradientCall& call,
+                                           const ShortGradientModifiers& modifiers)
+      : ShortGradientWalk(call),
+        sums_bias(modifiers.sums_bias),
+        owns_head(modifiers.params.dbias.head != 0),
+        owns_axis{modifiers.params.dbias.batch[0] != 0, modifiers.params.dbias.batch[1] != 0},
+        own(modifiers.ownership, blockIdx.x / modifiers.parts.parts) {
+    if (!sums_bias) return;
+    const auto terms = static_cast<int32_t>(modifiers.parts.terms);
+    first = static_cast<int32_t>(blockIdx.x % modifiers.parts.parts) * terms;
+    end = min(first + terms, static_cast<int32_t>(modifiers.ownership.summed_tiles()));
+    step = 1;
+  }
+  __device__ __forceinline__ int32_t unit(const ShortGradientCall& call, int32_t number) const {
+    if (!sums_bias) return number;
+    const Divisor& heads = call.heads.heads;
+    const auto owned = static_cast<int32_t>(own.batch);
+    int32_t head = own.head, summed = number;
+    if (!owns_head) {
+      summed = heads.quotient(number);
+      head = number - summed * heads.divisor;
+    }
+    const Divisor& inner = call.heads.inner_batch;
+    const int32_t last = owns_axis[1] ? owned : summed, rest = inner.quotient(last);
+    const int32_t first_axis = owns_axis[0] == owns_axis[1] ? rest : owns_axis[0] ? owned : summed;
+    const int32_t batch = first_axis * inner.divisor + last - rest * inner.divisor;
+    return batch * heads.divisor + head;
+  }
+};
+
 struct ShortGradientUnit {
+  int32_t index;
   HeadIndex at;
   Band band;
 
-  __device__ __forceinline__ ShortGradientUnit(const ShortGradientCall& call, int32_t index)
-      : at(call.heads.at(index)), band(call.band.of<true>(at.batch_axes)) {}
+  __device__ __forceinline__ ShortGradientUnit(const ShortGradientCall& call, int32_t unit)
+      : index(unit), at(call.heads.at(unit)), band(call.band.of<true>(at.batch_axes)) {}
 
   // Returns the key tiles that some row of a tile of query rows may attend to.
   __device__ __forceinline__ Range attended(int32_t q_tile) const {
@@ -117,6 +197,12 @@ struct ShortGradientBarriers {
   // For each key tile: all P and dS are stored, and nobody reads its K and V any more; dV and
   // dK are computed.
   uint64_t scored[Config::kTiles], summed[Config::kTiles];
+};
+
+// Holds, for each tile of keys, the rows that are NaN or infinite: see clear_bad_keys().
+template <typename Config>
+struct ShortBadKeys {
+  uint32_t rows[Config::kTiles][Config::Tile::kRows / 32 + 1];
 };
 
 // The gradients that are sums over query rows: dV, of P, and dK, of dS.
@@ -152,6 +238,11 @@ __device__ __forceinline__ void arrive_short(uint64_t& barrier) {
 // index `group`.
 template <typename Config, typename Element>
 struct ShortGradientGroup {
+  static constexpr bool kGeneral = Config::kGeneral;
+  using Modifiers = std::conditional_t<kGeneral, ShortGradientModifiers, NoModifiers>;
+  using BadKeys = std::conditional_t<kGeneral, ShortBadKeys<Config>, NoModifiers>;
+  using Walk = std::conditional_t<Config::kSumsBias, ShortBiasWalk, ShortGradientWalk>;
+  using BiasSums = std::conditional_t<Config::kSumsBias, float[1][8][4], NoModifiers>;
   using Tile = typename Config::Tile;
   using Sums = float[8][4];
   using Scores = float[1][4][4];  // 64 rows by 32 keys, of the warpgroup
@@ -163,9 +254,12 @@ struct ShortGradientGroup {
   };
 
   const ShortGradientCall& call;
+  const Modifiers& modifiers;
   ShortGradientBarriers<Config>& barriers;
+  BadKeys& bad_keys;
   const ShortGradientTiles<Config>& tiles;
   const int group;
+  const Walk walk;
 
   __device__ __forceinline__ static int warp_row() {
     return static_cast<int>(threadIdx.x) % kWarpgroup / 32 * 16;
@@ -173,23 +267,27 @@ struct ShortGradientGroup {
 
   __device__ __forceinline__ void run() const {
     uint32_t parity = 0;
-    copy_queries(blockIdx.x);
-    copy_keys(blockIdx.x);
-    RowParts rows = load_rows(blockIdx.x);
-    for (int32_t index = blockIdx.x; index < call.units; index += gridDim.x, parity ^= 1) {
-      const ShortGradientUnit unit(call, index);
-      const int32_t row0 = group * 64, next = index + gridDim.x;
+    copy_queries(walk.first);
+    copy_keys(walk.first);
+    RowParts rows = load_rows(walk.first);
+    BiasSums dbias;
+    if constexpr (Config::kSumsBias) clear(dbias[0]);
+    for (int32_t number = walk.first; number < walk.end; number += walk.step, parity ^= 1) {
+      const ShortGradientUnit unit(call, walk.unit(call, number));
+      const int32_t row0 = group * 64, next = number + walk.step;
       const Range keys = unit.attended(group);
       Sums dquery;
       clear(dquery);
       float lse[2] = {}, delta[2] = {};
       clear_unattended(unit.band, parity);
-      if (group < call.q_tiles) find_statistics(rows, parity, lse, delta);
+      if constexpr (kGeneral) clear_bad_tile(parity);
+      if constexpr (kGeneral) store_padding(unit);
+      if (group < call.q_tiles) find_statistics(unit, rows, parity, lse, delta);
 #pragma unroll 1
       for (int tile = 0; tile < Config::kTiles; ++tile) {
         if (keys.first <= tile && tile < keys.end) {
           wait_short(barriers.keys[tile], parity);
-          add(dquery, unit.band, row0, tile, lse, delta, parity);
+          add(dquery, dbias, unit, row0, tile, lse, delta, parity);
         }
         arrive_short(barriers.scored[tile]);
         const bool finds_dvalue = tile == group, finds_dkey = (tile + 1) % Config::kTiles == group;
@@ -210,21 +308,27 @@ struct ShortGradientGroup {
                    call.head_dim, call.sum_scale, dquery);
       }
     }
+    if constexpr (Config::kSumsBias) {
+      if (!walk.sums_bias) return;
+      const int32_t part = blockIdx.x % modifiers.parts.parts;
+      store_bias_tile(modifiers.params, walk.own, part * modifiers.parts.elements, dbias);
+    }
   }
 
-  // Start the copies of the warpgroup's tiles: of K and V; of Q and dO.
-  __device__ __forceinline__ void copy_keys(int32_t index) const {
-    if (threadIdx.x % kWarpgroup != 0 || index >= call.units || group >= call.k_tiles) return;
-    const HeadIndex at = call.heads.at(index);
+  // Start the copies of the warpgroup's tiles: of K and V; of Q and dO. `number`: a unit's number
+  // in the block's list.
+  __device__ __forceinline__ void copy_keys(int32_t number) const {
+    if (threadIdx.x % kWarpgroup != 0 || number >= walk.end || group >= call.k_tiles) return;
+    const HeadIndex at = call.heads.at(walk.unit(call, number));
     ptx::fence_proxy_async_shared();
     const uint32_t barrier = ptx::shared_address(&barriers.keys[group]);
     ptx::mbarrier_arrive_expect_tx(barrier, 2 * Tile::kBytes);
     copy(tiles.key(group), call.maps.key, call.key, barrier, at);
     copy(tiles.value(group), call.maps.value, call.value, barrier, at);
   }
-  __device__ __forceinline__ void copy_queries(int32_t index) const {
-    if (threadIdx.x % kWarpgroup != 0 || index >= call.units || group >= call.q_tiles) return;
-    const HeadIndex at = call.heads.at(index);
+  __device__ __forceinline__ void copy_queries(int32_t number) const {
+    if (threadIdx.x % kWarpgroup != 0 || number >= walk.end || group >= call.q_tiles) return;
+    const HeadIndex at = call.heads.at(walk.unit(call, number));
     ptx::fence_proxy_async_shared();
     const uint32_t barrier = ptx::shared_address(&barriers.queries[group]);
     ptx::mbarrier_arrive_expect_tx(barrier, 2 * Tile::kBytes);
@@ -264,12 +368,22 @@ struct ShortGradientGroup {
     }
   }
 
+  // Zeroes keys that are NaN or infinite, for the reason that clear_bad_keys() states.
+  __device__ __forceinline__ void clear_bad_tile(uint32_t parity) const {
+    if (group < call.k_tiles) {
+      wait_short(barriers.keys[group], parity);
+      clear_bad_key_rows<kWarpgroup, Element>(tiles.key(group), bad_keys.rows[group],
+                                              threadIdx.x % kWarpgroup, 1 + group);
+    }
+    if (Config::kTiles > 1) __syncthreads();
+  }
+
   // Loads what find_statistics() needs of global memory, for the thread's rows of a unit.
-  __device__ __forceinline__ RowParts load_rows(int32_t index) const {
+  __device__ __forceinline__ RowParts load_rows(int32_t number) const {
     RowParts rows = {};
     rows.lse[0] = rows.lse[1] = minus_infinity();
-    if (index >= call.units || group >= call.q_tiles) return rows;
-    const ShortGradientUnit unit(call, index);
+    if (number >= walk.end || group >= call.q_tiles) return rows;
+    const ShortGradientUnit unit(call, walk.unit(call, number));
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t row = group * 64 + warp_row() + fragment_row(0, 2 * half);
@@ -287,8 +401,10 @@ struct ShortGradientGroup {
     }
     return rows;
   }
-  // Finds lse, in log2 units, and delta of the thread's rows. The lanes of a quad share two rows.
-  __device__ __forceinline__ void find_statistics(const RowParts& rows, uint32_t parity,
+  // Finds lse, in the units of the logits, and delta of the thread's rows. The lanes of a quad
+  // share two rows.
+  __device__ __forceinline__ void find_statistics(const ShortGradientUnit& unit,
+                                                  const RowParts& rows, uint32_t parity,
                                                   float (&lse)[2], float (&delta)[2]) const {
     const int lane = threadIdx.x % 4;
     wait_short(barriers.queries[group], parity);
@@ -309,21 +425,60 @@ struct ShortGradientGroup {
       sum += __shfl_xor_sync(0xffffffff, sum, 1);
       sum += __shfl_xor_sync(0xffffffff, sum, 2);
       const bool dead = rows.lse[half] == minus_infinity();
-      delta[half] = dead ? 0.0f : (sum - rows.dlse[half]) * call.dscore_scale;
-      lse[half] = dead ? -minus_infinity() : rows.lse[half] * kLog2E;
+      delta[half] = dead ? 0.0f : sum - rows.dlse[half];
+      lse[half] = dead ? -minus_infinity() : rows.lse[half];
+      if constexpr (!kGeneral) delta[half] *= call.dscore_scale;
+      if (!kGeneral || !natural_units()) lse[half] *= kLog2E;
+      if constexpr (kGeneral) {
+        if (dead) clear_row(row);
+        store_statistics(unit, group * 64 + row, lse[half], delta[half]);
+      }
+    }
+    if constexpr (kGeneral) ptx::fence_proxy_async_shared();
+  }
+  __device__ __forceinline__ bool natural_units() const {
+    if constexpr (kGeneral) return in_natural_units(modifiers.params);
+    return false;
+  }
+  // Zeroes Q and dO of a row that attends to nothing: they may hold NaN. Called by a row's quad.
+  __device__ __forceinline__ void clear_row(int row) const {
+    for (int chunk = threadIdx.x % 4; chunk < 8; chunk += 4) {
+      ptx::st_shared_v4(tiles.query(group).address(row, chunk), uint4{});
+      ptx::st_shared_v4(tiles.dout(group).address(row, chunk), uint4{});
+    }
+  }
+  __device__ __forceinline__ void store_statistics(const ShortGradientUnit& unit, int32_t row,
+                                                   float lse, float delta) const {
+    const BackwardWorkspace& workspace = modifiers.workspace;
+    if (!modifiers.stores_statistics || threadIdx.x % 4 != 0 || row >= workspace.rows) return;
+    const int64_t index = workspace.row_index(unit.index, row);
+    workspace.lse_log2[index] = lse;
+    workspace.delta[index] = delta;
+  }
+  // Stores them for the rows of the workspace behind the last tile of query rows.
+  __device__ __forceinline__ void store_padding(const ShortGradientUnit& unit) const {
+    const BackwardWorkspace& workspace = modifiers.workspace;
+    if (!modifiers.stores_statistics) return;
+    for (int32_t row = call.q_tiles * 64 + threadIdx.x; row < workspace.rows;
+         row += Config::kThreads) {
+      const int64_t index = workspace.row_index(unit.index, row);
+      workspace.lse_log2[index] = -minus_infinity();
+      workspace.delta[index] = 0.0f;
     }
   }
 
   // Adds a key tile to dQ, and stores P and dS.
-  __device__ __forceinline__ void add(Sums& dquery, const Band& band, int32_t row0, int tile,
-                                      const float (&lse)[2], const float (&delta)[2],
-                                      uint32_t parity) const {
+  __device__ __forceinline__ void add(Sums& dquery, BiasSums& dbias, const ShortGradientUnit& unit,
+                                      int32_t row0, int tile, const float (&lse)[2],
+                                      const float (&delta)[2], uint32_t parity) const {
+    const Band& band = unit.band;
     const bool is_cut =
         !band.all_allowed(row0, min(row0 + 64, band.q_len), tile * 64, tile * 64 + 64);
     const int lane = threadIdx.x % 32, row = warp_row() + lane % 16;
     const uint32_t place = tiles.scores(group, tile, ShortGradient::kValue).address(row, lane / 16);
     const uint32_t dplace = tiles.scores(group, tile, ShortGradient::kKey).address(row, lane / 16);
-#pragma unroll
+    constexpr int kUnrolled = kGeneral ? 1 : 2;  // the code for modifiers is long
+#pragma unroll kUnrolled
     for (int half = 0; half < 2; ++half) {
       if (half == 1 && tile * 64 + 32 >= call.kv_len) break;  // no results depend on the rest
       Scores scores, dscores;
@@ -332,11 +487,17 @@ struct ShortGradientGroup {
       start_product(dscores, tiles.dout(group), tiles.value(tile), half);
       ptx::wgmma_wait_group<1>();
       ptx::wgmma_results(scores[0]);
-      if (is_cut) mask_band(scores, band, row0 + warp_row(), tile * 64 + half * 32);
-      find_probabilities(scores, lse);
-      ptx::wgmma_wait_group<0>();
-      ptx::wgmma_results(dscores[0]);
-      find_dscores(scores, dscores, delta);
+      if constexpr (kGeneral) {
+        find_modified(unit, row0, tile, half, scores, dscores, lse, delta);
+        if constexpr (Config::kSumsBias) add_dscores(dbias[0], dscores[0], half);
+        scale_dscores(dscores[0]);
+      } else {
+        if (is_cut) mask_band(scores, band, row0 + warp_row(), tile * 64 + half * 32);
+        find_probabilities(scores, lse);
+        ptx::wgmma_wait_group<0>();
+        ptx::wgmma_results(dscores[0]);
+        find_dscores(scores, dscores, delta);
+      }
       Rounded rounded, drounded;
       round_fragments<Element>(rounded, scores[0]);
       round_fragments<Element>(drounded, dscores[0]);
@@ -372,6 +533,46 @@ struct ShortGradientGroup {
                                                  operand_k_major(b_rows, half * 32, k), k > 0);
     }
     ptx::wgmma_commit_group();
+  }
+
+  // Turns S into P and dP into dS, with modifiers.
+  __device__ __forceinline__ void find_modified(const ShortGradientUnit& unit, int32_t row0,
+                                                int tile, int half, Scores& scores, Scores& dscores,
+                                                const float (&lse)[2],
+                                                const float (&delta)[2]) const {
+    const Backward& params = modifiers.params;
+    const BatchIndex batch = unit.at.batch_index();
+    const int32_t row = row0 + warp_row(), col = tile * 64 + half * 32;
+    const ScoreGradient<true, 1, 4, Element> gradient(params, batch, unit.at.head, row, col);
+    mark_bad_keys<Tile::kRows>(scores, bad_keys.rows[tile], half * 32);
+    modify_tile<kEveryModifier, true>(scores, params, batch, unit.at.head, unit.band, row, col);
+    gradient.probabilities(scores[0], lse, 1.0f, 0, 0, 4);
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_results(dscores[0]);
+    const float row_lse[1][2] = {{lse[0], lse[1]}}, row_delta[1][2] = {{delta[0], delta[1]}};
+    gradient.finish(scores, dscores, row_lse, row_delta);
+  }
+  // Adds dS of one half of the keys to the sums of the bias's gradient.
+  static __device__ __forceinline__ void add_dscores(Sums& sums, const float (&dscores)[4][4],
+                                                     int half) {
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        // Registers have no index that is known at run time.
+        sums[n][e] += half == 0 ? dscores[n][e] : 0.0f;
+        sums[4 + n][e] += half == 1 ? dscores[n][e] : 0.0f;
+      }
+    }
+  }
+  __device__ __forceinline__ void scale_dscores(float (&dscores)[4][4]) const {
+    if constexpr (kScaledDlogits<Element>) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+#pragma unroll
+        for (int e = 0; e < 4; ++e) dscores[n][e] *= call.dscore_scale;
+      }
+    }
   }
 
   // Turns S into P.
@@ -444,10 +645,20 @@ struct ShortGradientGroup {
 
 template <typename Config, typename Element>
 __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
-    backward_short_kernel(const __grid_constant__ ShortGradientCall call) {
+    backward_short_kernel(const __grid_constant__ ShortGradientCall call, const __grid_constant__
+                          typename ShortGradientGroup<Config, Element>::Modifiers modifiers) {
+  using Group = ShortGradientGroup<Config, Element>;
   extern __shared__ __align__(1024) uint8_t tiles_smem[];
   __shared__ __align__(16) uint8_t barriers_bytes[sizeof(ShortGradientBarriers<Config>)];
+  __shared__ typename Group::BadKeys bad_keys;
   auto& barriers = *reinterpret_cast<ShortGradientBarriers<Config>*>(barriers_bytes);
+  if constexpr (Config::kGeneral) {
+    const BackwardWorkspace& workspace = modifiers.workspace;
+    if (modifiers.stores_statistics && blockIdx.x == 0 && threadIdx.x < kMaxBlockQ) {
+      workspace.lse_log2[workspace.padding + threadIdx.x] = -minus_infinity();
+      workspace.delta[workspace.padding + threadIdx.x] = 0.0f;
+    }
+  }
   if (threadIdx.x < Config::kTiles) {
     const auto init = [&](uint64_t (&of_tiles)[Config::kTiles], uint32_t arrivals) {
       ptx::mbarrier_init(ptx::shared_address(&of_tiles[threadIdx.x]), arrivals);
@@ -461,30 +672,64 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   __syncthreads();
   const int group = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   const ShortGradientTiles<Config> tiles{ptx::shared_address(tiles_smem)};
-  ShortGradientGroup<Config, Element>{call, barriers, tiles, group}.run();
+  if constexpr (Config::kSumsBias) {
+    Group{call, modifiers, barriers, bad_keys, tiles, group, ShortBiasWalk(call, modifiers)}.run();
+  } else {
+    Group{call, modifiers, barriers, bad_keys, tiles, group, ShortGradientWalk(call)}.run();
+  }
 }
 
-template <int kTiles, typename Element>
-Status launch_short_tiles(const Backward& params, cudaStream_t stream) {
-  using Config = ShortGradientConfig<kTiles>;
+// Launches the kernel. Sets `rest` to what other kernels have to compute still.
+template <int kTiles, typename Element, bool kGeneral>
+Status launch_short_tiles(const Backward& params, const BackwardWorkspace& workspace,
+                          cudaStream_t stream, Backward& rest) {
+  using Config = ShortGradientConfig<kTiles, kGeneral>;
+  const auto launch = [&](int64_t blocks, const ShortGradientCall& call, const auto& modifiers) {
+    return launch_kernel("sm90::backward_short_kernel", params.shape,
+                         backward_short_kernel<Config, Element>, blocks, Config::kThreads,
+                         Config::kSmemBytes, stream, call, modifiers);
+  };
   ShortGradientCall call(params, kScaledDlogits<Element>);
   Status status = make_backward_maps(params, 64, 64, call.maps);
   int sms = 0;
   if (status.ok()) status = multiprocessors(sms);
   if (!status.ok()) return status;
-  return launch_kernel("sm90::backward_short_kernel", params.shape,
-                       backward_short_kernel<Config, Element>,
-                       std::min<int64_t>(call.units, int64_t{sms} * Config::kBlocks),
-                       Config::kThreads, Config::kSmemBytes, stream, call);
+  const int64_t blocks = std::min<int64_t>(call.units, int64_t{sms} * Config::kBlocks);
+  if constexpr (!kGeneral) {
+    return launch(blocks, call, NoModifiers{});
+  } else {
+    const BiasOwnership ownership(params.shape, params.dbias, 64);
+    const bool sums_bias = Config::kSumsBias && params.dbias;
+    if (sums_bias) rest.dbias = {};
+    const bool stores_statistics = rest.dbias || distance_floats(params) > 0;
+    if (!sums_bias) {
+      const BiasParts none;
+      return launch(
+          blocks, call,
+          ShortGradientModifiers{params, workspace, ownership, none, false, stores_statistics});
+    }
+    const BiasParts parts(params, workspace, ownership, ownership.summed_tiles(), kShortBiasBlocks);
+    status = launch(ownership.blocks() * parts.parts, call,
+                    ShortGradientModifiers{parts.of(params), workspace, ownership, parts, true,
+                                           stores_statistics});
+    return status.ok() ? launch_bias_parts(params, parts, stream) : status;
+  }
 }
 
-template <typename Element>
-Status launch_backward_short(const Backward& params, cudaStream_t stream) {
-  switch (short_gradient_tiles(params.shape)) {
-    case 1: return launch_short_tiles<1, Element>(params, stream);
-    case 2: return launch_short_tiles<2, Element>(params, stream);
-    case 3: return launch_short_tiles<3, Element>(params, stream);
-    default: return launch_short_tiles<4, Element>(params, stream);
+template <typename Element, bool kGeneral>
+Status launch_backward_short(const Backward& params, const BackwardWorkspace& workspace,
+                             cudaStream_t stream, Backward& rest) {
+  const auto launch = [&](auto tiles) {
+    return launch_short_tiles<tiles.value, Element, kGeneral>(params, workspace, stream, rest);
+  };
+  const int32_t tiles = short_gradient_tiles(params.shape);
+  if (tiles == 1) return launch(std::integral_constant<int, 1>{});
+  if (tiles == 2) return launch(std::integral_constant<int, 2>{});
+  if (tiles == 3) return launch(std::integral_constant<int, 3>{});
+  if constexpr (kGeneral) {
+    return Status::internal("jax_flash: a kernel was chosen that does not take the call");
+  } else {
+    return launch(std::integral_constant<int, 4>{});
   }
 }
 

@@ -187,7 +187,8 @@ struct WideQueryConsumer {
                                               int32_t tile_col0, uint32_t* bad_keys) const {
     zero_unattended(key, tile_col0);
     if constexpr (kGeneral) {
-      clear_bad_key_rows<Config::kConsumerThreads, kWideConsumers, Element>(key, bad_keys);
+      clear_bad_key_rows<Config::kConsumerThreads, Element>(key, bad_keys, threadIdx.x - 128,
+                                                            kWideConsumers);
     }
   }
   __device__ __forceinline__ void await_value(int32_t tile_col0) const {

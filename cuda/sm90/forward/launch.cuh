@@ -124,8 +124,9 @@ Status launch_row(const Forward& params, const SegmentSpans& spans, cudaStream_t
     return launch_decode<Element, kHeadDim>(params, stream);
   } else if constexpr (kRecipes[kRow].recipe == Recipe::kColumns) {
     return launch_forward_columns<Element>(params, stream);
-  } else if constexpr (kRecipes[kRow].recipe == Recipe::kShort) {
-    return launch_forward_short<Element>(params, stream);
+  } else if constexpr (kRecipes[kRow].recipe == Recipe::kShort ||
+                       kRecipes[kRow].recipe == Recipe::kShortEvery) {
+    return launch_forward_short<Element, kRecipes[kRow].modifiers>(params, stream);
   } else {
     return launch_forward_config<RowConfig<kRow>, Element, kRecipes[kRow].modifiers>(params, spans,
                                                                                      stream);

@@ -192,8 +192,9 @@ struct ForwardModifier<Config, Element, kEveryModifier>
   template <typename Consumer>
   static __device__ __forceinline__ void drop_some(Consumer& consumer, int32_t tile) {
     if (consumer.params.options.dropout_threshold == 0) return;
-    drop<Config::kBlockKv / 8>(consumer.scores, consumer.modifiers(),
-                               consumer.work.row0 + consumer.warp_row, tile * Config::kBlockKv);
+    constexpr int kN = Config::kBlockKv / 8;
+    drop(consumer.scores, consumer.modifiers().template kept<kN>(
+                              consumer.work.row0 + consumer.warp_row, tile * Config::kBlockKv));
   }
 };
 

@@ -348,10 +348,7 @@ __device__ __forceinline__ uint32_t attended_columns(const float (&logits)[1][kN
 }
 
 template <int kN>
-__device__ __forceinline__ void drop(float (&probabilities)[1][kN][4],
-                                     const LogitModifiers& modifiers, int32_t warp_row0,
-                                     int32_t col0) {
-  const Kept kept = modifiers.kept<kN>(warp_row0, col0);
+__device__ __forceinline__ void drop(float (&probabilities)[1][kN][4], const Kept& kept) {
 #pragma unroll
   for (int n = 0; n < kN; ++n) {
 #pragma unroll

@@ -1,6 +1,7 @@
-// Computes the forward pass of calls whose sequences are short, without modifiers and with head
-// dims up to 64: S = Q K^T, P = 2^(scale log2(e) S - m) with m the row's greatest logit so far,
-// out = P V / sum(P).
+// Computes the forward pass of calls whose sequences are short, with head dims up to 64:
+// S = Q K^T, P = 2^(scale log2(e) S - m) with m the row's greatest logit so far, out = P V /
+// sum(P). One kernel is for calls without modifiers, and one for calls with any of them, which it
+// reads from global memory, one modifier after the other.
 //
 // In such a call, query tiles have few key tiles, and the start and end of a query tile take as
 // long as its products. So a unit of work is up to kShortTiles tiles of 64 query rows of a head,
@@ -21,12 +22,18 @@
 #include <cuda.h>
 
 #include <algorithm>
+#include <cmath>
 #include <cstdint>
+#include <type_traits>
 
 #include "modifiers/band.cuh"
+#include "modifiers/logits.cuh"
+#include "modifiers/scores.cuh"
 #include "modifiers/sinks.cuh"
+#include "modifiers/units.cuh"
 #include "params.h"
 #include "plan/divisor.h"
+#include "plan/modifiers.h"
 #include "plan/short.h"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
@@ -40,6 +47,7 @@
 #include "sm90/ring.cuh"
 #include "status.h"
 #include "tile/band.cuh"
+#include "tile/batch_index.cuh"
 #include "tile/launch.cuh"
 #include "tile/quad.cuh"
 #include "tile/softmax.cuh"
@@ -49,8 +57,13 @@
 
 namespace jax_flash::sm90 {
 
-inline constexpr int kShortGroups = 4, kShortComputing = kShortGroups * kWarpgroup;
-inline constexpr int kShortThreads = kShortComputing + 2 * 32;
+// The number of computing warpgroups. Modifiers need registers.
+template <uint32_t kModifiers>
+inline constexpr int kShortGroups = kModifiers == kNoModifier ? 4 : 3;
+template <uint32_t kModifiers>
+inline constexpr int kShortComputing = kShortGroups<kModifiers> * kWarpgroup;
+template <uint32_t kModifiers>
+inline constexpr int kShortThreads = kShortComputing<kModifiers> + 2 * 32;
 inline constexpr int kShortBoxBytes = kShortBoxRows * 128, kShortTileBytes = 64 * 128;
 inline constexpr int kShortTileBoxes = 64 / kShortBoxRows;
 
@@ -63,12 +76,13 @@ struct ShortCall {
   PlainDivisor tiles, stages;                     // tiles: of rows in a part
   int32_t units;
   int32_t q_len, kv_len, value_dim;
-  int32_t q_boxes, k_boxes;  // boxes of Q in a unit, at most, and of K
+  int32_t q_boxes, k_boxes;  // boxes of Q in a unit, and of K
+  int32_t q_copy, k_copy;    // boxes of a copy
   int32_t unit_bytes;
-  float to_log2;
+  float to_log2;  // factor from the kernel's logits, natural or not, to log2 units
   RowsOperand out, lse, sinks;
 
-  ShortCall(const Forward& params, const ShortUnits& of)
+  ShortCall(const Forward& params, const ShortUnits& of, bool natural_logits)
       : query(params.query),
         key(params.key),
         value(params.value),
@@ -86,12 +100,19 @@ struct ShortCall {
         value_dim(params.shape.value_dim),
         q_boxes(of.q_boxes),
         k_boxes(of.k_boxes),
+        q_copy(ShortUnits::boxes_of_copy(of.q_boxes)),
+        k_copy(ShortUnits::boxes_of_copy(of.k_boxes)),
         unit_bytes(of.unit_bytes()),
-        to_log2(params.options.scale * kLog2E),
+        to_log2(natural_logits ? kLog2E : params.options.scale * kLog2E),
         out(params.out),
         lse(params.lse),
         sinks(params.sinks) {}
 };
+
+// A kernel's parameter for modifiers: the call, or nothing.
+struct NoForward {};
+template <uint32_t kModifiers>
+using ModifiedForward = std::conditional_t<kModifiers == kNoModifier, NoForward, Forward>;
 
 // Describes a unit: rows [row0, row_end) of a head.
 struct ShortUnit {
@@ -136,8 +157,8 @@ struct ShortStage {
 // Holds what a block keeps in shared memory beside the operands.
 struct ShortShared {
   ShortStage stages[kShortStages];
-  int32_t taken;                  // tiles of rows that warpgroups have begun
-  int32_t next[2][kShortGroups];  // a warpgroup's next tile; two places, used in turn
+  int32_t taken;                               // tiles of rows that warpgroups have begun
+  int32_t next[2][kShortGroups<kNoModifier>];  // a warpgroup's next tile; two places, used in turn
 };
 
 // Gives the addresses of a stage's operands.
@@ -162,8 +183,8 @@ struct ShortOperands {
   }
 };
 
-// Describes the block's units and starts their copies. Called by one warp, whose lanes copy some
-// boxes each.
+// Describes the block's units and starts their copies. Called by one warp. Rows beyond an operand's
+// end become zeros.
 __device__ __forceinline__ void copy_short_units(const ShortCall& call, ShortShared& shared,
                                                  uint32_t ring) {
   const int lane = threadIdx.x % 32;
@@ -174,27 +195,27 @@ __device__ __forceinline__ void copy_short_units(const ShortCall& call, ShortSha
     const ShortOperands operands(ring, call, stage);
     const uint32_t scored = ptx::shared_address(&its.scored);
     const uint32_t valued = ptx::shared_address(&its.valued);
-    const int32_t q_boxes = (unit.row_end - unit.row0 + kShortBoxRows - 1) / kShortBoxRows;
     ptx::mbarrier_wait_asleep(ptx::shared_address(&its.empty), ~use & 1);
     if (lane == 0) {
       its.unit = unit;
       *const_cast<volatile int32_t*>(&its.use) = use;
-      ptx::mbarrier_arrive_expect_tx(scored, (q_boxes + call.k_boxes) * kShortBoxBytes);
+      ptx::mbarrier_arrive_expect_tx(scored, (call.q_boxes + call.k_boxes) * kShortBoxBytes);
       ptx::mbarrier_arrive_expect_tx(valued, call.k_boxes * kShortBoxBytes);
     }
     __syncwarp();
     const auto copy = [&](const CUtensorMap& map, const BoxAxes& axes, int32_t head, int32_t row0,
-                          int32_t boxes, uint32_t bytes, uint32_t barrier) {
-      for (int32_t box = lane; box < boxes; box += 32) {
+                          int32_t boxes, int32_t step, uint32_t bytes, uint32_t barrier) {
+      for (int32_t box = lane * step; box < boxes; box += 32 * step) {
         load_box(ring + bytes + box * kShortBoxBytes, map, barrier, axes, unit.at.batch_axes, head,
                  row0 + box * kShortBoxRows, 0);
       }
     };
-    copy(call.maps.key, call.key, unit.at.kv_head, 0, call.k_boxes, operands.key_bytes, scored);
-    copy(call.maps.query, call.query, unit.at.head, unit.row0, q_boxes, operands.query_bytes,
+    copy(call.maps.key, call.key, unit.at.kv_head, 0, call.k_boxes, call.k_copy, operands.key_bytes,
          scored);
-    copy(call.maps.value, call.value, unit.at.kv_head, 0, call.k_boxes, operands.value_bytes,
-         valued);
+    copy(call.maps.query, call.query, unit.at.head, unit.row0, call.q_boxes, call.q_copy,
+         operands.query_bytes, scored);
+    copy(call.maps.value, call.value, unit.at.kv_head, 0, call.k_boxes, call.k_copy,
+         operands.value_bytes, valued);
     if (++stage == call.stages.divisor) {
       stage = 0;
       ++use;
@@ -202,10 +223,42 @@ __device__ __forceinline__ void copy_short_units(const ShortCall& call, ShortSha
   }
 }
 
+// Zeroes the rows of V that hold NaN or infinities and that masks or segments hide from every row
+// of a unit. Called by one warp.
+template <typename Element>
+__device__ __forceinline__ void clear_hidden_values(const Forward& params, const ShortUnit& unit,
+                                                    uint32_t values) {
+  const int lane = threadIdx.x % 32;
+  const auto is_bad = [&](int32_t chunk) {
+    const uint4 words = ptx::ld_shared_v4(values + chunk * 16);
+    return not_finite<Element>(words.x) | not_finite<Element>(words.y) |
+           not_finite<Element>(words.z) | not_finite<Element>(words.w);
+  };
+  const int32_t first = unit.attended.first, end = unit.attended.end;
+  uint32_t bad = 0;
+#pragma unroll 8
+  for (int32_t chunk = first * 8 + lane; chunk < end * 8; chunk += 32) bad |= is_bad(chunk);
+  if (!__any_sync(0xffffffff, bad != 0)) [[likely]] {
+    return;
+  }
+  const LogitModifiers modifiers(params, BatchIndex(unit.at.batch_axes), unit.at.head);
+  for (int32_t col = first; col < end; ++col) {
+    if (!__any_sync(0xffffffff, is_bad(col * 8 + lane % 8) != 0)) continue;
+    bool allowed = false;
+    for (int32_t row = unit.row0 + lane; row < unit.row_end; row += 32) {
+      allowed = allowed || modifiers.allows(unit.band, row, col);
+    }
+    if (__any_sync(0xffffffff, allowed)) continue;
+    if (lane < 8) ptx::st_shared_v4(values + (col * 8 + lane) * 16, uint4{});
+  }
+}
+
 // Zeroes values that no row of a unit may attend to: they may hold NaN, and a product of NaN with a
 // probability of 0 is NaN. Called by one warp.
-__device__ __forceinline__ void clear_short_units(const ShortCall& call, ShortShared& shared,
-                                                  uint32_t ring) {
+template <typename Element, uint32_t kModifiers>
+__device__ __forceinline__ void clear_short_units(const ShortCall& call,
+                                                  const ModifiedForward<kModifiers>& params,
+                                                  ShortShared& shared, uint32_t ring) {
   const int lane = threadIdx.x % 32;
   int32_t stage = 0;
   uint32_t parity = 0;
@@ -213,17 +266,24 @@ __device__ __forceinline__ void clear_short_units(const ShortCall& call, ShortSh
     ShortStage& its = shared.stages[stage];
     ptx::mbarrier_wait_asleep(ptx::shared_address(&its.scored), parity);
     ptx::mbarrier_wait_asleep(ptx::shared_address(&its.valued), parity);
-    if (its.unit.has_unattended(call)) {
+    const uint32_t values = ring + ShortOperands(ring, call, stage).value_bytes;
+    bool clears = its.unit.has_unattended(call);
+    if (clears) {
       const Range attended = its.unit.attended;
-      const uint32_t values = ring + ShortOperands(ring, call, stage).value_bytes;
       for (int32_t chunk = lane; chunk < call.k_boxes * kShortBoxRows * 8; chunk += 32) {
         const int32_t row = chunk / 8;
         if (row < attended.first || row >= attended.end) {
           ptx::st_shared_v4(values + chunk * 16, uint4{});
         }
       }
-      ptx::fence_proxy_async_shared();
     }
+    if constexpr (kModifiers != kNoModifier) {
+      if (has_element_masks<kModifiers>(params)) {
+        clear_hidden_values<Element>(params, its.unit, values);
+        clears = true;
+      }
+    }
+    if (clears) ptx::fence_proxy_async_shared();
     sync_and_arrive_warp(ptx::shared_address(&its.cleared));
     arrive_warp(ptx::shared_address(&its.empty));
     if (++stage == call.stages.divisor) {
@@ -234,11 +294,13 @@ __device__ __forceinline__ void clear_short_units(const ShortCall& call, ShortSh
 }
 
 // Holds the state of a tile of 64 rows.
-template <typename Element>
+template <typename Element, uint32_t kModifiers>
 struct ShortRows {
   static constexpr int kOutN = 64 / 8;
 
   const ShortCall& call;
+  const ModifiedForward<kModifiers>& params;
+  const QueryTileIndex& at;
   const ShortOperands& operands;
   const Band& band;
   const int32_t row0;
@@ -261,15 +323,28 @@ struct ShortRows {
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_results(scores[0]);
     const int32_t col0 = tile * 64;
+    float least = minus_infinity();
+    if constexpr (kModifiers != kNoModifier) {
+      modify_scores<kModifiers>(scores, params, ModifierOffsets(params, at.batch_axes, at.head),
+                                band, row0 + warp_row(), col0, false);
+      if (adds_to_logits(params)) least = kLeastLogit;
+    }
     if (!band.all_allowed(row0, min(row0 + 64, band.q_len), col0, col0 + kN)) {
       mask_band(scores, band, row0 + warp_row(), col0);
     }
     float factor[1][2], shift[2];
-    if (raise_maxima<false, false>(softmax, scores, call.to_log2, factor)) {
+    if (raise_maxima<false, false>(softmax, scores, call.to_log2, factor, least)) {
       OnlineSoftmax<1>::rescale(out, factor);
     }
     find_shift<true, 0>(softmax, call.to_log2, shift);
     exponentials_in_chains(softmax, scores, call.to_log2, shift);
+    if constexpr (kModifiers != kNoModifier) {
+      if (params.options.dropout_threshold != 0) {
+        const Dropout dropout = ModifierOffsets::dropout_of(params, at.batch_axes, at.head);
+        drop(scores, dropout.kept<kN / 8, false>(params.options.dropout_threshold,
+                                                 row0 + warp_row(), col0));
+      }
+    }
     uint32_t rounded[kN / 16][4];
     round_fragments<Element>(rounded, scores[0]);
     ptx::mbarrier_wait(cleared, parity);
@@ -288,6 +363,10 @@ struct ShortRows {
   __device__ __forceinline__ void attend(const ShortOperands::Tile& query) {
     const Range keys = kv_tiles<64>(band, row0, row0 + 64);
     for (int32_t tile = keys.first; tile < keys.end; ++tile) {
+      if constexpr (kModifiers != kNoModifier) {  // one copy of the code, which is long
+        add<64>(query, tile);
+        continue;
+      }
       switch (min(call.k_boxes - tile * kShortTileBoxes, kShortTileBoxes)) {
         case 4: add<64>(query, tile); break;
         case 3: add<48>(query, tile); break;
@@ -298,7 +377,7 @@ struct ShortRows {
   }
 
   // Divides by the sums, and stores.
-  __device__ __forceinline__ void finish(const QueryTileIndex& at, float sink_log2) {
+  __device__ __forceinline__ void finish(float sink_log2) {
     const int32_t first = row0 + warp_row() + fragment_row(0, 0);
     float* lse_gmem = call.lse.at<float>(at, first);
     float normalizer[2];
@@ -307,6 +386,13 @@ struct ShortRows {
       const int32_t row = first + 8 * half;
       float lse;
       softmax.finish(0, half, call.to_log2, sink_log2, lse, normalizer[half]);
+      if constexpr (kModifiers != kNoModifier) {
+        // As in finish_statistics().
+        const bool low = lse == minus_infinity() && softmax.low[0][half];
+        const bool great = adds_to_logits(params) && softmax.maximum[0][half] > kExtremeLse;
+        if (low || great) lse = kLowLse;
+        normalizer[half] *= params.options.dropout_scale;
+      }
       if (row >= band.q_len) {
         lse = minus_infinity();
         normalizer[half] = 0.0f;
@@ -331,9 +417,10 @@ struct ShortRows {
 };
 
 // Computes tiles of rows until none is left. Called by a warpgroup.
-template <typename Element>
-__device__ __forceinline__ void compute_short_units(const ShortCall& call, ShortShared& shared,
-                                                    uint32_t ring, int group) {
+template <typename Element, uint32_t kModifiers>
+__device__ __forceinline__ void compute_short_units(const ShortCall& call,
+                                                    const ModifiedForward<kModifiers>& params,
+                                                    ShortShared& shared, uint32_t ring, int group) {
   const int32_t tiles = call.tiles.divisor;
   const int32_t units = (call.units - 1 - static_cast<int32_t>(blockIdx.x)) / gridDim.x + 1;
   int32_t item = group;
@@ -359,19 +446,20 @@ __device__ __forceinline__ void compute_short_units(const ShortCall& call, Short
     const bool exists = row0 < unit.row_end;
     const ShortOperands operands(ring, call, stage);
     const uint32_t cleared = ptx::shared_address(&its.cleared);
-    ShortRows<Element> rows{call, operands, band, row0, cleared, parity};
+    ShortRows<Element, kModifiers> rows{call, params, at, operands, band, row0, cleared, parity};
     if (exists) rows.attend(operands.query(tile));
     sync_and_arrive_warp(ptx::shared_address(&its.empty));
-    if (exists) rows.finish(at, sink_log2);
+    if (exists) rows.finish(sink_log2);
     if (threadIdx.x % kWarpgroup == 0) shared.next[turn][group] = next;
     ptx::barrier_sync(1 + group, kWarpgroup);
     item = *const_cast<const volatile int32_t*>(&shared.next[turn][group]);
   }
 }
 
-template <typename Element>
-__global__ void __launch_bounds__(kShortThreads, 1)
-    forward_short_kernel(const __grid_constant__ ShortCall call) {
+template <typename Element, uint32_t kModifiers>
+__global__ void __launch_bounds__(kShortThreads<kModifiers>, 1)
+    forward_short_kernel(const __grid_constant__ ShortCall call,
+                         const __grid_constant__ ModifiedForward<kModifiers> params) {
   extern __shared__ __align__(1024) uint8_t ring_smem[];
   __shared__ __align__(16) uint8_t shared_bytes[sizeof(ShortShared)];
   ShortShared& shared = *reinterpret_cast<ShortShared*>(shared_bytes);
@@ -387,30 +475,34 @@ __global__ void __launch_bounds__(kShortThreads, 1)
                        (call.tiles.divisor * 4 + 1) * kWarpArrivals);
     ptx::fence_mbarrier_init();
   }
-  if (threadIdx.x == 0) shared.taken = kShortGroups;
+  if (threadIdx.x == 0) shared.taken = kShortGroups<kModifiers>;
   __syncthreads();
   const int warp = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / 32, 0);
-  if (warp == kShortComputing / 32) {
+  if (warp == kShortComputing<kModifiers> / 32) {
     copy_short_units(call, shared, ring);
-  } else if (warp > kShortComputing / 32) {
-    clear_short_units(call, shared, ring);
+  } else if (warp > kShortComputing<kModifiers> / 32) {
+    clear_short_units<Element, kModifiers>(call, params, shared, ring);
   } else {
-    compute_short_units<Element>(call, shared, ring, warp / 4);
+    compute_short_units<Element, kModifiers>(call, params, shared, ring, warp / 4);
   }
 }
 
-template <typename Element>
+template <typename Element, uint32_t kModifiers>
 Status launch_forward_short(const Forward& params, cudaStream_t stream) {
   const Shape& shape = params.shape;
-  const ShortUnits units(shape);
-  ShortCall call(params, units);
-  Status status = make_forward_maps(params, kShortBoxRows, kShortBoxRows, call.maps);
+  const ShortUnits units(shape, kModifiers != kNoModifier);
+  ShortCall call(params, units, kModifiers != kNoModifier && has_natural_logits(params));
+  ModifiedForward<kModifiers> modified;
+  if constexpr (kModifiers != kNoModifier) modified = params;
+  Status status = make_forward_maps(params, call.q_copy * kShortBoxRows,
+                                    call.k_copy * kShortBoxRows, call.maps);
   if (!status.ok()) return status;
   int sms = 0;
   if (status = multiprocessors(sms); !status.ok()) return status;
-  return launch_kernel("sm90::forward_short_kernel", shape, forward_short_kernel<Element>,
-                       std::min<int64_t>(units.units, sms), kShortThreads,
-                       units.stages() * units.unit_bytes() + kShortSlackBytes, stream, call);
+  return launch_kernel(
+      "sm90::forward_short_kernel", shape, forward_short_kernel<Element, kModifiers>,
+      std::min<int64_t>(units.units, sms), kShortThreads<kModifiers>,
+      units.stages() * units.unit_bytes() + kShortSlackBytes, stream, call, modified);
 }
 
 }  // namespace jax_flash::sm90
