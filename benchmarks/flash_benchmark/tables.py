@@ -73,13 +73,14 @@ def _pooling() -> list[Case]:
 def _encoders() -> list[Case]:
     """Many short sequences: encoders of text and images, and image generation's cross-attention."""
     itself = [
-        Case("encoders", batch, length, heads, 64, is_causal=causal)
-        for batch, length, heads, causal in (
-            (64, 128, 12, False), (64, 197, 12, False), (16, 257, 16, False),
-            (128, 77, 12, True), (32, 256, 8, True),
+        Case("encoders", batch, length, heads, head_dim, is_causal=causal)
+        for batch, length, heads, head_dim, causal in (
+            (256, 49, 8, 32, False), (64, 128, 12, 64, False), (64, 197, 12, 64, False),
+            (16, 257, 16, 64, False), (128, 77, 12, 64, True), (32, 256, 8, 64, True),
         )
     ]  # fmt: skip
-    return [*itself, Case("encoders", 4, 4096, 10, 64, kv_len=77)]
+    padded = Case("encoders", 64, 128, 12, 64, feature="padding")
+    return [*itself, padded, Case("encoders", 4, 4096, 10, 64, kv_len=77)]
 
 
 def _biases() -> list[Case]:
