@@ -307,10 +307,11 @@ def by_tensor_copies(
     family: str, dims: tuple[int, int], features, deterministic: bool, shape: dict[str, int]
 ) -> bool:
     """Whether tensor copies store dK and dV."""
-    if max(dims) <= 64 and max(shape["q_len"], shape["kv_len"]) <= 256:
-        many = shape["batch"] * shape["heads"] >= 88 and shape["heads"] == shape["kv_heads"]
-        if many and not has_modifiers(features):  # all of a head in a block
-            return False
+    most = 192 if has_modifiers(features) else 256
+    fits_a_block = max(dims) <= 64 and max(shape["q_len"], shape["kv_len"]) <= most
+    many_heads = shape["batch"] * shape["heads"] >= 88 and shape["heads"] == shape["kv_heads"]
+    if fits_a_block and many_heads:
+        return False
     one_kernel = max(dims) <= 128
     if dims[0] <= 192 and dims[1] <= 128:
         one_kernel |= not (deterministic or has_modifiers(features))

@@ -351,7 +351,7 @@ bool keys_fit_a_block(const Forward& params, const Device& device) {
 }
 
 // Returns whether blocks that keep all keys of a head need less time than decoding, as measured on
-// an H200 with many heads: with 300 keys, or with 200 and 10 query rows, decoding is faster.
+// an H200 with many heads (TUNING.md).
 bool has_few_keys(const Shape& shape) {
   return shape.q_len > 8 && shape.kv_len <= std::max(64, 3 * std::min(shape.q_len, 100));
 }

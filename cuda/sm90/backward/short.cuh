@@ -5,9 +5,9 @@
 //   dQ = dS K,  dV = P^T dO,  dK = dS^T Q,  delta = sum(dO * O) - dlse
 //
 // One kernel is for calls without modifiers, and one for calls with any of them (kGeneral), which
-// it reads from global memory, one modifier after the other. With tiles of one head, the latter
-// also computes a bias's gradient: blocks then take heads that add to the same tile of it, and keep
-// the sum in registers (modifiers/bias_gradient.cuh).
+// it reads from global memory, one modifier after the other. If a head has one tile of queries and
+// one of keys, the latter also computes the gradient of a bias: a block then takes heads that add
+// to the same tile of it, and keeps their sum in registers (see modifiers/bias_gradient.cuh).
 //
 // A unit of work is a head. Its operands fit a block's shared memory, so dQ needs no sums in global
 // memory, and no kernels run before and after this one. Results do not depend on any order of
