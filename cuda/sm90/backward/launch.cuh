@@ -1,7 +1,7 @@
 // Launches the backward pass for sm_90: chooses the kernels for a head dim, and their arguments.
 //
 //   head dim                                             kernels in sm90/backward/
-//   up to 64, many short sequences                       short.cuh, alone
+//   up to 64, many short sequences                       short.cuh
 //   up to 128; up to 192 with at most 128 value columns  narrow.cuh
 //   above, up to 256                                     wide_key.cuh, then wide_query.cuh
 //   above 256                                            columns.cuh

@@ -10,8 +10,9 @@
 // to the same tile of it, and keeps their sum in registers (see modifiers/bias_gradient.cuh).
 //
 // A unit of work is a head. Its operands fit a block's shared memory, so dQ needs no sums in global
-// memory, and no kernels run before and after this one. Results do not depend on any order of
-// blocks. Blocks are persistent.
+// memory. No kernels run before and after this one, except for gradients of modifiers. Results do
+// not depend on any order of blocks. Blocks are persistent. All tiles of a head are computed, also
+// those whose queries and keys have no segment in common.
 //
 // Each warpgroup has a tile of 64 query rows, and keeps dQ of it in registers. All warpgroups go
 // through the tiles of 64 keys in turn. P and dS of a key tile and all query rows go to shared
