@@ -206,6 +206,8 @@ inline constexpr RecipeRow kRecipes[] = {
              mask_words_keys(256)),
     pair_row(Recipe::kMaskDropout, "mask and dropout", 64, kMask | kDropout, mask_words_keys(64)),
     pair_row(Recipe::kMaskDropout, "mask and dropout", 128, kMask | kDropout, mask_words_keys(128)),
+    // Any modifiers, in calls of short sequences. The sizes are those of a warpgroup; a block has
+    // three.
     {Recipe::kShortEvery, "short, every modifier", 64, 64, kEveryModifier, 1, 64},
     // Several modifiers, or one modifier at a head dim without a kernel for it. The loop contains
     // ten times as many instructions as a call executes.

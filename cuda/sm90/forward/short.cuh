@@ -5,18 +5,18 @@
 //
 // In such a call, query tiles have few key tiles, and the start and end of a query tile take as
 // long as its products. So a unit of work is up to kShortTiles tiles of 64 query rows of a head,
-// and all keys and values of the head, which are copied once for all of these rows. Four warpgroups
-// compute tiles independently: while one starts or ends a tile, others multiply. Blocks are
-// persistent, one for each multiprocessor, and copy units ahead.
+// and all keys and values of the head, which are copied once for all of these rows. Four
+// warpgroups, three with modifiers, compute tiles independently: while one starts or ends a tile,
+// others multiply. Blocks are persistent, one for each multiprocessor, and copy units ahead.
 //
 // Warps: each warpgroup takes the next tile of rows when it has finished one; the longest tile of a
-// unit comes first. One more warp describes units and starts their copies, in boxes of 16 rows.
-// Another one clears values that no row may attend to. The last key tile has 16, 32, 48 or 64
+// unit comes first. One more warp describes units and starts their copies. Another one clears
+// values that no row may attend to. Without modifiers, the last key tile has 16, 32, 48 or 64
 // columns.
 //
-// Shared memory: a ring of units, each in rows of 128 bytes: Q, padded to 16 rows | K, padded to 16
-// | V, padded to 16. Products of the last tile of rows also read what follows Q, for rows that do
-// not exist.
+// Shared memory: a ring of units, each in rows of 128 bytes: Q | K | V, each padded to boxes of 16
+// rows; with modifiers, K and V have 64. Products of the last tile of rows also read what follows
+// Q, for rows that do not exist.
 #pragma once
 
 #include <cuda.h>
