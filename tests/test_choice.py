@@ -85,6 +85,10 @@ NAMED = [
         "short, every modifier", 64,
         {"head_dim": 64, "batch": 64, "heads": 12, "q_len": 49, "logits_soft_cap": 9.0},
     ),
+    (
+        "short, mask of keys", 64,
+        {"head_dim": 64, "batch": 64, "heads": 12, "q_len": 197, "mask": (64, 1, 1, 197)},
+    ),
     *(
         ("split keys, scores ahead", d, {"head_dim": d, "batch": 1, "heads": 8, "q_len": 512})
         for d in (64, 96, 128)
@@ -267,6 +271,36 @@ def test_forward_kernel(name, head_dim, call):
             64,
             {"batch": 4, "heads": 22, "q_len": 65, "logits_soft_cap": 9.0, "is_causal": True},
         ),
+        # A mask that all queries of a head share takes as many keys as none,
+        (
+            "short, mask of keys",
+            64,
+            {"batch": 64, "heads": 12, "q_len": 128, "mask": (64, 1, 1, 128)},
+        ),
+        (
+            "short, mask of keys",
+            64,
+            {"batch": 12, "heads": 8, "q_len": 256, "mask": (1, 8, 1, 256)},
+        ),
+        # unless there is another modifier, more keys, or few heads.
+        (
+            "short, every modifier",
+            64,
+            {"batch": 4, "heads": 22, "q_len": 64, "mask": (1, 1, 1, 64), "logits_soft_cap": 9.0},
+        ),
+        (
+            "mask and soft cap",
+            64,
+            {
+                "batch": 4,
+                "heads": 22,
+                "q_len": 65,
+                "mask": (1, 1, 1, 65),
+                "logits_soft_cap": 9.0,
+            },
+        ),
+        ("mask as words", 64, {"batch": 12, "heads": 8, "q_len": 321, "mask": (12, 1, 1, 321)}),
+        ("mask as words", 64, {"batch": 3, "heads": 8, "q_len": 128, "mask": (3, 1, 1, 128)}),
         # In tiles of 64 and of 128:
         ("split keys, scores ahead", 128, {"batch": 1, "heads": 8, "q_len": 1024}),  # 64, 128
         ("chained", 128, {"batch": 16, "q_len": 192, "kv_len": 512}),  # 384, 512
@@ -602,6 +636,10 @@ def test_kernels_of_the_sm_80_family(gpu, reason):
         ("one kernel, soft cap", {"q_len": 193, "logits_soft_cap": 9.0}),
         ("short, every modifier", {"q_len": 192, "logits_soft_cap": 9.0}),
         ("short, every modifier", {"q_len": 64, "segments": True, "deterministic": True}),
+        # A mask that all queries of a head share takes as many as none:
+        ("short, mask of keys", {"q_len": 256, "mask": (32, 1, 1, 256)}),
+        ("one kernel, mask", {"q_len": 256, "mask": (32, 1, 256, 256)}),
+        ("short, every modifier", {"q_len": 150, "mask": (32, 1, 1, 150), "logits_soft_cap": 9.0}),
         ("one kernel", {"q_len": 256, "head_dim": 72}),
     ],
 )

@@ -83,8 +83,9 @@ def ends(case: Case) -> np.ndarray:
 LAYOUTS = {made.__name__: made for made in (padding, causal, window, ends)}
 
 
-# Bytes in vectors (1112, 608) and not; three consumers at head dim 64 for many query tiles; query
-# tiles that the backward pass skips, of one or two heads for each of keys.
+# Bytes in vectors (1112, 608) and not; three consumers at head dim 64 for many query tiles; few key
+# tiles and more query tiles; query tiles that the backward pass skips, of one or two heads for each
+# of keys.
 @each_family
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
@@ -95,6 +96,7 @@ LAYOUTS = {made.__name__: made for made in (padding, causal, window, ends)}
         (128, 4, 4, 4, 200, 1112, False),
         (128, 4, 4, 2, 200, 1109, True),
         (256, 4, 4, 4, 200, 1112, False),
+        (64, 12, 12, 12, 400, 450, False),
         (64, 4, 4, 4, 1100, 608, False),
         (128, 4, 4, 2, 1100, 605, False),
         (128, 4, 4, 4, 1100, 608, True),

@@ -17,7 +17,7 @@ pytestmark = [
     pytest.mark.skipif("flash_sm90" not in FAMILIES, reason="Hopper's kernels"),
 ]
 
-NAME = "short, every modifier"
+NAME, KEYS_NAME = "short, every modifier", "short, mask of keys"
 
 # Windows of images, sentences, and images in patches: one, two and three tiles of 64.
 SHAPES = {
@@ -59,8 +59,51 @@ def test_modifiers(shape, features, dtype):
     fields = {"kv_heads": SHAPES[shape]["heads"], "value_dim": SHAPES[shape]["head_dim"]}
     case = Case(f"short-{shape}", dtype=dtype, features=features, **SHAPES[shape] | fields)
     found = kernels_of(make_inputs(case))
-    assert (found["forward"] == NAME) == (case.kv_len <= 64)
-    assert (found["backward"] == NAME) == (max(case.q_len, case.kv_len) <= 192)
+    if features == (("mask", "BS"),):
+        assert found["forward"] == found["backward"] == KEYS_NAME
+    else:
+        assert (found["forward"] == NAME) == (case.kv_len <= 64)
+        assert (found["backward"] == NAME) == (max(case.q_len, case.kv_len) <= 192)
+    verify(case, None)
+
+
+# Masks that all queries of a head share. Their kernels have tiles of 16, 32, 48 or 64 keys.
+KEY_MASKS = (
+    *((("pattern", (kind, "B")),) for kind in ("left", "right", "middle", "tiles", "last", "none")),
+    (("mask", "S"),),
+    (("mask", "BNS"), ("dlse", True)),
+    (("pattern", ("left", "BN")), ("causal", True), ("sinks", True)),
+    (("pattern", ("right", "B")), ("lengths", "qk"), ("dlse", True)),
+    (("pattern", ("tiles", "")), ("window", (70, 9))),
+)
+
+
+@pytest.mark.parametrize("features", KEY_MASKS, ids=str)
+@pytest.mark.parametrize(
+    ("q_len", "kv_len", "dtype"),
+    [
+        (49, 49, "float16"), (64, 64, "bfloat16"), (128, 100, "bfloat16"), (130, 190, "float16"),
+        (250, 241, "bfloat16"), (40, 320, "bfloat16"), (300, 70, "bfloat16"),
+    ],
+)  # fmt: skip
+def test_masks_of_keys(q_len, kv_len, dtype, features):
+    case = Case(
+        "keys", batch=12, heads=8, kv_heads=8, head_dim=64, value_dim=64, dtype=dtype,
+        q_len=q_len, kv_len=kv_len, features=features,
+    )  # fmt: skip
+    found = kernels_of(make_inputs(case))
+    assert found["forward"] == KEYS_NAME
+    assert (found["backward"] == KEYS_NAME) == (max(q_len, kv_len) <= 256)
+    verify(case, None)
+
+
+@pytest.mark.parametrize("features", KEY_MASKS[::2], ids=str)
+def test_masks_of_keys_and_grouped_heads(features):
+    case = Case(
+        "keys", batch=12, heads=12, kv_heads=3, head_dim=40, value_dim=24, dtype="bfloat16",
+        q_len=200, kv_len=133, features=features,
+    )  # fmt: skip
+    assert kernels_of(make_inputs(case))["forward"] == KEYS_NAME
     verify(case, None)
 
 
@@ -94,11 +137,12 @@ def test_additive_masks(case):
     verify(dataclasses.replace(filled(case), kv_len=min(case.kv_len, 200)), None)
 
 
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 @pytest.mark.parametrize("feature", [("mask", "BS"), ("mask", "TS"), ("segments", "sorted")])
 @pytest.mark.parametrize("shape", ["tile", "patches"])
-def test_hidden_keys_and_values_may_be_nan(shape, feature):
+def test_hidden_keys_and_values_may_be_nan(shape, feature, dtype):
     fields = {"kv_heads": SHAPES[shape]["heads"], "value_dim": SHAPES[shape]["head_dim"]}
-    case = Case("nan", dtype="bfloat16", features=(feature,), **SHAPES[shape] | fields)
+    case = Case("nan", dtype=dtype, features=(feature,), **SHAPES[shape] | fields)
     inputs = make_inputs(case)
     hidden = np.arange(case.kv_len) % 10 == 3
     hidden[-20:] = True
@@ -110,24 +154,49 @@ def test_hidden_keys_and_values_may_be_nan(shape, feature):
     check(run(inputs, None), inputs)
 
 
+@pytest.mark.parametrize("feature", [("mask", "BS"), ("mask", "BTS"), ("segments", "sorted")])
+@pytest.mark.parametrize("shape", SHAPES)
+def test_queries_that_attend_to_nothing_may_be_nan(shape, feature):
+    """So may their cotangents: their gradient is 0, and they add nothing to others."""
+    fields = {"kv_heads": SHAPES[shape]["heads"], "value_dim": SHAPES[shape]["head_dim"]}
+    case = Case("nan", dtype="bfloat16", features=(feature,), **SHAPES[shape] | fields)
+    inputs = make_inputs(case)
+    alone = np.zeros(inputs.query.shape[:2], bool)
+    alone[1] = True  # all queries of a batch entry,
+    if feature != ("mask", "BS"):  # or some of all
+        alone[:, 5::7] = True
+    if feature[0] == "mask":
+        whole = np.broadcast_to(inputs.options["mask"], (case.batch, 1, case.q_len, case.kv_len))
+        masked = np.where(alone[:, None, :, None], False, whole)
+        inputs.options["mask"] = masked if feature == ("mask", "BTS") else masked[:, :, :1]
+    else:
+        inputs.options["query_segment_ids"][alone] = 12345
+    inputs.query[alone], inputs.dout[alone] = np.nan, np.inf
+    results = run(inputs, None)
+    inputs.query[alone], inputs.dout[alone] = 0, 0
+    check(results, inputs)
+
+
 @jax.jit
 def gradients(query, key, value, bias, dout):
     return jax.vjp(jax_flash.dot_product_attention, query, key, value, bias)[1](dout)
 
 
+# The last bias has as many tiles as fill half of the GPU, or more.
 @pytest.mark.parametrize("length", [49, 64, 100])
-@pytest.mark.parametrize("axes", [(1, 6), (20, 1), (20, 6), (1, 1)], ids=str)
+@pytest.mark.parametrize("axes", [(1, 6), (20, 1), (20, 6), (1, 1), (1, 60)], ids=str)
 @pytest.mark.parametrize("heads_of_bias", [1, 4])
 def test_gradient_of_a_bias_that_batch_axes_share(axes, heads_of_bias, length):
     """The batch has two axes, images and windows, and the bias has either, both or none of them."""
-    shape = (20, 6, length, 4, 32)
+    windows = max(axes[1], 6)
+    shape = (20, windows, length, 4, 32)
     keys = jax.random.split(jax.random.key(0), 5)
     query, key, value, dout = (jax.random.normal(k, shape, jnp.bfloat16) for k in keys[:4])
     bias = jax.random.normal(keys[4], (*axes, heads_of_bias, length, length), jnp.float32)
     found = gradients(query, key, value, bias, dout)
     again = gradients(query, key, value, bias, dout)
-    whole = jnp.broadcast_to(bias, (20, 6, 4, length, length))
-    flat = [x.reshape(120, *x.shape[2:]) for x in (query, key, value, whole, dout)]
+    whole = jnp.broadcast_to(bias, (20, windows, 4, length, length))
+    flat = [x.reshape(20 * windows, *x.shape[2:]) for x in (query, key, value, whole, dout)]
     *expected, dwhole = gradients(*flat)
     terms = np.asarray(dwhole, np.float64).reshape(whole.shape)
     summed = tuple(i for i, n in enumerate((*axes, heads_of_bias)) if n == 1)

@@ -79,8 +79,13 @@ def _encoders() -> list[Case]:
             (16, 257, 16, 64, False), (128, 77, 12, 64, True), (32, 256, 8, 64, True),
         )
     ]  # fmt: skip
-    padded = Case("encoders", 64, 128, 12, 64, feature="padding")
-    return [*itself, padded, Case("encoders", 4, 4096, 10, 64, kv_len=77)]
+    padded = [
+        Case("encoders", batch, length, heads, head_dim, feature="padding")
+        for batch, length, heads, head_dim in (
+            (256, 49, 8, 32), (64, 128, 12, 64), (32, 256, 12, 64), (16, 512, 12, 64),
+        )
+    ]  # fmt: skip
+    return [*itself, *padded, Case("encoders", 4, 4096, 10, 64, kv_len=77)]
 
 
 def _biases() -> list[Case]:

@@ -335,17 +335,22 @@ bool edges_cut_two_tiles(const Forward& params) {
   return has_left_edge(params) && (rest == 0 || rest == 127) && ends_at_diagonal(params);
 }
 
+// Returns whether a call of short sequences takes the kernels for any modifiers.
+bool is_general_if_short(const Forward& params) {
+  return modifiers_of(params) != kNoModifier && !has_key_mask_alone(params);
+}
+
 // Returns whether blocks that keep all keys of a head need less time than others, at head dim 64.
 // There must be units for most multiprocessors, and without modifiers, at most a fifth of all time
 // may be idle because the last units are few. Full calls of two tiles of 128 keys with little
 // padding are as fast in the other kernels.
 bool keys_fit_a_block(const Forward& params, const Device& device) {
   const Shape& shape = params.shape;
-  const bool modified = modifiers_of(params) != kNoModifier;
-  if (!sm90::ShortUnits::takes(shape, modified)) return false;
-  const int64_t units = sm90::ShortUnits(shape, modified).units, sms = device.multiprocessors;
+  const bool general = is_general_if_short(params);
+  if (!sm90::ShortUnits::takes(shape, general)) return false;
+  const int64_t units = sm90::ShortUnits(shape, general).units, sms = device.multiprocessors;
   if (units > INT32_MAX / 2 || units * 3 < sms * 2) return false;
-  if (modified) return true;
+  if (modifiers_of(params) != kNoModifier) return true;
   if (units > sms && units * 5 < ceil_div(units, sms) * sms * 4) return false;
   return banded(params.options) || shape.kv_len <= 224 || shape.kv_len > 256;
 }
@@ -360,7 +365,7 @@ bool has_few_keys(const Shape& shape) {
 // head dim 64. There must be units for most multiprocessors.
 bool head_fits_a_block(const Backward& params, const Device& device) {
   const Shape& shape = params.shape;
-  return sm90::takes_short_gradient(shape, modifiers_of(params) != kNoModifier) &&
+  return sm90::takes_short_gradient(shape, is_general_if_short(params)) &&
          shape.batch * shape.heads * 3 >= int64_t{device.multiprocessors} * 2;
 }
 
@@ -445,7 +450,8 @@ Found choose_modified(const Forward& params, int32_t head_dim, const Device& dev
   const Options& options = params.options;
   const bool is_bfloat16 = params.query.dtype == DType::kBFloat16;
   if (head_dim == 64 && keys_fit_a_block(params, device)) {
-    return {Recipe::kShortEvery, "all keys of a head fit a block"};
+    return {has_key_mask_alone(params) ? Recipe::kShortKeyMask : Recipe::kShortEvery,
+            "all keys of a head fit a block"};
   }
   if (head_dim != 64 && head_dim != 128 && head_dim != 256) {
     return {Recipe::kEvery, "this head dim has no kernel for one modifier"};
@@ -578,7 +584,9 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
                       !params.options.deterministic;
   choice.in_a_block = choice.head_dim == 64 && head_fits_a_block(params, device);
   if (choice.in_a_block) {
-    choice.name = choice.general ? "short, every modifier" : "short";
+    choice.name = is_general_if_short(params) ? "short, every modifier"
+                  : choice.general            ? "short, mask of keys"
+                                              : "short";
     choice.reason = "all of a head fits a block";
     choice.queries = choice.keys = 64;
   } else if (choice.one_kernel) {

@@ -37,4 +37,10 @@ inline uint32_t modifiers_of(const Forward& params) {
   return modifiers;
 }
 
+// Returns whether the call's only modifier is a mask that all queries of a head share, such as that
+// of a padded batch.
+inline bool has_key_mask_alone(const Forward& params) {
+  return modifiers_of(params) == kMask && params.mask.row == 0;
+}
+
 }  // namespace jax_flash

@@ -52,6 +52,7 @@ enum class Recipe : int32_t {
   kSplitKeys,       // two consumers divide the keys of the same 64 queries
   kSplitKeysAhead,  // the same with scores a tile ahead
   kShort,           // all keys of a head in shared memory
+  kShortKeyMask,    // the same with a mask that all queries of a head share
   kShortEvery,      // the same with any modifiers
   kSegments,
   kSegmentsSoftCap,
@@ -178,6 +179,7 @@ inline constexpr RecipeRow kRecipes[] = {
     {Recipe::kSoftCap, "soft cap", 64, 64, kSoftCap, 3, 96},
     {Recipe::kSoftCap, "soft cap", 128, 128, kSoftCap, 2, 128},
     {Recipe::kSoftCap, "soft cap", 256, 256, kSoftCap, 2, 80},
+    {Recipe::kShortKeyMask, "short, mask of keys", 64, 64, kMask, 1, 64},
     {Recipe::kMaskBytes, "mask", 64, 64, kMask, 2, 128},
     {Recipe::kMaskBytes, "mask", 128, 128, kMask, 2, 128},
     {Recipe::kMaskWords, "mask as words", 64, 64, kMask, 2, mask_words_keys(64)},

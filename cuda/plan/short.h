@@ -19,9 +19,10 @@ inline constexpr int32_t kShortStages = 8, kShortBoxes = 55;
 // least.
 inline constexpr int32_t kShortSlackBytes = kShortBoxRows * 128;
 
-// The keys of a unit of a call with modifiers, a tile of 64. With more tiles, other kernels are
-// faster: they compute a tile's modifiers beside the products of another one.
-inline constexpr int32_t kShortModifiedKeys = 64;
+// The keys of a unit of the general kernel, which takes any modifiers: a tile of 64. With more
+// tiles, other kernels are faster: they compute a tile's modifiers beside the products of another
+// one.
+inline constexpr int32_t kShortGeneralKeys = 64;
 
 // Says how a call is divided: a unit is a part of the query rows of a head, with all of its keys.
 struct ShortUnits {
@@ -30,13 +31,13 @@ struct ShortUnits {
   int32_t q_boxes, k_boxes;  // boxes of Q in a unit, and of K
   int64_t units;
 
-  static bool takes(const Shape& shape, bool modified) {
-    return shape.kv_len <= (modified ? kShortModifiedKeys : kShortTiles * 64);
+  static bool takes(const Shape& shape, bool general) {
+    return shape.kv_len <= (general ? kShortGeneralKeys : kShortTiles * 64);
   }
 
-  ShortUnits(const Shape& shape, bool modified) {
-    k_boxes = modified ? kShortModifiedKeys / kShortBoxRows
-                       : static_cast<int32_t>(ceil_div(shape.kv_len, kShortBoxRows));
+  ShortUnits(const Shape& shape, bool general) {
+    k_boxes = general ? kShortGeneralKeys / kShortBoxRows
+                      : static_cast<int32_t>(ceil_div(shape.kv_len, kShortBoxRows));
     const int64_t all_boxes = ceil_div(shape.q_len, kShortBoxRows);
     const int64_t all_tiles = ceil_div(shape.q_len, 64);
     const int32_t free = kShortBoxes - 2 * k_boxes;
@@ -63,15 +64,15 @@ struct ShortUnits {
 };
 
 // The most tiles of 64 rows of an operand in a unit of the backward kernel, which is a head:
-// without modifiers, and with some.
-inline constexpr int32_t kShortGradientTiles = 4, kShortModifiedTiles = 3;
+// the general one takes fewer.
+inline constexpr int32_t kShortGradientTiles = 4, kShortGeneralTiles = 3;
 
 // Returns the tiles of the operand that has more of them.
 inline int32_t short_gradient_tiles(const Shape& shape) {
   return static_cast<int32_t>(ceil_div(std::max(shape.q_len, shape.kv_len), 64));
 }
-inline bool takes_short_gradient(const Shape& shape, bool modified) {
-  const int32_t most = modified ? kShortModifiedTiles : kShortGradientTiles;
+inline bool takes_short_gradient(const Shape& shape, bool general) {
+  const int32_t most = general ? kShortGeneralTiles : kShortGradientTiles;
   return shape.heads == shape.kv_heads && short_gradient_tiles(shape) <= most &&
          shape.batch * shape.heads <= INT32_MAX / 2;
 }

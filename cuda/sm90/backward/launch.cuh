@@ -208,12 +208,38 @@ Status launch_narrow(const Backward& params, int32_t index, const BackwardWorksp
   return status;
 }
 
+// Launches the kernels of short.cuh, and those for gradients that it leaves.
+template <typename Element, bool kGeneral>
+Status launch_in_a_block(const Backward& params, cudaStream_t stream) {
+  if constexpr (!kGeneral) {
+    return launch_backward_short<Element, kNoModifier>(params, {}, false, stream);
+  } else {
+    if (has_key_mask_alone(params)) {
+      return launch_backward_short<Element, kMask>(params, {}, false, stream);
+    }
+    BackwardWorkspace workspace;
+    BackwardWorkspace::plan(params.shape, 64, BackwardFeatures::of(params), params.workspace,
+                            workspace);
+    Backward rest = params;
+    if (sums_short_bias(params)) rest.dbias = {};
+    const bool is_rest = rest.dbias || distance_floats(params) > 0;
+    Status status;
+    if (is_rest && params.query_segment_ids) {
+      status = launch_segment_spans(params, workspace.spans, stream);
+    }
+    if (status.ok()) {
+      status = launch_backward_short<Element, kEveryModifier>(params, workspace, is_rest, stream);
+    }
+    if (!status.ok() || !is_rest) return status;
+    return launch_gradients_of_addends<Element, 64>(rest, workspace, stream);
+  }
+}
+
 // kHeadDim bounds head_dim and value_dim.
 template <typename Element, int kHeadDim, bool kGeneral>
 Status launch_backward(const Backward& params, const Choice& choice, cudaStream_t stream) {
-  if constexpr (kHeadDim == 64 && !kGeneral) {
-    Backward rest;
-    if (choice.in_a_block) return launch_backward_short<Element, false>(params, {}, stream, rest);
+  if constexpr (kHeadDim == 64) {
+    if (choice.in_a_block) return launch_in_a_block<Element, kGeneral>(params, stream);
   }
   BackwardWorkspace workspace;
   BackwardWorkspace::plan(params.shape, (kHeadDim + 63) / 64 * 64, BackwardFeatures::of(params),
@@ -230,14 +256,6 @@ Status launch_backward(const Backward& params, const Choice& choice, cudaStream_
     if (choice.one_kernel) {
       return launch_backward_config<BackwardConfig<kHeadDim, false>, Element, false>(
           params, workspace, stream);
-    }
-  }
-  if constexpr (kHeadDim == 64 && kGeneral) {
-    if (choice.in_a_block) {
-      Backward rest = params;
-      status = launch_backward_short<Element, true>(params, workspace, stream, rest);
-      if (!status.ok()) return status;
-      return launch_gradients_of_addends<Element, kHeadDim>(rest, workspace, stream);
     }
   }
   if constexpr (kHeadDim > kMaxUndividedHeadDim) {

@@ -4,10 +4,11 @@
 //   S = Q K^T,  dP = dO V^T,  P = 2^(scale log2(e) S - lse),  dS = P (dP - delta)
 //   dQ = dS K,  dV = P^T dO,  dK = dS^T Q,  delta = sum(dO * O) - dlse
 //
-// One kernel is for calls without modifiers, and one for calls with any of them (kGeneral), which
-// it reads from global memory, one modifier after the other. If a head has one tile of queries and
-// one of keys, the latter also computes the gradient of a bias: a block then takes heads that add
-// to the same tile of it, and keeps their sum in registers (see modifiers/bias_gradient.cuh).
+// One kernel is for calls without modifiers, one for calls with a mask of keys (sm90/key_mask.cuh),
+// and one for calls with any modifiers (kGeneral), which it reads from global memory, one modifier
+// after the other. If a head has one tile of queries and one of keys, the latter also computes the
+// gradient of a bias: a block then takes heads that add to the same tile of it, and keeps their sum
+// in registers (see modifiers/bias_gradient.cuh).
 //
 // A unit of work is a head. Its operands fit a block's shared memory, so dQ needs no sums in global
 // memory. No kernels run before and after this one, except for gradients of modifiers. Results do
@@ -48,6 +49,7 @@
 #include "sm90/forward/config.cuh"
 #include "sm90/forward/plan.cuh"
 #include "sm90/fragments.cuh"
+#include "sm90/key_mask.cuh"
 #include "sm90/ring.cuh"
 #include "status.h"
 #include "tile/bad_key_rows.cuh"
@@ -64,11 +66,12 @@
 namespace jax_flash::sm90 {
 
 // kTileCount: the most tiles of 64 query rows, and of 64 keys, of a head.
-template <int kTileCount, bool kHasModifiers>
+template <int kTileCount, uint32_t kModifiers>
 struct ShortGradientConfig {
   using Tile = SmemTile<64, 64>;
   static constexpr int kTiles = kTileCount, kThreads = kTiles * kWarpgroup;
-  static constexpr bool kGeneral = kHasModifiers;
+  static constexpr bool kGeneral = kModifiers == kEveryModifier;
+  static constexpr bool kHasKeyMask = kModifiers == kMask;
   static constexpr bool kSumsBias = kGeneral && kTiles == 1;  // computes the gradient of a bias
   // On each multiprocessor. The sums of a bias's gradient need registers.
   static constexpr int kBlocks = kSumsBias ? 3 : kTiles == 1 ? 4 : kTiles == 2 ? 2 : 1;
@@ -203,7 +206,12 @@ struct ShortGradientBarriers {
 // Holds, for each tile of keys, the rows that are NaN or infinite: see clear_bad_keys().
 template <typename Config>
 struct ShortBadKeys {
-  uint32_t rows[Config::kTiles][Config::Tile::kRows / 32 + 1];
+  uint32_t bad[Config::kTiles][Config::Tile::kRows / 32 + 1];
+};
+// Holds a mask of keys: a bit for each row of each tile.
+template <typename Config>
+struct ShortAllowedKeys {
+  uint2 allowed[Config::kTiles];
 };
 
 // The gradients that are sums over query rows: dV, of P, and dK, of dS.
@@ -240,24 +248,31 @@ __device__ __forceinline__ void arrive_short(uint64_t& barrier) {
 template <typename Config, typename Element>
 struct ShortGradientGroup {
   static constexpr bool kGeneral = Config::kGeneral;
-  using Modifiers = std::conditional_t<kGeneral, ShortGradientModifiers, NoModifiers>;
-  using BadKeys = std::conditional_t<kGeneral, ShortBadKeys<Config>, NoModifiers>;
+  static constexpr bool kHasKeyMask = Config::kHasKeyMask;
+  // The parameter for modifiers: a mask of keys, or more.
+  using Modifiers = std::conditional_t<kGeneral, ShortGradientModifiers,
+                                       std::conditional_t<kHasKeyMask, RowsOperand, NoModifiers>>;
+  using Keys =
+      std::conditional_t<kGeneral, ShortBadKeys<Config>,
+                         std::conditional_t<kHasKeyMask, ShortAllowedKeys<Config>, NoModifiers>>;
   using Walk = std::conditional_t<Config::kSumsBias, ShortBiasWalk, ShortGradientWalk>;
   using BiasSums = std::conditional_t<Config::kSumsBias, float[1][8][4], NoModifiers>;
   using Tile = typename Config::Tile;
   using Sums = float[8][4];
   using Scores = float[1][4][4];  // 64 rows by 32 keys, of the warpgroup
   using Rounded = uint32_t[2][4];
-  // Holds a thread's parts of two rows of the output, and the rows' lse and its gradient.
+  // Holds a thread's parts of two rows of the output, and the rows' lse and its gradient. With a
+  // mask of keys, also the byte of the thread's key.
   struct RowParts {
     uint4 out[2][2];
     float lse[2], dlse[2];
+    uint32_t allowed;
   };
 
   const ShortGradientCall& call;
   const Modifiers& modifiers;
   ShortGradientBarriers<Config>& barriers;
-  BadKeys& bad_keys;
+  Keys& keys;
   const ShortGradientTiles<Config>& tiles;
   const int group;
   const Walk walk;
@@ -276,17 +291,18 @@ struct ShortGradientGroup {
     for (int32_t number = walk.first; number < walk.end; number += walk.step, parity ^= 1) {
       const ShortGradientUnit unit(call, walk.unit(call, number));
       const int32_t row0 = group * 64, next = number + walk.step;
-      const Range keys = unit.attended(group);
+      const Range attended = unit.attended(group);
       Sums dquery;
       clear(dquery);
       float lse[2] = {}, delta[2] = {};
       clear_unattended(unit.band, parity);
+      if constexpr (kHasKeyMask) share_key_mask(rows.allowed != 0, parity);
       if constexpr (kGeneral) clear_bad_tile(parity);
       if constexpr (kGeneral) store_padding(unit);
       if (group < call.q_tiles) find_statistics(unit, rows, parity, lse, delta);
 #pragma unroll 1
       for (int tile = 0; tile < Config::kTiles; ++tile) {
-        if (keys.first <= tile && tile < keys.end) {
+        if (attends(attended, tile)) {
           wait_short(barriers.keys[tile], parity);
           add(dquery, dbias, unit, row0, tile, lse, delta, parity);
         }
@@ -369,11 +385,42 @@ struct ShortGradientGroup {
     }
   }
 
+  // Tells all warpgroups which keys of this one's tile the mask allows, and zeroes the others.
+  // `allowed`: of the thread's key.
+  __device__ __forceinline__ void share_key_mask(bool allowed, uint32_t parity) const {
+    const int thread = threadIdx.x % kWarpgroup;
+    const uint32_t word = __ballot_sync(0xffffffff, allowed);
+    if (group < call.k_tiles) {
+      if (thread == 0) keys.allowed[group].x = word;
+      if (thread == 32) keys.allowed[group].y = word;
+      wait_short(barriers.keys[group], parity);
+      if (!allowed && thread < Tile::kRows) {
+        clear_row(tiles.key(group), thread, 0, 1);
+        clear_row(tiles.value(group), thread, 0, 1);
+      }
+    }
+    ptx::fence_proxy_async_shared();
+    __syncthreads();
+  }
+  // Returns whether queries may attend to a key of a tile, if they may attend to these tiles but
+  // for the mask of keys.
+  __device__ __forceinline__ bool attends(const Range& attended, int tile) const {
+    if (tile < attended.first || tile >= attended.end) return false;
+    if constexpr (kHasKeyMask) return (keys.allowed[tile].x | keys.allowed[tile].y) != 0;
+    return true;
+  }
+  // Zeroes a row of a tile: chunks `first`, `first` + `step` and so on.
+  static __device__ __forceinline__ void clear_row(const Tile& tile, int row, int first, int step) {
+    for (int chunk = first; chunk < 8; chunk += step) {
+      ptx::st_shared_v4(tile.address(row, chunk), uint4{});
+    }
+  }
+
   // Zeroes keys that are NaN or infinite, for the reason that clear_bad_keys() states.
   __device__ __forceinline__ void clear_bad_tile(uint32_t parity) const {
     if (group < call.k_tiles) {
       wait_short(barriers.keys[group], parity);
-      clear_bad_key_rows<kWarpgroup, Element>(tiles.key(group), bad_keys.rows[group],
+      clear_bad_key_rows<kWarpgroup, Element>(tiles.key(group), keys.bad[group],
                                               threadIdx.x % kWarpgroup, 1 + group);
     }
     if (Config::kTiles > 1) __syncthreads();
@@ -383,8 +430,15 @@ struct ShortGradientGroup {
   __device__ __forceinline__ RowParts load_rows(int32_t number) const {
     RowParts rows = {};
     rows.lse[0] = rows.lse[1] = minus_infinity();
-    if (number >= walk.end || group >= call.q_tiles) return rows;
+    if (number >= walk.end) return rows;
     const ShortGradientUnit unit(call, walk.unit(call, number));
+    if constexpr (kHasKeyMask) {
+      const int32_t thread = threadIdx.x % kWarpgroup, key = group * 64 + thread;
+      if (thread < 64 && key < call.kv_len) {
+        rows.allowed = *modifiers.template at<const uint8_t>(unit.at, key);
+      }
+    }
+    if (group >= call.q_tiles) return rows;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t row = group * 64 + warp_row() + fragment_row(0, 2 * half);
@@ -430,23 +484,19 @@ struct ShortGradientGroup {
       lse[half] = dead ? -minus_infinity() : rows.lse[half];
       if constexpr (!kGeneral) delta[half] *= call.dscore_scale;
       if (!kGeneral || !natural_units()) lse[half] *= kLog2E;
-      if constexpr (kGeneral) {
-        if (dead) clear_row(row);
-        store_statistics(unit, group * 64 + row, lse[half], delta[half]);
+      if constexpr (kGeneral || kHasKeyMask) {
+        if (dead) {  // Q and dO may hold NaN
+          clear_row(tiles.query(group), row, lane, 4);
+          clear_row(tiles.dout(group), row, lane, 4);
+        }
       }
+      if constexpr (kGeneral) store_statistics(unit, group * 64 + row, lse[half], delta[half]);
     }
-    if constexpr (kGeneral) ptx::fence_proxy_async_shared();
+    if constexpr (kGeneral || kHasKeyMask) ptx::fence_proxy_async_shared();
   }
   __device__ __forceinline__ bool natural_units() const {
     if constexpr (kGeneral) return in_natural_units(modifiers.params);
     return false;
-  }
-  // Zeroes Q and dO of a row that attends to nothing: they may hold NaN. Called by a row's quad.
-  __device__ __forceinline__ void clear_row(int row) const {
-    for (int chunk = threadIdx.x % 4; chunk < 8; chunk += 4) {
-      ptx::st_shared_v4(tiles.query(group).address(row, chunk), uint4{});
-      ptx::st_shared_v4(tiles.dout(group).address(row, chunk), uint4{});
-    }
   }
   __device__ __forceinline__ void store_statistics(const ShortGradientUnit& unit, int32_t row,
                                                    float lse, float delta) const {
@@ -493,6 +543,7 @@ struct ShortGradientGroup {
         if constexpr (Config::kSumsBias) add_dscores(dbias[0], dscores[0], half);
         scale_dscores(dscores[0]);
       } else {
+        if constexpr (kHasKeyMask) forbid_half(scores, tile, half);
         if (is_cut) mask_band(scores, band, row0 + warp_row(), tile * 64 + half * 32);
         find_probabilities(scores, lse);
         ptx::wgmma_wait_group<0>();
@@ -545,7 +596,7 @@ struct ShortGradientGroup {
     const BatchIndex batch = unit.at.batch_index();
     const int32_t row = row0 + warp_row(), col = tile * 64 + half * 32;
     const ScoreGradient<true, 1, 4, Element> gradient(params, batch, unit.at.head, row, col);
-    mark_bad_keys<Tile::kRows>(scores, bad_keys.rows[tile], half * 32);
+    mark_bad_keys<Tile::kRows>(scores, keys.bad[tile], half * 32);
     modify_tile<kEveryModifier, true>(scores, params, batch, unit.at.head, unit.band, row, col);
     gradient.probabilities(scores[0], lse, 1.0f, 0, 0, 4);
     ptx::wgmma_wait_group<0>();
@@ -576,6 +627,11 @@ struct ShortGradientGroup {
     }
   }
 
+  // Forbids keys of one half of a tile.
+  __device__ __forceinline__ void forbid_half(Scores& scores, int tile, int half) const {
+    const uint32_t word = half == 0 ? keys.allowed[tile].x : keys.allowed[tile].y;
+    if (word != ~0u) forbid_keys(scores, {word, 0});
+  }
   // Turns S into P.
   __device__ __forceinline__ void find_probabilities(Scores& scores, const float (&lse)[2]) const {
 #pragma unroll
@@ -626,8 +682,7 @@ struct ShortGradientGroup {
     ptx::wgmma_results(sums);  // the zeros must not move past the first fence
 #pragma unroll 1
     for (int q_tile = 0; q_tile < call.q_tiles; ++q_tile) {
-      const Range keys = unit.attended(q_tile);
-      if (tile < keys.first || tile >= keys.end) continue;
+      if (!attends(unit.attended(q_tile), tile)) continue;
       const Tile a = unknown_address(tiles.scores(q_tile, tile, of));
       const Tile b =
           unknown_address(of == ShortGradient::kKey ? tiles.query(q_tile) : tiles.dout(q_tile));
@@ -651,7 +706,7 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   using Group = ShortGradientGroup<Config, Element>;
   extern __shared__ __align__(1024) uint8_t tiles_smem[];
   __shared__ __align__(16) uint8_t barriers_bytes[sizeof(ShortGradientBarriers<Config>)];
-  __shared__ typename Group::BadKeys bad_keys;
+  __shared__ typename Group::Keys keys;
   auto& barriers = *reinterpret_cast<ShortGradientBarriers<Config>*>(barriers_bytes);
   if constexpr (Config::kGeneral) {
     const BackwardWorkspace& workspace = modifiers.workspace;
@@ -674,17 +729,22 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kBlocks)
   const int group = __shfl_sync(0xffffffff, static_cast<int>(threadIdx.x) / kWarpgroup, 0);
   const ShortGradientTiles<Config> tiles{ptx::shared_address(tiles_smem)};
   if constexpr (Config::kSumsBias) {
-    Group{call, modifiers, barriers, bad_keys, tiles, group, ShortBiasWalk(call, modifiers)}.run();
+    Group{call, modifiers, barriers, keys, tiles, group, ShortBiasWalk(call, modifiers)}.run();
   } else {
-    Group{call, modifiers, barriers, bad_keys, tiles, group, ShortGradientWalk(call)}.run();
+    Group{call, modifiers, barriers, keys, tiles, group, ShortGradientWalk(call)}.run();
   }
 }
 
-// Launches the kernel. Sets `rest` to what other kernels have to compute still.
-template <int kTiles, typename Element, bool kGeneral>
+// Returns whether the kernel computes the gradient of the call's bias.
+inline bool sums_short_bias(const Backward& params) {
+  return params.dbias && short_gradient_tiles(params.shape) == 1;
+}
+
+// `stores_statistics`: see ShortGradientModifiers.
+template <int kTiles, typename Element, uint32_t kModifiers>
 Status launch_short_tiles(const Backward& params, const BackwardWorkspace& workspace,
-                          cudaStream_t stream, Backward& rest) {
-  using Config = ShortGradientConfig<kTiles, kGeneral>;
+                          bool stores_statistics, cudaStream_t stream) {
+  using Config = ShortGradientConfig<kTiles, kModifiers>;
   const auto launch = [&](int64_t blocks, const ShortGradientCall& call, const auto& modifiers) {
     return launch_kernel("sm90::backward_short_kernel", params.shape,
                          backward_short_kernel<Config, Element>, blocks, Config::kThreads,
@@ -696,38 +756,35 @@ Status launch_short_tiles(const Backward& params, const BackwardWorkspace& works
   if (status.ok()) status = multiprocessors(sms);
   if (!status.ok()) return status;
   const int64_t blocks = std::min<int64_t>(call.units, int64_t{sms} * Config::kBlocks);
-  if constexpr (!kGeneral) {
+  if constexpr (Config::kHasKeyMask) {
+    return launch(blocks, call, key_mask_of(params));
+  } else if constexpr (!Config::kGeneral) {
     return launch(blocks, call, NoModifiers{});
   } else {
     const BiasOwnership ownership(params.shape, params.dbias, 64);
-    const bool sums_bias = Config::kSumsBias && params.dbias;
-    if (sums_bias) rest.dbias = {};
-    const bool stores_statistics = rest.dbias || distance_floats(params) > 0;
-    if (!sums_bias) {
-      const BiasParts none;
-      return launch(
-          blocks, call,
-          ShortGradientModifiers{params, workspace, ownership, none, false, stores_statistics});
-    }
+    ShortGradientModifiers modifiers{params, workspace, ownership, {}, false, stores_statistics};
+    if (!sums_short_bias(params)) return launch(blocks, call, modifiers);
     const BiasParts parts(params, workspace, ownership, ownership.summed_tiles(), kShortBiasBlocks);
-    status = launch(ownership.blocks() * parts.parts, call,
-                    ShortGradientModifiers{parts.of(params), workspace, ownership, parts, true,
-                                           stores_statistics});
+    modifiers.params = parts.of(params);
+    modifiers.parts = parts;
+    modifiers.sums_bias = true;
+    status = launch(ownership.blocks() * parts.parts, call, modifiers);
     return status.ok() ? launch_bias_parts(params, parts, stream) : status;
   }
 }
 
-template <typename Element, bool kGeneral>
+template <typename Element, uint32_t kModifiers>
 Status launch_backward_short(const Backward& params, const BackwardWorkspace& workspace,
-                             cudaStream_t stream, Backward& rest) {
+                             bool stores_statistics, cudaStream_t stream) {
   const auto launch = [&](auto tiles) {
-    return launch_short_tiles<tiles.value, Element, kGeneral>(params, workspace, stream, rest);
+    return launch_short_tiles<tiles.value, Element, kModifiers>(params, workspace,
+                                                                stores_statistics, stream);
   };
   const int32_t tiles = short_gradient_tiles(params.shape);
   if (tiles == 1) return launch(std::integral_constant<int, 1>{});
   if (tiles == 2) return launch(std::integral_constant<int, 2>{});
   if (tiles == 3) return launch(std::integral_constant<int, 3>{});
-  if constexpr (kGeneral) {
+  if constexpr (kModifiers == kEveryModifier) {
     return Status::internal("jax_flash: a kernel was chosen that does not take the call");
   } else {
     return launch(std::integral_constant<int, 4>{});

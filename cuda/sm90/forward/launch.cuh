@@ -125,6 +125,7 @@ Status launch_row(const Forward& params, const SegmentSpans& spans, cudaStream_t
   } else if constexpr (kRecipes[kRow].recipe == Recipe::kColumns) {
     return launch_forward_columns<Element>(params, stream);
   } else if constexpr (kRecipes[kRow].recipe == Recipe::kShort ||
+                       kRecipes[kRow].recipe == Recipe::kShortKeyMask ||
                        kRecipes[kRow].recipe == Recipe::kShortEvery) {
     return launch_forward_short<Element, kRecipes[kRow].modifiers>(params, stream);
   } else {
@@ -137,7 +138,8 @@ Status launch_row(const Forward& params, const SegmentSpans& spans, cudaStream_t
 template <typename Element, int kHeadDim, bool kGeneral>
 Status launch_forward(const Forward& params, const Choice& choice, cudaStream_t stream) {
   SegmentSpans spans;
-  if (params.query_segment_ids) {
+  const bool looks_at_spans = kRecipes[choice.row].recipe != Recipe::kShortEvery;
+  if (looks_at_spans && params.query_segment_ids) {
     spans = SegmentSpans::at(params.shape, params.workspace);
     const Status status = launch_segment_spans(params, spans, stream);
     if (!status.ok()) return status;

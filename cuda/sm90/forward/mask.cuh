@@ -141,15 +141,11 @@ inline Operand words_operand(const MaskWords& words, void* workspace) {
 // Narrows the range of a query tile's key tiles to those in which the mask allows some element,
 // given MaskWords.
 struct MaskTiles {
-  // With fewer tiles, all are read: waiting for the ranges would take longer than it saves.
-  static constexpr int kLeast = 8;
-
   const int4* ranges = nullptr;
   int32_t batch[2] = {}, head = 0, row_group = 0, last_group = 0;
 
   MaskTiles() = default;
   MaskTiles(const MaskWords& words, const int4* made) {
-    if (words.tiles < kLeast) return;
     ranges = made;
     const auto stride = [](int32_t count, int32_t each) { return count == 1 ? 0 : each; };
     row_group = stride(words.row_groups, 1);
@@ -174,6 +170,12 @@ struct MaskTiles {
     return {max(range.first, left.first), min(range.end, left.end)};
   }
 };
+
+// Returns whether skipping tiles saves more than it costs: a block waits for the ranges before it
+// starts. With few key tiles, blocks must have several query tiles.
+inline bool pays_to_skip(const Shape& shape, const MaskWords& words) {
+  return words.tiles >= 8 || (words.tiles >= 4 && query_tiles(shape, 128) >= 4 * 132);
+}
 
 inline constexpr int kMaskWordsThreads = 4 * MaskWords::kThreads;
 
@@ -242,7 +244,7 @@ Status launch_mask_words(Forward& params, MaskTiles& tiles, cudaStream_t stream)
                     2 * words.matrices() * words.row_groups, kMaskWordsThreads, 0, stream,
                     params.mask, extent, words, mask_has_vectors(params, 8),
                     static_cast<uint2*>(params.workspace), static_cast<int2*>(ranges));
-  tiles = MaskTiles(words, static_cast<const int4*>(ranges));
+  if (pays_to_skip(params.shape, words)) tiles = MaskTiles(words, static_cast<const int4*>(ranges));
   params.mask = words_operand(words, params.workspace);
   return status;
 }

@@ -1,22 +1,23 @@
 // Computes the forward pass of calls whose sequences are short, with head dims up to 64:
 // S = Q K^T, P = 2^(scale log2(e) S - m) with m the row's greatest logit so far, out = P V /
-// sum(P). One kernel is for calls without modifiers, and one for calls with any of them, which it
-// reads from global memory, one modifier after the other.
+// sum(P). One kernel is for calls without modifiers, one for calls with a mask of keys
+// (sm90/key_mask.cuh), and one for calls with any modifiers, which it reads from global memory, one
+// modifier after the other: the general kernel.
 //
 // In such a call, query tiles have few key tiles, and the start and end of a query tile take as
 // long as its products. So a unit of work is up to kShortTiles tiles of 64 query rows of a head,
 // and all keys and values of the head, which are copied once for all of these rows. Four
-// warpgroups, three with modifiers, compute tiles independently: while one starts or ends a tile,
-// others multiply. Blocks are persistent, one for each multiprocessor, and copy units ahead.
+// warpgroups, three in the general kernel, compute tiles independently: while one starts or ends a
+// tile, others multiply. Blocks are persistent, one for each multiprocessor, and copy units ahead.
 //
 // Warps: each warpgroup takes the next tile of rows when it has finished one; the longest tile of a
-// unit comes first. One more warp describes units and starts their copies. Another one clears
-// values that no row may attend to. Without modifiers, the last key tile has 16, 32, 48 or 64
-// columns.
+// unit comes first. One more warp describes units and starts their copies. Another one reads masks
+// of keys, and clears values that no row may attend to. In the general kernel, all key tiles have
+// 64 columns, in others, the last one has 16, 32, 48 or 64.
 //
 // Shared memory: a ring of units, each in rows of 128 bytes: Q | K | V, each padded to boxes of 16
-// rows; with modifiers, K and V have 64. Products of the last tile of rows also read what follows
-// Q, for rows that do not exist.
+// rows, in the general kernel K and V to 64. Products of the last tile of rows also read what
+// follows Q, for rows that do not exist.
 #pragma once
 
 #include <cuda.h>
@@ -44,6 +45,7 @@
 #include "sm90/forward/parts.cuh"
 #include "sm90/forward/plan.cuh"
 #include "sm90/fragments.cuh"
+#include "sm90/key_mask.cuh"
 #include "sm90/ring.cuh"
 #include "status.h"
 #include "tile/band.cuh"
@@ -57,15 +59,20 @@
 
 namespace jax_flash::sm90 {
 
+template <uint32_t kModifiers>
+inline constexpr bool kShortGeneral = kModifiers == kEveryModifier;
+template <uint32_t kModifiers>
+inline constexpr bool kShortKeyMask = kModifiers == kMask;
 // The number of computing warpgroups. Modifiers need registers.
 template <uint32_t kModifiers>
-inline constexpr int kShortGroups = kModifiers == kNoModifier ? 4 : 3;
+inline constexpr int kShortGroups = kShortGeneral<kModifiers> ? 3 : 4;
 template <uint32_t kModifiers>
 inline constexpr int kShortComputing = kShortGroups<kModifiers> * kWarpgroup;
 template <uint32_t kModifiers>
 inline constexpr int kShortThreads = kShortComputing<kModifiers> + 2 * 32;
 inline constexpr int kShortBoxBytes = kShortBoxRows * 128, kShortTileBytes = 64 * 128;
 inline constexpr int kShortTileBoxes = 64 / kShortBoxRows;
+inline constexpr int kShortWords = kShortTiles * 2;  // with a bit for each key
 
 // Holds the parameters contiguously, for the same reason as ForwardPlan.
 struct ShortCall {
@@ -109,10 +116,12 @@ struct ShortCall {
         sinks(params.sinks) {}
 };
 
-// A kernel's parameter for modifiers: the call, or nothing.
-struct NoForward {};
+struct NoModifier {};
+// A kernel's parameter for modifiers: the call, the mask of keys, or nothing.
 template <uint32_t kModifiers>
-using ModifiedForward = std::conditional_t<kModifiers == kNoModifier, NoForward, Forward>;
+using ShortModifiers =
+    std::conditional_t<kShortGeneral<kModifiers>, Forward,
+                       std::conditional_t<kShortKeyMask<kModifiers>, RowsOperand, NoModifier>>;
 
 // Describes a unit: rows [row0, row_end) of a head.
 struct ShortUnit {
@@ -125,11 +134,7 @@ struct ShortUnit {
   ShortUnit() = default;
   __device__ __forceinline__ ShortUnit(const ShortCall& call, int32_t index) {
     const int32_t batch_head = call.parts.quotient(index);
-    at.batch = call.heads.quotient(batch_head);
-    at.head = batch_head - at.batch * call.heads.divisor;
-    at.kv_head = call.group.quotient(at.head);
-    at.batch_axes[0] = call.inner_batch.quotient(at.batch);
-    at.batch_axes[1] = at.batch - at.batch_axes[0] * call.inner_batch.divisor;
+    at = place(call, batch_head);
     row0 = (index - batch_head * call.parts.divisor) * call.tiles.divisor * 64;
     row_end = min(row0 + call.tiles.divisor * 64, call.q_len);
     band = call.band.of<true>(at.batch_axes);
@@ -138,6 +143,17 @@ struct ShortUnit {
       attended = {band.first_col(row0), band.end_col(min(row_end, band.q_len) - 1)};
     }
     sink_log2 = read_sink(call.sinks.data != nullptr, call.sinks.at<const float>(at, 0));
+  }
+
+  static __device__ __forceinline__ QueryTileIndex place(const ShortCall& call,
+                                                         int32_t batch_head) {
+    QueryTileIndex at;
+    at.batch = call.heads.quotient(batch_head);
+    at.head = batch_head - at.batch * call.heads.divisor;
+    at.kv_head = call.group.quotient(at.head);
+    at.batch_axes[0] = call.inner_batch.quotient(at.batch);
+    at.batch_axes[1] = at.batch - at.batch_axes[0] * call.inner_batch.divisor;
+    return at;
   }
 
   __device__ __forceinline__ bool has_unattended(const ShortCall& call) const {
@@ -159,6 +175,42 @@ struct ShortShared {
   ShortStage stages[kShortStages];
   int32_t taken;                               // tiles of rows that warpgroups have begun
   int32_t next[2][kShortGroups<kNoModifier>];  // a warpgroup's next tile; two places, used in turn
+};
+
+// Holds masks of keys in shared memory: a bit for each key of each stage. A stage's bits are there
+// when its values are cleared.
+struct ShortKeyMasks {
+  uint2 allowed[kShortStages][kShortTiles];
+};
+template <uint32_t kModifiers>
+using ShortMasks = std::conditional_t<kShortKeyMask<kModifiers>, ShortKeyMasks, NoModifier>;
+
+// Reads a head's mask of keys, with all lanes of a warp.
+struct ShortMaskReader {
+  uint32_t bytes[kShortWords];  // not compared yet, so that nothing waits for the loads
+
+  // Starts to load the mask of a unit.
+  __device__ __forceinline__ void load(const ShortCall& call, const RowsOperand& mask,
+                                       int32_t unit) {
+    if (unit >= call.units) return;
+    const QueryTileIndex at = ShortUnit::place(call, call.parts.quotient(unit));
+    const auto* keys = mask.at<const uint8_t>(at, 0);
+#pragma unroll
+    for (int i = 0; i < kShortWords; ++i) {
+      const int32_t key = i * 32 + static_cast<int>(threadIdx.x) % 32;
+      bytes[i] = key < call.kv_len ? keys[key * mask.row] : 0;
+    }
+  }
+  // Returns 32 bits of it in each of the first kShortWords lanes.
+  __device__ __forceinline__ uint32_t word() const {
+    uint32_t result = 0;
+#pragma unroll
+    for (int i = 0; i < kShortWords; ++i) {
+      const uint32_t bits = __ballot_sync(0xffffffff, bytes[i] != 0);
+      if (threadIdx.x % 32 == i) result = bits;
+    }
+    return result;
+  }
 };
 
 // Gives the addresses of a stage's operands.
@@ -253,33 +305,57 @@ __device__ __forceinline__ void clear_hidden_values(const Forward& params, const
   }
 }
 
+// Returns a bit for each of 32 keys from `first` on, set if a range has the key.
+__device__ __forceinline__ uint32_t bits_of(const Range& range, int32_t first) {
+  const int32_t begin = min(max(range.first - first, 0), 32), end = range.end - first;
+  return static_cast<uint32_t>((uint64_t{1} << min(max(end, begin), 32)) - (uint64_t{1} << begin));
+}
+
+// Zeroes the rows of V that have no bit. Each lane of the calling warp has those of 32 rows.
+__device__ __forceinline__ void clear_rows(const ShortCall& call, uint32_t word, uint32_t values) {
+  const int lane = threadIdx.x % 32, rows = call.k_boxes * kShortBoxRows;
+  for (int row0 = 0; row0 < rows; row0 += 32) {
+    const uint32_t bits = __shfl_sync(0xffffffff, word, row0 / 32);
+    if (bits == ~0u) continue;
+#pragma unroll
+    for (int i = 0; i < 32; i += 4) {
+      const int row = i + lane / 8;
+      if (bits >> row & 1 || row0 + row >= rows) continue;
+      ptx::st_shared_v4(values + (row0 + row) * 128 + lane % 8 * 16, uint4{});
+    }
+  }
+}
+
 // Zeroes values that no row of a unit may attend to: they may hold NaN, and a product of NaN with a
-// probability of 0 is NaN. Called by one warp.
+// probability of 0 is NaN. Describes masks of keys. Called by one warp.
 template <typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void clear_short_units(const ShortCall& call,
-                                                  const ModifiedForward<kModifiers>& params,
-                                                  ShortShared& shared, uint32_t ring) {
+                                                  const ShortModifiers<kModifiers>& modifiers,
+                                                  ShortShared& shared,
+                                                  ShortMasks<kModifiers>& masks, uint32_t ring) {
   const int lane = threadIdx.x % 32;
   int32_t stage = 0;
   uint32_t parity = 0;
+  ShortMaskReader next;
+  if constexpr (kShortKeyMask<kModifiers>) next.load(call, modifiers, blockIdx.x);
   for (int32_t index = blockIdx.x; index < call.units; index += gridDim.x) {
     ShortStage& its = shared.stages[stage];
+    uint32_t word = ~0u;
+    if constexpr (kShortKeyMask<kModifiers>) {
+      word = next.word();
+      next.load(call, modifiers, index + gridDim.x);
+    }
     ptx::mbarrier_wait_asleep(ptx::shared_address(&its.scored), parity);
+    if constexpr (kShortKeyMask<kModifiers>) {
+      if (lane < kShortWords) reinterpret_cast<uint32_t*>(masks.allowed[stage])[lane] = word;
+    }
     ptx::mbarrier_wait_asleep(ptx::shared_address(&its.valued), parity);
     const uint32_t values = ring + ShortOperands(ring, call, stage).value_bytes;
-    bool clears = its.unit.has_unattended(call);
-    if (clears) {
-      const Range attended = its.unit.attended;
-      for (int32_t chunk = lane; chunk < call.k_boxes * kShortBoxRows * 8; chunk += 32) {
-        const int32_t row = chunk / 8;
-        if (row < attended.first || row >= attended.end) {
-          ptx::st_shared_v4(values + chunk * 16, uint4{});
-        }
-      }
-    }
-    if constexpr (kModifiers != kNoModifier) {
-      if (has_element_masks<kModifiers>(params)) {
-        clear_hidden_values<Element>(params, its.unit, values);
+    bool clears = kShortKeyMask<kModifiers> || its.unit.has_unattended(call);
+    if (clears) clear_rows(call, word & bits_of(its.unit.attended, lane * 32), values);
+    if constexpr (kShortGeneral<kModifiers>) {
+      if (has_element_masks<kModifiers>(modifiers)) {
+        clear_hidden_values<Element>(modifiers, its.unit, values);
         clears = true;
       }
     }
@@ -299,7 +375,9 @@ struct ShortRows {
   static constexpr int kOutN = 64 / 8;
 
   const ShortCall& call;
-  const ModifiedForward<kModifiers>& params;
+  const ShortModifiers<kModifiers>& modifiers;
+  const ShortMasks<kModifiers>& masks;
+  const int32_t stage;
   const QueryTileIndex& at;
   const ShortOperands& operands;
   const Band& band;
@@ -324,13 +402,18 @@ struct ShortRows {
     ptx::wgmma_results(scores[0]);
     const int32_t col0 = tile * 64;
     float least = minus_infinity();
-    if constexpr (kModifiers != kNoModifier) {
-      modify_scores<kModifiers>(scores, params, ModifierOffsets(params, at.batch_axes, at.head),
-                                band, row0 + warp_row(), col0, false);
-      if (adds_to_logits(params)) least = kLeastLogit;
+    if constexpr (kShortGeneral<kModifiers>) {
+      modify_scores<kModifiers>(scores, modifiers,
+                                ModifierOffsets(modifiers, at.batch_axes, at.head), band,
+                                row0 + warp_row(), col0, false);
+      if (adds_to_logits(modifiers)) least = kLeastLogit;
     }
     if (!band.all_allowed(row0, min(row0 + 64, band.q_len), col0, col0 + kN)) {
       mask_band(scores, band, row0 + warp_row(), col0);
+    }
+    if constexpr (kShortKeyMask<kModifiers>) {
+      const uint2 allowed = masks.allowed[stage][tile];
+      if ((allowed.x & allowed.y) != ~0u) forbid_keys(scores, allowed);
     }
     float factor[1][2], shift[2];
     if (raise_maxima<false, false>(softmax, scores, call.to_log2, factor, least)) {
@@ -338,10 +421,10 @@ struct ShortRows {
     }
     find_shift<true, 0>(softmax, call.to_log2, shift);
     exponentials_in_chains(softmax, scores, call.to_log2, shift);
-    if constexpr (kModifiers != kNoModifier) {
-      if (params.options.dropout_threshold != 0) {
-        const Dropout dropout = ModifierOffsets::dropout_of(params, at.batch_axes, at.head);
-        drop(scores, dropout.kept<kN / 8, false>(params.options.dropout_threshold,
+    if constexpr (kShortGeneral<kModifiers>) {
+      if (modifiers.options.dropout_threshold != 0) {
+        const Dropout dropout = ModifierOffsets::dropout_of(modifiers, at.batch_axes, at.head);
+        drop(scores, dropout.kept<kN / 8, false>(modifiers.options.dropout_threshold,
                                                  row0 + warp_row(), col0));
       }
     }
@@ -362,8 +445,13 @@ struct ShortRows {
 
   __device__ __forceinline__ void attend(const ShortOperands::Tile& query) {
     const Range keys = kv_tiles<64>(band, row0, row0 + 64);
+    if constexpr (kShortKeyMask<kModifiers>) ptx::mbarrier_wait(cleared, parity);
     for (int32_t tile = keys.first; tile < keys.end; ++tile) {
-      if constexpr (kModifiers != kNoModifier) {  // one copy of the code, which is long
+      if constexpr (kShortKeyMask<kModifiers>) {
+        const uint2 allowed = masks.allowed[stage][tile];
+        if ((allowed.x | allowed.y) == 0) continue;
+      }
+      if constexpr (kShortGeneral<kModifiers>) {  // one copy of the code, which is long
         add<64>(query, tile);
         continue;
       }
@@ -386,12 +474,12 @@ struct ShortRows {
       const int32_t row = first + 8 * half;
       float lse;
       softmax.finish(0, half, call.to_log2, sink_log2, lse, normalizer[half]);
-      if constexpr (kModifiers != kNoModifier) {
+      if constexpr (kShortGeneral<kModifiers>) {
         // As in finish_statistics().
         const bool low = lse == minus_infinity() && softmax.low[0][half];
-        const bool great = adds_to_logits(params) && softmax.maximum[0][half] > kExtremeLse;
+        const bool great = adds_to_logits(modifiers) && softmax.maximum[0][half] > kExtremeLse;
         if (low || great) lse = kLowLse;
-        normalizer[half] *= params.options.dropout_scale;
+        normalizer[half] *= modifiers.options.dropout_scale;
       }
       if (row >= band.q_len) {
         lse = minus_infinity();
@@ -419,8 +507,10 @@ struct ShortRows {
 // Computes tiles of rows until none is left. Called by a warpgroup.
 template <typename Element, uint32_t kModifiers>
 __device__ __forceinline__ void compute_short_units(const ShortCall& call,
-                                                    const ModifiedForward<kModifiers>& params,
-                                                    ShortShared& shared, uint32_t ring, int group) {
+                                                    const ShortModifiers<kModifiers>& modifiers,
+                                                    ShortShared& shared,
+                                                    const ShortMasks<kModifiers>& masks,
+                                                    uint32_t ring, int group) {
   const int32_t tiles = call.tiles.divisor;
   const int32_t units = (call.units - 1 - static_cast<int32_t>(blockIdx.x)) / gridDim.x + 1;
   int32_t item = group;
@@ -446,7 +536,8 @@ __device__ __forceinline__ void compute_short_units(const ShortCall& call,
     const bool exists = row0 < unit.row_end;
     const ShortOperands operands(ring, call, stage);
     const uint32_t cleared = ptx::shared_address(&its.cleared);
-    ShortRows<Element, kModifiers> rows{call, params, at, operands, band, row0, cleared, parity};
+    ShortRows<Element, kModifiers> rows{call,     modifiers, masks, stage,   at,
+                                        operands, band,      row0,  cleared, parity};
     if (exists) rows.attend(operands.query(tile));
     sync_and_arrive_warp(ptx::shared_address(&its.empty));
     if (exists) rows.finish(sink_log2);
@@ -459,9 +550,10 @@ __device__ __forceinline__ void compute_short_units(const ShortCall& call,
 template <typename Element, uint32_t kModifiers>
 __global__ void __launch_bounds__(kShortThreads<kModifiers>, 1)
     forward_short_kernel(const __grid_constant__ ShortCall call,
-                         const __grid_constant__ ModifiedForward<kModifiers> params) {
+                         const __grid_constant__ ShortModifiers<kModifiers> modifiers) {
   extern __shared__ __align__(1024) uint8_t ring_smem[];
   __shared__ __align__(16) uint8_t shared_bytes[sizeof(ShortShared)];
+  __shared__ ShortMasks<kModifiers> masks;
   ShortShared& shared = *reinterpret_cast<ShortShared*>(shared_bytes);
   const uint32_t ring = ptx::shared_address(ring_smem);
   if (threadIdx.x < call.stages.divisor) {
@@ -481,19 +573,20 @@ __global__ void __launch_bounds__(kShortThreads<kModifiers>, 1)
   if (warp == kShortComputing<kModifiers> / 32) {
     copy_short_units(call, shared, ring);
   } else if (warp > kShortComputing<kModifiers> / 32) {
-    clear_short_units<Element, kModifiers>(call, params, shared, ring);
+    clear_short_units<Element, kModifiers>(call, modifiers, shared, masks, ring);
   } else {
-    compute_short_units<Element, kModifiers>(call, params, shared, ring, warp / 4);
+    compute_short_units<Element, kModifiers>(call, modifiers, shared, masks, ring, warp / 4);
   }
 }
 
 template <typename Element, uint32_t kModifiers>
 Status launch_forward_short(const Forward& params, cudaStream_t stream) {
   const Shape& shape = params.shape;
-  const ShortUnits units(shape, kModifiers != kNoModifier);
-  ShortCall call(params, units, kModifiers != kNoModifier && has_natural_logits(params));
-  ModifiedForward<kModifiers> modified;
-  if constexpr (kModifiers != kNoModifier) modified = params;
+  const ShortUnits units(shape, kShortGeneral<kModifiers>);
+  ShortCall call(params, units, kShortGeneral<kModifiers> && has_natural_logits(params));
+  ShortModifiers<kModifiers> modifiers;
+  if constexpr (kShortGeneral<kModifiers>) modifiers = params;
+  if constexpr (kShortKeyMask<kModifiers>) modifiers = key_mask_of(params);
   Status status = make_forward_maps(params, call.q_copy * kShortBoxRows,
                                     call.k_copy * kShortBoxRows, call.maps);
   if (!status.ok()) return status;
@@ -502,7 +595,7 @@ Status launch_forward_short(const Forward& params, cudaStream_t stream) {
   return launch_kernel(
       "sm90::forward_short_kernel", shape, forward_short_kernel<Element, kModifiers>,
       std::min<int64_t>(units.units, sms), kShortThreads<kModifiers>,
-      units.stages() * units.unit_bytes() + kShortSlackBytes, stream, call, modified);
+      units.stages() * units.unit_bytes() + kShortSlackBytes, stream, call, modifiers);
 }
 
 }  // namespace jax_flash::sm90

@@ -1,0 +1,35 @@
+// Masks of keys: masks that all queries of a head share, such as those of padded batches. The
+// kernels for short sequences, sm90/forward/short.cuh and sm90/backward/short.cuh, keep one as a
+// bit for each key, which is 1 if queries may attend to the key.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+#include "tile/softmax.cuh"
+#include "tile/tensor_map.cuh"
+
+namespace jax_flash::sm90 {
+
+// Describes the mask of a call. A row is a key's element, of one byte.
+inline RowsOperand key_mask_of(const Forward& params) {
+  RowsOperand mask(params.mask);
+  mask.row = params.mask.col;
+  return mask;
+}
+
+// Sets the logits of forbidden keys to -inf. `words`: the bits of the first 32 keys of the tile,
+// and of the next.
+template <int kN>
+__device__ __forceinline__ void forbid_keys(float (&scores)[1][kN][4], const uint2& words) {
+  const uint32_t bits[2] = {words.x >> threadIdx.x % 4 * 2, words.y >> threadIdx.x % 4 * 2};
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (!(bits[n / 4] >> (n % 4 * 8 + e % 2) & 1)) scores[0][n][e] = minus_infinity();
+    }
+  }
+}
+
+}  // namespace jax_flash::sm90
