@@ -77,7 +77,7 @@ EXPLAINED_RACES: tuple[tuple[str | None, str, str], ...] = (
         "the next use of a stage before they wait at its barrier",
     ),
     (
-        None, r"sm90::forward_kernel<.*, \(unsigned int\)127>",
+        None, r"sm90::forward_kernel<.*, \(unsigned int\)(4|127)>",
         "warps look for NaN in rows of V that others set to zero: they find them or zeros, and "
         "either way set what nobody attends to to zero",
     ),
@@ -127,6 +127,7 @@ def cases(tool: str):
     grouped = units | {"heads": 16, "kv_heads": 1}  # rows enough for V to be made float16
     many_heads = {"batch": 2, "q_len": 90, "kv_len": 77, "kv_heads": 25}
     many_heads["heads"] = 50 if few else 275
+    key_masked = small | {"q_len": 260, "kv_len": 391}
     long = {"batch": 1, "q_len": 1030, "kv_len": 1050, "heads": 4, "kv_heads": 4}
     return (
         ("bfloat16", (64, 64), causal, False, units),
@@ -154,6 +155,8 @@ def cases(tool: str):
         ("bfloat16", (64, 64), (("soft_cap", 5.0), *causal), False, small),
         ("bfloat16", (64, 64), (("soft_cap", 30.0),), False, long | {"std": 0.5}),
         ("bfloat16", (128, 128), (("mask", "TS"),), False, long),
+        ("bfloat16", (128, 128), (("mask", "BS"), *causal), False, key_masked),
+        ("float16", (64, 64), (("mask", "BS"),), False, key_masked),
         ("bfloat16", (64, 64), (("mask", "TS"),), False, wide_units),
         ("bfloat16", (64, 64), (("mask", "BNTS"),), False, small),
         ("bfloat16", (64, 64), (("mask", "TS"),), False, grouped),

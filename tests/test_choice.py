@@ -639,6 +639,10 @@ def test_kernels_of_the_sm_80_family(gpu, reason):
         # A mask that all queries of a head share takes as many as none:
         ("short, mask of keys", {"q_len": 256, "mask": (32, 1, 1, 256)}),
         ("one kernel, mask", {"q_len": 256, "mask": (32, 1, 256, 256)}),
+        ("one kernel, mask of keys", {"q_len": 257, "mask": (32, 8, 1, 257)}),
+        ("one kernel, mask of keys", {"q_len": 257, "mask": (32, 1, 1, 257), "kv_heads": 4}),
+        ("one kernel, mask", {"q_len": 257, "mask": (32, 8, 1, 257), "kv_heads": 4}),
+        ("one kernel", {"q_len": 257, "mask": (32, 1, 1, 257), "deterministic": True}),
         ("short, every modifier", {"q_len": 150, "mask": (32, 1, 1, 150), "logits_soft_cap": 9.0}),
         ("one kernel", {"q_len": 256, "head_dim": 72}),
     ],

@@ -345,6 +345,7 @@ SEGMENTS = {
         ("one kernel, soft cap", {"logits_soft_cap": 30.0}),
         ("one kernel, segments", SEGMENTS),
         ("one kernel, mask", {"mask": np.ones((1, 1, 256, 256), bool)}),
+        ("one kernel, mask of keys", {"mask": np.ones((1, 1, 1, 256), bool)}),
         ("one kernel, bias", {"bias": jnp.ones((1, 2, 256, 256), jnp.bfloat16)}),
         ("one kernel, float32 bias", {"bias": jnp.ones((1, 2, 256, 256), jnp.float32)}),
         ("one kernel", {"bias": jnp.ones((1, 2, 256, 1), jnp.bfloat16)}),

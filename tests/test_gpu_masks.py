@@ -118,3 +118,44 @@ def test_tiles_that_a_mask_forbids(
     inputs.key = np.where(unattended, np.nan, inputs.key).astype(inputs.key.dtype)
     inputs.value = np.where(unattended, np.inf, inputs.value).astype(inputs.key.dtype)
     check(run(inputs, family), inputs)
+
+
+# Masks that all queries share have a backward kernel of their own, unless query heads of the same
+# key head have different masks. Few keys and many query tiles, and more than 1,024 queries: key
+# tiles without an allowed key are skipped.
+@each_family
+@pytest.mark.parametrize(
+    "features",
+    [
+        *((("pattern", (kind, "B")),) for kind in ("left", "right", "middle", "tiles", "last")),
+        (("pattern", ("none", "BN")), ("dlse", True)),
+        (("mask", "BNS"), ("sinks", True)),
+        (("mask", "S"), ("lengths", "qk"), ("dlse", True)),
+        (("pattern", ("left", "B")), ("causal", True)),
+        (("pattern", ("tiles", "B")), ("causal", True), ("offset", "align")),
+        (("pattern", ("right", "N")), ("window", (90, 30))),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("head_dim", "batch", "heads", "kv_heads", "q_len", "kv_len", "dtype"),
+    [
+        (64, 2, 4, 4, 300, 461, "bfloat16"),
+        (128, 2, 4, 2, 190, 400, "float16"),
+        (128, 2, 4, 4, 1090, 390, "bfloat16"),
+        (72, 2, 4, 2, 333, 279, "bfloat16"),
+        (40, 22, 8, 8, 300, 330, "float16"),
+    ],
+)
+def test_masks_of_keys(
+    head_dim, batch, heads, kv_heads, q_len, kv_len, dtype, features, family
+):  # fmt: skip
+    case = Case(
+        "keys", batch=batch, heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len,
+        head_dim=head_dim, value_dim=head_dim, dtype=dtype, features=features,
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    unattended = ~inputs.options["mask"].any(axis=(1, 2))[..., None, None]
+    inputs.key = np.where(unattended, np.nan, inputs.key).astype(inputs.key.dtype)
+    inputs.value = np.where(unattended, np.inf, inputs.value).astype(inputs.key.dtype)
+    check(run(inputs, family), inputs)

@@ -499,6 +499,13 @@ Found choose_modified(const Forward& params, int32_t head_dim, const Device& dev
   }
 }
 
+// Returns whether all queries that a block of keys meets share its part of the mask: those of all
+// query heads of a key/value head.
+bool key_block_has_one_mask(const Backward& params) {
+  return params.mask.row == 0 &&
+         (params.mask.head == 0 || params.shape.heads == params.shape.kv_heads);
+}
+
 // Returns the index of the backward kernel that is compiled for the call's modifiers, or -1.
 int32_t narrow_backward(const Backward& params, int32_t head_dim) {
   if (params.options.deterministic || params.relative_bias) return -1;
@@ -506,6 +513,7 @@ int32_t narrow_backward(const Backward& params, int32_t head_dim) {
     const sm90::NarrowBackward& kernel = sm90::kNarrowBackward[row];
     if (kernel.modifiers == modifiers_of(params) &&
         (kernel.bias_bytes == 0 || bias_in_boxes(params, kernel.bias_bytes)) &&
+        (!kernel.key_mask || key_block_has_one_mask(params)) &&
         kernel.exists(head_dim, params.query.dtype == DType::kBFloat16)) {
       return row;
     }

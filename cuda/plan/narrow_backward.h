@@ -13,11 +13,13 @@
 namespace jax_flash::sm90 {
 
 // Describes a kernel by the modifiers that it takes. A kernel for a bias takes elements of
-// `bias_bytes` bytes that the copy engine can read: float32, or the operands' 16-bit type.
+// `bias_bytes` bytes that the copy engine can read: float32, or the operands' 16-bit type. With
+// `key_mask`, all queries share the mask (sm90/key_mask.cuh).
 struct NarrowBackward {
   uint32_t modifiers;
   const char* name;
   int32_t bias_bytes = 0;
+  bool key_mask = false;
 
   constexpr bool takes_several() const { return (modifiers & (modifiers - 1)) != 0; }
   // Kernels for several modifiers exist where models use them: compiling them takes long.
@@ -29,6 +31,7 @@ struct NarrowBackward {
 inline constexpr NarrowBackward kNarrowBackward[] = {
     {kSegments, "one kernel, segments"},
     {kSoftCap, "one kernel, soft cap"},
+    {kMask, "one kernel, mask of keys", 0, true},
     {kMask, "one kernel, mask"},
     {kBias, "one kernel, bias", 2},
     {kBias, "one kernel, float32 bias", 4},

@@ -1,6 +1,6 @@
 // Masks of keys: masks that all queries of a head share, such as those of padded batches. The
-// kernels for short sequences, sm90/forward/short.cuh and sm90/backward/short.cuh, keep one as a
-// bit for each key, which is 1 if queries may attend to the key.
+// kernels for short sequences, sm90/forward/short.cuh and sm90/backward/short.cuh, and one of
+// sm90/backward/narrow.cuh keep a bit for each key, which is 1 if queries may attend to it.
 #pragma once
 
 #include <cstdint>
@@ -28,6 +28,21 @@ __device__ __forceinline__ void forbid_keys(float (&scores)[1][kN][4], const uin
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
       if (!(bits[n / 4] >> (n % 4 * 8 + e % 2) & 1)) scores[0][n][e] = minus_infinity();
+    }
+  }
+}
+
+// Does the same in fragments whose rows are keys. `bits`: bit 0 of the thread's first key, bit 8 of
+// the other.
+inline constexpr uint32_t kTwoKeys = 1 | 1 << 8;
+template <int kN>
+__device__ __forceinline__ void forbid_key_rows(float (&scores)[kN][4], uint32_t bits) {
+  if (__all_sync(0xffffffff, bits == kTwoKeys)) return;
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      if (!(bits >> e / 2 * 8 & 1)) scores[n][e] = minus_infinity();
     }
   }
 }

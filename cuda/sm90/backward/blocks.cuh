@@ -118,7 +118,7 @@ __device__ __forceinline__ void choose_blocks(const Backward& params, const Back
                                               const BackwardSmem<Config>& smem) {
   const bool leader = threadIdx.x % 32 == 0;
   constexpr bool kMayShare = !kOrdered, kMaySplit = !kGeneral && !kOrdered;
-  constexpr bool kByMask = (kGeneral || Config::kHasMask) && !kOrdered;
+  constexpr bool kByMask = Config::kSkipsByMask && !kOrdered;
   const int32_t blocks = schedule.tiles * schedule.total_heads;
   const auto end = static_cast<uint32_t>(kMaySplit ? plan.split.end(blocks) : blocks);
   const BackwardCounters counters{workspace.counters, schedule.total_heads};

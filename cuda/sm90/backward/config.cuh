@@ -39,14 +39,18 @@ struct DqueryLayout {
 // (sm90/backward/narrow.cuh). A thread block owns kBlockKv keys and values, 64 for each consumer
 // warpgroup, and keeps their dK and dV in registers. kOnly: the modifiers that the kernel is
 // compiled for, if not for all of them; kBytesOfBias: bytes of an element of the bias among them
-// (sm90/backward/bias.cuh). kGeneral: the kernel takes all modifiers.
-template <int kHeadDimension, bool kGeneral, uint32_t kOnly = kNoModifier, int kBytesOfBias = 0>
+// (sm90/backward/bias.cuh); kMaskOfKeys: all queries share the mask among them. kGeneral: the
+// kernel takes all modifiers.
+template <int kHeadDimension, bool kGeneral, uint32_t kOnly = kNoModifier, int kBytesOfBias = 0,
+          bool kMaskOfKeys = false>
 struct BackwardConfig {
   static constexpr uint32_t kModifier = kOnly;
   static constexpr bool kHasSlopes = (kOnly & kDistance) != 0;  // ALiBi
   static constexpr bool kHasSegments = (kOnly & kSegments) != 0;
   static constexpr bool kHasSoftCap = (kOnly & kSoftCap) != 0;
-  static constexpr bool kHasMask = (kOnly & kMask) != 0;
+  static constexpr bool kHasKeyMask = kMaskOfKeys;
+  static constexpr bool kHasMask = (kOnly & kMask) != 0 && !kHasKeyMask;
+  static constexpr bool kSkipsByMask = kGeneral || kHasMask || kHasKeyMask;
   static constexpr bool kHasBias = (kOnly & kBias) != 0;
   static constexpr int kBiasBytes = kBytesOfBias;
   static_assert(kHasBias == (kBiasBytes != 0));

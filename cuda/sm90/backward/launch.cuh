@@ -70,14 +70,15 @@ Status launch_backward_config(const Backward& params, const BackwardWorkspace& w
   scales.shifts_lse = Config::kHasSlopes;
   EndPlan ends = plan_ends(params, scales, blocks, heads_of_unit,
                            !kGeneral && !(workspace.turns && Config::kOrderedSums > 1));
-  const SplitPlan split =
-      plan_split<Config>(params, workspace, sms, blocks, ends,
-                         !kGeneral && !Config::kHasSegments && !Config::kHasMask);
+  const SplitPlan split = plan_split<Config>(params, workspace, sms, blocks, ends,
+                                             !Config::kHasSegments && !Config::kSkipsByMask);
   MaskRows mask_rows;
   TransposedMaskWords mask_words;
-  if constexpr (kGeneral || Config::kHasMask) {
+  if constexpr (Config::kSkipsByMask) {
     static_assert(Config::kBlockKv == MaskRows::kKeys);
-    status = launch_transposed_mask_words(params, workspace, mask_words, stream);
+    if (!Config::kHasKeyMask) {
+      status = launch_transposed_mask_words(params, workspace, mask_words, stream);
+    }
     if (status.ok() && blocks.order == TurnOrder::kNone) {
       status = launch_mask_rows(params, workspace, mask_rows, stream);
     }
@@ -191,7 +192,8 @@ Status launch_narrow(const Backward& params, int32_t index, const BackwardWorksp
     constexpr NarrowBackward kKernel = kNarrowBackward[row.value];
     if constexpr (kKernel.exists(kHeadDim, std::is_same_v<Element, __nv_bfloat16>)) {
       if (row.value != index) return;
-      using Config = BackwardConfig<kHeadDim, false, kKernel.modifiers, kKernel.bias_bytes>;
+      using Config =
+          BackwardConfig<kHeadDim, false, kKernel.modifiers, kKernel.bias_bytes, kKernel.key_mask>;
       status = {};
       if (Config::kHasSlopes) status = zero_slopes_gradient(params, stream);
       if (status.ok()) {

@@ -69,7 +69,7 @@ __device__ __forceinline__ void begin_blocks(const Backward& params, const Backw
                                              const TileSchedule& schedule, TurnOrder order,
                                              const BlockPlan& plan,
                                              const BackwardSmem<Config>& smem) {
-  constexpr bool kByMask = (kGeneral || Config::kHasMask) && !kOrdered;
+  constexpr bool kByMask = Config::kSkipsByMask && !kOrdered;
   if (threadIdx.x < 32) {
     smem.init_barriers();
     if (threadIdx.x == 0) load_first_keys(params, plan, schedule, maps, smem);

@@ -37,6 +37,7 @@
 #include "sm90/backward/smem.cuh"
 #include "sm90/backward/split.cuh"
 #include "sm90/fragments.cuh"
+#include "sm90/key_mask.cuh"
 #include "sm90/ring.cuh"
 #include "tile/bad_key_rows.cuh"
 #include "tile/band.cuh"
@@ -303,6 +304,10 @@ struct NarrowConsumer {
         first > 0 || (end < kBlockKv && first_key() + end < params.shape.kv_len);
     ptx::mbarrier_wait(smem.key_full(), key_parity);
     if (has_unattended) zero_rows<Config::kConsumerThreads>(smem.key(), first, end, kConsumers);
+    if constexpr (Config::kHasKeyMask) {
+      allowed = read_key_mask(tile.y);
+      zero_forbidden(smem.key());
+    }
     if constexpr (kForbids) {
       clear_bad_key_rows<Config::kConsumerThreads, Element>(smem.key(), bad_keys(),
                                                             threadIdx.x - 128, kConsumers);
@@ -315,12 +320,51 @@ struct NarrowConsumer {
     await_copies();
     ptx::mbarrier_wait(smem.value_full(), key_parity);
     if (has_unattended) zero_rows<Config::kConsumerThreads>(smem.value(), first, end, kConsumers);
+    if constexpr (Config::kHasKeyMask) zero_forbidden(smem.value());
     if constexpr (Config::kKeysInRegisters) load_fragments(value_rmem, smem.value(), warp_key);
     if constexpr (Config::kNextScoresFirst) {
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_results(scores);
     }
     return has_padding;
+  }
+
+  // Reads the mask of the block's keys. Returns bits for forbid_key_rows().
+  __device__ __forceinline__ uint32_t read_key_mask(int32_t head) const {
+    const int row = threadIdx.x - 128;
+    if (row < kBlockKv) {
+      const int32_t key = first_key() + row;
+      const auto* mask = block.batch.template pointer<const uint8_t>(params.mask, head);
+      const bool is_allowed = key >= params.shape.kv_len || mask[key * params.mask.col] != 0;
+      const uint32_t word = __ballot_sync(0xffffffff, is_allowed);
+      if (row % 32 == 0) allowed_keys()[row / 32] = word;
+    }
+    ptx::barrier_sync(kConsumers, Config::kConsumerThreads);
+    const int key = warp_key + fragment_row(0, 0);
+    return allowed_keys()[key / 32] >> key % 32 & kTwoKeys;
+  }
+  // Zeroes the rows of a tile that the mask of keys forbids: they may hold NaN, and NaN times 0 is
+  // not 0.
+  template <typename Tile>
+  __device__ __forceinline__ void zero_forbidden(const Tile& tile) const {
+    uint32_t all = ~0u;
+#pragma unroll
+    for (int i = 0; i < kBlockKv / 32; ++i) all &= allowed_keys()[i];
+    if (all == ~0u) return;
+    for (int index = threadIdx.x - 128; index < Tile::kBytes / 16;
+         index += Config::kConsumerThreads) {
+      const int row = index % (Tile::kPanelBytes / 16) / 8;
+      if (!(allowed_keys()[row / 32] >> row % 32 & 1)) {
+        ptx::st_shared_v4(tile.root + tile.offset + index * 16, uint4{});
+      }
+    }
+    ptx::fence_proxy_async_shared();
+    ptx::barrier_sync(kConsumers, Config::kConsumerThreads);
+  }
+  // Holds a bit for each key of the block that a mask of keys allows.
+  static __device__ __forceinline__ uint32_t* allowed_keys() {
+    __shared__ uint32_t allowed_keys_smem[Config::kHasKeyMask ? kBlockKv / 32 : 1];
+    return allowed_keys_smem;
   }
 
   // Waits for the ring's next Q and prepares it.
@@ -404,6 +448,7 @@ struct NarrowConsumer {
       mark_bad_key_rows<kBlockKv>(scores, bad_keys(), warp_key);
     }
     if constexpr (Config::kHasMask) apply_mask_bits(scores, mask_bits);
+    if constexpr (Config::kHasKeyMask) forbid_key_rows(scores, mask_bits);
     if constexpr (Config::kHasBias) {
       bias.add_to(scores, params.options.scale);
       // Behind the bias, which may be NaN or infinite where segments differ.
