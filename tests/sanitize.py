@@ -77,7 +77,7 @@ EXPLAINED_RACES: tuple[tuple[str | None, str, str], ...] = (
         "the next use of a stage before they wait at its barrier",
     ),
     (
-        None, r"sm90::forward_kernel<.*, \(unsigned int\)(4|127)>",
+        None, r"sm90::forward_kernel<.*, \(unsigned int\)127>",
         "warps look for NaN in rows of V that others set to zero: they find them or zeros, and "
         "either way set what nobody attends to to zero",
     ),

@@ -67,7 +67,7 @@ def kernels(
 
 
 # One call for each row of cuda/plan/recipes.h: the row's name, its head dim, and the call.
-BIAS, MASK = (4, 16, 4096, 4096), (1, 1, 4096, 4096)
+BIAS, MASK, KEY_MASK = (4, 16, 4096, 4096), (1, 1, 4096, 4096), (4, 1, 1, 4096)
 NAMED = [
     *(("decode", d, {"q_len": 1, "kv_len": 8192, "head_dim": d}) for d in (96, 128, 192, 256)),
     ("decode", 64, {"q_len": 1, "kv_len": 32768, "head_dim": 64, "batch": 1}),
@@ -122,6 +122,11 @@ NAMED = [
     ("mask as words", 64, {"head_dim": 64, "mask": MASK, "is_causal": True}),
     ("mask as words, three consumers", 64, {"head_dim": 64, "mask": MASK}),
     *(("mask as words", d, {"head_dim": d, "mask": MASK}) for d in (128, 256)),
+    *(
+        ("chained, mask of keys", d, {"head_dim": d, "mask": KEY_MASK, "is_causal": True})
+        for d in (64, 96, 128, 256)
+    ),
+    ("chained, mask of keys, three consumers", 64, {"head_dim": 64, "mask": KEY_MASK}),
     *(("ALiBi", d, {"head_dim": d, "slopes": True, "is_causal": True}) for d in (64, 128)),
     *(("dropout", d, {"head_dim": d, "dropout_rate": 0.1}) for d in (64, 128)),
     *(
@@ -299,8 +304,16 @@ def test_forward_kernel(name, head_dim, call):
                 "logits_soft_cap": 9.0,
             },
         ),
-        ("mask as words", 64, {"batch": 12, "heads": 8, "q_len": 321, "mask": (12, 1, 1, 321)}),
-        ("mask as words", 64, {"batch": 3, "heads": 8, "q_len": 128, "mask": (3, 1, 1, 128)}),
+        (
+            "chained, mask of keys, three consumers",
+            64,
+            {"batch": 12, "heads": 8, "q_len": 321, "mask": (12, 1, 1, 321)},
+        ),
+        (
+            "chained, mask of keys",
+            64,
+            {"batch": 3, "heads": 8, "q_len": 128, "mask": (3, 8, 1, 128)},
+        ),
         # In tiles of 64 and of 128:
         ("split keys, scores ahead", 128, {"batch": 1, "heads": 8, "q_len": 1024}),  # 64, 128
         ("chained", 128, {"batch": 16, "q_len": 192, "kv_len": 512}),  # 384, 512

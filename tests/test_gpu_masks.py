@@ -120,9 +120,10 @@ def test_tiles_that_a_mask_forbids(
     check(run(inputs, family), inputs)
 
 
-# Masks that all queries share have a backward kernel of their own, unless query heads of the same
-# key head have different masks. Few keys and many query tiles, and more than 1,024 queries: key
-# tiles without an allowed key are skipped.
+# Masks that all queries share have a forward kernel of their own, and a backward kernel unless
+# query heads of the same key head have different masks. From three key tiles on, the first one is
+# processed last if its first keys are forbidden. Few keys and many query tiles, and more than 1,024
+# queries: the backward kernel skips key tiles without an allowed key.
 @each_family
 @pytest.mark.parametrize(
     "features",
@@ -134,6 +135,7 @@ def test_tiles_that_a_mask_forbids(
         (("pattern", ("left", "B")), ("causal", True)),
         (("pattern", ("tiles", "B")), ("causal", True), ("offset", "align")),
         (("pattern", ("right", "N")), ("window", (90, 30))),
+        (("pattern", ("left", "B")), ("window", (290, 5)), ("sinks", True)),
     ],
     ids=str,
 )
@@ -145,6 +147,11 @@ def test_tiles_that_a_mask_forbids(
         (128, 2, 4, 4, 1090, 390, "bfloat16"),
         (72, 2, 4, 2, 333, 279, "bfloat16"),
         (40, 22, 8, 8, 300, 330, "float16"),
+        (64, 6, 12, 12, 400, 1300, "bfloat16"),
+        (96, 4, 6, 6, 250, 700, "bfloat16"),
+        (80, 2, 4, 2, 190, 391, "float16"),
+        (256, 2, 4, 2, 190, 500, "bfloat16"),
+        (192, 2, 4, 4, 150, 390, "float16"),
     ],
 )
 def test_masks_of_keys(
@@ -159,3 +166,16 @@ def test_masks_of_keys(
     inputs.key = np.where(unattended, np.nan, inputs.key).astype(inputs.key.dtype)
     inputs.value = np.where(unattended, np.inf, inputs.value).astype(inputs.key.dtype)
     check(run(inputs, family), inputs)
+
+
+@pytest.mark.parametrize("axes", ["", "B", "BN"])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+def test_greatest_logits_far_from_the_first_allowed_keys(head_dim, axes):
+    """Running maxima come from a query tile's first keys; much greater logits are redone."""
+    case = Case(
+        "keys", batch=2, heads=4, kv_heads=4, q_len=200, kv_len=900, head_dim=head_dim,
+        value_dim=head_dim, dtype="bfloat16", features=(("pattern", ("left", axes)),),
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    inputs.key[:, 600:] *= 40
+    check(run(inputs, None), inputs)

@@ -419,20 +419,25 @@ Found choose_plain(const Forward& params, int32_t head_dim, const Device& device
   return {Recipe::kChained, "there are many query tiles that no edge cuts"};
 }
 
-// Chooses between masks as bytes and as words. A kernel converts the bytes to words first if they
-// cannot be read in vectors, or if enough batches and heads share them. Above head dim 128, where
-// there are two stages of K, no kernel reads bytes.
+// Chooses between masks as bits of keys, as bytes and as words. A kernel converts the bytes to
+// words first if they cannot be read in vectors, or if enough batches and heads share them. Above
+// head dim 128, where there are two stages of K, no kernel reads bytes.
 Found choose_masked(const Forward& params, int32_t head_dim, const Device& device) {
   const Shape& shape = params.shape;
+  // Three consumers take full calls of many query tiles, as without modifiers.
+  const bool triple =
+      head_dim == 64 && !banded(params.options) && !smaller_tiles_are_faster(shape, device);
+  if (has_key_mask(params)) {
+    return {triple ? Recipe::kKeyMaskTriple : Recipe::kKeyMask,
+            "all queries of a head share the mask"};
+  }
   if (head_dim <= 128) {
     const bool shared = sm90::MaskMatrices(shape, params.mask).shared(shape);
     if (!shared && sm90::mask_has_vectors(params, 8)) {
       return {Recipe::kMaskBytes, "few heads and batches share the mask"};
     }
   }
-  // Three consumers take long calls, as without modifiers.
-  if (head_dim == 64 && !banded(params.options) && !smaller_tiles_are_faster(shape, device) &&
-      shape.kv_len > 1024) {
+  if (triple && shape.kv_len > 1024) {
     return {Recipe::kMaskWordsTriple, "heads or batches share the mask, and the call is long"};
   }
   return {Recipe::kMaskWords, "heads or batches share the mask, or its rows are not aligned"};
@@ -453,6 +458,7 @@ Found choose_modified(const Forward& params, int32_t head_dim, const Device& dev
     return {has_key_mask_alone(params) ? Recipe::kShortKeyMask : Recipe::kShortEvery,
             "all keys of a head fit a block"};
   }
+  if (head_dim == 96 && has_key_mask_alone(params)) return choose_masked(params, head_dim, device);
   if (head_dim != 64 && head_dim != 128 && head_dim != 256) {
     return {Recipe::kEvery, "this head dim has no kernel for one modifier"};
   }
@@ -502,7 +508,7 @@ Found choose_modified(const Forward& params, int32_t head_dim, const Device& dev
 // Returns whether all queries that a block of keys meets share its part of the mask: those of all
 // query heads of a key/value head.
 bool key_block_has_one_mask(const Backward& params) {
-  return params.mask.row == 0 &&
+  return has_key_mask(params) &&
          (params.mask.head == 0 || params.shape.heads == params.shape.kv_heads);
 }
 

@@ -37,10 +37,13 @@ inline uint32_t modifiers_of(const Forward& params) {
   return modifiers;
 }
 
-// Returns whether the call's only modifier is a mask that all queries of a head share, such as that
+// Returns whether the call has a mask of keys: one that all queries of a head share, such as that
 // of a padded batch.
+inline bool has_key_mask(const Forward& params) { return params.mask && params.mask.row == 0; }
+
+// Returns whether a mask of keys is the call's only modifier.
 inline bool has_key_mask_alone(const Forward& params) {
-  return modifiers_of(params) == kMask && params.mask.row == 0;
+  return modifiers_of(params) == kMask && has_key_mask(params);
 }
 
 }  // namespace jax_flash

@@ -66,6 +66,8 @@ enum class Recipe : int32_t {
   kMaskBytes,
   kMaskWords,
   kMaskWordsTriple,  // the same with three consumers
+  kKeyMask,          // query tiles in one chain, with a mask that all queries of a head share
+  kKeyMaskTriple,    // the same with three consumers
   kMaskSoftCap,
   kMaskDropout,
   kSlopes,  // ALiBi slopes of a causal call
@@ -187,6 +189,12 @@ inline constexpr RecipeRow kRecipes[] = {
      mask_words_keys(64)},
     {Recipe::kMaskWords, "mask as words", 128, 128, kMask, 2, mask_words_keys(128)},
     {Recipe::kMaskWords, "mask as words", 256, 256, kMask, 2, mask_words_keys(256)},
+    {Recipe::kKeyMask, "chained, mask of keys", 64, 64, kMask, 2, mask_words_keys(64)},
+    {Recipe::kKeyMaskTriple, "chained, mask of keys, three consumers", 64, 64, kMask, 3,
+     mask_words_keys(64)},
+    {Recipe::kKeyMask, "chained, mask of keys", 96, 96, kMask, 2, mask_words_keys(96)},
+    {Recipe::kKeyMask, "chained, mask of keys", 128, 128, kMask, 2, mask_words_keys(128)},
+    {Recipe::kKeyMask, "chained, mask of keys", 256, 256, kMask, 2, mask_words_keys(256)},
     {Recipe::kSlopes, "ALiBi", 64, 64, kDistance, 2, 128, 1, ScoresAhead::kNo, BiasPlace::kNone, 0,
      true},
     {Recipe::kSlopes, "ALiBi", 128, 128, kDistance, 2, 128, 1, ScoresAhead::kNo, BiasPlace::kNone,

@@ -88,6 +88,7 @@ struct ForwardConfig {
   static constexpr int kPartialBytes = kKeyGroups > 1 ? 64 * kValueDim * 4 + kWarpgroup * 16 : 0;
   // True if the mask is read as words, not as bytes (plan/mask_words.h).
   static constexpr bool kMaskWords = kHasMaskWords;
+  static constexpr bool kKeyMask = false;  // see KeyMaskConfig
   static constexpr bool kBiasInScores = kBias == BiasPlace::kInScores;
   // True if a producer copies the bias for all of a consumer's warps together.
   static constexpr bool kBiasBoxes = kBias == BiasPlace::kBoxes || kBiasInScores;
@@ -120,6 +121,13 @@ struct ForwardConfig {
   static constexpr int kPartialOffset = kValueOffset + kValueStages * ValueTile::kBytes;
   static constexpr int kOwnOffset = kPartialOffset + kPartialBytes;
   static constexpr int kSmemBytes = kOwnOffset + kConsumers * 4 * kOwnBytes;
+};
+
+// Adds a mask that all queries of a head share to a kernel without modifiers
+// (sm90/forward/key_mask.cuh).
+template <typename Base>
+struct KeyMaskConfig : Base {
+  static constexpr bool kKeyMask = true;
 };
 
 }  // namespace jax_flash::sm90

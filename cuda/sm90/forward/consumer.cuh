@@ -18,6 +18,7 @@
 #include "ptx/warpgroup.cuh"
 #include "sm90/forward/config.cuh"
 #include "sm90/forward/exact_maximum.cuh"
+#include "sm90/forward/key_mask.cuh"
 #include "sm90/forward/modifier.cuh"
 #include "sm90/forward/order_window.cuh"
 #include "sm90/forward/parts.cuh"
@@ -123,7 +124,9 @@ struct ForwardConsumer {
   Range uncut;
   float shift[2];
   int unready;
-  uint32_t columns = 0;  // a bit per column of this thread, set if its warp attends to it
+  // A bit per column of this thread: with a mask of keys, set if the mask allows it; otherwise, set
+  // if the thread's warp attends to it.
+  uint32_t columns = 0;
   Modifier modifier;
   Range run;         // key tiles of one segment (SegmentNotes)
   KeyTileNote note;  // for the tile of the scores
@@ -356,6 +359,34 @@ struct ForwardConsumer {
     return !band.all_allowed(group_row0, valid_end, col0, col0 + Config::kBlockKv) ||
            valid_end > band.q_len;
   }
+  // Returns whether the band or a mask of keys cuts into a tile. If the mask has holes, also reads
+  // the bits of this thread's columns.
+  __device__ __forceinline__ bool is_cut(int32_t tile) {
+    if constexpr (Config::kKeyMask) {
+      if (work.modifiers.mask != KeyMask::kNoHoles) {
+        const int32_t keys = reordered_tile<Config, kModifiers>(tile, work.attended);
+        columns = key_bits(work.modifiers.mask + keys).words[threadIdx.x % 4];
+        return true;
+      }
+      if (tile * Config::kBlockKv < work.attended.first) return true;
+    }
+    return at_edge(tile);
+  }
+  // True if rows of V in holes of a mask of keys are zeroed in a redo only. NaN and infinities in
+  // them make the output NaN, and so lead to a redo (must_redo()).
+  static constexpr bool kChecksHoles =
+      Config::kKeyMask && kChecksLate<Config, kModifiers> && !kAlwaysExact;
+  // Zeroes these rows of a tile.
+  __device__ __forceinline__ void clear_holes(int32_t tile) const {
+    const int64_t first = work.modifiers.mask;
+    if (first != KeyMask::kNoHoles) {
+      zero_holes<Config>(smem.value(value_stage.stage), key_bits(first + tile));
+    }
+  }
+  // Returns the bits of a tile, counted from the first of all batches and heads.
+  __device__ __forceinline__ const KeyBits& key_bits(int64_t tile) const {
+    return static_cast<const KeyBits*>(params.mask.data)[tile];
+  }
   // Returns whether a tile's logits must be compared with the running maxima before its
   // exponentials.
   __device__ __forceinline__ bool is_careful(int32_t tile) const {
@@ -405,7 +436,13 @@ struct ForwardConsumer {
     if (edge) {
       const int32_t keys =
           reordered_tile<Config, kModifiers>(tile, work.attended) * Config::kBlockKv;
-      mask_edges(scores, band, warp_row0, keys);
+      if constexpr (Config::kKeyMask) {
+        const bool has_holes = work.modifiers.mask != KeyMask::kNoHoles;
+        const uint32_t allowed = has_holes ? columns : kAllBits<kN>;
+        forbid_keys<Config>(scores[0], allowed, band, work.attended.first, warp_row0, keys);
+      } else {
+        mask_edges(scores, band, warp_row0, keys);
+      }
       if (kMasks && work.row0 + group_row() + 64 > band.q_len) {
         mask_rows(scores, band.q_len - warp_row0);
       }

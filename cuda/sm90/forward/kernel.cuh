@@ -126,6 +126,7 @@ __device__ __forceinline__ void consume(const Forward& params, const ForwardPlan
   if constexpr (kApart) initialise<Config, Element, kModifiers>(maps, smem);
   ptx::setmaxnreg_inc<Config::kConsumerRegisters - kLeftRegisters<Config, Element, kModifiers>>();
   if constexpr (kApart) ptx::barrier_sync(kStarted, kStartThreads<Config, Element, kModifiers>);
+  if constexpr (Config::kKeyMask) ptx::griddepcontrol_wait();  // for the mask's bits
   if constexpr (kReadsHalfValues<Config, Element, kModifiers>) {
     if (half) return consume_all<Config, Element, kModifiers, __half>(params, plan, smem);
   }

@@ -18,6 +18,7 @@
 #include "sm90/forward/config.cuh"
 #include "sm90/forward/half_values.cuh"
 #include "sm90/forward/kernel.cuh"
+#include "sm90/forward/key_mask.cuh"
 #include "sm90/forward/mask.cuh"
 #include "sm90/forward/plan.cuh"
 #include "sm90/forward/schedule.cuh"
@@ -78,8 +79,14 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
   Forward adapted = params;
   adapted.options.scale /= plan.modifiers.query_factor;  // 1 if Q is not multiplied
   SkipsOf<Config> skips;
-  bool follows = spans.query != nullptr || Config::kMaskWords;  // true if other kernels precede it
-  if constexpr (Config::kMaskWords) {
+  // True if other kernels precede it.
+  bool follows = spans.query != nullptr || Config::kMaskWords || Config::kKeyMask;
+  if constexpr (Config::kKeyMask) {
+    static_assert(Config::kBlockKv == mask_words_keys(Config::kHeadDim));
+    status = launch_key_mask<Config::kBlockKv>(params, skips, stream);
+    if (!status.ok()) return status;
+    adapted.mask.data = const_cast<KeyBits*>(skips.bits);
+  } else if constexpr (Config::kMaskWords) {
     static_assert(Config::kBlockKv == mask_words_keys(Config::kHeadDim));
     status = launch_mask_words<Config::kBlockKv>(adapted, skips, stream);
     if (!status.ok()) return status;
@@ -128,6 +135,10 @@ Status launch_row(const Forward& params, const SegmentSpans& spans, cudaStream_t
                        kRecipes[kRow].recipe == Recipe::kShortKeyMask ||
                        kRecipes[kRow].recipe == Recipe::kShortEvery) {
     return launch_forward_short<Element, kRecipes[kRow].modifiers>(params, stream);
+  } else if constexpr (kRecipes[kRow].recipe == Recipe::kKeyMask ||
+                       kRecipes[kRow].recipe == Recipe::kKeyMaskTriple) {
+    return launch_forward_config<KeyMaskConfig<RowConfig<kRow>>, Element, kNoModifier>(
+        params, spans, stream);
   } else {
     return launch_forward_config<RowConfig<kRow>, Element, kRecipes[kRow].modifiers>(params, spans,
                                                                                      stream);

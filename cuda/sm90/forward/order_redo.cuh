@@ -35,14 +35,16 @@ __device__ __forceinline__ void redo_query_tile(Consumer& consumer) {
     if (index == consumer.work.tile) consumer.read_description();
     consumer.template await_scores<0>();
     consumer.release_key();
-    consumer.modify(consumer.scores, tile, consumer.at_edge(tile));
+    consumer.modify(consumer.scores, tile, consumer.is_cut(tile));
     const bool rises = raise_maxima<false, false>(consumer.softmax, consumer.scores,
                                                   consumer.to_log2, consumer.factor);
     consumer.exponentials();
     consumer.convert();
     consumer.wait_value();
     const Range attended = consumer.work.attended;
-    consumer.clear_values(reordered_tile<Config, kNoModifier>(tile, attended), attended);
+    const int32_t values = reordered_tile<Config, kNoModifier>(tile, attended);
+    if constexpr (Consumer::kChecksHoles) consumer.clear_holes(values);
+    consumer.clear_values(values, attended);
     if (rises && consumer.out_started) consumer.rescale();
     consumer.start_out();
     consumer.await_out();

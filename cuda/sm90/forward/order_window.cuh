@@ -1,4 +1,5 @@
-// Reorders the key tiles in the sm_90 forward kernel if a window's left edge cuts the first one.
+// Reorders the key tiles in the sm_90 forward kernel if a window's left edge, or the first key that
+// a mask of keys allows, cuts the first one.
 //
 // Some rows of the query tile then have few of the first tile's keys or none, and their running
 // maxima after it predict little or nothing: all tiles would be processed with running maxima that
@@ -20,11 +21,15 @@ namespace jax_flash::sm90 {
 template <typename Config, uint32_t kModifiers>
 inline constexpr bool kReorders = kChecksLate<Config, kModifiers> && !Config::kScoresAhead;
 
-// Returns whether the tiles of the query tile from row0 on are reordered. The first branch serves
-// calls without a window, since query tiles wait for this function.
+// Returns whether the tiles of the query tile from row0 on are reordered. `first_key`: the first
+// key that a mask of keys allows, or 0. The first branch serves calls without a window, since query
+// tiles wait for this function.
 template <typename Config>
 __device__ __forceinline__ bool reorders(const ForwardPlan& plan, const Range& range,
-                                         const Band& band, int32_t row0) {
+                                         const Band& band, int32_t row0, int32_t first_key) {
+  if (Config::kKeyMask && first_key > range.first * Config::kBlockKv) {
+    return range.end - range.first > 2;
+  }
   if (plan.band.options.window_left < 0) [[likely]]
     return false;
   const int32_t row_end = min(row0 + Config::kBlockQ, band.q_len);

@@ -99,7 +99,7 @@ template <bool kExact, bool kHalf, typename Consumer, typename Overlapped>
 __device__ __forceinline__ void next_plain_tile(Consumer& consumer, int32_t last, int32_t tile,
                                                 Overlapped overlapped) {
   auto& softmax = consumer.softmax;
-  const bool edge = consumer.at_edge(tile);  // computed before the wait
+  const bool edge = consumer.is_cut(tile);  // computed before the wait
   consumer.start_scores();
   overlapped();
   if constexpr (kExact) {

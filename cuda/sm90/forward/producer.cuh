@@ -12,6 +12,7 @@
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
 #include "sm90/forward/bias.cuh"
+#include "sm90/forward/key_mask.cuh"
 #include "sm90/forward/mask.cuh"
 #include "sm90/forward/order_ahead.cuh"
 #include "sm90/forward/order_window.cuh"
@@ -50,22 +51,36 @@ __device__ __forceinline__ QueryTileCursor query_tiles(const ForwardPlan& plan) 
   return {plan.schedule, is_matrix(kModifiers) ? plan.modifiers.batch_shift : 0};
 }
 
-// The data that determine skipped key tiles: a mask's words, or spans of segments, if there are
-// any.
+// The data that determine skipped key tiles: hulls of a mask of keys, a mask's words, or spans of
+// segments, if there are any.
 template <typename Config>
-using SkipsOf = std::conditional_t<Config::kMaskWords, MaskTiles, SegmentSpans>;
+using SkipsOf = std::conditional_t<Config::kKeyMask, KeyMask,
+                                   std::conditional_t<Config::kMaskWords, MaskTiles, SegmentSpans>>;
 
-// Returns the key tiles of a query tile, for producers that find them themselves.
+// Returns the key tiles of a query tile, for producers that find them themselves. A mask of keys
+// also restricts the band.
 template <typename Config>
-__device__ __forceinline__ Range key_tiles(const SkipsOf<Config>& skips, const Band& band,
+__device__ __forceinline__ Range key_tiles(const SkipsOf<Config>& skips, Band& band,
                                            const QueryTileIndex& q, int32_t row0) {
+  if constexpr (Config::kKeyMask) {
+    return skips.template restrict_to_hull<Config::kBlockQ, Config::kBlockKv>(band, q, row0);
+  }
   const Range range = kv_tiles<Config::kBlockKv>(band, row0, row0 + Config::kBlockQ);
   if constexpr (Config::kMaskWords) return skips.template narrow<Config::kBlockQ>(range, q, row0);
   return range;
 }
+// Returns the first key that a mask of keys allows, or 0.
+template <typename Config>
+__device__ __forceinline__ int32_t first_key(const SkipsOf<Config>& skips,
+                                             const QueryTileIndex& q) {
+  if constexpr (Config::kKeyMask) return skips.hulls[skips.index(q)].first;
+  return 0;
+}
 template <typename Config>
 __device__ __forceinline__ void wait_for_skips(const SkipsOf<Config>& skips) {
-  if constexpr (Config::kMaskWords) {
+  if constexpr (Config::kKeyMask) {
+    ptx::griddepcontrol_wait();
+  } else if constexpr (Config::kMaskWords) {
     if (skips.ranges != nullptr) ptx::griddepcontrol_wait();
   }
 }
@@ -104,11 +119,11 @@ __device__ __forceinline__ void produce_keys(const ForwardPlan& plan, const CUte
   const auto produce = [&](const QueryTileCursor& cursor) {
     const QueryTileIndex q = cursor.index();
     const int32_t row0 = q.tile * Config::kBlockQ;
-    const Band band = plan.band.of<kModifiers == kNoModifier>(q.batch_axes);
+    Band band = plan.band.of<kModifiers == kNoModifier>(q.batch_axes);
     Range range = key_tiles<Config>(skips, band, q, row0);
     int32_t end = INT32_MAX, tiles = 0;  // of the range before it is reordered
     if constexpr (kReorders<Config, kModifiers>) {
-      if (reorders<Config>(plan, range, band, row0)) {
+      if (reorders<Config>(plan, range, band, row0, first_key<Config>(skips, q))) {
         end = range.end;
         tiles = range.end - range.first;
         ++range.first;
@@ -188,11 +203,12 @@ __device__ __forceinline__ void announce_end(const ForwardSmem<Config>& smem, ui
 // Returns the key tiles of a query tile as producers count them (sm90/forward/order_window.cuh).
 template <typename Config, uint32_t kModifiers>
 __device__ __forceinline__ Range counted_key_tiles(const ForwardPlan& plan,
-                                                   const SkipsOf<Config>& skips, const Band& band,
+                                                   const SkipsOf<Config>& skips, Band& band,
                                                    const QueryTileIndex& q, int32_t row0) {
   Range range = key_tiles<Config>(skips, band, q, row0);
   if constexpr (kReorders<Config, kModifiers>) {
-    const int32_t more = reorders<Config>(plan, range, band, row0) ? 1 : 0;
+    const int32_t first = first_key<Config>(skips, q);
+    const int32_t more = reorders<Config>(plan, range, band, row0, first) ? 1 : 0;
     range.first += more;
     range.end += more;
   }
@@ -221,7 +237,7 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
   };
   const auto produce = [&](const QueryTileCursor& cursor) {  // as in produce_keys()
     const QueryTileIndex q = cursor.index();
-    const Band band = plan.band.of<kModifiers == kNoModifier>(q.batch_axes);
+    Band band = plan.band.of<kModifiers == kNoModifier>(q.batch_axes);
     const int32_t row0 = q.tile * Config::kBlockQ;
     const Range range = counted_key_tiles<Config, kModifiers>(plan, skips, band, q, row0);
     if (!started) {
@@ -251,6 +267,7 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
     const auto describe = [&](int group) {
       describe_query_tile<Config, Element, kModifiers>(params, plan, q, band, row0,
                                                        smem.work(group, works));
+      if constexpr (Config::kKeyMask) skips.describe(q, smem.work(group, works));
       ptx::mbarrier_arrive(smem.described(stage.stage, group));
       if constexpr (Config::kBiasBoxes) {
         load_bias<Config>(smem, maps, group, q, row0 + group * 64, range.first, range.end,
@@ -262,9 +279,8 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
         load(first_group);
         describe(first_group);
       } else {
-        // Two groups are unrolled: as loops, they make the consumers' code slower (TUNING.md).
-        // Short calls have loops, since they wait for code that is not in the instruction cache,
-        // and so have three groups, which would spill if unrolled.
+        // Two groups are unrolled: a loop makes the consumers' code slower (TUNING.md). Short
+        // calls, which wait for code, have one, and so have three groups, which would spill.
         constexpr int kUnroll = kGroups == 2 && !Config::kMarksLast ? 2 : 1;
 #pragma unroll kUnroll
         for (int group = 0; group < kGroups; ++group) load(group);

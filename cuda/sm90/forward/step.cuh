@@ -63,6 +63,10 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
       return [all, this](int32_t row, int32_t col) { return all.allows(work.band, row, col); };
     });
   }
+  if constexpr (Config::kKeyMask && !kChecksHoles) {
+    const int64_t first = of.modifiers.mask;
+    if (first != KeyMask::kNoHoles) zero_holes<Config>(value_smem, key_bits(first + tile));
+  }
   zero_unattended<Config>(value_smem, tile, attended, plan.kv_len);
 }
 
@@ -73,7 +77,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   if constexpr (Modifier::kInScores) {
     uncut = uncut_tiles<Config::kBlockKv>(work.band, work.row0 + group_row());
   }
-  const bool edge = at_edge(tile);
+  const bool edge = is_cut(tile);
   if constexpr (kKind == TileKind::kInRun) {
     note = key_note(tile);
     one_segment = true;
@@ -219,7 +223,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
   constexpr bool kInScores = Modifier::kInScores;
   bool inner = kInner;  // true if no edge cuts the tiles
   if constexpr (kInScores) inner = last >= uncut.first && tile < uncut.end;
-  const bool edge = !inner && (kInScores || at_edge(tile));  // computed before the wait
+  const bool edge = !inner && (kInScores || is_cut(tile));  // computed before the wait
   start_next_scores<kKind>(tile);
   start_last_out<kKind>(last, tile, inner, of_one_segment, next_note);
   prepare<kKind>(tile, edge);
