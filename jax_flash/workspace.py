@@ -111,7 +111,7 @@ def _cuda_forward(
     # cuda/plan/decode_sm80.h: what 2,048 blocks leave behind, of at most 16 rows each
     size = 2048 * 16 * (value_dim + 5) * 4 if max(head_dim, value_dim) <= 256 else 0
     if dtype == FLOAT8_NAME:  # or cuda/plan/float8.h: transposed values, and factors
-        spans = _segment_spans(batch, q_len, kv_len) + 256 if segments else 0
+        spans = _segment_spans(batch, q_len, kv_len) + 256 if segments or mask_matrices != 0 else 0
         return size + spans + batch * kv_heads * (kv_len // 128 + 1) * (128 * value_dim + 16) + 4
     del kv_heads
     if segments:
@@ -123,6 +123,7 @@ def _cuda_forward(
     if masked:
         tiles = kv_len // (128 if widest <= 128 else 80) + 1
         size += mask_matrices * (mask_rows // 64 + 1) * (1024 * tiles + 16)
+        size += _segment_spans(batch, q_len, kv_len)  # or, if queries share the mask, its spans
     else:
         size = max(size, _decode(widest))
     if dtype == "bfloat16" and (bias or masked):  # values in float16
@@ -145,7 +146,7 @@ def _cuda_backward(
     heads, kv_heads = batch * heads, batch * kv_heads
     widest = -(-max(head_dim, value_dim) // 64) * 64
     size = 10 * 256
-    if segments:
+    if segments or mask_matrices != 0:  # a mask that queries share may be read as segments
         size += _segment_spans(batch, q_len, kv_len)
     size += 2 * 4 * (heads * (q_len + 127) + 128)  # lse and delta
     is_float32 = dtype == "float32"  # dquery itself holds its sums

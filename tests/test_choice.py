@@ -160,6 +160,8 @@ FLOAT8_NAMED = [
     ("FP8", 192, {"head_dim": 192, "value_dim": 128}),
     *((MODIFIED, d, {"head_dim": d, "segments": True}) for d in (64, 96, 128, 192, 256)),
     (MODIFIED, 128, {"head_dim": 128, "logits_soft_cap": 30.0}),
+    (MODIFIED, 128, {"head_dim": 128, "logits_soft_cap": 30.0, "mask": KEY_MASK}),
+    (MODIFIED, 192, {"head_dim": 192, "value_dim": 128, "mask": KEY_MASK, "is_causal": True}),
     (MODIFIED, 64, {"head_dim": 64, "scale": -1.0}),
 ]
 
@@ -197,6 +199,8 @@ def test_float8_kernel(name, head_dim, call):
     [
         {"bias": ((1, 16, 1, 4096), jnp.float32)},
         {"mask": MASK},
+        {"mask": (4, 16, 1, 4096)},
+        {"mask": KEY_MASK, "segments": True},
         {"slopes": True},
         {"value_dim": 64},
         {"head_dim": 112},
@@ -663,6 +667,35 @@ def test_kernels_of_the_sm_80_family(gpu, reason):
 def test_backward_kernel_for_short_sequences(name, call):
     found = kernels(**{"batch": 32, "heads": 8, "head_dim": 64} | call)["backward"]
     assert (found.family, found.name) == (90, name)
+
+
+@pytest.mark.skipif(not {64, 128, 256} <= DIMS, reason="a build without these head dims")
+@pytest.mark.parametrize(
+    ("forward", "backward", "call"),
+    [
+        ("segments and bias", "segments and bias", {"bias": (BIAS, jnp.bfloat16)}),
+        ("segments and bias", "segments and float32 bias", {"bias": (BIAS, jnp.float32)}),
+        ("segments and ALiBi", "segments and ALiBi", {"slopes": True, "is_causal": True}),
+        # Where there is a kernel for masks, it is as fast.
+        ("mask and soft cap", "mask and soft cap", {"logits_soft_cap": 9.0}),
+        ("mask and dropout", "mask and dropout", {"dropout_rate": 0.1}),
+        ("chained, mask of keys", "mask of keys", {"is_causal": True}),
+        # Heads may have different segments in no kernel.
+        ("every modifier", "", {"bias": (BIAS, jnp.bfloat16), "mask": (4, 16, 1, 4096)}),
+        ("every modifier", "", {"bias": (BIAS, jnp.bfloat16), "segments": True}),
+        ("every modifier", "", {"bias": (BIAS, jnp.float16), "dtype": jnp.float16}),
+        ("every modifier", "", {"distances": 33}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_masks_of_keys_are_read_as_segments(forward, backward, call, head_dim):
+    found = kernels(**{"mask": KEY_MASK, "head_dim": head_dim} | call)
+    assert found["forward"].name == forward
+    assert found["backward"].name == "one kernel" + (f", {backward}" if backward else "")
+    for name, kernel in found.items():
+        as_segments = kernel.name.removeprefix("one kernel, ").startswith("segments")
+        assert ("as segments" in kernel.reason) == as_segments, name
 
 
 BACKWARD = {128: "one kernel", 256: "two kernels", 512: "three kernels"}  # up to head dims

@@ -168,6 +168,47 @@ def test_masks_of_keys(
     check(run(inputs, family), inputs)
 
 
+# Beside some modifiers, a mask that all queries and heads share is read as segments.
+@each_family
+@pytest.mark.parametrize(
+    "features",
+    [
+        (("pattern", ("left", "B")), ("bias", ("NTS", "bfloat16")), ("causal", True)),
+        (("pattern", ("tiles", "B")), ("bias", ("NTS", "float32")), ("dlse", True)),
+        (("mask", "BS"), ("bias", ("BNTS", "bfloat16")), ("sinks", True)),
+        (("pattern", ("right", "B")), ("alibi", "N"), ("causal", True)),
+        (("pattern", ("middle", "B")), ("alibi", "BN"), ("lengths", "qk")),
+        (("pattern", ("left", "")), ("alibi", "N"), ("window", (90, 30))),
+        (("pattern", ("none", "B")), ("soft_cap", 5.0)),
+        (("pattern", ("left", "B")), ("soft_cap", 5.0), ("bias", ("TS", "bfloat16"))),
+        (("pattern", ("left", "BN")), ("bias", ("NTS", "bfloat16"))),
+        (("pattern", ("left", "B")), ("relative", ("N", 33))),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize(
+    ("head_dim", "heads", "kv_heads", "q_len", "kv_len", "dtype"),
+    [
+        (64, 4, 4, 300, 461, "bfloat16"),
+        (128, 4, 2, 190, 400, "bfloat16"),
+        (128, 4, 4, 190, 400, "float16"),
+        (256, 4, 2, 150, 300, "bfloat16"),
+    ],
+)
+def test_masks_of_keys_beside_other_modifiers(
+    head_dim, heads, kv_heads, q_len, kv_len, dtype, features, family
+):  # fmt: skip
+    case = Case(
+        "keys", batch=3, heads=heads, kv_heads=kv_heads, q_len=q_len, kv_len=kv_len,
+        head_dim=head_dim, value_dim=head_dim, dtype=dtype, features=features,
+    )  # fmt: skip
+    inputs = make_inputs(case)
+    unattended = ~inputs.options["mask"].any(axis=(1, 2))[..., None, None]
+    inputs.key = np.where(unattended, np.nan, inputs.key).astype(inputs.key.dtype)
+    inputs.value = np.where(unattended, np.inf, inputs.value).astype(inputs.key.dtype)
+    check(run(inputs, family), inputs)
+
+
 @pytest.mark.parametrize("axes", ["", "B", "BN"])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 def test_greatest_logits_far_from_the_first_allowed_keys(head_dim, axes):

@@ -11,7 +11,7 @@
 
 namespace jax_flash {
 
-// Computes the spans of both kinds of segment ids.
+// Computes the spans of both kinds of segment ids, or of those that a mask of keys becomes.
 Status launch_segment_spans(const Forward& params, const SegmentSpans& spans, cudaStream_t stream);
 
 // Computes the gradients of a bias, ALiBi slopes and a relative bias, if the call has them as

@@ -72,7 +72,8 @@ __device__ __forceinline__ int32_t next_tile(const SegmentSpan* spans, int32_t b
 // the next kernel, which takes all of their registers, begins meanwhile.
 inline constexpr int kSegmentSpansThreads = 1024;
 
-// Computes the spans, and copies the ids. The grid has one warp per span of query or key ids.
+// Computes the spans, and copies the ids. The grid has one warp per span of query or key ids. A
+// call without segments has ids by its mask of keys.
 template <int kThreads>
 __global__ void __launch_bounds__(kThreads)
     segment_spans_kernel(const __grid_constant__ Forward params, SegmentSpans spans) {
@@ -87,11 +88,17 @@ __global__ void __launch_bounds__(kThreads)
   const int32_t blocks = is_query ? spans.query_blocks : spans.key_blocks;
   if (blocks == 0 || index >= params.shape.batch * blocks) return;
   const int32_t length = is_query ? params.shape.q_len : params.shape.kv_len;
-  const Operand& ids = is_query ? params.query_segment_ids : params.key_value_segment_ids;
   const int64_t row = index % blocks * kSegmentBlock + threadIdx.x % 32;
-  const int32_t* ids_gmem = BatchIndex(params.shape, index / blocks).pointer<const int32_t>(ids);
+  const BatchIndex batch(params.shape, index / blocks);
   const bool valid = row < length;
-  const int32_t id = valid ? ids_gmem[row * ids.row] : 0;
+  int32_t id = 0;
+  if (params.query_segment_ids) {
+    const Operand& ids = is_query ? params.query_segment_ids : params.key_value_segment_ids;
+    if (valid) id = batch.pointer<const int32_t>(ids)[row * ids.row];
+  } else {
+    const Operand& mask = params.mask;
+    id = is_query || (valid && batch.pointer<const uint8_t>(mask)[row * mask.col] != 0) ? 1 : 0;
+  }
   const SegmentSpan span = {__reduce_min_sync(0xffffffff, valid ? id : INT32_MAX),
                             __reduce_max_sync(0xffffffff, valid ? id : INT32_MIN)};
   if (threadIdx.x % 32 == 0) (is_query ? spans.query : spans.key)[index] = span;

@@ -219,6 +219,8 @@ struct BackwardWorkspace {
     workspace.spans = {};
     if (features.segments) {
       workspace.spans = SegmentSpans::at(shape, take(SegmentSpans::bytes(shape)));
+    } else if (features.mask_matrices > 0 && features.mask_rows == 1) {
+      take(SegmentSpans::bytes(shape));  // if the mask becomes segments: launch_backward()
     }
     workspace.padding = heads * workspace.rows;
     workspace.lse_log2 = reinterpret_cast<float*>(take((workspace.padding + kMaxBlockQ) * 4));

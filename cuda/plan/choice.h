@@ -16,15 +16,16 @@ namespace jax_flash {
 enum class SmemClass : int32_t { kSmall = 99, kMedium = 163, kNarrow = 164, kLarge = 227 };
 
 struct Choice {
-  int32_t family = 0;       // 80 or 90: the family of the kernel
-  int32_t head_dim = 0;     // the largest head dim that the instance takes
-  bool general = false;     // true if the instance supports modifiers
-  int32_t row = -1;         // index in sm90::kRecipes; sm_90, forward
-  int32_t narrow = -1;      // index in sm90::kNarrowBackward, if it is one of them
-  bool one_kernel = false;  // sm_90, head dims above 128: one kernel computes all gradients
-  bool in_a_block = false;  // sm_90, backward: the kernel whose blocks keep all of a head
-  bool decodes = false;     // a kernel of sm80/decode, for few query rows
-  bool exact = false;       // products of float32 operands are as exact as those of float32
+  int32_t family = 0;             // 80 or 90: the family of the kernel
+  int32_t head_dim = 0;           // the largest head dim that the instance takes
+  bool general = false;           // true if the instance supports modifiers
+  int32_t row = -1;               // index in sm90::kRecipes; sm_90, forward
+  int32_t narrow = -1;            // index in sm90::kNarrowBackward, if it is one of them
+  bool one_kernel = false;        // sm_90, head dims above 128: one kernel computes all gradients
+  bool in_a_block = false;        // sm_90, backward: the kernel whose blocks keep all of a head
+  bool decodes = false;           // a kernel of sm80/decode, for few query rows
+  bool mask_as_segments = false;  // sm_90: the kernel reads a mask of keys as segments
+  bool exact = false;             // products of float32 operands are as exact as those of float32
   SmemClass smem_class = SmemClass::kSmall;  // sm_80 only
   const char* name = "";                     // the kernel's name, for explain()
   const char* reason = "";                   // one clause: why this kernel was chosen

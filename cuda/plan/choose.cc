@@ -444,14 +444,18 @@ Found choose_masked(const Forward& params, int32_t head_dim, const Device& devic
 }
 
 // Returns the kernel for two modifiers, or null.
-const sm90::RecipeRow* find_pair(uint32_t modifiers, int32_t head_dim) {
+const sm90::RecipeRow* find_pair(const Forward& params, uint32_t modifiers, int32_t head_dim) {
+  if (params.query.dtype != DType::kBFloat16 || params.relative_bias) return nullptr;
   for (const sm90::RecipeRow& row : sm90::kRecipes) {
     if (row.modifiers == modifiers && row.head_dim == head_dim && row.is_pair()) return &row;
   }
   return nullptr;
 }
 
-Found choose_modified(const Forward& params, int32_t head_dim, const Device& device) {
+constexpr char kMaskAsSegments[] = "the mask of keys is read as segments";
+
+Found choose_modified(const Forward& params, int32_t head_dim, const Device& device,
+                      bool& mask_as_segments) {
   const Options& options = params.options;
   const bool is_bfloat16 = params.query.dtype == DType::kBFloat16;
   if (head_dim == 64 && keys_fit_a_block(params, device)) {
@@ -463,9 +467,13 @@ Found choose_modified(const Forward& params, int32_t head_dim, const Device& dev
     return {Recipe::kEvery, "this head dim has no kernel for one modifier"};
   }
   const uint32_t modifiers = modifiers_of(params);
-  if (const sm90::RecipeRow* const pair = find_pair(modifiers, head_dim);
-      pair && is_bfloat16 && !params.relative_bias) {
+  if (const sm90::RecipeRow* const pair = find_pair(params, modifiers, head_dim)) {
     return {pair->recipe, "the call has these two modifiers"};
+  }
+  const uint32_t with_segments = modifiers_with_segments(params);
+  if (const sm90::RecipeRow* const pair = find_pair(params, with_segments, head_dim)) {
+    mask_as_segments = true;
+    return {pair->recipe, kMaskAsSegments};
   }
   switch (modifiers) {
     case kBias:
@@ -512,12 +520,12 @@ bool key_block_has_one_mask(const Backward& params) {
          (params.mask.head == 0 || params.shape.heads == params.shape.kv_heads);
 }
 
-// Returns the index of the backward kernel that is compiled for the call's modifiers, or -1.
-int32_t narrow_backward(const Backward& params, int32_t head_dim) {
+// Returns the index of the backward kernel that is compiled for these modifiers, or -1.
+int32_t narrow_backward(const Backward& params, uint32_t modifiers, int32_t head_dim) {
   if (params.options.deterministic || params.relative_bias) return -1;
   for (int32_t row = 0; row < sm90::kNarrowBackwardCount; ++row) {
     const sm90::NarrowBackward& kernel = sm90::kNarrowBackward[row];
-    if (kernel.modifiers == modifiers_of(params) &&
+    if (kernel.modifiers == modifiers &&
         (kernel.bias_bytes == 0 || bias_in_boxes(params, kernel.bias_bytes)) &&
         (!kernel.key_mask || key_block_has_one_mask(params)) &&
         kernel.exists(head_dim, params.query.dtype == DType::kBFloat16)) {
@@ -531,12 +539,16 @@ int32_t narrow_backward(const Backward& params, int32_t head_dim) {
 bool fits_float8(const Forward& params, int32_t head_dim) {
   const Shape& shape = params.shape;
   const bool narrow = head_dim == 192 && shape.value_dim == 128;
+  const uint32_t with_segments = modifiers_with_segments(params);
+  const uint32_t modifiers = with_segments ? with_segments : modifiers_of(params);
   return shape.head_dim == head_dim && (shape.value_dim == head_dim || narrow) &&
-         (modifiers_of(params) & ~uint32_t{kSegments | kSoftCap | kAnyScale}) == 0;
+         (modifiers & ~uint32_t{kSegments | kSoftCap | kAnyScale}) == 0;
 }
 
-Found choose_float8(const Forward& params) {
+Found choose_float8(const Forward& params, bool& mask_as_segments) {
   const uint32_t modifiers = modifiers_of(params);
+  mask_as_segments = modifiers_with_segments(params) != kNoModifier;
+  if (mask_as_segments) return {Recipe::kFloat8Modified, kMaskAsSegments};
   if (modifiers == kNoModifier) return {Recipe::kFloat8, "the operands are float8"};
   if (modifiers == kAnyScale) {
     return {Recipe::kFloat8Modified, "the operands are float8, and the scale is not positive"};
@@ -562,9 +574,12 @@ Status choose_forward(const Forward& params, int32_t family, const Device& devic
   if (choice.family == 80) {
     return choose_smem_class(params, device, false, choice);
   }
-  const auto [recipe, reason] = float8           ? choose_float8(params)
-                                : choice.general ? choose_modified(params, choice.head_dim, device)
-                                                 : choose_plain(params, choice.head_dim, device);
+  const int32_t head_dim = choice.head_dim;
+  bool& as_segments = choice.mask_as_segments;
+  const auto [recipe, reason] = float8 ? choose_float8(params, as_segments)
+                                : choice.general
+                                    ? choose_modified(params, head_dim, device, as_segments)
+                                    : choose_plain(params, head_dim, device);
   choice.row = sm90::recipe_row(recipe, choice.head_dim);
   if (choice.row < 0) return Status::internal("jax_flash: a kernel was chosen that does not exist");
   const sm90::RecipeRow& row = sm90::kRecipes[choice.row];
@@ -594,6 +609,7 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
   if (choice.family == 80) {
     return choose_smem_class(params, device, true, choice);
   }
+  const uint32_t with_segments = modifiers_with_segments(params);
   choice.one_kernel = fits_one_kernel(params.shape, choice.head_dim) && !choice.general &&
                       !params.options.deterministic;
   choice.in_a_block = choice.head_dim == 64 && head_fits_a_block(params, device);
@@ -609,9 +625,14 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
     choice.queries = 64;
     choice.keys = 128;
   } else if (choice.head_dim <= 128) {
-    choice.narrow = narrow_backward(params, choice.head_dim);
-    choice.name = choice.narrow < 0 ? "one kernel" : sm90::kNarrowBackward[choice.narrow].name;
     choice.reason = "dK and dV of 128 keys fit the registers of a block";
+    choice.narrow = narrow_backward(params, modifiers_of(params), choice.head_dim);
+    if (choice.narrow < 0 && with_segments) {
+      choice.narrow = narrow_backward(params, with_segments, choice.head_dim);
+      choice.mask_as_segments = choice.narrow >= 0;
+      if (choice.mask_as_segments) choice.reason = kMaskAsSegments;
+    }
+    choice.name = choice.narrow < 0 ? "one kernel" : sm90::kNarrowBackward[choice.narrow].name;
     choice.queries = choice.head_dim <= 64 ? 128 : 64;
     choice.keys = 128;
   } else if (choice.head_dim > kMaxUndividedHeadDim) {
@@ -621,6 +642,7 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
   } else {
     choice.name = "two kernels";
     choice.reason = "above head dim 128 dK, dV and dQ do not fit the registers of a block";
+    choice.mask_as_segments = with_segments != kNoModifier;  // segments are skipped, masks are not
     choice.queries = choice.keys = 64;
   }
   return {};
@@ -629,20 +651,22 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
 int64_t forward_workspace_bytes(const Shape& shape, DType dtype, const ForwardFeatures& features) {
   // A call that decodes has neither spans nor words of a mask, so these can have the same place.
   const int64_t decode_bytes = sm80::DecodeParts::bytes(shape, dtype);
+  const bool masked = features.mask_matrices > 0, mask_of_keys = masked && features.mask_rows == 1;
   if (dtype == DType::kFloat8) {
     return sm80::takes_decode(shape, dtype)
                ? decode_bytes
-               : sm90::Float8Workspace::bytes(shape, features.segments);
+               : sm90::Float8Workspace::bytes(shape, features.segments || mask_of_keys);
   }
-  if (features.segments) return std::max(SegmentSpans::bytes(shape), decode_bytes);
+  const int64_t span_bytes =
+      features.segments || mask_of_keys ? SegmentSpans::bytes(shape) : int64_t{0};
+  if (features.segments) return std::max(span_bytes, decode_bytes);
   if (dtype == DType::kFloat32) return decode_bytes;  // the rest is for 16 bits
-  const bool masked = features.mask_matrices > 0;
   int64_t bytes = masked ? sm90::MaskWords::bytes(shape, features.mask_matrices, features.mask_rows)
                          : sm90::DecodeWorkspace::bytes(shape);
   if (sm90::HalfValues::takes(shape, dtype, features.bias != masked && !features.others)) {
     bytes = align_part(bytes) + sm90::HalfValues::bytes(shape, features.value_matrices);
   }
-  return std::max(bytes, decode_bytes);
+  return std::max({bytes, span_bytes, decode_bytes});
 }
 
 int64_t forward_workspace_bytes(const Forward& params) {

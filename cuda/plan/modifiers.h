@@ -46,4 +46,12 @@ inline bool has_key_mask_alone(const Forward& params) {
   return modifiers_of(params) == kMask && has_key_mask(params);
 }
 
+// Returns the modifiers of a call after its mask has become segments (plan/segment_spans.h), or
+// kNoModifier if it cannot: all heads must share it, and there must be no segments.
+inline uint32_t modifiers_with_segments(const Forward& params) {
+  const uint32_t modifiers = modifiers_of(params);
+  if (!has_key_mask(params) || params.mask.head != 0 || (modifiers & kSegments)) return kNoModifier;
+  return (modifiers & ~uint32_t{kMask}) | kSegments;
+}
+
 }  // namespace jax_flash

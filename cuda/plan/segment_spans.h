@@ -3,6 +3,10 @@
 // then skips pairs of tiles whose spans do not overlap. In packed sequences, whose ids do not
 // decrease, no other pairs of tiles could be skipped. In others, a pair without a common id may
 // still be computed.
+//
+// A mask that all queries and heads share, such as that of a padded batch, is read as segments by
+// kernels that take segments but no masks: all queries and the allowed keys are of segment 1, and
+// the other keys of segment 0. The copies of the ids then are the ids (SegmentSpans::of_mask()).
 #pragma once
 
 #include <cstdint>
@@ -57,6 +61,26 @@ struct SegmentSpans {
     spans.query_ids = spans.counter + 2 * kCounters;
     spans.key_ids = spans.query_ids + shape.batch * spans.query_blocks * kSegmentBlock;
     return spans;
+  }
+
+  // Replaces the mask of a call by the segments that these spans are computed of.
+  template <typename Params>
+  Params of_mask(Params params) const {
+    const Shape& shape = params.shape;
+    const auto ids = [&](int32_t* data, int32_t blocks) {
+      Operand operand;
+      operand.data = data;
+      operand.row = 1;
+      int64_t stride = int64_t{blocks} * kSegmentBlock;
+      for (int axis = shape.num_batch_dims; axis-- > 0; stride *= shape.batch_dims[axis]) {
+        operand.batch[axis] = stride;
+      }
+      return operand;
+    };
+    params.query_segment_ids = ids(query_ids, query_blocks);
+    params.key_value_segment_ids = ids(key_ids, key_blocks);
+    params.mask = {};
+    return params;
   }
 };
 

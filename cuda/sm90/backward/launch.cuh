@@ -239,16 +239,20 @@ Status launch_in_a_block(const Backward& params, cudaStream_t stream) {
 
 // kHeadDim bounds head_dim and value_dim.
 template <typename Element, int kHeadDim, bool kGeneral>
-Status launch_backward(const Backward& params, const Choice& choice, cudaStream_t stream) {
+Status launch_backward(const Backward& call, const Choice& choice, cudaStream_t stream) {
   if constexpr (kHeadDim == 64) {
-    if (choice.in_a_block) return launch_in_a_block<Element, kGeneral>(params, stream);
+    if (choice.in_a_block) return launch_in_a_block<Element, kGeneral>(call, stream);
   }
   BackwardWorkspace workspace;
-  BackwardWorkspace::plan(params.shape, (kHeadDim + 63) / 64 * 64, BackwardFeatures::of(params),
-                          params.workspace, workspace);
+  BackwardWorkspace::plan(call.shape, (kHeadDim + 63) / 64 * 64, BackwardFeatures::of(call),
+                          call.workspace, workspace);
+  if (choice.mask_as_segments) workspace.spans = SegmentSpans::at(call.shape, call.workspace);
   Status status;
-  if (params.query_segment_ids) status = launch_segment_spans(params, workspace.spans, stream);
+  if (choice.mask_as_segments || call.query_segment_ids) {
+    status = launch_segment_spans(call, workspace.spans, stream);
+  }
   if (!status.ok()) return status;
+  const Backward params = choice.mask_as_segments ? workspace.spans.of_mask(call) : call;
   if constexpr (kGeneral && kHeadDim <= 128) {
     if (choice.narrow >= 0) {
       return launch_narrow<Element, kHeadDim>(params, choice.narrow, workspace, stream);

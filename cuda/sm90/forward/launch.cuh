@@ -147,13 +147,15 @@ Status launch_row(const Forward& params, const SegmentSpans& spans, cudaStream_t
 
 // kHeadDim bounds head_dim and value_dim.
 template <typename Element, int kHeadDim, bool kGeneral>
-Status launch_forward(const Forward& params, const Choice& choice, cudaStream_t stream) {
+Status launch_forward(const Forward& call, const Choice& choice, cudaStream_t stream) {
+  Forward params = call;
   SegmentSpans spans;
   const bool looks_at_spans = kRecipes[choice.row].recipe != Recipe::kShortEvery;
-  if (looks_at_spans && params.query_segment_ids) {
+  if (choice.mask_as_segments || (looks_at_spans && params.query_segment_ids)) {
     spans = SegmentSpans::at(params.shape, params.workspace);
     const Status status = launch_segment_spans(params, spans, stream);
     if (!status.ok()) return status;
+    if (choice.mask_as_segments) params = spans.of_mask(params);
   }
   Status status = Status::internal("jax_flash: a kernel was chosen that this instance lacks");
   const auto launch = [&](auto row) {

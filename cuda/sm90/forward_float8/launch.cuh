@@ -21,17 +21,20 @@
 namespace jax_flash::sm90 {
 
 template <typename Config>
-Status launch_float8_config(const Forward& params, const Scales& scales, cudaStream_t stream) {
+Status launch_float8_config(const Forward& call, const Scales& scales, bool mask_as_segments,
+                            cudaStream_t stream) {
+  Forward params = call;
   const Shape& shape = params.shape;
   const int64_t q_tiles = ceil_div(shape.q_len, Config::kBlockQ);
   const int64_t tiles = q_tiles * shape.heads * shape.batch;
   if (tiles == 0) return {};
-  const bool has_segments = bool{params.query_segment_ids};
+  const bool has_segments = mask_as_segments || params.query_segment_ids;
   SegmentSpans spans;
   Status status;
   if (has_segments) {
     spans = SegmentSpans::at(shape, params.workspace);
     status = launch_segment_spans(params, spans, stream);
+    if (mask_as_segments) params = spans.of_mask(params);
   }
   const auto workspace = Float8Workspace::at(shape, has_segments, params.workspace);
   if (status.ok()) {
@@ -77,10 +80,12 @@ Status launch_forward_float8(const Forward& params, const Scales& scales, const 
   }
   if constexpr (kHeadDim == 192) {
     if (params.shape.value_dim == 128) {
-      return launch_float8_config<Float8Config<192, 128, kGeneral>>(params, scales, stream);
+      return launch_float8_config<Float8Config<192, 128, kGeneral>>(
+          params, scales, choice.mask_as_segments, stream);
     }
   }
-  return launch_float8_config<Float8Config<kHeadDim, kHeadDim, kGeneral>>(params, scales, stream);
+  return launch_float8_config<Float8Config<kHeadDim, kHeadDim, kGeneral>>(
+      params, scales, choice.mask_as_segments, stream);
 }
 
 }  // namespace jax_flash::sm90
