@@ -56,7 +56,7 @@ struct Float32ForwardSizes {
   static constexpr bool kHalf = kHeadDim <= 128 && (kSplit || kFewRows);
   static constexpr int kBlockQ = kHalf ? 64 : kHeadDim <= 128 || kSmemKb > 99 ? 128 : 64;
   static constexpr int kBlockKv = kHeadDim <= 64 ? 64 : kHeadDim <= 128 || kSmemKb > 163 ? 32 : 16;
-  static constexpr int kWarps = kHalf || kHeadDim <= (kGeneral ? 64 : 128) || kSmemKb <= 99 ? 4 : 8;
+  static constexpr int kWarps = kHalf || kHeadDim <= 128 || kSmemKb <= 99 ? 4 : 8;
   static constexpr int kStages = kHeadDim <= 64 ? 2 : 1;
   static constexpr int kMinBlocks = kWarps == 8 ? 1 : kHalf && kHeadDim == 128 && !kGeneral ? 3 : 2;
 };
