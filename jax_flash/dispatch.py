@@ -119,6 +119,7 @@ class _Problem:
       queries, keys: how many each head has.
       grouped: whether query heads share key heads.
       bias_columns: to how many columns the bias is copied for the CUDA kernels; 0 if it is not.
+      masks_keys: whether all queries and heads share its mask, as that of a padded batch.
     """
 
     dtype: str
@@ -131,6 +132,7 @@ class _Problem:
     keys: Size = 0
     grouped: bool = False
     bias_columns: int = 0
+    masks_keys: bool = False
 
     @property
     def widest(self) -> int:
@@ -158,6 +160,7 @@ class _Problem:
             value.shape[-3],
             query.shape[-2] != operands["key"].shape[-2],
             _bias_columns(operands),
+            "mask" in operands and operands["mask"].shape[-3:-1] == (1, 1),
         )
 
 
@@ -281,9 +284,15 @@ def _unsupported_with_float8(one_pass: Pass, problem: _Problem) -> str | None:
     """Says why CUDA kernels of float8 operands do not take a call that other kernels may take."""
     if one_pass.is_backward:
         return "no kernel computes gradients of float8 operands"
+    # They read a mask of keys as segments.
+    masks_keys = problem.masks_keys and "query_segment_ids" not in problem.operands
     for name in problem.operands:
-        if not OPERANDS[name].float8:
-            return f"the FP8 kernels do not take {public_name(name)}"
+        if not (OPERANDS[name].float8 or (name == "mask" and masks_keys)):
+            return f"the FP8 kernels do not take {public_name(name)}" + (
+                ", except one that all queries and heads share, without segments"
+                if name == "mask"
+                else ""
+            )
     spec = one_pass.spec
     if spec.logits_soft_cap is not None and spec.logits_soft_cap > _GREATEST_CAP_OF_FLOAT8:
         return f"the FP8 kernels take soft caps up to {_GREATEST_CAP_OF_FLOAT8}"

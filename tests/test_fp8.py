@@ -808,7 +808,13 @@ def chosen(q_len=512, heads=4, dim=128, value_dim=None, option=None, **options):
     ("options", "reason"),
     [
         ({"bias": np.zeros((512, 512), np.float32)}, "the FP8 kernels do not take bias"),
-        ({"mask": np.ones((512, 512), bool)}, "the FP8 kernels do not take mask"),
+        ({"mask": np.ones((512, 512), bool)}, "the FP8 kernels do not take mask, except one"),
+        ({"mask": np.ones((2, 4, 1, 512), bool)}, "the FP8 kernels do not take mask, except one"),
+        (
+            {"mask": np.ones(512, bool), **{f"{x}_segment_ids": np.ones((2, 512), int)
+                                            for x in ("query", "key_value")}},
+            "that all queries and heads share, without segments",
+        ),
         ({"alibi_slopes": np.ones(4, np.float32)}, "the FP8 kernels do not take alibi_slopes"),
         (
             {"dropout_rate": 0.1, "dropout_seed": np.zeros(2, np.uint32)},
@@ -836,6 +842,8 @@ def test_what_has_no_kernel(kernels, options, reason):
         (Fp8(256), 4, {"logits_soft_cap": 3.0, "sinks": np.ones(4, np.float32)}),
         (Fp8("head"), 1, {"query_seq_lengths": np.ones(2, int), "query_offset": np.ones(2, int)}),
         (Fp8("tensor", 1), 1, {"return_residual": True}),
+        (Fp8(), 4, {"mask": np.ones((2, 1, 1, 512), bool), "is_causal": True}),
+        (Fp8(), 4, {"mask": np.ones(512, bool), "logits_soft_cap": 3.0}),
     ],
 )
 def test_what_has_a_kernel(kernels, option, blocks, options):

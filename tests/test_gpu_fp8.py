@@ -43,6 +43,9 @@ FEATURES = {
     "soft cap": (("soft_cap", 2.0), ("causal", True)),
     "both": (("segments", "packed"), ("soft_cap", 5.0), ("window", (200, 0))),
     "scale": (("scale", -0.3), ("causal", True)),
+    "left-padded": (("pattern", ("left", "B")), ("causal", True), ("offset", "random")),
+    "right-padded": (("pattern", ("right", "B")), ("soft_cap", 5.0), ("sinks", True)),
+    "mask of keys": (("mask", "BS"), ("window", (200, 30))),
 }
 DIMS = ((64, 64), (96, 96), (128, 128), (192, 128), (192, 192), (256, 256))
 SIZES = ((150, 270), (300, 1000))
@@ -280,6 +283,8 @@ KEPT = {
     "lengths": {"query_seq_lengths": [200, 130], "key_value_seq_lengths": [400, 120]},
     "causal and lengths": {"is_causal": True, "query_seq_lengths": [200, 0]},
     "no queries": {"query_seq_lengths": [200, 0]},
+    "mask of keys": {"mask": True},
+    "mask of keys and window": {"mask": True, "local_window_size": (64, 200)},
     "segments": {"query_segment_ids": True, "key_value_segment_ids": True},
     "segments and lengths": {
         "query_segment_ids": True, "key_value_segment_ids": True, "query_seq_lengths": [150, 220],
@@ -301,6 +306,9 @@ def test_keys_and_values_of_no_query_may_be_nan(kept, dim, q_len):
         query_ids = jnp.repeat(jnp.array([[5, 2, 4], [4, 2, 5]]), q_len // 3, axis=1)
         key_ids = jnp.stack([jnp.arange(500) // 100, jnp.arange(500) % 5])
         options |= {"query_segment_ids": query_ids, "key_value_segment_ids": key_ids}
+    if "mask" in options:
+        kept = jnp.stack([jnp.arange(500) >= 150, jnp.arange(500) % 5 > 0])
+        options["mask"] = kept[:, None, None]
     query = normal(2, q_len, 4, dim)
     key, value = (normal(2, 500, 2, dim, seed=i) for i in (1, 2))
     inputs = Inputs(query, key, value, options, dout=None)
