@@ -88,6 +88,20 @@ def _encoders() -> list[Case]:
     return [*itself, *padded, Case("encoders", 4, 4096, 10, 64, kv_len=77)]
 
 
+def _padding() -> list[Case]:
+    """Padded batches in training: every query attends to the first half of the keys, at most."""
+    rows = [  # batch, length, heads, head_dim, causal, what is beside padding
+        (16, 512, 12, 64, False, ""), (8, 1024, 16, 96, False, ""), (16, 512, 8, 256, False, ""),
+        (4, 2048, 16, 64, False, ""), (4, 2048, 16, 128, False, ""), (4, 2048, 16, 128, True, ""),
+        (16, 512, 12, 64, False, "+dropout"), (8, 512, 16, 64, False, "+bias"),
+        (4, 2048, 16, 128, False, "+bias"), (4, 2048, 16, 128, True, "+alibi"),
+    ]  # fmt: skip
+    return [
+        Case("padding", batch, length, heads, dim, is_causal=causal, feature=f"padding{more}")
+        for batch, length, heads, dim, causal, more in rows
+    ]
+
+
 def _biases() -> list[Case]:
     """Biases [1,N,T,S]: of long sequences, then of windows of images, image encoders and T5."""
     long = [
@@ -293,6 +307,7 @@ TABLES: dict[str, Callable[[], list[Case]]] = {
     "few-queries": _few_queries,
     "pooling": _pooling,
     "encoders": _encoders,
+    "padding": _padding,
     "biases": _biases,
     "earlier": _earlier,
     "length": _length,
