@@ -149,16 +149,19 @@ def _dropped(case, inputs, extras, **changes) -> dict[str, np.ndarray]:
     return build.prepare(case, [inputs], extras).results("both")
 
 
-@pytest.mark.parametrize("causal", [False, True])
-def test_dropout_by_other_bits_is_told_from_wrong_dropout(causal):
-    case = tiny(batch=1, q_len=256, kv_len=256, is_causal=causal, feature="dropout")
+@pytest.mark.parametrize(
+    ("causal", "feature"), [(False, "dropout"), (True, "dropout"), (False, "padding+dropout")]
+)
+def test_dropout_by_other_bits_is_told_from_wrong_dropout(causal, feature):
+    q_len, kv_len = (512, 1024) if feature.startswith("padding") else (256, 256)
+    case = tiny(batch=1, q_len=q_len, kv_len=kv_len, is_causal=causal, feature=feature)
     inputs, extras = make_inputs(case, 0)
     truth = oracle.compute(case, inputs, extras)
     right = _dropped(case, inputs, extras)
     found = oracle.errors(case, truth, right)
     assert tuple(found) == case.results("both")
     assert not oracle.is_wrong(case, found)
-    other = {"dropout_seed": extras["dropout_seed"] + 1}
+    other = extras | {"dropout_seed": extras["dropout_seed"] + 1}
     assert not oracle.is_wrong(case, oracle.errors(case, truth, _dropped(case, inputs, other)))
     faults = {rate: _dropped(case, inputs, extras, dropout_rate=rate) for rate in (0.0, 0.05, 0.2)}
     faults["not scaled"] = {name: 0.9 * x for name, x in right.items()}

@@ -317,6 +317,9 @@ def errors(case: Case, truth: Truth, results: dict[str, np.ndarray]) -> dict[str
 
 
 def _beyond_chance(case: Case, exact, difference, variance) -> float:
+    # Chance plays no part where nothing attends, as at padding: a difference there is an error.
+    counts = (variance > 0) | difference.any(-1)
+    exact, difference, variance = exact[counts], difference[counts], variance[counts]
     squares = (exact**2).sum(-1)
     # Rounding decides where chance does not, as for a query's only key.
     variance = variance + (WRONG[case.dtype] / 8) ** 2 * squares.mean()
