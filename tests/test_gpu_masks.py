@@ -1,11 +1,13 @@
 """Masks on a GPU are right as words of bits and as bytes, and forbidden tiles are skipped."""
 
+import dataclasses
+
 import numpy as np
 import pytest
-from cases import Case, check, make_inputs
+from cases import Case, check, make_inputs, random_case
 from oracle import allowed_logits
 from test_cases import run
-from test_gpu import each_family
+from test_gpu import each_family, of_16_bits, verify
 
 pytestmark = pytest.mark.gpu
 
@@ -220,3 +222,22 @@ def test_greatest_logits_far_from_the_first_allowed_keys(head_dim, axes):
     inputs = make_inputs(case)
     inputs.key[:, 600:] *= 40
     check(run(inputs, None), inputs)
+
+
+# What a mask of keys may come with and be the only modifier.
+NO_MODIFIERS = ("lengths", "causal", "window", "traced_window", "offset", "sinks", "dlse")
+
+
+@pytest.mark.parametrize("index", range(80))
+def test_random_masks_of_keys(index):
+    case = random_case(
+        30_000 + index, head_dims=(40, 64, 96, 128, 200, 256), sizes=(17, 130, 257, 400, 900),
+        most_logits=2_000_000, by_distance=True,
+    )  # fmt: skip
+    rng = np.random.default_rng(index)
+    kind = rng.choice(["left", "right", "middle", "tiles", "last", "none"])
+    kept = [f for f in case.features if f[0] not in ("mask", "pattern", "additive")]
+    if index % 4:
+        kept = [f for f in kept if f[0] in NO_MODIFIERS]
+    mask = ("pattern", (str(kind), str(rng.choice(["", "B", "N", "BN"]))))
+    verify(dataclasses.replace(case, features=(mask, *kept), dtype=of_16_bits(case)), None)
