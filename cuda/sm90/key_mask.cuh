@@ -1,6 +1,7 @@
 // Masks of keys: masks that all queries of a head share, such as those of padded batches. The
 // kernels for short sequences, sm90/forward/short.cuh and sm90/backward/short.cuh, and one of
-// sm90/backward/narrow.cuh keep a bit for each key, which is 1 if queries may attend to it.
+// sm90/backward/narrow.cuh keep a bit for each key, which is 1 if queries may attend to it. The
+// other forward kernels for such masks are in sm90/forward/key_mask.cuh.
 #pragma once
 
 #include <cstdint>

@@ -285,6 +285,7 @@ _SPEED: dict[str, tuple[str, Any]] = {
     "speed": ("One call, and a layer", _GROUPS),
     "short": ("Short calls, Pallas' own kernel included", [("targets", "us")]),
     "encoders": ("Many short sequences", [("encoders", "us")]),
+    "padding": ("Padded batches", [("padding", "us")]),
     "plain": ("Plain forward calls that models train with", [("training", "us")]),
     "few": ("Few queries", [("few-queries", "us")]),
     "pooling": ("One query, trained", [("pooling", "us")]),

@@ -29,7 +29,9 @@
 //                          query tiles
 //   order_redo.cuh         without modifiers: redoes query tiles, without overlap
 //
-// step.cuh implements the step for one key tile, modifier.cuh declares the hooks of modifiers.
+// step.cuh implements the step for one key tile, modifier.cuh declares the hooks of modifiers. A
+// mask that all queries share is no modifier here, but a switch of kernels without modifiers
+// (Config::kKeyMask, key_mask.cuh).
 //
 // Map of dynamic shared memory (ForwardConfig, ForwardSmem), from its start:
 //
