@@ -318,6 +318,8 @@ def test_forward_kernel(name, head_dim, call):
             64,
             {"batch": 3, "heads": 8, "q_len": 128, "mask": (3, 8, 1, 128)},
         ),
+        # Few keys for three consumers:
+        ("mask as words", 64, {"batch": 12, "heads": 8, "q_len": 321, "mask": (1, 1, 321, 321)}),
         # In tiles of 64 and of 128:
         ("split keys, scores ahead", 128, {"batch": 1, "heads": 8, "q_len": 1024}),  # 64, 128
         ("chained", 128, {"batch": 16, "q_len": 192, "kv_len": 512}),  # 384, 512
@@ -680,11 +682,13 @@ def test_backward_kernel_for_short_sequences(name, call):
         ("mask and soft cap", "mask and soft cap", {"logits_soft_cap": 9.0}),
         ("mask and dropout", "mask and dropout", {"dropout_rate": 0.1}),
         ("chained, mask of keys", "mask of keys", {"is_causal": True}),
-        # Heads may have different segments in no kernel.
+        # In no kernel may heads have different segments.
         ("every modifier", "", {"bias": (BIAS, jnp.bfloat16), "mask": (4, 16, 1, 4096)}),
         ("every modifier", "", {"bias": (BIAS, jnp.bfloat16), "segments": True}),
         ("every modifier", "", {"bias": (BIAS, jnp.float16), "dtype": jnp.float16}),
         ("every modifier", "", {"distances": 33}),
+        ("every modifier", "", {"bias": (BIAS, jnp.bfloat16), "logits_soft_cap": 9.0}),
+        ("segments and bias", "", {"bias": (BIAS, jnp.bfloat16), "deterministic": True}),
     ],
     ids=str,
 )
@@ -696,6 +700,19 @@ def test_masks_of_keys_are_read_as_segments(forward, backward, call, head_dim):
     for name, kernel in found.items():
         as_segments = kernel.name.removeprefix("one kernel, ").startswith("segments")
         assert ("as segments" in kernel.reason) == as_segments, name
+
+
+@pytest.mark.skipif(not {96, 256} <= DIMS, reason="a build without these head dims")
+def test_masks_of_keys_as_segments_at_other_head_dims():
+    def found(**call):
+        return kernels(**{"mask": KEY_MASK, "head_dim": 256} | call)
+
+    assert "as segments" in found()["backward"].reason
+    assert "as segments" not in found(mask=(4, 16, 1, 4096))["backward"].reason
+    assert "as segments" not in found(segments=True)["backward"].reason
+    for head_dim in (96, 256):  # no forward kernel for segments and a bias
+        call = found(head_dim=head_dim, bias=(BIAS, jnp.bfloat16))
+        assert call["forward"].name == "every modifier"
 
 
 BACKWARD = {128: "one kernel", 256: "two kernels", 512: "three kernels"}  # up to head dims

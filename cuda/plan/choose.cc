@@ -642,7 +642,10 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
   } else {
     choice.name = "two kernels";
     choice.reason = "above head dim 128 dK, dV and dQ do not fit the registers of a block";
-    choice.mask_as_segments = with_segments != kNoModifier;  // segments are skipped, masks are not
+    if (with_segments) {  // whose tiles are skipped, unlike those of a mask
+      choice.mask_as_segments = true;
+      choice.reason = kMaskAsSegments;
+    }
     choice.queries = choice.keys = 64;
   }
   return {};
@@ -663,7 +666,8 @@ int64_t forward_workspace_bytes(const Shape& shape, DType dtype, const ForwardFe
   if (dtype == DType::kFloat32) return decode_bytes;  // the rest is for 16 bits
   int64_t bytes = masked ? sm90::MaskWords::bytes(shape, features.mask_matrices, features.mask_rows)
                          : sm90::DecodeWorkspace::bytes(shape);
-  if (sm90::HalfValues::takes(shape, dtype, features.bias != masked && !features.others)) {
+  const bool is_matrix_alone = features.bias != masked && !mask_of_keys && !features.others;
+  if (sm90::HalfValues::takes(shape, dtype, is_matrix_alone)) {
     bytes = align_part(bytes) + sm90::HalfValues::bytes(shape, features.value_matrices);
   }
   return std::max({bytes, span_bytes, decode_bytes});
