@@ -211,20 +211,25 @@ def test_masks_of_keys_beside_other_modifiers(
     check(run(inputs, family), inputs)
 
 
-@pytest.mark.parametrize("axes", ["", "B", "BN"])
+@pytest.mark.parametrize("hole", [False, True])
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
-def test_greatest_logits_far_from_the_first_allowed_keys(head_dim, axes):
-    """Running maxima come from a query tile's first keys; much greater logits are redone."""
+def test_greatest_logits_far_from_the_first_allowed_keys(head_dim, hole):
+    """Running maxima are of a query tile's first keys; with greater logits later it is redone."""
     case = Case(
         "keys", batch=2, heads=4, kv_heads=4, q_len=200, kv_len=900, head_dim=head_dim,
-        value_dim=head_dim, dtype="bfloat16", features=(("pattern", ("left", axes)),),
+        value_dim=head_dim, dtype="bfloat16", features=(("mask", "BS"),),
     )  # fmt: skip
     inputs = make_inputs(case)
+    keys = np.arange(case.kv_len)
+    inputs.options["mask"][0, ..., :] = (keys >= 70) & ~(hole & (keys % 50 == 3))
+    inputs.options["mask"][1, ..., :] = (keys >= 300) & ~(hole & (keys // 150 == 3))
     inputs.key[:, 600:] *= 40
+    forbidden = ~inputs.options["mask"].any(axis=(1, 2))
+    inputs.key[forbidden], inputs.value[forbidden] = np.nan, np.inf
     check(run(inputs, None), inputs)
 
 
-# What a mask of keys may come with and be the only modifier.
+# What may accompany a mask of keys without being a modifier.
 NO_MODIFIERS = ("lengths", "causal", "window", "traced_window", "offset", "sinks", "dlse")
 
 
