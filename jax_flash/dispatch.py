@@ -119,7 +119,7 @@ class _Problem:
       queries, keys: how many each head has.
       grouped: whether query heads share key heads.
       bias_columns: to how many columns the bias is copied for the CUDA kernels; 0 if it is not.
-      masks_keys: whether all queries and heads share its mask, as that of a padded batch.
+      shares_mask: whether all queries and heads share its mask, such as that of a padded batch.
     """
 
     dtype: str
@@ -132,7 +132,7 @@ class _Problem:
     keys: Size = 0
     grouped: bool = False
     bias_columns: int = 0
-    masks_keys: bool = False
+    shares_mask: bool = False
 
     @property
     def widest(self) -> int:
@@ -284,10 +284,10 @@ def _unsupported_with_float8(one_pass: Pass, problem: _Problem) -> str | None:
     """Says why CUDA kernels of float8 operands do not take a call that other kernels may take."""
     if one_pass.is_backward:
         return "no kernel computes gradients of float8 operands"
-    # They read a mask of keys as segments.
-    masks_keys = problem.masks_keys and "query_segment_ids" not in problem.operands
+    # They read a mask that all queries and heads share as segments.
+    takes_mask = problem.shares_mask and "query_segment_ids" not in problem.operands
     for name in problem.operands:
-        if not (OPERANDS[name].float8 or (name == "mask" and masks_keys)):
+        if not (OPERANDS[name].float8 or (name == "mask" and takes_mask)):
             return f"the FP8 kernels do not take {public_name(name)}" + (
                 ", except one that all queries and heads share, without segments"
                 if name == "mask"

@@ -39,7 +39,8 @@ class Operand:
       modifier: whether kernels for plain calls do not take it (cuda/plan/modifiers.h).
       kernels: whether any kernel takes it; a call with one that none takes runs as the reference
         and is differentiated as plain JAX.
-      float8: whether kernels take it with query, key and value of float8.
+      float8: whether kernels take it with query, key and value of float8; of masks, they take those
+        that all queries and heads share (dispatch.py).
       public: its name in messages, if callers know it by another.
       ring: how a ring treats it. "stays" on its device; "travels" with the keys;
         "either", as its shape along S says; "replaced" by what the ring makes for each block.

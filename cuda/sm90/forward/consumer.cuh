@@ -372,7 +372,7 @@ struct ForwardConsumer {
     }
     return at_edge(tile);
   }
-  // True if rows of V in holes of a mask of keys are zeroed in a redo only. NaN and infinities in
+  // True if rows of V in holes of a mask of keys are zeroed only in a redo. NaN and infinities in
   // them make the output NaN, and so lead to a redo (must_redo()).
   static constexpr bool kChecksHoles =
       Config::kKeyMask && kChecksLate<Config, kModifiers> && !kAlwaysExact;

@@ -123,7 +123,7 @@ __device__ __forceinline__ void zero_holes(const typename Config::ValueTile& til
 inline constexpr int kKeyMaskThreads = 512;
 
 // Finds the hulls and the bits. The grid has a block for each [batch, heads] of the mask; a warp
-// takes a tile of 32 kBlockKv / 32 keys at a time.
+// takes a key tile at a time.
 template <int kBlockKv>
 __global__ void __launch_bounds__(kKeyMaskThreads)
     key_mask_kernel(const __grid_constant__ Operand mask, const __grid_constant__ MaskWords words,

@@ -280,7 +280,7 @@ __device__ __forceinline__ void produce_queries(const Forward& params, const For
         describe(first_group);
       } else {
         // Two groups are unrolled: a loop makes the consumers' code slower (TUNING.md). Short
-        // calls, which wait for code, have one, and so have three groups, which would spill.
+        // calls keep it, since they wait for code to be fetched; three groups would spill.
         constexpr int kUnroll = kGroups == 2 && !Config::kMarksLast ? 2 : 1;
 #pragma unroll kUnroll
         for (int group = 0; group < kGroups; ++group) load(group);
