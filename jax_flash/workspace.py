@@ -121,7 +121,7 @@ def _cuda_forward(
     masked = mask_matrices != 0
     widest = max(head_dim, value_dim)
     if masked:
-        tiles = kv_len // (128 if widest <= 128 else 80) + 1
+        tiles = kv_len // 80 + 1
         size += mask_matrices * (mask_rows // 64 + 1) * (1024 * tiles + 16)
         size += _segment_spans(batch, q_len, kv_len)  # or, if queries share the mask, its spans
     else:

@@ -217,7 +217,7 @@ def test_workspace_for_values_in_float16(changed, copied):
     }  # fmt: skip
     bytes_needed = ffi.native.cuda_forward_workspace_bytes(**call | changed)
     values = 2 * 10_000 * 128 * 2
-    assert (values <= bytes_needed < 1.2 * values) if copied else bytes_needed < 0.2 * values
+    assert (values <= bytes_needed < 1.3 * values) if copied else bytes_needed < 0.3 * values
 
 
 @pytest.mark.skipif(not ffi.native.has_cuda(), reason="a build without CUDA kernels")

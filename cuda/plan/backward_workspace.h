@@ -220,7 +220,7 @@ struct BackwardWorkspace {
     if (features.segments) {
       workspace.spans = SegmentSpans::at(shape, take(SegmentSpans::bytes(shape)));
     } else if (features.mask_matrices > 0 && features.mask_rows == 1) {
-      take(SegmentSpans::bytes(shape));  // if the mask becomes segments: launch_backward()
+      take(SegmentSpans::bytes(shape));  // for launch_backward(), which finds them at the start
     }
     workspace.padding = heads * workspace.rows;
     workspace.lse_log2 = reinterpret_cast<float*>(take((workspace.padding + kMaxBlockQ) * 4));

@@ -30,10 +30,10 @@ struct MaskWords : MaskMatrices {
   int64_t matrix() const { return int64_t{row_groups} * tiles * kThreads; }
   int64_t ranges_offset() const { return matrices() * matrix() * kPairBytes; }
 
-  // `matrices`: the product of the mask's batch axes and heads; `rows`: T, or 1.
+  // `matrices`: the product of the mask's batch axes and heads; `rows`: T, or 1. A build without
+  // some instances may run any head dim in the one with the smallest tiles.
   static int64_t bytes(const Shape& shape, int64_t matrices, int32_t rows) {
-    const int32_t head_dim = shape.head_dim > shape.value_dim ? shape.head_dim : shape.value_dim;
-    const int64_t tiles = ceil_div(shape.kv_len, mask_words_keys(head_dim));
+    const int64_t tiles = ceil_div(shape.kv_len, mask_words_keys(kMaxUndividedHeadDim));
     return matrices * ceil_div(rows, kRows) * (tiles * kThreads * kPairBytes + kRangeBytes);
   }
 

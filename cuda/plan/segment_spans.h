@@ -6,7 +6,7 @@
 //
 // A mask that all queries and heads share, such as that of a padded batch, is read as segments by
 // kernels that take segments but no masks: all queries and the allowed keys are of segment 1, and
-// the other keys of segment 0. The copies of the ids then are the ids (SegmentSpans::of_mask()).
+// the other keys of segment 0 (SegmentSpans::as_segments()).
 #pragma once
 
 #include <cstdint>
@@ -63,9 +63,10 @@ struct SegmentSpans {
     return spans;
   }
 
-  // Replaces the mask of a call by the segments that these spans are computed of.
+  // Returns the call with segments in place of its mask. Their ids are the copies that the kernel
+  // for these spans makes: a kernel that begins while that one runs must wait before it reads them.
   template <typename Params>
-  Params of_mask(Params params) const {
+  Params as_segments(Params params) const {
     const Shape& shape = params.shape;
     const auto ids = [&](int32_t* data, int32_t blocks) {
       Operand operand;

@@ -252,7 +252,7 @@ Status launch_backward(const Backward& call, const Choice& choice, cudaStream_t 
     status = launch_segment_spans(call, workspace.spans, stream);
   }
   if (!status.ok()) return status;
-  const Backward params = choice.mask_as_segments ? workspace.spans.of_mask(call) : call;
+  const Backward params = choice.mask_as_segments ? workspace.spans.as_segments(call) : call;
   if constexpr (kGeneral && kHeadDim <= 128) {
     if (choice.narrow >= 0) {
       return launch_narrow<Element, kHeadDim>(params, choice.narrow, workspace, stream);

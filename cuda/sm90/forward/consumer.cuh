@@ -374,7 +374,7 @@ struct ForwardConsumer {
   }
   // True if rows of V in holes of a mask of keys are zeroed only in a redo. NaN and infinities in
   // them make the output NaN, and so lead to a redo (must_redo()).
-  static constexpr bool kChecksHoles =
+  static constexpr bool kClearsHolesLate =
       Config::kKeyMask && kChecksLate<Config, kModifiers> && !kAlwaysExact;
   // Zeroes these rows of a tile.
   __device__ __forceinline__ void clear_holes(int32_t tile) const {
@@ -439,7 +439,7 @@ struct ForwardConsumer {
       if constexpr (Config::kKeyMask) {
         const bool has_holes = work.modifiers.mask != KeyMask::kNoHoles;
         const uint32_t allowed = has_holes ? columns : kAllBits<kN>;
-        forbid_keys<Config>(scores[0], allowed, band, work.attended.first, warp_row0, keys);
+        forbid_columns<Config>(scores[0], allowed, band, work.attended.first, warp_row0, keys);
       } else {
         mask_edges(scores, band, warp_row0, keys);
       }

@@ -48,12 +48,10 @@ struct KeyMask {
   int32_t batch[2] = {}, head = 0, tiles = 0;  // strides in hulls, and the number of key tiles
 
   KeyMask() = default;
-  // The parts of the workspace are those of MaskWords, which are larger.
+  // Hulls follow the bits. Both take less of the workspace than MaskWords would.
   KeyMask(const MaskWords& words, void* workspace)
-      : hulls(reinterpret_cast<const KeyHull*>(static_cast<uint8_t*>(workspace) +
-                                               words.ranges_offset())),
-        bits(static_cast<const KeyBits*>(workspace)),
-        tiles(words.tiles) {
+      : bits(static_cast<const KeyBits*>(workspace)), tiles(words.tiles) {
+    hulls = reinterpret_cast<const KeyHull*>(bits + words.matrices() * tiles);
     static_assert(sizeof(KeyHull) <= MaskWords::kRangeBytes);
     static_assert(sizeof(KeyBits) <= MaskWords::kThreads * MaskWords::kPairBytes);
     if (words.heads > 1) head = 1;
@@ -86,9 +84,9 @@ struct KeyMask {
 // Sets logits of a warp's rows, which begin with row0, to -inf where the mask or the band forbids
 // their keys. `allowed`: bits of the thread's columns; `first`: the first key of the hull.
 template <typename Config, int kN>
-__device__ __forceinline__ void forbid_keys(float (&scores)[kN][4], uint32_t allowed,
-                                            const Band& band, int32_t first, int32_t row0,
-                                            int32_t col0) {
+__device__ __forceinline__ void forbid_columns(float (&scores)[kN][4], uint32_t allowed,
+                                               const Band& band, int32_t first, int32_t row0,
+                                               int32_t col0) {
   AllowedBits bits;
 #pragma unroll
   for (int half = 0; half < 2; ++half) {

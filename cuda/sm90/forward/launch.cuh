@@ -85,6 +85,7 @@ Status launch_forward_config(const Forward& params, const SegmentSpans& spans,
     static_assert(Config::kBlockKv == mask_words_keys(Config::kHeadDim));
     status = launch_key_mask<Config::kBlockKv>(params, skips, stream);
     if (!status.ok()) return status;
+    adapted.mask = {};
     adapted.mask.data = const_cast<KeyBits*>(skips.bits);
   } else if constexpr (Config::kMaskWords) {
     static_assert(Config::kBlockKv == mask_words_keys(Config::kHeadDim));
@@ -155,7 +156,7 @@ Status launch_forward(const Forward& call, const Choice& choice, cudaStream_t st
     spans = SegmentSpans::at(params.shape, params.workspace);
     const Status status = launch_segment_spans(params, spans, stream);
     if (!status.ok()) return status;
-    if (choice.mask_as_segments) params = spans.of_mask(params);
+    if (choice.mask_as_segments) params = spans.as_segments(params);
   }
   Status status = Status::internal("jax_flash: a kernel was chosen that this instance lacks");
   const auto launch = [&](auto row) {

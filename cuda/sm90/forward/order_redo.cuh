@@ -43,7 +43,7 @@ __device__ __forceinline__ void redo_query_tile(Consumer& consumer) {
     consumer.wait_value();
     const Range attended = consumer.work.attended;
     const int32_t values = reordered_tile<Config, kNoModifier>(tile, attended);
-    if constexpr (Consumer::kChecksHoles) consumer.clear_holes(values);
+    if constexpr (Consumer::kClearsHolesLate) consumer.clear_holes(values);
     consumer.clear_values(values, attended);
     if (rises && consumer.out_started) consumer.rescale();
     consumer.start_out();

@@ -63,7 +63,7 @@ __device__ __forceinline__ void ForwardConsumer<Config, Element, kModifiers, Val
       return [all, this](int32_t row, int32_t col) { return all.allows(work.band, row, col); };
     });
   }
-  if constexpr (Config::kKeyMask && !kChecksHoles) {
+  if constexpr (Config::kKeyMask && !kClearsHolesLate) {
     const int64_t first = of.modifiers.mask;
     if (first != KeyMask::kNoHoles) zero_holes<Config>(value_smem, key_bits(first + tile));
   }

@@ -34,7 +34,7 @@ Status launch_float8_config(const Forward& call, const Scales& scales, bool mask
   if (has_segments) {
     spans = SegmentSpans::at(shape, params.workspace);
     status = launch_segment_spans(params, spans, stream);
-    if (mask_as_segments) params = spans.of_mask(params);
+    if (mask_as_segments) params = spans.as_segments(params);
   }
   const auto workspace = Float8Workspace::at(shape, has_segments, params.workspace);
   if (status.ok()) {
