@@ -167,7 +167,7 @@ def _product(backend: str, torch, case: Case, tensors: dict[str, Any]) -> Attend
     )
     mask = tensors.get("mask", tensors.get("bias"))
     if "mask" in tensors and "bias" in tensors:
-        mask = tensors["bias"].masked_fill(~mask, -math.inf)
+        mask = tensors["bias"].masked_fill(~tensors["mask"], -math.inf)
     causal = case.is_causal and mask is None
     if case.is_causal and mask is not None:  # it takes a mask or causal order, not both
         later = torch.ones(case.q_len, case.kv_len, dtype=torch.bool, device=mask.device).triu(1)
