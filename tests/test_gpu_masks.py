@@ -122,6 +122,13 @@ def test_tiles_that_a_mask_forbids(
     check(run(inputs, family), inputs)
 
 
+def spoil_forbidden_keys(inputs) -> None:
+    """Fills keys and values that the mask hides from all queries with NaN and infinities."""
+    forbidden = ~inputs.options["mask"].any(axis=(1, 2))[..., None, None]
+    inputs.key = np.where(forbidden, np.nan, inputs.key).astype(inputs.key.dtype)
+    inputs.value = np.where(forbidden, np.inf, inputs.value).astype(inputs.value.dtype)
+
+
 # Masks that all queries share have a forward kernel of their own, and a backward kernel unless
 # query heads of the same key head have different masks. From three key tiles on, the first one is
 # processed last if its first keys are forbidden. Few keys and many query tiles, and more than 1,024
@@ -164,9 +171,7 @@ def test_masks_of_keys(
         head_dim=head_dim, value_dim=head_dim, dtype=dtype, features=features,
     )  # fmt: skip
     inputs = make_inputs(case)
-    unattended = ~inputs.options["mask"].any(axis=(1, 2))[..., None, None]
-    inputs.key = np.where(unattended, np.nan, inputs.key).astype(inputs.key.dtype)
-    inputs.value = np.where(unattended, np.inf, inputs.value).astype(inputs.key.dtype)
+    spoil_forbidden_keys(inputs)
     check(run(inputs, family), inputs)
 
 
@@ -205,9 +210,7 @@ def test_masks_of_keys_beside_other_modifiers(
         head_dim=head_dim, value_dim=head_dim, dtype=dtype, features=features,
     )  # fmt: skip
     inputs = make_inputs(case)
-    unattended = ~inputs.options["mask"].any(axis=(1, 2))[..., None, None]
-    inputs.key = np.where(unattended, np.nan, inputs.key).astype(inputs.key.dtype)
-    inputs.value = np.where(unattended, np.inf, inputs.value).astype(inputs.key.dtype)
+    spoil_forbidden_keys(inputs)
     check(run(inputs, family), inputs)
 
 
@@ -224,8 +227,7 @@ def test_greatest_logits_far_from_the_first_allowed_keys(head_dim, hole):
     inputs.options["mask"][0, ..., :] = (keys >= 70) & ~(hole & (keys % 50 == 3))
     inputs.options["mask"][1, ..., :] = (keys >= 300) & ~(hole & (keys // 150 == 3))
     inputs.key[:, 600:] *= 40
-    forbidden = ~inputs.options["mask"].any(axis=(1, 2))
-    inputs.key[forbidden], inputs.value[forbidden] = np.nan, np.inf
+    spoil_forbidden_keys(inputs)
     check(run(inputs, None), inputs)
 
 
