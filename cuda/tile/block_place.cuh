@@ -3,6 +3,8 @@
 
 #include <cstdint>
 
+#include "params.h"
+
 namespace jax_flash {
 
 // Consecutive blocks belong to one head, and share its rows in L2. The blocks of the last heads are
@@ -31,6 +33,54 @@ struct BlockPlace {
       tile = (block - first) / last;
       head = heads - last + (block - first) - tile * last;
     }
+  }
+};
+
+// Names what a block works on: kBlockQ query rows of a head.
+template <int kBlockQ>
+struct QueryTilePlace {
+  int32_t tile, head;
+  int64_t batch_index;
+
+  // Heads of a group are consecutive, and share keys in L2. Under a causal mask, the last queries
+  // have the most keys, so with `last_first` they go first.
+  __device__ __forceinline__ QueryTilePlace(const Forward& params, uint32_t index,
+                                            bool last_first) {
+    const Shape& shape = params.shape;
+    const uint32_t tiles = (shape.q_len + kBlockQ - 1) / kBlockQ;
+    const auto heads = static_cast<uint32_t>(shape.batch * shape.heads);
+    const bool uneven = params.options.is_causal && last_first;
+    const BlockPlace place(index, tiles, heads, uneven ? BlockPlace::last_heads(tiles, heads) : 0);
+    const auto position = static_cast<int32_t>(place.tile);
+    tile = last_first ? static_cast<int32_t>(tiles) - 1 - position : position;
+    head = static_cast<int32_t>(place.head % shape.heads);
+    batch_index = place.head / shape.heads;
+  }
+  static __host__ __device__ int64_t count(const Shape& shape) {
+    return (int64_t{shape.q_len} + kBlockQ - 1) / kBlockQ * shape.heads * shape.batch;
+  }
+};
+
+// Names what a block works on: kBlockKv keys of a key/value head.
+template <int kBlockKv>
+struct KeyTilePlace {
+  int32_t tile, kv_head;
+  uint32_t batch_kv_head;
+  int64_t batch_index;
+
+  // Under a causal mask, the first keys have the most query rows, so they go first. With `by_tile`,
+  // for calls with turns, consecutive blocks belong to different heads: as few blocks of a head as
+  // possible run at the same time.
+  __device__ __forceinline__ KeyTilePlace(const Forward& params, uint32_t block, bool by_tile) {
+    const Shape& shape = params.shape;
+    const uint32_t tiles = (shape.kv_len + kBlockKv - 1) / kBlockKv;
+    const auto heads = static_cast<uint32_t>(shape.batch * shape.kv_heads);
+    const uint32_t last = params.options.is_causal ? BlockPlace::last_heads(tiles, heads) : 0;
+    const BlockPlace place(block, tiles, heads, by_tile ? heads : last);
+    tile = static_cast<int32_t>(place.tile);
+    batch_kv_head = place.head;
+    kv_head = static_cast<int32_t>(batch_kv_head % shape.kv_heads);
+    batch_index = batch_kv_head / shape.kv_heads;
   }
 };
 

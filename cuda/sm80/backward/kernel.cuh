@@ -94,29 +94,6 @@ struct WarpParts {
   int dquery_row = warp / kQueryCols * kDqueryM * 16, dquery_col = warp % kQueryCols;
 };
 
-// Names what a block works on: kBlockKv keys of a key/value head.
-template <int kBlockKv>
-struct KeyTilePlace {
-  int32_t tile, kv_head;
-  uint32_t batch_kv_head;
-  int64_t batch_index;
-
-  // Under a causal mask, the first keys have the most query rows, so they go first. With `by_tile`,
-  // for calls with turns, consecutive blocks belong to different heads: as few blocks of a head as
-  // possible run at the same time.
-  __device__ __forceinline__ KeyTilePlace(const Forward& params, uint32_t block, bool by_tile) {
-    const Shape& shape = params.shape;
-    const uint32_t tiles = (shape.kv_len + kBlockKv - 1) / kBlockKv;
-    const auto heads = static_cast<uint32_t>(shape.batch * shape.kv_heads);
-    const uint32_t last = params.options.is_causal ? BlockPlace::last_heads(tiles, heads) : 0;
-    const BlockPlace place(block, tiles, heads, by_tile ? heads : last);
-    tile = static_cast<int32_t>(place.tile);
-    batch_kv_head = place.head;
-    kv_head = static_cast<int32_t>(batch_kv_head % shape.kv_heads);
-    batch_index = batch_kv_head / shape.kv_heads;
-  }
-};
-
 // Returns the number of this block: its ticket, if there are tickets, and otherwise blockIdx.x.
 __device__ __forceinline__ uint32_t take_ticket(int32_t* ticket) {
   __shared__ uint32_t ticket_smem;

@@ -132,31 +132,6 @@ __device__ __forceinline__ void store_out(const Forward& params, const BatchInde
   }
 }
 
-// Names what a block works on: kBlockQ query rows of a head.
-template <int kBlockQ>
-struct QueryTilePlace {
-  int32_t tile, head;
-  int64_t batch_index;
-
-  // Heads of a group are consecutive, and share keys in L2. Under a causal mask, the last queries
-  // have the most keys, so with `last_first` they go first.
-  __device__ __forceinline__ QueryTilePlace(const Forward& params, uint32_t index,
-                                            bool last_first) {
-    const Shape& shape = params.shape;
-    const uint32_t tiles = (shape.q_len + kBlockQ - 1) / kBlockQ;
-    const auto heads = static_cast<uint32_t>(shape.batch * shape.heads);
-    const bool uneven = params.options.is_causal && last_first;
-    const BlockPlace place(index, tiles, heads, uneven ? BlockPlace::last_heads(tiles, heads) : 0);
-    const auto position = static_cast<int32_t>(place.tile);
-    tile = last_first ? static_cast<int32_t>(tiles) - 1 - position : position;
-    head = static_cast<int32_t>(place.head % shape.heads);
-    batch_index = place.head / shape.heads;
-  }
-  static __host__ __device__ int64_t count(const Shape& shape) {
-    return (int64_t{shape.q_len} + kBlockQ - 1) / kBlockQ * shape.heads * shape.batch;
-  }
-};
-
 // Finds the query tiles that have a row with extreme logits. A block searches every gridDim.x-th
 // tile, 32 of them at a time. The search sets lse_low of all rows to 0, which is nearly exact for
 // other rows; attend() overwrites it in the tiles that are found.
