@@ -5,7 +5,8 @@
 #     ARCHITECTURES <entry>...     CMake's CUDA_ARCHITECTURES: 80 is SASS and PTX, 90a-real SASS
 #     DTYPES <dtype>...            bfloat16, float16, float32; float8 alone
 #     HEAD_DIMS <n>...             ascending; a head dim in between uses the next larger one
-#     [GENERAL_ONLY])              no plain instances: calls without modifiers take the general ones
+#     [GENERAL_ONLY]               no plain instances: calls without modifiers take the general ones
+#     [PLAIN_ONLY])                no general instances: calls with modifiers take another family's
 #
 # The calls in CMakeLists.txt are the one table. <family> is sm80, sm90, ...; <pass> is forward
 # or backward. All passes of a family share its architectures.
@@ -20,10 +21,10 @@
 #   }
 #
 # of "<family>/<pass>/launch.cuh", with Element __nv_bfloat16, __half or float. kHeadDim bounds
-# max(head_dim, value_dim). Those of float8 are launch_<pass>_float8<kHeadDim, kGeneral>, which take
-# the scales, too, of "<family>/<pass>_float8/launch.cuh". All instances of a head dim share one
-# source, <family>_<pass>_<head dim>.cu: to read the headers takes as long as to compile a simple
-# kernel.
+# max(head_dim, value_dim). On Hopper, those of float8 and float32 have directories and functions of
+# their own: launch_<pass>_<dtype><kHeadDim, kGeneral> of "<family>/<pass>_<dtype>/launch.cuh"; those
+# of float8 take the scales, too. All instances of a head dim share one source, <family>_<pass>_<head
+# dim>.cu: to read the headers takes as long as to compile a simple kernel.
 #
 #   add_attention_source(<name> ARCHITECTURES <entry>... SOURCE <file>)
 #
@@ -118,17 +119,23 @@ function(generate_wgmma)
 endfunction()
 
 function(add_attention_instances family pass)
-  cmake_parse_arguments(PARSE_ARGV 2 arg "GENERAL_ONLY" "" "ARCHITECTURES;DTYPES;HEAD_DIMS")
+  cmake_parse_arguments(PARSE_ARGV 2 arg "GENERAL_ONLY;PLAIN_ONLY" "" "ARCHITECTURES;DTYPES;HEAD_DIMS")
   set(variants false true)
   if(arg_GENERAL_ONLY)
     set(variants true)
+  elseif(arg_PLAIN_ONLY)
+    set(variants false)
   endif()
   string(REGEX MATCH "[0-9]+" family_number ${family})
   set(header ${family}/${pass}/launch.cuh)
   set(table ${pass})
   set(scales "")
-  if(arg_DTYPES STREQUAL float8)
-    set(header ${family}/${pass}_float8/launch.cuh)
+  set(own "")  # the dtype, if it has a directory and functions of its own
+  if(family STREQUAL sm90 AND arg_DTYPES MATCHES "^(float32|float8)$")
+    set(own ${arg_DTYPES})
+    set(header ${family}/${pass}_${own}/launch.cuh)
+  endif()
+  if(own STREQUAL float8)
     set(table ${pass}_float8)
     set(scales "const jax_flash::Scales&, ")
   endif()
@@ -141,8 +148,8 @@ function(add_attention_instances family pass)
           continue()
         endif()
         set(launch "${family}::launch_${pass}<${element_of_${dtype}}, ${head_dim}, ${general}>")
-        if(dtype STREQUAL float8)
-          set(launch "${family}::launch_${pass}_float8<${head_dim}, ${general}>")
+        if(own)
+          set(launch "${family}::launch_${pass}_${own}<${head_dim}, ${general}>")
         endif()
         string(APPEND instantiations "\ntemplate jax_flash::Status jax_flash::${launch}(\n"
           "    const jax_flash::${params_of_${pass}}&, ${scales}const jax_flash::Choice&, "
@@ -178,6 +185,12 @@ function(finish_attention_instances target)
       "template <int kHeadDim, bool kGeneral>\n"
       "Status launch_forward_float8(const Forward& params, const Scales& scales,\n"
       "                             const Choice& choice, cudaStream_t stream);\n"
+      "template <int kHeadDim, bool kGeneral>\n"
+      "Status launch_forward_float32(const Forward& params, const Choice& choice,\n"
+      "                              cudaStream_t stream);\n"
+      "template <int kHeadDim, bool kGeneral>\n"
+      "Status launch_backward_float32(const Backward& params, const Choice& choice,\n"
+      "                               cudaStream_t stream);\n"
       "}  // namespace jax_flash::${family}\n")
   endforeach()
   foreach(pass forward forward_float8 backward)

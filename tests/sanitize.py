@@ -54,7 +54,8 @@ EXPLAINED_RACES: tuple[tuple[str | None, str, str], ...] = (
         "who starts a copy to where threads have read has the proxy fence",
     ),
     (
-        "mbarrier_leader", r"sm90::(forward_float8|wide_bias_gradient)_kernel<",
+        "mbarrier_leader",
+        r"sm90::(forward_float8|forward_float32|float32_(key|query)|wide_bias_gradient)_kernel<",
         "one thread arrives at a barrier for its warp, after __syncwarp() or after a vote on what "
         "all its threads have read",
     ),
@@ -184,6 +185,7 @@ def cases(tool: str):
         *wide_cases(few, everything),
         *bias_gradient_cases(),
         *float8_cases(few),
+        *tf32_cases(few),
     )
 
 
@@ -255,6 +257,20 @@ def bias_gradient_cases():
     )  # fmt: skip
 
 
+def tf32_cases(few: bool):
+    """Calls of Hopper's kernels for float32."""
+    tf32, heads = ("tf32", True), {"batch": 1, "heads": 16, "kv_heads": 1}
+    long, wide = {"q_len": 151, "kv_len": 1045, **heads}, {"q_len": 130, "kv_len": 530, **heads}
+    units = wide if few else wide | {"heads": 160, "kv_heads": 16}
+    lengths = ("lengths", "qk")
+    return (
+        ("float32", (64, 64), (tf32, lengths, ("sinks", True), ("dlse", True)), False, long),
+        ("float32", (50, 36), (tf32, ("causal", True), ("offset", "align")), True, long),
+        ("float32", (128, 128), (tf32, ("mask", "BS"), ("window", (300, 40))), False, wide),
+        ("float32", (100, 72), (tf32, ("mask", "BS"), ("dlse", True)), False, units),
+    )
+
+
 def float8_cases(few: bool):
     """Calls of float8 operands, after `quantize`: what shares a scale, and a rotation's seed."""
     small = {"batch": 1, "q_len": 150, "kv_len": 270, "heads": 2, "kv_heads": 1}
@@ -294,6 +310,8 @@ def families_of(dtype: str, dims: tuple[int, int], features, families: list[str]
     """Those families of a GPU that take a case."""
     if "fp8" in dict(features):
         return [family for family in families if family == "flash_sm90"]
+    if "tf32" in dict(features):  # Hopper's kernels for float32 take what is not asked of a family
+        return ["flash" for family in families if family == "flash_sm90"]
     if dtype == "float32":
         return [family for family in families if family == "flash_sm80"]
     if max(dims) > 256 and has_modifiers(features):
@@ -325,7 +343,7 @@ def inputs_of(dtype: str, dims: tuple[int, int], features, shape: dict[str, int]
     """The arrays of a case, in whose first batch entry lengths leave most of the tokens."""
     from cases import Case, make_inputs
 
-    features = tuple(feature for feature in features if feature[0] != "fp8")
+    features = tuple(feature for feature in features if feature[0] not in ("fp8", "tf32"))
     case = Case(
         "sanitize", **shape, dtype=dtype, head_dim=dims[0], value_dim=dims[1], features=features
     )
@@ -350,6 +368,7 @@ def run_cases(tool: str, only: str, part: int) -> None:
     sys.path.insert(0, str(_TESTS))
     import jax
     from cases import check
+    from oracle import TF32
     from test_cases import run
     from test_gpu import FAMILIES
     from test_gpu_fp8 import compare
@@ -372,7 +391,8 @@ def run_cases(tool: str, only: str, part: int) -> None:
             if tool in ("memcheck", "initcheck"):
                 on_hopper = family == "flash_sm90" and dtype == "bfloat16"
                 capped = on_hopper and "soft_cap" in dict(features)
-                check(results, inputs, logit_error=3.5e-4 * capped)
+                rounded = TF32 * ("tf32" in dict(features))
+                check(results, inputs, logit_error=3.5e-4 * capped, product_error=rounded)
             arrays = {"out": results.out, "lse": results.lse, **results.grads}
             tensor_copies = by_tensor_copies(family, dims, features, deterministic, own_shape)
             for name, array in arrays.items():

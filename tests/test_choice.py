@@ -166,6 +166,50 @@ FLOAT8_NAMED = [
 ]
 
 
+FLOAT32_NAMED = [
+    ("TF32", 64, {"head_dim": 64}), ("TF32", 128, {"head_dim": 100, "is_causal": True}),
+]  # fmt: skip
+FLOAT32_DIMS = {dim for name, dim in ffi.native.cuda_recipes() if name == "TF32"}
+
+
+@pytest.mark.skipif(not {64, 128} <= FLOAT32_DIMS, reason="a build without head dim 64 or 128")
+@pytest.mark.parametrize(
+    "call",
+    [
+        {"head_dim": 64}, {"head_dim": 33, "value_dim": 7}, {"head_dim": 64, "value_dim": 128},
+        {"kv_heads": 2, "is_causal": True}, {"deterministic": True}, {"lengths": True},
+        {"mask": (4, 1, 1, 4096)}, {"mask": (1, 16, 1, 4096), "is_causal": True},
+        {"local_window_size": (100, 0)}, {"sinks": shape(16, dtype=jnp.float32)},
+    ],
+    ids=str,
+)  # fmt: skip
+def test_hopper_multiplies_many_queries_and_keys_of_float32_in_tf32(call):
+    call = {"dtype": jnp.float32, **call}
+    widest = max(call.get("head_dim", 128), call.get("value_dim", 0))
+    for pass_, name in (("forward", "TF32"), ("backward", "two kernels, TF32")):
+        kernel = kernels(**call)[pass_]
+        assert (kernel.family, kernel.name) == (90, name)
+        assert "many queries and keys" in kernel.reason
+        if pass_ == "forward":
+            assert kernel.tile == (128, 128 if widest <= 64 else 64)
+        others = [{"gpu": A100}, {"precision": "highest"}, {"implementation": "flash_sm80"}]
+        others += [
+            {"q_len": 64, "kv_len": 4096},
+            {"kv_len": 150},
+            {"head_dim": 32, "value_dim": 32},
+        ]
+        others += [{"head_dim": 136, "value_dim": 136}, {"scale": -1.0}, {"segments": True}]
+        others += [{"logits_soft_cap": 9.0}, {"mask": (4, 1, call.get("q_len", 4096), 4096)}]
+        if "mask" in call:
+            others += [{"kv_heads": 2, "mask": (1, 16, 1, 4096)}]  # of query heads
+        for other in others:
+            changed = call | other
+            if changed.get("mask"):
+                keys = changed.get("kv_len") or changed.get("q_len", 4096)
+                changed["mask"] = (*changed["mask"][:3], keys)
+            assert kernels(**changed)[pass_].family == 80, other
+
+
 GUIDE = pathlib.Path(__file__).resolve().parent.parent / "docs/guide/troubleshooting.md"
 
 
@@ -537,7 +581,7 @@ def test_what_has_other_kernels_than_decoding_with_modifiers(call):
 
 
 def test_every_recipe_is_chosen_by_some_call():
-    named = {(name, head_dim) for name, head_dim, _ in (*NAMED, *FLOAT8_NAMED)}
+    named = {(name, head_dim) for name, head_dim, _ in (*NAMED, *FLOAT8_NAMED, *FLOAT32_NAMED)}
     assert named == set(ffi.native.cuda_recipes())
 
 
@@ -742,7 +786,7 @@ def test_backward_kernel_for_narrow_values():
 def test_any_head_dim_has_a_kernel():
     assert kernels(head_dim=100) == kernels(head_dim=104)
     assert kernels(head_dim=60, value_dim=100) == kernels(head_dim=64, value_dim=104)
-    assert kernels(head_dim=100, dtype=jnp.float32)["forward"].family == 80
+    assert kernels(head_dim=100, dtype=jnp.float32, segments=True)["forward"].family == 80
     assert kernels(head_dim=520) == {}
 
 

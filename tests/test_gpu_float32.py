@@ -15,10 +15,13 @@ from cases import (
     make_inputs,
     random_case,
 )
-from oracle import TF32
+from oracle import TF32, Results
 from test_cases import run
-from test_gpu import check_poison_beyond_lengths
+from test_gpu import FAMILIES, check_poison_beyond_lengths
+from test_gpu_masks import spoil_forbidden_keys
 from test_masking import check_query_without_keys
+
+import jax_flash
 
 pytestmark = pytest.mark.gpu
 
@@ -44,6 +47,109 @@ def verify(case: Case, precision: str, **options) -> None:
 @pytest.mark.parametrize("case", [*TABLE, *ADDITIVE_MASKS, *BY_DISTANCE], ids=str)
 def test_feature(case, precision):
     verify(case, precision)
+
+
+# Hopper's kernels for float32 take many queries and keys, and no modifier but a mask of keys.
+MANY = {"q_len": 600, "kv_len": 1100}
+FOR_HOPPER = [
+    (),
+    (("causal", True),),
+    (("causal", True), ("offset", "align")),
+    (("causal", True), ("offset", "random")),
+    (("causal", True), ("offset", "extreme")),
+    (("window", (70, 9)),),
+    (("window", (0, None)), ("causal", True)),
+    (("window", (3, 500)), ("offset", "random")),
+    (("traced_window", (90, -1)), ("causal", True)),
+    (("lengths", "q"),),
+    (("lengths", "k"), ("sinks", True)),
+    (("lengths", "qk"), ("causal", True), ("offset", "random"), ("dlse", True)),
+    (("sinks", True), ("dlse", True)),
+    (("scale", 1.0), ("causal", True), ("sinks", True)),
+    (("mask", "BS"),),
+    (("mask", "S"), ("causal", True), ("dlse", True)),
+    (("pattern", ("left", "B")), ("causal", True), ("sinks", True)),
+    (("pattern", ("right", "B")), ("lengths", "qk")),
+    (("pattern", ("middle", "B")), ("window", (90, 9)), ("offset", "random")),
+    (("pattern", ("tiles", "B")),),
+    (("pattern", ("last", "B")), ("dlse", True)),
+    (("pattern", ("none", "")), ("sinks", True)),
+]
+
+
+def run_on_hopper(inputs) -> Results:
+    """The results, on Hopper by its kernels for float32."""
+    if "flash_sm90" in FAMILIES:
+        names = ("query", "key", "value")
+        explained = jax_flash.explain(*(getattr(inputs, n) for n in names), **inputs.options)
+        found = [kernel.name for kernel in explained.kernels.values()]
+        assert found == ["TF32", "two kernels, TF32"]
+    return run(inputs, None, precision="default")
+
+
+def verify_on_hopper(case: Case) -> None:
+    inputs = make_inputs(case)
+    check(run_on_hopper(inputs), inputs, product_error=TF32)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (33, 64), (100, 72), (40, 128)], ids=str)
+@pytest.mark.parametrize("features", FOR_HOPPER, ids=str)
+def test_many_queries_and_keys(features, dims):
+    sizes = {"head_dim": dims[0], "value_dim": dims[1], **MANY}
+    verify_on_hopper(Case("many", features=features, **sizes))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("features", [(), (("causal", True), ("offset", "align"))], ids=str)
+@pytest.mark.parametrize("q_len", [128, 129, 191, 700])
+@pytest.mark.parametrize("kv_len", [1024, 1025, 1087, 1100])
+def test_many_of_any_number(kv_len, q_len, features, head_dim):
+    case = Case("many", q_len=q_len, kv_len=kv_len, head_dim=head_dim, value_dim=head_dim)
+    fields = {"heads": 16, "kv_heads": 2, "std": 3.0, "features": features}
+    verify_on_hopper(dataclasses.replace(case, **fields))
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("unmapped", [(), ("query",), ("key", "value"), ("value",)], ids=str)
+def test_many_under_vmap(unmapped, head_dim):
+    case = Case("many", batch=3, head_dim=head_dim, value_dim=head_dim, unmapped=unmapped, **MANY)
+    verify_on_hopper(case)
+
+
+@pytest.mark.parametrize("head_dim", [50, 64, 100, 128])
+@pytest.mark.parametrize("features", [(), (("causal", True), ("offset", "align"))], ids=str)
+def test_poison_beyond_lengths_of_many(features, head_dim):
+    """At head dim 50, rows begin at any multiple of 4 bytes."""
+    sizes = {"head_dim": head_dim, "value_dim": head_dim, **MANY}
+    features = (("lengths", "qk"), ("dlse", True), *features)
+    check_poison_beyond_lengths(Case("poison", features=features, **sizes))
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 100)], ids=str)
+@pytest.mark.parametrize("pattern", ["left", "middle", "tiles"])
+@pytest.mark.parametrize("causal", [False, True])
+def test_masks_of_keys_that_heads_have(causal, pattern, dims):
+    """What a mask forbids may be NaN."""
+    features = (("pattern", (pattern, "BN")), *((("causal", True),) if causal else ()))
+    sizes = {"head_dim": dims[0], "value_dim": dims[1], "heads": 4, "kv_heads": 4}
+    case = Case("heads", q_len=1030, kv_len=1100, features=features, **sizes)
+    inputs = make_inputs(case)
+    clean = run_on_hopper(inputs)
+    check(clean, inputs, product_error=TF32)
+    spoil_forbidden_keys(inputs)
+    for name, x in run_on_hopper(inputs).arrays().items():
+        np.testing.assert_array_equal(x, clean.arrays()[name], err_msg=name)
+
+
+@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("factor", [1.0, 30.0, 1000.0])
+def test_logits_that_rise(head_dim, factor):
+    """Each tile of keys, from the last to the first, has greater logits than those before."""
+    case = Case("rising", batch=1, q_len=300, kv_len=1100, heads=8, kv_heads=1)
+    inputs = make_inputs(dataclasses.replace(case, head_dim=head_dim, value_dim=head_dim))
+    inputs.query[..., 0] = 1
+    inputs.key[..., 0] = np.arange(1100)[::-1, None] // 64 * (factor / 20)
+    check(run_on_hopper(inputs), inputs, product_error=TF32)
 
 
 @each_precision
@@ -111,7 +217,10 @@ def test_tiles_of_less_shared_memory(index, head_dim, smem_kb, precision):
     if smem_kb == 99 and head_dim > 128:
         head_dim = 96  # more has no backward pass
     case = random_case(index, sizes=(63, 65, 129, 300))
-    verify(dataclasses.replace(case, head_dim=head_dim, value_dim=head_dim), precision)
+    case = dataclasses.replace(case, head_dim=head_dim, value_dim=head_dim, dtype="float32")
+    inputs = make_inputs(case)
+    got = run(inputs, "flash_sm80", precision=precision)
+    check(got, inputs, product_error=product_error(case, precision))
 
 
 @each_precision

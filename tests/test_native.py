@@ -214,10 +214,52 @@ def test_workspace_for_values_in_float16(changed, copied):
         "batch": 6, "q_len": 512, "kv_len": 10_000, "heads": 8, "kv_heads": 2, "head_dim": 128,
         "value_dim": 128, "dtype": "bfloat16", "segments": False, "bias": True,
         "soft_cap_or_dropout": False, "mask_matrices": 0, "mask_rows": 0, "value_matrices": 2,
+        "exact": False,
     }  # fmt: skip
     bytes_needed = ffi.native.cuda_forward_workspace_bytes(**call | changed)
     values = 2 * 10_000 * 128 * 2
     assert (values <= bytes_needed < 1.3 * values) if copied else bytes_needed < 0.3 * values
+
+
+@pytest.mark.skipif(not ffi.native.has_cuda(), reason="a build without CUDA kernels")
+@pytest.mark.parametrize(
+    ("changed", "needed"),
+    [
+        ({}, True),
+        ({"mask_matrices": 2, "mask_rows": 1}, True),
+        ({"mask_matrices": 2, "mask_rows": 3000}, False),
+        ({"exact": True}, False),
+        ({"q_len": 100}, False),
+        ({"kv_len": 200}, False),
+        ({"head_dim": 32, "value_dim": 32}, False),
+        ({"head_dim": 129}, False),
+        ({"dtype": "bfloat16"}, False),
+    ],
+)
+def test_workspace_for_tiles_of_float32(changed, needed):
+    """As much as keys and values; in the backward pass, four times queries and three times keys."""
+    call = {
+        "batch": 2, "q_len": 3000, "kv_len": 20000, "heads": 8, "kv_heads": 2, "head_dim": 100,
+        "value_dim": 128, "dtype": "float32", "segments": False, "mask_matrices": 0,
+        "mask_rows": 0, "exact": False, **changed,
+    }  # fmt: skip
+    forward = ffi.native.cuda_forward_workspace_bytes(
+        **call, bias=False, soft_cap_or_dropout=False, value_matrices=4
+    )
+    backward, modified = (
+        ffi.native.cuda_backward_workspace_bytes(
+            **call, deterministic=False, distances=False, banded=False, modified=modified
+        )
+        for modified in (False, True)
+    )
+    queries, keys = 2 * 8 * 3008 * 128 * 4, 2 * 2 * 20032 * 128 * 4
+    if needed:
+        assert 2 * keys <= forward < 2.01 * keys
+        tiles = 4 * queries + 3 * keys
+        assert tiles <= backward - modified < 1.001 * tiles
+    else:
+        assert forward < keys
+        assert backward == modified
 
 
 @pytest.mark.skipif(not ffi.native.has_cuda(), reason="a build without CUDA kernels")
@@ -240,7 +282,7 @@ def test_workspace_of_a_part_of_the_batch(dtype, of_query, of_key):
     needed = ffi.native.cuda_forward_workspace_bytes(
         batch=math.prod(map(int, made[0].split("x"))), q_len=1, kv_len=129, heads=64, kv_heads=64,
         head_dim=128, value_dim=128, dtype=dtype, segments=False, bias=False,
-        soft_cap_or_dropout=False, mask_matrices=0, mask_rows=0, value_matrices=0,
+        soft_cap_or_dropout=False, mask_matrices=0, mask_rows=0, value_matrices=0, exact=False,
     )  # fmt: skip
     assert int(made[1]) == needed > 0
 
@@ -255,7 +297,7 @@ def backward_workspace(
         batch=batch, q_len=q_len, kv_len=kv_len, heads=heads, kv_heads=kv_heads or heads,
         head_dim=head_dim, value_dim=value_dim, dtype="bfloat16", segments=segments,
         deterministic=deterministic, distances=False, banded=banded, mask_matrices=int(key_mask),
-        mask_rows=int(key_mask),
+        mask_rows=int(key_mask), exact=False, modified=segments,
     )  # fmt: skip
 
     def multiple(size, of):

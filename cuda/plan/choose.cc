@@ -12,6 +12,7 @@
 #include "plan/decode.h"
 #include "plan/decode_sm80.h"
 #include "plan/divisor.h"
+#include "plan/float32_tiles.h"
 #include "plan/float8.h"
 #include "plan/half_values.h"
 #include "plan/mask_words.h"
@@ -115,7 +116,8 @@ Status choose_family(const Forward& params, int32_t family, bool fits_90, const 
   if (choice.head_dim > kMaxUndividedHeadDim && choice.general) choice.head_dim = 0;
   if (choice.head_dim == 0 && family != 90) {
     choice.family = 80;
-    if (family == 0 && device.capability == 90 && !fits_90 && find(90, choice.general) != 0) {
+    if (family == 0 && device.capability == 90 && !fits_90 && find(90, choice.general) != 0 &&
+        params.query.dtype != DType::kFloat32) {
       choice.reason = "Hopper's copy engine does not take that many batch axes";
     }
     choice.head_dim = find(80, choice.general);
@@ -201,6 +203,33 @@ bool choose_one_row(const Backward& params, int32_t family, const FindInstance& 
   choice.reason = kOneRowReason;
   choice.queries = 1;
   choice.keys = sm80::decode_warps(head_dim) * sm80::decode_warp_keys(head_dim, false);
+  return true;
+}
+
+// Returns whether all queries that a block of keys meets share its part of the mask: those of all
+// query heads of a key/value head.
+bool key_block_has_one_mask(const Forward& params) {
+  return has_key_mask(params) &&
+         (params.mask.head == 0 || params.shape.heads == params.shape.kv_heads);
+}
+
+// Chooses Hopper's kernels for float32 if they take the call and are faster: they multiply in TF32,
+// and take no modifier but a mask of keys. Returns whether they are chosen.
+bool choose_float32(const Forward& params, bool is_backward, int32_t family, const Device& device,
+                    const FindInstance& find, Choice& choice) {
+  const Shape& shape = params.shape;
+  const bool bare = modifiers_of(params) == kNoModifier;
+  const bool masked = has_key_mask_alone(params) && key_block_has_one_mask(params);
+  if (params.query.dtype != DType::kFloat32 || family != 0 || device.capability != 90 ||
+      choice.exact || params.options.smem_limit > 0 || !(bare || masked) ||
+      !sm90::takes_float32(shape, is_backward, masked) ||
+      find(90, false) != sm90::float32_head_dim(shape)) {
+    return false;
+  }
+  choice.family = 90;
+  choice.head_dim = sm90::float32_head_dim(shape);
+  choice.general = false;
+  choice.reason = "products are in TF32, and there are many queries and keys";
   return true;
 }
 
@@ -513,13 +542,6 @@ Found choose_modified(const Forward& params, int32_t head_dim, const Device& dev
   }
 }
 
-// Returns whether all queries that a block of keys meets share its part of the mask: those of all
-// query heads of a key/value head.
-bool key_block_has_one_mask(const Backward& params) {
-  return has_key_mask(params) &&
-         (params.mask.head == 0 || params.shape.heads == params.shape.kv_heads);
-}
-
 // Returns the index of the backward kernel that is compiled for these modifiers, or -1.
 int32_t narrow_backward(const Backward& params, uint32_t modifiers, int32_t head_dim) {
   if (params.options.deterministic || params.relative_bias) return -1;
@@ -556,14 +578,30 @@ Found choose_float8(const Forward& params, bool& mask_as_segments) {
   return {Recipe::kFloat8Modified, "the operands are float8, with segments or a soft cap"};
 }
 
+// Describes the kernel of a recipe, for the instance of choice.head_dim.
+Status set_recipe(Recipe recipe, Choice& choice) {
+  choice.row = sm90::recipe_row(recipe, choice.head_dim);
+  if (choice.row < 0) return Status::internal("jax_flash: a kernel was chosen that does not exist");
+  const sm90::RecipeRow& row = sm90::kRecipes[choice.row];
+  choice.name = row.name;
+  choice.queries = row.queries();
+  choice.keys = row.keys;
+  return {};
+}
+
 }  // namespace
 
 Status choose_forward(const Forward& params, int32_t family, const Device& device,
                       const FindInstance& find, Choice& choice) {
   if (Status status = check_call(params); !status.ok()) return status;
   choice.exact = multiplies_exactly(params.shape, params.options);
-  const bool fits = fits_copy_engine(params.shape, {&params.query}, {&params.key, &params.value});
+  const bool float32 = params.query.dtype == DType::kFloat32;
+  const bool fits =
+      !float32 && fits_copy_engine(params.shape, {&params.query}, {&params.key, &params.value});
   if (choose_decode(params, family, fits, device, find, choice)) return {};
+  if (choose_float32(params, false, family, device, find, choice)) {
+    return set_recipe(Recipe::kFloat32, choice);
+  }
   if (Status status = choose_family(params, family, fits, device, find, choice); !status.ok()) {
     return status;
   }
@@ -580,14 +618,8 @@ Status choose_forward(const Forward& params, int32_t family, const Device& devic
                                 : choice.general
                                     ? choose_modified(params, head_dim, device, as_segments)
                                     : choose_plain(params, head_dim, device);
-  choice.row = sm90::recipe_row(recipe, choice.head_dim);
-  if (choice.row < 0) return Status::internal("jax_flash: a kernel was chosen that does not exist");
-  const sm90::RecipeRow& row = sm90::kRecipes[choice.row];
-  choice.name = row.name;
   choice.reason = reason;
-  choice.queries = row.queries();
-  choice.keys = row.keys;
-  return {};
+  return set_recipe(recipe, choice);
 }
 
 Status choose_backward(const Backward& params, int32_t family, const Device& device,
@@ -600,9 +632,15 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
                                       {"dvalue", params.dvalue}}) {
     if (Status status = check_operand(name, params.shape, operand); !status.ok()) return status;
   }
-  const bool fits = fits_copy_engine(params.shape, {&params.query, &params.out, &params.dout},
+  const bool fits = params.query.dtype != DType::kFloat32 &&
+                    fits_copy_engine(params.shape, {&params.query, &params.out, &params.dout},
                                      {&params.key, &params.value});
   if (choose_one_row(params, family, find, choice)) return {};
+  if (choose_float32(params, true, family, device, find, choice)) {
+    choice.name = "two kernels, TF32";
+    choice.queries = choice.keys = sm90::Float32Gradient::kTileRows;
+    return {};
+  }
   if (Status status = choose_family(params, family, fits, device, find, choice); !status.ok()) {
     return status;
   }
@@ -663,7 +701,12 @@ int64_t forward_workspace_bytes(const Shape& shape, DType dtype, const ForwardFe
   const int64_t span_bytes =
       features.segments || mask_of_keys ? SegmentSpans::bytes(shape) : int64_t{0};
   if (features.segments) return std::max(span_bytes, decode_bytes);
-  if (dtype == DType::kFloat32) return decode_bytes;  // the rest is for 16 bits
+  if (dtype == DType::kFloat32) {  // the rest is for 16 bits
+    const bool tiles = !features.exact && !features.bias && !features.others &&
+                       (!masked || mask_of_keys) && sm90::takes_float32(shape, false, masked);
+    sm90::Float32Tiles plan;
+    return std::max(decode_bytes, tiles ? sm90::Float32Tiles::plan(shape, nullptr, plan) : 0);
+  }
   int64_t bytes = masked ? sm90::MaskWords::bytes(shape, features.mask_matrices, features.mask_rows)
                          : sm90::DecodeWorkspace::bytes(shape);
   const bool is_matrix_alone = features.bias != masked && !mask_of_keys && !features.others;
@@ -684,6 +727,7 @@ int64_t forward_workspace_bytes(const Forward& params) {
   features.mask_matrices = params.mask ? mask.matrices() : 0;
   features.mask_rows = mask.rows;
   features.value_matrices = sm90::ValueMatrices(shape, params.value).count();
+  features.exact = options.high_precision;
   return forward_workspace_bytes(shape, params.query.dtype, features);
 }
 
@@ -691,8 +735,14 @@ int64_t backward_workspace_bytes(const Shape& shape, const BackwardFeatures& fea
   // The instance is not chosen yet. Up to the next multiple of 64 covers every instance's head dim.
   const int64_t head_dim = (std::max(shape.head_dim, shape.value_dim) + 63) / 64 * 64;
   BackwardWorkspace workspace;
-  const int64_t bytes = BackwardWorkspace::plan(shape, head_dim, features, nullptr, workspace);
+  int64_t bytes = BackwardWorkspace::plan(shape, head_dim, features, nullptr, workspace);
   if (!features.is_float32) return bytes;
+  const bool masked = features.mask_matrices > 0, mask_of_keys = masked && features.mask_rows == 1;
+  if (!features.exact && !features.modified && (!masked || mask_of_keys) &&
+      sm90::takes_float32(shape, true, masked)) {
+    sm90::Float32Gradient tiles;
+    bytes += sm90::Float32Gradient::plan(shape, nullptr, tiles);
+  }
   return std::max(bytes, sm80::DecodeParts::gradient_bytes(shape));
 }
 

@@ -41,6 +41,7 @@ struct ForwardFeatures {
   int64_t mask_matrices = 0;            // the product of the mask's batch axes and heads, or 0
   int32_t mask_rows = 0;                // T, or 1 if all queries share a row of the mask
   int64_t value_matrices = 0;           // the product of V's batch axes and heads
+  bool exact = false;                   // true if products are as exact as those of float32
 };
 
 // Return the bytes that a pass needs at Forward::workspace, enough for every kernel and device. If

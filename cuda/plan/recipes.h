@@ -8,6 +8,7 @@
 
 #include <cstdint>
 
+#include "plan/float32_tiles.h"
 #include "plan/modifiers.h"
 
 // `python benchmarks/run.py ablation` overrides these switches; the values below are shipped.
@@ -76,7 +77,11 @@ enum class Recipe : int32_t {
   kColumns,  // head dims above 256: two consumers divide the columns of 64 queries' output
   kFloat8,
   kFloat8Modified,
+  kFloat32,
 };
+
+// The operands of a kernel.
+enum class Operands { k16Bits, kFloat8, kFloat32 };
 
 // Returns the number of keys in a tile of the kernels that read a mask as words.
 constexpr int mask_words_keys(int head_dim) { return head_dim <= 128 ? 128 : 80; }
@@ -95,7 +100,7 @@ struct RecipeRow {
   BiasPlace bias = BiasPlace::kNone;
   int32_t fewer_values = 0;
   bool bfloat16_only = false;
-  bool float8 = false;  // true if the kernel takes float8 operands, and no others
+  Operands operands = Operands::k16Bits;
 
   constexpr bool mask_words() const {
     return recipe == Recipe::kMaskWords || recipe == Recipe::kMaskWordsTriple ||
@@ -103,7 +108,8 @@ struct RecipeRow {
   }
   // True for a kernel of two modifiers.
   constexpr bool is_pair() const {
-    return !float8 && modifiers != kEveryModifier && (modifiers & (modifiers - 1)) != 0;
+    return operands == Operands::k16Bits && modifiers != kEveryModifier &&
+           (modifiers & (modifiers - 1)) != 0;
   }
   constexpr int32_t queries() const { return 64 * consumers / key_groups; }
   constexpr bool exists() const { return ahead == ScoresAhead::kNo || kHasScoresAhead; }
@@ -117,7 +123,14 @@ constexpr RecipeRow float8_row(int32_t head_dim, bool modified) {
                 modified ? uint32_t{kSegments | kSoftCap} : uint32_t{kNoModifier},
                 2,
                 128};
-  row.float8 = true;
+  row.operands = Operands::kFloat8;
+  return row;
+}
+
+constexpr RecipeRow float32_row(int32_t head_dim) {
+  RecipeRow row{
+      Recipe::kFloat32, "TF32", head_dim, head_dim, kNoModifier, 2, Float32Tiles::keys(head_dim)};
+  row.operands = Operands::kFloat32;
   return row;
 }
 
@@ -238,6 +251,9 @@ inline constexpr RecipeRow kRecipes[] = {
     float8_row(128, true),
     float8_row(192, true),
     float8_row(256, true),
+    // Operands of float32 at default precision (sm90/forward_float32).
+    float32_row(64),
+    float32_row(128),
 };
 inline constexpr int kRecipeCount = sizeof(kRecipes) / sizeof(kRecipes[0]);
 

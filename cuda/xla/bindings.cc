@@ -90,22 +90,22 @@ int64_t cuda_forward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_le
                                      int32_t kv_heads, int32_t head_dim, int32_t value_dim,
                                      const std::string& dtype, bool segments, bool bias,
                                      bool soft_cap_or_dropout, int64_t mask_matrices,
-                                     int32_t mask_rows, int64_t value_matrices) {
+                                     int32_t mask_rows, int64_t value_matrices, bool exact) {
   const Shape shape = make_shape(batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim);
   return forward_workspace_bytes(
       shape, make_dtype(dtype),
-      {segments, bias, soft_cap_or_dropout, mask_matrices, mask_rows, value_matrices});
+      {segments, bias, soft_cap_or_dropout, mask_matrices, mask_rows, value_matrices, exact});
 }
 
 int64_t cuda_backward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_len, int32_t heads,
                                       int32_t kv_heads, int32_t head_dim, int32_t value_dim,
                                       const std::string& dtype, bool segments, bool deterministic,
                                       bool distances, bool banded, int64_t mask_matrices,
-                                      int32_t mask_rows) {
+                                      int32_t mask_rows, bool exact, bool modified) {
   const Shape shape = make_shape(batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim);
   const bool is_float32 = make_dtype(dtype) == DType::kFloat32;
-  return backward_workspace_bytes(
-      shape, {segments, deterministic, distances, banded, mask_matrices, mask_rows, is_float32});
+  return backward_workspace_bytes(shape, {segments, deterministic, distances, banded, mask_matrices,
+                                          mask_rows, is_float32, exact, modified});
 }
 
 // Describes the arrays of an abstract call by (name of the dtype, dimensions). The choice of a
@@ -207,14 +207,15 @@ bool has_cuda() {
 #endif
 }
 
-// Returns [(pass, family, dtype, head_dim)], the table of CUDA instances in CMakeLists.txt. A call
-// with a head dim in between runs on the next larger instance.
+// Returns [(pass, family, dtype, head_dim)], the table of CUDA instances in CMakeLists.txt that
+// take modifiers. A call with a head dim in between runs on the next larger instance.
 nb::list cuda_instances() {
   nb::list all;
 #ifdef JAX_FLASH_WITH_CUDA
   const auto add = [&all](const char* pass, const auto& table) {
     for (const auto& instance : table) {
-      if (!instance.general) continue;  // a plain instance has a general one, too
+      // Others have one of the same dtype that takes modifiers, of the same or another family.
+      if (!instance.general) continue;
       all.append(nb::make_tuple(pass, instance.family, name_of(instance.dtype), instance.head_dim));
     }
   };
@@ -245,12 +246,12 @@ NB_MODULE(_native, module) {
              nb::arg("q_len"), nb::arg("kv_len"), nb::arg("heads"), nb::arg("kv_heads"),
              nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("dtype"), nb::arg("segments"),
              nb::arg("bias"), nb::arg("soft_cap_or_dropout"), nb::arg("mask_matrices"),
-             nb::arg("mask_rows"), nb::arg("value_matrices"));
+             nb::arg("mask_rows"), nb::arg("value_matrices"), nb::arg("exact"));
   module.def("cuda_backward_workspace_bytes", &cuda_backward_workspace_bytes, nb::arg("batch"),
              nb::arg("q_len"), nb::arg("kv_len"), nb::arg("heads"), nb::arg("kv_heads"),
              nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("dtype"), nb::arg("segments"),
              nb::arg("deterministic"), nb::arg("distances"), nb::arg("banded"),
-             nb::arg("mask_matrices"), nb::arg("mask_rows"));
+             nb::arg("mask_matrices"), nb::arg("mask_rows"), nb::arg("exact"), nb::arg("modified"));
 #endif
 }
 

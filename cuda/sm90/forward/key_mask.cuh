@@ -22,6 +22,7 @@
 #include "sm90/forward/parts.cuh"
 #include "sm90/forward/plan.cuh"
 #include "sm90/forward/schedule.cuh"
+#include "sm90/key_mask.cuh"
 #include "status.h"
 #include "tile/band.cuh"
 #include "tile/launch.cuh"
@@ -32,12 +33,6 @@ namespace jax_flash::sm90 {
 struct KeyHull {
   int32_t first, end;  // equal if it allows none
   bool has_holes;
-};
-
-// Holds the bits of a tile's keys. Bit 2 n + e of word w is key 8 n + 2 w + e: a thread's columns
-// are those of word threadIdx.x % 4.
-struct KeyBits {
-  uint32_t words[4];
 };
 
 // Gives the kernels access to a mask: for each [batch, heads] that it has, a hull, and KeyBits for

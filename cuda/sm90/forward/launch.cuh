@@ -120,7 +120,7 @@ using RowConfig =
 // Returns whether the instance compiles the row's kernel.
 template <typename Element, int kHeadDim, bool kGeneral>
 constexpr bool has_row(const RecipeRow& row) {
-  return row.exists() && !row.float8 && row.head_dim == kHeadDim &&
+  return row.exists() && row.operands == Operands::k16Bits && row.head_dim == kHeadDim &&
          (row.modifiers != kNoModifier) == kGeneral &&
          (std::is_same_v<Element, __nv_bfloat16> || !row.bfloat16_only);
 }

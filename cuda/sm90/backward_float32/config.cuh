@@ -1,0 +1,160 @@
+// Defines tile sizes and the shared-memory plans of Hopper's backward kernels for float32.
+//
+// Both kernels keep two tiles of kTileRows rows of the operands that a block owns, and read those
+// of the other side into a ring of slots, each of which holds one tile, or a part of one.
+#pragma once
+
+#include <cstdint>
+
+#include "plan/float32_tiles.h"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/tma.cuh"
+#include "sm90/float32_tiles.cuh"
+#include "sm90/forward/config.cuh"
+#include "sm90/ring.cuh"
+#include "tile/smem_tile.cuh"
+
+namespace jax_flash::sm90 {
+
+// kOwned: the number of operands that a block owns. kSlotRows: rows of a tile in a slot.
+template <int kHeadDimension, int kOwned, int kSlotRows>
+struct Float32BackwardConfig {
+  static constexpr int kHeadDim = kHeadDimension, kRows = kSlotRows;
+  static constexpr int kTileRows = Float32Gradient::kTileRows;
+  static constexpr int kConsumers = 2, kThreads = kWarpgroup * (kConsumers + 1);
+  static constexpr int kOwnRows = kConsumers * kTileRows;  // that a block owns
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+
+  using OwnTile = SmemTile<kTileRows, 2 * kHeadDim>;
+  using SlotTile = SmemTile<kRows, 2 * kHeadDim>;
+  using TransposedTile = SmemTile<kHeadDim, 2 * kRows>;
+  static constexpr int kOwnBytes = OwnTile::kBytes, kSlotBytes = SlotTile::kBytes;
+  static_assert(TransposedTile::kBytes == kSlotBytes);
+
+  static constexpr int kSlotsOffset = kOwned * kConsumers * kOwnBytes;
+  static constexpr int kFit = (kSmemLimit - 2 * kStaticSmemBytes - kSlotsOffset) / kSlotBytes;
+  static constexpr int kSlots = kFit < 8 ? kFit : 8;
+  static constexpr int kSmemBytes = kSlotsOffset + kSlots * kSlotBytes;
+};
+
+// Lays out static shared memory.
+template <typename Config>
+struct Float32BackwardNotes {
+  alignas(16) float statistics[Config::kSlots][Config::kTileRows];  // of the rows in a slot
+  alignas(16) Float32Keys keys[Config::kSlots];                     // of the keys in a slot
+  uint64_t barriers[1 + 2 * Config::kSlots];
+};
+
+// Gives the addresses of a block's tiles and barriers. A `full` barrier completes its phase when a
+// slot has been filled, an `empty` one when every consumer warp has finished with the slot.
+template <typename Config>
+struct Float32BackwardSmem {
+  uint32_t root, barriers;
+  float (*statistics)[Config::kTileRows];
+  Float32Keys* keys;
+
+  __device__ __forceinline__ Float32BackwardSmem(uint32_t tiles,
+                                                 Float32BackwardNotes<Config>& notes)
+      : root(tiles),
+        barriers(ptx::shared_address(notes.barriers)),
+        statistics(notes.statistics),
+        keys(notes.keys) {}
+
+  // Returns the tile of a warpgroup of the `operand`-th operand that the block owns.
+  __device__ __forceinline__ typename Config::OwnTile own(int operand, int group) const {
+    return {root,
+            static_cast<uint32_t>((operand * Config::kConsumers + group)) * Config::kOwnBytes};
+  }
+  __device__ __forceinline__ uint32_t slot_offset(uint32_t slot) const {
+    return Config::kSlotsOffset + slot * Config::kSlotBytes;
+  }
+  __device__ __forceinline__ typename Config::SlotTile plain(uint32_t slot) const {
+    return {root, slot_offset(slot)};
+  }
+  __device__ __forceinline__ typename Config::TransposedTile transposed(uint32_t slot) const {
+    return {root, slot_offset(slot)};
+  }
+  __device__ __forceinline__ uint32_t own_full() const { return barriers; }
+  __device__ __forceinline__ uint32_t full(uint32_t slot) const { return barriers + 8 + slot * 8; }
+  __device__ __forceinline__ uint32_t empty(uint32_t slot) const {
+    return barriers + 8 + (Config::kSlots + slot) * 8;
+  }
+
+  __device__ __forceinline__ void init_barriers() const {
+    ptx::mbarrier_init(own_full(), 1);
+    for (uint32_t slot = 0; slot < Config::kSlots; ++slot) {
+      ptx::mbarrier_init(full(slot), 1);
+      ptx::mbarrier_init(empty(slot), Config::kConsumers * 4 * kWarpArrivals);
+    }
+    ptx::fence_mbarrier_init();
+  }
+};
+
+// Fills shared memory. Used by one thread.
+template <typename Config>
+struct Float32BackwardProducer {
+  const Float32BackwardSmem<Config>& smem;
+  RingState<Config::kSlots> slot;
+
+  // Copies the block's own tiles of an operand: those from `from` on, `count` of which exist.
+  __device__ __forceinline__ void load_own(int operand, const float* from, int32_t count) const {
+#pragma unroll
+    for (int group = 0; group < Config::kConsumers; ++group) {
+      const auto tile = smem.own(operand, group);
+      // A tile that does not exist is replaced by the first: its results are not stored.
+      ptx::cp_async_bulk_load(tile.root + tile.offset,
+                              from + (group < count ? group : 0) * (Config::kOwnBytes / 4),
+                              Config::kOwnBytes, smem.own_full());
+    }
+  }
+
+  // Copies rows from kRows * part on of a tile, and their statistics, if there are any.
+  __device__ __forceinline__ void load_plain(const float* tile, int part,
+                                             const float* statistics = nullptr) {
+    const uint32_t full = begin(statistics ? Config::kRows * 4 : 0);
+    copy_plain(tile, part, full);
+    if (statistics) {
+      ptx::cp_async_bulk_load(ptx::shared_address(smem.statistics[slot.stage]), statistics,
+                              Config::kRows * 4, full);
+    }
+    slot.advance();
+  }
+  // Copies keys from kRows * part on of a tile, and the tile's bits.
+  __device__ __forceinline__ void load_keys(const float* from, int part, const KeyBits* bits,
+                                            int32_t step, bool last) {
+    const uint32_t full = begin(sizeof(KeyBits), step, last);
+    copy_plain(from, part, full);
+    ptx::cp_async_bulk_load(ptx::shared_address(&smem.keys[slot.stage].bits), bits, sizeof(KeyBits),
+                            full);
+    slot.advance();
+  }
+  __device__ __forceinline__ void load_transposed(const float* tile, int part) {
+    const uint32_t full = begin(0);
+    ptx::cp_async_bulk_load(smem.root + smem.slot_offset(slot.stage),
+                            tile + part * (Config::kSlotBytes / 4), Config::kSlotBytes, full);
+    slot.advance();
+  }
+
+ private:
+  __device__ __forceinline__ void copy_plain(const float* tile, int part, uint32_t full) const {
+    constexpr int kPiece = Config::kRows * 128, kPanel = Config::kTileRows * 128;
+    const uint32_t to = smem.root + smem.slot_offset(slot.stage);
+#pragma unroll
+    for (int panel = 0; panel < Config::kSlotBytes / kPiece; ++panel) {
+      ptx::cp_async_bulk_load(to + panel * kPiece, tile + (panel * kPanel + part * kPiece) / 4,
+                              kPiece, full);
+    }
+  }
+  // Waits for the slot, and returns the barrier for its copies, of so many more bytes.
+  __device__ __forceinline__ uint32_t begin(uint32_t more_bytes, int32_t step = 0,
+                                            bool last = false) const {
+    ptx::mbarrier_wait_asleep(smem.empty(slot.stage), slot.parity ^ 1);
+    smem.keys[slot.stage].tile = step;
+    smem.keys[slot.stage].last = last;
+    ptx::mbarrier_arrive_expect_tx(smem.full(slot.stage), Config::kSlotBytes + more_bytes);
+    return smem.full(slot.stage);
+  }
+};
+
+}  // namespace jax_flash::sm90

@@ -1,0 +1,254 @@
+// Computes dK and dV of float32 operands with warpgroup-level matrix instructions of TF32.
+//
+//   for each query head of the group, for each tile of rows that may attend to the block's keys
+//     S^T = K Q^T,  dP^T = V dO^T
+//     P^T = 2^(scale log2(e) S^T - lse),  dS^T = P^T (dP^T - delta)   lse in log2 units
+//     dV += P^T dO,  dK += dS^T Q                                     P^T and dS^T from registers
+//
+// A block owns 128 keys of a head, each of two consumer warpgroups 64 of them. The first warp of
+// the first warpgroup starts the copies. In shared memory are the block's tiles of K, those of V,
+// and a ring of slots, which Q, dO, and dO and Q transposed take in turn. S and dP of a step start
+// before dV and dK of the step before are done.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+#include "plan/backward_workspace.h"
+#include "plan/float32_tiles.h"
+#include "ptx/math.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/warpgroup.cuh"
+#include "sm90/backward_float32/config.cuh"
+#include "sm90/float32_products.cuh"
+#include "sm90/float32_tiles.cuh"
+#include "sm90/key_mask.cuh"
+#include "sm90/ring.cuh"
+#include "tile/band.cuh"
+#include "tile/batch_index.cuh"
+#include "tile/block_place.cuh"
+#include "tile/float32_rows.cuh"
+#include "tile/matmul.cuh"
+#include "tile/softmax.cuh"
+
+namespace jax_flash::sm90 {
+
+// At head dim 128, a step has half of a tile's rows: K and V take more shared memory.
+template <int kHeadDim>
+using Float32KeyConfig = Float32BackwardConfig<kHeadDim, 2, (kHeadDim <= 64 ? 64 : 32)>;
+
+// Names what a block works on. It is in shared memory, since registers are scarce.
+struct Float32KeyWork {
+  int32_t group, kv_head, key0;
+  int64_t batch_index;
+  Band band;
+  Range steps;        // of query rows
+  int64_t key_index;  // of the block's first key tile in the workspace
+  int32_t own_tiles;  // the number of its key tiles that exist
+};
+
+// Called by a whole warp.
+template <typename Config>
+__device__ __forceinline__ Float32KeyWork describe_keys(const Backward& params,
+                                                        const Float32Gradient& tiles) {
+  constexpr int kKeys = Config::kOwnRows;
+  const Shape& shape = params.shape;
+  const KeyTilePlace<kKeys> place(params, blockIdx.x, false);
+  Float32KeyWork work;
+  work.group = shape.heads / shape.kv_heads;
+  work.kv_head = place.kv_head;
+  work.key0 = place.tile * kKeys;
+  work.batch_index = place.batch_index;
+  work.band = Band(params, BatchIndex(shape, place.batch_index));
+  work.steps = q_tiles<Config::kRows>(work.band, work.key0, work.key0 + kKeys);
+  const int32_t first = work.key0 / Config::kTileRows;
+  work.key_index = (place.batch_index * shape.kv_heads + place.kv_head) * tiles.key_tiles + first;
+  work.own_tiles = min(tiles.key_tiles - first, Config::kConsumers);
+  if (last_key_tile(tiles.bits + work.key_index, 0, work.own_tiles) < 0) work.steps = {0, 0};
+  return work;
+}
+
+template <typename Config>
+__device__ __forceinline__ void produce_queries(const Backward& params,
+                                                const BackwardWorkspace& workspace,
+                                                const Float32Gradient& tiles,
+                                                const Float32KeyWork& work,
+                                                const Float32BackwardSmem<Config>& smem) {
+  constexpr int kParts = Config::kTileRows / Config::kRows, kTile = Config::kOwnBytes / 4;
+  if (work.steps.first >= work.steps.end) return;
+  const Shape& shape = params.shape;
+  Float32BackwardProducer<Config> producer{smem};
+  const int64_t own = work.key_index * kTile;
+  ptx::mbarrier_arrive_expect_tx(smem.own_full(), 2 * Config::kConsumers * Config::kOwnBytes);
+  producer.load_own(0, tiles.key + own, work.own_tiles);
+  producer.load_own(1, tiles.value + own, work.own_tiles);
+  for (int32_t in_group = 0; in_group < work.group; ++in_group) {
+    const int64_t head = work.batch_index * shape.heads + work.kv_head * work.group + in_group;
+    for (int32_t step = work.steps.first; step < work.steps.end; ++step) {
+      const int64_t tile = (head * tiles.query_tiles + step / kParts) * kTile;
+      const int part = step % kParts;
+      const int64_t row = workspace.row_index(head, step * Config::kRows);
+      producer.load_plain(tiles.query + tile, part, workspace.lse_log2 + row);
+      producer.load_plain(tiles.dout + tile, part, workspace.delta + row);
+      producer.load_transposed(tiles.dout_transposed + tile, part);
+      producer.load_transposed(tiles.query_transposed + tile, part);
+    }
+  }
+}
+
+template <typename Config>
+struct Float32KeyConsumer {
+  static constexpr int kN = Config::kRows / 8, kGradientN = Config::kHeadDim / 8;
+  const Float32KeyWork& work;
+  const Float32BackwardSmem<Config>& smem;
+  float to_log2;
+  uint32_t allowed;  // bit 0: some query may attend to the thread's first key; bit 8: to the other
+
+  float scores[kN][4], dscores[kN][4];
+  uint32_t weights[kN][4], dweights[kN][4];  // P and dS, rounded
+  float dkey[1][kGradientN][4], dvalue[1][kGradientN][4];
+  RingState<Config::kSlots> slot;
+
+  static __device__ __forceinline__ int group() { return threadIdx.x / kWarpgroup - 1; }
+  static __device__ __forceinline__ int warp_row() {  // among the block's keys
+    return threadIdx.x / 32 * 16 - 64;
+  }
+
+  __device__ __forceinline__ void await(uint32_t count) const {
+    const auto at = slot.next(count);
+    ptx::mbarrier_wait(smem.full(at.stage), at.parity);
+  }
+
+  // Sets scores to -inf where the query may not attend to the key.
+  __device__ __forceinline__ void mask(int32_t row0) {
+    forbid_key_rows(scores, allowed);
+    if (work.band.all_allowed(row0, min(row0 + Config::kRows, work.band.q_len),
+                              work.key0 + group() * 64, work.key0 + group() * 64 + 64)) {
+      return;
+    }
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const int32_t row = row0 + fragment_col(n, e);
+        const int32_t key = work.key0 + warp_row() + fragment_row(0, e);
+        const bool allowed = key >= work.band.first_col(row) && key < work.band.end_col(row);
+        scores[n][e] = allowed ? scores[n][e] : minus_infinity();
+      }
+    }
+  }
+
+  // Computes P from S.
+  __device__ __forceinline__ void exponentials() {
+    const float* lse = smem.statistics[slot.stage];
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 of = *reinterpret_cast<const float2*>(lse + fragment_col(n, 0));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        scores[n][e] =
+            ptx::ex2_approx_ftz(fmaf(scores[n][e], to_log2, -(e % 2 == 0 ? of.x : of.y)));
+      }
+    }
+  }
+  // Computes dS from P and dP.
+  __device__ __forceinline__ void differentiate() {
+    const float* delta = smem.statistics[slot.next(1).stage];
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float2 of = *reinterpret_cast<const float2*>(delta + fragment_col(n, 0));
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        dscores[n][e] = scores[n][e] * (dscores[n][e] - (e % 2 == 0 ? of.x : of.y));
+      }
+    }
+  }
+
+  // The slots from `slot` on hold Q, dO, and dO and Q transposed. All products are awaited: there
+  // are no registers for those of two steps.
+  __device__ __forceinline__ void step(int32_t row0) {
+    await(0);
+    start_product<Config::kHeadDim>(scores, smem.own(0, group()), smem.plain(slot.stage));
+    await(1);
+    start_product<Config::kHeadDim>(dscores, smem.own(1, group()), smem.plain(slot.next(1).stage));
+    ptx::wgmma_wait_group<1>();
+    ptx::wgmma_results(scores);
+    mask(row0);
+    exponentials();
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_results(dscores);
+    round_operands(scores, weights);
+    differentiate();
+    round_operands(dscores, dweights);
+    __syncwarp();
+    arrive_warp(smem.empty(slot.stage));
+    arrive_warp(smem.empty(slot.next(1).stage));
+    await(2);
+    start_addition(dvalue[0], weights, smem.transposed(slot.next(2).stage));
+    await(3);
+    start_addition(dkey[0], dweights, smem.transposed(slot.next(3).stage));
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_results(dvalue[0]);
+    ptx::wgmma_results(dkey[0]);
+    arrive_warp(smem.empty(slot.next(2).stage));
+    arrive_warp(smem.empty(slot.next(3).stage));
+    slot.advance(4);
+  }
+
+  __device__ __forceinline__ void find_allowed(const KeyBits* bits) {
+    const int lane = threadIdx.x % 32, block = threadIdx.x / 32 % 4 * 2;  // of eight keys
+    const uint32_t word = group() < work.own_tiles ? bits[group()].words[lane / 8] : 0;
+    const uint32_t keys = word >> (2 * block + lane / 4 % 2);
+    allowed = (keys & 1) | (keys >> 2 & 1) << 8;
+  }
+
+  __device__ __forceinline__ void run(const Backward& params, const Float32Gradient& tiles) {
+    find_allowed(tiles.bits + work.key_index);
+    set_zero(dkey);
+    set_zero(dvalue);
+    if (work.steps.first < work.steps.end) {
+      ptx::mbarrier_wait(smem.own_full(), 0);
+      for (int32_t head = 0; head < work.group; ++head) {
+        for (int32_t at = work.steps.first; at < work.steps.end; ++at) step(at * Config::kRows);
+      }
+    }
+    const int32_t key = work.key0 + warp_row();
+    const BatchIndex batch(params.shape, work.batch_index);
+    const auto rows_of = [&](const Operand& operand, int32_t cols) {
+      return Float32Rows(batch.pointer<float>(operand, work.kv_head) + key * operand.row,
+                         operand.row, cols);
+    };
+    const int32_t left = params.shape.kv_len - key;
+    store_gradient(rows_of(params.dkey, params.shape.head_dim), left, params.options.scale,
+                   dkey[0]);
+    store_gradient(rows_of(params.dvalue, params.shape.value_dim), left, 1.0f, dvalue[0]);
+  }
+};
+
+template <typename Config>
+__global__ void __launch_bounds__(Config::kThreads, 1)
+    float32_key_kernel(const __grid_constant__ Backward params, const BackwardWorkspace workspace,
+                       const Float32Gradient tiles) {
+  extern __shared__ __align__(1024) uint8_t dynamic[];
+  __shared__ Float32BackwardNotes<Config> notes;
+  __shared__ Float32KeyWork work;
+  const Float32BackwardSmem<Config> smem(ptx::shared_address(dynamic), notes);
+  if (threadIdx.x < 32) {
+    const Float32KeyWork described = describe_keys<Config>(params, tiles);
+    if (threadIdx.x == 0) {
+      work = described;
+      smem.init_barriers();
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x < kWarpgroup) {
+    ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+    if (threadIdx.x == 0) produce_queries<Config>(params, workspace, tiles, work, smem);
+  } else {
+    ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+    Float32KeyConsumer<Config>{work, smem, params.options.scale * kLog2E}.run(params, tiles);
+  }
+}
+
+}  // namespace jax_flash::sm90

@@ -1,0 +1,285 @@
+// Prepares operands for Hopper's kernels for float32: rounds them to TF32, transposes some of them,
+// and writes tiles that one plain copy each brings to shared memory (plan/float32_tiles.h).
+//
+// wgmma takes operands of TF32 only with a contiguous inner dimension. A tile of rows serves
+// products that sum over columns, and a transposed tile those that sum over rows. The layout is
+// that of a SmemTile of twice as many columns of 16 bits, whose swizzle wgmma reads.
+//
+// The inner dimension may have any order, if both operands of a product have the same. Three orders
+// save work in the kernels:
+//   columns of tiles             A thread that reads an operand itself reads four contiguous
+//                                columns, for two steps: of 16 columns, place 8 s + 4 e + t has
+//                                column 4 t + 2 s + e.
+//   rows of transposed tiles     A thread's accumulators of S or dP are its operands of the next
+//                                product: of 8 rows, place 4 e + t has row 2 t + e.
+//   columns of transposed tiles  A thread's accumulators of the result are four contiguous columns
+//                                (Float32Rows): of 16 columns, place 8 e + 2 t + s has column
+//                                4 t + 2 s + e.
+//
+// Keys and values that no query may attend to become zeros, and so do queries that do not exist: a
+// product of NaN with a P or dS of 0 would be NaN. Keys that a mask forbids for all queries are
+// known here: for each tile of keys there are bits of those that some query may attend to.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+#include "plan/backward_workspace.h"
+#include "plan/float32_tiles.h"
+#include "plan/mask_matrices.h"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/tf32.cuh"
+#include "status.h"
+#include "tile/band.cuh"
+#include "tile/batch_index.cuh"
+#include "tile/launch.cuh"
+#include "tile/smem_tile.cuh"
+#include "tile/softmax.cuh"
+
+namespace jax_flash::sm90 {
+
+inline constexpr int kTilesThreads = 256;
+
+// Names an operand, and where its tiles go.
+struct TilesOf {
+  Operand from;
+  bool queries = false;  // true if rows are queries, false if they are keys
+  bool vectors = false;  // true if four columns can be read at a time
+  int32_t heads = 0, cols = 0, tiles = 0;
+  float *plain = nullptr, *transposed = nullptr;  // these may be null
+  KeyBits* bits = nullptr;
+};
+// Holds what the backward pass knows of rows. `out`, `lse` and `dlse` are operands, the other two
+// are those of BackwardWorkspace.
+struct GradientStatistics {
+  Operand out, lse, dlse;
+  float *lse_log2 = nullptr, *delta = nullptr;
+  int32_t rows = 0;  // per head
+
+  GradientStatistics() = default;
+  GradientStatistics(const Backward& params, const BackwardWorkspace& workspace)
+      : out(params.out),
+        lse(params.lse),
+        dlse(params.dlse),
+        lse_log2(workspace.lse_log2),
+        delta(workspace.delta),
+        rows(workspace.rows) {}
+};
+struct AllTiles {
+  static constexpr int kMost = 4;
+  TilesOf of[kMost];
+  int32_t count = 0;
+  int32_t* counter = nullptr;  // if not null, the kernel sets it to 0
+  int dout = -1;               // the number of dO among the operands, in the backward pass
+  GradientStatistics statistics;
+
+  void add(const Shape& shape, const Operand& from, bool queries, int32_t cols, int32_t tiles,
+           float* plain, float* transposed, KeyBits* bits = nullptr) {
+    const bool vectors = has_vectors(from, 4, 16) && cols % 4 == 0;
+    const int32_t heads = queries ? shape.heads : shape.kv_heads;
+    of[count++] = {from, queries, vectors, heads, cols, tiles, plain, transposed, bits};
+  }
+};
+
+// Describes a key tile in a stage. The producer warp writes it for consumers.
+struct alignas(16) Float32Keys {
+  KeyBits bits;  // they arrive with the keys
+  int32_t tile = 0;
+  bool last = false;  // true if it is the query tile's last one
+};
+
+// Returns whether a row takes part in products.
+__device__ __forceinline__ bool takes_part(const Forward& params, const TilesOf& of,
+                                           const BatchIndex& batch, const Band& band, int32_t head,
+                                           int32_t row) {
+  if (of.queries) return row < band.q_len;
+  if (row >= band.kv_len || band.first_row(row) >= band.end_row(row + 1)) return false;
+  // If the mask differs among heads, each key/value head has one query head.
+  return !params.mask || batch.pointer<const uint8_t>(params.mask, head)[row * params.mask.col];
+}
+
+// Reads a tile of an operand into shared memory, rounded. `exists`: which rows take part.
+template <int kRows, int kCols>
+__device__ __forceinline__ void read_rows(const TilesOf& of, const float* from,
+                                          const bool (&exists)[kRows],
+                                          float (&stored)[kRows][kCols + 1]) {
+  constexpr int kLoads = kRows * kCols / 4 / kTilesThreads, kRowLoads = kCols / 4;
+  float x[kLoads][4] = {};
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {  // all loads are in flight together
+    const int place = threadIdx.x + i * kTilesThreads, col = place % kRowLoads * 4;
+    const int row = place / kRowLoads;
+    const float* at = from + row * of.from.row + col;
+    if (!exists[row]) continue;
+    if (of.vectors) {
+      if (col >= of.cols) continue;
+      const float4 four = __ldg(reinterpret_cast<const float4*>(at));
+      x[i][0] = four.x, x[i][1] = four.y, x[i][2] = four.z, x[i][3] = four.w;
+    } else {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (col + e < of.cols) x[i][e] = __ldg(at + e);
+      }
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kLoads; ++i) {
+    const int place = threadIdx.x + i * kTilesThreads;
+    float* to = &stored[place / kRowLoads][place % kRowLoads * 4];
+#pragma unroll
+    for (int e = 0; e < 4; ++e) {
+      to[e] = __uint_as_float(ptx::round_to_tf32(__float_as_uint(x[i][e])));
+    }
+  }
+}
+
+// Computes lse in log2 units and delta = sum(dO * O) - dlse of a tile's rows. dO is rounded, as in
+// dP, so that the rounding errors cancel where dP and delta nearly do.
+template <int kRows, int kCols>
+__device__ __forceinline__ void write_statistics(const GradientStatistics& of,
+                                                 const BatchIndex& batch, int64_t batch_head,
+                                                 int32_t head, int32_t row0, int32_t cols,
+                                                 const bool (&exists)[kRows],
+                                                 const float (&dout)[kRows][kCols + 1]) {
+  constexpr int kWarps = kTilesThreads / 32;
+  const int lane = threadIdx.x % 32;
+  const float* out = batch.pointer<const float>(of.out, head) + row0 * of.out.row;
+  const float* lse = batch.pointer<const float>(of.lse, head) + row0 * of.lse.row;
+  float sums[kRows / kWarps] = {};
+#pragma unroll
+  for (int i = 0; i < kRows / kWarps; ++i) {  // all loads are in flight together
+    const int row = i * kWarps + threadIdx.x / 32;
+    if (!exists[row]) continue;
+#pragma unroll
+    for (int col = 0; col < kCols; col += 32) {
+      const float x = col + lane < cols ? __ldg(out + row * of.out.row + col + lane) : 0.0f;
+      sums[i] = fmaf(x, __uint_as_float(__float_as_uint(dout[row][col + lane]) & ptx::kTf32Bits),
+                     sums[i]);
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < kRows / kWarps; ++i) {
+#pragma unroll
+    for (int distance = 16; distance > 0; distance /= 2) {
+      sums[i] += __shfl_xor_sync(0xffffffff, sums[i], distance);
+    }
+    const int row = i * kWarps + threadIdx.x / 32;
+    if (lane != 0 || row0 + row >= of.rows) continue;
+    const float own = exists[row] ? lse[row * of.lse.row] : minus_infinity();
+    const bool dead = own == minus_infinity();
+    float delta = dead ? 0.0f : sums[i];
+    if (of.dlse && !dead) {
+      delta -= batch.pointer<const float>(of.dlse, head)[(row0 + row) * of.dlse.row];
+    }
+    of.lse_log2[batch_head * of.rows + row0 + row] = dead ? -minus_infinity() : own * kLog2E;
+    of.delta[batch_head * of.rows + row0 + row] = delta;
+  }
+}
+
+// Writes a tile [rows][columns].
+template <int kRows, int kCols>
+__device__ __forceinline__ void write_plain(float* tile, const float (&stored)[kRows][kCols + 1]) {
+#pragma unroll
+  for (int i = threadIdx.x; i < kRows * kCols / 4; i += kTilesThreads) {
+    const int chunk = i % 8, row = i / 8 % kRows, panel = i / (8 * kRows);
+    const int col = panel * 32 + chunk / 4 * 16 + chunk / 2 % 2 * 2 + chunk % 2;
+    *reinterpret_cast<float4*>(tile + panel * (kRows * 32) + row * 32 + (chunk ^ row) % 8 * 4) =
+        make_float4(stored[row][col], stored[row][col + 4], stored[row][col + 8],
+                    stored[row][col + 12]);
+  }
+}
+
+// Writes a tile [columns][rows].
+template <int kRows, int kCols>
+__device__ __forceinline__ void write_transposed(float* tile,
+                                                 const float (&stored)[kRows][kCols + 1]) {
+#pragma unroll
+  for (int i = threadIdx.x; i < kRows * kCols / 4; i += kTilesThreads) {
+    const int chunk = i % 8, place = i / 8 % kCols, panel = i / (8 * kCols);
+    const int col = place / 16 * 16 + place / 2 % 4 * 4 + place % 2 * 2 + place / 8 % 2;
+    const int row = panel * 32 + chunk / 2 * 8 + chunk % 2;
+    *reinterpret_cast<float4*>(tile + panel * (kCols * 32) + place * 32 + (chunk ^ place) % 8 * 4) =
+        make_float4(stored[row][col], stored[row + 2][col], stored[row + 4][col],
+                    stored[row + 6][col]);
+  }
+}
+
+// Writes the bits of a tile of keys. Called by the first four warps.
+template <int kRows>
+__device__ __forceinline__ void write_bits(KeyBits* bits, bool exists) {
+  static_assert(kRows <= 128);
+  const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  const uint32_t keys = __ballot_sync(0xffffffff, exists);
+  uint32_t own = 0;  // those of this warp in a word
+#pragma unroll
+  for (int n = 0; n < 4; ++n) own |= (keys >> (8 * n + lane % 4 * 2) & 3) << 2 * n;
+  if (lane < 4) reinterpret_cast<uint8_t*>(&bits->words[lane])[warp] = static_cast<uint8_t>(own);
+}
+
+// Returns the last key tile in [first, end) with a key that some query may attend to, or first - 1.
+// Called by whole warps. `bits`: those of the head's first tile.
+__device__ __forceinline__ int32_t last_key_tile(const KeyBits* bits, int32_t first, int32_t end) {
+  for (; end > first; end -= 32) {
+    const int32_t mine = end - 1 - static_cast<int32_t>(threadIdx.x % 32);
+    uint4 words = {};
+    if (mine >= first) words = *reinterpret_cast<const uint4*>(bits + mine);
+    const uint32_t votes = __ballot_sync(0xffffffff, (words.x | words.y | words.z | words.w) != 0);
+    if (votes) return end - __ffs(votes);
+  }
+  return first - 1;
+}
+
+// Grid: for each operand, a block for each of its tiles. Heads vary fastest, so that neighbours in
+// memory are read at the same time.
+template <int kRows, int kCols>
+__global__ void __launch_bounds__(kTilesThreads)
+    float32_tiles_kernel(const __grid_constant__ Forward params,
+                         const __grid_constant__ AllTiles all) {
+  ptx::griddepcontrol_launch_dependents();
+  __shared__ float stored[kRows][kCols + 1];
+  __shared__ bool exists[kRows];
+  if (all.counter && blockIdx.x == 0 && threadIdx.x == 0) *all.counter = 0;
+  auto block = static_cast<int32_t>(blockIdx.x);
+  int operand = 0;
+  for (;; ++operand) {
+    const int32_t blocks =
+        static_cast<int32_t>(params.shape.batch) * all.of[operand].heads * all.of[operand].tiles;
+    if (block < blocks) break;
+    block -= blocks;
+  }
+  const TilesOf& of = all.of[operand];
+  const int32_t turn = block / of.heads, head = block - turn * of.heads;
+  const int32_t batch_index = turn / of.tiles, tile = turn - batch_index * of.tiles;
+  const int64_t index = (int64_t{batch_index} * of.heads + head) * of.tiles + tile;
+  const int64_t first = index * kRows * kCols;
+  const int32_t row0 = tile * kRows;
+  const BatchIndex batch(params.shape, batch_index);
+  if (threadIdx.x < 128) {
+    const int row = threadIdx.x;
+    const bool own =
+        row < kRows && takes_part(params, of, batch, Band(params, batch), head, row0 + row);
+    if (row < kRows) exists[row] = own;
+    if (of.bits) write_bits<kRows>(of.bits + index, own);
+  }
+  __syncthreads();
+  read_rows<kRows, kCols>(of, batch.pointer<const float>(of.from, head) + row0 * of.from.row,
+                          exists, stored);
+  __syncthreads();
+  if (operand == all.dout) {
+    write_statistics<kRows, kCols>(all.statistics, batch, int64_t{batch_index} * of.heads + head,
+                                   head, row0, of.cols, exists, stored);
+  }
+  if (of.plain) write_plain<kRows, kCols>(of.plain + first, stored);
+  if (of.transposed) write_transposed<kRows, kCols>(of.transposed + first, stored);
+}
+
+template <int kRows, int kCols>
+Status launch_float32_tiles(const Forward& params, const AllTiles& all, cudaStream_t stream) {
+  int64_t blocks = 0;
+  for (const TilesOf& of : all.of) blocks += params.shape.batch * of.heads * of.tiles;
+  return launch_kernel("sm90::float32_tiles_kernel", params.shape,
+                       float32_tiles_kernel<kRows, kCols>, blocks, kTilesThreads, 0, stream, params,
+                       all);
+}
+
+}  // namespace jax_flash::sm90

@@ -1,0 +1,109 @@
+// Defines tile sizes and the shared-memory plan of Hopper's forward kernel for float32.
+#pragma once
+
+#include <cstdint>
+
+#include "plan/float32_tiles.h"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
+#include "sm90/float32_tiles.cuh"
+#include "sm90/forward/config.cuh"
+#include "sm90/ring.cuh"
+#include "tile/band.cuh"
+#include "tile/smem_tile.cuh"
+
+namespace jax_flash::sm90 {
+
+// Describes a query tile. The producer warp writes it for consumers.
+struct Float32Work {
+  const float* query;  // this and the next two point to the tile's first row
+  float* out;
+  float* lse;
+  Band band;
+  int32_t row0;   // negative: there is no more work
+  bool has_keys;  // false if no row attends to a key
+  float sink_log2;
+};
+
+// Matrices of float32 are laid out as ones of twice as many columns of 16 bits: those have the
+// swizzle that wgmma reads.
+template <int kHeadDimension>
+struct Float32Config {
+  static constexpr int kHeadDim = kHeadDimension;
+  static constexpr int kConsumers = 2, kBlockQ = 64 * kConsumers;
+  static constexpr int kBlockKv = Float32Tiles::keys(kHeadDim);
+  static constexpr int kThreads = kWarpgroup * (kConsumers + 1);
+  static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
+
+  using KeyTile = SmemTile<kBlockKv, 2 * kHeadDim>;
+  using ValueTile = SmemTile<kHeadDim, 2 * kBlockKv>;  // keys contiguous
+  static constexpr int kTileBytes = Float32Tiles::kTileFloats * 4;
+  static_assert(KeyTile::kBytes == kTileBytes && ValueTile::kBytes == kTileBytes);
+
+  static constexpr int kQueryStages = 2;  // of descriptions: consumers read Q themselves
+  static constexpr int kStages = (kSmemLimit - kStaticSmemBytes) / (2 * kTileBytes);
+  static_assert(kStages >= 2);
+  static constexpr int kSmemBytes = kStages * 2 * kTileBytes;
+};
+
+// Lays out static shared memory.
+template <typename Config>
+struct Float32Notes {
+  alignas(16) Float32Keys keys[Config::kStages];
+  Float32Work works[Config::kQueryStages];
+  uint64_t barriers[2 * Config::kQueryStages + 4 * Config::kStages];
+};
+
+// Gives the addresses of a block's tiles and barriers. A `full` barrier completes its phase when a
+// stage has been filled, an `empty` one when every consumer warp has finished with the stage.
+template <typename Config>
+struct Float32Smem {
+  static constexpr uint32_t kArrivals = Config::kConsumers * 4 * kWarpArrivals;
+  uint32_t root, barriers;
+  Float32Keys* keys;
+  Float32Work* works;
+
+  __device__ __forceinline__ Float32Smem(uint32_t tiles, Float32Notes<Config>& notes)
+      : root(tiles),
+        barriers(ptx::shared_address(notes.barriers)),
+        keys(notes.keys),
+        works(notes.works) {}
+
+  __device__ __forceinline__ typename Config::KeyTile key(uint32_t stage) const {
+    return {root, stage * Config::kTileBytes};
+  }
+  __device__ __forceinline__ typename Config::ValueTile value(uint32_t stage) const {
+    return {root, (Config::kStages + stage) * Config::kTileBytes};
+  }
+  __device__ __forceinline__ uint32_t work_full(uint32_t stage) const {
+    return barriers + stage * 8;
+  }
+  __device__ __forceinline__ uint32_t work_empty(uint32_t stage) const {
+    return barriers + (Config::kQueryStages + stage) * 8;
+  }
+  __device__ __forceinline__ uint32_t key_full(uint32_t stage) const { return at(0, stage); }
+  __device__ __forceinline__ uint32_t key_empty(uint32_t stage) const { return at(1, stage); }
+  __device__ __forceinline__ uint32_t value_full(uint32_t stage) const { return at(2, stage); }
+  __device__ __forceinline__ uint32_t value_empty(uint32_t stage) const { return at(3, stage); }
+
+  __device__ __forceinline__ void init_barriers() const {
+    for (uint32_t stage = 0; stage < Config::kQueryStages; ++stage) {
+      ptx::mbarrier_init(work_full(stage), 1);
+      ptx::mbarrier_init(work_empty(stage), kArrivals);
+    }
+    for (uint32_t stage = 0; stage < Config::kStages; ++stage) {
+      ptx::mbarrier_init(key_full(stage), 1);
+      ptx::mbarrier_init(key_empty(stage), kArrivals);
+      ptx::mbarrier_init(value_full(stage), 1);
+      ptx::mbarrier_init(value_empty(stage), kArrivals);
+    }
+    ptx::fence_mbarrier_init();
+  }
+
+ private:
+  __device__ __forceinline__ uint32_t at(uint32_t kind, uint32_t stage) const {
+    return barriers + (2 * Config::kQueryStages + kind * Config::kStages + stage) * 8;
+  }
+};
+
+}  // namespace jax_flash::sm90

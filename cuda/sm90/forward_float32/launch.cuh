@@ -1,0 +1,54 @@
+// Launches the forward pass of float32 operands on Hopper.
+#pragma once
+
+#include <cstdint>
+
+#include "params.h"
+#include "plan/choice.h"
+#include "plan/float32_tiles.h"
+#include "sm90/float32_tiles.cuh"
+#include "sm90/forward/schedule.cuh"
+#include "sm90/forward_float32/config.cuh"
+#include "sm90/forward_float32/kernel.cuh"
+#include "sm90/forward_float32/plan.cuh"
+#include "status.h"
+#include "tile/launch.cuh"
+
+namespace jax_flash::sm90 {
+
+template <int kHeadDim, bool kGeneral>
+Status launch_forward_float32(const Forward& params, const Choice&, cudaStream_t stream) {
+  static_assert(!kGeneral);
+  using Config = Float32Config<kHeadDim>;
+  const Shape& shape = params.shape;
+  const int64_t q_tiles = ceil_div(shape.q_len, Config::kBlockQ);
+  Float32Tiles workspace;
+  Float32Tiles::plan(shape, params.workspace, workspace);
+  AllTiles tiles;
+  tiles.add(shape, params.key, false, shape.head_dim, workspace.tiles, workspace.key, nullptr,
+            workspace.bits);
+  tiles.add(shape, params.value, false, shape.value_dim, workspace.tiles, nullptr, workspace.value);
+  tiles.counter = workspace.counter;
+  Status status = launch_float32_tiles<Config::kBlockKv, kHeadDim>(params, tiles, stream);
+  int sms = 0;
+  if (status.ok()) status = multiprocessors(sms);
+  if (!status.ok()) return status;
+  QueryTileSchedule schedule(shape, static_cast<int32_t>(q_tiles),
+                             params.options.is_causal && q_tiles * shape.heads * shape.batch > sms);
+  // As in sm90/forward/launch.cuh.
+  const bool is_long = int64_t{shape.kv_len} * kHeadDim >= JAX_FLASH_SM90_LONG_UNIT / 2;
+  const bool in_turn = !is_long && schedule.units > sms;
+  if (in_turn) {
+    schedule.take_in_turn(sms);
+  } else if (is_long) {
+    schedule.set_apart(sms, 0);
+  } else {
+    schedule.deal(sms, 0.0, 0);
+  }
+  const Float32Plan plan(params, schedule, in_turn, workspace);
+  // The kernel begins while tiles are still being written (griddepcontrol).
+  return launch_grid(true, "sm90::forward_float32_kernel", shape, forward_float32_kernel<Config>,
+                     schedule.grid(), Config::kThreads, Config::kSmemBytes, stream, plan);
+}
+
+}  // namespace jax_flash::sm90

@@ -1,0 +1,107 @@
+// Implements the producer warp of Hopper's forward kernel for float32: it describes query tiles to
+// consumers, and copies tiles of K and V from the last key tile of each query tile to the first.
+#pragma once
+
+#include <cstdint>
+
+#include "modifiers/sinks.cuh"
+#include "ptx/atomic.cuh"
+#include "ptx/griddepcontrol.cuh"
+#include "ptx/mbarrier.cuh"
+#include "ptx/shared.cuh"
+#include "ptx/tma.cuh"
+#include "sm90/float32_tiles.cuh"
+#include "sm90/forward/schedule.cuh"
+#include "sm90/forward_float32/config.cuh"
+#include "sm90/forward_float32/plan.cuh"
+#include "sm90/ring.cuh"
+#include "tile/band.cuh"
+
+namespace jax_flash::sm90 {
+
+template <typename Config>
+struct Float32Producer {
+  const Float32Plan& plan;
+  const Float32Smem<Config>& smem;
+  RingState<Config::kQueryStages> work_stage;
+  RingState<Config::kStages> stage;
+
+  __device__ __forceinline__ Float32Work describe(const QueryTileIndex& q) const {
+    Float32Work work;
+    work.row0 = q.tile * Config::kBlockQ;
+    work.band = plan.band.of<false>(q.batch_axes);
+    work.query = plan.query.at<const float>(q, 0) + work.row0 * plan.query.row;
+    work.out = plan.out.at<float>(q, 0) + work.row0 * plan.out.row;
+    work.lse = plan.lse.at<float>(q, work.row0);
+    work.sink_log2 = read_sink(plan.sinks.data != nullptr, plan.sinks.at<const float>(q, 0));
+    return work;
+  }
+
+  // Passes a description to consumers.
+  __device__ __forceinline__ void pass(const Float32Work& work) {
+    ptx::mbarrier_wait_asleep(smem.work_empty(work_stage.stage), work_stage.parity ^ 1);
+    smem.works[work_stage.stage] = work;
+    ptx::mbarrier_arrive(smem.work_full(work_stage.stage));
+    work_stage.advance();
+  }
+
+  // Copies a tile of K and V. `index`: of the tile in the workspace.
+  __device__ __forceinline__ void load(int64_t index, int32_t tile, bool last) {
+    const int64_t offset = index * Float32Tiles::kTileFloats;
+    const uint32_t key_full = smem.key_full(stage.stage);
+    Float32Keys& keys = smem.keys[stage.stage];
+    ptx::mbarrier_wait_asleep(smem.key_empty(stage.stage), stage.parity ^ 1);
+    keys.tile = tile;
+    keys.last = last;
+    ptx::mbarrier_arrive_expect_tx(key_full, Config::kTileBytes + sizeof(KeyBits));
+    copy(plan.workspace.key + offset, smem.key(stage.stage), key_full);
+    ptx::cp_async_bulk_load(ptx::shared_address(&keys.bits), plan.workspace.bits + index,
+                            sizeof(KeyBits), key_full);
+    const uint32_t value_full = smem.value_full(stage.stage);
+    ptx::mbarrier_wait_asleep(smem.value_empty(stage.stage), stage.parity ^ 1);
+    ptx::mbarrier_arrive_expect_tx(value_full, Config::kTileBytes);
+    copy(plan.workspace.value + offset, smem.value(stage.stage), value_full);
+    stage.advance();
+  }
+  template <typename Tile>
+  static __device__ __forceinline__ void copy(const float* from, const Tile& to, uint32_t full) {
+    ptx::cp_async_bulk_load(to.root + to.offset, from, Tile::kBytes, full);
+  }
+
+  // Processes all query tiles of the block. Called by one warp, whose first lane starts the copies.
+  __device__ __forceinline__ void run() {
+    const bool leads = threadIdx.x % 32 == 0;
+    ptx::griddepcontrol_wait();
+    QueryTileCursor cursor{plan.schedule};
+    while (cursor.valid()) {
+      const QueryTileIndex q = cursor.index();
+      Float32Work work = describe(q);
+      const int64_t first = plan.first_tile(q);
+      const Range range =
+          kv_tiles<Config::kBlockKv>(work.band, work.row0, work.row0 + Config::kBlockQ);
+      const auto last_before = [&](int32_t end) {
+        return last_key_tile(plan.workspace.bits + first, range.first, end);
+      };
+      int32_t tile = last_before(range.end);
+      work.has_keys = tile >= range.first;
+      if (leads) pass(work);
+      while (tile >= range.first) {
+        const int32_t next = last_before(tile);
+        if (leads) load(first + tile, tile, next < range.first);
+        tile = next;
+      }
+      __syncwarp();
+      const int32_t unit = cursor.unit;
+      cursor.advance();
+      if (plan.in_turn && cursor.unit != unit) {
+        const int32_t taken = leads ? ptx::atomic_increment(plan.workspace.counter) : 0;
+        cursor.unit = plan.schedule.blocks + __shfl_sync(0xffffffff, taken, 0);
+      }
+    }
+    Float32Work end = {};
+    end.row0 = -1;
+    if (leads) pass(end);
+  }
+};
+
+}  // namespace jax_flash::sm90
