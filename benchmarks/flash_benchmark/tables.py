@@ -247,7 +247,7 @@ def _pairs() -> list[Case]:
 
 
 def _float32() -> list[Case]:
-    """Long, short and pair-biased (triangle attention) calls in float32.
+    """Long, short, padded and pair-biased (triangle attention) calls in float32.
 
     Products are in TF32; `JAX_DEFAULT_MATMUL_PRECISION=highest` in the environment makes those of
     every contender as exact as float32's.
@@ -256,6 +256,9 @@ def _float32() -> list[Case]:
         (4, 2048, 16, 64, True, ""), (4, 2048, 16, 64, False, "mask"),
         (1, 8192, 16, 128, True, ""), (64, 128, 8, 32, False, ""), (512, 64, 4, 64, False, ""),
         (1, 1024, 8, 64, False, ""), (768, 768, 4, 32, False, "bias"),
+        (4, 2048, 16, 96, True, ""), (4, 1024, 16, 128, False, ""),
+        (4, 1024, 16, 128, False, "padding"), (16, 512, 12, 64, False, "padding"),
+        (4, 1024, 16, 128, False, "bias"), (2, 2048, 8, 256, True, ""),
     ]  # fmt: skip
     return [
         Case("float32", batch, length, heads, dim, dtype="float32", is_causal=causal, feature=what)

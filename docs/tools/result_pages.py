@@ -286,6 +286,7 @@ _SPEED: dict[str, tuple[str, Any]] = {
     "short": ("Short calls, Pallas' own kernel included", [("targets", "us")]),
     "encoders": ("Many short sequences", [("encoders", "us")]),
     "padding": ("Padded batches", [("padding", "us")]),
+    "float32": ("float32", [("float32", "us")]),
     "plain": ("Plain forward calls that models train with", [("training", "us")]),
     "few": ("Few queries", [("few-queries", "us")]),
     "pooling": ("One query, trained", [("pooling", "us")]),
