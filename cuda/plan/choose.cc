@@ -74,8 +74,9 @@ Status check_call(const Forward& params) {
   return {};
 }
 
-// Returns whether the copy engine can fetch tiles of all these operands. The sm_90 family has no
-// other way to read them. `queries` have rows along T, `keys` along S.
+// Returns whether the copy engine can fetch tiles of all these operands. Except for
+// float32, the sm_90 family has no other way to read them. `queries` have rows along T, `keys`
+// along S.
 bool fits_copy_engine(const Shape& shape, const std::initializer_list<const Operand*>& queries,
                       const std::initializer_list<const Operand*>& keys) {
   const auto all_fit = [&](const auto& operands, int64_t rows) {

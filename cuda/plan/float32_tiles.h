@@ -1,5 +1,6 @@
 // Decides which float32 calls take Hopper's kernels of TF32 products (sm90/forward_float32,
-// sm90/backward_float32), and lays out tiles of their operands (sm90/float32_tiles.cuh).
+// sm90/backward_float32), and lays out tiles of their operands (sm90/float32_tiles.cuh). Also
+// defines KeyBits, which kernels of 16-bit calls share.
 #pragma once
 
 #include <algorithm>
@@ -17,7 +18,7 @@ struct KeyBits {
   uint32_t words[4];
 };
 
-// Return the head dim of the instance that takes a call.
+// Returns the head dim of the instance that takes a call.
 inline int32_t float32_head_dim(const Shape& shape) {
   return std::max(shape.head_dim, shape.value_dim) <= 64 ? 64 : 128;
 }
@@ -35,14 +36,14 @@ inline bool takes_float32(const Shape& shape, bool is_backward, bool has_mask) {
          shape.q_len >= 128 && std::min<int64_t>(rows, shape.kv_len) >= least;
 }
 
-// Lays out the workspace of the forward pass. A tile has kTileFloats numbers: of keys, and of
-// transposed values.
+// Lays out the workspace of the forward pass. A tile, of keys or of transposed values, has
+// kTileFloats numbers.
 struct Float32Tiles {
   static constexpr int kTileFloats = 8192;
 
   float *key = nullptr, *value = nullptr;
   KeyBits* bits = nullptr;     // of the keys of each tile
-  int32_t* counter = nullptr;  // of query tiles that blocks have taken; 0 when tiles are complete
+  int32_t* counter = nullptr;  // of units that blocks have taken; cleared with the tiles
   int32_t tiles = 0;           // for each batch entry and key/value head
 
   // Returns the keys of a tile.

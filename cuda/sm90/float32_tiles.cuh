@@ -5,8 +5,8 @@
 // products that sum over columns, and a transposed tile those that sum over rows. The layout is
 // that of a SmemTile of twice as many columns of 16 bits, whose swizzle wgmma reads.
 //
-// The inner dimension may have any order, if both operands of a product have the same. Three orders
-// save work in the kernels:
+// The inner dimension may have any order, if both operands of a product have the same. The columns
+// of a result have the order of its second operand's. Three orders save work in the kernels:
 //   columns of tiles             A thread that reads an operand itself reads four contiguous
 //                                columns, for two steps: of 16 columns, place 8 s + 4 e + t has
 //                                column 4 t + 2 s + e.
@@ -19,6 +19,13 @@
 // Keys and values that no query may attend to become zeros, and so do queries that do not exist: a
 // product of NaN with a P or dS of 0 would be NaN. Keys that a mask forbids for all queries are
 // known here: for each tile of keys there are bits of those that some query may attend to.
+//
+// In the backward pass, blocks of dO also compute delta = sum(dO * O) - dlse, and lse in log2
+// units.
+//
+// Roles of warps. All eight read and write a tile; the first four also find which rows take part.
+// Static shared memory holds the rounded tile, with one column more against bank conflicts, and a
+// flag for each row.
 #pragma once
 
 #include <cstdint>
@@ -49,8 +56,8 @@ struct TilesOf {
   float *plain = nullptr, *transposed = nullptr;  // these may be null
   KeyBits* bits = nullptr;
 };
-// Holds what the backward pass knows of rows. `out`, `lse` and `dlse` are operands, the other two
-// are those of BackwardWorkspace.
+// Holds what the backward pass knows of rows. `out`, `lse` and `dlse` are operands, `lse_log2`
+// and `delta` are those of BackwardWorkspace.
 struct GradientStatistics {
   Operand out, lse, dlse;
   float *lse_log2 = nullptr, *delta = nullptr;
@@ -70,7 +77,7 @@ struct AllTiles {
   TilesOf of[kMost];
   int32_t count = 0;
   int32_t* counter = nullptr;  // if not null, the kernel sets it to 0
-  int dout = -1;               // the number of dO among the operands, in the backward pass
+  int dout = -1;               // the index of dO among the operands, in the backward pass
   GradientStatistics statistics;
 
   void add(const Shape& shape, const Operand& from, bool queries, int32_t cols, int32_t tiles,
@@ -81,11 +88,11 @@ struct AllTiles {
   }
 };
 
-// Describes a key tile in a stage. The producer warp writes it for consumers.
+// Describes the keys in a stage. The producer warp writes it for consumers.
 struct alignas(16) Float32Keys {
-  KeyBits bits;  // they arrive with the keys
-  int32_t tile = 0;
-  bool last = false;  // true if it is the query tile's last one
+  KeyBits bits;       // they arrive with the keys
+  int32_t tile = 0;   // in the backward pass, of as many keys as a slot has
+  bool last = false;  // true if they are the query tile's last ones
 };
 
 // Returns whether a row takes part in products.

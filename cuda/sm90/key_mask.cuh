@@ -1,8 +1,8 @@
 // Masks of keys: masks that all queries of a head share, such as those of padded batches. The
 // kernels for short sequences, sm90/forward/short.cuh and sm90/backward/short.cuh, and one of
 // sm90/backward/narrow.cuh keep a bit for each key, which is 1 if queries may attend to it. The
-// other forward kernels for such masks are in sm90/forward/key_mask.cuh, those for float32 in
-// sm90/float32_tiles.cuh.
+// other forward kernels for such masks are in sm90/forward/key_mask.cuh. Kernels for float32 read
+// bits that sm90/float32_tiles.cuh writes.
 #pragma once
 
 #include <cstdint>

@@ -17,7 +17,7 @@
 
 namespace jax_flash::sm90 {
 
-// kOwned: the number of operands that a block owns. kSlotRows: rows of a tile in a slot.
+// kOwned: the number of operands that a block keeps. kSlotRows: rows of a tile in a slot.
 template <int kHeadDimension, int kOwned, int kSlotRows>
 struct Float32BackwardConfig {
   static constexpr int kHeadDim = kHeadDimension, kRows = kSlotRows;
@@ -33,6 +33,7 @@ struct Float32BackwardConfig {
   static_assert(TransposedTile::kBytes == kSlotBytes);
 
   static constexpr int kSlotsOffset = kOwned * kConsumers * kOwnBytes;
+  // Static shared memory also holds statistics: hence twice the bound.
   static constexpr int kFit = (kSmemLimit - 2 * kStaticSmemBytes - kSlotsOffset) / kSlotBytes;
   static constexpr int kSlots = kFit < 8 ? kFit : 8;
   static constexpr int kSmemBytes = kSlotsOffset + kSlots * kSlotBytes;
@@ -41,8 +42,8 @@ struct Float32BackwardConfig {
 // Lays out static shared memory.
 template <typename Config>
 struct Float32BackwardNotes {
-  alignas(16) float statistics[Config::kSlots][Config::kTileRows];  // of the rows in a slot
-  alignas(16) Float32Keys keys[Config::kSlots];                     // of the keys in a slot
+  alignas(16) float statistics[Config::kSlots][Config::kTileRows];  // of the rows in a slot: dK, dV
+  alignas(16) Float32Keys keys[Config::kSlots];                     // of the keys in a slot: dQ
   uint64_t barriers[1 + 2 * Config::kSlots];
 };
 
@@ -146,7 +147,7 @@ struct Float32BackwardProducer {
                               kPiece, full);
     }
   }
-  // Waits for the slot, and returns the barrier for its copies, of so many more bytes.
+  // Waits for the slot, expects its bytes and `more_bytes`, and returns the barrier of its copies.
   __device__ __forceinline__ uint32_t begin(uint32_t more_bytes, int32_t step = 0,
                                             bool last = false) const {
     ptx::mbarrier_wait_asleep(smem.empty(slot.stage), slot.parity ^ 1);

@@ -7,8 +7,8 @@
 //
 // A block owns 128 keys of a head, each of two consumer warpgroups 64 of them. The first warp of
 // the first warpgroup starts the copies. In shared memory are the block's tiles of K, those of V,
-// and a ring of slots, which Q, dO, and dO and Q transposed take in turn. S and dP of a step start
-// before dV and dK of the step before are done.
+// and a ring of slots, which Q, dO, and dO and Q transposed take in turn. All products of a step
+// are awaited before the next step starts: there are no registers for those of two.
 #pragma once
 
 #include <cstdint>
@@ -40,7 +40,7 @@ using Float32KeyConfig = Float32BackwardConfig<kHeadDim, 2, (kHeadDim <= 64 ? 64
 
 // Names what a block works on. It is in shared memory, since registers are scarce.
 struct Float32KeyWork {
-  int32_t group, kv_head, key0;
+  int32_t group, kv_head, key0;  // group: query heads of the key/value head
   int64_t batch_index;
   Band band;
   Range steps;        // of query rows
@@ -165,8 +165,7 @@ struct Float32KeyConsumer {
     }
   }
 
-  // The slots from `slot` on hold Q, dO, and dO and Q transposed. All products are awaited: there
-  // are no registers for those of two steps.
+  // The slots from `slot` on hold Q, dO, and dO and Q transposed.
   __device__ __forceinline__ void step(int32_t row0) {
     await(0);
     start_product<Config::kHeadDim>(scores, smem.own(0, group()), smem.plain(slot.stage));

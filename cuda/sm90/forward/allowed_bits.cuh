@@ -1,5 +1,5 @@
-// Forbids elements of a warp's tile, given as bits, in the sm_90 forward kernels for a mask or
-// segments.
+// Forbids elements of a warp's tile, given as bits, in the sm_90 forward kernels for a mask,
+// segments or float32, and in the backward kernel for dQ of float32.
 #pragma once
 
 #include <cstdint>

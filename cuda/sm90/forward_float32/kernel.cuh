@@ -16,7 +16,7 @@
 //
 // Dynamic shared memory holds kStages tiles of K, then as many of V. Static shared memory
 // (Float32Notes) holds the full and empty barriers of each stage, and the descriptions of query
-// tiles.
+// tiles and key tiles.
 #pragma once
 
 #include <cstdint>
