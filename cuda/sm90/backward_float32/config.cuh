@@ -10,6 +10,7 @@
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
+#include "ptx/warpgroup.cuh"
 #include "sm90/float32_tiles.cuh"
 #include "sm90/forward/config.cuh"
 #include "sm90/ring.cuh"
@@ -75,6 +76,11 @@ struct Float32BackwardSmem {
   }
   __device__ __forceinline__ typename Config::TransposedTile transposed(uint32_t slot) const {
     return {root, slot_offset(slot)};
+  }
+  // Waits for the slot `count` after a slot.
+  __device__ __forceinline__ void await(const RingState<Config::kSlots>& slot, int count) const {
+    const auto at = slot.next(count);
+    ptx::mbarrier_wait(full(at.stage), at.parity);
   }
   __device__ __forceinline__ uint32_t own_full() const { return barriers; }
   __device__ __forceinline__ uint32_t full(uint32_t slot) const { return barriers + 8 + slot * 8; }
@@ -157,5 +163,36 @@ struct Float32BackwardProducer {
     return smem.full(slot.stage);
   }
 };
+
+// Return a consumer's warpgroup, and its warp's first row among those that the block owns. They are
+// computed wherever they are used, since registers are scarce.
+__device__ __forceinline__ int consumer_group() { return threadIdx.x / kWarpgroup - 1; }
+__device__ __forceinline__ int consumer_row() { return threadIdx.x / 32 * 16 - 64; }
+
+// Runs a block. describe() is called by a whole warp and returns what the block works on, which is
+// then in shared memory; produce(work, smem) is called by the first warp, consume(work, smem) by
+// consumer warpgroups.
+template <typename Config, typename Describe, typename Produce, typename Consume>
+__device__ __forceinline__ void run_block(Describe describe, Produce produce, Consume consume) {
+  extern __shared__ __align__(1024) uint8_t dynamic[];
+  __shared__ Float32BackwardNotes<Config> notes;
+  __shared__ decltype(describe()) work;
+  const Float32BackwardSmem<Config> smem(ptx::shared_address(dynamic), notes);
+  if (threadIdx.x < 32) {
+    const auto described = describe();
+    if (threadIdx.x == 0) {
+      work = described;
+      smem.init_barriers();
+    }
+  }
+  __syncthreads();
+  if (threadIdx.x < kWarpgroup) {
+    ptx::setmaxnreg_dec<Config::kProducerRegisters>();
+    if (threadIdx.x < 32) produce(work, smem);
+  } else {
+    ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
+    consume(work, smem);
+  }
+}
 
 }  // namespace jax_flash::sm90

@@ -110,21 +110,12 @@ struct Float32KeyConsumer {
   float dkey[1][kGradientN][4], dvalue[1][kGradientN][4];
   RingState<Config::kSlots> slot;
 
-  static __device__ __forceinline__ int group() { return threadIdx.x / kWarpgroup - 1; }
-  static __device__ __forceinline__ int warp_row() {  // among the block's keys
-    return threadIdx.x / 32 * 16 - 64;
-  }
-
-  __device__ __forceinline__ void await(uint32_t count) const {
-    const auto at = slot.next(count);
-    ptx::mbarrier_wait(smem.full(at.stage), at.parity);
-  }
-
   // Sets scores to -inf where the query may not attend to the key.
   __device__ __forceinline__ void mask(int32_t row0) {
     forbid_key_rows(scores, allowed);
     if (work.band.all_allowed(row0, min(row0 + Config::kRows, work.band.q_len),
-                              work.key0 + group() * 64, work.key0 + group() * 64 + 64)) {
+                              work.key0 + consumer_group() * 64,
+                              work.key0 + consumer_group() * 64 + 64)) {
       return;
     }
 #pragma unroll
@@ -132,7 +123,7 @@ struct Float32KeyConsumer {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
         const int32_t row = row0 + fragment_col(n, e);
-        const int32_t key = work.key0 + warp_row() + fragment_row(0, e);
+        const int32_t key = work.key0 + consumer_row() + fragment_row(0, e);
         const bool allowed = key >= work.band.first_col(row) && key < work.band.end_col(row);
         scores[n][e] = allowed ? scores[n][e] : minus_infinity();
       }
@@ -167,10 +158,11 @@ struct Float32KeyConsumer {
 
   // The slots from `slot` on hold Q, dO, and dO and Q transposed.
   __device__ __forceinline__ void step(int32_t row0) {
-    await(0);
-    start_product<Config::kHeadDim>(scores, smem.own(0, group()), smem.plain(slot.stage));
-    await(1);
-    start_product<Config::kHeadDim>(dscores, smem.own(1, group()), smem.plain(slot.next(1).stage));
+    smem.await(slot, 0);
+    start_product<Config::kHeadDim>(scores, smem.own(0, consumer_group()), smem.plain(slot.stage));
+    smem.await(slot, 1);
+    start_product<Config::kHeadDim>(dscores, smem.own(1, consumer_group()),
+                                    smem.plain(slot.next(1).stage));
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_results(scores);
     mask(row0);
@@ -183,9 +175,9 @@ struct Float32KeyConsumer {
     __syncwarp();
     arrive_warp(smem.empty(slot.stage));
     arrive_warp(smem.empty(slot.next(1).stage));
-    await(2);
+    smem.await(slot, 2);
     start_addition(dvalue[0], weights, smem.transposed(slot.next(2).stage));
-    await(3);
+    smem.await(slot, 3);
     start_addition(dkey[0], dweights, smem.transposed(slot.next(3).stage));
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_results(dvalue[0]);
@@ -197,7 +189,8 @@ struct Float32KeyConsumer {
 
   __device__ __forceinline__ void find_allowed(const KeyBits* bits) {
     const int lane = threadIdx.x % 32, block = threadIdx.x / 32 % 4 * 2;  // of eight keys
-    const uint32_t word = group() < work.own_tiles ? bits[group()].words[lane / 8] : 0;
+    const uint32_t word =
+        consumer_group() < work.own_tiles ? bits[consumer_group()].words[lane / 8] : 0;
     const uint32_t keys = word >> (2 * block + lane / 4 % 2);
     allowed = (keys & 1) | (keys >> 2 & 1) << 8;
   }
@@ -212,7 +205,7 @@ struct Float32KeyConsumer {
         for (int32_t at = work.steps.first; at < work.steps.end; ++at) step(at * Config::kRows);
       }
     }
-    const int32_t key = work.key0 + warp_row();
+    const int32_t key = work.key0 + consumer_row();
     const BatchIndex batch(params.shape, work.batch_index);
     const auto rows_of = [&](const Operand& operand, int32_t cols) {
       return Float32Rows(batch.pointer<float>(operand, work.kv_head) + key * operand.row,
@@ -229,25 +222,15 @@ template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     float32_key_kernel(const __grid_constant__ Backward params, const BackwardWorkspace workspace,
                        const Float32Gradient tiles) {
-  extern __shared__ __align__(1024) uint8_t dynamic[];
-  __shared__ Float32BackwardNotes<Config> notes;
-  __shared__ Float32KeyWork work;
-  const Float32BackwardSmem<Config> smem(ptx::shared_address(dynamic), notes);
-  if (threadIdx.x < 32) {
-    const Float32KeyWork described = describe_keys<Config>(params, tiles);
-    if (threadIdx.x == 0) {
-      work = described;
-      smem.init_barriers();
-    }
-  }
-  __syncthreads();
-  if (threadIdx.x < kWarpgroup) {
-    ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-    if (threadIdx.x == 0) produce_queries<Config>(params, workspace, tiles, work, smem);
-  } else {
-    ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-    Float32KeyConsumer<Config>{work, smem, params.options.scale * kLog2E}.run(params, tiles);
-  }
+  run_block<Config>([&] { return describe_keys<Config>(params, tiles); },
+                    [&](const Float32KeyWork& work, const auto& smem) {
+                      if (threadIdx.x == 0)
+                        produce_queries<Config>(params, workspace, tiles, work, smem);
+                    },
+                    [&](const Float32KeyWork& work, const auto& smem) {
+                      Float32KeyConsumer<Config>{work, smem, params.options.scale * kLog2E}.run(
+                          params, tiles);
+                    });
 }
 
 }  // namespace jax_flash::sm90

@@ -118,27 +118,17 @@ struct Float32QueryConsumer {
   float lse[2], delta[2];  // of the thread's rows
   RingState<Config::kSlots> slot;
 
-  static __device__ __forceinline__ int group() { return threadIdx.x / kWarpgroup - 1; }
-  static __device__ __forceinline__ int warp_row() {  // among the block's rows
-    return threadIdx.x / 32 * 16 - 64;
-  }
-
-  __device__ __forceinline__ void await(uint32_t count) const {
-    const auto at = slot.next(count);
-    ptx::mbarrier_wait(smem.full(at.stage), at.parity);
-  }
-
   // Sets scores to -inf where the query may not attend to the key.
   __device__ __forceinline__ void mask(int32_t col0) {
     constexpr int kBits = 2 * kN;  // of a thread's keys
-    const int32_t row0 = work.row0 + group() * 64;
+    const int32_t row0 = work.row0 + consumer_group() * 64;
     const uint32_t of_tile = smem.keys[slot.stage].bits.words[threadIdx.x % 4];
     const uint32_t keys = of_tile >> col0 % Config::kTileRows / 32 * kBits & kAllBits<kN>;
     const bool edge =
         !work.band.all_allowed(row0, min(row0 + 64, work.band.q_len), col0, col0 + Config::kRows);
     if (!edge && __all_sync(0xffffffff, keys == kAllBits<kN>)) return;
     AllowedBits allowed = {{keys, keys}};
-    if (edge) forbid_edges(allowed, work.band, work.row0 + warp_row(), col0);
+    if (edge) forbid_edges(allowed, work.band, work.row0 + consumer_row(), col0);
     forbid<kN>(scores, allowed, 0);
   }
 
@@ -146,14 +136,14 @@ struct Float32QueryConsumer {
   // kFirst: it is the first.
   template <bool kFirst>
   __device__ __forceinline__ bool step() {
-    await(0);
-    start_product<Config::kHeadDim>(scores, smem.own(0, group()), smem.plain(slot.stage));
+    smem.await(slot, 0);
+    start_product<Config::kHeadDim>(scores, smem.own(0, consumer_group()), smem.plain(slot.stage));
     if constexpr (!kFirst) {
       ptx::wgmma_wait_group<1>();  // dQ of the last step is done
       ptx::wgmma_results(dquery[0]);
       arrive_warp(smem.empty((slot.stage + Config::kSlots - 1) % Config::kSlots));
     }
-    await(1);
+    smem.await(slot, 1);
     start_product(dscores, dout, smem.plain(slot.next(1).stage));
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_results(scores);
@@ -180,7 +170,7 @@ struct Float32QueryConsumer {
       }
     }
     round_operands(dscores, dweights);
-    await(2);
+    smem.await(slot, 2);
     start_addition(dquery[0], dweights, smem.transposed(slot.next(2).stage));
     slot.advance(3);
     return last;
@@ -188,7 +178,7 @@ struct Float32QueryConsumer {
 
   __device__ __forceinline__ void run(const Backward& params, const BackwardWorkspace& workspace) {
     const Shape& shape = params.shape;
-    const int32_t row = work.row0 + warp_row();
+    const int32_t row = work.row0 + consumer_row();
     const BatchIndex batch(shape, work.batch_index);
     set_zero(dquery);
     if (work.has_keys()) {
@@ -222,25 +212,14 @@ template <typename Config>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     float32_query_kernel(const __grid_constant__ Backward params, const BackwardWorkspace workspace,
                          const Float32Gradient tiles) {
-  extern __shared__ __align__(1024) uint8_t dynamic[];
-  __shared__ Float32BackwardNotes<Config> notes;
-  __shared__ Float32QueryWork work;
-  const Float32BackwardSmem<Config> smem(ptx::shared_address(dynamic), notes);
-  if (threadIdx.x < 32) {
-    const Float32QueryWork described = describe_queries<Config>(params, tiles);
-    if (threadIdx.x == 0) {
-      work = described;
-      smem.init_barriers();
-    }
-  }
-  __syncthreads();
-  if (threadIdx.x < kWarpgroup) {
-    ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-    if (threadIdx.x < 32) produce_keys<Config>(params.shape, tiles, work, smem);
-  } else {
-    ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-    Float32QueryConsumer<Config>{work, smem, params.options.scale * kLog2E}.run(params, workspace);
-  }
+  run_block<Config>([&] { return describe_queries<Config>(params, tiles); },
+                    [&](const Float32QueryWork& work, const auto& smem) {
+                      produce_keys<Config>(params.shape, tiles, work, smem);
+                    },
+                    [&](const Float32QueryWork& work, const auto& smem) {
+                      Float32QueryConsumer<Config>{work, smem, params.options.scale * kLog2E}.run(
+                          params, workspace);
+                    });
 }
 
 }  // namespace jax_flash::sm90

@@ -88,6 +88,20 @@ struct QueryTileSchedule {
     chained = blocks = std::min(units, multiprocessors);
   }
 
+  // Divides the units of a kernel that has a counter: each long one gets a block of its own, and
+  // blocks take others in turn, if there are more than multiprocessors. Returns whether they do.
+  bool divide(int32_t multiprocessors, bool are_long) {
+    const bool in_turn = !are_long && units > multiprocessors;
+    if (in_turn) {
+      take_in_turn(multiprocessors);
+    } else if (are_long) {
+      set_apart(multiprocessors, 0);
+    } else {
+      deal(multiprocessors, 0.0, 0);
+    }
+    return in_turn;
+  }
+
   int64_t grid() const { return int64_t{blocks} + units - chained; }
 
   // Returns the distance between a block's first two units in the tail. The next distance is

@@ -4,11 +4,10 @@
 #include <cstdint>
 
 #include "plan/float32_tiles.h"
-#include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "sm90/float32_tiles.cuh"
 #include "sm90/forward/config.cuh"
-#include "sm90/ring.cuh"
+#include "sm90/tile_barriers.cuh"
 #include "tile/band.cuh"
 #include "tile/smem_tile.cuh"
 
@@ -51,21 +50,19 @@ template <typename Config>
 struct Float32Notes {
   alignas(16) Float32Keys keys[Config::kStages];
   Float32Work works[Config::kQueryStages];
-  uint64_t barriers[2 * Config::kQueryStages + 4 * Config::kStages];
+  uint64_t barriers[TileBarriersOf<Config>::kCount];
 };
 
-// Gives the addresses of a block's tiles and barriers. A `full` barrier completes its phase when a
-// stage has been filled, an `empty` one when every consumer warp has finished with the stage.
+// Gives the addresses of a block's tiles and barriers.
 template <typename Config>
-struct Float32Smem {
-  static constexpr uint32_t kArrivals = Config::kConsumers * 4 * kWarpArrivals;
-  uint32_t root, barriers;
+struct Float32Smem : TileBarriersOf<Config> {
+  uint32_t root;
   Float32Keys* keys;
   Float32Work* works;
 
   __device__ __forceinline__ Float32Smem(uint32_t tiles, Float32Notes<Config>& notes)
-      : root(tiles),
-        barriers(ptx::shared_address(notes.barriers)),
+      : TileBarriersOf<Config>(ptx::shared_address(notes.barriers)),
+        root(tiles),
         keys(notes.keys),
         works(notes.works) {}
 
@@ -74,35 +71,6 @@ struct Float32Smem {
   }
   __device__ __forceinline__ typename Config::ValueTile value(uint32_t stage) const {
     return {root, (Config::kStages + stage) * Config::kTileBytes};
-  }
-  __device__ __forceinline__ uint32_t work_full(uint32_t stage) const {
-    return barriers + stage * 8;
-  }
-  __device__ __forceinline__ uint32_t work_empty(uint32_t stage) const {
-    return barriers + (Config::kQueryStages + stage) * 8;
-  }
-  __device__ __forceinline__ uint32_t key_full(uint32_t stage) const { return at(0, stage); }
-  __device__ __forceinline__ uint32_t key_empty(uint32_t stage) const { return at(1, stage); }
-  __device__ __forceinline__ uint32_t value_full(uint32_t stage) const { return at(2, stage); }
-  __device__ __forceinline__ uint32_t value_empty(uint32_t stage) const { return at(3, stage); }
-
-  __device__ __forceinline__ void init_barriers() const {
-    for (uint32_t stage = 0; stage < Config::kQueryStages; ++stage) {
-      ptx::mbarrier_init(work_full(stage), 1);
-      ptx::mbarrier_init(work_empty(stage), kArrivals);
-    }
-    for (uint32_t stage = 0; stage < Config::kStages; ++stage) {
-      ptx::mbarrier_init(key_full(stage), 1);
-      ptx::mbarrier_init(key_empty(stage), kArrivals);
-      ptx::mbarrier_init(value_full(stage), 1);
-      ptx::mbarrier_init(value_empty(stage), kArrivals);
-    }
-    ptx::fence_mbarrier_init();
-  }
-
- private:
-  __device__ __forceinline__ uint32_t at(uint32_t kind, uint32_t stage) const {
-    return barriers + (2 * Config::kQueryStages + kind * Config::kStages + stage) * 8;
   }
 };
 

@@ -37,7 +37,7 @@ struct Float32Consumer {
   float scores[1][kScoreN][4];
   uint32_t weights[kValueSteps][4];  // P
   float out[1][kOutN][4];
-  RingState<Config::kQueryStages> work_stage;
+  RingState<Config::kQueryStages> query_stage;
   RingState<Config::kStages> stage;  // of K and V
   // The next two are computed wherever they are used, since registers are scarce.
   static __device__ __forceinline__ int group() { return threadIdx.x / kWarpgroup - 1; }
@@ -46,7 +46,7 @@ struct Float32Consumer {
   }
 
   __device__ __forceinline__ const Float32Work& work() const {
-    return smem.works[work_stage.stage];
+    return smem.works[query_stage.stage];
   }
 
   __device__ __forceinline__ void read_query() {
@@ -169,11 +169,11 @@ struct Float32Consumer {
 
   __device__ __forceinline__ void run() {
     for (;;) {
-      ptx::mbarrier_wait(smem.work_full(work_stage.stage), work_stage.parity);
+      ptx::mbarrier_wait(smem.query_full(query_stage.stage), query_stage.parity);
       if (__reduce_max_sync(0xffffffff, work().row0) < 0) break;
       attend();
-      sync_and_arrive_warp(smem.work_empty(work_stage.stage));
-      work_stage.advance();
+      sync_and_arrive_warp(smem.query_empty(query_stage.stage));
+      query_stage.advance();
     }
   }
 };

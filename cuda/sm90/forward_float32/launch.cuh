@@ -37,14 +37,7 @@ Status launch_forward_float32(const Forward& params, const Choice&, cudaStream_t
                              params.options.is_causal && q_tiles * shape.heads * shape.batch > sms);
   // As in sm90/forward/launch.cuh, but TF32 takes twice the time of 16 bits.
   const bool is_long = int64_t{shape.kv_len} * kHeadDim >= JAX_FLASH_SM90_LONG_UNIT / 2;
-  const bool in_turn = !is_long && schedule.units > sms;
-  if (in_turn) {
-    schedule.take_in_turn(sms);
-  } else if (is_long) {
-    schedule.set_apart(sms, 0);
-  } else {
-    schedule.deal(sms, 0.0, 0);
-  }
+  const bool in_turn = schedule.divide(sms, is_long);
   const Float32Plan plan(params, schedule, in_turn, workspace);
   // The kernel begins while tiles are still being written (griddepcontrol).
   return launch_grid(true, "sm90::forward_float32_kernel", shape, forward_float32_kernel<Config>,

@@ -5,13 +5,13 @@
 #include <cstdint>
 
 #include "modifiers/sinks.cuh"
-#include "ptx/atomic.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
 #include "sm90/float32_tiles.cuh"
 #include "sm90/forward/schedule.cuh"
+#include "sm90/forward/units_in_turn.cuh"
 #include "sm90/forward_float32/config.cuh"
 #include "sm90/forward_float32/plan.cuh"
 #include "sm90/ring.cuh"
@@ -23,7 +23,7 @@ template <typename Config>
 struct Float32Producer {
   const Float32Plan& plan;
   const Float32Smem<Config>& smem;
-  RingState<Config::kQueryStages> work_stage;
+  RingState<Config::kQueryStages> query_stage;
   RingState<Config::kStages> stage;
 
   __device__ __forceinline__ Float32Work describe(const QueryTileIndex& q) const {
@@ -39,10 +39,10 @@ struct Float32Producer {
 
   // Passes a description to consumers.
   __device__ __forceinline__ void pass(const Float32Work& work) {
-    ptx::mbarrier_wait_asleep(smem.work_empty(work_stage.stage), work_stage.parity ^ 1);
-    smem.works[work_stage.stage] = work;
-    ptx::mbarrier_arrive(smem.work_full(work_stage.stage));
-    work_stage.advance();
+    ptx::mbarrier_wait_asleep(smem.query_empty(query_stage.stage), query_stage.parity ^ 1);
+    smem.works[query_stage.stage] = work;
+    ptx::mbarrier_arrive(smem.query_full(query_stage.stage));
+    query_stage.advance();
   }
 
   // Copies a tile of K and V. `index`: of the tile in the workspace.
@@ -91,12 +91,7 @@ struct Float32Producer {
         tile = next;
       }
       __syncwarp();
-      const int32_t unit = cursor.unit;
-      cursor.advance();
-      if (plan.in_turn && cursor.unit != unit) {
-        const int32_t taken = leads ? ptx::atomic_increment(plan.workspace.counter) : 0;
-        cursor.unit = plan.schedule.blocks + __shfl_sync(0xffffffff, taken, 0);
-      }
+      advance_in_turn(cursor, plan, leads);
     }
     Float32Work end = {};
     end.row0 = -1;

@@ -4,11 +4,10 @@
 #include <cstdint>
 
 #include "plan/float8.h"
-#include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "sm90/forward/config.cuh"
 #include "sm90/forward/plan.cuh"
-#include "sm90/ring.cuh"
+#include "sm90/tile_barriers.cuh"
 #include "tile/band.cuh"
 #include "tile/smem_tile.cuh"
 
@@ -63,20 +62,18 @@ template <typename Config>
 struct Float8Notes {
   alignas(16) KeyFactors factors[Config::kStages];  // they arrive with the keys
   Float8Work works[Config::kQueryStages];
-  uint64_t barriers[2 * Config::kQueryStages + 4 * Config::kStages];
+  uint64_t barriers[TileBarriersOf<Config>::kCount];
 };
 
-// Gives the addresses of a block's tiles and barriers. A `full` barrier completes its phase when a
-// stage's copy has arrived, an `empty` one when every consumer warp has finished with the stage.
+// Gives the addresses of a block's tiles and barriers.
 template <typename Config>
-struct Float8Smem {
-  static constexpr uint32_t kArrivals = Config::kConsumers * 4 * kWarpArrivals;
-  uint32_t root, barriers, factors;
+struct Float8Smem : TileBarriersOf<Config> {
+  uint32_t root, factors;
   Float8Work* works;
 
   __device__ __forceinline__ Float8Smem(uint32_t tiles, Float8Notes<Config>& notes)
-      : root(tiles),
-        barriers(ptx::shared_address(notes.barriers)),
+      : TileBarriersOf<Config>(ptx::shared_address(notes.barriers)),
+        root(tiles),
         factors(ptx::shared_address(notes.factors)),
         works(notes.works) {}
 
@@ -91,35 +88,6 @@ struct Float8Smem {
   }
   __device__ __forceinline__ uint32_t factors_of(uint32_t stage) const {
     return factors + stage * static_cast<uint32_t>(sizeof(KeyFactors));
-  }
-  __device__ __forceinline__ uint32_t query_full(uint32_t stage) const {
-    return barriers + stage * 8;
-  }
-  __device__ __forceinline__ uint32_t query_empty(uint32_t stage) const {
-    return barriers + (Config::kQueryStages + stage) * 8;
-  }
-  __device__ __forceinline__ uint32_t key_full(uint32_t stage) const { return at(0, stage); }
-  __device__ __forceinline__ uint32_t key_empty(uint32_t stage) const { return at(1, stage); }
-  __device__ __forceinline__ uint32_t value_full(uint32_t stage) const { return at(2, stage); }
-  __device__ __forceinline__ uint32_t value_empty(uint32_t stage) const { return at(3, stage); }
-
-  __device__ __forceinline__ void init_barriers() const {
-    for (uint32_t stage = 0; stage < Config::kQueryStages; ++stage) {
-      ptx::mbarrier_init(query_full(stage), 1);
-      ptx::mbarrier_init(query_empty(stage), kArrivals);
-    }
-    for (uint32_t stage = 0; stage < Config::kStages; ++stage) {
-      ptx::mbarrier_init(key_full(stage), 1);
-      ptx::mbarrier_init(key_empty(stage), kArrivals);
-      ptx::mbarrier_init(value_full(stage), 1);
-      ptx::mbarrier_init(value_empty(stage), kArrivals);
-    }
-    ptx::fence_mbarrier_init();
-  }
-
- private:
-  __device__ __forceinline__ uint32_t at(uint32_t kind, uint32_t stage) const {
-    return barriers + (2 * Config::kQueryStages + kind * Config::kStages + stage) * 8;
   }
 };
 

@@ -56,14 +56,7 @@ Status launch_float8_config(const Forward& call, const Scales& scales, bool mask
                              params.options.is_causal && tiles > sms);
   // As in sm90/forward/launch.cuh.
   const bool is_long = int64_t{shape.kv_len} * Config::kHeadDim >= 2 * JAX_FLASH_SM90_LONG_UNIT;
-  const bool in_turn = !is_long && schedule.units > sms;
-  if (in_turn) {
-    schedule.take_in_turn(sms);
-  } else if (is_long) {
-    schedule.set_apart(sms, 0);
-  } else {
-    schedule.deal(sms, 0.0, 0);
-  }
+  const bool in_turn = schedule.divide(sms, is_long);
   const Float8Plan plan(params, scales, schedule, in_turn, workspace, spans);
   // The kernel begins while values are still being transposed (griddepcontrol).
   return launch_grid(true, "sm90::forward_float8_kernel", shape, forward_float8_kernel<Config>,

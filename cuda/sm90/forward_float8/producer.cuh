@@ -6,11 +6,11 @@
 
 #include "modifiers/segments.cuh"
 #include "modifiers/sinks.cuh"
-#include "ptx/atomic.cuh"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tma.cuh"
 #include "sm90/forward/schedule.cuh"
+#include "sm90/forward/units_in_turn.cuh"
 #include "sm90/forward_float8/config.cuh"
 #include "sm90/forward_float8/plan.cuh"
 #include "sm90/ring.cuh"
@@ -129,12 +129,7 @@ struct Float8Producer {
         }
       }
       __syncwarp();
-      const int32_t unit = cursor.unit;
-      cursor.advance();
-      if (plan.in_turn && cursor.unit != unit) {
-        const int32_t taken = leads ? ptx::atomic_increment(plan.workspace.counter) : 0;
-        cursor.unit = plan.schedule.blocks + __shfl_sync(0xffffffff, taken, 0);
-      }
+      advance_in_turn(cursor, plan, leads);
     }
     if (leads) {
       ptx::mbarrier_wait_asleep(smem.query_empty(query_stage.stage), query_stage.parity ^ 1);
