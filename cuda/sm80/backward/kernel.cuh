@@ -28,6 +28,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "modifiers/added_bias_gradient.cuh"
 #include "modifiers/logits.cuh"
 #include "modifiers/score_gradient.cuh"
 #include "modifiers/segments.cuh"
@@ -399,8 +400,10 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     if constexpr (Config::kStages == 1) wait_for_copies<0>();  // dO has arrived
     differentiate_scores<Element>(scores, dscores, gradient, tiles, loader.lse(stage),
                                   loader.delta(stage), stage, parts, params.options.scale * kLog2E);
-    add_bias_gradient<kGeneral && Config::kFloat32>(params, batch, head, row0 + parts.score_row,
-                                                    col0 + parts.score_col, dscores);
+    if constexpr (kGeneral && Config::kFloat32) {
+      add_bias_gradient(params, batch, head, row0 + parts.score_row, col0 + parts.score_col,
+                        dscores);
+    }
     __syncthreads();
 
     add_transpose_product<Element, Parts::kKeyCols>(dkey, tiles.dscore(), parts.key_row,

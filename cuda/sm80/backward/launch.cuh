@@ -5,10 +5,9 @@
 #include <cuda_runtime.h>
 
 #include <cstdint>
-#include <string>
 #include <type_traits>
 
-#include "modifiers/bias_gradient.cuh"
+#include "modifiers/added_bias_gradient.cuh"
 #include "modifiers/kernels.h"
 #include "params.h"
 #include "plan/backward_workspace.h"
@@ -104,16 +103,8 @@ Status launch_backward_elements(const Backward& params, const Choice& choice, cu
   BackwardWorkspace workspace;
   Status status = find_workspace(params, kHeadDim, workspace, stream);
   if (!status.ok()) return status;
-  if (kGeneral && kIsFloat32<Element> && adds_bias_gradient(params)) {
-    const BiasOwnership size(params.shape, params.dbias);
-    const int64_t elements =
-        size.owned * size.owned_heads * params.shape.q_len * params.shape.kv_len;
-    const cudaError_t error = cudaMemsetAsync(params.dbias.data, 0, elements * 4, stream);
-    if (error != cudaSuccess) {
-      return Status::internal(std::string("jax_flash: cannot clear the bias's gradient: ") +
-                              cudaGetErrorString(error));
-    }
-  }
+  if constexpr (kGeneral && kIsFloat32<Element>) status = clear_bias_gradient(params, stream);
+  if (!status.ok()) return status;
   const auto launch = [&](auto config) {
     return launch_backward_config<decltype(config), Element, kGeneral>(params, workspace, stream);
   };
@@ -124,9 +115,9 @@ Status launch_backward_elements(const Backward& params, const Choice& choice, cu
     case SmemClass::kLarge: status = launch(LargeOrMedium{}); break;
   }
   if constexpr (kGeneral) {
-    Backward rest = params;
-    if (kIsFloat32<Element> && adds_bias_gradient(params)) rest.dbias = {};
-    if (status.ok()) status = launch_added_gradients<Element>(rest, workspace, stream);
+    if (!status.ok()) return status;
+    status = launch_added_gradients<Element>(
+        kIsFloat32<Element> ? without_added_bias_gradient(params) : params, workspace, stream);
   }
   return status;
 }

@@ -186,51 +186,6 @@ __device__ __forceinline__ void add_float32_dquery(const Float32Rows& rows, int3
   }
 }
 
-// Returns whether the main kernel for float32 adds dS to the bias's gradient, which is float32 and
-// zeroed before. The sums then depend on the order of blocks, so deterministic calls do not use
-// this. For other gradients, modifiers/bias_gradient.cuh computes dS once more.
-__host__ __device__ __forceinline__ bool adds_bias_gradient(const Backward& params) {
-  const Operand& dbias = params.dbias;
-  return dbias && dbias.dtype == DType::kFloat32 && dbias.row != 0 && dbias.col == 1 &&
-         !params.options.deterministic;
-}
-
-// Adds a warp's dS to the bias's gradient, if adds_bias_gradient(). Element [0, 0] of dS belongs to
-// query row0 and key col0 of the head.
-template <bool kFloat32, int kM, int kN>
-__device__ __forceinline__ void add_bias_gradient(const Backward& params, const BatchIndex& batch,
-                                                  int32_t head, int32_t row0, int32_t col0,
-                                                  const float (&dscores)[kM][kN][4]) {
-  if (!kFloat32 || !adds_bias_gradient(params)) return;
-  const Operand& dbias = params.dbias;
-  const Shape& shape = params.shape;
-  float* const first = batch.pointer<float>(dbias, head);
-  [[maybe_unused]] const bool in_pairs =
-      reinterpret_cast<uintptr_t>(first) % 8 == 0 && dbias.row % 2 == 0 && shape.kv_len % 2 == 0;
-#pragma unroll
-  for (int m = 0; m < kM; ++m) {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int32_t row = row0 + fragment_row(m, 2 * half);
-      if (row >= shape.q_len) continue;
-      float* const to = first + row * dbias.row;
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-        const int32_t col = col0 + fragment_col(n, 0);
-        const float x = dscores[m][n][2 * half], y = dscores[m][n][2 * half + 1];
-#if __CUDA_ARCH__ >= 900
-        if (in_pairs) {
-          if (col < shape.kv_len) ptx::red_add_v2_f32(to + col, x, y);
-          continue;
-        }
-#endif
-        if (col < shape.kv_len) ptx::red_add_f32(to + col, x);
-        if (col + 1 < shape.kv_len) ptx::red_add_f32(to + col + 1, y);
-      }
-    }
-  }
-}
-
 // Stores dK or dV of float32. add_transpose_product() gives a thread neighbouring rows of them.
 template <int kWarpCols, int kM, int kN>
 __device__ __forceinline__ void store_float32_key_gradient(const Float32Rows& gradient, int row0,
