@@ -55,10 +55,11 @@ Status forward(const Forward& params, const Scales& scales, int family, cudaStre
     return launch(kForwardFloat8Instances, choice, stream, params, scales);
   }
   if (status.ok()) status = launch(kForwardInstances, choice, stream, params);
-  if (!status.ok() || choice.family == 80 || !adds_to_logits(params)) return status;
-  // The sm_90 kernels assume that a row's greatest logit is moderate. A bias or slopes can make a
-  // logit arbitrarily large or small. The sm_80 kernel, which is exact for all logits, therefore
-  // computes tiles with extreme rows again.
+  const bool exact_logits = choice.family == 80 || params.query.dtype == DType::kFloat32;
+  if (!status.ok() || exact_logits || !adds_to_logits(params)) return status;
+  // The sm_90 kernels for 16 bits assume that a row's greatest logit is moderate. A bias or slopes
+  // can make a logit arbitrarily large or small. The sm_80 kernel, which is exact for all logits,
+  // therefore computes tiles with extreme rows again.
   Forward rest = params;
   rest.extreme_rows_only = true;
   Choice exact;

@@ -78,11 +78,6 @@ def _question(one_pass: Pass, operands: dict[str, Any], platform: str) -> tuple[
             "banded": spec.is_causal or spec.has_window,
             **mask_sizes,
             "exact": spec.high_precision,
-            # The modifiers of cuda/plan/modifiers.h but a mask, and a scale that is not positive.
-            "modified": bool(spec.logits_soft_cap or spec.dropout_threshold)
-            or any(
-                OPERANDS[name].modifier for name in operands if name not in ("mask", "dropout_keys")
-            ),
         }
         return "cuda_backward_workspace_bytes", {**sizes, **more}
     return "cuda_forward_workspace_bytes", {
@@ -125,11 +120,10 @@ def _cuda_forward(
     masked = mask_matrices != 0
     widest = max(head_dim, value_dim)
     if dtype == "float32":  # cuda/plan/float32_tiles.h: tiles of keys and values
-        modified = bias or soft_cap_or_dropout or (masked and mask_rows != 1)
-        if exact or modified or not 32 < widest <= 128:
+        if exact or not 32 < widest <= 128:
             return size
         tiles = kv_len // (128 if widest <= 64 else 64) + 1
-        return size + batch * kv_heads * tiles * (2**16 + 16) + 4
+        return size + batch * kv_heads * tiles * (2**16 + 32) + 4
     if masked:
         tiles = kv_len // 80 + 1
         size += mask_matrices * (mask_rows // 64 + 1) * (1024 * tiles + 16)
@@ -149,7 +143,7 @@ def _decode(widest: int) -> int:
 
 def _cuda_backward(
     *, batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim, dtype, segments, deterministic,
-    distances, banded, mask_matrices, mask_rows, exact, modified,
+    distances, banded, mask_matrices, mask_rows, exact,
 ) -> Size:  # fmt: skip
     """Bounds cuda/plan/backward_workspace.h, of which every part is aligned."""
     del banded  # at most as if keys were shared
@@ -167,10 +161,10 @@ def _cuda_backward(
         size += 4 * (heads * (q_len // 32 + 4) + 1)
     if is_float32 and max(head_dim, value_dim) <= 256:  # cuda/plan/decode_sm80.h: dq of 2,048 parts
         size += 2048 * 4 * (head_dim + 3)
-    modified = modified or (mask_matrices != 0 and mask_rows != 1)
-    if is_float32 and not exact and not modified and 32 < max(head_dim, value_dim) <= 128:
+    if is_float32 and not exact and not segments and 32 < max(head_dim, value_dim) <= 128:
         rows = 4 * heads * (q_len + 64) + 3 * kv_heads * (kv_len + 64)  # float32_tiles.h: of tiles
         size += 4 * rows * widest + 16 * kv_heads * (kv_len // 64 + 1)
+        size += 4 * 132 * 128 * (head_dim + value_dim)  # parts of dK and dV
     if distances:  # sums along diagonals
         size += 4 * heads * 128 * (q_len // 64 + kv_len // 64 + 1)
     if widest <= 128 and not is_float32 and mask_matrices != 0:  # a mask as bits

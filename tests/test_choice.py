@@ -168,6 +168,10 @@ FLOAT8_NAMED = [
 
 FLOAT32_NAMED = [
     ("TF32", 64, {"head_dim": 64}), ("TF32", 128, {"head_dim": 100, "is_causal": True}),
+    ("TF32, bias and mask", 64, {"head_dim": 50, "mask": (4, 1, 4096, 4096)}),
+    ("TF32, bias and mask", 128, {"bias": (BIAS, jnp.float32), "scale": -1.0}),
+    ("TF32, every modifier", 64, {"head_dim": 64, "logits_soft_cap": 9.0}),
+    ("TF32, every modifier", 128, {"slopes": True}),
 ]  # fmt: skip
 FLOAT32_DIMS = {dim for name, dim in ffi.native.cuda_recipes() if name == "TF32"}
 
@@ -198,16 +202,31 @@ def test_hopper_multiplies_many_queries_and_keys_of_float32_in_tf32(call):
             {"kv_len": 150},
             {"head_dim": 32, "value_dim": 32},
         ]
-        others += [{"head_dim": 136, "value_dim": 136}, {"scale": -1.0}, {"segments": True}]
-        others += [{"logits_soft_cap": 9.0}, {"mask": (4, 1, call.get("q_len", 4096), 4096)}]
-        if "mask" in call:
-            others += [{"kv_heads": 2, "mask": (1, 16, 1, 4096)}]  # of query heads
+        others += [{"head_dim": 136, "value_dim": 136}, {"segments": True}]
         for other in others:
             changed = call | other
             if changed.get("mask"):
                 keys = changed.get("kv_len") or changed.get("q_len", 4096)
                 changed["mask"] = (*changed["mask"][:3], keys)
             assert kernels(**changed)[pass_].family == 80, other
+
+
+@pytest.mark.skipif(not {64, 128} <= FLOAT32_DIMS, reason="a build without head dim 64 or 128")
+@pytest.mark.parametrize(
+    ("name", "call"),
+    [
+        *((name, call) for name, _, call in FLOAT32_NAMED if "," in name),
+        ("TF32, bias and mask", {"kv_heads": 2, "mask": (1, 16, 1, 4096)}),  # of query heads
+        ("TF32, bias and mask", {"mask": (4, 1, 1, 4096), "bias": (BIAS, jnp.bfloat16)}),
+        ("TF32, every modifier", {"mask": (4, 1, 1, 4096), "logits_soft_cap": 9.0}),
+        ("TF32, every modifier", {"distances": 257, "bias": (BIAS, jnp.float32)}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_hopper_modifies_logits_of_float32(name, call):
+    found = kernels(**{"dtype": jnp.float32, **call})
+    assert [kernel.name for kernel in found.values()] == [name, f"two kernels, {name}"]
+    assert {kernel.family for kernel in found.values()} == {90}
 
 
 GUIDE = pathlib.Path(__file__).resolve().parent.parent / "docs/guide/troubleshooting.md"

@@ -350,8 +350,7 @@ def workspace_question(rng, name):
     if name == "cuda_backward_workspace_bytes":
         flags = {"segments": flag(), "deterministic": flag(), "distances": flag()}
         more = {"kv_heads": kv_heads, "dtype": dtype, "banded": flag()}
-        own = {"exact": flag(), "modified": flags["segments"] or flag()}
-        return {**sizes, **more, **flags, **mask_sizes, **own}
+        return {**sizes, **more, **flags, **mask_sizes, "exact": flag()}
     return {
         **sizes, "kv_heads": kv_heads, "dtype": dtype, "segments": flag(), "bias": flag(),
         "soft_cap_or_dropout": flag(), **mask_sizes,

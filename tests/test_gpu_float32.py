@@ -49,7 +49,7 @@ def test_feature(case, precision):
     verify(case, precision)
 
 
-# Hopper's kernels for float32 take many queries and keys, and no modifier but a mask of keys.
+# Hopper's kernels for float32 take many queries and keys.
 MANY = {"q_len": 600, "kv_len": 1100}
 FOR_HOPPER = [
     (),
@@ -77,13 +77,17 @@ FOR_HOPPER = [
 ]
 
 
-def run_on_hopper(inputs) -> Results:
+PLAIN = ["TF32", "two kernels, TF32"]
+ELEMENTS = [f"{name}, bias and mask" for name in PLAIN]
+EVERY = [f"{name}, every modifier" for name in PLAIN]
+
+
+def run_on_hopper(inputs, kernels=PLAIN) -> Results:
     """The results, on Hopper by its kernels for float32."""
     if "flash_sm90" in FAMILIES:
         names = ("query", "key", "value")
         explained = jax_flash.explain(*(getattr(inputs, n) for n in names), **inputs.options)
-        found = [kernel.name for kernel in explained.kernels.values()]
-        assert found == ["TF32", "two kernels, TF32"]
+        assert [kernel.name for kernel in explained.kernels.values()] == kernels
     return run(inputs, None, precision="default")
 
 
@@ -97,6 +101,66 @@ def verify_on_hopper(case: Case) -> None:
 def test_many_queries_and_keys(features, dims):
     sizes = {"head_dim": dims[0], "value_dim": dims[1], **MANY}
     verify_on_hopper(Case("many", features=features, **sizes))
+
+
+# Segments, whose tiles they skip, are for the sm_80 kernels.
+MODIFIERS = {"bias", "mask", "pattern", "additive", "soft_cap", "dropout", "alibi", "relative"}
+MODIFIED_CASES = [
+    case
+    for case in (*TABLE, *ADDITIVE_MASKS, *BY_DISTANCE)
+    if MODIFIERS & dict(case.features).keys()
+    and "segments" not in dict(case.features)
+    and case.head_dim <= 128  # the others have logits for their head dim
+]
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (100, 72)], ids=str)
+@pytest.mark.parametrize("case", MODIFIED_CASES, ids=str)
+def test_modifiers_of_many(case, dims):
+    sizes = {"head_dim": dims[0], "value_dim": dims[1], "batch": 4, "q_len": 300, "kv_len": 700}
+    inputs = make_inputs(dataclasses.replace(case, dtype="float32", **sizes))
+    others = {"logits_soft_cap", "dropout_rate", "alibi_slopes", "relative_bias"}
+    mask = inputs.options.get("mask", np.ones((1, 1, 2, 1)))
+    kernels = EVERY
+    if others.isdisjoint(inputs.options):
+        kernels = ELEMENTS if "bias" in inputs.options or mask.shape[1:3] != (1, 1) else PLAIN
+    check(run_on_hopper(inputs, kernels), inputs, product_error=TF32)
+
+
+@pytest.mark.parametrize("scale", [0.0, -0.3])
+@pytest.mark.parametrize("head_dim", [64, 128])
+def test_any_scale_of_many(head_dim, scale):
+    sizes = {"head_dim": head_dim, "value_dim": head_dim, **MANY}
+    inputs = make_inputs(Case("scale", features=(("scale", scale), ("causal", True)), **sizes))
+    check(run_on_hopper(inputs, ELEMENTS), inputs, product_error=TF32)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 100)], ids=str)
+@pytest.mark.parametrize("features", [(), (("causal", True),), (("dropout", 0.3),)], ids=str)
+def test_pairs_of_many_that_a_mask_forbids(features, dims):
+    """What a mask forbids to all queries may be NaN; what it forbids to some reaches the others."""
+    sizes = {"head_dim": dims[0], "value_dim": dims[1], "heads": 4, "kv_heads": 4, **MANY}
+    inputs = make_inputs(Case("pairs", features=(("mask", "BTS"), *features), **sizes))
+    inputs.options["mask"][..., 100:200] = False
+    kernels = EVERY if "dropout_rate" in inputs.options else ELEMENTS
+    clean = run_on_hopper(inputs, kernels)
+    check(clean, inputs, product_error=TF32)
+    spoil_forbidden_keys(inputs)
+    for name, x in run_on_hopper(inputs, kernels).arrays().items():
+        np.testing.assert_array_equal(x, clean.arrays()[name], err_msg=name)
+    inputs.value[0, 300, 1, 5], inputs.value[0, 301, 1, 6] = np.nan, -np.inf
+    attends = inputs.options["mask"][0, 0, :, 300:302].astype(bool)
+    if "is_causal" in inputs.options:
+        attends &= np.arange(sizes["q_len"])[:, None] >= np.arange(300, 302)
+    expected = clean.out.copy()
+    expected[0, attends[:, 0], 1, 5] = np.nan
+    expected[0, attends[:, 1], 1, 6] = -np.inf
+    got = run_on_hopper(inputs, kernels).out
+    if "dropout_rate" in inputs.options:  # what it drops, times NaN, may be either
+        kept = np.isfinite(got)
+        assert (kept >= np.isfinite(expected)).all()
+        got, expected = got[kept], clean.out[kept]
+    np.testing.assert_array_equal(got, expected)
 
 
 @pytest.mark.parametrize("head_dim", [64, 128])
@@ -114,6 +178,26 @@ def test_many_of_any_number(kv_len, q_len, features, head_dim):
 def test_many_under_vmap(unmapped, head_dim):
     case = Case("many", batch=3, head_dim=head_dim, value_dim=head_dim, unmapped=unmapped, **MANY)
     verify_on_hopper(case)
+
+
+# Several blocks divide the queries of keys: whole heads, or parts of them.
+@pytest.mark.parametrize("head_dim", [64, 100])
+@pytest.mark.parametrize("heads", [(1, 1), (8, 1), (6, 2), (5, 5)], ids=str)
+@pytest.mark.parametrize(
+    "features",
+    [(), (("causal", True),), (("bias", ("NTS", "float32")),), (("lengths", "qk"),)],
+    ids=str,
+)
+def test_few_blocks_of_many_keys(features, heads, head_dim):
+    sizes = {"batch": 2, "q_len": 1000, "kv_len": 1100, "heads": heads[0], "kv_heads": heads[1]}
+    case = Case("few", features=features, head_dim=head_dim, value_dim=64, **sizes)
+    inputs = make_inputs(case)
+    results = run(inputs, None, precision="default")
+    check(results, inputs, product_error=TF32)
+    if "bias" not in inputs.options:
+        again = run(inputs, None, precision="default").arrays()
+        for name, x in results.arrays().items():
+            np.testing.assert_array_equal(x, again[name], err_msg=name)
 
 
 @pytest.mark.parametrize("head_dim", [50, 64, 100, 128])

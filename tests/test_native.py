@@ -227,7 +227,8 @@ def test_workspace_for_values_in_float16(changed, copied):
     [
         ({}, True),
         ({"mask_matrices": 2, "mask_rows": 1}, True),
-        ({"mask_matrices": 2, "mask_rows": 3000}, False),
+        ({"mask_matrices": 2, "mask_rows": 3000}, True),
+        ({"segments": True}, False),
         ({"exact": True}, False),
         ({"q_len": 100}, False),
         ({"kv_len": 200}, False),
@@ -246,20 +247,20 @@ def test_workspace_for_tiles_of_float32(changed, needed):
     forward = ffi.native.cuda_forward_workspace_bytes(
         **call, bias=False, soft_cap_or_dropout=False, value_matrices=4
     )
-    backward, modified = (
+    backward, exact = (
         ffi.native.cuda_backward_workspace_bytes(
-            **call, deterministic=False, distances=False, banded=False, modified=modified
+            **{**call, **more}, deterministic=False, distances=False, banded=False
         )
-        for modified in (False, True)
+        for more in ({}, {"exact": True})
     )
     queries, keys = 2 * 8 * 3008 * 128 * 4, 2 * 2 * 20032 * 128 * 4
     if needed:
         assert 2 * keys <= forward < 2.01 * keys
         tiles = 4 * queries + 3 * keys
-        assert tiles <= backward - modified < 1.001 * tiles
+        assert tiles <= backward - exact < 1.001 * tiles
     else:
         assert forward < keys
-        assert backward == modified
+        assert backward == exact
 
 
 @pytest.mark.skipif(not ffi.native.has_cuda(), reason="a build without CUDA kernels")
@@ -297,7 +298,7 @@ def backward_workspace(
         batch=batch, q_len=q_len, kv_len=kv_len, heads=heads, kv_heads=kv_heads or heads,
         head_dim=head_dim, value_dim=value_dim, dtype="bfloat16", segments=segments,
         deterministic=deterministic, distances=False, banded=banded, mask_matrices=int(key_mask),
-        mask_rows=int(key_mask), exact=False, modified=segments,
+        mask_rows=int(key_mask), exact=False,
     )  # fmt: skip
 
     def multiple(size, of):

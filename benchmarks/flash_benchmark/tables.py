@@ -247,7 +247,7 @@ def _pairs() -> list[Case]:
 
 
 def _float32() -> list[Case]:
-    """Long, short, padded and pair-biased (triangle attention) calls in float32.
+    """Long, short, padded, masked and pair-biased (triangle attention) calls in float32.
 
     Products are in TF32; `JAX_DEFAULT_MATMUL_PRECISION=highest` in the environment makes those of
     every contender as exact as float32's.
@@ -258,12 +258,16 @@ def _float32() -> list[Case]:
         (1, 1024, 8, 64, False, ""), (768, 768, 4, 32, False, "bias"),
         (4, 2048, 16, 96, True, ""), (4, 1024, 16, 128, False, ""),
         (4, 1024, 16, 128, False, "padding"), (16, 512, 12, 64, False, "padding"),
-        (4, 1024, 16, 128, False, "bias"), (2, 2048, 8, 256, True, ""),
+        (4, 1024, 16, 128, False, "bias"), (4, 1024, 16, 128, False, "bias_gradient"),
+        (4, 1024, 16, 128, False, "mask"), (4, 1024, 12, 64, False, "bias"),
+        (2, 512, 8, 64, False, "bias"), (2, 2048, 8, 256, True, ""),
     ]  # fmt: skip
-    return [
+    cases = [
         Case("float32", batch, length, heads, dim, dtype="float32", is_causal=causal, feature=what)
         for batch, length, heads, dim, causal, what in shapes
     ]
+    shared = Case("float32", 1, 2048, 8, 128, kv_heads=1, dtype="float32", is_causal=True)
+    return [*cases, shared]
 
 
 def _cpu() -> list[Case]:

@@ -91,7 +91,6 @@ struct BackwardFeatures {
   int32_t mask_rows = 0;      // T, or 1
   bool is_float32 = false;    // true if the operands are float32
   bool exact = false;         // true if products are as exact as those of float32
-  bool modified = false;      // true if the call has a modifier other than a mask
   bool sm90 = true;           // false for the sm_80 kernels, which need less
 
   static BackwardFeatures of(const Backward& params) {
@@ -106,7 +105,6 @@ struct BackwardFeatures {
     features.mask_rows = mask.rows;
     features.is_float32 = params.query.dtype == DType::kFloat32;
     features.exact = options.high_precision;
-    features.modified = (modifiers_of(params) & ~uint32_t{kMask}) != 0;
     return features;
   }
 };

@@ -207,31 +207,33 @@ bool choose_one_row(const Backward& params, int32_t family, const FindInstance& 
   return true;
 }
 
-// Returns whether all queries that a block of keys meets share its part of the mask: those of all
-// query heads of a key/value head.
-bool key_block_has_one_mask(const Forward& params) {
-  return has_key_mask(params) &&
-         (params.mask.head == 0 || params.shape.heads == params.shape.kv_heads);
-}
-
-// Chooses Hopper's kernels for float32 if they take the call and are faster: they multiply in TF32,
-// and take no modifier but a mask of keys. Returns whether they are chosen.
+// Chooses Hopper's kernels for float32 if they take the call and are faster: they multiply in TF32.
+// Returns whether they are chosen.
 bool choose_float32(const Forward& params, bool is_backward, int32_t family, const Device& device,
                     const FindInstance& find, Choice& choice) {
   const Shape& shape = params.shape;
-  const bool bare = modifiers_of(params) == kNoModifier;
-  const bool masked = has_key_mask_alone(params) && key_block_has_one_mask(params);
+  const uint32_t modifiers = modifiers_of(params);
+  const bool general = sm90::float32_modifiers(params) != kNoModifier;
   if (params.query.dtype != DType::kFloat32 || family != 0 || device.capability != 90 ||
-      choice.exact || params.options.smem_limit > 0 || !(bare || masked) ||
-      !sm90::takes_float32(shape, is_backward, masked) ||
-      find(90, false) != sm90::float32_head_dim(shape)) {
+      choice.exact || params.options.smem_limit > 0 ||
+      (modifiers & ~sm90::kFloat32Modifiers) != 0 ||
+      !sm90::takes_float32(shape, is_backward, sm90::float32_call(params)) ||
+      find(90, general) != sm90::float32_head_dim(shape)) {
     return false;
   }
   choice.family = 90;
   choice.head_dim = sm90::float32_head_dim(shape);
-  choice.general = false;
+  choice.general = general;
   choice.reason = "products are in TF32, and there are many queries and keys";
   return true;
+}
+
+Recipe float32_recipe(const Forward& params) {
+  switch (sm90::float32_modifiers(params)) {
+    case kNoModifier: return Recipe::kFloat32;
+    case sm90::kFloat32Elements: return Recipe::kFloat32Elements;
+    default: return Recipe::kFloat32Modified;
+  }
 }
 
 // Describes the sm_80 kernels for head dims above 256 (sm80/wide_config.cuh).
@@ -601,7 +603,7 @@ Status choose_forward(const Forward& params, int32_t family, const Device& devic
       !float32 && fits_copy_engine(params.shape, {&params.query}, {&params.key, &params.value});
   if (choose_decode(params, family, fits, device, find, choice)) return {};
   if (choose_float32(params, false, family, device, find, choice)) {
-    return set_recipe(Recipe::kFloat32, choice);
+    return set_recipe(float32_recipe(params), choice);
   }
   if (Status status = choose_family(params, family, fits, device, find, choice); !status.ok()) {
     return status;
@@ -638,7 +640,11 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
                                      {&params.key, &params.value});
   if (choose_one_row(params, family, find, choice)) return {};
   if (choose_float32(params, true, family, device, find, choice)) {
-    choice.name = "two kernels, TF32";
+    switch (float32_recipe(params)) {
+      case Recipe::kFloat32: choice.name = "two kernels, TF32"; break;
+      case Recipe::kFloat32Elements: choice.name = "two kernels, TF32, bias and mask"; break;
+      default: choice.name = "two kernels, TF32, every modifier";
+    }
     choice.queries = choice.keys = sm90::Float32Gradient::kTileRows;
     return {};
   }
@@ -703,8 +709,7 @@ int64_t forward_workspace_bytes(const Shape& shape, DType dtype, const ForwardFe
       features.segments || mask_of_keys ? SegmentSpans::bytes(shape) : int64_t{0};
   if (features.segments) return std::max(span_bytes, decode_bytes);
   if (dtype == DType::kFloat32) {  // the rest is for 16 bits
-    const bool tiles = !features.exact && !features.bias && !features.others &&
-                       (!masked || mask_of_keys) && sm90::takes_float32(shape, false, masked);
+    const bool tiles = !features.exact && sm90::may_take_float32(shape, false);
     sm90::Float32Tiles plan;
     return std::max(decode_bytes, tiles ? sm90::Float32Tiles::plan(shape, nullptr, plan) : 0);
   }
@@ -738,9 +743,7 @@ int64_t backward_workspace_bytes(const Shape& shape, const BackwardFeatures& fea
   BackwardWorkspace workspace;
   int64_t bytes = BackwardWorkspace::plan(shape, head_dim, features, nullptr, workspace);
   if (!features.is_float32) return bytes;
-  const bool masked = features.mask_matrices > 0, mask_of_keys = masked && features.mask_rows == 1;
-  if (!features.exact && !features.modified && (!masked || mask_of_keys) &&
-      sm90::takes_float32(shape, true, masked)) {
+  if (!features.exact && !features.segments && sm90::may_take_float32(shape, true)) {
     sm90::Float32Gradient tiles;
     bytes += sm90::Float32Gradient::plan(shape, nullptr, tiles);
   }

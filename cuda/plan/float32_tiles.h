@@ -8,6 +8,7 @@
 
 #include "params.h"
 #include "plan/divisor.h"
+#include "plan/modifiers.h"
 #include "plan/tensor_map.h"
 
 namespace jax_flash::sm90 {
@@ -23,17 +24,45 @@ inline int32_t float32_head_dim(const Shape& shape) {
   return std::max(shape.head_dim, shape.value_dim) <= 64 ? 64 : 128;
 }
 
+// The modifiers that the kernels take: those of a smaller kernel, which is faster, and all.
+inline constexpr uint32_t kFloat32Elements = kBias | kMask | kAnyScale;
+inline constexpr uint32_t kFloat32Modifiers = kEveryModifier & ~uint32_t{kSegments};
+
+// Returns the modifiers of the kernel that takes a call. A mask that all queries of a group share
+// is none if it is alone: it removes keys beforehand.
+inline uint32_t float32_modifiers(const Forward& params) {
+  const uint32_t modifiers = modifiers_of(params);
+  if (modifiers == kMask && key_block_has_one_mask(params)) return kNoModifier;
+  if (modifiers == kNoModifier) return kNoModifier;
+  return (modifiers & ~kFloat32Elements) == 0 ? kFloat32Elements : kFloat32Modifiers;
+}
+
+// The kinds of calls that differ in the least number of keys.
+enum class Float32Call { kPlain, kKeyMask, kModified };
+
+inline Float32Call float32_call(const Forward& params) {
+  if (float32_modifiers(params) != kNoModifier) return Float32Call::kModified;
+  return params.mask ? Float32Call::kKeyMask : Float32Call::kPlain;
+}
+
 // Returns whether the kernels of a pass are faster than those of the sm_80 family, as measured on
 // an H200 (sm90/TUNING_float32.md). To make the tiles takes as long as to read and write the
-// operands, so each key must serve many rows, and each row many keys. With a mask, the sm_80
-// kernels take twice as long.
-inline bool takes_float32(const Shape& shape, bool is_backward, bool has_mask) {
+// operands, so each key must serve many rows, and each row many keys. With a mask or other
+// modifiers, the sm_80 kernels take twice as long.
+inline bool takes_float32(const Shape& shape, bool is_backward, Float32Call call) {
   const int32_t widest = std::max(shape.head_dim, shape.value_dim);
   const int64_t rows = int64_t{shape.q_len} * (shape.heads / std::max(shape.kv_heads, 1));
-  const int64_t least = has_mask ? (is_backward ? 256 : 320)
-                                 : (is_backward ? 640 : 1024) * 64 / float32_head_dim(shape);
+  int64_t least = (is_backward ? 640 : 1024) * 64 / float32_head_dim(shape);
+  if (call == Float32Call::kKeyMask) least = is_backward ? 256 : 320;
+  if (call == Float32Call::kModified) least = is_backward ? 512 : 320;
   return widest > 32 && widest <= 128 && shape.num_batch_dims <= kTensorMapBatchDims &&
          shape.q_len >= 128 && std::min<int64_t>(rows, shape.kv_len) >= least;
+}
+// Returns whether they are for some kind of call.
+inline bool may_take_float32(const Shape& shape, bool is_backward) {
+  return takes_float32(shape, is_backward, Float32Call::kPlain) ||
+         takes_float32(shape, is_backward, Float32Call::kKeyMask) ||
+         takes_float32(shape, is_backward, Float32Call::kModified);
 }
 
 // Lays out the workspace of the forward pass. A tile, of keys or of transposed values, has
@@ -43,6 +72,7 @@ struct Float32Tiles {
 
   float *key = nullptr, *value = nullptr;
   KeyBits* bits = nullptr;     // of the keys of each tile
+  KeyBits* bad = nullptr;      // of the values of each tile that are not finite
   int32_t* counter = nullptr;  // of units that blocks have taken; cleared with the tiles
   int32_t tiles = 0;           // for each batch entry and key/value head
 
@@ -56,21 +86,27 @@ struct Float32Tiles {
     result.key = static_cast<float*>(base);
     result.value = result.key + count * kTileFloats;
     result.bits = reinterpret_cast<KeyBits*>(result.value + count * kTileFloats);
-    result.counter = reinterpret_cast<int32_t*>(result.bits + count);
-    return count * (2 * kTileFloats * 4 + static_cast<int64_t>(sizeof(KeyBits))) +
+    result.bad = result.bits + count;
+    result.counter = reinterpret_cast<int32_t*>(result.bad + count);
+    return count * (2 * kTileFloats * 4 + 2 * static_cast<int64_t>(sizeof(KeyBits))) +
            static_cast<int64_t>(sizeof(int32_t));
   }
 };
 
-// Lays out the operands' tiles in the workspace of the backward pass, after BackwardWorkspace.
+// Lays out the operands' tiles in the workspace of the backward pass, after BackwardWorkspace. If
+// there are few blocks of keys, several thread blocks divide the queries of each, and leave parts
+// of dK and dV in the workspace.
 struct Float32Gradient {
-  static constexpr int kTileRows = 64;
+  static constexpr int kTileRows = 64, kBlockKeys = 128, kBlocks = 132;
 
   float *query = nullptr, *query_transposed = nullptr;
   float *dout = nullptr, *dout_transposed = nullptr;
   float *key = nullptr, *key_transposed = nullptr, *value = nullptr;
   KeyBits* bits = nullptr;                 // of the keys of each tile
   int32_t query_tiles = 0, key_tiles = 0;  // for each batch entry and head
+  // [parts, batch, K, S, head dim of queries or values] each, if there are several parts
+  float *dkey = nullptr, *dvalue = nullptr;
+  int32_t parts = 1;
 
   // Sets the pointers from `base` on, and returns the size in bytes. `base` may be null.
   static int64_t plan(const Shape& shape, void* base, Float32Gradient& result) {
@@ -87,7 +123,16 @@ struct Float32Gradient {
     result.key_transposed = result.key + keys;
     result.value = result.key_transposed + keys;
     result.bits = reinterpret_cast<KeyBits*>(result.value + keys);
-    return (4 * queries + 3 * keys) * 4 + keys / of_tile * static_cast<int64_t>(sizeof(KeyBits));
+    const int64_t tiles = keys / of_tile, heads = shape.batch * shape.kv_heads;
+    const int64_t blocks = std::max<int64_t>(ceil_div(shape.kv_len, kBlockKeys) * heads, 1);
+    const int64_t most = shape.heads / std::max(shape.kv_heads, 1) * int64_t{result.query_tiles};
+    result.parts =
+        static_cast<int32_t>(std::clamp<int64_t>(kBlocks / blocks, 1, std::max<int64_t>(most, 1)));
+    const int64_t rows = result.parts == 1 ? 0 : result.parts * heads * shape.kv_len;
+    result.dkey = reinterpret_cast<float*>(result.bits + tiles);
+    result.dvalue = result.dkey + rows * shape.head_dim;
+    return (4 * queries + 3 * keys + rows * (shape.head_dim + shape.value_dim)) * 4 +
+           tiles * static_cast<int64_t>(sizeof(KeyBits));
   }
 };
 

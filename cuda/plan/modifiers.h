@@ -41,6 +41,13 @@ inline uint32_t modifiers_of(const Forward& params) {
 // of a padded batch.
 inline bool has_key_mask(const Forward& params) { return params.mask && params.mask.row == 0; }
 
+// Returns whether all queries that a block of keys meets share its part of the mask: those of all
+// query heads of a key/value head.
+inline bool key_block_has_one_mask(const Forward& params) {
+  return has_key_mask(params) &&
+         (params.mask.head == 0 || params.shape.heads == params.shape.kv_heads);
+}
+
 // Returns whether a mask of keys is the call's only modifier.
 inline bool has_key_mask_alone(const Forward& params) {
   return modifiers_of(params) == kMask && has_key_mask(params);

@@ -78,6 +78,8 @@ enum class Recipe : int32_t {
   kFloat8,
   kFloat8Modified,
   kFloat32,
+  kFloat32Elements,
+  kFloat32Modified,
 };
 
 // The operands of a kernel.
@@ -127,9 +129,9 @@ constexpr RecipeRow float8_row(int32_t head_dim, bool modified) {
   return row;
 }
 
-constexpr RecipeRow float32_row(int32_t head_dim) {
-  RecipeRow row{
-      Recipe::kFloat32, "TF32", head_dim, head_dim, kNoModifier, 2, Float32Tiles::keys(head_dim)};
+constexpr RecipeRow float32_row(Recipe recipe, const char* name, int32_t head_dim,
+                                uint32_t modifiers) {
+  RecipeRow row{recipe, name, head_dim, head_dim, modifiers, 2, Float32Tiles::keys(head_dim)};
   row.operands = Operands::kFloat32;
   return row;
 }
@@ -252,8 +254,12 @@ inline constexpr RecipeRow kRecipes[] = {
     float8_row(192, true),
     float8_row(256, true),
     // Operands of float32 at default precision (sm90/forward_float32).
-    float32_row(64),
-    float32_row(128),
+    float32_row(Recipe::kFloat32, "TF32", 64, kNoModifier),
+    float32_row(Recipe::kFloat32, "TF32", 128, kNoModifier),
+    float32_row(Recipe::kFloat32Elements, "TF32, bias and mask", 64, kFloat32Elements),
+    float32_row(Recipe::kFloat32Elements, "TF32, bias and mask", 128, kFloat32Elements),
+    float32_row(Recipe::kFloat32Modified, "TF32, every modifier", 64, kFloat32Modifiers),
+    float32_row(Recipe::kFloat32Modified, "TF32, every modifier", 128, kFloat32Modifiers),
 };
 inline constexpr int kRecipeCount = sizeof(kRecipes) / sizeof(kRecipes[0]);
 

@@ -2,9 +2,13 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
+#include "params.h"
+#include "plan/float32_tiles.h"
 #include "ptx/tf32.cuh"
 #include "ptx/warpgroup.cuh"
+#include "status.h"
 #include "tile/element.cuh"
 #include "tile/float32_rows.cuh"
 #include "tile/matmul.cuh"
@@ -12,6 +16,20 @@
 #include "wgmma.h"
 
 namespace jax_flash::sm90 {
+
+// Calls launch(modifiers), where the modifiers are those of the kernel that takes the call, as a
+// constant.
+template <bool kGeneral, typename Launch>
+Status with_float32_modifiers(const Forward& params, Launch launch) {
+  if constexpr (!kGeneral) {
+    return launch(std::integral_constant<uint32_t, kNoModifier>{});
+  } else {
+    if (float32_modifiers(params) == kFloat32Elements) {
+      return launch(std::integral_constant<uint32_t, kFloat32Elements>{});
+    }
+    return launch(std::integral_constant<uint32_t, kFloat32Modifiers>{});
+  }
+}
 
 // Starts the product of 64 rows and the rows of another tile, d = a b^T.
 template <int kHeadDim, int kN, typename TileA, typename TileB>

@@ -17,11 +17,13 @@
 //                                4 t + 2 s + e.
 //
 // Keys and values that no query may attend to become zeros, and so do queries that do not exist: a
-// product of NaN with a P or dS of 0 would be NaN. Keys that a mask forbids for all queries are
-// known here: for each tile of keys there are bits of those that some query may attend to.
+// product of NaN with a P or dS of 0 would be NaN. If all queries share the mask, the keys that it
+// forbids are known here: for each tile of keys there are bits of those that some query may attend
+// to. Where other modifiers may hide keys, numbers that are not finite become zeros, and bits say
+// which rows had some.
 //
-// In the backward pass, blocks of dO also compute delta = sum(dO * O) - dlse, and lse in log2
-// units.
+// In the backward pass, blocks of dO also compute delta = sum(dO * O) - dlse, and lse in the units
+// of the logits.
 //
 // Roles of warps. All eight read and write a tile; the first four also find which rows take part.
 // Static shared memory holds the rounded tile, with one column more against bank conflicts, and a
@@ -34,6 +36,7 @@
 #include "plan/backward_workspace.h"
 #include "plan/float32_tiles.h"
 #include "plan/mask_matrices.h"
+#include "plan/modifiers.h"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/tf32.cuh"
 #include "status.h"
@@ -52,16 +55,19 @@ struct TilesOf {
   Operand from;
   bool queries = false;  // true if rows are queries, false if they are keys
   bool vectors = false;  // true if four columns can be read at a time
+  bool clears = false;   // true if the transposed tile has zeros for NaN and infinity
   int32_t heads = 0, cols = 0, tiles = 0;
   float *plain = nullptr, *transposed = nullptr;  // these may be null
   KeyBits* bits = nullptr;
+  KeyBits* bad = nullptr;  // if not null: the kernel sets bits of rows that are not finite
 };
 // Holds what the backward pass knows of rows. `out`, `lse` and `dlse` are operands, `lse_log2`
 // and `delta` are those of BackwardWorkspace.
 struct GradientStatistics {
   Operand out, lse, dlse;
   float *lse_log2 = nullptr, *delta = nullptr;
-  int32_t rows = 0;  // per head
+  int32_t rows = 0;     // per head
+  float factor = 1.0f;  // from lse to the units of the logits
 
   GradientStatistics() = default;
   GradientStatistics(const Backward& params, const BackwardWorkspace& workspace)
@@ -70,7 +76,8 @@ struct GradientStatistics {
         dlse(params.dlse),
         lse_log2(workspace.lse_log2),
         delta(workspace.delta),
-        rows(workspace.rows) {}
+        rows(workspace.rows),
+        factor(adds_to_logits(params) ? 1.0f : kLog2E) {}
 };
 struct AllTiles {
   static constexpr int kMost = 4;
@@ -78,13 +85,16 @@ struct AllTiles {
   int32_t count = 0;
   int32_t* counter = nullptr;  // if not null, the kernel sets it to 0
   int dout = -1;               // the index of dO among the operands, in the backward pass
+  bool has_key_mask = false;   // true if all queries of a group share the mask
   GradientStatistics statistics;
 
+  explicit AllTiles(const Forward& params) : has_key_mask(key_block_has_one_mask(params)) {}
   void add(const Shape& shape, const Operand& from, bool queries, int32_t cols, int32_t tiles,
            float* plain, float* transposed, KeyBits* bits = nullptr) {
     const bool vectors = has_vectors(from, 4, 16) && cols % 4 == 0;
     const int32_t heads = queries ? shape.heads : shape.kv_heads;
-    of[count++] = {from, queries, vectors, heads, cols, tiles, plain, transposed, bits};
+    of[count++] = {from,  queries, vectors,    false, heads,  cols,
+                   tiles, plain,   transposed, bits,  nullptr};
   }
 };
 
@@ -97,12 +107,13 @@ struct alignas(16) Float32Keys {
 
 // Returns whether a row takes part in products.
 __device__ __forceinline__ bool takes_part(const Forward& params, const TilesOf& of,
-                                           const BatchIndex& batch, const Band& band, int32_t head,
-                                           int32_t row) {
+                                           bool has_key_mask, const BatchIndex& batch,
+                                           const Band& band, int32_t head, int32_t row) {
   if (of.queries) return row < band.q_len;
   if (row >= band.kv_len || band.first_row(row) >= band.end_row(row + 1)) return false;
+  if (!has_key_mask) return true;
   // If the mask differs among heads, each key/value head has one query head.
-  return !params.mask || batch.pointer<const uint8_t>(params.mask, head)[row * params.mask.col];
+  return batch.pointer<const uint8_t>(params.mask, head)[row * params.mask.col];
 }
 
 // Reads a tile of an operand into shared memory, rounded. `exists`: which rows take part.
@@ -140,8 +151,8 @@ __device__ __forceinline__ void read_rows(const TilesOf& of, const float* from,
   }
 }
 
-// Computes lse in log2 units and delta = sum(dO * O) - dlse of a tile's rows. dO is rounded, as in
-// dP, so that the rounding errors cancel where dP and delta nearly do.
+// Computes lse in the units of the logits and delta = sum(dO * O) - dlse of a tile's rows. dO is
+// rounded, as in dP, so that the rounding errors cancel where dP and delta nearly do.
 template <int kRows, int kCols>
 __device__ __forceinline__ void write_statistics(const GradientStatistics& of,
                                                  const BatchIndex& batch, int64_t batch_head,
@@ -178,7 +189,7 @@ __device__ __forceinline__ void write_statistics(const GradientStatistics& of,
     if (of.dlse && !dead) {
       delta -= batch.pointer<const float>(of.dlse, head)[(row0 + row) * of.dlse.row];
     }
-    of.lse_log2[batch_head * of.rows + row0 + row] = dead ? -minus_infinity() : own * kLog2E;
+    of.lse_log2[batch_head * of.rows + row0 + row] = dead ? -minus_infinity() : own * of.factor;
     of.delta[batch_head * of.rows + row0 + row] = delta;
   }
 }
@@ -196,27 +207,39 @@ __device__ __forceinline__ void write_plain(float* tile, const float (&stored)[k
   }
 }
 
-// Writes a tile [columns][rows].
+// Writes a tile [columns][rows]. clears: numbers that are not finite become zeros.
 template <int kRows, int kCols>
-__device__ __forceinline__ void write_transposed(float* tile,
+__device__ __forceinline__ void write_transposed(float* tile, bool clears,
                                                  const float (&stored)[kRows][kCols + 1]) {
+  const auto read = [&](int row, int col) {
+    const float x = stored[row][col];
+    return clears && !(fabsf(x) < -minus_infinity()) ? 0.0f : x;
+  };
 #pragma unroll
   for (int i = threadIdx.x; i < kRows * kCols / 4; i += kTilesThreads) {
     const int chunk = i % 8, place = i / 8 % kCols, panel = i / (8 * kCols);
     const int col = place / 16 * 16 + place / 2 % 4 * 4 + place % 2 * 2 + place / 8 % 2;
     const int row = panel * 32 + chunk / 2 * 8 + chunk % 2;
     *reinterpret_cast<float4*>(tile + panel * (kCols * 32) + place * 32 + (chunk ^ place) % 8 * 4) =
-        make_float4(stored[row][col], stored[row + 2][col], stored[row + 4][col],
-                    stored[row + 6][col]);
+        make_float4(read(row, col), read(row + 2, col), read(row + 4, col), read(row + 6, col));
   }
 }
 
-// Writes the bits of a tile of keys. Called by the first four warps.
+// Returns whether a number of a row is not finite: zero times such a number is NaN.
+template <int kCols>
+__device__ __forceinline__ bool is_bad(const float (&row)[kCols + 1]) {
+  float zero = 0.0f;
+#pragma unroll 4
+  for (int col = 0; col < kCols; ++col) zero = fmaf(0.0f, row[col], zero);
+  return zero != 0.0f;
+}
+
+// Writes bits of a tile of keys: those of this thread's row. Called by the first four warps.
 template <int kRows>
-__device__ __forceinline__ void write_bits(KeyBits* bits, bool exists) {
+__device__ __forceinline__ void write_bits(KeyBits* bits, bool is_set) {
   static_assert(kRows <= 128);
   const int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  const uint32_t keys = __ballot_sync(0xffffffff, exists);
+  const uint32_t keys = __ballot_sync(0xffffffff, is_set);
   uint32_t own = 0;  // those of this warp in a word
 #pragma unroll
   for (int n = 0; n < 4; ++n) own |= (keys >> (8 * n + lane % 4 * 2) & 3) << 2 * n;
@@ -239,7 +262,7 @@ __device__ __forceinline__ int32_t last_key_tile(const KeyBits* bits, int32_t fi
 // Grid: for each operand, a block for each of its tiles. Heads vary fastest, so that neighbours in
 // memory are read at the same time.
 template <int kRows, int kCols>
-__global__ void __launch_bounds__(kTilesThreads)
+__global__ void __launch_bounds__(kTilesThreads, 4)
     float32_tiles_kernel(const __grid_constant__ Forward params,
                          const __grid_constant__ AllTiles all) {
   ptx::griddepcontrol_launch_dependents();
@@ -263,8 +286,8 @@ __global__ void __launch_bounds__(kTilesThreads)
   const BatchIndex batch(params.shape, batch_index);
   if (threadIdx.x < 128) {
     const int row = threadIdx.x;
-    const bool own =
-        row < kRows && takes_part(params, of, batch, Band(params, batch), head, row0 + row);
+    const bool own = row < kRows && takes_part(params, of, all.has_key_mask, batch,
+                                               Band(params, batch), head, row0 + row);
     if (row < kRows) exists[row] = own;
     if (of.bits) write_bits<kRows>(of.bits + index, own);
   }
@@ -272,12 +295,15 @@ __global__ void __launch_bounds__(kTilesThreads)
   read_rows<kRows, kCols>(of, batch.pointer<const float>(of.from, head) + row0 * of.from.row,
                           exists, stored);
   __syncthreads();
+  if (of.bad && threadIdx.x < 128) {
+    write_bits<kRows>(of.bad + index, threadIdx.x < kRows && is_bad<kCols>(stored[threadIdx.x]));
+  }
   if (operand == all.dout) {
     write_statistics<kRows, kCols>(all.statistics, batch, int64_t{batch_index} * of.heads + head,
                                    head, row0, of.cols, exists, stored);
   }
   if (of.plain) write_plain<kRows, kCols>(of.plain + first, stored);
-  if (of.transposed) write_transposed<kRows, kCols>(of.transposed + first, stored);
+  if (of.transposed) write_transposed<kRows, kCols>(of.transposed + first, of.clears, stored);
 }
 
 template <int kRows, int kCols>

@@ -101,11 +101,11 @@ int64_t cuda_backward_workspace_bytes(int64_t batch, int32_t q_len, int32_t kv_l
                                       int32_t kv_heads, int32_t head_dim, int32_t value_dim,
                                       const std::string& dtype, bool segments, bool deterministic,
                                       bool distances, bool banded, int64_t mask_matrices,
-                                      int32_t mask_rows, bool exact, bool modified) {
+                                      int32_t mask_rows, bool exact) {
   const Shape shape = make_shape(batch, q_len, kv_len, heads, kv_heads, head_dim, value_dim);
   const bool is_float32 = make_dtype(dtype) == DType::kFloat32;
   return backward_workspace_bytes(shape, {segments, deterministic, distances, banded, mask_matrices,
-                                          mask_rows, is_float32, exact, modified});
+                                          mask_rows, is_float32, exact});
 }
 
 // Describes the arrays of an abstract call by (name of the dtype, dimensions). The choice of a
@@ -216,6 +216,8 @@ nb::list cuda_instances() {
     for (const auto& instance : table) {
       // Others have one of the same dtype that takes modifiers, of the same or another family.
       if (!instance.general) continue;
+      // Hopper's for float32 only take calls in place of sm_80 kernels.
+      if (instance.family == 90 && instance.dtype == DType::kFloat32) continue;
       all.append(nb::make_tuple(pass, instance.family, name_of(instance.dtype), instance.head_dim));
     }
   };
@@ -251,7 +253,7 @@ NB_MODULE(_native, module) {
              nb::arg("q_len"), nb::arg("kv_len"), nb::arg("heads"), nb::arg("kv_heads"),
              nb::arg("head_dim"), nb::arg("value_dim"), nb::arg("dtype"), nb::arg("segments"),
              nb::arg("deterministic"), nb::arg("distances"), nb::arg("banded"),
-             nb::arg("mask_matrices"), nb::arg("mask_rows"), nb::arg("exact"), nb::arg("modified"));
+             nb::arg("mask_matrices"), nb::arg("mask_rows"), nb::arg("exact"));
 #endif
 }
 

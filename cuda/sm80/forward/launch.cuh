@@ -71,7 +71,7 @@ Status launch_forward_elements(const Forward& params, const Choice& choice, cuda
   SegmentSpans spans;
   if (const Status status = find_segment_spans(params, spans, stream); !status.ok()) return status;
   constexpr int kNarrow = kHeadDim == 192 ? 128 : kHeadDim, kProducts = kTf32ProductsOf<Element>;
-  if constexpr (std::is_same_v<Element, Tf32> && !kGeneral && kHeadDim <= 128) {
+  if constexpr (std::is_same_v<Element, Tf32> && kHeadDim <= 128) {
     int sms = 0;
     if (const Status status = multiprocessors(sms); !status.ok()) return status;
     if (query_tiles(params.shape, 128) < sms) {

@@ -5,14 +5,18 @@
 //     P^T = 2^(scale log2(e) S^T - lse),  dS^T = P^T (dP^T - delta)   lse in log2 units
 //     dV += P^T dO,  dK += dS^T Q                                     P^T and dS^T from registers
 //
-// A block owns 128 keys of a head, each of two consumer warpgroups 64 of them. The first warp of
-// the first warpgroup starts the copies. In shared memory are the block's tiles of K, those of V,
-// and a ring of slots, which Q, dO, and dO and Q transposed take in turn. All products of a step
-// are awaited before the next step starts: there are no registers for those of two.
+// With modifiers, S becomes logits before the exponential (sm90/float32_logits.cuh). A block owns
+// 128 keys of a head, each of two consumer warpgroups 64 of them. The first warp of the first
+// warpgroup starts the copies. In shared memory are the block's tiles of K, those of V, and a ring
+// of slots, which Q, dO, and dO and Q transposed take in turn. All products of a step are awaited
+// before the next step starts: there are no registers for those of two. If there are few blocks of
+// keys, several thread blocks divide the queries of each, and float32_key_sums_kernel adds their
+// parts.
 #pragma once
 
 #include <cstdint>
 
+#include "modifiers/score_gradient_transposed.cuh"
 #include "params.h"
 #include "plan/backward_workspace.h"
 #include "plan/float32_tiles.h"
@@ -21,6 +25,7 @@
 #include "ptx/shared.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/backward_float32/config.cuh"
+#include "sm90/float32_logits.cuh"
 #include "sm90/float32_products.cuh"
 #include "sm90/float32_tiles.cuh"
 #include "sm90/key_mask.cuh"
@@ -42,8 +47,10 @@ using Float32KeyConfig = Float32BackwardConfig<kHeadDim, 2, (kHeadDim <= 64 ? 64
 struct Float32KeyWork {
   int32_t group, kv_head, key0;  // group: query heads of the key/value head
   int64_t batch_index;
+  Float32Places places;
   Band band;
   Range steps;        // of query rows
+  Range visits;       // of steps of all heads of the group, that this block takes
   int64_t key_index;  // of the block's first key tile in the workspace
   int32_t own_tiles;  // the number of its key tiles that exist
 };
@@ -54,20 +61,47 @@ __device__ __forceinline__ Float32KeyWork describe_keys(const Backward& params,
                                                         const Float32Gradient& tiles) {
   constexpr int kKeys = Config::kOwnRows;
   const Shape& shape = params.shape;
-  const KeyTilePlace<kKeys> place(params, blockIdx.x, false);
+  const uint32_t part = blockIdx.x % tiles.parts;
+  const KeyTilePlace<kKeys> place(params, blockIdx.x / tiles.parts, false);
   Float32KeyWork work;
   work.group = shape.heads / shape.kv_heads;
   work.kv_head = place.kv_head;
   work.key0 = place.tile * kKeys;
   work.batch_index = place.batch_index;
-  work.band = Band(params, BatchIndex(shape, place.batch_index));
+  work.places = Float32Places(params, BatchIndex(shape, place.batch_index));
+  work.band = Band(params, work.places.batch);
   work.steps = q_tiles<Config::kRows>(work.band, work.key0, work.key0 + kKeys);
   const int32_t first = work.key0 / Config::kTileRows;
   work.key_index = (place.batch_index * shape.kv_heads + place.kv_head) * tiles.key_tiles + first;
   work.own_tiles = min(tiles.key_tiles - first, Config::kConsumers);
   if (last_key_tile(tiles.bits + work.key_index, 0, work.own_tiles) < 0) work.steps = {0, 0};
+  const int64_t visits = int64_t{work.group} * max(work.steps.end - work.steps.first, 0);
+  work.visits = {static_cast<int32_t>(visits * part / tiles.parts),
+                 static_cast<int32_t>(visits * (part + 1) / tiles.parts)};
   return work;
 }
+
+// Walks over the block's part of the steps.
+struct Float32Visits {
+  const Float32KeyWork& work;
+  int32_t count, left, head, step;
+
+  __device__ __forceinline__ explicit Float32Visits(const Float32KeyWork& block)
+      : work(block),
+        count(block.steps.end - block.steps.first),
+        left(block.visits.end - block.visits.first) {
+    if (left <= 0) return;
+    const int32_t heads = work.visits.first / count;
+    head = work.kv_head * work.group + heads;
+    step = work.steps.first + work.visits.first - heads * count;
+  }
+  __device__ __forceinline__ void advance() {
+    --left;
+    if (++step < work.steps.end) return;
+    step = work.steps.first;
+    ++head;
+  }
+};
 
 template <typename Config>
 __device__ __forceinline__ void produce_queries(const Backward& params,
@@ -76,30 +110,34 @@ __device__ __forceinline__ void produce_queries(const Backward& params,
                                                 const Float32KeyWork& work,
                                                 const Float32BackwardSmem<Config>& smem) {
   constexpr int kParts = Config::kTileRows / Config::kRows, kTile = Config::kOwnBytes / 4;
-  if (work.steps.first >= work.steps.end) return;
+  Float32Visits at(work);
+  if (at.left <= 0) return;
   const Shape& shape = params.shape;
   Float32BackwardProducer<Config> producer{smem};
   const int64_t own = work.key_index * kTile;
   ptx::mbarrier_arrive_expect_tx(smem.own_full(), 2 * Config::kConsumers * Config::kOwnBytes);
   producer.load_own(0, tiles.key + own, work.own_tiles);
   producer.load_own(1, tiles.value + own, work.own_tiles);
-  for (int32_t in_group = 0; in_group < work.group; ++in_group) {
-    const int64_t head = work.batch_index * shape.heads + work.kv_head * work.group + in_group;
-    for (int32_t step = work.steps.first; step < work.steps.end; ++step) {
-      const int64_t tile = (head * tiles.query_tiles + step / kParts) * kTile;
-      const int part = step % kParts;
-      const int64_t row = workspace.row_index(head, step * Config::kRows);
-      producer.load_plain(tiles.query + tile, part, workspace.lse_log2 + row);
-      producer.load_plain(tiles.dout + tile, part, workspace.delta + row);
-      producer.load_transposed(tiles.dout_transposed + tile, part);
-      producer.load_transposed(tiles.query_transposed + tile, part);
-    }
+  for (; at.left > 0; at.advance()) {
+    const int64_t head = work.batch_index * shape.heads + at.head;
+    const int64_t tile = (head * tiles.query_tiles + at.step / kParts) * kTile;
+    const int part = at.step % kParts;
+    const int64_t row = workspace.row_index(head, at.step * Config::kRows);
+    producer.load_plain(tiles.query + tile, part, workspace.lse_log2 + row);
+    producer.load_plain(tiles.dout + tile, part, workspace.delta + row);
+    producer.load_transposed(tiles.dout_transposed + tile, part);
+    producer.load_transposed(tiles.query_transposed + tile, part);
   }
 }
 
-template <typename Config>
+// kModifiers: those that the call may have.
+template <typename Config, uint32_t kModifiers>
 struct Float32KeyConsumer {
   static constexpr int kN = Config::kRows / 8, kGradientN = Config::kHeadDim / 8;
+  static constexpr bool kGeneral = kModifiers != kNoModifier;
+  using Gradient = TransposedGradient<kModifiers, kN>;
+  using Logits = Float32Logits<kModifiers, kN, true>;
+  const Backward& params;
   const Float32KeyWork& work;
   const Float32BackwardSmem<Config>& smem;
   float to_log2;
@@ -110,7 +148,7 @@ struct Float32KeyConsumer {
   float dkey[1][kGradientN][4], dvalue[1][kGradientN][4];
   RingState<Config::kSlots> slot;
 
-  // Sets scores to -inf where the query may not attend to the key.
+  // Sets scores to -inf where the query may not attend to the key, for a call without modifiers.
   __device__ __forceinline__ void mask(int32_t row0) {
     forbid_key_rows(scores, allowed);
     if (work.band.all_allowed(row0, min(row0 + Config::kRows, work.band.q_len),
@@ -156,21 +194,39 @@ struct Float32KeyConsumer {
     }
   }
 
+  // Does the same as mask(), exponentials() and differentiate(), for a call with modifiers.
+  __device__ __forceinline__ void modify(const Logits& logits) {
+    const Gradient gradient{params, work.places.batch, logits.head, logits.col0, logits.row0};
+    const float* lse = smem.statistics[slot.stage];
+    logits.apply(reinterpret_cast<float (&)[1][kN][4]>(scores));
+    gradient.probabilities(scores, ColumnsInShared(lse), lse, to_log2);
+    const Kept kept = gradient.draw();
+    gradient.finish(scores, dscores, lse, smem.statistics[slot.next(1).stage], kept);
+    gradient.drop(scores, kept);
+    round_operands(scores, weights);
+  }
+
   // The slots from `slot` on hold Q, dO, and dO and Q transposed.
-  __device__ __forceinline__ void step(int32_t row0) {
+  // `at` moves to the next step. With modifiers, elements of that step are loaded during dV and dK.
+  __device__ __forceinline__ void step(Float32Visits& at, [[maybe_unused]] Logits& logits) {
     smem.await(slot, 0);
     start_product<Config::kHeadDim>(scores, smem.own(0, consumer_group()), smem.plain(slot.stage));
     smem.await(slot, 1);
     start_product<Config::kHeadDim>(dscores, smem.own(1, consumer_group()),
                                     smem.plain(slot.next(1).stage));
-    ptx::wgmma_wait_group<1>();
+    ptx::wgmma_wait_group<kGeneral ? 0 : 1>();
     ptx::wgmma_results(scores);
-    mask(row0);
-    exponentials();
-    ptx::wgmma_wait_group<0>();
-    ptx::wgmma_results(dscores);
-    round_operands(scores, weights);
-    differentiate();
+    if constexpr (kGeneral) {
+      ptx::wgmma_results(dscores);
+      modify(logits);
+    } else {
+      mask(at.step * Config::kRows);
+      exponentials();
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_results(dscores);
+      round_operands(scores, weights);
+      differentiate();
+    }
     round_operands(dscores, dweights);
     __syncwarp();
     arrive_warp(smem.empty(slot.stage));
@@ -179,12 +235,19 @@ struct Float32KeyConsumer {
     start_addition(dvalue[0], weights, smem.transposed(slot.next(2).stage));
     smem.await(slot, 3);
     start_addition(dkey[0], dweights, smem.transposed(slot.next(3).stage));
+    at.advance();
+    if constexpr (kGeneral) load(at, logits);
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_results(dvalue[0]);
     ptx::wgmma_results(dkey[0]);
     arrive_warp(smem.empty(slot.next(2).stage));
     arrive_warp(smem.empty(slot.next(3).stage));
     slot.advance(4);
+  }
+
+  __device__ __forceinline__ void load(const Float32Visits& at, Logits& logits) const {
+    if (at.left <= 0) return;
+    logits.load(at.head, at.step * Config::kRows, work.key0 + consumer_row());
   }
 
   __device__ __forceinline__ void find_allowed(const KeyBits* bits) {
@@ -195,30 +258,62 @@ struct Float32KeyConsumer {
     allowed = (keys & 1) | (keys >> 2 & 1) << 8;
   }
 
-  __device__ __forceinline__ void run(const Backward& params, const Float32Gradient& tiles) {
+  __device__ __forceinline__ void run(const Float32Gradient& tiles) {
     find_allowed(tiles.bits + work.key_index);
     set_zero(dkey);
     set_zero(dvalue);
-    if (work.steps.first < work.steps.end) {
-      ptx::mbarrier_wait(smem.own_full(), 0);
-      for (int32_t head = 0; head < work.group; ++head) {
-        for (int32_t at = work.steps.first; at < work.steps.end; ++at) step(at * Config::kRows);
-      }
-    }
+    Float32Visits at(work);
+    Logits logits(params, work.places, work.band);
+    if constexpr (kGeneral) load(at, logits);
+    if (at.left > 0) ptx::mbarrier_wait(smem.own_full(), 0);
+    while (at.left > 0) step(at, logits);
+    const Shape& shape = params.shape;
     const int32_t key = work.key0 + consumer_row();
-    const BatchIndex batch(params.shape, work.batch_index);
-    const auto rows_of = [&](const Operand& operand, int32_t cols) {
-      return Float32Rows(batch.pointer<float>(operand, work.kv_head) + key * operand.row,
-                         operand.row, cols);
+    const auto rows_of = [&](const Operand& operand, float* parts, int32_t cols) {
+      if (tiles.parts == 1) {
+        return Float32Rows(
+            work.places.batch.pointer<float>(operand, work.kv_head) + key * operand.row,
+            operand.row, cols);
+      }
+      const int64_t head =
+          (blockIdx.x % tiles.parts * shape.batch + work.batch_index) * shape.kv_heads +
+          work.kv_head;
+      return Float32Rows(parts + (head * shape.kv_len + key) * cols, cols, cols);
     };
-    const int32_t left = params.shape.kv_len - key;
-    store_gradient(rows_of(params.dkey, params.shape.head_dim), left, params.options.scale,
+    const int32_t left = shape.kv_len - key;
+    store_gradient(rows_of(params.dkey, tiles.dkey, shape.head_dim), left, params.options.scale,
                    dkey[0]);
-    store_gradient(rows_of(params.dvalue, params.shape.value_dim), left, 1.0f, dvalue[0]);
+    store_gradient(rows_of(params.dvalue, tiles.dvalue, shape.value_dim), left, 1.0f, dvalue[0]);
   }
 };
 
-template <typename Config>
+// Adds the parts of dK and dV, in order. Each warp takes a key; the grid has all keys of all heads.
+template <int kThreads>
+__global__ void __launch_bounds__(kThreads)
+    float32_key_sums_kernel(const __grid_constant__ Backward params, const Float32Gradient tiles) {
+  const Shape& shape = params.shape;
+  const int64_t heads = shape.batch * shape.kv_heads, keys = heads * shape.kv_len;
+  const int64_t index = (int64_t{blockIdx.x} * kThreads + threadIdx.x) / 32;
+  if (index >= keys) return;
+  const int64_t batch_head = index / shape.kv_len, key = index - batch_head * shape.kv_len;
+  const int64_t batch_index = batch_head / shape.kv_heads;
+  const auto kv_head = static_cast<int32_t>(batch_head - batch_index * shape.kv_heads);
+  const BatchIndex batch(shape, batch_index);
+  const auto add = [&](const Operand& to, const float* parts, int32_t cols) {
+    float* const row = batch.pointer<float>(to, kv_head) + key * to.row;
+    for (int32_t col = threadIdx.x % 32; col < cols; col += 32) {
+      float sum = 0.0f;
+      for (int32_t part = 0; part < tiles.parts; ++part) {
+        sum += parts[(part * keys + index) * cols + col];
+      }
+      row[col] = sum;
+    }
+  };
+  add(params.dkey, tiles.dkey, shape.head_dim);
+  add(params.dvalue, tiles.dvalue, shape.value_dim);
+}
+
+template <typename Config, uint32_t kModifiers>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     float32_key_kernel(const __grid_constant__ Backward params, const BackwardWorkspace workspace,
                        const Float32Gradient tiles) {
@@ -228,8 +323,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                         produce_queries<Config>(params, workspace, tiles, work, smem);
                     },
                     [&](const Float32KeyWork& work, const auto& smem) {
-                      Float32KeyConsumer<Config>{work, smem, params.options.scale * kLog2E}.run(
-                          params, tiles);
+                      Float32KeyConsumer<Config, kModifiers>{params, work, smem,
+                                                             params.options.scale * kLog2E}
+                          .run(tiles);
                     });
 }
 

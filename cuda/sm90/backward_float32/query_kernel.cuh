@@ -5,14 +5,17 @@
 //     P = 2^(scale log2(e) S - lse),  dS = P (dP - delta)   lse in log2 units
 //     dQ += dS K                                            dS from registers
 //
-// A block owns 128 rows of a head, each of two consumer warpgroups 64 of them. The first warp of
-// the first warpgroup starts the copies. In shared memory are the block's tiles of Q, and a ring of
-// slots, which K, V, and K transposed take in turn. S of a step starts before dQ of the step before
-// is done.
+// With modifiers, S becomes logits before the exponential, as modifiers/score_gradient.cuh says,
+// and dS may be added to the bias's gradient. A block owns 128 rows of a head, each of two consumer
+// warpgroups 64 of them. The first warp of the first warpgroup starts the copies. In shared memory
+// are the block's tiles of Q, and a ring of slots, which K, V, and K transposed take in turn. S of
+// a step starts before dQ of the step before is done.
 #pragma once
 
 #include <cstdint>
 
+#include "modifiers/added_bias_gradient.cuh"
+#include "modifiers/score_gradient.cuh"
 #include "params.h"
 #include "plan/backward_workspace.h"
 #include "plan/float32_tiles.h"
@@ -21,6 +24,7 @@
 #include "ptx/shared.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/backward_float32/config.cuh"
+#include "sm90/float32_logits.cuh"
 #include "sm90/float32_products.cuh"
 #include "sm90/float32_tiles.cuh"
 #include "sm90/forward/allowed_bits.cuh"
@@ -42,6 +46,7 @@ using Float32QueryConfig = Float32BackwardConfig<kHeadDim, 1, (kHeadDim <= 64 ? 
 struct Float32QueryWork {
   int32_t head, row0;
   int64_t batch_index;
+  Float32Places places;
   Band band;
   Range tiles;        // of keys
   int64_t key_index;  // of the head's first key tile in the workspace
@@ -61,7 +66,8 @@ __device__ __forceinline__ Float32QueryWork describe_queries(const Backward& par
   work.head = place.head;
   work.row0 = place.tile * kQueries;
   work.batch_index = place.batch_index;
-  work.band = Band(params, BatchIndex(shape, place.batch_index));
+  work.places = Float32Places(params, BatchIndex(shape, place.batch_index));
+  work.band = Band(params, work.places.batch);
   work.tiles = kv_tiles<Config::kTileRows>(work.band, work.row0, work.row0 + kQueries);
   const int64_t kv_head =
       place.batch_index * shape.kv_heads + place.head / (shape.heads / shape.kv_heads);
@@ -104,21 +110,26 @@ __device__ __forceinline__ void produce_keys(const Shape& shape, const Float32Gr
   }
 }
 
-template <typename Config>
+// kModifiers: those that the call may have.
+template <typename Config, uint32_t kModifiers>
 struct Float32QueryConsumer {
   static constexpr int kN = Config::kRows / 8, kGradientN = Config::kHeadDim / 8;
+  static constexpr bool kGeneral = kModifiers != kNoModifier;
+  using Gradient = ScoreGradient<true, 1, kN, Tf32>;
+  using Logits = Float32Logits<kModifiers, kN, false>;
+  const Backward& params;
   const Float32QueryWork& work;
   const Float32BackwardSmem<Config>& smem;
   float to_log2;
 
   uint32_t dout[kGradientN][4];
-  float scores[kN][4], dscores[kN][4];
+  float scores[1][kN][4], dscores[1][kN][4];
   uint32_t dweights[kN][4];  // dS, rounded
   float dquery[1][kGradientN][4];
-  float lse[2], delta[2];  // of the thread's rows
+  float lse[1][2], delta[1][2];  // of the thread's rows
   RingState<Config::kSlots> slot;
 
-  // Sets scores to -inf where the query may not attend to the key.
+  // Sets scores to -inf where the query may not attend to the key, for a call without modifiers.
   __device__ __forceinline__ void mask(int32_t col0) {
     constexpr int kBits = 2 * kN;  // of a thread's keys
     const int32_t row0 = work.row0 + consumer_group() * 64;
@@ -129,7 +140,30 @@ struct Float32QueryConsumer {
     if (!edge && __all_sync(0xffffffff, keys == kAllBits<kN>)) return;
     AllowedBits allowed = {{keys, keys}};
     if (edge) forbid_edges(allowed, work.band, work.row0 + consumer_row(), col0);
-    forbid<kN>(scores, allowed, 0);
+    forbid<kN>(scores[0], allowed, 0);
+  }
+
+  // Computes P from S.
+  __device__ __forceinline__ void exponentials() {
+#pragma unroll
+    for (auto& block : scores[0]) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        block[e] = ptx::ex2_approx_ftz(fmaf(block[e], to_log2, -lse[0][e / 2]));
+      }
+    }
+  }
+  // Computes dS from P and dP.
+  __device__ __forceinline__ void differentiate() {
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        const float p = scores[0][n][e], ds = p * (dscores[0][n][e] - delta[0][e / 2]);
+        // A pair that is not allowed has dS = 0, even if its dP is NaN.
+        dscores[0][n][e] = kGeneral && p == 0.0f ? 0.0f : ds;
+      }
+    }
   }
 
   // The slots from `slot` on hold K, V, and K transposed. Returns whether this is the last step.
@@ -137,49 +171,55 @@ struct Float32QueryConsumer {
   template <bool kFirst>
   __device__ __forceinline__ bool step() {
     smem.await(slot, 0);
-    start_product<Config::kHeadDim>(scores, smem.own(0, consumer_group()), smem.plain(slot.stage));
+    // Reductions, whose results the compiler knows to be the same in all lanes.
+    const int32_t tile = __reduce_max_sync(0xffffffff, smem.keys[slot.stage].tile);
+    const bool last = __any_sync(0xffffffff, smem.keys[slot.stage].last);
+    const int32_t row0 = work.row0 + consumer_row(), col0 = tile * Config::kRows;
+    [[maybe_unused]] Logits logits(params, work.places, work.band);
+    if constexpr (kGeneral) logits.load(work.head, row0, col0);
+    start_product<Config::kHeadDim>(scores[0], smem.own(0, consumer_group()),
+                                    smem.plain(slot.stage));
     if constexpr (!kFirst) {
       ptx::wgmma_wait_group<1>();  // dQ of the last step is done
       ptx::wgmma_results(dquery[0]);
       arrive_warp(smem.empty((slot.stage + Config::kSlots - 1) % Config::kSlots));
     }
     smem.await(slot, 1);
-    start_product(dscores, dout, smem.plain(slot.next(1).stage));
+    start_product(dscores[0], dout, smem.plain(slot.next(1).stage));
     ptx::wgmma_wait_group<1>();
-    ptx::wgmma_results(scores);
-    // Reductions, whose results the compiler knows to be the same in all lanes.
-    const int32_t tile = __reduce_max_sync(0xffffffff, smem.keys[slot.stage].tile);
-    const bool last = __any_sync(0xffffffff, smem.keys[slot.stage].last);
-    mask(tile * Config::kRows);
+    ptx::wgmma_results(scores[0]);
+    const Gradient gradient(params, work.places.batch, work.head, row0, col0);
+    if constexpr (!kGeneral) mask(col0);
     sync_and_arrive_warp(smem.empty(slot.stage));
-#pragma unroll
-    for (auto& block : scores) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        block[e] = ptx::ex2_approx_ftz(fmaf(block[e], to_log2, -lse[e / 2]));
-      }
+    if constexpr (kGeneral) {
+      logits.apply(scores);
+      gradient.probabilities(scores[0], lse[0], to_log2, 0, 0, kN);
+    } else {
+      exponentials();
     }
     ptx::wgmma_wait_group<0>();
-    ptx::wgmma_results(dscores);
+    ptx::wgmma_results(dscores[0]);
     arrive_warp(smem.empty(slot.next(1).stage));
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int e = 0; e < 4; ++e) {
-        dscores[n][e] = scores[n][e] * (dscores[n][e] - delta[e / 2]);
+    if constexpr (kGeneral) {
+      if constexpr ((kModifiers & (kSoftCap | kDropout)) != 0) {
+        gradient.finish(scores, dscores, lse, delta);
+      } else {
+        differentiate();
       }
+      add_bias_gradient(params, work.places.batch, work.head, row0, col0, dscores);
+    } else {
+      differentiate();
     }
-    round_operands(dscores, dweights);
+    round_operands(dscores[0], dweights);
     smem.await(slot, 2);
     start_addition(dquery[0], dweights, smem.transposed(slot.next(2).stage));
     slot.advance(3);
     return last;
   }
 
-  __device__ __forceinline__ void run(const Backward& params, const BackwardWorkspace& workspace) {
+  __device__ __forceinline__ void run(const BackwardWorkspace& workspace) {
     const Shape& shape = params.shape;
     const int32_t row = work.row0 + consumer_row();
-    const BatchIndex batch(shape, work.batch_index);
     set_zero(dquery);
     if (work.has_keys()) {
       const int64_t head = work.batch_index * shape.heads + work.head;
@@ -187,11 +227,11 @@ struct Float32QueryConsumer {
       for (int half = 0; half < 2; ++half) {
         const int32_t own = row + fragment_row(0, 2 * half);
         const int64_t index = workspace.row_index(head, own);
-        lse[half] = own < shape.q_len ? workspace.lse_log2[index] : -minus_infinity();
-        delta[half] = own < shape.q_len ? workspace.delta[index] : 0.0f;
+        lse[0][half] = own < shape.q_len ? workspace.lse_log2[index] : -minus_infinity();
+        delta[0][half] = own < shape.q_len ? workspace.delta[index] : 0.0f;
       }
       const Operand& from = params.dout;
-      const float* first = batch.pointer<const float>(from, work.head) + row * from.row;
+      const float* first = work.places.batch.pointer<const float>(from, work.head) + row * from.row;
       const bool vectors = from.row % 4 == 0 && shape.value_dim % 4 == 0 &&
                            reinterpret_cast<uintptr_t>(first) % 16 == 0;
       read_operands(dout, first, from.row, work.band.q_len - row, shape.value_dim, vectors);
@@ -202,13 +242,13 @@ struct Float32QueryConsumer {
       ptx::wgmma_results(dquery[0]);
     }
     const Operand& to = params.dquery;
-    store_gradient(
-        Float32Rows(batch.pointer<float>(to, work.head) + row * to.row, to.row, shape.head_dim),
-        shape.q_len - row, params.options.scale, dquery[0]);
+    store_gradient(Float32Rows(work.places.batch.pointer<float>(to, work.head) + row * to.row,
+                               to.row, shape.head_dim),
+                   shape.q_len - row, params.options.scale, dquery[0]);
   }
 };
 
-template <typename Config>
+template <typename Config, uint32_t kModifiers>
 __global__ void __launch_bounds__(Config::kThreads, 1)
     float32_query_kernel(const __grid_constant__ Backward params, const BackwardWorkspace workspace,
                          const Float32Gradient tiles) {
@@ -217,8 +257,9 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                       produce_keys<Config>(params.shape, tiles, work, smem);
                     },
                     [&](const Float32QueryWork& work, const auto& smem) {
-                      Float32QueryConsumer<Config>{work, smem, params.options.scale * kLog2E}.run(
-                          params, workspace);
+                      Float32QueryConsumer<Config, kModifiers>{params, work, smem,
+                                                               params.options.scale * kLog2E}
+                          .run(workspace);
                     });
 }
 

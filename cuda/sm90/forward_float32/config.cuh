@@ -5,6 +5,7 @@
 
 #include "plan/float32_tiles.h"
 #include "ptx/shared.cuh"
+#include "sm90/float32_logits.cuh"
 #include "sm90/float32_tiles.cuh"
 #include "sm90/forward/config.cuh"
 #include "sm90/tile_barriers.cuh"
@@ -21,7 +22,11 @@ struct Float32Work {
   Band band;
   int32_t row0;   // negative: there is no more work
   bool has_keys;  // false if no row attends to a key
-  float sink_log2;
+  float sink;     // in the units of the logits
+  // The next three are set with modifiers.
+  Float32Places places;
+  int32_t head;
+  const KeyBits* bad;  // those of the head's first tile: of values that are not finite
 };
 
 // Matrices of float32 are laid out as ones of twice as many columns of 16 bits: those have the

@@ -5,14 +5,24 @@
 //   start S of this tile; start P V of the last tile; await S; mask; exponentials; await P V; lower
 //   O if a running maximum has risen; round P
 //
-// The two consumers do not wait for each other.
+// The two consumers do not wait for each other. With modifiers, there are no registers for P of one
+// tile beside elements of the bias or mask of another. A step is then:
+//
+//   start S; await S; logits; lower O; exponentials; round P; start P V; start loads of elements of
+//   the next tile; await P V
+//
+// With modifiers, a tile of V has zeros instead of
+// values that are not finite. At the end, those are added to the rows that attend to their keys.
 #pragma once
 
 #include <cstdint>
 
+#include "modifiers/logits.cuh"
+#include "params.h"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tf32.cuh"
 #include "ptx/warpgroup.cuh"
+#include "sm90/float32_logits.cuh"
 #include "sm90/float32_products.cuh"
 #include "sm90/forward/allowed_bits.cuh"
 #include "sm90/forward/parts.cuh"
@@ -25,11 +35,16 @@
 
 namespace jax_flash::sm90 {
 
-template <typename Config>
+// kModifiers: those that the call may have.
+template <typename Config, uint32_t kModifiers>
 struct Float32Consumer {
   static constexpr int kKeySteps = Config::kHeadDim / 8, kValueSteps = Config::kBlockKv / 8;
   static constexpr int kScoreN = Config::kBlockKv / 8, kOutN = Config::kHeadDim / 8;
 
+  static constexpr bool kGeneral = kModifiers != kNoModifier;
+  using Softmax = OnlineSoftmax<1, kGeneral>;
+
+  const Forward& params;
   const Float32Plan& plan;
   const Float32Smem<Config>& smem;
 
@@ -75,7 +90,7 @@ struct Float32Consumer {
   // Waits for the values of this tile. The parity depends on all exponentials: otherwise the
   // assembler would move these past the wait for the last P V. `flip` is 0, since sums are not
   // negative.
-  __device__ __forceinline__ void await_value(const OnlineSoftmax<1>& softmax) const {
+  __device__ __forceinline__ void await_value(const Softmax& softmax) const {
     const uint32_t flip =
         __any_sync(0xffffffff, fminf(softmax.sum[0][0], softmax.sum[0][1]) < 0.0f);
     ptx::mbarrier_wait(smem.value_full(stage.stage), stage.parity ^ flip);
@@ -94,10 +109,87 @@ struct Float32Consumer {
     forbid<kScoreN>(scores[0], allowed, 0);
   }
 
+  // Returns whether a query may attend to a key.
+  __device__ __forceinline__ bool allows(int32_t row, int32_t key) const {
+    const Float32Work& of = work();
+    const LogitModifiers modifiers(params, of.places.batch, of.head);
+    if (!modifiers.allows(of.band, row, key)) return false;
+    float added = modifiers.distance.present ? modifiers.distance.at(row, key) : 0.0f;
+    if (params.bias) {
+      added +=
+          load_float(params.bias, modifiers.bias0 + row * params.bias.row + key * params.bias.col);
+    }
+    return added != minus_infinity();
+  }
+
+  static __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < -minus_infinity(); }
+
+  // Adds a key's values that are not finite to O of the rows that attend to it. P would leave them
+  // as they are, unless it is 0: then the product would be NaN.
+  __device__ __forceinline__ void add_bad_value(int32_t key) {
+    const Float32Work& of = work();
+    const float* value =
+        of.places.batch.template pointer<const float>(params.value, of.head / plan.group) +
+        key * params.value.row;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const int32_t row = of.row0 + warp_row() + fragment_row(0, 2 * half);
+      if (row >= of.band.q_len || !allows(row, key)) continue;
+#pragma unroll
+      for (int n = 0; n < kOutN; ++n) {
+#pragma unroll
+        for (int e = 0; e < 2; ++e) {  // the columns are those of Float32Rows
+          const int32_t col = n / 2 * 16 + threadIdx.x % 4 * 4 + 2 * e + n % 2;
+          float x = col < plan.value_dim ? value[col] : 0.0f;
+          if (is_finite(x)) {  // the greatest numbers become infinite
+            x = __uint_as_float(ptx::round_to_tf32(__float_as_uint(x)) & ptx::kTf32Bits);
+          }
+          if (!is_finite(x)) out[0][n][2 * half + e] += x;
+        }
+      }
+    }
+  }
+  // Does the same for all keys of the query tile. Values are seldom other than finite.
+  __device__ __forceinline__ void add_bad_values() {
+    const Float32Work& of = work();
+    const Range tiles = kv_tiles<Config::kBlockKv>(of.band, of.row0, of.row0 + Config::kBlockQ);
+    for (int32_t first = tiles.first; first < tiles.end; first += 32) {
+      const int32_t mine = first + threadIdx.x % 32;
+      uint4 words = {};
+      if (mine < tiles.end) words = *reinterpret_cast<const uint4*>(of.bad + mine);
+      uint32_t found = __ballot_sync(0xffffffff, (words.x | words.y | words.z | words.w) != 0);
+      for (; found != 0; found &= found - 1) {
+        const int32_t tile = first + __ffs(found) - 1;
+#pragma unroll 1
+        for (int place = 0; place < Config::kBlockKv; ++place) {
+          const uint32_t word = of.bad[tile].words[place % 8 / 2];
+          if (word >> (place / 8 * 2 + place % 2) & 1) {
+            add_bad_value(tile * Config::kBlockKv + place);
+          }
+        }
+      }
+    }
+  }
+
+  // Removes dropped elements from P.
+  __device__ __forceinline__ void drop(int32_t col0) {
+    if (params.options.dropout_threshold == 0) return;
+    const Float32Work& of = work();
+    const Kept kept = LogitModifiers(params, of.places.batch, of.head)
+                          .template kept<kScoreN>(of.row0 + warp_row(), col0);
+#pragma unroll
+    for (int n = 0; n < kScoreN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 4; ++e) {
+        if (!kept.template at<false>(n, e)) scores[0][n][e] = 0.0f;
+      }
+    }
+  }
+
   // Computes P of a tile, and returns whether it is the query tile's last. kFirst: it is the first;
   // otherwise P V of the tile before is started.
   template <bool kFirst>
-  __device__ __forceinline__ bool step(OnlineSoftmax<1>& softmax, const Range& uncut) {
+  __device__ __forceinline__ bool step(Softmax& softmax, const Range& uncut) {
     ptx::mbarrier_wait(smem.key_full(stage.stage), stage.parity);
     start_product(scores[0], query, smem.key(stage.stage));
     if constexpr (!kFirst) start_addition(out[0], weights, smem.value(last_stage()));
@@ -114,28 +206,70 @@ struct Float32Consumer {
     for (auto& block : scores[0]) softmax.exponentials(block, 0, plan.to_log2);
     await_value(softmax);
     if constexpr (!kFirst) {
-      ptx::wgmma_wait_group<0>();
-      ptx::wgmma_results(out[0]);
-      arrive_warp(smem.value_empty(last_stage()));
-      if (rises) OnlineSoftmax<1>::rescale(out, factor);
+      finish_out();
+      if (rises) Softmax::rescale(out, factor);
     }
     round_weights();
     stage.advance();
     return last;
   }
 
+  using Logits = Float32Logits<kModifiers, kScoreN, false>;
+  // Waits for the keys of a tile, and starts loads of its elements.
+  __device__ __forceinline__ void begin(Logits& logits) const {
+    ptx::mbarrier_wait(smem.key_full(stage.stage), stage.parity);
+    const int32_t tile = __reduce_max_sync(0xffffffff, smem.keys[stage.stage].tile);
+    logits.load(work().head, work().row0 + warp_row(), tile * Config::kBlockKv);
+  }
+
+  // Processes a tile of a call with modifiers, P V included, and begins the next one during P V.
+  __device__ __forceinline__ bool modified_step(Softmax& softmax, Logits& logits) {
+    start_product(scores[0], query, smem.key(stage.stage));
+    const bool last = __any_sync(0xffffffff, smem.keys[stage.stage].last);
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_results(scores[0]);
+    logits.apply(scores);
+    sync_and_arrive_warp(smem.key_empty(stage.stage));
+    float factor[1][2];
+    if (softmax.template raise_maximum<2>(scores, plan.to_log2, factor)) {
+      Softmax::rescale(out, factor);
+    }
+#pragma unroll
+    for (auto& block : scores[0]) softmax.exponentials(block, 0, plan.to_log2);
+    ptx::mbarrier_wait(smem.value_full(stage.stage), stage.parity);
+    if constexpr ((kModifiers & kDropout) != 0) drop(logits.col0);
+    round_operands(scores[0], weights);
+    start_addition(out[0], weights, smem.value(stage.stage));
+    stage.advance();
+    if (!last) begin(logits);
+    finish_out();
+    return last;
+  }
+
+  // Waits for P V of the last tile.
+  __device__ __forceinline__ void finish_out() {
+    ptx::wgmma_wait_group<0>();
+    ptx::wgmma_results(out[0]);
+    arrive_warp(smem.value_empty(last_stage()));
+  }
+
   // Writes out = O / l and lse.
-  __device__ __forceinline__ void store(const OnlineSoftmax<1>& softmax) {
+  __device__ __forceinline__ void store(const Softmax& softmax) {
     const Float32Work& of = work();
     const Float32Rows rows(of.out, plan.out.row, plan.value_dim);
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t row = warp_row() + fragment_row(0, 2 * half);
-      float lse, normalizer;
-      softmax.finish(0, half, plan.to_log2, of.sink_log2, lse, normalizer);
+      float lse, lse_low = 0.0f, normalizer;
+      if constexpr (kGeneral) {
+        softmax.finish(0, half, plan.to_log2, of.sink, lse, lse_low, normalizer);
+        normalizer *= params.options.dropout_scale;
+      } else {
+        softmax.finish(0, half, plan.to_log2, of.sink, lse, normalizer);
+      }
       if (of.row0 + row >= of.band.q_len) {
         lse = minus_infinity();
-        normalizer = 0.0f;
+        lse_low = normalizer = 0.0f;
       }
 #pragma unroll
       for (auto& block : out[0]) {
@@ -145,7 +279,13 @@ struct Float32Consumer {
         }
       }
       if (of.row0 + row >= plan.q_len) continue;
-      if (threadIdx.x % 4 == 0) of.lse[row * plan.lse.row] = lse;
+      if (threadIdx.x % 4 == 0) {
+        of.lse[row * plan.lse.row] = lse;
+        if (kGeneral && params.lse_low) {
+          of.places.batch.template pointer<float>(
+              params.lse_low, of.head)[(of.row0 + row) * params.lse_low.row] = lse_low;
+        }
+      }
       rows.store(row, half, out[0]);
     }
   }
@@ -153,16 +293,21 @@ struct Float32Consumer {
   // Computes the query tile that work() describes.
   __device__ __forceinline__ void attend() {
     const Range uncut = uncut_tiles<Config::kBlockKv>(work().band, work().row0 + group() * 64);
-    OnlineSoftmax<1> softmax;
+    Softmax softmax;
     set_zero(out);
     if (__any_sync(0xffffffff, work().has_keys)) {
       read_query();
-      bool last = step<true>(softmax, uncut);
-      while (!last) last = step<false>(softmax, uncut);
-      start_addition(out[0], weights, smem.value(last_stage()));
-      ptx::wgmma_wait_group<0>();
-      ptx::wgmma_results(out[0]);
-      arrive_warp(smem.value_empty(last_stage()));
+      if constexpr (kGeneral) {
+        Logits logits(params, work().places, work().band);
+        begin(logits);
+        while (!modified_step(softmax, logits)) continue;
+        add_bad_values();
+      } else {
+        bool last = step<true>(softmax, uncut);
+        while (!last) last = step<false>(softmax, uncut);
+        start_addition(out[0], weights, smem.value(last_stage()));
+        finish_out();
+      }
     }
     store(softmax);
   }

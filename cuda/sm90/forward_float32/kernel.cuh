@@ -6,7 +6,8 @@
 //     O = O 2^(m_old - m) + P V                P from registers
 //   out = O / l, lse = (m + log2 l) / log2(e)  l: the row's sum of P, before rounding
 //
-// Q, K, V and P are rounded to TF32, products are added in float32.
+// With modifiers, S becomes logits before m is raised (sm90/float32_logits.cuh). Q, K, V and P
+// are rounded to TF32, products are added in float32.
 //
 // Roles of warps. The first warp of the first warpgroup starts copies of K and V and describes
 // query tiles (producer.cuh). Two consumer warpgroups own 64 rows each (consumer.cuh). Blocks are
@@ -21,6 +22,7 @@
 
 #include <cstdint>
 
+#include "params.h"
 #include "ptx/shared.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/forward_float32/config.cuh"
@@ -30,9 +32,10 @@
 
 namespace jax_flash::sm90 {
 
-template <typename Config>
+template <typename Config, uint32_t kModifiers>
 __global__ void __launch_bounds__(Config::kThreads, 1)
-    forward_float32_kernel(const __grid_constant__ Float32Plan plan) {
+    forward_float32_kernel(const __grid_constant__ Float32Plan plan,
+                           const __grid_constant__ Forward params) {
   extern __shared__ __align__(1024) uint8_t tiles[];
   __shared__ Float32Notes<Config> notes;
   const Float32Smem<Config> smem(ptx::shared_address(tiles), notes);
@@ -40,10 +43,11 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
   __syncthreads();
   if (threadIdx.x < kWarpgroup) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
-    if (threadIdx.x < 32) Float32Producer<Config>{plan, smem}.run();
+    if (threadIdx.x < 32)
+      Float32Producer<Config, kModifiers != kNoModifier>{params, plan, smem}.run();
   } else {
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
-    Float32Consumer<Config>{plan, smem}.run();
+    Float32Consumer<Config, kModifiers>{params, plan, smem}.run();
   }
 }
 

@@ -6,6 +6,7 @@
 #include "params.h"
 #include "plan/choice.h"
 #include "plan/float32_tiles.h"
+#include "sm90/float32_products.cuh"
 #include "sm90/float32_tiles.cuh"
 #include "sm90/forward/schedule.cuh"
 #include "sm90/forward_float32/config.cuh"
@@ -18,16 +19,19 @@ namespace jax_flash::sm90 {
 
 template <int kHeadDim, bool kGeneral>
 Status launch_forward_float32(const Forward& params, const Choice&, cudaStream_t stream) {
-  static_assert(!kGeneral);
   using Config = Float32Config<kHeadDim>;
   const Shape& shape = params.shape;
   const int64_t q_tiles = ceil_div(shape.q_len, Config::kBlockQ);
   Float32Tiles workspace;
   Float32Tiles::plan(shape, params.workspace, workspace);
-  AllTiles tiles;
+  AllTiles tiles(params);
   tiles.add(shape, params.key, false, shape.head_dim, workspace.tiles, workspace.key, nullptr,
             workspace.bits);
   tiles.add(shape, params.value, false, shape.value_dim, workspace.tiles, nullptr, workspace.value);
+  if (kGeneral) {  // a modifier may hide a key from some queries only: their P is 0
+    tiles.of[tiles.count - 1].clears = true;
+    tiles.of[tiles.count - 1].bad = workspace.bad;
+  }
   tiles.counter = workspace.counter;
   Status status = launch_float32_tiles<Config::kBlockKv, kHeadDim>(params, tiles, stream);
   int sms = 0;
@@ -38,10 +42,13 @@ Status launch_forward_float32(const Forward& params, const Choice&, cudaStream_t
   // As in sm90/forward/launch.cuh, but TF32 takes twice the time of 16 bits.
   const bool is_long = int64_t{shape.kv_len} * kHeadDim >= JAX_FLASH_SM90_LONG_UNIT / 2;
   const bool in_turn = schedule.divide(sms, is_long);
-  const Float32Plan plan(params, schedule, in_turn, workspace);
+  const Float32Plan plan(params, schedule, in_turn, workspace, kGeneral);
   // The kernel begins while tiles are still being written (griddepcontrol).
-  return launch_grid(true, "sm90::forward_float32_kernel", shape, forward_float32_kernel<Config>,
-                     schedule.grid(), Config::kThreads, Config::kSmemBytes, stream, plan);
+  return with_float32_modifiers<kGeneral>(params, [&](auto modifiers) {
+    return launch_grid(true, "sm90::forward_float32_kernel", shape,
+                       forward_float32_kernel<Config, modifiers.value>, schedule.grid(),
+                       Config::kThreads, Config::kSmemBytes, stream, plan, params);
+  });
 }
 
 }  // namespace jax_flash::sm90

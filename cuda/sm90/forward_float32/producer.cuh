@@ -5,6 +5,8 @@
 #include <cstdint>
 
 #include "modifiers/sinks.cuh"
+#include "modifiers/units.cuh"
+#include "params.h"
 #include "ptx/griddepcontrol.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
@@ -19,8 +21,9 @@
 
 namespace jax_flash::sm90 {
 
-template <typename Config>
+template <typename Config, bool kGeneral>
 struct Float32Producer {
+  const Forward& params;
   const Float32Plan& plan;
   const Float32Smem<Config>& smem;
   RingState<Config::kQueryStages> query_stage;
@@ -33,7 +36,13 @@ struct Float32Producer {
     work.query = plan.query.at<const float>(q, 0) + work.row0 * plan.query.row;
     work.out = plan.out.at<float>(q, 0) + work.row0 * plan.out.row;
     work.lse = plan.lse.at<float>(q, work.row0);
-    work.sink_log2 = read_sink(plan.sinks.data != nullptr, plan.sinks.at<const float>(q, 0));
+    work.sink = read_sink(plan.sinks.data != nullptr, plan.sinks.at<const float>(q, 0),
+                          !kGeneral || !in_natural_units(params));
+    if constexpr (kGeneral) {
+      work.places = Float32Places(params, BatchIndex(q.batch_axes));
+      work.head = q.head;
+      work.bad = plan.workspace.bad + plan.first_tile(q);
+    }
     return work;
   }
 
