@@ -1,5 +1,5 @@
-// Adds dS to the gradient of a bias from a main kernel of float32 operands, which has it in
-// accumulator fragments of S.
+// Adds dS to the gradient of a bias in main kernels for float32, which have dS in accumulator
+// fragments of S.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -36,7 +36,7 @@ inline Status clear_bias_gradient(const Backward& params, cudaStream_t stream) {
                           cudaGetErrorString(error));
 }
 
-// Returns the call whose added gradients are still to be computed after the main kernel.
+// Returns the call without a gradient of the bias that the main kernel has computed.
 inline Backward without_added_bias_gradient(const Backward& params) {
   Backward rest = params;
   if (adds_bias_gradient(params)) rest.dbias = {};

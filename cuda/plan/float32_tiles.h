@@ -24,7 +24,7 @@ inline int32_t float32_head_dim(const Shape& shape) {
   return std::max(shape.head_dim, shape.value_dim) <= 64 ? 64 : 128;
 }
 
-// The modifiers that the kernels take: those of a smaller kernel, which is faster, and all.
+// The modifiers that the kernels take: those of the smaller kernels, which are faster, and all.
 inline constexpr uint32_t kFloat32Elements = kBias | kMask | kAnyScale;
 inline constexpr uint32_t kFloat32Modifiers = kEveryModifier & ~uint32_t{kSegments};
 
@@ -58,7 +58,7 @@ inline bool takes_float32(const Shape& shape, bool is_backward, Float32Call call
   return widest > 32 && widest <= 128 && shape.num_batch_dims <= kTensorMapBatchDims &&
          shape.q_len >= 128 && std::min<int64_t>(rows, shape.kv_len) >= least;
 }
-// Returns whether they are for some kind of call.
+// Returns whether they are faster for some kind of call.
 inline bool may_take_float32(const Shape& shape, bool is_backward) {
   return takes_float32(shape, is_backward, Float32Call::kPlain) ||
          takes_float32(shape, is_backward, Float32Call::kKeyMask) ||

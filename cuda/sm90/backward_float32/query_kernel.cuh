@@ -5,8 +5,8 @@
 //     P = 2^(scale log2(e) S - lse),  dS = P (dP - delta)   lse in log2 units
 //     dQ += dS K                                            dS from registers
 //
-// With modifiers, S becomes logits before the exponential, as modifiers/score_gradient.cuh says,
-// and dS may be added to the bias's gradient. A block owns 128 rows of a head, each of two consumer
+// With modifiers, S becomes logits before the exponential (sm90/float32_logits.cuh), and dS may be
+// added to the bias's gradient. A block owns 128 rows of a head, each of two consumer
 // warpgroups 64 of them. The first warp of the first warpgroup starts the copies. In shared memory
 // are the block's tiles of Q, and a ring of slots, which K, V, and K transposed take in turn. S of
 // a step starts before dQ of the step before is done.

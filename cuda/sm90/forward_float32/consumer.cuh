@@ -11,8 +11,8 @@
 //   start S; await S; logits; lower O; exponentials; round P; start P V; start loads of elements of
 //   the next tile; await P V
 //
-// With modifiers, a tile of V has zeros instead of
-// values that are not finite. At the end, those are added to the rows that attend to their keys.
+// A tile of V then has zeros instead of values that are not finite. At the end, these are added to
+// the rows that attend to their keys.
 #pragma once
 
 #include <cstdint>
@@ -124,8 +124,8 @@ struct Float32Consumer {
 
   static __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < -minus_infinity(); }
 
-  // Adds a key's values that are not finite to O of the rows that attend to it. P would leave them
-  // as they are, unless it is 0: then the product would be NaN.
+  // Adds a key's values that are not finite to O of the rows that attend to it. A positive P leaves
+  // them as they are. If P is 0, infinity times P is NaN, but infinity is added here, too.
   __device__ __forceinline__ void add_bad_value(int32_t key) {
     const Float32Work& of = work();
     const float* value =
