@@ -6,7 +6,6 @@
 #     DTYPES <dtype>...            bfloat16, float16, float32; float8 alone
 #     HEAD_DIMS <n>...             ascending; a head dim in between uses the next larger one
 #     [GENERAL_ONLY]               no plain instances: calls without modifiers take the general ones
-#     [PLAIN_ONLY])                no general instances: calls with modifiers take another family's
 #
 # The calls in CMakeLists.txt are the one table. <family> is sm80, sm90, ...; <pass> is forward
 # or backward. All passes of a family share its architectures.
@@ -119,12 +118,10 @@ function(generate_wgmma)
 endfunction()
 
 function(add_attention_instances family pass)
-  cmake_parse_arguments(PARSE_ARGV 2 arg "GENERAL_ONLY;PLAIN_ONLY" "" "ARCHITECTURES;DTYPES;HEAD_DIMS")
+  cmake_parse_arguments(PARSE_ARGV 2 arg "GENERAL_ONLY" "" "ARCHITECTURES;DTYPES;HEAD_DIMS")
   set(variants false true)
   if(arg_GENERAL_ONLY)
     set(variants true)
-  elseif(arg_PLAIN_ONLY)
-    set(variants false)
   endif()
   string(REGEX MATCH "[0-9]+" family_number ${family})
   set(header ${family}/${pass}/launch.cuh)

@@ -109,7 +109,7 @@ def _cuda_forward(
     soft_cap_or_dropout, mask_matrices, mask_rows, value_matrices, exact,
 ) -> Size:  # fmt: skip
     """Bounds `forward_workspace_bytes` of cuda/plan/choose.cc."""
-    del heads
+    del heads, soft_cap_or_dropout  # at most as if there were neither
     # cuda/plan/decode_sm80.h: what 2,048 blocks leave behind, of at most 16 rows each
     size = 2048 * 16 * (value_dim + 5) * 4 if max(head_dim, value_dim) <= 256 else 0
     if dtype == FLOAT8_NAME:  # or cuda/plan/float8.h: transposed values, and factors
@@ -162,7 +162,7 @@ def _cuda_backward(
     if is_float32 and max(head_dim, value_dim) <= 256:  # cuda/plan/decode_sm80.h: dq of 2,048 parts
         size += 2048 * 4 * (head_dim + 3)
     if is_float32 and not exact and not segments and 32 < max(head_dim, value_dim) <= 128:
-        rows = 4 * heads * (q_len + 64) + 3 * kv_heads * (kv_len + 64)  # float32_tiles.h: of tiles
+        rows = 4 * heads * (q_len + 64) + 3 * kv_heads * (kv_len + 64)  # of tiles: float32_tiles.h
         size += 4 * rows * widest + 16 * kv_heads * (kv_len // 64 + 1)
         size += 4 * 132 * 128 * (head_dim + value_dim)  # parts of dK and dV
     if distances:  # sums along diagonals

@@ -170,8 +170,8 @@ FLOAT32_NAMED = [
     ("TF32", 64, {"head_dim": 64}), ("TF32", 128, {"head_dim": 100, "is_causal": True}),
     ("TF32, bias and mask", 64, {"head_dim": 50, "mask": (4, 1, 4096, 4096)}),
     ("TF32, bias and mask", 128, {"bias": (BIAS, jnp.float32), "scale": -1.0}),
-    ("TF32, every modifier", 64, {"head_dim": 64, "logits_soft_cap": 9.0}),
-    ("TF32, every modifier", 128, {"slopes": True}),
+    ("TF32, every modifier but segments", 64, {"head_dim": 64, "logits_soft_cap": 9.0}),
+    ("TF32, every modifier but segments", 128, {"slopes": True}),
 ]  # fmt: skip
 FLOAT32_DIMS = {dim for name, dim in ffi.native.cuda_recipes() if name == "TF32"}
 
@@ -218,8 +218,8 @@ def test_hopper_multiplies_many_queries_and_keys_of_float32_in_tf32(call):
         *((name, call) for name, _, call in FLOAT32_NAMED if "," in name),
         ("TF32, bias and mask", {"kv_heads": 2, "mask": (1, 16, 1, 4096)}),  # of query heads
         ("TF32, bias and mask", {"mask": (4, 1, 1, 4096), "bias": (BIAS, jnp.bfloat16)}),
-        ("TF32, every modifier", {"mask": (4, 1, 1, 4096), "logits_soft_cap": 9.0}),
-        ("TF32, every modifier", {"distances": 257, "bias": (BIAS, jnp.float32)}),
+        ("TF32, every modifier but segments", {"mask": (4, 1, 1, 4096), "logits_soft_cap": 9.0}),
+        ("TF32, every modifier but segments", {"distances": 257, "bias": (BIAS, jnp.float32)}),
     ],
     ids=str,
 )  # fmt: skip

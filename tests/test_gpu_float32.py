@@ -79,7 +79,7 @@ FOR_HOPPER = [
 
 PLAIN = ["TF32", "two kernels, TF32"]
 ELEMENTS = [f"{name}, bias and mask" for name in PLAIN]
-EVERY = [f"{name}, every modifier" for name in PLAIN]
+EVERY = [f"{name}, every modifier but segments" for name in PLAIN]
 
 
 def run_on_hopper(inputs, kernels=PLAIN) -> Results:
@@ -103,14 +103,14 @@ def test_many_queries_and_keys(features, dims):
     verify_on_hopper(Case("many", features=features, **sizes))
 
 
-# Segments, whose tiles they skip, are for the sm_80 kernels.
+# The sm_80 kernels take segments, since they skip tiles of other segments.
 MODIFIERS = {"bias", "mask", "pattern", "additive", "soft_cap", "dropout", "alibi", "relative"}
 MODIFIED_CASES = [
     case
     for case in (*TABLE, *ADDITIVE_MASKS, *BY_DISTANCE)
     if MODIFIERS & dict(case.features).keys()
     and "segments" not in dict(case.features)
-    and case.head_dim <= 128  # the others have logits for their head dim
+    and case.head_dim <= 128  # the others are scaled for head dims that the sm_80 kernels take
 ]
 
 
@@ -156,7 +156,7 @@ def test_pairs_of_many_that_a_mask_forbids(features, dims):
     expected[0, attends[:, 0], 1, 5] = np.nan
     expected[0, attends[:, 1], 1, 6] = -np.inf
     got = run_on_hopper(inputs, kernels).out
-    if "dropout_rate" in inputs.options:  # what it drops, times NaN, may be either
+    if "dropout_rate" in inputs.options:  # a dropped NaN may reach the row or not
         kept = np.isfinite(got)
         assert (kept >= np.isfinite(expected)).all()
         got, expected = got[kept], clean.out[kept]
@@ -180,7 +180,7 @@ def test_many_under_vmap(unmapped, head_dim):
     verify_on_hopper(case)
 
 
-# Several blocks divide the queries of keys: whole heads, or parts of them.
+# Several thread blocks share a block of keys. Each takes whole query heads, or parts of them.
 @pytest.mark.parametrize("head_dim", [64, 100])
 @pytest.mark.parametrize("heads", [(1, 1), (8, 1), (6, 2), (5, 5)], ids=str)
 @pytest.mark.parametrize(

@@ -1,5 +1,5 @@
-// Adds dS to the gradient of a bias in main kernels for float32, which have dS in accumulator
-// fragments of S.
+// Adds dS to the gradient of a bias in the float32 kernels that compute dQ. They hold dS in
+// accumulator fragments of S.
 #pragma once
 
 #include <cuda_runtime.h>
@@ -16,9 +16,10 @@
 
 namespace jax_flash {
 
-// Returns whether a main kernel for float32 adds dS to the bias's gradient, which is float32 and
-// zeroed before. The sums then depend on the order of blocks, so deterministic calls do not use
-// this. For other gradients, modifiers/bias_gradient.cuh computes dS once more.
+// Returns whether such a kernel adds dS to the bias's gradient. The gradient is float32, and
+// clear_bias_gradient() has set it to zero. The sums then depend on the order of blocks, so
+// deterministic calls do not use this. For other gradients, modifiers/bias_gradient.cuh computes dS
+// once more.
 __host__ __device__ __forceinline__ bool adds_bias_gradient(const Backward& params) {
   const Operand& dbias = params.dbias;
   return dbias && dbias.dtype == DType::kFloat32 && dbias.row != 0 && dbias.col == 1 &&
@@ -36,7 +37,7 @@ inline Status clear_bias_gradient(const Backward& params, cudaStream_t stream) {
                           cudaGetErrorString(error));
 }
 
-// Returns the call without a gradient of the bias that the main kernel has computed.
+// Returns the call without a gradient of the bias that such a kernel has computed.
 inline Backward without_added_bias_gradient(const Backward& params) {
   Backward rest = params;
   if (adds_bias_gradient(params)) rest.dbias = {};

@@ -10,6 +10,27 @@
 
 namespace jax_flash {
 
+// Sets elements of S^T that the band does not allow to -inf. The fragments' rows are keys from key0
+// on, their columns queries from row0 on.
+template <int kN>
+__device__ __forceinline__ void mask_band_transposed(float (&scores)[kN][4], const Band& band,
+                                                     int32_t key0, int32_t row0) {
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const int32_t key = key0 + fragment_row(0, 2 * half), base = row0 + fragment_col(0, 0);
+    const int32_t first = band.first_row(key) - base;
+    const int32_t end = key < band.kv_len ? band.end_row(key + 1) - base : INT32_MIN;
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+#pragma unroll
+      for (int e = 0; e < 2; ++e) {
+        const int row = n * 8 + e;
+        if (row < first || row >= end) scores[n][2 * half + e] = minus_infinity();
+      }
+    }
+  }
+}
+
 // Sets elements that the band does not allow to -inf. Row 0 and column 0 of the fragments are row0
 // and col0 of the logits.
 template <int kM, int kN>

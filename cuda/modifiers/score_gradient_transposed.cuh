@@ -5,6 +5,7 @@
 
 #include <cstdint>
 
+#include "modifiers/band.cuh"
 #include "modifiers/logits.cuh"
 #include "modifiers/scores_transposed.cuh"
 #include "params.h"
@@ -61,25 +62,7 @@ struct TransposedGradient {
       const int32_t row1 = row0 + 8 * kN;
       if (row1 <= band.q_len && band.all_allowed(row0, row1, key0, key0 + 16)) return;
     }
-    apply_band(scores, band);
-  }
-
-  // Sets elements outside of the band to -inf.
-  __device__ __forceinline__ void apply_band(float (&scores)[kN][4], const Band& band) const {
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      const int32_t key = key0 + fragment_row(0, 2 * half), base = row0 + fragment_col(0, 0);
-      const int32_t first = band.first_row(key) - base;
-      const int32_t end = key < band.kv_len ? band.end_row(key + 1) - base : INT32_MIN;
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int row = n * 8 + e;
-          if (row < first || row >= end) scores[n][2 * half + e] = minus_infinity();
-        }
-      }
-    }
+    mask_band_transposed(scores, band, key0, row0);
   }
 
   // Computes P^T = exp(S^T - lse) with each column's lse. If kGeneral, S and lse have the units of

@@ -228,6 +228,7 @@ bool choose_float32(const Forward& params, bool is_backward, int32_t family, con
   return true;
 }
 
+// Returns the recipe of a call that choose_float32() takes.
 Recipe float32_recipe(const Forward& params) {
   switch (sm90::float32_modifiers(params)) {
     case kNoModifier: return Recipe::kFloat32;
@@ -643,7 +644,7 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
     switch (float32_recipe(params)) {
       case Recipe::kFloat32: choice.name = "two kernels, TF32"; break;
       case Recipe::kFloat32Elements: choice.name = "two kernels, TF32, bias and mask"; break;
-      default: choice.name = "two kernels, TF32, every modifier";
+      default: choice.name = "two kernels, TF32, every modifier but segments";
     }
     choice.queries = choice.keys = sm90::Float32Gradient::kTileRows;
     return {};

@@ -7,6 +7,7 @@
 #include <cstdint>
 
 #include "params.h"
+#include "plan/backward_workspace.h"
 #include "plan/divisor.h"
 #include "plan/modifiers.h"
 #include "plan/tensor_map.h"
@@ -17,6 +18,10 @@ namespace jax_flash::sm90 {
 // are those of word threadIdx.x % 4.
 struct KeyBits {
   uint32_t words[4];
+
+  JAX_FLASH_HOST_DEVICE bool has(int key) const {
+    return words[key % 8 / 2] >> (key / 8 * 2 + key % 2) & 1;
+  }
 };
 
 // Returns the head dim of the instance that takes a call.
@@ -24,12 +29,13 @@ inline int32_t float32_head_dim(const Shape& shape) {
   return std::max(shape.head_dim, shape.value_dim) <= 64 ? 64 : 128;
 }
 
-// The modifiers that the kernels take: those of the smaller kernels, which are faster, and all.
+// kFloat32Elements are the modifiers of smaller kernels, which are faster; kFloat32Modifiers are
+// all that any of these kernels takes (sm90/float32_logits.cuh).
 inline constexpr uint32_t kFloat32Elements = kBias | kMask | kAnyScale;
-inline constexpr uint32_t kFloat32Modifiers = kEveryModifier & ~uint32_t{kSegments};
+inline constexpr uint32_t kFloat32Modifiers = kFloat32Elements | kSoftCap | kDropout | kDistance;
 
-// Returns the modifiers of the kernel that takes a call. A mask that all queries of a group share
-// is none if it is alone: it removes keys beforehand.
+// Returns the modifiers of the kernel that takes a call. A mask alone that all queries of a group
+// share does not count: float32_tiles_kernel leaves out the keys that it forbids.
 inline uint32_t float32_modifiers(const Forward& params) {
   const uint32_t modifiers = modifiers_of(params);
   if (modifiers == kMask && key_block_has_one_mask(params)) return kNoModifier;
@@ -37,7 +43,7 @@ inline uint32_t float32_modifiers(const Forward& params) {
   return (modifiers & ~kFloat32Elements) == 0 ? kFloat32Elements : kFloat32Modifiers;
 }
 
-// The kinds of calls that differ in the least number of keys.
+// Names the kinds of calls. Each needs another number of keys: see takes_float32().
 enum class Float32Call { kPlain, kKeyMask, kModified };
 
 inline Float32Call float32_call(const Forward& params) {
@@ -47,8 +53,8 @@ inline Float32Call float32_call(const Forward& params) {
 
 // Returns whether the kernels of a pass are faster than those of the sm_80 family, as measured on
 // an H200 (sm90/TUNING_float32.md). To make the tiles takes as long as to read and write the
-// operands, so each key must serve many rows, and each row many keys. With a mask or other
-// modifiers, the sm_80 kernels take twice as long.
+// operands, so each key must serve many rows, and each row many keys. Modifiers make the sm_80
+// kernels up to twice as slow, so fewer rows and keys suffice.
 inline bool takes_float32(const Shape& shape, bool is_backward, Float32Call call) {
   const int32_t widest = std::max(shape.head_dim, shape.value_dim);
   const int64_t rows = int64_t{shape.q_len} * (shape.heads / std::max(shape.kv_heads, 1));
@@ -58,11 +64,10 @@ inline bool takes_float32(const Shape& shape, bool is_backward, Float32Call call
   return widest > 32 && widest <= 128 && shape.num_batch_dims <= kTensorMapBatchDims &&
          shape.q_len >= 128 && std::min<int64_t>(rows, shape.kv_len) >= least;
 }
-// Returns whether they are faster for some kind of call.
+
+// Returns whether takes_float32() holds for some kind of call: the one that needs the fewest keys.
 inline bool may_take_float32(const Shape& shape, bool is_backward) {
-  return takes_float32(shape, is_backward, Float32Call::kPlain) ||
-         takes_float32(shape, is_backward, Float32Call::kKeyMask) ||
-         takes_float32(shape, is_backward, Float32Call::kModified);
+  return takes_float32(shape, is_backward, Float32Call::kKeyMask);
 }
 
 // Lays out the workspace of the forward pass. A tile, of keys or of transposed values, has
@@ -72,7 +77,7 @@ struct Float32Tiles {
 
   float *key = nullptr, *value = nullptr;
   KeyBits* bits = nullptr;     // of the keys of each tile
-  KeyBits* bad = nullptr;      // of the values of each tile that are not finite
+  KeyBits* bad = nullptr;      // of the keys of each tile whose values include NaN or infinity
   int32_t* counter = nullptr;  // of units that blocks have taken; cleared with the tiles
   int32_t tiles = 0;           // for each batch entry and key/value head
 
@@ -97,7 +102,7 @@ struct Float32Tiles {
 // there are few blocks of keys, several thread blocks divide the queries of each, and leave parts
 // of dK and dV in the workspace.
 struct Float32Gradient {
-  static constexpr int kTileRows = 64, kBlockKeys = 128, kBlocks = 132;
+  static constexpr int kTileRows = 64, kBlockKeys = kSplitKeys;
 
   float *query = nullptr, *query_transposed = nullptr;
   float *dout = nullptr, *dout_transposed = nullptr;
@@ -126,8 +131,8 @@ struct Float32Gradient {
     const int64_t tiles = keys / of_tile, heads = shape.batch * shape.kv_heads;
     const int64_t blocks = std::max<int64_t>(ceil_div(shape.kv_len, kBlockKeys) * heads, 1);
     const int64_t most = shape.heads / std::max(shape.kv_heads, 1) * int64_t{result.query_tiles};
-    result.parts =
-        static_cast<int32_t>(std::clamp<int64_t>(kBlocks / blocks, 1, std::max<int64_t>(most, 1)));
+    result.parts = static_cast<int32_t>(
+        std::clamp<int64_t>(kSplitBlocks / blocks, 1, std::max<int64_t>(most, 1)));
     const int64_t rows = result.parts == 1 ? 0 : result.parts * heads * shape.kv_len;
     result.dkey = reinterpret_cast<float*>(result.bits + tiles);
     result.dvalue = result.dkey + rows * shape.head_dim;

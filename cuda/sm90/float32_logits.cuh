@@ -1,6 +1,7 @@
 // Turns products of Hopper's kernels for float32 into logits, for calls with modifiers. This does
-// what modifiers/scores.cuh and modifiers/scores_transposed.cuh do. But a warp loads elements of
-// the bias, or of the mask, while products run: it has registers for one of them then.
+// what modifiers/scores.cuh and modifiers/scores_transposed.cuh do, but a warp loads elements of
+// the bias while products run. Without a bias, it loads those of the mask instead: there are
+// registers for one of the two.
 #pragma once
 
 #include <cstdint>
@@ -21,7 +22,7 @@
 
 namespace jax_flash::sm90 {
 
-// Holds the places of a batch in the operands of which elements are loaded for each tile.
+// Holds a batch entry's place in the bias and in the mask, and its coordinates.
 struct Float32Places {
   BatchIndex batch;
   int64_t bias = 0, mask = 0;  // indices of the first elements
@@ -103,19 +104,20 @@ struct Float32Logits {
 
   // Calls body(n, half, first, second) for the elements of an operand.
   template <typename Word, typename Body>
-  __device__ __forceinline__ void for_elements(const Operand& of, int64_t batch, Body body) const {
-    const Word* data = static_cast<const Word*>(of.data) + batch + head * of.head;
+  __device__ __forceinline__ void for_elements(const Operand& operand, int64_t offset,
+                                               Body body) const {
+    const Word* data = static_cast<const Word*>(operand.data) + offset + head * operand.head;
     if constexpr (kTransposed) {
-      for_pairs<Word, 2 * kN, kN>(data, of.col, of.row, col0, row0, {band.kv_len, band.q_len},
-                                  body);
+      for_pairs<Word, 2 * kN, kN>(data, operand.col, operand.row, col0, row0,
+                                  {band.kv_len, band.q_len}, body);
     } else {
-      for_pairs<Word, 2 * kN, kN>(data, of.row, of.col, row0, col0, {band.q_len, band.kv_len},
-                                  body);
+      for_pairs<Word, 2 * kN, kN>(data, operand.row, operand.col, row0, col0,
+                                  {band.q_len, band.kv_len}, body);
     }
   }
   template <typename Word>
-  __device__ __forceinline__ void load_words(const Operand& of, int64_t batch) {
-    for_elements<Word>(of, batch, [&](int n, int half, Word first, Word second) {
+  __device__ __forceinline__ void load_words(const Operand& operand, int64_t offset) {
+    for_elements<Word>(operand, offset, [&](int n, int half, Word first, Word second) {
       words[n][2 * half] = first;
       words[n][2 * half + 1] = second;
     });
@@ -147,24 +149,25 @@ struct Float32Logits {
     if (row0 + kRows <= band.q_len && band.all_allowed(row0, row0 + kRows, col0, col0 + kCols)) {
       return;
     }
+    if constexpr (kTransposed) {
+      mask_band_transposed(scores, band, col0, row0);
+    } else {
+      mask_rows(scores);
+    }
+  }
+  // Does the same for S, of which rows may not exist.
+  __device__ __forceinline__ void mask_rows(float (&scores)[kN][4]) const {
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      int32_t first, end;
-      if constexpr (kTransposed) {
-        const int32_t key = col0 + fragment_row(0, 2 * half), base = row0 + fragment_col(0, 0);
-        first = band.first_row(key) - base;
-        end = key < band.kv_len ? band.end_row(key + 1) - base : INT32_MIN;
-      } else {
-        const int32_t row = row0 + fragment_row(0, 2 * half), base = col0 + fragment_col(0, 0);
-        first = band.first_col(row) - base;
-        end = row < band.q_len ? band.end_col(row) - base : INT32_MIN;
-      }
+      const int32_t row = row0 + fragment_row(0, 2 * half), base = col0 + fragment_col(0, 0);
+      const int32_t first = band.first_col(row) - base;
+      const int32_t end = row < band.q_len ? band.end_col(row) - base : INT32_MIN;
 #pragma unroll
       for (int n = 0; n < kN; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {
-          const int place = n * 8 + e;
-          if (place < first || place >= end) scores[n][2 * half + e] = minus_infinity();
+          const int col = n * 8 + e;
+          if (col < first || col >= end) scores[n][2 * half + e] = minus_infinity();
         }
       }
     }

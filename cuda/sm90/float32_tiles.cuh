@@ -19,8 +19,9 @@
 // Keys and values that no query may attend to become zeros, and so do queries that do not exist: a
 // product of NaN with a P or dS of 0 would be NaN. If all queries share the mask, the keys that it
 // forbids are known here: for each tile of keys there are bits of those that some query may attend
-// to. Where other modifiers may hide keys, numbers that are not finite become zeros, and bits say
-// which rows had some.
+// to. Where other modifiers may hide a key from some queries only, transposed tiles have zeros in
+// place of NaN and infinity: those of V in the forward pass, and of K in the backward pass. In the
+// forward pass, bits say which rows of V have any.
 //
 // In the backward pass, blocks of dO also compute delta = sum(dO * O) - dlse, and lse in the units
 // of the logits.
@@ -59,7 +60,7 @@ struct TilesOf {
   int32_t heads = 0, cols = 0, tiles = 0;
   float *plain = nullptr, *transposed = nullptr;  // these may be null
   KeyBits* bits = nullptr;
-  KeyBits* bad = nullptr;  // if not null: the kernel sets bits of rows that are not finite
+  KeyBits* bad = nullptr;  // if not null, gets a bit for each row with NaN or infinity
 };
 // Holds what the backward pass knows of rows. `out`, `lse` and `dlse` are operands, `lse_log2`
 // and `delta` are those of BackwardWorkspace.
@@ -89,12 +90,12 @@ struct AllTiles {
   GradientStatistics statistics;
 
   explicit AllTiles(const Forward& params) : has_key_mask(key_block_has_one_mask(params)) {}
-  void add(const Shape& shape, const Operand& from, bool queries, int32_t cols, int32_t tiles,
-           float* plain, float* transposed, KeyBits* bits = nullptr) {
+  TilesOf& add(const Shape& shape, const Operand& from, bool queries, int32_t cols, int32_t tiles,
+               float* plain, float* transposed, KeyBits* bits = nullptr) {
     const bool vectors = has_vectors(from, 4, 16) && cols % 4 == 0;
     const int32_t heads = queries ? shape.heads : shape.kv_heads;
-    of[count++] = {from,  queries, vectors,    false, heads,  cols,
-                   tiles, plain,   transposed, bits,  nullptr};
+    return of[count++] = {from,  queries, vectors,    false, heads,  cols,
+                          tiles, plain,   transposed, bits,  nullptr};
   }
 };
 
@@ -207,13 +208,13 @@ __device__ __forceinline__ void write_plain(float* tile, const float (&stored)[k
   }
 }
 
-// Writes a tile [columns][rows]. clears: numbers that are not finite become zeros.
+// Writes a tile [columns][rows]. `clears`: NaN and infinity become zeros.
 template <int kRows, int kCols>
 __device__ __forceinline__ void write_transposed(float* tile, bool clears,
                                                  const float (&stored)[kRows][kCols + 1]) {
   const auto read = [&](int row, int col) {
     const float x = stored[row][col];
-    return clears && !(fabsf(x) < -minus_infinity()) ? 0.0f : x;
+    return clears && !is_finite(x) ? 0.0f : x;
   };
 #pragma unroll
   for (int i = threadIdx.x; i < kRows * kCols / 4; i += kTilesThreads) {
@@ -225,7 +226,7 @@ __device__ __forceinline__ void write_transposed(float* tile, bool clears,
   }
 }
 
-// Returns whether a number of a row is not finite: zero times such a number is NaN.
+// Returns whether a row has NaN or infinity: zero times either is NaN, and so is the sum.
 template <int kCols>
 __device__ __forceinline__ bool is_bad(const float (&row)[kCols + 1]) {
   float zero = 0.0f;

@@ -24,6 +24,8 @@ inline constexpr float kLn2 = 0.69314718055994530942f;
 
 __device__ __forceinline__ float minus_infinity() { return __int_as_float(0xff800000); }
 
+__device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < -minus_infinity(); }
+
 // Converts a running maximum to log2 units, rounded. Rescaling factors must be computed from the
 // same rounded number that is subtracted from logits. Otherwise, large logits would have a
 // different error with each running maximum, and these errors do not cancel when exponentials are

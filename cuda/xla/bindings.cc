@@ -207,16 +207,15 @@ bool has_cuda() {
 #endif
 }
 
-// Returns [(pass, family, dtype, head_dim)], the table of CUDA instances in CMakeLists.txt that
-// take modifiers. A call with a head dim in between runs on the next larger instance.
+// Returns [(pass, family, dtype, head_dim)]: the CUDA instances in CMakeLists.txt that take
+// modifiers, without Hopper's for float32, which take calls in place of sm_80 instances. A call
+// with a head dim in between runs on the next larger instance.
 nb::list cuda_instances() {
   nb::list all;
 #ifdef JAX_FLASH_WITH_CUDA
   const auto add = [&all](const char* pass, const auto& table) {
     for (const auto& instance : table) {
-      // Others have one of the same dtype that takes modifiers, of the same or another family.
-      if (!instance.general) continue;
-      // Hopper's for float32 only take calls in place of sm_80 kernels.
+      if (!instance.general) continue;  // there is one with the same sizes that takes modifiers
       if (instance.family == 90 && instance.dtype == DType::kFloat32) continue;
       all.append(nb::make_tuple(pass, instance.family, name_of(instance.dtype), instance.head_dim));
     }

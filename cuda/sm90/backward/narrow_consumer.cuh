@@ -21,6 +21,7 @@
 #include <cstdint>
 #include <type_traits>
 
+#include "modifiers/band.cuh"
 #include "modifiers/distance.cuh"
 #include "modifiers/score_gradient_transposed.cuh"
 #include "params.h"
@@ -455,7 +456,7 @@ struct NarrowConsumer {
       if constexpr (kMixed) {
         if (is_cut) separate_segments(scores, gradient.row0);
       }
-      if (is_cut) gradient.apply_band(scores, block.band);
+      if (is_cut) mask_band_transposed(scores, block.band, gradient.key0, gradient.row0);
     } else if (kApplied != kNoModifier || is_cut) {
       if constexpr (kMixed) {
         mark_bad_key_rows<kBlockKv>(scores, bad_keys(), warp_key);

@@ -9,9 +9,9 @@
 // 128 keys of a head, each of two consumer warpgroups 64 of them. The first warp of the first
 // warpgroup starts the copies. In shared memory are the block's tiles of K, those of V, and a ring
 // of slots, which Q, dO, and dO and Q transposed take in turn. All products of a step are awaited
-// before the next step starts: there are no registers for those of two. If there are few blocks of
-// keys, several thread blocks divide the queries of each, and float32_key_sums_kernel adds their
-// parts.
+// before the next step starts: there are no registers for those of two. If there are few such
+// blocks, several thread blocks share the same keys. Each takes a part of the queries, and
+// float32_key_sums_kernel adds their dK and dV.
 #pragma once
 
 #include <cstdint>
@@ -49,8 +49,8 @@ struct Float32KeyWork {
   int64_t batch_index;
   Float32Places places;
   Band band;
-  Range steps;        // of query rows
-  Range visits;       // of steps of all heads of the group, that this block takes
+  Range steps;        // of kRows query rows of a head
+  Range visits;       // the steps that this block takes, counted over all heads of the group
   int64_t key_index;  // of the block's first key tile in the workspace
   int32_t own_tiles;  // the number of its key tiles that exist
 };
@@ -194,7 +194,8 @@ struct Float32KeyConsumer {
     }
   }
 
-  // Does the same as mask(), exponentials() and differentiate(), for a call with modifiers.
+  // Does the same as mask(), exponentials() and differentiate(), for a call with modifiers, and
+  // rounds P.
   __device__ __forceinline__ void modify(const Logits& logits) {
     const Gradient gradient{params, work.places.batch, logits.head, logits.col0, logits.row0};
     const float* lse = smem.statistics[slot.stage];

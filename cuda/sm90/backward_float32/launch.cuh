@@ -1,5 +1,6 @@
 // Launches the backward pass of float32 operands on Hopper: a kernel for tiles of the operands, and
-// delta and lse, one for dK and dV, one for dQ, and those for gradients of what is added to logits.
+// delta and lse, one for dK and dV, one that adds parts of these if there are any, one for dQ, and
+// those for gradients of what is added to logits.
 #pragma once
 
 #include <cstdint>
@@ -56,11 +57,11 @@ Status launch_backward_float32(const Backward& params, const Choice&, cudaStream
   all.dout = 0;
   all.statistics = GradientStatistics(params, workspace);
   all.add(shape, params.query, true, dim, tiles.query_tiles, tiles.query, tiles.query_transposed);
-  all.add(shape, params.key, false, dim, tiles.key_tiles, tiles.key, tiles.key_transposed,
-          tiles.bits);
+  TilesOf& key = all.add(shape, params.key, false, dim, tiles.key_tiles, tiles.key,
+                         tiles.key_transposed, tiles.bits);
   // A key that a modifier hides from a query has dS = 0, whose product with NaN would be NaN. A
   // query that does attend to a NaN has dS = NaN.
-  all.of[all.count - 1].clears = kGeneral;
+  key.clears = kGeneral;
   all.add(shape, params.value, false, value_dim, tiles.key_tiles, tiles.value, nullptr);
   Status status = launch_float32_tiles<Float32Gradient::kTileRows, kHeadDim>(params, all, stream);
   if (kGeneral && status.ok()) status = clear_bias_gradient(params, stream);

@@ -180,7 +180,7 @@ struct Float32QueryConsumer {
     start_product<Config::kHeadDim>(scores[0], smem.own(0, consumer_group()),
                                     smem.plain(slot.stage));
     if constexpr (!kFirst) {
-      ptx::wgmma_wait_group<1>();  // dQ of the last step is done
+      ptx::wgmma_wait_group<1>();  // dQ of the previous step is done
       ptx::wgmma_results(dquery[0]);
       arrive_warp(smem.empty((slot.stage + Config::kSlots - 1) % Config::kSlots));
     }
@@ -188,7 +188,7 @@ struct Float32QueryConsumer {
     start_product(dscores[0], dout, smem.plain(slot.next(1).stage));
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_results(scores[0]);
-    const Gradient gradient(params, work.places.batch, work.head, row0, col0);
+    [[maybe_unused]] const Gradient gradient(params, work.places.batch, work.head, row0, col0);
     if constexpr (!kGeneral) mask(col0);
     sync_and_arrive_warp(smem.empty(slot.stage));
     if constexpr (kGeneral) {
@@ -200,15 +200,13 @@ struct Float32QueryConsumer {
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_results(dscores[0]);
     arrive_warp(smem.empty(slot.next(1).stage));
-    if constexpr (kGeneral) {
-      if constexpr ((kModifiers & (kSoftCap | kDropout)) != 0) {
-        gradient.finish(scores, dscores, lse, delta);
-      } else {
-        differentiate();
-      }
-      add_bias_gradient(params, work.places.batch, work.head, row0, col0, dscores);
+    if constexpr ((kModifiers & (kSoftCap | kDropout)) != 0) {
+      gradient.finish(scores, dscores, lse, delta);
     } else {
       differentiate();
+    }
+    if constexpr (kGeneral) {
+      add_bias_gradient(params, work.places.batch, work.head, row0, col0, dscores);
     }
     round_operands(dscores[0], dweights);
     smem.await(slot, 2);

@@ -11,8 +11,8 @@
 //   start S; await S; logits; lower O; exponentials; round P; start P V; start loads of elements of
 //   the next tile; await P V
 //
-// A tile of V then has zeros instead of values that are not finite. At the end, these are added to
-// the rows that attend to their keys.
+// Tiles of V then have zeros in place of NaN and infinity. After the last step, these are added to
+// O of the rows that attend to their keys.
 #pragma once
 
 #include <cstdint>
@@ -43,6 +43,7 @@ struct Float32Consumer {
 
   static constexpr bool kGeneral = kModifiers != kNoModifier;
   using Softmax = OnlineSoftmax<1, kGeneral>;
+  using Logits = Float32Logits<kModifiers, kScoreN, false>;
 
   const Forward& params;
   const Float32Plan& plan;
@@ -122,10 +123,9 @@ struct Float32Consumer {
     return added != minus_infinity();
   }
 
-  static __device__ __forceinline__ bool is_finite(float x) { return fabsf(x) < -minus_infinity(); }
-
-  // Adds a key's values that are not finite to O of the rows that attend to it. A positive P leaves
-  // them as they are. If P is 0, infinity times P is NaN, but infinity is added here, too.
+  // Adds a key's values that are not finite to O of the rows that attend to it. NaN and infinity do
+  // not change when a positive P multiplies them. If P is 0 after rounding, its product with
+  // infinity would be NaN; infinity is added all the same.
   __device__ __forceinline__ void add_bad_value(int32_t key) {
     const Float32Work& of = work();
     const float* value =
@@ -141,7 +141,7 @@ struct Float32Consumer {
         for (int e = 0; e < 2; ++e) {  // the columns are those of Float32Rows
           const int32_t col = n / 2 * 16 + threadIdx.x % 4 * 4 + 2 * e + n % 2;
           float x = col < plan.value_dim ? value[col] : 0.0f;
-          if (is_finite(x)) {  // the greatest numbers become infinite
+          if (is_finite(x)) {  // rounding turns the greatest numbers into infinity
             x = __uint_as_float(ptx::round_to_tf32(__float_as_uint(x)) & ptx::kTf32Bits);
           }
           if (!is_finite(x)) out[0][n][2 * half + e] += x;
@@ -149,7 +149,7 @@ struct Float32Consumer {
       }
     }
   }
-  // Does the same for all keys of the query tile. Values are seldom other than finite.
+  // Does so for all keys that rows of the query tile may attend to. Few calls have such values.
   __device__ __forceinline__ void add_bad_values() {
     const Float32Work& of = work();
     const Range tiles = kv_tiles<Config::kBlockKv>(of.band, of.row0, of.row0 + Config::kBlockQ);
@@ -162,10 +162,7 @@ struct Float32Consumer {
         const int32_t tile = first + __ffs(found) - 1;
 #pragma unroll 1
         for (int place = 0; place < Config::kBlockKv; ++place) {
-          const uint32_t word = of.bad[tile].words[place % 8 / 2];
-          if (word >> (place / 8 * 2 + place % 2) & 1) {
-            add_bad_value(tile * Config::kBlockKv + place);
-          }
+          if (of.bad[tile].has(place)) add_bad_value(tile * Config::kBlockKv + place);
         }
       }
     }
@@ -214,8 +211,7 @@ struct Float32Consumer {
     return last;
   }
 
-  using Logits = Float32Logits<kModifiers, kScoreN, false>;
-  // Waits for the keys of a tile, and starts loads of its elements.
+  // Waits for the keys of a tile, and starts to load elements of its bias or mask.
   __device__ __forceinline__ void begin(Logits& logits) const {
     ptx::mbarrier_wait(smem.key_full(stage.stage), stage.parity);
     const int32_t tile = __reduce_max_sync(0xffffffff, smem.keys[stage.stage].tile);
@@ -246,7 +242,7 @@ struct Float32Consumer {
     return last;
   }
 
-  // Waits for P V of the last tile.
+  // Waits for the P V that was started last, and frees its stage.
   __device__ __forceinline__ void finish_out() {
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_results(out[0]);

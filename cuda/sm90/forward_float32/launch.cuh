@@ -27,10 +27,11 @@ Status launch_forward_float32(const Forward& params, const Choice&, cudaStream_t
   AllTiles tiles(params);
   tiles.add(shape, params.key, false, shape.head_dim, workspace.tiles, workspace.key, nullptr,
             workspace.bits);
-  tiles.add(shape, params.value, false, shape.value_dim, workspace.tiles, nullptr, workspace.value);
+  TilesOf& value = tiles.add(shape, params.value, false, shape.value_dim, workspace.tiles, nullptr,
+                             workspace.value);
   if (kGeneral) {  // a modifier may hide a key from some queries only: their P is 0
-    tiles.of[tiles.count - 1].clears = true;
-    tiles.of[tiles.count - 1].bad = workspace.bad;
+    value.clears = true;
+    value.bad = workspace.bad;
   }
   tiles.counter = workspace.counter;
   Status status = launch_float32_tiles<Config::kBlockKv, kHeadDim>(params, tiles, stream);
