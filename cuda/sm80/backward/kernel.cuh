@@ -362,7 +362,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
     skip_other_segments<kBlockKv>(walk, workspace.spans, at.batch_index, at.tile);
   }
   walk.start<kBlockQ>();
-
   __shared__ uint32_t bad_keys_smem[kGeneral ? kBlockKv / 32 + 1 : 1];
   if (!walk.done()) {
     load_keys<Config, Element>(tiles, params, batch, band, at.kv_head, col0);
@@ -405,7 +404,6 @@ __global__ void __launch_bounds__(Config::kThreads, Config::kMinBlocks)
                         dscores);
     }
     __syncthreads();
-
     add_transpose_product<Element, Parts::kKeyCols>(dkey, tiles.dscore(), parts.key_row,
                                                     tiles.query(stage), parts.key_col);
     if constexpr (Config::kStages == 1) loader.replace_query(next);
