@@ -10,6 +10,20 @@
 
 namespace jax_flash {
 
+// Sets a thread's elements in one of its rows to -inf where the column is outside of [first, end).
+template <int kN>
+__device__ __forceinline__ void forbid_outside(float (&block)[kN][4], int half, int32_t first,
+                                               int32_t end) {
+#pragma unroll
+  for (int n = 0; n < kN; ++n) {
+#pragma unroll
+    for (int e = 0; e < 2; ++e) {
+      const int col = n * 8 + e;
+      if (col < first || col >= end) block[n][2 * half + e] = minus_infinity();
+    }
+  }
+}
+
 // Sets elements of S^T that the band does not allow to -inf. The fragments' rows are keys from key0
 // on, their columns queries from row0 on.
 template <int kN>
@@ -20,14 +34,7 @@ __device__ __forceinline__ void mask_band_transposed(float (&scores)[kN][4], con
     const int32_t key = key0 + fragment_row(0, 2 * half), base = row0 + fragment_col(0, 0);
     const int32_t first = band.first_row(key) - base;
     const int32_t end = key < band.kv_len ? band.end_row(key + 1) - base : INT32_MIN;
-#pragma unroll
-    for (int n = 0; n < kN; ++n) {
-#pragma unroll
-      for (int e = 0; e < 2; ++e) {
-        const int row = n * 8 + e;
-        if (row < first || row >= end) scores[n][2 * half + e] = minus_infinity();
-      }
-    }
+    forbid_outside(scores, half, first, end);
   }
 }
 
@@ -42,15 +49,7 @@ __device__ __forceinline__ void mask_band(float (&logits)[kM][kN][4], const Band
     for (int half = 0; half < 2; ++half) {
       const int32_t row = row0 + fragment_row(m, 2 * half);
       const int32_t base = col0 + fragment_col(0, 0);
-      const int32_t first = band.first_col(row) - base, end = band.end_col(row) - base;
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int col = n * 8 + e;
-          if (col < first || col >= end) logits[m][n][2 * half + e] = minus_infinity();
-        }
-      }
+      forbid_outside(logits[m], half, band.first_col(row) - base, band.end_col(row) - base);
     }
   }
 }

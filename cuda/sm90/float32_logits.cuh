@@ -162,14 +162,7 @@ struct Float32Logits {
       const int32_t row = row0 + fragment_row(0, 2 * half), base = col0 + fragment_col(0, 0);
       const int32_t first = band.first_col(row) - base;
       const int32_t end = row < band.q_len ? band.end_col(row) - base : INT32_MIN;
-#pragma unroll
-      for (int n = 0; n < kN; ++n) {
-#pragma unroll
-        for (int e = 0; e < 2; ++e) {
-          const int col = n * 8 + e;
-          if (col < first || col >= end) scores[n][2 * half + e] = minus_infinity();
-        }
-      }
+      forbid_outside(scores, half, first, end);
     }
   }
 };
