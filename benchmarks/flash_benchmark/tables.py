@@ -261,6 +261,7 @@ def _float32() -> list[Case]:
         (4, 1024, 16, 128, False, "bias"), (4, 1024, 16, 128, False, "bias_gradient"),
         (4, 1024, 16, 128, False, "mask"), (4, 1024, 12, 64, False, "bias"),
         (2, 512, 8, 64, False, "bias"), (2, 2048, 8, 256, True, ""),
+        (2, 1024, 8, 256, False, ""), (2, 1024, 8, 256, False, "bias"),
     ]  # fmt: skip
     cases = [
         Case("float32", batch, length, heads, dim, dtype="float32", is_causal=causal, feature=what)
