@@ -120,9 +120,9 @@ def _cuda_forward(
     masked = mask_matrices != 0
     widest = max(head_dim, value_dim)
     if dtype == "float32":  # cuda/plan/float32_tiles.h: tiles of keys and values
-        if exact or not 32 < widest <= 128:
+        if exact or not 32 < widest <= 256:
             return size
-        tiles = kv_len // (128 if widest <= 64 else 64) + 1
+        tiles = kv_len // (128 if widest <= 64 else 64 if widest <= 128 else 32) + 1
         return size + batch * kv_heads * tiles * (2**16 + 32) + 4
     if masked:
         tiles = kv_len // 80 + 1
@@ -161,9 +161,10 @@ def _cuda_backward(
         size += 4 * (heads * (q_len // 32 + 4) + 1)
     if is_float32 and max(head_dim, value_dim) <= 256:  # cuda/plan/decode_sm80.h: dq of 2,048 parts
         size += 2048 * 4 * (head_dim + 3)
-    if is_float32 and not exact and not segments and 32 < max(head_dim, value_dim) <= 128:
+    if is_float32 and not exact and not segments and 32 < max(head_dim, value_dim) <= 256:
         rows = 4 * heads * (q_len + 64) + 3 * kv_heads * (kv_len + 64)  # of tiles: float32_tiles.h
-        size += 4 * rows * widest + 16 * kv_heads * (kv_len // 64 + 1)
+        columns = widest if widest <= 128 else 256
+        size += 4 * rows * columns + 16 * kv_heads * (kv_len // 64 + 1)
         size += 4 * 132 * 128 * (head_dim + value_dim)  # parts of dK and dV
     if distances:  # sums along diagonals
         size += 4 * heads * 128 * (q_len // 64 + kv_len // 64 + 1)

@@ -263,15 +263,19 @@ def tf32_cases(few: bool):
     long, wide = {"q_len": 151, "kv_len": 1045, **heads}, {"q_len": 130, "kv_len": 530, **heads}
     units = wide if few else wide | {"heads": 160, "kv_heads": 16}
     lengths, bias = ("lengths", "qk"), ("bias", ("NTS", "float32"))
+    causal = (("causal", True), ("offset", "align"))
     return (
         ("float32", (64, 64), (tf32, lengths, ("sinks", True), ("dlse", True)), False, long),
-        ("float32", (50, 36), (tf32, ("causal", True), ("offset", "align")), True, long),
+        ("float32", (50, 36), (tf32, *causal), True, long),
         ("float32", (128, 128), (tf32, ("mask", "BS"), ("window", (300, 40))), False, wide),
         ("float32", (100, 72), (tf32, ("mask", "BS"), ("dlse", True)), False, units),
-        ("float32", (64, 64), (tf32, bias, ("causal", True), ("dlse", True)), False, wide),
+        ("float32", (64, 64), (tf32, bias, *causal, ("dlse", True)), False, wide),
         ("float32", (50, 33), (tf32, ("mask", "TS"), ("soft_cap", 5.0)), False, wide),
         ("float32", (128, 100), (tf32, ("mask", "TS"), bias, lengths), False, units),
         ("float32", (100, 128), (tf32, ("alibi", "N"), ("dropout", 0.3)), True, wide),
+        ("float32", (256, 256), (tf32, *causal, ("sinks", True), ("dlse", True)), False, long),
+        ("float32", (136, 200), (tf32, ("mask", "TS"), bias, lengths), False, wide),
+        ("float32", (256, 100), (tf32, ("alibi", "N"), ("dropout", 0.3)), True, wide),
     )
 
 

@@ -172,6 +172,9 @@ FLOAT32_NAMED = [
     ("TF32, bias and mask", 128, {"bias": (BIAS, jnp.float32), "scale": -1.0}),
     ("TF32, every modifier but segments", 64, {"head_dim": 64, "logits_soft_cap": 9.0}),
     ("TF32, every modifier but segments", 128, {"slopes": True}),
+    ("TF32, bias and mask", 256, {"head_dim": 130}),  # there is no kernel without modifiers
+    ("TF32, bias and mask", 256, {"head_dim": 40, "value_dim": 200, "mask": KEY_MASK}),
+    ("TF32, every modifier but segments", 256, {"head_dim": 256, "dropout_rate": 0.1}),
 ]  # fmt: skip
 FLOAT32_DIMS = {dim for name, dim in ffi.native.cuda_recipes() if name == "TF32"}
 
@@ -183,7 +186,7 @@ FLOAT32_DIMS = {dim for name, dim in ffi.native.cuda_recipes() if name == "TF32"
         {"head_dim": 64}, {"head_dim": 33, "value_dim": 7}, {"head_dim": 64, "value_dim": 128},
         {"kv_heads": 2, "is_causal": True}, {"deterministic": True}, {"lengths": True},
         {"mask": (4, 1, 1, 4096)}, {"mask": (1, 16, 1, 4096), "is_causal": True},
-        {"local_window_size": (100, 0)}, {"sinks": shape(16, dtype=jnp.float32)},
+        {"local_window_size": (1000, 0)}, {"sinks": shape(16, dtype=jnp.float32)},
     ],
     ids=str,
 )  # fmt: skip
@@ -201,8 +204,9 @@ def test_hopper_multiplies_many_queries_and_keys_of_float32_in_tf32(call):
             {"q_len": 64, "kv_len": 4096},
             {"kv_len": 150},
             {"head_dim": 32, "value_dim": 32},
+            {"local_window_size": (100, 0)},
+            {"segments": True},
         ]
-        others += [{"head_dim": 136, "value_dim": 136}, {"segments": True}]
         for other in others:
             changed = call | other
             if changed.get("mask"):
@@ -227,6 +231,45 @@ def test_hopper_modifies_logits_of_float32(name, call):
     found = kernels(**{"dtype": jnp.float32, **call})
     assert [kernel.name for kernel in found.values()] == [name, f"two kernels, {name}"]
     assert {kernel.family for kernel in found.values()} == {90}
+
+
+@pytest.mark.skipif(not {64, 128} <= FLOAT32_DIMS, reason="a build without head dim 64 or 128")
+@pytest.mark.parametrize(
+    ("families", "call"),
+    [
+        ((90, 90), {"q_len": 640}),
+        ((80, 90), {"q_len": 576}),
+        ((80, 80), {"q_len": 575}),
+        ((90, 90), {"q_len": 1280, "is_causal": True}),  # a query attends to half of the keys
+        ((80, 90), {"q_len": 1152, "is_causal": True}),
+        ((80, 80), {"q_len": 1150, "is_causal": True}),
+        ((80, 80), {"q_len": 600, "kv_len": 8192, "is_causal": True}),  # to 300
+        ((90, 90), {"q_len": 700, "kv_len": 990, "is_causal": True, "query_offset": OFFSET}),
+        ((80, 90), {"q_len": 700, "kv_len": 980, "is_causal": True, "query_offset": OFFSET}),
+        ((90, 90), {"local_window_size": (640, 0)}),
+        ((80, 90), {"local_window_size": (400, 200)}),
+        ((80, 80), {"local_window_size": (200, 200)}),
+        ((90, 90), {"local_window_size": (640, 200), "is_causal": True}),
+        ((80, 80), {"q_len": 1000, "local_window_size": (0, None)}),  # to half of the keys
+        ((80, 80), {"kv_heads": 16, "q_len": 500, "kv_len": 4096}),  # rows that read a key
+        ((90, 90), {"kv_heads": 8, "q_len": 500, "kv_len": 4096}),
+        ((90, 90), {"head_dim": 128, "q_len": 400}),
+        ((90, 80), {"head_dim": 128, "q_len": 399}),
+        ((90, 90), {"head_dim": 256, "q_len": 768, "is_causal": True}),
+        ((80, 90), {"head_dim": 256, "q_len": 767}),
+        ((80, 80), {"head_dim": 256, "q_len": 383}),
+        ((90, 80), {"logits_soft_cap": 5.0, "q_len": 256}),
+        ((90, 90), {"logits_soft_cap": 5.0, "q_len": 384}),
+        ((80, 80), {"logits_soft_cap": 5.0, "q_len": 510, "is_causal": True}),
+        ((80, 90), {"logits_soft_cap": 5.0, "q_len": 256, "head_dim": 256}),
+        ((80, 90), {"mask": (4, 1, 1, 256), "q_len": 256}),
+        ((90, 90), {"mask": (4, 1, 1, 320), "q_len": 320}),
+    ],
+    ids=str,
+)  # fmt: skip
+def test_keys_that_queries_of_float32_attend_to(families, call):
+    found = kernels(**{"dtype": jnp.float32, "head_dim": 64, **call})
+    assert tuple(kernel.family for kernel in found.values()) == families
 
 
 GUIDE = pathlib.Path(__file__).resolve().parent.parent / "docs/guide/troubleshooting.md"

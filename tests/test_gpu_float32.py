@@ -49,17 +49,30 @@ def test_feature(case, precision):
     verify(case, precision)
 
 
-# Hopper's kernels for float32 take many queries and keys.
+# Hopper's kernels for float32 take many queries and keys, and queries that attend to many keys. The
+# sizes of a traced window are not known.
 MANY = {"q_len": 600, "kv_len": 1100}
+
+
+def many(features) -> dict[str, int]:
+    """Lengths of which queries attend to many keys."""
+    names = dict(features)
+    few = ("causal" in names or "window" in names) and "offset" not in names
+    return {"q_len": 1300, "kv_len": 1330} if few else MANY
+
+
 FOR_HOPPER = [
     (),
     (("causal", True),),
     (("causal", True), ("offset", "align")),
     (("causal", True), ("offset", "random")),
     (("causal", True), ("offset", "extreme")),
-    (("window", (70, 9)),),
-    (("window", (0, None)), ("causal", True)),
-    (("window", (3, 500)), ("offset", "random")),
+    (("window", (700, 9)),),
+    (("window", (700, None)), ("causal", True), ("offset", "align")),
+    (("window", (403, 500)), ("offset", "random")),
+    (("traced_window", (70, 9)),),
+    (("traced_window", (0, -1)), ("causal", True), ("offset", "align")),
+    (("traced_window", (3, 500)), ("offset", "random")),
     (("traced_window", (90, -1)), ("causal", True)),
     (("lengths", "q"),),
     (("lengths", "k"), ("sinks", True)),
@@ -70,7 +83,7 @@ FOR_HOPPER = [
     (("mask", "S"), ("causal", True), ("dlse", True)),
     (("pattern", ("left", "B")), ("causal", True), ("sinks", True)),
     (("pattern", ("right", "B")), ("lengths", "qk")),
-    (("pattern", ("middle", "B")), ("window", (90, 9)), ("offset", "random")),
+    (("pattern", ("middle", "B")), ("traced_window", (90, 9)), ("offset", "random")),
     (("pattern", ("tiles", "B")),),
     (("pattern", ("last", "B")), ("dlse", True)),
     (("pattern", ("none", "")), ("sinks", True)),
@@ -83,8 +96,13 @@ EVERY = [f"{name}, every modifier but segments" for name in PLAIN]
 
 
 def run_on_hopper(inputs, kernels=PLAIN) -> Results:
-    """The results, on Hopper by its kernels for float32."""
+    """The results, on Hopper by its kernels for float32.
+
+    Above head dim 128, those for a bias and a mask take calls without modifiers.
+    """
     if "flash_sm90" in FAMILIES:
+        widest = max(inputs.query.shape[-1], inputs.value.shape[-1])
+        kernels = ELEMENTS if kernels == PLAIN and widest > 128 else kernels
         names = ("query", "key", "value")
         explained = jax_flash.explain(*(getattr(inputs, n) for n in names), **inputs.options)
         assert [kernel.name for kernel in explained.kernels.values()] == kernels
@@ -96,10 +114,15 @@ def verify_on_hopper(case: Case) -> None:
     check(run_on_hopper(inputs), inputs, product_error=TF32)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (33, 64), (100, 72), (40, 128)], ids=str)
+@pytest.mark.parametrize(
+    "dims",
+    [(64, 64), (128, 128), (33, 64), (100, 72), (40, 128), (256, 256), (130, 200), (256, 100),
+     (72, 250)],
+    ids=str,
+)  # fmt: skip
 @pytest.mark.parametrize("features", FOR_HOPPER, ids=str)
 def test_many_queries_and_keys(features, dims):
-    sizes = {"head_dim": dims[0], "value_dim": dims[1], **MANY}
+    sizes = {"head_dim": dims[0], "value_dim": dims[1], **many(features)}
     verify_on_hopper(Case("many", features=features, **sizes))
 
 
@@ -114,11 +137,22 @@ MODIFIED_CASES = [
 ]
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (100, 72)], ids=str)
+def traced(name: str, setting) -> tuple:
+    """The feature, with a traced window for a static one."""
+    if name != "window":
+        return name, setting
+    sizes = setting if isinstance(setting, tuple) else (setting, setting)
+    return "traced_window", tuple(-1 if size is None else size for size in sizes)
+
+
+@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (100, 72), (256, 256), (200, 136)], ids=str)
 @pytest.mark.parametrize("case", MODIFIED_CASES, ids=str)
 def test_modifiers_of_many(case, dims):
-    sizes = {"head_dim": dims[0], "value_dim": dims[1], "batch": 4, "q_len": 300, "kv_len": 700}
-    inputs = make_inputs(dataclasses.replace(case, dtype="float32", **sizes))
+    features = tuple(traced(*feature) for feature in case.features)
+    q_len, kv_len = (300, 700) if many(features) == MANY else (800, 830)
+    sizes = {"head_dim": dims[0], "value_dim": dims[1], "q_len": q_len, "kv_len": kv_len}
+    case = dataclasses.replace(case, dtype="float32", batch=4, features=features, **sizes)
+    inputs = make_inputs(case)
     others = {"logits_soft_cap", "dropout_rate", "alibi_slopes", "relative_bias"}
     mask = inputs.options.get("mask", np.ones((1, 1, 2, 1)))
     kernels = EVERY
@@ -128,18 +162,19 @@ def test_modifiers_of_many(case, dims):
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3])
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 def test_any_scale_of_many(head_dim, scale):
-    sizes = {"head_dim": head_dim, "value_dim": head_dim, **MANY}
-    inputs = make_inputs(Case("scale", features=(("scale", scale), ("causal", True)), **sizes))
+    features = (("scale", scale), ("causal", True))
+    sizes = {"head_dim": head_dim, "value_dim": head_dim, **many(features)}
+    inputs = make_inputs(Case("scale", features=features, **sizes))
     check(run_on_hopper(inputs, ELEMENTS), inputs, product_error=TF32)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 100)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 100), (256, 200)], ids=str)
 @pytest.mark.parametrize("features", [(), (("causal", True),), (("dropout", 0.3),)], ids=str)
 def test_pairs_of_many_that_a_mask_forbids(features, dims):
     """What a mask forbids to all queries may be NaN; what it forbids to some reaches the others."""
-    sizes = {"head_dim": dims[0], "value_dim": dims[1], "heads": 4, "kv_heads": 4, **MANY}
+    sizes = {"head_dim": dims[0], "value_dim": dims[1], "heads": 4, "kv_heads": 4, **many(features)}
     inputs = make_inputs(Case("pairs", features=(("mask", "BTS"), *features), **sizes))
     inputs.options["mask"][..., 100:200] = False
     kernels = EVERY if "dropout_rate" in inputs.options else ELEMENTS
@@ -163,7 +198,7 @@ def test_pairs_of_many_that_a_mask_forbids(features, dims):
     np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("features", [(), (("causal", True), ("offset", "align"))], ids=str)
 @pytest.mark.parametrize("q_len", [128, 129, 191, 700])
 @pytest.mark.parametrize("kv_len", [1024, 1025, 1087, 1100])
@@ -173,7 +208,7 @@ def test_many_of_any_number(kv_len, q_len, features, head_dim):
     verify_on_hopper(dataclasses.replace(case, **fields))
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("unmapped", [(), ("query",), ("key", "value"), ("value",)], ids=str)
 def test_many_under_vmap(unmapped, head_dim):
     case = Case("many", batch=3, head_dim=head_dim, value_dim=head_dim, unmapped=unmapped, **MANY)
@@ -181,7 +216,7 @@ def test_many_under_vmap(unmapped, head_dim):
 
 
 # Several thread blocks share a block of keys. Each takes whole query heads, or parts of them.
-@pytest.mark.parametrize("head_dim", [64, 100])
+@pytest.mark.parametrize("head_dim", [64, 100, 200])
 @pytest.mark.parametrize("heads", [(1, 1), (8, 1), (6, 2), (5, 5)], ids=str)
 @pytest.mark.parametrize(
     "features",
@@ -189,7 +224,7 @@ def test_many_under_vmap(unmapped, head_dim):
     ids=str,
 )
 def test_few_blocks_of_many_keys(features, heads, head_dim):
-    sizes = {"batch": 2, "q_len": 1000, "kv_len": 1100, "heads": heads[0], "kv_heads": heads[1]}
+    sizes = {"batch": 2, "heads": heads[0], "kv_heads": heads[1], **many(features)}
     case = Case("few", features=features, head_dim=head_dim, value_dim=64, **sizes)
     inputs = make_inputs(case)
     results = run(inputs, None, precision="default")
@@ -200,16 +235,16 @@ def test_few_blocks_of_many_keys(features, heads, head_dim):
             np.testing.assert_array_equal(x, again[name], err_msg=name)
 
 
-@pytest.mark.parametrize("head_dim", [50, 64, 100, 128])
+@pytest.mark.parametrize("head_dim", [50, 64, 100, 128, 130, 256])
 @pytest.mark.parametrize("features", [(), (("causal", True), ("offset", "align"))], ids=str)
 def test_poison_beyond_lengths_of_many(features, head_dim):
-    """At head dim 50, rows begin at any multiple of 4 bytes."""
+    """At head dims 50 and 130, rows begin at any multiple of 4 bytes."""
     sizes = {"head_dim": head_dim, "value_dim": head_dim, **MANY}
     features = (("lengths", "qk"), ("dlse", True), *features)
     check_poison_beyond_lengths(Case("poison", features=features, **sizes))
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 100)], ids=str)
+@pytest.mark.parametrize("dims", [(64, 64), (128, 100), (160, 256)], ids=str)
 @pytest.mark.parametrize("pattern", ["left", "middle", "tiles"])
 @pytest.mark.parametrize("causal", [False, True])
 def test_masks_of_keys_that_heads_have(causal, pattern, dims):
@@ -225,7 +260,7 @@ def test_masks_of_keys_that_heads_have(causal, pattern, dims):
         np.testing.assert_array_equal(x, clean.arrays()[name], err_msg=name)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("factor", [1.0, 30.0, 1000.0])
 def test_logits_that_rise(head_dim, factor):
     """Each tile of keys, from the last to the first, has greater logits than those before."""

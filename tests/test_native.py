@@ -233,7 +233,9 @@ def test_workspace_for_values_in_float16(changed, copied):
         ({"q_len": 100}, False),
         ({"kv_len": 200}, False),
         ({"head_dim": 32, "value_dim": 32}, False),
-        ({"head_dim": 129}, False),
+        ({"head_dim": 129}, True),
+        ({"head_dim": 200, "value_dim": 256}, True),
+        ({"head_dim": 257}, False),
         ({"dtype": "bfloat16"}, False),
     ],
 )
@@ -253,9 +255,10 @@ def test_workspace_for_tiles_of_float32(changed, needed):
         )
         for more in ({}, {"exact": True})
     )
-    queries, keys = 2 * 8 * 3008 * 128 * 4, 2 * 2 * 20032 * 128 * 4
+    columns = 128 if max(call["head_dim"], call["value_dim"]) <= 128 else 256
+    queries, keys = 2 * 8 * 3008 * columns * 4, 2 * 2 * 20032 * columns * 4
     if needed:
-        assert 2 * keys <= forward < 2.01 * keys
+        assert 2 * (keys * 20000 // 20032) <= forward < 2.01 * keys
         tiles = 4 * queries + 3 * keys
         assert tiles <= backward - exact < 1.001 * tiles
     else:

@@ -213,28 +213,30 @@ bool choose_float32(const Forward& params, bool is_backward, int32_t family, con
                     const FindInstance& find, Choice& choice) {
   const Shape& shape = params.shape;
   const uint32_t modifiers = modifiers_of(params);
-  const bool general = sm90::float32_modifiers(params) != kNoModifier;
+  const int32_t head_dim = sm90::float32_head_dim(shape);
+  // Above head dim 128, there is no kernel without modifiers.
+  const bool general = sm90::float32_modifiers(params) != kNoModifier || head_dim > 128;
   if (params.query.dtype != DType::kFloat32 || family != 0 || device.capability != 90 ||
       choice.exact || params.options.smem_limit > 0 ||
       (modifiers & ~sm90::kFloat32Modifiers) != 0 ||
-      !sm90::takes_float32(shape, is_backward, sm90::float32_call(params)) ||
-      find(90, general) != sm90::float32_head_dim(shape)) {
+      !sm90::takes_float32(shape, is_backward, sm90::float32_call(params),
+                           sm90::attended_keys(params)) ||
+      find(90, general) != head_dim) {
     return false;
   }
   choice.family = 90;
-  choice.head_dim = sm90::float32_head_dim(shape);
+  choice.head_dim = head_dim;
   choice.general = general;
   choice.reason = "products are in TF32, and there are many queries and keys";
   return true;
 }
 
 // Returns the recipe of a call that choose_float32() takes.
-Recipe float32_recipe(const Forward& params) {
-  switch (sm90::float32_modifiers(params)) {
-    case kNoModifier: return Recipe::kFloat32;
-    case sm90::kFloat32Elements: return Recipe::kFloat32Elements;
-    default: return Recipe::kFloat32Modified;
-  }
+Recipe float32_recipe(const Forward& params, const Choice& choice) {
+  if (!choice.general) return Recipe::kFloat32;
+  return (sm90::float32_modifiers(params) & ~sm90::kFloat32Elements) == 0
+             ? Recipe::kFloat32Elements
+             : Recipe::kFloat32Modified;
 }
 
 // Describes the sm_80 kernels for head dims above 256 (sm80/wide_config.cuh).
@@ -604,7 +606,7 @@ Status choose_forward(const Forward& params, int32_t family, const Device& devic
       !float32 && fits_copy_engine(params.shape, {&params.query}, {&params.key, &params.value});
   if (choose_decode(params, family, fits, device, find, choice)) return {};
   if (choose_float32(params, false, family, device, find, choice)) {
-    return set_recipe(float32_recipe(params), choice);
+    return set_recipe(float32_recipe(params, choice), choice);
   }
   if (Status status = choose_family(params, family, fits, device, find, choice); !status.ok()) {
     return status;
@@ -641,7 +643,7 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
                                      {&params.key, &params.value});
   if (choose_one_row(params, family, find, choice)) return {};
   if (choose_float32(params, true, family, device, find, choice)) {
-    switch (float32_recipe(params)) {
+    switch (float32_recipe(params, choice)) {
       case Recipe::kFloat32: choice.name = "two kernels, TF32"; break;
       case Recipe::kFloat32Elements: choice.name = "two kernels, TF32, bias and mask"; break;
       default: choice.name = "two kernels, TF32, every modifier but segments";

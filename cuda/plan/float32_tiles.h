@@ -26,7 +26,8 @@ struct KeyBits {
 
 // Returns the head dim of the instance that takes a call.
 inline int32_t float32_head_dim(const Shape& shape) {
-  return std::max(shape.head_dim, shape.value_dim) <= 64 ? 64 : 128;
+  const int32_t widest = std::max(shape.head_dim, shape.value_dim);
+  return widest <= 64 ? 64 : widest <= 128 ? 128 : 256;
 }
 
 // kFloat32Elements are the modifiers of smaller kernels, which are faster; kFloat32Modifiers are
@@ -43,7 +44,7 @@ inline uint32_t float32_modifiers(const Forward& params) {
   return (modifiers & ~kFloat32Elements) == 0 ? kFloat32Elements : kFloat32Modifiers;
 }
 
-// Names the kinds of calls. Each needs another number of keys: see takes_float32().
+// Names the kinds of calls. Each needs another number of keys: see least_float32_keys().
 enum class Float32Call { kPlain, kKeyMask, kModified };
 
 inline Float32Call float32_call(const Forward& params) {
@@ -51,23 +52,63 @@ inline Float32Call float32_call(const Forward& params) {
   return params.mask ? Float32Call::kKeyMask : Float32Call::kPlain;
 }
 
-// Returns whether the kernels of a pass are faster than those of the sm_80 family, as measured on
-// an H200 (sm90/TUNING_float32.md). To make the tiles takes as long as to read and write the
-// operands, so each key must serve many rows, and each row many keys. Modifiers make the sm_80
-// kernels up to twice as slow, so fewer rows and keys suffice.
-inline bool takes_float32(const Shape& shape, bool is_backward, Float32Call call) {
-  const int32_t widest = std::max(shape.head_dim, shape.value_dim);
-  const int64_t rows = int64_t{shape.q_len} * (shape.heads / std::max(shape.kv_heads, 1));
-  int64_t least = (is_backward ? 640 : 1024) * 64 / float32_head_dim(shape);
-  if (call == Float32Call::kKeyMask) least = is_backward ? 256 : 320;
-  if (call == Float32Call::kModified) least = is_backward ? 512 : 320;
-  return widest > 32 && widest <= 128 && shape.num_batch_dims <= kTensorMapBatchDims &&
-         shape.q_len >= 128 && std::min<int64_t>(rows, shape.kv_len) >= least;
+// Returns about how many keys a query attends to, by causal order and the window. An offset is
+// taken to give the last query the last key's position.
+inline int64_t attended_keys(const Forward& params) {
+  const Options& options = params.options;
+  const int64_t queries = params.shape.q_len, keys = params.shape.kv_len;
+  const int64_t before = params.query_offset ? std::max<int64_t>(keys - queries, 0) : 0;
+  const int64_t middle = before + std::min(queries, keys) / 2;  // the position of a query
+  const int64_t left = options.window_left, right = options.is_causal ? 0 : options.window_right;
+  const int64_t first = left < 0 ? 0 : std::max<int64_t>(middle - left, 0);
+  const int64_t end = right < 0 ? keys : std::min(middle + right, keys);
+  return std::max<int64_t>(end - first, 0);
 }
 
-// Returns whether takes_float32() holds for some kind of call: the one that needs the fewest keys.
+// Says for which calls the kernels of a pass are faster than those of the sm_80 family: S, and the
+// keys that a query attends to, are at least this. The numbers were measured on an H200
+// (sm90/TUNING_float32.md). To make the tiles takes as long as to read and write the operands, so
+// each row must attend to many keys. Modifiers make the sm_80 kernels up to twice as slow.
+struct Float32Least {
+  int64_t keys, attended;
+};
+constexpr Float32Least least_float32_keys(int32_t head_dim, bool is_backward, Float32Call call) {
+  const bool narrow = head_dim <= 64, wide = head_dim > 128;
+  switch (call) {
+    case Float32Call::kKeyMask:
+      return is_backward ? Float32Least{256, 256} : Float32Least{320, 320};
+    case Float32Call::kModified:
+      if (is_backward) return wide ? Float32Least{256, 256} : Float32Least{384, 384};
+      return narrow ? Float32Least{256, 256} : Float32Least{320, 320};
+    default:
+      if (is_backward) {
+        return narrow ? Float32Least{576, 576}
+               : wide ? Float32Least{384, 320}
+                      : Float32Least{400, 400};
+      }
+      return narrow ? Float32Least{640, 640}
+             : wide ? Float32Least{768, 384}
+                    : Float32Least{384, 384};
+  }
+}
+
+// Returns whether the kernels of a pass take a call. `attended`: as attended_keys() returns. Each
+// key must serve as many rows.
+inline bool takes_float32(const Shape& shape, bool is_backward, Float32Call call,
+                          int64_t attended) {
+  const int32_t widest = std::max(shape.head_dim, shape.value_dim);
+  const int64_t rows = int64_t{shape.q_len} * (shape.heads / std::max(shape.kv_heads, 1));
+  const Float32Least least = least_float32_keys(float32_head_dim(shape), is_backward, call);
+  return widest > 32 && widest <= 256 && shape.num_batch_dims <= kTensorMapBatchDims &&
+         shape.q_len >= 128 && shape.kv_len >= least.keys &&
+         std::min(rows, attended) >= least.attended;
+}
+
+// Returns whether takes_float32() may hold for a call of this shape.
 inline bool may_take_float32(const Shape& shape, bool is_backward) {
-  return takes_float32(shape, is_backward, Float32Call::kKeyMask);
+  return takes_float32(shape, is_backward, Float32Call::kPlain, shape.kv_len) ||
+         takes_float32(shape, is_backward, Float32Call::kKeyMask, shape.kv_len) ||
+         takes_float32(shape, is_backward, Float32Call::kModified, shape.kv_len);
 }
 
 // Lays out the workspace of the forward pass. A tile, of keys or of transposed values, has
@@ -129,7 +170,9 @@ struct Float32Gradient {
     result.value = result.key_transposed + keys;
     result.bits = reinterpret_cast<KeyBits*>(result.value + keys);
     const int64_t tiles = keys / of_tile, heads = shape.batch * shape.kv_heads;
-    const int64_t blocks = std::max<int64_t>(ceil_div(shape.kv_len, kBlockKeys) * heads, 1);
+    const int64_t of_keys = float32_head_dim(shape) <= 128 ? 1 : 2;  // blocks that share them
+    const int64_t blocks =
+        std::max<int64_t>(ceil_div(shape.kv_len, kBlockKeys) * heads * of_keys, 1);
     const int64_t most = shape.heads / std::max(shape.kv_heads, 1) * int64_t{result.query_tiles};
     result.parts = static_cast<int32_t>(
         std::clamp<int64_t>(kSplitBlocks / blocks, 1, std::max<int64_t>(most, 1)));

@@ -258,9 +258,12 @@ inline constexpr RecipeRow kRecipes[] = {
     float32_row(Recipe::kFloat32, "TF32", 128, kNoModifier),
     float32_row(Recipe::kFloat32Elements, "TF32, bias and mask", 64, kFloat32Elements),
     float32_row(Recipe::kFloat32Elements, "TF32, bias and mask", 128, kFloat32Elements),
+    float32_row(Recipe::kFloat32Elements, "TF32, bias and mask", 256, kFloat32Elements),
     float32_row(Recipe::kFloat32Modified, "TF32, every modifier but segments", 64,
                 kFloat32Modifiers),
     float32_row(Recipe::kFloat32Modified, "TF32, every modifier but segments", 128,
+                kFloat32Modifiers),
+    float32_row(Recipe::kFloat32Modified, "TF32, every modifier but segments", 256,
                 kFloat32Modifiers),
 };
 inline constexpr int kRecipeCount = sizeof(kRecipes) / sizeof(kRecipes[0]);

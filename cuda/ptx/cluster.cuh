@@ -1,5 +1,5 @@
 // Wraps the instructions of thread block clusters: sm_90. PTX ISA, "Special registers:
-// %cluster_ctarank", "mapa", "mbarrier.arrive", "barrier.cluster".
+// %cluster_ctarank", "mapa", "mbarrier.arrive", "mbarrier.try_wait", "barrier.cluster", "st.async".
 #pragma once
 
 #include <cstdint>
@@ -36,6 +36,32 @@ __device__ __forceinline__ uint32_t address_in_block(uint32_t address_smem, uint
 // visible to the whole GPU.
 __device__ __forceinline__ void mbarrier_arrive_in_cluster(uint32_t barrier_cluster) {
   asm volatile("mbarrier.arrive.shared::cluster.b64 _, [%0];" ::"r"(barrier_cluster) : "memory");
+}
+
+// Waits like mbarrier_wait(), for what other blocks of the cluster have stored.
+__device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier_smem, uint32_t parity) {
+  asm volatile(
+      "{\n"
+      ".reg .pred done;\n"
+      "again:\n"
+      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
+      "@done bra finished;\n"
+      "bra again;\n"
+      "finished:\n"
+      "}" ::"r"(barrier_smem),
+      "r"(parity)
+      : "memory");
+}
+
+// Stores 16 bytes to the shared memory of any block of the cluster. They count as bytes that the
+// phase of an mbarrier of the same block waits for.
+__device__ __forceinline__ void st_async_v4(uint32_t address_cluster, uint4 value,
+                                            uint32_t barrier_cluster) {
+  asm volatile(
+      "st.async.shared::cluster.mbarrier::complete_tx::bytes.v4.b32 [%0], {%1, %2, %3, %4}, [%5];" ::
+          "r"(address_cluster),
+      "r"(value.x), "r"(value.y), "r"(value.z), "r"(value.w), "r"(barrier_cluster)
+      : "memory");
 }
 
 }  // namespace jax_flash::ptx

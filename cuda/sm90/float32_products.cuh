@@ -6,6 +6,7 @@
 
 #include "params.h"
 #include "plan/float32_tiles.h"
+#include "ptx/shared.cuh"
 #include "ptx/tf32.cuh"
 #include "ptx/warpgroup.cuh"
 #include "status.h"
@@ -24,7 +25,7 @@ Status with_float32_modifiers(const Forward& params, Launch launch) {
   if constexpr (!kGeneral) {
     return launch(std::integral_constant<uint32_t, kNoModifier>{});
   } else {
-    if (float32_modifiers(params) == kFloat32Elements) {
+    if ((float32_modifiers(params) & ~kFloat32Elements) == 0) {
       return launch(std::integral_constant<uint32_t, kFloat32Elements>{});
     }
     return launch(std::integral_constant<uint32_t, kFloat32Modifiers>{});
@@ -112,6 +113,22 @@ __device__ __forceinline__ void read_operands(uint32_t (&to)[kSteps][4], const f
       for (int e = 0; e < 4; ++e) {
         to[k + e / 2][e % 2 * 2 + half] = ptx::round_to_tf32(__float_as_uint(x[e]));
       }
+    }
+  }
+}
+
+// Writes a thread's operands of a warp's 16 rows to a tile of rows, from `row` on.
+template <int kSteps, typename Tile>
+__device__ __forceinline__ void store_operands(const Tile& tile, int row,
+                                               const uint32_t (&from)[kSteps][4]) {
+#pragma unroll
+  for (int k = 0; k < kSteps; ++k) {
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const int chunk = 2 * k + i / 2;
+      ptx::st_shared_b32(
+          tile.address(row + fragment_row(0, 2 * (i % 2)), chunk) + threadIdx.x % 4 * 4,
+          from[k][i]);
     }
   }
 }

@@ -27,8 +27,7 @@
 // of the logits.
 //
 // Roles of warps. All eight read and write a tile; the first four also find which rows take part.
-// Static shared memory holds the rounded tile, with one column more against bank conflicts, and a
-// flag for each row.
+// Static shared memory holds the rounded tile, and a flag for each row.
 #pragma once
 
 #include <cstdint>
@@ -117,11 +116,25 @@ __device__ __forceinline__ bool takes_part(const Forward& params, const TilesOf&
   return batch.pointer<const uint8_t>(params.mask, head)[row * params.mask.col];
 }
 
+// Holds a tile in shared memory. Rows begin four banks apart, and chunks of eight columns are
+// exchanged in every second, third and fourth eight rows, so that no access to shared memory below
+// has bank conflicts.
+template <int kRows, int kCols>
+struct RoundedTile {
+  static_assert(kCols % 32 == 0);
+  alignas(16) float data[kRows][kCols + 4];
+
+  static __device__ __forceinline__ int place(int row, int col) { return col ^ row / 8 % 4 * 8; }
+  __device__ __forceinline__ float operator()(int row, int col) const {
+    return data[row][place(row, col)];
+  }
+};
+
 // Reads a tile of an operand into shared memory, rounded. `exists`: which rows take part.
 template <int kRows, int kCols>
-__device__ __forceinline__ void read_rows(const TilesOf& of, const float* from,
+__device__ __forceinline__ void read_rows(const TilesOf& of, const float* from, int32_t cols,
                                           const bool (&exists)[kRows],
-                                          float (&stored)[kRows][kCols + 1]) {
+                                          RoundedTile<kRows, kCols>& stored) {
   constexpr int kLoads = kRows * kCols / 4 / kTilesThreads, kRowLoads = kCols / 4;
   float x[kLoads][4] = {};
 #pragma unroll
@@ -131,35 +144,40 @@ __device__ __forceinline__ void read_rows(const TilesOf& of, const float* from,
     const float* at = from + row * of.from.row + col;
     if (!exists[row]) continue;
     if (of.vectors) {
-      if (col >= of.cols) continue;
+      if (col >= cols) continue;
       const float4 four = __ldg(reinterpret_cast<const float4*>(at));
       x[i][0] = four.x, x[i][1] = four.y, x[i][2] = four.z, x[i][3] = four.w;
     } else {
 #pragma unroll
       for (int e = 0; e < 4; ++e) {
-        if (col + e < of.cols) x[i][e] = __ldg(at + e);
+        if (col + e < cols) x[i][e] = __ldg(at + e);
       }
     }
   }
 #pragma unroll
   for (int i = 0; i < kLoads; ++i) {
     const int place = threadIdx.x + i * kTilesThreads;
-    float* to = &stored[place / kRowLoads][place % kRowLoads * 4];
+    const int row = place / kRowLoads, col = place % kRowLoads * 4;
+    float rounded[4];
 #pragma unroll
     for (int e = 0; e < 4; ++e) {
-      to[e] = __uint_as_float(ptx::round_to_tf32(__float_as_uint(x[i][e])));
+      rounded[e] = __uint_as_float(ptx::round_to_tf32(__float_as_uint(x[i][e])));
     }
+    *reinterpret_cast<float4*>(&stored.data[row][stored.place(row, col)]) =
+        make_float4(rounded[0], rounded[1], rounded[2], rounded[3]);
   }
 }
 
 // Computes lse in the units of the logits and delta = sum(dO * O) - dlse of a tile's rows. dO is
-// rounded, as in dP, so that the rounding errors cancel where dP and delta nearly do.
+// rounded, as in dP, so that the rounding errors cancel where dP and delta nearly do. `dout` has
+// its first kCols columns, others are read from `dout_gmem`.
 template <int kRows, int kCols>
 __device__ __forceinline__ void write_statistics(const GradientStatistics& of,
                                                  const BatchIndex& batch, int64_t batch_head,
                                                  int32_t head, int32_t row0, int32_t cols,
                                                  const bool (&exists)[kRows],
-                                                 const float (&dout)[kRows][kCols + 1]) {
+                                                 const RoundedTile<kRows, kCols>& dout,
+                                                 const float* dout_gmem, int64_t dout_row) {
   constexpr int kWarps = kTilesThreads / 32;
   const int lane = threadIdx.x % 32;
   const float* out = batch.pointer<const float>(of.out, head) + row0 * of.out.row;
@@ -172,7 +190,13 @@ __device__ __forceinline__ void write_statistics(const GradientStatistics& of,
 #pragma unroll
     for (int col = 0; col < kCols; col += 32) {
       const float x = col + lane < cols ? __ldg(out + row * of.out.row + col + lane) : 0.0f;
-      sums[i] = fmaf(x, __uint_as_float(__float_as_uint(dout[row][col + lane]) & ptx::kTf32Bits),
+      sums[i] = fmaf(x, __uint_as_float(__float_as_uint(dout(row, col + lane)) & ptx::kTf32Bits),
+                     sums[i]);
+    }
+    for (int32_t col = kCols + lane; dout_gmem && col < cols; col += 32) {
+      const uint32_t rounded =
+          ptx::round_to_tf32(__float_as_uint(__ldg(dout_gmem + row * dout_row + col)));
+      sums[i] = fmaf(__ldg(out + row * of.out.row + col), __uint_as_float(rounded & ptx::kTf32Bits),
                      sums[i]);
     }
   }
@@ -197,29 +221,29 @@ __device__ __forceinline__ void write_statistics(const GradientStatistics& of,
 
 // Writes a tile [rows][columns].
 template <int kRows, int kCols>
-__device__ __forceinline__ void write_plain(float* tile, const float (&stored)[kRows][kCols + 1]) {
+__device__ __forceinline__ void write_plain(float* tile, const RoundedTile<kRows, kCols>& stored) {
 #pragma unroll
   for (int i = threadIdx.x; i < kRows * kCols / 4; i += kTilesThreads) {
     const int chunk = i % 8, row = i / 8 % kRows, panel = i / (8 * kRows);
     const int col = panel * 32 + chunk / 4 * 16 + chunk / 2 % 2 * 2 + chunk % 2;
     *reinterpret_cast<float4*>(tile + panel * (kRows * 32) + row * 32 + (chunk ^ row) % 8 * 4) =
-        make_float4(stored[row][col], stored[row][col + 4], stored[row][col + 8],
-                    stored[row][col + 12]);
+        make_float4(stored(row, col), stored(row, col + 4), stored(row, col + 8),
+                    stored(row, col + 12));
   }
 }
 
 // Writes a tile [columns][rows]. `clears`: NaN and infinity become zeros.
 template <int kRows, int kCols>
 __device__ __forceinline__ void write_transposed(float* tile, bool clears,
-                                                 const float (&stored)[kRows][kCols + 1]) {
+                                                 const RoundedTile<kRows, kCols>& stored) {
   const auto read = [&](int row, int col) {
-    const float x = stored[row][col];
+    const float x = stored(row, col);
     return clears && !is_finite(x) ? 0.0f : x;
   };
 #pragma unroll
   for (int i = threadIdx.x; i < kRows * kCols / 4; i += kTilesThreads) {
-    const int chunk = i % 8, place = i / 8 % kCols, panel = i / (8 * kCols);
-    const int col = place / 16 * 16 + place / 2 % 4 * 4 + place % 2 * 2 + place / 8 % 2;
+    const int chunk = i % 8, col = i / 8 % kCols, panel = i / (8 * kCols);
+    const int place = col / 16 * 16 + col % 2 * 8 + col / 4 % 4 * 2 + col / 2 % 2;
     const int row = panel * 32 + chunk / 2 * 8 + chunk % 2;
     *reinterpret_cast<float4*>(tile + panel * (kCols * 32) + place * 32 + (chunk ^ place) % 8 * 4) =
         make_float4(read(row, col), read(row + 2, col), read(row + 4, col), read(row + 6, col));
@@ -227,11 +251,11 @@ __device__ __forceinline__ void write_transposed(float* tile, bool clears,
 }
 
 // Returns whether a row has NaN or infinity: zero times either is NaN, and so is the sum.
-template <int kCols>
-__device__ __forceinline__ bool is_bad(const float (&row)[kCols + 1]) {
+template <int kRows, int kCols>
+__device__ __forceinline__ bool is_bad(const RoundedTile<kRows, kCols>& stored, int row) {
   float zero = 0.0f;
 #pragma unroll 4
-  for (int col = 0; col < kCols; ++col) zero = fmaf(0.0f, row[col], zero);
+  for (int col = 0; col < kCols; ++col) zero = fmaf(0.0f, stored(row, col ^ row / 8 % 4), zero);
   return zero != 0.0f;
 }
 
@@ -260,29 +284,31 @@ __device__ __forceinline__ int32_t last_key_tile(const KeyBits* bits, int32_t fi
   return first - 1;
 }
 
-// Grid: for each operand, a block for each of its tiles. Heads vary fastest, so that neighbours in
-// memory are read at the same time.
-template <int kRows, int kCols>
+// Grid: for each operand, kParts blocks for each of its tiles, with kCols columns each. These vary
+// fastest, then heads, so that neighbours in memory are read at the same time.
+template <int kRows, int kCols, int kParts>
 __global__ void __launch_bounds__(kTilesThreads, 4)
     float32_tiles_kernel(const __grid_constant__ Forward params,
                          const __grid_constant__ AllTiles all) {
   ptx::griddepcontrol_launch_dependents();
-  __shared__ float stored[kRows][kCols + 1];
+  __shared__ RoundedTile<kRows, kCols> stored;
   __shared__ bool exists[kRows];
   if (all.counter && blockIdx.x == 0 && threadIdx.x == 0) *all.counter = 0;
   auto block = static_cast<int32_t>(blockIdx.x);
   int operand = 0;
   for (;; ++operand) {
-    const int32_t blocks =
-        static_cast<int32_t>(params.shape.batch) * all.of[operand].heads * all.of[operand].tiles;
+    const int32_t blocks = static_cast<int32_t>(params.shape.batch) * all.of[operand].heads *
+                           all.of[operand].tiles * kParts;
     if (block < blocks) break;
     block -= blocks;
   }
   const TilesOf& of = all.of[operand];
+  const int32_t part = block % kParts, col0 = part * kCols;
+  block /= kParts;
   const int32_t turn = block / of.heads, head = block - turn * of.heads;
   const int32_t batch_index = turn / of.tiles, tile = turn - batch_index * of.tiles;
   const int64_t index = (int64_t{batch_index} * of.heads + head) * of.tiles + tile;
-  const int64_t first = index * kRows * kCols;
+  const int64_t first = (index * kParts + part) * kRows * kCols;
   const int32_t row0 = tile * kRows;
   const BatchIndex batch(params.shape, batch_index);
   if (threadIdx.x < 128) {
@@ -290,30 +316,33 @@ __global__ void __launch_bounds__(kTilesThreads, 4)
     const bool own = row < kRows && takes_part(params, of, all.has_key_mask, batch,
                                                Band(params, batch), head, row0 + row);
     if (row < kRows) exists[row] = own;
-    if (of.bits) write_bits<kRows>(of.bits + index, own);
+    if (of.bits && part == 0) write_bits<kRows>(of.bits + index, own);
   }
   __syncthreads();
-  read_rows<kRows, kCols>(of, batch.pointer<const float>(of.from, head) + row0 * of.from.row,
-                          exists, stored);
+  const float* from = batch.pointer<const float>(of.from, head) + row0 * of.from.row;
+  read_rows<kRows, kCols>(of, from + col0, of.cols - col0, exists, stored);
   __syncthreads();
   if (of.bad && threadIdx.x < 128) {
-    write_bits<kRows>(of.bad + index, threadIdx.x < kRows && is_bad<kCols>(stored[threadIdx.x]));
+    write_bits<kRows>(of.bad + index,
+                      threadIdx.x < kRows && is_bad(stored, static_cast<int>(threadIdx.x)));
   }
-  if (operand == all.dout) {
+  if (operand == all.dout && part == 0) {
     write_statistics<kRows, kCols>(all.statistics, batch, int64_t{batch_index} * of.heads + head,
-                                   head, row0, of.cols, exists, stored);
+                                   head, row0, of.cols, exists, stored, kParts > 1 ? from : nullptr,
+                                   of.from.row);
   }
   if (of.plain) write_plain<kRows, kCols>(of.plain + first, stored);
   if (of.transposed) write_transposed<kRows, kCols>(of.transposed + first, of.clears, stored);
 }
 
-template <int kRows, int kCols>
+// kParts: the number of parts of kCols columns that a tile has in the workspace.
+template <int kRows, int kCols, int kParts = 1>
 Status launch_float32_tiles(const Forward& params, const AllTiles& all, cudaStream_t stream) {
   int64_t blocks = 0;
-  for (const TilesOf& of : all.of) blocks += params.shape.batch * of.heads * of.tiles;
+  for (const TilesOf& of : all.of) blocks += params.shape.batch * of.heads * of.tiles * kParts;
   return launch_kernel("sm90::float32_tiles_kernel", params.shape,
-                       float32_tiles_kernel<kRows, kCols>, blocks, kTilesThreads, 0, stream, params,
-                       all);
+                       float32_tiles_kernel<kRows, kCols, kParts>, blocks, kTilesThreads, 0, stream,
+                       params, all);
 }
 
 }  // namespace jax_flash::sm90

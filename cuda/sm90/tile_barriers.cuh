@@ -11,10 +11,11 @@ namespace jax_flash::sm90 {
 
 // Gives the addresses of a block's barriers. A `full` barrier completes its phase when a stage has
 // been filled, an `empty` one when every consumer warp has finished with the stage. A stage of
-// queries holds a description of a query tile and, if the producer copies it, Q.
-template <int kQueryStages, int kStages, int kConsumers>
+// queries holds a description of a query tile and, if the producer copies it, Q. K and V have a
+// ring each, or take the stages of one ring in turn.
+template <int kQueryStages, int kRings, int kStages, int kConsumers>
 struct TileBarriers {
-  static constexpr int kCount = 2 * kQueryStages + 4 * kStages;
+  static constexpr int kCount = 2 * kQueryStages + 2 * kRings * kStages;
   static constexpr uint32_t kArrivals = kConsumers * 4 * kWarpArrivals;
   uint32_t barriers;
 
@@ -26,10 +27,12 @@ struct TileBarriers {
   __device__ __forceinline__ uint32_t query_empty(uint32_t stage) const {
     return barriers + (kQueryStages + stage) * 8;
   }
-  __device__ __forceinline__ uint32_t key_full(uint32_t stage) const { return at(0, stage); }
-  __device__ __forceinline__ uint32_t key_empty(uint32_t stage) const { return at(1, stage); }
-  __device__ __forceinline__ uint32_t value_full(uint32_t stage) const { return at(2, stage); }
-  __device__ __forceinline__ uint32_t value_empty(uint32_t stage) const { return at(3, stage); }
+  __device__ __forceinline__ uint32_t full(uint32_t stage, int ring = 0) const {
+    return at(2 * ring, stage);
+  }
+  __device__ __forceinline__ uint32_t empty(uint32_t stage, int ring = 0) const {
+    return at(2 * ring + 1, stage);
+  }
 
   __device__ __forceinline__ void init_barriers() const {
     for (uint32_t stage = 0; stage < kQueryStages; ++stage) {
@@ -37,10 +40,10 @@ struct TileBarriers {
       ptx::mbarrier_init(query_empty(stage), kArrivals);
     }
     for (uint32_t stage = 0; stage < kStages; ++stage) {
-      ptx::mbarrier_init(key_full(stage), 1);
-      ptx::mbarrier_init(key_empty(stage), kArrivals);
-      ptx::mbarrier_init(value_full(stage), 1);
-      ptx::mbarrier_init(value_empty(stage), kArrivals);
+      for (int ring = 0; ring < kRings; ++ring) {
+        ptx::mbarrier_init(full(stage, ring), 1);
+        ptx::mbarrier_init(empty(stage, ring), kArrivals);
+      }
     }
     ptx::fence_mbarrier_init();
   }
@@ -50,8 +53,5 @@ struct TileBarriers {
     return barriers + (2 * kQueryStages + kind * kStages + stage) * 8;
   }
 };
-
-template <typename Config>
-using TileBarriersOf = TileBarriers<Config::kQueryStages, Config::kStages, Config::kConsumers>;
 
 }  // namespace jax_flash::sm90

@@ -2,11 +2,19 @@
 //
 // Both kernels keep two tiles of kTileRows rows of the operands that a block owns, and read those
 // of the other side into a ring of slots, each of which holds one tile, or a part of one.
+//
+// Above head dim 128, the two blocks of a cluster own the same rows. Each has half of the columns
+// of all operands, and computes those of the gradients. Its products of rows, S and dP, are sums
+// over its columns. The blocks therefore exchange these sums: each thread stores its own in the
+// mailbox of the other block's same thread, and adds what it gets. A thread reads a mailbox of S
+// before it sends dP, and one of dP before it sends the next S, so that no mailbox is overwritten
+// before it has been read.
 #pragma once
 
 #include <cstdint>
 
 #include "plan/float32_tiles.h"
+#include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
 #include "ptx/tma.cuh"
@@ -18,11 +26,13 @@
 
 namespace jax_flash::sm90 {
 
-// kOwned: the number of operands that a block keeps. kSlotRows: rows of a tile in a slot.
-template <int kHeadDimension, int kOwned, int kSlotRows>
+// kHeadDim: the columns of a block. kOwned: the number of operands that a block keeps. kSlotRows:
+// rows of a tile in a slot. kClusterBlocks: the number of blocks that divide the columns.
+template <int kHeadDimension, int kOwned, int kSlotRows, int kClusterBlocks>
 struct Float32BackwardConfig {
-  static constexpr int kHeadDim = kHeadDimension, kRows = kSlotRows;
+  static constexpr int kHeadDim = kHeadDimension, kRows = kSlotRows, kBlocks = kClusterBlocks;
   static constexpr int kTileRows = Float32Gradient::kTileRows;
+  static constexpr int kTileFloats = kTileRows * kHeadDim;  // of a block's columns
   static constexpr int kConsumers = 2, kThreads = kWarpgroup * (kConsumers + 1);
   static constexpr int kOwnRows = kConsumers * kTileRows;  // that a block owns
   static constexpr int kProducerRegisters = 40, kConsumerRegisters = 232;
@@ -33,19 +43,33 @@ struct Float32BackwardConfig {
   static constexpr int kOwnBytes = OwnTile::kBytes, kSlotBytes = SlotTile::kBytes;
   static_assert(TransposedTile::kBytes == kSlotBytes);
 
-  static constexpr int kSlotsOffset = kOwned * kConsumers * kOwnBytes;
-  // Static shared memory also holds statistics: hence twice the bound.
-  static constexpr int kFit = (kSmemLimit - 2 * kStaticSmemBytes - kSlotsOffset) / kSlotBytes;
+  static constexpr int kMailOffset = kOwned * kConsumers * kOwnBytes;
+  static constexpr int kMailBytes = kTileRows * kRows * 4;  // of a warpgroup's S or dP
+  static constexpr int kMailPitch = 16 * kWarpgroup;        // each thread stores 16 bytes at a time
+  static constexpr int kSlotsOffset = kMailOffset + (kBlocks > 1 ? 2 * kConsumers * kMailBytes : 0);
+  static constexpr int kStaticBytes = kBlocks > 1 ? 3072 : 4096;  // at most, with statistics
+  static constexpr int kFit = (kSmemLimit - kStaticBytes - kSlotsOffset) / kSlotBytes;
   static constexpr int kSlots = kFit < 8 ? kFit : 8;
   static constexpr int kSmemBytes = kSlotsOffset + kSlots * kSlotBytes;
+
+  // Returns the number of this block in its cluster: it has columns from kHeadDim times that on.
+  static __device__ __forceinline__ int32_t part() { return blockIdx.x % kBlocks; }
+  static __device__ __forceinline__ int32_t first_col() { return part() * kHeadDim; }
+  // Returns the place of a tile's columns in the workspace.
+  static __device__ __forceinline__ int64_t place(int64_t tile) {
+    return (tile * kBlocks + part()) * kTileFloats;
+  }
 };
+
+// Says what two blocks exchange.
+enum class Float32Mail { kScores, kScoreGradients };
 
 // Lays out static shared memory.
 template <typename Config>
 struct Float32BackwardNotes {
-  alignas(16) float statistics[Config::kSlots][Config::kTileRows];  // of the rows in a slot: dK, dV
-  alignas(16) Float32Keys keys[Config::kSlots];                     // of the keys in a slot: dQ
-  uint64_t barriers[1 + 2 * Config::kSlots];
+  alignas(16) float statistics[Config::kSlots][Config::kRows];  // of the rows in a slot: dK, dV
+  alignas(16) Float32Keys keys[Config::kSlots];                 // of the keys in a slot: dQ
+  uint64_t barriers[1 + 2 * Config::kSlots + (Config::kBlocks > 1 ? 2 * Config::kConsumers : 0)];
 };
 
 // Gives the addresses of a block's tiles and barriers. A `full` barrier completes its phase when a
@@ -53,7 +77,7 @@ struct Float32BackwardNotes {
 template <typename Config>
 struct Float32BackwardSmem {
   uint32_t root, barriers;
-  float (*statistics)[Config::kTileRows];
+  float (*statistics)[Config::kRows];
   Float32Keys* keys;
 
   __device__ __forceinline__ Float32BackwardSmem(uint32_t tiles,
@@ -63,19 +87,33 @@ struct Float32BackwardSmem {
         statistics(notes.statistics),
         keys(notes.keys) {}
 
-  // Returns the tile of a warpgroup of the `operand`-th operand that the block owns.
-  __device__ __forceinline__ typename Config::OwnTile own(int operand, int group) const {
-    return {root,
-            static_cast<uint32_t>((operand * Config::kConsumers + group)) * Config::kOwnBytes};
+  static __device__ __forceinline__ uint32_t own_offset(int operand, int group) {
+    return static_cast<uint32_t>((operand * Config::kConsumers + group)) * Config::kOwnBytes;
   }
   __device__ __forceinline__ uint32_t slot_offset(uint32_t slot) const {
     return Config::kSlotsOffset + slot * Config::kSlotBytes;
   }
+  // Returns the root of tiles for matrix descriptors: see in_own_block() (sm90/column_blocks.cuh).
+  __device__ __forceinline__ uint32_t tiles() const {
+    return Config::kBlocks > 1 ? root & 0xffffff : root;
+  }
+  // Returns the tile of a warpgroup of the `operand`-th operand that the block owns.
+  __device__ __forceinline__ typename Config::OwnTile own(int operand, int group) const {
+    return {tiles(), own_offset(operand, group)};
+  }
   __device__ __forceinline__ typename Config::SlotTile plain(uint32_t slot) const {
-    return {root, slot_offset(slot)};
+    return {tiles(), slot_offset(slot)};
   }
   __device__ __forceinline__ typename Config::TransposedTile transposed(uint32_t slot) const {
-    return {root, slot_offset(slot)};
+    return {tiles(), slot_offset(slot)};
+  }
+  // Return the places of this thread's mail, and of the barrier that waits for its warpgroup's.
+  __device__ __forceinline__ uint32_t mail(Float32Mail kind) const {
+    return root + Config::kMailOffset + mail_index(kind) * Config::kMailBytes +
+           threadIdx.x % kWarpgroup * 16;
+  }
+  __device__ __forceinline__ uint32_t mail_full(Float32Mail kind) const {
+    return barriers + 8 + (2 * Config::kSlots + mail_index(kind)) * 8;
   }
   // Waits for the slot `count` after a slot.
   __device__ __forceinline__ void await(const RingState<Config::kSlots>& slot, int count) const {
@@ -90,13 +128,60 @@ struct Float32BackwardSmem {
 
   __device__ __forceinline__ void init_barriers() const {
     ptx::mbarrier_init(own_full(), 1);
+    for (int mail = 0; Config::kBlocks > 1 && mail < 2 * Config::kConsumers; ++mail) {
+      ptx::mbarrier_init(barriers + 8 + (2 * Config::kSlots + mail) * 8, 1);
+    }
     for (uint32_t slot = 0; slot < Config::kSlots; ++slot) {
       ptx::mbarrier_init(full(slot), 1);
       ptx::mbarrier_init(empty(slot), Config::kConsumers * 4 * kWarpArrivals);
     }
     ptx::fence_mbarrier_init();
   }
+
+ private:
+  static __device__ __forceinline__ uint32_t mail_index(Float32Mail kind) {
+    return static_cast<int>(kind) * Config::kConsumers + threadIdx.x / kWarpgroup - 1;
+  }
 };
+
+// Sends a warpgroup's sums over this block's columns to the other block, if two blocks divide them.
+template <typename Config, int kN>
+__device__ __forceinline__ void send_sums(const Float32BackwardSmem<Config>& smem, Float32Mail kind,
+                                          const float (&sums)[kN][4]) {
+  if constexpr (Config::kBlocks > 1) {
+    static_assert(kN * Config::kMailPitch == Config::kMailBytes);
+    const uint32_t full = smem.mail_full(kind), other = Config::part() ^ 1;
+    const uint32_t to = ptx::address_in_block(smem.mail(kind), other);
+    const uint32_t to_full = ptx::address_in_block(full, other);
+    if (threadIdx.x % kWarpgroup == 0) ptx::mbarrier_arrive_expect_tx(full, Config::kMailBytes);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const float (&own)[4] = sums[n];
+      ptx::st_async_v4(to + n * Config::kMailPitch,
+                       make_uint4(__float_as_uint(own[0]), __float_as_uint(own[1]),
+                                  __float_as_uint(own[2]), __float_as_uint(own[3])),
+                       to_full);
+    }
+  }
+}
+// Adds the other block's sums. `parity`: that of the step's number.
+template <typename Config, int kN>
+__device__ __forceinline__ void receive_sums(const Float32BackwardSmem<Config>& smem,
+                                             Float32Mail kind, uint32_t parity,
+                                             float (&sums)[kN][4]) {
+  if constexpr (Config::kBlocks > 1) {
+    const uint32_t mail = smem.mail(kind);
+    ptx::mbarrier_wait_cluster(smem.mail_full(kind), parity);
+#pragma unroll
+    for (int n = 0; n < kN; ++n) {
+      const uint4 words = ptx::ld_shared_v4(mail + n * Config::kMailPitch);
+      sums[n][0] += __uint_as_float(words.x);
+      sums[n][1] += __uint_as_float(words.y);
+      sums[n][2] += __uint_as_float(words.z);
+      sums[n][3] += __uint_as_float(words.w);
+    }
+  }
+}
 
 // Fills shared memory. Used by one thread.
 template <typename Config>
@@ -108,10 +193,10 @@ struct Float32BackwardProducer {
   __device__ __forceinline__ void load_own(int operand, const float* from, int32_t count) const {
 #pragma unroll
     for (int group = 0; group < Config::kConsumers; ++group) {
-      const auto tile = smem.own(operand, group);
       // A tile that does not exist is replaced by the first: its results are not stored.
-      ptx::cp_async_bulk_load(tile.root + tile.offset,
-                              from + (group < count ? group : 0) * (Config::kOwnBytes / 4),
+      const int64_t tile = group < count ? group : 0;
+      ptx::cp_async_bulk_load(smem.root + smem.own_offset(operand, group),
+                              from + tile * Config::kBlocks * Config::kTileFloats,
                               Config::kOwnBytes, smem.own_full());
     }
   }
@@ -169,6 +254,17 @@ struct Float32BackwardProducer {
 __device__ __forceinline__ int consumer_group() { return threadIdx.x / kWarpgroup - 1; }
 __device__ __forceinline__ int consumer_row() { return threadIdx.x / 32 * 16 - 64; }
 
+// Waits for all threads of the block, or of the cluster.
+template <typename Config>
+__device__ __forceinline__ void sync_blocks() {
+  if constexpr (Config::kBlocks > 1) {
+    __syncwarp();
+    ptx::cluster_sync();
+  } else {
+    __syncthreads();
+  }
+}
+
 // Runs a block. describe() is called by a whole warp and returns what the block works on, which is
 // then in shared memory; produce(work, smem) is called by the first warp, consume(work, smem) by
 // consumer warpgroups.
@@ -177,6 +273,7 @@ __device__ __forceinline__ void run_block(Describe describe, Produce produce, Co
   extern __shared__ __align__(1024) uint8_t dynamic[];
   __shared__ Float32BackwardNotes<Config> notes;
   __shared__ decltype(describe()) work;
+  static_assert(sizeof(notes) + sizeof(work) <= Config::kStaticBytes);
   const Float32BackwardSmem<Config> smem(ptx::shared_address(dynamic), notes);
   if (threadIdx.x < 32) {
     const auto described = describe();
@@ -185,7 +282,7 @@ __device__ __forceinline__ void run_block(Describe describe, Produce produce, Co
       smem.init_barriers();
     }
   }
-  __syncthreads();
+  sync_blocks<Config>();
   if (threadIdx.x < kWarpgroup) {
     ptx::setmaxnreg_dec<Config::kProducerRegisters>();
     if (threadIdx.x < 32) produce(work, smem);
@@ -193,6 +290,8 @@ __device__ __forceinline__ void run_block(Describe describe, Produce produce, Co
     ptx::setmaxnreg_inc<Config::kConsumerRegisters>();
     consume(work, smem);
   }
+  // No block ends while the other one sends to it.
+  if constexpr (Config::kBlocks > 1) sync_blocks<Config>();
 }
 
 }  // namespace jax_flash::sm90

@@ -39,9 +39,11 @@
 
 namespace jax_flash::sm90 {
 
-// At head dim 128, a step has half of a tile's rows: K and V take more shared memory.
+// From head dim 128 on, a step has half of a tile's rows: K and V take more shared memory.
 template <int kHeadDim>
-using Float32KeyConfig = Float32BackwardConfig<kHeadDim, 2, (kHeadDim <= 64 ? 64 : 32)>;
+using Float32KeyConfig =
+    Float32BackwardConfig<(kHeadDim < 128 ? kHeadDim : 128), 2, (kHeadDim <= 64 ? 64 : 32),
+                          (kHeadDim <= 128 ? 1 : 2)>;
 
 // Names what a block works on. It is in shared memory, since registers are scarce.
 struct Float32KeyWork {
@@ -61,8 +63,8 @@ __device__ __forceinline__ Float32KeyWork describe_keys(const Backward& params,
                                                         const Float32Gradient& tiles) {
   constexpr int kKeys = Config::kOwnRows;
   const Shape& shape = params.shape;
-  const uint32_t part = blockIdx.x % tiles.parts;
-  const KeyTilePlace<kKeys> place(params, blockIdx.x / tiles.parts, false);
+  const uint32_t block = blockIdx.x / Config::kBlocks, part = block % tiles.parts;
+  const KeyTilePlace<kKeys> place(params, block / tiles.parts, false);
   Float32KeyWork work;
   work.group = shape.heads / shape.kv_heads;
   work.kv_head = place.kv_head;
@@ -109,18 +111,18 @@ __device__ __forceinline__ void produce_queries(const Backward& params,
                                                 const Float32Gradient& tiles,
                                                 const Float32KeyWork& work,
                                                 const Float32BackwardSmem<Config>& smem) {
-  constexpr int kParts = Config::kTileRows / Config::kRows, kTile = Config::kOwnBytes / 4;
+  constexpr int kParts = Config::kTileRows / Config::kRows;
   Float32Visits at(work);
   if (at.left <= 0) return;
   const Shape& shape = params.shape;
   Float32BackwardProducer<Config> producer{smem};
-  const int64_t own = work.key_index * kTile;
+  const int64_t own = Config::place(work.key_index);
   ptx::mbarrier_arrive_expect_tx(smem.own_full(), 2 * Config::kConsumers * Config::kOwnBytes);
   producer.load_own(0, tiles.key + own, work.own_tiles);
   producer.load_own(1, tiles.value + own, work.own_tiles);
   for (; at.left > 0; at.advance()) {
     const int64_t head = work.batch_index * shape.heads + at.head;
-    const int64_t tile = (head * tiles.query_tiles + at.step / kParts) * kTile;
+    const int64_t tile = Config::place(head * tiles.query_tiles + at.step / kParts);
     const int part = at.step % kParts;
     const int64_t row = workspace.row_index(head, at.step * Config::kRows);
     producer.load_plain(tiles.query + tile, part, workspace.lse_log2 + row);
@@ -135,6 +137,9 @@ template <typename Config, uint32_t kModifiers>
 struct Float32KeyConsumer {
   static constexpr int kN = Config::kRows / 8, kGradientN = Config::kHeadDim / 8;
   static constexpr bool kGeneral = kModifiers != kNoModifier;
+  // If true, dV starts before dS is computed: there are registers for P beside the rounded P.
+  static constexpr bool kValuesFirst =
+      kModifiers == kFloat32Elements && Config::kRows == 32 && Config::kBlocks == 1;
   using Gradient = TransposedGradient<kModifiers, kN>;
   using Logits = Float32Logits<kModifiers, kN, true>;
   const Backward& params;
@@ -147,6 +152,7 @@ struct Float32KeyConsumer {
   uint32_t weights[kN][4], dweights[kN][4];  // P and dS, rounded
   float dkey[1][kGradientN][4], dvalue[1][kGradientN][4];
   RingState<Config::kSlots> slot;
+  uint32_t parity = 0;  // of the number of steps
 
   // Sets scores to -inf where the query may not attend to the key, for a call without modifiers.
   __device__ __forceinline__ void mask(int32_t row0) {
@@ -202,9 +208,24 @@ struct Float32KeyConsumer {
     logits.apply(reinterpret_cast<float (&)[1][kN][4]>(scores));
     gradient.probabilities(scores, ColumnsInShared(lse), lse, to_log2);
     const Kept kept = gradient.draw();
+    if constexpr (kValuesFirst) {
+      round_operands(scores, weights);
+      start_values();
+      ptx::wgmma_wait_group<1>();  // dP
+      ptx::wgmma_results(dscores);
+    }
+    receive_sums(smem, Float32Mail::kScoreGradients, parity, dscores);
     gradient.finish(scores, dscores, lse, smem.statistics[slot.next(1).stage], kept);
-    gradient.drop(scores, kept);
-    round_operands(scores, weights);
+    if constexpr (!kValuesFirst) {
+      gradient.drop(scores, kept);
+      round_operands(scores, weights);
+    }
+  }
+
+  // Starts dV += P^T dO.
+  __device__ __forceinline__ void start_values() {
+    smem.await(slot, 2);
+    start_addition(dvalue[0], weights, smem.transposed(slot.next(2).stage));
   }
 
   // The slots from `slot` on hold Q, dO, and dO and Q transposed.
@@ -215,11 +236,18 @@ struct Float32KeyConsumer {
     smem.await(slot, 1);
     start_product<Config::kHeadDim>(dscores, smem.own(1, consumer_group()),
                                     smem.plain(slot.next(1).stage));
-    ptx::wgmma_wait_group<kGeneral ? 0 : 1>();
+    ptx::wgmma_wait_group<1>();
     ptx::wgmma_results(scores);
+    send_sums(smem, Float32Mail::kScores, scores);
     if constexpr (kGeneral) {
-      ptx::wgmma_results(dscores);
+      if constexpr (!kValuesFirst) {
+        ptx::wgmma_wait_group<0>();
+        ptx::wgmma_results(dscores);
+      }
+      receive_sums(smem, Float32Mail::kScores, parity, scores);
+      send_sums(smem, Float32Mail::kScoreGradients, dscores);
       modify(logits);
+      parity ^= 1;
     } else {
       mask(at.step * Config::kRows);
       exponentials();
@@ -232,8 +260,7 @@ struct Float32KeyConsumer {
     __syncwarp();
     arrive_warp(smem.empty(slot.stage));
     arrive_warp(smem.empty(slot.next(1).stage));
-    smem.await(slot, 2);
-    start_addition(dvalue[0], weights, smem.transposed(slot.next(2).stage));
+    if constexpr (!kValuesFirst) start_values();
     smem.await(slot, 3);
     start_addition(dkey[0], dweights, smem.transposed(slot.next(3).stage));
     at.advance();
@@ -269,17 +296,18 @@ struct Float32KeyConsumer {
     if (at.left > 0) ptx::mbarrier_wait(smem.own_full(), 0);
     while (at.left > 0) step(at, logits);
     const Shape& shape = params.shape;
-    const int32_t key = work.key0 + consumer_row();
+    const int32_t key = work.key0 + consumer_row(), col = Config::first_col();
     const auto rows_of = [&](const Operand& operand, float* parts, int32_t cols) {
       if (tiles.parts == 1) {
         return Float32Rows(
-            work.places.batch.pointer<float>(operand, work.kv_head) + key * operand.row,
-            operand.row, cols);
+            work.places.batch.pointer<float>(operand, work.kv_head) + key * operand.row + col,
+            operand.row, cols - col);
       }
       const int64_t head =
-          (blockIdx.x % tiles.parts * shape.batch + work.batch_index) * shape.kv_heads +
+          (blockIdx.x / Config::kBlocks % tiles.parts * shape.batch + work.batch_index) *
+              shape.kv_heads +
           work.kv_head;
-      return Float32Rows(parts + (head * shape.kv_len + key) * cols, cols, cols);
+      return Float32Rows(parts + (head * shape.kv_len + key) * cols + col, cols, cols - col);
     };
     const int32_t left = shape.kv_len - key;
     store_gradient(rows_of(params.dkey, tiles.dkey, shape.head_dim), left, params.options.scale,
@@ -315,7 +343,7 @@ __global__ void __launch_bounds__(kThreads)
 }
 
 template <typename Config, uint32_t kModifiers>
-__global__ void __launch_bounds__(Config::kThreads, 1)
+__global__ void __cluster_dims__(Config::kBlocks, 1, 1) __launch_bounds__(Config::kThreads, 1)
     float32_key_kernel(const __grid_constant__ Backward params, const BackwardWorkspace workspace,
                        const Float32Gradient tiles) {
   run_block<Config>([&] { return describe_keys<Config>(params, tiles); },

@@ -29,10 +29,10 @@ Status launch_float32_keys(const Backward& params, const BackwardWorkspace& work
   constexpr int kSumThreads = 256;
   const Shape& shape = params.shape;
   const int64_t heads = shape.kv_heads * shape.batch;
-  const Status status =
-      launch_kernel("sm90::float32_key_kernel", shape, float32_key_kernel<Config, kModifiers>,
-                    ceil_div(shape.kv_len, Config::kOwnRows) * heads * tiles.parts,
-                    Config::kThreads, Config::kSmemBytes, stream, params, workspace, tiles);
+  const Status status = launch_kernel(
+      "sm90::float32_key_kernel", shape, float32_key_kernel<Config, kModifiers>,
+      ceil_div(shape.kv_len, Config::kOwnRows) * heads * tiles.parts * Config::kBlocks,
+      Config::kThreads, Config::kSmemBytes, stream, params, workspace, tiles);
   if (!status.ok() || tiles.parts == 1) return status;
   return launch_kernel("sm90::float32_key_sums_kernel", shape, float32_key_sums_kernel<kSumThreads>,
                        ceil_div(heads * shape.kv_len, kSumThreads / 32), kSumThreads, 0, stream,
@@ -63,17 +63,19 @@ Status launch_backward_float32(const Backward& params, const Choice&, cudaStream
   // query that does attend to a NaN has dS = NaN.
   key.clears = kGeneral;
   all.add(shape, params.value, false, value_dim, tiles.key_tiles, tiles.value, nullptr);
-  Status status = launch_float32_tiles<Float32Gradient::kTileRows, kHeadDim>(params, all, stream);
+  Status status =
+      launch_float32_tiles<Float32Gradient::kTileRows, QueryConfig::kHeadDim, QueryConfig::kBlocks>(
+          params, all, stream);
   if (kGeneral && status.ok()) status = clear_bias_gradient(params, stream);
   if (!status.ok()) return status;
   status = with_float32_modifiers<kGeneral>(params, [&](auto modifiers) {
     const Status of_keys =
         launch_float32_keys<KeyConfig, modifiers.value>(params, workspace, tiles, stream);
     if (!of_keys.ok()) return of_keys;
-    return launch_kernel("sm90::float32_query_kernel", shape,
-                         float32_query_kernel<QueryConfig, modifiers.value>,
-                         QueryTilePlace<QueryConfig::kOwnRows>::count(shape), QueryConfig::kThreads,
-                         QueryConfig::kSmemBytes, stream, params, workspace, tiles);
+    return launch_kernel(
+        "sm90::float32_query_kernel", shape, float32_query_kernel<QueryConfig, modifiers.value>,
+        QueryTilePlace<QueryConfig::kOwnRows>::count(shape) * QueryConfig::kBlocks,
+        QueryConfig::kThreads, QueryConfig::kSmemBytes, stream, params, workspace, tiles);
   });
   if (!kGeneral || !status.ok()) return status;
   return launch_added_gradients<Tf32>(without_added_bias_gradient(params), workspace, stream);

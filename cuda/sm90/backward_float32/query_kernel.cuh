@@ -38,9 +38,11 @@
 
 namespace jax_flash::sm90 {
 
-// At head dim 128, a step has half of a tile's keys, since registers are scarce.
+// From head dim 128 on, a step has half of a tile's keys, since registers are scarce.
 template <int kHeadDim>
-using Float32QueryConfig = Float32BackwardConfig<kHeadDim, 1, (kHeadDim <= 64 ? 64 : 32)>;
+using Float32QueryConfig =
+    Float32BackwardConfig<(kHeadDim < 128 ? kHeadDim : 128), 1, (kHeadDim <= 64 ? 64 : 32),
+                          (kHeadDim <= 128 ? 1 : 2)>;
 
 // Names what a block works on. It is in shared memory, since registers are scarce.
 struct Float32QueryWork {
@@ -61,7 +63,7 @@ __device__ __forceinline__ Float32QueryWork describe_queries(const Backward& par
                                                              const Float32Gradient& tiles) {
   constexpr int kQueries = Config::kOwnRows;
   const Shape& shape = params.shape;
-  const QueryTilePlace<kQueries> place(params, blockIdx.x, true);
+  const QueryTilePlace<kQueries> place(params, blockIdx.x / Config::kBlocks, true);
   Float32QueryWork work;
   work.head = place.head;
   work.row0 = place.tile * kQueries;
@@ -81,19 +83,19 @@ template <typename Config>
 __device__ __forceinline__ void produce_keys(const Shape& shape, const Float32Gradient& tiles,
                                              const Float32QueryWork& work,
                                              const Float32BackwardSmem<Config>& smem) {
-  constexpr int kParts = Config::kTileRows / Config::kRows, kTile = Config::kOwnBytes / 4;
+  constexpr int kParts = Config::kTileRows / Config::kRows;
   if (!work.has_keys()) return;
   const bool leads = threadIdx.x % 32 == 0;
   Float32BackwardProducer<Config> producer{smem};
   const int32_t first = work.row0 / Config::kTileRows;
   const int64_t own =
-      ((work.batch_index * shape.heads + work.head) * tiles.query_tiles + first) * kTile;
+      Config::place((work.batch_index * shape.heads + work.head) * tiles.query_tiles + first);
   if (leads) {
     ptx::mbarrier_arrive_expect_tx(smem.own_full(), Config::kConsumers * Config::kOwnBytes);
     producer.load_own(0, tiles.query + own, tiles.query_tiles - first);
   }
   for (int32_t tile = work.last; tile >= work.tiles.first;) {
-    const int64_t index = work.key_index + tile, at = index * kTile;
+    const int64_t index = work.key_index + tile, at = Config::place(index);
     const int32_t next = last_key_tile(tiles.bits + work.key_index, work.tiles.first, tile);
     const bool last = next < work.tiles.first;
     if (leads) {
@@ -128,6 +130,7 @@ struct Float32QueryConsumer {
   float dquery[1][kGradientN][4];
   float lse[1][2], delta[1][2];  // of the thread's rows
   RingState<Config::kSlots> slot;
+  uint32_t parity = 0;  // of the number of steps
 
   // Sets scores to -inf where the query may not attend to the key, for a call without modifiers.
   __device__ __forceinline__ void mask(int32_t col0) {
@@ -191,6 +194,13 @@ struct Float32QueryConsumer {
     [[maybe_unused]] const Gradient gradient(params, work.places.batch, work.head, row0, col0);
     if constexpr (!kGeneral) mask(col0);
     sync_and_arrive_warp(smem.empty(slot.stage));
+    send_sums(smem, Float32Mail::kScores, scores[0]);
+    if constexpr (Config::kBlocks > 1) {
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_results(dscores[0]);
+      receive_sums(smem, Float32Mail::kScores, parity, scores[0]);
+      send_sums(smem, Float32Mail::kScoreGradients, dscores[0]);
+    }
     if constexpr (kGeneral) {
       logits.apply(scores);
       gradient.probabilities(scores[0], lse[0], to_log2, 0, 0, kN);
@@ -200,12 +210,14 @@ struct Float32QueryConsumer {
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_results(dscores[0]);
     arrive_warp(smem.empty(slot.next(1).stage));
+    receive_sums(smem, Float32Mail::kScoreGradients, parity, dscores[0]);
+    parity ^= 1;
     if constexpr ((kModifiers & (kSoftCap | kDropout)) != 0) {
       gradient.finish(scores, dscores, lse, delta);
     } else {
       differentiate();
     }
-    if constexpr (kGeneral) {
+    if (kGeneral && Config::part() == 0) {
       add_bias_gradient(params, work.places.batch, work.head, row0, col0, dscores);
     }
     round_operands(dscores[0], dweights);
@@ -229,10 +241,12 @@ struct Float32QueryConsumer {
         delta[0][half] = own < shape.q_len ? workspace.delta[index] : 0.0f;
       }
       const Operand& from = params.dout;
-      const float* first = work.places.batch.pointer<const float>(from, work.head) + row * from.row;
+      const int32_t col = Config::first_col();
+      const float* first =
+          work.places.batch.pointer<const float>(from, work.head) + row * from.row + col;
       const bool vectors = from.row % 4 == 0 && shape.value_dim % 4 == 0 &&
                            reinterpret_cast<uintptr_t>(first) % 16 == 0;
-      read_operands(dout, first, from.row, work.band.q_len - row, shape.value_dim, vectors);
+      read_operands(dout, first, from.row, work.band.q_len - row, shape.value_dim - col, vectors);
       ptx::mbarrier_wait(smem.own_full(), 0);
       bool last = step<true>();
       while (!last) last = step<false>();
@@ -240,14 +254,15 @@ struct Float32QueryConsumer {
       ptx::wgmma_results(dquery[0]);
     }
     const Operand& to = params.dquery;
-    store_gradient(Float32Rows(work.places.batch.pointer<float>(to, work.head) + row * to.row,
-                               to.row, shape.head_dim),
+    const int32_t col = Config::first_col();
+    store_gradient(Float32Rows(work.places.batch.pointer<float>(to, work.head) + row * to.row + col,
+                               to.row, shape.head_dim - col),
                    shape.q_len - row, params.options.scale, dquery[0]);
   }
 };
 
 template <typename Config, uint32_t kModifiers>
-__global__ void __launch_bounds__(Config::kThreads, 1)
+__global__ void __cluster_dims__(Config::kBlocks, 1, 1) __launch_bounds__(Config::kThreads, 1)
     float32_query_kernel(const __grid_constant__ Backward params, const BackwardWorkspace workspace,
                          const Float32Gradient tiles) {
   run_block<Config>([&] { return describe_queries<Config>(params, tiles); },

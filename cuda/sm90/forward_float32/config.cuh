@@ -14,6 +14,9 @@
 
 namespace jax_flash::sm90 {
 
+// The named barrier of the first consumer, if Q is in shared memory.
+inline constexpr int kQueryBarrier = 1;
+
 // Describes a query tile. The producer warp writes it for consumers.
 struct Float32Work {
   const float* query;  // this and the next two point to the tile's first row
@@ -30,7 +33,7 @@ struct Float32Work {
 };
 
 // Matrices of float32 are laid out as ones of twice as many columns of 16 bits: those have the
-// swizzle that wgmma reads.
+// swizzle that wgmma reads. K and V take the slots in turn.
 template <int kHeadDimension>
 struct Float32Config {
   static constexpr int kHeadDim = kHeadDimension;
@@ -45,37 +48,47 @@ struct Float32Config {
   static_assert(KeyTile::kBytes == kTileBytes && ValueTile::kBytes == kTileBytes);
 
   static constexpr int kQueryStages = 2;  // of descriptions: consumers read Q themselves
-  static constexpr int kStages = (kSmemLimit - kStaticSmemBytes) / (2 * kTileBytes);
-  static_assert(kStages >= 2);
-  static constexpr int kSmemBytes = kStages * 2 * kTileBytes;
+  // Above head dim 128, Q does not fit the registers beside O, and has shared memory instead.
+  static constexpr bool kQueryInSmem = kHeadDim > 128;
+  using QueryTile = SmemTile<64, 2 * kHeadDim>;  // of a consumer
+  static constexpr int kSlotsOffset = kQueryInSmem ? kConsumers * QueryTile::kBytes : 0;
+  static constexpr int kSlots = (kSmemLimit - kStaticSmemBytes - kSlotsOffset) / kTileBytes;
+  static_assert(kSlots >= 3);
+  static constexpr int kSmemBytes = kSlotsOffset + kSlots * kTileBytes;
 };
+
+template <typename Config>
+using Float32Barriers = TileBarriers<Config::kQueryStages, 1, Config::kSlots, Config::kConsumers>;
 
 // Lays out static shared memory.
 template <typename Config>
 struct Float32Notes {
-  alignas(16) Float32Keys keys[Config::kStages];
+  alignas(16) Float32Keys keys[Config::kSlots];  // of slots that hold K
   Float32Work works[Config::kQueryStages];
-  uint64_t barriers[TileBarriersOf<Config>::kCount];
+  uint64_t barriers[Float32Barriers<Config>::kCount];
 };
 
 // Gives the addresses of a block's tiles and barriers.
 template <typename Config>
-struct Float32Smem : TileBarriersOf<Config> {
+struct Float32Smem : Float32Barriers<Config> {
   uint32_t root;
   Float32Keys* keys;
   Float32Work* works;
 
   __device__ __forceinline__ Float32Smem(uint32_t tiles, Float32Notes<Config>& notes)
-      : TileBarriersOf<Config>(ptx::shared_address(notes.barriers)),
+      : Float32Barriers<Config>(ptx::shared_address(notes.barriers)),
         root(tiles),
         keys(notes.keys),
         works(notes.works) {}
 
-  __device__ __forceinline__ typename Config::KeyTile key(uint32_t stage) const {
-    return {root, stage * Config::kTileBytes};
+  __device__ __forceinline__ typename Config::QueryTile query(int group) const {
+    return {root, static_cast<uint32_t>(group) * Config::QueryTile::kBytes};
   }
-  __device__ __forceinline__ typename Config::ValueTile value(uint32_t stage) const {
-    return {root, (Config::kStages + stage) * Config::kTileBytes};
+  __device__ __forceinline__ typename Config::KeyTile key(uint32_t slot) const {
+    return {root, Config::kSlotsOffset + slot * Config::kTileBytes};
+  }
+  __device__ __forceinline__ typename Config::ValueTile value(uint32_t slot) const {
+    return {root, Config::kSlotsOffset + slot * Config::kTileBytes};
   }
 };
 

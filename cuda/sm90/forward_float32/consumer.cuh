@@ -1,12 +1,13 @@
 // Implements a consumer warpgroup of Hopper's forward kernel for float32, which owns 64 rows of
-// each query tile. It keeps Q in registers, and walks over key tiles from the last to the first. A
-// step is:
+// each query tile. It keeps Q in registers, or above head dim 128 in shared memory, and walks over
+// key tiles from the last to the first. A step is:
 //
 //   start S of this tile; start P V of the last tile; await S; mask; exponentials; await P V; lower
 //   O if a running maximum has risen; round P
 //
 // The two consumers do not wait for each other. With modifiers, there are no registers for P of one
-// tile beside elements of the bias or mask of another. A step is then:
+// tile beside elements of the bias or mask of another; above head dim 128, there is no shared
+// memory for V of one tile beside K of the next but one. A step is then:
 //
 //   start S; await S; logits; lower O; exponentials; round P; start P V; start loads of elements of
 //   the next tile; await P V
@@ -21,6 +22,7 @@
 #include "params.h"
 #include "ptx/mbarrier.cuh"
 #include "ptx/tf32.cuh"
+#include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/float32_logits.cuh"
 #include "sm90/float32_products.cuh"
@@ -42,6 +44,7 @@ struct Float32Consumer {
   static constexpr int kScoreN = Config::kBlockKv / 8, kOutN = Config::kHeadDim / 8;
 
   static constexpr bool kGeneral = kModifiers != kNoModifier;
+  static constexpr bool kQueryInSmem = Config::kQueryInSmem;
   using Softmax = OnlineSoftmax<1, kGeneral>;
   using Logits = Float32Logits<kModifiers, kScoreN, false>;
 
@@ -49,12 +52,12 @@ struct Float32Consumer {
   const Float32Plan& plan;
   const Float32Smem<Config>& smem;
 
-  uint32_t query[kKeySteps][4];
+  uint32_t query[kQueryInSmem ? 1 : kKeySteps][4];
   float scores[1][kScoreN][4];
   uint32_t weights[kValueSteps][4];  // P
   float out[1][kOutN][4];
   RingState<Config::kQueryStages> query_stage;
-  RingState<Config::kStages> stage;  // of K and V
+  RingState<Config::kSlots> slot;  // of K, which V follows
   // The next two are computed wherever they are used, since registers are scarce.
   static __device__ __forceinline__ int group() { return threadIdx.x / kWarpgroup - 1; }
   static __device__ __forceinline__ int warp_row() {  // in the query tile
@@ -65,14 +68,40 @@ struct Float32Consumer {
     return smem.works[query_stage.stage];
   }
 
+  // Reads Q, or copies it to shared memory.
   __device__ __forceinline__ void read_query() {
     const Float32Work& of = work();
-    read_operands(query, of.query + warp_row() * plan.query.row, plan.query.row,
-                  of.band.q_len - of.row0 - warp_row(), plan.head_dim, plan.vectors);
+    const auto read = [&](auto& to) {
+      read_operands(to, of.query + warp_row() * plan.query.row, plan.query.row,
+                    of.band.q_len - of.row0 - warp_row(), plan.head_dim, plan.vectors);
+    };
+    if constexpr (kQueryInSmem) {
+      uint32_t operands[kKeySteps][4];  // O is not in use yet
+      read(operands);
+      ptx::barrier_sync(kQueryBarrier + group(), kWarpgroup);  // all warps have used the last Q
+      store_operands(smem.query(group()), warp_row() - group() * 64, operands);
+      ptx::fence_proxy_async_shared();
+      ptx::barrier_sync(kQueryBarrier + group(), kWarpgroup);
+    } else {
+      read(query);
+    }
   }
 
-  __device__ __forceinline__ uint32_t last_stage() const {
-    return stage.stage == 0 ? Config::kStages - 1 : stage.stage - 1;
+  // Starts S of the keys in `slot`.
+  __device__ __forceinline__ void start_scores() {
+    if constexpr (kQueryInSmem) {
+      start_product<Config::kHeadDim>(scores[0], smem.query(group()), smem.key(slot.stage));
+    } else {
+      start_product(scores[0], query, smem.key(slot.stage));
+    }
+  }
+
+  // Returns the slot of the last V.
+  __device__ __forceinline__ uint32_t last_slot() const {
+    return slot.stage == 0 ? Config::kSlots - 1 : slot.stage - 1;
+  }
+  __device__ __forceinline__ void await_key() const {
+    ptx::mbarrier_wait(smem.full(slot.stage), slot.parity);
   }
 
   // Rounds P. The accumulator columns 2 t and 2 t + 1 serve as operand columns t and t + 4
@@ -94,12 +123,13 @@ struct Float32Consumer {
   __device__ __forceinline__ void await_value(const Softmax& softmax) const {
     const uint32_t flip =
         __any_sync(0xffffffff, fminf(softmax.sum[0][0], softmax.sum[0][1]) < 0.0f);
-    ptx::mbarrier_wait(smem.value_full(stage.stage), stage.parity ^ flip);
+    const auto value = slot.next(1);
+    ptx::mbarrier_wait(smem.full(value.stage), value.parity ^ flip);
   }
 
   // Sets scores to -inf where an edge or a mask forbids the key.
   __device__ __forceinline__ void mask(int32_t tile, const Range& uncut) {
-    const uint32_t keys = smem.keys[stage.stage].bits.words[threadIdx.x % 4];
+    const uint32_t keys = smem.keys[slot.stage].bits.words[threadIdx.x % 4];
     const bool edge = tile < uncut.first || tile >= uncut.end;
     if (!edge && __all_sync(0xffffffff, keys == kAllBits<kScoreN>)) return;
     AllowedBits allowed = {{keys, keys}};
@@ -131,6 +161,8 @@ struct Float32Consumer {
     const float* value =
         of.places.batch.template pointer<const float>(params.value, of.head / plan.group) +
         key * params.value.row;
+    int32_t col0 = threadIdx.x % 4 * 4;
+    asm volatile("" : "+r"(col0));  // otherwise all columns would be kept in registers
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
       const int32_t row = of.row0 + warp_row() + fragment_row(0, 2 * half);
@@ -139,7 +171,7 @@ struct Float32Consumer {
       for (int n = 0; n < kOutN; ++n) {
 #pragma unroll
         for (int e = 0; e < 2; ++e) {  // the columns are those of Float32Rows
-          const int32_t col = n / 2 * 16 + threadIdx.x % 4 * 4 + 2 * e + n % 2;
+          const int32_t col = col0 + n / 2 * 16 + 2 * e + n % 2;
           float x = col < plan.value_dim ? value[col] : 0.0f;
           if (is_finite(x)) {  // rounding turns the greatest numbers into infinity
             x = __uint_as_float(ptx::round_to_tf32(__float_as_uint(x)) & ptx::kTf32Bits);
@@ -187,16 +219,16 @@ struct Float32Consumer {
   // otherwise P V of the tile before is started.
   template <bool kFirst>
   __device__ __forceinline__ bool step(Softmax& softmax, const Range& uncut) {
-    ptx::mbarrier_wait(smem.key_full(stage.stage), stage.parity);
-    start_product(scores[0], query, smem.key(stage.stage));
-    if constexpr (!kFirst) start_addition(out[0], weights, smem.value(last_stage()));
+    await_key();
+    start_scores();
+    if constexpr (!kFirst) start_addition(out[0], weights, smem.value(last_slot()));
     ptx::wgmma_wait_group<kFirst ? 0 : 1>();
     ptx::wgmma_results(scores[0]);
     // Reductions, whose results the compiler knows to be the same in all lanes.
-    const int32_t tile = __reduce_max_sync(0xffffffff, smem.keys[stage.stage].tile);
-    const bool last = __any_sync(0xffffffff, smem.keys[stage.stage].last);
+    const int32_t tile = __reduce_max_sync(0xffffffff, smem.keys[slot.stage].tile);
+    const bool last = __any_sync(0xffffffff, smem.keys[slot.stage].last);
     mask(tile, uncut);
-    sync_and_arrive_warp(smem.key_empty(stage.stage));
+    sync_and_arrive_warp(smem.empty(slot.stage));
     float factor[1][2];
     const bool rises = softmax.template raise_maximum<2>(scores, plan.to_log2, factor);
 #pragma unroll
@@ -207,36 +239,39 @@ struct Float32Consumer {
       if (rises) Softmax::rescale(out, factor);
     }
     round_weights();
-    stage.advance();
+    slot.advance();
+    slot.advance();
     return last;
   }
 
   // Waits for the keys of a tile, and starts to load elements of its bias or mask.
   __device__ __forceinline__ void begin(Logits& logits) const {
-    ptx::mbarrier_wait(smem.key_full(stage.stage), stage.parity);
-    const int32_t tile = __reduce_max_sync(0xffffffff, smem.keys[stage.stage].tile);
+    await_key();
+    const int32_t tile = __reduce_max_sync(0xffffffff, smem.keys[slot.stage].tile);
     logits.load(work().head, work().row0 + warp_row(), tile * Config::kBlockKv);
   }
 
   // Processes a tile of a call with modifiers, P V included, and begins the next one during P V.
   __device__ __forceinline__ bool modified_step(Softmax& softmax, Logits& logits) {
-    start_product(scores[0], query, smem.key(stage.stage));
-    const bool last = __any_sync(0xffffffff, smem.keys[stage.stage].last);
+    start_scores();
+    const bool last = __any_sync(0xffffffff, smem.keys[slot.stage].last);
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_results(scores[0]);
     logits.apply(scores);
-    sync_and_arrive_warp(smem.key_empty(stage.stage));
+    sync_and_arrive_warp(smem.empty(slot.stage));
     float factor[1][2];
     if (softmax.template raise_maximum<2>(scores, plan.to_log2, factor)) {
       Softmax::rescale(out, factor);
     }
 #pragma unroll
     for (auto& block : scores[0]) softmax.exponentials(block, 0, plan.to_log2);
-    ptx::mbarrier_wait(smem.value_full(stage.stage), stage.parity);
+    const auto value = slot.next(1);
+    ptx::mbarrier_wait(smem.full(value.stage), value.parity);
     if constexpr ((kModifiers & kDropout) != 0) drop(logits.col0);
     round_operands(scores[0], weights);
-    start_addition(out[0], weights, smem.value(stage.stage));
-    stage.advance();
+    start_addition(out[0], weights, smem.value(value.stage));
+    slot.advance();
+    slot.advance();
     if (!last) begin(logits);
     finish_out();
     return last;
@@ -246,7 +281,7 @@ struct Float32Consumer {
   __device__ __forceinline__ void finish_out() {
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_results(out[0]);
-    arrive_warp(smem.value_empty(last_stage()));
+    arrive_warp(smem.empty(last_slot()));
   }
 
   // Writes out = O / l and lse.
@@ -290,9 +325,9 @@ struct Float32Consumer {
   __device__ __forceinline__ void attend() {
     const Range uncut = uncut_tiles<Config::kBlockKv>(work().band, work().row0 + group() * 64);
     Softmax softmax;
-    set_zero(out);
     if (__any_sync(0xffffffff, work().has_keys)) {
       read_query();
+      set_zero(out);
       if constexpr (kGeneral) {
         Logits logits(params, work().places, work().band);
         begin(logits);
@@ -301,9 +336,11 @@ struct Float32Consumer {
       } else {
         bool last = step<true>(softmax, uncut);
         while (!last) last = step<false>(softmax, uncut);
-        start_addition(out[0], weights, smem.value(last_stage()));
+        start_addition(out[0], weights, smem.value(last_slot()));
         finish_out();
       }
+    } else {
+      set_zero(out);
     }
     store(softmax);
   }

@@ -1,7 +1,7 @@
 // Implements the forward pass of float32 operands with warpgroup-level matrix instructions of TF32.
 //
 //   for each tile of keys and values that some row of the block may attend to
-//     S = Q K^T                                Q from registers of a warpgroup, 64 rows
+//     S = Q K^T                                Q from registers or shared memory, 64 rows
 //     P = 2^(scale log2(e) S - m)              m: the row's running maximum, in log2 units
 //     O = O 2^(m_old - m) + P V                P from registers
 //   out = O / l, lse = (m + log2 l) / log2(e)  l: the row's sum of P, before rounding
@@ -15,9 +15,9 @@
 // counter. The kernel that runs before this one clears the counter, and writes the tiles of K and V
 // (sm90/float32_tiles.cuh). In long calls each unit has a block of its own.
 //
-// Dynamic shared memory holds kStages tiles of K, then as many of V. Static shared memory
-// (Float32Notes) holds the full and empty barriers of each stage, and the descriptions of query
-// tiles and key tiles.
+// Dynamic shared memory holds Q of each consumer if the head dim is above 128, then a ring of
+// slots, which tiles of K and V take in turn. Static shared memory (Float32Notes) holds the full
+// and empty barriers of each slot, and the descriptions of query tiles and key tiles.
 #pragma once
 
 #include <cstdint>
@@ -38,6 +38,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                            const __grid_constant__ Forward params) {
   extern __shared__ __align__(1024) uint8_t tiles[];
   __shared__ Float32Notes<Config> notes;
+  static_assert(sizeof(notes) <= kStaticSmemBytes);
   const Float32Smem<Config> smem(ptx::shared_address(tiles), notes);
   if (threadIdx.x == 0) smem.init_barriers();
   __syncthreads();

@@ -27,7 +27,7 @@ struct Float32Producer {
   const Float32Plan& plan;
   const Float32Smem<Config>& smem;
   RingState<Config::kQueryStages> query_stage;
-  RingState<Config::kStages> stage;
+  RingState<Config::kSlots> slot;
 
   __device__ __forceinline__ Float32Work describe(const QueryTileIndex& q) const {
     Float32Work work;
@@ -57,23 +57,27 @@ struct Float32Producer {
   // Copies a tile of K and V. `index`: of the tile in the workspace.
   __device__ __forceinline__ void load(int64_t index, int32_t tile, bool last) {
     const int64_t offset = index * Float32Tiles::kTileFloats;
-    const uint32_t key_full = smem.key_full(stage.stage);
-    Float32Keys& keys = smem.keys[stage.stage];
-    ptx::mbarrier_wait_asleep(smem.key_empty(stage.stage), stage.parity ^ 1);
+    await_empty();
+    Float32Keys& keys = smem.keys[slot.stage];
     keys.tile = tile;
     keys.last = last;
-    ptx::mbarrier_arrive_expect_tx(key_full, Config::kTileBytes + sizeof(KeyBits));
-    copy(plan.workspace.key + offset, smem.key(stage.stage), key_full);
+    copy(plan.workspace.key + offset, smem.key(slot.stage), sizeof(KeyBits));
     ptx::cp_async_bulk_load(ptx::shared_address(&keys.bits), plan.workspace.bits + index,
-                            sizeof(KeyBits), key_full);
-    const uint32_t value_full = smem.value_full(stage.stage);
-    ptx::mbarrier_wait_asleep(smem.value_empty(stage.stage), stage.parity ^ 1);
-    ptx::mbarrier_arrive_expect_tx(value_full, Config::kTileBytes);
-    copy(plan.workspace.value + offset, smem.value(stage.stage), value_full);
-    stage.advance();
+                            sizeof(KeyBits), smem.full(slot.stage));
+    slot.advance();
+    await_empty();
+    copy(plan.workspace.value + offset, smem.value(slot.stage), 0);
+    slot.advance();
   }
+  __device__ __forceinline__ void await_empty() const {
+    ptx::mbarrier_wait_asleep(smem.empty(slot.stage), slot.parity ^ 1);
+  }
+  // Copies a tile to the slot, whose barrier then expects the tile and `more_bytes`.
   template <typename Tile>
-  static __device__ __forceinline__ void copy(const float* from, const Tile& to, uint32_t full) {
+  __device__ __forceinline__ void copy(const float* from, const Tile& to,
+                                       uint32_t more_bytes) const {
+    const uint32_t full = smem.full(slot.stage);
+    ptx::mbarrier_arrive_expect_tx(full, Tile::kBytes + more_bytes);
     ptx::cp_async_bulk_load(to.root + to.offset, from, Tile::kBytes, full);
   }
 

@@ -57,22 +57,26 @@ struct Float8Config {
   static constexpr int kSmemBytes = kValueOffset + kStages * ValueTile::kBytes;
 };
 
+// K and V have a ring of stages each.
+template <typename Config>
+using Float8Barriers = TileBarriers<Config::kQueryStages, 2, Config::kStages, Config::kConsumers>;
+
 // Lays out static shared memory.
 template <typename Config>
 struct Float8Notes {
   alignas(16) KeyFactors factors[Config::kStages];  // they arrive with the keys
   Float8Work works[Config::kQueryStages];
-  uint64_t barriers[TileBarriersOf<Config>::kCount];
+  uint64_t barriers[Float8Barriers<Config>::kCount];
 };
 
 // Gives the addresses of a block's tiles and barriers.
 template <typename Config>
-struct Float8Smem : TileBarriersOf<Config> {
+struct Float8Smem : Float8Barriers<Config> {
   uint32_t root, factors;
   Float8Work* works;
 
   __device__ __forceinline__ Float8Smem(uint32_t tiles, Float8Notes<Config>& notes)
-      : TileBarriersOf<Config>(ptx::shared_address(notes.barriers)),
+      : Float8Barriers<Config>(ptx::shared_address(notes.barriers)),
         root(tiles),
         factors(ptx::shared_address(notes.factors)),
         works(notes.works) {}
@@ -85,6 +89,14 @@ struct Float8Smem : TileBarriersOf<Config> {
   }
   __device__ __forceinline__ typename Config::ValueTile value(uint32_t stage) const {
     return {root, Config::kValueOffset + stage * Config::ValueTile::kBytes};
+  }
+  __device__ __forceinline__ uint32_t key_full(uint32_t stage) const { return this->full(stage); }
+  __device__ __forceinline__ uint32_t key_empty(uint32_t stage) const { return this->empty(stage); }
+  __device__ __forceinline__ uint32_t value_full(uint32_t stage) const {
+    return this->full(stage, 1);
+  }
+  __device__ __forceinline__ uint32_t value_empty(uint32_t stage) const {
+    return this->empty(stage, 1);
   }
   __device__ __forceinline__ uint32_t factors_of(uint32_t stage) const {
     return factors + stage * static_cast<uint32_t>(sizeof(KeyFactors));
