@@ -8,7 +8,8 @@
 // over its columns. The blocks therefore exchange these sums: each thread stores its own in the
 // mailbox of the other block's same thread, and adds what it gets. A thread reads a mailbox of S
 // before it sends dP, and one of dP before it sends the next S, so that no mailbox is overwritten
-// before it has been read.
+// before it has been read. (The memory model does not order these reads before the stores. But they
+// are issued first, and the other block overwrites what they read at least a product later.)
 #pragma once
 
 #include <cstdint>

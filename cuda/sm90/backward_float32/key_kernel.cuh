@@ -9,9 +9,10 @@
 // 128 keys of a head, each of two consumer warpgroups 64 of them. The first warp of the first
 // warpgroup starts the copies. In shared memory are the block's tiles of K, those of V, and a ring
 // of slots, which Q, dO, and dO and Q transposed take in turn. All products of a step are awaited
-// before the next step starts: there are no registers for those of two. If there are few such
-// blocks, several thread blocks share the same keys. Each takes a part of the queries, and
-// float32_key_sums_kernel adds their dK and dV.
+// before the next step starts: there are no registers for those of two. Above head dim 128, the two
+// blocks of a cluster own the same keys, and half of the columns each (config.cuh). If there are few
+// blocks, several of them, or several clusters, share the same keys. Each takes a part of the
+// queries, and float32_key_sums_kernel adds their dK and dV.
 #pragma once
 
 #include <cstdint>

@@ -9,7 +9,8 @@
 // added to the bias's gradient. A block owns 128 rows of a head, each of two consumer
 // warpgroups 64 of them. The first warp of the first warpgroup starts the copies. In shared memory
 // are the block's tiles of Q, and a ring of slots, which K, V, and K transposed take in turn. S of
-// a step starts before dQ of the step before is done.
+// a step starts before dQ of the step before is done. Above head dim 128, the two blocks of a cluster
+// own the same rows, and half of the columns each (config.cuh).
 #pragma once
 
 #include <cstdint>
