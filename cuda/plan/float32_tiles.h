@@ -52,23 +52,24 @@ inline Float32Call float32_call(const Forward& params) {
   return params.mask ? Float32Call::kKeyMask : Float32Call::kPlain;
 }
 
-// Returns about how many keys a query attends to, by causal order and the window. An offset is
-// taken to give the last query the last key's position.
+// Returns how many keys the middle query attends to, by causal order and a window whose sizes are
+// known. If there is an offset, the last query is assumed to have the last key's position.
 inline int64_t attended_keys(const Forward& params) {
   const Options& options = params.options;
   const int64_t queries = params.shape.q_len, keys = params.shape.kv_len;
   const int64_t before = params.query_offset ? std::max<int64_t>(keys - queries, 0) : 0;
-  const int64_t middle = before + std::min(queries, keys) / 2;  // the position of a query
+  const int64_t middle = before + std::min(queries, keys) / 2;  // the position of the middle query
   const int64_t left = options.window_left, right = options.is_causal ? 0 : options.window_right;
   const int64_t first = left < 0 ? 0 : std::max<int64_t>(middle - left, 0);
   const int64_t end = right < 0 ? keys : std::min(middle + right, keys);
   return std::max<int64_t>(end - first, 0);
 }
 
-// Says for which calls the kernels of a pass are faster than those of the sm_80 family: S, and the
-// keys that a query attends to, are at least this. The numbers were measured on an H200
-// (sm90/TUNING_float32.md). To make the tiles takes as long as to read and write the operands, so
-// each row must attend to many keys. Modifiers make the sm_80 kernels up to twice as slow.
+// Says from how many keys on the kernels of a pass are faster than those of the sm_80 family.
+// `keys`: the least S. `attended`: the least number of keys that a query attends to, and of rows
+// that read each key. The numbers were measured on an H200 (sm90/TUNING_float32.md). Making the
+// tiles takes as long as reading and writing the operands, so each row must attend to many keys.
+// Modifiers make the sm_80 kernels up to twice as slow.
 struct Float32Least {
   int64_t keys, attended;
 };
@@ -92,8 +93,7 @@ constexpr Float32Least least_float32_keys(int32_t head_dim, bool is_backward, Fl
   }
 }
 
-// Returns whether the kernels of a pass take a call. `attended`: as attended_keys() returns. Each
-// key must serve as many rows.
+// Returns whether the kernels of a pass take a call. `attended`: as attended_keys() returns.
 inline bool takes_float32(const Shape& shape, bool is_backward, Float32Call call,
                           int64_t attended) {
   const int32_t widest = std::max(shape.head_dim, shape.value_dim);
@@ -145,6 +145,9 @@ struct Float32Tiles {
 struct Float32Gradient {
   static constexpr int kTileRows = 64, kBlockKeys = kSplitKeys;
 
+  // Returns how many thread blocks divide the columns of the operands.
+  static constexpr int32_t column_blocks(int32_t head_dim) { return head_dim <= 128 ? 1 : 2; }
+
   float *query = nullptr, *query_transposed = nullptr;
   float *dout = nullptr, *dout_transposed = nullptr;
   float *key = nullptr, *key_transposed = nullptr, *value = nullptr;
@@ -170,9 +173,8 @@ struct Float32Gradient {
     result.value = result.key_transposed + keys;
     result.bits = reinterpret_cast<KeyBits*>(result.value + keys);
     const int64_t tiles = keys / of_tile, heads = shape.batch * shape.kv_heads;
-    const int64_t of_keys = float32_head_dim(shape) <= 128 ? 1 : 2;  // blocks that share them
-    const int64_t blocks =
-        std::max<int64_t>(ceil_div(shape.kv_len, kBlockKeys) * heads * of_keys, 1);
+    const int64_t blocks = std::max<int64_t>(
+        ceil_div(shape.kv_len, kBlockKeys) * heads * column_blocks(float32_head_dim(shape)), 1);
     const int64_t most = shape.heads / std::max(shape.kv_heads, 1) * int64_t{result.query_tiles};
     result.parts = static_cast<int32_t>(
         std::clamp<int64_t>(kSplitBlocks / blocks, 1, std::max<int64_t>(most, 1)));

@@ -4,6 +4,8 @@
 
 #include <cstdint>
 
+#include "ptx/mbarrier.cuh"
+
 namespace jax_flash::ptx {
 
 // Returns the number of this block in its cluster.
@@ -31,6 +33,13 @@ __device__ __forceinline__ uint32_t address_in_block(uint32_t address_smem, uint
   return address;
 }
 
+// Returns the address for a matrix descriptor. From bit 24 on, an address in shared memory holds
+// the block's rank in its cluster. Loads, stores and copies need it, but a descriptor has no room
+// for it.
+__device__ __forceinline__ uint32_t without_block_rank(uint32_t address_smem) {
+  return address_smem & 0xffffff;
+}
+
 // Arrives at an mbarrier of any block of the cluster. This thread's earlier accesses to memory are
 // not ordered before the arrival for other blocks: `.release.cluster` would wait until they are
 // visible to the whole GPU.
@@ -40,17 +49,8 @@ __device__ __forceinline__ void mbarrier_arrive_in_cluster(uint32_t barrier_clus
 
 // Waits like mbarrier_wait(), for what other blocks of the cluster have stored.
 __device__ __forceinline__ void mbarrier_wait_cluster(uint32_t barrier_smem, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra finished;\n"
-      "bra again;\n"
-      "finished:\n"
-      "}" ::"r"(barrier_smem),
-      "r"(parity)
-      : "memory");
+  JAX_FLASH_UNTIL_DONE("mbarrier.try_wait.parity.acquire.cluster.shared::cta.b64 done, [%0], %1;",
+                       "r"(barrier_smem), "r"(parity));
 }
 
 // Stores 16 bytes to the shared memory of any block of the cluster. They count as bytes that the

@@ -4,6 +4,12 @@
 
 #include <cstdint>
 
+// Repeats an instruction that tests a phase until it sets the predicate `done`.
+#define JAX_FLASH_UNTIL_DONE(test, ...)                                        \
+  asm volatile("{\n.reg .pred done;\nagain:\n" test                            \
+               "\n@done bra finished;\nbra again;\nfinished:\n}" ::__VA_ARGS__ \
+               : "memory")
+
 namespace jax_flash::ptx {
 
 __device__ __forceinline__ void mbarrier_init(uint32_t barrier_smem, uint32_t arrivals) {
@@ -30,17 +36,8 @@ __device__ __forceinline__ void mbarrier_arrive_expect_tx(uint32_t barrier_smem,
 // Waits for the end of the phase with this parity. The first phase of a barrier has parity 0. A
 // wait for parity 1 before that returns at once.
 __device__ __forceinline__ void mbarrier_wait(uint32_t barrier_smem, uint32_t parity) {
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n"
-      "@done bra finished;\n"
-      "bra again;\n"
-      "finished:\n"
-      "}" ::"r"(barrier_smem),
-      "r"(parity)
-      : "memory");
+  JAX_FLASH_UNTIL_DONE("mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;",
+                       "r"(barrier_smem), "r"(parity));
 }
 
 // Returns whether the phase with this parity has ended. May suspend the thread for up to
@@ -64,17 +61,8 @@ __device__ __forceinline__ bool mbarrier_try_wait(uint32_t barrier_smem, uint32_
 // test takes issue slots from other warps.
 __device__ __forceinline__ void mbarrier_wait_asleep(uint32_t barrier_smem, uint32_t parity) {
   constexpr uint32_t kNanoseconds = 10'000'000;  // the longest time between tests
-  asm volatile(
-      "{\n"
-      ".reg .pred done;\n"
-      "again:\n"
-      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, %2;\n"
-      "@done bra finished;\n"
-      "bra again;\n"
-      "finished:\n"
-      "}" ::"r"(barrier_smem),
-      "r"(parity), "r"(kNanoseconds)
-      : "memory");
+  JAX_FLASH_UNTIL_DONE("mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1, %2;",
+                       "r"(barrier_smem), "r"(parity), "r"(kNanoseconds));
 }
 
 }  // namespace jax_flash::ptx

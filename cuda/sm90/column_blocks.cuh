@@ -79,12 +79,10 @@ struct ColumnConfig {
   static constexpr int kSmemBytes = kRingOffset + 2 * kStages * kChunkBytes;
 };
 
-// Returns a tile for matrix descriptors. From bit 24 on, an address in shared memory holds the
-// block's rank in its cluster. Loads, stores and copies need it, but a descriptor has no room for
-// it.
+// Returns a tile for matrix descriptors.
 template <typename Tile>
 __device__ __forceinline__ Tile in_own_block(Tile tile) {
-  tile.root &= 0xffffff;
+  tile.root = ptx::without_block_rank(tile.root);
   return tile;
 }
 

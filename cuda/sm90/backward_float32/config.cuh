@@ -48,7 +48,9 @@ struct Float32BackwardConfig {
   static constexpr int kMailBytes = kTileRows * kRows * 4;  // of a warpgroup's S or dP
   static constexpr int kMailPitch = 16 * kWarpgroup;        // each thread stores 16 bytes at a time
   static constexpr int kSlotsOffset = kMailOffset + (kBlocks > 1 ? 2 * kConsumers * kMailBytes : 0);
-  static constexpr int kStaticBytes = kBlocks > 1 ? 3072 : 4096;  // at most, with statistics
+  // An upper bound. With 4,096 bytes at two blocks, only three slots would fit, and dK and dV need
+  // four.
+  static constexpr int kStaticBytes = kBlocks > 1 ? 3072 : 4096;
   static constexpr int kFit = (kSmemLimit - kStaticBytes - kSlotsOffset) / kSlotBytes;
   static constexpr int kSlots = kFit < 8 ? kFit : 8;
   static constexpr int kSmemBytes = kSlotsOffset + kSlots * kSlotBytes;
@@ -61,6 +63,13 @@ struct Float32BackwardConfig {
     return (tile * kBlocks + part()) * kTileFloats;
   }
 };
+
+// Configures the instance of a head dim. At head dim 64, a slot has a whole tile of rows. Above, it
+// has half of one: K and V take more shared memory, and registers are scarce.
+template <int kHeadDim, int kOwned>
+using Float32ConfigOf =
+    Float32BackwardConfig<kHeadDim / Float32Gradient::column_blocks(kHeadDim), kOwned,
+                          (kHeadDim <= 64 ? 64 : 32), Float32Gradient::column_blocks(kHeadDim)>;
 
 // Says what two blocks exchange.
 enum class Float32Mail { kScores, kScoreGradients };
@@ -94,9 +103,9 @@ struct Float32BackwardSmem {
   __device__ __forceinline__ uint32_t slot_offset(uint32_t slot) const {
     return Config::kSlotsOffset + slot * Config::kSlotBytes;
   }
-  // Returns the root of tiles for matrix descriptors: see in_own_block() (sm90/column_blocks.cuh).
+  // Returns the root of tiles for matrix descriptors.
   __device__ __forceinline__ uint32_t tiles() const {
-    return Config::kBlocks > 1 ? root & 0xffffff : root;
+    return Config::kBlocks > 1 ? ptx::without_block_rank(root) : root;
   }
   // Returns the tile of a warpgroup of the `operand`-th operand that the block owns.
   __device__ __forceinline__ typename Config::OwnTile own(int operand, int group) const {
@@ -114,7 +123,7 @@ struct Float32BackwardSmem {
            threadIdx.x % kWarpgroup * 16;
   }
   __device__ __forceinline__ uint32_t mail_full(Float32Mail kind) const {
-    return barriers + 8 + (2 * Config::kSlots + mail_index(kind)) * 8;
+    return mail_barrier(mail_index(kind));
   }
   // Waits for the slot `count` after a slot.
   __device__ __forceinline__ void await(const RingState<Config::kSlots>& slot, int count) const {
@@ -129,8 +138,8 @@ struct Float32BackwardSmem {
 
   __device__ __forceinline__ void init_barriers() const {
     ptx::mbarrier_init(own_full(), 1);
-    for (int mail = 0; Config::kBlocks > 1 && mail < 2 * Config::kConsumers; ++mail) {
-      ptx::mbarrier_init(barriers + 8 + (2 * Config::kSlots + mail) * 8, 1);
+    for (uint32_t mail = 0; Config::kBlocks > 1 && mail < 2 * Config::kConsumers; ++mail) {
+      ptx::mbarrier_init(mail_barrier(mail), 1);
     }
     for (uint32_t slot = 0; slot < Config::kSlots; ++slot) {
       ptx::mbarrier_init(full(slot), 1);
@@ -140,6 +149,9 @@ struct Float32BackwardSmem {
   }
 
  private:
+  __device__ __forceinline__ uint32_t mail_barrier(uint32_t index) const {
+    return barriers + 8 + (2 * Config::kSlots + index) * 8;
+  }
   static __device__ __forceinline__ uint32_t mail_index(Float32Mail kind) {
     return static_cast<int>(kind) * Config::kConsumers + threadIdx.x / kWarpgroup - 1;
   }

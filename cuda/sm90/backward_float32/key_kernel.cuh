@@ -10,8 +10,8 @@
 // warpgroup starts the copies. In shared memory are the block's tiles of K, those of V, and a ring
 // of slots, which Q, dO, and dO and Q transposed take in turn. All products of a step are awaited
 // before the next step starts: there are no registers for those of two. Above head dim 128, the two
-// blocks of a cluster own the same keys, and half of the columns each (config.cuh). If there are few
-// blocks, several of them, or several clusters, share the same keys. Each takes a part of the
+// blocks of a cluster own the same keys, and half of the columns each (config.cuh). If there are
+// few blocks, several of them, or several clusters, share the same keys. Each takes a part of the
 // queries, and float32_key_sums_kernel adds their dK and dV.
 #pragma once
 
@@ -40,11 +40,8 @@
 
 namespace jax_flash::sm90 {
 
-// From head dim 128 on, a step has half of a tile's rows: K and V take more shared memory.
 template <int kHeadDim>
-using Float32KeyConfig =
-    Float32BackwardConfig<(kHeadDim < 128 ? kHeadDim : 128), 2, (kHeadDim <= 64 ? 64 : 32),
-                          (kHeadDim <= 128 ? 1 : 2)>;
+using Float32KeyConfig = Float32ConfigOf<kHeadDim, 2>;
 
 // Names what a block works on. It is in shared memory, since registers are scarce.
 struct Float32KeyWork {
@@ -138,6 +135,7 @@ template <typename Config, uint32_t kModifiers>
 struct Float32KeyConsumer {
   static constexpr int kN = Config::kRows / 8, kGradientN = Config::kHeadDim / 8;
   static constexpr bool kGeneral = kModifiers != kNoModifier;
+  static_assert(Config::kSlots >= 4);  // a step uses four at a time
   // If true, dV starts before dS is computed: there are registers for P beside the rounded P.
   static constexpr bool kValuesFirst =
       kModifiers == kFloat32Elements && Config::kRows == 32 && Config::kBlocks == 1;

@@ -9,8 +9,8 @@
 // added to the bias's gradient. A block owns 128 rows of a head, each of two consumer
 // warpgroups 64 of them. The first warp of the first warpgroup starts the copies. In shared memory
 // are the block's tiles of Q, and a ring of slots, which K, V, and K transposed take in turn. S of
-// a step starts before dQ of the step before is done. Above head dim 128, the two blocks of a cluster
-// own the same rows, and half of the columns each (config.cuh).
+// a step starts before dQ of the step before is done. Above head dim 128, the two blocks of a
+// cluster own the same rows, and half of the columns each (config.cuh).
 #pragma once
 
 #include <cstdint>
@@ -39,11 +39,8 @@
 
 namespace jax_flash::sm90 {
 
-// From head dim 128 on, a step has half of a tile's keys, since registers are scarce.
 template <int kHeadDim>
-using Float32QueryConfig =
-    Float32BackwardConfig<(kHeadDim < 128 ? kHeadDim : 128), 1, (kHeadDim <= 64 ? 64 : 32),
-                          (kHeadDim <= 128 ? 1 : 2)>;
+using Float32QueryConfig = Float32ConfigOf<kHeadDim, 1>;
 
 // Names what a block works on. It is in shared memory, since registers are scarce.
 struct Float32QueryWork {
@@ -218,6 +215,7 @@ struct Float32QueryConsumer {
     } else {
       differentiate();
     }
+    // Both blocks of a cluster have the same dS, so one of them adds it.
     if (kGeneral && Config::part() == 0) {
       add_bias_gradient(params, work.places.batch, work.head, row0, col0, dscores);
     }
