@@ -267,7 +267,7 @@ def tf32_cases(few: bool):
     return (
         ("float32", (64, 64), (tf32, lengths, ("sinks", True), ("dlse", True)), False, long),
         ("float32", (50, 36), (tf32, *causal), True, long),
-        ("float32", (128, 128), (tf32, ("mask", "BS"), ("window", (300, 40))), False, wide),
+        ("float32", (128, 128), (tf32, ("mask", "BS"), ("traced_window", (300, 40))), False, wide),
         ("float32", (100, 72), (tf32, ("mask", "BS"), ("dlse", True)), False, units),
         ("float32", (64, 64), (tf32, bias, *causal, ("dlse", True)), False, wide),
         ("float32", (50, 33), (tf32, ("mask", "TS"), ("soft_cap", 5.0)), False, wide),

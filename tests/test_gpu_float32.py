@@ -50,13 +50,13 @@ def test_feature(case, precision):
     verify(case, precision)
 
 
-# Hopper's kernels for float32 take many queries and keys, and queries that attend to many keys. The
-# sizes of a traced window are not known.
+# Hopper's kernels for float32 take calls in which many queries attend to many keys. The sizes of a
+# traced window are not known, so it does not count.
 MANY = {"q_len": 600, "kv_len": 1100}
 
 
 def many(features) -> dict[str, int]:
-    """Lengths of which queries attend to many keys."""
+    """Lengths with which queries attend to many keys."""
     names = dict(features)
     few = ("causal" in names or "window" in names) and "offset" not in names
     return {"q_len": 1300, "kv_len": 1330} if few else MANY
@@ -97,7 +97,7 @@ EVERY = [f"{name}, every modifier but segments" for name in PLAIN]
 
 
 def abstract(x):
-    """An array without its numbers, as jit sees it: those of a window would decide."""
+    """An array's shape and dtype, as jit sees it: `explain` would read the sizes of a window."""
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, np.ndarray) else x
 
 

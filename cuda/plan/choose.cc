@@ -227,7 +227,7 @@ bool choose_float32(const Forward& params, bool is_backward, int32_t family, con
   choice.family = 90;
   choice.head_dim = head_dim;
   choice.general = general;
-  choice.reason = "products are in TF32, and there are many queries and keys";
+  choice.reason = "products are in TF32, and many queries attend to many keys";
   return true;
 }
 

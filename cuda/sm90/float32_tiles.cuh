@@ -3,7 +3,8 @@
 //
 // wgmma takes operands of TF32 only with a contiguous inner dimension. A tile of rows serves
 // products that sum over columns, and a transposed tile those that sum over rows. The layout is
-// that of a SmemTile of twice as many columns of 16 bits, whose swizzle wgmma reads.
+// that of a SmemTile of twice as many columns of 16 bits, whose swizzle wgmma reads. In the
+// backward pass above head dim 128, a tile has two parts, each with half of the columns.
 //
 // The inner dimension may have any order, if both operands of a product have the same. The columns
 // of a result have the order of its second operand's. Three orders save work in the kernels:
@@ -116,9 +117,9 @@ __device__ __forceinline__ bool takes_part(const Forward& params, const TilesOf&
   return batch.pointer<const uint8_t>(params.mask, head)[row * params.mask.col];
 }
 
-// Holds a tile in shared memory. Rows begin four banks apart, and chunks of eight columns are
-// exchanged in every second, third and fourth eight rows, so that no access to shared memory below
-// has bank conflicts.
+// Holds a tile in shared memory. Rows begin four banks apart. In each group of eight rows, chunks
+// of eight columns trade places in another way, so that no access to shared memory below has bank
+// conflicts.
 template <int kRows, int kCols>
 struct RoundedTile {
   static_assert(kCols % 32 == 0);
@@ -169,8 +170,9 @@ __device__ __forceinline__ void read_rows(const TilesOf& of, const float* from, 
 }
 
 // Computes lse in the units of the logits and delta = sum(dO * O) - dlse of a tile's rows. dO is
-// rounded, as in dP, so that the rounding errors cancel where dP and delta nearly do. `dout` has
-// its first kCols columns, others are read from `dout_gmem`.
+// rounded, as in dP, so that the rounding errors cancel where dP and delta nearly do. `dout` holds
+// the first kCols columns of dO. The others are read from `dout_gmem`, which is null if there are
+// none.
 template <int kRows, int kCols>
 __device__ __forceinline__ void write_statistics(const GradientStatistics& of,
                                                  const BatchIndex& batch, int64_t batch_head,
@@ -250,7 +252,8 @@ __device__ __forceinline__ void write_transposed(float* tile, bool clears,
   }
 }
 
-// Returns whether a row has NaN or infinity: zero times either is NaN, and so is the sum.
+// Returns whether a row has NaN or infinity: zero times either is NaN, and so is the sum. The order
+// of the columns depends on the row, against bank conflicts.
 template <int kRows, int kCols>
 __device__ __forceinline__ bool is_bad(const RoundedTile<kRows, kCols>& stored, int row) {
   float zero = 0.0f;

@@ -14,7 +14,7 @@
 
 namespace jax_flash::sm90 {
 
-// The named barrier of the first consumer, if Q is in shared memory.
+// The named barrier of the first consumer, if Q is in shared memory. The second one has the next.
 inline constexpr int kQueryBarrier = 1;
 
 // Describes a query tile. The producer warp writes it for consumers.
@@ -48,7 +48,7 @@ struct Float32Config {
   static_assert(KeyTile::kBytes == kTileBytes && ValueTile::kBytes == kTileBytes);
 
   static constexpr int kQueryStages = 2;  // of descriptions: consumers read Q themselves
-  // Above head dim 128, Q does not fit the registers beside O, and has shared memory instead.
+  // Above head dim 128, Q does not fit the registers beside O, and is in shared memory instead.
   static constexpr bool kQueryInSmem = kHeadDim > 128;
   using QueryTile = SmemTile<64, 2 * kHeadDim>;  // of a consumer
   static constexpr int kSlotsOffset = kQueryInSmem ? kConsumers * QueryTile::kBytes : 0;

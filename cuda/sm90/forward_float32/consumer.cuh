@@ -68,7 +68,7 @@ struct Float32Consumer {
     return smem.works[query_stage.stage];
   }
 
-  // Reads Q, or copies it to shared memory.
+  // Reads Q to registers, or copies it to shared memory.
   __device__ __forceinline__ void read_query() {
     const Float32Work& of = work();
     const auto read = [&](auto& to) {
@@ -76,7 +76,7 @@ struct Float32Consumer {
                     of.band.q_len - of.row0 - warp_row(), plan.head_dim, plan.vectors);
     };
     if constexpr (kQueryInSmem) {
-      uint32_t operands[kKeySteps][4];  // O is not in use yet
+      uint32_t operands[kKeySteps][4];  // in registers that O takes later
       read(operands);
       ptx::barrier_sync(kQueryBarrier + group(), kWarpgroup);  // all warps have used the last Q
       store_operands(smem.query(group()), warp_row() - group() * 64, operands);
@@ -327,7 +327,7 @@ struct Float32Consumer {
     Softmax softmax;
     if (__any_sync(0xffffffff, work().has_keys)) {
       read_query();
-      set_zero(out);
+      set_zero(out);  // not before: Q may need the registers
       if constexpr (kGeneral) {
         Logits logits(params, work().places, work().band);
         begin(logits);
