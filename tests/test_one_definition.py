@@ -15,7 +15,9 @@ import pytest
 _CUDA = pathlib.Path(__file__).resolve().parent.parent / "cuda"
 _TOKEN = re.compile(r'"(?:\\.|[^"\\])*"|\'(?:\\.|[^\'\\])*\'|[A-Za-z_]\w*|\d[\w.\']*|::|->|&&|\S')
 _TYPES = ("struct", "class", "union", "enum")
-_WITH_ARGUMENTS = ("__launch_bounds__", "__attribute__", "alignas", "decltype")
+_WITH_ARGUMENTS = (
+    "__launch_bounds__", "__cluster_dims__", "__attribute__", "alignas", "decltype",
+)  # fmt: skip
 _CLOSING = {"{": "}", "(": ")", "[": "]"}
 
 
