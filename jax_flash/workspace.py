@@ -120,10 +120,11 @@ def _cuda_forward(
     masked = mask_matrices != 0
     widest = max(head_dim, value_dim)
     if dtype == "float32":  # cuda/plan/float32_tiles.h: tiles of keys and values
-        if exact or not 32 < widest <= 256:
+        columns = _float32_columns(widest, exact)
+        if columns == 0:
             return size
-        tiles = kv_len // (128 if widest <= 64 else 64 if widest <= 128 else 32) + 1
-        return size + batch * kv_heads * tiles * (2**16 + 32) + 4
+        keys = 64 if exact else 2**13 // columns
+        return size + batch * kv_heads * (kv_len // keys + 1) * (8 * keys * columns + 544) + 4
     if masked:
         tiles = kv_len // 80 + 1
         size += mask_matrices * (mask_rows // 64 + 1) * (1024 * tiles + 16)
@@ -133,6 +134,13 @@ def _cuda_forward(
     if dtype == "bfloat16" and (bias or masked):  # values in float16
         size += 256 + 4 * 2048 + 2 * value_matrices * kv_len * value_dim
     return size
+
+
+def _float32_columns(widest: int, exact: bool) -> int:
+    """Returns the columns of a tile of float32 operands, or 0 if there are no tiles."""
+    if not 32 < widest <= (128 if exact else 256):
+        return 0
+    return 64 if widest <= 64 else 128 if widest <= 128 else 256
 
 
 def _decode(widest: int) -> int:
@@ -161,10 +169,11 @@ def _cuda_backward(
         size += 4 * (heads * (q_len // 32 + 4) + 1)
     if is_float32 and max(head_dim, value_dim) <= 256:  # cuda/plan/decode_sm80.h: dq of 2,048 parts
         size += 2048 * 4 * (head_dim + 3)
-    if is_float32 and not exact and not segments and 32 < max(head_dim, value_dim) <= 256:
-        rows = 4 * heads * (q_len + 64) + 3 * kv_heads * (kv_len + 64)  # of tiles: float32_tiles.h
-        columns = widest if widest <= 128 else 256
-        size += 4 * rows * columns + 16 * kv_heads * (kv_len // 64 + 1)
+    columns = _float32_columns(max(head_dim, value_dim), exact) if is_float32 else 0
+    if columns != 0 and not segments:  # of tiles: float32_tiles.h
+        key_tiles = kv_heads * (kv_len // 64 + 1)
+        tiles = (2 if exact else 4) * heads * (q_len // 64 + 1) + 3 * key_tiles
+        size += tiles * (256 * columns + 512) + 16 * key_tiles
         size += 4 * 132 * 128 * (head_dim + value_dim)  # parts of dK and dV
     if distances:  # sums along diagonals
         size += 4 * heads * 128 * (q_len // 64 + kv_len // 64 + 1)

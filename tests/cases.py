@@ -532,14 +532,18 @@ ADDITIVE_MASKS = _additive_masks()
 
 
 def check(
-    got: Results, inputs: Inputs, logit_error: float = 0.0, product_error: float = 0.0
+    got: Results,
+    inputs: Inputs,
+    logit_error: float = 0.0,
+    product_error: float = 0.0,
+    number_error: float = 0.0,
 ) -> dict[str, float]:
     """Compares a call's results with the truth, element by element.
 
     Args:
       got: the results.
       inputs: the call.
-      logit_error, product_error: as in `oracle.truth_and_bounds`.
+      logit_error, product_error, number_error: as in `oracle.truth_and_bounds`.
 
     Returns:
       By result, the largest error in units of what rounding may do.
@@ -547,14 +551,14 @@ def check(
     Raises:
       AssertionError: one is above 1; the message has the worst element.
     """
-    return Expected(inputs, logit_error, product_error).check(got)
+    return Expected(inputs, logit_error, product_error, number_error).check(got)
 
 
 class Expected:
     """The truth of a call, for any number of results."""
 
-    def __init__(self, inputs: Inputs, logit_error: float = 0.0, product_error: float = 0.0):
-        self.truth, self.bounds = truth_and_bounds(inputs, logit_error, product_error)
+    def __init__(self, inputs: Inputs, *errors: float):
+        self.truth, self.bounds = truth_and_bounds(inputs, *errors)
 
     def check(self, got: Results) -> dict[str, float]:
         truth, bounds = self.truth.arrays(), self.bounds.arrays()

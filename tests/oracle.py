@@ -173,10 +173,16 @@ def attention(inputs: Inputs, dtype=np.float64) -> Results:
 
 # Rounding both operands to TF32, each within 2^-11, changes a product by at most this.
 TF32 = 2.0**-10
+# How far a number that is split into two of float16 may be off, relative to the greatest one that
+# it shares a power of two with, in its row: half of the smallest float16, 2^-25, of at least 2^14.
+SPLIT = 2.0**-39
 
 
 def truth_and_bounds(
-    inputs: Inputs, logit_error: float = 0.0, product_error: float = 0.0
+    inputs: Inputs,
+    logit_error: float = 0.0,
+    product_error: float = 0.0,
+    number_error: float = 0.0,
 ) -> tuple[Results, Results]:
     """The truth, and how far from it rounding may take each element: see `_Bounds`.
 
@@ -185,12 +191,14 @@ def truth_and_bounds(
       logit_error: what a kernel's documentation allows a logit of the forward pass; with it, of a
         probability that is far below its row's greatest, 1.1e-5 of that.
       product_error: how far each product may be off, relative to it, such as `TF32`.
+      number_error: how far each number of an operand, of P and of dS may be off, relative to the
+        greatest one of its row: see `_Bounds._lost`.
     """
     with np.errstate(all="ignore"):
         terms = _compute(inputs, np.float64)
         truth, bounds = (
             terms.results(),
-            _Bounds(inputs, terms, logit_error, product_error).results(),
+            _Bounds(inputs, terms, logit_error, product_error, number_error).results(),
         )
     if inputs.unmapped is None:
         return truth, bounds
@@ -406,10 +414,15 @@ class _Bounds:
     _TINY = float(np.exp(-87.0))
 
     def __init__(
-        self, inputs: Inputs, terms: _Terms, logit_error: float, product_error: float = 0.0
+        self,
+        inputs: Inputs,
+        terms: _Terms,
+        logit_error: float,
+        product_error: float = 0.0,
+        number_error: float = 0.0,
     ):
         self.inputs, self.terms, self.logit_error = inputs, terms, logit_error
-        self.product_error = product_error
+        self.product_error, self.number_error = product_error, number_error
         dtype = inputs.query.dtype
         self.is_float32 = dtype == np.float32
         self.step = 0.0 if self.is_float32 else float(ml_dtypes.finfo(dtype).eps)
@@ -426,10 +439,29 @@ class _Bounds:
         self._bound_output()
         self._bound_score_gradients()
 
+    def _magnitudes(self, operand: np.ndarray) -> np.ndarray:
+        """Absolute values, plus what number_error adds; bounds multiply these by _FEW or more."""
+        return np.abs(operand) + self.number_error / self._FEW * self._greatest(operand)
+
+    @staticmethod
+    def _greatest(operand: np.ndarray) -> np.ndarray:
+        """The greatest finite absolute value of each row, or 1 if that is 0."""
+        finite = np.abs(np.where(np.isfinite(operand), operand, 0))
+        greatest = finite.max(axis=-1, keepdims=True, initial=0)
+        return np.where(greatest == 0, 1, greatest)
+
+    def _lost(self, weights: np.ndarray, operand: np.ndarray) -> np.ndarray:
+        """What number_error adds to weights @ operand: the weights of a row, times the greatest
+        numbers of the operand's rows, are split together."""
+        greatest = self._greatest(operand)
+        most = (np.abs(weights) * greatest.swapaxes(2, 3)).max(axis=-1, keepdims=True, initial=0)
+        shares = np.where(np.isfinite(operand), np.abs(operand) / greatest, 0)
+        return self.number_error * most * shares.sum(axis=2, keepdims=True)
+
     def _logit_bounds(self) -> np.ndarray:
         """e above, of the forward and the backward pass."""
         terms = self.terms
-        product = np.abs(terms.query) @ np.abs(terms.key).swapaxes(2, 3)
+        product = self._magnitudes(terms.query) @ self._magnitudes(terms.key).swapaxes(2, 3)
         bound = (
             (self._FEW + self.product_error)
             * abs(terms.scale)
@@ -490,7 +522,7 @@ class _Bounds:
         self.lse = np.where(self.empty, 0, self.log_sum + of_lse)[..., 0]
 
     def _bound_output(self) -> None:
-        terms, value = self.terms, np.abs(self.terms.value)
+        terms, value = self.terms, self._magnitudes(self.terms.value)
         dropped = terms.p * terms.keep
         self.out_variance = dropped**2 @ value**2
         # What is too small for P's dtype and the result's, or may be left out with a soft cap.
@@ -500,7 +532,7 @@ class _Bounds:
         small = share * terms.p.max(axis=-1, keepdims=True, initial=0) + self._TINY
         small = np.where(terms.allowed, small, 0)
         small = small * np.max(terms.keep)  # dropout's factor comes after P is rounded
-        self.out_lost = small @ value + self.floor
+        self.out_lost = small @ value + self.floor + self._lost(dropped, terms.value)
         if self.inputs.query.dtype == ml_dtypes.bfloat16:
             column = value.max(axis=2, keepdims=True, initial=0)
             self.out_lost += np.minimum(self._HALF, 2.0**-13 * column)
@@ -511,7 +543,7 @@ class _Bounds:
 
     def _bound_score_gradients(self) -> None:
         terms = self.terms
-        dout, value = np.abs(terms.dout), np.abs(terms.value)
+        dout, value = self._magnitudes(terms.dout), self._magnitudes(terms.value)
         # Sums of absolute values of the terms of dP and delta.
         dp = (dout @ value.swapaxes(2, 3)) * terms.keep
         delta = (terms.p * dp).sum(axis=-1) + np.abs(terms.dlse)
@@ -545,7 +577,7 @@ class _Bounds:
     def results(self) -> Results:
         terms = self.terms
         scale, allowed = np.abs(terms.scale), terms.allowed
-        query, key, dout = np.abs(terms.query), np.abs(terms.key), np.abs(terms.dout)
+        query, key, dout = map(self._magnitudes, (terms.query, terms.key, terms.dout))
         true = terms.results().grads
         dlogits = self.dlogits + np.where(allowed, self.floor, 0)
         dlogits += self.product_error * np.abs(terms.dlogits)
@@ -558,17 +590,20 @@ class _Bounds:
 
         squares = own @ key**2 + variance * (sloped @ terms.key) ** 2
         dquery = result(
-            scale * (dlogits @ key).swapaxes(1, 2), scale**2 * squares.swapaxes(1, 2),
+            scale * (dlogits @ key + self._lost(terms.dlogits, terms.key)).swapaxes(1, 2),
+            scale**2 * squares.swapaxes(1, 2),
             true["query"], self.step,
         )  # fmt: skip
         squares = (own + variance * sloped**2).swapaxes(2, 3) @ query**2
         dkey = result(
-            scale * terms.sum_group(dlogits.swapaxes(2, 3) @ query),
+            scale * terms.sum_group(dlogits.swapaxes(2, 3) @ query
+                                    + self._lost(terms.dlogits.swapaxes(2, 3), terms.query)),
             scale**2 * terms.sum_group(squares), true["key"], self.step,
         )  # fmt: skip
         kept = self.deviation**2 * (terms.p * terms.keep) ** 2
         dvalue = result(
-            terms.sum_group(dropped.swapaxes(2, 3) @ dout),
+            terms.sum_group(dropped.swapaxes(2, 3) @ dout
+                            + self._lost((terms.p * terms.keep).swapaxes(2, 3), terms.dout)),
             terms.sum_group(kept.swapaxes(2, 3) @ dout**2), true["value"], self.step,
         )  # fmt: skip
         grads = {"query": dquery, "key": dkey, "value": dvalue}

@@ -185,7 +185,7 @@ def cases(tool: str):
         *wide_cases(few, everything),
         *bias_gradient_cases(),
         *float8_cases(few),
-        *tf32_cases(few),
+        *float32_cases(few),
     )
 
 
@@ -257,9 +257,10 @@ def bias_gradient_cases():
     )  # fmt: skip
 
 
-def tf32_cases(few: bool):
+def float32_cases(few: bool):
     """Calls of Hopper's kernels for float32."""
-    tf32, heads = ("tf32", True), {"batch": 1, "heads": 16, "kv_heads": 1}
+    tf32, split = ("precision", "default"), ("precision", "highest")
+    heads = {"batch": 1, "heads": 16, "kv_heads": 1}
     long, wide = {"q_len": 151, "kv_len": 1045, **heads}, {"q_len": 130, "kv_len": 530, **heads}
     units = wide if few else wide | {"heads": 160, "kv_heads": 16}
     lengths, bias = ("lengths", "qk"), ("bias", ("NTS", "float32"))
@@ -276,6 +277,10 @@ def tf32_cases(few: bool):
         ("float32", (256, 256), (tf32, *causal, ("sinks", True), ("dlse", True)), False, long),
         ("float32", (136, 200), (tf32, ("mask", "TS"), bias, lengths), False, wide),
         ("float32", (256, 100), (tf32, ("alibi", "N"), ("dropout", 0.3)), True, wide),
+        ("float32", (64, 50), (split, lengths, ("sinks", True), ("dlse", True)), False, wide),
+        ("float32", (50, 64), (split, bias, *causal, ("dlse", True)), False, units),
+        ("float32", (128, 128), (split, ("mask", "TS"), lengths), False, units),
+        ("float32", (100, 72), (split, ("alibi", "N"), ("dropout", 0.3)), True, wide),
     )
 
 
@@ -318,7 +323,8 @@ def families_of(dtype: str, dims: tuple[int, int], features, families: list[str]
     """Those families of a GPU that take a case."""
     if "fp8" in dict(features):
         return [family for family in families if family == "flash_sm90"]
-    if "tf32" in dict(features):  # Hopper's kernels for float32 take what is not asked of a family
+    # Hopper's kernels for float32 take what is not asked of a family.
+    if "precision" in dict(features):
         return ["flash" for family in families if family == "flash_sm90"]
     if dtype == "float32":
         return [family for family in families if family == "flash_sm80"]
@@ -351,7 +357,7 @@ def inputs_of(dtype: str, dims: tuple[int, int], features, shape: dict[str, int]
     """The arrays of a case, in whose first batch entry lengths leave most of the tokens."""
     from cases import Case, make_inputs
 
-    features = tuple(feature for feature in features if feature[0] not in ("fp8", "tf32"))
+    features = tuple(feature for feature in features if feature[0] not in ("fp8", "precision"))
     case = Case(
         "sanitize", **shape, dtype=dtype, head_dim=dims[0], value_dim=dims[1], features=features
     )
@@ -376,7 +382,7 @@ def run_cases(tool: str, only: str, part: int) -> None:
     sys.path.insert(0, str(_TESTS))
     import jax
     from cases import check
-    from oracle import TF32
+    from oracle import SPLIT, TF32
     from test_cases import run
     from test_gpu import FAMILIES
     from test_gpu_fp8 import compare
@@ -395,12 +401,14 @@ def run_cases(tool: str, only: str, part: int) -> None:
                 made = compare(inputs, per, dtype, rotation=rotation)
                 sizes[False].update(array.nbytes for array in made)
                 continue
-            results = run(inputs, family, deterministic=deterministic)
+            precision = dict(features).get("precision")
+            results = run(inputs, family, deterministic=deterministic, precision=precision)
             if tool in ("memcheck", "initcheck"):
                 on_hopper = family == "flash_sm90" and dtype == "bfloat16"
                 capped = on_hopper and "soft_cap" in dict(features)
-                rounded = TF32 * ("tf32" in dict(features))
-                check(results, inputs, logit_error=3.5e-4 * capped, product_error=rounded)
+                errors = {"product_error": TF32} if precision == "default" else {}
+                errors |= {"number_error": SPLIT} if precision == "highest" else {}
+                check(results, inputs, logit_error=3.5e-4 * capped, **errors)
             arrays = {"out": results.out, "lse": results.lse, **results.grads}
             tensor_copies = by_tensor_copies(family, dims, features, deterministic, own_shape)
             for name, array in arrays.items():

@@ -175,6 +175,11 @@ FLOAT32_NAMED = [
     ("TF32, bias and mask", 256, {"head_dim": 130}),  # there is no kernel without modifiers
     ("TF32, bias and mask", 256, {"head_dim": 40, "value_dim": 200, "mask": KEY_MASK}),
     ("TF32, every modifier but segments", 256, {"head_dim": 256, "dropout_rate": 0.1}),
+    ("split float16, bias and mask", 64, {"head_dim": 64, "precision": "highest"}),
+    ("split float16, bias and mask", 128, {"precision": "high", "is_causal": True}),
+    ("split float16, every modifier but segments", 64,
+     {"head_dim": 40, "precision": "highest", "logits_soft_cap": 9.0}),
+    ("split float16, every modifier but segments", 128, {"precision": "highest", "slopes": True}),
 ]  # fmt: skip
 FLOAT32_DIMS = {dim for name, dim in ffi.native.cuda_recipes() if name == "TF32"}
 
@@ -199,7 +204,7 @@ def test_hopper_multiplies_many_queries_and_keys_of_float32_in_tf32(call):
         assert "many queries attend to many keys" in kernel.reason
         if pass_ == "forward":
             assert kernel.tile == (128, 128 if widest <= 64 else 64)
-        others = [{"gpu": A100}, {"precision": "highest"}, {"implementation": "flash_sm80"}]
+        others = [{"gpu": A100}, {"implementation": "flash_sm80"}]
         others += [
             {"q_len": 64, "kv_len": 4096},
             {"kv_len": 150},
@@ -264,6 +269,15 @@ def test_hopper_modifies_logits_of_float32(name, call):
         ((80, 90), {"logits_soft_cap": 5.0, "q_len": 256, "head_dim": 256}),
         ((80, 90), {"mask": (4, 1, 1, 256), "q_len": 256}),
         ((90, 90), {"mask": (4, 1, 1, 320), "q_len": 320}),
+        ((90, 90), {"precision": "highest", "q_len": 256}),
+        ((80, 80), {"precision": "highest", "q_len": 255}),
+        ((90, 90), {"precision": "highest", "q_len": 512, "is_causal": True}),
+        ((80, 80), {"precision": "highest", "q_len": 510, "is_causal": True}),
+        ((90, 80), {"precision": "highest", "q_len": 256, "is_causal": True, "head_dim": 128}),
+        ((90, 80), {"precision": "highest", "q_len": 192, "mask": (4, 1, 1, 192)}),
+        ((90, 80), {"precision": "highest", "q_len": 128, "bias": ((1, 1, 128, 128), jnp.float32)}),
+        ((80, 80), {"precision": "highest", "q_len": 4096, "head_dim": 129}),
+        ((80, 80), {"precision": "highest", "q_len": 4096, "segments": True}),
     ],
     ids=str,
 )  # fmt: skip

@@ -207,10 +207,10 @@ def test_gradients_of_heads_that_fit_a_block_repeat(length):
             np.testing.assert_array_equal(a, b)
 
 
-def check_poison_beyond_lengths(case: Case) -> None:
+def check_poison_beyond_lengths(case: Case, **options) -> None:
     """Rows and keys beyond their lengths do not change a bit, whatever they and cotangents hold."""
     inputs = make_inputs(case)
-    clean = run(inputs, None)
+    clean = run(inputs, None, **options)
 
     def poison(x, name, value):
         lengths = np.clip(inputs.options[f"{name}_seq_lengths"], 0, x.shape[1])
@@ -224,7 +224,7 @@ def check_poison_beyond_lengths(case: Case) -> None:
     inputs.dlse = poison(inputs.dlse, "query", np.nan)
     inputs.key = poison(inputs.key, "key_value", np.nan)
     inputs.value = poison(inputs.value, "key_value", -np.inf)
-    poisoned = run(inputs, None)
+    poisoned = run(inputs, None, **options)
     for name in ("query", "key", "value"):
         np.testing.assert_array_equal(poisoned.grads[name], clean.grads[name])
 

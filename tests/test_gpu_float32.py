@@ -16,7 +16,7 @@ from cases import (
     make_inputs,
     random_case,
 )
-from oracle import TF32, Results
+from oracle import SPLIT, TF32, Results
 from test_cases import run
 from test_gpu import FAMILIES, check_poison_beyond_lengths
 from test_gpu_masks import spoil_forbidden_keys
@@ -91,9 +91,8 @@ FOR_HOPPER = [
 ]
 
 
-PLAIN = ["TF32", "two kernels, TF32"]
-ELEMENTS = [f"{name}, bias and mask" for name in PLAIN]
-EVERY = [f"{name}, every modifier but segments" for name in PLAIN]
+# The ends of kernels' names, by the modifiers that they take.
+PLAIN, ELEMENTS, EVERY = "", ", bias and mask", ", every modifier but segments"
 
 
 def abstract(x):
@@ -101,36 +100,53 @@ def abstract(x):
     return jax.ShapeDtypeStruct(x.shape, x.dtype) if isinstance(x, np.ndarray) else x
 
 
-def run_on_hopper(inputs, kernels=PLAIN) -> Results:
+def run_on_hopper(inputs, modifiers=PLAIN, precision="default") -> Results:
     """The results, on Hopper by its kernels for float32.
 
-    Above head dim 128, those for a bias and a mask take calls without modifiers.
+    Above head dim 128, and where operands are split, those for a bias and a mask take calls
+    without modifiers.
     """
+    split = precision == "highest"
     if "flash_sm90" in FAMILIES:
         widest = max(inputs.query.shape[-1], inputs.value.shape[-1])
-        kernels = ELEMENTS if kernels == PLAIN and widest > 128 else kernels
+        modifiers = modifiers or (ELEMENTS if widest > 128 or split else PLAIN)
+        name = ("split float16" if split else "TF32") + modifiers
         operands = (inputs.query, inputs.key, inputs.value)
         options = {name: abstract(x) for name, x in inputs.options.items()}
-        explained = jax_flash.explain(*operands, **options)
-        assert [kernel.name for kernel in explained.kernels.values()] == kernels
-    return run(inputs, None, precision="default")
+        explained = jax_flash.explain(*operands, precision=precision, **options)
+        names = [kernel.name for kernel in explained.kernels.values()]
+        assert names == [name, f"two kernels, {name}"]
+    return run(inputs, None, precision=precision)
 
 
-def verify_on_hopper(case: Case) -> None:
-    inputs = make_inputs(case)
-    check(run_on_hopper(inputs), inputs, product_error=TF32)
+def verify_on_hopper(inputs, modifiers=PLAIN, precision="default") -> Results:
+    results = run_on_hopper(inputs, modifiers, precision)
+    verify_results(results, inputs, precision)
+    return results
 
 
-@pytest.mark.parametrize(
+def verify_results(results: Results, inputs, precision: str) -> None:
+    number_error = SPLIT if precision == "highest" and "flash_sm90" in FAMILIES else 0.0
+    product_error = PRODUCT_ERRORS[precision]
+    check(results, inputs, product_error=product_error, number_error=number_error)
+
+
+def each_precision_of(name: str, values: list):
+    """Parametrizes head dims, or pairs of them, and precisions: operands are split up to 128."""
+    cases = [(x, "default") for x in values]
+    cases += [(x, "highest") for x in values if max(x if isinstance(x, tuple) else (x,)) <= 128]
+    return pytest.mark.parametrize((name, "precision"), cases, ids=str)
+
+
+@each_precision_of(
     "dims",
     [(64, 64), (128, 128), (33, 64), (100, 72), (40, 128), (256, 256), (130, 200), (256, 100),
      (72, 250)],
-    ids=str,
 )  # fmt: skip
 @pytest.mark.parametrize("features", FOR_HOPPER, ids=str)
-def test_many_queries_and_keys(features, dims):
+def test_many_queries_and_keys(features, dims, precision):
     sizes = {"head_dim": dims[0], "value_dim": dims[1], **many(features)}
-    verify_on_hopper(Case("many", features=features, **sizes))
+    verify_on_hopper(make_inputs(Case("many", features=features, **sizes)), precision=precision)
 
 
 # The sm_80 kernels take segments, since they skip tiles of other segments.
@@ -152,9 +168,9 @@ def traced(name: str, setting) -> tuple:
     return "traced_window", tuple(-1 if size is None else size for size in sizes)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 128), (100, 72), (256, 256), (200, 136)], ids=str)
+@each_precision_of("dims", [(64, 64), (128, 128), (100, 72), (256, 256), (200, 136)])
 @pytest.mark.parametrize("case", MODIFIED_CASES, ids=str)
-def test_modifiers_of_many(case, dims):
+def test_modifiers_of_many(case, dims, precision):
     features = tuple(traced(*feature) for feature in case.features)
     q_len, kv_len = (300, 700) if many(features) == MANY else (800, 830)
     sizes = {"head_dim": dims[0], "value_dim": dims[1], "q_len": q_len, "kv_len": kv_len}
@@ -162,33 +178,31 @@ def test_modifiers_of_many(case, dims):
     inputs = make_inputs(case)
     others = {"logits_soft_cap", "dropout_rate", "alibi_slopes", "relative_bias"}
     mask = inputs.options.get("mask", np.ones((1, 1, 2, 1)))
-    kernels = EVERY
+    modifiers = EVERY
     if others.isdisjoint(inputs.options):
-        kernels = ELEMENTS if "bias" in inputs.options or mask.shape[1:3] != (1, 1) else PLAIN
-    check(run_on_hopper(inputs, kernels), inputs, product_error=TF32)
+        modifiers = ELEMENTS if "bias" in inputs.options or mask.shape[1:3] != (1, 1) else PLAIN
+    verify_on_hopper(inputs, modifiers, precision)
 
 
 @pytest.mark.parametrize("scale", [0.0, -0.3])
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
-def test_any_scale_of_many(head_dim, scale):
+@each_precision_of("head_dim", [64, 128, 256])
+def test_any_scale_of_many(head_dim, scale, precision):
     features = (("scale", scale), ("causal", True))
     sizes = {"head_dim": head_dim, "value_dim": head_dim, **many(features)}
-    inputs = make_inputs(Case("scale", features=features, **sizes))
-    check(run_on_hopper(inputs, ELEMENTS), inputs, product_error=TF32)
+    verify_on_hopper(make_inputs(Case("scale", features=features, **sizes)), ELEMENTS, precision)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 100), (256, 200)], ids=str)
+@each_precision_of("dims", [(64, 64), (128, 100), (256, 200)])
 @pytest.mark.parametrize("features", [(), (("causal", True),), (("dropout", 0.3),)], ids=str)
-def test_pairs_of_many_that_a_mask_forbids(features, dims):
+def test_pairs_of_many_that_a_mask_forbids(features, dims, precision):
     """What a mask forbids to all queries may be NaN; what it forbids to some reaches the others."""
     sizes = {"head_dim": dims[0], "value_dim": dims[1], "heads": 4, "kv_heads": 4, **many(features)}
     inputs = make_inputs(Case("pairs", features=(("mask", "BTS"), *features), **sizes))
     inputs.options["mask"][..., 100:200] = False
-    kernels = EVERY if "dropout_rate" in inputs.options else ELEMENTS
-    clean = run_on_hopper(inputs, kernels)
-    check(clean, inputs, product_error=TF32)
+    modifiers = EVERY if "dropout_rate" in inputs.options else ELEMENTS
+    clean = verify_on_hopper(inputs, modifiers, precision)
     spoil_forbidden_keys(inputs)
-    for name, x in run_on_hopper(inputs, kernels).arrays().items():
+    for name, x in run_on_hopper(inputs, modifiers, precision).arrays().items():
         np.testing.assert_array_equal(x, clean.arrays()[name], err_msg=name)
     inputs.value[0, 300, 1, 5], inputs.value[0, 301, 1, 6] = np.nan, -np.inf
     attends = inputs.options["mask"][0, 0, :, 300:302].astype(bool)
@@ -197,7 +211,7 @@ def test_pairs_of_many_that_a_mask_forbids(features, dims):
     expected = clean.out.copy()
     expected[0, attends[:, 0], 1, 5] = np.nan
     expected[0, attends[:, 1], 1, 6] = -np.inf
-    got = run_on_hopper(inputs, kernels).out
+    got = run_on_hopper(inputs, modifiers, precision).out
     if "dropout_rate" in inputs.options:  # a dropped NaN may reach the row or not
         kept = np.isfinite(got)
         assert (kept >= np.isfinite(expected)).all()
@@ -205,77 +219,105 @@ def test_pairs_of_many_that_a_mask_forbids(features, dims):
     np.testing.assert_array_equal(got, expected)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@each_precision_of("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("features", [(), (("causal", True), ("offset", "align"))], ids=str)
 @pytest.mark.parametrize("q_len", [128, 129, 191, 700])
 @pytest.mark.parametrize("kv_len", [1024, 1025, 1087, 1100])
-def test_many_of_any_number(kv_len, q_len, features, head_dim):
+def test_many_of_any_number(kv_len, q_len, features, head_dim, precision):
     case = Case("many", q_len=q_len, kv_len=kv_len, head_dim=head_dim, value_dim=head_dim)
     fields = {"heads": 16, "kv_heads": 2, "std": 3.0, "features": features}
-    verify_on_hopper(dataclasses.replace(case, **fields))
+    verify_on_hopper(make_inputs(dataclasses.replace(case, **fields)), precision=precision)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@each_precision_of("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("unmapped", [(), ("query",), ("key", "value"), ("value",)], ids=str)
-def test_many_under_vmap(unmapped, head_dim):
+def test_many_under_vmap(unmapped, head_dim, precision):
     case = Case("many", batch=3, head_dim=head_dim, value_dim=head_dim, unmapped=unmapped, **MANY)
-    verify_on_hopper(case)
+    verify_on_hopper(make_inputs(case), precision=precision)
 
 
 # Several thread blocks share a block of keys. Each takes whole query heads, or parts of them.
-@pytest.mark.parametrize("head_dim", [64, 100, 200])
+@each_precision_of("head_dim", [64, 100, 200])
 @pytest.mark.parametrize("heads", [(1, 1), (8, 1), (6, 2), (5, 5)], ids=str)
 @pytest.mark.parametrize(
     "features",
     [(), (("causal", True),), (("bias", ("NTS", "float32")),), (("lengths", "qk"),)],
     ids=str,
 )
-def test_few_blocks_of_many_keys(features, heads, head_dim):
+def test_few_blocks_of_many_keys(features, heads, head_dim, precision):
     sizes = {"batch": 2, "heads": heads[0], "kv_heads": heads[1], **many(features)}
     case = Case("few", features=features, head_dim=head_dim, value_dim=64, **sizes)
     inputs = make_inputs(case)
-    results = run(inputs, None, precision="default")
-    check(results, inputs, product_error=TF32)
+    results = run(inputs, None, precision=precision)
+    verify_results(results, inputs, precision)
     if "bias" not in inputs.options:
-        again = run(inputs, None, precision="default").arrays()
+        again = run(inputs, None, precision=precision).arrays()
         for name, x in results.arrays().items():
             np.testing.assert_array_equal(x, again[name], err_msg=name)
 
 
-@pytest.mark.parametrize("head_dim", [50, 64, 100, 128, 130, 256])
+@each_precision_of("head_dim", [50, 64, 100, 128, 130, 256])
 @pytest.mark.parametrize("features", [(), (("causal", True), ("offset", "align"))], ids=str)
-def test_poison_beyond_lengths_of_many(features, head_dim):
+def test_poison_beyond_lengths_of_many(features, head_dim, precision):
     """At head dims 50 and 130, rows begin at any multiple of 4 bytes."""
     sizes = {"head_dim": head_dim, "value_dim": head_dim, **MANY}
     features = (("lengths", "qk"), ("dlse", True), *features)
-    check_poison_beyond_lengths(Case("poison", features=features, **sizes))
+    check_poison_beyond_lengths(Case("poison", features=features, **sizes), precision=precision)
 
 
-@pytest.mark.parametrize("dims", [(64, 64), (128, 100), (160, 256)], ids=str)
+@each_precision_of("dims", [(64, 64), (128, 100), (160, 256)])
 @pytest.mark.parametrize("pattern", ["left", "middle", "tiles"])
 @pytest.mark.parametrize("causal", [False, True])
-def test_masks_of_keys_that_heads_have(causal, pattern, dims):
+def test_masks_of_keys_that_heads_have(causal, pattern, dims, precision):
     """What a mask forbids may be NaN."""
     features = (("pattern", (pattern, "BN")), *((("causal", True),) if causal else ()))
     sizes = {"head_dim": dims[0], "value_dim": dims[1], "heads": 4, "kv_heads": 4}
     case = Case("heads", q_len=1030, kv_len=1100, features=features, **sizes)
     inputs = make_inputs(case)
-    clean = run_on_hopper(inputs)
-    check(clean, inputs, product_error=TF32)
+    clean = verify_on_hopper(inputs, precision=precision)
     spoil_forbidden_keys(inputs)
-    for name, x in run_on_hopper(inputs).arrays().items():
+    for name, x in run_on_hopper(inputs, precision=precision).arrays().items():
         np.testing.assert_array_equal(x, clean.arrays()[name], err_msg=name)
 
 
-@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@each_precision_of("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("factor", [1.0, 30.0, 1000.0])
-def test_logits_that_rise(head_dim, factor):
+def test_logits_that_rise(head_dim, factor, precision):
     """Each tile of keys, from the last to the first, has greater logits than those before."""
     case = Case("rising", batch=1, q_len=300, kv_len=1100, heads=8, kv_heads=1)
     inputs = make_inputs(dataclasses.replace(case, head_dim=head_dim, value_dim=head_dim))
     inputs.query[..., 0] = 1
     inputs.key[..., 0] = np.arange(1100)[::-1, None] // 64 * (factor / 20)
-    check(run_on_hopper(inputs), inputs, product_error=TF32)
+    verify_on_hopper(inputs, precision=precision)
+
+
+@each_precision_of("head_dim", [64, 128, 256])
+def test_great_numbers_in_forbidden_keys(head_dim, precision):
+    """A mask forbids keys to all queries, and their numbers do not change those of other keys."""
+    sizes = {"head_dim": head_dim, "value_dim": head_dim, "heads": 4, "kv_heads": 4, **MANY}
+    inputs = make_inputs(Case("forbidden", features=(("mask", "BTS"),), **sizes))
+    inputs.options["mask"][..., 100:200] = False
+    inputs.key[:, 100:200], inputs.value[:, 100:200] = 0, 0
+    clean = verify_on_hopper(inputs, ELEMENTS, precision)
+    inputs.key[:, 100:200], inputs.value[:, 100:200] = 1e30, -1e30
+    for name, x in run_on_hopper(inputs, ELEMENTS, precision).arrays().items():
+        np.testing.assert_array_equal(x, clean.arrays()[name], err_msg=name)
+
+
+@each_precision_of("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("features", [(), (("causal", True), ("dlse", True))], ids=str)
+def test_numbers_of_other_magnitudes(features, head_dim, precision):
+    """Split operands share a power of two with others of a row, and small ones lose few bits."""
+    sizes = {"head_dim": head_dim, "value_dim": head_dim, **many(features)}
+    inputs = make_inputs(Case("magnitudes", features=features, **sizes))
+    rng = np.random.default_rng(0)
+    for x in (inputs.value, inputs.dout):
+        x *= 10.0 ** -rng.integers(0, 4, x.shape)  # elements
+    for x in (inputs.query, inputs.key, inputs.value, inputs.dout):
+        x *= 10.0 ** rng.integers(-3, 1, (*x.shape[:-1], 1))  # rows
+        x *= 10.0 ** rng.integers(-9, 9)
+    inputs.options["scale"] = 1 / np.abs(inputs.query).max() / np.abs(inputs.key).max()
+    verify_on_hopper(inputs, precision=precision)
 
 
 @each_precision

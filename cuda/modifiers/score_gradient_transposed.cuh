@@ -43,8 +43,10 @@ struct ColumnsInRegisters {
 // Handles the fragments whose element [0, 0] is (key0, row0) of one batch and query head: 16 keys
 // by 8 kN queries. `lse_smem` and `delta_smem` begin at query row0. kModifiers: modifiers that are
 // applied here if the call has them. kScaled: dS is multiplied by the scale. Without kModifiers,
-// delta has been multiplied by it already.
-template <uint32_t kModifiers, int kN, bool kManyRegisters = false, bool kScaled = false>
+// delta has been multiplied by it already. kExact: products are as exact as those of float32, so
+// lse_low matters.
+template <uint32_t kModifiers, int kN, bool kManyRegisters = false, bool kScaled = false,
+          bool kExact = false>
 struct TransposedGradient {
   static constexpr bool kGeneral = kModifiers != kNoModifier;
 
@@ -148,8 +150,8 @@ struct TransposedGradient {
   }
 
  private:
-  // Computes exp((S - lse) - lse_low), for calls with natural units. lse_low is read only if a lse
-  // is extreme; otherwise it is nearly 0.
+  // Computes exp((S - lse) - lse_low), for calls with natural units. Unless kExact, lse_low is read
+  // only if a lse is extreme; otherwise it is nearly 0.
   template <typename Columns>
   __device__ __forceinline__ void natural_probabilities(float (&scores)[kN][4],
                                                         const Columns& columns,
@@ -165,7 +167,7 @@ struct TransposedGradient {
         }
       }
     };
-    bool extreme = false;
+    bool extreme = kExact;
 #pragma unroll
     for (int column = 0; column < 8 * kN; column += 32) {
       extreme |= is_extreme(lse_smem[column + threadIdx.x % 32]);

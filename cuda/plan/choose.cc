@@ -207,19 +207,19 @@ bool choose_one_row(const Backward& params, int32_t family, const FindInstance& 
   return true;
 }
 
-// Chooses Hopper's kernels for float32 if they take the call and are faster: they multiply in TF32.
-// Returns whether they are chosen.
+// Chooses Hopper's kernels for float32 if they take the call and are faster. They multiply in TF32,
+// or split operands into float16. Returns whether they are chosen.
 bool choose_float32(const Forward& params, bool is_backward, int32_t family, const Device& device,
                     const FindInstance& find, Choice& choice) {
   const Shape& shape = params.shape;
   const uint32_t modifiers = modifiers_of(params);
   const int32_t head_dim = sm90::float32_head_dim(shape);
-  // Above head dim 128, there is no kernel without modifiers.
-  const bool general = sm90::float32_modifiers(params) != kNoModifier || head_dim > 128;
+  // Above head dim 128, and for split operands, there is no kernel without modifiers.
+  const bool general =
+      sm90::float32_modifiers(params) != kNoModifier || head_dim > 128 || choice.exact;
   if (params.query.dtype != DType::kFloat32 || family != 0 || device.capability != 90 ||
-      choice.exact || params.options.smem_limit > 0 ||
-      (modifiers & ~sm90::kFloat32Modifiers) != 0 ||
-      !sm90::takes_float32(shape, is_backward, sm90::float32_call(params),
+      params.options.smem_limit > 0 || (modifiers & ~sm90::kFloat32Modifiers) != 0 ||
+      !sm90::takes_float32(shape, is_backward, choice.exact, sm90::float32_call(params),
                            sm90::attended_keys(params)) ||
       find(90, general) != head_dim) {
     return false;
@@ -227,16 +227,18 @@ bool choose_float32(const Forward& params, bool is_backward, int32_t family, con
   choice.family = 90;
   choice.head_dim = head_dim;
   choice.general = general;
-  choice.reason = "products are in TF32, and many queries attend to many keys";
+  choice.reason = choice.exact
+                      ? "each product is three of float16, and many queries attend to many keys"
+                      : "products are in TF32, and many queries attend to many keys";
   return true;
 }
 
 // Returns the recipe of a call that choose_float32() takes.
 Recipe float32_recipe(const Forward& params, const Choice& choice) {
   if (!choice.general) return Recipe::kFloat32;
-  return (sm90::float32_modifiers(params) & ~sm90::kFloat32Elements) == 0
-             ? Recipe::kFloat32Elements
-             : Recipe::kFloat32Modified;
+  const bool every = sm90::float32_modifiers(params) == sm90::kFloat32Modifiers;
+  if (choice.exact) return every ? Recipe::kFloat16Modified : Recipe::kFloat16Elements;
+  return every ? Recipe::kFloat32Modified : Recipe::kFloat32Elements;
 }
 
 // Describes the sm_80 kernels for head dims above 256 (sm80/wide_config.cuh).
@@ -646,7 +648,13 @@ Status choose_backward(const Backward& params, int32_t family, const Device& dev
     switch (float32_recipe(params, choice)) {
       case Recipe::kFloat32: choice.name = "two kernels, TF32"; break;
       case Recipe::kFloat32Elements: choice.name = "two kernels, TF32, bias and mask"; break;
-      default: choice.name = "two kernels, TF32, every modifier but segments";
+      case Recipe::kFloat16Elements:
+        choice.name = "two kernels, split float16, bias and mask";
+        break;
+      case Recipe::kFloat16Modified:
+        choice.name = "two kernels, split float16, every modifier but segments";
+        break;
+      default: choice.name = "two kernels, TF32, every modifier but segments";  // kFloat32Modified
     }
     choice.queries = choice.keys = sm90::Float32Gradient::kTileRows;
     return {};
@@ -712,9 +720,11 @@ int64_t forward_workspace_bytes(const Shape& shape, DType dtype, const ForwardFe
       features.segments || mask_of_keys ? SegmentSpans::bytes(shape) : int64_t{0};
   if (features.segments) return std::max(span_bytes, decode_bytes);
   if (dtype == DType::kFloat32) {  // the rest is for 16 bits
-    const bool tiles = !features.exact && sm90::may_take_float32(shape, false);
     sm90::Float32Tiles plan;
-    return std::max(decode_bytes, tiles ? sm90::Float32Tiles::plan(shape, nullptr, plan) : 0);
+    return std::max(decode_bytes,
+                    sm90::may_take_float32(shape, false, features.exact)
+                        ? sm90::Float32Tiles::plan(shape, features.exact, nullptr, plan)
+                        : 0);
   }
   int64_t bytes = masked ? sm90::MaskWords::bytes(shape, features.mask_matrices, features.mask_rows)
                          : sm90::DecodeWorkspace::bytes(shape);
@@ -746,9 +756,9 @@ int64_t backward_workspace_bytes(const Shape& shape, const BackwardFeatures& fea
   BackwardWorkspace workspace;
   int64_t bytes = BackwardWorkspace::plan(shape, head_dim, features, nullptr, workspace);
   if (!features.is_float32) return bytes;
-  if (!features.exact && !features.segments && sm90::may_take_float32(shape, true)) {
+  if (!features.segments && sm90::may_take_float32(shape, true, features.exact)) {
     sm90::Float32Gradient tiles;
-    bytes += sm90::Float32Gradient::plan(shape, nullptr, tiles);
+    bytes += sm90::Float32Gradient::plan(shape, features.exact, nullptr, tiles);
   }
   return std::max(bytes, sm80::DecodeParts::gradient_bytes(shape));
 }

@@ -1,6 +1,6 @@
-// Decides which float32 calls take Hopper's kernels of TF32 products (sm90/forward_float32,
-// sm90/backward_float32), and lays out tiles of their operands (sm90/float32_tiles.cuh). Also
-// defines KeyBits, which kernels of 16-bit calls share.
+// Decides which calls take Hopper's kernels for float32 (sm90/forward_float32,
+// sm90/backward_float32), and lays out tiles of their operands (sm90/float32_tiles.cuh,
+// sm90/split_tiles.cuh). Also defines KeyBits, which kernels of 16-bit calls share.
 #pragma once
 
 #include <algorithm>
@@ -30,13 +30,17 @@ inline int32_t float32_head_dim(const Shape& shape) {
   return widest <= 64 ? 64 : widest <= 128 ? 128 : 256;
 }
 
+// Below, `split` says whether products are as exact as those of float32: each number is then split
+// into two of float16 (ptx/split.cuh). This is the greatest head dim of such kernels.
+inline constexpr int32_t kMaxSplitHeadDim = 128;
+
 // kFloat32Elements are the modifiers of smaller kernels, which are faster; kFloat32Modifiers are
 // all that any of these kernels takes (sm90/float32_logits.cuh).
 inline constexpr uint32_t kFloat32Elements = kBias | kMask | kAnyScale;
 inline constexpr uint32_t kFloat32Modifiers = kFloat32Elements | kSoftCap | kDropout | kDistance;
 
 // Returns the modifiers of the kernel that takes a call. A mask alone that all queries of a group
-// share does not count: float32_tiles_kernel leaves out the keys that it forbids.
+// share does not count: the tiles' kernel leaves out the keys that it forbids.
 inline uint32_t float32_modifiers(const Forward& params) {
   const uint32_t modifiers = modifiers_of(params);
   if (modifiers == kMask && key_block_has_one_mask(params)) return kNoModifier;
@@ -44,7 +48,8 @@ inline uint32_t float32_modifiers(const Forward& params) {
   return (modifiers & ~kFloat32Elements) == 0 ? kFloat32Elements : kFloat32Modifiers;
 }
 
-// Names the kinds of calls. Each needs another number of keys: see least_float32_keys().
+// Names the kinds of calls. Each needs another number of keys: see least_float32_keys() and
+// least_split_operand_keys().
 enum class Float32Call { kPlain, kKeyMask, kModified };
 
 inline Float32Call float32_call(const Forward& params) {
@@ -93,48 +98,68 @@ constexpr Float32Least least_float32_keys(int32_t head_dim, bool is_backward, Fl
   }
 }
 
+// Returns the same for split operands.
+constexpr Float32Least least_split_operand_keys(int32_t head_dim, bool is_backward,
+                                                Float32Call call) {
+  if (is_backward) return {256, 256};
+  switch (call) {
+    case Float32Call::kKeyMask: return {192, 192};
+    case Float32Call::kModified: return {128, 128};
+    default: return {256, head_dim <= 64 ? 256 : 128};
+  }
+}
+
 // Returns whether the kernels of a pass take a call. `attended`: as attended_keys() returns.
-inline bool takes_float32(const Shape& shape, bool is_backward, Float32Call call,
+inline bool takes_float32(const Shape& shape, bool is_backward, bool split, Float32Call call,
                           int64_t attended) {
   const int32_t widest = std::max(shape.head_dim, shape.value_dim);
   const int64_t rows = int64_t{shape.q_len} * (shape.heads / std::max(shape.kv_heads, 1));
-  const Float32Least least = least_float32_keys(float32_head_dim(shape), is_backward, call);
-  return widest > 32 && widest <= 256 && shape.num_batch_dims <= kTensorMapBatchDims &&
-         shape.q_len >= 128 && shape.kv_len >= least.keys &&
-         std::min(rows, attended) >= least.attended;
+  const Float32Least least =
+      split ? least_split_operand_keys(float32_head_dim(shape), is_backward, call)
+            : least_float32_keys(float32_head_dim(shape), is_backward, call);
+  return widest > 32 && widest <= (split ? kMaxSplitHeadDim : 256) &&
+         shape.num_batch_dims <= kTensorMapBatchDims && shape.q_len >= 128 &&
+         shape.kv_len >= least.keys && std::min(rows, attended) >= least.attended;
 }
 
 // Returns whether takes_float32() may hold for a call of this shape.
-inline bool may_take_float32(const Shape& shape, bool is_backward) {
-  return takes_float32(shape, is_backward, Float32Call::kPlain, shape.kv_len) ||
-         takes_float32(shape, is_backward, Float32Call::kKeyMask, shape.kv_len) ||
-         takes_float32(shape, is_backward, Float32Call::kModified, shape.kv_len);
+inline bool may_take_float32(const Shape& shape, bool is_backward, bool split) {
+  return takes_float32(shape, is_backward, split, Float32Call::kPlain, shape.kv_len) ||
+         takes_float32(shape, is_backward, split, Float32Call::kKeyMask, shape.kv_len) ||
+         takes_float32(shape, is_backward, split, Float32Call::kModified, shape.kv_len);
 }
 
-// Lays out the workspace of the forward pass. A tile, of keys or of transposed values, has
-// kTileFloats numbers.
-struct Float32Tiles {
-  static constexpr int kTileFloats = 8192;
+// A tile of split operands, or a part of one, has 64 rows. After it come the rows' magnitudes.
+inline constexpr int kSplitRows = 64;
 
+// Lays out the workspace of the forward pass, which has tiles of keys and of values.
+struct Float32Tiles {
   float *key = nullptr, *value = nullptr;
   KeyBits* bits = nullptr;     // of the keys of each tile
   KeyBits* bad = nullptr;      // of the keys of each tile whose values include NaN or infinity
   int32_t* counter = nullptr;  // of units that blocks have taken; cleared with the tiles
   int32_t tiles = 0;           // for each batch entry and key/value head
 
-  // Returns the keys of a tile.
-  static constexpr int32_t keys(int32_t head_dim) { return kTileFloats / head_dim; }
+  // Return the number of keys of a tile, and the number of floats from one tile to the next.
+  static constexpr int32_t keys(int32_t head_dim, bool split) {
+    return split ? kSplitRows : 8192 / head_dim;
+  }
+  static constexpr int32_t floats(int32_t head_dim, bool split) {
+    return keys(head_dim, split) * head_dim + (split ? kSplitRows : 0);
+  }
 
   // Sets the pointers from `base` on, and returns the size in bytes. `base` may be null.
-  static int64_t plan(const Shape& shape, void* base, Float32Tiles& result) {
-    result.tiles = static_cast<int32_t>(ceil_div(shape.kv_len, keys(float32_head_dim(shape))));
+  static int64_t plan(const Shape& shape, bool split, void* base, Float32Tiles& result) {
+    const int32_t head_dim = float32_head_dim(shape);
+    result.tiles = static_cast<int32_t>(ceil_div(shape.kv_len, keys(head_dim, split)));
     const int64_t count = shape.batch * shape.kv_heads * result.tiles;
+    const int64_t all = count * floats(head_dim, split);
     result.key = static_cast<float*>(base);
-    result.value = result.key + count * kTileFloats;
-    result.bits = reinterpret_cast<KeyBits*>(result.value + count * kTileFloats);
+    result.value = result.key + all;
+    result.bits = reinterpret_cast<KeyBits*>(result.value + all);
     result.bad = result.bits + count;
     result.counter = reinterpret_cast<int32_t*>(result.bad + count);
-    return count * (2 * kTileFloats * 4 + 2 * static_cast<int64_t>(sizeof(KeyBits))) +
+    return 2 * all * 4 + 2 * count * static_cast<int64_t>(sizeof(KeyBits)) +
            static_cast<int64_t>(sizeof(int32_t));
   }
 };
@@ -146,8 +171,12 @@ struct Float32Gradient {
   static constexpr int kTileRows = 64, kBlockKeys = kSplitKeys;
 
   // Returns how many thread blocks divide the columns of the operands.
-  static constexpr int32_t column_blocks(int32_t head_dim) { return head_dim <= 128 ? 1 : 2; }
+  static constexpr int32_t column_blocks(int32_t head_dim, bool split) {
+    return head_dim <= (split ? 64 : 128) ? 1 : 2;
+  }
 
+  // Split tiles are read in both orders. There, `key_transposed` has zeros in place of NaN and
+  // infinity, and is not transposed; the other two are null.
   float *query = nullptr, *query_transposed = nullptr;
   float *dout = nullptr, *dout_transposed = nullptr;
   float *key = nullptr, *key_transposed = nullptr, *value = nullptr;
@@ -158,30 +187,37 @@ struct Float32Gradient {
   int32_t parts = 1;
 
   // Sets the pointers from `base` on, and returns the size in bytes. `base` may be null.
-  static int64_t plan(const Shape& shape, void* base, Float32Gradient& result) {
+  static int64_t plan(const Shape& shape, bool split, void* base, Float32Gradient& result) {
     result.query_tiles = static_cast<int32_t>(ceil_div(shape.q_len, kTileRows));
     result.key_tiles = static_cast<int32_t>(ceil_div(shape.kv_len, kTileRows));
-    const int64_t of_tile = int64_t{kTileRows} * float32_head_dim(shape);
+    const int32_t head_dim = float32_head_dim(shape);
+    const int64_t of_tile =
+        int64_t{kTileRows} * head_dim + (split ? kSplitRows * column_blocks(head_dim, split) : 0);
     const int64_t queries = shape.batch * shape.heads * result.query_tiles * of_tile;
     const int64_t keys = shape.batch * shape.kv_heads * result.key_tiles * of_tile;
-    result.query = static_cast<float*>(base);
-    result.query_transposed = result.query + queries;
-    result.dout = result.query_transposed + queries;
-    result.dout_transposed = result.dout + queries;
-    result.key = result.dout_transposed + queries;
-    result.key_transposed = result.key + keys;
-    result.value = result.key_transposed + keys;
+    int64_t floats = 0;
+    const auto take = [&](int64_t count) {
+      floats += count;
+      return static_cast<float*>(base) + (floats - count);
+    };
+    result.query = take(queries);
+    if (!split) result.query_transposed = take(queries);
+    result.dout = take(queries);
+    if (!split) result.dout_transposed = take(queries);
+    result.key = take(keys);
+    result.key_transposed = take(keys);
+    result.value = take(keys);
     result.bits = reinterpret_cast<KeyBits*>(result.value + keys);
     const int64_t tiles = keys / of_tile, heads = shape.batch * shape.kv_heads;
     const int64_t blocks = std::max<int64_t>(
-        ceil_div(shape.kv_len, kBlockKeys) * heads * column_blocks(float32_head_dim(shape)), 1);
+        ceil_div(shape.kv_len, kBlockKeys) * heads * column_blocks(head_dim, split), 1);
     const int64_t most = shape.heads / std::max(shape.kv_heads, 1) * int64_t{result.query_tiles};
     result.parts = static_cast<int32_t>(
         std::clamp<int64_t>(kSplitBlocks / blocks, 1, std::max<int64_t>(most, 1)));
     const int64_t rows = result.parts == 1 ? 0 : result.parts * heads * shape.kv_len;
     result.dkey = reinterpret_cast<float*>(result.bits + tiles);
     result.dvalue = result.dkey + rows * shape.head_dim;
-    return (4 * queries + 3 * keys + rows * (shape.head_dim + shape.value_dim)) * 4 +
+    return (floats + rows * (shape.head_dim + shape.value_dim)) * 4 +
            tiles * static_cast<int64_t>(sizeof(KeyBits));
   }
 };

@@ -80,6 +80,8 @@ enum class Recipe : int32_t {
   kFloat32,
   kFloat32Elements,
   kFloat32Modified,
+  kFloat16Elements,  // float32 operands that are split into two numbers of float16 each
+  kFloat16Modified,
 };
 
 // The operands of a kernel.
@@ -130,8 +132,9 @@ constexpr RecipeRow float8_row(int32_t head_dim, bool modified) {
 }
 
 constexpr RecipeRow float32_row(Recipe recipe, const char* name, int32_t head_dim,
-                                uint32_t modifiers) {
-  RecipeRow row{recipe, name, head_dim, head_dim, modifiers, 2, Float32Tiles::keys(head_dim)};
+                                uint32_t modifiers, bool split = false) {
+  RecipeRow row{
+      recipe, name, head_dim, head_dim, modifiers, 2, Float32Tiles::keys(head_dim, split)};
   row.operands = Operands::kFloat32;
   return row;
 }
@@ -265,6 +268,15 @@ inline constexpr RecipeRow kRecipes[] = {
                 kFloat32Modifiers),
     float32_row(Recipe::kFloat32Modified, "TF32, every modifier but segments", 256,
                 kFloat32Modifiers),
+    // The same for split operands, whose products are as exact as those of float32.
+    float32_row(Recipe::kFloat16Elements, "split float16, bias and mask", 64, kFloat32Elements,
+                true),
+    float32_row(Recipe::kFloat16Elements, "split float16, bias and mask", 128, kFloat32Elements,
+                true),
+    float32_row(Recipe::kFloat16Modified, "split float16, every modifier but segments", 64,
+                kFloat32Modifiers, true),
+    float32_row(Recipe::kFloat16Modified, "split float16, every modifier but segments", 128,
+                kFloat32Modifiers, true),
 };
 inline constexpr int kRecipeCount = sizeof(kRecipes) / sizeof(kRecipes[0]);
 

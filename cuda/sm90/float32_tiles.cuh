@@ -58,7 +58,8 @@ struct TilesOf {
   bool vectors = false;  // true if four columns can be read at a time
   bool clears = false;   // true if the transposed tile has zeros for NaN and infinity
   int32_t heads = 0, cols = 0, tiles = 0;
-  float *plain = nullptr, *transposed = nullptr;  // these may be null
+  // These may be null. If operands are split, `transposed` is a copy without NaN and infinity.
+  float *plain = nullptr, *transposed = nullptr;
   KeyBits* bits = nullptr;
   KeyBits* bad = nullptr;  // if not null, gets a bit for each row with NaN or infinity
 };
@@ -79,6 +80,20 @@ struct GradientStatistics {
         delta(workspace.delta),
         rows(workspace.rows),
         factor(adds_to_logits(params) ? 1.0f : kLog2E) {}
+
+  // Stores lse and delta of a row, if it exists. `takes_part`: whether it has results. `sum`: that
+  // of dO * O.
+  __device__ __forceinline__ void store(const BatchIndex& batch, int64_t batch_head, int32_t head,
+                                        int32_t row, bool takes_part, float sum) const {
+    if (row >= rows) return;
+    const float own =
+        takes_part ? batch.pointer<const float>(lse, head)[row * lse.row] : minus_infinity();
+    const bool dead = own == minus_infinity();
+    float difference = dead ? 0.0f : sum;
+    if (dlse && !dead) difference -= batch.pointer<const float>(dlse, head)[row * dlse.row];
+    lse_log2[batch_head * rows + row] = dead ? -minus_infinity() : own * factor;
+    delta[batch_head * rows + row] = difference;
+  }
 };
 struct AllTiles {
   static constexpr int kMost = 4;
@@ -96,6 +111,11 @@ struct AllTiles {
     const int32_t heads = queries ? shape.heads : shape.kv_heads;
     return of[count++] = {from,  queries, vectors,    false, heads,  cols,
                           tiles, plain,   transposed, bits,  nullptr};
+  }
+  int64_t blocks(const Shape& shape, int32_t parts) const {
+    int64_t sum = 0;
+    for (const TilesOf& operand : of) sum += shape.batch * operand.heads * operand.tiles * parts;
+    return sum;
   }
 };
 
@@ -183,7 +203,6 @@ __device__ __forceinline__ void write_statistics(const GradientStatistics& of,
   constexpr int kWarps = kTilesThreads / 32;
   const int lane = threadIdx.x % 32;
   const float* out = batch.pointer<const float>(of.out, head) + row0 * of.out.row;
-  const float* lse = batch.pointer<const float>(of.lse, head) + row0 * of.lse.row;
   float sums[kRows / kWarps] = {};
 #pragma unroll
   for (int i = 0; i < kRows / kWarps; ++i) {  // all loads are in flight together
@@ -209,15 +228,7 @@ __device__ __forceinline__ void write_statistics(const GradientStatistics& of,
       sums[i] += __shfl_xor_sync(0xffffffff, sums[i], distance);
     }
     const int row = i * kWarps + threadIdx.x / 32;
-    if (lane != 0 || row0 + row >= of.rows) continue;
-    const float own = exists[row] ? lse[row * of.lse.row] : minus_infinity();
-    const bool dead = own == minus_infinity();
-    float delta = dead ? 0.0f : sums[i];
-    if (of.dlse && !dead) {
-      delta -= batch.pointer<const float>(of.dlse, head)[(row0 + row) * of.dlse.row];
-    }
-    of.lse_log2[batch_head * of.rows + row0 + row] = dead ? -minus_infinity() : own * of.factor;
-    of.delta[batch_head * of.rows + row0 + row] = delta;
+    if (lane == 0) of.store(batch, batch_head, head, row0 + row, exists[row], sums[i]);
   }
 }
 
@@ -287,6 +298,32 @@ __device__ __forceinline__ int32_t last_key_tile(const KeyBits* bits, int32_t fi
   return first - 1;
 }
 
+// Says what a block works on.
+struct TilePlace {
+  int operand = 0;
+  int32_t part, head, batch, tile;
+  int64_t batch_head, index;  // index: of the tile in the workspace
+
+  __device__ __forceinline__ TilePlace(const Shape& shape, const AllTiles& all, int32_t parts) {
+    auto block = static_cast<int32_t>(blockIdx.x);
+    for (;; ++operand) {
+      const TilesOf& of = all.of[operand];
+      const int32_t blocks = static_cast<int32_t>(shape.batch) * of.heads * of.tiles * parts;
+      if (block < blocks) break;
+      block -= blocks;
+    }
+    const TilesOf& of = all.of[operand];
+    part = block % parts;
+    block /= parts;
+    const int32_t turn = block / of.heads;
+    head = block - turn * of.heads;
+    batch = turn / of.tiles;
+    tile = turn - batch * of.tiles;
+    batch_head = int64_t{batch} * of.heads + head;
+    index = batch_head * of.tiles + tile;
+  }
+};
+
 // Grid: for each operand, kParts blocks for each of its tiles, with kCols columns each. These vary
 // fastest, then heads, so that neighbours in memory are read at the same time.
 template <int kRows, int kCols, int kParts>
@@ -297,41 +334,29 @@ __global__ void __launch_bounds__(kTilesThreads, 4)
   __shared__ RoundedTile<kRows, kCols> stored;
   __shared__ bool exists[kRows];
   if (all.counter && blockIdx.x == 0 && threadIdx.x == 0) *all.counter = 0;
-  auto block = static_cast<int32_t>(blockIdx.x);
-  int operand = 0;
-  for (;; ++operand) {
-    const int32_t blocks = static_cast<int32_t>(params.shape.batch) * all.of[operand].heads *
-                           all.of[operand].tiles * kParts;
-    if (block < blocks) break;
-    block -= blocks;
-  }
-  const TilesOf& of = all.of[operand];
-  const int32_t part = block % kParts, col0 = part * kCols;
-  block /= kParts;
-  const int32_t turn = block / of.heads, head = block - turn * of.heads;
-  const int32_t batch_index = turn / of.tiles, tile = turn - batch_index * of.tiles;
-  const int64_t index = (int64_t{batch_index} * of.heads + head) * of.tiles + tile;
-  const int64_t first = (index * kParts + part) * kRows * kCols;
-  const int32_t row0 = tile * kRows;
-  const BatchIndex batch(params.shape, batch_index);
+  const TilePlace place(params.shape, all, kParts);
+  const TilesOf& of = all.of[place.operand];
+  const int32_t row0 = place.tile * kRows, col0 = place.part * kCols;
+  const int64_t first = (place.index * kParts + place.part) * kRows * kCols;
+  const BatchIndex batch(params.shape, place.batch);
   if (threadIdx.x < 128) {
     const int row = threadIdx.x;
     const bool own = row < kRows && takes_part(params, of, all.has_key_mask, batch,
-                                               Band(params, batch), head, row0 + row);
+                                               Band(params, batch), place.head, row0 + row);
     if (row < kRows) exists[row] = own;
-    if (of.bits && part == 0) write_bits<kRows>(of.bits + index, own);
+    if (of.bits && place.part == 0) write_bits<kRows>(of.bits + place.index, own);
   }
   __syncthreads();
-  const float* from = batch.pointer<const float>(of.from, head) + row0 * of.from.row;
+  const float* from = batch.pointer<const float>(of.from, place.head) + row0 * of.from.row;
   read_rows<kRows, kCols>(of, from + col0, of.cols - col0, exists, stored);
   __syncthreads();
   if (of.bad && threadIdx.x < 128) {
-    write_bits<kRows>(of.bad + index,
+    write_bits<kRows>(of.bad + place.index,
                       threadIdx.x < kRows && is_bad(stored, static_cast<int>(threadIdx.x)));
   }
-  if (operand == all.dout && part == 0) {
-    write_statistics<kRows, kCols>(all.statistics, batch, int64_t{batch_index} * of.heads + head,
-                                   head, row0, of.cols, exists, stored, kParts > 1 ? from : nullptr,
+  if (place.operand == all.dout && place.part == 0) {
+    write_statistics<kRows, kCols>(all.statistics, batch, place.batch_head, place.head, row0,
+                                   of.cols, exists, stored, kParts > 1 ? from : nullptr,
                                    of.from.row);
   }
   if (of.plain) write_plain<kRows, kCols>(of.plain + first, stored);
@@ -341,11 +366,9 @@ __global__ void __launch_bounds__(kTilesThreads, 4)
 // kParts: the number of parts of kCols columns that a tile has in the workspace.
 template <int kRows, int kCols, int kParts = 1>
 Status launch_float32_tiles(const Forward& params, const AllTiles& all, cudaStream_t stream) {
-  int64_t blocks = 0;
-  for (const TilesOf& of : all.of) blocks += params.shape.batch * of.heads * of.tiles * kParts;
   return launch_kernel("sm90::float32_tiles_kernel", params.shape,
-                       float32_tiles_kernel<kRows, kCols, kParts>, blocks, kTilesThreads, 0, stream,
-                       params, all);
+                       float32_tiles_kernel<kRows, kCols, kParts>, all.blocks(params.shape, kParts),
+                       kTilesThreads, 0, stream, params, all);
 }
 
 }  // namespace jax_flash::sm90

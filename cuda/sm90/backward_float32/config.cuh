@@ -3,21 +3,24 @@
 // Both kernels keep two tiles of kTileRows rows of the operands that a block owns, and read those
 // of the other side into a ring of slots, each of which holds one tile, or a part of one.
 //
-// Above head dim 128, the two blocks of a cluster own the same rows. Each has half of the columns
-// of all operands, and computes those of the gradients. Its products of rows, S and dP, are sums
-// over its columns. The blocks therefore exchange these sums: each thread stores its own in the
-// mailbox of the other block's same thread, and adds what it gets. A thread reads a mailbox of S
-// before it sends dP, and one of dP before it sends the next S, so that no mailbox is overwritten
-// before it has been read. (The memory model does not order these reads before the stores. But they
-// are issued first, and the other block overwrites what they read at least a product later.)
+// Above head dim 128, or 64 if operands are split, the two blocks of a cluster own the same rows.
+// Each has half of the columns of all operands, and computes those of the gradients. Its products
+// of rows, S and dP, are sums over its columns. The blocks therefore exchange these sums: each
+// thread stores its own in the mailbox of the other block's same thread, and adds what it gets. A
+// thread reads a mailbox of S before it sends dP, and one of dP before it sends the next S, so that
+// no mailbox is overwritten before it has been read. (The memory model does not order these reads
+// before the stores. But they are issued first, and the other block overwrites what they read at
+// least a product later.)
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "plan/float32_tiles.h"
 #include "ptx/cluster.cuh"
 #include "ptx/mbarrier.cuh"
 #include "ptx/shared.cuh"
+#include "ptx/split.cuh"
 #include "ptx/tma.cuh"
 #include "ptx/warpgroup.cuh"
 #include "sm90/float32_tiles.cuh"
@@ -29,9 +32,11 @@ namespace jax_flash::sm90 {
 
 // kHeadDim: the columns of a block. kOwned: the number of operands that a block keeps. kSlotRows:
 // rows of a tile in a slot. kClusterBlocks: the number of blocks that divide the columns.
-template <int kHeadDimension, int kOwned, int kSlotRows, int kClusterBlocks>
+// kSplitOperands: operands are split into float16 (sm90/split_tiles.cuh).
+template <int kHeadDimension, int kOwned, int kSlotRows, int kClusterBlocks, bool kSplitOperands>
 struct Float32BackwardConfig {
   static constexpr int kHeadDim = kHeadDimension, kRows = kSlotRows, kBlocks = kClusterBlocks;
+  static constexpr bool kSplit = kSplitOperands;
   static constexpr int kTileRows = Float32Gradient::kTileRows;
   static constexpr int kTileFloats = kTileRows * kHeadDim;  // of a block's columns
   static constexpr int kConsumers = 2, kThreads = kWarpgroup * (kConsumers + 1);
@@ -40,7 +45,7 @@ struct Float32BackwardConfig {
 
   using OwnTile = SmemTile<kTileRows, 2 * kHeadDim>;
   using SlotTile = SmemTile<kRows, 2 * kHeadDim>;
-  using TransposedTile = SmemTile<kHeadDim, 2 * kRows>;
+  using TransposedTile = std::conditional_t<kSplit, SlotTile, SmemTile<kHeadDim, 2 * kRows>>;
   static constexpr int kOwnBytes = OwnTile::kBytes, kSlotBytes = SlotTile::kBytes;
   static_assert(TransposedTile::kBytes == kSlotBytes);
 
@@ -49,8 +54,8 @@ struct Float32BackwardConfig {
   static constexpr int kMailPitch = 16 * kWarpgroup;        // each thread stores 16 bytes at a time
   static constexpr int kSlotsOffset = kMailOffset + (kBlocks > 1 ? 2 * kConsumers * kMailBytes : 0);
   // An upper bound. With 4,096 bytes at two blocks, only three slots would fit, and dK and dV need
-  // four.
-  static constexpr int kStaticBytes = kBlocks > 1 ? 3072 : 4096;
+  // four unless operands are split.
+  static constexpr int kStaticBytes = kSplit ? 6144 : kBlocks > 1 ? 3072 : 4096;
   static constexpr int kFit = (kSmemLimit - kStaticBytes - kSlotsOffset) / kSlotBytes;
   static constexpr int kSlots = kFit < 8 ? kFit : 8;
   static constexpr int kSmemBytes = kSlotsOffset + kSlots * kSlotBytes;
@@ -58,18 +63,21 @@ struct Float32BackwardConfig {
   // Returns the number of this block in its cluster: it has columns from kHeadDim times that on.
   static __device__ __forceinline__ int32_t part() { return blockIdx.x % kBlocks; }
   static __device__ __forceinline__ int32_t first_col() { return part() * kHeadDim; }
+  static constexpr int kTilePitch = kTileFloats + (kSplit ? kSplitRows : 0);
   // Returns the place of a tile's columns in the workspace.
   static __device__ __forceinline__ int64_t place(int64_t tile) {
-    return (tile * kBlocks + part()) * kTileFloats;
+    return (tile * kBlocks + part()) * kTilePitch;
   }
 };
 
-// Configures the instance of a head dim. At head dim 64, a slot has a whole tile of rows. Above, it
-// has half of one: K and V take more shared memory, and registers are scarce.
-template <int kHeadDim, int kOwned>
+// Configures the instance of a head dim. At head dim 64, and for dQ of split operands, a slot has a
+// whole tile of rows. Otherwise, it has half of one: K and V take more shared memory, and registers
+// are scarce.
+template <int kHeadDim, int kOwned, bool kSplit,
+          int kBlocks = Float32Gradient::column_blocks(kHeadDim, kSplit)>
 using Float32ConfigOf =
-    Float32BackwardConfig<kHeadDim / Float32Gradient::column_blocks(kHeadDim), kOwned,
-                          (kHeadDim <= 64 ? 64 : 32), Float32Gradient::column_blocks(kHeadDim)>;
+    Float32BackwardConfig<kHeadDim / kBlocks, kOwned,
+                          (kHeadDim <= 64 || (kSplit && kOwned == 1) ? 64 : 32), kBlocks, kSplit>;
 
 // Says what two blocks exchange.
 enum class Float32Mail { kScores, kScoreGradients };
@@ -80,6 +88,8 @@ struct Float32BackwardNotes {
   alignas(16) float statistics[Config::kSlots][Config::kRows];  // of the rows in a slot: dK, dV
   alignas(16) Float32Keys keys[Config::kSlots];                 // of the keys in a slot: dQ
   uint64_t barriers[1 + 2 * Config::kSlots + (Config::kBlocks > 1 ? 2 * Config::kConsumers : 0)];
+  // The magnitudes of the rows in the slots, if operands are split (ptx/split.cuh).
+  alignas(16) float magnitudes[Config::kSplit ? Config::kSlots : 1][Config::kRows];
 };
 
 // Gives the addresses of a block's tiles and barriers. A `full` barrier completes its phase when a
@@ -89,13 +99,15 @@ struct Float32BackwardSmem {
   uint32_t root, barriers;
   float (*statistics)[Config::kRows];
   Float32Keys* keys;
+  float (*magnitudes)[Config::kRows];
 
   __device__ __forceinline__ Float32BackwardSmem(uint32_t tiles,
                                                  Float32BackwardNotes<Config>& notes)
       : root(tiles),
         barriers(ptx::shared_address(notes.barriers)),
         statistics(notes.statistics),
-        keys(notes.keys) {}
+        keys(notes.keys),
+        magnitudes(notes.magnitudes) {}
 
   static __device__ __forceinline__ uint32_t own_offset(int operand, int group) {
     return static_cast<uint32_t>((operand * Config::kConsumers + group)) * Config::kOwnBytes;
@@ -157,6 +169,23 @@ struct Float32BackwardSmem {
   }
 };
 
+// Return a consumer's warpgroup, and its warp's first row among those that the block owns. They are
+// computed wherever they are used, since registers are scarce.
+__device__ __forceinline__ int consumer_group() { return threadIdx.x / kWarpgroup - 1; }
+__device__ __forceinline__ int consumer_row() { return threadIdx.x / 32 * 16 - 64; }
+
+// Returns the factors of products with this thread's two rows of its warpgroup's own tile of split
+// operands. `from`: the first of the block's tiles, of which `count` exist.
+template <typename Config>
+__device__ __forceinline__ float2 own_factors(const float* from, int32_t count) {
+  const int64_t tile = consumer_group() < count ? consumer_group() : 0;
+  const float* const magnitudes =
+      from + tile * Config::kBlocks * Config::kTilePitch + Config::kTileFloats;
+  const int row = consumer_row() - consumer_group() * Config::kTileRows;
+  return make_float2(magnitudes[row + fragment_row(0, 0)] * ptx::kSplitProduct,
+                     magnitudes[row + fragment_row(0, 2)] * ptx::kSplitProduct);
+}
+
 // Sends a warpgroup's sums over this block's columns to the other block, if two blocks divide them.
 template <typename Config, int kN>
 __device__ __forceinline__ void send_sums(const Float32BackwardSmem<Config>& smem, Float32Mail kind,
@@ -209,8 +238,8 @@ struct Float32BackwardProducer {
       // A tile that does not exist is replaced by the first: its results are not stored.
       const int64_t tile = group < count ? group : 0;
       ptx::cp_async_bulk_load(smem.root + smem.own_offset(operand, group),
-                              from + tile * Config::kBlocks * Config::kTileFloats,
-                              Config::kOwnBytes, smem.own_full());
+                              from + tile * Config::kBlocks * Config::kTilePitch, Config::kOwnBytes,
+                              smem.own_full());
     }
   }
 
@@ -234,7 +263,9 @@ struct Float32BackwardProducer {
                             full);
     slot.advance();
   }
+  // Copies the same rows of a transposed tile, or, if operands are split, of one like the others.
   __device__ __forceinline__ void load_transposed(const float* tile, int part) {
+    if constexpr (Config::kSplit) return load_plain(tile, part);
     const uint32_t full = begin(0);
     ptx::cp_async_bulk_load(smem.root + smem.slot_offset(slot.stage),
                             tile + part * (Config::kSlotBytes / 4), Config::kSlotBytes, full);
@@ -243,6 +274,11 @@ struct Float32BackwardProducer {
 
  private:
   __device__ __forceinline__ void copy_plain(const float* tile, int part, uint32_t full) const {
+    if constexpr (Config::kSplit) {
+      ptx::cp_async_bulk_load(ptx::shared_address(smem.magnitudes[slot.stage]),
+                              tile + Config::kTileFloats + part * Config::kRows, Config::kRows * 4,
+                              full);
+    }
     constexpr int kPiece = Config::kRows * 128, kPanel = Config::kTileRows * 128;
     const uint32_t to = smem.root + smem.slot_offset(slot.stage);
 #pragma unroll
@@ -257,15 +293,11 @@ struct Float32BackwardProducer {
     ptx::mbarrier_wait_asleep(smem.empty(slot.stage), slot.parity ^ 1);
     smem.keys[slot.stage].tile = step;
     smem.keys[slot.stage].last = last;
-    ptx::mbarrier_arrive_expect_tx(smem.full(slot.stage), Config::kSlotBytes + more_bytes);
+    constexpr int kBytes = Config::kSlotBytes + (Config::kSplit ? Config::kRows * 4 : 0);
+    ptx::mbarrier_arrive_expect_tx(smem.full(slot.stage), kBytes + more_bytes);
     return smem.full(slot.stage);
   }
 };
-
-// Return a consumer's warpgroup, and its warp's first row among those that the block owns. They are
-// computed wherever they are used, since registers are scarce.
-__device__ __forceinline__ int consumer_group() { return threadIdx.x / kWarpgroup - 1; }
-__device__ __forceinline__ int consumer_row() { return threadIdx.x / 32 * 16 - 64; }
 
 // Waits for all threads of the block, or of the cluster.
 template <typename Config>

@@ -4,6 +4,7 @@
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "modifiers/added_bias_gradient.cuh"
 #include "modifiers/kernels.h"
@@ -15,6 +16,7 @@
 #include "sm90/backward_float32/query_kernel.cuh"
 #include "sm90/float32_products.cuh"
 #include "sm90/float32_tiles.cuh"
+#include "sm90/split_tiles.cuh"
 #include "status.h"
 #include "tile/block_place.cuh"
 #include "tile/launch.cuh"
@@ -39,17 +41,17 @@ Status launch_float32_keys(const Backward& params, const BackwardWorkspace& work
                        params, tiles);
 }
 
-template <int kHeadDim, bool kGeneral>
-Status launch_backward_float32(const Backward& params, const Choice&, cudaStream_t stream) {
-  using KeyConfig = Float32KeyConfig<kHeadDim>;
-  using QueryConfig = Float32QueryConfig<kHeadDim>;
+template <int kHeadDim, bool kGeneral, bool kSplit>
+Status launch_backward_tiles(const Backward& params, cudaStream_t stream) {
+  using KeyConfig = Float32KeyConfig<kHeadDim, kSplit>;
+  using QueryConfig = Float32QueryConfig<kHeadDim, kSplit>;
   const Shape& shape = params.shape;
   BackwardWorkspace workspace;
   const BackwardFeatures features = BackwardFeatures::of(params);
   const int64_t bytes =
       BackwardWorkspace::plan(shape, kHeadDim, features, params.workspace, workspace);
   Float32Gradient tiles;
-  Float32Gradient::plan(shape, static_cast<char*>(params.workspace) + bytes, tiles);
+  Float32Gradient::plan(shape, kSplit, static_cast<char*>(params.workspace) + bytes, tiles);
   AllTiles all(params);
   const int32_t dim = shape.head_dim, value_dim = shape.value_dim;
   all.add(shape, params.dout, true, value_dim, tiles.query_tiles, tiles.dout,
@@ -63,9 +65,9 @@ Status launch_backward_float32(const Backward& params, const Choice&, cudaStream
   // query that does attend to a NaN has dS = NaN.
   key.clears = kGeneral;
   all.add(shape, params.value, false, value_dim, tiles.key_tiles, tiles.value, nullptr);
-  Status status =
-      launch_float32_tiles<Float32Gradient::kTileRows, QueryConfig::kHeadDim, QueryConfig::kBlocks>(
-          params, all, stream);
+  constexpr int kRows = Float32Gradient::kTileRows;
+  constexpr int kCols = QueryConfig::kHeadDim, kBlocks = QueryConfig::kBlocks;
+  Status status = launch_tiles<kSplit, kRows, kCols, kBlocks>(params, all, stream);
   if (kGeneral && status.ok()) status = clear_bias_gradient(params, stream);
   if (!status.ok()) return status;
   status = with_float32_modifiers<kGeneral>(params, [&](auto modifiers) {
@@ -78,7 +80,16 @@ Status launch_backward_float32(const Backward& params, const Choice&, cudaStream
         QueryConfig::kThreads, QueryConfig::kSmemBytes, stream, params, workspace, tiles);
   });
   if (!kGeneral || !status.ok()) return status;
-  return launch_added_gradients<Tf32>(without_added_bias_gradient(params), workspace, stream);
+  using Element = std::conditional_t<kSplit, Tf32x3, Tf32>;
+  return launch_added_gradients<Element>(without_added_bias_gradient(params), workspace, stream);
+}
+
+template <int kHeadDim, bool kGeneral>
+Status launch_backward_float32(const Backward& params, const Choice& choice, cudaStream_t stream) {
+  if constexpr (kGeneral && kHeadDim <= kMaxSplitHeadDim) {
+    if (choice.exact) return launch_backward_tiles<kHeadDim, kGeneral, true>(params, stream);
+  }
+  return launch_backward_tiles<kHeadDim, kGeneral, false>(params, stream);
 }
 
 }  // namespace jax_flash::sm90

@@ -1,4 +1,5 @@
-// Computes dQ of float32 operands with warpgroup-level matrix instructions of TF32.
+// Computes dQ of float32 operands with warpgroup-level matrix instructions of TF32, or of float16
+// for operands that are split (sm90/split_tiles.cuh).
 //
 //   for each tile of keys that some row of the block may attend to
 //     S = Q K^T,  dP = dO V^T                               dO from registers
@@ -9,11 +10,13 @@
 // added to the bias's gradient. A block owns 128 rows of a head, each of two consumer
 // warpgroups 64 of them. The first warp of the first warpgroup starts the copies. In shared memory
 // are the block's tiles of Q, and a ring of slots, which K, V, and K transposed take in turn. S of
-// a step starts before dQ of the step before is done. Above head dim 128, the two blocks of a
-// cluster own the same rows, and half of the columns each (config.cuh).
+// a step starts before dQ of the step before is done, unless operands are split. Above head dim
+// 128, or 64 if operands are split, the two blocks of a cluster own the same rows, and half of the
+// columns each (config.cuh).
 #pragma once
 
 #include <cstdint>
+#include <type_traits>
 
 #include "modifiers/added_bias_gradient.cuh"
 #include "modifiers/score_gradient.cuh"
@@ -39,8 +42,8 @@
 
 namespace jax_flash::sm90 {
 
-template <int kHeadDim>
-using Float32QueryConfig = Float32ConfigOf<kHeadDim, 1>;
+template <int kHeadDim, bool kSplit>
+using Float32QueryConfig = Float32ConfigOf<kHeadDim, 1, kSplit>;
 
 // Names what a block works on. It is in shared memory, since registers are scarce.
 struct Float32QueryWork {
@@ -114,18 +117,19 @@ __device__ __forceinline__ void produce_keys(const Shape& shape, const Float32Gr
 template <typename Config, uint32_t kModifiers>
 struct Float32QueryConsumer {
   static constexpr int kN = Config::kRows / 8, kGradientN = Config::kHeadDim / 8;
-  static constexpr bool kGeneral = kModifiers != kNoModifier;
-  using Gradient = ScoreGradient<true, 1, kN, Tf32>;
+  static constexpr bool kGeneral = kModifiers != kNoModifier, kSplit = Config::kSplit;
+  using Gradient = ScoreGradient<true, 1, kN, std::conditional_t<kSplit, Tf32x3, Tf32>>;
   using Logits = Float32Logits<kModifiers, kN, false>;
   const Backward& params;
   const Float32QueryWork& work;
   const Float32BackwardSmem<Config>& smem;
   float to_log2;
+  float2 query_factors, dout_factors;  // of products with this thread's rows of split operands
 
-  uint32_t dout[kGradientN][4];
+  uint32_t dout[kOperandSteps<kGradientN, kSplit>][4];
   float scores[1][kN][4], dscores[1][kN][4];
-  uint32_t dweights[kN][4];  // dS, rounded
-  float dquery[1][kGradientN][4];
+  uint32_t dweights[kOperandSteps<kN, kSplit>][4];  // dS, rounded or split
+  ProductSum<kGradientN, kSplit> dquery;
   float lse[1][2], delta[1][2];  // of the thread's rows
   RingState<Config::kSlots> slot;
   uint32_t parity = 0;  // of the number of steps
@@ -167,8 +171,30 @@ struct Float32QueryConsumer {
     }
   }
 
+  // Multiplies dP of split operands by its factors.
+  __device__ __forceinline__ void scale_gradients() {
+    if constexpr (kSplit) {
+      multiply_all(dscores[0], dout_factors, smem.magnitudes[slot.next(1).stage]);
+    }
+  }
+
+  // Adds dQ of split dS and K, whose slot is the third of the step, and frees the step's slots. A
+  // load of magnitudes just before a slot's release has returned those of the slot's next tile
+  // (TUNING_float32.md). Here, what depends on them has been computed.
+  __device__ __forceinline__ void add_split_products() {
+    smem.await(slot, 2);
+    const uint32_t key = slot.next(2).stage;
+    const float2 of_rows = split_operands(dscores[0], dweights, smem.magnitudes[key]);
+    dquery.start(dweights, smem.transposed(key));
+    ptx::wgmma_wait_group<0>();
+    dquery.finish(of_rows.x, of_rows.y);
+    __syncwarp();
+#pragma unroll
+    for (int i = 0; i < 3; ++i) arrive_warp(smem.empty(slot.next(i).stage));
+  }
+
   // The slots from `slot` on hold K, V, and K transposed. Returns whether this is the last step.
-  // kFirst: it is the first.
+  // kFirst: no dQ of a previous step is pending.
   template <bool kFirst>
   __device__ __forceinline__ bool step() {
     smem.await(slot, 0);
@@ -178,24 +204,26 @@ struct Float32QueryConsumer {
     const int32_t row0 = work.row0 + consumer_row(), col0 = tile * Config::kRows;
     [[maybe_unused]] Logits logits(params, work.places, work.band);
     if constexpr (kGeneral) logits.load(work.head, row0, col0);
-    start_product<Config::kHeadDim>(scores[0], smem.own(0, consumer_group()),
-                                    smem.plain(slot.stage));
+    start_product<Config::kHeadDim, kSplit>(scores[0], smem.own(0, consumer_group()),
+                                            smem.plain(slot.stage));
     if constexpr (!kFirst) {
       ptx::wgmma_wait_group<1>();  // dQ of the previous step is done
-      ptx::wgmma_results(dquery[0]);
+      dquery.finish();
       arrive_warp(smem.empty((slot.stage + Config::kSlots - 1) % Config::kSlots));
     }
     smem.await(slot, 1);
-    start_product(dscores[0], dout, smem.plain(slot.next(1).stage));
+    start_product_from_registers<kSplit>(dscores[0], dout, smem.plain(slot.next(1).stage));
     ptx::wgmma_wait_group<1>();
     ptx::wgmma_results(scores[0]);
+    if constexpr (kSplit) multiply_all(scores[0], query_factors, smem.magnitudes[slot.stage]);
     [[maybe_unused]] const Gradient gradient(params, work.places.batch, work.head, row0, col0);
     if constexpr (!kGeneral) mask(col0);
-    sync_and_arrive_warp(smem.empty(slot.stage));
+    if constexpr (!kSplit) sync_and_arrive_warp(smem.empty(slot.stage));
     send_sums(smem, Float32Mail::kScores, scores[0]);
     if constexpr (Config::kBlocks > 1) {
       ptx::wgmma_wait_group<0>();
       ptx::wgmma_results(dscores[0]);
+      scale_gradients();
       receive_sums(smem, Float32Mail::kScores, parity, scores[0]);
       send_sums(smem, Float32Mail::kScoreGradients, dscores[0]);
     }
@@ -205,9 +233,12 @@ struct Float32QueryConsumer {
     } else {
       exponentials();
     }
-    ptx::wgmma_wait_group<0>();
-    ptx::wgmma_results(dscores[0]);
-    arrive_warp(smem.empty(slot.next(1).stage));
+    if constexpr (Config::kBlocks == 1 || !kSplit) {
+      ptx::wgmma_wait_group<0>();
+      ptx::wgmma_results(dscores[0]);
+      scale_gradients();
+    }
+    if constexpr (!kSplit) arrive_warp(smem.empty(slot.next(1).stage));
     receive_sums(smem, Float32Mail::kScoreGradients, parity, dscores[0]);
     parity ^= 1;
     if constexpr ((kModifiers & (kSoftCap | kDropout)) != 0) {
@@ -219,17 +250,22 @@ struct Float32QueryConsumer {
     if (kGeneral && Config::part() == 0) {
       add_bias_gradient(params, work.places.batch, work.head, row0, col0, dscores);
     }
-    round_operands(dscores[0], dweights);
-    smem.await(slot, 2);
-    start_addition(dquery[0], dweights, smem.transposed(slot.next(2).stage));
+    if constexpr (kSplit) {
+      add_split_products();
+    } else {
+      round_operands(dscores[0], dweights);
+      smem.await(slot, 2);
+      dquery.start(dweights, smem.transposed(slot.next(2).stage));
+    }
     slot.advance(3);
     return last;
   }
 
-  __device__ __forceinline__ void run(const BackwardWorkspace& workspace) {
+  __device__ __forceinline__ void run(const BackwardWorkspace& workspace,
+                                      const Float32Gradient& tiles) {
     const Shape& shape = params.shape;
     const int32_t row = work.row0 + consumer_row();
-    set_zero(dquery);
+    set_zero(dquery.sum);
     if (work.has_keys()) {
       const int64_t head = work.batch_index * shape.heads + work.head;
 #pragma unroll
@@ -245,18 +281,30 @@ struct Float32QueryConsumer {
           work.places.batch.pointer<const float>(from, work.head) + row * from.row + col;
       const bool vectors = from.row % 4 == 0 && shape.value_dim % 4 == 0 &&
                            reinterpret_cast<uintptr_t>(first) % 16 == 0;
-      read_operands(dout, first, from.row, work.band.q_len - row, shape.value_dim - col, vectors);
+      const int32_t rows = work.band.q_len - row, cols = shape.value_dim - col;
+      if constexpr (kSplit) {
+        dout_factors = read_split_operands(dout, first, from.row, rows, cols, vectors);
+        const int32_t tile = work.row0 / Config::kTileRows;
+        query_factors = own_factors<Config>(
+            tiles.query + Config::place(head * tiles.query_tiles + tile), tiles.query_tiles - tile);
+      } else {
+        read_operands(dout, first, from.row, rows, cols, vectors);
+      }
       ptx::mbarrier_wait(smem.own_full(), 0);
-      bool last = step<true>();
-      while (!last) last = step<false>();
-      ptx::wgmma_wait_group<0>();
-      ptx::wgmma_results(dquery[0]);
+      if constexpr (kSplit) {
+        while (!step<true>()) continue;
+      } else {
+        bool last = step<true>();
+        while (!last) last = step<false>();
+        ptx::wgmma_wait_group<0>();
+        dquery.finish();
+      }
     }
     const Operand& to = params.dquery;
     const int32_t col = Config::first_col();
     store_gradient(Float32Rows(work.places.batch.pointer<float>(to, work.head) + row * to.row + col,
                                to.row, shape.head_dim - col),
-                   shape.q_len - row, params.options.scale, dquery[0]);
+                   shape.q_len - row, params.options.scale, dquery.sum[0]);
   }
 };
 
@@ -271,7 +319,7 @@ __global__ void __cluster_dims__(Config::kBlocks, 1, 1) __launch_bounds__(Config
                     [&](const Float32QueryWork& work, const auto& smem) {
                       Float32QueryConsumer<Config, kModifiers>{params, work, smem,
                                                                params.options.scale * kLog2E}
-                          .run(workspace);
+                          .run(workspace, tiles);
                     });
 }
 

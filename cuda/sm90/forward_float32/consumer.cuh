@@ -1,6 +1,6 @@
 // Implements a consumer warpgroup of Hopper's forward kernel for float32, which owns 64 rows of
-// each query tile. It keeps Q in registers, or above head dim 128 in shared memory, and walks over
-// key tiles from the last to the first. A step is:
+// each query tile. It keeps Q in registers, or above head dim 128 (64 if operands are split) in
+// shared memory, and walks over key tiles from the last to the first. A step is:
 //
 //   start S of this tile; start P V of the last tile; await S; mask; exponentials; await P V; lower
 //   O if a running maximum has risen; round P
@@ -40,11 +40,11 @@ namespace jax_flash::sm90 {
 // kModifiers: those that the call may have.
 template <typename Config, uint32_t kModifiers>
 struct Float32Consumer {
-  static constexpr int kKeySteps = Config::kHeadDim / 8, kValueSteps = Config::kBlockKv / 8;
   static constexpr int kScoreN = Config::kBlockKv / 8, kOutN = Config::kHeadDim / 8;
-
   static constexpr bool kGeneral = kModifiers != kNoModifier;
-  static constexpr bool kQueryInSmem = Config::kQueryInSmem;
+  static constexpr bool kQueryInSmem = Config::kQueryInSmem, kSplit = Config::kSplit;
+  static constexpr int kQuerySteps = kOperandSteps<Config::kHeadDim / 8, kSplit>;
+  static_assert(kGeneral || !kSplit);
   using Softmax = OnlineSoftmax<1, kGeneral>;
   using Logits = Float32Logits<kModifiers, kScoreN, false>;
 
@@ -52,10 +52,11 @@ struct Float32Consumer {
   const Float32Plan& plan;
   const Float32Smem<Config>& smem;
 
-  uint32_t query[kQueryInSmem ? 1 : kKeySteps][4];
+  uint32_t query[kQueryInSmem ? 1 : kQuerySteps][4];
+  float2 query_factors;  // of products with this thread's rows of split Q
   float scores[1][kScoreN][4];
-  uint32_t weights[kValueSteps][4];  // P
-  float out[1][kOutN][4];
+  uint32_t weights[kOperandSteps<kScoreN, kSplit>][4];  // P
+  ProductSum<kOutN, kSplit> out;                        // O
   RingState<Config::kQueryStages> query_stage;
   RingState<Config::kSlots> slot;  // of K, which V follows
   // The next two are computed wherever they are used, since registers are scarce.
@@ -72,11 +73,17 @@ struct Float32Consumer {
   __device__ __forceinline__ void read_query() {
     const Float32Work& of = work();
     const auto read = [&](auto& to) {
-      read_operands(to, of.query + warp_row() * plan.query.row, plan.query.row,
-                    of.band.q_len - of.row0 - warp_row(), plan.head_dim, plan.vectors);
+      const float* const first = of.query + warp_row() * plan.query.row;
+      const int32_t rows = of.band.q_len - of.row0 - warp_row();
+      if constexpr (kSplit) {
+        query_factors =
+            read_split_operands(to, first, plan.query.row, rows, plan.head_dim, plan.vectors);
+      } else {
+        read_operands(to, first, plan.query.row, rows, plan.head_dim, plan.vectors);
+      }
     };
     if constexpr (kQueryInSmem) {
-      uint32_t operands[kKeySteps][4];  // in registers that O takes later
+      uint32_t operands[kQuerySteps][4];  // in registers that O takes later
       read(operands);
       ptx::barrier_sync(kQueryBarrier + group(), kWarpgroup);  // all warps have used the last Q
       store_operands(smem.query(group()), warp_row() - group() * 64, operands);
@@ -90,9 +97,9 @@ struct Float32Consumer {
   // Starts S of the keys in `slot`.
   __device__ __forceinline__ void start_scores() {
     if constexpr (kQueryInSmem) {
-      start_product<Config::kHeadDim>(scores[0], smem.query(group()), smem.key(slot.stage));
+      start_product<Config::kHeadDim, kSplit>(scores[0], smem.query(group()), smem.key(slot.stage));
     } else {
-      start_product(scores[0], query, smem.key(slot.stage));
+      start_product_from_registers<kSplit>(scores[0], query, smem.key(slot.stage));
     }
   }
 
@@ -109,7 +116,7 @@ struct Float32Consumer {
   __device__ __forceinline__ void round_weights() {
     constexpr int kElement[4] = {0, 2, 1, 3};
 #pragma unroll
-    for (int k = 0; k < kValueSteps; ++k) {
+    for (int k = 0; k < kScoreN; ++k) {
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         weights[k][i] = __float_as_uint(scores[0][k][kElement[i]]) + ptx::kHalfTf32;
@@ -173,10 +180,10 @@ struct Float32Consumer {
         for (int e = 0; e < 2; ++e) {  // the columns are those of Float32Rows
           const int32_t col = col0 + n / 2 * 16 + 2 * e + n % 2;
           float x = col < plan.value_dim ? value[col] : 0.0f;
-          if (is_finite(x)) {  // rounding turns the greatest numbers into infinity
+          if (!kSplit && is_finite(x)) {  // rounding turns the greatest numbers into infinity
             x = __uint_as_float(ptx::round_to_tf32(__float_as_uint(x)) & ptx::kTf32Bits);
           }
-          if (!is_finite(x)) out[0][n][2 * half + e] += x;
+          if (!is_finite(x)) out.sum[0][n][2 * half + e] += x;
         }
       }
     }
@@ -221,7 +228,7 @@ struct Float32Consumer {
   __device__ __forceinline__ bool step(Softmax& softmax, const Range& uncut) {
     await_key();
     start_scores();
-    if constexpr (!kFirst) start_addition(out[0], weights, smem.value(last_slot()));
+    if constexpr (!kFirst) out.start(weights, smem.value(last_slot()));
     ptx::wgmma_wait_group<kFirst ? 0 : 1>();
     ptx::wgmma_results(scores[0]);
     // Reductions, whose results the compiler knows to be the same in all lanes.
@@ -236,7 +243,7 @@ struct Float32Consumer {
     await_value(softmax);
     if constexpr (!kFirst) {
       finish_out();
-      if (rises) Softmax::rescale(out, factor);
+      if (rises) Softmax::rescale(out.sum, factor);
     }
     round_weights();
     slot.advance();
@@ -257,30 +264,40 @@ struct Float32Consumer {
     const bool last = __any_sync(0xffffffff, smem.keys[slot.stage].last);
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_results(scores[0]);
+    if constexpr (kSplit) multiply_all(scores[0], query_factors, smem.magnitudes[slot.stage]);
     logits.apply(scores);
-    sync_and_arrive_warp(smem.empty(slot.stage));
+    if constexpr (!kSplit) sync_and_arrive_warp(smem.empty(slot.stage));
     float factor[1][2];
     if (softmax.template raise_maximum<2>(scores, plan.to_log2, factor)) {
-      Softmax::rescale(out, factor);
+      Softmax::rescale(out.sum, factor);
     }
 #pragma unroll
     for (auto& block : scores[0]) softmax.exponentials(block, 0, plan.to_log2);
     const auto value = slot.next(1);
     ptx::mbarrier_wait(smem.full(value.stage), value.parity);
     if constexpr ((kModifiers & kDropout) != 0) drop(logits.col0);
-    round_operands(scores[0], weights);
-    start_addition(out[0], weights, smem.value(value.stage));
+    float2 of_weights = {};  // factors of products with split P
+    if constexpr (kSplit) {
+      of_weights = split_operands(scores[0], weights, smem.magnitudes[value.stage]);
+    } else {
+      round_operands(scores[0], weights);
+    }
+    out.start(weights, smem.value(value.stage));
+    // A load of magnitudes just before the slot's release has returned those of the slot's next
+    // tile (TUNING_float32.md). Here, what depends on them has been computed.
+    if constexpr (kSplit) sync_and_arrive_warp(smem.empty(slot.stage));
     slot.advance();
     slot.advance();
     if (!last) begin(logits);
-    finish_out();
+    finish_out(of_weights);
     return last;
   }
 
-  // Waits for the P V that was started last, and frees its stage.
-  __device__ __forceinline__ void finish_out() {
+  // Waits for the P V that was started last, and frees its stage. `of_weights`: the factors of
+  // products with split P.
+  __device__ __forceinline__ void finish_out(float2 of_weights = {}) {
     ptx::wgmma_wait_group<0>();
-    ptx::wgmma_results(out[0]);
+    out.finish(of_weights.x, of_weights.y);
     arrive_warp(smem.empty(last_slot()));
   }
 
@@ -293,7 +310,7 @@ struct Float32Consumer {
       const int32_t row = warp_row() + fragment_row(0, 2 * half);
       float lse, lse_low = 0.0f, normalizer;
       if constexpr (kGeneral) {
-        softmax.finish(0, half, plan.to_log2, of.sink, lse, lse_low, normalizer);
+        softmax.template finish<kSplit>(0, half, plan.to_log2, of.sink, lse, lse_low, normalizer);
         normalizer *= params.options.dropout_scale;
       } else {
         softmax.finish(0, half, plan.to_log2, of.sink, lse, normalizer);
@@ -303,7 +320,7 @@ struct Float32Consumer {
         lse_low = normalizer = 0.0f;
       }
 #pragma unroll
-      for (auto& block : out[0]) {
+      for (auto& block : out.sum[0]) {
 #pragma unroll
         for (int e = 2 * half; e < 2 * half + 2; ++e) {
           block[e] = normalizer == 0.0f ? 0.0f : block[e] * normalizer;
@@ -317,7 +334,7 @@ struct Float32Consumer {
               params.lse_low, of.head)[(of.row0 + row) * params.lse_low.row] = lse_low;
         }
       }
-      rows.store(row, half, out[0]);
+      rows.store(row, half, out.sum[0]);
     }
   }
 
@@ -327,7 +344,7 @@ struct Float32Consumer {
     Softmax softmax;
     if (__any_sync(0xffffffff, work().has_keys)) {
       read_query();
-      set_zero(out);  // not before: Q may need the registers
+      set_zero(out.sum);  // not before: Q may need the registers
       if constexpr (kGeneral) {
         Logits logits(params, work().places, work().band);
         begin(logits);
@@ -336,11 +353,11 @@ struct Float32Consumer {
       } else {
         bool last = step<true>(softmax, uncut);
         while (!last) last = step<false>(softmax, uncut);
-        start_addition(out[0], weights, smem.value(last_slot()));
+        out.start(weights, smem.value(last_slot()));
         finish_out();
       }
     } else {
-      set_zero(out);
+      set_zero(out.sum);
     }
     store(softmax);
   }

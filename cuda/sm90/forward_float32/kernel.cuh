@@ -7,7 +7,8 @@
 //   out = O / l, lse = (m + log2 l) / log2(e)  l: the row's sum of P, before rounding
 //
 // With modifiers, S becomes logits before m is raised (sm90/float32_logits.cuh). Q, K, V and P
-// are rounded to TF32, products are added in float32.
+// are rounded to TF32, or split into two numbers of float16 (sm90/split_tiles.cuh); products are
+// added in float32.
 //
 // Roles of warps. The first warp of the first warpgroup starts copies of K and V and describes
 // query tiles (producer.cuh). Two consumer warpgroups own 64 rows each (consumer.cuh). Blocks are
@@ -15,9 +16,10 @@
 // counter. The kernel that runs before this one clears the counter, and writes the tiles of K and V
 // (sm90/float32_tiles.cuh). In long calls each unit has a block of its own.
 //
-// Dynamic shared memory holds Q of each consumer if the head dim is above 128, then a ring of
-// slots, which tiles of K and V take in turn. Static shared memory (Float32Notes) holds the full
-// and empty barriers of each slot, and the descriptions of query tiles and key tiles.
+// Dynamic shared memory holds Q of each consumer if the head dim is above 128, or 64 if operands
+// are split, then a ring of slots, which tiles of K and V take in turn. Static shared memory
+// (Float32Notes) holds the full and empty barriers of each slot, and the descriptions of query
+// tiles and key tiles.
 #pragma once
 
 #include <cstdint>
@@ -38,7 +40,7 @@ __global__ void __launch_bounds__(Config::kThreads, 1)
                            const __grid_constant__ Forward params) {
   extern __shared__ __align__(1024) uint8_t tiles[];
   __shared__ Float32Notes<Config> notes;
-  static_assert(sizeof(notes) <= kStaticSmemBytes);
+  static_assert(sizeof(notes) <= Config::kStaticBytes);
   const Float32Smem<Config> smem(ptx::shared_address(tiles), notes);
   if (threadIdx.x == 0) smem.init_barriers();
   __syncthreads();

@@ -56,7 +56,7 @@ struct Float32Producer {
 
   // Copies a tile of K and V. `index`: of the tile in the workspace.
   __device__ __forceinline__ void load(int64_t index, int32_t tile, bool last) {
-    const int64_t offset = index * Float32Tiles::kTileFloats;
+    const int64_t offset = index * Config::kTileFloats;
     await_empty();
     Float32Keys& keys = smem.keys[slot.stage];
     keys.tile = tile;
@@ -77,8 +77,13 @@ struct Float32Producer {
   __device__ __forceinline__ void copy(const float* from, const Tile& to,
                                        uint32_t more_bytes) const {
     const uint32_t full = smem.full(slot.stage);
-    ptx::mbarrier_arrive_expect_tx(full, Tile::kBytes + more_bytes);
+    constexpr int kMagnitudeBytes = Config::kSplit ? kSplitRows * 4 : 0;
+    ptx::mbarrier_arrive_expect_tx(full, Tile::kBytes + kMagnitudeBytes + more_bytes);
     ptx::cp_async_bulk_load(to.root + to.offset, from, Tile::kBytes, full);
+    if constexpr (Config::kSplit) {
+      ptx::cp_async_bulk_load(ptx::shared_address(smem.magnitudes[slot.stage]),
+                              from + Tile::kBytes / 4, kMagnitudeBytes, full);
+    }
   }
 
   // Processes all query tiles of the block. Called by one warp, whose first lane starts the copies.
