@@ -287,6 +287,7 @@ _SPEED: dict[str, tuple[str, Any]] = {
     "encoders": ("Many short sequences", [("encoders", "us")]),
     "padding": ("Padded batches", [("padding", "us")]),
     "float32": ("float32", [("float32", "us")]),
+    "float32_highest": ('float32, precision "highest"', [("float32", "us")]),
     "plain": ("Plain forward calls that models train with", [("training", "us")]),
     "few": ("Few queries", [("few-queries", "us")]),
     "pooling": ("One query, trained", [("pooling", "us")]),
