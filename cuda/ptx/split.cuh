@@ -22,7 +22,7 @@ inline constexpr int kSplitNumbers = 2;
 // to 2^15. Returns 1 for 0, subnormal numbers, infinity and NaN.
 __device__ __forceinline__ float split_factor(float greatest) {
   const int exponent = static_cast<int>(__float_as_uint(greatest) >> 23);
-  // At most 2^120, so that the inverse is a normal number, too.
+  // At most 2^120, so that products with the magnitude hardly ever underflow.
   const int power = min(127 + 127 + 14 - exponent, 127 + 120);
   return exponent == 0 || exponent == 255 ? 1.0f : __uint_as_float(power << 23);
 }
