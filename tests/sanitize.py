@@ -382,7 +382,7 @@ def run_cases(tool: str, only: str, part: int) -> None:
     sys.path.insert(0, str(_TESTS))
     import jax
     from cases import check
-    from oracle import SPLIT, TF32
+    from oracle import float32_errors
     from test_cases import run
     from test_gpu import FAMILIES
     from test_gpu_fp8 import compare
@@ -406,8 +406,7 @@ def run_cases(tool: str, only: str, part: int) -> None:
             if tool in ("memcheck", "initcheck"):
                 on_hopper = family == "flash_sm90" and dtype == "bfloat16"
                 capped = on_hopper and "soft_cap" in dict(features)
-                errors = {"product_error": TF32} if precision == "default" else {}
-                errors |= {"number_error": SPLIT} if precision == "highest" else {}
+                errors = float32_errors(precision, family == "flash_sm90") if precision else {}
                 check(results, inputs, logit_error=3.5e-4 * capped, **errors)
             arrays = {"out": results.out, "lse": results.lse, **results.grads}
             tensor_copies = by_tensor_copies(family, dims, features, deterministic, own_shape)

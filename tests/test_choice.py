@@ -167,21 +167,21 @@ FLOAT8_NAMED = [
 
 
 FLOAT32_NAMED = [
-    ("TF32", 64, {"head_dim": 64}), ("TF32", 128, {"head_dim": 100, "is_causal": True}),
-    ("TF32, bias and mask", 64, {"head_dim": 50, "mask": (4, 1, 4096, 4096)}),
-    ("TF32, bias and mask", 128, {"bias": (BIAS, jnp.float32), "scale": -1.0}),
-    ("TF32, every modifier but segments", 64, {"head_dim": 64, "logits_soft_cap": 9.0}),
-    ("TF32, every modifier but segments", 128, {"slopes": True}),
-    ("TF32, bias and mask", 256, {"head_dim": 130}),  # there is no kernel without modifiers
-    ("TF32, bias and mask", 256, {"head_dim": 40, "value_dim": 200, "mask": KEY_MASK}),
-    ("TF32, every modifier but segments", 256, {"head_dim": 256, "dropout_rate": 0.1}),
+    ("scaled float16", 64, {"head_dim": 64}), ("scaled float16", 128, {"head_dim": 100, "is_causal": True}),
+    ("scaled float16, bias and mask", 64, {"head_dim": 50, "mask": (4, 1, 4096, 4096)}),
+    ("scaled float16, bias and mask", 128, {"bias": (BIAS, jnp.float32), "scale": -1.0}),
+    ("scaled float16, every modifier but segments", 64, {"head_dim": 64, "logits_soft_cap": 9.0}),
+    ("scaled float16, every modifier but segments", 128, {"slopes": True}),
+    ("scaled float16, bias and mask", 256, {"head_dim": 130}),  # there is no kernel without modifiers
+    ("scaled float16, bias and mask", 256, {"head_dim": 40, "value_dim": 200, "mask": KEY_MASK}),
+    ("scaled float16, every modifier but segments", 256, {"head_dim": 256, "dropout_rate": 0.1}),
     ("split float16, bias and mask", 64, {"head_dim": 64, "precision": "highest"}),
     ("split float16, bias and mask", 128, {"precision": "high", "is_causal": True}),
     ("split float16, every modifier but segments", 64,
      {"head_dim": 40, "precision": "highest", "logits_soft_cap": 9.0}),
     ("split float16, every modifier but segments", 128, {"precision": "highest", "slopes": True}),
 ]  # fmt: skip
-FLOAT32_DIMS = {dim for name, dim in ffi.native.cuda_recipes() if name == "TF32"}
+FLOAT32_DIMS = {dim for name, dim in ffi.native.cuda_recipes() if name == "scaled float16"}
 
 
 @pytest.mark.skipif(not {64, 128} <= FLOAT32_DIMS, reason="a build without head dim 64 or 128")
@@ -198,7 +198,7 @@ FLOAT32_DIMS = {dim for name, dim in ffi.native.cuda_recipes() if name == "TF32"
 def test_hopper_multiplies_many_queries_and_keys_of_float32_in_tf32(call):
     call = {"dtype": jnp.float32, **call}
     widest = max(call.get("head_dim", 128), call.get("value_dim", 0))
-    for pass_, name in (("forward", "TF32"), ("backward", "two kernels, TF32")):
+    for pass_, name in (("forward", "scaled float16"), ("backward", "two kernels, scaled float16")):
         kernel = kernels(**call)[pass_]
         assert (kernel.family, kernel.name) == (90, name)
         assert "many queries attend to many keys" in kernel.reason
@@ -225,10 +225,10 @@ def test_hopper_multiplies_many_queries_and_keys_of_float32_in_tf32(call):
     ("name", "call"),
     [
         *((name, call) for name, _, call in FLOAT32_NAMED if "," in name),
-        ("TF32, bias and mask", {"kv_heads": 2, "mask": (1, 16, 1, 4096)}),  # of query heads
-        ("TF32, bias and mask", {"mask": (4, 1, 1, 4096), "bias": (BIAS, jnp.bfloat16)}),
-        ("TF32, every modifier but segments", {"mask": (4, 1, 1, 4096), "logits_soft_cap": 9.0}),
-        ("TF32, every modifier but segments", {"distances": 257, "bias": (BIAS, jnp.float32)}),
+        ("scaled float16, bias and mask", {"kv_heads": 2, "mask": (1, 16, 1, 4096)}),  # of query heads
+        ("scaled float16, bias and mask", {"mask": (4, 1, 1, 4096), "bias": (BIAS, jnp.bfloat16)}),
+        ("scaled float16, every modifier but segments", {"mask": (4, 1, 1, 4096), "logits_soft_cap": 9.0}),
+        ("scaled float16, every modifier but segments", {"distances": 257, "bias": (BIAS, jnp.float32)}),
     ],
     ids=str,
 )  # fmt: skip

@@ -16,7 +16,7 @@ from cases import (
     make_inputs,
     random_case,
 )
-from oracle import SPLIT, TF32, Results
+from oracle import TF32, Results, float32_errors
 from test_cases import run
 from test_gpu import FAMILIES, check_poison_beyond_lengths
 from test_gpu_masks import spoil_forbidden_keys
@@ -103,14 +103,13 @@ def abstract(x):
 def run_on_hopper(inputs, modifiers=PLAIN, precision="default") -> Results:
     """The results, on Hopper by its kernels for float32.
 
-    Above head dim 128, and where operands are split, those for a bias and a mask take calls
-    without modifiers.
+    Above head dim 128, and at "highest", those for a bias and a mask take calls without modifiers.
     """
-    split = precision == "highest"
+    exact = precision == "highest"
     if "flash_sm90" in FAMILIES:
         widest = max(inputs.query.shape[-1], inputs.value.shape[-1])
-        modifiers = modifiers or (ELEMENTS if widest > 128 or split else PLAIN)
-        name = ("split float16" if split else "TF32") + modifiers
+        modifiers = modifiers or (ELEMENTS if widest > 128 or exact else PLAIN)
+        name = f"{'split' if exact else 'scaled'} float16{modifiers}"
         operands = (inputs.query, inputs.key, inputs.value)
         options = {name: abstract(x) for name, x in inputs.options.items()}
         explained = jax_flash.explain(*operands, precision=precision, **options)
@@ -126,13 +125,11 @@ def verify_on_hopper(inputs, modifiers=PLAIN, precision="default") -> Results:
 
 
 def verify_results(results: Results, inputs, precision: str) -> None:
-    number_error = SPLIT if precision == "highest" and "flash_sm90" in FAMILIES else 0.0
-    product_error = PRODUCT_ERRORS[precision]
-    check(results, inputs, product_error=product_error, number_error=number_error)
+    check(results, inputs, **float32_errors(precision, "flash_sm90" in FAMILIES))
 
 
 def each_precision_of(name: str, values: list):
-    """Parametrizes head dims, or pairs of them, and precisions: operands are split up to 128."""
+    """Parametrizes head dims, or pairs of them, and precisions: "highest" up to 128."""
     cases = [(x, "default") for x in values]
     cases += [(x, "highest") for x in values if max(x if isinstance(x, tuple) else (x,)) <= 128]
     return pytest.mark.parametrize((name, "precision"), cases, ids=str)
@@ -307,7 +304,7 @@ def test_great_numbers_in_forbidden_keys(head_dim, precision):
 @each_precision_of("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("features", [(), (("causal", True), ("dlse", True))], ids=str)
 def test_numbers_of_other_magnitudes(features, head_dim, precision):
-    """Split operands share a power of two with others of a row, and small ones lose few bits."""
+    """Numbers share a power of two with others of a row, and small ones lose few bits."""
     sizes = {"head_dim": head_dim, "value_dim": head_dim, **many(features)}
     inputs = make_inputs(Case("magnitudes", features=features, **sizes))
     rng = np.random.default_rng(0)
