@@ -259,24 +259,30 @@ def bias_gradient_cases():
 
 def float32_cases(few: bool):
     """Calls of Hopper's kernels for float32."""
-    tf32, split = ("precision", "default"), ("precision", "highest")
+    rounded, split = ("precision", "default"), ("precision", "highest")
     heads = {"batch": 1, "heads": 16, "kv_heads": 1}
     long, wide = {"q_len": 151, "kv_len": 1045, **heads}, {"q_len": 130, "kv_len": 530, **heads}
     units = wide if few else wide | {"heads": 160, "kv_heads": 16}
     lengths, bias = ("lengths", "qk"), ("bias", ("NTS", "float32"))
     causal = (("causal", True), ("offset", "align"))
     return (
-        ("float32", (64, 64), (tf32, lengths, ("sinks", True), ("dlse", True)), False, long),
-        ("float32", (50, 36), (tf32, *causal), True, long),
-        ("float32", (128, 128), (tf32, ("mask", "BS"), ("traced_window", (300, 40))), False, wide),
-        ("float32", (100, 72), (tf32, ("mask", "BS"), ("dlse", True)), False, units),
-        ("float32", (64, 64), (tf32, bias, *causal, ("dlse", True)), False, wide),
-        ("float32", (50, 33), (tf32, ("mask", "TS"), ("soft_cap", 5.0)), False, wide),
-        ("float32", (128, 100), (tf32, ("mask", "TS"), bias, lengths), False, units),
-        ("float32", (100, 128), (tf32, ("alibi", "N"), ("dropout", 0.3)), True, wide),
-        ("float32", (256, 256), (tf32, *causal, ("sinks", True), ("dlse", True)), False, long),
-        ("float32", (136, 200), (tf32, ("mask", "TS"), bias, lengths), False, wide),
-        ("float32", (256, 100), (tf32, ("alibi", "N"), ("dropout", 0.3)), True, wide),
+        ("float32", (64, 64), (rounded, lengths, ("sinks", True), ("dlse", True)), False, long),
+        ("float32", (50, 36), (rounded, *causal), True, long),
+        (
+            "float32",
+            (128, 128),
+            (rounded, ("mask", "BS"), ("traced_window", (300, 40))),
+            False,
+            wide,
+        ),
+        ("float32", (100, 72), (rounded, ("mask", "BS"), ("dlse", True)), False, units),
+        ("float32", (64, 64), (rounded, bias, *causal, ("dlse", True)), False, wide),
+        ("float32", (50, 33), (rounded, ("mask", "TS"), ("soft_cap", 5.0)), False, wide),
+        ("float32", (128, 100), (rounded, ("mask", "TS"), bias, lengths), False, units),
+        ("float32", (100, 128), (rounded, ("alibi", "N"), ("dropout", 0.3)), True, wide),
+        ("float32", (256, 256), (rounded, *causal, ("sinks", True), ("dlse", True)), False, long),
+        ("float32", (136, 200), (rounded, ("mask", "TS"), bias, lengths), False, wide),
+        ("float32", (256, 100), (rounded, ("alibi", "N"), ("dropout", 0.3)), True, wide),
         ("float32", (64, 50), (split, lengths, ("sinks", True), ("dlse", True)), False, wide),
         ("float32", (50, 64), (split, bias, *causal, ("dlse", True)), False, units),
         ("float32", (128, 128), (split, ("mask", "TS"), lengths), False, units),

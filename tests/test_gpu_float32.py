@@ -288,6 +288,34 @@ def test_logits_that_rise(head_dim, factor, precision):
     verify_on_hopper(inputs, precision=precision)
 
 
+def with_zero_bias(inputs):
+    """Adds a bias that changes nothing, so that the kernels for modifiers take the call."""
+    shape = (1, 1, inputs.query.shape[1], inputs.key.shape[1])
+    inputs.options["bias"] = np.zeros(shape, np.float32)
+    return inputs
+
+
+@each_precision_of("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("modifiers", [PLAIN, ELEMENTS])
+def test_great_values_before_a_rise(modifiers, head_dim, precision):
+    """The last tiles of keys come first: their values are great, and then weigh e^-200."""
+    case = Case("rise", batch=1, q_len=300, kv_len=1100, heads=8, kv_heads=1)
+    inputs = make_inputs(dataclasses.replace(case, head_dim=head_dim, value_dim=head_dim))
+    inputs.query[..., 0] = 1
+    inputs.key[:, :64, :, 0] = 200 * head_dim**0.5
+    inputs.value[:, 64:] *= 1e30
+    verify_on_hopper(with_zero_bias(inputs) if modifiers else inputs, modifiers, precision)
+
+
+@each_precision_of("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("modifiers", [PLAIN, ELEMENTS])
+def test_great_queries(modifiers, head_dim, precision):
+    sizes = {"head_dim": head_dim, "value_dim": head_dim, **MANY}
+    inputs = make_inputs(Case("great", **sizes))
+    inputs.query[:, 5], inputs.query[:, 6] = 1e30, 0
+    verify_on_hopper(with_zero_bias(inputs) if modifiers else inputs, modifiers, precision)
+
+
 @each_precision_of("head_dim", [64, 128, 256])
 def test_great_numbers_in_forbidden_keys(head_dim, precision):
     """A mask forbids keys to all queries, and their numbers do not change those of other keys."""

@@ -217,7 +217,8 @@ struct ProductSum {
 #pragma unroll
       for (int half = 0; half < 2; ++half) {
         const float power = power_below(fminf(powers[half] / factor[half], kGreatestPower));
-        multiples[half] = factor[half] * (power / powers[half]);
+        // The quotient may be infinite if the factor is 0.
+        multiples[half] = factor[half] == 0.0f ? 0.0f : factor[half] * (power / powers[half]);
         powers[half] = power;
       }
     }

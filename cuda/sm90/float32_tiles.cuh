@@ -193,7 +193,7 @@ __device__ __forceinline__ float factor_of_row(const float (&x)[kThreadCols]) {
 }
 
 // Computes lse in the units of the logits and delta = sum(dO * O) - dlse of a row. With one number,
-// dO is rounded, as in dP, so that the rounding errors cancel where dP and delta nearly do.
+// dO is rounded, nearly as in dP, so that the errors cancel where dP and delta nearly do.
 // kThreads neighbouring threads share the row, whose first column is `dout`. `exists`: whether it
 // takes part.
 template <int kThreads, int kNumbers>

@@ -54,7 +54,7 @@ struct Float32Consumer {
   const Float32Smem<Config>& smem;
 
   uint32_t query[kQueryInSmem ? 1 : kQuerySteps][4];
-  float2 query_magnitudes;  // of this thread's rows of Q
+  float2 query_factors;  // of products with this thread's rows of Q
   float scores[1][kScoreN][4];
   uint32_t weights[kOperandSteps<kScoreN, kNumbers>][4];  // P
   ProductSum<kOutN, kNumbers> out;                        // O
@@ -76,8 +76,12 @@ struct Float32Consumer {
     const auto read = [&](auto& to) {
       const float* const first = of.query + warp_row() * plan.query.row;
       const int32_t rows = of.band.q_len - of.row0 - warp_row();
-      query_magnitudes =
+      query_factors =
           read_operands<kNumbers>(to, first, plan.query.row, rows, plan.head_dim, plan.vectors);
+      if constexpr (kGeneral) {  // otherwise the magnitudes of K have this factor: they come first
+        query_factors.x *= ptx::kSplitProduct;
+        query_factors.y *= ptx::kSplitProduct;
+      }
     };
     if constexpr (kQueryInSmem) {
       uint32_t operands[kQuerySteps][4];  // in registers that O takes later
@@ -109,9 +113,11 @@ struct Float32Consumer {
     ptx::mbarrier_wait(smem.full(slot.stage), slot.parity);
   }
 
-  // Without modifiers, products keep the unit of their row until the exponential.
+  // Without modifiers, products keep the unit of their row until the exponential. A factor of 0, of
+  // a row of zeros, would turn a maximum of -inf into NaN.
   __device__ __forceinline__ float2 rows_to_log2() const {
-    return make_float2(query_magnitudes.x * plan.to_log2, query_magnitudes.y * plan.to_log2);
+    return make_float2(fmaxf(query_factors.x * plan.to_log2, 0x1p-126f),
+                       fmaxf(query_factors.y * plan.to_log2, 0x1p-126f));
   }
 
   // Waits for the values of this tile. The parity depends on all exponentials: otherwise the
@@ -268,7 +274,7 @@ struct Float32Consumer {
     const bool last = __any_sync(0xffffffff, smem.keys[slot.stage].last);
     ptx::wgmma_wait_group<0>();
     ptx::wgmma_results(scores[0]);
-    multiply_all(scores[0], query_magnitudes, smem.magnitudes[slot.stage]);
+    multiply_all(scores[0], query_factors, smem.magnitudes[slot.stage]);
     logits.apply(scores);
     sync_and_arrive_warp(smem.empty(slot.stage));
     float factor[1][2];

@@ -28,7 +28,7 @@ Status launch_forward_tiles(const Forward& params, cudaStream_t stream) {
   tiles
       .add(shape, params.key, false, shape.head_dim, workspace.tiles, workspace.key, nullptr,
            workspace.bits)
-      .unit = ptx::kSplitProduct;
+      .unit = kGeneral ? 1.0f : ptx::kSplitProduct;
   TilesOf& value = tiles.add(shape, params.value, false, shape.value_dim, workspace.tiles, nullptr,
                              workspace.value);
   value.bad = workspace.bad;
